@@ -151,11 +151,11 @@ class WindowLoggers:
             for o in self.loggers:
                 if o.cb.run: o.log()
 
-# %% ../nbs/04_logging.ipynb #7cbbfd3c
+# %% ../nbs/04_logging.ipynb #9ac85663
 def describable_args(o)->dict:
     "Those `init_args` of `o` that can be written into a configuration; none for a plain value"
     if not hasattr(o, '__dict__'): return {}
-    return {k:v for k,v in fastcore.basics.init_args(o).items() if not isinstance(v, (nn.Module, DataLoaders))}
+    return {k:v for k,v in fastcore.basics.init_args(o).items() if not isinstance(v, (nn.Module, DataLoaders, L))}
 
 def mend_wandb():
     "Let fastai's `WandbCallback`, if it is imported, describe plain values; does nothing where it can"

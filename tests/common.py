@@ -1,0 +1,80 @@
+"What the tests share: small data, a Learner for it, and a reference in plain PyTorch that knows neither fastai nor this package"
+from contextlib import contextmanager
+
+import torch
+from fastai.basics import *
+from fastai.callback.all import *
+from fastxtend_accum.all import *
+
+
+def data(n, seed=1):
+    "`n` samples of a small regression, in float64"
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 5, generator=g, dtype=torch.float64), torch.randn(n, 1, generator=g, dtype=torch.float64)
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+def mse(pred, targ): return F.mse_loss(pred, targ).float()  # fastai's Recorder can only average float32
+
+def make_learner(bs, n=96, cbs=None, opt_func=SGD, drop_last=False, seed=0, m=None, loss_func=mse, **kwargs):
+    "A Learner that sees `n` samples in order, `bs` at a time"
+    m = model(seed) if m is None else m
+    ds = list(zip(*(o.to(next(m.parameters()).dtype) for o in data(n))))
+    dls = DataLoaders(DataLoader(ds, bs=bs, drop_last=drop_last), DataLoader(ds[:20], bs=16))
+    return Learner(dls, m, loss_func=loss_func, opt_func=opt_func, cbs=cbs, **kwargs)
+
+@contextmanager
+def quiet(learn):
+    with learn.no_bar(), learn.no_logging(): yield learn
+
+def fit(learn, n_epoch=3, lr=0.1, method='fit', **kwargs):
+    "Fit without a word"
+    with quiet(learn): getattr(learn, method)(n_epoch, lr, **kwargs)
+    return learn
+
+def weights(learn): return torch.cat([p.detach().flatten().clone() for p in getattr(learn, 'model', learn).parameters()])
+def grads(learn): return [p.grad for p in learn.model.parameters() if p.grad is not None]
+def losses(learn): return [float(o) for o in learn.recorder.losses]
+def floats(o): return [[float(v) for v in row if not isinstance(v, str)] for row in o]
+
+def assert_same(a, b, tol=0.):
+    "Equal lengths, and no difference above `tol`"
+    a,b = (o if isinstance(o, torch.Tensor) else torch.tensor(o, dtype=torch.float64) for o in (a, b))
+    assert a.shape == b.shape, f'{a.shape} is not {b.shape}'
+    diff = (a-b).abs()
+    assert not diff.isnan().any() and (diff <= tol).all(), f'largest difference {diff.max()}, mean {diff.mean()}, allowed {tol}'
+
+def assert_moved(learn, seed=0): assert (weights(learn)-weights(model(seed))).abs().max() > 1e-3
+
+
+# The reference
+
+def windows(n, micro, accum, remainder, n_epoch, drop_last=False):
+    "Sample ranges of each optimizer step, and the fraction of training at which its window opens"
+    n_micro = n//micro if drop_last else -(-n//micro)
+    res,window = [],[]
+    for epoch in range(n_epoch):
+        if remainder != 'carry': window = []
+        for i in range(n_micro):
+            if not window: pct = (epoch + i/n_micro)/n_epoch
+            window += range(i*micro, min((i+1)*micro, n))
+            if len(window) >= accum: res.append((window, pct)); window = []
+        if window and remainder == 'step': res.append((window, pct))
+    return res
+
+def reference(steps, n, make_opt, lr=lambda pct: 0.1, seed=0):
+    "Weights and losses after an optimizer step on each of `steps`, every window as ONE batch"
+    m,(x,y),losses = model(seed),data(n),[]
+    opt = make_opt(m.parameters())
+    for idxs,pct in steps:
+        for g in opt.param_groups: g['lr'] = lr(pct)
+        opt.zero_grad()
+        loss = ((m(x[idxs])-y[idxs])**2).mean()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return torch.cat([p.detach().flatten() for p in m.parameters()]), losses
+
+__all__ = [o for o in globals() if not o.startswith(('_', 'test'))]  # fastcore's test_eq and the like are no tests
