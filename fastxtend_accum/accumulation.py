@@ -19,7 +19,7 @@ from .step import *
 from .logging import *
 
 # %% auto #0
-__all__ = ['remainders', 'GradientAccumulation', 'is_validating']
+__all__ = ['remainders', 'GradientAccumulation', 'is_fitting']
 
 # %% ../nbs/05_accumulation.ipynb #844ae3f5
 remainders = 'step','carry','drop'
@@ -75,11 +75,11 @@ def sizes(self:GradientAccumulation)->dict:
     "The window sizes that were asked for, in samples, by argument"
     return dict(accum_bs=self.accum_bs)
 
-# %% ../nbs/05_accumulation.ipynb #ac44745a
+# %% ../nbs/05_accumulation.ipynb #8b69cc78
 @patch
 def before_fit(self:GradientAccumulation):
     "Check everything, then start with nothing: no window, no gradient, the loggers as they are"
-    if is_validating(self.learn): return
+    if not is_fitting(self.learn): return
     self.check()
     self.leave()
     self.learn.opt.zero_grad()
@@ -87,9 +87,9 @@ def before_fit(self:GradientAccumulation):
     mend_wandb()
     if self.log_accum_batch: self.loggers.attach(self)
 
-def is_validating(learn:Learner)->bool:
-    "Whether `learn` is in validate, get_preds or the like, which call before_fit and after_fit too; they hold its lock"
-    return learn.lock.locked()
+def is_fitting(learn:Learner)->bool:
+    "Whether before_fit and after_fit come from a fit; validate and get_preds call them too, with the Learner's lock held"
+    return learn.opt is not None and not learn.lock.locked()
 
 # %% ../nbs/05_accumulation.ipynb #a1689466
 @patch
@@ -194,12 +194,12 @@ def after_cancel_train(self:GradientAccumulation): self.after_cancel_batch(); se
 @patch
 def after_cancel_epoch(self:GradientAccumulation): self.after_cancel_train()
 
-# %% ../nbs/05_accumulation.ipynb #0c3a41b0
+# %% ../nbs/05_accumulation.ipynb #05e63279
 @patch
 def after_fit(self:GradientAccumulation):
     "Leave no gradient; say so if nothing was learned"
     learn = self.learn
-    if is_validating(learn): return
+    if not is_fitting(learn): return
     self.hypers.release(learn.opt)
     self.leave()
     if not self.opt_steps and learn.train_iter and self.remainder != 'step':

@@ -1,0 +1,87 @@
+"The batch-size schedule: a pure function of training progress"
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from common import *
+
+def sizes(learn): return learn.recorder.accum_bs
+
+def scheduled(*args, n=128, n_epoch=4, remainder='carry', start_epoch=0, **kwargs):
+    "A fit of 16 micro-batches an epoch under a schedule"
+    learn = make_learner(8, n=n, cbs=GradientAccumulationSchedule(*args, remainder=remainder, **kwargs))
+    return fit(learn, n_epoch, start_epoch=start_epoch)
+
+def expected(size_at, n_micro, micro=8):
+    "Window sizes when each window asks `size_at` its first micro-batch's fraction of training"
+    res,i = [],0
+    while i < n_micro:
+        size = size_at(i/n_micro)
+        i += size//micro
+        if i <= n_micro: res.append(size)
+    return res
+
+def nearest(x, micro=8): return int((x/micro + 0.5)//1)*micro
+
+@pytest.mark.parametrize('name', ['cos','lin','exp','poly','combined','plain'])
+@pytest.mark.parametrize('ends', [(16, 64), (64, 16)])
+def test_any_annealer(name, ends):
+    a,b = ends
+    sched = dict(cos=SchedCos, lin=SchedLin, exp=SchedExp, poly=partial(SchedPoly, power=2), plain=lambda a,b: lambda pos: a+(b-a)*pos,
+                 combined=lambda a,b: combine_scheds([.5,.5], [SchedLin(a, 32), SchedCos(32, b)]))[name]
+    learn = scheduled(a, b, 0.25, 0.75, schedule=sched)
+    def size_at(pct):
+        if pct < .25: return a
+        return b if pct >= .75 else nearest(float(sched(a, b)((pct-.25)/.5))+1e-9)
+    assert sizes(learn) == expected(size_at, 64)
+    assert len(set(sizes(learn))) > 3
+
+def test_int_counts_epochs_and_float_is_a_fraction():
+    assert sizes(scheduled(16, 64, start=1, finish=1)) == [16]*8 + [64]*6
+    assert sizes(scheduled(16, 64, start=.25, finish=.25)) == [16]*8 + [64]*6
+    assert sizes(scheduled(16, 64, start=1, finish=1)) == sizes(scheduled(16, 64, start=1, finish=.25))
+    assert sizes(scheduled(64, 8, start=4, finish=1.0)) == [64]*8
+    assert sizes(scheduled(16, 64, start=1, finish=3)) == sizes(scheduled(16, 64, start=.25, finish=.75)) != sizes(scheduled(16, 64))
+
+def test_ties_go_up():
+    def at(pct): return scheduled_bs(pct, 16, 64, 0., 1., SchedLin, 16)
+    assert [at(o) for o in (0., 1/6-1e-4, 1/6, .5, 5/6-1e-4, 5/6, 1.)] == [16, 16, 32, 48, 48, 64, 64]
+
+@pytest.mark.parametrize('remainder', ['step', 'drop', 'carry'])
+def test_second_fit_starts_over(remainder):
+    learn = scheduled(16, 64, remainder=remainder)
+    first = sizes(learn)
+    assert first == sizes(fit(learn, 4)) and first[0] == 16 and 64 in first
+
+def test_resumed_fit_has_the_same_sizes():
+    whole = sizes(scheduled(16, 64, finish=.9, remainder='step'))
+    resumed = sizes(scheduled(16, 64, finish=.9, remainder='step', start_epoch=2))
+    assert resumed == whole[-len(resumed):]
+    assert sum(resumed) == 2*128 and sum(whole) == 4*128
+
+def test_accum_bs_is_the_current_size():
+    class Probe(Callback):
+        order = 7
+        def before_fit(self): self.seen = []
+        def before_step(self): self.seen.append(self.learn.gradient_accumulation_schedule.accum_bs)
+    learn = make_learner(8, n=128, cbs=[GradientAccumulationSchedule(16, 64, remainder='carry'), Probe()])
+    fit(learn, 4)
+    assert learn.probe.seen == sizes(learn)
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(a=st.integers(1, 9), b=st.integers(1, 9), micro=st.integers(1, 33), start=st.floats(0, 1), width=st.floats(0, 1),
+       pct=st.floats(0, 1), sched=st.sampled_from([SchedCos, SchedLin, SchedExp, SchedNo]))
+def test_size_is_a_multiple_between_the_ends(a, b, micro, start, width, pct, sched):
+    finish = min(1., start+width)
+    size = scheduled_bs(pct, a*micro, b*micro, start, finish, sched, micro)
+    assert size % micro == 0 and min(a, b)*micro <= size <= max(a, b)*micro
+    if pct >= finish: assert size == b*micro
+    if pct < start-1e-5: assert size == a*micro
+
+def test_windows_of_a_schedule_are_exact():
+    "Each window as one batch, in plain PyTorch"
+    learn = make_learner(8, n=128, cbs=GradientAccumulationSchedule(16, 64, finish=.6))
+    fit(learn, 4)
+    steps,i = [],0
+    for size in sizes(learn): steps.append((list(range(i, i+size)), 0)); i = (i+size)%128
+    assert i == 0 and len(steps) > 8
+    assert_same(weights(learn), reference(steps, 128, lambda ps: torch.optim.SGD(ps, lr=0.1))[0], 1e-12)
