@@ -56,12 +56,12 @@ class GradientAccumulation(Callback):
         if name == 'learn' and value is None and self.learn is not None: self.leave()
         super().__setattr__(name, value)
 
-# %% ../nbs/05_accumulation.ipynb #023e5d83
+# %% ../nbs/05_accumulation.ipynb #daf32aa2
 @patch
 def check(self:GradientAccumulation):
     "Raises ValueError if the callback does not fit its Learner; finds `micro_bs`"
     learn = self.learn
-    twins = [cb for cb in learn.cbs if any(o.__name__.startswith('GradientAccumulation') for o in type(cb).__mro__)]
+    twins = [cb for cb in learn.cbs if any(o.__name__ == 'GradientAccumulation' for o in type(cb).__mro__)]  # fastai's too
     if len(twins) > 1:
         names = ', '.join(f'{type(o).__module__}.{type(o).__name__}' for o in twins)
         raise ValueError(f"this Learner has {len(twins)} callbacks that accumulate ({names}): keep one, see learn.remove_cb")
@@ -75,13 +75,13 @@ def sizes(self:GradientAccumulation)->dict:
     "The window sizes that were asked for, in samples, by argument"
     return dict(accum_bs=self.accum_bs)
 
-# %% ../nbs/05_accumulation.ipynb #8b69cc78
+# %% ../nbs/05_accumulation.ipynb #f096a900
 @patch
 def before_fit(self:GradientAccumulation):
     "Check everything, then start with nothing: no window, no gradient, the loggers as they are"
     if not is_fitting(self.learn): return
-    self.check()
     self.leave()
+    self.check()
     self.learn.opt.zero_grad()
     self.hypers,self.window.steps = FirstHypers(),0
     mend_wandb()

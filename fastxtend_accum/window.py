@@ -31,7 +31,7 @@ class MicroBatch:
         "Hook for the loss tensor: from here on the gradient of this micro-batch is mixed into `.grad`"
         self.in_grad = True
 
-# %% ../nbs/02_window.ipynb #1e045db6
+# %% ../nbs/02_window.ipynb #ab758453
 class Window:
     "The micro-batches of one optimizer step: their sums so far, and whether the step was taken"
     def __init__(self):
@@ -49,7 +49,7 @@ class Window:
         micro_bs:int, # Samples in a full micro-batch
     ):
         "The next micro-batch is the window's first"
-        self.accum_bs,self.alone = accum_bs,accum_bs <= micro_bs
+        self.accum_bs,self.alone,self.unit = accum_bs,accum_bs <= micro_bs,None
 
     @property
     def is_empty(self)->bool:
