@@ -17,12 +17,15 @@ from .sizes import *
 from .accumulation import *
 
 # %% auto #0
-__all__ = ['check_point', 'fraction_of_fit', 'scheduled_bs', 'GradientAccumulationSchedule', 'check_order', 'check_schedule']
+__all__ = ['Numeric', 'check_point', 'fraction_of_fit', 'scheduled_bs', 'GradientAccumulationSchedule', 'check_order',
+           'check_schedule']
 
-# %% ../nbs/06_schedule.ipynb #3cda5465
+# %% ../nbs/06_schedule.ipynb #6c0be3df
+Numeric = int|float
+
 def check_point(
     name:str, # The argument's name, for the message
-    point:int|float, # Epochs (int, 0 or more), or a fraction of training (float, 0 to 1)
+    point:Numeric, # Epochs (int, 0 or more), or a fraction of training (float, 0 to 1)
 ):
     "Raises TypeError or ValueError if `point` cannot lie in any fit"
     if isinstance(point, bool) or not isinstance(point, Real):
@@ -32,10 +35,10 @@ def check_point(
     elif not 0 <= point <= 1:
         raise ValueError(f"{name} is a fraction of training, so it cannot be {point}: use 0.0 to 1.0, or an int for epochs")
 
-# %% ../nbs/06_schedule.ipynb #84133edc
+# %% ../nbs/06_schedule.ipynb #f5feed3c
 def fraction_of_fit(
     name:str, # The argument's name, for the message
-    point:int|float, # Epochs (int) or a fraction of training (float)
+    point:Numeric, # Epochs (int) or a fraction of training (float)
     n_epoch:int, # Length of the fit, in epochs
 )->float: # Fraction of training, 0 to 1
     "Where `point` lies in a fit of `n_epoch` epochs; raises ValueError if that is outside"

@@ -1,5 +1,5 @@
 "The repository holds together: README and home page, notebooks and the rules for them, one place for each fact"
-import json, re, subprocess, sys
+import json, re, shutil, subprocess, sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +46,18 @@ def test_notebook(nb):
 def test_version_is_that_of_the_settings():
     import fastxtend_accum
     assert f'version = {fastxtend_accum.__version__}\n' in (root/'settings.ini').read_text()
+
+def test_nbdev_makes_a_page_of_every_notebook(tmp_path):
+    "All that comes before Quarto: what nbdev makes of each notebook, with the tables of parameters filled in"
+    here = Path(shutil.copytree(root, tmp_path/'copy', symlinks=True, ignore=shutil.ignore_patterns('.git', '_proc', '_docs')))
+    script = '''
+from nbdev.quarto import refresh_quarto_yml, nbdev_sidebar
+from nbdev.serve import proc_nbs
+refresh_quarto_yml(); nbdev_sidebar.__wrapped__()
+print(proc_nbs('nbs', n_workers=0))'''
+    out = subprocess.run([sys.executable, '-W', 'ignore', '-c', script], cwd=here, capture_output=True, text=True, timeout=300)
+    assert out.returncode == 0, out.stderr[-2000:]
+    pages = {p.stem:json.loads(p.read_text())['cells'] for p in (here/'_proc').rglob('*.ipynb')}
+    assert set(pages) == {nb.stem for nb in notebooks}
+    shown = [o for cells in pages.values() for c in cells if 'show_doc(' in ''.join(c['source']) for o in c['outputs']]
+    assert len(shown) > 30 and all('text/markdown' in o['data'] for o in shown)
