@@ -19,12 +19,12 @@ from .step import *
 from .logging import *
 
 # %% auto #0
-__all__ = ['remainders', 'GradientAccumulation', 'is_fitting']
+__all__ = ['remainders', 'GradientAccumulation', 'is_fitting', 'scales_loss']
 
 # %% ../nbs/05_accumulation.ipynb #844ae3f5
 remainders = 'step','carry','drop'
 
-# %% ../nbs/05_accumulation.ipynb #6a813e7a
+# %% ../nbs/05_accumulation.ipynb #37f9de62
 class GradientAccumulation(Callback):
     "Accumulate gradients until they hold `accum_bs` samples, then step as one large batch would have; raises on bad sizes"
     order,run_valid = MixedPrecision.order-4,False
@@ -35,7 +35,8 @@ class GradientAccumulation(Callback):
         *,
         micro_batch_size:int|None=None, # Samples in a micro-batch; None: what the training DataLoader says
         remainder:str='step', # The incomplete window that ends an epoch: 'step' on it, 'carry' it over, or 'drop' it
-        num_items:Callable|None=None, # `f(learn)`: items that the loss averages over, where these are not its samples
+        num_items:Callable|None=None, # `f(learn)`: items that the loss averages over; None: ask the loss function
+        skip_nonfinite:bool=False, # Take no step on a gradient with NaN or infinity in it; drop its window
     ):
         n_acc = check_size('n_acc', n_acc)
         self.accum_bs = n_acc if accum_bs is None else check_size('accum_bs', accum_bs)
@@ -43,8 +44,9 @@ class GradientAccumulation(Callback):
         if remainder not in remainders: raise ValueError(f"remainder must be one of {remainders}, not {remainder!r}")
         if num_items is not None and not callable(num_items):
             raise TypeError(f"num_items must be a function of the Learner, not {num_items!r}")
-        store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,num_items')
-        self.micro_bs,self.window,self.hypers,self.loggers = None,Window(),FirstHypers(),WindowLoggers()
+        store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite')
+        self.micro_bs,self.n_skipped = None,0
+        self.window,self.hypers,self.loggers = Window(),FirstHypers(),WindowLoggers()
 
     @property
     def opt_steps(self)->int:
@@ -75,7 +77,7 @@ def sizes(self:GradientAccumulation)->dict:
     "The window sizes that were asked for, in samples, by argument"
     return dict(accum_bs=self.accum_bs)
 
-# %% ../nbs/05_accumulation.ipynb #f096a900
+# %% ../nbs/05_accumulation.ipynb #f1b4fff2
 @patch
 def before_fit(self:GradientAccumulation):
     "Check everything, then start with nothing: no window, no gradient, the loggers as they are"
@@ -83,7 +85,7 @@ def before_fit(self:GradientAccumulation):
     self.leave()
     self.check()
     self.learn.opt.zero_grad()
-    self.hypers,self.window.steps = FirstHypers(),0
+    self.hypers,self.window.steps,self.n_skipped = FirstHypers(),0,0
     mend_wandb()
     if self.log_accum_batch: self.loggers.attach(self)
 
@@ -91,7 +93,7 @@ def is_fitting(learn:Learner)->bool:
     "Whether before_fit and after_fit come from a fit; validate and get_preds call them too, with the Learner's lock held"
     return learn.opt is not None and not learn.lock.locked()
 
-# %% ../nbs/05_accumulation.ipynb #a1689466
+# %% ../nbs/05_accumulation.ipynb #63c7045f
 @patch
 def before_batch(self:GradientAccumulation): self.hypers.release(self.learn.opt)
 
@@ -101,7 +103,8 @@ def after_loss(self:GradientAccumulation):
     learn,window = self.learn,self.window
     if not len(learn.yb): return
     if window.is_empty:
-        window.open(self.next_accum_bs(), self.micro_bs)
+        accum_bs = self.next_accum_bs()
+        window.open(accum_bs, alone=accum_bs == self.micro_bs and self.remainder == 'step')
         self.hypers.note(learn.opt)
     micro = MicroBatch(n_samples(learn), n_items(learn, self.num_items), learn.loss.detach())
     learn.loss_grad = times(learn.loss_grad, window.begin(micro))
@@ -118,7 +121,7 @@ def next_accum_bs(self:GradientAccumulation)->int:
     "Samples in the window that opens now"
     return self.accum_bs
 
-# %% ../nbs/05_accumulation.ipynb #5d94ba83
+# %% ../nbs/05_accumulation.ipynb #e854c885
 @patch
 def close_window(self:GradientAccumulation)->bool: # Whether there is anything to step on
     "Put the mean gradient and the first micro-batch's hyper-parameters in place"
@@ -127,6 +130,9 @@ def close_window(self:GradientAccumulation)->bool: # Whether there is anything t
         warn("no item in a whole window (all labels ignored?): no optimizer step was taken on it")
         return self.drop_window()
     average_gradients(opt, window.divisor)
+    if self.skip_nonfinite and not scales_loss(self.learn) and not is_finite(opt):
+        self.count_skipped()
+        return self.drop_window()
     self.hypers.hold(opt)
     window.closed = True
     return True
@@ -135,12 +141,26 @@ def close_window(self:GradientAccumulation)->bool: # Whether there is anything t
 def after_step(self:GradientAccumulation):
     if self.window.closed: self.window.steps += 1; self.window.stepped = True
 @patch
-def after_cancel_step(self:GradientAccumulation): self.window.clear()  # an fp16 overflow, say: fastai zeroes the gradients now
-
-@patch
 def drop_window(self:GradientAccumulation):
     self.learn.opt.zero_grad()
     self.window.clear()
+
+# %% ../nbs/05_accumulation.ipynb #13e3e1f4
+def scales_loss(learn:Learner)->bool:
+    "Whether a `GradScaler` looks for infinities in the gradients of `learn`"
+    return getattr(learn, 'scaler', None) is not None and learn.scaler.is_enabled()
+
+@patch
+def after_cancel_step(self:GradientAccumulation):
+    "fastai zeroes the gradients next"
+    self.window.clear()
+    overflown = any(getattr(cb, 'skipped', False) for cb in self.learn._grab_cbs(MixedPrecision))
+    if self.skip_nonfinite and scales_loss(self.learn) and overflown: self.count_skipped()
+
+@patch
+def count_skipped(self:GradientAccumulation):
+    self.n_skipped += 1
+    if self.n_skipped == 1: warn("a gradient with NaN or infinity: no step was taken on it, nor on others like it; see n_skipped")
 
 # %% ../nbs/05_accumulation.ipynb #6609c87d
 @patch

@@ -67,7 +67,7 @@ def scheduled_bs(
         raise ValueError(f"the schedule gives a batch size of {size} at {pct:.3f} of training: it must be 1 or more samples")
     return max(1, math.floor(size/micro_bs + 0.5 + _tiny)) * micro_bs
 
-# %% ../nbs/06_schedule.ipynb #74f7f6fb
+# %% ../nbs/06_schedule.ipynb #b08381fd
 class GradientAccumulationSchedule(GradientAccumulation):
     "`GradientAccumulation` with a batch that goes from `start_accum_bs` to `final_accum_bs` between `start` and `finish`"
     def __init__(self,
@@ -80,12 +80,13 @@ class GradientAccumulationSchedule(GradientAccumulation):
         micro_batch_size:int|None=None, # Samples in a micro-batch; None: what the training DataLoader says
         *,
         remainder:str='step', # The incomplete window that ends an epoch: 'step' on it, 'carry' it over, or 'drop' it
-        num_items:Callable|None=None, # `f(learn)`: items that the loss averages over, where these are not its samples
+        num_items:Callable|None=None, # `f(learn)`: items that the loss averages over; None: ask the loss function
+        skip_nonfinite:bool=False, # Take no step on a gradient with NaN or infinity in it; drop its window
     ):
         for name,size in dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs).items(): check_size(name, size)
         for name,point in dict(start=start, finish=finish).items(): check_point(name, point)
         super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
-                         remainder=remainder, num_items=num_items)
+                         remainder=remainder, num_items=num_items, skip_nonfinite=skip_nonfinite)
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule')
         check_schedule(schedule, start_accum_bs, final_accum_bs)
         if isinstance(start, Integral) == isinstance(finish, Integral): check_order(start, finish)

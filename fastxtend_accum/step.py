@@ -11,17 +11,28 @@ from numbers import Real
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['average_gradients', 'read_hypers', 'write_hypers', 'FirstHypers']
+__all__ = ['gradients', 'average_gradients', 'is_finite', 'read_hypers', 'write_hypers', 'FirstHypers']
 
-# %% ../nbs/03_step.ipynb #2d96ce56
+# %% ../nbs/03_step.ipynb #663b36dc
+def gradients(opt:Optimizer|OptimWrapper)->list[Tensor]:
+    "The gradients of all parameters of `opt` that have one; of a sparse one its values"
+    grads = [p.grad for pg in opt.param_lists for p in pg if p.grad is not None]
+    return [g._values() if g.is_sparse else g for g in grads]
+
 def average_gradients(
     opt:Optimizer|OptimWrapper, # Its parameters hold the weighted sum of the micro-batches' gradients
     divisor:Real|Tensor, # The sum of the weights
 ):
     "Divide the gradients of `opt` in place, once"
     if not isinstance(divisor, Tensor) and divisor == 1: return
-    grads = [p.grad for pg in opt.param_lists for p in pg if p.grad is not None]
+    grads = gradients(opt)
     if grads: torch._foreach_div_(grads, divisor)
+
+# %% ../nbs/03_step.ipynb #21b49fd6
+def is_finite(opt:Optimizer|OptimWrapper)->bool:
+    "Whether no gradient of `opt` has a NaN or an infinity; waits for the GPU"
+    grads = [g for g in gradients(opt) if g.numel()]
+    return not grads or bool(torch.nn.utils.get_total_norm(grads, float('inf')).isfinite())
 
 # %% ../nbs/03_step.ipynb #721e056d
 def read_hypers(opt)->list: # One dict a parameter group

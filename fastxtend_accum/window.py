@@ -16,13 +16,13 @@ from torch import Tensor
 # %% auto #0
 __all__ = ['MicroBatch', 'Window', 'power_of_two', 'times']
 
-# %% ../nbs/02_window.ipynb #60f80f77
+# %% ../nbs/02_window.ipynb #28d60525
 class MicroBatch:
     "What one micro-batch brings to its window"
     def __init__(self,
         samples:int, # Samples in it
-        items:Real|Tensor, # Items that its loss averages over: what it weighs
-        loss:Tensor, # Its mean loss, detached
+        items:Real|Tensor|None, # Items that its loss averages over: what it weighs; None: its loss is a sum
+        loss:Tensor, # Its loss, detached
     ):
         self.samples,self.items,self.loss = samples,items,loss
         self.weight,self.in_grad = None,False
@@ -31,7 +31,7 @@ class MicroBatch:
         "Hook for the loss tensor: from here on the gradient of this micro-batch is mixed into `.grad`"
         self.in_grad = True
 
-# %% ../nbs/02_window.ipynb #ab758453
+# %% ../nbs/02_window.ipynb #6d7094c5
 class Window:
     "The micro-batches of one optimizer step: their sums so far, and whether the step was taken"
     def __init__(self):
@@ -46,10 +46,10 @@ class Window:
 
     def open(self,
         accum_bs:int, # Samples that fill the window
-        micro_bs:int, # Samples in a full micro-batch
+        alone:bool=False, # The first micro-batch will be alone in the window, even a short one
     ):
         "The next micro-batch is the window's first"
-        self.accum_bs,self.alone,self.unit = accum_bs,accum_bs <= micro_bs,None
+        self.accum_bs,self.alone,self.unit = accum_bs,alone,None
 
     @property
     def is_empty(self)->bool:
@@ -61,7 +61,7 @@ class Window:
         "It holds at least `accum_bs` samples"
         return 0 < self.accum_bs <= self.samples
 
-# %% ../nbs/02_window.ipynb #a4e8a4fe
+# %% ../nbs/02_window.ipynb #edb2f09d
 def power_of_two(items:Real|Tensor)->Real|Tensor:
     "A power of two near `items`, a number or tensor above 0"
     return torch.exp2(items.log2().floor()) if isinstance(items, Tensor) else 2.**math.floor(math.log2(items))
@@ -69,15 +69,16 @@ def power_of_two(items:Real|Tensor)->Real|Tensor:
 @patch
 def choose_unit(self:Window,
     items:Real|Tensor, # Items of the micro-batch under way
+    samples:int, # Samples in it
 ):
     "Set `unit` at the window's first micro-batch that has items"
-    new = (lambda o: o) if self.alone else power_of_two
+    new = (lambda o: o) if self.alone or samples >= self.accum_bs else power_of_two
     if isinstance(items, Tensor):  # torch.where, since a look at the value would wait for the GPU
         unit = self.unit if isinstance(self.unit, Tensor) else items.new_tensor(self.unit or 0)
         self.unit = torch.where(unit > 0, unit, new(items))
     elif self.unit is None and items: self.unit = new(items)
 
-# %% ../nbs/02_window.ipynb #ba170e8b
+# %% ../nbs/02_window.ipynb #af6bd568
 @patch
 def begin(self:Window,
     micro:MicroBatch, # The micro-batch whose loss has just been computed
@@ -85,12 +86,14 @@ def begin(self:Window,
     "A micro-batch is under way; it counts only with `count`"
     items,self.pending,self.counted = micro.items,micro,False
     if isinstance(items, Tensor): micro.items = items = items.to(torch.promote_types(micro.loss.dtype, torch.float32))
-    self.choose_unit(items)
-    if isinstance(items, Tensor): micro.weight = torch.where(items > 0, items/self.unit, 0.)
-    else: micro.weight = items/self.unit if items else 0
+    if items is None: micro.weight = 1
+    else:
+        self.choose_unit(items, micro.samples)
+        if isinstance(items, Tensor): micro.weight = torch.where(items > 0, items/self.unit, 0.)
+        else: micro.weight = items/self.unit if items else 0
     return micro.weight
 
-# %% ../nbs/02_window.ipynb #4b4e95bc
+# %% ../nbs/02_window.ipynb #360d7cfb
 def times(
     loss:Tensor, # A loss
     weight:Real|Tensor, # Its weight, 0 or more
@@ -107,7 +110,8 @@ def count(self:Window):
     micro,self.pending = self.pending,None
     self.n_micro += 1
     self.samples += micro.samples
-    self.items = self.items + micro.items
+    if micro.items is None: self.items = self.unit = 1  # summed, not averaged
+    else: self.items = self.items + micro.items
     self.loss_sum = self.loss_sum + times(micro.loss, micro.weight)
     self.counted = True
 

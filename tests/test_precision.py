@@ -51,3 +51,14 @@ def test_an_overflow_drops_its_window_and_nothing_else():
     steps = [(list(range(i, i+32)), 0) for i in (0, 64)]
     expected,_ = reference(steps, 96, lambda ps: torch.optim.SGD(ps, lr=0.1))
     assert_same(weights(struck).double(), expected, 0.01)
+
+def test_skip_nonfinite_leaves_an_overflow_to_the_scaler_and_counts_it():
+    class Overflow(Callback):
+        order = MixedPrecision.order+1
+        def before_backward(self):
+            if self.training and self.train_iter == 5: self.learn.loss_grad = self.learn.loss_grad*float('inf')
+    learn = learner(8, [Overflow(), GradientAccumulation(32, skip_nonfinite=True), CpuMixedPrecision('fp16', init_scale=2.**10)])
+    scale = []
+    learn.add_cb(Callback(after_train=lambda self: scale.append(self.scaler.get_scale())))
+    with pytest.warns(UserWarning, match='NaN or infinity'): fit(learn, 1)
+    assert learn.gradient_accumulation.n_skipped == 1 and learn.gradient_accumulation.opt_steps == 2 and scale == [2.**9]

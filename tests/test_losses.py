@@ -1,0 +1,165 @@
+"Windows of any loss against one batch of it: fits, and the weights themselves"
+import pytest
+from fastai.callback.mixup import CutMix, MixUp
+from hypothesis import given, settings, strategies as st
+
+from common import *
+
+ROUNDING = 1e-12
+
+class Masked:
+    "Labels of 4 classes for `n` sequences of 6 tokens; `kept` of each sequence's labels are not ignored"
+    def __init__(self, n, seed=3, empty=()):
+        g = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(n, 6, 5, generator=g, dtype=torch.float64)
+        self.y = torch.randint(4, (n, 6), generator=g)
+        kept = torch.randint(7, (n,), generator=g)
+        for i in range(n): self.y[i,0 if i in empty else kept[i]:] = -100
+        if n > 1: self.y[-1,0] = 1
+
+class Float32(nn.Module):
+    "A loss in float64 for a Recorder that averages float32"
+    def __init__(self, loss): super().__init__(); self.loss = loss
+    def forward(self, pred, targ): return self.loss(pred.flatten(0, 1) if pred.ndim == 3 else pred, targ.flatten()).float()
+# Teaching it a loss of one's own: ask the loss inside, of what that sees
+loss_items.register(Float32, lambda f, pred, targ: loss_items(f.loss, pred.flatten(0, 1), targ.flatten()))
+
+class ToFloat32(nn.CrossEntropyLoss):
+    "Known by the class it derives from"
+    def forward(self, pred, targ): return super().forward(pred.flatten(0, 1), targ.flatten()).float()
+
+def tagger(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+def tag(bs, d, loss_func, cbs=None, n_epoch=2, **kwargs):
+    ds = list(zip(d.x, d.y))
+    learn = Learner(DataLoaders(DataLoader(ds, bs=bs), DataLoader(ds[:4], bs=4)), tagger(), loss_func, opt_func=partial(SGD, mom=.9), cbs=cbs)
+    learn.add_cb(Callback(before_validate=lambda self: stop(CancelValidException())))
+    return fit(learn, n_epoch, **kwargs)
+
+W = torch.tensor([1.,2.,3.,4.], dtype=torch.float64)
+token_losses = dict(plain=lambda: ToFloat32(), weighted=lambda: ToFloat32(weight=W), smoothed=lambda: ToFloat32(label_smoothing=.1),
+                    both=lambda: ToFloat32(weight=W, label_smoothing=.1), sum=lambda: ToFloat32(reduction='sum'),
+                    wrapped=lambda: Float32(nn.CrossEntropyLoss(weight=W)))
+
+@pytest.mark.parametrize('name', token_losses)
+@pytest.mark.parametrize('n', [32, 29])
+def test_tokens(name, n):
+    d = Masked(n)
+    if n == 32 or name == 'sum':
+        lr = .01 if name == 'sum' else .1
+        big,small = (tag(bs, d, token_losses[name](), cbs, lr=lr) for bs,cbs in ((16, None), (4, GradientAccumulation(16))))
+    else: big,small = (tag(bs, d, token_losses[name](), cbs) for bs,cbs in ((12, None), (4, GradientAccumulation(12))))
+    assert (weights(big)-weights(tagger())).abs().max() > 1e-2
+    # class weights and label counts put numbers into float32, which the loss has for the Recorder's sake
+    assert_same(weights(small), weights(big), 1e-6 if name in ('weighted','both','wrapped') else ROUNDING)
+    assert_same(losses(small), losses(big), 1e-5)
+
+def test_by_samples_it_would_be_wrong():
+    "The check above can fail"
+    d = Masked(32)
+    big,small = tag(16, d, ToFloat32()),tag(4, d, ToFloat32(), GradientAccumulation(16, num_items=lambda learn: len(learn.y)))
+    assert (weights(big)-weights(small)).abs().max() > 1e-3
+
+@pytest.mark.parametrize('how', ['number', 'tensor'])
+@pytest.mark.parametrize('empty', [[0,1,2,3], [4,5,6,7], [12,13,14,15], [0,1,2,3,8,9,10,11]])
+def test_a_micro_batch_without_labels_adds_nothing(empty, how):
+    d = Masked(32, empty=empty)
+    count = None if how == 'number' else lambda learn: (learn.y != -100).sum()
+    big,small = tag(16, d, ToFloat32()),tag(4, d, ToFloat32(), GradientAccumulation(16, num_items=count))
+    assert small.recorder.accum_bs == [16]*4
+    assert_same(weights(small), weights(big), ROUNDING if how == 'number' else 1e-6)
+    assert_same(losses(small), losses(big), 1e-5)
+    assert not any(np.isnan(o[0]) for o in small.recorder.values)
+
+def test_a_whole_window_without_labels_takes_no_step_and_says_so_once():
+    d = Masked(32, empty=range(16))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('default')
+        learn = tag(4, d, ToFloat32(), GradientAccumulation(16), n_epoch=4)
+    assert len([o for o in said if 'no item in a whole window' in str(o.message)]) == 1
+    assert learn.gradient_accumulation.opt_steps == len(losses(learn)) == 4 and not np.isnan(losses(learn)).any()
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(n=st.integers(2, 24), micro=st.integers(1, 5), k=st.integers(1, 4), name=st.sampled_from(['plain','smoothed','sum']),
+       remainder=st.sampled_from(['step','carry','drop']), n_epoch=st.integers(1, 2), seed=st.integers(0, 10**6), frozen=st.booleans(),
+       final=st.integers(1, 4), opt=st.sampled_from(['sgd','adamw']))
+def test_any_tokens(n, micro, k, name, remainder, n_epoch, seed, frozen, final, opt):
+    "Ragged data and labels, a schedule or none, a frozen layer or none: each window as one batch in plain PyTorch"
+    d,make = Masked(n, seed),token_losses[name]
+    def freeze(m): m[0].requires_grad_(not frozen); return m
+    n_micro = -(-n//micro)
+    def size_at(pct): return final*micro if pct >= .5-1e-9 else k*micro
+    # the reference
+    m = freeze(tagger())
+    make_opt = dict(sgd=lambda ps: torch.optim.SGD(ps, lr=.01, momentum=.9), adamw=lambda ps: torch.optim.AdamW(ps, lr=.01, weight_decay=.01))[opt]
+    ref,sizes,window = make_opt([p for p in m.parameters() if p.requires_grad]),[],[]
+    def step():
+        if name != 'sum' and not (d.y[window] != -100).any(): window.clear(); return  # a sum over no labels is 0, and a step
+        ref.zero_grad()
+        F.cross_entropy(m(d.x[window]).flatten(0, 1), d.y[window].flatten(), reduction='sum' if name == 'sum' else 'mean',
+                        label_smoothing=.1 if name == 'smoothed' else 0.).backward()
+        ref.step(); sizes.append(len(window)); window.clear()
+    for epoch in range(n_epoch):
+        if remainder != 'carry': window.clear()
+        for i in range(n_micro):
+            if not window: full = size_at((epoch+i/n_micro)/n_epoch)
+            window += range(i*micro, min((i+1)*micro, n))
+            if len(window) >= full: step()
+        if window and remainder == 'step': step()
+    # the Learner
+    cb = GradientAccumulationSchedule(k*micro, final*micro, .5, .5, remainder=remainder)
+    opt_func = dict(sgd=partial(SGD, mom=.9), adamw=partial(OptimWrapper, opt=torch.optim.AdamW, weight_decay=.01))[opt]
+    ds = list(zip(d.x, d.y))
+    learn = Learner(DataLoaders(DataLoader(ds, bs=micro), DataLoader(ds[:1], bs=1)), freeze(tagger()), make(), opt_func=opt_func, cbs=cb)
+    learn.add_cb(Callback(before_validate=lambda self: stop(CancelValidException())))
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore', UserWarning)
+        fit(learn, n_epoch, lr=.01)
+    assert learn.recorder.accum_bs == sizes
+    assert_same(weights(learn), weights(m), ROUNDING)
+
+# MixUp and CutMix
+
+class Mixed:
+    "The same pairs and proportions for micro-batches of 8 as for batches of 32"
+    def before_batch(self):
+        n = len(self.y)
+        self.lam = tensor([(.5+.5*i/8) for i in range(8)]*(n//8))
+        shuffle = tensor([8*(i//8)+7-i%8 for i in range(n)])
+        xb1,self.yb1 = self.x[shuffle],(self.y[shuffle],)
+        self.learn.xb = (torch.lerp(xb1, self.x, self.lam[:,None,None,None]),)
+class FixedMixUp(Mixed, MixUp): pass
+class FixedCutMix(Mixed, CutMix): pass
+
+def pictures(bs, cbs, loss_func, n=96, lr=.1):
+    g = torch.Generator().manual_seed(1)
+    ds = list(zip(torch.randn(n, 3, 8, 8, generator=g), torch.randint(4, (n,), generator=g)))
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
+    return fit(Learner(DataLoaders(DataLoader(ds, bs=bs), DataLoader(ds[:16], bs=16)), m, loss_func, opt_func=SGD, cbs=cbs), 2, lr)
+
+@pytest.mark.parametrize('loss_func', [CrossEntropyLossFlat, FocalLossFlat, LabelSmoothingCrossEntropyFlat,
+                                       partial(CrossEntropyLossFlat, weight=tensor([1.,2.,3.,4.])), partial(CrossEntropyLossFlat, reduction='sum')])
+@pytest.mark.parametrize('mix', [FixedMixUp, FixedCutMix])
+@pytest.mark.parametrize('n', [96, 88])
+def test_mixup_and_cutmix(mix, loss_func, n):
+    lr = .001 if getattr(loss_func, 'keywords', {}).get('reduction') == 'sum' else .1
+    big,small = (pictures(bs, [mix(), *cbs], loss_func(), n, lr) for bs,cbs in ((32, []), (8, [GradientAccumulation(32)])))
+    assert_same(weights(small), weights(big), 1e-5)  # float32
+
+# Nothing waits for the GPU: the counts that would stay on it
+
+def test_a_count_on_another_device_stays_a_tensor(monkeypatch):
+    "The meta device has no values at all: whatever looked at one would raise"
+    targ = torch.zeros(4, 6, dtype=torch.long, device='meta')
+    for weight in None, torch.ones(4, device='meta'):
+        n = loss_items(nn.CrossEntropyLoss(weight=weight), torch.zeros(4, 4, 6, device='meta'), targ)
+        assert isinstance(n, Tensor) and n.device.type == 'meta'
+        w = Window()
+        w.open(32)
+        for _ in range(3):
+            loss = torch.zeros((), device='meta', requires_grad=True)
+            times(loss, w.begin(MicroBatch(4, n, loss.detach()))); w.count()
+        w.divisor, w.mean_loss
