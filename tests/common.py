@@ -1,7 +1,9 @@
 "What the tests share: small data, a Learner for it, and a reference in plain PyTorch that knows neither fastai nor this package"
+import os
 from contextlib import contextmanager
 
 import torch
+from hypothesis import settings
 from fastai.basics import *
 from fastai.callback.all import *
 from fastxtend_accum.all import *
@@ -47,6 +49,9 @@ def assert_same(a, b, tol=0.):
     assert not diff.isnan().any() and (diff <= tol).all(), f'largest difference {diff.max()}, mean {diff.mean()}, allowed {tol}'
 
 def assert_moved(learn, seed=0): assert (weights(learn)-weights(model(seed))).abs().max() > 1e-3
+
+# `DRAWS=10000 pytest -k any_` draws more cases, and new ones each time
+draws = settings(max_examples=int(os.environ.get('DRAWS', 200)), deadline=None, derandomize='DRAWS' not in os.environ)
 
 
 # The reference

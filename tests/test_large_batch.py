@@ -1,6 +1,6 @@
 "The accumulated batch against the large one"
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from common import *
 
@@ -45,7 +45,7 @@ def test_a_window_of_one_micro_batch_is_no_accumulation(n, bs):
     assert floats(a.recorder.values) == floats(b.recorder.values) and len(a.recorder.values) == 3
     assert b.gradient_accumulation.opt_steps == len(losses(a)) == 3*-(-n//bs)
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@draws
 @given(n=st.integers(1, 60), micro=st.integers(1, 9), k=st.integers(1, 6), n_epoch=st.integers(1, 3), drop_last=st.booleans(),
        remainder=st.sampled_from(['step','carry','drop']), opt=st.sampled_from(sorted(torch_opts)), cosine=st.booleans())
 def test_any_shape(n, micro, k, n_epoch, drop_last, remainder, opt, cosine):

@@ -1,6 +1,6 @@
 "The batch-size schedule: a pure function of training progress"
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from common import *
 
@@ -67,7 +67,7 @@ def test_accum_bs_is_the_current_size():
     fit(learn, 4)
     assert learn.probe.seen == sizes(learn)
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@draws
 @given(a=st.integers(1, 9), b=st.integers(1, 9), micro=st.integers(1, 33), start=st.floats(0, 1), width=st.floats(0, 1),
        pct=st.floats(0, 1), sched=st.sampled_from([SchedCos, SchedLin, SchedExp, SchedNo]))
 def test_size_is_a_multiple_between_the_ends(a, b, micro, start, width, pct, sched):
