@@ -24,7 +24,7 @@ __all__ = ['remainders', 'GradientAccumulation', 'is_fitting', 'scales_loss']
 # %% ../nbs/05_accumulation.ipynb #844ae3f5
 remainders = 'step','carry','drop'
 
-# %% ../nbs/05_accumulation.ipynb #37f9de62
+# %% ../nbs/05_accumulation.ipynb #3ca08c80
 class GradientAccumulation(Callback):
     "Accumulate gradients until they hold `accum_bs` samples, then step as one large batch would have; raises on bad sizes"
     order,run_valid = MixedPrecision.order-4,False
@@ -45,7 +45,7 @@ class GradientAccumulation(Callback):
         if num_items is not None and not callable(num_items):
             raise TypeError(f"num_items must be a function of the Learner, not {num_items!r}")
         store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite')
-        self.micro_bs,self.n_skipped = None,0
+        self.micro_bs,self.n_skipped,self.said = None,0,set()
         self.window,self.hypers,self.loggers = Window(),FirstHypers(),WindowLoggers()
 
     @property
@@ -77,7 +77,7 @@ def sizes(self:GradientAccumulation)->dict:
     "The window sizes that were asked for, in samples, by argument"
     return dict(accum_bs=self.accum_bs)
 
-# %% ../nbs/05_accumulation.ipynb #f1b4fff2
+# %% ../nbs/05_accumulation.ipynb #0c7576a2
 @patch
 def before_fit(self:GradientAccumulation):
     "Check everything, then start with nothing: no window, no gradient, the loggers as they are"
@@ -85,7 +85,7 @@ def before_fit(self:GradientAccumulation):
     self.leave()
     self.check()
     self.learn.opt.zero_grad()
-    self.hypers,self.window.steps,self.n_skipped = FirstHypers(),0,0
+    self.hypers,self.window.steps,self.n_skipped,self.said = FirstHypers(),0,0,set()
     mend_wandb()
     if self.log_accum_batch: self.loggers.attach(self)
 
@@ -93,9 +93,11 @@ def is_fitting(learn:Learner)->bool:
     "Whether before_fit and after_fit come from a fit; validate and get_preds call them too, with the Learner's lock held"
     return learn.opt is not None and not learn.lock.locked()
 
-# %% ../nbs/05_accumulation.ipynb #63c7045f
+# %% ../nbs/05_accumulation.ipynb #ced58667
 @patch
-def before_batch(self:GradientAccumulation): self.hypers.release(self.learn.opt)
+def before_batch(self:GradientAccumulation):
+    "The step before has been taken and logged"
+    self.hypers.release(self.learn.opt)
 
 @patch
 def after_loss(self:GradientAccumulation):
@@ -121,31 +123,31 @@ def next_accum_bs(self:GradientAccumulation)->int:
     "Samples in the window that opens now"
     return self.accum_bs
 
-# %% ../nbs/05_accumulation.ipynb #e854c885
+# %% ../nbs/05_accumulation.ipynb #adfa7af0
 @patch
 def close_window(self:GradientAccumulation)->bool: # Whether there is anything to step on
     "Put the mean gradient and the first micro-batch's hyper-parameters in place"
     window,opt = self.window,self.learn.opt
-    if not window.items > 0:
-        warn("no item in a whole window (all labels ignored?): no optimizer step was taken on it")
-        return self.drop_window()
-    average_gradients(opt, window.divisor)
-    if self.skip_nonfinite and not scales_loss(self.learn) and not is_finite(opt):
-        self.count_skipped()
-        return self.drop_window()
-    self.hypers.hold(opt)
-    window.closed = True
-    return True
+    window.closed = bool(window.items > 0)
+    if window.closed: average_gradients(opt, window.divisor)
+    else: self.warn_once("no item in a whole window (all labels ignored?): no optimizer step was taken on it")
+    if window.closed and self.skip_nonfinite and not scales_loss(self.learn) and not is_finite(opt): self.skip_step()
+    if window.closed: self.hypers.hold(opt)
+    else: self.drop_window()
+    return window.closed
 
 @patch
 def after_step(self:GradientAccumulation):
+    "Count the step; it comes here after a cancelled one, too"
     if self.window.closed: self.window.steps += 1; self.window.stepped = True
+
 @patch
 def drop_window(self:GradientAccumulation):
+    "Forget the window and its gradient"
     self.learn.opt.zero_grad()
     self.window.clear()
 
-# %% ../nbs/05_accumulation.ipynb #13e3e1f4
+# %% ../nbs/05_accumulation.ipynb #8e5e1e8f
 def scales_loss(learn:Learner)->bool:
     "Whether a `GradScaler` looks for infinities in the gradients of `learn`"
     return getattr(learn, 'scaler', None) is not None and learn.scaler.is_enabled()
@@ -155,14 +157,22 @@ def after_cancel_step(self:GradientAccumulation):
     "fastai zeroes the gradients next"
     self.window.clear()
     overflown = any(getattr(cb, 'skipped', False) for cb in self.learn._grab_cbs(MixedPrecision))
-    if self.skip_nonfinite and scales_loss(self.learn) and overflown: self.count_skipped()
+    if self.skip_nonfinite and scales_loss(self.learn) and overflown: self.skip_step()
 
 @patch
-def count_skipped(self:GradientAccumulation):
+def skip_step(self:GradientAccumulation):
+    "Take no step on a gradient that is no number"
+    self.window.closed = False
     self.n_skipped += 1
-    if self.n_skipped == 1: warn("a gradient with NaN or infinity: no step was taken on it, nor on others like it; see n_skipped")
+    self.warn_once("a gradient with NaN or infinity: no step was taken on it, nor will be on others like it; see n_skipped")
 
-# %% ../nbs/05_accumulation.ipynb #6609c87d
+@patch
+def warn_once(self:GradientAccumulation, message:str):
+    "Warn, but only once in a fit"
+    if message not in self.said: warn(message)
+    self.said.add(message)
+
+# %% ../nbs/05_accumulation.ipynb #0ba69a07
 @patch
 def after_batch(self:GradientAccumulation):
     "Let the loggers know"
@@ -172,6 +182,7 @@ def after_batch(self:GradientAccumulation):
 
 @patch
 def log_window(self:GradientAccumulation):
+    "Show the loggers a window that was stepped on; with that it is over"
     try: self.loggers.log(self.learn, self.window.mean_loss)
     finally: self.window.clear()
 

@@ -6,8 +6,9 @@ from common import *
 
 ROUNDING = 1e-12
 EVENTS = ['before_fit','before_epoch','before_train','before_batch','after_pred','after_loss','before_backward','after_backward',
-          'before_step','after_step','after_batch','after_train','before_validate','after_validate','after_epoch']
-PER_BATCH = EVENTS[3:11]
+          'before_step','after_step','after_cancel_batch','after_batch','after_train','before_validate','after_validate','after_epoch',
+          'after_fit']
+PER_BATCH = EVENTS[3:12]
 CANCELS = [CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException]
 
 class Fault(Callback):
@@ -37,7 +38,8 @@ def undisturbed(): return {o: after_a_fault(clean(GradientAccumulation(32, remai
 def test_the_fit_after_a_fault_is_clean(undisturbed, exc, event, order):
     "At every micro-batch, the remainders in turn; where fastai does not catch a Cancel, it comes out of the fit"
     once_a_window = event in ('before_step','after_step') or event == 'after_backward' and order > 6
-    nths = (1,2) if once_a_window else range(1, 12) if event in PER_BATCH else (1,)
+    n_strikes = 2 if once_a_window else 8 if event == 'after_cancel_batch' else 11 if event in PER_BATCH else 1
+    nths = range(1, n_strikes+1)
     for remainder,nth in zip(itertools.cycle(undisturbed), nths):
         learn = clean(GradientAccumulation(32, remainder=remainder))
         fault = Fault(exc, event, nth, order)
@@ -209,7 +211,7 @@ def test_a_hyper_parameter_that_no_scheduler_sets_is_given_back():
     fit(learn, 1, lr=1e-6)
     assert learn.opt.hypers[0]['lr'] > 1e-6
 
-@pytest.mark.parametrize('make', [lambda: GradientClip(1.), lambda: CSVLogger(), lambda: TerminateOnNaNCallback(),
+@pytest.mark.parametrize('make', [lambda: GradientClip(1.), lambda: EarlyStoppingCallback(patience=9), lambda: ActivationStats(), lambda: BnFreeze(), lambda: CSVLogger(), lambda: TerminateOnNaNCallback(),
                                   lambda: ShowGraphCallback(), lambda: SaveModelCallback(), lambda: ReduceLROnPlateau()])
 @pytest.mark.parametrize('bs', [4, 8])
 def test_every_callback_at_two_micro_batch_sizes_and_fitted_twice(make, bs):

@@ -76,7 +76,7 @@ def test_a_micro_batch_without_labels_adds_nothing(empty, how):
 def test_a_whole_window_without_labels_takes_no_step_and_says_so_once():
     d = Masked(32, empty=range(16))
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter('default')
+        warnings.simplefilter('always')
         learn = tag(4, d, ToFloat32(), GradientAccumulation(16), n_epoch=4)
     assert len([o for o in said if 'no item in a whole window' in str(o.message)]) == 1
     assert learn.gradient_accumulation.opt_steps == len(losses(learn)) == 4 and not np.isnan(losses(learn)).any()
