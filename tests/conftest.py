@@ -1,6 +1,7 @@
 import matplotlib, pytest, torch
 
 matplotlib.use('agg')
+torch.set_num_threads(1)  # the models are so small that threads only wait for each other
 
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
