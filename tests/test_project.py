@@ -61,3 +61,9 @@ print(proc_nbs('nbs', n_workers=0))'''
     assert set(pages) == {nb.stem for nb in notebooks}
     shown = [o for cells in pages.values() for c in cells if 'show_doc(' in ''.join(c['source']) for o in c['outputs']]
     assert len(shown) > 30 and all('text/markdown' in o['data'] for o in shown)
+
+@pytest.mark.parametrize('nb', notebooks, ids=lambda p: p.stem)
+def test_notebook_needs_no_developers_tools(nb):
+    "In Colab there are the package and its loggers only"
+    code = [''.join(c['source']) for c in json.loads(nb.read_text())['cells'] if c['cell_type'] == 'code']
+    assert not re.search(r'^\s*(import|from) (nbdev|pytest|hypothesis|nbconvert)', '\n'.join(code), re.M)
