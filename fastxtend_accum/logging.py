@@ -63,7 +63,7 @@ class RecorderWindows(WindowLogger):
         self.original('after_train')
         if self.cb.smooth_loss.count == 0 and not self.cb.cancel_train: self.cb.log[1] = None
 
-# %% ../nbs/04_logging.ipynb #4cfc2398
+# %% ../nbs/04_logging.ipynb #2b5ba53e
 class ScheduleWindows(WindowLogger): "Records a scheduler's hyper-parameters once a window"
 
 class LRFinderWindows(ScheduleWindows):
@@ -71,7 +71,7 @@ class LRFinderWindows(ScheduleWindows):
     events = 'before_batch','after_batch'
     def attach(self):
         super().attach()
-        # An upper bound: at most half of the micro-batches are lost to short or dropped windows, and LRFinder ends the fit itself
+        # An upper bound: short and dropped windows lose at most half of the micro-batches. LRFinder ends the fit itself
         self.cb.learn.n_epoch *= 2*self.accum.accum_bs//self.accum.micro_bs
 
     def in_steps(self): return replaced(self.cb.learn, 'train_iter', self.accum.opt_steps)
@@ -80,7 +80,7 @@ class LRFinderWindows(ScheduleWindows):
     def log(self):
         with self.in_steps(): super().log()
 
-# %% ../nbs/04_logging.ipynb #6922cf83
+# %% ../nbs/04_logging.ipynb #4be97375
 class WandbWindows(WindowLogger):
     "One wandb step a window"
     events = 'before_batch','after_batch'
@@ -90,7 +90,7 @@ class WandbWindows(WindowLogger):
     def log(self):
         import wandb
         cb,learn,samples = self.cb,self.cb.learn,self.accum.window.samples
-        # The one place where another callback's private counter is set: WandbCallback is about to add 1/n_iter, for one batch
+        # The one place that sets another callback's private counter: WandbCallback is about to add 1/n_iter, for one batch
         cb._wandb_epoch = math.floor(cb._wandb_epoch) + learn.iter/learn.n_iter
         super().log()
         rate = samples/(time.perf_counter()-cb.ti_batch)  # WandbCallback has divided one micro-batch by the window's time
