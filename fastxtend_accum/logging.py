@@ -44,7 +44,7 @@ class WindowLogger:
         "Log the window as one batch"
         self.original('after_batch')
 
-# %% ../nbs/04_logging.ipynb #58c54454
+# %% ../nbs/04_logging.ipynb #cb8c0814
 class RecorderWindows(WindowLogger):
     "Records windows; training metrics see every sample"
     events = 'after_batch','after_train'
@@ -53,6 +53,7 @@ class RecorderWindows(WindowLogger):
         self.cb.accum_bs = []
 
     def after_micro_batch(self):
+        if not self.cb.train_metrics: return
         for metric in self.cb._train_mets[1:]: metric.accumulate(self.cb.learn)  # the first is the smoothed loss
 
     def log(self):

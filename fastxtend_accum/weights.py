@@ -87,7 +87,7 @@ def _function_items(loss_func, pred, targ):
     if module is not None: return loss_items(module, pred, targ)
     return None if kwargs.get('reduction') == 'sum' else find_bs(targ)
 
-# %% ../nbs/01_weights.ipynb #05a7a8e9
+# %% ../nbs/01_weights.ipynb #b7cbf903
 def n_samples(
     learn:Learner, # In the middle of a training batch
 )->int: # Samples in its micro-batch
@@ -100,8 +100,9 @@ def n_items(
 )->Real|Tensor|None: # Items that the micro-batch's loss averages over; None: it is a sum
     "What the micro-batch that `learn` is at weighs; raises ValueError if `num_items` gives what is no count"
     if num_items is None:
-        tensors = [o.as_subclass(Tensor) if isinstance(o, Tensor) else None for o in (learn.pred, *learn.yb)]
-        return n_samples(learn) if len(tensors) != 2 or None in tensors else loss_items(learn.loss_func, *tensors)
+        args = learn.pred,*learn.yb
+        if len(args) != 2 or not all(isinstance(o, Tensor) for o in args): return n_samples(learn)
+        return loss_items(learn.loss_func, *(o.as_subclass(Tensor) for o in args))
     items = num_items(learn)
     if isinstance(items, Tensor) and items.numel() == 1: return items.detach().reshape(())
     if isinstance(items, Real) and 0 <= items < float('inf'): return items

@@ -93,7 +93,7 @@ def begin(self:Window,
         else: micro.weight = items/self.unit if items else 0
     return micro.weight
 
-# %% ../nbs/02_window.ipynb #360d7cfb
+# %% ../nbs/02_window.ipynb #396f8dc5
 def times(
     loss:Tensor, # A loss
     weight:Real|Tensor, # Its weight, 0 or more
@@ -108,14 +108,15 @@ def times(
 def count(self:Window):
     "The pending micro-batch has been through its backward pass: add it to the sums"
     micro,self.pending = self.pending,None
+    loss = times(micro.loss, micro.weight)
+    self.loss_sum = loss if self.is_empty else self.loss_sum+loss
     self.n_micro += 1
     self.samples += micro.samples
     if micro.items is None: self.items = self.unit = 1  # summed, not averaged
     else: self.items = self.items + micro.items
-    self.loss_sum = self.loss_sum + times(micro.loss, micro.weight)
     self.counted = True
 
-# %% ../nbs/02_window.ipynb #4ea43b33
+# %% ../nbs/02_window.ipynb #0494d7ac
 @patch(as_prop=True)
 def divisor(self:Window)->Real|Tensor:
     "The sum of the weights, by which the summed gradient and the summed loss are divided"
@@ -124,4 +125,5 @@ def divisor(self:Window)->Real|Tensor:
 @patch(as_prop=True)
 def mean_loss(self:Window)->Tensor:
     "The mean loss over all items of the window, as one batch would have had it"
-    return self.loss_sum/self.divisor
+    divisor = self.divisor
+    return self.loss_sum if not isinstance(divisor, Tensor) and divisor == 1 else self.loss_sum/divisor
