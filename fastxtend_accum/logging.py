@@ -16,10 +16,10 @@ from fastai.learner import replacing_yield
 __all__ = ['replaced', 'window_loggers', 'WindowLogger', 'RecorderWindows', 'ScheduleWindows', 'LRFinderWindows', 'WandbWindows',
            'TensorBoardWindows', 'ShowGraphWindows', 'WindowLoggers', 'describable_args', 'mend_wandb']
 
-# %% ../nbs/04_logging.ipynb #d28b0219
-replaced = contextmanager(replacing_yield)
+# %% ../nbs/04_logging.ipynb #aefe1342
+replaced = contextmanager(replacing_yield)  # with replaced(o, 'attr', value): ...
 
-# %% ../nbs/04_logging.ipynb #2aa019cd
+# %% ../nbs/04_logging.ipynb #09873443
 class WindowLogger:
     "Lets a logger see each window as one batch: stands in for its `events` during a fit"
     events = 'after_batch',
@@ -29,17 +29,24 @@ class WindowLogger:
     ):
         self.cb,self.accum = cb,accum
 
-    def attach(self): 
+    def attach(self):
+        "Stand in for the logger's `events`, on this instance alone"
         for event in self.events: setattr(self.cb, event, getattr(self, event))
-    def detach(self): 
+
+    def detach(self):
+        "Leave the logger as it was"
         for event in self.events: vars(self.cb).pop(event, None)
 
-    def original(self, event:str): return getattr(type(self.cb), event)(self.cb)
+    def original(self, event:str):
+        "What the logger itself does at `event`"
+        return getattr(type(self.cb), event)(self.cb)
 
     def after_batch(self):
         "In training, wait for the end of the window"
         if not self.cb.learn.training: self.original('after_batch')
+
     def after_micro_batch(self): "What the logger does at every micro-batch that counts: nothing"
+
     def log(self):
         "Log the window as one batch"
         self.original('after_batch')
@@ -64,7 +71,7 @@ class RecorderWindows(WindowLogger):
         self.original('after_train')
         if self.cb.smooth_loss.count == 0 and not self.cb.cancel_train: self.cb.log[1] = None
 
-# %% ../nbs/04_logging.ipynb #2b5ba53e
+# %% ../nbs/04_logging.ipynb #e8175e20
 class ScheduleWindows(WindowLogger): "Records a scheduler's hyper-parameters once a window"
 
 class LRFinderWindows(ScheduleWindows):
@@ -75,7 +82,10 @@ class LRFinderWindows(ScheduleWindows):
         # An upper bound: short and dropped windows lose at most half of the micro-batches. LRFinder ends the fit itself
         self.cb.learn.n_epoch *= 2*self.accum.accum_bs//self.accum.micro_bs
 
-    def in_steps(self): return replaced(self.cb.learn, 'train_iter', self.accum.opt_steps)
+    def in_steps(self):
+        "Let `learn.train_iter` count steps, for the time being"
+        return replaced(self.cb.learn, 'train_iter', self.accum.opt_steps)
+
     def before_batch(self):
         with self.in_steps(): self.original('before_batch')
     def log(self):
@@ -121,7 +131,7 @@ window_loggers = dict(
     WandbCallback=WandbWindows, TensorBoardCallback=TensorBoardWindows,
     CometCallback=WindowLogger, AzureMLCallback=WindowLogger)
 
-# %% ../nbs/04_logging.ipynb #4665642d
+# %% ../nbs/04_logging.ipynb #c727b7db
 class WindowLoggers:
     "The loggers of a Learner, as `WindowLogger`s"
     def __init__(self): self.loggers = []
@@ -141,6 +151,7 @@ class WindowLoggers:
         while self.loggers: self.loggers.pop().detach()
 
     def after_micro_batch(self):
+        "A micro-batch counts"
         for o in self.loggers: o.after_micro_batch()
 
     def log(self,

@@ -34,23 +34,29 @@ def is_finite(opt:Optimizer|OptimWrapper)->bool:
     grads = [g for g in gradients(opt) if g.numel()]
     return not grads or bool(torch.nn.utils.get_total_norm(grads, float('inf')).isfinite())
 
-# %% ../nbs/03_step.ipynb #721e056d
-def read_hypers(opt)->list: # One dict a parameter group
+# %% ../nbs/03_step.ipynb #a6dd0e64
+def read_hypers(opt:Optimizer|OptimWrapper)->list[dict]: # One dict a parameter group
     "A copy of the hyper-parameters of `opt`"
     return [dict(h) for h in opt.hypers]
 
-def write_hypers(opt, hypers:list):
+def write_hypers(
+    opt:Optimizer|OptimWrapper,
+    hypers:list[dict], # One dict a parameter group, as from `read_hypers`
+):
     "Set those hyper-parameters of `opt` that differ from `hypers`"
     now = read_hypers(opt)  # set_hyper, since OptimWrapper.hypers is but a copy
     for k in hypers[0]:
         values = [h[k] for h in hypers]
         if values != [h[k] for h in now]: opt.set_hyper(k, values)
 
-# %% ../nbs/03_step.ipynb #7f6ca403
+# %% ../nbs/03_step.ipynb #c77dce6c
 class FirstHypers:
     "The hyper-parameters at a window's first micro-batch, held for its step"
     def __init__(self): self.first = self.later = None
-    def note(self, opt): self.first = read_hypers(opt)
+
+    def note(self, opt):
+        "The window opens: keep what `opt` has now"
+        self.first = read_hypers(opt)
 
     def hold(self, opt):
         "Set `opt` to what was noted"
