@@ -77,15 +77,15 @@ def sizes(self:GradientAccumulation)->dict:
     "The window sizes that were asked for, in samples, by argument"
     return dict(accum_bs=self.accum_bs)
 
-# %% ../nbs/05_accumulation.ipynb #0c7576a2
+# %% ../nbs/05_accumulation.ipynb #eb653680
 @patch
 def before_fit(self:GradientAccumulation):
     "Check everything, then start with nothing: no window, no gradient, the loggers as they are"
     if not is_fitting(self.learn): return
+    self.hypers,self.window.steps,self.n_skipped,self.said = FirstHypers(),0,0,set()
     self.leave()
     self.check()
     self.learn.opt.zero_grad()
-    self.hypers,self.window.steps,self.n_skipped,self.said = FirstHypers(),0,0,set()
     mend_wandb()
     if self.log_accum_batch: self.loggers.attach(self)
 
@@ -225,13 +225,12 @@ def after_cancel_train(self:GradientAccumulation): self.after_cancel_batch(); se
 @patch
 def after_cancel_epoch(self:GradientAccumulation): self.after_cancel_train()
 
-# %% ../nbs/05_accumulation.ipynb #05e63279
+# %% ../nbs/05_accumulation.ipynb #63fec894
 @patch
 def after_fit(self:GradientAccumulation):
     "Leave no gradient; say so if nothing was learned"
     learn = self.learn
     if not is_fitting(learn): return
-    self.hypers.release(learn.opt)
     self.leave()
     if not self.opt_steps and learn.train_iter and self.remainder != 'step':
         warn(f"no optimizer step was taken in this fit: its {learn.train_iter} micro-batches did not fill a window of "
@@ -239,7 +238,8 @@ def after_fit(self:GradientAccumulation):
 
 @patch
 def leave(self:GradientAccumulation):
-    "Drop the open window with its gradient, and give the loggers back"
+    "Drop the open window with its gradient, and give the loggers and the optimizer back"
     self.loggers.detach()
+    self.hypers.release(self.learn.opt)
     if not self.window.is_empty or self.window.pending: self.learn.opt.zero_grad()
     self.window.clear()

@@ -127,6 +127,15 @@ def test_interrupted_and_then_without_it(how):
     assert_same(weights(learn), weights(plain))
     assert_same(losses(learn), losses(plain))
 
+def test_interrupted_at_a_step_the_optimizer_is_given_back():
+    "The step held the optimizer to the window's first hyper-parameters"
+    hypers = []
+    for cbs in [], [GradientAccumulation(32)]:
+        learn = clean()
+        with pytest.raises(KeyboardInterrupt): fit(learn, 1, method='fit_one_cycle', cbs=[Fault(KeyboardInterrupt, 'after_batch', 4, 55), *cbs])
+        hypers.append([dict(h) for h in learn.opt.hypers])
+    assert hypers[0] == hypers[1] and hypers[0][0]['mom'] < .95
+
 # Everything else
 
 def test_fit_twice_is_the_large_batch_fitted_twice():
