@@ -55,10 +55,11 @@ from nbdev.quarto import refresh_quarto_yml, nbdev_sidebar
 from nbdev.serve import proc_nbs
 refresh_quarto_yml(); nbdev_sidebar.__wrapped__()
 print(proc_nbs('nbs', n_workers=0))'''
-    out = subprocess.run([sys.executable, '-W', 'ignore', '-c', script], cwd=here, capture_output=True, text=True, timeout=300)
+    out = subprocess.run([sys.executable, '-c', script], cwd=here, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0, out.stderr[-2000:]
     pages = {p.stem:json.loads(p.read_text())['cells'] for p in (here/'_proc').rglob('*.ipynb')}
     assert set(pages) == {nb.stem for nb in notebooks}
+    assert not [name for name,cells in pages.items() for c in cells for o in c.get('outputs', []) if o.get('name') == 'stderr']
     shown = [o for cells in pages.values() for c in cells if 'show_doc(' in ''.join(c['source']) for o in c['outputs']]
     assert len(shown) > 30 and all('text/markdown' in o['data'] for o in shown)
 
