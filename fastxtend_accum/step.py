@@ -34,22 +34,23 @@ def is_finite(opt:Optimizer|OptimWrapper)->bool:
     grads = [g for g in gradients(opt) if g.numel()]
     return not grads or bool(torch.nn.utils.get_total_norm(grads, float('inf')).isfinite())
 
-# %% ../nbs/03_step.ipynb #a6dd0e64
+# %% ../nbs/03_step.ipynb #ed48c6b9
 def read_hypers(opt:Optimizer|OptimWrapper)->list[dict]: # One dict a parameter group
     "A copy of the hyper-parameters of `opt`"
     return [dict(h) for h in opt.hypers]
 
 def write_hypers(
     opt:Optimizer|OptimWrapper,
-    hypers:list[dict], # One dict a parameter group, as from `read_hypers`
+    hypers:list[dict], # What to set, one dict a parameter group, as from `read_hypers`
+    only_from:list[dict]|None=None, # Leave alone what is not as it is here any more; None: set all
 ):
     "Set those hyper-parameters of `opt` that differ from `hypers`"
     now = read_hypers(opt)  # set_hyper, since OptimWrapper.hypers is but a copy
     for k in hypers[0]:
-        values = [h[k] for h in hypers]
-        if values != [h[k] for h in now]: opt.set_hyper(k, values)
+        new,old,base = ([h[k] for h in o] for o in (hypers, now, only_from or now))
+        if new != old and old == base: opt.set_hyper(k, new)
 
-# %% ../nbs/03_step.ipynb #c77dce6c
+# %% ../nbs/03_step.ipynb #6cd80368
 class FirstHypers:
     "The hyper-parameters at a window's first micro-batch, held for its step"
     def __init__(self): self.first = self.later = None
@@ -64,6 +65,6 @@ class FirstHypers:
         write_hypers(opt, self.first)
 
     def release(self, opt):
-        "Set `opt` to what it had before `hold`, if it is held"
-        if self.later is not None: write_hypers(opt, self.later)
+        "Undo `hold`, but leave what has been set since: a scheduler may have moved on after the step"
+        if self.later is not None: write_hypers(opt, self.later, only_from=self.first)
         self.later = None

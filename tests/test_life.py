@@ -212,13 +212,16 @@ def test_reduce_lr_on_plateau_reaches_a_carried_window():
     fit(learn, 3)
     assert_same(learn.recorder.lrs, [.1]*6+[.01]*2, 1e-9)
 
-def test_a_hyper_parameter_that_no_scheduler_sets_is_given_back():
-    class Doubles(Callback):
-        def after_batch(self):
-            if self.training: self.opt.set_hyper('lr', 2*self.opt.hypers[0]['lr'])
-    learn = make_learner(8, cbs=[GradientAccumulation(32), Doubles()])
-    fit(learn, 1, lr=1e-6)
-    assert learn.opt.hypers[0]['lr'] > 1e-6
+@pytest.mark.parametrize('event', ['after_step', 'after_batch'])
+def test_a_scheduler_that_moves_after_the_step(event):
+    "It multiplies the learning rate where it stands, as PyTorch's schedulers do: the large batch's rates, and nothing of it is undone"
+    def halve(cb):
+        if cb.training: cb.opt.set_hyper('lr', cb.opt.hypers[0]['lr']/2)
+    big,small = (fit(make_learner(bs, cbs=[Callback(**{event:halve}), *cbs])) for bs,cbs in ((32, []), (8, [GradientAccumulation(32)])))
+    assert big.recorder.lrs[0] > 100*big.opt.hypers[0]['lr']
+    assert_same(small.recorder.lrs, big.recorder.lrs)
+    assert small.opt.hypers[0]['lr'] == big.opt.hypers[0]['lr']
+    assert_same(weights(small), weights(big), ROUNDING)
 
 @pytest.mark.parametrize('make', [lambda: GradientClip(1.), lambda: EarlyStoppingCallback(patience=9), lambda: ActivationStats(), lambda: BnFreeze(), lambda: CSVLogger(), lambda: TerminateOnNaNCallback(),
                                   lambda: ShowGraphCallback(), lambda: SaveModelCallback(), lambda: ReduceLROnPlateau()])
