@@ -123,15 +123,18 @@ def next_accum_bs(self:GradientAccumulation)->int:
     "Samples in the window that opens now"
     return self.accum_bs
 
-# %% ../nbs/05_accumulation.ipynb #adfa7af0
+# %% ../nbs/05_accumulation.ipynb #53617fdd
 @patch
 def close_window(self:GradientAccumulation)->bool: # Whether there is anything to step on
     "Put the mean gradient and the first micro-batch's hyper-parameters in place"
     window,opt = self.window,self.learn.opt
     window.closed = bool(window.items > 0)
-    if window.closed: average_gradients(opt, window.divisor)
-    else: self.warn_once("no item in a whole window (all labels ignored?): no optimizer step was taken on it")
-    if window.closed and self.skip_nonfinite and not scales_loss(self.learn) and not is_finite(opt): self.skip_step()
+    if not window.closed: self.warn_once("no item in a whole window (all labels ignored?): no optimizer step was taken on it")
+    else:
+        average_gradients(opt, window.divisor)
+        if self.skip_nonfinite and not scales_loss(self.learn) and not is_finite(opt):
+            window.closed = False
+            self.count_skipped()
     if window.closed: self.hypers.hold(opt)
     else: self.drop_window()
     return window.closed
@@ -147,7 +150,7 @@ def drop_window(self:GradientAccumulation):
     self.learn.opt.zero_grad()
     self.window.clear()
 
-# %% ../nbs/05_accumulation.ipynb #8e5e1e8f
+# %% ../nbs/05_accumulation.ipynb #0b97d9ad
 def scales_loss(learn:Learner)->bool:
     "Whether a `GradScaler` looks for infinities in the gradients of `learn`"
     return getattr(learn, 'scaler', None) is not None and learn.scaler.is_enabled()
@@ -157,12 +160,11 @@ def after_cancel_step(self:GradientAccumulation):
     "fastai zeroes the gradients next"
     self.window.clear()
     overflown = any(getattr(cb, 'skipped', False) for cb in self.learn._grab_cbs(MixedPrecision))
-    if self.skip_nonfinite and scales_loss(self.learn) and overflown: self.skip_step()
+    if self.skip_nonfinite and scales_loss(self.learn) and overflown: self.count_skipped()
 
 @patch
-def skip_step(self:GradientAccumulation):
-    "Take no step on a gradient that is no number"
-    self.window.closed = False
+def count_skipped(self:GradientAccumulation):
+    "No step is taken on a gradient that is no number"
     self.n_skipped += 1
     self.warn_once("a gradient with NaN or infinity: no step was taken on it, nor will be on others like it; see n_skipped")
 

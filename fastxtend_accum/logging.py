@@ -13,7 +13,7 @@ from fastai.basics import *
 from fastai.learner import replacing_yield
 
 # %% auto #0
-__all__ = ['replaced', 'window_loggers', 'WindowLogger', 'RecorderWindows', 'ScheduleWindows', 'LRFinderWindows', 'WandbWindows',
+__all__ = ['replaced', 'window_loggers', 'WindowLogger', 'RecorderWindows', 'LRFinderWindows', 'WandbWindows',
            'TensorBoardWindows', 'ShowGraphWindows', 'WindowLoggers', 'describable_args', 'mend_wandb']
 
 # %% ../nbs/04_logging.ipynb #aefe1342
@@ -71,10 +71,8 @@ class RecorderWindows(WindowLogger):
         self.original('after_train')
         if self.cb.smooth_loss.count == 0 and not self.cb.cancel_train: self.cb.log[1] = None
 
-# %% ../nbs/04_logging.ipynb #e8175e20
-class ScheduleWindows(WindowLogger): "Records a scheduler's hyper-parameters once a window"
-
-class LRFinderWindows(ScheduleWindows):
+# %% ../nbs/04_logging.ipynb #de24d538
+class LRFinderWindows(WindowLogger):
     "The learning rate finder counts optimizer steps"
     events = 'before_batch','after_batch'
     def attach(self):
@@ -125,9 +123,9 @@ class ShowGraphWindows(WindowLogger):
         if self.cb.recorder.losses: self.original('after_epoch')
     def log(self): pass
 
-# %% ../nbs/04_logging.ipynb #6b8d9618
+# %% ../nbs/04_logging.ipynb #47be29d3
 window_loggers = dict(
-    Recorder=RecorderWindows, LRFinder=LRFinderWindows, ParamScheduler=ScheduleWindows, ShowGraphCallback=ShowGraphWindows,
+    Recorder=RecorderWindows, LRFinder=LRFinderWindows, ParamScheduler=WindowLogger, ShowGraphCallback=ShowGraphWindows,
     WandbCallback=WandbWindows, TensorBoardCallback=TensorBoardWindows,
     CometCallback=WindowLogger, AzureMLCallback=WindowLogger)
 

@@ -103,7 +103,7 @@ def check_schedule(schedule, start_bs:int, final_bs:int):
         raise TypeError(f"schedule={schedule!r} cannot be called with (start, end): {e}; give other arguments with partial") from e
     if not callable(f): raise TypeError(f"schedule={schedule!r} must give a function of the position, not {f!r}")
 
-# %% ../nbs/06_schedule.ipynb #3f3d3be1
+# %% ../nbs/06_schedule.ipynb #4727c77d
 @patch
 def sizes(self:GradientAccumulationSchedule)->dict:
     "The window sizes that were asked for, in samples, by argument"
@@ -115,16 +115,20 @@ def check(self:GradientAccumulationSchedule):
     GradientAccumulation.check(self)
     self.accum_bs = self.start_accum_bs
     if hasattr(self.learn, 'lr_finder'): return
+    check_order(*self.points())
     for pct in np.linspace(0, 1, 101): self.size_at(pct)
+
+@patch
+def points(self:GradientAccumulationSchedule)->tuple[float,float]:
+    "Where the schedule starts and finishes in this fit, as fractions of training"
+    return tuple(fraction_of_fit(o, getattr(self, o), self.learn.n_epoch) for o in ('start','finish'))
 
 @patch
 def size_at(self:GradientAccumulationSchedule,
     pct:float, # Position in training, 0 to 1
 )->int: # Samples in a window that opens there
     "The batch size at `pct` of this fit"
-    start,finish = (fraction_of_fit(o, getattr(self, o), self.learn.n_epoch) for o in ('start','finish'))
-    check_order(start, finish)
-    return scheduled_bs(pct, self.start_accum_bs, self.final_accum_bs, start, finish, self.schedule, self.micro_bs)
+    return scheduled_bs(pct, self.start_accum_bs, self.final_accum_bs, *self.points(), self.schedule, self.micro_bs)
 
 # %% ../nbs/06_schedule.ipynb #3fd4d2fd
 @patch

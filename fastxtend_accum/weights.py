@@ -16,9 +16,9 @@ from fastai.callback.mixup import MixHandler
 from fastai.losses import BaseLoss,FocalLoss,LabelSmoothingCrossEntropy
 
 # %% auto #0
-__all__ = ['elementwise_losses', 'functional_losses', 'loss_items', 'as_count', 'as_module', 'n_samples', 'n_items']
+__all__ = ['functional_losses', 'loss_items', 'is_sum', 'averages_over', 'as_count', 'as_module', 'n_samples', 'n_items']
 
-# %% ../nbs/01_weights.ipynb #ca8675f1
+# %% ../nbs/01_weights.ipynb #5bba88d4
 @singledispatch
 def loss_items(
     loss_func:Callable, # The loss function
@@ -26,47 +26,54 @@ def loss_items(
     targ:Tensor, # The targets
 )->Real|Tensor|None: # Items that the loss averages over; None: it sums and does not average
     "What a batch's loss averages over, by the type of `loss_func`; samples, if nothing is known of it"
-    return None if getattr(loss_func, 'reduction', 'mean') == 'sum' else find_bs(targ)
+    return None if is_sum(loss_func) else find_bs(targ)
 
-# %% ../nbs/01_weights.ipynb #73750869
+def is_sum(loss_func:Callable)->bool:
+    "Whether `loss_func` sums and does not average"
+    return getattr(loss_func, 'reduction', 'mean') == 'sum'
+
+def averages_over(
+    *kinds:type, # Types of loss functions, as torch and fastai write them: with a `reduction`
+)->Callable:
+    "Decorator: `f(loss_func, pred, targ)` counts what losses of `kinds` average over, unless they sum"
+    def register(f):
+        def items(loss_func, pred, targ): return None if is_sum(loss_func) else f(loss_func, pred, targ)
+        for kind in kinds: loss_items.register(kind, items)
+        return f
+    return register
+
+# %% ../nbs/01_weights.ipynb #1de69e46
 def as_count(o:Tensor)->Real|Tensor:
     "A number if that is at hand; on a GPU it stays a tensor, since to look at it would wait for the GPU"
     return o.item() if o.device.type == 'cpu' else o
 
-@loss_items.register(nn.CrossEntropyLoss)
-@loss_items.register(nn.NLLLoss)
+@averages_over(nn.CrossEntropyLoss, nn.NLLLoss)
 def _cross_entropy_items(loss_func, pred, targ):
-    if loss_func.reduction == 'sum': return None
     if targ.is_floating_point(): return pred.numel()//pred.shape[min(1, pred.ndim-1)]
     kept = targ != loss_func.ignore_index
     if loss_func.weight is None: return as_count(kept.sum())
     return as_count((loss_func.weight[targ.where(kept, 0)]*kept).sum())
 
-# %% ../nbs/01_weights.ipynb #751f02a7
-elementwise_losses = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.KLDivLoss, nn.PoissonNLLLoss,
-                      nn.SoftMarginLoss, nn.HingeEmbeddingLoss)
-
+# %% ../nbs/01_weights.ipynb #2e1489a6
+@averages_over(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.KLDivLoss,
+               nn.PoissonNLLLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss)
 def _element_items(loss_func, pred, targ):
-    if loss_func.reduction == 'sum': return None
     if loss_func.reduction == 'batchmean': return pred.shape[0]
     return torch.broadcast_shapes(pred.shape, targ.shape).numel()
 
-for o in elementwise_losses: loss_items.register(o, _element_items)
-
-# %% ../nbs/01_weights.ipynb #318c2deb
-@loss_items.register(FocalLoss)
-@loss_items.register(LabelSmoothingCrossEntropy)
-def _label_items(loss_func, pred, targ): return None if loss_func.reduction == 'sum' else targ.numel()
+# %% ../nbs/01_weights.ipynb #7fbb1923
+@averages_over(FocalLoss, LabelSmoothingCrossEntropy)
+def _label_items(loss_func, pred, targ): return targ.numel()
 
 @loss_items.register(BaseLoss)
 def _flat_items(loss_func, pred, targ):
     return loss_items(loss_func.func, targ if loss_func.flatten else pred, targ)  # flattened, they have one shape or only targ counts
 
-# %% ../nbs/01_weights.ipynb #7acb14a2
+# %% ../nbs/01_weights.ipynb #e330c14f
 @loss_items.register(types.MethodType)
 def _method_items(loss_func, pred, targ):
     if not isinstance(loss_func.__self__, MixHandler): return find_bs(targ)
-    return None if getattr(loss_func.__self__.old_lf, 'reduction', 'mean') == 'sum' else targ.numel()
+    return None if is_sum(loss_func.__self__.old_lf) else targ.numel()
 
 # %% ../nbs/01_weights.ipynb #144e9fef
 functional_losses = {

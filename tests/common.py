@@ -18,6 +18,8 @@ def model(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
+ROUNDING = 1e-12  # float64: the sums of a window are added up in another order than those of one batch
+
 def mse(pred, targ): return F.mse_loss(pred, targ).float()  # fastai's Recorder can only average float32
 
 def make_learner(bs, n=96, cbs=None, opt_func=SGD, drop_last=False, seed=0, m=None, loss_func=mse, **kwargs):
@@ -68,6 +70,8 @@ def windows(n, micro, accum, remainder, n_epoch, drop_last=False):
             if len(window) >= accum: res.append((window, pct)); window = []
         if window and remainder == 'step': res.append((window, pct))
     return res
+
+def sgd(params): return torch.optim.SGD(params, lr=0.1)
 
 def reference(steps, n, make_opt, lr=lambda pct: 0.1, seed=0):
     "Weights and losses after an optimizer step on each of `steps`, every window as ONE batch"

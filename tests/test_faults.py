@@ -7,8 +7,6 @@ import torch.utils.data as tud
 
 from common import *
 
-ROUNDING = 1e-12
-sgd = lambda ps: torch.optim.SGD(ps, lr=0.1)
 
 # skip_nonfinite
 

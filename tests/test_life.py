@@ -4,7 +4,6 @@ import pytest
 
 from common import *
 
-ROUNDING = 1e-12
 EVENTS = ['before_fit','before_epoch','before_train','before_batch','after_pred','after_loss','before_backward','after_backward',
           'before_step','after_step','after_cancel_batch','after_batch','after_train','before_validate','after_validate','after_epoch',
           'after_fit']
@@ -59,7 +58,7 @@ def test_a_cancelled_micro_batch_does_not_count(event, order, nth):
     idxs = [i for i in range(96) if i//8 != nth-1]
     steps = [(idxs[i:i+32], 0) for i in (0, 32, 64)]
     assert learn.recorder.accum_bs == [32,32,24]
-    assert_same(weights(learn), reference(steps, 96, lambda ps: torch.optim.SGD(ps, lr=0.1))[0], ROUNDING)
+    assert_same(weights(learn), reference(steps, 96, sgd)[0], ROUNDING)
 
 @pytest.mark.parametrize('order', [-5, 7, 99])
 def test_a_micro_batch_cancelled_after_its_backward_takes_the_window_with_it(order):
@@ -70,14 +69,14 @@ def test_a_micro_batch_cancelled_after_its_backward_takes_the_window_with_it(ord
     first = 24 if order < 6 else 32
     steps = [(list(range(i, min(i+32, 96))), 0) for i in range(first, 96, 32)]
     assert learn.recorder.accum_bs == [len(o) for o,_ in steps]
-    assert_same(weights(learn), reference(steps, 96, lambda ps: torch.optim.SGD(ps, lr=0.1))[0], ROUNDING)
+    assert_same(weights(learn), reference(steps, 96, sgd)[0], ROUNDING)
 
 def test_a_cancelled_step_takes_its_window_with_it():
     learn = make_learner(8, cbs=[GradientAccumulation(32), Fault(CancelStepException, 'before_step', 2, 20)])
     fit(learn, 1)
     assert learn.gradient_accumulation.opt_steps == len(losses(learn)) == 2
     steps = [(list(range(i, i+32)), 0) for i in (0, 64)]
-    assert_same(weights(learn), reference(steps, 96, lambda ps: torch.optim.SGD(ps, lr=0.1))[0], ROUNDING)
+    assert_same(weights(learn), reference(steps, 96, sgd)[0], ROUNDING)
 
 def test_train_metrics_leave_a_cancelled_micro_batch_out():
     def count(pred, targ): seen.append(len(targ)); return tensor(0.)
@@ -223,8 +222,9 @@ def test_a_scheduler_that_moves_after_the_step(event):
     assert small.opt.hypers[0]['lr'] == big.opt.hypers[0]['lr']
     assert_same(weights(small), weights(big), ROUNDING)
 
-@pytest.mark.parametrize('make', [lambda: GradientClip(1.), lambda: EarlyStoppingCallback(patience=9), lambda: ActivationStats(), lambda: BnFreeze(), lambda: CSVLogger(), lambda: TerminateOnNaNCallback(),
-                                  lambda: ShowGraphCallback(), lambda: SaveModelCallback(), lambda: ReduceLROnPlateau()])
+@pytest.mark.parametrize('make', [
+    partial(GradientClip, 1.), partial(EarlyStoppingCallback, patience=9), ActivationStats, BnFreeze, CSVLogger,
+    TerminateOnNaNCallback, ShowGraphCallback, SaveModelCallback, ReduceLROnPlateau])
 @pytest.mark.parametrize('bs', [4, 8])
 def test_every_callback_at_two_micro_batch_sizes_and_fitted_twice(make, bs):
     learn = make_learner(bs, cbs=[GradientAccumulation(32), make()])

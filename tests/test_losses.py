@@ -5,7 +5,6 @@ from hypothesis import given, strategies as st
 
 from common import *
 
-ROUNDING = 1e-12
 
 class Masked:
     "Labels of 4 classes for `n` sequences of 6 tokens; `kept` of each sequence's labels are not ignored"

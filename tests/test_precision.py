@@ -22,6 +22,12 @@ class Count(Callback):
             def counted(*args, _f=getattr(self.learn.scaler, name), _name=name, **kwargs): self.calls[_name] += 1; return _f(*args, **kwargs)
             setattr(self.learn.scaler, name, counted)
 
+class Overflow(Callback):
+    "The sixth micro-batch overflows"
+    order = MixedPrecision.order+1
+    def before_backward(self):
+        if self.training and self.train_iter == 5: self.learn.loss_grad = self.learn.loss_grad*float('inf')
+
 def learner(bs, cbs, **kwargs): return make_learner(bs, m=model().float(), loss_func=MSELossFlat(), cbs=cbs, **kwargs)
 
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])
@@ -39,24 +45,16 @@ def test_the_scaler_acts_once_a_window():
     assert dict(learn.count.calls) == dict.fromkeys(['unscale_','_maybe_opt_step','update'], 6)
 
 def test_an_overflow_drops_its_window_and_nothing_else():
-    class Overflow(Callback):
-        order = MixedPrecision.order+1
-        def before_backward(self):
-            if self.training and self.train_iter == 5: self.learn.loss_grad = self.learn.loss_grad*float('inf')
     def run(*cbs): return fit(learner(8, [*cbs, GradientAccumulation(32), CpuMixedPrecision('fp16', init_scale=2.**10)]), 1)
     plain,struck = run(),run(Overflow())
     assert plain.gradient_accumulation.opt_steps == 3
     assert struck.gradient_accumulation.opt_steps == len(losses(struck)) == 2
     assert not weights(struck).isnan().any()
     steps = [(list(range(i, i+32)), 0) for i in (0, 64)]
-    expected,_ = reference(steps, 96, lambda ps: torch.optim.SGD(ps, lr=0.1))
+    expected,_ = reference(steps, 96, sgd)
     assert_same(weights(struck).double(), expected, 0.01)
 
 def test_skip_nonfinite_leaves_an_overflow_to_the_scaler_and_counts_it():
-    class Overflow(Callback):
-        order = MixedPrecision.order+1
-        def before_backward(self):
-            if self.training and self.train_iter == 5: self.learn.loss_grad = self.learn.loss_grad*float('inf')
     learn = learner(8, [Overflow(), GradientAccumulation(32, skip_nonfinite=True), CpuMixedPrecision('fp16', init_scale=2.**10)])
     scale = []
     learn.add_cb(Callback(after_train=lambda self: scale.append(self.scaler.get_scale())))

@@ -84,4 +84,4 @@ def test_windows_of_a_schedule_are_exact():
     steps,i = [],0
     for size in sizes(learn): steps.append((list(range(i, i+size)), 0)); i = (i+size)%128
     assert i == 0 and len(steps) > 8
-    assert_same(weights(learn), reference(steps, 128, lambda ps: torch.optim.SGD(ps, lr=0.1))[0], 1e-12)
+    assert_same(weights(learn), reference(steps, 128, sgd)[0], 1e-12)
