@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 root = Path(__file__).parent.parent
-notebooks = sorted((root/'nbs').glob('*.ipynb'))
+notebooks = sorted((root/'nbs').rglob('*.ipynb'))
 
 def test_readme_is_the_home_page():
     import make_readme
@@ -40,7 +40,7 @@ def test_notebook(nb):
         out = json.dumps(c.get('outputs', []))
         assert 'Traceback' not in out and 'Warning' not in out and '"stderr"' not in out
         source = ''.join(c['source'])
-        for target in re.findall(r'\]\((\d\d_\w+\.ipynb)\)', source): assert (root/'nbs'/target).exists()
+        for target in re.findall(r'\]\(([\w./]+\.ipynb)\)', source): assert (nb.parent/target).exists()
         if c['cell_type'] == 'code' and source.startswith('#| export'): assert len(source.splitlines()) <= 40
 
 def test_version_is_that_of_the_settings():
