@@ -91,6 +91,6 @@ def count_bytes(case, k):
         asked += 1
     task.batches.ask = ask
     train()
-    return dict(kept=most)
+    return dict(kept=most, parameters=sum(p.nbytes for p in task.model.parameters()))
 
 def count(case, k): return {**count_operations(case, k), **count_calls(case, k), **count_bytes(case, k)}
