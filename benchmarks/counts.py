@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from fastxtend_accum import weights
 
-from .cases import Task, cases
+from .cases import Task
 
 package = str(Path(weights.__file__).parent)
 copies = {torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist}  # a CPU need not copy: only the call shows
@@ -43,23 +43,23 @@ def in_windows(train, batches, k, start, stop):
     train()
     return last-k
 
-def count_operations(case, k):
+def count_operations(make, k):
     "Operations and host syncs per micro-batch, as they would be on a GPU"
     task,counts,marks = Task(6*k),Counter(),[]
     def mark(): marks.append(Counter(counts))
     with patch.object(weights, 'as_count', lambda o: o):  # what it does on a GPU; on a CPU, item() waits for nothing
-        train = cases[case](task, k)
+        train = make(task, k)
         with Operations(counts, task), Copies(counts): n = in_windows(train, task.batches, k, mark, mark)
     return {name:(marks[1][name]-marks[0][name])/n for name in ('ops', 'syncs')}
 
-def count_calls(case, k):
+def count_calls(make, k):
     "Python functions called per micro-batch: all, and those of our package"
     task,counts = Task(6*k),Counter()
     def profile(frame, event, arg):
         if event == 'call':
             counts['calls'] += 1
             counts['our_calls'] += frame.f_code.co_filename.startswith(package)
-    train = cases[case](task, k)
+    train = make(task, k)
     train()  # once before, for what is cached
     n = in_windows(train, task.batches, k, lambda: sys.setprofile(profile), lambda: sys.setprofile(None))
     return {name:counts[name]/n for name in ('calls', 'our_calls')}
@@ -80,11 +80,11 @@ def kept_bytes():
     known = storages(params + [p.grad for p in params if p.grad is not None] + state)
     return sum(n for ptr,n in storages(tensors).items() if ptr not in known)
 
-def count_bytes(case, k):
+def count_bytes(make, k):
     "Bytes that training keeps from one micro-batch to the next, beyond parameters, gradients, optimizer state and the data: the most of a window"
     task = Task(4*k)
     before,most,asked = kept_bytes(),0,0
-    train = cases[case](task, k)
+    train = make(task, k)
     def ask():
         nonlocal most,asked
         if k < asked <= 2*k: most = max(most, kept_bytes()-before)
@@ -93,4 +93,4 @@ def count_bytes(case, k):
     train()
     return dict(kept=most, parameters=sum(p.nbytes for p in task.model.parameters()))
 
-def count(case, k): return {**count_operations(case, k), **count_calls(case, k), **count_bytes(case, k)}
+def count(make, k): return {**count_operations(make, k), **count_calls(make, k), **count_bytes(make, k)}

@@ -71,7 +71,7 @@ def used_memory(peak=False):
 
 def count_case(case, size):
     from .counts import count
-    return {k:count(case, k) for k in (1, 8)}
+    return {k:count(cases[case], k) for k in (1, 8)}
 
 kinds = dict(time=time_case, windows=time_windows, division=time_division, memory=peak_memory, counts=count_case)
 

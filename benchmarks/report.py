@@ -23,6 +23,20 @@ def shares(results):
     "Percent of a backward pass that the division at the end of a window takes, by number of parameters; one a round"
     return {int(n):[100*a/b for a,b in zip(o['division'], o['backward'])] for n,o in results['division'].items()}
 
+def run_on(results):
+    "The machine, the versions, and how much one and the same Learner differs from round to round"
+    m,base = results['machine'],results['time']['plain']['1']
+    packages = ', '.join(f'{k} {v}' for k,v in m['packages'].items())
+    return (f"{m['cpu']}, {m['cores']} cores, {m['system']}, Python {m['python']}, {m['date']}\n{packages}\n"
+            f"rounds: {results['rounds']}; the Learner without accumulation took {spread(base, 0)} us per micro-batch")
+
+def memory_saved(results):
+    "The two ends of the curves, in words"
+    one,many = (results['memory'][o] for o in ('plain', 'ours'))
+    first,last = min(map(int, one)),max(map(int, one))
+    return (f"from {first} to {last} samples: {one[str(first)]:.0f} to {one[str(last)]:.0f} MB as one batch, "
+            f"{many[str(first)]:.0f} to {many[str(last)]:.0f} MB accumulated")
+
 def table(results):
     "One row a contestant; counts are per micro-batch at 8 micro-batches a window"
     import pandas as pd
@@ -30,7 +44,7 @@ def table(results):
     rows = {}
     for case in results['counts']:
         row = {f'time, K={k}':spread(ratios(results, case, k)) for k in (1, 8, 64)} if 'time' in results else {}
-        rows[labels[case]] = row | {title:f'{counted(results, case, name):.6g}' for title,name in columns.items()}
+        rows[labels[case]] = row | {title:f'{counted(results, case, name):.5g}' for title,name in columns.items()}
     with pd.option_context('display.width', 200, 'display.max_columns', 20): return str(pd.DataFrame(rows).T)
 
 def goals(results):
