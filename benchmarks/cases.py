@@ -38,31 +38,31 @@ def learner(task, *cbs, **kwargs):
     from fastai.basics import DataLoaders, Learner
     return Learner(DataLoaders(task.batches, Batches([], 0), device=task.device), task.model, task.loss_func, lr=task.lr, cbs=cbs, **kwargs)
 
-def fit(task, *cbs):
+def training(task, *cbs):
     "A function that trains for one epoch"
     learn = learner(task, *cbs)
     def train():
         with learn.no_bar(), learn.no_logging(): learn.fit(1)
     return train
 
-def plain(task, k): return fit(task)
+def plain(task, k): return training(task)
 
 def ours(task, k):
     from fastxtend_accum.all import GradientAccumulation
-    return fit(task, GradientAccumulation(k*task.batches.bs))
+    return training(task, GradientAccumulation(k*task.batches.bs))
 
 def ours_schedule(task, k):
     "The schedule is asked for a size at every window, but keeps to one, so that the windows are those of the others"
     from fastxtend_accum.all import GradientAccumulationSchedule
-    return fit(task, GradientAccumulationSchedule(k*task.batches.bs, k*task.batches.bs, finish=1.))
+    return training(task, GradientAccumulationSchedule(k*task.batches.bs, k*task.batches.bs, finish=1.))
 
 def fastai(task, k):
     from fastai.callback.training import GradientAccumulation
-    return fit(task, GradientAccumulation(k*task.batches.bs))
+    return training(task, GradientAccumulation(k*task.batches.bs))
 
 def fastxtend(task, k):
     from fastxtend.callback.gradaccum import GradientAccumulation
-    return fit(task, GradientAccumulation(k*task.batches.bs))
+    return training(task, GradientAccumulation(k*task.batches.bs))
 
 def lightning(task, k):
     import lightning as L
