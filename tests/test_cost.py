@@ -49,7 +49,7 @@ class Wasteful(GradientAccumulation):
     def after_loss(self):
         super().after_loss()
         self.learn.loss.item()
-        self.__dict__.setdefault('buffer', torch.zeros(10_000))
+        if 'buffer' not in vars(self): vars(self)['buffer'] = torch.zeros(10_000)
 
 def test_the_counts_see_what_is_added():
     "The guard itself: each count rises by just what was added"
