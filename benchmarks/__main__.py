@@ -1,7 +1,7 @@
 """`python -m benchmarks` measures everything, prints a table and the goals, writes `results.json` and the pictures beside this file.
 
 About 15 minutes on two cores, on which nothing else should run. `--quick` only counts, and writes nothing: what CI can do."""
-import argparse, json, platform, subprocess, sys
+import argparse, json, os, platform, subprocess, sys
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,7 +15,8 @@ batch_sizes = 16,32,64,128,256
 
 def measure(*args):
     "What a measurement in a process of its own prints"
-    out = subprocess.run([sys.executable, '-m', 'benchmarks.measure', *map(str, args)], capture_output=True, text=True, cwd=here.parent)
+    out = subprocess.run([sys.executable, '-m', 'benchmarks.measure', *map(str, args)], capture_output=True, text=True, cwd=here.parent,
+                         env={**os.environ, 'MALLOC_MMAP_THRESHOLD_':'65536'} if args[0] == 'memory' else None)  # no holes in the heap
     if out.returncode: sys.exit(f"python -m benchmarks.measure {' '.join(map(str, args))} failed:\n{out.stderr[-3000:]}")
     return json.loads(out.stdout.splitlines()[-1])
 

@@ -74,7 +74,7 @@ def axes(**kwargs):
 
 def cost_picture(results):
     "Ratio to the plain Learner, with the range over the rounds"
-    fig,ax = axes(xlabel='time per micro-batch / that of the Learner without accumulation')
+    fig,ax = axes(xlabel='time per micro-batch / that of the plain Learner')
     others = [o for o in labels if o != 'plain']
     for j,(k,marker) in enumerate({1:'o', 8:'s', 64:'^'}.items()):
         for i,case in enumerate(others):
@@ -110,6 +110,8 @@ def division_picture(results):
     fig,ax = axes(xlabel='parameters', ylabel='division / one backward pass (%)', xscale='log', yscale='log')
     band(ax, shares(results), label='division at the end of a window')
     ax.axhline(2, color='#999999', ls='--', label='2%')
+    ax.set_yticks([.1, .2, .5, 1, 2, 5, 10], ['0.1', '0.2', '0.5', '1', '2', '5', '10'])
+    ax.minorticks_off()
     ax.legend()
     return fig
 
