@@ -120,13 +120,12 @@ def check(self:GradientAccumulationSchedule):
 @patch
 def curve(self:GradientAccumulationSchedule,
     n_epoch:int, # Length of a fit, in epochs
-    micro_bs:int, # Samples in a micro-batch
+    smallest_bs:int, # Samples in the smallest window: a micro-batch
 )->Callable: # `f(pct)`: samples in a window that opens at `pct` of that fit
     "The batch size as a function of the position in a fit; raises ValueError if the schedule's ends do not lie in it"
     start,finish = (fraction_of_fit(o, getattr(self, o), n_epoch) for o in ('start','finish'))
     check_order(start, finish)
-    return partial(scheduled_bs, start_bs=self.start_accum_bs, final_bs=self.final_accum_bs, start=start, finish=finish,
-                   schedule=self.schedule, micro_bs=micro_bs)
+    return lambda pct: scheduled_bs(pct, self.start_accum_bs, self.final_accum_bs, start, finish, self.schedule, smallest_bs)
 
 @patch
 def size_at(self:GradientAccumulationSchedule,
