@@ -75,7 +75,7 @@ def test_no_change_is_found(a, b): assert not list(changes(a, b))
 # The environment
 
 @pytest.fixture(scope='module')
-def colab(tmp_path_factory):
+def colab():
     "A folder with an environment in `env`: the wheel, its loggers, and the ipykernel that Colab has, too"
     with TemporaryDirectory() as d:  # pytest would keep 6 GB of it
         d = Path(d)
