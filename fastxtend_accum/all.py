@@ -7,11 +7,12 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/all.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/09_all.ipynb #5d6adf66
+# %% ../nbs/09_all.ipynb #87cdef62
 from .sizes import *
 from .weights import *
 from .window import *
 from .step import *
+from .processes import *
 from .logging import *
 from .accumulation import *
 from .schedule import *

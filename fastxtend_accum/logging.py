@@ -71,14 +71,14 @@ class RecorderWindows(WindowLogger):
         self.original('after_train')
         if self.cb.smooth_loss.count == 0 and not self.cb.cancel_train: self.cb.log[1] = None
 
-# %% ../nbs/05_logging.ipynb #de24d538
+# %% ../nbs/05_logging.ipynb #114ae66a
 class LRFinderWindows(WindowLogger):
     "The learning rate finder counts optimizer steps"
     events = 'before_batch','after_batch'
     def attach(self):
         super().attach()
         # An upper bound: short and dropped windows lose at most half of the micro-batches. LRFinder ends the fit itself
-        self.cb.learn.n_epoch *= 2*self.accum.accum_bs//self.accum.micro_bs
+        self.cb.learn.n_epoch *= 2*self.accum.accum_bs//self.accum.smallest_bs
 
     def in_steps(self):
         "Let `learn.train_iter` count steps, for the time being"

@@ -47,7 +47,7 @@ def fraction_of_fit(
     raise ValueError(f"{name}={point} epochs lies outside this fit of {n_epoch} epochs: use an int up to {n_epoch}, "
                      "or a float for a fraction of training")
 
-# %% ../nbs/07_schedule.ipynb #83387c0e
+# %% ../nbs/07_schedule.ipynb #6c279b73
 _tiny = 1e-6  # positions are sums of many fractions: .3 may come out as .29999999999999993
 
 def scheduled_bs(
@@ -57,15 +57,15 @@ def scheduled_bs(
     start:float, # Where the schedule starts, fraction of training
     finish:float, # Where it ends, fraction of training
     schedule:Callable, # `schedule(start_bs, final_bs)` gives `f(pos)`, with `pos` from 0 at `start` to 1 at `finish`
-    micro_bs:int, # Samples in a micro-batch
+    smallest_bs:int, # Samples in the smallest window: a micro-batch of every process
 )->int: # Samples in a window that opens at `pct`
-    "The batch size at `pct`, rounded to the nearest multiple of `micro_bs` (ties up); raises ValueError on NaN, inf or below 1"
+    "The batch size at `pct`, rounded to the nearest multiple of `smallest_bs` (ties up); raises ValueError on NaN, inf or below 1"
     if pct >= finish-_tiny: return final_bs
     if pct < start-_tiny: return start_bs
     size = float(schedule(start_bs, final_bs)(max(0., pct-start)/(finish-start)))
     if not 1 <= size < math.inf:
         raise ValueError(f"the schedule gives a batch size of {size} at {pct:.3f} of training: it must be 1 or more samples")
-    return max(1, math.floor(size/micro_bs + 0.5 + _tiny)) * micro_bs
+    return max(1, math.floor(size/smallest_bs + 0.5 + _tiny)) * smallest_bs
 
 # %% ../nbs/07_schedule.ipynb #b08381fd
 class GradientAccumulationSchedule(GradientAccumulation):
@@ -103,7 +103,7 @@ def check_schedule(schedule, start_bs:int, final_bs:int):
         raise TypeError(f"schedule={schedule!r} cannot be called with (start, end): {e}; give other arguments with partial") from e
     if not callable(f): raise TypeError(f"schedule={schedule!r} must give a function of the position, not {f!r}")
 
-# %% ../nbs/07_schedule.ipynb #4727c77d
+# %% ../nbs/07_schedule.ipynb #dccce4b3
 @patch
 def sizes(self:GradientAccumulationSchedule)->dict:
     "The window sizes that were asked for, in samples, by argument"
@@ -132,7 +132,7 @@ def size_at(self:GradientAccumulationSchedule,
     pct:float, # Position in training, 0 to 1
 )->int: # Samples in a window that opens there
     "The batch size at `pct` of this fit"
-    return self.curve(self.learn.n_epoch, self.micro_bs)(pct)
+    return self.curve(self.learn.n_epoch, self.smallest_bs)(pct)
 
 # %% ../nbs/07_schedule.ipynb #3fd4d2fd
 @patch

@@ -35,15 +35,18 @@ def micro_batch_size(
                          "pass micro_batch_size, the number of samples it yields at a time")
     return check_size('micro_batch_size', size)
 
-# %% ../nbs/00_sizes.ipynb #0b5c2e5e
+# %% ../nbs/00_sizes.ipynb #990de701
 def check_multiple(
     name:str, # The argument's name, for the message
     accum_bs:int, # Samples in a window
     micro_bs:int, # Samples in a micro-batch
+    n_processes:int=1, # Processes that train together, each with its micro-batches
 ):
-    "Raises ValueError unless a window of `accum_bs` holds a whole number of micro-batches; names the nearest sizes that do"
-    if accum_bs % micro_bs == 0: return
-    below = accum_bs // micro_bs * micro_bs
-    near = ' or '.join(str(o) for o in (below, below+micro_bs) if o)
-    raise ValueError(f"{name}={accum_bs} is not a multiple of the micro-batch of {micro_bs} samples that the training "
+    "Raises ValueError unless every process has a whole number of micro-batches of the window; names the nearest sizes"
+    smallest = micro_bs*n_processes
+    if accum_bs % smallest == 0: return
+    below = accum_bs // smallest * smallest
+    near = ' or '.join(str(o) for o in (below, below+smallest) if o)
+    of = '' if n_processes == 1 else f'{smallest}, {n_processes} processes times '
+    raise ValueError(f"{name}={accum_bs} is not a multiple of {of}the micro-batch of {micro_bs} samples that the training "
                      f"DataLoader yields: use {near}, or change the DataLoader's batch size")

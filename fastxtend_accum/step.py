@@ -13,10 +13,11 @@ from fastai.basics import *
 # %% auto #0
 __all__ = ['gradients', 'average_gradients', 'is_finite', 'read_hypers', 'write_hypers', 'FirstHypers']
 
-# %% ../nbs/03_step.ipynb #663b36dc
+# %% ../nbs/03_step.ipynb #7f452cd0
 def gradients(opt:Optimizer|OptimWrapper)->list[Tensor]:
-    "The gradients of all parameters of `opt` that have one; of a sparse one its values"
+    "The gradients of all parameters of `opt` that have one; of a sparse one its values, of a sharded one this process' shard"
     grads = [p.grad for pg in opt.param_lists for p in pg if p.grad is not None]
+    grads = [g.to_local() if hasattr(g, 'to_local') else g for g in grads]
     return [g._values() if g.is_sparse else g for g in grads]
 
 def average_gradients(

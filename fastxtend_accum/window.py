@@ -31,7 +31,7 @@ class MicroBatch:
         "Hook for the loss tensor: from here on the gradient of this micro-batch is mixed into `.grad`"
         self.in_grad = True
 
-# %% ../nbs/02_window.ipynb #6d7094c5
+# %% ../nbs/02_window.ipynb #02954cd0
 class Window:
     "The micro-batches of one optimizer step: their sums so far, and whether the step was taken"
     def __init__(self):
@@ -41,8 +41,8 @@ class Window:
     def clear(self):
         "Forget the micro-batches; `steps`, the optimizer steps so far, stays"
         self.accum_bs = self.n_micro = self.samples = self.items = self.loss_sum = 0
-        self.unit = self.pending = None
-        self.alone = self.closed = self.stepped = False
+        self.unit,self.pending,self.n_processes = None,None,1
+        self.alone = self.is_sum = self.closed = self.stepped = False
 
     def open(self,
         accum_bs:int, # Samples that fill the window
@@ -93,7 +93,7 @@ def begin(self:Window,
         else: micro.weight = items/self.unit if items else 0
     return micro.weight
 
-# %% ../nbs/02_window.ipynb #396f8dc5
+# %% ../nbs/02_window.ipynb #b34e76eb
 def times(
     loss:Tensor, # A loss
     weight:Real|Tensor, # Its weight, 0 or more
@@ -112,18 +112,24 @@ def count(self:Window):
     self.loss_sum = loss if self.is_empty else self.loss_sum+loss
     self.n_micro += 1
     self.samples += micro.samples
-    if micro.items is None: self.items = self.unit = 1  # summed, not averaged
+    self.is_sum = micro.items is None
+    if self.is_sum: self.items = self.unit = 1
     else: self.items = self.items + micro.items
     self.counted = True
 
-# %% ../nbs/02_window.ipynb #0494d7ac
+# %% ../nbs/02_window.ipynb #d0296059
+@patch(as_prop=True)
+def total_weight(self:Window)->Real|Tensor:
+    "The sum of the weights, by which the summed loss is divided"
+    return self.items/self.unit
+
 @patch(as_prop=True)
 def divisor(self:Window)->Real|Tensor:
-    "The sum of the weights, by which the summed gradient and the summed loss are divided"
-    return self.items/self.unit
+    "What the gradient is divided by: the sum of the weights, unless it is a mean over several processes already"
+    return self.total_weight if self.n_processes == 1 else self.total_weight/self.n_processes
 
 @patch(as_prop=True)
 def mean_loss(self:Window)->Tensor:
     "The mean loss over all items of the window, as one batch would have had it"
-    divisor = self.divisor
-    return self.loss_sum if not isinstance(divisor, Tensor) and divisor == 1 else self.loss_sum/divisor
+    total = self.total_weight
+    return self.loss_sum if not isinstance(total, Tensor) and total == 1 else self.loss_sum/total

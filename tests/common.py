@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import torch
 from hypothesis import settings
+from torch.amp import GradScaler, autocast
 from fastai.basics import *
 from fastai.callback.all import *
 from fastxtend_accum.all import *
@@ -17,6 +18,13 @@ def data(n, seed=1):
 def model(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+def tokens():
+    "24 sequences of 5 tokens and their labels; most are ignored, whole sequences of them, and unevenly"
+    g = torch.Generator().manual_seed(2)
+    x,y = torch.randint(11, (24, 5), generator=g),torch.randint(4, (24, 5), generator=g)
+    y[torch.rand(24, 5, generator=g) < torch.linspace(0, 1, 24)[:,None]] = -100
+    return x,y
 
 ROUNDING = 1e-12  # float64: the sums of a window are added up in another order than those of one batch
 
@@ -52,6 +60,13 @@ def assert_same(a, b, tol=0.):
 
 def assert_moved(learn, seed=0): assert (weights(learn)-weights(model(seed))).abs().max() > 1e-3
 
+class CpuMixedPrecision(MixedPrecision):
+    "fastai's callback has 'cuda' written into it"
+    def before_fit(self):
+        super().before_fit()
+        dtype = torch.float16 if self.amp_mode == AMPMode.FP16 else torch.bfloat16
+        self.autocast,self.learn.scaler = autocast('cpu', dtype=dtype),GradScaler('cpu', **self.kwargs)
+
 # `DRAWS=10000 pytest -k any_` draws more cases, and new ones each time
 draws = settings(max_examples=int(os.environ.get('DRAWS', 200)), deadline=None, derandomize='DRAWS' not in os.environ)
 
@@ -59,15 +74,17 @@ draws = settings(max_examples=int(os.environ.get('DRAWS', 200)), deadline=None, 
 # The reference
 
 def windows(n, micro, accum, remainder, n_epoch, drop_last=False):
-    "Sample ranges of each optimizer step, and the fraction of training at which its window opens"
+    "Sample ranges of each optimizer step, and the fraction of training at which its window opens; `accum` may depend on it"
     n_micro = n//micro if drop_last else -(-n//micro)
     res,window = [],[]
     for epoch in range(n_epoch):
         if remainder != 'carry': window = []
         for i in range(n_micro):
-            if not window: pct = (epoch + i/n_micro)/n_epoch
+            if not window:
+                pct = (epoch + i/n_micro)/n_epoch
+                size = accum(pct) if callable(accum) else accum
             window += range(i*micro, min((i+1)*micro, n))
-            if len(window) >= accum: res.append((window, pct)); window = []
+            if len(window) >= size: res.append((window, pct)); window = []
         if window and remainder == 'step': res.append((window, pct))
     return res
 
@@ -85,5 +102,13 @@ def reference(steps, n, make_opt, lr=lambda pct: 0.1, seed=0):
         opt.step()
         losses.append(loss.item())
     return torch.cat([p.detach().flatten() for p in m.parameters()]), losses
+
+def smoothed(losses):
+    "What the Recorder makes of the losses of steps"
+    smooth,res = AvgSmoothLoss(),[]
+    for o in losses:
+        smooth.accumulate(SimpleNamespace(loss=tensor(o)))
+        res.append(float(smooth.value))
+    return res
 
 __all__ = [o for o in globals() if not o.startswith(('_', 'test'))]  # fastcore's test_eq and the like are no tests

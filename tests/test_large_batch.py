@@ -61,10 +61,7 @@ def test_any_shape(n, micro, k, n_epoch, drop_last, remainder, opt, cosine):
     assert learn.recorder.accum_bs == [len(idxs) for idxs,_ in steps]
     assert learn.gradient_accumulation.opt_steps == len(steps) == len(losses(learn))
     assert_same(learn.recorder.lrs, [lr(pct) for _,pct in steps], ROUNDING)
-    smooth = AvgSmoothLoss()
-    smoothed = []
-    for o in expected_losses: smooth.accumulate(SimpleNamespace(loss=tensor(o))); smoothed.append(float(smooth.value))
-    assert_same(losses(learn), smoothed, 1e-5)
+    assert_same(losses(learn), smoothed(expected_losses), 1e-5)
     assert all((g == 0).all() for g in grads(learn))
 
 def test_what_each_remainder_steps_on():

@@ -2,16 +2,8 @@
 from collections import Counter
 
 import pytest
-from torch.amp import GradScaler, autocast
 
 from common import *
-
-class CpuMixedPrecision(MixedPrecision):
-    "fastai's callback has 'cuda' written into it"
-    def before_fit(self):
-        super().before_fit()
-        dtype = torch.float16 if self.amp_mode == AMPMode.FP16 else torch.bfloat16
-        self.autocast,self.learn.scaler = autocast('cpu', dtype=dtype),GradScaler('cpu', **self.kwargs)
 
 class Count(Callback):
     "How often the scaler unscales, steps and updates"

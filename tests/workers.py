@@ -1,0 +1,194 @@
+"""What one of several processes does in `test_processes.py`: `torchrun --nproc-per-node 2 tests/workers.py FOLDER [CASE]`
+
+Each case trains a Learner and saves what came of it, for the test to compare with a reference"""
+import sys
+
+import torch.distributed as dist
+from accelerate import DistributedDataParallelKwargs
+from fastai.distributed import *
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_reduce as all_reduce_with_grad
+from torch.nn.parallel import DistributedDataParallel
+
+from common import *
+from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
+
+def broadcast_on_cpu(self, t, rank):
+    "fastai moves the order of the samples to the GPU, since NCCL knows nothing else. Gloo does"
+    t = LongTensor(t)
+    dist.broadcast(t, rank)
+    return t.tolist()
+DistributedDL._broadcast = broadcast_on_cpu
+
+class Traffic(Callback):
+    "Counts what the processes tell each other while they train: DDP's buckets by a communication hook, the rest by a wrapper"
+    order = DistributedTrainer.order+1
+    def before_fit(self):
+        self.buckets,self.scalars,self.silent = [],[],[]
+        if isinstance(self.model, DistributedDataParallel): self.model.register_comm_hook(None, self.bucket)
+        self.original,dist.all_reduce = dist.all_reduce,self.all_reduce
+
+    def bucket(self, state, bucket):
+        self.buckets.append((self.learn.train_iter, bucket.buffer().nbytes))
+        return allreduce_hook(state, bucket)
+
+    def all_reduce(self, o, *args, async_op=False, **kwargs):
+        if not async_op: self.scalars.append(o.nbytes)  # the communication hook's are
+        return self.original(o, *args, async_op=async_op, **kwargs)
+
+    def after_fit(self): dist.all_reduce = self.original
+
+class SkipBatch(Callback):
+    "Cancels the second micro-batch of each epoch, at `event`"
+    def __init__(self, event): setattr(self, event, self.skip)
+    def skip(self):
+        if self.learn.training and self.learn.iter == 1: raise CancelBatchException
+
+def token_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 4)).double()
+
+def token_learner(cbs, loss_func):
+    x,y = tokens()
+    ds = list(zip(x, y))
+    dls = DataLoaders(DataLoader(ds, bs=4), DataLoader(ds[:8], bs=4))
+    def flat(pred, targ): return loss_func(pred.flatten(0, 1), targ.flatten()).float()
+    def n_items(learn): return loss_items(loss_func, learn.pred.flatten(0, 1), learn.y.flatten())
+    cbs.append(GradientAccumulation(8*num_distrib(), num_items=n_items))
+    return Learner(dls, token_model(), flat, opt_func=SGD, cbs=cbs)
+
+def train(learn, n_epoch=2, sync_bn=True, in_ctx=True, **kwargs):
+    "Train, and tell what came of it"
+    traffic = learn.cbs[-1] if isinstance(learn.cbs[-1], Traffic) else Traffic()
+    learn.add_cb(traffic)
+    handlers = [DistributedDataParallelKwargs(**kwargs)] if kwargs else None
+    context = learn.distrib_ctx(cpu=True, sync_bn=sync_bn, kwargs_handlers=handlers) if in_ctx else learn.no_bar()
+    with quiet(learn), context: learn.fit(n_epoch, 0.1)
+    return dict(weights=weights(learn), losses=losses(learn), accum_bs=getattr(learn.recorder, 'accum_bs', None),
+                buckets=traffic.buckets, scalars=traffic.scalars, grads=sum(float(g.abs().sum()) for g in grads(learn)))
+
+def fit_small(accum, cbs=(), n=96, bs=4, **kwargs):
+    args = {k:kwargs.pop(k) for k in ('opt_func','m','loss_func') if k in kwargs}
+    return train(make_learner(bs, n=n, cbs=[accum, *cbs], **args), **kwargs)
+
+W = num_distrib()
+cases = {}
+def case(f): cases[f.__name__] = f; return f
+
+@case
+def constant(): return fit_small(GradientAccumulation(16*W))
+@case
+def float32(): return fit_small(GradientAccumulation(16*W), m=model().float(), loss_func=MSELossFlat())
+@case
+def adam(): return fit_small(GradientAccumulation(16*W), opt_func=partial(Adam, wd=0.))
+@case
+def scheduled(): return fit_small(GradientAccumulationSchedule(4*W, 16*W, finish=1.0))
+@case
+def ragged(): return fit_small(GradientAccumulation(12*W), n=101)
+@case
+def carry(): return fit_small(GradientAccumulation(12*W, remainder='carry'), n=101)
+@case
+def drop(): return fit_small(GradientAccumulation(12*W, remainder='drop'), n=101)
+@case
+def one_micro_batch(): return fit_small(GradientAccumulation(4*W))
+class SumLoss(nn.MSELoss):
+    def forward(self, pred, targ): return super().forward(pred, targ).float()/64
+@case
+def sums(): return fit_small(GradientAccumulation(16*W), loss_func=SumLoss(reduction='sum'))
+@case
+def tokens_ignored(): return train(token_learner([], nn.CrossEntropyLoss()))
+@case
+def tokens_weighted(): return train(token_learner([], nn.CrossEntropyLoss(weight=tensor([1., 2., 3., 0.5]).double())))
+@case
+def cut_short(): return fit_small(GradientAccumulation(16*W), [ShortEpochCallback(pct=0.4, short_valid=False)])
+@case
+def cut_short_adam(): return fit_small(GradientAccumulation(16*W), [ShortEpochCallback(pct=0.4, short_valid=False)], opt_func=partial(Adam, wd=0.))
+@case
+def skip_before(): return fit_small(GradientAccumulation(8*W), [SkipBatch('after_pred')])
+@case
+def skip_after(): return fit_small(GradientAccumulation(8*W), [SkipBatch('before_step')])
+@case
+def clip(): return fit_small(GradientAccumulation(16*W), [GradientClip(0.05)])
+@case
+def static_graph(): return fit_small(GradientAccumulation(16*W), static_graph=True)
+@case
+def find_unused_parameters(): return fit_small(GradientAccumulation(16*W), find_unused_parameters=True)
+@case
+def gradient_as_bucket_view():
+    opt_func = partial(OptimWrapper, opt=torch.optim.SGD)
+    return fit_small(GradientAccumulation(16*W), opt_func=opt_func, gradient_as_bucket_view=True)
+class SyncNorm(nn.Module):
+    "What nn.SyncBatchNorm does in training, which PyTorch only has for GPUs: its forward and its backward pass talk"
+    def forward(self, x):
+        mean,sqr_mean = (all_reduce_with_grad(o.mean(0))/W for o in (x, x**2))
+        return (x-mean)/(sqr_mean-mean**2+1e-5).sqrt()
+
+def norm_model(norm):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), norm, nn.Linear(8, 1)).double()
+@case
+def norm_with_sync(): return fit_small(GradientAccumulation(16*W), m=norm_model(SyncNorm()))
+@case
+def norm_without_sync(): return fit_small(GradientAccumulation(16*W), m=norm_model(nn.BatchNorm1d(8, affine=False)), sync_bn=False)
+@case
+def fastai(): return fit_small(FastaiGradientAccumulation(16), m=model().float(), loss_func=MSELossFlat())
+def fit_by_hand(m, loss_func=mse, **kwargs):
+    "A model that was wrapped by its user, outside of `distrib_ctx`"
+    learn = make_learner(4, cbs=GradientAccumulation(16*W, **kwargs), m=m, loss_func=loss_func)
+    learn.dls.loaders = [DistributedDL(dl) for dl in learn.dls.loaders]
+    return train(learn, in_ctx=False)
+@case
+def by_hand(): return fit_by_hand(DistributedDataParallel(model()))
+def fit_sharded(**kwargs):
+    m = fully_shard(model(), mesh=init_device_mesh('cpu', (W,)))
+    res = fit_by_hand(m, **kwargs)
+    m.reshard()
+    return dict(res, weights=torch.cat([p.full_tensor().detach().flatten() for p in m.parameters()]))
+@case
+def sharded(): return fit_sharded()
+class NanOnce:
+    "A loss that is NaN in one process, at its sixth batch"
+    def __init__(self): self.n = 0
+    def __call__(self, pred, targ):
+        self.n += 1
+        return mse(pred, targ)*(math.nan if rank_distrib() == 1 and self.n == 6 else 1)
+@case
+def nonfinite(): return fit_small(GradientAccumulation(16*W, skip_nonfinite=True), loss_func=NanOnce())
+@case
+def sharded_nonfinite(): return fit_sharded(loss_func=NanOnce(), skip_nonfinite=True)
+
+@case
+def float16(): return fit_small(GradientAccumulation(16*W), [CpuMixedPrecision(init_scale=256.)], m=model().float(), loss_func=MSELossFlat())
+def error(accum, **kwargs):
+    try: fit_small(accum, **kwargs)
+    except ValueError as e: return str(e).splitlines()[-1].strip()
+@case
+def errors():
+    return [error(GradientAccumulation(4)), error(GradientAccumulationSchedule(4*W, 4*W+4)),
+            error(GradientAccumulation(4*W), gradient_as_bucket_view=True)]
+
+@case
+def some_without_gradient():
+    "The first parameter has a gradient everywhere, the second in one process, the third nowhere"
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    params[0].grad = torch.full((2,), float(rank_distrib()))
+    if rank_distrib() == 1: params[1].grad = torch.ones(2)
+    Processes(W).average(nn.Identity(), SGD(params, lr=0.1))
+    return [p.grad for p in params]
+
+def one_fails():
+    "The last process fails in the middle of a window; nobody may wait for it for ever"
+    class Fail(Callback):
+        def after_backward(self):
+            if rank_distrib() == W-1 and self.learn.iter == 2: raise OSError('the disk is full')
+    fit_small(GradientAccumulation(16*W), [Fail()])
+
+if __name__ == '__main__':
+    torch.set_num_threads(1)
+    folder,*names = sys.argv[1:]
+    results = {}
+    for name in names or cases: results[name] = globals()[name]()
+    torch.save(results, Path(folder)/f'{rank_distrib()}.pt')
+    dist.destroy_process_group()
