@@ -18,7 +18,7 @@ from .accumulation import *
 
 # %% auto #0
 __all__ = ['Numeric', 'check_point', 'fraction_of_fit', 'scheduled_bs', 'GradientAccumulationSchedule', 'check_order',
-           'check_schedule']
+           'check_schedule', 'micro_sizes', 'plot_sizes']
 
 # %% ../nbs/07_schedule.ipynb #6c0be3df
 Numeric = int|float
@@ -115,20 +115,24 @@ def check(self:GradientAccumulationSchedule):
     GradientAccumulation.check(self)
     self.accum_bs = self.start_accum_bs
     if hasattr(self.learn, 'lr_finder'): return
-    check_order(*self.points())
     for pct in np.linspace(0, 1, 101): self.size_at(pct)
 
 @patch
-def points(self:GradientAccumulationSchedule)->tuple[float,float]:
-    "Where the schedule starts and finishes in this fit, as fractions of training"
-    return tuple(fraction_of_fit(o, getattr(self, o), self.learn.n_epoch) for o in ('start','finish'))
+def curve(self:GradientAccumulationSchedule,
+    n_epoch:int, # Length of a fit, in epochs
+    smallest_bs:int, # Samples in the smallest window: a micro-batch
+)->Callable: # `f(pct)`: samples in a window that opens at `pct` of that fit
+    "The batch size as a function of the position in a fit; raises ValueError if the schedule's ends do not lie in it"
+    start,finish = (fraction_of_fit(o, getattr(self, o), n_epoch) for o in ('start','finish'))
+    check_order(start, finish)
+    return lambda pct: scheduled_bs(pct, self.start_accum_bs, self.final_accum_bs, start, finish, self.schedule, smallest_bs)
 
 @patch
 def size_at(self:GradientAccumulationSchedule,
     pct:float, # Position in training, 0 to 1
 )->int: # Samples in a window that opens there
     "The batch size at `pct` of this fit"
-    return scheduled_bs(pct, self.start_accum_bs, self.final_accum_bs, *self.points(), self.schedule, self.smallest_bs)
+    return self.curve(self.learn.n_epoch, self.smallest_bs)(pct)
 
 # %% ../nbs/07_schedule.ipynb #3fd4d2fd
 @patch
@@ -138,3 +142,68 @@ def next_accum_bs(self:GradientAccumulationSchedule)->int:
     size = self.size_at(self.learn.pct_train)
     if size != self.accum_bs: self.accum_bs = size
     return size
+
+# %% ../nbs/07_schedule.ipynb #6e1c7b22
+def micro_sizes(
+    dl, # The training DataLoader
+    micro_bs:int, # Samples in a full micro-batch
+)->list[int]: # Samples in each micro-batch of an epoch
+    "What `dl` yields in an epoch: full micro-batches, and a short one at the end if it keeps that"
+    n = getattr(dl, 'n', None) or len(dl.dataset)
+    last = n - (len(dl)-1)*micro_bs
+    return [micro_bs]*(len(dl)-1) + [last if 0 < last < micro_bs else micro_bs]
+
+@patch
+def preview(self:GradientAccumulationSchedule,
+    n_epoch:int, # Length of the fit, in epochs
+    dls:DataLoaders, # What it will train on
+)->list[tuple[float,int]]: # For each optimizer step, the epochs gone by when its window opens, and its samples
+    "The windows of a fit, before it; raises ValueError if it could not work"
+    micro_bs = micro_batch_size(dls.train, self.micro_batch_size)
+    for name,size in self.sizes().items(): check_multiple(name, size, micro_bs)
+    size_at,micros,res,samples = self.curve(n_epoch, micro_bs),micro_sizes(dls.train, micro_bs),[],0
+    for epoch in range(n_epoch):
+        pct = epoch/n_epoch
+        for micro in micros:
+            if not samples: opened,accum_bs = pct*n_epoch,size_at(pct)
+            samples += micro
+            pct += 1./(len(micros)*n_epoch)  # added up as fastai does, so that rounding is the same
+            if samples >= accum_bs: res.append((opened, samples)); samples = 0
+        if samples and self.remainder == 'step': res.append((opened, samples))
+        if self.remainder != 'carry': samples = 0
+    return res
+
+# %% ../nbs/07_schedule.ipynb #7f2d8c33
+def plot_sizes(
+    sizes:list, # Samples in each window
+    edges:list, # Where each window begins, and the last one ends
+    xlabel:str, # What `edges` count
+    ax=None, # Axes to draw on; None: new ones
+):
+    "The batch size as a curve of steps; returns the axes"
+    ax = ax or plt.subplots(figsize=(6, 3), layout='constrained')[1]
+    ax.stairs(sizes, edges, baseline=None, color='#0072B2', lw=1.5)
+    ax.set(xlabel=xlabel, ylabel='batch size (samples)', ylim=(0, None))
+    return ax
+
+@patch
+def plot(self:GradientAccumulationSchedule,
+    n_epoch:int, # Length of the fit, in epochs
+    dls:DataLoaders, # What it will train on; no data is loaded
+    ax=None, # Axes to draw on; None: new ones
+):
+    "Plot the batch size over a fit before it, with the number of its optimizer steps; returns the axes"
+    windows = L(self.preview(n_epoch, dls))
+    ax = plot_sizes(windows.itemgot(1), [*windows.itemgot(0), n_epoch], 'epochs', ax)
+    ax.set_title(f'{len(windows)} optimizer steps')
+    return ax
+
+@patch
+def plot_accum_bs(self:Recorder,
+    ax=None, # Axes to draw on; None: new ones
+):
+    "Plot the samples of each optimizer step of the last fit; returns the axes, raises ValueError if none were recorded"
+    sizes = vars(self).get('accum_bs')  # not the model's, which a Recorder would be asked for next
+    if not sizes: raise ValueError("this Recorder has no batch sizes: fit with GradientAccumulation or "
+                                   "GradientAccumulationSchedule first, with log_accum_batch=True")
+    return plot_sizes(sizes, range(len(sizes)+1), 'optimizer steps', ax)

@@ -22,12 +22,14 @@ def expected(size_at, n_micro, micro=8):
 
 def nearest(x, micro=8): return int((x/micro + 0.5)//1)*micro
 
-@pytest.mark.parametrize('name', ['cos','lin','exp','poly','combined','plain'])
+annealers = dict(
+    cos=SchedCos, lin=SchedLin, exp=SchedExp, poly=partial(SchedPoly, power=2), plain=lambda a,b: lambda pos: a+(b-a)*pos,
+    jumps=lambda a,b: lambda pos: a if pos < 1/3 else (a+b)/2, combined=lambda a,b: combine_scheds([.5,.5], [SchedLin(a, 32), SchedCos(32, b)]))
+
+@pytest.mark.parametrize('name', [o for o in annealers if o != 'jumps'])
 @pytest.mark.parametrize('ends', [(16, 64), (64, 16)])
 def test_any_annealer(name, ends):
-    a,b = ends
-    sched = dict(cos=SchedCos, lin=SchedLin, exp=SchedExp, poly=partial(SchedPoly, power=2), plain=lambda a,b: lambda pos: a+(b-a)*pos,
-                 combined=lambda a,b: combine_scheds([.5,.5], [SchedLin(a, 32), SchedCos(32, b)]))[name]
+    (a,b),sched = ends,annealers[name]
     learn = scheduled(a, b, 0.25, 0.75, schedule=sched)
     def size_at(pct):
         if pct < .25: return a
@@ -85,3 +87,66 @@ def test_windows_of_a_schedule_are_exact():
     for size in sizes(learn): steps.append((list(range(i, i+size)), 0)); i = (i+size)%128
     assert i == 0 and len(steps) > 8
     assert_same(weights(learn), reference(steps, 128, sgd)[0], 1e-12)
+
+# The preview
+
+@pytest.mark.parametrize('name', annealers)
+@pytest.mark.parametrize('remainder', ['step', 'drop', 'carry'])
+@pytest.mark.parametrize('n,drop_last', [(128, False), (124, False), (124, True)])
+def test_preview_is_what_training_does(name, remainder, n, drop_last):
+    accum = GradientAccumulationSchedule(16, 64, 0.1, 0.9, schedule=annealers[name], remainder=remainder)
+    learn = make_learner(8, n=n, cbs=accum, drop_last=drop_last)
+    preview = accum.preview(6, learn.dls)
+    fit(learn, 6)
+    assert [size for _,size in preview] == sizes(learn)
+    assert len(set(sizes(learn))) > (1 if name == 'jumps' else 3)
+    opened = [o for o,_ in preview]
+    assert opened[0] == 0 and all(a < b < 6 for a,b in zip(opened, opened[1:]))
+
+@draws
+@given(a=st.integers(1, 9), b=st.integers(1, 9), start=st.floats(0, 1), width=st.floats(0, 1), n=st.integers(8, 80), n_epoch=st.integers(1, 3),
+       remainder=st.sampled_from(['step', 'drop', 'carry']), sched=st.sampled_from([SchedCos, SchedLin, SchedExp, SchedNo]))
+def test_any_preview_is_what_training_does(a, b, start, width, n, n_epoch, remainder, sched):
+    accum = GradientAccumulationSchedule(a*8, b*8, start, min(1., start+width), sched, remainder=remainder)
+    learn = make_learner(8, n=n, cbs=accum)
+    preview = [size for _,size in accum.preview(n_epoch, learn.dls)]
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # no window was filled
+        assert preview == sizes(fit(learn, n_epoch))
+
+def test_plots_show_the_preview_and_the_record():
+    accum = GradientAccumulationSchedule(16, 64, finish=.9)
+    learn = make_learner(8, n=128, cbs=accum)
+    ax = accum.plot(4, learn.dls)
+    (before,) = ax.patches
+    fit(learn, 4)
+    after = learn.recorder.plot_accum_bs(plt.subplots()[1])
+    assert list(before.get_data().values) == sizes(learn) == list(after.patches[0].get_data().values)
+    assert list(before.get_data().edges) == [*(o for o,_ in accum.preview(4, learn.dls)), 4]
+    assert ax.get_title() == f'{accum.opt_steps} optimizer steps' and (ax.get_xlabel(), after.get_xlabel()) == ('epochs', 'optimizer steps')
+
+def test_preview_loads_nothing_and_leaves_nothing():
+    class Untouchable(list):
+        def __getitem__(self, i): raise AssertionError('data was loaded')
+    accum = GradientAccumulationSchedule(16, 64)
+    before = {k:v for k,v in vars(accum).items()}
+    for DL in DataLoader,torch.utils.data.DataLoader:
+        dl = DL(Untouchable(range(44)), **({'bs':8} if DL is DataLoader else {'batch_size':8}))
+        assert sum(size for _,size in accum.preview(3, DataLoaders(dl))) == 3*44
+    assert vars(accum) == before
+
+def test_preview_refuses_what_training_refuses():
+    dls = make_learner(8).dls
+    for accum in GradientAccumulationSchedule(20, 64), GradientAccumulationSchedule(16, 64, finish=3), GradientAccumulationSchedule(16, 64, 2, .1):
+        with pytest.raises(ValueError) as preview: accum.plot(2, dls)
+        with pytest.raises(ValueError) as training: fit(make_learner(8, cbs=accum), 2)
+        assert str(preview.value) in str(training.value)
+
+def test_preview_of_a_fit_without_a_step():
+    dls = make_learner(8, n=24).dls
+    accum = GradientAccumulationSchedule(64, 64, remainder='drop')
+    assert accum.preview(2, dls) == [] and accum.plot(2, dls).get_title() == '0 optimizer steps'
+
+def test_no_record_no_plot():
+    learn = fit(make_learner(8, cbs=GradientAccumulationSchedule(16, 64, log_accum_batch=False)))
+    with pytest.raises(ValueError, match='log_accum_batch=True'): learn.recorder.plot_accum_bs()

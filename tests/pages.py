@@ -1,0 +1,143 @@
+"What can be said of a page without Quarto: each function returns its faults, as lines that say what to do"
+import json, re
+from pathlib import Path
+
+import yaml
+from nbdev.config import get_config
+
+root = Path(__file__).parent.parent
+notebooks = sorted(o for o in (root/'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in o.parts)
+cfg = get_config(root)
+
+def read(path): return json.loads(Path(path).read_text(encoding='utf-8'))['cells']
+def source(cell): return ''.join(cell['source'])
+def page_name(path): return Path(path).relative_to(root/'nbs').as_posix()
+
+def badge(name):
+    "The line that opens page `name` in Colab"
+    home = f'https://colab.research.google.com/github/{cfg.user}/{cfg.repo}/blob/{cfg.branch}/nbs/{name}'
+    return f'[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({home})'
+
+# The head of a page
+
+def head_faults(cells, name):
+    "A title with a promise, the badge, the module of the same name, the installation in Colab"
+    if not re.match(r'# \S.*\n\n> .+', source(cells[0])): yield 'begin with "# Title", an empty line, "> promise in a line"'
+    if source(cells[1]).strip() != badge(name): yield f'let the second cell be {badge(name)}'
+    code = [source(c) for c in cells if c['cell_type'] == 'code']
+    if not any('pip install' in o and '#| hide' in o and '#| eval: false' in o for o in code[:2]): yield 'install the package in Colab, hidden'
+    module = re.sub(r'^\d+_', '', Path(name).stem)
+    exports = any(re.match(r'#\|\s*export', o) for o in code)
+    if exports and code[0] != f'#| default_exp {module}': yield f'let the first code cell be #| default_exp {module}'
+
+# Directives
+
+nbdev_directives = {'default_exp', 'export', 'exporti', 'exports', 'exec_doc', 'hide', 'hide_line', 'colab'}
+quarto_options = {'echo', 'eval', 'output', 'include', 'warning', 'error', 'label', 'fig-alt', 'fig-cap', 'code-fold', 'code-summary'}
+
+def options(text):
+    "The Quarto options above a cell's code, as a dict"
+    lines = re.match(r'(?:#\|.*(?:\n|$))*', text)[0].splitlines()
+    return yaml.safe_load('\n'.join(o[2:] for o in lines if ': ' in o)) or {}
+
+def directive_faults(cell):
+    "Directives are the first lines of a cell, known, said once, and do not contradict each other"
+    if cell['cell_type'] != 'code': return
+    lines = source(cell).splitlines()
+    n = next((i for i,o in enumerate(lines) if not o.startswith('#|')), len(lines))
+    if any(re.match(r'\s*#\s*\|', o) for o in lines[n:]): yield 'a directive below the top of the cell is a comment to Quarto'
+    words = [re.match(r'#\|\s*([\w-]+)(: |(?= |$))', o) for o in lines[:n]]
+    if None in words: yield f'no directive: {lines[words.index(None)]}'; return
+    names = [o[1] for o in words]
+    for word in words:
+        if word[1] not in (quarto_options if word[2] else nbdev_directives): yield f'unknown directive: {word.string}'
+    if len(names) != len(set(names)): yield f'said twice: {names}'
+    if 'hide' in names and set(names) - {'hide', 'eval'}: yield f'nbdev drops a hidden cell with its output, so these say nothing: {names}'
+    try: options(source(cell))
+    except yaml.YAMLError as e: yield f'no YAML: {e}'
+
+# Outputs and pictures
+
+def output_faults(cell):
+    "No error, no word on stderr, no warning, no path of a machine"
+    for out in cell.get('outputs', []):
+        text = json.dumps({k:v for k,v in out.get('data', out).items() if not k.startswith('image/')})
+        if out['output_type'] == 'error' or 'Traceback (' in text: yield f'an error: {text[:200]}'
+        if out.get('name') == 'stderr': yield f'a word on stderr: {text[:200]}'
+        if re.search(r'\b\w*Warning\b|\bWARN', text): yield f'a warning: {text[:200]}'
+        if re.search(r'(?<![\w.:/])/(home|root|tmp|usr|Users|var|work|content)/', text): yield f"a machine's path: {text[:200]}"
+
+def picture_faults(cell):
+    "Each picture has a text that stands for it"
+    if cell['cell_type'] == 'code':
+        n = sum(any(k.startswith('image/') for k in o.get('data', {})) for o in cell.get('outputs', []))
+        alt = options(source(cell)).get('fig-alt', []) if n else []
+        alts = [alt] if isinstance(alt, str) else alt
+        if len(alts) != n or any(len(o) < 20 for o in alts): yield f'{n} pictures want #| fig-alt: "what is to be seen", not {alts}'
+    else:
+        for alt,target in re.findall(r'!\[(.*?)\]\((.*?)\)', source(cell)):
+            if not alt.strip(): yield f'![]({target}) wants a text'
+        for tag in re.findall(r'<img\b[^>]*>', source(cell)):
+            if not re.search(r'\balt="[^"]+"', tag): yield f'{tag} wants alt="..."'
+
+# Links
+
+def prose(cells):
+    "The Markdown of processed cells, what show_doc wrote too, without code"
+    texts = [source(c) for c in cells if c['cell_type'] == 'markdown']
+    texts += [''.join(o['data']['text/markdown']) for c in cells for o in c.get('outputs', []) if 'text/markdown' in o.get('data', {})]
+    return [re.sub(r'^(```|~~~).*?^\1', '', o, flags=re.M | re.S) for o in texts]
+
+def anchor(heading):
+    "The id that Pandoc gives a heading"
+    explicit = re.search(r'\{[^}]*#([\w.-]+)[^}]*\}\s*$', heading)
+    if explicit: return explicit[1]
+    text = re.sub(r'\[([^\]]*)\]\([^)]*\)', r'\1', heading).lower()
+    text = re.sub(r'[^\w\s.-]', '', text).strip()
+    return re.sub(r'^[^a-z]+', '', re.sub(r'\s+', '-', text)) or 'section'
+
+def anchors(cells):
+    "The ids on a page"
+    headings = [o for text in prose(cells) for o in re.findall(r'^#{1,6}\s+(.+?)\s*$', text, re.M)]
+    return {anchor(o) for o in headings} | {o for text in prose(cells) for o in re.findall(r'\bid="([^"]+)"', text)}
+
+def links(cells):
+    "The targets of all links of a page"
+    texts = [re.sub(r'(?<!\[)`[^`\n]+`', '', o) for o in prose(cells)]
+    return [o for text in texts for o in re.findall(r'\]\(([^()\s]+)\)', text) + re.findall(r'href="([^"]+)"', text)]
+
+def link_faults(name, pages, files=()):
+    "Links of page `name` to a page, an anchor or a file that is not there; `pages` are processed cells by name, `files` other names"
+    site = f'{cfg.doc_host}{cfg.doc_baseurl}'.rstrip('/') + '/'
+    by_html = {html_name(o):o for o in pages}
+    for link in links(pages[name]):
+        path,_,where = link.removeprefix(site).partition('#')
+        if link.startswith(site): target = by_html.get(path or 'index.html')
+        elif re.match(r'\w+:', link): continue  # the rest of the web
+        else: target = (Path('/', name).parent/path).resolve().relative_to('/').as_posix() if path else name
+        if target not in pages and target not in files: yield f'{link}: no such page'
+        elif where and where not in anchors(pages[target]): yield f'{link}: no such heading'
+
+def html_name(name):
+    "The file that nbdev has Quarto write for page `name`"
+    path = Path(name)
+    return (path.parent/(re.sub(r'^\d+[a-zA-Z0-9]*_', '', path.name.lower()))).with_suffix('.html').as_posix()
+
+# The site
+
+def hrefs(contents):
+    "The pages in a list of a sidebar or a navbar, sections within sections"
+    for o in contents:
+        if isinstance(o, str): yield o
+        else:
+            if 'href' in o: yield o['href']
+            yield from hrefs(o.get('contents', []) + o.get('menu', []))
+
+def site_faults(site, pages):
+    "What the sidebar and the navbar of `site`, a website's configuration, have too much, twice, or not"
+    listed = list(hrefs(site['sidebar']['contents']))
+    for name in sorted(set(pages)-set(listed)): yield f'{name} is not in the sidebar'
+    for name in sorted({o for o in listed if listed.count(o) > 1}): yield f'{name} is in the sidebar twice'
+    navbar = [o for o in hrefs(site['navbar'].get('left', []) + site['navbar'].get('right', [])) if not re.match(r'\w+:', o)]
+    for name in [*listed, *navbar]:
+        if name not in pages: yield f'{name} is in the sidebar or the navbar, and no page'
