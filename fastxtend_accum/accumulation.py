@@ -28,7 +28,7 @@ remainders = 'step','carry','drop'
 # %% ../nbs/06_accumulation.ipynb #36c789d1
 class GradientAccumulation(Callback):
     "Accumulate gradients until they hold `accum_bs` samples, then step as one large batch would have; raises on bad sizes"
-    order,run_valid = MixedPrecision.order-4,False
+    order,run_valid,scale = MixedPrecision.order-4,False,None
     def __init__(self,
         accum_bs:int|None=None, # Samples in a window, over all processes, a multiple of their micro-batches; None: `n_acc`
         n_acc:int=32, # fastai's name for `accum_bs`, in samples; used if `accum_bs` is None
@@ -72,6 +72,7 @@ def check(self:GradientAccumulation):
         raise ValueError("NonNativeMixedPrecision keeps gradients that cannot be averaged here: use learn.to_fp16() instead")
     self.micro_bs,self.processes = micro_batch_size(learn.dls.train, self.micro_batch_size),Processes(n_processes(learn))
     for name,size in self.sizes().items(): check_multiple(name, size, self.micro_bs, self.processes.n)
+    check_rules(self.scale, learn.opt)
 
 @patch(as_prop=True)
 def smallest_bs(self:GradientAccumulation)->int:
@@ -80,16 +81,21 @@ def smallest_bs(self:GradientAccumulation)->int:
 
 @patch
 def sizes(self:GradientAccumulation)->dict:
-    "The window sizes that were asked for, in samples, by argument"
+    "The window sizes that were asked for, in samples, by argument; the first one is that of the first window"
     return dict(accum_bs=self.accum_bs)
+
+@patch(as_prop=True)
+def ratio(self:GradientAccumulation)->float:
+    "How much larger the window is than the first one: what the rules in `scale` go by"
+    return self.accum_bs/first(self.sizes().values())
 
 # %% ../nbs/06_accumulation.ipynb #eb653680
 @patch
 def before_fit(self:GradientAccumulation):
     "Check everything, then start with nothing: no window, no gradient, the loggers as they are"
     if not is_fitting(self.learn): return
-    self.hypers,self.window.steps,self.n_skipped,self.said = FirstHypers(),0,0,set()
     self.leave()
+    self.hypers,self.window.steps,self.n_skipped,self.said = FirstHypers(self.scale),0,0,set()
     self.check()
     self.learn.opt.zero_grad()
     mend_wandb()
@@ -131,7 +137,7 @@ def after_loss(self:GradientAccumulation):
     "Weigh the micro-batch"
     learn,window = self.learn,self.window
     if not len(learn.yb): return
-    if window.is_empty: self.hypers.note(learn.opt)
+    if window.is_empty: self.hypers.note(learn.opt, self.ratio)
     micro = MicroBatch(n_samples(learn), n_items(learn, self.num_items), learn.loss.detach())
     if self.processes.n > 1: window.unit = self.processes.common_unit(micro, learn.model)
     learn.loss_grad = times(learn.loss_grad, window.begin(micro))
