@@ -17,5 +17,6 @@ from .logging import *
 from .accumulation import *
 from .schedule import *
 from .rules import *
+from .noise import *
 
 __all__ = [o for o in dir() if not o.startswith('_')]
