@@ -18,5 +18,6 @@ from .accumulation import *
 from .schedule import *
 from .rules import *
 from .noise import *
+from .adaptive import *
 
 __all__ = [o for o in dir() if not o.startswith('_')]
