@@ -102,6 +102,17 @@ def test_noise_scale_of_all_micro_batches(world):
         assert_same([o[1:3] for o in found], expected, 1e-4)  # float32
     assert 'cannot see the whole gradients of a sharded' in results[0]['noise_sharded']
 
+def test_adaptive_sizes_are_the_same_in_all_processes(world):
+    "And each window is exact; the windows follow each other, over the ends of epochs"
+    n,results = world
+    sizes,shares,i,steps = results[0]['adaptive']['accum_bs'],dealt(96, n),0,[]
+    for size in sizes:
+        idxs = [o % (96//n) for o in range(i, i+size//n)]
+        steps.append((idxs, 0))
+        i += size//n
+    assert sizes[0] == 8*n < sizes[-1]
+    check(world, 'adaptive', together(steps, shares))
+
 @pytest.mark.parametrize('name', ['sums','tokens_ignored','tokens_weighted'])
 def test_every_item_counts_the_same(world, name):
     "Shares with very different numbers of labels, class weights, and losses that are sums"

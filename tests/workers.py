@@ -156,6 +156,10 @@ def fit_sharded(**kwargs):
 @case
 def sharded(): return fit_sharded()
 @case
+def adaptive():
+    learn = make_learner(4, cbs=[AdaptiveGradientAccumulation(8*W, 32*W, min_windows=1, remainder='carry'), GradientNoiseScale()])
+    return train(learn, n_epoch=4)
+@case
 def noise_sharded():
     learn = make_learner(4, m=fully_shard(model(), mesh=init_device_mesh('cpu', (W,))), cbs=[GradientAccumulation(16*W), GradientNoiseScale()])
     try: fit(learn, 1)
