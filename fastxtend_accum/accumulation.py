@@ -94,8 +94,9 @@ def ratio(self:GradientAccumulation)->float:
 def before_fit(self:GradientAccumulation):
     "Check everything, then start with nothing: no window, no gradient, the loggers as they are"
     if not is_fitting(self.learn): return
-    self.leave()
+    self.hypers.release(self.learn.opt, but=('lr','wd'))  # of an interrupted fit; this one has set these
     self.hypers,self.window.steps,self.n_skipped,self.said = FirstHypers(self.scale),0,0,set()
+    self.leave()
     self.check()
     self.learn.opt.zero_grad()
     mend_wandb()

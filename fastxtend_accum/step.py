@@ -48,7 +48,7 @@ def write_hypers(
 ):
     "Set those hyper-parameters of `opt` that differ from `hypers`"
     now = read_hypers(opt)  # set_hyper, since OptimWrapper.hypers is but a copy
-    for k in hypers[0]:
+    for k in hypers[0].keys() & now[0].keys():  # after an interrupted fit it may be another optimizer
         new,old,base = ([h[k] for h in o] for o in (hypers, now, only_from or now))
         if new != old and old == base: opt.set_hyper(k, new)
 
@@ -72,9 +72,12 @@ class FirstHypers:
         self.later = read_hypers(opt)
         write_hypers(opt, self.first)
 
-    def release(self, opt):
+    def release(self, opt,
+        but:tuple[str,...]=(), # Names of those to leave alone
+    ):
         "Undo `hold`, but leave what has been set since: a scheduler may have moved on after the step"
-        if self.later is not None: write_hypers(opt, self.later, only_from=self.first)
+        if self.later is not None:
+            write_hypers(opt, [{k:v for k,v in h.items() if k not in but} for h in self.later], only_from=self.first)
         self.later = None
 
 # %% ../nbs/03_step.ipynb #c2f95d18

@@ -80,6 +80,21 @@ def test_an_interrupt_leaves_no_scaled_value_for_the_next_fit():
     fit(learn, 4)
     assert learn.opt.hypers[0]['mom'] == .9
 
+def test_after_an_interrupt_fit_has_the_last_word():
+    "A new optimizer, and a learning rate that happens to be that of the interrupted step"
+    class Interrupt(Callback):
+        order = 70
+        def after_batch(self):
+            if self.train_iter == 16: raise KeyboardInterrupt
+    for opt_func in SGD,Adam:
+        sched = ParamScheduler(dict(lr=lambda pos: .1 if pos < 15/64 else .05))
+        learn = make_learner(8, n=128, cbs=GradientAccumulation(16), opt_func=Adam)
+        with pytest.raises(KeyboardInterrupt): fit(learn, 4, cbs=[sched, Interrupt()])
+        assert learn.opt.hypers[0]['lr'] == .1  # held for the step
+        learn.opt_func = opt_func
+        fit(learn, 1, lr=.1, reset_opt=opt_func is SGD)
+        assert learn.recorder.lrs == [.1]*8
+
 def test_lr_find_is_not_scaled():
     found = []
     for scale in None, rules:
