@@ -19,5 +19,6 @@ setup(
     python_requires='>='+cfg['min_python'],
     packages=find_packages(include=['fastxtend_accum']),
     install_requires=cfg['requirements'].split(),
-    extras_require=dict(loggers=loggers, dev=cfg['dev_requirements'].split()+loggers),
+    extras_require=dict(loggers=loggers, dev=cfg['dev_requirements'].split()+loggers,
+                        bench=cfg['bench_requirements'].split()),
 )

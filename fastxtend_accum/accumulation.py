@@ -29,6 +29,8 @@ remainders = 'step','carry','drop'
 class GradientAccumulation(Callback):
     "Accumulate gradients until they hold `accum_bs` samples, then step as one large batch would have; raises on bad sizes"
     order,run_valid,scale = MixedPrecision.order-4,False,None
+    # Events that nothing is done at: fastai would search the Learner and its model for them, at every micro-batch
+    after_pred = before_backward = before_step = noop
     def __init__(self,
         accum_bs:int|None=None, # Samples in a window, over all processes, a multiple of their micro-batches; None: `n_acc`
         n_acc:int=32, # fastai's name for `accum_bs`, in samples; used if `accum_bs` is None
@@ -138,11 +140,12 @@ def after_loss(self:GradientAccumulation):
     "Weigh the micro-batch"
     learn,window = self.learn,self.window
     if not len(learn.yb): return
-    if window.is_empty: self.hypers.note(learn.opt, self.ratio)
+    if window.is_empty and (self.scale or not window.alone): self.hypers.note(learn.opt, self.ratio)
     micro = MicroBatch(n_samples(learn), n_items(learn, self.num_items), learn.loss.detach())
     if self.processes.n > 1: window.unit = self.processes.common_unit(micro, learn.model)
     learn.loss_grad = times(learn.loss_grad, window.begin(micro))
-    if learn.loss_grad.requires_grad: learn.loss_grad.register_hook(micro.backward_began)
+    if window.is_empty: micro.in_grad = True  # nothing else is lost with it
+    elif learn.loss_grad.requires_grad: learn.loss_grad.register_hook(micro.backward_began)
 
 @patch
 def after_backward(self:GradientAccumulation):
@@ -164,8 +167,8 @@ def close_window(self:GradientAccumulation)->bool: # Whether there is anything t
         if self.skip_nonfinite and not scales_loss(self.learn):
             window.closed = is_finite(opt) if self.processes.n == 1 else self.processes.all_of(is_finite(opt), self.learn.model)
             if not window.closed: self.count_skipped()
-    if window.closed: self.hypers.hold(opt)
-    else: self.drop_window()
+    if not window.closed: self.drop_window()
+    elif self.scale or not window.alone: self.hypers.hold(opt)
     return window.closed
 
 @patch

@@ -6,6 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/logging.html.md"""
 
 # %% ../nbs/05_logging.ipynb #ec959220
 from __future__ import annotations
+from contextlib import nullcontext
 import math,sys,time
 from numbers import Real
 
@@ -69,7 +70,7 @@ class RecorderWindows(WindowLogger):
         for metric in self.cb._train_mets[1:]: metric.accumulate(self.cb.learn)  # the first is the smoothed loss
 
     def log(self):
-        with replaced(self.cb, 'train_metrics', False): super().log()
+        with replaced(self.cb, 'train_metrics', False) if self.cb.train_metrics else nullcontext(): super().log()
         self.cb.accum_bs.append(self.accum.window.samples)
 
     def after_train(self):

@@ -117,10 +117,11 @@ class WindowSquares:
         sums = self.squares/size/loss_scale**2, square/loss_scale**2/window.n_processes, self.n
         self.result = reduce(torch.stack([torch.as_tensor(o, device=window.loss_sum.device).double() for o in sums]))
 
-# %% ../nbs/09_noise.ipynb #73c893e0
+# %% ../nbs/09_noise.ipynb #11c53462
 class GradientNoiseScale(Callback):
     "Measures the gradient noise scale beside a `GradientAccumulation`; an entry in `recorder.noise_scale` for each optimizer step"
     order,run_valid = GradientAccumulation.order-.5,False
+    after_pred = after_loss = after_batch = noop  # fastai would search the Learner and its model for them
     def __init__(self,
         beta:float=.95, # Memory of the running averages, 0 to 1: they go back some 1/(1-beta) windows
     ):

@@ -69,7 +69,9 @@ class FirstHypers:
 
     def hold(self, opt):
         "Set `opt` to what was noted"
-        self.later = read_hypers(opt)
+        now = read_hypers(opt)
+        if now == self.first: return
+        self.later = now
         write_hypers(opt, self.first)
 
     def release(self, opt,

@@ -51,7 +51,7 @@ def as_count(o:Tensor)->Real|Tensor:
 def _cross_entropy_items(loss_func, pred, targ):
     if targ.is_floating_point(): return pred.numel()//pred.shape[min(1, pred.ndim-1)]
     kept = targ != loss_func.ignore_index
-    if loss_func.weight is None: return as_count(kept.sum())
+    if loss_func.weight is None: return as_count(kept.count_nonzero())
     return as_count((loss_func.weight[targ.where(kept, 0)]*kept).sum())
 
 # %% ../nbs/01_weights.ipynb #2e1489a6
@@ -109,7 +109,7 @@ def n_items(
     if num_items is None:
         args = learn.pred,*learn.yb
         if len(args) != 2 or not all(isinstance(o, Tensor) for o in args): return n_samples(learn)
-        return loss_items(learn.loss_func, *(o.as_subclass(Tensor) for o in args))
+        return loss_items(learn.loss_func, *(o if type(o) is Tensor else o.as_subclass(Tensor) for o in args))
     items = num_items(learn)
     if isinstance(items, Tensor) and items.numel() == 1: return items.detach().reshape(())
     if isinstance(items, Real) and 0 <= items < float('inf'): return items

@@ -31,7 +31,7 @@ def test_notebook(nb):
     assert nb.stat().st_size < 500_000
     cells = json.loads(nb.read_text())['cells']
     assert all('id' in c for c in cells) and len({c['id'] for c in cells}) == len(cells)
-    assert re.match(r'# \w+\n\n> .+', ''.join(cells[0]['source']))
+    assert re.match(r'# \w[\w ]*\n\n> .+', ''.join(cells[0]['source']))
     name = re.sub(r'^\d+_', '', nb.stem)
     code = [''.join(c['source']) for c in cells if c['cell_type'] == 'code']
     if '#| export' in '\n'.join(code): assert f'#| default_exp {name}' in code[0] and (root/'fastxtend_accum'/f'{name}.py').exists()

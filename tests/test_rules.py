@@ -69,6 +69,11 @@ def test_nothing_compounds():
         assert_same(learn.recorder.lrs[0], lr)
         assert max(learn.recorder.lrs) == pytest.approx(lr*8**.5) and any(first_of_epoch)
 
+def test_down_to_one_micro_batch():
+    learn = make_learner(8, n=128, cbs=GradientAccumulationSchedule(32, 8, start=.5, finish=.5, scale=dict(lr=sqrt_scale)))
+    assert fit(learn, 4).recorder.lrs == [.1]*8 + [.05]*32
+    assert learn.opt.hypers[0]['lr'] == .1
+
 def test_an_interrupt_leaves_no_scaled_value_for_the_next_fit():
     class Interrupt(Callback):
         order = 70

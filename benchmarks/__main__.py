@@ -1,0 +1,70 @@
+"""`python -m benchmarks` measures everything, prints a table and the goals, writes `results.json` and the pictures beside this file.
+
+About 15 minutes on two cores, on which nothing else should run. `--quick` only counts, and writes nothing: what CI can do."""
+import argparse, json, os, platform, subprocess, sys
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from . import report  # no torch in this process: the peak memory of a process begins with its parent's
+
+here = Path(__file__).parent
+packages = 'torch','fastai','fastxtend','lightning','accelerate'
+division_sizes = 10**4,10**5,10**6,10**7,10**8
+batch_sizes = 16,32,64,128,256
+
+def measure(*args):
+    "What a measurement in a process of its own prints"
+    out = subprocess.run([sys.executable, '-m', 'benchmarks.measure', *map(str, args)], capture_output=True, text=True, cwd=here.parent,
+                         env={**os.environ, 'MALLOC_MMAP_THRESHOLD_':'65536'} if args[0] == 'memory' else None)  # no holes in the heap
+    if out.returncode: sys.exit(f"python -m benchmarks.measure {' '.join(map(str, args))} failed:\n{out.stderr[-3000:]}")
+    return json.loads(out.stdout.splitlines()[-1])
+
+def gather(into, new):
+    "Add the figures of a round to the lists of those before"
+    for k,v in new.items(): into.setdefault(str(k), []).append(v)
+
+def missing():
+    "The packages that are not installed"
+    def is_missing(name):
+        try: version(name)
+        except PackageNotFoundError: return True
+    return [o for o in packages if is_missing(o)]
+
+def machine():
+    "What it was run on"
+    info = Path('/proc/cpuinfo')
+    names = [o.split(':')[1].strip() for o in info.read_text().splitlines() if o.startswith('model name')] if info.exists() else []
+    return dict(cpu=names[0] if names else platform.processor(), cores=len(names), python=platform.python_version(),
+                system=platform.system(), date=str(date.today()), packages={o:version(o) for o in packages})
+
+def full(rounds):
+    "All measurements, those of time in rounds: every case once, then every case again"
+    results = dict(machine=machine(), rounds=rounds, counts={o:measure('counts', o) for o in report.labels},
+                   time={o:{} for o in report.labels}, windows={}, division={}, memory=dict(plain={}, ours={}))
+    for i in range(rounds):
+        print(f'round {i+1} of {rounds}', file=sys.stderr)
+        for case in report.labels: gather(results['time'][case], measure('time', case))
+        gather(results['windows'], measure('windows', 'ours'))
+        for n in division_sizes if i == 0 else division_sizes[:-1] if i < 3 else ():
+            gather(results['division'].setdefault(str(n), {}), measure('division', 'ours', n))
+    for case,peaks in results['memory'].items():
+        for n in batch_sizes: peaks[str(n)] = measure('memory', case, n)['megabytes']
+    return results
+
+def main():
+    parser = argparse.ArgumentParser('python -m benchmarks', description=__doc__)
+    parser.add_argument('--quick', action='store_true', help="only count, and only what needs no other framework")
+    parser.add_argument('--rounds', type=int, default=7, help="how often everything is timed")
+    args = parser.parse_args()
+    if args.quick:
+        results = dict(counts={o:measure('counts', o) for o in report.labels if o not in packages or o == 'fastai'})
+        print(report.table(results), report.goals(results), sep='\n\n')
+        return
+    if missing(): sys.exit(f"not installed: {', '.join(missing())}; pip install -e '.[bench]'")
+    results = full(args.rounds)
+    (here/'results.json').write_text(json.dumps(results, indent=1)+'\n')
+    for name,picture in report.pictures.items(): picture(results).savefig(here/f'{name}.png', dpi=110)
+    print(report.table(results), report.goals(results), sep='\n\n')
+
+if __name__ == '__main__': main()

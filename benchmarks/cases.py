@@ -1,0 +1,101 @@
+"The contestants: one function each, that makes the training of the same model on the same micro-batches"
+import logging, time
+
+import torch
+from torch import nn
+
+class Batches:
+    "Micro-batches that wait in memory, so that the loop is timed and not a loader; calls `ask` whenever the next one is asked for"
+    def __init__(self, batches:list, n:int):
+        self.batches,self.n,self.bs,self.ask = batches,n,len(batches[0][1]) if batches else 1,lambda: None
+
+    def __len__(self): return self.n
+    def __iter__(self):
+        for i in range(self.n):
+            self.ask()
+            yield self.batches[i%len(self.batches)]
+        self.ask()
+
+class Task:
+    "What is learned: a model, its loss function, and `n` micro-batches of 16 samples"
+    def __init__(self, n:int, device:str='cpu', seed:int=0):
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
+        self.loss_func,self.lr,self.device,self.opt = nn.CrossEntropyLoss(),1e-3,device,None
+        self.batches = Batches([(torch.randn(16, 32, device=device), torch.randint(10, (16,), device=device)) for _ in range(64)], n)
+
+    def torch_adam(self):
+        self.opt = torch.optim.Adam(self.model.parameters(), self.lr)
+        return self.opt
+
+    def is_step(self, o:torch.Tensor):
+        "Whether `o` is a step counter of PyTorch's Adam, which it keeps on the CPU on every machine"
+        return self.opt is not None and any(o is state['step'] for state in self.opt.state.values())
+
+def learner(task, *cbs, **kwargs):
+    "A Learner with its defaults, Adam among them; no progress bar, nothing to validate on"
+    import fastai.callback.progress, fastai.callback.schedule  # they patch Learner
+    from fastai.basics import DataLoaders, Learner
+    return Learner(DataLoaders(task.batches, Batches([], 0), device=task.device), task.model, task.loss_func, lr=task.lr, cbs=cbs, **kwargs)
+
+def training(task, *cbs):
+    "A function that trains for one epoch"
+    learn = learner(task, *cbs)
+    def train():
+        with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    return train
+
+def plain(task, k): return training(task)
+
+def ours(task, k):
+    from fastxtend_accum.all import GradientAccumulation
+    return training(task, GradientAccumulation(k*task.batches.bs))
+
+def ours_schedule(task, k):
+    "The schedule is asked for a size at every window, but keeps to one, so that the windows are those of the others"
+    from fastxtend_accum.all import GradientAccumulationSchedule
+    return training(task, GradientAccumulationSchedule(k*task.batches.bs, k*task.batches.bs, finish=1.))
+
+def fastai(task, k):
+    from fastai.callback.training import GradientAccumulation
+    return training(task, GradientAccumulation(k*task.batches.bs))
+
+def fastxtend(task, k):
+    from fastxtend.callback.gradaccum import GradientAccumulation
+    return training(task, GradientAccumulation(k*task.batches.bs))
+
+def lightning(task, k):
+    import lightning as L
+    logging.getLogger('lightning.pytorch').setLevel(logging.ERROR)
+    class Module(L.LightningModule):
+        def __init__(self): super().__init__(); self.model = task.model
+        def training_step(self, batch, i): return task.loss_func(self.model(batch[0]), batch[1])
+        def configure_optimizers(self): return task.torch_adam()
+    def train():
+        L.Trainer(max_epochs=1, accumulate_grad_batches=k, accelerator='gpu' if task.device == 'cuda' else 'cpu', devices=1,
+                  logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False).fit(Module(), task.batches)
+    return train
+
+def accelerate(task, k):
+    from accelerate import Accelerator
+    accelerator = Accelerator(gradient_accumulation_steps=k, cpu=task.device == 'cpu')
+    model,opt = accelerator.prepare(task.model, task.torch_adam())
+    def train():
+        for x,y in task.batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(task.loss_func(model(x), y))
+                opt.step()
+                opt.zero_grad()
+    return train
+
+def by_hand(task, k):
+    opt = task.torch_adam()
+    def train():
+        for i,(x,y) in enumerate(task.batches):
+            (task.loss_func(task.model(x), y)/k).backward()
+            if (i+1)%k == 0:
+                opt.step()
+                opt.zero_grad()
+    return train
+
+cases = {f.__name__:f for f in (plain, ours, ours_schedule, fastai, fastxtend, lightning, accelerate, by_hand)}

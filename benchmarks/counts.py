@@ -1,0 +1,96 @@
+"What can be counted and need not be timed: operations, host syncs and Python calls per micro-batch, bytes kept; the same on every machine"
+import gc, sys
+from collections import Counter
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from fastxtend_accum import weights
+
+from .cases import Task
+
+package = str(Path(weights.__file__).parent)
+copies = {torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist}  # a CPU need not copy: only the call shows
+
+class Operations(TorchDispatchMode):
+    "Counts what PyTorch dispatches: a kernel each, but for views"
+    def __init__(self, counts, task): super().__init__(); self.counts,self.task = counts,task
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.counts['ops'] += 1
+        if name == '_local_scalar_dense': self.counts['syncs'] += not self.task.is_step(args[0])  # item, float, bool, if
+        return func(*args, **(kwargs or {}))
+
+class Copies(TorchFunctionMode):
+    "Counts what copies to the CPU"
+    def __init__(self, counts): super().__init__(); self.counts = counts
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.counts['syncs'] += func in copies
+        return func(*args, **(kwargs or {}))
+
+def in_windows(train, batches, k, start, stop):
+    "Train, with `start` called after the first window of `k` micro-batches and `stop` after the last but one; micro-batches in between"
+    asked = 0
+    last = len(batches)//k*k - k
+    def ask():
+        nonlocal asked
+        if asked == k: start()
+        if asked == last: stop()
+        asked += 1
+    batches.ask = ask
+    train()
+    return last-k
+
+def count_operations(make, k):
+    "Operations and host syncs per micro-batch, as they would be on a GPU"
+    task,counts,marks = Task(6*k),Counter(),[]
+    def mark(): marks.append(Counter(counts))
+    with patch.object(weights, 'as_count', lambda o: o):  # what it does on a GPU; on a CPU, item() waits for nothing
+        train = make(task, k)
+        with Operations(counts, task), Copies(counts): n = in_windows(train, task.batches, k, mark, mark)
+    return {name:(marks[1][name]-marks[0][name])/n for name in ('ops', 'syncs')}
+
+def count_calls(make, k):
+    "Python functions called per micro-batch: all, and those of our package"
+    task,counts = Task(6*k),Counter()
+    def profile(frame, event, arg):
+        if event == 'call' and not frame.f_code.co_name.endswith('comp>'):  # since Python 3.12 a comprehension is no call
+            counts['calls'] += 1
+            counts['our_calls'] += frame.f_code.co_filename.startswith(package)
+    train = make(task, k)
+    train()  # once before, for what is cached
+    n = in_windows(train, task.batches, k, lambda: sys.setprofile(profile), lambda: sys.setprofile(None))
+    return {name:counts[name]/n for name in ('calls', 'our_calls')}
+
+def storages(tensors):
+    "Bytes by storage"
+    return {o.untyped_storage().data_ptr():o.untyped_storage().nbytes() for o in tensors if o.layout == torch.strided}
+
+def kept_bytes():
+    "Bytes of all live tensors but parameters, their gradients and the state of optimizers"
+    import fastai.optimizer
+    gc.collect()
+    alive = gc.get_objects()
+    tensors = [o for o in alive if issubclass(type(o), torch.Tensor)]
+    params = [o for o in tensors if issubclass(type(o), torch.nn.Parameter)]
+    states = [o.state for o in alive if issubclass(type(o), (torch.optim.Optimizer, fastai.optimizer.Optimizer))]
+    state = [v for s in states for p in s.values() for v in p.values() if isinstance(v, torch.Tensor)]
+    known = storages(params + [p.grad for p in params if p.grad is not None] + state)
+    return sum(n for ptr,n in storages(tensors).items() if ptr not in known)
+
+def count_bytes(make, k):
+    "Bytes that training keeps from one micro-batch to the next, beyond parameters, gradients, optimizer state and the data: the most of a window"
+    task = Task(4*k)
+    before,most,asked = kept_bytes(),0,0
+    train = make(task, k)
+    def ask():
+        nonlocal most,asked
+        if k < asked <= 2*k: most = max(most, kept_bytes()-before)
+        asked += 1
+    task.batches.ask = ask
+    train()
+    return dict(kept=most, parameters=sum(p.nbytes for p in task.model.parameters()))
+
+def count(make, k): return {**count_operations(make, k), **count_calls(make, k), **count_bytes(make, k)}

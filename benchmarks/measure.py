@@ -1,0 +1,83 @@
+"One measurement in a process of its own: `python -m benchmarks.measure KIND CASE [SIZE]` prints one line of JSON"
+import json, statistics, sys, time, warnings
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from .cases import Batches, Task, cases, learner
+
+def window_times(case, k, n):
+    "Microseconds of CPU time per micro-batch: the median over spans of `k` (8 if that is more) in an epoch of `n`, after a short one"
+    for size in 64, n:
+        task,asked = Task(size),[]
+        task.batches.ask = lambda: asked.append(time.process_time())
+        cases[case](task, k)()
+    span = max(k, 8)
+    ends = asked[span::span]  # the first window is not counted
+    return statistics.median((b-a)/span for a,b in zip(ends, ends[1:]))*1e6
+
+def time_case(case, size):
+    "At 1, 8 and 64 micro-batches a window; the plain Learner has but one way"
+    return {k:window_times(case, k, 1024) for k in ([1] if case == 'plain' else [1, 8, 64])}
+
+def time_windows(case, size):
+    "From 1 to 1024 micro-batches a window"
+    return {k:window_times(case, k, max(512, 3*k)) for k in (1, 4, 16, 64, 256, 1024)}
+
+def time_division(case, n_params):
+    "Milliseconds of the division that ends a window, and of one backward pass: 16 samples of 64 tokens, a stack of four square layers"
+    import fastxtend_accum.accumulation as accumulation
+    width = round((n_params/4)**.5)
+    task = Task(32 if n_params <= 1e6 else 8 if n_params <= 1e7 else 4)
+    task.model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
+    task.batches.batches = [(torch.randn(16, 64, width), torch.randn(16, 64, width))]
+    task.loss_func = nn.MSELoss()
+    from fastai.optimizer import SGD
+    learn = learner(task, accumulation.GradientAccumulation(2*16), opt_func=SGD)
+    times = dict(division=[], backward=[])
+    def timed(name, f):
+        def g(*args):
+            start = time.perf_counter()
+            f(*args)
+            times[name].append((time.perf_counter()-start)*1e3)
+        return g
+    with patch.object(accumulation, 'average_gradients', timed('division', accumulation.average_gradients)), learn.no_bar(), learn.no_logging():
+        learn._backward = timed('backward', learn._backward)
+        learn.fit(1)
+    return dict(parameters=sum(p.numel() for p in task.model.parameters()), **{k:statistics.median(v[1:]) for k,v in times.items()})
+
+def peak_memory(case, effective):
+    "MB that training on batches of `effective` samples needs beyond what was there before: at once ('plain'), or 16 at a time"
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    task = Task(0, device)
+    bs = effective if case == 'plain' else 16
+    layers = [nn.Sequential(nn.Conv2d(16 if i else 3, 16, 3, padding=1), nn.ReLU()) for i in range(8)]
+    task.model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)).to(device)
+    batch = torch.randn(bs, 3, 64, 64, device=device),torch.randint(10, (bs,), device=device)
+    task.batches = Batches([batch], 2*effective//bs)
+    train = cases[case](task, effective//bs)
+    before = used_memory()
+    train()
+    return dict(megabytes=used_memory(peak=True)-before, device=device)
+
+def used_memory(peak=False):
+    "MB in use by this process, or the most so far: of the GPU if there is one, else of the machine"
+    if torch.cuda.is_available(): return (torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated())/1e6
+    import psutil
+    if not peak: return psutil.Process().memory_info().rss/1e6
+    import resource
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*(1 if sys.platform == 'darwin' else 1024)/1e6
+
+def count_case(case, size):
+    from .counts import count
+    return {k:count(cases[case], k) for k in (1, 8)}
+
+kinds = dict(time=time_case, windows=time_windows, division=time_division, memory=peak_memory, counts=count_case)
+
+def main(kind, case, size='0'):
+    warnings.simplefilter('ignore')
+    torch.set_num_threads(1)  # the models are so small that threads only wait for each other
+    print(json.dumps(kinds[kind](case, int(size))))
+
+if __name__ == '__main__': main(*sys.argv[1:])

@@ -1,0 +1,127 @@
+"What the figures of `results.json` say: a table, the goals, and the pictures"
+from statistics import median
+
+labels = dict(plain='Learner, no accumulation', ours='GradientAccumulation', ours_schedule='GradientAccumulationSchedule',
+              fastai="fastai's GradientAccumulation", fastxtend="fastxtend's GradientAccumulation", lightning='Lightning',
+              accelerate='Accelerate', by_hand='loop by hand')
+colors = dict(ours='#0072B2', ours_schedule='#009E73', fastai='#E69F00', fastxtend='#D55E00')  # all others grey
+
+def ratios(results, case, k):
+    "Time per micro-batch as a ratio to the plain Learner of the same round, one a round"
+    base = results['time']['plain']['1']
+    return [a/b for a,b in zip(results['time'][case].get(str(k), base), base)]
+
+def pure_cost(results, case):
+    "Microseconds beyond the plain Learner of the same round where a window is one micro-batch, one a round"
+    return [a-b for a,b in zip(results['time'][case]['1'], results['time']['plain']['1'])]
+
+def spread(values, digits=2): return f'{median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})'
+
+def counted(results, case, name, k=8): return results['counts'][case][str(k)][name]
+
+def shares(results):
+    "Percent of a backward pass that the division at the end of a window takes, by number of parameters; one a round"
+    return {int(n):[100*a/b for a,b in zip(o['division'], o['backward'])] for n,o in results['division'].items()}
+
+def run_on(results):
+    "The machine, the versions, and how much one and the same Learner differs from round to round"
+    m,base = results['machine'],results['time']['plain']['1']
+    packages = ', '.join(f'{k} {v}' for k,v in m['packages'].items())
+    return (f"{m['cpu']}, {m['cores']} cores, {m['system']}, Python {m['python']}, {m['date']}\n{packages}\n"
+            f"rounds: {results['rounds']}; the Learner without accumulation took {spread(base, 0)} us per micro-batch")
+
+def memory_saved(results):
+    "The two ends of the curves, in words"
+    one,many = (results['memory'][o] for o in ('plain', 'ours'))
+    first,last = min(map(int, one)),max(map(int, one))
+    return (f"from {first} to {last} samples: {one[str(first)]:.0f} to {one[str(last)]:.0f} MB as one batch, "
+            f"{many[str(first)]:.0f} to {many[str(last)]:.0f} MB accumulated")
+
+def table(results):
+    "One row a contestant; counts are per micro-batch at 8 micro-batches a window"
+    import pandas as pd
+    columns = {'host syncs':'syncs', 'operations':'ops', 'Python calls':'calls', 'bytes kept':'kept'}
+    rows = {}
+    for case in results['counts']:
+        row = {f'time, K={k}':spread(ratios(results, case, k)) for k in (1, 8, 64)} if 'time' in results else {}
+        rows[labels[case]] = row | {title:f'{counted(results, case, name):.5g}' for title,name in columns.items()}
+    with pd.option_context('display.width', 200, 'display.max_columns', 20): return str(pd.DataFrame(rows).T)
+
+def goals(results):
+    "Each goal, whether it is met, and the figure"
+    lines = [(extra <= 1/k, f'host syncs per micro-batch at most 1/K above the Learner\'s own: {extra:+.3f} at K={k}')
+             for k in (1, 8) for extra in [counted(results, 'ours', 'syncs', k)-counted(results, 'plain', 'syncs', k)]]
+    kept,params = counted(results, 'ours', 'kept')-counted(results, 'plain', 'kept'),counted(results, 'ours', 'parameters')
+    lines.append((kept < params, f'no buffer of the size of the parameters, {params} bytes: {kept:+} bytes kept'))
+    if 'time' in results: lines += timed_goals(results)
+    return '\n'.join(f'{"met    " if met else "NOT MET"} {text}' for met,text in lines)
+
+def timed_goals(results):
+    ours,fastai = (median(pure_cost(results, o)) for o in ('ours', 'fastai'))
+    eight = median(ratios(results, 'ours', 8))
+    flat = median(a/b for a,b in zip(results['windows']['1024'], results['windows']['64']))
+    share = max(median(v) for n,v in shares(results).items() if n >= 1e6)
+    return [(ours <= fastai, f"cost at one micro-batch a window at or below that of fastai's callback: {ours:.0f} and {fastai:.0f} us"),
+            (eight <= .9, f'at K=8 at or below .90 of the Learner without accumulation: {eight:.3f}'),
+            (flat <= 1.05, f'cost per micro-batch flat, at K=1024 at most 1.05 of K=64: {flat:.3f}'),
+            (share < 2, f'division under 2% of a backward pass from a million parameters on: {share:.2f}%')]
+
+def axes(**kwargs):
+    from matplotlib import pyplot as plt
+    fig,ax = plt.subplots(figsize=(6.5, 3.4), layout='constrained')
+    ax.set(**kwargs)
+    return fig,ax
+
+def cost_picture(results):
+    "Ratio to the plain Learner, with the range over the rounds"
+    fig,ax = axes(xlabel='time per micro-batch / that of the plain Learner')
+    others = [o for o in labels if o != 'plain']
+    for j,(k,marker) in enumerate({1:'o', 8:'s', 64:'^'}.items()):
+        for i,case in enumerate(others):
+            values,color = ratios(results, case, k),colors.get(case, '#999999')
+            y = i+.22*(j-1)
+            ax.plot([min(values), max(values)], [y, y], color=color, lw=1)
+            ax.plot(median(values), y, marker, color=color, ms=5)
+        ax.plot([], [], marker, color='black', ms=5, label=f'K = {k}')
+    ax.axvline(1, color='#999999', lw=1, ls=':')
+    ax.set_yticks(range(len(others)), [labels[o] for o in others])
+    ax.invert_yaxis()
+    ax.legend()
+    return fig
+
+def band(ax, by_x, **kwargs):
+    "Medians, and the range over the rounds"
+    xs = sorted(by_x)
+    ax.fill_between(xs, [min(by_x[x]) for x in xs], [max(by_x[x]) for x in xs], color='#0072B2', alpha=.2, lw=0)
+    ax.plot(xs, [median(by_x[x]) for x in xs], 'o-', color='#0072B2', ms=4, **kwargs)
+
+def windows_picture(results):
+    "Cost against micro-batches in a window"
+    fig,ax = axes(xlabel='micro-batches in a window, K', ylabel='time per micro-batch (us)', xscale='log')
+    band(ax, {int(k):v for k,v in results['windows'].items()}, label='GradientAccumulation')
+    ax.axhline(median(results['time']['plain']['1']), color='#999999', ls='--', label='Learner, a step every micro-batch')
+    ax.set_xscale('log', base=2)
+    ax.set_ylim(0)
+    ax.legend(loc='lower left')
+    return fig
+
+def division_picture(results):
+    "Cost against parameters"
+    fig,ax = axes(xlabel='parameters', ylabel='division / one backward pass (%)', xscale='log', yscale='log')
+    band(ax, shares(results), label='division at the end of a window')
+    ax.axhline(2, color='#999999', ls='--', label='2%')
+    ax.set_yticks([.1, .2, .5, 1, 2, 5, 10], ['0.1', '0.2', '0.5', '1', '2', '5', '10'])
+    ax.minorticks_off()
+    ax.legend()
+    return fig
+
+def memory_picture(results):
+    "Peak memory against the effective batch"
+    fig,ax = axes(xlabel='effective batch (samples)', ylabel='peak memory of training (MB)')
+    for case,color,label in ('plain', '#E69F00', 'one batch'),('ours', '#0072B2', 'accumulated, 16 samples at a time'):
+        ax.plot([int(n) for n in results['memory'][case]], list(results['memory'][case].values()), 'o-', color=color, ms=4, label=label)
+    ax.set_ylim(0)
+    ax.legend()
+    return fig
+
+pictures = dict(cost=cost_picture, windows=windows_picture, division=division_picture, memory=memory_picture)

@@ -1,0 +1,62 @@
+"What the callbacks cost, counted and never timed: a change that adds a host sync, an operation, a Python call or a buffer fails here"
+import pytest
+from benchmarks import report
+from benchmarks.cases import cases, training
+from benchmarks.counts import count_bytes, count_calls, count_operations
+
+from common import *
+
+K = 8
+
+class Bare(Callback):
+    "The least that accumulates in a Learner: no weighing, no check, no logging, a gradient that is too large"
+    order,run_valid = GradientAccumulation.order,False
+    def after_backward(self):
+        if (self.train_iter+1)%K: raise CancelBatchException
+
+def bare(task, k): return training(task, Bare())
+
+ours = pytest.mark.parametrize('case', ['ours', 'ours_schedule'])
+
+@ours
+def test_host_syncs(case):
+    "Per window: the Recorder's copy of the loss, and a look whether there is any item. A Learner without accumulation copies every loss"
+    plain = count_operations(cases['plain'], K)['syncs']
+    here = count_operations(cases[case], K)['syncs']
+    assert plain == 1 and here == 2/K and count_operations(cases[case], 1)['syncs']-plain <= 1
+
+@ours
+def test_operations(case):
+    "As on a GPU: beyond those of a Learner without accumulation, and beyond the least that accumulates"
+    assert count_operations(cases[case], 1)['ops']-count_operations(cases['plain'], 1)['ops'] == 30
+    assert count_operations(cases[case], K)['ops']-count_operations(bare, K)['ops'] == 23.375
+
+@ours
+def test_python_calls(case):
+    "Functions of the package itself per micro-batch; all functions are fewer than with the least that accumulates, which logs more often"
+    counts = count_calls(cases[case], K)
+    assert counts['our_calls'] == {'ours':38.875, 'ours_schedule':39.875}[case]  # 8 more a window: the schedule is asked for a size
+    assert counts['calls'] < count_calls(bare, K)['calls'] < count_calls(cases['plain'], K)['calls']
+
+@ours
+def test_bytes_kept(case):
+    "The last predictions, 16 times 10 numbers, and six numbers beside them"
+    counts = count_bytes(cases[case], K)
+    assert counts['kept'] == 4*(16*10 + 6) < counts['parameters']
+
+class Wasteful(GradientAccumulation):
+    "Costs a host sync with its operation, a call, and a buffer"
+    def after_loss(self):
+        super().after_loss()
+        self.learn.loss.item()
+        if 'buffer' not in vars(self): vars(self)['buffer'] = torch.zeros(10_000)
+
+def test_the_counts_see_what_is_added():
+    "The guard itself: each count rises by just what was added"
+    def wasteful(task, k): return training(task, Wasteful(k*task.batches.bs))
+    a,b = count_operations(cases['ours'], K),count_operations(wasteful, K)
+    assert b['syncs']-a['syncs'] == 1 and b['ops']-a['ops'] == 1
+    assert count_calls(wasteful, K)['calls']-count_calls(cases['ours'], K)['calls'] >= 1
+    assert count_bytes(wasteful, K)['kept']-count_bytes(cases['ours'], K)['kept'] == 40_000
+
+def test_a_label_for_every_contestant(): assert list(report.labels) == list(cases)
