@@ -140,7 +140,7 @@ def after_loss(self:GradientAccumulation):
     "Weigh the micro-batch"
     learn,window = self.learn,self.window
     if not len(learn.yb): return
-    if window.is_empty and (self.scale or not window.alone): self.hypers.note(learn.opt, self.ratio)
+    if window.is_empty and (self.scale or not window.alone): self.hypers.note(learn.opt, self.ratio if self.scale else 1.)
     micro = MicroBatch(n_samples(learn), n_items(learn, self.num_items), learn.loss.detach())
     if self.processes.n > 1: window.unit = self.processes.common_unit(micro, learn.model)
     learn.loss_grad = times(learn.loss_grad, window.begin(micro))
