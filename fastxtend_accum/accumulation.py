@@ -28,7 +28,7 @@ remainders = 'step','carry','drop'
 # %% ../nbs/06_accumulation.ipynb #36c789d1
 class GradientAccumulation(Callback):
     "Accumulate gradients until they hold `accum_bs` samples, then step as one large batch would have; raises on bad sizes"
-    order,run_valid = MixedPrecision.order-4,False
+    order,run_valid,scale = MixedPrecision.order-4,False,None
     # Events that nothing is done at: fastai would search the Learner and its model for them, at every micro-batch
     after_pred = before_backward = before_step = noop
     def __init__(self,
@@ -74,6 +74,7 @@ def check(self:GradientAccumulation):
         raise ValueError("NonNativeMixedPrecision keeps gradients that cannot be averaged here: use learn.to_fp16() instead")
     self.micro_bs,self.processes = micro_batch_size(learn.dls.train, self.micro_batch_size),Processes(n_processes(learn))
     for name,size in self.sizes().items(): check_multiple(name, size, self.micro_bs, self.processes.n)
+    check_rules(self.scale, learn.opt)
 
 @patch(as_prop=True)
 def smallest_bs(self:GradientAccumulation)->int:
@@ -82,15 +83,21 @@ def smallest_bs(self:GradientAccumulation)->int:
 
 @patch
 def sizes(self:GradientAccumulation)->dict:
-    "The window sizes that were asked for, in samples, by argument"
+    "The window sizes that were asked for, in samples, by argument; the first one is that of the first window"
     return dict(accum_bs=self.accum_bs)
+
+@patch(as_prop=True)
+def ratio(self:GradientAccumulation)->float:
+    "How much larger the window is than the first one: what the rules in `scale` go by"
+    return self.accum_bs/first(self.sizes().values())
 
 # %% ../nbs/06_accumulation.ipynb #eb653680
 @patch
 def before_fit(self:GradientAccumulation):
     "Check everything, then start with nothing: no window, no gradient, the loggers as they are"
     if not is_fitting(self.learn): return
-    self.hypers,self.window.steps,self.n_skipped,self.said = FirstHypers(),0,0,set()
+    self.hypers.release(self.learn.opt, but=('lr','wd'))  # of an interrupted fit; this one has set these
+    self.hypers,self.window.steps,self.n_skipped,self.said = FirstHypers(self.scale),0,0,set()
     self.leave()
     self.check()
     self.learn.opt.zero_grad()
@@ -133,7 +140,7 @@ def after_loss(self:GradientAccumulation):
     "Weigh the micro-batch"
     learn,window = self.learn,self.window
     if not len(learn.yb): return
-    if window.is_empty and not window.alone: self.hypers.note(learn.opt)
+    if window.is_empty and (self.scale or not window.alone): self.hypers.note(learn.opt, self.ratio if self.scale else 1.)
     micro = MicroBatch(n_samples(learn), n_items(learn, self.num_items), learn.loss.detach())
     if self.processes.n > 1: window.unit = self.processes.common_unit(micro, learn.model)
     learn.loss_grad = times(learn.loss_grad, window.begin(micro))
@@ -161,7 +168,7 @@ def close_window(self:GradientAccumulation)->bool: # Whether there is anything t
             window.closed = is_finite(opt) if self.processes.n == 1 else self.processes.all_of(is_finite(opt), self.learn.model)
             if not window.closed: self.count_skipped()
     if not window.closed: self.drop_window()
-    elif not window.alone: self.hypers.hold(opt)
+    elif self.scale or not window.alone: self.hypers.hold(opt)
     return window.closed
 
 @patch

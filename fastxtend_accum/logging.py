@@ -8,6 +8,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/logging.html.md"""
 from __future__ import annotations
 from contextlib import nullcontext
 import math,sys,time
+from numbers import Real
 
 import fastcore.basics
 from fastai.basics import *
@@ -47,6 +48,10 @@ class WindowLogger:
         if not self.cb.learn.training: self.original('after_batch')
 
     def after_micro_batch(self): "What the logger does at every micro-batch that counts: nothing"
+
+    def measured(self)->dict[str,Real]:
+        "What else there is to log of the window, by the name it is logged under"
+        return {'accumulation_batch_size':self.accum.window.samples, **self.accum.window.measured}
 
     def log(self):
         "Log the window as one batch"
@@ -104,7 +109,7 @@ class WandbWindows(WindowLogger):
         cb._wandb_epoch = math.floor(cb._wandb_epoch) + learn.iter/learn.n_iter
         super().log()
         rate = samples/(time.perf_counter()-cb.ti_batch)  # WandbCallback has divided one micro-batch by the window's time
-        wandb.log({'accumulation_batch_size':samples, 'train_samples_per_sec':rate}, step=cb._wandb_step)
+        wandb.log({**self.measured(), 'train_samples_per_sec':rate}, step=cb._wandb_step)
 
 # %% ../nbs/05_logging.ipynb #4ec2c67d
 class TensorBoardWindows(WindowLogger):
@@ -112,7 +117,7 @@ class TensorBoardWindows(WindowLogger):
     def after_batch(self): pass
     def log(self):
         super().log()
-        self.cb.writer.add_scalar('accumulation_batch_size', self.accum.window.samples, self.cb.learn.train_iter)
+        for name,value in self.measured().items(): self.cb.writer.add_scalar(name, value, self.cb.learn.train_iter)
 
 # %% ../nbs/05_logging.ipynb #f126b4b8
 class ShowGraphWindows(WindowLogger):

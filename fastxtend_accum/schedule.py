@@ -82,12 +82,13 @@ class GradientAccumulationSchedule(GradientAccumulation):
         remainder:str='step', # The incomplete window that ends an epoch: 'step' on it, 'carry' it over, or 'drop' it
         num_items:Callable|None=None, # `f(learn)`: items that the loss averages over; None: ask the loss function
         skip_nonfinite:bool=False, # Take no step on a gradient with NaN or infinity in it; drop its window
+        scale:dict[str,Callable]|None=None, # Rules for hyper-parameters by name, each `f(value, accum_bs/start_accum_bs)`
     ):
         for name,size in dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs).items(): check_size(name, size)
         for name,point in dict(start=start, finish=finish).items(): check_point(name, point)
         super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
                          remainder=remainder, num_items=num_items, skip_nonfinite=skip_nonfinite)
-        store_attr('start_accum_bs,final_accum_bs,start,finish,schedule')
+        store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
         check_schedule(schedule, start_accum_bs, final_accum_bs)
         if isinstance(start, Integral) == isinstance(finish, Integral): check_order(start, finish)
 
@@ -107,7 +108,7 @@ def check_schedule(schedule, start_bs:int, final_bs:int):
 @patch
 def sizes(self:GradientAccumulationSchedule)->dict:
     "The window sizes that were asked for, in samples, by argument"
-    return dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)
+    return dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs, **getattr(self.schedule, 'sizes', {}))
 
 @patch
 def check(self:GradientAccumulationSchedule):

@@ -6,12 +6,13 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/step.html.md"""
 
 # %% ../nbs/03_step.ipynb #49210c01
 from __future__ import annotations
+from collections.abc import Callable
 from numbers import Real
 
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['gradients', 'average_gradients', 'is_finite', 'read_hypers', 'write_hypers', 'FirstHypers']
+__all__ = ['gradients', 'average_gradients', 'is_finite', 'read_hypers', 'write_hypers', 'FirstHypers', 'check_rules']
 
 # %% ../nbs/03_step.ipynb #7f452cd0
 def gradients(opt:Optimizer|OptimWrapper)->list[Tensor]:
@@ -47,18 +48,24 @@ def write_hypers(
 ):
     "Set those hyper-parameters of `opt` that differ from `hypers`"
     now = read_hypers(opt)  # set_hyper, since OptimWrapper.hypers is but a copy
-    for k in hypers[0]:
+    for k in hypers[0].keys() & now[0].keys():  # after an interrupted fit it may be another optimizer
         new,old,base = ([h[k] for h in o] for o in (hypers, now, only_from or now))
         if new != old and old == base: opt.set_hyper(k, new)
 
 # %% ../nbs/03_step.ipynb #6cd80368
 class FirstHypers:
     "The hyper-parameters at a window's first micro-batch, held for its step"
-    def __init__(self): self.first = self.later = None
+    def __init__(self,
+        rules:dict[str,Callable]|None=None, # `f(value, ratio)` by hyper-parameter: what else becomes of it; None: nothing
+    ):
+        self.rules,self.first,self.later = rules or {},None,None
 
-    def note(self, opt):
-        "The window opens: keep what `opt` has now"
+    def note(self, opt,
+        ratio:float=1., # Samples in the window over those in the first one
+    ):
+        "The window opens: keep what `opt` has now, with the rules applied"
         self.first = read_hypers(opt)
+        for h in self.first: h.update({k:f(h[k], ratio) for k,f in self.rules.items()})
 
     def hold(self, opt):
         "Set `opt` to what was noted"
@@ -67,7 +74,24 @@ class FirstHypers:
         self.later = now
         write_hypers(opt, self.first)
 
-    def release(self, opt):
+    def release(self, opt,
+        but:tuple[str,...]=(), # Names of those to leave alone
+    ):
         "Undo `hold`, but leave what has been set since: a scheduler may have moved on after the step"
-        if self.later is not None: write_hypers(opt, self.later, only_from=self.first)
+        if self.later is not None:
+            write_hypers(opt, [{k:v for k,v in h.items() if k not in but} for h in self.later], only_from=self.first)
         self.later = None
+
+# %% ../nbs/03_step.ipynb #c2f95d18
+def check_rules(
+    rules:dict[str,Callable]|None, # `f(value, ratio)` by hyper-parameter
+    opt:Optimizer|OptimWrapper, # Has the hyper-parameters
+):
+    "Raises TypeError or ValueError if `rules` are none, or for hyper-parameters that `opt` does not have"
+    if rules is not None and not isinstance(rules, dict): raise TypeError(f"scale must be a dict, not {rules!r}: use {{'lr': sqrt_scale}}")
+    hypers = opt.hypers[0]
+    known = [k for k,o in hypers.items() if isinstance(o, Real) and not isinstance(o, bool)]
+    for k,f in (rules or {}).items():
+        if k not in known: raise ValueError(f"scale: the optimizer has no hyper-parameter {k!r} to scale: use one of {known}")
+        if not callable(f): raise TypeError(f"scale[{k!r}] must be a rule, f(value, ratio), not {f!r}")
+        if not isinstance(o := f(hypers[k], 2.), Real): raise TypeError(f"scale[{k!r}] must give a number, not {o!r}")

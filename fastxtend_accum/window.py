@@ -41,7 +41,7 @@ class Window:
     def clear(self):
         "Forget the micro-batches; `steps`, the optimizer steps so far, stays"
         self.accum_bs = self.n_micro = self.samples = self.items = self.loss_sum = 0
-        self.unit,self.pending,self.n_processes = None,None,1
+        self.unit,self.pending,self.n_processes,self.measured = None,None,1,{}
         self.alone = self.is_sum = self.closed = self.stepped = False
 
     def open(self,

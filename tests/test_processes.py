@@ -4,6 +4,7 @@ import json, os, re, signal, socket, subprocess, sys
 import pytest
 
 from common import *
+from test_noise import by_hand, plain_gradient
 
 here = Path(__file__).parent
 SECONDS = 240  # no test waits longer, whatever happens
@@ -82,6 +83,35 @@ def test_schedule(world):
     steps = together(windows(96//n, 4, size, 'step', 2), shares)
     assert {len(idxs) for idxs,_ in steps} >= {4*n, 8*n, 12*n}
     check(world, 'scheduled', steps)
+
+def test_noise_scale_of_all_micro_batches(world):
+    "Each window's, from the micro-batches of all processes, some short: by a plain backward pass each"
+    n,results = world
+    shares,m,(x,y) = dealt(30*n, n),model(),data(30*n)
+    opt,expected = sgd(m.parameters()),[]
+    for idxs,_ in windows(30, 4, 12, 'step', 2):
+        micro = [[share[i] for i in idxs[k:k+4]] for share in shares for k in range(0, len(idxs), 4)]
+        expected.append(by_hand([plain_gradient(m, ((m(x[o])-y[o])**2).mean()) for o in micro], list(map(len, micro)), len(idxs)*n))
+        opt.zero_grad()
+        o = sum(micro, [])
+        ((m(x[o])-y[o])**2).mean().backward()
+        opt.step()
+    for res in results:
+        found = res['noise']['noise_scale']
+        assert found == results[0]['noise']['noise_scale'] and [o[3] for o in found] == list(range(1, 7))
+        assert_same([o[1:3] for o in found], expected, 1e-4)  # float32
+    assert 'cannot see the whole gradients of a sharded' in results[0]['noise_sharded']
+
+def test_adaptive_sizes_are_the_same_in_all_processes(world):
+    "And each window is exact; the windows follow each other, over the ends of epochs"
+    n,results = world
+    sizes,shares,i,steps = results[0]['adaptive']['accum_bs'],dealt(96, n),0,[]
+    for size in sizes:
+        idxs = [o % (96//n) for o in range(i, i+size//n)]
+        steps.append((idxs, 0))
+        i += size//n
+    assert sizes[0] == 8*n < sizes[-1]
+    check(world, 'adaptive', together(steps, shares))
 
 @pytest.mark.parametrize('name', ['sums','tokens_ignored','tokens_weighted'])
 def test_every_item_counts_the_same(world, name):

@@ -78,6 +78,13 @@ cases = {}
 def case(f): cases[f.__name__] = f; return f
 
 @case
+def noise():
+    "With ragged micro-batches; the weights stay where they are"
+    learn = make_learner(4, n=30*W, cbs=[GradientAccumulation(12*W), GradientNoiseScale(0.)])
+    res = train(learn)
+    return res | dict(noise_scale=[tuple(o) for o in learn.recorder.noise_scale])
+
+@case
 def constant(): return fit_small(GradientAccumulation(16*W))
 @case
 def float32(): return fit_small(GradientAccumulation(16*W), m=model().float(), loss_func=MSELossFlat())
@@ -148,6 +155,15 @@ def fit_sharded(**kwargs):
     return dict(res, weights=torch.cat([p.full_tensor().detach().flatten() for p in m.parameters()]))
 @case
 def sharded(): return fit_sharded()
+@case
+def adaptive():
+    learn = make_learner(4, cbs=[AdaptiveGradientAccumulation(8*W, 32*W, min_windows=1, remainder='carry'), GradientNoiseScale()])
+    return train(learn, n_epoch=4)
+@case
+def noise_sharded():
+    learn = make_learner(4, m=fully_shard(model(), mesh=init_device_mesh('cpu', (W,))), cbs=[GradientAccumulation(16*W), GradientNoiseScale()])
+    try: fit(learn, 1)
+    except ValueError as e: return str(e)
 class NanOnce:
     "A loss that is NaN in one process, at its sixth batch"
     def __init__(self): self.n = 0

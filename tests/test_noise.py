@@ -1,0 +1,331 @@
+"The gradient noise scale, against per-sample gradients that know nothing of it"
+import pickle
+import pytest, wandb
+from fastai.callback.tensorboard import TensorBoardCallback
+from fastai.callback.wandb import WandbCallback
+from torch.func import functional_call, grad, vmap
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from common import *
+from test_life import whole_learner
+from test_logging import scalars, wandb_history
+
+def population(n=64):
+    "Samples with a signal in them"
+    x,y = data(n)
+    return x, y+2
+
+def sample_gradients(m, x, y):
+    "One row a sample: the gradient of its loss, by torch.func"
+    params = dict(m.named_parameters())
+    def loss(params, x, y): return ((functional_call(m, params, x)-y)**2).mean()
+    return torch.cat([o.flatten(1) for o in vmap(grad(loss), (None, 0, 0))(params, x, y).values()], 1).detach()
+
+def drawn(sizes, n_windows, n=64):
+    "Indices of micro-batches of `sizes`, window after window, drawn with replacement"
+    g = torch.Generator().manual_seed(3)
+    return [torch.randint(n, (size,), generator=g).tolist() for _ in range(n_windows) for size in sizes]
+
+def measured(batches, accum, *cbs, micro=4, beta=0., lr=0., m=None, loss_func=mse, **kwargs):
+    "A Learner that was fitted on `batches` of the population; with a `beta` of 0 every entry is its own window's"
+    x,y = population()
+    dls = DataLoaders(TorchDataLoader(list(zip(x, y)), batch_sampler=batches), DataLoader(list(zip(x, y))[:8], bs=8))
+    cbs = [GradientAccumulation(accum, micro_batch_size=micro, **kwargs), GradientNoiseScale(beta), *cbs]
+    return fit(Learner(dls, model() if m is None else m, loss_func=loss_func, opt_func=SGD, cbs=cbs), 1, lr)
+
+def noises(learn): return torch.tensor([(o.noise, o.signal) for o in learn.recorder.noise_scale], dtype=torch.float64)
+
+def by_hand(grads, sizes, units):
+    "tr(S) and |G|^2 of a window: `grads` are its micro-batches' mean gradients, `sizes` their items; `units` are the window's samples"
+    f = torch.tensor(sizes, dtype=torch.float64)/sum(sizes)
+    grads = torch.stack(grads).double()
+    mean = (f[:,None]*grads).sum(0)
+    noise = units*((f*grads.square().sum(1)).sum()-mean.square().sum())/(len(f)-1)
+    return [float(noise), float(mean.square().sum()-noise/units)]
+
+# Without bias
+
+@pytest.mark.parametrize('sizes', [(16, 16), (4, 8, 4, 16), (24, 8)])
+def test_unbiased(sizes):
+    "2,200 windows against the truth, within 2%; estimators that forget something fail the same check"
+    accum,batches = sum(sizes),drawn(sizes, 2200)
+    g = sample_gradients(model(), *population())
+    truth = torch.stack([(g-g.mean(0)).square().sum(1).mean(), g.mean(0).square().sum()])
+    def is_right(estimates): return bool(((estimates.mean(0)/truth-1).abs() < .02).all())
+
+    found = noises(measured(batches, accum))
+    assert found.shape == (2200, 2) and is_right(found)
+
+    k,f = len(sizes),torch.tensor(sizes, dtype=torch.float64)/accum
+    micro = torch.stack([g[o].mean(0) for o in batches]).reshape(2200, k, -1)
+    mean = (f[:,None]*micro).sum(1).square().sum(1)
+    squares = (f*micro.square().sum(2)).sum(1)
+    noise = accum*(squares-mean)/(k-1)
+    assert_same(found, torch.stack([noise, mean-noise/accum], 1), 1e-5*float(noise.max()))
+    assert not is_right(torch.stack([noise, mean], 1))                          # the square of the mean as the signal
+    assert not is_right(torch.stack([noise*(k-1)/k, mean-noise*(k-1)/k/accum], 1)) # K for K-1
+    if len(set(sizes)) > 1:                                                     # micro-batches as if they had one size
+        plain = accum*(micro.square().sum(2).mean(1)-micro.mean(1).square().sum(1))/(k-1)
+        assert not is_right(torch.stack([plain, micro.mean(1).square().sum(1)-plain/accum], 1))
+
+def test_a_known_noise_scale():
+    "The gradient is the data, from a normal distribution: within 5%"
+    class Products(nn.Module):
+        def __init__(self): super().__init__(); self.w = nn.Parameter(torch.zeros(20))
+        def forward(self, x): return x@self.w
+    mean,sd = torch.linspace(-1, 1, 20),torch.linspace(.5, 4, 20)
+    x = mean+torch.randn(32_000, 20)*sd
+    ds = list(zip(x, torch.zeros(len(x))))
+    dls = DataLoaders(DataLoader(ds, bs=16), DataLoader(ds[:4], bs=4))
+    learn = Learner(dls, Products(), lambda pred,targ: pred.mean(), opt_func=SGD, cbs=[GradientAccumulation(64), GradientNoiseScale(.999)])
+    fit(learn, 1, 1e-3)
+    truth = float(sd.square().sum()/mean.square().sum())
+    assert abs(learn.recorder.noise_scale[-1].noise_scale/truth-1) < .05 and truth > 10
+
+# Window by window, against gradients of a plain backward pass each
+
+def plain_gradient(m, loss):
+    "The gradient of `loss` in the parameters that are trained; dense"
+    params = [p for p in m.parameters() if p.requires_grad]
+    return torch.cat([o.to_dense().flatten() for o in torch.autograd.grad(loss, params)]).detach()
+
+def windows_by_hand(batches, n_windows, m, loss_of, items=len):
+    "What `by_hand` says of windows of equally many `batches`"
+    x,y = population()
+    k = len(batches)//n_windows
+    return torch.tensor([by_hand([plain_gradient(m, loss_of(m(x[o]), y[o])) for o in batches[i:i+k]], [items(o) for o in batches[i:i+k]],
+                                 sum(map(len, batches[i:i+k]))) for i in range(0, len(batches), k)], dtype=torch.float64)
+
+batches = drawn((4, 8, 4), 6)
+
+@pytest.mark.parametrize('frozen', [False, True])
+def test_windows_of_samples(frozen):
+    m = model()
+    for p in m[0].parameters(): p.requires_grad_(not frozen); p.grad = torch.ones_like(p) if frozen else None  # a stale gradient
+    assert_same(noises(measured(batches, 16, m=m)), windows_by_hand(batches, 6, m, mse), 1e-4)
+
+def test_windows_of_a_summed_loss():
+    class Sum:
+        reduction = 'sum'
+        def __call__(self, pred, targ): return ((pred-targ)**2).sum().float()
+    assert_same(noises(measured(batches, 16, loss_func=Sum())), windows_by_hand(batches, 6, model(), mse), 1e-4)
+
+@pytest.mark.parametrize('as_tensor', [False, True])
+def test_windows_of_weighed_items(as_tensor):
+    "Items that are not the samples: 4-sample micro-batches weigh 3, 8-sample ones 2; one in the middle has none"
+    def count(n): return {4:3, 8:2}[n]
+    def n_items(learn): return tensor(float(count(len(learn.y)))) if as_tensor else count(len(learn.y))
+    assert_same(noises(measured(batches, 16, num_items=n_items)), windows_by_hand(batches, 6, model(), mse, lambda o: count(len(o))), 1e-4)
+    def some(learn): return n_items(learn)*(len(learn.y) == 4)
+    (x,y),m = population(),model()
+    expected = [by_hand([plain_gradient(m, mse(m(x[o]), y[o])) for o in (a,c)], [3,3], 16)
+                for a,_,c in zip(*[iter(batches)]*3)]
+    assert_same(noises(measured(batches, 16, num_items=some)), expected, 1e-4)
+
+class Table(nn.Module):
+    "An embedding that is looked up several times a sample"
+    def __init__(self, sparse):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(6, 3, sparse=sparse)
+    def forward(self, x): return self.table((x.abs()*2).long().clamp(max=5)).square().sum((1, 2))[:,None]
+
+def test_windows_with_sparse_gradients():
+    class Plain(Callback):
+        "fastai's optimizers have no sparse step"
+        def before_step(self):
+            for p in self.model.parameters(): p.grad = p.grad.to_dense()
+    found = [noises(measured(batches, 16, *[Plain()]*sparse, m=Table(sparse))) for sparse in (False, True)]
+    expected = windows_by_hand(batches, 6, Table(False), mse)
+    for o in found: assert_same(o/expected, torch.ones_like(expected), 1e-4)  # float32
+
+@pytest.mark.parametrize('mode, tol', [(AMPMode.FP16, .01), (AMPMode.BF16, .05)])
+def test_mixed_precision(mode, tol):
+    "The loss scale is undone, and an overflown window is not measured"
+    def loss(pred, targ): return F.mse_loss(pred.float(), targ.float())
+    x,y = population()
+    ds = list(zip(x.float(), y.float()))
+    dls = DataLoaders(TorchDataLoader(ds, batch_sampler=batches), DataLoader(ds[:8], bs=8))
+    class Overflow(Callback):
+        def after_loss(self):
+            if self.training and self.train_iter == 4 and mode == AMPMode.FP16: self.learn.loss_grad = self.learn.loss_grad*float('inf')
+    learn = Learner(dls, model().float(), loss, opt_func=SGD, cbs=[GradientAccumulation(16, micro_batch_size=4), GradientNoiseScale(0.),
+                                                                  CpuMixedPrecision(amp_mode=mode, init_scale=2.**8), Overflow(), GradientClip(1e-3)])
+    fit(learn, 1, 0.)
+    expected = windows_by_hand(batches, 6, model(), mse)
+    if mode == AMPMode.FP16: expected = torch.cat([expected[:1], expected[2:]])
+    assert_same(noises(learn)/expected, torch.ones_like(expected), tol)
+    assert [o.windows for o in learn.recorder.noise_scale] == list(range(1, len(expected)+1))
+
+@pytest.mark.parametrize('event', ['before_batch', 'after_loss', 'before_backward', 'after_backward', 'before_step'])
+def test_cancelled_micro_batches_do_not_count(event):
+    "The fourth micro-batch, the first of the second window: the ones after it fill that window; cancelled in its step, a window is lost"
+    class Cancel(Callback):
+        order = 5.7 if event == 'after_backward' else 8
+        def cancel(self):
+            if self.training and self.iter == (5 if event == 'before_step' else 3): raise CancelBatchException
+    same = drawn((8,), 9)
+    cancel = Cancel()
+    setattr(Cancel, event, Cancel.cancel)
+    learn = measured(same, 24, cancel, micro=8)
+    kept = same[:3]+same[6:] if event == 'before_step' else same[:3]+same[4:7]
+    assert_same(noises(learn)[:2], windows_by_hand(kept, 2, model(), mse), 1e-4)
+    assert len(losses(learn)) == len(noises(learn)) and not hooked(learn)
+
+@pytest.mark.parametrize('remainder', ['step', 'carry', 'drop'])
+def test_an_entry_for_each_step(remainder):
+    learn = make_learner(8, n=92, cbs=[GradientAccumulation(24, remainder=remainder), GradientNoiseScale()])
+    fit(learn, 3)
+    assert len(learn.recorder.noise_scale) == len(losses(learn)) == len(learn.recorder.accum_bs) > 8
+    assert not np.isnan(np.array(learn.recorder.noise_scale)).any()
+    assert learn.recorder.noise_scale[-1].windows == len(losses(learn))
+
+def test_measuring_changes_nothing():
+    a,b = (fit(make_learner(8, cbs=[GradientAccumulation(32), *cbs], opt_func=Adam), 3) for cbs in ([], [GradientNoiseScale()]))
+    assert_same(weights(a), weights(b))
+    assert losses(a) == losses(b)
+
+# What it costs: counts
+
+def test_one_look_at_numbers_a_window(monkeypatch):
+    "Whatever would wait for a GPU is counted: with the callback there is one more of it for each window"
+    n = [0]
+    def count(name):
+        real = getattr(torch.Tensor, name)
+        def counted(self, *args): n[0] += 1; return real(self, *args)
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    for name in 'item','tolist','__bool__','__float__','__int__','cpu','numpy': count(name)
+    def looks(*cbs):
+        n[0] = 0
+        fit(make_learner(8, cbs=[GradientAccumulation(32), *cbs]), 3)
+        return n[0]
+    assert looks(GradientNoiseScale()) == looks()+9
+
+def test_no_buffer_as_large_as_a_parameter():
+    "Nothing that is made while gradients are measured is larger than a number for each parameter"
+    from torch.utils._python_dispatch import TorchDispatchMode
+    class Largest(TorchDispatchMode):
+        n = 0
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor): self.n = max(self.n, out.numel())
+            return out
+    p,passing = nn.Parameter(torch.ones(1000)),PassingGradients()
+    with Largest() as largest:
+        passing.norms = [norm(p) for _ in range(7)]
+        passing.square()
+    assert 0 < largest.n <= 7
+
+# Nothing is left behind
+
+def hooked(learn): return [p for p in learn.model.parameters() if p._backward_hooks]
+
+@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step', 'after_step', 'after_batch'])
+@pytest.mark.parametrize('error', [KeyboardInterrupt, RuntimeError, CancelFitException, CancelEpochException, CancelTrainException])
+def test_no_hooks_after_a_fit_that_ended(event, error):
+    class Fail(Callback):
+        order = 8
+        def fail(self):
+            if self.training and self.train_iter >= 3: raise error('x')
+    setattr(Fail, event, Fail.fail)
+    learn = make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale(), Fail()])
+    try: fit(learn, 1)
+    except (KeyboardInterrupt, RuntimeError): pass
+    if event == 'before_backward' and error in (KeyboardInterrupt, RuntimeError): assert hooked(learn)  # no event tells of it
+    else: assert not hooked(learn)
+    learn.remove_cb(Fail)
+    expected = fit(make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale()]), 1, 0.)
+    learn.model.load_state_dict(expected.model.state_dict())
+    fit(learn, 1, 0.)
+    assert_same(noises(learn), noises(expected))
+    assert not hooked(learn)
+
+def test_taken_off_in_the_middle_of_a_backward_pass():
+    class Fail(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x): return x
+        @staticmethod
+        def backward(ctx, g): raise KeyboardInterrupt
+    learn = make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale()])
+    learn.loss_func = lambda pred,targ: Fail.apply(mse(pred, targ))
+    with pytest.raises(KeyboardInterrupt): fit(learn)
+    assert hooked(learn)
+    learn.remove_cb(GradientNoiseScale)
+    assert not hooked(learn)
+
+def test_pickled_with_hooks_on():
+    passing = PassingGradients()
+    passing.watch(model().parameters())
+    assert len(passing.hooks) == 4 and pickle.loads(pickle.dumps(passing)).hooks == []
+
+def test_export():
+    learn = whole_learner([GradientAccumulation(32), GradientNoiseScale(.9)])
+    fit(learn, 1).export('learner.pkl')
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        loaded = load_learner('learner.pkl')
+    with quiet(loaded): loaded.predict(3)
+    loaded.dls = learn.dls
+    assert [o.windows for o in fit(loaded, 1, reset_opt=True).recorder.noise_scale] == [1,2]
+
+# Resumed, logged, refused
+
+def test_resumed_equals_uninterrupted(tmp_path):
+    def learner(): return make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale()], opt_func=Adam, path=tmp_path)
+    class Stop(Callback):
+        order = 8
+        def before_epoch(self):
+            if self.epoch == 2: raise CancelFitException
+    whole,half,rest = learner(),learner(),learner()
+    fit(whole, 4)
+    fit(half, 4, cbs=Stop())
+    half.save('half')
+    torch.save(half.gradient_noise_scale.state_dict(), tmp_path/'noise.pth')
+    rest.create_opt()
+    rest.load('half')
+    rest.gradient_noise_scale.load_state_dict(torch.load(tmp_path/'noise.pth'))
+    fit(rest, 4, start_epoch=2)
+    assert_same(weights(rest), weights(whole))
+    assert half.recorder.noise_scale+rest.recorder.noise_scale == whole.recorder.noise_scale and len(whole.recorder.noise_scale) == 12
+    fit(rest, 1)
+    assert [o.windows for o in rest.recorder.noise_scale] == [1,2,3]  # a further fit starts over
+
+def test_lr_find_measures_nothing_and_uses_nothing_up():
+    learn = make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale()])
+    fit(learn, 2)
+    learn.gradient_noise_scale.load_state_dict(learn.gradient_noise_scale.state_dict())
+    with learn.no_bar(): learn.lr_find(num_it=10, show_plot=False)
+    fit(learn, 1)
+    assert [o.windows for o in learn.recorder.noise_scale] == [7,8,9]
+
+def test_loggers(monkeypatch):
+    "Each step that has an estimate, the same in all"
+    learn = make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale(), WandbCallback(log_preds=False),
+                                 TensorBoardCallback('tb', trace_model=False, log_preds=False)])
+    rows,_ = wandb_history(monkeypatch, learn)
+    expected = [o.noise_scale for o in learn.recorder.noise_scale]
+    finite = [o for o in expected if o < math.inf]
+    assert len(expected) == len(rows) == 6 and len(finite) > 2
+    assert [o.get('gradient_noise_scale', math.inf) for o in rows.values()] == expected
+    assert [o['accumulation_batch_size'] for o in rows.values()] == [32]*6
+    assert_same([v for _,v in scalars('tb', 'gradient_noise_scale')], finite, 1e-4*max(finite))
+
+def test_one_micro_batch_a_window_says_so():
+    learn = make_learner(8, cbs=[GradientAccumulation(8), GradientNoiseScale()])
+    with pytest.warns(UserWarning, match='two micro-batches or more') as said: fit(learn, 2)
+    assert len([o for o in said if 'micro-batches' in str(o.message)]) == 1
+    assert learn.recorder.noise_scale == [(math.inf, 0., 0., 0)]*24
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match='add a GradientAccumulation'): fit(make_learner(8, cbs=GradientNoiseScale()))
+    for beta in 1, -.1, 'x', None:
+        with pytest.raises(ValueError, match='beta'): GradientNoiseScale(beta)
+    with pytest.raises(ValueError, match='add GradientNoiseScale'): fit(make_learner(8)).recorder.plot_noise_scale()
+
+def test_plot():
+    learn = fit(make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale()]))
+    ax = learn.recorder.plot_noise_scale()
+    assert [len(o.get_xdata()) for o in ax.lines] == [9,9]
+    learn = fit(make_learner(8, cbs=[GradientAccumulation(32, log_accum_batch=False), GradientNoiseScale()]))
+    learn.recorder.plot_noise_scale()
+    learn.validate(); learn.get_preds()

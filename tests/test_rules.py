@@ -1,0 +1,190 @@
+"Rules for hyper-parameters when the batch changes, steps, and seesaw: against hand-computed numbers and a hand-written loop"
+import pickle
+import pytest
+from hypothesis import given, strategies as st
+
+from common import *
+
+rules = dict(lr=sqrt_scale, mom=half_life_scale)
+
+def test_rules_by_hand():
+    assert [linear_scale(.1, o) for o in (.5, 1, 4)] == [.05, .1, .4]
+    assert [sqrt_scale(.1, o) for o in (.25, 1, 4)] == [.05, .1, .2]
+    assert_same([half_life_scale(.9, o) for o in (.5, 1, 2, 4)], [.9486832980505138, .9, .81, .6561], 1e-12)
+
+def jump(scale=None, **kwargs): return GradientAccumulationSchedule(16, 64, start=.5, finish=.5, remainder='carry', scale=scale, **kwargs)
+
+def torch_opt(params, lr=.1, **kwargs):
+    return OptimWrapper(params, partial(torch.optim.SGD, momentum=.9, dampening=0., nesterov=False), lr=lr)
+
+def by_hand(n_epoch, lr_at, mom_at, scaled):
+    "The weights and learning rates of a plain PyTorch loop: SGD with momentum, one batch a window"
+    m,(x,y),lrs = model(),data(128),[]
+    opt = torch.optim.SGD(m.parameters(), lr=.1, momentum=.9)
+    for idxs,pct in windows(128, 8, lambda pct: 16 if pct < .5 else 64, 'carry', n_epoch):
+        k = (1 if pct < .5 else 4) if scaled else 1
+        opt.param_groups[0].update(lr=lr_at(pct)*k**.5, momentum=mom_at(pct)**k)
+        opt.zero_grad()
+        ((m(x[idxs])-y[idxs])**2).mean().backward()
+        opt.step()
+        lrs.append(opt.param_groups[0]['lr'])
+    return weights(m), lrs
+
+@pytest.mark.parametrize('opt_func', [torch_opt, partial(SGD, mom=.9)])
+@pytest.mark.parametrize('scheduled', [False, True])
+def test_a_fit_equals_a_loop_by_hand(opt_func, scheduled):
+    sched = dict(lr=SchedCos(.1, .01), mom=SchedLin(.9, .8)) if scheduled else dict(lr=SchedNo(.1, .1), mom=SchedNo(.9, .9))
+    def fitted(scale):
+        learn = make_learner(8, n=128, cbs=[jump(scale), *([ParamScheduler(sched)] if scheduled else [])], opt_func=opt_func)
+        if not scheduled: learn.create_opt(); learn.opt.set_hyper('mom', .9)
+        return fit(learn, 4)
+    for scale in None, rules:
+        learn = fitted(scale)
+        ws,lrs = by_hand(4, sched['lr'], sched['mom'], scale)
+        assert_moved(learn)
+        assert_same(learn.recorder.lrs, lrs, 1e-12)
+        assert_same(weights(learn), ws, 1e-9)  # momentum adds the rounding of many steps up
+    assert (by_hand(4, sched['lr'], sched['mom'], False)[0]-ws).abs().max() > 1e-3
+
+def test_adams_second_moment():
+    class Probe(Callback):
+        order = MixedPrecision.order
+        def before_fit(self): self.seen = []
+        def before_step(self): self.seen.append(self.opt.hypers[0]['sqr_mom'])
+    for opt_func in Adam, partial(OptimWrapper, opt=torch.optim.AdamW):
+        learn = make_learner(8, n=128, cbs=[jump(dict(sqr_mom=half_life_scale)), Probe()], opt_func=opt_func)
+        fit(learn, 4)
+        beta = learn.opt.hypers[0]['sqr_mom']
+        assert beta in (.99, .999)
+        assert_same(learn.probe.seen, [beta]*16 + [beta**4]*4)
+
+def test_nothing_compounds():
+    "Over many sizes, two fits, and what is set in between"
+    learn = make_learner(8, n=128, cbs=GradientAccumulationSchedule(8, 64, finish=.9, schedule=SchedLin, scale=rules))
+    for lr in .1,.1,.03:
+        fit(learn, 4, lr=lr)
+        assert len(set(learn.recorder.lrs)) > 4
+        assert learn.opt.hypers[0]['lr'] == lr
+        first_of_epoch = [sum(learn.recorder.accum_bs[:i])%128 == 0 for i in range(len(learn.recorder.accum_bs))]
+        assert_same(learn.recorder.lrs[0], lr)
+        assert max(learn.recorder.lrs) == pytest.approx(lr*8**.5) and any(first_of_epoch)
+
+def test_down_to_one_micro_batch():
+    learn = make_learner(8, n=128, cbs=GradientAccumulationSchedule(32, 8, start=.5, finish=.5, scale=dict(lr=sqrt_scale)))
+    assert fit(learn, 4).recorder.lrs == [.1]*8 + [.05]*32
+    assert learn.opt.hypers[0]['lr'] == .1
+
+def test_an_interrupt_leaves_no_scaled_value_for_the_next_fit():
+    class Interrupt(Callback):
+        order = 70
+        def after_batch(self):
+            if self.train_iter == 56: raise KeyboardInterrupt  # after a step, before the next micro-batch
+    learn = make_learner(8, n=128, cbs=[jump(dict(mom=half_life_scale)), Interrupt()], opt_func=partial(SGD, mom=.9))
+    with pytest.raises(KeyboardInterrupt): fit(learn, 4)
+    learn.remove_cb(Interrupt)
+    fit(learn, 4)
+    assert learn.opt.hypers[0]['mom'] == .9
+
+def test_after_an_interrupt_fit_has_the_last_word():
+    "A new optimizer, and a learning rate that happens to be that of the interrupted step"
+    class Interrupt(Callback):
+        order = 70
+        def after_batch(self):
+            if self.train_iter == 16: raise KeyboardInterrupt
+    for opt_func in SGD,Adam:
+        sched = ParamScheduler(dict(lr=lambda pos: .1 if pos < 15/64 else .05))
+        learn = make_learner(8, n=128, cbs=GradientAccumulation(16), opt_func=Adam)
+        with pytest.raises(KeyboardInterrupt): fit(learn, 4, cbs=[sched, Interrupt()])
+        assert learn.opt.hypers[0]['lr'] == .1  # held for the step
+        learn.opt_func = opt_func
+        fit(learn, 1, lr=.1, reset_opt=opt_func is SGD)
+        assert learn.recorder.lrs == [.1]*8
+
+def test_lr_find_is_not_scaled():
+    found = []
+    for scale in None, rules:
+        learn = make_learner(8, cbs=jump(scale))
+        with learn.no_bar(): found.append(learn.lr_find(num_it=20, show_plot=False))
+        found.append(learn.recorder.lrs)
+    assert found[:2] == found[2:]
+
+@pytest.mark.parametrize('scale, kind, words', [
+    (dict(learning_rate=sqrt_scale), ValueError, "no hyper-parameter 'learning_rate'.*'lr'"), (sqrt_scale, TypeError, 'must be a dict'),
+    (dict(lr=2.), TypeError, r'scale\[.lr.\] must be a rule'), (dict(lr=lambda value,ratio: None), TypeError, 'must give a number')])
+def test_bad_rules(scale, kind, words):
+    learn = make_learner(8, cbs=jump(scale))
+    with pytest.raises(kind, match=words): fit(learn)
+    assert_same(weights(learn), weights(model()))
+
+# Steps
+
+def sizes(**kwargs):
+    learn = make_learner(8, n=128, cbs=GradientAccumulationSchedule(**kwargs, remainder='carry'))
+    return fit(learn, 4).recorder.accum_bs
+
+@draws
+@given(points=st.lists(st.integers(1, 15), min_size=0, max_size=4, unique=True), values=st.lists(st.integers(1, 9), min_size=5, max_size=5),
+       epochs=st.booleans())
+def test_any_steps(points, values, epochs):
+    "The size at every micro-batch of 16 epochs of 4, against the last point before it"
+    steps = {0:values[0]*8} | {(o if epochs else o/16):v*8 for o,v in zip(points, values[1:])}
+    args = SchedSteps(steps)
+    at = [fraction_of_fit('start', args.pop(o), 16) for o in ('start','finish')]
+    by_hand = {o*(1 if not epochs else 1/16):v for o,v in steps.items()}
+    for i in range(64):
+        pct = i/64
+        assert scheduled_bs(pct, args['start_accum_bs'], args['final_accum_bs'], *at, args['schedule'], 8) == by_hand[max(o for o in by_hand if o <= pct)]
+
+def test_steps_in_a_fit():
+    expected = [16]*16 + [32]*4 + [64]*2
+    assert sizes(**SchedSteps({0: 16, .5: 32, .75: 64})) == sizes(**SchedSteps({3: 64, 0: 16, 2: 32})) == expected
+    assert sizes(**SchedSteps({0: 32})) == [32]*16 and sizes(**SchedSteps({0: 64, 2: 32})) == [64]*4 + [32]*8
+
+@pytest.mark.parametrize('steps, words', [
+    ({.5: 64}, 'begins at 0'), ([64], 'must be a dict'), ({0: 64, .5: 128, 3: 8}, 'not both'), ({0: 64, 1.5: 128}, '0.0 to 1.0'),
+    ({0: 64, -1: 128}, '0 or more'), ({0: 64, .5: 0}, 'steps'), ({0: 64, 'x': 8}, 'must be a float')])
+def test_bad_steps(steps, words):
+    with pytest.raises((TypeError, ValueError), match=words): SchedSteps(steps)
+
+def test_a_step_in_the_middle_must_fit_the_micro_batch():
+    with pytest.raises(ValueError, match=r'steps\[1\]=20 is not a multiple'): sizes(**SchedSteps({0: 16, .5: 20, .75: 64}))
+    with pytest.raises(ValueError, match='outside'): sizes(**SchedSteps({0: 16, 2: 32, 5: 64}))
+
+# Seesaw
+
+def test_seesaw_of_a_step_schedule_is_the_papers():
+    "arXiv 2510.14717: where the rate is cut by a, it is cut by the root of a, and the batch grows by a"
+    def cuts(pos): return .1*.5**sum(pos >= o for o in (.25, .5, .75, .9))
+    lr,args = seesaw(cuts, 16, 64)
+    bs = args['schedule'](16, 64)
+    at = .1,.3,.6,.8,.95
+    assert [bs(o) for o in at] == [16, 32, 64, 64, 64]
+    assert_same([lr(o) for o in at], [.1, .1/2**.5, .05, .025, .0125], 1e-12)  # at its end, the batch takes no more of it
+
+def test_seesaw_of_a_cosine():
+    cos = SchedCos(.1, 0)
+    lr,args = seesaw(cos, 8, 64)
+    learn = make_learner(8, n=128, cbs=[ParamScheduler({'lr': lr}), GradientAccumulationSchedule(**args, remainder='carry')])
+    fit(learn, 8)
+    assert_same(learn.recorder.accum_bs, sorted(learn.recorder.accum_bs))
+    assert learn.recorder.accum_bs[0] == 8 and learn.recorder.accum_bs[-1] == 64
+    for pos in np.linspace(0, .99, 50):
+        ratio = min(8, .1/cos(pos))
+        assert_same([lr(pos), args['schedule'](8, 64)(pos)], [cos(pos)*ratio**.5, 8*ratio], 1e-12)
+
+def test_seesaw_waits_for_the_peak():
+    one_cycle = combine_scheds([.25, .75], [SchedCos(.01, .1), SchedCos(.1, 1e-4)])
+    lr,args = seesaw(one_cycle, 8, 64)
+    for pos in np.linspace(0, .24, 20): assert lr(pos) == one_cycle(pos) and args['schedule'](8, 64)(pos) == 8
+    assert args['schedule'](8, 64)(.9) > 16
+
+@pytest.mark.parametrize('args, words', [
+    ((SchedLin(.1, .05), 16, 128), 'falls by 2 only'), ((SchedCos(.1, 0), 64, 16), 'less than'), ((SchedLin(.1, -.1), 16, 128), '0 or more'),
+    ((SchedNo(0., 0.), 16, 128), '0 or more'), ((SchedCos(.1, 0), 16, 0), 'final_accum_bs')])
+def test_bad_seesaw(args, words):
+    with pytest.raises((TypeError, ValueError), match=words): seesaw(*args)
+
+def test_schedules_survive_pickle():
+    for args in SchedSteps({0: 16, .5: 32, .75: 64}), seesaw(SchedCos(.1, 0), 16, 128)[1]:
+        f,g = args['schedule'](16, 128),pickle.loads(pickle.dumps(args))['schedule'](16, 128)
+        assert [f(o) for o in np.linspace(0, 1, 50)] == [g(o) for o in np.linspace(0, 1, 50)]
