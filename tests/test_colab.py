@@ -92,10 +92,10 @@ def colab():
 
 @pytest.fixture
 def in_colab(colab, monkeypatch):
-    "Nothing of the developer's environment, two threads, and no way into the network"
+    "Nothing of the developer's environment, one thread, and no way into the network"
     for name in 'PYTHONPATH','MPLBACKEND','VIRTUAL_ENV','WANDB_MODE','WANDB_SILENT': monkeypatch.delenv(name, raising=False)
     for name in 'http_proxy','https_proxy','HTTP_PROXY','HTTPS_PROXY': monkeypatch.setenv(name, 'http://127.0.0.1:9')
-    monkeypatch.setenv('OMP_NUM_THREADS', '2')
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')  # on a busy machine two threads wait for each other
     monkeypatch.setenv('JUPYTER_PATH', str(colab/'share'/'jupyter'))
 
 @pytest.mark.colab
