@@ -20,13 +20,22 @@ from .processes import *
 from .logging import *
 
 # %% auto #0
-__all__ = ['remainders', 'GradientAccumulation', 'is_fitting', 'scales_loss']
+__all__ = ['remainders', 'LeavingCallback', 'GradientAccumulation', 'is_fitting', 'scales_loss']
 
 # %% ../nbs/06_accumulation.ipynb #844ae3f5
 remainders = 'step','carry','drop'
 
+# %% ../nbs/06_accumulation.ipynb #1ea5e0cb
+class LeavingCallback(Callback):
+    "A callback that leaves nothing behind when it is taken off its Learner, also by an interrupt in the middle of a fit"
+    def leave(self): "Undo what was done to the Learner"
+
+    def __setattr__(self, name, value):
+        if name == 'learn' and value is None and self.learn is not None: self.leave()
+        super().__setattr__(name, value)
+
 # %% ../nbs/06_accumulation.ipynb #36c789d1
-class GradientAccumulation(Callback):
+class GradientAccumulation(LeavingCallback):
     "Accumulate gradients until they hold `accum_bs` samples, then step as one large batch would have; raises on bad sizes"
     order,run_valid,scale = MixedPrecision.order-4,False,None
     # Events that nothing is done at: fastai would search the Learner and its model for them, at every micro-batch
@@ -55,11 +64,6 @@ class GradientAccumulation(Callback):
     def opt_steps(self)->int:
         "Optimizer steps taken in this fit"
         return self.window.steps
-
-    def __setattr__(self, name, value):
-        "Taken off its Learner, also by an interrupt in the middle of a fit, the callback leaves nothing behind"
-        if name == 'learn' and value is None and self.learn is not None: self.leave()
-        super().__setattr__(name, value)
 
 # %% ../nbs/06_accumulation.ipynb #e73efc2b
 @patch

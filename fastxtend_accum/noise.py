@@ -17,6 +17,7 @@ from matplotlib.ticker import LogLocator
 from torch.nn.parallel import DistributedDataParallel
 
 from .window import *
+from .step import *
 from .processes import *
 from .accumulation import *
 
@@ -76,7 +77,7 @@ class PassingGradients:
     def watch(self, params:Iterable[nn.Parameter]):
         "A backward pass is about to begin"
         self.ignore()
-        self.hooks = [p.register_hook(self.passes) for p in params if p.requires_grad]
+        self.hooks = [p.register_hook(self.passes) for p in params]
 
     def passes(self, grad:Tensor): self.norms.append(norm(grad.detach()))
 
@@ -118,7 +119,7 @@ class WindowSquares:
         self.result = reduce(torch.stack([torch.as_tensor(o, device=window.loss_sum.device).double() for o in sums]))
 
 # %% ../nbs/09_noise.ipynb #11c53462
-class GradientNoiseScale(Callback):
+class GradientNoiseScale(LeavingCallback):
     "Measures the gradient noise scale beside a `GradientAccumulation`; an entry in `recorder.noise_scale` for each optimizer step"
     order,run_valid = GradientAccumulation.order-.5,False
     after_pred = after_loss = after_batch = noop  # fastai would search the Learner and its model for them
@@ -132,11 +133,6 @@ class GradientNoiseScale(Callback):
     def estimate(self)->NoiseEstimate:
         "What is known now"
         return self.averages.estimate()
-
-    def __setattr__(self, name, value):
-        "Taken off its Learner, also by an interrupt in the middle of a fit, the callback leaves nothing behind"
-        if name == 'learn' and value is None and self.learn is not None: self.leave()
-        super().__setattr__(name, value)
 
 # %% ../nbs/09_noise.ipynb #a1b0d764
 @patch
@@ -168,17 +164,12 @@ def leave(self:GradientNoiseScale):
 
 # %% ../nbs/09_noise.ipynb #09476263
 @patch
-def params(self:GradientNoiseScale)->list[nn.Parameter]:
-    "The parameters that are trained"
-    return [p for pg in self.learn.opt.param_lists for p in pg if p.requires_grad]
-
-@patch
 def before_batch(self:GradientNoiseScale):
     if self.window and self.window.is_empty: self.squares.clear()
 
 @patch
 def before_backward(self:GradientNoiseScale):
-    if self.window and self.window.pending: self.passing.watch(self.params())
+    if self.window and self.window.pending: self.passing.watch(trained(self.learn.opt))
 
 @patch
 def after_backward(self:GradientNoiseScale):
@@ -197,7 +188,7 @@ def before_step(self:GradientNoiseScale):
     "The window's gradient is there; no number is looked at yet"
     learn,window = self.learn,self.window
     if not (window and window.closed): return
-    square = sum_of_squares([norm(p.grad) for p in self.params() if p.grad is not None])
+    square = sum_of_squares([norm(p.grad) for p in trained(learn.opt) if p.grad is not None])
     loss_scale = learn.scaler.scale(torch.ones((), device=window.loss_sum.device)) if scales_loss(learn) else 1.
     reduce = partial(all_reduce, learn.model) if window.n_processes > 1 else noop
     self.squares.measure(window, square, reduce, loss_scale)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .window import *
+from .step import *
 
 # %% auto #0
 __all__ = ['averages_gradients', 'n_processes', 'Processes', 'all_reduce', 'check_wrapped']
@@ -69,9 +70,10 @@ def add_up(self:Processes,
     if not self.averaged: self.average(model, opt)
     loss = window.loss_sum.as_subclass(Tensor)
     sums = [torch.as_tensor(o, dtype=torch.float64, device=loss.device) for o in (window.items, window.samples, loss)]
-    items,window.samples,loss_sum = all_reduce(model, torch.stack(sums)).unbind()
-    if not window.is_sum: window.items = items.item()
-    window.samples,window.loss_sum,window.n_processes = int(window.samples),loss_sum.to(loss.dtype),self.n
+    sums = all_reduce(model, torch.stack(sums))
+    items,samples = sums[:2].tolist()
+    if not window.is_sum: window.items = items
+    window.samples,window.loss_sum,window.n_processes = int(samples),sums[2].to(loss.dtype),self.n
 
 # %% ../nbs/04_processes.ipynb #7981deca
 @patch
@@ -125,7 +127,7 @@ def average(self:Processes,
     opt:Optimizer|OptimWrapper, # Has its parameters
 ):
     "Average the gradients of `opt` over the processes, as DDP would have: those that any process has"
-    params = [p for pg in opt.param_lists for p in pg if p.requires_grad]
+    params = trained(opt)
     if not params: return
     used = torch.tensor([p.grad is not None for p in params], dtype=torch.int64, device=params[0].device)
     for p,n in zip(params, all_reduce(model, used).tolist()):

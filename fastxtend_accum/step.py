@@ -12,9 +12,13 @@ from numbers import Real
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['gradients', 'average_gradients', 'is_finite', 'read_hypers', 'write_hypers', 'FirstHypers', 'check_rules']
+__all__ = ['trained', 'gradients', 'average_gradients', 'is_finite', 'read_hypers', 'write_hypers', 'FirstHypers', 'check_rules']
 
 # %% ../nbs/03_step.ipynb #7f452cd0
+def trained(opt:Optimizer|OptimWrapper)->list[nn.Parameter]:
+    "The parameters of `opt` that are not frozen"
+    return [p for pg in opt.param_lists for p in pg if p.requires_grad]
+
 def gradients(opt:Optimizer|OptimWrapper)->list[Tensor]:
     "The gradients of all parameters of `opt` that have one; of a sparse one its values, of a sharded one this process' shard"
     grads = [p.grad for pg in opt.param_lists for p in pg if p.grad is not None]
