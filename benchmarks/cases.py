@@ -32,6 +32,15 @@ class Task:
         "Whether `o` is a step counter of PyTorch's Adam, which it keeps on the CPU on every machine"
         return self.opt is not None and any(o is state['step'] for state in self.opt.state.values())
 
+class Stack(Task):
+    "Four square layers with `n_params` parameters in all, and micro-batches of 16 samples of 64 tokens"
+    def __init__(self, n_params:int, n:int):
+        super().__init__(n)
+        width = round((n_params/4)**.5)
+        self.model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
+        self.batches.batches = [(torch.randn(16, 64, width), torch.randn(16, 64, width))]
+        self.loss_func = nn.MSELoss()
+
 def learner(task, *cbs, **kwargs):
     "A Learner with its defaults, Adam among them; no progress bar, nothing to validate on"
     import fastai.callback.progress, fastai.callback.schedule  # they patch Learner
@@ -55,6 +64,11 @@ def ours_schedule(task, k):
     "The schedule is asked for a size at every window, but keeps to one, so that the windows are those of the others"
     from fastxtend_accum.all import GradientAccumulationSchedule
     return training(task, GradientAccumulationSchedule(k*task.batches.bs, k*task.batches.bs, finish=1.))
+
+def ours_noise(task, k):
+    "The noise scale is measured beside the accumulation; at K=1 there is none, but it looks"
+    from fastxtend_accum.all import GradientAccumulation, GradientNoiseScale
+    return training(task, GradientAccumulation(k*task.batches.bs), GradientNoiseScale())
 
 def fastai(task, k):
     from fastai.callback.training import GradientAccumulation
@@ -98,4 +112,4 @@ def by_hand(task, k):
                 opt.zero_grad()
     return train
 
-cases = {f.__name__:f for f in (plain, ours, ours_schedule, fastai, fastxtend, lightning, accelerate, by_hand)}
+cases = {f.__name__:f for f in (plain, ours, ours_schedule, ours_noise, fastai, fastxtend, lightning, accelerate, by_hand)}

@@ -14,21 +14,29 @@ from .cases import Task
 package = str(Path(weights.__file__).parent)
 copies = {torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist}  # a CPU need not copy: only the call shows
 
+def is_here(o:torch.Tensor):
+    "Whether `o` would be on the CPU on a machine with a GPU too"
+    return getattr(o, 'here', False)
+
 class Operations(TorchDispatchMode):
     "Counts what PyTorch dispatches: a kernel each, but for views"
     def __init__(self, counts, task): super().__init__(); self.counts,self.task = counts,task
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         self.counts['ops'] += 1
-        if name == '_local_scalar_dense': self.counts['syncs'] += not self.task.is_step(args[0])  # item, float, bool, if
+        if name == '_local_scalar_dense': self.counts['syncs'] += not (self.task.is_step(args[0]) or is_here(args[0]))  # item, float, bool, if
         return func(*args, **(kwargs or {}))
 
 class Copies(TorchFunctionMode):
-    "Counts what copies to the CPU"
+    "Counts what copies to the CPU; on it are tensors made of numbers, and what is computed from them alone"
     def __init__(self, counts): super().__init__(); self.counts = counts
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.counts['syncs'] += func in copies
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        tensors,out = [o for o in args if isinstance(o, torch.Tensor)],func(*args, **kwargs)
+        here = all(map(is_here, tensors)) if tensors else func is torch.tensor and kwargs.get('device') is None
+        self.counts['syncs'] += func in copies and not here
+        if here and isinstance(out, torch.Tensor): out.here = True
+        return out
 
 def in_windows(train, batches, k, start, stop):
     "Train, with `start` called after the first window of `k` micro-batches and `stop` after the last but one; micro-batches in between"

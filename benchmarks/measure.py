@@ -1,16 +1,17 @@
 "One measurement in a process of its own: `python -m benchmarks.measure KIND CASE [SIZE]` prints one line of JSON"
 import json, statistics, sys, time, warnings
+from functools import partial
 from unittest.mock import patch
 
 import torch
 from torch import nn
 
-from .cases import Batches, Task, cases, learner
+from .cases import Batches, Stack, Task, cases, learner
 
-def window_times(case, k, n):
+def window_times(case, k, n, make=Task):
     "Microseconds of CPU time per micro-batch: the median over spans of `k` (8 if that is more) in an epoch of `n`, after a short one"
-    for size in 64, n:
-        task,asked = Task(size),[]
+    for size in min(64, n), n:
+        task,asked = make(size),[]
         task.batches.ask = lambda: asked.append(time.process_time())
         cases[case](task, k)()
     span = max(k, 8)
@@ -25,14 +26,14 @@ def time_windows(case, size):
     "From 1 to 1024 micro-batches a window"
     return {k:window_times(case, k, max(512, 3*k)) for k in (1, 4, 16, 64, 256, 1024)}
 
+def time_stack(case, n_params):
+    "The same for a `Stack`, at 8 micro-batches a window"
+    return window_times(case, 8, 40, partial(Stack, n_params))
+
 def time_division(case, n_params):
-    "Milliseconds of the division that ends a window, and of one backward pass: 16 samples of 64 tokens, a stack of four square layers"
+    "Milliseconds of the division that ends a window, and of one backward pass of a `Stack`"
     import fastxtend_accum.accumulation as accumulation
-    width = round((n_params/4)**.5)
-    task = Task(32 if n_params <= 1e6 else 8 if n_params <= 1e7 else 4)
-    task.model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
-    task.batches.batches = [(torch.randn(16, 64, width), torch.randn(16, 64, width))]
-    task.loss_func = nn.MSELoss()
+    task = Stack(n_params, 32 if n_params <= 1e6 else 8 if n_params <= 1e7 else 4)
     from fastai.optimizer import SGD
     learn = learner(task, accumulation.GradientAccumulation(2*16), opt_func=SGD)
     times = dict(division=[], backward=[])
@@ -73,7 +74,7 @@ def count_case(case, size):
     from .counts import count
     return {k:count(cases[case], k) for k in (1, 8)}
 
-kinds = dict(time=time_case, windows=time_windows, division=time_division, memory=peak_memory, counts=count_case)
+kinds = dict(time=time_case, windows=time_windows, stack=time_stack, division=time_division, memory=peak_memory, counts=count_case)
 
 def main(kind, case, size='0'):
     warnings.simplefilter('ignore')

@@ -164,7 +164,8 @@ def close_window(self:GradientAccumulation)->bool: # Whether there is anything t
     "Put the mean gradient and the first micro-batch's hyper-parameters in place"
     window,opt = self.window,self.learn.opt
     if self.processes.n > 1: self.processes.add_up(window, self.learn.model, opt)
-    window.closed = bool(window.items > 0)
+    else: window.fetch()
+    window.closed = window.items > 0
     if not window.closed: self.warn_once("no item in a whole window (all labels ignored?): no optimizer step was taken on it")
     else:
         average_gradients(opt, window.divisor)

@@ -108,7 +108,7 @@ class WindowSquares:
 
     def measure(self,
         window:Window, # Closed: its sums are complete
-        square:Tensor|float, # |G_B|², of the gradient that the optimizer gets
+        square:Tensor, # |G_B|², of the gradient that the optimizer gets
         reduce:Callable=noop, # Adds a tensor up over all processes
         loss_scale:Tensor|float=1., # What a `GradScaler` has multiplied the loss by
     ):
@@ -116,7 +116,7 @@ class WindowSquares:
         size = window.samples if window.is_sum else window.total_weight
         if window.is_sum: square = square/size**2
         sums = self.squares/size/loss_scale**2, square/loss_scale**2/window.n_processes, self.n
-        self.result = reduce(torch.stack([torch.as_tensor(o, device=window.loss_sum.device).double() for o in sums]))
+        self.result = reduce(torch.stack([torch.as_tensor(o, device=square.device).double() for o in sums]))
 
 # %% ../nbs/09_noise.ipynb #11c53462
 class GradientNoiseScale(LeavingCallback):
@@ -189,7 +189,8 @@ def before_step(self:GradientNoiseScale):
     learn,window = self.learn,self.window
     if not (window and window.closed): return
     square = sum_of_squares([norm(p.grad) for p in trained(learn.opt) if p.grad is not None])
-    loss_scale = learn.scaler.scale(torch.ones((), device=window.loss_sum.device)) if scales_loss(learn) else 1.
+    square = torch.as_tensor(square, device=learn.loss.device)
+    loss_scale = learn.scaler.scale(torch.ones_like(square)) if scales_loss(learn) else 1.
     reduce = partial(all_reduce, learn.model) if window.n_processes > 1 else noop
     self.squares.measure(window, square, reduce, loss_scale)
 

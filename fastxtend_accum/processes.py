@@ -70,10 +70,9 @@ def add_up(self:Processes,
     if not self.averaged: self.average(model, opt)
     loss = window.loss_sum.as_subclass(Tensor)
     sums = [torch.as_tensor(o, dtype=torch.float64, device=loss.device) for o in (window.items, window.samples, loss)]
-    sums = all_reduce(model, torch.stack(sums))
-    items,samples = sums[:2].tolist()
+    items,samples,loss_sum = all_reduce(model, torch.stack(sums)).tolist()
     if not window.is_sum: window.items = items
-    window.samples,window.loss_sum,window.n_processes = int(samples),sums[2].to(loss.dtype),self.n
+    window.samples,window.loss_sum,window.n_processes = int(samples),torch.tensor(loss_sum, dtype=loss.dtype),self.n
 
 # %% ../nbs/04_processes.ipynb #7981deca
 @patch

@@ -27,10 +27,10 @@ def gradients(opt:Optimizer|OptimWrapper)->list[Tensor]:
 
 def average_gradients(
     opt:Optimizer|OptimWrapper, # Its parameters hold the weighted sum of the micro-batches' gradients
-    divisor:Real|Tensor, # The sum of the weights
+    divisor:Real, # The sum of the weights
 ):
     "Divide the gradients of `opt` in place, once"
-    if not isinstance(divisor, Tensor) and divisor == 1: return
+    if divisor == 1: return
     grads = gradients(opt)
     if grads: torch._foreach_div_(grads, divisor)
 

@@ -118,18 +118,25 @@ def count(self:Window):
     self.counted = True
 
 # %% ../nbs/02_window.ipynb #d0296059
+@patch
+def fetch(self:Window):
+    "Make numbers of sums that are on a GPU, with a single wait for it: neither the step nor the Recorder will wait again"
+    if not isinstance(self.items, Tensor): return
+    sums = [o.as_subclass(Tensor).reshape(1) for o in (self.items, self.unit, self.loss_sum)]
+    self.items,self.unit,loss_sum = torch.cat(sums).tolist()
+    self.loss_sum = torch.tensor(loss_sum, dtype=self.loss_sum.dtype)
+
 @patch(as_prop=True)
-def total_weight(self:Window)->Real|Tensor:
+def total_weight(self:Window)->Real:
     "The sum of the weights, by which the summed loss is divided"
     return self.items/self.unit
 
 @patch(as_prop=True)
-def divisor(self:Window)->Real|Tensor:
+def divisor(self:Window)->Real:
     "What the gradient is divided by: the sum of the weights, unless it is a mean over several processes already"
-    return self.total_weight if self.n_processes == 1 else self.total_weight/self.n_processes
+    return self.total_weight/self.n_processes
 
 @patch(as_prop=True)
 def mean_loss(self:Window)->Tensor:
     "The mean loss over all items of the window, as one batch would have had it"
-    total = self.total_weight
-    return self.loss_sum if not isinstance(total, Tensor) and total == 1 else self.loss_sum/total
+    return self.loss_sum if self.total_weight == 1 else self.loss_sum/self.total_weight

@@ -165,4 +165,4 @@ def test_a_count_on_another_device_stays_a_tensor(monkeypatch):
         for _ in range(3):
             loss = torch.zeros((), device='meta', requires_grad=True)
             times(loss, w.begin(MicroBatch(4, n, loss.detach()))); w.count()
-        w.divisor, w.mean_loss
+        assert w.items.device.type == w.unit.device.type == w.loss_sum.device.type == 'meta'
