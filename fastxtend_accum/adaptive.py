@@ -56,8 +56,7 @@ class AdaptiveGradientAccumulation(GradientAccumulation):
     ):
         for name,size in dict(min_accum_bs=min_accum_bs, max_accum_bs=max_accum_bs).items(): check_size(name, size)
         if min_accum_bs > max_accum_bs: raise ValueError(f"min_accum_bs={min_accum_bs} is more than max_accum_bs={max_accum_bs}: swap them")
-        for name,o in dict(eta=eta, hysteresis=hysteresis).items(): check_number(name, o)
-        check_size('min_windows', min_windows)
+        for name,o in dict(eta=eta, hysteresis=hysteresis, min_windows=min_windows).items(): check_number(name, o)
         super().__init__(min_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
                          remainder=remainder, num_items=num_items, skip_nonfinite=skip_nonfinite)
         store_attr('min_accum_bs,max_accum_bs,eta,hysteresis,min_windows,shrink,scale')

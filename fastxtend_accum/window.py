@@ -62,21 +62,13 @@ class Window:
         return 0 < self.accum_bs <= self.samples
 
 # %% ../nbs/02_window.ipynb #edb2f09d
-def power_of_two(items:Real|Tensor)->Real|Tensor:
-    "A power of two near `items`, a number or tensor above 0"
-    return torch.exp2(items.log2().floor()) if isinstance(items, Tensor) else 2.**math.floor(math.log2(items))
-
-@patch
-def choose_unit(self:Window,
-    items:Real|Tensor, # Items of the micro-batch under way
-    samples:int, # Samples in it
-):
-    "Set `unit` at the window's first micro-batch that has items"
-    new = (lambda o: o) if self.alone or samples >= self.accum_bs else power_of_two
-    if isinstance(items, Tensor):  # torch.where, since a look at the value would wait for the GPU
-        unit = self.unit if isinstance(self.unit, Tensor) else items.new_tensor(self.unit or 0)
-        self.unit = torch.where(unit > 0, unit, new(items))
-    elif self.unit is None and items: self.unit = new(items)
+def power_of_two(
+    items:Real|Tensor, # Items, 0 or more
+    samples:int=1, # Goes in the place of no items
+)->Real|Tensor:
+    "A power of two near `items`, without a look at a number that may be on the GPU"
+    if not isinstance(items, Tensor): return 2.**math.floor(math.log2(items or samples or 1))
+    return torch.where(items > 0, torch.exp2(items.log2().floor()), power_of_two(samples))
 
 # %% ../nbs/02_window.ipynb #af6bd568
 @patch
@@ -86,11 +78,9 @@ def begin(self:Window,
     "A micro-batch is under way; it counts only with `count`"
     items,self.pending,self.counted = micro.items,micro,False
     if isinstance(items, Tensor): micro.items = items = items.to(torch.promote_types(micro.loss.dtype, torch.float32))
-    if items is None: micro.weight = 1
-    else:
-        self.choose_unit(items, micro.samples)
-        if isinstance(items, Tensor): micro.weight = torch.where(items > 0, items/self.unit, 0.)
-        else: micro.weight = items/self.unit if items else 0
+    is_alone = self.unit is None and (self.alone or micro.samples >= self.accum_bs)
+    if self.unit is None and items is not None: self.unit = items if is_alone else power_of_two(items, micro.samples)
+    micro.weight = 1 if items is None or is_alone else items/self.unit
     return micro.weight
 
 # %% ../nbs/02_window.ipynb #b34e76eb
@@ -122,7 +112,7 @@ def count(self:Window):
 def fetch(self:Window):
     "Make numbers of sums that are on a GPU, with a single wait for it: neither the step nor the Recorder will wait again"
     if not isinstance(self.items, Tensor): return
-    sums = [o.as_subclass(Tensor).reshape(1) for o in (self.items, self.unit, self.loss_sum)]
+    sums = [torch.as_tensor(o, device=self.loss_sum.device).as_subclass(Tensor).reshape(1) for o in (self.items, self.unit, self.loss_sum)]
     self.items,self.unit,loss_sum = torch.cat(sums).tolist()
     self.loss_sum = torch.tensor(loss_sum, dtype=self.loss_sum.dtype)
 
