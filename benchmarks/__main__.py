@@ -62,12 +62,12 @@ def main():
     args = parser.parse_args()
     if args.quick:
         results = dict(counts={o:measure('counts', o) for o in report.labels if o not in packages or o == 'fastai'})
-        print(report.table(results), report.goals(results), sep='\n\n')
+        print(report.table(results).to_string(), report.goals(results), sep='\n\n')
         return
     if missing(): sys.exit(f"not installed: {', '.join(missing())}; pip install -e '.[bench]'")
     results = full(args.rounds)
     (here/'results.json').write_text(json.dumps(results, indent=1)+'\n')
     for name,picture in report.pictures.items(): picture(results).savefig(here/f'{name}.png', dpi=110)
-    print(report.table(results), report.goals(results), sep='\n\n')
+    print(report.table(results).to_string(), report.goals(results), sep='\n\n')
 
 if __name__ == '__main__': main()

@@ -2,7 +2,7 @@
 from statistics import median
 
 labels = dict(plain='Learner, no accumulation', ours='GradientAccumulation', ours_schedule='GradientAccumulationSchedule',
-              ours_noise='with GradientNoiseScale',
+              ours_noise='with GradientNoiseScale beside it',
               fastai="fastai's GradientAccumulation", fastxtend="fastxtend's GradientAccumulation", lightning='Lightning',
               accelerate='Accelerate', by_hand='loop by hand')
 colors = dict(ours='#0072B2', ours_schedule='#009E73', ours_noise='#CC79A7', fastai='#E69F00', fastxtend='#D55E00')  # all others grey
@@ -27,8 +27,8 @@ def shares(results):
 def noise_cost(results):
     "What it costs to measure the noise scale: time as a ratio to that without it, by number of parameters, and peak memory"
     times = {int(n):spread([a/b for a,b in zip(o['ours_noise'], o['ours'])]) for n,o in results['noise'].items()}
-    memory = max(abs(a/b-1) for a,b in zip(results['memory']['ours_noise'].values(), results['memory']['ours'].values()))
-    return '\n'.join([*(f'{n:9,} parameters: {o} of the time without' for n,o in times.items()), f'peak memory: within {memory:.1%} of that without'])
+    memory = [f'{min(o):.1f} to {max(o):.1f} MB' for case in ('ours', 'ours_noise') for o in [results['memory'][case].values()]]
+    return '\n'.join([*(f'{n:9,} parameters: {o} of the time without' for n,o in times.items()), 'peak memory: {} without, {} with'.format(*memory)])
 
 def run_on(results):
     "The machine, the versions, and how much one and the same Learner differs from round to round"
@@ -52,7 +52,7 @@ def table(results):
     for case in results['counts']:
         row = {f'time, K={k}':spread(ratios(results, case, k)) for k in (1, 8, 64)} if 'time' in results else {}
         rows[labels[case]] = row | {title:f'{counted(results, case, name):.5g}' for title,name in columns.items()}
-    with pd.option_context('display.width', 200, 'display.max_columns', 20): return str(pd.DataFrame(rows).T)
+    return pd.DataFrame(rows).T
 
 def goals(results):
     "Each goal, whether it is met, and the figure"

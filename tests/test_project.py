@@ -14,13 +14,13 @@ def test_readme_has_the_two_commands():
     assert commands == ['pip install -e . && python -m fastxtend_accum', "pip install -e '.[dev]' && nbdev-test && pytest -q"]
 
 def test_home_of_the_repository_stands_in_one_place():
-    "And in the badges, each of which must be the one that follows from it"
+    "And in the badges and the site's GitHub sign, which must be what follows from it"
     files = subprocess.run(['git', 'ls-files'], cwd=root, capture_output=True, text=True, check=True).stdout.split()
     written = [f for f in files if not f.startswith('fastxtend_accum/')]  # generated: nbdev derives their links from pyproject.toml
-    badges = {page_name(o):badge(page_name(o)) for o in notebooks}
+    repeats = {page_name(o):badge(page_name(o)) for o in notebooks} | {'_quarto.yml':f'href: {cfg.git_url},'}
     def text(f):
         name = 'index.ipynb' if f == 'README.md' else f.removeprefix('nbs/')
-        return (root/f).read_text(errors='ignore').replace(badges.get(name, '\0'), '', 1)
+        return (root/f).read_text(errors='ignore').replace(repeats.get(name, '\0'), '', 1)
     assert [f for f in written if cfg.user in text(f)] == ['pyproject.toml']
 
 def test_docs_configuration_is_one_file():
