@@ -1,6 +1,6 @@
 """`python -m benchmarks` measures everything, prints a table and the goals, writes `results.json` and the pictures beside this file.
 
-About 15 minutes on two cores, on which nothing else should run. `--quick` only counts, and writes nothing: what CI can do."""
+About 20 minutes on two cores, on which nothing else should run. `--quick` only counts, and writes nothing: what CI can do."""
 import argparse, json, os, platform, subprocess, sys
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
