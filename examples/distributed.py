@@ -45,4 +45,6 @@ if rank_distrib() == 0:
     print(f'largest difference of the weights: {difference:.1e}')
     assert difference < 1e-5, 'the weights are not equal'
     print('the weights are equal')
-if n > 1: torch.distributed.destroy_process_group()
+if n > 1:
+    torch.distributed.barrier()  # gloo lets go of what fastai has gathered; once Python ends, that would abort it (https://github.com/pytorch/pytorch/issues/190489)
+    torch.distributed.destroy_process_group()

@@ -1,7 +1,7 @@
 """What one of several processes does in `test_processes.py`: `torchrun --nproc-per-node 2 tests/workers.py FOLDER [CASE]`
 
 Each case trains a Learner and saves what came of it, for the test to compare with a reference"""
-import sys
+import os, sys
 
 import torch.distributed as dist
 from accelerate import DistributedDataParallelKwargs
@@ -207,4 +207,6 @@ if __name__ == '__main__':
     results = {}
     for name in names or cases: results[name] = globals()[name]()
     torch.save(results, Path(folder)/f'{rank_distrib()}.pt')
+    dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may abort a Python that ends: https://github.com/pytorch/pytorch/issues/190489
