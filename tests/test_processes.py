@@ -8,11 +8,12 @@ from test_noise import by_hand, plain_gradient
 
 here = Path(__file__).parent
 SECONDS = 240  # no test waits longer, whatever happens
+launchers = {'torchrun':'torch.distributed.run', 'accelerate launch':'accelerate.commands.launch'}  # the modules behind the programs
 
 def start(command):
-    "Start `command`, words with spaces between them, with this Python's programs"
-    path = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
-    env = dict(os.environ, OMP_NUM_THREADS='1', PYTHONWARNINGS='ignore', PATH=path)
+    "Start `command`, words with spaces between them, with this Python"
+    for program,module in launchers.items(): command = command.replace(program, f'{sys.executable} -m {module}')
+    env = dict(os.environ, OMP_NUM_THREADS='1', PYTHONWARNINGS='ignore')
     return subprocess.Popen(command.split(), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 def finish(process):

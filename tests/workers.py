@@ -207,6 +207,5 @@ if __name__ == '__main__':
     results = {}
     for name in names or cases: results[name] = globals()[name]()
     torch.save(results, Path(folder)/f'{rank_distrib()}.pt')
-    dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # gloo's threads may abort a Python that ends: https://github.com/pytorch/pytorch/issues/190489
