@@ -116,7 +116,8 @@ def check(self:GradientAccumulationSchedule):
     GradientAccumulation.check(self)
     self.accum_bs = self.start_accum_bs
     if hasattr(self.learn, 'lr_finder'): return
-    for pct in np.linspace(0, 1, 101): self.size_at(pct)
+    size_at = self.curve(self.learn.n_epoch, self.smallest_bs)
+    for pct in np.linspace(0, 1, 101): size_at(pct)
 
 @patch
 def curve(self:GradientAccumulationSchedule,
