@@ -9,7 +9,7 @@ from __future__ import annotations
 from numbers import Integral
 
 # %% auto #0
-__all__ = ['check_size', 'micro_batch_size', 'check_multiple']
+__all__ = ['check_size', 'check_flag', 'check_unknown', 'micro_batch_size', 'check_multiple']
 
 # %% ../nbs/00_sizes.ipynb #36b2c351
 def check_size(
@@ -21,6 +21,23 @@ def check_size(
         raise TypeError(f"{name} counts samples, so it must be an int, not {size!r}: pass a number such as 64")
     if size < 1: raise ValueError(f"{name} must be at least 1 sample, not {size}: pass a number such as 64")
     return int(size)
+
+# %% ../nbs/00_sizes.ipynb #6d1f0b7e
+def check_flag(
+    name:str, # The argument's name, for the message
+    flag:bool, # What the user passed
+):
+    "Raises TypeError unless `flag` is True or False"
+    if not isinstance(flag, bool): raise TypeError(f"{name} must be True or False, not {flag!r}")
+
+def check_unknown(
+    unknown:dict, # Arguments by name that a callback does not have
+):
+    "Raises TypeError if there are any; for fastxtend's `drop_last` it says what to use"
+    if 'drop_last' in unknown:
+        raise TypeError(f"drop_last={unknown['drop_last']!r} is fastxtend's name: use remainder='drop' to drop the incomplete window of an "
+                        "epoch, or remainder='step' to step on it")
+    if unknown: raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
 
 # %% ../nbs/00_sizes.ipynb #70a986e7
 def micro_batch_size(

@@ -4,6 +4,7 @@ from fastai.callback.mixup import CutMix, MixUp
 from hypothesis import given, strategies as st
 
 from common import *
+from fastxtend_accum.window import MicroBatch,Window,times
 
 
 class Masked:
@@ -164,5 +165,6 @@ def test_a_count_on_another_device_stays_a_tensor(monkeypatch):
         w.open(32)
         for _ in range(3):
             loss = torch.zeros((), device='meta', requires_grad=True)
-            times(loss, w.begin(MicroBatch(4, n, loss.detach()))); w.count()
+            w.micro = MicroBatch(4)
+            times(loss, w.weigh(n, loss.detach())); w.count()
         assert w.items.device.type == w.unit.device.type == w.loss_sum.device.type == 'meta'

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import *
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
+from fastxtend_accum.processes import Processes
 
 def broadcast_on_cpu(self, t, rank):
     "fastai moves the order of the samples to the GPU, since NCCL knows nothing else. Gloo does"
