@@ -13,6 +13,8 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision,NonNativeMixedPrecision
 
 from .sizes import *
+from .pieces import *
+from .memory import *
 from .epoch import *
 from .weights import *
 from .window import *
@@ -43,26 +45,28 @@ class GradientAccumulation(LeavingCallback):
     after_pred = before_backward = before_step = noop
     def __init__(self,
         accum_bs:int|None=None, # Samples in a window, over all processes, a multiple of their micro-batches; None: `n_acc`
-        n_acc:int=32, # fastai's name for `accum_bs`, in samples; used if `accum_bs` is None
+        n_acc:int|None=None, # fastai's name for `accum_bs`, in samples; None: 32 as in fastai, or the loader's batch if `micro_batch_size` is given
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, micro-batches (False)
         *,
-        micro_batch_size:int|None=None, # Samples in a micro-batch; None: what the training DataLoader says
+        micro_batch_size:int|str|None=None, # Samples in a micro-batch: larger loader batches are split; 'auto': as many as fit in memory; None: the loader's batch
         remainder:str|None=None, # The incomplete window that ends an epoch: 'step', 'carry' or 'drop'; None: as the DataLoader's `drop_last` says
         num_items:Callable|None=None, # `f(learn)`: items that the loss averages over; None: ask the loss function
         skip_nonfinite:bool=False, # Take no step on a gradient with NaN or infinity in it; drop its window
         **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
     ):
         check_unknown(unknown)
-        n_acc = check_size('n_acc', n_acc)
-        self.accum_bs = n_acc if accum_bs is None else check_size('accum_bs', accum_bs)
-        if micro_batch_size is not None: check_size('micro_batch_size', micro_batch_size)
+        for name,size in dict(accum_bs=accum_bs, n_acc=n_acc).items():
+            if size is not None: check_size(name, size)
+        check_micro_batch_size(micro_batch_size)
+        self.accum_bs = accum_bs or n_acc or (32 if micro_batch_size is None else None)
+        self.takes_loader_bs = self.accum_bs is None
         for name,flag in dict(log_accum_batch=log_accum_batch, skip_nonfinite=skip_nonfinite).items(): check_flag(name, flag)
         if remainder not in (None, *remainders): raise ValueError(f"remainder must be one of {remainders} or None, not {remainder!r}")
         if num_items is not None and not callable(num_items):
             raise TypeError(f"num_items must be a function of the Learner, not {num_items!r}")
         store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite')
-        self.micro_bs,self.at_end,self.epoch_plan,self.position,self.n_skipped,self.said = None,None,None,None,0,set()
-        self.window,self.hypers,self.loggers,self.processes = Window(),FirstHypers(),WindowLoggers(),Processes()
+        self.micro_bs,self.loader_bs,self.block,self.at_end,self.batches,self.position,self.n_skipped,self.said = *[None]*6,0,set()
+        self.fitting,self.window,self.hypers,self.loggers,self.processes = FittingSize(),Window(),FirstHypers(),WindowLoggers(),Processes()
 
     @property
     def opt_steps(self)->int:
@@ -83,6 +87,7 @@ def before_fit(self:GradientAccumulation):
     learn.opt.zero_grad()
     mend_wandb()
     if self.log_accum_batch: self.loggers.attach(self)
+    if self.micro_batch_size == 'auto': learn._do_one_batch = self.train_or_retry
 
 def is_fitting(learn:Learner)->bool:
     "Whether before_fit and after_fit come from a fit; validate and get_preds call them too, with the Learner's lock held"
@@ -93,16 +98,19 @@ def is_fitting(learn:Learner)->bool:
 def check(self:GradientAccumulation):
     "Raises ValueError if the callback does not fit its Learner; finds `micro_bs`, and what to do with an incomplete window"
     learn,dl = self.learn,self.learn.dls.train
-    twins = [cb for cb in learn.cbs if any(o.__name__ == 'GradientAccumulation' for o in type(cb).__mro__)]  # fastai's too
+    twins = [cb for cb in learn.cbs if accumulates(cb)]  # fastai's too
     if len(twins) > 1:
         names = ', '.join(f'{type(o).__module__}.{type(o).__name__}' for o in twins)
         raise ValueError(f"this Learner has {len(twins)} callbacks that accumulate ({names}): keep one, see learn.remove_cb")
     if learn._grab_cbs(NonNativeMixedPrecision):
         raise ValueError("NonNativeMixedPrecision keeps gradients that cannot be averaged here: use learn.to_fp16() instead")
     check_accumulates(learn.model, learn.opt)
-    self.micro_bs,self.processes = micro_batch_size(dl, self.micro_batch_size),Processes(n_processes(learn))
+    self.loader_bs,self.processes = loader_batch_size(dl, self.micro_batch_size),Processes(n_processes(learn))
     self.at_end = self.remainder or ('drop' if getattr(dl, 'drop_last', False) else 'step')
-    for name,size in self.sizes().items(): check_multiple(name, size, self.micro_bs, self.processes.n)
+    if self.takes_loader_bs: self.accum_bs = self.loader_bs*self.processes.n
+    self.block = block_size(self.loader_bs, self.micro_batch_size, self.sizes(), self.processes.n)
+    self.micro_bs = self.block if self.micro_batch_size in (None, 'auto') else min(self.micro_batch_size, self.block)
+    if self.micro_bs < self.loader_bs or self.micro_batch_size == 'auto': check_splits(learn.model)
     check_rules(self.scale, learn.opt)
 
 @patch
@@ -112,29 +120,31 @@ def sizes(self:GradientAccumulation)->dict:
 
 @patch(as_prop=True)
 def smallest_bs(self:GradientAccumulation)->int:
-    "Samples in the smallest window there can be: one micro-batch in every process"
-    return self.micro_bs*self.processes.n
+    "Samples in the smallest window there can be: one block in every process, which is a micro-batch unless batches are split"
+    return self.block*self.processes.n
 
 # %% ../nbs/06_accumulation.ipynb #3c6f5d20
 @patch
 def before_train(self:GradientAccumulation):
     "Know the epoch's windows beforehand: load only the micro-batches that they need, and go by the large batch's position"
     learn,share = self.learn,self.accum_bs//self.processes.n
-    epoch = self.epoch_plan = Epoch(learn.dl, self.micro_bs, self.at_end)
-    n_windows = epoch.n_windows(share) if self.is_constant else None
-    self.position = Position(learn.pct_train, n_windows, learn.n_epoch) if n_windows else None
-    if self.at_end != 'drop' or not epoch.certain: return
-    if n_windows == 0:
-        raise ValueError(f"an epoch has {epoch.samples*self.processes.n} samples, which do not fill one window of accum_bs={self.accum_bs}, and "
-                         "incomplete windows are dropped: use a smaller accum_bs, or remainder='step'")
-    learn.dl = MicroBatches(learn.dl, n_windows*share//self.micro_bs if n_windows else epoch.n_micro, self.can_fill)
+    finds_size = self.micro_batch_size == 'auto'
+    batches = MicroBatches(learn.dl, self.loader_bs, self.micro_bs, self.block, self.at_end, look_at=self.look_at if finds_size else None)
+    learn.dl = self.batches = batches
+    n_windows = batches.n_windows(share) if self.is_constant else None
+    self.position = Position(learn.pct_train, learn.n_epoch, n_windows)
+    if self.at_end == 'drop' and batches.certain:
+        if n_windows == 0:
+            raise ValueError(f"an epoch has {batches.samples*self.processes.n} samples, which do not fill one window of accum_bs={self.accum_bs}, "
+                             "and incomplete windows are dropped: use a smaller accum_bs, or remainder='step'")
+        if n_windows: batches.needed = n_windows*share
+        batches.goes_on = self.can_fill
+    if finds_size and not self.fitting.is_known(learn, self.block): self.look_at(first(batches.start()))
 
 @patch
-def can_fill(self:GradientAccumulation,
-    i:int, # A micro-batch of this epoch
-)->bool:
-    "Whether what is left of the epoch fills the window that micro-batch `i` belongs to"
-    return self.window.is_filling or self.epoch_plan.left(i) >= self.next_accum_bs()//self.processes.n
+def can_fill(self:GradientAccumulation)->bool:
+    "Whether the epoch has enough samples left for the window of the next micro-batch"
+    return self.window.is_filling or self.batches.left >= self.next_accum_bs()//self.processes.n
 
 @patch
 def next_accum_bs(self:GradientAccumulation)->int:
@@ -156,7 +166,7 @@ def begin(self:GradientAccumulation):
     if not window.is_filling:
         window.open(self.next_accum_bs()//self.processes.n)
         self.hypers.forget()
-    window.micro = MicroBatch(samples, window.samples+samples >= window.accum_bs or self.epoch_plan.ends_with(learn.iter), learn.iter)
+    window.micro = MicroBatch(samples, window.samples+samples >= window.accum_bs or self.batches.is_last, learn.iter)
 
 # %% ../nbs/06_accumulation.ipynb #0ba548ce
 @patch
@@ -178,6 +188,57 @@ def after_backward(self:GradientAccumulation):
     if micro.under_way: window.count()
     if self.processes.n > 1: self.processes.after_backward(self.learn.model)
     if not (micro.state == 'counted' and micro.ends_window and self.close_window()): raise CancelBatchException
+
+# %% ../nbs/06_accumulation.ipynb #58d1f3b6
+@patch
+def look_at(self:GradientAccumulation,
+    b, # The next batch of the DataLoader
+):
+    "Split it into pieces that fit in memory"
+    self.use(self.fitting.look_at(self.learn, b))
+
+@patch
+def use(self:GradientAccumulation,
+    size:int, # Samples in a micro-batch from now on
+):
+    "Change the size of micro-batches in mid-epoch; the progress bar knows how many are left"
+    learn,self.micro_bs,self.batches.micro_bs = self.learn,size,size
+    if self.batches.seen == 0: return
+    learn.n_iter = learn.iter+1 + self.batches.n_pieces(self.batches.needed-self.batches.seen)
+    if hasattr(learn, 'progress'): learn.progress.pbar.total = learn.n_iter
+
+@patch
+def train_or_retry(self:GradientAccumulation):
+    "Train on the micro-batch; if memory runs out before its window is full, make it smaller and have it come again"
+    learn = self.learn
+    try: return type(learn)._do_one_batch(learn)
+    except Exception as e:
+        if not is_out_of_memory(e) or not learn.training: raise
+        if not self.can_retry():
+            raise RuntimeError(f"out of memory with micro-batches of {self.micro_bs} samples: set micro_batch_size={-(-self.micro_bs//2)}") from e
+    self.retry()  # outside of the `except` block, where the traceback no longer holds the tensors
+    raise CancelBatchException
+
+@patch
+def can_retry(self:GradientAccumulation)->bool:
+    "Whether what the micro-batch has touched can be undone and trained on again"
+    window = self.window
+    return (self.processes.n == 1 and self.micro_bs > 1 and window.state == 'open' and window.micro.state != 'counted'
+            and window.at_stake <= self.batches.at)
+
+@patch
+def retry(self:GradientAccumulation):
+    "Give up what the micro-batch holds, and have it come again, in halves"
+    learn,micro = self.learn,self.window.micro
+    self.batches.go_back(self.window.at_stake)
+    if micro.state == 'begun':
+        for cb in learn._grab_cbs(MixedPrecision): cb.after_loss()  # leaves its autocast
+    micro.ends_window = False
+    learn.pred,learn.loss_grad,learn.loss = None,None,learn.loss.detach()
+    free_memory()
+    self.fitting.size = -(-self.micro_bs//2)
+    self.use(self.fitting.size)
+    warn(f"out of memory in training: micro-batches have {self.micro_bs} samples from now on")
 
 # %% ../nbs/06_accumulation.ipynb #908710a4
 @patch
@@ -234,9 +295,9 @@ def after_cancel_step(self:GradientAccumulation):
 # %% ../nbs/06_accumulation.ipynb #0ba69a07
 @patch
 def after_batch(self:GradientAccumulation):
-    "Mid-window, the position in training stays where it is"
-    if self.position is None: return
-    if self.window.is_over: self.position.move_on()
+    "The position in training moves on with the window, and mid-window stays where it is; or with the samples, if windows change in size"
+    if not self.position.by_windows: self.position.move_to(self.batches.seen/self.batches.samples)
+    elif self.window.is_over: self.position.move_on()
     self.learn.pct_train = self.position.pct
 
 # %% ../nbs/06_accumulation.ipynb #c10eeccb
@@ -299,3 +360,4 @@ def leave(self:GradientAccumulation):
     self.processes.leave(self.learn.model)
     if self.window.micro: self.learn.opt.zero_grad()
     self.window.open()
+    if self.micro_batch_size == 'auto': vars(self.learn).pop('_do_one_batch', None)

@@ -49,7 +49,7 @@ class AdaptiveGradientAccumulation(GradientAccumulation):
         shrink:bool=False, # Whether the batch may get smaller again
         *,
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, micro-batches (False)
-        micro_batch_size:int|None=None, # Samples in a micro-batch; None: what the training DataLoader says
+        micro_batch_size:int|str|None=None, # Samples in a micro-batch: larger loader batches are split; 'auto': as many as fit in memory; None: the loader's batch
         remainder:str='step', # The incomplete window that ends an epoch: 'step' on it, 'carry' it over, or 'drop' it
         num_items:Callable|None=None, # `f(learn)`: items that the loss averages over; None: ask the loss function
         skip_nonfinite:bool=False, # Take no step on a gradient with NaN or infinity in it; drop its window

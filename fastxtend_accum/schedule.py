@@ -79,7 +79,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         finish:Numeric=0.3, # End of the schedule: fraction of training steps (float) or epochs (int, from 0)
         schedule:Callable[...,_Annealer]=SchedCos, # fastai annealer, or any `f(start, end)` that gives `f(pos)`
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, micro-batches (False)
-        micro_batch_size:int|None=None, # Samples in a micro-batch; None: what the training DataLoader says
+        micro_batch_size:int|str|None=None, # Samples in a micro-batch: larger loader batches are split; 'auto': as many as fit in memory; None: the loader's batch
         *,
         remainder:str='step', # The incomplete window that ends an epoch: 'step' on it, 'carry' it over, or 'drop' it
         num_items:Callable|None=None, # `f(learn)`: items that the loss averages over; None: ask the loss function
@@ -158,19 +158,18 @@ def preview(self:GradientAccumulationSchedule,
     dls:DataLoaders, # What it will train on
 )->list[tuple[float,int]]: # For each optimizer step, the epochs gone by when its window opens, and its samples
     "The windows of a fit, before it; raises ValueError if it could not work"
-    micro_bs = micro_batch_size(dls.train, self.micro_batch_size)
-    for name,size in self.sizes().items(): check_multiple(name, size, micro_bs)
-    full,short = divmod(epoch_samples(dls.train, micro_bs)[0], micro_bs)
-    size_at,micros,res,samples = self.curve(n_epoch, micro_bs),[micro_bs]*full + [short]*(short > 0),[],0
+    loader_bs = loader_batch_size(dls.train, self.micro_batch_size)
+    micro_bs = block_size(loader_bs, self.micro_batch_size, self.sizes())
+    samples = epoch_samples(dls.train, loader_bs)[0]
+    size_at,res,filled = self.curve(n_epoch, micro_bs),[],0
     for epoch in range(n_epoch):
-        pct = epoch/n_epoch
-        for micro in micros:
-            if not samples: opened,accum_bs = pct*n_epoch,size_at(pct)
-            samples += micro
-            pct += 1./(len(micros)*n_epoch)  # added up as fastai does, so that rounding is the same
-            if samples >= accum_bs: res.append((opened, samples)); samples = 0
-        if samples and self.remainder == 'step': res.append((opened, samples))
-        if self.remainder != 'carry': samples = 0
+        for seen in range(0, samples, micro_bs):
+            pct = epoch/n_epoch + seen/samples/n_epoch
+            if not filled: opened,accum_bs = pct*n_epoch,size_at(pct)
+            filled += min(micro_bs, samples-seen)
+            if filled >= accum_bs: res.append((opened, filled)); filled = 0
+        if filled and self.remainder == 'step': res.append((opened, filled))
+        if self.remainder != 'carry': filled = 0
     return res
 
 # %% ../nbs/07_schedule.ipynb #7f2d8c33

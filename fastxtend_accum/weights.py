@@ -6,7 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/weights.html.md"""
 
 # %% ../nbs/01_weights.ipynb #6cd21820
 from __future__ import annotations
-import types
+import math,types
 from collections.abc import Callable
 from functools import lru_cache,partial,singledispatch
 from numbers import Real
@@ -66,7 +66,7 @@ def _cross_entropy_items(loss_func, pred, targ):
                nn.PoissonNLLLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss)
 def _element_items(loss_func, pred, targ):
     if loss_func.reduction == 'batchmean': return pred.shape[0]
-    return torch.broadcast_shapes(pred.shape, targ.shape).numel()
+    return math.prod(np.broadcast_shapes(pred.shape, targ.shape))  # PyTorch's own function of that name imports sympy
 
 # %% ../nbs/01_weights.ipynb #7fbb1923
 @averages_over(FocalLoss, LabelSmoothingCrossEntropy)

@@ -73,6 +73,11 @@ class Window:
         return self.state == 'open' and self.n_micro > 0
 
     @property
+    def at_stake(self)->int:
+        "Samples that are lost if the micro-batch under way fails: its own, and those that its gradient is mixed with"
+        return self.micro.samples + (self.samples if self.micro.state == 'in_grad' else 0)
+
+    @property
     def is_over(self)->bool:
         "It was stepped on, skipped or dropped"
         return self.state not in ('open', 'closed')

@@ -74,7 +74,7 @@ draws = settings(max_examples=int(os.environ.get('DRAWS', 200)), deadline=None, 
 # The reference
 
 def windows(n, micro, accum, remainder, n_epoch, drop_last=False):
-    "Sample ranges of each optimizer step, and its fraction of training: the large batch's, or in micro-batches where `accum` is a function of it"
+    "Sample ranges of each optimizer step, and its fraction of training: the large batch's, or in samples where windows change in size or go on in the next epoch"
     n_micro = n//micro if drop_last else -(-n//micro)
     n_used = min(n, n_micro*micro)
     n_large = None if callable(accum) or remainder == 'carry' else n_used//accum if remainder == 'drop' else -(-n_used//accum)
@@ -83,7 +83,7 @@ def windows(n, micro, accum, remainder, n_epoch, drop_last=False):
         if remainder != 'carry': window = []
         for i in range(n_micro):
             if not window:
-                pct = (epoch + (i*micro//accum/n_large if n_large else i/n_micro))/n_epoch
+                pct = (epoch + (i*micro//accum/n_large if n_large else i*micro/n_used))/n_epoch
                 size = accum(pct) if callable(accum) else accum
             window += range(i*micro, min((i+1)*micro, n))
             if len(window) >= size: res.append((window, pct)); window = []

@@ -107,7 +107,7 @@ def test_any_tokens(n, micro, k, name, remainder, n_epoch, seed, frozen, final, 
     for epoch in range(n_epoch):
         if remainder != 'carry': window.clear()
         for i in range(n_micro):
-            if not window: full = size_at((epoch+i/n_micro)/n_epoch)
+            if not window: full = size_at((epoch + i*micro/min(n, n_micro*micro))/n_epoch)
             window += range(i*micro, min((i+1)*micro, n))
             if len(window) >= full: step()
         if window and remainder == 'step': step()
