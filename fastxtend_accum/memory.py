@@ -38,19 +38,15 @@ def runs(
 def largest_that_runs(
     f:Callable, # `f(n)` trains on `n` samples
     at_most:int, # Samples to begin with
-    peaks:dict|None=None, # Gets the peak memory of each size tried on CUDA, in bytes
 )->int: # The first of `at_most`, half of it, a quarter ... that runs
     "Samples in the largest piece that fits in memory; raises RuntimeError if not even one does"
+    if runs(f, at_most): return at_most
+    free_memory()  # what an earlier fit has left may have been in the way
     n = at_most
-    while True:
+    while not runs(f, n):
         free_memory()
-        if torch.cuda.is_available(): torch.cuda.reset_peak_memory_stats()
-        fits = runs(f, n)
-        if peaks is not None and torch.cuda.is_available(): peaks[n] = torch.cuda.max_memory_allocated()
-        if fits: break
         if n == 1: raise RuntimeError("out of memory with a single sample: use smaller inputs, a smaller model, mixed precision, or gradient checkpointing")
         n = -(-n//2)
-    free_memory()
     return n
 
 # %% ../nbs/00_memory.ipynb #9c1d0e11
@@ -70,6 +66,7 @@ def training_pass(
     n:int, # Samples of it to train on, the first ones
 ):
     "A forward and a backward pass on `n` samples of `b`, with fastai's events, and with the memory for an optimizer step set aside"
+    learn.pred,learn.loss,learn.loss_grad = None,None,None  # a pass before this one may have left its graph
     room,model,mixed = room_for_step(learn.opt),inner_model(learn.model),learn._grab_cbs(MixedPrecision)
     for p in [*model.parameters(), *trained(learn.opt)]: p.grad = None
     take_part = L(cb for cb in learn.cbs if cb.order < Recorder.order and not accumulates(cb) and cb not in mixed)
@@ -94,7 +91,7 @@ def find_micro_bs(
     learn:Learner, # In training, before or between two of its batches
     b, # A batch of its training DataLoader
     at_most:int, # Samples to begin with
-    peaks:dict|None=None, # Gets the peak memory of each size tried on CUDA, in bytes
+    peaks:dict|None=None, # Gets the peak memory of each size tried, in bytes; on CUDA only
     agree:bool=True, # All processes look now, and take the smallest
 )->int:
     "Samples in the largest piece of `b` that can be trained on; leaves no trace. Raises RuntimeError if not even one can"
@@ -105,7 +102,12 @@ def find_micro_bs(
         for k,v in dict(iter=0, n_iter=len(learn.dl)).items(): vars(learn).setdefault(k, v)  # before the first batch a Learner has none
         for m in model.modules():
             if isinstance(m, nn.SyncBatchNorm): m.eval()  # in training mode it would wait for the other processes
-        n = largest_that_runs(partial(training_pass, learn, b), min(at_most, batch_size(b)), peaks)
+        def try_size(n):
+            if peaks is None: return training_pass(learn, b, n)
+            torch.cuda.reset_peak_memory_stats()
+            try: training_pass(learn, b, n)
+            finally: peaks[n] = torch.cuda.max_memory_allocated()
+        n = largest_that_runs(try_size, min(at_most, batch_size(b)))
     if n_processes(learn) == 1 or not agree: return n
     return int(all_reduce(model, torch.tensor(n, device=next(model.parameters()).device), dist.ReduceOp.MIN))
 
@@ -141,7 +143,7 @@ class FittingSize:
 class MicroBatchFinder(Callback):
     "Ends a fit before its first batch, with the largest micro-batch size that fits"
     order,remove_on_fetch = 99,True
-    def __init__(self): self.peaks,self.size = {},None
+    def __init__(self): self.peaks,self.size = {} if torch.cuda.is_available() else None,None
     def before_train(self):
         b = first(self.learn.dl)
         self.size = find_micro_bs(self.learn, b, batch_size(b), self.peaks)
