@@ -139,7 +139,9 @@ def before_train(self:GradientAccumulation):
                              "and incomplete windows are dropped: use a smaller accum_bs, or remainder='step'")
         if n_windows: batches.needed = n_windows*share
         batches.goes_on = self.can_fill
-    if finds_size and not self.fitting.is_known(learn, self.block): self.look_at(first(batches.start()))
+    if not finds_size: return
+    if self.fitting.is_known(learn, self.block): self.use(self.fitting.size)
+    else: self.look_at(first(batches.start()))
 
 @patch
 def can_fill(self:GradientAccumulation)->bool:
@@ -195,7 +197,7 @@ def look_at(self:GradientAccumulation,
     b, # The next batch of the DataLoader
 ):
     "Split it into pieces that fit in memory"
-    self.use(self.fitting.look_at(self.learn, b))
+    self.use(self.fitting.look_at(self.learn, b, try_pieces(self.learn, b), min(self.block, batch_size(b))))
 
 @patch
 def use(self:GradientAccumulation,

@@ -90,8 +90,7 @@ def pieces_of(self:MicroBatches,
     if self.look_at is not None: self.look_at(b)
     n,self.at = batch_size(b),0
     while self.at < n and (self.goes_on is None or self.goes_on()):
-        rest = min(self.block - self.at%self.block, n-self.at)
-        size = -(-rest//-(-rest//self.micro_bs))
+        size = next_piece(min(self.block - self.at%self.block, n-self.at), self.micro_bs)
         self.at += size
         self.seen += size
         yield piece(b, self.at-size, self.at, n)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
+from torch.amp import autocast
 from torch.nn.parallel import DistributedDataParallel
 import torch.distributed as dist
 
@@ -20,8 +21,8 @@ from .processes import *
 from .logging import *
 
 # %% auto #0
-__all__ = ['runs', 'largest_that_runs', 'inner_model', 'room_for_step', 'training_pass', 'accumulates', 'find_micro_bs',
-           'sample_size', 'FittingSize', 'MicroBatchFinder', 'plot_peaks']
+__all__ = ['runs', 'largest_that_runs', 'inner_model', 'room_for_step', 'forward_and_backward', 'takes_part', 'accumulates',
+           'find_size', 'try_pieces', 'sample_size', 'FittingSize', 'MicroBatchFinder', 'plot_peaks']
 
 # %% ../nbs/00_memory.ipynb #9c1d0e08
 def runs(
@@ -60,56 +61,61 @@ def room_for_step(opt:Optimizer|OptimWrapper)->list[Tensor]:
     def is_fresh(p): return not any(isinstance(o, Tensor) and o.shape == p.shape for o in state.get(p, {}).values())
     return [torch.empty_like(p) for p in trained(opt) if is_fresh(p) for _ in range(2)]
 
-def training_pass(
-    learn:Learner, # In training mode, with its optimizer
-    b, # A batch of its training DataLoader
-    n:int, # Samples of it to train on, the first ones
-):
-    "A forward and a backward pass on `n` samples of `b`, with fastai's events, and with the memory for an optimizer step set aside"
-    learn.pred,learn.loss,learn.loss_grad = None,None,None  # a pass before this one may have left its graph
+def forward_and_backward(learn:Learner):
+    "What a Learner does with its `xb` and `yb`, with fastai's events, up to the gradients; the memory for an optimizer step is set aside"
     room,model,mixed = room_for_step(learn.opt),inner_model(learn.model),learn._grab_cbs(MixedPrecision)
+    learn.pred,learn.loss,learn.loss_grad = None,None,None  # a pass before this one may have left its graph
     for p in [*model.parameters(), *trained(learn.opt)]: p.grad = None
-    take_part = L(cb for cb in learn.cbs if cb.order < Recorder.order and not accumulates(cb) and cb not in mixed)
-    with replaced(learn, 'cbs', take_part):
-        learn._split(learn._set_device(piece(b, 0, n)))
-        learn('before_batch')
-        with ContextManagers([cb.autocast for cb in mixed]):
-            learn.pred = model(*learn.xb)
-            learn('after_pred')
-            if mixed: learn.pred = to_float(learn.pred)
-            learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
-            learn.loss = learn.loss_grad.clone()
-            learn('after_loss')
-        learn.loss_grad.backward()
+    with ContextManagers([autocast(cb.autocast.device, dtype=cb.autocast.fast_dtype) for cb in mixed]):
+        learn.pred = model(*learn.xb)
+        learn('after_pred')
+        if mixed: learn.pred = to_float(learn.pred)
+        learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
+        learn.loss = learn.loss_grad.clone()
+        learn('after_loss')
+    learn.loss_grad.backward()
+
+def takes_part(cb:Callback)->bool:
+    "Whether `cb` may change what the pass computes: not those that accumulate, log or schedule, nor autocast, which is entered for them"
+    return cb.order < Recorder.order and not accumulates(cb) and not isinstance(cb, MixedPrecision)
 
 def accumulates(cb:Callback)->bool:
     "Whether `cb` accumulates gradients, as this package's callbacks and fastai's do"
     return any(o.__name__ == 'GradientAccumulation' for o in type(cb).__mro__)
 
 # %% ../nbs/00_memory.ipynb #9c1d0e12
-def find_micro_bs(
+def find_size(
     learn:Learner, # In training, before or between two of its batches
-    b, # A batch of its training DataLoader
+    try_size:Callable, # `f(n)`: a forward and a backward pass on `n` samples at a time
     at_most:int, # Samples to begin with
-    peaks:dict|None=None, # Gets the peak memory of each size tried, in bytes; on CUDA only
     agree:bool=True, # All processes look now, and take the smallest
 )->int:
-    "Samples in the largest piece of `b` that can be trained on; leaves no trace. Raises RuntimeError if not even one can"
+    "The largest size with which `try_size` fits in memory; leaves no trace. Raises RuntimeError if not even one sample fits"
     model = learn.model
     if averages_gradients(model) and not isinstance(model, DistributedDataParallel):
         raise ValueError(f"micro_batch_size='auto' cannot try sizes on a sharded {type(model).__name__}: use a number of samples")
-    with unchanged(learn, weights=False):
+    with unchanged(learn, weights=False), replaced(learn, 'cbs', L(cb for cb in learn.cbs if takes_part(cb))):
         for k,v in dict(iter=0, n_iter=len(learn.dl)).items(): vars(learn).setdefault(k, v)  # before the first batch a Learner has none
         for m in model.modules():
             if isinstance(m, nn.SyncBatchNorm): m.eval()  # in training mode it would wait for the other processes
-        def try_size(n):
-            if peaks is None: return training_pass(learn, b, n)
-            torch.cuda.reset_peak_memory_stats()
-            try: training_pass(learn, b, n)
-            finally: peaks[n] = torch.cuda.max_memory_allocated()
-        n = largest_that_runs(try_size, min(at_most, batch_size(b)))
+        n = largest_that_runs(try_size, at_most)
     if n_processes(learn) == 1 or not agree: return n
     return int(all_reduce(model, torch.tensor(n, device=next(model.parameters()).device), dist.ReduceOp.MIN))
+
+def try_pieces(
+    learn:Learner, # In training, before or between two of its batches
+    b, # A batch of its training DataLoader
+    peaks:dict|None=None, # Gets the peak memory of each size tried, in bytes; on CUDA only
+)->Callable: # `f(n)`
+    "A training pass on the first `n` samples of `b`"
+    def try_size(n):
+        if peaks is not None: torch.cuda.reset_peak_memory_stats()
+        learn._split(learn._set_device(piece(b, 0, n)))
+        learn('before_batch')
+        try: forward_and_backward(learn)
+        finally:
+            if peaks is not None: peaks[n] = torch.cuda.max_memory_allocated()
+    return try_size
 
 # %% ../nbs/00_memory.ipynb #9c1d0e14
 def sample_size(b)->float:
@@ -122,20 +128,22 @@ class FittingSize:
 
     def is_known(self,
         learn:Learner, # In training
-        at_most:int, # Samples in a piece at most
+        at_most:int|None=None, # Samples in a piece at most
     )->bool: # False: it has to be found on the next batch
         "Whether a size was found for what `learn` trains now"
         now = at_most,sum(p.numel() for p in trained(learn.opt)),len(learn._grab_cbs(MixedPrecision))
-        if now != self.found_for: self.found_for,self.largest,self.size = now,0,at_most
+        if now != self.found_for: self.found_for,self.largest,self.size = now,0,None
         return self.largest > 0
 
     def look_at(self, learn:Learner,
-        b, # The next batch of the training DataLoader
+        b, # The next batch
+        try_size:Callable, # `f(n)`: a forward and a backward pass on `n` samples of it at a time
+        at_most:int, # Samples to begin with
     )->int: # Samples in a piece of it, at most
         "The size that fits, found anew if the samples of `b` are larger than all before"
         if sample_size(b) > self.largest:
             at_start,self.largest = self.largest == 0,sample_size(b)
-            self.size = find_micro_bs(learn, b, self.size, agree=at_start)  # later, other processes may have seen no larger one
+            self.size = find_size(learn, try_size, min(self.size or at_most, at_most), agree=at_start)  # later, others may have seen no larger one
             if rank_distrib() == 0: print(f"micro_batch_size='auto': {self.size} of {batch_size(b)} samples fit in memory")
         return self.size
 
@@ -146,7 +154,7 @@ class MicroBatchFinder(Callback):
     def __init__(self): self.peaks,self.size = {} if torch.cuda.is_available() else None,None
     def before_train(self):
         b = first(self.learn.dl)
-        self.size = find_micro_bs(self.learn, b, batch_size(b), self.peaks)
+        self.size = find_size(self.learn, try_pieces(self.learn, b, self.peaks), batch_size(b))
         raise CancelFitException
 
 def plot_peaks(

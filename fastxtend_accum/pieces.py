@@ -15,7 +15,8 @@ from fastai.basics import *
 from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
-__all__ = ['tensors_in', 'batch_size', 'piece', 'carries_state', 'check_splits', 'join', 'is_out_of_memory', 'free_memory']
+__all__ = ['tensors_in', 'batch_size', 'piece', 'next_piece', 'carries_state', 'check_splits', 'join', 'is_out_of_memory',
+           'free_memory']
 
 # %% ../nbs/00_pieces.ipynb #df6341b0
 def tensors_in(b)->list[Tensor]:
@@ -60,6 +61,14 @@ def _piece_of_mapping(b, start, end, n):
     res = copy(b)
     res.update(items)
     return res
+
+# %% ../nbs/00_pieces.ipynb #544f168c
+def next_piece(
+    rest:int, # Samples that are left to split
+    micro_bs:int, # Samples in a piece at most
+)->int:
+    "Samples in the next piece: as few pieces as possible, of nearly equal size"
+    return -(-rest//-(-rest//micro_bs))
 
 # %% ../nbs/00_pieces.ipynb #0e613654
 def carries_state(model:nn.Module)->bool:
