@@ -10,6 +10,7 @@ __all__ = []
 # %% ../nbs/12_all.ipynb #87cdef62
 from .accumulation import GradientAccumulation
 from .schedule import GradientAccumulationSchedule
+from .gradient_cache import GradientCache
 from .rules import linear_scale,sqrt_scale,half_life_scale,SchedSteps,seesaw
 from .noise import GradientNoiseScale,NoiseEstimate
 from .adaptive import AdaptiveGradientAccumulation

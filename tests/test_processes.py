@@ -91,6 +91,17 @@ def test_the_smallest_size_that_fits(world):
     buckets,scalars = messages(world, 'auto')
     assert scalars == [8,8]+[24]*len(buckets) and len(buckets) == len(results[0]['auto']['accum_bs'])
 
+def test_a_loss_over_the_batch_of_each_process(world):
+    "In pieces it is what it is at once, with one set of buckets a step"
+    n,results = world
+    for res in results:
+        assert_same(res['gradient_cache']['weights'], res['whole_batch']['weights'], ROUNDING)
+        assert_same(res['gradient_cache']['losses'], res['whole_batch']['losses'], 1e-6)
+        assert (res['whole_batch']['weights']-weights(model())).abs().max() > 1e-2
+        assert 'cannot split the forward pass of a sharded' in res['gradient_cache_sharded']
+    (cached,_),(whole,_) = (messages(world, o) for o in ('gradient_cache', 'whole_batch'))
+    assert cached == whole and len(cached) == len(results[0]['gradient_cache']['losses']) > 3
+
 def test_schedule(world):
     n,_ = world
     def size(pct): return math.floor(SchedCos(4*n, 16*n)(pct)/(4*n) + 0.5 + 1e-6)*4
