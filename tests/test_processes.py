@@ -254,7 +254,7 @@ def test_table_of_the_page(world):
         scalars = [o for o in scalars if o != 8]
         steps = 6
         rows.append([len(buckets)/steps, sum(nbytes for _,nbytes in buckets)/steps, len(scalars)/steps, sum(scalars)/steps])
-    page = ''.join(sum([c['source'] for c in json.loads((here.parent/'nbs/04_processes.ipynb').read_text())['cells']], []))
+    page = ''.join(sum([c['source'] for c in json.loads((here.parent/'nbs/source/06_processes.ipynb').read_text())['cells']], []))
     table = re.findall(r'^\| (?:fastai\'s )?`GradientAccumulation` \|(.*)\|$', page, re.M)
     assert [[float(o) for o in row.split('|')] for row in table] == rows
     assert f'model of {len(weights(model()))} parameters' in page
