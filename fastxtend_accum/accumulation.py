@@ -205,6 +205,7 @@ def use(self:GradientAccumulation,
     learn.n_iter = learn.iter+1 + self.batches.n_pieces(self.batches.needed-self.batches.seen)
     if hasattr(learn, 'progress'): learn.progress.pbar.total = learn.n_iter
 
+# %% ../nbs/source/10_accumulation.ipynb #0c4e7a92
 @patch
 def train_or_retry(self:GradientAccumulation):
     "Train on the micro-batch; if memory runs out before its window is full, make it smaller and have it come again"

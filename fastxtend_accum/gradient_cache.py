@@ -132,6 +132,7 @@ def find_size(self:GradientCache):
     self.fitting.is_known(learn)
     self.micro_bs = self.fitting.look_at(learn, learn.xb, try_size, batch_size(learn.xb))
 
+# %% ../nbs/source/11_gradient_cache.ipynb #8b6d2f05
 @patch
 def leave(self:GradientCache):
     "Leave the model as it was, should its forward pass not have come"
