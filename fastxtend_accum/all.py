@@ -19,5 +19,7 @@ from .schedule import *
 from .rules import *
 from .noise import *
 from .adaptive import *
+from .snapshot import *
+from .bs_find import *
 
 __all__ = [o for o in dir() if not o.startswith('_')]
