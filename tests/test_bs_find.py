@@ -1,5 +1,6 @@
 "`bs_find` and `bs_schedule`: what they find, and that the Learner is afterwards as it was"
 import itertools, random
+from collections import deque
 import pytest
 from torch.utils.data import DataLoader as TorchDataLoader
 
@@ -14,11 +15,12 @@ EVENTS = ['before_fit','before_epoch','before_train','before_batch','after_pred'
           'after_validate','after_epoch','after_fit']
 
 class Counts(Callback):
-    "Changes itself, a list and a generator of its own at every batch, and the recorder"
-    def __init__(self): self.n,self.seen,self.rng = 0,[],np.random.default_rng(1)
+    "Changes itself, collections and a generator of its own at every batch, and the recorder"
+    def __init__(self): self.n,self.seen,self.last,self.kinds,self.sums,self.rng = 0,[],deque(maxlen=3),set(),np.zeros(2),np.random.default_rng(1)
     def after_batch(self):
         self.n += 1
-        self.seen.append(self.rng.random())
+        self.sums += self.n
+        for f in self.seen.append,self.last.append,self.kinds.add: f(self.rng.random())
         self.learn.recorder.counted = self.n
 
 def strike(exc, event, order):
@@ -51,7 +53,8 @@ def walk(o, path='learn', seen=()):
         value = str(o.dtype),o.requires_grad,o.detach().numpy().tobytes()
         if o.is_leaf: parts = {'grad':o.grad}
     elif isinstance(o, dict): value,parts = [id(k) if isinstance(k, Tensor) else k for k in o],{str(k)[:20]:v for k,v in o.items()}
-    elif isinstance(o, (list,tuple)): value,parts = len(o),dict(enumerate(o))
+    elif isinstance(o, (list,tuple,deque,set)): value,parts = len(o),dict(enumerate(o))
+    elif isinstance(o, np.ndarray): value = o.tobytes()
     elif isinstance(o, random.Random): value = o.getstate()
     elif isinstance(o, np.random.Generator): value = str(o.bit_generator.state)
     elif isinstance(o, (str,int,float,type(None))): value = repr(o)
@@ -84,6 +87,20 @@ def test_it_leaves_everything_as_it_was(opt_func, epochs):
     learn,twin = (trained_learner(MixUp(), BnFreeze(), opt_func=opt_func, epochs=epochs) for _ in range(2))
     before = everything(learn)
     assert len(set(sum(find(learn).losses.values(), []))) == 4  # it has trained: no two branches are the same
+    assert_as_it_was(learn, before, twin)
+
+def test_whatever_happens_inside():
+    "More than `bs_find` does: the Recorder and the metrics take part, the body is frozen, there is another optimizer"
+    learn,twin = trained_learner(),trained_learner()
+    before = everything(learn)
+    with pytest.raises(ZeroDivisionError), unchanged(learn):
+        fit(learn, 1, 10.)
+        for p in learn.model[0].parameters(): p.requires_grad_(False)
+        learn.create_opt()
+        learn.model[3].weight.grad = None
+        del learn.recorder.losses
+        assert len(changed(everything(learn), before)) > 100
+        1/0
     assert_as_it_was(learn, before, twin)
 
 def test_the_schedule_leaves_everything_as_it_was():
@@ -238,6 +255,15 @@ def test_sizes():
         assert list(learn.bs_find([12, 4, 12], show_plot=False).losses) == [4, 12]
 
 # What it finds
+
+def test_the_spread_of_the_seeds_counts():
+    "A mean rise of .05: with a standard error of .04 it may be one of .01, which is within two percent"
+    noise = np.array([-.07, 0., .07])
+    assert critical_size({16: [1., 1., 1.], 32: [1.05, 1.05, 1.05]}) == 16
+    assert critical_size({16: [1., 1., 1.], 32: list(1.05+noise)}) == 32
+    assert critical_size({16: list(1+noise), 32: list(1.05+noise)}) == 16  # pairs do not differ
+    assert critical_size({16: [-1., -1.], 32: [-.99, -.99], 64: [-.97, -.97]}) == 32  # a loss below 0
+    assert critical_size({16: [0.], 32: [0.], 64: [1e-9]}) == 32
 
 def test_two_sizes_that_are_worse_end_it():
     losses = {4:1., 8:1., 16:1.05, 32:1.01, 64:1.1, 128:1.1, 256:.5}
