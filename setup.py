@@ -1,23 +1,35 @@
+import re
 from configparser import ConfigParser
 from pathlib import Path
-from setuptools import find_packages, setup
+from setuptools import setup
+
+here = Path(__file__).parent
+def read(name): return (here/name).read_text(encoding='utf-8')
 
 ini = ConfigParser()
-ini.read(Path(__file__).parent/'settings.ini', encoding='utf-8')
+ini.read_string(read('settings.ini'))
 cfg = ini['DEFAULT']
-loggers = cfg['loggers_requirements'].split()
+pythons,loggers = cfg['pythons'].split(),cfg['loggers_requirements'].split()
+
+def absolute_links(text):
+    "`text` for PyPI: links to files of the repository lead to GitHub, pictures to the file itself, at the tag of this version"
+    home = re.search(r'^Repository = "(.+)"$', read('pyproject.toml'), re.M)[1]
+    def absolute(m):
+        if not (here/m[1].partition('#')[0]).is_file(): return m[0]  # a link into the web or into the page, or code
+        return f"]({home}/{'raw' if m[1].endswith(('.png', '.svg')) else 'blob'}/v{cfg['version']}/{m[1]})"
+    return re.sub(r'\]\(([^()\s]+)\)', absolute, text)
 
 setup(
     version=cfg['version'],
     author=cfg['author'],
-    license=cfg['license'],
-    keywords=cfg['keywords'],
-    classifiers=[f'Development Status :: {cfg["status"]}', 'Intended Audience :: Developers',
-                 'Programming Language :: Python :: 3', 'Topic :: Scientific/Engineering :: Artificial Intelligence'],
-    long_description=Path('README.md').read_text(encoding='utf-8'),
+    keywords=cfg['keywords'].split(),
+    classifiers=[f'Development Status :: {cfg["status"]}', 'Intended Audience :: Developers', 'Intended Audience :: Science/Research',
+                 'Operating System :: OS Independent', *(f'Programming Language :: Python :: {o}' for o in ['3', *pythons]),
+                 'Topic :: Scientific/Engineering :: Artificial Intelligence'],
+    long_description=absolute_links(read('README.md')),
     long_description_content_type='text/markdown',
-    python_requires='>='+cfg['min_python'],
-    packages=find_packages(include=['fastxtend_accum']),
+    python_requires='>='+pythons[0],
+    packages=['fastxtend_accum'],
     install_requires=cfg['requirements'].split(),
     extras_require=dict(loggers=loggers, dev=cfg['dev_requirements'].split()+loggers,
                         bench=cfg['bench_requirements'].split()),

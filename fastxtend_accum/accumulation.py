@@ -13,6 +13,9 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision,NonNativeMixedPrecision
 
 from .sizes import *
+from .pieces import *
+from .memory import *
+from .epoch import *
 from .weights import *
 from .window import *
 from .step import *
@@ -20,7 +23,7 @@ from .processes import *
 from .logging import *
 
 # %% auto #0
-__all__ = ['remainders', 'LeavingCallback', 'GradientAccumulation', 'is_fitting', 'scales_loss']
+__all__ = ['remainders', 'nonfinite', 'LeavingCallback', 'GradientAccumulation', 'is_fitting', 'scales_loss']
 
 # %% ../nbs/06_accumulation.ipynb #844ae3f5
 remainders = 'step','carry','drop'
@@ -36,29 +39,34 @@ class LeavingCallback(Callback):
 
 # %% ../nbs/06_accumulation.ipynb #36c789d1
 class GradientAccumulation(LeavingCallback):
-    "Accumulate gradients until they hold `accum_bs` samples, then step as one large batch would have; raises on bad sizes"
-    order,run_valid,scale = MixedPrecision.order-4,False,None
+    "Accumulate gradients over `accum_bs` samples, then step as one batch of that size would have; raises ValueError on sizes that do not fit"
+    order,run_valid,scale,is_constant = MixedPrecision.order-4,False,None,True
     # Events that nothing is done at: fastai would search the Learner and its model for them, at every micro-batch
     after_pred = before_backward = before_step = noop
     def __init__(self,
         accum_bs:int|None=None, # Samples in a window, over all processes, a multiple of their micro-batches; None: `n_acc`
-        n_acc:int=32, # fastai's name for `accum_bs`, in samples; used if `accum_bs` is None
+        n_acc:int|None=None, # fastai's name for `accum_bs`, in samples; None: 32 as in fastai, or the loader's batch if `micro_batch_size` is given
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, micro-batches (False)
         *,
-        micro_batch_size:int|None=None, # Samples in a micro-batch; None: what the training DataLoader says
-        remainder:str='step', # The incomplete window that ends an epoch: 'step' on it, 'carry' it over, or 'drop' it
+        micro_batch_size:int|str|None=None, # Samples in a micro-batch: larger loader batches are split; 'auto': as many as fit in memory; None: the loader's batch
+        remainder:str|None=None, # The incomplete window that ends an epoch: 'step', 'carry' or 'drop'; None: as the DataLoader's `drop_last` says
         num_items:Callable|None=None, # `f(learn)`: items that the loss averages over; None: ask the loss function
         skip_nonfinite:bool=False, # Take no step on a gradient with NaN or infinity in it; drop its window
+        **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
     ):
-        n_acc = check_size('n_acc', n_acc)
-        self.accum_bs = n_acc if accum_bs is None else check_size('accum_bs', accum_bs)
-        if micro_batch_size is not None: check_size('micro_batch_size', micro_batch_size)
-        if remainder not in remainders: raise ValueError(f"remainder must be one of {remainders}, not {remainder!r}")
+        check_unknown(unknown)
+        for name,size in dict(accum_bs=accum_bs, n_acc=n_acc).items():
+            if size is not None: check_size(name, size)
+        check_micro_batch_size(micro_batch_size)
+        self.accum_bs = accum_bs or n_acc or (32 if micro_batch_size is None else None)
+        self.takes_loader_bs = self.accum_bs is None
+        for name,flag in dict(log_accum_batch=log_accum_batch, skip_nonfinite=skip_nonfinite).items(): check_flag(name, flag)
+        if remainder not in (None, *remainders): raise ValueError(f"remainder must be one of {remainders} or None, not {remainder!r}")
         if num_items is not None and not callable(num_items):
             raise TypeError(f"num_items must be a function of the Learner, not {num_items!r}")
         store_attr('n_acc,log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite')
-        self.micro_bs,self.n_skipped,self.said = None,0,set()
-        self.window,self.hypers,self.loggers,self.processes = Window(),FirstHypers(),WindowLoggers(),Processes()
+        self.micro_bs,self.loader_bs,self.block,self.at_end,self.batches,self.position,self.n_skipped,self.said = *[None]*6,0,set()
+        self.fitting,self.window,self.hypers,self.loggers,self.processes = FittingSize(),Window(),FirstHypers(),WindowLoggers(),Processes()
 
     @property
     def opt_steps(self)->int:
@@ -67,23 +75,43 @@ class GradientAccumulation(LeavingCallback):
 
 # %% ../nbs/06_accumulation.ipynb #e73efc2b
 @patch
-def check(self:GradientAccumulation):
-    "Raises ValueError if the callback does not fit its Learner; finds `micro_bs`"
+def before_fit(self:GradientAccumulation):
+    "Check everything, then start with nothing: no window, no gradient, the loggers as they are"
     learn = self.learn
-    twins = [cb for cb in learn.cbs if any(o.__name__ == 'GradientAccumulation' for o in type(cb).__mro__)]  # fastai's too
+    if not is_fitting(learn): return
+    self.hypers.release(learn.opt, but=('lr','wd'))  # of an interrupted fit; this one has set these
+    self.leave()
+    self.check()
+    self.hypers,self.n_skipped,self.said = FirstHypers(self.scale),0,set()
+    self.window.start()
+    learn.opt.zero_grad()
+    mend_wandb()
+    if self.log_accum_batch: self.loggers.attach(self)
+    if self.micro_batch_size == 'auto': learn._do_one_batch = self.train_or_retry
+
+def is_fitting(learn:Learner)->bool:
+    "Whether before_fit and after_fit come from a fit; validate and get_preds call them too, with the Learner's lock held"
+    return learn.opt is not None and not learn.lock.locked()
+
+# %% ../nbs/06_accumulation.ipynb #eb653680
+@patch
+def check(self:GradientAccumulation):
+    "Raises ValueError if the callback does not fit its Learner; finds `micro_bs`, and what to do with an incomplete window"
+    learn,dl = self.learn,self.learn.dls.train
+    twins = [cb for cb in learn.cbs if accumulates(cb)]  # fastai's too
     if len(twins) > 1:
         names = ', '.join(f'{type(o).__module__}.{type(o).__name__}' for o in twins)
         raise ValueError(f"this Learner has {len(twins)} callbacks that accumulate ({names}): keep one, see learn.remove_cb")
     if learn._grab_cbs(NonNativeMixedPrecision):
         raise ValueError("NonNativeMixedPrecision keeps gradients that cannot be averaged here: use learn.to_fp16() instead")
-    self.micro_bs,self.processes = micro_batch_size(learn.dls.train, self.micro_batch_size),Processes(n_processes(learn))
-    for name,size in self.sizes().items(): check_multiple(name, size, self.micro_bs, self.processes.n)
+    check_accumulates(learn.model, learn.opt)
+    self.loader_bs,self.processes = loader_batch_size(dl, self.micro_batch_size),Processes(n_processes(learn))
+    self.at_end = self.remainder or ('drop' if getattr(dl, 'drop_last', False) else 'step')
+    if self.takes_loader_bs: self.accum_bs = self.loader_bs*self.processes.n
+    self.block = block_size(self.loader_bs, self.micro_batch_size, self.sizes(), self.processes.n)
+    self.micro_bs = self.block if self.micro_batch_size in (None, 'auto') else min(self.micro_batch_size, self.block)
+    if self.micro_bs < self.loader_bs or self.micro_batch_size == 'auto': check_splits(learn.model)
     check_rules(self.scale, learn.opt)
-
-@patch(as_prop=True)
-def smallest_bs(self:GradientAccumulation)->int:
-    "Samples in the smallest window there can be: one micro-batch in every process"
-    return self.micro_bs*self.processes.n
 
 @patch
 def sizes(self:GradientAccumulation)->dict:
@@ -91,101 +119,159 @@ def sizes(self:GradientAccumulation)->dict:
     return dict(accum_bs=self.accum_bs)
 
 @patch(as_prop=True)
-def ratio(self:GradientAccumulation)->float:
-    "How much larger the window is than the first one: what the rules in `scale` go by"
-    return self.accum_bs/first(self.sizes().values())
+def smallest_bs(self:GradientAccumulation)->int:
+    "Samples in the smallest window there can be: one block in every process, which is a micro-batch unless batches are split"
+    return self.block*self.processes.n
 
-# %% ../nbs/06_accumulation.ipynb #eb653680
+# %% ../nbs/06_accumulation.ipynb #3c6f5d20
 @patch
-def before_fit(self:GradientAccumulation):
-    "Check everything, then start with nothing: no window, no gradient, the loggers as they are"
-    if not is_fitting(self.learn): return
-    self.hypers.release(self.learn.opt, but=('lr','wd'))  # of an interrupted fit; this one has set these
-    self.hypers,self.window.steps,self.n_skipped,self.said = FirstHypers(self.scale),0,0,set()
-    self.leave()
-    self.check()
-    self.learn.opt.zero_grad()
-    mend_wandb()
-    if self.log_accum_batch: self.loggers.attach(self)
-
-def is_fitting(learn:Learner)->bool:
-    "Whether before_fit and after_fit come from a fit; validate and get_preds call them too, with the Learner's lock held"
-    return learn.opt is not None and not learn.lock.locked()
-
-# %% ../nbs/06_accumulation.ipynb #fbefae50
-@patch
-def before_batch(self:GradientAccumulation):
-    "The step before has been taken and logged; the processes are to be silent unless this micro-batch ends its window"
-    self.hypers.release(self.learn.opt)
-    if self.window.is_empty: self.open_window()
-    if self.processes.n > 1: self.processes.before_micro_batch(self.learn.model, self.learn.opt, self.ends_window())
+def before_train(self:GradientAccumulation):
+    "Know the epoch's windows beforehand: load only the micro-batches that they need, and go by the large batch's position"
+    learn,share = self.learn,self.accum_bs//self.processes.n
+    finds_size = self.micro_batch_size == 'auto'
+    batches = MicroBatches(learn.dl, self.loader_bs, self.micro_bs, self.block, self.at_end, look_at=self.look_at if finds_size else None)
+    learn.dl = self.batches = batches
+    n_windows = batches.n_windows(share) if self.is_constant else None
+    self.position = Position(learn.pct_train, learn.n_epoch, n_windows)
+    if self.at_end == 'drop' and batches.certain:
+        if n_windows == 0:
+            raise ValueError(f"an epoch has {batches.samples*self.processes.n} samples, which do not fill one window of accum_bs={self.accum_bs}, "
+                             "and incomplete windows are dropped: use a smaller accum_bs, or remainder='step'")
+        if n_windows: batches.needed = n_windows*share
+        batches.goes_on = self.can_fill
+    if finds_size and not self.fitting.is_known(learn, self.block): self.look_at(first(batches.start()))
 
 @patch
-def open_window(self:GradientAccumulation):
-    "Each process fills its share of the window"
-    accum_bs = self.next_accum_bs()
-    self.window.open(accum_bs//self.processes.n, alone=accum_bs == self.micro_bs and self.remainder == 'step')
+def can_fill(self:GradientAccumulation)->bool:
+    "Whether the epoch has enough samples left for the window of the next micro-batch"
+    return self.window.is_filling or self.batches.left >= self.next_accum_bs()//self.processes.n
 
 @patch
 def next_accum_bs(self:GradientAccumulation)->int:
     "Samples in the window that opens now, over all processes"
     return self.accum_bs
 
+# %% ../nbs/06_accumulation.ipynb #fbefae50
 @patch
-def ends_window(self:GradientAccumulation)->bool:
-    "Whether the micro-batch that begins is to be the last of its window"
-    learn,window = self.learn,self.window
-    ends_epoch = learn.iter == learn.n_iter-1
-    return window.samples+n_samples(learn) >= window.accum_bs or (ends_epoch and self.remainder == 'step')
+def before_batch(self:GradientAccumulation):
+    "The optimizer is as the schedulers left it; the processes do not synchronize before the window's last micro-batch"
+    self.hypers.release(self.learn.opt)
+    self.begin()
+    if self.processes.n > 1: self.processes.before_micro_batch(self.learn.model, self.learn.opt, self.window.micro.ends_window)
+
+@patch
+def begin(self:GradientAccumulation):
+    "A micro-batch begins, and with it a window unless one is filling; the window ends when it is full, or with the epoch"
+    learn,window,samples = self.learn,self.window,n_samples(self.learn)
+    if not window.is_filling:
+        window.open(self.next_accum_bs()//self.processes.n)
+        self.hypers.forget()
+    window.micro = MicroBatch(samples, window.samples+samples >= window.accum_bs or self.batches.is_last, learn.iter)
 
 # %% ../nbs/06_accumulation.ipynb #0ba548ce
 @patch
 def after_loss(self:GradientAccumulation):
-    "Weigh the micro-batch"
+    "Weigh the micro-batch; the first one of several notes the hyper-parameters, with the rules for a batch of this size"
     learn,window = self.learn,self.window
     if not len(learn.yb): return
-    if window.is_empty and (self.scale or not window.alone): self.hypers.note(learn.opt, self.ratio if self.scale else 1.)
-    micro = MicroBatch(n_samples(learn), n_items(learn, self.num_items), learn.loss.detach())
-    if self.processes.n > 1: window.unit = self.processes.common_unit(micro, learn.model)
-    learn.loss_grad = times(learn.loss_grad, window.begin(micro))
-    if window.is_empty: micro.in_grad = True  # nothing else is lost with it
-    elif learn.loss_grad.requires_grad: learn.loss_grad.register_hook(micro.backward_began)
+    micro,items,loss = window.micro,n_items(learn, self.num_items),learn.loss.detach()
+    if window.is_empty and (self.scale or not micro.ends_window):
+        self.hypers.note(learn.opt, self.accum_bs/first(self.sizes().values()) if self.scale else 1.)
+    if self.processes.n > 1: window.unit = self.processes.common_unit(items, loss.device, learn.model)
+    learn.loss_grad = times(learn.loss_grad, window.weigh(items, loss))
+    if not window.is_empty and learn.loss_grad.requires_grad: learn.loss_grad.register_hook(micro.backward_began)
 
 @patch
 def after_backward(self:GradientAccumulation):
-    "Count the micro-batch, and go on to the step only if the window is full"
-    if self.window.pending: self.window.count()
+    "Count the micro-batch, and go on to the step only if it ends the window"
+    window,micro = self.window,self.window.micro
+    if micro.under_way: window.count()
     if self.processes.n > 1: self.processes.after_backward(self.learn.model)
-    if not (self.window.is_full and self.close_window()): raise CancelBatchException
+    if not (micro.state == 'counted' and micro.ends_window and self.close_window()): raise CancelBatchException
+
+# %% ../nbs/06_accumulation.ipynb #58d1f3b6
+@patch
+def look_at(self:GradientAccumulation,
+    b, # The next batch of the DataLoader
+):
+    "Split it into pieces that fit in memory"
+    self.use(self.fitting.look_at(self.learn, b))
+
+@patch
+def use(self:GradientAccumulation,
+    size:int, # Samples in a micro-batch from now on
+):
+    "Change the size of micro-batches in mid-epoch; the progress bar knows how many are left"
+    learn,self.micro_bs,self.batches.micro_bs = self.learn,size,size
+    if self.batches.seen == 0: return
+    learn.n_iter = learn.iter+1 + self.batches.n_pieces(self.batches.needed-self.batches.seen)
+    if hasattr(learn, 'progress'): learn.progress.pbar.total = learn.n_iter
+
+@patch
+def train_or_retry(self:GradientAccumulation):
+    "Train on the micro-batch; if memory runs out before its window is full, make it smaller and have it come again"
+    learn = self.learn
+    try: return type(learn)._do_one_batch(learn)
+    except Exception as e:
+        if not is_out_of_memory(e) or not learn.training: raise
+        if not self.can_retry():
+            raise RuntimeError(f"out of memory with micro-batches of {self.micro_bs} samples: set micro_batch_size={-(-self.micro_bs//2)}") from e
+    self.retry()  # outside of the `except` block, where the traceback no longer holds the tensors
+    raise CancelBatchException
+
+@patch
+def can_retry(self:GradientAccumulation)->bool:
+    "Whether what the micro-batch has touched can be undone and trained on again"
+    window = self.window
+    return (self.processes.n == 1 and self.micro_bs > 1 and window.state == 'open' and window.micro.state != 'counted'
+            and window.at_stake <= self.batches.at)
+
+@patch
+def retry(self:GradientAccumulation):
+    "Give up what the micro-batch holds, and have it come again, in halves"
+    learn,micro = self.learn,self.window.micro
+    self.batches.go_back(self.window.at_stake)
+    if micro.state == 'begun':
+        for cb in learn._grab_cbs(MixedPrecision): cb.after_loss()  # leaves its autocast
+    micro.ends_window = False
+    learn.pred,learn.loss_grad,learn.loss = None,None,learn.loss.detach()
+    free_memory()
+    self.fitting.size = -(-self.micro_bs//2)
+    self.use(self.fitting.size)
+    warn(f"out of memory in training: micro-batches have {self.micro_bs} samples from now on")
 
 # %% ../nbs/06_accumulation.ipynb #908710a4
 @patch
 def close_window(self:GradientAccumulation)->bool: # Whether there is anything to step on
-    "Put the mean gradient and the first micro-batch's hyper-parameters in place"
-    window,opt = self.window,self.learn.opt
-    if self.processes.n > 1: self.processes.add_up(window, self.learn.model, opt)
+    "Put the mean gradient and the first micro-batch's hyper-parameters in place, or drop the window"
+    window,learn = self.window,self.learn
+    if self.processes.n > 1: self.processes.add_up(window, learn.model, learn.opt)
     else: window.fetch()
-    window.closed = window.items > 0
-    if not window.closed: self.warn_once("no item in a whole window (all labels ignored?): no optimizer step was taken on it")
-    else:
-        average_gradients(opt, window.divisor)
-        if self.skip_nonfinite and not scales_loss(self.learn):
-            window.closed = is_finite(opt) if self.processes.n == 1 else self.processes.all_of(is_finite(opt), self.learn.model)
-            if not window.closed: self.count_skipped()
-    if not window.closed: self.drop_window()
-    elif self.scale or not window.alone: self.hypers.hold(opt)
-    return window.closed
+    if window.items == 0: return self.drop_window("no item in a whole window (all labels ignored?): no optimizer step was taken on it")
+    average_gradients(learn.opt, window.divisor)
+    if self.skip_nonfinite and not scales_loss(learn) and not self.processes.all_of(is_finite(learn.opt), learn.model):
+        self.n_skipped += 1
+        return self.drop_window(nonfinite)
+    window.state = 'closed'
+    self.hypers.hold(learn.opt)
+    return True
 
 @patch
-def after_step(self:GradientAccumulation):
-    "Count the step; it comes here after a cancelled one, too"
-    if self.window.closed: self.window.steps += 1; self.window.stepped = True
-
-@patch
-def drop_window(self:GradientAccumulation):
-    "Forget the window and its gradient"
+def drop_window(self:GradientAccumulation,
+    why:str, # A warning, which is given once in a fit
+)->bool: # False: there is nothing to step on
+    self.window.end('dropped')
     self.learn.opt.zero_grad()
-    self.window.clear()
+    self.warn_once(why)
+    return False
+
+@patch
+def warn_once(self:GradientAccumulation, message:str):
+    "Warn, unless this fit has already"
+    if message not in self.said: warn(message)
+    self.said.add(message)
+
+nonfinite = "a gradient with NaN or infinity: no step was taken on it, nor will be on others like it; see n_skipped"
 
 # %% ../nbs/06_accumulation.ipynb #0b97d9ad
 def scales_loss(learn:Learner)->bool:
@@ -193,87 +279,78 @@ def scales_loss(learn:Learner)->bool:
     return getattr(learn, 'scaler', None) is not None and learn.scaler.is_enabled()
 
 @patch
+def after_step(self:GradientAccumulation):
+    "The optimizer has used the window; this event comes after a cancelled step, too"
+    if self.window.state == 'closed': self.window.end('stepped')
+
+@patch
 def after_cancel_step(self:GradientAccumulation):
-    "fastai zeroes the gradients next"
-    self.window.clear()
-    overflown = any(getattr(cb, 'skipped', False) for cb in self.learn._grab_cbs(MixedPrecision))
-    if self.skip_nonfinite and scales_loss(self.learn) and overflown: self.count_skipped()
-
-@patch
-def count_skipped(self:GradientAccumulation):
-    "No step is taken on a gradient that is no number"
-    self.n_skipped += 1
-    self.warn_once("a gradient with NaN or infinity: no step was taken on it, nor will be on others like it; see n_skipped")
-
-@patch
-def warn_once(self:GradientAccumulation, message:str):
-    "Warn, but only once in a fit"
-    if message not in self.said: warn(message)
-    self.said.add(message)
+    "The window is skipped; fastai zeroes its gradient next"
+    self.window.end('skipped')
+    overflowed = any(getattr(cb, 'skipped', False) for cb in self.learn._grab_cbs(MixedPrecision))
+    if self.skip_nonfinite and scales_loss(self.learn) and overflowed:
+        self.n_skipped += 1
+        self.warn_once(nonfinite)
 
 # %% ../nbs/06_accumulation.ipynb #0ba69a07
 @patch
 def after_batch(self:GradientAccumulation):
-    "Let the loggers know"
-    if self.window.counted: self.loggers.after_micro_batch()
-    self.window.counted = False
-    if self.window.stepped: self.log_window()
-
-@patch
-def log_window(self:GradientAccumulation):
-    "Show the loggers a window that was stepped on; with that it is over"
-    try: self.loggers.log(self.learn, self.window.mean_loss)
-    finally: self.window.clear()
-
-# %% ../nbs/06_accumulation.ipynb #2b935b58
-@patch
-def after_train(self:GradientAccumulation):
-    "Deal with the incomplete window"
-    window,learn = self.window,self.learn
-    if window.closed: window.clear()  # the epoch was cut short before this window was logged
-    elif not window.is_empty and self.remainder == 'step': self.step_now()
-    elif not window.is_empty and self.remainder == 'drop': self.drop_window()
-    window.counted = False
-    self.hypers.release(learn.opt)
-
-@patch
-def step_now(self:GradientAccumulation):
-    "Take the optimizer step of an incomplete window, with all its events, outside of a batch"
-    learn = self.learn
-    if not self.close_window(): return
-    try: learn._with_events(learn._step, 'step', CancelStepException)
-    except (CancelBatchException, CancelTrainException): pass
-    learn.opt.zero_grad()
-    if self.window.stepped: self.log_window()
-    else: self.window.clear()
+    "The position in training moves on with the window, and mid-window stays where it is; or with the samples, if windows change in size"
+    if not self.position.by_windows: self.position.move_to(self.batches.seen/self.batches.samples)
+    elif self.window.is_over: self.position.move_on()
+    self.learn.pct_train = self.position.pct
 
 # %% ../nbs/06_accumulation.ipynb #c10eeccb
 @patch
 def after_cancel_batch(self:GradientAccumulation):
-    "Forget the micro-batch that was cancelled, and with it what can no longer be told from it"
-    window = self.window
-    if window.closed or (window.pending and window.pending.in_grad):
-        self.learn.opt.zero_grad()
-        if not window.stepped: window.clear()
-    window.pending = None
+    "Mid-window it is this callback that cancels, and the micro-batch stays counted"
+    micro = self.window.micro
+    if micro is None or micro.iteration != self.learn.iter: self.begin()  # cancelled before it got here
+    self.leave_out()
 
 @patch
-def after_cancel_backward(self:GradientAccumulation): self.after_cancel_batch()
+def leave_out(self:GradientAccumulation):
+    "Leave out what was cancelled, with its gradient"
+    if self.window.cancel(): self.learn.opt.zero_grad()
+
 @patch
-def after_cancel_train(self:GradientAccumulation): self.after_cancel_batch(); self.after_train()
+def after_cancel_backward(self:GradientAccumulation): self.leave_out()
+@patch
+def after_cancel_train(self:GradientAccumulation): self.leave_out(); self.after_train()
 @patch
 def after_cancel_epoch(self:GradientAccumulation): self.after_cancel_train()
+
+# %% ../nbs/06_accumulation.ipynb #2b935b58
+@patch
+def after_train(self:GradientAccumulation):
+    "Step on a window that is left over, carry it or drop it"
+    filling,opt = self.window.is_filling,self.learn.opt
+    if filling and self.at_end == 'step': self.step_now()
+    if filling and self.at_end == 'drop': opt.zero_grad()
+    if not (filling and self.at_end == 'carry'): self.window.open()
+    self.hypers.release(opt)
+
+@patch
+def step_now(self:GradientAccumulation):
+    "Take the optimizer step of an incomplete window, with all its events, outside of a batch"
+    learn,window = self.learn,self.window
+    window.micro = None  # the training metrics have seen it
+    if not self.close_window(): return
+    try: learn._with_events(learn._step, 'step', CancelStepException)
+    except (CancelBatchException, CancelTrainException): window.cancel()
+    learn.opt.zero_grad()
+    self.loggers.after_batch()
 
 # %% ../nbs/06_accumulation.ipynb #c991c6a1
 @patch
 def after_fit(self:GradientAccumulation):
-    "Leave no gradient; say so if nothing was learned"
+    "Leave no gradient; warn if no window was filled"
     learn = self.learn
     if not is_fitting(learn): return
     self.leave()
-    if not self.opt_steps and learn.train_iter and self.remainder != 'step':
+    if not self.window.ended and learn.train_iter and self.at_end != 'step':
         warn(f"no optimizer step was taken in this fit: its {learn.train_iter} micro-batches did not fill a window of "
-             f"{self.accum_bs} samples; use a smaller accum_bs or remainder='step', not {self.remainder!r}")
+             f"{self.accum_bs} samples; use a smaller accum_bs or remainder='step', not {self.at_end!r}")
 
 @patch
 def leave(self:GradientAccumulation):
@@ -281,5 +358,6 @@ def leave(self:GradientAccumulation):
     self.loggers.detach()
     self.hypers.release(self.learn.opt)
     self.processes.leave(self.learn.model)
-    if not self.window.is_empty or self.window.pending: self.learn.opt.zero_grad()
-    self.window.clear()
+    if self.window.micro: self.learn.opt.zero_grad()
+    self.window.open()
+    if self.micro_batch_size == 'auto': vars(self.learn).pop('_do_one_batch', None)

@@ -39,6 +39,7 @@ def adapted_bs(
 # %% ../nbs/10_adaptive.ipynb #e723d115
 class AdaptiveGradientAccumulation(GradientAccumulation):
     "`GradientAccumulation` with a batch that follows the noise scale, which a `GradientNoiseScale` beside it measures"
+    is_constant = False
     def __init__(self,
         min_accum_bs:int, # Samples in the first windows, and at least: two micro-batches or more
         max_accum_bs:int, # Samples in a window at most, a multiple of the micro-batch
@@ -48,17 +49,18 @@ class AdaptiveGradientAccumulation(GradientAccumulation):
         shrink:bool=False, # Whether the batch may get smaller again
         *,
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, micro-batches (False)
-        micro_batch_size:int|None=None, # Samples in a micro-batch; None: what the training DataLoader says
+        micro_batch_size:int|str|None=None, # Samples in a micro-batch: larger loader batches are split; 'auto': as many as fit in memory; None: the loader's batch
         remainder:str='step', # The incomplete window that ends an epoch: 'step' on it, 'carry' it over, or 'drop' it
         num_items:Callable|None=None, # `f(learn)`: items that the loss averages over; None: ask the loss function
         skip_nonfinite:bool=False, # Take no step on a gradient with NaN or infinity in it; drop its window
         scale:dict[str,Callable]|None=None, # Rules for hyper-parameters by name, each `f(value, accum_bs/min_accum_bs)`
+        **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
     ):
         for name,size in dict(min_accum_bs=min_accum_bs, max_accum_bs=max_accum_bs).items(): check_size(name, size)
         if min_accum_bs > max_accum_bs: raise ValueError(f"min_accum_bs={min_accum_bs} is more than max_accum_bs={max_accum_bs}: swap them")
         for name,o in dict(eta=eta, hysteresis=hysteresis, min_windows=min_windows).items(): check_number(name, o)
         super().__init__(min_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
-                         remainder=remainder, num_items=num_items, skip_nonfinite=skip_nonfinite)
+                         remainder=remainder, num_items=num_items, skip_nonfinite=skip_nonfinite, **unknown)
         store_attr('min_accum_bs,max_accum_bs,eta,hysteresis,min_windows,shrink,scale')
         self.since,self.resumed = 0,None
 

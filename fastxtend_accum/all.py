@@ -8,18 +8,13 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/all.html.md"""
 __all__ = []
 
 # %% ../nbs/12_all.ipynb #87cdef62
-from .sizes import *
-from .weights import *
-from .window import *
-from .step import *
-from .processes import *
-from .logging import *
-from .accumulation import *
-from .schedule import *
-from .rules import *
-from .noise import *
-from .adaptive import *
-from .snapshot import *
-from .bs_find import *
+from .accumulation import GradientAccumulation
+from .schedule import GradientAccumulationSchedule
+from .rules import linear_scale,sqrt_scale,half_life_scale,SchedSteps,seesaw
+from .noise import GradientNoiseScale,NoiseEstimate
+from .adaptive import AdaptiveGradientAccumulation
+from .bs_find import SuggestedBS,critical_size,plot_bs_find
+from .weights import loss_items,averages_over
+from .logging import WindowLogger,window_loggers
 
 __all__ = [o for o in dir() if not o.startswith('_')]

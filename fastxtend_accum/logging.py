@@ -27,7 +27,7 @@ class WindowLogger:
     events = 'after_batch',
     def __init__(self,
         cb:Callback, # The logger
-        accum:Callback, # The accumulation: has the `window` and `opt_steps`
+        accum:Callback, # The accumulation: has the `window`
     ):
         self.cb,self.accum = cb,accum
 
@@ -44,17 +44,18 @@ class WindowLogger:
         return getattr(type(self.cb), event)(self.cb)
 
     def after_batch(self):
-        "In training, wait for the end of the window"
-        if not self.cb.learn.training: self.original('after_batch')
-
-    def after_micro_batch(self): "What the logger does at every micro-batch that counts: nothing"
+        "In training, wait for the end of the window, then log it as one batch"
+        learn,window = self.cb.learn,self.accum.window
+        if not learn.training: return self.original('after_batch')
+        if not window.is_logged: return
+        with replaced(learn, 'loss', learn.loss if window.is_empty else window.mean_loss): self.log()  # empty: cancelled before it counted
 
     def measured(self)->dict[str,Real]:
         "What else there is to log of the window, by the name it is logged under"
         return {'accumulation_batch_size':self.accum.window.samples, **self.accum.window.measured}
 
     def log(self):
-        "Log the window as one batch"
+        "Log the window, whose mean loss is `learn.loss` now"
         self.original('after_batch')
 
 # %% ../nbs/05_logging.ipynb #cb8c0814
@@ -65,9 +66,11 @@ class RecorderWindows(WindowLogger):
         super().attach()
         self.cb.accum_bs = []
 
-    def after_micro_batch(self):
-        if not self.cb.train_metrics: return
-        for metric in self.cb._train_mets[1:]: metric.accumulate(self.cb.learn)  # the first is the smoothed loss
+    def after_batch(self):
+        cb,micro = self.cb,self.accum.window.micro
+        if cb.train_metrics and cb.learn.training and micro and micro.state == 'counted':
+            for metric in cb._train_mets[1:]: metric.accumulate(cb.learn)  # the first is the smoothed loss
+        super().after_batch()
 
     def log(self):
         with replaced(self.cb, 'train_metrics', False) if self.cb.train_metrics else nullcontext(): super().log()
@@ -87,8 +90,8 @@ class LRFinderWindows(WindowLogger):
         self.cb.learn.n_epoch *= 2*self.accum.accum_bs//self.accum.smallest_bs
 
     def in_steps(self):
-        "Let `learn.train_iter` count steps, for the time being"
-        return replaced(self.cb.learn, 'train_iter', self.accum.opt_steps)
+        "Let `learn.train_iter` count windows, for the time being"
+        return replaced(self.cb.learn, 'train_iter', self.accum.window.ended)
 
     def before_batch(self):
         with self.in_steps(): self.original('before_batch')
@@ -114,7 +117,9 @@ class WandbWindows(WindowLogger):
 # %% ../nbs/05_logging.ipynb #4ec2c67d
 class TensorBoardWindows(WindowLogger):
     "One TensorBoard point a window"
-    def after_batch(self): pass
+    def after_batch(self):
+        if self.cb.learn.training: super().after_batch()
+
     def log(self):
         super().log()
         for name,value in self.measured().items(): self.cb.writer.add_scalar(name, value, self.cb.learn.train_iter)
@@ -127,7 +132,6 @@ class ShowGraphWindows(WindowLogger):
         with replaced(self.cb.learn, 'train_iter', len(self.cb.recorder.losses)): self.original('after_train')
     def after_epoch(self):
         if self.cb.recorder.losses: self.original('after_epoch')
-    def log(self): pass
 
 # %% ../nbs/05_logging.ipynb #47be29d3
 window_loggers = dict(
@@ -154,18 +158,9 @@ class WindowLoggers:
         "Leave the loggers as they were"
         while self.loggers: self.loggers.pop().detach()
 
-    def after_micro_batch(self):
-        "A micro-batch counts"
-        for o in self.loggers: o.after_micro_batch()
-
-    def log(self,
-        learn:Learner, # Its loss is the window's for the time being
-        loss:Tensor, # The window's mean loss
-    ):
-        "Log a window that the optimizer has used"
-        with replaced(learn, 'loss', loss):
-            for o in self.loggers:
-                if o.cb.run: o.log()
+    def after_batch(self):
+        "Log a window that ended outside of a batch"
+        for o in self.loggers: o.cb('after_batch')
 
 # %% ../nbs/05_logging.ipynb #9ac85663
 def describable_args(o)->dict:

@@ -130,6 +130,12 @@ class GradientNoiseScale(LeavingCallback):
         store_attr()
         self.passing,self.squares,self.window,self.averages,self.resumed = PassingGradients(),WindowSquares(),None,NoiseAverages(beta),False
 
+    @property
+    def micro(self)->MicroBatch|None:
+        "The micro-batch under way, if there is one to measure"
+        micro = self.window and self.window.micro
+        return micro if micro and micro.under_way else None
+
     def estimate(self)->NoiseEstimate:
         "What is known now"
         return self.averages.estimate()
@@ -165,16 +171,16 @@ def leave(self:GradientNoiseScale):
 # %% ../nbs/09_noise.ipynb #09476263
 @patch
 def before_batch(self:GradientNoiseScale):
-    if self.window and self.window.is_empty: self.squares.clear()
+    if self.window and not self.window.is_filling: self.squares.clear()
 
 @patch
 def before_backward(self:GradientNoiseScale):
-    if self.window and self.window.pending: self.passing.watch(trained(self.learn.opt))
+    if self.micro: self.passing.watch(trained(self.learn.opt))
 
 @patch
 def after_backward(self:GradientNoiseScale):
     "The accumulation is about to count this micro-batch"
-    if self.window and self.window.pending: self.squares.add(self.passing.square(), self.window.pending)
+    if self.micro: self.squares.add(self.passing.square(), self.micro)
     self.passing.ignore()
 
 @patch
@@ -187,7 +193,7 @@ def after_cancel_batch(self:GradientNoiseScale): self.passing.ignore()
 def before_step(self:GradientNoiseScale):
     "The window's gradient is there; no number is looked at yet"
     learn,window = self.learn,self.window
-    if not (window and window.closed): return
+    if not (window and window.state == 'closed'): return
     square = sum_of_squares([norm(p.grad) for p in trained(learn.opt) if p.grad is not None])
     square = torch.as_tensor(square, device=learn.loss.device)
     loss_scale = learn.scaler.scale(torch.ones_like(square)) if scales_loss(learn) else 1.
@@ -201,12 +207,12 @@ def after_cancel_step(self:GradientNoiseScale): self.squares.clear()
 def after_step(self:GradientNoiseScale):
     "The step was taken: add its window to the averages, and record what is known"
     if self.squares.result is None: return
-    squares,mean,n_micro = self.squares.result.tolist()
-    if n_micro > 1: self.averages.add(*noise_and_signal(squares, mean, n_micro, self.window.samples))
+    window,(squares,mean,n_micro) = self.window,self.squares.result.tolist()
+    if n_micro > 1: self.averages.add(*noise_and_signal(squares, mean, n_micro, window.samples))
     self.squares.clear()
     estimate = self.estimate()
     if hasattr(self.learn, 'recorder'): self.learn.recorder.noise_scale.append(estimate)
-    if math.isfinite(estimate.noise_scale): self.window.measured['gradient_noise_scale'] = estimate.noise_scale
+    if math.isfinite(estimate.noise_scale): window.measured['gradient_noise_scale'] = estimate.noise_scale
 
 # %% ../nbs/09_noise.ipynb #07643dcf
 @patch

@@ -6,6 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/processes.html.md"""
 
 # %% ../nbs/04_processes.ipynb #39a89c59
 from __future__ import annotations
+from numbers import Real
 import sys
 
 from fastai.basics import *
@@ -49,12 +50,13 @@ def all_reduce(
 # %% ../nbs/04_processes.ipynb #330decf1
 @patch
 def common_unit(self:Processes,
-    micro:MicroBatch, # The micro-batch under way
+    items:Real|Tensor|None, # Items of the micro-batch under way
+    device:torch.device, # Where to send them from
     model:nn.Module, # The wrapped model
 )->float|None: # None: no process has an item yet, or the loss is a sum
     "The unit of all weights in this fit: a power of two near the first micro-batch's items. One scalar message in the fit"
-    if self.unit is None and micro.items is not None:
-        items = torch.as_tensor(micro.items, dtype=torch.float64, device=micro.loss.device).clone()
+    if self.unit is None and items is not None:
+        items = torch.as_tensor(items, dtype=torch.float64, device=device).clone()
         most = all_reduce(model, items, dist.ReduceOp.MAX).item()
         if most: self.unit = power_of_two(most)
     return self.unit
@@ -69,7 +71,7 @@ def add_up(self:Processes,
     "Make the gradients a mean over the processes, if they are not, and the sums of `window` those of all: a message of 24 bytes"
     if not self.averaged: self.average(model, opt)
     loss = window.loss_sum.as_subclass(Tensor)
-    sums = [torch.as_tensor(o, dtype=torch.float64, device=loss.device) for o in (window.items, window.samples, loss)]
+    sums = [torch.as_tensor(o, dtype=torch.float64, device=loss.device) for o in (0 if window.is_sum else window.items, window.samples, loss)]
     items,samples,loss_sum = all_reduce(model, torch.stack(sums)).tolist()
     if not window.is_sum: window.items = items
     window.samples,window.loss_sum,window.n_processes = int(samples),torch.tensor(loss_sum, dtype=loss.dtype),self.n
@@ -81,6 +83,7 @@ def all_of(self:Processes,
     model:nn.Module, # The wrapped model
 )->bool: # Whether it is so in all
     "Agree before one process does what the others do not; sharded gradients may be finite in one and not in another"
+    if self.n == 1: return ok
     ok = torch.tensor(float(ok), device=next(model.parameters()).device)
     return bool(all_reduce(model, ok, dist.ReduceOp.MIN))
 

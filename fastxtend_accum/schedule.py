@@ -14,11 +14,12 @@ from fastai.basics import *
 from fastai.callback.schedule import SchedCos,_Annealer
 
 from .sizes import *
+from .epoch import *
 from .accumulation import *
 
 # %% auto #0
 __all__ = ['Numeric', 'check_point', 'fraction_of_fit', 'scheduled_bs', 'GradientAccumulationSchedule', 'check_order',
-           'check_schedule', 'micro_sizes', 'plot_sizes']
+           'check_schedule', 'plot_sizes']
 
 # %% ../nbs/07_schedule.ipynb #6c0be3df
 Numeric = int|float
@@ -70,6 +71,7 @@ def scheduled_bs(
 # %% ../nbs/07_schedule.ipynb #b08381fd
 class GradientAccumulationSchedule(GradientAccumulation):
     "`GradientAccumulation` with a batch that goes from `start_accum_bs` to `final_accum_bs` between `start` and `finish`"
+    is_constant = False
     def __init__(self,
         start_accum_bs:int, # Samples in a window up to `start`, a multiple of the micro-batch
         final_accum_bs:int, # Samples in a window from `finish` on, a multiple of the micro-batch; may be smaller
@@ -77,17 +79,18 @@ class GradientAccumulationSchedule(GradientAccumulation):
         finish:Numeric=0.3, # End of the schedule: fraction of training steps (float) or epochs (int, from 0)
         schedule:Callable[...,_Annealer]=SchedCos, # fastai annealer, or any `f(start, end)` that gives `f(pos)`
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, micro-batches (False)
-        micro_batch_size:int|None=None, # Samples in a micro-batch; None: what the training DataLoader says
+        micro_batch_size:int|str|None=None, # Samples in a micro-batch: larger loader batches are split; 'auto': as many as fit in memory; None: the loader's batch
         *,
         remainder:str='step', # The incomplete window that ends an epoch: 'step' on it, 'carry' it over, or 'drop' it
         num_items:Callable|None=None, # `f(learn)`: items that the loss averages over; None: ask the loss function
         skip_nonfinite:bool=False, # Take no step on a gradient with NaN or infinity in it; drop its window
         scale:dict[str,Callable]|None=None, # Rules for hyper-parameters by name, each `f(value, accum_bs/start_accum_bs)`
+        **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
     ):
         for name,size in dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs).items(): check_size(name, size)
         for name,point in dict(start=start, finish=finish).items(): check_point(name, point)
         super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
-                         remainder=remainder, num_items=num_items, skip_nonfinite=skip_nonfinite)
+                         remainder=remainder, num_items=num_items, skip_nonfinite=skip_nonfinite, **unknown)
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
         check_schedule(schedule, start_accum_bs, final_accum_bs)
         if isinstance(start, Integral) == isinstance(finish, Integral): check_order(start, finish)
@@ -99,6 +102,9 @@ def check_order(start:Numeric, finish:Numeric):
 
 def check_schedule(schedule, start_bs:int, final_bs:int):
     "Raises TypeError if `schedule` is not an annealer"
+    if isinstance(schedule, dict):
+        raise TypeError(f"schedule must be an annealer such as SchedCos, not {schedule!r}: for sizes by point use "
+                        "GradientAccumulationSchedule(**SchedSteps({0: 64, .5: 128}))")
     try: f = schedule(start_bs, final_bs)
     except TypeError as e:
         raise TypeError(f"schedule={schedule!r} cannot be called with (start, end): {e}; give other arguments with partial") from e
@@ -146,33 +152,24 @@ def next_accum_bs(self:GradientAccumulationSchedule)->int:
     return size
 
 # %% ../nbs/07_schedule.ipynb #6e1c7b22
-def micro_sizes(
-    dl, # The training DataLoader
-    micro_bs:int, # Samples in a full micro-batch
-)->list[int]: # Samples in each micro-batch of an epoch
-    "What `dl` yields in an epoch: full micro-batches, and a short one at the end if it keeps that"
-    n = getattr(dl, 'n', None) or len(dl.dataset)
-    last = n - (len(dl)-1)*micro_bs
-    return [micro_bs]*(len(dl)-1) + [last if 0 < last < micro_bs else micro_bs]
-
 @patch
 def preview(self:GradientAccumulationSchedule,
     n_epoch:int, # Length of the fit, in epochs
     dls:DataLoaders, # What it will train on
 )->list[tuple[float,int]]: # For each optimizer step, the epochs gone by when its window opens, and its samples
     "The windows of a fit, before it; raises ValueError if it could not work"
-    micro_bs = micro_batch_size(dls.train, self.micro_batch_size)
-    for name,size in self.sizes().items(): check_multiple(name, size, micro_bs)
-    size_at,micros,res,samples = self.curve(n_epoch, micro_bs),micro_sizes(dls.train, micro_bs),[],0
+    loader_bs = loader_batch_size(dls.train, self.micro_batch_size)
+    micro_bs = block_size(loader_bs, self.micro_batch_size, self.sizes())
+    samples = epoch_samples(dls.train, loader_bs)[0]
+    size_at,res,filled = self.curve(n_epoch, micro_bs),[],0
     for epoch in range(n_epoch):
-        pct = epoch/n_epoch
-        for micro in micros:
-            if not samples: opened,accum_bs = pct*n_epoch,size_at(pct)
-            samples += micro
-            pct += 1./(len(micros)*n_epoch)  # added up as fastai does, so that rounding is the same
-            if samples >= accum_bs: res.append((opened, samples)); samples = 0
-        if samples and self.remainder == 'step': res.append((opened, samples))
-        if self.remainder != 'carry': samples = 0
+        for seen in range(0, samples, micro_bs):
+            pct = epoch/n_epoch + seen/samples/n_epoch
+            if not filled: opened,accum_bs = pct*n_epoch,size_at(pct)
+            filled += min(micro_bs, samples-seen)
+            if filled >= accum_bs: res.append((opened, filled)); filled = 0
+        if filled and self.remainder == 'step': res.append((opened, filled))
+        if self.remainder != 'carry': filled = 0
     return res
 
 # %% ../nbs/07_schedule.ipynb #7f2d8c33

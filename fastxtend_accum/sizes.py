@@ -7,9 +7,11 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/sizes.html.md"""
 # %% ../nbs/00_sizes.ipynb #68ae1c65
 from __future__ import annotations
 from numbers import Integral
+import math
 
 # %% auto #0
-__all__ = ['check_size', 'micro_batch_size', 'check_multiple']
+__all__ = ['check_size', 'check_flag', 'check_unknown', 'loader_batch_size', 'check_micro_batch_size', 'check_multiple',
+           'block_size']
 
 # %% ../nbs/00_sizes.ipynb #36b2c351
 def check_size(
@@ -22,18 +24,42 @@ def check_size(
     if size < 1: raise ValueError(f"{name} must be at least 1 sample, not {size}: pass a number such as 64")
     return int(size)
 
+# %% ../nbs/00_sizes.ipynb #6d1f0b7e
+def check_flag(
+    name:str, # The argument's name, for the message
+    flag:bool, # What the user passed
+):
+    "Raises TypeError unless `flag` is True or False"
+    if not isinstance(flag, bool): raise TypeError(f"{name} must be True or False, not {flag!r}")
+
+def check_unknown(
+    unknown:dict, # Arguments by name that a callback does not have
+):
+    "Raises TypeError if there are any; for fastxtend's `drop_last` it says what to use"
+    if 'drop_last' in unknown:
+        raise TypeError(f"drop_last={unknown['drop_last']!r} is fastxtend's name: use remainder='drop' to drop the incomplete window of an "
+                        "epoch, or remainder='step' to step on it")
+    if unknown: raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
+
 # %% ../nbs/00_sizes.ipynb #70a986e7
-def micro_batch_size(
+def loader_batch_size(
     dl, # The training DataLoader, fastai's or PyTorch's
-    given:int|None=None, # Samples in a micro-batch as the user says; it wins over what `dl` says
-)->int: # Samples in a full micro-batch
-    "Samples that `dl` yields at a time: `given`, else `dl.bs`, else `dl.batch_size`; raises ValueError if none is there"
-    sizes = given, getattr(dl, 'bs', None), getattr(dl, 'batch_size', None)
+    given:int|str|None=None, # `micro_batch_size` as the user says: for a loader that does not say it
+)->int: # Samples in a full batch
+    "Samples that `dl` yields at a time: `dl.bs`, else `dl.batch_size`, else `given`; raises ValueError if none is there"
+    sizes = getattr(dl, 'bs', None), getattr(dl, 'batch_size', None), None if given == 'auto' else given
     size = next((o for o in sizes if o is not None), None)
     if size is None:
         raise ValueError(f"cannot find the batch size of {type(dl).__name__}, it has neither bs nor batch_size: "
                          "pass micro_batch_size, the number of samples it yields at a time")
-    return check_size('micro_batch_size', size)
+    return check_size('batch size', size)
+
+def check_micro_batch_size(
+    given:int|str|None, # What the user passed: samples, 'auto' or None
+):
+    "Raises TypeError or ValueError on anything else"
+    if isinstance(given, str) and given != 'auto': raise ValueError(f"micro_batch_size must be a number of samples or 'auto', not {given!r}")
+    if given not in (None, 'auto'): check_size('micro_batch_size', given)
 
 # %% ../nbs/00_sizes.ipynb #990de701
 def check_multiple(
@@ -50,3 +76,19 @@ def check_multiple(
     of = '' if n_processes == 1 else f'{smallest}, {n_processes} processes times '
     raise ValueError(f"{name}={accum_bs} is not a multiple of {of}the micro-batch of {micro_bs} samples that the training "
                      f"DataLoader yields: use {near}, or change the DataLoader's batch size")
+
+# %% ../nbs/00_sizes.ipynb #8e2f1a64
+def block_size(
+    loader_bs:int, # Samples that the DataLoader yields at a time
+    micro_bs:int|str|None, # Samples in a piece at most, or 'auto'; None: the loader's batch
+    sizes:dict[str,int], # Samples in a window, by argument
+    n_processes:int=1, # Processes that train together, each with its micro-batches
+)->int: # A divisor of `loader_bs`
+    "Samples that are split together; raises ValueError on windows that do not fit, and names the nearest sizes that do"
+    splits = micro_bs == 'auto' or (micro_bs is not None and micro_bs < loader_bs)
+    shares = [size//n_processes for size in sizes.values()]
+    for (name,size),share in zip(sizes.items(), shares):
+        part = share if micro_bs == 'auto' else micro_bs
+        is_part = splits and size % n_processes == 0 and loader_bs % part == 0 and share % part == 0
+        if not is_part: check_multiple(name, size, loader_bs, n_processes)
+    return math.gcd(loader_bs, *shares)

@@ -12,7 +12,8 @@ from numbers import Real
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['trained', 'gradients', 'average_gradients', 'is_finite', 'read_hypers', 'write_hypers', 'FirstHypers', 'check_rules']
+__all__ = ['trained', 'gradients', 'average_gradients', 'is_finite', 'read_hypers', 'write_hypers', 'FirstHypers',
+           'uses_cuda_graphs', 'check_accumulates', 'check_rules']
 
 # %% ../nbs/03_step.ipynb #7f452cd0
 def trained(opt:Optimizer|OptimWrapper)->list[nn.Parameter]:
@@ -64,6 +65,10 @@ class FirstHypers:
     ):
         self.rules,self.first,self.later = rules or {},None,None
 
+    def forget(self):
+        "Nothing is noted: `hold` will leave the optimizer as it is"
+        self.first = None
+
     def note(self, opt,
         ratio:float=1., # Samples in the window over those in the first one
     ):
@@ -74,7 +79,7 @@ class FirstHypers:
     def hold(self, opt):
         "Set `opt` to what was noted"
         now = read_hypers(opt)
-        if now == self.first: return
+        if self.first is None or now == self.first: return
         self.later = now
         write_hypers(opt, self.first)
 
@@ -85,6 +90,26 @@ class FirstHypers:
         if self.later is not None:
             write_hypers(opt, [{k:v for k,v in h.items() if k not in but} for h in self.later], only_from=self.first)
         self.later = None
+
+# %% ../nbs/03_step.ipynb #1d9c40a7
+def uses_cuda_graphs(module:nn.Module)->bool:
+    "Whether `module` was compiled with CUDA graphs, by `torch.compile` or in place"
+    for o in module, getattr(module, '_compiled_call_impl', None):
+        config = o.get_compiler_config() if hasattr(o, 'get_compiler_config') else None
+        if config and config.get('triton.cudagraphs'): return True
+    return False
+
+def check_accumulates(
+    model:nn.Module, # The model as it is in training
+    opt:Optimizer|OptimWrapper, # Its optimizer
+):
+    "Raises ValueError if something would use or overwrite the gradients of `model` in mid-window"
+    if any(getattr(p, '_post_accumulate_grad_hooks', None) for p in trained(opt)):
+        raise ValueError("parameters have post-accumulate-grad hooks, which act on each micro-batch's gradient (an optimizer that steps in the "
+                         "backward pass?): remove them to accumulate")
+    if any(uses_cuda_graphs(m) for m in model.modules()):
+        raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
+                         "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
 
 # %% ../nbs/03_step.ipynb #c2f95d18
 def check_rules(

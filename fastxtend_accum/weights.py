@@ -6,7 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/weights.html.md"""
 
 # %% ../nbs/01_weights.ipynb #6cd21820
 from __future__ import annotations
-import types
+import math,types
 from collections.abc import Callable
 from functools import lru_cache,partial,singledispatch
 from numbers import Real
@@ -19,26 +19,33 @@ from fastai.losses import BaseLoss,FocalLoss,LabelSmoothingCrossEntropy
 __all__ = ['functional_losses', 'loss_items', 'is_sum', 'averages_over', 'as_count', 'as_module', 'n_samples', 'n_items']
 
 # %% ../nbs/01_weights.ipynb #5bba88d4
-@singledispatch
 def loss_items(
     loss_func:Callable, # The loss function
     pred:Tensor, # What the model gave
     targ:Tensor, # The targets
 )->Real|Tensor|None: # Items that the loss averages over; None: it sums and does not average
     "What a batch's loss averages over, by the type of `loss_func`; samples, if nothing is known of it"
-    return None if is_sum(loss_func) else find_bs(targ)
+    return None if is_sum(loss_func) else _mean_items(loss_func, pred, targ)
 
-def is_sum(loss_func:Callable)->bool:
-    "Whether `loss_func` sums and does not average"
+@singledispatch
+def _mean_items(loss_func, pred, targ): return find_bs(targ)
+loss_items.register = _mean_items.register
+
+def is_sum(
+    loss_func:Callable, # The loss function: a module, a function or a partial
+)->bool:
+    "Whether `loss_func` sums and does not average: by its `reduction`, an attribute or an argument of the partial"
+    if isinstance(loss_func, types.MethodType) and isinstance(loss_func.__self__, MixHandler): loss_func = loss_func.__self__.old_lf
+    elif isinstance(loss_func, partial) and not hasattr(loss_func, 'reduction'):
+        return is_sum(loss_func.func) if 'reduction' not in loss_func.keywords else loss_func.keywords['reduction'] == 'sum'
     return getattr(loss_func, 'reduction', 'mean') == 'sum'
 
 def averages_over(
     *kinds:type, # Types of loss functions, as torch and fastai write them: with a `reduction`
 )->Callable:
-    "Decorator: `f(loss_func, pred, targ)` counts what losses of `kinds` average over, unless they sum"
+    "Decorator: `f(loss_func, pred, targ)` counts what losses of `kinds` average over; it is not asked if they sum"
     def register(f):
-        def items(loss_func, pred, targ): return None if is_sum(loss_func) else f(loss_func, pred, targ)
-        for kind in kinds: loss_items.register(kind, items)
+        for kind in kinds: loss_items.register(kind, f)
         return f
     return register
 
@@ -59,7 +66,7 @@ def _cross_entropy_items(loss_func, pred, targ):
                nn.PoissonNLLLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss)
 def _element_items(loss_func, pred, targ):
     if loss_func.reduction == 'batchmean': return pred.shape[0]
-    return torch.broadcast_shapes(pred.shape, targ.shape).numel()
+    return math.prod(np.broadcast_shapes(pred.shape, targ.shape))  # PyTorch's own function of that name imports sympy
 
 # %% ../nbs/01_weights.ipynb #7fbb1923
 @averages_over(FocalLoss, LabelSmoothingCrossEntropy)
@@ -72,8 +79,7 @@ def _flat_items(loss_func, pred, targ):
 # %% ../nbs/01_weights.ipynb #e330c14f
 @loss_items.register(types.MethodType)
 def _method_items(loss_func, pred, targ):
-    if not isinstance(loss_func.__self__, MixHandler): return find_bs(targ)
-    return None if is_sum(loss_func.__self__.old_lf) else targ.numel()
+    return targ.numel() if isinstance(loss_func.__self__, MixHandler) else find_bs(targ)
 
 # %% ../nbs/01_weights.ipynb #144e9fef
 functional_losses = {
@@ -91,15 +97,14 @@ def as_module(func:Callable, *kwargs)->nn.Module|None:
 def _function_items(loss_func, pred, targ):
     func,kwargs = (loss_func.func,loss_func.keywords) if isinstance(loss_func, partial) else (loss_func,{})
     module = as_module(func, *kwargs.items())
-    if module is not None: return loss_items(module, pred, targ)
-    return None if kwargs.get('reduction') == 'sum' else find_bs(targ)
+    return find_bs(targ) if module is None else loss_items(module, pred, targ)
 
 # %% ../nbs/01_weights.ipynb #b7cbf903
 def n_samples(
     learn:Learner, # In the middle of a training batch
 )->int: # Samples in its micro-batch
-    "Samples in the micro-batch that `learn` is at, counted in its targets as fastai does"
-    return find_bs(learn.yb)
+    "Samples in the micro-batch that `learn` is at, counted in its targets as fastai does, or in its inputs where the loader has no targets"
+    return find_bs(learn.yb or learn.xb)
 
 def n_items(
     learn:Learner, # In the middle of a training batch, after its loss
@@ -108,8 +113,8 @@ def n_items(
     "What the micro-batch that `learn` is at weighs; raises ValueError if `num_items` gives what is no count"
     if num_items is None:
         args = learn.pred,*learn.yb
-        if len(args) != 2 or not all(isinstance(o, Tensor) for o in args): return n_samples(learn)
-        return loss_items(learn.loss_func, *(o if type(o) is Tensor else o.as_subclass(Tensor) for o in args))
+        if len(args) != 2 or not all([isinstance(o, Tensor) for o in args]): return None if is_sum(learn.loss_func) else n_samples(learn)
+        return loss_items(learn.loss_func, *[o if type(o) is Tensor else o.as_subclass(Tensor) for o in args])
     items = num_items(learn)
     if isinstance(items, Tensor) and items.numel() == 1: return items.detach().reshape(())
     if isinstance(items, Real) and 0 <= items < float('inf'): return items

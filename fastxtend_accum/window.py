@@ -1,4 +1,4 @@
-"""The accumulation window: what it holds, when it is full, and its mean loss
+"""The accumulation window: what it holds, when it ends, and its mean loss
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/window.html.md"""
 
@@ -18,38 +18,49 @@ __all__ = ['MicroBatch', 'Window', 'power_of_two', 'times']
 
 # %% ../nbs/02_window.ipynb #28d60525
 class MicroBatch:
-    "What one micro-batch brings to its window"
+    "A batch of the DataLoader on its way through the Learner: 'begun', 'weighed', 'in_grad', then 'counted'; or 'left_out'"
     def __init__(self,
         samples:int, # Samples in it
-        items:Real|Tensor|None, # Items that its loss averages over: what it weighs; None: its loss is a sum
-        loss:Tensor, # Its loss, detached
+        ends_window:bool=False, # It is the last of its window: the window is full with it, or the epoch ends
+        iteration:int=0, # `learn.iter` while it is trained on
     ):
-        self.samples,self.items,self.loss = samples,items,loss
-        self.weight,self.in_grad = None,False
+        self.samples,self.ends_window,self.iteration,self.state = samples,ends_window,iteration,'begun'
+        self.items,self.loss,self.weight = None,None,None
+
+    @property
+    def under_way(self)->bool:
+        "It has its weight, and is not counted yet"
+        return self.state in ('weighed', 'in_grad')
 
     def backward_began(self, grad:Tensor):
-        "Hook for the loss tensor: from here on the gradient of this micro-batch is mixed into `.grad`"
-        self.in_grad = True
+        "Hook for the loss tensor: from here on its gradient is mixed into `.grad`"
+        self.state = 'in_grad'
 
 # %% ../nbs/02_window.ipynb #02954cd0
 class Window:
-    "The micro-batches of one optimizer step: their sums so far, and whether the step was taken"
-    def __init__(self):
-        self.steps,self.counted = 0,False
-        self.clear()
+    "The micro-batches of one optimizer step. It is 'open', then 'closed', and ends as 'stepped', 'skipped' or 'dropped'"
+    def __init__(self): self.start()
 
-    def clear(self):
-        "Forget the micro-batches; `steps`, the optimizer steps so far, stays"
-        self.accum_bs = self.n_micro = self.samples = self.items = self.loss_sum = 0
-        self.unit,self.pending,self.n_processes,self.measured = None,None,1,{}
-        self.alone = self.is_sum = self.closed = self.stepped = False
+    def start(self):
+        "A fit starts"
+        self.steps,self.ended = 0,0
+        self.open()
 
     def open(self,
-        accum_bs:int, # Samples that fill the window
-        alone:bool=False, # The first micro-batch will be alone in the window, even a short one
+        accum_bs:int=0, # Samples that fill it
     ):
-        "The next micro-batch is the window's first"
-        self.accum_bs,self.alone,self.unit = accum_bs,alone,None
+        "The next micro-batch is its first. `steps`, the optimizer steps taken, and `ended`, the windows gone by, stay"
+        self.accum_bs,self.state,self.micro = accum_bs,'open',None
+        self.n_micro,self.samples,self.items,self.loss_sum,self.unit = 0,0,None,0,None
+        self.n_processes,self.measured = 1,{}
+
+    def end(self,
+        state:str, # 'stepped', 'skipped' or 'dropped'
+    ):
+        "Nothing more happens to it"
+        self.state = state
+        self.ended += 1
+        self.steps += state == 'stepped'
 
     @property
     def is_empty(self)->bool:
@@ -57,29 +68,46 @@ class Window:
         return self.n_micro == 0
 
     @property
-    def is_full(self)->bool:
-        "It holds at least `accum_bs` samples"
-        return 0 < self.accum_bs <= self.samples
+    def is_filling(self)->bool:
+        "It holds micro-batches and waits for more"
+        return self.state == 'open' and self.n_micro > 0
+
+    @property
+    def at_stake(self)->int:
+        "Samples that are lost if the micro-batch under way fails: its own, and those that its gradient is mixed with"
+        return self.micro.samples + (self.samples if self.micro.state == 'in_grad' else 0)
+
+    @property
+    def is_over(self)->bool:
+        "It was stepped on, skipped or dropped"
+        return self.state not in ('open', 'closed')
+
+    @property
+    def is_logged(self)->bool:
+        "The loggers see it: the large batch was stepped on, or its step was skipped"
+        return self.state in ('stepped', 'skipped')
 
 # %% ../nbs/02_window.ipynb #edb2f09d
 def power_of_two(
     items:Real|Tensor, # Items, 0 or more
-    samples:int=1, # Goes in the place of no items
+    samples:int=1, # Used in place of no items
 )->Real|Tensor:
-    "A power of two near `items`, without a look at a number that may be on the GPU"
+    "A power of two near `items`, without a GPU sync"
     if not isinstance(items, Tensor): return 2.**math.floor(math.log2(items or samples or 1))
     return torch.where(items > 0, torch.exp2(items.log2().floor()), power_of_two(samples))
 
 # %% ../nbs/02_window.ipynb #af6bd568
 @patch
-def begin(self:Window,
-    micro:MicroBatch, # The micro-batch whose loss has just been computed
-)->Real|Tensor: # Its weight: what to multiply its loss with before the backward pass
-    "A micro-batch is under way; it counts only with `count`"
-    items,self.pending,self.counted = micro.items,micro,False
-    if isinstance(items, Tensor): micro.items = items = items.to(torch.promote_types(micro.loss.dtype, torch.float32))
-    is_alone = self.unit is None and (self.alone or micro.samples >= self.accum_bs)
+def weigh(self:Window,
+    items:Real|Tensor|None, # Items that the loss averages over; None: it is a sum
+    loss:Tensor, # The loss of the micro-batch under way, detached
+)->Real|Tensor: # Its weight: what to multiply the loss with before the backward pass
+    "Weigh the micro-batch under way; it counts only with `count`"
+    micro = self.micro
+    if isinstance(items, Tensor): items = items.to(torch.promote_types(loss.dtype, torch.float32))
+    is_alone = self.unit is None and self.is_empty and micro.ends_window
     if self.unit is None and items is not None: self.unit = items if is_alone else power_of_two(items, micro.samples)
+    micro.items,micro.loss,micro.state = items,loss,'weighed'
     micro.weight = 1 if items is None or is_alone else items/self.unit
     return micro.weight
 
@@ -88,7 +116,7 @@ def times(
     loss:Tensor, # A loss
     weight:Real|Tensor, # Its weight, 0 or more
 )->Tensor: # `weight*loss`; 0 where the weight is 0, even if the loss is the mean of nothing, which is NaN
-    "A loss times its weight, without a look at a weight that may be on the GPU"
+    "A loss times its weight, without a GPU sync"
     if not isinstance(weight, Tensor):
         if weight: return loss if weight == 1 else loss*weight
         weight = loss.new_tensor(weight)
@@ -96,30 +124,33 @@ def times(
 
 @patch
 def count(self:Window):
-    "The pending micro-batch has been through its backward pass: add it to the sums"
-    micro,self.pending = self.pending,None
+    "Add the micro-batch, which has been through its backward pass, to the sums"
+    micro = self.micro
     loss = times(micro.loss, micro.weight)
     self.loss_sum = loss if self.is_empty else self.loss_sum+loss
+    self.items = micro.items if self.items is None else self.items+micro.items
     self.n_micro += 1
     self.samples += micro.samples
-    self.is_sum = micro.items is None
-    if self.is_sum: self.items = self.unit = 1
-    else: self.items = self.items + micro.items
-    self.counted = True
+    micro.state,micro.loss = 'counted',None
 
 # %% ../nbs/02_window.ipynb #d0296059
 @patch
 def fetch(self:Window):
-    "Make numbers of sums that are on a GPU, with a single wait for it: neither the step nor the Recorder will wait again"
+    "Turn sums that are on a GPU into numbers, with one sync: neither the step nor the Recorder waits again"
     if not isinstance(self.items, Tensor): return
     sums = [torch.as_tensor(o, device=self.loss_sum.device).as_subclass(Tensor).reshape(1) for o in (self.items, self.unit, self.loss_sum)]
     self.items,self.unit,loss_sum = torch.cat(sums).tolist()
     self.loss_sum = torch.tensor(loss_sum, dtype=self.loss_sum.dtype)
 
 @patch(as_prop=True)
+def is_sum(self:Window)->bool:
+    "Its losses are sums, which are added up and not averaged"
+    return self.items is None
+
+@patch(as_prop=True)
 def total_weight(self:Window)->Real:
     "The sum of the weights, by which the summed loss is divided"
-    return self.items/self.unit
+    return 1 if self.is_sum else self.items/self.unit
 
 @patch(as_prop=True)
 def divisor(self:Window)->Real:
@@ -130,3 +161,17 @@ def divisor(self:Window)->Real:
 def mean_loss(self:Window)->Tensor:
     "The mean loss over all items of the window, as one batch would have had it"
     return self.loss_sum if self.total_weight == 1 else self.loss_sum/self.total_weight
+
+# %% ../nbs/02_window.ipynb #5b7d02e1
+@patch
+def cancel(self:Window)->bool: # Whether `.grad` has to be zeroed
+    "The batch was cancelled: the step is skipped, or the micro-batch left out, and the others with it if their gradients are mixed"
+    micro = self.micro
+    if self.state == 'closed': self.end('skipped')
+    elif self.state == 'open' and micro and micro.state in ('begun', 'weighed', 'in_grad'):
+        mixed,micro.state = self.is_empty or micro.state == 'in_grad','left_out'
+        if not mixed: return False
+        if self.is_empty and micro.ends_window: self.end('skipped')  # as a large batch would be
+        else: self.open(); self.micro = micro
+    else: return self.state == 'stepped'
+    return True

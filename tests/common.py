@@ -74,14 +74,16 @@ draws = settings(max_examples=int(os.environ.get('DRAWS', 200)), deadline=None, 
 # The reference
 
 def windows(n, micro, accum, remainder, n_epoch, drop_last=False):
-    "Sample ranges of each optimizer step, and the fraction of training at which its window opens; `accum` may depend on it"
+    "Sample ranges of each optimizer step, and its fraction of training: the large batch's, or in samples where windows change in size or go on in the next epoch"
     n_micro = n//micro if drop_last else -(-n//micro)
+    n_used = min(n, n_micro*micro)
+    n_large = None if callable(accum) or remainder == 'carry' else n_used//accum if remainder == 'drop' else -(-n_used//accum)
     res,window = [],[]
     for epoch in range(n_epoch):
         if remainder != 'carry': window = []
         for i in range(n_micro):
             if not window:
-                pct = (epoch + i/n_micro)/n_epoch
+                pct = (epoch + (i*micro//accum/n_large if n_large else i*micro/n_used))/n_epoch
                 size = accum(pct) if callable(accum) else accum
             window += range(i*micro, min((i+1)*micro, n))
             if len(window) >= size: res.append((window, pct)); window = []
@@ -90,16 +92,16 @@ def windows(n, micro, accum, remainder, n_epoch, drop_last=False):
 
 def sgd(params): return torch.optim.SGD(params, lr=0.1)
 
-def reference(steps, n, make_opt, lr=lambda pct: 0.1, seed=0):
-    "Weights and losses after an optimizer step on each of `steps`, every window as ONE batch"
+def reference(steps, n, make_opt, lr=lambda pct: 0.1, seed=0, skipped=()):
+    "Weights and losses after an optimizer step on each of `steps`, every window as ONE batch; those in `skipped` have a loss and no step"
     m,(x,y),losses = model(seed),data(n),[]
     opt = make_opt(m.parameters())
-    for idxs,pct in steps:
+    for i,(idxs,pct) in enumerate(steps):
         for g in opt.param_groups: g['lr'] = lr(pct)
         opt.zero_grad()
         loss = ((m(x[idxs])-y[idxs])**2).mean()
         loss.backward()
-        opt.step()
+        if i not in skipped: opt.step()
         losses.append(loss.item())
     return torch.cat([p.detach().flatten() for p in m.parameters()]), losses
 

@@ -39,9 +39,11 @@ def readme():
     title,rest = text.split('\n', 1)
     return f'{title}\n\n{note}{rest}\n',pictures
 
-if __name__ == '__main__':
+def write_readme():
     text,pictures = readme()
     (root/'README.md').write_text(text, encoding='utf-8')
     for path,data in pictures.items():
         (root/path).parent.mkdir(parents=True, exist_ok=True)
         (root/path).write_bytes(data)
+
+if __name__ == '__main__': write_readme()

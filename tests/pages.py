@@ -1,5 +1,5 @@
 "What can be said of a page without Quarto: each function returns its faults, as lines that say what to do"
-import json, re
+import json, re, subprocess
 from pathlib import Path
 
 import yaml
@@ -12,6 +12,13 @@ cfg = get_config(root)
 def read(path): return json.loads(Path(path).read_text(encoding='utf-8'))['cells']
 def source(cell): return ''.join(cell['source'])
 def page_name(path): return Path(path).relative_to(root/'nbs').as_posix()
+
+def repository_files():
+    "The files that git has, or would take; in an unpacked sdist, where there is no git, those that it came with"
+    command = 'git', 'ls-files', '--cached', '--others', '--exclude-standard'
+    if (root/'.git').exists(): names = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    else: names = (root/'fastxtend_accum.egg-info/SOURCES.txt').read_text()
+    return [o for o in names.splitlines() if (root/o).is_file() and '.egg-info/' not in o]
 
 def badge(name):
     "The line that opens page `name` in Colab"

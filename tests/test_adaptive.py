@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from common import *
+from fastxtend_accum.adaptive import adapted_bs
 
 def adaptive(*args, beta=.5, cbs=(), n=128, seed=0, opt_func=SGD, **kwargs):
     "A Learner whose batch moves after two windows"

@@ -16,7 +16,15 @@ NAN = float('nan')
     (lambda: GradientAccumulation(n_acc=0), 'n_acc must be at least 1'),
     (lambda: GradientAccumulation(32, False), 'n_acc counts samples'),  # log_accum_batch, one place too early
     (lambda: GradientAccumulation(32, micro_batch_size=0), 'micro_batch_size must be at least 1'),
-    (lambda: GradientAccumulation(32, remainder='keep'), "remainder must be one of ('step', 'carry', 'drop'), not 'keep'"),
+    (lambda: GradientAccumulation(32, remainder='keep'), "remainder must be one of ('step', 'carry', 'drop') or None, not 'keep'"),
+    (lambda: GradientAccumulation(32, 32, 16), 'log_accum_batch must be True or False, not 16'),
+    (lambda: GradientAccumulation(32, skip_nonfinite=1), 'skip_nonfinite must be True or False, not 1'),
+    (lambda: GradientAccumulation(32, drop_last=True), "drop_last=True is fastxtend's name: use remainder='drop'"),
+    (lambda: GradientAccumulationSchedule(16, 64, drop_last=False), "drop_last=False is fastxtend's name: use remainder='drop'"),
+    (lambda: AdaptiveGradientAccumulation(16, 64, drop_last=True), "use remainder='drop'"),
+    (lambda: GradientAccumulation(32, accum=3), 'unexpected arguments: accum'),
+    (lambda: GradientAccumulationSchedule(64, 128, .25, .75, SchedCos, 32), 'log_accum_batch must be True or False, not 32'),  # fastxtend's order
+    (lambda: GradientAccumulationSchedule(16, 64, schedule={1: 2}), 'for sizes by point use GradientAccumulationSchedule(**SchedSteps('),
     (lambda: GradientAccumulation(32, num_items=5), 'num_items must be a function of the Learner, not 5'),
     (lambda: GradientAccumulationSchedule(0, 64), 'start_accum_bs must be at least 1'),
     (lambda: GradientAccumulationSchedule(16, 64.), 'final_accum_bs counts samples'),
@@ -56,6 +64,10 @@ def unsized(cbs):
     (lambda: make_learner(8, cbs=[GradientAccumulation(32), FastaiAccumulation(32)]), '2 callbacks that accumulate'),
     (lambda: make_learner(8, cbs=[GradientAccumulation(32), GradientAccumulationSchedule(32, 64)]), '2 callbacks that accumulate'),
     (lambda: make_learner(8, cbs=[GradientAccumulation(32), NonNativeMixedPrecision()]), 'use learn.to_fp16() instead'),
+    (lambda: make_learner(8, n=44, cbs=GradientAccumulation(48, remainder='drop')), 'an epoch has 44 samples, which do not fill one window of '
+        "accum_bs=48, and incomplete windows are dropped: use a smaller accum_bs, or remainder='step'"),
+    (lambda: make_learner(8, n=44, drop_last=True, cbs=GradientAccumulation(48)), 'an epoch has 40 samples'),
+    (lambda: make_learner(8, n=5, drop_last=True, cbs=GradientAccumulation(8)), 'an epoch has 0 samples'),
 ])
 def test_before_training(make, says):
     learn = make()

@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from common import *
 from fastai.text.data import LMDataLoader
 from fastxtend_accum.demo import digits_learner
+from fastxtend_accum.snapshot import unchanged
 
 # Everything as it was
 
@@ -230,6 +231,20 @@ def test_an_accumulation_stands_aside_and_its_settings_hold():
         assert learn.gradient_accumulation is accum if type(accum) is GradientAccumulation else accum in learn.cbs
         fit(learn, 1)
 
+class Limited(nn.Module):
+    "Memory for two samples at a time"
+    def __init__(self): super().__init__(); self.m = model()
+    def forward(self, x):
+        if self.training and len(x) > 2: raise torch.OutOfMemoryError('CUDA out of memory')
+        return self.m(x)
+
+@pytest.mark.parametrize('micro_batch_size', [2, 'auto'])
+def test_batches_are_split_in_branches_too(micro_batch_size, capsys):
+    "And the size that fits is looked up once, not in every branch"
+    learn = make_learner(4, m=Limited(), cbs=GradientAccumulation(8, micro_batch_size=micro_batch_size))
+    found = find(learn, (4, 8))
+    assert found == find(make_learner(4), (4, 8)) and capsys.readouterr().out == ''
+
 def test_fastais_accumulation_stands_aside():
     from fastai.callback.training import GradientAccumulation as Fastais
     learn = make_learner(4, m=model().float(), loss_func=MSELossFlat(), cbs=Fastais(16))
@@ -269,7 +284,7 @@ def test_two_sizes_that_are_worse_end_it():
     losses = {4:1., 8:1., 16:1.05, 32:1.01, 64:1.1, 128:1.1, 256:.5}
     def find_of(**kwargs):
         with pytest.MonkeyPatch.context() as m:
-            m.setattr('fastxtend_accum.bs_find.train_branch', lambda learn, size, *args: losses[size])
+            m.setattr('fastxtend_accum.bs_find.train_branch', lambda learn, size, *args, **kwargs: losses[size])
             return find(make_learner(4, n=256), list(losses), 1, **kwargs)
     assert find_of() == (32, {k:[v]*2 for k,v in losses.items() if k <= 128})
     assert find_of(stop_div=False) == (256, {k:[v]*2 for k,v in losses.items()})
@@ -325,7 +340,7 @@ def test_schedule_never_shrinks_and_is_scaled_from_the_smallest_size():
     answers,trained = iter([64, 32, 128]),[]
     with pytest.MonkeyPatch.context() as m, quiet(learn := make_learner(4, n=512)):
         m.setattr(Learner, 'bs_find', lambda self, sizes, n_epoch, **kwargs: SuggestedBS(next(answers), {}))
-        m.setattr('fastxtend_accum.bs_find.train_branch', lambda learn, size, n_epoch, lrs: trained.append((size, n_epoch, *lrs)))
+        m.setattr('fastxtend_accum.bs_find.train_branch', lambda learn, size, n_epoch, lrs, **kwargs: trained.append((size, n_epoch, *lrs)))
         schedule = learn.bs_schedule((0, 1, 3), lr=.1)
     assert trained == [(64, 1, .4), (64, 2, .4)]
     fit(learn, 4, .1, cbs=GradientAccumulationSchedule(**schedule, remainder='drop'))

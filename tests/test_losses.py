@@ -4,6 +4,7 @@ from fastai.callback.mixup import CutMix, MixUp
 from hypothesis import given, strategies as st
 
 from common import *
+from fastxtend_accum.window import MicroBatch,Window,times
 
 
 class Masked:
@@ -106,7 +107,7 @@ def test_any_tokens(n, micro, k, name, remainder, n_epoch, seed, frozen, final, 
     for epoch in range(n_epoch):
         if remainder != 'carry': window.clear()
         for i in range(n_micro):
-            if not window: full = size_at((epoch+i/n_micro)/n_epoch)
+            if not window: full = size_at((epoch + i*micro/min(n, n_micro*micro))/n_epoch)
             window += range(i*micro, min((i+1)*micro, n))
             if len(window) >= full: step()
         if window and remainder == 'step': step()
@@ -164,5 +165,6 @@ def test_a_count_on_another_device_stays_a_tensor(monkeypatch):
         w.open(32)
         for _ in range(3):
             loss = torch.zeros((), device='meta', requires_grad=True)
-            times(loss, w.begin(MicroBatch(4, n, loss.detach()))); w.count()
+            w.micro = MicroBatch(4)
+            times(loss, w.weigh(n, loss.detach())); w.count()
         assert w.items.device.type == w.unit.device.type == w.loss_sum.device.type == 'meta'

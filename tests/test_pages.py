@@ -117,7 +117,7 @@ def test_workflows():
     assert len(paths) > 1 and workflow_faults(*paths) == ''
     for path in paths:
         uses = re.findall(r'uses: (\S+)', path.read_text())
-        assert uses and all(re.search(r'@[0-9a-f]{40}$', o) for o in uses)
+        assert uses and all(re.search(r'@[0-9a-f]{40}$', o) or (root/o).is_file() for o in uses)  # ours are of the same commit
 
 # The checks find faults
 

@@ -40,7 +40,7 @@ def test_an_overflow_drops_its_window_and_nothing_else():
     def run(*cbs): return fit(learner(8, [*cbs, GradientAccumulation(32), CpuMixedPrecision('fp16', init_scale=2.**10)]), 1)
     plain,struck = run(),run(Overflow())
     assert plain.gradient_accumulation.opt_steps == 3
-    assert struck.gradient_accumulation.opt_steps == len(losses(struck)) == 2
+    assert struck.gradient_accumulation.opt_steps == 2 and len(losses(struck)) == 3  # its loss is logged, as fastai does
     assert not weights(struck).isnan().any()
     steps = [(list(range(i, i+32)), 0) for i in (0, 64)]
     expected,_ = reference(steps, 96, sgd)

@@ -4,6 +4,7 @@ import json, os, re, signal, socket, subprocess, sys
 import pytest
 
 from common import *
+from fastxtend_accum.processes import check_wrapped
 from test_noise import by_hand, plain_gradient
 
 here = Path(__file__).parent
@@ -48,14 +49,14 @@ def adam(params): return torch.optim.Adam(params, lr=0.1, betas=(0.9, 0.99), eps
 
 # Case: samples, samples that fill a share, remainder, tolerance
 plain = dict(constant=(96, 16, 'step'), float32=(96, 16, 'step'), adam=(96, 16, 'step'), ragged=(101, 12, 'step'), carry=(101, 12, 'carry'),
-             drop=(101, 12, 'drop'), one_micro_batch=(96, 4, 'step'), static_graph=(96, 16, 'step'), float16=(96, 16, 'step'),
+             drop=(101, 12, 'drop'), one_micro_batch=(96, 4, 'step'), pieces=(96, 16, 'step'), auto=(96, 16, 'step'), ragged_pieces=(101, 12, 'step'), static_graph=(96, 16, 'step'), float16=(96, 16, 'step'),
              find_unused_parameters=(96, 16, 'step'), gradient_as_bucket_view=(96, 16, 'step'), by_hand=(96, 16, 'step'), sharded=(96, 16, 'step'))
 tolerances = dict(float32=1e-6, float16=1e-2)
 
-def check(world, name, steps, n=96, tol=ROUNDING, make_opt=sgd):
+def check(world, name, steps, n=96, tol=ROUNDING, make_opt=sgd, skipped=()):
     "Case `name` gave every process the weights and the losses of one process that steps on `steps`"
     results = [o[name] for o in world[1]]
-    expected,expected_losses = reference(steps, n, make_opt)
+    expected,expected_losses = reference(steps, n, make_opt, skipped=skipped)
     for res in results:
         assert_same(res['weights'].double(), expected, tol)
         assert_same(res['weights'], results[0]['weights'])
@@ -76,6 +77,19 @@ def test_weights_are_those_of_one_process(world, name):
     shares = dealt(n, world[0])
     steps = together(windows(len(shares[0]), 4, share, remainder, 2), shares)
     check(world, name, steps, n, tolerances.get(name, ROUNDING), adam if name == 'adam' else sgd)
+
+def test_the_position_is_the_large_batchs(world):
+    "The learning rates are those of one process with the large batch, bit for bit; the samples are rounded up to equal shares"
+    n,results = world
+    big = fit(make_learner(12*n, n=101 + -101 % n), 2, method='fit_one_cycle')
+    for res in results: assert_same(res['one_cycle']['lrs'], big.recorder.lrs)
+
+def test_the_smallest_size_that_fits(world):
+    "Process 0 could train on 8 samples at a time, the others on 4; while sizes are tried, nothing is exchanged"
+    n,results = world
+    for res in results: assert res['auto']['micro_bs'] == 4
+    buckets,scalars = messages(world, 'auto')
+    assert scalars == [8,8]+[24]*len(buckets) and len(buckets) == len(results[0]['auto']['accum_bs'])
 
 def test_schedule(world):
     n,_ = world
@@ -166,13 +180,14 @@ def test_gradients_that_only_some_have(world):
         assert nowhere is None
 
 def test_cancelled_micro_batches(world):
-    "Before its backward pass it is left out, after it takes its window with it"
+    "Before its backward pass it is left out; cancelled at the step, its window is skipped, and logged"
     n,_ = world
     shares = dealt(96, n)
     left_out = [shares[0].index(i) for i in shares[0] if not 4 <= i < 8]
     steps = [([left_out[i] for i in idxs],pct) for idxs,pct in windows(len(left_out), 4, 8, 'step', 2)]
     check(world, 'skip_before', together(steps, shares))
-    check(world, 'skip_after', together([o for o in windows(96//n, 4, 8, 'step', 2) if o[0][0] != 0], shares))
+    steps = together(windows(96//n, 4, 8, 'step', 2), shares)
+    check(world, 'skip_after', steps, skipped=(0, len(steps)//2))
 
 def test_gradient_clip_and_batch_norm(world):
     "Clipped is the window's mean gradient; a norm that talks sees the micro-batches of all processes, one that does not its own"
@@ -218,7 +233,7 @@ def test_a_model_that_averages_nothing_is_refused():
 
 # What they tell each other
 
-@pytest.mark.parametrize('name', set(plain)-{'static_graph','sharded'} | {'scheduled','sums','tokens_ignored','clip'})
+@pytest.mark.parametrize('name', set(plain)-{'static_graph','sharded','auto'} | {'scheduled','sums','tokens_ignored','clip'})
 def test_one_all_reduce_a_step(world, name):
     "One bucket, in the micro-batch that steps; 24 bytes beside it, and 8 bytes once, for the unit"
     n,results = world

@@ -1,7 +1,16 @@
-"The repository holds together: README and home page, one place for each fact"
-import re, subprocess
+"The repository holds together: README and home page, what PyPI shows, one place for each fact"
+import re, runpy, shutil, subprocess, sys
+from configparser import ConfigParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import mistune, pytest, yaml
 
 from pages import *
+
+ini = ConfigParser()
+ini.read(root/'settings.ini', encoding='utf-8')
+version = ini['DEFAULT']['version']
 
 def test_readme_is_the_home_page():
     import make_readme
@@ -13,19 +22,76 @@ def test_readme_has_the_two_commands():
     commands = re.findall(r'^pip install .*$', (root/'README.md').read_text(), re.M)
     assert commands == ['pip install -e . && python -m fastxtend_accum', "pip install -e '.[dev]' && nbdev-test && pytest -q"]
 
+# The address of the repository
+
 def test_home_of_the_repository_stands_in_one_place():
     "And in the badges and the site's GitHub sign, which must be what follows from it"
-    files = subprocess.run(['git', 'ls-files'], cwd=root, capture_output=True, text=True, check=True).stdout.split()
-    written = [f for f in files if not f.startswith('fastxtend_accum/')]  # generated: nbdev derives their links from pyproject.toml
+    written = [o for o in repository_files() if not o.startswith('fastxtend_accum/')]  # generated: nbdev derives their links from pyproject.toml
     repeats = {page_name(o):badge(page_name(o)) for o in notebooks} | {'_quarto.yml':f'href: {cfg.git_url},'}
-    def text(f):
-        name = 'index.ipynb' if f == 'README.md' else f.removeprefix('nbs/')
-        return (root/f).read_text(errors='ignore').replace(repeats.get(name, '\0'), '', 1)
-    assert [f for f in written if cfg.user in text(f)] == ['pyproject.toml']
+    def text(name):
+        page = 'index.ipynb' if name == 'README.md' else name.removeprefix('nbs/')
+        return (root/name).read_text(errors='ignore').replace(repeats.get(page, '\0'), '', 1)
+    assert [o for o in written if cfg.user in text(o)] == ['pyproject.toml']
+
+def test_links_of_the_project_agree():
+    urls = re.findall(r'^\w+ = "(https:.+)"$', (root/'pyproject.toml').read_text(), re.M)
+    assert urls == [cfg.git_url, cfg.doc_url, f'{cfg.git_url}/blob/{cfg.branch}/CHANGELOG.md', f'{cfg.git_url}/issues']
+    assert (root/'CHANGELOG.md').is_file()
+
+def test_another_address_is_one_place_and_one_command(tmp_path):
+    "The new one stands wherever the old one did, and nothing is left of that"
+    for name in repository_files():
+        (tmp_path/name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root/name, tmp_path/name, follow_symlinks=False)
+    def run(*command): subprocess.run([sys.executable, *command], cwd=tmp_path, check=True, capture_output=True)
+    def holding(text): return [o for o in tmp_path.rglob('*') if o.is_file() and text in o.read_text(errors='ignore')]
+    old,new,toml = holding(cfg.user),cfg.user[::-1],tmp_path/'pyproject.toml'
+    toml.write_text(toml.read_text().replace(cfg.git_url, f'https://github.com/{new}/accum').replace(cfg.doc_url, f'https://{new}.github.io/accum/'))
+    run('tests/make_links.py')
+    assert len(old) > len(notebooks) and sorted(holding(new)) == sorted(old) and holding(cfg.user) == []
+    run('-m', 'pytest', '-q', 'tests/test_project.py', 'tests/test_pages.py', '-k', 'readme_is or agree or head')
+
+# What PyPI shows; `pytest -m release` builds it
+
+@pytest.fixture
+def setup(monkeypatch):
+    "What setup.py defines, and in `said` what it tells setuptools"
+    said = {}
+    monkeypatch.setitem(sys.modules, 'setuptools', SimpleNamespace(setup=said.update))
+    return SimpleNamespace(**runpy.run_path(str(root/'setup.py')), said=said)
+
+def test_links_on_pypi(setup):
+    "All lead into the web; those to GitHub are README's own, pictures to the file itself, the rest to its page"
+    text,readme = setup.said['long_description'],(root/'README.md').read_text()
+    blob,raw = f'{cfg.git_url}/blob/v{version}/',f'{cfg.git_url}/raw/v{version}/'
+    html = mistune.html(text)
+    links,pictures = re.findall(r'\bhref="([^"]+)"', html),re.findall(r'\bsrc="([^"]+)"', html)
+    assert all(o.startswith('https://') for o in links+pictures)
+    ours,shown = [o for o in links if o.startswith(blob)],[o for o in pictures if o.startswith(raw)]
+    assert len(ours) >= len(notebooks) and all((root/o.removeprefix(blob)).is_file() for o in ours)
+    assert shown and all((root/o.removeprefix(raw)).is_file() for o in shown)
+    assert text != readme and text.replace(blob, '').replace(raw, '') == readme
+
+@pytest.mark.parametrize('text,there', {
+    '[a](nbs/index.ipynb)': '[a]({}/blob/v{}/nbs/index.ipynb)', '[a](nbs/index.ipynb#b)': '[a]({}/blob/v{}/nbs/index.ipynb#b)',
+    '[![a](nbs/images/card.png)](LICENSE)': '[![a]({0}/raw/v{1}/nbs/images/card.png)]({0}/blob/v{1}/LICENSE)',
+    '[a](https://b.org/nbs/index.ipynb)': None, '[a](#nbs)': None, '`f[0](1)`': None, '[a](no/file.md)': None}.items())
+def test_absolute_links(setup, text, there):
+    assert setup.absolute_links(text) == (there or text).format(cfg.git_url, version)
+
+def test_pythons_are_those_that_are_tested(setup):
+    tested = yaml.safe_load((root/'.github/workflows/test.yml').read_text())['jobs']['test']['strategy']['matrix']['python']
+    said = [m[1] for o in setup.said['classifiers'] if (m := re.fullmatch(r'Programming Language :: Python :: (3\.\d+)', o))]
+    assert said == tested and setup.said['python_requires'] == f'>={tested[0]}'
+    assert f'Python {tested[0]} or newer' in (root/'README.md').read_text()
+
+# One place for each fact
 
 def test_docs_configuration_is_one_file():
-    assert (root/'nbs/_quarto.yml').is_symlink() and (root/'nbs/_quarto.yml').resolve() == root/'_quarto.yml'
+    "Here by a link, in an sdist by a copy"
+    assert (root/'nbs/_quarto.yml').read_bytes() == (root/'_quarto.yml').read_bytes()
 
 def test_version_is_that_of_the_settings():
     import fastxtend_accum
-    assert f'version = {fastxtend_accum.__version__}\n' in (root/'settings.ini').read_text()
+    assert fastxtend_accum.__version__ == version
+    assert version in re.search(r'^## (.*)', (root/'CHANGELOG.md').read_text(), re.M)[1].split()

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from common import *
+from fastxtend_accum.schedule import fraction_of_fit,scheduled_bs
 
 rules = dict(lr=sqrt_scale, mom=half_life_scale)
 

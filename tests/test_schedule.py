@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from common import *
+from fastxtend_accum.schedule import scheduled_bs
 
 def sizes(learn): return learn.recorder.accum_bs
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import *
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
+from fastxtend_accum.processes import Processes
 
 def broadcast_on_cpu(self, t, rank):
     "fastai moves the order of the samples to the GPU, since NCCL knows nothing else. Gloo does"
@@ -98,6 +99,25 @@ def ragged(): return fit_small(GradientAccumulation(12*W), n=101)
 def carry(): return fit_small(GradientAccumulation(12*W, remainder='carry'), n=101)
 @case
 def drop(): return fit_small(GradientAccumulation(12*W, remainder='drop'), n=101)
+@case
+def pieces(): return fit_small(GradientAccumulation(16*W, micro_batch_size=4), bs=8)
+@case
+def ragged_pieces(): return fit_small(GradientAccumulation(12*W, micro_batch_size=5), bs=12, n=101)
+class Limited(nn.Module):
+    "Process 0 has memory for 9 samples, the others for 5"
+    def __init__(self): super().__init__(); self.m = model()
+    def forward(self, x):
+        if self.training and len(x) > (5 if rank_distrib() else 9): raise torch.OutOfMemoryError('CUDA out of memory')
+        return self.m(x)
+@case
+def auto():
+    accum = GradientAccumulation(16*W, micro_batch_size='auto')
+    return fit_small(accum, bs=16, m=Limited()) | dict(micro_bs=accum.micro_bs)
+@case
+def one_cycle():
+    learn = make_learner(4, n=101, cbs=GradientAccumulation(12*W))
+    with quiet(learn), learn.distrib_ctx(cpu=True): learn.fit_one_cycle(2, .1)
+    return dict(lrs=list(map(float, learn.recorder.lrs)))
 @case
 def one_micro_batch(): return fit_small(GradientAccumulation(4*W))
 class SumLoss(nn.MSELoss):

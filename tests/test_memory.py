@@ -1,0 +1,410 @@
+"A loader batch that is split, and a micro-batch size that finds itself"
+import collections, itertools, os, subprocess, sys
+import pytest
+from fastai.callback.mixup import MixUp
+from fastai.callback.rnn import ModelResetter, RNNCallback
+from hypothesis import given, strategies as st
+
+from common import *
+from fastxtend_accum.memory import find_micro_bs, room_for_step
+from fastxtend_accum.pieces import batch_size, is_out_of_memory, join, piece
+from test_losses import Masked, tag, token_losses
+
+FLOAT32 = 1e-5
+
+# Splitting
+
+@pytest.mark.parametrize('loader, micro, accum', [(32, 8, 32), (32, 8, None), (64, 8, 32), (16, 4, 48), (32, 7, 32), (30, 7, 60), (32, 32, 96), (32, 8, 8)])
+@pytest.mark.parametrize('n', [96, 100])
+@pytest.mark.parametrize('drop_last', [False, True])
+def test_pieces_are_micro_batches(loader, micro, accum, n, drop_last):
+    "Weights, learning rates, logs, and the sizes that the model sees"
+    sizes = []
+    class Sizes(Callback):
+        run_valid = False
+        def after_pred(self): sizes.append(len(self.x))
+    def run(bs, cbs, **kwargs): return fit(make_learner(bs, n=n, drop_last=drop_last, cbs=cbs, opt_func=Adam), 2, .01, method='fit_one_cycle')
+    big = run(accum or loader, None)
+    small = run(loader, [GradientAccumulation(accum, micro_batch_size=micro, remainder='drop' if drop_last else 'step'), Sizes()])
+    if drop_last and accum and accum < loader:  # the loader of 64 drops up to 63 samples, that of 32 up to 31
+        assert n//loader*loader//accum*2 == len(losses(small))
+        return
+    assert_same(weights(small), weights(big), ROUNDING)
+    assert_same(small.recorder.lrs, big.recorder.lrs)
+    assert_same(losses(small), losses(big), FLOAT32)
+    first = sizes[:-(-min(loader, accum or loader)//micro)]
+    assert max(sizes) <= micro and max(first)-min(first) <= 1 and sum(sizes) == sum(small.recorder.accum_bs)
+    assert len(sizes) == small.train_iter and small.gradient_accumulation.micro_bs == micro
+
+@draws
+@given(n=st.integers(2, 90), loader=st.integers(1, 12), micro=st.integers(1, 14), k=st.integers(1, 4), drop_last=st.booleans(), n_epoch=st.integers(1, 2))
+def test_any_split(n, loader, micro, k, drop_last, n_epoch):
+    "Windows of whole loader batches, split into any pieces: the large batch"
+    if drop_last and n < k*loader: return
+    big = fit(make_learner(k*loader, n=n, drop_last=drop_last), n_epoch, .01, method='fit_one_cycle')
+    learn = make_learner(loader, n=n, drop_last=drop_last, cbs=GradientAccumulation(k*loader, micro_batch_size=micro))
+    counted = []
+    learn.add_cb(Callback(after_train=lambda self: counted.append((self.n_iter, self.iter+1, self.learn.pct_train*self.n_epoch))))
+    fit(learn, n_epoch, .01, method='fit_one_cycle')
+    assert_same(weights(learn), weights(big), ROUNDING)
+    assert_same(learn.recorder.lrs, big.recorder.lrs)
+    for i,(n_iter,seen,pct) in enumerate(counted): assert n_iter == seen and abs(pct-i-1) < 1e-9
+
+def test_progress_bar_counts_pieces():
+    bars = []
+    class Probe(Callback):
+        order,run_valid = 61,False
+        def after_train(self): bars.append((self.learn.progress.pbar.total, self.learn.iter+1))
+    learn = make_learner(32, n=100, cbs=[GradientAccumulation(32, micro_batch_size=8), Probe()])
+    with learn.no_logging(): learn.fit(1)
+    assert bars == [(13, 13)]
+
+@pytest.mark.parametrize('name', ['plain', 'weighted', 'sum'])
+def test_pieces_of_tokens(name):
+    d,lr = Masked(29),.01 if name == 'sum' else .1
+    big,small = (tag(12, d, token_losses[name](), cbs, lr=lr) for cbs in (None, GradientAccumulation(12, micro_batch_size=5)))
+    assert_same(weights(small), weights(big), 1e-6 if name == 'weighted' else ROUNDING)
+
+def test_a_schedule_over_pieces():
+    "The same windows, whatever they are split into; those that the preview names"
+    def run(loader, **kwargs):
+        accum = GradientAccumulationSchedule(16, 64, finish=.8, **kwargs)
+        learn = make_learner(loader, n=100, cbs=accum)
+        preview = [size for _,size in accum.preview(3, learn.dls)]
+        fit(learn, 3, method='fit_one_cycle')
+        assert preview == learn.recorder.accum_bs
+        return learn
+    whole = run(16)
+    for micro in 16,8,5,1:
+        split = run(16, micro_batch_size=micro)
+        assert split.recorder.accum_bs == whole.recorder.accum_bs and len(set(whole.recorder.accum_bs)) > 3
+        assert_same(split.recorder.lrs, whole.recorder.lrs)
+        assert_same(weights(split), weights(whole), ROUNDING)
+
+def test_noise_scale_of_pieces():
+    "The pieces of one loader batch are enough to measure it"
+    a,b = (fit(make_learner(bs, cbs=[GradientAccumulation(32, micro_batch_size=m), GradientNoiseScale()]), 2) for bs,m in ((8, None), (32, 8)))
+    assert_same(torch.tensor([o[1:3] for o in a.recorder.noise_scale]), torch.tensor([o[1:3] for o in b.recorder.noise_scale]), 1e-5)
+
+@pytest.mark.parametrize('remainder', ['step', 'carry', 'drop'])
+def test_remainders_of_pieces(remainder):
+    "88 samples in batches of 32, in windows of 64 and pieces of 8"
+    sizes = dict(step=[64,24]*2, carry=[64,64], drop=[64]*2)[remainder]
+    if remainder == 'carry': sizes = [64, 88-64+32+8]
+    learn = fit(make_learner(32, n=88, cbs=GradientAccumulation(64, micro_batch_size=8, remainder=remainder)), 2)
+    if remainder == 'carry': assert learn.recorder.accum_bs[0] == 64
+    else: assert learn.recorder.accum_bs == sizes
+    assert_same(weights(learn), weights(fit(make_learner(8, n=88, cbs=GradientAccumulation(64, remainder=remainder)), 2)), ROUNDING)
+
+def test_lr_find_over_pieces():
+    found = []
+    for cbs in None,GradientAccumulation(32, micro_batch_size=8):
+        learn = make_learner(32, n=100, cbs=cbs)
+        with learn.no_bar(): learn.lr_find(num_it=20, stop_div=False, show_plot=False)
+        found.append((learn.recorder.lrs, losses(learn)))
+    assert len(found[0][0]) == 20
+    assert_same(found[0][0], found[1][0], ROUNDING)
+    assert_same(torch.tensor(found[0][1])/torch.tensor(found[1][1]), torch.ones(20), 1e-4)
+
+# Structures
+
+class Encoding(collections.UserDict):
+    "As Hugging Face's BatchEncoding: a mapping that is no dict"
+
+Pair = collections.namedtuple('Pair', 'a b')
+
+def test_nested_batches():
+    x,y = torch.arange(12.).reshape(6, 2),torch.arange(6)
+    b = [Encoding(ids=x, deep=[x, (y,)]), Pair(x, y), ['a','b','c','d','e','f'], 'name', None, 3, tensor(1.), [{'box':[1.]}]*6]
+    p = piece(b, 2, 5)
+    assert type(p) is list and type(p[0]) is Encoding and type(p[1]) is Pair
+    assert_same(p[0]['ids'], x[2:5]); assert_same(p[0]['deep'][1][0], y[2:5]); assert_same(p[1].b, y[2:5])
+    assert p[2:6] == [['c','d','e'], 'name', None, 3] and p[6] == 1. and p[7] == [{'box':[1.]}]*3
+    assert batch_size(b) == 6 and len(b[0]['ids']) == 6  # the batch itself is as it was
+
+def test_a_pair_of_two_samples_is_a_pair():
+    "A list of samples and a pair (x, y) look alike if there are two samples"
+    x,y = torch.zeros(2, 3),torch.arange(2)
+    a,b = piece([x, y], 0, 1)
+    assert a.shape == (1, 3) and b.tolist() == [0]
+
+@pytest.mark.parametrize('b, says', [
+    ((torch.zeros(6, 2), torch.zeros(3)), r'cannot split a tensor of shape \(3,\) in a batch of 6 samples'),
+    ((torch.zeros(6, 2), nn.utils.rnn.pack_sequence([torch.ones(2)]*6)), 'cannot split a PackedSequence'),
+    ((torch.zeros(6, 2), torch.zeros(6, 2).to_sparse()), 'cannot split a Tensor'), ((torch.zeros(6, 2), object()), 'cannot split a object'),
+    (('a', None), 'cannot find the samples of a batch without tensors')])
+def test_what_cannot_be_split(b, says):
+    with pytest.raises(ValueError, match=says): piece(b, 0, 3)
+
+def test_joined_pieces_are_the_whole():
+    x,y = torch.arange(12.).reshape(6, 2),torch.arange(6)
+    whole = {'a':x, 'b':Pair(x, [y, None])}
+    parts = [piece(whole, i, j) for i,j in ((0, 2), (2, 5), (5, 6))]
+    res = join(parts, [2, 3, 1])
+    assert_same(res['a'], x); assert_same(res['b'].b[0], y); assert res['b'].b[1] is None
+    for bad in [tensor(1.), tensor(2.)], [torch.zeros(2), torch.zeros(2)], ['a', 'b']:
+        with pytest.raises(ValueError, match='cannot join'): join(bad, [1, 2])
+
+class FromDict(nn.Module):
+    "A model that takes a dict, as transformers do, and gives one"
+    def __init__(self): super().__init__(); self.m = model()
+    def forward(self, b): return {'pred':self.m(b['x']*b['mask'])}
+
+def test_a_learner_of_dicts():
+    x,y = data(96)
+    ds = [({'x':x[i], 'mask':torch.ones(5).double()}, y[i]) for i in range(96)]
+    def run(bs, cbs=None):
+        torch.manual_seed(0)
+        return fit(Learner(DataLoaders(DataLoader(ds, bs=bs), DataLoader(ds[:8], bs=8)), FromDict(), lambda p,t: mse(p['pred'], t), opt_func=SGD, cbs=cbs), 2)
+    big = run(32)
+    for cbs in GradientAccumulation(32, micro_batch_size=8), GradientAccumulation(32, micro_batch_size='auto'): assert_same(weights(run(32, cbs)), weights(big), ROUNDING)
+
+# Arguments
+
+@pytest.mark.parametrize('make, says', [
+    (lambda: GradientAccumulation(32, micro_batch_size='half'), "micro_batch_size must be a number of samples or 'auto', not 'half'"),
+    (lambda: GradientAccumulation(32, micro_batch_size=8.), 'micro_batch_size counts samples')])
+def test_at_once(make, says):
+    with pytest.raises((TypeError, ValueError), match=says): make()
+
+@pytest.mark.parametrize('accum, micro', [(20, 8), (48, 7), (48, 'auto'), (40, 'auto'), (8, 16)])
+def test_windows_that_do_not_fit(accum, micro):
+    with pytest.raises(ValueError, match=f'accum_bs={accum} is not a multiple of the micro-batch of 32 samples'):
+        fit(make_learner(32, cbs=GradientAccumulation(accum, micro_batch_size=micro)), 1)
+
+def test_left_out_the_window_is_the_loaders_batch():
+    cb = GradientAccumulation(micro_batch_size=8)
+    learn = make_learner(32, cbs=cb)
+    assert fit(learn, 1).recorder.accum_bs == [32]*3
+    learn.dls = make_learner(48).dls
+    assert fit(learn, 1).recorder.accum_bs == [48]*2
+    assert GradientAccumulation(n_acc=64, micro_batch_size=8).accum_bs == 64 and GradientAccumulation().accum_bs == 32
+
+class Carries(nn.Sequential):
+    def reset(self): pass
+
+def test_a_model_that_carries_its_state_is_an_error():
+    for micro in 8,'auto':
+        with pytest.raises(ValueError, match='Carries carries its state from batch to batch'):
+            fit(make_learner(32, m=Carries(*model()), cbs=GradientAccumulation(32, micro_batch_size=micro)), 1)
+    fit(make_learner(8, m=Carries(*model()), cbs=GradientAccumulation(32)), 1)  # whole batches are fine
+
+# The size that fits
+
+class Limited(nn.Module):
+    "Runs out of memory with more than `limit` samples, in its forward or only in its backward pass; has dropout and BatchNorm, and counts passes"
+    sizes = []
+    def __init__(self, limit, where='forward', seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.m = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(.3), nn.Tanh(), nn.Dropout(.3), nn.Linear(8, 1))
+        self.limit,self.where = limit,where
+
+    def forward(self, x):
+        if self.training: Limited.sizes.append(len(x))
+        def check(*args):
+            if self.training and len(x) > self.limit: raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
+        if self.where == 'forward': check()
+        res = self.m(x)
+        if self.where == 'backward' and res.requires_grad: res.register_hook(check)
+        return res
+
+def limited(limit, micro, where='forward', n=128, bs=32, accum=64, cbs=(), **kwargs):
+    set_seed(0)
+    x,y = (o.float() for o in data(n))
+    dls = DataLoaders(DataLoader(list(zip(x, y)), bs=bs, shuffle=True), DataLoader(list(zip(x, y))[:16], bs=16))
+    Limited.sizes.clear()
+    return Learner(dls, Limited(limit, where), MSELossFlat(), opt_func=Adam, cbs=[GradientAccumulation(accum, micro_batch_size=micro), *cbs], **kwargs)
+
+def state(learn): return [weights(learn), *(b.double() for b in learn.model.buffers()), torch.get_rng_state(), tensor(random.random()),
+                          tensor(np.random.rand()), tensor(learn.dls.train.rng.random())]
+
+@pytest.mark.parametrize('where', ['forward', 'backward'])
+@pytest.mark.parametrize('limit, size, mix', [*itertools.product([100, 32, 31, 9], [None], [False, True]), (1.5, 1, False)])
+def test_auto_is_the_size_given(where, limit, size, mix, capsys):
+    "Bit for bit, with dropout, BatchNorm, shuffled data and MixUp; BatchNorm and MixUp need two samples"
+    size = size or max(o for o in (32, 16, 8) if o <= limit)
+    if size == 1: limited_model = lambda learn: setattr(learn.model, 'm', nn.Sequential(*[o for o in learn.model.m if not isinstance(o, nn.BatchNorm1d)]))
+    else: limited_model = noop
+    res = []
+    for micro in 'auto',size:
+        learn = limited(limit, micro, where, cbs=[MixUp()] if mix else [])
+        limited_model(learn)
+        fit(learn, 2, .01, method='fit_one_cycle')
+        res.append((learn.gradient_accumulation.micro_bs, state(learn), losses(learn), learn.recorder.lrs))
+        if micro == 'auto': said = capsys.readouterr().out
+    (a,states,ls,lrs),(b,*given) = res
+    assert a == b == size
+    for o,p in zip(states, given[0], strict=True): assert_same(o, p)
+    assert_same(ls, given[1]); assert_same(lrs, given[2])
+    assert said.count('\n') == 1 and f"micro_batch_size='auto': {size} of 32 samples fit in memory" in said
+
+def test_the_sizes_that_are_tried():
+    learn = limited(9, 'auto')
+    fit(learn, 1)
+    assert Limited.sizes == [32, 32, 16, 8] + [8]*16  # what failed first is tried again when garbage is collected
+
+def test_not_even_one_sample(capsys):
+    learn = limited(0, 'auto')
+    before = state(limited(0, 'auto'))
+    with pytest.raises(RuntimeError, match='out of memory with a single sample: use smaller inputs'): fit(learn, 1)
+    assert not is_out_of_memory(RuntimeError('out of memory with a single sample'))
+    assert_same(weights(learn), before[0])
+
+def test_other_errors_pass_unchanged():
+    class Broken(nn.Module):
+        def __init__(self): super().__init__(); self.m = nn.Linear(5, 1).double()
+        def forward(self, x): raise KeyError('no such key')
+    learn = make_learner(32, cbs=GradientAccumulation(32, micro_batch_size='auto'))
+    learn.model = Broken()
+    with pytest.raises(KeyError, match='no such key'): fit(learn, 1)
+
+def test_it_looks_again_after_unfreeze():
+    "With a frozen body more samples fit"
+    learn = limited(32, 'auto')
+    learn.splitter = lambda m: [params(m.m[0]), params(m.m[-1])]
+    frozen,found = lambda: not learn.model.m[0].weight.requires_grad,[]
+    forward = Limited.forward
+    def by_training(self, x): self.limit = 32 if frozen() else 9; return forward(self, x)
+    learn.model.forward = partial(by_training, learn.model)
+    learn.add_cb(Callback(after_train=lambda self: found.append(self.gradient_accumulation.micro_bs)))
+    with quiet(learn): learn.fine_tune(2)
+    assert found == [32, 8, 8]
+    tried = len(Limited.sizes)
+    with quiet(learn): learn.fit(1)
+    assert len(Limited.sizes) == tried+16  # known by now: 128 samples, 8 at a time
+
+def test_it_looks_again_when_samples_are_larger():
+    "Text of growing length, 320 numbers fit: 32 samples of 10, then 16 of 20, then 8 of 40"
+    lengths = [10]*2+[20]*2+[40]*2
+    class Lengths(nn.Module):
+        def __init__(self): super().__init__(); torch.manual_seed(0); self.m = nn.Linear(1, 1).double()
+        def forward(self, x):
+            if x.numel() > 320: raise torch.OutOfMemoryError('CUDA out of memory')
+            return self.m(x[...,None]).mean((1, 2))[:,None]
+    g = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(32, n, generator=g, dtype=torch.float64), torch.randn(32, 1, generator=g, dtype=torch.float64)) for n in lengths]
+    def run(micro):
+        dls = DataLoaders(*[torch.utils.data.DataLoader(batches, batch_size=None)]*2)
+        for o in dls.loaders: o.bs = 32
+        sizes = []
+        learn = Learner(dls, Lengths(), mse, opt_func=SGD, cbs=[GradientAccumulation(64, micro_batch_size=micro),
+                        Callback(after_pred=lambda self: self.training and sizes.append((len(self.x), self.n_iter)))])
+        learn.add_cb(Callback(before_validate=lambda self: stop(CancelValidException())))
+        return fit(learn, 1),sizes
+    learn,sizes = run('auto')
+    assert [n for n,_ in sizes] == [32]*3+[16]*5+[8]*9 and sizes[-1][1] == 14  # each size is tried once before it is used
+    assert_same(weights(learn), weights(run(8)[0]), ROUNDING)
+
+# Out of memory later on
+
+class Squeeze(Callback):
+    "Another program takes memory at training iteration `at`: only `to` samples fit from then on"
+    run_valid,order = False,5
+    def __init__(self, at, to): self.at,self.to = at,to
+    def before_batch(self):
+        if self.train_iter >= self.at: self.model.limit = self.to
+
+@pytest.mark.parametrize('where', ['forward', 'backward'])
+@pytest.mark.parametrize('at', [1, 2, 3, 5])
+@pytest.mark.parametrize('to', [8, 5])
+def test_memory_that_runs_out_later(where, at, to):
+    "128 samples in batches of 32, two windows of 64; the weights are those of the large batch all the same"
+    def plain(learn): learn.model.m = nn.Sequential(*[o for o in learn.model.m if not isinstance(o, (nn.BatchNorm1d, nn.Dropout))]); return learn
+    learn = plain(limited(16, 'auto', where, accum=32, cbs=[Squeeze(at, to)]))
+    big = fit(plain(limited(1000, 32, accum=32)), 1)
+    with pytest.warns(UserWarning, match='out of memory in training: micro-batches have'): fit(learn, 1)
+    assert learn.gradient_accumulation.micro_bs == (8 if to == 8 else 4)
+    assert_same(weights(learn), weights(big), FLOAT32)
+    assert_same(losses(learn), losses(big), FLOAT32)
+    assert learn.recorder.accum_bs == [32]*4 and learn.iter+1 == learn.n_iter
+    assert '_do_one_batch' not in vars(learn)
+
+def test_what_cannot_be_undone_says_what_to_set():
+    "The gradient of an earlier loader batch is mixed with the one that failed"
+    learn = limited(16, 'auto', 'backward', cbs=[Squeeze(2, 8)])
+    with pytest.raises(RuntimeError, match='out of memory with micro-batches of 16 samples: set micro_batch_size=8'): fit(learn, 1)
+
+def test_never_after_the_step_has_begun():
+    learn = limited(16, 'auto')
+    learn.create_opt()
+    def full(*args, **kwargs): raise torch.OutOfMemoryError('CUDA out of memory')
+    learn.opt.step = full
+    with pytest.raises(RuntimeError, match='set micro_batch_size=8'): fit(learn, 1)
+
+def test_without_auto_the_error_is_pytorchs():
+    with pytest.raises(torch.OutOfMemoryError, match='Tried to allocate'): fit(limited(16, 32), 1)
+
+def test_recovery_lets_go_of_the_tensors():
+    "What the failed pass has made is free before the next one"
+    import weakref
+    made,alive = [],[]
+    class Holds(Limited):
+        def forward(self, x):
+            alive.append(sum(o() is not None for o in made))
+            h = x.repeat(1, 3)
+            made.append(weakref.ref(h))
+            return super().forward(x+0*h[:,:5])
+    learn = limited(16, 'auto', cbs=[Squeeze(3, 8)])
+    learn.model.__class__ = Holds
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        fit(learn, 1)
+    assert learn.gradient_accumulation.micro_bs == 8 and max(alive) == 0
+
+# On its own
+
+def test_micro_bs_find():
+    learn = limited(9, None)
+    learn.remove_cb(GradientAccumulation)
+    before = [weights(learn), torch.get_rng_state()]
+    assert learn.micro_bs_find() == 8 and learn.opt is None
+    for a,b in zip(before, [weights(learn), torch.get_rng_state()]): assert_same(a, b)
+    learn.model.limit = 100
+    fit(learn, 1)
+    recorded,opt,hypers,cbs = losses(learn),learn.opt,[dict(h) for h in learn.opt.hypers],list(learn.cbs)
+    learn.model.limit = 20
+    assert learn.micro_bs_find() == 16
+    assert losses(learn) == recorded and learn.opt is opt and [dict(h) for h in learn.opt.hypers] == hypers
+    assert list(learn.cbs) == cbs
+    with pytest.raises(ValueError, match='show_plot=True shows the peak memory on CUDA'): learn.micro_bs_find(show_plot=True)
+
+def test_room_for_the_optimizers_state():
+    learn = fit(make_learner(8), 0)
+    n = sum(p.numel() for p in learn.model.parameters())
+    assert sum(o.numel() for o in room_for_step(learn.opt)) == 2*n
+    for opt_func,left in (Adam, 0), (partial(OptimWrapper, opt=torch.optim.Adam), 0):
+        assert sum(o.numel() for o in room_for_step(fit(make_learner(8, opt_func=opt_func), 1).opt)) == left
+
+# A real limit
+
+SCRIPT = '''
+import resource, sys, warnings
+warnings.simplefilter('ignore')
+sys.path.insert(0, {tests!r})
+from common import *
+torch.set_num_threads(1)
+torch.manual_seed(0)
+m = nn.Sequential(nn.Linear(100, 2000), *[nn.Tanh() for _ in range(20)], nn.Linear(2000, 1))
+ds = list(zip(torch.randn(1024, 100), torch.randn(1024, 1)))
+fit(make_learner(8), 1)  # whatever is loaded and cached at first
+accum = GradientAccumulation(512, micro_batch_size='auto')
+learn = Learner(DataLoaders(DataLoader(ds, bs=512), DataLoader(ds[:8], bs=8)), m, MSELossFlat(), opt_func=SGD, cbs=accum)
+used = int(open('/proc/self/statm').read().split()[0])*resource.getpagesize()
+if sys.argv[1] != 'none': resource.setrlimit(resource.RLIMIT_AS, (used+int(sys.argv[1])*2**20,)*2)
+fit(learn, 1, 1e-3)
+print('size', accum.micro_bs, float(losses(learn)[-1]))
+'''
+
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='RLIMIT_AS')
+def test_the_allocator_itself_fails():
+    "512 samples take some 90 MB: with 50 MB to spare, a quarter of them or less fits, and the fit is the same"
+    def run(megabytes):
+        env = dict(os.environ, MALLOC_MMAP_THRESHOLD_='65536', MALLOC_ARENA_MAX='1', OMP_NUM_THREADS='1')
+        out = subprocess.run([sys.executable, '-c', SCRIPT.format(tests=str(Path(__file__).parent)), str(megabytes)], capture_output=True, text=True, timeout=300, env=env)
+        assert out.returncode == 0, out.stderr[-2000:]
+        _,size,loss = out.stdout.split()[-3:]
+        return int(size),float(loss)
+    (free,loss),(tight,same) = run('none'),run(50)
+    assert free == 512 and 32 <= tight <= 256
+    assert abs(loss-same) < 1e-5
