@@ -1,5 +1,5 @@
 """`python -m benchmarks.batch_size` measures what the page "Find the batch size" compares, and writes `batch_size.json` beside this file: what `bs_find`
-and the noise scale predict, how many samples each batch size needs, and what schedules make of it. About 25 minutes on one core.
+and the noise scale predict, how many samples each batch size needs, and what schedules make of it. About 20 minutes on one core.
 
 The searches for learning rates need hundreds of runs, so these are plain PyTorch loops; the steps of `GradientAccumulation` are the same, as its tests show"""
 import functools, json, sys, time
@@ -10,6 +10,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastxtend_accum.all import *
 from fastxtend_accum.demo import digits_learner, text_learner
+from fastxtend_accum.snapshot import unchanged
 
 here = Path(__file__).parent
 sizes = [16, 32, 64, 128, 256, 512]
@@ -106,20 +107,19 @@ def best_factor(cost, k=0):
     while (better := min((k, k-1, k+1), key=cost)) != k: k = better
     return k
 
-def truth(task, checkpoint, data, horizon):
-    "Samples that each size needs, at its best learning rate, to come where the base recipe comes after `horizon` epochs"
-    n = len(data.train[0])
+def needed(task, checkpoint, data, horizon, trials):
+    "Samples that each size needs to come where the base recipe comes after `horizon` epochs: at the rule's learning rate or, with `trials`, at the best one"
+    n,k,res = len(data.train[0]),0,{}
     target = float(np.mean([run(*start(checkpoint), data, 16, task.lr, seed, horizon*n)[1] for seed in range(3)]))
-    res,k,most = {},0,4*horizon*n
+    most = 4*horizon*n
     for bs in sizes:
-        def rate(k): return task.lr*(bs/16)**.5*2.**k
-        def needed(k, seeds): return [run(*start(checkpoint), data, bs, rate(k), seed, most, target)[0] for seed in seeds]
-        k = best_factor(lambda k: np.mean(needed(k, range(20, 20+task.trials))), k)
-        res[bs] = dict(lr=rate(k), samples=needed(k, range(task.seeds)))
-        best = min(np.mean(o['samples']) for o in res.values())
-        most = 4*best
-        if np.mean(res[bs]['samples']) > 3*best: break
-    for o in res.values(): o['samples'] = [s if math.isfinite(s) else None for s in o['samples']]  # None: not within four times the least
+        def rate(k): return sqrt_scale(task.lr, bs/16)*2.**k
+        def runs(k, seeds): return [run(*start(checkpoint), data, bs, rate(k), seed, most, target)[0] for seed in seeds]
+        if trials: k = best_factor(lambda k: np.mean(runs(k, range(20, 20+trials))), k)
+        samples = runs(k, range(task.seeds))
+        res[bs] = dict(lr=rate(k), samples=[o if math.isfinite(o) else None for o in samples])  # None: not within four times the least
+        most = min(most, 4*np.mean(samples))
+        if 4*np.mean(samples) > 3*most: break
     return dict(target=target, epoch=n, sizes=res)
 
 # What schedules make of it
@@ -149,7 +149,8 @@ def measure(task):
     data = Data(task.learner(16))
     checkpoints = base_runs(task, data)
     return dict(predicted=[predict(task, seed) for seed in range(3)],
-                truth=[dict(point=point, horizon=o, **truth(task, checkpoints[point], data, o)) for point,horizons in task.targets.items() for o in horizons],
+                needed=[dict(point=point, horizon=o, rate=name, **needed(task, checkpoints[point], data, o, trials))
+                        for point,horizons in task.targets.items() for o in horizons for name,trials in (('best', task.trials), ('rule', 0))],
                 compared=compare(task))
 
 def main():
