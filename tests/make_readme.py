@@ -33,7 +33,7 @@ def readme():
         path = f'index_files/figure-commonmark/figure-{i+1}.png'
         text = text.replace(f'![png]({old})', f'![{alt}]({path})')
         pictures[path] = data
-    text = re.sub(r'\]\(((?:guides/)?\d\d_\w+\.ipynb)', r'](nbs/\1', text)
+    text = re.sub(r'\]\(((?:\w+/)?\d\d_\w+\.ipynb)', r'](nbs/\1', text)
     text = re.sub(r'```python\s*```\n*', '', text)     # cells without a visible source
     text = re.sub(r'\n(?: *\n){2,}', '\n\n', text).strip()
     title,rest = text.split('\n', 1)

@@ -6,7 +6,7 @@ from fastai.callback.rnn import ModelResetter, RNNCallback
 from hypothesis import given, strategies as st
 
 from common import *
-from fastxtend_accum.memory import find_micro_bs, room_for_step
+from fastxtend_accum.memory import room_for_step
 from fastxtend_accum.pieces import batch_size, is_out_of_memory, join, piece
 from test_losses import Masked, tag, token_losses
 
@@ -129,7 +129,7 @@ def test_a_pair_of_two_samples_is_a_pair():
     assert a.shape == (1, 3) and b.tolist() == [0]
 
 @pytest.mark.parametrize('b, says', [
-    ((torch.zeros(6, 2), torch.zeros(3)), r'cannot split a tensor of shape \(3,\) in a batch of 6 samples'),
+    ((torch.zeros(3), torch.zeros(6, 2)), r'cannot split a tensor of shape \(3,\) in a batch of 6 samples'),
     ((torch.zeros(6, 2), nn.utils.rnn.pack_sequence([torch.ones(2)]*6)), 'cannot split a PackedSequence'),
     ((torch.zeros(6, 2), torch.zeros(6, 2).to_sparse()), 'cannot split a Tensor'), ((torch.zeros(6, 2), object()), 'cannot split a object'),
     (('a', None), 'cannot find the samples of a batch without tensors')])
@@ -271,8 +271,10 @@ def test_it_looks_again_after_unfreeze():
     with quiet(learn): learn.fine_tune(2)
     assert found == [32, 8, 8]
     tried = len(Limited.sizes)
+    iters = []
+    learn.add_cb(Callback(after_train=lambda self: iters.append((self.n_iter, self.iter+1))))
     with quiet(learn): learn.fit(1)
-    assert len(Limited.sizes) == tried+16  # known by now: 128 samples, 8 at a time
+    assert iters == [(16, 16)] and len(Limited.sizes) == tried+16  # known by now: 128 samples, 8 at a time
 
 def test_it_looks_again_when_samples_are_larger():
     "Text of growing length, 320 numbers fit: 32 samples of 10, then 16 of 20, then 8 of 40"

@@ -91,6 +91,17 @@ def test_the_smallest_size_that_fits(world):
     buckets,scalars = messages(world, 'auto')
     assert scalars == [8,8]+[24]*len(buckets) and len(buckets) == len(results[0]['auto']['accum_bs'])
 
+def test_a_loss_over_the_batch_of_each_process(world):
+    "In pieces it is what it is at once, with one set of buckets a step"
+    n,results = world
+    for res in results:
+        assert_same(res['gradient_cache']['weights'], res['whole_batch']['weights'], ROUNDING)
+        assert_same(res['gradient_cache']['losses'], res['whole_batch']['losses'], 1e-6)
+        assert (res['whole_batch']['weights']-weights(model())).abs().max() > 1e-2
+        assert 'cannot split the forward pass of a sharded' in res['gradient_cache_sharded']
+    (cached,_),(whole,_) = (messages(world, o) for o in ('gradient_cache', 'whole_batch'))
+    assert cached == whole and len(cached) == len(results[0]['gradient_cache']['losses']) > 3
+
 def test_schedule(world):
     n,_ = world
     def size(pct): return math.floor(SchedCos(4*n, 16*n)(pct)/(4*n) + 0.5 + 1e-6)*4
@@ -256,7 +267,7 @@ def test_table_of_the_page(world):
         scalars = [o for o in scalars if o != 8]
         steps = 6
         rows.append([len(buckets)/steps, sum(nbytes for _,nbytes in buckets)/steps, len(scalars)/steps, sum(scalars)/steps])
-    page = ''.join(sum([c['source'] for c in json.loads((here.parent/'nbs/04_processes.ipynb').read_text())['cells']], []))
+    page = ''.join(sum([c['source'] for c in json.loads((here.parent/'nbs/source/06_processes.ipynb').read_text())['cells']], []))
     table = re.findall(r'^\| (?:fastai\'s )?`GradientAccumulation` \|(.*)\|$', page, re.M)
     assert [[float(o) for o in row.split('|')] for row in table] == rows
     assert f'model of {len(weights(model()))} parameters' in page

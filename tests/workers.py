@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import *
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
+from fastxtend_accum.gradient_cache import GradientCache
 from fastxtend_accum.processes import Processes
 
 def broadcast_on_cpu(self, t, rank):
@@ -204,6 +205,15 @@ def bs_find_by_hand():
 def noise_sharded():
     learn = make_learner(4, m=fully_shard(model(), mesh=init_device_mesh('cpu', (W,))), cbs=[GradientAccumulation(16*W), GradientNoiseScale()])
     try: fit(learn, 1)
+    except ValueError as e: return str(e)
+def spread(pred, targ): return ((pred-pred.mean(0))**2).mean().float() + mse(pred, targ)  # compares the samples of a process
+@case
+def whole_batch(): return train(make_learner(16, loss_func=spread))
+@case
+def gradient_cache(): return train(make_learner(16, loss_func=spread, cbs=GradientCache(5)))
+@case
+def gradient_cache_sharded():
+    try: fit(make_learner(16, m=fully_shard(model(), mesh=init_device_mesh('cpu', (W,))), cbs=GradientCache(5)), 1)
     except ValueError as e: return str(e)
 class NanOnce:
     "A loss that is NaN in one process, at its sixth batch"

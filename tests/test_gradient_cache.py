@@ -1,0 +1,380 @@
+"Losses over the whole batch, in pieces: against the same Learner without the callback"
+import itertools, json, os, subprocess, sys, weakref
+import pytest
+from fastai.callback.mixup import MixUp
+from hypothesis import given, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common import *
+from fastxtend_accum.gradient_cache import GradientCache, in_pieces
+from test_life import EVENTS, Fault
+
+FLOAT32 = 1e-5
+
+# Losses that compare samples
+
+def info_nce(pred, *targ):
+    "Each row of the one output is to find its partner among the rows of the other; targets are indices into the batch"
+    a,b = (F.normalize(o, dim=1) for o in pred)
+    return F.cross_entropy(a@b.T/.1, torch.arange(len(a))).float()
+
+class Temperature(nn.Module):
+    "CLIP's loss: both directions, with a temperature that only the loss uses"
+    def __init__(self): super().__init__(); self.logit_scale = nn.Parameter(torch.tensor(1., dtype=torch.float64))
+    def forward(self, pred, *targ):
+        a,b = (F.normalize(o, dim=1) for o in pred)
+        logits = self.logit_scale.exp()*a@b.T
+        labels = torch.arange(len(a))
+        return ((F.cross_entropy(logits, labels)+F.cross_entropy(logits.T, labels))/2).float()
+
+def triplet(pred, *targ):
+    "The hardest positive and negative in the batch, by the sign of the target"
+    z,label = pred[0],targ[0][:,0] > 0
+    d = torch.cdist(z, z)
+    same = label[:,None] == label
+    return F.relu((d*same).max(1).values - d.masked_fill(same, 1e9).min(1).values + 1).mean().float()
+
+def batch_dice(pred, *targ):
+    "One overlap over the whole batch"
+    p,t = pred[0].sigmoid(),(targ[0] > 0).double()
+    return (1-(2*(p*t).sum()+1)/((p+t).sum()+1)).float()
+
+losses_over_the_batch = dict(info_nce=lambda: info_nce, temperature=Temperature, triplet=lambda: triplet, dice=lambda: batch_dice)
+
+class TwoOutputs(nn.Module):
+    "Two encoders of one input"
+    def __init__(self, dropout=0., norm=False, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        def encoder(): return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8) if norm else nn.LayerNorm(8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 4))
+        self.a,self.b = encoder().double(),encoder().double()
+    def forward(self, x): return self.a(x),self.b(x)
+
+def all_params(learn): return torch.cat([p.detach().flatten() for pg in learn.opt.param_lists for p in pg])
+
+def fit_over_batch(cbs=None, loss='info_nce', n=100, bs=32, opt_func=SGD, m=None, n_epoch=2, lr=.05, drop_last=False, **kwargs):
+    loss_func,m = losses_over_the_batch[loss](),TwoOutputs() if m is None else m
+    extra = list(loss_func.parameters()) if isinstance(loss_func, nn.Module) else []
+    learn = make_learner(bs, n=n, m=m, loss_func=loss_func, opt_func=opt_func, cbs=cbs, drop_last=drop_last,
+                         splitter=lambda m: [list(m.parameters())+extra], **kwargs)
+    return fit(learn, n_epoch, lr, method='fit_one_cycle')
+
+@pytest.mark.parametrize('opt_func', [SGD, Adam, partial(OptimWrapper, opt=torch.optim.AdamW)])
+@pytest.mark.parametrize('loss', losses_over_the_batch)
+@pytest.mark.parametrize('micro', [1, 8, 10, 32, 100])
+def test_equals_the_whole_batch(loss, micro, opt_func):
+    "Sizes that divide the batch, do not, and exceed it; a ragged last batch; weights, also those in the loss, and all that is logged"
+    if opt_func is not SGD and micro not in (8, 10): return
+    lr = .05 if opt_func is SGD else .001  # Adam's steps are as large for gradients that are but rounding
+    big,small = (fit_over_batch(cbs, loss, opt_func=opt_func, lr=lr) for cbs in (None, GradientCache(micro)))
+    assert (all_params(big)-all_params(fit_over_batch(None, loss, opt_func=opt_func, n_epoch=0))).abs().max() > 1e-3
+    assert_same(all_params(small), all_params(big), ROUNDING if opt_func is SGD else 1e-9)  # see above
+    for o in 'lrs','iters': assert_same(getattr(small.recorder, o), getattr(big.recorder, o))
+    assert_same(losses(small), losses(big), 1e-7)
+    assert_same(floats(small.recorder.values), floats(big.recorder.values), 1e-7)
+    assert len(losses(small)) == 8 and small.gradient_cache.micro_bs == micro
+
+def test_accumulation_is_another_question():
+    "The check above can fail"
+    big,small = fit_over_batch(),fit_over_batch(GradientAccumulation(32, micro_batch_size=8))
+    assert (all_params(big)-all_params(small)).abs().max() > 1e-3
+
+@draws
+@given(n=st.integers(2, 40), bs=st.integers(2, 20), micro=st.integers(1, 24), loss=st.sampled_from(sorted(losses_over_the_batch)), drop_last=st.booleans())
+def test_any_pieces(n, bs, micro, loss, drop_last):
+    if drop_last and n < bs: return
+    args = dict(loss=loss, n=n, bs=bs, drop_last=drop_last, n_epoch=1)
+    assert_same(all_params(fit_over_batch(GradientCache(micro), **args)), all_params(fit_over_batch(**args)), ROUNDING)
+
+@pytest.mark.parametrize('cbs', [lambda: GradientClip(.01), lambda: MixUp(), lambda: ReduceLROnPlateau(), lambda: Recorder(train_metrics=True)])
+def test_other_callbacks_do_not_notice(cbs):
+    def run(*ours):
+        learn = make_learner(32, m=model().float(), loss_func=MSELossFlat(), cbs=[cbs(), *ours], metrics=mae)
+        torch.manual_seed(1); random.seed(1); np.random.seed(1)
+        return fit(learn)
+    big,small = run(),run(GradientCache(8))
+    assert_same(weights(small), weights(big), 1e-6)  # float32
+    assert_same(floats(small.recorder.values), floats(big.recorder.values), 1e-6)
+
+def mae(pred, targ): return (pred-targ).abs().mean()
+
+def test_windows_of_several_loader_batches():
+    "GradientAccumulation adds the losses of whole loader batches up; each is computed in pieces"
+    big,small = (fit_over_batch([GradientAccumulation(64), *cbs], bs=16) for cbs in ([], [GradientCache(4)]))
+    assert_same(all_params(small), all_params(big), ROUNDING)
+    assert small.recorder.accum_bs == [64,36]*2
+
+# Structures
+
+class Nested(nn.Module):
+    "Dicts in, dicts and tuples out, and a keyword argument inside"
+    def __init__(self): super().__init__(); self.m = TwoOutputs(); self.seen = []
+    def forward(self, b): return self.inner(b['x'], mask=b['mask'], kind='text')
+    def inner(self, x, mask=None, kind=None):
+        a,b = self.m(x*mask)
+        return {'embeddings':(a, b), 'nothing':None}
+
+def test_nested_inputs_and_outputs():
+    x,y = data(96)
+    ds = [({'x':x[i], 'mask':torch.ones(5).double()}, y[i]) for i in range(96)]
+    def run(cbs=None): return fit(Learner(DataLoaders(DataLoader(ds, bs=32), DataLoader(ds[:8], bs=8)), Nested(), lambda p,t: info_nce(p['embeddings']), opt_func=SGD, cbs=cbs), 2)
+    assert_same(weights(run(GradientCache(8))), weights(run()), ROUNDING)
+
+class Body(nn.Module):
+    "A body with LayerNorm, and a head with BatchNorm"
+    def __init__(self): super().__init__(); torch.manual_seed(0); self.body,self.head = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8)).double(),nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
+    def forward(self, x):
+        h = self.body(x)
+        return self.head(h),self.head(self.body(-x))  # the body runs twice
+
+@pytest.mark.parametrize('part, exact', [(lambda m: m.body, True), (None, False)])
+def test_the_body_in_pieces_and_the_head_on_the_whole_batch(part, exact):
+    big,small = (fit_over_batch(cbs, m=Body(), n=96) for cbs in (None, GradientCache(8, part=part)))
+    assert 'forward' not in vars(small.model) and 'forward' not in vars(small.model.body)
+    if not exact: assert (all_params(small)-all_params(big)).abs().max() > 1e-4
+    else:
+        assert_same(all_params(small), all_params(big), ROUNDING)
+        for a,b in zip(small.model.buffers(), big.model.buffers(), strict=True): assert_same(a, b, ROUNDING)
+
+# As KeremTurgutlu's callbacks write them: targets that index into the batch, and two encoders
+
+class SimCLR(Callback):
+    order,run_valid = 9,False
+    def before_batch(self):
+        x = self.x
+        self.learn.xb = (torch.cat([x*1.1, x*.9]),)
+        self.learn.yb = (torch.arange(2*len(x)).roll(len(x)),)
+
+def nt_xent(pred, targ):
+    z = F.normalize(pred, dim=1)
+    sim = (z@z.T/.1).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
+    return F.cross_entropy(sim, targ).float()
+
+def test_simclr():
+    def run(*cbs):
+        m = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        m.load_state_dict({k:v for k,v in seeded_state(m).items()})
+        learn = make_learner(32, n=96, m=m, loss_func=nt_xent, cbs=[SimCLR(), Callback(before_validate=lambda self: stop(CancelValidException())), *cbs])
+        return fit(learn, 2)
+    big,small = run(),run(GradientCache(16))
+    assert_same(weights(small), weights(big), ROUNDING)
+    assert_same(losses(small), losses(big), 1e-7)
+
+def seeded_state(m):
+    g = torch.Generator().manual_seed(0)
+    return {k:torch.randn(v.shape, generator=g, dtype=v.dtype)*.3 for k,v in m.state_dict().items()}
+
+class CLIP(nn.Module):
+    "Two encoders with an input each; the loss reads `model.logit_scale`"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.image,self.text,self.logit_scale = nn.Linear(5, 4).double(),nn.Linear(1, 4).double(),nn.Parameter(torch.tensor(1.).double())
+    def forward(self, image, text): return F.normalize(self.image(image), dim=1),F.normalize(self.text(text), dim=1)
+
+class CLIPTrainer(Callback):
+    run_valid = False
+    def before_fit(self): self.learn.loss_func = self.loss
+    def loss(self, pred, *targ):
+        scores = self.model.logit_scale.exp()*pred[0]@pred[1].T
+        return F.cross_entropy(scores, torch.arange(len(scores))).float()
+    def after_step(self): self.model.logit_scale.data.clamp_(0, 1.2)
+
+def test_clip():
+    x,y = data(96)
+    def run(*cbs):
+        ds = list(zip(x, y, y))
+        dls = DataLoaders(DataLoader(ds, bs=32), DataLoader(ds[:8], bs=8))
+        dls.n_inp = 2
+        return fit(Learner(dls, CLIP(), mse, opt_func=SGD, cbs=[CLIPTrainer(), *cbs]), 2)
+    big,small = run(),run(GradientCache(8))
+    assert big.model.logit_scale != 1 and (weights(big)-weights(CLIP())).abs().max() > 1e-3
+    assert_same(weights(small), weights(big), ROUNDING)
+
+# Random masks, half precision, running statistics: against the same pieces without recomputation
+
+def pieces_without_recomputation(m, sizes):
+    "The model's own forward pass on each piece, all activations kept"
+    forward = m.forward
+    def pieces(x): return tuple(map(torch.cat, zip(*(forward(o) for o in x.split(sizes)))))
+    return pieces
+
+@pytest.mark.parametrize('amp', [None, 'bf16', 'fp16'])
+@pytest.mark.parametrize('norm', [False, True])
+def test_bit_for_bit_with_dropout_and_autocast(amp, norm):
+    def run(cached):
+        m = TwoOutputs(.5, norm).float()
+        if not cached:
+            forward = pieces_without_recomputation(m, [8]*4)
+            plain = m.forward
+            m.forward = lambda x: forward(x) if m.training else plain(x)
+        cbs = [CpuMixedPrecision(amp, init_scale=2.**8)] if amp else []
+        learn = make_learner(32, n=96, m=m, loss_func=lambda p,*t: info_nce(p), cbs=cbs+[GradientCache(8)]*cached)
+        torch.manual_seed(3)
+        return fit(learn, 2, .05),torch.get_rng_state()
+    (a,rng_a),(b,rng_b) = run(True),run(False)
+    assert_same(weights(a), weights(b))
+    assert_same(losses(a), losses(b))
+    assert_same(rng_a, rng_b)
+    for o,p in zip(a.model.buffers(), b.model.buffers(), strict=True): assert_same(o, p)
+    assert len(list(a.model.buffers())) == (6 if norm else 0)
+
+def test_a_compiled_model():
+    big,small = (fit_over_batch(cbs, m=torch.compile(TwoOutputs(), backend='aot_eager'), n_epoch=1) for cbs in (None, GradientCache(8)))
+    assert_same(all_params(small), all_params(big), ROUNDING)
+
+# Memory
+
+class LiveBytes(TorchDispatchMode):
+    "Bytes of the tensors that are alive, and the most that were: every storage that PyTorch makes, until it is freed"
+    def __init__(self): super().__init__(); self.sizes,self.peak = {},0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for o in out if isinstance(out, (tuple,list)) else [out]:
+            if isinstance(o, torch.Tensor) and (key := o.untyped_storage()._cdata) not in self.sizes:
+                self.sizes[key] = o.untyped_storage().nbytes()
+                weakref.finalize(o.untyped_storage(), self.sizes.pop, key, None)
+        self.peak = max(self.peak, sum(self.sizes.values()))
+        return out
+
+def correlations(pred, *targ):
+    "Across the batch, and small: the outputs' correlation matrix should be the identity (Barlow Twins)"
+    z = (pred-pred.mean(0))/(pred.std(0)+1e-3)
+    return ((z.T@z/len(z)-torch.eye(z.shape[1]))**2).sum()
+
+def deep():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(20)], nn.Flatten(), nn.LazyLinear(8))
+
+def test_live_bytes_are_those_of_a_piece():
+    "256 samples: as many as micro-batches of the same size take, within 5%"
+    x = torch.randn(256, 16, 64)
+    def peak(f):
+        m = deep()
+        m(x[:1])
+        with LiveBytes() as live: f(m)
+        return live.peak
+    def accumulate(m, n):
+        for o in x.split(n): correlations(m(o)).backward()
+    whole = peak(lambda m: correlations(m(x)).backward())
+    for n in 16,32,64:
+        cached,accumulated = peak(lambda m: correlations(in_pieces(m.forward, m, n)(x)).backward()),peak(lambda m: accumulate(m, n))
+        assert abs(cached/accumulated-1) < .05 and cached < (.15 if n == 16 else .5)*whole, (cached, accumulated, whole)
+
+SCRIPT = '''
+import json, re, sys, warnings
+warnings.simplefilter('ignore')
+sys.path.insert(0, {tests!r})
+from common import *
+from test_gradient_cache import *
+torch.set_num_threads(1)
+how = sys.argv[1]
+def build(bs, cbs, n=512):
+    torch.manual_seed(0)
+    ds,m = list(zip(torch.randn(n, 64, 64), torch.randn(n, 1))),deep()
+    m(ds[0][0][None])
+    return Learner(DataLoaders(DataLoader(ds, bs=bs), DataLoader(ds[:2], bs=2)), m, correlations, opt_func=SGD, cbs=cbs)
+fit(build(8, GradientCache(4), 8), 1)
+def megabytes(name): return int(re.search(name+r':\\s+(\\d+) kB', Path('/proc/self/status').read_text())[1])/1024
+Path('/proc/self/clear_refs').write_text('5')  # the peak so far is forgotten
+before = megabytes('VmRSS')
+cbs = dict(whole=(512, None), cached=(512, GradientCache(16)), accumulated=(512, GradientAccumulation(512, micro_batch_size=16)))[how]
+fit(build(*cbs), 1, 1e-3)
+print(json.dumps(megabytes('VmHWM')-before))
+'''
+
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='/proc')
+def test_peak_memory():
+    "512 samples in pieces of 16: as much as accumulating pieces of 16, and a fraction of the whole batch"
+    def run(how):
+        env = dict(os.environ, MALLOC_MMAP_THRESHOLD_='65536', MALLOC_ARENA_MAX='1', OMP_NUM_THREADS='1')
+        out = subprocess.run([sys.executable, '-c', SCRIPT.format(tests=str(Path(__file__).parent)), how], capture_output=True, text=True, timeout=300, env=env)
+        assert out.returncode == 0, out.stderr[-2000:]
+        return json.loads(out.stdout.splitlines()[-1])
+    whole,cached,accumulated = map(run, ('whole', 'cached', 'accumulated'))
+    assert cached < .2*whole and cached < accumulated + 8  # MB; above, the bytes of tensors are compared
+
+# Nothing is left on the model
+
+@pytest.mark.parametrize('order', [-5, 99, math.inf])
+@pytest.mark.parametrize('event', EVENTS)
+@pytest.mark.parametrize('exc', [KeyboardInterrupt, ZeroDivisionError, CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException,
+                                 CancelStepException, CancelBackwardException])
+def test_no_fault_leaves_a_changed_model(exc, event, order):
+    for nth in 1,2:
+        learn = make_learner(32, m=TwoOutputs(), loss_func=info_nce, cbs=GradientCache(8))
+        fault = Fault(exc, event, nth, order)
+        try: fit(learn, 1, cbs=fault)
+        except BaseException: pass
+        if event == 'before_batch' and order == math.inf:  # the only place where the forward pass is another one: whoever calls it gets the model
+            x = data(32)[0]
+            assert_same(learn.model(x)[0], TwoOutputs.forward(learn.model, x)[0], ROUNDING)
+        assert not [m for m in learn.model.modules() if 'forward' in vars(m)]
+
+def test_a_failing_forward_pass_leaves_the_model_as_it_was():
+    class Fails(TwoOutputs):
+        def forward(self, x):
+            if self.training and len(x) == 4: raise KeyError('the last piece')
+            return super().forward(x)
+    learn = make_learner(32, n=100, m=Fails(), loss_func=info_nce, cbs=GradientCache(8))
+    with pytest.raises(KeyError): fit(learn, 1)
+    assert 'forward' not in vars(learn.model)
+
+def test_a_forward_of_its_own_is_kept():
+    "A model whose `forward` was set on the instance, as torch.compile and others do"
+    m = TwoOutputs()
+    m.forward = own = partial(TwoOutputs.forward, m)
+    fit_over_batch(GradientCache(8), m=m)
+    assert m.forward is own
+
+def test_validation_and_prediction_are_not_touched():
+    seen = []
+    class Sees(TwoOutputs):
+        def forward(self, x): seen.append((self.training, len(x))); return super().forward(x)
+    learn = make_learner(32, n=64, m=Sees(), loss_func=info_nce, cbs=GradientCache(8))
+    fit(learn, 1)
+    assert [n for training,n in seen if not training] == [16,4] and {n for training,n in seen if training} == {8}
+    seen.clear()
+    with quiet(learn): learn.validate()
+    assert [n for _,n in seen] == [16,4]
+
+# The size that fits
+
+def test_auto(capsys):
+    class Limited(TwoOutputs):
+        def forward(self, x):
+            if self.training and len(x) > 9: raise torch.OutOfMemoryError('CUDA out of memory')
+            return super().forward(x)
+    a,b = (fit_over_batch(GradientCache(micro), m=Limited(.3, True), n=96) for micro in ('auto', 8))
+    assert a.gradient_cache.micro_bs == 8 and "micro_batch_size='auto': 8 of 32 samples fit in memory" in capsys.readouterr().out
+    assert_same(all_params(a), all_params(b))
+    for o,p in zip(a.model.buffers(), b.model.buffers(), strict=True): assert_same(o, p)
+
+# Errors
+
+class Carries(TwoOutputs):
+    def reset(self): pass
+class Scalar(TwoOutputs):
+    def forward(self, x): return super().forward(x)[0].sum()
+
+@pytest.mark.parametrize('make, says', [
+    (lambda: GradientCache(0), 'micro_batch_size must be at least 1'), (lambda: GradientCache('all'), "must be a number of samples or 'auto'"),
+    (lambda: GradientCache(None), 'not None'), (lambda: GradientCache(8, part='body'), "part must be a function of the model, not 'body'")])
+def test_at_once(make, says):
+    with pytest.raises((TypeError, ValueError), match=says): make()
+
+@pytest.mark.parametrize('m, cbs, says', [
+    (Carries, [], 'Carries carries its state from batch to batch'), (TwoOutputs, [GradientAccumulation(32), GradientNoiseScale()], 'GradientNoiseScale compares the gradients of micro-batches'),
+    (Scalar, [], r'cannot join outputs of shape \(\) from a piece of 8 samples')])
+def test_what_is_refused(m, cbs, says):
+    with pytest.raises(ValueError, match=says): fit(make_learner(32, m=m(), loss_func=info_nce, cbs=[GradientCache(8), *cbs]), 1)
+
+def test_an_input_without_a_batch_dimension():
+    x,y = data(32)
+    def collate(samples): return (torch.stack([a for a,_ in samples]), torch.ones(1, 5), torch.stack([b for _,b in samples]))
+    dls = DataLoaders(*[torch.utils.data.DataLoader(list(zip(x, y)), batch_size=16, collate_fn=collate)]*2)
+    dls.n_inp = 2
+    class Two(TwoOutputs):
+        def forward(self, x, w): return super().forward(x*w)
+    with pytest.raises(ValueError, match=r'cannot split a tensor of shape \(1, 5\) in a batch of 16 samples'):
+        fit(Learner(dls, Two(), info_nce, opt_func=SGD, cbs=GradientCache(8)), 1)
