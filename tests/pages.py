@@ -40,7 +40,8 @@ def head_faults(cells, name):
 # Directives
 
 nbdev_directives = {'default_exp', 'export', 'exporti', 'exports', 'exec_doc', 'hide', 'hide_line', 'colab'}
-quarto_options = {'echo', 'eval', 'output', 'include', 'warning', 'error', 'label', 'fig-alt', 'fig-cap', 'code-fold', 'code-summary'}
+quarto_options = {'echo', 'eval', 'output', 'include', 'warning', 'error', 'label', 'fig-alt', 'fig-cap', 'code-fold', 'code-summary',
+                  'exports'}  # as nbdev passes it on
 
 def options(text):
     "The Quarto options above a cell's code, as a dict"

@@ -79,9 +79,16 @@ def test_processed(pages, name):
     assert faults(output_faults, cells) == faults(picture_faults, cells) == faults(directive_faults, cells) == []
     assert f'output-file: {Path(html_name(name)).name}\n' in source(cells[0])
 
-def test_tables_of_parameters(pages):
-    docs = [(name, c) for name,cells in pages.items() for c in cells if 'show_doc(' in source(c)]
-    assert len(docs) > 30 and all('text/markdown' in o['data'] for _,c in docs for o in c['outputs']) and all(c['outputs'] for _,c in docs)
+def test_api(pages):
+    "All public names, the meaning of each argument, and no generated reference beside it"
+    import fastxtend_accum.all as public
+    text = '\n'.join(prose(pages['reference/04_api.ipynb']))
+    shown = re.findall(r'^### (.+)$', text, re.M)
+    assert sorted(o for o in shown if '.' not in o) == sorted(set(public.__all__)-{'window_loggers'}) and '`window_loggers` is' in text
+    assert {o for o in shown if '.' in o} == {'Learner.micro_bs_find', 'Learner.bs_find', 'Learner.bs_schedule'}
+    lines = re.findall(r'^- \*\*\w+\*\* \(.*?\): .*$', text, re.M)
+    assert len(lines) > 60 and not [o for o in lines if o.endswith(': None')]
+    assert not [name for name,cells in pages.items() for c in cells if 'show_doc(' in source(c) and c['outputs']]
 
 @pytest.mark.parametrize('name', names)
 def test_links(pages, proc, name):
