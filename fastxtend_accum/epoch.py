@@ -42,7 +42,7 @@ remainders = 'step','carry','drop'
 def check_remainder(
     remainder:str|None, # What the user passed
 ):
-    "Raises ValueError if it says nothing that could become of an incomplete window"
+    "Raises ValueError if `remainder` is not one of `remainders` or None"
     if remainder not in (None, *remainders): raise ValueError(f"remainder must be one of {remainders} or None, not {remainder!r}")
 
 class MicroBatches(GetAttr):
@@ -53,9 +53,9 @@ class MicroBatches(GetAttr):
         loader_bs:int, # Samples in a full batch of it
         micro_bs:int, # Samples in a piece at most; the loader's batches are not split if they have no more
         block:int, # Samples that are split together, a divisor of `loader_bs`
-        at_end:str='step', # What becomes of an incomplete window: 'step', 'carry' or 'drop'
+        at_end:str='step', # What to do with an incomplete window: 'step', 'carry' or 'drop'
         goes_on:Callable|None=None, # Whether the next micro-batch is needed; None: all are
-        look_at:Callable|None=None, # Is shown every batch before it is split; None: nobody has to see it
+        look_at:Callable|None=None, # Called with every loader batch before it is split; None: nothing is
     ):
         self.dl,self.loader_bs,self.micro_bs,self.block,self.at_end = dl,loader_bs,micro_bs,block,at_end
         self.goes_on,self.look_at,self.batches,self.seen,self.at,self.size = goes_on,look_at,None,0,0,0
@@ -63,7 +63,7 @@ class MicroBatches(GetAttr):
         self.needed = self.samples
 
     @property
-    def __class__(self): return type(self.dl)  # whoever looks for a kind of DataLoader, as fastai's DistributedTrainer does, finds it
+    def __class__(self): return type(self.dl)  # isinstance sees the DataLoader, as fastai's DistributedTrainer needs
     def __reduce__(self): return type(None),()  # a running DataLoader is not to be pickled
 
     @property
@@ -134,7 +134,7 @@ def is_last(self:MicroBatches)->bool:
 
 # %% ../nbs/source/02_epoch.ipynb #7a6b1f23
 class Position:
-    "`pct_train` as the large batch counts it: it moves on with each window, not with each micro-batch; or with the samples"
+    "`pct_train` as the large batch counts it: it advances after each window, not each micro-batch; or with the samples"
     def __init__(self,
         start:float, # Where the epoch begins, fraction of training
         n_epoch:int, # Epochs in the fit

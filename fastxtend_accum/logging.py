@@ -1,4 +1,4 @@
-"""Loggers that see windows where they expect batches
+"""Log once per optimizer step, not once per micro-batch
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/logging.html.md"""
 
@@ -23,7 +23,7 @@ replaced = contextmanager(replacing_yield)  # with replaced(o, 'attr', value): .
 
 # %% ../nbs/source/07_logging.ipynb #09873443
 class WindowLogger:
-    "Lets a logger see each window as one batch: stands in for its `events` during a fit"
+    "Lets a logger see each window as one batch: replaces its `events` during a fit"
     events = 'after_batch',
     def __init__(self,
         cb:Callback, # The logger
@@ -32,11 +32,11 @@ class WindowLogger:
         self.cb,self.accum = cb,accum
 
     def attach(self):
-        "Stand in for the logger's `events`, on this instance alone"
+        "Replace the logger's `events`, on this instance only"
         for event in self.events: setattr(self.cb, event, getattr(self, event))
 
     def detach(self):
-        "Leave the logger as it was"
+        "Restore the logger"
         for event in self.events: vars(self.cb).pop(event, None)
 
     def original(self, event:str):
@@ -51,7 +51,7 @@ class WindowLogger:
         with replaced(learn, 'loss', learn.loss if window.is_empty else window.mean_loss): self.log()  # empty: cancelled before it counted
 
     def measured(self)->dict[str,Real]:
-        "What else there is to log of the window, by the name it is logged under"
+        "Other values to log for the window, by name"
         return {'accumulation_batch_size':self.accum.window.samples, **self.accum.window.measured}
 
     def log(self):
@@ -90,7 +90,7 @@ class LRFinderWindows(WindowLogger):
         self.cb.learn.n_epoch *= 2*self.accum.accum_bs//self.accum.smallest_bs
 
     def in_steps(self):
-        "Let `learn.train_iter` count windows, for the time being"
+        "Let `learn.train_iter` count windows in this context"
         return replaced(self.cb.learn, 'train_iter', self.accum.window.ended)
 
     def before_batch(self):
@@ -126,7 +126,7 @@ class TensorBoardWindows(WindowLogger):
 
 # %% ../nbs/source/07_logging.ipynb #f126b4b8
 class ShowGraphWindows(WindowLogger):
-    "The validation losses stand where the training losses do: at optimizer steps"
+    "Plots the validation losses at optimizer steps, as the training losses"
     events = 'after_train','after_epoch'
     def after_train(self):
         with replaced(self.cb.learn, 'train_iter', len(self.cb.recorder.losses)): self.original('after_train')
@@ -145,9 +145,9 @@ class WindowLoggers:
     def __init__(self): self.loggers = []
 
     def attach(self,
-        accum:Callback, # The accumulation whose windows they are to see
+        accum:Callback, # The accumulation whose windows they log
     ):
-        "Stand in for the loggers of `accum.learn`"
+        "Replace the events of the loggers of `accum.learn`"
         self.detach()
         for cb in accum.learn.cbs.sorted('order'):
             kind = next((window_loggers[o.__name__] for o in type(cb).__mro__ if o.__name__ in window_loggers), None)
@@ -155,7 +155,7 @@ class WindowLoggers:
         for o in self.loggers: o.attach()
 
     def detach(self):
-        "Leave the loggers as they were"
+        "Restore the loggers"
         while self.loggers: self.loggers.pop().detach()
 
     def after_batch(self):
@@ -164,12 +164,12 @@ class WindowLoggers:
 
 # %% ../nbs/source/07_logging.ipynb #9ac85663
 def describable_args(o)->dict:
-    "Those `init_args` of `o` that can be written into a configuration; none for a plain value"
+    "The `init_args` of `o` that W&B accepts as configuration; none for a plain value"
     if not hasattr(o, '__dict__'): return {}
     return {k:v for k,v in fastcore.basics.init_args(o).items() if not isinstance(v, (nn.Module, DataLoaders, L))}
 
 def mend_wandb():
-    "Let fastai's `WandbCallback`, if it is imported, describe plain values; does nothing where it can"
+    "Let fastai's `WandbCallback`, if it is imported, describe plain values; does nothing if it already can"
     module = sys.modules.get('fastai.callback.wandb')
     if module is None: return
     try: module._format_config_value(1)

@@ -1,4 +1,4 @@
-"""`GradientNoiseScale`: measures how large a batch is of use, from the gradients that pass by
+"""Estimate the useful batch size from the micro-batch gradients
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/noise.html.md"""
 
@@ -27,7 +27,7 @@ __all__ = ['noise_and_signal', 'NoiseEstimate', 'NoiseAverages', 'norm', 'sum_of
 
 # %% ../nbs/source/14_noise.ipynb #56dc3bc5
 def noise_and_signal(
-    mean_of_squares:float, # |g|² of the micro-batches, averaged by their parts of the window
+    mean_of_squares:float, # |g|² of the micro-batches, averaged with their fractions of the window
     square_of_mean:float, # |G_B|², of the window's gradient
     n_micro:int, # Micro-batches in the window, 2 or more
     samples:int, # Samples in it
@@ -38,16 +38,16 @@ def noise_and_signal(
 
 # %% ../nbs/source/14_noise.ipynb #e02aaef1
 class NoiseEstimate(NamedTuple):
-    "What is known of the gradient noise after an optimizer step"
-    noise_scale:float # tr(S)/|G|², in samples; inf if the signal does not stand out from the noise, or nothing is known
+    "The estimated gradient noise after an optimizer step"
+    noise_scale:float # tr(S)/|G|², in samples; inf if the signal cannot be told from the noise, or before the first estimate
     noise:float # tr(S): the squared deviation of one sample's gradient from the mean
-    signal:float # |G|²: the square of the true gradient; may come out below 0, as an estimate
-    windows:int # That were measured so far; the last 1/(1-beta) of them count most
+    signal:float # |G|²: the square of the true gradient; the estimate may be below 0
+    windows:int # Windows measured so far; the last 1/(1-beta) of them count most
 
 class NoiseAverages:
     "Running averages of noise and signal, each by itself"
     def __init__(self,
-        beta:float, # Weight of what is known against what is new, 0 to 1
+        beta:float, # Weight of the old average against a new window, 0 to 1
     ):
         self.beta,self.noise,self.signal,self.windows = beta,0.,0.,0
 
@@ -63,8 +63,10 @@ class NoiseAverages:
         return NoiseEstimate(noise/signal if signal > 0 else math.inf, noise, signal, self.windows)
 
 # %% ../nbs/source/14_noise.ipynb #42ccc1e9
-def norm(grad:Tensor)->Tensor:
-    "The norm of a gradient, in float32 or better, without a copy of it; of a sparse one with its double entries added up"
+def norm(
+    grad:Tensor, # A gradient, dense or sparse
+)->Tensor:
+    "The norm of a gradient, in float32 or better, without a copy of it; duplicate entries of a sparse one are added up"
     if grad.is_sparse: grad = grad.coalesce().values()
     return torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
 
@@ -99,9 +101,9 @@ class WindowSquares:
         square:Tensor|float, # |size*g|², of what has passed by
         micro:MicroBatch, # The micro-batch
     ):
-        "A micro-batch that has items counts"
+        "Add a micro-batch, unless it has no items"
         size = micro.samples if micro.items is None else micro.weight
-        if isinstance(size, Tensor):  # torch.where, since a look at the value would wait for the GPU
+        if isinstance(size, Tensor):  # torch.where, since reading the value is a GPU sync
             self.squares = self.squares + torch.where(size > 0, square/size, 0.)
             self.n = self.n + (size > 0)
         elif size: self.squares,self.n = self.squares+square/size,self.n+1
@@ -109,10 +111,10 @@ class WindowSquares:
     def measure(self,
         window:Window, # Closed: its sums are complete
         square:Tensor, # |G_B|², of the gradient that the optimizer gets
-        reduce:Callable=noop, # Adds a tensor up over all processes
+        reduce:Callable=noop, # Sums a tensor over all processes
         loss_scale:Tensor|float=1., # What a `GradScaler` has multiplied the loss by
     ):
-        "Put together what `noise_and_signal` takes, on the device"
+        "Compute the arguments of `noise_and_signal`, on the device"
         size = window.samples if window.is_sum else window.total_weight
         if window.is_sum: square = square/size**2
         sums = self.squares/size/loss_scale**2, square/loss_scale**2/window.n_processes, self.n
@@ -137,13 +139,13 @@ class GradientNoiseScale(LeavingCallback):
         return micro if micro and micro.under_way else None
 
     def estimate(self)->NoiseEstimate:
-        "What is known now"
+        "The current estimate"
         return self.averages.estimate()
 
 # %% ../nbs/source/14_noise.ipynb #a1b0d764
 @patch
 def before_fit(self:GradientNoiseScale):
-    "Find the accumulation; start with nothing, unless `load_state_dict` has brought something"
+    "Find the accumulation; start with no averages, unless `load_state_dict` was called"
     learn = self.learn
     if not is_fitting(learn): return
     accums = learn._grab_cbs(GradientAccumulation)
@@ -191,7 +193,7 @@ def after_cancel_batch(self:GradientNoiseScale): self.passing.ignore()
 # %% ../nbs/source/14_noise.ipynb #a17d6706
 @patch
 def before_step(self:GradientNoiseScale):
-    "The window's gradient is there; no number is looked at yet"
+    "Compute the window's sums, without a GPU sync"
     learn,window = self.learn,self.window
     if not (window and window.state == 'closed'): return
     square = sum_of_squares([norm(p.grad) for p in trained(learn.opt) if p.grad is not None])
@@ -205,7 +207,7 @@ def after_cancel_step(self:GradientNoiseScale): self.squares.clear()
 
 @patch
 def after_step(self:GradientNoiseScale):
-    "The step was taken: add its window to the averages, and record what is known"
+    "The step was taken: add its window to the averages, and record the estimate"
     if self.squares.result is None: return
     window,(squares,mean,n_micro) = self.window,self.squares.result.tolist()
     if n_micro > 1: self.averages.add(*noise_and_signal(squares, mean, n_micro, window.samples))
@@ -217,7 +219,7 @@ def after_step(self:GradientNoiseScale):
 # %% ../nbs/source/14_noise.ipynb #07643dcf
 @patch
 def after_fit(self:GradientNoiseScale):
-    "Leave nothing behind; say so if nothing could be measured"
+    "Clean up; warn if nothing could be measured"
     if not is_fitting(self.learn): return
     self.leave()
     if self.window and self.window.steps and not self.averages.windows:
@@ -250,6 +252,6 @@ def state_dict(self:GradientNoiseScale)->dict:
 def load_state_dict(self:GradientNoiseScale,
     state:dict, # From `state_dict`, of a callback with the same `beta`
 ):
-    "Let the next fit go on from `state`"
+    "Let the next fit continue from `state`"
     self.averages,self.resumed = NoiseAverages(self.beta),True
     for k in 'noise','signal','windows': setattr(self.averages, k, state[k])

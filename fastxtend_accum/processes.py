@@ -1,4 +1,4 @@
-"""Several processes train one model: one all-reduce per optimizer step, and the weights of one process
+"""Several processes train one model: the weights of one process, and one all-reduce of the gradients per optimizer step
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/processes.html.md"""
 
@@ -20,11 +20,15 @@ from .step import *
 __all__ = ['averages_gradients', 'n_processes', 'Processes', 'all_reduce', 'check_wrapped']
 
 # %% ../nbs/source/06_processes.ipynb #6dccdd16
-def averages_gradients(model:nn.Module)->bool:
+def averages_gradients(
+    model:nn.Module, # As it is in training, wrapped or not
+)->bool:
     "Whether `model` averages its gradients over processes: a DistributedDataParallel, or one sharded by FSDP 1 or 2"
     return hasattr(model, 'no_sync') or hasattr(model, 'set_requires_gradient_sync')
 
-def n_processes(learn:Learner)->int:
+def n_processes(
+    learn:Learner, # Its model may be wrapped, or be wrapped when training starts
+)->int:
     "Processes that train the model of `learn` together, at least 1"
     trainer = getattr(sys.modules.get('fastai.distributed'), 'DistributedTrainer', ())  # to import it takes accelerate
     if not (learn._grab_cbs(trainer) or averages_gradients(learn.model)): return 1
@@ -32,18 +36,18 @@ def n_processes(learn:Learner)->int:
 
 # %% ../nbs/source/06_processes.ipynb #b7f9ddbb
 class Processes:
-    "The processes that train one model together: when they talk, and what they tell each other about a window"
+    "The processes that train one model together: when they synchronize, and the sums of a window over all of them"
     def __init__(self,
-        n:int=1, # How many they are; if it is 1, nothing else here is of use
+        n:int=1, # Number of processes; with 1, nothing else here is used
     ):
         self.n,self.unit,self.averaged = n,None,None
 
 def all_reduce(
     model:nn.Module, # Its process group, or else all processes
     o:Tensor, # This process' values; replaced by those of all
-    op=dist.ReduceOp.SUM, # How to put them together
+    op=dist.ReduceOp.SUM, # How to combine them
 )->Tensor: # The same tensor
-    "Put `o` together over the processes of `model`"
+    "Combine `o` over the processes of `model`"
     dist.all_reduce(o, op, group=getattr(model, 'process_group', None))
     return o
 
@@ -51,10 +55,10 @@ def all_reduce(
 @patch
 def common_unit(self:Processes,
     items:Real|Tensor|None, # Items of the micro-batch under way
-    device:torch.device, # Where to send them from
+    device:torch.device, # The device that the message is sent from
     model:nn.Module, # The wrapped model
 )->float|None: # None: no process has an item yet, or the loss is a sum
-    "The unit of all weights in this fit: a power of two near the first micro-batch's items. One scalar message in the fit"
+    "The unit of all weights in this fit: a power of two near the first micro-batch's items; one scalar message per fit"
     if self.unit is None and items is not None:
         items = torch.as_tensor(items, dtype=torch.float64, device=device).clone()
         most = all_reduce(model, items, dist.ReduceOp.MAX).item()
@@ -68,7 +72,7 @@ def add_up(self:Processes,
     model:nn.Module, # The wrapped model
     opt:Optimizer|OptimWrapper, # Has its parameters
 ):
-    "Make the gradients a mean over the processes, if they are not, and the sums of `window` those of all: a message of 24 bytes"
+    "Average the gradients over the processes unless DDP has, and add up the sums of `window` over them: a message of 24 bytes"
     if not self.averaged: self.average(model, opt)
     loss = window.loss_sum.as_subclass(Tensor)
     sums = [torch.as_tensor(o, dtype=torch.float64, device=loss.device) for o in (0 if window.is_sum else window.items, window.samples, loss)]
@@ -79,10 +83,10 @@ def add_up(self:Processes,
 # %% ../nbs/source/06_processes.ipynb #7981deca
 @patch
 def all_of(self:Processes,
-    ok:bool, # What is so in this process
+    ok:bool, # Whether it holds in this process
     model:nn.Module, # The wrapped model
-)->bool: # Whether it is so in all
-    "Agree before one process does what the others do not; sharded gradients may be finite in one and not in another"
+)->bool: # Whether it holds in all
+    "Lets all processes decide alike: sharded gradients may be finite in one and not in another"
     if self.n == 1: return ok
     ok = torch.tensor(float(ok), device=next(model.parameters()).device)
     return bool(all_reduce(model, ok, dist.ReduceOp.MIN))
@@ -104,7 +108,7 @@ def check_wrapped(
 def before_micro_batch(self:Processes,
     model:nn.Module, # The wrapped model
     opt:Optimizer|OptimWrapper, # Its optimizer
-    ends_window:bool, # Whether the micro-batch that begins is to be the last of its window
+    ends_window:bool, # Whether this micro-batch is the last of its window
 ):
     "Keep DDP from averaging before the window's last backward pass; the fit's first micro-batch checks the model"
     first = self.averaged is None
@@ -128,7 +132,7 @@ def average(self:Processes,
     model:nn.Module, # The wrapped model
     opt:Optimizer|OptimWrapper, # Has its parameters
 ):
-    "Average the gradients of `opt` over the processes, as DDP would have: those that any process has"
+    "Average the gradients of `opt` over the processes, as DDP would have; a parameter counts if any process has its gradient"
     params = trained(opt)
     if not params: return
     used = torch.tensor([p.grad is not None for p in params], dtype=torch.int64, device=params[0].device)

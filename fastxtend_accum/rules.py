@@ -1,4 +1,4 @@
-"""What else to change when the batch does: the learning rate, half-lives, and schedules that pair the two
+"""Scale the learning rate and other hyper-parameters with the batch size
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/rules.html.md"""
 
@@ -19,24 +19,24 @@ __all__ = ['linear_scale', 'sqrt_scale', 'half_life_scale', 'StepSchedule', 'Sch
 
 # %% ../nbs/source/13_rules.ipynb #1b7fa015
 def linear_scale(
-    value:float, # Hyper-parameter of the first window
-    ratio:float, # Samples in this window / samples in the first
+    value:float, # The hyper-parameter at `start_accum_bs`
+    ratio:float, # The window's size over `start_accum_bs`
 )->float:
-    "`value*ratio`: SGD's learning rate while the batch is small, by Goyal et al. 2017 (https://arxiv.org/abs/1706.02677)"
+    "`value*ratio`: for SGD's learning rate while the batch is small (Goyal et al. 2017, https://arxiv.org/abs/1706.02677)"
     return value*ratio
 
 def sqrt_scale(
-    value:float, # Hyper-parameter of the first window
-    ratio:float, # Samples in this window / samples in the first
+    value:float, # The hyper-parameter at `start_accum_bs`
+    ratio:float, # The window's size over `start_accum_bs`
 )->float:
-    "`value*ratio**0.5`: the learning rate of Adam and its kin, by Malladi et al. 2022 (https://arxiv.org/abs/2205.10287)"
+    "`value*ratio**0.5`: for the learning rate of Adam and its variants (Malladi et al. 2022, https://arxiv.org/abs/2205.10287)"
     return value*ratio**0.5
 
 def half_life_scale(
-    value:float, # Hyper-parameter of the first window
-    ratio:float, # Samples in this window / samples in the first
+    value:float, # The decay of a moving average at `start_accum_bs`, 0 to 1
+    ratio:float, # The window's size over `start_accum_bs`
 )->float:
-    "`value**ratio`: a moving average keeps its half-life in samples, by Marek et al. 2025 (https://arxiv.org/abs/2507.07101)"
+    "`value**ratio`: keeps the half-life of a moving average in samples (Marek et al. 2025, https://arxiv.org/abs/2507.07101)"
     return value**ratio
 
 # %% ../nbs/source/13_rules.ipynb #ca772998
@@ -54,9 +54,9 @@ class StepSchedule:
 
 # %% ../nbs/source/13_rules.ipynb #b096b0a6
 def SchedSteps(
-    steps:dict[Numeric,int], # Samples in a window, by the point from which on: fractions of training (float) or epochs (int), 0 first
+    steps:dict[Numeric,int], # Samples in a window by the point where they begin: fractions of training (float) or epochs (int), 0 first
 )->dict: # Arguments for `GradientAccumulationSchedule`
-    "A batch that changes at given points; raises TypeError or ValueError on points or sizes that cannot be"
+    "A batch that changes at given points; raises TypeError or ValueError on invalid points or sizes"
     if not isinstance(steps, dict) or 0 not in steps:
         raise ValueError(f"steps must be a dict of sizes by point that begins at 0, not {steps!r}: use {{0: 64, .5: 128}}")
     for point,size in steps.items(): check_point('a point in steps', point); check_size(f'steps[{point}]', size)
@@ -82,7 +82,7 @@ class Seesaw:
         self.top,self.at_top = lrs.max(),at[len(lrs)-1-lrs[::-1].argmax()]
 
     def ratio(self, pos:float)->float:
-        "How many times larger the batch is at `pos`: by as much as the learning rate would have fallen"
+        "How many times larger the batch is at `pos`: as many times as the scheduled learning rate has fallen"
         lr = self.lr_sched(pos) if pos > self.at_top else self.top
         return min(self.growth, max(1., self.top/lr)) if lr else self.growth
 
@@ -95,7 +95,7 @@ def seesaw(
     start_accum_bs:int, # Samples in a window up to the peak of the learning rate
     final_accum_bs:int, # Samples in a window at most
 )->tuple[Callable,dict]: # The milder schedule for ParamScheduler, and arguments for `GradientAccumulationSchedule`
-    "Give half of each cut of the learning rate to the batch; raises ValueError if the batch cannot come that far"
+    "Replace half of each cut of the learning rate by a larger batch; raises ValueError if the rate falls too little for `final_accum_bs`"
     for name,size in dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs).items(): check_size(name, size)
     if final_accum_bs < start_accum_bs:
         raise ValueError(f"final_accum_bs={final_accum_bs} is less than start_accum_bs={start_accum_bs}: seesaw's batch grows")

@@ -1,4 +1,4 @@
-"""`GradientAccumulationSchedule`: a batch that grows (or shrinks) as training goes on
+"""A batch size that grows (or shrinks) during training
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/schedule.html.md"""
 
@@ -49,7 +49,7 @@ def fraction_of_fit(
                      "or a float for a fraction of training")
 
 # %% ../nbs/source/12_schedule.ipynb #6c279b73
-_tiny = 1e-6  # positions are sums of many fractions: .3 may come out as .29999999999999993
+_tiny = 1e-6  # positions are sums of many fractions: .3 may be .29999999999999993
 
 def scheduled_bs(
     pct:float, # Position in training, 0 to 1
@@ -96,11 +96,18 @@ class GradientAccumulationSchedule(GradientAccumulation):
         if isinstance(start, Integral) == isinstance(finish, Integral): check_order(start, finish)
 
 # %% ../nbs/source/12_schedule.ipynb #086731d9
-def check_order(start:Numeric, finish:Numeric):
+def check_order(
+    start:Numeric, # Fraction of training or epochs
+    finish:Numeric, # The same kind
+):
     "Raises ValueError if `start` lies after `finish`"
     if start > finish: raise ValueError(f"start={start} lies after finish={finish}: use a start up to finish")
 
-def check_schedule(schedule, start_bs:int, final_bs:int):
+def check_schedule(
+    schedule:Callable, # What the user passed
+    start_bs:int, # Samples in a window at its start
+    final_bs:int, # Samples in a window at its end
+):
     "Raises TypeError if `schedule` is not an annealer"
     if isinstance(schedule, dict):
         raise TypeError(f"schedule must be an annealer such as SchedCos, not {schedule!r}: for sizes by point use "
@@ -130,7 +137,7 @@ def curve(self:GradientAccumulationSchedule,
     n_epoch:int, # Length of a fit, in epochs
     smallest_bs:int, # Samples in the smallest window: a micro-batch
 )->Callable: # `f(pct)`: samples in a window that opens at `pct` of that fit
-    "The batch size as a function of the position in a fit; raises ValueError if the schedule's ends do not lie in it"
+    "The batch size as a function of the position in a fit; raises ValueError if `start` or `finish` lies outside"
     start,finish = (fraction_of_fit(o, getattr(self, o), n_epoch) for o in ('start','finish'))
     check_order(start, finish)
     return lambda pct: scheduled_bs(pct, self.start_accum_bs, self.final_accum_bs, start, finish, self.schedule, smallest_bs)
@@ -145,7 +152,7 @@ def size_at(self:GradientAccumulationSchedule,
 # %% ../nbs/source/12_schedule.ipynb #3fd4d2fd
 @patch
 def next_accum_bs(self:GradientAccumulationSchedule)->int:
-    "Samples in the window that opens now; `lr_find` keeps to the size that training starts with"
+    "Samples in the window that opens now; `lr_find` uses the size at the start of training"
     if hasattr(self.learn, 'lr_finder'): return self.accum_bs
     size = self.size_at(self.learn.pct_train)
     if size != self.accum_bs: self.accum_bs = size
@@ -155,9 +162,9 @@ def next_accum_bs(self:GradientAccumulationSchedule)->int:
 @patch
 def preview(self:GradientAccumulationSchedule,
     n_epoch:int, # Length of the fit, in epochs
-    dls:DataLoaders, # What it will train on
-)->list[tuple[float,int]]: # For each optimizer step, the epochs gone by when its window opens, and its samples
-    "The windows of a fit, before it; raises ValueError if it could not work"
+    dls:DataLoaders, # The data of the fit
+)->list[tuple[float,int]]: # For each optimizer step, the position of its window's start in epochs, and its samples
+    "The windows of a fit, before training; raises ValueError if the sizes do not fit the data"
     loader_bs = loader_batch_size(dls.train, self.micro_batch_size)
     micro_bs = block_size(loader_bs, self.micro_batch_size, self.sizes())
     samples = epoch_samples(dls.train, loader_bs)[0]
@@ -188,10 +195,10 @@ def plot_sizes(
 @patch
 def plot(self:GradientAccumulationSchedule,
     n_epoch:int, # Length of the fit, in epochs
-    dls:DataLoaders, # What it will train on; no data is loaded
+    dls:DataLoaders, # The data of the fit; nothing is loaded
     ax=None, # Axes to draw on; None: new ones
 ):
-    "Plot the batch size over a fit before it, with the number of its optimizer steps; returns the axes"
+    "Plot the batch size over a fit before training, with the number of optimizer steps; returns the axes"
     windows = L(self.preview(n_epoch, dls))
     ax = plot_sizes(windows.itemgot(1), [*windows.itemgot(0), n_epoch], 'epochs', ax)
     ax.set_title(f'{len(windows)} optimizer steps')

@@ -1,4 +1,4 @@
-"""What the optimizer gets from a full window: the mean gradient, and the hyper-parameters of the window's first micro-batch
+"""The mean gradient and the hyper-parameters that the optimizer step of a window uses
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/step.html.md"""
 
@@ -16,12 +16,16 @@ __all__ = ['trained', 'gradients', 'average_gradients', 'is_finite', 'read_hyper
            'uses_cuda_graphs', 'check_accumulates', 'check_rules']
 
 # %% ../nbs/source/05_step.ipynb #7f452cd0
-def trained(opt:Optimizer|OptimWrapper)->list[nn.Parameter]:
+def trained(
+    opt:Optimizer|OptimWrapper, # fastai's, or one of PyTorch's in an `OptimWrapper`
+)->list[nn.Parameter]:
     "The parameters of `opt` that are not frozen"
     return [p for pg in opt.param_lists for p in pg if p.requires_grad]
 
-def gradients(opt:Optimizer|OptimWrapper)->list[Tensor]:
-    "The gradients of all parameters of `opt` that have one; of a sparse one its values, of a sharded one this process' shard"
+def gradients(
+    opt:Optimizer|OptimWrapper, # Has the parameters
+)->list[Tensor]: # Changing them in place changes `.grad`
+    "The gradients of `opt`: the values of a sparse one, and this process' shard of a sharded one"
     grads = [p.grad for pg in opt.param_lists for p in pg if p.grad is not None]
     grads = [g.to_local() if hasattr(g, 'to_local') else g for g in grads]
     return [g._values() if g.is_sparse else g for g in grads]
@@ -36,8 +40,10 @@ def average_gradients(
     if grads: torch._foreach_div_(grads, divisor)
 
 # %% ../nbs/source/05_step.ipynb #21b49fd6
-def is_finite(opt:Optimizer|OptimWrapper)->bool:
-    "Whether no gradient of `opt` has a NaN or an infinity; waits for the GPU"
+def is_finite(
+    opt:Optimizer|OptimWrapper, # Has the gradients
+)->bool:
+    "Whether no gradient of `opt` has a NaN or an infinity; a GPU sync"
     grads = [g for g in gradients(opt) if g.numel()]
     return not grads or bool(torch.nn.utils.get_total_norm(grads, float('inf')).isfinite())
 
@@ -47,9 +53,9 @@ def read_hypers(opt:Optimizer|OptimWrapper)->list[dict]: # One dict a parameter 
     return [dict(h) for h in opt.hypers]
 
 def write_hypers(
-    opt:Optimizer|OptimWrapper,
+    opt:Optimizer|OptimWrapper, # Whose hyper-parameters to set
     hypers:list[dict], # What to set, one dict a parameter group, as from `read_hypers`
-    only_from:list[dict]|None=None, # Leave alone what is not as it is here any more; None: set all
+    only_from:list[dict]|None=None, # Set only those that still have this value; None: set all
 ):
     "Set those hyper-parameters of `opt` that differ from `hypers`"
     now = read_hypers(opt)  # set_hyper, since OptimWrapper.hypers is but a copy
@@ -61,32 +67,36 @@ def write_hypers(
 class FirstHypers:
     "The hyper-parameters at a window's first micro-batch, held for its step"
     def __init__(self,
-        rules:dict[str,Callable]|None=None, # `f(value, ratio)` by hyper-parameter: what else becomes of it; None: nothing
+        rules:dict[str,Callable]|None=None, # `f(value, ratio)` by hyper-parameter: its value in a window of another size; None: no change
     ):
         self.rules,self.first,self.later = rules or {},None,None
 
     def forget(self):
-        "Nothing is noted: `hold` will leave the optimizer as it is"
+        "Discard what was noted: `hold` will then leave the optimizer unchanged"
         self.first = None
 
-    def note(self, opt,
+    def note(self,
+        opt:Optimizer|OptimWrapper, # As the schedulers left it
         ratio:float=1., # Samples in the window over those in the first one
     ):
         "The window opens: keep what `opt` has now, with the rules applied"
         self.first = read_hypers(opt)
         for h in self.first: h.update({k:f(h[k], ratio) for k,f in self.rules.items()})
 
-    def hold(self, opt):
+    def hold(self,
+        opt:Optimizer|OptimWrapper, # About to take the window's step
+    ):
         "Set `opt` to what was noted"
         now = read_hypers(opt)
         if self.first is None or now == self.first: return
         self.later = now
         write_hypers(opt, self.first)
 
-    def release(self, opt,
-        but:tuple[str,...]=(), # Names of those to leave alone
+    def release(self,
+        opt:Optimizer|OptimWrapper, # Has taken the step
+        but:tuple[str,...]=(), # Hyper-parameters to leave unchanged
     ):
-        "Undo `hold`, but leave what has been set since: a scheduler may have moved on after the step"
+        "Undo `hold`, except for what has been set since, as by a scheduler that moves after the step"
         if self.later is not None:
             write_hypers(opt, [{k:v for k,v in h.items() if k not in but} for h in self.later], only_from=self.first)
         self.later = None
@@ -116,7 +126,7 @@ def check_rules(
     rules:dict[str,Callable]|None, # `f(value, ratio)` by hyper-parameter
     opt:Optimizer|OptimWrapper, # Has the hyper-parameters
 ):
-    "Raises TypeError or ValueError if `rules` are none, or for hyper-parameters that `opt` does not have"
+    "Raises TypeError or ValueError if a rule is not valid, or if `opt` has no such hyper-parameter"
     if rules is not None and not isinstance(rules, dict): raise TypeError(f"scale must be a dict, not {rules!r}: use {{'lr': sqrt_scale}}")
     hypers = opt.hypers[0]
     known = [k for k,o in hypers.items() if isinstance(o, Real) and not isinstance(o, bool)]

@@ -1,4 +1,4 @@
-"""What a micro-batch counts for: the items that its loss averages over
+"""How each micro-batch's loss is weighted: by the number of items it averages over
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/weights.html.md"""
 
@@ -21,10 +21,10 @@ __all__ = ['functional_losses', 'loss_items', 'is_sum', 'averages_over', 'as_cou
 # %% ../nbs/source/03_weights.ipynb #5bba88d4
 def loss_items(
     loss_func:Callable, # The loss function
-    pred:Tensor, # What the model gave
+    pred:Tensor, # The model's predictions
     targ:Tensor, # The targets
 )->Real|Tensor|None: # Items that the loss averages over; None: it sums and does not average
-    "What a batch's loss averages over, by the type of `loss_func`; samples, if nothing is known of it"
+    "What a batch's loss averages over, by the type of `loss_func`; samples if the type is unknown"
     return None if is_sum(loss_func) else _mean_items(loss_func, pred, targ)
 
 @singledispatch
@@ -43,15 +43,17 @@ def is_sum(
 def averages_over(
     *kinds:type, # Types of loss functions, as torch and fastai write them: with a `reduction`
 )->Callable:
-    "Decorator: `f(loss_func, pred, targ)` counts what losses of `kinds` average over; it is not asked if they sum"
+    "Decorator: `f(loss_func, pred, targ)` counts what losses of `kinds` average over; it is not called if they sum"
     def register(f):
         for kind in kinds: loss_items.register(kind, f)
         return f
     return register
 
 # %% ../nbs/source/03_weights.ipynb #1de69e46
-def as_count(o:Tensor)->Real|Tensor:
-    "A number if that is at hand; on a GPU it stays a tensor, since to look at it would wait for the GPU"
+def as_count(
+    o:Tensor, # A count, of one element
+)->Real|Tensor:
+    "A Python number for CPU tensors; other tensors are returned unchanged, to avoid a GPU sync"
     return o.item() if o.device.type == 'cpu' else o
 
 @averages_over(nn.CrossEntropyLoss, nn.NLLLoss)
@@ -88,8 +90,11 @@ functional_losses = {
     F.kl_div:nn.KLDivLoss, F.poisson_nll_loss:nn.PoissonNLLLoss, F.soft_margin_loss:nn.SoftMarginLoss}
 
 @lru_cache(maxsize=8)
-def as_module(func:Callable, *kwargs)->nn.Module|None:
-    "The loss module that does what `func` does with `kwargs`, pairs of name and value; None if there is none"
+def as_module(
+    func:Callable, # A loss function of `torch.nn.functional`
+    *kwargs, # Its arguments, pairs of name and value
+)->nn.Module|None:
+    "The loss module that does what `func` does; None if there is none"
     return functional_losses[func](**dict(kwargs)) if func in functional_losses else None
 
 @loss_items.register(types.FunctionType)
@@ -103,14 +108,14 @@ def _function_items(loss_func, pred, targ):
 def n_samples(
     learn:Learner, # In the middle of a training batch
 )->int: # Samples in its micro-batch
-    "Samples in the micro-batch that `learn` is at, counted in its targets as fastai does, or in its inputs where the loader has no targets"
+    "Samples in the current micro-batch, counted in its targets as fastai does, or in its inputs if the loader has no targets"
     return find_bs(learn.yb or learn.xb)
 
 def n_items(
     learn:Learner, # In the middle of a training batch, after its loss
     num_items:Callable|None=None, # `f(learn)`: items that the loss averages over; None: ask the loss function
 )->Real|Tensor|None: # Items that the micro-batch's loss averages over; None: it is a sum
-    "What the micro-batch that `learn` is at weighs; raises ValueError if `num_items` gives what is no count"
+    "The items that the current micro-batch's loss averages over; raises ValueError if `num_items` returns anything but a count"
     if num_items is None:
         args = learn.pred,*learn.yb
         if len(args) != 2 or not all([isinstance(o, Tensor) for o in args]): return None if is_sum(learn.loss_func) else n_samples(learn)

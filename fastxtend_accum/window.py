@@ -102,8 +102,8 @@ def power_of_two(
 def weigh(self:Window,
     items:Real|Tensor|None, # Items that the loss averages over; None: it is a sum
     loss:Tensor, # The loss of the micro-batch under way, detached
-)->Real|Tensor: # Its weight: what to multiply the loss with before the backward pass
-    "Weigh the micro-batch under way; it counts only with `count`"
+)->Real|Tensor: # Its weight: the factor for its loss before the backward pass
+    "Weight the current micro-batch; `count` adds it to the sums"
     micro = self.micro
     if isinstance(items, Tensor): items = items.to(torch.promote_types(loss.dtype, torch.float32))
     is_alone = self.unit is None and self.is_empty and micro.ends_window
@@ -125,7 +125,7 @@ def times(
 
 @patch
 def count(self:Window):
-    "Add the micro-batch, which has been through its backward pass, to the sums"
+    "Add the micro-batch to the sums, after its backward pass"
     micro = self.micro
     loss = times(micro.loss, micro.weight)
     self.loss_sum = loss if self.is_empty else self.loss_sum+loss
@@ -166,7 +166,7 @@ def mean_loss(self:Window)->Tensor:
 # %% ../nbs/source/04_window.ipynb #5b7d02e1
 @patch
 def cancel(self:Window)->bool: # Whether `.grad` has to be zeroed
-    "The batch was cancelled: the step is skipped, or the micro-batch left out, and the others with it if their gradients are mixed"
+    "The batch was cancelled: skip the step, or leave the micro-batch out, together with the others if their gradients are mixed"
     micro = self.micro
     if self.state == 'closed': self.end('skipped')
     elif self.state == 'open' and micro and micro.state in ('begun', 'weighed', 'in_grad'):

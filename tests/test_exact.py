@@ -1,24 +1,26 @@
 "The rows of the page `When is it exact?`: equal to rounding, equal in distribution only, and not equal"
 import pytest
+from fastai.callback.mixup import MixUp
 from fastai.callback.training import BnFreeze
 from fastai.tabular.all import Categorify, FillMissing, Normalize, TabularDataLoaders, tabular_learner
 from fastai.text.all import AWD_LSTM, awd_lstm_clas_config, TextBlock, language_model_learner, text_classifier_learner
-from fastai.vision.all import CategoryBlock, ImageBlock, PILImage, aug_transforms, resnet18, vision_learner
+from fastai.vision.all import CategoryBlock, ImageBlock, PILImage, RandomErasing, TensorImage, aug_transforms, resnet18, vision_learner
 
 from common import *
+from pages import read, root, source
 from test_applications import digit_images, seeded, small_awd, without_batchnorm
 
-# Equal in distribution: the draws are others, their mean is not
+# Equal in distribution: the draws are others, their mean and their spread are not
 
-def gradients_of(bs, seeds, before=lambda: None, m=None, cbs=()):
-    "The gradient of the first step of 32 samples, for each seed"
+def gradients_of(make, bs, seeds):
+    "The gradient of the first step of 32 samples, for each seed; `make(bs, cbs)` gives a Learner"
     res = []
     class First(Callback):
         order = 20
         def before_step(self): res.append(torch.cat([p.grad.flatten().clone() for p in self.model.parameters()])); raise CancelFitException
     for seed in seeds:
-        learn = make_learner(bs, n=32, m=deepcopy(m), cbs=[First(), *cbs(), *([] if bs == 32 else [GradientAccumulation(32)])])
-        torch.manual_seed(seed)
+        learn = make(bs, [First(), *([] if bs == 32 else [GradientAccumulation(32)])])
+        torch.manual_seed(seed); random.seed(seed)
         fit(learn, 1)
     return torch.stack(res)
 
@@ -31,7 +33,32 @@ def assert_same_distribution(a, b):
 
 def test_dropout():
     m = nn.Sequential(nn.Dropout(.2), nn.Linear(5, 8), nn.Dropout(.5), nn.Tanh(), nn.Linear(8, 1)).double()
-    assert_same_distribution(*(gradients_of(bs, range(400), m=m, cbs=lambda: []) for bs in (8, 32)))
+    def make(bs, cbs): return make_learner(bs, n=32, m=deepcopy(m), cbs=cbs)
+    assert_same_distribution(*(gradients_of(make, bs, range(400)) for bs in (8, 32)))
+
+def images_learner(tfms, bs, cbs, n=32):
+    "Random transforms of a batch of images, as fastai's loaders make them"
+    torch.manual_seed(0)
+    ds,tfms = list(zip(torch.rand(n, 3, 6, 6), torch.randn(n, 1))),Pipeline(tfms, split_idx=0)
+    dls = DataLoaders(DataLoader(ds, bs=bs, after_batch=lambda b: (tfms(TensorImage(b[0])), b[1])), DataLoader(ds[:8], bs=8))
+    return Learner(dls, nn.Sequential(nn.Flatten(), nn.Linear(108, 1)), loss_func=MSELossFlat(), opt_func=SGD, cbs=cbs)
+
+def test_augmentation():
+    "`aug_transforms` draws for each sample"
+    make = partial(images_learner, aug_transforms(max_warp=0.))
+    assert_same_distribution(*(gradients_of(make, bs, range(200)) for bs in (8, 32)))
+
+def test_a_batch_that_is_split_was_augmented_as_a_whole():
+    "The loader of the large batch draws for it, however it is split afterwards"
+    def run(cbs, **kwargs):
+        learn = images_learner([*aug_transforms(max_warp=0.), RandomErasing()], 32, cbs, n=96)
+        torch.manual_seed(1); random.seed(1)
+        return fit(learn, 2)
+    big = run(None)
+    for cb in GradientAccumulation(micro_batch_size=8), GradientCache(8):
+        small = run(cb)
+        assert_same(weights(small), weights(big), 1e-6)  # float32
+    assert (weights(big)-weights(images_learner([], 32, None))).abs().max() > 1e-2
 
 @pytest.mark.parametrize('seed', [0, 1])
 def test_a_shuffled_epoch(seed):
@@ -46,6 +73,25 @@ def test_a_shuffled_epoch(seed):
     assert (weights(shuffled(8, seed+2, GradientAccumulation(32)))-weights(big)).abs().max() > 1e-3
 
 # Not equal
+
+def test_what_is_drawn_once_a_batch_is_drawn_once_a_micro_batch():
+    "A window has four rectangles of `RandomErasing`, so its gradient varies less than that of the large batch with one"
+    small,big = (gradients_of(partial(images_learner, [RandomErasing(p=1.)]), bs, range(200)) for bs in (8, 32))
+    assert .1 < small.var(0).sum()/big.var(0).sum() < .5
+
+def test_mixup_mixes_within_the_micro_batch():
+    "So one sample in 8, not one in 32, is its own partner; with `GradientCache` it mixes the whole batch"
+    def own(bs, *cbs):
+        shares = []
+        class Count(Callback):
+            order,run_valid = MixUp.order+1,False
+            def before_batch(self): shares.append(float((self.mix_up.yb1[0] == self.yb[0]).float().mean()))
+        torch.manual_seed(0)
+        learn = make_learner(bs, n=3200, m=model().float(), loss_func=MSELossFlat(), cbs=[MixUp(), Count(), *cbs])
+        fit(learn, 2)
+        return np.mean(shares)
+    assert abs(own(8, GradientAccumulation(32))-1/8) < .02
+    for share in own(32), own(32, GradientCache(8)): assert abs(share-1/32) < .01
 
 def test_batchnorm_sees_the_micro_batch():
     m = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
@@ -153,3 +199,14 @@ def test_tabular_learner():
                                          valid_idx=list(range(160, 200)), num_workers=0)
         return seeded(lambda: tabular_learner(dls, n_out=2, metrics=accuracy, cbs=cbs))
     as_it_comes(make, 32, 8, lambda learn: learn.fit_one_cycle(3, 1e-2))
+
+# The page
+
+def test_each_row_of_the_page_has_its_tests():
+    "The page lists tests for each row of its table, in the same order; they exist, and all of this file are among them"
+    text = '\n'.join(source(o) for o in read(root/'nbs/reference/00_exact.ipynb') if o['cell_type'] == 'markdown')
+    listed = re.findall(r'^- (.+?): (`test_.+)$', text, re.M)
+    assert re.findall(r'^\| \[(.+?)\]\(#', text, re.M) == [row for row,_ in listed] and len(listed) > 15
+    named = {o for _,tests in listed for o in re.findall(r'`(\w+)::(\w+)`', tests)}
+    there = {(o.stem, name) for o in (root/'tests').glob('test_*.py') for name in re.findall(r'^def (test_\w+)', o.read_text(), re.M)}
+    assert named <= there and {o for o in there-named if o[0] == 'test_exact'} == {('test_exact', 'test_each_row_of_the_page_has_its_tests')}
