@@ -65,24 +65,28 @@ def weight_difference(a:Learner, b:Learner)->float:
 def results(
     learners:dict[str,Learner], # Trained Learners by name, the large batch first
 )->pd.DataFrame:
-    "Optimizer steps, validation accuracy, and the largest weight difference from the first"
+    "Optimizer steps, validation accuracy, and the largest weight difference from the first, for those with as many steps"
     big = next(iter(learners.values()))
-    rows = [(name, len(o.recorder.losses), f'{o.recorder.values[-1][-1]:.3f}', f'{weight_difference(big, o):.1e}')
-            for name,o in learners.items()]
-    return pd.DataFrame(rows, columns=['training', 'optimizer steps', 'validation accuracy', 'largest weight difference'])
+    def row(name, o):
+        steps = len(o.recorder.losses)
+        difference = f'{weight_difference(big, o):.1e}' if o is not big and steps == len(big.recorder.losses) else '-'
+        return name,steps,f'{o.recorder.values[-1][-1]:.3f}',difference
+    return pd.DataFrame(map(row, *zip(*learners.items())), columns=['run', 'steps', 'accuracy', 'weights differ by'])
 
 # %% ../nbs/source/17_demo.ipynb #4a640a50
 def plot_results(learners:dict[str,Learner]):
-    "Training loss and batch size against the optimizer steps; returns the figure"
-    fig,axs = plt.subplots(2, 1, figsize=(7, 5.5), sharex=True, layout='constrained', height_ratios=(2, 1))
+    "Validation loss and batch size against the samples seen; returns the figure"
+    fig,axs = plt.subplots(2, 1, figsize=(6, 5), sharex=True, layout='constrained', height_ratios=(2, 1))
     styles = dict(color='#E69F00', lw=5),dict(color='#0072B2', lw=1.5),dict(color='#009E73', lw=1.5)
     for (name,learn),style in zip(learners.items(), styles):
-        axs[0].plot(learn.recorder.losses, label=name, **style)
+        losses = [o[1] for o in learn.recorder.values]
+        epoch = len(learn.dls.train)*learn.dls.train.bs
+        axs[0].plot([epoch*(i+1) for i in range(len(losses))], losses, marker='o', ms=style['lw']+2, label=name, **style)
         sizes = getattr(learn.recorder, 'accum_bs', [learn.dls.train.bs]*len(learn.recorder.losses))
-        axs[1].step(range(len(sizes)), sizes, where='post', **style)
-    axs[0].set_ylabel('smoothed training loss')
+        axs[1].stairs(sizes, np.cumsum([0, *sizes]), baseline=None, **style)
+    axs[0].set_ylabel('validation loss')
     axs[0].legend()
-    axs[1].set(xlabel='optimizer steps', ylabel='batch size (samples)')
+    axs[1].set(xlabel='samples seen', ylabel='batch size (samples)')
     return fig
 
 # %% ../nbs/source/17_demo.ipynb #ef0e5f0e

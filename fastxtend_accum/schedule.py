@@ -11,7 +11,7 @@ from numbers import Integral,Real
 import math
 
 from fastai.basics import *
-from fastai.callback.schedule import SchedCos,_Annealer
+from fastai.callback.schedule import SchedCos
 
 from .sizes import *
 from .epoch import *
@@ -77,7 +77,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         final_accum_bs:int, # Samples in a window from `finish` on, a multiple of the micro-batch; may be smaller
         start:Numeric=0, # Start of the schedule: fraction of training steps (float) or epochs (int, from 0)
         finish:Numeric=0.3, # End of the schedule: fraction of training steps (float) or epochs (int, from 0)
-        schedule:Callable[...,_Annealer]=SchedCos, # fastai annealer, or any `f(start, end)` that gives `f(pos)`
+        schedule:Callable=SchedCos, # fastai annealer, or any `f(start, end)` that gives `f(pos)`
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, micro-batches (False)
         micro_batch_size:int|str|None=None, # Samples in a micro-batch: larger loader batches are split; 'auto': as many as fit in memory; None: the loader's batch
         *,

@@ -13,7 +13,7 @@ def replace(path, pattern, new):
     path.write_text(text, encoding='utf-8')
 
 if __name__ == '__main__':
-    for o in notebooks: replace(o, r'\[!\[Open in Colab\].*?\)\]\(.*?\)', badge(page_name(o)))
+    for o in notebooks: replace(o, r'\[!\[Open in Colab\].*?\)\]\(.*?\)(?: <!-- -->)?', badge(page_name(o)))
     for o in '_quarto.yml','nbs/_quarto.yml': replace(root/o, r'(?<=icon: github, href: )[^,]+', cfg.git_url)  # a link; in an sdist a copy
     write_readme()
     nbdev_export()

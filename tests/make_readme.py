@@ -3,6 +3,7 @@ import re
 from pathlib import Path
 
 import nbformat
+from nbdev.config import get_config
 from nbconvert import MarkdownExporter
 
 root = Path(__file__).parent.parent
@@ -37,6 +38,8 @@ def readme():
     text = re.sub(r'```python\s*```\n*', '', text)     # cells without a visible source
     text = re.sub(r'\n(?: *\n){2,}', '\n\n', text).strip()
     title,rest = text.split('\n', 1)
+    site = get_config(root).doc_url
+    rest = rest.replace('\n\n## Install\n', f'\n\n**Documentation: <{site}>**\n\n## Install\n', 1)
     return f'{title}\n\n{note}{rest}\n',pictures
 
 def write_readme():

@@ -21,9 +21,9 @@ def repository_files():
     return [o for o in names.splitlines() if (root/o).is_file() and '.egg-info/' not in o]
 
 def badge(name):
-    "The line that opens page `name` in Colab"
+    "The line that opens page `name` in Colab; of a picture alone Quarto would make a figure"
     home = f'https://colab.research.google.com/github/{cfg.user}/{cfg.repo}/blob/{cfg.branch}/nbs/{name}'
-    return f'[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({home})'
+    return f'[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({home}) <!-- -->'
 
 # The head of a page
 
@@ -40,7 +40,8 @@ def head_faults(cells, name):
 # Directives
 
 nbdev_directives = {'default_exp', 'export', 'exporti', 'exports', 'exec_doc', 'hide', 'hide_line', 'colab'}
-quarto_options = {'echo', 'eval', 'output', 'include', 'warning', 'error', 'label', 'fig-alt', 'fig-cap', 'code-fold', 'code-summary'}
+quarto_options = {'echo', 'eval', 'output', 'include', 'warning', 'error', 'label', 'fig-alt', 'fig-cap', 'code-fold', 'code-summary',
+                  'exports'}  # as nbdev passes it on
 
 def options(text):
     "The Quarto options above a cell's code, as a dict"
@@ -78,7 +79,7 @@ def picture_faults(cell):
     "Each picture has a text that stands for it"
     if cell['cell_type'] == 'code':
         n = sum(any(k.startswith('image/') for k in o.get('data', {})) for o in cell.get('outputs', []))
-        alt = options(source(cell)).get('fig-alt', []) if n else []
+        alt = options(source(cell)).get('fig-alt', [])
         alts = [alt] if isinstance(alt, str) else alt
         if len(alts) != n or any(len(o) < 20 for o in alts): yield f'{n} pictures want #| fig-alt: "what is to be seen", not {alts}'
     else:

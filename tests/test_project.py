@@ -19,7 +19,7 @@ def test_readme_is_the_home_page():
     assert pictures and all((root/path).read_bytes() == data for path,data in pictures.items())
 
 def test_readme_has_the_two_commands():
-    commands = re.findall(r'^pip install .*$', (root/'README.md').read_text(), re.M)
+    commands = re.findall(r'^pip install -e .*$', (root/'README.md').read_text(), re.M)
     assert commands == ['pip install -e . && python -m fastxtend_accum', "pip install -e '.[dev]' && nbdev-test && pytest -q"]
 
 # The address of the repository
@@ -28,9 +28,10 @@ def test_home_of_the_repository_stands_in_one_place():
     "And in the badges and the site's GitHub sign, which must be what follows from it"
     written = [o for o in repository_files() if not o.startswith('fastxtend_accum/')]  # generated: nbdev derives their links from pyproject.toml
     repeats = {page_name(o):badge(page_name(o)) for o in notebooks} | {'_quarto.yml':f'href: {cfg.git_url},'}
+    site = f'Documentation: <{cfg.doc_url}>'
     def text(name):
         page = 'index.ipynb' if name == 'README.md' else name.removeprefix('nbs/')
-        return (root/name).read_text(errors='ignore').replace(repeats.get(page, '\0'), '', 1)
+        return (root/name).read_text(errors='ignore').replace(repeats.get(page, '\0'), '', 1).replace(site, '')
     assert [o for o in written if cfg.user in text(o)] == ['pyproject.toml']
 
 def test_links_of_the_project_agree():
