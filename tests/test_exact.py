@@ -128,10 +128,12 @@ def test_bfloat16_models_accumulate_in_bfloat16():
 
 def as_it_comes(make, bs, micro, fit_it, tol=None):
     "With the large batch and accumulated: as many steps, the same learning rates and momenta; the weights if `tol`; and it learns"
-    big,small = make(bs, []),make(micro, [GradientAccumulation(bs)])
-    for o in big,small:
-        torch.manual_seed(0)
-        with quiet(o): fit_it(o)
+    def trained(bs, cbs):
+        set_seed(0)  # Python's generator, too: fastai's loaders and augmentation draw from it
+        learn = make(bs, cbs)
+        with quiet(learn): fit_it(learn)
+        return learn
+    big,small = trained(bs, []),trained(micro, [GradientAccumulation(bs)])
     assert len(losses(small)) == len(losses(big)) > 3
     assert_same(small.recorder.lrs, big.recorder.lrs)
     assert_same(small.recorder.hps['mom'], big.recorder.hps['mom'])
