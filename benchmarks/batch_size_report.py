@@ -97,7 +97,7 @@ def samples_picture(results, rates):
         ax.axhline(1.25, color='#999999', lw=1, ls=':')
         ax.set_xscale('log', base=2)
         ax.set_xticks(sizes, sizes)
-        ax.set(ylabel='samples / least', ylim=(.8, 4))
+        ax.set(ylabel='samples / least', ylim=(.8, 4.8))
         ax.legend()
     axs[-1].set_xlabel('batch size (samples)')
     return fig
