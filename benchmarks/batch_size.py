@@ -1,7 +1,8 @@
-"""`python -m benchmarks.batch_size` measures what the page "Find the batch size" compares, and writes `batch_size.json` beside this file: what `bs_find`
-and the noise scale predict, how many samples each batch size needs, and what schedules make of it. About 20 minutes on one core.
+"""`python -m benchmarks.batch_size` measures what the page "Find the batch size" compares, and writes `batch_size.json` beside this file:
+what `bs_find` and the noise scale predict, how many samples each batch size needs, and what schedules make of it. About 20 minutes on one core.
 
-The searches for learning rates need hundreds of runs, so these are plain PyTorch loops; the steps of `GradientAccumulation` are the same, as its tests show"""
+The searches for learning rates need hundreds of runs, so those that count samples are plain PyTorch loops; the steps of
+`GradientAccumulation` are the same, as its tests show"""
 import functools, json, sys, time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,14 @@ class Task:
     seeds:int # Seeds of each measurement
     trials:int # Other seeds, which choose the learning rate
 
-tasks = dict(digits=Task(digits_learner, 4e-3, {0:[1, 4], 1:[1.5], 3:[3]}, 1, 10, 5, 2), text=Task(text_learner, 8e-3, {0:[1, 2], 1:[1], 3:[1.5]}, .5, 6, 3, 1))
+tasks = dict(digits=Task(digits_learner, 4e-3, {0:[1, 4], 1:[1.5], 3:[3]}, branch=1, n_epoch=10, seeds=5, trials=2),
+             text=Task(text_learner, 8e-3, {0:[1, 2], 1:[1], 3:[1.5]}, branch=.5, n_epoch=6, seeds=3, trials=1))
+
+def best_factor(cost, k=0):
+    "The integer with the least `cost`, downhill from `k`: by how many factors of two a learning rate changes"
+    cost = functools.cache(cost)
+    while (better := min((k, k-1, k+1), key=cost)) != k: k = better
+    return k
 
 # What is predicted
 
@@ -46,19 +54,22 @@ def measure_noise(learn, lr):
         return float(np.median([o.noise_scale for o in learn.recorder.noise_scale]))
 
 def predict(task, seed):
-    "What `bs_find` and the noise scale say at the points of one run of the base recipe, and what `bs_find` costs"
+    "What `bs_find` and the noise scale say at the points of one run of the base recipe, and how many epochs `bs_find` trains"
     learn,now,found = new_learner(task, 16, seed),0,{}
     for point in task.targets:
         if point > now: learn.fit(point-now, task.lr)
         now = point
         bs = learn.bs_find(sizes, task.branch, lr=task.lr, show_plot=False)
-        found[point] = dict(bs_find=bs.critical, losses=bs.losses, epochs=sum(map(len, bs.losses.values()))*task.branch, noise_scale=measure_noise(learn, task.lr))
+        found[point] = dict(bs_find=bs.critical, losses=bs.losses, epochs=sum(map(len, bs.losses.values()))*task.branch,
+                            noise_scale=measure_noise(learn, task.lr))
     return found
 
-# What is so
+# What each size needs
 
 class Data:
-    def __init__(self, learn): self.train,self.valid = (tuple(torch.stack([o[i] for o in dl.dataset]) for i in (0, 1)) for dl in learn.dls.loaders)
+    "The samples of a Learner as tensors"
+    def __init__(self, learn):
+        self.train,self.valid = (tuple(torch.stack([o[i] for o in dl.dataset]) for i in (0, 1)) for dl in learn.dls.loaders)
 
 def loss_of(model, x, y): return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
@@ -69,7 +80,7 @@ def adam(model, lr):
     return torch.optim.AdamW(groups, lr=lr, betas=(.9, .99), eps=1e-5)
 
 def run(model, opt, data, bs, lr, seed, most, target=0.):
-    "Train until the validation loss, averaged over the last fifth of the samples, has come down to `target`; samples and these losses"
+    "Train until the validation loss, averaged over the last fifth of the samples, is down at `target`; the samples, inf at `most`, and that loss"
     g,todo,seen,losses,next_look = torch.Generator().manual_seed(seed),torch.empty(0, dtype=torch.long),0,[],0
     for group in opt.param_groups: group['lr'] = lr
     while seen < most:
@@ -87,7 +98,7 @@ def run(model, opt, data, bs, lr, seed, most, target=0.):
     return math.inf,mean
 
 def base_runs(task, data):
-    "The model and the optimizer of the base recipe at each point"
+    "The model and the state of the optimizer at each point of the base recipe"
     model,now,res = task.learner(16).model,0,{}
     opt = adam(model, task.lr)
     for point in task.targets:
@@ -101,14 +112,9 @@ def start(checkpoint):
     opt.load_state_dict(state)
     return model,opt
 
-def best_factor(cost, k=0):
-    "The integer with the least `cost`, downhill from `k`"
-    cost = functools.cache(cost)
-    while (better := min((k, k-1, k+1), key=cost)) != k: k = better
-    return k
-
 def needed(task, checkpoint, data, horizon, trials):
-    "Samples that each size needs to come where the base recipe comes after `horizon` epochs: at the rule's learning rate or, with `trials`, at the best one"
+    """Samples that each size needs to come where the base recipe comes after `horizon` epochs: at the rule's learning rate or,
+    with `trials`, at the best one. Ends with the first size that needs more than three times the least"""
     n,k,res = len(data.train[0]),0,{}
     target = float(np.mean([run(*start(checkpoint), data, 16, task.lr, seed, horizon*n)[1] for seed in range(3)]))
     most = 4*horizon*n
@@ -131,8 +137,9 @@ def fit_once(task, seed, lr, bs=16, cbs=lambda: None):
 
 def fits(task, lr, **kwargs):
     "Five seeds at the best learning rate, which others have chosen"
-    k = best_factor(lambda k: np.mean([fit_once(task, seed, lr*2.**k, **kwargs)['loss'] for seed in range(20, 20+task.trials)]))
-    return dict(lr=lr*2.**k, runs=[fit_once(task, seed, lr*2.**k, **kwargs) for seed in range(5)])
+    def loss(k): return np.mean([fit_once(task, seed, lr*2.**k, **kwargs)['loss'] for seed in range(20, 20+task.trials)])
+    lr *= 2.**best_factor(loss)
+    return dict(lr=lr, runs=[fit_once(task, seed, lr, **kwargs) for seed in range(5)])
 
 def compare(task):
     "Constant batches, the schedule of `bs_schedule`, and the adaptive batch, over the same epochs"
@@ -142,15 +149,16 @@ def compare(task):
     steps = {point:next(size for opened,size in windows if opened >= point) for point in task.targets}
     adaptive = lambda: [AdaptiveGradientAccumulation(32, 256, scale={'lr':sqrt_scale}), GradientNoiseScale()]
     return dict(steps=steps, constant={bs:fits(task, sqrt_scale(task.lr, bs/16), bs=bs) for bs in sizes[:-1]},
-                schedule=fits(task, task.lr, cbs=lambda: GradientAccumulationSchedule(**schedule)), adaptive=fits(task, sqrt_scale(task.lr, 2), cbs=adaptive))
+                schedule=fits(task, task.lr, cbs=lambda: GradientAccumulationSchedule(**schedule)),
+                adaptive=fits(task, sqrt_scale(task.lr, 2), cbs=adaptive))
 
 def measure(task):
-    "All of it"
     data = Data(task.learner(16))
     checkpoints = base_runs(task, data)
     return dict(predicted=[predict(task, seed) for seed in range(3)],
-                needed=[dict(point=point, horizon=o, rate=name, **needed(task, checkpoints[point], data, o, trials))
-                        for point,horizons in task.targets.items() for o in horizons for name,trials in (('best', task.trials), ('rule', 0))],
+                needed=[dict(point=point, horizon=o, rate=rate, **needed(task, checkpoints[point], data, o, trials))
+                        for point,horizons in task.targets.items() for o in horizons
+                        for rate,trials in (('best', task.trials), ('rule', 0))],
                 compared=compare(task))
 
 def main():

@@ -1,139 +1,152 @@
 "What the figures of `batch_size.json` say: tables and pictures for the page \"Find the batch size\""
 import math
+from dataclasses import dataclass
 from statistics import geometric_mean, mean, median, stdev
 
 titles = dict(digits='digits', text='docstrings')
-
-def tolerances(results):
-    "What `bs_find` would have said with other tolerances"
-    import pandas as pd
-    from fastxtend_accum.bs_find import critical_size
-    rows = []
-    for name,o in results.items():
-        for point in o['predicted'][0]:
-            said = [{int(k):v for k,v in run[point]['losses'].items()} for run in o['predicted']]
-            rows.append({'task':titles[name], 'from epoch':point} | {f'{t:.0%}':', '.join(str(critical_size(losses, t)) for losses in said) for t in (.01, .02, .05)})
-    return pd.DataFrame(rows)
+sizes = 16,32,64,128,256,512
 
 def error(values): return stdev(values)/len(values)**.5
+def table(rows, *columns):
+    import pandas as pd
+    return pd.DataFrame(rows, columns=columns).style.hide(axis='index')
 
-def ratios(case):
-    "The fewest epochs that a batch size needs on average, and how many times as many each needs; more than 4 times counts as 4"
-    epochs = {int(bs):math.inf if None in o['samples'] else mean(o['samples'])/case['epoch'] for bs,o in case['sizes'].items()}
-    least = min(epochs.values())
-    return least,{bs:min(o/least, 4) for bs,o in epochs.items()}
+# Predicted and measured sizes
 
-def size_at(case, times):
-    "The batch size that needs `times` as many samples as the best one, between two measured sizes by the logarithm; inf beyond the last"
-    _,needed = ratios(case)
-    best = min(needed, key=needed.get)
-    (a,low),*rest = [(bs, o) for bs,o in needed.items() if bs >= best]
-    for b,high in rest:
-        if high > times: return a*(b/a)**((times-low)/(high-low))
-        a,low = b,high
-    return math.inf
+@dataclass
+class Case:
+    "Fits of each size from one point of a run to one loss, and what was predicted at that point"
+    task:str
+    point:int # In epochs of the run
+    target:float # The loss
+    epochs:dict[int,list[float]] # Needed, by batch size and seed; only sizes with which all seeds came there
+    losses:list[dict] # Of the branches of `bs_find`, by batch size and seed, in three runs
+    noise:list[float] # The noise scale in three runs
 
-def cases(results, rate):
-    "Each task with each of its targets, at the best learning rates or those of the rule, and what was predicted where the runs to that target start"
-    for name,o in results.items():
+    @property
+    def where(self): return f'{self.point} to {self.target:.2f}'
+
+    def ratios(self)->dict[int,float]:
+        "Samples that each size needs, as a ratio to those of the best size; the first that is not known counts as 4"
+        means = {bs:mean(o) for bs,o in self.epochs.items()}
+        least = min(means.values())
+        return {bs:min(means[bs]/least, 4) if bs in means else 4. for bs in sizes[:len(means)+1]}
+
+    def size_at(self, ratio:float)->float:
+        "The largest size that needs at most `ratio` times the samples of the best; between two measured ones by the logarithm"
+        ratios = self.ratios()
+        last = max(bs for bs,o in ratios.items() if o <= ratio)
+        if last == max(ratios): return math.inf
+        a,b = ratios[last],ratios[2*last]
+        return last*2**((ratio-a)/(b-a))
+
+    def found(self, tolerance:float=.02)->list[int]:
+        "What `bs_find` says"
+        from fastxtend_accum.bs_find import critical_size
+        return [critical_size(o, tolerance) for o in self.losses]
+
+    def noise_size_at(self, ratio:float)->list[float]:
+        "The same by theory, where B samples a step need E·(1+B/N) samples, and 16 is the best size measured"
+        return [ratio*16+(ratio-1)*n for n in self.noise]
+
+def cases(results, rates:str):
+    "All of them, at the `rates` that were 'best' or those of the 'rule'"
+    for task,o in results.items():
         for case in o['needed']:
-            if case['rate'] == rate: yield titles[name],case,[p[str(case['point'])] for p in o['predicted']]
+            if case['rate'] != rates: continue
+            epochs = {int(bs):[s/case['epoch'] for s in v['samples']] for bs,v in case['sizes'].items() if None not in v['samples']}
+            said = [p[str(case['point'])] for p in o['predicted']]
+            losses = [{int(bs):v for bs,v in p['losses'].items()} for p in said]
+            yield Case(titles[task], case['point'], case['target'], epochs, losses, [p['noise_scale'] for p in said])
 
-def where(name, case): return {'task':name, 'from epoch':case['point'], 'to loss':f"{case['target']:.3g}"}
+def shown(size): return f'{size:.0f}' if size < math.inf else f'> {sizes[-1]}'
 
-def needed_table(results, rate='best'):
-    "One row a target: the fewest epochs that a batch size needs, and how many times as many each needs"
-    import pandas as pd
-    rows = []
-    for name,case,_ in cases(results, rate):
-        least,times = ratios(case)
-        rows.append(where(name, case) | {'epochs':f'{least:.2f}'} | {str(bs):f'{times[bs]:.2f}' if bs in times else '' for bs in (16, 32, 64, 128, 256, 512)})
-    return pd.DataFrame(rows)
+def sizes_table(results, rates, ratio=1.25):
+    "What `bs_find` and the noise scale said in three runs, and the size measured"
+    rows = [(o.task, o.where, ', '.join(map(str, o.found())), ', '.join(map(shown, o.noise_size_at(ratio))), shown(o.size_at(ratio)))
+            for o in cases(results, rates)]
+    return table(rows, 'task', 'from epoch, to loss', 'bs_find', 'noise scale', 'measured')
 
-def off(said, true): return f'{geometric_mean(said)/true:.1f}'
+def factors(results, rates, ratio=1.25, tolerance=.02):
+    """How far off `bs_find`, the noise scale, and the one size that is best for all cases are: the factor between the predicted and the
+    measured size, up or down, one a case"""
+    measured = [o.size_at(ratio) for o in cases(results, rates)]
+    said = [(geometric_mean(o.found(tolerance)), geometric_mean(o.noise_size_at(ratio)), geometric_mean(measured)) for o in cases(results, rates)]
+    return [[max(a/b, b/a) for a,b in zip(predicted, measured)] for predicted in zip(*said)]
 
-def predicted_table(results):
-    "What `bs_find` found in three runs, beside the size that needs 1.25 times as many samples as the best one"
-    import pandas as pd
-    rows = []
-    for (name,best,said),(_,rule,_) in zip(cases(results, 'best'), cases(results, 'rule')):
-        found,(by_rule,at_best) = [o['bs_find'] for o in said],(size_at(o, 1.25) for o in (rule, best))
-        rows.append(where(name, best) | {'bs_find':', '.join(map(str, found)), "measured, the rule's rates":f'{by_rule:.0f}', 'factor':off(found, by_rule),
-                                         'measured, best rates':f'{at_best:.0f}', 'factor ':off(found, at_best)})
-    return pd.DataFrame(rows)
+def factors_table(results):
+    "The typical factor and the largest"
+    rows = [(rates, f'{ratio:g}', *(f'{geometric_mean(o):.1f} ({max(o):.1f})' for o in factors(results, rates, ratio)))
+            for rates in ('best', 'rule') for ratio in (1.1, 1.25, 1.5, 2)]
+    return table(rows, 'rates', 'limit', 'bs_find', 'noise scale', 'one size')
 
-def noise_table(results):
-    "The noise scale in three runs, beside the size that needs twice as many samples as the best one"
-    import pandas as pd
-    rows = []
-    for name,case,said in cases(results, 'best'):
-        noise,twice = [o['noise_scale'] for o in said],size_at(case, 2)
-        rows.append(where(name, case) | {'noise scale':', '.join(f'{o:.0f}' for o in noise), 'measured':f'{twice:.0f}', 'factor':off(noise, twice)})
-    return pd.DataFrame(rows)
-
-def cost(results):
-    "Of one bs_find, in epochs of training"
-    lines = []
-    for name,o in results.items():
-        epochs = [p['epochs'] for run in o['predicted'] for p in run.values()]
-        lines.append(f'{titles[name]}: a bs_find trained for {min(epochs):g} to {max(epochs):g} epochs, {median(epochs):g} in the median')
-    return '\n'.join(lines)
-
-def compared_table(results):
-    "Validation loss and optimizer steps of the fits, five seeds each"
-    import pandas as pd
-    rows = []
-    for name,o in results.items():
-        found = o['compared']
-        steps = ' → '.join(map(str, found['steps'].values()))
-        fits = {**{f'batch of {bs}':fit for bs,fit in found['constant'].items()}, f'bs_schedule, {steps}':found['schedule'],
-                'adaptive, 32 to 256':found['adaptive']}
-        for label,fit in fits.items():
-            losses,n = [r['loss'] for r in fit['runs']],[r['steps'] for r in fit['runs']]
-            rows.append({'task':titles[name], 'batch':label, 'learning rate':f"{fit['lr']:.3g}", 'optimizer steps':f'{median(n):g}',
-                         'validation loss':f'{mean(losses):.3f} ± {error(losses):.3f}'})
-    return pd.DataFrame(rows)
-
-def panels():
+def panels(results):
     from matplotlib import pyplot as plt
-    return plt.subplots(2, 1, figsize=(5, 6.4), layout='constrained')
+    fig,axs = plt.subplots(2, 1, figsize=(5, 6.4), layout='constrained')
+    for ax,name in zip(axs, results): ax.set_title(titles[name])
+    return fig,axs
 
-def needed_picture(results):
-    "Samples against the batch size, one line a target"
-    fig,axs = panels()
-    colors = '#56B4E9','#0072B2','#E69F00','#009E73'
-    for ax,(name,o) in zip(axs, results.items()):
-        for color,case in zip(colors, (case for case in o['needed'] if case['rate'] == 'best')):
-            least,times = ratios(case)
-            times = {bs:o for bs,o in times.items() if o < 4}
-            errors = [error(case['sizes'][str(bs)]['samples'])/case['epoch']/least for bs in times]
-            ax.errorbar(list(times), list(times.values()), errors, color=color, marker='o', ms=4, capsize=3,
-                        label=f"from epoch {case['point']} to loss {case['target']:.3g}")
-        for times in 1.25,2: ax.axhline(times, color='#999999', lw=1, ls=':')
-        ax.set(title=titles[name], ylabel='samples / least', ylim=(0.8, 4))
-        log_sizes(ax)
+def samples_picture(results, rates):
+    "Samples against the batch size, one line a case"
+    fig,axs = panels(results)
+    for ax,name in zip(axs, titles.values()):
+        for color,o in zip(('#0072B2', '#56B4E9', '#E69F00', '#009E73'), (o for o in cases(results, rates) if o.task == name)):
+            least = min(map(mean, o.epochs.values()))
+            ax.errorbar(list(o.epochs), [mean(e)/least for e in o.epochs.values()], [error(e)/least for e in o.epochs.values()], color=color,
+                        marker='o', ms=4, capsize=3, label=f'from epoch {o.point} to loss {o.target:.2f}')
+        ax.axhline(1.25, color='#999999', lw=1, ls=':')
+        ax.set_xscale('log', base=2)
+        ax.set_xticks(sizes, sizes)
+        ax.set(ylabel='samples / least', ylim=(.8, 4.8))
         ax.legend()
-    axs[1].set_xlabel('batch size (samples)')
+    axs[-1].set_xlabel('batch size (samples)')
     return fig
 
-def log_sizes(ax):
-    ax.set_xscale('log', base=2)
-    ax.set_xticks([16, 32, 64, 128, 256, 512], [16, 32, 64, 128, 256, 512])
+def cost_table(results):
+    "Of one `bs_find`, in epochs of training"
+    epochs = {name:[p['epochs'] for run in o['predicted'] for p in run.values()] for name,o in results.items()}
+    return table([(titles[name], f'{min(o):g} to {max(o):g}', f'{median(o):g}') for name,o in epochs.items()], 'task', 'epochs', 'median')
 
-def compared_picture(results):
-    "Validation loss against optimizer steps"
-    fig,axs = panels()
-    for ax,(name,o) in zip(axs, results.items()):
+# What schedules make of it
+
+def loss_and_steps(fit): return [r['loss'] for r in fit['runs']],median(r['steps'] for r in fit['runs'])
+
+def constant_loss(found, steps):
+    "Of a constant batch with so many steps; between two measured ones by the logarithm of the steps"
+    import numpy as np
+    losses,at = zip(*map(loss_and_steps, reversed(found['constant'].values())))
+    return float(np.interp(math.log(steps), [math.log(o) for o in at], list(map(mean, losses))))
+
+def fits(found):
+    "The best constant batch, the schedule, the adaptive batch"
+    best = min(found['constant'], key=lambda bs: mean(loss_and_steps(found['constant'][bs])[0]))
+    return {f'constant, {best}':found['constant'][best], 'bs_schedule, '+' → '.join(map(str, found['steps'].values())):found['schedule'],
+            'adaptive, 32 to 256':found['adaptive']}
+
+def schedules_table(results):
+    "Validation loss of five seeds, and that of a constant batch with as many steps"
+    rows = []
+    for name,o in results.items():
         found = o['compared']
-        groups = ('constant batch, 256 to 16', '#999999', '-', found['constant'].values()),('bs_schedule', '#0072B2', '', [found['schedule']]),('adaptive', '#E69F00', '', [found['adaptive']])
-        for label,color,ls,fits in groups:
-            losses = [[r['loss'] for r in fit['runs']] for fit in fits]
-            steps = [median(r['steps'] for r in fit['runs']) for fit in fits]
+        for label,fit in fits(found).items():
+            losses,steps = loss_and_steps(fit)
+            rows.append((titles[name], label, f'{steps:g}', f'{mean(losses):.3f} ± {error(losses):.3f}', f'{constant_loss(found, steps):.3f}'))
+    return table(rows, 'task', 'batch', 'steps', 'loss', 'loss, constant')
+
+def schedules_picture(results):
+    "Validation loss against optimizer steps"
+    fig,axs = panels(results)
+    for ax,o in zip(axs, results.values()):
+        found = o['compared']
+        for label,color,ls,group in (('constant, 256 to 16', '#E69F00', '-', found['constant'].values()),
+                                     ('bs_schedule', '#0072B2', '', [found['schedule']]), ('adaptive', '#009E73', '', [found['adaptive']])):
+            losses,steps = zip(*map(loss_and_steps, group))
             ax.errorbar(steps, list(map(mean, losses)), list(map(error, losses)), color=color, ls=ls, marker='o', capsize=3, label=label)
         ax.set_xscale('log')
-        ax.set_xticks([100, 200, 400, 800, 1600], [100, 200, 400, 800, 1600])
+        ticks = [50, 100, 200, 400, 800, 1600]
+        ax.set_xticks(ticks, ticks)
         ax.minorticks_off()
-        ax.set(title=titles[name], ylabel='validation loss')
+        ax.set_ylabel('validation loss')
         ax.legend()
-    axs[1].set_xlabel('optimizer steps')
+    axs[-1].set_xlabel('optimizer steps')
     return fig

@@ -49,7 +49,7 @@ def plot_bs_find(
     tolerance:float=.02, # Rise of the loss, relative to the best, that counts as no worse
     ax:plt.Axes|None=None, # Where to plot; None: a new figure
 )->plt.Axes:
-    "Plot loss against batch size: the branches, their means with the standard error that counts, the tolerance and the suggestion"
+    "Plot loss against batch size: branches, their means with the standard error that counts, tolerance and suggestion"
     if ax is None: _,ax = plt.subplots(figsize=(5, 3.2), layout='constrained')
     sizes,(rises,errors,best),critical = list(losses),loss_rises(losses),critical_size(losses, tolerance)
     for i,by_seed in enumerate(zip(*losses.values())): ax.plot(sizes, by_seed, 'o', color='#999999', ms=4, label='' if i else 'branches')
@@ -65,7 +65,7 @@ def plot_bs_find(
 
 # %% ../nbs/source/16_bs_find.ipynb #ee76dca6
 class BSFinder(Callback):
-    "Ends a branch after `length` epochs; its loss is the mean over the validation set or, without one, over the last quarter of its samples"
+    "Ends a branch after `length` epochs; its loss is that of the validation set or, without one, of its last quarter"
     order,name = Recorder.order,'lr_finder'
     def __init__(self,
         length:float, # Of the branch, in epochs
@@ -116,7 +116,7 @@ def train_branch(learn:Learner, accum_bs:int, n_epoch:float, lrs:list[float], **
 
 # %% ../nbs/source/16_bs_find.ipynb #5a2ee8c0
 def branch_sizes(learn:Learner, sizes:list[int]|None, n_epoch:float, n_steps:int=5)->list[int]:
-    "The batch sizes to compare, in ascending order; None: doublings that get `n_steps` steps; raises ValueError if they do not fit the DataLoader"
+    "The batch sizes to compare, ascending; None: doublings that get `n_steps` steps; raises ValueError if one cannot be"
     dl,n = learn.dls.train,n_processes(learn)
     micro_bs = loader_batch_size(dl, first(vars(cb).get('micro_batch_size') for cb in learn.cbs if accumulates(cb)))
     smallest,epoch = micro_bs*n,len(dl)*micro_bs*getattr(dl, 'world_size', 1)
@@ -132,6 +132,7 @@ def branch_sizes(learn:Learner, sizes:list[int]|None, n_epoch:float, n_steps:int
     if sizes[-1] > most: raise ValueError(f"a batch of {sizes[-1]} samples in sizes is more than the {most} of a branch's epoch: use sizes up to that")
     return sizes
 
+# %% ../nbs/source/16_bs_find.ipynb #5d612542
 def check_bs_find(learn:Learner, n_epoch:float, n_seeds:int, scale:Callable, tolerance:float):
     "Raises ValueError or TypeError on arguments that cannot be, or on a model in shards"
     if not n_epoch > 0: raise ValueError(f"n_epoch must be more than 0 epochs, not {n_epoch}: use 1, or 0.1 for a tenth of an epoch")
@@ -163,16 +164,16 @@ def bs_find(self:Learner,
     "The largest batch size that costs no loss, measured by short branches from the present weights; leaves the Learner as it is"
     check_bs_find(self, n_epoch, n_seeds, scale, tolerance)
     sizes,losses = branch_sizes(self, sizes, n_epoch),{}
-    def branches():
-        for size in sizes:
-            if stop_div and losses and sum(o > critical_size(losses, tolerance) for o in losses) > 1: return
-            yield from ((size,i) for i in range(n_seeds))
+    branches = [(size,i) for size in sizes for i in range(n_seeds)]
+    def enough(): return stop_div and losses and sum(o > critical_size(losses, tolerance) for o in losses) > 1
     with unchanged(self) as state:
         lrs,settings = lr_by_group(self, lr),branch_settings(self)
-        for size,i in progress_bar(branches(), total=len(sizes)*n_seeds, leave=False) if hasattr(self, 'progress') else branches():
+        for size,i in progress_bar(branches, leave=False) if hasattr(self, 'progress') else branches:
+            if size not in losses and enough(): continue  # so that the bar comes to its end
             state.restore()
             state.seed(seed+i)
-            losses.setdefault(size, []).append(train_branch(self, size, n_epoch, [scale(o, size/sizes[0]) for o in lrs], **settings))
+            loss = train_branch(self, size, n_epoch, [scale(o, size/sizes[0]) for o in lrs], **settings)
+            losses.setdefault(size, []).append(loss)
     if show_plot and not rank_distrib(): plot_bs_find(losses, tolerance)
     return SuggestedBS(critical_size(losses, tolerance), losses)
 
@@ -187,13 +188,13 @@ def bs_schedule(self:Learner,
     scale:Callable=sqrt_scale, # Learning rate of a size: `scale(lr, size/smallest size)`
     **kwargs, # Other arguments of `bs_find`
 )->dict: # Arguments for `GradientAccumulationSchedule`, with the rule for its learning rate
-    "The sizes that `bs_find` suggests at a few points of a short fit, as a schedule that never shrinks; leaves the Learner as it is"
+    "What `bs_find` suggests at a few points of a short fit, as a schedule that never shrinks; leaves the Learner as it is"
     steps,sizes = {},[o for o in branch_sizes(self, sizes, n_epoch) if o <= (max_bs or o)]
     if not sizes: raise ValueError(f"max_bs={max_bs} is smaller than all sizes: use a multiple of the DataLoader's batch size")
     with unchanged(self):
         for start,stop in zip(at, [*at[1:], None]):
             found = self.bs_find(sizes, n_epoch, lr=lr, scale=scale, show_plot=False, **kwargs).critical
-            steps[start] = max(found, *steps.values()) if steps else found
+            steps[start] = max([found, *steps.values()])
             lrs = [scale(o, steps[start]/sizes[0]) for o in lr_by_group(self, lr)]
             if stop: train_branch(self, steps[start], stop-start, lrs, **branch_settings(self))
     return SchedSteps(steps) | dict(scale={'lr':partial(scale_from, rule=scale, start=steps[0]/sizes[0])})

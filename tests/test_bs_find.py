@@ -2,6 +2,7 @@
 import itertools, random
 from collections import deque
 import pytest
+from fastprogress.fastprogress import ProgressBar
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from common import *
@@ -289,6 +290,17 @@ def test_two_sizes_that_are_worse_end_it():
     assert find_of() == (32, {k:[v]*2 for k,v in losses.items() if k <= 128})
     assert find_of(stop_div=False) == (256, {k:[v]*2 for k,v in losses.items()})
     assert find_of(tolerance=.2).critical == 256
+
+def test_the_bar_comes_to_its_end():
+    "A bar that is left by its loop stays where it was; fastprogress takes it away at its end"
+    ended,sizes = [],[4, 8, 16, 32, 64, 128]
+    class Bar(ProgressBar):
+        def on_iter_end(self): ended.append(self.total)
+    learn = make_learner(4, n=256)
+    with pytest.MonkeyPatch.context() as m, learn.no_logging():
+        m.setattr('fastxtend_accum.bs_find.train_branch', lambda learn, size, *args, **kwargs: float(size))
+        m.setattr('fastxtend_accum.bs_find.progress_bar', Bar)
+        assert list(learn.bs_find(sizes, show_plot=False).losses) == [4, 8, 16] and ended == [3*len(sizes)]
 
 class Point(nn.Module):
     "A point in space, whatever the input"
