@@ -212,7 +212,8 @@ def train_or_retry(self:GradientAccumulation):
     learn = self.learn
     try: return type(learn)._do_one_batch(learn)
     except Exception as e:
-        if not is_out_of_memory(e) or not learn.training: raise
+        if not is_out_of_memory(e): raise
+        if not learn.training: raise RuntimeError("out of memory in validation, whose batches are not split: use smaller ones, val_bs=") from e
         if not self.can_retry():
             raise RuntimeError(f"out of memory with micro-batches of {self.micro_bs} samples: set micro_batch_size={-(-self.micro_bs//2)}") from e
     self.retry()  # outside of the `except` block, where the traceback no longer holds the tensors
