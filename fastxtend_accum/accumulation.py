@@ -32,7 +32,8 @@ class LeavingCallback(Callback):
 
     def __setattr__(self, name, value):
         if name == 'learn' and value is None and self.learn is not None: self.leave()
-        super().__setattr__(name, value)
+        if name in vars(self): object.__setattr__(self, name, value)  # fastai would warn if the model has an attribute of this name
+        else: super().__setattr__(name, value)
 
 # %% ../nbs/source/10_accumulation.ipynb #36c789d1
 class GradientAccumulation(LeavingCallback):
