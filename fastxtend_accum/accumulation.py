@@ -32,7 +32,8 @@ class LeavingCallback(Callback):
 
     def __setattr__(self, name, value):
         if name == 'learn' and value is None and self.learn is not None: self.leave()
-        super().__setattr__(name, value)
+        if name in vars(self): object.__setattr__(self, name, value)  # fastai would warn if the model has an attribute of this name
+        else: super().__setattr__(name, value)
 
 # %% ../nbs/source/10_accumulation.ipynb #36c789d1
 class GradientAccumulation(LeavingCallback):
@@ -212,7 +213,8 @@ def train_or_retry(self:GradientAccumulation):
     learn = self.learn
     try: return type(learn)._do_one_batch(learn)
     except Exception as e:
-        if not is_out_of_memory(e) or not learn.training: raise
+        if not is_out_of_memory(e): raise
+        if not learn.training: raise RuntimeError("out of memory in validation, whose batches are not split: use smaller ones, val_bs=") from e
         if not self.can_retry():
             raise RuntimeError(f"out of memory with micro-batches of {self.micro_bs} samples: set micro_batch_size={-(-self.micro_bs//2)}") from e
     self.retry()  # outside of the `except` block, where the traceback no longer holds the tensors

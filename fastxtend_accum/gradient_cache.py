@@ -11,6 +11,7 @@ from contextlib import ExitStack,nullcontext
 import math
 
 from fastai.basics import *
+from fastai.callback.fp16 import MixedPrecision
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -126,9 +127,9 @@ def before_batch(self:GradientCache):
 @patch
 def find_size(self:GradientCache):
     "Try pieces of the present batch, with its loss over all of them"
-    learn = self.learn
+    learn,mixed = self.learn,self.learn._grab_cbs(MixedPrecision)
     def try_size(n):
-        with split_once(inner_model(learn.model), self.part, n): forward_and_backward(learn)
+        with split_once(inner_model(learn.model), self.part, n): forward_and_backward(learn, mixed)
     self.fitting.is_known(learn)
     self.micro_bs = self.fitting.look_at(learn, learn.xb, try_size, input_size(learn.xb))
 

@@ -61,9 +61,12 @@ def room_for_step(opt:Optimizer|OptimWrapper)->list[Tensor]:
     def is_fresh(p): return not any(isinstance(o, Tensor) and o.shape == p.shape for o in state.get(p, {}).values())
     return [torch.empty_like(p) for p in trained(opt) if is_fresh(p) for _ in range(2)]
 
-def forward_and_backward(learn:Learner):
-    "What a Learner does with its `xb` and `yb`, with fastai's events, up to the gradients; the memory for an optimizer step is set aside"
-    room,model,mixed = room_for_step(learn.opt),inner_model(learn.model),learn._grab_cbs(MixedPrecision)
+def forward_and_backward(
+    learn:Learner, # With its `xb` and `yb`, and those of its callbacks that take part
+    mixed:list, # Its `MixedPrecision` callbacks
+):
+    "What a Learner does with a batch, with fastai's events, up to the gradients; the memory for an optimizer step is set aside"
+    room,model = room_for_step(learn.opt),inner_model(learn.model)
     learn.pred,learn.loss,learn.loss_grad = None,None,None  # a pass before this one may have left its graph
     for p in [*model.parameters(), *trained(learn.opt)]: p.grad = None
     with ContextManagers([autocast(cb.autocast.device, dtype=cb.autocast.fast_dtype) for cb in mixed]):
@@ -108,11 +111,12 @@ def try_pieces(
     peaks:dict|None=None, # Gets the peak memory of each size tried, in bytes; on CUDA only
 )->Callable: # `f(n)`
     "A training pass on the first `n` samples of `b`"
+    mixed = learn._grab_cbs(MixedPrecision)
     def try_size(n):
         if peaks is not None: torch.cuda.reset_peak_memory_stats()
         learn._split(learn._set_device(piece(b, 0, n)))
         learn('before_batch')
-        try: forward_and_backward(learn)
+        try: forward_and_backward(learn, mixed)
         finally:
             if peaks is not None: peaks[n] = torch.cuda.max_memory_allocated()
     return try_size

@@ -350,6 +350,20 @@ def test_auto(capsys):
     assert_same(all_params(a), all_params(b))
     for o,p in zip(a.model.buffers(), b.model.buffers(), strict=True): assert_same(o, p)
 
+def test_auto_in_mixed_precision():
+    "Sizes are tried under autocast, as the batches are trained"
+    seen = []
+    class Limited(TwoOutputs):
+        def forward(self, x):
+            if self.training:
+                seen.append(torch.is_autocast_enabled('cpu'))
+                if len(x) > 9: raise torch.OutOfMemoryError('CUDA out of memory')
+            return super().forward(x)
+    def run(micro): return fit(make_learner(32, m=Limited(.3).float(), loss_func=lambda p,*t: info_nce(p), cbs=[CpuMixedPrecision('bf16'), GradientCache(micro)]), 1)
+    a = run('auto')
+    assert a.gradient_cache.micro_bs == 8 and all(seen) and not torch.is_autocast_enabled('cpu')
+    assert_same(weights(a), weights(run(8)))
+
 # Errors
 
 class Carries(TwoOutputs):

@@ -232,3 +232,16 @@ def test_every_callback_at_two_micro_batch_sizes_and_fitted_twice(make, bs):
     for _ in range(2):
         learn.fit(2)
         assert len(losses(learn)) == 6 and not np.isnan(losses(learn)).any()
+
+@pytest.mark.parametrize('make', [lambda: GradientAccumulation(32, micro_batch_size='auto'), lambda: GradientAccumulationSchedule(16, 32), lambda: GradientCache(4)])
+def test_a_model_with_attributes_of_the_same_names(make):
+    "Positions and windows are common in models: fastai's warning of shadowed attributes is not for the callback's own"
+    def run(*names):
+        m = model()
+        for o in names: setattr(m, o, 'of the model')
+        with warnings.catch_warnings():
+            warnings.simplefilter('error', UserWarning)
+            return fit(make_learner(8, m=m, cbs=make()))
+    names = [o for o in ('position','window','batches','processes','block','fitting','split','micro_bs') if o in vars(make())]
+    assert len(names) > 2
+    assert_same(weights(run(*names)), weights(run()))

@@ -334,6 +334,16 @@ def test_never_after_the_step_has_begun():
     learn.opt.step = full
     with pytest.raises(RuntimeError, match='set micro_batch_size=8'): fit(learn, 1)
 
+def test_validation_is_not_split():
+    "It holds no activations, so it needs less memory; if that is too much, too, the error says what to do"
+    class Small(Limited):
+        def forward(self, x):
+            if not self.training: raise torch.OutOfMemoryError('CUDA out of memory')
+            return super().forward(x)
+    learn = limited(100, 'auto')
+    learn.model.__class__ = Small
+    with pytest.raises(RuntimeError, match='out of memory in validation, whose batches are not split: use smaller ones, val_bs='): fit(learn, 1)
+
 def test_without_auto_the_error_is_pytorchs():
     with pytest.raises(torch.OutOfMemoryError, match='Tried to allocate'): fit(limited(16, 32), 1)
 
@@ -353,6 +363,28 @@ def test_recovery_lets_go_of_the_tensors():
         warnings.simplefilter('ignore')
         fit(learn, 1)
     assert learn.gradient_accumulation.micro_bs == 8 and max(alive) == 0
+
+# Mixed precision
+
+@pytest.mark.parametrize('amp', ['bf16', 'fp16'])
+def test_auto_in_mixed_precision(amp):
+    "Sizes are tried under autocast, and the fit is bit for bit the one with the size given: weights and random state"
+    seen,res = [],[]
+    class Looks(Limited):
+        def forward(self, x):
+            if self.training: seen.append((len(x), torch.is_autocast_enabled('cpu')))
+            return super().forward(x)
+    for micro in 'auto',8:
+        learn = limited(9, micro, cbs=[CpuMixedPrecision(amp, init_scale=2.**8)])
+        learn.model.__class__ = Looks
+        seen.clear()
+        fit(learn, 2, .01, method='fit_one_cycle')
+        res.append((state(learn), learn.gradient_accumulation.micro_bs))
+        if micro == 'auto': assert seen[:5] == [(32, True), (32, True), (16, True), (8, True), (8, True)]
+        assert all(on for _,on in seen) and not torch.is_autocast_enabled('cpu')
+    (a,n),(b,m) = res
+    assert n == m == 8
+    for o,p in zip(a, b, strict=True): assert_same(o, p)
 
 # On its own
 
