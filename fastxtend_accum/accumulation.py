@@ -160,7 +160,7 @@ def before_batch(self:GradientAccumulation):
 @patch
 def begin(self:GradientAccumulation):
     "A micro-batch begins, and with it a window unless one is filling; the window ends when it is full, or with the epoch"
-    learn,window,samples = self.learn,self.window,n_samples(self.learn)
+    learn,window,samples = self.learn,self.window,self.batches.size  # the loader's: another callback may have changed the batch by now
     if not window.is_filling:
         window.open(self.next_accum_bs()//self.processes.n)
         self.hypers.forget()

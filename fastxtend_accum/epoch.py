@@ -58,7 +58,7 @@ class MicroBatches(GetAttr):
         look_at:Callable|None=None, # Is shown every batch before it is split; None: nobody has to see it
     ):
         self.dl,self.loader_bs,self.micro_bs,self.block,self.at_end = dl,loader_bs,micro_bs,block,at_end
-        self.goes_on,self.look_at,self.batches,self.seen,self.at = goes_on,look_at,None,0,0
+        self.goes_on,self.look_at,self.batches,self.seen,self.at,self.size = goes_on,look_at,None,0,0,0
         self.samples,self.certain = epoch_samples(dl, loader_bs)
         self.needed = self.samples
 
@@ -89,7 +89,10 @@ def __iter__(self:MicroBatches)->Iterator:
     batches = iter(self.dl) if self.batches is None else self.batches
     while (self.goes_on is None or self.goes_on()) and (b := next(batches, None)) is not None:
         if self.splits: yield from self.pieces_of(b)
-        else: self.seen += self.loader_bs; yield b
+        else:
+            self.size = batch_size(b)
+            self.seen += self.loader_bs
+            yield b
 
 @patch
 def pieces_of(self:MicroBatches,
@@ -98,10 +101,10 @@ def pieces_of(self:MicroBatches,
     if self.look_at is not None: self.look_at(b)
     n,self.at = batch_size(b),0
     while self.at < n and (self.goes_on is None or self.goes_on()):
-        size = next_piece(min(self.block - self.at%self.block, n-self.at), self.micro_bs)
-        self.at += size
-        self.seen += size
-        yield piece(b, self.at-size, self.at, n)
+        self.size = next_piece(min(self.block - self.at%self.block, n-self.at), self.micro_bs)
+        self.at += self.size
+        self.seen += self.size
+        yield piece(b, self.at-self.size, self.at, n)
 
 @patch
 def go_back(self:MicroBatches,

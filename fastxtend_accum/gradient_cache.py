@@ -46,7 +46,7 @@ def in_pieces(
 )->Callable: # Does the same, in the memory of a piece
     "`forward`, one piece of the batch after the other; all but the last are run again in the backward pass"
     def pieces_forward(*args, **kwargs):
-        n,start,outputs,sizes = batch_size((args, kwargs)),0,[],[]
+        n,start,outputs,sizes = input_size(args, kwargs),0,[],[]
         keeps = KeepsBuffers(module)
         while start < n:
             size = next_piece(n-start, micro_bs)
@@ -121,7 +121,7 @@ def before_batch(self:GradientCache):
     "Split the forward pass that comes next"
     learn = self.learn
     if self.micro_batch_size == 'auto': self.find_size()
-    if batch_size(learn.xb) > self.micro_bs: self.split = split_once(inner_model(learn.model), self.part, self.micro_bs)
+    if input_size(learn.xb) > self.micro_bs: self.split = split_once(inner_model(learn.model), self.part, self.micro_bs)
 
 @patch
 def find_size(self:GradientCache):
@@ -130,7 +130,7 @@ def find_size(self:GradientCache):
     def try_size(n):
         with split_once(inner_model(learn.model), self.part, n): forward_and_backward(learn)
     self.fitting.is_known(learn)
-    self.micro_bs = self.fitting.look_at(learn, learn.xb, try_size, batch_size(learn.xb))
+    self.micro_bs = self.fitting.look_at(learn, learn.xb, try_size, input_size(learn.xb))
 
 # %% ../nbs/source/11_gradient_cache.ipynb #8b6d2f05
 @patch

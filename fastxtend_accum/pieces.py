@@ -15,8 +15,8 @@ from fastai.basics import *
 from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
-__all__ = ['tensors_in', 'batch_size', 'piece', 'next_piece', 'carries_state', 'check_splits', 'join', 'is_out_of_memory',
-           'free_memory']
+__all__ = ['tensors_in', 'batch_size', 'input_size', 'piece', 'next_piece', 'carries_state', 'check_splits', 'join',
+           'is_out_of_memory', 'free_memory']
 
 # %% ../nbs/source/01_pieces.ipynb #df6341b0
 def tensors_in(b)->list[Tensor]:
@@ -27,10 +27,16 @@ def tensors_in(b)->list[Tensor]:
     return [t for o in items for t in tensors_in(o)]
 
 def batch_size(b)->int:
-    "Samples in a nested batch: the first dimension of its first tensor; raises ValueError if it has none"
+    "Samples in a nested batch: the first dimension of its last tensor, a target; raises ValueError if it has none"
+    last = b[-1] if isinstance(b, (tuple,list)) and b else b
+    if isinstance(last, Tensor) and last.ndim: return len(last)
     tensors = tensors_in(b)
     if not tensors: raise ValueError(f"cannot find the samples of a batch without tensors, {type(b).__name__}: use a DataLoader that yields tensors")
-    return len(tensors[0])
+    return len(tensors[-1])
+
+def input_size(*args)->int:
+    "Samples in the inputs of a model: the largest first dimension; `piece` raises an error on an input that has another one"
+    return max(map(len, tensors_in(args)), default=0)
 
 # %% ../nbs/source/01_pieces.ipynb #11ace505
 def piece(

@@ -109,6 +109,17 @@ def test_step_callbacks_act_once_a_window_on_its_gradient(order):
     assert small.probe.after == len(small.probe.grads) == 6
     assert_same(torch.stack(small.probe.grads), torch.stack(big.probe.grads), ROUNDING)
 
+@pytest.mark.parametrize('order', [0, 9])
+def test_a_callback_that_changes_the_batch(order):
+    "Samples are those of the loader, whether the batch is doubled before or after the accumulation sees it"
+    class TwoViews(Callback):
+        run_valid = False
+        def before_batch(self): self.learn.xb,self.learn.yb = (torch.cat([self.x, self.x*.9]),),(torch.cat([self.y, self.y]),)
+    TwoViews.order = order
+    big,small = (fit(make_learner(bs, cbs=[TwoViews(), *cbs]), 2) for bs,cbs in ((32, []), (8, [GradientAccumulation(32)])))
+    assert small.recorder.accum_bs == [32]*6
+    assert_same(weights(small), weights(big), ROUNDING)
+
 def test_gradient_clip():
     big = fit(make_learner(32, cbs=GradientClip(0.1)))
     small = fit(make_learner(8, cbs=[GradientAccumulation(32), GradientClip(0.1)]))

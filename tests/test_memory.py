@@ -129,7 +129,7 @@ def test_a_pair_of_two_samples_is_a_pair():
     assert a.shape == (1, 3) and b.tolist() == [0]
 
 @pytest.mark.parametrize('b, says', [
-    ((torch.zeros(6, 2), torch.zeros(3)), r'cannot split a tensor of shape \(3,\) in a batch of 6 samples'),
+    ((torch.zeros(3), torch.zeros(6, 2)), r'cannot split a tensor of shape \(3,\) in a batch of 6 samples'),
     ((torch.zeros(6, 2), nn.utils.rnn.pack_sequence([torch.ones(2)]*6)), 'cannot split a PackedSequence'),
     ((torch.zeros(6, 2), torch.zeros(6, 2).to_sparse()), 'cannot split a Tensor'), ((torch.zeros(6, 2), object()), 'cannot split a object'),
     (('a', None), 'cannot find the samples of a batch without tensors')])
