@@ -9,7 +9,7 @@ def read(name): return (here/name).read_text(encoding='utf-8')
 ini = ConfigParser()
 ini.read_string(read('settings.ini'))
 cfg = ini['DEFAULT']
-pythons,loggers = cfg['pythons'].split(),cfg['loggers_requirements'].split()
+pythons,loggers,examples = [cfg[o].split() for o in ('pythons','loggers_requirements','examples_requirements')]
 
 def absolute_links(text):
     "`text` for PyPI: links to files of the repository lead to GitHub, pictures to the file itself, at the tag of this version"
@@ -31,6 +31,6 @@ setup(
     python_requires='>='+pythons[0],
     packages=['fastxtend_accum'],
     install_requires=cfg['requirements'].split(),
-    extras_require=dict(loggers=loggers, dev=cfg['dev_requirements'].split()+loggers,
+    extras_require=dict(loggers=loggers, examples=examples, dev=cfg['dev_requirements'].split()+loggers+examples,
                         bench=cfg['bench_requirements'].split()),
 )

@@ -1,4 +1,4 @@
-"""As in Colab: the wheel and its loggers extra in a new environment, and every notebook run there from an empty folder, without a network.
+"""As in Colab: the wheel with its extras loggers and examples in a new environment, and every notebook run there from an empty folder, without a network.
 It installs PyTorch once more, so it has a step of its own in `.ci/run`: `pytest -q -m colab`"""
 import json, os, re, shutil, subprocess, sys, time
 from itertools import zip_longest
@@ -76,7 +76,7 @@ def test_no_change_is_found(a, b): assert not list(changes(a, b))
 
 @pytest.fixture(scope='module')
 def colab():
-    "A folder with an environment in `env`: the wheel, its loggers, and the ipykernel that Colab has, too"
+    "A folder with an environment in `env`: the wheel, its extras, and the ipykernel that Colab has, too"
     with TemporaryDirectory() as d:  # pytest would keep 6 GB of it
         d = Path(d)
         env = {k:v for k,v in os.environ.items() if k != 'PYTHONPATH'}  # pip takes what lies there for installed
@@ -86,7 +86,7 @@ def colab():
         [wheel] = d.glob('*.whl')
         run(sys.executable, '-m', 'venv', d/'env')
         python = d/'env'/'bin'/'python'
-        run(python, '-m', 'pip', 'install', '-q', f'{wheel}[loggers]', 'ipykernel')
+        run(python, '-m', 'pip', 'install', '-q', f'{wheel}[loggers,examples]', 'ipykernel')
         run(python, '-m', 'ipykernel', 'install', '--prefix', d, '--name', 'colab')
         yield d
 

@@ -40,7 +40,7 @@ def test_pictures_have_a_text(name): assert faults(picture_faults, read(root/'nb
 
 @pytest.mark.parametrize('name', names)
 def test_needs_no_developers_tools(name):
-    "In Colab there are the package and its loggers only"
+    "In Colab there are the package and its extras loggers and examples only"
     text = '\n'.join(source(c) for c in read(root/'nbs'/name) if c['cell_type'] == 'code')
     assert not re.search(r'^\s*(import|from) (nbdev|pytest|hypothesis|nbconvert|accelerate)', text, re.M)
 
