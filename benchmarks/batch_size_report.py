@@ -24,7 +24,7 @@ class Case:
     noise:list[float] # The noise scale in three runs
 
     @property
-    def where(self): return f'{self.point} to {self.target:.2f}'
+    def where(self): return f'{self.point} → {self.target:.2f}'
 
     def ratios(self)->dict[int,float]:
         "Samples that each size needs, as a ratio to those of the best size; the first that is not known counts as 4"
@@ -65,7 +65,7 @@ def sizes_table(results, rates, ratio=1.25):
     "What `bs_find` and the noise scale said in three runs, and the size measured"
     rows = [(o.task, o.where, ', '.join(map(str, o.found())), ', '.join(map(shown, o.noise_size_at(ratio))), shown(o.size_at(ratio)))
             for o in cases(results, rates)]
-    return table(rows, 'task', 'from epoch, to loss', 'bs_find', 'noise scale', 'measured')
+    return table(rows, 'task', 'epoch → loss', 'bs_find', 'noise scale', 'measured')
 
 def factors(results, rates, ratio=1.25, tolerance=.02):
     """How far off `bs_find`, the noise scale, and the one size that is best for all cases are: the factor between the predicted and the
