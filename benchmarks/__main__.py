@@ -10,7 +10,7 @@ from . import report  # no torch in this process: the peak memory of a process b
 
 here = Path(__file__).parent
 packages = 'torch','fastai','fastxtend','lightning','accelerate'
-noise_sizes = 10**4,10**5,10**6
+stack_sizes = 10**4,10**5,10**6
 division_sizes = 10**4,10**5,10**6,10**7,10**8
 batch_sizes = 16,32,64,128,256
 
@@ -42,13 +42,13 @@ def machine():
 def full(rounds):
     "All measurements, those of time in rounds: every case once, then every case again"
     results = dict(machine=machine(), rounds=rounds, counts={o:measure('counts', o) for o in report.labels},
-                   time={o:{} for o in report.labels}, windows={}, noise={}, division={}, memory=dict(plain={}, ours={}, ours_noise={}))
+                   time={o:{} for o in report.labels}, windows={}, stack={}, division={}, memory={o:{} for o in ('plain', 'ours', 'ours_pieces', 'ours_cache', 'ours_noise')})
     for i in range(rounds):
         print(f'round {i+1} of {rounds}', file=sys.stderr)
         for case in report.labels: gather(results['time'][case], measure('time', case))
         gather(results['windows'], measure('windows', 'ours'))
-        for n in noise_sizes:
-            gather(results['noise'].setdefault(str(n), {}), {o:measure('stack', o, n) for o in ('ours', 'ours_noise')})
+        for n in stack_sizes:
+            gather(results['stack'].setdefault(str(n), {}), {o:measure('stack', o, n) for o in ('ours', 'ours_noise', 'ours_pieces', 'ours_cache')})
         for n in division_sizes if i == 0 else division_sizes[:-1] if i < 3 else ():
             gather(results['division'].setdefault(str(n), {}), measure('division', 'ours', n))
     for case,peaks in results['memory'].items():

@@ -7,12 +7,18 @@ from torch import nn
 class Batches:
     "Micro-batches that wait in memory, so that the loop is timed and not a loader; calls `ask` whenever the next one is asked for"
     def __init__(self, batches:list, n:int):
-        self.batches,self.n,self.bs,self.ask = batches,n,len(batches[0][1]) if batches else 1,lambda: None
+        self.batches,self.n,self.per,self.bs,self.ask = batches,n,1,len(batches[0][1]) if batches else 1,lambda: None
 
-    def __len__(self): return self.n
+    def join(self, k):
+        "Yield `k` micro-batches as one batch from now on, and call `ask` once for each of them"
+        whole = [[self.batches[(i+j)%len(self.batches)] for j in range(k)] for i in range(0, len(self.batches), k)]
+        self.batches,self.per = [tuple(map(torch.cat, zip(*o))) for o in whole],k
+        self.bs *= k
+
+    def __len__(self): return self.n//self.per
     def __iter__(self):
-        for i in range(self.n):
-            self.ask()
+        for i in range(len(self)):
+            for _ in range(self.per): self.ask()
             yield self.batches[i%len(self.batches)]
         self.ask()
 
@@ -59,6 +65,20 @@ def plain(task, k): return training(task)
 def ours(task, k):
     from fastxtend_accum.all import GradientAccumulation
     return training(task, GradientAccumulation(k*task.batches.bs))
+
+def ours_pieces(task, k):
+    "The loader yields the whole window, which is split"
+    from fastxtend_accum.all import GradientAccumulation
+    bs = task.batches.bs
+    task.batches.join(k)
+    return training(task, GradientAccumulation(micro_batch_size=bs))
+
+def ours_cache(task, k):
+    "The same pieces, and one loss over all of them"
+    from fastxtend_accum.all import GradientCache
+    bs = task.batches.bs
+    task.batches.join(k)
+    return training(task, GradientCache(bs))
 
 def ours_schedule(task, k):
     "The schedule is asked for a size at every window, but keeps to one, so that the windows are those of the others"
@@ -112,4 +132,4 @@ def by_hand(task, k):
                 opt.zero_grad()
     return train
 
-cases = {f.__name__:f for f in (plain, ours, ours_schedule, ours_noise, fastai, fastxtend, lightning, accelerate, by_hand)}
+cases = {f.__name__:f for f in (plain, ours, ours_pieces, ours_cache, ours_schedule, ours_noise, fastai, fastxtend, lightning, accelerate, by_hand)}

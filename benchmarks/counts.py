@@ -41,7 +41,7 @@ class Copies(TorchFunctionMode):
 def in_windows(train, batches, k, start, stop):
     "Train, with `start` called after the first window of `k` micro-batches and `stop` after the last but one; micro-batches in between"
     asked = 0
-    last = len(batches)//k*k - k
+    last = batches.n//k*k - k
     def ask():
         nonlocal asked
         if asked == k: start()

@@ -1,5 +1,5 @@
 "One measurement in a process of its own: `python -m benchmarks.measure KIND CASE [SIZE]` prints one line of JSON"
-import json, statistics, sys, time, warnings
+import importlib, json, statistics, sys, time, warnings
 from functools import partial
 from unittest.mock import patch
 
@@ -50,6 +50,7 @@ def time_division(case, n_params):
 
 def peak_memory(case, effective):
     "MB that training on batches of `effective` samples needs beyond what was there before: at once ('plain'), or 16 at a time"
+    importlib.import_module('torch._dynamo')  # some 150 MB of modules, which `torch.utils.checkpoint` imports when it is first used
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     task = Task(0, device)
     bs = effective if case == 'plain' else 16

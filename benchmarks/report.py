@@ -1,11 +1,11 @@
 "What the figures of `results.json` say: a table, the goals, and the pictures"
 from statistics import median
 
-labels = dict(plain='Learner, no accumulation', ours='GradientAccumulation', ours_schedule='GradientAccumulationSchedule',
-              ours_noise='with GradientNoiseScale beside it',
-              fastai="fastai's GradientAccumulation", fastxtend="fastxtend's GradientAccumulation", lightning='Lightning',
+labels = dict(plain='Learner, no accumulation', ours='GradientAccumulation', ours_pieces='with micro_batch_size', ours_cache='GradientCache',
+              ours_schedule='GradientAccumulationSchedule',
+              ours_noise='with GradientNoiseScale', fastai="fastai's GradientAccumulation", fastxtend="fastxtend's GradientAccumulation", lightning='Lightning',
               accelerate='Accelerate', by_hand='loop by hand')
-colors = dict(ours='#0072B2', ours_schedule='#009E73', ours_noise='#CC79A7', fastai='#E69F00', fastxtend='#D55E00')  # all others grey
+colors = dict(ours='#0072B2', ours_pieces='#0072B2', ours_cache='#56B4E9', ours_schedule='#009E73', ours_noise='#CC79A7', fastai='#E69F00', fastxtend='#D55E00')  # all others grey
 
 def ratios(results, case, k):
     "Time per micro-batch as a ratio to the plain Learner of the same round, one a round"
@@ -26,9 +26,23 @@ def shares(results):
 
 def noise_cost(results):
     "What it costs to measure the noise scale: time as a ratio to that without it, by number of parameters, and peak memory"
-    times = {int(n):spread([a/b for a,b in zip(o['ours_noise'], o['ours'])]) for n,o in results['noise'].items()}
+    times = {int(n):spread([a/b for a,b in zip(o['ours_noise'], o['ours'])]) for n,o in results['stack'].items()}
     memory = [f'{min(o):.1f} to {max(o):.1f} MB' for case in ('ours', 'ours_noise') for o in [results['memory'][case].values()]]
     return '\n'.join([*(f'{n:9,} parameters: {o} of the time without' for n,o in times.items()), 'peak memory: {} without, {} with'.format(*memory)])
+
+def pieces_cost(results):
+    "Time of a piece of the loader's batch as a ratio to a micro-batch from the loader, at K=8; one a round"
+    return [a/b for a,b in zip(results['time']['ours_pieces']['8'], results['time']['ours']['8'])]
+
+def cache_cost(results):
+    "Time of GradientCache as a ratio to accumulation of the same pieces by number of parameters, one a round, and its peak memory likewise"
+    times = {int(n):[a/b for a,b in zip(o['ours_cache'], o['ours_pieces'])] for n,o in results['stack'].items()}
+    return times,max(a/b for a,b in zip(*(results['memory'][o].values() for o in ('ours_cache', 'ours_pieces'))))
+
+def cache_costs(results):
+    "In words"
+    times,memory = cache_cost(results)
+    return '\n'.join([*(f'{n:9,} parameters: {spread(o)} of the time of accumulation' for n,o in times.items()), f'peak memory: at most {memory:.2f} of that of accumulation'])
 
 def run_on(results):
     "The machine, the versions, and how much one and the same Learner differs from round to round"
@@ -68,9 +82,14 @@ def timed_goals(results):
     eight = median(ratios(results, 'ours', 8))
     flat = median(a/b for a,b in zip(results['windows']['1024'], results['windows']['64']))
     share = max(median(v) for n,v in shares(results).items() if n >= 1e6)
+    pieces,(cache,memory) = median(pieces_cost(results)),cache_cost(results)
+    cache = median(cache[max(cache)])
     return [(ours <= fastai, f"cost at one micro-batch a window at or below that of fastai's callback: {ours:.0f} and {fastai:.0f} us"),
             (eight <= .9, f'at K=8 at or below .90 of the Learner without accumulation: {eight:.3f}'),
             (flat <= 1.05, f'cost per micro-batch flat, at K=1024 at most 1.05 of K=64: {flat:.3f}'),
+            (pieces <= 1, f'a piece of the loader\'s batch at or below a micro-batch from the loader: {pieces:.3f}'),
+            (cache <= 1.4, f'GradientCache at most 1.40 of the time of accumulation where the model computes: {cache:.3f}'),
+            (memory <= 1.05, f'GradientCache at most 1.05 of the peak memory of accumulation: {memory:.3f}'),
             (share < 2, f'division under 2% of a backward pass from a million parameters on: {share:.2f}%')]
 
 def axes(**kwargs):
@@ -125,7 +144,7 @@ def division_picture(results):
 def memory_picture(results):
     "Peak memory against the effective batch"
     fig,ax = axes(xlabel='effective batch (samples)', ylabel='peak memory of training (MB)')
-    for case,color,label in ('plain', '#E69F00', 'one batch'),('ours', '#0072B2', 'accumulated, 16 samples at a time'):
+    for case,color,label in ('plain', '#E69F00', 'one batch'),('ours', '#0072B2', 'accumulated, 16 samples at a time'),('ours_cache', '#009E73', 'GradientCache, pieces of 16'):
         ax.plot([int(n) for n in results['memory'][case]], list(results['memory'][case].values()), 'o-', color=color, ms=4, label=label)
     ax.set_ylim(0)
     ax.legend()

@@ -1,4 +1,4 @@
-"""`GradientAccumulation`: train with a batch that does not fit in memory, and get what it would have given
+"""The callback: what it does at each event of the training loop, in the order in which they come
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/accumulation.html.md"""
 

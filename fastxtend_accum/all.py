@@ -14,6 +14,7 @@ from .gradient_cache import GradientCache
 from .rules import linear_scale,sqrt_scale,half_life_scale,SchedSteps,seesaw
 from .noise import GradientNoiseScale,NoiseEstimate
 from .adaptive import AdaptiveGradientAccumulation
+from .bs_find import SuggestedBS,critical_size,plot_bs_find
 from .weights import loss_items,averages_over
 from .logging import WindowLogger,window_loggers
 

@@ -49,6 +49,7 @@ def note(self:Snapshot,
     if id(o) in self.seen or isinstance(o, (str,int,float)): return
     self.seen[id(o)] = o
     if isinstance(o, Tensor): self.note_tensor(o)
+    elif isinstance(o, np.ndarray) and o.flags.writeable: self.undo.append(partial(np.copyto, o, o.copy()))
     elif isinstance(o, (random.Random,np.random.Generator,torch.Generator)): self.note_generator(o)
     elif isinstance(o, (dict,list,set,deque)):
         content = dict(o) if isinstance(o, dict) else list(o)

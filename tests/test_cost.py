@@ -18,7 +18,7 @@ def bare(task, k): return training(task, Bare())
 
 ours = pytest.mark.parametrize('case', ['ours', 'ours_schedule'])
 
-@ours
+@pytest.mark.parametrize('case', ['ours', 'ours_schedule', 'ours_pieces', 'ours_cache'])
 def test_host_syncs(case):
     "One a window, for the loss and the items together; a Learner without accumulation copies every loss"
     assert count_operations(cases['plain'], 1)['syncs'] == 1
@@ -42,6 +42,12 @@ def test_bytes_kept(case):
     "The last predictions, 16 times 10 numbers, and seven numbers beside them"
     counts = count_bytes(cases[case], K)
     assert counts['kept'] == 4*(16*10 + 7) < counts['parameters']
+
+def test_pieces_of_a_batch():
+    "Beside micro-batches from the loader: a view of the inputs and one of the targets, and no buffer"
+    from_loader,pieces = (count_operations(cases[o], K)|count_calls(cases[o], K)|count_bytes(cases[o], K) for o in ('ours', 'ours_pieces'))
+    assert pieces['ops']-from_loader['ops'] == 2 and pieces['our_calls']-from_loader['our_calls'] == 4.375
+    assert pieces['kept'] == from_loader['kept']
 
 class Wasteful(GradientAccumulation):
     "Costs a host sync with its operation, a call, and a buffer"

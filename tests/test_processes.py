@@ -139,6 +139,19 @@ def test_adaptive_sizes_are_the_same_in_all_processes(world):
     assert sizes[0] == 8*n < sizes[-1]
     check(world, 'adaptive', together(steps, shares))
 
+@pytest.mark.parametrize('name', ['bs_find','bs_find_by_hand'])
+def test_batch_sizes_are_found_together(world, name):
+    "Each branch is that of one process, in all; the loss is the mean over the processes' shares of the validation set"
+    n,results = world
+    shares,valid,(x,y) = dealt(96, n),dealt(20, n),data(96)
+    for size in 4*n,8*n,20*n:
+        epochs = [windows(k, 4, size//n, 'step', 1) for k in (96//n, 48//n)]
+        weights,_ = reference(together(sum(epochs, []), shares), 96, sgd, lambda pct: .1*size/(4*n))
+        torch.nn.utils.vector_to_parameters(weights, (m := model()).parameters())
+        expected = np.mean([F.mse_loss(m(x[o]), y[o]).item() for o in valid])
+        for res in results: assert_same(res[name]['losses'][size], [expected]*2, 1e-6)
+    assert all(res[name] == results[0][name] and res[name]['unchanged'] and res[name]['kept'] == 0 for res in results)
+
 @pytest.mark.parametrize('name', ['sums','tokens_ignored','tokens_weighted'])
 def test_every_item_counts_the_same(world, name):
     "Shares with very different numbers of labels, class weights, and losses that are sums"

@@ -181,6 +181,27 @@ def adaptive():
     learn = make_learner(4, cbs=[AdaptiveGradientAccumulation(8*W, 32*W, min_windows=1, remainder='carry'), GradientNoiseScale()])
     return train(learn, n_epoch=4)
 @case
+def bs_find():
+    "Branches of an epoch and a half, in windows that do not divide it; what is wrapped for a branch is let go after it"
+    learn = make_learner(4, n=96, cbs=GradientAccumulation(16*W))
+    before,loaders = weights(learn),list(learn.dls.loaders)
+    with quiet(learn), learn.distrib_ctx(cpu=True):
+        learn.fit(1, 0.)
+        wrapped = len(learn.distributed_trainer.accelerator._models)
+        found = learn.bs_find([4*W, 8*W, 20*W], 1.5, 2, .1, linear_scale, stop_div=False, show_plot=False)
+        kept = len(learn.distributed_trainer.accelerator._models)-wrapped
+    unchanged = bool((weights(learn) == before).all()) and not isinstance(learn.model, DistributedDataParallel) and learn.dls.loaders == loaders
+    return dict(losses=found.losses, critical=found.critical, unchanged=unchanged, kept=kept)
+@case
+def bs_find_by_hand():
+    "A model that its user has wrapped"
+    learn = make_learner(4, m=DistributedDataParallel(model(), static_graph=True))
+    learn.dls.loaders = [DistributedDL(dl) for dl in learn.dls.loaders]
+    before = weights(learn)
+    with quiet(learn): found = learn.bs_find([4*W, 8*W, 20*W], 1.5, 2, .1, linear_scale, stop_div=False, show_plot=False)
+    unchanged = bool((weights(learn) == before).all())
+    return dict(losses=found.losses, critical=found.critical, unchanged=unchanged, kept=0)
+@case
 def noise_sharded():
     learn = make_learner(4, m=fully_shard(model(), mesh=init_device_mesh('cpu', (W,))), cbs=[GradientAccumulation(16*W), GradientNoiseScale()])
     try: fit(learn, 1)
