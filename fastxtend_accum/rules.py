@@ -18,15 +18,24 @@ from .schedule import *
 __all__ = ['linear_scale', 'sqrt_scale', 'half_life_scale', 'StepSchedule', 'SchedSteps', 'Seesaw', 'seesaw']
 
 # %% ../nbs/source/13_rules.ipynb #1b7fa015
-def linear_scale(value:float, ratio:float)->float:
+def linear_scale(
+    value:float, # The hyper-parameter as it is scheduled
+    ratio:float, # Samples in the window, divided by those in the first window
+)->float: # What the step uses
     "`value*ratio`: SGD's learning rate while the batch is small, by Goyal et al. 2017 (arXiv 1706.02677)"
     return value*ratio
 
-def sqrt_scale(value:float, ratio:float)->float:
+def sqrt_scale(
+    value:float, # The hyper-parameter as it is scheduled
+    ratio:float, # Samples in the window, divided by those in the first window
+)->float: # What the step uses
     "`value*ratio**0.5`: the learning rate of Adam and its kin, by Malladi et al. 2022 (arXiv 2205.10287)"
     return value*ratio**0.5
 
-def half_life_scale(value:float, ratio:float)->float:
+def half_life_scale(
+    value:float, # The hyper-parameter as it is scheduled
+    ratio:float, # Samples in the window, divided by those in the first window
+)->float: # What the step uses
     "`value**ratio`: a moving average keeps its half-life in samples, by Marek et al. 2025 (arXiv 2507.07101)"
     return value**ratio
 
