@@ -126,6 +126,38 @@ def link_faults(name, pages, files=()):
         if target not in pages and target not in files: yield f'{link}: no such page'
         elif where and where not in anchors(pages[target]): yield f'{link}: no such heading'
 
+# Pages for users
+
+def is_for_users(name): return not name.startswith('source/')
+
+def title(cells): return re.match(r'# (.+)', source(cells[0]))[1].strip()
+def headings(cells): return {anchor(o):o.replace('`', '') for text in prose(cells) for o in re.findall(r'^#{1,6}\s+(.+?)\s*$', text, re.M)}
+
+def first_block(cells):
+    "The lines of the first code that a page shows, in Markdown or in a cell"
+    for c in cells:
+        if c['cell_type'] == 'markdown': found = re.search(r'^```[^\n]*\n(.*?)^```', source(c), re.M | re.S)
+        else: found = None if re.search(r'^#\| (hide|echo: false)', source(c), re.M) else re.search(r'((?:.|\n)*)', source(c))
+        if found: return [o for o in found[1].splitlines() if not o.startswith('#|')]
+    return []
+
+def reading_faults(cells, width=45):
+    "Links that nbdev would link again, code that a phone cuts off where the page opens, and a way on that Quarto shows already"
+    for text in prose(cells):
+        for o in re.findall(r'\[[^\]\[]*`[^\]\[]*\]\([^)]*\)', text): yield f'{o}: leave the backticks out of the text of a link'
+        for o in re.findall(r'^Next: .*', text, re.M): yield f'{o[:60]}: leave the next page to the navigation'
+    for o in first_block(cells):
+        if len(o) > width: yield f'{o}: {len(o)} characters, in the first code {width} at most'
+
+def name_faults(name, pages):
+    "Links of page `name` whose text is a title, since it begins with a capital, and not that of the page or the heading they lead to"
+    for text in prose(pages[name]):
+        for words,path,_,where in re.findall(r'(?<!!)\[([^\]\[]+)\]\(([^()\s#:]*\.ipynb)?(#([^()\s]+))?\)', text):
+            target = pages.get((Path('/', name).parent/path).resolve().relative_to('/').as_posix() if path else name)
+            if target is None or not words[0].isupper(): continue  # words of a sentence; link_faults finds pages that are not there
+            names = [title(target), headings(target).get(where)]
+            if ' '.join(words.split()) not in names: yield f'[{words}]({path}): the page is called "{names[0]}"'
+
 def html_name(name):
     "The file that nbdev has Quarto write for page `name`"
     path = Path(name)

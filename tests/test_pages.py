@@ -1,8 +1,12 @@
 "Every page as far as it can be checked without Quarto; each check is first seen to find a fault"
-import json, shutil, subprocess, sys
+import inspect, json, shutil, subprocess, sys
 from pathlib import Path
 
 import pytest, yaml
+from fastai.learner import Learner, Recorder
+from fastcore.docments import docments
+
+import fastxtend_accum.all as public
 
 from pages import *
 
@@ -43,6 +47,48 @@ def test_needs_no_developers_tools(name):
     "In Colab there are the package and its extras loggers and examples only"
     text = '\n'.join(source(c) for c in read(root/'nbs'/name) if c['cell_type'] == 'code')
     assert not re.search(r'^\s*(import|from) (nbdev|pytest|hypothesis|nbconvert|accelerate)', text, re.M)
+
+# Pages for users
+
+user_pages = [o for o in names if is_for_users(o)]
+sources = {o:read(root/'nbs'/o) for o in names}
+
+@pytest.mark.parametrize('name', user_pages)
+def test_reading(name): assert list(reading_faults(sources[name])) == []
+
+@pytest.mark.parametrize('name', user_pages)
+def test_one_name_a_page(name): assert list(name_faults(name, sources)) == []
+
+def test_titles_differ():
+    titles = [title(sources[o]) for o in names]
+    assert sorted(titles) == sorted(set(titles))
+
+@pytest.mark.parametrize('name', user_pages)
+def test_the_sidebar_takes_the_title(name):
+    "Entries are paths, without a text of their own"
+    assert name in listed_by_path(site['website']['sidebar']['contents'])
+
+def listed_by_path(contents): return [o for c in contents for o in ([c] if isinstance(c, str) else listed_by_path(c.get('contents', [])))]
+
+def ours(kind): return [f for f in vars(kind).values() if inspect.isfunction(f) and f.__module__.startswith('fastxtend_accum')]
+
+@pytest.mark.parametrize('f', [*[getattr(public, o) for o in public.__all__], *ours(Learner), *ours(Recorder)], ids=lambda f: getattr(f, '__name__', 'value'))
+def test_every_argument_says_what_it_means(f): assert undocumented(f) == []
+
+def undocumented(f):
+    "Arguments of a function or class without a comment"
+    if not (inspect.isfunction(f) or inspect.isclass(f)): return []
+    comments,several = docments(f, returns=False),(inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    params = inspect.signature(f.__init__ if inspect.isclass(f) else f).parameters
+    return [k for k,p in params.items() if k != 'self' and p.kind not in several and not comments.get(k)]
+
+def test_undocumented_arguments_are_found():
+    def f(a, # What it is
+          b): pass
+    class C:
+        def __init__(self, a, # What it is
+                     b): pass
+    assert undocumented(f) == undocumented(C) == ['b']
 
 # What nbdev makes of the pages, all that comes before Quarto
 
@@ -128,20 +174,20 @@ def test_workflows():
 
 # The checks find faults
 
-title,colab = md('# T\n\n> promise'),code('#| hide\n#| eval: false\n! [ -e /content ] && pip install x')
+title_cell,colab = md('# T\n\n> promise'),code('#| hide\n#| eval: false\n! [ -e /content ] && pip install x')
 
 @pytest.mark.parametrize('name,cells', {
     'no promise':   ('a.ipynb', [md('# T'), md(badge('a.ipynb')), colab]),
-    'no badge':     ('a.ipynb', [title, colab, code('1')]),
-    'wrong badge':  ('guides/a.ipynb', [title, md(badge('a.ipynb')), colab]),
-    'no install':   ('a.ipynb', [title, md(badge('a.ipynb')), code('1'), code('2'), colab]),
-    'shown install':('a.ipynb', [title, md(badge('a.ipynb')), code('#| eval: false\n! pip install x')]),
-    'wrong module': ('01_a.ipynb', [title, md(badge('01_a.ipynb')), code('#| default_exp b'), colab, code('#| export\nx = 1')]),
+    'no badge':     ('a.ipynb', [title_cell, colab, code('1')]),
+    'wrong badge':  ('guides/a.ipynb', [title_cell, md(badge('a.ipynb')), colab]),
+    'no install':   ('a.ipynb', [title_cell, md(badge('a.ipynb')), code('1'), code('2'), colab]),
+    'shown install':('a.ipynb', [title_cell, md(badge('a.ipynb')), code('#| eval: false\n! pip install x')]),
+    'wrong module': ('01_a.ipynb', [title_cell, md(badge('01_a.ipynb')), code('#| default_exp b'), colab, code('#| export\nx = 1')]),
 }.values())
 def test_head_faults(name, cells): assert len(list(head_faults(cells, name))) == 1
 
 def test_a_head_without_a_fault():
-    assert not list(head_faults([title, md(badge('01_a.ipynb')), code('#| default_exp a'), colab, code('#| export\nx = 1')], '01_a.ipynb'))
+    assert not list(head_faults([title_cell, md(badge('01_a.ipynb')), code('#| default_exp a'), colab, code('#| export\nx = 1')], '01_a.ipynb'))
 
 @pytest.mark.parametrize('text', ['#| hide\n#| echo: false\n1', '#| hide\n#| fig-alt: "x"\n1', '1\n#| echo: false', '\n#| echo: false\n1',
                                   '#| fig-atl: "x"\n1', '#| echo: false\n#| echo: true\n1', '#| exprot\n1', '#| fig-alt: "a" b\n1',
@@ -184,6 +230,24 @@ def test_link_faults(link, n):
 def test_links_start_from_the_folder_of_the_page():
     pages = {**made_up, 'guides/02_c.ipynb': [md('[up](../index.ipynb) [beside](01_b.ipynb) [wrong](index.ipynb)')]}
     assert list(link_faults('guides/02_c.ipynb', pages)) == ['index.ipynb: no such page']
+
+@pytest.mark.parametrize('text,n', {
+    'A [link](a.ipynb).': 0, 'A [`link`](a.ipynb).': 1, 'A [`link` of code](a.ipynb).': 1, 'In code: `[`x`](y)`.': 1, 'Next: [b](b.ipynb)': 1,
+    'What to do next: read.': 0, f"```python\n{'x'*45}\n```": 0, f"```python\n{'x'*46}\n```": 1, f"```python\nx\n```\n```\n{'x'*46}\n```": 0}.items())
+def test_reading_faults(text, n): assert len(list(reading_faults([title_cell, md(text)]))) == n
+
+def test_the_first_block_may_be_a_cell():
+    wide = 'x'*46
+    assert len(list(reading_faults([title_cell, code(wide)]))) == 1
+    assert not list(reading_faults([title_cell, code(f'#| hide\n{wide}'), code(f'#| echo: false\n{wide}'), code('#| fig-alt: "a long text for a picture, not code"\nx'), code(wide)]))
+
+@pytest.mark.parametrize('link,n', {
+    '[T](01_b.ipynb)': 0, '[Other](01_b.ipynb)': 1, '[the other](01_b.ipynb)': 0, '[A `code` part](01_b.ipynb)': 1, '[Part one](01_b.ipynb#part-one)': 0,
+    '[Part two](01_b.ipynb#part-one)': 1, '[Other](#part-one)': 1, '[T](#part-one)': 0, '[Other](https://x.org/a.ipynb)': 0,
+    '[Other](c.ipynb)': 0, '![Picture](01_b.ipynb)': 0, '`[Other](01_b.ipynb)`': 1}.items())
+def test_name_faults(link, n):
+    pages = {'guides/01_b.ipynb': [title_cell, md('## Part one')], 'guides/a.ipynb': [title_cell, md(f'## Part one\n\nSee {link}.')]}
+    assert len(list(name_faults('guides/a.ipynb', pages))) == n
 
 @pytest.mark.parametrize('contents,said', [
     (['a.ipynb'], 'b.ipynb is not in the sidebar'), (['a.ipynb', 'b.ipynb', 'c.ipynb'], 'c.ipynb is in the sidebar or the navbar, and no page'),
