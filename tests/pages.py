@@ -152,8 +152,8 @@ def reading_faults(cells, width=45):
 def name_faults(name, pages):
     "Links of page `name` whose text is a title, since it begins with a capital, and not that of the page or the heading they lead to"
     for text in prose(pages[name]):
-        for words,path,_,where in re.findall(r'(?<!!)\[([^\]\[]+)\]\(([^()\s#:]*\.ipynb)?(#([^()\s]+))?\)', text):
-            target = pages.get((Path('/', name).parent/path).resolve().relative_to('/').as_posix() if path else name)
+        for words,path,_,where in re.findall(r'(?<!!)\[([^\]\[]+)\]\(([^()\s#:]*\.ipynb)(#([^()\s]+))?\)', text):
+            target = pages.get((Path('/', name).parent/path).resolve().relative_to('/').as_posix())
             if target is None or not words[0].isupper(): continue  # words of a sentence; link_faults finds pages that are not there
             names = [title(target), headings(target).get(where)]
             if ' '.join(words.split()) not in names: yield f'[{words}]({path}): the page is called "{names[0]}"'

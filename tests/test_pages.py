@@ -243,7 +243,7 @@ def test_the_first_block_may_be_a_cell():
 
 @pytest.mark.parametrize('link,n', {
     '[T](01_b.ipynb)': 0, '[Other](01_b.ipynb)': 1, '[the other](01_b.ipynb)': 0, '[A `code` part](01_b.ipynb)': 1, '[Part one](01_b.ipynb#part-one)': 0,
-    '[Part two](01_b.ipynb#part-one)': 1, '[Other](#part-one)': 1, '[T](#part-one)': 0, '[Other](https://x.org/a.ipynb)': 0,
+    '[Part two](01_b.ipynb#part-one)': 1, '[Other](#part-one)': 0, '[T](#part-one)': 0, '[Other](https://x.org/a.ipynb)': 0,
     '[Other](c.ipynb)': 0, '![Picture](01_b.ipynb)': 0, '`[Other](01_b.ipynb)`': 1}.items())
 def test_name_faults(link, n):
     pages = {'guides/01_b.ipynb': [title_cell, md('## Part one')], 'guides/a.ipynb': [title_cell, md(f'## Part one\n\nSee {link}.')]}
