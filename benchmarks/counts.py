@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from fastxtend_accum import weights
 
@@ -74,7 +75,7 @@ def count_calls(make, k):
 
 def storages(tensors):
     "Bytes by storage"
-    return {o.untyped_storage().data_ptr():o.untyped_storage().nbytes() for o in tensors if o.layout == torch.strided}
+    return {o.untyped_storage().data_ptr():o.untyped_storage().nbytes() for o in tensors if o.layout == torch.strided and not isinstance(o, FakeTensor)}
 
 def kept_bytes():
     "Bytes of all live tensors but parameters, their gradients and the state of optimizers"
