@@ -1,6 +1,7 @@
 """As in Colab: the wheel with its extras loggers and examples in a new environment, and every notebook run there from an empty folder, without a network.
 It installs PyTorch once more, so it has a step of its own in `.ci/run`: `pytest -q -m colab`"""
 import json, os, re, shutil, subprocess, sys, time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -90,13 +91,30 @@ def colab():
         run(python, '-m', 'ipykernel', 'install', '--prefix', d, '--name', 'colab')
         yield d
 
-@pytest.fixture
-def in_colab(colab, monkeypatch):
+@pytest.fixture(scope='module')
+def in_colab(colab):
     "Nothing of the developer's environment, one thread, and no way into the network"
-    for name in 'PYTHONPATH','MPLBACKEND','VIRTUAL_ENV','WANDB_MODE','WANDB_SILENT': monkeypatch.delenv(name, raising=False)
-    for name in 'http_proxy','https_proxy','HTTP_PROXY','HTTPS_PROXY': monkeypatch.setenv(name, 'http://127.0.0.1:9')
-    monkeypatch.setenv('OMP_NUM_THREADS', '1')  # on a busy machine two threads wait for each other
-    monkeypatch.setenv('JUPYTER_PATH', str(colab/'share'/'jupyter'))
+    with pytest.MonkeyPatch.context() as m:
+        for name in 'PYTHONPATH','MPLBACKEND','VIRTUAL_ENV','WANDB_MODE','WANDB_SILENT': m.delenv(name, raising=False)
+        for name in 'http_proxy','https_proxy','HTTP_PROXY','HTTPS_PROXY': m.setenv(name, 'http://127.0.0.1:9')
+        m.setenv('OMP_NUM_THREADS', '1')  # on a busy machine two threads wait for each other
+        m.setenv('JUPYTER_PATH', str(colab/'share'/'jupyter'))
+        yield
+
+def run_notebook(path):
+    "Its cells as stored, and as they are after a run in an empty folder; the seconds that took"
+    nb = nbformat.read(path, 4)
+    stored = json.loads(json.dumps(nb.cells))
+    start = time.perf_counter()
+    with TemporaryDirectory() as d: NotebookClient(nb, kernel_name='colab', timeout=2*MINUTE, resources={'metadata':{'path':d}}).execute()
+    return stored,nb.cells,time.perf_counter()-start
+
+@pytest.fixture(scope='module')
+def runs(in_colab):
+    "All notebooks by path, two at a time"
+    with ThreadPoolExecutor(2) as pool:
+        yield {o:pool.submit(run_notebook, o) for o in notebooks}
+        pool.shutdown(cancel_futures=True)
 
 @pytest.mark.colab
 def test_only_the_wheel_is_there(colab, in_colab):
@@ -109,13 +127,9 @@ print(a.__file__, *(o for o in ("nbdev", "pytest", "hypothesis", "accelerate") i
 
 @pytest.mark.colab
 @pytest.mark.parametrize('path', notebooks, ids=page_name)
-def test_notebook(path, colab, in_colab, tmp_path, capsys):
+def test_notebook(path, runs, capsys):
     "It runs, in time, and shows what is stored in it"
-    nb = nbformat.read(path, 4)
-    stored = json.loads(json.dumps(nb.cells))
-    start = time.perf_counter()
-    NotebookClient(nb, kernel_name='colab', timeout=2*MINUTE, resources={'metadata':{'path':str(tmp_path)}}).execute()
-    seconds = time.perf_counter()-start
+    stored,new,seconds = runs[path].result()
     with capsys.disabled(): print(f' {page_name(path)} {seconds:.0f} s', end='', flush=True)
-    assert list(changes(stored, nb.cells)) == []
+    assert list(changes(stored, new)) == []
     assert seconds < 2*MINUTE
