@@ -78,7 +78,7 @@ def picture_faults(cell):
     "Each picture has a text that stands for it"
     if cell['cell_type'] == 'code':
         n = sum(any(k.startswith('image/') for k in o.get('data', {})) for o in cell.get('outputs', []))
-        alt = options(source(cell)).get('fig-alt', []) if n else []
+        alt = options(source(cell)).get('fig-alt', [])
         alts = [alt] if isinstance(alt, str) else alt
         if len(alts) != n or any(len(o) < 20 for o in alts): yield f'{n} pictures want #| fig-alt: "what is to be seen", not {alts}'
     else:

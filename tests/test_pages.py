@@ -199,7 +199,7 @@ def test_output_faults(output): assert len(list(output_faults(code('1', output))
 def test_outputs_without_a_fault():
     assert not list(output_faults(code('1', png, shown(**{'text/plain':'warned once, at https://x.org/home/'}))))
 
-@pytest.mark.parametrize('cell', [code('1', png), code('#| fig-alt: ""\n1', png), code('#| fig-alt: "two pictures and only one text"\n1', png, png),
+@pytest.mark.parametrize('cell', [code('1', png), code('#| fig-alt: "a picture that was not stored"\n1'), code('#| fig-alt: ""\n1', png), code('#| fig-alt: "two pictures and only one text"\n1', png, png),
                                   code('1\n#| fig-alt: "not at the top, so it is not for Quarto"', png),
                                   md('![](x.png)'), md('<img src="x.png">'), md('<img src="x.png" alt="">')])
 def test_picture_faults(cell): assert len(list(picture_faults(cell))) == 1
