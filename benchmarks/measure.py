@@ -1,12 +1,12 @@
 "One measurement in a process of its own: `python -m benchmarks.measure KIND CASE [SIZE]` prints one line of JSON"
-import importlib, json, statistics, sys, time, warnings
+import json, statistics, sys, time, warnings
 from functools import partial
 from unittest.mock import patch
 
 import torch
 from torch import nn
 
-from .cases import Batches, Stack, Task, cases, learner
+from .cases import Batches, Stack, Task, cases, learner, training
 
 def window_times(case, k, n, make=Task):
     "Microseconds of CPU time per micro-batch: the median over spans of `k` (8 if that is more) in an epoch of `n`, after a short one"
@@ -30,6 +30,19 @@ def time_stack(case, n_params):
     "The same for a `Stack`, at 8 micro-batches a window"
     return window_times(case, 8, 40, partial(Stack, n_params))
 
+def time_loading(case, bs):
+    "Microseconds of CPU time per micro-batch of 16 samples, 8 a window, where fastai's DataLoader yields `bs` samples at a time"
+    from fastai.basics import DataLoader
+    from fastxtend_accum.all import GradientAccumulation
+    task = Task(0)
+    samples = [o for batch in task.batches.batches for o in zip(*batch)]
+    for n in 1,8:  # a short epoch first
+        task.batches = DataLoader(samples*n, bs=bs)
+        train = training(task, GradientAccumulation(8*16, micro_batch_size=16))
+        start = time.process_time()
+        train()
+    return (time.process_time()-start)/(len(samples)*n/16)*1e6
+
 def time_division(case, n_params):
     "Milliseconds of the division that ends a window, and of one backward pass of a `Stack`"
     import fastxtend_accum.accumulation as accumulation
@@ -50,17 +63,17 @@ def time_division(case, n_params):
 
 def peak_memory(case, effective):
     "MB that training on batches of `effective` samples needs beyond what was there before: at once ('plain'), or 16 at a time"
-    importlib.import_module('torch._dynamo')  # some 150 MB of modules, which `torch.utils.checkpoint` imports when it is first used
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     task = Task(0, device)
     bs = effective if case == 'plain' else 16
     layers = [nn.Sequential(nn.Conv2d(16 if i else 3, 16, 3, padding=1), nn.ReLU()) for i in range(8)]
     task.model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)).to(device)
-    batch = torch.randn(bs, 3, 64, 64, device=device),torch.randint(10, (bs,), device=device)
-    task.batches = Batches([batch], 2*effective//bs)
-    train = cases[case](task, effective//bs)
-    before = used_memory()
-    train()
+    for pixels in 8,64:  # small images first, for what is imported when it is first used
+        batch = torch.randn(bs, 3, pixels, pixels, device=device),torch.randint(10, (bs,), device=device)
+        task.batches = Batches([batch], 2*effective//bs)
+        train = cases[case](task, effective//bs)
+        before = used_memory()
+        train()
     return dict(megabytes=used_memory(peak=True)-before, device=device)
 
 def used_memory(peak=False):
@@ -75,7 +88,7 @@ def count_case(case, size):
     from .counts import count
     return {k:count(cases[case], k) for k in (1, 8)}
 
-kinds = dict(time=time_case, windows=time_windows, stack=time_stack, division=time_division, memory=peak_memory, counts=count_case)
+kinds = dict(time=time_case, windows=time_windows, stack=time_stack, loading=time_loading, division=time_division, memory=peak_memory, counts=count_case)
 
 def main(kind, case, size='0'):
     warnings.simplefilter('ignore')
