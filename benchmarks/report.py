@@ -63,11 +63,11 @@ def memory_saved(results):
 def table(results, columns=slice(None)):
     "One row a contestant: times in columns 0 to 2, then counts per micro-batch at 8 micro-batches a window"
     import pandas as pd
-    columns = {'host syncs':'syncs', 'operations':'ops', 'Python calls':'calls', 'bytes kept':'kept'}
+    names = {'host syncs':'syncs', 'operations':'ops', 'Python calls':'calls', 'bytes kept':'kept'}
     rows = {}
     for case in results['counts']:
         row = {f'time, K={k}':spread(ratios(results, case, k)) for k in (1, 8, 64)} if 'time' in results else {}
-        rows[labels[case]] = row | {title:f'{counted(results, case, name):.5g}' for title,name in columns.items()}
+        rows[labels[case]] = row | {title:f'{counted(results, case, name):.5g}' for title,name in names.items()}
     return pd.DataFrame(rows).T.iloc[:, columns]
 
 def goals(results):
