@@ -65,13 +65,13 @@ def weight_difference(a:Learner, b:Learner)->float:
 def results(
     learners:dict[str,Learner], # Trained Learners by name, the large batch first
 )->pd.DataFrame:
-    "Optimizer steps, validation accuracy, and the largest weight difference from the first, for those with as many steps"
+    "Optimizer steps, validation accuracy, and the largest difference of any weight from the first, for those with as many steps"
     big = next(iter(learners.values()))
     def row(name, o):
         steps = len(o.recorder.losses)
         difference = f'{weight_difference(big, o):.1e}' if o is not big and steps == len(big.recorder.losses) else '-'
         return name,steps,f'{o.recorder.values[-1][-1]:.3f}',difference
-    return pd.DataFrame(map(row, *zip(*learners.items())), columns=['run', 'steps', 'accuracy', 'weights differ by'])
+    return pd.DataFrame(map(row, *zip(*learners.items())), columns=['run', 'steps', 'accuracy', 'difference'])
 
 # %% ../nbs/source/17_demo.ipynb #4a640a50
 def plot_results(learners:dict[str,Learner]):
