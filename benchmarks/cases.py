@@ -15,7 +15,8 @@ class Batches:
         self.batches,self.per = [tuple(map(torch.cat, zip(*o))) for o in whole],k
         self.bs *= k
 
-    def to(self, device): "They are there"
+    def to(self, device): "Nothing to do: they are made on the device"
+
     def __len__(self): return self.n//self.per
     def __iter__(self):
         for i in range(len(self)):
