@@ -21,7 +21,7 @@ from .schedule import *
 
 # %% auto #0
 __all__ = ['text_modules', 'digits_dls', 'digits_learner', 'run_demo', 'weight_difference', 'results', 'plot_results', 'main',
-           'docstrings', 'text_dls', 'NGram', 'text_learner']
+           'docstrings', 'text_dls', 'NGram', 'text_learner', 'Activations']
 
 # %% ../nbs/source/17_demo.ipynb #5b2f76d7
 def digits_dls(
@@ -141,3 +141,33 @@ def text_learner(bs:int, cbs=None)->Learner:
     "A small language model for docstrings, the same weights each time"
     dls = text_dls(bs)
     return Learner(dls, NGram(), CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs)
+
+# %% ../nbs/source/17_demo.ipynb #591e59b6
+class Activations(Callback):
+    "`mb`: the most MB that a forward pass has kept for its backward pass; more than `limit` raises `torch.OutOfMemoryError`"
+    order,run_valid,hooks = -5,False,None
+    def __init__(self,
+        limit:float=float('inf'), # MB that a forward pass may keep
+    ):
+        self.limit,self.mb = limit,0
+
+    def before_batch(self):
+        self.stop()
+        self.kept,self.own = {},{p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, noop)
+        self.hooks.__enter__()
+
+    def keep(self, t):
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in self.own: self.kept[storage.data_ptr()] = storage.nbytes()/2**20  # once, however many layers keep it
+        if sum(self.kept.values()) <= self.limit: return t
+        self.stop()
+        raise torch.OutOfMemoryError(f'out of memory: more than {self.limit} MB of activations')
+
+    def after_loss(self):
+        self.stop()
+        self.mb = max(self.mb, sum(self.kept.values()))
+
+    def stop(self):
+        if self.hooks: self.hooks.__exit__()
+        self.hooks = None
