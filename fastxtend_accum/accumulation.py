@@ -7,6 +7,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/accumulation.html
 # %% ../nbs/source/10_accumulation.ipynb #c6a7303c
 from __future__ import annotations
 from collections.abc import Callable
+from operator import attrgetter
 from warnings import warn
 
 from fastai.basics import *
@@ -39,8 +40,9 @@ class LeavingCallback(Callback):
 class GradientAccumulation(LeavingCallback):
     "Accumulate gradients over `accum_bs` samples, then step as one batch of that size would have; raises ValueError on sizes that do not fit"
     order,run_valid,scale,is_constant = MixedPrecision.order-4,False,None,True
-    # Events that nothing is done at: fastai would search the Learner and its model for them, at every micro-batch
+    # Events that nothing is done at, and what fastai asks before each: it would search the Learner and its model for them, at every micro-batch
     after_pred = before_backward = before_step = noop
+    training = property(attrgetter('learn.training'))
     def __init__(self,
         accum_bs:int|None=None, # Samples in a window, over all processes, a multiple of their micro-batches; None: `n_acc`
         n_acc:int|None=None, # fastai's name for `accum_bs`, in samples; None: 32 as in fastai, or the loader's batch if `micro_batch_size` is given

@@ -54,7 +54,7 @@ def as_count(
     o:Tensor, # A count, of one element
 )->Real|Tensor:
     "A Python number for CPU tensors; other tensors are returned unchanged, to avoid a GPU sync"
-    return o.item() if o.device.type == 'cpu' else o
+    return o.item() if o.is_cpu else o
 
 @averages_over(nn.CrossEntropyLoss, nn.NLLLoss)
 def _cross_entropy_items(loss_func, pred, targ):
