@@ -37,6 +37,20 @@ def test_python_calls(case):
     assert counts['our_calls'] == {'ours':35.875, 'ours_schedule':37.125}[case]  # 10 more a window: the schedule is asked for a size
     assert counts['calls'] < count_calls(bare, K)['calls'] < count_calls(cases['plain'], K)['calls']
 
+def test_nothing_is_searched(monkeypatch):
+    "What fastai asks the callback for in the loop is found on it: as many searches of the Learner and its model for 4 micro-batches as for 16"
+    searches = []
+    def search(self, name):
+        searches.append(name)
+        return Callback.__getattr__(self, name)
+    monkeypatch.setattr(GradientAccumulation, '__getattr__', search, raising=False)
+    def searched(n):
+        searches.clear()
+        learn = fit(make_learner(8, n=n, cbs=GradientAccumulation(16)), 1)
+        assert learn.train_iter == n//8
+        return list(searches)
+    assert searched(32) == searched(128) != []
+
 @ours
 def test_bytes_kept(case):
     "The last predictions, 16 times 10 numbers, and seven numbers beside them"
