@@ -7,7 +7,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/epoch.html.md"""
 # %% ../nbs/source/02_epoch.ipynb #7a6b1f06
 from __future__ import annotations
 from collections.abc import Callable,Iterator
-from itertools import chain,islice
 import sys
 
 from fastai.basics import *
@@ -15,13 +14,16 @@ from fastai.basics import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['remainders', 'dataset_size', 'epoch_samples', 'check_remainder', 'MicroBatches', 'Position']
+__all__ = ['remainders', 'is_shared', 'dataset_size', 'epoch_samples', 'check_remainder', 'Wrapped', 'LoaderBatches', 'Position']
 
 # %% ../nbs/source/02_epoch.ipynb #7a6b1f08
+def is_shared(dl)->bool:
+    "Whether fastai shares out the samples of `dl` among processes"
+    return isinstance(dl, getattr(sys.modules.get('fastai.distributed'), 'DistributedDL', ()))  # importing it takes accelerate
+
 def dataset_size(dl)->int|None: # None: `dl` does not say
     "Samples that `dl` draws in an epoch, in this process"
-    shared_out = getattr(sys.modules.get('fastai.distributed'), 'DistributedDL', ())  # importing it takes accelerate
-    if isinstance(dl, shared_out): return None if (n := dataset_size(dl.dl)) is None else -(-n//dl.world_size)
+    if is_shared(dl): return None if (n := dataset_size(dl.dl)) is None else -(-n//dl.world_size)
     if (n := getattr(dl, 'n', None)) is not None: return n
     for o in 'sampler','dataset':
         try: return len(getattr(dl, o))
@@ -33,89 +35,49 @@ def epoch_samples(
 )->tuple[int,bool]: # In this process; and whether that is certain: a loader of your own may yield something else than its length says
     "Samples that `dl` yields in an epoch, in full batches and perhaps a short one at the end"
     n_batches,n = len(dl),dataset_size(dl)
+    if n is not None and is_shared(dl) and dl.drop_last: n_batches = n//loader_bs  # its length rounds up
     if n is None or n_batches not in (n//loader_bs, -(-n//loader_bs)): return n_batches*loader_bs,False
     return min(n, n_batches*loader_bs),True
 
 # %% ../nbs/source/02_epoch.ipynb #7a6b1f12
 remainders = 'step','carry','drop'
 
-def check_remainder(
-    remainder:str|None, # What the user passed
-):
+def check_remainder(remainder:str|None):
     "Raises ValueError if `remainder` is not one of `remainders` or None"
     if remainder not in (None, *remainders): raise ValueError(f"remainder must be one of {remainders} or None, not {remainder!r}")
 
-class MicroBatches(GetAttr):
-    "The training DataLoader for one epoch: its batches, or pieces of them, as long as they can fill a window"
+class Wrapped(GetAttr):
+    "A DataLoader in a wrapper: `isinstance` sees the DataLoader, as fastai's `DistributedTrainer` needs"
     _default = 'dl'
+    def __len__(self)->int: return len(self.dl)
+    @property
+    def __class__(self): return self.dl.__class__
+    def __reduce__(self): return type(None),()  # a running DataLoader is not to be pickled
+
+class LoaderBatches(Wrapped):
+    "The training DataLoader for one epoch: its batches, as long as they can fill a window"
     def __init__(self,
         dl, # The training DataLoader
         loader_bs:int, # Samples in a full batch of it
-        micro_bs:int, # Samples in a piece at most; the loader's batches are not split if they have no more
-        block:int, # Samples that are split together, a divisor of `loader_bs`
         at_end:str='step', # What to do with an incomplete window: 'step', 'carry' or 'drop'
-        goes_on:Callable|None=None, # Whether the next micro-batch is needed; None: all are
-        look_at:Callable|None=None, # Called with every loader batch before it is split; None: nothing is
+        goes_on:Callable|None=None, # Whether the next batch is needed; None: all are
     ):
-        self.dl,self.loader_bs,self.micro_bs,self.block,self.at_end = dl,loader_bs,micro_bs,block,at_end
-        self.goes_on,self.look_at,self.batches,self.seen,self.at,self.size = goes_on,look_at,None,0,0,0
+        self.dl,self.loader_bs,self.at_end,self.goes_on,self.seen,self.size = dl,loader_bs,at_end,goes_on,0,0
         self.samples,self.certain = epoch_samples(dl, loader_bs)
         self.needed = self.samples
 
-    @property
-    def __class__(self): return type(self.dl)  # isinstance sees the DataLoader, as fastai's DistributedTrainer needs
-    def __reduce__(self): return type(None),()  # a running DataLoader is not to be pickled
-
-    @property
-    def splits(self)->bool: return self.micro_bs < self.loader_bs or self.look_at is not None
-
-    def __len__(self)->int: return self.n_pieces(self.needed)
-    def n_pieces(self, samples:int)->int:
-        "Micro-batches that `samples` are split into"
-        blocks,rest = divmod(samples, self.block)
-        return blocks*-(-self.block//self.micro_bs) + -(-rest//self.micro_bs)
-
-# %% ../nbs/source/02_epoch.ipynb #7a6b1f13
-@patch
-def start(self:MicroBatches):
-    "Begin to load; gives the first batch, which comes again in the epoch"
-    batches = iter(self.dl)
-    first = list(islice(batches, 1))
-    self.batches = chain(first, batches)
-    return first
-
-@patch
-def __iter__(self:MicroBatches)->Iterator:
-    batches = iter(self.dl) if self.batches is None else self.batches
-    while (self.goes_on is None or self.goes_on()) and (b := next(batches, None)) is not None:
-        if self.splits: yield from self.pieces_of(b)
-        else:
-            self.size = batch_size(b)
+    def __len__(self)->int: return -(-self.needed//self.loader_bs)
+    def __iter__(self)->Iterator:
+        batches = iter(self.dl)
+        while (self.goes_on is None or self.goes_on()) and (b := next(batches, None)) is not None:
+            self.size = batch_size(b, min(self.loader_bs, self.samples-self.seen) if self.certain else self.loader_bs)
             self.seen += self.loader_bs
             yield b
-
-@patch
-def pieces_of(self:MicroBatches,
-    b, # A batch of the DataLoader
-)->Iterator:
-    if self.look_at is not None: self.look_at(b)
-    n,self.at = batch_size(b),0
-    while self.at < n and (self.goes_on is None or self.goes_on()):
-        self.size = next_piece(min(self.block - self.at%self.block, n-self.at), self.micro_bs)
-        self.at += self.size
-        self.seen += self.size
-        yield piece(b, self.at-self.size, self.at, n)
-
-@patch
-def go_back(self:MicroBatches,
-    n:int, # Samples, at most the `at` that the present batch of the DataLoader has yielded
-):
-    "Yield the last `n` samples again"
-    self.at,self.seen = self.at-n,self.seen-n
+        if self.seen >= self.samples: next(batches, None)  # nothing is left: let the DataLoader end, and call its `after_iter`
 
 # %% ../nbs/source/02_epoch.ipynb #7a6b1f19
 @patch
-def n_windows(self:MicroBatches,
+def n_windows(self:LoaderBatches,
     size:int, # Samples in a window, in this process
 )->int|None: # None: it depends on the epoch before
     "Windows that are stepped on in this epoch"
@@ -123,13 +85,13 @@ def n_windows(self:MicroBatches,
     return self.samples//size if self.at_end == 'drop' else -(-self.samples//size)
 
 @patch(as_prop=True)
-def left(self:MicroBatches)->int:
+def left(self:LoaderBatches)->int:
     "Samples that the epoch still has"
     return self.samples-self.seen
 
 @patch(as_prop=True)
-def is_last(self:MicroBatches)->bool:
-    "The window ends with the present micro-batch, full or not: it is the last of the epoch"
+def is_last(self:LoaderBatches)->bool:
+    "The window ends with the present batch, full or not: it is the last of the epoch"
     return self.seen >= self.samples and self.at_end == 'step' and self.certain
 
 # %% ../nbs/source/02_epoch.ipynb #7a6b1f23

@@ -12,14 +12,19 @@ from numbers import Real
 
 import fastcore.basics
 from fastai.basics import *
-from fastai.learner import replacing_yield
 
 # %% auto #0
-__all__ = ['replaced', 'window_loggers', 'WindowLogger', 'RecorderWindows', 'LRFinderWindows', 'WandbWindows',
-           'TensorBoardWindows', 'ShowGraphWindows', 'WindowLoggers', 'describable_args', 'mend_wandb']
+__all__ = ['window_loggers', 'replaced', 'WindowLogger', 'record', 'recorded', 'RecorderWindows', 'LRFinderWindows',
+           'WandbWindows', 'TensorBoardWindows', 'ShowGraphWindows', 'WindowLoggers', 'describable_args', 'mend_wandb']
 
 # %% ../nbs/source/07_logging.ipynb #aefe1342
-replaced = contextmanager(replacing_yield)  # with replaced(o, 'attr', value): ...
+@contextmanager
+def replaced(o, attr:str, value):
+    "Let `o.attr` be `value` in this context; afterwards it is as before, also if it was not an attribute of `o` itself"
+    own,old = attr in vars(o),vars(o).get(attr)
+    setattr(o, attr, value)
+    try: yield
+    finally: setattr(o, attr, old) if own else delattr(o, attr)
 
 # %% ../nbs/source/07_logging.ipynb #09873443
 class WindowLogger:
@@ -30,6 +35,8 @@ class WindowLogger:
         accum:Callback, # The accumulation: has the `window`
     ):
         self.cb,self.accum = cb,accum
+
+    def __reduce__(self): return noop,(self.cb,)  # a Learner that is exported after an interrupt gets the logger's own methods
 
     def attach(self):
         "Replace the logger's `events`, on this instance only"
@@ -59,22 +66,39 @@ class WindowLogger:
         self.original('after_batch')
 
 # %% ../nbs/source/07_logging.ipynb #cb8c0814
+def record(
+    recorder:Recorder, # The Learner's
+    name:str, # Of a list of the recorder's
+    value, # Of the window that was logged
+):
+    "Append `value` to the list `name`, which is of the same fit as `recorder.losses`"
+    vars(recorder)[name].append(value)
+    recorder.recorded_with = recorder.losses
+
+def recorded(
+    recorder:Recorder, # The Learner's
+    name:str, # Of a list of the recorder's
+)->list: # Empty if the last fit recorded nothing under that name
+    "What `record` has recorded in the last fit: each begins with a new list of losses"
+    return vars(recorder).get(name, []) if vars(recorder).get('recorded_with') is recorder.losses else []
+
 class RecorderWindows(WindowLogger):
     "Records windows; training metrics see every sample"
     events = 'after_batch','after_train'
     def attach(self):
         super().attach()
+        self.has_train_metrics = vars(self.cb).get('train_metrics', False)  # fastxtend's Recorder has no such attribute
         self.cb.accum_bs = []
 
     def after_batch(self):
         cb,micro = self.cb,self.accum.window.micro
-        if cb.train_metrics and cb.learn.training and micro and micro.state == 'counted':
+        if self.has_train_metrics and cb.learn.training and micro and micro.state == 'counted':
             for metric in cb._train_mets[1:]: metric.accumulate(cb.learn)  # the first is the smoothed loss
         super().after_batch()
 
     def log(self):
-        with replaced(self.cb, 'train_metrics', False) if self.cb.train_metrics else nullcontext(): super().log()
-        self.cb.accum_bs.append(self.accum.window.samples)
+        with replaced(self.cb, 'train_metrics', False) if self.has_train_metrics else nullcontext(): super().log()
+        record(self.cb, 'accum_bs', self.accum.window.samples)
 
     def after_train(self):
         self.original('after_train')
@@ -135,7 +159,7 @@ class ShowGraphWindows(WindowLogger):
 
 # %% ../nbs/source/07_logging.ipynb #47be29d3
 window_loggers = dict(
-    Recorder=RecorderWindows, LRFinder=LRFinderWindows, ParamScheduler=WindowLogger, ShowGraphCallback=ShowGraphWindows,
+    Recorder=RecorderWindows, LRFinder=LRFinderWindows, ParamScheduler=WindowLogger, ShowGraphCallback=ShowGraphWindows, ShowGraph=ShowGraphWindows,
     WandbCallback=WandbWindows, TensorBoardCallback=TensorBoardWindows,
     CometCallback=WindowLogger, AzureMLCallback=WindowLogger)
 

@@ -6,7 +6,8 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/pieces.html.md"""
 
 # %% ../nbs/source/01_pieces.ipynb #28379b15
 from __future__ import annotations
-from collections.abc import Mapping,MutableMapping
+from collections.abc import Callable,Mapping,MutableMapping
+from contextlib import nullcontext
 from copy import copy
 from numbers import Number
 import gc
@@ -15,8 +16,8 @@ from fastai.basics import *
 from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
-__all__ = ['tensors_in', 'batch_size', 'input_size', 'piece', 'next_piece', 'carries_state', 'check_splits', 'join',
-           'is_out_of_memory', 'free_memory']
+__all__ = ['tensors_in', 'lengths', 'batch_size', 'input_size', 'piece', 'is_per_sample', 'next_piece', 'carries_state',
+           'check_splits', 'CannotJoin', 'join', 'split_forward', 'NothingFits', 'is_out_of_memory', 'free_memory']
 
 # %% ../nbs/source/01_pieces.ipynb #df6341b0
 def tensors_in(b)->list[Tensor]:
@@ -26,13 +27,24 @@ def tensors_in(b)->list[Tensor]:
     items = b.values() if isinstance(b, Mapping) else b if isinstance(b, (tuple,list)) else []
     return [t for o in items for t in tensors_in(o)]
 
-def batch_size(b)->int:
-    "Samples in a nested batch: the first dimension of its last tensor, a target; raises ValueError if it has none"
+def lengths(b)->set[int]:
+    "The first dimensions of the tensors in a nested batch, and the lengths of its lists: one of them counts the samples"
+    if isinstance(b, Mapping): return set().union(*map(lengths, b.values()))
+    if isinstance(b, (tuple,list)) and not isinstance(b, PackedSequence): return {len(b)}.union(*map(lengths, b))
+    return {len(o) for o in tensors_in(b)}
+
+def batch_size(
+    b, # A batch: a tuple of inputs and targets, each of them nested or not
+    expected:int|None=None, # Samples that the DataLoader should have yielded
+)->int:
+    "Samples in `b`: `expected` if a tensor or list in it has as many, else those of its target or first tensor; raises ValueError if it has none"
     last = b[-1] if isinstance(b, (tuple,list)) and b else b
-    if isinstance(last, Tensor) and last.ndim: return len(last)
-    tensors = tensors_in(b)
+    n = len(last) if isinstance(last, Tensor) and last.ndim else None
+    if n is not None and expected in (None, n): return n
+    if expected in (set().union(*map(lengths, b)) if isinstance(b, (tuple,list)) else lengths(b)): return expected
+    tensors = tensors_in(b) if n is None else [last]
     if not tensors: raise ValueError(f"cannot find the samples of a batch without tensors, {type(b).__name__}: use a DataLoader that yields tensors")
-    return len(tensors[-1])
+    return len(tensors[0])
 
 def input_size(*args)->int:
     "Samples in the inputs of a model: the largest first dimension; `piece` raises an error on an input that has another one"
@@ -40,33 +52,39 @@ def input_size(*args)->int:
 
 # %% ../nbs/source/01_pieces.ipynb #11ace505
 def piece(
-    b, # A batch: tensors in tuples, lists, dicts and mappings
+    b, # A batch: tensors in tuples, lists, dicts and mappings; a tuple or a list itself is that of inputs and targets
     start:int, # Its first sample
     end:int, # The sample after its last
     n:int|None=None, # Samples in `b`; None: find out
 ):
     "Samples `start` to `end` of `b`, with the same structure and types; raises ValueError on what has no batch dimension"
     n = batch_size(b) if n is None else n
+    if not isinstance(b, (tuple,list)): return _piece(b, start, end, n)
+    return _as(b, [_piece(o, start, end, n) for o in b])
+
+def _piece(b, start, end, n):
     if isinstance(b, Tensor) and b.layout == torch.strided:
         if not b.ndim: return b
         if len(b) == n: return b[start:end]
         raise ValueError(f"cannot split a tensor of shape {tuple(b.shape)} in a batch of {n} samples: its first dimension must be the samples")
     if b is None or isinstance(b, (str,bytes,Number)): return b
-    if isinstance(b, (tuple,list)) and not isinstance(b, PackedSequence): return _piece_of_list(b, start, end, n)
-    if isinstance(b, Mapping): return _piece_of_mapping(b, start, end, n)
-    raise ValueError(f"cannot split a {type(b).__name__}: use tensors, or a DataLoader that yields batches as small as you need")
-
-def _piece_of_list(b, start, end, n):
-    per_sample = len(b) == n and not any(len(t) == n for t in tensors_in(b))  # one entry a sample, as captions or boxes come
-    items = b[start:end] if per_sample else [piece(o, start, end, n) for o in b]
-    return type(b)(*items) if hasattr(b, '_fields') else type(b)(items)
-
-def _piece_of_mapping(b, start, end, n):
-    items = {k:piece(v, start, end, n) for k,v in b.items()}
+    if isinstance(b, (tuple,list)) and not isinstance(b, PackedSequence):
+        return _as(b, b[start:end] if is_per_sample(b, n) else [_piece(o, start, end, n) for o in b])
+    if not isinstance(b, Mapping):
+        raise ValueError(f"cannot split a {type(b).__name__}: use tensors, or a DataLoader that yields batches as small as you need")
+    items = {k:_piece(v, start, end, n) for k,v in b.items()}
     if not isinstance(b, MutableMapping): return items
     res = copy(b)
     res.update(items)
     return res
+
+def _as(o, items:list): return type(o)(*items) if hasattr(o, '_fields') else type(o)(items)
+
+def is_per_sample(b:tuple|list, n:int)->bool:
+    "Whether `b` has an entry for each of `n` samples, as captions or boxes come, and is not one of `n` inputs, which differ in type or shape"
+    if len(b) != n: return False
+    if not any(len(t) == n for t in tensors_in(b)): return True
+    return isinstance(b, list) and all(isinstance(o, Tensor) for o in b) and len({(o.dtype, *o.shape[1:]) for o in b}) == 1
 
 # %% ../nbs/source/01_pieces.ipynb #544f168c
 def next_piece(
@@ -89,33 +107,65 @@ def check_splits(model:nn.Module):
                          "use a smaller batch in the DataLoader, and no micro_batch_size")
 
 # %% ../nbs/source/01_pieces.ipynb #1c2ec2a1
+class CannotJoin(ValueError): "The outputs of pieces are not those of a batch"
+
 def join(
-    parts:list, # What the model gave for each piece, all with the same structure
+    parts:list, # What the model gave for each piece, all with the same structure; emptied, so that each output is freed once it is joined
     sizes:list[int], # Samples in each piece
+    one:Callable=torch.cat, # Makes one tensor of those of all pieces
 ):
-    "Concatenate the outputs of the pieces along the samples; raises ValueError on what has no batch dimension"
-    o = parts[0]
+    "Concatenate the outputs of the pieces along the samples; what is no tensor must be the same for all. Raises CannotJoin, a ValueError"
+    o,kind = parts[0],type(parts[0])
     if isinstance(o, Tensor):
         if not o.ndim or any(len(p) != n for p,n in zip(parts, sizes)):
-            raise ValueError(f"cannot join outputs of shape {tuple(o.shape)} from a piece of {sizes[0]} samples: their first dimension must be the samples")
-        return torch.cat(parts)
+            raise CannotJoin(f"cannot join outputs of shape {tuple(o.shape)} from a piece of {sizes[0]} samples: their first dimension must be the samples")
+        return one(parts)
     if isinstance(o, Mapping):
-        items = {k:join([p[k] for p in parts], sizes) for k in o}
-        try: return type(o)(items)
-        except TypeError: return type(o)(**items)  # Hugging Face's outputs are dataclasses
+        columns = {k:[p[k] for p in parts] for k in o}
+        o = parts.clear()
+        items = {k:join(columns.pop(k), sizes, one) for k in list(columns)}
+        try: return kind(items)
+        except TypeError: return kind(**items)  # Hugging Face's outputs are dataclasses
     if isinstance(o, (tuple,list)) and not isinstance(o, PackedSequence):
-        items = [join(list(p), sizes) for p in zip(*parts, strict=True)]
-        return type(o)(*items) if hasattr(o, '_fields') else type(o)(items)
-    if o is None: return None
-    raise ValueError(f"cannot join outputs of type {type(o).__name__}: let the model return tensors, or tuples, lists and dicts of them")
+        if len(o) == sizes[0] and not sizes[0] in map(len, tensors_in(o)): return kind(v for p in parts for v in p)  # an entry for each sample
+        columns = [list(p) for p in zip(*parts, strict=True)]
+        o = parts.clear()
+        items = [join(columns.pop(0), sizes, one) for _ in range(len(columns))]
+        return kind(*items) if hasattr(kind, '_fields') else kind(items)
+    if o is None or isinstance(o, (str,bytes,Number)) and all(p == o for p in parts): return o
+    raise CannotJoin(f"cannot join outputs of type {kind.__name__}: let the model return tensors, or tuples, lists and dicts of them")
+
+# %% ../nbs/source/01_pieces.ipynb #b7d20c32
+def split_forward(
+    forward:Callable, # What a module does with a batch
+    micro_bs:int, # Samples in a piece at most
+    run:Callable|None=None, # Runs all pieces but the last, which is needed right away; None: `forward`
+    same=None, # A `SameDraws` of these inputs, whose random numbers the pieces draw; None: their own
+)->Callable: # Does the same with pieces of its inputs, and joins the outputs
+    "`forward`, on one piece of its inputs after the other"
+    def pieces_forward(*args, **kwargs):
+        n,start,outputs,sizes = input_size(args, kwargs),0,[],[]
+        if n <= micro_bs: return forward(*args, **kwargs)
+        while start < n:
+            size = (same.next_piece if same else next_piece)(n-start, micro_bs)
+            part,kwpart = piece((args, kwargs), start, start+size, n)
+            with same.piece(start, start+size) if same else nullcontext():
+                start += size
+                outputs.append((forward if start == n or run is None else run)(*part, **kwpart))
+            sizes.append(size)
+        return join(outputs, sizes)
+    return pieces_forward
 
 # %% ../nbs/source/01_pieces.ipynb #2d886b62
 _signs = ('CUDA error: out of memory', 'CUBLAS_STATUS_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED', 'MPS backend out of memory',
           "can't allocate memory", 'CUDA out of memory')
 
+class NothingFits(RuntimeError):
+    "Memory ran out, and smaller micro-batches are no way out"
+
 def is_out_of_memory(e:BaseException|None)->bool:
-    "Whether `e`, or an error that caused it, says that memory ran out"
-    if e is None: return False
+    "Whether `e`, or an error that caused it, says that memory ran out, and smaller micro-batches may help"
+    if e is None or isinstance(e, NothingFits): return False
     if isinstance(e, (torch.OutOfMemoryError,MemoryError)): return True
     return isinstance(e, RuntimeError) and any(o in str(e) for o in _signs) or is_out_of_memory(e.__cause__)
 

@@ -17,7 +17,7 @@ from .window import *
 from .step import *
 
 # %% auto #0
-__all__ = ['averages_gradients', 'n_processes', 'Processes', 'all_reduce', 'check_wrapped']
+__all__ = ['averages_gradients', 'n_processes', 'Processes', 'all_reduce', 'check_wrapped', 'check_sums']
 
 # %% ../nbs/source/06_processes.ipynb #6dccdd16
 def averages_gradients(
@@ -73,7 +73,7 @@ def add_up(self:Processes,
     opt:Optimizer|OptimWrapper, # Has its parameters
 ):
     "Average the gradients over the processes unless DDP has, and add up the sums of `window` over them: a message of 24 bytes"
-    if not self.averaged: self.average(model, opt)
+    if not self.averaged: self.average(model, opt, window.sums)
     loss = window.loss_sum.as_subclass(Tensor)
     sums = [torch.as_tensor(o, dtype=torch.float64, device=loss.device) for o in (0 if window.is_sum else window.items, window.samples, loss)]
     items,samples,loss_sum = all_reduce(model, torch.stack(sums)).tolist()
@@ -104,16 +104,29 @@ def check_wrapped(
         raise ValueError("gradient_as_bucket_view=True does not work with fastai's optimizers, which detach gradients in place: "
                          "leave it out, or use an optimizer of PyTorch's through OptimWrapper")
 
+def check_sums(
+    model:nn.Module, # The wrapped model, with weights in bfloat16 or float16
+):
+    "Raises ValueError if `model` adds up or averages gradients in the precision of its weights"
+    if getattr(model, 'static_graph', False): raise ValueError("static_graph=True averages the first gradients in the precision of the weights, which is "
+        "not float32 here: leave it out, or keep the weights in float32 and use to_bf16()")
+    if hasattr(model, 'no_sync') and not isinstance(model, DistributedDataParallel): raise ValueError(f"{type(model).__name__} adds up gradients in the "
+        "precision of the weights, which is not float32 here: use fully_shard, or keep the weights in float32 with its MixedPrecision")
+
+# %% ../nbs/source/06_processes.ipynb #c84179b4
 @patch
 def before_micro_batch(self:Processes,
     model:nn.Module, # The wrapped model
     opt:Optimizer|OptimWrapper, # Its optimizer
     ends_window:bool, # Whether this micro-batch is the last of its window
+    in_float32:bool=False, # Whether the window adds up gradients in float32: these are averaged, and not those that DDP sees
 ):
     "Keep DDP from averaging before the window's last backward pass; the fit's first micro-batch checks the model"
     first = self.averaged is None
     if first: check_wrapped(model, opt)
-    if isinstance(model, DistributedDataParallel): model.require_backward_grad_sync = ends_window or (first and model.static_graph)
+    if in_float32: check_sums(model)
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = (ends_window and not in_float32) or (first and model.static_graph)
 
 @patch
 def after_backward(self:Processes, model:nn.Module):
@@ -131,12 +144,15 @@ def leave(self:Processes, model:nn.Module):
 def average(self:Processes,
     model:nn.Module, # The wrapped model
     opt:Optimizer|OptimWrapper, # Has its parameters
+    sums:dict[nn.Parameter,Tensor]|None=None, # Gradients of the window in float32; None: all are in `.grad`
 ):
     "Average the gradients of `opt` over the processes, as DDP would have; a parameter counts if any process has its gradient"
     params = trained(opt)
     if not params: return
-    used = torch.tensor([p.grad is not None for p in params], dtype=torch.int64, device=params[0].device)
+    used = torch.tensor([p.grad is not None or p in (sums or {}) for p in params], dtype=torch.int64, device=params[0].device)
     for p,n in zip(params, all_reduce(model, used).tolist()):
         if not n: continue
-        if p.grad is None: p.grad = torch.zeros_like(p)
-        all_reduce(model, p.grad).div_(self.n)
+        if sums is not None and p.dtype in half:
+            if p not in sums: sums[p] = torch.zeros_like(p, dtype=torch.float32)
+        elif p.grad is None: p.grad = torch.zeros_like(p)
+        all_reduce(model, p.grad if p.grad is not None else sums[p]).div_(self.n)

@@ -7,11 +7,10 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/sizes.html.md"""
 # %% ../nbs/source/00_sizes.ipynb #68ae1c65
 from __future__ import annotations
 from numbers import Integral
-import math
 
 # %% auto #0
-__all__ = ['check_size', 'check_flags', 'check_callable', 'check_unknown', 'loader_batch_size', 'check_micro_batch_size',
-           'check_multiple', 'block_size']
+__all__ = ['check_size', 'check_flags', 'check_callable', 'check_unknown', 'loader_batch_size', 'said_size',
+           'check_micro_batch_size', 'check_multiple']
 
 # %% ../nbs/source/00_sizes.ipynb #36b2c351
 def check_size(
@@ -55,12 +54,15 @@ def loader_batch_size(
     given:int|str|None=None, # `micro_batch_size` as the user says: for a loader that does not say it
 )->int: # Samples in a full batch
     "Samples that `dl` yields at a time: `dl.bs`, else `dl.batch_size`, else `given`; raises ValueError if none is there"
-    sizes = getattr(dl, 'bs', None), getattr(dl, 'batch_size', None), None if given == 'auto' else given
-    size = next((o for o in sizes if o is not None), None)
-    if size is None:
+    size = said_size(dl) or given
+    if size in (None, 'auto'):
         raise ValueError(f"cannot find the batch size of {type(dl).__name__}, it has neither bs nor batch_size: "
                          "pass micro_batch_size, the number of samples it yields at a time")
     return check_size('batch size', size)
+
+def said_size(dl)->int|None:
+    "The batch size that `dl` says, if it does"
+    return next((o for o in (getattr(dl, 'bs', None), getattr(dl, 'batch_size', None)) if o is not None), None)
 
 def check_micro_batch_size(
     given:int|str|None, # What the user passed: samples, 'auto' or None
@@ -82,21 +84,6 @@ def check_multiple(
     below = accum_bs // smallest * smallest
     near = ' or '.join(str(o) for o in (below, below+smallest) if o)
     of = '' if n_processes == 1 else f'{smallest}, {n_processes} processes times '
+    bs = '' if below else f' to {max(1, accum_bs//n_processes)}'
     raise ValueError(f"{name}={accum_bs} is not a multiple of {of}the micro-batch of {micro_bs} samples that the training "
-                     f"DataLoader yields: use {near}, or change the DataLoader's batch size")
-
-# %% ../nbs/source/00_sizes.ipynb #8e2f1a64
-def block_size(
-    loader_bs:int, # Samples that the DataLoader yields at a time
-    micro_bs:int|str|None, # Samples in a piece at most, or 'auto'; None: the loader's batch
-    sizes:dict[str,int], # Samples in a window, by argument
-    n_processes:int=1, # Processes that train together, each with its micro-batches
-)->int: # A divisor of `loader_bs`
-    "Samples that are split together; raises ValueError on windows that do not fit, and names the nearest sizes that do"
-    splits = micro_bs == 'auto' or (micro_bs is not None and micro_bs < loader_bs)
-    shares = [size//n_processes for size in sizes.values()]
-    for (name,size),share in zip(sizes.items(), shares):
-        part = share if micro_bs == 'auto' else micro_bs
-        is_part = splits and size % n_processes == 0 and loader_bs % part == 0 and share % part == 0
-        if not is_part: check_multiple(name, size, loader_bs, n_processes)
-    return math.gcd(loader_bs, *shares)
+                     f"DataLoader yields: use {near}, or change the DataLoader's batch size{bs}")

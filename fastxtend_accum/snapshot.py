@@ -70,7 +70,10 @@ def refill(o:dict|list|set|deque, content:dict|list):
     o.clear()
     (o.update if hasattr(o, 'update') else o.extend)(content)
 
-def set_value(o:Tensor, value:Tensor): o.data.copy_(value)  # wherever its data is by now
+def set_value(o:Tensor, value:Tensor):
+    "Let `o` have `value` again, on the device where its data is by now, and in the shape that it had"
+    if o.shape == value.shape: o.data.copy_(value)
+    else: o.data = value.to(o.device)
 
 @patch
 def note_tensor(self:Snapshot, o:Tensor):

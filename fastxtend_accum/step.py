@@ -12,8 +12,8 @@ from numbers import Real
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['trained', 'gradients', 'average_gradients', 'is_finite', 'read_hypers', 'write_hypers', 'FirstHypers',
-           'uses_cuda_graphs', 'check_accumulates', 'check_rules']
+__all__ = ['half', 'trained', 'gradients', 'average_gradients', 'half_weights', 'add_in_float32', 'is_finite', 'read_hypers',
+           'write_hypers', 'FirstHypers', 'uses_cuda_graphs', 'check_accumulates', 'check_rules']
 
 # %% ../nbs/source/05_step.ipynb #7f452cd0
 def trained(
@@ -33,11 +33,34 @@ def gradients(
 def average_gradients(
     opt:Optimizer|OptimWrapper, # Its parameters hold the weighted sum of the micro-batches' gradients
     divisor:Real, # The sum of the weights
+    sums:dict[nn.Parameter,Tensor]|None=None, # Those that are added up in float32, from `add_in_float32`; emptied
 ):
-    "Divide the gradients of `opt` in place, once"
-    if divisor == 1: return
-    grads = gradients(opt)
+    "Divide the gradients of `opt` in place, once; those in `sums` are rounded once, after the division"
+    grads = gradients(opt) if divisor != 1 else []
     if grads: torch._foreach_div_(grads, divisor)
+    while sums:
+        p,grad = sums.popitem()
+        p.grad = grad.div_(divisor).to(p.dtype)
+
+# %% ../nbs/source/05_step.ipynb #5e0c61d2
+half = torch.bfloat16,torch.float16
+
+def half_weights(
+    opt:Optimizer|OptimWrapper, # Has the parameters
+)->list[nn.Parameter]:
+    "The trained weights of `opt` in bfloat16 or float16"
+    return [p for p in trained(opt) if p.dtype in half]
+
+def add_in_float32(
+    opt:Optimizer|OptimWrapper, # Its parameters hold the gradient of one micro-batch
+    sums:dict[nn.Parameter,Tensor], # Of the micro-batches before, in float32; changed in place
+):
+    "Move the gradients of bfloat16 and float16 weights into `sums`: 4 bytes a weight, until `average_gradients`"
+    for p in half_weights(opt):
+        if p.grad is None: continue
+        if p in sums: sums[p] += p.grad
+        else: sums[p] = p.grad.float()
+        p.grad = None
 
 # %% ../nbs/source/05_step.ipynb #21b49fd6
 def is_finite(

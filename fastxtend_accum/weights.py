@@ -7,8 +7,8 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/weights.html.md""
 # %% ../nbs/source/03_weights.ipynb #6cd21820
 from __future__ import annotations
 import math,types
-from collections.abc import Callable
-from functools import lru_cache,partial,singledispatch
+from collections.abc import Callable,Mapping
+from functools import partial,singledispatch
 from numbers import Real
 
 from fastai.basics import *
@@ -16,7 +16,8 @@ from fastai.callback.mixup import MixHandler
 from fastai.losses import BaseLoss,FocalLoss,LabelSmoothingCrossEntropy
 
 # %% auto #0
-__all__ = ['functional_losses', 'loss_items', 'is_sum', 'averages_over', 'as_count', 'as_module', 'n_samples', 'n_items']
+__all__ = ['functional_losses', 'weighted_means', 'loss_items', 'is_sum', 'averages_over', 'as_count', 'model_labels',
+           'n_samples', 'n_items']
 
 # %% ../nbs/source/03_weights.ipynb #5bba88d4
 def loss_items(
@@ -88,21 +89,28 @@ functional_losses = {
     F.cross_entropy:nn.CrossEntropyLoss, F.nll_loss:nn.NLLLoss, F.mse_loss:nn.MSELoss, F.l1_loss:nn.L1Loss, F.huber_loss:nn.HuberLoss,
     F.smooth_l1_loss:nn.SmoothL1Loss, F.binary_cross_entropy:nn.BCELoss, F.binary_cross_entropy_with_logits:nn.BCEWithLogitsLoss,
     F.kl_div:nn.KLDivLoss, F.poisson_nll_loss:nn.PoissonNLLLoss, F.soft_margin_loss:nn.SoftMarginLoss}
-
-@lru_cache(maxsize=8)
-def as_module(
-    func:Callable, # A loss function of `torch.nn.functional`
-    *kwargs, # Its arguments, pairs of name and value
-)->nn.Module|None:
-    "The loss module that does what `func` does; None if there is none"
-    return functional_losses[func](**dict(kwargs)) if func in functional_losses else None
+weighted_means = F.mse_loss,F.l1_loss  # with a `weight` they divide by its sum; their modules have none
 
 @loss_items.register(types.FunctionType)
 @loss_items.register(partial)
 def _function_items(loss_func, pred, targ):
     func,kwargs = (loss_func.func,loss_func.keywords) if isinstance(loss_func, partial) else (loss_func,{})
-    module = as_module(func, *kwargs.items())
-    return find_bs(targ) if module is None else loss_items(module, pred, targ)
+    if func not in functional_losses: return find_bs(targ)
+    if func in weighted_means and kwargs.get('weight') is not None: return as_count(kwargs['weight'].sum())
+    settings = SimpleNamespace(**dict(reduction='mean', weight=None, ignore_index=-100) | kwargs)
+    return _mean_items.dispatch(functional_losses[func])(settings, pred, targ)
+
+# %% ../nbs/source/03_weights.ipynb #49286300
+def model_labels(
+    learn:Learner, # In the middle of a training batch, after its loss
+)->Real|Tensor|None: # None: its loss is not one that a Transformers model has computed from labels in its input
+    "Labels that `out.loss` of a Transformers model averages over"
+    out,inputs = learn.pred,first(o for o in getattr(learn, 'xb', ()) if isinstance(o, Mapping) and 'labels' in o)
+    if inputs is None or not isinstance(out, Mapping) or out.get('loss') is not learn.loss_grad: return None
+    labels = inputs['labels']
+    if labels.is_floating_point() or out['logits'].shape[:-1] != labels.shape: return None
+    if 'CausalLM' in type(out).__name__: labels = labels[...,1:]
+    return as_count((labels != -100).count_nonzero())
 
 # %% ../nbs/source/03_weights.ipynb #b7cbf903
 def n_samples(
@@ -114,11 +122,13 @@ def n_samples(
 def n_items(
     learn:Learner, # In the middle of a training batch, after its loss
     num_items:Callable|None=None, # `f(learn)`: items that the loss averages over; None: ask the loss function
+    samples:int|None=None, # In the micro-batch, for targets that are no tensors; None: count them as `n_samples` does
 )->Real|Tensor|None: # Items that the micro-batch's loss averages over; None: it is a sum
     "The items that the current micro-batch's loss averages over; raises ValueError if `num_items` returns anything but a count"
     if num_items is None:
         args = learn.pred,*learn.yb
-        if len(args) != 2 or not all([isinstance(o, Tensor) for o in args]): return None if is_sum(learn.loss_func) else n_samples(learn)
+        if not isinstance(learn.pred, Tensor) and (labels := model_labels(learn)) is not None: return labels
+        if len(args) != 2 or not all([isinstance(o, Tensor) for o in args]): return None if is_sum(learn.loss_func) else samples or n_samples(learn)
         return loss_items(learn.loss_func, *[o if type(o) is Tensor else o.as_subclass(Tensor) for o in args])
     items = num_items(learn)
     if isinstance(items, Tensor) and items.numel() == 1: return items.detach().reshape(())

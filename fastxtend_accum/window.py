@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['MicroBatch', 'Window', 'power_of_two', 'times']
+__all__ = ['MicroBatch', 'Window', 'power_of_two', 'times', 'mean_over']
 
 # %% ../nbs/source/04_window.ipynb #28d60525
 class MicroBatch:
@@ -46,19 +46,22 @@ class Window:
         self.steps,self.ended = 0,0
         self.open()
 
+    def __getstate__(self): return vars(self) | dict(sums=None)  # of an interrupted fit; an export does not need them
+
     def open(self,
         accum_bs:int=0, # Samples that fill it
     ):
         "The next micro-batch is its first. `steps`, the optimizer steps taken, and `ended`, the windows gone by, stay"
         self.accum_bs,self.state,self.micro = accum_bs,'open',None
         self.n_micro,self.samples,self.items,self.loss_sum,self.unit = 0,0,None,0,None
-        self.n_processes,self.measured = 1,{}
+        self.n_processes,self.measured,self.earlier,self.losses = 1,{},0,[]
+        self.sums = None  # of gradients in float32, if there are any: see `add_in_float32`
 
     def end(self,
         state:str, # 'stepped', 'skipped' or 'dropped'
     ):
         "Nothing more happens to it"
-        self.state = state
+        self.state,self.sums = state,None
         self.ended += 1
         self.steps += state == 'stepped'
 
@@ -82,11 +85,6 @@ def is_over(self:Window)->bool:
 def is_logged(self:Window)->bool:
     "The loggers see it: the large batch was stepped on, or its step was skipped"
     return self.state in ('stepped', 'skipped')
-
-@patch(as_prop=True)
-def at_stake(self:Window)->int:
-    "Samples that are lost if the micro-batch under way fails: its own, and those that its gradient is mixed with"
-    return self.micro.samples + (self.samples if self.micro.state == 'in_grad' else 0)
 
 # %% ../nbs/source/04_window.ipynb #edb2f09d
 def power_of_two(
@@ -123,8 +121,16 @@ def times(
         weight = loss.new_tensor(weight)
     return torch.where(weight > 0, loss*weight, 0.)
 
+def mean_over(
+    items:Real|Tensor|None, # Items that the loss averages over; None: it is a sum
+    loss:Tensor, # The loss
+)->Tensor: # The loss; 0 for the mean of nothing, which is NaN and would end the fit under fastai's `TerminateOnNaNCallback`
+    "A loss that is 0 if there are no items, without a GPU sync"
+    if isinstance(items, Tensor): return torch.where(items > 0, loss, 0.)
+    return loss if items != 0 else torch.zeros_like(loss)
+
 @patch
-def count(self:Window):
+def count(self:Window)->Tensor: # Its loss times its weight
     "Add the micro-batch to the sums, after its backward pass"
     micro = self.micro
     loss = times(micro.loss, micro.weight)
@@ -133,6 +139,7 @@ def count(self:Window):
     self.n_micro += 1
     self.samples += micro.samples
     micro.state,micro.loss = 'counted',None
+    return loss
 
 # %% ../nbs/source/04_window.ipynb #d0296059
 @patch
@@ -163,6 +170,12 @@ def mean_loss(self:Window)->Tensor:
     "The mean loss over all items of the window, as one batch would have had it"
     return self.loss_sum if self.total_weight == 1 else self.loss_sum/self.total_weight
 
+@patch(as_prop=True)
+def batch_loss(self:Window)->Tensor:
+    "The mean loss of the pieces of one batch, as `losses` has them: each times its weight, and the weight"
+    losses,weights = zip(*self.losses)
+    return sum(losses) if self.is_sum else mean_over(sum(weights), sum(losses)/sum(weights))
+
 # %% ../nbs/source/04_window.ipynb #5b7d02e1
 @patch
 def cancel(self:Window)->bool: # Whether `.grad` has to be zeroed
@@ -173,6 +186,6 @@ def cancel(self:Window)->bool: # Whether `.grad` has to be zeroed
         mixed,micro.state = self.is_empty or micro.state == 'in_grad','left_out'
         if not mixed: return False
         if self.is_empty and micro.ends_window: self.end('skipped')  # as a large batch would be
-        else: self.open(); self.micro = micro
+        else: self.open(self.accum_bs); self.micro = micro
     else: return self.state == 'stepped'
     return True

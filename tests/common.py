@@ -108,6 +108,7 @@ def reference(steps, n, make_opt, lr=lambda pct: 0.1, seed=0, skipped=()):
 def smoothed(losses):
     "What the Recorder makes of the losses of steps"
     smooth,res = AvgSmoothLoss(),[]
+    smooth.reset()  # fastai 2.8.7 does not begin with it
     for o in losses:
         smooth.accumulate(SimpleNamespace(loss=tensor(o)))
         res.append(float(smooth.value))

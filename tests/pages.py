@@ -5,12 +5,11 @@ from pathlib import Path
 import yaml
 from nbdev.config import get_config
 
-root = Path(__file__).parent.parent
+from cells import *
+
 notebooks = sorted(o for o in (root/'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in o.parts)
 cfg = get_config(root)
 
-def read(path): return json.loads(Path(path).read_text(encoding='utf-8'))['cells']
-def source(cell): return ''.join(cell['source'])
 def page_name(path): return Path(path).relative_to(root/'nbs').as_posix()
 
 def repository_files():

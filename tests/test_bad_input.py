@@ -17,7 +17,7 @@ NAN = float('nan')
     (lambda: GradientAccumulation(32, False), 'n_acc counts samples'),  # log_accum_batch, one place too early
     (lambda: GradientAccumulation(32, micro_batch_size=0), 'micro_batch_size must be at least 1'),
     (lambda: GradientAccumulation(32, remainder='keep'), "remainder must be one of ('step', 'carry', 'drop') or None, not 'keep'"),
-    (lambda: GradientAccumulation(32, 32, 16), 'log_accum_batch must be True or False, not 16'),
+    (lambda: GradientAccumulation(32, None, 16), 'log_accum_batch must be True or False, not 16'),
     (lambda: GradientAccumulation(32, skip_nonfinite=1), 'skip_nonfinite must be True or False, not 1'),
     (lambda: GradientAccumulation(32, drop_last=True), "drop_last=True is fastxtend's name: use remainder='drop'"),
     (lambda: GradientAccumulationSchedule(16, 64, drop_last=False), "drop_last=False is fastxtend's name: use remainder='drop'"),

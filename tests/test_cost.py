@@ -27,14 +27,14 @@ def test_host_syncs(case):
 @ours
 def test_operations(case):
     "As on a GPU: beyond those of a Learner without accumulation, and beyond the least that accumulates"
-    assert count_operations(cases[case], 1)['ops']-count_operations(cases['plain'], 1)['ops'] == 10
-    assert count_operations(cases[case], K)['ops']-count_operations(bare, K)['ops'] == 16
+    assert count_operations(cases[case], 1)['ops']-count_operations(cases['plain'], 1)['ops'] == 13
+    assert count_operations(cases[case], K)['ops']-count_operations(bare, K)['ops'] == 19
 
 @ours
 def test_python_calls(case):
     "Functions of the package itself per micro-batch; all functions are fewer than with the least that accumulates, which logs more often"
     counts = count_calls(cases[case], K)
-    assert counts['our_calls'] == {'ours':35.875, 'ours_schedule':37.125}[case]  # 10 more a window: the schedule is asked for a size
+    assert counts['our_calls'] == {'ours':39.5, 'ours_schedule':40.75}[case]  # 10 more a window: the schedule is asked for a size
     assert counts['calls'] < count_calls(bare, K)['calls'] < count_calls(cases['plain'], K)['calls']
 
 def test_nothing_is_searched(monkeypatch):
@@ -58,10 +58,11 @@ def test_bytes_kept(case):
     assert counts['kept'] == 4*(16*10 + 7) < counts['parameters']
 
 def test_pieces_of_a_batch():
-    "Beside micro-batches from the loader: a view of the inputs and one of the targets, and no buffer"
+    """Beside micro-batches from the loader: views of inputs, targets and the output without its graph, and twice a batch, to join the outputs and to keep the batch;
+    what is kept is the batch's output, as without the callback. Fewer functions are called, since most events come once a batch"""
     from_loader,pieces = (count_operations(cases[o], K)|count_calls(cases[o], K)|count_bytes(cases[o], K) for o in ('ours', 'ours_pieces'))
-    assert pieces['ops']-from_loader['ops'] == 2 and pieces['our_calls']-from_loader['our_calls'] == 4.375
-    assert pieces['kept'] == from_loader['kept']
+    assert pieces['ops']-from_loader['ops'] == 3+2/K and pieces['our_calls']-from_loader['our_calls'] == 14.125
+    assert pieces['kept'] == 4*(K*16*10 + 15) and pieces['calls'] < .8*from_loader['calls']
 
 class Wasteful(GradientAccumulation):
     "Costs a host sync with its operation, a call, and a buffer"

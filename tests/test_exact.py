@@ -7,7 +7,7 @@ from fastai.text.all import AWD_LSTM, awd_lstm_clas_config, TextBlock, language_
 from fastai.vision.all import CategoryBlock, ImageBlock, PILImage, RandomErasing, TensorImage, aug_transforms, resnet18, vision_learner
 
 from common import *
-from pages import read, root, source
+from cells import read, root, source
 from test_applications import digit_images, seeded, small_awd, without_batchnorm
 
 # Equal in distribution: the draws are others, their mean and their spread are not
@@ -112,18 +112,6 @@ def test_bn_freeze_acts_on_layers_without_gradient_only():
         difference = (weights(big)-weights(small)).abs().max()
         assert difference < ROUNDING if exact else difference > 1e-4
 
-def test_bfloat16_models_accumulate_in_bfloat16():
-    "512 gradients of 1 have a mean of .5: from 256 on, one more changes nothing"
-    class Weight(nn.Module):
-        def __init__(self): super().__init__(); self.w = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-        def forward(self, x): return x*self.w
-    means = []
-    ds = [(torch.ones(1, dtype=torch.bfloat16), torch.zeros(1))]*512
-    learn = Learner(DataLoaders(DataLoader(ds, bs=1), DataLoader(ds[:1], bs=1)), Weight(), lambda p,t: p.float().mean(), opt_func=SGD,
-                    cbs=[GradientAccumulation(512), Callback(before_step=lambda self: means.append(float(self.model.w.grad)))])
-    fit(learn, 1, 0.)
-    assert means == [.5]
-
 # Applications as they come: augmentation, dropout, BatchNorm, shuffled, drop_last
 
 def as_it_comes(make, bs, micro, fit_it, tol=None):
@@ -167,6 +155,26 @@ def test_vision_learner_is_exact_where_nothing_is_drawn():
         return learn
     as_it_comes(make, 32, 8, lambda learn: learn.fit_one_cycle(2, 1e-3), tol=1e-5)  # float32
 
+def test_vision_learner_split():
+    "ConvNeXt with a linear head, which has neither BatchNorm nor dropout: augmentation, MixUp, `fine_tune`, shuffled; the batch of 128 in pieces of 32"
+    block = image_block(batch_tfms=aug_transforms(do_flip=False, size=32))
+    def make(cbs):
+        set_seed(3)
+        dls = block.dataloaders(list(range(200)), bs=128, num_workers=0)
+        return seeded(lambda: vision_learner(dls, 'convnext_atto', pretrained=False, depths=(1,1,1,1), dims=(8,8,16,16), lin_ftrs=[], first_bn=False, ps=0., metrics=accuracy,
+                                             opt_func=SGD, cbs=[MixUp(), *cbs]))
+    fits = []
+    for cbs in [],[GradientAccumulation(micro_batch_size=32)],[GradientAccumulation(micro_batch_size=25)]:
+        learn = make(cbs)
+        set_seed(4)
+        with quiet(learn): learn.fine_tune(3, .1)
+        fits.append(learn)
+    big,*small = fits
+    assert (weights(big)-weights(make([]))).abs().max() > 1e-3 and len(losses(big)) == 3
+    for o in small:
+        assert_same(weights(o), weights(big), 5e-6)
+        assert_same(floats(o.recorder.values), floats(big.recorder.values), 5e-6)
+
 words = 'a learner has data a model and a loss each batch goes through the model once and its loss is a mean'.split()
 
 def texts(n):
@@ -191,6 +199,23 @@ def test_text_classifier_learner():
                         splitter=RandomSplitter(.2, seed=0)).dataloaders(df, bs=bs, num_workers=0)
         return seeded(lambda: text_classifier_learner(dls, AWD_LSTM, config=clas_config, pretrained=False, drop_mult=.3, metrics=accuracy, cbs=cbs))
     as_it_comes(make, 16, 4, lambda learn: learn.fit_one_cycle(6, 1e-2))
+
+def test_texts_sorted_by_length():
+    "The order of the loader depends on `bs`; a batch that is split keeps it"
+    df = texts(120)
+    block = DataBlock((TextBlock.from_df('text', seq_len=8, min_freq=1), CategoryBlock), get_x=ColReader('text'), get_y=ColReader('label'), splitter=RandomSplitter(.2, seed=0))
+    def order(bs):
+        set_seed(0)
+        return [tuple(o[o != 1].tolist()) for b in block.dataloaders(df, bs=bs, num_workers=0).train for o in b[0]]
+    assert order(32) != order(8)[:len(order(32))]
+    class MeanOfWords(nn.Module):
+        def __init__(self, n): super().__init__(); torch.manual_seed(0); self.embed,self.head = nn.Embedding(n, 8),nn.Linear(8, 2)
+        def forward(self, x): return self.head(self.embed(x).mean(1))
+    def run(cbs):
+        set_seed(0)
+        dls = block.dataloaders(df, bs=32, num_workers=0)
+        return fit(Learner(dls, MeanOfWords(len(dls.vocab[0])), CrossEntropyLossFlat(), opt_func=SGD, cbs=cbs), 2)
+    assert_same(weights(run([GradientAccumulation(micro_batch_size=8)])), weights(run([])), 5e-6)
 
 def test_tabular_learner():
     rng = np.random.default_rng(0)

@@ -3,7 +3,12 @@ import gc, statistics
 import pytest
 
 from common import *
+from fastxtend_accum.checkpointing import ActivationCheckpointing
 from fastxtend_accum.gradient_cache import in_pieces
+from fastxtend_accum.draws import SameDraws
+from fastxtend_accum.step import add_in_float32, average_gradients
+from test_draws import batch, layers as draws_layers, network, trained_on
+from test_same_draws import Noisy
 from test_gradient_cache import TwoOutputs, correlations, deep
 from test_memory import Limited, limited, state
 
@@ -149,6 +154,65 @@ def test_gradient_cache_in_mixed_precision(amp):
     assert b.abs().max() > 1e-3
     assert_same(a, b)
 
+# Pieces with the random numbers of the whole batch
+
+@pytest.mark.parametrize('layer', sorted(set(draws_layers)-{'own_generator','new_generator','lstm','gru'}))
+def test_layers_draw_on_the_gpu(layer):
+    "Dropout and noise in CUDA kernels, in pieces of 7 and 15 of a batch of 22, in float64; the generators stand where the whole batch leaves them"
+    with torch.device('cuda'): m,x = network(layer).cuda(),batch().cuda()
+    with torch.device('cuda'), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        (a,_),state = trained_on(m, x),torch.cuda.get_rng_state()
+        (b,_),end = trained_on(m, x, [7, 15]),torch.cuda.get_rng_state()
+    assert a.abs().max() > 1e-3
+    assert_same(b.cpu(), a.cpu(), 1e-10)
+    assert torch.equal(end, state)
+
+@pytest.mark.parametrize('amp', ['fp16', 'bf16'])
+def test_same_draws_in_mixed_precision(amp):
+    "fastai's own callback: near the whole batch with the same numbers, and an order of magnitude further with others"
+    def run(**kwargs):
+        learn = image_learner('convnext_atto', [MixedPrecision(amp, init_scale=1.), *([GradientAccumulation(256, **kwargs)] if kwargs else [])], pixels=64)
+        learn.model = nn.Sequential(nn.Dropout2d(.3), learn.model, nn.Dropout(.3))
+        set_seed(1)
+        return weights(fit(learn, 1, 1e-2)),torch.cuda.get_rng_state()
+    (whole,state),(same,end),(other,_) = run(),run(micro_batch_size=32, same_draws=True),run(micro_batch_size=32)
+    assert 5*(same-whole).norm() < (other-whole).norm() and torch.equal(state, end)
+
+@pytest.mark.parametrize('layer', ['lstm','gru'])
+def test_recurrent_layers_of_cudnn_are_an_error(layer):
+    "They draw the dropout between their layers in a kernel"
+    with torch.device('cuda'): m,x = network(layer),batch().cuda()
+    with pytest.raises(ValueError, match='same_draws=True cannot repeat the random numbers of aten::_cudnn'): trained_on(m, x, [7, 15])
+
+def test_fused_attention_on_the_gpu_is_an_error():
+    "Its dropout is drawn in the kernel; without dropout, and with the math kernel, it runs in pieces"
+    q = torch.randn(22, 2, 16, 8, device='cuda', dtype=torch.float16)
+    def in_pieces_of(f):
+        same = SameDraws(22)
+        for rows in (0, 7), (7, 22):
+            with same.piece(*rows): f(q[slice(*rows)])
+    with pytest.raises(ValueError, match='same_draws=True cannot repeat the random numbers of aten::_scaled_dot_product'):
+        in_pieces_of(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=.1))
+    in_pieces_of(lambda q: F.scaled_dot_product_attention(q, q, q))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH): in_pieces_of(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=.1))
+
+def test_same_draws_of_the_cache_on_the_gpu():
+    "A module that is run again inside of a piece, in the threads of the backward pass"
+    def run(cbs):
+        learn = on('cuda', make_learner(32, m=Noisy().double(), cbs=cbs, loss_func=lambda pred, targ: (pred.var(0)+((pred-targ)**2).mean()).sum().float()))
+        set_seed(0)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH): return weights(fit(learn, 1)),torch.cuda.get_rng_state()
+    for cb in GradientCache(7, same_draws=True),: assert_same(run([cb])[0].cpu(), run([])[0].cpu(), 1e-10)
+
+def test_bfloat16_weights_on_the_gpu():
+    "512 gradients of 1 in bfloat16: a mean of 1"
+    w,sums = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16, device='cuda')),{}
+    for _ in range(512):
+        w.sum().backward()
+        add_in_float32(SGD([w], lr=.1), sums)
+    average_gradients(SGD([w], lr=.1), 512, sums)
+    assert w.grad.item() == 1
+
 # GradientCache: memory and time
 
 def cache_and_accumulate(n=64):
@@ -204,3 +268,19 @@ def test_auto_of_the_cache():
     tight,peak = run('auto')
     assert tight.gradient_cache.micro_bs == 32 and peak <= limit
     assert_same_fit(tight, free)
+
+# Activation checkpointing
+
+@pytest.mark.parametrize('arch', ['resnet18', 'convnext_tiny'])
+def test_checkpointing_is_the_plain_fit_in_less_memory(arch):
+    "Weights and buffers bit for bit, with dropout's masks of the GPU; what is offloaded takes still less"
+    def run(*cbs):
+        forget()
+        torch.manual_seed(0)
+        learn = fit(image_learner(arch, [*cbs]), 1, 1e-3)
+        return {k:v.cpu() for k,v in learn.model.state_dict().items()},torch.cuda.max_memory_allocated()
+    (plain,most),(ours,less),(offloaded,least) = run(),run(ActivationCheckpointing()),run(ActivationCheckpointing(offload=True))
+    for o in ours,offloaded:
+        for k in plain: assert torch.equal(o[k], plain[k]), k
+    print(f'{arch}: {most/2**20:.0f} MB plain, {less/2**20:.0f} checkpointed, {least/2**20:.0f} offloaded')
+    assert least < less < most

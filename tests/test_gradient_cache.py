@@ -327,16 +327,22 @@ def test_a_forward_of_its_own_is_kept():
     fit_over_batch(GradientCache(8), m=m)
     assert m.forward is own
 
-def test_validation_and_prediction_are_not_touched():
+@pytest.mark.parametrize('part', [None, lambda m: m.body])
+def test_validation_and_prediction_in_pieces(part):
+    "Loss and predictions are those of whole batches, of 20 samples in batches of 16"
     seen = []
-    class Sees(TwoOutputs):
-        def forward(self, x): seen.append((self.training, len(x))); return super().forward(x)
-    learn = make_learner(32, n=64, m=Sees(), loss_func=info_nce, cbs=GradientCache(8))
+    class Sees(Body):
+        def forward(self, x): seen.append(len(x)); return super().forward(x)
+    learn = make_learner(32, n=64, m=Sees(), loss_func=info_nce, cbs=GradientCache(8, part=part))
     fit(learn, 1)
-    assert [n for training,n in seen if not training] == [16,4] and {n for training,n in seen if training} == {8}
     seen.clear()
-    with quiet(learn): learn.validate()
-    assert [n for _,n in seen] == [16,4]
+    found,preds = [],[]
+    for with_it in True,False:
+        if not with_it: learn.remove_cb(GradientCache)
+        with quiet(learn): found.append(learn.validate()[0]); preds.append(learn.get_preds(act=noop)[0])
+    assert seen == ([8,8,4] if part is None else [16,4])*2+[16,4]*2
+    assert_same(found[:1], found[1:], 1e-7)
+    for a,b in zip(*preds, strict=True): assert_same(a, b, ROUNDING)
 
 # The size that fits
 

@@ -168,3 +168,58 @@ def test_a_count_on_another_device_stays_a_tensor(monkeypatch):
             w.micro = MicroBatch(4)
             times(loss, w.weigh(n, loss.detach())); w.count()
         assert w.items.device.type == w.unit.device.type == w.loss_sum.device.type == 'meta'
+
+# Partials
+
+def test_weights_of_a_partial():
+    "PyTorch's functions take weights that their modules do not"
+    pred,targ,w = torch.randn(3, 4),torch.randn(3, 4),torch.rand(3, 4)
+    assert_same([loss_items(partial(f, weight=w), pred, targ) for f in (F.mse_loss, F.l1_loss)], [float(w.sum())]*2)
+    assert loss_items(partial(F.huber_loss, weight=w), pred, targ) == 12
+    for f in F.mse_loss,F.l1_loss,F.huber_loss:
+        n = loss_items(partial(f, weight=w), pred, targ)
+        assert_same(f(pred, targ, weight=w)*n, (f(pred, targ, reduction='none')*w).sum(), 1e-6)
+
+def test_a_list_in_a_partial():
+    "It cannot be hashed"
+    def weighted(pred, targ, weight): return F.cross_entropy(pred, targ, weight=torch.tensor(weight))
+    assert loss_items(partial(weighted, weight=[1.,2.]), torch.randn(3, 2), torch.tensor([0, 1, 1])) == 3
+
+def test_class_weights_are_not_kept_alive():
+    import weakref
+    w = torch.ones(3)
+    alive = weakref.ref(w)
+    assert loss_items(partial(F.cross_entropy, weight=w), torch.randn(4, 3), torch.tensor([0, 1, 2, 2])) == 4
+    del w
+    assert alive() is None
+
+# Models of Transformers, which compute their loss
+
+def transformer(kind):
+    "A small model that takes its dict as one argument"
+    import transformers
+    from transformers.utils import logging
+    logging.set_verbosity_error()
+    torch.manual_seed(0)
+    small = dict(vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, pad_token_id=0,
+                 hidden_dropout_prob=0., attention_probs_dropout_prob=0., max_position_embeddings=8, num_labels=4)
+    gpt = dict(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0., embd_pdrop=0., attn_pdrop=0., bos_token_id=1, eos_token_id=1)
+    config = transformers.GPT2Config(**gpt) if kind.startswith('GPT2') else transformers.BertConfig(**small)
+    class Model(Module):
+        def __init__(self): self.model = getattr(transformers, kind)(config)
+        def forward(self, batch): return self.model(**batch)
+    return Model()
+
+@pytest.mark.parametrize('kind', ['GPT2LMHeadModel', 'BertForMaskedLM', 'BertForTokenClassification', 'BertForSequenceClassification'])
+def test_labels_in_the_input_of_a_transformer(kind):
+    "Without `num_items`; before, these counted as samples"
+    x,y = tokens()
+    if kind == 'BertForSequenceClassification': y = x[:,0]%4
+    def collate(b): xs,ys = map(torch.stack, zip(*b)); return dict(input_ids=xs, labels=ys),ys
+    def run(bs, cbs=None):
+        m,dl = transformer(kind),torch.utils.data.DataLoader(list(zip(x, y)), bs, collate_fn=collate)
+        return fit(Learner(DataLoaders(dl, dl), m, lambda out,y: out.loss, opt_func=SGD, cbs=cbs), 2)
+    big,small,wrong = run(12),run(12, GradientAccumulation(12, micro_batch_size=3)),run(12, GradientAccumulation(12, micro_batch_size=3, num_items=lambda learn: 3))
+    assert (weights(big)-weights(transformer(kind))).abs().max() > 1e-3
+    assert_same(weights(small), weights(big), 1e-6)  # float32
+    assert kind == 'BertForSequenceClassification' or (weights(wrong)-weights(big)).abs().max() > 1e-4

@@ -4,7 +4,7 @@ import json, os, re, signal, socket, subprocess, sys
 import pytest
 
 from common import *
-from fastxtend_accum.processes import check_wrapped
+from fastxtend_accum.processes import check_sums, check_wrapped
 from test_noise import by_hand, plain_gradient
 
 here = Path(__file__).parent
@@ -101,6 +101,18 @@ def test_a_loss_over_the_batch_of_each_process(world):
         assert 'cannot split the forward pass of a sharded' in res['gradient_cache_sharded']
     (cached,_),(whole,_) = (messages(world, o) for o in ('gradient_cache', 'whole_batch'))
     assert cached == whole and len(cached) == len(results[0]['gradient_cache']['losses']) > 3
+
+def test_checkpointing(world):
+    "Weights and buffers are those of the plain fit in each process, bit for bit, with as many messages"
+    n,results = world
+    for res in results:
+        ours,plain = res['checkpointed'],res['whole_normed']
+        assert_same(ours['weights'], plain['weights'])
+        assert_same(ours['losses'], plain['losses'])
+        for a,b in zip(ours['buffers'], plain['buffers'], strict=True): assert_same(a, b)
+        assert (ours['buffers'][0] != 0).all()
+        assert 'sharded or replicated' in res['checkpointed_sharded']
+    assert messages(world, 'checkpointed') == messages(world, 'whole_normed')
 
 def test_schedule(world):
     n,_ = world
@@ -227,12 +239,50 @@ def test_one_nan_in_one_process(world, name):
     steps = together(windows(96//world[0], 4, 16, 'step', 2), shares)
     check(world, name, steps[:1]+steps[2:])
 
+@pytest.mark.parametrize('name', ['bfloat16','bfloat16_cut_short','bfloat16_one_micro_batch'])
+def test_bfloat16_weights_are_averaged_in_float32(world, name):
+    "The float32 sums of all processes, rounded once; for three processes, whose sums have an order, but for their last digit"
+    n,results = world
+    m,(x,y),shares = model().bfloat16(),(o.bfloat16() for o in data(96)),dealt(96, n)
+    opt = sgd(m.parameters())
+    n_micro = 96//n//4
+    ran = 1 + next(i for i in range(n_micro) if i/n_micro >= 0.4) if 'cut_short' in name else n_micro
+    for idxs,_ in windows(ran*4, 4, 4 if 'one_micro' in name else 16, 'step', 2):
+        sums = [torch.zeros_like(p, dtype=torch.float32) for p in m.parameters()]
+        for share in shares:
+            for i in range(0, len(idxs), 4):
+                micro = [share[j] for j in idxs[i:i+4]]
+                opt.zero_grad()
+                F.mse_loss(m(x[micro]).float(), y[micro].float()).backward()
+                for s,p in zip(sums, m.parameters()): s += p.grad
+        for s,p in zip(sums, m.parameters()): p.grad = (s/(len(idxs)//4*n)).bfloat16()
+        opt.step()
+    for res in results:
+        assert_same(res[name]['weights'], results[0][name]['weights'])
+        assert_same(res[name]['weights'].double(), weights(m).double(), 0. if n == 2 and 'one_micro' not in name else .01)
+        assert not torch.equal(weights(m), weights(model().bfloat16()))
+    buckets,_ = messages(world, name)
+    assert len(buckets) == (len(results[0][name]['accum_bs']) if 'one_micro' in name else 0)
+
+def test_512_bfloat16_gradients_of_1(world):
+    for res in world[1]: assert res['bfloat16_ones'] == [-1., -1.]
+
+def test_a_static_graph_cannot_add_up_in_float32(world):
+    for res in world[1]: assert res['bfloat16_static_graph'].startswith('static_graph=True averages the first gradients in the precision of the weights')
+
+def test_what_adds_up_in_bfloat16_is_refused():
+    "FSDP 1, which has a `no_sync` as DDP has"
+    class FullyShardedDataParallel(nn.Module):
+        def no_sync(self): pass
+    with pytest.raises(ValueError, match='FullyShardedDataParallel adds up gradients in the precision of the weights'): check_sums(FullyShardedDataParallel())
+    check_sums(nn.Identity())
+
 def test_sizes_count_all_processes(world):
     n,results = world
     for res in results:
         first,second,_ = res['errors']
         assert first == (f"accum_bs=4 is not a multiple of {4*n}, {n} processes times the micro-batch of 4 samples that the training "
-                         f"DataLoader yields: use {4*n}, or change the DataLoader's batch size")
+                         f"DataLoader yields: use {4*n}, or change the DataLoader's batch size to {4//n}")
         assert second.startswith(f'final_accum_bs={4*n+4} is not') and f'use {4*n} or {8*n}' in second
 
 def test_what_is_refused(world):
@@ -266,7 +316,8 @@ def test_table_of_the_page(world):
         buckets,scalars = messages(world, name)
         scalars = [o for o in scalars if o != 8]
         steps = 6
-        rows.append([len(buckets)/steps, sum(nbytes for _,nbytes in buckets)/steps, len(scalars)/steps, sum(scalars)/steps])
+        gathers = world[1][0][name]['gathers']  # of the Recorder, which logs their mean
+        rows.append([len(buckets)/steps, sum(nbytes for _,nbytes in buckets)/steps, len(scalars)/steps, sum(scalars)/steps, len(gathers)/steps, sum(gathers)/steps])
     page = ''.join(sum([c['source'] for c in json.loads((here.parent/'nbs/source/06_processes.ipynb').read_text())['cells']], []))
     table = re.findall(r'^\| (?:fastai\'s )?`GradientAccumulation` \|(.*)\|$', page, re.M)
     assert [[float(o) for o in row.split('|')] for row in table] == rows

@@ -151,3 +151,13 @@ def test_preview_of_a_fit_without_a_step():
 def test_no_record_no_plot():
     learn = fit(make_learner(8, cbs=GradientAccumulationSchedule(16, 64, log_accum_batch=False)))
     with pytest.raises(ValueError, match='log_accum_batch=True'): learn.recorder.plot_accum_bs()
+
+def test_an_earlier_fit_is_not_plotted():
+    "The last fit, without the callback, has recorded nothing"
+    learn = fit(make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale()]), 1)
+    learn.recorder.plot_accum_bs()
+    learn.recorder.plot_noise_scale()
+    learn.remove_cbs(learn.cbs.filter(lambda o: isinstance(o, (GradientAccumulation,GradientNoiseScale))))
+    fit(learn, 1)
+    for plot in learn.recorder.plot_accum_bs,learn.recorder.plot_noise_scale:
+        with pytest.raises(ValueError): plot()

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import *
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
+from fastxtend_accum.checkpointing import ActivationCheckpointing
 from fastxtend_accum.gradient_cache import GradientCache
 from fastxtend_accum.processes import Processes
 
@@ -28,9 +29,10 @@ class Traffic(Callback):
     "Counts what the processes tell each other while they train: DDP's buckets by a communication hook, the rest by a wrapper"
     order = DistributedTrainer.order+1
     def before_fit(self):
-        self.buckets,self.scalars,self.silent = [],[],[]
+        self.buckets,self.scalars,self.gathers,self.silent = [],[],[],[]
         if isinstance(self.model, DistributedDataParallel): self.model.register_comm_hook(None, self.bucket)
         self.original,dist.all_reduce = dist.all_reduce,self.all_reduce
+        self.original_gather,dist.all_gather = dist.all_gather,self.all_gather
 
     def bucket(self, state, bucket):
         self.buckets.append((self.learn.train_iter, bucket.buffer().nbytes))
@@ -40,7 +42,11 @@ class Traffic(Callback):
         if not async_op: self.scalars.append(o.nbytes)  # the communication hook's are
         return self.original(o, *args, async_op=async_op, **kwargs)
 
-    def after_fit(self): dist.all_reduce = self.original
+    def all_gather(self, res, o, *args, **kwargs):
+        if self.learn.training: self.gathers.append(o.nbytes)
+        return self.original_gather(res, o, *args, **kwargs)
+
+    def after_fit(self): dist.all_reduce,dist.all_gather = self.original,self.original_gather
 
 class SkipBatch(Callback):
     "Cancels the second micro-batch of each epoch, at `event`"
@@ -69,7 +75,7 @@ def train(learn, n_epoch=2, sync_bn=True, in_ctx=True, **kwargs):
     context = learn.distrib_ctx(cpu=True, sync_bn=sync_bn, kwargs_handlers=handlers) if in_ctx else learn.no_bar()
     with quiet(learn), context: learn.fit(n_epoch, 0.1)
     return dict(weights=weights(learn), losses=losses(learn), accum_bs=getattr(learn.recorder, 'accum_bs', None),
-                buckets=traffic.buckets, scalars=traffic.scalars, grads=sum(float(g.abs().sum()) for g in grads(learn)))
+                buckets=traffic.buckets, scalars=traffic.scalars, gathers=traffic.gathers, grads=sum(float(g.abs().sum()) for g in grads(learn)))
 
 def fit_small(accum, cbs=(), n=96, bs=4, **kwargs):
     args = {k:kwargs.pop(k) for k in ('opt_func','m','loss_func') if k in kwargs}
@@ -215,6 +221,22 @@ def gradient_cache(): return train(make_learner(16, loss_func=spread, cbs=Gradie
 def gradient_cache_sharded():
     try: fit(make_learner(16, m=fully_shard(model(), mesh=init_device_mesh('cpu', (W,))), cbs=GradientCache(5)), 1)
     except ValueError as e: return str(e)
+def normed():
+    torch.manual_seed(0)
+    def block(): return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(.2), nn.Linear(8, 5), nn.Tanh())
+    return nn.Sequential(block(), block(), nn.Linear(5, 1)).double()
+def train_normed(*cbs):
+    learn = make_learner(16, m=normed(), opt_func=Adam, cbs=[*cbs])
+    torch.manual_seed(5)
+    return dict(train(learn, sync_bn=False), buffers=[o.clone() for o in learn.model.buffers()])
+@case
+def whole_normed(): return train_normed()
+@case
+def checkpointed(): return train_normed(ActivationCheckpointing())
+@case
+def checkpointed_sharded():
+    try: fit(make_learner(16, m=fully_shard(normed(), mesh=init_device_mesh('cpu', (W,))), cbs=ActivationCheckpointing()), 1)
+    except ValueError as e: return str(e)
 class NanOnce:
     "A loss that is NaN in one process, at its sixth batch"
     def __init__(self): self.n = 0
@@ -228,6 +250,31 @@ def sharded_nonfinite(): return fit_sharded(loss_func=NanOnce(), skip_nonfinite=
 
 @case
 def float16(): return fit_small(GradientAccumulation(16*W), [CpuMixedPrecision(init_scale=256.)], m=model().float(), loss_func=MSELossFlat())
+def half_loss(pred, targ): return F.mse_loss(pred.float(), targ.float())
+@case
+def bfloat16(): return fit_small(GradientAccumulation(16*W), m=model().bfloat16(), loss_func=half_loss)
+@case
+def bfloat16_cut_short():
+    return fit_small(GradientAccumulation(16*W), [ShortEpochCallback(pct=0.4, short_valid=False)], m=model().bfloat16(), loss_func=half_loss)
+@case
+def bfloat16_one_micro_batch(): return fit_small(GradientAccumulation(4*W), m=model().bfloat16(), loss_func=half_loss)
+@case
+def bfloat16_ones():
+    "The gradient of the mean of 512 micro-batches with a gradient of 1 each, of a model that is wrapped and of one in shards"
+    res = []
+    for wrap in DistributedDataParallel,partial(fully_shard, mesh=init_device_mesh('cpu', (W,))):
+        m = nn.Linear(1, 1, bias=False).bfloat16()
+        with torch.no_grad(): m.weight.zero_()
+        ds = [(torch.ones(1).bfloat16(), torch.zeros(1))]*512*W
+        learn = Learner(DataLoaders(DataLoader(ds, bs=1), DataLoader(ds[:1], bs=1)), wrap(m), lambda pred, targ: pred.float().mean(), opt_func=SGD, cbs=GradientAccumulation(512*W))
+        learn.dls.loaders = [DistributedDL(dl) for dl in learn.dls.loaders]
+        with quiet(learn): learn.fit(1, 1.)
+        w = m.weight
+        res.append((w.full_tensor() if hasattr(w, 'full_tensor') else w).item())
+    return res
+@case
+def bfloat16_static_graph():
+    return error(GradientAccumulation(16*W), m=model().bfloat16(), loss_func=half_loss, static_graph=True)
 def error(accum, **kwargs):
     try: fit_small(accum, **kwargs)
     except ValueError as e: return str(e).splitlines()[-1].strip()

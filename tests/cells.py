@@ -1,0 +1,8 @@
+"The cells of notebooks, where nbdev is not installed, too"
+import json
+from pathlib import Path
+
+root = Path(__file__).parent.parent
+
+def read(path): return json.loads(Path(path).read_text(encoding='utf-8'))['cells']
+def source(cell): return ''.join(cell['source'])

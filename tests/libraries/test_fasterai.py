@@ -1,0 +1,35 @@
+"fasterai: callbacks that change the loss, and that follow a schedule"
+import pytest
+from large_batch import *
+
+pytestmark = pytest.mark.libraries
+
+def net(): return nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+
+def make(bs, callback):
+    g = torch.Generator().manual_seed(1)
+    ds = list(zip(torch.randn(96, 3, 10, 10, generator=g), torch.randint(4, (96,), generator=g)))
+    return Learner(DataLoaders(DataLoader(ds, bs=bs), DataLoader(ds[:16], bs=16)), net(), CrossEntropyLossFlat(), opt_func=SGD, cbs=callback())
+
+def regularize():
+    from fasterai.regularize.all import RegularizeCallback
+    from fasterai.core.criteria import large_final
+    return RegularizeCallback(large_final, 'filter', weight=.01)
+
+def distill():
+    from fasterai.distill.all import KnowledgeDistillationCallback
+    seed(5)
+    def loss(pred, teacher_pred, **kwargs): return F.mse_loss(pred, teacher_pred)
+    return KnowledgeDistillationCallback(net(), loss)
+
+def sparsify():
+    from fasterai.sparse.all import SparsifyCallback
+    from fasterai.core.criteria import large_final
+    from fasterai.core.schedule import one_cycle
+    return SparsifyCallback(.5, 'weight', 'local', large_final, one_cycle)
+
+@pytest.mark.parametrize('callback', [regularize, distill, sparsify])
+def test_exact(callback):
+    d = difference(partial(make, callback=callback))
+    record('fasterai', callback.__name__, d)
+    assert d < 1e-5

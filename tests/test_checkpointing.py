@@ -1,0 +1,360 @@
+"ActivationCheckpointing: weights and buffers of the plain fit, bit for bit, in less memory"
+import pytest, timm
+from fastai.callback.mixup import MixUp
+from fastai.vision.all import DataBlock, ImageBlock, MaskBlock, CategoryBlock, PILImage, PILMask, aug_transforms, create_vision_model, resnet18, resnet34, unet_learner, vision_learner, xresnet18
+
+from common import *
+from fastxtend_accum.checkpointing import ActivationCheckpointing, checkpointed, find_blocks
+from fastxtend_accum.gradient_cache import GradientCache
+from test_gradient_cache import LiveBytes
+from test_life import CANCELS, EVENTS, Fault
+
+def state(learn): return {k:v.clone() for k,v in learn.model.state_dict().items()}
+
+def assert_same_state(a, b):
+    "Weights and buffers, bit for bit"
+    a,b = state(a),state(b)
+    assert a.keys() == b.keys() and len(a) > 3
+    for k in a: assert torch.equal(a[k], b[k]), f'{k} differs by {(a[k].double()-b[k].double()).abs().max()}'
+
+class Runs:
+    "Counts how often the forward pass of a module's children of a kind is run"
+    def __init__(self, model, kind=nn.BatchNorm2d):
+        self.n = 0
+        for m in model.modules():
+            if isinstance(m, kind): m.register_forward_hook(self.count)
+    def count(self, *args): self.n += 1
+
+# Learners as they come
+
+def image(i):
+    rng = np.random.default_rng(i)
+    return PILImage.create(rng.integers(0, 255, (32, 32, 3), dtype=np.uint8))
+def label(i): return 'abc'[i%3]
+def mask(i): return PILMask.create(np.random.default_rng(i).integers(0, 3, (32, 32), dtype=np.uint8))
+
+def image_dls(masks=False, n=24, bs=8):
+    blocks = (ImageBlock, MaskBlock(codes=list('abc'))) if masks else (ImageBlock, CategoryBlock)
+    block = DataBlock(blocks, get_x=image, get_y=mask if masks else label, splitter=lambda o: (list(range(16)), list(range(16, n))),
+                      batch_tfms=aug_transforms(size=32))
+    return block.dataloaders(list(range(n)), bs=bs, num_workers=0)
+
+def learner_of(make, cbs=(), **kwargs):
+    set_seed(42)
+    return make(cbs=cbs, **kwargs)
+
+def resnet(**kwargs): return vision_learner(image_dls(), resnet18, pretrained=False, **kwargs)
+def xresnet(**kwargs): return vision_learner(image_dls(), xresnet18, pretrained=False, normalize=False, n_in=3, **kwargs)
+def unet(**kwargs): return unet_learner(image_dls(True), resnet34, pretrained=False, n_out=3, **kwargs)
+def convnext(**kwargs):
+    m = timm.create_model('convnext_atto', num_classes=3, drop_path_rate=.3, drop_rate=.2, depths=(2, 2, 2, 2), dims=(8, 16, 24, 32))
+    return Learner(image_dls(), m, CrossEntropyLossFlat(), **kwargs)
+class Vit(nn.Module):
+    "A small transformer of PyTorch's own layers, with dropout in its attention"
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 8, 8)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 3)
+    def forward(self, x): return self.head(self.encoder(self.patches(x).flatten(2).transpose(1, 2)).mean(1))
+def transformer(**kwargs): return Learner(image_dls(), Vit(), CrossEntropyLossFlat(), **kwargs)
+
+def trained(make, *cbs, method='fit_one_cycle', n_epoch=2, **kwargs):
+    learn = learner_of(make, [*cbs], **kwargs)
+    before = state(learn)
+    set_seed(7)
+    with quiet(learn): getattr(learn, method)(n_epoch)
+    assert sum(not torch.equal(a, b) for a,b in zip(before.values(), state(learn).values())) > 3
+    return learn
+
+@pytest.mark.parametrize('make,cbs,method', [(resnet, [MixUp], 'fine_tune'), (xresnet, [], 'fit_one_cycle'), (unet, [], 'fit_one_cycle'), (convnext, [MixUp], 'fit_one_cycle'),
+                                            (transformer, [], 'fit_one_cycle')])
+def test_equals_the_plain_fit(make, cbs, method):
+    "Adam, augmentation, dropout, BatchNorm; fine_tune freezes the body first"
+    n_epoch = 1 if make in (resnet, unet) else 2
+    plain,ours = (trained(make, *[o() for o in cbs], *more, method=method, n_epoch=n_epoch) for more in ([], [ActivationCheckpointing()]))
+    assert_same_state(ours, plain)
+    assert losses(ours) == losses(plain) and len(losses(ours)) == len(ours.dls.train)*n_epoch
+    assert not any('forward' in vars(m) for m in ours.model.modules())
+
+# Blocks
+
+def is_sound(blocks, model):
+    "Blocks are modules of the model, or groups of its simple layers, and none is inside of another"
+    inside = [o for b in blocks for o in b.modules()]
+    assert len(inside) == len({*inside})
+    assert {p for b in blocks for p in b.parameters()} <= {*model.parameters()}
+
+def kinds(model):
+    blocks,_ = find_blocks(model)
+    is_sound(blocks, model)
+    return [type(o).__name__ for o in blocks]
+
+def test_blocks():
+    from torchvision import models as tv
+    from transformers import BertConfig, BertModel
+    assert kinds(create_vision_model(resnet18, 3, pretrained=False)) == ['Sequential']+['BasicBlock']*8+['Sequential']
+    assert kinds(learner_of(unet).model) == ['Sequential']+['BasicBlock']*16+['Sequential']+['UnetBlock']*4+['PixelShuffle_ICNR','ResBlock','ConvLayer']
+    assert kinds(timm.create_model('convnext_atto')).count('ConvNeXtBlock') == 12
+    assert kinds(timm.create_model('vit_tiny_patch16_224')) == ['Block']*12
+    assert kinds(tv.resnet18()) == ['BasicBlock']*8
+    assert kinds(tv.convnext_tiny()).count('CNBlock') == 18
+    assert len(kinds(tv.vgg11())) == 8+2
+    assert kinds(BertModel(BertConfig(num_hidden_layers=3, hidden_size=24, num_attention_heads=2, intermediate_size=32))) == ['BertLayer']*3
+    assert kinds(model()) == ['Sequential']
+
+class Plain(nn.Module):
+    "No list of blocks"
+    def __init__(self): super().__init__(); self.a,self.b = nn.Linear(5, 8).double(),nn.Linear(8, 1).double()
+    def forward(self, x): return self.b(self.a(x).tanh())
+
+class Deep(nn.Module):
+    "Blocks with BatchNorm and dropout, for the regression in tests/common.py"
+    def __init__(self, seed=0, width=16, n=4, p=.2):
+        super().__init__()
+        torch.manual_seed(seed)
+        def block(): return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(p), nn.Linear(width, width), nn.Tanh())
+        self.stem,self.layers,self.head = nn.Linear(5, width),nn.ModuleList(block() for _ in range(n)),nn.Linear(width, 1)
+        self.double()
+    def forward(self, x):
+        x = self.stem(x)
+        for o in self.layers: x = x+o(x)
+        return self.head(x)
+
+def deep(*cbs, bs=32, n_epoch=2, m=None, seed=5, **kwargs):
+    learn = make_learner(bs, m=m or Deep(), cbs=[*cbs], opt_func=kwargs.pop('opt_func', Adam), **kwargs)
+    torch.manual_seed(seed)
+    return fit(learn, n_epoch, .01)
+
+@pytest.mark.parametrize('blocks,error,says', [
+    (lambda m: [], ValueError, 'finds no blocks'), (lambda m: None, TypeError, 'must return modules, not None'), (lambda m: [1], TypeError, 'must return modules, not 1'),
+    (lambda m: [nn.Linear(1, 1)], ValueError, 'modules of the model itself, and Linear is none'),
+    (lambda m: [m.layers[0], m.layers[0][0]], ValueError, 'must not be inside of one another, as Linear is')])
+def test_own_blocks_are_checked(blocks, error, says):
+    learn = make_learner(32, m=Deep(), cbs=ActivationCheckpointing(blocks))
+    before = weights(learn)
+    with pytest.raises(error, match=says): fit(learn, 1)
+    assert_same(weights(learn), before)
+
+def test_errors():
+    with pytest.raises(TypeError, match='blocks must be a function of the model, not 3'): ActivationCheckpointing(3)
+    with pytest.raises(TypeError, match='offload must be True or False, not 1'): ActivationCheckpointing(offload=1)
+    with pytest.raises(ValueError, match='finds no blocks in Plain'): fit(make_learner(32, m=Plain(), cbs=ActivationCheckpointing()), 1)
+    with pytest.raises(ValueError, match='replicated DataParallel again'): fit(make_learner(32, m=nn.DataParallel(Deep()), cbs=ActivationCheckpointing()), 1)
+    with pytest.raises(ValueError, match='leave out torch.compile'): fit(make_learner(32, m=torch.compile(Deep()), cbs=ActivationCheckpointing()), 1)
+
+@pytest.mark.parametrize('blocks', [lambda m: m.layers, lambda m: list(m.layers[1:3]), lambda m: (o[0] for o in m.layers), lambda m: m])
+def test_own_blocks(blocks): assert_same_state(deep(ActivationCheckpointing(blocks)), deep())
+
+# With other callbacks
+
+@pytest.mark.parametrize('cbs', [
+    lambda: [GradientAccumulation(32)], lambda: [GradientAccumulation(16, micro_batch_size=8)], lambda: [GradientAccumulation(16, micro_batch_size=5)],
+    lambda: [GradientAccumulation(16, micro_batch_size=5, same_draws=True)], lambda: [GradientAccumulation(16, micro_batch_size='auto')],
+    lambda: [GradientCache(5)], lambda: [GradientCache(5, same_draws=True)], lambda: [GradientCache(5, part=lambda m: m.layers[0])], lambda: [GradientCache('auto')],
+    lambda: [GradientCache(5, same_draws=True), GradientAccumulation(16, micro_batch_size=8, same_draws=True)],
+    lambda: [GradientClip(.01)], lambda: [GradientAccumulation(32), GradientNoiseScale()]], ids=range(12))
+@pytest.mark.parametrize('first', [True, False])
+def test_beside_others(cbs, first):
+    "Equal to the fit with the other callbacks alone, in whichever order they are added"
+    ours = [ActivationCheckpointing()]
+    runs = deep(*(ours+cbs() if first else cbs()+ours), bs=16)
+    assert_same_state(runs, deep(*cbs(), bs=16))
+    assert not any('forward' in vars(m) for m in runs.model.modules())
+
+@pytest.mark.parametrize('amp', ['bf16', 'fp16'])
+def test_mixed_precision(amp):
+    cbs = lambda: [CpuMixedPrecision(amp)]
+    def run(*more): return deep(*cbs(), *more, m=Deep().float())
+    assert_same_state(run(ActivationCheckpointing()), run())
+
+def test_same_draws_equals_the_whole_batch():
+    "Without BatchNorm, pieces of checkpointed blocks draw the whole batch's dropout"
+    def run(*cbs):
+        m = Deep(p=.5)
+        for o in m.layers: o[1] = nn.LayerNorm(16).double()
+        return deep(*cbs, m=m, opt_func=SGD)
+    whole = run()
+    for cbs in ([GradientAccumulation(32, micro_batch_size=7, same_draws=True)], [GradientCache(7, same_draws=True)]):
+        assert_same(weights(run(ActivationCheckpointing(), *cbs)), weights(whole), ROUNDING)
+        assert_same(weights(run(*cbs)), weights(whole), ROUNDING)
+
+class Block(nn.Module):
+    "Two layers; the kinds below have more that the second run must find as the first one did"
+    def __init__(self, n=5): super().__init__(); self.m = nn.Sequential(nn.Linear(n, 5), nn.Tanh(), nn.Linear(5, 5))
+    def forward(self, x): return self.m(x)
+class Spectral(Block):
+    "A buffer that the forward pass changes in place, and uses"
+    def __init__(self): super().__init__(); self.m[0] = nn.utils.parametrizations.spectral_norm(self.m[0])
+class NewBuffer(Block):
+    "A buffer that the forward pass replaces, and uses"
+    def __init__(self): super().__init__(); self.register_buffer('scale', torch.ones(5))
+    def forward(self, x):
+        if self.training: self.scale = .9*self.scale + .1*x.detach().abs().mean(0)
+        return self.m(x/self.scale)
+class SharedBuffer(Block):
+    "A buffer of two modules: one changes it, the other uses it"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('scale', torch.ones(5, dtype=torch.float64))
+        self.reads = nn.Module()
+        self.reads.register_buffer('scale', self.scale)
+    def forward(self, x):
+        if self.training: self.scale.lerp_(x.detach().abs().mean(0), .1)
+        return self.m(x/self.reads.scale)
+class PythonRandom(Block):
+    def forward(self, x): return self.m(x*(1+random.random()))
+class NumpyRandom(Block):
+    def forward(self, x): return self.m(x*(1+np.random.rand()))
+
+class Chain(nn.Module):
+    "Blocks in a row"
+    def __init__(self, make):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers,self.head = nn.ModuleList(make() for _ in range(3)),nn.Linear(5, 1)
+        self.double()
+    def forward(self, x):
+        for o in self.layers: x = o(x)
+        return self.head(x)
+class DenseBlock(Block):
+    def forward(self, outputs): return self.m(torch.cat(outputs, 1))
+class Dense(Chain):
+    "Blocks that get the list of all outputs so far, which then gets theirs"
+    def __init__(self, _):
+        super().__init__(map(DenseBlock, (5, 10, 15)).__next__)
+        self.head = nn.Linear(20, 1).double()
+    def forward(self, x):
+        outputs = [x]
+        for o in self.layers: outputs.append(o(outputs))
+        return self.head(torch.cat(outputs, 1))
+
+@pytest.mark.parametrize('offload', [False, True])
+@pytest.mark.parametrize('make', [Spectral, NewBuffer, SharedBuffer, PythonRandom, NumpyRandom, DenseBlock])
+def test_the_second_run_finds_what_the_first_did(make, offload):
+    def run(*cbs):
+        m = (Dense if make is DenseBlock else Chain)(make)
+        set_seed(3)
+        return deep(*cbs, m=m)
+    assert_same_state(run(ActivationCheckpointing(lambda m: m.layers, offload)), run())
+
+@pytest.mark.parametrize('make,draw', [(PythonRandom, random.random), (NumpyRandom, np.random.rand)])
+def test_the_second_run_leaves_the_generators_as_they_are(make, draw):
+    def after(*cbs):
+        set_seed(3)
+        deep(*cbs, m=Chain(make))
+        return draw()
+    assert after(ActivationCheckpointing(lambda m: m.layers)) == after()
+
+def test_a_block_whose_input_changes_afterwards():
+    "Offloaded it has a copy, also where everything is on the CPU; else PyTorch raises an error"
+    class Changes(Block):
+        def forward(self, x): return self.m(x.mul_(1.1) if x.grad_fn else x)
+    class Linear(Changes):  # its own output may change: no layer has kept it
+        def __init__(self): super().__init__(); self.m = self.m[1:]
+    blocks = lambda m: m.layers
+    assert_same_state(deep(ActivationCheckpointing(blocks, offload=True), m=Chain(Linear)), deep(m=Chain(Linear)))
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'): deep(ActivationCheckpointing(blocks), m=Chain(Linear))
+
+def test_blocks_run_twice_and_frozen_ones_once():
+    for freeze,per_batch in (False, 2), (True, 1):
+        m = Deep()
+        if freeze:
+            for p in [*m.stem.parameters(), *m.layers.parameters()]: p.requires_grad_(False)
+        runs = Runs(m, nn.BatchNorm1d)
+        learn = deep(ActivationCheckpointing(), m=m, n_epoch=1)
+        n_valid = 4*len(learn.dls.valid)
+        assert runs.n == 4*3*per_batch+n_valid
+        with quiet(learn): learn.validate()
+        assert runs.n == 4*3*per_batch+2*n_valid
+
+def test_lr_find():
+    plain,ours = (make_learner(32, m=Deep(), opt_func=Adam, cbs=cbs) for cbs in (None, ActivationCheckpointing()))
+    for learn in plain,ours:
+        torch.manual_seed(3)
+        with quiet(learn): learn.lr_find(num_it=6, show_plot=False)
+    assert losses(plain) == losses(ours)
+    assert_same_state(ours, plain)
+
+def test_export_after_an_interrupt(tmp_path):
+    learn = learner_of(transformer, [ActivationCheckpointing(), Fault(KeyboardInterrupt, 'before_backward', 2, 0)], path=tmp_path)
+    with pytest.raises(KeyboardInterrupt): fit(learn, 1)
+    learn.remove_cb(Fault)
+    learn.export('ours.pkl')
+    loaded,x = load_learner(tmp_path/'ours.pkl'),torch.randn(2, 3, 32, 32)
+    assert_same(loaded.model.eval()(x), learn.model.eval()(x))
+    assert not any('forward' in vars(m) for m in loaded.model.modules())
+
+@pytest.mark.parametrize('event', EVENTS)
+@pytest.mark.parametrize('exc', [KeyboardInterrupt, ZeroDivisionError, *CANCELS, CancelStepException, CancelBackwardException])
+def test_a_fault_leaves_nothing(exc, event):
+    def run(*cbs):
+        learn = make_learner(32, n=64, m=Deep(p=0, n=2), opt_func=Adam, cbs=[*cbs, Fault(exc, event, 2, 7)])
+        try: fit(learn, 1)
+        except BaseException: pass
+        assert '_do_one_batch' not in vars(learn) and not any('forward' in vars(m) for m in learn.model.modules())
+        learn.remove_cb(Fault)
+        return fit(learn, 1)
+    assert_same_state(run(ActivationCheckpointing()), run())
+
+def test_an_error_in_the_second_run_leaves_nothing():
+    class Fails(nn.Tanh):
+        n = 0
+        def forward(self, x):
+            Fails.n += self.training
+            if Fails.n == 7: raise ZeroDivisionError('on purpose')
+            return super().forward(x)
+    m = Deep()
+    for o in m.layers: o[2] = Fails()
+    learn = make_learner(32, m=m, cbs=ActivationCheckpointing())
+    with pytest.raises(ZeroDivisionError): fit(learn, 1)
+    assert '_do_one_batch' not in vars(learn) and not any('forward' in vars(m) for m in learn.model.modules())
+
+# Memory
+
+class Measured(Callback):
+    "Bytes that are alive at the end of the forward pass of the first batch, and the most in it, without the model's own"
+    def before_batch(self):
+        if not self.training: return
+        self.live = LiveBytes().__enter__()
+        self.live.sizes.update({o.untyped_storage()._cdata:0 for o in self.model.state_dict(keep_vars=True).values()})
+    def after_loss(self):
+        if self.training: self.kept = sum(self.live.sizes.values())
+    def before_step(self): self.live.__exit__(None, None, None); raise CancelFitException
+
+@pytest.mark.parametrize('make,at_most', [(resnet, .25), (unet, .5), (convnext, .3), (transformer, .3)])
+def test_live_bytes(make, at_most):
+    def run(*cbs): return learner_of(make, [Measured(), *cbs])
+    (plain,peak),(ours,our_peak) = ((o.measured.kept, o.measured.live.peak) for o in [fit_once(run(*cbs)) for cbs in ([], [ActivationCheckpointing()])])
+    assert ours < at_most*plain and our_peak < peak, (ours/plain, our_peak/peak)
+
+def fit_once(learn): return fit(learn, 1, 1e-3)
+
+@pytest.mark.parametrize('cb', [lambda: GradientAccumulation(64, micro_batch_size='auto'), lambda: GradientCache('auto')])
+def test_auto_finds_more_samples(cb):
+    from fastxtend_accum.demo import Activations
+    def run(*cbs):
+        learn = make_learner(64, n=64, m=Deep(width=64, n=8), cbs=[Activations(limit=.2), cb(), *cbs])
+        fit(learn, 1)
+        return (learn._grab_cbs(GradientAccumulation)+learn._grab_cbs(GradientCache))[0].micro_bs
+    plain,ours = run(),run(ActivationCheckpointing())
+    assert plain < ours <= 64
+
+def test_micro_bs_find_finds_more_samples():
+    from fastxtend_accum.demo import Activations
+    def run(*cbs): return make_learner(64, n=64, m=Deep(width=64, n=8), cbs=[Activations(limit=.2), *cbs]).micro_bs_find()
+    assert run() < run(ActivationCheckpointing()) <= 64
+
+def test_offload(monkeypatch):
+    "The blocks' inputs pass through `save_on_cpu`, and nothing that is inside of them"
+    from torch.autograd.graph import save_on_cpu
+    seen = []
+    class Counted(save_on_cpu):
+        def __init__(self, pin_memory):
+            super().__init__(pin_memory)
+            pack,unpack = self.pack_hook,self.unpack_hook
+            self.pack_hook = lambda t: (seen.append(tuple(t.shape)), pack(t))[1]
+    monkeypatch.setattr('fastxtend_accum.checkpointing.save_on_cpu', Counted)
+    ours = deep(ActivationCheckpointing(offload=True))
+    assert_same_state(ours, deep())
+    assert seen == [(32,16)]*4*3*2

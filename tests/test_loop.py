@@ -1,0 +1,365 @@
+"A batch stays a batch: with `micro_batch_size` only the model runs in pieces. Against the same Learner without the callback"
+import functools
+import pytest
+from fastai.callback.mixup import CutMix, MixUp
+from fastai.callback.progress import ProgressCallback
+
+from common import *
+from fastxtend_accum.loop import BatchLoop
+from test_gradient_cache import TwoOutputs, info_nce
+from test_life import CANCELS, EVENTS, Fault
+
+FLOAT32 = 5e-6
+
+def images(n=96):
+    g = torch.Generator().manual_seed(3)
+    return list(zip(torch.randn(n, 3, 8, 8, generator=g), torch.randint(4, (n,), generator=g)))
+
+def classifier(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, 4))
+
+def vision(cbs, bs=32, n=96, m=None, **kwargs):
+    ds = images(n+24)
+    return Learner(DataLoaders(DataLoader(ds[:n], bs=bs), DataLoader(ds[n:], bs=24)), classifier() if m is None else m, CrossEntropyLossFlat(),
+                   opt_func=SGD, cbs=cbs, **kwargs)
+
+def seeded_fit(learn, n_epoch=2, **kwargs):
+    set_seed(5)
+    return fit(learn, n_epoch, **kwargs)
+
+splits = pytest.mark.parametrize('make', [lambda: GradientAccumulation(micro_batch_size=8), lambda: GradientAccumulation(32, micro_batch_size=7), lambda: GradientAccumulation(32, micro_batch_size='auto'),
+                                          lambda: GradientAccumulationSchedule(32, 32, micro_batch_size=5), lambda: GradientCache(8)])
+
+# What acts once a batch
+
+class OwnNoise(Callback):
+    "A user's own augmentation, with draws of its own"
+    run_valid = False
+    def before_batch(self): self.learn.xb = (self.x + torch.randn(1, 3, 1, 1) + torch.randn_like(self.x),)
+
+class OwnMix(Callback):
+    "Partners and shares of a user's own, which the loss needs"
+    run_valid,per_sample = False,('share','partner')
+    def before_fit(self): self.old,self.learn.loss_func = self.learn.loss_func,self.loss
+    def before_batch(self):
+        order = torch.randperm(len(self.y))
+        self.share,self.partner = torch.rand(len(self.y)),self.y[order]
+        self.learn.xb = (self.x.lerp(self.x[order], self.share[:,None,None,None]),)
+    def loss(self, pred, targ):
+        if not self.training: return self.old(pred, targ)
+        return F.cross_entropy(pred, targ, reduction='none').lerp(F.cross_entropy(pred, self.partner, reduction='none'), self.share).mean()
+    def after_fit(self): self.learn.loss_func = self.old
+
+@splits
+@pytest.mark.parametrize('mix', [MixUp, CutMix, OwnNoise, OwnMix])
+def test_what_draws_once_a_batch(mix, make):
+    big,small = (seeded_fit(vision([mix(), *o])) for o in ([], [make()]))
+    assert (weights(big)-weights(classifier())).abs().max() > 1e-3
+    assert_same(weights(small), weights(big), FLOAT32)
+    assert_same(losses(small), losses(big), FLOAT32)
+    assert_same(floats(small.recorder.values), floats(big.recorder.values), FLOAT32)
+
+@pytest.mark.parametrize('loss', [MSELossFlat, lambda: mse])
+def test_mixed_targets(loss):
+    "Where the loss takes no labels, MixUp mixes the targets"
+    def run(cbs):
+        learn = make_learner(32, cbs=[MixUp(), *cbs], m=model().float(), loss_func=loss())
+        return seeded_fit(learn)
+    assert_same(weights(run([GradientAccumulation(32, micro_batch_size=5)])), weights(run([])), FLOAT32)
+
+class Sees(Callback):
+    "What each event sees: samples of the inputs, the targets and the output, and how many values the loss has"
+    order = 99
+    def __init__(self): self.seen = []
+    def note(self, event): self.seen.append((event, len(self.x), len(self.y), len(p) if (p := vars(self.learn).get('pred')) is not None else None, *((self.iter, self.n_iter) if event == 'after_batch' else ())))
+for o in 'before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step','after_batch':
+    setattr(Sees, o, lambda self, o=o: self.training and self.note(o))
+
+def test_events():
+    "33 samples in pieces of at most 16, two batches a window"
+    sees = Sees()
+    learn = make_learner(33, n=66, cbs=[GradientAccumulation(66, micro_batch_size=16), sees])
+    fit(learn, 1)
+    pieces = [(o, 11, 11, 11) for o in ('after_pred','after_loss','before_backward','after_backward')]*3
+    batch = [o for o in sees.seen if o[0] != 'before_batch']
+    assert batch == [*pieces, ('after_batch', 33, 33, 33, 0, 2), *pieces, ('before_step', 33, 33, 33), ('after_step', 33, 33, 33), ('after_batch', 33, 33, 33, 1, 2)]
+    assert [o[1:3] for o in sees.seen if o[0] == 'before_batch'] == [(33, 33)]*2
+
+@pytest.mark.parametrize('accum', [32, 96])
+def test_the_loss_and_the_outputs_of_the_batch(accum):
+    seen = {}
+    for name,cbs in dict(big=[], small=[GradientAccumulation(accum, micro_batch_size=5)]).items():
+        seen[name] = []
+        learn = make_learner(32, cbs=[*cbs, Callback(after_batch=lambda self, o=seen[name]: self.training and o.append((float(self.loss), self.pred.detach())))], lr=0)
+        fit(learn, 1, lr=0.)
+    assert_same([o for o,_ in seen['small']], [o for o,_ in seen['big']], FLOAT32)
+    assert_same(torch.cat([o for _,o in seen['small']]), torch.cat([o for _,o in seen['big']]), ROUNDING)
+
+def spread(pred, targ): return (pred-targ).abs().max()-(pred-targ).abs().min()
+
+@splits
+def test_training_metrics_that_are_no_means(make):
+    rows = []
+    for cbs in [],[make()]:
+        learn = make_learner(32, n=100, metrics=[spread, AccumMetric(lambda p,t: (p*t).sum().float(), flatten=False)], cbs=cbs)
+        learn.recorder.train_metrics = True
+        rows.append(floats(fit(learn, 2).recorder.values))
+    assert len(rows[0]) == 2 and len(rows[0][0]) >= 5
+    assert_same(rows[1], rows[0], FLOAT32)
+
+def test_the_position_is_that_of_loader_batches():
+    def run(cbs):
+        seen = []
+        learn = make_learner(32, n=100, cbs=[*cbs, Callback(before_batch=lambda self: seen.append((self.iter, self.n_iter, self.train_iter, self.learn.pct_train)))])
+        fit(learn, 2)
+        return seen
+    big,small = run([]),run([GradientAccumulation(32, micro_batch_size=8)])
+    assert small == big and len(big) == 2*(4+2)
+
+def test_mixed_precision_and_regularizer():
+    "Autocast is on in every forward pass and off in every backward pass; the penalty of RNNRegularizer is weighted"
+    class Penalty(Callback):
+        order,run_valid = 1,False
+        def after_loss(self): self.learn.loss_grad = self.learn.loss_grad + .01*self.pred.float().pow(2).mean()
+    def run(cbs): return seeded_fit(make_learner(32, m=model().float(), loss_func=MSELossFlat(), cbs=[Penalty(), *cbs]), 2)
+    assert_same(weights(run([GradientAccumulation(32, micro_batch_size=8)])), weights(run([])), FLOAT32)
+    on = []
+    class Looks(nn.Sequential):
+        def forward(self, x): on.append(torch.is_autocast_enabled('cpu')); return super().forward(x)
+    learn = make_learner(32, m=Looks(*model().float()), loss_func=MSELossFlat(), cbs=[CpuMixedPrecision('bf16'), GradientAccumulation(64, micro_batch_size=8),
+                         Callback(before_backward=lambda self: on.append(not torch.is_autocast_enabled('cpu')))])
+    fit(learn, 1)
+    assert all(on) and len(on) == 12*2+3 and not torch.is_autocast_enabled('cpu')
+
+# Validation and prediction
+
+class Largest(nn.Module):
+    "Notes the largest batch it has seen; runs out of memory above `limit`"
+    def __init__(self, m, limit=math.inf): super().__init__(); self.m,self.limit,self.sizes = m,limit,[]
+    def forward(self, x):
+        self.sizes.append(len(x))
+        if len(x) > self.limit: raise torch.OutOfMemoryError('CUDA out of memory')
+        return self.m(x)
+
+@pytest.mark.parametrize('make, limit, sizes', [(lambda: GradientAccumulation(micro_batch_size=8), math.inf, [8,8,8]), (lambda: GradientAccumulation(micro_batch_size='auto'), math.inf, [24]),
+                                                (lambda: GradientAccumulation(micro_batch_size='auto'), 9, [24,12,6,6,6,6]), (lambda: GradientCache('auto'), 9, [24,12,6,6,6,6])])
+def test_validation_and_prediction(make, limit, sizes):
+    "A loss over the batch, metrics, predictions: those of whole batches; out of memory halves"
+    def over_batch(pred, targ): return (pred.softmax(1).std(0).sum() + F.cross_entropy(pred, targ))
+    def run(cbs, limit):
+        learn = vision(cbs, m=Largest(classifier(), limit), metrics=[accuracy, AccumMetric(lambda p,t: p.std(), flatten=False)])
+        learn.loss_func = over_batch
+        res = []
+        with quiet(learn):
+            res.append(list(learn.validate()))
+            first = list(learn.model.sizes)
+            res += [learn.get_preds(act=noop)[0], learn.get_preds(with_input=True, act=noop)[0], learn.get_preds(dl=[learn.dls.valid.one_batch()], act=noop)[0]]
+            assert 'forward' not in vars(learn.model) and '_do_one_batch' not in vars(learn)
+            fit(learn, 1, lr=0.)
+            res += [floats(learn.recorder.values)[0][1:]]  # the loss over the batch is another one in training
+        return first,res
+    (_,big),(first,small) = run([], math.inf),run([make()], limit)
+    assert first == sizes
+    for a,b in zip(small, big, strict=True): assert_same(a, b, FLOAT32)
+
+def test_tta_and_predict():
+    from fastai.vision.all import CategoryBlock, DataBlock, ImageBlock, PILImage, Resize, aug_transforms, ColReader
+    ims = [PILImage.create(np.uint8(np.random.RandomState(i).rand(24, 24, 3)*255)) for i in range(24)]
+    def run(cbs):
+        block = DataBlock((ImageBlock, CategoryBlock), get_x=lambda i: ims[i], get_y=lambda i: 'ab'[i%2], splitter=lambda o: (list(range(16)), list(range(16, 24))), batch_tfms=aug_transforms(size=16))
+        learn = Learner(block.dataloaders(list(range(24)), bs=8, val_bs=8), Largest(nn.Sequential(nn.Flatten(), nn.Linear(3*16*16, 2))), CrossEntropyLossFlat(), cbs=cbs)
+        for p in learn.model.parameters(): p.data = torch.linspace(-.1, .1, p.numel()).view_as(p)
+        with quiet(learn):
+            set_seed(0)
+            res = learn.tta(n=2)[0],learn.predict(3)[2]
+        return res,max(learn.model.sizes)
+    (a,n),(b,m) = run([GradientAccumulation(micro_batch_size=3)]),run([])
+    assert n == 3 and m == 8
+    for x,y in zip(a, b, strict=True): assert_same(x, y, FLOAT32)
+
+def test_outputs_are_freed_as_they_are_joined():
+    "Two outputs for each sample, 8 pieces: what is alive when the loss is computed is the joined outputs alone"
+    import weakref
+    made,alive = [],[]
+    class Two(nn.Module):
+        def __init__(self): super().__init__(); self.m = nn.Linear(5, 1).double()
+        def forward(self, x):
+            o = self.m(x),self.m(-x)
+            if not self.training: made.extend(map(weakref.ref, o))
+            return o
+    def loss(pred, targ): alive.append(sum(o() is not None for o in made)); return mse(pred[0], targ)
+    learn = make_learner(8, m=Two(), loss_func=loss, cbs=GradientAccumulation(8, micro_batch_size=2))
+    with quiet(learn): learn.validate()
+    assert len(made) == 20 and max(alive) == 0
+
+def test_a_loss_from_the_model_is_validated_whole():
+    "Such outputs cannot be joined"
+    class Own(nn.Module):
+        def __init__(self): super().__init__(); self.m = model()
+        def forward(self, x): p = self.m(x); return {'loss':p.pow(2).mean(), 'pred':p}
+    def run(cbs): return fit(make_learner(32, m=Own(), loss_func=lambda p,t: p['loss'].float(), cbs=cbs), 1)
+    big = run([])
+    with pytest.warns(UserWarning, match=r'validation does not run in pieces: cannot join outputs of shape \(\)'): small = run([GradientAccumulation(32, micro_batch_size=8)])
+    assert_same(weights(small), weights(big), ROUNDING)
+    assert_same(floats(small.recorder.values), floats(big.recorder.values), FLOAT32)
+
+# The search
+
+def test_callbacks_that_set_up_before_training(capsys):
+    "They are ready when sizes are tried, and see the batch once; the inputs are as they were, though the model works in place"
+    class SetsUp(Callback):
+        order,run_valid = 60,False
+        def before_train(self): self.scale,self.batches = 2.,0
+        def before_batch(self): self.batches += 1; self.learn.xb = (self.x*self.scale,)
+        def after_pred(self): self.learn.pred = self.pred/self.scale
+    class InPlace(nn.Sequential):
+        def forward(self, x): return super().forward(x.mul_(.5))
+    def run(micro):
+        learn = make_learner(32, m=InPlace(*model()), cbs=[SetsUp(), GradientAccumulation(32, micro_batch_size=micro)])
+        fit(learn, 1)
+        return learn
+    auto,given = run('auto'),run(32)
+    assert auto.sets_up.batches == 3
+    assert_same(weights(auto), weights(given))
+
+def test_what_is_printed_for_a_schedule(capsys):
+    learn = make_learner(32, n=1024, cbs=GradientAccumulationSchedule(32, 512, micro_batch_size='auto'))
+    fit(learn, 1)
+    assert capsys.readouterr().out == "micro_batch_size='auto': 32 of 32 samples fit in memory\n"
+
+def test_sizes_that_are_no_powers_of_two(capsys):
+    fit(make_learner(48, n=96, cbs=GradientAccumulation(48, micro_batch_size='auto'), m=Largest(model(), 30)), 1)
+    assert capsys.readouterr().out == "micro_batch_size='auto': 24 of 48 samples fit in memory\n"
+
+def test_the_first_error_stays_the_cause():
+    class Broken(Largest):
+        def forward(self, x): raise RuntimeError('cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.')
+    for cb in GradientAccumulation(micro_batch_size='auto'),GradientCache('auto'):
+        with pytest.raises(RuntimeError, match='out of memory with a single sample') as e: fit(make_learner(32, m=Broken(model()), cbs=cb), 1)
+        assert 'non-contiguous input' in str(e.value.__cause__)
+
+@pytest.mark.parametrize('norm, limit, says', [(nn.BatchNorm1d, 9, True), (nn.BatchNorm1d, 17, False), (nn.LayerNorm, 9, False)])
+def test_batchnorm_with_few_samples(capsys, norm, limit, says):
+    m = Largest(nn.Sequential(nn.Linear(5, 4), norm(4), nn.Linear(4, 1)).double(), limit)
+    fit(make_learner(32, m=m, cbs=GradientAccumulation(32, micro_batch_size='auto')), 1)
+    assert ('BatchNorm normalizes 8 samples at a time: add ActivationCheckpointing()' in capsys.readouterr().out) == says
+
+def test_the_cache_takes_part_in_searches(capsys):
+    "With it, the batch of 32 fits; halving it would change the loss"
+    class Both(TwoOutputs):
+        def forward(self, x):
+            if self.training and len(x) > 9: raise torch.OutOfMemoryError('CUDA out of memory')
+            return super().forward(x)
+    def run(m, *cbs): return fit(make_learner(32, m=m, loss_func=lambda p,*t: info_nce(p), cbs=cbs), 1)
+    big = run(TwoOutputs())
+    for cache in 8,'auto':
+        small = run(Both(), GradientAccumulation(32, micro_batch_size='auto'), GradientCache(cache))
+        assert small.gradient_accumulation.micro_bs == 32 and small.gradient_cache.micro_bs == 8
+        assert_same(weights(small), weights(big), ROUNDING)
+    learn = make_learner(32, m=Both(), loss_func=lambda p,*t: info_nce(p), cbs=GradientCache(8))
+    assert learn.micro_bs_find() == 32
+
+# Memory that runs out later
+
+class RunsOut(Callback):
+    "In batch `at`, only `to` samples fit from piece `piece` on"
+    order,run_valid = 98,False
+    def __init__(self, at, to, event='after_pred'): self.at,self.to,self.batches,self.preds,self.seen = at,to,0,[],[]; setattr(self, event, self.check)
+    def before_batch(self): self.batches += 1; self.draw = random.random(); self.seen.append(self.draw)
+    def check(self):
+        self.preds.append(None if self.learn.pred is None else len(self.learn.pred))
+        if self.batches > self.at and len(self.x) > self.to: raise torch.OutOfMemoryError('CUDA out of memory')
+    def after_batch(self): assert self.learn.pred is not None and len(self.learn.pred) == len(self.y)
+
+@pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'before_backward'])
+@pytest.mark.parametrize('accum', [32, 64])
+@pytest.mark.parametrize('make', [lambda accum: [GradientAccumulation(accum, micro_batch_size='auto')]])
+def test_no_callback_sees_that_memory_ran_out(make, accum, event):
+    big = seeded_fit(vision([MixUp(), *([GradientAccumulation(accum)] if accum > 32 else [])], n=128), 2)
+    probe = RunsOut(5, 8, event)
+    with pytest.warns(UserWarning, match='out of memory in training: micro-batches have 8 samples from now on'):
+        small = seeded_fit(vision([MixUp(), *make(accum), probe], n=128), 2)
+    assert probe.batches == 8 and None not in probe.preds and len(set(probe.seen)) == 8
+    assert_same(weights(small), weights(big), FLOAT32)
+    assert_same(losses(small), losses(big), FLOAT32)
+
+def test_the_cache_halves_too():
+    class Squeezed(TwoOutputs):
+        limit = 99
+        def forward(self, x):
+            if self.training and len(x) > self.limit: raise torch.OutOfMemoryError('CUDA out of memory')
+            return super().forward(x)
+    def run(m, *cbs): return fit(make_learner(32, m=m, loss_func=lambda p,*t: info_nce(p), cbs=cbs), 1)
+    big = run(TwoOutputs())
+    with pytest.warns(UserWarning, match='micro-batches have 8 samples'):
+        small = run(Squeezed(), GradientCache('auto'), Callback(before_batch=lambda self: setattr(self.model, 'limit', 99 if self.train_iter < 1 else 9)))
+    assert_same(weights(small), weights(big), ROUNDING)
+
+# The size of a batch
+
+def collated(samples, targets): return torch.stack([a for a,_ in samples]),targets([b for _,b in samples])
+
+def of_targets(bs, targets, loss, cbs, n=64):
+    ds = list(zip(*data(n)))
+    dl = torch.utils.data.DataLoader(ds, batch_size=bs, collate_fn=partial(collated, targets=targets))
+    learn = Learner(DataLoaders(dl, dl), model(), loss, opt_func=SGD, cbs=[*cbs, Callback(before_validate=lambda self: stop(CancelValidException()))])
+    return fit(learn, 1)
+
+@pytest.mark.parametrize('micro', [None, 3])
+def test_a_target_without_a_batch_dimension(micro):
+    def targets(ys): return {'y':torch.stack(ys), 'temperature':torch.ones(1).double()}
+    if micro:
+        with pytest.raises(ValueError, match=r'cannot split a tensor of shape \(1,\) in a batch of 8 samples'):
+            of_targets(8, targets, lambda p,t: mse(p, t['y']), [GradientAccumulation(16, micro_batch_size=micro)])
+        return
+    big,small = (of_targets(bs, targets, lambda p,t: mse(p, t['y']*t['temperature']), cbs) for bs,cbs in ((16, []), (8, [GradientAccumulation(16)])))
+    assert small.recorder.accum_bs == [16]*4
+    assert_same(weights(small), weights(big), ROUNDING)
+
+@pytest.mark.parametrize('n_boxes', [4, 'ragged'])
+@pytest.mark.parametrize('bs, accum, micro', [(4, 8, None), (8, 16, None), (4, 4, 2), (8, 16, 3)])
+def test_targets_that_are_lists_of_boxes(bs, accum, micro, n_boxes):
+    "Four boxes for each of four images are not four inputs of four samples"
+    def targets(ys): return [y.expand(4 if n_boxes == 4 else 1+i%5, 4) for i,y in enumerate(ys)]
+    def loss(pred, boxes): return torch.stack([(p-b).pow(2).mean() for p,b in zip(pred, boxes, strict=True)]).mean().float()
+    big,small = (of_targets(b, targets, loss, cbs) for b,cbs in ((accum, []), (bs, [GradientAccumulation(accum, micro_batch_size=micro)])))
+    assert small.recorder.accum_bs == [accum]*(64//accum)
+    assert_same(weights(small), weights(big), ROUNDING)
+
+def test_outputs_that_are_the_same_in_all_pieces():
+    class Named(nn.Module):
+        def __init__(self): super().__init__(); self.m = model()
+        def forward(self, x): return {'pred':self.m(x), 'kind':'regression', 'n':3, 'nothing':None}
+    def run(cbs): return fit(make_learner(32, m=Named(), loss_func=lambda p,t: mse(p['pred'], t)*p['n'], cbs=cbs), 1, lr=.01)
+    for cb in GradientCache(8),GradientAccumulation(32, micro_batch_size=8): assert_same(weights(run(cb)), weights(run([])), ROUNDING)
+
+@pytest.mark.parametrize('micro', [8, 'auto'])
+def test_a_window_smaller_than_the_loaders_batch(micro):
+    with pytest.raises(ValueError, match='accum_bs=16 is not a multiple of the micro-batch of 32 samples that the training DataLoader yields: use 32, or change the DataLoader.s batch size to 16'):
+        fit(make_learner(32, cbs=GradientAccumulation(16, micro_batch_size=micro)), 1)
+
+# Nothing is left
+
+@pytest.mark.parametrize('order', [-5, 7, 99])
+@pytest.mark.parametrize('event', EVENTS)
+@pytest.mark.parametrize('exc', [KeyboardInterrupt, ZeroDivisionError, *CANCELS, CancelStepException, CancelBackwardException])
+def test_a_fault_leaves_nothing(exc, event, order):
+    for nth in 1,3:
+        learn = make_learner(32, cbs=[GradientAccumulation(32, micro_batch_size=8), Fault(exc, event, nth, order)])
+        try: fit(learn, 1)
+        except BaseException: pass
+        assert '_do_one_batch' not in vars(learn) and 'forward' not in vars(learn.model)
+        learn.remove_cb(Fault)
+        learn.model.load_state_dict(model().state_dict())
+        assert_same(weights(fit(learn, 1, reset_opt=True)), weights(fit(make_learner(32), 1)), ROUNDING)
+
+@pytest.mark.parametrize('nth', range(1, 13))
+@pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'before_backward'])
+@pytest.mark.parametrize('order', [-5, 7, 99])
+def test_a_cancelled_batch_is_left_out_whole(event, order, nth):
+    "In which of its pieces it may be: as where batches are not split; 96 samples in pieces of 8"
+    def run(nth, cbs): return fit(make_learner(32, cbs=[Fault(CancelBatchException, event, nth, order), *cbs], opt_func=partial(SGD, mom=.9)), 1)
+    big,small = run(-(-nth//4), []),run(nth, [GradientAccumulation(32, micro_batch_size=8)])
+    assert_same(weights(small), weights(big), ROUNDING)
+    assert len(losses(small)) == len(losses(big))

@@ -1,0 +1,224 @@
+"`same_draws=True`: a fit in pieces is the fit of the whole batch, with dropout and noise in the model"
+import random
+
+import pytest
+from hypothesis import given, strategies as st
+
+from common import *
+from test_draws import F_again, N, errors, F_, layers, own
+
+class DropPath(nn.Module):
+    "Stochastic depth"
+    def forward(self, x): return x*torch.empty(len(x), 1, 1, dtype=x.dtype, device=x.device).bernoulli_(.8)/.8 if self.training else x
+
+class Noisy(nn.Module):
+    "Attention dropout, dropout of features, tokens and channels, stochastic depth, noise"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp,self.enc,self.path = nn.Linear(5, 8),nn.TransformerEncoderLayer(8, 2, 16, .2, batch_first=True),DropPath()
+        self.again = F_again(nn.TransformerEncoderLayer(8, 2, 16, .2))
+        self.d1,self.d2,self.drop,self.out = nn.Dropout1d(.2),nn.Dropout2d(.2),nn.Dropout(.3),nn.Linear(8, 1)
+    def forward(self, x):
+        x = self.inp(x[:, None]*torch.linspace(-1, 1, 4, dtype=x.dtype, device=x.device)[:, None])
+        if self.training: x = x+.1*torch.randn_like(x)
+        x = self.again(self.path(self.enc(x)).transpose(0, 1)).transpose(0, 1)
+        return self.out(self.drop(self.d2(self.d1(x).unsqueeze(3)).flatten(2).mean(1)))
+
+def noisy(bs, cbs=None, n=100, m=Noisy, **kwargs): return make_learner(bs, n=n, m=m().double(), cbs=cbs, **kwargs)
+
+def run(learn, n_epoch=2, lr=.1):
+    "Fitted from seed 0, and where the random generators stand afterwards"
+    set_seed(0)
+    own.manual_seed(0)
+    fit(learn, n_epoch, lr, method='fit_one_cycle')
+    return learn,(random.random(), np.random.rand(), torch.rand(3).tolist())
+
+def assert_equal(a, b, tol=ROUNDING):
+    "Fits, with where they leave the random generators"
+    (a,stands),(b,stand) = a,b
+    assert_same(weights(a), weights(b), tol)
+    assert_same(losses(a), losses(b), 1e-5)
+    assert_same(floats(a.recorder.values), floats(b.recorder.values), 1e-5)
+    assert stands == stand
+    assert (weights(a)-weights(Noisy())).abs().max() > 1e-3
+
+def accum(accum_bs=32, micro=5, **kwargs): return GradientAccumulation(accum_bs, micro_batch_size=micro, same_draws=True, **kwargs)
+
+@pytest.mark.parametrize('drop_last', [False, True])
+@pytest.mark.parametrize('micro', [16, 8, 7, 5, 4, 2, 'auto'])
+def test_a_fit_in_pieces_is_the_fit_of_the_batch(micro, drop_last):
+    "100 samples in batches of 32: a ragged one at the end, or none"
+    a,b = run(noisy(32, accum(micro=micro), drop_last=drop_last)),run(noisy(32, drop_last=drop_last))
+    assert_equal(a, b)
+
+def test_without_it_the_fits_differ():
+    a,b = run(noisy(32, GradientAccumulation(32, micro_batch_size=8)))[0],run(noisy(32))[0]
+    assert (weights(a)-weights(b)).abs().max() > 1e-3
+
+@draws
+@given(n=st.integers(8, 40), bs=st.integers(3, 20), micro=st.integers(4, 20), k=st.integers(1, 3))
+def test_any_fit(n, bs, micro, k):
+    "Windows of several loader batches: as without pieces"
+    if micro >= bs or n < k*bs: return
+    a,b = (run(noisy(bs, o, n=n), 1) for o in (accum(k*bs, micro), GradientAccumulation(k*bs)))
+    assert_same(weights(a[0]), weights(b[0]), ROUNDING)
+    assert a[1] == b[1]
+
+@pytest.mark.parametrize('cb', [lambda: GradientAccumulation(64), lambda: GradientAccumulationSchedule(32, 64)])
+def test_windows_of_several_loader_batches(cb):
+    kwargs = {k:getattr(cb(), k) for k in ('start_accum_bs','final_accum_bs') if hasattr(cb(), k)} or dict(accum_bs=64)
+    assert_equal(run(noisy(32, type(cb())(**kwargs, micro_batch_size=5, same_draws=True), n=200)), run(noisy(32, cb(), n=200)))
+
+@pytest.mark.parametrize('mix', [MixUp, CutMix])
+def test_mixup_too(mix):
+    "Its partners and shares are drawn once a batch anyway"
+    def images(cbs):
+        x,y = (o.float() for o in data(100))
+        ds = list(zip(x[:, :, None, None].expand(-1, -1, 4, 4).contiguous(), y))
+        m = nn.Sequential(nn.Conv2d(5, 8, 3), nn.Dropout2d(.3), nn.Flatten(), nn.Dropout(.3), nn.Linear(32, 1))
+        for i,p in enumerate(m.parameters()): nn.init.normal_(p, std=.1, generator=torch.Generator().manual_seed(i))
+        return Learner(DataLoaders(DataLoader(ds, bs=32), DataLoader(ds[:20], bs=16)), m, mse_of_samples, opt_func=SGD, cbs=[mix(), *cbs])
+    a,b = run(images([accum()])),run(images([]))
+    assert_same(weights(a[0]), weights(b[0]), 1e-6)  # fastai mixes in float32
+    assert a[1] == b[1]
+
+mse_of_samples = type('MSE', (), dict(y_int=True, reduction='mean', __call__=lambda self, pred, targ: (l.float() if (l := ((pred-targ)**2).squeeze(1)).ndim and self.reduction == 'none' else l.mean().float())))()
+
+@pytest.mark.parametrize('name', ['lstm','gru','images','sequence_first','weight_drop','layer_drop','own_generator','choice'])
+def test_layers(name):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.inp,self.layer,self.out = nn.Linear(5, 48),layers[name](),nn.Linear(48, 1)
+        def forward(self, x): return self.out(self.layer(self.inp(x).unflatten(1, (6, 8))).flatten(1))
+    a,b = run(noisy(32, accum(micro=9), m=Net)),run(noisy(32, m=Net))
+    assert_same(weights(a[0]), weights(b[0]), ROUNDING)
+    assert a[1] == b[1]
+
+def test_adam_and_clipping():
+    kwargs = dict(opt_func=partial(Adam, wd=.01))
+    assert_equal(run(noisy(32, [accum(), GradientClip(.1)], **kwargs)), run(noisy(32, GradientClip(.1), **kwargs)), 1e-9)
+
+@pytest.mark.parametrize('mode', ['bf16','fp16'])
+def test_mixed_precision(mode):
+    "As close to the batch as the rounding of half precision, whose sums have another order; without it an order of magnitude away"
+    def half(*cbs): return run(make_learner(32, n=96, m=Noisy(), loss_func=MSELossFlat(), cbs=[CpuMixedPrecision(mode, init_scale=1.), *cbs]), 1, .01)
+    whole,same,other = half(),half(accum()),half(GradientAccumulation(32, micro_batch_size=5))
+    near,far = ((weights(o[0])-weights(whole[0])).norm() for o in (same, other))
+    assert 0 < 10*near < far and same[1] == whole[1]
+
+@pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)
+def test_convnext(dtype, layout):
+    "timm's, with stochastic depth and dropout before the head, as it comes; both memory layouts of images"
+    timm = pytest.importorskip('timm')
+    def fitted(*cbs):
+        torch.manual_seed(0)
+        m = timm.create_model('convnext_atto', num_classes=10, drop_path_rate=.3, drop_rate=.4).to(dtype=dtype, memory_format=layout)
+        x = torch.randn(24, 3, 32, 32, dtype=dtype).contiguous(memory_format=layout)
+        dls = DataLoaders(DataLoader(list(zip(x, torch.randint(10, (24,)))), bs=12), DataLoader([(x[0], tensor(0))], bs=1))
+        learn = Learner(dls, m, lambda pred, targ: F.cross_entropy(pred, targ).float(), opt_func=SGD, cbs=list(cbs))
+        before = weights(m)
+        learn,stands = run(learn, 1)
+        return weights(learn)-before,stands
+    (whole,stands),(same,stand),(other,_) = fitted(),fitted(GradientAccumulation(12, micro_batch_size=5, same_draws=True)),fitted(GradientAccumulation(12, micro_batch_size=5))
+    off,far = ((o-whole).norm()/whole.norm() for o in (same, other))
+    assert off < {torch.float32:1e-3, torch.float64:1e-11}[dtype] and far > .1 and stand == stands
+
+class Limited(Noisy):
+    "Out of memory with more than 9 samples"
+    def forward(self, x):
+        if self.training and len(x) > self.limit: raise torch.OutOfMemoryError('CUDA out of memory')
+        return super().forward(x)
+    limit = 9
+
+def test_auto_finds_pieces():
+    a,b = run(noisy(32, accum(micro='auto'), m=Limited)),run(noisy(32))
+    assert a[0].gradient_accumulation.micro_bs == 8
+    assert_equal(a, b)
+
+@pytest.mark.filterwarnings('ignore:out of memory in training')
+@pytest.mark.parametrize('at', [0, 1, 2])
+def test_out_of_memory_in_a_batch(at):
+    "The memory shrinks in the second batch: its pieces come again, with the same numbers"
+    class Shrinks(Callback):
+        order,run_valid = 99,False
+        def before_fit(self): self.seen = 0
+        def after_pred(self):
+            if self.learn.train_iter >= 1 and self.learn.training:
+                if self.seen == at: Limited.limit = 5
+                self.seen += 1
+    try: a = run(noisy(32, [accum(micro='auto'), Shrinks()], m=Limited))
+    finally: Limited.limit = 9
+    assert a[0].gradient_accumulation.micro_bs == 4
+    assert_equal(a, run(noisy(32)))
+
+def test_lr_find_and_the_next_fit():
+    "A search changes no later fit"
+    found = []
+    for cbs in [], [accum()]:
+        learn = noisy(32, cbs)
+        set_seed(0)
+        with learn.no_bar(): found.append((learn.lr_find(num_it=20, stop_div=False, show_plot=False).valley, losses(learn)))
+        found[-1] += run(learn),
+    assert_same(found[0][1], found[1][1], 1e-4)
+    assert_equal(found[0][2], found[1][2])
+
+# GradientCache
+
+def spread(pred, targ): return (((pred-pred.mean(0))**2).mean() + ((pred-targ)**2).mean()).float()  # compares the samples
+
+@pytest.mark.parametrize('micro', [16, 7, 4, 'auto'])
+@pytest.mark.parametrize('part', [None, lambda m: m.enc, lambda m: m.drop], ids=['all','body','dropout'])
+def test_gradient_cache(micro, part):
+    "Also where only a part of the model runs in pieces"
+    m = Limited if micro == 'auto' and part is None else Noisy
+    a,b = run(noisy(32, GradientCache(micro, part=part, same_draws=True), m=m, loss_func=spread)),run(noisy(32, loss_func=spread))
+    assert_equal(a, b)
+
+def test_gradient_cache_in_pieces_of_a_batch():
+    "Both split: the cache a forward pass of the accumulation's pieces"
+    a = run(noisy(32, [accum(micro=16), GradientCache(5, same_draws=True)]))
+    assert_equal(a, run(noisy(32)))
+
+# What cannot be
+
+@pytest.mark.parametrize('make', [lambda **k: GradientAccumulation(32, **k), lambda **k: GradientAccumulationSchedule(16, 32, **k), lambda **k: GradientCache(8, **k)])
+def test_it_is_a_flag(make):
+    with pytest.raises(TypeError, match="same_draws must be True or False, not 'yes'"): make(same_draws='yes')
+
+def test_it_takes_pieces():
+    for cb in GradientAccumulation,partial(GradientAccumulationSchedule, 16),partial(AdaptiveGradientAccumulation, 16):
+        with pytest.raises(ValueError, match='same_draws=True is for batches that are split: set micro_batch_size'): cb(32, same_draws=True)
+    for make in lambda: accum(micro=1), lambda: GradientCache(1, same_draws=True):
+        with pytest.raises(ValueError, match='same_draws=True needs a micro_batch_size of 2 or more, not 1'): make()
+
+@pytest.mark.parametrize('cb', [lambda: accum(), lambda: GradientCache(5, same_draws=True)])
+def test_a_compiled_model_is_an_error_before_training(cb):
+    learn = noisy(32, cb(), m=lambda: torch.compile(Noisy(), backend='eager'))
+    with pytest.raises(ValueError, match='same_draws=True cannot repeat the random numbers of a compiled model'): run(learn)
+    assert_same(weights(learn), weights(Noisy().double()))
+
+@pytest.mark.parametrize('name', ['poisson','pairs_of_samples','samples_shuffled','compiled'])
+def test_what_cannot_be_repeated_stops_the_fit(name):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inp,self.layer,self.out = nn.Linear(5, 48),F_(errors[name][0]),nn.Linear(48, 1)
+        def forward(self, x): return self.out(self.layer(self.inp(x).unflatten(1, (6, 8))).flatten(1))
+    learn = noisy(22, accum(22, 15), n=22, m=Net)
+    with pytest.raises(ValueError, match='same_draws=True'): run(learn)
+
+# Without it
+
+def test_off_it_costs_nothing(monkeypatch):
+    def fails(*args): raise AssertionError
+    monkeypatch.setattr('fastxtend_accum.draws.SameDraws.__init__', fails)
+    for cbs in GradientAccumulation(32, micro_batch_size=8),GradientCache(8): run(noisy(32, cbs, n=96))
+
+def test_a_batch_in_one_piece_costs_nothing(monkeypatch):
+    def fails(*args): raise AssertionError
+    monkeypatch.setattr('fastxtend_accum.draws.SameDraws.rewind', fails)
+    for cbs in accum(micro=32),GradientCache(32, same_draws=True): run(noisy(32, cbs, n=96))
