@@ -18,6 +18,7 @@ from sklearn.datasets import load_digits
 
 from .accumulation import *
 from .schedule import *
+from .rules import *
 
 # %% auto #0
 __all__ = ['text_modules', 'digits_dls', 'digits_learner', 'run_demo', 'weight_difference', 'results', 'plot_results', 'main',
@@ -48,14 +49,16 @@ def run_demo(
     n_epoch:int=5, # Epochs of each fit
     bars:bool=True, # Show progress bars
 )->dict[str,Learner]: # The trained Learners by name
-    "Train the large batch, the accumulated one, and a schedule"
-    learners = {'batch of 128':         digits_learner(128),
-                'accumulated, 8x16':    digits_learner(16, GradientAccumulation(128)),
-                'schedule, 16 to 256':  digits_learner(16, GradientAccumulationSchedule(16, 256, finish=0.8, remainder='carry'))}
-    for name,learn in learners.items():
+    "Train the large batch, the accumulated one, a schedule, and the small batch by itself"
+    lr = 5e-3
+    runs = {'batch of 128':         (digits_learner(128), lr),
+            'accumulated, 8x16':    (digits_learner(16, GradientAccumulation(128)), lr),
+            'schedule, 16 to 256':  (digits_learner(16, GradientAccumulationSchedule(16, 256, finish=0.8, remainder='carry')), lr),
+            'batch of 16':          (digits_learner(16), sqrt_scale(lr, 16/128))}
+    for name,(learn,lr) in runs.items():
         print(name)
-        with nullcontext() if bars else learn.no_bar(): learn.fit_one_cycle(n_epoch, 5e-3)
-    return learners
+        with nullcontext() if bars else learn.no_bar(): learn.fit_one_cycle(n_epoch, lr)
+    return {name:learn for name,(learn,_) in runs.items()}
 
 # %% ../nbs/source/21_demo.ipynb #10e5fab4
 def weight_difference(a:Learner, b:Learner)->float:
@@ -77,7 +80,7 @@ def results(
 def plot_results(learners:dict[str,Learner]):
     "Validation loss and batch size against the samples seen; returns the figure"
     fig,axs = plt.subplots(2, 1, figsize=(6, 5), sharex=True, layout='constrained', height_ratios=(2, 1))
-    styles = dict(color='#E69F00', lw=5),dict(color='#0072B2', lw=1.5),dict(color='#009E73', lw=1.5)
+    styles = dict(color='#E69F00', lw=5),dict(color='#0072B2', lw=1.5),dict(color='#009E73', lw=1.5),dict(color='#CC79A7', lw=1.5)
     for (name,learn),style in zip(learners.items(), styles):
         losses = [o[1] for o in learn.recorder.values]
         epoch = len(learn.dls.train)*learn.dls.train.bs
