@@ -1,8 +1,10 @@
-"What the FAQ says of callbacks and models that are not ours: EMA, SAM, L-BFGS, DataParallel, torch.compile"
+"What the FAQ says of callbacks and models that are not ours: EMA, SAM, L-BFGS, DataParallel, torch.compile, Dice"
 import pytest
 from fastai.distributed import *
 
 from common import *
+from fastai.losses import *
+from fastxtend_accum.claim import check_loss
 
 class EMA(Callback):
     "A running average of the weights, taken at `event`"
@@ -91,3 +93,12 @@ def test_another_size_compiles_again(n, bs, cbs, kwargs, compiled):
     assert len(graphs) == compiled
     assert_same(weights(small), weights(fit(learner(32, model()))), ROUNDING)
     assert_moved(small)
+
+def both(dice): return lambda pred,targ: CrossEntropyLossFlat(axis=1)(pred, targ) + dice(pred, targ)
+
+@pytest.mark.parametrize('loss_func,says', [(DiceLoss(), 'same'), (DiceLoss(reduction='mean'), 'same'), (both(DiceLoss(reduction='mean')), 'same'), (both(DiceLoss()), 'differs')])
+def test_dice(loss_func, says):
+    "fastai's is a sum over samples and classes, which cross-entropy is not"
+    g = torch.Generator().manual_seed(0)
+    pred,targ = torch.randn(13, 3, 6, 6, generator=g),torch.randint(3, (13, 6, 6), generator=g)
+    assert check_loss(loss_func, [(pred[:8], targ[:8]), (pred[8:], targ[8:])]).says == says
