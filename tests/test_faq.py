@@ -1,5 +1,6 @@
 "What the FAQ says of callbacks and models that are not ours: EMA, SAM, L-BFGS, DataParallel, torch.compile, Dice"
 import pytest
+from fastai.callback.mixup import MixUp
 from fastai.distributed import *
 
 from common import *
@@ -102,3 +103,14 @@ def test_dice(loss_func, says):
     g = torch.Generator().manual_seed(0)
     pred,targ = torch.randn(13, 3, 6, 6, generator=g),torch.randint(3, (13, 6, 6), generator=g)
     assert check_loss(loss_func, [(pred[:8], targ[:8]), (pred[8:], targ[8:])]).says == says
+
+@pytest.mark.parametrize('mode', ['fp16', 'bf16'])
+def test_mixup_in_half_precision(mode):
+    "A batch that is split, and the whole batch: as close as half precision allows"
+    def run(*cbs):
+        learn = make_learner(32, n=96, m=model().float(), loss_func=MSELossFlat(), cbs=[MixUp(), CpuMixedPrecision(mode, **({'init_scale':2.**10} if mode == 'fp16' else {})), *cbs])
+        torch.manual_seed(1)
+        return fit(learn, 2)
+    big,split,plain = run(),run(GradientAccumulation(micro_batch_size=8)),fit(make_learner(32, m=model().float(), loss_func=MSELossFlat()), 2)
+    far = (weights(big)-weights(plain)).abs().max()
+    assert (weights(split)-weights(big)).abs().max() < far/10 and far > 1e-3
