@@ -52,9 +52,10 @@ def test_a_second_pass_over_a_batch_that_is_split_is_the_large_batchs(cb, opt_fu
     assert (weights(big)-weights(run(32))).abs().max() > 1e-3
 
 @second_pass
-def test_a_second_pass_over_a_loaders_micro_batches_sees_the_last_one(cb, opt_func):
+@pytest.mark.parametrize('bs,size', [(8, None), (16, 8)])
+def test_a_second_pass_over_a_window_of_several_loader_batches_sees_the_last_one(cb, opt_func, bs, size):
     "Not what one wants: the FAQ says so"
-    big,small = run(32, cb(), opt_func=opt_func),run(8, cb(), GradientAccumulation(32), opt_func=opt_func)
+    big,small = run(32, cb(), opt_func=opt_func),run(bs, cb(), GradientAccumulation(32, micro_batch_size=size), opt_func=opt_func)
     assert (weights(small)-weights(big)).abs().max() > 1e-3
 
 def test_fastai_steps_without_a_closure():
