@@ -174,10 +174,7 @@ def before_batch(self:GradientAccumulation):
     self.begin(self.batches.size)
 
 @patch
-def begin(self:GradientAccumulation,
-    samples:int, # In the micro-batch; as the DataLoader has yielded them: another callback may have changed the batch by now
-    ends_batch:bool=True, # It is the last one of a batch of the DataLoader
-):
+def begin(self:GradientAccumulation, samples:int, ends_batch:bool=True):
     "Begin a micro-batch; the window ends with it if it is full, or the epoch over. The processes do not synchronize before that"
     window = self.window
     ends_window = ends_batch and (window.samples+samples >= window.accum_bs or self.batches.is_last)
@@ -294,9 +291,7 @@ def close_window(self:GradientAccumulation)->bool: # Whether there is anything t
     return True
 
 @patch
-def drop_window(self:GradientAccumulation,
-    why:str, # A warning, which is given once in a fit
-)->bool: # False: there is nothing to step on
+def drop_window(self:GradientAccumulation, why:str)->bool:
     self.window.end('dropped')
     self.learn.opt.zero_grad()
     self.warn_once(why)

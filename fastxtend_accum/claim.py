@@ -30,10 +30,7 @@ class Verdict(NamedTuple):
     why:str='' # Why it cannot tell
 
 # %% ../nbs/source/09_claim.ipynb #b718ba81
-def each_tensor(
-    f:Callable, # A function of a tensor
-    b, # Tensors in tuples, lists, dicts and mappings
-):
+def each_tensor(f:Callable, b):
     "`b` with `f` applied to each of its tensors"
     if isinstance(b, Tensor): return f(b)
     if isinstance(b, Mapping):
@@ -44,11 +41,7 @@ def each_tensor(
     items = [each_tensor(f, o) for o in b]
     return type(b)(*items) if hasattr(b, '_fields') else type(b)(items)
 
-def join_rows(
-    parts:list, # Outputs and targets of each micro-batch
-    samples:list[int], # Samples in each
-    rows_together:bool, # The rows of a sample stand one after the other; else all samples, then all of them again
-):
+def join_rows(parts:list, samples:list[int], rows_together:bool):
     "`join` for tensors with any whole number of rows for each sample"
     def split(n): return lambda o: o.unflatten(0, (n, -1)) if rows_together else o.unflatten(0, (-1, n)).transpose(0, 1)
     joined = join([each_tensor(split(n), b) for b,n in zip(parts, samples)], samples)
@@ -57,9 +50,7 @@ def join_rows(
 # %% ../nbs/source/09_claim.ipynb #07dc8e68
 class LossState(Snapshot):
     "What a call of a loss function can change: the attributes and buffers of all that it holds, but for its Learner; the random generators"
-    def __init__(self,
-        loss_func:Callable, # A module, a function, a method, a partial or any other object that can be called
-    ): super().__init__(loss_func, weights=False)
+    def __init__(self, loss_func:Callable): super().__init__(loss_func, weights=False)
 
     def note(self, o):
         "Note the state of `o`, and of all that it holds"
@@ -77,13 +68,7 @@ class LossState(Snapshot):
         if not isinstance(o, nn.Parameter): self.undo.append(partial(o.data.copy_, o.detach().clone()))
 
 # %% ../nbs/source/09_claim.ipynb #a4097986
-def loss_grads(
-    loss_func:Callable, # The loss function
-    args:tuple, # Outputs and targets; copied, since a loss function may work in place
-    dtype:torch.dtype, # Floating-point numbers that have fewer bits get this type
-    autocasts:bool, # Stay in autocast, if it is on
-    seed:int, # For all random generators
-)->tuple[Tensor,...]:
+def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype, autocasts:bool, seed:int)->tuple[Tensor,...]:
     "The gradient of the loss on each of the outputs; nothing is changed"
     def copy(o): return o.detach().to(torch.promote_types(o.dtype, dtype) if o.is_floating_point() else o.dtype, copy=True)
     pred,*targ = each_tensor(copy, args)
@@ -109,12 +94,7 @@ class LossCheck:
 
     def start(self): "The next micro-batch is the first of a window"; self.parts = []
 
-    def add(self,
-        loss_func:Callable, # The loss function
-        args:tuple, # Outputs and targets
-        samples:int, # Samples of the micro-batch
-        items:Real|Tensor|None, # Items that its loss averages over; None: it is a sum
-    ):
+    def add(self, loss_func:Callable, args:tuple, samples:int, items:Real|Tensor|None):
         "Take in a micro-batch, unless two were enough; with the second one the losses are compared, without a GPU sync"
         if self.is_done or isinstance(items, Real) and items == 0: return
         try:
@@ -165,12 +145,7 @@ def verdict(self:LossCheck)->Verdict:
     if min(by) > self.tolerance: return Verdict('differs', min(by))
     return Verdict('cannot tell', max(by), 'the difference may come from rounding, or from the order of rows')
 
-def check_loss(
-    loss_func:Callable, # The loss function
-    parts:list[tuple], # Outputs and targets of two micro-batches
-    samples:list[int]|None=None, # Samples in each; None: as in the targets
-    items:list|None=None, # Items that each loss averages over, None for a sum; None: ask the loss function
-)->Verdict:
+def check_loss(loss_func:Callable, parts:list[tuple], samples:list[int]|None=None, items:list|None=None)->Verdict:
     "Whether the loss of two micro-batches together is what accumulation makes of their two losses"
     check = LossCheck()
     if samples is None: samples = [batch_size(o) for o in parts]

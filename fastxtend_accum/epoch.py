@@ -29,10 +29,7 @@ def dataset_size(dl)->int|None: # None: `dl` does not say
         try: return len(getattr(dl, o))
         except (AttributeError, TypeError): pass
 
-def epoch_samples(
-    dl, # The training DataLoader, fastai's or PyTorch's
-    loader_bs:int, # Samples in a full batch of it
-)->tuple[int,bool]: # In this process; and whether that is certain: a loader of your own may yield something else than its length says
+def epoch_samples(dl, loader_bs:int)->tuple[int,bool]:
     "Samples that `dl` yields in an epoch, in full batches and perhaps a short one at the end"
     n_batches,n = len(dl),dataset_size(dl)
     if n is not None and is_shared(dl) and dl.drop_last: n_batches = n//loader_bs  # its length rounds up
@@ -56,12 +53,7 @@ class Wrapped(GetAttr):
 
 class LoaderBatches(Wrapped):
     "The training DataLoader for one epoch: its batches, as long as they can fill a window"
-    def __init__(self,
-        dl, # The training DataLoader
-        loader_bs:int, # Samples in a full batch of it
-        at_end:str='step', # What to do with an incomplete window: 'step', 'carry' or 'drop'
-        goes_on:Callable|None=None, # Whether the next batch is needed; None: all are
-    ):
+    def __init__(self, dl, loader_bs:int, at_end:str='step', goes_on:Callable|None=None):
         self.dl,self.loader_bs,self.at_end,self.goes_on,self.seen,self.size = dl,loader_bs,at_end,goes_on,0,0
         self.samples,self.certain = epoch_samples(dl, loader_bs)
         self.needed = self.samples
@@ -77,9 +69,7 @@ class LoaderBatches(Wrapped):
 
 # %% ../nbs/source/02_epoch.ipynb #7a6b1f19
 @patch
-def n_windows(self:LoaderBatches,
-    size:int, # Samples in a window, in this process
-)->int|None: # None: it depends on the epoch before
+def n_windows(self:LoaderBatches, size:int)->int|None:
     "Windows that are stepped on in this epoch"
     if self.at_end == 'carry': return None
     return self.samples//size if self.at_end == 'drop' else -(-self.samples//size)
@@ -97,17 +87,11 @@ def is_last(self:LoaderBatches)->bool:
 # %% ../nbs/source/02_epoch.ipynb #7a6b1f23
 class Position:
     "`pct_train` as the large batch counts it: it advances after each window, not each micro-batch; or with the samples"
-    def __init__(self,
-        start:float, # Where the epoch begins, fraction of training
-        n_epoch:int, # Epochs in the fit
-        n_windows:int|None=None, # Windows in the epoch; None: their number is not known, so samples are counted
-    ):
+    def __init__(self, start:float, n_epoch:int, n_windows:int|None=None):
         self.start,self.pct,self.n_epoch,self.n_windows,self.by_windows = start,start,n_epoch,n_windows,bool(n_windows)
 
     def move_on(self):
         "A window has ended"
         self.pct = min(self.pct + 1./(self.n_windows*self.n_epoch), self.start + 1./self.n_epoch)  # added up as fastai does, so that rounding is the same
 
-    def move_to(self,
-        share:float, # Of the epoch's samples that have been trained on
-    ): self.pct = self.start + min(share, 1.)/self.n_epoch
+    def move_to(self, share:float): self.pct = self.start + min(share, 1.)/self.n_epoch

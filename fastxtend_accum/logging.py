@@ -66,19 +66,12 @@ class WindowLogger:
         self.original('after_batch')
 
 # %% ../nbs/source/07_logging.ipynb #cb8c0814
-def record(
-    recorder:Recorder, # The Learner's
-    name:str, # Of a list of the recorder's
-    value, # Of the window that was logged
-):
+def record(recorder:Recorder, name:str, value):
     "Append `value` to the list `name`, which is of the same fit as `recorder.losses`"
     vars(recorder)[name].append(value)
     recorder.recorded_with = recorder.losses
 
-def recorded(
-    recorder:Recorder, # The Learner's
-    name:str, # Of a list of the recorder's
-)->list: # Empty if the last fit recorded nothing under that name
+def recorded(recorder:Recorder, name:str)->list:
     "What `record` has recorded in the last fit: each begins with a new list of losses"
     return vars(recorder).get(name, []) if vars(recorder).get('recorded_with') is recorder.losses else []
 
@@ -168,9 +161,7 @@ class WindowLoggers:
     "The loggers of a Learner, as `WindowLogger`s"
     def __init__(self): self.loggers = []
 
-    def attach(self,
-        accum:Callback, # The accumulation whose windows they log
-    ):
+    def attach(self, accum:Callback):
         "Replace the events of the loggers of `accum.learn`"
         self.detach()
         for cb in accum.learn.cbs.sorted('order'):

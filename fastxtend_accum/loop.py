@@ -75,10 +75,7 @@ def start_over(self:Batch):
 
 # %% ../nbs/source/12_loop.ipynb #c100d012
 @contextmanager
-def all_contexts(
-    learn:Learner, # Its callbacks may have the method
-    name:str, # 'forward_context' or 'backward_context'
-):
+def all_contexts(learn:Learner, name:str):
     "The contexts of all callbacks in their order, each of which finds what those before it have replaced"
     with ExitStack() as stack:
         for cb in learn.cbs.sorted('order'):
@@ -270,10 +267,7 @@ def train_on(batch:Batch, n:int):
     with all_contexts(batch.learn, 'backward_context'): batch.learn.loss_grad.backward()
 
 # %% ../nbs/source/12_loop.ipynb #c100d023
-def plot_peaks(
-    peaks:dict[int,int], # Peak memory in bytes, by samples
-    ax:plt.Axes|None=None, # Where to plot; None: a new figure
-)->plt.Axes:
+def plot_peaks(peaks:dict[int,int], ax:plt.Axes|None=None)->plt.Axes:
     "Plot the peak memory of each size tried; the largest ones ran out of it"
     if ax is None: _,ax = plt.subplots(figsize=(5, 3.2), layout='constrained')
     ax.plot(list(peaks), [o/2**30 for o in peaks.values()], 'o-', color='#0072B2')

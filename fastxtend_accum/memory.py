@@ -48,10 +48,7 @@ def halve(size:int, error:Exception)->int:
     free_memory()
     return -(-size//2)
 
-def largest_that_runs(
-    f:Callable, # `f(n)` trains on `n` samples
-    at_most:int, # Samples to begin with
-)->int: # The first of `at_most`, half of it, a quarter ... that runs
+def largest_that_runs(f:Callable, at_most:int)->int:
     "Samples in the largest piece that fits in memory; raises RuntimeError if not even one does"
     n,error = at_most,memory_error(f, at_most)
     if error: free_memory(); error = memory_error(f, n)  # what an earlier fit has left may have been in the way
@@ -82,12 +79,7 @@ def accumulates(cb:Callback)->bool:
     return any(o.__name__ == 'GradientAccumulation' for o in type(cb).__mro__)
 
 # %% ../nbs/source/10_memory.ipynb #9c1d0e12
-def find_size(
-    learn:Learner, # At a training batch, before its forward pass
-    try_size:Callable, # `f(n)`: a forward and a backward pass on `n` samples at a time
-    at_most:int, # Samples to begin with
-    agree:bool=True, # All processes search now, and take the smallest
-)->int:
+def find_size(learn:Learner, try_size:Callable, at_most:int, agree:bool=True)->int:
     "The largest size with which `try_size` fits in memory; leaves no trace. Raises RuntimeError if not even one sample fits"
     model = learn.model
     if averages_gradients(model) and not isinstance(model, DistributedDataParallel):

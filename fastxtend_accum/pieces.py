@@ -33,10 +33,7 @@ def lengths(b)->set[int]:
     if isinstance(b, (tuple,list)) and not isinstance(b, PackedSequence): return {len(b)}.union(*map(lengths, b))
     return {len(o) for o in tensors_in(b)}
 
-def batch_size(
-    b, # A batch: a tuple of inputs and targets, each of them nested or not
-    expected:int|None=None, # Samples that the DataLoader should have yielded
-)->int:
+def batch_size(b, expected:int|None=None)->int:
     "Samples in `b`: `expected` if a tensor or list in it has as many, else those of its target or first tensor; raises ValueError if it has none"
     last = b[-1] if isinstance(b, (tuple,list)) and b else b
     n = len(last) if isinstance(last, Tensor) and last.ndim else None
@@ -51,12 +48,7 @@ def input_size(*args)->int:
     return max(map(len, tensors_in(args)), default=0)
 
 # %% ../nbs/source/01_pieces.ipynb #11ace505
-def piece(
-    b, # A batch: tensors in tuples, lists, dicts and mappings; a tuple or a list itself is that of inputs and targets
-    start:int, # Its first sample
-    end:int, # The sample after its last
-    n:int|None=None, # Samples in `b`; None: find out
-):
+def piece(b, start:int, end:int, n:int|None=None):
     "Samples `start` to `end` of `b`, with the same structure and types; raises ValueError on what has no batch dimension"
     n = batch_size(b) if n is None else n
     if not isinstance(b, (tuple,list)): return _piece(b, start, end, n)
@@ -87,10 +79,7 @@ def is_per_sample(b:tuple|list, n:int)->bool:
     return isinstance(b, list) and all(isinstance(o, Tensor) for o in b) and len({(o.dtype, *o.shape[1:]) for o in b}) == 1
 
 # %% ../nbs/source/01_pieces.ipynb #544f168c
-def next_piece(
-    rest:int, # Samples that are left to split
-    micro_bs:int, # Samples in a piece at most
-)->int:
+def next_piece(rest:int, micro_bs:int)->int:
     "Samples in the next piece: as few pieces as possible, of nearly equal size"
     return -(-rest//-(-rest//micro_bs))
 
@@ -109,11 +98,7 @@ def check_splits(model:nn.Module):
 # %% ../nbs/source/01_pieces.ipynb #1c2ec2a1
 class CannotJoin(ValueError): "The outputs of pieces are not those of a batch"
 
-def join(
-    parts:list, # What the model gave for each piece, all with the same structure; emptied, so that each output is freed once it is joined
-    sizes:list[int], # Samples in each piece
-    one:Callable=torch.cat, # Makes one tensor of those of all pieces
-):
+def join(parts:list, sizes:list[int], one:Callable=torch.cat):
     "Concatenate the outputs of the pieces along the samples; what is no tensor must be the same for all. Raises CannotJoin, a ValueError"
     o,kind = parts[0],type(parts[0])
     if isinstance(o, Tensor):
@@ -136,12 +121,7 @@ def join(
     raise CannotJoin(f"cannot join outputs of type {kind.__name__}: let the model return tensors, or tuples, lists and dicts of them")
 
 # %% ../nbs/source/01_pieces.ipynb #b7d20c32
-def split_forward(
-    forward:Callable, # What a module does with a batch
-    micro_bs:int, # Samples in a piece at most
-    run:Callable|None=None, # Runs all pieces but the last, which is needed right away; None: `forward`
-    same=None, # A `SameDraws` of these inputs, whose random numbers the pieces draw; None: their own
-)->Callable: # Does the same with pieces of its inputs, and joins the outputs
+def split_forward(forward:Callable, micro_bs:int, run:Callable|None=None, same=None)->Callable:
     "`forward`, on one piece of its inputs after the other"
     def pieces_forward(*args, **kwargs):
         n,start,outputs,sizes = input_size(args, kwargs),0,[],[]

@@ -25,10 +25,7 @@ __all__ = ['Numeric', 'check_point', 'fraction_of_fit', 'scheduled_bs', 'Gradien
 # %% ../nbs/source/16_schedule.ipynb #6c0be3df
 Numeric = int|float
 
-def check_point(
-    name:str, # The argument's name, for the message
-    point:Numeric, # Epochs (int, 0 or more), or a fraction of training (float, 0 to 1)
-):
+def check_point(name:str, point:Numeric):
     "Raises TypeError or ValueError if `point` cannot lie in any fit"
     if isinstance(point, bool) or not isinstance(point, Real):
         raise TypeError(f"{name} must be a float (fraction of training) or an int (epochs), not {point!r}")
@@ -38,11 +35,7 @@ def check_point(
         raise ValueError(f"{name} is a fraction of training, so it cannot be {point}: use 0.0 to 1.0, or an int for epochs")
 
 # %% ../nbs/source/16_schedule.ipynb #f5feed3c
-def fraction_of_fit(
-    name:str, # The argument's name, for the message
-    point:Numeric, # Epochs (int) or a fraction of training (float)
-    n_epoch:int, # Length of the fit, in epochs
-)->float: # Fraction of training, 0 to 1
+def fraction_of_fit(name:str, point:Numeric, n_epoch:int)->float:
     "Where `point` lies in a fit of `n_epoch` epochs; raises ValueError if that is outside"
     if not isinstance(point, Integral): return float(point)
     if point <= n_epoch: return point/n_epoch
@@ -52,15 +45,7 @@ def fraction_of_fit(
 # %% ../nbs/source/16_schedule.ipynb #6c279b73
 _tiny = 1e-6  # positions are sums of many fractions: .3 may be .29999999999999993
 
-def scheduled_bs(
-    pct:float, # Position in training, 0 to 1
-    start_bs:int, # Samples in a window up to `start`
-    final_bs:int, # Samples in a window from `finish` on
-    start:float, # Where the schedule starts, fraction of training
-    finish:float, # Where it ends, fraction of training
-    schedule:Callable, # `schedule(start_bs, final_bs)` gives `f(pos)`, with `pos` from 0 at `start` to 1 at `finish`
-    smallest_bs:int, # Samples in the smallest window: a micro-batch of every process
-)->int: # Samples in a window that opens at `pct`
+def scheduled_bs(pct:float, start_bs:int, final_bs:int, start:float, finish:float, schedule:Callable, smallest_bs:int)->int:
     "The batch size at `pct`, rounded to the nearest multiple of `smallest_bs` (ties up); raises ValueError on NaN, inf or below 1"
     if pct >= finish-_tiny: return final_bs
     if pct < start-_tiny: return start_bs
@@ -98,18 +83,11 @@ class GradientAccumulationSchedule(GradientAccumulation):
         if isinstance(start, Integral) == isinstance(finish, Integral): check_order(start, finish)
 
 # %% ../nbs/source/16_schedule.ipynb #086731d9
-def check_order(
-    start:Numeric, # Fraction of training or epochs
-    finish:Numeric, # The same kind
-):
+def check_order(start:Numeric, finish:Numeric):
     "Raises ValueError if `start` lies after `finish`"
     if start > finish: raise ValueError(f"start={start} lies after finish={finish}: use a start up to finish")
 
-def check_schedule(
-    schedule:Callable, # What the user passed
-    start_bs:int, # Samples in a window at its start
-    final_bs:int, # Samples in a window at its end
-):
+def check_schedule(schedule:Callable, start_bs:int, final_bs:int):
     "Raises TypeError if `schedule` is not an annealer"
     if isinstance(schedule, dict):
         raise TypeError(f"schedule must be an annealer such as SchedCos, not {schedule!r}: for sizes by point use "
@@ -135,19 +113,14 @@ def check(self:GradientAccumulationSchedule):
     for pct in np.linspace(0, 1, 101): size_at(pct)
 
 @patch
-def curve(self:GradientAccumulationSchedule,
-    n_epoch:int, # Length of a fit, in epochs
-    smallest_bs:int, # Samples in the smallest window: a micro-batch
-)->Callable: # `f(pct)`: samples in a window that opens at `pct` of that fit
+def curve(self:GradientAccumulationSchedule, n_epoch:int, smallest_bs:int)->Callable:
     "The batch size as a function of the position in a fit; raises ValueError if `start` or `finish` lies outside"
     start,finish = (fraction_of_fit(o, getattr(self, o), n_epoch) for o in ('start','finish'))
     check_order(start, finish)
     return lambda pct: scheduled_bs(pct, self.start_accum_bs, self.final_accum_bs, start, finish, self.schedule, smallest_bs)
 
 @patch
-def size_at(self:GradientAccumulationSchedule,
-    pct:float, # Position in training, 0 to 1
-)->int: # Samples in a window that opens there
+def size_at(self:GradientAccumulationSchedule, pct:float)->int:
     "The batch size at `pct` of this fit"
     return self.curve(self.learn.n_epoch, self.smallest_bs)(pct)
 
@@ -182,12 +155,7 @@ def preview(self:GradientAccumulationSchedule,
     return res
 
 # %% ../nbs/source/16_schedule.ipynb #7f2d8c33
-def plot_sizes(
-    sizes:list, # Samples in each window
-    edges:list, # Where each window begins, and the last one ends
-    xlabel:str, # What `edges` count
-    ax=None, # Axes to draw on; None: new ones
-):
+def plot_sizes(sizes:list, edges:list, xlabel:str, ax=None):
     "The batch size as a curve of steps; returns the axes"
     ax = ax or plt.subplots(figsize=(6, 3), layout='constrained')[1]
     ax.stairs(sizes, edges, baseline=None, color='#0072B2', lw=1.5)

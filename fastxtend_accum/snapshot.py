@@ -22,10 +22,7 @@ class Snapshot:
     optimizers = Optimizer,OptimWrapper,torch.optim.Optimizer
     holders = (GetAttr,nn.Module,Metric,BaseLoss,Pipeline,Transform,torch.utils.data.DataLoader,torch.utils.data.Sampler,
                *optimizers)  # training may change their attributes
-    def __init__(self,
-        learn:Learner, # Its state is noted
-        weights:bool=True, # The values of parameters, and the optimizer, too; a forward and backward pass alone changes neither
-    ):
+    def __init__(self, learn:Learner, weights:bool=True):
         self.weights,self.seen,self.seeders = weights,{},[set_seed]
         self.undo = [partial(set_random_states, **get_random_states()), partial(set_autocast, **get_autocast())]
         self.note(learn)
@@ -34,17 +31,13 @@ class Snapshot:
         "Put everything back"
         for f in self.undo: f()
 
-    def seed(self,
-        seed:int, # For each random generator, those of the DataLoaders too
-    ):
+    def seed(self, seed:int):
         "Seed them"
         for f in self.seeders: f(seed)
 
 # %% ../nbs/source/08_snapshot.ipynb #a951352b
 @patch
-def note(self:Snapshot,
-    o, # Anything
-):
+def note(self:Snapshot, o):
     "Note the state of `o`, and of all that it holds"
     if id(o) in self.seen or isinstance(o, (str,int,float)): return
     self.seen[id(o)] = o
@@ -108,10 +101,7 @@ def set_autocast(depth:int, on:dict[str,bool]):
 
 # %% ../nbs/source/08_snapshot.ipynb #fab5cdae
 @contextmanager
-def unchanged(
-    learn:Learner, # To be tried out
-    weights:bool=True, # Note the values of parameters, and the optimizer, too; a forward and backward pass alone changes neither
-):
+def unchanged(learn:Learner, weights:bool=True):
     "Whatever happens to `learn` in here, afterwards it is as it was, and so are the random generators; gives its `Snapshot`"
     state = Snapshot(learn, weights)
     try: yield state

@@ -51,9 +51,7 @@ def averages_over(
     return register
 
 # %% ../nbs/source/03_weights.ipynb #1de69e46
-def as_count(
-    o:Tensor, # A count, of one element
-)->Real|Tensor:
+def as_count(o:Tensor)->Real|Tensor:
     "A Python number for CPU tensors; other tensors are returned unchanged, to avoid a GPU sync"
     return o.item() if o.is_cpu else o
 
@@ -101,9 +99,7 @@ def _function_items(loss_func, pred, targ):
     return _mean_items.dispatch(functional_losses[func])(settings, pred, targ)
 
 # %% ../nbs/source/03_weights.ipynb #49286300
-def model_labels(
-    learn:Learner, # In the middle of a training batch, after its loss
-)->Real|Tensor|None: # None: its loss is not one that a Transformers model has computed from labels in its input
+def model_labels(learn:Learner)->Real|Tensor|None:
     "Labels that `out.loss` of a Transformers model averages over"
     out,inputs = learn.pred,first(o for o in getattr(learn, 'xb', ()) if isinstance(o, Mapping) and 'labels' in o)
     if inputs is None or not isinstance(out, Mapping) or out.get('loss') is not learn.loss_grad: return None
@@ -113,17 +109,11 @@ def model_labels(
     return as_count((labels != -100).count_nonzero())
 
 # %% ../nbs/source/03_weights.ipynb #b7cbf903
-def n_samples(
-    learn:Learner, # In the middle of a training batch
-)->int: # Samples in its micro-batch
+def n_samples(learn:Learner)->int:
     "Samples in the current micro-batch, counted in its targets as fastai does, or in its inputs if the loader has no targets"
     return find_bs(learn.yb or learn.xb)
 
-def n_items(
-    learn:Learner, # In the middle of a training batch, after its loss
-    num_items:Callable|None=None, # `f(learn)`: items that the loss averages over; None: ask the loss function
-    samples:int|None=None, # In the micro-batch, for targets that are no tensors; None: count them as `n_samples` does
-)->Real|Tensor|None: # Items that the micro-batch's loss averages over; None: it is a sum
+def n_items(learn:Learner, num_items:Callable|None=None, samples:int|None=None)->Real|Tensor|None:
     "The items that the current micro-batch's loss averages over; raises ValueError if `num_items` returns anything but a count"
     if num_items is None:
         args = learn.pred,*learn.yb

@@ -19,11 +19,7 @@ __all__ = ['MicroBatch', 'Window', 'power_of_two', 'times', 'mean_over']
 # %% ../nbs/source/04_window.ipynb #28d60525
 class MicroBatch:
     "A batch of the DataLoader on its way through the Learner: 'begun', 'weighed', 'in_grad', then 'counted'; or 'left_out'"
-    def __init__(self,
-        samples:int, # Samples in it
-        ends_window:bool=False, # It is the last of its window: the window is full with it, or the epoch ends
-        iteration:int=0, # `learn.iter` while it is trained on
-    ):
+    def __init__(self, samples:int, ends_window:bool=False, iteration:int=0):
         self.samples,self.ends_window,self.iteration,self.state = samples,ends_window,iteration,'begun'
         self.items,self.loss,self.weight = None,None,None
 
@@ -48,18 +44,14 @@ class Window:
 
     def __getstate__(self): return vars(self) | dict(sums=None)  # of an interrupted fit; an export does not need them
 
-    def open(self,
-        accum_bs:int=0, # Samples that fill it
-    ):
+    def open(self, accum_bs:int=0):
         "The next micro-batch is its first. `steps`, the optimizer steps taken, and `ended`, the windows gone by, stay"
         self.accum_bs,self.state,self.micro = accum_bs,'open',None
         self.n_micro,self.samples,self.items,self.loss_sum,self.unit = 0,0,None,0,None
         self.n_processes,self.measured,self.earlier,self.losses = 1,{},0,[]
         self.sums = None  # of gradients in float32, if there are any: see `add_in_float32`
 
-    def end(self,
-        state:str, # 'stepped', 'skipped' or 'dropped'
-    ):
+    def end(self, state:str):
         "Nothing more happens to it"
         self.state,self.sums = state,None
         self.ended += 1
@@ -87,20 +79,14 @@ def is_logged(self:Window)->bool:
     return self.state in ('stepped', 'skipped')
 
 # %% ../nbs/source/04_window.ipynb #edb2f09d
-def power_of_two(
-    items:Real|Tensor, # Items, 0 or more
-    samples:int=1, # Used in place of no items
-)->Real|Tensor:
+def power_of_two(items:Real|Tensor, samples:int=1)->Real|Tensor:
     "A power of two near `items`, without a GPU sync"
     if not isinstance(items, Tensor): return 2.**math.floor(math.log2(items or samples or 1))
     return torch.where(items > 0, torch.exp2(items.log2().floor()), power_of_two(samples))
 
 # %% ../nbs/source/04_window.ipynb #af6bd568
 @patch
-def weigh(self:Window,
-    items:Real|Tensor|None, # Items that the loss averages over; None: it is a sum
-    loss:Tensor, # The loss of the micro-batch under way, detached
-)->Real|Tensor: # Its weight: the factor for its loss before the backward pass
+def weigh(self:Window, items:Real|Tensor|None, loss:Tensor)->Real|Tensor:
     "Weight the current micro-batch; `count` adds it to the sums"
     micro = self.micro
     if isinstance(items, Tensor): items = items.to(torch.promote_types(loss.dtype, torch.float32))
@@ -111,20 +97,14 @@ def weigh(self:Window,
     return micro.weight
 
 # %% ../nbs/source/04_window.ipynb #b34e76eb
-def times(
-    loss:Tensor, # A loss
-    weight:Real|Tensor, # Its weight, 0 or more
-)->Tensor: # `weight*loss`; 0 where the weight is 0, even if the loss is the mean of nothing, which is NaN
+def times(loss:Tensor, weight:Real|Tensor)->Tensor:
     "A loss times its weight, without a GPU sync"
     if not isinstance(weight, Tensor):
         if weight: return loss if weight == 1 else loss*weight
         weight = loss.new_tensor(weight)
     return torch.where(weight > 0, loss*weight, 0.)
 
-def mean_over(
-    items:Real|Tensor|None, # Items that the loss averages over; None: it is a sum
-    loss:Tensor, # The loss
-)->Tensor: # The loss; 0 for the mean of nothing, which is NaN and would end the fit under fastai's `TerminateOnNaNCallback`
+def mean_over(items:Real|Tensor|None, loss:Tensor)->Tensor:
     "A loss that is 0 if there are no items, without a GPU sync"
     if isinstance(items, Tensor): return torch.where(items > 0, loss, 0.)
     return loss if items != 0 else torch.zeros_like(loss)
