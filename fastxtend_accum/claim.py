@@ -6,7 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/claim.html.md"""
 
 # %% ../nbs/source/09_claim.ipynb #6cd7e072
 from __future__ import annotations
-from collections.abc import Callable,Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from numbers import Real
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from .window import *
 from .snapshot import *
 
 # %% auto #0
-__all__ = ['Verdict', 'each_tensor', 'join_rows', 'LossState', 'loss_grads', 'LossCheck', 'distance', 'check_loss']
+__all__ = ['Verdict', 'join_rows', 'LossState', 'loss_grads', 'LossCheck', 'distance', 'check_loss']
 
 # %% ../nbs/source/09_claim.ipynb #3744b1c4
 class Verdict(NamedTuple):
@@ -30,19 +30,8 @@ class Verdict(NamedTuple):
     why:str='' # Why it cannot tell
 
 # %% ../nbs/source/09_claim.ipynb #b718ba81
-def each_tensor(f:Callable, b):
-    "`b` with `f` applied to each of its tensors"
-    if isinstance(b, Tensor): return f(b)
-    if isinstance(b, Mapping):
-        items = {k:each_tensor(f, v) for k,v in b.items()}
-        try: return type(b)(items)
-        except TypeError: return type(b)(**items)  # Hugging Face's outputs are dataclasses
-    if not isinstance(b, (tuple,list)): return b
-    items = [each_tensor(f, o) for o in b]
-    return type(b)(*items) if hasattr(b, '_fields') else type(b)(items)
-
 def join_rows(parts:list, samples:list[int], rows_together:bool):
-    "`join` for tensors with any whole number of rows for each sample"
+    "`join` for tensors with a whole number of rows for each sample: together, or else all samples, then all of them again"
     def split(n): return lambda o: o.unflatten(0, (n, -1)) if rows_together else o.unflatten(0, (-1, n)).transpose(0, 1)
     joined = join([each_tensor(split(n), b) for b,n in zip(parts, samples)], samples)
     return each_tensor(lambda o: (o if rows_together else o.transpose(0, 1)).flatten(0, 1), joined)

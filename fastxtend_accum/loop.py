@@ -58,8 +58,7 @@ def keep_output(self:Batch, size:int):
     "Keep the output for the piece of `size` samples, without its graph"
     self.start += size
     if size == self.n: return
-    try: self.outputs.append(join([self.learn.pred], [size], lambda o: o[0].detach()))
-    except CannotJoin: self.outputs.append(self.learn.pred)
+    self.outputs.append(each_tensor(lambda o: o.detach(), self.learn.pred))
     self.sizes.append(size)
 
 @patch
@@ -123,7 +122,7 @@ class BatchLoop(LeavingCallback):
     @property
     def splits(self)->bool:
         "Whether batches are split; a training DataLoader without a batch size yields batches of `micro_batch_size`"
-        return self.micro_batch_size is not None and said_size(self.learn.dls.train) is not None
+        return self.micro_batch_size is not None and stated_batch_size(self.learn.dls.train) is not None
 
     def before_validate(self):
         if not self.splits: return
@@ -141,7 +140,7 @@ def do_one_batch(self:BatchLoop):
     "fastai's `Learner._do_one_batch`; in training, on one piece of the batch after the other"
     learn = self.learn
     if not learn.training: return evaluate(learn)
-    try: self.train_batch(Batch(learn, batch_size((*learn.xb, *learn.yb), said_size(learn.dl)), self.same_draws))
+    try: self.train_batch(Batch(learn, batch_size((*learn.xb, *learn.yb), stated_batch_size(learn.dl)), self.same_draws))
     except Exception as e:
         if not (is_out_of_memory(e) and (searching := self.searching())): raise
         bs = searching[0].micro_bs
