@@ -59,7 +59,7 @@ class GradientAccumulation(BatchLoop):
         accum_bs = accum_bs or n_acc or (32 if micro_batch_size is None else None)
         self.takes_loader_bs = accum_bs is None
         check_flags(log_accum_batch=log_accum_batch, skip_nonfinite=skip_nonfinite)
-        check_remainder(remainder)
+        if remainder not in (None, *remainders): raise ValueError(f"remainder must be one of {remainders} or None, not {remainder!r}")
         check_callable('num_items', num_items, 'a function of the Learner')
         store_attr('accum_bs,n_acc,log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite,same_draws')
         self.micro_bs,self.loader_bs,self.at_end,self.batches,self.position,self.is_split,self.n_skipped,self.said = *[None]*5,False,0,set()
@@ -72,7 +72,7 @@ def before_fit(self:GradientAccumulation):
     "The fit starts with its first epoch: `tta` and `summary` call this event, too, and must leave the last fit's results"
     if not is_fitting(self.learn): return
     self.check_callbacks()
-    self.hypers.release(self.learn.opt, but=('lr','wd'))  # of an interrupted fit; this one has set these
+    self.hypers.restore(self.learn.opt, but=('lr','wd'))  # of an interrupted fit; this one has set these
     self.leave()
     mend_wandb()
     self.starts = True
@@ -84,7 +84,7 @@ def begin_fit(self:GradientAccumulation):
     learn,self.starts = self.learn,False
     self.check()
     self.hypers,self.n_skipped,self.said = FirstHypers(self.scale),0,set()
-    self.window.start()
+    self.window.reset()
     learn.opt.zero_grad()
     if self.log_accum_batch: self.loggers.attach(self)
 
@@ -145,8 +145,8 @@ def before_train(self:GradientAccumulation):
             raise ValueError(f"an epoch has {batches.samples*self.processes.n} samples, which do not fill one window of accum_bs={self.accum_bs}, "
                              "and incomplete windows are dropped: use a smaller accum_bs, or remainder='step'")
         if n_windows: batches.needed = n_windows*share
-        batches.goes_on = self.can_fill
-    self.is_split = self.splits
+        batches.needs_more = self.can_fill
+    self.is_split,self.has_half = self.splits,bool(half_weights(learn.opt))
     if self.is_split: self.lend_loop()
 
 @patch
@@ -166,10 +166,9 @@ def before_batch(self:GradientAccumulation):
     window = self.window
     if self.batches is None:
         raise RuntimeError(f"learn.one_batch outside of a fit belongs to no window: call it in `with learn.removed_cbs(learn.{self.name})`, or use learn.fit")
-    self.hypers.release(self.learn.opt)
     if not window.is_filling:
+        self.hypers.restore(self.learn.opt)
         window.open(self.next_accum_bs()//self.processes.n)
-        self.hypers.forget()
     window.earlier,window.losses = window.samples,[]
     self.begin(self.batches.size)
 
@@ -179,7 +178,7 @@ def begin(self:GradientAccumulation, samples:int, ends_batch:bool=True):
     window = self.window
     ends_window = ends_batch and (window.samples+samples >= window.accum_bs or self.batches.is_last)
     window.micro = MicroBatch(samples, ends_window, self.learn.iter)
-    if not (ends_window or window.n_micro) and half_weights(self.learn.opt): window.sums = {}
+    if self.has_half and not (ends_window or window.n_micro): window.sums = {}
     if self.processes.n > 1: self.processes.before_micro_batch(self.learn.model, self.learn.opt, ends_window, window.sums is not None)
 
 # %% ../nbs/source/13_accumulation.ipynb #0ba548ce
@@ -190,7 +189,7 @@ def after_loss(self:GradientAccumulation):
     if not len(learn.yb): return
     micro,items = window.micro,n_items(learn, self.num_items, window.micro.samples)
     if window.is_empty and (self.scale or not micro.ends_window):
-        self.hypers.note(learn.opt, self.accum_bs/first(self.sizes().values()) if self.scale else 1.)
+        self.hypers.save(learn.opt, self.accum_bs/first(self.sizes().values()) if self.scale else 1.)
     if self.processes.n > 1: window.unit = self.processes.common_unit(items, learn.loss.device, learn.model)
     if self.loss_check: self.loss_check.see(learn, window, items)
     learn.loss = mean_over(items, learn.loss)
@@ -287,12 +286,12 @@ def close_window(self:GradientAccumulation)->bool: # Whether there is anything t
         self.n_skipped += 1
         return self.drop_window(nonfinite)
     window.state = 'closed'
-    self.hypers.hold(learn.opt)
+    self.hypers.apply(learn.opt)
     return True
 
 @patch
 def drop_window(self:GradientAccumulation, why:str)->bool:
-    self.window.end('dropped')
+    self.window.finish('dropped')
     self.learn.opt.zero_grad()
     self.warn_once(why)
     return False
@@ -313,12 +312,12 @@ def scales_loss(learn:Learner)->bool:
 @patch
 def after_step(self:GradientAccumulation):
     "The optimizer has used the window; this event comes after a cancelled step, too"
-    if self.window.state == 'closed': self.window.end('stepped')
+    if self.window.state == 'closed': self.window.finish('stepped')
 
 @patch
 def after_cancel_step(self:GradientAccumulation):
     "The window is skipped; fastai zeroes its gradient next"
-    self.window.end('skipped')
+    self.window.finish('skipped')
     overflowed = any(getattr(cb, 'skipped', False) for cb in self.learn._grab_cbs(MixedPrecision))
     if self.skip_nonfinite and scales_loss(self.learn) and overflowed:
         self.n_skipped += 1
@@ -328,9 +327,7 @@ def after_cancel_step(self:GradientAccumulation):
 @patch
 def after_batch(self:GradientAccumulation):
     "The position in training moves on with the window, and mid-window stays where it is; or with the samples, if windows change in size"
-    if not self.position.by_windows: self.position.move_to(self.batches.seen/self.batches.samples)
-    elif self.window.is_over: self.position.move_on()
-    self.learn.pct_train = self.position.pct
+    self.learn.pct_train = self.position.update(self.window.is_finished, self.batches.seen/self.batches.samples)
 
 # %% ../nbs/source/13_accumulation.ipynb #c10eeccb
 @patch
@@ -359,8 +356,9 @@ def after_train(self:GradientAccumulation):
     filling,opt = self.window.is_filling,self.learn.opt
     if filling and self.at_end == 'step': self.step_now()
     if filling and self.at_end == 'drop': opt.zero_grad()
-    if not (filling and self.at_end == 'carry'): self.window.open()
-    self.hypers.release(opt)
+    if filling and self.at_end == 'carry': return
+    self.window.open()
+    self.hypers.restore(opt)
 
 @patch
 def step_now(self:GradientAccumulation):
@@ -380,7 +378,7 @@ def after_fit(self:GradientAccumulation):
     learn = self.learn
     if not is_fitting(learn) or self.starts: return
     self.leave()
-    if not self.window.ended and learn.train_iter and self.at_end != 'step':
+    if not self.window.n_finished and learn.train_iter and self.at_end != 'step':
         warn(f"no optimizer step was taken in this fit: its {learn.train_iter} micro-batches did not fill a window of "
              f"{self.accum_bs} samples; use a smaller accum_bs or remainder='step', not {self.at_end!r}")
 
@@ -388,8 +386,8 @@ def after_fit(self:GradientAccumulation):
 def leave(self:GradientAccumulation):
     "Drop the open window with its gradient, and give the loggers and the optimizer back"
     self.loggers.detach()
-    self.hypers.release(self.learn.opt)
-    self.processes.leave(self.learn.model)
+    self.hypers.restore(self.learn.opt)
+    self.processes.enable_sync(self.learn.model)
     if self.window.micro: self.learn.opt.zero_grad()
     self.window.open()
     self.batches,self.loss_check = None,LossCheck()

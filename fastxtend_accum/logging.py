@@ -108,7 +108,7 @@ class LRFinderWindows(WindowLogger):
 
     def in_steps(self):
         "Let `learn.train_iter` count windows in this context"
-        return replaced(self.cb.learn, 'train_iter', self.accum.window.ended)
+        return replaced(self.cb.learn, 'train_iter', self.accum.window.n_finished)
 
     def before_batch(self):
         with self.in_steps(): self.original('before_batch')

@@ -33,25 +33,23 @@ def n_processes(learn:Learner)->int:
 # %% ../nbs/source/06_processes.ipynb #b7f9ddbb
 class Processes:
     "The processes that train one model together: when they synchronize, and the sums of a window over all of them"
-    def __init__(self, n:int=1):
-        self.n,self.unit,self.averaged = n,None,None
+    def __init__(self, n:int=1): self.n,self.unit,self.averaged = n,None,None
 
 def all_reduce(model:nn.Module, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
-    "Combine `o` over the processes of `model`"
+    "Combine `o` over the processes of `model`, in place"
     dist.all_reduce(o, op, group=getattr(model, 'process_group', None))
     return o
 
 # %% ../nbs/source/06_processes.ipynb #330decf1
 @patch
 def common_unit(self:Processes, items:Real|Tensor|None, device:torch.device, model:nn.Module)->float|None:
-    "The unit of all weights in this fit: a power of two near the first micro-batch's items; one scalar message per fit"
+    "The unit of all weights in this fit, a power of two near the first micro-batch's items; None: no process has one yet. One scalar message per fit"
     if self.unit is None and items is not None:
         items = torch.as_tensor(items, dtype=torch.float64, device=device).clone()
         most = all_reduce(model, items, dist.ReduceOp.MAX).item()
         if most: self.unit = power_of_two(most)
     return self.unit
 
-# %% ../nbs/source/06_processes.ipynb #16110c70
 @patch
 def add_up(self:Processes, window:Window, model:nn.Module, opt:Optimizer|OptimWrapper):
     "Average the gradients over the processes unless DDP has, and add up the sums of `window` over them: a message of 24 bytes"
@@ -62,10 +60,9 @@ def add_up(self:Processes, window:Window, model:nn.Module, opt:Optimizer|OptimWr
     if not window.is_sum: window.items = items
     window.samples,window.loss_sum,window.n_processes = int(samples),torch.tensor(loss_sum, dtype=loss.dtype),self.n
 
-# %% ../nbs/source/06_processes.ipynb #7981deca
 @patch
 def all_of(self:Processes, ok:bool, model:nn.Module)->bool:
-    "Lets all processes decide alike: sharded gradients may be finite in one and not in another"
+    "Whether `ok` holds in all processes: sharded gradients may be finite in one and not in another"
     if self.n == 1: return ok
     ok = torch.tensor(float(ok), device=next(model.parameters()).device)
     return bool(all_reduce(model, ok, dist.ReduceOp.MIN))
@@ -90,7 +87,7 @@ def check_sums(model:nn.Module):
 # %% ../nbs/source/06_processes.ipynb #c84179b4
 @patch
 def before_micro_batch(self:Processes, model:nn.Module, opt:Optimizer|OptimWrapper, ends_window:bool, in_float32:bool=False):
-    "Keep DDP from averaging before the window's last backward pass; the fit's first micro-batch checks the model"
+    "Keep DDP from averaging before the window's last backward pass, and then, too, if the sums are `in_float32`; the first call checks the model"
     first = self.averaged is None
     if first: check_wrapped(model, opt)
     if in_float32: check_sums(model)
@@ -101,17 +98,16 @@ def before_micro_batch(self:Processes, model:nn.Module, opt:Optimizer|OptimWrapp
 def after_backward(self:Processes, model:nn.Module):
     "Note whether the gradients are a mean over the processes now"
     self.averaged = getattr(model, 'require_backward_grad_sync', True)
-    self.leave(model)
+    self.enable_sync(model)
 
 @patch
-def leave(self:Processes, model:nn.Module):
-    "Let DDP average again"
+def enable_sync(self:Processes, model:nn.Module):
     if isinstance(model, DistributedDataParallel): model.require_backward_grad_sync = True
 
 # %% ../nbs/source/06_processes.ipynb #cf6b587b
 @patch
 def average(self:Processes, model:nn.Module, opt:Optimizer|OptimWrapper, sums:dict[nn.Parameter,Tensor]|None=None):
-    "Average the gradients of `opt` over the processes, as DDP would have; a parameter counts if any process has its gradient"
+    "Average the gradients of `opt`, and those in `sums`, over the processes, as DDP would have; a parameter counts if any process has its gradient"
     params = trained(opt)
     if not params: return
     used = torch.tensor([p.grad is not None or p in (sums or {}) for p in params], dtype=torch.int64, device=params[0].device)

@@ -22,12 +22,11 @@ def trained(opt:Optimizer|OptimWrapper)->list[nn.Parameter]:
 
 def gradients(opt:Optimizer|OptimWrapper)->list[Tensor]:
     "The gradients of `opt`: the values of a sparse one, and this process' shard of a sharded one"
-    grads = [p.grad for pg in opt.param_lists for p in pg if p.grad is not None]
-    grads = [g.to_local() if hasattr(g, 'to_local') else g for g in grads]
+    grads = [p.grad.to_local() if hasattr(p.grad, 'to_local') else p.grad for pg in opt.param_lists for p in pg if p.grad is not None]
     return [g._values() if g.is_sparse else g for g in grads]
 
 def average_gradients(opt:Optimizer|OptimWrapper, divisor:Real, sums:dict[nn.Parameter,Tensor]|None=None):
-    "Divide the gradients of `opt` in place, once; those in `sums` are rounded once, after the division"
+    "Divide the gradients of `opt` in place, once; those in `sums`, from `add_in_float32`, are rounded after the division, and taken out"
     grads = gradients(opt) if divisor != 1 else []
     if grads: torch._foreach_div_(grads, divisor)
     while sums:
@@ -56,52 +55,44 @@ def is_finite(opt:Optimizer|OptimWrapper)->bool:
     return not grads or bool(torch.nn.utils.get_total_norm(grads, float('inf')).isfinite())
 
 # %% ../nbs/source/05_step.ipynb #ed48c6b9
-def read_hypers(opt:Optimizer|OptimWrapper)->list[dict]: # One dict a parameter group
-    "A copy of the hyper-parameters of `opt`"
+def read_hypers(opt:Optimizer|OptimWrapper)->list[dict]:
+    "A copy of the hyper-parameters of `opt`, one dict per parameter group"
     return [dict(h) for h in opt.hypers]
 
 def write_hypers(opt:Optimizer|OptimWrapper, hypers:list[dict], only_from:list[dict]|None=None):
-    "Set those hyper-parameters of `opt` that differ from `hypers`"
+    "Set those hyper-parameters of `opt` that differ from `hypers`, and are still as in `only_from` if that is given"
     now = read_hypers(opt)  # set_hyper, since OptimWrapper.hypers is but a copy
     for k in hypers[0].keys() & now[0].keys():  # after an interrupted fit it may be another optimizer
         new,old,base = ([h[k] for h in o] for o in (hypers, now, only_from or now))
         if new != old and old == base: opt.set_hyper(k, new)
 
-# %% ../nbs/source/05_step.ipynb #6cd80368
 class FirstHypers:
-    "The hyper-parameters at a window's first micro-batch, held for its step"
-    def __init__(self, rules:dict[str,Callable]|None=None):
-        self.rules,self.first,self.later = rules or {},None,None
+    "The hyper-parameters at a window's first micro-batch, for its step; `rules` scale them with its size: `f(value, ratio)` by name"
+    def __init__(self, rules:dict[str,Callable]|None=None): self.rules,self.first,self.later = rules or {},None,None
 
-    def forget(self):
-        "Discard what was noted: `hold` will then leave the optimizer unchanged"
-        self.first = None
-
-    def note(self, opt:Optimizer|OptimWrapper, ratio:float=1.):
-        "The window opens: keep what `opt` has now, with the rules applied"
+    def save(self, opt:Optimizer|OptimWrapper, ratio:float=1.):
+        "Copy those of `opt` now, with the rules applied for a window `ratio` times as large as the first one"
         self.first = read_hypers(opt)
         for h in self.first: h.update({k:f(h[k], ratio) for k,f in self.rules.items()})
 
-    def hold(self, opt:Optimizer|OptimWrapper):
-        "Set `opt` to what was noted"
+    def apply(self, opt:Optimizer|OptimWrapper):
+        "Set those of `opt` to what was saved, if it was"
         now = read_hypers(opt)
         if self.first is None or now == self.first: return
         self.later = now
         write_hypers(opt, self.first)
 
-    def release(self, opt:Optimizer|OptimWrapper, but:tuple[str,...]=()):
-        "Undo `hold`, except for what has been set since, as by a scheduler that moves after the step"
+    def restore(self, opt:Optimizer|OptimWrapper, but:tuple[str,...]=()):
+        "Undo `save` and `apply`, except for those named in `but`, and what has been set since, as by a scheduler that moves after the step"
         if self.later is not None:
             write_hypers(opt, [{k:v for k,v in h.items() if k not in but} for h in self.later], only_from=self.first)
-        self.later = None
+        self.first,self.later = None,None
 
 # %% ../nbs/source/05_step.ipynb #1d9c40a7
 def uses_cuda_graphs(module:nn.Module)->bool:
     "Whether `module` was compiled with CUDA graphs, by `torch.compile` or in place"
-    for o in module, getattr(module, '_compiled_call_impl', None):
-        config = o.get_compiler_config() if hasattr(o, 'get_compiler_config') else None
-        if config and config.get('triton.cudagraphs'): return True
-    return False
+    compiled = [o for o in (module, getattr(module, '_compiled_call_impl', None)) if hasattr(o, 'get_compiler_config')]
+    return any((o.get_compiler_config() or {}).get('triton.cudagraphs') for o in compiled)
 
 def check_accumulates(model:nn.Module, opt:Optimizer|OptimWrapper):
     "Raises ValueError if something would use or overwrite the gradients of `model` in mid-window"

@@ -32,9 +32,7 @@ def loss_items(
 def _mean_items(loss_func, pred, targ): return find_bs(targ)
 loss_items.register = _mean_items.register
 
-def is_sum(
-    loss_func:Callable, # The loss function: a module, a function or a partial
-)->bool:
+def is_sum(loss_func:Callable)->bool:
     "Whether `loss_func` sums and does not average: by its `reduction`, an attribute or an argument of the partial"
     if isinstance(loss_func, types.MethodType) and isinstance(loss_func.__self__, MixHandler): loss_func = loss_func.__self__.old_lf
     elif isinstance(loss_func, partial) and not hasattr(loss_func, 'reduction'):
@@ -100,7 +98,7 @@ def _function_items(loss_func, pred, targ):
 
 # %% ../nbs/source/03_weights.ipynb #49286300
 def model_labels(learn:Learner)->Real|Tensor|None:
-    "Labels that `out.loss` of a Transformers model averages over"
+    "Labels that `out.loss` of a Transformers model averages over; None: the loss is not one that the model has computed from labels in its input"
     out,inputs = learn.pred,first(o for o in getattr(learn, 'xb', ()) if isinstance(o, Mapping) and 'labels' in o)
     if inputs is None or not isinstance(out, Mapping) or out.get('loss') is not learn.loss_grad: return None
     labels = inputs['labels']
@@ -114,7 +112,8 @@ def n_samples(learn:Learner)->int:
     return find_bs(learn.yb or learn.xb)
 
 def n_items(learn:Learner, num_items:Callable|None=None, samples:int|None=None)->Real|Tensor|None:
-    "The items that the current micro-batch's loss averages over; raises ValueError if `num_items` returns anything but a count"
+    """What the current micro-batch's loss averages over, by `num_items(learn)` or else by its loss function; None: it is a sum. Targets that are no tensors
+    count as `samples`, or as `n_samples` does. Raises ValueError if `num_items` returns anything but a count"""
     if num_items is None:
         args = learn.pred,*learn.yb
         if not isinstance(learn.pred, Tensor) and (labels := model_labels(learn)) is not None: return labels
