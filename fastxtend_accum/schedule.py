@@ -26,7 +26,7 @@ __all__ = ['Numeric', 'check_point', 'fraction_of_fit', 'scheduled_bs', 'Gradien
 Numeric = int|float
 
 def check_point(name:str, point:Numeric):
-    "Raises TypeError or ValueError if `point` cannot lie in any fit"
+    "Raises TypeError or ValueError unless `point` is a number of epochs, int, or a fraction of training, float from 0 to 1"
     if isinstance(point, bool) or not isinstance(point, Real):
         raise TypeError(f"{name} must be a float (fraction of training) or an int (epochs), not {point!r}")
     if isinstance(point, Integral):
@@ -36,7 +36,7 @@ def check_point(name:str, point:Numeric):
 
 # %% ../nbs/source/16_schedule.ipynb #f5feed3c
 def fraction_of_fit(name:str, point:Numeric, n_epoch:int)->float:
-    "Where `point` lies in a fit of `n_epoch` epochs; raises ValueError if that is outside"
+    "Where `point`, in epochs (int) or as a fraction (float), lies in a fit of `n_epoch` epochs; raises ValueError if that is outside"
     if not isinstance(point, Integral): return float(point)
     if point <= n_epoch: return point/n_epoch
     raise ValueError(f"{name}={point} epochs lies outside this fit of {n_epoch} epochs: use an int up to {n_epoch}, "
@@ -46,7 +46,8 @@ def fraction_of_fit(name:str, point:Numeric, n_epoch:int)->float:
 _tiny = 1e-6  # positions are sums of many fractions: .3 may be .29999999999999993
 
 def scheduled_bs(pct:float, start_bs:int, final_bs:int, start:float, finish:float, schedule:Callable, smallest_bs:int)->int:
-    "The batch size at `pct`, rounded to the nearest multiple of `smallest_bs` (ties up); raises ValueError on NaN, inf or below 1"
+    """The size of a window that opens at `pct` of training: `start_bs` up to `start`, `final_bs` from `finish` on, in between that of
+    `schedule(start_bs, final_bs)(pos)`, as the nearest multiple of `smallest_bs` (ties up). Raises ValueError on NaN, inf or below 1"""
     if pct >= finish-_tiny: return final_bs
     if pct < start-_tiny: return start_bs
     size = float(schedule(start_bs, final_bs)(max(0., pct-start)/(finish-start)))
@@ -84,7 +85,6 @@ class GradientAccumulationSchedule(GradientAccumulation):
 
 # %% ../nbs/source/16_schedule.ipynb #086731d9
 def check_order(start:Numeric, finish:Numeric):
-    "Raises ValueError if `start` lies after `finish`"
     if start > finish: raise ValueError(f"start={start} lies after finish={finish}: use a start up to finish")
 
 def check_schedule(schedule:Callable, start_bs:int, final_bs:int):
@@ -100,7 +100,7 @@ def check_schedule(schedule:Callable, start_bs:int, final_bs:int):
 # %% ../nbs/source/16_schedule.ipynb #dccce4b3
 @patch
 def sizes(self:GradientAccumulationSchedule)->dict:
-    "The window sizes that were asked for, in samples, by argument"
+    "Requested window sizes by argument name, the initial one first"
     return dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs, **getattr(self.schedule, 'sizes', {}))
 
 @patch
@@ -114,24 +114,21 @@ def check(self:GradientAccumulationSchedule):
 
 @patch
 def curve(self:GradientAccumulationSchedule, n_epoch:int, smallest_bs:int)->Callable:
-    "The batch size as a function of the position in a fit; raises ValueError if `start` or `finish` lies outside"
+    "`f(pct)`: samples in a window that opens at `pct` of a fit; raises ValueError if `start` or `finish` lies outside of it"
     start,finish = (fraction_of_fit(o, getattr(self, o), n_epoch) for o in ('start','finish'))
     check_order(start, finish)
     return lambda pct: scheduled_bs(pct, self.start_accum_bs, self.final_accum_bs, start, finish, self.schedule, smallest_bs)
 
 @patch
 def size_at(self:GradientAccumulationSchedule, pct:float)->int:
-    "The batch size at `pct` of this fit"
+    "Samples in a window that opens at `pct` of this fit"
     return self.curve(self.learn.n_epoch, self.smallest_bs)(pct)
 
 # %% ../nbs/source/16_schedule.ipynb #3fd4d2fd
 @patch
 def next_accum_bs(self:GradientAccumulationSchedule)->int:
-    "Samples in the window that opens now; `lr_find` uses the size at the start of training"
-    if hasattr(self.learn, 'lr_finder'): return self.accum_bs
-    size = self.size_at(self.learn.pct_train)
-    if size != self.accum_bs: self.accum_bs = size
-    return size
+    "Samples in a window that opens now; `lr_find` uses the size at the start of training"
+    return self.accum_bs if hasattr(self.learn, 'lr_finder') else self.size_at(self.learn.pct_train)
 
 # %% ../nbs/source/16_schedule.ipynb #6e1c7b22
 @patch
@@ -156,7 +153,7 @@ def preview(self:GradientAccumulationSchedule,
 
 # %% ../nbs/source/16_schedule.ipynb #7f2d8c33
 def plot_sizes(sizes:list, edges:list, xlabel:str, ax=None):
-    "The batch size as a curve of steps; returns the axes"
+    "Plot the `sizes` of windows that begin and end at `edges`; returns the axes"
     ax = ax or plt.subplots(figsize=(6, 3), layout='constrained')[1]
     ax.stairs(sizes, edges, baseline=None, color='#0072B2', lw=1.5)
     ax.set(xlabel=xlabel, ylabel='batch size (samples)', ylim=(0, None))
