@@ -179,7 +179,7 @@ def after_loss(self:GradientAccumulation):
     if window.is_empty and (self.scale or not micro.ends_window):
         self.hypers.save(learn.opt, self.accum_bs/first(self.sizes().values()) if self.scale else 1.)
     if self.processes.n > 1: window.unit = self.processes.common_unit(items, learn.loss.device, learn.model)
-    if self.loss_check: self.loss_check.see(learn, window, items)
+    if self.loss_check: self.loss_check.add_micro_batch(learn, window, items)
     learn.loss = mean_over(items, learn.loss)
     window.weigh(items, learn.loss)
 

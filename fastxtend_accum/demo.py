@@ -7,9 +7,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/demo.html.md"""
 # %% ../nbs/source/21_demo.ipynb #324af82d
 from __future__ import annotations
 from contextlib import nullcontext
-from importlib import import_module
 from pathlib import Path
-import ast,inspect
 
 from fastai.basics import *
 from fastai.callback.all import *
@@ -20,8 +18,7 @@ from .accumulation import *
 from .schedule import *
 
 # %% auto #0
-__all__ = ['text_modules', 'digits_dls', 'digits_learner', 'run_demo', 'weight_difference', 'results', 'plot_results', 'main',
-           'docstrings', 'text_dls', 'NGram', 'text_learner', 'Activations']
+__all__ = ['digits_dls', 'digits_learner', 'run_demo', 'weight_difference', 'results', 'plot_results', 'main', 'Activations']
 
 # %% ../nbs/source/21_demo.ipynb #5b2f76d7
 def digits_dls(bs:int, seed:int=42)->DataLoaders:
@@ -90,41 +87,6 @@ def main():
     path = Path('accumulation.png').absolute()
     plot_results(learners).savefig(path, dpi=150)
     print(f'\nLosses and batch sizes: {path}')
-
-# %% ../nbs/source/21_demo.ipynb #d36ad528
-text_modules = """argparse ast bdb calendar cmd collections configparser contextlib copy csv dataclasses difflib dis doctest enum fileinput fractions
-functools gettext heapq imaplib inspect ipaddress json locale logging mailbox mimetypes optparse pdb pickle pickletools platform plistlib poplib pprint pstats pydoc
-queue random sched selectors shelve shlex shutil smtplib socket socketserver statistics string subprocess tarfile tempfile textwrap threading timeit tokenize
-traceback typing unittest.case unittest.mock urllib.parse urllib.request uuid warnings weakref webbrowser zipfile""".split()
-
-def docstrings(modules:list[str]=text_modules)->str:
-    "The docstrings of `modules`, their classes and functions, an empty line between two"
-    trees = [ast.parse(inspect.getsource(import_module(o))) for o in modules]
-    nodes = [o for tree in trees for o in ast.walk(tree) if isinstance(o, (ast.Module,ast.ClassDef,ast.FunctionDef))]
-    return '\n\n'.join(filter(None, map(ast.get_docstring, nodes)))
-
-# %% ../nbs/source/21_demo.ipynb #cfadf861
-def text_dls(bs:int, seed:int=42)->DataLoaders:
-    "Sequences of 32 characters from docstrings, 4096 to train on and 512 to validate"
-    codes = torch.tensor(list(docstrings().encode('ascii', 'replace')))
-    set_seed(seed)
-    seqs = codes[:len(codes)//33*33].view(-1, 33)
-    samples = [(o[:-1],o[1:]) for o in seqs[torch.randperm(len(seqs))[:4096+512]]]
-    return DataLoaders(DataLoader(samples[:4096], bs=bs, shuffle=True), DataLoader(samples[4096:], bs=256))
-
-class NGram(Module):
-    "A language model that sees the last `n` characters; gives one prediction for each character of a sequence"
-    def __init__(self, n:int=8, n_codes:int=128):
-        self.n,self.embed,self.conv,self.out = n,nn.Embedding(n_codes, 16),nn.Conv1d(16, 96, n),nn.Linear(96, n_codes)
-
-    def forward(self, x):
-        x = F.pad(self.embed(x).transpose(1, 2), (self.n-1, 0))
-        return self.out(F.relu(self.conv(x)).transpose(1, 2))
-
-def text_learner(bs:int, cbs=None)->Learner:
-    "A small language model for docstrings, the same weights each time"
-    dls = text_dls(bs)
-    return Learner(dls, NGram(), CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs)
 
 # %% ../nbs/source/21_demo.ipynb #591e59b6
 class Activations(Callback):

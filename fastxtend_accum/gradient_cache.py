@@ -28,7 +28,7 @@ __all__ = ['in_pieces', 'GradientCache']
 
 # %% ../nbs/source/15_gradient_cache.ipynb #41c70a9e
 def in_pieces(forward:Callable, module:nn.Module, micro_bs:int, draws:Callable|None=None)->Callable:
-    "`forward`, one piece of the batch after the other; all but the last are run again in the backward pass"
+    "`forward` of `module` in the memory of `micro_bs` samples: pieces but the last run again in the backward pass. `draws(n)`: a `SameDraws` of the whole batch"
     def pieces_forward(*args, **kwargs):
         same = draws(input_size(args, kwargs)) if draws else None
         def again(*args, **kwargs):
@@ -77,7 +77,6 @@ def forward_context(self:GradientCache):
 
 @patch
 def draws(self:GradientCache, n:int)->SameDraws:
-    "The random numbers of the forward pass that begins, of `n` samples"
     self.same = SameDraws(n)
     return self.same
 
