@@ -129,7 +129,6 @@ def verdict(self:LossCheck)->Verdict:
     if min(by) > (1e-2 if self.precisions[0][1] else self.tolerance): return Verdict('differs', min(by))  # under autocast rounding is coarse
     return Verdict('cannot tell', max(by), 'the difference may come from rounding, or from the order of rows')
 
-# %% ../nbs/source/09_claim.ipynb #e77ae29c
 def check_loss(loss_func:Callable, parts:list[tuple], samples:list[int]|None=None, items:list|None=None)->Verdict:
     "Whether the loss of two micro-batches, each outputs and targets, together is what accumulation makes of their two losses"
     check = LossCheck()

@@ -87,7 +87,6 @@ def evaluate(learn:Learner, model:nn.Module|None=None):
         learn.loss = learn.loss_grad.clone()
     learn('after_loss')
 
-# %% ../nbs/source/12_loop.ipynb #c100d013
 class LeavingCallback(Callback):
     "Callback that undoes its changes when removed, also after an interrupt in the middle of a fit"
     def leave(self): pass
@@ -115,6 +114,16 @@ class BatchLoop(LeavingCallback):
         if self.same_draws: check_draws(self.learn.model)
         self.learn.dl = WithLoop(self.learn.dl, self.learn, self.do_one_batch)
 
+    def do_one_batch(self):
+        "fastai's `Learner._do_one_batch`; in training, on one piece of the batch after the other"
+        learn = self.learn
+        if not learn.training: return evaluate(learn)
+        try: self.train_batch(Batch(learn, batch_size((*learn.xb, *learn.yb), stated_batch_size(learn.dl)), self.same_draws))
+        except Exception as e:
+            if not (is_out_of_memory(e) and (searching := self.searching())): raise
+            bs = searching[0].micro_bs
+            raise NothingFits(f"out of memory with micro-batches of {bs} samples: set micro_batch_size={-(-bs//2)}") from e
+
     @property
     def splits(self)->bool:
         "Whether batches are split; a training DataLoader without a batch size yields batches of `micro_batch_size`"
@@ -131,17 +140,6 @@ class BatchLoop(LeavingCallback):
     def cancelled(self, batch:Batch): pass
 
 # %% ../nbs/source/12_loop.ipynb #c100d015
-@patch
-def do_one_batch(self:BatchLoop):
-    "fastai's `Learner._do_one_batch`; in training, on one piece of the batch after the other"
-    learn = self.learn
-    if not learn.training: return evaluate(learn)
-    try: self.train_batch(Batch(learn, batch_size((*learn.xb, *learn.yb), stated_batch_size(learn.dl)), self.same_draws))
-    except Exception as e:
-        if not (is_out_of_memory(e) and (searching := self.searching())): raise
-        bs = searching[0].micro_bs
-        raise NothingFits(f"out of memory with micro-batches of {bs} samples: set micro_batch_size={-(-bs//2)}") from e
-
 @patch
 def train_batch(self:BatchLoop, batch:Batch):
     learn = self.learn
@@ -184,7 +182,7 @@ def searching(self:BatchLoop)->list:
 
 @patch
 def train_or_retry(self:BatchLoop, batch:Batch):
-    "Train on the next piece; if memory runs out, make it smaller"
+    "Train on the next piece; if memory runs out, halve the size of pieces"
     learn = self.learn
     try: return self.train_piece(batch)
     except Exception as e:
@@ -198,7 +196,7 @@ def train_or_retry(self:BatchLoop, batch:Batch):
 
 @patch
 def undo(self:BatchLoop, batch:Batch)->bool:
-    "Take back what the failed piece may have added to the gradient, if that is possible"
+    "Remove what the failed piece may have added to the gradient; gives whether that is possible"
     accum = first(cb for cb in self.learn.cbs if accumulates(cb))
     if accum: return isinstance(accum, BatchLoop) and accum.undo(batch)
     if n_processes(self.learn) > 1: return False

@@ -84,7 +84,6 @@ def check_sums(model:nn.Module):
     if hasattr(model, 'no_sync') and not isinstance(model, DistributedDataParallel): raise ValueError(f"{type(model).__name__} adds up gradients in the "
         "precision of the weights, which is not float32 here: use fully_shard, or keep the weights in float32 with its MixedPrecision")
 
-# %% ../nbs/source/06_processes.ipynb #c84179b4
 @patch
 def before_micro_batch(self:Processes, model:nn.Module, opt:Optimizer|OptimWrapper, ends_window:bool, in_float32:bool=False):
     "Keep DDP from averaging before the window's last backward pass, and then, too, if the sums are `in_float32`; the first call checks the model"

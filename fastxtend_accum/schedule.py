@@ -34,7 +34,6 @@ def check_point(name:str, point:Numeric):
     elif not 0 <= point <= 1:
         raise ValueError(f"{name} is a fraction of training, so it cannot be {point}: use 0.0 to 1.0, or an int for epochs")
 
-# %% ../nbs/source/16_schedule.ipynb #f5feed3c
 def fraction_of_fit(name:str, point:Numeric, n_epoch:int)->float:
     "Where `point`, in epochs (int) or as a fraction (float), lies in a fit of `n_epoch` epochs; raises ValueError if that is outside"
     if not isinstance(point, Integral): return float(point)
@@ -59,6 +58,7 @@ def scheduled_bs(pct:float, start_bs:int, final_bs:int, start:float, finish:floa
 class GradientAccumulationSchedule(GradientAccumulation):
     "`GradientAccumulation` with a batch that goes from `start_accum_bs` to `final_accum_bs` between `start` and `finish`"
     is_constant = False
+    @delegates(GradientAccumulation.__init__, but=['accum_bs','n_acc'])
     def __init__(self,
         start_accum_bs:int, # Samples in a window up to `start`, a multiple of the micro-batch
         final_accum_bs:int, # Samples in a window from `finish` on, a multiple of the micro-batch; may be smaller
@@ -69,16 +69,12 @@ class GradientAccumulationSchedule(GradientAccumulation):
         micro_batch_size:int|str|None=None, # Samples in a micro-batch: larger loader batches are split; 'auto': as many as fit in memory; None: the loader's batch
         *,
         remainder:str='step', # The incomplete window that ends an epoch: 'step' on it, 'carry' it over, or 'drop' it
-        num_items:Callable|None=None, # `f(learn)`: items that the loss averages over; None: ask the loss function
-        skip_nonfinite:bool=False, # Take no step on a gradient with NaN or infinity in it; drop its window
-        same_draws:bool=False, # Pieces draw the random numbers of the whole batch, for dropout and noise in the model; takes time
         scale:dict[str,Callable]|None=None, # Rules for hyper-parameters by name, each `f(value, accum_bs/start_accum_bs)`
-        **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
+        **kwargs, # Others of `GradientAccumulation`
     ):
         for name,size in dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs).items(): check_size(name, size)
         for name,point in dict(start=start, finish=finish).items(): check_point(name, point)
-        super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
-                         remainder=remainder, num_items=num_items, skip_nonfinite=skip_nonfinite, same_draws=same_draws, **unknown)
+        super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, remainder=remainder, **kwargs)
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
         check_schedule(schedule, start_accum_bs, final_accum_bs)
         if isinstance(start, Integral) == isinstance(finish, Integral): check_order(start, finish)
@@ -124,7 +120,6 @@ def size_at(self:GradientAccumulationSchedule, pct:float)->int:
     "Samples in a window that opens at `pct` of this fit"
     return self.curve(self.learn.n_epoch, self.smallest_bs)(pct)
 
-# %% ../nbs/source/16_schedule.ipynb #3fd4d2fd
 @patch
 def next_accum_bs(self:GradientAccumulationSchedule)->int:
     "Samples in a window that opens now; `lr_find` uses the size at the start of training"

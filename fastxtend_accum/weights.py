@@ -106,7 +106,6 @@ def model_labels(learn:Learner)->Real|Tensor|None:
     if 'CausalLM' in type(out).__name__: labels = labels[...,1:]
     return as_count((labels != -100).count_nonzero())
 
-# %% ../nbs/source/03_weights.ipynb #b7cbf903
 def n_samples(learn:Learner)->int:
     "Samples in the current micro-batch, counted in its targets as fastai does, or in its inputs if the loader has no targets"
     return find_bs(learn.yb or learn.xb)
