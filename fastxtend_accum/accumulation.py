@@ -132,14 +132,9 @@ def before_train(self:GradientAccumulation):
             raise ValueError(f"an epoch has {batches.samples*self.processes.n} samples, which do not fill one window of accum_bs={self.accum_bs}, "
                              "and incomplete windows are dropped: use a smaller accum_bs, or remainder='step'")
         if n_windows: batches.needed = n_windows*share
-        batches.needs_more = self.can_fill
+        batches.needs_more = lambda: self.window.is_filling or batches.left >= self.next_accum_bs()//self.processes.n
     self.is_split,self.has_half = self.splits,bool(half_weights(learn.opt))
     if self.is_split: self.lend_loop()
-
-@patch
-def can_fill(self:GradientAccumulation)->bool:
-    "Whether the epoch has enough samples left for the window of the next batch"
-    return self.window.is_filling or self.batches.left >= self.next_accum_bs()//self.processes.n
 
 @patch
 def next_accum_bs(self:GradientAccumulation)->int:

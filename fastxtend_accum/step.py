@@ -13,7 +13,7 @@ from fastai.basics import *
 
 # %% auto #0
 __all__ = ['half', 'trained', 'gradients', 'average_gradients', 'half_weights', 'add_in_float32', 'is_finite', 'read_hypers',
-           'write_hypers', 'FirstHypers', 'uses_cuda_graphs', 'check_accumulates', 'check_rules']
+           'write_hypers', 'FirstHypers', 'check_accumulates', 'check_rules']
 
 # %% ../nbs/source/05_step.ipynb #7f452cd0
 def trained(opt:Optimizer|OptimWrapper)->list[nn.Parameter]:
@@ -89,17 +89,13 @@ class FirstHypers:
         self.first,self.later = None,None
 
 # %% ../nbs/source/05_step.ipynb #1d9c40a7
-def uses_cuda_graphs(module:nn.Module)->bool:
-    "Whether `module` was compiled with CUDA graphs, by `torch.compile` or in place"
-    compiled = [o for o in (module, getattr(module, '_compiled_call_impl', None)) if hasattr(o, 'get_compiler_config')]
-    return any((o.get_compiler_config() or {}).get('triton.cudagraphs') for o in compiled)
-
 def check_accumulates(model:nn.Module, opt:Optimizer|OptimWrapper):
     "Raises ValueError if something would use or overwrite the gradients of `model` in mid-window"
     if any(getattr(p, '_post_accumulate_grad_hooks', None) for p in trained(opt)):
         raise ValueError("parameters have post-accumulate-grad hooks, which act on each micro-batch's gradient (an optimizer that steps in the "
                          "backward pass?): remove them to accumulate")
-    if any(uses_cuda_graphs(m) for m in model.modules()):
+    compiled = [o for m in model.modules() for o in (m, getattr(m, '_compiled_call_impl', None)) if hasattr(o, 'get_compiler_config')]
+    if any((o.get_compiler_config() or {}).get('triton.cudagraphs') for o in compiled):
         raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
                          "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
 
