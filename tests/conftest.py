@@ -1,4 +1,5 @@
 import os
+from collections import Counter
 
 os.environ['OMP_NUM_THREADS'] = '1'  # before torch is imported: the models are so small that threads only wait for each other
 
@@ -17,6 +18,15 @@ ALONE = 'colab', 'release', 'libraries', 'gpu'  # one environment or one GPU for
 def pytest_xdist_auto_num_workers(config):
     "As many as `nbdev-test` has"
     return 0 if config.option.markexpr in ALONE else min(num_cpus(), 8)
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    "`thin(n)`: of the test's cases every `n`th runs always, beginning with the first, and the others are `long`"
+    seen = Counter()
+    for item in items:
+        for mark in item.iter_markers('thin'):
+            if seen[item.parent, item.originalname] % mark.args[0]: item.add_marker('long')
+            seen[item.parent, item.originalname] += 1
 
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
