@@ -2,7 +2,7 @@
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
-import pytest
+import nbformat, pytest
 from nbdev.test import test_nb as run_notebook
 
 from pages import notebooks, page_name, root
@@ -14,8 +14,18 @@ def fresh():
     context.set_forkserver_preload(['fastai.vision.all', 'fastai.text.all', 'fastai.tabular.all', 'nbdev.test'])
     return context
 
+def run(path):
+    "Whether notebook `path` ran through"
+    multiprocessing.set_start_method(None, force=True)  # the processes that it starts are forks again, where that is the default
+    return run_notebook(path, basepath=root)[0]
+
+def passes(path, fresh):
+    with ProcessPoolExecutor(1, mp_context=fresh) as pool: return pool.submit(run, path).result()
+
 @pytest.mark.parametrize('path', notebooks, ids=page_name)
-def test_notebook(path, fresh):
-    with ProcessPoolExecutor(1, mp_context=fresh) as pool:
-        passed,_ = pool.submit(run_notebook, path, basepath=root).result()
-    assert passed, f'what went wrong stands above; to see it again: nbdev-test --path {path}'
+def test_notebook(path, fresh): assert passes(path, fresh), f'what went wrong stands above; to see it again: nbdev-test --path {path}'
+
+def test_an_error_is_noticed(tmp_path, fresh):
+    for name,code in dict(right='assert 1', wrong='assert 0').items():
+        nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)]), tmp_path/f'{name}.ipynb')
+    assert passes(tmp_path/'right.ipynb', fresh) and not passes(tmp_path/'wrong.ipynb', fresh)
