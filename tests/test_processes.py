@@ -7,8 +7,9 @@ from common import *
 from fastxtend_accum.processes import check_sums, check_wrapped
 from test_noise import by_hand, plain_gradient
 
+pytestmark = pytest.mark.xdist_group("processes")  # `world` is made once
 here = Path(__file__).parent
-SECONDS = 240  # no test waits longer, whatever happens
+SECONDS = 600  # no test waits longer, whatever happens
 launchers = {'torchrun':'torch.distributed.run', 'accelerate launch':'accelerate.commands.launch'}  # the modules behind the programs
 
 def start(command):
@@ -294,7 +295,7 @@ def test_a_model_that_averages_nothing_is_refused():
 
 # What they tell each other
 
-@pytest.mark.parametrize('name', set(plain)-{'static_graph','sharded','auto'} | {'scheduled','sums','tokens_ignored','clip'})
+@pytest.mark.parametrize('name', sorted(set(plain)-{'static_graph','sharded','auto'} | {'scheduled','sums','tokens_ignored','clip'}))
 def test_one_all_reduce_a_step(world, name):
     "One bucket, in the micro-batch that steps; 24 bytes beside it, and 8 bytes once, for the unit"
     n,results = world
