@@ -30,7 +30,7 @@ def launch(n, *args):
     "Run `workers.py` in `n` processes on this machine"
     return finish(start(' '.join([f'torchrun --standalone --nproc-per-node {n} {here}/workers.py', *map(str, args)])))
 
-@pytest.fixture(scope='module', params=[2, 3])
+@pytest.fixture(scope='module', params=[2, pytest.param(3, marks=pytest.mark.long)])
 def world(request, tmp_path_factory):
     "How many processes, and what each of them got in each case"
     n,folder = request.param,tmp_path_factory.mktemp('processes')
@@ -338,7 +338,8 @@ def free_port():
 machines = '--multi_gpu --num_machines 2 --num_processes 2 --main_process_ip 127.0.0.1 --main_process_port PORT --machine_rank'
 
 @pytest.mark.parametrize('commands', [['torchrun --standalone --nproc-per-node 2'],
-    ['accelerate launch --multi_gpu --num_processes 2 --main_process_port PORT'], [f'accelerate launch {machines} {rank}' for rank in range(2)]], ids=['torchrun','accelerate','two machines'])
+    pytest.param(['accelerate launch --multi_gpu --num_processes 2 --main_process_port PORT'], marks=pytest.mark.long),
+    pytest.param([f'accelerate launch {machines} {rank}' for rank in range(2)], marks=pytest.mark.long)], ids=['torchrun','accelerate','two machines'])
 def test_example(commands):
     port = str(free_port())
     started = [start(f'{o} {here.parent}/examples/distributed.py'.replace('PORT', port)) for o in commands]
