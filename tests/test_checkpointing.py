@@ -148,6 +148,7 @@ def test_own_blocks(blocks): assert_same_state(deep(ActivationCheckpointing(bloc
 
 # With other callbacks
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize('cbs', [
     lambda: [GradientAccumulation(32)], lambda: [GradientAccumulation(16, micro_batch_size=8)], lambda: [GradientAccumulation(16, micro_batch_size=5)],
     lambda: [GradientAccumulation(16, micro_batch_size=5, same_draws=True)], lambda: [GradientAccumulation(16, micro_batch_size='auto')],
@@ -285,6 +286,7 @@ def test_export_after_an_interrupt(tmp_path):
     assert_same(loaded.model.eval()(x), learn.model.eval()(x))
     assert not any('forward' in vars(m) for m in loaded.model.modules())
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize('event', EVENTS)
 @pytest.mark.parametrize('exc', [KeyboardInterrupt, ZeroDivisionError, *CANCELS, CancelStepException, CancelBackwardException])
 def test_a_fault_leaves_nothing(exc, event):

@@ -56,6 +56,7 @@ def test_the_schedule_and_the_adaptive_callback_step_on_every_sample():
 
 methods = 'fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','own'
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize('method', methods)
 @pytest.mark.parametrize('n', [100, 130, 1000])
 @pytest.mark.parametrize('drop_last', [False, True])
@@ -155,6 +156,7 @@ def assert_logged_alike(small, big):
         assert [len(o) for o in a] == [len(o) for o in b]
         assert_same(torch.tensor(sum(floats(a), [])), torch.tensor(sum(floats(b), [])), FLOAT32)
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize('order', [7, 20, 99])
 @pytest.mark.parametrize('event', ['before_step', 'after_step', 'after_batch'])
 @pytest.mark.parametrize('exc', [CancelStepException, CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException])
@@ -167,6 +169,7 @@ def test_a_fault_at_a_step(exc, event, order):
 
 PER_BATCH = ['before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step','after_batch']
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize('order', [-5, 7, 99])
 @pytest.mark.parametrize('event', PER_BATCH)
 @pytest.mark.parametrize('exc', [CancelStepException, CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException, CancelBackwardException])

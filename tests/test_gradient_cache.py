@@ -288,7 +288,7 @@ def test_peak_memory():
     "512 samples in pieces of 16: as much as accumulating pieces of 16, and a fraction of the whole batch"
     def run(how):
         env = dict(os.environ, MALLOC_MMAP_THRESHOLD_='65536', MALLOC_ARENA_MAX='1', OMP_NUM_THREADS='1')
-        out = subprocess.run([sys.executable, '-c', SCRIPT.format(tests=str(Path(__file__).parent)), how], capture_output=True, text=True, timeout=300, env=env)
+        out = subprocess.run([sys.executable, '-c', SCRIPT.format(tests=str(Path(__file__).parent)), how], capture_output=True, text=True, timeout=600, env=env)
         assert out.returncode == 0, out.stderr[-2000:]
         return json.loads(out.stdout.splitlines()[-1])
     whole,cached,accumulated = map(run, ('whole', 'cached', 'accumulated'))
@@ -296,6 +296,7 @@ def test_peak_memory():
 
 # Nothing is left on the model
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize('order', [-5, 99, math.inf])
 @pytest.mark.parametrize('event', EVENTS)
 @pytest.mark.parametrize('exc', [KeyboardInterrupt, ZeroDivisionError, CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException,
