@@ -7,9 +7,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/demo.html.md"""
 # %% ../nbs/source/21_demo.ipynb #324af82d
 from __future__ import annotations
 from contextlib import nullcontext
-from importlib import import_module
 from pathlib import Path
-import ast,inspect
 
 from fastai.basics import *
 from fastai.callback.all import *
@@ -21,14 +19,10 @@ from .schedule import *
 from .rules import *
 
 # %% auto #0
-__all__ = ['text_modules', 'digits_dls', 'digits_learner', 'run_demo', 'weight_difference', 'results', 'plot_results', 'main',
-           'docstrings', 'text_dls', 'NGram', 'text_learner', 'Activations']
+__all__ = ['digits_dls', 'digits_learner', 'run_demo', 'weight_difference', 'results', 'plot_results', 'main', 'Activations']
 
 # %% ../nbs/source/21_demo.ipynb #5b2f76d7
-def digits_dls(
-    bs:int, # Samples in a batch, training and validation
-    seed:int=42, # Seed of the order of the samples
-)->DataLoaders:
+def digits_dls(bs:int, seed:int=42)->DataLoaders:
     "scikit-learn's 8x8 handwritten digits, 1408 to train on and 389 to validate"
     digits = load_digits()
     set_seed(seed)
@@ -45,10 +39,7 @@ def digits_learner(bs:int, cbs=None)->Learner:
     return Learner(dls, model, CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs)
 
 # %% ../nbs/source/21_demo.ipynb #5274d2a6
-def run_demo(
-    n_epoch:int=5, # Epochs of each fit
-    bars:bool=True, # Show progress bars
-)->dict[str,Learner]: # The trained Learners by name
+def run_demo(n_epoch:int=5, bars:bool=True)->dict[str,Learner]:
     "Train the large batch, the accumulated one, a schedule, and the small batch by itself"
     lr = 5e-3
     runs = {'batch of 128':         (digits_learner(128), lr),
@@ -65,9 +56,7 @@ def weight_difference(a:Learner, b:Learner)->float:
     "The largest difference between two Learners' weights"
     return max((p-q).abs().max().item() for p,q in zip(a.model.parameters(), b.model.parameters(), strict=True))
 
-def results(
-    learners:dict[str,Learner], # Trained Learners by name, the large batch first
-)->pd.DataFrame:
+def results(learners:dict[str,Learner])->pd.DataFrame:
     "Optimizer steps, validation accuracy, and the largest difference of any weight from the first, for those with as many steps"
     big = next(iter(learners.values()))
     def row(name, o):
@@ -102,56 +91,11 @@ def main():
     plot_results(learners).savefig(path, dpi=150)
     print(f'\nLosses and batch sizes: {path}')
 
-# %% ../nbs/source/21_demo.ipynb #d36ad528
-text_modules = """argparse ast bdb calendar cmd collections configparser contextlib copy csv dataclasses difflib dis doctest enum fileinput fractions
-functools gettext heapq imaplib inspect ipaddress json locale logging mailbox mimetypes optparse pdb pickle pickletools platform plistlib poplib pprint pstats pydoc
-queue random sched selectors shelve shlex shutil smtplib socket socketserver statistics string subprocess tarfile tempfile textwrap threading timeit tokenize
-traceback typing unittest.case unittest.mock urllib.parse urllib.request uuid warnings weakref webbrowser zipfile""".split()
-
-def docstrings(
-    modules:list[str]=text_modules, # Names of modules
-)->str:
-    "The docstrings of `modules`, their classes and functions, an empty line between two"
-    trees = [ast.parse(inspect.getsource(import_module(o))) for o in modules]
-    nodes = [o for tree in trees for o in ast.walk(tree) if isinstance(o, (ast.Module,ast.ClassDef,ast.FunctionDef))]
-    return '\n\n'.join(filter(None, map(ast.get_docstring, nodes)))
-
-# %% ../nbs/source/21_demo.ipynb #cfadf861
-def text_dls(
-    bs:int, # Samples in a training batch
-    seed:int=42, # Seed of the split and of the order of the samples
-)->DataLoaders:
-    "Sequences of 32 characters from docstrings, 4096 to train on and 512 to validate"
-    codes = torch.tensor(list(docstrings().encode('ascii', 'replace')))
-    set_seed(seed)
-    seqs = codes[:len(codes)//33*33].view(-1, 33)
-    samples = [(o[:-1],o[1:]) for o in seqs[torch.randperm(len(seqs))[:4096+512]]]
-    return DataLoaders(DataLoader(samples[:4096], bs=bs, shuffle=True), DataLoader(samples[4096:], bs=256))
-
-class NGram(Module):
-    "A language model that sees the last `n` characters; gives one prediction for each character of a sequence"
-    def __init__(self,
-        n:int=8, # Characters that it sees
-        n_codes:int=128, # Different characters there are: those of ASCII
-    ):
-        self.n,self.embed,self.conv,self.out = n,nn.Embedding(n_codes, 16),nn.Conv1d(16, 96, n),nn.Linear(96, n_codes)
-
-    def forward(self, x):
-        x = F.pad(self.embed(x).transpose(1, 2), (self.n-1, 0))
-        return self.out(F.relu(self.conv(x)).transpose(1, 2))
-
-def text_learner(bs:int, cbs=None)->Learner:
-    "A small language model for docstrings, the same weights each time"
-    dls = text_dls(bs)
-    return Learner(dls, NGram(), CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs)
-
 # %% ../nbs/source/21_demo.ipynb #591e59b6
 class Activations(Callback):
     "`mb`: the most MB that a forward pass has kept for its backward pass; more than `limit` raises `torch.OutOfMemoryError`"
     order,run_valid,hook,hooks = -5,False,None,None
-    def __init__(self,
-        limit:float=float('inf'), # MB that a forward pass may keep
-    ):
+    def __init__(self, limit:float=float('inf')):
         self.limit,self.mb = limit,0
 
     def before_fit(self):
