@@ -6,7 +6,7 @@ from fastai.vision.all import DataBlock, ImageBlock, MaskBlock, CategoryBlock, P
 from common import *
 from fastxtend_accum.checkpointing import ActivationCheckpointing, checkpointed, find_blocks
 from fastxtend_accum.gradient_cache import GradientCache
-from test_gradient_cache import LiveBytes
+from fastxtend_accum.demo import LiveBytes
 from test_life import CANCELS, EVENTS, Fault
 
 def state(learn): return {k:v.clone() for k,v in learn.model.state_dict().items()}
@@ -316,10 +316,9 @@ class Measured(Callback):
     "Bytes that are alive at the end of the forward pass of the first batch, and the most in it, without the model's own"
     def before_batch(self):
         if not self.training: return
-        self.live = LiveBytes().__enter__()
-        self.live.sizes.update({o.untyped_storage()._cdata:0 for o in self.model.state_dict(keep_vars=True).values()})
+        self.live = LiveBytes(self.model).__enter__()
     def after_loss(self):
-        if self.training: self.kept = sum(self.live.sizes.values())
+        if self.training: self.kept = self.live.now
     def before_step(self): self.live.__exit__(None, None, None); raise CancelFitException
 
 @pytest.mark.parametrize('make,at_most', [(resnet, .25), (unet, .5), (convnext, .3), (transformer, .3)])
