@@ -1,11 +1,11 @@
 "Losses over the whole batch, in pieces: against the same Learner without the callback"
-import itertools, json, os, subprocess, sys, weakref
+import itertools, json, os, subprocess, sys
 import pytest
 from fastai.callback.mixup import MixUp
 from hypothesis import given, strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import *
+from fastxtend_accum.demo import LiveBytes
 from fastxtend_accum.gradient_cache import GradientCache, in_pieces
 from test_life import EVENTS, Fault
 
@@ -224,18 +224,6 @@ def test_a_compiled_model():
     assert_same(all_params(small), all_params(big), ROUNDING)
 
 # Memory
-
-class LiveBytes(TorchDispatchMode):
-    "Bytes of the tensors that are alive, and the most that were: every storage that PyTorch makes, until it is freed"
-    def __init__(self): super().__init__(); self.sizes,self.peak = {},0
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for o in out if isinstance(out, (tuple,list)) else [out]:
-            if isinstance(o, torch.Tensor) and (key := o.untyped_storage()._cdata) not in self.sizes:
-                self.sizes[key] = o.untyped_storage().nbytes()
-                weakref.finalize(o.untyped_storage(), self.sizes.pop, key, None)
-        self.peak = max(self.peak, sum(self.sizes.values()))
-        return out
 
 def correlations(pred, *targ):
     "Across the batch, and small: the outputs' correlation matrix should be the identity (Barlow Twins)"
