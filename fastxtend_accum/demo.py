@@ -7,11 +7,9 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/demo.html.md"""
 # %% ../nbs/source/21_demo.ipynb #324af82d
 from __future__ import annotations
 from contextlib import nullcontext
-from pathlib import Path
 
 from fastai.basics import *
 from fastai.callback.all import *
-import pandas as pd
 from sklearn.datasets import load_digits
 
 from .accumulation import *
@@ -48,7 +46,6 @@ def run_demo(n_epoch:int=5, bars:bool=True)->dict[str,Learner]:
         with nullcontext() if bars else learn.no_bar(): learn.fit_one_cycle(n_epoch, 5e-3)
     return learners
 
-# %% ../nbs/source/21_demo.ipynb #10e5fab4
 def weight_difference(a:Learner, b:Learner)->float:
     "The largest difference between two Learners' weights"
     return max((p-q).abs().max().item() for p,q in zip(a.model.parameters(), b.model.parameters(), strict=True))
