@@ -6,7 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/accumulation.html
 
 # %% ../nbs/source/13_accumulation.ipynb #c6a7303c
 from __future__ import annotations
-from collections.abc import Callable
 from operator import attrgetter
 from warnings import warn
 

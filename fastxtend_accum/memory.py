@@ -6,7 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/memory.html.md"""
 
 # %% ../nbs/source/10_memory.ipynb #9c1d0e06
 from __future__ import annotations
-from collections.abc import Callable
 
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision

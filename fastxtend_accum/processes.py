@@ -40,7 +40,6 @@ def all_reduce(model:nn.Module, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
     dist.all_reduce(o, op, group=getattr(model, 'process_group', None))
     return o
 
-# %% ../nbs/source/06_processes.ipynb #330decf1
 @patch
 def common_unit(self:Processes, items:Real|Tensor|None, device:torch.device, model:nn.Module)->float|None:
     "The unit of all weights in this fit, a power of two near the first micro-batch's items; None: no process has one yet. One scalar message per fit"
