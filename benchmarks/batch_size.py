@@ -1,5 +1,6 @@
-"""`python -m benchmarks.batch_size` measures what the page "Find the batch size" shows, and writes `batch_size.json` beside this file: the samples
-that each batch size needs to reach a loss, its time per sample, and what `bs_find` says. Some 20 minutes on one core; `... batch_size found` measures one part anew.
+"""`python -m benchmarks.batch_size` measures what the page "Find the batch size" shows, and writes `batch_size.json` beside this file: the
+samples that each batch size needs to reach a loss, its time per sample, and what `bs_find` says. Some 20 minutes on one core.
+`python -m benchmarks.batch_size found` measures that part anew.
 
 The searches for learning rates need hundreds of runs, so those that count samples are plain PyTorch loops; the steps of
 `GradientAccumulation` are the same, as its tests show"""
@@ -17,16 +18,16 @@ file = Path(__file__).with_suffix('.json')
 sizes = [8, 16, 32, 64, 128, 256, 512]
 base_bs,loader_bs = 16,64 # Of the base recipe; of the DataLoader that `bs_find` is called with: larger sizes accumulate
 
-# Tasks
+def new_learner(bs, model, xs, ys, n_valid):
+    samples = list(zip(xs, ys))
+    dls = DataLoaders(DataLoader(samples[:-n_valid], bs=bs, shuffle=True), DataLoader(samples[-n_valid:], bs=256))
+    return Learner(dls, model, nn.CrossEntropyLoss())
 
-def new_learner(samples, model, n_train, bs, cbs=None):
-    return Learner(DataLoaders(DataLoader(samples[:n_train], bs=bs, shuffle=True), DataLoader(samples[n_train:], bs=256)), model, nn.CrossEntropyLoss(), cbs=cbs)
-
-def table_learner(bs, cbs=None):
+def table_learner(bs):
     "Two classes of 20 made numbers, 4096 rows to train on and 1024 to validate"
     x,y = make_classification(5120, 20, n_informative=12, n_redundant=4, n_clusters_per_class=8, flip_y=.02, random_state=0)
-    samples = list(zip(tensor(x).float(), tensor(y)))
-    return new_learner(samples, nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 2)), 4096, bs, cbs)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 2))
+    return new_learner(bs, model, tensor(x).float(), tensor(y), 1024)
 
 class Shapes(Module):
     "A small U-Net: one class for each pixel"
@@ -36,7 +37,7 @@ class Shapes(Module):
         y = F.relu(self.deep(F.relu(self.coarse(F.max_pool2d(x, 2)))))
         return self.out(torch.cat([x, F.interpolate(y, scale_factor=2)], 1))
 
-def shapes_learner(bs, cbs=None):
+def shapes_learner(bs):
     "Discs and squares in noise, to be told from each other and from the ground; 1024 images of 16x16 to train on and 128 to validate"
     g = torch.Generator().manual_seed(0)
     def draw(*shape): return torch.rand(*shape, generator=g)
@@ -44,8 +45,7 @@ def shapes_learner(bs, cbs=None):
     (y,x,r),square = draw(3, n, 1, 1)*tensor(8, 8, 4).view(3, 1, 1, 1)+tensor(4, 4, 2).view(3, 1, 1, 1),draw(n, 1, 1) < .5
     dy,dx = (at[:,None]-y).abs(),(at-x).abs()
     inside = torch.where(square, torch.maximum(dy, dx) < .9*r, dy**2+dx**2 < r**2)
-    samples = list(zip((inside+torch.randn(n, 16, 16, generator=g))[:,None], inside*(1+square.long())))
-    return new_learner(samples, Shapes(), 1024, bs, cbs)
+    return new_learner(bs, Shapes(), (inside+torch.randn(n, 16, 16, generator=g))[:,None], inside*(1+square.long()), 128)
 
 @dataclass
 class Task:
@@ -71,8 +71,6 @@ class Task:
 tasks = dict(digits=Task(digits_learner, True, .016, {0:2, 1:3}), text=Task(text_learner, False, 8e-3, {0:2, 1:2}),
              table=Task(table_learner, False, 4e-3, {0:2, 1:3}), shapes=Task(shapes_learner, True, .03, {0:2, 1:3}))
 
-# The samples that each size needs
-
 def torch_opt(task, model):
     "fastai's SGD or Adam as PyTorch's, with weight decay of all but biases"
     if task.sgd: return torch.optim.SGD(model.parameters(), momentum=.9)
@@ -83,13 +81,12 @@ def torch_opt(task, model):
 class Run:
     "Training in a plain loop; `data` has inputs and targets of the training set, then of the validation set"
     def __init__(self, task, data, loss_func, model, state=None):
-        self.data,self.loss_func,self.model,self.opt = data,loss_func,deepcopy(model),None
-        self.opt = torch_opt(task, self.model)
+        self.data,self.model = data,deepcopy(model)
+        self.loss,self.opt = lambda x, y: loss_func(self.model(x), y),torch_opt(task, self.model)
         if state: self.opt.load_state_dict(state)
 
     def train(self, bs, lr, seed, most, target=0.):
-        """Until the validation loss, averaged over the last fifth of the samples, is down at `target`; returns the samples, inf at `most`,
-        and that loss"""
+        "Until the validation loss, averaged over the last fifth of the samples, is down at `target`: samples (inf at `most`) and that loss"
         (x,y),valid = self.data
         g,todo,seen,losses,next_look = torch.Generator().manual_seed(seed),torch.empty(0, dtype=torch.long),0,[],0
         for group in self.opt.param_groups: group['lr'] = lr
@@ -97,11 +94,11 @@ class Run:
             while len(todo) < bs: todo = torch.cat([todo, torch.randperm(len(x), generator=g)])
             idxs,todo = todo[:bs],todo[bs:]
             self.opt.zero_grad()
-            self.loss_func(self.model(x[idxs]), y[idxs]).backward()
+            self.loss(x[idxs], y[idxs]).backward()
             self.opt.step()
             seen += bs
             if seen < next_look: continue
-            with torch.no_grad(): losses.append((seen, self.loss_func(self.model(valid[0]), valid[1]).item()))
+            with torch.no_grad(): losses.append((seen, self.loss(*valid).item()))
             next_look,mean = max(seen*1.08, 256),np.mean([loss for at,loss in losses if at >= .8*seen])
             if mean <= target: return seen,mean
             if not np.isfinite(mean): break
@@ -115,14 +112,12 @@ def best_factor(cost, k=0):
 
 def samples_needed(task, start, n, horizon):
     "That each size needs, at its best learning rate, to come where the base recipe comes after `horizon` epochs from `start()`"
-    def base(seed): return start().train(base_bs, task.lr, seed, horizon*n)[1]
-    k,res,most,target = 0,{},6*horizon*n,float(np.mean([base(seed) for seed in range(5)]))
+    target = float(np.mean([start().train(base_bs, task.lr, seed, horizon*n)[1] for seed in range(5)]))
+    k,res = 0,{}
     for bs in sizes:
-        def rate(k): return task.rate(bs)*2.**k
-        def runs(k, seeds): return [start().train(bs, rate(k), seed, most, target)[0] for seed in seeds]
-        k = best_factor(lambda k: np.mean(runs(k, (20, 21))), k)
-        samples = runs(k, range(4))
-        res[bs] = dict(lr=rate(k), samples=[o if math.isfinite(o) else None for o in samples])  # None: not within `most`
+        def runs(k, seeds): return [start().train(bs, task.rate(bs)*2.**k, seed, 6*horizon*n, target)[0] for seed in seeds]
+        k = best_factor(lambda k: np.mean(runs(k, (20, 21))), k)  # other seeds choose the rate
+        res[bs] = dict(lr=task.rate(bs)*2.**k, samples=[o if math.isfinite(o) else None for o in runs(k, range(4))])
     return dict(target=target, sizes=res)
 
 def needed(task):
@@ -136,27 +131,22 @@ def needed(task):
         res[point] = samples_needed(task, start, len(data[0][0]), horizon)
     return res
 
-# Time
-
 class Clock(Callback):
-    "CPU time of an epoch's training"
+    "Microseconds of CPU time per sample of each epoch's training"
+    def __init__(self): self.us = []
     def before_train(self): self.began = time.process_time()
-    def after_train(self): self.seconds = time.process_time()-self.began; raise CancelEpochException
+    def after_train(self):
+        self.us.append((time.process_time()-self.began)/len(self.dls.train_ds)*1e6)
+        raise CancelEpochException
 
-def times(task, n_rounds=5):
-    "Microseconds per sample in a Learner's `fit`, by batch size: of one batch, and accumulated from batches of `loader_bs`; medians of interleaved rounds"
+def times(task, n_rounds=6):
+    "Microseconds per sample in a Learner's `fit`, by batch size: in one batch, and accumulated; medians of interleaved rounds after the first"
     learners = {('whole', bs):task.learner(bs, Clock()) for bs in sizes}
     learners |= {('accumulated', bs):task.learner(loader_bs, [GradientAccumulation(bs), Clock()]) for bs in sizes if bs > loader_bs}
-    taken = {o:[] for o in learners}
-    for _ in range(n_rounds+1):
-        for o,learn in learners.items():
-            learn.fit(1, 1e-5)
-            taken[o].append(learn.clock.seconds/len(learn.dls.train_ds)*1e6)
+    for _,learn in itertools.product(range(n_rounds), learners.values()): learn.fit(1, 1e-5)
     res = dict(whole={}, accumulated={})
-    for (kind,bs),o in taken.items(): res[kind][bs] = round(float(np.median(o[1:])), 2)
+    for (way,bs),learn in learners.items(): res[way][bs] = round(float(np.median(learn.clock.us[1:])), 2)
     return res
-
-# What is predicted
 
 def found(task):
     "What `bs_find` says at the starts of three runs of the base recipe, with other weights and another order of samples each"
