@@ -14,7 +14,7 @@ from .checkpointing import ActivationCheckpointing
 from .gradient_cache import GradientCache
 from .rules import linear_scale,sqrt_scale,half_life_scale,SchedSteps,seesaw
 from .noise import GradientNoiseScale,NoiseEstimate
-from .bs_find import SuggestedBS,critical_size,plot_bs_find
+from .bs_find import SuggestedBS,plot_bs_find
 from .weights import loss_items,averages_over
 from .logging import WindowLogger,window_loggers
 

@@ -7,200 +7,220 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/bs_find.html.md""
 # %% ../nbs/source/19_bs_find.ipynb #bb9c0380
 from __future__ import annotations
 from collections.abc import Callable
+from statistics import mean,median
 from typing import NamedTuple
-import math
+import math,time
 
 from fastai.basics import *
 from matplotlib.ticker import NullLocator
 from torch.nn.parallel import DistributedDataParallel
 
+from .pieces import *
+from .epoch import *
 from .sizes import *
 from .processes import *
 from .logging import *
 from .snapshot import *
 from .memory import *
-from .loop import *
 from .accumulation import *
+from .gradient_cache import *
 from .rules import *
+from .noise import *
 
 # %% auto #0
-__all__ = ['loss_rises', 'critical_size', 'plot_bs_find', 'BSFinder', 'SuggestedBS']
+__all__ = ['Costs', 'predict', 'clock', 'TimedBatches', 'BSFinder', 'try_out', 'micro_sizes', 'measure_costs', 'lr_by_group',
+           'measure_noise', 'SuggestedBS', 'suggest', 'advice', 'plot_bs_find', 'check_bs_find']
 
 # %% ../nbs/source/19_bs_find.ipynb #6f436cc3
-def loss_rises(
-    losses:dict[int,list[float]], # Loss of each branch, by batch size and seed
-)->tuple[np.ndarray,np.ndarray,float]: # By size: the mean rise and its standard error; the mean loss of the best size
-    "How far the loss of each size lies above that of the best, in the units of the loss; branches with the same seed are paired"
-    by_size = np.array(list(losses.values()))
-    best = by_size[by_size.mean(1).argmin()]
-    rises,n = by_size-best,by_size.shape[1]
-    return rises.mean(1),rises.std(1, ddof=1)/n**.5 if n > 1 else np.zeros(len(rises)),best.mean()
-
-def critical_size(
-    losses:dict[int,list[float]], # Loss of each branch, by batch size and seed
-    tolerance:float=.02, # Rise of the loss, relative to the best, that counts as no worse
-)->int: # In samples
-    "The largest size whose mean loss, less the standard error of its difference from the best, is within `tolerance` of the best"
-    rises,errors,best = loss_rises(losses)
-    return max(size for size,o in zip(losses, rises-errors) if o <= tolerance*abs(best))
-
-# %% ../nbs/source/19_bs_find.ipynb #af4eae59
-def plot_bs_find(
-    losses:dict[int,list[float]], # Loss of each branch, by batch size and seed
-    tolerance:float=.02, # Rise of the loss, relative to the best, that counts as no worse
-    ax:plt.Axes|None=None, # Where to plot; None: a new figure
-)->plt.Axes:
-    "Plot loss against batch size: branches, their means with the standard error that counts, tolerance and suggestion"
-    if ax is None: _,ax = plt.subplots(figsize=(5, 3.2), layout='constrained')
-    sizes,(rises,errors,best),critical = list(losses),loss_rises(losses),critical_size(losses, tolerance)
-    for i,by_seed in enumerate(zip(*losses.values())): ax.plot(sizes, by_seed, 'o', color='#999999', ms=4, label='' if i else 'branches')
-    ax.errorbar(sizes, best+rises, errors, color='#0072B2', capsize=4, label='mean')
-    ax.axhspan(best, best+tolerance*abs(best), color='#009E73', alpha=.25, lw=0, label=f'best + {tolerance:.0%}')
-    ax.plot(critical, best+rises[sizes.index(critical)], 'o', color='#E69F00', ms=10, label=f'suggested: {critical}')
-    ax.set_xscale('log', base=2)
-    ax.xaxis.set(minor_locator=NullLocator())
-    ax.set_xticks(sizes, sizes)
-    ax.set(xlabel='batch size (samples)', ylabel='loss')
-    ax.legend()
-    return ax
-
-# %% ../nbs/source/19_bs_find.ipynb #ee76dca6
-class BSFinder(Callback):
-    "Ends a branch after `length` epochs; its loss is that of the validation set or, without one, of its last quarter"
-    order,name = Recorder.order,'lr_finder'
-    def __init__(self,
-        length:float, # Of the branch, in epochs
-    ): self.length,self.mean_loss = length,AvgLoss()
-
-    def before_fit(self):
-        self.mean_loss.reset()
-        self.has_valid = len(getattr(self.dls, 'loaders', (0, 1))) > 1 and len(self.dls.valid) > 0  # other libraries' DataLoaders are not fastai's
+class Costs(NamedTuple):
+    "What was measured, in seconds"
+    batch:dict[int,float] # Of a batch, forward and backward, by its samples
+    step:float # Of an optimizer step
+    load:float=0. # Of loading a sample
+    limit:float=0. # That a sample takes at least, since workers cannot load more
 
     @property
-    def done(self)->float:
-        "The part of the branch that has been trained on"
-        return round((self.epoch+(self.iter+1)/self.n_iter)/self.length, 6)
+    def micro_bs(self)->int:
+        "The samples to train on at a time"
+        least = min(t/b for b,t in self.batch.items())
+        return max(b for b,t in self.batch.items() if t/b <= 1.05*least)
 
+    def per_sample(self, bs:int)->float:
+        "Seconds a sample takes, with steps of `bs` samples"
+        b = max((o for o in self.batch if o <= min(bs, self.micro_bs)), default=min(self.batch))
+        return max(self.batch[b]/b + self.step/bs + self.load, self.limit)
+
+def predict(costs:Costs, noise_scale:float, sizes:list[int])->tuple[dict[int,float],dict[int,float]]:
+    "Time and samples to a loss by batch size, relative to the least"
+    samples = {o:1+o/noise_scale for o in sizes}
+    time = {o:costs.per_sample(o)*n for o,n in samples.items()}
+    return tuple({k:v/min(o.values()) for k,v in o.items()} for o in (time, samples))
+
+# %% ../nbs/source/19_bs_find.ipynb #ee76dca6
+def clock()->float:
+    "Seconds, once a GPU has done all it was asked to"
+    if torch.cuda.is_initialized(): torch.cuda.synchronize()
+    return time.perf_counter()
+
+class TimedBatches(Wrapped):
+    "A DataLoader whose batches are cut to sizes, and timed"
+    def __init__(self, dl, cb:Callback): self.dl,self.cb = dl,cb
+    def __iter__(self):
+        cb,batches,start = self.cb,iter(self.dl),clock()
+        while (b := next(batches, None)) is not None:
+            loading,n = clock()-start,batch_size(b, cb.bs)
+            if n >= cb.bs or not cb.sizes:
+                cb.loading.append(loading)
+                for size,cb.syncs in cb.sizes or [(n, True)]:
+                    start,cb.step = clock(),0.
+                    yield b if size >= n else piece(b, 0, size, n)
+                    cb.batches.setdefault((size, cb.syncs), []).append((clock()-start-cb.step, cb.step))
+                if len(cb.loading) == cb.n: raise CancelFitException
+            start = clock()
+
+class BSFinder(Callback):
+    "Ends a fit after `n` batches of the loader of `bs` samples; cuts each to `sizes`, and notes the seconds of all"
+    order,name,syncs,start = -99,'lr_finder',True,None
+    def __init__(self, n:int, bs:int, sizes:tuple[tuple[int,bool],...]=()): self.n,self.bs,self.sizes,self.loading,self.batches = n,bs,sizes,[],{}
+    def before_train(self): self.learn.dl = TimedBatches(self.learn.dl, self)
+    def before_batch(self):
+        if self.sizes and self.loading[1:] and hasattr(self.model, 'require_backward_grad_sync'): self.model.require_backward_grad_sync = self.syncs
+    def before_step(self): self.start = clock()
     def after_batch(self):
-        counts = not self.training if self.has_valid else self.done > .75
-        if counts: self.mean_loss.accumulate(self.learn)
-        if self.training and self.done >= 1: raise CancelTrainException
+        if self.start is not None: self.step,self.start = clock()-self.start,None
+    def after_train(self): raise CancelEpochException  # no validation
 
-    def after_train(self):
-        "Validate only where the branch ends"
-        if self.done < 1 or not self.has_valid: raise CancelEpochException
+# %% ../nbs/source/19_bs_find.ipynb #ee76dca7
+def try_out(learn:Learner, finder:BSFinder, lr, *cbs):
+    "Train with all that may change what a pass computes or takes; no schedule, log or file"
+    if isinstance(learn.model, DistributedDataParallel): learn.model.require_backward_grad_sync = True  # an earlier trial may have been interrupted
+    kept = L(cb for cb in learn.cbs if (takes_part(cb) or isinstance(cb, Recorder)) and not isinstance(cb, GradientNoiseScale))
+    with replaced(learn, 'cbs', kept), learn.no_logging(): learn.fit(finder.n+1, lr, cbs=[finder, *cbs])
 
 # %% ../nbs/source/19_bs_find.ipynb #fdae18a2
-def branch_settings(learn:Learner)->dict:
-    "What an accumulation that `learn` has says of items, NaN and the split of batches, as arguments; 'auto' is looked up once"
-    names = 'micro_batch_size','num_items','skip_nonfinite'
-    settings = {k:vars(cb)[k] for cb in learn.cbs if accumulates(cb) for k in names if k in vars(cb)}
-    if settings.get('micro_batch_size') == 'auto': settings['micro_batch_size'] = learn.micro_bs_find()
-    return settings
+def micro_sizes(learn:Learner)->tuple[int,list[int]]:
+    "Samples in a batch of the loader, and the micro-batches to time, in each process"
+    dl,accum = learn.dls.train,first(cb for cb in learn.cbs if accumulates(cb))
+    given = accum and vars(accum).get('micro_batch_size')
+    bs = loader_batch_size(dl, given)
+    bs = min(bs, epoch_samples(dl, bs)[0])
+    most = min(bs, learn.micro_bs_find() if given == 'auto' else given or bs)
+    if carries_state(learn.model): return bs,[most]
+    return bs,[most] + [most >> i for i in range(1, 5) if most >> i > 1]
 
+def measure_costs(learn:Learner, bs:int, sizes:list[int], n:int=10)->Costs:
+    "What batches of `sizes` samples cost, over all processes"
+    n_proc = n_processes(learn)
+    finder = BSFinder(n, bs, [(o, n_proc == 1) for o in sizes]+[(sizes[-1], True)]*(n_proc > 1))
+    try_out(learn, finder, 0.)
+    def middle(key, i): return median(o[i] for o in finder.batches[key][1:])
+    batch = [middle((o, n_proc == 1), 0) for o in sizes]
+    sync = max(0., middle((sizes[-1], True), 0)-batch[-1])
+    step = median(o[1] for times in finder.batches.values() for o in times[1:])
+    costs = torch.tensor([*batch, sync+step], device=next(learn.model.parameters()).device)
+    if n_proc > 1: all_reduce(learn.model, costs).div_(n_proc)  # all processes find the same
+    *batch,step = costs.tolist()
+    return Costs({o*n_proc:t for o,t in zip(sizes, batch)}, step)
+
+# %% ../nbs/source/19_bs_find.ipynb #5a2ee8c0
 def lr_by_group(learn:Learner, lr:float|slice|None)->list[float]:
     "The learning rate that `fit` would give each parameter group"
     if learn.opt is None: learn.create_opt()
     learn.opt.set_hyper('lr', learn.lr if lr is None else lr)
     return [h['lr'] for h in learn.opt.hypers]
 
-def train_branch(learn:Learner, accum_bs:int, n_epoch:float, lrs:list[float], **settings)->float:
-    "Train `learn` from its present state; returns the loss at the end, raises ValueError if that is not finite"
-    finder = BSFinder(n_epoch)
-    with replaced(learn, 'cbs', L(cb for cb in learn.cbs if takes_part(cb))):
-        learn.fit(math.ceil(n_epoch), lrs, cbs=[finder, GradientAccumulation(accum_bs, remainder='step', **settings)])
-    loss = finder.mean_loss.value
-    loss = math.nan if loss is None else float(loss)  # None: a callback has ended the fit
-    if math.isfinite(loss): return loss
-    raise ValueError(f"the loss of a branch with a batch of {accum_bs} samples and a learning rate of {max(lrs):.3g} is {loss}: use a lower lr, "
-                     "smaller sizes, or a scale that raises the learning rate less")
-
-# %% ../nbs/source/19_bs_find.ipynb #5a2ee8c0
-def branch_sizes(learn:Learner, sizes:list[int]|None, n_epoch:float, n_steps:int=5)->list[int]:
-    "The batch sizes to compare, ascending; None: doublings that get `n_steps` steps; raises ValueError if one cannot be"
-    dl,n = learn.dls.train,n_processes(learn)
-    micro_bs = loader_batch_size(dl, first(vars(cb).get('micro_batch_size') for cb in learn.cbs if accumulates(cb)))
-    smallest,epoch = micro_bs*n,len(dl)*micro_bs*getattr(dl, 'world_size', 1)
-    if sizes is None:
-        sizes = [smallest*2**i for i in range(32) if smallest*2**i*n_steps <= n_epoch*epoch]
-        if len(sizes) > 1: return sizes
-        raise ValueError(f"{n_epoch} epochs of {epoch} samples are too few for {n_steps} steps with each of the batch sizes {smallest} and "
-                         f"{2*smallest}: use a larger n_epoch, or pass sizes")
-    sizes = sorted({check_size('sizes', o) for o in sizes})
-    if not sizes: raise ValueError("sizes is empty: pass two batch sizes or more, or None for doublings of the DataLoader's")
-    for size in sizes: check_multiple('sizes', size, micro_bs, n)
-    most = int(min(n_epoch, 1)*epoch)
-    if sizes[-1] > most: raise ValueError(f"a batch of {sizes[-1]} samples in sizes is more than the {most} of a branch's epoch: use sizes up to that")
-    return sizes
-
-# %% ../nbs/source/19_bs_find.ipynb #5d612542
-def check_bs_find(learn:Learner, n_epoch:float, n_seeds:int, scale:Callable, tolerance:float):
-    "Raises ValueError or TypeError on arguments that cannot be, or on a model in shards"
-    if not n_epoch > 0: raise ValueError(f"n_epoch must be more than 0 epochs, not {n_epoch}: use 1, or 0.1 for a tenth of an epoch")
-    if not n_seeds >= 1: raise ValueError(f"n_seeds must be at least 1 branch of each size, not {n_seeds}: use 3")
-    if not tolerance >= 0: raise ValueError(f"tolerance must be 0 or more, not {tolerance}: use 0.02 for two percent of the best loss")
-    if not callable(scale): raise TypeError(f"scale must be a rule, f(lr, ratio), not {scale!r}: use sqrt_scale or linear_scale")
-    if averages_gradients(learn.model) and not isinstance(learn.model, DistributedDataParallel):
-        raise ValueError(f"bs_find cannot put the shards of a {type(learn.model).__name__} back: use DDP, or a model in one piece")
+def measure_noise(learn:Learner, bs:int, most:int, splits:bool, lr_at:Callable, n:int=70)->tuple[float,float,float]:
+    "The noise scale, the seconds that loading a sample takes, and those that a sample takes at least"
+    whole = bs*n_processes(learn)
+    n_batches,pieces = -(-64//whole),most if most < bs else None
+    if n_batches == 1 and whole == bs: n_batches,pieces = (1, min(most, bs//4)) if splits else (2, pieces)
+    accum = first(cb for cb in learn.cbs if accumulates(cb))
+    settings = {k:vars(accum)[k] for k in ('num_items','skip_nonfinite') if accum and k in vars(accum)}
+    finder,noise = BSFinder(n, bs),GradientNoiseScale(math.inf)
+    try_out(learn, finder, lr_at(whole*n_batches), GradientAccumulation(whole*n_batches, micro_batch_size=pieces, remainder='step', **settings), noise)
+    load,work = mean(finder.loading[n//2:] or finder.loading),mean(a+b for times in finder.batches.values() for a,b in times)
+    has_workers = getattr(getattr(learn.dls.train, 'fake_l', learn.dls.train), 'num_workers', 0) > 0
+    waits = [0., load+work if load > .1*work else 0.] if has_workers else [load, 0.]
+    waits = torch.tensor(waits, device=next(learn.model.parameters()).device)/whole
+    if whole > bs: all_reduce(learn.model, waits).div_(whole//bs)
+    return noise.estimate().noise_scale,*waits.tolist()
 
 # %% ../nbs/source/19_bs_find.ipynb #f16d9959
 class SuggestedBS(NamedTuple):
     "What `bs_find` found"
-    critical:int # The largest batch size that is no worse than the best, in samples
-    losses:dict[int,list[float]] # Loss of each branch, by batch size and seed
+    fastest:int # The batch size that reaches a loss soonest, in samples, over all processes
+    micro_bs:int # Samples to train on at a time, in each process
+    noise_scale:float # Of the gradient, in samples; inf if the signal cannot be told from the noise
+    time:dict[int,float] # To a loss, by batch size, relative to the least
+    samples:dict[int,float] # To a loss, by batch size, relative to the least
+
+def suggest(costs:Costs, noise_scale:float, sizes:list[int], n_proc:int=1)->SuggestedBS:
+    "The fastest of `sizes`"
+    time,samples = predict(costs, noise_scale, sizes)
+    within = 1. if math.isfinite(noise_scale) else 1.05
+    fastest = min(o for o,t in time.items() if t <= within)
+    return SuggestedBS(fastest, min(fastest, costs.micro_bs)//n_proc, noise_scale, time, samples)
+
+def advice(found:SuggestedBS, now:int, bs:int, n_proc:int, rule:Callable)->str:
+    "`found` in a sentence, for a Learner that trains with `now` samples, in `n_proc` processes with `bs` in a batch of the loader"
+    best,times = found.fastest,found.time[now]
+    why = '' if math.isfinite(found.noise_scale) else "the signal of the gradient cannot be told from its noise, so by the time of a sample alone "
+    if times < 1.05: return f"{why}{best} samples are fastest{'' if best == now else f', and your {now} take {times:.2f} times as long'}: nothing to change"
+    split = f', micro_batch_size={found.micro_bs}' if found.micro_bs < bs else ''
+    use = f'bs={best//n_proc}' if best < bs*n_proc else f'bs={bs} without accumulation' if best == bs*n_proc else f'GradientAccumulation({best}{split})'
+    return f"{why}{best} samples are fastest; your {now} would take {times:.1f} times as long: use {use} and lr x {rule(1., best/now):.2g}"
+
+# %% ../nbs/source/19_bs_find.ipynb #af4eae59
+def plot_bs_find(
+    found:SuggestedBS, # What `bs_find` has returned
+    ax:plt.Axes|None=None, # Where to plot; None: a new figure
+)->plt.Axes:
+    "Plot time and samples to a loss against the batch size"
+    if ax is None: _,ax = plt.subplots(figsize=(5, 3.2), layout='constrained')
+    sizes = list(found.time)
+    ax.plot(sizes, list(found.time.values()), 'o-', color='#0072B2', label='time')
+    ax.plot(sizes, list(found.samples.values()), 'o-', color='#999999', ms=4, label='samples')
+    ax.plot(found.fastest, found.time[found.fastest], 'o', color='#E69F00', ms=10, label=f'fastest: {found.fastest}')
+    for axis in ax.xaxis,ax.yaxis: axis._set_axes_scale('log', base=2)
+    ax.xaxis.set(minor_locator=NullLocator())
+    ax.set_xticks(sizes, sizes)
+    ax.yaxis.set(major_formatter='{x:g}')
+    ax.set(xlabel='batch size (samples)', ylabel='to a loss, relative to the least')
+    ax.legend()
+    return ax
+
+# %% ../nbs/source/19_bs_find.ipynb #5d612542
+def check_bs_find(learn:Learner):
+    "Raises ValueError on what cannot be measured"
+    if averages_gradients(learn.model) and not isinstance(learn.model, DistributedDataParallel):
+        raise ValueError(f"bs_find cannot put the shards of a {type(learn.model).__name__} back: use DDP, or a model in one piece")
+    if learn._grab_cbs(GradientCache):
+        raise ValueError("bs_find measures smaller batches, and with GradientCache the loss depends on the size of a batch: compare fits instead")
+    try: n = len(learn.dls.train)
+    except TypeError: n = None
+    if not n: raise ValueError(f"bs_find needs batches to train on, and the training DataLoader has {'no length' if n is None else 'none'}: use another DataLoader")
 
 # %% ../nbs/source/19_bs_find.ipynb #8012f113
 @patch
 def bs_find(self:Learner,
-    sizes:list[int]|None=None, # Batch sizes, in samples, multiples of the DataLoader's; None: doublings of that, 5 steps a branch or more
-    n_epoch:float=1, # Length of a branch, in epochs; a float for a part of one
-    n_seeds:int=3, # Branches of each size; the seed sets the order of the samples, dropout, augmentation
-    lr:float|slice|None=None, # Learning rate of the smallest size, constant over a branch; None: `learn.lr`, as for `fit`
-    scale:Callable=sqrt_scale, # Learning rate of a size: `scale(lr, size/smallest size)`; for SGD, `linear_scale`
-    tolerance:float=.02, # Rise of the loss, relative to the best, that counts as no worse
-    stop_div:bool=True, # Try no larger size after two that are worse
-    show_plot:bool=True, # Plot the losses
-    seed:int=0, # Of the first branch of each size; those after it count up
+    lr:float|slice|None=None, # Learning rate that you train with; None: `learn.lr`, as for `fit`
+    show_plot:bool=True, # Plot time and samples against the batch size
 )->SuggestedBS:
-    "The largest batch size that costs no loss, measured by short branches from the present weights; leaves the Learner as it is"
-    check_bs_find(self, n_epoch, n_seeds, scale, tolerance)
-    sizes,losses = branch_sizes(self, sizes, n_epoch),{}
-    branches = [(size,i) for size in sizes for i in range(n_seeds)]
-    def enough(): return stop_div and losses and sum(o > critical_size(losses, tolerance) for o in losses) > 1
+    "The batch size that reaches a loss soonest, measured by a short trial at the present weights; leaves the Learner as it is"
+    check_bs_find(self)
+    (bs,micros),n_proc = micro_sizes(self),n_processes(self)
+    accum = first(cb for cb in self.cbs if accumulates(cb))
+    now = getattr(accum, 'accum_bs', None) or getattr(accum, 'n_acc', None) or bs*n_proc
     with unchanged(self) as state:
-        lrs,settings = lr_by_group(self, lr),branch_settings(self)
-        for size,i in progress_bar(branches, leave=False) if hasattr(self, 'progress') else branches:
-            if size not in losses and enough(): continue  # so that the bar comes to its end
-            state.restore()
-            state.seed(seed+i)
-            loss = train_branch(self, size, n_epoch, [scale(o, size/sizes[0]) for o in lrs], **settings)
-            losses.setdefault(size, []).append(loss)
-    if show_plot and not rank_distrib(): plot_bs_find(losses, tolerance)
-    return SuggestedBS(critical_size(losses, tolerance), losses)
-
-# %% ../nbs/source/19_bs_find.ipynb #4bbd01b0
-@patch
-def bs_schedule(self:Learner,
-    at:tuple[int,...]=(0, 1, 3), # Points at which to run `bs_find`, in epochs, 0 first
-    max_bs:int|None=None, # Largest batch size that is allowed, in samples; None: no limit
-    sizes:list[int]|None=None, # As for `bs_find`
-    n_epoch:float=1, # Length of a branch, in epochs
-    lr:float|slice|None=None, # Learning rate of the smallest size; None: `learn.lr`
-    scale:Callable=sqrt_scale, # Learning rate of a size: `scale(lr, size/smallest size)`
-    **kwargs, # Other arguments of `bs_find`
-)->dict: # Arguments for `GradientAccumulationSchedule`, with the rule for its learning rate
-    "What `bs_find` suggests at a few points of a short fit, as a schedule that never shrinks; leaves the Learner as it is"
-    steps,sizes = {},[o for o in branch_sizes(self, sizes, n_epoch) if o <= (max_bs or o)]
-    if not sizes: raise ValueError(f"max_bs={max_bs} is smaller than all sizes: use a multiple of the DataLoader's batch size")
-    with unchanged(self):
-        for start,stop in zip(at, [*at[1:], None]):
-            found = self.bs_find(sizes, n_epoch, lr=lr, scale=scale, show_plot=False, **kwargs).critical
-            steps[start] = max([found, *steps.values()])
-            lrs = [scale(o, steps[start]/sizes[0]) for o in lr_by_group(self, lr)]
-            if stop: train_branch(self, steps[start], stop-start, lrs, **branch_settings(self))
-    return SchedSteps(steps) | dict(scale={'lr':partial(scale_from, rule=scale, start=steps[0]/sizes[0])})
-
-# %% ../nbs/source/19_bs_find.ipynb #878dda0c
-def scale_from(lr:float, ratio:float, rule:Callable, start:float)->float:
-    "`rule` for a `lr` that is not that of the schedule's start, but of a size that it is `start` times as large as"
-    return rule(lr, ratio*start)
+        lrs = lr_by_group(self, lr)
+        rule = sqrt_scale if 'sqr_mom' in self.opt.hypers[0] else linear_scale
+        costs = measure_costs(self, bs, micros)
+        state.restore()
+        noise_scale,load,limit = measure_noise(self, bs, micros[0], len(micros) > 1, lambda size: [rule(o, size/now) for o in lrs])
+    most = epoch_samples(self.dls.train, bs)[0]*n_proc
+    sizes = sorted({*costs.batch, now, *(o for i in range(5) if (o := bs*n_proc*2**i) <= most)})
+    found = suggest(costs._replace(load=load, limit=limit), noise_scale, sizes, n_proc)
+    if not rank_distrib():
+        print(advice(found, now, bs, n_proc, rule))
+        if show_plot: plot_bs_find(found)
+    return found
