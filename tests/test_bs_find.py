@@ -223,8 +223,7 @@ def test_learning_rates():
 def test_an_accumulation_stands_aside_and_its_settings_hold():
     weighed = []  # where no snapshot reaches
     def num_items(learn): weighed.append(len(learn.y)); return len(learn.y)
-    for accum in GradientAccumulation(48, num_items=num_items), GradientAccumulationSchedule(4, 48, num_items=num_items), \
-                 AdaptiveGradientAccumulation(8, 48, num_items=num_items):
+    for accum in GradientAccumulation(48, num_items=num_items), GradientAccumulationSchedule(4, 48, num_items=num_items):
         weighed.clear()
         learn = make_learner(4, cbs=[accum, GradientNoiseScale()])
         branches,_ = watched(learn, sizes=(4, 8))

@@ -140,17 +140,6 @@ def test_noise_scale_of_all_micro_batches(world):
         assert_same([o[1:3] for o in found], expected, 1e-4)  # float32
     assert 'cannot see the whole gradients of a sharded' in results[0]['noise_sharded']
 
-def test_adaptive_sizes_are_the_same_in_all_processes(world):
-    "And each window is exact; the windows follow each other, over the ends of epochs"
-    n,results = world
-    sizes,shares,i,steps = results[0]['adaptive']['accum_bs'],dealt(96, n),0,[]
-    for size in sizes:
-        idxs = [o % (96//n) for o in range(i, i+size//n)]
-        steps.append((idxs, 0))
-        i += size//n
-    assert sizes[0] == 8*n < sizes[-1]
-    check(world, 'adaptive', together(steps, shares))
-
 @pytest.mark.parametrize('name', ['bs_find','bs_find_by_hand'])
 def test_batch_sizes_are_found_together(world, name):
     "Each branch is that of one process, in all; the loss is the mean over the processes' shares of the validation set"

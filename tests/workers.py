@@ -183,10 +183,6 @@ def fit_sharded(**kwargs):
 @case
 def sharded(): return fit_sharded()
 @case
-def adaptive():
-    learn = make_learner(4, cbs=[AdaptiveGradientAccumulation(8*W, 32*W, min_windows=1, remainder='carry'), GradientNoiseScale()])
-    return train(learn, n_epoch=4)
-@case
 def bs_find():
     "Branches of an epoch and a half, in windows that do not divide it; what is wrapped for a branch is let go after it"
     learn = make_learner(4, n=96, cbs=GradientAccumulation(16*W))
