@@ -28,8 +28,9 @@ from .rules import *
 from .noise import *
 
 # %% auto #0
-__all__ = ['Costs', 'predict', 'clock', 'TimedBatches', 'BSFinder', 'try_out', 'micro_sizes', 'measure_costs', 'lr_by_group',
-           'measure_noise', 'SuggestedBS', 'suggest', 'advice', 'plot_bs_find', 'check_bs_find']
+__all__ = ['Costs', 'predict', 'clock', 'sized', 'TimedBatches', 'BSFinder', 'try_out', 'micro_sizes', 'measure_costs',
+           'measure_larger', 'lr_by_group', 'measure_noise', 'SuggestedBS', 'suggest', 'advice', 'plot_bs_find',
+           'check_bs_find']
 
 # %% ../nbs/source/19_bs_find.ipynb #6f436cc3
 class Costs(NamedTuple):
@@ -62,8 +63,13 @@ def clock()->float:
     if torch.cuda.is_initialized(): torch.cuda.synchronize()
     return time.perf_counter()
 
+def sized(b, n:int, size:int):
+    "`size` samples of the batch `b`, which has `n`; for a multiple of them, the batch several times"
+    if size <= n: return piece(b, 0, size, n) if size < n else b
+    return join([b]*(size//n), [n]*(size//n))
+
 class TimedBatches(Wrapped):
-    "A DataLoader whose batches are cut to sizes, and timed"
+    "A DataLoader whose batches are brought to sizes, and timed"
     def __init__(self, dl, cb:Callback): self.dl,self.cb = dl,cb
     def __iter__(self):
         cb,batches,start = self.cb,iter(self.dl),clock()
@@ -73,13 +79,13 @@ class TimedBatches(Wrapped):
                 cb.loading.append(loading)
                 for size,cb.syncs in cb.sizes or [(n, True)]:
                     start,cb.step = clock(),0.
-                    yield b if size >= n else piece(b, 0, size, n)
+                    yield sized(b, n, size) if cb.sizes else b
                     cb.batches.setdefault((size, cb.syncs), []).append((clock()-start-cb.step, cb.step))
                 if len(cb.loading) == cb.n: raise CancelFitException
             start = clock()
 
 class BSFinder(Callback):
-    "Ends a fit after `n` batches of the loader of `bs` samples; cuts each to `sizes`, and notes the seconds of all"
+    "Ends a fit after `n` batches of the loader of `bs` samples; brings each to `sizes`, and notes the seconds of all"
     order,name,syncs,start = -99,'lr_finder',True,None
     def __init__(self, n:int, bs:int, sizes:tuple[tuple[int,bool],...]=()): self.n,self.bs,self.sizes,self.loading,self.batches = n,bs,sizes,[],{}
     def before_train(self): self.learn.dl = TimedBatches(self.learn.dl, self)
@@ -108,7 +114,7 @@ def micro_sizes(learn:Learner)->tuple[int,list[int]]:
     if carries_state(learn.model): return bs,[most]
     return bs,[most] + [most >> i for i in range(1, 5) if most >> i > 1]
 
-def measure_costs(learn:Learner, bs:int, sizes:list[int], n:int=10)->Costs:
+def measure_costs(learn:Learner, bs:int, sizes:list[int], n:int=6)->Costs:
     "What batches of `sizes` samples cost, over all processes"
     n_proc = n_processes(learn)
     finder = BSFinder(n, bs, [(o, n_proc == 1) for o in sizes]+[(sizes[-1], True)]*(n_proc > 1))
@@ -122,6 +128,18 @@ def measure_costs(learn:Learner, bs:int, sizes:list[int], n:int=10)->Costs:
     *batch,step = costs.tolist()
     return Costs({o*n_proc:t for o,t in zip(sizes, batch)}, step)
 
+def measure_larger(learn:Learner, bs:int, costs:Costs, most:int, n:int=12)->Costs:
+    "The same with 2, 4 and 8 batches of the loader as one, while a sample takes less time and memory lasts"
+    batch,size = dict(costs.batch),2*bs
+    while size <= min(8*bs, most):
+        finder = BSFinder(max(2, n*bs//size), bs, [(size, True)])
+        if memory_error(try_out, learn, finder, 0.): free_memory(); break
+        batch[size] = median(o[0] for o in finder.batches[size, True][1:])
+        if batch[size] > 2*batch[size//2]: break
+        size *= 2
+    return costs._replace(batch=batch)
+
+
 # %% ../nbs/source/19_bs_find.ipynb #5a2ee8c0
 def lr_by_group(learn:Learner, lr:float|slice|None)->list[float]:
     "The learning rate that `fit` would give each parameter group"
@@ -129,7 +147,7 @@ def lr_by_group(learn:Learner, lr:float|slice|None)->list[float]:
     learn.opt.set_hyper('lr', learn.lr if lr is None else lr)
     return [h['lr'] for h in learn.opt.hypers]
 
-def measure_noise(learn:Learner, bs:int, most:int, splits:bool, lr_at:Callable, n:int=70)->tuple[float,float,float]:
+def measure_noise(learn:Learner, bs:int, most:int, splits:bool, lr_at:Callable, n:int=46)->tuple[float,float,float]:
     "The noise scale, the seconds that loading a sample takes, and those that a sample takes at least"
     whole = bs*n_processes(learn)
     n_batches,pieces = -(-64//whole),most if most < bs else None
@@ -166,8 +184,11 @@ def advice(found:SuggestedBS, now:int, bs:int, n_proc:int, rule:Callable)->str:
     best,times = found.fastest,found.time[now]
     why = '' if math.isfinite(found.noise_scale) else "the signal of the gradient cannot be told from its noise, so by the time of a sample alone "
     if times < 1.05: return f"{why}{best} samples are fastest{'' if best == now else f', and your {now} take {times:.2f} times as long'}: nothing to change"
-    split = f', micro_batch_size={found.micro_bs}' if found.micro_bs < bs else ''
-    use = f'bs={best//n_proc}' if best < bs*n_proc else f'bs={bs} without accumulation' if best == bs*n_proc else f'GradientAccumulation({best}{split})'
+    micro_bs = found.micro_bs
+    use = f'bs={micro_bs}{" without accumulation" if micro_bs == bs else ""}'
+    if best > micro_bs*n_proc:
+        split = f', micro_batch_size={micro_bs}' if micro_bs < bs else ''
+        use = f'{use} and ' * (micro_bs > bs) + f'GradientAccumulation({best}{split})'
     return f"{why}{best} samples are fastest; your {now} would take {times:.1f} times as long: use {use} and lr x {rule(1., best/now):.2g}"
 
 # %% ../nbs/source/19_bs_find.ipynb #af4eae59
@@ -211,13 +232,15 @@ def bs_find(self:Learner,
     (bs,micros),n_proc = micro_sizes(self),n_processes(self)
     accum = first(cb for cb in self.cbs if accumulates(cb))
     now = getattr(accum, 'accum_bs', None) or getattr(accum, 'n_acc', None) or bs*n_proc
+    most = epoch_samples(self.dls.train, bs)[0]*n_proc
     with unchanged(self) as state:
         lrs = lr_by_group(self, lr)
         rule = sqrt_scale if 'sqr_mom' in self.opt.hypers[0] else linear_scale
         costs = measure_costs(self, bs, micros)
         state.restore()
+        if n_proc == 1 and micros[0] == bs and not carries_state(self.model): costs = measure_larger(self, bs, costs, most)
+        state.restore()
         noise_scale,load,limit = measure_noise(self, bs, micros[0], len(micros) > 1, lambda size: [rule(o, size/now) for o in lrs])
-    most = epoch_samples(self.dls.train, bs)[0]*n_proc
     sizes = sorted({*costs.batch, now, *(o for i in range(5) if (o := bs*n_proc*2**i) <= most)})
     found = suggest(costs._replace(load=load, limit=limit), noise_scale, sizes, n_proc)
     if not rank_distrib():
