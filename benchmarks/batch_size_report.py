@@ -1,7 +1,6 @@
 "What the figures of `batch_size.json` say: tables and pictures for the page \"Find the batch size\""
 from dataclasses import dataclass
-from statistics import mean, median
-import math
+from statistics import mean
 
 names = dict(digits='digits, SGD', text='docstrings, Adam', table='table, Adam', shapes='shapes, SGD')
 
@@ -11,7 +10,7 @@ class Case:
     task:str
     start:int # In epochs of the run
     target:float # The loss
-    samples:dict[int,float] # Needed on average, by batch size; inf if a seed did not come there
+    samples:dict[int,float] # Needed on average, by batch size; a seed that did not come there counts with all that it trained on
     micros:dict[tuple[int,int],float] # Microseconds per sample, by batch size and micro-batch
     found:list[dict] # What `bs_find` said in three runs
 
@@ -36,7 +35,7 @@ def cases(results):
         times = o['times']
         micros = {(int(bs), int(bs)):us for bs,us in times['whole'].items()} | {(int(bs), 64):us for bs,us in times['accumulated'].items()}
         for start,case in o['needed'].items():
-            samples = {int(bs):math.inf if None in v['samples'] else mean(v['samples']) for bs,v in case['sizes'].items()}
+            samples = {int(bs):mean(o or case['most'] for o in v['samples']) for bs,v in case['sizes'].items()}
             yield Case(names[task], int(start), case['target'], samples, micros, o['found'][start])
 
 def summary(losses): return f'{mean(losses):.2f}',f'{max(losses):.2f}'
