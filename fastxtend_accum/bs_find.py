@@ -34,7 +34,7 @@ __all__ = ['Costs', 'predict', 'clock', 'TimedBatches', 'BSFinder', 'try_out', '
 # %% ../nbs/source/19_bs_find.ipynb #6f436cc3
 class Costs(NamedTuple):
     "What was measured, in seconds"
-    batch:dict[int,float] # Of a batch, forward and backward, by its samples
+    batch:dict[int,float] # Of a batch, forward and backward, by its samples, the largest first
     step:float # Of an optimizer step
     load:float=0. # Of loading a sample
     limit:float=0. # That a sample takes at least, since workers cannot load more
@@ -44,6 +44,12 @@ class Costs(NamedTuple):
         "The samples to train on at a time"
         least = min(t/b for b,t in self.batch.items())
         return max(b for b,t in self.batch.items() if t/b <= 1.05*least)
+
+    @property
+    def falls(self)->bool:
+        "Whether a sample takes clearly less time in the largest batch than in one of half that size"
+        (b,t),*rest = self.batch.items()
+        return bool(rest) and t/b < .9*rest[0][1]/rest[0][0]
 
     def per_sample(self, bs:int)->float:
         "Seconds a sample takes, with steps of `bs` samples"
@@ -69,7 +75,7 @@ class TimedBatches(Wrapped):
         cb,batches,start = self.cb,iter(self.dl),clock()
         while (b := next(batches, None)) is not None:
             loading,n = clock()-start,batch_size(b, cb.bs)
-            if n >= cb.bs or not cb.sizes:
+            if not cb.sizes or n >= cb.sizes[0][0]:
                 cb.loading.append(loading)
                 for size,cb.syncs in cb.sizes or [(n, True)]:
                     start,cb.step = clock(),0.
@@ -103,8 +109,7 @@ def micro_sizes(learn:Learner)->tuple[int,list[int]]:
     dl,accum = learn.dls.train,first(cb for cb in learn.cbs if accumulates(cb))
     given = accum and vars(accum).get('micro_batch_size')
     bs = loader_batch_size(dl, given)
-    bs = min(bs, epoch_samples(dl, bs)[0])
-    most = min(bs, learn.micro_bs_find() if given == 'auto' else given or bs)
+    most = min(bs, epoch_samples(dl, bs)[0], learn.micro_bs_find() if given == 'auto' else given or bs)
     if carries_state(learn.model): return bs,[most]
     return bs,[most] + [most >> i for i in range(1, 5) if most >> i > 1]
 
@@ -209,18 +214,17 @@ def bs_find(self:Learner,
     "The batch size that reaches a loss soonest, measured by a short trial at the present weights; leaves the Learner as it is"
     check_bs_find(self)
     (bs,micros),n_proc = micro_sizes(self),n_processes(self)
-    accum = first(cb for cb in self.cbs if accumulates(cb))
-    now = getattr(accum, 'accum_bs', None) or getattr(accum, 'n_acc', None) or bs*n_proc
+    most,accum = epoch_samples(self.dls.train, bs)[0]*n_proc,first(cb for cb in self.cbs if accumulates(cb))
+    now = getattr(accum, 'accum_bs', None) or getattr(accum, 'n_acc', None) or min(bs*n_proc, most)
     with unchanged(self) as state:
         lrs = lr_by_group(self, lr)
         rule = sqrt_scale if 'sqr_mom' in self.opt.hypers[0] else linear_scale
         costs = measure_costs(self, bs, micros)
         state.restore()
         noise_scale,load,limit = measure_noise(self, bs, micros[0], len(micros) > 1, lambda size: [rule(o, size/now) for o in lrs])
-    most = epoch_samples(self.dls.train, bs)[0]*n_proc
     sizes = sorted({*costs.batch, now, *(o for i in range(5) if (o := bs*n_proc*2**i) <= most)})
     found = suggest(costs._replace(load=load, limit=limit), noise_scale, sizes, n_proc)
     if not rank_distrib():
-        print(advice(found, now, bs, n_proc, rule))
+        print(advice(found, now, bs, n_proc, rule)+(costs.falls and found.fastest >= bs*n_proc)*"; a sample takes less time in larger batches, so try a larger bs, too")
         if show_plot: plot_bs_find(found)
     return found
