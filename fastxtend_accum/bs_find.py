@@ -35,7 +35,7 @@ __all__ = ['Costs', 'predict', 'clock', 'sized', 'TimedBatches', 'BSFinder', 'tr
 # %% ../nbs/source/19_bs_find.ipynb #6f436cc3
 class Costs(NamedTuple):
     "What was measured, in seconds"
-    batch:dict[int,float] # Of a batch, forward and backward, by its samples
+    batch:dict[int,float] # Of a batch, forward and backward, by its samples, the largest first
     step:float # Of an optimizer step
     load:float=0. # Of loading a sample
     limit:float=0. # That a sample takes at least, since workers cannot load more
@@ -45,6 +45,12 @@ class Costs(NamedTuple):
         "The samples to train on at a time"
         least = min(t/b for b,t in self.batch.items())
         return max(b for b,t in self.batch.items() if t/b <= 1.05*least)
+
+    @property
+    def falls(self)->bool:
+        "Whether a sample takes clearly less time in the largest batch than in one of half that size"
+        (b,t),*rest = self.batch.items()
+        return bool(rest) and t/b < .9*rest[0][1]/rest[0][0]
 
     def per_sample(self, bs:int)->float:
         "Seconds a sample takes, with steps of `bs` samples"
@@ -75,7 +81,7 @@ class TimedBatches(Wrapped):
         cb,batches,start = self.cb,iter(self.dl),clock()
         while (b := next(batches, None)) is not None:
             loading,n = clock()-start,batch_size(b, cb.bs)
-            if n >= cb.bs or not cb.sizes:
+            if not cb.sizes or n >= min(cb.bs, cb.sizes[0][0]):
                 cb.loading.append(loading)
                 for size,cb.syncs in cb.sizes or [(n, True)]:
                     start,cb.step = clock(),0.
@@ -109,8 +115,7 @@ def micro_sizes(learn:Learner)->tuple[int,list[int]]:
     dl,accum = learn.dls.train,first(cb for cb in learn.cbs if accumulates(cb))
     given = accum and vars(accum).get('micro_batch_size')
     bs = loader_batch_size(dl, given)
-    bs = min(bs, epoch_samples(dl, bs)[0])
-    most = min(bs, learn.micro_bs_find() if given == 'auto' else given or bs)
+    most = min(bs, epoch_samples(dl, bs)[0], learn.micro_bs_find() if given == 'auto' else given or bs)
     if carries_state(learn.model): return bs,[most]
     return bs,[most] + [most >> i for i in range(1, 5) if most >> i > 1]
 
@@ -130,11 +135,11 @@ def measure_costs(learn:Learner, bs:int, sizes:list[int], n:int=6)->Costs:
 
 def measure_larger(learn:Learner, bs:int, costs:Costs, most:int, n:int=12)->Costs:
     "The same with 2, 4 and 8 batches of the loader as one, while a sample takes less time and memory lasts"
-    batch,size = dict(costs.batch),2*bs
+    batch,size = costs.batch,2*bs
     while size <= min(8*bs, most):
         finder = BSFinder(max(2, n*bs//size), bs, [(size, True)])
         if memory_error(try_out, learn, finder, 0.): free_memory(); break
-        batch[size] = median(o[0] for o in finder.batches[size, True][1:])
+        batch = {size:median(o[0] for o in finder.batches[size, True][1:]), **batch}
         if batch[size] > 2*batch[size//2]: break
         size *= 2
     return costs._replace(batch=batch)
@@ -188,7 +193,7 @@ def advice(found:SuggestedBS, now:int, bs:int, n_proc:int, rule:Callable)->str:
     use = f'bs={micro_bs}{" without accumulation" if micro_bs == bs else ""}'
     if best > micro_bs*n_proc:
         split = f', micro_batch_size={micro_bs}' if micro_bs < bs else ''
-        use = f'{use} and ' * (micro_bs > bs) + f'GradientAccumulation({best}{split})'
+        use = f'bs={micro_bs} and ' * (micro_bs > bs) + f'GradientAccumulation({best}{split})'
     return f"{why}{best} samples are fastest; your {now} would take {times:.1f} times as long: use {use} and lr x {rule(1., best/now):.2g}"
 
 # %% ../nbs/source/19_bs_find.ipynb #af4eae59
@@ -230,20 +235,19 @@ def bs_find(self:Learner,
     "The batch size that reaches a loss soonest, measured by a short trial at the present weights; leaves the Learner as it is"
     check_bs_find(self)
     (bs,micros),n_proc = micro_sizes(self),n_processes(self)
-    accum = first(cb for cb in self.cbs if accumulates(cb))
-    now = getattr(accum, 'accum_bs', None) or getattr(accum, 'n_acc', None) or bs*n_proc
-    most = epoch_samples(self.dls.train, bs)[0]*n_proc
+    most,accum = epoch_samples(self.dls.train, bs)[0]*n_proc,first(cb for cb in self.cbs if accumulates(cb))
+    now = getattr(accum, 'accum_bs', None) or getattr(accum, 'n_acc', None) or min(bs*n_proc, most)
     with unchanged(self) as state:
         lrs = lr_by_group(self, lr)
         rule = sqrt_scale if 'sqr_mom' in self.opt.hypers[0] else linear_scale
-        costs = measure_costs(self, bs, micros)
+        costs,larger = measure_costs(self, bs, micros),n_proc == 1 and micros[0] == bs and not carries_state(self.model)
         state.restore()
-        if n_proc == 1 and micros[0] == bs and not carries_state(self.model): costs = measure_larger(self, bs, costs, most)
+        if larger: costs = measure_larger(self, bs, costs, most)
         state.restore()
         noise_scale,load,limit = measure_noise(self, bs, micros[0], len(micros) > 1, lambda size: [rule(o, size/now) for o in lrs])
     sizes = sorted({*costs.batch, now, *(o for i in range(5) if (o := bs*n_proc*2**i) <= most)})
     found = suggest(costs._replace(load=load, limit=limit), noise_scale, sizes, n_proc)
     if not rank_distrib():
-        print(advice(found, now, bs, n_proc, rule))
+        print(advice(found, now, bs, n_proc, rule)+(not larger and costs.falls and found.fastest >= bs*n_proc)*"; a sample takes less time in larger batches, so try a larger bs, too")
         if show_plot: plot_bs_find(found)
     return found

@@ -178,10 +178,10 @@ def before_train(self:GradientNoiseScale):
     if averages_gradients(learn.model) and not isinstance(learn.model, DistributedDataParallel):
         raise ValueError(f"GradientNoiseScale cannot see the whole gradients of a sharded {type(learn.model).__name__}: leave it out, or use DDP")
     if not self.starts: return
-    self.starts,accum = False,first(learn._grab_cbs(GradientAccumulation))
-    if accum is None: raise ValueError("GradientNoiseScale measures accumulated windows: add a GradientAccumulation(accum_bs) to the Learner")
+    self.starts,accum,searches = False,first(learn._grab_cbs(GradientAccumulation)),learn._grab_cbs((LRFinder,MicroBatchFinder))  # these measure nothing
+    if not (accum or searches): raise ValueError("GradientNoiseScale measures accumulated windows: add a GradientAccumulation(accum_bs) to the Learner")
     self.leave()
-    self.window = None if learn._grab_cbs(LRFinder) else accum.window  # lr_find measures nothing
+    self.window = None if searches else accum.window
     if self.window is None: return
     if not self.resumed: self.averages = NoiseAverages(self.memory)
     self.resumed = False

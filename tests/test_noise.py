@@ -189,14 +189,13 @@ def test_measuring_changes_nothing():
 # In the optimizer's metric
 
 def torch_adam(params, lr=.1, **kwargs): return OptimWrapper(params, torch.optim.AdamW, lr=lr, eps=1e-5)
+def sparse_adam(params, lr=.1, **kwargs): return OptimWrapper(params, torch.optim.SparseAdam, lr=lr, eps=1e-5)
 def rms(params, lr=.1, **kwargs): return RMSProp(params, lr, sqr_mom=.9, eps=1e-5)
 
-@pytest.mark.parametrize('opt_func,sqr_mom,debias', [(Adam, .99, True), (torch_adam, .999, True), (rms, .9, False)])
-@pytest.mark.parametrize('sparse', [False, True])
-def test_windows_in_adams_metric(opt_func, sqr_mom, debias, sparse):
+@pytest.mark.parametrize('opt_func,sqr_mom,debias', [(Adam, .99, True), (torch_adam, .999, True), (rms, .9, False), (sparse_adam, .999, True)])
+def test_windows_in_adams_metric(opt_func, sqr_mom, debias):
     "With the mean of squares by hand, from the windows before; nothing of the first five counts"
-    if sparse: opt_func,sqr_mom = partial(OptimWrapper, opt=partial(torch.optim.SparseAdam, eps=1e-5)),.999
-    (x,y),m,batches = population(),Table(sparse) if sparse else model(),drawn((4, 8, 4), 9)
+    (x,y),m,batches = population(),Table(True) if opt_func is sparse_adam else model(),drawn((4, 8, 4), 9)
     v,expected = 0,[]
     for t,window in enumerate(zip(*[iter(batches)]*3)):
         grads = [plain_gradient(m, mse(m(x[o]), y[o])).double() for o in window]
@@ -206,7 +205,7 @@ def test_windows_in_adams_metric(opt_func, sqr_mom, debias, sparse):
     learn = measured(batches, 16, m=m, opt_func=opt_func)
     assert [(o.windows, o.metric) for o in learn.recorder.noise_scale] == [(0, 'Adam')]*5+[(i, 'Adam') for i in range(1, 5)]
     expected = torch.tensor(expected, dtype=torch.float64)
-    assert_same(noises(learn)[5:]/expected, torch.ones_like(expected), 1e-4)
+    assert_same(noises(learn)[5:]/expected, torch.ones_like(expected), 1e-3)  # float32 losses, over small means of squares
     plain = noises(measured(batches, 16, m=m))
     assert ((plain[5:]/expected-1).abs() > .1).any()
 
@@ -397,7 +396,7 @@ def test_export():
         loaded = load_learner('learner.pkl')
     with quiet(loaded): loaded.predict(3)
     loaded.dls = learn.dls
-    assert [o.windows for o in fit(loaded, 1, reset_opt=True).recorder.noise_scale] == [1,2]
+    assert [o.windows for o in fit(loaded, 3, reset_opt=True).recorder.noise_scale] == [0]*5+[1]  # Adam's metric begins anew
 
 # Resumed, logged, refused
 
@@ -428,6 +427,10 @@ def test_lr_find_measures_nothing_and_uses_nothing_up():
     with learn.no_bar(): learn.lr_find(num_it=10, show_plot=False)
     fit(learn, 1)
     assert [o.windows for o in learn.recorder.noise_scale] == [7,8,9]
+
+def test_micro_bs_find_measures_nothing():
+    learn = make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale()])
+    with quiet(learn): assert learn.micro_bs_find() == 8
 
 def test_loggers(monkeypatch):
     "Each step that has an estimate, the same in all"
