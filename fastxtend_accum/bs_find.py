@@ -7,7 +7,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/bs_find.html.md""
 # %% ../nbs/source/19_bs_find.ipynb #bb9c0380
 from __future__ import annotations
 from collections.abc import Callable
-from statistics import mean,median
+from statistics import mean,median,median_low
 from typing import NamedTuple
 import math,time
 
@@ -29,8 +29,8 @@ from .noise import *
 
 # %% auto #0
 __all__ = ['Costs', 'predict', 'clock', 'sized', 'TimedBatches', 'BSFinder', 'try_out', 'micro_sizes', 'measure_costs',
-           'measure_larger', 'lr_by_group', 'measure_noise', 'SuggestedBS', 'suggest', 'advice', 'plot_bs_find',
-           'check_bs_find']
+           'measure_larger', 'lr_by_group', 'WindowNoise', 'typical_noise_scale', 'measure_noise', 'SuggestedBS',
+           'suggest', 'advice', 'plot_bs_find', 'check_bs_find']
 
 # %% ../nbs/source/19_bs_find.ipynb #6f436cc3
 class Costs(NamedTuple):
@@ -124,9 +124,9 @@ def measure_costs(learn:Learner, bs:int, sizes:list[int], n:int=6)->Costs:
     n_proc = n_processes(learn)
     finder = BSFinder(n, bs, [(o, n_proc == 1) for o in sizes]+[(sizes[-1], True)]*(n_proc > 1))
     try_out(learn, finder, 0.)
-    def middle(key, i): return median(o[i] for o in finder.batches[key][1:])
-    batch = [middle((o, n_proc == 1), 0) for o in sizes]
-    sync = max(0., middle((sizes[-1], True), 0)-batch[-1])
+    def least(key, i): return min(o[i] for o in finder.batches[key][1:])
+    batch = [least((o, n_proc == 1), 0) for o in sizes]
+    sync = max(0., least((sizes[-1], True), 0)-batch[-1])
     step = median(o[1] for times in finder.batches.values() for o in times[1:])
     costs = torch.tensor([*batch, sync+step], device=next(learn.model.parameters()).device)
     if n_proc > 1: all_reduce(learn.model, costs).div_(n_proc)  # all processes find the same
@@ -139,7 +139,7 @@ def measure_larger(learn:Learner, bs:int, costs:Costs, most:int, n:int=12)->Cost
     while size <= min(8*bs, most):
         finder = BSFinder(max(2, n*bs//size), bs, [(size, True)])
         if memory_error(try_out, learn, finder, 0.): free_memory(); break
-        batch = {size:median(o[0] for o in finder.batches[size, True][1:]), **batch}
+        batch = {size:min(o[0] for o in finder.batches[size, True][1:]), **batch}
         if batch[size] > 2*batch[size//2]: break
         size *= 2
     return costs._replace(batch=batch)
@@ -152,21 +152,34 @@ def lr_by_group(learn:Learner, lr:float|slice|None)->list[float]:
     learn.opt.set_hyper('lr', learn.lr if lr is None else lr)
     return [h['lr'] for h in learn.opt.hypers]
 
+class WindowNoise(GradientNoiseScale):
+    "Keeps the noise and the signal of each window"
+    def __init__(self): super().__init__(memory=1); self.seen = []
+    def after_step(self):
+        super().after_step()
+        if self.averages.windows: self.seen.append((self.averages.noise, self.averages.signal))
+
+def typical_noise_scale(seen:list[tuple[float,float]])->float:
+    "The median of those of four parts of a trial, the lower one of two"
+    parts = [np.sum(o, axis=0) for o in np.array_split(seen, min(4, len(seen)))] if seen else [(1., 0.)]
+    return float(median_low(noise/signal if signal > 0 else math.inf for noise,signal in parts))
+
 def measure_noise(learn:Learner, bs:int, most:int, splits:bool, lr_at:Callable, n:int=46)->tuple[float,float,float]:
     "The noise scale, the seconds that loading a sample takes, and those that a sample takes at least"
     whole = bs*n_processes(learn)
-    n_batches,pieces = -(-64//whole),most if most < bs else None
+    n_batches,pieces = min(4, -(-64//whole)),most if most < bs else None
     if n_batches == 1 and whole == bs: n_batches,pieces = (1, min(most, bs//4)) if splits else (2, pieces)
     accum = first(cb for cb in learn.cbs if accumulates(cb))
     settings = {k:vars(accum)[k] for k in ('num_items','skip_nonfinite') if accum and k in vars(accum)}
-    finder,noise = BSFinder(n, bs),GradientNoiseScale(math.inf)
+    finder,noise = BSFinder(n, bs),WindowNoise()
     try_out(learn, finder, lr_at(whole*n_batches), GradientAccumulation(whole*n_batches, micro_batch_size=pieces, remainder='step', **settings), noise)
-    load,work = mean(finder.loading[n//2:] or finder.loading),mean(a+b for times in finder.batches.values() for a,b in times)
     has_workers = getattr(getattr(learn.dls.train, 'fake_l', learn.dls.train), 'num_workers', 0) > 0
+    load = (mean if has_workers else median)(finder.loading[n//2:] or finder.loading)
+    work = mean(a+b for times in finder.batches.values() for a,b in times)
     waits = [0., load+work if load > .1*work else 0.] if has_workers else [load, 0.]
     waits = torch.tensor(waits, device=next(learn.model.parameters()).device)/whole
     if whole > bs: all_reduce(learn.model, waits).div_(whole//bs)
-    return noise.estimate().noise_scale,*waits.tolist()
+    return typical_noise_scale(noise.seen),*waits.tolist()
 
 # %% ../nbs/source/19_bs_find.ipynb #f16d9959
 class SuggestedBS(NamedTuple):
@@ -244,7 +257,7 @@ def bs_find(self:Learner,
         state.restore()
         if larger: costs = measure_larger(self, bs, costs, most)
         state.restore()
-        noise_scale,load,limit = measure_noise(self, bs, micros[0], len(micros) > 1, lambda size: [rule(o, size/now) for o in lrs])
+        noise_scale,load,limit = measure_noise(self, bs, micros[0], len(micros) > 1, lambda size: [rule(o, size/now)/2 for o in lrs])
     sizes = sorted({*costs.batch, now, *(o for i in range(5) if (o := bs*n_proc*2**i) <= most)})
     found = suggest(costs._replace(load=load, limit=limit), noise_scale, sizes, n_proc)
     if not rank_distrib():
