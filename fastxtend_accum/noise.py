@@ -6,35 +6,28 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/noise.html.md"""
 
 # %% ../nbs/source/18_noise.ipynb #8f1400cf
 from __future__ import annotations
-from collections.abc import Iterable
 from numbers import Real
 from typing import NamedTuple
-from warnings import warn
 import math
 
 from fastai.basics import *
+from fastai.callback.schedule import LRFinder
 from matplotlib.ticker import LogLocator
 from torch.nn.parallel import DistributedDataParallel
 
 from .window import *
-from .step import *
 from .processes import *
 from .logging import *
 from .loop import *
 from .accumulation import *
 
 # %% auto #0
-__all__ = ['noise_and_signal', 'NoiseEstimate', 'NoiseAverages', 'norm', 'sum_of_squares', 'PassingGradients', 'WindowSquares',
-           'GradientNoiseScale']
+__all__ = ['noise_and_signal', 'NoiseEstimate', 'NoiseAverages', 'mean_square', 'norm', 'sum_of_squares', 'states',
+           'WindowSquares', 'metric_steps', 'GradientNoiseScale']
 
 # %% ../nbs/source/18_noise.ipynb #56dc3bc5
-def noise_and_signal(
-    mean_of_squares:float, # |g|² of the micro-batches, averaged with their fractions of the window
-    square_of_mean:float, # |G_B|², of the window's gradient
-    n_micro:int, # Micro-batches in the window, 2 or more
-    samples:int, # Samples in it
-)->tuple[float,float]: # tr(S), the noise of one sample, and |G|², the signal
-    "Both as one window shows them, without bias"
+def noise_and_signal(mean_of_squares:float, square_of_mean:float, n_micro:int, samples:int)->tuple[float,float]:
+    "tr(S), the noise of one sample, and |G|², the signal, as one window shows them, without bias; `mean_of_squares` is weighted with the fractions"
     noise = samples*(mean_of_squares-square_of_mean)/(n_micro-1)
     return noise,square_of_mean-noise/samples
 
@@ -44,170 +37,183 @@ class NoiseEstimate(NamedTuple):
     noise_scale:float # tr(S)/|G|², in samples; inf if the signal cannot be told from the noise, or before the first estimate
     noise:float # tr(S): the squared deviation of one sample's gradient from the mean
     signal:float # |G|²: the square of the true gradient; the estimate may be below 0
-    windows:int # Windows measured so far; the last 1/(1-beta) of them count most
+    windows:int # Windows measured so far
+    metric:str='plain' # What gradients are measured in: 'plain', or 'Adam', where each direction counts as much as it does in Adam's step
 
 class NoiseAverages:
-    "Running averages of noise and signal, each by itself"
-    def __init__(self,
-        beta:float, # Weight of the old average against a new window, 0 to 1
-    ):
-        self.beta,self.noise,self.signal,self.windows = beta,0.,0.,0
+    "Averages of noise and signal, each by itself; `samples` is what they rest on"
+    def __init__(self, memory:float|None):  # None: 20 windows like the first
+        self.memory,self.noise,self.signal,self.samples,self.windows = memory,0.,0.,0.,0
 
-    def add(self, noise:float, signal:float):
-        "A window was measured; one with NaN or infinity does not count"
+    def add(self, noise:float, signal:float, samples:int):
+        "A window of `samples` was measured; one with NaN or infinity does not count"
         if not math.isfinite(noise+signal): return
-        self.noise,self.signal = (self.beta*old+(1-self.beta)*new for old,new in ((self.noise, noise), (self.signal, signal)))
+        if self.memory is None: self.memory = 20*samples
+        keep = math.exp(-samples/self.memory)
+        for name,o in dict(noise=noise, signal=signal, samples=1).items(): setattr(self, name, keep*getattr(self, name)+samples*o)
         self.windows += 1
 
-    def estimate(self)->NoiseEstimate:
-        if not self.windows: return NoiseEstimate(math.inf, 0., 0., 0)
-        noise,signal = (o/(1-self.beta**self.windows) for o in (self.noise, self.signal))  # they began at 0, as Adam's do
-        return NoiseEstimate(noise/signal if signal > 0 else math.inf, noise, signal, self.windows)
+    def estimate(self, metric:str='plain')->NoiseEstimate:
+        if not self.windows: return NoiseEstimate(math.inf, 0., 0., 0, metric)
+        noise,signal = self.noise/self.samples,self.signal/self.samples
+        return NoiseEstimate(noise/signal if signal > 0 else math.inf, noise, signal, self.windows, metric)
 
 # %% ../nbs/source/18_noise.ipynb #42ccc1e9
-def norm(
-    grad:Tensor, # A gradient, dense or sparse
-)->Tensor:
-    "The norm of a gradient, in float32 or better, without a copy of it; duplicate entries of a sparse one are added up"
-    if grad.is_sparse: grad = grad.coalesce().values()
+def mean_square(state:dict)->Tensor|None:
+    "The running mean of squared gradients in the `state` of a parameter: that of fastai's Adam and its kin, or of PyTorch's"
+    return state.get('sqr_avg', state.get('exp_avg_sq'))
+
+def norm(grad:Tensor, state:dict={}, hyper:dict={})->Tensor:
+    "The norm of a gradient, dense or sparse, in the metric of the optimizer with this `state` and `hyper` of its parameter; in float32 or better"
+    v = mean_square(state)
+    if grad.is_sparse:
+        grad = grad.coalesce()
+        if v is not None: v = v[tuple(grad.indices())]
+        grad = grad.values()
+    if v is not None:
+        v = v.to(torch.promote_types(v.dtype, torch.float32))
+        if 'step' in state: v = v/(1-hyper['sqr_mom']**state['step'])  # RMSProp has none
+        grad = grad/(v.sqrt()+hyper['eps']).sqrt()
     return torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
 
 def sum_of_squares(norms:list[Tensor])->Tensor|float: return torch.stack([o.to(norms[0]) for o in norms]).square().sum() if norms else 0.
 
-class PassingGradients:
-    "The square of the gradient of one backward pass, before it is added to `.grad`"
-    def __init__(self): self.hooks,self.norms = [],[]
+def states(opt:Optimizer|OptimWrapper)->list[tuple[nn.Parameter,dict,dict]]:
+    "Each parameter that is trained, with its state and the hyper-parameters of its group"
+    state = (opt.opt if isinstance(opt, OptimWrapper) else opt).state
+    return [(p, state.get(p, {}), hyper) for pg,hyper in zip(opt.param_lists, opt.hypers) for p in pg if p.requires_grad]
 
-    def watch(self, params:Iterable[nn.Parameter]):
+# %% ../nbs/source/18_noise.ipynb #a1240ac2
+class WindowSquares:
+    "The sum over a window's micro-batches of |g|² times their size, from hooks on the parameters"
+    def __init__(self):
+        self.hooks,self.previous = [],{}
+        self.clear()
+
+    def clear(self): self.norms,self.squares,self.n,self.result = [],0.,0,None
+    def __reduce__(self): return type(self),()  # a hook is not to be pickled
+
+    def watch(self, opt:Optimizer|OptimWrapper):
         "A backward pass is about to begin"
         self.ignore()
-        self.hooks = [p.register_hook(self.passes) for p in params]
+        self.hooks = [p.register_hook(partial(self.passes, state, hyper)) for p,state,hyper in states(opt)]
 
-    def passes(self, grad:Tensor): self.norms.append(norm(grad.detach()))
+    def passes(self, state:dict, hyper:dict, grad:Tensor): self.norms.append(norm(grad.detach(), state, hyper))
 
     def ignore(self):
         "Leave no hook on the parameters"
         for o in self.hooks: o.remove()
         self.hooks,self.norms = [],[]
 
-    def square(self)->Tensor|float: return sum_of_squares(self.norms)
-    def __reduce__(self): return type(self),()  # a hook is not to be pickled
-
-# %% ../nbs/source/18_noise.ipynb #a1240ac2
-class WindowSquares:
-    "The sum over a window's micro-batches of |g|² times their size"
-    def __init__(self): self.clear()
-    def clear(self): self.squares,self.n,self.result = 0.,0,None
-
-    def add(self,
-        square:Tensor|float, # |size*g|², of what has passed by
-        micro:MicroBatch, # The micro-batch
-    ):
-        "Add a micro-batch, unless it has no items"
-        size = micro.samples if micro.items is None else micro.weight
+    def add(self, micro:MicroBatch):
+        "Add what has passed by, unless the micro-batch has no items"
+        square,size = sum_of_squares(self.norms),micro.samples if micro.items is None else micro.weight
         if isinstance(size, Tensor):  # torch.where, since reading the value is a GPU sync
             self.squares = self.squares + torch.where(size > 0, square/size, 0.)
             self.n = self.n + (size > 0)
         elif size: self.squares,self.n = self.squares+square/size,self.n+1
 
-    def measure(self,
-        window:Window, # Closed: its sums are complete
-        square:Tensor, # |G_B|², of the gradient that the optimizer gets
-        reduce:Callable=noop, # Sums a tensor over all processes
-        loss_scale:Tensor|float=1., # What a `GradScaler` has multiplied the loss by
-    ):
-        "Compute the arguments of `noise_and_signal`, on the device"
+# %% ../nbs/source/18_noise.ipynb #6e1d0a04
+@patch
+def measure(self:WindowSquares, window:Window, opt:Optimizer|OptimWrapper, device:torch.device, reduce:Callable=noop, loss_scale:Tensor|float=1.):
+    "Compute the arguments of `noise_and_signal` for a closed window, and the steps that the metric rests on, without a GPU sync"
+    def number(o): return o.to(device, torch.float64, non_blocking=True) if isinstance(o, Tensor) else torch.full((), o, dtype=torch.float64, device=device)
+    scale,self.samples = loss_scale*(window.samples if window.is_sum else 1),window.samples
+    if window.n_micro == 1 == window.n_processes: sums = self.with_previous(window, opt, scale)
+    else:
+        square = sum_of_squares([norm(p.grad, *o) for p,*o in states(opt) if p.grad is not None])
         size = window.samples if window.is_sum else window.total_weight
-        if window.is_sum: square = square/size**2
-        sums = self.squares/size/loss_scale**2, square/loss_scale**2/window.n_processes, self.n
-        self.result = reduce(torch.stack([torch.as_tensor(o, device=square.device).double() for o in sums]))
+        sums = self.squares/size/loss_scale**2, square/scale**2/window.n_processes, self.n
+    self.result = torch.stack([*reduce(torch.stack([*map(number, sums)])), number(metric_steps(opt, window.steps))])
+
+@patch
+def with_previous(self:WindowSquares, window:Window, opt:Optimizer|OptimWrapper, scale:Tensor|float)->tuple:
+    "The same for this window and the one before, as micro-batches of one window; keeps a copy of the gradient"
+    norms,size = ([],[],[]),window.samples if window.is_sum else window.items
+    old_size,old_samples = self.previous.get('sizes', (0, 0))
+    f,self.previous['sizes'] = size/(size+old_size),(size, window.samples)
+    for p,*o in states(opt):
+        if p.grad is None: continue
+        new,old = p.grad.detach()/scale,self.previous.get(p)
+        for l,g in zip(norms, (old, new, old*(1-f)+new*f) if old is not None else ()): l.append(norm(g, *o))
+        self.previous[p] = new
+    self.samples += old_samples
+    old,new,mean = map(sum_of_squares, norms)
+    return (1-f)*old+f*new,mean,2 if old_samples else 1
+
+def metric_steps(opt:Optimizer|OptimWrapper, steps:int)->Tensor|float:
+    "Steps that the optimizer's metric rests on, inf for the plain one; `steps` were taken in this fit"
+    state,hyper = first(o for p,*o in states(opt) if p.grad is not None) or ({}, {})
+    if mean_square(state) is not None: return state.get('step', steps)
+    return math.inf if steps or 'sqr_mom' not in hyper else 0  # with a `sqr_mom`, the state may come with the first step
 
 # %% ../nbs/source/18_noise.ipynb #11c53462
 class GradientNoiseScale(LeavingCallback):
     "Measures the gradient noise scale beside a `GradientAccumulation`; an entry in `recorder.noise_scale` for each optimizer step"
-    order,run_valid,starts = GradientAccumulation.order-.5,False,False
-    after_pred = after_loss = after_batch = noop  # fastai would search the Learner and its model for them
+    order,run_valid,starts,metric = GradientAccumulation.order-.5,False,False,'plain'
+    after_pred = after_loss = noop  # fastai would search the Learner and its model for them
     def __init__(self,
-        beta:float=.95, # Memory of the running averages, 0 to 1: they go back some 1/(1-beta) windows
+        memory:float|None=None, # Samples that the running averages go back; None: 20 windows of the size of the first; `math.inf`: all of the fit
     ):
-        if not (isinstance(beta, Real) and 0 <= beta < 1): raise ValueError(f"beta must be 0 or more and less than 1, not {beta!r}: use 0.95")
-        store_attr()
-        self.passing,self.squares,self.window,self.averages,self.resumed = PassingGradients(),WindowSquares(),None,NoiseAverages(beta),False
+        if not (memory is None or isinstance(memory, Real) and memory > 0): raise ValueError(f"memory must be more than 0 samples, not {memory!r}: use None")
+        self.memory,self.squares,self.window,self.averages,self.resumed = memory,WindowSquares(),None,NoiseAverages(memory),False
 
-    @property
-    def micro(self)->MicroBatch|None:
-        "The micro-batch under way, if there is one to measure"
-        micro = self.window and self.window.micro
-        return micro if micro and micro.under_way else None
+    def before_fit(self): self.starts = is_fitting(self.learn)  # with its first epoch, as the accumulation
+    def after_fit(self):
+        if is_fitting(self.learn) and not self.starts: self.leave()
 
     def estimate(self)->NoiseEstimate:
         "The current estimate"
-        return self.averages.estimate()
+        return self.averages.estimate(self.metric)
 
-# %% ../nbs/source/18_noise.ipynb #a1b0d764
-@patch
-def before_fit(self:GradientNoiseScale):
-    "The fit starts with its first epoch, as that of the accumulation"
-    self.starts = is_fitting(self.learn)
-
-@patch
-def begin_fit(self:GradientNoiseScale):
-    "Find the accumulation; start with no averages, unless `load_state_dict` was called"
-    learn,self.starts = self.learn,False
-    accums = learn._grab_cbs(GradientAccumulation)
-    if not accums: raise ValueError("GradientNoiseScale measures accumulated windows: add a GradientAccumulation(accum_bs) to the Learner")
-    self.leave()
-    self.window = None if hasattr(learn, 'lr_finder') else accums[0].window  # lr_find measures nothing
-    if self.window is None: return
-    if not self.resumed: self.averages = NoiseAverages(self.beta)
-    self.resumed = False
-    if hasattr(learn, 'recorder'): learn.recorder.noise_scale = []
+    def leave(self):
+        "Forget the open window, and leave no hook and no gradient"
+        self.squares.ignore()
+        self.squares = WindowSquares()
 
 @patch
 def before_train(self:GradientNoiseScale):
-    "Raises ValueError if the model, which has been wrapped by now, is sharded"
-    if self.starts: self.begin_fit()
-    model = self.learn.model
-    if averages_gradients(model) and not isinstance(model, DistributedDataParallel):
-        raise ValueError(f"GradientNoiseScale cannot see the whole gradients of a sharded {type(model).__name__}: leave it out, or use DDP")
+    "In the first epoch find the accumulation, and start with no averages, unless `load_state_dict` was called; raises ValueError if there is none"
+    learn = self.learn
+    if averages_gradients(learn.model) and not isinstance(learn.model, DistributedDataParallel):
+        raise ValueError(f"GradientNoiseScale cannot see the whole gradients of a sharded {type(learn.model).__name__}: leave it out, or use DDP")
+    if not self.starts: return
+    self.starts,accum,searches = False,first(learn._grab_cbs(GradientAccumulation)),learn._grab_cbs((LRFinder,MicroBatchFinder))  # these measure nothing
+    if not (accum or searches): raise ValueError("GradientNoiseScale measures accumulated windows: add a GradientAccumulation(accum_bs) to the Learner")
+    self.leave()
+    self.window = None if searches else accum.window
+    if self.window is None: return
+    if not self.resumed: self.averages = NoiseAverages(self.memory)
+    self.resumed = False
+    if hasattr(learn, 'recorder'): learn.recorder.noise_scale = []
 
-@patch
-def leave(self:GradientNoiseScale):
-    "Forget the open window, and leave no hook"
-    self.passing.ignore()
-    self.squares.clear()
-
-# %% ../nbs/source/18_noise.ipynb #09476263
+# %% ../nbs/source/18_noise.ipynb #a17d6706
 @patch
 def before_batch(self:GradientNoiseScale):
     if self.window and not self.window.is_filling: self.squares.clear()
 
 @patch
 def before_backward(self:GradientNoiseScale):
-    if self.micro: self.passing.watch(trained(self.learn.opt))
+    if self.window and self.window.micro and self.window.micro.under_way: self.squares.watch(self.learn.opt)
 
 @patch
 def after_backward(self:GradientNoiseScale):
     "The accumulation is about to count this micro-batch"
-    if self.micro: self.squares.add(self.passing.square(), self.micro)
-    self.passing.ignore()
+    if self.squares.hooks: self.squares.add(self.window.micro)
+    self.squares.ignore()
 
 @patch
-def after_cancel_backward(self:GradientNoiseScale): self.passing.ignore()
-@patch
-def after_cancel_batch(self:GradientNoiseScale): self.passing.ignore()
+def after_batch(self:GradientNoiseScale): self.squares.ignore()  # it may have been cancelled
 
-# %% ../nbs/source/18_noise.ipynb #a17d6706
 @patch
 def before_step(self:GradientNoiseScale):
     "Compute the window's sums, without a GPU sync"
     learn,window = self.learn,self.window
     if not (window and window.state == 'closed'): return
-    square = sum_of_squares([norm(p.grad) for p in trained(learn.opt) if p.grad is not None])
-    square = torch.as_tensor(square, device=learn.loss.device)
-    loss_scale = learn.scaler.scale(torch.ones_like(square)) if scales_loss(learn) else 1.
+    device = learn.loss.device
+    loss_scale = learn.scaler.scale(torch.ones((), device=device)) if scales_loss(learn) else 1.
     reduce = partial(all_reduce, learn.model) if window.n_processes > 1 else noop
-    self.squares.measure(window, square, reduce, loss_scale)
+    self.squares.measure(window, learn.opt, device, reduce, loss_scale)
 
 @patch
 def after_cancel_step(self:GradientNoiseScale): self.squares.clear()
@@ -216,21 +222,13 @@ def after_cancel_step(self:GradientNoiseScale): self.squares.clear()
 def after_step(self:GradientNoiseScale):
     "The step was taken: add its window to the averages, and record the estimate"
     if self.squares.result is None: return
-    window,(squares,mean,n_micro) = self.window,self.squares.result.tolist()
-    if n_micro > 1: self.averages.add(*noise_and_signal(squares, mean, n_micro, window.samples))
+    window,samples,(squares,mean,n_micro,steps) = self.window,self.squares.samples,self.squares.result.tolist()
+    self.metric = 'plain' if steps == math.inf else 'Adam'
+    if n_micro > 1 and steps >= 5: self.averages.add(*noise_and_signal(squares, mean, n_micro, samples), window.samples)
     self.squares.clear()
     estimate = self.estimate()
     if hasattr(self.learn, 'recorder'): record(self.learn.recorder, 'noise_scale', estimate)
     if math.isfinite(estimate.noise_scale): window.measured['gradient_noise_scale'] = estimate.noise_scale
-
-# %% ../nbs/source/18_noise.ipynb #07643dcf
-@patch
-def after_fit(self:GradientNoiseScale):
-    "Clean up; warn if nothing could be measured"
-    if not is_fitting(self.learn) or self.starts: return
-    self.leave()
-    if self.window and self.window.steps and not self.averages.windows:
-        warn("no noise scale could be measured: every window was a single micro-batch; use an accum_bs of two micro-batches or more")
 
 # %% ../nbs/source/18_noise.ipynb #9748db01
 @patch
@@ -241,7 +239,7 @@ def plot_noise_scale(self:Recorder,
     measured,sizes = recorded(self, 'noise_scale'),recorded(self, 'accum_bs')
     if not measured: raise ValueError("nothing was measured in the last fit: add GradientNoiseScale() to the callbacks, then fit")
     if ax is None: _,ax = plt.subplots(figsize=(6, 3), layout='constrained')
-    ax.plot([o.noise_scale if math.isfinite(o.noise_scale) else None for o in measured], color='#0072B2', label='gradient noise scale')
+    ax.plot([o.noise_scale if math.isfinite(o.noise_scale) else None for o in measured], color='#0072B2', label=f"gradient noise scale{', Adam' if measured[-1].metric == 'Adam' else ''}")
     ax.step(range(len(sizes)), sizes, where='post', color='#E69F00', label='batch size')
     ax.set_yscale('log', base=2)
     ax.yaxis.set(major_locator=LogLocator(base=2, subs=(1, 1.5)), major_formatter='{x:g}')
@@ -253,12 +251,10 @@ def plot_noise_scale(self:Recorder,
 @patch
 def state_dict(self:GradientNoiseScale)->dict:
     "What has been averaged so far"
-    return dict(noise=self.averages.noise, signal=self.averages.signal, windows=self.averages.windows)
+    return dict(vars(self.averages))
 
 @patch
-def load_state_dict(self:GradientNoiseScale,
-    state:dict, # From `state_dict`, of a callback with the same `beta`
-):
-    "Let the next fit continue from `state`"
-    self.averages,self.resumed = NoiseAverages(self.beta),True
-    for k in 'noise','signal','windows': setattr(self.averages, k, state[k])
+def load_state_dict(self:GradientNoiseScale, state:dict):
+    "Let the next fit continue from `state`, of `state_dict`"
+    self.averages,self.resumed = NoiseAverages(self.memory),True
+    vars(self.averages).update(state)

@@ -21,7 +21,6 @@ NAN = float('nan')
     (lambda: GradientAccumulation(32, skip_nonfinite=1), 'skip_nonfinite must be True or False, not 1'),
     (lambda: GradientAccumulation(32, drop_last=True), "drop_last=True is fastxtend's name: use remainder='drop'"),
     (lambda: GradientAccumulationSchedule(16, 64, drop_last=False), "drop_last=False is fastxtend's name: use remainder='drop'"),
-    (lambda: AdaptiveGradientAccumulation(16, 64, drop_last=True), "use remainder='drop'"),
     (lambda: GradientAccumulation(32, accum=3), 'unexpected arguments: accum'),
     (lambda: GradientAccumulationSchedule(64, 128, .25, .75, SchedCos, 32), 'log_accum_batch must be True or False, not 32'),  # fastxtend's order
     (lambda: GradientAccumulationSchedule(16, 64, schedule={1: 2}), 'for sizes by point use GradientAccumulationSchedule(**SchedSteps('),

@@ -14,7 +14,7 @@ class Observed(nn.Module):
     def forward(self, x): return self.m(self.observer(x))
 
 searches = {"'auto'":lambda learn: fit(learn, 1), 'micro_bs_find':lambda learn: learn.micro_bs_find(),
-            'bs_find':lambda learn: learn.bs_find(sizes=[8, 16], n_seeds=1, show_plot=False), 'GradientCache':lambda learn: fit(learn, 1)}
+            'bs_find':lambda learn: learn.bs_find(show_plot=False), 'GradientCache':lambda learn: fit(learn, 1)}
 own = {"'auto'":lambda: GradientAccumulation(16, micro_batch_size='auto'), 'GradientCache':lambda: GradientCache('auto')}
 
 @pytest.mark.parametrize('name', searches)
@@ -93,20 +93,8 @@ def test_searches_with_a_late_callback():
     Masked.calls.clear()
     with quiet(learn):
         assert learn.micro_bs_find() == 8 and Masked.calls == [8]
-        learn.bs_find(sizes=[8, 16], n_seeds=1, show_plot=False)
+        learn.bs_find(show_plot=False)
     assert len(Masked.calls) > 24 and getattr(learn.masked, 'seen', 0) == 0  # all is as before
-
-class Counting(nn.Module):
-    "Notes how many samples it sees at a time"
-    seen = []
-    def __init__(self): super().__init__(); self.m = model()
-    def forward(self, x): self.seen.append(len(x)); return self.m(x)
-
-def test_a_gradient_cache_takes_part_in_bs_find():
-    Counting.seen.clear()
-    learn = make_learner(8, cbs=GradientCache(2), m=Counting())
-    with quiet(learn): learn.bs_find(sizes=[8, 16], n_epoch=.2, n_seeds=1, show_plot=False)
-    assert set(Counting.seen) == {2}
 
 # What works in place
 
@@ -173,7 +161,7 @@ class OtherLoaders:
     def __getitem__(self, i): return self._dls[i]
     def to(self, device): return self
 
-@pytest.mark.parametrize('search', [lambda learn: learn.lr_find(show_plot=False), lambda learn: learn.micro_bs_find(), lambda learn: learn.bs_find(sizes=[8, 16], n_seeds=1, show_plot=False)])
+@pytest.mark.parametrize('search', [lambda learn: learn.lr_find(show_plot=False), lambda learn: learn.micro_bs_find(), lambda learn: learn.bs_find(show_plot=False)])
 def test_loaders_of_another_kind(search):
     learn = make_learner(8)
     learn.dls = OtherLoaders(*learn.dls)

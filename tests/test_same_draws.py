@@ -190,7 +190,7 @@ def test_it_is_a_flag(make):
     with pytest.raises(TypeError, match="same_draws must be True or False, not 'yes'"): make(same_draws='yes')
 
 def test_it_takes_pieces():
-    for cb in GradientAccumulation,partial(GradientAccumulationSchedule, 16),partial(AdaptiveGradientAccumulation, 16):
+    for cb in GradientAccumulation,partial(GradientAccumulationSchedule, 16):
         with pytest.raises(ValueError, match='same_draws=True is for batches that are split: set micro_batch_size'): cb(32, same_draws=True)
     for make in lambda: accum(micro=1), lambda: GradientCache(1, same_draws=True):
         with pytest.raises(ValueError, match='same_draws=True needs a micro_batch_size of 2 or more, not 1'): make()
