@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .sizes import *
 from .pieces import *
+from .claim import *
 from .processes import *
 from .logging import *
 from .memory import *
@@ -36,9 +37,12 @@ def in_pieces(
     "`forward`, one piece of the batch after the other; all but the last are run again in the backward pass"
     def pieces_forward(*args, **kwargs):
         same = draws(input_size(args, kwargs)) if draws else None
+        def copied(*args, **kwargs):  # it may work in place, and the pieces are views of one batch
+            args,kwargs = each_tensor(torch.clone, (args, kwargs))
+            return forward(*args, **kwargs)
         def again(*args, **kwargs):
-            return checkpointed(forward, module, *([same.again(*same.rows)] if same else []))(*args, **kwargs)
-        return split_forward(forward, micro_bs, again, same)(*args, **kwargs)
+            return checkpointed(copied, module, *([same.again(*same.rows)] if same else []))(*args, **kwargs)
+        return split_forward(copied, micro_bs, again, same)(*args, **kwargs)
     return pieces_forward
 
 # %% ../nbs/source/15_gradient_cache.ipynb #2d9b4c14
