@@ -22,7 +22,7 @@ def make(bs, callback=list, batch_tfms=None, arch=None):
     plain(learn.model)
     return learn
 
-def measured(what, d, tol=1e-6):
+def measured(what, d, tol=1e-5):
     record('tsai', what, d)
     assert d < tol
 
