@@ -76,7 +76,9 @@ def before_fit(self:GradientAccumulation):
     self.leave()
     mend_wandb()
     self.starts = True
-    if hasattr(self.learn, 'lr_finder'): self.begin_fit()  # it needs more epochs, which fastai counts now
+    if hasattr(self.learn, 'lr_finder'):  # it needs more epochs, which fastai counts now
+        self.begin_fit()
+        self.loss_check = None  # of a trial: the fit that follows says it
 
 @patch
 def begin_fit(self:GradientAccumulation):
@@ -279,10 +281,12 @@ def cancelled(self:GradientAccumulation, batch:Batch):
 def close_window(self:GradientAccumulation)->bool: # Whether there is anything to step on
     "Put the mean gradient and the first micro-batch's hyper-parameters in place, or drop the window"
     window,learn = self.window,self.learn
+    check = self.loss_check if self.loss_check and self.loss_check.is_done else None
     if self.processes.n > 1: self.processes.add_up(window, learn.model, learn.opt)
+    elif check and check.differs is not None: check.differs = window.fetch(check.differs)  # with one sync
     else: window.fetch()
-    if self.loss_check and self.loss_check.is_done:
-        if found := self.loss_check.warning(): self.warn_once(found)
+    if check:
+        if found := check.warning(): self.warn_once(found)
         self.loss_check = None
     if window.items == 0: return self.drop_window("no item in a whole window (all labels ignored?): no optimizer step was taken on it")
     average_gradients(learn.opt, window.divisor, window.sums)
