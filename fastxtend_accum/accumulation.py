@@ -81,7 +81,9 @@ def before_fit(self:GradientAccumulation):
     self.leave()
     mend_wandb()
     self.is_new_fit = True
-    if hasattr(learn, 'lr_finder'): self.start_fit()  # it needs more epochs, which fastai counts now
+    if hasattr(learn, 'lr_finder'):  # it needs more epochs, which fastai counts now
+        self.start_fit()
+        self.loss_check = None  # of a trial: the fit that follows says it
 
 @patch
 def start_fit(self:GradientAccumulation):
@@ -257,10 +259,12 @@ def cancelled(self:GradientAccumulation, batch:Batch):
 def close_window(self:GradientAccumulation)->bool:
     "Put the mean gradient and the first micro-batch's hyper-parameters in place, or drop the window; gives whether there is anything to step on"
     window,learn = self.window,self.learn
+    check = self.loss_check if self.loss_check and self.loss_check.is_done else None
     if self.processes.n > 1: self.processes.add_up(window, learn.model, learn.opt)
+    elif check and check.differs is not None: check.differs = window.fetch(check.differs)  # with one sync
     else: window.fetch()
-    if self.loss_check and self.loss_check.is_done:
-        if found := self.loss_check.warning(): self.warn_once(found)
+    if check:
+        if found := check.warning(): self.warn_once(found)
         self.loss_check = None
     if window.items == 0: return self.drop_window("no item in a whole window (all labels ignored?): no optimizer step was taken on it")
     average_gradients(learn.opt, window.divisor, window.sums)

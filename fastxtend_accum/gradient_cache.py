@@ -30,9 +30,12 @@ def in_pieces(forward:Callable, module:nn.Module, micro_bs:int, draws:Callable|N
     "`forward` of `module` in the memory of `micro_bs` samples: pieces but the last run again in the backward pass. `draws(n)`: a `SameDraws` of the whole batch"
     def pieces_forward(*args, **kwargs):
         same = draws(input_size(args, kwargs)) if draws else None
+        def copied(*args, **kwargs):  # it may work in place, and the pieces are views of one batch
+            args,kwargs = each_tensor(torch.clone, (args, kwargs))
+            return forward(*args, **kwargs)
         def again(*args, **kwargs):
-            return checkpointed(forward, module, *([same.again(*same.rows)] if same else []))(*args, **kwargs)
-        return split_forward(forward, micro_bs, again, same)(*args, **kwargs)
+            return checkpointed(copied, module, *([same.again(*same.rows)] if same else []))(*args, **kwargs)
+        return split_forward(copied, micro_bs, again, same)(*args, **kwargs)
     return pieces_forward
 
 # %% ../nbs/source/15_gradient_cache.ipynb #2d9b4c14

@@ -63,6 +63,8 @@ def check_multiple(name:str, accum_bs:int, micro_bs:int, n_processes:int=1):
     below = accum_bs // smallest * smallest
     near = ' or '.join(str(o) for o in (below, below+smallest) if o)
     of = '' if n_processes == 1 else f'{smallest}, {n_processes} processes times '
-    bs = '' if below else f' to {max(1, accum_bs//n_processes)}'
+    share,over = divmod(accum_bs, n_processes)
+    bs = '' if below and (over or name != 'accum_bs') else f' to {max(1, share)}'  # windows that change in size are no single batch
+    if below and bs: bs += f", with micro_batch_size={micro_bs} to split it"
     raise ValueError(f"{name}={accum_bs} is not a multiple of {of}the micro-batch of {micro_bs} samples that the training "
                      f"DataLoader yields: use {near}, or change the DataLoader's batch size{bs}")

@@ -103,12 +103,15 @@ def count(self:Window)->Tensor:
 
 # %% ../nbs/source/04_window.ipynb #d0296059
 @patch
-def fetch(self:Window):
-    "Turn sums that are on a GPU into numbers, with one sync: neither the step nor the Recorder waits again"
-    if not isinstance(self.items, Tensor): return
-    sums = [torch.as_tensor(o, device=self.loss_sum.device).as_subclass(Tensor).reshape(1) for o in (self.items, self.unit, self.loss_sum)]
-    self.items,self.unit,loss_sum = torch.cat(sums).tolist()
+def fetch(self:Window, *also:Tensor)->list[float]:
+    "Turn sums that are on a GPU into numbers, with one sync: neither the step nor the Recorder waits again; gives those of `also`"
+    counts = (self.items, self.unit) if isinstance(self.items, Tensor) else ()
+    if not (counts or also): return []
+    sums = [torch.as_tensor(o, device=self.loss_sum.device).as_subclass(Tensor).reshape(-1) for o in (self.loss_sum, *counts, *also)]
+    loss_sum,*numbers = torch.cat(sums).tolist()
     self.loss_sum = torch.tensor(loss_sum, dtype=self.loss_sum.dtype)
+    if counts: self.items,self.unit,*numbers = numbers
+    return numbers
 
 @patch(as_prop=True)
 def is_sum(self:Window)->bool: return self.items is None

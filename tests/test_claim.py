@@ -361,6 +361,18 @@ def test_a_fit_after_an_interrupt_compares_its_own():
     learn.loss_func = CrossEntropyLossFlat(axis=1)
     assert said(learn) == [] and learn.gradient_accumulation.loss_check.parts == []  # that of the next fit
 
+trials = {'lr_find':lambda learn: learn.lr_find(num_it=12, show_plot=False), 'bs_find':lambda learn: learn.bs_find(sizes=[8, 16], n_seeds=1, show_plot=False),
+          'micro_bs_find':lambda learn: learn.micro_bs_find()}
+
+@pytest.mark.parametrize('trial', trials)
+def test_trial_fits_say_nothing(trial):
+    "The fit that follows does"
+    learn = learner(CombinedLoss(), 4, GradientAccumulation(16))
+    with warnings.catch_warnings(record=True) as caught, quiet(learn):
+        warnings.simplefilter('always')
+        trials[trial](learn)
+    assert [o for o in caught if 'not exact' in str(o.message)] == [] and len(said(learn)) == 1
+
 def test_a_loss_inside_the_model_cannot_be_seen():
     class Inside(nn.Module):
         def __init__(self): super().__init__(); self.m = nn.Conv2d(3, 3, 3, padding=1)

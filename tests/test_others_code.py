@@ -113,6 +113,14 @@ def test_auto_leaves_the_batch_alone(cb, inside):
         return weights(fit(make_learner(32, m=InPlace() if inside else model(), cbs=[accum, *cbs]), 2))
     assert_same(run('auto'), run(32))
 
+@pytest.mark.parametrize('n', [96, 88])
+def test_a_cache_of_a_model_that_works_in_place(n):
+    "The pieces are views of one batch, and each is needed twice: tsai's TSTPlus sets missing values to 0"
+    def run(*cbs): return fit(make_learner(32, n=n, m=InPlace(), cbs=cbs), 2)
+    cached,whole = run(GradientCache(8)),run()
+    assert_same(weights(cached), weights(whole), ROUNDING)
+    assert_same(losses(cached), losses(whole), 1e-6)
+
 class Sees(Callback):
     order = 100
     def __init__(self, seen): self.seen = seen
@@ -143,6 +151,45 @@ def test_a_repeated_micro_batch_is_as_before(inside):
         again = run(Once())
     assert Once.done
     assert_same(again, run(), ROUNDING)
+
+# What callbacks and hooks see of a batch
+
+sizes_seen = {'loader of 8':(8, lambda: GradientAccumulation(32), 8), 'micro_batch_size':(32, lambda: GradientAccumulation(32, micro_batch_size=8), 32),
+              'GradientCache':(32, lambda: GradientCache(8), 32), 'no callback':(32, list, 32)}
+
+@pytest.mark.parametrize('way', sizes_seen)
+def test_what_after_step_sees(way):
+    "The batch that the loader has yielded last, as MoCo's queue and DINO's centre take it up"
+    bs,cbs,n = sizes_seen[way]
+    seen = []
+    fit(make_learner(bs, cbs=cbs()), 2, cbs=Callback(after_step=lambda self: seen.append((len(self.x), len(self.pred)))))
+    assert seen == [(n, n)]*6
+
+@pytest.mark.parametrize('way,calls', {'no callback':[32]*3, 'micro_batch_size':[8]*12, 'GradientCache':[8]*(4+3)*3}.items())
+def test_hooks_on_a_submodule(way, calls):
+    "They see pieces; under a GradientCache all but the last again, in the backward pass"
+    bs,cbs,_ = sizes_seen[way]
+    learn,seen = make_learner(bs, cbs=cbs()),[]
+    learn.model[0].register_forward_hook(lambda m, args, out: seen.append(len(out)) if m.training else None)
+    fit(learn, 1)
+    assert seen == calls
+
+class GhostBatchNorm(nn.Module):
+    "fast_tabnet's GBN, in short: BatchNorm of each 8 samples of a batch"
+    def __init__(self): super().__init__(); self.bn = nn.BatchNorm1d(8, momentum=.02)
+    def forward(self, x): return torch.cat([self.bn(o) for o in x.split(8)])
+
+@pytest.mark.parametrize('way', ['loader of 8', 'micro_batch_size', 'GradientCache'])
+def test_ghost_batchnorm_is_exact(way):
+    "In micro-batches of its size. Running means and variances, too"
+    def run(bs, cbs, norm=GhostBatchNorm):
+        torch.manual_seed(0)
+        m = nn.Sequential(nn.Linear(5, 8), norm(), nn.Tanh(), nn.Linear(8, 1)).double()
+        learn = fit(make_learner(bs, m=m, cbs=cbs), 2)
+        return torch.cat([weights(learn), *(o.double().flatten() for o in m.buffers())])
+    bs,cbs,_ = sizes_seen[way]
+    assert_same(run(bs, cbs()), run(32, None), ROUNDING)
+    assert (run(32, None)[:20]-run(32, None, lambda: nn.BatchNorm1d(8, momentum=.02))[:20]).abs().max() > 1e-4  # else it would say nothing
 
 # Objects that look like fastai's
 
