@@ -205,6 +205,7 @@ def after_backward(self:GradientNoiseScale):
 @patch
 def after_batch(self:GradientNoiseScale): self.squares.ignore()  # it may have been cancelled
 
+# %% ../nbs/source/18_noise.ipynb #6e1d0a07
 @patch
 def before_step(self:GradientNoiseScale):
     "Compute the window's sums, without a GPU sync"
