@@ -308,7 +308,7 @@ def warn_once(self:GradientAccumulation, message:str):
     if message not in self.said: warn(message)
     self.said.add(message)
 
-nonfinite = "a gradient with NaN or infinity: no step was taken on it, nor will be on others like it; see n_skipped"
+nonfinite = "skipped a step: its gradient has NaN or infinity. Later ones are skipped without a warning; n_skipped counts them"
 
 # %% ../nbs/source/13_accumulation.ipynb #0b97d9ad
 def scales_loss(learn:Learner)->bool:

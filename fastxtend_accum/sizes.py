@@ -85,5 +85,5 @@ def check_multiple(
     near = ' or '.join(str(o) for o in (below, below+smallest) if o)
     of = '' if n_processes == 1 else f'{smallest}, {n_processes} processes times '
     bs = '' if below else f' to {max(1, accum_bs//n_processes)}'
-    raise ValueError(f"{name}={accum_bs} is not a multiple of {of}the micro-batch of {micro_bs} samples that the training "
-                     f"DataLoader yields: use {near}, or change the DataLoader's batch size{bs}")
+    raise ValueError(f"{name}={accum_bs} is not a multiple of {of}the DataLoader's batch of {micro_bs} samples: "
+                     f"use {near}, or change its batch size{bs}")

@@ -380,7 +380,7 @@ def test_plot(n_seeds):
 # Error messages
 
 @pytest.mark.parametrize('kwargs,said', [
-    (dict(sizes=[4, 6]), 'sizes=6 is not a multiple of the micro-batch of 4 samples'), (dict(sizes=[4, 8.]), 'sizes counts samples'), (dict(sizes=[]), 'sizes is empty'),
+    (dict(sizes=[4, 6]), "sizes=6 is not a multiple of the DataLoader's batch of 4 samples"), (dict(sizes=[4, 8.]), 'sizes counts samples'), (dict(sizes=[]), 'sizes is empty'),
     (dict(sizes=[4, 128], n_epoch=3), 'a batch of 128 samples in sizes is more than the 96'), (dict(sizes=[4, 64], n_epoch=.5), 'more than the 48'),
     (dict(sizes=None, n_epoch=.1), '0.1 epochs of 96 samples are too few for 5 steps'), (dict(n_epoch=0), 'n_epoch must be more than 0'),
     (dict(n_seeds=0), 'n_seeds must be at least 1'), (dict(tolerance=-1), 'tolerance must be 0 or more'), (dict(scale=None), 'scale must be a rule')])
