@@ -147,7 +147,9 @@ def copied(diff):
 def diff_faults(cells):
     "Diffs that lead to code which Python cannot read"
     for diff in re.findall(r'^```diff\n(.*?)^```', '\n'.join(source(c) for c in cells if c['cell_type'] == 'markdown'), re.M | re.S):
-        if any(o and o[0] not in '+- ' for o in diff.splitlines()): yield f'begin each line with +, - or a space: {diff}'
+        if any(o and o[0] not in '+- ' for o in diff.splitlines()):
+            yield f'begin each line with +, - or a space: {diff}'
+            continue
         try: ast.parse(copied(diff))
         except SyntaxError as e: yield f'{e} in {copied(diff)}'
 

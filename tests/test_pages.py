@@ -236,7 +236,7 @@ def test_links_start_from_the_folder_of_the_page():
     'What to do next: read.': 0, f"```python\n{'x'*45}\n```": 0, f"```python\n{'x'*46}\n```": 1, f"```python\nx\n```\n```\n{'x'*46}\n```": 0}.items())
 def test_reading_faults(text, n): assert len(list(reading_faults([title_cell, md(text)]))) == n
 
-@pytest.mark.parametrize('diff,n', {'-a = f(1)\n+a = f(2,\n+    b)\n c = a': 0, '-a = f(1)\n+a = f(2,\n c = a': 1, ' a = 1\nb = 2': 1}.items())
+@pytest.mark.parametrize('diff,n', {'-a = f(1)\n+a = f(2,\n+    b)\n c = a': 0, '-a = f(1)\n+a = f(2,\n c = a': 1, '-a = 1\nb = 2': 1}.items())
 def test_diff_faults(diff, n): assert len(list(diff_faults([md(f'Change:\n\n```diff\n{diff}\n```\n\nIt runs.')]))) == n
 
 def test_the_first_block_may_be_a_cell():
