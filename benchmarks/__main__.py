@@ -1,6 +1,7 @@
 """`python -m benchmarks` measures everything, prints a table and the goals, writes `results.json` and the pictures beside this file.
 
-About 20 minutes on two cores, on which nothing else should run. `--quick` only counts, and writes nothing: what CI can do."""
+About 25 minutes on two cores, on which nothing else should run. `--quick` only counts, and writes nothing: what CI can do. `--blocks` measures only the
+memory and time of checkpointed blocks, and leaves the rest of `results.json` as it is."""
 import argparse, json, os, platform, subprocess, sys
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -37,7 +38,12 @@ def machine():
     info = Path('/proc/cpuinfo')
     names = [o.split(':')[1].strip() for o in info.read_text().splitlines() if o.startswith('model name')] if info.exists() else []
     return dict(cpu=names[0] if names else platform.processor(), cores=len(names), python=platform.python_version(),
-                system=platform.system(), date=str(date.today()), packages={o:version(o) for o in packages})
+                system=platform.system(), date=str(date.today()), packages={o:version(o) for o in packages if o not in missing()})
+
+def blocks(rounds, names=report.block_models):
+    "Live bytes of a step of each model, and its times; with the machine, since they may be measured without the rest"
+    live = {o:measure('blocks_live', o) for o in names}
+    return dict(machine=machine(), rounds=rounds, live=live, time={o:measure('blocks_time', o, rounds) for o in names if rounds})
 
 def full(rounds):
     "All measurements, those of time in rounds: every case once, then every case again"
@@ -55,21 +61,28 @@ def full(rounds):
             gather(results['division'].setdefault(str(n), {}), measure('division', 'ours', n))
     for case,peaks in results['memory'].items():
         for n in batch_sizes: peaks[str(n)] = measure('memory', case, n)['megabytes']
-    return results
+    return results | dict(blocks=blocks(rounds))
 
 def main():
     parser = argparse.ArgumentParser('python -m benchmarks', description=__doc__)
     parser.add_argument('--quick', action='store_true', help="only count, and only what needs no other framework")
     parser.add_argument('--rounds', type=int, default=7, help="how often everything is timed")
+    parser.add_argument('--blocks', action='store_true', help="measure only checkpointed blocks")
     args = parser.parse_args()
     if args.quick:
         results = dict(counts={o:measure('counts', o) for o in report.labels if o not in packages or o == 'fastai'})
-        print(report.table(results).to_string(), report.goals(results), sep='\n\n')
+        results['blocks'] = blocks(0, ['resnet18', 'transformer'])
+        print(report.table(results).to_string(), report.goals(results), report.blocks_table(results).to_string(), sep='\n\n')
+        return
+    if args.blocks:
+        results = json.loads((here/'results.json').read_text()) | dict(blocks=blocks(args.rounds))
+        (here/'results.json').write_text(json.dumps(results, indent=1)+'\n')
+        print(report.blocks_table(results).to_string())
         return
     if missing(): sys.exit(f"not installed: {', '.join(missing())}; pip install -e '.[bench]'")
     results = full(args.rounds)
     (here/'results.json').write_text(json.dumps(results, indent=1)+'\n')
     for name,picture in report.pictures.items(): picture(results).savefig(here/f'{name}.png', dpi=110)
-    print(report.table(results).to_string(), report.goals(results), sep='\n\n')
+    print(report.table(results).to_string(), report.goals(results), report.blocks_table(results).to_string(), sep='\n\n')
 
 if __name__ == '__main__': main()

@@ -10,8 +10,10 @@ from pathlib import Path
 from fastai.basics import *
 from fastai.callback.all import *
 from fastxtend_accum.all import *
-from fastxtend_accum.demo import digits_learner, text_learner
+from fastxtend_accum.demo import digits_learner
 from fastxtend_accum.snapshot import unchanged
+
+from .text import text_learner
 
 here = Path(__file__).parent
 sizes = [16, 32, 64, 128, 256, 512]

@@ -88,7 +88,15 @@ def count_case(case, size):
     from .counts import count
     return {k:count(cases[case], k) for k in (1, 8)}
 
-kinds = dict(time=time_case, windows=time_windows, stack=time_stack, loading=time_loading, division=time_division, memory=peak_memory, counts=count_case)
+def blocks_live(case, size):
+    from .blocks import live_bytes
+    return live_bytes(case)
+
+def blocks_time(case, rounds):
+    from .blocks import times
+    return times(case, rounds)
+
+kinds = dict(blocks_live=blocks_live, blocks_time=blocks_time, time=time_case, windows=time_windows, stack=time_stack, loading=time_loading, division=time_division, memory=peak_memory, counts=count_case)
 
 def main(kind, case, size='0'):
     warnings.simplefilter('ignore')

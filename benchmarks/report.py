@@ -53,6 +53,27 @@ def run_on(results):
     return (f"{m['cpu']}, {m['cores']} cores, {m['system']}, Python {m['python']}, {m['date']}\n{packages}\n"
             f"rounds: {results['rounds']}; the Learner without accumulation took {spread(base, 0)} us per micro-batch")
 
+block_models = 'resnet18','resnet50','unet','transformer'
+
+def block_ratios(results, model, way):
+    "Time of a step as a ratio to the plain one of the same round"
+    times = results['blocks']['time'][model]
+    return [a/b for a,b in zip(times[way], times['plain'])]
+
+def blocks_table(results):
+    "MB that are alive in a step at most, and its time as a ratio to the plain step"
+    import pandas as pd
+    rows = {}
+    for model,live in results['blocks']['live'].items():
+        rows[model] = {f'{way}, MB':f'{n/2**20:.0f}' for way,n in live.items()}
+        if model in results['blocks']['time']: rows[model] |= {f'{way}, time':spread(block_ratios(results, model, way)) for way in live if way != 'plain'}
+    return pd.DataFrame(rows).T
+
+def blocks_run_on(results):
+    "The machine of these figures"
+    m = results['blocks']['machine']
+    return f"{m['cpu']}, {m['cores']} cores, {m['system']}, Python {m['python']}, torch {m['packages']['torch']}, {m['date']}; rounds: {results['blocks']['rounds']}"
+
 def memory_saved(results):
     "The two ends of the curves, in words"
     one,many = (results['memory'][o] for o in ('plain', 'ours'))

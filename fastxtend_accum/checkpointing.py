@@ -8,12 +8,12 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/checkpointing.htm
 from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
-from copy import copy
 import random,sys
 
 from fastai.basics import *
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten,tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from .sizes import *
@@ -24,8 +24,8 @@ from .memory import *
 from .loop import *
 
 # %% auto #0
-__all__ = ['KeepsBuffers', 'KeepsRandom', 'checkpointed', 'has_weight', 'is_simple', 'is_list', 'is_long', 'regrouped',
-           'find_blocks', 'ActivationCheckpointing', 'check_can_checkpoint']
+__all__ = ['KeepsBuffers', 'KeepsRandom', 'checkpointed', 'has_weight', 'is_simple', 'is_list', 'has_layers', 'is_long',
+           'regrouped', 'find_blocks', 'ActivationCheckpointing', 'check_can_checkpoint', 'to_cpu', 'from_cpu']
 
 # %% ../nbs/source/14_checkpointing.ipynb #c14a0008
 class KeepsBuffers:
@@ -49,16 +49,13 @@ class KeepsBuffers:
 class KeepsRandom:
     "A context in which a forward pass that is run again draws the same numbers from Python's and NumPy's generators"
     def __init__(self): self.first = self.states()
-    def __enter__(self): self.left = self.use(self.first)
-    def __exit__(self, *args): self.use(self.left)
-    def states(self): return random.getstate(),np.random.get_state()
+    def __enter__(self):
+        self.left = self.states()
+        self.go_on(*self.first)
 
-    def use(self, states:tuple)->tuple: # Those before
-        "Let the generators go on from `states`"
-        before = self.states()
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        return before
+    def __exit__(self, *args): self.go_on(*self.left)
+    def states(self): return random.getstate(),np.random.get_state()
+    def go_on(self, of_python:tuple, of_numpy:tuple): random.setstate(of_python),np.random.set_state(of_numpy)
 
 # %% ../nbs/source/14_checkpointing.ipynb #c14a0009
 def checkpointed(
@@ -70,27 +67,25 @@ def checkpointed(
     def run(*args, **kwargs):
         needs_grad = any(o.requires_grad for o in [*module.parameters(), *tensors_in((args, kwargs))])
         if not (torch.is_grad_enabled() and needs_grad): return forward(*args, **kwargs)
-        n,names,values,runs = len(args),list(kwargs),[*args, *kwargs.values()],0
-        lists = {i:copy(o) for i,o in enumerate(values) if isinstance(o, (list,dict))}  # whoever has passed them may add to them
-        def by_position(*o):  # of keyword arguments, `checkpoint` sees no device
-            nonlocal runs
-            if runs: o = [copy(lists[i]) if i in lists else v for i,v in enumerate(o)]
-            runs += 1
-            return forward(*o[:n], **dict(zip(names, o[n:])))
+        leaves,form = tree_flatten((args, kwargs))  # tensors in lists, too: `checkpoint` keeps tensors that it gets one by one
+        first = [(args, kwargs)]  # with the lists of the caller, who may add to them, and so may the module
+        def with_leaves(*leaves):
+            args,kwargs = first.pop() if first else tree_unflatten(leaves, form)
+            return forward(*args, **kwargs)
         again = ContextManagers([KeepsBuffers(module), KeepsRandom(), *contexts])
-        return checkpoint(by_position, *values, use_reentrant=False, context_fn=lambda: (nullcontext(), again))
+        return checkpoint(with_leaves, *leaves, use_reentrant=False, context_fn=lambda: (nullcontext(), again))
     return run
 
 # %% ../nbs/source/14_checkpointing.ipynb #c14a000d
 def has_weight(m:nn.Module)->bool: return any(p.ndim > 1 for p in m.parameters())
 def is_simple(m:nn.Module)->bool: return not any(has_weight(o) for o in m.children())
-def is_list(m:nn.Module)->bool: return isinstance(m, (nn.Sequential,nn.ModuleList))
+def is_list(m:nn.Module)->bool: return isinstance(m, (nn.Sequential,nn.ModuleList,nn.ModuleDict))
+def has_layers(m:nn.Module)->bool: return sum(any(p.ndim > 1 for p in o.parameters(recurse=False)) for o in m.modules()) > 1
 
 def is_long(m:nn.Module)->bool:
-    "Whether `m` lists two or more modules that are built of others, or more than four with a weight, which are too much for one block"
-    if not is_list(m): return False
-    weighted = [o for o in m if has_weight(o)]
-    return len(weighted) > 4 or sum(not is_simple(o) and not is_list(o) for o in weighted) > 1
+    "Whether `m` lists two or more modules that have layers, or more than four with a weight, which are too much for one block"
+    weighted = [o for o in m.children() if has_weight(o)]
+    return is_list(m) and (len(weighted) > 4 or sum(has_layers(o) and not is_list(o) for o in weighted) > 1)
 
 def regrouped(m:nn.Sequential)->nn.Sequential:
     "The children of `m`, where a layer with a weight and the simple ones that follow it are one child"
@@ -105,16 +100,17 @@ def regrouped(m:nn.Sequential)->nn.Sequential:
 def find_blocks(
     model:nn.Module, # Any model
 )->tuple[list[nn.Module],dict[nn.Sequential,nn.Sequential]]: # The blocks, and in which lists simple layers were grouped, with their groups
-    "The blocks of the lists in `model`, none inside of another"
+    "The blocks of the lists and stages in `model`, none inside of another"
     blocks,groups = {},{}
     def visit(m):
-        if not is_list(m):
-            for o in m.children(): visit(o)
-            return
+        kinds = [type(o) for o in m.children() if has_layers(o)]
+        listed,is_stage = is_list(m),len({*kinds}) < len(kinds)
         if type(m).forward is nn.Sequential.forward and len(grouped := regrouped(m)) < len(m): groups[m] = m = grouped
-        for o in m:
-            if any(map(is_long, o.modules())): visit(o)
-            elif has_weight(o) and any(True for _ in o.children()): blocks[o] = None
+        for o in m.children():
+            n,is_run = len(blocks),type(o).forward is not nn.Module.forward  # a ModuleList is not
+            if not (listed and is_run) or any(map(is_long, o.modules())): visit(o)
+            elif has_weight(o) and list(o.children()): blocks[o] = None
+            if is_stage and is_run and not listed and has_layers(o) and len(blocks) == n: blocks[o] = None
     visit(model)
     return list(blocks),groups
 
@@ -169,13 +165,18 @@ def running_blocks(self:ActivationCheckpointing):
     groups = [replaced(m, 'forward', grouped.forward) for m,grouped in self.groups.items()]
     return ContextManagers(groups + [replaced(m, 'forward', self.run_block(m)) for m in self.found])
 
+def to_cpu(t:Tensor)->tuple[Tensor,torch.device]:
+    "A copy of `t` on the CPU, and the device to copy it back to; in the same memory layout, which `torch.autograd.graph.save_on_cpu` loses"
+    return torch.empty_like(t, device='cpu', pin_memory=t.is_cuda).copy_(t, non_blocking=t.is_cuda),t.device
+
+def from_cpu(copied:tuple[Tensor,torch.device])->Tensor: return copied[0].to(copied[1], non_blocking=True)
+
 @patch
 def run_block(self:ActivationCheckpointing, block:nn.Module)->Callable:
     run = checkpointed(block.forward, block)
-    if not self.offload: return run
     def offloaded(*args, **kwargs):
-        with save_on_cpu(pin_memory=True): return run(*args, **kwargs)
-    return offloaded
+        with saved_tensors_hooks(to_cpu, from_cpu): return run(*args, **kwargs)
+    return offloaded if self.offload else run
 
 @patch
 def forward_context(self:ActivationCheckpointing): return self.running_blocks() if self.learn.training else nullcontext()

@@ -6,7 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/claim.html.md"""
 
 # %% ../nbs/source/09_claim.ipynb #6cd7e072
 from __future__ import annotations
-from collections.abc import Callable,Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from numbers import Real
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from .window import *
 from .snapshot import *
 
 # %% auto #0
-__all__ = ['Verdict', 'each_tensor', 'join_rows', 'LossState', 'loss_grads', 'LossCheck', 'distance', 'check_loss']
+__all__ = ['Verdict', 'join_rows', 'LossState', 'loss_grads', 'LossCheck', 'distance', 'check_loss']
 
 # %% ../nbs/source/09_claim.ipynb #3744b1c4
 class Verdict(NamedTuple):
@@ -30,26 +30,8 @@ class Verdict(NamedTuple):
     why:str='' # Why it cannot tell
 
 # %% ../nbs/source/09_claim.ipynb #b718ba81
-def each_tensor(
-    f:Callable, # A function of a tensor
-    b, # Tensors in tuples, lists, dicts and mappings
-):
-    "`b` with `f` applied to each of its tensors"
-    if isinstance(b, Tensor): return f(b)
-    if isinstance(b, Mapping):
-        items = {k:each_tensor(f, v) for k,v in b.items()}
-        try: return type(b)(items)
-        except TypeError: return type(b)(**items)  # Hugging Face's outputs are dataclasses
-    if not isinstance(b, (tuple,list)): return b
-    items = [each_tensor(f, o) for o in b]
-    return type(b)(*items) if hasattr(b, '_fields') else type(b)(items)
-
-def join_rows(
-    parts:list, # Outputs and targets of each micro-batch
-    samples:list[int], # Samples in each
-    rows_together:bool, # The rows of a sample stand one after the other; else all samples, then all of them again
-):
-    "`join` for tensors with any whole number of rows for each sample"
+def join_rows(parts:list, samples:list[int], rows_together:bool):
+    "`join` for tensors with a whole number of rows for each sample: together, or else all samples, then all of them again"
     def split(n): return lambda o: o.unflatten(0, (n, -1)) if rows_together else o.unflatten(0, (-1, n)).transpose(0, 1)
     joined = join([each_tensor(split(n), b) for b,n in zip(parts, samples)], samples)
     return each_tensor(lambda o: (o if rows_together else o.transpose(0, 1)).flatten(0, 1), joined)
@@ -57,34 +39,26 @@ def join_rows(
 # %% ../nbs/source/09_claim.ipynb #07dc8e68
 class LossState(Snapshot):
     "What a call of a loss function can change: the attributes and buffers of all that it holds, but for its Learner; the random generators"
-    def __init__(self,
-        loss_func:Callable, # A module, a function, a method, a partial or any other object that can be called
-    ): super().__init__(loss_func, weights=False)
+    def __init__(self, loss_func:Callable): super().__init__(loss_func, weights=False)
 
-    def note(self, o):
-        "Note the state of `o`, and of all that it holds"
+    def save(self, o):
+        "Save the state of `o`, and of all that it holds"
         if isinstance(o, (type,Learner,DataLoaders)) or id(o) in self.seen: return
-        super().note(o)
-        if isinstance(o, types.MethodType): self.note(o.__self__)
-        if isinstance(o, partial): self.note((o.func, o.args, o.keywords))
+        super().save(o)
+        if isinstance(o, types.MethodType): self.save(o.__self__)
+        if isinstance(o, partial): self.save((o.func, o.args, o.keywords))
         for cell in getattr(o, '__closure__', None) or ():
             self.undo.append(partial(setattr, cell, 'cell_contents', cell.cell_contents))
-            self.note(cell.cell_contents)
-        if callable(o) and hasattr(o, '__dict__'): self.note(vars(o))
+            self.save(cell.cell_contents)
+        if callable(o) and hasattr(o, '__dict__'): self.save(vars(o))
 
-    def note_tensor(self, o:Tensor):
-        "The value of a buffer; a call without gradient changes no parameter"
+    def save_tensor(self, o:Tensor):
+        "Save the value of a buffer; a call without gradient changes no parameter"
         if not isinstance(o, nn.Parameter): self.undo.append(partial(o.data.copy_, o.detach().clone()))
 
 # %% ../nbs/source/09_claim.ipynb #a4097986
-def loss_grads(
-    loss_func:Callable, # The loss function
-    args:tuple, # Outputs and targets; copied, since a loss function may work in place
-    dtype:torch.dtype, # Floating-point numbers that have fewer bits get this type
-    autocasts:bool, # Stay in autocast, if it is on
-    seed:int, # For all random generators
-)->tuple[Tensor,...]:
-    "The gradient of the loss on each of the outputs; nothing is changed"
+def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype, autocasts:bool, seed:int)->tuple[Tensor,...]:
+    "The gradient of the loss on each output, in `dtype` or better, under autocast only if it `autocasts`; nothing is changed"
     def copy(o): return o.detach().to(torch.promote_types(o.dtype, dtype) if o.is_floating_point() else o.dtype, copy=True)
     pred,*targ = each_tensor(copy, args)
     outputs = [o.requires_grad_() for o in tensors_in(pred) if o.is_floating_point()]
@@ -92,86 +66,71 @@ def loss_grads(
     try:
         state.seed(seed)
         with torch.enable_grad(), nullcontext() if autocasts else torch.autocast(outputs[0].device.type, enabled=False):
-            loss = loss_func(each_tensor(lambda o: o.clone(), pred), *targ)
+            loss = loss_func(each_tensor(torch.clone, pred), *targ)  # it may work in place
         return tuple(o.as_subclass(Tensor) for o in torch.autograd.grad(loss, outputs, materialize_grads=True))
     finally: state.restore()
 
 # %% ../nbs/source/09_claim.ipynb #11e157d7
 class LossCheck:
     "Compares the loss of the first two micro-batches that it is given with that of both together, once"
-    tolerance,autocast_tolerance = 1e-5,1e-2
+    tolerance = 1e-5
     most = 2**27  # bytes of outputs and targets; larger ones are not kept until the next micro-batch
     precisions = (torch.float64, False),(torch.float32, False),(torch.float32, True)  # and whether autocast stays on
-    def __init__(self): self.parts,self.precision,self.differs,self.why = [],None,None,''
+    def __init__(self): self.parts,self.differs,self.why = [],None,''
 
     @property
     def is_done(self)->bool: return self.differs is not None or self.why != ''
 
-    def start(self): "The next micro-batch is the first of a window"; self.parts = []
-
-    def add(self,
-        loss_func:Callable, # The loss function
-        args:tuple, # Outputs and targets
-        samples:int, # Samples of the micro-batch
-        items:Real|Tensor|None, # Items that its loss averages over; None: it is a sum
-    ):
-        "Take in a micro-batch, unless two were enough; with the second one the losses are compared, without a GPU sync"
+    def add(self, loss_func:Callable, args:tuple, samples:int, items:Real|Tensor|None):
+        "Add a micro-batch of outputs and targets, unless two were enough; with the second one the losses are compared, without a GPU sync"
         if self.is_done or isinstance(items, Real) and items == 0: return
         try:
-            args = each_tensor(lambda o: o.detach(), args)
+            args = each_tensor(Tensor.detach, args)
             if sum(o.nbytes for o in tensors_in(args)) > self.most: raise MemoryError('the outputs are too large to keep')
             self.parts.append((args, samples, items, self.grads(loss_func, args)))
             if len(self.parts) == 2: self.differs = self.compare(loss_func)
         except Exception as e: self.why = f'{type(e).__name__}: {e}'.strip()
         if self.is_done: self.parts = []
 
+    def grads(self, loss_func:Callable, args:tuple, seed:int=0)->tuple[Tensor,...]:
+        "The gradients, in the first of `precisions` that the loss function takes"
+        while True:
+            try: return loss_grads(loss_func, args, *self.precisions[0], seed)
+            except Exception:
+                if self.parts or len(self.precisions) == 1: raise
+            self.precisions = self.precisions[1:]
+
 # %% ../nbs/source/09_claim.ipynb #341a0d8d
-@patch
-def grads(self:LossCheck, loss_func:Callable, args:tuple, seed:int=0)->tuple[Tensor,...]:
-    "The gradients, in the first of `precisions` that the loss function takes"
-    if self.precision: return loss_grads(loss_func, args, *self.precision, seed)
-    for precision in self.precisions:
-        try: grads = loss_grads(loss_func, args, *precision, seed)
-        except Exception as e: error = e
-        else: self.precision = precision; return grads
-    raise error
-
-@patch
-def compare(self:LossCheck, loss_func:Callable)->Tensor:
-    "Relative differences of gradients: of the first micro-batch when it comes again, and of both together, for each order of rows"
-    args,samples,items,grads = zip(*self.parts)
-    if self.precision[1]: self.tolerance = self.autocast_tolerance
-    total = 1 if items[0] is None else sum(items)
-    made = [tuple(times(o, 1 if n is None else n/total) for o in g) for g,n in zip(grads, items)]
-    several = any(len(o) != n for b,n in zip(args, samples) for o in tensors_in(b))
-    pairs = [(grads[0], self.grads(loss_func, args[0], seed=1))]
-    pairs += [(self.grads(loss_func, join_rows(args, samples, o)), join_rows(made, samples, o)) for o in ((True, False) if several else (True,))]
-    return torch.stack([distance(a, b) for a,b in pairs])
-
 def distance(a:tuple, b:tuple)->Tensor:
     "The relative difference of two gradients"
     def norm(o): return torch.stack([t.norm() for t in o]).norm()
     return norm([x-y for x,y in zip(a, b)])/norm(a)
 
-# %% ../nbs/source/09_claim.ipynb #e77ae29c
+@patch
+def compare(self:LossCheck, loss_func:Callable)->Tensor:
+    "Relative differences of gradients: of the first micro-batch when it comes again, and of both together, for each order of rows"
+    args,samples,items,grads = zip(*self.parts)
+    total = 1 if items[0] is None else sum(items)
+    made = [tuple(times(o, 1 if n is None else n/total) for o in g) for g,n in zip(grads, items)]
+    several = any(len(o) != n for b,n in zip(args, samples) for o in tensors_in(b))
+    differs = [distance(grads[0], self.grads(loss_func, args[0], seed=1))]
+    for o in (True, False) if several else (True,):
+        differs.append(distance(self.grads(loss_func, join_rows(args, samples, o)), join_rows(made, samples, o)))
+    return torch.stack(differs)
+
 @patch
 def verdict(self:LossCheck)->Verdict:
     "What the comparison has shown; a GPU sync"
     if self.differs is None: return Verdict('cannot tell', why=self.why or 'there was only one micro-batch')
     again,*by = self.differs.tolist()
     if not all(math.isfinite(o) for o in (again, *by)): return Verdict('cannot tell', why='a gradient is 0, NaN or infinite')
-    if again > LossCheck.tolerance: return Verdict('cannot tell', why='the loss function gives something else when it is called again')
-    if max(by) <= LossCheck.tolerance: return Verdict('same', max(by))
-    if min(by) > self.tolerance: return Verdict('differs', min(by))
+    if again > self.tolerance: return Verdict('cannot tell', why='the loss function gives something else when it is called again')
+    if max(by) <= self.tolerance: return Verdict('same', max(by))
+    if min(by) > (1e-2 if self.precisions[0][1] else self.tolerance): return Verdict('differs', min(by))  # under autocast rounding is coarse
     return Verdict('cannot tell', max(by), 'the difference may come from rounding, or from the order of rows')
 
-def check_loss(
-    loss_func:Callable, # The loss function
-    parts:list[tuple], # Outputs and targets of two micro-batches
-    samples:list[int]|None=None, # Samples in each; None: as in the targets
-    items:list|None=None, # Items that each loss averages over, None for a sum; None: ask the loss function
-)->Verdict:
-    "Whether the loss of two micro-batches together is what accumulation makes of their two losses"
+def check_loss(loss_func:Callable, parts:list[tuple], samples:list[int]|None=None, items:list|None=None)->Verdict:
+    "Whether the loss of two micro-batches, each outputs and targets, together is what accumulation makes of their two losses"
     check = LossCheck()
     if samples is None: samples = [batch_size(o) for o in parts]
     if items is None: items = [n_items(SimpleNamespace(loss_func=loss_func, pred=o[0], yb=o[1:])) for o in parts]
@@ -180,15 +139,14 @@ def check_loss(
 
 # %% ../nbs/source/09_claim.ipynb #e77ae29e
 @patch
-def see(self:LossCheck, learn:Learner, window:Window, items:Real|Tensor|None):
-    "Take in the micro-batch that `learn` is at, unless it is a window by itself"
-    if window.is_empty: self.start()
+def add_micro_batch(self:LossCheck, learn:Learner, window:Window, items:Real|Tensor|None):
+    "Add the micro-batch that `learn` is at, unless it is a window by itself"
+    if window.is_empty: self.parts = []
     if not (window.is_empty and window.micro.ends_window): self.add(learn.loss_func, (learn.pred, *learn.yb), window.micro.samples, items)
 
 @patch
 def warning(self:LossCheck)->str|None:
     "What to know if accumulation is not exact for this loss"
-    found = self.verdict()
-    if found.says != 'differs': return None
-    return (f"accumulation is not exact for this loss: over two micro-batches together its gradient differs from theirs by {found.by:.2g} of its length. "
-            "Pass num_items, what it averages over; give a loss that sums the attribute reduction='sum'; or use GradientCache, which computes it on the whole batch")
+    if (found := self.verdict()).says == 'differs': return (
+        f"accumulation is not exact for this loss: over two micro-batches together its gradient differs from theirs by {found.by:.2g} of its length. "
+        "Pass num_items, what it averages over; give a loss that sums the attribute reduction='sum'; or use GradientCache, which computes it on the whole batch")

@@ -7,27 +7,25 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/demo.html.md"""
 # %% ../nbs/source/21_demo.ipynb #324af82d
 from __future__ import annotations
 from contextlib import nullcontext
-from importlib import import_module
 from pathlib import Path
-import ast,inspect
+import weakref
 
 from fastai.basics import *
 from fastai.callback.all import *
 import pandas as pd
 from sklearn.datasets import load_digits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .accumulation import *
 from .schedule import *
+from .rules import *
 
 # %% auto #0
-__all__ = ['text_modules', 'digits_dls', 'digits_learner', 'run_demo', 'weight_difference', 'results', 'plot_results', 'main',
-           'docstrings', 'text_dls', 'NGram', 'text_learner', 'Activations']
+__all__ = ['digits_dls', 'digits_learner', 'run_demo', 'weight_difference', 'results', 'plot_results', 'main', 'Activations',
+           'LiveBytes']
 
 # %% ../nbs/source/21_demo.ipynb #5b2f76d7
-def digits_dls(
-    bs:int, # Samples in a batch, training and validation
-    seed:int=42, # Seed of the order of the samples
-)->DataLoaders:
+def digits_dls(bs:int, seed:int=42)->DataLoaders:
     "scikit-learn's 8x8 handwritten digits, 1408 to train on and 389 to validate"
     digits = load_digits()
     set_seed(seed)
@@ -44,27 +42,24 @@ def digits_learner(bs:int, cbs=None)->Learner:
     return Learner(dls, model, CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs)
 
 # %% ../nbs/source/21_demo.ipynb #5274d2a6
-def run_demo(
-    n_epoch:int=5, # Epochs of each fit
-    bars:bool=True, # Show progress bars
-)->dict[str,Learner]: # The trained Learners by name
-    "Train the large batch, the accumulated one, and a schedule"
-    learners = {'batch of 128':         digits_learner(128),
-                'accumulated, 8x16':    digits_learner(16, GradientAccumulation(128)),
-                'schedule, 16 to 256':  digits_learner(16, GradientAccumulationSchedule(16, 256, finish=0.8, remainder='carry'))}
-    for name,learn in learners.items():
+def run_demo(n_epoch:int=5, bars:bool=True)->dict[str,Learner]:
+    "Train the large batch, the accumulated one, a schedule, and the small batch by itself"
+    lr = 5e-3
+    runs = {'batch of 128':         (digits_learner(128), lr),
+            'accumulated, 8x16':    (digits_learner(16, GradientAccumulation(128)), lr),
+            'schedule, 16 to 256':  (digits_learner(16, GradientAccumulationSchedule(16, 256, finish=0.8, remainder='carry')), lr),
+            'batch of 16':          (digits_learner(16), sqrt_scale(lr, 16/128))}
+    for name,(learn,lr) in runs.items():
         print(name)
-        with nullcontext() if bars else learn.no_bar(): learn.fit_one_cycle(n_epoch, 5e-3)
-    return learners
+        with nullcontext() if bars else learn.no_bar(): learn.fit_one_cycle(n_epoch, lr)
+    return {name:learn for name,(learn,_) in runs.items()}
 
 # %% ../nbs/source/21_demo.ipynb #10e5fab4
 def weight_difference(a:Learner, b:Learner)->float:
     "The largest difference between two Learners' weights"
     return max((p-q).abs().max().item() for p,q in zip(a.model.parameters(), b.model.parameters(), strict=True))
 
-def results(
-    learners:dict[str,Learner], # Trained Learners by name, the large batch first
-)->pd.DataFrame:
+def results(learners:dict[str,Learner])->pd.DataFrame:
     "Optimizer steps, validation accuracy, and the largest difference of any weight from the first, for those with as many steps"
     big = next(iter(learners.values()))
     def row(name, o):
@@ -77,7 +72,7 @@ def results(
 def plot_results(learners:dict[str,Learner]):
     "Validation loss and batch size against the samples seen; returns the figure"
     fig,axs = plt.subplots(2, 1, figsize=(6, 5), sharex=True, layout='constrained', height_ratios=(2, 1))
-    styles = dict(color='#E69F00', lw=5),dict(color='#0072B2', lw=1.5),dict(color='#009E73', lw=1.5)
+    styles = dict(color='#E69F00', lw=5),dict(color='#0072B2', lw=1.5),dict(color='#009E73', lw=1.5),dict(color='#CC79A7', lw=1.5)
     for (name,learn),style in zip(learners.items(), styles):
         losses = [o[1] for o in learn.recorder.values]
         epoch = len(learn.dls.train)*learn.dls.train.bs
@@ -99,56 +94,11 @@ def main():
     plot_results(learners).savefig(path, dpi=150)
     print(f'\nLosses and batch sizes: {path}')
 
-# %% ../nbs/source/21_demo.ipynb #d36ad528
-text_modules = """argparse ast bdb calendar cmd collections configparser contextlib copy csv dataclasses difflib dis doctest enum fileinput fractions
-functools gettext heapq imaplib inspect ipaddress json locale logging mailbox mimetypes optparse pdb pickle pickletools platform plistlib poplib pprint pstats pydoc
-queue random sched selectors shelve shlex shutil smtplib socket socketserver statistics string subprocess tarfile tempfile textwrap threading timeit tokenize
-traceback typing unittest.case unittest.mock urllib.parse urllib.request uuid warnings weakref webbrowser zipfile""".split()
-
-def docstrings(
-    modules:list[str]=text_modules, # Names of modules
-)->str:
-    "The docstrings of `modules`, their classes and functions, an empty line between two"
-    trees = [ast.parse(inspect.getsource(import_module(o))) for o in modules]
-    nodes = [o for tree in trees for o in ast.walk(tree) if isinstance(o, (ast.Module,ast.ClassDef,ast.FunctionDef))]
-    return '\n\n'.join(filter(None, map(ast.get_docstring, nodes)))
-
-# %% ../nbs/source/21_demo.ipynb #cfadf861
-def text_dls(
-    bs:int, # Samples in a training batch
-    seed:int=42, # Seed of the split and of the order of the samples
-)->DataLoaders:
-    "Sequences of 32 characters from docstrings, 4096 to train on and 512 to validate"
-    codes = torch.tensor(list(docstrings().encode('ascii', 'replace')))
-    set_seed(seed)
-    seqs = codes[:len(codes)//33*33].view(-1, 33)
-    samples = [(o[:-1],o[1:]) for o in seqs[torch.randperm(len(seqs))[:4096+512]]]
-    return DataLoaders(DataLoader(samples[:4096], bs=bs, shuffle=True), DataLoader(samples[4096:], bs=256))
-
-class NGram(Module):
-    "A language model that sees the last `n` characters; gives one prediction for each character of a sequence"
-    def __init__(self,
-        n:int=8, # Characters that it sees
-        n_codes:int=128, # Different characters there are: those of ASCII
-    ):
-        self.n,self.embed,self.conv,self.out = n,nn.Embedding(n_codes, 16),nn.Conv1d(16, 96, n),nn.Linear(96, n_codes)
-
-    def forward(self, x):
-        x = F.pad(self.embed(x).transpose(1, 2), (self.n-1, 0))
-        return self.out(F.relu(self.conv(x)).transpose(1, 2))
-
-def text_learner(bs:int, cbs=None)->Learner:
-    "A small language model for docstrings, the same weights each time"
-    dls = text_dls(bs)
-    return Learner(dls, NGram(), CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs)
-
 # %% ../nbs/source/21_demo.ipynb #591e59b6
 class Activations(Callback):
     "`mb`: the most MB that a forward pass has kept for its backward pass; more than `limit` raises `torch.OutOfMemoryError`"
     order,run_valid,hook,hooks = -5,False,None,None
-    def __init__(self,
-        limit:float=float('inf'), # MB that a forward pass may keep
-    ):
+    def __init__(self, limit:float=float('inf')):
         self.limit,self.mb = limit,0
 
     def before_fit(self):
@@ -180,3 +130,30 @@ class Activations(Callback):
     def stop(self):
         if self.hooks: self.hooks.__exit__()
         self.hooks = None
+
+# %% ../nbs/source/21_demo.ipynb #d3a10002
+class LiveBytes(TorchDispatchMode):
+    "A context that counts the bytes of the tensors that are made in it and still alive, `now`, and the most at a time, `peak`"
+    def __init__(self,
+        model:nn.Module|None=None, # Its weights, their gradients and its buffers are not counted
+    ):
+        super().__init__()
+        self.sizes,self.peak = {},0
+        own = model.state_dict(keep_vars=True).values() if model else ()
+        for o in [*own, *(o.grad for o in own if o.grad is not None)]: self.count(o, 0)
+
+    def count(self, o:Tensor, n_bytes:int):
+        "Count the storage of `o` as `n_bytes`, until it is freed"
+        storage = o.untyped_storage()
+        if storage._cdata not in self.sizes: weakref.finalize(storage, self.sizes.pop, storage._cdata, None)
+        self.sizes[storage._cdata] = n_bytes
+
+    @property
+    def now(self)->int: return sum(self.sizes.values())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for o in out if isinstance(out, (tuple,list)) else [out]:
+            if isinstance(o, Tensor) and o.untyped_storage()._cdata not in self.sizes: self.count(o, o.untyped_storage().nbytes())
+        self.peak = max(self.peak, self.now)
+        return out

@@ -14,7 +14,7 @@ from fastai.basics import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['remainders', 'is_shared', 'dataset_size', 'epoch_samples', 'check_remainder', 'Wrapped', 'LoaderBatches', 'Position']
+__all__ = ['remainders', 'is_shared', 'dataset_size', 'epoch_samples', 'Wrapped', 'LoaderBatches', 'Position']
 
 # %% ../nbs/source/02_epoch.ipynb #7a6b1f08
 def is_shared(dl)->bool:
@@ -29,11 +29,9 @@ def dataset_size(dl)->int|None: # None: `dl` does not say
         try: return len(getattr(dl, o))
         except (AttributeError, TypeError): pass
 
-def epoch_samples(
-    dl, # The training DataLoader, fastai's or PyTorch's
-    loader_bs:int, # Samples in a full batch of it
-)->tuple[int,bool]: # In this process; and whether that is certain: a loader of your own may yield something else than its length says
-    "Samples that `dl` yields in an epoch, in full batches and perhaps a short one at the end"
+def epoch_samples(dl, loader_bs:int)->tuple[int,bool]:
+    """Samples that `dl` yields in an epoch, in this process, in full batches and perhaps a short one at the end; and whether that is certain:
+    a loader of your own may yield something else than its length says"""
     n_batches,n = len(dl),dataset_size(dl)
     if n is not None and is_shared(dl) and dl.drop_last: n_batches = n//loader_bs  # its length rounds up
     if n is None or n_batches not in (n//loader_bs, -(-n//loader_bs)): return n_batches*loader_bs,False
@@ -41,10 +39,6 @@ def epoch_samples(
 
 # %% ../nbs/source/02_epoch.ipynb #7a6b1f12
 remainders = 'step','carry','drop'
-
-def check_remainder(remainder:str|None):
-    "Raises ValueError if `remainder` is not one of `remainders` or None"
-    if remainder not in (None, *remainders): raise ValueError(f"remainder must be one of {remainders} or None, not {remainder!r}")
 
 class Wrapped(GetAttr):
     "A DataLoader in a wrapper: `isinstance` sees the DataLoader, as fastai's `DistributedTrainer` needs"
@@ -55,21 +49,16 @@ class Wrapped(GetAttr):
     def __reduce__(self): return type(None),()  # a running DataLoader is not to be pickled
 
 class LoaderBatches(Wrapped):
-    "The training DataLoader for one epoch: its batches, as long as they can fill a window"
-    def __init__(self,
-        dl, # The training DataLoader
-        loader_bs:int, # Samples in a full batch of it
-        at_end:str='step', # What to do with an incomplete window: 'step', 'carry' or 'drop'
-        goes_on:Callable|None=None, # Whether the next batch is needed; None: all are
-    ):
-        self.dl,self.loader_bs,self.at_end,self.goes_on,self.seen,self.size = dl,loader_bs,at_end,goes_on,0,0
+    "The training DataLoader for one epoch: its batches, as long as `needs_more()`; None: all"
+    def __init__(self, dl, loader_bs:int, at_end:str='step', needs_more:Callable|None=None):
+        self.dl,self.loader_bs,self.at_end,self.needs_more,self.seen,self.size = dl,loader_bs,at_end,needs_more,0,0
         self.samples,self.certain = epoch_samples(dl, loader_bs)
         self.needed = self.samples
 
     def __len__(self)->int: return -(-self.needed//self.loader_bs)
     def __iter__(self)->Iterator:
         batches = iter(self.dl)
-        while (self.goes_on is None or self.goes_on()) and (b := next(batches, None)) is not None:
+        while (self.needs_more is None or self.needs_more()) and (b := next(batches, None)) is not None:
             self.size = batch_size(b, min(self.loader_bs, self.samples-self.seen) if self.certain else self.loader_bs)
             self.seen += self.loader_bs
             yield b
@@ -77,37 +66,26 @@ class LoaderBatches(Wrapped):
 
 # %% ../nbs/source/02_epoch.ipynb #7a6b1f19
 @patch
-def n_windows(self:LoaderBatches,
-    size:int, # Samples in a window, in this process
-)->int|None: # None: it depends on the epoch before
-    "Windows that are stepped on in this epoch"
+def n_windows(self:LoaderBatches, size:int)->int|None:
+    "Windows of `size` samples that are stepped on in this epoch; None: it depends on the epoch before"
     if self.at_end == 'carry': return None
     return self.samples//size if self.at_end == 'drop' else -(-self.samples//size)
 
 @patch(as_prop=True)
-def left(self:LoaderBatches)->int:
-    "Samples that the epoch still has"
-    return self.samples-self.seen
-
+def left(self:LoaderBatches)->int: return self.samples-self.seen
 @patch(as_prop=True)
 def is_last(self:LoaderBatches)->bool:
-    "The window ends with the present batch, full or not: it is the last of the epoch"
+    "Whether the window ends with the present batch, full or not: it is the last of the epoch"
     return self.seen >= self.samples and self.at_end == 'step' and self.certain
 
 # %% ../nbs/source/02_epoch.ipynb #7a6b1f23
 class Position:
-    "`pct_train` as the large batch counts it: it advances after each window, not each micro-batch; or with the samples"
-    def __init__(self,
-        start:float, # Where the epoch begins, fraction of training
-        n_epoch:int, # Epochs in the fit
-        n_windows:int|None=None, # Windows in the epoch; None: their number is not known, so samples are counted
-    ):
-        self.start,self.pct,self.n_epoch,self.n_windows,self.by_windows = start,start,n_epoch,n_windows,bool(n_windows)
+    "`pct_train` as the large batch counts it: it advances after each window; with the samples, if the epoch's `n_windows` are not known"
+    def __init__(self, start:float, n_epoch:int, n_windows:int|None=None):
+        self.start,self.pct,self.n_epoch,self.n_windows = start,start,n_epoch,n_windows
 
-    def move_on(self):
-        "A window has ended"
-        self.pct = min(self.pct + 1./(self.n_windows*self.n_epoch), self.start + 1./self.n_epoch)  # added up as fastai does, so that rounding is the same
-
-    def move_to(self,
-        share:float, # Of the epoch's samples that have been trained on
-    ): self.pct = self.start + min(share, 1.)/self.n_epoch
+    def update(self, window_ended:bool, share:float)->float:
+        "The position after a batch, with which a `share` of the epoch's samples have been trained on"
+        if not self.n_windows: self.pct = self.start + min(share, 1.)/self.n_epoch
+        elif window_ended: self.pct = min(self.pct + 1./(self.n_windows*self.n_epoch), self.start + 1./self.n_epoch)  # added up as fastai does: the same rounding
+        return self.pct

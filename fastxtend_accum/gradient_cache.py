@@ -27,13 +27,8 @@ from .noise import *
 __all__ = ['in_pieces', 'GradientCache']
 
 # %% ../nbs/source/15_gradient_cache.ipynb #41c70a9e
-def in_pieces(
-    forward:Callable, # What a module does with a batch
-    module:nn.Module, # The module, for its buffers
-    micro_bs:int, # Samples in a piece at most
-    draws:Callable|None=None, # `draws(n)`: a `SameDraws`, to draw the random numbers of the whole batch; None: those of the pieces
-)->Callable: # Does the same, in the memory of a piece
-    "`forward`, one piece of the batch after the other; all but the last are run again in the backward pass"
+def in_pieces(forward:Callable, module:nn.Module, micro_bs:int, draws:Callable|None=None)->Callable:
+    "`forward` of `module` in the memory of `micro_bs` samples: pieces but the last run again in the backward pass. `draws(n)`: a `SameDraws` of the whole batch"
     def pieces_forward(*args, **kwargs):
         same = draws(input_size(args, kwargs)) if draws else None
         def again(*args, **kwargs):
@@ -82,7 +77,6 @@ def forward_context(self:GradientCache):
 
 @patch
 def draws(self:GradientCache, n:int)->SameDraws:
-    "The random numbers of the forward pass that begins, of `n` samples"
     self.same = SameDraws(n)
     return self.same
 

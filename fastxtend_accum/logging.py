@@ -15,7 +15,7 @@ from fastai.basics import *
 
 # %% auto #0
 __all__ = ['window_loggers', 'replaced', 'WindowLogger', 'record', 'recorded', 'RecorderWindows', 'LRFinderWindows',
-           'WandbWindows', 'TensorBoardWindows', 'ShowGraphWindows', 'WindowLoggers', 'describable_args', 'mend_wandb']
+           'WandbWindows', 'TensorBoardWindows', 'ShowGraphWindows', 'WindowLoggers', 'mend_wandb']
 
 # %% ../nbs/source/07_logging.ipynb #aefe1342
 @contextmanager
@@ -66,20 +66,13 @@ class WindowLogger:
         self.original('after_batch')
 
 # %% ../nbs/source/07_logging.ipynb #cb8c0814
-def record(
-    recorder:Recorder, # The Learner's
-    name:str, # Of a list of the recorder's
-    value, # Of the window that was logged
-):
-    "Append `value` to the list `name`, which is of the same fit as `recorder.losses`"
+def record(recorder:Recorder, name:str, value):
+    "Append `value` of a window to the list `name`, which is of the same fit as `recorder.losses`"
     vars(recorder)[name].append(value)
     recorder.recorded_with = recorder.losses
 
-def recorded(
-    recorder:Recorder, # The Learner's
-    name:str, # Of a list of the recorder's
-)->list: # Empty if the last fit recorded nothing under that name
-    "What `record` has recorded in the last fit: each begins with a new list of losses"
+def recorded(recorder:Recorder, name:str)->list:
+    "What `record` has recorded in the last fit, which began with a new list of losses; else an empty list"
     return vars(recorder).get(name, []) if vars(recorder).get('recorded_with') is recorder.losses else []
 
 class RecorderWindows(WindowLogger):
@@ -115,7 +108,7 @@ class LRFinderWindows(WindowLogger):
 
     def in_steps(self):
         "Let `learn.train_iter` count windows in this context"
-        return replaced(self.cb.learn, 'train_iter', self.accum.window.ended)
+        return replaced(self.cb.learn, 'train_iter', self.accum.window.n_finished)
 
     def before_batch(self):
         with self.in_steps(): self.original('before_batch')
@@ -124,7 +117,7 @@ class LRFinderWindows(WindowLogger):
 
 # %% ../nbs/source/07_logging.ipynb #4be97375
 class WandbWindows(WindowLogger):
-    "One wandb step a window"
+    "One W&B step per window"
     events = 'before_batch','after_batch'
     def before_batch(self):
         if not self.cb.learn.training or self.accum.window.is_empty: self.original('before_batch')
@@ -140,7 +133,7 @@ class WandbWindows(WindowLogger):
 
 # %% ../nbs/source/07_logging.ipynb #4ec2c67d
 class TensorBoardWindows(WindowLogger):
-    "One TensorBoard point a window"
+    "One TensorBoard point per window"
     def after_batch(self):
         if self.cb.learn.training: super().after_batch()
 
@@ -163,23 +156,19 @@ window_loggers = dict(
     WandbCallback=WandbWindows, TensorBoardCallback=TensorBoardWindows,
     CometCallback=WindowLogger, AzureMLCallback=WindowLogger)
 
-# %% ../nbs/source/07_logging.ipynb #c727b7db
 class WindowLoggers:
     "The loggers of a Learner, as `WindowLogger`s"
     def __init__(self): self.loggers = []
 
-    def attach(self,
-        accum:Callback, # The accumulation whose windows they log
-    ):
+    def attach(self, accum:Callback):
         "Replace the events of the loggers of `accum.learn`"
         self.detach()
         for cb in accum.learn.cbs.sorted('order'):
-            kind = next((window_loggers[o.__name__] for o in type(cb).__mro__ if o.__name__ in window_loggers), None)
+            kind = first(window_loggers[o.__name__] for o in type(cb).__mro__ if o.__name__ in window_loggers)
             if kind: self.loggers.append(kind(cb, accum))
         for o in self.loggers: o.attach()
 
     def detach(self):
-        "Restore the loggers"
         while self.loggers: self.loggers.pop().detach()
 
     def after_batch(self):
@@ -187,14 +176,11 @@ class WindowLoggers:
         for o in self.loggers: o.cb('after_batch')
 
 # %% ../nbs/source/07_logging.ipynb #9ac85663
-def describable_args(o)->dict:
-    "The `init_args` of `o` that W&B accepts as configuration; none for a plain value"
-    if not hasattr(o, '__dict__'): return {}
-    return {k:v for k,v in fastcore.basics.init_args(o).items() if not isinstance(v, (nn.Module, DataLoaders, L))}
-
 def mend_wandb():
-    "Let fastai's `WandbCallback`, if it is imported, describe plain values; does nothing if it already can"
+    "Work around a bug of `WandbCallback` in fastai 2.8.10-2.8.12"
+    def init_args(o):
+        args = fastcore.basics.init_args(o) if hasattr(o, '__dict__') else {}
+        return {k:v for k,v in args.items() if not isinstance(v, (nn.Module, DataLoaders, L))}
     module = sys.modules.get('fastai.callback.wandb')
-    if module is None: return
-    try: module._format_config_value(1)
-    except TypeError: module.init_args = describable_args
+    try: module and module._format_config_value(1)
+    except TypeError: module.init_args = init_args

@@ -16,7 +16,7 @@ from fastai.basics import *
 from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
-__all__ = ['tensors_in', 'lengths', 'batch_size', 'input_size', 'piece', 'is_per_sample', 'next_piece', 'carries_state',
+__all__ = ['tensors_in', 'lengths', 'batch_size', 'input_size', 'piece', 'is_per_sample', 'each_tensor', 'next_piece',
            'check_splits', 'CannotJoin', 'join', 'split_forward', 'NothingFits', 'is_out_of_memory', 'free_memory']
 
 # %% ../nbs/source/01_pieces.ipynb #df6341b0
@@ -33,11 +33,8 @@ def lengths(b)->set[int]:
     if isinstance(b, (tuple,list)) and not isinstance(b, PackedSequence): return {len(b)}.union(*map(lengths, b))
     return {len(o) for o in tensors_in(b)}
 
-def batch_size(
-    b, # A batch: a tuple of inputs and targets, each of them nested or not
-    expected:int|None=None, # Samples that the DataLoader should have yielded
-)->int:
-    "Samples in `b`: `expected` if a tensor or list in it has as many, else those of its target or first tensor; raises ValueError if it has none"
+def batch_size(b, expected:int|None=None)->int:
+    "Samples in `b`: those that are `expected` if a tensor or list has as many, else those of its target or first tensor; raises ValueError without tensors"
     last = b[-1] if isinstance(b, (tuple,list)) and b else b
     n = len(last) if isinstance(last, Tensor) and last.ndim else None
     if n is not None and expected in (None, n): return n
@@ -51,16 +48,11 @@ def input_size(*args)->int:
     return max(map(len, tensors_in(args)), default=0)
 
 # %% ../nbs/source/01_pieces.ipynb #11ace505
-def piece(
-    b, # A batch: tensors in tuples, lists, dicts and mappings; a tuple or a list itself is that of inputs and targets
-    start:int, # Its first sample
-    end:int, # The sample after its last
-    n:int|None=None, # Samples in `b`; None: find out
-):
-    "Samples `start` to `end` of `b`, with the same structure and types; raises ValueError on what has no batch dimension"
+def piece(b, start:int, end:int, n:int|None=None):
+    "Samples `start` to `end` of the `n` in `b`, inputs and targets of the same structure and types; raises ValueError on what has no batch dimension"
     n = batch_size(b) if n is None else n
     if not isinstance(b, (tuple,list)): return _piece(b, start, end, n)
-    return _as(b, [_piece(o, start, end, n) for o in b])
+    return _as(type(b), [_piece(o, start, end, n) for o in b])
 
 def _piece(b, start, end, n):
     if isinstance(b, Tensor) and b.layout == torch.strided:
@@ -69,7 +61,7 @@ def _piece(b, start, end, n):
         raise ValueError(f"cannot split a tensor of shape {tuple(b.shape)} in a batch of {n} samples: its first dimension must be the samples")
     if b is None or isinstance(b, (str,bytes,Number)): return b
     if isinstance(b, (tuple,list)) and not isinstance(b, PackedSequence):
-        return _as(b, b[start:end] if is_per_sample(b, n) else [_piece(o, start, end, n) for o in b])
+        return _as(type(b), b[start:end] if is_per_sample(b, n) else [_piece(o, start, end, n) for o in b])
     if not isinstance(b, Mapping):
         raise ValueError(f"cannot split a {type(b).__name__}: use tensors, or a DataLoader that yields batches as small as you need")
     items = {k:_piece(v, start, end, n) for k,v in b.items()}
@@ -78,7 +70,10 @@ def _piece(b, start, end, n):
     res.update(items)
     return res
 
-def _as(o, items:list): return type(o)(*items) if hasattr(o, '_fields') else type(o)(items)
+def _as(kind:type, items:list|dict):
+    if not issubclass(kind, Mapping): return kind(*items) if hasattr(kind, '_fields') else kind(items)
+    try: return kind(items)
+    except TypeError: return kind(**items)  # Hugging Face's outputs are dataclasses
 
 def is_per_sample(b:tuple|list, n:int)->bool:
     "Whether `b` has an entry for each of `n` samples, as captions or boxes come, and is not one of `n` inputs, which differ in type or shape"
@@ -86,63 +81,49 @@ def is_per_sample(b:tuple|list, n:int)->bool:
     if not any(len(t) == n for t in tensors_in(b)): return True
     return isinstance(b, list) and all(isinstance(o, Tensor) for o in b) and len({(o.dtype, *o.shape[1:]) for o in b}) == 1
 
-# %% ../nbs/source/01_pieces.ipynb #544f168c
-def next_piece(
-    rest:int, # Samples that are left to split
-    micro_bs:int, # Samples in a piece at most
-)->int:
-    "Samples in the next piece: as few pieces as possible, of nearly equal size"
+# %% ../nbs/source/01_pieces.ipynb #11ace506
+def each_tensor(f:Callable, b):
+    "`b` with `f` applied to each of its tensors"
+    if isinstance(b, Tensor): return f(b)
+    if isinstance(b, Mapping): return _as(type(b), {k:each_tensor(f, v) for k,v in b.items()})
+    return _as(type(b), [each_tensor(f, o) for o in b]) if isinstance(b, (tuple,list)) else b
+
+def next_piece(rest:int, micro_bs:int)->int:
+    "Samples in the next piece, if `rest` are left: as few pieces as possible, of nearly equal size"
     return -(-rest//-(-rest//micro_bs))
 
 # %% ../nbs/source/01_pieces.ipynb #0e613654
-def carries_state(model:nn.Module)->bool:
-    "Whether `model` carries a state from batch to batch, as fastai's language models do; its text classifiers reset it in every forward pass"
-    model = getattr(model, 'module', model)  # fastai gives DistributedDataParallel a `reset` of its own
-    return hasattr(model, 'reset') and not any(type(m).__name__ == 'SentenceEncoder' for m in model.modules())
-
 def check_splits(model:nn.Module):
-    "Raises ValueError if the samples of a batch cannot be split for `model`"
-    if carries_state(model):
+    "Raises ValueError if `model` carries a state from batch to batch, as fastai's language models do; its text classifiers reset theirs"
+    inner = getattr(model, 'module', model)  # fastai gives DistributedDataParallel a `reset` of its own
+    if hasattr(inner, 'reset') and not any(type(m).__name__ == 'SentenceEncoder' for m in inner.modules()):
         raise ValueError(f"{type(model).__name__} carries its state from batch to batch (it has a `reset`), so a batch cannot be split for it: "
                          "use a smaller batch in the DataLoader, and no micro_batch_size")
 
 # %% ../nbs/source/01_pieces.ipynb #1c2ec2a1
 class CannotJoin(ValueError): "The outputs of pieces are not those of a batch"
 
-def join(
-    parts:list, # What the model gave for each piece, all with the same structure; emptied, so that each output is freed once it is joined
-    sizes:list[int], # Samples in each piece
-    one:Callable=torch.cat, # Makes one tensor of those of all pieces
-):
-    "Concatenate the outputs of the pieces along the samples; what is no tensor must be the same for all. Raises CannotJoin, a ValueError"
+def join(parts:list, sizes:list[int]):
+    """Concatenate outputs `parts`, of pieces of `sizes` samples, along the samples; what is no tensor must be the same for all. Raises CannotJoin, a ValueError.
+    Empties `parts`, so that each output is freed once it is joined"""
     o,kind = parts[0],type(parts[0])
     if isinstance(o, Tensor):
         if not o.ndim or any(len(p) != n for p,n in zip(parts, sizes)):
             raise CannotJoin(f"cannot join outputs of shape {tuple(o.shape)} from a piece of {sizes[0]} samples: their first dimension must be the samples")
-        return one(parts)
-    if isinstance(o, Mapping):
-        columns = {k:[p[k] for p in parts] for k in o}
+        return torch.cat(parts)
+    is_map = isinstance(o, Mapping)
+    if is_map or isinstance(o, (tuple,list)) and not isinstance(o, PackedSequence):
+        if not is_map and len(o) == sizes[0] and not sizes[0] in map(len, tensors_in(o)): return kind(v for p in parts for v in p)  # an entry for each sample
+        columns = {k:[p[k] for p in parts] for k in o} if is_map else dict(enumerate(map(list, zip(*parts, strict=True))))
         o = parts.clear()
-        items = {k:join(columns.pop(k), sizes, one) for k in list(columns)}
-        try: return kind(items)
-        except TypeError: return kind(**items)  # Hugging Face's outputs are dataclasses
-    if isinstance(o, (tuple,list)) and not isinstance(o, PackedSequence):
-        if len(o) == sizes[0] and not sizes[0] in map(len, tensors_in(o)): return kind(v for p in parts for v in p)  # an entry for each sample
-        columns = [list(p) for p in zip(*parts, strict=True)]
-        o = parts.clear()
-        items = [join(columns.pop(0), sizes, one) for _ in range(len(columns))]
-        return kind(*items) if hasattr(kind, '_fields') else kind(items)
+        items = {k:join(columns.pop(k), sizes) for k in list(columns)}
+        return _as(kind, items if is_map else [*items.values()])
     if o is None or isinstance(o, (str,bytes,Number)) and all(p == o for p in parts): return o
     raise CannotJoin(f"cannot join outputs of type {kind.__name__}: let the model return tensors, or tuples, lists and dicts of them")
 
 # %% ../nbs/source/01_pieces.ipynb #b7d20c32
-def split_forward(
-    forward:Callable, # What a module does with a batch
-    micro_bs:int, # Samples in a piece at most
-    run:Callable|None=None, # Runs all pieces but the last, which is needed right away; None: `forward`
-    same=None, # A `SameDraws` of these inputs, whose random numbers the pieces draw; None: their own
-)->Callable: # Does the same with pieces of its inputs, and joins the outputs
-    "`forward`, on one piece of its inputs after the other"
+def split_forward(forward:Callable, micro_bs:int, run:Callable|None=None, same=None)->Callable:
+    "`forward` on pieces of at most `micro_bs` samples, with the outputs joined; `run` takes all pieces but the last, and `same`, a `SameDraws`, sets what they draw"
     def pieces_forward(*args, **kwargs):
         n,start,outputs,sizes = input_size(args, kwargs),0,[],[]
         if n <= micro_bs: return forward(*args, **kwargs)
@@ -157,7 +138,7 @@ def split_forward(
     return pieces_forward
 
 # %% ../nbs/source/01_pieces.ipynb #2d886b62
-_signs = ('CUDA error: out of memory', 'CUBLAS_STATUS_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED', 'MPS backend out of memory',
+_messages = ('CUDA error: out of memory', 'CUBLAS_STATUS_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED', 'MPS backend out of memory',
           "can't allocate memory", 'CUDA out of memory')
 
 class NothingFits(RuntimeError):
@@ -167,7 +148,7 @@ def is_out_of_memory(e:BaseException|None)->bool:
     "Whether `e`, or an error that caused it, says that memory ran out, and smaller micro-batches may help"
     if e is None or isinstance(e, NothingFits): return False
     if isinstance(e, (torch.OutOfMemoryError,MemoryError)): return True
-    return isinstance(e, RuntimeError) and any(o in str(e) for o in _signs) or is_out_of_memory(e.__cause__)
+    return isinstance(e, RuntimeError) and any(o in str(e) for o in _messages) or is_out_of_memory(e.__cause__)
 
 def free_memory():
     "Give unused memory back; call it outside of an `except` block, whose traceback still holds the tensors"

@@ -25,11 +25,8 @@ __all__ = ['Numeric', 'check_point', 'fraction_of_fit', 'scheduled_bs', 'Gradien
 # %% ../nbs/source/16_schedule.ipynb #6c0be3df
 Numeric = int|float
 
-def check_point(
-    name:str, # The argument's name, for the message
-    point:Numeric, # Epochs (int, 0 or more), or a fraction of training (float, 0 to 1)
-):
-    "Raises TypeError or ValueError if `point` cannot lie in any fit"
+def check_point(name:str, point:Numeric):
+    "Raises TypeError or ValueError unless `point` is a number of epochs, int, or a fraction of training, float from 0 to 1"
     if isinstance(point, bool) or not isinstance(point, Real):
         raise TypeError(f"{name} must be a float (fraction of training) or an int (epochs), not {point!r}")
     if isinstance(point, Integral):
@@ -37,13 +34,8 @@ def check_point(
     elif not 0 <= point <= 1:
         raise ValueError(f"{name} is a fraction of training, so it cannot be {point}: use 0.0 to 1.0, or an int for epochs")
 
-# %% ../nbs/source/16_schedule.ipynb #f5feed3c
-def fraction_of_fit(
-    name:str, # The argument's name, for the message
-    point:Numeric, # Epochs (int) or a fraction of training (float)
-    n_epoch:int, # Length of the fit, in epochs
-)->float: # Fraction of training, 0 to 1
-    "Where `point` lies in a fit of `n_epoch` epochs; raises ValueError if that is outside"
+def fraction_of_fit(name:str, point:Numeric, n_epoch:int)->float:
+    "Where `point`, in epochs (int) or as a fraction (float), lies in a fit of `n_epoch` epochs; raises ValueError if that is outside"
     if not isinstance(point, Integral): return float(point)
     if point <= n_epoch: return point/n_epoch
     raise ValueError(f"{name}={point} epochs lies outside this fit of {n_epoch} epochs: use an int up to {n_epoch}, "
@@ -52,16 +44,9 @@ def fraction_of_fit(
 # %% ../nbs/source/16_schedule.ipynb #6c279b73
 _tiny = 1e-6  # positions are sums of many fractions: .3 may be .29999999999999993
 
-def scheduled_bs(
-    pct:float, # Position in training, 0 to 1
-    start_bs:int, # Samples in a window up to `start`
-    final_bs:int, # Samples in a window from `finish` on
-    start:float, # Where the schedule starts, fraction of training
-    finish:float, # Where it ends, fraction of training
-    schedule:Callable, # `schedule(start_bs, final_bs)` gives `f(pos)`, with `pos` from 0 at `start` to 1 at `finish`
-    smallest_bs:int, # Samples in the smallest window: a micro-batch of every process
-)->int: # Samples in a window that opens at `pct`
-    "The batch size at `pct`, rounded to the nearest multiple of `smallest_bs` (ties up); raises ValueError on NaN, inf or below 1"
+def scheduled_bs(pct:float, start_bs:int, final_bs:int, start:float, finish:float, schedule:Callable, smallest_bs:int)->int:
+    """The size of a window that opens at `pct` of training: `start_bs` up to `start`, `final_bs` from `finish` on, in between that of
+    `schedule(start_bs, final_bs)(pos)`, as the nearest multiple of `smallest_bs` (ties up). Raises ValueError on NaN, inf or below 1"""
     if pct >= finish-_tiny: return final_bs
     if pct < start-_tiny: return start_bs
     size = float(schedule(start_bs, final_bs)(max(0., pct-start)/(finish-start)))
@@ -73,6 +58,7 @@ def scheduled_bs(
 class GradientAccumulationSchedule(GradientAccumulation):
     "`GradientAccumulation` with a batch that goes from `start_accum_bs` to `final_accum_bs` between `start` and `finish`"
     is_constant = False
+    @delegates(GradientAccumulation.__init__, but=['accum_bs','n_acc'])
     def __init__(self,
         start_accum_bs:int, # Samples in a window up to `start`, a multiple of the micro-batch
         final_accum_bs:int, # Samples in a window from `finish` on, a multiple of the micro-batch; may be smaller
@@ -83,33 +69,21 @@ class GradientAccumulationSchedule(GradientAccumulation):
         micro_batch_size:int|str|None=None, # Samples in a micro-batch: larger loader batches are split; 'auto': as many as fit in memory; None: the loader's batch
         *,
         remainder:str='step', # The incomplete window that ends an epoch: 'step' on it, 'carry' it over, or 'drop' it
-        num_items:Callable|None=None, # `f(learn)`: items that the loss averages over; None: ask the loss function
-        skip_nonfinite:bool=False, # Take no step on a gradient with NaN or infinity in it; drop its window
-        same_draws:bool=False, # Pieces draw the random numbers of the whole batch, for dropout and noise in the model; takes time
         scale:dict[str,Callable]|None=None, # Rules for hyper-parameters by name, each `f(value, accum_bs/start_accum_bs)`
-        **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
+        **kwargs, # Others of `GradientAccumulation`
     ):
         for name,size in dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs).items(): check_size(name, size)
         for name,point in dict(start=start, finish=finish).items(): check_point(name, point)
-        super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
-                         remainder=remainder, num_items=num_items, skip_nonfinite=skip_nonfinite, same_draws=same_draws, **unknown)
+        super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, remainder=remainder, **kwargs)
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
         check_schedule(schedule, start_accum_bs, final_accum_bs)
         if isinstance(start, Integral) == isinstance(finish, Integral): check_order(start, finish)
 
 # %% ../nbs/source/16_schedule.ipynb #086731d9
-def check_order(
-    start:Numeric, # Fraction of training or epochs
-    finish:Numeric, # The same kind
-):
-    "Raises ValueError if `start` lies after `finish`"
+def check_order(start:Numeric, finish:Numeric):
     if start > finish: raise ValueError(f"start={start} lies after finish={finish}: use a start up to finish")
 
-def check_schedule(
-    schedule:Callable, # What the user passed
-    start_bs:int, # Samples in a window at its start
-    final_bs:int, # Samples in a window at its end
-):
+def check_schedule(schedule:Callable, start_bs:int, final_bs:int):
     "Raises TypeError if `schedule` is not an annealer"
     if isinstance(schedule, dict):
         raise TypeError(f"schedule must be an annealer such as SchedCos, not {schedule!r}: for sizes by point use "
@@ -122,7 +96,7 @@ def check_schedule(
 # %% ../nbs/source/16_schedule.ipynb #dccce4b3
 @patch
 def sizes(self:GradientAccumulationSchedule)->dict:
-    "The window sizes that were asked for, in samples, by argument"
+    "Requested window sizes by argument name, the initial one first"
     return dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs, **getattr(self.schedule, 'sizes', {}))
 
 @patch
@@ -135,30 +109,21 @@ def check(self:GradientAccumulationSchedule):
     for pct in np.linspace(0, 1, 101): size_at(pct)
 
 @patch
-def curve(self:GradientAccumulationSchedule,
-    n_epoch:int, # Length of a fit, in epochs
-    smallest_bs:int, # Samples in the smallest window: a micro-batch
-)->Callable: # `f(pct)`: samples in a window that opens at `pct` of that fit
-    "The batch size as a function of the position in a fit; raises ValueError if `start` or `finish` lies outside"
+def curve(self:GradientAccumulationSchedule, n_epoch:int, smallest_bs:int)->Callable:
+    "`f(pct)`: samples in a window that opens at `pct` of a fit; raises ValueError if `start` or `finish` lies outside of it"
     start,finish = (fraction_of_fit(o, getattr(self, o), n_epoch) for o in ('start','finish'))
     check_order(start, finish)
     return lambda pct: scheduled_bs(pct, self.start_accum_bs, self.final_accum_bs, start, finish, self.schedule, smallest_bs)
 
 @patch
-def size_at(self:GradientAccumulationSchedule,
-    pct:float, # Position in training, 0 to 1
-)->int: # Samples in a window that opens there
-    "The batch size at `pct` of this fit"
+def size_at(self:GradientAccumulationSchedule, pct:float)->int:
+    "Samples in a window that opens at `pct` of this fit"
     return self.curve(self.learn.n_epoch, self.smallest_bs)(pct)
 
-# %% ../nbs/source/16_schedule.ipynb #3fd4d2fd
 @patch
 def next_accum_bs(self:GradientAccumulationSchedule)->int:
-    "Samples in the window that opens now; `lr_find` uses the size at the start of training"
-    if hasattr(self.learn, 'lr_finder'): return self.accum_bs
-    size = self.size_at(self.learn.pct_train)
-    if size != self.accum_bs: self.accum_bs = size
-    return size
+    "Samples in a window that opens now; `lr_find` uses the size at the start of training"
+    return self.accum_bs if hasattr(self.learn, 'lr_finder') else self.size_at(self.learn.pct_train)
 
 # %% ../nbs/source/16_schedule.ipynb #6e1c7b22
 @patch
@@ -182,13 +147,8 @@ def preview(self:GradientAccumulationSchedule,
     return res
 
 # %% ../nbs/source/16_schedule.ipynb #7f2d8c33
-def plot_sizes(
-    sizes:list, # Samples in each window
-    edges:list, # Where each window begins, and the last one ends
-    xlabel:str, # What `edges` count
-    ax=None, # Axes to draw on; None: new ones
-):
-    "The batch size as a curve of steps; returns the axes"
+def plot_sizes(sizes:list, edges:list, xlabel:str, ax=None):
+    "Plot the `sizes` of windows that begin and end at `edges`; returns the axes"
     ax = ax or plt.subplots(figsize=(6, 3), layout='constrained')[1]
     ax.stairs(sizes, edges, baseline=None, color='#0072B2', lw=1.5)
     ax.set(xlabel=xlabel, ylabel='batch size (samples)', ylim=(0, None))

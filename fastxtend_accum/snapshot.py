@@ -18,74 +18,67 @@ __all__ = ['Snapshot', 'unchanged']
 
 # %% ../nbs/source/08_snapshot.ipynb #ce71299f
 class Snapshot:
-    "The state of a Learner and of all random generators, to be put back in place"
+    "The state of a Learner and of all random generators; with `weights` the values of parameters and the optimizer, too, which a forward and backward pass leaves alone"
     optimizers = Optimizer,OptimWrapper,torch.optim.Optimizer
     holders = (GetAttr,nn.Module,Metric,BaseLoss,Pipeline,Transform,torch.utils.data.DataLoader,torch.utils.data.Sampler,
                *optimizers)  # training may change their attributes
-    def __init__(self,
-        learn:Learner, # Its state is noted
-        weights:bool=True, # The values of parameters, and the optimizer, too; a forward and backward pass alone changes neither
-    ):
+    def __init__(self, learn:Learner, weights:bool=True):
         self.weights,self.seen,self.seeders = weights,{},[set_seed]
         self.undo = [partial(set_random_states, **get_random_states()), partial(set_autocast, **get_autocast())]
-        self.note(learn)
+        self.save(learn)
 
     def restore(self):
-        "Put everything back"
+        "Put everything back in place"
         for f in self.undo: f()
 
-    def seed(self,
-        seed:int, # For each random generator, those of the DataLoaders too
-    ):
-        "Seed them"
+    def seed(self, seed:int):
+        "Seed all random generators, those of the DataLoaders too"
         for f in self.seeders: f(seed)
 
 # %% ../nbs/source/08_snapshot.ipynb #a951352b
 @patch
-def note(self:Snapshot,
-    o, # Anything
-):
-    "Note the state of `o`, and of all that it holds"
+def save(self:Snapshot, o):
+    "Save the state of `o`, and of all that it holds"
     if id(o) in self.seen or isinstance(o, (str,int,float)): return
     self.seen[id(o)] = o
-    if isinstance(o, Tensor): self.note_tensor(o)
+    if isinstance(o, Tensor): self.save_tensor(o)
     elif isinstance(o, np.ndarray) and o.flags.writeable: self.undo.append(partial(np.copyto, o, o.copy()))
-    elif isinstance(o, (random.Random,np.random.Generator,torch.Generator)): self.note_generator(o)
+    elif isinstance(o, (random.Random,np.random.Generator,torch.Generator)): self.save_generator(o)
     elif isinstance(o, (dict,list,set,deque)):
         content = dict(o) if isinstance(o, dict) else list(o)
         self.undo.append(partial(refill, o, content))
-        for v in content.values() if isinstance(o, dict) else content: self.note(v)
+        for v in content.values() if isinstance(o, dict) else content: self.save(v)
     elif isinstance(o, tuple):
-        for v in o: self.note(v)
-    elif isinstance(o, DistributedDataParallel): self.note(o.module)  # its own attributes belong with those of its C++ half
+        for v in o: self.save(v)
+    elif isinstance(o, DistributedDataParallel): self.save(o.module)  # its own attributes belong with those of its C++ half
     elif isinstance(o, self.optimizers) and not self.weights: return
     elif isinstance(o, (*self.holders, getattr(sys.modules.get('accelerate'), 'Accelerator', ()))):  # it keeps every model that it wraps
         data = vars(o).get('dataset')
         self.seen[id(data)] = data
-        self.note(vars(o))
+        self.save(vars(o))
 
 # %% ../nbs/source/08_snapshot.ipynb #15de5e3e
 def refill(o:dict|list|set|deque, content:dict|list):
-    "Let `o` have `content` again"
+    "Restore `o`'s content in place"
     o.clear()
     (o.update if hasattr(o, 'update') else o.extend)(content)
 
 def set_value(o:Tensor, value:Tensor):
-    "Let `o` have `value` again, on the device where its data is by now, and in the shape that it had"
+    "Restore `o`'s value, on the device where its data is by now, and in the shape that it had"
     if o.shape == value.shape: o.data.copy_(value)
     else: o.data = value.to(o.device)
 
 @patch
-def note_tensor(self:Snapshot, o:Tensor):
-    "Its value; of a leaf also its gradient, and whether it wants one"
+def save_tensor(self:Snapshot, o:Tensor):
+    "Save its value; of a leaf also gradient and `requires_grad`"
     if self.weights or not isinstance(o, nn.Parameter): self.undo.append(partial(set_value, o, o.detach().to('cpu', copy=True)))
     if not o.is_leaf: return
     self.undo += [partial(setattr, o, 'grad', o.grad), partial(o.requires_grad_, o.requires_grad)]
-    if self.weights: self.note(o.grad)
+    if self.weights: self.save(o.grad)
 
 @patch
-def note_generator(self:Snapshot, o:random.Random|np.random.Generator|torch.Generator):
-    "Its state, and how to seed it"
+def save_generator(self:Snapshot, o:random.Random|np.random.Generator|torch.Generator):
+    "Save its state, and how to seed it"
     if isinstance(o, random.Random): undo,seeder = partial(o.setstate, o.getstate()),o.seed
     elif isinstance(o, torch.Generator): undo,seeder = partial(o.set_state, o.get_state()),o.manual_seed
     else:
@@ -108,11 +101,8 @@ def set_autocast(depth:int, on:dict[str,bool]):
 
 # %% ../nbs/source/08_snapshot.ipynb #fab5cdae
 @contextmanager
-def unchanged(
-    learn:Learner, # To be tried out
-    weights:bool=True, # Note the values of parameters, and the optimizer, too; a forward and backward pass alone changes neither
-):
-    "Whatever happens to `learn` in here, afterwards it is as it was, and so are the random generators; gives its `Snapshot`"
+def unchanged(learn:Learner, weights:bool=True):
+    "Restore `learn` and the random generators on exit; gives the `Snapshot`"
     state = Snapshot(learn, weights)
     try: yield state
     finally: state.restore()

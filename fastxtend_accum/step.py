@@ -13,29 +13,20 @@ from fastai.basics import *
 
 # %% auto #0
 __all__ = ['half', 'trained', 'gradients', 'average_gradients', 'half_weights', 'add_in_float32', 'is_finite', 'read_hypers',
-           'write_hypers', 'FirstHypers', 'uses_cuda_graphs', 'check_accumulates', 'check_rules']
+           'write_hypers', 'FirstHypers', 'check_accumulates', 'check_rules']
 
 # %% ../nbs/source/05_step.ipynb #7f452cd0
-def trained(
-    opt:Optimizer|OptimWrapper, # fastai's, or one of PyTorch's in an `OptimWrapper`
-)->list[nn.Parameter]:
+def trained(opt:Optimizer|OptimWrapper)->list[nn.Parameter]:
     "The parameters of `opt` that are not frozen"
     return [p for pg in opt.param_lists for p in pg if p.requires_grad]
 
-def gradients(
-    opt:Optimizer|OptimWrapper, # Has the parameters
-)->list[Tensor]: # Changing them in place changes `.grad`
+def gradients(opt:Optimizer|OptimWrapper)->list[Tensor]:
     "The gradients of `opt`: the values of a sparse one, and this process' shard of a sharded one"
-    grads = [p.grad for pg in opt.param_lists for p in pg if p.grad is not None]
-    grads = [g.to_local() if hasattr(g, 'to_local') else g for g in grads]
+    grads = [p.grad.to_local() if hasattr(p.grad, 'to_local') else p.grad for pg in opt.param_lists for p in pg if p.grad is not None]
     return [g._values() if g.is_sparse else g for g in grads]
 
-def average_gradients(
-    opt:Optimizer|OptimWrapper, # Its parameters hold the weighted sum of the micro-batches' gradients
-    divisor:Real, # The sum of the weights
-    sums:dict[nn.Parameter,Tensor]|None=None, # Those that are added up in float32, from `add_in_float32`; emptied
-):
-    "Divide the gradients of `opt` in place, once; those in `sums` are rounded once, after the division"
+def average_gradients(opt:Optimizer|OptimWrapper, divisor:Real, sums:dict[nn.Parameter,Tensor]|None=None):
+    "Divide the gradients of `opt` in place, once; those in `sums`, from `add_in_float32`, are rounded after the division, and taken out"
     grads = gradients(opt) if divisor != 1 else []
     if grads: torch._foreach_div_(grads, divisor)
     while sums:
@@ -45,16 +36,11 @@ def average_gradients(
 # %% ../nbs/source/05_step.ipynb #5e0c61d2
 half = torch.bfloat16,torch.float16
 
-def half_weights(
-    opt:Optimizer|OptimWrapper, # Has the parameters
-)->list[nn.Parameter]:
+def half_weights(opt:Optimizer|OptimWrapper)->list[nn.Parameter]:
     "The trained weights of `opt` in bfloat16 or float16"
     return [p for p in trained(opt) if p.dtype in half]
 
-def add_in_float32(
-    opt:Optimizer|OptimWrapper, # Its parameters hold the gradient of one micro-batch
-    sums:dict[nn.Parameter,Tensor], # Of the micro-batches before, in float32; changed in place
-):
+def add_in_float32(opt:Optimizer|OptimWrapper, sums:dict[nn.Parameter,Tensor]):
     "Move the gradients of bfloat16 and float16 weights into `sums`: 4 bytes a weight, until `average_gradients`"
     for p in half_weights(opt):
         if p.grad is None: continue
@@ -63,92 +49,58 @@ def add_in_float32(
         p.grad = None
 
 # %% ../nbs/source/05_step.ipynb #21b49fd6
-def is_finite(
-    opt:Optimizer|OptimWrapper, # Has the gradients
-)->bool:
+def is_finite(opt:Optimizer|OptimWrapper)->bool:
     "Whether no gradient of `opt` has a NaN or an infinity; a GPU sync"
     grads = [g for g in gradients(opt) if g.numel()]
     return not grads or bool(torch.nn.utils.get_total_norm(grads, float('inf')).isfinite())
 
 # %% ../nbs/source/05_step.ipynb #ed48c6b9
-def read_hypers(opt:Optimizer|OptimWrapper)->list[dict]: # One dict a parameter group
-    "A copy of the hyper-parameters of `opt`"
+def read_hypers(opt:Optimizer|OptimWrapper)->list[dict]:
+    "A copy of the hyper-parameters of `opt`, one dict per parameter group"
     return [dict(h) for h in opt.hypers]
 
-def write_hypers(
-    opt:Optimizer|OptimWrapper, # Whose hyper-parameters to set
-    hypers:list[dict], # What to set, one dict a parameter group, as from `read_hypers`
-    only_from:list[dict]|None=None, # Set only those that still have this value; None: set all
-):
-    "Set those hyper-parameters of `opt` that differ from `hypers`"
+def write_hypers(opt:Optimizer|OptimWrapper, hypers:list[dict], only_from:list[dict]|None=None):
+    "Set those hyper-parameters of `opt` that differ from `hypers`, and are still as in `only_from` if that is given"
     now = read_hypers(opt)  # set_hyper, since OptimWrapper.hypers is but a copy
     for k in hypers[0].keys() & now[0].keys():  # after an interrupted fit it may be another optimizer
         new,old,base = ([h[k] for h in o] for o in (hypers, now, only_from or now))
         if new != old and old == base: opt.set_hyper(k, new)
 
-# %% ../nbs/source/05_step.ipynb #6cd80368
 class FirstHypers:
-    "The hyper-parameters at a window's first micro-batch, held for its step"
-    def __init__(self,
-        rules:dict[str,Callable]|None=None, # `f(value, ratio)` by hyper-parameter: its value in a window of another size; None: no change
-    ):
-        self.rules,self.first,self.later = rules or {},None,None
+    "The hyper-parameters at a window's first micro-batch, for its step; `rules` scale them with its size: `f(value, ratio)` by name"
+    def __init__(self, rules:dict[str,Callable]|None=None): self.rules,self.first,self.later = rules or {},None,None
 
-    def forget(self):
-        "Discard what was noted: `hold` will then leave the optimizer unchanged"
-        self.first = None
-
-    def note(self,
-        opt:Optimizer|OptimWrapper, # As the schedulers left it
-        ratio:float=1., # Samples in the window over those in the first one
-    ):
-        "The window opens: keep what `opt` has now, with the rules applied"
+    def save(self, opt:Optimizer|OptimWrapper, ratio:float=1.):
+        "Copy those of `opt` now, with the rules applied for a window `ratio` times as large as the first one"
         self.first = read_hypers(opt)
         for h in self.first: h.update({k:f(h[k], ratio) for k,f in self.rules.items()})
 
-    def hold(self,
-        opt:Optimizer|OptimWrapper, # About to take the window's step
-    ):
-        "Set `opt` to what was noted"
+    def apply(self, opt:Optimizer|OptimWrapper):
+        "Set those of `opt` to what was saved, if it was"
         now = read_hypers(opt)
         if self.first is None or now == self.first: return
         self.later = now
         write_hypers(opt, self.first)
 
-    def release(self,
-        opt:Optimizer|OptimWrapper, # Has taken the step
-        but:tuple[str,...]=(), # Hyper-parameters to leave unchanged
-    ):
-        "Undo `hold`, except for what has been set since, as by a scheduler that moves after the step"
+    def restore(self, opt:Optimizer|OptimWrapper, but:tuple[str,...]=()):
+        "Undo `save` and `apply`, except for those named in `but`, and what has been set since, as by a scheduler that moves after the step"
         if self.later is not None:
             write_hypers(opt, [{k:v for k,v in h.items() if k not in but} for h in self.later], only_from=self.first)
-        self.later = None
+        self.first,self.later = None,None
 
 # %% ../nbs/source/05_step.ipynb #1d9c40a7
-def uses_cuda_graphs(module:nn.Module)->bool:
-    "Whether `module` was compiled with CUDA graphs, by `torch.compile` or in place"
-    for o in module, getattr(module, '_compiled_call_impl', None):
-        config = o.get_compiler_config() if hasattr(o, 'get_compiler_config') else None
-        if config and config.get('triton.cudagraphs'): return True
-    return False
-
-def check_accumulates(
-    model:nn.Module, # The model as it is in training
-    opt:Optimizer|OptimWrapper, # Its optimizer
-):
+def check_accumulates(model:nn.Module, opt:Optimizer|OptimWrapper):
     "Raises ValueError if something would use or overwrite the gradients of `model` in mid-window"
     if any(getattr(p, '_post_accumulate_grad_hooks', None) for p in trained(opt)):
         raise ValueError("parameters have post-accumulate-grad hooks, which act on each micro-batch's gradient (an optimizer that steps in the "
                          "backward pass?): remove them to accumulate")
-    if any(uses_cuda_graphs(m) for m in model.modules()):
+    compiled = [o for m in model.modules() for o in (m, getattr(m, '_compiled_call_impl', None)) if hasattr(o, 'get_compiler_config')]
+    if any((o.get_compiler_config() or {}).get('triton.cudagraphs') for o in compiled):
         raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
                          "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
 
 # %% ../nbs/source/05_step.ipynb #c2f95d18
-def check_rules(
-    rules:dict[str,Callable]|None, # `f(value, ratio)` by hyper-parameter
-    opt:Optimizer|OptimWrapper, # Has the hyper-parameters
-):
+def check_rules(rules:dict[str,Callable]|None, opt:Optimizer|OptimWrapper):
     "Raises TypeError or ValueError if a rule is not valid, or if `opt` has no such hyper-parameter"
     if rules is not None and not isinstance(rules, dict): raise TypeError(f"scale must be a dict, not {rules!r}: use {{'lr': sqrt_scale}}")
     hypers = opt.hypers[0]

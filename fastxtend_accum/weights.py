@@ -32,9 +32,7 @@ def loss_items(
 def _mean_items(loss_func, pred, targ): return find_bs(targ)
 loss_items.register = _mean_items.register
 
-def is_sum(
-    loss_func:Callable, # The loss function: a module, a function or a partial
-)->bool:
+def is_sum(loss_func:Callable)->bool:
     "Whether `loss_func` sums and does not average: by its `reduction`, an attribute or an argument of the partial"
     if isinstance(loss_func, types.MethodType) and isinstance(loss_func.__self__, MixHandler): loss_func = loss_func.__self__.old_lf
     elif isinstance(loss_func, partial) and not hasattr(loss_func, 'reduction'):
@@ -51,9 +49,7 @@ def averages_over(
     return register
 
 # %% ../nbs/source/03_weights.ipynb #1de69e46
-def as_count(
-    o:Tensor, # A count, of one element
-)->Real|Tensor:
+def as_count(o:Tensor)->Real|Tensor:
     "A Python number for CPU tensors; other tensors are returned unchanged, to avoid a GPU sync"
     return o.item() if o.is_cpu else o
 
@@ -101,10 +97,8 @@ def _function_items(loss_func, pred, targ):
     return _mean_items.dispatch(functional_losses[func])(settings, pred, targ)
 
 # %% ../nbs/source/03_weights.ipynb #49286300
-def model_labels(
-    learn:Learner, # In the middle of a training batch, after its loss
-)->Real|Tensor|None: # None: its loss is not one that a Transformers model has computed from labels in its input
-    "Labels that `out.loss` of a Transformers model averages over"
+def model_labels(learn:Learner)->Real|Tensor|None:
+    "Labels that `out.loss` of a Transformers model averages over; None: the loss is not one that the model has computed from labels in its input"
     out,inputs = learn.pred,first(o for o in getattr(learn, 'xb', ()) if isinstance(o, Mapping) and 'labels' in o)
     if inputs is None or not isinstance(out, Mapping) or out.get('loss') is not learn.loss_grad: return None
     labels = inputs['labels']
@@ -112,19 +106,13 @@ def model_labels(
     if 'CausalLM' in type(out).__name__: labels = labels[...,1:]
     return as_count((labels != -100).count_nonzero())
 
-# %% ../nbs/source/03_weights.ipynb #b7cbf903
-def n_samples(
-    learn:Learner, # In the middle of a training batch
-)->int: # Samples in its micro-batch
+def n_samples(learn:Learner)->int:
     "Samples in the current micro-batch, counted in its targets as fastai does, or in its inputs if the loader has no targets"
     return find_bs(learn.yb or learn.xb)
 
-def n_items(
-    learn:Learner, # In the middle of a training batch, after its loss
-    num_items:Callable|None=None, # `f(learn)`: items that the loss averages over; None: ask the loss function
-    samples:int|None=None, # In the micro-batch, for targets that are no tensors; None: count them as `n_samples` does
-)->Real|Tensor|None: # Items that the micro-batch's loss averages over; None: it is a sum
-    "The items that the current micro-batch's loss averages over; raises ValueError if `num_items` returns anything but a count"
+def n_items(learn:Learner, num_items:Callable|None=None, samples:int|None=None)->Real|Tensor|None:
+    """What the current micro-batch's loss averages over, by `num_items(learn)` or else by its loss function; None: it is a sum. Targets that are no tensors
+    count as `samples`, or as `n_samples` does. Raises ValueError if `num_items` returns anything but a count"""
     if num_items is None:
         args = learn.pred,*learn.yb
         if not isinstance(learn.pred, Tensor) and (labels := model_labels(learn)) is not None: return labels

@@ -18,90 +18,56 @@ __all__ = ['MicroBatch', 'Window', 'power_of_two', 'times', 'mean_over']
 
 # %% ../nbs/source/04_window.ipynb #28d60525
 class MicroBatch:
-    "A batch of the DataLoader on its way through the Learner: 'begun', 'weighed', 'in_grad', then 'counted'; or 'left_out'"
-    def __init__(self,
-        samples:int, # Samples in it
-        ends_window:bool=False, # It is the last of its window: the window is full with it, or the epoch ends
-        iteration:int=0, # `learn.iter` while it is trained on
-    ):
+    "A micro-batch on its way through the Learner, at `learn.iter`: 'begun', 'weighed', 'in_grad', then 'counted'; or 'left_out'"
+    def __init__(self, samples:int, ends_window:bool=False, iteration:int=0):
         self.samples,self.ends_window,self.iteration,self.state = samples,ends_window,iteration,'begun'
         self.items,self.loss,self.weight = None,None,None
 
     @property
-    def under_way(self)->bool:
-        "It has its weight, and is not counted yet"
-        return self.state in ('weighed', 'in_grad')
-
-    def backward_began(self, grad:Tensor):
-        "Hook for the loss tensor: from here on its gradient is mixed into `.grad`"
-        self.state = 'in_grad'
+    def under_way(self)->bool: return self.state in ('weighed', 'in_grad')
+    def backward_began(self, grad:Tensor): self.state = 'in_grad'  # a hook: from here on its gradient is mixed into `.grad`
 
 # %% ../nbs/source/04_window.ipynb #02954cd0
 class Window:
-    "The micro-batches of one optimizer step. It is 'open', then 'closed', and ends as 'stepped', 'skipped' or 'dropped'"
-    def __init__(self): self.start()
-
-    def start(self):
-        "A fit starts"
-        self.steps,self.ended = 0,0
-        self.open()
-
+    "The micro-batches of one optimizer step. It is 'open', then 'closed', and finishes as 'stepped', 'skipped' or 'dropped'"
+    def __init__(self): self.reset()
     def __getstate__(self): return vars(self) | dict(sums=None)  # of an interrupted fit; an export does not need them
 
-    def open(self,
-        accum_bs:int=0, # Samples that fill it
-    ):
-        "The next micro-batch is its first. `steps`, the optimizer steps taken, and `ended`, the windows gone by, stay"
+    def reset(self):
+        "Reset for a new fit: no `steps` taken, and no windows finished"
+        self.steps,self.n_finished = 0,0
+        self.open()
+
+    def open(self, accum_bs:int=0):
+        "Start with no micro-batch; `accum_bs` samples fill the window"
         self.accum_bs,self.state,self.micro = accum_bs,'open',None
         self.n_micro,self.samples,self.items,self.loss_sum,self.unit = 0,0,None,0,None
         self.n_processes,self.measured,self.earlier,self.losses = 1,{},0,[]
         self.sums = None  # of gradients in float32, if there are any: see `add_in_float32`
 
-    def end(self,
-        state:str, # 'stepped', 'skipped' or 'dropped'
-    ):
-        "Nothing more happens to it"
+    def finish(self, state:str):
         self.state,self.sums = state,None
-        self.ended += 1
+        self.n_finished += 1
         self.steps += state == 'stepped'
 
-# %% ../nbs/source/04_window.ipynb #9e0c3b71
-@patch(as_prop=True)
-def is_empty(self:Window)->bool:
-    "No micro-batch has been counted yet"
-    return self.n_micro == 0
-
-@patch(as_prop=True)
-def is_filling(self:Window)->bool:
-    "It holds micro-batches and waits for more"
-    return self.state == 'open' and self.n_micro > 0
-
-@patch(as_prop=True)
-def is_over(self:Window)->bool:
-    "It was stepped on, skipped or dropped"
-    return self.state not in ('open', 'closed')
-
-@patch(as_prop=True)
-def is_logged(self:Window)->bool:
-    "The loggers see it: the large batch was stepped on, or its step was skipped"
-    return self.state in ('stepped', 'skipped')
+    @property
+    def is_empty(self)->bool: return self.n_micro == 0
+    @property
+    def is_filling(self)->bool: return self.state == 'open' and self.n_micro > 0
+    @property
+    def is_finished(self)->bool: return self.state not in ('open', 'closed')
+    @property
+    def is_logged(self)->bool: return self.state in ('stepped', 'skipped')
 
 # %% ../nbs/source/04_window.ipynb #edb2f09d
-def power_of_two(
-    items:Real|Tensor, # Items, 0 or more
-    samples:int=1, # Used in place of no items
-)->Real|Tensor:
-    "A power of two near `items`, without a GPU sync"
-    if not isinstance(items, Tensor): return 2.**math.floor(math.log2(items or samples or 1))
+def power_of_two(items:Real|Tensor, samples:int=1)->Real|Tensor:
+    "The power of two at or below `items`, without a GPU sync; that of `samples` if there are none"
+    if not isinstance(items, Tensor): return 2.**(math.frexp(items or samples or 1)[1]-1)
     return torch.where(items > 0, torch.exp2(items.log2().floor()), power_of_two(samples))
 
-# %% ../nbs/source/04_window.ipynb #af6bd568
 @patch
-def weigh(self:Window,
-    items:Real|Tensor|None, # Items that the loss averages over; None: it is a sum
-    loss:Tensor, # The loss of the micro-batch under way, detached
-)->Real|Tensor: # Its weight: the factor for its loss before the backward pass
-    "Weight the current micro-batch; `count` adds it to the sums"
+def weigh(self:Window, items:Real|Tensor|None, loss:Tensor)->Real|Tensor:
+    "The weight of the current micro-batch, whose `loss` averages over `items` or, if they are None, is a sum; `count` adds it to the sums"
     micro = self.micro
     if isinstance(items, Tensor): items = items.to(torch.promote_types(loss.dtype, torch.float32))
     is_alone = self.unit is None and self.is_empty and micro.ends_window
@@ -111,27 +77,21 @@ def weigh(self:Window,
     return micro.weight
 
 # %% ../nbs/source/04_window.ipynb #b34e76eb
-def times(
-    loss:Tensor, # A loss
-    weight:Real|Tensor, # Its weight, 0 or more
-)->Tensor: # `weight*loss`; 0 where the weight is 0, even if the loss is the mean of nothing, which is NaN
-    "A loss times its weight, without a GPU sync"
+def times(loss:Tensor, weight:Real|Tensor)->Tensor:
+    "`loss*weight`; 0 where the weight is 0, even if the loss is the mean of nothing, which is NaN. No GPU sync"
     if not isinstance(weight, Tensor):
         if weight: return loss if weight == 1 else loss*weight
         weight = loss.new_tensor(weight)
     return torch.where(weight > 0, loss*weight, 0.)
 
-def mean_over(
-    items:Real|Tensor|None, # Items that the loss averages over; None: it is a sum
-    loss:Tensor, # The loss
-)->Tensor: # The loss; 0 for the mean of nothing, which is NaN and would end the fit under fastai's `TerminateOnNaNCallback`
-    "A loss that is 0 if there are no items, without a GPU sync"
+def mean_over(items:Real|Tensor|None, loss:Tensor)->Tensor:
+    "The loss; 0 for the mean of no items, which is NaN and would end the fit under fastai's `TerminateOnNaNCallback`. No GPU sync"
     if isinstance(items, Tensor): return torch.where(items > 0, loss, 0.)
     return loss if items != 0 else torch.zeros_like(loss)
 
 @patch
-def count(self:Window)->Tensor: # Its loss times its weight
-    "Add the micro-batch to the sums, after its backward pass"
+def count(self:Window)->Tensor:
+    "Add the micro-batch to the sums, after its backward pass; gives its loss times its weight"
     micro = self.micro
     loss = times(micro.loss, micro.weight)
     self.loss_sum = loss if self.is_empty else self.loss_sum+loss
@@ -151,24 +111,13 @@ def fetch(self:Window):
     self.loss_sum = torch.tensor(loss_sum, dtype=self.loss_sum.dtype)
 
 @patch(as_prop=True)
-def is_sum(self:Window)->bool:
-    "Its losses are sums, which are added up and not averaged"
-    return self.items is None
-
+def is_sum(self:Window)->bool: return self.items is None
 @patch(as_prop=True)
-def total_weight(self:Window)->Real:
-    "The sum of the weights, by which the summed loss is divided"
-    return 1 if self.is_sum else self.items/self.unit
-
+def total_weight(self:Window)->Real: return 1 if self.is_sum else self.items/self.unit
 @patch(as_prop=True)
-def divisor(self:Window)->Real:
-    "What the gradient is divided by: the sum of the weights, unless it is a mean over several processes already"
-    return self.total_weight/self.n_processes
-
+def divisor(self:Window)->Real: return self.total_weight/self.n_processes  # the gradient is a mean over several processes already
 @patch(as_prop=True)
-def mean_loss(self:Window)->Tensor:
-    "The mean loss over all items of the window, as one batch would have had it"
-    return self.loss_sum if self.total_weight == 1 else self.loss_sum/self.total_weight
+def mean_loss(self:Window)->Tensor: return self.loss_sum if self.total_weight == 1 else self.loss_sum/self.total_weight
 
 @patch(as_prop=True)
 def batch_loss(self:Window)->Tensor:
@@ -178,14 +127,15 @@ def batch_loss(self:Window)->Tensor:
 
 # %% ../nbs/source/04_window.ipynb #5b7d02e1
 @patch
-def cancel(self:Window)->bool: # Whether `.grad` has to be zeroed
-    "The batch was cancelled: skip the step, or leave the micro-batch out, together with the others if their gradients are mixed"
+def cancel(self:Window)->bool:
+    """The batch was cancelled: skip the step, or leave the micro-batch out, together with the others if their gradients are mixed.
+    Gives whether `.grad` has to be zeroed"""
     micro = self.micro
-    if self.state == 'closed': self.end('skipped')
+    if self.state == 'closed': self.finish('skipped')
     elif self.state == 'open' and micro and micro.state in ('begun', 'weighed', 'in_grad'):
         mixed,micro.state = self.is_empty or micro.state == 'in_grad','left_out'
         if not mixed: return False
-        if self.is_empty and micro.ends_window: self.end('skipped')  # as a large batch would be
+        if self.is_empty and micro.ends_window: self.finish('skipped')  # as a large batch would be
         else: self.open(self.accum_bs); self.micro = micro
     else: return self.state == 'stepped'
     return True

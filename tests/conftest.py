@@ -1,11 +1,37 @@
-import matplotlib, pytest, torch
+import os
+from collections import Counter
+
+os.environ['OMP_NUM_THREADS'] = '1'  # before torch is imported: the models are so small that threads only wait for each other
+
+import matplotlib, pytest
+from fastcore.basics import num_cpus
+from hypothesis import settings
 
 matplotlib.use('agg')
-torch.set_num_threads(1)  # the models are so small that threads only wait for each other
+
+# How many cases a property test draws: `-m hypothesis --hypothesis-profile=long`, a step of .ci/run, has more
+for name,n in dict(quick=25, long=200).items(): settings.register_profile(name, max_examples=int(os.environ.get('DRAWS', n)))
+settings.load_profile('quick')
+
+ALONE = 'colab', 'release', 'libraries', 'gpu'  # one environment or one GPU for all tests of a mark
+
+def pytest_xdist_auto_num_workers(config):
+    "As many as `nbdev-test` has"
+    return 0 if config.option.markexpr in ALONE else min(num_cpus(), 8)
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    "`thin(n)`: of the test's cases every `n`th runs always, beginning with the first, and the others are `long`"
+    seen = Counter()
+    for item in items:
+        for mark in item.iter_markers('thin'):
+            if seen[item.parent, item.originalname] % mark.args[0]: item.add_marker('long')
+            seen[item.parent, item.originalname] += 1
 
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
     "Whatever a test or a logger writes, it writes there"
+    import torch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('WANDB_MODE', 'offline')
     monkeypatch.setenv('WANDB_SILENT', 'true')

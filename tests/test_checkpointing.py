@@ -1,4 +1,6 @@
 "ActivationCheckpointing: weights and buffers of the plain fit, bit for bit, in less memory"
+import weakref
+
 import pytest, timm
 from fastai.callback.mixup import MixUp
 from fastai.vision.all import DataBlock, ImageBlock, MaskBlock, CategoryBlock, PILImage, PILMask, aug_transforms, create_vision_model, resnet18, resnet34, unet_learner, vision_learner, xresnet18
@@ -6,7 +8,8 @@ from fastai.vision.all import DataBlock, ImageBlock, MaskBlock, CategoryBlock, P
 from common import *
 from fastxtend_accum.checkpointing import ActivationCheckpointing, checkpointed, find_blocks
 from fastxtend_accum.gradient_cache import GradientCache
-from test_gradient_cache import LiveBytes
+from fastxtend_accum.pieces import tensors_in
+from fastxtend_accum.demo import LiveBytes
 from test_life import CANCELS, EVENTS, Fault
 
 def state(learn): return {k:v.clone() for k,v in learn.model.state_dict().items()}
@@ -46,6 +49,9 @@ def learner_of(make, cbs=(), **kwargs):
 def resnet(**kwargs): return vision_learner(image_dls(), resnet18, pretrained=False, **kwargs)
 def xresnet(**kwargs): return vision_learner(image_dls(), xresnet18, pretrained=False, normalize=False, n_in=3, **kwargs)
 def unet(**kwargs): return unet_learner(image_dls(True), resnet34, pretrained=False, n_out=3, **kwargs)
+def of_timm(name, **kwargs): return Learner(image_dls(), timm.create_model(name, num_classes=3), CrossEntropyLossFlat(), **kwargs)
+def regnet(**kwargs): return of_timm('regnetx_002', **kwargs)
+def densenet(**kwargs): return of_timm('densenet121', **kwargs)
 def convnext(**kwargs):
     m = timm.create_model('convnext_atto', num_classes=3, drop_path_rate=.3, drop_rate=.2, depths=(2, 2, 2, 2), dims=(8, 16, 24, 32))
     return Learner(image_dls(), m, CrossEntropyLossFlat(), **kwargs)
@@ -68,10 +74,10 @@ def trained(make, *cbs, method='fit_one_cycle', n_epoch=2, **kwargs):
     return learn
 
 @pytest.mark.parametrize('make,cbs,method', [(resnet, [MixUp], 'fine_tune'), (xresnet, [], 'fit_one_cycle'), (unet, [], 'fit_one_cycle'), (convnext, [MixUp], 'fit_one_cycle'),
-                                            (transformer, [], 'fit_one_cycle')])
+                                            (transformer, [], 'fit_one_cycle'), (regnet, [], 'fit_one_cycle'), (densenet, [], 'fit')])
 def test_equals_the_plain_fit(make, cbs, method):
     "Adam, augmentation, dropout, BatchNorm; fine_tune freezes the body first"
-    n_epoch = 1 if make in (resnet, unet) else 2
+    n_epoch = 1 if make in (resnet, unet, regnet, densenet) else 2
     plain,ours = (trained(make, *[o() for o in cbs], *more, method=method, n_epoch=n_epoch) for more in ([], [ActivationCheckpointing()]))
     assert_same_state(ours, plain)
     assert losses(ours) == losses(plain) and len(losses(ours)) == len(ours.dls.train)*n_epoch
@@ -102,6 +108,17 @@ def test_blocks():
     assert len(kinds(tv.vgg11())) == 8+2
     assert kinds(BertModel(BertConfig(num_hidden_layers=3, hidden_size=24, num_attention_heads=2, intermediate_size=32))) == ['BertLayer']*3
     assert kinds(model()) == ['Sequential']
+
+def test_blocks_without_a_list():
+    "Stages that name their blocks, and lists of single layers inside of blocks; a list that is never called is no block"
+    def of(name):
+        with torch.device('meta'): return kinds(timm.create_model(name))
+    assert of('regnetx_002') == ['RegStage']*2+['Bottleneck']*11  # the first two stages have one each
+    assert of('inception_v3') == ['InceptionA']*3+['InceptionB']+['InceptionC']*4+['InceptionD']+['InceptionE']*2
+    assert of('densenet121').count('DenseLayer') == 6+12+24+16
+    assert of('skresnet18') == ['SelectiveKernelBasic']*8
+    assert of('dla34').count('DlaBasic') == 12
+    assert 'ModuleList' not in of('hrnet_w18_small')+of('crossvit_9_240')
 
 class Plain(nn.Module):
     "No list of blocks"
@@ -148,6 +165,7 @@ def test_own_blocks(blocks): assert_same_state(deep(ActivationCheckpointing(bloc
 
 # With other callbacks
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize('cbs', [
     lambda: [GradientAccumulation(32)], lambda: [GradientAccumulation(16, micro_batch_size=8)], lambda: [GradientAccumulation(16, micro_batch_size=5)],
     lambda: [GradientAccumulation(16, micro_batch_size=5, same_draws=True)], lambda: [GradientAccumulation(16, micro_batch_size='auto')],
@@ -207,6 +225,10 @@ class PythonRandom(Block):
 class NumpyRandom(Block):
     def forward(self, x): return self.m(x*(1+np.random.rand()))
 
+class Transposed(Block):
+    "Its output, the input of the next block, is not contiguous, and the order of a sum depends on that"
+    def forward(self, x): return self.m(x/(1+x.var())).T.contiguous().T
+
 class Chain(nn.Module):
     "Blocks in a row"
     def __init__(self, make):
@@ -219,10 +241,15 @@ class Chain(nn.Module):
         return self.head(x)
 class DenseBlock(Block):
     def forward(self, outputs): return self.m(torch.cat(outputs, 1))
+class AppendsBlock(DenseBlock):
+    "Adds its output to the list that it got"
+    def forward(self, outputs):
+        outputs.append(super().forward(outputs))
+        return outputs.pop()
 class Dense(Chain):
     "Blocks that get the list of all outputs so far, which then gets theirs"
-    def __init__(self, _):
-        super().__init__(map(DenseBlock, (5, 10, 15)).__next__)
+    def __init__(self, make=DenseBlock):
+        super().__init__(map(make, (5, 10, 15)).__next__)
         self.head = nn.Linear(20, 1).double()
     def forward(self, x):
         outputs = [x]
@@ -230,10 +257,10 @@ class Dense(Chain):
         return self.head(torch.cat(outputs, 1))
 
 @pytest.mark.parametrize('offload', [False, True])
-@pytest.mark.parametrize('make', [Spectral, NewBuffer, SharedBuffer, PythonRandom, NumpyRandom, DenseBlock])
+@pytest.mark.parametrize('make', [Spectral, NewBuffer, SharedBuffer, PythonRandom, NumpyRandom, DenseBlock, AppendsBlock, Transposed])
 def test_the_second_run_finds_what_the_first_did(make, offload):
     def run(*cbs):
-        m = (Dense if make is DenseBlock else Chain)(make)
+        m = (Dense if issubclass(make, DenseBlock) else Chain)(make)
         set_seed(3)
         return deep(*cbs, m=m)
     assert_same_state(run(ActivationCheckpointing(lambda m: m.layers, offload)), run())
@@ -285,6 +312,7 @@ def test_export_after_an_interrupt(tmp_path):
     assert_same(loaded.model.eval()(x), learn.model.eval()(x))
     assert not any('forward' in vars(m) for m in loaded.model.modules())
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize('event', EVENTS)
 @pytest.mark.parametrize('exc', [KeyboardInterrupt, ZeroDivisionError, *CANCELS, CancelStepException, CancelBackwardException])
 def test_a_fault_leaves_nothing(exc, event):
@@ -316,13 +344,12 @@ class Measured(Callback):
     "Bytes that are alive at the end of the forward pass of the first batch, and the most in it, without the model's own"
     def before_batch(self):
         if not self.training: return
-        self.live = LiveBytes().__enter__()
-        self.live.sizes.update({o.untyped_storage()._cdata:0 for o in self.model.state_dict(keep_vars=True).values()})
+        self.live = LiveBytes(self.model).__enter__()
     def after_loss(self):
-        if self.training: self.kept = sum(self.live.sizes.values())
+        if self.training: self.kept = self.live.now
     def before_step(self): self.live.__exit__(None, None, None); raise CancelFitException
 
-@pytest.mark.parametrize('make,at_most', [(resnet, .25), (unet, .5), (convnext, .3), (transformer, .3)])
+@pytest.mark.parametrize('make,at_most', [(resnet, .25), (unet, .5), (convnext, .3), (transformer, .3), (regnet, .5), (densenet, .3)])
 def test_live_bytes(make, at_most):
     def run(*cbs): return learner_of(make, [Measured(), *cbs])
     (plain,peak),(ours,our_peak) = ((o.measured.kept, o.measured.live.peak) for o in [fit_once(run(*cbs)) for cbs in ([], [ActivationCheckpointing()])])
@@ -346,15 +373,33 @@ def test_micro_bs_find_finds_more_samples():
     assert run() < run(ActivationCheckpointing()) <= 64
 
 def test_offload(monkeypatch):
-    "The blocks' inputs pass through `save_on_cpu`, and nothing that is inside of them"
-    from torch.autograd.graph import save_on_cpu
+    "The blocks' inputs are copied to the CPU, pinned for a GPU, in their memory layout; nothing that is inside of the blocks is"
+    from fastxtend_accum import checkpointing
     seen = []
-    class Counted(save_on_cpu):
-        def __init__(self, pin_memory):
-            super().__init__(pin_memory)
-            pack,unpack = self.pack_hook,self.unpack_hook
-            self.pack_hook = lambda t: (seen.append(tuple(t.shape)), pack(t))[1]
-    monkeypatch.setattr('fastxtend_accum.checkpointing.save_on_cpu', Counted)
+    def to_cpu(t):
+        copied,device = checkpointing_to_cpu(t)
+        assert device == t.device and copied.device.type == 'cpu' and copied.is_pinned() == t.is_cuda
+        assert torch.equal(copied, t) and copied.stride() == t.stride() and copied.untyped_storage()._cdata != t.untyped_storage()._cdata
+        seen.append(tuple(t.shape))
+        return copied,device
+    checkpointing_to_cpu = checkpointing.to_cpu
+    monkeypatch.setattr(checkpointing, 'to_cpu', to_cpu)
     ours = deep(ActivationCheckpointing(offload=True))
     assert_same_state(ours, deep())
     assert seen == [(32,16)]*4*3*2
+
+class Inputs(Callback):
+    "Whether the inputs of the blocks are alive after the forward pass, in tensors or in lists"
+    def before_fit(self):
+        self.seen,self.alive = [],None
+        for m in self.model.layers: m.register_forward_pre_hook(self.see)
+    def see(self, m, args): self.seen += [weakref.ref(o.untyped_storage()) for o in tensors_in(args) if o.grad_fn]
+    def after_loss(self):
+        if self.training: self.alive = [o() is not None for o in self.seen]; raise CancelFitException
+
+@pytest.mark.parametrize('make,n', [(Deep, 4), (Dense, 0+1+2)])
+def test_offload_leaves_no_input_on_the_device(make, n):
+    "Nothing refers to what a block got, but its copy on the CPU; without `offload` all of it is kept"
+    def alive(offload):
+        return deep(ActivationCheckpointing(lambda m: m.layers, offload), Inputs(), m=make()).inputs.alive
+    assert alive(False) == [True]*n and alive(True) == [False]*n

@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 
 from pages import notebooks, page_name, root, source
 
-MINUTE = 60         # seconds that a notebook may take on two cores; twice that is a failure, since timings are noisy
+SECONDS = 600       # that a cell may take; 20 on a machine that does nothing else
 RTOL,ATOL = .01,1e-6  # between numbers with a fraction in stored outputs and in new ones; whole numbers are equal
 VARIES = 'varies'   # tag of a cell whose output is another each time: timings, versions
 
@@ -106,7 +106,7 @@ def run_notebook(path):
     nb = nbformat.read(path, 4)
     stored = json.loads(json.dumps(nb.cells))
     start = time.perf_counter()
-    with TemporaryDirectory() as d: NotebookClient(nb, kernel_name='colab', timeout=2*MINUTE, resources={'metadata':{'path':d}}).execute()
+    with TemporaryDirectory() as d: NotebookClient(nb, kernel_name='colab', timeout=SECONDS, resources={'metadata':{'path':d}}).execute()
     return stored,nb.cells,time.perf_counter()-start
 
 @pytest.fixture(scope='module')
@@ -128,8 +128,7 @@ print(a.__file__, *(o for o in ("nbdev", "pytest", "hypothesis", "accelerate") i
 @pytest.mark.colab
 @pytest.mark.parametrize('path', notebooks, ids=page_name)
 def test_notebook(path, runs, capsys):
-    "It runs, in time, and shows what is stored in it"
+    "It runs, and shows what is stored in it"
     stored,new,seconds = runs[path].result()
     with capsys.disabled(): print(f' {page_name(path)} {seconds:.0f} s', end='', flush=True)
     assert list(changes(stored, new)) == []
-    assert seconds < 2*MINUTE

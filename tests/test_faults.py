@@ -137,7 +137,7 @@ torch.save(weights(learn), what+'.pt')
 
 def test_killed_in_the_middle_of_an_epoch_and_resumed():
     Path('fit.py').write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
-    def run(what): return subprocess.run([sys.executable, '-W', 'ignore', 'fit.py', what], capture_output=True, text=True, timeout=120)
+    def run(what): return subprocess.run([sys.executable, '-W', 'ignore', 'fit.py', what], capture_output=True, text=True, timeout=600)
     assert run('whole').returncode == 0
     for f in Path('models').glob('*.pth'): f.unlink()
     assert run('killed').returncode == -signal.SIGKILL

@@ -1,11 +1,11 @@
 "Losses over the whole batch, in pieces: against the same Learner without the callback"
-import itertools, json, os, subprocess, sys, weakref
+import itertools, json, os, subprocess, sys
 import pytest
 from fastai.callback.mixup import MixUp
 from hypothesis import given, strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import *
+from fastxtend_accum.demo import LiveBytes
 from fastxtend_accum.gradient_cache import GradientCache, in_pieces
 from test_life import EVENTS, Fault
 
@@ -225,18 +225,6 @@ def test_a_compiled_model():
 
 # Memory
 
-class LiveBytes(TorchDispatchMode):
-    "Bytes of the tensors that are alive, and the most that were: every storage that PyTorch makes, until it is freed"
-    def __init__(self): super().__init__(); self.sizes,self.peak = {},0
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for o in out if isinstance(out, (tuple,list)) else [out]:
-            if isinstance(o, torch.Tensor) and (key := o.untyped_storage()._cdata) not in self.sizes:
-                self.sizes[key] = o.untyped_storage().nbytes()
-                weakref.finalize(o.untyped_storage(), self.sizes.pop, key, None)
-        self.peak = max(self.peak, sum(self.sizes.values()))
-        return out
-
 def correlations(pred, *targ):
     "Across the batch, and small: the outputs' correlation matrix should be the identity (Barlow Twins)"
     z = (pred-pred.mean(0))/(pred.std(0)+1e-3)
@@ -288,7 +276,7 @@ def test_peak_memory():
     "512 samples in pieces of 16: as much as accumulating pieces of 16, and a fraction of the whole batch"
     def run(how):
         env = dict(os.environ, MALLOC_MMAP_THRESHOLD_='65536', MALLOC_ARENA_MAX='1', OMP_NUM_THREADS='1')
-        out = subprocess.run([sys.executable, '-c', SCRIPT.format(tests=str(Path(__file__).parent)), how], capture_output=True, text=True, timeout=300, env=env)
+        out = subprocess.run([sys.executable, '-c', SCRIPT.format(tests=str(Path(__file__).parent)), how], capture_output=True, text=True, timeout=600, env=env)
         assert out.returncode == 0, out.stderr[-2000:]
         return json.loads(out.stdout.splitlines()[-1])
     whole,cached,accumulated = map(run, ('whole', 'cached', 'accumulated'))
@@ -296,6 +284,7 @@ def test_peak_memory():
 
 # Nothing is left on the model
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize('order', [-5, 99, math.inf])
 @pytest.mark.parametrize('event', EVENTS)
 @pytest.mark.parametrize('exc', [KeyboardInterrupt, ZeroDivisionError, CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException,

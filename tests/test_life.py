@@ -31,6 +31,7 @@ def after_a_fault(learn):
 @pytest.fixture(scope='module')
 def undisturbed(): return {o: after_a_fault(clean(GradientAccumulation(32, remainder=o))) for o in ('step','carry','drop')}
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize('order', [-5, 7, 99])
 @pytest.mark.parametrize('event', EVENTS)
 @pytest.mark.parametrize('exc', [KeyboardInterrupt, ZeroDivisionError, *CANCELS, CancelStepException, CancelBackwardException])
@@ -48,6 +49,7 @@ def test_the_fit_after_a_fault_is_clean(undisturbed, exc, event, order):
         assert fault.count >= nth
         for a,b in zip(after_a_fault(learn), undisturbed[remainder], strict=True): assert_same(a, b)
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize('nth', range(1, 13))
 @pytest.mark.parametrize('order', [-5, 7, 99])
 @pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','before_backward'])

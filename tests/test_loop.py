@@ -345,6 +345,7 @@ def test_a_window_smaller_than_the_loaders_batch(micro):
 
 # Nothing is left
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize('order', [-5, 7, 99])
 @pytest.mark.parametrize('event', EVENTS)
 @pytest.mark.parametrize('exc', [KeyboardInterrupt, ZeroDivisionError, *CANCELS, CancelStepException, CancelBackwardException])
@@ -358,6 +359,7 @@ def test_a_fault_leaves_nothing(exc, event, order):
         learn.model.load_state_dict(model().state_dict())
         assert_same(weights(fit(learn, 1, reset_opt=True)), weights(fit(make_learner(32), 1)), ROUNDING)
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize('nth', range(1, 13))
 @pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'before_backward'])
 @pytest.mark.parametrize('order', [-5, 7, 99])

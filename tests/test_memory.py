@@ -421,7 +421,7 @@ def test_the_allocator_itself_fails():
     "512 samples take some 90 MB: with 50 MB to spare, a quarter of them or less fits, and the fit is the same"
     def run(megabytes):
         env = dict(os.environ, MALLOC_MMAP_THRESHOLD_='65536', MALLOC_ARENA_MAX='1', OMP_NUM_THREADS='1')
-        out = subprocess.run([sys.executable, '-c', SCRIPT.format(tests=str(Path(__file__).parent)), str(megabytes)], capture_output=True, text=True, timeout=300, env=env)
+        out = subprocess.run([sys.executable, '-c', SCRIPT.format(tests=str(Path(__file__).parent)), str(megabytes)], capture_output=True, text=True, timeout=600, env=env)
         assert out.returncode == 0, out.stderr[-2000:]
         _,size,loss = out.stdout.split()[-3:]
         return int(size),float(loss)

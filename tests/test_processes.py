@@ -7,8 +7,9 @@ from common import *
 from fastxtend_accum.processes import check_sums, check_wrapped
 from test_noise import by_hand, plain_gradient
 
+pytestmark = pytest.mark.xdist_group("processes")  # `world` is made once
 here = Path(__file__).parent
-SECONDS = 240  # no test waits longer, whatever happens
+SECONDS = 600  # no test waits longer, whatever happens
 launchers = {'torchrun':'torch.distributed.run', 'accelerate launch':'accelerate.commands.launch'}  # the modules behind the programs
 
 def start(command):
@@ -29,7 +30,7 @@ def launch(n, *args):
     "Run `workers.py` in `n` processes on this machine"
     return finish(start(' '.join([f'torchrun --standalone --nproc-per-node {n} {here}/workers.py', *map(str, args)])))
 
-@pytest.fixture(scope='module', params=[2, 3])
+@pytest.fixture(scope='module', params=[2, pytest.param(3, marks=pytest.mark.long)])
 def world(request, tmp_path_factory):
     "How many processes, and what each of them got in each case"
     n,folder = request.param,tmp_path_factory.mktemp('processes')
@@ -294,7 +295,7 @@ def test_a_model_that_averages_nothing_is_refused():
 
 # What they tell each other
 
-@pytest.mark.parametrize('name', set(plain)-{'static_graph','sharded','auto'} | {'scheduled','sums','tokens_ignored','clip'})
+@pytest.mark.parametrize('name', sorted(set(plain)-{'static_graph','sharded','auto'} | {'scheduled','sums','tokens_ignored','clip'}))
 def test_one_all_reduce_a_step(world, name):
     "One bucket, in the micro-batch that steps; 24 bytes beside it, and 8 bytes once, for the unit"
     n,results = world
@@ -337,7 +338,8 @@ def free_port():
 machines = '--multi_gpu --num_machines 2 --num_processes 2 --main_process_ip 127.0.0.1 --main_process_port PORT --machine_rank'
 
 @pytest.mark.parametrize('commands', [['torchrun --standalone --nproc-per-node 2'],
-    ['accelerate launch --multi_gpu --num_processes 2 --main_process_port PORT'], [f'accelerate launch {machines} {rank}' for rank in range(2)]], ids=['torchrun','accelerate','two machines'])
+    pytest.param(['accelerate launch --multi_gpu --num_processes 2 --main_process_port PORT'], marks=pytest.mark.long),
+    pytest.param([f'accelerate launch {machines} {rank}' for rank in range(2)], marks=pytest.mark.long)], ids=['torchrun','accelerate','two machines'])
 def test_example(commands):
     port = str(free_port())
     started = [start(f'{o} {here.parent}/examples/distributed.py'.replace('PORT', port)) for o in commands]

@@ -1,6 +1,7 @@
 "The repository holds together: README and home page, what PyPI shows, one place for each fact"
 import re, runpy, shutil, subprocess, sys
 from configparser import ConfigParser
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,17 @@ def test_readme_is_the_home_page():
 
 def test_readme_has_the_two_commands():
     commands = re.findall(r'^pip install -e .*$', (root/'README.md').read_text(), re.M)
-    assert commands == ['pip install -e . && python -m fastxtend_accum', "pip install -e '.[dev]' && nbdev-test && pytest -q"]
+    assert commands == ['pip install -e . && python -m fastxtend_accum', "pip install -e '.[dev]' && pytest -q"]
+
+def test_ci_leaves_no_test_out():
+    "Whatever marks a test has, but those for which a GPU or another library has to be there"
+    toml,ci = ((root/o).read_text() for o in ('pyproject.toml', '.ci/run'))
+    marks = re.findall(r'"(\w+): ', re.search(r'^markers = \[(.+?)\]$', toml, re.M | re.S)[1])
+    here,*others = re.findall(r""" -m ["']?([\w ]+)""", toml[toml.index('addopts'):] + '\n'.join(re.findall('^pytest .*', ci, re.M)))
+    assert len(marks) > 3 and len(others) >= 3 and "$command" in ci
+    for n in range(len(marks)+1):
+        for has in combinations(set(marks) - {'gpu', 'libraries'}, n):
+            assert any(eval(o, {}, {m:m in has for m in [*marks, 'hypothesis']}) for o in [here, *others]), f'.ci/run does not run what is marked {has}'
 
 # The address of the repository
 
@@ -50,7 +61,7 @@ def test_another_address_is_one_place_and_one_command(tmp_path):
     toml.write_text(toml.read_text().replace(cfg.git_url, f'https://github.com/{new}/accum').replace(cfg.doc_url, f'https://{new}.github.io/accum/'))
     run('tests/make_links.py')
     assert len(old) > len(notebooks) and sorted(holding(new)) == sorted(old) and holding(cfg.user) == []
-    run('-m', 'pytest', '-q', 'tests/test_project.py', 'tests/test_pages.py', '-k', 'readme_is or agree or head')
+    run('-m', 'pytest', '-q', '-n', '0', 'tests/test_project.py', 'tests/test_pages.py', '-k', 'readme_is or agree or head')
 
 # What PyPI shows; `pytest -m release` builds it
 
