@@ -32,10 +32,10 @@ __all__ = ['nonfinite', 'GradientAccumulation', 'scales_loss']
 # %% ../nbs/source/13_accumulation.ipynb #36c789d1
 class GradientAccumulation(BatchLoop):
     "Accumulate gradients over `accum_bs` samples, then step as one batch of that size would have; raises ValueError on sizes that do not fit"
-    order,scale,is_constant = MixedPrecision.order-4,None,True
-    # Events that nothing is done at, and what fastai asks before each: it would search the Learner and its model for them, at every micro-batch
+    order,scale,is_constant,is_new_fit = MixedPrecision.order-4,None,True,False
+    opt_steps = property(attrgetter('window.steps'))
+    # Defined here so that `GetAttr` does not look them up on the Learner and the model, at every micro-batch
     after_pred = before_step = noop
-    starts = False
     training = property(attrgetter('learn.training'))
     def __init__(self,
         accum_bs:int|None=None, # Samples in a window, over all processes, a multiple of their micro-batches; None: `n_acc`
@@ -59,10 +59,10 @@ class GradientAccumulation(BatchLoop):
         accum_bs = accum_bs or n_acc or (32 if micro_batch_size is None else None)
         self.takes_loader_bs = accum_bs is None
         check_flags(log_accum_batch=log_accum_batch, skip_nonfinite=skip_nonfinite)
-        check_remainder(remainder)
+        if remainder not in (None, *remainders): raise ValueError(f"remainder must be one of {remainders} or None, not {remainder!r}")
         check_callable('num_items', num_items, 'a function of the Learner')
         store_attr('accum_bs,n_acc,log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite,same_draws')
-        self.micro_bs,self.loader_bs,self.at_end,self.batches,self.position,self.is_split,self.n_skipped,self.said = *[None]*5,False,0,set()
+        self.micro_bs,self.loader_bs,self.at_end,self.batches,self.position,self.is_split,self.n_skipped,self.warned = *[None]*5,False,0,set()
         self.fitting,self.window,self.hypers,self.loggers,self.processes = FittingSize(),Window(),FirstHypers(),WindowLoggers(),Processes()
         self.loss_check = LossCheck()
 
@@ -70,36 +70,31 @@ class GradientAccumulation(BatchLoop):
 @patch
 def before_fit(self:GradientAccumulation):
     "The fit starts with its first epoch: `tta` and `summary` call this event, too, and must leave the last fit's results"
-    if not is_fitting(self.learn): return
-    self.check_callbacks()
-    self.hypers.release(self.learn.opt, but=('lr','wd'))  # of an interrupted fit; this one has set these
+    learn = self.learn
+    if not is_fitting(learn): return
+    found = [cb for cb in learn.cbs if accumulates(cb)]  # fastai's too
+    if len(found) > 1:
+        names = ', '.join(f'{type(o).__module__}.{type(o).__name__}' for o in found)
+        raise ValueError(f"this Learner has {len(found)} callbacks that accumulate ({names}): keep one, see learn.remove_cb")
+    if learn._grab_cbs(NonNativeMixedPrecision):
+        raise ValueError("NonNativeMixedPrecision keeps gradients that cannot be averaged here: use learn.to_fp16() instead")
+    self.hypers.restore(learn.opt, but=('lr','wd'))  # left by an interrupted fit; `fit` has already set lr and wd
     self.leave()
     mend_wandb()
-    self.starts = True
-    if hasattr(self.learn, 'lr_finder'): self.begin_fit()  # it needs more epochs, which fastai counts now
+    self.is_new_fit = True
+    if hasattr(learn, 'lr_finder'): self.start_fit()  # it needs more epochs, which fastai counts now
 
 @patch
-def begin_fit(self:GradientAccumulation):
-    "Check the settings, reset window and gradients, attach the loggers"
-    learn,self.starts = self.learn,False
+def start_fit(self:GradientAccumulation):
+    "Validate settings, reset window and gradients, attach loggers"
+    learn,self.is_new_fit = self.learn,False
     self.check()
-    self.hypers,self.n_skipped,self.said = FirstHypers(self.scale),0,set()
-    self.window.start()
+    self.hypers,self.n_skipped,self.warned = FirstHypers(self.scale),0,set()
+    self.window.reset()
     learn.opt.zero_grad()
     if self.log_accum_batch: self.loggers.attach(self)
 
 # %% ../nbs/source/13_accumulation.ipynb #eb653680
-@patch
-def check_callbacks(self:GradientAccumulation):
-    "Raises ValueError if others accumulate, or keep gradients that cannot be averaged"
-    learn = self.learn
-    twins = [cb for cb in learn.cbs if accumulates(cb)]  # fastai's too
-    if len(twins) > 1:
-        names = ', '.join(f'{type(o).__module__}.{type(o).__name__}' for o in twins)
-        raise ValueError(f"this Learner has {len(twins)} callbacks that accumulate ({names}): keep one, see learn.remove_cb")
-    if learn._grab_cbs(NonNativeMixedPrecision):
-        raise ValueError("NonNativeMixedPrecision keeps gradients that cannot be averaged here: use learn.to_fp16() instead")
-
 @patch
 def check(self:GradientAccumulation):
     "Raises ValueError if the callback does not fit its Learner; finds `micro_bs`, and what to do with an incomplete window"
@@ -115,27 +110,19 @@ def check(self:GradientAccumulation):
     if self.splits: check_splits(learn.model)
     check_rules(self.scale, learn.opt)
 
-# %% ../nbs/source/13_accumulation.ipynb #1c66260e
-@patch(as_prop=True)
-def opt_steps(self:GradientAccumulation)->int:
-    "Optimizer steps taken in this fit"
-    return self.window.steps
-
 @patch
 def sizes(self:GradientAccumulation)->dict:
-    "The window sizes that were asked for, in samples, by argument; the first one is that of the first window"
+    "Requested window sizes by argument name, the initial one first"
     return dict(accum_bs=self.accum_bs)
 
 @patch(as_prop=True)
-def smallest_bs(self:GradientAccumulation)->int:
-    "Samples in the smallest window there can be: a batch of the DataLoader in every process"
-    return self.loader_bs*self.processes.n
+def smallest_bs(self:GradientAccumulation)->int: return self.loader_bs*self.processes.n  # a batch of the DataLoader in every process
 
 # %% ../nbs/source/13_accumulation.ipynb #3c6f5d20
 @patch
 def before_train(self:GradientAccumulation):
-    "Wrap the DataLoader, and plan the windows of the epoch"
-    if self.starts: self.begin_fit()
+    "Wrap the DataLoader and plan the epoch's windows"
+    if self.is_new_fit: self.start_fit()
     learn,share = self.learn,self.accum_bs//self.processes.n
     learn.dl = self.batches = batches = LoaderBatches(learn.dl, self.loader_bs, self.at_end)
     n_windows = batches.n_windows(share) if self.is_constant else None
@@ -145,57 +132,49 @@ def before_train(self:GradientAccumulation):
             raise ValueError(f"an epoch has {batches.samples*self.processes.n} samples, which do not fill one window of accum_bs={self.accum_bs}, "
                              "and incomplete windows are dropped: use a smaller accum_bs, or remainder='step'")
         if n_windows: batches.needed = n_windows*share
-        batches.goes_on = self.can_fill
-    self.is_split = self.splits
+        batches.needs_more = lambda: self.window.is_filling or batches.left >= self.next_accum_bs()//self.processes.n
+    self.is_split,self.has_half = self.splits,bool(half_weights(learn.opt))
     if self.is_split: self.lend_loop()
 
 @patch
-def can_fill(self:GradientAccumulation)->bool:
-    "Whether the epoch has enough samples left for the window of the next batch"
-    return self.window.is_filling or self.batches.left >= self.next_accum_bs()//self.processes.n
-
-@patch
 def next_accum_bs(self:GradientAccumulation)->int:
-    "Samples in the window that opens now, over all processes"
+    "Samples in a window that opens now, over all processes"
     return self.accum_bs
 
 # %% ../nbs/source/13_accumulation.ipynb #fbefae50
 @patch
 def before_batch(self:GradientAccumulation):
-    "Restore the hyper-parameters, open a window if none is filling, and begin the micro-batch"
+    "Start a micro-batch; if no window is filling, restore the hyper-parameters and open one"
     window = self.window
     if self.batches is None:
         raise RuntimeError(f"learn.one_batch outside of a fit belongs to no window: call it in `with learn.removed_cbs(learn.{self.name})`, or use learn.fit")
-    self.hypers.release(self.learn.opt)
     if not window.is_filling:
-        window.open(self.next_accum_bs()//self.processes.n)
-        self.hypers.forget()
+        self.hypers.restore(self.learn.opt)
+        self.accum_bs = self.next_accum_bs()
+        window.open(self.accum_bs//self.processes.n)
     window.earlier,window.losses = window.samples,[]
-    self.begin(self.batches.size)
+    self.start_micro_batch(self.batches.size)
 
 @patch
-def begin(self:GradientAccumulation,
-    samples:int, # In the micro-batch; as the DataLoader has yielded them: another callback may have changed the batch by now
-    ends_batch:bool=True, # It is the last one of a batch of the DataLoader
-):
-    "Begin a micro-batch; the window ends with it if it is full, or the epoch over. The processes do not synchronize before that"
+def start_micro_batch(self:GradientAccumulation, samples:int, ends_batch:bool=True):
+    "Start a micro-batch of `samples`, as the DataLoader has yielded them: another callback may have changed the batch by now"
     window = self.window
     ends_window = ends_batch and (window.samples+samples >= window.accum_bs or self.batches.is_last)
     window.micro = MicroBatch(samples, ends_window, self.learn.iter)
-    if not (ends_window or window.n_micro) and half_weights(self.learn.opt): window.sums = {}
+    if self.has_half and not (ends_window or window.n_micro): window.sums = {}
     if self.processes.n > 1: self.processes.before_micro_batch(self.learn.model, self.learn.opt, ends_window, window.sums is not None)
 
 # %% ../nbs/source/13_accumulation.ipynb #0ba548ce
 @patch
 def after_loss(self:GradientAccumulation):
-    "Weigh the micro-batch; the first one of several notes the hyper-parameters, with the rules for a batch of this size"
+    "Weight the micro-batch; the first one of several saves the hyper-parameters, with the rules for a batch of this size"
     learn,window = self.learn,self.window
     if not len(learn.yb): return
     micro,items = window.micro,n_items(learn, self.num_items, window.micro.samples)
     if window.is_empty and (self.scale or not micro.ends_window):
-        self.hypers.note(learn.opt, self.accum_bs/first(self.sizes().values()) if self.scale else 1.)
+        self.hypers.save(learn.opt, self.accum_bs/first(self.sizes().values()) if self.scale else 1.)
     if self.processes.n > 1: window.unit = self.processes.common_unit(items, learn.loss.device, learn.model)
-    if self.loss_check: self.loss_check.see(learn, window, items)
+    if self.loss_check: self.loss_check.add_micro_batch(learn, window, items)
     learn.loss = mean_over(items, learn.loss)
     window.weigh(items, learn.loss)
 
@@ -217,11 +196,11 @@ def after_backward(self:GradientAccumulation):
         if self.is_split: window.losses.append((loss, window.micro.weight))
     if window.sums is not None: add_in_float32(self.learn.opt, window.sums)
     if self.processes.n > 1: self.processes.after_backward(self.learn.model)
-    if not self.is_split and not self.ends_window(): raise CancelBatchException
+    if not self.is_split and not self.closes_window(): raise CancelBatchException
 
 @patch
-def ends_window(self:GradientAccumulation)->bool: # Whether there is anything to step on
-    "Close the window if it ends with this micro-batch"
+def closes_window(self:GradientAccumulation)->bool:
+    "Close the window if it ends with this micro-batch; gives whether there is anything to step on"
     micro = self.window.micro
     return micro.state == 'counted' and micro.ends_window and self.close_window()
 
@@ -230,15 +209,15 @@ def ends_window(self:GradientAccumulation)->bool: # Whether there is anything to
 def piece_bs(self:GradientAccumulation, batch:Batch)->int: return self.micro_bs
 
 @patch
-def begin_piece(self:GradientAccumulation, batch:Batch, end:int):
+def start_piece(self:GradientAccumulation, batch:Batch, end:int):
     samples = [o*self.batches.size//batch.n for o in (batch.start, end)]
-    self.begin(samples[1]-samples[0], ends_batch=end == batch.n)
+    self.start_micro_batch(samples[1]-samples[0], ends_batch=end == batch.n)
 
 @patch
 def end_batch(self:GradientAccumulation):
     "Give the batch its mean loss; raises CancelBatchException unless there is a step to take"
     learn,window = self.learn,self.window
-    steps = self.ends_window()
+    steps = self.closes_window()
     if window.losses: learn.loss = window.mean_loss if steps and not window.earlier else window.batch_loss
     if not steps: raise CancelBatchException
 
@@ -251,7 +230,7 @@ def find_size(self:GradientAccumulation, batch:Batch):
 # %% ../nbs/source/13_accumulation.ipynb #0c4e7a92
 @patch
 def undo(self:GradientAccumulation, batch:Batch)->bool:
-    "Forget the micro-batch that has failed, and what its gradient is mixed with, if that all comes from `batch`"
+    "Discard the micro-batch that has failed, and what its gradient is mixed with; gives whether that all comes from `batch`"
     window,micro = self.window,self.window.micro
     if self.processes.n > 1 or window.state != 'open' or micro.state == 'counted': return False
     if not (window.is_empty or micro.state == 'in_grad'): micro.state = 'begun'
@@ -261,10 +240,10 @@ def undo(self:GradientAccumulation, batch:Batch)->bool:
 
 @patch
 def start_over(self:GradientAccumulation, batch:Batch):
-    "Begin the window again, which holds nothing but pieces of `batch`"
+    "Open the window again, which holds nothing but pieces of `batch`"
     batch.start_over()
     self.window.open(self.window.accum_bs)
-    self.begin(self.batches.size)
+    self.start_micro_batch(self.batches.size)
     self.learn.opt.zero_grad()
 
 @patch
@@ -318,12 +297,12 @@ def scales_loss(learn:Learner)->bool:
 @patch
 def after_step(self:GradientAccumulation):
     "The optimizer has used the window; this event comes after a cancelled step, too"
-    if self.window.state == 'closed': self.window.end('stepped')
+    if self.window.state == 'closed': self.window.finish('stepped')
 
 @patch
 def after_cancel_step(self:GradientAccumulation):
     "The window is skipped; fastai zeroes its gradient next"
-    self.window.end('skipped')
+    self.window.finish('skipped')
     overflowed = any(getattr(cb, 'skipped', False) for cb in self.learn._grab_cbs(MixedPrecision))
     if self.skip_nonfinite and scales_loss(self.learn) and overflowed:
         self.n_skipped += 1
@@ -333,27 +312,25 @@ def after_cancel_step(self:GradientAccumulation):
 @patch
 def after_batch(self:GradientAccumulation):
     "The position in training moves on with the window, and mid-window stays where it is; or with the samples, if windows change in size"
-    if not self.position.by_windows: self.position.move_to(self.batches.seen/self.batches.samples)
-    elif self.window.is_over: self.position.move_on()
-    self.learn.pct_train = self.position.pct
+    self.learn.pct_train = self.position.update(self.window.is_finished, self.batches.seen/self.batches.samples)
 
 # %% ../nbs/source/13_accumulation.ipynb #c10eeccb
 @patch
-def after_cancel_batch(self:GradientAccumulation):
-    "Mid-window it is this callback that cancels, and the micro-batch stays counted"
-    micro = self.window.micro
-    if micro is None or micro.iteration != self.learn.iter: self.before_batch()  # cancelled before it got here
-    self.leave_out()
-
-@patch
-def leave_out(self:GradientAccumulation):
-    "Leave out what was cancelled, with its gradient"
+def discard_cancelled(self:GradientAccumulation):
+    "Discard a cancelled micro-batch, and the gradient that it has been added to"
     if self.window.cancel(): self.learn.opt.zero_grad()
 
 @patch
-def after_cancel_backward(self:GradientAccumulation): self.leave_out()
+def after_cancel_batch(self:GradientAccumulation):
+    "Discard a micro-batch that another callback cancelled; if it was this one, in mid-window, it stays counted"
+    micro = self.window.micro
+    if micro is None or micro.iteration != self.learn.iter: self.before_batch()  # cancelled before it got here
+    self.discard_cancelled()
+
 @patch
-def after_cancel_train(self:GradientAccumulation): self.leave_out(); self.after_train()
+def after_cancel_backward(self:GradientAccumulation): self.discard_cancelled()
+@patch
+def after_cancel_train(self:GradientAccumulation): self.discard_cancelled(); self.after_train()
 @patch
 def after_cancel_epoch(self:GradientAccumulation): self.after_cancel_train()
 
@@ -361,11 +338,12 @@ def after_cancel_epoch(self:GradientAccumulation): self.after_cancel_train()
 @patch
 def after_train(self:GradientAccumulation):
     "Step on a window that is left over, carry it or drop it"
-    filling,opt = self.window.is_filling,self.learn.opt
-    if filling and self.at_end == 'step': self.step_now()
-    if filling and self.at_end == 'drop': opt.zero_grad()
-    if not (filling and self.at_end == 'carry'): self.window.open()
-    self.hypers.release(opt)
+    if self.window.is_filling:
+        if self.at_end == 'carry': return
+        if self.at_end == 'step': self.step_now()
+        else: self.learn.opt.zero_grad()
+    self.window.open()
+    self.hypers.restore(self.learn.opt)
 
 @patch
 def step_now(self:GradientAccumulation):
@@ -383,18 +361,18 @@ def step_now(self:GradientAccumulation):
 def after_fit(self:GradientAccumulation):
     "Leave no gradient; warn if no window was filled"
     learn = self.learn
-    if not is_fitting(learn) or self.starts: return
+    if not is_fitting(learn) or self.is_new_fit: return
     self.leave()
-    if not self.window.ended and learn.train_iter and self.at_end != 'step':
+    if not self.window.n_finished and learn.train_iter and self.at_end != 'step':
         warn(f"no optimizer step was taken in this fit: its {learn.train_iter} micro-batches did not fill a window of "
              f"{self.accum_bs} samples; use a smaller accum_bs or remainder='step', not {self.at_end!r}")
 
 @patch
 def leave(self:GradientAccumulation):
-    "Drop the open window with its gradient, and give the loggers and the optimizer back"
+    "Drop the open window with its gradient; restore loggers and optimizer"
     self.loggers.detach()
-    self.hypers.release(self.learn.opt)
-    self.processes.leave(self.learn.model)
+    self.hypers.restore(self.learn.opt)
+    self.processes.enable_sync(self.learn.model)
     if self.window.micro: self.learn.opt.zero_grad()
     self.window.open()
     self.batches,self.loss_check = None,LossCheck()

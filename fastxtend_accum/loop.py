@@ -26,15 +26,18 @@ from .draws import *
 
 # %% auto #0
 __all__ = ['Batch', 'per_sample', 'all_contexts', 'evaluate', 'LeavingCallback', 'is_fitting', 'WithLoop', 'BatchLoop',
-           'MicroBatchFinder', 'train_on', 'plot_peaks']
+           'MicroBatchFinder', 'train_on']
 
 # %% ../nbs/source/12_loop.ipynb #c100d008
 class Batch:
     "The batch that a Learner is at, of which it sees one piece at a time"
     def __init__(self, learn:Learner, n:int, same_draws:bool=False):
-        self.learn,self.n,self.start,self.outputs,self.sizes,self.in_autocast = learn,n,0,[],[],True
+        self.learn,self.n,self.in_autocast = learn,n,True
         self.xb,self.yb,self.same = learn.xb,learn.yb,SameDraws(n) if same_draws else None
         self.states = [(cb, o, vars(cb)[o]) for cb in learn.cbs for o in per_sample(cb) if o in vars(cb)]
+        self.start_over()
+
+    def start_over(self): self.start,self.outputs,self.sizes = 0,[],[]
 
     def show(self, start:int, end:int):
         "Let the Learner, and callbacks with values for each sample, have samples `start` to `end`"
@@ -48,38 +51,28 @@ class Batch:
         self.learn.xb,self.learn.yb = self.xb,self.yb
         for cb,name,value in self.states: vars(cb)[name] = value
 
+    def keep_output(self, size:int):
+        "Keep the output for the piece of `size` samples, without its graph"
+        self.start += size
+        if size == self.n: return
+        self.outputs.append(each_tensor(Tensor.detach, self.learn.pred))
+        self.sizes.append(size)
+
+    def show_output(self):
+        "Let the Learner have the outputs for all samples; where they cannot be joined, those for the last piece"
+        if not self.outputs: return
+        try: self.learn.pred = join(self.outputs, self.sizes)
+        except CannotJoin: pass
+
+# %% ../nbs/source/12_loop.ipynb #c100d010
 def per_sample(cb:Callback)->tuple[str,...]:
     "The attributes of `cb` with a value for each sample: those that its class names in `per_sample`, or the partners of fastai's MixUp and CutMix"
     return getattr(type(cb), 'per_sample', ('yb1','lam') if isinstance(cb, MixHandler) else ())
 
-# %% ../nbs/source/12_loop.ipynb #c100d010
-@patch
-def keep_output(self:Batch, size:int):
-    "Keep the output for the piece of `size` samples, without its graph"
-    self.start += size
-    if size == self.n: return
-    try: self.outputs.append(join([self.learn.pred], [size], lambda o: o[0].detach()))
-    except CannotJoin: self.outputs.append(self.learn.pred)
-    self.sizes.append(size)
-
-@patch
-def show_output(self:Batch):
-    "Let the Learner have the outputs for all samples; where they cannot be joined, those for the last piece"
-    if not self.outputs: return
-    try: self.learn.pred = join(self.outputs, self.sizes)
-    except CannotJoin: pass
-
-@patch
-def start_over(self:Batch):
-    self.start,self.outputs,self.sizes = 0,[],[]
-
 # %% ../nbs/source/12_loop.ipynb #c100d012
 @contextmanager
-def all_contexts(
-    learn:Learner, # Its callbacks may have the method
-    name:str, # 'forward_context' or 'backward_context'
-):
-    "The contexts of all callbacks in their order, each of which finds what those before it have replaced"
+def all_contexts(learn:Learner, name:str):
+    "Each callback's context `name`, forward_context or backward_context, entered in their order: each finds what those before it have replaced"
     with ExitStack() as stack:
         for cb in learn.cbs.sorted('order'):
             if hasattr(type(cb), name): stack.enter_context(getattr(cb, name)())
@@ -94,11 +87,9 @@ def evaluate(learn:Learner, model:nn.Module|None=None):
         learn.loss = learn.loss_grad.clone()
     learn('after_loss')
 
-# %% ../nbs/source/12_loop.ipynb #c100d013
 class LeavingCallback(Callback):
     "Callback that undoes its changes when removed, also after an interrupt in the middle of a fit"
-    def leave(self): "Undo what was done to the Learner"
-
+    def leave(self): pass
     def __setattr__(self, name, value):
         if name == 'learn' and value is None and self.learn is not None: self.leave()
         if name in vars(self): object.__setattr__(self, name, value)  # fastai would warn if the model has an attribute of this name
@@ -123,39 +114,38 @@ class BatchLoop(LeavingCallback):
         if self.same_draws: check_draws(self.learn.model)
         self.learn.dl = WithLoop(self.learn.dl, self.learn, self.do_one_batch)
 
+    def do_one_batch(self):
+        "fastai's `Learner._do_one_batch`; in training, on one piece of the batch after the other"
+        learn = self.learn
+        if not learn.training: return evaluate(learn)
+        try: self.train_batch(Batch(learn, batch_size((*learn.xb, *learn.yb), stated_batch_size(learn.dl)), self.same_draws))
+        except Exception as e:
+            if not (is_out_of_memory(e) and (searching := self.searching())): raise
+            bs = searching[0].micro_bs
+            raise NothingFits(f"out of memory with micro-batches of {bs} samples: set micro_batch_size={-(-bs//2)}") from e
+
     @property
     def splits(self)->bool:
         "Whether batches are split; a training DataLoader without a batch size yields batches of `micro_batch_size`"
-        return self.micro_batch_size is not None and said_size(self.learn.dls.train) is not None
+        return self.micro_batch_size is not None and stated_batch_size(self.learn.dls.train) is not None
 
     def before_validate(self):
         if not self.splits: return
         check_splits(self.learn.model)
         self.lend_loop()
 
-    def piece_bs(self, batch:Batch)->int: "Samples in a piece at most"; return batch.n
-    def begin_piece(self, batch:Batch, end:int): "The samples of `batch` up to `end` are next"
-    def end_batch(self): "All samples have been trained on; raises CancelBatchException if no step is due"
-    def cancelled(self, batch:Batch): "A callback has cancelled `batch`"
+    def piece_bs(self, batch:Batch)->int: return batch.n  # samples in a piece at most
+    def start_piece(self, batch:Batch, end:int): pass  # the samples of `batch` up to `end` are next
+    def end_batch(self): pass  # all samples have been trained on; raises CancelBatchException if no step is due
+    def cancelled(self, batch:Batch): pass
 
 # %% ../nbs/source/12_loop.ipynb #c100d015
-@patch
-def do_one_batch(self:BatchLoop):
-    "fastai's `Learner._do_one_batch`; in training, on one piece of the batch after the other"
-    learn = self.learn
-    if not learn.training: return evaluate(learn)
-    try: self.train_batch(Batch(learn, batch_size((*learn.xb, *learn.yb), said_size(learn.dl)), self.same_draws))
-    except Exception as e:
-        if not (is_out_of_memory(e) and (searching := self.searching())): raise
-        bs = searching[0].micro_bs
-        raise NothingFits(f"out of memory with micro-batches of {bs} samples: set micro_batch_size={-(-bs//2)}") from e
-
 @patch
 def train_batch(self:BatchLoop, batch:Batch):
     learn = self.learn
     try:
         searching = self.searching()
-        batch.may_repeat = bool(searching)
+        batch.may_repeat = bool(searching) and n_processes(learn) == 1
         for cb in searching if len(learn.yb) else []: cb.find_size(batch)
         while batch.start < batch.n: self.train_or_retry(batch)
     except CancelBatchException: self.cancelled(batch); raise
@@ -166,7 +156,6 @@ def train_batch(self:BatchLoop, batch:Batch):
     learn._with_events(learn._step, 'step', CancelStepException)
     learn.opt.zero_grad()
 
-# %% ../nbs/source/12_loop.ipynb #c100d115
 @patch
 def train_piece(self:BatchLoop, batch:Batch):
     "Forward pass, loss and backward pass of the next piece"
@@ -174,7 +163,7 @@ def train_piece(self:BatchLoop, batch:Batch):
     size = (same.next_piece if same else next_piece)(batch.n-batch.start, self.piece_bs(batch))
     batch.show(batch.start, batch.start+size)
     if batch.may_repeat: learn.xb,learn.yb = each_tensor(torch.clone, (learn.xb, learn.yb))  # a model may work in place, and memory run out after that
-    self.begin_piece(batch, batch.start+size)
+    self.start_piece(batch, batch.start+size)
     if not batch.in_autocast:  # fastai leaves it after each loss
         for cb in learn._grab_cbs(MixedPrecision): cb.before_batch()
     batch.in_autocast = True
@@ -193,7 +182,7 @@ def searching(self:BatchLoop)->list:
 
 @patch
 def train_or_retry(self:BatchLoop, batch:Batch):
-    "Train on the next piece; if memory runs out, make it smaller"
+    "Train on the next piece; if memory runs out, halve the size of pieces"
     learn = self.learn
     try: return self.train_piece(batch)
     except Exception as e:
@@ -207,7 +196,7 @@ def train_or_retry(self:BatchLoop, batch:Batch):
 
 @patch
 def undo(self:BatchLoop, batch:Batch)->bool:
-    "Take back what the failed piece may have added to the gradient, if that is possible"
+    "Remove what the failed piece may have added to the gradient; gives whether that is possible"
     accum = first(cb for cb in self.learn.cbs if accumulates(cb))
     if accum: return isinstance(accum, BatchLoop) and accum.undo(batch)
     if n_processes(self.learn) > 1: return False
@@ -270,17 +259,6 @@ def train_on(batch:Batch, n:int):
     with all_contexts(batch.learn, 'backward_context'): batch.learn.loss_grad.backward()
 
 # %% ../nbs/source/12_loop.ipynb #c100d023
-def plot_peaks(
-    peaks:dict[int,int], # Peak memory in bytes, by samples
-    ax:plt.Axes|None=None, # Where to plot; None: a new figure
-)->plt.Axes:
-    "Plot the peak memory of each size tried; the largest ones ran out of it"
-    if ax is None: _,ax = plt.subplots(figsize=(5, 3.2), layout='constrained')
-    ax.plot(list(peaks), [o/2**30 for o in peaks.values()], 'o-', color='#0072B2')
-    ax.set_xscale('log', base=2)
-    ax.set(xlabel='micro-batch (samples)', ylabel='peak memory (GB)', ylim=0)
-    return ax
-
 @patch
 def micro_bs_find(self:Learner,
     show_plot:bool=False, # Plot the peak memory of each size tried; on CUDA only
@@ -290,5 +268,9 @@ def micro_bs_find(self:Learner,
     finder = MicroBatchFinder()
     with unchanged(self), self.no_bar(), self.no_logging(), replaced(self, 'cbs', L(cb for cb in self.cbs if not accumulates(cb))):
         self.fit(1, cbs=finder)
-    if show_plot: plot_peaks(finder.peaks)
+    if show_plot:
+        ax = plt.subplots(figsize=(5, 3.2), layout='constrained')[1]
+        ax.plot(list(finder.peaks), [o/2**30 for o in finder.peaks.values()], 'o-', color='#0072B2')
+        ax.set_xscale('log', base=2)
+        ax.set(xlabel='micro-batch (samples)', ylabel='peak memory (GB)', ylim=0)
     return finder.size

@@ -27,7 +27,7 @@ __all__ = ['bystanders', 'memory_error', 'without_tracebacks', 'halve', 'largest
 
 # %% ../nbs/source/10_memory.ipynb #9c1d0e08
 def memory_error(f:Callable, *args)->Exception|None:
-    "Run `f(*args)`; the error if memory ran out, and None if not. Other errors pass unchanged"
+    "Run `f(*args)`; the error if memory ran out, else None. Other errors are raised"
     try: f(*args)
     except Exception as e:
         if is_out_of_memory(e): return without_tracebacks(e)
@@ -48,11 +48,8 @@ def halve(size:int, error:Exception)->int:
     free_memory()
     return -(-size//2)
 
-def largest_that_runs(
-    f:Callable, # `f(n)` trains on `n` samples
-    at_most:int, # Samples to begin with
-)->int: # The first of `at_most`, half of it, a quarter ... that runs
-    "Samples in the largest piece that fits in memory; raises RuntimeError if not even one does"
+def largest_that_runs(f:Callable, at_most:int)->int:
+    "The first of `at_most` samples, half of it, a quarter ... with which `f(n)` fits in memory; raises RuntimeError if not even one does"
     n,error = at_most,memory_error(f, at_most)
     if error: free_memory(); error = memory_error(f, n)  # what an earlier fit has left may have been in the way
     while error:
@@ -62,7 +59,7 @@ def largest_that_runs(
 
 # %% ../nbs/source/10_memory.ipynb #9c1d0e11
 def inner_model(model:nn.Module)->nn.Module:
-    "The model inside DistributedDataParallel, whose forward pass waits for no other process"
+    "The model without its DDP wrapper, whose forward pass would wait for other processes"
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 def room_for_step(opt:Optimizer|OptimWrapper)->list[Tensor]:
@@ -82,13 +79,9 @@ def accumulates(cb:Callback)->bool:
     return any(o.__name__ == 'GradientAccumulation' for o in type(cb).__mro__)
 
 # %% ../nbs/source/10_memory.ipynb #9c1d0e12
-def find_size(
-    learn:Learner, # At a training batch, before its forward pass
-    try_size:Callable, # `f(n)`: a forward and a backward pass on `n` samples at a time
-    at_most:int, # Samples to begin with
-    agree:bool=True, # All processes search now, and take the smallest
-)->int:
-    "The largest size with which `try_size` fits in memory; leaves no trace. Raises RuntimeError if not even one sample fits"
+def find_size(learn:Learner, try_size:Callable, at_most:int, agree:bool=True)->int:
+    """The largest size up to `at_most` with which `try_size(n)`, a forward and backward pass, fits in memory; `learn`, before a training batch's forward pass,
+    is left unchanged. Processes `agree` on the smallest, if all search now. Raises RuntimeError if not even one sample fits"""
     model = learn.model
     if averages_gradients(model) and not isinstance(model, DistributedDataParallel):
         raise ValueError(f"micro_batch_size='auto' cannot try sizes on a sharded {type(model).__name__}: use a number of samples")

@@ -20,15 +20,11 @@ from .step import *
 __all__ = ['averages_gradients', 'n_processes', 'Processes', 'all_reduce', 'check_wrapped', 'check_sums']
 
 # %% ../nbs/source/06_processes.ipynb #6dccdd16
-def averages_gradients(
-    model:nn.Module, # As it is in training, wrapped or not
-)->bool:
+def averages_gradients(model:nn.Module)->bool:
     "Whether `model` averages its gradients over processes: a DistributedDataParallel, or one sharded by FSDP 1 or 2"
     return hasattr(model, 'no_sync') or hasattr(model, 'set_requires_gradient_sync')
 
-def n_processes(
-    learn:Learner, # Its model may be wrapped, or be wrapped when training starts
-)->int:
+def n_processes(learn:Learner)->int:
     "Processes that train the model of `learn` together, at least 1"
     trainer = getattr(sys.modules.get('fastai.distributed'), 'DistributedTrainer', ())  # to import it takes accelerate
     if not (learn._grab_cbs(trainer) or averages_gradients(learn.model)): return 1
@@ -37,41 +33,25 @@ def n_processes(
 # %% ../nbs/source/06_processes.ipynb #b7f9ddbb
 class Processes:
     "The processes that train one model together: when they synchronize, and the sums of a window over all of them"
-    def __init__(self,
-        n:int=1, # Number of processes; with 1, nothing else here is used
-    ):
-        self.n,self.unit,self.averaged = n,None,None
+    def __init__(self, n:int=1): self.n,self.unit,self.averaged = n,None,None
 
-def all_reduce(
-    model:nn.Module, # Its process group, or else all processes
-    o:Tensor, # This process' values; replaced by those of all
-    op=dist.ReduceOp.SUM, # How to combine them
-)->Tensor: # The same tensor
-    "Combine `o` over the processes of `model`"
+def all_reduce(model:nn.Module, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
+    "Combine `o` over the processes of `model`, in place"
     dist.all_reduce(o, op, group=getattr(model, 'process_group', None))
     return o
 
 # %% ../nbs/source/06_processes.ipynb #330decf1
 @patch
-def common_unit(self:Processes,
-    items:Real|Tensor|None, # Items of the micro-batch under way
-    device:torch.device, # The device that the message is sent from
-    model:nn.Module, # The wrapped model
-)->float|None: # None: no process has an item yet, or the loss is a sum
-    "The unit of all weights in this fit: a power of two near the first micro-batch's items; one scalar message per fit"
+def common_unit(self:Processes, items:Real|Tensor|None, device:torch.device, model:nn.Module)->float|None:
+    "The unit of all weights in this fit, a power of two near the first micro-batch's items; None: no process has one yet. One scalar message per fit"
     if self.unit is None and items is not None:
         items = torch.as_tensor(items, dtype=torch.float64, device=device).clone()
         most = all_reduce(model, items, dist.ReduceOp.MAX).item()
         if most: self.unit = power_of_two(most)
     return self.unit
 
-# %% ../nbs/source/06_processes.ipynb #16110c70
 @patch
-def add_up(self:Processes,
-    window:Window, # This process' share of a full window
-    model:nn.Module, # The wrapped model
-    opt:Optimizer|OptimWrapper, # Has its parameters
-):
+def add_up(self:Processes, window:Window, model:nn.Module, opt:Optimizer|OptimWrapper):
     "Average the gradients over the processes unless DDP has, and add up the sums of `window` over them: a message of 24 bytes"
     if not self.averaged: self.average(model, opt, window.sums)
     loss = window.loss_sum.as_subclass(Tensor)
@@ -80,13 +60,9 @@ def add_up(self:Processes,
     if not window.is_sum: window.items = items
     window.samples,window.loss_sum,window.n_processes = int(samples),torch.tensor(loss_sum, dtype=loss.dtype),self.n
 
-# %% ../nbs/source/06_processes.ipynb #7981deca
 @patch
-def all_of(self:Processes,
-    ok:bool, # Whether it holds in this process
-    model:nn.Module, # The wrapped model
-)->bool: # Whether it holds in all
-    "Lets all processes decide alike: sharded gradients may be finite in one and not in another"
+def all_of(self:Processes, ok:bool, model:nn.Module)->bool:
+    "Whether `ok` holds in all processes: sharded gradients may be finite in one and not in another"
     if self.n == 1: return ok
     ok = torch.tensor(float(ok), device=next(model.parameters()).device)
     return bool(all_reduce(model, ok, dist.ReduceOp.MIN))
@@ -113,40 +89,10 @@ def check_sums(
     if hasattr(model, 'no_sync') and not isinstance(model, DistributedDataParallel): raise ValueError(f"{type(model).__name__} adds up gradients in the "
         "precision of the weights, which is not float32 here: use fully_shard, or keep the weights in float32 with its MixedPrecision")
 
-# %% ../nbs/source/06_processes.ipynb #c84179b4
-@patch
-def before_micro_batch(self:Processes,
-    model:nn.Module, # The wrapped model
-    opt:Optimizer|OptimWrapper, # Its optimizer
-    ends_window:bool, # Whether this micro-batch is the last of its window
-    in_float32:bool=False, # Whether the window adds up gradients in float32: these are averaged, and not those that DDP sees
-):
-    "Keep DDP from averaging before the window's last backward pass; the fit's first micro-batch checks the model"
-    first = self.averaged is None
-    if first: check_wrapped(model, opt)
-    if in_float32: check_sums(model)
-    if isinstance(model, DistributedDataParallel):
-        model.require_backward_grad_sync = (ends_window and not in_float32) or (first and model.static_graph)
-
-@patch
-def after_backward(self:Processes, model:nn.Module):
-    "Note whether the gradients are a mean over the processes now"
-    self.averaged = getattr(model, 'require_backward_grad_sync', True)
-    self.leave(model)
-
-@patch
-def leave(self:Processes, model:nn.Module):
-    "Let DDP average again"
-    if isinstance(model, DistributedDataParallel): model.require_backward_grad_sync = True
-
 # %% ../nbs/source/06_processes.ipynb #cf6b587b
 @patch
-def average(self:Processes,
-    model:nn.Module, # The wrapped model
-    opt:Optimizer|OptimWrapper, # Has its parameters
-    sums:dict[nn.Parameter,Tensor]|None=None, # Gradients of the window in float32; None: all are in `.grad`
-):
-    "Average the gradients of `opt` over the processes, as DDP would have; a parameter counts if any process has its gradient"
+def average(self:Processes, model:nn.Module, opt:Optimizer|OptimWrapper, sums:dict[nn.Parameter,Tensor]|None=None):
+    "Average the gradients of `opt`, and those in `sums`, over the processes, as DDP would have; a parameter counts if any process has its gradient"
     params = trained(opt)
     if not params: return
     used = torch.tensor([p.grad is not None or p in (sums or {}) for p in params], dtype=torch.int64, device=params[0].device)

@@ -9,14 +9,11 @@ from __future__ import annotations
 from numbers import Integral
 
 # %% auto #0
-__all__ = ['check_size', 'check_flags', 'check_callable', 'check_unknown', 'loader_batch_size', 'said_size',
+__all__ = ['check_size', 'check_flags', 'check_callable', 'check_unknown', 'loader_batch_size', 'stated_batch_size',
            'check_micro_batch_size', 'check_multiple']
 
 # %% ../nbs/source/00_sizes.ipynb #36b2c351
-def check_size(
-    name:str, # The argument's name, for the message
-    size:int, # What the user passed, in samples
-)->int: # The same size
+def check_size(name:str, size:int)->int:
     "`size`, if it is a whole number of samples and at least 1; raises TypeError or ValueError otherwise"
     if isinstance(size, bool) or not isinstance(size, Integral):
         raise TypeError(f"{name} counts samples, so it must be an int, not {size!r}: pass a number such as 64")
@@ -24,50 +21,37 @@ def check_size(
     return int(size)
 
 # %% ../nbs/source/00_sizes.ipynb #6d1f0b7e
-def check_flags(
-    **flags:bool, # What the user passed, by the argument's name
-):
-    "Raises TypeError unless they are True or False"
+def check_flags(**flags:bool):
+    "Raises TypeError unless all arguments are True or False"
     for name,flag in flags.items():
         if not isinstance(flag, bool): raise TypeError(f"{name} must be True or False, not {flag!r}")
 
-def check_callable(
-    name:str, # The argument's name, for the message
-    f, # What the user passed
-    what:str, # What it must be
-):
-    "Raises TypeError unless `f` is a function, or None"
+def check_callable(name:str, f, what:str):
+    "Raises TypeError unless `f` is a function, or None; `what` it must be stands in the message"
     if f is not None and not callable(f): raise TypeError(f"{name} must be {what}, not {f!r}")
 
-def check_unknown(
-    unknown:dict, # Arguments by name that a callback does not have
-):
-    "Raises TypeError if there are any; for fastxtend's `drop_last` it says what to use"
+def check_unknown(unknown:dict):
+    "Raises TypeError on arguments that no callback has; for fastxtend's `drop_last` it says what to use"
     if 'drop_last' in unknown:
         raise TypeError(f"drop_last={unknown['drop_last']!r} is fastxtend's name: use remainder='drop' to drop the incomplete window of an "
                         "epoch, or remainder='step' to step on it")
     if unknown: raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
 
 # %% ../nbs/source/00_sizes.ipynb #70a986e7
-def loader_batch_size(
-    dl, # The training DataLoader, fastai's or PyTorch's
-    given:int|str|None=None, # `micro_batch_size` as the user says: for a loader that does not say it
-)->int: # Samples in a full batch
-    "Samples that `dl` yields at a time: `dl.bs`, else `dl.batch_size`, else `given`; raises ValueError if none is there"
-    size = said_size(dl) or given
+def loader_batch_size(dl, given:int|str|None=None)->int:
+    "Samples that `dl` yields at a time: `dl.bs`, else `dl.batch_size`, else `given`, which is `micro_batch_size`; raises ValueError if none is there"
+    size = stated_batch_size(dl) or given
     if size in (None, 'auto'):
         raise ValueError(f"cannot find the batch size of {type(dl).__name__}, it has neither bs nor batch_size: "
                          "pass micro_batch_size, the number of samples it yields at a time")
     return check_size('batch size', size)
 
-def said_size(dl)->int|None:
-    "The batch size that `dl` says, if it does"
+def stated_batch_size(dl)->int|None:
+    "`dl.bs`, else `dl.batch_size`; None if `dl` has neither"
     return next((o for o in (getattr(dl, 'bs', None), getattr(dl, 'batch_size', None)) if o is not None), None)
 
-def check_micro_batch_size(
-    given:int|str|None, # What the user passed: samples, 'auto' or None
-):
-    "Raises TypeError or ValueError on anything else"
+def check_micro_batch_size(given:int|str|None):
+    "Raises TypeError or ValueError unless `given` is a number of samples, 'auto' or None"
     if isinstance(given, str) and given != 'auto': raise ValueError(f"micro_batch_size must be a number of samples or 'auto', not {given!r}")
     if given not in (None, 'auto'): check_size('micro_batch_size', given)
 
