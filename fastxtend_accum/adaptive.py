@@ -49,11 +49,11 @@ class AdaptiveGradientAccumulation(GradientAccumulation):
         shrink:bool=False, # Whether the batch may get smaller again
         *,
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, micro-batches (False)
-        micro_batch_size:int|str|None=None, # Samples in a micro-batch: larger loader batches are split; 'auto': as many as fit in memory; None: the loader's batch
-        remainder:str='step', # The incomplete window that ends an epoch: 'step' on it, 'carry' it over, or 'drop' it
-        num_items:Callable|None=None, # `f(learn)`: items that the loss averages over; None: ask the loss function
-        skip_nonfinite:bool=False, # Take no step on a gradient with NaN or infinity in it; drop its window
-        same_draws:bool=False, # Pieces draw the random numbers of the whole batch, for dropout and noise in the model; takes time
+        micro_batch_size:int|str|None=None, # Samples that the model sees at a time: larger loader batches are split; 'auto': halved until they fit; None: no split
+        remainder:str='step', # The incomplete window that ends an epoch: 'step' for it, 'carry' it into the next epoch, or 'drop' it
+        num_items:Callable|None=None, # `f(learn)`: items that the micro-batch's loss averages over, 0 or more; None: found from the loss function
+        skip_nonfinite:bool=False, # Skip the step of a window whose gradient has NaN or infinity in it
+        same_draws:bool=False, # Micro-batches get the random numbers of the whole batch, for dropout and noise in the model; takes time
         scale:dict[str,Callable]|None=None, # Rules for hyper-parameters by name, each `f(value, accum_bs/min_accum_bs)`
         **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
     ):
