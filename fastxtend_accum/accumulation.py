@@ -6,7 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/accumulation.html
 
 # %% ../nbs/source/13_accumulation.ipynb #c6a7303c
 from __future__ import annotations
-from collections.abc import Callable
 from operator import attrgetter
 from warnings import warn
 
@@ -255,8 +254,8 @@ def cancelled(self:GradientAccumulation, batch:Batch):
 
 # %% ../nbs/source/13_accumulation.ipynb #908710a4
 @patch
-def close_window(self:GradientAccumulation)->bool: # Whether there is anything to step on
-    "Put the mean gradient and the first micro-batch's hyper-parameters in place, or drop the window"
+def close_window(self:GradientAccumulation)->bool:
+    "Put the mean gradient and the first micro-batch's hyper-parameters in place, or drop the window; gives whether there is anything to step on"
     window,learn = self.window,self.learn
     if self.processes.n > 1: self.processes.add_up(window, learn.model, learn.opt)
     else: window.fetch()
@@ -269,14 +268,12 @@ def close_window(self:GradientAccumulation)->bool: # Whether there is anything t
         self.n_skipped += 1
         return self.drop_window(nonfinite)
     window.state = 'closed'
-    self.hypers.hold(learn.opt)
+    self.hypers.apply(learn.opt)
     return True
 
 @patch
-def drop_window(self:GradientAccumulation,
-    why:str, # A warning, which is given once in a fit
-)->bool: # False: there is nothing to step on
-    self.window.end('dropped')
+def drop_window(self:GradientAccumulation, why:str)->bool:
+    self.window.finish('dropped')
     self.learn.opt.zero_grad()
     self.warn_once(why)
     return False
@@ -284,8 +281,8 @@ def drop_window(self:GradientAccumulation,
 @patch
 def warn_once(self:GradientAccumulation, message:str):
     "Warn, unless this fit has already"
-    if message not in self.said: warn(message)
-    self.said.add(message)
+    if message not in self.warned: warn(message)
+    self.warned.add(message)
 
 nonfinite = "skipped a step: its gradient has NaN or infinity. Later ones are skipped without a warning; n_skipped counts them"
 

@@ -6,7 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/claim.html.md"""
 
 # %% ../nbs/source/09_claim.ipynb #6cd7e072
 from __future__ import annotations
-from collections.abc import Callable
 from contextlib import nullcontext
 from numbers import Real
 from typing import NamedTuple
@@ -56,7 +55,6 @@ class LossState(Snapshot):
         "Save the value of a buffer; a call without gradient changes no parameter"
         if not isinstance(o, nn.Parameter): self.undo.append(partial(o.data.copy_, o.detach().clone()))
 
-# %% ../nbs/source/09_claim.ipynb #a4097986
 def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype, autocasts:bool, seed:int)->tuple[Tensor,...]:
     "The gradient of the loss on each output, in `dtype` or better, under autocast only if it `autocasts`; nothing is changed"
     def copy(o): return o.detach().to(torch.promote_types(o.dtype, dtype) if o.is_floating_point() else o.dtype, copy=True)

@@ -7,12 +7,10 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/demo.html.md"""
 # %% ../nbs/source/21_demo.ipynb #324af82d
 from __future__ import annotations
 from contextlib import nullcontext
-from pathlib import Path
 import weakref
 
 from fastai.basics import *
 from fastai.callback.all import *
-import pandas as pd
 from sklearn.datasets import load_digits
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,7 +52,6 @@ def run_demo(n_epoch:int=5, bars:bool=True)->dict[str,Learner]:
         with nullcontext() if bars else learn.no_bar(): learn.fit_one_cycle(n_epoch, lr)
     return {name:learn for name,(learn,_) in runs.items()}
 
-# %% ../nbs/source/21_demo.ipynb #10e5fab4
 def weight_difference(a:Learner, b:Learner)->float:
     "The largest difference between two Learners' weights"
     return max((p-q).abs().max().item() for p,q in zip(a.model.parameters(), b.model.parameters(), strict=True))

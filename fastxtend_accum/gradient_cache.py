@@ -6,7 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/gradient_cache.ht
 
 # %% ../nbs/source/15_gradient_cache.ipynb #2d9b4c06
 from __future__ import annotations
-from collections.abc import Callable
 from contextlib import nullcontext
 import math
 
@@ -53,7 +52,6 @@ class GradientCache(BatchLoop):
         self.micro_bs,self.fitting = None if micro_batch_size == 'auto' else micro_batch_size,FittingSize()
         self.same = None
 
-# %% ../nbs/source/15_gradient_cache.ipynb #2d9b4c15
 @patch
 def before_train(self:GradientCache):
     "Start the loop; raises ValueError if the model, which has been wrapped by now, cannot run in pieces"

@@ -258,7 +258,6 @@ def train_on(batch:Batch, n:int):
     evaluate(batch.learn, inner_model(batch.learn.model))
     with all_contexts(batch.learn, 'backward_context'): batch.learn.loss_grad.backward()
 
-# %% ../nbs/source/12_loop.ipynb #c100d023
 @patch
 def micro_bs_find(self:Learner,
     show_plot:bool=False, # Plot the peak memory of each size tried; on CUDA only

@@ -6,7 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/memory.html.md"""
 
 # %% ../nbs/source/10_memory.ipynb #9c1d0e06
 from __future__ import annotations
-from collections.abc import Callable
 
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
@@ -121,6 +120,6 @@ class FittingSize:
         return f"is trained in {-(-n//self.size)} micro-batches of {'up to ' if n % self.size else ''}{self.size}"
 
     def remark(self, model:nn.Module, n:int)->str:
-        "What to know if BatchNorm sees few samples: below 16 its statistics are noisy (arXiv 1803.08494)"
+        "Says if BatchNorm sees few samples: below 16 its statistics are noisy (arXiv 1803.08494)"
         if self.size >= min(n, 16) or not any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules()): return ''
         return f"; BatchNorm normalizes {self.size} samples at a time: add ActivationCheckpointing() for more"

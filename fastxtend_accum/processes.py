@@ -40,7 +40,6 @@ def all_reduce(model:nn.Module, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
     dist.all_reduce(o, op, group=getattr(model, 'process_group', None))
     return o
 
-# %% ../nbs/source/06_processes.ipynb #330decf1
 @patch
 def common_unit(self:Processes, items:Real|Tensor|None, device:torch.device, model:nn.Module)->float|None:
     "The unit of all weights in this fit, a power of two near the first micro-batch's items; None: no process has one yet. One scalar message per fit"
@@ -68,10 +67,7 @@ def all_of(self:Processes, ok:bool, model:nn.Module)->bool:
     return bool(all_reduce(model, ok, dist.ReduceOp.MIN))
 
 # %% ../nbs/source/06_processes.ipynb #c84179b3
-def check_wrapped(
-    model:nn.Module, # The model as it is in training
-    opt:Optimizer|OptimWrapper, # Its optimizer
-):
+def check_wrapped(model:nn.Module, opt:Optimizer|OptimWrapper):
     "Raises ValueError if `model` averages no gradients, or if they are views that `opt` cannot zero"
     if not averages_gradients(model):
         raise ValueError(f"several processes train a {type(model).__name__} that does not average its gradients: "
@@ -80,14 +76,31 @@ def check_wrapped(
         raise ValueError("gradient_as_bucket_view=True does not work with fastai's optimizers, which detach gradients in place: "
                          "leave it out, or use an optimizer of PyTorch's through OptimWrapper")
 
-def check_sums(
-    model:nn.Module, # The wrapped model, with weights in bfloat16 or float16
-):
+def check_sums(model:nn.Module):
     "Raises ValueError if `model` adds up or averages gradients in the precision of its weights"
     if getattr(model, 'static_graph', False): raise ValueError("static_graph=True averages the first gradients in the precision of the weights, which is "
         "not float32 here: leave it out, or keep the weights in float32 and use to_bf16()")
     if hasattr(model, 'no_sync') and not isinstance(model, DistributedDataParallel): raise ValueError(f"{type(model).__name__} adds up gradients in the "
         "precision of the weights, which is not float32 here: use fully_shard, or keep the weights in float32 with its MixedPrecision")
+
+@patch
+def before_micro_batch(self:Processes, model:nn.Module, opt:Optimizer|OptimWrapper, ends_window:bool, in_float32:bool=False):
+    "Keep DDP from averaging before the window's last backward pass, and then, too, if the sums are `in_float32`; the first call checks the model"
+    first = self.averaged is None
+    if first: check_wrapped(model, opt)
+    if in_float32: check_sums(model)
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = (ends_window and not in_float32) or (first and model.static_graph)
+
+@patch
+def after_backward(self:Processes, model:nn.Module):
+    "Note whether the gradients are a mean over the processes now"
+    self.averaged = getattr(model, 'require_backward_grad_sync', True)
+    self.enable_sync(model)
+
+@patch
+def enable_sync(self:Processes, model:nn.Module):
+    if isinstance(model, DistributedDataParallel): model.require_backward_grad_sync = True
 
 # %% ../nbs/source/06_processes.ipynb #cf6b587b
 @patch

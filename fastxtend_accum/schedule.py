@@ -6,7 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/schedule.html.md"
 
 # %% ../nbs/source/16_schedule.ipynb #b0be24f7
 from __future__ import annotations
-from collections.abc import Callable
 from numbers import Integral,Real
 import math
 
@@ -79,7 +78,6 @@ class GradientAccumulationSchedule(GradientAccumulation):
         check_schedule(schedule, start_accum_bs, final_accum_bs)
         if isinstance(start, Integral) == isinstance(finish, Integral): check_order(start, finish)
 
-# %% ../nbs/source/16_schedule.ipynb #086731d9
 def check_order(start:Numeric, finish:Numeric):
     if start > finish: raise ValueError(f"start={start} lies after finish={finish}: use a start up to finish")
 

@@ -56,13 +56,8 @@ def check_micro_batch_size(given:int|str|None):
     if given not in (None, 'auto'): check_size('micro_batch_size', given)
 
 # %% ../nbs/source/00_sizes.ipynb #990de701
-def check_multiple(
-    name:str, # The argument's name, for the message
-    accum_bs:int, # Samples in a window
-    micro_bs:int, # Samples in a micro-batch
-    n_processes:int=1, # Processes that train together, each with its micro-batches
-):
-    "Raises ValueError unless every process has a whole number of micro-batches of the window; names the nearest sizes"
+def check_multiple(name:str, accum_bs:int, micro_bs:int, n_processes:int=1):
+    "Raises ValueError unless a window is a whole number of micro-batches in every process; names the nearest sizes"
     smallest = micro_bs*n_processes
     if accum_bs % smallest == 0: return
     below = accum_bs // smallest * smallest

@@ -35,7 +35,6 @@ class Snapshot:
         "Seed all random generators, those of the DataLoaders too"
         for f in self.seeders: f(seed)
 
-# %% ../nbs/source/08_snapshot.ipynb #a951352b
 @patch
 def save(self:Snapshot, o):
     "Save the state of `o`, and of all that it holds"

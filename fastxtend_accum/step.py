@@ -6,7 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/step.html.md"""
 
 # %% ../nbs/source/05_step.ipynb #49210c01
 from __future__ import annotations
-from collections.abc import Callable
 from numbers import Real
 
 from fastai.basics import *
