@@ -37,15 +37,15 @@ class GradientAccumulation(BatchLoop):
     after_pred = before_step = noop
     training = property(attrgetter('learn.training'))
     def __init__(self,
-        accum_bs:int|None=None, # Samples in a window, over all processes, a multiple of their micro-batches; None: `n_acc`
-        n_acc:int|None=None, # fastai's name for `accum_bs`, in samples; None: 32 as in fastai, or the loader's batch if `micro_batch_size` is given
+        accum_bs:int|None=None, # Samples in a window, over all processes: a multiple of the loader's batch; None: 32, or the loader's batch if `micro_batch_size` is given
+        n_acc:int|None=None, # fastai's name for `accum_bs`, in samples: pass one of them
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, micro-batches (False)
         *,
-        micro_batch_size:int|str|None=None, # Samples in a micro-batch: larger loader batches are split; 'auto': as many as fit in memory; None: the loader's batch
-        remainder:str|None=None, # The incomplete window that ends an epoch: 'step', 'carry' or 'drop'; None: as the DataLoader's `drop_last` says
-        num_items:Callable|None=None, # `f(learn)`: items that the loss averages over; None: ask the loss function
-        skip_nonfinite:bool=False, # Take no step on a gradient with NaN or infinity in it; drop its window
-        same_draws:bool=False, # Pieces draw the random numbers of the whole batch, for dropout and noise in the model; takes time
+        micro_batch_size:int|str|None=None, # Samples that the model sees at a time: larger loader batches are split; 'auto': halved until they fit; None: no split
+        remainder:str|None=None, # The incomplete window that ends an epoch: 'step' for it, 'carry' it into the next epoch, or 'drop' it; None: 'drop' if the loader has `drop_last=True`, else 'step'
+        num_items:Callable|None=None, # `f(learn)`: items that the micro-batch's loss averages over, 0 or more; None: found from the loss function
+        skip_nonfinite:bool=False, # Skip the step of a window whose gradient has NaN or infinity in it
+        same_draws:bool=False, # Micro-batches get the random numbers of the whole batch, for dropout and noise in the model; takes time
         **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
     ):
         check_unknown(unknown)
@@ -288,7 +288,7 @@ def warn_once(self:GradientAccumulation, message:str):
     if message not in self.warned: warn(message)
     self.warned.add(message)
 
-nonfinite = "a gradient with NaN or infinity: no step was taken on it, nor will be on others like it; see n_skipped"
+nonfinite = "skipped a step: its gradient has NaN or infinity. Later ones are skipped without a warning; n_skipped counts them"
 
 # %% ../nbs/source/13_accumulation.ipynb #0b97d9ad
 def scales_loss(learn:Learner)->bool:

@@ -119,7 +119,7 @@ class ActivationCheckpointing(BatchLoop):
     "Keep the inputs of the model's blocks only, and compute what is inside of them again in the backward pass: the same fit, bit for bit"
     order = sys.maxsize  # the loops of all others come first, and a `GradientCache` splits what is checkpointed
     def __init__(self,
-        blocks:Callable|None=None, # `blocks(model)`: the modules to run again, such as `lambda m: m.encoder.layers`; None: those of its lists
+        blocks:Callable|None=None, # `blocks(model)`: the modules to run again, such as `lambda m: m.encoder.layers`; None: found in the model's lists and stages
         offload:bool=False, # Keep the inputs of the blocks on the CPU
     ):
         check_flags(offload=offload)

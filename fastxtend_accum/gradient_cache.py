@@ -43,9 +43,9 @@ class GradientCache(BatchLoop):
     "Compute the loss on the whole batch of the DataLoader, while the model holds `micro_batch_size` of its samples at a time"
     order = math.inf  # the loop of a `GradientAccumulation` comes first, if there is one
     def __init__(self,
-        micro_batch_size:int|str, # Samples in a piece at most; 'auto': as many as fit in memory
-        part:Callable|None=None, # `part(model)`: the submodule that runs in pieces, such as `lambda m: m[0]` for a body without its head; None: all
-        same_draws:bool=False, # Pieces draw the random numbers of the whole batch, for dropout and noise in the model; takes time
+        micro_batch_size:int|str, # Samples that the model sees at a time; 'auto': halved until it fits in memory
+        part:Callable|None=None, # `part(model)`: the submodule that sees micro-batches, such as `lambda m: m[0]` for a body without its head; None: the whole model
+        same_draws:bool=False, # Micro-batches get the random numbers of the whole batch, for dropout and noise in the model; takes time
     ):
         check_micro_batch_size(micro_batch_size)
         check_same_draws(same_draws, micro_batch_size)

@@ -226,7 +226,7 @@ def valid_forward(self:BatchLoop, forward:Callable)->Callable:
             size = min(input_size(args, kwargs), self.valid_bs or (math.inf if is_auto else self.micro_batch_size))
             try: return split_forward(forward, size)(*args, **kwargs)
             except CannotJoin as e:
-                warn(f"validation does not run in pieces: {e}")
+                warn(f"validation batches are not split: {e}. If memory runs out, give the DataLoaders a smaller val_bs, such as val_bs={self.micro_bs or size}")
                 self.valid_bs = math.inf
                 continue
             except Exception as e:

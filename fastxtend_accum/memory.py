@@ -113,7 +113,11 @@ class FittingSize:
         at_most = n if n > self.most else min(self.size, n)
         self.largest,self.most = max(sample, self.largest),max(n, self.most)
         self.size = find_size(learn, try_size, at_most, agree=is_new)  # later, others may have seen no larger one
-        if rank_distrib() == 0: print(f"micro_batch_size='auto': {self.size} of {n} samples fit in memory{self.remark(learn.model, n)}")
+        if rank_distrib() == 0: print(f"micro_batch_size='auto': each batch of {n} {self.how(n)}{self.remark(learn.model, n)}")
+
+    def how(self, n:int)->str:
+        if self.size >= n: return 'fits in memory'
+        return f"is trained in {-(-n//self.size)} micro-batches of {'up to ' if n % self.size else ''}{self.size}"
 
     def remark(self, model:nn.Module, n:int)->str:
         "Says if BatchNorm sees few samples: below 16 its statistics are noisy (arXiv 1803.08494)"

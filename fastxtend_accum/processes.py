@@ -71,7 +71,7 @@ def check_wrapped(model:nn.Module, opt:Optimizer|OptimWrapper):
     "Raises ValueError if `model` averages no gradients, or if they are views that `opt` cannot zero"
     if not averages_gradients(model):
         raise ValueError(f"several processes train a {type(model).__name__} that does not average its gradients: "
-                         "start them with accelerate launch, or wrap the model in DistributedDataParallel")
+                         "train inside `with learn.distrib_ctx():`, or wrap the model in DistributedDataParallel")
     if getattr(model, 'gradient_as_bucket_view', False) and isinstance(opt, Optimizer):
         raise ValueError("gradient_as_bucket_view=True does not work with fastai's optimizers, which detach gradients in place: "
                          "leave it out, or use an optimizer of PyTorch's through OptimWrapper")

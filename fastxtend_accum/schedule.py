@@ -61,14 +61,14 @@ class GradientAccumulationSchedule(GradientAccumulation):
     def __init__(self,
         start_accum_bs:int, # Samples in a window up to `start`, a multiple of the micro-batch
         final_accum_bs:int, # Samples in a window from `finish` on, a multiple of the micro-batch; may be smaller
-        start:Numeric=0, # Start of the schedule: fraction of training steps (float) or epochs (int, from 0)
-        finish:Numeric=0.3, # End of the schedule: fraction of training steps (float) or epochs (int, from 0)
+        start:Numeric=0, # Where the schedule starts: a fraction of training (float) or a number of epochs (int)
+        finish:Numeric=0.3, # Where it ends: 1.0 (float) is the end of training, 1 (int) the end of the first epoch
         schedule:Callable=SchedCos, # fastai annealer, or any `f(start, end)` that gives `f(pos)`
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, micro-batches (False)
-        micro_batch_size:int|str|None=None, # Samples in a micro-batch: larger loader batches are split; 'auto': as many as fit in memory; None: the loader's batch
+        micro_batch_size:int|str|None=None, # Samples that the model sees at a time: larger loader batches are split; 'auto': halved until they fit; None: no split
         *,
-        remainder:str='step', # The incomplete window that ends an epoch: 'step' on it, 'carry' it over, or 'drop' it
-        scale:dict[str,Callable]|None=None, # Rules for hyper-parameters by name, each `f(value, accum_bs/start_accum_bs)`
+        remainder:str='step', # The incomplete window that ends an epoch: 'step' for it, 'carry' it into the next epoch, or 'drop' it
+        scale:dict[str,Callable]|None=None, # Rules by hyper-parameter, such as `{'lr':sqrt_scale}`, each `f(value, accum_bs/start_accum_bs)`; None: the schedules stay as they are
         **kwargs, # Others of `GradientAccumulation`
     ):
         for name,size in dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs).items(): check_size(name, size)

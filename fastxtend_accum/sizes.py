@@ -66,5 +66,5 @@ def check_multiple(name:str, accum_bs:int, micro_bs:int, n_processes:int=1):
     share,over = divmod(accum_bs, n_processes)
     bs = '' if below and (over or name != 'accum_bs') else f' to {max(1, share)}'  # windows that change in size are no single batch
     if below and bs: bs += f", with micro_batch_size={micro_bs} to split it"
-    raise ValueError(f"{name}={accum_bs} is not a multiple of {of}the micro-batch of {micro_bs} samples that the training "
-                     f"DataLoader yields: use {near}, or change the DataLoader's batch size{bs}")
+    raise ValueError(f"{name}={accum_bs} is not a multiple of {of}the DataLoader's batch of {micro_bs} samples: "
+                     f"use {near}, or change its batch size{bs}")

@@ -1,5 +1,5 @@
 "What can be said of a page without Quarto: each function returns its faults, as lines that say what to do"
-import json, re, subprocess
+import ast, json, re, subprocess
 from pathlib import Path
 
 import yaml
@@ -39,7 +39,7 @@ def head_faults(cells, name):
 # Directives
 
 nbdev_directives = {'default_exp', 'export', 'exporti', 'exports', 'exec_doc', 'hide', 'hide_line', 'colab'}
-quarto_options = {'echo', 'eval', 'output', 'include', 'warning', 'error', 'label', 'fig-alt', 'fig-cap', 'code-fold', 'code-summary',
+quarto_options = {'echo', 'eval', 'output', 'include', 'warning', 'error', 'label', 'fig-alt', 'fig-cap', 'code-fold', 'code-summary', 'classes',
                   'exports'}  # as nbdev passes it on
 
 def options(text):
@@ -140,8 +140,22 @@ def first_block(cells):
         if found: return [o for o in found[1].splitlines() if not o.startswith('#|')]
     return []
 
+def copied(diff):
+    "What a reader copies from a diff: the site's after_body.html leaves out signs and removed lines"
+    return '\n'.join(o[1:] for o in diff.splitlines() if not o.startswith('-'))
+
+def diff_faults(cells):
+    "Diffs that lead to code which Python cannot read"
+    for diff in re.findall(r'^```diff\n(.*?)^```', '\n'.join(source(c) for c in cells if c['cell_type'] == 'markdown'), re.M | re.S):
+        if any(o and o[0] not in '+- ' for o in diff.splitlines()):
+            yield f'begin each line with +, - or a space: {diff}'
+            continue
+        try: ast.parse(copied(diff))
+        except SyntaxError as e: yield f'{e} in {copied(diff)}'
+
 def reading_faults(cells, width=45):
-    "Links that nbdev would link again, code that a phone cuts off where the page opens, and a way on that Quarto shows already"
+    "Links that nbdev would link again, code that a phone cuts off where the page opens or that does not run, and a way on that Quarto shows already"
+    yield from diff_faults(cells)
     for text in prose(cells):
         for o in re.findall(r'\[[^\]\[]*`[^\]\[]*\]\([^)]*\)', text): yield f'{o}: leave the backticks out of the text of a link'
         for o in re.findall(r'^Next: .*', text, re.M): yield f'{o[:60]}: leave the next page to the navigation'

@@ -51,8 +51,8 @@ def unsized(cbs):
     return Learner(DataLoaders(Unsized(8), Unsized(8)), model(), loss_func=mse, opt_func=SGD, cbs=cbs)
 
 @pytest.mark.parametrize('make, says', [
-    (lambda: make_learner(8, cbs=GradientAccumulation(20)), 'accum_bs=20 is not a multiple of the micro-batch of 8 samples that the training DataLoader yields: use 16 or 24, or '
-     "change the DataLoader's batch size to 20, with micro_batch_size=8 to split it"),
+    (lambda: make_learner(8, cbs=GradientAccumulation(20)), "accum_bs=20 is not a multiple of the DataLoader's batch of 8 samples: use 16 or 24, or "
+     'change its batch size to 20, with micro_batch_size=8 to split it'),
     (lambda: make_learner(64, cbs=GradientAccumulation(32)), 'use 64, or change'),
     (lambda: make_learner(8, cbs=GradientAccumulationSchedule(20, 64)), 'start_accum_bs=20'),
     (lambda: make_learner(8, cbs=GradientAccumulationSchedule(16, 60)), 'final_accum_bs=60'),

@@ -379,7 +379,7 @@ def test_auto(capsys):
             if self.training and len(x) > 9: raise torch.OutOfMemoryError('CUDA out of memory')
             return super().forward(x)
     a,b = (fit_over_batch(GradientCache(micro), m=Limited(.3, True), n=96) for micro in ('auto', 8))
-    assert a.gradient_cache.micro_bs == 8 and "micro_batch_size='auto': 8 of 32 samples fit in memory" in capsys.readouterr().out
+    assert a.gradient_cache.micro_bs == 8 and "micro_batch_size='auto': each batch of 32 is trained in 4 micro-batches of 8" in capsys.readouterr().out
     assert_same(all_params(a), all_params(b))
     for o,p in zip(a.model.buffers(), b.model.buffers(), strict=True): assert_same(o, p)
 

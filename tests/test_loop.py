@@ -200,7 +200,7 @@ def test_a_loss_from_the_model_is_validated_whole():
         def forward(self, x): p = self.m(x); return {'loss':p.pow(2).mean(), 'pred':p}
     def run(cbs): return fit(make_learner(32, m=Own(), loss_func=lambda p,t: p['loss'].float(), cbs=cbs), 1)
     big = run([])
-    with pytest.warns(UserWarning, match=r'validation does not run in pieces: cannot join outputs of shape \(\)'): small = run([GradientAccumulation(32, micro_batch_size=8)])
+    with pytest.warns(UserWarning, match=r'validation batches are not split: cannot join outputs of shape \(\) .* such as val_bs=8'): small = run([GradientAccumulation(32, micro_batch_size=8)])
     assert_same(weights(small), weights(big), ROUNDING)
     assert_same(floats(small.recorder.values), floats(big.recorder.values), FLOAT32)
 
@@ -226,11 +226,15 @@ def test_callbacks_that_set_up_before_training(capsys):
 def test_what_is_printed_for_a_schedule(capsys):
     learn = make_learner(32, n=1024, cbs=GradientAccumulationSchedule(32, 512, micro_batch_size='auto'))
     fit(learn, 1)
-    assert capsys.readouterr().out == "micro_batch_size='auto': 32 of 32 samples fit in memory\n"
+    assert capsys.readouterr().out == "micro_batch_size='auto': each batch of 32 fits in memory\n"
 
 def test_sizes_that_are_no_powers_of_two(capsys):
     fit(make_learner(48, n=96, cbs=GradientAccumulation(48, micro_batch_size='auto'), m=Largest(model(), 30)), 1)
-    assert capsys.readouterr().out == "micro_batch_size='auto': 24 of 48 samples fit in memory\n"
+    assert capsys.readouterr().out == "micro_batch_size='auto': each batch of 48 is trained in 2 micro-batches of 24\n"
+    fit(make_learner(48, n=96, cbs=GradientAccumulation(48, micro_batch_size='auto'), m=Largest(model(), 9)), 1)
+    assert capsys.readouterr().out == "micro_batch_size='auto': each batch of 48 is trained in 8 micro-batches of 6\n"
+    fit(make_learner(50, n=100, cbs=GradientAccumulation(50, micro_batch_size='auto'), m=Largest(model(), 20)), 1)
+    assert capsys.readouterr().out == "micro_batch_size='auto': each batch of 50 is trained in 4 micro-batches of up to 13\n"
 
 def test_the_first_error_stays_the_cause():
     class Broken(Largest):
@@ -336,7 +340,7 @@ def test_outputs_that_are_the_same_in_all_pieces():
 
 @pytest.mark.parametrize('micro', [8, 'auto'])
 def test_a_window_smaller_than_the_loaders_batch(micro):
-    with pytest.raises(ValueError, match='accum_bs=16 is not a multiple of the micro-batch of 32 samples that the training DataLoader yields: use 32, or change the DataLoader.s batch size to 16'):
+    with pytest.raises(ValueError, match="accum_bs=16 is not a multiple of the DataLoader's batch of 32 samples: use 32, or change its batch size to 16"):
         fit(make_learner(32, cbs=GradientAccumulation(16, micro_batch_size=micro)), 1)
 
 # Nothing is left

@@ -164,7 +164,7 @@ def test_at_once(make, says):
 
 @pytest.mark.parametrize('accum, micro', [(20, 8), (48, 7), (48, 'auto'), (40, 'auto'), (8, 16)])
 def test_windows_that_do_not_fit(accum, micro):
-    with pytest.raises(ValueError, match=f'accum_bs={accum} is not a multiple of the micro-batch of 32 samples'):
+    with pytest.raises(ValueError, match=f"accum_bs={accum} is not a multiple of the DataLoader's batch of 32 samples"):
         fit(make_learner(32, cbs=GradientAccumulation(accum, micro_batch_size=micro)), 1)
 
 def test_left_out_the_window_is_the_loaders_batch():
@@ -232,7 +232,8 @@ def test_auto_is_the_size_given(where, limit, size, mix, capsys):
     assert a == b == size
     for o,p in zip(states, given[0], strict=True): assert_same(o, p)
     assert_same(ls, given[1]); assert_same(lrs, given[2])
-    assert said.count('\n') == 1 and f"micro_batch_size='auto': {size} of 32 samples fit in memory" in said
+    how = 'fits in memory' if size == 32 else f'is trained in {32//size} micro-batches of {size}'
+    assert said.count('\n') == 1 and f"micro_batch_size='auto': each batch of 32 {how}" in said
 
 def test_the_sizes_that_are_tried():
     learn = limited(9, 'auto')

@@ -150,7 +150,7 @@ def test_sidebar_has_every_page_once(): assert list(site_faults(site['website'],
 
 def test_files_of_the_site(proc):
     web,html = site['website'],site['format']['html']
-    for path in web['favicon'], web['open-graph']['image'], web['twitter-card']['image'], html['css'], *site['project']['resources'], \
+    for path in web['favicon'], web['open-graph']['image'], web['twitter-card']['image'], html['css'], html['include-after-body'], *site['project']['resources'], \
                 *site['metadata-files']:
         assert (proc/path.lstrip('/')).is_file(), path
     assert (proc/web['open-graph']['image'].lstrip('/')).stat().st_size < 100_000
@@ -235,6 +235,9 @@ def test_links_start_from_the_folder_of_the_page():
     'A [link](a.ipynb).': 0, 'A [`link`](a.ipynb).': 1, 'A [`link` of code](a.ipynb).': 1, 'In code: `[`x`](y)`.': 1, 'Next: [b](b.ipynb)': 1,
     'What to do next: read.': 0, f"```python\n{'x'*45}\n```": 0, f"```python\n{'x'*46}\n```": 1, f"```python\nx\n```\n```\n{'x'*46}\n```": 0}.items())
 def test_reading_faults(text, n): assert len(list(reading_faults([title_cell, md(text)]))) == n
+
+@pytest.mark.parametrize('diff,n', {'-a = f(1)\n+a = f(2,\n+    b)\n c = a': 0, '-a = f(1)\n+a = f(2,\n c = a': 1, '-a = 1\nb = 2': 1}.items())
+def test_diff_faults(diff, n): assert len(list(diff_faults([md(f'Change:\n\n```diff\n{diff}\n```\n\nIt runs.')]))) == n
 
 def test_the_first_block_may_be_a_cell():
     wide = 'x'*46

@@ -270,15 +270,15 @@ def test_sizes_count_all_processes(world):
     n,results = world
     for res in results:
         first,second,_ = res['errors']
-        assert first == (f"accum_bs=4 is not a multiple of {4*n}, {n} processes times the micro-batch of 4 samples that the training "
-                         f"DataLoader yields: use {4*n}, or change the DataLoader's batch size to {4//n}")
+        assert first == (f"accum_bs=4 is not a multiple of {4*n}, {n} processes times the DataLoader's batch of 4 samples: "
+                         f"use {4*n}, or change its batch size to {4//n}")
         assert second.startswith(f'final_accum_bs={4*n+4} is not') and f'use {4*n} or {8*n}' in second
 
 def test_what_is_refused(world):
     for res in world[1]: assert res['errors'][2].startswith("gradient_as_bucket_view=True does not work with fastai's optimizers")
 
 def test_a_model_that_averages_nothing_is_refused():
-    with pytest.raises(ValueError, match='several processes train a Sequential that does not average its gradients'):
+    with pytest.raises(ValueError, match=r'several processes train a Sequential that does not average its gradients: train inside `with learn.distrib_ctx\(\):`'):
         check_wrapped(model(), None)
 
 # What they tell each other
