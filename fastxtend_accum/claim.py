@@ -120,7 +120,7 @@ def compare(self:LossCheck, loss_func:Callable)->Tensor:
 def verdict(self:LossCheck)->Verdict:
     "What the comparison has shown; a GPU sync"
     if self.differs is None: return Verdict('cannot tell', why=self.why or 'there was only one micro-batch')
-    again,*by = self.differs.tolist()
+    again,*by = self.differs.tolist() if isinstance(self.differs, Tensor) else self.differs
     if not all(math.isfinite(o) for o in (again, *by)): return Verdict('cannot tell', why='a gradient is 0, NaN or infinite')
     if again > self.tolerance: return Verdict('cannot tell', why='the loss function gives something else when it is called again')
     if max(by) <= self.tolerance: return Verdict('same', max(by))

@@ -17,7 +17,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
 __all__ = ['tensors_in', 'lengths', 'batch_size', 'input_size', 'piece', 'is_per_sample', 'each_tensor', 'next_piece',
-           'check_splits', 'CannotJoin', 'join', 'split_forward', 'NothingFits', 'is_out_of_memory', 'free_memory']
+           'carries_state', 'check_splits', 'CannotJoin', 'join', 'split_forward', 'NothingFits', 'is_out_of_memory',
+           'free_memory']
 
 # %% ../nbs/source/01_pieces.ipynb #df6341b0
 def tensors_in(b)->list[Tensor]:
@@ -93,10 +94,14 @@ def next_piece(rest:int, micro_bs:int)->int:
     return -(-rest//-(-rest//micro_bs))
 
 # %% ../nbs/source/01_pieces.ipynb #0e613654
+def carries_state(model:nn.Module)->bool:
+    "Whether `model` carries a state from batch to batch, as fastai's language models do; its text classifiers reset theirs"
+    model = getattr(model, 'module', model)  # fastai gives DistributedDataParallel a `reset` of its own
+    return hasattr(model, 'reset') and not any(type(m).__name__ == 'SentenceEncoder' for m in model.modules())
+
 def check_splits(model:nn.Module):
-    "Raises ValueError if `model` carries a state from batch to batch, as fastai's language models do; its text classifiers reset theirs"
-    inner = getattr(model, 'module', model)  # fastai gives DistributedDataParallel a `reset` of its own
-    if hasattr(inner, 'reset') and not any(type(m).__name__ == 'SentenceEncoder' for m in inner.modules()):
+    "Raises ValueError if `model` carries a state"
+    if carries_state(model):
         raise ValueError(f"{type(model).__name__} carries its state from batch to batch (it has a `reset`), so a batch cannot be split for it: "
                          "use a smaller batch in the DataLoader, and no micro_batch_size")
 
