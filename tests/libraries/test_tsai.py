@@ -123,7 +123,7 @@ def test_a_schedule_of_the_large_loader():
     make_one = lambda bs: make(bs, scheduled, batch_tfms=noise())
     measured('TransformScheduler', difference(make_one, 'micro_batch_size=8', 'GradientCache(8)'))
 
-def test_a_schedule_of_the_small_loader_moves_in_a_window():
+def test_a_schedule_of_the_small_loader_has_a_value_for_each_micro_batch():
     large,small = (train(lambda bs: make(bs, scheduled, batch_tfms=noise()), *o) for o in ((32,), ways['loader of 8']()))
     assert len(large.transform_scheduler.mult) == 6 and len(small.transform_scheduler.mult) == 24
 
