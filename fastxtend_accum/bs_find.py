@@ -28,7 +28,7 @@ from .rules import *
 from .noise import *
 
 # %% auto #0
-__all__ = ['Costs', 'predict', 'clock', 'sized', 'TimedBatches', 'BSFinder', 'try_out', 'micro_sizes', 'measure_costs',
+__all__ = ['Costs', 'to_a_loss', 'clock', 'sized', 'TimedBatches', 'BSFinder', 'try_out', 'micro_sizes', 'measure_costs',
            'measure_larger', 'lr_by_group', 'WindowNoise', 'typical_noise_scale', 'measure_noise', 'SuggestedBS',
            'suggest', 'advice', 'plot_bs_find', 'check_bs_find']
 
@@ -57,7 +57,7 @@ class Costs(NamedTuple):
         b = max((o for o in self.batch if o <= min(bs, self.micro_bs)), default=min(self.batch))
         return max(self.batch[b]/b + self.step/bs + self.load, self.limit)
 
-def predict(costs:Costs, noise_scale:float, sizes:list[int])->tuple[dict[int,float],dict[int,float]]:
+def to_a_loss(costs:Costs, noise_scale:float, sizes:list[int])->tuple[dict[int,float],dict[int,float]]:
     "Time and samples to a loss by batch size, relative to the least"
     samples = {o:1+o/noise_scale for o in sizes}
     time = {o:costs.per_sample(o)*n for o,n in samples.items()}
@@ -192,7 +192,7 @@ class SuggestedBS(NamedTuple):
 
 def suggest(costs:Costs, noise_scale:float, sizes:list[int], n_proc:int=1)->SuggestedBS:
     "The fastest of `sizes`"
-    time,samples = predict(costs, noise_scale, sizes)
+    time,samples = to_a_loss(costs, noise_scale, sizes)
     within = 1. if math.isfinite(noise_scale) else 1.05
     fastest = min(o for o,t in time.items() if t <= within)
     return SuggestedBS(fastest, min(fastest, costs.micro_bs)//n_proc, noise_scale, time, samples)

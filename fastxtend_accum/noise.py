@@ -42,13 +42,13 @@ class NoiseEstimate(NamedTuple):
 
 class NoiseAverages:
     "Averages of noise and signal, each by itself; `samples` is what they rest on"
-    def __init__(self, memory:float|None):  # None: 20 windows like the first
+    def __init__(self, memory:float|None):  # None: 50 windows like the first
         self.memory,self.noise,self.signal,self.samples,self.windows = memory,0.,0.,0.,0
 
     def add(self, noise:float, signal:float, samples:int):
         "A window of `samples` was measured; one with NaN or infinity does not count"
         if not math.isfinite(noise+signal): return
-        if self.memory is None: self.memory = 20*samples
+        if self.memory is None: self.memory = 50*samples
         keep = math.exp(-samples/self.memory)
         for name,o in dict(noise=noise, signal=signal, samples=1).items(): setattr(self, name, keep*getattr(self, name)+samples*o)
         self.windows += 1
@@ -153,7 +153,7 @@ class GradientNoiseScale(LeavingCallback):
     order,run_valid,starts,metric = GradientAccumulation.order-.5,False,False,'plain'
     after_pred = after_loss = noop  # fastai would search the Learner and its model for them
     def __init__(self,
-        memory:float|None=None, # Samples that the running averages go back; None: 20 windows of the size of the first; `math.inf`: all of the fit
+        memory:float|None=None, # Samples that the running averages go back; None: 50 windows of the size of the first; `math.inf`: all of the fit
     ):
         if not (memory is None or isinstance(memory, Real) and memory > 0): raise ValueError(f"memory must be more than 0 samples, not {memory!r}: use None")
         self.memory,self.squares,self.window,self.averages,self.resumed = memory,WindowSquares(),None,NoiseAverages(memory),False
@@ -205,6 +205,7 @@ def after_backward(self:GradientNoiseScale):
 @patch
 def after_batch(self:GradientNoiseScale): self.squares.ignore()  # it may have been cancelled
 
+# %% ../nbs/source/18_noise.ipynb #6e1d0a07
 @patch
 def before_step(self:GradientNoiseScale):
     "Compute the window's sums, without a GPU sync"

@@ -22,7 +22,7 @@ def linear_scale(
     value:float, # The hyper-parameter at `start_accum_bs`
     ratio:float, # The window's size over `start_accum_bs`
 )->float:
-    "`value*ratio`: for SGD's learning rate while the batch is small (Goyal et al. 2017, https://arxiv.org/abs/1706.02677)"
+    "`value*ratio`: for SGD's learning rate while the batch is small (Goyal et al. 2017, https://arxiv.org/abs/1706.02677), and AdamW's `wd` if `lr` stays"
     return value*ratio
 
 def sqrt_scale(
@@ -36,7 +36,7 @@ def half_life_scale(
     value:float, # The decay of a moving average at `start_accum_bs`, 0 to 1
     ratio:float, # The window's size over `start_accum_bs`
 )->float:
-    "`value**ratio`: keeps the half-life of a moving average in samples (Marek et al. 2025, https://arxiv.org/abs/2507.07101)"
+    "`value**ratio`: keeps the half-life of a moving average in samples, of Adam's moments or of an EMA of the weights (Marek et al. 2025, https://arxiv.org/abs/2507.07101)"
     return value**ratio
 
 # %% ../nbs/source/17_rules.ipynb #ca772998

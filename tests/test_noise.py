@@ -243,7 +243,7 @@ def test_memory_is_in_samples():
     assert abs(known(GradientAccumulation(256), 4*M)/truth-1) > .2
 
 def test_memory_of_averages():
-    "Four windows of 64, or one of 256 with their mean; without a memory it is that of 20 windows like the first"
+    "Four windows of 64, or one of 256 with their mean; without a memory it is that of 50 windows like the first"
     a,b = NoiseAverages(1e4),NoiseAverages(1e4)
     for i in range(100):
         for _ in range(4): a.add(i, 2*i, 64)
@@ -251,7 +251,7 @@ def test_memory_of_averages():
     assert_same(a.estimate()[1:3], b.estimate()[1:3], 1e-9)
     c = NoiseAverages(None)
     c.add(1., 1., 32); c.add(0., 0., 32)
-    assert_same(c.estimate().noise, math.exp(-1/20)/(1+math.exp(-1/20)), 1e-12)
+    assert_same(c.estimate().noise, math.exp(-1/50)/(1+math.exp(-1/50)), 1e-12)
 
 # One micro-batch a window
 
