@@ -64,8 +64,7 @@ class Task:
         set_seed(seed)
         learn.model.apply(lambda m: m.reset_parameters() if hasattr(m, 'reset_parameters') else None)
         for dl in learn.dls.loaders: dl.rng.seed(seed)
-        learn.add_cbs(cbs)
-        learn.remove_cb(ProgressCallback)
+        learn.add_cbs(cbs).remove_cb(ProgressCallback)
         learn.logger = noop
         return learn
 
