@@ -1,6 +1,6 @@
 """`python -m benchmarks.batch_size` measures what the page "Find the batch size" shows, and writes `batch_size.json` beside this file: the
-samples that each batch size needs to reach a loss, its time per sample, and what `bs_find` says. Some 20 minutes on one core.
-`python -m benchmarks.batch_size found` measures that part anew.
+samples that each batch size needs to reach a loss, its time per sample, and what `bs_find` says. Some 20 minutes on one
+core; `... found` measures that part anew.
 
 The searches for learning rates need hundreds of runs, so those that count samples are plain PyTorch loops; the steps of
 `GradientAccumulation` are the same, as its tests show"""
@@ -66,8 +66,7 @@ class Task:
         set_seed(seed)
         learn.model.apply(lambda m: m.reset_parameters() if hasattr(m, 'reset_parameters') else None)
         for dl in learn.dls.loaders: dl.rng.seed(seed)
-        learn.add_cbs(cbs)
-        learn.remove_cb(ProgressCallback)
+        learn.add_cbs(cbs).remove_cb(ProgressCallback)
         learn.logger = noop
         return learn
 
@@ -103,8 +102,7 @@ class Run:
             if seen < next_look: continue
             with torch.no_grad(): losses.append((seen, self.loss(*valid).item()))
             next_look,mean = max(seen*1.08, 256),np.mean([loss for at,loss in losses if at >= .8*seen])
-            if mean <= target: return seen,mean
-            if not np.isfinite(mean): break
+            if mean <= target or not np.isfinite(mean): return seen if mean <= target else math.inf,mean
         return math.inf,mean
 
 def best_factor(cost, k=0):
@@ -147,9 +145,7 @@ def times(task, n_rounds=8):
     learners = {('whole', bs):task.learner(bs, Clock()) for bs in sizes}
     learners |= {('accumulated', bs):task.learner(loader_bs, [GradientAccumulation(bs), Clock()]) for bs in sizes if bs > loader_bs}
     for _,learn in itertools.product(range(n_rounds), learners.values()): learn.fit(1, 1e-5)
-    res = dict(whole={}, accumulated={})
-    for (way,bs),learn in learners.items(): res[way][bs] = round(min(learn.clock.us), 2)
-    return res
+    return {way:{bs:round(min(o.clock.us), 2) for (kind,bs),o in learners.items() if kind == way} for way in ('whole', 'accumulated')}
 
 def found(task):
     "What `bs_find` says at the starts of three runs of the base recipe, with other weights and another order of samples each"
