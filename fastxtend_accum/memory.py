@@ -10,11 +10,11 @@ from collections import deque
 import random,sys
 
 from fastai.basics import *
-from fastai.losses import BaseLoss
-from torch.nn.parallel import DistributedDataParallel
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.tracker import TrackerCallback
+from fastai.losses import BaseLoss
 from torch.amp import autocast
+from torch.nn.parallel import DistributedDataParallel
 import torch.distributed as dist
 
 from .batches import *

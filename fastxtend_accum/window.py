@@ -9,10 +9,7 @@ from __future__ import annotations
 from numbers import Real
 import math
 
-from fastcore.basics import patch
-from torch import Tensor
 from fastai.basics import *
-import torch
 
 # %% auto #0
 __all__ = ['half', 'MicroBatch', 'Window', 'power_of_two', 'times', 'mean_over', 'trained', 'gradients', 'average_gradients',

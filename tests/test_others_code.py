@@ -266,6 +266,16 @@ def test_batches_of_a_shared_loader(n_processes, drop_last, shared):
         wrong += len(dl) != len(sizes)
     assert wrong > 20 if drop_last else wrong == 0  # fastai's own count
 
+def test_learning_rates_over_a_shared_loader(shared):
+    "18 of 36 samples are this process' share: 4 batches, of which its length says 5"
+    dl,lrs = shared(DataLoader(list(zip(*data(36))), bs=4, drop_last=True), 0, 2),[]
+    learn = make_learner(4, cbs=GradientAccumulation(8, remainder='step'))
+    learn.dls = DataLoaders(dl, learn.dls.valid)
+    sched = ParamScheduler(dict(lr=SchedLin(.1, 0.)))
+    fit(learn, 2, cbs=[sched, Callback(before_step=lambda self: lrs.append(self.opt.hypers[-1]['lr']))])
+    assert len(dl) == 5
+    assert_same(lrs, [.1, .075, .05, .025], ROUNDING)
+
 def test_after_iter_is_called():
     "In every complete epoch, as without accumulation"
     class Counts(DataLoader):
