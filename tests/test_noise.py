@@ -267,8 +267,8 @@ def test_a_window_of_one_is_compared_with_the_one_before(loss):
     dls = DataLoaders(TorchDataLoader(list(zip(x, y)), batch_sampler=batches), DataLoader(list(zip(x, y))[:8], bs=8))
     class Four(GradientAccumulation):
         "Every micro-batch is a window, whatever its size"
-        def begin(self, samples, ends_batch=True):
-            super().begin(samples, ends_batch)
+        def start_micro_batch(self, samples, ends_batch=True):
+            super().start_micro_batch(samples, ends_batch)
             self.window.micro.ends_window = True
     learn = Learner(dls, m, loss_func=Sum() if loss == 'sum' else mse, opt_func=SGD, cbs=[Four(8, micro_batch_size=8, **kwargs), GradientNoiseScale(1e-9)])
     fit(learn, 1, 0.)
