@@ -197,14 +197,14 @@ def suggest(costs:Costs, noise_scale:float, sizes:list[int], n_proc:int=1)->Sugg
 def advice(found:SuggestedBS, now:int, bs:int, n_proc:int, rule:Callable)->str:
     "`found` in a sentence, for a Learner that trains with `now` samples, in `n_proc` processes with `bs` in a batch of the loader"
     best,times = found.fastest,found.time[now]
-    why = '' if math.isfinite(found.noise_scale) else "the signal of the gradient cannot be told from its noise, so by the time of a sample alone "
-    if times < 1.05: return f"{why}{best} samples are fastest{'' if best == now else f', and your {now} take {times:.2f} times as long'}: nothing to change"
+    fastest = f"{best} samples are fastest{'' if math.isfinite(found.noise_scale) else ', by the time of a sample alone (the signal of the gradient is lost in its noise)'}"
+    if times < 1.05: return f"{fastest}{'' if best == now else f', and your {now} take {times:.2f} times as long'}: nothing to change"
     micro_bs = found.micro_bs
     use = f'bs={micro_bs}{" without accumulation" if micro_bs == bs else ""}'
     if best > micro_bs*n_proc:
         split = f', micro_batch_size={micro_bs}' if micro_bs < bs else ''
         use = f'bs={micro_bs} and ' * (micro_bs > bs) + f'GradientAccumulation({best}{split})'
-    return f"{why}{best} samples are fastest; your {now} would take {times:.1f} times as long: use {use} and lr x {rule(1., best/now):.2g}"
+    return f"{fastest}; your {now} would take {times:.1f} times as long: use {use} and lr x {rule(1., best/now):.2g}"
 
 # %% ../nbs/source/14_bs_find.ipynb #af4eae59
 def plot_bs_find(

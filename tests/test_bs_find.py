@@ -302,7 +302,7 @@ def test_no_signal():
     "By the time of a sample: the smallest size within 5% of the least"
     found = suggest(Costs({32:3.2, 64:6.4}, 1.), math.inf, [32, 64, 128, 256, 512])
     assert found.fastest == 256 and set(found.samples.values()) == {1.}
-    assert 'the signal of the gradient cannot be told from its noise, so by the time of a sample alone 256 samples are fastest' in advice(found, 32, 64, 1, sqrt_scale)
+    assert '256 samples are fastest, by the time of a sample alone (the signal of the gradient is lost in its noise)' in advice(found, 32, 64, 1, sqrt_scale)
 
 def test_noise_alone_has_no_signal(clock):
     learn = timed_learner(64, noise_scale=1.)
