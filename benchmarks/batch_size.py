@@ -1,35 +1,109 @@
-"""`python -m benchmarks.batch_size` measures what the page "Find the batch size" compares, and writes `batch_size.json` beside this file:
-what `bs_find` and the noise scale predict, how many samples each batch size needs, and what schedules make of it. About 20 minutes on one core.
+"""`python -m benchmarks.batch_size` measures what the page "Find the batch size" shows, and writes `batch_size.json` beside this file: the
+samples that each batch size needs to reach a loss, its time per sample, and what `bs_find` says. Some 20 minutes on one
+core; `... found` measures that part anew.
 
 The searches for learning rates need hundreds of runs, so those that count samples are plain PyTorch loops; the steps of
 `GradientAccumulation` are the same, as its tests show"""
 import functools, json, sys, time
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch as replace
 
 from fastai.basics import *
 from fastai.callback.all import *
+from sklearn.datasets import make_classification
 from fastxtend_accum.all import *
 from fastxtend_accum.demo import digits_learner
-from fastxtend_accum.snapshot import unchanged
 
 from .text import text_learner
 
-here = Path(__file__).parent
-sizes = [16, 32, 64, 128, 256, 512]
+file = Path(__file__).with_suffix('.json')
+sizes = [8, 16, 32, 64, 128, 256, 512]
+base_bs,loader_bs = 16,64 # Of the base recipe; of the DataLoader that `bs_find` is called with: larger sizes accumulate
+
+def new_learner(bs, model, xs, ys, n_valid):
+    samples = list(zip(xs, ys))
+    dls = DataLoaders(DataLoader(samples[:-n_valid], bs=bs, shuffle=True), DataLoader(samples[-n_valid:], bs=256))
+    return Learner(dls, model, nn.CrossEntropyLoss())
+
+def table_learner(bs):
+    "Two classes of 20 made numbers, 4096 rows to train on and 1024 to validate"
+    x,y = make_classification(5120, 20, n_informative=12, n_redundant=4, n_clusters_per_class=8, flip_y=.02, random_state=0)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 2))
+    return new_learner(bs, model, tensor(x).float(), tensor(y), 1024)
+
+class Shapes(Module):
+    "A small U-Net: one class for each pixel"
+    def __init__(self): self.fine,self.coarse,self.deep,self.out = [nn.Conv2d(*o, 3, padding=1) for o in ((1, 8), (8, 16), (16, 16), (24, 3))]
+    def forward(self, x):
+        x = F.relu(self.fine(x))
+        y = F.relu(self.deep(F.relu(self.coarse(F.max_pool2d(x, 2)))))
+        return self.out(torch.cat([x, F.interpolate(y, scale_factor=2)], 1))
+
+def shapes_learner(bs):
+    "Discs and squares in noise, to be told from each other and from the ground; 1024 images of 16x16 to train on and 128 to validate"
+    g = torch.Generator().manual_seed(0)
+    def draw(*shape): return torch.rand(*shape, generator=g)
+    n,at = 1152,torch.arange(16.)
+    (y,x,r),square = draw(3, n, 1, 1)*tensor(8, 8, 4).view(3, 1, 1, 1)+tensor(4, 4, 2).view(3, 1, 1, 1),draw(n, 1, 1) < .5
+    dy,dx = (at[:,None]-y).abs(),(at-x).abs()
+    inside = torch.where(square, torch.maximum(dy, dx) < .9*r, dy**2+dx**2 < r**2)
+    return new_learner(bs, Shapes(), (inside+torch.randn(n, 16, 16, generator=g))[:,None], inside*(1+square.long()), 128)
 
 @dataclass
 class Task:
-    learner:Callable # `learner(bs)`, on samples in memory
-    lr:float # Learning rate of the base recipe: batches of 16, Adam, a constant rate
-    targets:dict # By point, in epochs of the base recipe: after how many more epochs of it the targets are reached
-    branch:float # Length of a branch of `bs_find`, in epochs
-    n_epoch:int # Length of the fits that are compared, in epochs
-    seeds:int # Seeds of each measurement
-    trials:int # Other seeds, which choose the learning rate
+    make:Callable # `make(bs)` is a Learner, on samples in memory
+    sgd:bool # SGD with momentum, not Adam
+    lr:float # Learning rate of the base recipe: batches of 16, a constant rate
+    targets:dict # By start, in epochs of the base recipe: after how many more epochs of it the target is reached
 
-tasks = dict(digits=Task(digits_learner, 4e-3, {0:[1, 4], 1:[1.5], 3:[3]}, branch=1, n_epoch=10, seeds=5, trials=2),
-             text=Task(text_learner, 8e-3, {0:[1, 2], 1:[1], 3:[1.5]}, branch=.5, n_epoch=6, seeds=3, trials=1))
+    def rate(self, bs): return (linear_scale if self.sgd else sqrt_scale)(self.lr, bs/base_bs)
+
+    def learner(self, bs, cbs=None, seed=0):
+        "With weights and an order of samples of its own"
+        learn = self.make(bs)
+        learn.opt_func = partial(SGD, mom=.9) if self.sgd else Adam
+        set_seed(seed)
+        learn.model.apply(lambda m: m.reset_parameters() if hasattr(m, 'reset_parameters') else None)
+        for dl in learn.dls.loaders: dl.rng.seed(seed)
+        learn.add_cbs(cbs).remove_cb(ProgressCallback)
+        learn.logger = noop
+        return learn
+
+tasks = dict(digits=Task(digits_learner, True, .016, {0:2, 1:3}), text=Task(text_learner, False, 8e-3, {0:2, 1:2}),
+             table=Task(table_learner, False, 4e-3, {0:2, 1:3}), shapes=Task(shapes_learner, True, .03, {0:2, 1:3}))
+
+def torch_opt(task, model):
+    "fastai's SGD or Adam as PyTorch's, with weight decay of all but biases"
+    if task.sgd: return torch.optim.SGD(model.parameters(), momentum=.9)
+    biases = set(norm_bias_params(model, True))
+    groups = [dict(params=[p for p in model.parameters() if (p in biases) == o], weight_decay=0. if o else .01) for o in (False, True)]
+    return torch.optim.AdamW(groups, betas=(.9, .99), eps=1e-5)
+
+class Run:
+    "Training in a plain loop; `data` has inputs and targets of the training set, then of the validation set"
+    def __init__(self, task, data, loss_func, model, state=None):
+        self.data,self.model = data,deepcopy(model)
+        self.loss,self.opt = lambda x, y: loss_func(self.model(x), y),torch_opt(task, self.model)
+        if state: self.opt.load_state_dict(state)
+
+    def train(self, bs, lr, seed, most, target=0.):
+        "Until the validation loss, averaged over the last fifth of the samples, is down at `target`: samples (inf at `most`) and that loss"
+        (x,y),valid = self.data
+        g,todo,seen,losses,next_look = torch.Generator().manual_seed(seed),torch.empty(0, dtype=torch.long),0,[],0
+        for group in self.opt.param_groups: group['lr'] = lr
+        while seen < most:
+            while len(todo) < bs: todo = torch.cat([todo, torch.randperm(len(x), generator=g)])
+            idxs,todo = todo[:bs],todo[bs:]
+            self.opt.zero_grad()
+            self.loss(x[idxs], y[idxs]).backward()
+            self.opt.step()
+            seen += bs
+            if seen < next_look: continue
+            with torch.no_grad(): losses.append((seen, self.loss(*valid).item()))
+            next_look,mean = max(seen*1.08, 256),np.mean([loss for at,loss in losses if at >= .8*seen])
+            if mean <= target or not np.isfinite(mean): return seen if mean <= target else math.inf,mean
+        return math.inf,mean
 
 def best_factor(cost, k=0):
     "The integer with the least `cost`, downhill from `k`: by how many factors of two a learning rate changes"
@@ -37,139 +111,64 @@ def best_factor(cost, k=0):
     while (better := min((k, k-1, k+1), key=cost)) != k: k = better
     return k
 
-# What is predicted
+def samples_needed(task, start, n, horizon):
+    "That each size needs, at its best learning rate, to come where the base recipe comes after `horizon` epochs from `start()`"
+    target = float(np.mean([start().train(base_bs, task.lr, seed, horizon*n)[1] for seed in range(5)]))
+    k,res,most = 0,{},6*horizon*n
+    for bs in sizes:
+        def runs(k, seeds): return [start().train(bs, task.rate(bs)*2.**k, seed, most, target)[0] for seed in seeds]
+        k = best_factor(lambda k: np.mean(runs(k, (20, 21))), k)  # other seeds choose the rate
+        res[bs] = dict(lr=task.rate(bs)*2.**k, samples=[o if math.isfinite(o) else None for o in runs(k, range(4))])
+    return dict(target=target, most=most, sizes=res)
 
-def new_learner(task, bs, seed, cbs=None):
-    "With weights and an order of samples of its own"
-    learn = task.learner(bs, cbs=cbs)
-    set_seed(seed)
-    learn.model.apply(lambda m: m.reset_parameters() if hasattr(m, 'reset_parameters') else None)
-    for dl in learn.dls.loaders: dl.rng.seed(seed)
-    learn.remove_cb(ProgressCallback)
-    learn.logger = noop
-    return learn
-
-def measure_noise(learn, lr):
-    "The median of the noise scale over the next epoch, with batches of 64"
-    with unchanged(learn):
-        learn.fit(1, sqrt_scale(lr, 4), cbs=[GradientAccumulation(64), GradientNoiseScale()])
-        return float(np.median([o.noise_scale for o in learn.recorder.noise_scale]))
-
-def predict(task, seed):
-    "What `bs_find` and the noise scale say at the points of one run of the base recipe, and how many epochs `bs_find` trains"
-    learn,now,found = new_learner(task, 16, seed),0,{}
-    for point in task.targets:
-        if point > now: learn.fit(point-now, task.lr)
-        now = point
-        bs = learn.bs_find(sizes, task.branch, lr=task.lr, show_plot=False)
-        found[point] = dict(bs_find=bs.critical, losses=bs.losses, epochs=sum(map(len, bs.losses.values()))*task.branch,
-                            noise_scale=measure_noise(learn, task.lr))
-    return found
-
-# What each size needs
-
-class Data:
-    "The samples of a Learner as tensors"
-    def __init__(self, learn):
-        self.train,self.valid = (tuple(torch.stack([o[i] for o in dl.dataset]) for i in (0, 1)) for dl in learn.dls.loaders)
-
-def loss_of(model, x, y): return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
-
-def adam(model, lr):
-    "fastai's Adam as PyTorch's, with weight decay of all but biases"
-    biases = set(norm_bias_params(model, True))
-    groups = [dict(params=[p for p in model.parameters() if (p in biases) == o], weight_decay=0. if o else .01) for o in (False, True)]
-    return torch.optim.AdamW(groups, lr=lr, betas=(.9, .99), eps=1e-5)
-
-def run(model, opt, data, bs, lr, seed, most, target=0.):
-    "Train until the validation loss, averaged over the last fifth of the samples, is down at `target`; the samples, inf at `most`, and that loss"
-    g,todo,seen,losses,next_look = torch.Generator().manual_seed(seed),torch.empty(0, dtype=torch.long),0,[],0
-    for group in opt.param_groups: group['lr'] = lr
-    while seen < most:
-        while len(todo) < bs: todo = torch.cat([todo, torch.randperm(len(data.train[0]), generator=g)])
-        idxs,todo = todo[:bs],todo[bs:]
-        opt.zero_grad()
-        loss_of(model, *(o[idxs] for o in data.train)).backward()
-        opt.step()
-        seen += bs
-        if seen < next_look: continue
-        with torch.no_grad(): losses.append((seen, loss_of(model, *data.valid).item()))
-        next_look,mean = max(seen*1.08, 256),np.mean([loss for at,loss in losses if at >= .8*seen])
-        if mean <= target: return seen,mean
-        if not np.isfinite(mean): break
-    return math.inf,mean
-
-def base_runs(task, data):
-    "The model and the state of the optimizer at each point of the base recipe"
-    model,now,res = task.learner(16).model,0,{}
-    opt = adam(model, task.lr)
-    for point in task.targets:
-        if point > now: run(model, opt, data, 16, task.lr, 100+now, (point-now)*len(data.train[0]))
-        now,res[point] = point,deepcopy((model, opt.state_dict()))
+def needed(task):
+    "From each start of one run of the base recipe"
+    learn,now,res = task.learner(base_bs),0,{}
+    data = [tuple(torch.stack(o) for o in zip(*dl.dataset)) for dl in learn.dls.loaders]
+    run = Run(task, data, learn.loss_func, learn.model)
+    for point,horizon in task.targets.items():
+        if point > now: run.train(base_bs, task.lr, 100, (point-now)*len(data[0][0]))
+        now,start = point,partial(Run, task, data, learn.loss_func, deepcopy(run.model), deepcopy(run.opt.state_dict()))
+        res[point] = samples_needed(task, start, len(data[0][0]), horizon)
     return res
 
-def start(checkpoint):
-    model,state = deepcopy(checkpoint)
-    opt = adam(model, 0.)
-    opt.load_state_dict(state)
-    return model,opt
+class Clock(Callback):
+    "Microseconds of CPU time per sample of each epoch's training"
+    def __init__(self): self.us = []
+    def before_train(self): self.began = time.process_time()
+    def after_train(self):
+        self.us.append((time.process_time()-self.began)/len(self.dls.train_ds)*1e6)
+        raise CancelEpochException
 
-def needed(task, checkpoint, data, horizon, trials):
-    """Samples that each size needs to come where the base recipe comes after `horizon` epochs: at the rule's learning rate or,
-    with `trials`, at the best one. Ends with the first size that needs more than three times the least"""
-    n,k,res = len(data.train[0]),0,{}
-    target = float(np.mean([run(*start(checkpoint), data, 16, task.lr, seed, horizon*n)[1] for seed in range(3)]))
-    most = 4*horizon*n
-    for bs in sizes:
-        def rate(k): return sqrt_scale(task.lr, bs/16)*2.**k
-        def runs(k, seeds): return [run(*start(checkpoint), data, bs, rate(k), seed, most, target)[0] for seed in seeds]
-        if trials: k = best_factor(lambda k: np.mean(runs(k, range(20, 20+trials))), k)
-        samples = runs(k, range(task.seeds))
-        res[bs] = dict(lr=rate(k), samples=[o if math.isfinite(o) else None for o in samples])  # None: not within four times the least
-        most = min(most, 4*np.mean(samples))
-        if 4*np.mean(samples) > 3*most: break
-    return dict(target=target, epoch=n, sizes=res)
+def times(task, n_rounds=8):
+    "Microseconds per sample in a Learner's `fit`, by batch size: in one batch, and accumulated; the least of interleaved rounds"
+    learners = {('whole', bs):task.learner(bs, Clock()) for bs in sizes}
+    learners |= {('accumulated', bs):task.learner(loader_bs, [GradientAccumulation(bs), Clock()]) for bs in sizes if bs > loader_bs}
+    for _,learn in itertools.product(range(n_rounds), learners.values()): learn.fit(1, 1e-5)
+    return {way:{bs:round(min(o.clock.us), 2) for (kind,bs),o in learners.items() if kind == way} for way in ('whole', 'accumulated')}
 
-# What schedules make of it
+def found(task):
+    "What `bs_find` says at the starts of three runs of the base recipe, with other weights and another order of samples each"
+    res = {point:[] for point in task.targets}
+    for seed in range(3):
+        learn,now = task.learner(base_bs, seed=seed),0
+        for point in task.targets:
+            learn.dls = task.learner(base_bs, seed=100+seed).dls
+            if point > now: learn.fit(point-now, task.lr)
+            now,learn.dls = point,task.learner(loader_bs, seed=seed).dls
+            with replace('fastxtend_accum.bs_find.clock', time.process_time):  # whatever else the machine does
+                res[point].append(learn.bs_find(lr=task.rate(loader_bs), show_plot=False)._asdict())
+    return res
 
-def fit_once(task, seed, lr, bs=16, cbs=lambda: None):
-    learn = new_learner(task, bs, seed, cbs=cbs())
-    learn.fit_flat_cos(task.n_epoch, lr)
-    return dict(loss=learn.recorder.values[-1][1], steps=len(learn.recorder.losses))
+parts = dict(times=times, needed=needed, found=found)
 
-def fits(task, lr, **kwargs):
-    "Five seeds at the best learning rate, which others have chosen"
-    def loss(k): return np.mean([fit_once(task, seed, lr*2.**k, **kwargs)['loss'] for seed in range(20, 20+task.trials)])
-    lr *= 2.**best_factor(loss)
-    return dict(lr=lr, runs=[fit_once(task, seed, lr, **kwargs) for seed in range(5)])
-
-def compare(task):
-    "Constant batches, the schedule of `bs_schedule`, and the adaptive batch, over the same epochs"
-    learn = new_learner(task, 16, 0)
-    schedule = learn.bs_schedule(max_bs=256, n_epoch=task.branch, lr=task.lr)
-    windows = GradientAccumulationSchedule(**schedule).preview(task.n_epoch, learn.dls)
-    steps = {point:next(size for opened,size in windows if opened >= point) for point in task.targets}
-    adaptive = lambda: [AdaptiveGradientAccumulation(32, 256, scale={'lr':sqrt_scale}), GradientNoiseScale()]
-    return dict(steps=steps, constant={bs:fits(task, sqrt_scale(task.lr, bs/16), bs=bs) for bs in sizes[:-1]},
-                schedule=fits(task, task.lr, cbs=lambda: GradientAccumulationSchedule(**schedule)),
-                adaptive=fits(task, sqrt_scale(task.lr, 2), cbs=adaptive))
-
-def measure(task):
-    data = Data(task.learner(16))
-    checkpoints = base_runs(task, data)
-    return dict(predicted=[predict(task, seed) for seed in range(3)],
-                needed=[dict(point=point, horizon=o, rate=rate, **needed(task, checkpoints[point], data, o, trials))
-                        for point,horizons in task.targets.items() for o in horizons
-                        for rate,trials in (('best', task.trials), ('rule', 0))],
-                compared=compare(task))
-
-def main():
+def main(names):
     torch.set_num_threads(1)
-    results = {}
-    for name,task in tasks.items():
+    results = json.loads(file.read_text()) if file.exists() else {}
+    for (name,task),part in itertools.product(tasks.items(), names):
         began = time.process_time()
-        results[name] = measure(task) | dict(cpu_seconds=round(time.process_time()-began))
-        print(f"{name}: {results[name]['cpu_seconds']} s", file=sys.stderr)
-    (here/'batch_size.json').write_text(json.dumps(results, indent=1)+'\n')
+        results.setdefault(name, {})[part] = parts[part](task)
+        file.write_text(json.dumps(results, indent=1)+'\n')
+        print(f"{name}, {part}: {time.process_time()-began:.0f} s", file=sys.stderr)
 
-if __name__ == '__main__': main()
+if __name__ == '__main__': main(sys.argv[1:] or parts)

@@ -21,7 +21,6 @@ NAN = float('nan')
     (lambda: GradientAccumulation(32, skip_nonfinite=1), 'skip_nonfinite must be True or False, not 1'),
     (lambda: GradientAccumulation(32, drop_last=True), "drop_last=True is fastxtend's name: use remainder='drop'"),
     (lambda: GradientAccumulationSchedule(16, 64, drop_last=False), "drop_last=False is fastxtend's name: use remainder='drop'"),
-    (lambda: AdaptiveGradientAccumulation(16, 64, drop_last=True), "use remainder='drop'"),
     (lambda: GradientAccumulation(32, accum=3), 'unexpected arguments: accum'),
     (lambda: GradientAccumulationSchedule(64, 128, .25, .75, SchedCos, 32), 'log_accum_batch must be True or False, not 32'),  # fastxtend's order
     (lambda: GradientAccumulationSchedule(16, 64, schedule={1: 2}), 'for sizes by point use GradientAccumulationSchedule(**SchedSteps('),
@@ -52,7 +51,8 @@ def unsized(cbs):
     return Learner(DataLoaders(Unsized(8), Unsized(8)), model(), loss_func=mse, opt_func=SGD, cbs=cbs)
 
 @pytest.mark.parametrize('make, says', [
-    (lambda: make_learner(8, cbs=GradientAccumulation(20)), "accum_bs=20 is not a multiple of the DataLoader's batch of 8 samples: use 16 or 24, or change its batch size"),
+    (lambda: make_learner(8, cbs=GradientAccumulation(20)), "accum_bs=20 is not a multiple of the DataLoader's batch of 8 samples: use 16 or 24, or "
+     'change its batch size to 20, with micro_batch_size=8 to split it'),
     (lambda: make_learner(64, cbs=GradientAccumulation(32)), 'use 64, or change'),
     (lambda: make_learner(8, cbs=GradientAccumulationSchedule(20, 64)), 'start_accum_bs=20'),
     (lambda: make_learner(8, cbs=GradientAccumulationSchedule(16, 60)), 'final_accum_bs=60'),

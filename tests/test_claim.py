@@ -7,7 +7,7 @@ from fastai.callback.mixup import MixUp
 from fastai.losses import *
 
 from common import *
-from fastxtend_accum.claim import LossCheck,check_loss,join_rows,loss_grads
+from fastxtend_accum.loss_check import LossCheck,check_loss,join_rows,loss_grads
 from fastxtend_accum.weights import n_items
 
 # Data: 16 samples; some labels are ignored, some values are missing, masks have rare classes
@@ -360,6 +360,18 @@ def test_a_fit_after_an_interrupt_compares_its_own():
     with pytest.raises(KeyboardInterrupt): fit(learn, 1, cbs=Callback(after_pred=stop))
     learn.loss_func = CrossEntropyLossFlat(axis=1)
     assert said(learn) == [] and learn.gradient_accumulation.loss_check.parts == []  # that of the next fit
+
+trials = {'lr_find':lambda learn: learn.lr_find(num_it=12, show_plot=False), 'bs_find':lambda learn: learn.bs_find(show_plot=False),
+          'micro_bs_find':lambda learn: learn.micro_bs_find()}
+
+@pytest.mark.parametrize('trial', trials)
+def test_trial_fits_say_nothing(trial):
+    "The fit that follows does"
+    learn = learner(CombinedLoss(), 4, GradientAccumulation(16))
+    with warnings.catch_warnings(record=True) as caught, quiet(learn):
+        warnings.simplefilter('always')
+        trials[trial](learn)
+    assert [o for o in caught if 'not exact' in str(o.message)] == [] and len(said(learn)) == 1
 
 def test_a_loss_inside_the_model_cannot_be_seen():
     class Inside(nn.Module):

@@ -1,10 +1,13 @@
 "What the callbacks cost, counted and never timed: a change that adds a host sync, an operation, a Python call or a buffer fails here"
+from collections import Counter
+
 import pytest
 from benchmarks import report
-from benchmarks.cases import cases, training
-from benchmarks.counts import count_bytes, count_calls, count_operations
+from benchmarks.cases import Task, cases, training
+from benchmarks.counts import Copies, Operations, count_bytes, count_calls, count_operations
 
 from common import *
+from fastxtend_accum.loss_check import LossCheck
 
 K = 8
 
@@ -23,6 +26,27 @@ def test_host_syncs(case):
     "One a window, for the loss and the items together; a Learner without accumulation copies every loss"
     assert count_operations(cases['plain'], 1)['syncs'] == 1
     for k in 1,K: assert count_operations(cases[case], k)['syncs'] == 1/k
+
+@pytest.mark.parametrize('loss_func', [nn.CrossEntropyLoss(), F.cross_entropy, nn.CrossEntropyLoss(reduction='sum')])
+@pytest.mark.parametrize('case', ['ours', 'ours_pieces'])
+def test_the_check_of_the_loss_adds_no_sync(case, loss_func, monkeypatch):
+    "In a whole fit of 4 windows: its numbers come with those of the window"
+    checks = []
+    def syncs():
+        task,counts = Task(4*K),Counter()
+        task.loss_func = loss_func
+        with monkeypatch.context() as m:
+            m.setattr('fastxtend_accum.weights.as_count', lambda o: o)  # as on a GPU
+            train = cases[case](task, K)
+            with Operations(counts, task),Copies(counts): train()
+        return counts
+    warning = LossCheck.warning
+    monkeypatch.setattr(LossCheck, 'warning', lambda self: checks.append(self.verdict().says) or warning(self))
+    checked = syncs()
+    assert checks == ['same']
+    monkeypatch.setattr(LossCheck, 'add', noop)
+    unchecked = syncs()
+    assert checked['ops'] > unchecked['ops'] and checked['syncs'] == unchecked['syncs'] >= 4
 
 @ours
 def test_operations(case):

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from contextlib import nullcontext
 
 from common import *
-from fastxtend_accum.draws import SameDraws, check_draws, samples_dim
+from fastxtend_accum.same_draws import SameDraws, check_draws, samples_dim
 
 N = 22
 

@@ -1,5 +1,6 @@
 "Losses over the whole batch, in pieces: against the same Learner without the callback"
-import itertools, json, os, subprocess, sys
+import itertools, json, os, subprocess, sys, weakref
+from contextlib import nullcontext
 import pytest
 from fastai.callback.mixup import MixUp
 from hypothesis import given, strategies as st
@@ -218,6 +219,43 @@ def test_bit_for_bit_with_dropout_and_autocast(amp, norm):
     assert_same(rng_a, rng_b)
     for o,p in zip(a.model.buffers(), b.model.buffers(), strict=True): assert_same(o, p)
     assert len(list(a.model.buffers())) == (6 if norm else 0)
+
+# Buffers that a forward pass reads and changes: as with the same pieces whose activations are all kept
+
+class Counter(nn.Module):
+    "Counts its calls, and multiplies by a number that falls with them"
+    def __init__(self): super().__init__(); self.register_buffer('calls', torch.zeros((), dtype=torch.float64))
+    def forward(self, x):
+        if self.training: self.calls += 1
+        return x/(1+.1*self.calls)
+class RunningScale(nn.Module):
+    "Puts a new buffer in place of the last one"
+    def __init__(self): super().__init__(); self.register_buffer('scale', torch.ones(8, dtype=torch.float64))
+    def forward(self, x):
+        if self.training: self.scale = .9*self.scale + .1*x.detach().abs().mean(0)
+        return x/self.scale
+def spectral(): return nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8).double())
+def old_spectral(): return nn.utils.spectral_norm(nn.Linear(8, 8).double())
+
+class Kept(nn.Module):
+    "Runs on pieces of 8 in training, and keeps their activations"
+    def __init__(self, m): super().__init__(); self.m = m
+    def forward(self, x): return torch.cat([self.m(o) for o in x.split(8 if self.training else len(x))])
+
+@pytest.mark.parametrize('make', [Counter, RunningScale, spectral, old_spectral])
+def test_a_buffer_that_the_forward_pass_reads_and_changes(make, monkeypatch):
+    def loss(pred, targ): return ((pred-pred.mean(0)-targ)**2).mean().float()
+    def run(wrap, *cbs):
+        torch.manual_seed(0)
+        m = nn.Sequential(nn.Linear(5, 8), make(), nn.Tanh(), nn.Linear(8, 1)).double()
+        before = [o.clone() for o in m.buffers()]
+        learn = fit(make_learner(32, m=wrap(m), loss_func=loss, cbs=cbs), 2)
+        assert all((a-b).abs().max() > 1e-3 for a,b in zip(before, m.buffers(), strict=True)) and len(before) > 0
+        return weights(learn),torch.cat([o.flatten() for o in m.buffers()])
+    cached,kept = run(noop, GradientCache(8)),run(Kept)
+    for a,b in zip(cached, kept, strict=True): assert_same(a, b)
+    monkeypatch.setattr('fastxtend_accum.checkpointing.KeepsBuffers', lambda module: nullcontext())
+    assert (run(noop, GradientCache(8))[0]-kept[0]).abs().max() > 1e-6  # it is needed
 
 def test_a_compiled_model():
     big,small = (fit_over_batch(cbs, m=torch.compile(TwoOutputs(), backend='aot_eager'), n_epoch=1) for cbs in (None, GradientCache(8)))

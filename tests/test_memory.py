@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from common import *
 from fastxtend_accum.memory import room_for_step
-from fastxtend_accum.pieces import batch_size, is_out_of_memory, join, piece
+from fastxtend_accum.batches import batch_size, is_out_of_memory, join, piece
 from test_losses import Masked, tag, token_losses
 
 FLOAT32 = 1e-5

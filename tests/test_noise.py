@@ -7,7 +7,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from common import *
-from fastxtend_accum.noise import PassingGradients,norm
+from fastxtend_accum.noise import NoiseAverages,WindowSquares,norm,sum_of_squares
 from test_life import whole_learner
 from test_logging import scalars, wandb_history
 
@@ -27,12 +27,12 @@ def drawn(sizes, n_windows, n=64):
     g = torch.Generator().manual_seed(3)
     return [torch.randint(n, (size,), generator=g).tolist() for _ in range(n_windows) for size in sizes]
 
-def measured(batches, accum, *cbs, micro=4, beta=0., lr=0., m=None, loss_func=mse, **kwargs):
-    "A Learner that was fitted on `batches` of the population; with a `beta` of 0 every entry is its own window's"
+def measured(batches, accum, *cbs, micro=4, memory=1e-9, lr=0., m=None, loss_func=mse, opt_func=SGD, **kwargs):
+    "A Learner that was fitted on `batches` of the population; with a `memory` of nothing every entry is its own window's"
     x,y = population()
     dls = DataLoaders(TorchDataLoader(list(zip(x, y)), batch_sampler=batches), DataLoader(list(zip(x, y))[:8], bs=8))
-    cbs = [GradientAccumulation(accum, micro_batch_size=micro, **kwargs), GradientNoiseScale(beta), *cbs]
-    return fit(Learner(dls, model() if m is None else m, loss_func=loss_func, opt_func=SGD, cbs=cbs), 1, lr)
+    cbs = [GradientAccumulation(accum, micro_batch_size=micro, **kwargs), GradientNoiseScale(memory), *cbs]
+    return fit(Learner(dls, model() if m is None else m, loss_func=loss_func, opt_func=opt_func, cbs=cbs), 1, lr)
 
 def noises(learn): return torch.tensor([(o.noise, o.signal) for o in learn.recorder.noise_scale], dtype=torch.float64)
 
@@ -78,7 +78,7 @@ def test_a_known_noise_scale():
     x = mean+torch.randn(32_000, 20)*sd
     ds = list(zip(x, torch.zeros(len(x))))
     dls = DataLoaders(DataLoader(ds, bs=16), DataLoader(ds[:4], bs=4))
-    learn = Learner(dls, Products(), lambda pred,targ: pred.mean(), opt_func=SGD, cbs=[GradientAccumulation(64), GradientNoiseScale(.999)])
+    learn = Learner(dls, Products(), lambda pred,targ: pred.mean(), opt_func=SGD, cbs=[GradientAccumulation(64), GradientNoiseScale(math.inf)])
     fit(learn, 1, 1e-3)
     truth = float(sd.square().sum()/mean.square().sum())
     assert abs(learn.recorder.noise_scale[-1].noise_scale/truth-1) < .05 and truth > 10
@@ -150,7 +150,7 @@ def test_mixed_precision(mode, tol):
     class Overflow(Callback):
         def after_loss(self):
             if self.training and self.train_iter == 4 and mode == AMPMode.FP16: self.learn.loss_grad = self.learn.loss_grad*float('inf')
-    learn = Learner(dls, model().float(), loss, opt_func=SGD, cbs=[GradientAccumulation(16, micro_batch_size=4), GradientNoiseScale(0.),
+    learn = Learner(dls, model().float(), loss, opt_func=SGD, cbs=[GradientAccumulation(16, micro_batch_size=4), GradientNoiseScale(1e-9),
                                                                   CpuMixedPrecision(amp_mode=mode, init_scale=2.**8), Overflow(), GradientClip(1e-3)])
     fit(learn, 1, 0.)
     expected = windows_by_hand(batches, 6, model(), mse)
@@ -178,13 +178,132 @@ def test_an_entry_for_each_step(remainder):
     learn = make_learner(8, n=92, cbs=[GradientAccumulation(24, remainder=remainder), GradientNoiseScale()])
     fit(learn, 3)
     assert len(learn.recorder.noise_scale) == len(losses(learn)) == len(learn.recorder.accum_bs) > 8
-    assert not np.isnan(np.array(learn.recorder.noise_scale)).any()
+    assert not np.isnan(np.array([o[:4] for o in learn.recorder.noise_scale])).any()
     assert learn.recorder.noise_scale[-1].windows == len(losses(learn))
 
 def test_measuring_changes_nothing():
     a,b = (fit(make_learner(8, cbs=[GradientAccumulation(32), *cbs], opt_func=Adam), 3) for cbs in ([], [GradientNoiseScale()]))
     assert_same(weights(a), weights(b))
     assert losses(a) == losses(b)
+
+# In the optimizer's metric
+
+def torch_adam(params, lr=.1, **kwargs): return OptimWrapper(params, torch.optim.AdamW, lr=lr, eps=1e-5)
+def sparse_adam(params, lr=.1, **kwargs): return OptimWrapper(params, torch.optim.SparseAdam, lr=lr, eps=1e-5)
+def rms(params, lr=.1, **kwargs): return RMSProp(params, lr, sqr_mom=.9, eps=1e-5)
+
+@pytest.mark.parametrize('opt_func,sqr_mom,debias', [(Adam, .99, True), (torch_adam, .999, True), (rms, .9, False), (sparse_adam, .999, True)])
+def test_windows_in_adams_metric(opt_func, sqr_mom, debias):
+    "With the mean of squares by hand, from the windows before; nothing of the first five counts"
+    (x,y),m,batches = population(),Table(True) if opt_func is sparse_adam else model(),drawn((4, 8, 4), 9)
+    v,expected = 0,[]
+    for t,window in enumerate(zip(*[iter(batches)]*3)):
+        grads = [plain_gradient(m, mse(m(x[o]), y[o])).double() for o in window]
+        root = ((v/(1-sqr_mom**t) if debias else v)**.5+1e-5)**.5 if t else None
+        if t >= 5: expected.append(by_hand([g/root for g in grads], list(map(len, window)), 16))
+        v = sqr_mom*v+(1-sqr_mom)*(sum(len(o)*g for o,g in zip(window, grads))/16)**2
+    learn = measured(batches, 16, m=m, opt_func=opt_func)
+    assert [(o.windows, o.metric) for o in learn.recorder.noise_scale] == [(0, 'Adam')]*5+[(i, 'Adam') for i in range(1, 5)]
+    expected = torch.tensor(expected, dtype=torch.float64)
+    assert_same(noises(learn)[5:]/expected, torch.ones_like(expected), 1e-3)  # float32 losses, over small means of squares
+    plain = noises(measured(batches, 16, m=m))
+    assert ((plain[5:]/expected-1).abs() > .1).any()
+
+def test_the_metric_of_a_trained_optimizer_counts_from_the_first_window():
+    learn = make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale()], opt_func=Adam)
+    assert [o.windows for o in fit(learn, 3).recorder.noise_scale] == [0]*5+[1,2,3,4]
+    assert [o.windows for o in fit(learn, 1).recorder.noise_scale] == [1,2,3]
+    assert learn.recorder.plot_noise_scale().get_legend().get_texts()[0].get_text() == 'gradient noise scale, Adam'
+    learn = fit(make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale()]), 1)
+    assert learn.recorder.noise_scale[-1].metric == 'plain'
+
+# Memory in samples
+
+class Products(nn.Module):
+    "Its gradient is the data"
+    def __init__(self): super().__init__(); self.w = nn.Parameter(torch.zeros(20))
+    def forward(self, x): return x@self.w
+
+def known(accum, memory, noise=(1., 3.), n=64_000):
+    "The last estimate over a stream of samples whose noise scale goes from the first `noise` to the second half-way"
+    g = torch.Generator().manual_seed(1)
+    x = torch.ones(n, 20)+torch.randn(n, 20, generator=g)*torch.tensor(noise).repeat_interleave(n//2)[:,None]
+    ds = list(zip(x, torch.zeros(n)))
+    learn = Learner(DataLoaders(DataLoader(ds, bs=32), DataLoader(ds[:4], bs=4)), Products(), lambda pred,targ: pred.mean(), opt_func=SGD, cbs=[accum, GradientNoiseScale(memory)])
+    return fit(learn, 1, 1e-3).gradient_noise_scale.estimate().noise_scale
+
+def test_memory_is_in_samples():
+    """The noise of a sample goes from 20 to 180, its signal is 20; an average that goes back M samples has after 32,000 of them seen exp(-32,000/M) of the first. The same for
+    windows of 64, of 256, and for those that grow; in windows, the larger ones would have gone back four times as far"""
+    M = 32_000
+    share = (math.exp(-1)-math.exp(-2))/(1-math.exp(-2))
+    truth = share+(1-share)*9
+    for accum in GradientAccumulation(64), GradientAccumulation(256), GradientAccumulationSchedule(64, 256, start=.5, finish=.5, remainder='carry'):
+        assert abs(known(accum, M)/truth-1) < .05
+    assert abs(known(GradientAccumulation(256), 4*M)/truth-1) > .2
+
+def test_memory_of_averages():
+    "Four windows of 64, or one of 256 with their mean; without a memory it is that of 50 windows like the first"
+    a,b = NoiseAverages(1e4),NoiseAverages(1e4)
+    for i in range(100):
+        for _ in range(4): a.add(i, 2*i, 64)
+        b.add(i, 2*i, 256)
+    assert_same(a.estimate()[1:3], b.estimate()[1:3], 1e-9)
+    c = NoiseAverages(None)
+    c.add(1., 1., 32); c.add(0., 0., 32)
+    assert_same(c.estimate().noise, math.exp(-1/50)/(1+math.exp(-1/50)), 1e-12)
+
+# One micro-batch a window
+
+@pytest.mark.parametrize('loss', ['mean','sum','items'])
+def test_a_window_of_one_is_compared_with_the_one_before(loss):
+    "As two micro-batches of a window, by hand; of different sizes, too, and with momentum nothing changes at a rate of 0"
+    class Sum:
+        reduction = 'sum'
+        def __call__(self, pred, targ): return ((pred-targ)**2).sum().float()
+    def items(n): return 3*n if loss == 'items' and n == 8 else n
+    (x,y),m,batches = population(),model(),drawn((8, 8, 4), 3)
+    kwargs = dict(num_items=lambda learn: items(len(learn.y))) if loss == 'items' else {}
+    dls = DataLoaders(TorchDataLoader(list(zip(x, y)), batch_sampler=batches), DataLoader(list(zip(x, y))[:8], bs=8))
+    class Four(GradientAccumulation):
+        "Every micro-batch is a window, whatever its size"
+        def start_micro_batch(self, samples, ends_batch=True):
+            super().start_micro_batch(samples, ends_batch)
+            self.window.micro.ends_window = True
+    learn = Learner(dls, m, loss_func=Sum() if loss == 'sum' else mse, opt_func=SGD, cbs=[Four(8, micro_batch_size=8, **kwargs), GradientNoiseScale(1e-9)])
+    fit(learn, 1, 0.)
+    grads = [plain_gradient(m, mse(m(x[o]), y[o])) for o in batches]
+    expected = [by_hand(grads[i-1:i+1], [items(len(o)) for o in batches[i-1:i+1]], sum(map(len, batches[i-1:i+1]))) for i in range(1, len(batches))]
+    assert_same(noises(learn)[1:], expected, 1e-4)
+    assert [o.windows for o in learn.recorder.noise_scale] == list(range(9))
+
+def test_the_bias_of_a_window_of_one():
+    """The loss of sample x is |w-x|²/2, with x from a normal distribution with variance 1 in d directions: the gradient of b samples is w-x̄. A step of SGD with a rate r makes it (1-r)w+rx̄-x̄', so its product
+    with the one before is (1-r)|w|²-rd/b on average: the signal is too low by r·tr(HS)/b and by r|w|². Two micro-batches or more have no such bias"""
+    class Point(nn.Module):
+        def __init__(self): super().__init__(); self.w = nn.Parameter(torch.full((50,), .5))
+        def forward(self, x): return self.w.expand_as(x)
+    d,b,n,lr = 50,8,48_000,.02
+    g = torch.Generator().manual_seed(2)
+    ds = [(o,o) for o in torch.randn(n, d, generator=g)]
+    found = {}
+    for accum in b,2*b:
+        squares = []
+        learn = Learner(DataLoaders(DataLoader(ds, bs=b), DataLoader(ds[:8], bs=8)), Point(), lambda pred,targ: (pred-targ).square().sum(1).mean()/2, opt_func=SGD,
+                        cbs=[GradientAccumulation(accum), GradientNoiseScale(math.inf), Callback(before_step=lambda cb: squares.append(cb.model.w.square().sum().item()))])
+        found[accum] = fit(learn, 1, lr).gradient_noise_scale.estimate().signal,np.mean(squares)
+    signal,true = found[b]
+    assert abs(signal-((1-lr)*true-lr*d/b)) < .03 and true-signal > .1
+    signal,true = found[2*b]
+    assert abs(signal-true) < .03
+
+def test_the_copy_of_the_gradient_is_for_windows_of_one_only():
+    class Look(Callback):
+        def before_fit(self): self.sizes = []
+        def after_step(self): self.sizes.append(sum(o.numel() for o in self.learn.gradient_noise_scale.squares.previous.values() if isinstance(o, Tensor)))
+    for accum,expected in (8, [57]*12),(16, [0]*6):
+        learn = fit(make_learner(8, cbs=[GradientAccumulation(accum), GradientNoiseScale(), Look()]), 1)
+        assert learn.look.sizes == expected and learn.gradient_noise_scale.squares.previous == {}
 
 # What it costs: counts
 
@@ -202,8 +321,9 @@ def test_one_look_at_numbers_a_window(monkeypatch):
         return n[0]
     assert looks(GradientNoiseScale()) == looks()+9
 
-def test_no_buffer_as_large_as_a_parameter():
-    "Nothing that is made while gradients are measured is larger than a number for each parameter"
+@pytest.mark.parametrize('opt_func', [SGD, Adam])
+def test_no_copy_of_the_gradient(opt_func):
+    "What is made while gradients are measured is no larger than a number for each parameter; in Adam's metric, than the one parameter at hand"
     from torch.utils._python_dispatch import TorchDispatchMode
     class Largest(TorchDispatchMode):
         n = 0
@@ -211,11 +331,20 @@ def test_no_buffer_as_large_as_a_parameter():
             out = func(*args, **(kwargs or {}))
             if isinstance(out, torch.Tensor): self.n = max(self.n, out.numel())
             return out
-    p,passing = nn.Parameter(torch.ones(1000)),PassingGradients()
-    with Largest() as largest:
-        passing.norms = [norm(p) for _ in range(7)]
-        passing.square()
-    assert 0 < largest.n <= 7
+    opt,squares = opt_func([nn.Parameter(torch.ones(1000)) for _ in range(7)], lr=.1),WindowSquares()
+    params = opt.param_lists[0]
+    for _ in range(2):
+        for p in params: p.grad = torch.ones(1000)
+        opt.step()
+        squares.watch(opt)
+        loss = sum((p*2).sum() for p in params)
+        with Largest() as largest:
+            for p in params: squares.norms.append(norm(p.grad, opt.state[p], opt.hypers[0]))
+            sum_of_squares(squares.norms)
+        loss.backward()
+        assert len(squares.norms) == 14 and squares.previous == {}
+        assert 0 < largest.n <= (7 if opt_func is SGD else 1000)
+        squares.ignore()
 
 # Nothing is left behind
 
@@ -255,19 +384,19 @@ def test_taken_off_in_the_middle_of_a_backward_pass():
     assert not hooked(learn)
 
 def test_pickled_with_hooks_on():
-    passing = PassingGradients()
-    passing.watch(model().parameters())
-    assert len(passing.hooks) == 4 and pickle.loads(pickle.dumps(passing)).hooks == []
+    squares = WindowSquares()
+    squares.watch(SGD(model().parameters(), lr=.1))
+    assert len(squares.hooks) == 4 and pickle.loads(pickle.dumps(squares)).hooks == []
 
 def test_export():
-    learn = whole_learner([GradientAccumulation(32), GradientNoiseScale(.9)])
+    learn = whole_learner([GradientAccumulation(32), GradientNoiseScale(320)])
     fit(learn, 1).export('learner.pkl')
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         loaded = load_learner('learner.pkl')
     with quiet(loaded): loaded.predict(3)
     loaded.dls = learn.dls
-    assert [o.windows for o in fit(loaded, 1, reset_opt=True).recorder.noise_scale] == [1,2]
+    assert [o.windows for o in fit(loaded, 3, reset_opt=True).recorder.noise_scale] == [0]*5+[1]  # Adam's metric begins anew
 
 # Resumed, logged, refused
 
@@ -299,6 +428,10 @@ def test_lr_find_measures_nothing_and_uses_nothing_up():
     fit(learn, 1)
     assert [o.windows for o in learn.recorder.noise_scale] == [7,8,9]
 
+def test_micro_bs_find_measures_nothing():
+    learn = make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale()])
+    with quiet(learn): assert learn.micro_bs_find() == 8
+
 def test_loggers(monkeypatch):
     "Each step that has an estimate, the same in all"
     learn = make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale(), WandbCallback(log_preds=False),
@@ -311,16 +444,10 @@ def test_loggers(monkeypatch):
     assert [o['accumulation_batch_size'] for o in rows.values()] == [32]*6
     assert_same([v for _,v in scalars('tb', 'gradient_noise_scale')], finite, 1e-4*max(finite))
 
-def test_one_micro_batch_a_window_says_so():
-    learn = make_learner(8, cbs=[GradientAccumulation(8), GradientNoiseScale()])
-    with pytest.warns(UserWarning, match='two micro-batches or more') as said: fit(learn, 2)
-    assert len([o for o in said if 'micro-batches' in str(o.message)]) == 1
-    assert learn.recorder.noise_scale == [(math.inf, 0., 0., 0)]*24
-
 def test_what_is_refused():
     with pytest.raises(ValueError, match='add a GradientAccumulation'): fit(make_learner(8, cbs=GradientNoiseScale()))
-    for beta in 1, -.1, 'x', None:
-        with pytest.raises(ValueError, match='beta'): GradientNoiseScale(beta)
+    for memory in 0, -.1, 'x':
+        with pytest.raises(ValueError, match='memory must be more than 0 samples'): GradientNoiseScale(memory)
     with pytest.raises(ValueError, match='add GradientNoiseScale'): fit(make_learner(8)).recorder.plot_noise_scale()
 
 def test_plot():

@@ -90,6 +90,18 @@ def test_undocumented_arguments_are_found():
                      b): pass
     assert undocumented(f) == undocumented(C) == ['b']
 
+def test_the_page_of_libraries_is_true():
+    "The tests that it names are there, and its figures are those of results.json"
+    cells,folder = sources['reference/05_libraries.ipynb'],root/'tests'
+    text = '\n'.join(prose(cells))
+    named = re.findall(r'`(test_\w+\.py)`: `(test_\w+)`', text)
+    assert {name for _,name in named} == set(re.findall(r'`(test_\w+)`', text)) and len(named) > 20
+    for file,name in named: assert f'def {name}(' in next(o for o in (folder/file, folder/'libraries'/file) if o.exists()).read_text(), name
+    results = json.loads((folder/'libraries/results.json').read_text())
+    rows = {f'| {library} | {what} | {d:.1e} |' for library,entry in results.items() for what,d in entry['differences'].items()}
+    shown = ''.join(''.join(o['data']['text/markdown']) for c in cells for o in c.get('outputs', []) if 'text/markdown' in o.get('data', {}))
+    assert len(rows) > 25 and rows <= set(shown.splitlines())
+
 # What nbdev makes of the pages, all that comes before Quarto
 
 @pytest.fixture(scope='module')

@@ -141,29 +141,17 @@ def test_noise_scale_of_all_micro_batches(world):
         assert_same([o[1:3] for o in found], expected, 1e-4)  # float32
     assert 'cannot see the whole gradients of a sharded' in results[0]['noise_sharded']
 
-def test_adaptive_sizes_are_the_same_in_all_processes(world):
-    "And each window is exact; the windows follow each other, over the ends of epochs"
-    n,results = world
-    sizes,shares,i,steps = results[0]['adaptive']['accum_bs'],dealt(96, n),0,[]
-    for size in sizes:
-        idxs = [o % (96//n) for o in range(i, i+size//n)]
-        steps.append((idxs, 0))
-        i += size//n
-    assert sizes[0] == 8*n < sizes[-1]
-    check(world, 'adaptive', together(steps, shares))
-
 @pytest.mark.parametrize('name', ['bs_find','bs_find_by_hand'])
 def test_batch_sizes_are_found_together(world, name):
-    "Each branch is that of one process, in all; the loss is the mean over the processes' shares of the validation set"
+    "All find the same: by sizes over all processes the mean of their times, and a step with the half second that it takes to synchronize"
     n,results = world
-    shares,valid,(x,y) = dealt(96, n),dealt(20, n),data(96)
-    for size in 4*n,8*n,20*n:
-        epochs = [windows(k, 4, size//n, 'step', 1) for k in (96//n, 48//n)]
-        weights,_ = reference(together(sum(epochs, []), shares), 96, sgd, lambda pct: .1*size/(4*n))
-        torch.nn.utils.vector_to_parameters(weights, (m := model()).parameters())
-        expected = np.mean([F.mse_loss(m(x[o]), y[o]).item() for o in valid])
-        for res in results: assert_same(res[name]['losses'][size], [expected]*2, 1e-6)
-    assert all(res[name] == results[0][name] and res[name]['unchanged'] and res[name]['kept'] == 0 for res in results)
+    for res in results:
+        assert res[name] == results[0][name] and res[name]['unchanged'] and res[name]['kept'] == 0
+    fastest,micro_bs,noise_scale,time,_ = results[0][name]['found']
+    batch,step,*_ = results[0][name]['costs']
+    assert list(batch) == [8*n, 4*n, 2*n]
+    assert_same([*batch.values(), step], [*(.001*o*(n+1)/2 for o in (8, 4, 2)), .5], 1e-6)
+    assert list(time) == [o*n for o in (2, 4, 8, 16, 32, 64, 128)] and noise_scale > 0 and micro_bs == 8 and fastest > 8*n
 
 @pytest.mark.parametrize('name', ['sums','tokens_ignored','tokens_weighted'])
 def test_every_item_counts_the_same(world, name):
@@ -319,7 +307,7 @@ def test_table_of_the_page(world):
         steps = 6
         gathers = world[1][0][name]['gathers']  # of the Recorder, which logs their mean
         rows.append([len(buckets)/steps, sum(nbytes for _,nbytes in buckets)/steps, len(scalars)/steps, sum(scalars)/steps, len(gathers)/steps, sum(gathers)/steps])
-    page = ''.join(sum([c['source'] for c in json.loads((here.parent/'nbs/source/06_processes.ipynb').read_text())['cells']], []))
+    page = ''.join(sum([c['source'] for c in json.loads((here.parent/'nbs/source/03_processes.ipynb').read_text())['cells']], []))
     table = re.findall(r'^\| (?:fastai\'s )?`GradientAccumulation` \|(.*)\|$', page, re.M)
     assert [[float(o) for o in row.split('|')] for row in table] == rows
     assert f'model of {len(weights(model()))} parameters' in page

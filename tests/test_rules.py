@@ -59,6 +59,48 @@ def test_adams_second_moment():
         assert beta in (.99, .999)
         assert_same(learn.probe.seen, [beta]*16 + [beta**4]*4)
 
+# Weight decay and averages of the weights
+
+@pytest.mark.parametrize('scale,lr,wd', [({'wd':linear_scale}, 1, 4), (dict(lr=sqrt_scale, wd=sqrt_scale), 2, 2)])
+def test_weight_decay(scale, lr, wd):
+    "fastai's Adam with a scaled `wd` is PyTorch's AdamW whose weight decay is multiplied where the batch is; a weight without a gradient loses as much by the sample as before"
+    learn = make_learner(8, n=128, cbs=jump(scale), opt_func=partial(Adam, sqr_mom=.99, eps=1e-5))
+    with quiet(learn): learn.fit(4, .01, wd=.3)
+    m,(x,y) = model(),data(128)
+    bias = [p for p in m.parameters() if p.ndim == 1]
+    opt = torch.optim.AdamW([dict(params=[p for p in m.parameters() if p.ndim > 1]), dict(params=bias)], lr=.01, betas=(.9, .99), eps=1e-5)
+    for idxs,pct in windows(128, 8, lambda pct: 16 if pct < .5 else 64, 'carry', 4):
+        large = pct >= .5
+        for g,decay in zip(opt.param_groups, (.3, 0.)): g.update(lr=.01*(lr if large else 1), weight_decay=decay*(wd if large else 1))  # fastai leaves biases alone
+        opt.zero_grad()
+        ((m(x[idxs])-y[idxs])**2).mean().backward()
+        opt.step()
+    assert_same(weights(learn), weights(m), 1e-9)
+    assert_moved(learn)
+    assert learn.opt.hypers[0]['wd'] == .3 and lr*wd == 4
+
+class EMA(Callback):
+    "An average of the weights, as users write it"
+    def __init__(self, decay, start=None): self.decay,self.start = decay,start
+    def before_fit(self): self.average = [p.detach().clone() if self.start is None else torch.full_like(p, self.start) for p in self.model.parameters()]
+    def after_step(self):
+        for a,p in zip(self.average, self.model.parameters()): a.lerp_(p.detach(), 1-self.decay)
+
+@pytest.mark.parametrize('kwargs', [{}, dict(micro_batch_size=8)])
+def test_an_average_of_the_weights_is_the_large_batchs(kwargs):
+    "Updated once a window, also where that is left over at the end of the epoch"
+    big = fit(make_learner(32, n=112, cbs=EMA(.9), opt_func=Adam))
+    small = fit(make_learner(32 if kwargs else 8, n=112, cbs=[GradientAccumulation(32, remainder='step', **kwargs), EMA(.9)], opt_func=Adam))
+    for a,b,p in zip(small.ema.average, big.ema.average, big.model.parameters(), strict=True):
+        assert_same(a, b, 1e-9)
+        assert (b-p).abs().max() > 1e-3
+
+def test_half_life_of_an_average_of_the_weights():
+    "Weights that stay where they are, and an average that starts elsewhere: after as many samples it is as far, with a decay for the larger batch"
+    def after(accum, decay): return torch.cat([o.flatten() for o in fit(make_learner(8, n=128, cbs=[GradientAccumulation(accum), EMA(decay, 1.)]), 1, 0.).ema.average])
+    assert_same(after(64, half_life_scale(.9, 4)), after(16, .9), 1e-12)
+    assert (after(64, .9)-after(16, .9)).abs().max() > .1
+
 def test_nothing_compounds():
     "Over many sizes, two fits, and what is set in between"
     learn = make_learner(8, n=128, cbs=GradientAccumulationSchedule(8, 64, finish=.9, schedule=SchedLin, scale=rules))

@@ -190,7 +190,7 @@ def test_it_is_a_flag(make):
     with pytest.raises(TypeError, match="same_draws must be True or False, not 'yes'"): make(same_draws='yes')
 
 def test_it_takes_pieces():
-    for cb in GradientAccumulation,partial(GradientAccumulationSchedule, 16),partial(AdaptiveGradientAccumulation, 16):
+    for cb in GradientAccumulation,partial(GradientAccumulationSchedule, 16):
         with pytest.raises(ValueError, match='same_draws=True is for batches that are split: set micro_batch_size'): cb(32, same_draws=True)
     for make in lambda: accum(micro=1), lambda: GradientCache(1, same_draws=True):
         with pytest.raises(ValueError, match='same_draws=True needs a micro_batch_size of 2 or more, not 1'): make()
@@ -215,10 +215,10 @@ def test_what_cannot_be_repeated_stops_the_fit(name):
 
 def test_off_it_costs_nothing(monkeypatch):
     def fails(*args): raise AssertionError
-    monkeypatch.setattr('fastxtend_accum.draws.SameDraws.__init__', fails)
+    monkeypatch.setattr('fastxtend_accum.same_draws.SameDraws.__init__', fails)
     for cbs in GradientAccumulation(32, micro_batch_size=8),GradientCache(8): run(noisy(32, cbs, n=96))
 
 def test_a_batch_in_one_piece_costs_nothing(monkeypatch):
     def fails(*args): raise AssertionError
-    monkeypatch.setattr('fastxtend_accum.draws.SameDraws.rewind', fails)
+    monkeypatch.setattr('fastxtend_accum.same_draws.SameDraws.rewind', fails)
     for cbs in accum(micro=32),GradientCache(32, same_draws=True): run(noisy(32, cbs, n=96))

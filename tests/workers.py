@@ -1,7 +1,7 @@
 """What one of several processes does in `test_processes.py`: `torchrun --nproc-per-node 2 tests/workers.py FOLDER [CASE]`
 
 Each case trains a Learner and saves what came of it, for the test to compare with a reference"""
-import os, sys
+import contextlib, os, sys, unittest.mock
 
 import torch.distributed as dist
 from accelerate import DistributedDataParallelKwargs
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import *
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
+from fastxtend_accum.bs_find import suggest
 from fastxtend_accum.checkpointing import ActivationCheckpointing
 from fastxtend_accum.gradient_cache import GradientCache
 from fastxtend_accum.processes import Processes
@@ -88,7 +89,7 @@ def case(f): cases[f.__name__] = f; return f
 @case
 def noise():
     "With ragged micro-batches; the weights stay where they are"
-    learn = make_learner(4, n=30*W, cbs=[GradientAccumulation(12*W), GradientNoiseScale(0.)])
+    learn = make_learner(4, n=30*W, cbs=[GradientAccumulation(12*W), GradientNoiseScale(1e-9)])
     res = train(learn)
     return res | dict(noise_scale=[tuple(o) for o in learn.recorder.noise_scale])
 
@@ -182,31 +183,34 @@ def fit_sharded(**kwargs):
     return dict(res, weights=torch.cat([p.full_tensor().detach().flatten() for p in m.parameters()]))
 @case
 def sharded(): return fit_sharded()
-@case
-def adaptive():
-    learn = make_learner(4, cbs=[AdaptiveGradientAccumulation(8*W, 32*W, min_windows=1, remainder='carry'), GradientNoiseScale()])
-    return train(learn, n_epoch=4)
+class Sync(Callback):
+    "A gradient that is synchronized takes half a second, on the clock of the test"
+    now = 0.
+    def before_backward(self):
+        Sync.now += .001*len(self.learn.y)*(1+rank_distrib())
+        if self.learn.model.require_backward_grad_sync: Sync.now += .5
+
+def find_bs(learn, context=contextlib.nullcontext):
+    "What `bs_find` says, what it has measured, and whether all is as it was"
+    before,loaders,costs = weights(learn),list(learn.dls.loaders),[]
+    learn.add_cb(Sync())
+    with unittest.mock.patch.multiple('fastxtend_accum.bs_find', clock=lambda: Sync.now, suggest=lambda o, *args: costs.append(o) or suggest(o, *args)), quiet(learn), context():
+        learn.fit(1, 0.)
+        models = getattr(learn, 'distributed_trainer', None) and learn.distributed_trainer.accelerator._models
+        wrapped = len(models or [])
+        found = learn.bs_find(.01, show_plot=False)
+        kept = len(models or [])-wrapped
+    return dict(found=tuple(found), costs=tuple(costs[0]), unchanged=bool((weights(learn) == before).all()) and learn.dls.loaders == loaders, kept=kept)
 @case
 def bs_find():
-    "Branches of an epoch and a half, in windows that do not divide it; what is wrapped for a branch is let go after it"
-    learn = make_learner(4, n=96, cbs=GradientAccumulation(16*W))
-    before,loaders = weights(learn),list(learn.dls.loaders)
-    with quiet(learn), learn.distrib_ctx(cpu=True):
-        learn.fit(1, 0.)
-        wrapped = len(learn.distributed_trainer.accelerator._models)
-        found = learn.bs_find([4*W, 8*W, 20*W], 1.5, 2, .1, linear_scale, stop_div=False, show_plot=False)
-        kept = len(learn.distributed_trainer.accelerator._models)-wrapped
-    unchanged = bool((weights(learn) == before).all()) and not isinstance(learn.model, DistributedDataParallel) and learn.dls.loaders == loaders
-    return dict(losses=found.losses, critical=found.critical, unchanged=unchanged, kept=kept)
+    learn = make_learner(8, n=512*W, cbs=GradientAccumulation(16*W))
+    return find_bs(learn, partial(learn.distrib_ctx, cpu=True))
 @case
 def bs_find_by_hand():
     "A model that its user has wrapped"
-    learn = make_learner(4, m=DistributedDataParallel(model(), static_graph=True))
+    learn = make_learner(8, n=512*W, m=DistributedDataParallel(model(), static_graph=True))
     learn.dls.loaders = [DistributedDL(dl) for dl in learn.dls.loaders]
-    before = weights(learn)
-    with quiet(learn): found = learn.bs_find([4*W, 8*W, 20*W], 1.5, 2, .1, linear_scale, stop_div=False, show_plot=False)
-    unchanged = bool((weights(learn) == before).all())
-    return dict(losses=found.losses, critical=found.critical, unchanged=unchanged, kept=0)
+    return find_bs(learn)
 @case
 def noise_sharded():
     learn = make_learner(4, m=fully_shard(model(), mesh=init_device_mesh('cpu', (W,))), cbs=[GradientAccumulation(16*W), GradientNoiseScale()])

@@ -1,4 +1,7 @@
-"fasterai: callbacks that change the loss, and that follow a schedule"
+"""fasterai: callbacks that change the loss, and that follow a schedule
+
+    python -m venv fasterai && fasterai/bin/pip install fastai fasterai pytest hypothesis
+    RECORD=1 fasterai/bin/python -m pytest -m libraries tests/libraries/test_fasterai.py"""
 import pytest
 from large_batch import *
 
@@ -33,3 +36,21 @@ def test_exact(callback):
     d = difference(partial(make, callback=callback))
     record('fasterai', callback.__name__, d)
     assert d < 1e-5
+
+# PruneCallback plans its steps by the length of the training loader, and removes filters before each of them
+
+def prune():
+    from fasterai.prune.all import PruneCallback
+    from fasterai.core.criteria import large_final
+    from fasterai.core.schedule import one_cycle
+    return PruneCallback(.5, one_cycle, 'local', large_final)
+
+def test_pruning_from_the_large_loader():
+    d = difference(partial(make, callback=prune), 'micro_batch_size=8')
+    record('fasterai', 'prune, micro_batch_size', d)
+    assert d < 1e-5
+
+def test_pruning_from_the_small_loader_stops_early():
+    "24 steps are planned, and 6 taken: fewer filters are gone"
+    large,small = (train(partial(make, callback=prune), *o) for o in ((32,), ways['loader of 8']()))
+    assert len(weights(large)) < len(weights(small)) < sum(p.numel() for p in net().parameters())

@@ -1,4 +1,7 @@
-"KeremTurgutlu's self_supervised: losses over the batch, and callbacks that read the batch after the step"
+"""KeremTurgutlu's self_supervised: losses over the batch, and callbacks that read the batch after the step
+
+    python -m venv selfsup && selfsup/bin/pip install fastai kornia timm pytest hypothesis && selfsup/bin/pip install --no-deps self-supervised
+    RECORD=1 selfsup/bin/python -m pytest -m libraries tests/libraries/test_self_supervised.py"""
 import pytest
 from large_batch import *
 
