@@ -66,6 +66,18 @@ def test_mvp_with_a_cache():
     "Nothing to pass: the loss is computed on the whole batch"
     measured('MVP, GradientCache(8)', difference(partial(make, callback=mvp), 'GradientCache(8)'))
 
+@pytest.mark.parametrize('way', ['micro_batch_size=8', 'GradientCache(8)'])
+def test_mvp_and_a_model_that_draws(way, monkeypatch):
+    "InceptionTimePlus, tsai's default, draws from Python's generator in each forward pass, as MVP does for its masks: in pieces the masks are others, and nothing else"
+    from tsai.all import MVP
+    monkeypatch.setattr(MVP, 'per_sample', ('mask',), raising=False)
+    kwargs = dict(num_items=masked) if way == 'micro_batch_size=8' else {}
+    def run(**mask): return difference(partial(make, arch=architecture('InceptionTimePlus'), callback=partial(mvp, **mask)), way, **kwargs)
+    measured(f'MVP, InceptionTimePlus, a mask without draws, {way}', run(custom_mask=by_value, subsequence_mask=False))
+    for same_draws in False,True:
+        kwargs['same_draws'] = same_draws
+        assert run() > 1e-4
+
 def test_the_mask_of_mvp_cannot_be_compared():
     "The loss reads the mask of the last micro-batch, which does not fit two of them, so nothing is said. Without `num_items` it is not exact"
     make_one = partial(make, callback=partial(mvp, custom_mask=by_value, subsequence_mask=False))
