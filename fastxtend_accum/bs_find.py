@@ -109,7 +109,7 @@ def try_out(learn:Learner, finder:BSFinder, lr, *cbs):
 # %% ../nbs/source/14_bs_find.ipynb #fdae18a2
 def micro_sizes(learn:Learner)->tuple[int,list[int]]:
     "Samples in a batch of the loader, and the micro-batches to time, in each process"
-    dl,accum = learn.dls.train,first(cb for cb in learn.cbs if accumulates(cb))
+    dl,accum = learn.dls.train,accumulator(learn)
     given = accum and vars(accum).get('micro_batch_size')
     bs = loader_batch_size(dl, given)
     most = min(bs, epoch_samples(dl, bs)[0], learn.micro_bs_find() if given == 'auto' else given or bs)
@@ -166,7 +166,7 @@ def measure_noise(learn:Learner, bs:int, most:int, splits:bool, lr_at:Callable, 
     whole = bs*n_processes(learn)
     n_batches,pieces = min(4, -(-64//whole)),most if most < bs else None
     if n_batches == 1 and whole == bs: n_batches,pieces = (1, min(most, bs//4)) if splits else (2, pieces)
-    accum = first(cb for cb in learn.cbs if accumulates(cb))
+    accum = accumulator(learn)
     settings = {k:vars(accum)[k] for k in ('num_items','skip_nonfinite') if accum and k in vars(accum)}
     finder,noise = BSFinder(n, bs),WindowNoise()
     try_out(learn, finder, lr_at(whole*n_batches), GradientAccumulation(whole*n_batches, micro_batch_size=pieces, remainder='step', **settings), noise)
@@ -228,7 +228,7 @@ def plot_bs_find(
 # %% ../nbs/source/14_bs_find.ipynb #5d612542
 def check_bs_find(learn:Learner):
     "Raises ValueError on what cannot be measured"
-    if averages_gradients(learn.model) and not isinstance(learn.model, DistributedDataParallel):
+    if is_sharded(learn.model):
         raise ValueError(f"bs_find cannot put the shards of a {type(learn.model).__name__} back: use DDP, or a model in one piece")
     if learn._grab_cbs(GradientCache):
         raise ValueError("bs_find measures smaller batches, and with GradientCache the loss depends on the size of a batch: compare fits instead")
@@ -245,7 +245,7 @@ def bs_find(self:Learner,
     "The batch size that reaches a loss soonest, measured by a short trial at the present weights; leaves the Learner as it is"
     check_bs_find(self)
     (bs,micros),n_proc = micro_sizes(self),n_processes(self)
-    most,accum = epoch_samples(self.dls.train, bs)[0]*n_proc,first(cb for cb in self.cbs if accumulates(cb))
+    most,accum = epoch_samples(self.dls.train, bs)[0]*n_proc,accumulator(self)
     now = getattr(accum, 'accum_bs', None) or getattr(accum, 'n_acc', None) or min(bs*n_proc, most)
     with unchanged(self) as state:
         lrs = lr_by_group(self, lr)

@@ -12,7 +12,6 @@ import random,sys
 
 from fastai.basics import *
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten,tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -137,7 +136,7 @@ class ActivationCheckpointing(BatchLoop):
 def check_can_checkpoint(model:nn.Module):
     "Raises ValueError if parts of `model` cannot be run again"
     name = type(model).__name__
-    if isinstance(model, nn.DataParallel) or (averages_gradients(model) and not isinstance(model, DistributedDataParallel)):
+    if isinstance(model, nn.DataParallel) or is_sharded(model):
         raise ValueError(f"ActivationCheckpointing cannot run parts of a sharded or replicated {name} again: use DistributedDataParallel")
     if any(hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) for m in model.modules()):
         raise ValueError(f"ActivationCheckpointing cannot run parts of a compiled {name} again: leave out torch.compile, or ActivationCheckpointing")

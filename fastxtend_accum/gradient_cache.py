@@ -10,7 +10,6 @@ from contextlib import nullcontext
 import math
 
 from fastai.basics import *
-from torch.nn.parallel import DistributedDataParallel
 
 from .batches import *
 from .processes import *
@@ -63,7 +62,7 @@ def before_train(self:GradientCache):
         raise ValueError("GradientAccumulation(same_draws=True) needs the draws of its pieces in one place: set same_draws=True for GradientCache, too")
     if self.learn._grab_cbs(GradientNoiseScale):
         raise ValueError("GradientNoiseScale compares the gradients of micro-batches, and a loss over the whole batch has none: leave it out")
-    if averages_gradients(model) and not isinstance(model, DistributedDataParallel):
+    if is_sharded(model):
         raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: use DistributedDataParallel")
     self.lend_loop()
 

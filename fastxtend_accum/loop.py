@@ -194,7 +194,7 @@ def train_or_retry(self:BatchLoop, batch:Batch):
 @patch
 def undo(self:BatchLoop, batch:Batch)->bool:
     "Remove what the failed piece may have added to the gradient; gives whether that is possible"
-    accum = first(cb for cb in self.learn.cbs if accumulates(cb))
+    accum = accumulator(self.learn)
     if accum: return isinstance(accum, BatchLoop) and accum.undo(batch)
     if n_processes(self.learn) > 1: return False
     self.learn.opt.zero_grad()

@@ -24,7 +24,7 @@ from .logging import *
 
 # %% auto #0
 __all__ = ['bystanders', 'Snapshot', 'unchanged', 'memory_error', 'without_tracebacks', 'halve', 'largest_that_runs',
-           'inner_model', 'room_for_step', 'takes_part', 'accumulates', 'find_size', 'FittingSize']
+           'inner_model', 'room_for_step', 'takes_part', 'accumulates', 'accumulator', 'find_size', 'FittingSize']
 
 # %% ../nbs/source/05_memory.ipynb #ce71299f
 class Snapshot:
@@ -169,12 +169,14 @@ def accumulates(cb:Callback)->bool:
     "Whether `cb` accumulates gradients, as this package's callbacks and fastai's do"
     return any(o.__name__ == 'GradientAccumulation' for o in type(cb).__mro__)
 
+def accumulator(learn:Learner)->Callback|None: return first(cb for cb in learn.cbs if accumulates(cb))
+
 # %% ../nbs/source/05_memory.ipynb #9c1d0e12
 def find_size(learn:Learner, try_size:Callable, at_most:int, agree:bool=True)->int:
     """The largest size up to `at_most` with which `try_size(n)`, a forward and backward pass, fits in memory; `learn`, before a training batch's forward pass,
     is left unchanged. Processes `agree` on the smallest, if all search now. Raises RuntimeError if not even one sample fits"""
     model = learn.model
-    if averages_gradients(model) and not isinstance(model, DistributedDataParallel):
+    if is_sharded(model):
         raise ValueError(f"micro_batch_size='auto' cannot try sizes on a sharded {type(model).__name__}: use a number of samples")
     def attempt(n):
         room = room_for_step(learn.opt)

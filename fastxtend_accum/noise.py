@@ -13,7 +13,6 @@ import math
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 from matplotlib.ticker import LogLocator
-from torch.nn.parallel import DistributedDataParallel
 
 from .window import *
 from .processes import *
@@ -175,7 +174,7 @@ class GradientNoiseScale(LeavingCallback):
 def before_train(self:GradientNoiseScale):
     "In the first epoch find the accumulation, and start with no averages, unless `load_state_dict` was called; raises ValueError if there is none"
     learn = self.learn
-    if averages_gradients(learn.model) and not isinstance(learn.model, DistributedDataParallel):
+    if is_sharded(learn.model):
         raise ValueError(f"GradientNoiseScale cannot see the whole gradients of a sharded {type(learn.model).__name__}: leave it out, or use DDP")
     if not self.starts: return
     self.starts,accum,searches = False,first(learn._grab_cbs(GradientAccumulation)),learn._grab_cbs((LRFinder,MicroBatchFinder))  # these measure nothing

@@ -16,12 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from .window import *
 
 # %% auto #0
-__all__ = ['averages_gradients', 'n_processes', 'Processes', 'all_reduce', 'check_wrapped', 'check_sums']
+__all__ = ['averages_gradients', 'is_sharded', 'n_processes', 'Processes', 'all_reduce', 'check_wrapped', 'check_sums']
 
 # %% ../nbs/source/03_processes.ipynb #6dccdd16
 def averages_gradients(model:nn.Module)->bool:
     "Whether `model` averages its gradients over processes: a DistributedDataParallel, or one sharded by FSDP 1 or 2"
     return hasattr(model, 'no_sync') or hasattr(model, 'set_requires_gradient_sync')
+
+def is_sharded(model:nn.Module)->bool: return averages_gradients(model) and not isinstance(model, DistributedDataParallel)
 
 def n_processes(learn:Learner)->int:
     "Processes that train the model of `learn` together, at least 1"
