@@ -1,5 +1,5 @@
 "Every notebook runs. `nbdev-test` does the same for a notebook or a folder: `nbdev-test --path nbs/guides`"
-import multiprocessing, shutil
+import multiprocessing, os, shutil
 from concurrent.futures import ProcessPoolExecutor
 
 import nbformat, pytest
@@ -22,6 +22,7 @@ def copy(tmp_path_factory):
 def run(path, home):
     "Whether notebook `path` ran through"
     multiprocessing.set_start_method(None, force=True)  # the processes that it starts are forks again, where that is the default
+    os.environ.pop('WANDB_SERVICE', None)               # that of an earlier test writes to the earlier test's folder
     return run_notebook(path, basepath=home)[0]
 
 def passes(path, fresh, home):
@@ -35,3 +36,8 @@ def test_an_error_is_noticed(tmp_path, fresh, copy):
     for name,code in dict(right='assert 1', wrong='assert 0').items():
         nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)]), tmp_path/f'{name}.ipynb')
     assert passes(tmp_path/'right.ipynb', fresh, copy) and not passes(tmp_path/'wrong.ipynb', fresh, copy)
+
+def test_a_service_of_wandb_is_not_inherited(tmp_path, copy, monkeypatch):
+    monkeypatch.setenv('WANDB_SERVICE', 'of an earlier test')
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("import os; assert 'WANDB_SERVICE' not in os.environ")]), tmp_path/'env.ipynb')
+    assert passes(tmp_path/'env.ipynb', multiprocessing.get_context('spawn'), copy)
