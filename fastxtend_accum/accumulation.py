@@ -28,8 +28,9 @@ __all__ = ['nonfinite', 'GradientAccumulation', 'scales_loss']
 # %% ../nbs/source/09_accumulation.ipynb #36c789d1
 class GradientAccumulation(BatchLoop):
     "Accumulate gradients over `accum_bs` samples, then step as one batch of that size would have; raises ValueError on sizes that do not fit"
-    order,scale,is_constant,is_new_fit = MixedPrecision.order-4,None,True,False
+    order,scale,is_new_fit = MixedPrecision.order-4,None,False
     opt_steps = property(attrgetter('window.steps'))
+    smallest_bs = property(lambda self: self.loader_bs*self.processes.n)  # a batch of the DataLoader in every process
     # Defined here so that `GetAttr` does not look them up on the Learner and the model, at every micro-batch
     after_pred = before_step = noop
     training = property(attrgetter('learn.training'))
@@ -37,15 +38,18 @@ class GradientAccumulation(BatchLoop):
         accum_bs:int|None=None, # Samples in a window, over all processes: a multiple of the loader's batch; None: 32, or the loader's batch if `micro_batch_size` is given
         n_acc:int|None=None, # fastai's name for `accum_bs`, in samples: pass one of them
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, micro-batches (False)
-        *,
         micro_batch_size:int|str|None=None, # Samples that the model sees at a time: larger loader batches are split; 'auto': halved until they fit; None: no split
+        *,
         remainder:str|None=None, # The incomplete window that ends an epoch: 'step' for it, 'carry' it into the next epoch, or 'drop' it; None: 'drop' if the loader has `drop_last=True`, else 'step'
         num_items:Callable|None=None, # `f(learn)`: items that the micro-batch's loss averages over, 0 or more; None: found from the loss function
         skip_nonfinite:bool=False, # Skip the step of a window whose gradient has NaN or infinity in it
         same_draws:bool=False, # Micro-batches get the random numbers of the whole batch, for dropout and noise in the model; takes time
         **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
     ):
-        check_unknown(unknown)
+        if 'drop_last' in unknown:
+            raise TypeError(f"drop_last={unknown['drop_last']!r} is fastxtend's name: use remainder='drop' to drop the incomplete window of an "
+                            "epoch, or remainder='step' to step on it")
+        if unknown: raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
         for name,size in dict(accum_bs=accum_bs, n_acc=n_acc).items():
             if size is not None: check_size(name, size)
         if accum_bs is not None and n_acc is not None:
@@ -59,8 +63,11 @@ class GradientAccumulation(BatchLoop):
         check_callable('num_items', num_items, 'a function of the Learner')
         store_attr('accum_bs,n_acc,log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite,same_draws')
         self.micro_bs,self.loader_bs,self.at_end,self.batches,self.position,self.is_split,self.n_skipped,self.warned = *[None]*5,False,0,set()
-        self.fitting,self.window,self.hypers,self.loggers,self.processes = FittingSize(),Window(),FirstHypers(),WindowLoggers(),Processes()
-        self.loss_check = LossCheck()
+        self.fitting,self.window,self.hypers,self.loggers,self.processes,self.loss_check = (
+            FittingSize(),Window(),FirstHypers(),WindowLoggers(),Processes(),LossCheck())
+
+    def sizes(self)->dict[str,int]: return dict(accum_bs=self.accum_bs)  # that were asked for, by argument; the first window's first
+    def size_at(self, pct:float)->int: return self.accum_bs              # of a window that opens at `pct` of training
 
 # %% ../nbs/source/09_accumulation.ipynb #e73efc2b
 @patch
@@ -100,7 +107,7 @@ def check(self:GradientAccumulation):
     check_accumulates(learn.model, learn.opt)
     self.loader_bs,self.processes = loader_batch_size(dl, self.micro_batch_size),Processes(n_processes(learn))
     self.at_end = self.remainder or ('drop' if getattr(dl, 'drop_last', False) else 'step')
-    if self.takes_loader_bs: self.accum_bs = self.loader_bs*self.processes.n
+    if self.takes_loader_bs: self.accum_bs = self.smallest_bs
     for name,size in self.sizes().items(): check_multiple(name, size, self.loader_bs, self.processes.n)
     if self.micro_batch_size not in (None, 'auto') and self.micro_batch_size > self.loader_bs:
         warn(f"micro_batch_size={self.micro_batch_size} is more than the {self.loader_bs} samples that the DataLoader yields: its batches are not split")
@@ -108,36 +115,23 @@ def check(self:GradientAccumulation):
     if self.splits: check_splits(learn.model)
     check_rules(self.scale, learn.opt)
 
-@patch
-def sizes(self:GradientAccumulation)->dict:
-    "Requested window sizes by argument name, the initial one first"
-    return dict(accum_bs=self.accum_bs)
-
-@patch(as_prop=True)
-def smallest_bs(self:GradientAccumulation)->int: return self.loader_bs*self.processes.n  # a batch of the DataLoader in every process
-
 # %% ../nbs/source/09_accumulation.ipynb #3c6f5d20
 @patch
 def before_train(self:GradientAccumulation):
     "Wrap the DataLoader and plan the epoch's windows"
     if self.is_new_fit: self.start_fit()
-    learn,share = self.learn,self.accum_bs//self.processes.n
+    learn,share = self.learn,self.size_at(self.learn.pct_train)//self.processes.n
     learn.dl = self.batches = batches = LoaderBatches(learn.dl, self.loader_bs, self.at_end)
-    n_windows = batches.n_windows(share) if self.is_constant else None
+    n_windows = batches.n_windows(share) if len(self.sizes()) == 1 else None
     self.position = Position(learn.pct_train, learn.n_epoch, n_windows)
     if self.at_end == 'drop' and batches.certain:
         if n_windows == 0:
             raise ValueError(f"an epoch has {batches.samples*self.processes.n} samples, which do not fill one window of accum_bs={self.accum_bs}, "
                              "and incomplete windows are dropped: use a smaller accum_bs, or remainder='step'")
         if n_windows: batches.needed = n_windows*share
-        batches.needs_more = lambda: self.window.is_filling or batches.left >= self.next_accum_bs()//self.processes.n
+        batches.needs_more = lambda: self.window.is_filling or batches.left >= self.size_at(learn.pct_train)//self.processes.n
     self.is_split,self.has_half = self.splits,bool(half_weights(learn.opt))
     if self.is_split: self.lend_loop()
-
-@patch
-def next_accum_bs(self:GradientAccumulation)->int:
-    "Samples in a window that opens now, over all processes"
-    return self.accum_bs
 
 # %% ../nbs/source/09_accumulation.ipynb #fbefae50
 @patch
@@ -148,7 +142,7 @@ def before_batch(self:GradientAccumulation):
         raise RuntimeError(f"learn.one_batch outside of a fit belongs to no window: call it in `with learn.removed_cbs(learn.{self.name})`, or use learn.fit")
     if not window.is_filling:
         self.hypers.restore(self.learn.opt)
-        self.accum_bs = self.next_accum_bs()
+        self.accum_bs = self.size_at(self.learn.pct_train)
         window.open(self.accum_bs//self.processes.n)
     window.earlier,window.losses = window.samples,[]
     self.start_micro_batch(self.batches.size)
@@ -157,7 +151,7 @@ def before_batch(self:GradientAccumulation):
 def start_micro_batch(self:GradientAccumulation, samples:int, ends_batch:bool=True):
     "Start a micro-batch of `samples`, as the DataLoader has yielded them: another callback may have changed the batch by now"
     window = self.window
-    ends_window = ends_batch and (window.samples+samples >= window.accum_bs or self.batches.is_last)
+    ends_window = ends_batch and (window.samples+samples >= window.size or self.batches.is_last)
     window.micro = MicroBatch(samples, ends_window, self.learn.iter)
     if self.has_half and not (ends_window or window.n_micro): window.sums = {}
     if self.processes.n > 1: self.processes.before_micro_batch(self.learn.model, self.learn.opt, ends_window, window.sums is not None)
@@ -200,7 +194,7 @@ def after_backward(self:GradientAccumulation):
 def closes_window(self:GradientAccumulation)->bool:
     "Close the window if it ends with this micro-batch; gives whether there is anything to step on"
     micro = self.window.micro
-    return micro.state == 'counted' and micro.ends_window and self.close_window()
+    return micro.state == MicroState.counted and micro.ends_window and self.close_window()
 
 # %% ../nbs/source/09_accumulation.ipynb #58d1f3b6
 @patch
@@ -230,8 +224,8 @@ def find_size(self:GradientAccumulation, batch:Batch):
 def undo(self:GradientAccumulation, batch:Batch)->bool:
     "Discard the micro-batch that has failed, and what its gradient is mixed with; gives whether that all comes from `batch`"
     window,micro = self.window,self.window.micro
-    if self.processes.n > 1 or window.state != 'open' or micro.state == 'counted': return False
-    if not (window.is_empty or micro.state == 'in_grad'): micro.state = 'begun'
+    if self.processes.n > 1 or window.state != WindowState.open or micro.state == MicroState.counted: return False
+    if not (window.is_empty or micro.state == MicroState.in_grad): micro.state = MicroState.begun
     elif window.earlier: return False
     else: self.start_over(batch)
     return True
@@ -240,7 +234,7 @@ def undo(self:GradientAccumulation, batch:Batch)->bool:
 def start_over(self:GradientAccumulation, batch:Batch):
     "Open the window again, which holds nothing but pieces of `batch`"
     batch.start_over()
-    self.window.open(self.window.accum_bs)
+    self.window.open(self.window.size)
     self.start_micro_batch(self.batches.size)
     self.learn.opt.zero_grad()
 
@@ -249,7 +243,7 @@ def cancelled(self:GradientAccumulation, batch:Batch):
     "Leave out the whole batch, with the window if that has pieces of it"
     window = self.window
     if not window.earlier: self.start_over(batch)
-    elif window.samples > window.earlier: window.micro.state = 'in_grad'
+    elif window.samples > window.earlier: window.micro.state = MicroState.in_grad
 
 # %% ../nbs/source/09_accumulation.ipynb #908710a4
 @patch
@@ -268,13 +262,13 @@ def close_window(self:GradientAccumulation)->bool:
     if self.skip_nonfinite and not scales_loss(learn) and not self.processes.all_of(is_finite(learn.opt), learn.model):
         self.n_skipped += 1
         return self.drop_window(nonfinite)
-    window.state = 'closed'
+    window.state = WindowState.closed
     self.hypers.apply(learn.opt)
     return True
 
 @patch
 def drop_window(self:GradientAccumulation, why:str)->bool:
-    self.window.finish('dropped')
+    self.window.finish(WindowState.dropped)
     self.learn.opt.zero_grad()
     self.warn_once(why)
     return False
@@ -295,12 +289,12 @@ def scales_loss(learn:Learner)->bool:
 @patch
 def after_step(self:GradientAccumulation):
     "The optimizer has used the window; this event comes after a cancelled step, too"
-    if self.window.state == 'closed': self.window.finish('stepped')
+    if self.window.state == WindowState.closed: self.window.finish(WindowState.stepped)
 
 @patch
 def after_cancel_step(self:GradientAccumulation):
     "The window is skipped; fastai zeroes its gradient next"
-    self.window.finish('skipped')
+    self.window.finish(WindowState.skipped)
     overflowed = any(getattr(cb, 'skipped', False) for cb in self.learn._grab_cbs(MixedPrecision))
     if self.skip_nonfinite and scales_loss(self.learn) and overflowed:
         self.n_skipped += 1

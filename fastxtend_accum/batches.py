@@ -16,7 +16,7 @@ from fastai.basics import *
 from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
-__all__ = ['remainders', 'check_size', 'check_flags', 'check_callable', 'check_unknown', 'loader_batch_size', 'stated_batch_size',
+__all__ = ['remainders', 'check_size', 'check_flags', 'check_callable', 'loader_batch_size', 'stated_batch_size',
            'check_micro_batch_size', 'check_multiple', 'tensors_in', 'lengths', 'batch_size', 'input_size', 'piece',
            'is_per_sample', 'each_tensor', 'next_piece', 'carries_state', 'check_splits', 'CannotJoin', 'join',
            'split_forward', 'NothingFits', 'is_out_of_memory', 'free_memory', 'is_shared', 'dataset_size',
@@ -30,7 +30,6 @@ def check_size(name:str, size:int)->int:
     if size < 1: raise ValueError(f"{name} must be at least 1 sample, not {size}: pass a number such as 64")
     return int(size)
 
-# %% ../nbs/source/00_batches.ipynb #6d1f0b7e
 def check_flags(**flags:bool):
     "Raises TypeError unless all arguments are True or False"
     for name,flag in flags.items():
@@ -39,13 +38,6 @@ def check_flags(**flags:bool):
 def check_callable(name:str, f, what:str):
     "Raises TypeError unless `f` is a function, or None; `what` it must be stands in the message"
     if f is not None and not callable(f): raise TypeError(f"{name} must be {what}, not {f!r}")
-
-def check_unknown(unknown:dict):
-    "Raises TypeError on arguments that no callback has; for fastxtend's `drop_last` it says what to use"
-    if 'drop_last' in unknown:
-        raise TypeError(f"drop_last={unknown['drop_last']!r} is fastxtend's name: use remainder='drop' to drop the incomplete window of an "
-                        "epoch, or remainder='step' to step on it")
-    if unknown: raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
 
 # %% ../nbs/source/00_batches.ipynb #70a986e7
 def loader_batch_size(dl, given:int|str|None=None)->int:
@@ -259,6 +251,15 @@ class LoaderBatches(Wrapped):
         self.samples,self.certain = epoch_samples(dl, loader_bs)
         self.needed = self.samples
 
+    left = property(lambda self: self.samples-self.seen)
+    # Whether the window ends with the present batch, full or not: it is the last of the epoch
+    is_last = property(lambda self: self.seen >= self.samples and self.at_end == 'step' and self.certain)
+
+    def n_windows(self, size:int)->int|None:
+        "Windows of `size` samples that are stepped on in this epoch; None: it depends on the epoch before"
+        if self.at_end == 'carry': return None
+        return self.samples//size if self.at_end == 'drop' else -(-self.samples//size)
+
     def __len__(self)->int: return -(-self.needed//self.loader_bs)
     def __iter__(self)->Iterator:
         batches = iter(self.dl)
@@ -267,20 +268,6 @@ class LoaderBatches(Wrapped):
             self.seen += self.loader_bs
             yield b
         if self.seen >= self.samples: next(batches, None)  # nothing is left: let the DataLoader end, and call its `after_iter`
-
-# %% ../nbs/source/00_batches.ipynb #7a6b1f19
-@patch
-def n_windows(self:LoaderBatches, size:int)->int|None:
-    "Windows of `size` samples that are stepped on in this epoch; None: it depends on the epoch before"
-    if self.at_end == 'carry': return None
-    return self.samples//size if self.at_end == 'drop' else -(-self.samples//size)
-
-@patch(as_prop=True)
-def left(self:LoaderBatches)->int: return self.samples-self.seen
-@patch(as_prop=True)
-def is_last(self:LoaderBatches)->bool:
-    "Whether the window ends with the present batch, full or not: it is the last of the epoch"
-    return self.seen >= self.samples and self.at_end == 'step' and self.certain
 
 # %% ../nbs/source/00_batches.ipynb #7a6b1f23
 class Position:

@@ -235,19 +235,12 @@ def valid_forward(self:BatchLoop, forward:Callable)->Callable:
 # %% ../nbs/source/08_loop.ipynb #c100d022
 class MicroBatchFinder(BatchLoop):
     "Ends a fit at its first batch, with the largest micro-batch size that fits"
-    order = 99
-    def __init__(self): self.peaks,self.size = {},None
+    order,size = 99,None
     def before_train(self): self.lend_loop()
     def train_batch(self, batch:Batch):
         for cb in self.searching(): cb.find_size(batch)
-        self.size = find_size(self.learn, partial(self.try_size, batch), batch.n)
+        self.size = find_size(self.learn, partial(train_on, batch), batch.n)
         raise CancelFitException
-
-    def try_size(self, batch:Batch, n:int):
-        if torch.cuda.is_available(): torch.cuda.reset_peak_memory_stats()
-        try: train_on(batch, n)
-        finally:
-            if torch.cuda.is_available(): self.peaks[n] = torch.cuda.max_memory_allocated()
 
 def train_on(batch:Batch, n:int):
     "A forward and a backward pass on the first `n` samples"
@@ -256,17 +249,9 @@ def train_on(batch:Batch, n:int):
     with all_contexts(batch.learn, 'backward_context'): batch.learn.loss_grad.backward()
 
 @patch
-def micro_bs_find(self:Learner,
-    show_plot:bool=False, # Plot the peak memory of each size tried; on CUDA only
-)->int:
+def micro_bs_find(self:Learner)->int:
     "The largest of the DataLoader's batch size, half of it, a quarter ... that this Learner can train on at a time; changes nothing"
-    if show_plot and not torch.cuda.is_available(): raise ValueError("show_plot=True shows the peak memory on CUDA, and there is none here: use show_plot=False")
     finder = MicroBatchFinder()
     with unchanged(self), self.no_bar(), self.no_logging(), replaced(self, 'cbs', L(cb for cb in self.cbs if not accumulates(cb))):
         self.fit(1, cbs=finder)
-    if show_plot:
-        ax = plt.subplots(figsize=(5, 3.2), layout='constrained')[1]
-        ax.plot(list(finder.peaks), [o/2**30 for o in finder.peaks.values()], 'o-', color='#0072B2')
-        ax.set_xscale('log', base=2)
-        ax.set(xlabel='micro-batch (samples)', ylabel='peak memory (GB)', ylim=0)
     return finder.size

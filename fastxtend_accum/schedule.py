@@ -57,7 +57,6 @@ def scheduled_bs(pct:float, start_bs:int, final_bs:int, start:float, finish:floa
 # %% ../nbs/source/12_schedule.ipynb #b08381fd
 class GradientAccumulationSchedule(GradientAccumulation):
     "`GradientAccumulation` with a batch that goes from `start_accum_bs` to `final_accum_bs` between `start` and `finish`"
-    is_constant = False
     @delegates(GradientAccumulation.__init__, but=['accum_bs','n_acc'])
     def __init__(self,
         start_accum_bs:int, # Samples in a window up to `start`, a multiple of the micro-batch
@@ -94,18 +93,8 @@ def check_schedule(schedule:Callable, start_bs:int, final_bs:int):
 
 # %% ../nbs/source/12_schedule.ipynb #dccce4b3
 @patch
-def sizes(self:GradientAccumulationSchedule)->dict:
-    "Requested window sizes by argument name, the initial one first"
+def sizes(self:GradientAccumulationSchedule)->dict[str,int]:
     return dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs, **getattr(self.schedule, 'sizes', {}))
-
-@patch
-def check(self:GradientAccumulationSchedule):
-    "Raises ValueError if the callback or its schedule does not fit its Learner"
-    GradientAccumulation.check(self)
-    self.accum_bs = self.start_accum_bs
-    if hasattr(self.learn, 'lr_finder'): return
-    size_at = self.curve(self.learn.n_epoch, self.smallest_bs)
-    for pct in np.linspace(0, 1, 101): size_at(pct)
 
 @patch
 def curve(self:GradientAccumulationSchedule, n_epoch:int, smallest_bs:int)->Callable:
@@ -115,14 +104,17 @@ def curve(self:GradientAccumulationSchedule, n_epoch:int, smallest_bs:int)->Call
     return lambda pct: scheduled_bs(pct, self.start_accum_bs, self.final_accum_bs, start, finish, self.schedule, smallest_bs)
 
 @patch
-def size_at(self:GradientAccumulationSchedule, pct:float)->int:
-    "Samples in a window that opens at `pct` of this fit"
-    return self.curve(self.learn.n_epoch, self.smallest_bs)(pct)
+def check(self:GradientAccumulationSchedule):
+    "Raises ValueError if the callback or its schedule does not fit its Learner"
+    GradientAccumulation.check(self)
+    if hasattr(self.learn, 'lr_finder'): return
+    size_at = self.curve(self.learn.n_epoch, self.smallest_bs)
+    for pct in np.linspace(0, 1, 101): size_at(pct)
 
 @patch
-def next_accum_bs(self:GradientAccumulationSchedule)->int:
-    "Samples in a window that opens now; `lr_find` uses the size at the start of training"
-    return self.accum_bs if hasattr(self.learn, 'lr_finder') else self.size_at(self.learn.pct_train)
+def size_at(self:GradientAccumulationSchedule, pct:float)->int:
+    "Samples in a window that opens at `pct` of this fit; `lr_find` uses the size at the start of training"
+    return self.start_accum_bs if hasattr(self.learn, 'lr_finder') else self.curve(self.learn.n_epoch, self.smallest_bs)(pct)
 
 # %% ../nbs/source/12_schedule.ipynb #6e1c7b22
 @patch

@@ -6,30 +6,34 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/window.html.md"""
 
 # %% ../nbs/source/02_window.ipynb #d6082e78
 from __future__ import annotations
+from enum import Enum
 from numbers import Real
 import math
 
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['half', 'MicroBatch', 'Window', 'power_of_two', 'times', 'mean_over', 'trained', 'gradients', 'average_gradients',
-           'half_weights', 'add_in_float32', 'is_finite', 'read_hypers', 'write_hypers', 'FirstHypers',
-           'check_accumulates', 'check_rules']
+__all__ = ['half', 'MicroState', 'MicroBatch', 'WindowState', 'Window', 'power_of_two', 'times', 'mean_over', 'trained',
+           'gradients', 'average_gradients', 'is_finite', 'half_weights', 'add_in_float32', 'read_hypers',
+           'write_hypers', 'FirstHypers', 'check_accumulates', 'check_rules']
 
 # %% ../nbs/source/02_window.ipynb #28d60525
+class MicroState(str, Enum): begun,weighed,in_grad,counted,left_out = 'begun','weighed','in_grad','counted','left_out'
+
 class MicroBatch:
-    "A micro-batch on its way through the Learner, at `learn.iter`: 'begun', 'weighed', 'in_grad', then 'counted'; or 'left_out'"
+    "A micro-batch on its way through the Learner, at `learn.iter`: begun, weighed, in_grad, then counted; or left out"
     def __init__(self, samples:int, ends_window:bool=False, iteration:int=0):
-        self.samples,self.ends_window,self.iteration,self.state = samples,ends_window,iteration,'begun'
+        self.samples,self.ends_window,self.iteration,self.state = samples,ends_window,iteration,MicroState.begun
         self.items,self.loss,self.weight = None,None,None
 
-    @property
-    def under_way(self)->bool: return self.state in ('weighed', 'in_grad')
-    def backward_began(self, grad:Tensor): self.state = 'in_grad'  # a hook: from here on its gradient is mixed into `.grad`
+    under_way = property(lambda self: self.state in (MicroState.weighed, MicroState.in_grad))
+    def backward_began(self, grad:Tensor): self.state = MicroState.in_grad  # a hook: from here on its gradient is mixed into `.grad`
 
 # %% ../nbs/source/02_window.ipynb #02954cd0
+class WindowState(str, Enum): open,closed,stepped,skipped,dropped = 'open','closed','stepped','skipped','dropped'
+
 class Window:
-    "The micro-batches of one optimizer step. It is 'open', then 'closed', and finishes as 'stepped', 'skipped' or 'dropped'"
+    "The micro-batches of one optimizer step. It is open, then closed, and finishes as stepped, skipped or dropped"
     def __init__(self): self.reset()
     def __getstate__(self): return vars(self) | dict(sums=None)  # of an interrupted fit; an export does not need them
 
@@ -38,26 +42,26 @@ class Window:
         self.steps,self.n_finished = 0,0
         self.open()
 
-    def open(self, accum_bs:int=0):
-        "Start with no micro-batch; `accum_bs` samples fill the window"
-        self.accum_bs,self.state,self.micro = accum_bs,'open',None
+    def open(self, size:int=0):
+        "Start with no micro-batch; `size` samples fill the window"
+        self.size,self.state,self.micro = size,WindowState.open,None
         self.n_micro,self.samples,self.items,self.loss_sum,self.unit = 0,0,None,0,None
         self.n_processes,self.measured,self.earlier,self.losses = 1,{},0,[]
         self.sums = None  # of gradients in float32, if there are any: see `add_in_float32`
 
-    def finish(self, state:str):
+    def finish(self, state:WindowState):
         self.state,self.sums = state,None
         self.n_finished += 1
-        self.steps += state == 'stepped'
+        self.steps += state == WindowState.stepped
 
-    @property
-    def is_empty(self)->bool: return self.n_micro == 0
-    @property
-    def is_filling(self)->bool: return self.state == 'open' and self.n_micro > 0
-    @property
-    def is_finished(self)->bool: return self.state not in ('open', 'closed')
-    @property
-    def is_logged(self)->bool: return self.state in ('stepped', 'skipped')
+    is_empty = property(lambda self: self.n_micro == 0)
+    is_filling = property(lambda self: self.state == WindowState.open and self.n_micro > 0)
+    is_finished = property(lambda self: self.state not in (WindowState.open, WindowState.closed))
+    is_logged = property(lambda self: self.state in (WindowState.stepped, WindowState.skipped))
+    is_sum = property(lambda self: self.items is None)  # of losses that sum
+    total_weight = property(lambda self: 1 if self.is_sum else self.items/self.unit)
+    divisor = property(lambda self: self.total_weight/self.n_processes)  # the gradient is a mean over several processes already
+    mean_loss = property(lambda self: self.loss_sum if self.total_weight == 1 else self.loss_sum/self.total_weight)
 
 # %% ../nbs/source/02_window.ipynb #edb2f09d
 def power_of_two(items:Real|Tensor, samples:int=1)->Real|Tensor:
@@ -67,12 +71,12 @@ def power_of_two(items:Real|Tensor, samples:int=1)->Real|Tensor:
 
 @patch
 def weigh(self:Window, items:Real|Tensor|None, loss:Tensor)->Real|Tensor:
-    "The weight of the current micro-batch, whose `loss` averages over `items` or, if they are None, is a sum; `count` adds it to the sums"
+    "The weight of the current micro-batch, whose `loss` averages over `items` or, if they are None, is a sum"
     micro = self.micro
     if isinstance(items, Tensor): items = items.to(torch.promote_types(loss.dtype, torch.float32))
     is_alone = self.unit is None and self.is_empty and micro.ends_window
     if self.unit is None and items is not None: self.unit = items if is_alone else power_of_two(items, micro.samples)
-    micro.items,micro.loss,micro.state = items,loss,'weighed'
+    micro.items,micro.loss,micro.state = items,loss,MicroState.weighed
     micro.weight = 1 if items is None or is_alone else items/self.unit
     return micro.weight
 
@@ -98,7 +102,7 @@ def count(self:Window)->Tensor:
     self.items = micro.items if self.items is None else self.items+micro.items
     self.n_micro += 1
     self.samples += micro.samples
-    micro.state,micro.loss = 'counted',None
+    micro.state,micro.loss = MicroState.counted,None
     return loss
 
 # %% ../nbs/source/02_window.ipynb #d0296059
@@ -114,17 +118,8 @@ def fetch(self:Window, *also:Tensor)->list[float]:
     return numbers
 
 @patch(as_prop=True)
-def is_sum(self:Window)->bool: return self.items is None
-@patch(as_prop=True)
-def total_weight(self:Window)->Real: return 1 if self.is_sum else self.items/self.unit
-@patch(as_prop=True)
-def divisor(self:Window)->Real: return self.total_weight/self.n_processes  # the gradient is a mean over several processes already
-@patch(as_prop=True)
-def mean_loss(self:Window)->Tensor: return self.loss_sum if self.total_weight == 1 else self.loss_sum/self.total_weight
-
-@patch(as_prop=True)
 def batch_loss(self:Window)->Tensor:
-    "The mean loss of the pieces of one batch, as `losses` has them: each times its weight, and the weight"
+    "The mean loss over one batch, whose micro-batches are in `losses`: each times its weight, and the weight"
     losses,weights = zip(*self.losses)
     return sum(losses) if self.is_sum else mean_over(sum(weights), sum(losses)/sum(weights))
 
@@ -134,19 +129,17 @@ def cancel(self:Window)->bool:
     """The batch was cancelled: skip the step, or leave the micro-batch out, together with the others if their gradients are mixed.
     Gives whether `.grad` has to be zeroed"""
     micro = self.micro
-    if self.state == 'closed': self.finish('skipped')
-    elif self.state == 'open' and micro and micro.state in ('begun', 'weighed', 'in_grad'):
-        mixed,micro.state = self.is_empty or micro.state == 'in_grad','left_out'
+    if self.state == WindowState.closed: self.finish(WindowState.skipped)
+    elif self.state == WindowState.open and micro and micro.state not in (MicroState.counted, MicroState.left_out):
+        mixed,micro.state = self.is_empty or micro.state == MicroState.in_grad,MicroState.left_out
         if not mixed: return False
-        if self.is_empty and micro.ends_window: self.finish('skipped')  # as a large batch would be
-        else: self.open(self.accum_bs); self.micro = micro
-    else: return self.state == 'stepped'
+        if self.is_empty and micro.ends_window: self.finish(WindowState.skipped)  # as a large batch would be
+        else: self.open(self.size); self.micro = micro
+    else: return self.state == WindowState.stepped
     return True
 
 # %% ../nbs/source/02_window.ipynb #7f452cd0
-def trained(opt:Optimizer|OptimWrapper)->list[nn.Parameter]:
-    "The parameters of `opt` that are not frozen"
-    return [p for pg in opt.param_lists for p in pg if p.requires_grad]
+def trained(opt:Optimizer|OptimWrapper)->list[nn.Parameter]: return [p for pg in opt.param_lists for p in pg if p.requires_grad]
 
 def gradients(opt:Optimizer|OptimWrapper)->list[Tensor]:
     "The gradients of `opt`: the values of a sparse one, and this process' shard of a sharded one"
@@ -161,12 +154,15 @@ def average_gradients(opt:Optimizer|OptimWrapper, divisor:Real, sums:dict[nn.Par
         p,grad = sums.popitem()
         p.grad = grad.div_(divisor).to(p.dtype)
 
+def is_finite(opt:Optimizer|OptimWrapper)->bool:
+    "Whether no gradient of `opt` has a NaN or an infinity; a GPU sync"
+    grads = [g for g in gradients(opt) if g.numel()]
+    return not grads or bool(torch.nn.utils.get_total_norm(grads, float('inf')).isfinite())
+
 # %% ../nbs/source/02_window.ipynb #5e0c61d2
 half = torch.bfloat16,torch.float16
 
-def half_weights(opt:Optimizer|OptimWrapper)->list[nn.Parameter]:
-    "The trained weights of `opt` in bfloat16 or float16"
-    return [p for p in trained(opt) if p.dtype in half]
+def half_weights(opt:Optimizer|OptimWrapper)->list[nn.Parameter]: return [p for p in trained(opt) if p.dtype in half]
 
 def add_in_float32(opt:Optimizer|OptimWrapper, sums:dict[nn.Parameter,Tensor]):
     "Move the gradients of bfloat16 and float16 weights into `sums`: 4 bytes a weight, until `average_gradients`"
@@ -176,16 +172,8 @@ def add_in_float32(opt:Optimizer|OptimWrapper, sums:dict[nn.Parameter,Tensor]):
         else: sums[p] = p.grad.float()
         p.grad = None
 
-# %% ../nbs/source/02_window.ipynb #21b49fd6
-def is_finite(opt:Optimizer|OptimWrapper)->bool:
-    "Whether no gradient of `opt` has a NaN or an infinity; a GPU sync"
-    grads = [g for g in gradients(opt) if g.numel()]
-    return not grads or bool(torch.nn.utils.get_total_norm(grads, float('inf')).isfinite())
-
 # %% ../nbs/source/02_window.ipynb #ed48c6b9
-def read_hypers(opt:Optimizer|OptimWrapper)->list[dict]:
-    "A copy of the hyper-parameters of `opt`, one dict per parameter group"
-    return [dict(h) for h in opt.hypers]
+def read_hypers(opt:Optimizer|OptimWrapper)->list[dict]: return [dict(h) for h in opt.hypers]  # one dict per parameter group
 
 def write_hypers(opt:Optimizer|OptimWrapper, hypers:list[dict], only_from:list[dict]|None=None):
     "Set those hyper-parameters of `opt` that differ from `hypers`, and are still as in `only_from` if that is given"
@@ -206,9 +194,7 @@ class FirstHypers:
     def apply(self, opt:Optimizer|OptimWrapper):
         "Set those of `opt` to what was saved, if it was"
         now = read_hypers(opt)
-        if self.first is None or now == self.first: return
-        self.later = now
-        write_hypers(opt, self.first)
+        if self.first is not None and now != self.first: self.later = now; write_hypers(opt, self.first)
 
     def restore(self, opt:Optimizer|OptimWrapper, but:tuple[str,...]=()):
         "Undo `save` and `apply`, except for those named in `but`, and what has been set since, as by a scheduler that moves after the step"
@@ -227,7 +213,6 @@ def check_accumulates(model:nn.Module, opt:Optimizer|OptimWrapper):
         raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
                          "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
 
-# %% ../nbs/source/02_window.ipynb #c2f95d18
 def check_rules(rules:dict[str,Callable]|None, opt:Optimizer|OptimWrapper):
     "Raises TypeError or ValueError if a rule is not valid, or if `opt` has no such hyper-parameter"
     if rules is not None and not isinstance(rules, dict): raise TypeError(f"scale must be a dict, not {rules!r}: use {{'lr': sqrt_scale}}")

@@ -387,7 +387,6 @@ def test_micro_bs_find():
     assert learn.micro_bs_find() == 16
     assert losses(learn) == recorded and learn.opt is opt and [dict(h) for h in learn.opt.hypers] == hypers
     assert list(learn.cbs) == cbs
-    with pytest.raises(ValueError, match='show_plot=True shows the peak memory on CUDA'): learn.micro_bs_find(show_plot=True)
 
 def test_room_for_the_optimizers_state():
     learn = fit(make_learner(8), 0)
