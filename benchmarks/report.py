@@ -31,20 +31,20 @@ def noise_cost(results):
     return '\n'.join([*(f'{n:9,} parameters: {o} of the time without' for n,o in times.items()), 'peak memory: {} without, {} with'.format(*memory)])
 
 def pieces_cost(results):
-    "Time of a piece of the loader's batch as a ratio to a micro-batch from the loader, which collates both; one a round"
+    "Time of a micro-batch that is split from the loader's batch, as a ratio to one from the loader, which collates both; one a round"
     return [a/b for a,b in zip(results['loading']['128'], results['loading']['16'])]
 
 def pieces_costs(results): return f'{spread(pieces_cost(results))} of the time of a micro-batch from the DataLoader'
 
 def cache_cost(results):
-    "Time of GradientCache as a ratio to accumulation of the same pieces by number of parameters, one a round, and its peak memory likewise"
+    "Time of GradientCache as a ratio to accumulation of the same micro-batches by number of parameters, one a round, and its peak memory likewise"
     times = {int(n):[a/b for a,b in zip(o['ours_cache'], o['ours_pieces'])] for n,o in results['stack'].items()}
     return times,max(a/b for a,b in zip(*(results['memory'][o].values() for o in ('ours_cache', 'ours_pieces'))))
 
 def cache_costs(results):
     "In words"
     times,memory = cache_cost(results)
-    return '\n'.join([*(f'{n:9,} parameters: {spread(o)} of the time of accumulation' for n,o in times.items()), f'peak memory: at most {memory:.2f} of that of accumulation'])
+    return '\n'.join([*(f'{n:9,} parameters: {spread(o)} of the time of accumulation' for n,o in times.items()), f'peak memory: at most {memory:.2f} of the peak of accumulation'])
 
 def run_on(results):
     "The machine, the versions, and how much one and the same Learner differs from round to round"
@@ -60,14 +60,25 @@ def block_ratios(results, model, way):
     times = results['blocks']['time'][model]
     return [a/b for a,b in zip(times[way], times['plain'])]
 
+block_ways = dict(plain='whole batch', checkpointed='checkpointed', offloaded='offloaded', pieces='micro-batches')
+
 def blocks_table(results):
-    "MB that are alive in a step at most, and its time as a ratio to the plain step"
+    "MB that are alive at the peak of a step, and its time as a ratio to the plain step"
     import pandas as pd
     rows = {}
     for model,live in results['blocks']['live'].items():
-        rows[model] = {f'{way}, MB':f'{n/2**20:.0f}' for way,n in live.items()}
-        if model in results['blocks']['time']: rows[model] |= {f'{way}, time':spread(block_ratios(results, model, way)) for way in live if way != 'plain'}
+        rows[model] = {f'{block_ways[way]}, MB':f'{n/2**20:.0f}' for way,n in live.items()}
+        times = {f'{block_ways[way]}, time':spread(block_ratios(results, model, way)) for way in live if way != 'plain'} if model in results['blocks']['time'] else {}
+        rows[model] |= times
     return pd.DataFrame(rows).T
+
+def blocks_in_words(results):
+    "The range over the models of what each way needs, in percent of the memory of the whole batch, and of the time"
+    live = results['blocks']['live']
+    def span(values, form): return f'{min(values):{form}} to {max(values):{form}}'
+    return '\n'.join(f"{name:<13}  {span([o[way]/o['plain'] for o in live.values()], '.0%')} of the memory, "
+                     f"{span([median(block_ratios(results, o, way)) for o in live], '.2f')} times as long"
+                     for way,name in block_ways.items() if way != 'plain')
 
 def blocks_run_on(results):
     "The machine of these figures"
@@ -107,10 +118,10 @@ def timed_goals(results):
     share = max(median(v) for n,v in shares(results).items() if n >= 1e6)
     pieces,(cache,memory) = median(pieces_cost(results)),cache_cost(results)
     cache = median(cache[max(cache)])
-    return [(ours <= fastai, f"cost at one micro-batch a window at or below that of fastai's callback: {ours:.0f} and {fastai:.0f} us"),
+    return [(ours <= fastai, f"cost at one micro-batch a window at or below the cost of fastai's callback: {ours:.0f} and {fastai:.0f} us"),
             (eight <= .9, f'at K=8 at or below .90 of the Learner without accumulation: {eight:.3f}'),
             (flat <= 1.05, f'cost per micro-batch flat, at K=1024 at most 1.05 of K=64: {flat:.3f}'),
-            (pieces <= 1, f"a piece of a DataLoader's batch at or below a micro-batch from a DataLoader: {pieces:.3f}"),
+            (pieces <= 1, f"a micro-batch split from a DataLoader's batch at or below one from a DataLoader: {pieces:.3f}"),
             (cache <= 1.4, f'GradientCache at most 1.40 of the time of accumulation where the model computes: {cache:.3f}'),
             (memory <= 1.05, f'GradientCache at most 1.05 of the peak memory of accumulation: {memory:.3f}'),
             (share < 2, f'division under 2% of a backward pass from a million parameters on: {share:.2f}%')]
@@ -167,7 +178,7 @@ def division_picture(results):
 def memory_picture(results):
     "Peak memory against the effective batch"
     fig,ax = axes(xlabel='effective batch (samples)', ylabel='peak memory of training (MB)')
-    for case,color,label in ('plain', '#E69F00', 'one batch'),('ours', '#0072B2', 'accumulated, 16 samples at a time'),('ours_cache', '#009E73', 'GradientCache, pieces of 16'):
+    for case,color,label in ('plain', '#E69F00', 'one batch'),('ours', '#0072B2', 'accumulated, 16 samples at a time'),('ours_cache', '#009E73', 'GradientCache, micro-batches of 16'):
         ax.plot([int(n) for n in results['memory'][case]], list(results['memory'][case].values()), 'o-', color=color, ms=4, label=label)
     ax.set_ylim(0)
     ax.legend()
