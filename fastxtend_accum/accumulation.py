@@ -31,8 +31,7 @@ class GradientAccumulation(BatchLoop):
     order,scale,is_new_fit = MixedPrecision.order-4,None,False
     opt_steps = property(attrgetter('window.steps'))
     smallest_bs = property(lambda self: self.loader_bs*self.processes.n)  # a batch of the DataLoader in every process
-    # Defined here so that `GetAttr` does not look them up on the Learner and the model, at every micro-batch
-    after_pred = before_step = noop
+    after_pred = before_step = noop  # here, so that `GetAttr` does not look them up on the Learner and the model at every micro-batch
     training = property(attrgetter('learn.training'))
     def __init__(self,
         accum_bs:int|None=None, # Samples in a window, over all processes: a multiple of the loader's batch; None: 32, or the loader's batch if `micro_batch_size` is given
@@ -65,9 +64,6 @@ class GradientAccumulation(BatchLoop):
         self.micro_bs,self.loader_bs,self.at_end,self.batches,self.position,self.is_split,self.n_skipped,self.warned = *[None]*5,False,0,set()
         self.fitting,self.window,self.hypers,self.loggers,self.processes,self.loss_check = (
             FittingSize(),Window(),FirstHypers(),WindowLoggers(),Processes(),LossCheck())
-
-    def sizes(self)->dict[str,int]: return dict(accum_bs=self.accum_bs)  # that were asked for, by argument; the first window's first
-    def size_at(self, pct:float)->int: return self.accum_bs              # of a window that opens at `pct` of training
 
 # %% ../nbs/source/09_accumulation.ipynb #e73efc2b
 @patch
@@ -114,6 +110,11 @@ def check(self:GradientAccumulation):
     self.micro_bs = self.loader_bs if self.micro_batch_size in (None, 'auto') else min(self.micro_batch_size, self.loader_bs)
     if self.splits: check_splits(learn.model)
     check_rules(self.scale, learn.opt)
+
+@patch
+def sizes(self:GradientAccumulation)->dict[str,int]: return dict(accum_bs=self.accum_bs)  # that were asked for, by argument; the first window's first
+@patch
+def size_at(self:GradientAccumulation, pct:float)->int: return self.accum_bs  # of a window that opens at `pct` of training
 
 # %% ../nbs/source/09_accumulation.ipynb #3c6f5d20
 @patch

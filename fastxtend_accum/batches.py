@@ -20,7 +20,7 @@ __all__ = ['remainders', 'check_size', 'check_flags', 'check_callable', 'loader_
            'check_micro_batch_size', 'check_multiple', 'tensors_in', 'lengths', 'batch_size', 'input_size', 'piece',
            'is_per_sample', 'each_tensor', 'next_piece', 'carries_state', 'check_splits', 'CannotJoin', 'join',
            'split_forward', 'NothingFits', 'is_out_of_memory', 'free_memory', 'is_shared', 'dataset_size',
-           'epoch_samples', 'Wrapped', 'LoaderBatches', 'Position']
+           'epoch_samples', 'Wrapped', 'LoaderBatches']
 
 # %% ../nbs/source/00_batches.ipynb #36b2c351
 def check_size(name:str, size:int)->int:
@@ -268,15 +268,3 @@ class LoaderBatches(Wrapped):
             self.seen += self.loader_bs
             yield b
         if self.seen >= self.samples: next(batches, None)  # nothing is left: let the DataLoader end, and call its `after_iter`
-
-# %% ../nbs/source/00_batches.ipynb #7a6b1f23
-class Position:
-    "`pct_train` as the large batch counts it: it advances after each window; with the samples, if the epoch's `n_windows` are not known"
-    def __init__(self, start:float, n_epoch:int, n_windows:int|None=None):
-        self.start,self.pct,self.n_epoch,self.n_windows = start,start,n_epoch,n_windows
-
-    def update(self, window_ended:bool, share:float)->float:
-        "The position after a batch, with which a `share` of the epoch's samples have been trained on"
-        if not self.n_windows: self.pct = self.start + min(share, 1.)/self.n_epoch
-        elif window_ended: self.pct = min(self.pct + 1./(self.n_windows*self.n_epoch), self.start + 1./self.n_epoch)  # added up as fastai does: the same rounding
-        return self.pct

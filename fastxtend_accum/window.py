@@ -1,4 +1,4 @@
-"""The micro-batches of one optimizer step, and the hyper-parameters of that step
+"""The micro-batches of one optimizer step, its hyper-parameters, and its place in training
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/window.html.md"""
 
@@ -13,8 +13,8 @@ import math
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['half', 'MicroState', 'MicroBatch', 'WindowState', 'Window', 'power_of_two', 'times', 'mean_over', 'trained',
-           'gradients', 'average_gradients', 'is_finite', 'half_weights', 'add_in_float32', 'read_hypers',
+__all__ = ['half', 'MicroState', 'MicroBatch', 'WindowState', 'Window', 'power_of_two', 'times', 'mean_over', 'Position',
+           'trained', 'gradients', 'average_gradients', 'is_finite', 'half_weights', 'add_in_float32', 'read_hypers',
            'write_hypers', 'FirstHypers', 'check_accumulates', 'check_rules']
 
 # %% ../nbs/source/02_window.ipynb #28d60525
@@ -137,6 +137,18 @@ def cancel(self:Window)->bool:
         else: self.open(self.size); self.micro = micro
     else: return self.state == WindowState.stepped
     return True
+
+# %% ../nbs/source/02_window.ipynb #7a6b1f23
+class Position:
+    "`pct_train` as the large batch counts it: it advances after each window; with the samples, if the epoch's `n_windows` are not known"
+    def __init__(self, start:float, n_epoch:int, n_windows:int|None=None):
+        self.start,self.pct,self.n_epoch,self.n_windows = start,start,n_epoch,n_windows
+
+    def update(self, window_ended:bool, share:float)->float:
+        "The position after a batch, with which a `share` of the epoch's samples have been trained on"
+        if not self.n_windows: self.pct = self.start + min(share, 1.)/self.n_epoch
+        elif window_ended: self.pct = min(self.pct + 1./(self.n_windows*self.n_epoch), self.start + 1./self.n_epoch)  # added up as fastai does: the same rounding
+        return self.pct
 
 # %% ../nbs/source/02_window.ipynb #7f452cd0
 def trained(opt:Optimizer|OptimWrapper)->list[nn.Parameter]: return [p for pg in opt.param_lists for p in pg if p.requires_grad]
