@@ -62,8 +62,8 @@ def summary_table(results): return table([(how, *summary(o)) for how,o in lost_w
 def time_picture(results):
     "Time to the target against the batch size: measured, and as `bs_find` predicts"
     from matplotlib import pyplot as plt
-    fig,axs = plt.subplots(4, 1, figsize=(5, 9), layout='constrained', sharex=True)
-    for ax,name in zip(axs, names.values()):
+    fig,axs = plt.subplots(2, 2, figsize=(6.4, 5), layout='constrained', sharex=True, sharey=True)
+    for ax,name in zip(axs.flat, names.values()):
         for color,o in zip(('#0072B2', '#E69F00'), (o for o in cases(results) if o.task == name)):
             sizes = list(o.samples)
             ax.plot(sizes, [o.lost(bs) for bs in sizes], color=color, marker='o', ms=4, label=f'from epoch {o.start} to loss {o.target:.2f}')
@@ -72,7 +72,8 @@ def time_picture(results):
         ax.set_xscale('log', base=2)
         ax.set_xticks(sizes, sizes)
         ax.minorticks_off()
-        ax.set(title=name, ylabel='time / best', ylim=(.8, 4), xlim=(sizes[0]/1.2, sizes[-1]*1.2))
-        ax.legend()
-    axs[-1].set_xlabel('batch size (samples)')
+        ax.set(title=name, ylim=(.8, 4), xlim=(sizes[0]/1.2, sizes[-1]*1.2))
+        ax.legend(fontsize=7)
+    fig.supxlabel('batch size (samples)')
+    fig.supylabel('time / best')
     return fig
