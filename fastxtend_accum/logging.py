@@ -73,7 +73,8 @@ def record(recorder:Recorder, name:str, value):
 
 def recorded(recorder:Recorder, name:str)->list:
     "What `record` has recorded in the last fit, which began with a new list of losses; else an empty list"
-    return vars(recorder).get(name, []) if vars(recorder).get('recorded_with') is recorder.losses else []
+    own = vars(recorder)
+    return own.get(name, []) if own.get('recorded_with') is own.get('losses') else []
 
 class RecorderWindows(WindowLogger):
     "Records windows; training metrics see every sample"

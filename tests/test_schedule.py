@@ -152,6 +152,11 @@ def test_no_record_no_plot():
     learn = fit(make_learner(8, cbs=GradientAccumulationSchedule(16, 64, log_accum_batch=False)))
     with pytest.raises(ValueError, match='log_accum_batch=True'): learn.recorder.plot_accum_bs()
 
+def test_no_fit_no_plot():
+    rec = make_learner(8, cbs=GradientAccumulation(16)).recorder
+    for plot,words in (rec.plot_accum_bs, 'has no batch sizes: fit'), (rec.plot_noise_scale, 'nothing was measured'):
+        with pytest.raises(ValueError, match=words): plot()
+
 def test_an_earlier_fit_is_not_plotted():
     "The last fit, without the callback, has recorded nothing"
     learn = fit(make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale()]), 1)
