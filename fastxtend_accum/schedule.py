@@ -227,38 +227,32 @@ def SchedSteps(
 
 # %% ../nbs/source/12_schedule.ipynb #73c80913
 class Seesaw:
-    "A learning rate schedule, split between the learning rate and the batch"
-    def __init__(self,
-        lr_sched:Callable, # Learning rate at `pos`, 0 to 1, a fraction of training
-        growth:float, # How many times larger the batch may become
-    ):
-        self.lr_sched,self.growth = lr_sched,growth
-        at = np.linspace(0, 1, 1001)
+    "A schedule of the batch, which grows as `lr_sched` falls, `growth` times at most, and `lr`, the milder learning rate beside it"
+    def __init__(self, lr_sched, growth):
+        self.lr_sched,self.growth,at = lr_sched,growth,np.linspace(0, 1, 1001)
         lrs = np.array([float(lr_sched(o)) for o in at])
-        if not (np.isfinite(lrs).all() and (lrs >= 0).all() and lrs.max() > 0):
+        if not (lrs.min() >= 0 and 0 < lrs.max() < math.inf):
             raise ValueError(f"lr_sched must give learning rates, 0 or more, not {lrs.min()} to {lrs.max()}")
-        self.top,self.at_top = lrs.max(),at[len(lrs)-1-lrs[::-1].argmax()]
-
+        self.top,self.at_top = lrs.max(),at[lrs == lrs.max()][-1]
     def ratio(self, pos:float)->float:
         "How many times larger the batch is at `pos`: as many times as the scheduled learning rate has fallen"
         lr = self.lr_sched(pos) if pos > self.at_top else self.top
         return min(self.growth, max(1., self.top/lr)) if lr else self.growth
-
     def lr(self, pos:float)->float: return float(self.lr_sched(pos)*self.ratio(pos)**0.5)
-    def __call__(self, start:int, end:int)->Callable: return lambda pos: start*self.ratio(pos)
+    def __call__(self, start, end): return lambda pos: start*self.ratio(pos)
 
-# %% ../nbs/source/12_schedule.ipynb #01c73b39
 def seesaw(
     lr_sched:Callable, # Learning rate at `pos`, 0 to 1 of training, such as `SchedCos(1e-2, 0)`
     start_accum_bs:int, # Samples in a window up to the peak of the learning rate
     final_accum_bs:int, # Samples in a window at most
-)->tuple[Callable,dict]: # The milder schedule for ParamScheduler, and arguments for `GradientAccumulationSchedule`
+)->dict: # Arguments for `GradientAccumulationSchedule`; the `lr` of their `schedule` is the milder learning rate, for ParamScheduler
     "Replace half of each cut of the learning rate by a larger batch; raises ValueError if the rate falls too little for `final_accum_bs`"
-    for name,size in dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs).items(): check_size(name, size)
+    sizes = dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs)
+    for name,size in sizes.items(): check_size(name, size)
     if final_accum_bs < start_accum_bs:
         raise ValueError(f"final_accum_bs={final_accum_bs} is less than start_accum_bs={start_accum_bs}: seesaw's batch grows")
-    both = Seesaw(lr_sched, final_accum_bs/start_accum_bs)
-    if both.ratio(1.) < both.growth:
-        raise ValueError(f"the learning rate falls by {both.ratio(1.):.3g} only, which takes the batch to "
-                         f"{int(start_accum_bs*both.ratio(1.))}: use a final_accum_bs up to that, not {final_accum_bs}")
-    return both.lr,dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs, start=0, finish=1., schedule=both)
+    schedule = Seesaw(lr_sched, final_accum_bs/start_accum_bs)
+    if (most := schedule.ratio(1.)) < schedule.growth:
+        raise ValueError(f"the learning rate falls by {most:.3g} only, which takes the batch to {int(start_accum_bs*most)}: "
+                         f"use a final_accum_bs up to that, not {final_accum_bs}")
+    return dict(**sizes, start=0, finish=1., schedule=schedule)
