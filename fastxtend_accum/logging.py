@@ -6,10 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/logging.html.md""
 
 # %% ../nbs/source/04_logging.ipynb #ec959220
 from __future__ import annotations
-from numbers import Real
-import math,sys,time
 
-import fastcore.basics
 from fastai.basics import *
 
 # %% auto #0
@@ -153,9 +150,9 @@ class WindowLoggers:
 # %% ../nbs/source/04_logging.ipynb #9ac85663
 def mend_wandb():
     "Work around a bug of `WandbCallback` in fastai 2.8.10-2.8.12"
-    def init_args(o):
-        args = fastcore.basics.init_args(o) if hasattr(o, '__dict__') else {}
+    def plain_args(o):
+        args = init_args(o) if hasattr(o, '__dict__') else {}
         return {k:v for k,v in args.items() if not isinstance(v, (nn.Module, DataLoaders, L))}
     module = sys.modules.get('fastai.callback.wandb')
     try: module and module._format_config_value(1)
-    except TypeError: module.init_args = init_args
+    except TypeError: module.init_args = plain_args

@@ -6,10 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/schedule.html.md"
 
 # %% ../nbs/source/12_schedule.ipynb #b0be24f7
 from __future__ import annotations
-from numbers import Integral,Real
-from collections.abc import Callable
-from warnings import warn
-import math
+from numbers import Integral
 
 from fastai.basics import *
 from fastai.callback.schedule import SchedCos
@@ -20,8 +17,7 @@ from .accumulation import *
 
 # %% auto #0
 __all__ = ['Numeric', 'check_point', 'fraction_of_fit', 'scheduled_bs', 'GradientAccumulationSchedule', 'check_order',
-           'check_schedule', 'plot_sizes', 'linear_scale', 'sqrt_scale', 'half_life_scale', 'StepSchedule',
-           'SchedSteps', 'Seesaw', 'seesaw']
+           'check_schedule', 'linear_scale', 'sqrt_scale', 'half_life_scale', 'SchedSteps', 'Seesaw', 'seesaw']
 
 # %% ../nbs/source/12_schedule.ipynb #6c0be3df
 Numeric = int|float
@@ -75,7 +71,16 @@ class GradientAccumulationSchedule(GradientAccumulation):
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
         check_schedule(schedule, start_accum_bs, final_accum_bs)
         if isinstance(start, Integral) == isinstance(finish, Integral): check_order(start, finish)
+    def start_fit(self):
+        "Start as every accumulation does; warn if 1 epoch may have been meant as 1.0, all of training"
+        super().start_fit()
+        n_epoch,epochs = self.learn.n_epoch,{o:getattr(self, o) for o in ('finish','start') if isinstance(getattr(self, o), Integral)}
+        if n_epoch == 1 or hasattr(self.learn, 'lr_finder') or hasattr(self.schedule, 'sizes'): return  # steps have no use for a 1.0
+        if max(epochs.values(), default=0) == 1:
+            name = max(epochs, key=epochs.get)
+            warnings.warn(f"{name}=1 is 1 epoch of the {n_epoch} in this fit; {name}=1.0 would be the end of training")
 
+# %% ../nbs/source/12_schedule.ipynb #b08381fe
 def check_order(start:Numeric, finish:Numeric):
     if start > finish: raise ValueError(f"start={start} lies after finish={finish}: use a start up to finish")
 
@@ -118,17 +123,6 @@ def next_accum_bs(self:GradientAccumulationSchedule)->int:
     "Samples in a window that opens now; `lr_find` uses the size at the start of training"
     return self.accum_bs if hasattr(self.learn, 'lr_finder') else self.size_at(self.learn.pct_train)
 
-# %% ../nbs/source/12_schedule.ipynb #c4d8b1f4
-@patch
-def start_fit(self:GradientAccumulationSchedule):
-    "Start as every accumulation does; warn if 1 epoch may have been meant as 1.0, all of training"
-    GradientAccumulation.start_fit(self)
-    n_epoch,epochs = self.learn.n_epoch,{o:getattr(self, o) for o in ('finish','start') if isinstance(getattr(self, o), Integral)}
-    if n_epoch == 1 or hasattr(self.learn, 'lr_finder') or isinstance(self.schedule, StepSchedule): return  # steps have no use for a 1.0
-    if max(epochs.values(), default=0) == 1:
-        name = max(epochs, key=epochs.get)
-        warn(f"{name}=1 is 1 epoch of the {n_epoch} in this fit; {name}=1.0 would be the end of training")
-
 # %% ../nbs/source/12_schedule.ipynb #6e1c7b22
 @patch
 def preview(self:GradientAccumulationSchedule,
@@ -158,12 +152,12 @@ def plot(self:GradientAccumulationSchedule,
 ):
     "Plot the batch size over a fit before training, with the number of optimizer steps; returns the axes"
     windows = L(self.preview(n_epoch, dls))
-    ax = plot_sizes(windows.itemgot(1), [*windows.itemgot(0), n_epoch], 'epochs', ax)
+    ax = _plot_sizes(windows.itemgot(1), [*windows.itemgot(0), n_epoch], 'epochs', ax)
     ax.set_title(f'{len(windows)} optimizer steps')
     return ax
 
 # %% ../nbs/source/12_schedule.ipynb #7f2d8c33
-def plot_sizes(sizes:list, edges:list, xlabel:str, ax=None):
+def _plot_sizes(sizes:list, edges:list, xlabel:str, ax=None):
     "Plot the `sizes` of windows that begin and end at `edges`; returns the axes"
     ax = ax or plt.subplots(figsize=(6, 3), layout='constrained')[1]
     ax.stairs(sizes, edges, baseline=None, color='#0072B2', lw=1.5)
@@ -175,7 +169,7 @@ def plot_accum_bs(self:Recorder,
     ax=None, # Axes to draw on; None: new ones
 ):
     "Plot the samples of each optimizer step of the last fit; returns the axes, raises ValueError if none were recorded"
-    if sizes := recorded(self, 'accum_bs'): return plot_sizes(sizes, range(len(sizes)+1), 'optimizer steps', ax)
+    if sizes := recorded(self, 'accum_bs'): return _plot_sizes(sizes, range(len(sizes)+1), 'optimizer steps', ax)
     raise ValueError("this Recorder has no batch sizes: fit with GradientAccumulation or GradientAccumulationSchedule first, with log_accum_batch=True")
 
 # %% ../nbs/source/12_schedule.ipynb #1b7fa015
@@ -201,14 +195,6 @@ def half_life_scale(
     return value**ratio
 
 # %% ../nbs/source/12_schedule.ipynb #b096b0a6
-class StepSchedule:
-    "Sizes from given points on, as a schedule: `f(start, end)` that gives `f(pos)`"
-    def __init__(self, points, sizes):
-        self.points,self.values = points,sizes
-        self.sizes = {f'steps[{i}]':o for i,o in enumerate(sizes)}  # checked against the micro-batch before training
-    def __call__(self, start, end): return self.size_at
-    def size_at(self, pos:float)->int: return self.values[np.searchsorted(self.points, pos+_tiny, 'right')-1]
-
 def SchedSteps(
     steps:dict[Numeric,int], # Samples in a window by the point where they begin: fractions of training (float) or epochs (int), 0 first
 )->dict: # Arguments for `GradientAccumulationSchedule`
@@ -219,9 +205,11 @@ def SchedSteps(
     if len({isinstance(o, Integral) for o in steps if o}) > 1:
         raise ValueError(f"the points in steps are fractions (float) or epochs (int), not both: {list(steps)}")
     points,sizes = zip(*sorted(steps.items()))
-    finish = points[-1]
-    schedule = StepSchedule([o/(finish or 1) for o in points], sizes)
-    return dict(start_accum_bs=sizes[0], final_accum_bs=sizes[-1], start=0, finish=finish, schedule=schedule)
+    schedule = partial(_size_after, [o/(points[-1] or 1) for o in points], sizes)
+    schedule.sizes = {f'steps[{i}]':o for i,o in enumerate(sizes)}  # checked against the micro-batch before training
+    return dict(start_accum_bs=sizes[0], final_accum_bs=sizes[-1], start=0, finish=points[-1], schedule=schedule)
+
+def _size_after(points, sizes, start, end): return lambda pos: sizes[np.searchsorted(points, pos+_tiny, 'right')-1]
 
 # %% ../nbs/source/12_schedule.ipynb #73c80913
 class Seesaw:

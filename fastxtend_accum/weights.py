@@ -6,14 +6,11 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/weights.html.md""
 
 # %% ../nbs/source/01_weights.ipynb #6cd21820
 from __future__ import annotations
-import math,types
-from collections.abc import Callable,Mapping
-from functools import partial,singledispatch
-from numbers import Real
+from collections.abc import Mapping
+from functools import singledispatch
 
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler
-from fastai.losses import BaseLoss,FocalLoss,LabelSmoothingCrossEntropy
 
 # %% auto #0
 __all__ = ['functional_losses', 'loss_items', 'is_sum', 'averages_over', 'as_count', 'model_labels', 'n_items']
