@@ -99,7 +99,8 @@ def n_items(learn:Learner, num_items:Callable|None=None, samples:int|None=None)-
     if num_items is None:
         args = learn.pred,*learn.yb
         if not isinstance(learn.pred, Tensor) and (labels := model_labels(learn)) is not None: return labels
-        if len(args) != 2 or not all([isinstance(o, Tensor) for o in args]): return None if is_sum(learn.loss_func) else samples or find_bs(learn.yb or learn.xb)
+        if len(args) != 2 or not all([isinstance(o, Tensor) for o in args]):
+            return None if is_sum(learn.loss_func) else samples or find_bs(learn.yb or learn.xb)
         return loss_items(learn.loss_func, *[o if type(o) is Tensor else o.as_subclass(Tensor) for o in args])
     items = num_items(learn)
     if isinstance(items, Tensor) and items.numel() == 1: return items.detach().reshape(())
