@@ -6,6 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/logging.html.md""
 
 # %% ../nbs/source/04_logging.ipynb #ec959220
 from __future__ import annotations
+from contextlib import nullcontext
 
 from fastai.basics import *
 
@@ -75,7 +76,7 @@ class RecorderWindows(WindowLogger):
             for metric in cb._train_mets[1:]: metric.accumulate(cb.learn)  # the first is the smoothed loss
         super().after_batch()
     def log(self):
-        with replaced(self.cb, 'train_metrics', False): super().log()
+        with replaced(self.cb, 'train_metrics', False) if vars(self.cb).get('train_metrics') else nullcontext(): super().log()
         record(self.cb, 'accum_bs', self.accum.window.samples)
     def after_train(self):
         self.original('after_train')
@@ -131,21 +132,20 @@ window_loggers = dict(
     Recorder=RecorderWindows, LRFinder=LRFinderWindows, ParamScheduler=WindowLogger, ShowGraphCallback=ShowGraphWindows, ShowGraph=ShowGraphWindows,
     WandbCallback=WandbWindows, TensorBoardCallback=TensorBoardWindows, CometCallback=WindowLogger, AzureMLCallback=WindowLogger)
 
-class WindowLoggers:
+class WindowLoggers(list):
     "The loggers of a Learner, as `WindowLogger`s"
-    def __init__(self): self.loggers = []
     def attach(self, accum:Callback):
         "Replace the events of the loggers of `accum.learn`"
         self.detach()
         for cb in accum.learn.cbs.sorted('order'):
             kind = first(window_loggers[o.__name__] for o in type(cb).__mro__ if o.__name__ in window_loggers)
-            if kind: self.loggers.append(kind(cb, accum))
-        for o in self.loggers: o.attach()
+            if kind: self.append(kind(cb, accum))
+        for o in self: o.attach()
     def detach(self):
-        while self.loggers: self.loggers.pop().detach()
+        while self: self.pop().detach()
     def after_batch(self):
         "Log a window that ended outside of a batch"
-        for o in self.loggers: o.cb('after_batch')
+        for o in self: o.cb('after_batch')
 
 # %% ../nbs/source/04_logging.ipynb #9ac85663
 def mend_wandb():
