@@ -7,17 +7,14 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/logging.html.md""
 # %% ../nbs/source/04_logging.ipynb #ec959220
 from __future__ import annotations
 from contextlib import nullcontext
-import math,sys,time
-from numbers import Real
 
-import fastcore.basics
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['window_loggers', 'replaced', 'WindowLogger', 'record', 'recorded', 'RecorderWindows', 'LRFinderWindows',
-           'WandbWindows', 'TensorBoardWindows', 'ShowGraphWindows', 'WindowLoggers', 'mend_wandb']
+__all__ = ['window_loggers', 'replaced', 'WindowLogger', 'record', 'recorded', 'RecorderWindows', 'StepsLogger',
+           'LRFinderWindows', 'ShowGraphWindows', 'WandbWindows', 'TensorBoardWindows', 'WindowLoggers', 'mend_wandb']
 
-# %% ../nbs/source/04_logging.ipynb #aefe1342
+# %% ../nbs/source/04_logging.ipynb #09873443
 @contextmanager
 def replaced(o, attr:str, value):
     "Let `o.attr` be `value` in this context; afterwards it is as before, also if it was not an attribute of `o` itself"
@@ -26,7 +23,6 @@ def replaced(o, attr:str, value):
     try: yield
     finally: setattr(o, attr, old) if own else delattr(o, attr)
 
-# %% ../nbs/source/04_logging.ipynb #09873443
 class WindowLogger:
     "Lets a logger see each window as one batch: replaces its `events` during a fit"
     events = 'after_batch',
@@ -35,32 +31,24 @@ class WindowLogger:
         accum:Callback, # The accumulation: has the `window`
     ):
         self.cb,self.accum = cb,accum
-
     def __reduce__(self): return noop,(self.cb,)  # a Learner that is exported after an interrupt gets the logger's own methods
-
     def attach(self):
         "Replace the logger's `events`, on this instance only"
         for event in self.events: setattr(self.cb, event, getattr(self, event))
-
     def detach(self):
-        "Restore the logger"
         for event in self.events: vars(self.cb).pop(event, None)
-
     def original(self, event:str):
         "What the logger itself does at `event`"
-        return getattr(type(self.cb), event)(self.cb)
-
+        getattr(type(self.cb), event)(self.cb)
     def after_batch(self):
         "In training, wait for the end of the window, then log it as one batch"
         learn,window = self.cb.learn,self.accum.window
-        if not learn.training: return self.original('after_batch')
-        if not window.is_logged: return
-        with replaced(learn, 'loss', learn.loss if window.is_empty else window.mean_loss): self.log()  # empty: cancelled before it counted
-
+        if not learn.training: self.original('after_batch')
+        elif window.is_logged:
+            with replaced(learn, 'loss', learn.loss if window.is_empty else window.mean_loss): self.log()  # empty: cancelled before it counted
     def measured(self)->dict[str,Real]:
         "Other values to log for the window, by name"
         return {'accumulation_batch_size':self.accum.window.samples, **self.accum.window.measured}
-
     def log(self):
         "Log the window, whose mean loss is `learn.loss` now"
         self.original('after_batch')
@@ -73,47 +61,48 @@ def record(recorder:Recorder, name:str, value):
 
 def recorded(recorder:Recorder, name:str)->list:
     "What `record` has recorded in the last fit, which began with a new list of losses; else an empty list"
-    return vars(recorder).get(name, []) if vars(recorder).get('recorded_with') is recorder.losses else []
+    own = vars(recorder)
+    return own.get(name, []) if own.get('recorded_with') is own.get('losses') else []
 
 class RecorderWindows(WindowLogger):
     "Records windows; training metrics see every sample"
     events = 'after_batch','after_train'
     def attach(self):
         super().attach()
-        self.has_train_metrics = vars(self.cb).get('train_metrics', False)  # fastxtend's Recorder has no such attribute
         self.cb.accum_bs = []
-
     def after_batch(self):
         cb,micro = self.cb,self.accum.window.micro
-        if self.has_train_metrics and cb.learn.training and micro and micro.state == 'counted':
+        if vars(cb).get('train_metrics') and cb.learn.training and micro and micro.state == 'counted':  # fastxtend's Recorder has no such attribute
             for metric in cb._train_mets[1:]: metric.accumulate(cb.learn)  # the first is the smoothed loss
         super().after_batch()
-
     def log(self):
-        with replaced(self.cb, 'train_metrics', False) if self.has_train_metrics else nullcontext(): super().log()
+        with replaced(self.cb, 'train_metrics', False) if vars(self.cb).get('train_metrics') else nullcontext(): super().log()
         record(self.cb, 'accum_bs', self.accum.window.samples)
-
     def after_train(self):
         self.original('after_train')
         if self.cb.smooth_loss.count == 0 and not self.cb.cancel_train: self.cb.log[1] = None
 
 # %% ../nbs/source/04_logging.ipynb #114ae66a
-class LRFinderWindows(WindowLogger):
+class StepsLogger(WindowLogger):
+    "For a logger that reads `learn.train_iter`: it counts recorded windows there"
+    def original(self, event):
+        with replaced(self.cb.learn, 'train_iter', len(self.cb.recorder.losses)): super().original(event)
+
+class LRFinderWindows(StepsLogger):
     "The learning rate finder counts optimizer steps"
     events = 'before_batch','after_batch'
     def attach(self):
         super().attach()
         # An upper bound: short and dropped windows lose at most half of the micro-batches. LRFinder ends the fit itself
         self.cb.learn.n_epoch *= 2*self.accum.accum_bs//self.accum.smallest_bs
+    def before_batch(self): self.original('before_batch')
 
-    def in_steps(self):
-        "Let `learn.train_iter` count windows in this context"
-        return replaced(self.cb.learn, 'train_iter', self.accum.window.n_finished)
-
-    def before_batch(self):
-        with self.in_steps(): self.original('before_batch')
-    def log(self):
-        with self.in_steps(): super().log()
+class ShowGraphWindows(StepsLogger):
+    "Plots the validation losses at optimizer steps, as the training losses"
+    events = 'after_train','after_epoch'
+    def after_train(self): self.original('after_train')
+    def after_epoch(self):
+        if self.cb.recorder.losses: self.original('after_epoch')
 
 # %% ../nbs/source/04_logging.ipynb #4be97375
 class WandbWindows(WindowLogger):
@@ -121,7 +110,6 @@ class WandbWindows(WindowLogger):
     events = 'before_batch','after_batch'
     def before_batch(self):
         if not self.cb.learn.training or self.accum.window.is_empty: self.original('before_batch')
-
     def log(self):
         import wandb
         cb,learn,samples = self.cb,self.cb.learn,self.accum.window.samples
@@ -131,56 +119,40 @@ class WandbWindows(WindowLogger):
         rate = samples/(time.perf_counter()-cb.ti_batch)  # WandbCallback has divided one micro-batch by the window's time
         wandb.log({**self.measured(), 'train_samples_per_sec':rate}, step=cb._wandb_step)
 
-# %% ../nbs/source/04_logging.ipynb #4ec2c67d
 class TensorBoardWindows(WindowLogger):
     "One TensorBoard point per window"
     def after_batch(self):
         if self.cb.learn.training: super().after_batch()
-
     def log(self):
         super().log()
         for name,value in self.measured().items(): self.cb.writer.add_scalar(name, value, self.cb.learn.train_iter)
 
-# %% ../nbs/source/04_logging.ipynb #f126b4b8
-class ShowGraphWindows(WindowLogger):
-    "Plots the validation losses at optimizer steps, as the training losses"
-    events = 'after_train','after_epoch'
-    def after_train(self):
-        with replaced(self.cb.learn, 'train_iter', len(self.cb.recorder.losses)): self.original('after_train')
-    def after_epoch(self):
-        if self.cb.recorder.losses: self.original('after_epoch')
-
 # %% ../nbs/source/04_logging.ipynb #47be29d3
 window_loggers = dict(
     Recorder=RecorderWindows, LRFinder=LRFinderWindows, ParamScheduler=WindowLogger, ShowGraphCallback=ShowGraphWindows, ShowGraph=ShowGraphWindows,
-    WandbCallback=WandbWindows, TensorBoardCallback=TensorBoardWindows,
-    CometCallback=WindowLogger, AzureMLCallback=WindowLogger)
+    WandbCallback=WandbWindows, TensorBoardCallback=TensorBoardWindows, CometCallback=WindowLogger, AzureMLCallback=WindowLogger)
 
-class WindowLoggers:
+class WindowLoggers(list):
     "The loggers of a Learner, as `WindowLogger`s"
-    def __init__(self): self.loggers = []
-
     def attach(self, accum:Callback):
         "Replace the events of the loggers of `accum.learn`"
         self.detach()
         for cb in accum.learn.cbs.sorted('order'):
             kind = first(window_loggers[o.__name__] for o in type(cb).__mro__ if o.__name__ in window_loggers)
-            if kind: self.loggers.append(kind(cb, accum))
-        for o in self.loggers: o.attach()
-
+            if kind: self.append(kind(cb, accum))
+        for o in self: o.attach()
     def detach(self):
-        while self.loggers: self.loggers.pop().detach()
-
+        while self: self.pop().detach()
     def after_batch(self):
         "Log a window that ended outside of a batch"
-        for o in self.loggers: o.cb('after_batch')
+        for o in self: o.cb('after_batch')
 
 # %% ../nbs/source/04_logging.ipynb #9ac85663
 def mend_wandb():
     "Work around a bug of `WandbCallback` in fastai 2.8.10-2.8.12"
-    def init_args(o):
-        args = fastcore.basics.init_args(o) if hasattr(o, '__dict__') else {}
+    def plain_args(o):
+        args = init_args(o) if hasattr(o, '__dict__') else {}
         return {k:v for k,v in args.items() if not isinstance(v, (nn.Module, DataLoaders, L))}
     module = sys.modules.get('fastai.callback.wandb')
     try: module and module._format_config_value(1)
-    except TypeError: module.init_args = init_args
+    except TypeError: module.init_args = plain_args

@@ -6,8 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/processes.html.md
 
 # %% ../nbs/source/03_processes.ipynb #39a89c59
 from __future__ import annotations
-from numbers import Real
-import sys
 
 from fastai.basics import *
 import torch.distributed as dist
@@ -16,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .window import *
 
 # %% auto #0
-__all__ = ['averages_gradients', 'is_sharded', 'n_processes', 'Processes', 'all_reduce', 'check_wrapped', 'check_sums']
+__all__ = ['averages_gradients', 'is_sharded', 'n_processes', 'all_reduce', 'Processes', 'check_wrapped', 'check_sums']
 
 # %% ../nbs/source/03_processes.ipynb #6dccdd16
 def averages_gradients(model:nn.Module)->bool:
@@ -31,41 +29,44 @@ def n_processes(learn:Learner)->int:
     if not (learn._grab_cbs(trainer) or averages_gradients(learn.model)): return 1
     return dist.get_world_size(getattr(learn.model, 'process_group', None))
 
-# %% ../nbs/source/03_processes.ipynb #b7f9ddbb
-class Processes:
-    "The processes that train one model together: when they synchronize, and the sums of a window over all of them"
-    def __init__(self, n:int=1): self.n,self.unit,self.averaged = n,None,None
-
 def all_reduce(model:nn.Module, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
     "Combine `o` over the processes of `model`, in place"
     dist.all_reduce(o, op, group=getattr(model, 'process_group', None))
     return o
 
-@patch
-def common_unit(self:Processes, items:Real|Tensor|None, device:torch.device, model:nn.Module)->float|None:
-    "The unit of all weights in this fit, a power of two near the first micro-batch's items; None: no process has one yet. One scalar message per fit"
-    if self.unit is None and items is not None:
-        items = torch.as_tensor(items, dtype=torch.float64, device=device).clone()
-        most = all_reduce(model, items, dist.ReduceOp.MAX).item()
-        if most: self.unit = power_of_two(most)
-    return self.unit
-
-@patch
-def add_up(self:Processes, window:Window, model:nn.Module, opt:Optimizer|OptimWrapper):
-    "Average the gradients over the processes unless DDP has, and add up the sums of `window` over them: a message of 24 bytes"
-    if not self.averaged: self.average(model, opt, window.sums)
-    loss = window.loss_sum.as_subclass(Tensor)
-    sums = [torch.as_tensor(o, dtype=torch.float64, device=loss.device) for o in (0 if window.is_sum else window.items, window.samples, loss)]
-    items,samples,loss_sum = all_reduce(model, torch.stack(sums)).tolist()
-    if not window.is_sum: window.items = items
-    window.samples,window.loss_sum,window.n_processes = int(samples),torch.tensor(loss_sum, dtype=loss.dtype),self.n
-
-@patch
-def all_of(self:Processes, ok:bool, model:nn.Module)->bool:
-    "Whether `ok` holds in all processes: sharded gradients may be finite in one and not in another"
-    if self.n == 1: return ok
-    ok = torch.tensor(float(ok), device=next(model.parameters()).device)
-    return bool(all_reduce(model, ok, dist.ReduceOp.MIN))
+# %% ../nbs/source/03_processes.ipynb #b7f9ddbb
+class Processes:
+    "The processes that train one model together: when they synchronize, and the sums of a window over all of them"
+    def __init__(self, n:int=1): self.n,self.unit,self.averaged = n,None,None
+    def common_unit(self, items:Real|Tensor|None, device:torch.device, model:nn.Module)->float|None:
+        "The unit of all weights in this fit, a power of two near the first micro-batch's items; None: no process has one yet. One scalar message per fit"
+        if self.unit is None and items is not None:
+            items = torch.as_tensor(items, dtype=torch.float64, device=device).clone()
+            if most := all_reduce(model, items, dist.ReduceOp.MAX).item(): self.unit = power_of_two(most)
+        return self.unit
+    def add_up(self, window:Window, model:nn.Module, opt:Optimizer|OptimWrapper):
+        "Average the gradients over the processes unless DDP has, and add up the sums of `window` over them: a message of 24 bytes"
+        if not self.averaged: self.average(model, opt, window.sums)
+        loss = window.loss_sum.as_subclass(Tensor)
+        sums = [torch.as_tensor(o, dtype=torch.float64, device=loss.device) for o in (0 if window.is_sum else window.items, window.samples, loss)]
+        items,samples,loss_sum = all_reduce(model, torch.stack(sums)).tolist()
+        if not window.is_sum: window.items = items
+        window.samples,window.loss_sum,window.n_processes = int(samples),torch.tensor(loss_sum, dtype=loss.dtype),self.n
+    def all_of(self, ok:bool, model:nn.Module)->bool:
+        "Whether `ok` holds in all processes: sharded gradients may be finite in one and not in another"
+        return ok if self.n == 1 else bool(all_reduce(model, torch.tensor(float(ok), device=next(model.parameters()).device), dist.ReduceOp.MIN))
+    def before_micro_batch(self, model:nn.Module, opt:Optimizer|OptimWrapper, ends_window:bool, in_float32:bool=False):
+        "Keep DDP from averaging before the window's last backward pass, and then, too, if the sums are `in_float32`; the first call checks the model"
+        first = self.averaged is None
+        if first: check_wrapped(model, opt)
+        if in_float32: check_sums(model)
+        if isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = (ends_window and not in_float32) or (first and model.static_graph)
+    def after_backward(self, model:nn.Module):
+        self.averaged = getattr(model, 'require_backward_grad_sync', True)  # the gradients are now a mean over the processes
+        self.enable_sync(model)
+    def enable_sync(self, model:nn.Module):
+        if isinstance(model, DistributedDataParallel): model.require_backward_grad_sync = True
 
 # %% ../nbs/source/03_processes.ipynb #c84179b3
 def check_wrapped(model:nn.Module, opt:Optimizer|OptimWrapper):
@@ -79,29 +80,11 @@ def check_wrapped(model:nn.Module, opt:Optimizer|OptimWrapper):
 
 def check_sums(model:nn.Module):
     "Raises ValueError if `model` adds up or averages gradients in the precision of its weights"
-    if getattr(model, 'static_graph', False): raise ValueError("static_graph=True averages the first gradients in the precision of the weights, which is "
-        "not float32 here: leave it out, or keep the weights in float32 and use to_bf16()")
-    if hasattr(model, 'no_sync') and not isinstance(model, DistributedDataParallel): raise ValueError(f"{type(model).__name__} adds up gradients in the "
-        "precision of the weights, which is not float32 here: use fully_shard, or keep the weights in float32 with its MixedPrecision")
-
-@patch
-def before_micro_batch(self:Processes, model:nn.Module, opt:Optimizer|OptimWrapper, ends_window:bool, in_float32:bool=False):
-    "Keep DDP from averaging before the window's last backward pass, and then, too, if the sums are `in_float32`; the first call checks the model"
-    first = self.averaged is None
-    if first: check_wrapped(model, opt)
-    if in_float32: check_sums(model)
-    if isinstance(model, DistributedDataParallel):
-        model.require_backward_grad_sync = (ends_window and not in_float32) or (first and model.static_graph)
-
-@patch
-def after_backward(self:Processes, model:nn.Module):
-    "Note whether the gradients are a mean over the processes now"
-    self.averaged = getattr(model, 'require_backward_grad_sync', True)
-    self.enable_sync(model)
-
-@patch
-def enable_sync(self:Processes, model:nn.Module):
-    if isinstance(model, DistributedDataParallel): model.require_backward_grad_sync = True
+    why = "in the precision of the weights, which is not float32 here: "
+    if getattr(model, 'static_graph', False):
+        raise ValueError(f"static_graph=True averages the first gradients {why}leave it out, or keep the weights in float32 and use to_bf16()")
+    if is_sharded(model) and hasattr(model, 'no_sync'):
+        raise ValueError(f"{type(model).__name__} adds up gradients {why}use fully_shard, or keep the weights in float32 with its MixedPrecision")
 
 # %% ../nbs/source/03_processes.ipynb #cf6b587b
 @patch

@@ -6,9 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/schedule.html.md"
 
 # %% ../nbs/source/12_schedule.ipynb #b0be24f7
 from __future__ import annotations
-from numbers import Integral,Real
-from collections.abc import Callable
-import math
+from numbers import Integral
 
 from fastai.basics import *
 from fastai.callback.schedule import SchedCos
@@ -19,11 +17,11 @@ from .accumulation import *
 
 # %% auto #0
 __all__ = ['Numeric', 'check_point', 'fraction_of_fit', 'scheduled_bs', 'GradientAccumulationSchedule', 'check_order',
-           'check_schedule', 'plot_sizes', 'linear_scale', 'sqrt_scale', 'half_life_scale', 'StepSchedule',
-           'SchedSteps', 'Seesaw', 'seesaw']
+           'check_schedule', 'linear_scale', 'sqrt_scale', 'half_life_scale', 'SchedSteps', 'Seesaw', 'seesaw']
 
 # %% ../nbs/source/12_schedule.ipynb #6c0be3df
 Numeric = int|float
+_tiny = 1e-6  # positions are sums of many fractions: .3 may be .29999999999999993
 
 def check_point(name:str, point:Numeric):
     "Raises TypeError or ValueError unless `point` is a number of epochs, int, or a fraction of training, float from 0 to 1"
@@ -38,11 +36,7 @@ def fraction_of_fit(name:str, point:Numeric, n_epoch:int)->float:
     "Where `point`, in epochs (int) or as a fraction (float), lies in a fit of `n_epoch` epochs; raises ValueError if that is outside"
     if not isinstance(point, Integral): return float(point)
     if point <= n_epoch: return point/n_epoch
-    raise ValueError(f"{name}={point} epochs lies outside this fit of {n_epoch} epochs: use an int up to {n_epoch}, "
-                     "or a float for a fraction of training")
-
-# %% ../nbs/source/12_schedule.ipynb #6c279b73
-_tiny = 1e-6  # positions are sums of many fractions: .3 may be .29999999999999993
+    raise ValueError(f"{name}={point} epochs lies outside this fit of {n_epoch} epochs: use an int up to {n_epoch}, or a float for a fraction of training")
 
 def scheduled_bs(pct:float, start_bs:int, final_bs:int, start:float, finish:float, schedule:Callable, smallest_bs:int)->int:
     """The size of a window that opens at `pct` of training: `start_bs` up to `start`, `final_bs` from `finish` on, in between that of
@@ -50,8 +44,7 @@ def scheduled_bs(pct:float, start_bs:int, final_bs:int, start:float, finish:floa
     if pct >= finish-_tiny: return final_bs
     if pct < start-_tiny: return start_bs
     size = float(schedule(start_bs, final_bs)(max(0., pct-start)/(finish-start)))
-    if not 1 <= size < math.inf:
-        raise ValueError(f"the schedule gives a batch size of {size} at {pct:.3f} of training: it must be 1 or more samples")
+    if not 1 <= size < math.inf: raise ValueError(f"the schedule gives a batch size of {size} at {pct:.3f} of training: it must be 1 or more samples")
     return max(1, math.floor(size/smallest_bs + 0.5 + _tiny)) * smallest_bs
 
 # %% ../nbs/source/12_schedule.ipynb #b08381fd
@@ -77,18 +70,24 @@ class GradientAccumulationSchedule(GradientAccumulation):
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
         check_schedule(schedule, start_accum_bs, final_accum_bs)
         if isinstance(start, Integral) == isinstance(finish, Integral): check_order(start, finish)
+    def start_fit(self):
+        "Start as every accumulation does; warn if 1 epoch may have been meant as 1.0, all of training"
+        super().start_fit()
+        n_epoch,epochs = self.learn.n_epoch,{o:getattr(self, o) for o in ('finish','start') if isinstance(getattr(self, o), Integral)}
+        if n_epoch == 1 or hasattr(self.learn, 'lr_finder') or hasattr(self.schedule, 'sizes'): return  # steps have no use for a 1.0
+        if max(epochs.values(), default=0) == 1:
+            name = max(epochs, key=epochs.get)
+            warnings.warn(f"{name}=1 is 1 epoch of the {n_epoch} in this fit; {name}=1.0 would be the end of training")
 
+# %% ../nbs/source/12_schedule.ipynb #b08381fe
 def check_order(start:Numeric, finish:Numeric):
     if start > finish: raise ValueError(f"start={start} lies after finish={finish}: use a start up to finish")
 
 def check_schedule(schedule:Callable, start_bs:int, final_bs:int):
-    "Raises TypeError if `schedule` is not an annealer"
-    if isinstance(schedule, dict):
-        raise TypeError(f"schedule must be an annealer such as SchedCos, not {schedule!r}: for sizes by point use "
-                        "GradientAccumulationSchedule(**SchedSteps({0: 64, .5: 128}))")
+    if isinstance(schedule, dict): raise TypeError(f"schedule must be an annealer such as SchedCos, not {schedule!r}: for sizes by point use "
+                                                   "GradientAccumulationSchedule(**SchedSteps({0: 64, .5: 128}))")
     try: f = schedule(start_bs, final_bs)
-    except TypeError as e:
-        raise TypeError(f"schedule={schedule!r} cannot be called with (start, end): {e}; give other arguments with partial") from e
+    except TypeError as e: raise TypeError(f"schedule={schedule!r} cannot be called with (start, end): {e}; give other arguments with partial") from e
     if not callable(f): raise TypeError(f"schedule={schedule!r} must give a function of the position, not {f!r}")
 
 # %% ../nbs/source/12_schedule.ipynb #dccce4b3
@@ -137,14 +136,6 @@ def preview(self:GradientAccumulationSchedule,
         if self.remainder != 'carry': filled = 0
     return res
 
-# %% ../nbs/source/12_schedule.ipynb #7f2d8c33
-def plot_sizes(sizes:list, edges:list, xlabel:str, ax=None):
-    "Plot the `sizes` of windows that begin and end at `edges`; returns the axes"
-    ax = ax or plt.subplots(figsize=(6, 3), layout='constrained')[1]
-    ax.stairs(sizes, edges, baseline=None, color='#0072B2', lw=1.5)
-    ax.set(xlabel=xlabel, ylabel='batch size (samples)', ylim=(0, None))
-    return ax
-
 @patch
 def plot(self:GradientAccumulationSchedule,
     n_epoch:int, # Length of the fit, in epochs
@@ -153,8 +144,16 @@ def plot(self:GradientAccumulationSchedule,
 ):
     "Plot the batch size over a fit before training, with the number of optimizer steps; returns the axes"
     windows = L(self.preview(n_epoch, dls))
-    ax = plot_sizes(windows.itemgot(1), [*windows.itemgot(0), n_epoch], 'epochs', ax)
+    ax = _plot_sizes(windows.itemgot(1), [*windows.itemgot(0), n_epoch], 'epochs', ax)
     ax.set_title(f'{len(windows)} optimizer steps')
+    return ax
+
+# %% ../nbs/source/12_schedule.ipynb #7f2d8c33
+def _plot_sizes(sizes:list, edges:list, xlabel:str, ax=None):
+    "Plot the `sizes` of windows that begin and end at `edges`; returns the axes"
+    ax = ax or plt.subplots(figsize=(6, 3), layout='constrained')[1]
+    ax.stairs(sizes, edges, baseline=None, color='#0072B2', lw=1.5)
+    ax.set(xlabel=xlabel, ylabel='batch size (samples)', ylim=(0, None))
     return ax
 
 @patch
@@ -162,10 +161,8 @@ def plot_accum_bs(self:Recorder,
     ax=None, # Axes to draw on; None: new ones
 ):
     "Plot the samples of each optimizer step of the last fit; returns the axes, raises ValueError if none were recorded"
-    sizes = recorded(self, 'accum_bs')
-    if not sizes: raise ValueError("this Recorder has no batch sizes: fit with GradientAccumulation or "
-                                   "GradientAccumulationSchedule first, with log_accum_batch=True")
-    return plot_sizes(sizes, range(len(sizes)+1), 'optimizer steps', ax)
+    if sizes := recorded(self, 'accum_bs'): return _plot_sizes(sizes, range(len(sizes)+1), 'optimizer steps', ax)
+    raise ValueError("this Recorder has no batch sizes: fit with GradientAccumulation or GradientAccumulationSchedule first, with log_accum_batch=True")
 
 # %% ../nbs/source/12_schedule.ipynb #1b7fa015
 def linear_scale(
@@ -189,19 +186,6 @@ def half_life_scale(
     "`value**ratio`: keeps the half-life of a moving average in samples, of Adam's moments or of an EMA of the weights (Marek et al. 2025, https://arxiv.org/abs/2507.07101)"
     return value**ratio
 
-# %% ../nbs/source/12_schedule.ipynb #ca772998
-class StepSchedule:
-    "Batch sizes from given points on, as a schedule: `f(start, end)` that gives `f(pos)`"
-    def __init__(self,
-        points:list[float], # Where each size begins: 0 for the first, up to 1 for the last
-        sizes:list[int], # Samples in a window, by point
-    ):
-        self.points,self.values = points,sizes
-        self.sizes = {f'steps[{i+1}]':o for i,o in enumerate(sizes)}  # checked against the micro-batch before training
-
-    def __call__(self, start:int, end:int)->Callable: return self.size_at
-    def size_at(self, pos:float)->int: return self.values[np.searchsorted(self.points, pos+1e-6, 'right')-1]
-
 # %% ../nbs/source/12_schedule.ipynb #b096b0a6
 def SchedSteps(
     steps:dict[Numeric,int], # Samples in a window by the point where they begin: fractions of training (float) or epochs (int), 0 first
@@ -213,44 +197,40 @@ def SchedSteps(
     if len({isinstance(o, Integral) for o in steps if o}) > 1:
         raise ValueError(f"the points in steps are fractions (float) or epochs (int), not both: {list(steps)}")
     points,sizes = zip(*sorted(steps.items()))
-    start,finish = points[min(1, len(points)-1)],points[-1]
-    schedule = StepSchedule([(o-start)/(finish-start) if finish > start else 0. for o in points[1:]] or [0.], sizes[1:] or sizes)
-    return dict(start_accum_bs=sizes[0], final_accum_bs=sizes[-1], start=start, finish=finish, schedule=schedule)
+    schedule = partial(_size_after, [o/(points[-1] or 1) for o in points], sizes)
+    schedule.sizes = {f'steps[{i}]':o for i,o in enumerate(sizes)}  # checked against the micro-batch before training
+    return dict(start_accum_bs=sizes[0], final_accum_bs=sizes[-1], start=0, finish=points[-1], schedule=schedule)
+
+def _size_after(points, sizes, start, end): return lambda pos: sizes[np.searchsorted(points, pos+_tiny, 'right')-1]
 
 # %% ../nbs/source/12_schedule.ipynb #73c80913
 class Seesaw:
-    "A learning rate schedule, split between the learning rate and the batch"
-    def __init__(self,
-        lr_sched:Callable, # Learning rate at `pos`, 0 to 1, a fraction of training
-        growth:float, # How many times larger the batch may become
-    ):
-        self.lr_sched,self.growth = lr_sched,growth
-        at = np.linspace(0, 1, 1001)
+    "A schedule of the batch, which grows as `lr_sched` falls, `growth` times at most, and `lr`, the milder learning rate beside it"
+    def __init__(self, lr_sched, growth):
+        self.lr_sched,self.growth,at = lr_sched,growth,np.linspace(0, 1, 1001)
         lrs = np.array([float(lr_sched(o)) for o in at])
-        if not (np.isfinite(lrs).all() and (lrs >= 0).all() and lrs.max() > 0):
+        if not (lrs.min() >= 0 and 0 < lrs.max() < math.inf):
             raise ValueError(f"lr_sched must give learning rates, 0 or more, not {lrs.min()} to {lrs.max()}")
-        self.top,self.at_top = lrs.max(),at[len(lrs)-1-lrs[::-1].argmax()]
-
+        self.top,self.at_top = lrs.max(),at[lrs == lrs.max()][-1]
     def ratio(self, pos:float)->float:
         "How many times larger the batch is at `pos`: as many times as the scheduled learning rate has fallen"
         lr = self.lr_sched(pos) if pos > self.at_top else self.top
         return min(self.growth, max(1., self.top/lr)) if lr else self.growth
-
     def lr(self, pos:float)->float: return float(self.lr_sched(pos)*self.ratio(pos)**0.5)
-    def __call__(self, start:int, end:int)->Callable: return lambda pos: start*self.ratio(pos)
+    def __call__(self, start, end): return lambda pos: start*self.ratio(pos)
 
-# %% ../nbs/source/12_schedule.ipynb #01c73b39
 def seesaw(
     lr_sched:Callable, # Learning rate at `pos`, 0 to 1 of training, such as `SchedCos(1e-2, 0)`
     start_accum_bs:int, # Samples in a window up to the peak of the learning rate
     final_accum_bs:int, # Samples in a window at most
-)->tuple[Callable,dict]: # The milder schedule for ParamScheduler, and arguments for `GradientAccumulationSchedule`
+)->dict: # Arguments for `GradientAccumulationSchedule`; the `lr` of their `schedule` is the milder learning rate, for ParamScheduler
     "Replace half of each cut of the learning rate by a larger batch; raises ValueError if the rate falls too little for `final_accum_bs`"
-    for name,size in dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs).items(): check_size(name, size)
+    sizes = dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs)
+    for name,size in sizes.items(): check_size(name, size)
     if final_accum_bs < start_accum_bs:
         raise ValueError(f"final_accum_bs={final_accum_bs} is less than start_accum_bs={start_accum_bs}: seesaw's batch grows")
-    both = Seesaw(lr_sched, final_accum_bs/start_accum_bs)
-    if both.ratio(1.) < both.growth:
-        raise ValueError(f"the learning rate falls by {both.ratio(1.):.3g} only, which takes the batch to "
-                         f"{int(start_accum_bs*both.ratio(1.))}: use a final_accum_bs up to that, not {final_accum_bs}")
-    return both.lr,dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs, start=0, finish=1., schedule=both)
+    schedule = Seesaw(lr_sched, final_accum_bs/start_accum_bs)
+    if (most := schedule.ratio(1.)) < schedule.growth:
+        raise ValueError(f"the learning rate falls by {most:.3g} only, which takes the batch to {int(start_accum_bs*most)}: "
+                         f"use a final_accum_bs up to that, not {final_accum_bs}")
+    return dict(**sizes, start=0, finish=1., schedule=schedule)

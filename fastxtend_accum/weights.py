@@ -6,18 +6,14 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/weights.html.md""
 
 # %% ../nbs/source/01_weights.ipynb #6cd21820
 from __future__ import annotations
-import math,types
-from collections.abc import Callable,Mapping
-from functools import partial,singledispatch
-from numbers import Real
+from collections.abc import Mapping
+from functools import singledispatch
 
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler
-from fastai.losses import BaseLoss,FocalLoss,LabelSmoothingCrossEntropy
 
 # %% auto #0
-__all__ = ['functional_losses', 'weighted_means', 'loss_items', 'is_sum', 'averages_over', 'as_count', 'model_labels',
-           'n_samples', 'n_items']
+__all__ = ['functional_losses', 'loss_items', 'is_sum', 'averages_over', 'as_count', 'model_labels', 'n_items']
 
 # %% ../nbs/source/01_weights.ipynb #5bba88d4
 def loss_items(
@@ -49,51 +45,42 @@ def averages_over(
     return register
 
 # %% ../nbs/source/01_weights.ipynb #1de69e46
-def as_count(o:Tensor)->Real|Tensor:
-    "A Python number for CPU tensors; other tensors are returned unchanged, to avoid a GPU sync"
-    return o.item() if o.is_cpu else o
+def as_count(o:Tensor)->Real|Tensor: return o.item() if o.is_cpu else o  # on a GPU that would be a sync
 
 @averages_over(nn.CrossEntropyLoss, nn.NLLLoss)
 def _cross_entropy_items(loss_func, pred, targ):
     if targ.is_floating_point(): return pred.numel()//pred.shape[min(1, pred.ndim-1)]
     kept = targ != loss_func.ignore_index
-    if loss_func.weight is None: return as_count(kept.count_nonzero())
-    return as_count((loss_func.weight[targ.where(kept, 0)]*kept).sum())
+    return as_count(kept.count_nonzero() if loss_func.weight is None else (loss_func.weight[targ.where(kept, 0)]*kept).sum())
 
-# %% ../nbs/source/01_weights.ipynb #2e1489a6
 @averages_over(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.KLDivLoss,
                nn.PoissonNLLLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss)
 def _element_items(loss_func, pred, targ):
     if loss_func.reduction == 'batchmean': return pred.shape[0]
     return math.prod(np.broadcast_shapes(pred.shape, targ.shape))  # PyTorch's own function of that name imports sympy
 
-# %% ../nbs/source/01_weights.ipynb #7fbb1923
 @averages_over(FocalLoss, LabelSmoothingCrossEntropy)
 def _label_items(loss_func, pred, targ): return targ.numel()
 
-@loss_items.register(BaseLoss)
+@averages_over(BaseLoss)
 def _flat_items(loss_func, pred, targ):
     return loss_items(loss_func.func, targ if loss_func.flatten else pred, targ)  # flattened, they have one shape or only targ counts
 
-# %% ../nbs/source/01_weights.ipynb #e330c14f
-@loss_items.register(types.MethodType)
-def _method_items(loss_func, pred, targ):
-    return targ.numel() if isinstance(loss_func.__self__, MixHandler) else find_bs(targ)
+@averages_over(types.MethodType)
+def _method_items(loss_func, pred, targ): return targ.numel() if isinstance(loss_func.__self__, MixHandler) else find_bs(targ)
 
 # %% ../nbs/source/01_weights.ipynb #144e9fef
 functional_losses = {
     F.cross_entropy:nn.CrossEntropyLoss, F.nll_loss:nn.NLLLoss, F.mse_loss:nn.MSELoss, F.l1_loss:nn.L1Loss, F.huber_loss:nn.HuberLoss,
     F.smooth_l1_loss:nn.SmoothL1Loss, F.binary_cross_entropy:nn.BCELoss, F.binary_cross_entropy_with_logits:nn.BCEWithLogitsLoss,
     F.kl_div:nn.KLDivLoss, F.poisson_nll_loss:nn.PoissonNLLLoss, F.soft_margin_loss:nn.SoftMarginLoss}
-weighted_means = F.mse_loss,F.l1_loss  # with a `weight` they divide by its sum; their modules have none
 
-@loss_items.register(types.FunctionType)
-@loss_items.register(partial)
+@averages_over(types.FunctionType, partial)
 def _function_items(loss_func, pred, targ):
     func,kwargs = (loss_func.func,loss_func.keywords) if isinstance(loss_func, partial) else (loss_func,{})
     if func not in functional_losses: return find_bs(targ)
-    if func in weighted_means and kwargs.get('weight') is not None: return as_count(kwargs['weight'].sum())
     settings = SimpleNamespace(**dict(reduction='mean', weight=None, ignore_index=-100) | kwargs)
+    if func in (F.mse_loss, F.l1_loss) and settings.weight is not None: return as_count(settings.weight.sum())  # their modules take no weight
     return _mean_items.dispatch(functional_losses[func])(settings, pred, targ)
 
 # %% ../nbs/source/01_weights.ipynb #49286300
@@ -106,17 +93,14 @@ def model_labels(learn:Learner)->Real|Tensor|None:
     if 'CausalLM' in type(out).__name__: labels = labels[...,1:]
     return as_count((labels != -100).count_nonzero())
 
-def n_samples(learn:Learner)->int:
-    "Samples in the current micro-batch, counted in its targets as fastai does, or in its inputs if the loader has no targets"
-    return find_bs(learn.yb or learn.xb)
-
 def n_items(learn:Learner, num_items:Callable|None=None, samples:int|None=None)->Real|Tensor|None:
     """What the current micro-batch's loss averages over, by `num_items(learn)` or else by its loss function; None: it is a sum. Targets that are no tensors
-    count as `samples`, or as `n_samples` does. Raises ValueError if `num_items` returns anything but a count"""
+    count as `samples`, or as fastai counts them. Raises ValueError if `num_items` returns anything but a count"""
     if num_items is None:
         args = learn.pred,*learn.yb
         if not isinstance(learn.pred, Tensor) and (labels := model_labels(learn)) is not None: return labels
-        if len(args) != 2 or not all([isinstance(o, Tensor) for o in args]): return None if is_sum(learn.loss_func) else samples or n_samples(learn)
+        if len(args) != 2 or not all([isinstance(o, Tensor) for o in args]):
+            return None if is_sum(learn.loss_func) else samples or find_bs(learn.yb or learn.xb)
         return loss_items(learn.loss_func, *[o if type(o) is Tensor else o.as_subclass(Tensor) for o in args])
     items = num_items(learn)
     if isinstance(items, Tensor) and items.numel() == 1: return items.detach().reshape(())

@@ -97,6 +97,12 @@ def test_lr_find_gives_all_points_whatever_the_epoch(remainder):
     fit(learn, 2)
     assert learn.gradient_accumulation.opt_steps == len(losses(learn)) == dict(step=4, carry=2, drop=2)[remainder]
 
+def test_lr_find_gives_all_points_where_windows_are_dropped():
+    "Every other window has no items: each learning rate belongs to a window that is recorded"
+    learn = make_learner(8, cbs=GradientAccumulation(32, num_items=lambda learn: 0 if learn.iter//4 == 1 else 8))
+    with learn.no_bar(), pytest.warns(match='no item in a whole window'): learn.lr_find(num_it=20, stop_div=False, show_plot=False)
+    assert_same(learn.recorder.lrs, [SchedExp(1e-7, 10)(i/20) for i in range(20)], 1e-9)
+
 # Weights and Biases
 
 def wandb_history(monkeypatch, learn, n_epoch=2):

@@ -198,15 +198,16 @@ def test_a_step_in_the_middle_must_fit_the_micro_batch():
 def test_seesaw_of_a_step_schedule_is_the_papers():
     "arXiv 2510.14717: where the rate is cut by a, it is cut by the root of a, and the batch grows by a"
     def cuts(pos): return .1*.5**sum(pos >= o for o in (.25, .5, .75, .9))
-    lr,args = seesaw(cuts, 16, 64)
-    bs = args['schedule'](16, 64)
+    sched = seesaw(cuts, 16, 64)['schedule']
+    lr,bs = sched.lr,sched(16, 64)
     at = .1,.3,.6,.8,.95
     assert [bs(o) for o in at] == [16, 32, 64, 64, 64]
     assert_same([lr(o) for o in at], [.1, .1/2**.5, .05, .025, .0125], 1e-12)  # at its end, the batch takes no more of it
 
 def test_seesaw_of_a_cosine():
     cos = SchedCos(.1, 0)
-    lr,args = seesaw(cos, 8, 64)
+    args = seesaw(cos, 8, 64)
+    lr = args['schedule'].lr
     learn = make_learner(8, n=128, cbs=[ParamScheduler({'lr': lr}), GradientAccumulationSchedule(**args, remainder='carry')])
     fit(learn, 8)
     assert_same(learn.recorder.accum_bs, sorted(learn.recorder.accum_bs))
@@ -217,17 +218,17 @@ def test_seesaw_of_a_cosine():
 
 def test_seesaw_waits_for_the_peak():
     one_cycle = combine_scheds([.25, .75], [SchedCos(.01, .1), SchedCos(.1, 1e-4)])
-    lr,args = seesaw(one_cycle, 8, 64)
-    for pos in np.linspace(0, .24, 20): assert lr(pos) == one_cycle(pos) and args['schedule'](8, 64)(pos) == 8
-    assert args['schedule'](8, 64)(.9) > 16
+    sched = seesaw(one_cycle, 8, 64)['schedule']
+    for pos in np.linspace(0, .24, 20): assert sched.lr(pos) == one_cycle(pos) and sched(8, 64)(pos) == 8
+    assert sched(8, 64)(.9) > 16
 
 @pytest.mark.parametrize('args, words', [
     ((SchedLin(.1, .05), 16, 128), 'falls by 2 only'), ((SchedCos(.1, 0), 64, 16), 'less than'), ((SchedLin(.1, -.1), 16, 128), '0 or more'),
-    ((SchedNo(0., 0.), 16, 128), '0 or more'), ((SchedCos(.1, 0), 16, 0), 'final_accum_bs')])
+    ((SchedNo(0., 0.), 16, 128), '0 or more'), ((lambda pos: math.nan if pos > .5 else .1, 16, 128), '0 or more'), ((SchedNo(math.inf, 1.), 16, 128), '0 or more'), ((SchedCos(.1, 0), 16, 0), 'final_accum_bs')])
 def test_bad_seesaw(args, words):
     with pytest.raises((TypeError, ValueError), match=words): seesaw(*args)
 
 def test_schedules_survive_pickle():
-    for args in SchedSteps({0: 16, .5: 32, .75: 64}), seesaw(SchedCos(.1, 0), 16, 128)[1]:
+    for args in SchedSteps({0: 16, .5: 32, .75: 64}), seesaw(SchedCos(.1, 0), 16, 128):
         f,g = args['schedule'](16, 128),pickle.loads(pickle.dumps(args))['schedule'](16, 128)
         assert [f(o) for o in np.linspace(0, 1, 50)] == [g(o) for o in np.linspace(0, 1, 50)]

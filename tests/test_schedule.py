@@ -39,11 +39,28 @@ def test_any_annealer(name, ends):
     assert len(set(sizes(learn))) > 3
 
 def test_int_counts_epochs_and_float_is_a_fraction():
-    assert sizes(scheduled(16, 64, start=1, finish=1)) == [16]*8 + [64]*6
-    assert sizes(scheduled(16, 64, start=.25, finish=.25)) == [16]*8 + [64]*6
-    assert sizes(scheduled(16, 64, start=1, finish=1)) == sizes(scheduled(16, 64, start=1, finish=.25))
+    with pytest.warns(match='=1 is 1 epoch of the 4'):
+        assert sizes(scheduled(16, 64, start=1, finish=1)) == [16]*8 + [64]*6
+        assert sizes(scheduled(16, 64, start=.25, finish=.25)) == [16]*8 + [64]*6
+        assert sizes(scheduled(16, 64, start=1, finish=1)) == sizes(scheduled(16, 64, start=1, finish=.25))
     assert sizes(scheduled(64, 8, start=4, finish=1.0)) == [64]*8
     assert sizes(scheduled(16, 64, start=1, finish=3)) == sizes(scheduled(16, 64, start=.25, finish=.75)) != sizes(scheduled(16, 64))
+
+@pytest.mark.parametrize('n_epoch,name,kwargs', [
+    (4, 'finish', dict(finish=1)), (2, 'finish', dict(start=1, finish=1)), (4, 'start', dict(start=1, finish=.5)),
+    (1, None, dict(finish=1)), (4, None, dict(finish=1.)), (4, None, dict(start=0, finish=2)), (4, None, dict(start=1, finish=2)), (4, None, {}),
+    (4, None, {k:v for k,v in SchedSteps({0: 16, 1: 64}).items() if not k.endswith('_bs')})])
+def test_a_one_warns_which_it_is(n_epoch, name, kwargs):
+    "1 epoch or, as 1.0, all of training: once in each fit, and not while a learning rate is looked for"
+    learn = make_learner(8, cbs=GradientAccumulationSchedule(16, 64, **kwargs))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter('always')
+        with learn.no_bar(): learn.lr_find(num_it=20, show_plot=False)
+        assert not [o for o in warned if 'epoch of' in str(o.message)]
+        fit(learn, n_epoch)
+        fit(learn, n_epoch)
+    warned = [str(o.message) for o in warned if 'epoch of' in str(o.message)]
+    assert warned == ([f'{name}=1 is 1 epoch of the {n_epoch} in this fit; {name}=1.0 would be the end of training']*2 if name else [])
 
 def test_ties_go_up():
     def at(pct): return scheduled_bs(pct, 16, 64, 0., 1., SchedLin, 16)
@@ -151,6 +168,11 @@ def test_preview_of_a_fit_without_a_step():
 def test_no_record_no_plot():
     learn = fit(make_learner(8, cbs=GradientAccumulationSchedule(16, 64, log_accum_batch=False)))
     with pytest.raises(ValueError, match='log_accum_batch=True'): learn.recorder.plot_accum_bs()
+
+def test_no_fit_no_plot():
+    rec = make_learner(8, cbs=GradientAccumulation(16)).recorder
+    for plot,words in (rec.plot_accum_bs, 'has no batch sizes: fit'), (rec.plot_noise_scale, 'nothing was measured'):
+        with pytest.raises(ValueError, match=words): plot()
 
 def test_an_earlier_fit_is_not_plotted():
     "The last fit, without the callback, has recorded nothing"
