@@ -102,7 +102,7 @@ def check(self:GradientAccumulation):
     learn,dl = self.learn,self.learn.dls.train
     check_accumulates(learn.model, learn.opt)
     self.loader_bs,self.processes = loader_batch_size(dl, self.micro_batch_size),Processes(n_processes(learn))
-    self.at_end = self.remainder or ('drop' if getattr(dl, 'drop_last', False) else 'step')
+    self.at_end = end_of_epoch(self.remainder, dl)
     if self.takes_loader_bs: self.accum_bs = self.smallest_bs
     for name,size in self.sizes().items(): check_multiple(name, size, self.loader_bs, self.processes.n)
     if self.micro_batch_size not in (None, 'auto') and self.micro_batch_size > self.loader_bs:

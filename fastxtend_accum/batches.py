@@ -20,7 +20,7 @@ __all__ = ['remainders', 'check_size', 'check_flags', 'check_callable', 'loader_
            'check_micro_batch_size', 'check_multiple', 'tensors_in', 'lengths', 'batch_size', 'input_size', 'piece',
            'is_per_sample', 'each_tensor', 'next_piece', 'carries_state', 'check_splits', 'CannotJoin', 'join',
            'split_forward', 'NothingFits', 'is_out_of_memory', 'free_memory', 'is_shared', 'dataset_size',
-           'epoch_samples', 'Wrapped', 'LoaderBatches']
+           'epoch_samples', 'end_of_epoch', 'Wrapped', 'LoaderBatches']
 
 # %% ../nbs/source/00_batches.ipynb #36b2c351
 def check_size(name:str, size:int)->int:
@@ -235,6 +235,8 @@ def epoch_samples(dl, loader_bs:int)->tuple[int,bool]:
 
 # %% ../nbs/source/00_batches.ipynb #7a6b1f12
 remainders = 'step','carry','drop'
+
+def end_of_epoch(remainder:str|None, dl)->str: return remainder or ('drop' if getattr(dl, 'drop_last', False) else 'step')
 
 class Wrapped(GetAttr):
     "A DataLoader in a wrapper: `isinstance` sees the DataLoader, as fastai's `DistributedTrainer` needs"

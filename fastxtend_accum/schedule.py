@@ -124,7 +124,7 @@ def preview(self:GradientAccumulationSchedule,
     "The windows of a fit, before training; raises ValueError if the sizes do not fit the data"
     loader_bs = loader_batch_size(dls.train, self.micro_batch_size)
     for name,size in self.sizes().items(): check_multiple(name, size, loader_bs)
-    samples = epoch_samples(dls.train, loader_bs)[0]
+    samples,at_end = epoch_samples(dls.train, loader_bs)[0],end_of_epoch(self.remainder, dls.train)
     size_at,res,filled = self.curve(n_epoch, loader_bs),[],0
     for epoch in range(n_epoch):
         for seen in range(0, samples, loader_bs):
@@ -132,8 +132,8 @@ def preview(self:GradientAccumulationSchedule,
             if not filled: opened,accum_bs = pct*n_epoch,size_at(pct)
             filled += min(loader_bs, samples-seen)
             if filled >= accum_bs: res.append((opened, filled)); filled = 0
-        if filled and self.remainder == 'step': res.append((opened, filled))
-        if self.remainder != 'carry': filled = 0
+        if filled and at_end == 'step': res.append((opened, filled))
+        if at_end != 'carry': filled = 0
     return res
 
 @patch

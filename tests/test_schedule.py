@@ -78,6 +78,14 @@ def test_resumed_fit_has_the_same_sizes():
     assert resumed == whole[-len(resumed):]
     assert sum(resumed) == 2*128 and sum(whole) == 4*128
 
+def test_preview_resolves_the_default_remainder_as_training_does():
+    "`remainder=None` is 'drop' for a loader that drops its last batch, else 'step'"
+    for drop_last,n in (False, 20), (True, 24):
+        learn = make_learner(8, n=n, drop_last=drop_last, cbs=GradientAccumulationSchedule(16, 16, remainder=None))
+        planned = [o for _,o in learn.gradient_accumulation_schedule.preview(2, learn.dls)]
+        fit(learn, 2)
+        assert planned == sizes(learn) and len(planned) == (4 if not drop_last else 2)
+
 def test_accum_bs_is_the_current_size():
     class Probe(Callback):
         order = 7
