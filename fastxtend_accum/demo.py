@@ -6,7 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/demo.html.md"""
 
 # %% ../nbs/source/15_demo.ipynb #324af82d
 from __future__ import annotations
-from contextlib import nullcontext
+from contextlib import ExitStack,nullcontext
 
 from fastai.basics import *
 from fastai.callback.all import *
@@ -90,36 +90,26 @@ def main():
 # %% ../nbs/source/15_demo.ipynb #591e59b6
 class Activations(Callback):
     "`mb`: the most MB that a forward pass has kept for its backward pass; more than `limit` raises `torch.OutOfMemoryError`"
-    order,run_valid,hook,hooks = -5,False,None,None
-    def __init__(self, limit:float=float('inf')):
-        self.limit,self.mb = limit,0
-
+    order,run_valid = -5,False
+    def __init__(self, limit:float=float('inf')): self.limit,self.mb,self.in_fit,self.in_forward = limit,0,ExitStack(),ExitStack()
     def before_fit(self):
-        if self.hook: self.hook.remove()
-        self.hook = self.model.register_forward_pre_hook(self.start)  # of each micro-batch
+        self.in_fit.close()
+        self.in_fit.callback(self.model.register_forward_pre_hook(self.start).remove)  # of each micro-batch
+    def after_fit(self): self.in_fit.close()
 
     def start(self, *args):
-        self.stop()
+        self.in_forward.close()
         if not self.training: return
         self.kept,self.own = {},{p.untyped_storage().data_ptr() for p in self.model.parameters()}
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, noop)
-        self.hooks.__enter__()
+        self.in_forward.enter_context(torch.autograd.graph.saved_tensors_hooks(self.keep, noop))
 
     def keep(self, t):
         storage = t.untyped_storage()
         if storage.data_ptr() not in self.own: self.kept[storage.data_ptr()] = storage.nbytes()/2**20  # once, however many layers keep it
         if sum(self.kept.values()) <= self.limit: return t
-        self.stop()
+        self.in_forward.close()
         raise torch.OutOfMemoryError(f'out of memory: more than {self.limit} MB of activations')
 
     def after_loss(self):
-        self.stop()
+        self.in_forward.close()
         self.mb = max(self.mb, sum(self.kept.values()))
-
-    def after_fit(self):
-        self.hook.remove()
-        self.hook = None
-
-    def stop(self):
-        if self.hooks: self.hooks.__exit__()
-        self.hooks = None
