@@ -32,18 +32,15 @@ class Costs(NamedTuple):
     step:float # Of an optimizer step
     load:float=0. # Of loading a sample
     limit:float=0. # That a sample takes at least, since workers cannot load more
-
     @property
     def micro_bs(self)->int:
         "The samples to train on at a time"
         return max(b for b,t in self.batch.items() if t/b <= 1.05*min(t/b for b,t in self.batch.items()))
-
     @property
     def falls(self)->bool:
         "Whether a sample takes clearly less time in the largest batch than in one of half that size"
         (b,t),*rest = self.batch.items()
         return bool(rest) and t/b < .9*rest[0][1]/rest[0][0]
-
     def per_sample(self, bs:int)->float:
         "Seconds a sample takes, with steps of `bs` samples"
         b = max((o for o in self.batch if o <= min(bs, self.micro_bs)), default=min(self.batch))
@@ -73,42 +70,41 @@ class TimedBatches(Wrapped):
         cb,batches,start = self.cb,iter(self.dl),clock()
         while (b := next(batches, None)) is not None:
             loading,n = clock()-start,batch_size(b, cb.bs)
-            if not cb.sizes or n >= min(cb.bs, cb.sizes[0][0]):
+            if not cb.sizes or n >= min(cb.bs, cb.sizes[0]):
                 cb.loading.append(loading)
-                for size,cb.syncs in cb.sizes or [(n, True)]:
+                for cb.at,size in enumerate(cb.sizes or [n]):
                     start,cb.step = clock(),0.
                     yield sized(b, n, size) if cb.sizes else b
-                    cb.batches.setdefault((size, cb.syncs), []).append((clock()-start-cb.step, cb.step))
+                    cb.passes[cb.at].append(clock()-start-cb.step)
+                    cb.steps.append(cb.step)
                 if len(cb.loading) == cb.n: raise CancelFitException
             start = clock()
 
 # %% ../nbs/source/14_bs_find.ipynb #ee76dca7
 class BSFinder(Callback):
-    "Times `n` batches of the loader of `bs` samples, each as it is or brought to `sizes` (samples, whether processes synchronize)"
-    order,name,syncs,start = -99,'lr_finder',True,None
-    def __init__(self, n:int, bs:int, sizes:tuple[tuple[int,bool],...]=()): self.n,self.bs,self.sizes,self.loading,self.batches = n,bs,sizes,[],{}
+    "Times `n` batches of the loader of `bs` samples, each as it is or brought to `sizes`, of which processes synchronize the last only"
+    order,name,start = -99,'lr_finder',None
+    def __init__(self, n:int, bs:int, sizes:tuple[int,...]=()):
+        self.n,self.bs,self.sizes,self.loading,self.passes,self.steps = n,bs,sizes,[],[[] for _ in sizes or [bs]],[]
     def try_out(self, learn:Learner, lr, *cbs):
         "Train with all that may change what a pass computes or takes; no schedule, log or file"
         Processes().enable_sync(learn.model)  # an earlier trial may have been interrupted
         kept = L(cb for cb in learn.cbs if (takes_part(cb) or isinstance(cb, Recorder)) and not isinstance(cb, GradientNoiseScale))
         with replaced(learn, 'cbs', kept), learn.no_logging(): learn.fit(self.n+1, lr, cbs=[self, *cbs])
-
     def before_train(self): self.learn.dl = TimedBatches(self.learn.dl, self)
     def before_batch(self):
-        if self.sizes and self.loading[1:] and hasattr(self.model, 'require_backward_grad_sync'): self.model.require_backward_grad_sync = self.syncs
+        if self.sizes and self.loading[1:] and hasattr(self.model, 'require_backward_grad_sync'):
+            self.model.require_backward_grad_sync = self.at == len(self.sizes)-1
     def before_step(self): self.start = clock()
     def after_batch(self):
         if self.start is not None: self.step,self.start = clock()-self.start,None
     def after_train(self): raise CancelEpochException  # no validation
-
-    def least(self, size:int, syncs:bool=True)->float:
-        "Seconds of the passes of `size` samples, without the first, which is for warming up"
-        return min(work for work,_ in self.batches[size, syncs][1:])
-
+    def least(self)->list[float]: return [min(o[1:]) for o in self.passes]  # seconds for each of `sizes`; the first batch is for warming up
     def loads(self, has_workers:bool)->tuple[float,float]:
         "Seconds that loading a batch adds, and those that a batch takes at least, where training waits for workers"
-        if not has_workers: return median(self.loading[self.n//2:] or self.loading),0.
-        load,work = mean(self.loading[self.n//2:] or self.loading),mean(a+b for times in self.batches.values() for a,b in times)
+        loading = self.loading[self.n//2:] or self.loading
+        if not has_workers: return median(loading),0.
+        load,work = mean(loading),mean(self.passes[0])+mean(self.steps)
         return 0.,load+work if load > .1*work else 0.
 
 # %% ../nbs/source/14_bs_find.ipynb #fdae18a2
@@ -125,16 +121,16 @@ def process_mean(learn:Learner, *values:float)->list[float]:
 def measure_costs(learn:Learner, bs:int, sizes:list[int], largest:int, n:int=6)->Costs:
     "What batches of `sizes` samples cost, over all processes; then 2, 4 and 8 batches of the loader as one, up to `largest`, while a sample takes less time and memory lasts"
     n_proc = n_processes(learn)
-    finder = BSFinder(n, bs, [(o, n_proc == 1) for o in sizes]+[(sizes[-1], True)]*(n_proc > 1))
+    finder = BSFinder(n, bs, sizes+sizes[-1:]*(n_proc > 1))
     finder.try_out(learn, 0.)
-    batch = [finder.least(o, n_proc == 1) for o in sizes]
-    step = max(0., finder.least(sizes[-1])-batch[-1]) + median(step for times in finder.batches.values() for _,step in times[1:])
-    *batch,step = process_mean(learn, *batch, step)
+    batch = finder.least()
+    sync = max(0., batch.pop()-batch[-1]) if n_proc > 1 else 0.
+    *batch,step = process_mean(learn, *batch, sync+median(finder.steps[len(finder.sizes):]))
     batch,size = {o*n_proc:t for o,t in zip(sizes, batch)},2*bs
     while size <= min(8*bs, largest):
-        finder = BSFinder(max(2, 2*n*bs//size), bs, [(size, True)])
+        finder = BSFinder(max(2, 2*n*bs//size), bs, [size])
         if memory_error(finder.try_out, learn, 0.): free_memory(); break
-        batch = {size:finder.least(size), **batch}
+        batch = {size:finder.least()[0], **batch}
         if batch[size] > 2*batch[size//2]: break
         size *= 2
     return Costs(batch, step)

@@ -38,15 +38,14 @@ def digits_learner(bs:int, cbs=None)->Learner:
 # %% ../nbs/source/15_demo.ipynb #5274d2a6
 def run_demo(n_epoch:int=5, bars:bool=True)->dict[str,Learner]:
     "Train the large batch, the accumulated one, a schedule, and the small batch by itself"
-    lr = 5e-3
-    runs = {'batch of 128':         (digits_learner(128), lr),
-            'accumulated, 8x16':    (digits_learner(16, GradientAccumulation(128)), lr),
-            'schedule, 16 to 256':  (digits_learner(16, GradientAccumulationSchedule(16, 256, finish=0.8, remainder='carry')), lr),
-            'batch of 16':          (digits_learner(16), sqrt_scale(lr, 16/128))}
-    for name,(learn,lr) in runs.items():
+    learners = {'batch of 128':         digits_learner(128),
+                'accumulated, 8x16':    digits_learner(16, GradientAccumulation(128)),
+                'schedule, 16 to 256':  digits_learner(16, GradientAccumulationSchedule(16, 256, finish=0.8, remainder='carry')),
+                'batch of 16':          digits_learner(16)}
+    for name,learn in learners.items():
         print(name)
-        with nullcontext() if bars else learn.no_bar(): learn.fit_one_cycle(n_epoch, lr)
-    return {name:learn for name,(learn,_) in runs.items()}
+        with nullcontext() if bars else learn.no_bar(): learn.fit_one_cycle(n_epoch, sqrt_scale(5e-3, 16/128) if name == 'batch of 16' else 5e-3)
+    return learners
 
 def weight_difference(a:Learner, b:Learner)->float:
     "The largest difference between two Learners' weights"
@@ -54,27 +53,23 @@ def weight_difference(a:Learner, b:Learner)->float:
 
 def results(learners:dict[str,Learner])->pd.DataFrame:
     "Optimizer steps, validation accuracy, and the largest difference of any weight from the first, for those with as many steps"
-    big = next(iter(learners.values()))
-    def row(name, o):
-        steps = len(o.recorder.losses)
-        difference = f'{weight_difference(big, o):.1e}' if o is not big and steps == len(big.recorder.losses) else '-'
-        return name,steps,f'{o.recorder.values[-1][-1]:.3f}',difference
-    return pd.DataFrame(map(row, *zip(*learners.items())), columns=['run', 'steps', 'accuracy', 'difference'])
+    big,*others = learners.values()
+    steps,accuracy = zip(*[(len(o.recorder.losses), f'{o.recorder.values[-1][-1]:.3f}') for o in (big, *others)])
+    differences = ['-', *(f'{weight_difference(big, o):.1e}' if n == steps[0] else '-' for n,o in zip(steps[1:], others))]
+    return pd.DataFrame(dict(run=list(learners), steps=steps, accuracy=accuracy, difference=differences))
 
 # %% ../nbs/source/15_demo.ipynb #4a640a50
 def plot_results(learners:dict[str,Learner]):
     "Validation loss and batch size against the samples seen; returns the figure"
-    fig,axs = plt.subplots(2, 1, figsize=(6, 5), sharex=True, layout='constrained', height_ratios=(2, 1))
-    styles = dict(color='#E69F00', lw=5),dict(color='#0072B2', lw=1.5),dict(color='#009E73', lw=1.5),dict(color='#CC79A7', lw=1.5)
-    for (name,learn),style in zip(learners.items(), styles):
-        losses = [o[1] for o in learn.recorder.values]
-        epoch = len(learn.dls.train)*learn.dls.train.bs
-        axs[0].plot([epoch*(i+1) for i in range(len(losses))], losses, marker='o', ms=style['lw']+2, label=name, **style)
-        sizes = getattr(learn.recorder, 'accum_bs', [learn.dls.train.bs]*len(learn.recorder.losses))
-        axs[1].stairs(sizes, np.cumsum([0, *sizes]), baseline=None, **style)
-    axs[0].set_ylabel('validation loss')
-    axs[0].legend()
-    axs[1].set(xlabel='samples seen', ylabel='batch size (samples)')
+    fig,(losses,sizes) = plt.subplots(2, 1, figsize=(6, 5), sharex=True, layout='constrained', height_ratios=(2, 1))
+    for (name,learn),color,lw in zip(learners.items(), ('#E69F00','#0072B2','#009E73','#CC79A7'), (5, 1.5, 1.5, 1.5)):
+        dl,rec = learn.dls.train,learn.recorder
+        losses.plot([len(dl)*dl.bs*(i+1) for i in range(len(rec.values))], [o[1] for o in rec.values], marker='o', ms=lw+2, label=name, color=color, lw=lw)
+        bs = getattr(rec, 'accum_bs', [dl.bs]*len(rec.losses))
+        sizes.stairs(bs, np.cumsum([0, *bs]), baseline=None, color=color, lw=lw)
+    losses.set_ylabel('validation loss')
+    losses.legend()
+    sizes.set(xlabel='samples seen', ylabel='batch size (samples)')
     return fig
 
 # %% ../nbs/source/15_demo.ipynb #ef0e5f0e
@@ -96,20 +91,17 @@ class Activations(Callback):
         self.in_fit.close()
         self.in_fit.callback(self.model.register_forward_pre_hook(self.start).remove)  # of each micro-batch
     def after_fit(self): self.in_fit.close()
-
     def start(self, *args):
         self.in_forward.close()
         if not self.training: return
         self.kept,self.own = {},{p.untyped_storage().data_ptr() for p in self.model.parameters()}
         self.in_forward.enter_context(torch.autograd.graph.saved_tensors_hooks(self.keep, noop))
-
     def keep(self, t):
         storage = t.untyped_storage()
         if storage.data_ptr() not in self.own: self.kept[storage.data_ptr()] = storage.nbytes()/2**20  # once, however many layers keep it
         if sum(self.kept.values()) <= self.limit: return t
         self.in_forward.close()
         raise torch.OutOfMemoryError(f'out of memory: more than {self.limit} MB of activations')
-
     def after_loss(self):
         self.in_forward.close()
         self.mb = max(self.mb, sum(self.kept.values()))

@@ -22,7 +22,7 @@ from .accumulation import *
 
 # %% auto #0
 __all__ = ['noise_and_signal', 'NoiseEstimate', 'NoiseAverages', 'mean_square', 'norm', 'sum_of_squares', 'states',
-           'WindowSquares', 'metric_steps', 'GradientNoiseScale']
+           'WindowSquares', 'GradientNoiseScale']
 
 # %% ../nbs/source/13_noise.ipynb #56dc3bc5
 def noise_and_signal(mean_of_squares:float, square_of_mean:float, n_micro:int, samples:int)->tuple[float,float]:
@@ -42,7 +42,6 @@ class NoiseEstimate(NamedTuple):
 class NoiseAverages:
     "Averages of noise and signal over the last `memory` samples, None: as many as in 50 windows like the first"
     def __init__(self, memory:float|None): self.memory,self.noise,self.signal,self.samples,self.windows = memory,0.,0.,0.,0
-
     def add(self, noise:float, signal:float, samples:int):
         "Add a window of `samples`, unless it has NaN or infinity"
         if not math.isfinite(noise+signal): return
@@ -50,10 +49,8 @@ class NoiseAverages:
         keep = math.exp(-samples/self.memory)
         for name,o in dict(noise=noise, signal=signal, samples=1).items(): setattr(self, name, keep*getattr(self, name)+samples*o)
         self.windows += 1
-
     def estimate(self, metric:str='plain')->NoiseEstimate:
-        if not self.windows: return NoiseEstimate(math.inf, 0., 0., 0, metric)
-        noise,signal = self.noise/self.samples,self.signal/self.samples
+        noise,signal = (o/(self.samples or 1) for o in (self.noise, self.signal))
         return NoiseEstimate(noise/signal if signal > 0 else math.inf, noise, signal, self.windows, metric)
 
 # %% ../nbs/source/13_noise.ipynb #42ccc1e9
@@ -87,20 +84,16 @@ class WindowSquares:
     def __init__(self):
         self.hooks,self.previous,self.previous_size = [],{},(0,0)
         self.clear()
-
     def __reduce__(self): return type(self),()  # hooks cannot be pickled
     def clear(self): self.norms,self.squares,self.n,self.result = [],0.,0,None
-
     def watch(self, opt:Optimizer|OptimWrapper):
         "Add the hooks, before a backward pass"
         self.ignore()
         self.hooks = [p.register_hook(lambda g, o=o: self.norms.append(norm(g.detach(), *o))) for p,*o in states(opt)]
-
     def ignore(self):
         "Remove the hooks"
         for o in self.hooks: o.remove()
         self.hooks,self.norms = [],[]
-
     def add(self, micro:MicroBatch):
         "Add the norms that the hooks have seen, unless the micro-batch has no items"
         size = micro.samples if micro.items is None else micro.weight
@@ -111,7 +104,7 @@ class WindowSquares:
 # %% ../nbs/source/13_noise.ipynb #6e1d0a04
 @patch
 def measure(self:WindowSquares, learn:Learner, window:Window):
-    "Compute the arguments of `noise_and_signal` for a closed window, and the steps that the metric rests on, without a GPU sync"
+    "Compute the arguments of `noise_and_signal` for a closed window, and the steps that the metric rests on, inf for the plain one, without a GPU sync"
     opt,device = learn.opt,learn.loss.device
     def number(o): return o.to(device, torch.float64, non_blocking=True) if isinstance(o, Tensor) else torch.full((), o, dtype=torch.float64, device=device)
     loss_scale = learn.scaler.scale(torch.ones((), device=device)) if scales_loss(learn) else 1.
@@ -122,7 +115,9 @@ def measure(self:WindowSquares, learn:Learner, window:Window):
         sums = self.squares/size/loss_scale**2, square/(loss_scale*divisor)**2/window.n_processes, self.n
     sums = torch.stack([*map(number, sums)])
     if window.n_processes > 1: all_reduce(learn.model, sums)
-    self.result = torch.stack([*sums, number(metric_steps(opt, window.steps))])
+    _,state,hyper = first(states(opt, with_grad=True)) or (None, {}, {})
+    is_plain = mean_square(state) is None and (window.steps or 'sqr_mom' not in hyper)  # with a `sqr_mom`, the state may come with the first step
+    self.result = torch.stack([*sums, number(math.inf if is_plain else state.get('step', window.steps))])
 
 @patch
 def with_previous(self:WindowSquares, window:Window, opt:Optimizer|OptimWrapper, scale:Tensor|float)->tuple:
@@ -138,12 +133,6 @@ def with_previous(self:WindowSquares, window:Window, opt:Optimizer|OptimWrapper,
     old,new,mean = map(sum_of_squares, norms)
     return (1-f)*old+f*new,mean,2 if old_samples else 1
 
-def metric_steps(opt:Optimizer|OptimWrapper, steps:int)->Tensor|float:
-    "Steps that the optimizer's metric rests on, inf for the plain one; `steps` were taken in this fit"
-    _,state,hyper = first(states(opt, with_grad=True)) or (None, {}, {})
-    if mean_square(state) is not None: return state.get('step', steps)
-    return math.inf if steps or 'sqr_mom' not in hyper else 0  # with a `sqr_mom`, the state may come with the first step
-
 # %% ../nbs/source/13_noise.ipynb #11c53462
 class GradientNoiseScale(LeavingCallback):
     "Measures the gradient noise scale beside a `GradientAccumulation`; an entry in `recorder.noise_scale` for each optimizer step"
@@ -154,25 +143,20 @@ class GradientNoiseScale(LeavingCallback):
     ):
         if not (memory is None or isinstance(memory, Real) and memory > 0): raise ValueError(f"memory must be more than 0 samples, not {memory!r}: use None")
         self.memory,self.squares,self.window,self.averages,self.resumed = memory,WindowSquares(),Window(),NoiseAverages(memory),False
-
     def estimate(self)->NoiseEstimate:
         "The current estimate"
         return self.averages.estimate(self.metric)
-
     def state_dict(self)->dict:
         "The averages, to be saved"
         return dict(vars(self.averages))
-
     def load_state_dict(self, state:dict):
         "Let the next fit continue from the `state` that `state_dict` gave"
         vars(self.averages).update(state)
         self.resumed = True
-
     def leave(self):
         "Forget the open window, and remove hooks and gradients"
         self.squares.ignore()
         self.squares = WindowSquares()
-
     def before_fit(self): self.starts = is_fitting(self.learn)  # with its first epoch, as the accumulation
     def after_fit(self):
         if is_fitting(self.learn) and not self.starts: self.leave()
@@ -180,7 +164,12 @@ class GradientNoiseScale(LeavingCallback):
         if not self.window.is_filling: self.squares.clear()
     def before_backward(self):
         if self.window.micro and self.window.micro.under_way: self.squares.watch(self.learn.opt)
+    def after_backward(self):
+        if self.squares.hooks: self.squares.add(self.window.micro)
+        self.squares.ignore()
     def after_batch(self): self.squares.ignore()  # it may have been cancelled
+    def before_step(self):
+        if self.window.state == 'closed': self.squares.measure(self.learn, self.window)
     def after_cancel_step(self): self.squares.clear()
 
 # %% ../nbs/source/13_noise.ipynb #a17d6706
@@ -201,25 +190,16 @@ def before_train(self:GradientNoiseScale):
     if hasattr(learn, 'recorder'): learn.recorder.noise_scale = []
 
 @patch
-def after_backward(self:GradientNoiseScale):
-    if self.squares.hooks: self.squares.add(self.window.micro)
-    self.squares.ignore()
-
-@patch
-def before_step(self:GradientNoiseScale):
-    if self.window.state == 'closed': self.squares.measure(self.learn, self.window)
-
-@patch
 def after_step(self:GradientNoiseScale):
     "Add the window to the averages, and record the estimate"
     if self.squares.result is None: return
-    window,samples,(squares,mean,n_micro,steps) = self.window,self.squares.samples,self.squares.result.tolist()
+    squares,mean,n_micro,steps = self.squares.result.tolist()
     self.metric = 'plain' if steps == math.inf else 'Adam'
-    if n_micro > 1 and steps >= 5: self.averages.add(*noise_and_signal(squares, mean, n_micro, samples), window.samples)
+    if n_micro > 1 and steps >= 5: self.averages.add(*noise_and_signal(squares, mean, n_micro, self.squares.samples), self.window.samples)
     self.squares.clear()
     estimate = self.estimate()
     if hasattr(self.learn, 'recorder'): record(self.learn.recorder, 'noise_scale', estimate)
-    if math.isfinite(estimate.noise_scale): window.measured['gradient_noise_scale'] = estimate.noise_scale
+    if math.isfinite(estimate.noise_scale): self.window.measured['gradient_noise_scale'] = estimate.noise_scale
 
 # %% ../nbs/source/13_noise.ipynb #9748db01
 @patch
