@@ -6,14 +6,11 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/bs_find.html.md""
 
 # %% ../nbs/source/14_bs_find.ipynb #bb9c0380
 from __future__ import annotations
-from collections.abc import Callable
 from statistics import mean,median,median_low
 from typing import NamedTuple
 import math,time
 
 from fastai.basics import *
-from matplotlib.ticker import NullLocator
-from torch.nn.parallel import DistributedDataParallel
 
 from .batches import *
 from .processes import *
@@ -25,9 +22,8 @@ from .schedule import *
 from .noise import *
 
 # %% auto #0
-__all__ = ['Costs', 'to_a_loss', 'clock', 'sized', 'TimedBatches', 'BSFinder', 'try_out', 'micro_sizes', 'measure_costs',
-           'measure_larger', 'lr_by_group', 'WindowNoise', 'typical_noise_scale', 'measure_noise', 'SuggestedBS',
-           'suggest', 'advice', 'plot_bs_find', 'check_bs_find']
+__all__ = ['Costs', 'to_a_loss', 'clock', 'sized', 'TimedBatches', 'BSFinder', 'micro_sizes', 'process_mean', 'measure_costs',
+           'typical_noise_scale', 'measure_noise', 'SuggestedBS', 'suggest', 'advice', 'plot_bs_find']
 
 # %% ../nbs/source/14_bs_find.ipynb #6f436cc3
 class Costs(NamedTuple):
@@ -36,19 +32,15 @@ class Costs(NamedTuple):
     step:float # Of an optimizer step
     load:float=0. # Of loading a sample
     limit:float=0. # That a sample takes at least, since workers cannot load more
-
     @property
     def micro_bs(self)->int:
         "The samples to train on at a time"
-        least = min(t/b for b,t in self.batch.items())
-        return max(b for b,t in self.batch.items() if t/b <= 1.05*least)
-
+        return max(b for b,t in self.batch.items() if t/b <= 1.05*min(t/b for b,t in self.batch.items()))
     @property
     def falls(self)->bool:
         "Whether a sample takes clearly less time in the largest batch than in one of half that size"
         (b,t),*rest = self.batch.items()
         return bool(rest) and t/b < .9*rest[0][1]/rest[0][0]
-
     def per_sample(self, bs:int)->float:
         "Seconds a sample takes, with steps of `bs` samples"
         b = max((o for o in self.batch if o <= min(bs, self.micro_bs)), default=min(self.batch))
@@ -72,111 +64,94 @@ def sized(b, n:int, size:int):
     return join([b]*(size//n), [n]*(size//n))
 
 class TimedBatches(Wrapped):
-    "A DataLoader whose batches are brought to sizes, and timed"
+    "The batches of a DataLoader, each brought to the sizes of a `BSFinder`, which notes the seconds"
     def __init__(self, dl, cb:Callback): self.dl,self.cb = dl,cb
     def __iter__(self):
         cb,batches,start = self.cb,iter(self.dl),clock()
         while (b := next(batches, None)) is not None:
             loading,n = clock()-start,batch_size(b, cb.bs)
-            if not cb.sizes or n >= min(cb.bs, cb.sizes[0][0]):
+            if not cb.sizes or n >= min(cb.bs, cb.sizes[0]):
                 cb.loading.append(loading)
-                for size,cb.syncs in cb.sizes or [(n, True)]:
+                for cb.at,size in enumerate(cb.sizes or [n]):
                     start,cb.step = clock(),0.
                     yield sized(b, n, size) if cb.sizes else b
-                    cb.batches.setdefault((size, cb.syncs), []).append((clock()-start-cb.step, cb.step))
+                    cb.passes[cb.at].append(clock()-start-cb.step)
+                    cb.steps.append(cb.step)
                 if len(cb.loading) == cb.n: raise CancelFitException
             start = clock()
 
+# %% ../nbs/source/14_bs_find.ipynb #ee76dca7
 class BSFinder(Callback):
-    "Ends a fit after `n` batches of the loader of `bs` samples; brings each to `sizes`, and notes the seconds of all"
-    order,name,syncs,start = -99,'lr_finder',True,None
-    def __init__(self, n:int, bs:int, sizes:tuple[tuple[int,bool],...]=()): self.n,self.bs,self.sizes,self.loading,self.batches = n,bs,sizes,[],{}
+    "Times `n` batches of the loader of `bs` samples, each as it is or brought to `sizes`, of which processes synchronize the last only"
+    order,name,start = -99,'lr_finder',None
+    def __init__(self, n:int, bs:int, sizes:tuple[int,...]=()):
+        self.n,self.bs,self.sizes,self.loading,self.passes,self.steps = n,bs,sizes,[],[[] for _ in sizes or [bs]],[]
+    def try_out(self, learn:Learner, lr, *cbs):
+        "Train with all that may change what a pass computes or takes; no schedule, log or file"
+        Processes().enable_sync(learn.model)  # an earlier trial may have been interrupted
+        kept = L(cb for cb in learn.cbs if (takes_part(cb) or isinstance(cb, Recorder)) and not isinstance(cb, GradientNoiseScale))
+        with replaced(learn, 'cbs', kept), learn.no_logging(): learn.fit(self.n+1, lr, cbs=[self, *cbs])
     def before_train(self): self.learn.dl = TimedBatches(self.learn.dl, self)
     def before_batch(self):
-        if self.sizes and self.loading[1:] and hasattr(self.model, 'require_backward_grad_sync'): self.model.require_backward_grad_sync = self.syncs
+        if self.sizes and self.loading[1:] and hasattr(self.model, 'require_backward_grad_sync'):
+            self.model.require_backward_grad_sync = self.at == len(self.sizes)-1
     def before_step(self): self.start = clock()
     def after_batch(self):
         if self.start is not None: self.step,self.start = clock()-self.start,None
     def after_train(self): raise CancelEpochException  # no validation
-
-# %% ../nbs/source/14_bs_find.ipynb #ee76dca7
-def try_out(learn:Learner, finder:BSFinder, lr, *cbs):
-    "Train with all that may change what a pass computes or takes; no schedule, log or file"
-    if isinstance(learn.model, DistributedDataParallel): learn.model.require_backward_grad_sync = True  # an earlier trial may have been interrupted
-    kept = L(cb for cb in learn.cbs if (takes_part(cb) or isinstance(cb, Recorder)) and not isinstance(cb, GradientNoiseScale))
-    with replaced(learn, 'cbs', kept), learn.no_logging(): learn.fit(finder.n+1, lr, cbs=[finder, *cbs])
+    def least(self)->list[float]: return [min(o[1:]) for o in self.passes]  # seconds for each of `sizes`; the first batch is for warming up
+    def loads(self, has_workers:bool)->tuple[float,float]:
+        "Seconds that loading a batch adds, and those that a batch takes at least, where training waits for workers"
+        loading = self.loading[self.n//2:] or self.loading
+        if not has_workers: return median(loading),0.
+        load,work = mean(loading),mean(self.passes[0])+mean(self.steps)
+        return 0.,load+work if load > .1*work else 0.
 
 # %% ../nbs/source/14_bs_find.ipynb #fdae18a2
-def micro_sizes(learn:Learner)->tuple[int,list[int]]:
-    "Samples in a batch of the loader, and the micro-batches to time, in each process"
-    dl,accum = learn.dls.train,accumulator(learn)
-    given = accum and vars(accum).get('micro_batch_size')
-    bs = loader_batch_size(dl, given)
-    most = min(bs, epoch_samples(dl, bs)[0], learn.micro_bs_find() if given == 'auto' else given or bs)
-    if carries_state(learn.model): return bs,[most]
-    return bs,[most] + [most >> i for i in range(1, 5) if most >> i > 1]
+def micro_sizes(learn:Learner, bs:int, given:int|str|None)->list[int]:
+    "The micro-batches to time, the largest first; `given` is the accumulation's `micro_batch_size`"
+    most = min(bs, epoch_samples(learn.dls.train, bs)[0], learn.micro_bs_find() if given == 'auto' else given or bs)
+    return [most] if carries_state(learn.model) else [most, *(most >> i for i in range(1, 5) if most >> i > 1)]
 
-def measure_costs(learn:Learner, bs:int, sizes:list[int], n:int=6)->Costs:
-    "What batches of `sizes` samples cost, over all processes"
+def process_mean(learn:Learner, *values:float)->list[float]:
+    "The mean of each value over all processes, so that all find the same"
+    if n_processes(learn) == 1: return values
+    return all_reduce(learn.model, torch.tensor(values, device=next(learn.model.parameters()).device)).div_(n_processes(learn)).tolist()
+
+def measure_costs(learn:Learner, bs:int, sizes:list[int], largest:int, n:int=6)->Costs:
+    "What batches of `sizes` samples cost, over all processes; then 2, 4 and 8 batches of the loader as one, up to `largest`, while a sample takes less time and memory lasts"
     n_proc = n_processes(learn)
-    finder = BSFinder(n, bs, [(o, n_proc == 1) for o in sizes]+[(sizes[-1], True)]*(n_proc > 1))
-    try_out(learn, finder, 0.)
-    def least(key, i): return min(o[i] for o in finder.batches[key][1:])
-    batch = [least((o, n_proc == 1), 0) for o in sizes]
-    sync = max(0., least((sizes[-1], True), 0)-batch[-1])
-    step = median(o[1] for times in finder.batches.values() for o in times[1:])
-    costs = torch.tensor([*batch, sync+step], device=next(learn.model.parameters()).device)
-    if n_proc > 1: all_reduce(learn.model, costs).div_(n_proc)  # all processes find the same
-    *batch,step = costs.tolist()
-    return Costs({o*n_proc:t for o,t in zip(sizes, batch)}, step)
-
-def measure_larger(learn:Learner, bs:int, costs:Costs, most:int, n:int=12)->Costs:
-    "The same with 2, 4 and 8 batches of the loader as one, while a sample takes less time and memory lasts"
-    batch,size = costs.batch,2*bs
-    while size <= min(8*bs, most):
-        finder = BSFinder(max(2, n*bs//size), bs, [(size, True)])
-        if memory_error(try_out, learn, finder, 0.): free_memory(); break
-        batch = {size:min(o[0] for o in finder.batches[size, True][1:]), **batch}
+    finder = BSFinder(n, bs, sizes+sizes[-1:]*(n_proc > 1))
+    finder.try_out(learn, 0.)
+    batch = finder.least()
+    sync = max(0., batch.pop()-batch[-1]) if n_proc > 1 else 0.
+    *batch,step = process_mean(learn, *batch, sync+median(finder.steps[len(finder.sizes):]))
+    batch,size = {o*n_proc:t for o,t in zip(sizes, batch)},2*bs
+    while size <= min(8*bs, largest):
+        finder = BSFinder(max(2, 2*n*bs//size), bs, [size])
+        if memory_error(finder.try_out, learn, 0.): free_memory(); break
+        batch = {size:finder.least()[0], **batch}
         if batch[size] > 2*batch[size//2]: break
         size *= 2
-    return costs._replace(batch=batch)
-
+    return Costs(batch, step)
 
 # %% ../nbs/source/14_bs_find.ipynb #5a2ee8c0
-def lr_by_group(learn:Learner, lr:float|slice|None)->list[float]:
-    "The learning rate that `fit` would give each parameter group"
-    if learn.opt is None: learn.create_opt()
-    learn.opt.set_hyper('lr', learn.lr if lr is None else lr)
-    return [h['lr'] for h in learn.opt.hypers]
-
-class WindowNoise(GradientNoiseScale):
-    "Keeps the noise and the signal of each window"
-    def __init__(self): super().__init__(memory=1); self.seen = []
-    def after_step(self):
-        super().after_step()
-        if self.averages.windows: self.seen.append((self.averages.noise, self.averages.signal))
-
 def typical_noise_scale(seen:list[tuple[float,float]])->float:
-    "The median of those of four parts of a trial, the lower one of two"
+    "The median of the noise scales of four parts of a trial, the lower one of two; `seen` are noise and signal of its windows"
     parts = [np.sum(o, axis=0) for o in np.array_split(seen, min(4, len(seen)))] if seen else [(1., 0.)]
     return float(median_low(noise/signal if signal > 0 else math.inf for noise,signal in parts))
 
-def measure_noise(learn:Learner, bs:int, most:int, splits:bool, lr_at:Callable, n:int=46)->tuple[float,float,float]:
-    "The noise scale, the seconds that loading a sample takes, and those that a sample takes at least"
-    whole = bs*n_processes(learn)
-    n_batches,pieces = min(4, -(-64//whole)),most if most < bs else None
-    if n_batches == 1 and whole == bs: n_batches,pieces = (1, min(most, bs//4)) if splits else (2, pieces)
-    accum = accumulator(learn)
+def measure_noise(learn:Learner, bs:int, micros:list[int], lr_at:Callable, n:int=46)->tuple[float,BSFinder]:
+    "The noise scale, and the trial in which it was measured; `lr_at` gives the learning rates for a window's size"
+    whole,accum = bs*n_processes(learn),accumulator(learn)
+    n_batches,pieces = min(4, -(-64//whole)),micros[0] if micros[0] < bs else None
+    if n_batches == 1 and whole == bs: n_batches,pieces = (1, min(micros[0], bs//4)) if len(micros) > 1 else (2, pieces)
     settings = {k:vars(accum)[k] for k in ('num_items','skip_nonfinite') if accum and k in vars(accum)}
-    finder,noise = BSFinder(n, bs),WindowNoise()
-    try_out(learn, finder, lr_at(whole*n_batches), GradientAccumulation(whole*n_batches, micro_batch_size=pieces, remainder='step', **settings), noise)
-    has_workers = getattr(getattr(learn.dls.train, 'fake_l', learn.dls.train), 'num_workers', 0) > 0
-    load = (mean if has_workers else median)(finder.loading[n//2:] or finder.loading)
-    work = mean(a+b for times in finder.batches.values() for a,b in times)
-    waits = [0., load+work if load > .1*work else 0.] if has_workers else [load, 0.]
-    waits = torch.tensor(waits, device=next(learn.model.parameters()).device)/whole
-    if whole > bs: all_reduce(learn.model, waits).div_(whole//bs)
-    return typical_noise_scale(noise.seen),*waits.tolist()
+    finder,recorders = BSFinder(n, bs),learn._grab_cbs(Recorder)
+    recorder = first(recorders) or Recorder()
+    finder.try_out(learn, lr_at(whole*n_batches), GradientAccumulation(whole*n_batches, micro_batch_size=pieces, remainder='step', **settings),
+                   GradientNoiseScale(1e-9), *([] if recorders else [recorder]))  # with a memory of nothing, each estimate is its own window's
+    return typical_noise_scale([(o.noise, o.signal) for o in recorder.noise_scale if o.windows]),finder
 
 # %% ../nbs/source/14_bs_find.ipynb #f16d9959
 class SuggestedBS(NamedTuple):
@@ -188,22 +163,19 @@ class SuggestedBS(NamedTuple):
     samples:dict[int,float] # To a loss, by batch size, relative to the least
 
 def suggest(costs:Costs, noise_scale:float, sizes:list[int], n_proc:int=1)->SuggestedBS:
-    "The fastest of `sizes`"
+    "The fastest of `sizes`; without a signal, the smallest that is within 5% of it"
     time,samples = to_a_loss(costs, noise_scale, sizes)
-    within = 1. if math.isfinite(noise_scale) else 1.05
-    fastest = min(o for o,t in time.items() if t <= within)
+    fastest = min(o for o,t in time.items() if t <= (1. if math.isfinite(noise_scale) else 1.05))
     return SuggestedBS(fastest, min(fastest, costs.micro_bs)//n_proc, noise_scale, time, samples)
 
 def advice(found:SuggestedBS, now:int, bs:int, n_proc:int, rule:Callable)->str:
     "`found` in a sentence, for a Learner that trains with `now` samples, in `n_proc` processes with `bs` in a batch of the loader"
-    best,times = found.fastest,found.time[now]
+    best,times,micro_bs = found.fastest,found.time[now],found.micro_bs
     fastest = f"{best} samples are fastest{'' if math.isfinite(found.noise_scale) else ', by the time of a sample alone (the signal of the gradient is lost in its noise)'}"
     if times < 1.05: return f"{fastest}{'' if best == now else f', and your {now} take {times:.2f} times as long'}: nothing to change"
-    micro_bs = found.micro_bs
-    use = f'bs={micro_bs}{" without accumulation" if micro_bs == bs else ""}'
-    if best > micro_bs*n_proc:
-        split = f', micro_batch_size={micro_bs}' if micro_bs < bs else ''
-        use = f'bs={micro_bs} and ' * (micro_bs > bs) + f'GradientAccumulation({best}{split})'
+    use,split = f'bs={micro_bs}',f', micro_batch_size={micro_bs}' if micro_bs < bs else ''
+    if best > micro_bs*n_proc: use = f'{use} and '*(micro_bs > bs) + f'GradientAccumulation({best}{split})'
+    elif micro_bs == bs: use += ' without accumulation'
     return f"{fastest}; your {now} would take {times:.1f} times as long: use {use} and lr x {rule(1., best/now):.2g}"
 
 # %% ../nbs/source/14_bs_find.ipynb #af4eae59
@@ -214,27 +186,14 @@ def plot_bs_find(
     "Plot time and samples to a loss against the batch size"
     if ax is None: _,ax = plt.subplots(figsize=(5, 3.2), layout='constrained')
     sizes = list(found.time)
-    ax.plot(sizes, list(found.time.values()), 'o-', color='#0072B2', label='time')
+    ax.loglog(sizes, list(found.time.values()), 'o-', base=2, color='#0072B2', label='time')
     ax.plot(sizes, list(found.samples.values()), 'o-', color='#999999', ms=4, label='samples')
     ax.plot(found.fastest, found.time[found.fastest], 'o', color='#E69F00', ms=10, label=f'fastest: {found.fastest}')
-    for axis in ax.xaxis,ax.yaxis: axis._set_axes_scale('log', base=2)
-    ax.xaxis.set(minor_locator=NullLocator())
-    ax.set_xticks(sizes, sizes)
+    ax.minorticks_off()
     ax.yaxis.set(major_formatter='{x:g}')
-    ax.set(xlabel='batch size (samples)', ylabel='to a loss, relative to the least')
+    ax.set(xticks=sizes, xticklabels=sizes, xlabel='batch size (samples)', ylabel='to a loss, relative to the least')
     ax.legend()
     return ax
-
-# %% ../nbs/source/14_bs_find.ipynb #5d612542
-def check_bs_find(learn:Learner):
-    "Raises ValueError on what cannot be measured"
-    if is_sharded(learn.model):
-        raise ValueError(f"bs_find cannot put the shards of a {type(learn.model).__name__} back: use DDP, or a model in one piece")
-    if learn._grab_cbs(GradientCache):
-        raise ValueError("bs_find measures smaller batches, and with GradientCache the loss depends on the size of a batch: compare fits instead")
-    try: n = len(learn.dls.train)
-    except TypeError: n = None
-    if not n: raise ValueError(f"bs_find needs batches to train on, and the training DataLoader has {'no length' if n is None else 'none'}: use another DataLoader")
 
 # %% ../nbs/source/14_bs_find.ipynb #8012f113
 @patch
@@ -243,21 +202,32 @@ def bs_find(self:Learner,
     show_plot:bool=True, # Plot time and samples against the batch size
 )->SuggestedBS:
     "The batch size that reaches a loss soonest, measured by a short trial at the present weights; leaves the Learner as it is"
-    check_bs_find(self)
-    (bs,micros),n_proc = micro_sizes(self),n_processes(self)
-    most,accum = epoch_samples(self.dls.train, bs)[0]*n_proc,accumulator(self)
+    dl,accum = self.dls.train,accumulator(self)
+    if is_sharded(self.model):
+        raise ValueError(f"bs_find cannot put the shards of a {type(self.model).__name__} back: use DDP, or a model in one piece")
+    if self._grab_cbs(GradientCache):
+        raise ValueError("bs_find measures smaller batches, and with GradientCache the loss depends on the size of a batch: compare fits instead")
+    try: n = len(dl)
+    except TypeError: n = None
+    if not n: raise ValueError(f"bs_find needs batches to train on, and the training DataLoader has {'no length' if n is None else 'none'}: use another DataLoader")
+    given,n_proc = accum and vars(accum).get('micro_batch_size'),n_processes(self)
+    bs = loader_batch_size(dl, given)
+    micros,most = micro_sizes(self, bs, given),epoch_samples(dl, bs)[0]*n_proc
     now = getattr(accum, 'accum_bs', None) or getattr(accum, 'n_acc', None) or min(bs*n_proc, most)
+    limits = ' and '.join(name for name,size in dict(bs=bs, micro_batch_size=given).items() if size == micros[0])  # of a micro-batch
+    larger = limits == 'bs' and n_proc == 1 and not carries_state(self.model)
     with unchanged(self) as state:
-        lrs = lr_by_group(self, lr)
-        rule = sqrt_scale if 'sqr_mom' in self.opt.hypers[0] else linear_scale
-        costs,larger = measure_costs(self, bs, micros),n_proc == 1 and micros[0] == bs and not carries_state(self.model)
+        if self.opt is None: self.create_opt()
+        self.opt.set_hyper('lr', self.lr if lr is None else lr)  # as `fit` does
+        lrs,rule = [h['lr'] for h in self.opt.hypers],sqrt_scale if 'sqr_mom' in self.opt.hypers[0] else linear_scale
+        costs = measure_costs(self, bs, micros, most if larger else 0)
         state.restore()
-        if larger: costs = measure_larger(self, bs, costs, most)
-        state.restore()
-        noise_scale,load,limit = measure_noise(self, bs, micros[0], len(micros) > 1, lambda size: [rule(o, size/now)/2 for o in lrs])
+        noise_scale,finder = measure_noise(self, bs, micros, lambda size: [rule(o, size/now)/2 for o in lrs])
+    load,limit = process_mean(self, *finder.loads(getattr(getattr(dl, 'fake_l', dl), 'num_workers', 0) > 0))
     sizes = sorted({*costs.batch, now, *(o for i in range(5) if (o := bs*n_proc*2**i) <= most)})
-    found = suggest(costs._replace(load=load, limit=limit), noise_scale, sizes, n_proc)
-    if not rank_distrib():
-        print(advice(found, now, bs, n_proc, rule)+(not larger and costs.falls and found.fastest >= bs*n_proc)*"; a sample takes less time in larger batches, so try a larger bs, too")
-        if show_plot: plot_bs_find(found)
+    found = suggest(costs._replace(load=load/bs/n_proc, limit=limit/bs/n_proc), noise_scale, sizes, n_proc)
+    if rank_distrib(): return found
+    more = limits and not larger and costs.falls and found.fastest >= micros[0]*n_proc
+    print(advice(found, now, bs, n_proc, rule) + (f"; a sample takes less time in larger batches, so try a larger {limits}, too" if more else ''))
+    if show_plot: plot_bs_find(found)
     return found

@@ -6,20 +6,17 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/demo.html.md"""
 
 # %% ../nbs/source/15_demo.ipynb #324af82d
 from __future__ import annotations
-from contextlib import nullcontext
-import weakref
+from contextlib import ExitStack,nullcontext
 
 from fastai.basics import *
 from fastai.callback.all import *
 from sklearn.datasets import load_digits
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .accumulation import *
 from .schedule import *
 
 # %% auto #0
-__all__ = ['digits_dls', 'digits_learner', 'run_demo', 'weight_difference', 'results', 'plot_results', 'main', 'Activations',
-           'LiveBytes']
+__all__ = ['digits_dls', 'digits_learner', 'run_demo', 'weight_difference', 'results', 'plot_results', 'main', 'Activations']
 
 # %% ../nbs/source/15_demo.ipynb #5b2f76d7
 def digits_dls(bs:int, seed:int=42)->DataLoaders:
@@ -41,15 +38,14 @@ def digits_learner(bs:int, cbs=None)->Learner:
 # %% ../nbs/source/15_demo.ipynb #5274d2a6
 def run_demo(n_epoch:int=5, bars:bool=True)->dict[str,Learner]:
     "Train the large batch, the accumulated one, a schedule, and the small batch by itself"
-    lr = 5e-3
-    runs = {'batch of 128':         (digits_learner(128), lr),
-            'accumulated, 8x16':    (digits_learner(16, GradientAccumulation(128)), lr),
-            'schedule, 16 to 256':  (digits_learner(16, GradientAccumulationSchedule(16, 256, finish=0.8, remainder='carry')), lr),
-            'batch of 16':          (digits_learner(16), sqrt_scale(lr, 16/128))}
-    for name,(learn,lr) in runs.items():
+    learners = {'batch of 128':         digits_learner(128),
+                'accumulated, 8x16':    digits_learner(16, GradientAccumulation(128)),
+                'schedule, 16 to 256':  digits_learner(16, GradientAccumulationSchedule(16, 256, finish=0.8, remainder='carry')),
+                'batch of 16':          digits_learner(16)}
+    for name,learn in learners.items():
         print(name)
-        with nullcontext() if bars else learn.no_bar(): learn.fit_one_cycle(n_epoch, lr)
-    return {name:learn for name,(learn,_) in runs.items()}
+        with nullcontext() if bars else learn.no_bar(): learn.fit_one_cycle(n_epoch, sqrt_scale(5e-3, 16/128) if name == 'batch of 16' else 5e-3)
+    return learners
 
 def weight_difference(a:Learner, b:Learner)->float:
     "The largest difference between two Learners' weights"
@@ -57,27 +53,23 @@ def weight_difference(a:Learner, b:Learner)->float:
 
 def results(learners:dict[str,Learner])->pd.DataFrame:
     "Optimizer steps, validation accuracy, and the largest difference of any weight from the first, for those with as many steps"
-    big = next(iter(learners.values()))
-    def row(name, o):
-        steps = len(o.recorder.losses)
-        difference = f'{weight_difference(big, o):.1e}' if o is not big and steps == len(big.recorder.losses) else '-'
-        return name,steps,f'{o.recorder.values[-1][-1]:.3f}',difference
-    return pd.DataFrame(map(row, *zip(*learners.items())), columns=['run', 'steps', 'accuracy', 'difference'])
+    big,*others = learners.values()
+    steps,accuracy = zip(*[(len(o.recorder.losses), f'{o.recorder.values[-1][-1]:.3f}') for o in (big, *others)])
+    differences = ['-', *(f'{weight_difference(big, o):.1e}' if n == steps[0] else '-' for n,o in zip(steps[1:], others))]
+    return pd.DataFrame(dict(run=list(learners), steps=steps, accuracy=accuracy, difference=differences))
 
 # %% ../nbs/source/15_demo.ipynb #4a640a50
 def plot_results(learners:dict[str,Learner]):
     "Validation loss and batch size against the samples seen; returns the figure"
-    fig,axs = plt.subplots(2, 1, figsize=(6, 5), sharex=True, layout='constrained', height_ratios=(2, 1))
-    styles = dict(color='#E69F00', lw=5),dict(color='#0072B2', lw=1.5),dict(color='#009E73', lw=1.5),dict(color='#CC79A7', lw=1.5)
-    for (name,learn),style in zip(learners.items(), styles):
-        losses = [o[1] for o in learn.recorder.values]
-        epoch = len(learn.dls.train)*learn.dls.train.bs
-        axs[0].plot([epoch*(i+1) for i in range(len(losses))], losses, marker='o', ms=style['lw']+2, label=name, **style)
-        sizes = getattr(learn.recorder, 'accum_bs', [learn.dls.train.bs]*len(learn.recorder.losses))
-        axs[1].stairs(sizes, np.cumsum([0, *sizes]), baseline=None, **style)
-    axs[0].set_ylabel('validation loss')
-    axs[0].legend()
-    axs[1].set(xlabel='samples seen', ylabel='batch size (samples)')
+    fig,(losses,sizes) = plt.subplots(2, 1, figsize=(6, 5), sharex=True, layout='constrained', height_ratios=(2, 1))
+    for (name,learn),color,lw in zip(learners.items(), ('#E69F00','#0072B2','#009E73','#CC79A7'), (5, 1.5, 1.5, 1.5)):
+        dl,rec = learn.dls.train,learn.recorder
+        losses.plot([len(dl)*dl.bs*(i+1) for i in range(len(rec.values))], [o[1] for o in rec.values], marker='o', ms=lw+2, label=name, color=color, lw=lw)
+        bs = getattr(rec, 'accum_bs', [dl.bs]*len(rec.losses))
+        sizes.stairs(bs, np.cumsum([0, *bs]), baseline=None, color=color, lw=lw)
+    losses.set_ylabel('validation loss')
+    losses.legend()
+    sizes.set(xlabel='samples seen', ylabel='batch size (samples)')
     return fig
 
 # %% ../nbs/source/15_demo.ipynb #ef0e5f0e
@@ -93,63 +85,23 @@ def main():
 # %% ../nbs/source/15_demo.ipynb #591e59b6
 class Activations(Callback):
     "`mb`: the most MB that a forward pass has kept for its backward pass; more than `limit` raises `torch.OutOfMemoryError`"
-    order,run_valid,hook,hooks = -5,False,None,None
-    def __init__(self, limit:float=float('inf')):
-        self.limit,self.mb = limit,0
-
+    order,run_valid = -5,False
+    def __init__(self, limit:float=float('inf')): self.limit,self.mb,self.in_fit,self.in_forward = limit,0,ExitStack(),ExitStack()
     def before_fit(self):
-        if self.hook: self.hook.remove()
-        self.hook = self.model.register_forward_pre_hook(self.start)  # of each micro-batch
-
+        self.in_fit.close()
+        self.in_fit.callback(self.model.register_forward_pre_hook(self.start).remove)  # of each micro-batch
+    def after_fit(self): self.in_fit.close()
     def start(self, *args):
-        self.stop()
+        self.in_forward.close()
         if not self.training: return
         self.kept,self.own = {},{p.untyped_storage().data_ptr() for p in self.model.parameters()}
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, noop)
-        self.hooks.__enter__()
-
+        self.in_forward.enter_context(torch.autograd.graph.saved_tensors_hooks(self.keep, noop))
     def keep(self, t):
         storage = t.untyped_storage()
         if storage.data_ptr() not in self.own: self.kept[storage.data_ptr()] = storage.nbytes()/2**20  # once, however many layers keep it
         if sum(self.kept.values()) <= self.limit: return t
-        self.stop()
+        self.in_forward.close()
         raise torch.OutOfMemoryError(f'out of memory: more than {self.limit} MB of activations')
-
     def after_loss(self):
-        self.stop()
+        self.in_forward.close()
         self.mb = max(self.mb, sum(self.kept.values()))
-
-    def after_fit(self):
-        self.hook.remove()
-        self.hook = None
-
-    def stop(self):
-        if self.hooks: self.hooks.__exit__()
-        self.hooks = None
-
-# %% ../nbs/source/15_demo.ipynb #d3a10002
-class LiveBytes(TorchDispatchMode):
-    "A context that counts the bytes of the tensors that are made in it and still alive, `now`, and the most at a time, `peak`"
-    def __init__(self,
-        model:nn.Module|None=None, # Its weights, their gradients and its buffers are not counted
-    ):
-        super().__init__()
-        self.sizes,self.peak = {},0
-        own = model.state_dict(keep_vars=True).values() if model else ()
-        for o in [*own, *(o.grad for o in own if o.grad is not None)]: self.count(o, 0)
-
-    def count(self, o:Tensor, n_bytes:int):
-        "Count the storage of `o` as `n_bytes`, until it is freed"
-        storage = o.untyped_storage()
-        if storage._cdata not in self.sizes: weakref.finalize(storage, self.sizes.pop, storage._cdata, None)
-        self.sizes[storage._cdata] = n_bytes
-
-    @property
-    def now(self)->int: return sum(self.sizes.values())
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for o in out if isinstance(out, (tuple,list)) else [out]:
-            if isinstance(o, Tensor) and o.untyped_storage()._cdata not in self.sizes: self.count(o, o.untyped_storage().nbytes())
-        self.peak = max(self.peak, self.now)
-        return out

@@ -22,7 +22,7 @@ from .accumulation import *
 
 # %% auto #0
 __all__ = ['noise_and_signal', 'NoiseEstimate', 'NoiseAverages', 'mean_square', 'norm', 'sum_of_squares', 'states',
-           'WindowSquares', 'metric_steps', 'GradientNoiseScale']
+           'WindowSquares', 'GradientNoiseScale']
 
 # %% ../nbs/source/13_noise.ipynb #56dc3bc5
 def noise_and_signal(mean_of_squares:float, square_of_mean:float, n_micro:int, samples:int)->tuple[float,float]:
@@ -40,21 +40,17 @@ class NoiseEstimate(NamedTuple):
     metric:str='plain' # What gradients are measured in: 'plain', or 'Adam', where each direction counts as much as it does in Adam's step
 
 class NoiseAverages:
-    "Averages of noise and signal, each by itself; `samples` is what they rest on"
-    def __init__(self, memory:float|None):  # None: 50 windows like the first
-        self.memory,self.noise,self.signal,self.samples,self.windows = memory,0.,0.,0.,0
-
+    "Averages of noise and signal over the last `memory` samples, None: as many as in 50 windows like the first"
+    def __init__(self, memory:float|None): self.memory,self.noise,self.signal,self.samples,self.windows = memory,0.,0.,0.,0
     def add(self, noise:float, signal:float, samples:int):
-        "A window of `samples` was measured; one with NaN or infinity does not count"
+        "Add a window of `samples`, unless it has NaN or infinity"
         if not math.isfinite(noise+signal): return
         if self.memory is None: self.memory = 50*samples
         keep = math.exp(-samples/self.memory)
         for name,o in dict(noise=noise, signal=signal, samples=1).items(): setattr(self, name, keep*getattr(self, name)+samples*o)
         self.windows += 1
-
     def estimate(self, metric:str='plain')->NoiseEstimate:
-        if not self.windows: return NoiseEstimate(math.inf, 0., 0., 0, metric)
-        noise,signal = self.noise/self.samples,self.signal/self.samples
+        noise,signal = (o/(self.samples or 1) for o in (self.noise, self.signal))
         return NoiseEstimate(noise/signal if signal > 0 else math.inf, noise, signal, self.windows, metric)
 
 # %% ../nbs/source/13_noise.ipynb #42ccc1e9
@@ -67,8 +63,7 @@ def norm(grad:Tensor, state:dict={}, hyper:dict={})->Tensor:
     v = mean_square(state)
     if grad.is_sparse:
         grad = grad.coalesce()
-        if v is not None: v = v[tuple(grad.indices())]
-        grad = grad.values()
+        v,grad = v if v is None else v[tuple(grad.indices())],grad.values()
     if v is not None:
         v = v.to(torch.promote_types(v.dtype, torch.float32))
         if 'step' in state: v = v/(1-hyper['sqr_mom']**state['step'])  # RMSProp has none
@@ -77,74 +72,66 @@ def norm(grad:Tensor, state:dict={}, hyper:dict={})->Tensor:
 
 def sum_of_squares(norms:list[Tensor])->Tensor|float: return torch.stack([o.to(norms[0]) for o in norms]).square().sum() if norms else 0.
 
-def states(opt:Optimizer|OptimWrapper)->list[tuple[nn.Parameter,dict,dict]]:
-    "Each parameter that is trained, with its state and the hyper-parameters of its group"
+def states(opt:Optimizer|OptimWrapper, with_grad:bool=False)->list[tuple[nn.Parameter,dict,dict]]:
+    "Each parameter that is trained, with its state and the hyper-parameters of its group; only those that have a gradient, if `with_grad`"
     state = (opt.opt if isinstance(opt, OptimWrapper) else opt).state
-    return [(p, state.get(p, {}), hyper) for pg,hyper in zip(opt.param_lists, opt.hypers) for p in pg if p.requires_grad]
+    return [(p, state.get(p, {}), hyper) for pg,hyper in zip(opt.param_lists, opt.hypers) for p in pg
+            if p.requires_grad and (p.grad is not None or not with_grad)]
 
 # %% ../nbs/source/13_noise.ipynb #a1240ac2
 class WindowSquares:
     "The sum over a window's micro-batches of |g|² times their size, from hooks on the parameters"
     def __init__(self):
-        self.hooks,self.previous = [],{}
+        self.hooks,self.previous,self.previous_size = [],{},(0,0)
         self.clear()
-
+    def __reduce__(self): return type(self),()  # hooks cannot be pickled
     def clear(self): self.norms,self.squares,self.n,self.result = [],0.,0,None
-    def __reduce__(self): return type(self),()  # a hook is not to be pickled
-
     def watch(self, opt:Optimizer|OptimWrapper):
-        "A backward pass is about to begin"
+        "Add the hooks, before a backward pass"
         self.ignore()
-        self.hooks = [p.register_hook(partial(self.passes, state, hyper)) for p,state,hyper in states(opt)]
-
-    def passes(self, state:dict, hyper:dict, grad:Tensor): self.norms.append(norm(grad.detach(), state, hyper))
-
+        self.hooks = [p.register_hook(lambda g, o=o: self.norms.append(norm(g.detach(), *o))) for p,*o in states(opt)]
     def ignore(self):
-        "Leave no hook on the parameters"
+        "Remove the hooks"
         for o in self.hooks: o.remove()
         self.hooks,self.norms = [],[]
-
     def add(self, micro:MicroBatch):
-        "Add what has passed by, unless the micro-batch has no items"
-        square,size = sum_of_squares(self.norms),micro.samples if micro.items is None else micro.weight
-        if isinstance(size, Tensor):  # torch.where, since reading the value is a GPU sync
-            self.squares = self.squares + torch.where(size > 0, square/size, 0.)
-            self.n = self.n + (size > 0)
-        elif size: self.squares,self.n = self.squares+square/size,self.n+1
+        "Add the norms that the hooks have seen, unless the micro-batch has no items"
+        size = micro.samples if micro.items is None else micro.weight
+        square = sum_of_squares(self.norms)/size if isinstance(size, Tensor) or size else 0.
+        self.squares = self.squares + (torch.where(size > 0, square, 0.) if isinstance(size, Tensor) else square)  # no GPU sync
+        self.n = self.n + (size > 0)
 
 # %% ../nbs/source/13_noise.ipynb #6e1d0a04
 @patch
-def measure(self:WindowSquares, window:Window, opt:Optimizer|OptimWrapper, device:torch.device, reduce:Callable=noop, loss_scale:Tensor|float=1.):
-    "Compute the arguments of `noise_and_signal` for a closed window, and the steps that the metric rests on, without a GPU sync"
+def measure(self:WindowSquares, learn:Learner, window:Window):
+    "Compute the arguments of `noise_and_signal` for a closed window, and the steps that the metric rests on, inf for the plain one, without a GPU sync"
+    opt,device = learn.opt,learn.loss.device
     def number(o): return o.to(device, torch.float64, non_blocking=True) if isinstance(o, Tensor) else torch.full((), o, dtype=torch.float64, device=device)
-    scale,self.samples = loss_scale*(window.samples if window.is_sum else 1),window.samples
-    if window.n_micro == 1 == window.n_processes: sums = self.with_previous(window, opt, scale)
+    loss_scale = learn.scaler.scale(torch.ones((), device=device)) if scales_loss(learn) else 1.
+    self.samples,size,divisor = (window.samples,)*3 if window.is_sum else (window.samples, window.total_weight, 1)
+    if window.n_micro == 1 == window.n_processes: sums = self.with_previous(window, opt, loss_scale*divisor)
     else:
-        square = sum_of_squares([norm(p.grad, *o) for p,*o in states(opt) if p.grad is not None])
-        size = window.samples if window.is_sum else window.total_weight
-        sums = self.squares/size/loss_scale**2, square/scale**2/window.n_processes, self.n
-    self.result = torch.stack([*reduce(torch.stack([*map(number, sums)])), number(metric_steps(opt, window.steps))])
+        square = sum_of_squares([norm(p.grad, *o) for p,*o in states(opt, with_grad=True)])
+        sums = self.squares/size/loss_scale**2, square/(loss_scale*divisor)**2/window.n_processes, self.n
+    sums = torch.stack([*map(number, sums)])
+    if window.n_processes > 1: all_reduce(learn.model, sums)
+    _,state,hyper = first(states(opt, with_grad=True)) or (None, {}, {})
+    is_plain = mean_square(state) is None and (window.steps or 'sqr_mom' not in hyper)  # with a `sqr_mom`, the state may come with the first step
+    self.result = torch.stack([*sums, number(math.inf if is_plain else state.get('step', window.steps))])
 
 @patch
 def with_previous(self:WindowSquares, window:Window, opt:Optimizer|OptimWrapper, scale:Tensor|float)->tuple:
     "The same for this window and the one before, as micro-batches of one window; keeps a copy of the gradient"
-    norms,size = ([],[],[]),window.samples if window.is_sum else window.items
-    old_size,old_samples = self.previous.get('sizes', (0, 0))
-    f,self.previous['sizes'] = size/(size+old_size),(size, window.samples)
-    for p,*o in states(opt):
-        if p.grad is None: continue
+    norms,size,(old_size,old_samples) = ([],[],[]),window.samples if window.is_sum else window.items,self.previous_size
+    f,self.previous_size = size/(size+old_size),(size,window.samples)
+    for p,*o in states(opt, with_grad=True):
         new,old = p.grad.detach()/scale,self.previous.get(p)
-        for l,g in zip(norms, (old, new, old*(1-f)+new*f) if old is not None else ()): l.append(norm(g, *o))
+        if old is not None:
+            for l,g in zip(norms, (old, new, old*(1-f)+new*f)): l.append(norm(g, *o))
         self.previous[p] = new
     self.samples += old_samples
     old,new,mean = map(sum_of_squares, norms)
     return (1-f)*old+f*new,mean,2 if old_samples else 1
-
-def metric_steps(opt:Optimizer|OptimWrapper, steps:int)->Tensor|float:
-    "Steps that the optimizer's metric rests on, inf for the plain one; `steps` were taken in this fit"
-    state,hyper = first(o for p,*o in states(opt) if p.grad is not None) or ({}, {})
-    if mean_square(state) is not None: return state.get('step', steps)
-    return math.inf if steps or 'sqr_mom' not in hyper else 0  # with a `sqr_mom`, the state may come with the first step
 
 # %% ../nbs/source/13_noise.ipynb #11c53462
 class GradientNoiseScale(LeavingCallback):
@@ -155,21 +142,37 @@ class GradientNoiseScale(LeavingCallback):
         memory:float|None=None, # Samples that the running averages go back; None: 50 windows of the size of the first; `math.inf`: all of the fit
     ):
         if not (memory is None or isinstance(memory, Real) and memory > 0): raise ValueError(f"memory must be more than 0 samples, not {memory!r}: use None")
-        self.memory,self.squares,self.window,self.averages,self.resumed = memory,WindowSquares(),None,NoiseAverages(memory),False
-
-    def before_fit(self): self.starts = is_fitting(self.learn)  # with its first epoch, as the accumulation
-    def after_fit(self):
-        if is_fitting(self.learn) and not self.starts: self.leave()
-
+        self.memory,self.squares,self.window,self.averages,self.resumed = memory,WindowSquares(),Window(),NoiseAverages(memory),False
     def estimate(self)->NoiseEstimate:
         "The current estimate"
         return self.averages.estimate(self.metric)
-
+    def state_dict(self)->dict:
+        "The averages, to be saved"
+        return dict(vars(self.averages))
+    def load_state_dict(self, state:dict):
+        "Let the next fit continue from the `state` that `state_dict` gave"
+        vars(self.averages).update(state)
+        self.resumed = True
     def leave(self):
-        "Forget the open window, and leave no hook and no gradient"
+        "Forget the open window, and remove hooks and gradients"
         self.squares.ignore()
         self.squares = WindowSquares()
+    def before_fit(self): self.starts = is_fitting(self.learn)  # with its first epoch, as the accumulation
+    def after_fit(self):
+        if is_fitting(self.learn) and not self.starts: self.leave()
+    def before_batch(self):
+        if not self.window.is_filling: self.squares.clear()
+    def before_backward(self):
+        if self.window.micro and self.window.micro.under_way: self.squares.watch(self.learn.opt)
+    def after_backward(self):
+        if self.squares.hooks: self.squares.add(self.window.micro)
+        self.squares.ignore()
+    def after_batch(self): self.squares.ignore()  # it may have been cancelled
+    def before_step(self):
+        if self.window.state == 'closed': self.squares.measure(self.learn, self.window)
+    def after_cancel_step(self): self.squares.clear()
 
+# %% ../nbs/source/13_noise.ipynb #a17d6706
 @patch
 def before_train(self:GradientNoiseScale):
     "In the first epoch find the accumulation, and start with no averages, unless `load_state_dict` was called; raises ValueError if there is none"
@@ -177,58 +180,26 @@ def before_train(self:GradientNoiseScale):
     if is_sharded(learn.model):
         raise ValueError(f"GradientNoiseScale cannot see the whole gradients of a sharded {type(learn.model).__name__}: leave it out, or use DDP")
     if not self.starts: return
-    self.starts,accum,searches = False,first(learn._grab_cbs(GradientAccumulation)),learn._grab_cbs((LRFinder,MicroBatchFinder))  # these measure nothing
+    accum,searches = first(learn._grab_cbs(GradientAccumulation)),learn._grab_cbs((LRFinder,MicroBatchFinder))  # these measure nothing
     if not (accum or searches): raise ValueError("GradientNoiseScale measures accumulated windows: add a GradientAccumulation(accum_bs) to the Learner")
     self.leave()
-    self.window = None if searches else accum.window
-    if self.window is None: return
+    self.starts,self.window = False,Window() if searches else accum.window
+    if searches: return
     if not self.resumed: self.averages = NoiseAverages(self.memory)
     self.resumed = False
     if hasattr(learn, 'recorder'): learn.recorder.noise_scale = []
 
-# %% ../nbs/source/13_noise.ipynb #a17d6706
-@patch
-def before_batch(self:GradientNoiseScale):
-    if self.window and not self.window.is_filling: self.squares.clear()
-
-@patch
-def before_backward(self:GradientNoiseScale):
-    if self.window and self.window.micro and self.window.micro.under_way: self.squares.watch(self.learn.opt)
-
-@patch
-def after_backward(self:GradientNoiseScale):
-    "The accumulation is about to count this micro-batch"
-    if self.squares.hooks: self.squares.add(self.window.micro)
-    self.squares.ignore()
-
-@patch
-def after_batch(self:GradientNoiseScale): self.squares.ignore()  # it may have been cancelled
-
-# %% ../nbs/source/13_noise.ipynb #6e1d0a07
-@patch
-def before_step(self:GradientNoiseScale):
-    "Compute the window's sums, without a GPU sync"
-    learn,window = self.learn,self.window
-    if not (window and window.state == 'closed'): return
-    device = learn.loss.device
-    loss_scale = learn.scaler.scale(torch.ones((), device=device)) if scales_loss(learn) else 1.
-    reduce = partial(all_reduce, learn.model) if window.n_processes > 1 else noop
-    self.squares.measure(window, learn.opt, device, reduce, loss_scale)
-
-@patch
-def after_cancel_step(self:GradientNoiseScale): self.squares.clear()
-
 @patch
 def after_step(self:GradientNoiseScale):
-    "The step was taken: add its window to the averages, and record the estimate"
+    "Add the window to the averages, and record the estimate"
     if self.squares.result is None: return
-    window,samples,(squares,mean,n_micro,steps) = self.window,self.squares.samples,self.squares.result.tolist()
+    squares,mean,n_micro,steps = self.squares.result.tolist()
     self.metric = 'plain' if steps == math.inf else 'Adam'
-    if n_micro > 1 and steps >= 5: self.averages.add(*noise_and_signal(squares, mean, n_micro, samples), window.samples)
+    if n_micro > 1 and steps >= 5: self.averages.add(*noise_and_signal(squares, mean, n_micro, self.squares.samples), self.window.samples)
     self.squares.clear()
     estimate = self.estimate()
     if hasattr(self.learn, 'recorder'): record(self.learn.recorder, 'noise_scale', estimate)
-    if math.isfinite(estimate.noise_scale): window.measured['gradient_noise_scale'] = estimate.noise_scale
+    if math.isfinite(estimate.noise_scale): self.window.measured['gradient_noise_scale'] = estimate.noise_scale
 
 # %% ../nbs/source/13_noise.ipynb #9748db01
 @patch
@@ -246,15 +217,3 @@ def plot_noise_scale(self:Recorder,
     ax.set(xlabel='optimizer steps', ylabel='samples')
     ax.legend()
     return ax
-
-# %% ../nbs/source/13_noise.ipynb #8bc78fa1
-@patch
-def state_dict(self:GradientNoiseScale)->dict:
-    "What has been averaged so far"
-    return dict(vars(self.averages))
-
-@patch
-def load_state_dict(self:GradientNoiseScale, state:dict):
-    "Let the next fit continue from `state`, of `state_dict`"
-    self.averages,self.resumed = NoiseAverages(self.memory),True
-    vars(self.averages).update(state)

@@ -343,6 +343,20 @@ def test_larger_batches_that_take_longer(clock, monkeypatch):
     costs,found = costs_of(timed_learner(64, fixed=.001), monkeypatch)
     assert max(costs.batch) == 128 and costs.micro_bs < 128
 
+@pytest.mark.parametrize('micro_batch_size,words', [(32, 'micro_batch_size'), (64, 'bs and micro_batch_size'), ('auto', None), (None, None)])
+def test_what_to_make_larger(micro_batch_size, words, clock, monkeypatch, capsys):
+    "The setting that keeps micro-batches small; with 'auto' it is memory, here for 32 samples, and without `micro_batch_size` larger ones are timed"
+    forward = Timed.forward
+    def limited(self, x):
+        if micro_batch_size == 'auto' and len(x) > 32: raise torch.OutOfMemoryError('CUDA out of memory')
+        return forward(self, x)
+    monkeypatch.setattr(Timed, 'forward', limited)
+    learn = timed_learner(64, noise_scale=400., fixed=.02, step=.1, cbs=[GradientAccumulation(128, micro_batch_size=micro_batch_size)])
+    costs,found = costs_of(learn, monkeypatch)
+    assert found.fastest >= 64 and max(costs.batch) == {None:512, 64:64}.get(micro_batch_size, 32) and costs.falls == (micro_batch_size is not None)
+    said = capsys.readouterr().out
+    assert said.endswith(f'; a sample takes less time in larger batches, so try a larger {words}, too\n') if words else 'try a larger' not in said
+
 def test_larger_batches_that_may_be_faster():
     "Where they are not measured"
     assert Costs({64:1., 32:.9}, 0.).falls and not Costs({64:1., 32:.5}, 0.).falls and not Costs({64:1.}, 0.).falls
@@ -430,6 +444,11 @@ def test_mixed_precision():
     learn = make_learner(64, n=1024, m=model().float(), loss_func=lambda pred,targ: F.mse_loss(pred.float(), targ.float()), cbs=CpuMixedPrecision(init_scale=2.**8))
     plain = make_learner(64, n=1024, m=model().float(), loss_func=MSELossFlat())
     assert find(learn, .01).noise_scale == pytest.approx(find(plain, .01).noise_scale, rel=.05)
+
+def test_without_a_recorder(clock):
+    learn = timed_learner(64)
+    learn.remove_cb(Recorder)
+    assert learn.bs_find(show_plot=False).noise_scale == pytest.approx(100, rel=.1) and not learn._grab_cbs(Recorder)
 
 @pytest.mark.parametrize('valid', ['empty', 'missing'])
 def test_without_a_validation_set(valid):

@@ -6,7 +6,6 @@ from fastai.callback.mixup import MixUp
 from hypothesis import given, strategies as st
 
 from common import *
-from fastxtend_accum.demo import LiveBytes
 from fastxtend_accum.gradient_cache import GradientCache, in_pieces
 from test_life import EVENTS, Fault
 
@@ -274,6 +273,7 @@ def deep():
 
 def test_live_bytes_are_those_of_a_piece():
     "256 samples: as many as micro-batches of the same size take, within 5%"
+    from benchmarks.counts import LiveBytes
     x = torch.randn(256, 16, 64)
     def peak(f):
         m = deep()
