@@ -21,31 +21,25 @@ from .same_draws import *
 from .loop import *
 
 # %% auto #0
-__all__ = ['KeepsBuffers', 'KeepsRandom', 'checkpointed', 'ActivationCheckpointing']
+__all__ = ['FirstState', 'checkpointed', 'ActivationCheckpointing']
 
 # %% ../nbs/source/10_checkpointing.ipynb #c14a0008
-class KeepsBuffers:
-    "A context in which a forward pass that is run again finds the buffers of `module` as the first run did, and leaves them as they are"
+class FirstState:
+    "The buffers of `module` and the random generators as a forward pass finds them: entered, it is run again with these, and nothing changes"
     def __init__(self, module:nn.Module):
-        self.places = [(m, name, b) for m in module.modules() for name,b in m.named_buffers(recurse=False)]
+        self.places,self.states = [(m, name, b) for m in module.modules() for name,b in m.named_buffers(recurse=False)],get_random_states()
         def changes(m, b): return not hasattr(m, 'running_mean') and b.dtype != torch.bool  # BatchNorm does not use its statistics in training
         self.first = {b:b.clone() if changes(m, b) else b for m,_,b in self.places}
 
     def __enter__(self):
-        self.left,again = [(m, name, getattr(m, name)) for m,name,_ in self.places],{b:o.clone() for b,o in self.first.items()}
+        self.left,self.left_states = [(m, name, getattr(m, name)) for m,name,_ in self.places],get_random_states()
+        again = {b:o.clone() for b,o in self.first.items()}
         for m,name,b in self.places: setattr(m, name, again[b])
+        set_random_states(**self.states)
 
     def __exit__(self, *args):
         for m,name,b in self.left: setattr(m, name, b)
-
-class KeepsRandom:
-    "A context in which a forward pass that is run again draws the same numbers; `checkpoint` keeps PyTorch's alone"
-    def __init__(self): self.first = get_random_states()
-    def __enter__(self):
-        self.left = get_random_states()
-        set_random_states(**self.first)
-
-    def __exit__(self, *args): set_random_states(**self.left)
+        set_random_states(**self.left_states)
 
 def checkpointed(forward:Callable, module:nn.Module, *contexts)->Callable:
     "`forward` of `module`, which keeps its inputs only, and is run again in the backward pass, in `contexts`; where nothing needs a gradient it is run once"
@@ -57,7 +51,7 @@ def checkpointed(forward:Callable, module:nn.Module, *contexts)->Callable:
         def with_leaves(*leaves):
             args,kwargs = first.pop() if first else tree_unflatten(leaves, form)
             return forward(*args, **kwargs)
-        again = ContextManagers([KeepsBuffers(module), KeepsRandom(), *contexts])
+        again = ContextManagers([FirstState(module), *contexts])
         return checkpoint(with_leaves, *leaves, use_reentrant=False, context_fn=lambda: (nullcontext(), again))
     return run
 
@@ -73,10 +67,11 @@ def is_long(m:nn.Module)->bool:
 
 def regrouped(m:nn.Sequential)->nn.Sequential:
     "The children of `m`, where a layer with a weight and the simple ones that follow it are one child"
-    groups,open = [],False
+    groups = []
     for o in m:
-        if open and is_simple(o) and not has_weight(o): groups[-1].append(o)
-        else: groups.append([o]); open = is_simple(o) and has_weight(o)
+        follows = groups and is_simple(groups[-1][0]) and has_weight(groups[-1][0]) and is_simple(o) and not has_weight(o)
+        if follows: groups[-1].append(o)
+        else: groups.append([o])
     return nn.Sequential(*[o[0] if len(o) == 1 else nn.Sequential(*o) for o in groups])
 
 def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Sequential]]:
@@ -114,7 +109,7 @@ class ActivationCheckpointing(BatchLoop):
         if is_compiled(model):
             raise ValueError(f"ActivationCheckpointing cannot run parts of a compiled {name} again: leave out torch.compile, or ActivationCheckpointing")
         model = inner_model(model)
-        self.found,self.groups = (self.own_blocks(model),{}) if self.blocks else find_blocks(model)
+        self.found,self.groups = find_blocks(model) if self.blocks is None else (self.own_blocks(model),{})
         if not self.found: raise ValueError(f"ActivationCheckpointing finds no blocks in {name}: it has no nn.Sequential or nn.ModuleList of them, so name its "
                                             "modules with blocks=lambda model: [...]")
         self.lend_loop()
@@ -136,11 +131,13 @@ def to_cpu(t:Tensor)->tuple[Tensor,torch.device]:
     "A copy of `t` on the CPU, and the device to copy it back to; in the same memory layout, which `torch.autograd.graph.save_on_cpu` loses"
     return torch.empty_like(t, device='cpu', pin_memory=t.is_cuda).copy_(t, non_blocking=t.is_cuda),t.device
 
+def from_cpu(copied:tuple[Tensor,torch.device])->Tensor: return copied[0].to(copied[1], non_blocking=True)
+
 @patch
 def run_block(self:ActivationCheckpointing, block:nn.Module)->Callable:
     run = checkpointed(block.forward, block)
     def offloaded(*args, **kwargs):
-        with saved_tensors_hooks(to_cpu, lambda o: o[0].to(o[1], non_blocking=True)): return run(*args, **kwargs)
+        with saved_tensors_hooks(to_cpu, from_cpu): return run(*args, **kwargs)
     return offloaded if self.offload else run
 
 @patch

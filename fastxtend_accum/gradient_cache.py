@@ -25,13 +25,12 @@ __all__ = ['in_pieces', 'GradientCache']
 # %% ../nbs/source/11_gradient_cache.ipynb #41c70a9e
 def in_pieces(forward:Callable, module:nn.Module, micro_bs:int, draws:Callable|None=None)->Callable:
     "`forward` of `module` in the memory of `micro_bs` samples: pieces but the last run again in the backward pass. `draws(n)`: a `SameDraws` of the whole batch"
+    def copied(*args, **kwargs):  # it may work in place, and the pieces are views of one batch
+        args,kwargs = each_tensor(torch.clone, (args, kwargs))
+        return forward(*args, **kwargs)
     def pieces_forward(*args, **kwargs):
         same = draws(input_size(args, kwargs)) if draws else None
-        def copied(*args, **kwargs):  # it may work in place, and the pieces are views of one batch
-            args,kwargs = each_tensor(torch.clone, (args, kwargs))
-            return forward(*args, **kwargs)
-        def again(*args, **kwargs):
-            return checkpointed(copied, module, *([same.again(*same.rows)] if same else []))(*args, **kwargs)
+        def again(*args, **kwargs): return checkpointed(copied, module, *([same.again(*same.rows)] if same else []))(*args, **kwargs)
         return split_forward(copied, micro_bs, again, same)(*args, **kwargs)
     return pieces_forward
 
@@ -76,15 +75,13 @@ class GradientCache(BatchLoop):
 def forward_context(self:GradientCache):
     "The forward pass runs in pieces, in training and in validation"
     if not self.learn.training: return BatchLoop.forward_context(self)
+    def draws(n):
+        self.same = SameDraws(n)
+        return self.same
     module = self.running_part()
-    return replaced(module, 'forward', in_pieces(module.forward, module, self.micro_bs, self.draws if self.same_draws else None))
-
-@patch
-def draws(self:GradientCache, n:int)->SameDraws:
-    self.same = SameDraws(n)
-    return self.same
+    return replaced(module, 'forward', in_pieces(module.forward, module, self.micro_bs, draws if self.same_draws else None))
 
 @patch
 def backward_context(self:GradientCache):
     "A module that is run again inside of a piece, as by `torch.utils.checkpoint`, draws the same numbers"
-    return self.same.backward() if self.same and self.same.rows else nullcontext()
+    return self.same if self.same and self.same.rows else nullcontext()

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import traceback
 
 from fastai.basics import *
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode,_get_current_dispatch_mode_stack
 
 from .batches import *
 
@@ -28,9 +28,8 @@ def can_repeat(func, types:tuple, given:dict)->bool:
 
 def generator_of(given:dict)->torch.Generator:
     "The generator that an operation draws from"
-    if given.get('generator') is not None: return given['generator']
     device = next((o.device for o in given.values() if isinstance(o, Tensor)), given.get('device'))
-    if device is None or device.type == 'cpu': return torch.default_generator
+    if given.get('generator') is not None or device is None or device.type == 'cpu': return given.get('generator') or torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 def default_generators()->list[torch.Generator]: return [torch.default_generator, *torch.cuda.default_generators]
@@ -98,7 +97,7 @@ class SameDraws(TorchDispatchMode):
     def __init__(self, n:int):
         super().__init__()
         self.n,self.rows,self.sizes,self.draws,self.before,self.after = n,None,[],{},None,None
-        self.last,self.own,self.in_backward = {},{},False
+        self.last,self.own,self.in_piece = {},{},False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -115,24 +114,21 @@ class SameDraws(TorchDispatchMode):
         g,now = generator_of(given),Draw(func, given, self.rows[1]-self.rows[0])
         key = func,state_of(g)
         if is_new := key not in self.draws:
-            if self.in_backward: return func(**given)
-            self.check_next(func, g)
+            if not self.in_piece: return func(**given)  # run again in the backward pass, as a part of the model outside of the pieces
+            if self.after is not None:
+                raise ValueError(f"same_draws=True: samples {self.rows[0]} to {self.rows[1]} call {func.name()} where those before them drew other numbers: "
+                                 "leave same_draws out, or let the model draw alike for all samples")
+            if g not in self.last: self.own[g],self.last[g] = g.get_state(),state_of(g)
+            self.check_seen(g, f'before {func.name()}')
+            if any(f.f_code.co_name == 'compile_wrapper' for f,_ in traceback.walk_stack(sys._getframe())):  # outside of a piece it would draw other numbers
+                raise ValueError(f"same_draws=True cannot repeat {func.name()} of a compiled function: leave out torch.compile, or same_draws")
             self.draws[key] = now
         self.draws[key].check(now)
         res = self.draws[key].call(given, self.rows, self.n)
         if is_new: self.last[g] = state_of(g)
         return res
 
-# %% ../nbs/source/07_same_draws.ipynb #d7a5000f
-@patch
-def check_next(self:SameDraws, func, g:torch.Generator):
-    "Raises ValueError if the first piece has not called `func`, if it has drawn out of sight before, or if a compiled function calls `func`"
-    if self.after is not None: raise self.error(f'call {func.name()} where those before them drew other numbers')
-    if g not in self.last: self.own[g],self.last[g] = g.get_state(),state_of(g)
-    self.check_seen(g, f'before {func.name()}')
-    if any(f.f_code.co_name == 'compile_wrapper' for f,_ in traceback.walk_stack(sys._getframe())):  # outside of a piece it would draw other numbers
-        raise ValueError(f"same_draws=True cannot repeat {func.name()} of a compiled function: leave out torch.compile, or same_draws")
-
+# %% ../nbs/source/07_same_draws.ipynb #d7a50010
 @patch
 def check_seen(self:SameDraws, g:torch.Generator, where:str):
     "Raises ValueError if `g` has moved since the last draw"
@@ -140,11 +136,6 @@ def check_seen(self:SameDraws, g:torch.Generator, where:str):
         raise ValueError(f"same_draws=True: random numbers were drawn {where} by something that it cannot see, such as a compiled function or a kernel of "
                          "another package: leave same_draws out")
 
-@patch
-def error(self:SameDraws, what:str)->ValueError:
-    return ValueError(f"same_draws=True: samples {self.rows[0]} to {self.rows[1]} {what}: leave same_draws out, or let the model draw alike for all samples")
-
-# %% ../nbs/source/07_same_draws.ipynb #d7a50010
 @patch
 def rewind(self:SameDraws):
     "Let all random generators stand where the batch begins"
@@ -159,17 +150,21 @@ def piece(self:SameDraws, start:int, end:int):
     "Train on samples `start` to `end` in here; afterwards the random generators stand where the whole batch leaves them"
     if end-start == self.n: yield; return
     self.rewind()
-    self.rows = start,end
+    self.rows,self.in_piece = (start, end),True
     with self: yield
+    self.in_piece = False
     if self.after is None:
         for g in self.last: self.check_seen(g, 'after all that it can see')
         self.after = all_states()
-    elif self.after != all_states(): raise self.error('leave the random generators elsewhere than those before them')
+    elif self.after != all_states():
+        raise ValueError(f"same_draws=True: samples {start} to {end} leave the random generators elsewhere than those before them: "
+                         "leave same_draws out, or let the model draw alike for all samples")
     self.sizes.append(end-start)
     if end == self.n and (len({*self.sizes}) == 1 or self.sizes[0] == 1) and any(o.split for o in self.draws.values()):
         raise ValueError("same_draws=True needs pieces of two sizes, the first of 2 samples or more, to tell the dimension of the samples, "
                          f"not of {self.sizes}: see SameDraws.next_piece")
 
+# %% ../nbs/source/07_same_draws.ipynb #d7a50041
 @patch
 def next_piece(self:SameDraws, rest:int, micro_bs:int)->int:
     "Samples in the next piece, if `rest` are left: the first is a prime number, which other dimensions are hardly multiples of, and the second differs from it"
@@ -178,7 +173,6 @@ def next_piece(self:SameDraws, rest:int, micro_bs:int)->int:
     if not self.sizes: return next(n for n in range(size, 0, -1) if all(n%d for d in range(2, math.isqrt(n)+1)))
     return next_piece(rest, size-1) if self.sizes == [size] else size
 
-# %% ../nbs/source/07_same_draws.ipynb #d7a50041
 @patch
 @contextmanager
 def again(self:SameDraws, start:int, end:int):
@@ -186,18 +180,8 @@ def again(self:SameDraws, start:int, end:int):
     with no_random():  # puts their states back
         self.rewind()
         self.rows = start,end
-        with nullcontext() if self.in_backward else self: yield
+        with nullcontext() if self in _get_current_dispatch_mode_stack() else self: yield
 
-@patch
-@contextmanager
-def backward(self:SameDraws):
-    "For a backward pass after the last piece: what a piece runs once more in here, as by `torch.utils.checkpoint` in the model, draws the same numbers"
-    self.in_backward = True
-    try:
-        with self: yield
-    finally: self.in_backward = False
-
-# %% ../nbs/source/07_same_draws.ipynb #d7a50012
 def check_same_draws(same_draws:bool, micro_batch_size:int|str|None):
     "Raises TypeError or ValueError unless there are pieces of 2 samples or more, or `same_draws` is False"
     check_flags(same_draws=same_draws)
