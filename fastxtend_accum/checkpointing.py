@@ -6,9 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/checkpointing.htm
 
 # %% ../nbs/source/10_checkpointing.ipynb #c14a0006
 from __future__ import annotations
-from collections.abc import Callable
 from contextlib import nullcontext
-import random,sys
 
 from fastai.basics import *
 from torch.autograd.graph import saved_tensors_hooks
@@ -19,49 +17,32 @@ from .batches import *
 from .processes import *
 from .logging import *
 from .memory import *
+from .same_draws import *
 from .loop import *
 
 # %% auto #0
-__all__ = ['KeepsBuffers', 'KeepsRandom', 'checkpointed', 'has_weight', 'is_simple', 'is_list', 'has_layers', 'is_long',
-           'regrouped', 'find_blocks', 'ActivationCheckpointing', 'check_can_checkpoint', 'to_cpu', 'from_cpu']
+__all__ = ['FirstState', 'checkpointed', 'ActivationCheckpointing']
 
 # %% ../nbs/source/10_checkpointing.ipynb #c14a0008
-class KeepsBuffers:
-    "A context in which a forward pass that is run again finds the buffers of `module` as the first run did, and leaves them as they are"
+class FirstState:
+    "The buffers of `module` and the random generators as a forward pass finds them: entered, it is run again with these, and nothing changes"
     def __init__(self, module:nn.Module):
-        self.places = [(m, name, b) for m in module.modules() for name,b in m.named_buffers(recurse=False)]
-        self.running = {b for m,_,b in self.places if hasattr(m, 'running_mean')}  # BatchNorm changes them unseen, and does not use them
-        self.first = {b:(b._version, b.clone()) for _,_,b in self.places if b not in self.running and b.dtype != torch.bool}
+        self.places,self.states = [(m, name, b) for m in module.modules() for name,b in m.named_buffers(recurse=False)],get_random_states()
+        def changes(m, b): return not hasattr(m, 'running_mean') and b.dtype != torch.bool  # BatchNorm does not use its statistics in training
+        self.first = {b:b.clone() if changes(m, b) else b for m,_,b in self.places}
 
     def __enter__(self):
-        changed = [(m, name, b) for m,name,b in self.places if b in self.running or getattr(m, name) is not b
-                   or b in self.first and b._version != self.first[b][0]]  # by the first run, which may have put another tensor there
-        self.left,again = [(m, name, getattr(m, name)) for m,name,_ in changed],{}
-        for m,name,b in changed:
-            if b not in again: again[b] = (self.first[b][1] if b in self.first else b).clone()
-            setattr(m, name, again[b])
+        self.left,self.left_states = [(m, name, getattr(m, name)) for m,name,_ in self.places],get_random_states()
+        again = {b:o.clone() for b,o in self.first.items()}
+        for m,name,b in self.places: setattr(m, name, again[b])
+        set_random_states(**self.states)
 
     def __exit__(self, *args):
         for m,name,b in self.left: setattr(m, name, b)
+        set_random_states(**self.left_states)
 
-class KeepsRandom:
-    "A context in which a forward pass that is run again draws the same numbers from Python's and NumPy's generators"
-    def __init__(self): self.first = self.states()
-    def __enter__(self):
-        self.left = self.states()
-        self.go_on(*self.first)
-
-    def __exit__(self, *args): self.go_on(*self.left)
-    def states(self): return random.getstate(),np.random.get_state()
-    def go_on(self, of_python:tuple, of_numpy:tuple): random.setstate(of_python),np.random.set_state(of_numpy)
-
-# %% ../nbs/source/10_checkpointing.ipynb #c14a0009
-def checkpointed(
-    forward:Callable, # What `module` does
-    module:nn.Module, # Has parameters and buffers
-    *contexts, # Entered when it is run again
-)->Callable: # Does the same
-    "`forward`, which keeps its inputs only, and is run again in the backward pass; where nothing needs a gradient it is run once"
+def checkpointed(forward:Callable, module:nn.Module, *contexts)->Callable:
+    "`forward` of `module`, which keeps its inputs only, and is run again in the backward pass, in `contexts`; where nothing needs a gradient it is run once"
     def run(*args, **kwargs):
         needs_grad = any(o.requires_grad for o in [*module.parameters(), *tensors_in((args, kwargs))])
         if not (torch.is_grad_enabled() and needs_grad): return forward(*args, **kwargs)
@@ -70,7 +51,7 @@ def checkpointed(
         def with_leaves(*leaves):
             args,kwargs = first.pop() if first else tree_unflatten(leaves, form)
             return forward(*args, **kwargs)
-        again = ContextManagers([KeepsBuffers(module), KeepsRandom(), *contexts])
+        again = ContextManagers([FirstState(module), *contexts])
         return checkpoint(with_leaves, *leaves, use_reentrant=False, context_fn=lambda: (nullcontext(), again))
     return run
 
@@ -79,7 +60,6 @@ def has_weight(m:nn.Module)->bool: return any(p.ndim > 1 for p in m.parameters()
 def is_simple(m:nn.Module)->bool: return not any(has_weight(o) for o in m.children())
 def is_list(m:nn.Module)->bool: return isinstance(m, (nn.Sequential,nn.ModuleList,nn.ModuleDict))
 def has_layers(m:nn.Module)->bool: return sum(any(p.ndim > 1 for p in o.parameters(recurse=False)) for o in m.modules()) > 1
-
 def is_long(m:nn.Module)->bool:
     "Whether `m` lists two or more modules that have layers, or more than four with a weight, which are too much for one block"
     weighted = [o for o in m.children() if has_weight(o)]
@@ -94,11 +74,8 @@ def regrouped(m:nn.Sequential)->nn.Sequential:
         else: groups.append([o])
     return nn.Sequential(*[o[0] if len(o) == 1 else nn.Sequential(*o) for o in groups])
 
-# %% ../nbs/source/10_checkpointing.ipynb #c14a000e
-def find_blocks(
-    model:nn.Module, # Any model
-)->tuple[list[nn.Module],dict[nn.Sequential,nn.Sequential]]: # The blocks, and in which lists simple layers were grouped, with their groups
-    "The blocks of the lists and stages in `model`, none inside of another"
+def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Sequential]]:
+    "The blocks of the lists and stages in `model`, none inside of another; and the lists in which simple layers were grouped, with their groups"
     blocks,groups = {},{}
     def visit(m):
         kinds = [type(o) for o in m.children() if has_layers(o)]
@@ -126,43 +103,30 @@ class ActivationCheckpointing(BatchLoop):
 
     def before_train(self):
         "Find the blocks, and start the loop; raises ValueError if there are none, or if the model is sharded or compiled"
-        check_can_checkpoint(self.learn.model)
-        self.found,self.groups = find_blocks(inner_model(self.learn.model)) if self.blocks is None else (self.own_blocks(),{})
-        if not self.found: raise ValueError(f"ActivationCheckpointing finds no blocks in {type(self.learn.model).__name__}: it has no nn.Sequential or "
-                                            "nn.ModuleList of them, so name its modules with blocks=lambda model: [...]")
+        model,name = self.learn.model,type(self.learn.model).__name__
+        if isinstance(model, nn.DataParallel) or is_sharded(model):
+            raise ValueError(f"ActivationCheckpointing cannot run parts of a sharded or replicated {name} again: use DistributedDataParallel")
+        if is_compiled(model):
+            raise ValueError(f"ActivationCheckpointing cannot run parts of a compiled {name} again: leave out torch.compile, or ActivationCheckpointing")
+        model = inner_model(model)
+        self.found,self.groups = find_blocks(model) if self.blocks is None else (self.own_blocks(model),{})
+        if not self.found: raise ValueError(f"ActivationCheckpointing finds no blocks in {name}: it has no nn.Sequential or nn.ModuleList of them, so name its "
+                                            "modules with blocks=lambda model: [...]")
         self.lend_loop()
 
-# %% ../nbs/source/10_checkpointing.ipynb #c14a0012
-def check_can_checkpoint(model:nn.Module):
-    "Raises ValueError if parts of `model` cannot be run again"
-    name = type(model).__name__
-    if isinstance(model, nn.DataParallel) or is_sharded(model):
-        raise ValueError(f"ActivationCheckpointing cannot run parts of a sharded or replicated {name} again: use DistributedDataParallel")
-    if any(hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) for m in model.modules()):
-        raise ValueError(f"ActivationCheckpointing cannot run parts of a compiled {name} again: leave out torch.compile, or ActivationCheckpointing")
-
-@patch
-def own_blocks(self:ActivationCheckpointing)->list[nn.Module]:
-    "What the function `blocks` returns; raises TypeError or ValueError if these are no modules of the model, or if one is inside of another"
-    model = inner_model(self.learn.model)
-    blocks = self.blocks(model)
-    if isinstance(blocks, nn.Module) and not is_list(blocks): blocks = [blocks]
-    blocks = list(dict.fromkeys(blocks)) if is_iter(blocks) else [blocks]
-    others = [o for o in blocks if not isinstance(o, nn.Module)]
-    if others: raise TypeError(f"blocks must return modules, not {others[0]!r}: such as lambda model: list(model.layers)")
-    strangers = [o for o in blocks if o not in {*model.modules()}]
-    if strangers: raise ValueError(f"blocks must return modules of the model itself, and {type(strangers[0]).__name__} is none, as a slice of an nn.Sequential is")
-    inner = [o for b in blocks for o in b.modules() if o is not b and o in blocks]
-    if inner: raise ValueError(f"blocks must not be inside of one another, as {type(inner[0]).__name__} is: return the outer or the inner ones")
-    return blocks
+    def own_blocks(self, model:nn.Module)->list[nn.Module]:
+        "What the function `blocks` returns; raises TypeError or ValueError if these are no modules of the model, or if one is inside of another"
+        blocks = self.blocks(model)
+        blocks = list(dict.fromkeys(blocks)) if is_list(blocks) or is_iter(blocks) and not isinstance(blocks, nn.Module) else [blocks]
+        others = [o for o in blocks if not isinstance(o, nn.Module)]
+        if others: raise TypeError(f"blocks must return modules, not {others[0]!r}: such as lambda model: list(model.layers)")
+        strangers = [type(o).__name__ for o in blocks if o not in {*model.modules()}]
+        if strangers: raise ValueError(f"blocks must return modules of the model itself, and {strangers[0]} is none, as a slice of an nn.Sequential is")
+        inner = [type(o).__name__ for b in blocks for o in b.modules() if o is not b and o in blocks]
+        if inner: raise ValueError(f"blocks must not be inside of one another, as {inner[0]} is: return the outer or the inner ones")
+        return blocks
 
 # %% ../nbs/source/10_checkpointing.ipynb #c14a0014
-@patch
-def running_blocks(self:ActivationCheckpointing):
-    "A context in which the blocks of the model are checkpointed"
-    groups = [replaced(m, 'forward', grouped.forward) for m,grouped in self.groups.items()]
-    return ContextManagers(groups + [replaced(m, 'forward', self.run_block(m)) for m in self.found])
-
 def to_cpu(t:Tensor)->tuple[Tensor,torch.device]:
     "A copy of `t` on the CPU, and the device to copy it back to; in the same memory layout, which `torch.autograd.graph.save_on_cpu` loses"
     return torch.empty_like(t, device='cpu', pin_memory=t.is_cuda).copy_(t, non_blocking=t.is_cuda),t.device
@@ -177,7 +141,9 @@ def run_block(self:ActivationCheckpointing, block:nn.Module)->Callable:
     return offloaded if self.offload else run
 
 @patch
-def forward_context(self:ActivationCheckpointing): return self.running_blocks() if self.learn.training else nullcontext()
+def backward_context(self:ActivationCheckpointing):
+    groups = [replaced(m, 'forward', grouped.forward) for m,grouped in self.groups.items()]
+    return ContextManagers(groups + [replaced(m, 'forward', self.run_block(m)) for m in self.found])
 
 @patch
-def backward_context(self:ActivationCheckpointing): return self.running_blocks()
+def forward_context(self:ActivationCheckpointing): return self.backward_context() if self.learn.training else nullcontext()

@@ -7,7 +7,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/gradient_cache.ht
 # %% ../nbs/source/11_gradient_cache.ipynb #2d9b4c06
 from __future__ import annotations
 from contextlib import nullcontext
-import math
 
 from fastai.basics import *
 
@@ -26,20 +25,19 @@ __all__ = ['in_pieces', 'GradientCache']
 # %% ../nbs/source/11_gradient_cache.ipynb #41c70a9e
 def in_pieces(forward:Callable, module:nn.Module, micro_bs:int, draws:Callable|None=None)->Callable:
     "`forward` of `module` in the memory of `micro_bs` samples: pieces but the last run again in the backward pass. `draws(n)`: a `SameDraws` of the whole batch"
+    def copied(*args, **kwargs):  # it may work in place, and the pieces are views of one batch
+        args,kwargs = each_tensor(torch.clone, (args, kwargs))
+        return forward(*args, **kwargs)
     def pieces_forward(*args, **kwargs):
         same = draws(input_size(args, kwargs)) if draws else None
-        def copied(*args, **kwargs):  # it may work in place, and the pieces are views of one batch
-            args,kwargs = each_tensor(torch.clone, (args, kwargs))
-            return forward(*args, **kwargs)
-        def again(*args, **kwargs):
-            return checkpointed(copied, module, *([same.again(*same.rows)] if same else []))(*args, **kwargs)
+        def again(*args, **kwargs): return checkpointed(copied, module, *([same.again(*same.rows)] if same else []))(*args, **kwargs)
         return split_forward(copied, micro_bs, again, same)(*args, **kwargs)
     return pieces_forward
 
 # %% ../nbs/source/11_gradient_cache.ipynb #2d9b4c14
 class GradientCache(BatchLoop):
     "Compute the loss on the whole batch of the DataLoader, while the model holds `micro_batch_size` of its samples at a time"
-    order = math.inf  # the loop of a `GradientAccumulation` comes first, if there is one
+    order,same = math.inf,None  # the loop of a `GradientAccumulation` comes first, if there is one
     def __init__(self,
         micro_batch_size:int|str, # Samples that the model sees at a time; 'auto': halved until it fits in memory
         part:Callable|None=None, # `part(model)`: the submodule that sees micro-batches, such as `lambda m: m[0]` for a body without its head; None: the whole model
@@ -51,44 +49,39 @@ class GradientCache(BatchLoop):
         check_callable('part', part, 'a function of the model')
         store_attr()
         self.micro_bs,self.fitting = None if micro_batch_size == 'auto' else micro_batch_size,FittingSize()
-        self.same = None
 
-@patch
-def before_train(self:GradientCache):
-    "Start the loop; raises ValueError if the model, which has been wrapped by now, cannot run in pieces"
-    model = self.learn.model
-    check_splits(model)
-    if any(accumulates(cb) and getattr(cb, 'same_draws', False) for cb in self.learn.cbs) and not self.same_draws:
-        raise ValueError("GradientAccumulation(same_draws=True) needs the draws of its pieces in one place: set same_draws=True for GradientCache, too")
-    if self.learn._grab_cbs(GradientNoiseScale):
-        raise ValueError("GradientNoiseScale compares the gradients of micro-batches, and a loss over the whole batch has none: leave it out")
-    if is_sharded(model):
-        raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: use DistributedDataParallel")
-    self.lend_loop()
+    def before_train(self):
+        "Start the loop; raises ValueError if the model, which has been wrapped by now, cannot run in pieces"
+        model,accum = self.learn.model,accumulator(self.learn)
+        check_splits(model)
+        if getattr(accum, 'same_draws', False) and not self.same_draws:
+            raise ValueError("GradientAccumulation(same_draws=True) needs the draws of its pieces in one place: set same_draws=True for GradientCache, too")
+        if self.learn._grab_cbs(GradientNoiseScale):
+            raise ValueError("GradientNoiseScale compares the gradients of micro-batches, and a loss over the whole batch has none: leave it out")
+        if is_sharded(model):
+            raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: use DistributedDataParallel")
+        self.lend_loop()
+
+    def find_size(self, batch:Batch):
+        "Find the size of pieces that fit, with the loss over all of them"
+        def try_size(n):
+            self.micro_bs = n
+            train_on(batch, batch.n)
+        self.fitting.update(self.learn, batch.xb, try_size, batch.n)
+        self.micro_bs = self.fitting.size
 
 # %% ../nbs/source/11_gradient_cache.ipynb #8b6d2f05
 @patch
 def forward_context(self:GradientCache):
     "The forward pass runs in pieces, in training and in validation"
     if not self.learn.training: return BatchLoop.forward_context(self)
+    def draws(n):
+        self.same = SameDraws(n)
+        return self.same
     module = self.running_part()
-    return replaced(module, 'forward', in_pieces(module.forward, module, self.micro_bs, self.draws if self.same_draws else None))
-
-@patch
-def draws(self:GradientCache, n:int)->SameDraws:
-    self.same = SameDraws(n)
-    return self.same
+    return replaced(module, 'forward', in_pieces(module.forward, module, self.micro_bs, draws if self.same_draws else None))
 
 @patch
 def backward_context(self:GradientCache):
     "A module that is run again inside of a piece, as by `torch.utils.checkpoint`, draws the same numbers"
-    return self.same.backward() if self.same and self.same.rows else nullcontext()
-
-@patch
-def find_size(self:GradientCache, batch:Batch):
-    "Find the size of pieces that fit, with the loss over all of them"
-    def try_size(n):
-        self.micro_bs = n
-        train_on(batch, batch.n)
-    self.fitting.update(self.learn, batch.xb, try_size, batch.n)
-    self.micro_bs = self.fitting.size
+    return self.same if self.same and self.same.rows else nullcontext()

@@ -8,8 +8,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/loss_check.html.m
 from __future__ import annotations
 from contextlib import nullcontext
 from numbers import Real
-from typing import NamedTuple
-import math,types
 
 from fastai.basics import *
 
@@ -19,14 +17,7 @@ from .window import *
 from .memory import *
 
 # %% auto #0
-__all__ = ['Verdict', 'join_rows', 'LossState', 'loss_grads', 'LossCheck', 'distance', 'check_loss']
-
-# %% ../nbs/source/06_loss_check.ipynb #3744b1c4
-class Verdict(NamedTuple):
-    "The gradient of the loss of two micro-batches together, compared with what accumulation makes of theirs"
-    says:str # 'same', 'differs' or 'cannot tell'
-    by:float=0. # The relative difference
-    why:str='' # Why it cannot tell
+__all__ = ['Verdict', 'LossCheck', 'check_loss']
 
 # %% ../nbs/source/06_loss_check.ipynb #b718ba81
 def join_rows(parts:list, samples:list[int], rows_together:bool):
@@ -69,13 +60,14 @@ def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype, autocasts:bool
     finally: state.restore()
 
 # %% ../nbs/source/06_loss_check.ipynb #11e157d7
+Verdict = namedtuple('Verdict', 'says by why', defaults=(0., ''))  # 'same', 'differs' or 'cannot tell', the relative difference, the reason
+
 class LossCheck:
     "Compares the loss of the first two micro-batches that it is given with that of both together, once"
     tolerance = 1e-5
     most = 2**27  # bytes of outputs and targets; larger ones are not kept until the next micro-batch
     precisions = (torch.float64, False),(torch.float32, False),(torch.float32, True)  # and whether autocast stays on
     def __init__(self): self.parts,self.differs,self.why = [],None,''
-
     @property
     def is_done(self)->bool: return self.differs is not None or self.why != ''
 
@@ -98,23 +90,23 @@ class LossCheck:
                 if self.parts or len(self.precisions) == 1: raise
             self.precisions = self.precisions[1:]
 
-# %% ../nbs/source/06_loss_check.ipynb #341a0d8d
-def distance(a:tuple, b:tuple)->Tensor:
-    "The relative difference of two gradients"
-    def norm(o): return torch.stack([t.norm() for t in o]).norm()
-    return norm([x-y for x,y in zip(a, b)])/norm(a)
+    def add_micro_batch(self, learn:Learner, window:Window, items:Real|Tensor|None):
+        "Add the micro-batch that `learn` is at, unless it is a window by itself"
+        if window.is_empty: self.parts = []
+        if not (window.is_empty and window.micro.ends_window): self.add(learn.loss_func, (learn.pred, *learn.yb), window.micro.samples, items)
 
+# %% ../nbs/source/06_loss_check.ipynb #341a0d8d
 @patch
 def compare(self:LossCheck, loss_func:Callable)->Tensor:
     "Relative differences of gradients: of the first micro-batch when it comes again, and of both together, for each order of rows"
+    def norm(o): return torch.stack([t.norm() for t in o]).norm()
     args,samples,items,grads = zip(*self.parts)
     total = 1 if items[0] is None else sum(items)
     made = [tuple(times(o, 1 if n is None else n/total) for o in g) for g,n in zip(grads, items)]
     several = any(len(o) != n for b,n in zip(args, samples) for o in tensors_in(b))
-    differs = [distance(grads[0], self.grads(loss_func, args[0], seed=1))]
-    for o in (True, False) if several else (True,):
-        differs.append(distance(self.grads(loss_func, join_rows(args, samples, o)), join_rows(made, samples, o)))
-    return torch.stack(differs)
+    pairs = [(grads[0], self.grads(loss_func, args[0], seed=1))]
+    for o in (True, False) if several else (True,): pairs.append((self.grads(loss_func, join_rows(args, samples, o)), join_rows(made, samples, o)))
+    return torch.stack([norm([x-y for x,y in zip(a, b)])/norm(a) for a,b in pairs])
 
 @patch
 def verdict(self:LossCheck)->Verdict:
@@ -127,24 +119,16 @@ def verdict(self:LossCheck)->Verdict:
     if min(by) > (1e-2 if self.precisions[0][1] else self.tolerance): return Verdict('differs', min(by))  # under autocast rounding is coarse
     return Verdict('cannot tell', max(by), 'the difference may come from rounding, or from the order of rows')
 
-def check_loss(loss_func:Callable, parts:list[tuple], samples:list[int]|None=None, items:list|None=None)->Verdict:
-    "Whether the loss of two micro-batches, each outputs and targets, together is what accumulation makes of their two losses"
-    check = LossCheck()
-    if samples is None: samples = [batch_size(o) for o in parts]
-    if items is None: items = [n_items(SimpleNamespace(loss_func=loss_func, pred=o[0], yb=o[1:])) for o in parts]
-    for o,n,m in zip(parts, samples, items, strict=True): check.add(loss_func, o, n, m)
-    return check.verdict()
-
-# %% ../nbs/source/06_loss_check.ipynb #e77ae29e
-@patch
-def add_micro_batch(self:LossCheck, learn:Learner, window:Window, items:Real|Tensor|None):
-    "Add the micro-batch that `learn` is at, unless it is a window by itself"
-    if window.is_empty: self.parts = []
-    if not (window.is_empty and window.micro.ends_window): self.add(learn.loss_func, (learn.pred, *learn.yb), window.micro.samples, items)
-
 @patch
 def warning(self:LossCheck)->str|None:
     "What to know if accumulation is not exact for this loss"
     if (found := self.verdict()).says == 'differs': return (
         f"accumulation is not exact for this loss: over two micro-batches together its gradient differs from theirs by {found.by:.2g} of its length. "
         "Pass num_items, what it averages over; give a loss that sums the attribute reduction='sum'; or use GradientCache, which computes it on the whole batch")
+
+def check_loss(loss_func:Callable, parts:list[tuple], samples:list[int]|None=None, items:list|None=None)->Verdict:
+    "Whether the loss of two micro-batches, each outputs and targets, together is what accumulation makes of their two losses"
+    check,samples = LossCheck(),samples or [batch_size(o) for o in parts]
+    if items is None: items = [n_items(SimpleNamespace(loss_func=loss_func, pred=o[0], yb=o[1:])) for o in parts]
+    for o,n,m in zip(parts, samples, items, strict=True): check.add(loss_func, o, n, m)
+    return check.verdict()

@@ -6,274 +6,192 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/same_draws.html.m
 
 # %% ../nbs/source/07_same_draws.ipynb #d7a50006
 from __future__ import annotations
-import math,random,sys
+from contextlib import nullcontext
+import traceback
 
 from fastai.basics import *
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode,_get_current_dispatch_mode_stack
 
 from .batches import *
 
 # %% auto #0
-__all__ = ['by_shape', 'named', 'draws_numbers', 'can_repeat', 'default_generators', 'generator_of', 'state_of', 'shapes_in',
-           'samples_dim', 'Draw', 'SameDraws', 'unseen', 'check_same_draws', 'check_draws', 'check_eager']
+__all__ = ['SameDraws', 'check_same_draws', 'is_compiled', 'check_draws']
 
 # %% ../nbs/source/07_same_draws.ipynb #d7a50008
 by_shape = {'bernoulli','cauchy','exponential','geometric','log_normal','multinomial','native_dropout','normal','rand','rand_like',
             'randint','randint_like','randn','randn_like','random','randperm','uniform'}
-
-def named(func, args:tuple, kwargs:dict)->dict:
-    "The arguments of an operation, by name"
-    return {a.name:o for a,o in zip(func._schema.arguments, args)} | kwargs
-
-def draws_numbers(func, given:dict)->bool:
-    "Whether an operation draws random numbers; dropout of 0, or in evaluation, does not"
-    if torch.Tag.nondeterministic_seeded not in func.tags: return False
-    given = {a.name:a.default_value for a in func._schema.arguments} | given
-    return given.get('dropout_p', given.get('dropout')) != 0 and given.get('train') is not False
 
 def can_repeat(func, types:tuple, given:dict)->bool:
     "Whether how many numbers an operation draws, and in which order, follows from shapes alone"
     plain = all(o.layout == torch.strided and o.device.type in ('cpu','cuda') for o in given.values() if isinstance(o, Tensor))
     return func.overloadpacket.__name__.removesuffix('_') in by_shape and 'out' not in given and plain and not types
 
-# %% ../nbs/source/07_same_draws.ipynb #d7a50009
-def default_generators()->list[torch.Generator]: return [torch.default_generator, *torch.cuda.default_generators]
-
 def generator_of(given:dict)->torch.Generator:
     "The generator that an operation draws from"
-    if given.get('generator') is not None: return given['generator']
     device = next((o.device for o in given.values() if isinstance(o, Tensor)), given.get('device'))
-    if device is None or device.type == 'cpu': return torch.default_generator
+    if given.get('generator') is not None or device is None or device.type == 'cpu': return given.get('generator') or torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
+def default_generators()->list[torch.Generator]: return [torch.default_generator, *torch.cuda.default_generators]
 def state_of(g:torch.Generator)->bytes: return g.get_state().numpy().tobytes()
+def all_states()->tuple:
+    "Where the generators of Python, NumPy and PyTorch stand, to be compared"
+    name,keys,*rest = np.random.get_state()
+    return random.getstate(),keys.tobytes(),rest,[state_of(g) for g in default_generators()]
 
 # %% ../nbs/source/07_same_draws.ipynb #d7a5000b
-def shapes_in(given:dict)->dict:
-    "The shapes that an operation is called with, by argument"
-    return {k:list(getattr(o, 'shape', o)) for k,o in given.items() if k == 'size' or isinstance(o, Tensor)}
-
-def samples_dim(
-    shape:list[int], # What is drawn for a piece
-    n:int, # Samples in the piece
-)->int|None: # Counted from the last, which is -1; None: there is none
-    "The dimension that holds the samples, or a multiple of them, such as their heads or tokens"
+def samples_dim(shape:list[int], n:int)->int|None:
+    "The dimension of `shape` that holds `n` samples, or a multiple of them, such as their heads or tokens; counted from the last, which is -1"
     dims = range(-len(shape), 0)
     return first([d for d in dims if shape[d] == n] + [d for d in dims if shape[d] and shape[d]%n == 0])
 
 class Draw:
-    "A random operation, as the first piece has called it"
+    "A random operation, as a piece of `n` samples calls it"
     def __init__(self, func, given:dict, n:int):
-        self.func,self.n,self.shapes = func,n,shapes_in(given)
-        self.strides = {k:o.stride() for k,o in given.items() if isinstance(o, Tensor)}
+        self.func,self.n,tensors = func,n,{k:o for k,o in given.items() if isinstance(o, Tensor)}
+        self.strides,self.shapes = {k:o.stride() for k,o in tensors.items()},{k:list(o.shape) for k,o in tensors.items()}
+        if 'size' in given: self.shapes['size'] = list(given['size'])
         self.others = {k:o for k,o in given.items() if k not in (*self.shapes, 'generator')}
-        self.shape = list(torch.broadcast_shapes(*self.shapes.values()))
-        is_choice = func.overloadpacket is torch.ops.aten.multinomial and len(self.shape) == 1
-        self.dim = None if is_choice else samples_dim(self.shape, n)
+        shape = torch.broadcast_shapes(*self.shapes.values())
+        is_choice = func.overloadpacket is torch.ops.aten.multinomial and len(shape) == 1
+        self.dim = None if is_choice else samples_dim(shape, n)
+        self.split = {k for k,s in self.shapes.items() if self.dim is not None and len(s) >= -self.dim and s[self.dim] == shape[self.dim]}
 
-    def has_samples(self, k:str)->bool:
-        "Whether argument `k` has the dimension of the samples"
-        shape = self.shapes.get(k, ())
-        return self.dim is not None and len(shape) >= -self.dim and shape[self.dim] == self.shape[self.dim]
+    def shapes_for(self, n:int)->dict:
+        "The shapes of all arguments in a piece of `n` samples"
+        def scaled(s): return [o//self.n*n if d == len(s)+self.dim else o for d,o in enumerate(s)]
+        return {k:scaled(s) if k in self.split else s for k,s in self.shapes.items()}
 
-    def shape_for(self, k:str, n:int)->list[int]:
-        "The shape of argument `k` for `n` samples"
-        shape = self.shapes[k].copy()
-        if self.has_samples(k): shape[self.dim] = shape[self.dim]//self.n*n
-        return shape
+    def check(self, other:Draw):
+        "Raises ValueError if another piece calls the operation in another way"
+        if (other.shapes, other.others) != (self.shapes_for(other.n), self.others):
+            raise ValueError(f"same_draws=True: cannot tell which numbers of {self.func.name()} belong to which sample. It is called with {self.shapes} in a "
+                             f"piece of {self.n} samples and with {other.shapes} in one of {other.n}: use another micro_batch_size, or leave same_draws out")
 
 # %% ../nbs/source/07_same_draws.ipynb #d7a5000c
-@patch
-def check(self:Draw, given:dict, n:int):
-    "Raises ValueError if a piece of `n` samples calls the operation in another way"
-    shapes,others = shapes_in(given),{k:given.get(k) for k in self.others}
-    if shapes == {k:self.shape_for(k, n) for k in self.shapes} and others == self.others: return
-    raise ValueError(f"same_draws=True: cannot tell which numbers of {self.func.name()} belong to which sample. It is called with {self.shapes} in a "
-                     f"piece of {self.n} samples and with {shapes} in one of {n}: use another micro_batch_size, or leave same_draws out")
-
-@patch
-def for_all(self:Draw, k:str, o, rows:tuple[int,int], total:int):
-    "Argument `k` of the whole batch, in the same memory layout; samples outside of the piece have the values of its first one"
-    if not self.has_samples(k): return o
-    shape = self.shape_for(k, total)
-    if k == 'size': return shape
-    strides = [s*total//self.n if s > self.strides[k][self.dim] else s for s in self.strides[k]]
-    whole = torch.empty_strided(shape, strides, dtype=o.dtype, device=o.device)
-    stored = tuple(slice(None if s else 1) for s in strides)  # an expanded dimension is stored once
-    whole[stored].copy_(o[stored].narrow(self.dim, 0, 1))
-    if strides[self.dim]: self.part(whole, rows)[stored].copy_(o[stored])
-    return whole
-
-@patch
-def part(self:Draw, o:Tensor, rows:tuple[int,int])->Tensor:
-    "What the piece gets of `o`, drawn for the whole batch"
-    start,end = (self.shape[self.dim]//self.n*row for row in rows)
-    return o.narrow(self.dim, start, end-start)
-
 @patch
 def call(self:Draw, given:dict, rows:tuple[int,int], total:int):
     "Draw the numbers of all `total` samples, and give those of `rows`"
     if self.dim is None: return self.func(**given)
-    res = self.func(**{k:self.for_all(k, o, rows, total) for k,o in given.items()})
-    if self.func.overloadpacket.__name__.endswith('_'): return given['self'].copy_(self.part(res, rows))
-    return tuple(self.part(o, rows).clone() for o in res) if isinstance(res, tuple) else self.part(res, rows).clone()
+    shapes,(start,end) = self.shapes_for(total),rows
+    def part(o):
+        per_sample = o.shape[self.dim]//total
+        return o.narrow(self.dim, start*per_sample, (end-start)*per_sample)
+    def for_all(k, o):
+        "Argument `k` of the whole batch, in the same memory layout; samples outside of the piece have the values of its first one"
+        if k not in self.split: return o
+        if k == 'size': return shapes[k]
+        strides = [s*total//self.n if s > self.strides[k][self.dim] else s for s in self.strides[k]]
+        stored = tuple(slice(None if s else 1) for s in strides)  # an expanded dimension is stored once
+        whole = torch.empty_strided(shapes[k], strides, dtype=o.dtype, device=o.device)
+        whole[stored].copy_(o[stored].narrow(self.dim, 0, 1))
+        if strides[self.dim]: part(whole)[stored].copy_(o[stored])
+        return whole
+    res = self.func(**{k:for_all(k, o) for k,o in given.items()})
+    if self.func.overloadpacket.__name__.endswith('_'): return given['self'].copy_(part(res))
+    return tuple(part(o).clone() for o in res) if isinstance(res, tuple) else part(res).clone()
 
 # %% ../nbs/source/07_same_draws.ipynb #d7a5000e
 class SameDraws(TorchDispatchMode):
-    "The pieces of a batch draw what the whole batch would: each draws the numbers of all samples, and takes its own"
-    def __init__(self,
-        n:int, # Samples in the batch
-    ):
+    "The pieces of a batch of `n` samples draw what the whole batch would: each draws the numbers of all samples, and takes its own"
+    def __init__(self, n:int):
         super().__init__()
         self.n,self.rows,self.sizes,self.draws,self.before,self.after = n,None,[],{},None,None
-        self.last,self.own,self.depth,self.in_backward = {},{},0,False
-
-    def __enter__(self):
-        self.depth += 1
-        return super().__enter__() if self.depth == 1 else self
-
-    def __exit__(self, *args):
-        self.depth -= 1
-        if self.depth == 0: super().__exit__(*args)
+        self.last,self.own,self.in_piece = {},{},False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags: return func(*args, **kwargs)
-        given = named(func, args, kwargs)
-        if not draws_numbers(func, given): return func(*args, **kwargs)
+        given = {a.name:o for a,o in zip(func._schema.arguments, args)} | kwargs
+        dropout = [given.get(a.name, a.default_value) for a in func._schema.arguments if a.name in ('dropout_p','dropout','train')]
+        if 0 in dropout: return func(*args, **kwargs)  # it draws nothing; train=False is 0, too
         if can_repeat(func, types, given): return self.draw(func, given)
         use = 'torch.nn.attention.sdpa_kernel(SDPBackend.MATH)' if 'attention' in func.name() else 'another operation'
         raise ValueError(f"same_draws=True cannot repeat the random numbers of {func.name()}: use {use}, or leave same_draws out")
 
-# %% ../nbs/source/07_same_draws.ipynb #d7a5000f
-@patch
-def draw(self:SameDraws, func, given:dict):
-    "Draw as the whole batch does at this state of the generator"
-    g = generator_of(given)
-    key = func,state_of(g)
-    if is_new := key not in self.draws:
-        if self.in_backward: return func(**given)
-        self.check_next(g, *key)
-        check_eager(func)
-        self.draws[key] = Draw(func, given, self.rows[1]-self.rows[0])
-    draw = self.draws[key]
-    draw.check(given, self.rows[1]-self.rows[0])
-    res = draw.call(given, self.rows, self.n)
-    if is_new: self.last[g] = state_of(g)
-    return res
-
-@patch
-def check_next(self:SameDraws, g:torch.Generator, func, state:bytes):
-    "Raises ValueError if the first piece has not called the operation, or has drawn out of sight before"
-    if self.after is not None:
-        raise ValueError(f"same_draws=True: samples {self.rows[0]} to {self.rows[1]} call {func.name()} where those before them drew other numbers: "
-                         "leave same_draws out, or let the model draw alike for all samples")
-    if g not in self.last: self.own[g],self.last[g] = g.get_state(),state
-    if self.last[g] != state: raise unseen(f'before {func.name()}')
-
-def unseen(where:str)->ValueError:
-    return ValueError(f"same_draws=True: random numbers were drawn {where} by something that it cannot see, such as a compiled function or a kernel of "
-                      "another package: leave same_draws out")
+    def draw(self, func, given:dict):
+        "Draw as the whole batch does at this state of the generator"
+        g,now = generator_of(given),Draw(func, given, self.rows[1]-self.rows[0])
+        key = func,state_of(g)
+        if is_new := key not in self.draws:
+            if not self.in_piece: return func(**given)  # run again in the backward pass, as a part of the model outside of the pieces
+            if self.after is not None:
+                raise ValueError(f"same_draws=True: samples {self.rows[0]} to {self.rows[1]} call {func.name()} where those before them drew other numbers: "
+                                 "leave same_draws out, or let the model draw alike for all samples")
+            if g not in self.last: self.own[g],self.last[g] = g.get_state(),state_of(g)
+            self.check_seen(g, f'before {func.name()}')
+            if any(f.f_code.co_name == 'compile_wrapper' for f,_ in traceback.walk_stack(sys._getframe())):  # outside of a piece it would draw other numbers
+                raise ValueError(f"same_draws=True cannot repeat {func.name()} of a compiled function: leave out torch.compile, or same_draws")
+            self.draws[key] = now
+        self.draws[key].check(now)
+        res = self.draws[key].call(given, self.rows, self.n)
+        if is_new: self.last[g] = state_of(g)
+        return res
 
 # %% ../nbs/source/07_same_draws.ipynb #d7a50010
 @patch
-@contextmanager
-def piece(self:SameDraws,
-    start:int, # Its first sample
-    end:int, # The sample after its last
-):
-    "Train on samples `start` to `end` in here; afterwards the random generators stand where the whole batch leaves them"
-    if end-start == self.n: yield; return
-    if end-start < 2 and self.after is None: raise ValueError(f"same_draws=True needs a first piece of 2 samples or more, not {end-start}")
-    self.rewind()
-    self.rows = start,end
-    with self: yield
-    if self.after is None: self.finish_first()
-    elif self.after != self.position():
-        raise ValueError(f"same_draws=True: samples {start} to {end} leave the random generators elsewhere than those before them: "
-                         "leave same_draws out, or let the model draw alike for all samples")
-    self.sizes.append(end-start)
-    if end == self.n: self.check_told()
+def check_seen(self:SameDraws, g:torch.Generator, where:str):
+    "Raises ValueError if `g` has moved since the last draw"
+    if state_of(g) != self.last[g]:
+        raise ValueError(f"same_draws=True: random numbers were drawn {where} by something that it cannot see, such as a compiled function or a kernel of "
+                         "another package: leave same_draws out")
 
-@patch
-def next_piece(self:SameDraws,
-    rest:int, # Samples that are left to split
-    micro_bs:int, # Samples in a piece at most
-)->int:
-    "Samples in the next piece: the first is a prime number, which other dimensions are hardly multiples of, and the second differs from it"
-    size = next_piece(rest, micro_bs)
-    if size == self.n: return size
-    if not self.sizes: return next(n for n in range(size, 0, -1) if all(n%d for d in range(2, math.isqrt(n)+1)))
-    return next_piece(rest, size-1) if self.sizes == [size] else size
-
-# %% ../nbs/source/07_same_draws.ipynb #d7a50040
 @patch
 def rewind(self:SameDraws):
     "Let all random generators stand where the batch begins"
     if self.before is None: self.before = get_random_states()
     set_random_states(**self.before)
     for g,state in self.own.items(): g.set_state(state)
-    if self.after is None: self.draws,self.own,self.last = {},{},{g:state_of(g) for g in default_generators()}
+    if self.after is None: self.draws,self.own,self.last = {},{},{g:state_of(g) for g in default_generators()}  # also after a first piece that failed
 
 @patch
-def finish_first(self:SameDraws):
-    "The first piece has drawn all of the numbers of the whole batch"
-    for g,state in self.last.items():
-        if state_of(g) != state: raise unseen('after all that it can see')
-    self.after = self.position()
-
-@patch
-def check_told(self:SameDraws):
-    "Raises ValueError if pieces of one size have left open which dimensions hold the samples"
-    if len({*self.sizes}) == 1 and any(o.dim is not None for o in self.draws.values()):
-        raise ValueError(f"same_draws=True needs pieces of two sizes to tell the dimension of the samples, not all of {self.sizes[0]}: see SameDraws.next_piece")
-
-@patch
-def position(self:SameDraws)->tuple:
-    "Where all random generators stand, those of Python and NumPy too"
-    name,keys,*rest = np.random.get_state()
-    return random.getstate(),keys.tobytes(),rest,[state_of(g) for g in default_generators()]
+@contextmanager
+def piece(self:SameDraws, start:int, end:int):
+    "Train on samples `start` to `end` in here; afterwards the random generators stand where the whole batch leaves them"
+    if end-start == self.n: yield; return
+    self.rewind()
+    self.rows,self.in_piece = (start, end),True
+    with self: yield
+    self.in_piece = False
+    if self.after is None:
+        for g in self.last: self.check_seen(g, 'after all that it can see')
+        self.after = all_states()
+    elif self.after != all_states():
+        raise ValueError(f"same_draws=True: samples {start} to {end} leave the random generators elsewhere than those before them: "
+                         "leave same_draws out, or let the model draw alike for all samples")
+    self.sizes.append(end-start)
+    if end == self.n and (len({*self.sizes}) == 1 or self.sizes[0] == 1) and any(o.split for o in self.draws.values()):
+        raise ValueError("same_draws=True needs pieces of two sizes, the first of 2 samples or more, to tell the dimension of the samples, "
+                         f"not of {self.sizes}: see SameDraws.next_piece")
 
 # %% ../nbs/source/07_same_draws.ipynb #d7a50041
+@patch
+def next_piece(self:SameDraws, rest:int, micro_bs:int)->int:
+    "Samples in the next piece, if `rest` are left: the first is a prime number, which other dimensions are hardly multiples of, and the second differs from it"
+    size = next_piece(rest, micro_bs)
+    if size == self.n: return size
+    if not self.sizes: return next(n for n in range(size, 0, -1) if all(n%d for d in range(2, math.isqrt(n)+1)))
+    return next_piece(rest, size-1) if self.sizes == [size] else size
+
 @patch
 @contextmanager
 def again(self:SameDraws, start:int, end:int):
     "Run the piece once more in here, as recomputation does; the random generators stay where they are"
-    states = get_random_states()
-    try:
+    with no_random():  # puts their states back
         self.rewind()
         self.rows = start,end
-        with self: yield
-    finally: set_random_states(**states)
+        with nullcontext() if self in _get_current_dispatch_mode_stack() else self: yield
 
-@patch
-@contextmanager
-def backward(self:SameDraws):
-    "For a backward pass after the last piece: what a piece runs once more in here, as by `torch.utils.checkpoint` in the model, draws the same numbers"
-    self.in_backward = True
-    try:
-        with self: yield
-    finally: self.in_backward = False
-
-# %% ../nbs/source/07_same_draws.ipynb #d7a50012
-def check_same_draws(
-    same_draws:bool, # What the user passed
-    micro_batch_size:int|str|None, # Samples in a piece
-):
+def check_same_draws(same_draws:bool, micro_batch_size:int|str|None):
     "Raises TypeError or ValueError unless there are pieces of 2 samples or more, or `same_draws` is False"
     check_flags(same_draws=same_draws)
     if same_draws and micro_batch_size is None: raise ValueError("same_draws=True is for batches that are split: set micro_batch_size, or leave it out")
     if same_draws and micro_batch_size == 1: raise ValueError("same_draws=True needs a micro_batch_size of 2 or more, not 1: one sample does not "
                                                               "show the memory layout of what is drawn")
 
+def is_compiled(model:nn.Module)->bool: return any(hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) for m in model.modules())
+
 def check_draws(model:nn.Module):
     "Raises ValueError if parts of `model` are compiled: they draw random numbers of their own"
-    if any(hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) for m in model.modules()):
+    if is_compiled(model):
         raise ValueError("same_draws=True cannot repeat the random numbers of a compiled model: leave out torch.compile, or same_draws")
-
-def check_eager(func):
-    "Raises ValueError if a compiled function calls `func`: outside of a piece it would draw other numbers"
-    frame = sys._getframe()
-    while frame := frame.f_back:
-        if frame.f_code.co_name == 'compile_wrapper':
-            raise ValueError(f"same_draws=True cannot repeat {func.name()} of a compiled function: leave out torch.compile, or same_draws")
