@@ -112,7 +112,7 @@ def test_bn_freeze_acts_on_layers_without_gradient_only():
         difference = (weights(big)-weights(small)).abs().max()
         assert difference < ROUNDING if exact else difference > 1e-4
 
-# Applications as they come: augmentation, dropout, BatchNorm, shuffled, drop_last
+# Applications out of the box: augmentation, dropout, BatchNorm, shuffled, drop_last
 
 def as_it_comes(make, bs, micro, fit_it, tol=None):
     "With the large batch and accumulated: as many steps, the same learning rates and momenta; the weights if `tol`; and it learns"
