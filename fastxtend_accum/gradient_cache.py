@@ -90,5 +90,5 @@ def find_size(self:GradientCache, batch:Batch):
     def try_size(n):
         self.micro_bs = n
         train_on(batch, batch.n)
-    self.fitting.update(self.learn, batch.xb, try_size, batch.n)
+    self.fitting.update(self.learn, batch.xb, try_size, batch.n, self.running_part())
     self.micro_bs = self.fitting.size

@@ -5,6 +5,7 @@ from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.progress import ProgressCallback
 
 from common import *
+from fastxtend_accum.batches import join
 from fastxtend_accum.loop import BatchLoop
 from test_gradient_cache import TwoOutputs, info_nce
 from test_life import CANCELS, EVENTS, Fault
@@ -193,6 +194,30 @@ def test_outputs_are_freed_as_they_are_joined():
     with quiet(learn): learn.validate()
     assert len(made) == 20 and max(alive) == 0
 
+def test_each_output_is_freed_once_it_is_joined(monkeypatch):
+    "Three outputs of four pieces: with the first one joined, its pieces are gone, and with the last one all are"
+    import weakref
+    parts = [{'a':torch.rand(2, 3), 'bc':(torch.rand(2), torch.rand(2))} for _ in range(4)]
+    whole = [torch.cat(o) for o in zip(*((o['a'], *o['bc']) for o in parts))]
+    refs,alive,cat = [weakref.ref(t) for o in parts for t in (o['a'], *o['bc'])],[],torch.cat
+    def counts(*args): alive.append(sum(o() is not None for o in refs)); return cat(*args)
+    monkeypatch.setattr(torch, 'cat', counts)
+    res = join(parts, [2]*4)
+    assert alive == [12, 8, 4] and not parts and not any(o() is not None for o in refs)
+    for a,b in zip((res['a'], *res['bc']), whole, strict=True): assert_same(a, b)
+
+@pytest.mark.parametrize('two', [False, True])
+def test_no_output_is_there_twice_at_the_step(two):
+    "Those of the pieces are gone, the joined one is there: 32 samples"
+    import gc
+    class Wide(nn.Linear):
+        def forward(self, x): o = super().forward(x); return (o, o+1) if two else o
+    alive = []
+    def count(self): alive.append(sum(len(o) for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.shape[1:] == (77,)))
+    torch.manual_seed(0)
+    fit(make_learner(32, m=Wide(5, 77).double(), loss_func=lambda p,t: mse(p[0] if two else p, t.expand(-1, 77)), cbs=[GradientAccumulation(32, micro_batch_size=8), Callback(before_step=count)]), 1)
+    assert alive == [64 if two else 32]*3
+
 def test_a_loss_from_the_model_is_validated_whole():
     "Such outputs cannot be joined"
     class Own(nn.Module):
@@ -249,6 +274,22 @@ def test_batchnorm_with_few_samples(capsys, norm, limit, says):
     fit(make_learner(32, m=m, cbs=GradientAccumulation(32, micro_batch_size='auto')), 1)
     assert ('BatchNorm normalizes 8 samples at a time: add ActivationCheckpointing()' in capsys.readouterr().out) == says
 
+def test_the_line_on_batchnorm_is_about_layers_that_see_pieces(capsys):
+    "It is not said of layers that do not train, nor under a GradientCache of layers outside of its `part`"
+    def body(): torch.manual_seed(0); return Largest(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), 9)
+    def said(body, head, cb, *cbs):
+        capsys.readouterr()
+        fit(make_learner(32, m=nn.Sequential(body, head).double(), cbs=[*cbs, cb]), 1)
+        return 'BatchNorm normalizes 8 samples at a time' in capsys.readouterr().out
+    class Frozen(Callback):
+        order = GradientAccumulation.order-1
+        def before_train(self): self.model[0].eval()
+    head,with_norm,without = nn.Linear(4, 1),nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)),Largest(nn.Linear(5, 4), 9)
+    accum = partial(GradientAccumulation, 32, micro_batch_size='auto')
+    assert said(body(), head, accum()) and not said(body(), head, accum(), Frozen())
+    assert said(without, with_norm, GradientCache('auto')) and not said(without, with_norm, GradientCache('auto', part=lambda m: m[0]))
+    assert said(body(), head, GradientCache('auto', part=lambda m: m[0]))
+
 def test_the_cache_takes_part_in_searches(capsys):
     "With it, the batch of 32 fits; halving it would change the loss"
     class Both(TwoOutputs):
@@ -304,10 +345,10 @@ def test_the_cache_halves_too():
 
 def collated(samples, targets): return torch.stack([a for a,_ in samples]),targets([b for _,b in samples])
 
-def of_targets(bs, targets, loss, cbs, n=64):
+def of_targets(bs, targets, loss, cbs, n=64, m=None):
     ds = list(zip(*data(n)))
     dl = torch.utils.data.DataLoader(ds, batch_size=bs, collate_fn=partial(collated, targets=targets))
-    learn = Learner(DataLoaders(dl, dl), model(), loss, opt_func=SGD, cbs=[*cbs, Callback(before_validate=lambda self: stop(CancelValidException()))])
+    learn = Learner(DataLoaders(dl, dl), model() if m is None else m, loss, opt_func=SGD, cbs=[*cbs, Callback(before_validate=lambda self: stop(CancelValidException()))])
     return fit(learn, 1)
 
 @pytest.mark.parametrize('micro', [None, 3])
@@ -329,6 +370,16 @@ def test_targets_that_are_lists_of_boxes(bs, accum, micro, n_boxes):
     def loss(pred, boxes): return torch.stack([(p-b).pow(2).mean() for p,b in zip(pred, boxes, strict=True)]).mean().float()
     big,small = (of_targets(b, targets, loss, cbs) for b,cbs in ((accum, []), (bs, [GradientAccumulation(accum, micro_batch_size=micro)])))
     assert small.recorder.accum_bs == [accum]*(64//accum)
+    assert_same(weights(small), weights(big), ROUNDING)
+
+@pytest.mark.parametrize('micro', [3, 'auto'])
+def test_as_many_boxes_as_images_in_a_full_batch(micro):
+    "The last batch has 5 images, one of them with 8 boxes; a full batch has 8 images"
+    def targets(ys): return [y.expand(8 if i == 2 else 1+i%5, 4) for i,y in enumerate(ys)]
+    def loss(pred, boxes): return torch.stack([(p-b).pow(2).mean() for p,b in zip(pred, boxes, strict=True)]).mean().float()
+    def run(*cbs, m=None): return of_targets(8, targets, loss, cbs, n=61, m=m)
+    big,small = run(),run(GradientAccumulation(8, micro_batch_size=micro), m=Largest(model(), 3 if micro == 'auto' else math.inf))
+    assert small.recorder.accum_bs == [8]*7+[5]
     assert_same(weights(small), weights(big), ROUNDING)
 
 def test_outputs_that_are_the_same_in_all_pieces():
