@@ -87,13 +87,23 @@ def test_events():
     assert batch == [*pieces, ('after_batch', 33, 33, 33, 0, 2), *pieces, ('before_step', 33, 33, 33), ('after_step', 33, 33, 33), ('after_batch', 33, 33, 33, 1, 2)]
     assert [o[1:3] for o in sees.seen if o[0] == 'before_batch'] == [(33, 33)]*2
 
-@pytest.mark.parametrize('accum', [32, 96])
-def test_the_loss_and_the_outputs_of_the_batch(accum):
+def test_a_backward_pass_each_piece_and_a_step_each_window():
+    calls = []
+    class Counts(Learner):
+        def _backward(self): calls.append('backward'); super()._backward()
+        def _step(self): calls.append('step'); super()._step()
+    o = make_learner(32)
+    fit(Counts(o.dls, o.model, mse, opt_func=SGD, cbs=GradientAccumulation(32, micro_batch_size=8)), 1)
+    assert calls == (['backward']*4+['step'])*3
+
+@pytest.mark.parametrize('accum, event', [(32, 'before_step'), (32, 'after_step'), (32, 'after_batch'), (96, 'after_batch')])
+def test_the_loss_and_the_outputs_of_the_batch(accum, event):
     seen = {}
     for name,cbs in dict(big=[], small=[GradientAccumulation(accum, micro_batch_size=5)]).items():
         seen[name] = []
-        learn = make_learner(32, cbs=[*cbs, Callback(after_batch=lambda self, o=seen[name]: self.training and o.append((float(self.loss), self.pred.detach())))], lr=0)
+        learn = make_learner(32, cbs=[*cbs, Callback(**{event: lambda self, o=seen[name]: self.training and o.append((float(self.loss), self.pred.detach()))})], lr=0)
         fit(learn, 1, lr=0.)
+    assert len(seen['big']) == 3
     assert_same([o for o,_ in seen['small']], [o for o,_ in seen['big']], FLOAT32)
     assert_same(torch.cat([o for _,o in seen['small']]), torch.cat([o for _,o in seen['big']]), ROUNDING)
 
@@ -164,19 +174,51 @@ def test_validation_and_prediction(make, limit, sizes):
     assert first == sizes
     for a,b in zip(small, big, strict=True): assert_same(a, b, FLOAT32)
 
-def test_tta_and_predict():
+class Elementwise(nn.Module):
+    "Its arithmetic is the same for any number of samples"
+    def __init__(self): super().__init__(); torch.manual_seed(0); self.scale,self.shift = nn.Parameter(torch.randn(5)),nn.Parameter(torch.randn(5))
+    def forward(self, x): return (x.float()*self.scale+self.shift).tanh().cumsum(1)[:,-1:]
+
+@pytest.mark.parametrize('make', [lambda: GradientAccumulation(micro_batch_size=3), lambda: GradientCache(3), lambda: GradientAccumulation(micro_batch_size='auto'), lambda: GradientCache('auto')])
+def test_bit_for_bit_where_the_arithmetic_allows_it(make):
+    def run(limit, cbs):
+        learn = make_learner(32, m=Largest(Elementwise(), limit), loss_func=MSELossFlat(), metrics=[spread, AccumMetric(lambda p,t: (p*t).sum(), flatten=False)], cbs=cbs)
+        with quiet(learn): return list(learn.validate()),*learn.get_preds(with_loss=True),learn.get_preds(0)[0],max(learn.model.sizes)
+    cb = make()
+    (*whole,n),(*pieces,m) = run(math.inf, []),run(3 if cb.micro_batch_size == 'auto' else math.inf, [cb])
+    assert (n, m) == (32, 16 if cb.micro_batch_size == 'auto' else 3) and len(whole) == 5 and len(whole[0]) == 3
+    for a,b in zip(pieces, whole, strict=True): assert_same(a, b)
+
+@pytest.mark.parametrize('f', [lambda o: o.validate(), lambda o: o.get_preds(), lambda o: o.fit(1)])
+@pytest.mark.parametrize('make', [lambda: GradientAccumulation(micro_batch_size=8), lambda: GradientAccumulation(micro_batch_size='auto'), lambda: GradientCache(8)])
+def test_an_interrupt_in_a_piece_of_validation_leaves_nothing(make, f):
+    "With the error kept, as a notebook keeps the last one"
+    class Stops(Largest):
+        def forward(self, x):
+            if not self.training and len(self.sizes) > 1: raise KeyboardInterrupt
+            return super().forward(x)
+    learn = vision([make()], m=Stops(classifier()))
+    learn.model.sizes = [0]*2
+    with quiet(learn), pytest.raises(KeyboardInterrupt) as kept: f(learn)
+    assert '_do_one_batch' not in vars(learn) and 'forward' not in vars(learn.model) and kept.value.__traceback__
+    learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, BatchLoop)])
+    learn.model = classifier()
+    assert_same(weights(seeded_fit(learn, 1, reset_opt=True)), weights(seeded_fit(vision([]), 1)))
+
+@pytest.mark.parametrize('micro, limit', [(3, math.inf), ('auto', 3)])
+def test_tta_and_predict(micro, limit):
     from fastai.vision.all import CategoryBlock, DataBlock, ImageBlock, PILImage, Resize, aug_transforms, ColReader
     ims = [PILImage.create(np.uint8(np.random.RandomState(i).rand(24, 24, 3)*255)) for i in range(24)]
-    def run(cbs):
+    def run(cbs, limit=math.inf):
         block = DataBlock((ImageBlock, CategoryBlock), get_x=lambda i: ims[i], get_y=lambda i: 'ab'[i%2], splitter=lambda o: (list(range(16)), list(range(16, 24))), batch_tfms=aug_transforms(size=16))
-        learn = Learner(block.dataloaders(list(range(24)), bs=8, val_bs=8), Largest(nn.Sequential(nn.Flatten(), nn.Linear(3*16*16, 2))), CrossEntropyLossFlat(), cbs=cbs)
+        learn = Learner(block.dataloaders(list(range(24)), bs=8, val_bs=8), Largest(nn.Sequential(nn.Flatten(), nn.Linear(3*16*16, 2)), limit), CrossEntropyLossFlat(), cbs=cbs)
         for p in learn.model.parameters(): p.data = torch.linspace(-.1, .1, p.numel()).view_as(p)
         with quiet(learn):
             set_seed(0)
             res = learn.tta(n=2)[0],learn.predict(3)[2]
         return res,max(learn.model.sizes)
-    (a,n),(b,m) = run([GradientAccumulation(micro_batch_size=3)]),run([])
-    assert n == 3 and m == 8
+    (a,n),(b,m) = run([GradientAccumulation(micro_batch_size=micro)], limit),run([])
+    assert n == (8 if micro == 'auto' else 3) and m == 8
     for x,y in zip(a, b, strict=True): assert_same(x, y, FLOAT32)
 
 def test_outputs_are_freed_as_they_are_joined():
@@ -267,6 +309,17 @@ def test_the_first_error_stays_the_cause():
     for cb in GradientAccumulation(micro_batch_size='auto'),GradientCache('auto'):
         with pytest.raises(RuntimeError, match='out of memory with a single sample') as e: fit(make_learner(32, m=Broken(model()), cbs=cb), 1)
         assert 'non-contiguous input' in str(e.value.__cause__)
+        with quiet(make_learner(32, m=Broken(model()), cbs=cb)) as learn, pytest.raises(RuntimeError, match='out of memory with a single sample') as e: learn.validate()
+        assert 'non-contiguous input' in str(e.value.__cause__)
+
+def test_it_is_the_cause_of_an_error_that_says_what_to_set():
+    "Memory runs out in the step, which cannot be repeated"
+    learn = make_learner(32, cbs=GradientAccumulation(32, micro_batch_size='auto'))
+    learn.create_opt()
+    def full(*args, **kwargs): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
+    learn.opt.step = full
+    with pytest.raises(RuntimeError, match='set micro_batch_size=16') as e: fit(learn, 1)
+    assert type(e.value.__cause__) is torch.OutOfMemoryError and '2.00 GiB' in str(e.value.__cause__)
 
 @pytest.mark.parametrize('norm, limit, says', [(nn.BatchNorm1d, 9, True), (nn.BatchNorm1d, 17, False), (nn.LayerNorm, 9, False)])
 def test_batchnorm_with_few_samples(capsys, norm, limit, says):
@@ -302,8 +355,9 @@ def test_the_cache_takes_part_in_searches(capsys):
         small = run(Both(), GradientAccumulation(32, micro_batch_size='auto'), GradientCache(cache))
         assert small.gradient_accumulation.micro_bs == 32 and small.gradient_cache.micro_bs == 8
         assert_same(weights(small), weights(big), ROUNDING)
-    learn = make_learner(32, m=Both(), loss_func=lambda p,*t: info_nce(p), cbs=GradientCache(8))
-    assert learn.micro_bs_find() == 32
+    for cbs in [GradientCache(8)],[GradientCache('auto')],[GradientAccumulation(32, micro_batch_size='auto'), GradientCache('auto')]:
+        learn = make_learner(32, m=Both(), loss_func=lambda p,*t: info_nce(p), cbs=cbs)
+        assert learn.micro_bs_find() == 32
 
 # Memory that runs out later
 
@@ -329,7 +383,9 @@ def test_no_callback_sees_that_memory_ran_out(make, accum, event):
     assert_same(weights(small), weights(big), FLOAT32)
     assert_same(losses(small), losses(big), FLOAT32)
 
-def test_the_cache_halves_too():
+@pytest.mark.parametrize('with_accum', [False, True])
+def test_the_cache_halves_too(with_accum):
+    "And not the accumulation beside it: half of a batch has another loss"
     class Squeezed(TwoOutputs):
         limit = 99
         def forward(self, x):
@@ -338,7 +394,8 @@ def test_the_cache_halves_too():
     def run(m, *cbs): return fit(make_learner(32, m=m, loss_func=lambda p,*t: info_nce(p), cbs=cbs), 1)
     big = run(TwoOutputs())
     with pytest.warns(UserWarning, match='micro-batches have 8 samples'):
-        small = run(Squeezed(), GradientCache('auto'), Callback(before_batch=lambda self: setattr(self.model, 'limit', 99 if self.train_iter < 1 else 9)))
+        small = run(Squeezed(), *[GradientAccumulation(32, micro_batch_size='auto')]*with_accum, GradientCache('auto'), Callback(before_batch=lambda self: setattr(self.model, 'limit', 99 if self.train_iter < 1 else 9)))
+    assert small.gradient_cache.micro_bs == 8 and not (with_accum and small.gradient_accumulation.micro_bs < 32)
     assert_same(weights(small), weights(big), ROUNDING)
 
 # The size of a batch
@@ -355,8 +412,11 @@ def of_targets(bs, targets, loss, cbs, n=64, m=None):
 def test_a_target_without_a_batch_dimension(micro):
     def targets(ys): return {'y':torch.stack(ys), 'temperature':torch.ones(1).double()}
     if micro:
+        m,called = model(),[]
+        m.register_forward_pre_hook(lambda *args: called.append(args))
         with pytest.raises(ValueError, match=r'cannot split a tensor of shape \(1,\) in a batch of 8 samples'):
-            of_targets(8, targets, lambda p,t: mse(p, t['y']), [GradientAccumulation(16, micro_batch_size=micro)])
+            of_targets(8, targets, lambda p,t: mse(p, t['y']), [GradientAccumulation(16, micro_batch_size=micro)], m=m)
+        assert not called
         return
     big,small = (of_targets(bs, targets, lambda p,t: mse(p, t['y']*t['temperature']), cbs) for bs,cbs in ((16, []), (8, [GradientAccumulation(16)])))
     assert small.recorder.accum_bs == [16]*4
