@@ -108,6 +108,10 @@ def goals(results):
              for k in (1, 8) for n in [counted(results, 'ours', 'syncs', k)]]
     kept,params = counted(results, 'ours', 'kept')-counted(results, 'plain', 'kept'),counted(results, 'ours', 'parameters')
     lines.append((kept < params, f'no buffer of the size of the parameters, {params} bytes: {kept:+} bytes kept'))
+    pieces = counted(results, 'ours_pieces', 'calls')/counted(results, 'ours', 'calls')
+    lines.append((pieces <= .86, f"Python calls of a piece of a DataLoader's batch at most .86 of those of a micro-batch from a DataLoader: {pieces:.3f}"))
+    syncs = counted(results, 'ours_pieces', 'syncs')
+    lines.append((syncs <= counted(results, 'ours', 'syncs'), f"pieces of a DataLoader's batch add no host sync: {syncs:.3f} at K=8"))
     if 'time' in results: lines += timed_goals(results)
     return '\n'.join(f'{"met    " if met else "NOT MET"} {text}' for met,text in lines)
 

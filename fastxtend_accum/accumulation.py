@@ -199,6 +199,9 @@ def closes_window(self:GradientAccumulation)->bool:
 
 # %% ../nbs/source/09_accumulation.ipynb #58d1f3b6
 @patch
+def loader_yields(self:GradientAccumulation)->int: return self.batches.size  # the last batch has fewer
+
+@patch
 def piece_bs(self:GradientAccumulation, batch:Batch)->int: return self.micro_bs
 
 @patch

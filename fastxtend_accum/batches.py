@@ -166,7 +166,9 @@ def join(parts:list, sizes:list[int]):
     if isinstance(o, Tensor):
         if not o.ndim or any(len(p) != n for p,n in zip(parts, sizes)):
             raise CannotJoin(f"cannot join outputs of shape {tuple(o.shape)} from a piece of {sizes[0]} samples: their first dimension must be the samples")
-        return torch.cat(parts)
+        o = torch.cat(parts)
+        parts.clear()
+        return o
     is_map = isinstance(o, Mapping)
     if is_map or isinstance(o, (tuple,list)) and not isinstance(o, PackedSequence):
         if not is_map and len(o) == sizes[0] and not sizes[0] in map(len, tensors_in(o)): return kind(v for p in parts for v in p)  # an entry for each sample

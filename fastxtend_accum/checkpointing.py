@@ -21,7 +21,8 @@ from .same_draws import *
 from .loop import *
 
 # %% auto #0
-__all__ = ['FirstState', 'checkpointed', 'ActivationCheckpointing']
+__all__ = ['FirstState', 'checkpointed', 'has_weight', 'is_simple', 'is_list', 'has_layers', 'is_long', 'regrouped',
+           'find_blocks', 'ActivationCheckpointing', 'to_cpu', 'from_cpu']
 
 # %% ../nbs/source/10_checkpointing.ipynb #c14a0008
 class FirstState:

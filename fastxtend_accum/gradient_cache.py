@@ -67,7 +67,7 @@ class GradientCache(BatchLoop):
         def try_size(n):
             self.micro_bs = n
             train_on(batch, batch.n)
-        self.fitting.update(self.learn, batch.xb, try_size, batch.n)
+        self.fitting.update(self.learn, batch.xb, try_size, batch.n, self.running_part())
         self.micro_bs = self.fitting.size
 
 # %% ../nbs/source/11_gradient_cache.ipynb #8b6d2f05

@@ -115,7 +115,7 @@ class BatchLoop(LeavingCallback):
         "fastai's `Learner._do_one_batch`; in training, on one piece of the batch after the other"
         learn = self.learn
         if not learn.training: return evaluate(learn)
-        try: self.train_batch(Batch(learn, batch_size((*learn.xb, *learn.yb), stated_batch_size(learn.dl)), self.same_draws))
+        try: self.train_batch(Batch(learn, batch_size((*learn.xb, *learn.yb), self.loader_yields()), self.same_draws))
         except Exception as e:
             if not (is_out_of_memory(e) and (searching := self.searching())): raise
             bs = searching[0].micro_bs
@@ -131,6 +131,7 @@ class BatchLoop(LeavingCallback):
         check_splits(self.learn.model)
         self.lend_loop()
 
+    def loader_yields(self)->int|None: return stated_batch_size(self.learn.dl)  # samples in this batch, as far as is known
     def piece_bs(self, batch:Batch)->int: return batch.n  # samples in a piece at most
     def start_piece(self, batch:Batch, end:int): pass  # the samples of `batch` up to `end` are next
     def end_batch(self): pass  # all samples have been trained on; raises CancelBatchException if no step is due

@@ -17,7 +17,7 @@ from .window import *
 from .memory import *
 
 # %% auto #0
-__all__ = ['Verdict', 'LossCheck', 'check_loss']
+__all__ = ['Verdict', 'join_rows', 'LossState', 'loss_grads', 'LossCheck', 'check_loss']
 
 # %% ../nbs/source/06_loss_check.ipynb #b718ba81
 def join_rows(parts:list, samples:list[int], rows_together:bool):

@@ -23,8 +23,9 @@ from .processes import *
 from .logging import *
 
 # %% auto #0
-__all__ = ['bystanders', 'Snapshot', 'unchanged', 'memory_error', 'without_tracebacks', 'halve', 'largest_that_runs',
-           'inner_model', 'room_for_step', 'takes_part', 'accumulates', 'accumulator', 'find_size', 'FittingSize']
+__all__ = ['bystanders', 'Snapshot', 'refill', 'set_value', 'get_autocast', 'set_autocast', 'unchanged', 'memory_error',
+           'without_tracebacks', 'halve', 'largest_that_runs', 'inner_model', 'room_for_step', 'takes_part',
+           'accumulates', 'accumulator', 'find_size', 'FittingSize']
 
 # %% ../nbs/source/05_memory.ipynb #ce71299f
 class Snapshot:
@@ -74,8 +75,11 @@ def refill(o:dict|list|set|deque, content:dict|list):
 
 def set_value(o:Tensor, value:Tensor):
     "Restore `o`'s value, on the device where its data is by now, and in the shape that it had"
-    if o.shape == value.shape: o.data.copy_(value)
-    else: o.data = value.to(o.device)
+    if o.shape != value.shape: o.data = value.to(o.device)
+    elif o.layout == torch.strided and 0 in o.stride():  # expanded: one place for several elements, which PyTorch does not copy into
+        once = tuple(slice(None if n else 1) for n in o.stride())
+        o.data[once].copy_(value[once])
+    else: o.data.copy_(value)
 
 @patch
 def save_tensor(self:Snapshot, o:Tensor):
@@ -198,8 +202,8 @@ class FittingSize:
     "The micro-batch size that fits, and what it was found for"
     def __init__(self): self.found_for = None
 
-    def update(self, learn:Learner, b, try_size:Callable, n:int):
-        "Search, on batch `b` of `n` samples, if `learn` trains something else now, or if the samples of `b` are larger, or more, than all before"
+    def update(self, learn:Learner, b, try_size:Callable, n:int, module:nn.Module|None=None):
+        "Search, on batch `b` of `n` samples, if `learn` trains something else now, or if the samples of `b` are larger, or more, than all before; `module`: what sees pieces of it, None: the model"
         now = sum(p.numel() for p in trained(learn.opt)),len(learn._grab_cbs(MixedPrecision))
         is_new,sample = now != self.found_for,sum(t.numel() for t in tensors_in(b))/n
         if is_new: self.found_for,self.largest,self.most,self.size = now,0,0,n
@@ -207,7 +211,7 @@ class FittingSize:
         at_most = n if n > self.most else min(self.size, n)
         self.largest,self.most = max(sample, self.largest),max(n, self.most)
         self.size = find_size(learn, try_size, at_most, agree=is_new)  # later, others may have seen no larger one
-        if rank_distrib() == 0: print(f"micro_batch_size='auto': each batch of {n} {self.how(n)}{self.remark(learn.model, n)}")
+        if rank_distrib() == 0: print(f"micro_batch_size='auto': each batch of {n} {self.how(n)}{self.remark(module or learn.model, n)}")
 
     def how(self, n:int)->str:
         if self.size >= n: return 'fits in memory'

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode,_get_current_dispatch
 from .batches import *
 
 # %% auto #0
-__all__ = ['SameDraws', 'check_same_draws', 'is_compiled', 'check_draws']
+__all__ = ['by_shape', 'can_repeat', 'generator_of', 'default_generators', 'state_of', 'all_states', 'samples_dim', 'Draw',
+           'SameDraws', 'check_same_draws', 'is_compiled', 'check_draws']
 
 # %% ../nbs/source/07_same_draws.ipynb #d7a50008
 by_shape = {'bernoulli','cauchy','exponential','geometric','log_normal','multinomial','native_dropout','normal','rand','rand_like',

@@ -105,17 +105,25 @@ def test_language_model_with_its_state():
     assert learn.recorder.accum_bs == [12]*4
     assert_same(weights(learn), torch.cat([p.detach().flatten() for p in m.parameters()]), FLOAT32)
 
-def test_text_classifier():
-    "AWD-LSTM's encoder over sentences of one length (its padding goes by the longest of a batch)"
+def text_classifier(bs, cbs, **kwargs):
+    "AWD-LSTM's encoder over sentences of one length (its padding goes by the longest of a batch), with fastai's RNNRegularizer"
     g = torch.Generator().manual_seed(0)
     x,y = torch.randint(2, 20, (128, 16), generator=g),torch.randint(3, (128,), generator=g)
     ds = list(zip(map(TensorText, x), y))
     config = {k:v for k,v in small_awd().items() if k in awd_lstm_clas_config}
-    def make(bs, cbs):
-        dls = DataLoaders(DataLoader(ds[:96], bs=bs), DataLoader(ds[96:], bs=bs))
-        m = seeded(lambda: get_text_classifier(AWD_LSTM, 20, 3, seq_len=8, config=config, drop_mult=0., lin_ftrs=[10]))
-        return Learner(dls, no_dropout(without_batchnorm(m)), CrossEntropyLossFlat(), cbs=[*rnn_cbs(alpha=2., beta=1.), *cbs], metrics=accuracy)
-    both(make, tol=1e-4)
+    dls = DataLoaders(DataLoader(ds[:96], bs=bs), DataLoader(ds[96:], bs=bs))
+    m = seeded(lambda: get_text_classifier(AWD_LSTM, 20, 3, seq_len=8, config=config, drop_mult=0., lin_ftrs=[10]))
+    return Learner(dls, no_dropout(without_batchnorm(m)), CrossEntropyLossFlat(), cbs=[*rnn_cbs(alpha=2., beta=1.), *cbs], metrics=accuracy, **kwargs)
+
+def test_text_classifier(): both(text_classifier, tol=1e-4)
+
+@pytest.mark.parametrize('make', [lambda: GradientAccumulation(micro_batch_size=7), lambda: GradientCache(7)])
+def test_text_classifier_in_pieces(make):
+    "The regularizer acts on each piece, and adds up to that of the batch"
+    big,small,without = (fit(text_classifier(32, cbs, opt_func=SGD), 2, .1, cbs=others) for cbs,others in (([], None), ([make()], None), ([], Callback(before_fit=lambda self: self.learn.remove_cb(RNNRegularizer)))))
+    assert_same(weights(small), weights(big), 5e-6)
+    assert_same(floats(small.recorder.values), floats(big.recorder.values), 5e-6)
+    assert (weights(without)-weights(big)).abs().max() > 1e-3
 
 # Tabular and collab
 

@@ -72,6 +72,29 @@ def test_csv_and_plots():
     assert len(learn.csv_logger.read_log()) == 3
     learn.recorder.plot_loss(); learn.recorder.plot_sched()
 
+@pytest.mark.parametrize('log_accum_batch', [True, False])
+def test_a_window_of_one_loader_batch_in_pieces(monkeypatch, log_accum_batch):
+    "All loggers show what they do without the callback, whether they are told of windows or not"
+    seen = []
+    for folder,cbs in ('big', []), ('small', [GradientAccumulation(32, micro_batch_size=8, log_accum_batch=log_accum_batch)]):
+        graphs = []
+        class Probe(Callback):
+            order = 64
+            def before_train(self): self.learn.progress.mbar.update_graph = lambda *args: graphs.append(args)
+        learn = make_learner(32, n=100, cbs=[WandbCallback(log_preds=False), TensorBoardCallback(folder, trace_model=False, log_preds=False), CSVLogger(f'{folder}.csv'), *cbs],
+                             metrics=AccumMetric(lambda p,t: (p*t).sum().float(), flatten=False))
+        mend_wandb()
+        rows,_ = wandb_history(monkeypatch, learn)
+        learn.remove_cb(WandbCallback)
+        learn.add_cbs([ShowGraphCallback(), Probe()])
+        learn.fit(2)
+        points = [o for tag in ('train_loss','valid_loss','lr_0','mom_0') for o in dict(scalars(folder, tag)).items()]  # fastai writes in validation, too, at the same step
+        wandb_rows = [[step, *(float(o[k]) for k in ('raw_loss','train_loss','epoch','lr_0','mom_0'))] for step,o in rows.items()]
+        seen.append((wandb_rows, points, floats(learn.recorder.values), [losses(learn)], [learn.recorder.lrs], [learn.recorder.iters], [[*xs, *ys] for o in graphs for xs,ys in o[0]],
+                     [[float(o) for o in row[:4]] for row in learn.csv_logger.read_log().values]))
+    assert len(seen[0][0]) == 8 and len(seen[0][6]) == 4
+    for a,b in zip(*seen, strict=True): assert_same(*(torch.tensor([v for row in o for v in row], dtype=torch.float64) for o in (a, b)), 1e-6)
+
 # lr_find
 
 @pytest.mark.parametrize('n', [96, 160])

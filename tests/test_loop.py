@@ -5,6 +5,7 @@ from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.progress import ProgressCallback
 
 from common import *
+from fastxtend_accum.batches import join
 from fastxtend_accum.loop import BatchLoop
 from test_gradient_cache import TwoOutputs, info_nce
 from test_life import CANCELS, EVENTS, Fault
@@ -86,13 +87,23 @@ def test_events():
     assert batch == [*pieces, ('after_batch', 33, 33, 33, 0, 2), *pieces, ('before_step', 33, 33, 33), ('after_step', 33, 33, 33), ('after_batch', 33, 33, 33, 1, 2)]
     assert [o[1:3] for o in sees.seen if o[0] == 'before_batch'] == [(33, 33)]*2
 
-@pytest.mark.parametrize('accum', [32, 96])
-def test_the_loss_and_the_outputs_of_the_batch(accum):
+def test_a_backward_pass_each_piece_and_a_step_each_window():
+    calls = []
+    class Counts(Learner):
+        def _backward(self): calls.append('backward'); super()._backward()
+        def _step(self): calls.append('step'); super()._step()
+    o = make_learner(32)
+    fit(Counts(o.dls, o.model, mse, opt_func=SGD, cbs=GradientAccumulation(32, micro_batch_size=8)), 1)
+    assert calls == (['backward']*4+['step'])*3
+
+@pytest.mark.parametrize('accum, event', [(32, 'before_step'), (32, 'after_step'), (32, 'after_batch'), (96, 'after_batch')])
+def test_the_loss_and_the_outputs_of_the_batch(accum, event):
     seen = {}
     for name,cbs in dict(big=[], small=[GradientAccumulation(accum, micro_batch_size=5)]).items():
         seen[name] = []
-        learn = make_learner(32, cbs=[*cbs, Callback(after_batch=lambda self, o=seen[name]: self.training and o.append((float(self.loss), self.pred.detach())))], lr=0)
+        learn = make_learner(32, cbs=[*cbs, Callback(**{event: lambda self, o=seen[name]: self.training and o.append((float(self.loss), self.pred.detach()))})], lr=0)
         fit(learn, 1, lr=0.)
+    assert len(seen['big']) == 3
     assert_same([o for o,_ in seen['small']], [o for o,_ in seen['big']], FLOAT32)
     assert_same(torch.cat([o for _,o in seen['small']]), torch.cat([o for _,o in seen['big']]), ROUNDING)
 
@@ -163,19 +174,51 @@ def test_validation_and_prediction(make, limit, sizes):
     assert first == sizes
     for a,b in zip(small, big, strict=True): assert_same(a, b, FLOAT32)
 
-def test_tta_and_predict():
+class Elementwise(nn.Module):
+    "Its arithmetic is the same for any number of samples"
+    def __init__(self): super().__init__(); torch.manual_seed(0); self.scale,self.shift = nn.Parameter(torch.randn(5)),nn.Parameter(torch.randn(5))
+    def forward(self, x): return (x.float()*self.scale+self.shift).tanh().cumsum(1)[:,-1:]
+
+@pytest.mark.parametrize('make', [lambda: GradientAccumulation(micro_batch_size=3), lambda: GradientCache(3), lambda: GradientAccumulation(micro_batch_size='auto'), lambda: GradientCache('auto')])
+def test_bit_for_bit_where_the_arithmetic_allows_it(make):
+    def run(limit, cbs):
+        learn = make_learner(32, m=Largest(Elementwise(), limit), loss_func=MSELossFlat(), metrics=[spread, AccumMetric(lambda p,t: (p*t).sum(), flatten=False)], cbs=cbs)
+        with quiet(learn): return list(learn.validate()),*learn.get_preds(with_loss=True),learn.get_preds(0)[0],max(learn.model.sizes)
+    cb = make()
+    (*whole,n),(*pieces,m) = run(math.inf, []),run(3 if cb.micro_batch_size == 'auto' else math.inf, [cb])
+    assert (n, m) == (32, 16 if cb.micro_batch_size == 'auto' else 3) and len(whole) == 5 and len(whole[0]) == 3
+    for a,b in zip(pieces, whole, strict=True): assert_same(a, b)
+
+@pytest.mark.parametrize('f', [lambda o: o.validate(), lambda o: o.get_preds(), lambda o: o.fit(1)])
+@pytest.mark.parametrize('make', [lambda: GradientAccumulation(micro_batch_size=8), lambda: GradientAccumulation(micro_batch_size='auto'), lambda: GradientCache(8)])
+def test_an_interrupt_in_a_piece_of_validation_leaves_nothing(make, f):
+    "With the error kept, as a notebook keeps the last one"
+    class Stops(Largest):
+        def forward(self, x):
+            if not self.training and len(self.sizes) > 1: raise KeyboardInterrupt
+            return super().forward(x)
+    learn = vision([make()], m=Stops(classifier()))
+    learn.model.sizes = [0]*2
+    with quiet(learn), pytest.raises(KeyboardInterrupt) as kept: f(learn)
+    assert '_do_one_batch' not in vars(learn) and 'forward' not in vars(learn.model) and kept.value.__traceback__
+    learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, BatchLoop)])
+    learn.model = classifier()
+    assert_same(weights(seeded_fit(learn, 1, reset_opt=True)), weights(seeded_fit(vision([]), 1)))
+
+@pytest.mark.parametrize('micro, limit', [(3, math.inf), ('auto', 3)])
+def test_tta_and_predict(micro, limit):
     from fastai.vision.all import CategoryBlock, DataBlock, ImageBlock, PILImage, Resize, aug_transforms, ColReader
     ims = [PILImage.create(np.uint8(np.random.RandomState(i).rand(24, 24, 3)*255)) for i in range(24)]
-    def run(cbs):
+    def run(cbs, limit=math.inf):
         block = DataBlock((ImageBlock, CategoryBlock), get_x=lambda i: ims[i], get_y=lambda i: 'ab'[i%2], splitter=lambda o: (list(range(16)), list(range(16, 24))), batch_tfms=aug_transforms(size=16))
-        learn = Learner(block.dataloaders(list(range(24)), bs=8, val_bs=8), Largest(nn.Sequential(nn.Flatten(), nn.Linear(3*16*16, 2))), CrossEntropyLossFlat(), cbs=cbs)
+        learn = Learner(block.dataloaders(list(range(24)), bs=8, val_bs=8), Largest(nn.Sequential(nn.Flatten(), nn.Linear(3*16*16, 2)), limit), CrossEntropyLossFlat(), cbs=cbs)
         for p in learn.model.parameters(): p.data = torch.linspace(-.1, .1, p.numel()).view_as(p)
         with quiet(learn):
             set_seed(0)
             res = learn.tta(n=2)[0],learn.predict(3)[2]
         return res,max(learn.model.sizes)
-    (a,n),(b,m) = run([GradientAccumulation(micro_batch_size=3)]),run([])
-    assert n == 3 and m == 8
+    (a,n),(b,m) = run([GradientAccumulation(micro_batch_size=micro)], limit),run([])
+    assert n == (8 if micro == 'auto' else 3) and m == 8
     for x,y in zip(a, b, strict=True): assert_same(x, y, FLOAT32)
 
 def test_outputs_are_freed_as_they_are_joined():
@@ -192,6 +235,30 @@ def test_outputs_are_freed_as_they_are_joined():
     learn = make_learner(8, m=Two(), loss_func=loss, cbs=GradientAccumulation(8, micro_batch_size=2))
     with quiet(learn): learn.validate()
     assert len(made) == 20 and max(alive) == 0
+
+def test_each_output_is_freed_once_it_is_joined(monkeypatch):
+    "Three outputs of four pieces: with the first one joined, its pieces are gone, and with the last one all are"
+    import weakref
+    parts = [{'a':torch.rand(2, 3), 'bc':(torch.rand(2), torch.rand(2))} for _ in range(4)]
+    whole = [torch.cat(o) for o in zip(*((o['a'], *o['bc']) for o in parts))]
+    refs,alive,cat = [weakref.ref(t) for o in parts for t in (o['a'], *o['bc'])],[],torch.cat
+    def counts(*args): alive.append(sum(o() is not None for o in refs)); return cat(*args)
+    monkeypatch.setattr(torch, 'cat', counts)
+    res = join(parts, [2]*4)
+    assert alive == [12, 8, 4] and not parts and not any(o() is not None for o in refs)
+    for a,b in zip((res['a'], *res['bc']), whole, strict=True): assert_same(a, b)
+
+@pytest.mark.parametrize('two', [False, True])
+def test_no_output_is_there_twice_at_the_step(two):
+    "Those of the pieces are gone, the joined one is there: 32 samples"
+    import gc
+    class Wide(nn.Linear):
+        def forward(self, x): o = super().forward(x); return (o, o+1) if two else o
+    alive = []
+    def count(self): alive.append(sum(len(o) for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.shape[1:] == (77,)))
+    torch.manual_seed(0)
+    fit(make_learner(32, m=Wide(5, 77).double(), loss_func=lambda p,t: mse(p[0] if two else p, t.expand(-1, 77)), cbs=[GradientAccumulation(32, micro_batch_size=8), Callback(before_step=count)]), 1)
+    assert alive == [64 if two else 32]*3
 
 def test_a_loss_from_the_model_is_validated_whole():
     "Such outputs cannot be joined"
@@ -242,12 +309,39 @@ def test_the_first_error_stays_the_cause():
     for cb in GradientAccumulation(micro_batch_size='auto'),GradientCache('auto'):
         with pytest.raises(RuntimeError, match='out of memory with a single sample') as e: fit(make_learner(32, m=Broken(model()), cbs=cb), 1)
         assert 'non-contiguous input' in str(e.value.__cause__)
+        with quiet(make_learner(32, m=Broken(model()), cbs=cb)) as learn, pytest.raises(RuntimeError, match='out of memory with a single sample') as e: learn.validate()
+        assert 'non-contiguous input' in str(e.value.__cause__)
+
+def test_it_is_the_cause_of_an_error_that_says_what_to_set():
+    "Memory runs out in the step, which cannot be repeated"
+    learn = make_learner(32, cbs=GradientAccumulation(32, micro_batch_size='auto'))
+    learn.create_opt()
+    def full(*args, **kwargs): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
+    learn.opt.step = full
+    with pytest.raises(RuntimeError, match='set micro_batch_size=16') as e: fit(learn, 1)
+    assert type(e.value.__cause__) is torch.OutOfMemoryError and '2.00 GiB' in str(e.value.__cause__)
 
 @pytest.mark.parametrize('norm, limit, says', [(nn.BatchNorm1d, 9, True), (nn.BatchNorm1d, 17, False), (nn.LayerNorm, 9, False)])
 def test_batchnorm_with_few_samples(capsys, norm, limit, says):
     m = Largest(nn.Sequential(nn.Linear(5, 4), norm(4), nn.Linear(4, 1)).double(), limit)
     fit(make_learner(32, m=m, cbs=GradientAccumulation(32, micro_batch_size='auto')), 1)
     assert ('BatchNorm normalizes 8 samples at a time: add ActivationCheckpointing()' in capsys.readouterr().out) == says
+
+def test_the_line_on_batchnorm_is_about_layers_that_see_pieces(capsys):
+    "It is not said of layers that do not train, nor under a GradientCache of layers outside of its `part`"
+    def body(): torch.manual_seed(0); return Largest(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), 9)
+    def said(body, head, cb, *cbs):
+        capsys.readouterr()
+        fit(make_learner(32, m=nn.Sequential(body, head).double(), cbs=[*cbs, cb]), 1)
+        return 'BatchNorm normalizes 8 samples at a time' in capsys.readouterr().out
+    class Frozen(Callback):
+        order = GradientAccumulation.order-1
+        def before_train(self): self.model[0].eval()
+    head,with_norm,without = nn.Linear(4, 1),nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)),Largest(nn.Linear(5, 4), 9)
+    accum = partial(GradientAccumulation, 32, micro_batch_size='auto')
+    assert said(body(), head, accum()) and not said(body(), head, accum(), Frozen())
+    assert said(without, with_norm, GradientCache('auto')) and not said(without, with_norm, GradientCache('auto', part=lambda m: m[0]))
+    assert said(body(), head, GradientCache('auto', part=lambda m: m[0]))
 
 def test_the_cache_takes_part_in_searches(capsys):
     "With it, the batch of 32 fits; halving it would change the loss"
@@ -261,8 +355,9 @@ def test_the_cache_takes_part_in_searches(capsys):
         small = run(Both(), GradientAccumulation(32, micro_batch_size='auto'), GradientCache(cache))
         assert small.gradient_accumulation.micro_bs == 32 and small.gradient_cache.micro_bs == 8
         assert_same(weights(small), weights(big), ROUNDING)
-    learn = make_learner(32, m=Both(), loss_func=lambda p,*t: info_nce(p), cbs=GradientCache(8))
-    assert learn.micro_bs_find() == 32
+    for cbs in [GradientCache(8)],[GradientCache('auto')],[GradientAccumulation(32, micro_batch_size='auto'), GradientCache('auto')]:
+        learn = make_learner(32, m=Both(), loss_func=lambda p,*t: info_nce(p), cbs=cbs)
+        assert learn.micro_bs_find() == 32
 
 # Memory that runs out later
 
@@ -288,7 +383,9 @@ def test_no_callback_sees_that_memory_ran_out(make, accum, event):
     assert_same(weights(small), weights(big), FLOAT32)
     assert_same(losses(small), losses(big), FLOAT32)
 
-def test_the_cache_halves_too():
+@pytest.mark.parametrize('with_accum', [False, True])
+def test_the_cache_halves_too(with_accum):
+    "And not the accumulation beside it: half of a batch has another loss"
     class Squeezed(TwoOutputs):
         limit = 99
         def forward(self, x):
@@ -297,25 +394,29 @@ def test_the_cache_halves_too():
     def run(m, *cbs): return fit(make_learner(32, m=m, loss_func=lambda p,*t: info_nce(p), cbs=cbs), 1)
     big = run(TwoOutputs())
     with pytest.warns(UserWarning, match='micro-batches have 8 samples'):
-        small = run(Squeezed(), GradientCache('auto'), Callback(before_batch=lambda self: setattr(self.model, 'limit', 99 if self.train_iter < 1 else 9)))
+        small = run(Squeezed(), *[GradientAccumulation(32, micro_batch_size='auto')]*with_accum, GradientCache('auto'), Callback(before_batch=lambda self: setattr(self.model, 'limit', 99 if self.train_iter < 1 else 9)))
+    assert small.gradient_cache.micro_bs == 8 and not (with_accum and small.gradient_accumulation.micro_bs < 32)
     assert_same(weights(small), weights(big), ROUNDING)
 
 # The size of a batch
 
 def collated(samples, targets): return torch.stack([a for a,_ in samples]),targets([b for _,b in samples])
 
-def of_targets(bs, targets, loss, cbs, n=64):
+def of_targets(bs, targets, loss, cbs, n=64, m=None):
     ds = list(zip(*data(n)))
     dl = torch.utils.data.DataLoader(ds, batch_size=bs, collate_fn=partial(collated, targets=targets))
-    learn = Learner(DataLoaders(dl, dl), model(), loss, opt_func=SGD, cbs=[*cbs, Callback(before_validate=lambda self: stop(CancelValidException()))])
+    learn = Learner(DataLoaders(dl, dl), model() if m is None else m, loss, opt_func=SGD, cbs=[*cbs, Callback(before_validate=lambda self: stop(CancelValidException()))])
     return fit(learn, 1)
 
 @pytest.mark.parametrize('micro', [None, 3])
 def test_a_target_without_a_batch_dimension(micro):
     def targets(ys): return {'y':torch.stack(ys), 'temperature':torch.ones(1).double()}
     if micro:
+        m,called = model(),[]
+        m.register_forward_pre_hook(lambda *args: called.append(args))
         with pytest.raises(ValueError, match=r'cannot split a tensor of shape \(1,\) in a batch of 8 samples'):
-            of_targets(8, targets, lambda p,t: mse(p, t['y']), [GradientAccumulation(16, micro_batch_size=micro)])
+            of_targets(8, targets, lambda p,t: mse(p, t['y']), [GradientAccumulation(16, micro_batch_size=micro)], m=m)
+        assert not called
         return
     big,small = (of_targets(bs, targets, lambda p,t: mse(p, t['y']*t['temperature']), cbs) for bs,cbs in ((16, []), (8, [GradientAccumulation(16)])))
     assert small.recorder.accum_bs == [16]*4
@@ -329,6 +430,16 @@ def test_targets_that_are_lists_of_boxes(bs, accum, micro, n_boxes):
     def loss(pred, boxes): return torch.stack([(p-b).pow(2).mean() for p,b in zip(pred, boxes, strict=True)]).mean().float()
     big,small = (of_targets(b, targets, loss, cbs) for b,cbs in ((accum, []), (bs, [GradientAccumulation(accum, micro_batch_size=micro)])))
     assert small.recorder.accum_bs == [accum]*(64//accum)
+    assert_same(weights(small), weights(big), ROUNDING)
+
+@pytest.mark.parametrize('micro', [3, 'auto'])
+def test_as_many_boxes_as_images_in_a_full_batch(micro):
+    "The last batch has 5 images, one of them with 8 boxes; a full batch has 8 images"
+    def targets(ys): return [y.expand(8 if i == 2 else 1+i%5, 4) for i,y in enumerate(ys)]
+    def loss(pred, boxes): return torch.stack([(p-b).pow(2).mean() for p,b in zip(pred, boxes, strict=True)]).mean().float()
+    def run(*cbs, m=None): return of_targets(8, targets, loss, cbs, n=61, m=m)
+    big,small = run(),run(GradientAccumulation(8, micro_batch_size=micro), m=Largest(model(), 3 if micro == 'auto' else math.inf))
+    assert small.recorder.accum_bs == [8]*7+[5]
     assert_same(weights(small), weights(big), ROUNDING)
 
 def test_outputs_that_are_the_same_in_all_pieces():

@@ -113,6 +113,13 @@ def test_auto_leaves_the_batch_alone(cb, inside):
         return weights(fit(make_learner(32, m=InPlace() if inside else model(), cbs=[accum, *cbs]), 2))
     assert_same(run('auto'), run(32))
 
+@pytest.mark.parametrize('cb', [lambda size: GradientAccumulation(32, micro_batch_size=size), GradientCache])
+def test_auto_of_an_expanded_batch(cb):
+    "Grey images as three channels: elements that share one place in memory"
+    def grey(self): self.learn.xb,self.learn.yb = (self.x[:,:1].expand(-1, 5),),(self.y[:1].expand(len(self.y), -1),)
+    def run(size): return weights(fit(make_learner(32, cbs=[cb(size), Callback(before_batch=grey)]), 2))
+    assert_same(run('auto'), run(32))
+
 @pytest.mark.parametrize('n', [96, 88])
 def test_a_cache_of_a_model_that_works_in_place(n):
     "The pieces are views of one batch, and each is needed twice: tsai's TSTPlus sets missing values to 0"
