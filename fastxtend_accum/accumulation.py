@@ -27,7 +27,7 @@ __all__ = ['nonfinite', 'GradientAccumulation', 'scales_loss']
 
 # %% ../nbs/source/09_accumulation.ipynb #36c789d1
 class GradientAccumulation(BatchLoop):
-    "Accumulate gradients over `accum_bs` samples, then step as one batch of that size would have; raises ValueError on sizes that do not fit"
+    "Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size; raises ValueError on sizes that do not fit"
     order,scale,is_new_fit = MixedPrecision.order-4,None,False
     opt_steps = property(attrgetter('window.steps'))
     smallest_bs = property(lambda self: self.loader_bs*self.processes.n)  # a batch of the DataLoader in every process
@@ -39,15 +39,15 @@ class GradientAccumulation(BatchLoop):
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, micro-batches (False)
         micro_batch_size:int|str|None=None, # Samples that the model sees at a time: larger loader batches are split; 'auto': halved until they fit; None: no split
         *,
-        remainder:str|None=None, # The incomplete window that ends an epoch: 'step' for it, 'carry' it into the next epoch, or 'drop' it; None: 'drop' if the loader has `drop_last=True`, else 'step'
-        num_items:Callable|None=None, # `f(learn)`: items that the micro-batch's loss averages over, 0 or more; None: found from the loss function
-        skip_nonfinite:bool=False, # Skip the step of a window whose gradient has NaN or infinity in it
-        same_draws:bool=False, # Micro-batches get the random numbers of the whole batch, for dropout and noise in the model; takes time
+        remainder:str|None=None, # The incomplete window that ends an epoch: take a 'step' for it, 'carry' it into the next epoch, or 'drop' it; None: 'drop' if the loader has `drop_last=True`, else 'step'
+        num_items:Callable|None=None, # `f(learn)`: items that the micro-batch's loss averages over, 0 or more; None: taken from the loss function
+        skip_nonfinite:bool=False, # Skip the step of a window whose gradient contains NaN or infinity
+        same_draws:bool=False, # Micro-batches get the random numbers of the whole batch, for dropout and noise in the model; slower
         **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
     ):
         if 'drop_last' in unknown:
             raise TypeError(f"drop_last={unknown['drop_last']!r} is fastxtend's name: use remainder='drop' to drop the incomplete window of an "
-                            "epoch, or remainder='step' to step on it")
+                            "epoch, or remainder='step' to take a step for it")
         if unknown: raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
         for name,size in dict(accum_bs=accum_bs, n_acc=n_acc).items():
             if size is not None: check_size(name, size)

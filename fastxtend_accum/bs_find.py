@@ -158,9 +158,9 @@ class SuggestedBS(NamedTuple):
     "What `bs_find` found"
     fastest:int # The batch size that reaches a loss soonest, in samples, over all processes
     micro_bs:int # Samples to train on at a time, in each process
-    noise_scale:float # Of the gradient, in samples; inf if the signal cannot be told from the noise
-    time:dict[int,float] # To a loss, by batch size, relative to the least
-    samples:dict[int,float] # To a loss, by batch size, relative to the least
+    noise_scale:float # Gradient noise scale, in samples; inf if the signal cannot be told from the noise
+    time:dict[int,float] # Time to reach a loss, by batch size, relative to the shortest
+    samples:dict[int,float] # Samples to reach a loss, by batch size, relative to the fewest
 
 def suggest(costs:Costs, noise_scale:float, sizes:list[int], n_proc:int=1)->SuggestedBS:
     "The fastest of `sizes`; without a signal, the smallest that is within 5% of it"
@@ -180,7 +180,7 @@ def advice(found:SuggestedBS, now:int, bs:int, n_proc:int, rule:Callable)->str:
 
 # %% ../nbs/source/14_bs_find.ipynb #af4eae59
 def plot_bs_find(
-    found:SuggestedBS, # What `bs_find` has returned
+    found:SuggestedBS, # The result of `bs_find`
     ax:plt.Axes|None=None, # Where to plot; None: a new figure
 )->plt.Axes:
     "Plot time and samples to a loss against the batch size"

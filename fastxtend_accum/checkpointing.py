@@ -92,7 +92,7 @@ def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Se
 
 # %% ../nbs/source/10_checkpointing.ipynb #c14a0011
 class ActivationCheckpointing(BatchLoop):
-    "Keep the inputs of the model's blocks only, and compute what is inside of them again in the backward pass: the same fit, bit for bit"
+    "Keep only the inputs of the model's blocks, and compute the activations inside them again in the backward pass: the same fit, bit for bit"
     order = sys.maxsize  # the loops of all others come first, and a `GradientCache` splits what is checkpointed
     def __init__(self,
         blocks:Callable|None=None, # `blocks(model)`: the modules to run again, such as `lambda m: m.encoder.layers`; None: found in the model's lists and stages
@@ -111,7 +111,7 @@ class ActivationCheckpointing(BatchLoop):
             raise ValueError(f"ActivationCheckpointing cannot run parts of a compiled {name} again: leave out torch.compile, or ActivationCheckpointing")
         model = inner_model(model)
         self.found,self.groups = find_blocks(model) if self.blocks is None else (self.own_blocks(model),{})
-        if not self.found: raise ValueError(f"ActivationCheckpointing finds no blocks in {name}: it has no nn.Sequential or nn.ModuleList of them, so name its "
+        if not self.found: raise ValueError(f"ActivationCheckpointing finds no blocks in {name}: no nn.Sequential or nn.ModuleList of blocks: name the "
                                             "modules with blocks=lambda model: [...]")
         self.lend_loop()
 

@@ -41,7 +41,7 @@ class GradientCache(BatchLoop):
     def __init__(self,
         micro_batch_size:int|str, # Samples that the model sees at a time; 'auto': halved until it fits in memory
         part:Callable|None=None, # `part(model)`: the submodule that sees micro-batches, such as `lambda m: m[0]` for a body without its head; None: the whole model
-        same_draws:bool=False, # Micro-batches get the random numbers of the whole batch, for dropout and noise in the model; takes time
+        same_draws:bool=False, # Micro-batches get the random numbers of the whole batch, for dropout and noise in the model; slower
     ):
         check_micro_batch_size(micro_batch_size)
         check_same_draws(same_draws, micro_batch_size)

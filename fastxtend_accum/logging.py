@@ -28,7 +28,7 @@ class WindowLogger:
     events = 'after_batch',
     def __init__(self,
         cb:Callback, # The logger
-        accum:Callback, # The accumulation: has the `window`
+        accum:Callback, # The callback that accumulates; its `window` holds the values to log
     ):
         self.cb,self.accum = cb,accum
     def __reduce__(self): return noop,(self.cb,)  # a Learner that is exported after an interrupt gets the logger's own methods
@@ -50,7 +50,7 @@ class WindowLogger:
         "Other values to log for the window, by name"
         return {'accumulation_batch_size':self.accum.window.samples, **self.accum.window.measured}
     def log(self):
-        "Log the window, whose mean loss is `learn.loss` now"
+        "Log the window; `learn.loss` is its mean loss"
         self.original('after_batch')
 
 # %% ../nbs/source/04_logging.ipynb #cb8c0814

@@ -251,7 +251,7 @@ def train_on(batch:Batch, n:int):
 
 @patch
 def micro_bs_find(self:Learner)->int:
-    "The largest of the DataLoader's batch size, half of it, a quarter ... that this Learner can train on at a time; changes nothing"
+    "The largest of the DataLoader's batch size, a half, a quarter ... that fits in memory; leaves the Learner as it is"
     finder = MicroBatchFinder()
     with unchanged(self), self.no_bar(), self.no_logging(), replaced(self, 'cbs', L(cb for cb in self.cbs if not accumulates(cb))):
         self.fit(1, cbs=finder)

@@ -37,7 +37,7 @@ class NoiseEstimate(NamedTuple):
     noise:float # tr(S): the squared deviation of one sample's gradient from the mean
     signal:float # |G|²: the square of the true gradient; the estimate may be below 0
     windows:int # Windows measured so far
-    metric:str='plain' # What gradients are measured in: 'plain', or 'Adam', where each direction counts as much as it does in Adam's step
+    metric:str='plain' # How gradients are measured: 'plain', or 'Adam', which weights each direction as Adam's step does
 
 class NoiseAverages:
     "Averages of noise and signal over the last `memory` samples, None: as many as in 50 windows like the first"
@@ -135,11 +135,11 @@ def with_previous(self:WindowSquares, window:Window, opt:Optimizer|OptimWrapper,
 
 # %% ../nbs/source/13_noise.ipynb #11c53462
 class GradientNoiseScale(LeavingCallback):
-    "Measures the gradient noise scale beside a `GradientAccumulation`; an entry in `recorder.noise_scale` for each optimizer step"
+    "Measure the gradient noise scale during accumulation: `recorder.noise_scale` gets an entry for each optimizer step"
     order,run_valid,starts,metric = GradientAccumulation.order-.5,False,False,'plain'
     after_pred = after_loss = noop  # fastai would search the Learner and its model for them
     def __init__(self,
-        memory:float|None=None, # Samples that the running averages go back; None: 50 windows of the size of the first; `math.inf`: all of the fit
+        memory:float|None=None, # Length of the running averages in samples; None: 50 windows of the size of the first; `math.inf`: all of the fit
     ):
         if not (memory is None or isinstance(memory, Real) and memory > 0): raise ValueError(f"memory must be more than 0 samples, not {memory!r}: use None")
         self.memory,self.squares,self.window,self.averages,self.resumed = memory,WindowSquares(),Window(),NoiseAverages(memory),False
@@ -205,7 +205,7 @@ def after_step(self:GradientNoiseScale):
 @patch
 def plot_noise_scale(self:Recorder,
     ax:plt.Axes|None=None, # Where to plot; None: a new figure
-)->plt.Axes: # With the curves
+)->plt.Axes: # The axes with the curves
     "Plot the gradient noise scale and the batch size, both in samples, against the optimizer steps"
     measured,sizes = recorded(self, 'noise_scale'),recorded(self, 'accum_bs')
     if not measured: raise ValueError("nothing was measured in the last fit: add GradientNoiseScale() to the callbacks, then fit")

@@ -49,19 +49,19 @@ def scheduled_bs(pct:float, start_bs:int, final_bs:int, start:float, finish:floa
 
 # %% ../nbs/source/12_schedule.ipynb #b08381fd
 class GradientAccumulationSchedule(GradientAccumulation):
-    "`GradientAccumulation` with a batch that goes from `start_accum_bs` to `final_accum_bs` between `start` and `finish`"
+    "`GradientAccumulation` with a batch size that goes from `start_accum_bs` to `final_accum_bs` between `start` and `finish`"
     @delegates(GradientAccumulation.__init__, but=['accum_bs','n_acc'])
     def __init__(self,
         start_accum_bs:int, # Samples in a window up to `start`, a multiple of the micro-batch
         final_accum_bs:int, # Samples in a window from `finish` on, a multiple of the micro-batch; may be smaller
         start:Numeric=0, # Where the schedule starts: a fraction of training (float) or a number of epochs (int)
         finish:Numeric=0.3, # Where it ends: 1.0 (float) is the end of training, 1 (int) the end of the first epoch
-        schedule:Callable=SchedCos, # fastai annealer, or any `f(start, end)` that gives `f(pos)`
+        schedule:Callable=SchedCos, # fastai annealer, or any `f(start, end)` that returns a function of `pos`
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, micro-batches (False)
         micro_batch_size:int|str|None=None, # Samples that the model sees at a time: larger loader batches are split; 'auto': halved until they fit; None: no split
         *,
-        remainder:str='step', # The incomplete window that ends an epoch: 'step' for it, 'carry' it into the next epoch, or 'drop' it
-        scale:dict[str,Callable]|None=None, # Rules by hyper-parameter, such as `{'lr':sqrt_scale}`, each `f(value, accum_bs/start_accum_bs)`; None: the schedules stay as they are
+        remainder:str='step', # The incomplete window that ends an epoch: take a 'step' for it, 'carry' it into the next epoch, or 'drop' it
+        scale:dict[str,Callable]|None=None, # Rules by hyper-parameter, such as `{'lr':sqrt_scale}`, each `f(value, accum_bs/start_accum_bs)`; None: hyper-parameters do not change
         **kwargs, # Others of `GradientAccumulation`
     ):
         for name,size in dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs).items(): check_size(name, size)
@@ -81,7 +81,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
 
 # %% ../nbs/source/12_schedule.ipynb #b08381fe
 def check_order(start:Numeric, finish:Numeric):
-    if start > finish: raise ValueError(f"start={start} lies after finish={finish}: use a start up to finish")
+    if start > finish: raise ValueError(f"start={start} lies after finish={finish}: use a start of at most {finish}")
 
 def check_schedule(schedule:Callable, start_bs:int, final_bs:int):
     if isinstance(schedule, dict): raise TypeError(f"schedule must be an annealer such as SchedCos, not {schedule!r}: for sizes by point use "
@@ -140,7 +140,7 @@ def preview(self:GradientAccumulationSchedule,
 def plot(self:GradientAccumulationSchedule,
     n_epoch:int, # Length of the fit, in epochs
     dls:DataLoaders, # The data of the fit; nothing is loaded
-    ax=None, # Axes to draw on; None: new ones
+    ax:plt.Axes|None=None, # Axes to draw on; None: new ones
 ):
     "Plot the batch size over a fit before training, with the number of optimizer steps; returns the axes"
     windows = L(self.preview(n_epoch, dls))
@@ -158,7 +158,7 @@ def _plot_sizes(sizes:list, edges:list, xlabel:str, ax=None):
 
 @patch
 def plot_accum_bs(self:Recorder,
-    ax=None, # Axes to draw on; None: new ones
+    ax:plt.Axes|None=None, # Axes to draw on; None: new ones
 ):
     "Plot the samples of each optimizer step of the last fit; returns the axes, raises ValueError if none were recorded"
     if sizes := recorded(self, 'accum_bs'): return _plot_sizes(sizes, range(len(sizes)+1), 'optimizer steps', ax)
@@ -169,7 +169,7 @@ def linear_scale(
     value:float, # The hyper-parameter at `start_accum_bs`
     ratio:float, # The window's size over `start_accum_bs`
 )->float:
-    "`value*ratio`: for SGD's learning rate while the batch is small (Goyal et al. 2017, https://arxiv.org/abs/1706.02677), and AdamW's `wd` if `lr` stays"
+    "`value*ratio`: for SGD's learning rate while the batch is small (Goyal et al. 2017, https://arxiv.org/abs/1706.02677), and AdamW's `wd` if `lr` stays the same"
     return value*ratio
 
 def sqrt_scale(
@@ -222,7 +222,7 @@ class Seesaw:
 def seesaw(
     lr_sched:Callable, # Learning rate at `pos`, 0 to 1 of training, such as `SchedCos(1e-2, 0)`
     start_accum_bs:int, # Samples in a window up to the peak of the learning rate
-    final_accum_bs:int, # Samples in a window at most
+    final_accum_bs:int, # The most samples in a window
 )->dict: # Arguments for `GradientAccumulationSchedule`; the `lr` of their `schedule` is the milder learning rate, for ParamScheduler
     "Replace half of each cut of the learning rate by a larger batch; raises ValueError if the rate falls too little for `final_accum_bs`"
     sizes = dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs)
@@ -231,6 +231,6 @@ def seesaw(
         raise ValueError(f"final_accum_bs={final_accum_bs} is less than start_accum_bs={start_accum_bs}: seesaw's batch grows")
     schedule = Seesaw(lr_sched, final_accum_bs/start_accum_bs)
     if (most := schedule.ratio(1.)) < schedule.growth:
-        raise ValueError(f"the learning rate falls by {most:.3g} only, which takes the batch to {int(start_accum_bs*most)}: "
-                         f"use a final_accum_bs up to that, not {final_accum_bs}")
+        raise ValueError(f"the learning rate falls only by a factor of {most:.3g}, which takes the batch to {int(start_accum_bs*most)}: "
+                         f"use a final_accum_bs of at most {int(start_accum_bs*most)}, not {final_accum_bs}")
     return dict(**sizes, start=0, finish=1., schedule=schedule)

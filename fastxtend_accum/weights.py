@@ -21,7 +21,7 @@ def loss_items(
     pred:Tensor, # The model's predictions
     targ:Tensor, # The targets
 )->Real|Tensor|None: # Items that the loss averages over; None: it sums and does not average
-    "What a batch's loss averages over, by the type of `loss_func`; samples if the type is unknown"
+    "The number of items that a batch's loss averages over, by the type of `loss_func`; samples if the type is unknown"
     return None if is_sum(loss_func) else _mean_items(loss_func, pred, targ)
 
 @singledispatch

@@ -223,7 +223,7 @@ def test_seesaw_waits_for_the_peak():
     assert sched(8, 64)(.9) > 16
 
 @pytest.mark.parametrize('args, words', [
-    ((SchedLin(.1, .05), 16, 128), 'falls by 2 only'), ((SchedCos(.1, 0), 64, 16), 'less than'), ((SchedLin(.1, -.1), 16, 128), '0 or more'),
+    ((SchedLin(.1, .05), 16, 128), 'falls only by a factor of 2'), ((SchedCos(.1, 0), 64, 16), 'less than'), ((SchedLin(.1, -.1), 16, 128), '0 or more'),
     ((SchedNo(0., 0.), 16, 128), '0 or more'), ((lambda pos: math.nan if pos > .5 else .1, 16, 128), '0 or more'), ((SchedNo(math.inf, 1.), 16, 128), '0 or more'), ((SchedCos(.1, 0), 16, 0), 'final_accum_bs')])
 def test_bad_seesaw(args, words):
     with pytest.raises((TypeError, ValueError), match=words): seesaw(*args)
