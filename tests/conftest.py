@@ -1,5 +1,6 @@
 import os
 from collections import Counter
+from unittest.mock import patch
 
 os.environ['OMP_NUM_THREADS'] = '1'  # before torch is imported: the models are so small that threads only wait for each other
 
@@ -36,3 +37,4 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv('WANDB_MODE', 'offline')
     monkeypatch.setenv('WANDB_SILENT', 'true')
     torch.manual_seed(0)
+    with patch.dict(os.environ): yield  # W&B leaves the address of a process there, which writes into this test's folder
