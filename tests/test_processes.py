@@ -7,7 +7,6 @@ from common import *
 from fastxtend_accum.processes import check_sums, check_wrapped
 from test_noise import by_hand, plain_gradient
 
-pytestmark = pytest.mark.xdist_group("processes")  # `world` is made once
 here = Path(__file__).parent
 SECONDS = 600  # no test waits longer, whatever happens
 launchers = {'torchrun':'torch.distributed.run', 'accelerate launch':'accelerate.commands.launch'}  # the modules behind the programs

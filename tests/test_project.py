@@ -33,9 +33,12 @@ def test_ci_leaves_no_test_out():
         for has in combinations(set(marks) - {'gpu', 'libraries'}, n):
             assert any(eval(o, {}, {m:m in has for m in [*marks, 'hypothesis']}) for o in [here, *others]), f'.ci/run does not run what is marked {has}'
 
-@pytest.mark.xdist_group('environment')
+turns = []
+
 @pytest.mark.parametrize('turn', range(2))
-def test_the_environment_is_as_it_was_before_the_last_test(turn):
+def test_one_process_runs_this_file_and_its_environment_stays(turn):
+    turns.append(turn)
+    assert turns == [*range(turn+1)]
     assert 'LEFT_BY_A_TEST' not in os.environ
     os.environ['LEFT_BY_A_TEST'] = 'here'
 
