@@ -1,4 +1,4 @@
-import os
+import gc, os
 from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
@@ -41,6 +41,11 @@ def pytest_collection_modifyitems(items):
         for mark in item.iter_markers('thin'):
             if seen[item.parent, item.originalname] % mark.args[0]: item.add_marker('long')
             seen[item.parent, item.originalname] += 1
+
+def pytest_collection_finish():
+    "Whoever collects garbage need not go through a million objects of PyTorch, which takes longer than most tests"
+    gc.collect()
+    gc.freeze()
 
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):

@@ -46,7 +46,8 @@ def by_hand(grads, sizes, units):
 
 # Without bias
 
-@pytest.mark.parametrize('sizes', [(16, 16), (4, 8, 4, 16), (24, 8)])
+@pytest.mark.thin(5)
+@pytest.mark.parametrize('sizes', [(24, 8), (16, 16), (4, 8, 4, 16)])
 def test_unbiased(sizes):
     "2,200 windows against the truth, within 2%; estimators that forget something fail the same check"
     accum,batches = sum(sizes),drawn(sizes, 2200)
@@ -283,7 +284,7 @@ def test_the_bias_of_a_window_of_one():
     class Point(nn.Module):
         def __init__(self): super().__init__(); self.w = nn.Parameter(torch.full((50,), .5))
         def forward(self, x): return self.w.expand_as(x)
-    d,b,n,lr = 50,8,48_000,.02
+    d,b,n,lr = 50,8,12_000,.1
     g = torch.Generator().manual_seed(2)
     ds = [(o,o) for o in torch.randn(n, d, generator=g)]
     found = {}
@@ -293,9 +294,9 @@ def test_the_bias_of_a_window_of_one():
                         cbs=[GradientAccumulation(accum), GradientNoiseScale(math.inf), Callback(before_step=lambda cb: squares.append(cb.model.w.square().sum().item()))])
         found[accum] = fit(learn, 1, lr).gradient_noise_scale.estimate().signal,np.mean(squares)
     signal,true = found[b]
-    assert abs(signal-((1-lr)*true-lr*d/b)) < .03 and true-signal > .1
+    assert abs(signal-((1-lr)*true-lr*d/b)) < .1 and true-signal > .5
     signal,true = found[2*b]
-    assert abs(signal-true) < .03
+    assert abs(signal-true) < .1
 
 def test_the_copy_of_the_gradient_is_for_windows_of_one_only():
     class Look(Callback):

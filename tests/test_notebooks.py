@@ -1,5 +1,5 @@
 "Every notebook runs. `nbdev-test` does the same for a notebook or a folder: `nbdev-test --path nbs/guides`"
-import multiprocessing
+import gc, multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import nbformat, pytest
@@ -23,6 +23,7 @@ def copy(tmp_path_factory):
 
 def run(path, home):
     "Whether notebook `path` ran through"
+    gc.freeze()  # as in conftest.py
     multiprocessing.set_start_method(None, force=True)  # the processes that it starts are forks again, where that is the default
     return run_notebook(path, basepath=home, cell_timeout=SECONDS)[0]
 
