@@ -113,7 +113,7 @@ from nbdev.quarto import refresh_quarto_yml, nbdev_sidebar
 from nbdev.serve import proc_nbs
 refresh_quarto_yml(); nbdev_sidebar.__wrapped__()
 print(proc_nbs('nbs', n_workers=0))'''
-    out = subprocess.run([sys.executable, '-c', script], cwd=here, capture_output=True, text=True, timeout=600)
+    out = subprocess.run([sys.executable, '-c', script], cwd=here, capture_output=True, text=True, timeout=1800)
     assert out.returncode == 0, out.stderr[-2000:]
     return here/'_proc',out.stderr
 

@@ -8,7 +8,6 @@ from fastxtend_accum.processes import check_sums, check_wrapped
 from test_noise import by_hand, plain_gradient
 
 here = Path(__file__).parent
-SECONDS = 600  # no test waits longer, whatever happens
 launchers = {'torchrun':'torch.distributed.run', 'accelerate launch':'accelerate.commands.launch'}  # the modules behind the programs
 
 def start(command):
