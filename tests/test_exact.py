@@ -17,9 +17,12 @@ def gradients_of(make, bs, seeds):
     res = []
     class First(Callback):
         order = 20
-        def before_step(self): res.append(torch.cat([p.grad.flatten().clone() for p in self.model.parameters()])); raise CancelFitException
-    for seed in seeds:
-        learn = make(bs, [First(), *([] if bs == 32 else [GradientAccumulation(32)])])
+        def before_step(self):
+            res.append(torch.cat([p.grad.flatten().clone() for p in self.model.parameters()]))
+            self.opt.zero_grad()
+            raise CancelFitException
+    learn = make(bs, [First(), *([] if bs == 32 else [GradientAccumulation(32)])])
+    for seed in seeds:  # each fit ends before its step, so all begin with the same weights
         torch.manual_seed(seed); random.seed(seed)
         fit(learn, 1)
     return torch.stack(res)
