@@ -106,7 +106,8 @@ def run_notebook(path):
     nb = nbformat.read(path, 4)
     stored = json.loads(json.dumps(nb.cells))
     start = time.perf_counter()
-    with TemporaryDirectory() as d: NotebookClient(nb, kernel_name='colab', timeout=SECONDS, resources={'metadata':{'path':d}}).execute()
+    limits = dict(timeout=SECONDS, startup_timeout=SECONDS, iopub_timeout=SECONDS)
+    with TemporaryDirectory() as d: NotebookClient(nb, kernel_name='colab', resources={'metadata':{'path':d}}, **limits).execute()
     return stored,nb.cells,time.perf_counter()-start
 
 @pytest.fixture(scope='module')

@@ -37,7 +37,7 @@ def assert_same_distribution(a, b):
 def test_dropout():
     m = nn.Sequential(nn.Dropout(.2), nn.Linear(5, 8), nn.Dropout(.5), nn.Tanh(), nn.Linear(8, 1)).double()
     def make(bs, cbs): return make_learner(bs, n=32, m=deepcopy(m), cbs=cbs)
-    assert_same_distribution(*(gradients_of(make, bs, range(400)) for bs in (8, 32)))
+    assert_same_distribution(*(gradients_of(make, bs, range(200)) for bs in (8, 32)))
 
 def images_learner(tfms, bs, cbs, n=32):
     "Random transforms of a batch of images, as fastai's loaders make them"
