@@ -1,5 +1,5 @@
 "What the tests share: small data, a Learner for it, and a reference in plain PyTorch that knows neither fastai nor this package"
-import os
+import multiprocessing, os
 from contextlib import contextmanager
 
 import torch
@@ -25,6 +25,8 @@ def tokens():
     x,y = torch.randint(11, (24, 5), generator=g),torch.randint(4, (24, 5), generator=g)
     y[torch.rand(24, 5, generator=g) < torch.linspace(0, 1, 24)[:,None]] = -100
     return x,y
+
+SECONDS = 1800  # that a process may take, on a machine that does other work too
 
 ROUNDING = 1e-12  # float64: the sums of a window are added up in another order than those of one batch
 
@@ -59,6 +61,13 @@ def assert_same(a, b, tol=0.):
     assert not diff.isnan().any() and (diff <= tol).all(), f'largest difference {diff.max()}, mean {diff.mean()}, allowed {tol}'
 
 def assert_moved(learn, seed=0): assert (weights(learn)-weights(model(seed))).abs().max() > 1e-3
+
+def forked(f, *args):
+    "The exit code of a copy of this process that calls `f`; below 0, the signal that ended it. A process that imports fastai once more takes seconds"
+    process = multiprocessing.get_context('fork').Process(target=f, args=args)
+    process.start()
+    process.join()
+    return process.exitcode
 
 class CpuMixedPrecision(MixedPrecision):
     "fastai's callback has 'cuda' written into it"

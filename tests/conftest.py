@@ -1,5 +1,7 @@
-import os
+import gc, os
 from collections import Counter
+from pathlib import Path
+from unittest.mock import patch
 
 os.environ['OMP_NUM_THREADS'] = '1'  # before torch is imported: the models are so small that threads only wait for each other
 
@@ -13,20 +15,37 @@ matplotlib.use('agg')
 for name,n in dict(quick=25, long=200).items(): settings.register_profile(name, max_examples=int(os.environ.get('DRAWS', n)))
 settings.load_profile('quick')
 
+TOGETHER = 'processes', 'pages', 'project'  # files that one process runs: several tests share what takes long to make
 ALONE = 'colab', 'release', 'libraries', 'gpu'  # one environment or one GPU for all tests of a mark
 
 def pytest_xdist_auto_num_workers(config):
     "As many as `nbdev-test` has"
     return 0 if config.option.markexpr in ALONE else min(num_cpus(), 8)
 
+def pytest_xdist_make_scheduler(config, log):
+    "The files of TOGETHER come first, each in one process. `--dist loadgroup` does nothing with pytest 9.2: https://github.com/pytest-dev/pytest-xdist/issues/1386"
+    from xdist.scheduler import LoadScopeScheduling
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.split('::')[0]
+            return file if Path(file).stem.removeprefix('test_') in TOGETHER else nodeid
+    return Scheduler(config, log)
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
-    "`thin(n)`: of the test's cases every `n`th runs always, beginning with the first, and the others are `long`"
+    """`thin(n)`: of the test's cases every `n`th runs always, beginning with the first, and the others are `long`.
+    Notebooks come first, which take longest: in the end no process waits for another"""
+    items.sort(key=lambda item: item.path.stem != 'test_notebooks')
     seen = Counter()
     for item in items:
         for mark in item.iter_markers('thin'):
             if seen[item.parent, item.originalname] % mark.args[0]: item.add_marker('long')
             seen[item.parent, item.originalname] += 1
+
+def pytest_collection_finish():
+    "Whoever collects garbage need not go through a million objects of PyTorch, which takes longer than most tests"
+    gc.collect()
+    gc.freeze()
 
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
@@ -36,3 +55,4 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv('WANDB_MODE', 'offline')
     monkeypatch.setenv('WANDB_SILENT', 'true')
     torch.manual_seed(0)
+    with patch.dict(os.environ): yield  # W&B leaves the address of a process there, which writes into this test's folder

@@ -1,5 +1,5 @@
 "What can be said of a page without Quarto: each function returns its faults, as lines that say what to do"
-import ast, json, re, subprocess
+import ast, json, re, shutil, subprocess
 from pathlib import Path
 
 import yaml
@@ -18,6 +18,13 @@ def repository_files():
     if (root/'.git').exists(): names = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
     else: names = (root/'fastxtend_accum.egg-info/SOURCES.txt').read_text()
     return [o for o in names.splitlines() if (root/o).is_file() and '.egg-info/' not in o]
+
+def copy_repository(folder):
+    "Those files once more, in `folder`: an environment that someone made in the repository stays where it is"
+    for name in repository_files():
+        (folder/name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root/name, folder/name, follow_symlinks=False)
+    return folder
 
 def badge(name):
     "The line that opens page `name` in Colab; of a picture alone Quarto would make a figure"

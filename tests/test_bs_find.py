@@ -105,6 +105,7 @@ def test_whatever_happens_inside():
         1/0
     assert_as_it_was(learn, before, twin)
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize('event', EVENTS)
 @pytest.mark.parametrize('exc,order', [(KeyboardInterrupt, -15), (KeyboardInterrupt, 7), (KeyboardInterrupt, 49), (ZeroDivisionError, 7)])
 def test_everything_is_as_it_was_after_an_interrupt(exc, event, order):

@@ -1,6 +1,6 @@
 """As in Colab: the wheel with its extras loggers and examples in a new environment, and every notebook run there from an empty folder, without a network.
 It installs PyTorch once more, so it has a step of its own in `.ci/run`: `pytest -q -m colab`"""
-import json, os, re, shutil, subprocess, sys, time
+import json, os, re, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory
 import nbformat, pytest
 from nbclient import NotebookClient
 
-from pages import notebooks, page_name, root, source
+from pages import copy_repository, notebooks, page_name, root, source
 
-SECONDS = 600       # that a cell may take; 20 on a machine that does nothing else
+SECONDS = 3600       # that a cell may take; 20 on a machine that does nothing else
 RTOL,ATOL = .01,1e-6  # between numbers with a fraction in stored outputs and in new ones; whole numbers are equal
 VARIES = 'varies'   # tag of a cell whose output is another each time: timings, versions
 
@@ -82,7 +82,7 @@ def colab():
         d = Path(d)
         env = {k:v for k,v in os.environ.items() if k != 'PYTHONPATH'}  # pip takes what lies there for installed
         def run(*command): subprocess.run([str(o) for o in command], cwd=d, env=env, check=True, stdout=subprocess.PIPE)
-        shutil.copytree(root, d/'source', symlinks=True, ignore=shutil.ignore_patterns('.git', 'build', '_proc', '_docs'))
+        copy_repository(d/'source')
         run(sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '-w', d, d/'source')
         [wheel] = d.glob('*.whl')
         run(sys.executable, '-m', 'venv', d/'env')
@@ -106,7 +106,8 @@ def run_notebook(path):
     nb = nbformat.read(path, 4)
     stored = json.loads(json.dumps(nb.cells))
     start = time.perf_counter()
-    with TemporaryDirectory() as d: NotebookClient(nb, kernel_name='colab', timeout=SECONDS, resources={'metadata':{'path':d}}).execute()
+    limits = dict(timeout=SECONDS, startup_timeout=SECONDS, iopub_timeout=SECONDS)
+    with TemporaryDirectory() as d: NotebookClient(nb, kernel_name='colab', resources={'metadata':{'path':d}}, **limits).execute()
     return stored,nb.cells,time.perf_counter()-start
 
 @pytest.fixture(scope='module')

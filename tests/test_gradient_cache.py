@@ -1,5 +1,5 @@
 "Losses over the whole batch, in pieces: against the same Learner without the callback"
-import itertools, json, os, subprocess, sys, weakref
+import itertools, os, subprocess, sys, weakref
 from contextlib import nullcontext
 import pytest
 from fastai.callback.mixup import MixUp
@@ -288,36 +288,34 @@ def test_live_bytes_are_those_of_a_piece():
         assert abs(cached/accumulated-1) < .05 and cached < (.15 if n == 16 else .5)*whole, (cached, accumulated, whole)
 
 SCRIPT = '''
-import json, re, sys, warnings
+import re, sys, warnings
 warnings.simplefilter('ignore')
 sys.path.insert(0, {tests!r})
 from common import *
 from test_gradient_cache import *
 torch.set_num_threads(1)
-how = sys.argv[1]
 def build(bs, cbs, n=512):
     torch.manual_seed(0)
     ds,m = list(zip(torch.randn(n, 64, 64), torch.randn(n, 1))),deep()
     m(ds[0][0][None])
     return Learner(DataLoaders(DataLoader(ds, bs=bs), DataLoader(ds[:2], bs=2)), m, correlations, opt_func=SGD, cbs=cbs)
-fit(build(8, GradientCache(4), 8), 1)
 def megabytes(name): return int(re.search(name+r':\\s+(\\d+) kB', Path('/proc/self/status').read_text())[1])/1024
-Path('/proc/self/clear_refs').write_text('5')  # the peak so far is forgotten
-before = megabytes('VmRSS')
-cbs = dict(whole=(512, None), cached=(512, GradientCache(16)), accumulated=(512, GradientAccumulation(512, micro_batch_size=16)))[how]
-fit(build(*cbs), 1, 1e-3)
-print(json.dumps(megabytes('VmHWM')-before))
+def run(*cbs):
+    fit(build(8, GradientCache(4), 8), 1)
+    Path('/proc/self/clear_refs').write_text('5')  # the peak so far is forgotten
+    before = megabytes('VmRSS')
+    fit(build(512, cbs), 1, 1e-3)
+    print(megabytes('VmHWM')-before, flush=True)
+for cbs in [], [GradientCache(16)], [GradientAccumulation(512, micro_batch_size=16)]: assert forked(run, *cbs) == 0
 '''
 
 @pytest.mark.skipif(not sys.platform.startswith('linux'), reason='/proc')
 def test_peak_memory():
     "512 samples in pieces of 16: as much as accumulating pieces of 16, and a fraction of the whole batch"
-    def run(how):
-        env = dict(os.environ, MALLOC_MMAP_THRESHOLD_='65536', MALLOC_ARENA_MAX='1', OMP_NUM_THREADS='1')
-        out = subprocess.run([sys.executable, '-c', SCRIPT.format(tests=str(Path(__file__).parent)), how], capture_output=True, text=True, timeout=600, env=env)
-        assert out.returncode == 0, out.stderr[-2000:]
-        return json.loads(out.stdout.splitlines()[-1])
-    whole,cached,accumulated = map(run, ('whole', 'cached', 'accumulated'))
+    env = dict(os.environ, MALLOC_MMAP_THRESHOLD_='65536', MALLOC_ARENA_MAX='1', OMP_NUM_THREADS='1')
+    out = subprocess.run([sys.executable, '-c', SCRIPT.format(tests=str(Path(__file__).parent))], capture_output=True, text=True, timeout=SECONDS, env=env)
+    assert out.returncode == 0, out.stderr[-2000:]
+    whole,cached,accumulated = map(float, out.stdout.split())
     assert cached < .2*whole and cached < accumulated + 8  # MB; above, the bytes of tensors are compared
 
 # Nothing is left on the model

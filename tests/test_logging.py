@@ -144,6 +144,7 @@ def wandb_history(monkeypatch, learn, n_epoch=2):
     monkeypatch.setattr(wandb, 'log', real)
     return rows,config
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize('remainder', ['step', 'carry', 'drop'])
 @pytest.mark.parametrize('n', [96, 88])
 def test_wandb(monkeypatch, n, remainder):

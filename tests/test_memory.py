@@ -1,5 +1,5 @@
 "A loader batch that is split, and a micro-batch size that finds itself"
-import collections, itertools, os, subprocess, sys
+import collections, itertools, os, re, subprocess, sys
 import pytest
 from fastai.callback.mixup import MixUp
 from fastai.callback.rnn import ModelResetter, RNNCallback
@@ -406,24 +406,23 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 m = nn.Sequential(nn.Linear(100, 2000), *[nn.Tanh() for _ in range(20)], nn.Linear(2000, 1))
 ds = list(zip(torch.randn(1024, 100), torch.randn(1024, 1)))
-fit(make_learner(8), 1)  # whatever is loaded and cached at first
-accum = GradientAccumulation(512, micro_batch_size='auto')
-learn = Learner(DataLoaders(DataLoader(ds, bs=512), DataLoader(ds[:8], bs=8)), m, MSELossFlat(), opt_func=SGD, cbs=accum)
-used = int(open('/proc/self/statm').read().split()[0])*resource.getpagesize()
-if sys.argv[1] != 'none': resource.setrlimit(resource.RLIMIT_AS, (used+int(sys.argv[1])*2**20,)*2)
-fit(learn, 1, 1e-3)
-print('size', accum.micro_bs, float(losses(learn)[-1]))
+def run(megabytes):
+    fit(make_learner(8), 1)  # whatever is loaded and cached at first
+    accum = GradientAccumulation(512, micro_batch_size='auto')
+    learn = Learner(DataLoaders(DataLoader(ds, bs=512), DataLoader(ds[:8], bs=8)), m, MSELossFlat(), opt_func=SGD, cbs=accum)
+    used = int(open('/proc/self/statm').read().split()[0])*resource.getpagesize()
+    if megabytes: resource.setrlimit(resource.RLIMIT_AS, (used+megabytes*2**20,)*2)
+    fit(learn, 1, 1e-3)
+    print('size', accum.micro_bs, float(losses(learn)[-1]), flush=True)
+for megabytes in None,50: assert forked(run, megabytes) == 0
 '''
 
 @pytest.mark.skipif(not sys.platform.startswith('linux'), reason='RLIMIT_AS')
 def test_the_allocator_itself_fails():
     "512 samples take some 90 MB: with 50 MB to spare, a quarter of them or less fits, and the fit is the same"
-    def run(megabytes):
-        env = dict(os.environ, MALLOC_MMAP_THRESHOLD_='65536', MALLOC_ARENA_MAX='1', OMP_NUM_THREADS='1')
-        out = subprocess.run([sys.executable, '-c', SCRIPT.format(tests=str(Path(__file__).parent)), str(megabytes)], capture_output=True, text=True, timeout=600, env=env)
-        assert out.returncode == 0, out.stderr[-2000:]
-        _,size,loss = out.stdout.split()[-3:]
-        return int(size),float(loss)
-    (free,loss),(tight,same) = run('none'),run(50)
+    env = dict(os.environ, MALLOC_MMAP_THRESHOLD_='65536', MALLOC_ARENA_MAX='1', OMP_NUM_THREADS='1')
+    out = subprocess.run([sys.executable, '-c', SCRIPT.format(tests=str(Path(__file__).parent))], capture_output=True, text=True, timeout=SECONDS, env=env)
+    assert out.returncode == 0, out.stderr[-2000:]
+    (free,loss),(tight,same) = ((int(size),float(loss)) for size,loss in re.findall(r'^size (\d+) (\S+)$', out.stdout, re.M))
     assert free == 512 and 32 <= tight <= 256
     assert abs(loss-same) < 1e-5

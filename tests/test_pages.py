@@ -1,5 +1,5 @@
 "Every page as far as it can be checked without Quarto; each check is first seen to find a fault"
-import inspect, json, shutil, subprocess, sys
+import inspect, json, subprocess, sys
 from pathlib import Path
 
 import pytest, yaml
@@ -107,14 +107,13 @@ def test_the_page_of_libraries_is_true():
 @pytest.fixture(scope='module')
 def built(tmp_path_factory):
     "The folder that nbdev gives to Quarto, and what nbdev had to say"
-    here = Path(shutil.copytree(root, tmp_path_factory.mktemp('site')/'copy', symlinks=True,
-                                ignore=shutil.ignore_patterns('.git', '_proc', '_docs', '.ipynb_checkpoints')))
+    here = copy_repository(tmp_path_factory.mktemp('site'))
     script = '''
 from nbdev.quarto import refresh_quarto_yml, nbdev_sidebar
 from nbdev.serve import proc_nbs
 refresh_quarto_yml(); nbdev_sidebar.__wrapped__()
 print(proc_nbs('nbs', n_workers=0))'''
-    out = subprocess.run([sys.executable, '-c', script], cwd=here, capture_output=True, text=True, timeout=600)
+    out = subprocess.run([sys.executable, '-c', script], cwd=here, capture_output=True, text=True, timeout=1800)
     assert out.returncode == 0, out.stderr[-2000:]
     return here/'_proc',out.stderr
 

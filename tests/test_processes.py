@@ -7,9 +7,7 @@ from common import *
 from fastxtend_accum.processes import check_sums, check_wrapped
 from test_noise import by_hand, plain_gradient
 
-pytestmark = pytest.mark.xdist_group("processes")  # `world` is made once
 here = Path(__file__).parent
-SECONDS = 600  # no test waits longer, whatever happens
 launchers = {'torchrun':'torch.distributed.run', 'accelerate launch':'accelerate.commands.launch'}  # the modules behind the programs
 
 def start(command):
@@ -325,9 +323,9 @@ def free_port():
 
 machines = '--multi_gpu --num_machines 2 --num_processes 2 --main_process_ip 127.0.0.1 --main_process_port PORT --machine_rank'
 
-@pytest.mark.parametrize('commands', [['torchrun --standalone --nproc-per-node 2'],
-    pytest.param(['accelerate launch --multi_gpu --num_processes 2 --main_process_port PORT'], marks=pytest.mark.long),
-    pytest.param([f'accelerate launch {machines} {rank}' for rank in range(2)], marks=pytest.mark.long)], ids=['torchrun','accelerate','two machines'])
+@pytest.mark.long  # the page Several GPUs runs its script with torchrun, each time
+@pytest.mark.parametrize('commands', [['torchrun --standalone --nproc-per-node 2'], ['accelerate launch --multi_gpu --num_processes 2 --main_process_port PORT'],
+                                      [f'accelerate launch {machines} {rank}' for rank in range(2)]], ids=['torchrun','accelerate','two machines'])
 def test_example(commands):
     port = str(free_port())
     started = [start(f'{o} {here.parent}/examples/distributed.py'.replace('PORT', port)) for o in commands]

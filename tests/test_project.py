@@ -1,5 +1,5 @@
 "The repository holds together: README and home page, what PyPI shows, one place for each fact"
-import re, runpy, shutil, subprocess, sys
+import os, re, runpy, subprocess, sys
 from configparser import ConfigParser
 from itertools import combinations
 from pathlib import Path
@@ -33,6 +33,15 @@ def test_ci_leaves_no_test_out():
         for has in combinations(set(marks) - {'gpu', 'libraries'}, n):
             assert any(eval(o, {}, {m:m in has for m in [*marks, 'hypothesis']}) for o in [here, *others]), f'.ci/run does not run what is marked {has}'
 
+turns = []
+
+@pytest.mark.parametrize('turn', range(2))
+def test_one_process_runs_this_file_and_its_environment_stays(turn):
+    turns.append(turn)
+    assert turns == [*range(turn+1)]
+    assert 'LEFT_BY_A_TEST' not in os.environ
+    os.environ['LEFT_BY_A_TEST'] = 'here'
+
 # The address of the repository
 
 def test_home_of_the_repository_stands_in_one_place():
@@ -52,9 +61,7 @@ def test_links_of_the_project_agree():
 
 def test_another_address_is_one_place_and_one_command(tmp_path):
     "The new one stands wherever the old one did, and nothing is left of that"
-    for name in repository_files():
-        (tmp_path/name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(root/name, tmp_path/name, follow_symlinks=False)
+    copy_repository(tmp_path)
     def run(*command): subprocess.run([sys.executable, *command], cwd=tmp_path, check=True, capture_output=True)
     def holding(text): return [o for o in tmp_path.rglob('*') if o.is_file() and text in o.read_text(errors='ignore')]
     old,new,toml = holding(cfg.user),cfg.user[::-1],tmp_path/'pyproject.toml'

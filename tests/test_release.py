@@ -1,11 +1,11 @@
 """What PyPI gets: an sdist, and a wheel made from it. Building and installing takes a minute and a network, so it has a step of its own in
 `.ci/run`: `pytest -q -m release`"""
-import os, re, shutil, subprocess, sys, sysconfig, tarfile, zipfile
+import os, re, subprocess, sys, sysconfig, tarfile, zipfile
 from pathlib import Path
 
 import pytest
 
-from pages import repository_files, root
+from pages import copy_repository, repository_files, root
 
 pytestmark = pytest.mark.release
 
@@ -19,7 +19,7 @@ def run(*command, cwd, **env):
 def release(tmp_path_factory):
     "A folder with the sdist, the wheel, in `direct` a wheel made without the sdist, and `build.log`"
     there = tmp_path_factory.mktemp('release')
-    source = shutil.copytree(root, there/'source', symlinks=True, ignore=shutil.ignore_patterns('.git', '*.egg-info', 'build', 'dist'))
+    source = copy_repository(there/'source')
     for name in 'nbs/nbdev.yml','nbs/.ipynb_checkpoints/a.ipynb','tests/__pycache__/a.pyc','benchmarks/time.png':  # what our commands leave there
         (source/name).parent.mkdir(exist_ok=True)
         (source/name).touch()
