@@ -136,7 +136,7 @@ def measure_costs(learn:Learner, bs:int, sizes:list[int], largest:int, n:int=6)-
     return Costs(batch, step)
 
 # %% ../nbs/source/14_bs_find.ipynb #5a2ee8c0
-def typical_noise_scale(seen:list[tuple[float,float]])->float:
+def typical_noise_scale(seen:list[tuple])->float:
     "The median of the noise scales of four parts of a trial, the lower one of two; `seen` are noise and signal of its windows"
     parts = [np.sum(o, axis=0) for o in np.array_split(seen, min(4, len(seen)))] if seen else [(1., 0.)]
     return float(median_low(noise/signal if signal > 0 else math.inf for noise,signal in parts))
