@@ -78,7 +78,7 @@ def before_fit(self:GradientAccumulation):
     if learn._grab_cbs(NonNativeMixedPrecision):
         raise ValueError("NonNativeMixedPrecision keeps gradients that cannot be averaged here: use learn.to_fp16() instead")
     self.hypers.restore(learn.opt, but=('lr','wd'))  # left by an interrupted fit; `fit` has already set lr and wd
-    self.leave()
+    self.clean_up()
     mend_wandb()
     self.is_new_fit = True
     if hasattr(learn, 'lr_finder'):  # it needs more epochs, which fastai counts now
@@ -358,13 +358,13 @@ def after_fit(self:GradientAccumulation):
     "Leave no gradient; warn if no window was filled"
     learn = self.learn
     if not is_fitting(learn) or self.is_new_fit: return
-    self.leave()
+    self.clean_up()
     if not self.window.n_finished and learn.train_iter and self.at_end != 'step':
         warn(f"no optimizer step was taken in this fit: its {learn.train_iter} micro-batches did not fill a window of "
              f"{self.accum_bs} samples; use a smaller accum_bs or remainder='step', not {self.at_end!r}")
 
 @patch
-def leave(self:GradientAccumulation):
+def clean_up(self:GradientAccumulation):
     "Drop the open window with its gradient; restore loggers and optimizer"
     self.loggers.detach()
     self.hypers.restore(self.learn.opt)

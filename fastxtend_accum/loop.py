@@ -22,7 +22,7 @@ from .memory import *
 from .same_draws import *
 
 # %% auto #0
-__all__ = ['Batch', 'per_sample', 'all_contexts', 'evaluate', 'LeavingCallback', 'is_fitting', 'WithLoop', 'BatchLoop',
+__all__ = ['Batch', 'per_sample', 'all_contexts', 'evaluate', 'CleanUpCallback', 'is_fitting', 'WithLoop', 'BatchLoop',
            'MicroBatchFinder', 'train_on']
 
 # %% ../nbs/source/08_loop.ipynb #c100d008
@@ -84,11 +84,11 @@ def evaluate(learn:Learner, model:nn.Module|None=None):
         learn.loss = learn.loss_grad.clone()
     learn('after_loss')
 
-class LeavingCallback(Callback):
+class CleanUpCallback(Callback):
     "Callback that undoes its changes when removed, also after an interrupt in the middle of a fit"
-    def leave(self): pass
+    def clean_up(self): pass
     def __setattr__(self, name, value):
-        if name == 'learn' and value is None and self.learn is not None: self.leave()
+        if name == 'learn' and value is None and self.learn is not None: self.clean_up()
         if name in vars(self): object.__setattr__(self, name, value)  # fastai would warn if the model has an attribute of this name
         else: super().__setattr__(name, value)
 
@@ -103,7 +103,7 @@ class WithLoop(Wrapped):
         with replaced(self.learn, '_do_one_batch', self.loop): yield from self.dl
 
 # %% ../nbs/source/08_loop.ipynb #c100d014
-class BatchLoop(LeavingCallback):
+class BatchLoop(CleanUpCallback):
     "Base of callbacks that run the loop of this module: `lend_loop` in `before_train` starts it"
     run_valid,micro_batch_size,same_draws,valid_bs,part = False,None,False,None,None
     def lend_loop(self):

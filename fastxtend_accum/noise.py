@@ -134,7 +134,7 @@ def with_previous(self:WindowSquares, window:Window, opt:Optimizer|OptimWrapper,
     return (1-f)*old+f*new,mean,2 if old_samples else 1
 
 # %% ../nbs/source/13_noise.ipynb #11c53462
-class GradientNoiseScale(LeavingCallback):
+class GradientNoiseScale(CleanUpCallback):
     "Measure the gradient noise scale during accumulation: `recorder.noise_scale` gets an entry for each optimizer step"
     order,run_valid,starts,metric = GradientAccumulation.order-.5,False,False,'plain'
     after_pred = after_loss = noop  # fastai would search the Learner and its model for them
@@ -153,13 +153,13 @@ class GradientNoiseScale(LeavingCallback):
         "Let the next fit continue from the `state` that `state_dict` gave"
         vars(self.averages).update(state)
         self.resumed = True
-    def leave(self):
+    def clean_up(self):
         "Forget the open window, and remove hooks and gradients"
         self.squares.ignore()
         self.squares = WindowSquares()
     def before_fit(self): self.starts = is_fitting(self.learn)  # with its first epoch, as the accumulation
     def after_fit(self):
-        if is_fitting(self.learn) and not self.starts: self.leave()
+        if is_fitting(self.learn) and not self.starts: self.clean_up()
     def before_batch(self):
         if not self.window.is_filling: self.squares.clear()
     def before_backward(self):
@@ -182,7 +182,7 @@ def before_train(self:GradientNoiseScale):
     if not self.starts: return
     accum,searches = first(learn._grab_cbs(GradientAccumulation)),learn._grab_cbs((LRFinder,MicroBatchFinder))  # these measure nothing
     if not (accum or searches): raise ValueError("GradientNoiseScale measures accumulated windows: add a GradientAccumulation(accum_bs) to the Learner")
-    self.leave()
+    self.clean_up()
     self.starts,self.window = False,Window() if searches else accum.window
     if searches: return
     if not self.resumed: self.averages = NoiseAverages(self.memory)
