@@ -52,7 +52,7 @@ def as_on_a_gpu(live):
 
 def live_bytes(name):
     "The most bytes that are alive in a step, without the weights, their gradients and the buffers"
-    from .counts import LiveBytes
+    from fastxtend_accum.demo import LiveBytes
     def peak(way):
         model,x = make(name)
         for p in model.parameters(): p.grad = torch.zeros_like(p)

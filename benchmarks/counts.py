@@ -1,5 +1,5 @@
 "What can be counted and need not be timed: operations, host syncs and Python calls per micro-batch, bytes kept; the same on every machine"
-import gc, sys, weakref
+import gc, sys
 from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from fastxtend_accum import weights
+from fastxtend_accum.demo import LiveBytes
 
 from .cases import Task
 
@@ -27,27 +28,6 @@ class Operations(TorchDispatchMode):
         self.counts['ops'] += 1
         if name == '_local_scalar_dense': self.counts['syncs'] += not (self.task.is_step(args[0]) or is_here(args[0]))  # item, float, bool, if
         return func(*args, **(kwargs or {}))
-
-class LiveBytes(TorchDispatchMode):
-    "A context that counts the bytes of the tensors that are made in it and still alive, `now`, and the most at a time, `peak`; not those of the weights of `model`, their gradients and its buffers"
-    def __init__(self, model=None):
-        super().__init__()
-        self.sizes,self.peak = {},0
-        own = model.state_dict(keep_vars=True).values() if model else ()
-        for o in [*own, *(o.grad for o in own if o.grad is not None)]: self.count(o, 0)
-    def count(self, o, n_bytes):
-        "Count the storage of `o` as `n_bytes`, until it is freed"
-        storage = o.untyped_storage()
-        if storage._cdata not in self.sizes: weakref.finalize(storage, self.sizes.pop, storage._cdata, None)
-        self.sizes[storage._cdata] = n_bytes
-    @property
-    def now(self): return sum(self.sizes.values())
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for o in out if isinstance(out, (tuple,list)) else [out]:
-            if isinstance(o, torch.Tensor) and o.untyped_storage()._cdata not in self.sizes: self.count(o, o.untyped_storage().nbytes())
-        self.peak = max(self.peak, self.now)
-        return out
 
 class Copies(TorchFunctionMode):
     "Counts what copies to the CPU; on it are tensors made of numbers, and what is computed from them alone"

@@ -62,7 +62,7 @@ def test_jax_the_mean_of_two_gradients(sizes):
     assert F.mse_loss(learn.model(x), y) < F.mse_loss(linear()(x), y)
 
 @pytest.mark.parametrize('cb,names', [
-    (GradientAccumulation, 'accum_bs n_acc log_accum_batch'),
+    (GradientAccumulation, 'accum_bs n_acc log_accum_batch micro_batch_size'),
     (GradientAccumulationSchedule, 'start_accum_bs final_accum_bs start finish schedule log_accum_batch micro_batch_size')])
 def test_fastxtend_arguments(cb, names):
     "Its arguments, by position and by name; new ones by name only"
