@@ -10,6 +10,8 @@ from contextlib import nullcontext
 
 from fastai.basics import *
 
+from .window import *
+
 # %% auto #0
 __all__ = ['window_loggers', 'replaced', 'WindowLogger', 'record', 'recorded', 'RecorderWindows', 'StepsLogger',
            'LRFinderWindows', 'ShowGraphWindows', 'WandbWindows', 'TensorBoardWindows', 'WindowLoggers', 'mend_wandb']
@@ -72,7 +74,7 @@ class RecorderWindows(WindowLogger):
         self.cb.accum_bs = []
     def after_batch(self):
         cb,micro = self.cb,self.accum.window.micro
-        if vars(cb).get('train_metrics') and cb.learn.training and micro and micro.state == 'counted':  # fastxtend's Recorder has no such attribute
+        if vars(cb).get('train_metrics') and cb.learn.training and micro and micro.state == MicroState.counted:  # fastxtend's Recorder has no such attribute
             for metric in cb._train_mets[1:]: metric.accumulate(cb.learn)  # the first is the smoothed loss
         super().after_batch()
     def log(self):

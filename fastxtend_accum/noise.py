@@ -169,7 +169,7 @@ class GradientNoiseScale(CleanUpCallback):
         self.squares.ignore()
     def after_batch(self): self.squares.ignore()  # it may have been cancelled
     def before_step(self):
-        if self.window.state == 'closed': self.squares.measure(self.learn, self.window)
+        if self.window.state == WindowState.closed: self.squares.measure(self.learn, self.window)
     def after_cancel_step(self): self.squares.clear()
 
 # %% ../nbs/source/13_noise.ipynb #a17d6706

@@ -37,6 +37,7 @@ turns = []
 
 @pytest.mark.parametrize('turn', range(2))
 def test_one_process_runs_this_file_and_its_environment_stays(turn):
+    "W&B leaves the address of its process there, which writes to the folder of the test that has started it: a page did not find its file"
     turns.append(turn)
     assert turns == [*range(turn+1)]
     assert 'LEFT_BY_A_TEST' not in os.environ
@@ -114,9 +115,3 @@ def test_version_is_that_of_the_settings():
     import fastxtend_accum
     assert fastxtend_accum.__version__ == version
     assert version in re.search(r'^## (.*)', (root/'CHANGELOG.md').read_text(), re.M)[1].split()
-
-@pytest.mark.parametrize('case', ['first', 'second'])
-def test_no_test_inherits_the_environment_of_another(case):
-    "W&B leaves the address of its process there, which writes to the folder of the test that has started it: a page did not find its file"
-    assert 'WANDB_SERVICE' not in os.environ
-    os.environ['WANDB_SERVICE'] = case
