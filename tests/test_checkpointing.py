@@ -7,7 +7,7 @@ from fastai.vision.all import DataBlock, ImageBlock, MaskBlock, CategoryBlock, P
 
 from common import *
 from fastxtend_accum.checkpointing import ActivationCheckpointing, checkpointed, find_blocks
-from fastxtend_accum.gradient_cache import GradientCache
+from fastxtend_accum.checkpointing import GradientCache
 from fastxtend_accum.batches import tensors_in
 from fastxtend_accum.demo import LiveBytes
 from test_life import CANCELS, EVENTS, Fault

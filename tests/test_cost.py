@@ -8,7 +8,7 @@ from benchmarks.counts import Copies, Operations, count_bytes, count_calls, coun
 
 from common import *
 from fastxtend_accum.demo import LiveBytes
-from fastxtend_accum.loss_check import LossCheck
+from fastxtend_accum.losses import LossCheck
 
 K = 8
 
@@ -37,7 +37,7 @@ def test_the_check_of_the_loss_adds_no_sync(case, loss_func, monkeypatch):
         task,counts = Task(4*K),Counter()
         task.loss_func = loss_func
         with monkeypatch.context() as m:
-            m.setattr('fastxtend_accum.weights.as_count', lambda o: o)  # as on a GPU
+            m.setattr('fastxtend_accum.losses.as_count', lambda o: o)  # as on a GPU
             train = cases[case](task, K)
             with Operations(counts, task),Copies(counts): train()
         return counts

@@ -5,7 +5,7 @@ from fastai.distributed import *
 
 from common import *
 from fastai.losses import *
-from fastxtend_accum.loss_check import check_loss
+from fastxtend_accum.losses import check_loss
 
 class EMA(Callback):
     "A running average of the weights, taken at `event`"

@@ -6,7 +6,7 @@ from fastai.callback.mixup import MixUp
 from hypothesis import given, strategies as st
 
 from common import *
-from fastxtend_accum.gradient_cache import GradientCache, in_pieces
+from fastxtend_accum.checkpointing import GradientCache, in_pieces
 from test_life import EVENTS, Fault
 
 FLOAT32 = 1e-5

@@ -16,7 +16,7 @@ from common import *
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastxtend_accum.bs_find import suggest
 from fastxtend_accum.checkpointing import ActivationCheckpointing
-from fastxtend_accum.gradient_cache import GradientCache
+from fastxtend_accum.checkpointing import GradientCache
 from fastxtend_accum.processes import Processes
 
 def broadcast_on_cpu(self, t, rank):
