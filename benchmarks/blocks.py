@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .counts import LiveBytes
+
 bs,pixels,tokens,width = 16,128,128,256
 
 class Transformer(nn.Module):
@@ -52,7 +54,6 @@ def as_on_a_gpu(live):
 
 def live_bytes(name):
     "The most bytes that are alive in a step, without the weights, their gradients and the buffers"
-    from fastxtend_accum.demo import LiveBytes
     def peak(way):
         model,x = make(name)
         for p in model.parameters(): p.grad = torch.zeros_like(p)

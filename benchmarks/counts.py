@@ -1,5 +1,5 @@
 "What can be counted and need not be timed: operations, host syncs and Python calls per micro-batch, bytes kept; the same on every machine"
-import gc, sys
+import gc, sys, weakref
 from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
@@ -8,17 +8,37 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from fastxtend_accum import weights
-from fastxtend_accum.demo import LiveBytes
+from fastxtend_accum import losses
 
 from .cases import Task
 
-package = str(Path(weights.__file__).parent)
+package = str(Path(losses.__file__).parent)
 copies = {torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist}  # a CPU need not copy: only the call shows
 
 def is_here(o:torch.Tensor):
     "Whether `o` would be on the CPU on a machine with a GPU too"
     return getattr(o, 'here', False)
+
+class LiveBytes(TorchDispatchMode):
+    "A context that counts the bytes of the tensors that are made in it and still alive, `now`, and the most at a time, `peak`; not those of the weights of `model`, their gradients and its buffers"
+    def __init__(self, model=None):
+        super().__init__()
+        self.sizes,self.peak = {},0
+        own = model.state_dict(keep_vars=True).values() if model else ()
+        for o in [*own, *(o.grad for o in own if o.grad is not None)]: self.count(o, 0)
+    def count(self, o, n_bytes):
+        "Count the storage of `o` as `n_bytes`, until it is freed"
+        storage = o.untyped_storage()
+        if storage._cdata not in self.sizes: weakref.finalize(storage, self.sizes.pop, storage._cdata, None)
+        self.sizes[storage._cdata] = n_bytes
+    @property
+    def now(self): return sum(self.sizes.values())
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for o in out if isinstance(out, (tuple,list)) else [out]:
+            if isinstance(o, torch.Tensor) and o.untyped_storage()._cdata not in self.sizes: self.count(o, o.untyped_storage().nbytes())
+        self.peak = max(self.peak, self.now)
+        return out
 
 class Operations(TorchDispatchMode):
     "Counts what PyTorch dispatches: a kernel each, but for views"
@@ -57,7 +77,7 @@ def count_operations(make, k):
     "Operations and host syncs per micro-batch, as they would be on a GPU"
     task,counts,marks = Task(6*k),Counter(),[]
     def mark(): marks.append(Counter(counts))
-    with patch.object(weights, 'as_count', lambda o: o):  # what it does on a GPU; on a CPU, item() waits for nothing
+    with patch.object(losses, 'as_count', lambda o: o):  # what it does on a GPU; on a CPU, item() waits for nothing
         train = make(task, k)
         with Operations(counts, task), Copies(counts): n = in_windows(train, task.batches, k, mark, mark)
     return {name:(marks[1][name]-marks[0][name])/n for name in ('ops', 'syncs')}

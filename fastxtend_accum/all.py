@@ -16,7 +16,7 @@ from .checkpointing import GradientCache
 from .schedule import linear_scale,sqrt_scale,half_life_scale,SchedSteps,seesaw
 from .noise import GradientNoiseScale,NoiseEstimate
 from .bs_find import SuggestedBS,plot_bs_find
-from .losses import loss_items,averages_over
+from .losses import loss_items
 from .logging import WindowLogger,window_loggers
 
 __all__ = [o for o in dir() if not o.startswith('_')]

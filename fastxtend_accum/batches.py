@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import PackedSequence
 # %% auto #0
 __all__ = ['remainders', 'check_size', 'check_flags', 'check_callable', 'loader_batch_size', 'stated_batch_size',
            'check_micro_batch_size', 'check_multiple', 'tensors_in', 'lengths', 'batch_size', 'input_size', 'piece',
-           'is_per_sample', 'each_tensor', 'next_piece', 'carries_state', 'check_splits', 'CannotJoin', 'join',
-           'split_forward', 'NothingFits', 'is_out_of_memory', 'free_memory', 'is_shared', 'dataset_size',
+           'is_per_sample', 'each_tensor', 'stored_once', 'next_piece', 'carries_state', 'check_splits', 'CannotJoin',
+           'join', 'split_forward', 'NothingFits', 'is_out_of_memory', 'free_memory', 'is_shared', 'dataset_size',
            'epoch_samples', 'end_of_epoch', 'Wrapped', 'LoaderBatches']
 
 # %% ../nbs/source/00_batches.ipynb #36b2c351
@@ -139,6 +139,8 @@ def each_tensor(f:Callable, b):
     if isinstance(b, Tensor): return f(b)
     if isinstance(b, Mapping): return _as(type(b), {k:each_tensor(f, v) for k,v in b.items()})
     return _as(type(b), [each_tensor(f, o) for o in b]) if isinstance(b, (tuple,list)) else b
+
+def stored_once(strides:tuple[int,...])->tuple[slice,...]: return tuple(slice(None if s else 1) for s in strides)  # an index: expanded dimensions once
 
 def next_piece(rest:int, micro_bs:int)->int:
     "Samples in the next piece, if `rest` are left: as few pieces as possible, of nearly equal size"

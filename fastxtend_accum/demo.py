@@ -7,19 +7,16 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/demo.html.md"""
 # %% ../nbs/source/13_demo.ipynb #324af82d
 from __future__ import annotations
 from contextlib import ExitStack,nullcontext
-import weakref
 
 from fastai.basics import *
 from fastai.callback.all import *
 from sklearn.datasets import load_digits
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .accumulation import *
 from .schedule import *
 
 # %% auto #0
-__all__ = ['digits_dls', 'digits_learner', 'run_demo', 'weight_difference', 'results', 'plot_results', 'main', 'Activations',
-           'LiveBytes']
+__all__ = ['digits_dls', 'digits_learner', 'run_demo', 'weight_difference', 'results', 'plot_results', 'main', 'Activations']
 
 # %% ../nbs/source/13_demo.ipynb #5b2f76d7
 def digits_dls(bs:int, seed:int=42)->DataLoaders:
@@ -108,25 +105,3 @@ class Activations(Callback):
     def after_loss(self):
         self.in_forward.close()
         self.mb = max(self.mb, sum(self.kept.values()))
-
-# %% ../nbs/source/13_demo.ipynb #d3a10002
-class LiveBytes(TorchDispatchMode):
-    "A context that counts the bytes of the tensors that are made in it and still alive, `now`, and the most at a time, `peak`; not those of the weights of `model`, their gradients and its buffers"
-    def __init__(self, model=None):
-        super().__init__()
-        self.sizes,self.peak = {},0
-        own = model.state_dict(keep_vars=True).values() if model else ()
-        for o in [*own, *(o.grad for o in own if o.grad is not None)]: self.count(o, 0)
-    def count(self, o, n_bytes):
-        "Count the storage of `o` as `n_bytes`, until it is freed"
-        storage = o.untyped_storage()
-        if storage._cdata not in self.sizes: weakref.finalize(storage, self.sizes.pop, storage._cdata, None)
-        self.sizes[storage._cdata] = n_bytes
-    @property
-    def now(self): return sum(self.sizes.values())
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for o in out if isinstance(out, (tuple,list)) else [out]:
-            if isinstance(o, Tensor) and o.untyped_storage()._cdata not in self.sizes: self.count(o, o.untyped_storage().nbytes())
-        self.peak = max(self.peak, self.now)
-        return out

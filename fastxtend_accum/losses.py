@@ -19,8 +19,8 @@ from .window import *
 from .memory import *
 
 # %% auto #0
-__all__ = ['functional_losses', 'Verdict', 'loss_items', 'is_sum', 'averages_over', 'as_count', 'model_labels', 'n_items',
-           'join_rows', 'LossState', 'loss_grads', 'LossCheck', 'check_loss']
+__all__ = ['functional_losses', 'Verdict', 'loss_items', 'is_sum', 'as_count', 'model_labels', 'n_items', 'join_rows',
+           'LossState', 'loss_grads', 'LossCheck', 'check_loss']
 
 # %% ../nbs/source/05_losses.ipynb #5bba88d4
 def loss_items(
@@ -33,7 +33,7 @@ def loss_items(
 
 @singledispatch
 def _mean_items(loss_func, pred, targ): return find_bs(targ)
-loss_items.register = _mean_items.register
+loss_items.register = _mean_items.register  # `@loss_items.register(MyLoss)`: a rule for one that does not sum
 
 def is_sum(loss_func:Callable)->bool:
     "Whether `loss_func` sums and does not average: by its `reduction`, an attribute or an argument of the partial"
@@ -42,38 +42,32 @@ def is_sum(loss_func:Callable)->bool:
         return is_sum(loss_func.func) if 'reduction' not in loss_func.keywords else loss_func.keywords['reduction'] == 'sum'
     return getattr(loss_func, 'reduction', 'mean') == 'sum'
 
-def averages_over(
-    *kinds:type, # Types of loss functions, as torch and fastai write them: with a `reduction`
-)->Callable:
-    "Decorator: `f(loss_func, pred, targ)` counts what losses of `kinds` average over; it is not called if they sum"
-    def register(f):
-        for kind in kinds: loss_items.register(kind, f)
-        return f
-    return register
-
 # %% ../nbs/source/05_losses.ipynb #1de69e46
 def as_count(o:Tensor)->Real|Tensor: return o.item() if o.is_cpu else o  # on a GPU that would be a sync
 
-@averages_over(nn.CrossEntropyLoss, nn.NLLLoss)
+@loss_items.register(nn.CrossEntropyLoss)
+@loss_items.register(nn.NLLLoss)
 def _cross_entropy_items(loss_func, pred, targ):
     if targ.is_floating_point(): return pred.numel()//pred.shape[min(1, pred.ndim-1)]
     kept = targ != loss_func.ignore_index
     return as_count(kept.count_nonzero() if loss_func.weight is None else (loss_func.weight[targ.where(kept, 0)]*kept).sum())
 
-@averages_over(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.KLDivLoss,
-               nn.PoissonNLLLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss)
 def _element_items(loss_func, pred, targ):
     if loss_func.reduction == 'batchmean': return pred.shape[0]
     return math.prod(np.broadcast_shapes(pred.shape, targ.shape))  # PyTorch's own function of that name imports sympy
 
-@averages_over(FocalLoss, LabelSmoothingCrossEntropy)
+for kind in (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss,
+             nn.HingeEmbeddingLoss): loss_items.register(kind, _element_items)
+
+@loss_items.register(FocalLoss)
+@loss_items.register(LabelSmoothingCrossEntropy)
 def _label_items(loss_func, pred, targ): return targ.numel()
 
-@averages_over(BaseLoss)
+@loss_items.register(BaseLoss)
 def _flat_items(loss_func, pred, targ):
     return loss_items(loss_func.func, targ if loss_func.flatten else pred, targ)  # flattened, they have one shape or only targ counts
 
-@averages_over(types.MethodType)
+@loss_items.register(types.MethodType)
 def _method_items(loss_func, pred, targ): return targ.numel() if isinstance(loss_func.__self__, MixHandler) else find_bs(targ)
 
 # %% ../nbs/source/05_losses.ipynb #144e9fef
@@ -82,7 +76,8 @@ functional_losses = {
     F.smooth_l1_loss:nn.SmoothL1Loss, F.binary_cross_entropy:nn.BCELoss, F.binary_cross_entropy_with_logits:nn.BCEWithLogitsLoss,
     F.kl_div:nn.KLDivLoss, F.poisson_nll_loss:nn.PoissonNLLLoss, F.soft_margin_loss:nn.SoftMarginLoss}
 
-@averages_over(types.FunctionType, partial)
+@loss_items.register(types.FunctionType)
+@loss_items.register(partial)
 def _function_items(loss_func, pred, targ):
     func,kwargs = (loss_func.func,loss_func.keywords) if isinstance(loss_func, partial) else (loss_func,{})
     if func not in functional_losses: return find_bs(targ)

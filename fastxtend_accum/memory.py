@@ -76,10 +76,8 @@ def refill(o:dict|list|set|deque, content:dict|list):
 def set_value(o:Tensor, value:Tensor):
     "Restore `o`'s value, on the device where its data is by now, and in the shape that it had"
     if o.shape != value.shape: o.data = value.to(o.device)
-    elif o.layout == torch.strided and 0 in o.stride():  # expanded: one place for several elements, which PyTorch does not copy into
-        once = tuple(slice(None if n else 1) for n in o.stride())
-        o.data[once].copy_(value[once])
-    else: o.data.copy_(value)
+    elif o.layout != torch.strided: o.data.copy_(value)
+    else: o.data[once := stored_once(o.stride())].copy_(value[once])  # PyTorch does not copy into an expanded dimension
 
 @patch
 def save_tensor(self:Snapshot, o:Tensor):

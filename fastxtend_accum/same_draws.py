@@ -83,7 +83,7 @@ def call(self:Draw, given:dict, rows:tuple[int,int], total:int):
         if k not in self.split: return o
         if k == 'size': return shapes[k]
         strides = [s*total//self.n if s > self.strides[k][self.dim] else s for s in self.strides[k]]
-        stored = tuple(slice(None if s else 1) for s in strides)  # an expanded dimension is stored once
+        stored = stored_once(strides)
         whole = torch.empty_strided(shapes[k], strides, dtype=o.dtype, device=o.device)
         whole[stored].copy_(o[stored].narrow(self.dim, 0, 1))
         if strides[self.dim]: part(whole)[stored].copy_(o[stored])

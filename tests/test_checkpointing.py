@@ -9,7 +9,7 @@ from common import *
 from fastxtend_accum.checkpointing import ActivationCheckpointing, checkpointed, find_blocks
 from fastxtend_accum.checkpointing import GradientCache
 from fastxtend_accum.batches import tensors_in
-from fastxtend_accum.demo import LiveBytes
+from benchmarks.counts import LiveBytes
 from test_life import CANCELS, EVENTS, Fault
 
 def state(learn): return {k:v.clone() for k,v in learn.model.state_dict().items()}

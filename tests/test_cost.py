@@ -4,10 +4,9 @@ from collections import Counter
 import pytest
 from benchmarks import report
 from benchmarks.cases import Task, cases, training
-from benchmarks.counts import Copies, Operations, count_bytes, count_calls, count_operations
+from benchmarks.counts import Copies, LiveBytes, Operations, count_bytes, count_calls, count_operations
 
 from common import *
-from fastxtend_accum.demo import LiveBytes
 from fastxtend_accum.losses import LossCheck
 
 K = 8
@@ -100,6 +99,17 @@ def test_live_bytes_without_the_weights():
     m = nn.Linear(10, 10)
     with LiveBytes(m) as live: m(torch.zeros(2, 10))
     assert live.peak == 80+80
+
+def test_live_bytes_count_a_storage_once_and_until_it_is_freed():
+    with LiveBytes() as live:
+        a = torch.zeros(100)  # 400 bytes
+        b = a[:50].view(5, 10)
+        c = a+1
+        assert live.now == 800
+        del c
+        d = a.double()
+    assert (live.now, live.peak) == (400+800, 400+800)
+    assert b.sum() == d.sum() == 0
 
 def test_the_counts_see_what_is_added():
     "The guard itself: each count rises by just what was added"

@@ -273,7 +273,7 @@ def deep():
 
 def test_live_bytes_are_those_of_a_piece():
     "256 samples: as many as micro-batches of the same size take, within 5%"
-    from fastxtend_accum.demo import LiveBytes
+    from benchmarks.counts import LiveBytes
     x = torch.randn(256, 16, 64)
     def peak(f):
         m = deep()
