@@ -303,7 +303,6 @@ def after_cancel_step(self:GradientAccumulation):
         self.n_skipped += 1
         self.warn_once(nonfinite)
 
-# %% ../nbs/source/08_accumulation.ipynb #0ba69a07
 @patch
 def after_batch(self:GradientAccumulation):
     "The position in training moves on with the window, and mid-window stays where it is; or with the samples, if windows change in size"

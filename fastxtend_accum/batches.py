@@ -181,7 +181,6 @@ def join(parts:list, sizes:list[int]):
     if o is None or isinstance(o, (str,bytes,Number)) and all(p == o for p in parts): return o
     raise CannotJoin(f"cannot join outputs of type {kind.__name__}: let the model return tensors, or tuples, lists and dicts of them")
 
-# %% ../nbs/source/00_batches.ipynb #b7d20c32
 def split_forward(forward:Callable, micro_bs:int, run:Callable|None=None, same=None)->Callable:
     "`forward` on pieces of at most `micro_bs` samples, with the outputs joined; `run` takes all pieces but the last, and `same`, a `SameDraws`, sets what they draw"
     def pieces_forward(*args, **kwargs):

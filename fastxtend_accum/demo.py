@@ -72,7 +72,6 @@ def plot_results(learners:dict[str,Learner]):
     sizes.set(xlabel='samples seen', ylabel='batch size (samples)')
     return fig
 
-# %% ../nbs/source/13_demo.ipynb #ef0e5f0e
 def main():
     "Run the demo, print its table and save its picture as accumulation.png"
     plt.switch_backend('agg')

@@ -110,7 +110,6 @@ def set_autocast(depth:int, on:dict[str,bool]):
     while get_autocast()['depth'] > depth: torch.autocast_decrement_nesting()
     torch.clear_autocast_cache()
 
-# %% ../nbs/source/04_memory.ipynb #fab5cdae
 @contextmanager
 def unchanged(learn:Learner, weights:bool=True):
     "Restore `learn` and the random generators on exit; gives the `Snapshot`"

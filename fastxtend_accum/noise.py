@@ -31,7 +31,6 @@ def noise_and_signal(mean_of_squares:float, square_of_mean:float, n_micro:int, s
     noise = samples*(mean_of_squares-square_of_mean)/(n_micro-1)
     return noise,square_of_mean-noise/samples
 
-# %% ../nbs/source/11_noise.ipynb #e02aaef1
 class NoiseEstimate(NamedTuple):
     "The estimated gradient noise after an optimizer step"
     noise_scale:float # tr(S)/|G|², in samples; inf if the signal cannot be told from the noise, or before the first estimate

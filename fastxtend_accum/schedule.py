@@ -90,7 +90,6 @@ def check_schedule(schedule:Callable, start_bs:int, final_bs:int):
     except TypeError as e: raise TypeError(f"schedule={schedule!r} cannot be called with (start, end): {e}; give other arguments with partial") from e
     if not callable(f): raise TypeError(f"schedule={schedule!r} must give a function of the position, not {f!r}")
 
-# %% ../nbs/source/10_schedule.ipynb #dccce4b3
 @patch
 def sizes(self:GradientAccumulationSchedule)->dict[str,int]:
     return dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs, **getattr(self.schedule, 'sizes', {}))

@@ -60,7 +60,6 @@ class Batch:
         try: self.learn.pred = join(self.outputs, self.sizes)
         except CannotJoin: pass
 
-# %% ../nbs/source/07_splitting.ipynb #c100d010
 def per_sample(cb:Callback)->tuple[str,...]:
     "The attributes of `cb` with a value for each sample: those that its class names in `per_sample`, or the partners of fastai's MixUp and CutMix"
     return getattr(type(cb), 'per_sample', ('yb1','lam') if isinstance(cb, MixHandler) else ())
