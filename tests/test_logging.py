@@ -40,6 +40,12 @@ def test_an_epoch_without_a_window():
     trained = [o[0] for o in learn.recorder.values]
     assert trained[0] is None and trained[1] == trained[2] > 0 and losses(learn) == [trained[1]] and not said
 
+def test_a_fit_without_a_window_warns():
+    learn = make_learner(8, n=24, cbs=GradientAccumulation(48, remainder='carry'))
+    with pytest.warns(UserWarning, match="no optimizer step was taken in this fit: its 3 micro-batches did not fill a window of 48 .* not 'carry'"): fit(learn, 1)
+    assert_same(weights(learn), weights(model()))
+    assert losses(learn) == []
+
 def test_progress_bar_moves_with_every_micro_batch():
     class Probe(Callback):
         order,run_valid = 61,False

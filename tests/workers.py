@@ -225,6 +225,10 @@ def gradient_cache(): return train(make_learner(16, loss_func=spread, cbs=Gradie
 def gradient_cache_sharded():
     try: fit(make_learner(16, m=fully_shard(model(), mesh=init_device_mesh('cpu', (W,))), cbs=GradientCache(5)), 1)
     except ValueError as e: return str(e)
+@case
+def auto_sharded():
+    try: fit(make_learner(16, m=fully_shard(model(), mesh=init_device_mesh('cpu', (W,))), cbs=GradientAccumulation(16*W, micro_batch_size='auto')), 1)
+    except ValueError as e: return str(e)
 def normed():
     torch.manual_seed(0)
     def block(): return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(.2), nn.Linear(8, 5), nn.Tanh())
