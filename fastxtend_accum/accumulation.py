@@ -70,7 +70,7 @@ def before_fit(self:GradientAccumulation):
     "The fit starts with its first epoch: `tta` and `summary` call this event, too, and must leave the last fit's results"
     learn = self.learn
     if not is_fitting(learn): return
-    found = [cb for cb in learn.cbs if accumulates(cb)]  # fastai's too
+    found = learn.cbs.filter(accumulates)  # fastai's too
     if len(found) > 1:
         names = ', '.join(f'{type(o).__module__}.{type(o).__name__}' for o in found)
         raise ValueError(f"this Learner has {len(found)} callbacks that accumulate ({names}): keep one, see learn.remove_cb")
@@ -107,7 +107,6 @@ def check(self:GradientAccumulation):
     if self.micro_batch_size not in (None, 'auto') and self.micro_batch_size > self.loader_bs:
         warn(f"micro_batch_size={self.micro_batch_size} is more than the {self.loader_bs} samples that the DataLoader yields: its batches are not split")
     self.micro_bs = self.loader_bs if self.micro_batch_size in (None, 'auto') else min(self.micro_batch_size, self.loader_bs)
-    if self.splits: check_splits(learn.model)
     check_rules(self.scale, learn.opt)
 
 @patch
@@ -188,10 +187,10 @@ def after_backward(self:GradientAccumulation):
         if self.is_split: window.losses.append((loss, window.micro.weight))
     if window.sums is not None: add_in_float32(self.learn.opt, window.sums)
     if self.processes.n > 1: self.processes.after_backward(self.learn.model)
-    if not self.is_split and not self.closes_window(): raise CancelBatchException
+    if not self.is_split and not self.close_if_full(): raise CancelBatchException
 
 @patch
-def closes_window(self:GradientAccumulation)->bool:
+def close_if_full(self:GradientAccumulation)->bool:
     "Close the window if it ends with this micro-batch; gives whether there is anything to step on"
     micro = self.window.micro
     return micro.state == MicroState.counted and micro.ends_window and self.close_window()
@@ -212,22 +211,21 @@ def start_piece(self:GradientAccumulation, batch:Batch, end:int):
 def end_batch(self:GradientAccumulation):
     "Give the batch its mean loss; raises CancelBatchException unless there is a step to take"
     learn,window = self.learn,self.window
-    steps = self.closes_window()
+    steps = self.close_if_full()
     if window.losses: learn.loss = window.mean_loss if steps and not window.earlier else window.batch_loss
     if not steps: raise CancelBatchException
 
 @patch
 def find_size(self:GradientAccumulation, batch:Batch):
     "Find the size of pieces that fit, if it is not known yet for batches like this one"
-    self.fitting.update(self.learn, (*batch.xb, *batch.yb), partial(train_on, batch), batch.n)
-    self.micro_bs = self.fitting.size
+    self.micro_bs = self.fitting.update(self.learn, (*batch.xb, *batch.yb), partial(train_on, batch), batch.n)
 
 # %% ../nbs/source/08_accumulation.ipynb #0c4e7a92
 @patch
 def undo(self:GradientAccumulation, batch:Batch)->bool:
     "Discard the micro-batch that has failed, and what its gradient is mixed with; gives whether that all comes from `batch`"
     window,micro = self.window,self.window.micro
-    if self.processes.n > 1 or window.state != WindowState.open or micro.state == MicroState.counted: return False
+    if window.state != WindowState.open or micro.state == MicroState.counted: return False
     if not (window.is_empty or micro.state == MicroState.in_grad): micro.state = MicroState.begun
     elif window.earlier: return False
     else: self.start_over(batch)
@@ -366,7 +364,7 @@ def clean_up(self:GradientAccumulation):
     "Drop the open window with its gradient; restore loggers and optimizer"
     self.loggers.detach()
     self.hypers.restore(self.learn.opt)
-    self.processes.enable_sync(self.learn.model)
+    enable_sync(self.learn.model)
     if self.window.micro: self.learn.opt.zero_grad()
     self.window.open()
     self.batches,self.loss_check = None,LossCheck()

@@ -173,7 +173,7 @@ def join(parts:list, sizes:list[int]):
         return o
     is_map = isinstance(o, Mapping)
     if is_map or isinstance(o, (tuple,list)) and not isinstance(o, PackedSequence):
-        if not is_map and len(o) == sizes[0] and not sizes[0] in map(len, tensors_in(o)): return kind(v for p in parts for v in p)  # an entry for each sample
+        if isinstance(o, list) and len(o) == sizes[0] and not sizes[0] in map(len, tensors_in(o)): return kind(v for p in parts for v in p)  # an entry for each sample
         columns = {k:[p[k] for p in parts] for k in o} if is_map else dict(enumerate(map(list, zip(*parts, strict=True))))
         o = parts.clear()
         items = {k:join(columns.pop(k), sizes) for k in list(columns)}

@@ -88,7 +88,7 @@ class BSFinder(Callback):
         self.n,self.bs,self.sizes,self.loading,self.passes,self.steps = n,bs,sizes,[],[[] for _ in sizes or [bs]],[]
     def try_out(self, learn:Learner, lr, *cbs):
         "Train with all that may change what a pass computes or takes; no schedule, log or file"
-        Processes().enable_sync(learn.model)  # an earlier trial may have been interrupted
+        enable_sync(learn.model)  # an earlier trial may have been interrupted
         kept = L(cb for cb in learn.cbs if (takes_part(cb) or isinstance(cb, Recorder)) and not isinstance(cb, GradientNoiseScale))
         with replaced(learn, 'cbs', kept), learn.no_logging(): learn.fit(self.n+1, lr, cbs=[self, *cbs])
     def before_train(self): self.learn.dl = TimedBatches(self.learn.dl, self)
@@ -216,7 +216,7 @@ def bs_find(self:Learner,
     now = getattr(accum, 'accum_bs', None) or getattr(accum, 'n_acc', None) or min(bs*n_proc, most)
     limits = ' and '.join(name for name,size in dict(bs=bs, micro_batch_size=given).items() if size == micros[0])  # of a micro-batch
     larger = limits == 'bs' and n_proc == 1 and not carries_state(self.model)
-    with unchanged(self) as state:
+    with Snapshot(self) as state:
         if self.opt is None: self.create_opt()
         self.opt.set_hyper('lr', self.lr if lr is None else lr)  # as `fit` does
         lrs,rule = [h['lr'] for h in self.opt.hypers],sqrt_scale if 'sqr_mom' in self.opt.hypers[0] else linear_scale

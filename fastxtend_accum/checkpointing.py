@@ -180,7 +180,6 @@ class GradientCache(BatchLoop):
     def before_train(self):
         "Start the loop; raises ValueError if the model, which has been wrapped by now, cannot run in pieces"
         model,accum = self.learn.model,accumulator(self.learn)
-        check_splits(model)
         if getattr(accum, 'same_draws', False) and not self.same_draws:
             raise ValueError("GradientAccumulation(same_draws=True) needs the draws of its pieces in one place: set same_draws=True for GradientCache, too")
         if is_sharded(model):
@@ -192,8 +191,7 @@ class GradientCache(BatchLoop):
         def try_size(n):
             self.micro_bs = n
             train_on(batch, batch.n)
-        self.fitting.update(self.learn, batch.xb, try_size, batch.n, self.running_part())
-        self.micro_bs = self.fitting.size
+        self.micro_bs = self.fitting.update(self.learn, batch.xb, try_size, batch.n, self.running_part())
 
 # %% ../nbs/source/09_checkpointing.ipynb #8b6d2f05
 @patch

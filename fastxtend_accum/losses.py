@@ -141,13 +141,11 @@ def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype, autocasts:bool
     def copy(o): return o.detach().to(torch.promote_types(o.dtype, dtype) if o.is_floating_point() else o.dtype, copy=True)
     pred,*targ = each_tensor(copy, args)
     outputs = [o.requires_grad_() for o in tensors_in(pred) if o.is_floating_point()]
-    state = LossState(loss_func)
-    try:
+    with LossState(loss_func) as state:
         state.seed(seed)
         with torch.enable_grad(), nullcontext() if autocasts else torch.autocast(outputs[0].device.type, enabled=False):
             loss = loss_func(each_tensor(torch.clone, pred), *targ)  # it may work in place
         return tuple(o.as_subclass(Tensor) for o in torch.autograd.grad(loss, outputs, materialize_grads=True))
-    finally: state.restore()
 
 # %% ../nbs/source/05_losses.ipynb #11e157d7
 Verdict = namedtuple('Verdict', 'says by why', defaults=(0., ''))  # 'same', 'differs' or 'cannot tell', the relative difference, the reason

@@ -11,7 +11,6 @@ import random,sys
 
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
-from fastai.callback.tracker import TrackerCallback
 from fastai.losses import BaseLoss
 from torch.amp import autocast
 from torch.nn.parallel import DistributedDataParallel
@@ -23,13 +22,13 @@ from .processes import *
 from .logging import *
 
 # %% auto #0
-__all__ = ['bystanders', 'Snapshot', 'refill', 'set_value', 'get_autocast', 'set_autocast', 'unchanged', 'memory_error',
-           'without_tracebacks', 'halve', 'largest_that_runs', 'inner_model', 'room_for_step', 'takes_part',
-           'accumulates', 'accumulator', 'find_size', 'FittingSize']
+__all__ = ['bystanders', 'Snapshot', 'refill', 'set_value', 'get_autocast', 'set_autocast', 'memory_error', 'without_tracebacks',
+           'halve', 'largest_that_runs', 'inner_model', 'room_for_step', 'takes_part', 'accumulates', 'accumulator',
+           'find_size', 'FittingSize']
 
 # %% ../nbs/source/04_memory.ipynb #ce71299f
 class Snapshot:
-    "The state of a Learner and of all random generators; with `weights` the values of parameters and the optimizer, too, which a forward and backward pass leaves alone"
+    "The state of a Learner and of all random generators, restored when its context ends; with `weights` the values of parameters and the optimizer, too, which a forward and backward pass leaves alone"
     optimizers = Optimizer,OptimWrapper,torch.optim.Optimizer
     holders = (GetAttr,nn.Module,Metric,BaseLoss,Pipeline,Transform,torch.utils.data.DataLoader,torch.utils.data.Sampler,
                *optimizers)  # training may change their attributes
@@ -38,6 +37,8 @@ class Snapshot:
         self.undo = [partial(set_random_states, **get_random_states()), partial(set_autocast, **get_autocast())]
         self.save(learn)
 
+    def __enter__(self): return self
+    def __exit__(self, *args): self.restore()
     def restore(self):
         "Put everything back in place"
         for f in self.undo: f()
@@ -46,26 +47,25 @@ class Snapshot:
         "Seed all random generators, those of the DataLoaders too"
         for f in self.seeders: f(seed)
 
-@patch
-def save(self:Snapshot, o):
-    "Save the state of `o`, and of all that it holds"
-    if id(o) in self.seen or isinstance(o, (str,int,float)): return
-    self.seen[id(o)] = o
-    if isinstance(o, Tensor): self.save_tensor(o)
-    elif isinstance(o, np.ndarray) and o.flags.writeable: self.undo.append(partial(np.copyto, o, o.copy()))
-    elif isinstance(o, (random.Random,np.random.Generator,torch.Generator)): self.save_generator(o)
-    elif isinstance(o, (dict,list,set,deque)):
-        content = dict(o) if isinstance(o, dict) else list(o)
-        self.undo.append(partial(refill, o, content))
-        for v in content.values() if isinstance(o, dict) else content: self.save(v)
-    elif isinstance(o, tuple):
-        for v in o: self.save(v)
-    elif isinstance(o, DistributedDataParallel): self.save(o.module)  # its own attributes belong with those of its C++ half
-    elif isinstance(o, self.optimizers) and not self.weights: return
-    elif isinstance(o, (*self.holders, getattr(sys.modules.get('accelerate'), 'Accelerator', ()))):  # it keeps every model that it wraps
-        data = vars(o).get('dataset')
-        self.seen[id(data)] = data
-        self.save(vars(o))
+    def save(self, o):
+        "Save the state of `o`, and of all that it holds"
+        if id(o) in self.seen or isinstance(o, (str,int,float)): return
+        self.seen[id(o)] = o
+        if isinstance(o, Tensor): self.save_tensor(o)
+        elif isinstance(o, np.ndarray) and o.flags.writeable: self.undo.append(partial(np.copyto, o, o.copy()))
+        elif isinstance(o, (random.Random,np.random.Generator,torch.Generator)): self.save_generator(o)
+        elif isinstance(o, (dict,list,set,deque)):
+            content = dict(o) if isinstance(o, dict) else list(o)
+            self.undo.append(partial(refill, o, content))
+            for v in content.values() if isinstance(o, dict) else content: self.save(v)
+        elif isinstance(o, tuple):
+            for v in o: self.save(v)
+        elif isinstance(o, DistributedDataParallel): self.save(o.module)  # its own attributes belong with those of its C++ half
+        elif isinstance(o, self.optimizers) and not self.weights: return
+        elif isinstance(o, (*self.holders, getattr(sys.modules.get('accelerate'), 'Accelerator', ()))):  # it keeps every model that it wraps
+            data = vars(o).get('dataset')
+            self.seen[id(data)] = data
+            self.save(vars(o))
 
 # %% ../nbs/source/04_memory.ipynb #15de5e3e
 def refill(o:dict|list|set|deque, content:dict|list):
@@ -110,13 +110,6 @@ def set_autocast(depth:int, on:dict[str,bool]):
     while get_autocast()['depth'] > depth: torch.autocast_decrement_nesting()
     torch.clear_autocast_cache()
 
-@contextmanager
-def unchanged(learn:Learner, weights:bool=True):
-    "Restore `learn` and the random generators on exit; gives the `Snapshot`"
-    state = Snapshot(learn, weights)
-    try: yield state
-    finally: state.restore()
-
 # %% ../nbs/source/04_memory.ipynb #9c1d0e08
 def memory_error(f:Callable, *args)->Exception|None:
     "Run `f(*args)`; the error if memory ran out, else None. Other errors are raised"
@@ -142,11 +135,9 @@ def halve(size:int, error:Exception)->int:
 
 def largest_that_runs(f:Callable, at_most:int)->int:
     "The first of `at_most` samples, half of it, a quarter ... with which `f(n)` fits in memory; raises RuntimeError if not even one does"
-    n,error = at_most,memory_error(f, at_most)
-    if error: free_memory(); error = memory_error(f, n)  # what an earlier fit has left may have been in the way
-    while error:
-        n = halve(n, error)
-        error = memory_error(f, n)
+    free_memory()  # what an earlier fit has left may be in the way
+    n = at_most
+    while error := memory_error(f, n): n = halve(n, error)
     return n
 
 # %% ../nbs/source/04_memory.ipynb #9c1d0e11
@@ -160,7 +151,7 @@ def room_for_step(opt:Optimizer|OptimWrapper)->list[Tensor]:
     def is_fresh(p): return not any(isinstance(o, Tensor) and o.shape == p.shape for o in state.get(p, {}).values())
     return [torch.empty_like(p) for p in trained(opt) if is_fresh(p) for _ in range(2)]
 
-bystanders = {*window_loggers, 'ProgressCallback', 'CSVLogger', 'SkipToEpoch', TrackerCallback.__name__}
+bystanders = {*window_loggers, 'ProgressCallback', 'CSVLogger', 'SkipToEpoch', 'TrackerCallback'}
 
 def takes_part(cb:Callback)->bool:
     "Whether `cb` may change what a pass computes: not those that accumulate, log, track or schedule"
@@ -170,7 +161,7 @@ def accumulates(cb:Callback)->bool:
     "Whether `cb` accumulates gradients, as this package's callbacks and fastai's do"
     return any(o.__name__ == 'GradientAccumulation' for o in type(cb).__mro__)
 
-def accumulator(learn:Learner)->Callback|None: return first(cb for cb in learn.cbs if accumulates(cb))
+def accumulator(learn:Learner)->Callback|None: return first(learn.cbs, accumulates)
 
 # %% ../nbs/source/04_memory.ipynb #9c1d0e12
 def find_size(learn:Learner, try_size:Callable, at_most:int, agree:bool=True)->int:
@@ -187,7 +178,7 @@ def find_size(learn:Learner, try_size:Callable, at_most:int, agree:bool=True)->i
             cb.autocast = autocast(cb.autocast.device, dtype=cb.autocast.fast_dtype)
             cb.before_batch()
         try_size(n)
-    with unchanged(learn, weights=False), replaced(learn, 'cbs', L(cb for cb in learn.cbs if takes_part(cb))):
+    with Snapshot(learn, weights=False), replaced(learn, 'cbs', learn.cbs.filter(takes_part)):
         for m in model.modules():
             if isinstance(m, nn.SyncBatchNorm): m.eval()  # in training mode it would wait for the other processes
         n = largest_that_runs(attempt, at_most)
@@ -199,16 +190,16 @@ class FittingSize:
     "The micro-batch size that fits, and what it was found for"
     def __init__(self): self.found_for = None
 
-    def update(self, learn:Learner, b, try_size:Callable, n:int, module:nn.Module|None=None):
-        "Search, on batch `b` of `n` samples, if `learn` trains something else now, or if the samples of `b` are larger, or more, than all before; `module`: what sees pieces of it, None: the model"
+    def update(self, learn:Learner, b, try_size:Callable, n:int, module:nn.Module|None=None)->int:
+        "The size, after a search on batch `b` of `n` samples if `learn` trains something else now, or if the samples of `b` are larger, or more, than all before; `module`: what sees pieces of it, None: the model"
         now = sum(p.numel() for p in trained(learn.opt)),len(learn._grab_cbs(MixedPrecision))
         is_new,sample = now != self.found_for,sum(t.numel() for t in tensors_in(b))/n
-        if is_new: self.found_for,self.largest,self.most,self.size = now,0,0,n
-        if sample <= self.largest and (n <= self.most or self.size < self.most): return
-        at_most = n if n > self.most else min(self.size, n)
-        self.largest,self.most = max(sample, self.largest),max(n, self.most)
-        self.size = find_size(learn, try_size, at_most, agree=is_new)  # later, others may have seen no larger one
+        largest,most,size = (0, 0, n) if is_new else (self.largest, self.most, self.size)
+        if sample <= largest and (n <= most or size < most): return size
+        self.size = find_size(learn, try_size, n if n > most else min(size, n), agree=is_new)  # later, others may have seen no larger one
+        self.found_for,self.largest,self.most = now,max(sample, largest),max(n, most)
         if rank_distrib() == 0: print(f"micro_batch_size='auto': each batch of {n} {self.how(n)}{self.remark(module or learn.model, n)}")
+        return self.size
 
     def how(self, n:int)->str:
         if self.size >= n: return 'fits in memory'

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .window import *
 
 # %% auto #0
-__all__ = ['averages_gradients', 'is_sharded', 'n_processes', 'all_reduce', 'Processes', 'check_wrapped', 'check_sums']
+__all__ = ['averages_gradients', 'is_sharded', 'n_processes', 'all_reduce', 'Processes', 'enable_sync', 'check_wrapped',
+           'check_sums']
 
 # %% ../nbs/source/02_processes.ipynb #6dccdd16
 def averages_gradients(model:nn.Module)->bool:
@@ -37,7 +38,7 @@ def all_reduce(model:nn.Module, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
 # %% ../nbs/source/02_processes.ipynb #b7f9ddbb
 class Processes:
     "The processes that train one model together: when they synchronize, and the sums of a window over all of them"
-    def __init__(self, n:int=1): self.n,self.unit,self.averaged = n,None,None
+    def __init__(self, n:int=1): self.n,self.unit,self.averaged = n,None,None  # averaged: what the last backward pass has done; None before the first
     def common_unit(self, items:Real|Tensor|None, device:torch.device, model:nn.Module)->float|None:
         "The unit of all weights in this fit, a power of two near the first micro-batch's items; None: no process has one yet. One scalar message per fit"
         if self.unit is None and items is not None:
@@ -64,9 +65,10 @@ class Processes:
             model.require_backward_grad_sync = (ends_window and not in_float32) or (first and model.static_graph)
     def after_backward(self, model:nn.Module):
         self.averaged = getattr(model, 'require_backward_grad_sync', True)  # the gradients are now a mean over the processes
-        self.enable_sync(model)
-    def enable_sync(self, model:nn.Module):
-        if isinstance(model, DistributedDataParallel): model.require_backward_grad_sync = True
+        enable_sync(model)
+
+def enable_sync(model:nn.Module):
+    if isinstance(model, DistributedDataParallel): model.require_backward_grad_sync = True
 
 # %% ../nbs/source/02_processes.ipynb #c84179b3
 def check_wrapped(model:nn.Module, opt:Optimizer|OptimWrapper):

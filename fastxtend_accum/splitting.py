@@ -35,15 +35,15 @@ class Batch:
 
     def start_over(self): self.start,self.outputs,self.sizes = 0,[],[]
 
-    def show(self, start:int, end:int):
+    def select(self, start:int, end:int):
         "Let the Learner, and callbacks with values for each sample, have samples `start` to `end`"
-        if end-start == self.n: return
+        if end-start == self.n: return self.select_all()  # a try that failed may have left others
         self.learn.xb,self.learn.yb = piece(self.xb, start, end, self.n),piece(self.yb, start, end, self.n)
         for cb,name,value in self.states:
             is_whole = isinstance(value, Tensor) and (not value.ndim or len(value) != self.n)  # one for all samples
             vars(cb)[name] = value if is_whole else piece(value, start, end, self.n)
 
-    def show_all(self):
+    def select_all(self):
         self.learn.xb,self.learn.yb = self.xb,self.yb
         for cb,name,value in self.states: vars(cb)[name] = value
 
@@ -54,7 +54,7 @@ class Batch:
         self.outputs.append(each_tensor(Tensor.detach, self.learn.pred))
         self.sizes.append(size)
 
-    def show_output(self):
+    def set_output(self):
         "Let the Learner have the outputs for all samples; where they cannot be joined, those for the last piece"
         if not self.outputs: return
         try: self.learn.pred = join(self.outputs, self.sizes)
@@ -105,7 +105,8 @@ class BatchLoop(CleanUpCallback):
     "Base of callbacks that run the loop of this module: `lend_loop` in `before_train` starts it"
     run_valid,micro_batch_size,same_draws,valid_bs,part = False,None,False,None,None
     def lend_loop(self):
-        "Run the loop on the batches of `learn.dl`"
+        "Run the loop on the batches of `learn.dl`; raises ValueError if the model cannot run on pieces of them"
+        if self.micro_batch_size is not None: check_splits(self.learn.model)
         if self.same_draws: check_draws(self.learn.model)
         self.learn.dl = WithLoop(self.learn.dl, self.learn, self.do_one_batch)
 
@@ -125,9 +126,7 @@ class BatchLoop(CleanUpCallback):
         return self.micro_batch_size is not None and stated_batch_size(self.learn.dls.train) is not None
 
     def before_validate(self):
-        if not self.splits: return
-        check_splits(self.learn.model)
-        self.lend_loop()
+        if self.splits: self.lend_loop()
 
     def loader_yields(self)->int|None: return stated_batch_size(self.learn.dl)  # samples in this batch, as far as is known
     def piece_bs(self, batch:Batch)->int: return batch.n  # samples in a piece at most
@@ -145,8 +144,8 @@ def train_batch(self:BatchLoop, batch:Batch):
         for cb in searching if len(learn.yb) else []: cb.find_size(batch)
         while batch.start < batch.n: self.train_or_retry(batch)
     except CancelBatchException: self.cancelled(batch); raise
-    finally: batch.show_all()
-    batch.show_output()
+    finally: batch.select_all()
+    batch.set_output()
     if not len(learn.yb): return
     self.end_batch()
     learn._with_events(learn._step, 'step', CancelStepException)
@@ -157,7 +156,7 @@ def train_piece(self:BatchLoop, batch:Batch):
     "Forward pass, loss and backward pass of the next piece"
     learn,same = self.learn,batch.same
     size = (same.next_piece if same else next_piece)(batch.n-batch.start, self.piece_bs(batch))
-    batch.show(batch.start, batch.start+size)
+    batch.select(batch.start, batch.start+size)
     if batch.may_repeat: learn.xb,learn.yb = each_tensor(torch.clone, (learn.xb, learn.yb))  # a model may work in place, and memory run out after that
     self.start_piece(batch, batch.start+size)
     if not batch.in_autocast:  # fastai leaves it after each loss
@@ -183,7 +182,7 @@ def train_or_retry(self:BatchLoop, batch:Batch):
     try: return self.train_piece(batch)
     except Exception as e:
         cb = first(cb for cb in self.searching() if cb.micro_bs > 1)
-        if cb is None or not is_out_of_memory(e): raise
+        if cb is None or not (batch.may_repeat and is_out_of_memory(e)): raise
         error = without_tracebacks(e)
     learn.pred,learn.loss_grad,learn.loss = None,None,None  # outside of the `except` block, where nothing else holds their tensors
     if not self.undo(batch): raise error
@@ -195,7 +194,6 @@ def undo(self:BatchLoop, batch:Batch)->bool:
     "Remove what the failed piece may have added to the gradient; gives whether that is possible"
     accum = accumulator(self.learn)
     if accum: return isinstance(accum, BatchLoop) and accum.undo(batch)
-    if n_processes(self.learn) > 1: return False
     self.learn.opt.zero_grad()
     return True
 
@@ -226,7 +224,8 @@ def valid_forward(self:BatchLoop, forward:Callable)->Callable:
                 self.valid_bs = math.inf
                 continue
             except Exception as e:
-                if not (is_auto and is_out_of_memory(e)): raise
+                can_split = is_auto and size and self.valid_bs != math.inf  # size 0: no tensor shows the samples
+                if not (can_split and is_out_of_memory(e)): raise
                 error = without_tracebacks(e)
             self.valid_bs = halve(size, error)
     return in_pieces
@@ -243,7 +242,7 @@ class MicroBatchFinder(BatchLoop):
 
 def train_on(batch:Batch, n:int):
     "A forward and a backward pass on the first `n` samples"
-    batch.show(0, n)
+    batch.select(0, n)
     evaluate(batch.learn, inner_model(batch.learn.model))
     with all_contexts(batch.learn, 'backward_context'): batch.learn.loss_grad.backward()
 
@@ -251,6 +250,6 @@ def train_on(batch:Batch, n:int):
 def micro_bs_find(self:Learner)->int:
     "The largest of the DataLoader's batch size, a half, a quarter ... that fits in memory; leaves the Learner as it is"
     finder = MicroBatchFinder()
-    with unchanged(self), self.no_bar(), self.no_logging(), replaced(self, 'cbs', L(cb for cb in self.cbs if not accumulates(cb))):
+    with Snapshot(self), self.no_bar(), self.no_logging(), replaced(self, 'cbs', self.cbs.filter(accumulates, negate=True)):
         self.fit(1, cbs=finder)
     return finder.size

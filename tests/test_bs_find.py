@@ -10,7 +10,7 @@ from fastai.text.data import LMDataLoader
 from fastxtend_accum.demo import digits_learner
 import fastxtend_accum.bs_find as module
 from fastxtend_accum.bs_find import Costs, advice, to_a_loss, suggest
-from fastxtend_accum.memory import unchanged
+from fastxtend_accum.memory import Snapshot
 
 # Everything as it was
 
@@ -95,7 +95,7 @@ def test_whatever_happens_inside():
     "More than `bs_find` does: the Recorder and the metrics take part, the body is frozen, there is another optimizer"
     learn,twin = trained_learner(),trained_learner()
     before = everything(learn)
-    with pytest.raises(ZeroDivisionError), unchanged(learn):
+    with pytest.raises(ZeroDivisionError), Snapshot(learn):
         fit(learn, 1, 10.)
         for p in learn.model[0].parameters(): p.requires_grad_(False)
         learn.create_opt()
@@ -165,7 +165,7 @@ def test_a_module_that_is_replaced_or_adds_hooks():
     "As SyncBatchNorm.convert_sync_batchnorm and callbacks with hooks do, which clean up too late if they are interrupted"
     learn = trained_learner()
     norm,hooks = learn.model[1],dict(learn.model[0]._forward_hooks)
-    with unchanged(learn):
+    with Snapshot(learn):
         learn.model[1] = nn.Identity()
         learn.model[0].register_forward_hook(noop)
     assert learn.model[1] is norm and learn.model[0]._forward_hooks == hooks

@@ -7,10 +7,21 @@ from hypothesis import given, strategies as st
 
 from common import *
 from fastxtend_accum.memory import room_for_step
-from fastxtend_accum.batches import batch_size, is_out_of_memory, join, piece
+from fastxtend_accum.batches import CannotJoin, batch_size, is_out_of_memory, join, piece
 from test_losses import Masked, tag, token_losses
 
 FLOAT32 = 5e-6
+
+# Joining
+
+Output = collections.namedtuple('Output', 'loss aux')
+
+@pytest.mark.parametrize('kind', [Output, lambda *o: o])
+@pytest.mark.parametrize('n', [1, 2, 3])
+def test_numbers_for_a_piece_are_none_for_each_of_its_samples(kind, n):
+    "Two losses, in pieces of 2 samples too"
+    with pytest.raises(CannotJoin, match='cannot join outputs of shape'): join([kind(tensor(1.), tensor(2.)) for _ in range(2)], [n, n])
+    assert join([[{'boxes':torch.zeros(i, 4)} for i in range(n)] for _ in range(2)], [n, n])[n]['boxes'].shape == (0, 4)
 
 # Splitting
 
@@ -238,7 +249,22 @@ def test_auto_is_the_size_given(where, limit, size, mix, capsys):
 def test_the_sizes_that_are_tried():
     learn = limited(9, 'auto')
     fit(learn, 1)
-    assert Limited.sizes == [32, 32, 16, 8] + [8]*16  # what failed first is tried again when garbage is collected
+    assert Limited.sizes == [32, 16, 8] + [8]*16
+
+def test_an_interrupted_search_starts_anew(recwarn):
+    learn = limited(9, 'auto')
+    forward = learn.model.forward
+    def interrupt(x):
+        if len(x) == 16: raise KeyboardInterrupt
+        return forward(x)
+    learn.model.forward = interrupt
+    with pytest.raises(KeyboardInterrupt): fit(learn, 1)
+    assert Limited.sizes == [32]
+    del learn.model.forward
+    Limited.sizes.clear()
+    fit(learn, 1)
+    assert Limited.sizes[:4] == [32, 16, 8, 8] and learn.gradient_accumulation.micro_bs == 8
+    assert not [o for o in recwarn if 'out of memory in training' in str(o.message)]
 
 def test_not_even_one_sample(capsys):
     learn = limited(0, 'auto')
@@ -350,6 +376,30 @@ def test_recovery_lets_go_of_the_tensors():
         fit(learn, 1)
     assert learn.gradient_accumulation.micro_bs == 8 and max(alive) == 0
 
+class Summed(nn.Module):
+    "Gives one number in validation, and then has no memory for more than 8 samples"
+    def __init__(self): super().__init__(); self.m,self.calls = nn.Linear(5, 1).double(),0
+    def forward(self, x):
+        if self.training: return self.m(x)
+        self.calls += 1
+        assert self.calls < 20, 'it does not end'
+        if len(x) > 8: raise torch.OutOfMemoryError('CUDA out of memory')
+        return self.m(x).sum()
+
+class Tokenizes(Summed):
+    "Takes texts"
+    def forward(self, texts): return super().forward(tensor([[float(len(o))]*5 for o in texts]).double())
+
+@pytest.mark.parametrize('make', [Summed, Tokenizes])
+def test_validation_that_cannot_be_split_ends(make):
+    "The outputs cannot be joined, or no tensor shows the samples: the error of the whole batch"
+    learn = make_learner(16, n=32, m=make(), loss_func=lambda pred, targ: (pred-targ).square().mean().float(), cbs=GradientAccumulation(16, micro_batch_size='auto'))
+    if make is Tokenizes:
+        ds = [('a'*(i%7), torch.zeros(1).double()) for i in range(32)]
+        learn.dls = DataLoaders(DataLoader(ds, bs=16), DataLoader(ds, bs=16))
+    with pytest.raises(torch.OutOfMemoryError): fit(learn, 1)
+    assert learn.model.calls > 0
+
 # Mixed precision
 
 @pytest.mark.parametrize('amp', ['bf16', 'fp16'])
@@ -366,11 +416,25 @@ def test_auto_in_mixed_precision(amp):
         seen.clear()
         fit(learn, 2, .01, method='fit_one_cycle')
         res.append((state(learn), learn.gradient_accumulation.micro_bs))
-        if micro == 'auto': assert seen[:5] == [(32, True), (32, True), (16, True), (8, True), (8, True)]
+        if micro == 'auto': assert seen[:5] == [(32, True), (16, True), (8, True), (8, True), (8, True)]
         assert all(on for _,on in seen) and not torch.is_autocast_enabled('cpu')
     (a,n),(b,m) = res
     assert n == m == 8
     for o,p in zip(a, b, strict=True): assert_same(o, p)
+
+def test_a_loss_that_works_in_place_gets_its_targets_again():
+    "Memory runs out in the backward pass of a piece that is the whole batch"
+    def shifted(pred, targ): return F.mse_loss(pred, targ.sub_(1)).float()
+    class Once(Callback):
+        run_valid = False
+        def before_backward(self):
+            if self.learn.iter == 1 and not self.done: self.done = True; raise torch.OutOfMemoryError('CUDA out of memory')
+    once = Once()
+    once.done = False
+    plain = fit(make_learner(16, loss_func=shifted), 1)
+    with pytest.warns(UserWarning, match='out of memory in training'): ours = fit(make_learner(16, loss_func=shifted, cbs=[GradientCache('auto'), once]), 1)
+    assert once.done and (weights(plain)-weights(model())).abs().max() > .1
+    assert_same(weights(ours), weights(plain), 1e-12)
 
 # On its own
 
