@@ -7,9 +7,8 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/batches.html.md""
 # %% ../nbs/source/00_batches.ipynb #68ae1c65
 from __future__ import annotations
 from numbers import Integral,Number
-from collections.abc import Callable,Mapping,MutableMapping,Iterator
+from collections.abc import Callable,Mapping,Iterator
 from contextlib import nullcontext
-from copy import copy
 import gc,sys
 
 from fastai.basics import *
@@ -116,11 +115,7 @@ def _piece(b, start, end, n):
         return _as(type(b), b[start:end] if is_per_sample(b, n) else [_piece(o, start, end, n) for o in b])
     if not isinstance(b, Mapping):
         raise ValueError(f"cannot split a {type(b).__name__}: use tensors, or a DataLoader that yields batches as small as you need")
-    items = {k:_piece(v, start, end, n) for k,v in b.items()}
-    if not isinstance(b, MutableMapping): return items
-    res = copy(b)
-    res.update(items)
-    return res
+    return _as(type(b), {k:_piece(v, start, end, n) for k,v in b.items()})
 
 def _as(kind:type, items:list|dict):
     if not issubclass(kind, Mapping): return kind(*items) if hasattr(kind, '_fields') else kind(items)
