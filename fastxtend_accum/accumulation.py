@@ -6,8 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/accumulation.html
 
 # %% ../nbs/source/08_accumulation.ipynb #c6a7303c
 from __future__ import annotations
-from operator import attrgetter
-from warnings import warn
 
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision,NonNativeMixedPrecision

@@ -6,10 +6,10 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/batches.html.md""
 
 # %% ../nbs/source/00_batches.ipynb #68ae1c65
 from __future__ import annotations
-from numbers import Integral,Number
-from collections.abc import Callable,Mapping,Iterator
+from collections.abc import Mapping
+from numbers import Integral
 from contextlib import nullcontext
-import gc,sys
+import gc
 
 from fastai.basics import *
 from torch.nn.utils.rnn import PackedSequence

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import singledispatch
-from numbers import Real
 
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler

@@ -7,7 +7,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/memory.html.md"""
 # %% ../nbs/source/04_memory.ipynb #7882a86a
 from __future__ import annotations
 from collections import deque
-import random,sys
 
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision

@@ -6,9 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/splitting.html.md
 
 # %% ../nbs/source/07_splitting.ipynb #c100d006
 from __future__ import annotations
-from contextlib import ExitStack,contextmanager,nullcontext
-from warnings import warn
-import math
+from contextlib import ExitStack,nullcontext
 
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision

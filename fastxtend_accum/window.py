@@ -6,9 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/window.html.md"""
 
 # %% ../nbs/source/01_window.ipynb #d6082e78
 from __future__ import annotations
-from enum import Enum
-from numbers import Real
-import math
 
 from fastai.basics import *
 
