@@ -1,4 +1,4 @@
-"""What one batch has: its size, its pieces, and the epoch that it is a part of
+"""A batch: its size, its pieces, and the epoch that it is part of
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/batches.html.md"""
 

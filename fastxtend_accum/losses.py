@@ -1,4 +1,4 @@
-"""What each loss averages over, which is its weight in a window, and a check of that on your own loss
+"""What each loss averages over, which gives a micro-batch its weight in the window, and a check of this for your own loss
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/losses.html.md"""
 
