@@ -8,7 +8,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/all.html.md"""
 __all__ = []
 
 # %% ../nbs/source/16_all.ipynb #87cdef62
-# chkstyle: skip
 from .accumulation import GradientAccumulation
 from .schedule import GradientAccumulationSchedule
 from .checkpointing import ActivationCheckpointing
