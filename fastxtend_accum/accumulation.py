@@ -24,7 +24,7 @@ __all__ = ['nonfinite', 'GradientAccumulation', 'scales_loss']
 
 # %% ../nbs/source/08_accumulation.ipynb #36c789d1
 class GradientAccumulation(BatchLoop):
-    "Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size; raises ValueError on sizes that do not fit"
+    "Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size; raises ValueError on sizes that are no multiples of the loader's batch"
     order,scale,is_new_fit = MixedPrecision.order-4,None,False
     opt_steps = property(attrgetter('window.steps'))
     smallest_bs = property(lambda self: self.loader_bs*self.processes.n)  # a batch of the DataLoader in every process
@@ -256,7 +256,7 @@ def close_window(self:GradientAccumulation)->bool:
     if check:
         if found := check.warning(): self.warn_once(found)
         self.loss_check = None
-    if window.items == 0: return self.drop_window("no item in a whole window (all labels ignored?): no optimizer step was taken on it")
+    if window.items == 0: return self.drop_window("no item in a whole window (all labels ignored?): its step was skipped")
     average_gradients(learn.opt, window.divisor, window.sums)
     if self.skip_nonfinite and not scales_loss(learn) and not self.processes.all_of(is_finite(learn.opt), learn.model):
         self.n_skipped += 1

@@ -43,7 +43,7 @@ def loader_batch_size(dl, given:int|str|None=None)->int:
     "Samples that `dl` yields at a time: `dl.bs`, else `dl.batch_size`, else `given`, which is `micro_batch_size`; raises ValueError if none is there"
     size = stated_batch_size(dl) or given
     if size in (None, 'auto'):
-        raise ValueError(f"cannot find the batch size of {type(dl).__name__}, it has neither bs nor batch_size: "
+        raise ValueError(f"cannot find the batch size of {type(dl).__name__}: it has neither bs nor batch_size; "
                          "pass micro_batch_size, the number of samples it yields at a time")
     return check_size('batch size', size)
 
@@ -114,7 +114,7 @@ def _piece(b, start, end, n):
     if isinstance(b, (tuple,list)) and not isinstance(b, PackedSequence):
         return _as(type(b), b[start:end] if is_per_sample(b, n) else [_piece(o, start, end, n) for o in b])
     if not isinstance(b, Mapping):
-        raise ValueError(f"cannot split a {type(b).__name__}: use tensors, or a DataLoader that yields batches as small as you need")
+        raise ValueError(f"cannot split a {type(b).__name__}: use tensors, or a DataLoader that yields smaller batches")
     return _as(type(b), {k:_piece(v, start, end, n) for k,v in b.items()})
 
 def _as(kind:type, items:list|dict):
@@ -162,7 +162,7 @@ def join(parts:list, sizes:list[int]):
     o,kind = parts[0],type(parts[0])
     if isinstance(o, Tensor):
         if not o.ndim or any(len(p) != n for p,n in zip(parts, sizes)):
-            raise CannotJoin(f"cannot join outputs of shape {tuple(o.shape)} from a piece of {sizes[0]} samples: their first dimension must be the samples")
+            raise CannotJoin(f"cannot join outputs of shape {tuple(o.shape)} from a micro-batch of {sizes[0]} samples: their first dimension must be the samples")
         o = torch.cat(parts)
         parts.clear()
         return o

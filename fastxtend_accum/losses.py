@@ -210,8 +210,8 @@ def verdict(self:LossCheck)->Verdict:
 def warning(self:LossCheck)->str|None:
     "What to know if accumulation is not exact for this loss"
     if (found := self.verdict()).says == 'differs': return (
-        f"accumulation is not exact for this loss: over two micro-batches together its gradient differs from theirs by {found.by:.2g} of its length. "
-        "Pass num_items, what it averages over; give a loss that sums the attribute reduction='sum'; or use GradientCache, which computes it on the whole batch")
+        f"accumulation is not exact for this loss: over two micro-batches, the gradient of their joint loss differs from the accumulated one by {found.by:.2g} of its length. "
+        "Pass num_items (what the loss averages over), set reduction='sum' on a loss that sums, or use GradientCache, which computes the loss on the whole batch")
 
 def check_loss(loss_func:Callable, parts:list[tuple], samples:list[int]|None=None, items:list|None=None)->Verdict:
     "Whether the loss of two micro-batches, each outputs and targets, together is what accumulation makes of their two losses"
