@@ -112,11 +112,11 @@ def test_mixed_precision(mode):
 @pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)
 def test_convnext(dtype, layout):
-    "timm's, with stochastic depth and dropout before the head, as it comes; both memory layouts of images"
+    "timm's, narrow, with stochastic depth and dropout before the head, as it comes; both memory layouts of images"
     timm = pytest.importorskip('timm')
     def fitted(*cbs):
         torch.manual_seed(0)
-        m = timm.create_model('convnext_atto', num_classes=10, drop_path_rate=.3, drop_rate=.4).to(dtype=dtype, memory_format=layout)
+        m = timm.create_model('convnext_atto', num_classes=10, drop_path_rate=.3, drop_rate=.4, depths=(2, 2, 2, 2), dims=(8, 16, 24, 32)).to(dtype=dtype, memory_format=layout)
         x = torch.randn(24, 3, 32, 32, dtype=dtype).contiguous(memory_format=layout)
         dls = DataLoaders(DataLoader(list(zip(x, torch.randint(10, (24,)))), bs=12), DataLoader([(x[0], tensor(0))], bs=1))
         learn = Learner(dls, m, lambda pred, targ: F.cross_entropy(pred, targ).float(), opt_func=SGD, cbs=list(cbs))
