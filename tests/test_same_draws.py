@@ -45,6 +45,7 @@ def assert_equal(a, b, tol=ROUNDING):
 
 def accum(accum_bs=32, micro=5, **kwargs): return GradientAccumulation(accum_bs, micro_batch_size=micro, same_draws=True, **kwargs)
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize('drop_last', [False, True])
 @pytest.mark.parametrize('micro', [16, 8, 7, 5, 4, 2, 'auto'])
 def test_a_fit_in_pieces_is_the_fit_of_the_batch(micro, drop_last):
@@ -170,7 +171,8 @@ def test_lr_find_and_the_next_fit():
 
 def spread(pred, targ): return (((pred-pred.mean(0))**2).mean() + ((pred-targ)**2).mean()).float()  # compares the samples
 
-@pytest.mark.parametrize('micro', [16, 7, 4, 'auto'])
+@pytest.mark.thin(5)
+@pytest.mark.parametrize('micro', ['auto', 16, 7, 4])
 @pytest.mark.parametrize('part', [None, lambda m: m.enc, lambda m: m.drop], ids=['all','body','dropout'])
 def test_gradient_cache(micro, part):
     "Also where only a part of the model runs in pieces"
