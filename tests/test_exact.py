@@ -145,7 +145,7 @@ def test_vision_learner():
     def make(bs, cbs):
         dls = block.dataloaders(list(range(200)), bs=bs, num_workers=0)
         return seeded(lambda: vision_learner(dls, resnet18, pretrained=False, metrics=accuracy, cbs=cbs))
-    as_it_comes(make, 32, 8, lambda learn: learn.fine_tune(2, 1e-3))
+    as_it_comes(make, 32, 8, lambda learn: learn.fine_tune(1, 1e-3))
 
 def test_vision_learner_is_exact_where_nothing_is_drawn():
     "The same without augmentation, dropout and BatchNorm, but shuffled and with `drop_last`"

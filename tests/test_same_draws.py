@@ -45,6 +45,7 @@ def assert_equal(a, b, tol=ROUNDING):
 
 def accum(accum_bs=32, micro=5, **kwargs): return GradientAccumulation(accum_bs, micro_batch_size=micro, same_draws=True, **kwargs)
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize('drop_last', [False, True])
 @pytest.mark.parametrize('micro', [16, 8, 7, 5, 4, 2, 'auto'])
 def test_a_fit_in_pieces_is_the_fit_of_the_batch(micro, drop_last):
@@ -112,11 +113,11 @@ def test_mixed_precision(mode):
 @pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)
 def test_convnext(dtype, layout):
-    "timm's, with stochastic depth and dropout before the head, as it comes; both memory layouts of images"
+    "timm's, narrow, with stochastic depth and dropout before the head, as it comes; both memory layouts of images"
     timm = pytest.importorskip('timm')
     def fitted(*cbs):
         torch.manual_seed(0)
-        m = timm.create_model('convnext_atto', num_classes=10, drop_path_rate=.3, drop_rate=.4).to(dtype=dtype, memory_format=layout)
+        m = timm.create_model('convnext_atto', num_classes=10, drop_path_rate=.3, drop_rate=.4, depths=(2, 2, 2, 2), dims=(8, 16, 24, 32)).to(dtype=dtype, memory_format=layout)
         x = torch.randn(24, 3, 32, 32, dtype=dtype).contiguous(memory_format=layout)
         dls = DataLoaders(DataLoader(list(zip(x, torch.randint(10, (24,)))), bs=12), DataLoader([(x[0], tensor(0))], bs=1))
         learn = Learner(dls, m, lambda pred, targ: F.cross_entropy(pred, targ).float(), opt_func=SGD, cbs=list(cbs))
@@ -170,7 +171,8 @@ def test_lr_find_and_the_next_fit():
 
 def spread(pred, targ): return (((pred-pred.mean(0))**2).mean() + ((pred-targ)**2).mean()).float()  # compares the samples
 
-@pytest.mark.parametrize('micro', [16, 7, 4, 'auto'])
+@pytest.mark.thin(5)
+@pytest.mark.parametrize('micro', ['auto', 16, 7, 4])
 @pytest.mark.parametrize('part', [None, lambda m: m.enc, lambda m: m.drop], ids=['all','body','dropout'])
 def test_gradient_cache(micro, part):
     "Also where only a part of the model runs in pieces"
