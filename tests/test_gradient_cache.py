@@ -309,6 +309,7 @@ def run(*cbs):
 for cbs in [], [GradientCache(16)], [GradientAccumulation(512, micro_batch_size=16)]: assert forked(run, *cbs) == 0
 '''
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith('linux'), reason='/proc')
 def test_peak_memory():
     "512 samples in pieces of 16: as much as accumulating pieces of 16, and a fraction of the whole batch"
