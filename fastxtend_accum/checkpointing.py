@@ -164,7 +164,7 @@ def in_pieces(forward:Callable, module:nn.Module, micro_bs:int, draws:Callable|N
 # %% ../nbs/source/09_checkpointing.ipynb #2d9b4c14
 class GradientCache(BatchLoop):
     "Compute the loss on the whole batch of the DataLoader, while the model holds `micro_batch_size` of its samples at a time"
-    order,same = math.inf,None  # the loop of a `GradientAccumulation` comes first, if there is one
+    order = math.inf  # the loop of a `GradientAccumulation` comes first, if there is one
     def __init__(self,
         micro_batch_size:int|str, # Samples that the model sees at a time; 'auto': halved until it fits in memory
         part:Callable|None=None, # `part(model)`: the submodule that sees micro-batches, such as `lambda m: m[0]` for a body without its head; None: the whole model
@@ -175,7 +175,7 @@ class GradientCache(BatchLoop):
         if micro_batch_size is None: raise TypeError("micro_batch_size must be a number of samples or 'auto', not None")
         check_callable('part', part, 'a function of the model')
         store_attr()
-        self.micro_bs,self.fitting = None if micro_batch_size == 'auto' else micro_batch_size,FittingSize()
+        self.micro_bs,self.fitting,self.draws = None if micro_batch_size == 'auto' else micro_batch_size,FittingSize(),[]
 
     def before_train(self):
         "Start the loop; raises ValueError if the model, which has been wrapped by now, cannot run in pieces"
@@ -200,13 +200,13 @@ class GradientCache(BatchLoop):
 def forward_context(self:GradientCache):
     "The forward pass runs in pieces, in training and in validation"
     if not self.learn.training: return BatchLoop.forward_context(self)
-    def draws(n):
-        self.same = SameDraws(n)
-        return self.same
-    module = self.running_part()
-    return replaced(module, 'forward', in_pieces(module.forward, module, self.micro_bs, draws if self.same_draws else None))
+    self.draws,module = [],self.running_part()  # `part` may run several times in a forward pass
+    def new_draws(n):
+        self.draws.append(SameDraws(n))
+        return self.draws[-1]
+    return replaced(module, 'forward', in_pieces(module.forward, module, self.micro_bs, new_draws if self.same_draws else None))
 
 @patch
 def backward_context(self:GradientCache):
     "A module that is run again inside of a piece, as by `torch.utils.checkpoint`, draws the same numbers"
-    return self.same if self.same and self.same.rows else nullcontext()
+    return ContextManagers([o for o in self.draws if o.rows])
