@@ -29,8 +29,7 @@ class FirstState:
     "The buffers of `module` and the random generators as a forward pass finds them: entered, it is run again with these, and nothing changes"
     def __init__(self, module:nn.Module):
         self.places,self.states = [(m, name, b) for m in module.modules() for name,b in m.named_buffers(recurse=False)],get_random_states()
-        def changes(m, b): return not hasattr(m, 'running_mean') and b.dtype != torch.bool  # BatchNorm does not use its statistics in training
-        self.first = {b:b.clone() if changes(m, b) else b for m,_,b in self.places}
+        self.first = {b:b if b.dtype == torch.bool else b.clone() for _,_,b in self.places}  # masks are large, and stay as they are
 
     def __enter__(self):
         self.left,self.left_states = [(m, name, getattr(m, name)) for m,name,_ in self.places],get_random_states()

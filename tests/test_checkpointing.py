@@ -220,6 +220,12 @@ class SharedBuffer(Block):
     def forward(self, x):
         if self.training: self.scale.lerp_(x.detach().abs().mean(0), .1)
         return self.m(x/self.reads.scale)
+class RunningNorm(Block):
+    "A norm that uses its running mean in training, too, as Batch Renormalization does"
+    def __init__(self): super().__init__(); self.register_buffer('running_mean', torch.zeros(5))
+    def forward(self, x):
+        if self.training: self.running_mean.lerp_(x.detach().mean(0), .1)
+        return self.m((x-self.running_mean).tanh())
 class PythonRandom(Block):
     def forward(self, x): return self.m(x*(1+random.random()))
 class NumpyRandom(Block):
@@ -257,7 +263,7 @@ class Dense(Chain):
         return self.head(torch.cat(outputs, 1))
 
 @pytest.mark.parametrize('offload', [False, True])
-@pytest.mark.parametrize('make', [Spectral, NewBuffer, SharedBuffer, PythonRandom, NumpyRandom, DenseBlock, AppendsBlock, Transposed])
+@pytest.mark.parametrize('make', [Spectral, NewBuffer, SharedBuffer, RunningNorm, PythonRandom, NumpyRandom, DenseBlock, AppendsBlock, Transposed])
 def test_the_second_run_finds_what_the_first_did(make, offload):
     def run(*cbs):
         m = (Dense if issubclass(make, DenseBlock) else Chain)(make)
