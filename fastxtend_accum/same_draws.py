@@ -178,10 +178,14 @@ def next_piece(self:SameDraws, rest:int, micro_bs:int)->int:
 @contextmanager
 def again(self:SameDraws, start:int, end:int):
     "Run the piece once more in here, as recomputation does; the random generators stay where they are"
-    with no_random():  # puts their states back
+    own = {g:g.get_state() for g in self.own}
+    with no_random():  # puts the other states back
         self.rewind()
         self.rows = start,end
-        with nullcontext() if self in _get_current_dispatch_mode_stack() else self: yield
+        try:
+            with nullcontext() if self in _get_current_dispatch_mode_stack() else self: yield
+        finally:
+            for g,state in own.items(): g.set_state(state)
 
 def check_same_draws(same_draws:bool, micro_batch_size:int|str|None):
     "Raises TypeError or ValueError unless there are pieces of 2 samples or more, or `same_draws` is False"

@@ -240,3 +240,18 @@ def test_a_part_that_runs_twice_and_has_checkpoints():
     whole = fitted()
     for cbs in [], [ActivationCheckpointing()]:
         assert_equal(fitted(*cbs, GradientCache(8, part=lambda m: m.body, same_draws=True)), whole)
+
+class OwnDraws(nn.Module):
+    "Draws from a generator of its own"
+    def __init__(self): super().__init__(); self.m = model()
+    def forward(self, x): return self.m(x*torch.rand(x.shape, generator=own, dtype=x.dtype) if self.training else x)
+
+def test_a_loss_that_draws_from_the_models_own_generator():
+    "The generator goes on from where the forward pass left it, also after the pieces have run again"
+    def loss(pred, targ): return ((pred-targ)**2*torch.rand(pred.shape, generator=own, dtype=pred.dtype)).mean().float() if pred.requires_grad else mse(pred, targ)
+    def fitted(*cbs):
+        res = run(noisy(32, [*cbs], m=OwnDraws, loss_func=loss))
+        return res,own.get_state()
+    (ours,our_state),(whole,state) = fitted(GradientCache(8, same_draws=True)),fitted()
+    assert_equal(ours, whole)
+    assert torch.equal(our_state, state)
