@@ -99,6 +99,7 @@ class SameDraws(TorchDispatchMode):
         super().__init__()
         self.n,self.rows,self.sizes,self.draws,self.before,self.after = n,None,[],{},None,None
         self.last,self.own,self.in_piece = {},{},False
+    def __reduce__(self): return type(None),()  # of one batch: an exported Learner does not need it
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

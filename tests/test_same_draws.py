@@ -6,6 +6,7 @@ from hypothesis import given, strategies as st
 
 from common import *
 from test_draws import F_again, N, errors, F_, layers, own
+from test_life import whole_learner
 
 class DropPath(nn.Module):
     "Stochastic depth"
@@ -255,3 +256,22 @@ def test_a_loss_that_draws_from_the_models_own_generator():
     (ours,our_state),(whole,state) = fitted(GradientCache(8, same_draws=True)),fitted()
     assert_equal(ours, whole)
     assert torch.equal(our_state, state)
+
+def test_export_and_fit_again():
+    "The numbers of the last batch are not exported"
+    def learner():
+        m = nn.Sequential(nn.Dropout(.3), *model().float())
+        return whole_learner(GradientCache(4, same_draws=True), m)
+    learn = learner()
+    fit(learn, 1).export('learner.pkl')
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        loaded = load_learner('learner.pkl')
+    loaded.dls = learn.dls
+    before = weights(learn)
+    for o in loaded,learn:
+        set_seed(0)
+        fit(o, 1, reset_opt=True)
+        o.export('again.pkl')
+    assert_same(weights(loaded), weights(learn))
+    assert (weights(learn)-before).abs().max() > 1e-3
