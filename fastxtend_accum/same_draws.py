@@ -172,6 +172,7 @@ def next_piece(self:SameDraws, rest:int, micro_bs:int)->int:
     "Samples in the next piece, if `rest` are left: the first is a prime number, which other dimensions are hardly multiples of, and the second differs from it"
     size = next_piece(rest, micro_bs)
     if size == self.n: return size
+    check_same_draws(True, micro_bs)  # 'auto' may find that one sample fits
     if not self.sizes: return next(n for n in range(size, 0, -1) if all(n%d for d in range(2, math.isqrt(n)+1)))
     return next_piece(rest, size-1) if self.sizes == [size] else size
 

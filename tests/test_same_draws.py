@@ -275,3 +275,12 @@ def test_export_and_fit_again():
         o.export('again.pkl')
     assert_same(weights(loaded), weights(learn))
     assert (weights(learn)-before).abs().max() > 1e-3
+
+class FitsOne(Noisy):
+    def forward(self, x):
+        if self.training and len(x) > 1: raise torch.OutOfMemoryError('CUDA out of memory')
+        return super().forward(x)
+
+@pytest.mark.parametrize('cb', [lambda: accum(micro='auto'), lambda: GradientCache('auto', same_draws=True)])
+def test_one_sample_fits_and_is_too_few(cb):
+    with pytest.raises(ValueError, match='same_draws=True needs a micro_batch_size of 2 or more, not 1'): run(noisy(32, cb(), m=FitsOne))
