@@ -41,18 +41,20 @@ class FirstState:
         for m,name,b in self.left: setattr(m, name, b)
         set_random_states(**self.left_states)
 
-def checkpointed(forward:Callable, module:nn.Module, *contexts)->Callable:
-    "`forward` of `module`, which keeps its inputs only, and is run again in the backward pass, in `contexts`; where nothing needs a gradient it is run once"
+def checkpointed(forward:Callable, module:nn.Module, again:Callable=nullcontext)->Callable:
+    "`forward` of `module`, which keeps its inputs only, and is run again in each backward pass, in `again()`; where nothing needs a gradient it is run once"
     def run(*args, **kwargs):
         needs_grad = any(o.requires_grad for o in [*module.parameters(), *tensors_in((args, kwargs))])
         if not (torch.is_grad_enabled() and needs_grad): return forward(*args, **kwargs)
         leaves,form = tree_flatten((args, kwargs))  # tensors in lists, too: `checkpoint` keeps tensors that it gets one by one
-        first = [(args, kwargs)]  # with the lists of the caller, who may add to them, and so may the module
+        first,state = [(args, kwargs)],FirstState(module)  # `first` has the lists of the caller, who may add to them, and so may the module
         def with_leaves(*leaves):
-            args,kwargs = first.pop() if first else tree_unflatten(leaves, form)
-            return forward(*args, **kwargs)
-        again = ContextManagers([FirstState(module), *contexts])
-        return checkpoint(with_leaves, *leaves, use_reentrant=False, context_fn=lambda: (nullcontext(), again))
+            if first:
+                args,kwargs = first.pop()
+                return forward(*args, **kwargs)
+            args,kwargs = tree_unflatten(leaves, form)
+            with state,again(): return forward(*args, **kwargs)
+        return checkpoint(with_leaves, *leaves, use_reentrant=False)
     return run
 
 # %% ../nbs/source/09_checkpointing.ipynb #c14a000d
@@ -156,8 +158,12 @@ def in_pieces(forward:Callable, module:nn.Module, micro_bs:int, draws:Callable|N
         return forward(*args, **kwargs)
     def pieces_forward(*args, **kwargs):
         same = draws(input_size(args, kwargs)) if draws else None
-        def again(*args, **kwargs): return checkpointed(copied, module, *([same.again(*same.rows)] if same else []))(*args, **kwargs)
-        return split_forward(copied, micro_bs, again, same)(*args, **kwargs)
+        def again(*args, **kwargs): return checkpointed(copied, module, partial(same.again, *same.rows) if same else nullcontext)(*args, **kwargs)
+        outputs = split_forward(copied, micro_bs, again, same)(*args, **kwargs)
+        if same and same.rows:  # each backward pass begins with the last piece, which is not run again, but may have modules that are
+            for o in tensors_in(outputs):
+                if o.requires_grad: o.register_hook(lambda _, rows=same.rows: setattr(same, 'rows', rows))
+        return outputs
     return pieces_forward
 
 # %% ../nbs/source/09_checkpointing.ipynb #2d9b4c14

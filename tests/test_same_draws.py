@@ -257,6 +257,20 @@ def test_a_loss_that_draws_from_the_models_own_generator():
     assert_equal(ours, whole)
     assert torch.equal(our_state, state)
 
+class Twice(Callback):
+    "Looks at the gradients before fastai's backward pass, as a callback that balances losses does"
+    def before_backward(self):
+        if self.training: self.norms = [o.norm() for o in torch.autograd.grad(self.learn.loss_grad, list(self.model.parameters()), retain_graph=True)]
+
+@pytest.mark.parametrize('cbs', [lambda: GradientCache(8), lambda: GradientCache(8, same_draws=True), ActivationCheckpointing,
+                                 lambda: [ActivationCheckpointing(), GradientCache(8, same_draws=True)]], ids=['cache','same_draws','checkpoint','both'])
+def test_a_second_backward_pass(cbs):
+    "The pieces, and the checkpointed modules, run again in each"
+    def fitted(*more): return run(noisy(22, [*L(cbs()), *more], n=44, m=Siamese, loss_func=spread))  # in pieces of 7, 8 and 7
+    looked,plain = fitted(Twice()),fitted()
+    assert_equal(looked, plain, 0.)
+    assert len(looked[0].twice.norms) == 10 and all(o > 0 for o in looked[0].twice.norms)
+
 def test_export_and_fit_again():
     "The numbers of the last batch are not exported"
     def learner():
