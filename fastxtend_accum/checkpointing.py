@@ -119,7 +119,8 @@ class ActivationCheckpointing(BatchLoop):
     def own_blocks(self, model:nn.Module)->list[nn.Module]:
         "What the function `blocks` returns; raises TypeError or ValueError if these are no modules of the model, or if one is inside of another"
         blocks = self.blocks(model)
-        blocks = list(dict.fromkeys(blocks)) if is_list(blocks) or is_iter(blocks) and not isinstance(blocks, nn.Module) else [blocks]
+        if isinstance(blocks, nn.Module): blocks = blocks.children() if is_list(blocks) else [blocks]
+        blocks = list(dict.fromkeys(blocks if is_iter(blocks) else [blocks]))
         others = [o for o in blocks if not isinstance(o, nn.Module)]
         if others: raise TypeError(f"blocks must return modules, not {others[0]!r}: such as lambda model: list(model.layers)")
         strangers = [type(o).__name__ for o in blocks if o not in {*model.modules()}]

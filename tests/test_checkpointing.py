@@ -163,6 +163,19 @@ def test_errors():
 @pytest.mark.parametrize('blocks', [lambda m: m.layers, lambda m: list(m.layers[1:3]), lambda m: (o[0] for o in m.layers), lambda m: m])
 def test_own_blocks(blocks): assert_same_state(deep(ActivationCheckpointing(blocks)), deep())
 
+class Named(Deep):
+    "The same blocks in an nn.ModuleDict"
+    def __init__(self): super().__init__(); self.layers = nn.ModuleDict({f'block{i}':o for i,o in enumerate(self.layers)})
+    def forward(self, x):
+        x = self.stem(x)
+        for o in self.layers.values(): x = x+o(x)
+        return self.head(x)
+
+def test_blocks_of_a_module_dict():
+    ours = deep(ActivationCheckpointing(lambda m: m.layers), m=Named())
+    assert ours.activation_checkpointing.found == list(ours.model.layers.values())
+    assert_same_state(ours, deep(m=Named()))
+
 # With other callbacks
 
 @pytest.mark.thin(5)
