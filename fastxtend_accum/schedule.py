@@ -92,7 +92,7 @@ def check_schedule(schedule:Callable, start_bs:int, final_bs:int):
 
 @patch
 def sizes(self:GradientAccumulationSchedule)->dict[str,int]:
-    return dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs, **getattr(self.schedule, 'sizes', {}))
+    return getattr(self.schedule, 'sizes', {}) | dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)  # errors name the first
 
 @patch
 def curve(self:GradientAccumulationSchedule, n_epoch:int, smallest_bs:int)->Callable:
@@ -197,7 +197,7 @@ def SchedSteps(
         raise ValueError(f"the points in steps are fractions (float) or epochs (int), not both: {list(steps)}")
     points,sizes = zip(*sorted(steps.items()))
     schedule = partial(_size_after, [o/(points[-1] or 1) for o in points], sizes)
-    schedule.sizes = {f'steps[{i}]':o for i,o in enumerate(sizes)}  # checked against the micro-batch before training
+    schedule.sizes = {f'steps[{o}]':steps[o] for o in points}  # checked against the micro-batch before training
     return dict(start_accum_bs=sizes[0], final_accum_bs=sizes[-1], start=0, finish=points[-1], schedule=schedule)
 
 def _size_after(points, sizes, start, end): return lambda pos: sizes[np.searchsorted(points, pos+_tiny, 'right')-1]
