@@ -160,9 +160,8 @@ class GradientNoiseScale(CleanUpCallback):
     def before_fit(self): self.starts = is_fitting(self.learn)  # with its first epoch, as the accumulation
     def after_fit(self):
         if is_fitting(self.learn) and not self.starts: self.clean_up()
-    def before_batch(self):
-        if not self.window.is_filling: self.squares.clear()
     def before_backward(self):
+        if self.window.is_empty: self.squares.clear()  # also where it starts over, out of memory
         if self.window.micro and self.window.micro.under_way: self.squares.watch(self.learn.opt)
     def after_backward(self):
         if self.squares.hooks: self.squares.add(self.window.micro)
