@@ -41,7 +41,7 @@ class NoiseEstimate(NamedTuple):
 
 class NoiseAverages:
     "Averages of noise and signal over the last `memory` samples, None: as many as in 50 windows like the first"
-    def __init__(self, memory:float|None): self.memory,self.noise,self.signal,self.samples,self.windows = memory,0.,0.,0.,0
+    def __init__(self, memory:float|None): self.memory,self.noise,self.signal,self.samples,self.windows,self.metric = memory,0.,0.,0.,0,'plain'
     def add(self, noise:float, signal:float, samples:int):
         "Add a window of `samples`, unless it has NaN or infinity"
         if not math.isfinite(noise+signal): return
@@ -49,9 +49,9 @@ class NoiseAverages:
         keep = math.exp(-samples/self.memory)
         for name,o in dict(noise=noise, signal=signal, samples=1).items(): setattr(self, name, keep*getattr(self, name)+samples*o)
         self.windows += 1
-    def estimate(self, metric:str='plain')->NoiseEstimate:
+    def estimate(self)->NoiseEstimate:
         noise,signal = (o/(self.samples or 1) for o in (self.noise, self.signal))
-        return NoiseEstimate(noise/signal if signal > 0 else math.inf, noise, signal, self.windows, metric)
+        return NoiseEstimate(noise/signal if signal > 0 else math.inf, noise, signal, self.windows, self.metric)
 
 # %% ../nbs/source/11_noise.ipynb #42ccc1e9
 def mean_square(state:dict)->Tensor|None:
@@ -136,7 +136,7 @@ def with_previous(self:WindowSquares, window:Window, opt:Optimizer|OptimWrapper,
 # %% ../nbs/source/11_noise.ipynb #11c53462
 class GradientNoiseScale(CleanUpCallback):
     "Measure the gradient noise scale during accumulation: `recorder.noise_scale` gets an entry for each optimizer step"
-    order,run_valid,starts,metric = GradientAccumulation.order-.5,False,False,'plain'
+    order,run_valid,starts = GradientAccumulation.order-.5,False,False
     after_pred = after_loss = noop  # fastai would search the Learner and its model for them
     def __init__(self,
         memory:float|None=None, # Length of the running averages in samples; None: 50 windows of the size of the first; `math.inf`: all of the fit
@@ -145,7 +145,7 @@ class GradientNoiseScale(CleanUpCallback):
         self.memory,self.squares,self.window,self.averages,self.resumed = memory,WindowSquares(),Window(),NoiseAverages(memory),False
     def estimate(self)->NoiseEstimate:
         "The current estimate"
-        return self.averages.estimate(self.metric)
+        return self.averages.estimate()
     def state_dict(self)->dict:
         "The averages, to be saved"
         return dict(vars(self.averages))
@@ -195,7 +195,7 @@ def after_step(self:GradientNoiseScale):
     "Add the window to the averages, and record the estimate"
     if self.squares.result is None: return
     squares,mean,n_micro,steps = self.squares.result.tolist()
-    self.metric = 'plain' if steps == math.inf else 'Adam'
+    self.averages.metric = 'plain' if steps == math.inf else 'Adam'
     if n_micro > 1 and steps >= 5: self.averages.add(*noise_and_signal(squares, mean, n_micro, self.squares.samples), self.window.samples)
     self.squares.clear()
     estimate = self.estimate()

@@ -477,3 +477,12 @@ def test_pieces_of_a_batch_that_ran_out_of_memory_do_not_count():
     assert starts_over.gradient_accumulation.micro_bs == 8 and starts_over.model.n == 4  # one to find the size, two in the first window
     assert_same(noises(starts_over), torch.cat([noises(halves)[:1], noises(quarters)[1:]]), 1e-6)
     assert (noises(halves)-noises(quarters)).abs().min() > 1e-3
+
+def test_the_metric_is_loaded_with_the_averages():
+    "A state without one, which an earlier version saved, loads too"
+    cb,state = GradientNoiseScale(),fit(make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale()], opt_func=Adam)).gradient_noise_scale.state_dict()
+    cb.load_state_dict(state)
+    assert cb.estimate().metric == 'Adam' and cb.estimate().windows == 4
+    old = GradientNoiseScale()
+    old.load_state_dict({k:o for k,o in state.items() if k != 'metric'})
+    assert old.estimate()[:4] == cb.estimate()[:4]
