@@ -7,7 +7,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from common import *
-from fastxtend_accum.noise import NoiseAverages,WindowSquares,norm,sum_of_squares
+from fastxtend_accum.noise import NoiseAverages,WindowSquares,grad_norm,sum_of_squares
 from test_life import whole_learner
 from test_logging import scalars, wandb_history
 
@@ -340,7 +340,7 @@ def test_no_copy_of_the_gradient(opt_func):
         squares.watch(opt)
         loss = sum((p*2).sum() for p in params)
         with Largest() as largest:
-            for p in params: squares.norms.append(norm(p.grad, opt.state[p], opt.hypers[0]))
+            for p in params: squares.norms.append(grad_norm(p.grad, opt.state[p], opt.hypers[0]))
             sum_of_squares(squares.norms)
         loss.backward()
         assert len(squares.norms) == 14 and squares.previous == {}
