@@ -21,7 +21,7 @@ from .same_draws import *
 from .splitting import *
 
 # %% auto #0
-__all__ = ['FirstState', 'checkpointed', 'has_weight', 'is_simple', 'is_list', 'has_layers', 'is_long', 'regrouped',
+__all__ = ['FirstState', 'checkpointed', 'has_weight', 'is_simple', 'is_list', 'has_two_layers', 'is_long', 'regrouped',
            'find_blocks', 'ActivationCheckpointing', 'to_cpu', 'from_cpu', 'in_pieces', 'GradientCache']
 
 # %% ../nbs/source/09_checkpointing.ipynb #c14a0008
@@ -32,14 +32,14 @@ class FirstState:
         self.first = {b:b if b.dtype == torch.bool else b.clone() for _,_,b in self.places}  # masks are large, and stay as they are
 
     def __enter__(self):
-        self.left,self.left_states = [(m, name, getattr(m, name)) for m,name,_ in self.places],get_random_states()
+        self.outside,self.outside_states = [(m, name, getattr(m, name)) for m,name,_ in self.places],get_random_states()
         again = {b:o.clone() for b,o in self.first.items()}
         for m,name,b in self.places: setattr(m, name, again[b])
         set_random_states(**self.states)
 
     def __exit__(self, *args):
-        for m,name,b in self.left: setattr(m, name, b)
-        set_random_states(**self.left_states)
+        for m,name,b in self.outside: setattr(m, name, b)
+        set_random_states(**self.outside_states)
 
 def checkpointed(forward:Callable, module:nn.Module, again:Callable=nullcontext)->Callable:
     "`forward` of `module`, which keeps its inputs only, and is run again in each backward pass, in `again()`; where nothing needs a gradient it is run once"
@@ -61,11 +61,11 @@ def checkpointed(forward:Callable, module:nn.Module, again:Callable=nullcontext)
 def has_weight(m:nn.Module)->bool: return any(p.ndim > 1 for p in m.parameters())
 def is_simple(m:nn.Module)->bool: return not any(has_weight(o) for o in m.children())
 def is_list(m:nn.Module)->bool: return isinstance(m, (nn.Sequential,nn.ModuleList,nn.ModuleDict))
-def has_layers(m:nn.Module)->bool: return sum(any(p.ndim > 1 for p in o.parameters(recurse=False)) for o in m.modules()) > 1
+def has_two_layers(m:nn.Module)->bool: return sum(any(p.ndim > 1 for p in o.parameters(recurse=False)) for o in m.modules()) > 1
 def is_long(m:nn.Module)->bool:
     "Whether `m` lists two or more modules that have layers, or more than four with a weight, which are too much for one block"
     weighted = [o for o in m.children() if has_weight(o)]
-    return is_list(m) and (len(weighted) > 4 or sum(has_layers(o) and not is_list(o) for o in weighted) > 1)
+    return is_list(m) and (len(weighted) > 4 or sum(has_two_layers(o) and not is_list(o) for o in weighted) > 1)
 
 def regrouped(m:nn.Sequential)->nn.Sequential:
     "The children of `m`, where a layer with a weight and the simple ones that follow it are one child"
@@ -80,14 +80,14 @@ def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Se
     "The blocks of the lists and stages in `model`, none inside of another; and the lists in which simple layers were grouped, with their groups"
     blocks,groups = {},{}
     def visit(m):
-        kinds = [type(o) for o in m.children() if has_layers(o)]
+        kinds = [type(o) for o in m.children() if has_two_layers(o)]
         listed,is_stage = is_list(m),len({*kinds}) < len(kinds)
         if type(m).forward is nn.Sequential.forward and len(grouped := regrouped(m)) < len(m): groups[m] = m = grouped
         for o in m.children():
             n,is_run = len(blocks),type(o).forward is not nn.Module.forward  # a ModuleList is not
             if not (listed and is_run) or any(map(is_long, o.modules())): visit(o)
             elif has_weight(o) and list(o.children()): blocks[o] = None
-            if is_stage and is_run and not listed and has_layers(o) and len(blocks) == n: blocks[o] = None
+            if is_stage and is_run and not listed and has_two_layers(o) and len(blocks) == n: blocks[o] = None
     visit(model)
     return list(blocks),groups
 
