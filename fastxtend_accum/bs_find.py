@@ -8,7 +8,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/bs_find.html.md""
 from __future__ import annotations
 from statistics import mean,median,median_low
 from typing import NamedTuple
-import math,time
 
 from fastai.basics import *
 
@@ -83,7 +82,7 @@ class TimedBatches(Wrapped):
 # %% ../nbs/source/12_bs_find.ipynb #ee76dca7
 class BSFinder(Callback):
     "Times `n` batches of the loader of `bs` samples, each as it is or brought to `sizes`, of which processes synchronize the last only"
-    order,name,start = -99,'lr_finder',None
+    order,name,start = -99,'lr_finder',None  # loggers, schedulers and accumulations stand aside where there is an lr_finder
     def __init__(self, n:int, bs:int, sizes:tuple[int,...]=()):
         self.n,self.bs,self.sizes,self.loading,self.passes,self.steps = n,bs,sizes,[],[[] for _ in sizes or [bs]],[]
     def try_out(self, learn:Learner, lr, *cbs):
@@ -214,8 +213,8 @@ def bs_find(self:Learner,
     bs = loader_batch_size(dl, given)
     micros,most = micro_sizes(self, bs, given),epoch_samples(dl, bs)[0]*n_proc
     now = getattr(accum, 'accum_bs', None) or getattr(accum, 'n_acc', None) or min(bs*n_proc, most)
-    limits = ' and '.join(name for name,size in dict(bs=bs, micro_batch_size=given).items() if size == micros[0])  # of a micro-batch
-    larger = limits == 'bs' and n_proc == 1 and not carries_state(self.model)
+    limits = [name for name,size in dict(bs=bs, micro_batch_size=given).items() if size == micros[0]]  # of a micro-batch
+    larger = limits == ['bs'] and n_proc == 1 and not carries_state(self.model)
     with Snapshot(self) as state:
         if self.opt is None: self.create_opt()
         self.opt.set_hyper('lr', self.lr if lr is None else lr)  # as `fit` does
@@ -228,6 +227,6 @@ def bs_find(self:Learner,
     found = suggest(costs._replace(load=load/bs/n_proc, limit=limit/bs/n_proc), noise_scale, sizes, n_proc)
     if rank_distrib(): return found
     more = limits and not larger and costs.falls and found.fastest >= micros[0]*n_proc
-    print(advice(found, now, bs, n_proc, rule) + (f"; a sample takes less time in larger batches, so try a larger {limits}, too" if more else ''))
+    print(advice(found, now, bs, n_proc, rule) + (f"; a sample takes less time in larger batches, so try a larger {' and '.join(limits)}, too" if more else ''))
     if show_plot: plot_bs_find(found)
     return found

@@ -21,7 +21,7 @@ from .same_draws import *
 from .splitting import *
 
 # %% auto #0
-__all__ = ['FirstState', 'checkpointed', 'has_weight', 'is_simple', 'is_list', 'has_layers', 'is_long', 'regrouped',
+__all__ = ['FirstState', 'checkpointed', 'has_weight', 'is_simple', 'is_list', 'has_two_layers', 'is_long', 'regrouped',
            'find_blocks', 'ActivationCheckpointing', 'to_cpu', 'from_cpu', 'in_pieces', 'GradientCache']
 
 # %% ../nbs/source/09_checkpointing.ipynb #c14a0008
@@ -29,42 +29,43 @@ class FirstState:
     "The buffers of `module` and the random generators as a forward pass finds them: entered, it is run again with these, and nothing changes"
     def __init__(self, module:nn.Module):
         self.places,self.states = [(m, name, b) for m in module.modules() for name,b in m.named_buffers(recurse=False)],get_random_states()
-        def changes(m, b): return not hasattr(m, 'running_mean') and b.dtype != torch.bool  # BatchNorm does not use its statistics in training
-        self.first = {b:b.clone() if changes(m, b) else b for m,_,b in self.places}
+        self.first = {b:b if b.dtype == torch.bool else b.clone() for _,_,b in self.places}  # masks are large, and stay as they are
 
     def __enter__(self):
-        self.left,self.left_states = [(m, name, getattr(m, name)) for m,name,_ in self.places],get_random_states()
+        self.outside,self.outside_states = [(m, name, getattr(m, name)) for m,name,_ in self.places],get_random_states()
         again = {b:o.clone() for b,o in self.first.items()}
         for m,name,b in self.places: setattr(m, name, again[b])
         set_random_states(**self.states)
 
     def __exit__(self, *args):
-        for m,name,b in self.left: setattr(m, name, b)
-        set_random_states(**self.left_states)
+        for m,name,b in self.outside: setattr(m, name, b)
+        set_random_states(**self.outside_states)
 
-def checkpointed(forward:Callable, module:nn.Module, *contexts)->Callable:
-    "`forward` of `module`, which keeps its inputs only, and is run again in the backward pass, in `contexts`; where nothing needs a gradient it is run once"
+def checkpointed(forward:Callable, module:nn.Module, again:Callable=nullcontext)->Callable:
+    "`forward` of `module`, which keeps its inputs only, and is run again in each backward pass, in `again()`; where nothing needs a gradient it is run once"
     def run(*args, **kwargs):
         needs_grad = any(o.requires_grad for o in [*module.parameters(), *tensors_in((args, kwargs))])
         if not (torch.is_grad_enabled() and needs_grad): return forward(*args, **kwargs)
         leaves,form = tree_flatten((args, kwargs))  # tensors in lists, too: `checkpoint` keeps tensors that it gets one by one
-        first = [(args, kwargs)]  # with the lists of the caller, who may add to them, and so may the module
+        first,state = [(args, kwargs)],FirstState(module)  # `first` has the lists of the caller, who may add to them, and so may the module
         def with_leaves(*leaves):
-            args,kwargs = first.pop() if first else tree_unflatten(leaves, form)
-            return forward(*args, **kwargs)
-        again = ContextManagers([FirstState(module), *contexts])
-        return checkpoint(with_leaves, *leaves, use_reentrant=False, context_fn=lambda: (nullcontext(), again))
+            if first:
+                args,kwargs = first.pop()
+                return forward(*args, **kwargs)
+            args,kwargs = tree_unflatten(leaves, form)
+            with state,again(): return forward(*args, **kwargs)
+        return checkpoint(with_leaves, *leaves, use_reentrant=False)
     return run
 
 # %% ../nbs/source/09_checkpointing.ipynb #c14a000d
 def has_weight(m:nn.Module)->bool: return any(p.ndim > 1 for p in m.parameters())
 def is_simple(m:nn.Module)->bool: return not any(has_weight(o) for o in m.children())
 def is_list(m:nn.Module)->bool: return isinstance(m, (nn.Sequential,nn.ModuleList,nn.ModuleDict))
-def has_layers(m:nn.Module)->bool: return sum(any(p.ndim > 1 for p in o.parameters(recurse=False)) for o in m.modules()) > 1
+def has_two_layers(m:nn.Module)->bool: return sum(any(p.ndim > 1 for p in o.parameters(recurse=False)) for o in m.modules()) > 1
 def is_long(m:nn.Module)->bool:
     "Whether `m` lists two or more modules that have layers, or more than four with a weight, which are too much for one block"
     weighted = [o for o in m.children() if has_weight(o)]
-    return is_list(m) and (len(weighted) > 4 or sum(has_layers(o) and not is_list(o) for o in weighted) > 1)
+    return is_list(m) and (len(weighted) > 4 or sum(has_two_layers(o) and not is_list(o) for o in weighted) > 1)
 
 def regrouped(m:nn.Sequential)->nn.Sequential:
     "The children of `m`, where a layer with a weight and the simple ones that follow it are one child"
@@ -79,14 +80,14 @@ def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Se
     "The blocks of the lists and stages in `model`, none inside of another; and the lists in which simple layers were grouped, with their groups"
     blocks,groups = {},{}
     def visit(m):
-        kinds = [type(o) for o in m.children() if has_layers(o)]
+        kinds = [type(o) for o in m.children() if has_two_layers(o)]
         listed,is_stage = is_list(m),len({*kinds}) < len(kinds)
         if type(m).forward is nn.Sequential.forward and len(grouped := regrouped(m)) < len(m): groups[m] = m = grouped
         for o in m.children():
             n,is_run = len(blocks),type(o).forward is not nn.Module.forward  # a ModuleList is not
             if not (listed and is_run) or any(map(is_long, o.modules())): visit(o)
             elif has_weight(o) and list(o.children()): blocks[o] = None
-            if is_stage and is_run and not listed and has_layers(o) and len(blocks) == n: blocks[o] = None
+            if is_stage and is_run and not listed and has_two_layers(o) and len(blocks) == n: blocks[o] = None
     visit(model)
     return list(blocks),groups
 
@@ -118,7 +119,8 @@ class ActivationCheckpointing(BatchLoop):
     def own_blocks(self, model:nn.Module)->list[nn.Module]:
         "What the function `blocks` returns; raises TypeError or ValueError if these are no modules of the model, or if one is inside of another"
         blocks = self.blocks(model)
-        blocks = list(dict.fromkeys(blocks)) if is_list(blocks) or is_iter(blocks) and not isinstance(blocks, nn.Module) else [blocks]
+        if isinstance(blocks, nn.Module): blocks = blocks.children() if is_list(blocks) else [blocks]
+        blocks = list(dict.fromkeys(blocks if is_iter(blocks) else [blocks]))
         others = [o for o in blocks if not isinstance(o, nn.Module)]
         if others: raise TypeError(f"blocks must return modules, not {others[0]!r}: such as lambda model: list(model.layers)")
         strangers = [type(o).__name__ for o in blocks if o not in {*model.modules()}]
@@ -157,14 +159,18 @@ def in_pieces(forward:Callable, module:nn.Module, micro_bs:int, draws:Callable|N
         return forward(*args, **kwargs)
     def pieces_forward(*args, **kwargs):
         same = draws(input_size(args, kwargs)) if draws else None
-        def again(*args, **kwargs): return checkpointed(copied, module, *([same.again(*same.rows)] if same else []))(*args, **kwargs)
-        return split_forward(copied, micro_bs, again, same)(*args, **kwargs)
+        def again(*args, **kwargs): return checkpointed(copied, module, partial(same.again, *same.rows) if same else nullcontext)(*args, **kwargs)
+        outputs = split_forward(copied, micro_bs, again, same)(*args, **kwargs)
+        if same and same.rows:  # each backward pass begins with the last piece, which is not run again, but may have modules that are
+            for o in tensors_in(outputs):
+                if o.requires_grad: o.register_hook(lambda _, rows=same.rows: setattr(same, 'rows', rows))
+        return outputs
     return pieces_forward
 
 # %% ../nbs/source/09_checkpointing.ipynb #2d9b4c14
 class GradientCache(BatchLoop):
     "Compute the loss on the whole batch of the DataLoader, while the model holds `micro_batch_size` of its samples at a time"
-    order,same = math.inf,None  # the loop of a `GradientAccumulation` comes first, if there is one
+    order = math.inf  # the loop of a `GradientAccumulation` comes first, if there is one
     def __init__(self,
         micro_batch_size:int|str, # Samples that the model sees at a time; 'auto': halved until it fits in memory
         part:Callable|None=None, # `part(model)`: the submodule that sees micro-batches, such as `lambda m: m[0]` for a body without its head; None: the whole model
@@ -175,7 +181,7 @@ class GradientCache(BatchLoop):
         if micro_batch_size is None: raise TypeError("micro_batch_size must be a number of samples or 'auto', not None")
         check_callable('part', part, 'a function of the model')
         store_attr()
-        self.micro_bs,self.fitting = None if micro_batch_size == 'auto' else micro_batch_size,FittingSize()
+        self.micro_bs,self.fitting,self.draws = None if micro_batch_size == 'auto' else micro_batch_size,FittingSize(),[]
 
     def before_train(self):
         "Start the loop; raises ValueError if the model, which has been wrapped by now, cannot run in pieces"
@@ -198,13 +204,13 @@ class GradientCache(BatchLoop):
 def forward_context(self:GradientCache):
     "The forward pass runs in pieces, in training and in validation"
     if not self.learn.training: return BatchLoop.forward_context(self)
-    def draws(n):
-        self.same = SameDraws(n)
-        return self.same
-    module = self.running_part()
-    return replaced(module, 'forward', in_pieces(module.forward, module, self.micro_bs, draws if self.same_draws else None))
+    self.draws,module = [],self.running_part()  # `part` may run several times in a forward pass
+    def new_draws(n):
+        self.draws.append(SameDraws(n))
+        return self.draws[-1]
+    return replaced(module, 'forward', in_pieces(module.forward, module, self.micro_bs, new_draws if self.same_draws else None))
 
 @patch
 def backward_context(self:GradientCache):
     "A module that is run again inside of a piece, as by `torch.utils.checkpoint`, draws the same numbers"
-    return self.same if self.same and self.same.rows else nullcontext()
+    return ContextManagers([o for o in self.draws if o.rows])

@@ -6,9 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/noise.html.md"""
 
 # %% ../nbs/source/11_noise.ipynb #8f1400cf
 from __future__ import annotations
-from numbers import Real
 from typing import NamedTuple
-import math
 
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
@@ -22,7 +20,7 @@ from .accumulation import *
 from .checkpointing import *
 
 # %% auto #0
-__all__ = ['noise_and_signal', 'NoiseEstimate', 'NoiseAverages', 'mean_square', 'norm', 'sum_of_squares', 'states',
+__all__ = ['noise_and_signal', 'NoiseEstimate', 'NoiseAverages', 'mean_square', 'grad_norm', 'sum_of_squares', 'states',
            'WindowSquares', 'GradientNoiseScale']
 
 # %% ../nbs/source/11_noise.ipynb #56dc3bc5
@@ -41,7 +39,7 @@ class NoiseEstimate(NamedTuple):
 
 class NoiseAverages:
     "Averages of noise and signal over the last `memory` samples, None: as many as in 50 windows like the first"
-    def __init__(self, memory:float|None): self.memory,self.noise,self.signal,self.samples,self.windows = memory,0.,0.,0.,0
+    def __init__(self, memory:float|None): self.memory,self.noise,self.signal,self.samples,self.windows,self.metric = memory,0.,0.,0.,0,'plain'
     def add(self, noise:float, signal:float, samples:int):
         "Add a window of `samples`, unless it has NaN or infinity"
         if not math.isfinite(noise+signal): return
@@ -49,16 +47,16 @@ class NoiseAverages:
         keep = math.exp(-samples/self.memory)
         for name,o in dict(noise=noise, signal=signal, samples=1).items(): setattr(self, name, keep*getattr(self, name)+samples*o)
         self.windows += 1
-    def estimate(self, metric:str='plain')->NoiseEstimate:
+    def estimate(self)->NoiseEstimate:
         noise,signal = (o/(self.samples or 1) for o in (self.noise, self.signal))
-        return NoiseEstimate(noise/signal if signal > 0 else math.inf, noise, signal, self.windows, metric)
+        return NoiseEstimate(noise/signal if signal > 0 else math.inf, noise, signal, self.windows, self.metric)
 
 # %% ../nbs/source/11_noise.ipynb #42ccc1e9
 def mean_square(state:dict)->Tensor|None:
     "The running mean of squared gradients in the `state` of a parameter: that of fastai's Adam and its kin, or of PyTorch's"
     return state.get('sqr_avg', state.get('exp_avg_sq'))
 
-def norm(grad:Tensor, state:dict={}, hyper:dict={})->Tensor:
+def grad_norm(grad:Tensor, state:dict={}, hyper:dict={})->Tensor:
     "The norm of a gradient, dense or sparse, in the metric of the optimizer with this `state` and `hyper` of its parameter; in float32 or better"
     v = mean_square(state)
     if grad.is_sparse:
@@ -70,7 +68,7 @@ def norm(grad:Tensor, state:dict={}, hyper:dict={})->Tensor:
         grad = grad/(v.sqrt()+hyper['eps']).sqrt()
     return torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
 
-def sum_of_squares(norms:list[Tensor])->Tensor|float: return torch.stack([o.to(norms[0]) for o in norms]).square().sum() if norms else 0.
+def sum_of_squares(norms:list[Tensor])->Tensor: return torch.stack([o.to(norms[0]) for o in norms]).square().sum() if norms else torch.zeros(())
 
 def states(opt:Optimizer|OptimWrapper, with_grad:bool=False)->list[tuple[nn.Parameter,dict,dict]]:
     "Each parameter that is trained, with its state and the hyper-parameters of its group; only those that have a gradient, if `with_grad`"
@@ -82,14 +80,14 @@ def states(opt:Optimizer|OptimWrapper, with_grad:bool=False)->list[tuple[nn.Para
 class WindowSquares:
     "The sum over a window's micro-batches of |g|² times their size, from hooks on the parameters"
     def __init__(self):
-        self.hooks,self.previous,self.previous_size = [],{},(0,0)
+        self.hooks,self.previous,self.previous_size,self.samples = [],{},(0,0),0
         self.clear()
     def __reduce__(self): return type(self),()  # hooks cannot be pickled
-    def clear(self): self.norms,self.squares,self.n,self.result = [],0.,0,None
+    def clear(self): self.norms,self.squares,self.n = [],0.,0
     def watch(self, opt:Optimizer|OptimWrapper):
         "Add the hooks, before a backward pass"
         self.ignore()
-        self.hooks = [p.register_hook(lambda g, o=o: self.norms.append(norm(g.detach(), *o))) for p,*o in states(opt)]
+        self.hooks = [p.register_hook(lambda g, o=o: self.norms.append(grad_norm(g.detach(), *o))) for p,*o in states(opt)]
     def ignore(self):
         "Remove the hooks"
         for o in self.hooks: o.remove()
@@ -97,8 +95,7 @@ class WindowSquares:
     def add(self, micro:MicroBatch):
         "Add the norms that the hooks have seen, unless the micro-batch has no items"
         size = micro.samples if micro.items is None else micro.weight
-        square = sum_of_squares(self.norms)/size if isinstance(size, Tensor) or size else 0.
-        self.squares = self.squares + (torch.where(size > 0, square, 0.) if isinstance(size, Tensor) else square)  # no GPU sync
+        self.squares = self.squares + mean_over(size, sum_of_squares(self.norms)/size)
         self.n = self.n + (size > 0)
 
 # %% ../nbs/source/11_noise.ipynb #6e1d0a04
@@ -111,7 +108,7 @@ def measure(self:WindowSquares, learn:Learner, window:Window):
     self.samples,size,divisor = (window.samples,)*3 if window.is_sum else (window.samples, window.total_weight, 1)
     if window.n_micro == 1 == window.n_processes: sums = self.with_previous(window, opt, loss_scale*divisor)
     else:
-        square = sum_of_squares([norm(p.grad, *o) for p,*o in states(opt, with_grad=True)])
+        square = sum_of_squares([grad_norm(p.grad, *o) for p,*o in states(opt, with_grad=True)])
         sums = self.squares/size/loss_scale**2, square/(loss_scale*divisor)**2/window.n_processes, self.n
     sums = torch.stack([*map(number, sums)])
     if window.n_processes > 1: all_reduce(learn.model, sums)
@@ -127,7 +124,7 @@ def with_previous(self:WindowSquares, window:Window, opt:Optimizer|OptimWrapper,
     for p,*o in states(opt, with_grad=True):
         new,old = p.grad.detach()/scale,self.previous.get(p)
         if old is not None:
-            for l,g in zip(norms, (old, new, old*(1-f)+new*f)): l.append(norm(g, *o))
+            for l,g in zip(norms, (old, new, old*(1-f)+new*f)): l.append(grad_norm(g, *o))
         self.previous[p] = new
     self.samples += old_samples
     old,new,mean = map(sum_of_squares, norms)
@@ -136,7 +133,7 @@ def with_previous(self:WindowSquares, window:Window, opt:Optimizer|OptimWrapper,
 # %% ../nbs/source/11_noise.ipynb #11c53462
 class GradientNoiseScale(CleanUpCallback):
     "Measure the gradient noise scale during accumulation: `recorder.noise_scale` gets an entry for each optimizer step"
-    order,run_valid,starts,metric = GradientAccumulation.order-.5,False,False,'plain'
+    order,run_valid,starts = GradientAccumulation.order-.5,False,False
     after_pred = after_loss = noop  # fastai would search the Learner and its model for them
     def __init__(self,
         memory:float|None=None, # Length of the running averages in samples; None: 50 windows of the size of the first; `math.inf`: all of the fit
@@ -145,7 +142,7 @@ class GradientNoiseScale(CleanUpCallback):
         self.memory,self.squares,self.window,self.averages,self.resumed = memory,WindowSquares(),Window(),NoiseAverages(memory),False
     def estimate(self)->NoiseEstimate:
         "The current estimate"
-        return self.averages.estimate(self.metric)
+        return self.averages.estimate()
     def state_dict(self)->dict:
         "The averages, to be saved"
         return dict(vars(self.averages))
@@ -159,10 +156,9 @@ class GradientNoiseScale(CleanUpCallback):
         self.squares = WindowSquares()
     def before_fit(self): self.starts = is_fitting(self.learn)  # with its first epoch, as the accumulation
     def after_fit(self):
-        if is_fitting(self.learn) and not self.starts: self.clean_up()
-    def before_batch(self):
-        if not self.window.is_filling: self.squares.clear()
+        if is_fitting(self.learn): self.clean_up()
     def before_backward(self):
+        if self.window.is_empty: self.squares.clear()  # also where it starts over, out of memory
         if self.window.micro and self.window.micro.under_way: self.squares.watch(self.learn.opt)
     def after_backward(self):
         if self.squares.hooks: self.squares.add(self.window.micro)
@@ -170,7 +166,6 @@ class GradientNoiseScale(CleanUpCallback):
     def after_batch(self): self.squares.ignore()  # it may have been cancelled
     def before_step(self):
         if self.window.state == WindowState.closed: self.squares.measure(self.learn, self.window)
-    def after_cancel_step(self): self.squares.clear()
 
 # %% ../nbs/source/11_noise.ipynb #a17d6706
 @patch
@@ -194,11 +189,10 @@ def before_train(self:GradientNoiseScale):
 @patch
 def after_step(self:GradientNoiseScale):
     "Add the window to the averages, and record the estimate"
-    if self.squares.result is None: return
+    if self.window.state != WindowState.closed: return  # a step that was cancelled
     squares,mean,n_micro,steps = self.squares.result.tolist()
-    self.metric = 'plain' if steps == math.inf else 'Adam'
+    self.averages.metric = 'plain' if steps == math.inf else 'Adam'
     if n_micro > 1 and steps >= 5: self.averages.add(*noise_and_signal(squares, mean, n_micro, self.squares.samples), self.window.samples)
-    self.squares.clear()
     estimate = self.estimate()
     if hasattr(self.learn, 'recorder'): record(self.learn.recorder, 'noise_scale', estimate)
     if math.isfinite(estimate.noise_scale): self.window.measured['gradient_noise_scale'] = estimate.noise_scale

@@ -16,7 +16,7 @@ from .batches import *
 
 # %% auto #0
 __all__ = ['by_shape', 'can_repeat', 'generator_of', 'default_generators', 'state_of', 'all_states', 'samples_dim', 'Draw',
-           'SameDraws', 'check_same_draws', 'is_compiled', 'check_draws']
+           'SameDraws', 'check_same_draws', 'is_compiled', 'check_not_compiled']
 
 # %% ../nbs/source/06_same_draws.ipynb #d7a50008
 by_shape = {'bernoulli','cauchy','exponential','geometric','log_normal','multinomial','native_dropout','normal','rand','rand_like',
@@ -99,6 +99,7 @@ class SameDraws(TorchDispatchMode):
         super().__init__()
         self.n,self.rows,self.sizes,self.draws,self.before,self.after = n,None,[],{},None,None
         self.last,self.own,self.in_piece = {},{},False
+    def __reduce__(self): return type(None),()  # of one batch: an exported Learner does not need it
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -171,6 +172,7 @@ def next_piece(self:SameDraws, rest:int, micro_bs:int)->int:
     "Samples in the next piece, if `rest` are left: the first is a prime number, which other dimensions are hardly multiples of, and the second differs from it"
     size = next_piece(rest, micro_bs)
     if size == self.n: return size
+    check_same_draws(True, micro_bs)  # 'auto' may find that one sample fits
     if not self.sizes: return next(n for n in range(size, 0, -1) if all(n%d for d in range(2, math.isqrt(n)+1)))
     return next_piece(rest, size-1) if self.sizes == [size] else size
 
@@ -178,10 +180,14 @@ def next_piece(self:SameDraws, rest:int, micro_bs:int)->int:
 @contextmanager
 def again(self:SameDraws, start:int, end:int):
     "Run the piece once more in here, as recomputation does; the random generators stay where they are"
-    with no_random():  # puts their states back
+    own = {g:g.get_state() for g in self.own}
+    with no_random():  # puts the other states back
         self.rewind()
         self.rows = start,end
-        with nullcontext() if self in _get_current_dispatch_mode_stack() else self: yield
+        try:
+            with nullcontext() if self in _get_current_dispatch_mode_stack() else self: yield
+        finally:
+            for g,state in own.items(): g.set_state(state)
 
 def check_same_draws(same_draws:bool, micro_batch_size:int|str|None):
     "Raises TypeError or ValueError unless there are pieces of 2 samples or more, or `same_draws` is False"
@@ -192,7 +198,7 @@ def check_same_draws(same_draws:bool, micro_batch_size:int|str|None):
 
 def is_compiled(model:nn.Module)->bool: return any(hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) for m in model.modules())
 
-def check_draws(model:nn.Module):
+def check_not_compiled(model:nn.Module):
     "Raises ValueError if parts of `model` are compiled: they draw random numbers of their own"
     if is_compiled(model):
         raise ValueError("same_draws=True cannot repeat the random numbers of a compiled model: leave out torch.compile, or same_draws")

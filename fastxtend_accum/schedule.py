@@ -17,7 +17,7 @@ from .accumulation import *
 
 # %% auto #0
 __all__ = ['Numeric', 'check_point', 'fraction_of_fit', 'scheduled_bs', 'GradientAccumulationSchedule', 'check_order',
-           'check_schedule', 'linear_scale', 'sqrt_scale', 'half_life_scale', 'SchedSteps', 'Seesaw', 'seesaw']
+           'check_schedule', 'linear_scale', 'sqrt_scale', 'half_life_scale', 'SchedSteps', 'SeesawSchedule', 'seesaw']
 
 # %% ../nbs/source/10_schedule.ipynb #6c0be3df
 Numeric = int|float
@@ -73,11 +73,10 @@ class GradientAccumulationSchedule(GradientAccumulation):
     def start_fit(self):
         "Start as every accumulation does; warn if 1 epoch may have been meant as 1.0, all of training"
         super().start_fit()
-        n_epoch,epochs = self.learn.n_epoch,{o:getattr(self, o) for o in ('finish','start') if isinstance(getattr(self, o), Integral)}
+        n_epoch = self.learn.n_epoch
         if n_epoch == 1 or hasattr(self.learn, 'lr_finder') or hasattr(self.schedule, 'sizes'): return  # steps have no use for a 1.0
-        if max(epochs.values(), default=0) == 1:
-            name = max(epochs, key=epochs.get)
-            warnings.warn(f"{name}=1 is 1 epoch of the {n_epoch} in this fit; {name}=1.0 would be the end of training")
+        name = first(o for o in ('finish','start') if isinstance(getattr(self, o), Integral) and getattr(self, o) == 1)
+        if name and self.finish <= 1: warnings.warn(f"{name}=1 is 1 epoch of the {n_epoch} in this fit; {name}=1.0 would be the end of training")
 
 # %% ../nbs/source/10_schedule.ipynb #b08381fe
 def check_order(start:Numeric, finish:Numeric):
@@ -92,7 +91,7 @@ def check_schedule(schedule:Callable, start_bs:int, final_bs:int):
 
 @patch
 def sizes(self:GradientAccumulationSchedule)->dict[str,int]:
-    return dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs, **getattr(self.schedule, 'sizes', {}))
+    return getattr(self.schedule, 'sizes', {}) | dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)  # errors name the first
 
 @patch
 def curve(self:GradientAccumulationSchedule, n_epoch:int, smallest_bs:int)->Callable:
@@ -105,9 +104,7 @@ def curve(self:GradientAccumulationSchedule, n_epoch:int, smallest_bs:int)->Call
 def check(self:GradientAccumulationSchedule):
     "Raises ValueError if the callback or its schedule does not fit its Learner"
     GradientAccumulation.check(self)
-    if hasattr(self.learn, 'lr_finder'): return
-    size_at = self.curve(self.learn.n_epoch, self.smallest_bs)
-    for pct in np.linspace(0, 1, 101): size_at(pct)
+    for pct in np.linspace(0, 1, 101): self.size_at(pct)
 
 @patch
 def size_at(self:GradientAccumulationSchedule, pct:float)->int:
@@ -197,13 +194,13 @@ def SchedSteps(
         raise ValueError(f"the points in steps are fractions (float) or epochs (int), not both: {list(steps)}")
     points,sizes = zip(*sorted(steps.items()))
     schedule = partial(_size_after, [o/(points[-1] or 1) for o in points], sizes)
-    schedule.sizes = {f'steps[{i}]':o for i,o in enumerate(sizes)}  # checked against the micro-batch before training
+    schedule.sizes = {f'steps[{o}]':steps[o] for o in points}  # checked against the micro-batch before training
     return dict(start_accum_bs=sizes[0], final_accum_bs=sizes[-1], start=0, finish=points[-1], schedule=schedule)
 
 def _size_after(points, sizes, start, end): return lambda pos: sizes[np.searchsorted(points, pos+_tiny, 'right')-1]
 
 # %% ../nbs/source/10_schedule.ipynb #73c80913
-class Seesaw:
+class SeesawSchedule:
     "A schedule of the batch, which grows as `lr_sched` falls, `growth` times at most, and `lr`, the milder learning rate beside it"
     def __init__(self, lr_sched, growth):
         self.lr_sched,self.growth,at = lr_sched,growth,np.linspace(0, 1, 1001)
@@ -228,7 +225,7 @@ def seesaw(
     for name,size in sizes.items(): check_size(name, size)
     if final_accum_bs < start_accum_bs:
         raise ValueError(f"final_accum_bs={final_accum_bs} is less than start_accum_bs={start_accum_bs}: seesaw's batch grows")
-    schedule = Seesaw(lr_sched, final_accum_bs/start_accum_bs)
+    schedule = SeesawSchedule(lr_sched, final_accum_bs/start_accum_bs)
     if (most := schedule.ratio(1.)) < schedule.growth:
         raise ValueError(f"the learning rate falls only by a factor of {most:.3g}, which takes the batch to {int(start_accum_bs*most)}: "
                          f"use a final_accum_bs of at most {int(start_accum_bs*most)}, not {final_accum_bs}")

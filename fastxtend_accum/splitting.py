@@ -105,7 +105,7 @@ class BatchLoop(CleanUpCallback):
     def lend_loop(self):
         "Run the loop on the batches of `learn.dl`; raises ValueError if the model cannot run on pieces of them"
         if self.micro_batch_size is not None: check_splits(self.learn.model)
-        if self.same_draws: check_draws(self.learn.model)
+        if self.same_draws: check_not_compiled(self.learn.model)
         self.learn.dl = WithLoop(self.learn.dl, self.learn, self.do_one_batch)
 
     def do_one_batch(self):

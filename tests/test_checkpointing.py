@@ -167,6 +167,19 @@ def test_errors():
 @pytest.mark.parametrize('blocks', [lambda m: m.layers, lambda m: list(m.layers[1:3]), lambda m: (o[0] for o in m.layers), lambda m: m])
 def test_own_blocks(blocks): assert_same_state(deep(ActivationCheckpointing(blocks)), deep())
 
+class Named(Deep):
+    "The same blocks in an nn.ModuleDict"
+    def __init__(self): super().__init__(); self.layers = nn.ModuleDict({f'block{i}':o for i,o in enumerate(self.layers)})
+    def forward(self, x):
+        x = self.stem(x)
+        for o in self.layers.values(): x = x+o(x)
+        return self.head(x)
+
+def test_blocks_of_a_module_dict():
+    ours = deep(ActivationCheckpointing(lambda m: m.layers), m=Named())
+    assert ours.activation_checkpointing.found == list(ours.model.layers.values())
+    assert_same_state(ours, deep(m=Named()))
+
 # With other callbacks
 
 @pytest.mark.thin(5)
@@ -224,6 +237,12 @@ class SharedBuffer(Block):
     def forward(self, x):
         if self.training: self.scale.lerp_(x.detach().abs().mean(0), .1)
         return self.m(x/self.reads.scale)
+class RunningNorm(Block):
+    "A norm that uses its running mean in training, too, as Batch Renormalization does"
+    def __init__(self): super().__init__(); self.register_buffer('running_mean', torch.zeros(5))
+    def forward(self, x):
+        if self.training: self.running_mean.lerp_(x.detach().mean(0), .1)
+        return self.m((x-self.running_mean).tanh())
 class PythonRandom(Block):
     def forward(self, x): return self.m(x*(1+random.random()))
 class NumpyRandom(Block):
@@ -261,7 +280,7 @@ class Dense(Chain):
         return self.head(torch.cat(outputs, 1))
 
 @pytest.mark.parametrize('offload', [False, True])
-@pytest.mark.parametrize('make', [Spectral, NewBuffer, SharedBuffer, PythonRandom, NumpyRandom, DenseBlock, AppendsBlock, Transposed])
+@pytest.mark.parametrize('make', [Spectral, NewBuffer, SharedBuffer, RunningNorm, PythonRandom, NumpyRandom, DenseBlock, AppendsBlock, Transposed])
 def test_the_second_run_finds_what_the_first_did(make, offload):
     def run(*cbs):
         m = (Dense if issubclass(make, DenseBlock) else Chain)(make)

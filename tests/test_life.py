@@ -161,10 +161,10 @@ class Pick:
     def __init__(self, which): self.data = data(96)[which].float()
     def __call__(self, i): return self.data[i]
 
-def whole_learner(cbs=None):
+def whole_learner(cbs=None, m=None):
     "A Learner with all that fastai offers: splits, test sets, export"
     dsets = Datasets(list(range(96)), [[Pick(0)], [Pick(1)]], splits=[list(range(64)), list(range(64, 96))])
-    return Learner(dsets.dataloaders(bs=8, shuffle=False, num_workers=0), model().float(), loss_func=MSELossFlat(), opt_func=Adam, cbs=cbs)
+    return Learner(dsets.dataloaders(bs=8, shuffle=False, num_workers=0), m or model().float(), loss_func=MSELossFlat(), opt_func=Adam, cbs=cbs)
 
 @pytest.mark.parametrize('cb', [GradientAccumulation(32), GradientAccumulationSchedule(16, 32), GradientAccumulation(20)])
 def test_validate_predict_and_the_rest(cb):

@@ -7,7 +7,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from common import *
-from fastxtend_accum.noise import NoiseAverages,WindowSquares,norm,sum_of_squares
+from fastxtend_accum.noise import NoiseAverages,WindowSquares,grad_norm,sum_of_squares
 from test_life import whole_learner
 from test_logging import scalars, wandb_history
 
@@ -340,7 +340,7 @@ def test_no_copy_of_the_gradient(opt_func):
         squares.watch(opt)
         loss = sum((p*2).sum() for p in params)
         with Largest() as largest:
-            for p in params: squares.norms.append(norm(p.grad, opt.state[p], opt.hypers[0]))
+            for p in params: squares.norms.append(grad_norm(p.grad, opt.state[p], opt.hypers[0]))
             sum_of_squares(squares.norms)
         loss.backward()
         assert len(squares.norms) == 14 and squares.previous == {}
@@ -458,3 +458,31 @@ def test_plot():
     learn = fit(make_learner(8, cbs=[GradientAccumulation(32, log_accum_batch=False), GradientNoiseScale()]))
     learn.recorder.plot_noise_scale()
     learn.validate(); learn.get_preds()
+
+class FailsBackward(nn.Module):
+    "Out of memory in the backward pass of 32 samples, and in that of the `nth` piece of 16"
+    def __init__(self, nth): super().__init__(); self.m,self.nth,self.n = model(),nth,0
+    def forward(self, x):
+        n,x = len(x),self.m[1](self.m[0](x))
+        self.n += self.training and n == 16
+        if self.training and (n == 32 or n == 16 and self.n == self.nth): x.register_hook(self.fail)
+        return self.m[2](x)
+    def fail(self, g): raise torch.OutOfMemoryError('CUDA out of memory')
+
+def test_pieces_of_a_batch_that_ran_out_of_memory_do_not_count():
+    "The first piece of the second window fits, and the second does not: the window starts over in smaller pieces"
+    def fitted(micro, nth=None):
+        return fit(make_learner(32, m=FailsBackward(nth), cbs=[GradientAccumulation(32, micro_batch_size=micro), GradientNoiseScale(1e-9)]), 1)
+    starts_over,halves,quarters = fitted('auto', nth=4),fitted(16),fitted(8)
+    assert starts_over.gradient_accumulation.micro_bs == 8 and starts_over.model.n == 4  # one to find the size, two in the first window
+    assert_same(noises(starts_over), torch.cat([noises(halves)[:1], noises(quarters)[1:]]), 1e-6)
+    assert (noises(halves)-noises(quarters)).abs().min() > 1e-3
+
+def test_the_metric_is_loaded_with_the_averages():
+    "A state without one, which an earlier version saved, loads too"
+    cb,state = GradientNoiseScale(),fit(make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale()], opt_func=Adam)).gradient_noise_scale.state_dict()
+    cb.load_state_dict(state)
+    assert cb.estimate().metric == 'Adam' and cb.estimate().windows == 4
+    old = GradientNoiseScale()
+    old.load_state_dict({k:o for k,o in state.items() if k != 'metric'})
+    assert old.estimate()[:4] == cb.estimate()[:4]

@@ -190,7 +190,8 @@ def test_bad_steps(steps, words):
     with pytest.raises((TypeError, ValueError), match=words): SchedSteps(steps)
 
 def test_a_step_in_the_middle_must_fit_the_micro_batch():
-    with pytest.raises(ValueError, match=r'steps\[1\]=20 is not a multiple'): sizes(**SchedSteps({0: 16, .5: 20, .75: 64}))
+    for steps,words in ({0: 16, .5: 20, .75: 64}, r'steps\[0.5\]=20'), ({0: 16, 2: 32, 1: 20}, r'steps\[1\]=20'), ({0: 20, .5: 32}, r'steps\[0\]=20'), ({0: 16, .5: 20}, r'steps\[0.5\]=20'):
+        with pytest.raises(ValueError, match=f'{words} is not a multiple'): sizes(**SchedSteps(steps))
     with pytest.raises(ValueError, match='outside'): sizes(**SchedSteps({0: 16, 2: 32, 5: 64}))
 
 # Seesaw

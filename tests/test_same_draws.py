@@ -6,6 +6,7 @@ from hypothesis import given, strategies as st
 
 from common import *
 from test_draws import F_again, N, errors, F_, layers, own
+from test_life import whole_learner
 
 class DropPath(nn.Module):
     "Stochastic depth"
@@ -41,7 +42,7 @@ def assert_equal(a, b, tol=ROUNDING):
     assert_same(losses(a), losses(b), 1e-5)
     assert_same(floats(a.recorder.values), floats(b.recorder.values), 1e-5)
     assert stands == stand
-    assert (weights(a)-weights(Noisy())).abs().max() > 1e-3
+    assert (weights(a)-weights(type(a.model)())).abs().max() > 1e-3
 
 def accum(accum_bs=32, micro=5, **kwargs): return GradientAccumulation(accum_bs, micro_batch_size=micro, same_draws=True, **kwargs)
 
@@ -224,3 +225,78 @@ def test_a_batch_in_one_piece_costs_nothing(monkeypatch):
     def fails(*args): raise AssertionError
     monkeypatch.setattr('fastxtend_accum.same_draws.SameDraws.rewind', fails)
     for cbs in accum(micro=32),GradientCache(32, same_draws=True): run(noisy(32, cbs, n=96))
+
+# Parts that run twice, generators of the user's own, further backward passes, files
+
+class Siamese(nn.Module):
+    "A body that runs twice in a forward pass"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(*[nn.Sequential(nn.Linear(5, 5), nn.Dropout(.3), nn.Tanh(), nn.Linear(5, 5)) for _ in range(2)])
+        self.head = nn.Linear(5, 1)
+    def forward(self, x): return self.head(self.body(x)*self.body(-x))
+
+def test_a_part_that_runs_twice_and_has_checkpoints():
+    "Each of its calls has draws of its own, which the checkpointed modules in it repeat"
+    def fitted(*cbs): return run(noisy(32, [*cbs], n=32, m=Siamese, loss_func=spread))
+    whole = fitted()
+    for cbs in [], [ActivationCheckpointing()]:
+        assert_equal(fitted(*cbs, GradientCache(8, part=lambda m: m.body, same_draws=True)), whole)
+
+class OwnDraws(nn.Module):
+    "Draws from a generator of its own"
+    def __init__(self): super().__init__(); self.m = model()
+    def forward(self, x): return self.m(x*torch.rand(x.shape, generator=own, dtype=x.dtype) if self.training else x)
+
+def test_a_loss_that_draws_from_the_models_own_generator():
+    "The generator goes on from where the forward pass left it, also after the pieces have run again"
+    def loss(pred, targ): return ((pred-targ)**2*torch.rand(pred.shape, generator=own, dtype=pred.dtype)).mean().float() if pred.requires_grad else mse(pred, targ)
+    def fitted(*cbs):
+        res = run(noisy(32, [*cbs], m=OwnDraws, loss_func=loss))
+        return res,own.get_state()
+    (ours,our_state),(whole,state) = fitted(GradientCache(8, same_draws=True)),fitted()
+    assert_equal(ours, whole)
+    assert torch.equal(our_state, state)
+
+class Twice(Callback):
+    "Looks at the gradients before fastai's backward pass, as a callback that balances losses does"
+    def before_backward(self):
+        if self.training: self.norms = [o.norm() for o in torch.autograd.grad(self.learn.loss_grad, list(self.model.parameters()), retain_graph=True)]
+
+@pytest.mark.parametrize('cbs', [lambda: GradientCache(8), lambda: GradientCache(8, same_draws=True), ActivationCheckpointing,
+                                 lambda: [ActivationCheckpointing(), GradientCache(8, same_draws=True)]], ids=['cache','same_draws','checkpoint','both'])
+def test_a_second_backward_pass(cbs):
+    "The pieces, and the checkpointed modules, run again in each"
+    def fitted(*more): return run(noisy(22, [*L(cbs()), *more], n=44, m=Siamese, loss_func=spread))  # in pieces of 7, 8 and 7
+    looked,plain = fitted(Twice()),fitted()
+    assert_equal(looked, plain, 0.)
+    assert len(looked[0].twice.norms) == 10 and all(o > 0 for o in looked[0].twice.norms)
+
+def test_export_and_fit_again():
+    "The numbers of the last batch are not exported"
+    def learner():
+        m = nn.Sequential(nn.Dropout(.3), *model().float())
+        return whole_learner(GradientCache(4, same_draws=True), m)
+    learn = learner()
+    fit(learn, 1).export('learner.pkl')
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        loaded = load_learner('learner.pkl')
+    loaded.dls = learn.dls
+    before = weights(learn)
+    for o in loaded,learn:
+        set_seed(0)
+        fit(o, 1, reset_opt=True)
+        o.export('again.pkl')
+    assert_same(weights(loaded), weights(learn))
+    assert (weights(learn)-before).abs().max() > 1e-3
+
+class FitsOne(Noisy):
+    def forward(self, x):
+        if self.training and len(x) > 1: raise torch.OutOfMemoryError('CUDA out of memory')
+        return super().forward(x)
+
+@pytest.mark.parametrize('cb', [lambda: accum(micro='auto'), lambda: GradientCache('auto', same_draws=True)])
+def test_one_sample_fits_and_is_too_few(cb):
+    with pytest.raises(ValueError, match='same_draws=True needs a micro_batch_size of 2 or more, not 1'): run(noisy(32, cb(), m=FitsOne))
