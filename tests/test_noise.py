@@ -233,6 +233,7 @@ def known(accum, memory, noise=(1., 3.), n=64_000):
     learn = Learner(DataLoaders(DataLoader(ds, bs=32), DataLoader(ds[:4], bs=4)), Products(), lambda pred,targ: pred.mean(), opt_func=SGD, cbs=[accum, GradientNoiseScale(memory)])
     return fit(learn, 1, 1e-3).gradient_noise_scale.estimate().noise_scale
 
+@pytest.mark.long
 def test_memory_is_in_samples():
     """The noise of a sample goes from 20 to 180, its signal is 20; an average that goes back M samples has after 32,000 of them seen exp(-32,000/M) of the first. The same for
     windows of 64, of 256, and for those that grow; in windows, the larger ones would have gone back four times as far"""
@@ -278,6 +279,7 @@ def test_a_window_of_one_is_compared_with_the_one_before(loss):
     assert_same(noises(learn)[1:], expected, 1e-4)
     assert [o.windows for o in learn.recorder.noise_scale] == list(range(9))
 
+@pytest.mark.long
 def test_the_bias_of_a_window_of_one():
     """The loss of sample x is |w-x|²/2, with x from a normal distribution with variance 1 in d directions: the gradient of b samples is w-x̄. A step of SGD with a rate r makes it (1-r)w+rx̄-x̄', so its product
     with the one before is (1-r)|w|²-rd/b on average: the signal is too low by r·tr(HS)/b and by r|w|². Two micro-batches or more have no such bias"""

@@ -60,6 +60,7 @@ def test_links_of_the_project_agree():
     assert urls == [cfg.git_url, cfg.doc_url, f'{cfg.git_url}/blob/{cfg.branch}/CHANGELOG.md', f'{cfg.git_url}/issues']
     assert (root/'CHANGELOG.md').is_file()
 
+@pytest.mark.long
 def test_another_address_is_one_place_and_one_command(tmp_path):
     "The new one stands wherever the old one did, and nothing is left of that"
     copy_repository(tmp_path)
