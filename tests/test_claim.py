@@ -7,8 +7,7 @@ from fastai.callback.mixup import MixUp
 from fastai.losses import *
 
 from common import *
-from fastxtend_accum.losses import LossCheck,check_loss,join_rows,loss_grads
-from fastxtend_accum.losses import n_items
+from fastxtend_accum.losses import LossCheck,check_loss,join_rows,loss_grads,n_items
 
 # Data: 16 samples; some labels are ignored, some values are missing, masks have rare classes
 

@@ -3,8 +3,7 @@ import gc, statistics
 import pytest
 
 from common import *
-from fastxtend_accum.checkpointing import ActivationCheckpointing
-from fastxtend_accum.checkpointing import in_pieces
+from fastxtend_accum.checkpointing import ActivationCheckpointing, in_pieces
 from fastxtend_accum.same_draws import SameDraws
 from fastxtend_accum.window import add_in_float32, average_gradients
 from test_draws import batch, layers as draws_layers, network, trained_on

@@ -426,11 +426,10 @@ def test_a_loss_that_works_in_place_gets_its_targets_again():
     "Memory runs out in the backward pass of a piece that is the whole batch"
     def shifted(pred, targ): return F.mse_loss(pred, targ.sub_(1)).float()
     class Once(Callback):
-        run_valid = False
+        run_valid,done = False,False
         def before_backward(self):
             if self.learn.iter == 1 and not self.done: self.done = True; raise torch.OutOfMemoryError('CUDA out of memory')
     once = Once()
-    once.done = False
     plain = fit(make_learner(16, loss_func=shifted), 1)
     with pytest.warns(UserWarning, match='out of memory in training'): ours = fit(make_learner(16, loss_func=shifted, cbs=[GradientCache('auto'), once]), 1)
     assert once.done and (weights(plain)-weights(model())).abs().max() > .1
