@@ -49,7 +49,7 @@ class GradientAccumulation(BatchLoop):
         for name,size in dict(accum_bs=accum_bs, n_acc=n_acc).items():
             if size is not None: check_size(name, size)
         if accum_bs is not None and n_acc is not None:
-            raise ValueError(f"accum_bs={accum_bs} and n_acc={n_acc} are two names for the samples in a window: pass one of them; micro_batch_size={n_acc} splits batches")
+            raise ValueError(f"accum_bs={accum_bs} and n_acc={n_acc} both set the samples in a window: pass one of them; micro_batch_size={n_acc} would split batches")
         check_micro_batch_size(micro_batch_size)
         check_same_draws(same_draws, micro_batch_size)
         accum_bs = accum_bs or n_acc or (32 if micro_batch_size is None else None)
@@ -136,7 +136,7 @@ def before_batch(self:GradientAccumulation):
     "Start a micro-batch; if no window is filling, restore the hyper-parameters and open one"
     window = self.window
     if self.batches is None:
-        raise RuntimeError(f"learn.one_batch outside of a fit belongs to no window: call it in `with learn.removed_cbs(learn.{self.name})`, or use learn.fit")
+        raise RuntimeError(f"learn.one_batch outside a fit is not part of a window: call it inside `with learn.removed_cbs(learn.{self.name})`, or use learn.fit")
     if not window.is_filling:
         self.hypers.restore(self.learn.opt)
         self.accum_bs = self.size_at(self.learn.pct_train)
@@ -337,7 +337,7 @@ def after_train(self:GradientAccumulation):
 
 @patch
 def step_now(self:GradientAccumulation):
-    "Take the optimizer step of an incomplete window, with all its events, outside of a batch"
+    "Take the optimizer step of an incomplete window, with all its events, outside a batch"
     learn,window = self.learn,self.window
     window.micro = None  # the training metrics have seen it
     if not self.close_window(): return

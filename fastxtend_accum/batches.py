@@ -205,7 +205,7 @@ def is_out_of_memory(e:BaseException|None)->bool:
     return isinstance(e, RuntimeError) and any(o in str(e) for o in _messages) or is_out_of_memory(e.__cause__)
 
 def free_memory():
-    "Give unused memory back; call it outside of an `except` block, whose traceback still holds the tensors"
+    "Give unused memory back; call it outside an `except` block, whose traceback still holds the tensors"
     gc.collect()
     if torch.cuda.is_available(): torch.cuda.empty_cache()
     elif torch.backends.mps.is_available(): torch.mps.empty_cache()

@@ -155,7 +155,7 @@ def measure_noise(learn:Learner, bs:int, micros:list[int], lr_at:Callable, n:int
 # %% ../nbs/source/12_bs_find.ipynb #f16d9959
 class SuggestedBS(NamedTuple):
     "What `bs_find` found"
-    fastest:int # The batch size that reaches a loss soonest, in samples, over all processes
+    fastest:int # The batch size that reaches a given loss soonest, in samples, over all processes
     micro_bs:int # Samples to train on at a time, in each process
     noise_scale:float # Gradient noise scale, in samples; inf if the signal cannot be told from the noise
     time:dict[int,float] # Time to reach a loss, by batch size, relative to the shortest
@@ -170,7 +170,7 @@ def suggest(costs:Costs, noise_scale:float, sizes:list[int], n_proc:int=1)->Sugg
 def advice(found:SuggestedBS, now:int, bs:int, n_proc:int, rule:Callable)->str:
     "`found` in a sentence, for a Learner that trains with `now` samples, in `n_proc` processes with `bs` in a batch of the loader"
     best,times,micro_bs = found.fastest,found.time[now],found.micro_bs
-    fastest = f"{best} samples are fastest{'' if math.isfinite(found.noise_scale) else ', by the time of a sample alone (the signal of the gradient is lost in its noise)'}"
+    fastest = f"{best} samples are fastest{'' if math.isfinite(found.noise_scale) else ', judged by the time per sample alone (the signal of the gradient is lost in its noise)'}"
     if times < 1.05: return f"{fastest}{'' if best == now else f', and your {now} take {times:.2f} times as long'}: nothing to change"
     use,split = f'bs={micro_bs}',f', micro_batch_size={micro_bs}' if micro_bs < bs else ''
     if best > micro_bs*n_proc: use = f'{use} and '*(micro_bs > bs) + f'GradientAccumulation({best}{split})'
@@ -200,10 +200,10 @@ def bs_find(self:Learner,
     lr:float|slice|None=None, # Learning rate that you train with; None: `learn.lr`, as for `fit`
     show_plot:bool=True, # Plot time and samples against the batch size
 )->SuggestedBS:
-    "The batch size that reaches a loss soonest, measured by a short trial at the present weights; leaves the Learner as it is"
+    "The batch size that reaches a given loss soonest, measured by a short trial at the present weights; leaves the Learner as it is"
     dl,accum = self.dls.train,accumulator(self)
     if is_sharded(self.model):
-        raise ValueError(f"bs_find cannot put the shards of a {type(self.model).__name__} back: use DDP, or a model in one piece")
+        raise ValueError(f"bs_find cannot restore a sharded {type(self.model).__name__}: use DDP, or a model that is not sharded")
     if self._grab_cbs(GradientCache):
         raise ValueError("bs_find measures smaller batches, and with GradientCache the loss depends on the size of a batch: compare fits instead")
     try: n = len(dl)
@@ -227,6 +227,6 @@ def bs_find(self:Learner,
     found = suggest(costs._replace(load=load/bs/n_proc, limit=limit/bs/n_proc), noise_scale, sizes, n_proc)
     if rank_distrib(): return found
     more = limits and not larger and costs.falls and found.fastest >= micros[0]*n_proc
-    print(advice(found, now, bs, n_proc, rule) + (f"; a sample takes less time in larger batches, so try a larger {' and '.join(limits)}, too" if more else ''))
+    print(advice(found, now, bs, n_proc, rule) + (f"; a sample takes less time in larger batches, so also try a larger {' and '.join(limits)}" if more else ''))
     if show_plot: plot_bs_find(found)
     return found

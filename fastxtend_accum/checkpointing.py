@@ -77,7 +77,7 @@ def regrouped(m:nn.Sequential)->nn.Sequential:
     return nn.Sequential(*[o[0] if len(o) == 1 else nn.Sequential(*o) for o in groups])
 
 def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Sequential]]:
-    "The blocks of the lists and stages in `model`, none inside of another; and the lists in which simple layers were grouped, with their groups"
+    "The blocks of the lists and stages in `model`, none inside another; and the lists in which simple layers were grouped, with their groups"
     blocks,groups = {},{}
     def visit(m):
         kinds = [type(o) for o in m.children() if has_two_layers(o)]
@@ -117,16 +117,16 @@ class ActivationCheckpointing(BatchLoop):
         self.lend_loop()
 
     def own_blocks(self, model:nn.Module)->list[nn.Module]:
-        "What the function `blocks` returns; raises TypeError or ValueError if these are no modules of the model, or if one is inside of another"
+        "What the function `blocks` returns; raises TypeError or ValueError if these are no modules of the model, or if one is inside another"
         blocks = self.blocks(model)
         if isinstance(blocks, nn.Module): blocks = blocks.children() if is_list(blocks) else [blocks]
         blocks = list(dict.fromkeys(blocks if is_iter(blocks) else [blocks]))
         others = [o for o in blocks if not isinstance(o, nn.Module)]
         if others: raise TypeError(f"blocks must return modules, not {others[0]!r}: such as lambda model: list(model.layers)")
         strangers = [type(o).__name__ for o in blocks if o not in {*model.modules()}]
-        if strangers: raise ValueError(f"blocks must return modules of the model itself, and {strangers[0]} is none, as a slice of an nn.Sequential is")
+        if strangers: raise ValueError(f"blocks must return modules of the model itself, not {strangers[0]}: a slice of an nn.Sequential, for example, is a new module")
         inner = [type(o).__name__ for b in blocks for o in b.modules() if o is not b and o in blocks]
-        if inner: raise ValueError(f"blocks must not be inside of one another, as {inner[0]} is: return the outer or the inner ones")
+        if inner: raise ValueError(f"blocks must not contain one another, and {inner[0]} is inside another block: return the outer or the inner ones")
         return blocks
 
 # %% ../nbs/source/09_checkpointing.ipynb #c14a0014
@@ -187,7 +187,7 @@ class GradientCache(BatchLoop):
         "Start the loop; raises ValueError if the model, which has been wrapped by now, cannot run in pieces"
         model,accum = self.learn.model,accumulator(self.learn)
         if getattr(accum, 'same_draws', False) and not self.same_draws:
-            raise ValueError("GradientAccumulation(same_draws=True) needs the draws of its pieces in one place: set same_draws=True for GradientCache, too")
+            raise ValueError("GradientAccumulation(same_draws=True) needs the draws of its pieces in one place: also set same_draws=True for GradientCache")
         if is_sharded(model):
             raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: use DistributedDataParallel")
         self.lend_loop()
@@ -212,5 +212,5 @@ def forward_context(self:GradientCache):
 
 @patch
 def backward_context(self:GradientCache):
-    "A module that is run again inside of a piece, as by `torch.utils.checkpoint`, draws the same numbers"
+    "A module that is run again inside a piece, as by `torch.utils.checkpoint`, draws the same numbers"
     return ContextManagers([o for o in self.draws if o.rows])

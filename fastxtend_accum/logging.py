@@ -146,7 +146,7 @@ class WindowLoggers(list):
     def detach(self):
         while self: self.pop().detach()
     def after_batch(self):
-        "Log a window that ended outside of a batch"
+        "Log a window that ended outside a batch"
         for o in self: o.cb('after_batch')
 
 # %% ../nbs/source/03_logging.ipynb #9ac85663

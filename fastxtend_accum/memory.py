@@ -202,9 +202,9 @@ class FittingSize:
 
     def how(self, n:int)->str:
         if self.size >= n: return 'fits in memory'
-        return f"is trained in {-(-n//self.size)} micro-batches of {'up to ' if n % self.size else ''}{self.size}"
+        return f"is split into {-(-n//self.size)} micro-batches of {'up to ' if n % self.size else ''}{self.size}"
 
     def remark(self, model:nn.Module, n:int)->str:
         "Says if BatchNorm sees few samples: below 16 its statistics are noisy (arXiv 1803.08494)"
         if self.size >= min(n, 16) or not any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules()): return ''
-        return f"; BatchNorm normalizes {self.size} samples at a time: add ActivationCheckpointing() for more"
+        return f"; BatchNorm normalizes {self.size} samples at a time: with ActivationCheckpointing(), larger micro-batches may fit"

@@ -79,7 +79,7 @@ def call(self:Draw, given:dict, rows:tuple[int,int], total:int):
         per_sample = o.shape[self.dim]//total
         return o.narrow(self.dim, start*per_sample, (end-start)*per_sample)
     def for_all(k, o):
-        "Argument `k` of the whole batch, in the same memory layout; samples outside of the piece have the values of its first one"
+        "Argument `k` of the whole batch, in the same memory layout; samples outside the piece have the values of its first one"
         if k not in self.split: return o
         if k == 'size': return shapes[k]
         strides = [s*total//self.n if s > self.strides[k][self.dim] else s for s in self.strides[k]]
@@ -116,13 +116,13 @@ class SameDraws(TorchDispatchMode):
         g,now = generator_of(given),Draw(func, given, self.rows[1]-self.rows[0])
         key = func,state_of(g)
         if is_new := key not in self.draws:
-            if not self.in_piece: return func(**given)  # run again in the backward pass, as a part of the model outside of the pieces
+            if not self.in_piece: return func(**given)  # run again in the backward pass, as a part of the model outside the pieces
             if self.after is not None:
-                raise ValueError(f"same_draws=True: samples {self.rows[0]} to {self.rows[1]} call {func.name()} where those before them drew other numbers: "
-                                 "leave same_draws out, or let the model draw alike for all samples")
+                raise ValueError(f"same_draws=True: samples {self.rows[0]} to {self.rows[1]} call {func.name()} where earlier samples did not: "
+                                 "leave same_draws out, or make the model draw in the same way for all samples")
             if g not in self.last: self.own[g],self.last[g] = g.get_state(),state_of(g)
             self.check_seen(g, f'before {func.name()}')
-            if any(f.f_code.co_name == 'compile_wrapper' for f,_ in traceback.walk_stack(sys._getframe())):  # outside of a piece it would draw other numbers
+            if any(f.f_code.co_name == 'compile_wrapper' for f,_ in traceback.walk_stack(sys._getframe())):  # outside a piece it would draw other numbers
                 raise ValueError(f"same_draws=True cannot repeat {func.name()} of a compiled function: leave out torch.compile, or same_draws")
             self.draws[key] = now
         self.draws[key].check(now)
@@ -135,7 +135,7 @@ class SameDraws(TorchDispatchMode):
 def check_seen(self:SameDraws, g:torch.Generator, where:str):
     "Raises ValueError if `g` has moved since the last draw"
     if state_of(g) != self.last[g]:
-        raise ValueError(f"same_draws=True: random numbers were drawn {where} by something that it cannot see, such as a compiled function or a kernel of "
+        raise ValueError(f"same_draws=True: random numbers were drawn {where} by code that it cannot see, such as a compiled function or a kernel of "
                          "another package: leave same_draws out")
 
 @patch
@@ -159,8 +159,8 @@ def piece(self:SameDraws, start:int, end:int):
         for g in self.last: self.check_seen(g, 'after all that it can see')
         self.after = all_states()
     elif self.after != all_states():
-        raise ValueError(f"same_draws=True: samples {start} to {end} leave the random generators elsewhere than those before them: "
-                         "leave same_draws out, or let the model draw alike for all samples")
+        raise ValueError(f"same_draws=True: samples {start} to {end} leave the random generators in a different state than earlier samples did: "
+                         "leave same_draws out, or make the model draw in the same way for all samples")
     self.sizes.append(end-start)
     if end == self.n and (len({*self.sizes}) == 1 or self.sizes[0] == 1) and any(o.split for o in self.draws.values()):
         raise ValueError("same_draws=True needs pieces of two sizes, the first of 2 samples or more, to tell the dimension of the samples, "

@@ -36,7 +36,7 @@ def fraction_of_fit(name:str, point:Numeric, n_epoch:int)->float:
     "Where `point`, in epochs (int) or as a fraction (float), lies in a fit of `n_epoch` epochs; raises ValueError if that is outside"
     if not isinstance(point, Integral): return float(point)
     if point <= n_epoch: return point/n_epoch
-    raise ValueError(f"{name}={point} epochs lies outside this fit of {n_epoch} epochs: use an int up to {n_epoch}, or a float for a fraction of training")
+    raise ValueError(f"{name}={point} epochs is outside this fit of {n_epoch} epochs: use an int up to {n_epoch}, or a float for a fraction of training")
 
 def scheduled_bs(pct:float, start_bs:int, final_bs:int, start:float, finish:float, schedule:Callable, smallest_bs:int)->int:
     """The size of a window that opens at `pct` of training: `start_bs` up to `start`, `final_bs` from `finish` on, in between that of
@@ -76,18 +76,18 @@ class GradientAccumulationSchedule(GradientAccumulation):
         n_epoch = self.learn.n_epoch
         if n_epoch == 1 or hasattr(self.learn, 'lr_finder') or hasattr(self.schedule, 'sizes'): return  # steps have no use for a 1.0
         name = first(o for o in ('finish','start') if isinstance(getattr(self, o), Integral) and getattr(self, o) == 1)
-        if name and self.finish <= 1: warnings.warn(f"{name}=1 is 1 epoch of the {n_epoch} in this fit; {name}=1.0 would be the end of training")
+        if name and self.finish <= 1: warnings.warn(f"{name}=1 means after 1 of the {n_epoch} epochs; {name}=1.0 means the end of training")
 
 # %% ../nbs/source/10_schedule.ipynb #b08381fe
 def check_order(start:Numeric, finish:Numeric):
-    if start > finish: raise ValueError(f"start={start} lies after finish={finish}: use a start of at most {finish}")
+    if start > finish: raise ValueError(f"start={start} is after finish={finish}: use a start of at most {finish}")
 
 def check_schedule(schedule:Callable, start_bs:int, final_bs:int):
     if isinstance(schedule, dict): raise TypeError(f"schedule must be an annealer such as SchedCos, not {schedule!r}: for sizes by point use "
                                                    "GradientAccumulationSchedule(**SchedSteps({0: 64, .5: 128}))")
     try: f = schedule(start_bs, final_bs)
     except TypeError as e: raise TypeError(f"schedule={schedule!r} cannot be called with (start, end): {e}; give other arguments with partial") from e
-    if not callable(f): raise TypeError(f"schedule={schedule!r} must give a function of the position, not {f!r}")
+    if not callable(f): raise TypeError(f"schedule={schedule!r} must return a function of the position, not {f!r}")
 
 @patch
 def sizes(self:GradientAccumulationSchedule)->dict[str,int]:
@@ -95,7 +95,7 @@ def sizes(self:GradientAccumulationSchedule)->dict[str,int]:
 
 @patch
 def curve(self:GradientAccumulationSchedule, n_epoch:int, smallest_bs:int)->Callable:
-    "`f(pct)`: samples in a window that opens at `pct` of a fit; raises ValueError if `start` or `finish` lies outside of it"
+    "`f(pct)`: samples in a window that opens at `pct` of a fit; raises ValueError if `start` or `finish` lies outside it"
     start,finish = (fraction_of_fit(o, getattr(self, o), n_epoch) for o in ('start','finish'))
     check_order(start, finish)
     return lambda pct: scheduled_bs(pct, self.start_accum_bs, self.final_accum_bs, start, finish, self.schedule, smallest_bs)
@@ -206,7 +206,7 @@ class SeesawSchedule:
         self.lr_sched,self.growth,at = lr_sched,growth,np.linspace(0, 1, 1001)
         lrs = np.array([float(lr_sched(o)) for o in at])
         if not (lrs.min() >= 0 and 0 < lrs.max() < math.inf):
-            raise ValueError(f"lr_sched must give learning rates, 0 or more, not {lrs.min()} to {lrs.max()}")
+            raise ValueError(f"lr_sched must return learning rates, 0 or more, not {lrs.min()} to {lrs.max()}")
         self.top,self.at_top = lrs.max(),at[lrs == lrs.max()][-1]
     def ratio(self, pos:float)->float:
         "How many times larger the batch is at `pos`: as many times as the scheduled learning rate has fallen"

@@ -182,10 +182,10 @@ def train_or_retry(self:BatchLoop, batch:Batch):
         cb = first(cb for cb in self.searching() if cb.micro_bs > 1)
         if cb is None or not (batch.may_repeat and is_out_of_memory(e)): raise
         error = without_tracebacks(e)
-    learn.pred,learn.loss_grad,learn.loss = None,None,None  # outside of the `except` block, where nothing else holds their tensors
+    learn.pred,learn.loss_grad,learn.loss = None,None,None  # outside the `except` block, where nothing else holds their tensors
     if not self.undo(batch): raise error
     cb.micro_bs = cb.fitting.size = halve(cb.micro_bs, error)
-    warn(f"out of memory in training: micro-batches have {cb.micro_bs} samples from now on")
+    warn(f"out of memory in training: from now on, micro-batches have {cb.micro_bs} samples")
 
 @patch
 def undo(self:BatchLoop, batch:Batch)->bool:

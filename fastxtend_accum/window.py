@@ -230,4 +230,4 @@ def check_rules(rules:dict[str,Callable]|None, opt:Optimizer|OptimWrapper):
     for k,f in (rules or {}).items():
         if k not in known: raise ValueError(f"scale: the optimizer has no hyper-parameter {k!r} to scale: use one of {known}")
         if not callable(f): raise TypeError(f"scale[{k!r}] must be a rule, f(value, ratio), not {f!r}")
-        if not isinstance(o := f(hypers[k], 2.), Real): raise TypeError(f"scale[{k!r}] must give a number, not {o!r}")
+        if not isinstance(o := f(hypers[k], 2.), Real): raise TypeError(f"scale[{k!r}] must return a number, not {o!r}")

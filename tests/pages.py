@@ -45,9 +45,9 @@ def head_faults(cells, name):
 
 # Directives
 
-nbdev_directives = {'default_exp', 'export', 'exporti', 'exports', 'exec_doc', 'hide', 'hide_line', 'colab'}
+nbdev_directives = {'default_exp', 'export', 'exporti', 'exports', 'exec_doc', 'hide', 'hide_line', 'colab', 'long'}
 quarto_options = {'echo', 'eval', 'output', 'include', 'warning', 'error', 'label', 'fig-alt', 'fig-cap', 'code-fold', 'code-summary', 'classes',
-                  'exports'}  # as nbdev passes it on
+                  'exports', 'long'}  # as nbdev passes them on
 
 def options(text):
     "The Quarto options above a cell's code, as a dict"
@@ -66,7 +66,7 @@ def directive_faults(cell):
     for word in words:
         if word[1] not in (quarto_options if word[2] else nbdev_directives): yield f'unknown directive: {word.string}'
     if len(names) != len(set(names)): yield f'said twice: {names}'
-    if 'hide' in names and set(names) - {'hide', 'eval'}: yield f'nbdev drops a hidden cell with its output, so these say nothing: {names}'
+    if 'hide' in names and set(names) - {'hide', 'eval', 'long'}: yield f'nbdev drops a hidden cell with its output, so these say nothing: {names}'
     try: options(source(cell))
     except yaml.YAMLError as e: yield f'no YAML: {e}'
 

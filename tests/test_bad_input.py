@@ -32,10 +32,10 @@ NAN = float('nan')
     (lambda: GradientAccumulationSchedule(16, 64, finish=NAN), 'finish is a fraction of training, so it cannot be nan'),
     (lambda: GradientAccumulationSchedule(16, 64, start=-1), 'start counts epochs from 0, so it cannot be -1'),
     (lambda: GradientAccumulationSchedule(16, 64, start=None), 'start must be a float'),
-    (lambda: GradientAccumulationSchedule(16, 64, start=.5, finish=.2), 'start=0.5 lies after finish=0.2'),
-    (lambda: GradientAccumulationSchedule(16, 64, start=2, finish=1), 'start=2 lies after finish=1'),
+    (lambda: GradientAccumulationSchedule(16, 64, start=.5, finish=.2), 'start=0.5 is after finish=0.2'),
+    (lambda: GradientAccumulationSchedule(16, 64, start=2, finish=1), 'start=2 is after finish=1'),
     (lambda: GradientAccumulationSchedule(16, 64, schedule=SchedPoly), 'give other arguments with partial'),
-    (lambda: GradientAccumulationSchedule(16, 64, schedule=lambda a,b: b), 'must give a function of the position, not 64'),
+    (lambda: GradientAccumulationSchedule(16, 64, schedule=lambda a,b: b), 'must return a function of the position, not 64'),
 ])
 def test_at_once(make, says):
     with pytest.raises((TypeError, ValueError)) as e: make()
@@ -56,8 +56,8 @@ def unsized(cbs):
     (lambda: make_learner(64, cbs=GradientAccumulation(32)), 'use 64, or change'),
     (lambda: make_learner(8, cbs=GradientAccumulationSchedule(20, 64)), 'start_accum_bs=20'),
     (lambda: make_learner(8, cbs=GradientAccumulationSchedule(16, 60)), 'final_accum_bs=60'),
-    (lambda: make_learner(8, cbs=GradientAccumulationSchedule(16, 64, finish=3)), 'finish=3 epochs lies outside this fit of 2 epochs'),
-    (lambda: make_learner(8, cbs=GradientAccumulationSchedule(16, 64, start=1, finish=.3)), 'start=0.5 lies after finish=0.3'),
+    (lambda: make_learner(8, cbs=GradientAccumulationSchedule(16, 64, finish=3)), 'finish=3 epochs is outside this fit of 2 epochs'),
+    (lambda: make_learner(8, cbs=GradientAccumulationSchedule(16, 64, start=1, finish=.3)), 'start=0.5 is after finish=0.3'),
     (lambda: make_learner(8, cbs=GradientAccumulationSchedule(16, 64, schedule=lambda a,b: lambda pos: NAN)), 'batch size of nan'),
     (lambda: make_learner(8, cbs=GradientAccumulationSchedule(16, 64, schedule=lambda a,b: lambda pos: -pos)), 'must be 1 or more samples'),
     (lambda: unsized(GradientAccumulation(32)), 'cannot find the batch size of Unsized'),

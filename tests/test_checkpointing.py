@@ -75,6 +75,7 @@ def trained(make, *cbs, method='fit_one_cycle', n_epoch=2, **kwargs):
     assert sum(not torch.equal(a, b) for a,b in zip(before.values(), state(learn).values())) > 3
     return learn
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize('make,cbs,method', [(resnet, [MixUp], 'fine_tune'), (xresnet, [], 'fit_one_cycle'), (narrow_unet, [], 'fit_one_cycle'),
                                             pytest.param(unet, [], 'fit_one_cycle', marks=pytest.mark.long), (convnext, [MixUp], 'fit_one_cycle'), (transformer, [], 'fit_one_cycle'), (regnet, [], 'fit_one_cycle'), (densenet, [], 'fit')])
 def test_equals_the_plain_fit(make, cbs, method):
@@ -149,7 +150,7 @@ def deep(*cbs, bs=32, n_epoch=2, m=None, seed=5, **kwargs):
 @pytest.mark.parametrize('blocks,error,says', [
     (lambda m: [], ValueError, 'finds no blocks'), (lambda m: None, TypeError, 'must return modules, not None'), (lambda m: [1], TypeError, 'must return modules, not 1'),
     (lambda m: [nn.Linear(1, 1)], ValueError, 'modules of the model itself, and Linear is none'),
-    (lambda m: [m.layers[0], m.layers[0][0]], ValueError, 'must not be inside of one another, as Linear is')])
+    (lambda m: [m.layers[0], m.layers[0][0]], ValueError, 'must not contain one another, and Linear is inside another block')])
 def test_own_blocks_are_checked(blocks, error, says):
     learn = make_learner(32, m=Deep(), cbs=ActivationCheckpointing(blocks))
     before = weights(learn)
@@ -371,6 +372,7 @@ class Measured(Callback):
         if self.training: self.kept = self.live.now
     def before_step(self): self.live.__exit__(None, None, None); raise CancelFitException
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize('make,at_most', [(resnet, .25), (unet, .5), (convnext, .3), (transformer, .3), (regnet, .5), (densenet, .3)])
 def test_live_bytes(make, at_most):
     def run(*cbs): return learner_of(make, [Measured(), *cbs])

@@ -113,6 +113,7 @@ def split(n, micro_bs):
     while rest: same.sizes.append(same.next_piece(rest, micro_bs)); rest -= same.sizes[-1]
     return same.sizes
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize('name', layers)
 @pytest.mark.parametrize('micro_bs', [16, 7, 4, 2])
 def test_pieces_are_the_whole_batch(name, micro_bs):
@@ -186,9 +187,9 @@ errors = dict(
     samples_chosen=(lambda x: x[torch.randint(len(x), (len(x),))], 'cannot tell .* aten::randint'),
     samples_drawn=(lambda x: x[torch.multinomial(torch.ones(len(x)), len(x))], 'cannot tell .* aten::multinomial'),
     pairs_of_samples=(lambda x: (torch.rand(len(x), len(x), dtype=x.dtype)@x.flatten(1)).view_as(x), 'cannot tell .* aten::rand'),
-    hidden=(lambda x: F.dropout(hidden(x.detach()), .5)*x, 'something that it cannot see'), hidden_at_the_end=(lambda x: x*hidden(x.detach()), 'something that it cannot see'),
-    reseeded=(reseeded, 'something that it cannot see'), other_operation=(other_operation, 'drew other numbers'), more_draws=(more_draws, 'drew other numbers'), fewer_draws=(fewer_draws, 'generators elsewhere'),
-    per_sample=(per_sample, 'drew other numbers'), numpy_per_sample=(numpy_per_sample, 'generators elsewhere'),
+    hidden=(lambda x: F.dropout(hidden(x.detach()), .5)*x, 'code that it cannot see'), hidden_at_the_end=(lambda x: x*hidden(x.detach()), 'code that it cannot see'),
+    reseeded=(reseeded, 'code that it cannot see'), other_operation=(other_operation, 'earlier samples did not'), more_draws=(more_draws, 'earlier samples did not'), fewer_draws=(fewer_draws, 'in a different state than earlier samples'),
+    per_sample=(per_sample, 'earlier samples did not'), numpy_per_sample=(numpy_per_sample, 'in a different state than earlier samples'),
     compiled=(torch.compile(lambda x: F.dropout(x, .5), backend='eager'), 'aten::bernoulli_.float of a compiled function'))
 
 @pytest.mark.parametrize('name', errors)

@@ -46,6 +46,7 @@ def images_learner(tfms, bs, cbs, n=32):
     dls = DataLoaders(DataLoader(ds, bs=bs, after_batch=lambda b: (tfms(TensorImage(b[0])), b[1])), DataLoader(ds[:8], bs=8))
     return Learner(dls, nn.Sequential(nn.Flatten(), nn.Linear(108, 1)), loss_func=MSELossFlat(), opt_func=SGD, cbs=cbs)
 
+@pytest.mark.long
 def test_augmentation():
     "`aug_transforms` draws for each sample"
     make = partial(images_learner, aug_transforms(max_warp=0.))
@@ -77,11 +78,13 @@ def test_a_shuffled_epoch(seed):
 
 # Not equal
 
+@pytest.mark.long
 def test_what_is_drawn_once_a_batch_is_drawn_once_a_micro_batch():
     "A window has four rectangles of `RandomErasing`, so its gradient varies less than that of the large batch with one"
     small,big = (gradients_of(partial(images_learner, [RandomErasing(p=1.)]), bs, range(200)) for bs in (8, 32))
     assert .1 < small.var(0).sum()/big.var(0).sum() < .5
 
+@pytest.mark.long
 def test_mixup_mixes_within_the_micro_batch():
     "So one sample in 8, not one in 32, is its own partner; with `GradientCache` it mixes the whole batch"
     def own(bs, *cbs):

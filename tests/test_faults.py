@@ -134,6 +134,7 @@ print(forked(lambda: run('killed.pt', learner(save, Kill()))))
 print(forked(lambda: run('resumed.pt', learner().load('model_1', with_opt=True), start_epoch=2)))
 '''
 
+@pytest.mark.long
 def test_killed_in_the_middle_of_an_epoch_and_resumed():
     out = subprocess.run([sys.executable, '-W', 'ignore', '-c', SCRIPT.format(tests=str(Path(__file__).parent))], capture_output=True, text=True, timeout=SECONDS)
     assert out.stdout.split() == ['0', str(-signal.SIGKILL), '0'], out.stderr[-2000:]

@@ -87,6 +87,7 @@ def test_any_window_is_bit_for_bit_a_loop_that_adds_up_in_float32(n, micro, k, d
     for a,b in zip(learn.keep_grads.grads, expected, strict=True): assert_same(a, b)
     assert_same(weights(learn), w)
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize('dtype', half, ids=str)
 def test_the_error_is_that_of_one_batch(dtype):
     "Of 64 samples, at once, 8 and 1 at a time: medians over 20 networks against float64"
@@ -181,6 +182,7 @@ class Strike(Callback):
         self.n += 1
         if self.n == self.nth: raise self.exc
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize('order', [-5, 7])
 @pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','before_backward','after_backward'])
 @pytest.mark.parametrize('exc', [CancelBatchException, CancelTrainException, CancelEpochException, KeyboardInterrupt])

@@ -59,6 +59,7 @@ def fit_over_batch(cbs=None, loss='info_nce', n=100, bs=32, opt_func=SGD, m=None
                          splitter=lambda m: [list(m.parameters())+extra], **kwargs)
     return fit(learn, n_epoch, lr, method='fit_one_cycle')
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize('opt_func', [SGD, Adam, partial(OptimWrapper, opt=torch.optim.AdamW)])
 @pytest.mark.parametrize('loss', losses_over_the_batch)
 @pytest.mark.parametrize('micro', [1, 8, 10, 32, 100])
@@ -321,7 +322,7 @@ def test_peak_memory():
 
 # Nothing is left on the model
 
-@pytest.mark.thin(7)
+@pytest.mark.thin(19)
 @pytest.mark.parametrize('order', [-5, 99, math.inf])
 @pytest.mark.parametrize('event', EVENTS)
 @pytest.mark.parametrize('exc', [KeyboardInterrupt, ZeroDivisionError, CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException,
@@ -378,7 +379,7 @@ def test_auto(capsys):
             if self.training and len(x) > 9: raise torch.OutOfMemoryError('CUDA out of memory')
             return super().forward(x)
     a,b = (fit_over_batch(GradientCache(micro), m=Limited(.3, True), n=96) for micro in ('auto', 8))
-    assert a.gradient_cache.micro_bs == 8 and "micro_batch_size='auto': each batch of 32 is trained in 4 micro-batches of 8" in capsys.readouterr().out
+    assert a.gradient_cache.micro_bs == 8 and "micro_batch_size='auto': each batch of 32 is split into 4 micro-batches of 8" in capsys.readouterr().out
     assert_same(all_params(a), all_params(b))
     for o,p in zip(a.model.buffers(), b.model.buffers(), strict=True): assert_same(o, p)
 

@@ -31,7 +31,7 @@ def after_a_fault(learn):
 @pytest.fixture(scope='module')
 def undisturbed(): return {o: after_a_fault(clean(GradientAccumulation(32, remainder=o))) for o in ('step','carry','drop')}
 
-@pytest.mark.thin(13)
+@pytest.mark.thin(29)
 @pytest.mark.parametrize('order', [-5, 7, 99])
 @pytest.mark.parametrize('event', EVENTS)
 @pytest.mark.parametrize('exc', [KeyboardInterrupt, ZeroDivisionError, *CANCELS, CancelStepException, CancelBackwardException])

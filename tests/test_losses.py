@@ -144,6 +144,7 @@ def pictures(bs, cbs, loss_func, n=96, lr=.1):
     m = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
     return fit(Learner(DataLoaders(DataLoader(ds, bs=bs), DataLoader(ds[:16], bs=16)), m, loss_func, opt_func=SGD, cbs=cbs), 2, lr)
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize('loss_func', [CrossEntropyLossFlat, FocalLossFlat, LabelSmoothingCrossEntropyFlat,
                                        partial(CrossEntropyLossFlat, weight=tensor([1.,2.,3.,4.])), partial(CrossEntropyLossFlat, reduction='sum')])
 @pytest.mark.parametrize('mix', [FixedMixUp, FixedCutMix])

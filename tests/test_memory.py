@@ -25,6 +25,7 @@ def test_numbers_for_a_piece_are_none_for_each_of_its_samples(kind, n):
 
 # Splitting
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize('loader, micro, accum', [(32, 8, 32), (32, 8, None), (16, 4, 48), (32, 7, 32), (30, 7, 60), (32, 32, 96), (32, 40, 32), (32, 1, 32)])
 @pytest.mark.parametrize('n', [96, 100])
 @pytest.mark.parametrize('drop_last', [False, True])
@@ -225,6 +226,7 @@ def limited(limit, micro, where='forward', n=128, bs=32, accum=64, cbs=(), **kwa
 def state(learn): return [weights(learn), *(b.double() for b in learn.model.buffers()), torch.get_rng_state(), tensor(random.random()),
                           tensor(np.random.rand()), tensor(learn.dls.train.rng.random())]
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize('where', ['forward', 'backward'])
 @pytest.mark.parametrize('limit, size, mix', [*itertools.product([100, 32, 31, 9], [None], [False, True]), (1.5, 1, False)])
 def test_auto_is_the_size_given(where, limit, size, mix, capsys):
@@ -243,7 +245,7 @@ def test_auto_is_the_size_given(where, limit, size, mix, capsys):
     assert a == b == size
     for o,p in zip(states, given[0], strict=True): assert_same(o, p)
     assert_same(ls, given[1]); assert_same(lrs, given[2])
-    how = 'fits in memory' if size == 32 else f'is trained in {32//size} micro-batches of {size}'
+    how = 'fits in memory' if size == 32 else f'is split into {32//size} micro-batches of {size}'
     assert said.count('\n') == 1 and f"micro_batch_size='auto': each batch of 32 {how}" in said
 
 def test_the_sizes_that_are_tried():
@@ -329,6 +331,7 @@ class Squeeze(Callback):
     def before_batch(self):
         if self.train_iter >= self.at: self.model.limit = self.to
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize('where', ['forward', 'backward'])
 @pytest.mark.parametrize('at', [1, 2, 3])
 @pytest.mark.parametrize('to', [8, 5])
@@ -480,6 +483,7 @@ def run(megabytes):
 for megabytes in None,50: assert forked(run, megabytes) == 0
 '''
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith('linux'), reason='RLIMIT_AS')
 def test_the_allocator_itself_fails():
     "512 samples take some 90 MB: with 50 MB to spare, a quarter of them or less fits, and the fit is the same"

@@ -46,7 +46,7 @@ def by_hand(grads, sizes, units):
 
 # Without bias
 
-@pytest.mark.thin(5)
+@pytest.mark.long
 @pytest.mark.parametrize('sizes', [(24, 8), (16, 16), (4, 8, 4, 16)])
 def test_unbiased(sizes):
     "2,200 windows against the truth, within 2%; estimators that forget something fail the same check"
@@ -353,6 +353,7 @@ def test_no_copy_of_the_gradient(opt_func):
 
 def hooked(learn): return [p for p in learn.model.parameters() if p._backward_hooks]
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step', 'after_step', 'after_batch'])
 @pytest.mark.parametrize('error', [KeyboardInterrupt, RuntimeError, CancelFitException, CancelEpochException, CancelTrainException])
 def test_no_hooks_after_a_fit_that_ended(event, error):

@@ -1,11 +1,12 @@
-"Every notebook runs. `nbdev-test` does the same for a notebook or a folder: `nbdev-test --path nbs/guides`"
+"""Every notebook runs, but for its cells with `#| long`, which show what they stored: `pytest -m colab` computes that anew.
+`nbdev-test` does the same for a notebook or a folder: `nbdev-test --path nbs/guides`, and `--flags long` runs all cells"""
 import gc, multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import nbformat, pytest
 from nbdev.test import test_nb as run_notebook
 
-from pages import copy_repository, notebooks, page_name, root
+from pages import cfg, copy_repository, notebooks, page_name, root
 
 SECONDS = 3600  # that a cell may take; 20 on a machine that does nothing else
 
@@ -25,7 +26,7 @@ def run(path, home):
     "Whether notebook `path` ran through"
     gc.freeze()  # as in conftest.py
     multiprocessing.set_start_method(None, force=True)  # the processes that it starts are forks again, where that is the default
-    return run_notebook(path, basepath=home, cell_timeout=SECONDS)[0]
+    return run_notebook(path, skip_flags=cfg.tst_flags.split(), basepath=home, cell_timeout=SECONDS)[0]
 
 def passes(path, fresh, home):
     with ProcessPoolExecutor(1, mp_context=fresh) as pool: return pool.submit(run, path, home).result()

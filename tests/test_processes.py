@@ -311,6 +311,7 @@ def test_table_of_the_page(world):
     assert [[float(o) for o in row.split('|')] for row in table] == rows
     assert f'model of {len(weights(model()))} parameters' in page
 
+@pytest.mark.long
 def test_a_process_that_fails_ends_all():
     code,_,err = launch(2, 'folder', 'one_fails')
     assert code != 0 and 'the disk is full' in err

@@ -153,7 +153,7 @@ def test_lr_find_is_not_scaled():
 
 @pytest.mark.parametrize('scale, kind, words', [
     (dict(learning_rate=sqrt_scale), ValueError, "no hyper-parameter 'learning_rate'.*'lr'"), (sqrt_scale, TypeError, 'must be a dict'),
-    (dict(lr=2.), TypeError, r'scale\[.lr.\] must be a rule'), (dict(lr=lambda value,ratio: None), TypeError, 'must give a number')])
+    (dict(lr=2.), TypeError, r'scale\[.lr.\] must be a rule'), (dict(lr=lambda value,ratio: None), TypeError, 'must return a number')])
 def test_bad_rules(scale, kind, words):
     learn = make_learner(8, cbs=jump(scale))
     with pytest.raises(kind, match=words): fit(learn)

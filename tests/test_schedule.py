@@ -39,7 +39,7 @@ def test_any_annealer(name, ends):
     assert len(set(sizes(learn))) > 3
 
 def test_int_counts_epochs_and_float_is_a_fraction():
-    with pytest.warns(match='=1 is 1 epoch of the 4'):
+    with pytest.warns(match='=1 means after 1 of the 4'):
         assert sizes(scheduled(16, 64, start=1, finish=1)) == [16]*8 + [64]*6
         assert sizes(scheduled(16, 64, start=.25, finish=.25)) == [16]*8 + [64]*6
         assert sizes(scheduled(16, 64, start=1, finish=1)) == sizes(scheduled(16, 64, start=1, finish=.25))
@@ -60,7 +60,7 @@ def test_a_one_warns_which_it_is(n_epoch, name, kwargs):
         fit(learn, n_epoch)
         fit(learn, n_epoch)
     warned = [str(o.message) for o in warned if 'epoch of' in str(o.message)]
-    assert warned == ([f'{name}=1 is 1 epoch of the {n_epoch} in this fit; {name}=1.0 would be the end of training']*2 if name else [])
+    assert warned == ([f'{name}=1 means after 1 of the {n_epoch} epochs; {name}=1.0 means the end of training']*2 if name else [])
 
 def test_ties_go_up():
     def at(pct): return scheduled_bs(pct, 16, 64, 0., 1., SchedLin, 16)
@@ -116,6 +116,7 @@ def test_windows_of_a_schedule_are_exact():
 
 # The preview
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize('name', annealers)
 @pytest.mark.parametrize('remainder', ['step', 'drop', 'carry'])
 @pytest.mark.parametrize('n,drop_last', [(128, False), (124, False), (124, True)])
