@@ -151,7 +151,7 @@ class WindowLoggers(list):
 
 # %% ../nbs/source/03_logging.ipynb #9ac85663
 def mend_wandb():
-    "Work around a bug of `WandbCallback` in fastai 2.8.10-2.8.12"
+    "Work around a bug of `WandbCallback` in fastai 2.8.9-2.8.12"
     def plain_args(o):
         args = init_args(o) if hasattr(o, '__dict__') else {}
         return {k:v for k,v in args.items() if not isinstance(v, (nn.Module, DataLoaders, L))}
