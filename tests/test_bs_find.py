@@ -357,7 +357,7 @@ def test_what_to_make_larger(micro_batch_size, words, clock, monkeypatch, capsys
     costs,found = costs_of(learn, monkeypatch)
     assert found.fastest >= 64 and max(costs.batch) == {None:512, 64:64}.get(micro_batch_size, 32) and costs.falls == (micro_batch_size is not None)
     said = capsys.readouterr().out
-    assert said.endswith(f'; a sample takes less time in larger batches, so try a larger {words}, too\n') if words else 'try a larger' not in said
+    assert said.endswith(f'; a sample takes less time in larger batches, so also try a larger {words}\n') if words else 'try a larger' not in said
 
 def test_larger_batches_that_may_be_faster():
     "Where they are not measured"
@@ -483,7 +483,7 @@ def test_errors_before_training():
         change(learn)
         with pytest.raises(ValueError, match=said) as e: find(learn)
         assert not trained and len(str(e.value).splitlines()) == 1
-    fails('the shards of a Sequential', lambda learn: setattr(learn.model, 'set_requires_gradient_sync', noop))
+    fails('cannot restore a sharded Sequential', lambda learn: setattr(learn.model, 'set_requires_gradient_sync', noop))
     fails('with GradientCache the loss depends on the size of a batch', lambda learn: learn.add_cb(GradientCache(2)))
     fails('the training DataLoader has no length', lambda learn: setattr(learn.dls.train, 'n', None))
     fails('the training DataLoader has none', lambda learn: setattr(learn.dls.train, 'n', 0))

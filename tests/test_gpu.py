@@ -100,7 +100,7 @@ def test_another_program_takes_memory():
     holds_40,holds_64 = memory_for('convnext_tiny', 40),memory_for('convnext_tiny', 64)
     taken = (holds_64-holds_40)*2  # from room for 72 samples to room for 24
     limit_memory(holds_64+(holds_64-holds_40)//3)
-    with pytest.warns(UserWarning, match='out of memory in training: micro-batches have'): tight,_ = fit_images('convnext_tiny', 'auto', cbs=[Another()])
+    with pytest.warns(UserWarning, match='out of memory in training: from now on, micro-batches have'): tight,_ = fit_images('convnext_tiny', 'auto', cbs=[Another()])
     assert tight.gradient_accumulation.micro_bs < 64 and len(losses(tight)) == 2
     assert_same_fit(tight, free)
 

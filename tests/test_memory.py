@@ -340,7 +340,7 @@ def test_memory_that_runs_out_later(where, at, to):
     def plain(learn): learn.model.m = nn.Sequential(*[o for o in learn.model.m if not isinstance(o, (nn.BatchNorm1d, nn.Dropout))]); return learn
     learn = plain(limited(16, 'auto', where, accum=32, cbs=[Squeeze(at, to)]))
     big = fit(plain(limited(1000, 32, accum=32)), 1)
-    with pytest.warns(UserWarning, match='out of memory in training: micro-batches have'): fit(learn, 1)
+    with pytest.warns(UserWarning, match='out of memory in training: from now on, micro-batches have'): fit(learn, 1)
     assert learn.gradient_accumulation.micro_bs == (8 if to == 8 else 4)
     assert_same(weights(learn), weights(big), FLOAT32)
     assert_same(losses(learn), losses(big), FLOAT32)

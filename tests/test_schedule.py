@@ -56,10 +56,10 @@ def test_a_one_warns_which_it_is(n_epoch, name, kwargs):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter('always')
         with learn.no_bar(): learn.lr_find(num_it=20, show_plot=False)
-        assert not [o for o in warned if 'epoch of' in str(o.message)]
+        assert not [o for o in warned if 'end of training' in str(o.message)]
         fit(learn, n_epoch)
         fit(learn, n_epoch)
-    warned = [str(o.message) for o in warned if 'epoch of' in str(o.message)]
+    warned = [str(o.message) for o in warned if 'end of training' in str(o.message)]
     assert warned == ([f'{name}=1 means after 1 of the {n_epoch} epochs; {name}=1.0 means the end of training']*2 if name else [])
 
 def test_ties_go_up():
