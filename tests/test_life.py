@@ -207,6 +207,8 @@ def test_resume_with_start_epoch():
     resumed = make_learner(8, n=88, opt_func=Adam, cbs=GradientAccumulation(32)).load('model_0', with_opt=True)
     fit(resumed, 3, method='fit_one_cycle', start_epoch=1)
     assert_same(weights(resumed), weights(whole), ROUNDING)
+    again = fit(make_learner(8, n=88, cbs=GradientAccumulation(32)), 3, method='fit_flat_cos', start_epoch=1)  # fastai's begins at 0 again
+    assert [len(o.recorder.losses) for o in (resumed, again)] == [6, 9]
 
 def test_reduce_lr_on_plateau_reaches_a_carried_window():
     "The learning rate that a callback sets between epochs survives the step of a window that began before"
