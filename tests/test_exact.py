@@ -104,6 +104,14 @@ def test_batchnorm_sees_the_micro_batch():
     big,small = (fit(make_learner(bs, m=deepcopy(m), cbs=cbs)) for bs,cbs in ((32, None), (8, GradientAccumulation(32))))
     assert (weights(small)-weights(big)).abs().max() > 1e-3
 
+def test_layer_and_group_norm():
+    "They normalize each sample by itself"
+    for norm in nn.LayerNorm(8),nn.GroupNorm(2, 8):
+        m = nn.Sequential(nn.Linear(5, 8), norm, nn.Tanh(), nn.Linear(8, 1)).double()
+        big,small,plain = (fit(make_learner(bs, m=deepcopy(m), cbs=cbs)) for bs,cbs in ((32, None), (8, GradientAccumulation(32)), (8, None)))
+        assert_same(weights(small), weights(big), ROUNDING)
+        assert (weights(plain)-weights(big)).abs().max() > 1e-3
+
 def test_bn_freeze_acts_on_layers_without_gradient_only():
     "A frozen body with `train_bn=False` is exact; with fastai's default, and after `unfreeze`, BatchNorm trains on"
     def run(bs, cbs, train_bn, unfrozen):

@@ -210,6 +210,13 @@ def test_resume_with_start_epoch():
     again = fit(make_learner(8, n=88, cbs=GradientAccumulation(32)), 3, method='fit_flat_cos', start_epoch=1)  # fastai's begins at 0 again
     assert [len(o.recorder.losses) for o in (resumed, again)] == [6, 9]
 
+def test_resume_with_carry_loses_the_open_window():
+    "24 of 88 samples are left for the next epoch: the resumed fit begins with none"
+    def learner(): return make_learner(8, n=88, cbs=GradientAccumulation(32, remainder='carry'))
+    whole = fit(learner(), 3, method='fit_one_cycle', cbs=SaveModelCallback(every_epoch=True, with_opt=True))
+    resumed = fit(learner().load('model_0', with_opt=True), 3, method='fit_one_cycle', start_epoch=1)
+    assert [sum(o.recorder.accum_bs) for o in (whole, resumed)] == [8*32, 5*32]  # the first epoch had 2 windows
+
 def test_reduce_lr_on_plateau_reaches_a_carried_window():
     "The learning rate that a callback sets between epochs survives the step of a window that began before"
     learn = make_learner(8, n=88, cbs=[GradientAccumulation(32, remainder='carry'), ReduceLROnPlateau(min_delta=10.)])
