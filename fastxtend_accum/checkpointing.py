@@ -13,16 +13,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten,tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from .batches import *
+from .checks import *
+from .nested import *
 from .processes import *
-from .logging import *
+from .fit import *
 from .memory import *
-from .same_draws import *
-from .splitting import *
+from .pieces import *
 
 # %% auto #0
 __all__ = ['FirstState', 'checkpointed', 'has_weight', 'is_simple', 'is_list', 'has_two_layers', 'is_long', 'regrouped',
-           'find_blocks', 'ActivationCheckpointing', 'to_cpu', 'from_cpu', 'in_pieces', 'GradientCache']
+           'find_blocks', 'ActivationCheckpointing', 'to_cpu', 'from_cpu']
 
 # %% ../nbs/source/09_checkpointing.ipynb #c14a0008
 class FirstState:
@@ -92,7 +92,7 @@ def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Se
     return list(blocks),groups
 
 # %% ../nbs/source/09_checkpointing.ipynb #c14a0011
-class ActivationCheckpointing(BatchLoop):
+class ActivationCheckpointing(Way):
     "Keep only the inputs of the model's blocks, and compute the activations inside them again in the backward pass: the same fit, bit for bit"
     order = sys.maxsize  # the loops of all others come first, and a `GradientCache` splits what is checkpointed
     def __init__(self,
@@ -114,7 +114,7 @@ class ActivationCheckpointing(BatchLoop):
         self.found,self.groups = find_blocks(model) if self.blocks is None else (self.own_blocks(model),{})
         if not self.found: raise ValueError(f"ActivationCheckpointing finds no blocks in {name}: no nn.Sequential or nn.ModuleList of blocks: name the "
                                             "modules with blocks=lambda model: [...]")
-        self.lend_loop()
+        self.join_loop()
 
     def own_blocks(self, model:nn.Module)->list[nn.Module]:
         "What the function `blocks` returns; raises TypeError or ValueError if these are no modules of the model, or if one is inside another"
@@ -149,68 +149,4 @@ def backward_context(self:ActivationCheckpointing):
     return ContextManagers(groups + [replaced(m, 'forward', self.run_block(m)) for m in self.found])
 
 @patch
-def forward_context(self:ActivationCheckpointing): return self.backward_context() if self.learn.training else nullcontext()
-
-# %% ../nbs/source/09_checkpointing.ipynb #41c70a9e
-def in_pieces(forward:Callable, module:nn.Module, micro_bs:int, draws:Callable|None=None)->Callable:
-    "`forward` of `module` in the memory of `micro_bs` samples: pieces but the last run again in the backward pass. `draws(n)`: a `SameDraws` of the whole batch"
-    def copied(*args, **kwargs):  # it may work in place, and the pieces are views of one batch
-        args,kwargs = each_tensor(torch.clone, (args, kwargs))
-        return forward(*args, **kwargs)
-    def pieces_forward(*args, **kwargs):
-        same = draws(input_size(args, kwargs)) if draws else None
-        def again(*args, **kwargs): return checkpointed(copied, module, partial(same.again, *same.rows) if same else nullcontext)(*args, **kwargs)
-        outputs = split_forward(copied, micro_bs, again, same)(*args, **kwargs)
-        if same and same.rows:  # each backward pass begins with the last piece, which is not run again, but may have modules that are
-            for o in tensors_in(outputs):
-                if o.requires_grad: o.register_hook(lambda _, rows=same.rows: setattr(same, 'rows', rows))
-        return outputs
-    return pieces_forward
-
-# %% ../nbs/source/09_checkpointing.ipynb #2d9b4c14
-class GradientCache(BatchLoop):
-    "Compute the loss on the whole batch of the DataLoader, while the model holds `micro_batch_size` of its samples at a time"
-    order = math.inf  # the loop of a `GradientAccumulation` comes first, if there is one
-    def __init__(self,
-        micro_batch_size:int|str, # Samples that the model sees at a time; 'auto': halved until it fits in memory
-        part:Callable|None=None, # `part(model)`: the submodule that sees micro-batches, such as `lambda m: m[0]` for a body without its head; None: the whole model
-        same_draws:bool=False, # Micro-batches get the random numbers of the whole batch, for dropout and noise in the model; slower
-    ):
-        check_micro_batch_size(micro_batch_size)
-        check_same_draws(same_draws, micro_batch_size)
-        if micro_batch_size is None: raise TypeError("micro_batch_size must be a number of samples or 'auto', not None")
-        check_callable('part', part, 'a function of the model')
-        store_attr()
-        self.micro_bs,self.fitting,self.draws = None if micro_batch_size == 'auto' else micro_batch_size,FittingSize(),[]
-
-    def before_train(self):
-        "Start the loop; raises ValueError if the model, which has been wrapped by now, cannot run in pieces"
-        model,accum = self.learn.model,accumulator(self.learn)
-        if getattr(accum, 'same_draws', False) and not self.same_draws:
-            raise ValueError("GradientAccumulation(same_draws=True) needs the draws of its pieces in one place: also set same_draws=True for GradientCache")
-        if is_sharded(model):
-            raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: use DistributedDataParallel")
-        self.lend_loop()
-
-    def find_size(self, batch:Batch):
-        "Find the size of pieces that fit, with the loss over all of them"
-        def try_size(n):
-            self.micro_bs = n
-            train_on(batch, batch.n)
-        self.micro_bs = self.fitting.update(self.learn, batch.xb, try_size, batch.n, self.running_part())
-
-# %% ../nbs/source/09_checkpointing.ipynb #8b6d2f05
-@patch
-def forward_context(self:GradientCache):
-    "The forward pass runs in pieces, in training and in validation"
-    if not self.learn.training: return BatchLoop.forward_context(self)
-    self.draws,module = [],self.running_part()  # `part` may run several times in a forward pass
-    def new_draws(n):
-        self.draws.append(SameDraws(n))
-        return self.draws[-1]
-    return replaced(module, 'forward', in_pieces(module.forward, module, self.micro_bs, new_draws if self.same_draws else None))
-
-@patch
-def backward_context(self:GradientCache):
-    "A module that is run again inside a piece, as by `torch.utils.checkpoint`, draws the same numbers"
-    return ContextManagers([o for o in self.draws if o.rows])
+def forward_context(self:ActivationCheckpointing): return self.backward_context() if self.learn.training else None

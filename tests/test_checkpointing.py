@@ -7,8 +7,9 @@ from fastai.vision.all import DataBlock, ImageBlock, MaskBlock, CategoryBlock, P
 from fastai.vision.models.xresnet import ResBlock, XResNet
 
 from common import *
-from fastxtend_accum.checkpointing import ActivationCheckpointing, GradientCache, checkpointed, find_blocks
-from fastxtend_accum.batches import tensors_in
+from fastxtend_accum.cache import GradientCache
+from fastxtend_accum.checkpointing import ActivationCheckpointing, checkpointed, find_blocks
+from fastxtend_accum.nested import tensors_in
 from benchmarks.counts import LiveBytes
 from test_life import CANCELS, EVENTS, Fault
 
