@@ -11,12 +11,16 @@ from typing import NamedTuple
 
 from fastai.basics import *
 
-from .batches import *
+from .checks import *
+from .nested import *
+from .loader import *
+from .fit import *
 from .processes import *
 from .logging import *
 from .memory import *
 from .accumulation import *
-from .checkpointing import *
+from .pieces import *
+from .cache import *
 from .schedule import *
 from .noise import *
 
@@ -59,7 +63,7 @@ def clock()->float:
 
 def sized(b, n:int, size:int):
     "`size` samples of the batch `b`, which has `n`; for a multiple of them, the batch several times"
-    if size <= n: return piece(b, 0, size, n) if size < n else b
+    if size <= n: return cut(b, 0, size, n) if size < n else b
     return join([b]*(size//n), [n]*(size//n))
 
 class TimedBatches(Wrapped):

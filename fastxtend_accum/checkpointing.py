@@ -13,52 +13,53 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten,tree_leaves,tree_unflatten
 from torch.utils.checkpoint import checkpoint,set_checkpoint_early_stop
 
-from .batches import *
+from .checks import *
 from .processes import *
-from .logging import *
+from .fit import *
 from .memory import *
-from .same_draws import *
-from .splitting import *
+from .pieces import *
 
 # %% auto #0
-__all__ = ['generators', 'put_back', 'FirstState', 'checkpointed', 'n_layers', 'is_list', 'is_long', 'grouped', 'find_blocks',
-           'ActivationCheckpointing', 'own_blocks', 'compared', 'is_repeated', 'to_cpu', 'from_cpu', 'caching',
-           'in_pieces', 'GradientCache']
+__all__ = ['generators', 'put_back', 'FirstState', 'tensors', 'checkpointed', 'checked', 'is_repeated', 'n_layers', 'is_list',
+           'is_long', 'grouped', 'find_blocks', 'ActivationCheckpointing', 'own_blocks', 'to_cpu', 'from_cpu']
 
 # %% ../nbs/source/09_checkpointing.ipynb #c14a0008
 generators = random.Random,np.random.Generator,np.random.RandomState,torch.Generator
 
 def put_back(o)->Callable:
-    "A function that puts back what is in a dict now, or where a generator stands, such as the module `random`"
+    "A function that puts a dict or a random generator, such as the module `random`, back to what it is now"
     if isinstance(o, dict): return partial(refill, o, dict(o))
     if hasattr(o, 'getstate'): return partial(o.setstate, o.getstate())
     if hasattr(o, 'get_state'): return partial(o.set_state, o.get_state())
     return partial(setattr, o.bit_generator, 'state', o.bit_generator.state)
 
 class FirstState:
-    "What `module` holds as a forward pass finds it: entered, the module is run again with it, and nothing changes"
+    "What `module` holds, and random generators, as a forward pass finds them: entered, it is run again with these"
     def __init__(self, module:nn.Module):
-        self.held = [o for m in module.modules() for o in (vars(m), m._buffers)]
-        own = [v for o in self.held for v in o.values() if isinstance(v, generators)]
-        self.parts = [*self.held, random, np.random, torch.default_generator, *torch.cuda.default_generators, *own]
+        attrs = [vars(m) for m in module.modules()]
+        self.buffers = [o['_buffers'] for o in attrs]
+        own = [o for a in attrs for o in a.values() if isinstance(o, generators)]
+        self.parts = [*attrs, *self.buffers, random, np.random, *torch.cuda.default_generators, *own]
         self.first = [put_back(o) for o in self.parts]
-        def kept(b): return b if b.dtype == torch.bool and b.numel() > 2**16 else b.clone()  # a large one is a mask
-        self.buffers = {b:kept(b) for m in module.modules() for b in m._buffers.values() if b is not None}
+        def kept(b): return b if b.dtype == torch.bool and b.numel() > 2**16 else b.clone()  # a mask is large
+        self.copies = {b:kept(b) for o in self.buffers for b in o.values() if b is not None}
 
     def __enter__(self):
         self.outside = [put_back(o) for o in self.parts]
         for f in self.first: f()
-        again = {b:o.clone() for b,o in self.buffers.items()}
-        for o in self.held: o.update({k:again[v] for k,v in o.items() if isinstance(v, Tensor) and v in again})
+        again = {b:o.clone() for b,o in self.copies.items()}
+        for o in self.buffers: o.update({k:again[b] for k,b in o.items() if b is not None})
 
     def __exit__(self, *args):
         for f in self.outside: f()
 
-# %% ../nbs/source/09_checkpointing.ipynb #af21b4a0
+# %% ../nbs/source/09_checkpointing.ipynb #46cc6b06
+def tensors(o)->list[Tensor]: return [t for t in tree_leaves(o) if isinstance(t, Tensor)]
+
 def checkpointed(forward:Callable, module:nn.Module, again:Callable=nullcontext)->Callable:
     "`forward` of `module`, which keeps its inputs only, and is run again in each backward pass, in `again()`"
     def run(*args, **kwargs):
-        needs_grad = any(o.requires_grad for o in [*module.parameters(), *tensors_in((args, kwargs))])
+        needs_grad = any(o.requires_grad for o in [*module.parameters(), *tensors((args, kwargs))])
         if not (torch.is_grad_enabled() and needs_grad): return forward(*args, **kwargs)
         leaves,form = tree_flatten((args, kwargs))  # `checkpoint` keeps tensors that it gets one by one
         first,state = [(args, kwargs)],FirstState(module)  # the lists of the caller, which both may add to
@@ -71,45 +72,64 @@ def checkpointed(forward:Callable, module:nn.Module, again:Callable=nullcontext)
         return checkpoint(with_leaves, *leaves, use_reentrant=False)
     return run
 
+def checked(forward:Callable, name:str, inplace:bool)->Callable:
+    "`forward`, which raises RuntimeError if it cannot be run again"
+    first = []
+    def run(*args, **kwargs):
+        versions = [o._version for o in tensors((args, kwargs))]
+        res = forward(*args, **kwargs)
+        if not inplace and versions != [o._version for o in tensors((args, kwargs))][:len(versions)]:
+            raise RuntimeError(f"the input of {name} is modified by an inplace operation in it, so it cannot be run "
+                               "again: set inplace=False there, or offload=True")
+        some = [o.detach().flatten()[::o.numel()//1000+1|1].clone() for o in tensors(res) if o.requires_grad]
+        if not all(map(is_repeated, first, some)):
+            raise RuntimeError(f"{name} gives other outputs when it is run again, since it changes what is neither a "
+                               "buffer nor an attribute: make it a buffer, or leave the block out with blocks=...")
+        first[:] = some
+        return res
+    return run
+
+def is_repeated(a:Tensor, b:Tensor)->bool:
+    tol = 0 if a.is_cpu else torch.finfo(a.dtype).eps**.5  # not every operation repeats the last bits on a GPU
+    return a.shape == b.shape and torch.allclose(a, b, tol, tol, equal_nan=True)
+
 # %% ../nbs/source/09_checkpointing.ipynb #c14a000d
 def n_layers(m:nn.Module)->int:
-    "How many modules in `m` have a weight of their own; those of norms do not count"
+    "How many modules in `m` have a weight of their own; a norm's does not count"
     return sum(any(p.ndim > 1 for p in o.parameters(recurse=False)) for o in m.modules())
 
 def is_list(m:nn.Module)->bool: return isinstance(m, (nn.Sequential,nn.ModuleList,nn.ModuleDict))
 
 def is_long(m:nn.Module)->bool:
-    "Whether `m` is a list that is too much for one block: of more than four layers, or of two modules with several"
-    sizes = [n_layers(o) for o in m.children()]
-    return is_list(m) and (sum(n > 0 for n in sizes) > 4 or sum(n > 1 for n in sizes) > 1)
+    "Whether `m` lists too much for one block: more than four layers, or two modules of several layers"
+    sizes = [n_layers(o) for o in m.children()] if is_list(m) else []
+    return sum(n > 0 for n in sizes) > 4 or sum(n > 1 for n in sizes) > 1
 
-def grouped(m:nn.Module)->list[nn.Module]:
-    "The children of `m`; in an `nn.Sequential`, a single layer and what follows it without a weight are one"
+def grouped(m:nn.Sequential)->nn.Sequential:
+    "The same computation, where a layer and what follows it without a weight are one child"
     groups = []
-    for o in m.children():
+    for o in m:
         if groups and n_layers(groups[-1][0]) == 1 and not n_layers(o): groups[-1].append(o)
         else: groups.append([o])
-    is_run = type(m).forward is nn.Sequential.forward
-    return [nn.Sequential(*o) if len(o) > 1 else o[0] for o in groups] if is_run else [*m.children()]
+    return nn.Sequential(*[o[0] if len(o) == 1 else nn.Sequential(*o) for o in groups])
 
 def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Sequential]]:
-    "The blocks of `model`, none inside another; and those of its lists in which layers were grouped, with the groups"
+    "The blocks of `model`, none inside another; and each `nn.Sequential` outside of them, with its grouped form"
     groups = {}
     def inside(m):
-        parts = grouped(m)
-        if len(parts) < len([*m.children()]): groups[m] = nn.Sequential(*parts)
-        kinds,res = [type(o) for o in parts if n_layers(o) > 1],[]
-        is_stage = len({*kinds}) < len(kinds)
-        for o in parts:
+        listed,res = is_list(m),[]
+        if type(m).forward is nn.Sequential.forward: groups[m] = m = grouped(m)
+        kinds = [type(o) for o in m.children() if n_layers(o) > 1]
+        for o in m.children():
             is_run = type(o).forward is not nn.Module.forward  # a ModuleList is not
-            is_block = n_layers(o) and list(o.children()) if is_list(m) else is_stage and n_layers(o) > 1
-            found = [] if is_list(m) and is_run and not any(map(is_long, o.modules())) else inside(o)
-            res += found or [o]*bool(is_block and is_run)
+            is_part = n_layers(o) and [*o.children()] if listed else n_layers(o) > 1 and len({*kinds}) < len(kinds)
+            found = [] if listed and is_run and not any(map(is_long, o.modules())) else inside(o)
+            res += found or [o]*bool(is_run and is_part)
         return res
     return list(dict.fromkeys(inside(model))),groups
 
 # %% ../nbs/source/09_checkpointing.ipynb #c14a0011
-class ActivationCheckpointing(BatchLoop):
+class ActivationCheckpointing(Way):
     "Keep only the inputs of the model's blocks, and compute the rest again in the backward pass: the same fit"
     order = sys.maxsize  # the loops of all others come first, and a `GradientCache` splits what is checkpointed
     checked = False  # whether a batch of this fit has shown that the blocks can be run again
@@ -121,7 +141,9 @@ class ActivationCheckpointing(BatchLoop):
         check_callable('blocks', blocks, 'a function of the model')
         store_attr()
 
-    def before_fit(self): self.checked = False
+    def before_fit(self):
+        super().before_fit()
+        self.checked = False
     def after_backward(self): self.checked = True
     def before_train(self):
         "Find the blocks, and start the loop; raises ValueError if there are none, or if they cannot be replaced"
@@ -133,48 +155,30 @@ class ActivationCheckpointing(BatchLoop):
             raise ValueError(f"ActivationCheckpointing cannot run parts of a compiled {name} again: "
                              "leave out torch.compile, or ActivationCheckpointing")
         model = inner_model(model)
-        self.found,self.groups = find_blocks(model) if self.blocks is None else (own_blocks(self.blocks(model), model),{})
+        if self.blocks is None: self.found,self.groups = find_blocks(model)
+        else: self.found,self.groups = own_blocks(self.blocks(model), model),{}
         if not self.found:
             raise ValueError(f"ActivationCheckpointing finds no blocks in {name}: no nn.Sequential or nn.ModuleList of "
                              "blocks: name the modules with blocks=lambda model: [...]")
-        self.lend_loop()
+        self.join_loop()
 
-# %% ../nbs/source/09_checkpointing.ipynb #aa138116
+# %% ../nbs/source/09_checkpointing.ipynb #8214e6eb
 def own_blocks(blocks, model:nn.Module)->list[nn.Module]:
-    "`blocks` as a list; raises TypeError or ValueError if they are no modules of `model`, or one is inside another"
+    "`blocks` as a list; raises TypeError or ValueError if one is no module of `model`, or is inside another"
     if isinstance(blocks, nn.Module): blocks = blocks.children() if is_list(blocks) else [blocks]
     blocks = list(dict.fromkeys(blocks if is_iter(blocks) else [blocks]))
-    inside = {o for b in blocks if isinstance(b, nn.Module) for o in b.modules() if o is not b}
+    own,inside = {*model.modules()},set()
     for o in blocks:
         if not isinstance(o, nn.Module):
             raise TypeError(f"blocks must return modules, not {o!r}: such as lambda model: list(model.layers)")
-        name = type(o).__name__
-        if o not in {*model.modules()}:
-            raise ValueError(f"blocks must return modules of the model itself, not {name}: a slice of an nn.Sequential, "
-                             "for example, is a new module")
-        if o in inside:
-            raise ValueError(f"blocks must not contain one another, and {name} is inside another block: return the "
-                             "outer or the inner ones")
+        if o not in own:
+            raise ValueError(f"blocks must return modules of the model itself, not {type(o).__name__}: a slice of an "
+                             "nn.Sequential, for example, is a new module")
+        inside |= {*o.modules()}-{o}
+    for o in inside.intersection(blocks):
+        raise ValueError(f"blocks must not contain one another, and {type(o).__name__} is inside another block: "
+                         "return the outer or the inner ones")
     return blocks
-
-def compared(forward:Callable, name:str)->Callable:
-    "`forward`, which raises RuntimeError if it does not repeat its outputs when it is called again"
-    first = []
-    def run(*args, **kwargs):
-        outputs = forward(*args, **kwargs)
-        tensors = [o.detach().flatten() for o in tree_leaves(outputs) if isinstance(o, Tensor) and o.requires_grad]
-        some = [o[::len(o)//1000+1|1].clone() for o in tensors]
-        if not first: first.extend(some)
-        elif not all(map(is_repeated, first, some)):
-            raise RuntimeError(f"{name} gives other outputs when it is run again, as it changes what is neither a buffer nor "
-                               "an attribute that it sets: make it a buffer, or leave this block out with blocks=...")
-        return outputs
-    return run
-
-def is_repeated(a:Tensor, b:Tensor)->bool:
-    "Bit for bit; but on a GPU not every operation gives the same last bits again"
-    tol = 0. if a.device.type == 'cpu' or not a.numel() else float(a.abs().max())*torch.finfo(a.dtype).eps**.5
-    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=tol, equal_nan=True)
 
 # %% ../nbs/source/09_checkpointing.ipynb #c14a0014
 def to_cpu(t:Tensor)->tuple[Tensor,torch.device]:
@@ -186,100 +190,27 @@ def from_cpu(copied:tuple[Tensor,torch.device])->Tensor: return copied[0].to(cop
 
 @patch
 def run_block(self:ActivationCheckpointing, block:nn.Module)->Callable:
-    "The forward pass of `block`, checkpointed; in the first batch of a fit it is checked that it can be run again"
+    "The forward pass of `block`, checkpointed; in the first batch of a fit, checked and run again to its end"
     forward = block.forward
     def run(*args, **kwargs):
-        with saved_tensors_hooks(to_cpu, from_cpu) if self.offload else nullcontext():
-            if self.checked: return checkpointed(forward, block)(*args, **kwargs)
-            return self.checked_run(block, forward, args, kwargs)
+        f = forward if self.checked else checked(forward, self.path(block), self.offload)
+        hooks = saved_tensors_hooks(to_cpu, from_cpu) if self.offload else nullcontext()
+        with hooks, set_checkpoint_early_stop(self.checked): return checkpointed(f, block)(*args, **kwargs)
     return run
 
 @patch
-def checked_run(self:ActivationCheckpointing, block:nn.Module, forward:Callable, args:tuple, kwargs:dict):
+def path(self:ActivationCheckpointing, block:nn.Module)->str:
     names = [n for n,m in inner_model(self.learn.model).named_modules() if m is block]
-    name = ' '.join([type(block).__name__, *names])
-    inputs = [o for o in tree_leaves((args, kwargs)) if isinstance(o, Tensor)]
-    versions = [o._version for o in inputs]
-    with set_checkpoint_early_stop(False): outputs = checkpointed(compared(forward, name), block)(*args, **kwargs)
-    if not self.offload and versions != [o._version for o in inputs]:
-        raise RuntimeError(f"the input of {name} is modified by an inplace operation in it, so it cannot be run again: set "
-                           "inplace=False there, or offload=True")
-    return outputs
-
-def caching(model:nn.Module)->list:
-    "The configurations of Transformers' models in `model` that let it keep keys and values, which a second run would add again"
-    configs = [getattr(m, 'config', None) for m in model.modules()]
-    return list({id(o):o for o in configs if getattr(o, 'use_cache', False)}.values())
+    return ' '.join([type(block).__name__, *names])
 
 @patch
 def backward_context(self:ActivationCheckpointing):
-    groups = [replaced(m, 'forward', grouped.forward) for m,grouped in self.groups.items()]
-    blocks = [replaced(m, 'forward', self.run_block(m)) for m in self.found]
-    return ContextManagers(groups + blocks + [replaced(o, 'use_cache', False) for o in caching(self.learn.model)])
+    configs = [getattr(m, 'config', None) for m in self.learn.model.modules()]
+    caching = {id(o):o for o in configs if getattr(o, 'use_cache', False)}  # a second run would add to the cache again
+    return ContextManagers([*[replaced(o, 'use_cache', False) for o in caching.values()],
+                            *[replaced(m, 'forward', o.forward) for m,o in self.groups.items()],
+                            *[replaced(m, 'forward', self.run_block(m)) for m in self.found]])
 
 @patch
-def forward_context(self:ActivationCheckpointing): return self.backward_context() if self.learn.training else nullcontext()
-
-# %% ../nbs/source/09_checkpointing.ipynb #41c70a9e
-def in_pieces(forward:Callable, module:nn.Module, micro_bs:int, draws:Callable|None=None)->Callable:
-    "`forward` of `module` in the memory of `micro_bs` samples: pieces but the last run again in the backward pass. `draws(n)`: a `SameDraws` of the whole batch"
-    def copied(*args, **kwargs):  # it may work in place, and the pieces are views of one batch
-        args,kwargs = each_tensor(torch.clone, (args, kwargs))
-        return forward(*args, **kwargs)
-    def pieces_forward(*args, **kwargs):
-        same = draws(input_size(args, kwargs)) if draws else None
-        def again(*args, **kwargs): return checkpointed(copied, module, partial(same.again, *same.rows) if same else nullcontext)(*args, **kwargs)
-        outputs = split_forward(copied, micro_bs, again, same)(*args, **kwargs)
-        if same and same.rows:  # each backward pass begins with the last piece, which is not run again, but may have modules that are
-            for o in tensors_in(outputs):
-                if o.requires_grad: o.register_hook(lambda _, rows=same.rows: setattr(same, 'rows', rows))
-        return outputs
-    return pieces_forward
-
-# %% ../nbs/source/09_checkpointing.ipynb #2d9b4c14
-class GradientCache(BatchLoop):
-    "Compute the loss on the whole batch of the DataLoader, while the model holds `micro_batch_size` of its samples at a time"
-    order = math.inf  # the loop of a `GradientAccumulation` comes first, if there is one
-    def __init__(self,
-        micro_batch_size:int|str, # Samples that the model sees at a time; 'auto': halved until it fits in memory
-        part:Callable|None=None, # `part(model)`: the submodule that sees micro-batches, such as `lambda m: m[0]` for a body without its head; None: the whole model
-        same_draws:bool=False, # Micro-batches get the random numbers of the whole batch, for dropout and noise in the model; slower
-    ):
-        check_micro_batch_size(micro_batch_size)
-        check_same_draws(same_draws, micro_batch_size)
-        if micro_batch_size is None: raise TypeError("micro_batch_size must be a number of samples or 'auto', not None")
-        check_callable('part', part, 'a function of the model')
-        store_attr()
-        self.micro_bs,self.fitting,self.draws = None if micro_batch_size == 'auto' else micro_batch_size,FittingSize(),[]
-
-    def before_train(self):
-        "Start the loop; raises ValueError if the model, which has been wrapped by now, cannot run in pieces"
-        model,accum = self.learn.model,accumulator(self.learn)
-        if getattr(accum, 'same_draws', False) and not self.same_draws:
-            raise ValueError("GradientAccumulation(same_draws=True) needs the draws of its pieces in one place: also set same_draws=True for GradientCache")
-        if is_sharded(model):
-            raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: use DistributedDataParallel")
-        self.lend_loop()
-
-    def find_size(self, batch:Batch):
-        "Find the size of pieces that fit, with the loss over all of them"
-        def try_size(n):
-            self.micro_bs = n
-            train_on(batch, batch.n)
-        self.micro_bs = self.fitting.update(self.learn, batch.xb, try_size, batch.n, self.running_part())
-
-# %% ../nbs/source/09_checkpointing.ipynb #8b6d2f05
-@patch
-def forward_context(self:GradientCache):
-    "The forward pass runs in pieces, in training and in validation"
-    if not self.learn.training: return BatchLoop.forward_context(self)
-    self.draws,module = [],self.running_part()  # `part` may run several times in a forward pass
-    def new_draws(n):
-        self.draws.append(SameDraws(n))
-        return self.draws[-1]
-    return replaced(module, 'forward', in_pieces(module.forward, module, self.micro_bs, new_draws if self.same_draws else None))
-
-@patch
-def backward_context(self:GradientCache):
-    "A module that is run again inside a piece, as by `torch.utils.checkpoint`, draws the same numbers"
-    return ContextManagers([o for o in self.draws if o.rows])
+def forward_context(self:ActivationCheckpointing):
+    return self.backward_context() if self.learn.training else nullcontext()

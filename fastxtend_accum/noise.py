@@ -15,9 +15,12 @@ from matplotlib.ticker import LogLocator
 from .window import *
 from .processes import *
 from .logging import *
-from .splitting import *
+from .fit import *
+from .pieces import *
 from .accumulation import *
-from .checkpointing import *
+from .gradients import *
+from .memory import *
+from .cache import *
 
 # %% auto #0
 __all__ = ['noise_and_signal', 'NoiseEstimate', 'NoiseAverages', 'mean_square', 'grad_norm', 'sum_of_squares', 'states',
@@ -131,7 +134,7 @@ def with_previous(self:WindowSquares, window:Window, opt:Optimizer|OptimWrapper,
     return (1-f)*old+f*new,mean,2 if old_samples else 1
 
 # %% ../nbs/source/11_noise.ipynb #11c53462
-class GradientNoiseScale(CleanUpCallback):
+class GradientNoiseScale(FitCallback):
     "Measure the gradient noise scale during accumulation: `recorder.noise_scale` gets an entry for each optimizer step"
     order,run_valid,starts = GradientAccumulation.order-.5,False,False
     after_pred = after_loss = noop  # fastai would search the Learner and its model for them
@@ -139,7 +142,9 @@ class GradientNoiseScale(CleanUpCallback):
         memory:float|None=None, # Length of the running averages in samples; None: 50 windows of the size of the first; `math.inf`: all of the fit
     ):
         if not (memory is None or isinstance(memory, Real) and memory > 0): raise ValueError(f"memory must be more than 0 samples, not {memory!r}: use None")
-        self.memory,self.squares,self.window,self.averages,self.resumed = memory,WindowSquares(),Window(),NoiseAverages(memory),False
+        self.memory,self.squares,self.averages,self.resumed = memory,WindowSquares(),NoiseAverages(memory),False
+    @property
+    def window(self): return getattr(first(self.learn._grab_cbs(GradientAccumulation)), 'window', None) or Window()
     def estimate(self)->NoiseEstimate:
         "The current estimate"
         return self.averages.estimate()
@@ -153,12 +158,9 @@ class GradientNoiseScale(CleanUpCallback):
     def clean_up(self):
         "Forget the open window, and remove hooks and gradients"
         self.squares.ignore()
-        self.squares = WindowSquares()
-    def before_fit(self): self.starts = is_fitting(self.learn)  # with its first epoch, as the accumulation
-    def after_fit(self):
-        if is_fitting(self.learn): self.clean_up()
+        self.squares,self.starts = WindowSquares(),False
     def before_backward(self):
-        if self.window.is_empty: self.squares.clear()  # also where it starts over, out of memory
+        if not self.window.n_micro: self.squares.clear()  # also where it starts over, out of memory
         if self.window.micro and self.window.micro.under_way: self.squares.watch(self.learn.opt)
     def after_backward(self):
         if self.squares.hooks: self.squares.add(self.window.micro)
@@ -176,11 +178,11 @@ def before_train(self:GradientNoiseScale):
         raise ValueError(f"GradientNoiseScale cannot see the whole gradients of a sharded {type(learn.model).__name__}: leave it out, or use DDP")
     if learn._grab_cbs(GradientCache):
         raise ValueError("GradientNoiseScale compares the gradients of micro-batches, and a loss over the whole batch has none: leave it out")
-    if not self.starts: return
+    if self.starts or not is_running(learn): return
     accum,searches = first(learn._grab_cbs(GradientAccumulation)),learn._grab_cbs((LRFinder,MicroBatchFinder))  # these measure nothing
     if not (accum or searches): raise ValueError("GradientNoiseScale measures accumulated windows: add a GradientAccumulation(accum_bs) to the Learner")
-    self.clean_up()
-    self.starts,self.window = False,Window() if searches else accum.window
+    fit_of(learn).stack(self).callback(self.clean_up)
+    self.starts = True
     if searches: return
     if not self.resumed: self.averages = NoiseAverages(self.memory)
     self.resumed = False

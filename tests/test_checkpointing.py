@@ -7,8 +7,9 @@ from fastai.vision.all import DataBlock, ImageBlock, MaskBlock, CategoryBlock, P
 from fastai.vision.models.xresnet import ResBlock, XResNet
 
 from common import *
-from fastxtend_accum.checkpointing import ActivationCheckpointing, GradientCache, checkpointed, find_blocks
-from fastxtend_accum.batches import tensors_in
+from fastxtend_accum.cache import GradientCache
+from fastxtend_accum.checkpointing import ActivationCheckpointing, checkpointed, find_blocks
+from fastxtend_accum.nested import tensors_in
 from benchmarks.counts import LiveBytes
 from test_life import CANCELS, EVENTS, Fault
 
@@ -455,8 +456,8 @@ def test_what_the_model_changes_between_the_runs():
 
 def test_each_fit_is_checked_once(monkeypatch):
     from fastxtend_accum import checkpointing
-    n,compared = [],checkpointing.compared
-    monkeypatch.setattr(checkpointing, 'compared', lambda *args: n.append(1) or compared(*args))
+    n,checked = [],checkpointing.checked
+    monkeypatch.setattr(checkpointing, 'checked', lambda *args: n.append(1) or checked(*args))
     learn = deep(ActivationCheckpointing())
     assert len(n) == 4
     fit(learn, 1)
