@@ -20,7 +20,7 @@ from .memory import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['generators', 'put_back', 'FirstState', 'tensors', 'checkpointed', 'checked', 'is_repeated', 'n_layers', 'is_list',
+__all__ = ['generators', 'lists', 'put_back', 'FirstState', 'tensors', 'checkpointed', 'checked', 'is_repeated', 'n_layers',
            'is_long', 'grouped', 'find_blocks', 'ActivationCheckpointing', 'own_blocks', 'to_cpu', 'from_cpu']
 
 # %% ../nbs/source/09_checkpointing.ipynb #c14a0008
@@ -53,7 +53,7 @@ class FirstState:
     def __exit__(self, *args):
         for f in self.outside: f()
 
-# %% ../nbs/source/09_checkpointing.ipynb #46cc6b06
+# %% ../nbs/source/09_checkpointing.ipynb #485b835b
 def tensors(o)->list[Tensor]: return [t for t in tree_leaves(o) if isinstance(t, Tensor)]
 
 def checkpointed(forward:Callable, module:nn.Module, again:Callable=nullcontext)->Callable:
@@ -76,9 +76,10 @@ def checked(forward:Callable, name:str, inplace:bool)->Callable:
     "`forward`, which raises RuntimeError if it cannot be run again"
     first = []
     def run(*args, **kwargs):
-        versions = [o._version for o in tensors((args, kwargs))]
+        inputs = tensors((args, kwargs))
+        versions = [o._version for o in inputs]
         res = forward(*args, **kwargs)
-        if not inplace and versions != [o._version for o in tensors((args, kwargs))][:len(versions)]:
+        if not inplace and any(o._version != v for o,v in zip(inputs, versions)):
             raise RuntimeError(f"the input of {name} is modified by an inplace operation in it, so it cannot be run "
                                "again: set inplace=False there, or offload=True")
         some = [o.detach().flatten()[::o.numel()//1000+1|1].clone() for o in tensors(res) if o.requires_grad]
@@ -94,15 +95,15 @@ def is_repeated(a:Tensor, b:Tensor)->bool:
     return a.shape == b.shape and torch.allclose(a, b, tol, tol, equal_nan=True)
 
 # %% ../nbs/source/09_checkpointing.ipynb #c14a000d
+lists = nn.Sequential,nn.ModuleList,nn.ModuleDict
+
 def n_layers(m:nn.Module)->int:
     "How many modules in `m` have a weight of their own; a norm's does not count"
     return sum(any(p.ndim > 1 for p in o.parameters(recurse=False)) for o in m.modules())
 
-def is_list(m:nn.Module)->bool: return isinstance(m, (nn.Sequential,nn.ModuleList,nn.ModuleDict))
-
 def is_long(m:nn.Module)->bool:
     "Whether `m` lists too much for one block: more than four layers, or two modules of several layers"
-    sizes = [n_layers(o) for o in m.children()] if is_list(m) else []
+    sizes = [n_layers(o) for o in m.children()] if isinstance(m, lists) else []
     return sum(n > 0 for n in sizes) > 4 or sum(n > 1 for n in sizes) > 1
 
 def grouped(m:nn.Sequential)->nn.Sequential:
@@ -117,7 +118,7 @@ def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Se
     "The blocks of `model`, none inside another; and each `nn.Sequential` outside of them, with its grouped form"
     groups = {}
     def inside(m):
-        listed,res = is_list(m),[]
+        listed,res = isinstance(m, lists),[]
         if type(m).forward is nn.Sequential.forward: groups[m] = m = grouped(m)
         kinds = [type(o) for o in m.children() if n_layers(o) > 1]
         for o in m.children():
@@ -155,6 +156,7 @@ class ActivationCheckpointing(Way):
             raise ValueError(f"ActivationCheckpointing cannot run parts of a compiled {name} again: "
                              "leave out torch.compile, or ActivationCheckpointing")
         model = inner_model(model)
+        self.names = {m:n for n,m in model.named_modules()}
         if self.blocks is None: self.found,self.groups = find_blocks(model)
         else: self.found,self.groups = own_blocks(self.blocks(model), model),{}
         if not self.found:
@@ -162,10 +164,10 @@ class ActivationCheckpointing(Way):
                              "blocks: name the modules with blocks=lambda model: [...]")
         self.join_loop()
 
-# %% ../nbs/source/09_checkpointing.ipynb #8214e6eb
+# %% ../nbs/source/09_checkpointing.ipynb #8c16f208
 def own_blocks(blocks, model:nn.Module)->list[nn.Module]:
     "`blocks` as a list; raises TypeError or ValueError if one is no module of `model`, or is inside another"
-    if isinstance(blocks, nn.Module): blocks = blocks.children() if is_list(blocks) else [blocks]
+    if isinstance(blocks, nn.Module): blocks = blocks.children() if isinstance(blocks, lists) else [blocks]
     blocks = list(dict.fromkeys(blocks if is_iter(blocks) else [blocks]))
     own,inside = {*model.modules()},set()
     for o in blocks:
@@ -191,17 +193,12 @@ def from_cpu(copied:tuple[Tensor,torch.device])->Tensor: return copied[0].to(cop
 @patch
 def run_block(self:ActivationCheckpointing, block:nn.Module)->Callable:
     "The forward pass of `block`, checkpointed; in the first batch of a fit, checked and run again to its end"
-    forward = block.forward
+    forward,name = block.forward,f"{type(block).__name__} {self.names.get(block, 'of single layers')}"
     def run(*args, **kwargs):
-        f = forward if self.checked else checked(forward, self.path(block), self.offload)
+        f = forward if self.checked else checked(forward, name, self.offload)
         hooks = saved_tensors_hooks(to_cpu, from_cpu) if self.offload else nullcontext()
         with hooks, set_checkpoint_early_stop(self.checked): return checkpointed(f, block)(*args, **kwargs)
     return run
-
-@patch
-def path(self:ActivationCheckpointing, block:nn.Module)->str:
-    names = [n for n,m in inner_model(self.learn.model).named_modules() if m is block]
-    return ' '.join([type(block).__name__, *names])
 
 @patch
 def backward_context(self:ActivationCheckpointing):
