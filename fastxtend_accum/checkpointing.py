@@ -135,12 +135,13 @@ class ActivationCheckpointing(Way):
     order = sys.maxsize  # the loops of all others come first, and a `GradientCache` splits what is checkpointed
     checked = False  # whether a batch of this fit has shown that the blocks can be run again
     def __init__(self,
-        blocks:Callable|None=None, # `blocks(model)`: the modules to run again; None: found in the model
+        blocks:Callable|str|None=None, # `blocks(model)`: the modules to run again; None: found; 'auto': as few as memory requires
         offload:bool=False, # Keep the inputs of the blocks on the CPU
     ):
         check_flags(offload=offload)
-        check_callable('blocks', blocks, 'a function of the model')
+        if blocks != 'auto': check_callable('blocks', blocks, "a function of the model, or 'auto'")
         store_attr()
+        self.fitting,self.order_of_blocks = FittingSize(),[]
 
     def before_fit(self):
         super().before_fit()
@@ -157,7 +158,7 @@ class ActivationCheckpointing(Way):
                              "leave out torch.compile, or ActivationCheckpointing")
         model = inner_model(model)
         self.names = {m:n for n,m in model.named_modules()}
-        if self.blocks is None: self.found,self.groups = find_blocks(model)
+        if self.blocks in (None, 'auto'): self.found,self.groups = find_blocks(model)
         else: self.found,self.groups = own_blocks(self.blocks(model), model),{}
         if not self.found:
             raise ValueError(f"ActivationCheckpointing finds no blocks in {name}: no nn.Sequential or nn.ModuleList of "
@@ -206,8 +207,69 @@ def backward_context(self:ActivationCheckpointing):
     caching = {id(o):o for o in configs if getattr(o, 'use_cache', False)}  # a second run would add to the cache again
     return ContextManagers([*[replaced(o, 'use_cache', False) for o in caching.values()],
                             *[replaced(m, 'forward', o.forward) for m,o in self.groups.items()],
-                            *[replaced(m, 'forward', self.run_block(m)) for m in self.found]])
+                            *[replaced(m, 'forward', self.run_block(m)) for m in self.used()]])
 
 @patch
 def forward_context(self:ActivationCheckpointing):
     return self.backward_context() if self.learn.training else nullcontext()
+
+# %% ../nbs/source/09_checkpointing.ipynb #31d423ac
+@patch
+def measure_blocks(self:ActivationCheckpointing, loop:Loop, inputs:Inputs)->list[float]:
+    "Bytes that each block keeps for the backward pass per second of its forward pass, on a few samples; 0 for a block that does not run"
+    kept,costs = {},[0.]*len(self.found)
+    weights = {p.untyped_storage().data_ptr() for p in self.learn.model.parameters()}
+    def keep(t):
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in weights: kept[storage.data_ptr()] = storage.nbytes()
+        return t
+    def measured(i, forward):
+        def run(*args, **kwargs):
+            before,start = sum(kept.values()),clock()
+            res = forward(*args, **kwargs)
+            costs[i] = (sum(kept.values())-before)/max(clock()-start, 1e-6)
+            return res
+        return run
+    for _ in range(2):  # the first time, everything is slower
+        kept.clear()
+        inputs.piece(0, min(inputs.n, max(2, inputs.n//8)))
+        blocks = [replaced(m, 'forward', measured(i, m.forward)) for i,m in enumerate(self.found)]
+        groups = [replaced(m, 'forward', o.forward) for m,o in self.groups.items()]
+        with saved_tensors_hooks(keep, lambda t: t), ContextManagers(groups+blocks): evaluate(self.learn, (), inner_model(self.learn.model))
+    return costs
+
+@patch
+def find_size(self:ActivationCheckpointing, loop:Loop, inputs:Inputs):
+    "Find how many blocks have to be recomputed, if it is not known yet for batches like this one"
+    learn,n,costs = self.learn,inputs.n,[]
+    def try_blocks(k):
+        self.fitting.size = k
+        train_on(loop, inputs, n)
+    def search(at_most, is_new):
+        find_size(learn, lambda _: costs.append(self.measure_blocks(loop, inputs)), 1, agree=False)
+        self.order_of_blocks = sorted(range(len(self.found)), key=lambda i: -costs[-1][i])
+        return find_size(learn, try_blocks, len(self.found), agree=is_new, search=smallest_that_runs)
+    if self.fitting.update(learn, (*inputs.xb, *inputs.yb), n, search, in_pieces=False): tell(learn, f"blocks='auto': each batch of {n} {self.how(n)}")
+
+# %% ../nbs/source/09_checkpointing.ipynb #5b0c0608
+@patch
+def used(self:ActivationCheckpointing)->list[nn.Module]:
+    "The blocks that are recomputed"
+    return [self.found[i] for i in self.order_of_blocks[:self.fitting.size]] if self.searches else self.found
+
+@patch
+def how(self:ActivationCheckpointing, n:int)->str:
+    k,where = self.fitting.size,', and what they keep is on the CPU' if self.offload else ''
+    return f'fits if {k} of {len(self.found)} blocks are recomputed{where}' if k else 'fits in memory'
+
+@patch
+def shrink(self:ActivationCheckpointing, loop:Loop, error:Exception)->str:
+    "Recompute half of the other blocks, too"
+    self.fitting.size += -(-(len(self.found)-self.fitting.size)//2)
+    return f'{self.fitting.size} of {len(self.found)} blocks are recomputed'
+
+ActivationCheckpointing.searches = property(lambda self: self.blocks == 'auto')
+ActivationCheckpointing.can_shrink = property(lambda self: self.fitting.size < len(self.found))
+@patch
+def remedy(self:ActivationCheckpointing)->str:
+    return f"out of memory, though {self.how(0).removeprefix('fits if ')}: use smaller inputs, a smaller batch, or offload=True"

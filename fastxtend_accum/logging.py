@@ -145,7 +145,7 @@ class WindowLoggers(list):
         "Log a window that ended outside a batch"
         for o in self: o.cb('after_batch')
 
-# %% ../nbs/source/03_logging.ipynb #76c46ad2
+# %% ../nbs/source/03_logging.ipynb #40a31a90
 def log_windows(accum, stack):
     loggers = WindowLoggers()
     loggers.attach(accum)

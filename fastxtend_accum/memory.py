@@ -244,13 +244,13 @@ class FittingSize:
     "The micro-batch size that fits, in training and in validation, and what it was found for"
     def __init__(self): self.found_for,self.size,self.valid,self.largest,self.most = None,None,None,0,0
 
-    def update(self, learn:Learner, b, n:int, search:Callable)->bool:
+    def update(self, learn:Learner, b, n:int, search:Callable, in_pieces:bool=True)->bool:
         """Let `size` be that of `search(at_most, is_new)` if `learn` trains something else now, or if the samples of `b` are larger than all before,
         or its `n` rows are more; gives whether that was so"""
         now = sum(p.numel() for p in trained(learn.opt)),len(learn._grab_cbs(MixedPrecision))
         is_new,sample = now != self.found_for,sum(t.numel() for t in tensors_in(b))/n
         largest,most,size = (0, 0, n) if is_new else (self.largest, self.most, self.size)
-        if sample <= largest and (n <= most or size < most): return False
+        if sample <= largest and (n <= most or in_pieces and size < most): return False
         self.size = search(n if n > most else min(size, n), is_new)  # later, others may have seen no larger one
         self.found_for,self.largest,self.most = now,max(sample, largest),max(n, most)
         return True
