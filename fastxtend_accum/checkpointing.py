@@ -53,7 +53,7 @@ class FirstState:
     def __exit__(self, *args):
         for f in self.outside: f()
 
-# %% ../nbs/source/09_checkpointing.ipynb #485b835b
+# %% ../nbs/source/09_checkpointing.ipynb #c815ebba
 def tensors(o)->list[Tensor]: return [t for t in tree_leaves(o) if isinstance(t, Tensor)]
 
 def checkpointed(forward:Callable, module:nn.Module, again:Callable=nullcontext)->Callable:
@@ -165,7 +165,7 @@ class ActivationCheckpointing(Way):
                              "blocks: name the modules with blocks=lambda model: [...]")
         self.join_loop()
 
-# %% ../nbs/source/09_checkpointing.ipynb #8c16f208
+# %% ../nbs/source/09_checkpointing.ipynb #7432d134
 def own_blocks(blocks, model:nn.Module)->list[nn.Module]:
     "`blocks` as a list; raises TypeError or ValueError if one is no module of `model`, or is inside another"
     if isinstance(blocks, nn.Module): blocks = blocks.children() if isinstance(blocks, lists) else [blocks]
