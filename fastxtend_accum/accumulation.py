@@ -80,7 +80,7 @@ class FitState:
         self.at_end = end_of_epoch(accum.remainder, learn.dls.train)
         self.hypers,self.loss_check = FirstHypers(accum.scale),None if is_trial(learn) else LossCheck()
         self.is_split,self.has_half = accum.splits,bool(half_weights(learn.opt))
-        self.batches,self.position,self.warned = None,None,set()
+        self.batches,self.position,self.warned,self.has_targets = None,None,set(),False
 
 # %% ../nbs/source/08_accumulation.ipynb #e73efc2b
 @patch
@@ -109,6 +109,9 @@ def start_fit(self:GradientAccumulation):
 def position(self:GradientAccumulation)->float:
     "`pct_train` after a batch: it moves on with the window, and mid-window stays where it is; or with the samples, if windows change in size"
     now = self.now
+    if not now.has_targets:  # fastai takes no step on such a batch, and moves on
+        now.position.pct = self.learn.pct_train
+        return now.position.pct
     return now.position.update(self.window.is_finished, now.batches.seen/now.batches.samples)
 
 @patch
@@ -203,7 +206,8 @@ def after_loss(self:GradientAccumulation):
     if now is None:
         raise RuntimeError("GradientAccumulation saw a batch outside a fit of its Learner: give each Learner a callback of its own, and call "
                            f"learn.one_batch inside `with learn.removed_cbs(learn.{self.name})`")
-    if not len(learn.yb): return
+    now.has_targets = len(learn.yb) > 0
+    if not now.has_targets: return
     micro,items = window.micro,n_items(learn, self.num_items, window.micro.samples)
     if not window.n_micro and (self.scale or not micro.ends_window):
         first_size = first(self.sizes().values())
@@ -417,6 +421,6 @@ def step_now(self:GradientAccumulation):
 def after_epoch(self:GradientAccumulation):
     "In the last epoch, warn if no window was filled"
     learn,now = self.learn,self.now
-    if not now or learn.epoch < learn.n_epoch-1 or self.window.n_finished or not learn.train_iter or now.at_end == 'step': return
+    if not now or learn.epoch < learn.n_epoch-1 or self.window.n_finished or not now.has_targets or now.at_end == 'step': return
     warn(f"no optimizer step was taken in this fit: its {learn.train_iter} micro-batches did not fill a window of "
          f"{self.size_at(0.)} samples; use a smaller accum_bs or remainder='step', not {now.at_end!r}")
