@@ -22,9 +22,8 @@ from .schedule import *
 from .noise import *
 
 # %% auto #0
-__all__ = ['Costs', 'to_a_loss', 'trial', 'is_trial', 'clock', 'sized', 'BSFinder', 'process_mean', 'measure_costs',
-           'loading_costs', 'typical_noise_scale', 'measure_noise', 'SuggestedBS', 'suggest', 'advice', 'plot_bs_find',
-           'check_can_find']
+__all__ = ['Costs', 'SuggestedBS', 'suggest', 'trial', 'is_trial', 'clock', 'sized', 'BSFinder', 'process_mean', 'measure_costs',
+           'loading_costs', 'typical_noise_scale', 'measure_noise', 'advice', 'plot_bs_find', 'check_can_find']
 
 # %% ../nbs/source/12_bs_find.ipynb #6f436cc3
 class Costs(NamedTuple):
@@ -48,11 +47,22 @@ class Costs(NamedTuple):
         b = max((o for o in self.batch if o <= min(bs, self.micro_bs)), default=min(self.batch))
         return max(self.batch[b]/b + self.step/bs + self.load, self.limit)
 
-def to_a_loss(costs:Costs, noise_scale:float, sizes:list[int])->tuple[dict[int,float],dict[int,float]]:
-    "Time and samples to a loss by batch size, relative to the least"
+# %% ../nbs/source/12_bs_find.ipynb #f16d9959
+class SuggestedBS(NamedTuple):
+    "What `bs_find` found"
+    fastest:int # The batch size that reaches a given loss soonest, in samples, over all processes
+    micro_bs:int # Samples to train on at a time, in each process
+    noise_scale:float # Gradient noise scale, in samples; inf if the signal cannot be told from the noise
+    time:dict[int,float] # Time to reach a loss, by batch size, relative to the shortest
+    samples:dict[int,float] # Samples to reach a loss, by batch size, relative to the fewest
+
+def suggest(costs:Costs, noise_scale:float, sizes:list[int], n_proc:int=1)->SuggestedBS:
+    "The fastest of `sizes`; without a signal, the smallest that is within 5% of it"
     samples = {o:1+o/noise_scale for o in sizes}
-    time = {o:costs.per_sample(o)*n for o,n in samples.items()}
-    return tuple({k:v/min(o.values()) for k,v in o.items()} for o in (time, samples))
+    time = {o:costs.per_sample(o)*samples[o] for o in sizes}
+    time,samples = ({k:v/min(o.values()) for k,v in o.items()} for o in (time, samples))
+    fastest = min(o for o,t in time.items() if t <= (1. if noise_scale < math.inf else 1.05))
+    return SuggestedBS(fastest, min(fastest, costs.micro_bs)//n_proc, noise_scale, time, samples)
 
 # %% ../nbs/source/12_bs_find.ipynb #dae65852
 @contextmanager
@@ -112,8 +122,9 @@ class BSFinder(Callback):
         try: self.learn.one_batch(len(self.steps), b)
         except (AssertionError,IndexError,RuntimeError,ValueError) as e:
             if size in (None, self.bs) or is_out_of_memory(e): raise
-            raise ValueError(f"bs_find also trains on {size} samples, which raises {type(e).__name__} "
-                             f"({' '.join(str(e).split())}): if your loss needs a whole batch, compare fits instead") from e
+            said = ' '.join(str(e).split())
+            raise ValueError(f"bs_find also trains on {size} samples, which raises {type(e).__name__} ({said}): "
+                             "if your loss needs a whole batch, compare fits instead") from e
     def before_step(self): self.start = clock()
     def after_batch(self):
         if self.start is not None: self.step,self.start = clock()-self.start,None
@@ -122,8 +133,7 @@ class BSFinder(Callback):
 # %% ../nbs/source/12_bs_find.ipynb #fdae18a2
 def process_mean(learn:Learner, *values:float)->list[float]:
     "The mean of each value over all processes, so that all find the same"
-    n = n_processes(learn)
-    if n == 1: return values
+    if (n := n_processes(learn)) == 1: return values
     return all_reduce(learn.model, torch.tensor(values, device=next(learn.model.parameters()).device)).div_(n).tolist()
 
 def measure_costs(learn:Learner, state:Snapshot, bs:int, sizes:list[int], largest:int, n:int=6)->Costs:
@@ -164,41 +174,27 @@ def measure_noise(learn:Learner, state:Snapshot, bs:int, micros:list[int], lr_at
     if n_batches == 1 and whole == bs:  # a single micro-batch has nothing to be compared with
         if len(micros) > 1: pieces = min(micros[0], bs//4)
         else: n_batches = 2
-    size,added = whole*n_batches,[] if recorder else [recorder := Recorder()]
+    size,finder,added = whole*n_batches,BSFinder(46, bs),[] if recorder else [recorder := Recorder()]
     accum = GradientAccumulation(size, micro_batch_size=pieces, remainder='step', **kwargs)
     noise = GradientNoiseScale(1e-9)  # with a memory of nothing, each estimate is its own window's
-    finder = BSFinder(46, bs)
     finder.try_out(learn, state, lr_at(size), accum, noise, *added)
     return typical_noise_scale([(o.noise, o.signal) for o in recorder.noise_scale if o.windows]),finder
 
-# %% ../nbs/source/12_bs_find.ipynb #f16d9959
-class SuggestedBS(NamedTuple):
-    "What `bs_find` found"
-    fastest:int # The batch size that reaches a given loss soonest, in samples, over all processes
-    micro_bs:int # Samples to train on at a time, in each process
-    noise_scale:float # Gradient noise scale, in samples; inf if the signal cannot be told from the noise
-    time:dict[int,float] # Time to reach a loss, by batch size, relative to the shortest
-    samples:dict[int,float] # Samples to reach a loss, by batch size, relative to the fewest
-
-def suggest(costs:Costs, noise_scale:float, sizes:list[int], n_proc:int=1)->SuggestedBS:
-    "The fastest of `sizes`; without a signal, the smallest that is within 5% of it"
-    time,samples = to_a_loss(costs, noise_scale, sizes)
-    fastest = min(o for o,t in time.items() if t <= (1. if noise_scale < math.inf else 1.05))
-    return SuggestedBS(fastest, min(fastest, costs.micro_bs)//n_proc, noise_scale, time, samples)
-
-def advice(found:SuggestedBS, now:int, bs:int, n_proc:int, rule:Callable)->str:
+# %% ../nbs/source/12_bs_find.ipynb #14e9116d
+def advice(found:SuggestedBS, now:int, bs:int, n_proc:int, rule:Callable, limits:list[str]=[])->str:
     "`found` in a sentence, for a Learner that trains with `now` samples, in `n_proc` processes with `bs` in a batch"
     best,micro_bs,times = found.fastest,found.micro_bs,found.time[now]
-    said = f"{best} samples are fastest"
+    said,more = f"{best} samples are fastest",''
+    if limits: more = f"; a sample takes less time in larger batches, so also try a larger {' and '.join(limits)}"
     if found.noise_scale == math.inf:
         said += ", judged by the time per sample alone (the signal of the gradient is lost in its noise)"
     if times < 1.05:
         if best != now: said += f", and your {now} take {times:.2f} times as long"
-        return f"{said}: nothing to change"
+        return f"{said}: nothing to change{more}"
     if best <= micro_bs*n_proc: use = f"bs={micro_bs}{' without accumulation' if micro_bs == bs else ''}"
     elif micro_bs < bs: use = f"GradientAccumulation({best}, micro_batch_size={micro_bs})"
     else: use = f"bs={micro_bs} and "*(micro_bs > bs) + f"GradientAccumulation({best})"
-    return f"{said}; your {now} would take {times:.1f} times as long: use {use} and lr x {rule(1., best/now):.2g}"
+    return f"{said}; your {now} would take {times:.1f} times as long: use {use} and lr x {rule(1., best/now):.2g}{more}"
 
 # %% ../nbs/source/12_bs_find.ipynb #af4eae59
 def plot_bs_find(
@@ -218,22 +214,6 @@ def plot_bs_find(
     return ax
 
 # %% ../nbs/source/12_bs_find.ipynb #8012f113
-def check_can_find(learn:Learner):
-    "Raises ValueError if a trial cannot measure `learn`"
-    if is_sharded(learn.model):
-        raise ValueError(f"bs_find cannot restore a sharded {type(learn.model).__name__}: "
-                         "use DDP, or a model that is not sharded")
-    if learn._grab_cbs(GradientCache):
-        raise ValueError("bs_find measures smaller batches, and with GradientCache the loss depends on the size of a "
-                         "batch: compare fits instead")
-    if not any(p.requires_grad for p in (trained(learn.opt) if learn.opt else learn.model.parameters())):
-        raise ValueError("bs_find measures training, and all parameters are frozen: call learn.unfreeze() first")
-    try: missing = None if len(learn.dls.train) else 'none'
-    except TypeError: missing = 'no length'
-    if missing:
-        raise ValueError("bs_find needs batches to train on, and the training DataLoader "
-                         f"has {missing}: use another DataLoader")
-
 @patch
 def bs_find(self:Learner,
     lr:float|slice|None=None, # Learning rate that you train with; None: `learn.lr`, as for `fit`
@@ -266,9 +246,24 @@ def bs_find(self:Learner,
     sizes = sorted({*costs.batch, now, *(o for i in range(5) if (o := bs*n_proc << i) <= epoch*n_proc)})
     found = suggest(costs._replace(load=load, limit=limit), noise_scale, sizes, n_proc)
     if rank_distrib(): return found
-    said = advice(found, now, bs, n_proc, rule)
-    if limits and not try_larger and costs.falls and found.fastest >= largest*n_proc:
-        said += f"; a sample takes less time in larger batches, so also try a larger {' and '.join(limits)}"
-    print(said)
+    wants_more = not try_larger and costs.falls and found.fastest >= largest*n_proc
+    print(advice(found, now, bs, n_proc, rule, limits if wants_more else []))
     if show_plot: plot_bs_find(found)
     return found
+
+# %% ../nbs/source/12_bs_find.ipynb #8c8c0f25
+def check_can_find(learn:Learner):
+    "Raises ValueError if a trial cannot measure `learn`"
+    if is_sharded(learn.model):
+        raise ValueError(f"bs_find cannot restore a sharded {type(learn.model).__name__}: "
+                         "use DDP, or a model that is not sharded")
+    if learn._grab_cbs(GradientCache):
+        raise ValueError("bs_find measures smaller batches, and with GradientCache the loss depends on the size of a "
+                         "batch: compare fits instead")
+    if not any(p.requires_grad for p in (trained(learn.opt) if learn.opt else learn.model.parameters())):
+        raise ValueError("bs_find measures training, and all parameters are frozen: call learn.unfreeze() first")
+    try: has = 'none'*(len(learn.dls.train) == 0)
+    except TypeError: has = 'no length'
+    if has:
+        raise ValueError("bs_find needs batches to train on, and the training DataLoader "
+                         f"has {has}: use another DataLoader")

@@ -85,7 +85,8 @@ def sum_of_squares(norms:list[Tensor])->Tensor:
 class WindowSquares:
     "One fit's measurement: |g|² of the open window's micro-batches, from hooks on the parameters"
     def __init__(self, window:Window):
-        self.window,self.hooks,self.norms,self.squares,self.n = window,[],[],0.,0
+        self.window,self.squares,self.n = window,0.,0
+        self.hooks,self.norms = [],[]
         self.previous = {},0,0  # gradient, size and samples of the window before, if it was a single micro-batch
     def __reduce__(self): return type(None),()  # a fit under way is not to be pickled
 
@@ -116,12 +117,13 @@ def measure(self:WindowSquares, learn:Learner):
     window,device = self.window,learn.loss.device
     if window.state != WindowState.closed: return
     loss_scale = learn.scaler.scale(torch.ones((), device=device)) if scales_loss(learn) else 1.
-    size,unit,divisor = (window.samples, 1, window.samples) if window.is_sum else (window.items, window.unit, 1)
+    if window.is_sum: size,unit,scale = window.samples,1,loss_scale*window.samples
+    else: size,unit,scale = window.items,window.unit,loss_scale  # of `.grad`
     params = [o for o in states(learn.opt) if o[0].grad is not None]
-    if window.n_micro == 1 == window.n_processes: sums = self.with_previous(params, size, loss_scale*divisor)
+    if window.n_micro == 1 == window.n_processes: sums = self.with_previous(params, size, scale)
     else:
-        mean = sum_of_squares([grad_norm(p.grad, *o) for p,*o in params])
-        sums = self.squares/size*(unit/loss_scale)**2,mean/(loss_scale*divisor)**2/window.n_processes,self.n
+        mean = sum_of_squares([grad_norm(p.grad, *o) for p,*o in params])/scale**2
+        sums = self.squares/size*(unit/loss_scale)**2,mean/window.n_processes,self.n
         self.samples,self.previous = window.samples,({}, 0, 0)
     _,state,hyper = first(params) or (None, {}, {})
     is_plain = mean_square(state) is None and (window.steps or 'sqr_mom' not in hyper)  # it comes with the first step
@@ -133,7 +135,8 @@ def measure(self:WindowSquares, learn:Learner):
 def with_previous(self:WindowSquares, params:list[tuple], size:Real, scale:Tensor|float)->tuple:
     "The sums for the window before and this one, as micro-batches of one; keeps a copy of the gradient"
     grads,old_size,old_samples = self.previous
-    n,f,differences,means = 2 if grads else 1,size/(size+old_size),[],[]
+    f,n = size/(size+old_size),2 if grads else 1
+    differences,means = [],[]
     for p,*o in params:
         grad,old = p.grad.detach()/scale,grads.get(p)
         if old is not None:
@@ -150,11 +153,12 @@ class GradientNoiseScale(CleanUpCallback):
     order,run_valid = GradientAccumulation.order-.5,False
     after_pred = after_loss = noop  # fastai would search the Learner and its model for them
     def __init__(self,
-        memory:float|None=None, # Samples in the running averages; None: 50 windows like the first; `math.inf`: the fit's
+        memory:float|None=None, # Samples to average over; None: 50 windows like the first; `math.inf`: all of the fit
     ):
         if not (memory is None or isinstance(memory, Real) and memory > 0):
             raise ValueError(f"memory must be more than 0 samples, not {memory!r}: use None")
-        self.memory,self.averages,self.resumed,self.squares = memory,NoiseAverages(memory),False,None
+        self.memory,self.averages,self.resumed = memory,NoiseAverages(memory),False
+        self.squares = None  # those of the fit under way
     def estimate(self)->NoiseEstimate:
         "The current estimate"
         return self.averages.estimate()

@@ -9,7 +9,7 @@ from common import *
 from fastai.text.data import LMDataLoader
 from fastxtend_accum.demo import digits_learner
 import fastxtend_accum.bs_find as module
-from fastxtend_accum.bs_find import Costs, advice, to_a_loss, suggest
+from fastxtend_accum.bs_find import Costs, advice, suggest
 from fastxtend_accum.memory import Snapshot
 
 # Everything as it was
@@ -342,15 +342,15 @@ def test_the_root(clock, opt_func, noise_scale, step):
 def test_any_root(noise_scale, step):
     "With t seconds a sample at every size, (t + s/B)(1 + B/N) is least at the root of N·s/t"
     root = (noise_scale*step/.001)**.5
-    time,_ = to_a_loss(Costs({1:.001}, step), noise_scale, [1, *(root*2**o for o in (-2, -1, -.1, 0, .1, 1, 2) if root*2**o > 1)])
+    time = suggest(Costs({1:.001}, step), noise_scale, [1, *(root*2**o for o in (-2, -1, -.1, 0, .1, 1, 2) if root*2**o > 1)]).time
     if root > 1: assert min(time, key=time.get) == root
-    assert to_a_loss(Costs({1:.001}, step), math.inf, [1, 2, 4])[1] == {1:1., 2:1., 4:1.}
+    assert suggest(Costs({1:.001}, step), math.inf, [1, 2, 4]).samples == {1:1., 2:1., 4:1.}
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize('noise_scale', [20, 200])
 def test_steps_to_a_loss_of_a_noisy_quadratic(noise_scale):
     """By simulation: the loss is h|w|²/2 in 500 directions with a curvature h of 1, and in 500 with .02. The gradient of a sample is that of the loss, with noise N times as large as it in each half, so that the noise scale is N
-    wherever w is. For each batch size the learning rate that gets to 1% of the loss in the fewest steps, of 60; the samples that takes, relative to the smallest, are those of `to_a_loss` within 5%"""
+    wherever w is. For each batch size the learning rate that gets to 1% of the loss in the fewest steps, of 60; the samples that takes, relative to the smallest, are those of `suggest` within 5%"""
     def steps(bs, lr):
         rng,w,h = np.random.default_rng(0),np.ones((2, 500)),np.array([[1.], [.02]])
         w[1] *= 50**.5  # as much of the loss
@@ -364,7 +364,7 @@ def test_steps_to_a_loss_of_a_noisy_quadratic(noise_scale):
     sizes = [noise_scale*2**i//4 for i in range(6)]
     def fewest(bs): return min(steps(bs, o/(1+noise_scale/bs)) for o in np.geomspace(1., 2.2, 60))
     needed = np.array([bs*fewest(bs) for bs in sizes])
-    _,samples = to_a_loss(Costs({1:1.}, 0.), noise_scale, sizes)
+    samples = suggest(Costs({1:1.}, 0.), noise_scale, sizes).samples
     assert_same(needed/needed[0]/np.array(list(samples.values())), np.ones(6), .05)
     assert needed[-1] > 5*needed[0]
 
