@@ -90,7 +90,7 @@ def sized(b, n:int, size:int):
 # %% ../nbs/source/12_bs_find.ipynb #ee76dca7
 class BSFinder(Callback):
     "Times `n` batches of the loader, of `bs` samples, each brought to `sizes`; None: as it is"
-    order,start = -99,None
+    order = -99
     def __init__(self, n:int, bs:int, sizes:list[int|None]=[None]):
         self.n,self.bs,self.sizes = n,bs,sizes
         self.loading,self.passes,self.steps = [],[[] for _ in sizes],[]
@@ -112,7 +112,7 @@ class BSFinder(Callback):
                 for size,passes in zip(self.sizes, self.passes):
                     if len(self.sizes) > 1 < len(self.loading) and hasattr(learn.model, 'require_backward_grad_sync'):
                         learn.model.require_backward_grad_sync = passes is self.passes[-1]
-                    start,self.step = clock(),0.
+                    start,self.start = clock(),None
                     self.one_batch(sized(b, n, size or n), size)
                     passes.append(clock()-start-self.step)
                     self.steps.append(self.step)
@@ -126,9 +126,7 @@ class BSFinder(Callback):
             raise ValueError(f"bs_find also trains on {size} samples, which raises {type(e).__name__} ({said}): "
                              "if your loss needs a whole batch, compare fits instead") from e
     def before_step(self): self.start = clock()
-    def after_batch(self):
-        if self.start is not None: self.step,self.start = clock()-self.start,None
-    def least(self)->list[float]: return [min(o[1:]) for o in self.passes]  # the first batch is for warming up
+    def after_batch(self): self.step = 0. if self.start is None else clock()-self.start
 
 # %% ../nbs/source/12_bs_find.ipynb #fdae18a2
 def process_mean(learn:Learner, *values:float)->list[float]:
@@ -141,14 +139,14 @@ def measure_costs(learn:Learner, state:Snapshot, bs:int, sizes:list[int], larges
     n_proc = n_processes(learn)
     finder = BSFinder(n, bs, sizes+sizes[-1:]*(n_proc > 1))
     finder.try_out(learn, state)
-    batch = finder.least()
+    batch = [min(o[1:]) for o in finder.passes]  # the first is for warming up
     sync = max(0., batch.pop()-batch[-1]) if n_proc > 1 else 0.
     *batch,step = process_mean(learn, *batch, sync+median(finder.steps[len(finder.sizes):]))
     batch,size = {o*n_proc:t for o,t in zip(sizes, batch)},2*bs
     while size <= min(8*bs, largest):
         finder = BSFinder(max(2, 2*n*bs//size), bs, [size])
         if memory_error(finder.try_out, learn, state): free_memory(); break
-        batch = {size:finder.least()[0], **batch}
+        batch = {size:min(finder.passes[0][1:]), **batch}
         if batch[size] > 2*batch[size//2]: break
         size *= 2
     return Costs(batch, step)
@@ -180,7 +178,7 @@ def measure_noise(learn:Learner, state:Snapshot, bs:int, micros:list[int], lr_at
     finder.try_out(learn, state, lr_at(size), accum, noise, *added)
     return typical_noise_scale([(o.noise, o.signal) for o in recorder.noise_scale if o.windows]),finder
 
-# %% ../nbs/source/12_bs_find.ipynb #14e9116d
+# %% ../nbs/source/12_bs_find.ipynb #4f20843c
 def advice(found:SuggestedBS, now:int, bs:int, n_proc:int, rule:Callable, limits:list[str]=[])->str:
     "`found` in a sentence, for a Learner that trains with `now` samples, in `n_proc` processes with `bs` in a batch"
     best,micro_bs,times = found.fastest,found.micro_bs,found.time[now]
@@ -251,7 +249,7 @@ def bs_find(self:Learner,
     if show_plot: plot_bs_find(found)
     return found
 
-# %% ../nbs/source/12_bs_find.ipynb #8c8c0f25
+# %% ../nbs/source/12_bs_find.ipynb #f7227478
 def check_can_find(learn:Learner):
     "Raises ValueError if a trial cannot measure `learn`"
     if is_sharded(learn.model):
