@@ -10,36 +10,41 @@ from __future__ import annotations
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision,NonNativeMixedPrecision
 
-from .batches import *
-from .losses import *
+from .checks import *
+from .nested import *
+from .loader import *
 from .window import *
+from .gradients import *
 from .processes import *
+from .losses import *
+from .fit import *
 from .logging import *
 from .memory import *
-from .same_draws import *
-from .splitting import *
+from .pieces import *
 
 # %% auto #0
-__all__ = ['nonfinite', 'GradientAccumulation', 'scales_loss']
+__all__ = ['nonfinite', 'GradientAccumulation', 'FitState', 'MicroBatches', 'scales_loss']
 
 # %% ../nbs/source/08_accumulation.ipynb #36c789d1
-class GradientAccumulation(BatchLoop):
-    "Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size; raises ValueError on sizes that are no multiples of the loader's batch"
-    order,scale,is_new_fit = MixedPrecision.order-4,None,False
+class GradientAccumulation(Way):
+    """Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size; raises ValueError on sizes that are no multiples
+    of the loader's batch"""
+    order,scale,splits_loss = MixedPrecision.order-4,None,True
     opt_steps = property(attrgetter('window.steps'))
-    smallest_bs = property(lambda self: self.loader_bs*self.processes.n)  # a batch of the DataLoader in every process
-    after_pred = before_step = noop  # here, so that `GetAttr` does not look them up on the Learner and the model at every micro-batch
+    micro_bs = property(attrgetter('fitting.size'))
+    after_pred = before_backward = before_step = after_batch = noop  # here, so that `GetAttr` does not look them up on the Learner and the model at every micro-batch
     training = property(attrgetter('learn.training'))
     def __init__(self,
-        accum_bs:int|None=None, # Samples in a window, over all processes: a multiple of the loader's batch; None: 32, or the loader's batch if `micro_batch_size` is given
+        accum_bs:int|None=None, # Samples in a window, over all processes; None: 32, or the loader's batch if `micro_batch_size` is given
         n_acc:int|None=None, # fastai's name for `accum_bs`, in samples: pass one of them
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, micro-batches (False)
-        micro_batch_size:int|str|None=None, # Samples that the model sees at a time: larger loader batches are split; 'auto': halved until they fit; None: no split
+        micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': halved until they fit; None: the loader's batches
         *,
-        remainder:str|None=None, # The incomplete window that ends an epoch: take a 'step' for it, 'carry' it into the next epoch, or 'drop' it; None: 'drop' if the loader has `drop_last=True`, else 'step'
+        remainder:str|None=None, # Incomplete window of an epoch: 'step', 'carry' or 'drop'; None: 'drop' if the loader has `drop_last`, else 'step'
         num_items:Callable|None=None, # `f(learn)`: items that the micro-batch's loss averages over, 0 or more; None: taken from the loss function
         skip_nonfinite:bool=False, # Skip the step of a window whose gradient contains NaN or infinity
         same_draws:bool=False, # Micro-batches get the random numbers of the whole batch, for dropout and noise in the model; slower
+        exact:bool=False, # Find by trying how to run batches so that the fit is that of the whole batch, in the memory that there is
         **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
     ):
         if 'drop_last' in unknown:
@@ -49,143 +54,185 @@ class GradientAccumulation(BatchLoop):
         for name,size in dict(accum_bs=accum_bs, n_acc=n_acc).items():
             if size is not None: check_size(name, size)
         if accum_bs is not None and n_acc is not None:
-            raise ValueError(f"accum_bs={accum_bs} and n_acc={n_acc} both set the samples in a window: pass one of them; micro_batch_size={n_acc} would split batches")
+            raise ValueError(f"accum_bs={accum_bs} and n_acc={n_acc} both set the samples in a window: pass one of them; "
+                             f"micro_batch_size={n_acc} would split batches")
         check_micro_batch_size(micro_batch_size)
-        check_same_draws(same_draws, micro_batch_size)
-        accum_bs = accum_bs or n_acc or (32 if micro_batch_size is None else None)
-        self.takes_loader_bs = accum_bs is None
-        check_flags(log_accum_batch=log_accum_batch, skip_nonfinite=skip_nonfinite)
+        check_flags(log_accum_batch=log_accum_batch, skip_nonfinite=skip_nonfinite, same_draws=same_draws, exact=exact)
+        if exact and micro_batch_size is None:
+            raise ValueError("exact=True is for batches that do not fit in memory: also set micro_batch_size='auto', or leave it out")
+        if exact and same_draws: raise ValueError("exact=True finds out whether same_draws=True is needed: leave same_draws out")
+        if same_draws:
+            from fastxtend_accum.same_draws import check_same_draws  # the one module that this one does without
+            check_same_draws(micro_batch_size)
         if remainder not in (None, *remainders): raise ValueError(f"remainder must be one of {remainders} or None, not {remainder!r}")
         check_callable('num_items', num_items, 'a function of the Learner')
-        store_attr('accum_bs,n_acc,log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite,same_draws')
-        self.micro_bs,self.loader_bs,self.at_end,self.batches,self.position,self.is_split,self.n_skipped,self.warned = *[None]*5,False,0,set()
-        self.fitting,self.window,self.hypers,self.loggers,self.processes,self.loss_check = (
-            FittingSize(),Window(),FirstHypers(),WindowLoggers(),Processes(),LossCheck())
+        accum_bs = accum_bs or n_acc or (32 if micro_batch_size is None else None)
+        store_attr('accum_bs,n_acc,log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite,same_draws,exact')
+        self.fitting,self.window,self.now,self.way,self.n_skipped = FittingSize(),Window(),None,None,0
+
+class FitState:
+    "What a fit of a `GradientAccumulation` needs beside its window; made when the fit starts, dropped when it ends"
+    def __init__(self, accum:GradientAccumulation):
+        learn = accum.learn
+        self.loader_bs = loader_batch_size(learn.dls.train, accum.micro_batch_size)
+        self.processes = Processes(n_processes(learn))
+        self.smallest_bs = self.loader_bs*self.processes.n  # a batch of the DataLoader in every process
+        self.at_end = end_of_epoch(accum.remainder, learn.dls.train)
+        self.hypers,self.loss_check = FirstHypers(accum.scale),None if is_trial(learn) else LossCheck()
+        self.is_split,self.has_half = accum.splits,bool(half_weights(learn.opt))
+        self.batches,self.position,self.warned = None,None,set()
 
 # %% ../nbs/source/08_accumulation.ipynb #e73efc2b
 @patch
 def before_fit(self:GradientAccumulation):
-    "The fit starts with its first epoch: `tta` and `summary` call this event, too, and must leave the last fit's results"
-    learn = self.learn
-    if not is_fitting(learn): return
-    found = learn.cbs.filter(accumulates)  # fastai's too
-    if len(found) > 1:
-        names = ', '.join(f'{type(o).__module__}.{type(o).__name__}' for o in found)
-        raise ValueError(f"this Learner has {len(found)} callbacks that accumulate ({names}): keep one, see learn.remove_cb")
-    if learn._grab_cbs(NonNativeMixedPrecision):
-        raise ValueError("NonNativeMixedPrecision keeps gradients that cannot be averaged here: use learn.to_fp16() instead")
-    self.hypers.restore(learn.opt, but=('lr','wd'))  # left by an interrupted fit; `fit` has already set lr and wd
-    self.clean_up()
+    "The fit starts with its first epoch: `validate`, `tta` and `summary` call this event, too, and must leave the last fit's results"
+    Way.before_fit(self)
     mend_wandb()
-    self.is_new_fit = True
-    if hasattr(learn, 'lr_finder'):  # it needs more epochs, which fastai counts now
-        self.start_fit()
-        self.loss_check = None  # of a trial: the fit that follows says it
+    if self.learn._grab_cbs(NonNativeMixedPrecision) and self.learn.opt is not None:
+        raise ValueError("NonNativeMixedPrecision keeps gradients that cannot be averaged here: use learn.to_fp16() instead")
+    if hasattr(self.learn, 'lr_finder') and self.now is None: self.start_fit()  # it needs more epochs, which fastai counts now
 
 @patch
 def start_fit(self:GradientAccumulation):
-    "Validate settings, reset window and gradients, attach loggers"
-    learn,self.is_new_fit = self.learn,False
+    "Check the settings, start with no window and no gradient, and lend what the fit needs"
+    learn,fit = self.learn,fit_of(self.learn)
+    stack = fit.stack(self)
+    stack.callback(self.end_fit)
+    self.now,self.window,self.n_skipped = FitState(self),Window(),0
     self.check()
-    self.hypers,self.n_skipped,self.warned = FirstHypers(self.scale),0,set()
-    self.window.reset()
     learn.opt.zero_grad()
-    if self.log_accum_batch: self.loggers.attach(self)
+    fit.run_instead(self, 'backward', self.backward)
+    stack.enter_context(steps_position(learn, self.position))
+    if self.log_accum_batch: log_windows(self, stack)
+
+@patch
+def position(self:GradientAccumulation)->float:
+    "`pct_train` after a batch: it moves on with the window, and mid-window stays where it is; or with the samples, if windows change in size"
+    now = self.now
+    return now.position.update(self.window.is_finished, now.batches.seen/now.batches.samples)
+
+@patch
+def end_fit(self:GradientAccumulation):
+    "Drop the open window with its gradient, and give the optimizer back"
+    if self.now: self.now.hypers.restore(self.learn.opt)
+    if self.window.micro: self.learn.opt.zero_grad()
+    enable_sync(self.learn.model)
+    self.window.open()
+    self.now = None
 
 # %% ../nbs/source/08_accumulation.ipynb #eb653680
 @patch
 def check(self:GradientAccumulation):
-    "Raises ValueError if the callback does not fit its Learner; finds `micro_bs`, and what to do with an incomplete window"
-    learn,dl = self.learn,self.learn.dls.train
+    "Raises ValueError if the callback does not fit its Learner"
+    learn,now = self.learn,self.now
+    found = learn.cbs.filter(accumulates)  # fastai's too
+    if len(found) > 1:
+        names = ', '.join(f'{type(o).__module__}.{type(o).__name__}' for o in found)
+        raise ValueError(f"this Learner has {len(found)} callbacks that accumulate ({names}): keep one, see learn.remove_cb")
     check_accumulates(learn.model, learn.opt)
-    self.loader_bs,self.processes = loader_batch_size(dl, self.micro_batch_size),Processes(n_processes(learn))
-    self.at_end = end_of_epoch(self.remainder, dl)
-    if self.takes_loader_bs: self.accum_bs = self.smallest_bs
-    for name,size in self.sizes().items(): check_multiple(name, size, self.loader_bs, self.processes.n)
-    if self.micro_batch_size not in (None, 'auto') and self.micro_batch_size > self.loader_bs:
-        warn(f"micro_batch_size={self.micro_batch_size} is more than the {self.loader_bs} samples that the DataLoader yields: its batches are not split")
-    self.micro_bs = self.loader_bs if self.micro_batch_size in (None, 'auto') else min(self.micro_batch_size, self.loader_bs)
+    for name,size in self.sizes().items(): check_multiple(name, size, now.loader_bs, now.processes.n)
+    if any(size > now.smallest_bs for size in self.sizes().values()): check_loop(learn, self)
+    if self.micro_batch_size not in (None, 'auto') and self.micro_batch_size > now.loader_bs:
+        warn(f"micro_batch_size={self.micro_batch_size} is more than the {now.loader_bs} samples that the DataLoader yields: "
+             "its batches are not split")
+    if self.micro_batch_size != 'auto': self.fitting.size = min(self.micro_batch_size or now.loader_bs, now.loader_bs)
+    elif self.fitting.size is None: self.fitting.size = now.loader_bs
     check_rules(self.scale, learn.opt)
 
 @patch
-def sizes(self:GradientAccumulation)->dict[str,int]: return dict(accum_bs=self.accum_bs)  # that were asked for, by argument; the first window's first
+def sizes(self:GradientAccumulation)->dict[str,int]:
+    "The sizes of windows that were asked for, by argument; the first window's first"
+    return dict(accum_bs=self.accum_bs or self.now.smallest_bs)
+
 @patch
-def size_at(self:GradientAccumulation, pct:float)->int: return self.accum_bs  # of a window that opens at `pct` of training
+def size_at(self:GradientAccumulation, pct:float)->int:
+    "Samples in a window that opens at `pct` of training"
+    return self.accum_bs or self.now.smallest_bs
 
 # %% ../nbs/source/08_accumulation.ipynb #3c6f5d20
 @patch
 def before_train(self:GradientAccumulation):
     "Wrap the DataLoader and plan the epoch's windows"
-    if self.is_new_fit: self.start_fit()
-    learn,share = self.learn,self.size_at(self.learn.pct_train)//self.processes.n
-    learn.dl = self.batches = batches = LoaderBatches(learn.dl, self.loader_bs, self.at_end)
+    learn = self.learn
+    if not is_running(learn): return  # a look at the data: `with learn: learn('before_train')`
+    if self.now is None: self.start_fit()
+    now = self.now
+    share = self.size_at(learn.pct_train)//now.processes.n
+    learn.dl = now.batches = batches = LoaderBatches(learn.dl, now.loader_bs, now.at_end)
     n_windows = batches.n_windows(share) if len(self.sizes()) == 1 else None
-    self.position = Position(learn.pct_train, learn.n_epoch, n_windows)
-    if self.at_end == 'drop' and batches.certain:
+    now.position = Position(learn.pct_train, learn.n_epoch, n_windows)
+    if now.at_end == 'drop' and batches.certain:
         if n_windows == 0:
-            raise ValueError(f"an epoch has {batches.samples*self.processes.n} samples, which do not fill one window of accum_bs={self.accum_bs}, "
-                             "and incomplete windows are dropped: use a smaller accum_bs, or remainder='step'")
+            raise ValueError(f"an epoch has {batches.samples*now.processes.n} samples, which do not fill one window of "
+                             f"accum_bs={self.size_at(0.)}, and incomplete windows are dropped: use a smaller accum_bs, or remainder='step'")
         if n_windows: batches.needed = n_windows*share
-        batches.needs_more = lambda: self.window.is_filling or batches.left >= self.size_at(learn.pct_train)//self.processes.n
-    self.is_split,self.has_half = self.splits,bool(half_weights(learn.opt))
-    if self.is_split: self.lend_loop()
+        batches.needs_more = lambda: not self.now or self.window.is_filling or batches.left >= self.size_at(learn.pct_train)//now.processes.n
+    if self.same_draws:
+        from fastxtend_accum.same_draws import check_not_compiled
+        check_not_compiled(learn.model)
+    if now.is_split: self.join_loop()
 
 # %% ../nbs/source/08_accumulation.ipynb #fbefae50
 @patch
 def before_batch(self:GradientAccumulation):
     "Start a micro-batch; if no window is filling, restore the hyper-parameters and open one"
-    window = self.window
-    if self.batches is None:
-        raise RuntimeError(f"learn.one_batch outside a fit is not part of a window: call it inside `with learn.removed_cbs(learn.{self.name})`, or use learn.fit")
+    now,window = self.now,self.window
+    if now is None: return
     if not window.is_filling:
-        self.hypers.restore(self.learn.opt)
-        self.accum_bs = self.size_at(self.learn.pct_train)
-        window.open(self.accum_bs//self.processes.n)
+        now.hypers.restore(self.learn.opt)
+        window.open(self.size_at(self.learn.pct_train)//now.processes.n)
     window.earlier,window.losses = window.samples,[]
-    self.start_micro_batch(self.batches.size)
+    self.start_micro_batch(now.batches.size)
 
 @patch
 def start_micro_batch(self:GradientAccumulation, samples:int, ends_batch:bool=True):
     "Start a micro-batch of `samples`, as the DataLoader has yielded them: another callback may have changed the batch by now"
-    window = self.window
-    ends_window = ends_batch and (window.samples+samples >= window.size or self.batches.is_last)
+    now,window = self.now,self.window
+    ends_window = ends_batch and (window.samples+samples >= window.size or now.batches.is_last)
     window.micro = MicroBatch(samples, ends_window, self.learn.iter)
-    if self.has_half and not (ends_window or window.n_micro): window.sums = {}
-    if self.processes.n > 1: self.processes.before_micro_batch(self.learn.model, self.learn.opt, ends_window, window.sums is not None)
+    if now.has_half and not (ends_window or window.n_micro): window.sums = {}
+    if now.processes.n > 1:
+        now.processes.before_micro_batch(self.learn.model, self.learn.opt, ends_window, window.sums is not None)
 
 # %% ../nbs/source/08_accumulation.ipynb #0ba548ce
 @patch
 def after_loss(self:GradientAccumulation):
     "Weight the micro-batch; the first one of several saves the hyper-parameters, with the rules for a batch of this size"
-    learn,window = self.learn,self.window
+    learn,now,window = self.learn,self.now,self.window
+    if learn is None: return  # removed by another callback at this event
+    if now is None:
+        raise RuntimeError("GradientAccumulation saw a batch outside a fit of its Learner: give each Learner a callback of its own, and call "
+                           f"learn.one_batch inside `with learn.removed_cbs(learn.{self.name})`")
     if not len(learn.yb): return
     micro,items = window.micro,n_items(learn, self.num_items, window.micro.samples)
-    if window.is_empty and (self.scale or not micro.ends_window):
-        self.hypers.save(learn.opt, self.accum_bs/first(self.sizes().values()) if self.scale else 1.)
-    if self.processes.n > 1: window.unit = self.processes.common_unit(items, learn.loss.device, learn.model)
-    if self.loss_check: self.loss_check.add_micro_batch(learn, window, items)
+    if not window.n_micro and (self.scale or not micro.ends_window):
+        first_size = first(self.sizes().values())
+        now.hypers.save(learn.opt, window.size*now.processes.n/first_size if self.scale else 1.)
+    if now.processes.n > 1: window.unit = now.processes.common_unit(items, learn.loss.device, learn.model)
+    if now.loss_check: now.loss_check.add_micro_batch(learn, window, items)
     learn.loss = mean_over(items, learn.loss)
     window.weigh(items, learn.loss)
 
 @patch
-def before_backward(self:GradientAccumulation):
-    "Multiply the loss by its weight, after all that other callbacks have added to it"
+def backward(self:GradientAccumulation, f:Callable):
+    "Multiply the loss by its weight, with all that other callbacks have added to it in `before_backward`; then fastai's backward pass"
     learn,window,micro = self.learn,self.window,self.window.micro
-    if not micro.under_way: return
-    micro.loss = learn.loss.detach()
-    learn.loss_grad = times(learn.loss_grad, micro.weight)
-    if not window.is_empty and learn.loss_grad.requires_grad: learn.loss_grad.register_hook(micro.backward_began)
+    if micro.under_way:
+        micro.loss = learn.loss.detach()
+        learn.loss_grad = times(learn.loss_grad, micro.weight)
+        if window.n_micro and learn.loss_grad.requires_grad: learn.loss_grad.register_hook(micro.backward_began)
+    f()
 
 @patch
 def after_backward(self:GradientAccumulation):
     "Count the micro-batch; a batch that is not split ends with it"
-    window = self.window
+    now,window = self.now,self.window
     if window.micro.under_way:
         loss = window.count()
-        if self.is_split: window.losses.append((loss, window.micro.weight))
+        if now.is_split: window.losses.append((loss, window.micro.weight))
     if window.sums is not None: add_in_float32(self.learn.opt, window.sums)
-    if self.processes.n > 1: self.processes.after_backward(self.learn.model)
-    if not self.is_split and not self.close_if_full(): raise CancelBatchException
+    if now.processes.n > 1: now.processes.after_backward(self.learn.model)
+    if not now.is_split and not self.close_if_full(): raise CancelBatchException
 
 @patch
 def close_if_full(self:GradientAccumulation)->bool:
@@ -194,16 +241,22 @@ def close_if_full(self:GradientAccumulation)->bool:
     return micro.state == MicroState.counted and micro.ends_window and self.close_window()
 
 # %% ../nbs/source/08_accumulation.ipynb #58d1f3b6
-@patch
-def loader_yields(self:GradientAccumulation)->int: return self.batches.size  # the last batch has fewer
+class MicroBatches:
+    "Part: each piece of a batch of `n` samples is a micro-batch"
+    def __init__(self, accum:GradientAccumulation, n:int): self.accum,self.n = accum,n
+    def undo(self, start:int): pass
+    def piece(self, start:int, end:int):
+        size = self.accum.now.batches.size
+        self.accum.start_micro_batch(end*size//self.n - start*size//self.n, ends_batch=end == self.n)
+
+@patch(as_prop=True)
+def batch_samples(self:GradientAccumulation)->int: return self.now.batches.size  # as the DataLoader has yielded them: the last batch has fewer
 
 @patch
-def piece_bs(self:GradientAccumulation, batch:Batch)->int: return self.micro_bs
-
-@patch
-def start_piece(self:GradientAccumulation, batch:Batch, end:int):
-    samples = [o*self.batches.size//batch.n for o in (batch.start, end)]
-    self.start_micro_batch(samples[1]-samples[0], ends_batch=end == batch.n)
+def parts(self:GradientAccumulation, n:int)->list:
+    if not (self.same_draws or self.way and self.way.same_draws): return [MicroBatches(self, n)]
+    from fastxtend_accum.same_draws import SameDraws
+    return [MicroBatches(self, n), SameDraws(n)]
 
 @patch
 def end_batch(self:GradientAccumulation):
@@ -214,55 +267,72 @@ def end_batch(self:GradientAccumulation):
     if not steps: raise CancelBatchException
 
 @patch
-def find_size(self:GradientAccumulation, batch:Batch):
-    "Find the size of pieces that fit, if it is not known yet for batches like this one"
-    self.micro_bs = self.fitting.update(self.learn, (*batch.xb, *batch.yb), partial(train_on, batch), batch.n)
+def find_size(self:GradientAccumulation, loop:Loop, inputs:Inputs):
+    "Find the size of pieces that fit, if it is not known yet for batches like this one; with `exact`, the way to run them"
+    learn = self.learn
+    def search(at_most, is_new):
+        if not self.exact: return find_size(learn, partial(train_on, loop, inputs), at_most, agree=is_new)
+        from fastxtend_accum.exact import find_way
+        if self.way: self.way.leave(learn)
+        self.way = find_way(self, self.now.batches.b, self.now.batches.size)
+        return self.way.size
+    found = self.fitting.update(learn, (*inputs.xb, *inputs.yb), inputs.n, search)
+    if self.exact: self.way.join(self, loop, inputs)
+    elif found: self.fitting.say(learn, inputs.n, learn.model)
+
+@patch
+def shrink(self:GradientAccumulation, loop:Loop, error:Exception)->str:
+    "Smaller pieces from now on; with `exact`, the next way if there are none"
+    if not self.exact or self.micro_bs < sys.maxsize: return Way.shrink(self, loop, error)
+    from fastxtend_accum.exact import next_way
+    self.way = next_way(self, loop)
+    return self.way.how(self.now.batches.size)
 
 # %% ../nbs/source/08_accumulation.ipynb #0c4e7a92
 @patch
-def undo(self:GradientAccumulation, batch:Batch)->bool:
-    "Discard the micro-batch that has failed, and what its gradient is mixed with; gives whether that all comes from `batch`"
+def go_back(self:GradientAccumulation, start:int)->int|None:
+    "Discard the piece from sample `start` on, which has failed, and what its gradient is mixed with; gives where to go on, None if that is an earlier batch"
     window,micro = self.window,self.window.micro
-    if window.state != WindowState.open or micro.state == MicroState.counted: return False
-    if not (window.is_empty or micro.state == MicroState.in_grad): micro.state = MicroState.begun
-    elif window.earlier: return False
-    else: self.start_over(batch)
-    return True
+    if window.state != WindowState.open or micro.state == MicroState.counted: return None
+    if window.n_micro and micro.state != MicroState.in_grad:
+        micro.state = MicroState.begun
+        return start
+    return None if window.earlier else self.start_over()
 
 @patch
-def start_over(self:GradientAccumulation, batch:Batch):
-    "Open the window again, which holds nothing but pieces of `batch`"
-    batch.start_over()
+def start_over(self:GradientAccumulation)->int:
+    "Open the window again, which holds nothing but pieces of this batch"
     self.window.open(self.window.size)
-    self.start_micro_batch(self.batches.size)
+    self.start_micro_batch(self.batch_samples)
     self.learn.opt.zero_grad()
+    return 0
 
 @patch
-def cancelled(self:GradientAccumulation, batch:Batch):
+def cancelled(self:GradientAccumulation):
     "Leave out the whole batch, with the window if that has pieces of it"
     window = self.window
-    if not window.earlier: self.start_over(batch)
+    if not window.earlier: self.start_over()
     elif window.samples > window.earlier: window.micro.state = MicroState.in_grad
 
 # %% ../nbs/source/08_accumulation.ipynb #908710a4
 @patch
 def close_window(self:GradientAccumulation)->bool:
     "Put the mean gradient and the first micro-batch's hyper-parameters in place, or drop the window; gives whether there is anything to step on"
-    window,learn = self.window,self.learn
-    check = self.loss_check if self.loss_check and self.loss_check.is_done else None
-    if self.processes.n > 1: self.processes.add_up(window, learn.model, learn.opt)
+    window,learn,now = self.window,self.learn,self.now
+    check = now.loss_check if now.loss_check and now.loss_check.is_done else None
+    if now.processes.n > 1: now.processes.add_up(window, learn.model, learn.opt)
     elif check and check.differs is not None: check.differs = window.fetch(check.differs)  # with one sync
     else: window.fetch()
     if check:
         if found := check.warning(): self.warn_once(found)
-        self.loss_check = None
+        now.loss_check = None
     if window.items == 0: return self.drop_window("no item in a whole window (all labels ignored?): its step was skipped")
     average_gradients(learn.opt, window.divisor, window.sums)
-    if self.skip_nonfinite and not scales_loss(learn) and not self.processes.all_of(is_finite(learn.opt), learn.model):
+    if self.skip_nonfinite and not scales_loss(learn) and not now.processes.all_of(is_finite(learn.opt), learn.model):
         self.n_skipped += 1
         return self.drop_window(nonfinite)
     window.state = WindowState.closed
-    self.hypers.apply(learn.opt)
+    now.hypers.apply(learn.opt)
     return True
 
 @patch
@@ -275,8 +345,8 @@ def drop_window(self:GradientAccumulation, why:str)->bool:
 @patch
 def warn_once(self:GradientAccumulation, message:str):
     "Warn, unless this fit has already"
-    if message not in self.warned: warn(message)
-    self.warned.add(message)
+    if message not in self.now.warned: warn(message)
+    self.now.warned.add(message)
 
 nonfinite = "skipped a step: its gradient has NaN or infinity. Later ones are skipped without a warning; n_skipped counts them"
 
@@ -299,22 +369,17 @@ def after_cancel_step(self:GradientAccumulation):
         self.n_skipped += 1
         self.warn_once(nonfinite)
 
-@patch
-def after_batch(self:GradientAccumulation):
-    "The position in training moves on with the window, and mid-window stays where it is; or with the samples, if windows change in size"
-    self.learn.pct_train = self.position.update(self.window.is_finished, self.batches.seen/self.batches.samples)
-
 # %% ../nbs/source/08_accumulation.ipynb #c10eeccb
 @patch
 def discard_cancelled(self:GradientAccumulation):
     "Discard a cancelled micro-batch, and the gradient that it has been added to"
-    if self.window.cancel(): self.learn.opt.zero_grad()
+    if self.now and self.window.cancel(): self.learn.opt.zero_grad()
 
 @patch
 def after_cancel_batch(self:GradientAccumulation):
     "Discard a micro-batch that another callback cancelled; if it was this one, in mid-window, it stays counted"
     micro = self.window.micro
-    if micro is None or micro.iteration != self.learn.iter: self.before_batch()  # cancelled before it got here
+    if self.now and (micro is None or micro.iteration != self.learn.iter): self.before_batch()  # cancelled before it got here
     self.discard_cancelled()
 
 @patch
@@ -328,12 +393,13 @@ def after_cancel_epoch(self:GradientAccumulation): self.after_cancel_train()
 @patch
 def after_train(self:GradientAccumulation):
     "Step on a window that is left over, carry it or drop it"
+    if self.now is None: return
     if self.window.is_filling:
-        if self.at_end == 'carry': return
-        if self.at_end == 'step': self.step_now()
+        if self.now.at_end == 'carry': return
+        if self.now.at_end == 'step': self.step_now()
         else: self.learn.opt.zero_grad()
     self.window.open()
-    self.hypers.restore(self.learn.opt)
+    self.now.hypers.restore(self.learn.opt)
 
 @patch
 def step_now(self:GradientAccumulation):
@@ -344,25 +410,13 @@ def step_now(self:GradientAccumulation):
     try: learn._with_events(learn._step, 'step', CancelStepException)
     except (CancelBatchException, CancelTrainException): window.cancel()
     learn.opt.zero_grad()
-    self.loggers.after_batch()
+    if self.log_accum_batch: window_loggers_of(self).after_batch()
 
 # %% ../nbs/source/08_accumulation.ipynb #c991c6a1
 @patch
-def after_fit(self:GradientAccumulation):
-    "Leave no gradient; warn if no window was filled"
-    learn = self.learn
-    if not is_fitting(learn) or self.is_new_fit: return
-    self.clean_up()
-    if not self.window.n_finished and learn.train_iter and self.at_end != 'step':
-        warn(f"no optimizer step was taken in this fit: its {learn.train_iter} micro-batches did not fill a window of "
-             f"{self.accum_bs} samples; use a smaller accum_bs or remainder='step', not {self.at_end!r}")
-
-@patch
-def clean_up(self:GradientAccumulation):
-    "Drop the open window with its gradient; restore loggers and optimizer"
-    self.loggers.detach()
-    self.hypers.restore(self.learn.opt)
-    enable_sync(self.learn.model)
-    if self.window.micro: self.learn.opt.zero_grad()
-    self.window.open()
-    self.batches,self.loss_check = None,LossCheck()
+def after_epoch(self:GradientAccumulation):
+    "In the last epoch, warn if no window was filled"
+    learn,now = self.learn,self.now
+    if not now or learn.epoch < learn.n_epoch-1 or self.window.n_finished or not learn.train_iter or now.at_end == 'step': return
+    warn(f"no optimizer step was taken in this fit: its {learn.train_iter} micro-batches did not fill a window of "
+         f"{self.size_at(0.)} samples; use a smaller accum_bs or remainder='step', not {now.at_end!r}")

@@ -9,7 +9,8 @@ __all__ = []
 
 # %% ../nbs/source/14_all.ipynb #87cdef62
 from .accumulation import GradientAccumulation
-from .checkpointing import ActivationCheckpointing,GradientCache
+from .checkpointing import ActivationCheckpointing
+from .cache import GradientCache
 from .schedule import GradientAccumulationSchedule,linear_scale,sqrt_scale,half_life_scale,SchedSteps,seesaw
 from .noise import GradientNoiseScale,NoiseEstimate
 from .bs_find import SuggestedBS,plot_bs_find

@@ -11,18 +11,22 @@ from typing import NamedTuple
 
 from fastai.basics import *
 
-from .batches import *
-from .window import *
+from .checks import *
+from .nested import *
+from .loader import *
+from .fit import *
+from .gradients import *
 from .processes import *
 from .logging import *
 from .memory import *
 from .accumulation import *
-from .checkpointing import *
+from .pieces import *
+from .cache import *
 from .schedule import *
 from .noise import *
 
 # %% auto #0
-__all__ = ['Costs', 'SuggestedBS', 'suggest', 'trial', 'is_trial', 'clock', 'sized', 'BSFinder', 'process_mean', 'measure_costs',
+__all__ = ['Costs', 'SuggestedBS', 'suggest', 'trial', 'clock', 'sized', 'BSFinder', 'process_mean', 'measure_costs',
            'loading_costs', 'typical_noise_scale', 'measure_noise', 'advice', 'plot_bs_find', 'check_can_find']
 
 # %% ../nbs/source/12_bs_find.ipynb #6f436cc3
@@ -72,10 +76,6 @@ def trial(learn:Learner, keep:Callable=takes_part):
     with replaced(learn, 'cbs', kept), replaced(learn, 'lr_finder', True), learn.no_logging(), Snapshot(learn) as state:
         yield state
 
-def is_trial(learn:Learner)->bool:
-    "Whether `learn` is in a trial, or in fastai's `lr_find`"
-    return 'lr_finder' in vars(learn)
-
 # %% ../nbs/source/12_bs_find.ipynb #ee76dca6
 def clock()->float:
     "Seconds, once a GPU has done all it was asked to"
@@ -84,7 +84,7 @@ def clock()->float:
 
 def sized(b, n:int, size:int):
     "`size` samples of the batch `b`, which has `n`; for a multiple of them, the batch several times"
-    if size <= n: return piece(b, 0, size, n) if size < n else b
+    if size <= n: return cut(b, 0, size, n) if size < n else b
     return join([b]*(size//n), [n]*(size//n))
 
 # %% ../nbs/source/12_bs_find.ipynb #ee76dca7

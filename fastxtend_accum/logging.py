@@ -10,21 +10,17 @@ from contextlib import nullcontext
 
 from fastai.basics import *
 
+from fastai.callback.core import TrainEvalCallback
+
 from .window import *
+from .fit import *
 
 # %% auto #0
-__all__ = ['window_loggers', 'replaced', 'WindowLogger', 'record', 'recorded', 'RecorderWindows', 'StepsLogger',
-           'LRFinderWindows', 'ShowGraphWindows', 'WandbWindows', 'TensorBoardWindows', 'WindowLoggers', 'mend_wandb']
+__all__ = ['window_loggers', 'WindowLogger', 'record', 'recorded', 'RecorderWindows', 'StepsLogger', 'LRFinderWindows',
+           'ShowGraphWindows', 'WandbWindows', 'TensorBoardWindows', 'WindowLoggers', 'log_windows',
+           'window_loggers_of', 'steps_position', 'mend_wandb']
 
 # %% ../nbs/source/03_logging.ipynb #09873443
-@contextmanager
-def replaced(o, attr:str, value):
-    "Let `o.attr` be `value` in this context; afterwards it is as before, also if it was not an attribute of `o` itself"
-    own,old = attr in vars(o),vars(o).get(attr)
-    setattr(o, attr, value)
-    try: yield
-    finally: setattr(o, attr, old) if own else delattr(o, attr)
-
 class WindowLogger:
     "Lets a logger see each window as one batch: replaces its `events` during a fit"
     events = 'after_batch',
@@ -47,7 +43,7 @@ class WindowLogger:
         learn,window = self.cb.learn,self.accum.window
         if not learn.training: self.original('after_batch')
         elif window.is_logged:
-            with replaced(learn, 'loss', learn.loss if window.is_empty else window.mean_loss): self.log()  # empty: cancelled before it counted
+            with replaced(learn, 'loss', learn.loss if not window.n_micro else window.mean_loss): self.log()  # empty: cancelled before it counted
     def measured(self)->dict[str,Real]:
         "Other values to log for the window, by name"
         return {'accumulation_batch_size':self.accum.window.samples, **self.accum.window.measured}
@@ -96,7 +92,7 @@ class LRFinderWindows(StepsLogger):
     def attach(self):
         super().attach()
         # An upper bound: short and dropped windows lose at most half of the micro-batches. LRFinder ends the fit itself
-        self.cb.learn.n_epoch *= 2*self.accum.accum_bs//self.accum.smallest_bs
+        self.cb.learn.n_epoch *= 2*self.accum.size_at(0.)//self.accum.now.smallest_bs
     def before_batch(self): self.original('before_batch')
 
 class ShowGraphWindows(StepsLogger):
@@ -111,7 +107,7 @@ class WandbWindows(WindowLogger):
     "One W&B step per window"
     events = 'before_batch','after_batch'
     def before_batch(self):
-        if not self.cb.learn.training or self.accum.window.is_empty: self.original('before_batch')
+        if not self.cb.learn.training or not self.accum.window.n_micro: self.original('before_batch')
     def log(self):
         import wandb
         cb,learn,samples = self.cb,self.cb.learn,self.accum.window.samples
@@ -148,6 +144,22 @@ class WindowLoggers(list):
     def after_batch(self):
         "Log a window that ended outside a batch"
         for o in self: o.cb('after_batch')
+
+# %% ../nbs/source/03_logging.ipynb #40a31a90
+def log_windows(accum, stack):
+    loggers = WindowLoggers()
+    loggers.attach(accum)
+    stack.callback(loggers.detach)
+    accum.now.loggers = loggers
+def window_loggers_of(accum): return accum.now.loggers
+@contextmanager
+def steps_position(learn, position):
+    cb = first(o for o in learn.cbs if isinstance(o, TrainEvalCallback))
+    original = cb.after_batch
+    def after_batch():
+        original()
+        learn.pct_train = position()
+    with replaced(cb, 'after_batch', after_batch): yield
 
 # %% ../nbs/source/03_logging.ipynb #9ac85663
 def mend_wandb():

@@ -13,7 +13,7 @@ from functools import singledispatch
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 
-from .batches import *
+from .nested import *
 from .window import *
 from .memory import *
 
@@ -179,8 +179,8 @@ class LossCheck:
 
     def add_micro_batch(self, learn:Learner, window:Window, items:Real|Tensor|None):
         "Add the micro-batch that `learn` is at, unless it is a window by itself"
-        if window.is_empty: self.parts = []
-        if not (window.is_empty and window.micro.ends_window): self.add(learn.loss_func, (learn.pred, *learn.yb), window.micro.samples, items)
+        if not window.n_micro: self.parts = []
+        if not (not window.n_micro and window.micro.ends_window): self.add(learn.loss_func, (learn.pred, *learn.yb), window.micro.samples, items)
 
 # %% ../nbs/source/05_losses.ipynb #341a0d8d
 @patch

@@ -15,9 +15,12 @@ from matplotlib.ticker import LogLocator
 from .window import *
 from .processes import *
 from .logging import *
-from .splitting import *
+from .fit import *
+from .pieces import *
 from .accumulation import *
-from .checkpointing import *
+from .gradients import *
+from .memory import *
+from .cache import *
 
 # %% auto #0
 __all__ = ['noise_and_signal', 'NoiseEstimate', 'NoiseAverages', 'states', 'mean_square', 'grad_norm', 'sum_of_squares',
@@ -84,8 +87,9 @@ def sum_of_squares(norms:list[Tensor])->Tensor:
 # %% ../nbs/source/11_noise.ipynb #a1240ac2
 class WindowSquares:
     "One fit's measurement: |g|² of the open window's micro-batches, from hooks on the parameters"
-    def __init__(self, window:Window):
-        self.window,self.squares,self.n = window,0.,0
+    window = property(lambda self: getattr(self.accum, 'window', None) or Window())  # none before it starts
+    def __init__(self, accum:GradientAccumulation):
+        self.accum,self.squares,self.n = accum,0.,0
         self.hooks,self.norms = [],[]
         self.previous = {},0,0  # gradient, size and samples of the window before, if it was a single micro-batch
     def __reduce__(self): return type(None),()  # a fit under way is not to be pickled
@@ -93,7 +97,7 @@ class WindowSquares:
     def watch(self, opt:Optimizer|OptimWrapper):
         "Add the hooks, before a backward pass"
         self.ignore()
-        if self.window.is_empty: self.squares,self.n = 0.,0  # also where it starts over, out of memory
+        if not self.window.n_micro: self.squares,self.n = 0.,0  # also where it starts over, out of memory
         if not (self.window.micro and self.window.micro.under_way): return
         def keep_norm(state, hyper, grad): self.norms.append(grad_norm(grad.detach(), state, hyper))
         self.hooks = [p.register_hook(partial(keep_norm, *o)) for p,*o in states(opt)]
@@ -148,7 +152,7 @@ def with_previous(self:WindowSquares, params:list[tuple], size:Real, scale:Tenso
     return mean+f*(1-f)*sum_of_squares(differences),mean,n
 
 # %% ../nbs/source/11_noise.ipynb #11c53462
-class GradientNoiseScale(CleanUpCallback):
+class GradientNoiseScale(FitCallback):
     "Measure the gradient noise scale during accumulation: `recorder.noise_scale` gets an entry for each optimizer step"
     order,run_valid = GradientAccumulation.order-.5,False
     after_pred = after_loss = noop  # fastai would search the Learner and its model for them
@@ -175,9 +179,6 @@ class GradientNoiseScale(CleanUpCallback):
     def __call__(self, event:str):
         "Only in a fit that is measured; and another callback may have removed this one in the same event"
         if self.learn and (self.squares or event.endswith(('fit','train'))): super().__call__(event)
-    def before_fit(self):
-        if is_fitting(self.learn): self.clean_up()
-    after_fit = before_fit
     def before_backward(self): self.squares.watch(self.learn.opt)
     def after_backward(self): self.squares.add()
     def after_batch(self): self.squares.ignore()  # it may have been cancelled
@@ -186,9 +187,9 @@ class GradientNoiseScale(CleanUpCallback):
 # %% ../nbs/source/11_noise.ipynb #a17d6706
 @patch
 def before_train(self:GradientNoiseScale):
-    "In the first epoch find the accumulation, and begin new averages, unless some were loaded; raises ValueError"
+    "In the first epoch of a fit, which is no search, begin new averages, unless some were loaded; raises ValueError"
     learn,accum = self.learn,first(self.learn._grab_cbs(GradientAccumulation))
-    if self.squares or learn._grab_cbs((LRFinder,MicroBatchFinder)): return  # these measure nothing
+    if self.squares or not is_running(learn) or learn._grab_cbs((LRFinder,MicroBatchFinder)): return
     if is_sharded(learn.model):
         raise ValueError("GradientNoiseScale cannot see the whole gradients of a sharded "
                          f"{type(learn.model).__name__}: leave it out, or use DDP")
@@ -198,7 +199,8 @@ def before_train(self:GradientNoiseScale):
     if not accum:
         raise ValueError("GradientNoiseScale measures accumulated windows: "
                          "add a GradientAccumulation(accum_bs) to the Learner")
-    self.squares = WindowSquares(accum.window)
+    self.squares = WindowSquares(accum)
+    fit_of(learn).stack(self).callback(self.clean_up)
     if not self.resumed: self.averages = NoiseAverages(self.memory)
     self.resumed = False
     if hasattr(learn, 'recorder'): learn.recorder.noise_scale = []

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .window import *
+from .gradients import *
 
 # %% auto #0
 __all__ = ['averages_gradients', 'is_sharded', 'n_processes', 'all_reduce', 'Processes', 'enable_sync', 'check_wrapped',

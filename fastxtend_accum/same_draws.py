@@ -12,11 +12,14 @@ import traceback
 from fastai.basics import *
 from torch.utils._python_dispatch import TorchDispatchMode,_get_current_dispatch_mode_stack
 
-from .batches import *
+from .checks import *
+from .nested import *
+from .memory import stored_once
+from .pieces import is_compiled
 
 # %% auto #0
 __all__ = ['by_shape', 'can_repeat', 'generator_of', 'default_generators', 'state_of', 'all_states', 'samples_dim', 'Draw',
-           'SameDraws', 'check_same_draws', 'is_compiled', 'check_not_compiled']
+           'SameDraws', 'check_same_draws', 'check_not_compiled']
 
 # %% ../nbs/source/06_same_draws.ipynb #d7a50008
 by_shape = {'bernoulli','cauchy','exponential','geometric','log_normal','multinomial','native_dropout','normal','rand','rand_like',
@@ -147,6 +150,10 @@ def rewind(self:SameDraws):
     if self.after is None: self.draws,self.own,self.last = {},{},{g:state_of(g) for g in default_generators()}  # also after a first piece that failed
 
 @patch
+def undo(self:SameDraws, start:int):
+    if not start: self.sizes = []
+
+@patch
 @contextmanager
 def piece(self:SameDraws, start:int, end:int):
     "Train on samples `start` to `end` in here; afterwards the random generators stand where the whole batch leaves them"
@@ -164,17 +171,17 @@ def piece(self:SameDraws, start:int, end:int):
     self.sizes.append(end-start)
     if end == self.n and (len({*self.sizes}) == 1 or self.sizes[0] == 1) and any(o.split for o in self.draws.values()):
         raise ValueError("same_draws=True needs pieces of two sizes, the first of 2 samples or more, to tell the dimension of the samples, "
-                         f"not of {self.sizes}: see SameDraws.next_piece")
+                         f"not of {self.sizes}: see SameDraws.next_size")
 
 # %% ../nbs/source/06_same_draws.ipynb #d7a50041
 @patch
-def next_piece(self:SameDraws, rest:int, micro_bs:int)->int:
+def next_size(self:SameDraws, rest:int, micro_bs:int)->int:
     "Samples in the next piece, if `rest` are left: the first is a prime number, which other dimensions are hardly multiples of, and the second differs from it"
-    size = next_piece(rest, micro_bs)
+    size = next_size(rest, micro_bs)
     if size == self.n: return size
-    check_same_draws(True, micro_bs)  # 'auto' may find that one sample fits
+    check_same_draws(micro_bs)  # 'auto' may find that one sample fits
     if not self.sizes: return next(n for n in range(size, 0, -1) if all(n%d for d in range(2, math.isqrt(n)+1)))
-    return next_piece(rest, size-1) if self.sizes == [size] else size
+    return next_size(rest, size-1) if self.sizes == [size] else size
 
 @patch
 @contextmanager
@@ -189,14 +196,11 @@ def again(self:SameDraws, start:int, end:int):
         finally:
             for g,state in own.items(): g.set_state(state)
 
-def check_same_draws(same_draws:bool, micro_batch_size:int|str|None):
+def check_same_draws(micro_batch_size:int|str|None):
     "Raises TypeError or ValueError unless there are pieces of 2 samples or more, or `same_draws` is False"
-    check_flags(same_draws=same_draws)
-    if same_draws and micro_batch_size is None: raise ValueError("same_draws=True is for batches that are split: set micro_batch_size, or leave it out")
-    if same_draws and micro_batch_size == 1: raise ValueError("same_draws=True needs a micro_batch_size of 2 or more, not 1: one sample does not "
+    if micro_batch_size is None: raise ValueError("same_draws=True is for batches that are split: set micro_batch_size, or leave it out")
+    if micro_batch_size == 1: raise ValueError("same_draws=True needs a micro_batch_size of 2 or more, not 1: one sample does not "
                                                               "show the memory layout of what is drawn")
-
-def is_compiled(model:nn.Module)->bool: return any(hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) for m in model.modules())
 
 def check_not_compiled(model:nn.Module):
     "Raises ValueError if parts of `model` are compiled: they draw random numbers of their own"

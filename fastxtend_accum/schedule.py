@@ -11,7 +11,10 @@ from numbers import Integral
 from fastai.basics import *
 from fastai.callback.schedule import SchedCos
 
-from .batches import *
+from .checks import *
+from .nested import *
+from .loader import *
+from .fit import *
 from .logging import *
 from .accumulation import *
 
@@ -109,7 +112,7 @@ def check(self:GradientAccumulationSchedule):
 @patch
 def size_at(self:GradientAccumulationSchedule, pct:float)->int:
     "Samples in a window that opens at `pct` of this fit; `lr_find` uses the size at the start of training"
-    return self.start_accum_bs if hasattr(self.learn, 'lr_finder') else self.curve(self.learn.n_epoch, self.smallest_bs)(pct)
+    return self.start_accum_bs if hasattr(self.learn, 'lr_finder') else self.curve(self.learn.n_epoch, self.now.smallest_bs)(pct)
 
 # %% ../nbs/source/10_schedule.ipynb #6e1c7b22
 @patch

@@ -1,4 +1,4 @@
-"""The micro-batches of one optimizer step, its hyper-parameters, and its place in training
+"""The micro-batches of one optimizer step: their weights, their sums, and their place in training
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/window.html.md"""
 
@@ -10,9 +10,7 @@ from __future__ import annotations
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['half', 'MicroState', 'MicroBatch', 'WindowState', 'Window', 'power_of_two', 'times', 'mean_over', 'Position',
-           'trained', 'gradients', 'average_gradients', 'is_finite', 'half_weights', 'add_in_float32', 'read_hypers',
-           'write_hypers', 'FirstHypers', 'check_accumulates', 'check_rules']
+__all__ = ['MicroState', 'MicroBatch', 'WindowState', 'Window', 'power_of_two', 'times', 'mean_over', 'Position']
 
 # %% ../nbs/source/01_window.ipynb #28d60525
 class MicroState(str, Enum): begun,weighed,in_grad,counted,left_out = 'begun','weighed','in_grad','counted','left_out'
@@ -31,12 +29,8 @@ class WindowState(str, Enum): open,closed,stepped,skipped,dropped = 'open','clos
 
 class Window:
     "The micro-batches of one optimizer step. It is open, then closed, and finishes as stepped, skipped or dropped"
-    def __init__(self): self.reset()
-    def __getstate__(self): return vars(self) | dict(sums=None)  # of an interrupted fit; an export does not need them
-
-    def reset(self):
-        "Reset for a new fit: no `steps` taken, and no windows finished"
-        self.steps,self.n_finished = 0,0
+    def __init__(self):
+        self.steps,self.n_finished = 0,0  # in this fit
         self.open()
 
     def open(self, size:int=0):
@@ -51,7 +45,6 @@ class Window:
         self.n_finished += 1
         self.steps += state == WindowState.stepped
 
-    is_empty = property(lambda self: self.n_micro == 0)
     is_filling = property(lambda self: self.state == WindowState.open and self.n_micro > 0)
     is_finished = property(lambda self: self.state not in (WindowState.open, WindowState.closed))
     is_logged = property(lambda self: self.state in (WindowState.stepped, WindowState.skipped))
@@ -71,7 +64,7 @@ def weigh(self:Window, items:Real|Tensor|None, loss:Tensor)->Real|Tensor:
     "The weight of the current micro-batch, whose `loss` averages over `items` or, if they are None, is a sum"
     micro = self.micro
     if isinstance(items, Tensor): items = items.to(torch.promote_types(loss.dtype, torch.float32))
-    is_alone = self.unit is None and self.is_empty and micro.ends_window
+    is_alone = self.unit is None and not self.n_micro and micro.ends_window
     if self.unit is None and items is not None: self.unit = items if is_alone else power_of_two(items, micro.samples)
     micro.items,micro.loss,micro.state = items,loss,MicroState.weighed
     micro.weight = 1 if items is None or is_alone else items/self.unit
@@ -95,7 +88,7 @@ def count(self:Window)->Tensor:
     "Add the micro-batch to the sums, after its backward pass; gives its loss times its weight"
     micro = self.micro
     loss = times(micro.loss, micro.weight)
-    self.loss_sum = loss if self.is_empty else self.loss_sum+loss
+    self.loss_sum = self.loss_sum+loss if self.n_micro else loss
     self.items = micro.items if self.items is None else self.items+micro.items
     self.n_micro += 1
     self.samples += micro.samples
@@ -128,9 +121,9 @@ def cancel(self:Window)->bool:
     micro = self.micro
     if self.state == WindowState.closed: self.finish(WindowState.skipped)
     elif self.state == WindowState.open and micro and micro.state not in (MicroState.counted, MicroState.left_out):
-        mixed,micro.state = self.is_empty or micro.state == MicroState.in_grad,MicroState.left_out
+        mixed,micro.state = not self.n_micro or micro.state == MicroState.in_grad,MicroState.left_out
         if not mixed: return False
-        if self.is_empty and micro.ends_window: self.finish(WindowState.skipped)  # as a large batch would be
+        if not self.n_micro and micro.ends_window: self.finish(WindowState.skipped)  # as a large batch would be
         else: self.open(self.size); self.micro = micro
     else: return self.state == WindowState.stepped
     return True
@@ -144,90 +137,6 @@ class Position:
     def update(self, window_ended:bool, share:float)->float:
         "The position after a batch, with which a `share` of the epoch's samples have been trained on"
         if not self.n_windows: self.pct = self.start + min(share, 1.)/self.n_epoch
-        elif window_ended: self.pct = min(self.pct + 1./(self.n_windows*self.n_epoch), self.start + 1./self.n_epoch)  # added up as fastai does: the same rounding
+        elif window_ended:  # added up as fastai does: the same rounding
+            self.pct = min(self.pct + 1./(self.n_windows*self.n_epoch), self.start + 1./self.n_epoch)
         return self.pct
-
-# %% ../nbs/source/01_window.ipynb #7f452cd0
-def trained(opt:Optimizer|OptimWrapper)->list[nn.Parameter]: return [p for pg in opt.param_lists for p in pg if p.requires_grad]
-
-def gradients(opt:Optimizer|OptimWrapper)->list[Tensor]:
-    "The gradients of `opt`: the values of a sparse one, and this process' shard of a sharded one"
-    grads = [p.grad.to_local() if hasattr(p.grad, 'to_local') else p.grad for pg in opt.param_lists for p in pg if p.grad is not None]
-    return [g._values() if g.is_sparse else g for g in grads]
-
-def average_gradients(opt:Optimizer|OptimWrapper, divisor:Real, sums:dict[nn.Parameter,Tensor]|None=None):
-    "Divide the gradients of `opt` in place, once; those in `sums`, from `add_in_float32`, are rounded after the division, and taken out"
-    grads = gradients(opt) if divisor != 1 else []
-    if grads: torch._foreach_div_(grads, divisor)
-    while sums:
-        p,grad = sums.popitem()
-        p.grad = grad.div_(divisor).to(p.dtype)
-
-def is_finite(opt:Optimizer|OptimWrapper)->bool:
-    "Whether no gradient of `opt` has a NaN or an infinity; a GPU sync"
-    grads = [g for g in gradients(opt) if g.numel()]
-    return not grads or bool(torch.nn.utils.get_total_norm(grads, float('inf')).isfinite())
-
-# %% ../nbs/source/01_window.ipynb #5e0c61d2
-half = torch.bfloat16,torch.float16
-
-def half_weights(opt:Optimizer|OptimWrapper)->list[nn.Parameter]: return [p for p in trained(opt) if p.dtype in half]
-
-def add_in_float32(opt:Optimizer|OptimWrapper, sums:dict[nn.Parameter,Tensor]):
-    "Move the gradients of bfloat16 and float16 weights into `sums`: 4 bytes a weight, until `average_gradients`"
-    for p in half_weights(opt):
-        if p.grad is None: continue
-        if p in sums: sums[p] += p.grad
-        else: sums[p] = p.grad.float()
-        p.grad = None
-
-# %% ../nbs/source/01_window.ipynb #ed48c6b9
-def read_hypers(opt:Optimizer|OptimWrapper)->list[dict]: return [dict(h) for h in opt.hypers]  # one dict per parameter group
-
-def write_hypers(opt:Optimizer|OptimWrapper, hypers:list[dict], only_from:list[dict]|None=None):
-    "Set those hyper-parameters of `opt` that differ from `hypers`, and are still as in `only_from` if that is given"
-    now = read_hypers(opt)  # set_hyper, since OptimWrapper.hypers is but a copy
-    for k in hypers[0].keys() & now[0].keys():  # after an interrupted fit it may be another optimizer
-        new,old,base = ([h[k] for h in o] for o in (hypers, now, only_from or now))
-        if new != old and old == base: opt.set_hyper(k, new)
-
-class FirstHypers:
-    "The hyper-parameters at a window's first micro-batch, for its step; `rules` scale them with its size: `f(value, ratio)` by name"
-    def __init__(self, rules:dict[str,Callable]|None=None): self.rules,self.first,self.later = rules or {},None,None
-
-    def save(self, opt:Optimizer|OptimWrapper, ratio:float=1.):
-        "Copy those of `opt` now, with the rules applied for a window `ratio` times as large as the first one"
-        self.first = read_hypers(opt)
-        for h in self.first: h.update({k:f(h[k], ratio) for k,f in self.rules.items()})
-
-    def apply(self, opt:Optimizer|OptimWrapper):
-        "Set those of `opt` to what was saved, if it was"
-        now = read_hypers(opt)
-        if self.first is not None and now != self.first: self.later = now; write_hypers(opt, self.first)
-
-    def restore(self, opt:Optimizer|OptimWrapper, but:tuple[str,...]=()):
-        "Undo `save` and `apply`, except for those named in `but`, and what has been set since, as by a scheduler that moves after the step"
-        if self.later is not None:
-            write_hypers(opt, [{k:v for k,v in h.items() if k not in but} for h in self.later], only_from=self.first)
-        self.first,self.later = None,None
-
-# %% ../nbs/source/01_window.ipynb #1d9c40a7
-def check_accumulates(model:nn.Module, opt:Optimizer|OptimWrapper):
-    "Raises ValueError if something would use or overwrite the gradients of `model` in mid-window"
-    if any(getattr(p, '_post_accumulate_grad_hooks', None) for p in trained(opt)):
-        raise ValueError("parameters have post-accumulate-grad hooks, which act on each micro-batch's gradient (an optimizer that steps in the "
-                         "backward pass?): remove them to accumulate")
-    compiled = [o for m in model.modules() for o in (m, getattr(m, '_compiled_call_impl', None)) if hasattr(o, 'get_compiler_config')]
-    if any((o.get_compiler_config() or {}).get('triton.cudagraphs') for o in compiled):
-        raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
-                         "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
-
-def check_rules(rules:dict[str,Callable]|None, opt:Optimizer|OptimWrapper):
-    "Raises TypeError or ValueError if a rule is not valid, or if `opt` has no such hyper-parameter"
-    if rules is not None and not isinstance(rules, dict): raise TypeError(f"scale must be a dict, not {rules!r}: use {{'lr': sqrt_scale}}")
-    hypers = opt.hypers[0]
-    known = [k for k,o in hypers.items() if isinstance(o, Real) and not isinstance(o, bool)]
-    for k,f in (rules or {}).items():
-        if k not in known: raise ValueError(f"scale: the optimizer has no hyper-parameter {k!r} to scale: use one of {known}")
-        if not callable(f): raise TypeError(f"scale[{k!r}] must be a rule, f(value, ratio), not {f!r}")
-        if not isinstance(o := f(hypers[k], 2.), Real): raise TypeError(f"scale[{k!r}] must return a number, not {o!r}")

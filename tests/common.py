@@ -8,6 +8,7 @@ from torch.amp import GradScaler, autocast
 from fastai.basics import *
 from fastai.callback.all import *
 from fastxtend_accum.all import *
+from fastxtend_accum.fit import replaced
 
 
 def data(n, seed=1):
@@ -46,6 +47,11 @@ def quiet(learn):
 def fit(learn, n_epoch=3, lr=0.1, method='fit', **kwargs):
     "Fit without a word"
     with quiet(learn): getattr(learn, method)(n_epoch, lr, **kwargs)
+    return learn
+
+def fit_aloud(learn, n_epoch=3, lr=0.1, method='fit', **kwargs):
+    "Fit with what this package prints, but without fastai's table"
+    with learn.no_bar(), replaced(learn, 'logger', lambda *args: None): getattr(learn, method)(n_epoch, lr, **kwargs)
     return learn
 
 def weights(learn): return torch.cat([p.detach().flatten().clone() for p in getattr(learn, 'model', learn).parameters()])

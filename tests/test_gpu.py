@@ -3,9 +3,10 @@ import gc, statistics
 import pytest
 
 from common import *
-from fastxtend_accum.checkpointing import ActivationCheckpointing, in_pieces
+from fastxtend_accum.checkpointing import ActivationCheckpointing
+from fastxtend_accum.cache import in_pieces
 from fastxtend_accum.same_draws import SameDraws
-from fastxtend_accum.window import add_in_float32, average_gradients
+from fastxtend_accum.gradients import add_in_float32, average_gradients
 from test_draws import batch, layers as draws_layers, network, trained_on
 from test_same_draws import Noisy
 from test_gradient_cache import TwoOutputs, correlations, deep
@@ -145,7 +146,7 @@ def test_gradient_cache_in_mixed_precision(amp):
         (F.normalize(a.float(), dim=1)@F.normalize(b.float(), dim=1).T).logsumexp(1).sum().backward()
         return torch.cat([p.grad.flatten() for p in m.parameters()]).cpu()
     def kept(m): return lambda x: tuple(map(torch.cat, zip(*map(m.forward, x.split(8)))))
-    a,b = gradients(lambda m: in_pieces(m.forward, m, 8)),gradients(kept)
+    a,b = gradients(lambda m: in_pieces(m.forward, m, 8, 32)),gradients(kept)
     assert b.abs().max() > 1e-3
     assert_same(a, b)
 
@@ -220,7 +221,7 @@ def cache_and_accumulate(n=64):
         for o in x.split(n): correlations_on_cuda(m(o)).backward()
     def cache():
         m.zero_grad()
-        correlations_on_cuda(in_pieces(m.forward, m, n)(x)).backward()
+        correlations_on_cuda(in_pieces(m.forward, m, n, len(x))(x)).backward()
     return cache,accumulate,lambda: accumulate(len(x))
 
 def correlations_on_cuda(z):

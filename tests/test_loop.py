@@ -5,8 +5,8 @@ from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.progress import ProgressCallback
 
 from common import *
-from fastxtend_accum.batches import join
-from fastxtend_accum.splitting import BatchLoop
+from fastxtend_accum.nested import join
+from fastxtend_accum.pieces import Way
 from test_gradient_cache import TwoOutputs, info_nce
 from test_life import CANCELS, EVENTS, Fault
 
@@ -89,11 +89,12 @@ def test_events():
 
 def test_a_backward_pass_each_piece_and_a_step_each_window():
     calls = []
-    class Counts(Learner):
-        def _backward(self): calls.append('backward'); super()._backward()
-        def _step(self): calls.append('step'); super()._step()
-    o = make_learner(32)
-    fit(Counts(o.dls, o.model, mse, opt_func=SGD, cbs=GradientAccumulation(32, micro_batch_size=8)), 1)
+    learn = make_learner(32, cbs=GradientAccumulation(32, micro_batch_size=8))
+    learn.model[-1].bias.register_hook(lambda grad: calls.append('backward'))
+    learn.create_opt()
+    step = learn.opt.step
+    learn.opt.step = lambda *args: calls.append('step') or step(*args)
+    fit(learn, 1)
     assert calls == (['backward']*4+['step'])*3
 
 @pytest.mark.parametrize('accum, event', [(32, 'before_step'), (32, 'after_step'), (32, 'after_batch'), (96, 'after_batch')])
@@ -201,7 +202,7 @@ def test_an_interrupt_in_a_piece_of_validation_leaves_nothing(make, f):
     learn.model.sizes = [0]*2
     with quiet(learn), pytest.raises(KeyboardInterrupt) as kept: f(learn)
     assert '_do_one_batch' not in vars(learn) and 'forward' not in vars(learn.model) and kept.value.__traceback__
-    learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, BatchLoop)])
+    learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, Way)])
     learn.model = classifier()
     assert_same(weights(seeded_fit(learn, 1, reset_opt=True)), weights(seeded_fit(vision([]), 1)))
 
@@ -292,15 +293,15 @@ def test_callbacks_that_set_up_before_training(capsys):
 
 def test_what_is_printed_for_a_schedule(capsys):
     learn = make_learner(32, n=1024, cbs=GradientAccumulationSchedule(32, 512, micro_batch_size='auto'))
-    fit(learn, 1)
+    fit_aloud(learn, 1)
     assert capsys.readouterr().out == "micro_batch_size='auto': each batch of 32 fits in memory\n"
 
 def test_sizes_that_are_no_powers_of_two(capsys):
-    fit(make_learner(48, n=96, cbs=GradientAccumulation(48, micro_batch_size='auto'), m=Largest(model(), 30)), 1)
+    fit_aloud(make_learner(48, n=96, cbs=GradientAccumulation(48, micro_batch_size='auto'), m=Largest(model(), 30)), 1)
     assert capsys.readouterr().out == "micro_batch_size='auto': each batch of 48 is split into 2 micro-batches of 24\n"
-    fit(make_learner(48, n=96, cbs=GradientAccumulation(48, micro_batch_size='auto'), m=Largest(model(), 9)), 1)
+    fit_aloud(make_learner(48, n=96, cbs=GradientAccumulation(48, micro_batch_size='auto'), m=Largest(model(), 9)), 1)
     assert capsys.readouterr().out == "micro_batch_size='auto': each batch of 48 is split into 8 micro-batches of 6\n"
-    fit(make_learner(50, n=100, cbs=GradientAccumulation(50, micro_batch_size='auto'), m=Largest(model(), 20)), 1)
+    fit_aloud(make_learner(50, n=100, cbs=GradientAccumulation(50, micro_batch_size='auto'), m=Largest(model(), 20)), 1)
     assert capsys.readouterr().out == "micro_batch_size='auto': each batch of 50 is split into 4 micro-batches of up to 13\n"
 
 def test_the_first_error_stays_the_cause():
@@ -324,7 +325,7 @@ def test_it_is_the_cause_of_an_error_that_says_what_to_set():
 @pytest.mark.parametrize('norm, limit, says', [(nn.BatchNorm1d, 9, True), (nn.BatchNorm1d, 17, False), (nn.LayerNorm, 9, False)])
 def test_batchnorm_with_few_samples(capsys, norm, limit, says):
     m = Largest(nn.Sequential(nn.Linear(5, 4), norm(4), nn.Linear(4, 1)).double(), limit)
-    fit(make_learner(32, m=m, cbs=GradientAccumulation(32, micro_batch_size='auto')), 1)
+    fit_aloud(make_learner(32, m=m, cbs=GradientAccumulation(32, micro_batch_size='auto')), 1)
     assert ('BatchNorm normalizes 8 samples at a time: with ActivationCheckpointing()' in capsys.readouterr().out) == says
 
 def test_the_line_on_batchnorm_is_about_layers_that_see_pieces(capsys):
@@ -332,7 +333,7 @@ def test_the_line_on_batchnorm_is_about_layers_that_see_pieces(capsys):
     def body(): torch.manual_seed(0); return Largest(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), 9)
     def said(body, head, cb, *cbs):
         capsys.readouterr()
-        fit(make_learner(32, m=nn.Sequential(body, head).double(), cbs=[*cbs, cb]), 1)
+        fit_aloud(make_learner(32, m=nn.Sequential(body, head).double(), cbs=[*cbs, cb]), 1)
         return 'BatchNorm normalizes 8 samples at a time' in capsys.readouterr().out
     class Frozen(Callback):
         order = GradientAccumulation.order-1

@@ -7,7 +7,8 @@ from hypothesis import given, strategies as st
 
 from common import *
 from fastxtend_accum.memory import room_for_step
-from fastxtend_accum.batches import CannotJoin, batch_size, is_out_of_memory, join, piece
+from fastxtend_accum.memory import is_out_of_memory
+from fastxtend_accum.nested import CannotJoin, batch_size, cut, join
 from test_losses import Masked, tag, token_losses
 
 FLOAT32 = 5e-6
@@ -119,6 +120,8 @@ class Encoding(collections.UserDict):
     "As Hugging Face's BatchEncoding: a mapping that is no dict"
 
 Pair = collections.namedtuple('Pair', 'a b')
+
+def piece(b, start, end): return cut((b,), start, end, batch_size(b))[0]
 
 def test_nested_batches():
     x,y = torch.arange(12.).reshape(6, 2),torch.arange(6)
@@ -238,7 +241,7 @@ def test_auto_is_the_size_given(where, limit, size, mix, capsys):
     for micro in 'auto',size:
         learn = limited(limit, micro, where, cbs=[MixUp()] if mix else [])
         limited_model(learn)
-        fit(learn, 2, .01, method='fit_one_cycle')
+        fit_aloud(learn, 2, .01, method='fit_one_cycle')
         res.append((learn.gradient_accumulation.micro_bs, state(learn), losses(learn), learn.recorder.lrs))
         if micro == 'auto': said = capsys.readouterr().out
     (a,states,ls,lrs),(b,*given) = res

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from common import *
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastxtend_accum.bs_find import suggest
-from fastxtend_accum.checkpointing import ActivationCheckpointing, GradientCache
+from fastxtend_accum.cache import GradientCache
+from fastxtend_accum.checkpointing import ActivationCheckpointing
 from fastxtend_accum.processes import Processes
 
 def broadcast_on_cpu(self, t, rank):
