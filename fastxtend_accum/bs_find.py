@@ -230,7 +230,7 @@ def bs_find(self:Learner,
     now = getattr(accum, 'accum_bs', None) or getattr(accum, 'n_acc', None) or min(bs, epoch)*n_proc
     limits = [name for name,size in dict(bs=bs, micro_batch_size=given).items() if size == largest]
     try_larger = limits == ['bs'] and n_proc == 1 and can_cut
-    def keep(cb): return isinstance(cb, Recorder) or takes_part(cb) and not isinstance(cb, GradientNoiseScale)
+    def keep(cb): return isinstance(cb, Recorder) or takes_part(cb)
     with trial(self, keep) as state:
         if self.opt is None: self.create_opt()
         self.opt.set_hyper('lr', self.lr if lr is None else lr)  # as `fit` does
