@@ -157,7 +157,7 @@ def size_at(self:GradientAccumulation, pct:float)->int:
 def before_train(self:GradientAccumulation):
     "Wrap the DataLoader and plan the epoch's windows"
     learn = self.learn
-    if not is_running(learn): return  # a look at the data: `with learn: learn('before_train')`
+    if not self.is_in_fit(): return
     if self.now is None: self.start_fit()
     now = self.now
     share = self.size_at(learn.pct_train)//now.processes.n
@@ -202,10 +202,7 @@ def start_micro_batch(self:GradientAccumulation, samples:int, ends_batch:bool=Tr
 def after_loss(self:GradientAccumulation):
     "Weight the micro-batch; the first one of several saves the hyper-parameters, with the rules for a batch of this size"
     learn,now,window = self.learn,self.now,self.window
-    if learn is None: return  # removed by another callback at this event
-    if now is None:
-        raise RuntimeError("GradientAccumulation saw a batch outside a fit of its Learner: give each Learner a callback of its own, and call "
-                           f"learn.one_batch inside `with learn.removed_cbs(learn.{self.name})`")
+    if now is None: return Way.after_loss(self)
     now.has_targets = len(learn.yb) > 0
     if not now.has_targets: return
     micro,items = window.micro,n_items(learn, self.num_items, window.micro.samples)
@@ -221,7 +218,7 @@ def after_loss(self:GradientAccumulation):
 def backward(self:GradientAccumulation, f:Callable):
     "Multiply the loss by its weight, with all that other callbacks have added to it in `before_backward`; then fastai's backward pass"
     learn,window,micro = self.learn,self.window,self.window.micro
-    if micro.under_way:
+    if micro and micro.under_way:
         micro.loss = learn.loss.detach()
         learn.loss_grad = times(learn.loss_grad, micro.weight)
         if window.n_micro and learn.loss_grad.requires_grad: learn.loss_grad.register_hook(micro.backward_began)

@@ -104,7 +104,7 @@ class WindowSquares:
     def add(self):
         "Add what the hooks have seen, unless the micro-batch was cancelled or has no items"
         micro = self.window.micro
-        if self.hooks and micro.under_way:
+        if self.hooks and micro and micro.under_way:
             size = micro.samples if micro.items is None else micro.items
             self.squares = self.squares + mean_over(size, sum_of_squares(self.norms)/size)
             self.n = self.n + (size > 0)

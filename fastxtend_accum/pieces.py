@@ -241,6 +241,7 @@ class Way(FitCallback):
     micro_batch_size,part,splits_loss = None,None,False
     def join_loop(self):
         "Join the loop of this fit; raises ValueError if the Learner has a loop of its own"
+        if not self.is_in_fit(): return
         check_loop(self.learn, self)
         if self.splits: check_splits(self.learn.model)
         fit = fit_of(self.learn)
