@@ -98,8 +98,8 @@ def start_fit(self:GradientAccumulation):
     self.check()
     learn.opt.zero_grad()
     fit.run_instead(self, 'backward', self.backward)
-    stack.enter_context(steps_position(learn, self.position))
-    if self.log_accum_batch: log_windows(self, stack)
+    for cb in learn._grab_cbs(TrainEvalCallback): PositionWindows(cb, self).attach(stack)
+    self.now.loggers = log_windows(self, stack) if self.log_accum_batch else []
 
 @patch
 def position(self:GradientAccumulation)->float:
@@ -389,7 +389,7 @@ def step_now(self:GradientAccumulation):
     try: learn._with_events(learn._step, 'step', CancelStepException)
     except (CancelBatchException, CancelTrainException): window.cancel()
     learn.opt.zero_grad()
-    if self.log_accum_batch: window_loggers_of(self).after_batch()
+    for o in self.now.loggers: o.cb('after_batch')  # outside a batch
 
 # %% ../nbs/source/08_accumulation.ipynb #c991c6a1
 @patch
