@@ -39,38 +39,39 @@ def all_reduce(model:nn.Module, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
 
 # %% ../nbs/source/02_processes.ipynb #b7f9ddbb
 class Processes:
-    "The processes that train one model together: when they synchronize, and the sums of a window over all of them"
-    def __init__(self, n:int=1): self.n,self.unit,self.averaged = n,None,None  # averaged: by the last backward pass
-    def common_unit(self, items:Real|Tensor|None, device:torch.device, model:nn.Module)->float|None:
+    "The processes that train the model of `learn` together: when they synchronize, and the sums of a window over all"
+    def __init__(self, learn:Learner):
+        self.learn,self.n,self.unit = learn,n_processes(learn),None
+        self.averaged = None  # whether the last backward pass has averaged; None before the first
+    def all_reduce(self, o:Tensor, op=dist.ReduceOp.SUM)->Tensor: return all_reduce(self.learn.model, o, op)
+
+    def common_unit(self, items:Real|Tensor|None)->float|None:
         "The unit of all weights in this fit, near the first micro-batch's items; None: no process has any yet"
         if self.unit is None and items is not None:
-            items = torch.as_tensor(items, dtype=torch.float64, device=device).clone()
-            if most := all_reduce(model, items, dist.ReduceOp.MAX).item(): self.unit = power_of_two(most)
+            items = torch.as_tensor(items, dtype=torch.float64, device=self.learn.loss.device).clone()
+            if most := self.all_reduce(items, dist.ReduceOp.MAX).item(): self.unit = power_of_two(most)
         return self.unit
-    def add_up(self, window:Window, model:nn.Module, opt:Optimizer|OptimWrapper):
-        "Average the gradients unless DDP has, and add up the sums of `window` over the processes: 24 bytes"
-        if not self.averaged: self.average(model, opt, window.sums)
-        loss,items = window.loss_sum.as_subclass(Tensor),0 if window.is_sum else window.items
-        sums = [torch.as_tensor(o, dtype=torch.float64, device=loss.device) for o in (items, window.samples, loss)]
-        items,samples,loss_sum = all_reduce(model, torch.stack(sums)).tolist()
-        if not window.is_sum: window.items = items
-        window.samples,window.n_processes = int(samples),self.n
-        window.loss_sum = torch.tensor(loss_sum, dtype=loss.dtype)
-    def all_of(self, ok:bool, model:nn.Module)->bool:
-        "Whether `ok` holds in all processes: sharded gradients may be finite in one and not in another"
-        if self.n == 1: return ok
-        ok = torch.tensor(float(ok), device=next(model.parameters()).device)
-        return bool(all_reduce(model, ok, dist.ReduceOp.MIN))
-    def before_micro_batch(self, model:nn.Module, opt:Optimizer|OptimWrapper, ends_window:bool, in_float32:bool=False):
-        "Keep DDP from averaging in mid-window, and at its end, too, if sums are `in_float32`; at first, check the model"
-        first = self.averaged is None
-        if first: check_wrapped(model, opt)
+
+    def before_micro_batch(self, ends_window:bool, in_float32:bool=False):
+        "Keep DDP from averaging in mid-window, or ever if sums are `in_float32`; at first, check the model"
+        model,first = self.learn.model,self.averaged is None
+        if first: check_wrapped(model, self.learn.opt)
         if in_float32: check_sums(model)
         if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = ends_window and not in_float32 or first and model.static_graph
-    def after_backward(self, model:nn.Module):
-        self.averaged = getattr(model, 'require_backward_grad_sync', True)
-        enable_sync(model)
+
+    def after_backward(self):
+        self.averaged = getattr(self.learn.model, 'require_backward_grad_sync', True)
+        enable_sync(self.learn.model)
+
+    def add_up(self, window:Window):
+        "Average the gradients unless DDP has, and add up the sums of `window` over the processes: 24 bytes"
+        if not self.averaged: self.average(window.sums)
+        loss,items = window.loss_sum.as_subclass(Tensor),0 if window.is_sum else window.items
+        sums = [torch.as_tensor(o, dtype=torch.float64, device=loss.device) for o in (items, window.samples, loss)]
+        items,samples,loss_sum = self.all_reduce(torch.stack(sums)).tolist()
+        if not window.is_sum: window.items = items
+        window.samples,window.n_processes,window.loss_sum = int(samples),self.n,torch.tensor(loss_sum, dtype=loss.dtype)
 
 def enable_sync(model:nn.Module):
     if isinstance(model, DistributedDataParallel): model.require_backward_grad_sync = True
@@ -97,14 +98,20 @@ def check_sums(model:nn.Module):
 
 # %% ../nbs/source/02_processes.ipynb #cf6b587b
 @patch
-def average(self:Processes, model:nn.Module, opt:Optimizer|OptimWrapper, sums:dict[nn.Parameter,Tensor]|None=None):
-    "Average the gradients of `opt`, and those in `sums`, as DDP would have: of parameters that have one in any process"
-    if not (params := trained(opt)): return
+def average(self:Processes, sums:dict[nn.Parameter,Tensor]|None=None):
+    "Average the gradients, and those in `sums`, as DDP would have: of parameters that have one in any process"
+    if not (params := trained(self.learn.opt)): return
     used = [p.grad is not None or p in (sums or {}) for p in params]
-    used = all_reduce(model, torch.tensor(used, dtype=torch.int64, device=params[0].device)).tolist()
-    for p,n in zip(params, used):
-        if not n: continue
+    used = self.all_reduce(torch.tensor(used, dtype=torch.int64, device=params[0].device)).tolist()
+    for p in (p for p,n in zip(params, used) if n):
         if sums is not None and p.dtype in half:
             if p not in sums: sums[p] = torch.zeros_like(p, dtype=torch.float32)
         elif p.grad is None: p.grad = torch.zeros_like(p)
-        all_reduce(model, sums[p] if p.grad is None else p.grad).div_(self.n)
+        self.all_reduce(sums[p] if p.grad is None else p.grad).div_(self.n)
+
+@patch
+def all_of(self:Processes, ok:bool)->bool:
+    "Whether `ok` holds in all processes: sharded gradients may be finite in one and not in another"
+    if self.n == 1: return ok
+    device = next(self.learn.model.parameters()).device
+    return bool(self.all_reduce(torch.tensor(float(ok), device=device), dist.ReduceOp.MIN))
