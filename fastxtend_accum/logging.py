@@ -78,7 +78,7 @@ class RecorderWindows(WindowLogger):
         self.original('after_train')
         if self.cb.smooth_loss.count == 0 and not self.cb.cancel_train: self.cb.log[1] = None
 
-# %% ../nbs/source/03_logging.ipynb #406cccb1
+# %% ../nbs/source/03_logging.ipynb #32bfee29
 def plot_sizes(sizes:list, edges:list, xlabel:str, ax=None, color='#0072B2', lw=1.5):
     "Plot the `sizes` of windows that begin and end at `edges`; returns the axes"
     ax = ax or plt.subplots(figsize=(6, 3), layout='constrained')[1]
@@ -97,7 +97,7 @@ def plot_accum_bs(self:Recorder,
 
 # %% ../nbs/source/03_logging.ipynb #114ae66a
 class StepsLogger(WindowLogger):
-    "For a logger that reads `learn.train_iter`: it counts recorded windows there"
+    "For a logger that reads `learn.train_iter`, where it finds the number of recorded windows"
     def original(self, event):
         with replaced(self.cb.learn, 'train_iter', len(self.cb.recorder.losses)): super().original(event)
 
@@ -121,7 +121,7 @@ class ShowGraphWindows(StepsLogger):
     def after_epoch(self):
         if self.cb.recorder.losses: self.original('after_epoch')
 
-# %% ../nbs/source/03_logging.ipynb #876b9d20
+# %% ../nbs/source/03_logging.ipynb #33782702
 class PositionWindows(WindowLogger):
     "`pct_train` is `accum.position()` as soon as fastai has counted a batch; `cb` is its `TrainEvalCallback`"
     def after_batch(self):

@@ -47,13 +47,14 @@ def check_schedule(schedule:Callable, start_bs:int, final_bs:int):
         raise TypeError(f"schedule must be an annealer such as SchedCos, not {schedule!r}: for sizes by point use "
                         "GradientAccumulationSchedule(**SchedSteps({0: 64, .5: 128}))")
     try: f = schedule(start_bs, final_bs)
-    except TypeError as e: raise TypeError(f"schedule={schedule!r} cannot be called with (start, end): {e}; "
-                                           "give other arguments with partial") from e
+    except TypeError as e:
+        raise TypeError(f"schedule={schedule!r} cannot be called with (start, end): {e}; give other arguments with "
+                        "partial") from e
     if not callable(f): raise TypeError(f"schedule={schedule!r} must return a function of the position, not {f!r}")
 
 # %% ../nbs/source/10_schedule.ipynb #b08381fd
 class GradientAccumulationSchedule(GradientAccumulation):
-    "`GradientAccumulation` with a batch of `start_accum_bs` samples up to `start`, and of `final_accum_bs` from `finish` on"
+    "`GradientAccumulation` with a batch that changes from `start_accum_bs` to `final_accum_bs` samples"
     @delegates(GradientAccumulation.__init__, but=['accum_bs','n_acc'])
     def __init__(self,
         start_accum_bs:int, # Samples in a window up to `start`, a multiple of the micro-batch
@@ -70,7 +71,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
     ):
         check_size('start_accum_bs', start_accum_bs)
         check_size('final_accum_bs', final_accum_bs)
-        fraction_of_fit('start', start), fraction_of_fit('finish', finish)
+        for name,point in dict(start=start, finish=finish).items(): fraction_of_fit(name, point)
         super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
                          remainder=remainder, **kwargs)
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
@@ -209,8 +210,8 @@ def seesaw(
     final_accum_bs:int, # The most samples in a window
 )->dict: # Arguments for `GradientAccumulationSchedule`; `lr` of their `schedule` is for ParamScheduler
     "Replace half of each cut of the learning rate by a larger batch; raises ValueError if the rate falls too little"
-    args = dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs)
-    for name,size in args.items(): check_size(name, size)
+    check_size('start_accum_bs', start_accum_bs)
+    check_size('final_accum_bs', final_accum_bs)
     if final_accum_bs < start_accum_bs:
         raise ValueError(f"final_accum_bs={final_accum_bs} is less than start_accum_bs={start_accum_bs}: "
                          "seesaw's batch grows")
@@ -219,4 +220,4 @@ def seesaw(
         most = int(start_accum_bs*falls)
         raise ValueError(f"the learning rate falls only by a factor of {falls:.3g}, which takes the batch to {most}: "
                          f"use a final_accum_bs of at most {most}, not {final_accum_bs}")
-    return dict(args, start=0, finish=1., schedule=schedule)
+    return dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs, start=0, finish=1., schedule=schedule)
