@@ -75,7 +75,7 @@ class FitState:
     def __init__(self, accum:GradientAccumulation):
         learn = accum.learn
         self.loader_bs = loader_batch_size(learn.dls.train, accum.micro_batch_size)
-        self.processes = Processes(n_processes(learn))
+        self.processes = Processes(learn)
         self.smallest_bs = self.loader_bs*self.processes.n  # a batch of the DataLoader in every process
         self.at_end = end_of_epoch(accum.remainder, learn.dls.train)
         self.hypers,self.loss_check = FirstHypers(accum.scale),None if is_trial(learn) else LossCheck()
@@ -102,8 +102,8 @@ def start_fit(self:GradientAccumulation):
     self.check()
     learn.opt.zero_grad()
     fit.run_instead(self, 'backward', self.backward)
-    stack.enter_context(steps_position(learn, self.position))
-    if self.log_accum_batch: log_windows(self, stack)
+    for cb in learn._grab_cbs(TrainEvalCallback): PositionWindows(cb, self).attach(stack)
+    self.now.loggers = log_windows(self, stack) if self.log_accum_batch else []
 
 @patch
 def position(self:GradientAccumulation)->float:
@@ -194,8 +194,7 @@ def start_micro_batch(self:GradientAccumulation, samples:int, ends_batch:bool=Tr
     ends_window = ends_batch and (window.samples+samples >= window.size or now.batches.is_last)
     window.micro = MicroBatch(samples, ends_window, self.learn.iter)
     if now.has_half and not (ends_window or window.n_micro): window.sums = {}
-    if now.processes.n > 1:
-        now.processes.before_micro_batch(self.learn.model, self.learn.opt, ends_window, window.sums is not None)
+    if now.processes.n > 1: now.processes.before_micro_batch(ends_window, window.sums is not None)
 
 # %% ../nbs/source/08_accumulation.ipynb #0ba548ce
 @patch
@@ -209,7 +208,7 @@ def after_loss(self:GradientAccumulation):
     if not window.n_micro and (self.scale or not micro.ends_window):
         first_size = first(self.sizes().values())
         now.hypers.save(learn.opt, window.size*now.processes.n/first_size if self.scale else 1.)
-    if now.processes.n > 1: window.unit = now.processes.common_unit(items, learn.loss.device, learn.model)
+    if now.processes.n > 1: window.unit = now.processes.common_unit(items)
     if now.loss_check: now.loss_check.add_micro_batch(learn, window, items)
     learn.loss = mean_over(items, learn.loss)
     window.weigh(items, learn.loss)
@@ -232,7 +231,7 @@ def after_backward(self:GradientAccumulation):
         loss = window.count()
         if now.is_split: window.losses.append((loss, window.micro.weight))
     if window.sums is not None: add_in_float32(self.learn.opt, window.sums)
-    if now.processes.n > 1: now.processes.after_backward(self.learn.model)
+    if now.processes.n > 1: now.processes.after_backward()
     if not now.is_split and not self.close_if_full(): raise CancelBatchException
 
 @patch
@@ -321,7 +320,7 @@ def close_window(self:GradientAccumulation)->bool:
     "Put the mean gradient and the first micro-batch's hyper-parameters in place, or drop the window; gives whether there is anything to step on"
     window,learn,now = self.window,self.learn,self.now
     check = now.loss_check if now.loss_check and now.loss_check.is_done else None
-    if now.processes.n > 1: now.processes.add_up(window, learn.model, learn.opt)
+    if now.processes.n > 1: now.processes.add_up(window)
     elif check and check.differs is not None: check.differs = window.fetch(check.differs)  # with one sync
     else: window.fetch()
     if check:
@@ -329,7 +328,7 @@ def close_window(self:GradientAccumulation)->bool:
         now.loss_check = None
     if window.items == 0: return self.drop_window("no item in a whole window (all labels ignored?): its step was skipped")
     average_gradients(learn.opt, window.divisor, window.sums)
-    if self.skip_nonfinite and not scales_loss(learn) and not now.processes.all_of(is_finite(learn.opt), learn.model):
+    if self.skip_nonfinite and not scales_loss(learn) and not now.processes.all_of(is_finite(learn.opt)):
         self.n_skipped += 1
         return self.drop_window(nonfinite)
     window.state = WindowState.closed
@@ -411,7 +410,7 @@ def step_now(self:GradientAccumulation):
     try: learn._with_events(learn._step, 'step', CancelStepException)
     except (CancelBatchException, CancelTrainException): window.cancel()
     learn.opt.zero_grad()
-    if self.log_accum_batch: window_loggers_of(self).after_batch()
+    for o in self.now.loggers: o.cb('after_batch')  # outside a batch
 
 # %% ../nbs/source/08_accumulation.ipynb #c991c6a1
 @patch
