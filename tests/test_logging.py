@@ -213,7 +213,7 @@ def test_tensorboard_of_a_short_last_window_and_a_traced_model():
 
 # The position in training
 
-LAST_BIT = 1e-15  # `Position` keeps to the end of the epoch, which fastai's sum may miss by a rounding
+LAST_BIT = 0.
 
 class Positions(Callback):
     "`pct_train` in `after_batch`, once a window, as a callback of this order sees it"
