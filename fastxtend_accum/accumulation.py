@@ -80,7 +80,7 @@ def before_fit(self:GradientAccumulation):
     self.is_new_fit = True
     if hasattr(learn, 'lr_finder'):  # it needs more epochs, which fastai counts now
         self.start_fit()
-        self.loss_check = None  # of a trial: the fit that follows says it
+        self.loss_check.left = 0  # of a trial: the fit that follows says it
 
 @patch
 def start_fit(self:GradientAccumulation):
@@ -163,7 +163,7 @@ def after_loss(self:GradientAccumulation):
     if window.is_empty and (self.scale or not micro.ends_window):
         self.hypers.save(learn.opt, self.accum_bs/first(self.sizes().values()) if self.scale else 1.)
     if self.processes.n > 1: window.unit = self.processes.common_unit(items, learn.loss.device, learn.model)
-    if self.loss_check: self.loss_check.add_micro_batch(learn, window, items)
+    if self.loss_check.left and (window.n_micro or not micro.ends_window): self.loss_check.add(learn, micro.samples, items if self.num_items else None)
     learn.loss = mean_over(items, learn.loss)
     window.weigh(items, learn.loss)
 
@@ -249,13 +249,10 @@ def cancelled(self:GradientAccumulation, batch:Batch):
 def close_window(self:GradientAccumulation)->bool:
     "Put the mean gradient and the first micro-batch's hyper-parameters in place, or drop the window; gives whether there is anything to step on"
     window,learn = self.window,self.learn
-    check = self.loss_check if self.loss_check and self.loss_check.is_done else None
+    compared = self.loss_check.compare() if self.loss_check.left and window.n_micro > 1 else []
     if self.processes.n > 1: self.processes.add_up(window, learn.model, learn.opt)
-    elif check and check.differs is not None: check.differs = window.fetch(check.differs)  # with one sync
-    else: window.fetch()
-    if check:
-        if found := check.warning(): self.warn_once(found)
-        self.loss_check = None
+    else: compared = window.fetch(*compared)  # with one sync
+    if compared and (found := self.loss_check.judge(*compared)): self.warn_once(found)
     if window.items == 0: return self.drop_window("no item in a whole window (all labels ignored?): its step was skipped")
     average_gradients(learn.opt, window.divisor, window.sums)
     if self.skip_nonfinite and not scales_loss(learn) and not self.processes.all_of(is_finite(learn.opt), learn.model):
@@ -352,6 +349,8 @@ def after_fit(self:GradientAccumulation):
     "Leave no gradient; warn if no window was filled"
     learn = self.learn
     if not is_fitting(learn) or self.is_new_fit: return
+    unknown = None if self.num_items else self.loss_check.at_end()
+    if unknown: self.warn_once(unknown)
     self.clean_up()
     if not self.window.n_finished and learn.train_iter and self.at_end != 'step':
         warn(f"no optimizer step was taken in this fit: its {learn.train_iter} micro-batches did not fill a window of "
