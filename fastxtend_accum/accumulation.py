@@ -78,7 +78,8 @@ class FitState:
         self.processes = Processes(learn)
         self.smallest_bs = self.loader_bs*self.processes.n  # a batch of the DataLoader in every process
         self.at_end = end_of_epoch(accum.remainder, learn.dls.train)
-        self.hypers,self.loss_check = FirstHypers(accum.scale),None if is_trial(learn) else LossCheck()
+        self.hypers,self.loss_check = FirstHypers(accum.scale),LossCheck()
+        if is_trial(learn): self.loss_check.left = 0  # the fit that follows says it
         self.is_split,self.has_half = accum.splits,bool(half_weights(learn.opt))
         self.batches,self.position,self.warned,self.has_targets = None,None,set(),False
 
@@ -209,7 +210,8 @@ def after_loss(self:GradientAccumulation):
         first_size = first(self.sizes().values())
         now.hypers.save(learn.opt, window.size*now.processes.n/first_size if self.scale else 1.)
     if now.processes.n > 1: window.unit = now.processes.common_unit(items)
-    if now.loss_check: now.loss_check.add_micro_batch(learn, window, items)
+    if now.loss_check.left and (window.n_micro or not micro.ends_window):
+        now.loss_check.add(learn, micro.samples, items if self.num_items else None)
     learn.loss = mean_over(items, learn.loss)
     window.weigh(items, learn.loss)
 
@@ -319,13 +321,11 @@ def cancelled(self:GradientAccumulation):
 def close_window(self:GradientAccumulation)->bool:
     "Put the mean gradient and the first micro-batch's hyper-parameters in place, or drop the window; gives whether there is anything to step on"
     window,learn,now = self.window,self.learn,self.now
-    check = now.loss_check if now.loss_check and now.loss_check.is_done else None
+    check = now.loss_check
+    compared = check.compare() if check.left and window.n_micro > 1 else []
     if now.processes.n > 1: now.processes.add_up(window)
-    elif check and check.differs is not None: check.differs = window.fetch(check.differs)  # with one sync
-    else: window.fetch()
-    if check:
-        if found := check.warning(): self.warn_once(found)
-        now.loss_check = None
+    else: compared = window.fetch(*compared)  # with one sync
+    if compared and (found := check.judge(*compared)): self.warn_once(found)
     if window.items == 0: return self.drop_window("no item in a whole window (all labels ignored?): its step was skipped")
     average_gradients(learn.opt, window.divisor, window.sums)
     if self.skip_nonfinite and not scales_loss(learn) and not now.processes.all_of(is_finite(learn.opt)):
@@ -415,8 +415,10 @@ def step_now(self:GradientAccumulation):
 # %% ../nbs/source/08_accumulation.ipynb #c991c6a1
 @patch
 def after_epoch(self:GradientAccumulation):
-    "In the last epoch, warn if no window was filled"
+    "In the last epoch, warn if no window was filled, or if the loss could not be checked"
     learn,now = self.learn,self.now
-    if not now or learn.epoch < learn.n_epoch-1 or self.window.n_finished or not now.has_targets or now.at_end == 'step': return
+    if not now or learn.epoch < learn.n_epoch-1: return
+    if not (self.num_items or is_trial(learn)) and (unknown := now.loss_check.at_end()): warn(unknown)
+    if self.window.n_finished or not now.has_targets or now.at_end == 'step': return
     warn(f"no optimizer step was taken in this fit: its {learn.train_iter} micro-batches did not fill a window of "
          f"{self.size_at(0.)} samples; use a smaller accum_bs or remainder='step', not {now.at_end!r}")

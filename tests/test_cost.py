@@ -40,13 +40,13 @@ def test_the_check_of_the_loss_adds_no_sync(case, loss_func, monkeypatch):
             train = cases[case](task, K)
             with Operations(counts, task),Copies(counts): train()
         return counts
-    warning = LossCheck.warning
-    monkeypatch.setattr(LossCheck, 'warning', lambda self: checks.append(self.verdict().says) or warning(self))
+    judge = LossCheck.judge
+    monkeypatch.setattr(LossCheck, 'judge', lambda self, *o: checks.append((judge(self, *o), self.found[-1].says)))
     checked = syncs()
-    assert checks == ['same']
-    monkeypatch.setattr(LossCheck, 'add', noop)
+    assert checks == [(None, 'same')]*4
+    monkeypatch.setattr(LossCheck, 'windows', 0)
     unchecked = syncs()
-    assert checked['ops'] > unchecked['ops'] and checked['syncs'] == unchecked['syncs'] >= 4
+    assert checked['ops'] > unchecked['ops'] and 4 <= checked['syncs'] <= unchecked['syncs']  # of a sum, the fetch saves one
 
 @ours
 def test_operations(case):
