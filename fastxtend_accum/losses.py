@@ -148,13 +148,13 @@ def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype=torch.float64)-
 def compare(loss_func:Callable, parts:list[tuple], samples:list[int], items:list)->list[Tensor]:
     "How far from the joint loss' gradient its second computation is, and that from two parts; no GPU sync"
     def differ(a, b): return (a-b).norm()/a.norm()
-    n,cut,whole = sum(samples),samples[0],join(parts, samples)
+    n,middle,whole = sum(samples),samples[0],join(parts, samples)
     grads = loss_grads(loss_func, whole)
     again = differ(grads, loss_grads(loss_func, whole))
     if items[0] is None and all(len(o) == n for o in tensors_in(whole)):
         order = grads.norm(dim=1).argsort().roll(1)
-        cut,grads,whole = n//2,grads[order],each_tensor(lambda o: o[order], whole)
-    two = piece(whole, 0, cut, n),piece(whole, cut, n, n)
+        middle,grads,whole = n//2,grads[order],each_tensor(lambda o: o[order], whole)
+    two = [cut((whole,), start, end, n)[0] for start,end in ((0, middle), (middle, n))]
     counts = [n_items(micro_batch(loss_func, o)) for o in two] if items[0] is None else [items[0], sum(items[1:])]
     total = None if counts[0] is None else sum(counts)
     made = [times(loss_grads(loss_func, o), 1 if total is None else m/total) for o,m in zip(two, counts)]
