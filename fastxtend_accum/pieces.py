@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.mixup import MixHandler
+from fastai.callback.rnn import RNNRegularizer
 
 from .checks import *
 from .nested import *
@@ -18,11 +19,11 @@ from .loader import *
 from .processes import *
 from .fit import *
 from .memory import *
+from .hidden_state import *
 
 # %% auto #0
-__all__ = ['own_loop', 'Pieces', 'per_sample', 'Inputs', 'Arguments', 'SavedState', 'forward_in_pieces', 'carries_state',
-           'check_splits', 'all_contexts', 'evaluate', 'Loop', 'train_on', 'check_loop', 'Way', 'is_compiled',
-           'MicroBatchFinder']
+__all__ = ['own_loop', 'Pieces', 'per_sample', 'Inputs', 'OneRow', 'Arguments', 'SavedState', 'forward_in_pieces', 'all_contexts',
+           'evaluate', 'Loop', 'train_on', 'check_loop', 'Way', 'is_compiled', 'MicroBatchFinder']
 
 # %% ../nbs/source/07_pieces.ipynb #f380a079
 class Pieces:
@@ -84,6 +85,16 @@ class Inputs:
         self.learn.xb,self.learn.yb = self.xb,self.yb
         for cb,name,value in self.values: vars(cb)[name] = value
 
+# %% ../nbs/source/07_pieces.ipynb #a9f973d2
+class OneRow:
+    "Part: an `RNNRegularizer` regularizes a piece of one row as it does larger ones"
+    def __init__(self, cb:RNNRegularizer, n:int): self.cb,self.n = cb,n
+    def piece(self, start:int, end:int): return replaced(self.cb, 'after_loss', self.after_loss) if end-start == 1 < self.n else None
+    def undo(self, start:int): pass
+    def after_loss(self):
+        rnn = self.cb.rnn
+        with replaced(rnn, 'raw_out', rnn.raw_out.expand(2, *rnn.raw_out.shape[1:])): type(self.cb).after_loss(self.cb)
+
 # %% ../nbs/source/07_pieces.ipynb #e6982521
 class Arguments:
     "Part: the arguments of a forward pass of `n` samples"
@@ -111,18 +122,6 @@ def forward_in_pieces(forward:Callable, most:int, lists:dict, n:int)->Callable:
         return Pieces(n, [arguments]).run(run, lambda: most).joined()
     return f
 
-# %% ../nbs/source/07_pieces.ipynb #011d6dd8
-def carries_state(model:nn.Module)->bool:
-    "Whether `model` carries a state from batch to batch, as fastai's language models do; its text classifiers reset theirs"
-    model = getattr(model, 'module', model)  # fastai gives DistributedDataParallel a `reset` of its own
-    return hasattr(model, 'reset') and not any(type(m).__name__ == 'SentenceEncoder' for m in model.modules())
-
-def check_splits(model:nn.Module):
-    "Raises ValueError if `model` carries a state"
-    if carries_state(model):
-        raise ValueError(f"{type(model).__name__} carries its state from batch to batch (it has a `reset`), so a batch cannot be split for it: "
-                         "use a smaller batch in the DataLoader, and no micro_batch_size")
-
 # %% ../nbs/source/07_pieces.ipynb #8d564d25
 def all_contexts(ways:list, name:str)->ExitStack:
     "The contexts of all `ways`, `forward_context` or `backward_context`, each of which finds what those before it have replaced"
@@ -142,7 +141,9 @@ def evaluate(learn:Learner, ways:list=(), model:nn.Module|None=None):
 
 class Loop:
     "Runs where fastai runs `_do_one_batch`; `ways` are the callbacks that have joined it"
-    def __init__(self, learn:Learner): self.learn,self.ways,self.lists,self.splitter,self.pieces,self.in_autocast = learn,[],{},None,None,True
+    def __init__(self, learn:Learner):
+        self.learn,self.ways,self.lists,self.owners,self.regularizers = learn,[],{},[],[]
+        self.splitter,self.pieces,self.in_autocast = None,None,True
     def __call__(self, f:Callable):
         if not self.learn.training: return evaluate(self.learn, self.ways)
         try: self.train()
@@ -170,7 +171,9 @@ def train(self:Loop):
     n,searching = self.samples(),self.searching
     repeats = bool(searching) and n_processes(learn) == 1
     inputs = Inputs(learn, n, self.lists, repeats)
-    parts = [inputs, *([SavedState(learn.model)] if repeats else []), *(p for o in self.ways for p in o.parts(n))]
+    parts = [inputs, *([SavedState(learn.model)] if repeats else []),
+             *([HiddenState(self.owners, n)] if self.owners else []), 
+             *([OneRow(o, n) for o in self.regularizers] if self.regularizers else []), *(p for o in self.ways for p in o.parts(n))]
     self.pieces,self.in_autocast = Pieces(n, parts),True
     try:
         for o in searching if len(learn.yb) else []: o.find_size(self, inputs)
@@ -218,8 +221,9 @@ def retry(self:Loop, error:Exception):
 def train_on(loop:Loop, inputs:Inputs, n:int):
     "A forward and a backward pass on the first `n` samples, without a step"
     inputs.piece(0, n)
-    evaluate(loop.learn, loop.ways, inner_model(loop.learn.model))
-    with all_contexts(loop.ways, 'backward_context'): loop.learn.loss_grad.backward()
+    with HiddenState(loop.owners, inputs.n).piece(0, n):
+        evaluate(loop.learn, loop.ways, inner_model(loop.learn.model))
+        with all_contexts(loop.ways, 'backward_context'): loop.learn.loss_grad.backward()
 
 # %% ../nbs/source/07_pieces.ipynb #e503e102
 own_loop = '_do_one_batch','_do_grad_opt','_backward'
@@ -237,12 +241,14 @@ class Way(FitCallback):
     def join_loop(self):
         "Join the loop of this fit; raises ValueError if the Learner has a loop of its own"
         check_loop(self.learn, self)
-        if self.splits: check_splits(self.learn.model)
         fit = fit_of(self.learn)
-        ways = fit.instead.setdefault('batch', Loop(self.learn)).ways
-        if self in ways: return
-        ways.append(self)
-        fit.stack(self).callback(ways.remove, self)
+        loop = fit.instead.setdefault('batch', Loop(self.learn))
+        loop.owners = state_owners(self.learn.model)
+        if self.splits: check_splits(self.learn.model, loop.owners)
+        loop.regularizers = self.learn._grab_cbs(RNNRegularizer)
+        if self in loop.ways: return
+        loop.ways.append(self)
+        fit.stack(self).callback(loop.ways.remove, self)
 
     @property
     def splits(self)->bool:
@@ -278,6 +284,7 @@ def forward_context(self:Way):
 def valid_forward(self:Way, module:nn.Module)->Callable:
     "`forward` of `module` in pieces of `micro_batch_size` samples; with 'auto', or hooks that would see pieces, of as many as fit in memory"
     forward,loop,fitting = module.forward,fit_of(self.learn).instead['batch'],self.fitting
+    owners = [o for o in loop.owners if o in {*module.modules()}]
     tries = self.micro_batch_size == 'auto' or any(m._forward_hooks for m in module.modules() if m is not module)
     def in_pieces(*args, **kwargs):
         if not tensors_in((args, kwargs)): return forward(*args, **kwargs)
@@ -285,9 +292,11 @@ def valid_forward(self:Way, module:nn.Module)->Callable:
         def most(): return fitting.valid or (n if tries else self.micro_batch_size)
         def retry(error): fitting.valid = halve(min(n, most()), error)
         arguments = Arguments(args, kwargs, n, loop.lists)
+        pieces = Pieces(n, [arguments, *([HiddenState(owners, n)] if owners else [])])
         def run(start, end): return forward(*arguments.now[0], **arguments.now[1])
-        try: return Pieces(n, [arguments]).run(run, most, retry if tries and fitting.valid != math.inf else None).joined()
+        try: return pieces.run(run, most, retry if tries and fitting.valid != math.inf else None).joined()
         except CannotJoin as e:
+            pieces.go_back(0)
             warn(f"validation batches are not split: {e}. If memory runs out, give the DataLoaders a smaller val_bs, such as val_bs={most()}")
             fitting.valid = math.inf
             return forward(*args, **kwargs)
