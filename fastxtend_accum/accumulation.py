@@ -44,6 +44,7 @@ class GradientAccumulation(Way):
         num_items:Callable|None=None, # `f(learn)`: items that the micro-batch's loss averages over, 0 or more; None: taken from the loss function
         skip_nonfinite:bool=False, # Skip the step of a window whose gradient contains NaN or infinity
         same_draws:bool=False, # Micro-batches get the random numbers of the whole batch, for dropout and noise in the model; slower
+        exact:bool=False, # Find by trying how to run batches so that the fit is that of the whole batch, in the memory that there is
         **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
     ):
         if 'drop_last' in unknown:
@@ -56,15 +57,18 @@ class GradientAccumulation(Way):
             raise ValueError(f"accum_bs={accum_bs} and n_acc={n_acc} both set the samples in a window: pass one of them; "
                              f"micro_batch_size={n_acc} would split batches")
         check_micro_batch_size(micro_batch_size)
-        check_flags(log_accum_batch=log_accum_batch, skip_nonfinite=skip_nonfinite, same_draws=same_draws)
+        check_flags(log_accum_batch=log_accum_batch, skip_nonfinite=skip_nonfinite, same_draws=same_draws, exact=exact)
+        if exact and micro_batch_size is None:
+            raise ValueError("exact=True is for batches that do not fit in memory: also set micro_batch_size='auto', or leave it out")
+        if exact and same_draws: raise ValueError("exact=True finds out whether same_draws=True is needed: leave same_draws out")
         if same_draws:
             from fastxtend_accum.same_draws import check_same_draws  # the one module that this one does without
             check_same_draws(micro_batch_size)
         if remainder not in (None, *remainders): raise ValueError(f"remainder must be one of {remainders} or None, not {remainder!r}")
         check_callable('num_items', num_items, 'a function of the Learner')
         accum_bs = accum_bs or n_acc or (32 if micro_batch_size is None else None)
-        store_attr('accum_bs,n_acc,log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite,same_draws')
-        self.fitting,self.window,self.now,self.n_skipped = FittingSize(),Window(),None,0
+        store_attr('accum_bs,n_acc,log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite,same_draws,exact')
+        self.fitting,self.window,self.now,self.way,self.n_skipped = FittingSize(),Window(),None,None,0
 
 class FitState:
     "What a fit of a `GradientAccumulation` needs beside its window; made when the fit starts, dropped when it ends"
@@ -76,7 +80,7 @@ class FitState:
         self.at_end = end_of_epoch(accum.remainder, learn.dls.train)
         self.hypers,self.loss_check = FirstHypers(accum.scale),None if is_trial(learn) else LossCheck()
         self.is_split,self.has_half = accum.splits,bool(half_weights(learn.opt))
-        self.batches,self.position,self.warned = None,None,set()
+        self.batches,self.position,self.warned,self.has_targets = None,None,set(),False
 
 # %% ../nbs/source/08_accumulation.ipynb #e73efc2b
 @patch
@@ -105,6 +109,9 @@ def start_fit(self:GradientAccumulation):
 def position(self:GradientAccumulation)->float:
     "`pct_train` after a batch: it moves on with the window, and mid-window stays where it is; or with the samples, if windows change in size"
     now = self.now
+    if not now.has_targets:  # fastai takes no step on such a batch, and moves on
+        now.position.pct = self.learn.pct_train
+        return now.position.pct
     return now.position.update(self.window.is_finished, now.batches.seen/now.batches.samples)
 
 @patch
@@ -199,7 +206,8 @@ def after_loss(self:GradientAccumulation):
     if now is None:
         raise RuntimeError("GradientAccumulation saw a batch outside a fit of its Learner: give each Learner a callback of its own, and call "
                            f"learn.one_batch inside `with learn.removed_cbs(learn.{self.name})`")
-    if not len(learn.yb): return
+    now.has_targets = len(learn.yb) > 0
+    if not now.has_targets: return
     micro,items = window.micro,n_items(learn, self.num_items, window.micro.samples)
     if not window.n_micro and (self.scale or not micro.ends_window):
         first_size = first(self.sizes().values())
@@ -250,7 +258,7 @@ def batch_samples(self:GradientAccumulation)->int: return self.now.batches.size 
 
 @patch
 def parts(self:GradientAccumulation, n:int)->list:
-    if not self.same_draws: return [MicroBatches(self, n)]
+    if not (self.same_draws or self.way and self.way.same_draws): return [MicroBatches(self, n)]
     from fastxtend_accum.same_draws import SameDraws
     return [MicroBatches(self, n), SameDraws(n)]
 
@@ -264,8 +272,25 @@ def end_batch(self:GradientAccumulation):
 
 @patch
 def find_size(self:GradientAccumulation, loop:Loop, inputs:Inputs):
-    "Find the size of pieces that fit, if it is not known yet for batches like this one"
-    self.fitting.update(self.learn, (*inputs.xb, *inputs.yb), partial(train_on, loop, inputs), inputs.n)
+    "Find the size of pieces that fit, if it is not known yet for batches like this one; with `exact`, the way to run them"
+    learn = self.learn
+    def search(at_most, is_new):
+        if not self.exact: return find_size(learn, partial(train_on, loop, inputs), at_most, agree=is_new)
+        from fastxtend_accum.exact import find_way
+        if self.way: self.way.leave(learn)
+        self.way = find_way(self, self.now.batches.b, self.now.batches.size)
+        return self.way.size
+    found = self.fitting.update(learn, (*inputs.xb, *inputs.yb), inputs.n, search)
+    if self.exact: self.way.join(self, loop, inputs)
+    elif found: self.fitting.say(learn, inputs.n, learn.model)
+
+@patch
+def shrink(self:GradientAccumulation, loop:Loop, error:Exception)->str:
+    "Smaller pieces from now on; with `exact`, the next way if there are none"
+    if not self.exact or self.micro_bs < sys.maxsize: return Way.shrink(self, loop, error)
+    from fastxtend_accum.exact import next_way
+    self.way = next_way(self, loop)
+    return self.way.how(self.now.batches.size)
 
 # %% ../nbs/source/08_accumulation.ipynb #0c4e7a92
 @patch
@@ -396,6 +421,6 @@ def step_now(self:GradientAccumulation):
 def after_epoch(self:GradientAccumulation):
     "In the last epoch, warn if no window was filled"
     learn,now = self.learn,self.now
-    if not now or learn.epoch < learn.n_epoch-1 or self.window.n_finished or not learn.train_iter or now.at_end == 'step': return
+    if not now or learn.epoch < learn.n_epoch-1 or self.window.n_finished or not now.has_targets or now.at_end == 'step': return
     warn(f"no optimizer step was taken in this fit: its {learn.train_iter} micro-batches did not fill a window of "
          f"{self.size_at(0.)} samples; use a smaller accum_bs or remainder='step', not {now.at_end!r}")

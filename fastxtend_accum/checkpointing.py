@@ -10,44 +10,60 @@ from contextlib import nullcontext
 
 from fastai.basics import *
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten,tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_flatten,tree_leaves,tree_unflatten
+from torch.utils.checkpoint import checkpoint,set_checkpoint_early_stop
 
 from .checks import *
-from .nested import *
 from .processes import *
 from .fit import *
 from .memory import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['FirstState', 'checkpointed', 'has_weight', 'is_simple', 'is_list', 'has_two_layers', 'is_long', 'regrouped',
-           'find_blocks', 'ActivationCheckpointing', 'to_cpu', 'from_cpu']
+__all__ = ['generators', 'lists', 'put_back', 'FirstState', 'all_tensors', 'checkpointed', 'checked', 'is_repeated', 'n_layers',
+           'is_long', 'grouped', 'find_blocks', 'ActivationCheckpointing', 'own_blocks', 'to_cpu', 'from_cpu']
 
 # %% ../nbs/source/09_checkpointing.ipynb #c14a0008
+generators = random.Random,np.random.Generator,np.random.RandomState,torch.Generator
+
+def put_back(o)->Callable:
+    "A function that puts a dict or a random generator back to what it is now"
+    if isinstance(o, dict): return partial(refill, o, dict(o))
+    if hasattr(o, 'getstate'): return partial(o.setstate, o.getstate())
+    if hasattr(o, 'get_state'): return partial(o.set_state, o.get_state())
+    return partial(setattr, o.bit_generator, 'state', o.bit_generator.state)
+
 class FirstState:
-    "The buffers of `module` and the random generators as a forward pass finds them: entered, it is run again with these, and nothing changes"
+    "What a forward pass of `module` finds in it: entered, it runs again with that, and nothing changes"
     def __init__(self, module:nn.Module):
-        self.places,self.states = [(m, name, b) for m in module.modules() for name,b in m.named_buffers(recurse=False)],get_random_states()
-        self.first = {b:b if b.dtype == torch.bool else b.clone() for _,_,b in self.places}  # masks are large, and stay as they are
+        attrs = [vars(m) for m in module.modules()]
+        self.buffers = [o['_buffers'] for o in attrs]
+        own = [o for a in attrs for o in a.values() if isinstance(o, generators)]
+        self.parts = [*attrs, *self.buffers, random, np.random, *torch.cuda.default_generators, *own]
+        self.first = [put_back(o) for o in self.parts]
+        def is_mask(b): return b.dtype == torch.bool and b.numel() > 2**16
+        tensors = {b for o in self.buffers for b in o.values() if b is not None}
+        self.copies = {b:b if is_mask(b) else b.clone() for b in tensors}
 
     def __enter__(self):
-        self.outside,self.outside_states = [(m, name, getattr(m, name)) for m,name,_ in self.places],get_random_states()
-        again = {b:o.clone() for b,o in self.first.items()}
-        for m,name,b in self.places: setattr(m, name, again[b])
-        set_random_states(**self.states)
+        self.outside = [put_back(o) for o in self.parts]
+        for f in self.first: f()
+        again = {b:o.clone() for b,o in self.copies.items()}
+        for o in self.buffers: o.update({k:again[b] for k,b in o.items() if b is not None})
 
     def __exit__(self, *args):
-        for m,name,b in self.outside: setattr(m, name, b)
-        set_random_states(**self.outside_states)
+        for f in self.outside: f()
+
+# %% ../nbs/source/09_checkpointing.ipynb #93f96ce3
+def all_tensors(o)->list[Tensor]: return [t for t in tree_leaves(o) if isinstance(t, Tensor)]
 
 def checkpointed(forward:Callable, module:nn.Module, again:Callable=nullcontext)->Callable:
-    "`forward` of `module`, which keeps its inputs only, and is run again in each backward pass, in `again()`; where nothing needs a gradient it is run once"
+    "`forward` of `module`, which keeps its inputs only, and runs again in each backward pass, in `again()`"
     def run(*args, **kwargs):
-        needs_grad = any(o.requires_grad for o in [*module.parameters(), *tensors_in((args, kwargs))])
+        needs_grad = any(o.requires_grad for o in [*module.parameters(), *all_tensors((args, kwargs))])
         if not (torch.is_grad_enabled() and needs_grad): return forward(*args, **kwargs)
-        leaves,form = tree_flatten((args, kwargs))  # tensors in lists, too: `checkpoint` keeps tensors that it gets one by one
-        first,state = [(args, kwargs)],FirstState(module)  # `first` has the lists of the caller, who may add to them, and so may the module
+        leaves,form = tree_flatten((args, kwargs))  # tensors that `checkpoint` is to keep, one by one
+        first,state = [(args, kwargs)],FirstState(module)  # lists of the caller, which both may add to
         def with_leaves(*leaves):
             if first:
                 args,kwargs = first.pop()
@@ -57,96 +73,211 @@ def checkpointed(forward:Callable, module:nn.Module, again:Callable=nullcontext)
         return checkpoint(with_leaves, *leaves, use_reentrant=False)
     return run
 
-# %% ../nbs/source/09_checkpointing.ipynb #c14a000d
-def has_weight(m:nn.Module)->bool: return any(p.ndim > 1 for p in m.parameters())
-def is_simple(m:nn.Module)->bool: return not any(has_weight(o) for o in m.children())
-def is_list(m:nn.Module)->bool: return isinstance(m, (nn.Sequential,nn.ModuleList,nn.ModuleDict))
-def has_two_layers(m:nn.Module)->bool: return sum(any(p.ndim > 1 for p in o.parameters(recurse=False)) for o in m.modules()) > 1
-def is_long(m:nn.Module)->bool:
-    "Whether `m` lists two or more modules that have layers, or more than four with a weight, which are too much for one block"
-    weighted = [o for o in m.children() if has_weight(o)]
-    return is_list(m) and (len(weighted) > 4 or sum(has_two_layers(o) and not is_list(o) for o in weighted) > 1)
+# %% ../nbs/source/09_checkpointing.ipynb #4ecb7d44
+def checked(forward:Callable, name:str, inplace:bool)->Callable:
+    "`forward`, which raises RuntimeError if it cannot be run again"
+    first = []
+    def run(*args, **kwargs):
+        inputs = all_tensors((args, kwargs))
+        versions = [o._version for o in inputs]
+        res = forward(*args, **kwargs)
+        if not inplace and any(o._version != v for o,v in zip(inputs, versions)):
+            raise RuntimeError(f"the input of {name} is modified by an inplace operation in it, so it cannot "
+                               "be run again: set inplace=False there, or offload=True")
+        outputs = [o.detach().flatten() for o in all_tensors(res) if o.requires_grad]
+        some = [o[::len(o)//1000+1|1].clone() for o in outputs]
+        if not all(map(is_repeated, first, some)):
+            raise RuntimeError(f"{name} gives other outputs when it is run again, since it changes what is "
+                               "neither a buffer nor an attribute: make it a buffer, or leave the block out "
+                               "with blocks=...")
+        first[:] = some
+        return res
+    return run
 
-def regrouped(m:nn.Sequential)->nn.Sequential:
-    "The children of `m`, where a layer with a weight and the simple ones that follow it are one child"
+def is_repeated(a:Tensor, b:Tensor)->bool:
+    tol = 0 if a.is_cpu else torch.finfo(a.dtype).eps**.5  # a GPU may not repeat the last bits
+    return a.shape == b.shape and torch.allclose(a, b, tol, tol, equal_nan=True)
+
+# %% ../nbs/source/09_checkpointing.ipynb #c14a000d
+lists = nn.Sequential,nn.ModuleList,nn.ModuleDict
+
+def n_layers(m:nn.Module)->int:
+    "How many modules in `m` have a weight of their own; a norm's does not count"
+    return sum(any(p.ndim > 1 for p in o.parameters(recurse=False)) for o in m.modules())
+
+def is_long(m:nn.Module)->bool:
+    "Whether `m` lists too much for one block: more than four layers, or two modules of several"
+    sizes = [n_layers(o) for o in m.children()] if isinstance(m, lists) else []
+    return sum(n > 0 for n in sizes) > 4 or sum(n > 1 for n in sizes) > 1
+
+def grouped(m:nn.Sequential)->nn.Sequential:
+    "The same computation, where a layer and what follows it without a weight are one child"
     groups = []
     for o in m:
-        follows = groups and is_simple(groups[-1][0]) and has_weight(groups[-1][0]) and is_simple(o) and not has_weight(o)
-        if follows: groups[-1].append(o)
+        if groups and n_layers(groups[-1][0]) == 1 and not n_layers(o): groups[-1].append(o)
         else: groups.append([o])
     return nn.Sequential(*[o[0] if len(o) == 1 else nn.Sequential(*o) for o in groups])
 
 def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Sequential]]:
-    "The blocks of the lists and stages in `model`, none inside another; and the lists in which simple layers were grouped, with their groups"
-    blocks,groups = {},{}
-    def visit(m):
-        kinds = [type(o) for o in m.children() if has_two_layers(o)]
-        listed,is_stage = is_list(m),len({*kinds}) < len(kinds)
-        if type(m).forward is nn.Sequential.forward and len(grouped := regrouped(m)) < len(m): groups[m] = m = grouped
+    "The blocks of `model`, none inside another; and each `nn.Sequential` around them, grouped"
+    groups = {}
+    def inside(m):
+        listed,res = isinstance(m, lists),[]
+        if type(m).forward is nn.Sequential.forward: groups[m] = m = grouped(m)
+        kinds = [type(o) for o in m.children() if n_layers(o) > 1]
+        is_stage = listed or len({*kinds}) < len(kinds)
         for o in m.children():
-            n,is_run = len(blocks),type(o).forward is not nn.Module.forward  # a ModuleList is not
-            if not (listed and is_run) or any(map(is_long, o.modules())): visit(o)
-            elif has_weight(o) and list(o.children()): blocks[o] = None
-            if is_stage and is_run and not listed and has_two_layers(o) and len(blocks) == n: blocks[o] = None
-    visit(model)
-    return list(blocks),groups
+            is_run = type(o).forward is not nn.Module.forward  # a ModuleList is not
+            is_whole = listed and is_run and not any(map(is_long, o.modules()))
+            is_block = is_stage and is_run and n_layers(o) > (not listed) and [*o.children()]
+            res += not is_whole and inside(o) or ([o] if is_block else [])
+        return res
+    return list(dict.fromkeys(inside(model))),groups
 
 # %% ../nbs/source/09_checkpointing.ipynb #c14a0011
 class ActivationCheckpointing(Way):
-    "Keep only the inputs of the model's blocks, and compute the activations inside them again in the backward pass: the same fit, bit for bit"
-    order = sys.maxsize  # the loops of all others come first, and a `GradientCache` splits what is checkpointed
+    "Keep only the inputs of the model's blocks, and run these again in the backward pass: the same fit"
+    order = sys.maxsize  # a `GradientCache` splits what is checkpointed
+    checked = False  # whether a batch of this fit has shown that the blocks can be run again
     def __init__(self,
-        blocks:Callable|None=None, # `blocks(model)`: the modules to run again, such as `lambda m: m.encoder.layers`; None: found in the model's lists and stages
+        blocks:Callable|str|None=None, # `blocks(model)`: the modules to run again; None: found; 'auto': as few as memory requires
         offload:bool=False, # Keep the inputs of the blocks on the CPU
     ):
         check_flags(offload=offload)
-        check_callable('blocks', blocks, 'a function of the model')
+        if blocks != 'auto': check_callable('blocks', blocks, "a function of the model, or 'auto'")
         store_attr()
+        self.fitting,self.order_of_blocks = FittingSize(),[]
 
+    def before_fit(self):
+        super().before_fit()
+        self.checked = False
+    def after_backward(self): self.checked = True
     def before_train(self):
-        "Find the blocks, and start the loop; raises ValueError if there are none, or if the model is sharded or compiled"
+        "Find the blocks, and join the loop; raises ValueError if there are none that can be run again"
         model,name = self.learn.model,type(self.learn.model).__name__
         if isinstance(model, nn.DataParallel) or is_sharded(model):
-            raise ValueError(f"ActivationCheckpointing cannot run parts of a sharded or replicated {name} again: use DistributedDataParallel")
+            raise ValueError("ActivationCheckpointing cannot run parts of a sharded or replicated "
+                             f"{name} again: use DistributedDataParallel")
         if is_compiled(model):
-            raise ValueError(f"ActivationCheckpointing cannot run parts of a compiled {name} again: leave out torch.compile, or ActivationCheckpointing")
+            raise ValueError(f"ActivationCheckpointing cannot run parts of a compiled {name} again: leave out "
+                             "torch.compile, or ActivationCheckpointing")
         model = inner_model(model)
-        self.found,self.groups = find_blocks(model) if self.blocks is None else (self.own_blocks(model),{})
-        if not self.found: raise ValueError(f"ActivationCheckpointing finds no blocks in {name}: no nn.Sequential or nn.ModuleList of blocks: name the "
-                                            "modules with blocks=lambda model: [...]")
+        self.module_names = {m:n for n,m in model.named_modules()}
+        if self.blocks in (None, 'auto'): self.found,self.groups = find_blocks(model)
+        else: self.found,self.groups = own_blocks(self.blocks(model), model),{}
+        if not self.found:
+            raise ValueError(f"ActivationCheckpointing finds no blocks in {name}: no nn.Sequential or "
+                             "nn.ModuleList of blocks: name the modules with blocks=lambda model: [...]")
         self.join_loop()
 
-    def own_blocks(self, model:nn.Module)->list[nn.Module]:
-        "What the function `blocks` returns; raises TypeError or ValueError if these are no modules of the model, or if one is inside another"
-        blocks = self.blocks(model)
-        if isinstance(blocks, nn.Module): blocks = blocks.children() if is_list(blocks) else [blocks]
-        blocks = list(dict.fromkeys(blocks if is_iter(blocks) else [blocks]))
-        others = [o for o in blocks if not isinstance(o, nn.Module)]
-        if others: raise TypeError(f"blocks must return modules, not {others[0]!r}: such as lambda model: list(model.layers)")
-        strangers = [type(o).__name__ for o in blocks if o not in {*model.modules()}]
-        if strangers: raise ValueError(f"blocks must return modules of the model itself, not {strangers[0]}: a slice of an nn.Sequential, for example, is a new module")
-        inner = [type(o).__name__ for b in blocks for o in b.modules() if o is not b and o in blocks]
-        if inner: raise ValueError(f"blocks must not contain one another, and {inner[0]} is inside another block: return the outer or the inner ones")
-        return blocks
+# %% ../nbs/source/09_checkpointing.ipynb #86dfc9ba
+def own_blocks(blocks, model:nn.Module)->list[nn.Module]:
+    "`blocks` as a list; raises TypeError or ValueError unless they are separate modules of `model`"
+    if isinstance(blocks, lists): blocks = blocks.children()
+    blocks = list(dict.fromkeys([blocks] if isinstance(blocks, nn.Module) or not is_iter(blocks) else blocks))
+    own,inside = {*model.modules()},set()
+    for o in blocks:
+        if not isinstance(o, nn.Module):
+            raise TypeError(f"blocks must return modules, not {o!r}: such as lambda m: list(m.layers)")
+        if o not in own:
+            raise ValueError(f"blocks must return modules of the model itself, not {type(o).__name__}: a slice "
+                             "of an nn.Sequential, for example, is a new module")
+        inside |= {*o.modules()}-{o}
+    for o in inside.intersection(blocks):
+        raise ValueError(f"blocks must not contain one another, and {type(o).__name__} is inside another "
+                         "block: return the outer or the inner ones")
+    return blocks
 
 # %% ../nbs/source/09_checkpointing.ipynb #c14a0014
 def to_cpu(t:Tensor)->tuple[Tensor,torch.device]:
-    "A copy of `t` on the CPU, and the device to copy it back to; in the same memory layout, which `torch.autograd.graph.save_on_cpu` loses"
-    return torch.empty_like(t, device='cpu', pin_memory=t.is_cuda).copy_(t, non_blocking=t.is_cuda),t.device
+    "A copy of `t` in its memory layout, which PyTorch's `save_on_cpu` loses, and its device"
+    copied = torch.empty_like(t, device='cpu', pin_memory=t.is_cuda)
+    return copied.copy_(t, non_blocking=t.is_cuda),t.device
 
-def from_cpu(copied:tuple[Tensor,torch.device])->Tensor: return copied[0].to(copied[1], non_blocking=True)
+def from_cpu(o:tuple[Tensor,torch.device])->Tensor: return o[0].to(o[1], non_blocking=True)
 
 @patch
 def run_block(self:ActivationCheckpointing, block:nn.Module)->Callable:
-    run = checkpointed(block.forward, block)
-    def offloaded(*args, **kwargs):
-        with saved_tensors_hooks(to_cpu, from_cpu): return run(*args, **kwargs)
-    return offloaded if self.offload else run
+    "The forward pass of `block`, checkpointed; in the first batch of a fit, checked, too"
+    name = f"{type(block).__name__} {self.module_names.get(block, 'of its layers')}"
+    forward = block.forward
+    def run(*args, **kwargs):
+        f = forward if self.checked else checked(forward, name, self.offload)
+        hooks = saved_tensors_hooks(to_cpu, from_cpu) if self.offload else nullcontext()
+        with hooks, set_checkpoint_early_stop(self.checked):
+            return checkpointed(f, block)(*args, **kwargs)
+    return run
 
 @patch
 def backward_context(self:ActivationCheckpointing):
-    groups = [replaced(m, 'forward', grouped.forward) for m,grouped in self.groups.items()]
-    return ContextManagers(groups + [replaced(m, 'forward', self.run_block(m)) for m in self.found])
+    "Run the blocks like this; without the cache of Transformers' models, to which both runs would add"
+    configs = [getattr(m, 'config', None) for m in self.learn.model.modules()]
+    caching = {id(o):o for o in configs if getattr(o, 'use_cache', False)}
+    return ContextManagers([*[replaced(o, 'use_cache', False) for o in caching.values()],
+                            *[replaced(m, 'forward', o.forward) for m,o in self.groups.items()],
+                            *[replaced(m, 'forward', self.run_block(m)) for m in self.used()]])
 
 @patch
-def forward_context(self:ActivationCheckpointing): return self.backward_context() if self.learn.training else None
+def forward_context(self:ActivationCheckpointing):
+    return self.backward_context() if self.learn.training else nullcontext()
+
+# %% ../nbs/source/09_checkpointing.ipynb #31d423ac
+@patch
+def measure_blocks(self:ActivationCheckpointing, loop:Loop, inputs:Inputs)->list[float]:
+    "Bytes that each block keeps for the backward pass per second of its forward pass, on a few samples; 0 for a block that does not run"
+    kept,costs = {},[0.]*len(self.found)
+    weights = {p.untyped_storage().data_ptr() for p in self.learn.model.parameters()}
+    def keep(t):
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in weights: kept[storage.data_ptr()] = storage.nbytes()
+        return t
+    def measured(i, forward):
+        def run(*args, **kwargs):
+            before,start = sum(kept.values()),clock()
+            res = forward(*args, **kwargs)
+            costs[i] = (sum(kept.values())-before)/max(clock()-start, 1e-6)
+            return res
+        return run
+    for _ in range(2):  # the first time, everything is slower
+        kept.clear()
+        inputs.piece(0, min(inputs.n, max(2, inputs.n//8)))
+        blocks = [replaced(m, 'forward', measured(i, m.forward)) for i,m in enumerate(self.found)]
+        groups = [replaced(m, 'forward', o.forward) for m,o in self.groups.items()]
+        with saved_tensors_hooks(keep, lambda t: t), ContextManagers(groups+blocks): evaluate(self.learn, (), inner_model(self.learn.model))
+    return costs
+
+@patch
+def find_size(self:ActivationCheckpointing, loop:Loop, inputs:Inputs):
+    "Find how many blocks have to be recomputed, if it is not known yet for batches like this one"
+    learn,n,costs = self.learn,inputs.n,[]
+    def try_blocks(k):
+        self.fitting.size = k
+        train_on(loop, inputs, n)
+    def search(at_most, is_new):
+        find_size(learn, lambda _: costs.append(self.measure_blocks(loop, inputs)), 1, agree=False)
+        self.order_of_blocks = sorted(range(len(self.found)), key=lambda i: -costs[-1][i])
+        return find_size(learn, try_blocks, len(self.found), agree=is_new, search=smallest_that_runs)
+    if self.fitting.update(learn, (*inputs.xb, *inputs.yb), n, search, in_pieces=False): tell(learn, f"blocks='auto': each batch of {n} {self.how(n)}")
+
+# %% ../nbs/source/09_checkpointing.ipynb #5b0c0608
+@patch
+def used(self:ActivationCheckpointing)->list[nn.Module]:
+    "The blocks that are recomputed"
+    return [self.found[i] for i in self.order_of_blocks[:self.fitting.size]] if self.searches else self.found
+
+@patch
+def how(self:ActivationCheckpointing, n:int)->str:
+    k,where = self.fitting.size,', and what they keep is on the CPU' if self.offload else ''
+    return f'fits if {k} of {len(self.found)} blocks are recomputed{where}' if k else 'fits in memory'
+
+@patch
+def shrink(self:ActivationCheckpointing, loop:Loop, error:Exception)->str:
+    "Recompute half of the other blocks, too"
+    self.fitting.size += -(-(len(self.found)-self.fitting.size)//2)
+    return f'{self.fitting.size} of {len(self.found)} blocks are recomputed'
+
+ActivationCheckpointing.searches = property(lambda self: self.blocks == 'auto')
+ActivationCheckpointing.can_shrink = property(lambda self: self.fitting.size < len(self.found))
+@patch
+def remedy(self:ActivationCheckpointing)->str:
+    return f"out of memory, though {self.how(0).removeprefix('fits if ')}: use smaller inputs, a smaller batch, or offload=True"

@@ -145,7 +145,7 @@ class WindowLoggers(list):
         "Log a window that ended outside a batch"
         for o in self: o.cb('after_batch')
 
-# %% ../nbs/source/03_logging.ipynb #ac6c7e3e
+# %% ../nbs/source/03_logging.ipynb #40a31a90
 def log_windows(accum, stack):
     loggers = WindowLoggers()
     loggers.attach(accum)

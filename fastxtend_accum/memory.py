@@ -24,8 +24,8 @@ from .fit import *
 # %% auto #0
 __all__ = ['bystanders', 'Snapshot', 'refill', 'stored_once', 'set_value', 'get_autocast', 'set_autocast', 'NothingFits',
            'is_out_of_memory', 'free_memory', 'memory_error', 'without_tracebacks', 'halve', 'largest_that_runs',
-           'inner_model', 'room_for_step', 'takes_part', 'accumulates', 'accumulator', 'trial', 'find_size',
-           'FittingSize']
+           'smallest_that_runs', 'clock', 'inner_model', 'room_for_step', 'takes_part', 'accumulates', 'accumulator',
+           'trial', 'without_graph', 'find_size', 'FittingSize', 'tell']
 
 # %% ../nbs/source/04_memory.ipynb #ce71299f
 class Snapshot:
@@ -165,6 +165,23 @@ def largest_that_runs(f:Callable, at_most:int)->int:
     while error := memory_error(f, n): n = halve(n, error)
     return n
 
+def smallest_that_runs(f:Callable, at_most:int)->int:
+    "The least n from 0 to `at_most` with which `f(n)` fits in memory, by bisection; raises NothingFits if `f(at_most)` does not"
+    free_memory()
+    if not memory_error(f, 0): return 0
+    if error := memory_error(f, at_most): raise NothingFits("out of memory with all blocks recomputed") from error
+    too_few,n = 0,at_most
+    while n-too_few > 1:
+        middle = (n+too_few)//2
+        if memory_error(f, middle): too_few = middle
+        else: n = middle
+    return n
+
+def clock()->float:
+    "Seconds, once a GPU has done all it was asked to"
+    if torch.cuda.is_initialized(): torch.cuda.synchronize()
+    return time.perf_counter()
+
 # %% ../nbs/source/04_memory.ipynb #9c1d0e11
 def inner_model(model:nn.Module)->nn.Module:
     "The model without its DDP wrapper, whose forward pass would wait for other processes"
@@ -196,7 +213,14 @@ def trial(learn:Learner, keep:Callable=takes_part, weights:bool=True):
           learn.no_logging()): yield state
 
 # %% ../nbs/source/04_memory.ipynb #9c1d0e12
-def find_size(learn:Learner, try_size:Callable, at_most:int, agree:bool=True)->int:
+def without_graph(learn:Learner):
+    "Forget what a pass before has left in `learn`, in the middle of a batch, so that a trial can begin"
+    learn.pred,learn.loss,learn.loss_grad = None,None,None
+    for p in [*learn.model.parameters(), *trained(learn.opt)]: p.grad = None
+    for cb in learn._grab_cbs(MixedPrecision):  # its own context is on, and cannot be entered twice
+        cb.autocast = autocast(cb.autocast.device, dtype=cb.autocast.fast_dtype)
+
+def find_size(learn:Learner, try_size:Callable, at_most:int, agree:bool=True, search:Callable=largest_that_runs)->int:
     """The largest size up to `at_most` with which `try_size(n)`, a forward and backward pass, fits in memory; `learn`, before a training batch's
     forward pass, is left unchanged. Processes `agree` on the smallest, if all search now. Raises RuntimeError if not even one sample fits"""
     model = learn.model
@@ -204,42 +228,42 @@ def find_size(learn:Learner, try_size:Callable, at_most:int, agree:bool=True)->i
         raise ValueError(f"micro_batch_size='auto' cannot try sizes on a sharded {type(model).__name__}: use a number of samples")
     def attempt(n):
         room = room_for_step(learn.opt)
-        learn.pred,learn.loss,learn.loss_grad = None,None,None  # a pass before this one may have left its graph
-        for p in [*model.parameters(), *trained(learn.opt)]: p.grad = None
-        for cb in learn._grab_cbs(MixedPrecision):  # its own context is on, and cannot be entered twice
-            cb.autocast = autocast(cb.autocast.device, dtype=cb.autocast.fast_dtype)
-            cb.before_batch()
+        without_graph(learn)
+        for cb in learn._grab_cbs(MixedPrecision): cb.before_batch()
         try_size(n)
     with trial(learn, weights=False):
         for m in model.modules():
             if isinstance(m, nn.SyncBatchNorm): m.eval()  # in training mode it would wait for the other processes
-        n = largest_that_runs(attempt, at_most)
+        n = search(attempt, at_most)
     if n_processes(learn) == 1 or not agree: return n
-    return int(all_reduce(model, torch.tensor(n, device=next(model.parameters()).device), dist.ReduceOp.MIN))
+    op = dist.ReduceOp.MIN if search is largest_that_runs else dist.ReduceOp.MAX
+    return int(all_reduce(model, torch.tensor(n, device=next(model.parameters()).device), op))
 
 # %% ../nbs/source/04_memory.ipynb #9c1d0e14
 class FittingSize:
     "The micro-batch size that fits, in training and in validation, and what it was found for"
-    def __init__(self): self.found_for,self.size,self.valid = None,None,None
+    def __init__(self): self.found_for,self.size,self.valid,self.largest,self.most = None,None,None,0,0
 
-    def update(self, learn:Learner, b, try_size:Callable, n:int, module:nn.Module|None=None):
-        """Search on batch `b` of `n` samples if `learn` trains something else now, or if the samples of `b` are larger, or more, than all before.
-        `module`: what sees pieces of it, None: the model"""
+    def update(self, learn:Learner, b, n:int, search:Callable, in_pieces:bool=True)->bool:
+        """Let `size` be that of `search(at_most, is_new)` if `learn` trains something else now, or if the samples of `b` are larger than all before,
+        or its `n` rows are more; gives whether that was so"""
         now = sum(p.numel() for p in trained(learn.opt)),len(learn._grab_cbs(MixedPrecision))
         is_new,sample = now != self.found_for,sum(t.numel() for t in tensors_in(b))/n
         largest,most,size = (0, 0, n) if is_new else (self.largest, self.most, self.size)
-        if sample <= largest and (n <= most or size < most): return
-        self.size = find_size(learn, try_size, n if n > most else min(size, n), agree=is_new)  # later, others may have seen no larger one
+        if sample <= largest and (n <= most or in_pieces and size < most): return False
+        self.size = search(n if n > most else min(size, n), is_new)  # later, others may have seen no larger one
         self.found_for,self.largest,self.most = now,max(sample, largest),max(n, most)
-        if rank_distrib() == 0 and learn.logger is not noop:
-            print(f"micro_batch_size='auto': each batch of {n} {self.how(n)}{self.remark(module or learn.model, n)}")
+        return True
 
-    def how(self, n:int)->str:
-        if self.size >= n: return 'fits in memory'
-        return f"is split into {-(-n//self.size)} micro-batches of {'up to ' if n % self.size else ''}{self.size}"
+    def say(self, learn:Learner, n:int, module:nn.Module):
+        "Print how a batch of `n` rows is run by `module`, and if BatchNorm sees few of them: below 16 its statistics are noisy (arXiv 1803.08494)"
+        size,batchnorm = self.size,nn.modules.batchnorm._BatchNorm
+        how = 'fits in memory'
+        if size < n: how = f"is split into {-(-n//size)} micro-batches of {'up to ' if n % size else ''}{size}"
+        if size < min(n, 16) and any(isinstance(m, batchnorm) and m.training for m in module.modules()):
+            how += f"; BatchNorm normalizes {size} samples at a time: exact=True would find a way without that"
+        tell(learn, f"micro_batch_size='auto': each batch of {n} {how}")
 
-    def remark(self, model:nn.Module, n:int)->str:
-        "Says if BatchNorm sees few samples: below 16 its statistics are noisy (arXiv 1803.08494)"
-        has_batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules())
-        if self.size >= min(n, 16) or not has_batchnorm: return ''
-        return f"; BatchNorm normalizes {self.size} samples at a time: with ActivationCheckpointing(), larger micro-batches may fit"
+def tell(learn:Learner, message:str):
+    "Print `message` in one process, unless in `learn.no_logging()`"
+    if rank_distrib() == 0 and learn.logger is not noop: print(message)

@@ -159,7 +159,7 @@ def test_own_blocks_are_checked(blocks, error, says):
     assert_same(weights(learn), before)
 
 def test_errors():
-    with pytest.raises(TypeError, match='blocks must be a function of the model, not 3'): ActivationCheckpointing(3)
+    with pytest.raises(TypeError, match='blocks must be a function of the model, or 'auto', not 3'): ActivationCheckpointing(3)
     with pytest.raises(TypeError, match='offload must be True or False, not 1'): ActivationCheckpointing(offload=1)
     with pytest.raises(ValueError, match='finds no blocks in Plain'): fit(make_learner(32, m=Plain(), cbs=ActivationCheckpointing()), 1)
     with pytest.raises(ValueError, match='replicated DataParallel again'): fit(make_learner(32, m=nn.DataParallel(Deep()), cbs=ActivationCheckpointing()), 1)
@@ -249,6 +249,67 @@ class PythonRandom(Block):
 class NumpyRandom(Block):
     def forward(self, x): return self.m(x*(1+np.random.rand()))
 
+class SmallMask(Block):
+    "A boolean buffer that the forward pass changes, and uses"
+    def __init__(self): super().__init__(); self.register_buffer('on', torch.tensor([True, False, True, False, True]))
+    def forward(self, x):
+        y = self.m(torch.where(self.on.clone(), x, -x))
+        if self.training: self.on.logical_not_()
+        return y
+class Flag(Block):
+    "A boolean buffer that the first forward pass sets"
+    def __init__(self): super().__init__(); self.register_buffer('started', torch.tensor(False))
+    def forward(self, x):
+        scale = 1. if self.started else 2.
+        self.started.fill_(True)
+        return self.m(x*scale)
+class NewFlag(Flag):
+    def forward(self, x):
+        scale = 1. if self.started else 2.
+        self.started = torch.tensor(True)
+        return self.m(x*scale)
+
+class OwnGenerator(Block):
+    "A generator of its own"
+    def __init__(self): super().__init__(); self.g = torch.Generator().manual_seed(1)
+    def forward(self, x): return self.m(x+torch.randn(x.shape, generator=self.g, dtype=x.dtype))
+class OwnNumpy(Block):
+    def __init__(self): super().__init__(); self.g = np.random.default_rng(1)
+    def forward(self, x): return self.m(x*self.g.uniform(1, 2))
+class OwnNumpyState(OwnNumpy):
+    def __init__(self): super().__init__(); self.g = np.random.RandomState(1)
+class OwnPython(OwnNumpy):
+    def __init__(self): super().__init__(); self.g = random.Random(1)
+class InnerGenerator(Block):
+    "A generator of a module inside"
+    def __init__(self): super().__init__(); self.m = nn.Sequential(OwnGenerator(), OwnNumpy())
+
+class Counter(Block):
+    "A number in an attribute"
+    n = 0
+    def forward(self, x):
+        if self.training: self.n += 1
+        return self.m(x*(1+1/self.n if self.n else 1))
+class Average(Block):
+    "An average in an attribute that is no buffer, made anew"
+    def __init__(self): super().__init__(); self.mean = torch.zeros(5).double()
+    def forward(self, x):
+        if self.training: self.mean = .9*self.mean + .1*x.detach().mean(0)
+        return self.m(x-self.mean)
+class Hidden(Block):
+    "A state in nested lists, carried from batch to batch, as an RNN's"
+    def forward(self, x):
+        h = self.hidden[0][0] if hasattr(self, 'hidden') else 0.
+        y = self.m(x+h).tanh()
+        if self.training: self.hidden = [(y.detach().mean(0),)]
+        return y
+class Lazy(Block):
+    "An attribute that the first forward pass adds"
+    def forward(self, x):
+        if not hasattr(self, 'scale'): self.scale = x.detach().abs().mean()
+        else: x = x/self.scale
+        return self.m(x)
+
 class Transposed(Block):
     "Its output, the input of the next block, is not contiguous, and the order of a sum depends on that"
     def forward(self, x): return self.m(x/(1+x.var())).T.contiguous().T
@@ -281,13 +342,206 @@ class Dense(Chain):
         return self.head(torch.cat(outputs, 1))
 
 @pytest.mark.parametrize('offload', [False, True])
-@pytest.mark.parametrize('make', [Spectral, NewBuffer, SharedBuffer, RunningNorm, PythonRandom, NumpyRandom, DenseBlock, AppendsBlock, Transposed])
+@pytest.mark.parametrize('make', [
+    Spectral, NewBuffer, SharedBuffer, RunningNorm, SmallMask, Flag, NewFlag, PythonRandom, NumpyRandom, OwnGenerator, OwnNumpy, OwnNumpyState,
+    OwnPython, InnerGenerator, Counter, Average, Hidden, Lazy, DenseBlock, AppendsBlock, Transposed])
 def test_the_second_run_finds_what_the_first_did(make, offload):
     def run(*cbs):
         m = (Dense if issubclass(make, DenseBlock) else Chain)(make)
         set_seed(3)
         return deep(*cbs, m=m)
     assert_same_state(run(ActivationCheckpointing(lambda m: m.layers, offload)), run())
+
+@pytest.mark.parametrize('make,state', [
+    (OwnGenerator, lambda b: b.g.get_state().tolist()), (OwnNumpy, lambda b: b.g.bit_generator.state), (OwnPython, lambda b: b.g.getstate()),
+    (Counter, lambda b: b.n), (Average, lambda b: b.mean.tolist()), (Hidden, lambda b: b.hidden[0][0].tolist()), (Flag, lambda b: bool(b.started))])
+def test_the_second_run_leaves_the_block_as_it_is(make, state):
+    def after(*cbs): return [state(b) for b in deep(*cbs, m=Chain(make)).model.layers]
+    ours,plain = after(ActivationCheckpointing(lambda m: m.layers)),after()
+    assert ours == plain != [state(make()) for _ in plain] if make is not Hidden else ours == plain
+
+@pytest.mark.parametrize('n_layers', [1, 2])
+def test_a_state_that_a_language_model_carries(n_layers):
+    "AWD_LSTM of one layer is one block; the decoder is another"
+    from fastai.text.all import AWD_LSTM, LMDataLoader, rnn_cbs, get_language_model, awd_lstm_lm_config
+    texts = [torch.randint(20, (120,), generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    def run(*cbs):
+        set_seed(1)
+        dls = DataLoaders(LMDataLoader(texts, bs=4, seq_len=10, shuffle=False), LMDataLoader(texts[:2], bs=4, seq_len=10))
+        m = get_language_model(AWD_LSTM, 20, {**awd_lstm_lm_config, 'n_layers':n_layers, 'emb_sz':8, 'n_hid':12})
+        learn = Learner(dls, m, CrossEntropyLossFlat(), cbs=[*rnn_cbs(2, 1), *cbs])
+        set_seed(7)
+        return fit(learn, 2, 1e-2)
+    ours,plain = run(ActivationCheckpointing()),run()
+    assert len(ours.activation_checkpointing.found) == n_layers+1 and len(losses(ours)) > 10
+    assert_same_state(ours, plain)
+    assert losses(ours) == losses(plain)
+
+def test_what_a_block_keeps_is_not_kept_for_ever():
+    "An output with its graph in an attribute: that of one batch at a time is alive"
+    class Keeps(Block):
+        seen = []
+        def forward(self, x):
+            self.out = self.m(x)
+            if self.training: Keeps.seen.append(weakref.ref(self.out))
+            return self.out
+    learn = deep(ActivationCheckpointing(lambda m: m.layers), m=Chain(Keeps), n_epoch=4)
+    assert len(Keeps.seen) >= 4*3*3
+    assert sum(o() is not None for o in Keeps.seen) <= 2*3
+
+# What cannot be repeated
+
+class InPlaceAverage(Average):
+    "Not a buffer, and changed in place"
+    def forward(self, x):
+        if self.training: self.mean.lerp_(x.detach().mean(0), .1)
+        return self.m(x-self.mean)
+class Appends(Block):
+    "A counter in a list"
+    def __init__(self): super().__init__(); self.seen = []
+    def forward(self, x):
+        self.seen.append(1)
+        return self.m(x/len(self.seen))
+class CountsInDict(Block):
+    def __init__(self): super().__init__(); self.n = {'calls': 0}
+    def forward(self, x):
+        self.n['calls'] += 1
+        return self.m(x/self.n['calls'])
+class Outside(Block):
+    "A counter that is no part of the model"
+    n = 0
+    def forward(self, x):
+        Outside.n += 1
+        return self.m(x/Outside.n)
+class HiddenGenerator(Block):
+    "A generator that no attribute shows"
+    def __init__(self): super().__init__(); self.gs = [np.random.default_rng(1)]
+    def forward(self, x): return self.m(x*self.gs[0].uniform(1, 2))
+class LargeMask(Block):
+    "A large boolean buffer that changes"
+    def __init__(self): super().__init__(); self.register_buffer('on', torch.ones(300, 300, dtype=torch.bool))
+    def forward(self, x):
+        y = self.m(torch.where(self.on[0,:5].clone(), x, -x))
+        if self.training: self.on.logical_not_()
+        return y
+not_repeated = [InPlaceAverage, Appends, CountsInDict, Outside, HiddenGenerator, LargeMask]
+
+@pytest.mark.parametrize('offload', [False, True])
+@pytest.mark.parametrize('make', not_repeated)
+def test_what_cannot_be_repeated_is_an_error(make, offload):
+    "In the first backward pass, before a step is taken"
+    m = Chain(make)
+    before = weights(m)
+    deep(m=Chain(make))  # the plain fit runs
+    with pytest.raises(RuntimeError, match=r"^\w+ layers\.2 gives other outputs .* leave .* out with blocks=\S+$") as e:
+        deep(ActivationCheckpointing(lambda m: m.layers, offload), m=m)
+    assert type(m.layers[2]).__name__ in str(e.value) and e.value.__cause__ is None
+    assert_same(weights(m), before)
+
+@pytest.mark.parametrize('cbs', [lambda: [GradientAccumulation(32)], lambda: [GradientAccumulation(16, micro_batch_size=8)], lambda: [GradientCache(8)], lambda: [CpuMixedPrecision('bf16')]])
+def test_what_cannot_be_repeated_is_an_error_beside_others(cbs):
+    with pytest.raises(RuntimeError, match='gives other outputs when it is run again'):
+        deep(ActivationCheckpointing(lambda m: m.layers), *cbs(), m=Chain(Appends).float() if 'Mixed' in str(cbs()) else Chain(Appends), bs=16)
+
+def test_what_the_model_changes_between_the_runs():
+    "The blocks read what only the model changes"
+    class Reads(Block):
+        def forward(self, x): return self.m(x*scale[0])
+    class Scales(Chain):
+        def forward(self, x):
+            for i,o in enumerate(self.layers): scale[0] = 1.+i; x = o(x)
+            return self.head(x)
+    scale = [1.]
+    with pytest.raises(RuntimeError, match='Reads layers.1 gives other outputs'): deep(ActivationCheckpointing(lambda m: m.layers), m=Scales(Reads))
+
+def test_each_fit_is_checked_once(monkeypatch):
+    from fastxtend_accum import checkpointing
+    n,checked = [],checkpointing.checked
+    monkeypatch.setattr(checkpointing, 'checked', lambda *args: n.append(1) or checked(*args))
+    learn = deep(ActivationCheckpointing())
+    assert len(n) == 4
+    fit(learn, 1)
+    assert len(n) == 8
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
+def test_repeated_bit_for_bit(dtype):
+    from fastxtend_accum.checkpointing import is_repeated
+    a = torch.tensor([1, -3, 0, float('nan'), float('inf')], dtype=dtype)
+    b = a.clone()
+    assert is_repeated(a, b)
+    b[0] += torch.finfo(dtype).eps
+    assert not is_repeated(a, b) and not is_repeated(a, a[:3]) and is_repeated(a[:0], b[:0])
+
+# Operations in place
+
+class ReluFirst(nn.Module):
+    "Begins with an operation on its input, which is its residual, too"
+    def __init__(self): super().__init__(); self.m = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+    def forward(self, x): return x+self.m(x)
+class FunctionFirst(Block):
+    def forward(self, x): return self.m(F.relu_(x))
+class InPlaceList(Block):
+    "An input in a list"
+    def forward(self, xs): return self.m(xs[0].mul_(1.5))
+class Shifted(Chain):
+    "Its blocks get what no layer keeps, and what no parameter is behind"
+    def forward(self, x):
+        for o in self.layers: x = o([x+1.] if isinstance(o, InPlaceList) else x+1.)
+        return self.head(x)
+
+@pytest.mark.parametrize('make', [ReluFirst, FunctionFirst, InPlaceList])
+def test_a_block_that_begins_in_place(make):
+    "An error that names the remedy, before anything is trained on; with the remedy the plain fit"
+    plain = deep(m=Shifted(make))
+    m = Shifted(make)
+    before = weights(m)
+    with pytest.raises(RuntimeError, match=fr'input of {make.__name__} layers.0 is modified by an inplace operation in it.*inplace=False there, or offload=True$'):
+        deep(ActivationCheckpointing(lambda m: m.layers), m=m)
+    assert_same(weights(m), before)
+    assert_same_state(deep(ActivationCheckpointing(lambda m: m.layers, offload=True), m=Shifted(make)), plain)
+
+# Decoders of Transformers, which keep keys and values by default
+
+class Decoder(nn.Module):
+    "A small random model, with a padding mask; sees the samples of tests/common.py as tokens"
+    def __init__(self, name, padded, attention):
+        super().__init__()
+        import transformers
+        torch.manual_seed(0)
+        self.padded,self.config = padded,getattr(transformers, f'{name}Config')(**small[name], attn_implementation=attention)
+        self.m = getattr(transformers, f'{name}{"ForConditionalGeneration" if name == "T5" else "ForCausalLM" if name != "GPT2" else "LMHeadModel"}')(self.config)
+        self.double()
+    def forward(self, x):
+        ids = (x.abs()*7).long()%11
+        mask = torch.ones_like(ids)
+        if self.padded: mask[::2,3:] = 0
+        more = dict(decoder_input_ids=ids.flip(1)) if self.config.is_encoder_decoder else {}
+        return self.m(input_ids=ids, attention_mask=mask, **more).logits.mean((1, 2))[:,None]
+
+sizes = dict(vocab_size=11, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=16)
+small = {'GPT2': dict(vocab_size=11, n_positions=16, n_embd=8, n_layer=2, n_head=2), 'Llama': dict(sizes, intermediate_size=12), 'Qwen2': dict(sizes, intermediate_size=12, num_key_value_heads=1),
+         'OPT': dict(sizes, ffn_dim=12, word_embed_proj_dim=8), 'GPTNeoX': dict(sizes, intermediate_size=12),
+         'T5': dict(vocab_size=11, d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2, decoder_start_token_id=0)}
+
+@pytest.mark.parametrize('name', small)
+@pytest.mark.parametrize('padded', [True, False])
+@pytest.mark.parametrize('attention', ['eager', 'sdpa'])
+def test_decoders_that_keep_keys_and_values(name, padded, attention):
+    def run(*cbs, use_cache=True):
+        m = Decoder(name, padded, attention)
+        assert m.config.use_cache
+        if not use_cache:
+            for o in m.modules(): getattr(o, 'config', m.config).use_cache = False
+        learn = make_learner(12, n=36, m=m, cbs=[*cbs], opt_func=Adam)
+        before = weights(learn)
+        torch.manual_seed(5)
+        fit(learn, 1, .01)
+        assert not torch.equal(weights(learn), before)
+        return learn
+    ours = run(ActivationCheckpointing())
+    assert len(ours.activation_checkpointing.found) >= 2 and ours.model.config.use_cache
+    assert_same_state(ours, run(use_cache=False))
+    assert all(m.config.use_cache for m in ours.model.modules() if getattr(getattr(m, 'config', None), 'is_decoder', False))
 
 @pytest.mark.parametrize('make,draw', [(PythonRandom, random.random), (NumpyRandom, np.random.rand)])
 def test_the_second_run_leaves_the_generators_as_they_are(make, draw):
