@@ -85,7 +85,7 @@ class Inputs:
         self.learn.xb,self.learn.yb = self.xb,self.yb
         for cb,name,value in self.values: vars(cb)[name] = value
 
-# %% ../nbs/source/07_pieces.ipynb #82347337
+# %% ../nbs/source/07_pieces.ipynb #a5a8ba03
 class OneRow:
     "Part: an `RNNRegularizer` regularizes a piece of one row as it does larger ones"
     def __init__(self, cb:RNNRegularizer, n:int): self.cb,self.n = cb,n
