@@ -27,8 +27,8 @@ from .schedule import *
 from .noise import *
 
 # %% auto #0
-__all__ = ['Costs', 'SuggestedBS', 'suggest', 'trial', 'clock', 'sized', 'BSFinder', 'process_mean', 'measure_costs',
-           'loading_costs', 'typical_noise_scale', 'measure_noise', 'advice', 'plot_bs_find', 'check_can_find']
+__all__ = ['Costs', 'SuggestedBS', 'suggest', 'sized', 'BSFinder', 'process_mean', 'measure_costs', 'loading_costs',
+           'typical_noise_scale', 'measure_noise', 'advice', 'plot_bs_find', 'check_can_find']
 
 # %% ../nbs/source/12_bs_find.ipynb #6f436cc3
 class Costs(NamedTuple):
@@ -69,20 +69,7 @@ def suggest(costs:Costs, noise_scale:float, sizes:list[int], n_proc:int=1)->Sugg
     fastest = min(o for o,t in time.items() if t <= (1. if noise_scale < math.inf else 1.05))
     return SuggestedBS(fastest, min(fastest, costs.micro_bs)//n_proc, noise_scale, time, samples)
 
-# %% ../nbs/source/12_bs_find.ipynb #dae65852
-@contextmanager
-def trial(learn:Learner, keep:Callable=takes_part):
-    "Fits in this context leave no trace: of the callbacks, those that `keep(cb)` says take part. Gives the Snapshot"
-    kept = learn.cbs.filter(keep)
-    with replaced(learn, 'cbs', kept), replaced(learn, 'lr_finder', True), learn.no_logging(), Snapshot(learn) as state:
-        yield state
-
 # %% ../nbs/source/12_bs_find.ipynb #ee76dca6
-def clock()->float:
-    "Seconds, once a GPU has done all it was asked to"
-    if torch.cuda.is_initialized(): torch.cuda.synchronize()
-    return time.perf_counter()
-
 def sized(b, n:int, size:int):
     "`size` samples of the batch `b`, which has `n`; for a multiple of them, the batch several times"
     if size <= n: return cut(b, 0, size, n) if size < n else b

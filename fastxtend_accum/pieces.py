@@ -247,6 +247,7 @@ class Way(FitCallback):
     micro_batch_size,part,splits_loss = None,None,False
     def join_loop(self):
         "Join the loop of this fit; raises ValueError if the Learner has a loop of its own"
+        if not self.is_in_fit(): return
         check_loop(self.learn, self)
         fit = fit_of(self.learn)
         loop = fit.instead.setdefault('batch', Loop(self.learn))
@@ -330,6 +331,6 @@ class MicroBatchFinder(Way):
 def micro_bs_find(self:Learner)->int:
     "The largest of the DataLoader's batch size, a half, a quarter ... that fits in memory; leaves the Learner as it is"
     finder = MicroBatchFinder()
-    with Snapshot(self), self.no_bar(), self.no_logging(), replaced(self, 'cbs', self.cbs.filter(accumulates, negate=True)):
+    with trial(self):
         self.fit(1, cbs=finder)
     return finder.size

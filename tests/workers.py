@@ -324,7 +324,9 @@ def some_without_gradient():
     params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     params[0].grad = torch.full((2,), float(rank_distrib()))
     if rank_distrib() == 1: params[1].grad = torch.ones(2)
-    Processes(W).average(nn.Identity(), SGD(params, lr=0.1))
+    learn = make_learner(8, m=DistributedDataParallel(model()))
+    learn.opt = SGD(params, lr=0.1)
+    Processes(learn).average()
     return [p.grad for p in params]
 
 def one_fails():
