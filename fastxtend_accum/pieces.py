@@ -195,6 +195,7 @@ def parts(self:Loop)->list:
     if self.regularizers: rows += [OneRow(o, n) for o in self.regularizers]
     return [self.inputs, *saved, *rows, *(p for o in self.ways for p in o.parts(n))]
 
+# %% ../nbs/source/07_pieces.ipynb #8b7a2fed
 @patch
 def train_piece(self:Loop, start:int, end:int):
     "Forward pass, loss and backward pass of a piece; returns its output, without its graph if there are others"
@@ -242,6 +243,7 @@ def check_loop(learn:Learner, cb:Callback):
             raise ValueError(f"{type(learn).__name__} has its own {o}, which {type(cb).__name__} would overrule: leave {type(cb).__name__} out, "
                              "or make a callback of what it does")
 
+# %% ../nbs/source/07_pieces.ipynb #e24952ff
 class Way(FitCallback):
     "Base of callbacks that run a batch in another way: `join_loop` in `before_train` lets them"
     micro_batch_size,part,splits_loss = None,None,False
