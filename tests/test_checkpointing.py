@@ -159,7 +159,7 @@ def test_own_blocks_are_checked(blocks, error, says):
     assert_same(weights(learn), before)
 
 def test_errors():
-    with pytest.raises(TypeError, match='blocks must be a function of the model, or 'auto', not 3'): ActivationCheckpointing(3)
+    with pytest.raises(TypeError, match="blocks must be a function of the model, or 'auto', not 3"): ActivationCheckpointing(3)
     with pytest.raises(TypeError, match='offload must be True or False, not 1'): ActivationCheckpointing(offload=1)
     with pytest.raises(ValueError, match='finds no blocks in Plain'): fit(make_learner(32, m=Plain(), cbs=ActivationCheckpointing()), 1)
     with pytest.raises(ValueError, match='replicated DataParallel again'): fit(make_learner(32, m=nn.DataParallel(Deep()), cbs=ActivationCheckpointing()), 1)
