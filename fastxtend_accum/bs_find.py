@@ -15,6 +15,7 @@ from .checks import *
 from .nested import *
 from .loader import *
 from .fit import *
+from .gradients import *
 from .processes import *
 from .logging import *
 from .memory import *
@@ -25,8 +26,8 @@ from .schedule import *
 from .noise import *
 
 # %% auto #0
-__all__ = ['Costs', 'to_a_loss', 'clock', 'sized', 'TimedBatches', 'BSFinder', 'micro_sizes', 'process_mean', 'measure_costs',
-           'typical_noise_scale', 'measure_noise', 'SuggestedBS', 'suggest', 'advice', 'plot_bs_find']
+__all__ = ['Costs', 'SuggestedBS', 'suggest', 'sized', 'BSFinder', 'process_mean', 'measure_costs', 'loading_costs',
+           'typical_noise_scale', 'measure_noise', 'advice', 'plot_bs_find', 'check_can_find']
 
 # %% ../nbs/source/12_bs_find.ipynb #6f436cc3
 class Costs(NamedTuple):
@@ -38,7 +39,8 @@ class Costs(NamedTuple):
     @property
     def micro_bs(self)->int:
         "The samples to train on at a time"
-        return max(b for b,t in self.batch.items() if t/b <= 1.05*min(t/b for b,t in self.batch.items()))
+        times = {b:t/b for b,t in self.batch.items()}
+        return max(b for b,t in times.items() if t <= 1.05*min(times.values()))
     @property
     def falls(self)->bool:
         "Whether a sample takes clearly less time in the largest batch than in one of half that size"
@@ -48,113 +50,6 @@ class Costs(NamedTuple):
         "Seconds a sample takes, with steps of `bs` samples"
         b = max((o for o in self.batch if o <= min(bs, self.micro_bs)), default=min(self.batch))
         return max(self.batch[b]/b + self.step/bs + self.load, self.limit)
-
-def to_a_loss(costs:Costs, noise_scale:float, sizes:list[int])->tuple[dict[int,float],dict[int,float]]:
-    "Time and samples to a loss by batch size, relative to the least"
-    samples = {o:1+o/noise_scale for o in sizes}
-    time = {o:costs.per_sample(o)*n for o,n in samples.items()}
-    return tuple({k:v/min(o.values()) for k,v in o.items()} for o in (time, samples))
-
-# %% ../nbs/source/12_bs_find.ipynb #ee76dca6
-def clock()->float:
-    "Seconds, once a GPU has done all it was asked to"
-    if torch.cuda.is_initialized(): torch.cuda.synchronize()
-    return time.perf_counter()
-
-def sized(b, n:int, size:int):
-    "`size` samples of the batch `b`, which has `n`; for a multiple of them, the batch several times"
-    if size <= n: return cut(b, 0, size, n) if size < n else b
-    return join([b]*(size//n), [n]*(size//n))
-
-class TimedBatches(Wrapped):
-    "The batches of a DataLoader, each brought to the sizes of a `BSFinder`, which notes the seconds"
-    def __init__(self, dl, cb:Callback): self.dl,self.cb = dl,cb
-    def __iter__(self):
-        cb,batches,start = self.cb,iter(self.dl),clock()
-        while (b := next(batches, None)) is not None:
-            loading,n = clock()-start,batch_size(b, cb.bs)
-            if not cb.sizes or n >= min(cb.bs, cb.sizes[0]):
-                cb.loading.append(loading)
-                for cb.at,size in enumerate(cb.sizes or [n]):
-                    start,cb.step = clock(),0.
-                    yield sized(b, n, size) if cb.sizes else b
-                    cb.passes[cb.at].append(clock()-start-cb.step)
-                    cb.steps.append(cb.step)
-                if len(cb.loading) == cb.n: raise CancelFitException
-            start = clock()
-
-# %% ../nbs/source/12_bs_find.ipynb #ee76dca7
-class BSFinder(Callback):
-    "Times `n` batches of the loader of `bs` samples, each as it is or brought to `sizes`, of which processes synchronize the last only"
-    order,name,start = -99,'lr_finder',None  # loggers, schedulers and accumulations stand aside where there is an lr_finder
-    def __init__(self, n:int, bs:int, sizes:tuple[int,...]=()):
-        self.n,self.bs,self.sizes,self.loading,self.passes,self.steps = n,bs,sizes,[],[[] for _ in sizes or [bs]],[]
-    def try_out(self, learn:Learner, lr, *cbs):
-        "Train with all that may change what a pass computes or takes; no schedule, log or file"
-        enable_sync(learn.model)  # an earlier trial may have been interrupted
-        kept = L(cb for cb in learn.cbs if (takes_part(cb) or isinstance(cb, Recorder)) and not isinstance(cb, GradientNoiseScale))
-        with replaced(learn, 'cbs', kept), learn.no_logging(): learn.fit(self.n+1, lr, cbs=[self, *cbs])
-    def before_train(self): self.learn.dl = TimedBatches(self.learn.dl, self)
-    def before_batch(self):
-        if self.sizes and self.loading[1:] and hasattr(self.model, 'require_backward_grad_sync'):
-            self.model.require_backward_grad_sync = self.at == len(self.sizes)-1
-    def before_step(self): self.start = clock()
-    def after_batch(self):
-        if self.start is not None: self.step,self.start = clock()-self.start,None
-    def after_train(self): raise CancelEpochException  # no validation
-    def least(self)->list[float]: return [min(o[1:]) for o in self.passes]  # seconds for each of `sizes`; the first batch is for warming up
-    def loads(self, has_workers:bool)->tuple[float,float]:
-        "Seconds that loading a batch adds, and those that a batch takes at least, where training waits for workers"
-        loading = self.loading[self.n//2:] or self.loading
-        if not has_workers: return median(loading),0.
-        load,work = mean(loading),mean(self.passes[0])+mean(self.steps)
-        return 0.,load+work if load > .1*work else 0.
-
-# %% ../nbs/source/12_bs_find.ipynb #fdae18a2
-def micro_sizes(learn:Learner, bs:int, given:int|str|None)->list[int]:
-    "The micro-batches to time, the largest first; `given` is the accumulation's `micro_batch_size`"
-    most = min(bs, epoch_samples(learn.dls.train, bs)[0], learn.micro_bs_find() if given == 'auto' else given or bs)
-    return [most] if carries_state(learn.model) else [most, *(most >> i for i in range(1, 5) if most >> i > 1)]
-
-def process_mean(learn:Learner, *values:float)->list[float]:
-    "The mean of each value over all processes, so that all find the same"
-    if n_processes(learn) == 1: return values
-    return all_reduce(learn.model, torch.tensor(values, device=next(learn.model.parameters()).device)).div_(n_processes(learn)).tolist()
-
-def measure_costs(learn:Learner, bs:int, sizes:list[int], largest:int, n:int=6)->Costs:
-    "What batches of `sizes` samples cost, over all processes; then 2, 4 and 8 batches of the loader as one, up to `largest`, while a sample takes less time and memory lasts"
-    n_proc = n_processes(learn)
-    finder = BSFinder(n, bs, sizes+sizes[-1:]*(n_proc > 1))
-    finder.try_out(learn, 0.)
-    batch = finder.least()
-    sync = max(0., batch.pop()-batch[-1]) if n_proc > 1 else 0.
-    *batch,step = process_mean(learn, *batch, sync+median(finder.steps[len(finder.sizes):]))
-    batch,size = {o*n_proc:t for o,t in zip(sizes, batch)},2*bs
-    while size <= min(8*bs, largest):
-        finder = BSFinder(max(2, 2*n*bs//size), bs, [size])
-        if memory_error(finder.try_out, learn, 0.): free_memory(); break
-        batch = {size:finder.least()[0], **batch}
-        if batch[size] > 2*batch[size//2]: break
-        size *= 2
-    return Costs(batch, step)
-
-# %% ../nbs/source/12_bs_find.ipynb #5a2ee8c0
-def typical_noise_scale(seen:list[tuple])->float:
-    "The median of the noise scales of four parts of a trial, the lower one of two; `seen` are noise and signal of its windows"
-    parts = [np.sum(o, axis=0) for o in np.array_split(seen, min(4, len(seen)))] if seen else [(1., 0.)]
-    return float(median_low(noise/signal if signal > 0 else math.inf for noise,signal in parts))
-
-def measure_noise(learn:Learner, bs:int, micros:list[int], lr_at:Callable, n:int=46)->tuple[float,BSFinder]:
-    "The noise scale, and the trial in which it was measured; `lr_at` gives the learning rates for a window's size"
-    whole,accum = bs*n_processes(learn),accumulator(learn)
-    n_batches,pieces = min(4, -(-64//whole)),micros[0] if micros[0] < bs else None
-    if n_batches == 1 and whole == bs: n_batches,pieces = (1, min(micros[0], bs//4)) if len(micros) > 1 else (2, pieces)
-    settings = {k:vars(accum)[k] for k in ('num_items','skip_nonfinite') if accum and k in vars(accum)}
-    finder,recorders = BSFinder(n, bs),learn._grab_cbs(Recorder)
-    recorder = first(recorders) or Recorder()
-    finder.try_out(learn, lr_at(whole*n_batches), GradientAccumulation(whole*n_batches, micro_batch_size=pieces, remainder='step', **settings),
-                   GradientNoiseScale(1e-9), *([] if recorders else [recorder]))  # with a memory of nothing, each estimate is its own window's
-    return typical_noise_scale([(o.noise, o.signal) for o in recorder.noise_scale if o.windows]),finder
 
 # %% ../nbs/source/12_bs_find.ipynb #f16d9959
 class SuggestedBS(NamedTuple):
@@ -167,19 +62,124 @@ class SuggestedBS(NamedTuple):
 
 def suggest(costs:Costs, noise_scale:float, sizes:list[int], n_proc:int=1)->SuggestedBS:
     "The fastest of `sizes`; without a signal, the smallest that is within 5% of it"
-    time,samples = to_a_loss(costs, noise_scale, sizes)
-    fastest = min(o for o,t in time.items() if t <= (1. if math.isfinite(noise_scale) else 1.05))
+    samples = {o:1+o/noise_scale for o in sizes}
+    time = {o:costs.per_sample(o)*samples[o] for o in sizes}
+    time,samples = ({k:v/min(o.values()) for k,v in o.items()} for o in (time, samples))
+    fastest = min(o for o,t in time.items() if t <= (1. if noise_scale < math.inf else 1.05))
     return SuggestedBS(fastest, min(fastest, costs.micro_bs)//n_proc, noise_scale, time, samples)
 
-def advice(found:SuggestedBS, now:int, bs:int, n_proc:int, rule:Callable)->str:
-    "`found` in a sentence, for a Learner that trains with `now` samples, in `n_proc` processes with `bs` in a batch of the loader"
-    best,times,micro_bs = found.fastest,found.time[now],found.micro_bs
-    fastest = f"{best} samples are fastest{'' if math.isfinite(found.noise_scale) else ', judged by the time per sample alone (the signal of the gradient is lost in its noise)'}"
-    if times < 1.05: return f"{fastest}{'' if best == now else f', and your {now} take {times:.2f} times as long'}: nothing to change"
-    use,split = f'bs={micro_bs}',f', micro_batch_size={micro_bs}' if micro_bs < bs else ''
-    if best > micro_bs*n_proc: use = f'{use} and '*(micro_bs > bs) + f'GradientAccumulation({best}{split})'
-    elif micro_bs == bs: use += ' without accumulation'
-    return f"{fastest}; your {now} would take {times:.1f} times as long: use {use} and lr x {rule(1., best/now):.2g}"
+# %% ../nbs/source/12_bs_find.ipynb #ee76dca6
+def sized(b, n:int, size:int):
+    "`size` samples of the batch `b`, which has `n`; for a multiple of them, the batch several times"
+    if size <= n: return cut(b, 0, size, n) if size < n else b
+    return join([b]*(size//n), [n]*(size//n))
+
+# %% ../nbs/source/12_bs_find.ipynb #ee76dca7
+class BSFinder(Callback):
+    "Times `n` batches of the loader, of `bs` samples, each brought to `sizes`; None: as it is"
+    order = -99
+    def __init__(self, n:int, bs:int, sizes:list[int|None]=[None]):
+        self.n,self.bs,self.sizes = n,bs,sizes
+        self.loading,self.passes,self.steps = [],[[] for _ in sizes],[]
+    def try_out(self, learn:Learner, state:Snapshot, lr=0., *cbs):
+        "Train, within a trial, from its `state`"
+        state.restore()
+        try:
+            with replaced(learn, 'all_batches', self.all_batches), replaced(learn, '_do_epoch_validate', noop):
+                learn.fit(self.n+1, lr, cbs=[self, *cbs])
+        finally: enable_sync(learn.model)
+    def all_batches(self):
+        "fastai's `Learner.all_batches`, with each batch in all `sizes`, of which processes synchronize the last"
+        learn,start = self.learn,clock()
+        learn.n_iter = len(learn.dl)
+        for b in learn.dl:
+            loading,n = clock()-start,batch_size(b, self.bs)
+            if n >= min(self.bs, self.sizes[0] or 0):
+                self.loading.append(loading)
+                for size,passes in zip(self.sizes, self.passes):
+                    if len(self.sizes) > 1 < len(self.loading) and hasattr(learn.model, 'require_backward_grad_sync'):
+                        learn.model.require_backward_grad_sync = passes is self.passes[-1]
+                    start,self.start = clock(),None
+                    self.one_batch(sized(b, n, size or n), size)
+                    passes.append(clock()-start-self.step)
+                    self.steps.append(self.step)
+            if len(self.loading) == self.n: raise CancelFitException
+            start = clock()
+    def one_batch(self, b, size:int|None):
+        try: self.learn.one_batch(len(self.steps), b)
+        except (AssertionError,IndexError,RuntimeError,ValueError) as e:
+            if size in (None, self.bs) or is_out_of_memory(e): raise
+            said = ' '.join(str(e).split())
+            raise ValueError(f"bs_find also trains on {size} samples, which raises {type(e).__name__} ({said}): "
+                             "if your loss needs a whole batch, compare fits instead") from e
+    def before_step(self): self.start = clock()
+    def after_batch(self): self.step = 0. if self.start is None else clock()-self.start
+
+# %% ../nbs/source/12_bs_find.ipynb #fdae18a2
+def process_mean(learn:Learner, *values:float)->list[float]:
+    "The mean of each value over all processes, so that all find the same"
+    if (n := n_processes(learn)) == 1: return values
+    return all_reduce(learn.model, torch.tensor(values, device=next(learn.model.parameters()).device)).div_(n).tolist()
+
+def measure_costs(learn:Learner, state:Snapshot, bs:int, sizes:list[int], largest:int, n:int=6)->Costs:
+    "What batches of `sizes` cost, over all processes; then 2, 4 and 8 batches of the loader as one, up to `largest`"
+    n_proc = n_processes(learn)
+    finder = BSFinder(n, bs, sizes+sizes[-1:]*(n_proc > 1))
+    finder.try_out(learn, state)
+    batch = [min(o[1:]) for o in finder.passes]  # the first is for warming up
+    sync = max(0., batch.pop()-batch[-1]) if n_proc > 1 else 0.
+    *batch,step = process_mean(learn, *batch, sync+median(finder.steps[len(finder.sizes):]))
+    batch,size = {o*n_proc:t for o,t in zip(sizes, batch)},2*bs
+    while size <= min(8*bs, largest):
+        finder = BSFinder(max(2, 2*n*bs//size), bs, [size])
+        if memory_error(finder.try_out, learn, state): free_memory(); break
+        batch = {size:min(finder.passes[0][1:]), **batch}
+        if batch[size] > 2*batch[size//2]: break
+        size *= 2
+    return Costs(batch, step)
+
+def loading_costs(finder:BSFinder, dl)->tuple[float,float]:
+    "Seconds that loading a batch adds, and those that a batch takes at least, where training waits for workers"
+    loading = finder.loading[finder.n//2:] or finder.loading
+    if not getattr(getattr(dl, 'fake_l', dl), 'num_workers', 0): return median(loading),0.
+    load,work = mean(loading),mean(finder.passes[0])+mean(finder.steps)
+    return 0.,load+work if load > .1*work else 0.
+
+# %% ../nbs/source/12_bs_find.ipynb #5a2ee8c0
+def typical_noise_scale(seen:list[tuple])->float:
+    "The lower median of the noise scales of a trial's four quarters; `seen` are noise and signal of its windows"
+    if not seen: return math.inf
+    quarters = [np.sum(o, axis=0) for o in np.array_split(seen, min(4, len(seen)))]
+    return float(median_low(noise/signal if signal > 0 else math.inf for noise,signal in quarters))
+
+def measure_noise(learn:Learner, state:Snapshot, bs:int, micros:list[int], lr_at:Callable, **kwargs):
+    "The noise scale, and its trial, in windows of 64 samples or four batches; `kwargs` are the accumulation's"
+    whole,recorder = bs*n_processes(learn),first(learn._grab_cbs(Recorder))
+    n_batches,pieces = min(4, -(-64//whole)),micros[0] if micros[0] < bs else None
+    if n_batches == 1 and whole == bs:  # a single micro-batch has nothing to be compared with
+        if len(micros) > 1: pieces = min(micros[0], bs//4)
+        else: n_batches = 2
+    size,finder,added = whole*n_batches,BSFinder(46, bs),[] if recorder else [recorder := Recorder()]
+    accum = GradientAccumulation(size, micro_batch_size=pieces, remainder='step', **kwargs)
+    noise = GradientNoiseScale(1e-9)  # with a memory of nothing, each estimate is its own window's
+    finder.try_out(learn, state, lr_at(size), accum, noise, *added)
+    return typical_noise_scale([(o.noise, o.signal) for o in recorder.noise_scale if o.windows]),finder
+
+# %% ../nbs/source/12_bs_find.ipynb #4f20843c
+def advice(found:SuggestedBS, now:int, bs:int, n_proc:int, rule:Callable, limits:list[str]=[])->str:
+    "`found` in a sentence, for a Learner that trains with `now` samples, in `n_proc` processes with `bs` in a batch"
+    best,micro_bs,times = found.fastest,found.micro_bs,found.time[now]
+    said,more = f"{best} samples are fastest",''
+    if limits: more = f"; a sample takes less time in larger batches, so also try a larger {' and '.join(limits)}"
+    if found.noise_scale == math.inf:
+        said += ", judged by the time per sample alone (the signal of the gradient is lost in its noise)"
+    if times < 1.05:
+        if best != now: said += f", and your {now} take {times:.2f} times as long"
+        return f"{said}: nothing to change{more}"
+    if best <= micro_bs*n_proc: use = f"bs={micro_bs}{' without accumulation' if micro_bs == bs else ''}"
+    elif micro_bs < bs: use = f"GradientAccumulation({best}, micro_batch_size={micro_bs})"
+    else: use = f"bs={micro_bs} and "*(micro_bs > bs) + f"GradientAccumulation({best})"
+    return f"{said}; your {now} would take {times:.1f} times as long: use {use} and lr x {rule(1., best/now):.2g}{more}"
 
 # %% ../nbs/source/12_bs_find.ipynb #af4eae59
 def plot_bs_find(
@@ -188,10 +188,10 @@ def plot_bs_find(
 )->plt.Axes:
     "Plot time and samples to a loss against the batch size"
     if ax is None: _,ax = plt.subplots(figsize=(5, 3.2), layout='constrained')
-    sizes = list(found.time)
+    sizes,best = list(found.time),found.fastest
     ax.loglog(sizes, list(found.time.values()), 'o-', base=2, color='#0072B2', label='time')
     ax.plot(sizes, list(found.samples.values()), 'o-', color='#999999', ms=4, label='samples')
-    ax.plot(found.fastest, found.time[found.fastest], 'o', color='#E69F00', ms=10, label=f'fastest: {found.fastest}')
+    ax.plot(best, found.time[best], 'o', color='#E69F00', ms=10, label=f'fastest: {best}')
     ax.minorticks_off()
     ax.yaxis.set(major_formatter='{x:g}')
     ax.set(xticks=sizes, xticklabels=sizes, xlabel='batch size (samples)', ylabel='to a loss, relative to the least')
@@ -204,33 +204,51 @@ def bs_find(self:Learner,
     lr:float|slice|None=None, # Learning rate that you train with; None: `learn.lr`, as for `fit`
     show_plot:bool=True, # Plot time and samples against the batch size
 )->SuggestedBS:
-    "The batch size that reaches a given loss soonest, measured by a short trial at the present weights; leaves the Learner as it is"
-    dl,accum = self.dls.train,accumulator(self)
-    if is_sharded(self.model):
-        raise ValueError(f"bs_find cannot restore a sharded {type(self.model).__name__}: use DDP, or a model that is not sharded")
-    if self._grab_cbs(GradientCache):
-        raise ValueError("bs_find measures smaller batches, and with GradientCache the loss depends on the size of a batch: compare fits instead")
-    try: n = len(dl)
-    except TypeError: n = None
-    if not n: raise ValueError(f"bs_find needs batches to train on, and the training DataLoader has {'no length' if n is None else 'none'}: use another DataLoader")
-    given,n_proc = accum and vars(accum).get('micro_batch_size'),n_processes(self)
+    "The batch size that reaches a given loss soonest, by a short trial that leaves the Learner as it is"
+    check_can_find(self)
+    dl,n_proc,accum = self.dls.train,n_processes(self),accumulator(self)
+    settings = vars(accum) if accum else {}
+    given = settings.get('micro_batch_size')
+    weighing = {k:settings[k] for k in ('num_items','skip_nonfinite') if k in settings}
     bs = loader_batch_size(dl, given)
-    micros,most = micro_sizes(self, bs, given),epoch_samples(dl, bs)[0]*n_proc
-    now = getattr(accum, 'accum_bs', None) or getattr(accum, 'n_acc', None) or min(bs*n_proc, most)
-    limits = [name for name,size in dict(bs=bs, micro_batch_size=given).items() if size == micros[0]]  # of a micro-batch
-    larger = limits == ['bs'] and n_proc == 1 and not carries_state(self.model)
-    with Snapshot(self) as state:
+    epoch,can_cut = epoch_samples(dl, bs)[0],not carries_state(self.model)
+    largest = min(bs, epoch, self.micro_bs_find() if given == 'auto' else given or bs)
+    micros = [largest, *(o for i in range(1, 5) if can_cut and (o := largest >> i) > 1)]
+    now = getattr(accum, 'accum_bs', None) or getattr(accum, 'n_acc', None) or min(bs, epoch)*n_proc
+    limits = [name for name,size in dict(bs=bs, micro_batch_size=given).items() if size == largest]
+    try_larger = limits == ['bs'] and n_proc == 1 and can_cut
+    def keep(cb): return isinstance(cb, Recorder) or takes_part(cb)
+    with trial(self, keep) as state:
         if self.opt is None: self.create_opt()
         self.opt.set_hyper('lr', self.lr if lr is None else lr)  # as `fit` does
-        lrs,rule = [h['lr'] for h in self.opt.hypers],sqrt_scale if 'sqr_mom' in self.opt.hypers[0] else linear_scale
-        costs = measure_costs(self, bs, micros, most if larger else 0)
-        state.restore()
-        noise_scale,finder = measure_noise(self, bs, micros, lambda size: [rule(o, size/now)/2 for o in lrs])
-    load,limit = process_mean(self, *finder.loads(getattr(getattr(dl, 'fake_l', dl), 'num_workers', 0) > 0))
-    sizes = sorted({*costs.batch, now, *(o for i in range(5) if (o := bs*n_proc*2**i) <= most)})
-    found = suggest(costs._replace(load=load/bs/n_proc, limit=limit/bs/n_proc), noise_scale, sizes, n_proc)
+        lrs = [h['lr'] for h in self.opt.hypers]
+        costs = measure_costs(self, state, bs, micros, epoch if try_larger else 0)
+        adapts = any(mean_square(o) is not None for _,o,_ in states(self.opt))
+        rule = sqrt_scale if adapts else linear_scale
+        def lr_at(size): return [rule(o, size/now)/2 for o in lrs]
+        noise_scale,finder = measure_noise(self, state, bs, micros, lr_at, **weighing)
+    load,limit = process_mean(self, *(o/bs/n_proc for o in loading_costs(finder, dl)))
+    sizes = sorted({*costs.batch, now, *(o for i in range(5) if (o := bs*n_proc << i) <= epoch*n_proc)})
+    found = suggest(costs._replace(load=load, limit=limit), noise_scale, sizes, n_proc)
     if rank_distrib(): return found
-    more = limits and not larger and costs.falls and found.fastest >= micros[0]*n_proc
-    print(advice(found, now, bs, n_proc, rule) + (f"; a sample takes less time in larger batches, so also try a larger {' and '.join(limits)}" if more else ''))
+    wants_more = not try_larger and costs.falls and found.fastest >= largest*n_proc
+    print(advice(found, now, bs, n_proc, rule, limits if wants_more else []))
     if show_plot: plot_bs_find(found)
     return found
+
+# %% ../nbs/source/12_bs_find.ipynb #f7227478
+def check_can_find(learn:Learner):
+    "Raises ValueError if a trial cannot measure `learn`"
+    if is_sharded(learn.model):
+        raise ValueError(f"bs_find cannot restore a sharded {type(learn.model).__name__}: "
+                         "use DDP, or a model that is not sharded")
+    if learn._grab_cbs(GradientCache):
+        raise ValueError("bs_find measures smaller batches, and with GradientCache the loss depends on the size of a "
+                         "batch: compare fits instead")
+    if not any(p.requires_grad for p in (trained(learn.opt) if learn.opt else learn.model.parameters())):
+        raise ValueError("bs_find measures training, and all parameters are frozen: call learn.unfreeze() first")
+    try: has = 'none'*(len(learn.dls.train) == 0)
+    except TypeError: has = 'no length'
+    if has:
+        raise ValueError("bs_find needs batches to train on, and the training DataLoader "
+                         f"has {has}: use another DataLoader")

@@ -20,29 +20,30 @@ from .memory import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['generators', 'lists', 'put_back', 'FirstState', 'tensors', 'checkpointed', 'checked', 'is_repeated', 'n_layers',
+__all__ = ['generators', 'lists', 'put_back', 'FirstState', 'all_tensors', 'checkpointed', 'checked', 'is_repeated', 'n_layers',
            'is_long', 'grouped', 'find_blocks', 'ActivationCheckpointing', 'own_blocks', 'to_cpu', 'from_cpu']
 
 # %% ../nbs/source/09_checkpointing.ipynb #c14a0008
 generators = random.Random,np.random.Generator,np.random.RandomState,torch.Generator
 
 def put_back(o)->Callable:
-    "A function that puts a dict or a random generator, such as the module `random`, back to what it is now"
+    "A function that puts a dict or a random generator back to what it is now"
     if isinstance(o, dict): return partial(refill, o, dict(o))
     if hasattr(o, 'getstate'): return partial(o.setstate, o.getstate())
     if hasattr(o, 'get_state'): return partial(o.set_state, o.get_state())
     return partial(setattr, o.bit_generator, 'state', o.bit_generator.state)
 
 class FirstState:
-    "What `module` holds, and random generators, as a forward pass finds them: entered, it is run again with these"
+    "What a forward pass of `module` finds in it: entered, it runs again with that, and nothing changes"
     def __init__(self, module:nn.Module):
         attrs = [vars(m) for m in module.modules()]
         self.buffers = [o['_buffers'] for o in attrs]
         own = [o for a in attrs for o in a.values() if isinstance(o, generators)]
         self.parts = [*attrs, *self.buffers, random, np.random, *torch.cuda.default_generators, *own]
         self.first = [put_back(o) for o in self.parts]
-        def kept(b): return b if b.dtype == torch.bool and b.numel() > 2**16 else b.clone()  # a mask is large
-        self.copies = {b:kept(b) for o in self.buffers for b in o.values() if b is not None}
+        def is_mask(b): return b.dtype == torch.bool and b.numel() > 2**16
+        tensors = {b for o in self.buffers for b in o.values() if b is not None}
+        self.copies = {b:b if is_mask(b) else b.clone() for b in tensors}
 
     def __enter__(self):
         self.outside = [put_back(o) for o in self.parts]
@@ -53,16 +54,16 @@ class FirstState:
     def __exit__(self, *args):
         for f in self.outside: f()
 
-# %% ../nbs/source/09_checkpointing.ipynb #c815ebba
-def tensors(o)->list[Tensor]: return [t for t in tree_leaves(o) if isinstance(t, Tensor)]
+# %% ../nbs/source/09_checkpointing.ipynb #93f96ce3
+def all_tensors(o)->list[Tensor]: return [t for t in tree_leaves(o) if isinstance(t, Tensor)]
 
 def checkpointed(forward:Callable, module:nn.Module, again:Callable=nullcontext)->Callable:
-    "`forward` of `module`, which keeps its inputs only, and is run again in each backward pass, in `again()`"
+    "`forward` of `module`, which keeps its inputs only, and runs again in each backward pass, in `again()`"
     def run(*args, **kwargs):
-        needs_grad = any(o.requires_grad for o in [*module.parameters(), *tensors((args, kwargs))])
+        needs_grad = any(o.requires_grad for o in [*module.parameters(), *all_tensors((args, kwargs))])
         if not (torch.is_grad_enabled() and needs_grad): return forward(*args, **kwargs)
-        leaves,form = tree_flatten((args, kwargs))  # `checkpoint` keeps tensors that it gets one by one
-        first,state = [(args, kwargs)],FirstState(module)  # the lists of the caller, which both may add to
+        leaves,form = tree_flatten((args, kwargs))  # tensors that `checkpoint` is to keep, one by one
+        first,state = [(args, kwargs)],FirstState(module)  # lists of the caller, which both may add to
         def with_leaves(*leaves):
             if first:
                 args,kwargs = first.pop()
@@ -72,26 +73,29 @@ def checkpointed(forward:Callable, module:nn.Module, again:Callable=nullcontext)
         return checkpoint(with_leaves, *leaves, use_reentrant=False)
     return run
 
+# %% ../nbs/source/09_checkpointing.ipynb #4ecb7d44
 def checked(forward:Callable, name:str, inplace:bool)->Callable:
     "`forward`, which raises RuntimeError if it cannot be run again"
     first = []
     def run(*args, **kwargs):
-        inputs = tensors((args, kwargs))
+        inputs = all_tensors((args, kwargs))
         versions = [o._version for o in inputs]
         res = forward(*args, **kwargs)
         if not inplace and any(o._version != v for o,v in zip(inputs, versions)):
-            raise RuntimeError(f"the input of {name} is modified by an inplace operation in it, so it cannot be run "
-                               "again: set inplace=False there, or offload=True")
-        some = [o.detach().flatten()[::o.numel()//1000+1|1].clone() for o in tensors(res) if o.requires_grad]
+            raise RuntimeError(f"the input of {name} is modified by an inplace operation in it, so it cannot "
+                               "be run again: set inplace=False there, or offload=True")
+        outputs = [o.detach().flatten() for o in all_tensors(res) if o.requires_grad]
+        some = [o[::len(o)//1000+1|1].clone() for o in outputs]
         if not all(map(is_repeated, first, some)):
-            raise RuntimeError(f"{name} gives other outputs when it is run again, since it changes what is neither a "
-                               "buffer nor an attribute: make it a buffer, or leave the block out with blocks=...")
+            raise RuntimeError(f"{name} gives other outputs when it is run again, since it changes what is "
+                               "neither a buffer nor an attribute: make it a buffer, or leave the block out "
+                               "with blocks=...")
         first[:] = some
         return res
     return run
 
 def is_repeated(a:Tensor, b:Tensor)->bool:
-    tol = 0 if a.is_cpu else torch.finfo(a.dtype).eps**.5  # not every operation repeats the last bits on a GPU
+    tol = 0 if a.is_cpu else torch.finfo(a.dtype).eps**.5  # a GPU may not repeat the last bits
     return a.shape == b.shape and torch.allclose(a, b, tol, tol, equal_nan=True)
 
 # %% ../nbs/source/09_checkpointing.ipynb #c14a000d
@@ -102,7 +106,7 @@ def n_layers(m:nn.Module)->int:
     return sum(any(p.ndim > 1 for p in o.parameters(recurse=False)) for o in m.modules())
 
 def is_long(m:nn.Module)->bool:
-    "Whether `m` lists too much for one block: more than four layers, or two modules of several layers"
+    "Whether `m` lists too much for one block: more than four layers, or two modules of several"
     sizes = [n_layers(o) for o in m.children()] if isinstance(m, lists) else []
     return sum(n > 0 for n in sizes) > 4 or sum(n > 1 for n in sizes) > 1
 
@@ -115,24 +119,25 @@ def grouped(m:nn.Sequential)->nn.Sequential:
     return nn.Sequential(*[o[0] if len(o) == 1 else nn.Sequential(*o) for o in groups])
 
 def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Sequential]]:
-    "The blocks of `model`, none inside another; and each `nn.Sequential` outside of them, with its grouped form"
+    "The blocks of `model`, none inside another; and each `nn.Sequential` around them, grouped"
     groups = {}
     def inside(m):
         listed,res = isinstance(m, lists),[]
         if type(m).forward is nn.Sequential.forward: groups[m] = m = grouped(m)
         kinds = [type(o) for o in m.children() if n_layers(o) > 1]
+        is_stage = listed or len({*kinds}) < len(kinds)
         for o in m.children():
             is_run = type(o).forward is not nn.Module.forward  # a ModuleList is not
-            is_part = n_layers(o) and [*o.children()] if listed else n_layers(o) > 1 and len({*kinds}) < len(kinds)
-            found = [] if listed and is_run and not any(map(is_long, o.modules())) else inside(o)
-            res += found or [o]*bool(is_run and is_part)
+            is_whole = listed and is_run and not any(map(is_long, o.modules()))
+            is_block = is_stage and is_run and n_layers(o) > (not listed) and [*o.children()]
+            res += not is_whole and inside(o) or ([o] if is_block else [])
         return res
     return list(dict.fromkeys(inside(model))),groups
 
 # %% ../nbs/source/09_checkpointing.ipynb #c14a0011
 class ActivationCheckpointing(Way):
-    "Keep only the inputs of the model's blocks, and compute the rest again in the backward pass: the same fit"
-    order = sys.maxsize  # the loops of all others come first, and a `GradientCache` splits what is checkpointed
+    "Keep only the inputs of the model's blocks, and run these again in the backward pass: the same fit"
+    order = sys.maxsize  # a `GradientCache` splits what is checkpointed
     checked = False  # whether a batch of this fit has shown that the blocks can be run again
     def __init__(self,
         blocks:Callable|str|None=None, # `blocks(model)`: the modules to run again; None: found; 'auto': as few as memory requires
@@ -148,63 +153,66 @@ class ActivationCheckpointing(Way):
         self.checked = False
     def after_backward(self): self.checked = True
     def before_train(self):
-        "Find the blocks, and start the loop; raises ValueError if there are none, or if they cannot be replaced"
+        "Find the blocks, and join the loop; raises ValueError if there are none that can be run again"
         model,name = self.learn.model,type(self.learn.model).__name__
         if isinstance(model, nn.DataParallel) or is_sharded(model):
             raise ValueError("ActivationCheckpointing cannot run parts of a sharded or replicated "
                              f"{name} again: use DistributedDataParallel")
         if is_compiled(model):
-            raise ValueError(f"ActivationCheckpointing cannot run parts of a compiled {name} again: "
-                             "leave out torch.compile, or ActivationCheckpointing")
+            raise ValueError(f"ActivationCheckpointing cannot run parts of a compiled {name} again: leave out "
+                             "torch.compile, or ActivationCheckpointing")
         model = inner_model(model)
-        self.names = {m:n for n,m in model.named_modules()}
+        self.module_names = {m:n for n,m in model.named_modules()}
         if self.blocks in (None, 'auto'): self.found,self.groups = find_blocks(model)
         else: self.found,self.groups = own_blocks(self.blocks(model), model),{}
         if not self.found:
-            raise ValueError(f"ActivationCheckpointing finds no blocks in {name}: no nn.Sequential or nn.ModuleList of "
-                             "blocks: name the modules with blocks=lambda model: [...]")
+            raise ValueError(f"ActivationCheckpointing finds no blocks in {name}: no nn.Sequential or "
+                             "nn.ModuleList of blocks: name the modules with blocks=lambda model: [...]")
         self.join_loop()
 
-# %% ../nbs/source/09_checkpointing.ipynb #7432d134
+# %% ../nbs/source/09_checkpointing.ipynb #86dfc9ba
 def own_blocks(blocks, model:nn.Module)->list[nn.Module]:
-    "`blocks` as a list; raises TypeError or ValueError if one is no module of `model`, or is inside another"
-    if isinstance(blocks, nn.Module): blocks = blocks.children() if isinstance(blocks, lists) else [blocks]
-    blocks = list(dict.fromkeys(blocks if is_iter(blocks) else [blocks]))
+    "`blocks` as a list; raises TypeError or ValueError unless they are separate modules of `model`"
+    if isinstance(blocks, lists): blocks = blocks.children()
+    blocks = list(dict.fromkeys([blocks] if isinstance(blocks, nn.Module) or not is_iter(blocks) else blocks))
     own,inside = {*model.modules()},set()
     for o in blocks:
         if not isinstance(o, nn.Module):
-            raise TypeError(f"blocks must return modules, not {o!r}: such as lambda model: list(model.layers)")
+            raise TypeError(f"blocks must return modules, not {o!r}: such as lambda m: list(m.layers)")
         if o not in own:
-            raise ValueError(f"blocks must return modules of the model itself, not {type(o).__name__}: a slice of an "
-                             "nn.Sequential, for example, is a new module")
+            raise ValueError(f"blocks must return modules of the model itself, not {type(o).__name__}: a slice "
+                             "of an nn.Sequential, for example, is a new module")
         inside |= {*o.modules()}-{o}
     for o in inside.intersection(blocks):
-        raise ValueError(f"blocks must not contain one another, and {type(o).__name__} is inside another block: "
-                         "return the outer or the inner ones")
+        raise ValueError(f"blocks must not contain one another, and {type(o).__name__} is inside another "
+                         "block: return the outer or the inner ones")
     return blocks
 
 # %% ../nbs/source/09_checkpointing.ipynb #c14a0014
 def to_cpu(t:Tensor)->tuple[Tensor,torch.device]:
-    "A copy of `t` in its memory layout, which PyTorch's `save_on_cpu` loses, and the device to copy it back to"
+    "A copy of `t` in its memory layout, which PyTorch's `save_on_cpu` loses, and its device"
     copied = torch.empty_like(t, device='cpu', pin_memory=t.is_cuda)
     return copied.copy_(t, non_blocking=t.is_cuda),t.device
 
-def from_cpu(copied:tuple[Tensor,torch.device])->Tensor: return copied[0].to(copied[1], non_blocking=True)
+def from_cpu(o:tuple[Tensor,torch.device])->Tensor: return o[0].to(o[1], non_blocking=True)
 
 @patch
 def run_block(self:ActivationCheckpointing, block:nn.Module)->Callable:
-    "The forward pass of `block`, checkpointed; in the first batch of a fit, checked and run again to its end"
-    forward,name = block.forward,f"{type(block).__name__} {self.names.get(block, 'of single layers')}"
+    "The forward pass of `block`, checkpointed; in the first batch of a fit, checked, too"
+    name = f"{type(block).__name__} {self.module_names.get(block, 'of its layers')}"
+    forward = block.forward
     def run(*args, **kwargs):
         f = forward if self.checked else checked(forward, name, self.offload)
         hooks = saved_tensors_hooks(to_cpu, from_cpu) if self.offload else nullcontext()
-        with hooks, set_checkpoint_early_stop(self.checked): return checkpointed(f, block)(*args, **kwargs)
+        with hooks, set_checkpoint_early_stop(self.checked):
+            return checkpointed(f, block)(*args, **kwargs)
     return run
 
 @patch
 def backward_context(self:ActivationCheckpointing):
+    "Run the blocks like this; without the cache of Transformers' models, to which both runs would add"
     configs = [getattr(m, 'config', None) for m in self.learn.model.modules()]
-    caching = {id(o):o for o in configs if getattr(o, 'use_cache', False)}  # a second run would add to the cache again
+    caching = {id(o):o for o in configs if getattr(o, 'use_cache', False)}
     return ContextManagers([*[replaced(o, 'use_cache', False) for o in caching.values()],
                             *[replaced(m, 'forward', o.forward) for m,o in self.groups.items()],
                             *[replaced(m, 'forward', self.run_block(m)) for m in self.used()]])

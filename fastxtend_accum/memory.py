@@ -209,8 +209,8 @@ def accumulator(learn:Learner)->Callback|None: return first(learn.cbs, accumulat
 @contextmanager
 def trial(learn:Learner, keep:Callable=takes_part, weights:bool=True):
     "In here `learn` trains in silence with the callbacks that `keep(cb)` only; afterwards it is as it was. Yields its `Snapshot`"
-    with (Snapshot(learn, weights) as state, replaced(learn, 'cbs', learn.cbs.filter(keep)), replaced(learn, 'in_trial', True),
-          learn.no_logging()): yield state
+    with (replaced(learn, 'cbs', learn.cbs.filter(keep)), replaced(learn, 'lr_finder', True), learn.no_logging(),
+          Snapshot(learn, weights) as state): yield state
 
 # %% ../nbs/source/04_memory.ipynb #9c1d0e12
 def without_graph(learn:Learner):

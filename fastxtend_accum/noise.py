@@ -23,128 +23,146 @@ from .memory import *
 from .cache import *
 
 # %% auto #0
-__all__ = ['noise_and_signal', 'NoiseEstimate', 'NoiseAverages', 'mean_square', 'grad_norm', 'sum_of_squares', 'states',
+__all__ = ['noise_and_signal', 'NoiseEstimate', 'NoiseAverages', 'states', 'mean_square', 'grad_norm', 'sum_of_squares',
            'WindowSquares', 'GradientNoiseScale']
 
 # %% ../nbs/source/11_noise.ipynb #56dc3bc5
 def noise_and_signal(mean_of_squares:float, square_of_mean:float, n_micro:int, samples:int)->tuple[float,float]:
-    "tr(S), the noise of one sample, and |G|², the signal, as one window shows them, without bias; `mean_of_squares` is weighted with the fractions"
+    "tr(S), the noise of one sample, and |G|², the signal, as one window shows them, without bias"
     noise = samples*(mean_of_squares-square_of_mean)/(n_micro-1)
     return noise,square_of_mean-noise/samples
 
 class NoiseEstimate(NamedTuple):
     "The estimated gradient noise after an optimizer step"
-    noise_scale:float # tr(S)/|G|², in samples; inf if the signal cannot be told from the noise, or before the first estimate
+    noise_scale:float # tr(S)/|G|², in samples; inf before the first estimate, or if the signal is lost in the noise
     noise:float # tr(S): the squared deviation of one sample's gradient from the mean
     signal:float # |G|²: the square of the true gradient; the estimate may be below 0
     windows:int # Windows measured so far
-    metric:str='plain' # How gradients are measured: 'plain', or 'Adam', which weights each direction as Adam's step does
+    metric:str='plain' # 'plain', or 'Adam', which weights each direction as Adam's step does
 
 class NoiseAverages:
-    "Averages of noise and signal over the last `memory` samples, None: as many as in 50 windows like the first"
-    def __init__(self, memory:float|None): self.memory,self.noise,self.signal,self.samples,self.windows,self.metric = memory,0.,0.,0.,0,'plain'
+    "Averages of noise and signal over the last `memory` samples; None: 50 windows like the first"
+    def __init__(self, memory:float|None, metric:str='plain'):
+        self.memory,self.metric = memory,metric
+        self.noise,self.signal,self.samples,self.windows = 0.,0.,0.,0
     def add(self, noise:float, signal:float, samples:int):
         "Add a window of `samples`, unless it has NaN or infinity"
         if not math.isfinite(noise+signal): return
         if self.memory is None: self.memory = 50*samples
         keep = math.exp(-samples/self.memory)
-        for name,o in dict(noise=noise, signal=signal, samples=1).items(): setattr(self, name, keep*getattr(self, name)+samples*o)
+        self.noise = keep*self.noise + samples*noise
+        self.signal = keep*self.signal + samples*signal
+        self.samples = keep*self.samples + samples
         self.windows += 1
     def estimate(self)->NoiseEstimate:
         noise,signal = (o/(self.samples or 1) for o in (self.noise, self.signal))
         return NoiseEstimate(noise/signal if signal > 0 else math.inf, noise, signal, self.windows, self.metric)
 
 # %% ../nbs/source/11_noise.ipynb #42ccc1e9
+def states(opt:Optimizer|OptimWrapper)->list[tuple[nn.Parameter,dict,dict]]:
+    "Each trained parameter, with its state and the hyper-parameters of its group"
+    state = opt.opt.state if isinstance(opt, OptimWrapper) else opt.state
+    return [(p, state.get(p, {}), h) for pg,h in zip(opt.param_lists, opt.hypers) for p in pg if p.requires_grad]
+
 def mean_square(state:dict)->Tensor|None:
-    "The running mean of squared gradients in the `state` of a parameter: that of fastai's Adam and its kin, or of PyTorch's"
+    "The running mean of squared gradients that fastai's Adam and its kin, or PyTorch's, keep"
     return state.get('sqr_avg', state.get('exp_avg_sq'))
 
 def grad_norm(grad:Tensor, state:dict={}, hyper:dict={})->Tensor:
-    "The norm of a gradient, dense or sparse, in the metric of the optimizer with this `state` and `hyper` of its parameter; in float32 or better"
+    "The norm of a gradient, dense or sparse, in the metric of its parameter's `state`; in float32 or better"
     v = mean_square(state)
     if grad.is_sparse:
         grad = grad.coalesce()
-        v,grad = v if v is None else v[tuple(grad.indices())],grad.values()
+        if v is not None: v = v[tuple(grad.indices())]
+        grad = grad.values()
     if v is not None:
         v = v.to(torch.promote_types(v.dtype, torch.float32))
-        if 'step' in state: v = v/(1-hyper['sqr_mom']**state['step'])  # RMSProp has none
-        grad = grad/(v.sqrt()+hyper['eps']).sqrt()
+        if 'step' in state and 'sqr_mom' in hyper: v = v/(1-hyper['sqr_mom']**state['step'])
+        grad = grad/(v.sqrt()+hyper.get('eps', 0.)).sqrt()
     return torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
 
-def sum_of_squares(norms:list[Tensor])->Tensor: return torch.stack([o.to(norms[0]) for o in norms]).square().sum() if norms else torch.zeros(())
-
-def states(opt:Optimizer|OptimWrapper, with_grad:bool=False)->list[tuple[nn.Parameter,dict,dict]]:
-    "Each parameter that is trained, with its state and the hyper-parameters of its group; only those that have a gradient, if `with_grad`"
-    state = (opt.opt if isinstance(opt, OptimWrapper) else opt).state
-    return [(p, state.get(p, {}), hyper) for pg,hyper in zip(opt.param_lists, opt.hypers) for p in pg
-            if p.requires_grad and (p.grad is not None or not with_grad)]
+def sum_of_squares(norms:list[Tensor])->Tensor:
+    return torch.stack([o.to(norms[0]) for o in norms]).square().sum() if norms else torch.zeros(())
 
 # %% ../nbs/source/11_noise.ipynb #a1240ac2
 class WindowSquares:
-    "The sum over a window's micro-batches of |g|² times their size, from hooks on the parameters"
-    def __init__(self):
-        self.hooks,self.previous,self.previous_size,self.samples = [],{},(0,0),0
-        self.clear()
-    def __reduce__(self): return type(self),()  # hooks cannot be pickled
-    def clear(self): self.norms,self.squares,self.n = [],0.,0
+    "One fit's measurement: |g|² of the open window's micro-batches, from hooks on the parameters"
+    window = property(lambda self: getattr(self.accum, 'window', None) or Window())  # none before it starts
+    def __init__(self, accum:GradientAccumulation):
+        self.accum,self.squares,self.n = accum,0.,0
+        self.hooks,self.norms = [],[]
+        self.previous = {},0,0  # gradient, size and samples of the window before, if it was a single micro-batch
+    def __reduce__(self): return type(None),()  # a fit under way is not to be pickled
+
     def watch(self, opt:Optimizer|OptimWrapper):
         "Add the hooks, before a backward pass"
         self.ignore()
-        self.hooks = [p.register_hook(lambda g, o=o: self.norms.append(grad_norm(g.detach(), *o))) for p,*o in states(opt)]
+        if not self.window.n_micro: self.squares,self.n = 0.,0  # also where it starts over, out of memory
+        if not (self.window.micro and self.window.micro.under_way): return
+        def keep_norm(state, hyper, grad): self.norms.append(grad_norm(grad.detach(), state, hyper))
+        self.hooks = [p.register_hook(partial(keep_norm, *o)) for p,*o in states(opt)]
+    def add(self):
+        "Add what the hooks have seen, unless the micro-batch was cancelled or has no items"
+        micro = self.window.micro
+        if self.hooks and micro.under_way:
+            size = micro.samples if micro.items is None else micro.items
+            self.squares = self.squares + mean_over(size, sum_of_squares(self.norms)/size)
+            self.n = self.n + (size > 0)
+        self.ignore()
     def ignore(self):
         "Remove the hooks"
         for o in self.hooks: o.remove()
         self.hooks,self.norms = [],[]
-    def add(self, micro:MicroBatch):
-        "Add the norms that the hooks have seen, unless the micro-batch has no items"
-        size = micro.samples if micro.items is None else micro.weight
-        self.squares = self.squares + mean_over(size, sum_of_squares(self.norms)/size)
-        self.n = self.n + (size > 0)
 
 # %% ../nbs/source/11_noise.ipynb #6e1d0a04
 @patch
-def measure(self:WindowSquares, learn:Learner, window:Window):
-    "Compute the arguments of `noise_and_signal` for a closed window, and the steps that the metric rests on, inf for the plain one, without a GPU sync"
-    opt,device = learn.opt,learn.loss.device
-    def number(o): return o.to(device, torch.float64, non_blocking=True) if isinstance(o, Tensor) else torch.full((), o, dtype=torch.float64, device=device)
+def measure(self:WindowSquares, learn:Learner):
+    "`result` gets the arguments of `noise_and_signal`, and the steps behind the metric, without a GPU sync"
+    window,device = self.window,learn.loss.device
+    if window.state != WindowState.closed: return
     loss_scale = learn.scaler.scale(torch.ones((), device=device)) if scales_loss(learn) else 1.
-    self.samples,size,divisor = (window.samples,)*3 if window.is_sum else (window.samples, window.total_weight, 1)
-    if window.n_micro == 1 == window.n_processes: sums = self.with_previous(window, opt, loss_scale*divisor)
+    if window.is_sum: size,unit,scale = window.samples,1,loss_scale*window.samples
+    else: size,unit,scale = window.items,window.unit,loss_scale  # of `.grad`
+    params = [o for o in states(learn.opt) if o[0].grad is not None]
+    if window.n_micro == 1 == window.n_processes: sums = self.with_previous(params, size, scale)
     else:
-        square = sum_of_squares([grad_norm(p.grad, *o) for p,*o in states(opt, with_grad=True)])
-        sums = self.squares/size/loss_scale**2, square/(loss_scale*divisor)**2/window.n_processes, self.n
-    sums = torch.stack([*map(number, sums)])
-    if window.n_processes > 1: all_reduce(learn.model, sums)
-    _,state,hyper = first(states(opt, with_grad=True)) or (None, {}, {})
-    is_plain = mean_square(state) is None and (window.steps or 'sqr_mom' not in hyper)  # with a `sqr_mom`, the state may come with the first step
-    self.result = torch.stack([*sums, number(math.inf if is_plain else state.get('step', window.steps))])
+        mean = sum_of_squares([grad_norm(p.grad, *o) for p,*o in params])/scale**2
+        sums = self.squares/size*(unit/loss_scale)**2,mean/window.n_processes,self.n
+        self.samples,self.previous = window.samples,({}, 0, 0)
+    _,state,hyper = first(params) or (None, {}, {})
+    is_plain = mean_square(state) is None and (window.steps or 'sqr_mom' not in hyper)  # it comes with the first step
+    self.result = torch.zeros(4, dtype=torch.float64, device=device)
+    for i,o in enumerate((*sums, math.inf if is_plain else state.get('step', window.steps))): self.result[i] = o
+    if window.n_processes > 1: all_reduce(learn.model, self.result[:3])
 
 @patch
-def with_previous(self:WindowSquares, window:Window, opt:Optimizer|OptimWrapper, scale:Tensor|float)->tuple:
-    "The same for this window and the one before, as micro-batches of one window; keeps a copy of the gradient"
-    norms,size,(old_size,old_samples) = ([],[],[]),window.samples if window.is_sum else window.items,self.previous_size
-    f,self.previous_size = size/(size+old_size),(size,window.samples)
-    for p,*o in states(opt, with_grad=True):
-        new,old = p.grad.detach()/scale,self.previous.get(p)
+def with_previous(self:WindowSquares, params:list[tuple], size:Real, scale:Tensor|float)->tuple:
+    "The sums for the window before and this one, as micro-batches of one; keeps a copy of the gradient"
+    grads,old_size,old_samples = self.previous
+    f,n = size/(size+old_size),2 if grads else 1
+    differences,means = [],[]
+    for p,*o in params:
+        grad,old = p.grad.detach()/scale,grads.get(p)
         if old is not None:
-            for l,g in zip(norms, (old, new, old*(1-f)+new*f)): l.append(grad_norm(g, *o))
-        self.previous[p] = new
-    self.samples += old_samples
-    old,new,mean = map(sum_of_squares, norms)
-    return (1-f)*old+f*new,mean,2 if old_samples else 1
+            differences.append(grad_norm(grad-old, *o))
+            means.append(grad_norm(old*(1-f)+grad*f, *o))
+        grads[p] = grad
+    self.samples,self.previous = self.window.samples+old_samples,(grads, size, self.window.samples)
+    mean = sum_of_squares(means)
+    return mean+f*(1-f)*sum_of_squares(differences),mean,n
 
 # %% ../nbs/source/11_noise.ipynb #11c53462
 class GradientNoiseScale(FitCallback):
     "Measure the gradient noise scale during accumulation: `recorder.noise_scale` gets an entry for each optimizer step"
-    order,run_valid,starts = GradientAccumulation.order-.5,False,False
+    order,run_valid = GradientAccumulation.order-.5,False
     after_pred = after_loss = noop  # fastai would search the Learner and its model for them
     def __init__(self,
-        memory:float|None=None, # Length of the running averages in samples; None: 50 windows of the size of the first; `math.inf`: all of the fit
+        memory:float|None=None, # Samples to average over; None: 50 windows like the first; `math.inf`: all of the fit
     ):
-        if not (memory is None or isinstance(memory, Real) and memory > 0): raise ValueError(f"memory must be more than 0 samples, not {memory!r}: use None")
-        self.memory,self.squares,self.averages,self.resumed = memory,WindowSquares(),NoiseAverages(memory),False
-    @property
-    def window(self): return getattr(first(self.learn._grab_cbs(GradientAccumulation)), 'window', None) or Window()
+        if not (memory is None or isinstance(memory, Real) and memory > 0):
+            raise ValueError(f"memory must be more than 0 samples, not {memory!r}: use None")
+        self.memory,self.averages,self.resumed = memory,NoiseAverages(memory),False
+        self.squares = None  # those of the fit under way
     def estimate(self)->NoiseEstimate:
         "The current estimate"
         return self.averages.estimate()
@@ -156,48 +174,49 @@ class GradientNoiseScale(FitCallback):
         vars(self.averages).update(state)
         self.resumed = True
     def clean_up(self):
-        "Forget the open window, and remove hooks and gradients"
-        self.squares.ignore()
-        self.squares,self.starts = WindowSquares(),False
-    def before_backward(self):
-        if not self.window.n_micro: self.squares.clear()  # also where it starts over, out of memory
-        if self.window.micro and self.window.micro.under_way: self.squares.watch(self.learn.opt)
-    def after_backward(self):
-        if self.squares.hooks: self.squares.add(self.window.micro)
-        self.squares.ignore()
+        if self.squares: self.squares.ignore()
+        self.squares = None
+    def __call__(self, event:str):
+        "Only in a fit that is measured; and another callback may have removed this one in the same event"
+        if self.learn and (self.squares or event.endswith(('fit','train'))): super().__call__(event)
+    def before_backward(self): self.squares.watch(self.learn.opt)
+    def after_backward(self): self.squares.add()
     def after_batch(self): self.squares.ignore()  # it may have been cancelled
-    def before_step(self):
-        if self.window.state == WindowState.closed: self.squares.measure(self.learn, self.window)
+    def before_step(self): self.squares.measure(self.learn)
 
 # %% ../nbs/source/11_noise.ipynb #a17d6706
 @patch
 def before_train(self:GradientNoiseScale):
-    "In the first epoch find the accumulation, and start with no averages, unless `load_state_dict` was called; raises ValueError if there is none"
-    learn = self.learn
+    "In the first epoch of a fit, which is no search, begin new averages, unless some were loaded; raises ValueError"
+    learn,accum = self.learn,first(self.learn._grab_cbs(GradientAccumulation))
+    if self.squares or not is_running(learn) or learn._grab_cbs((LRFinder,MicroBatchFinder)): return
     if is_sharded(learn.model):
-        raise ValueError(f"GradientNoiseScale cannot see the whole gradients of a sharded {type(learn.model).__name__}: leave it out, or use DDP")
+        raise ValueError("GradientNoiseScale cannot see the whole gradients of a sharded "
+                         f"{type(learn.model).__name__}: leave it out, or use DDP")
     if learn._grab_cbs(GradientCache):
-        raise ValueError("GradientNoiseScale compares the gradients of micro-batches, and a loss over the whole batch has none: leave it out")
-    if self.starts or not is_running(learn): return
-    accum,searches = first(learn._grab_cbs(GradientAccumulation)),learn._grab_cbs((LRFinder,MicroBatchFinder))  # these measure nothing
-    if not (accum or searches): raise ValueError("GradientNoiseScale measures accumulated windows: add a GradientAccumulation(accum_bs) to the Learner")
+        raise ValueError("GradientNoiseScale compares the gradients of micro-batches, "
+                         "and a loss over the whole batch has none: leave it out")
+    if not accum:
+        raise ValueError("GradientNoiseScale measures accumulated windows: "
+                         "add a GradientAccumulation(accum_bs) to the Learner")
+    self.squares = WindowSquares(accum)
     fit_of(learn).stack(self).callback(self.clean_up)
-    self.starts = True
-    if searches: return
     if not self.resumed: self.averages = NoiseAverages(self.memory)
     self.resumed = False
     if hasattr(learn, 'recorder'): learn.recorder.noise_scale = []
 
 @patch
 def after_step(self:GradientNoiseScale):
-    "Add the window to the averages, and record the estimate"
-    if self.window.state != WindowState.closed: return  # a step that was cancelled
-    squares,mean,n_micro,steps = self.squares.result.tolist()
-    self.averages.metric = 'plain' if steps == math.inf else 'Adam'
-    if n_micro > 1 and steps >= 5: self.averages.add(*noise_and_signal(squares, mean, n_micro, self.squares.samples), self.window.samples)
+    "Add the window to the averages, which are of one metric, and record the estimate"
+    window,samples = self.squares.window,self.squares.samples
+    if window.state != WindowState.closed: return  # a step that was cancelled
+    *sums,n_micro,steps = self.squares.result.tolist()
+    metric = 'plain' if steps == math.inf else 'Adam'
+    if metric != self.averages.metric: self.averages = NoiseAverages(self.memory, metric)
+    if n_micro > 1 and steps >= 5: self.averages.add(*noise_and_signal(*sums, n_micro, samples), window.samples)
     estimate = self.estimate()
     if hasattr(self.learn, 'recorder'): record(self.learn.recorder, 'noise_scale', estimate)
-    if math.isfinite(estimate.noise_scale): self.window.measured['gradient_noise_scale'] = estimate.noise_scale
+    if estimate.noise_scale < math.inf: window.measured['gradient_noise_scale'] = estimate.noise_scale
 
 # %% ../nbs/source/11_noise.ipynb #9748db01
 @patch
@@ -206,9 +225,11 @@ def plot_noise_scale(self:Recorder,
 )->plt.Axes: # The axes with the curves
     "Plot the gradient noise scale and the batch size, both in samples, against the optimizer steps"
     measured,sizes = recorded(self, 'noise_scale'),recorded(self, 'accum_bs')
-    if not measured: raise ValueError("nothing was measured in the last fit: add GradientNoiseScale() to the callbacks, then fit")
+    if not measured:
+        raise ValueError("nothing was measured in the last fit: add GradientNoiseScale() to the callbacks, then fit")
     if ax is None: _,ax = plt.subplots(figsize=(6, 3), layout='constrained')
-    ax.plot([o.noise_scale if math.isfinite(o.noise_scale) else None for o in measured], color='#0072B2', label=f"gradient noise scale{', Adam' if measured[-1].metric == 'Adam' else ''}")
+    label = 'gradient noise scale' + ', Adam'*(measured[-1].metric == 'Adam')
+    ax.plot([o.noise_scale if o.noise_scale < math.inf else None for o in measured], color='#0072B2', label=label)
     ax.step(range(len(sizes)), sizes, where='post', color='#E69F00', label='batch size')
     ax.set_yscale('log', base=2)
     ax.yaxis.set(major_locator=LogLocator(base=2, subs=(1, 1.5)), major_formatter='{x:g}')

@@ -320,6 +320,6 @@ class MicroBatchFinder(Way):
 def micro_bs_find(self:Learner)->int:
     "The largest of the DataLoader's batch size, a half, a quarter ... that fits in memory; leaves the Learner as it is"
     finder = MicroBatchFinder()
-    with Snapshot(self), self.no_bar(), self.no_logging(), replaced(self, 'cbs', self.cbs.filter(accumulates, negate=True)):
+    with trial(self):
         self.fit(1, cbs=finder)
     return finder.size

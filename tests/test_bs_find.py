@@ -9,7 +9,7 @@ from common import *
 from fastai.text.data import LMDataLoader
 from fastxtend_accum.demo import digits_learner
 import fastxtend_accum.bs_find as module
-from fastxtend_accum.bs_find import Costs, advice, to_a_loss, suggest
+from fastxtend_accum.bs_find import Costs, advice, suggest
 from fastxtend_accum.memory import Snapshot
 
 # Everything as it was
@@ -170,6 +170,87 @@ def test_a_module_that_is_replaced_or_adds_hooks():
         learn.model[0].register_forward_hook(noop)
     assert learn.model[1] is norm and learn.model[0]._forward_hooks == hooks
 
+# What other callbacks do in a trial
+
+@pytest.mark.parametrize('valid', ['full', 'missing'])
+@pytest.mark.parametrize('order', [51, 60, 99])
+@pytest.mark.parametrize('read', [lambda cb: cb.recorder.values[-1][0], lambda cb: cb.learn.final_record[0], lambda cb: cb.recorder.log[1]])
+def test_callbacks_that_read_what_an_epoch_recorded(read, order, valid):
+    "As tsai's MVP does in after_epoch: there is a training loss, as in `lr_find`, also where the trial is longer than an epoch; and no event of a validation"
+    seen,events = [],[]
+    cb = Callback(after_epoch=lambda cb: seen.append(read(cb)), before_validate=lambda cb: events.append(1), after_validate=lambda cb: events.append(1))
+    cb.order = order
+    learn = make_learner(8, n=24, cbs=cb)  # three batches
+    if valid == 'missing': learn.dls.loaders = learn.dls.loaders[:1]
+    find(learn)
+    assert len(seen) > 10 and all(isinstance(o, float) and math.isfinite(o) for o in seen) and events == []
+
+def leave(name):
+    "A callback that leaves something else in the Learner after each fit: as fasterai's QuantizeCallback, a model without parameters"
+    other = dict(model=nn.Identity(), loss_func=None, dls=None, splitter=None, metrics=L(), model_dir='other')[name]
+    return Callback(after_fit=lambda cb: setattr(cb.learn, name, other))
+
+@pytest.mark.parametrize('name', ['model', 'loss_func', 'dls', 'splitter', 'metrics', 'model_dir'])
+@pytest.mark.parametrize('cbs', [[], [GradientAccumulation(32, micro_batch_size='auto')]])
+def test_callbacks_that_leave_something_else_after_a_fit(name, cbs):
+    "Each trial begins with the Learner as it was"
+    learn = fit(make_learner(16, n=128, cbs=deepcopy(cbs)), 1)
+    cb = leave(name)
+    learn.add_cb(cb)
+    before = getattr(learn, name)
+    found = find(learn)
+    assert getattr(learn, name) is before and set(found.time) >= {2, 4, 8, 16, 32, 64, 128}
+    learn.remove_cb(cb)
+    fit(learn, 1)
+
+@pytest.mark.parametrize('has_step', [False, True])
+@pytest.mark.parametrize('has_eps', [False, True])
+def test_optimizers_without_sqr_mom(has_step, has_eps, capsys):
+    "As fastxtend's adan: rates go with the root of the batch size, as for all that divide by a mean of squares"
+    from test_noise import squares_without_momentum
+    learn = make_learner(16, n=2048, opt_func=squares_without_momentum(has_step, has_eps), cbs=GradientAccumulation(1024))
+    rates = []
+    learn.add_cb(Callback(before_step=lambda cb: rates.append(cb.opt.hypers[0]['lr'])))
+    assert find(learn, .1).noise_scale > 0
+    assert_same(sorted(set(rates)), [0., .1*(64/1024)**.5/2], 1e-12)
+
+class Wants(nn.Module):
+    "A loss over the batch, which needs all of its samples, and says so in its own way"
+    def __init__(self, error): super().__init__(); self.error = error
+    def forward(self, pred, targ):
+        n = len(pred)
+        if self.error == 'index': pred = pred[torch.arange(64)]
+        if self.error == 'shape': pred = pred+torch.zeros(64, 1)
+        if self.error == 'view': pred = pred.view(2, 32)
+        if self.error == 'assert': assert n == 64, 'two\nlines'
+        return (pred.mean()**2).float()
+    def __reduce__(self): return Wants,(self.error,)
+
+@pytest.mark.parametrize('error', ['index', 'shape', 'view', 'assert'])
+@pytest.mark.parametrize('where', ['loss', 'callback'])
+def test_losses_that_need_the_whole_batch(error, where):
+    "As self_supervised's SimCLR without a GradientCache: one line, which says what to do; the error of the loss is its cause"
+    wants = Wants(error)
+    if where == 'loss': learn = make_learner(64, n=256, loss_func=wants)
+    else: learn = make_learner(64, n=256, cbs=Callback(after_pred=lambda cb: wants(cb.pred, cb.y) if cb.training else None))
+    before = weights(learn)
+    with pytest.raises(ValueError, match='bs_find also trains on 32 samples, which raises .*: if your loss needs a whole batch, compare fits instead$') as e: find(learn)
+    assert len(str(e.value).splitlines()) == 1 and isinstance(e.value.__cause__, (IndexError,RuntimeError,AssertionError))
+    assert_same(weights(learn), before)
+
+@pytest.mark.parametrize('exc', [IndexError, RuntimeError, ValueError, AssertionError, ZeroDivisionError])
+def test_errors_with_the_batch_as_it_is_are_your_own(exc):
+    def fails(pred, targ): raise exc('on purpose')
+    with pytest.raises(exc, match='^on purpose$'): find(make_learner(64, n=256, loss_func=fails))
+
+@pytest.mark.parametrize('opt_func', [SGD, Adam, partial(OptimWrapper, opt=torch.optim.AdamW)])
+@pytest.mark.parametrize('fitted', [False, True])
+def test_a_frozen_model(opt_func, fitted):
+    learn = make_learner(16, opt_func=opt_func)
+    if fitted: fit(learn, 1)
+    learn.model.requires_grad_(False)
+    with pytest.raises(ValueError, match='all parameters are frozen: call learn.unfreeze'): find(learn)
+
 # A clock of the test's own
 
 class Timed(nn.Module):
@@ -261,15 +342,15 @@ def test_the_root(clock, opt_func, noise_scale, step):
 def test_any_root(noise_scale, step):
     "With t seconds a sample at every size, (t + s/B)(1 + B/N) is least at the root of N·s/t"
     root = (noise_scale*step/.001)**.5
-    time,_ = to_a_loss(Costs({1:.001}, step), noise_scale, [1, *(root*2**o for o in (-2, -1, -.1, 0, .1, 1, 2) if root*2**o > 1)])
+    time = suggest(Costs({1:.001}, step), noise_scale, [1, *(root*2**o for o in (-2, -1, -.1, 0, .1, 1, 2) if root*2**o > 1)]).time
     if root > 1: assert min(time, key=time.get) == root
-    assert to_a_loss(Costs({1:.001}, step), math.inf, [1, 2, 4])[1] == {1:1., 2:1., 4:1.}
+    assert suggest(Costs({1:.001}, step), math.inf, [1, 2, 4]).samples == {1:1., 2:1., 4:1.}
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize('noise_scale', [20, 200])
 def test_steps_to_a_loss_of_a_noisy_quadratic(noise_scale):
     """By simulation: the loss is h|w|²/2 in 500 directions with a curvature h of 1, and in 500 with .02. The gradient of a sample is that of the loss, with noise N times as large as it in each half, so that the noise scale is N
-    wherever w is. For each batch size the learning rate that gets to 1% of the loss in the fewest steps, of 60; the samples that takes, relative to the smallest, are those of `to_a_loss` within 5%"""
+    wherever w is. For each batch size the learning rate that gets to 1% of the loss in the fewest steps, of 60; the samples that takes, relative to the smallest, are those of `suggest` within 5%"""
     def steps(bs, lr):
         rng,w,h = np.random.default_rng(0),np.ones((2, 500)),np.array([[1.], [.02]])
         w[1] *= 50**.5  # as much of the loss
@@ -283,7 +364,7 @@ def test_steps_to_a_loss_of_a_noisy_quadratic(noise_scale):
     sizes = [noise_scale*2**i//4 for i in range(6)]
     def fewest(bs): return min(steps(bs, o/(1+noise_scale/bs)) for o in np.geomspace(1., 2.2, 60))
     needed = np.array([bs*fewest(bs) for bs in sizes])
-    _,samples = to_a_loss(Costs({1:1.}, 0.), noise_scale, sizes)
+    samples = suggest(Costs({1:1.}, 0.), noise_scale, sizes).samples
     assert_same(needed/needed[0]/np.array(list(samples.values())), np.ones(6), .05)
     assert needed[-1] > 5*needed[0]
 

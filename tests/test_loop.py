@@ -326,7 +326,7 @@ def test_it_is_the_cause_of_an_error_that_says_what_to_set():
 def test_batchnorm_with_few_samples(capsys, norm, limit, says):
     m = Largest(nn.Sequential(nn.Linear(5, 4), norm(4), nn.Linear(4, 1)).double(), limit)
     fit_aloud(make_learner(32, m=m, cbs=GradientAccumulation(32, micro_batch_size='auto')), 1)
-    assert ('BatchNorm normalizes 8 samples at a time: with ActivationCheckpointing()' in capsys.readouterr().out) == says
+    assert ('BatchNorm normalizes 8 samples at a time: exact=True' in capsys.readouterr().out) == says
 
 def test_the_line_on_batchnorm_is_about_layers_that_see_pieces(capsys):
     "It is not said of layers that do not train, nor under a GradientCache of layers outside of its `part`"

@@ -7,6 +7,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from common import *
+from fastxtend_accum.window import MicroBatch,Window
 from fastxtend_accum.noise import NoiseAverages,WindowSquares,grad_norm,sum_of_squares
 from test_life import whole_learner
 from test_logging import scalars, wandb_history
@@ -218,6 +219,32 @@ def test_the_metric_of_a_trained_optimizer_counts_from_the_first_window():
     learn = fit(make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale()]), 1)
     assert learn.recorder.noise_scale[-1].metric == 'plain'
 
+def squares_without_momentum(has_step, has_eps):
+    "An optimizer like fastxtend's adan: its state has a `sqr_avg`, its hyper-parameters have another name than `sqr_mom`"
+    def average(p, lr, beta3=.9, sqr_avg=None, step=0, **kwargs):
+        sqr_avg = p.grad**2 if sqr_avg is None else sqr_avg*beta3+p.grad**2*(1-beta3)
+        return dict(sqr_avg=sqr_avg, **({'step':step+1} if has_step else {}))
+    def move(p, lr, sqr_avg, eps=1e-5, **kwargs): p.data.addcdiv_(p.grad, sqr_avg.sqrt()+eps, value=-lr)
+    if has_eps: move.defaults = dict(eps=1e-5)
+    average.defaults = dict(beta3=.9)
+    return partial(Optimizer, cbs=[average, move])
+
+@pytest.mark.parametrize('has_step', [False, True])
+@pytest.mark.parametrize('has_eps', [False, True])
+def test_windows_in_a_metric_without_sqr_mom(has_step, has_eps):
+    "Nothing says how to correct the mean of squares for its start, so it counts as it is; the first window, which is measured plainly, is not mixed with the others"
+    (x,y),m,batches = population(),model(),drawn((4, 8, 4), 9)
+    v,expected,eps = None,[],1e-5*has_eps
+    for t,window in enumerate(zip(*[iter(batches)]*3)):
+        grads = [plain_gradient(m, mse(m(x[o]), y[o])).double() for o in window]
+        if t >= 5: expected.append(by_hand([g/(v**.5+eps)**.5 for g in grads], list(map(len, window)), 16))
+        square = (sum(len(o)*g for o,g in zip(window, grads))/16)**2
+        v = square if v is None else .9*v+.1*square
+    learn = measured(batches, 16, m=m, opt_func=squares_without_momentum(has_step, has_eps))
+    assert [(o.windows, o.metric) for o in learn.recorder.noise_scale] == [(1, 'plain')]+[(0, 'Adam')]*4+[(i, 'Adam') for i in range(1, 5)]
+    expected = torch.tensor(expected, dtype=torch.float64)
+    assert_same(noises(learn)[5:]/expected, torch.ones_like(expected), 1e-3)  # float32 losses
+
 # Memory in samples
 
 class Products(nn.Module):
@@ -303,10 +330,17 @@ def test_the_bias_of_a_window_of_one():
 def test_the_copy_of_the_gradient_is_for_windows_of_one_only():
     class Look(Callback):
         def before_fit(self): self.sizes = []
-        def after_step(self): self.sizes.append(sum(o.numel() for o in self.learn.gradient_noise_scale.squares.previous.values() if isinstance(o, Tensor)))
-    for accum,expected in (8, [57]*12),(16, [0]*6):
-        learn = fit(make_learner(8, cbs=[GradientAccumulation(accum), GradientNoiseScale(), Look()]), 1)
-        assert learn.look.sizes == expected and learn.gradient_noise_scale.squares.previous == {}
+        def after_step(self):
+            grads,*_ = self.learn.gradient_noise_scale.squares.previous
+            self.sizes.append(sum(o.numel() for o in grads.values()))
+    for accum,n,expected in (8, 96, [57]*12),(16, 96, [0]*6),(16, 104, [0]*6+[57]):
+        learn = fit(make_learner(8, n, cbs=[GradientAccumulation(accum), GradientNoiseScale(), Look()]), 1)
+        assert learn.look.sizes == expected and learn.gradient_noise_scale.squares is None
+
+def test_a_window_of_one_is_not_compared_with_one_further_back():
+    "An epoch of 40 samples has two windows of two micro-batches, and one of a single one: nothing is next to it"
+    learn = fit(make_learner(8, n=40, cbs=[GradientAccumulation(16), GradientNoiseScale()]), 2)
+    assert [o.windows for o in learn.recorder.noise_scale] == [1, 2, 2, 3, 4, 4]
 
 # What it costs: counts
 
@@ -324,6 +358,13 @@ def test_one_look_at_numbers_a_window(monkeypatch):
         return n[0]
     assert looks(GradientNoiseScale()) == looks()+9
 
+def under_way():
+    "A window with a micro-batch that is before its backward pass"
+    window = Window()
+    window.micro = MicroBatch(8)
+    window.weigh(8, torch.ones(()))
+    return window
+
 @pytest.mark.parametrize('opt_func', [SGD, Adam])
 def test_no_copy_of_the_gradient(opt_func):
     "What is made while gradients are measured is no larger than a number for each parameter; in Adam's metric, than the one parameter at hand"
@@ -334,7 +375,7 @@ def test_no_copy_of_the_gradient(opt_func):
             out = func(*args, **(kwargs or {}))
             if isinstance(out, torch.Tensor): self.n = max(self.n, out.numel())
             return out
-    opt,squares = opt_func([nn.Parameter(torch.ones(1000)) for _ in range(7)], lr=.1),WindowSquares()
+    opt,squares = opt_func([nn.Parameter(torch.ones(1000)) for _ in range(7)], lr=.1),WindowSquares(SimpleNamespace(window=under_way()))
     params = opt.param_lists[0]
     for _ in range(2):
         for p in params: p.grad = torch.ones(1000)
@@ -345,7 +386,7 @@ def test_no_copy_of_the_gradient(opt_func):
             for p in params: squares.norms.append(grad_norm(p.grad, opt.state[p], opt.hypers[0]))
             sum_of_squares(squares.norms)
         loss.backward()
-        assert len(squares.norms) == 14 and squares.previous == {}
+        assert len(squares.norms) == 14 and squares.previous == ({}, 0, 0)
         assert 0 < largest.n <= (7 if opt_func is SGD else 1000)
         squares.ignore()
 
@@ -365,8 +406,7 @@ def test_no_hooks_after_a_fit_that_ended(event, error):
     learn = make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale(), Fail()])
     try: fit(learn, 1)
     except (KeyboardInterrupt, RuntimeError): pass
-    if event == 'before_backward' and error in (KeyboardInterrupt, RuntimeError): assert hooked(learn)  # no event tells of it
-    else: assert not hooked(learn)
+    assert not hooked(learn)
     learn.remove_cb(Fail)
     expected = fit(make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale()]), 1, 0.)
     learn.model.load_state_dict(expected.model.state_dict())
@@ -374,7 +414,7 @@ def test_no_hooks_after_a_fit_that_ended(event, error):
     assert_same(noises(learn), noises(expected))
     assert not hooked(learn)
 
-def test_taken_off_in_the_middle_of_a_backward_pass():
+def test_interrupted_in_the_middle_of_a_backward_pass():
     class Fail(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x): return x
@@ -383,14 +423,38 @@ def test_taken_off_in_the_middle_of_a_backward_pass():
     learn = make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale()])
     learn.model.register_forward_hook(lambda m,x,pred: Fail.apply(pred))
     with pytest.raises(KeyboardInterrupt): fit(learn)
-    assert hooked(learn)
-    learn.remove_cb(GradientNoiseScale)
+    assert not hooked(learn) and learn.gradient_noise_scale.squares is None
+
+@pytest.mark.parametrize('order', [-99, GradientNoiseScale.order, 99])
+@pytest.mark.parametrize('event', [*(f'before_{o}' for o in ('fit','epoch','train','batch','backward','step')), 'after_pred', 'after_loss',
+                                   *(f'after_{o}' for o in ('backward','step','batch','train','epoch','fit')), 'after_cancel_batch'])
+def test_removed_in_any_event(event, order):
+    "At its second time, or its first, by a callback before or after it: the fit goes on as without it, and a fit with it again measures as ever"
+    def learner(): return make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale()])
+    class Remove(Callback):
+        run_valid,n = False,0
+        def remove(self):
+            self.n += 1
+            if self.n == (1 if event in ('before_fit','after_fit') else 2): self.learn.remove_cb(GradientNoiseScale)
+    Remove.order = order
+    setattr(Remove, event, Remove.remove)
+    learn,expected = learner(),learner()
+    noise = learn.gradient_noise_scale
+    for o in learn,expected: fit(o, 2, cbs=Remove() if o is learn else None)
+    assert noise.learn is None and not learn._grab_cbs(GradientNoiseScale) and not hooked(learn)
+    assert_same(weights(learn), weights(expected))
+    assert losses(learn) == losses(expected)
+    assert_moved(learn)
+    learn.add_cb(noise)
+    for o in learn,expected: fit(o, 1)
+    assert_same(noises(learn), noises(expected))
     assert not hooked(learn)
 
 def test_pickled_with_hooks_on():
-    squares = WindowSquares()
-    squares.watch(SGD(model().parameters(), lr=.1))
-    assert len(squares.hooks) == 4 and pickle.loads(pickle.dumps(squares)).hooks == []
+    cb = GradientNoiseScale()
+    cb.squares = WindowSquares(SimpleNamespace(window=under_way()))
+    cb.squares.watch(SGD(model().parameters(), lr=.1))
+    assert len(cb.squares.hooks) == 4 and pickle.loads(pickle.dumps(cb)).squares is None
 
 def test_export():
     learn = whole_learner([GradientAccumulation(32), GradientNoiseScale(320)])
