@@ -77,11 +77,11 @@ def run(make, *cbs, method='fit_one_cycle', n_epoch=2, lr=1e-2, aloud=False, **k
 
 def exact(**kwargs): return GradientAccumulation(**(dict(micro_batch_size='auto') | kwargs), exact=True)
 
-def limited(make, share, *cbs, whole=None, accum=None, **kwargs):
+def limited(make, share, *cbs, whole=None, ours=exact, **kwargs):
     "The whole batch, and the fit in `share` of its memory, or in the least of more in which it can run"
     big = whole or run(make, Activations(), *[o() for o in cbs], **kwargs)
     for more in share,share+.1,share+.2:
-        try: return big,run(make, Activations(big.activations.mb*more), *[o() for o in cbs], accum() if accum else exact(), **kwargs)
+        try: return big,run(make, Activations(big.activations.mb*more), *[o() for o in cbs], ours(), **kwargs)
         except RuntimeError as e: assert 'fits in no way' in str(e)
     raise AssertionError(f'does not fit at {more}')
 
@@ -93,7 +93,8 @@ def assert_close(small, big, tol):
     assert len(losses(small)) == len(losses(big)) > 1
     assert_same(floats(small.recorder.values), floats(big.recorder.values), tol)
 
-def way(learn): return learn.gradient_accumulation.way.name
+def accum(learn): return first(learn._grab_cbs(GradientAccumulation))
+def way(learn): return accum(learn).way.name
 
 whole_batches = [resnet, pytest.param(resnet_34, marks=pytest.mark.long), narrow_unet, pytest.param(unet, marks=pytest.mark.long),
                  tabular, contrastive_resnet, centered, normed]
@@ -119,11 +120,10 @@ def test_up_to_rounding(make, share):
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize('make,cbs,kwargs,tol', [
-    (tabular, [MixUp], dict(n_epoch=3), 0.),
     (resnet, [MixUp], dict(method='fine_tune', n_epoch=1), 0.),  # a frozen body, then all of it
     (resnet, [partial(CpuMixedPrecision, 'bf16')], dict(n_epoch=1), 0.),
     (dropped, [MixUp], dict(opt_func=SGD), FLOAT32),
-    (plain, [], dict(opt_func=partial(Adam, eps=1e-3)), FLOAT32),  # with the usual 1e-8, gradients that are but rounding take whole steps
+    (plain, [], dict(opt_func=partial(Adam, eps=1e-2)), FLOAT32),  # with the usual 1e-5, gradients that are but rounding take large steps
     (plain, [partial(CpuMixedPrecision, 'bf16')], dict(opt_func=SGD), 1e-3)])  # the sums of bfloat16 are rounded
 def test_beside_others(make, cbs, kwargs, tol):
     big,small = limited(make, .6, *cbs, **kwargs)
@@ -134,12 +134,12 @@ def test_a_window_of_several_batches_is_one_batch():
     "Where pieces are exact; 64 samples from batches of 16"
     big = run(partial(plain, bs=64, n=128), opt_func=SGD)
     for share in 2.,.6:
-        small = limited(partial(plain, bs=16, n=128), share, accum=partial(exact, accum_bs=64), opt_func=SGD)[1]
+        small = limited(partial(plain, bs=16, n=128), share, ours=partial(exact, accum_bs=64), opt_func=SGD)[1]
         assert len(losses(small)) == len(losses(big)) == 4
         assert {*small.recorder.accum_bs} == {64} and way(small) == ('the whole batch' if share > 1 else 'micro-batches')
 
 def test_a_schedule():
-    big,small = limited(plain, .6, opt_func=SGD, accum=lambda: GradientAccumulationSchedule(32, 64, micro_batch_size='auto', exact=True), n_epoch=2)
+    big,small = limited(plain, .6, opt_func=SGD, ours=lambda: GradientAccumulationSchedule(32, 64, micro_batch_size='auto', exact=True), n_epoch=2)
     assert small.recorder.accum_bs[-1] == 64 and way(small) == 'micro-batches'
     given = run(plain, GradientAccumulationSchedule(32, 64), opt_func=SGD)
     assert_close(small, given, FLOAT32)
@@ -182,7 +182,7 @@ class Samples:
 
 def recomputed(share, make=resnet):
     small = limited(make, share, n_epoch=1, whole=fits_in.setdefault(make, run(make, Activations(), n_epoch=1)))[1]
-    return small.gradient_accumulation.way.cb.fitting.size
+    return accum(small).way.cb.fitting.size
 fits_in = {}
 
 def test_less_memory_takes_more_blocks():
