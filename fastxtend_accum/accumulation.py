@@ -283,7 +283,8 @@ def find_size(self:GradientAccumulation, loop:Loop, inputs:Inputs):
         self.way = find_way(self, inputs)
         return self.way.size
     found = self.fitting.update(learn, (*inputs.xb, *inputs.yb), inputs.n, search)
-    if self.exact: self.way.join(self, loop, inputs)
+    if self.exact:
+        if self.way.cb: self.way.join(self, loop, inputs)
     elif found: self.fitting.say(learn, inputs.n, learn.model)
 
 @patch
@@ -292,6 +293,8 @@ def shrink(self:GradientAccumulation, loop:Loop, error:Exception)->str:
     if not self.exact or self.micro_bs < sys.maxsize: return Way.shrink(self, loop, error)
     from fastxtend_accum.exact import next_way
     self.way = next_way(self, loop)
+    self.fitting.size = self.way.size
+    if self.way.cb: self.way.join(self, loop, loop.inputs)
     return self.way.how(self.now.batches.size)
 
 @patch

@@ -106,7 +106,7 @@ class FoundWay:
     def join(self, accum:GradientAccumulation, loop:Loop, inputs:Inputs):
         "Let the batches of this fit run in this way"
         learn,cb = accum.learn,self.cb
-        if cb is None or cb in loop.ways: return
+        if cb in loop.ways: return
         learn.add_cb(cb)
         fit_of(learn).stack(accum).callback(self.leave, learn)
         cb.before_fit()
@@ -129,7 +129,7 @@ class WaySearch:
     tolerance = 1e-4  # rounding is some hundred times less
     def __init__(self, accum:GradientAccumulation, inputs:Inputs):
         self.accum,self.learn,self.inputs,self.n,self.ways,self.rows = accum,accum.learn,inputs,inputs.n,ways_of(accum),{}
-        self.first,self.is_steady,self.error = None,False,None
+        self.few,self.first,self.is_steady,self.error = min(inputs.n, 8),None,False,None
 
     def step(self, cb:Callback|None=None, samples:int|None=None, in_float32:bool=False)->OneStep|None:
         "Try the batch, or its first `samples`; None if memory runs out, or if the way raises an error on this model"
@@ -151,16 +151,18 @@ class WaySearch:
 
     def off(self, name:str)->float:
         "How far a way is off on a few samples; inf if that cannot be told"
-        few,row = min(self.n, 8),self.rows.setdefault(name, {})
-        if self.first is None:
-            self.first,again = (self.step(samples=few, in_float32=True) for _ in range(2))
-            self.is_steady = bool(self.first and again) and self.most(difference(again, self.first)) < self.tolerance/10
+        row = self.rows.setdefault(name, {})
+        while self.first is None and self.few > 2:  # two pieces of more than a sample, which some ways need
+            self.first,again = (self.step(samples=self.few, in_float32=True) for _ in range(2))
+            if self.first is None: self.few //= 2
+            elif again: self.is_steady = self.most(difference(again, self.first)) < self.tolerance/10
         if 'difference' not in row:
-            one = self.is_steady and self.step(self.ways[name](-(-few//2)), few, in_float32=True)
+            one = self.is_steady and self.step(self.ways[name](-(-self.few//2)), self.few, in_float32=True)
             row['difference'] = self.most(difference(one, self.first)) if one else math.inf
         return row['difference']
 
     def is_exact(self, name:str)->bool: return self.off(name) < self.tolerance
+    def wants(self, name:str)->bool: return 'micro' in name and self.accum.micro_batch_size != 'auto'  # a size was given
 
 # %% ../nbs/source/09_exact.ipynb #0b5fb1be
 @patch
@@ -187,16 +189,16 @@ def plain_seconds(self:WaySearch)->float:
 @patch
 def candidates(self:WaySearch, skip:set[str])->list[str]:
     "The ways that are exact and may be the fastest"
-    pieces,*others = list(self.ways)[:4]
-    if pieces not in skip and self.is_exact(pieces): return [pieces]
-    first_exact = first(o for o in others if o not in skip and self.is_exact(o))
-    return [o for o in (first_exact, 'recomputed blocks') if o and o not in skip]
+    names = list(self.ways)[:4]
+    found = first(o for o in names if o not in skip and self.is_exact(o))
+    if found == names[0] or found and self.wants(found): return [found]
+    return [o for o in (found, 'recomputed blocks') if o and o not in skip]
 
 @patch
 def find(self:WaySearch, skip:set[str]=frozenset())->FoundWay:
     "The fastest way that is exact and fits; raises NothingFits if none does"
     whole = 'the whole batch'
-    if whole not in skip:
+    if whole not in skip and not any(self.wants(o) and self.is_exact(o) for o in list(self.ways)[:2]):
         fits = self.step() is not None
         self.rows[whole] = dict(fits=fits, difference=0.)
         if fits: return FoundWay()
