@@ -104,8 +104,12 @@ def forward_context(self:GradientCache):
     forward,n = module.forward,self.rows(loop)
     owners = [o for o in loop.owners if o in {*module.modules()}]
     def pieces_forward(*args, **kwargs):  # `part` may run several times in a forward pass
+        misfit = first(o for o in tensors_in((args, kwargs)) if len(o) != n)
+        if self.fitting.size and self.micro_bs < n and misfit is not None:
+            raise ValueError(f"GradientCache cannot split a tensor of shape {tuple(misfit.shape)} in a batch of {n//self.rows_each} samples: its first "
+                             "dimension must be the samples; if a module sees several rows of each sample, set rows=2, or how many they are")
         if self.same_draws: self.draws.append(self.new_draws(n))
-        return in_pieces(forward, module, self.micro_bs, n, loop.lists, self.draws[-1] if self.draws else None, owners)(*args, **kwargs)
+        return in_pieces(forward, module, self.micro_bs or n, n, loop.lists, self.draws[-1] if self.draws else None, owners)(*args, **kwargs)
     return replaced(module, 'forward', pieces_forward)
 
 @patch

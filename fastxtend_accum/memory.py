@@ -265,5 +265,5 @@ class FittingSize:
         tell(learn, f"micro_batch_size='auto': each batch of {n} {how}")
 
 def tell(learn:Learner, message:str):
-    "Print `message` in one process, unless in `learn.no_logging()`"
-    if rank_distrib() == 0 and learn.logger is not noop: print(message)
+    "Give `message` to the logger of `learn`, in one process; the progress bar, which logs tables, has it printed"
+    if rank_distrib() == 0: (print if isinstance(getattr(learn.logger, '__self__', None), Callback) else learn.logger)(message)

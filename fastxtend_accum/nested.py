@@ -75,12 +75,16 @@ def cut(b, start:int, end:int, n:int, lists:dict|None=None, place:tuple=()):
 
 def is_per_sample(b, n:int, lists:dict, place:tuple)->bool:
     """Whether `b` is a list with an entry for each of `n` samples, such as captions or boxes, and not one of `n` inputs. Where both are possible,
-    it is what it was in the batch before, at this `place`; in a first batch, the entries of one type and shape are those of samples"""
+    it is what it was in the batches before, at this `place`; raises ValueError in a first batch"""
     if isinstance(b, Mapping): return False
-    if len(b) == n and any(len(o) == n for o in tensors_in(b)):
-        alike = isinstance(b, list) and all(isinstance(o, Tensor) for o in b) and len({(o.dtype, *o.shape[1:]) for o in b}) == 1
-        return lists.get(place, alike)
-    lists[place] = len(b) == n
+    rows = [len(o) for o in tensors_in(b)]
+    alike = isinstance(b, list) and all(isinstance(o, Tensor) for o in b) and len({(o.dtype, *o.shape[1:]) for o in b}) == 1
+    if len(b) != n or n not in rows: lists[place] = len(b) == n
+    elif not alike: return False
+    elif {*rows} != {n}: lists[place] = True
+    elif place not in lists:
+        raise ValueError(f"cannot split a list of {n} tensors of {n} rows in a batch of {n} samples: it may have an entry for each sample, or be {n} inputs; "
+                         "use a tuple for inputs, or another batch size")
     return lists[place]
 
 def next_size(rest:int, most:int)->int:

@@ -105,7 +105,7 @@ class Arguments:
 
 class SavedState:
     "Part: buffers and random generators are put back where a piece is repeated, which would else see what the failed one has left"
-    def __init__(self, model:nn.Module): self.buffers,self.saved = [b for b in model.buffers() if b.dtype != torch.bool],{}
+    def __init__(self, model:nn.Module): self.buffers,self.saved = list(model.buffers()),{}
     def piece(self, start:int, end:int): self.saved = {o:self.saved[o] for o in self.saved if not o}|{start:self.now()}
     def now(self)->tuple: return [b.clone() for b in self.buffers],get_random_states()
     def undo(self, start:int):

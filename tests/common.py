@@ -51,7 +51,7 @@ def fit(learn, n_epoch=3, lr=0.1, method='fit', **kwargs):
 
 def fit_aloud(learn, n_epoch=3, lr=0.1, method='fit', **kwargs):
     "Fit with what this package prints, but without fastai's table"
-    with learn.no_bar(), replaced(learn, 'logger', lambda *args: None): getattr(learn, method)(n_epoch, lr, **kwargs)
+    with learn.no_bar(), replaced(learn, 'logger', lambda o: isinstance(o, str) and print(o)): getattr(learn, method)(n_epoch, lr, **kwargs)
     return learn
 
 def weights(learn): return torch.cat([p.detach().flatten().clone() for p in getattr(learn, 'model', learn).parameters()])

@@ -151,7 +151,9 @@ def test_after_an_interrupt_all_works(fresh, way, order, capsys):
                 if nth > 1: break  # it comes once an epoch, or once a window
             finally: struck.where = None
             with noted(faults, f'{exc.__name__} in {where}, number {nth}, then {undo.__name__}'):
-                assert not lent(learn), f'after the fit, these stay: {lent(learn)}'
+                # an error in another callback's `before_fit` leaves a `Fit` that holds nothing
+                stays = lent(learn) - ({'Learner._with_events'} if where == 'before_fit' else set())
+                assert not stays, f'after the fit, these stay: {stays}'
                 if not hasattr(learn, 'gradient_accumulation') and learn.opt: learn.opt.zero_grad()  # a plain Learner leaves them
                 undo(learn, fresh[way], fresh['plain'])
                 assert not lent(learn), f'in the end, these stay: {lent(learn)}'
