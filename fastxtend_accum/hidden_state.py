@@ -38,7 +38,7 @@ def state_owners(module:nn.Module)->list[nn.Module]:
 
 # %% ../nbs/source/07_hidden_state.ipynb #d43a0a70
 def carries_state(model:nn.Module)->bool:
-    "Whether `model` carries a state from batch to batch, as fastai's language models do; text classifiers reset theirs"
+    "Whether `model` carries a state from batch to batch, as fastai's language models do; its text classifiers do not"
     model = getattr(model, 'module', model)  # fastai gives DistributedDataParallel a `reset` of its own
     return hasattr(model, 'reset') and not any(type(m).__name__ == 'SentenceEncoder' for m in model.modules())
 
@@ -48,9 +48,10 @@ def check_splits(model:nn.Module, owners:list[nn.Module]):
     for m in getattr(model, 'module', model).modules() if carries_state(model) else []:
         if hasattr(m, 'reset') and known.isdisjoint(m.modules()):
             name = type(m).__name__
-            raise ValueError(f"{name} carries its state from batch to batch (it has a `reset`), so a batch cannot be split "
-                             f"before you say where: hidden_state.register({name}, lambda m, n: dict(state=1)), if m.state has "
-                             "the rows in dimension 1; or use a smaller batch in the DataLoader, and no micro_batch_size")
+            raise ValueError(
+                f"{name} carries its state from batch to batch (it has a `reset`), so a batch cannot be split "
+                f"before you say where: hidden_state.register({name}, lambda m, n: dict(state=1)), if m.state has "
+                "the rows in dimension 1; or use a smaller batch in the DataLoader, and no micro_batch_size")
 
 # %% ../nbs/source/07_hidden_state.ipynb #884e76f9
 class HiddenState:
@@ -64,8 +65,8 @@ class HiddenState:
         for m,name,dim in self.places if n else []:
             for t in tensors_in(getattr(m, name)):
                 if t.shape[dim:dim+1] != (n,):
-                    raise ValueError(f"{type(m).__name__}.{name} has shape {tuple(t.shape)} for {n} rows, which should be dimension {dim}: "
-                                     "correct its entry in hidden_state")
+                    raise ValueError(f"{type(m).__name__}.{name} has shape {tuple(t.shape)} for {n} rows, which should be "
+                                     f"dimension {dim}: correct its entry in hidden_state")
         return [getattr(m, name) for m,name,_ in self.places]
 
     def rows(self, start:int, end:int)->list:
@@ -74,7 +75,8 @@ class HiddenState:
             self.places = [(m, name, dim) for m in self.owners for name,dim in hidden_state(m, self.n).items()]
             self.before = self.get(self.n)
         def cut(dim): return lambda t: t.narrow(dim, start, end-start).clone(memory_format=torch.contiguous_format)
-        return [end-start if isinstance(o, int) else each_tensor(cut(dim), o) for o,(*_,dim) in zip(self.before, self.places)]
+        return [end-start if isinstance(o, int) else each_tensor(cut(dim), o)
+                for o,(*_,dim) in zip(self.before, self.places)]
 
     @contextmanager
     def again(self, start:int, end:int):
