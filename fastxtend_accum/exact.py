@@ -45,7 +45,14 @@ class OneStep(Callback):
             self.step_buffers = [o.clone() for o in model.buffers()]
         raise CancelFitException
 
-def run_batch(learn:Learner, cb:Callback|None=None):
+    def restart_after(self, find_size:Callable)->Callable:
+        "`find_size`, whose seconds do not count"
+        def f(*args):
+            find_size(*args)
+            self.step_start = clock()
+        return f
+
+def run_batch(learn:Learner, cb:Callback|None, one:OneStep):
     "What fastai does with a batch on which the other callbacks have acted; `cb` begins its fit with it"
     if not cb: return learn._do_one_batch()
     cb.before_fit()
@@ -55,7 +62,7 @@ def run_batch(learn:Learner, cb:Callback|None=None):
         cb.before_train()
         next(iter(learn.dl))
         cb('before_batch')
-        fit.instead['batch'](learn._do_one_batch)
+        with replaced(cb, 'find_size', one.restart_after(cb.find_size)): fit.instead['batch'](learn._do_one_batch)
     finally: fit.close()
 
 def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_float32:bool=False)->OneStep:
@@ -72,7 +79,7 @@ def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_floa
         for o in learn._grab_cbs(MixedPrecision): o.before_batch()
         one = OneStep(in_float32)
         with replaced(learn.dls, 'loaders', [learn.dl, *learn.dls.loaders[1:]]), learn.added_cbs(L(cb, one).filter()):
-            try: run_batch(learn, cb)
+            try: run_batch(learn, cb, one)
             except CancelFitException: pass
     return one
 
@@ -129,7 +136,7 @@ class WaySearch:
     tolerance = 1e-4  # rounding is some hundred times less
     def __init__(self, accum:GradientAccumulation, inputs:Inputs):
         self.accum,self.learn,self.inputs,self.n,self.ways,self.rows = accum,accum.learn,inputs,inputs.n,ways_of(accum),{}
-        self.few,self.first,self.is_steady,self.error = min(inputs.n, 8),None,False,None
+        self.few,self.first,self.is_steady,self.error = min(inputs.n, 4),None,False,None
 
     def step(self, cb:Callback|None=None, samples:int|None=None, in_float32:bool=False)->OneStep|None:
         "Try the batch, or its first `samples`; None if memory runs out, or if the way raises an error on this model"
@@ -166,8 +173,8 @@ class WaySearch:
 
 # %% ../nbs/source/09_exact.ipynb #0b5fb1be
 @patch
-def fits(self:WaySearch, name:str, timed:bool=False)->Callback|None:
-    "The callback of a way that has found how the batch fits in memory, else None; `timed`: note the seconds of a batch"
+def fits(self:WaySearch, name:str)->Callback|None:
+    "The callback of a way that has found how the batch fits in memory, else None; notes the seconds of the batch"
     row = self.rows.setdefault(name, {})
     cb = self.ways[name](self.accum.micro_batch_size if 'micro' in name else 'auto')
     one = self.step(cb)
@@ -175,7 +182,7 @@ def fits(self:WaySearch, name:str, timed:bool=False)->Callback|None:
     if not one: return None
     sign = 1 if isinstance(cb, ActivationCheckpointing) else -1  # the most blocks, the smallest pieces
     cb.fitting.size = int(sign*self.most(sign*cb.fitting.size))
-    if timed and (again := self.step(cb)): row['seconds'] = self.most(again.step_seconds)
+    row['seconds'] = self.most(one.step_seconds)
     return cb
 
 @patch
@@ -203,14 +210,14 @@ def find(self:WaySearch, skip:set[str]=frozenset())->FoundWay:
         self.rows[whole] = dict(fits=fits, difference=0.)
         if fits: return FoundWay()
     names = self.candidates(skip)
-    found = {o:cb for o in names if (cb := self.fits(o, timed=len(names) > 1))}
+    found = {o:cb for o in names if (cb := self.fits(o))}
     if not found:
         name = 'recomputed blocks, kept on the CPU'
         if name in skip or not (cb := self.fits(name)):
             raise NothingFits(f"exact=True: a batch of {self.n} fits in no way, not even with all blocks recomputed and kept on the CPU: "
                               "use smaller inputs, a smaller batch, or leave out exact=True") from self.error
         return FoundWay(name, cb)
-    return FoundWay(*min(found.items(), key=lambda o: self.rows[o[0]].get('seconds', 0.)))
+    return FoundWay(*min(found.items(), key=lambda o: self.rows[o[0]]['seconds']))
 
 @patch
 def table(self:WaySearch)->pd.DataFrame:
