@@ -23,8 +23,8 @@ from .checkpointing import *
 from .cache import *
 
 # %% auto #0
-__all__ = ['OneBatch', 'OneStep', 'run_batch', 'one_step', 'difference', 'ways_of', 'FoundWay', 'WaySearch', 'find_way',
-           'next_way']
+__all__ = ['OneBatch', 'OneStep', 'run_batch', 'one_step', 'relative', 'buffers_off', 'difference', 'ways_of', 'FoundWay',
+           'WaySearch', 'find_way', 'next_way']
 
 # %% ../nbs/source/09_exact.ipynb #9f5d51c7
 class OneBatch(Wrapped):
@@ -83,14 +83,18 @@ def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_floa
             except CancelFitException: pass
     return one
 
+def relative(a:list[Tensor], b:list[Tensor])->float:
+    "How far `a` is off, relative to `b`"
+    def norm(o): return torch.stack([t.double().norm() for t in o]).norm()
+    if not any(o.any() for o in b): return float(any(bool(o.any()) for o in a))
+    return float(norm([x.double()-y.double() for x,y in zip(a, b, strict=True)])/norm(b))
+
+def buffers_off(a:OneStep, b:OneStep)->float:
+    return max([relative([x], [y]) for x,y in zip(a.step_buffers, b.step_buffers, strict=True)], default=0.)
+
 def difference(a:OneStep, b:OneStep)->float:
     "How far the gradients or the buffers of `a` are off, relative to those of `b`; inf if that cannot be told"
-    def norm(o): return torch.stack([t.double().norm() for t in o]).norm()
-    def off(a, b):
-        if not any(o.any() for o in b): return float(any(bool(o.any()) for o in a))
-        return float(norm([x.double()-y.double() for x,y in zip(a, b, strict=True)])/norm(b))
-    buffers = [off([x], [y]) for x,y in zip(a.step_buffers, b.step_buffers, strict=True)]
-    res = max(off(a.step_grads, b.step_grads), *buffers, 0.)
+    res = max(relative(a.step_grads, b.step_grads), buffers_off(a, b))
     return res if math.isfinite(res) and any(o.any() for o in b.step_grads) else math.inf
 
 # %% ../nbs/source/09_exact.ipynb #16a6371d
@@ -137,6 +141,7 @@ class WaySearch:
     def __init__(self, accum:GradientAccumulation, inputs:Inputs):
         self.accum,self.learn,self.inputs,self.n,self.ways,self.rows = accum,accum.learn,inputs,inputs.n,ways_of(accum),{}
         self.few,self.first,self.is_steady,self.error = min(inputs.n, 4),None,False,None
+        self.is_normed = False  # whether pieces have statistics of their own, in whatever way they run
 
     def step(self, cb:Callback|None=None, samples:int|None=None, in_float32:bool=False)->OneStep|None:
         "Try the batch, or its first `samples`; None if memory runs out, or if the way raises an error on this model"
@@ -166,6 +171,7 @@ class WaySearch:
         if 'difference' not in row:
             one = self.is_steady and self.step(self.ways[name](-(-self.few//2)), self.few, in_float32=True)
             row['difference'] = self.most(difference(one, self.first)) if one else math.inf
+            if one: self.is_normed |= self.most(buffers_off(one, self.first)) > self.tolerance
         return row['difference']
 
     def is_exact(self, name:str)->bool: return self.off(name) < self.tolerance
@@ -197,7 +203,7 @@ def plain_seconds(self:WaySearch)->float:
 def candidates(self:WaySearch, skip:set[str])->list[str]:
     "The ways that are exact and may be the fastest"
     names = list(self.ways)[:4]
-    found = first(o for o in names if o not in skip and self.is_exact(o))
+    found = first(o for o in names if o not in skip and not self.is_normed and self.is_exact(o))
     if found == names[0] or found and self.wants(found): return [found]
     return [o for o in (found, 'recomputed blocks') if o and o not in skip]
 
