@@ -1,7 +1,7 @@
 """`python -m benchmarks` measures everything, prints a table and the goals, writes `results.json` and the pictures beside this file.
 
 About 25 minutes on two cores, on which nothing else should run. `--quick` only counts, and writes nothing: what CI can do. `--blocks` measures only the
-memory and time of checkpointed blocks, and leaves the rest of `results.json` as it is."""
+memory and time of checkpointed blocks, `--ways` only what exact=True costs; both leave the rest of `results.json` as it is."""
 import argparse, json, os, platform, subprocess, sys
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -45,6 +45,10 @@ def blocks(rounds, names=report.block_models):
     live = {o:measure('blocks_live', o) for o in names}
     return dict(machine=machine(), rounds=rounds, live=live, time={o:measure('blocks_time', o, rounds) for o in names if rounds})
 
+def ways(rounds):
+    "Times of a step with exact=True, and of its search; with the machine, since they may be measured without the rest"
+    return dict(machine=machine(), rounds=rounds, models={o:measure('ways', o, rounds) for o in report.way_models})
+
 def full(rounds):
     "All measurements, those of time in rounds: every case once, then every case again"
     results = dict(machine=machine(), rounds=rounds, counts={o:measure('counts', o) for o in report.labels},
@@ -61,13 +65,14 @@ def full(rounds):
             gather(results['division'].setdefault(str(n), {}), measure('division', 'ours', n))
     for case,peaks in results['memory'].items():
         for n in batch_sizes: peaks[str(n)] = measure('memory', case, n)['megabytes']
-    return results | dict(blocks=blocks(rounds))
+    return results | dict(blocks=blocks(rounds), ways=ways(rounds))
 
 def main():
     parser = argparse.ArgumentParser('python -m benchmarks', description=__doc__)
     parser.add_argument('--quick', action='store_true', help="only count, and only what needs no other framework")
     parser.add_argument('--rounds', type=int, default=7, help="how often everything is timed")
     parser.add_argument('--blocks', action='store_true', help="measure only checkpointed blocks")
+    parser.add_argument('--ways', action='store_true', help="measure only exact=True")
     args = parser.parse_args()
     if args.quick:
         results = dict(counts={o:measure('counts', o) for o in report.labels if o not in packages or o == 'fastai'})
@@ -78,6 +83,11 @@ def main():
         results = json.loads((here/'results.json').read_text()) | dict(blocks=blocks(args.rounds))
         (here/'results.json').write_text(json.dumps(results, indent=1)+'\n')
         print(report.blocks_table(results).to_string())
+        return
+    if args.ways:
+        results = json.loads((here/'results.json').read_text()) | dict(ways=ways(args.rounds))
+        (here/'results.json').write_text(json.dumps(results, indent=1)+'\n')
+        print(report.ways_table(results).to_string(), report.ways_in_words(results), sep='\n\n')
         return
     if missing(): sys.exit(f"not installed: {', '.join(missing())}; pip install -e '.[bench]'")
     results = full(args.rounds)

@@ -96,7 +96,11 @@ def blocks_time(case, rounds):
     from .blocks import times
     return times(case, rounds)
 
-kinds = dict(blocks_live=blocks_live, blocks_time=blocks_time, time=time_case, windows=time_windows, stack=time_stack, loading=time_loading, division=time_division, memory=peak_memory, counts=count_case)
+def ways(case, rounds):
+    from .ways import measure
+    return measure(case, rounds)
+
+kinds = dict(ways=ways, blocks_live=blocks_live, blocks_time=blocks_time, time=time_case, windows=time_windows, stack=time_stack, loading=time_loading, division=time_division, memory=peak_memory, counts=count_case)
 
 def main(kind, case, size='0'):
     warnings.simplefilter('ignore')

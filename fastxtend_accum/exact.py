@@ -23,8 +23,8 @@ from .checkpointing import *
 from .cache import *
 
 # %% auto #0
-__all__ = ['OneBatch', 'OneStep', 'run_batch', 'one_step', 'difference', 'ways_of', 'FoundWay', 'WaySearch', 'find_way',
-           'next_way']
+__all__ = ['OneBatch', 'OneStep', 'run_batch', 'one_step', 'relative', 'buffers_off', 'difference', 'ways_of', 'FoundWay',
+           'WaySearch', 'find_way', 'next_way']
 
 # %% ../nbs/source/09_exact.ipynb #9f5d51c7
 class OneBatch(Wrapped):
@@ -45,7 +45,14 @@ class OneStep(Callback):
             self.step_buffers = [o.clone() for o in model.buffers()]
         raise CancelFitException
 
-def run_batch(learn:Learner, cb:Callback|None=None):
+    def restart_after(self, find_size:Callable)->Callable:
+        "`find_size`, whose seconds do not count"
+        def f(*args):
+            find_size(*args)
+            self.step_start = clock()
+        return f
+
+def run_batch(learn:Learner, cb:Callback|None, one:OneStep):
     "What fastai does with a batch on which the other callbacks have acted; `cb` begins its fit with it"
     if not cb: return learn._do_one_batch()
     cb.before_fit()
@@ -55,7 +62,7 @@ def run_batch(learn:Learner, cb:Callback|None=None):
         cb.before_train()
         next(iter(learn.dl))
         cb('before_batch')
-        fit.instead['batch'](learn._do_one_batch)
+        with replaced(cb, 'find_size', one.restart_after(cb.find_size)): fit.instead['batch'](learn._do_one_batch)
     finally: fit.close()
 
 def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_float32:bool=False)->OneStep:
@@ -72,18 +79,22 @@ def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_floa
         for o in learn._grab_cbs(MixedPrecision): o.before_batch()
         one = OneStep(in_float32)
         with replaced(learn.dls, 'loaders', [learn.dl, *learn.dls.loaders[1:]]), learn.added_cbs(L(cb, one).filter()):
-            try: run_batch(learn, cb)
+            try: run_batch(learn, cb, one)
             except CancelFitException: pass
     return one
 
+def relative(a:list[Tensor], b:list[Tensor])->float:
+    "How far `a` is off, relative to `b`"
+    def norm(o): return torch.stack([t.double().norm() for t in o]).norm()
+    if not any(o.any() for o in b): return float(any(bool(o.any()) for o in a))
+    return float(norm([x.double()-y.double() for x,y in zip(a, b, strict=True)])/norm(b))
+
+def buffers_off(a:OneStep, b:OneStep)->float:
+    return max([relative([x], [y]) for x,y in zip(a.step_buffers, b.step_buffers, strict=True)], default=0.)
+
 def difference(a:OneStep, b:OneStep)->float:
     "How far the gradients or the buffers of `a` are off, relative to those of `b`; inf if that cannot be told"
-    def norm(o): return torch.stack([t.double().norm() for t in o]).norm()
-    def off(a, b):
-        if not any(o.any() for o in b): return float(any(bool(o.any()) for o in a))
-        return float(norm([x.double()-y.double() for x,y in zip(a, b, strict=True)])/norm(b))
-    buffers = [off([x], [y]) for x,y in zip(a.step_buffers, b.step_buffers, strict=True)]
-    res = max(off(a.step_grads, b.step_grads), *buffers, 0.)
+    res = max(relative(a.step_grads, b.step_grads), buffers_off(a, b))
     return res if math.isfinite(res) and any(o.any() for o in b.step_grads) else math.inf
 
 # %% ../nbs/source/09_exact.ipynb #16a6371d
@@ -129,7 +140,8 @@ class WaySearch:
     tolerance = 1e-4  # rounding is some hundred times less
     def __init__(self, accum:GradientAccumulation, inputs:Inputs):
         self.accum,self.learn,self.inputs,self.n,self.ways,self.rows = accum,accum.learn,inputs,inputs.n,ways_of(accum),{}
-        self.few,self.first,self.is_steady,self.error = min(inputs.n, 8),None,False,None
+        self.few,self.first,self.is_steady,self.error = min(inputs.n, 4),None,False,None
+        self.is_normed = False  # whether pieces have statistics of their own, in whatever way they run
 
     def step(self, cb:Callback|None=None, samples:int|None=None, in_float32:bool=False)->OneStep|None:
         "Try the batch, or its first `samples`; None if memory runs out, or if the way raises an error on this model"
@@ -159,6 +171,7 @@ class WaySearch:
         if 'difference' not in row:
             one = self.is_steady and self.step(self.ways[name](-(-self.few//2)), self.few, in_float32=True)
             row['difference'] = self.most(difference(one, self.first)) if one else math.inf
+            if one: self.is_normed |= self.most(buffers_off(one, self.first)) > self.tolerance
         return row['difference']
 
     def is_exact(self, name:str)->bool: return self.off(name) < self.tolerance
@@ -166,8 +179,8 @@ class WaySearch:
 
 # %% ../nbs/source/09_exact.ipynb #0b5fb1be
 @patch
-def fits(self:WaySearch, name:str, timed:bool=False)->Callback|None:
-    "The callback of a way that has found how the batch fits in memory, else None; `timed`: note the seconds of a batch"
+def fits(self:WaySearch, name:str)->Callback|None:
+    "The callback of a way that has found how the batch fits in memory, else None; notes the seconds of the batch"
     row = self.rows.setdefault(name, {})
     cb = self.ways[name](self.accum.micro_batch_size if 'micro' in name else 'auto')
     one = self.step(cb)
@@ -175,7 +188,7 @@ def fits(self:WaySearch, name:str, timed:bool=False)->Callback|None:
     if not one: return None
     sign = 1 if isinstance(cb, ActivationCheckpointing) else -1  # the most blocks, the smallest pieces
     cb.fitting.size = int(sign*self.most(sign*cb.fitting.size))
-    if timed and (again := self.step(cb)): row['seconds'] = self.most(again.step_seconds)
+    row['seconds'] = self.most(one.step_seconds)
     return cb
 
 @patch
@@ -190,7 +203,7 @@ def plain_seconds(self:WaySearch)->float:
 def candidates(self:WaySearch, skip:set[str])->list[str]:
     "The ways that are exact and may be the fastest"
     names = list(self.ways)[:4]
-    found = first(o for o in names if o not in skip and self.is_exact(o))
+    found = first(o for o in names if o not in skip and not self.is_normed and self.is_exact(o))
     if found == names[0] or found and self.wants(found): return [found]
     return [o for o in (found, 'recomputed blocks') if o and o not in skip]
 
@@ -203,14 +216,14 @@ def find(self:WaySearch, skip:set[str]=frozenset())->FoundWay:
         self.rows[whole] = dict(fits=fits, difference=0.)
         if fits: return FoundWay()
     names = self.candidates(skip)
-    found = {o:cb for o in names if (cb := self.fits(o, timed=len(names) > 1))}
+    found = {o:cb for o in names if (cb := self.fits(o))}
     if not found:
         name = 'recomputed blocks, kept on the CPU'
         if name in skip or not (cb := self.fits(name)):
             raise NothingFits(f"exact=True: a batch of {self.n} fits in no way, not even with all blocks recomputed and kept on the CPU: "
                               "use smaller inputs, a smaller batch, or leave out exact=True") from self.error
         return FoundWay(name, cb)
-    return FoundWay(*min(found.items(), key=lambda o: self.rows[o[0]].get('seconds', 0.)))
+    return FoundWay(*min(found.items(), key=lambda o: self.rows[o[0]]['seconds']))
 
 @patch
 def table(self:WaySearch)->pd.DataFrame:
