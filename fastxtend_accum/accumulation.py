@@ -75,10 +75,11 @@ class FitState:
     def __init__(self, accum:GradientAccumulation):
         learn = accum.learn
         self.loader_bs = loader_batch_size(learn.dls.train, accum.micro_batch_size)
-        self.processes = Processes(n_processes(learn))
+        self.processes = Processes(learn)
         self.smallest_bs = self.loader_bs*self.processes.n  # a batch of the DataLoader in every process
         self.at_end = end_of_epoch(accum.remainder, learn.dls.train)
-        self.hypers,self.loss_check = FirstHypers(accum.scale),None if is_trial(learn) else LossCheck()
+        self.hypers,self.loss_check = FirstHypers(accum.scale),LossCheck()
+        if is_trial(learn): self.loss_check.left = 0  # the fit that follows says it
         self.is_split,self.has_half = accum.splits,bool(half_weights(learn.opt))
         self.batches,self.position,self.warned,self.has_targets = None,None,set(),False
 
@@ -102,8 +103,8 @@ def start_fit(self:GradientAccumulation):
     self.check()
     learn.opt.zero_grad()
     fit.run_instead(self, 'backward', self.backward)
-    stack.enter_context(steps_position(learn, self.position))
-    if self.log_accum_batch: log_windows(self, stack)
+    for cb in learn._grab_cbs(TrainEvalCallback): PositionWindows(cb, self).attach(stack)
+    self.now.loggers = log_windows(self, stack) if self.log_accum_batch else []
 
 @patch
 def position(self:GradientAccumulation)->float:
@@ -157,7 +158,7 @@ def size_at(self:GradientAccumulation, pct:float)->int:
 def before_train(self:GradientAccumulation):
     "Wrap the DataLoader and plan the epoch's windows"
     learn = self.learn
-    if not is_running(learn): return  # a look at the data: `with learn: learn('before_train')`
+    if not self.is_in_fit(): return
     if self.now is None: self.start_fit()
     now = self.now
     share = self.size_at(learn.pct_train)//now.processes.n
@@ -194,26 +195,23 @@ def start_micro_batch(self:GradientAccumulation, samples:int, ends_batch:bool=Tr
     ends_window = ends_batch and (window.samples+samples >= window.size or now.batches.is_last)
     window.micro = MicroBatch(samples, ends_window, self.learn.iter)
     if now.has_half and not (ends_window or window.n_micro): window.sums = {}
-    if now.processes.n > 1:
-        now.processes.before_micro_batch(self.learn.model, self.learn.opt, ends_window, window.sums is not None)
+    if now.processes.n > 1: now.processes.before_micro_batch(ends_window, window.sums is not None)
 
 # %% ../nbs/source/08_accumulation.ipynb #0ba548ce
 @patch
 def after_loss(self:GradientAccumulation):
     "Weight the micro-batch; the first one of several saves the hyper-parameters, with the rules for a batch of this size"
     learn,now,window = self.learn,self.now,self.window
-    if learn is None: return  # removed by another callback at this event
-    if now is None:
-        raise RuntimeError("GradientAccumulation saw a batch outside a fit of its Learner: give each Learner a callback of its own, and call "
-                           f"learn.one_batch inside `with learn.removed_cbs(learn.{self.name})`")
+    if now is None: return Way.after_loss(self)
     now.has_targets = len(learn.yb) > 0
     if not now.has_targets: return
     micro,items = window.micro,n_items(learn, self.num_items, window.micro.samples)
     if not window.n_micro and (self.scale or not micro.ends_window):
         first_size = first(self.sizes().values())
         now.hypers.save(learn.opt, window.size*now.processes.n/first_size if self.scale else 1.)
-    if now.processes.n > 1: window.unit = now.processes.common_unit(items, learn.loss.device, learn.model)
-    if now.loss_check: now.loss_check.add_micro_batch(learn, window, items)
+    if now.processes.n > 1: window.unit = now.processes.common_unit(items)
+    if now.loss_check.left and (window.n_micro or not micro.ends_window):
+        now.loss_check.add(learn, micro.samples, items if self.num_items else None)
     learn.loss = mean_over(items, learn.loss)
     window.weigh(items, learn.loss)
 
@@ -221,7 +219,7 @@ def after_loss(self:GradientAccumulation):
 def backward(self:GradientAccumulation, f:Callable):
     "Multiply the loss by its weight, with all that other callbacks have added to it in `before_backward`; then fastai's backward pass"
     learn,window,micro = self.learn,self.window,self.window.micro
-    if micro.under_way:
+    if micro and micro.under_way:
         micro.loss = learn.loss.detach()
         learn.loss_grad = times(learn.loss_grad, micro.weight)
         if window.n_micro and learn.loss_grad.requires_grad: learn.loss_grad.register_hook(micro.backward_began)
@@ -235,7 +233,7 @@ def after_backward(self:GradientAccumulation):
         loss = window.count()
         if now.is_split: window.losses.append((loss, window.micro.weight))
     if window.sums is not None: add_in_float32(self.learn.opt, window.sums)
-    if now.processes.n > 1: now.processes.after_backward(self.learn.model)
+    if now.processes.n > 1: now.processes.after_backward()
     if not now.is_split and not self.close_if_full(): raise CancelBatchException
 
 @patch
@@ -323,16 +321,14 @@ def cancelled(self:GradientAccumulation):
 def close_window(self:GradientAccumulation)->bool:
     "Put the mean gradient and the first micro-batch's hyper-parameters in place, or drop the window; gives whether there is anything to step on"
     window,learn,now = self.window,self.learn,self.now
-    check = now.loss_check if now.loss_check and now.loss_check.is_done else None
-    if now.processes.n > 1: now.processes.add_up(window, learn.model, learn.opt)
-    elif check and check.differs is not None: check.differs = window.fetch(check.differs)  # with one sync
-    else: window.fetch()
-    if check:
-        if found := check.warning(): self.warn_once(found)
-        now.loss_check = None
+    check = now.loss_check
+    compared = check.compare() if check.left and window.n_micro > 1 else []
+    if now.processes.n > 1: now.processes.add_up(window)
+    else: compared = window.fetch(*compared)  # with one sync
+    if compared and (found := check.judge(*compared)): self.warn_once(found)
     if window.items == 0: return self.drop_window("no item in a whole window (all labels ignored?): its step was skipped")
     average_gradients(learn.opt, window.divisor, window.sums)
-    if self.skip_nonfinite and not scales_loss(learn) and not now.processes.all_of(is_finite(learn.opt), learn.model):
+    if self.skip_nonfinite and not scales_loss(learn) and not now.processes.all_of(is_finite(learn.opt)):
         self.n_skipped += 1
         return self.drop_window(nonfinite)
     window.state = WindowState.closed
@@ -414,13 +410,15 @@ def step_now(self:GradientAccumulation):
     try: learn._with_events(learn._step, 'step', CancelStepException)
     except (CancelBatchException, CancelTrainException): window.cancel()
     learn.opt.zero_grad()
-    if self.log_accum_batch: window_loggers_of(self).after_batch()
+    for o in self.now.loggers: o.cb('after_batch')  # outside a batch
 
 # %% ../nbs/source/08_accumulation.ipynb #c991c6a1
 @patch
 def after_epoch(self:GradientAccumulation):
-    "In the last epoch, warn if no window was filled"
+    "In the last epoch, warn if no window was filled, or if the loss could not be checked"
     learn,now = self.learn,self.now
-    if not now or learn.epoch < learn.n_epoch-1 or self.window.n_finished or not now.has_targets or now.at_end == 'step': return
+    if not now or learn.epoch < learn.n_epoch-1: return
+    if not (self.num_items or is_trial(learn)) and (unknown := now.loss_check.at_end()): warn(unknown)
+    if self.window.n_finished or not now.has_targets or now.at_end == 'step': return
     warn(f"no optimizer step was taken in this fit: its {learn.train_iter} micro-batches did not fill a window of "
          f"{self.size_at(0.)} samples; use a smaller accum_bs or remainder='step', not {now.at_end!r}")

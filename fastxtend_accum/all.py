@@ -15,6 +15,7 @@ from .schedule import GradientAccumulationSchedule,linear_scale,sqrt_scale,half_
 from .noise import GradientNoiseScale,NoiseEstimate
 from .bs_find import SuggestedBS,plot_bs_find
 from .losses import loss_items
+from .hidden_state import hidden_state
 from .logging import WindowLogger,window_loggers
 
 __all__ = [o for o in dir() if not o.startswith('_')]

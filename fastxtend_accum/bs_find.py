@@ -20,6 +20,7 @@ from .processes import *
 from .logging import *
 from .memory import *
 from .accumulation import *
+from .hidden_state import *
 from .pieces import *
 from .cache import *
 from .schedule import *

@@ -6,7 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/cache.html.md"""
 
 # %% ../nbs/source/09_cache.ipynb #96d55669
 from __future__ import annotations
-from contextlib import nullcontext
 
 from fastai.basics import *
 
@@ -15,6 +14,7 @@ from .nested import *
 from .processes import *
 from .fit import *
 from .memory import *
+from .hidden_state import *
 from .pieces import *
 from .checkpointing import *
 
@@ -22,19 +22,21 @@ from .checkpointing import *
 __all__ = ['in_pieces', 'GradientCache']
 
 # %% ../nbs/source/09_cache.ipynb #41c70a9e
-def in_pieces(forward:Callable, module:nn.Module, most:int, n:int, lists:dict|None=None, same=None)->Callable:
+def in_pieces(forward:Callable, module:nn.Module, most:int, n:int, lists:dict|None=None, same=None,
+              owners:list=())->Callable:
     """`forward` of `module` on `n` rows, in the memory of `most` of them: pieces but the last run again in the backward pass. `same`: a part that
-    replays their random draws, a `SameDraws`"""
+    replays their random draws, a `SameDraws`; `owners`: what carries a state from batch to batch"""
     def copied(*args, **kwargs):  # it may work in place, and the pieces are views of one batch
         args,kwargs = each_tensor(torch.clone, (args, kwargs))
         return forward(*args, **kwargs)
     def f(*args, **kwargs):
         arguments = Arguments(args, kwargs, n, lists)
+        replayed = [*([HiddenState(owners, n)] if owners else []), *([same] if same else [])]
         def run(start, end):
-            again = partial(same.again, start, end) if same else nullcontext
+            def again(): return ContextManagers([o.again(start, end) for o in replayed])
             piece_forward = copied if end == n else checkpointed(copied, module, again)
             return piece_forward(*arguments.now[0], **arguments.now[1])
-        outputs = Pieces(n, [arguments, *([same] if same else [])]).run(run, lambda: most).joined()
+        outputs = Pieces(n, [arguments, *replayed]).run(run, lambda: most).joined()
         if same and same.rows:  # each backward pass begins with the last piece, which is not run again, but may have modules that are
             for o in tensors_in(outputs):
                 if o.requires_grad: o.register_hook(lambda _, rows=same.rows: setattr(same, 'rows', rows))
@@ -100,9 +102,10 @@ def forward_context(self:GradientCache):
     self.draws = []
     loop,module = fit_of(self.learn).instead['batch'],self.running_part()
     forward,n = module.forward,self.rows(loop)
+    owners = [o for o in loop.owners if o in {*module.modules()}]
     def pieces_forward(*args, **kwargs):  # `part` may run several times in a forward pass
         if self.same_draws: self.draws.append(self.new_draws(n))
-        return in_pieces(forward, module, self.micro_bs, n, loop.lists, self.draws[-1] if self.draws else None)(*args, **kwargs)
+        return in_pieces(forward, module, self.micro_bs, n, loop.lists, self.draws[-1] if self.draws else None, owners)(*args, **kwargs)
     return replaced(module, 'forward', pieces_forward)
 
 @patch

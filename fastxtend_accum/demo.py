@@ -12,6 +12,8 @@ from fastai.basics import *
 from fastai.callback.all import *
 from sklearn.datasets import load_digits
 
+from .fit import *
+from .logging import *
 from .accumulation import *
 from .schedule import *
 
@@ -24,27 +26,28 @@ def digits_dls(bs:int, seed:int=42)->DataLoaders:
     digits = load_digits()
     set_seed(seed)
     x,y = torch.tensor(digits.images[:,None]/16, dtype=torch.float32),torch.tensor(digits.target)
-    idxs = torch.randperm(len(y))
-    samples = [(x[i],y[i]) for i in idxs]
+    samples = [(x[i],y[i]) for i in torch.randperm(len(y))]
     return DataLoaders(DataLoader(samples[:1408], bs=bs, shuffle=True), DataLoader(samples[1408:], bs=bs))
 
 def digits_learner(bs:int, cbs=None)->Learner:
     "A small convolutional network for the digits, the same weights each time"
     dls = digits_dls(bs)
-    model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
-                          nn.Flatten(), nn.Linear(512, 10))
+    model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+                          nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
     return Learner(dls, model, CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs)
 
 # %% ../nbs/source/13_demo.ipynb #5274d2a6
 def run_demo(n_epoch:int=5, bars:bool=True)->dict[str,Learner]:
     "Train the large batch, the accumulated one, a schedule, and the small batch by itself"
+    growing = GradientAccumulationSchedule(16, 256, finish=0.8, remainder='carry')
     learners = {'batch of 128':         digits_learner(128),
                 'accumulated, 8x16':    digits_learner(16, GradientAccumulation(128)),
-                'schedule, 16 to 256':  digits_learner(16, GradientAccumulationSchedule(16, 256, finish=0.8, remainder='carry')),
+                'schedule, 16 to 256':  digits_learner(16, growing),
                 'batch of 16':          digits_learner(16)}
     for name,learn in learners.items():
         print(name)
-        with nullcontext() if bars else learn.no_bar(): learn.fit_one_cycle(n_epoch, sqrt_scale(5e-3, 16/128) if name == 'batch of 16' else 5e-3)
+        lr = sqrt_scale(5e-3, 16/128) if name == 'batch of 16' else 5e-3
+        with nullcontext() if bars else learn.no_bar(): learn.fit_one_cycle(n_epoch, lr)
     return learners
 
 def weight_difference(a:Learner, b:Learner)->float:
@@ -52,24 +55,26 @@ def weight_difference(a:Learner, b:Learner)->float:
     return max((p-q).abs().max().item() for p,q in zip(a.model.parameters(), b.model.parameters(), strict=True))
 
 def results(learners:dict[str,Learner])->pd.DataFrame:
-    "Optimizer steps, validation accuracy, and the largest difference of any weight from the first, for those with as many steps"
-    big,*others = learners.values()
-    steps,accuracy = zip(*[(len(o.recorder.losses), f'{o.recorder.values[-1][-1]:.3f}') for o in (big, *others)])
-    differences = ['-', *(f'{weight_difference(big, o):.1e}' if n == steps[0] else '-' for n,o in zip(steps[1:], others))]
-    return pd.DataFrame(dict(run=list(learners), steps=steps, accuracy=accuracy, difference=differences))
+    "Optimizer steps, accuracy, and the largest difference of a weight from the first run's, after as many steps"
+    runs = L(learners.values())
+    steps,valid = runs.map(lambda o: len(o.recorder.losses)),runs.map(lambda o: f'{o.recorder.values[-1][-1]:.3f}')
+    def difference(o, n): return '-' if o is runs[0] or n != steps[0] else f'{weight_difference(runs[0], o):.1e}'
+    differences = list(map(difference, runs, steps))
+    return pd.DataFrame(dict(run=list(learners), steps=steps, accuracy=valid, difference=differences))
 
 # %% ../nbs/source/13_demo.ipynb #4a640a50
 def plot_results(learners:dict[str,Learner]):
     "Validation loss and batch size against the samples seen; returns the figure"
     fig,(losses,sizes) = plt.subplots(2, 1, figsize=(6, 5), sharex=True, layout='constrained', height_ratios=(2, 1))
-    for (name,learn),color,lw in zip(learners.items(), ('#E69F00','#0072B2','#009E73','#CC79A7'), (5, 1.5, 1.5, 1.5)):
+    styles = zip(('#E69F00','#0072B2','#009E73','#CC79A7'), (5, 1.5, 1.5, 1.5))
+    for (name,learn),(color,lw) in zip(learners.items(), styles):
         dl,rec = learn.dls.train,learn.recorder
-        losses.plot([len(dl)*dl.bs*(i+1) for i in range(len(rec.values))], [o[1] for o in rec.values], marker='o', ms=lw+2, label=name, color=color, lw=lw)
+        seen = [len(dl)*dl.bs*(i+1) for i in range(len(rec.values))]
+        losses.plot(seen, [o[1] for o in rec.values], marker='o', ms=lw+2, label=name, color=color, lw=lw)
         bs = getattr(rec, 'accum_bs', [dl.bs]*len(rec.losses))
-        sizes.stairs(bs, np.cumsum([0, *bs]), baseline=None, color=color, lw=lw)
+        plot_sizes(bs, np.cumsum([0, *bs]), 'samples seen', sizes, color, lw)
     losses.set_ylabel('validation loss')
     losses.legend()
-    sizes.set(xlabel='samples seen', ylabel='batch size (samples)')
     return fig
 
 def main():
@@ -82,14 +87,15 @@ def main():
     print(f'\nLosses and batch sizes: {path}')
 
 # %% ../nbs/source/13_demo.ipynb #591e59b6
-class Activations(Callback):
-    "`mb`: the most MB that a forward pass has kept for its backward pass; more than `limit` raises `torch.OutOfMemoryError`"
-    order,run_valid = -5,False
-    def __init__(self, limit:float=float('inf')): self.limit,self.mb,self.in_fit,self.in_forward = limit,0,ExitStack(),ExitStack()
-    def before_fit(self):
-        self.in_fit.close()
-        self.in_fit.callback(self.model.register_forward_pre_hook(self.start).remove)  # of each micro-batch
-    def after_fit(self): self.in_fit.close()
+class Activations(FitCallback):
+    "`mb`: the most MB that a forward pass has kept for its backward pass; above `limit`, memory is out"
+    order = -5
+    def __init__(self, limit:float=math.inf): self.limit,self.mb,self.in_forward = limit,0,ExitStack()
+    def before_train(self):
+        stack = fit_of(self.learn).stack(self)
+        stack.close()  # of the epoch before
+        stack.callback(self.in_forward.close)
+        stack.callback(self.model.register_forward_pre_hook(self.start).remove)  # of each micro-batch
     def start(self, *args):
         self.in_forward.close()
         if not self.training: return
@@ -97,10 +103,12 @@ class Activations(Callback):
         self.in_forward.enter_context(torch.autograd.graph.saved_tensors_hooks(self.keep, noop))
     def keep(self, t):
         storage = t.untyped_storage()
-        if storage.data_ptr() not in self.own: self.kept[storage.data_ptr()] = storage.nbytes()/2**20  # once, however many layers keep it
+        if storage.data_ptr() not in self.own:
+            self.kept[storage.data_ptr()] = storage.nbytes()/2**20  # once, however many layers keep it
         if sum(self.kept.values()) <= self.limit: return t
         self.in_forward.close()
         raise torch.OutOfMemoryError(f'out of memory: more than {self.limit} MB of activations')
     def after_loss(self):
         self.in_forward.close()
         self.mb = max(self.mb, sum(self.kept.values()))
+    def after_cancel_batch(self): self.in_forward.close()

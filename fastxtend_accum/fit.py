@@ -81,7 +81,20 @@ class FitCallback(Callback):
     def after_fit(self):
         if (fit := fit_of(self.learn)) and not fit.depth: fit.close()  # in a fit, this is the end of a validation inside it
 
+    def is_in_fit(self)->bool:
+        "Whether the Learner is in a fit or validation of its own; if not, `after_loss` sees its next batch"
+        vars(self)['run_valid'] = not is_running(self.learn)
+        return not self.run_valid
+    def after_loss(self):
+        "Raises RuntimeError on a batch of another Learner, which `with learn: learn('before_train')` does not have"
+        if is_running(self.learn): return
+        fit_of(self.learn) and fit_of(self.learn).close()
+        raise RuntimeError(f"{type(self).__name__} saw a batch outside a fit of its Learner: give each Learner a callback of its own, and call "
+                           f"learn.one_batch inside `with learn.removed_cbs(learn.{self.name})`")
+
     def __setattr__(self, name, value):
-        if name == 'learn' and self.learn not in (None, value) and (fit := fit_of(self.learn)): fit.leave(self)
+        if name == 'learn':
+            if self.learn not in (None, value) and (fit := fit_of(self.learn)): fit.leave(self)
+            vars(self)['run'] = value is not None  # the event at which another callback removes this one goes on
         if name in vars(self): object.__setattr__(self, name, value)  # fastai would warn if the model has an attribute of this name
         else: super().__setattr__(name, value)

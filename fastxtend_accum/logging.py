@@ -6,35 +6,32 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/logging.html.md""
 
 # %% ../nbs/source/03_logging.ipynb #ec959220
 from __future__ import annotations
-from contextlib import nullcontext
+from contextlib import ExitStack,nullcontext
 
 from fastai.basics import *
 
-from fastai.callback.core import TrainEvalCallback
-
+from .loader import *
 from .window import *
 from .fit import *
 
 # %% auto #0
-__all__ = ['window_loggers', 'WindowLogger', 'record', 'recorded', 'RecorderWindows', 'StepsLogger', 'LRFinderWindows',
-           'ShowGraphWindows', 'WandbWindows', 'TensorBoardWindows', 'WindowLoggers', 'log_windows',
-           'window_loggers_of', 'steps_position', 'mend_wandb']
+__all__ = ['window_loggers', 'WindowLogger', 'record', 'recorded', 'RecorderWindows', 'plot_sizes', 'StepsLogger',
+           'LRFinderWindows', 'ShowGraphWindows', 'PositionWindows', 'WandbWindows', 'TensorBoardWindows',
+           'log_windows', 'mend_wandb']
 
 # %% ../nbs/source/03_logging.ipynb #09873443
 class WindowLogger:
-    "Lets a logger see each window as one batch: replaces its `events` during a fit"
+    "Lets a logger see each window as one batch: stands in for its `events` during a fit"
     events = 'after_batch',
     def __init__(self,
         cb:Callback, # The logger
         accum:Callback, # The callback that accumulates; its `window` holds the values to log
     ):
         self.cb,self.accum = cb,accum
-    def __reduce__(self): return noop,(self.cb,)  # a Learner that is exported after an interrupt gets the logger's own methods
-    def attach(self):
-        "Replace the logger's `events`, on this instance only"
-        for event in self.events: setattr(self.cb, event, getattr(self, event))
-    def detach(self):
-        for event in self.events: vars(self.cb).pop(event, None)
+    def __reduce__(self): return noop,(self.cb,)  # an export in mid-fit gets the logger's own methods
+    def attach(self, stack:ExitStack):
+        "Replace the logger's `events`, on this instance only, until `stack` closes"
+        for event in self.events: stack.enter_context(replaced(self.cb, event, getattr(self, event)))
     def original(self, event:str):
         "What the logger itself does at `event`"
         getattr(type(self.cb), event)(self.cb)
@@ -42,8 +39,8 @@ class WindowLogger:
         "In training, wait for the end of the window, then log it as one batch"
         learn,window = self.cb.learn,self.accum.window
         if not learn.training: self.original('after_batch')
-        elif window.is_logged:
-            with replaced(learn, 'loss', learn.loss if not window.n_micro else window.mean_loss): self.log()  # empty: cancelled before it counted
+        elif window.is_logged:  # one that was cancelled before it counted has no loss of its own
+            with replaced(learn, 'loss', window.mean_loss if window.n_micro else learn.loss): self.log()
     def measured(self)->dict[str,Real]:
         "Other values to log for the window, by name"
         return {'accumulation_batch_size':self.accum.window.samples, **self.accum.window.measured}
@@ -65,34 +62,56 @@ def recorded(recorder:Recorder, name:str)->list:
 class RecorderWindows(WindowLogger):
     "Records windows; training metrics see every sample"
     events = 'after_batch','after_train'
-    def attach(self):
-        super().attach()
+    def attach(self, stack):
+        super().attach(stack)
         self.cb.accum_bs = []
+        self.has_metrics = vars(self.cb).get('train_metrics')  # fastxtend's Recorder has no such attribute
     def after_batch(self):
         cb,micro = self.cb,self.accum.window.micro
-        if vars(cb).get('train_metrics') and cb.learn.training and micro and micro.state == MicroState.counted:  # fastxtend's Recorder has no such attribute
+        if self.has_metrics and cb.learn.training and micro and micro.state == MicroState.counted:
             for metric in cb._train_mets[1:]: metric.accumulate(cb.learn)  # the first is the smoothed loss
         super().after_batch()
     def log(self):
-        with replaced(self.cb, 'train_metrics', False) if vars(self.cb).get('train_metrics') else nullcontext(): super().log()
+        with replaced(self.cb, 'train_metrics', False) if self.has_metrics else nullcontext(): super().log()
         record(self.cb, 'accum_bs', self.accum.window.samples)
     def after_train(self):
         self.original('after_train')
         if self.cb.smooth_loss.count == 0 and not self.cb.cancel_train: self.cb.log[1] = None
 
+# %% ../nbs/source/03_logging.ipynb #32bfee29
+def plot_sizes(sizes:list, edges:list, xlabel:str, ax=None, color='#0072B2', lw=1.5):
+    "Plot the `sizes` of windows that begin and end at `edges`; returns the axes"
+    ax = ax or plt.subplots(figsize=(6, 3), layout='constrained')[1]
+    ax.stairs(sizes, edges, baseline=None, color=color, lw=lw)
+    ax.set(xlabel=xlabel, ylabel='batch size (samples)', ylim=(0, None))
+    return ax
+
+@patch
+def plot_accum_bs(self:Recorder,
+    ax:plt.Axes|None=None, # Axes to draw on; None: new ones
+):
+    "Plot the samples of each optimizer step of the last fit; returns the axes, raises ValueError if none were recorded"
+    if sizes := recorded(self, 'accum_bs'): return plot_sizes(sizes, range(len(sizes)+1), 'optimizer steps', ax)
+    raise ValueError("this Recorder has no batch sizes: fit with GradientAccumulation or "
+                     "GradientAccumulationSchedule first, with log_accum_batch=True")
+
 # %% ../nbs/source/03_logging.ipynb #114ae66a
 class StepsLogger(WindowLogger):
-    "For a logger that reads `learn.train_iter`: it counts recorded windows there"
+    "For a logger that reads `learn.train_iter`, where it finds the number of recorded windows"
     def original(self, event):
         with replaced(self.cb.learn, 'train_iter', len(self.cb.recorder.losses)): super().original(event)
 
 class LRFinderWindows(StepsLogger):
     "The learning rate finder counts optimizer steps"
     events = 'before_batch','after_batch'
-    def attach(self):
-        super().attach()
-        # An upper bound: short and dropped windows lose at most half of the micro-batches. LRFinder ends the fit itself
-        self.cb.learn.n_epoch *= 2*self.accum.size_at(0.)//self.accum.now.smallest_bs
+    def attach(self, stack):
+        "Also plan epochs for `num_it` windows, where `lr_find` has planned them for as many loader batches"
+        super().attach(stack)
+        learn,accum,now = self.cb.learn,self.accum,self.accum.now
+        batches,size = LoaderBatches(learn.dls.train, now.loader_bs, now.at_end),accum.size_at(0.)//now.processes.n
+        n_windows = batches.n_windows(size) or batches.samples/(size+now.loader_bs)  # at least, where they are carried
+        learn.n_epoch = int(self.cb.num_it/n_windows) + 1
+        if accum.num_items or accum.skip_nonfinite: learn.n_epoch *= 2  # windows may be dropped
     def before_batch(self): self.original('before_batch')
 
 class ShowGraphWindows(StepsLogger):
@@ -102,19 +121,26 @@ class ShowGraphWindows(StepsLogger):
     def after_epoch(self):
         if self.cb.recorder.losses: self.original('after_epoch')
 
+# %% ../nbs/source/03_logging.ipynb #33782702
+class PositionWindows(WindowLogger):
+    "`pct_train` is `accum.position()` as soon as fastai has counted a batch; `cb` is its `TrainEvalCallback`"
+    def after_batch(self):
+        type(self.cb).after_batch(self.cb)
+        self.cb.learn.pct_train = self.accum.position()
+
 # %% ../nbs/source/03_logging.ipynb #4be97375
 class WandbWindows(WindowLogger):
     "One W&B step per window"
     events = 'before_batch','after_batch'
     def before_batch(self):
-        if not self.cb.learn.training or not self.accum.window.n_micro: self.original('before_batch')
+        if not (self.cb.learn.training and self.accum.window.n_micro): self.original('before_batch')
     def log(self):
         import wandb
-        cb,learn,samples = self.cb,self.cb.learn,self.accum.window.samples
-        # The one place that sets another callback's private counter: WandbCallback is about to add 1/n_iter, for one batch
-        cb._wandb_epoch = math.floor(cb._wandb_epoch) + learn.iter/learn.n_iter
+        cb,learn = self.cb,self.cb.learn
+        cb._wandb_epoch = int(cb._wandb_epoch) + learn.iter/learn.n_iter  # it is about to add 1/n_iter, for one batch
         super().log()
-        rate = samples/(time.perf_counter()-cb.ti_batch)  # WandbCallback has divided one micro-batch by the window's time
+        seconds = time.perf_counter()-cb.ti_batch  # by which it has divided the samples of one micro-batch
+        rate = self.accum.window.samples/seconds
         wandb.log({**self.measured(), 'train_samples_per_sec':rate}, step=cb._wandb_step)
 
 class TensorBoardWindows(WindowLogger):
@@ -127,39 +153,16 @@ class TensorBoardWindows(WindowLogger):
 
 # %% ../nbs/source/03_logging.ipynb #47be29d3
 window_loggers = dict(
-    Recorder=RecorderWindows, LRFinder=LRFinderWindows, ParamScheduler=WindowLogger, ShowGraphCallback=ShowGraphWindows, ShowGraph=ShowGraphWindows,
-    WandbCallback=WandbWindows, TensorBoardCallback=TensorBoardWindows, CometCallback=WindowLogger, AzureMLCallback=WindowLogger)
+    Recorder=RecorderWindows, LRFinder=LRFinderWindows, ParamScheduler=WindowLogger,
+    ShowGraphCallback=ShowGraphWindows, ShowGraph=ShowGraphWindows, WandbCallback=WandbWindows,
+    TensorBoardCallback=TensorBoardWindows, CometCallback=WindowLogger, AzureMLCallback=WindowLogger)
 
-class WindowLoggers(list):
-    "The loggers of a Learner, as `WindowLogger`s"
-    def attach(self, accum:Callback):
-        "Replace the events of the loggers of `accum.learn`"
-        self.detach()
-        for cb in accum.learn.cbs.sorted('order'):
-            kind = first(window_loggers[o.__name__] for o in type(cb).__mro__ if o.__name__ in window_loggers)
-            if kind: self.append(kind(cb, accum))
-        for o in self: o.attach()
-    def detach(self):
-        while self: self.pop().detach()
-    def after_batch(self):
-        "Log a window that ended outside a batch"
-        for o in self: o.cb('after_batch')
-
-# %% ../nbs/source/03_logging.ipynb #40a31a90
-def log_windows(accum, stack):
-    loggers = WindowLoggers()
-    loggers.attach(accum)
-    stack.callback(loggers.detach)
-    accum.now.loggers = loggers
-def window_loggers_of(accum): return accum.now.loggers
-@contextmanager
-def steps_position(learn, position):
-    cb = first(o for o in learn.cbs if isinstance(o, TrainEvalCallback))
-    original = cb.after_batch
-    def after_batch():
-        original()
-        learn.pct_train = position()
-    with replaced(cb, 'after_batch', after_batch): yield
+def log_windows(accum:Callback, stack:ExitStack)->list[WindowLogger]:
+    "Let the loggers of `accum.learn` see windows until `stack` closes; gives them in fastai's order"
+    def kind(cb): return first(window_loggers[o.__name__] for o in type(cb).__mro__ if o.__name__ in window_loggers)
+    loggers = [kind(cb)(cb, accum) for cb in accum.learn.cbs.sorted('order') if kind(cb)]
+    for o in loggers: o.attach(stack)
+    return loggers
 
 # %% ../nbs/source/03_logging.ipynb #9ac85663
 def mend_wandb():

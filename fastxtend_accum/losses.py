@@ -1,4 +1,4 @@
-"""What each loss averages over, which gives a micro-batch its weight in the window, and a check of this for your own loss
+"""What each loss averages over, which is a micro-batch's weight in the window, and a check of this for your loss
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/losses.html.md"""
 
@@ -7,7 +7,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/losses.html.md"""
 # %% ../nbs/source/05_losses.ipynb #6cd21820
 from __future__ import annotations
 from collections.abc import Mapping
-from contextlib import nullcontext
 from functools import singledispatch
 
 from fastai.basics import *
@@ -18,8 +17,8 @@ from .window import *
 from .memory import *
 
 # %% auto #0
-__all__ = ['functional_losses', 'Verdict', 'loss_items', 'is_sum', 'as_count', 'model_labels', 'n_items', 'join_rows',
-           'LossState', 'loss_grads', 'LossCheck', 'check_loss']
+__all__ = ['functional_losses', 'Verdict', 'loss_items', 'rule_of', 'is_sum', 'has_rule', 'as_count', 'model_labels', 'n_items',
+           'LossState', 'loss_grads', 'compare', 'micro_batch', 'LossCheck', 'check_loss']
 
 # %% ../nbs/source/05_losses.ipynb #5bba88d4
 def loss_items(
@@ -27,19 +26,34 @@ def loss_items(
     pred:Tensor, # The model's predictions
     targ:Tensor, # The targets
 )->Real|Tensor|None: # Items that the loss averages over; None: it sums and does not average
-    "The number of items that a batch's loss averages over, by the type of `loss_func`; samples if the type is unknown"
-    return None if is_sum(loss_func) else _mean_items(loss_func, pred, targ)
+    "What a batch's loss averages over, by the type of `loss_func`; samples if that is unknown"
+    rule,settings = rule_of(loss_func)
+    return None if getattr(settings, 'reduction', 'mean') == 'sum' else rule(settings, pred, targ)
 
 @singledispatch
-def _mean_items(loss_func, pred, targ): return find_bs(targ)
-loss_items.register = _mean_items.register  # `@loss_items.register(MyLoss)`: a rule for one that does not sum
+def _samples(settings, pred, targ): return find_bs(targ)
+loss_items.register = _samples.register  # `@loss_items.register(MyLoss)`: a rule for one that does not sum
 
-def is_sum(loss_func:Callable)->bool:
-    "Whether `loss_func` sums and does not average: by its `reduction`, an attribute or an argument of the partial"
-    if isinstance(loss_func, types.MethodType) and isinstance(loss_func.__self__, MixHandler): loss_func = loss_func.__self__.old_lf
-    elif isinstance(loss_func, partial) and not hasattr(loss_func, 'reduction'):
-        return is_sum(loss_func.func) if 'reduction' not in loss_func.keywords else loss_func.keywords['reduction'] == 'sum'
-    return getattr(loss_func, 'reduction', 'mean') == 'sum'
+functional_losses = {}  # the rule for each function
+
+def rule_of(loss_func:Callable)->tuple:
+    "The rule for `loss_func`, and what has its settings as attributes: a function gets them from its partial"
+    is_mixed = isinstance(loss_func, types.MethodType) and isinstance(loss_func.__self__, MixHandler)
+    if is_mixed: loss_func = loss_func.__self__.old_lf
+    func,kwargs = (loss_func.func, loss_func.keywords) if isinstance(loss_func, partial) else (loss_func, {})
+    rule,settings = _samples.dispatch(type(func)),func
+    if isinstance(func, types.FunctionType):
+        rule,defaults = functional_losses.get(func, rule),dict(weight=None, ignore_index=-100, reduction='mean')
+        settings = SimpleNamespace(**defaults | vars(func) | kwargs | vars(loss_func))
+    return _label_items if is_mixed else rule,settings
+
+def is_sum(loss_func:Callable)->bool: return getattr(rule_of(loss_func)[1], 'reduction', 'mean') == 'sum'
+
+def has_rule(loss_func:Callable)->bool:
+    "Whether it is known what `loss_func` averages over, and not only assumed"
+    loss_func = getattr(getattr(loss_func, '__self__', None), 'old_lf', loss_func)  # MixUp and CutMix
+    if isinstance(loss_func, BaseLoss): return has_rule(loss_func.func)
+    return rule_of(loss_func)[0] != _samples.dispatch(object)
 
 # %% ../nbs/source/05_losses.ipynb #1de69e46
 def as_count(o:Tensor)->Real|Tensor: return o.item() if o.is_cpu else o  # on a GPU that would be a sync
@@ -49,14 +63,15 @@ def as_count(o:Tensor)->Real|Tensor: return o.item() if o.is_cpu else o  # on a 
 def _cross_entropy_items(loss_func, pred, targ):
     if targ.is_floating_point(): return pred.numel()//pred.shape[min(1, pred.ndim-1)]
     kept = targ != loss_func.ignore_index
-    return as_count(kept.count_nonzero() if loss_func.weight is None else (loss_func.weight[targ.where(kept, 0)]*kept).sum())
+    if loss_func.weight is None: return as_count(kept.count_nonzero())
+    return as_count((loss_func.weight[targ.where(kept, 0)]*kept).sum())
 
 def _element_items(loss_func, pred, targ):
     if loss_func.reduction == 'batchmean': return pred.shape[0]
-    return math.prod(np.broadcast_shapes(pred.shape, targ.shape))  # PyTorch's own function of that name imports sympy
+    return math.prod(np.broadcast_shapes(pred.shape, targ.shape))  # PyTorch's own imports sympy
 
-for kind in (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss,
-             nn.HingeEmbeddingLoss): loss_items.register(kind, _element_items)
+for kind in (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.KLDivLoss,
+             nn.PoissonNLLLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss): loss_items.register(kind, _element_items)
 
 @loss_items.register(FocalLoss)
 @loss_items.register(LabelSmoothingCrossEntropy)
@@ -64,29 +79,22 @@ def _label_items(loss_func, pred, targ): return targ.numel()
 
 @loss_items.register(BaseLoss)
 def _flat_items(loss_func, pred, targ):
-    return loss_items(loss_func.func, targ if loss_func.flatten else pred, targ)  # flattened, they have one shape or only targ counts
-
-@loss_items.register(types.MethodType)
-def _method_items(loss_func, pred, targ): return targ.numel() if isinstance(loss_func.__self__, MixHandler) else find_bs(targ)
+    if loss_func.flatten: pred = targ  # both will have its shape, or only targ counts
+    return loss_items(loss_func.func, pred, targ)
 
 # %% ../nbs/source/05_losses.ipynb #144e9fef
-functional_losses = {
-    F.cross_entropy:nn.CrossEntropyLoss, F.nll_loss:nn.NLLLoss, F.mse_loss:nn.MSELoss, F.l1_loss:nn.L1Loss, F.huber_loss:nn.HuberLoss,
-    F.smooth_l1_loss:nn.SmoothL1Loss, F.binary_cross_entropy:nn.BCELoss, F.binary_cross_entropy_with_logits:nn.BCEWithLogitsLoss,
-    F.kl_div:nn.KLDivLoss, F.poisson_nll_loss:nn.PoissonNLLLoss, F.soft_margin_loss:nn.SoftMarginLoss}
+def _weighted_items(settings, pred, targ):  # their modules take no weight
+    return _element_items(settings, pred, targ) if settings.weight is None else as_count(settings.weight.sum())
 
-@loss_items.register(types.FunctionType)
-@loss_items.register(partial)
-def _function_items(loss_func, pred, targ):
-    func,kwargs = (loss_func.func,loss_func.keywords) if isinstance(loss_func, partial) else (loss_func,{})
-    if func not in functional_losses: return find_bs(targ)
-    settings = SimpleNamespace(**dict(reduction='mean', weight=None, ignore_index=-100) | kwargs)
-    if func in (F.mse_loss, F.l1_loss) and settings.weight is not None: return as_count(settings.weight.sum())  # their modules take no weight
-    return _mean_items.dispatch(functional_losses[func])(settings, pred, targ)
+functional_losses |= dict.fromkeys((
+    F.huber_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div,
+    F.poisson_nll_loss, F.soft_margin_loss), _element_items)
+functional_losses |= {F.cross_entropy:_cross_entropy_items, F.nll_loss:_cross_entropy_items,
+                      F.mse_loss:_weighted_items, F.l1_loss:_weighted_items}
 
 # %% ../nbs/source/05_losses.ipynb #49286300
 def model_labels(learn:Learner)->Real|Tensor|None:
-    "Labels that `out.loss` of a Transformers model averages over; None: the loss is not one that the model has computed from labels in its input"
+    "Labels that `out.loss` of a Transformers model averages over; None: the loss is no such `out.loss`"
     out,inputs = learn.pred,first(o for o in getattr(learn, 'xb', ()) if isinstance(o, Mapping) and 'labels' in o)
     if inputs is None or not isinstance(out, Mapping) or out.get('loss') is not learn.loss_grad: return None
     labels = inputs['labels']
@@ -95,33 +103,22 @@ def model_labels(learn:Learner)->Real|Tensor|None:
     return as_count((labels != -100).count_nonzero())
 
 def n_items(learn:Learner, num_items:Callable|None=None, samples:int|None=None)->Real|Tensor|None:
-    """What the current micro-batch's loss averages over, by `num_items(learn)` or else by its loss function; None: it is a sum. Targets that are no tensors
-    count as `samples`, or as fastai counts them. Raises ValueError if `num_items` returns anything but a count"""
-    if num_items is None:
-        args = learn.pred,*learn.yb
-        if not isinstance(learn.pred, Tensor) and (labels := model_labels(learn)) is not None: return labels
-        if len(args) != 2 or not all([isinstance(o, Tensor) for o in args]):
-            return None if is_sum(learn.loss_func) else samples or find_bs(learn.yb or learn.xb)
+    "What a micro-batch's loss averages over, by `num_items(learn)` or its loss function; None: it is a sum"
+    if num_items is not None:
+        items = num_items(learn)
+        if isinstance(items, Tensor) and items.numel() == 1: return items.detach().reshape(())
+        if isinstance(items, Real) and 0 <= items < float('inf'): return items
+        raise ValueError(f"num_items must return a count, 0 or more, a number or one-element tensor, not {items!r}")
+    if not isinstance(learn.pred, Tensor) and (labels := model_labels(learn)) is not None: return labels
+    args = learn.pred,*learn.yb
+    if len(args) == 2 and all([isinstance(o, Tensor) for o in args]):
         return loss_items(learn.loss_func, *[o if type(o) is Tensor else o.as_subclass(Tensor) for o in args])
-    items = num_items(learn)
-    if isinstance(items, Tensor) and items.numel() == 1: return items.detach().reshape(())
-    if isinstance(items, Real) and 0 <= items < float('inf'): return items
-    raise ValueError(f"num_items must return a count, 0 or more, as a number or a one-element tensor, not {items!r}")
-
-# %% ../nbs/source/05_losses.ipynb #b718ba81
-def join_rows(parts:list, samples:list[int], rows_together:bool):
-    "`join` for tensors with a whole number of rows for each sample: together, or else all samples, then all of them again"
-    def split(n): return lambda o: o.unflatten(0, (n, -1)) if rows_together else o.unflatten(0, (-1, n)).transpose(0, 1)
-    joined = join([each_tensor(split(n), b) for b,n in zip(parts, samples)], samples)
-    return each_tensor(lambda o: (o if rows_together else o.transpose(0, 1)).flatten(0, 1), joined)
+    return None if is_sum(learn.loss_func) else samples or find_bs(learn.yb or learn.xb)
 
 # %% ../nbs/source/05_losses.ipynb #07dc8e68
 class LossState(Snapshot):
-    "What a call of a loss function can change: the attributes and buffers of all that it holds, but for its Learner; the random generators"
-    def __init__(self, loss_func:Callable): super().__init__(loss_func, weights=False)
-
+    "What a call of a loss function can change: all that it holds but its Learner, and random generators"
     def save(self, o):
-        "Save the state of `o`, and of all that it holds"
         if isinstance(o, (type,Learner,DataLoaders)) or id(o) in self.seen: return
         super().save(o)
         if isinstance(o, types.MethodType): self.save(o.__self__)
@@ -131,91 +128,95 @@ class LossState(Snapshot):
             self.save(cell.cell_contents)
         if callable(o) and hasattr(o, '__dict__'): self.save(vars(o))
 
-    def save_tensor(self, o:Tensor):
-        "Save the value of a buffer; a call without gradient changes no parameter"
+    def save_tensor(self, o):  # where it is: no GPU sync
         if not isinstance(o, nn.Parameter): self.undo.append(partial(o.data.copy_, o.detach().clone()))
 
-def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype, autocasts:bool, seed:int)->tuple[Tensor,...]:
-    "The gradient of the loss on each output, in `dtype` or better, under autocast only if it `autocasts`; nothing is changed"
-    def copy(o): return o.detach().to(torch.promote_types(o.dtype, dtype) if o.is_floating_point() else o.dtype, copy=True)
-    pred,*targ = each_tensor(copy, args)
-    outputs = [o.requires_grad_() for o in tensors_in(pred) if o.is_floating_point()]
-    with LossState(loss_func) as state:
-        state.seed(seed)
-        with torch.enable_grad(), nullcontext() if autocasts else torch.autocast(outputs[0].device.type, enabled=False):
-            loss = loss_func(each_tensor(torch.clone, pred), *targ)  # it may work in place
-        return tuple(o.as_subclass(Tensor) for o in torch.autograd.grad(loss, outputs, materialize_grads=True))
+def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype=torch.float64)->Tensor:
+    "A row of gradients for each sample of the outputs, in float64, or float32 if it takes no other"
+    def copy(o): return o.to(torch.promote_types(o.dtype, dtype), copy=True) if o.is_floating_point() else o.clone()
+    try:
+        pred,*targ = each_tensor(copy, args)
+        outputs = [o.requires_grad_() for o in tensors_in(pred) if o.is_floating_point()]
+        loss = loss_func(each_tensor(torch.clone, pred), *targ)  # it may work in place
+        grads = torch.autograd.grad(loss, outputs, materialize_grads=True)
+        return torch.cat([o.as_subclass(Tensor).reshape(len(o), -1) for o in grads], 1)
+    except Exception:
+        if dtype == torch.float32: raise
+        return loss_grads(loss_func, args, torch.float32)
 
 # %% ../nbs/source/05_losses.ipynb #11e157d7
-Verdict = namedtuple('Verdict', 'says by why', defaults=(0., ''))  # 'same', 'differs' or 'cannot tell', the relative difference, the reason
+def compare(loss_func:Callable, parts:list[tuple], samples:list[int], items:list)->list[Tensor]:
+    "How far from the joint loss' gradient its second computation is, and that from two parts; no GPU sync"
+    def differ(a, b): return (a-b).norm()/a.norm()
+    n,middle,whole = sum(samples),samples[0],join(parts, samples)
+    grads = loss_grads(loss_func, whole)
+    again = differ(grads, loss_grads(loss_func, whole))
+    if items[0] is None and all(len(o) == n for o in tensors_in(whole)):
+        order = grads.norm(dim=1).argsort().roll(1)
+        middle,grads,whole = n//2,grads[order],each_tensor(lambda o: o[order], whole)
+    two = [cut((whole,), start, end, n)[0] for start,end in ((0, middle), (middle, n))]
+    counts = [n_items(micro_batch(loss_func, o)) for o in two] if items[0] is None else [items[0], sum(items[1:])]
+    total = None if counts[0] is None else sum(counts)
+    made = [times(loss_grads(loss_func, o), 1 if total is None else m/total) for o,m in zip(two, counts)]
+    return [again, differ(grads, torch.cat(made))]
 
-class LossCheck:
-    "Compares the loss of the first two micro-batches that it is given with that of both together, once"
-    tolerance = 1e-5
-    most = 2**27  # bytes of outputs and targets; larger ones are not kept until the next micro-batch
-    precisions = (torch.float64, False),(torch.float32, False),(torch.float32, True)  # and whether autocast stays on
-    def __init__(self): self.parts,self.differs,self.why = [],None,''
-    @property
-    def is_done(self)->bool: return self.differs is not None or self.why != ''
-
-    def add(self, loss_func:Callable, args:tuple, samples:int, items:Real|Tensor|None):
-        "Add a micro-batch of outputs and targets, unless two were enough; with the second one the losses are compared, without a GPU sync"
-        if self.is_done or isinstance(items, Real) and items == 0: return
-        try:
-            args = each_tensor(Tensor.detach, args)
-            if sum(o.nbytes for o in tensors_in(args)) > self.most: raise MemoryError('the outputs are too large to keep')
-            self.parts.append((args, samples, items, self.grads(loss_func, args)))
-            if len(self.parts) == 2: self.differs = self.compare(loss_func)
-        except Exception as e: self.why = f'{type(e).__name__}: {e}'.strip()
-        if self.is_done: self.parts = []
-
-    def grads(self, loss_func:Callable, args:tuple, seed:int=0)->tuple[Tensor,...]:
-        "The gradients, in the first of `precisions` that the loss function takes"
-        while True:
-            try: return loss_grads(loss_func, args, *self.precisions[0], seed)
-            except Exception:
-                if self.parts or len(self.precisions) == 1: raise
-            self.precisions = self.precisions[1:]
-
-    def add_micro_batch(self, learn:Learner, window:Window, items:Real|Tensor|None):
-        "Add the micro-batch that `learn` is at, unless it is a window by itself"
-        if not window.n_micro: self.parts = []
-        if not (not window.n_micro and window.micro.ends_window): self.add(learn.loss_func, (learn.pred, *learn.yb), window.micro.samples, items)
+def micro_batch(loss_func, args): return SimpleNamespace(loss_func=loss_func, pred=args[0], yb=args[1:])
 
 # %% ../nbs/source/05_losses.ipynb #341a0d8d
+Verdict = namedtuple('Verdict', 'says by why', defaults=(0., ''))  # 'same', 'differs' (by) or 'cannot tell' (why)
+
+class LossCheck:
+    "Compares the losses of a window's micro-batches with their joint loss, in the first windows of a fit"
+    tolerance,windows,most = 1e-5,16,2**28  # bytes of outputs and targets are kept at most
+    def __init__(self): self.parts,self.kept,self.left,self.found = [],0,self.windows,[]
+
+    def add(self, learn:Learner, samples:int, items:Real|Tensor|None=None):
+        "Keep the micro-batch that `learn` is at; its `items` only if `num_items` has given them"
+        args,self.loss_func = (learn.pred, *learn.yb),learn.loss_func
+        size = sum(o.nbytes for o in tensors_in(args))
+        if model_labels(learn) is not None: self.left = 0  # the model has counted them
+        if self.kept+size > self.most or not self.left: return
+        self.kept += size
+        self.parts.append((each_tensor(Tensor.detach, args), samples, items))
+
+    def compare(self)->list[Tensor]:
+        "Compare what was added: two numbers for `judge`, or none; no GPU sync"
+        parts,self.parts,self.kept = self.parts,[],0
+        self.left -= 1
+        try:
+            if len(parts) < 2: raise ValueError('there was only one micro-batch, or its outputs are too large to keep')
+            off = torch.autocast(tensors_in(parts)[0].device.type, enabled=False)
+            with LossState(self.loss_func, weights=False), torch.enable_grad(), off:
+                return compare(self.loss_func, *map(list, zip(*parts)))
+        except Exception as e: self.found.append(Verdict('cannot tell', why=str(e).strip().split('\n')[0]))
+        return []
+
+# %% ../nbs/source/05_losses.ipynb #0cd684eb
 @patch
-def compare(self:LossCheck, loss_func:Callable)->Tensor:
-    "Relative differences of gradients: of the first micro-batch when it comes again, and of both together, for each order of rows"
-    def norm(o): return torch.stack([t.norm() for t in o]).norm()
-    args,samples,items,grads = zip(*self.parts)
-    total = 1 if items[0] is None else sum(items)
-    made = [tuple(times(o, 1 if n is None else n/total) for o in g) for g,n in zip(grads, items)]
-    several = any(len(o) != n for b,n in zip(args, samples) for o in tensors_in(b))
-    pairs = [(grads[0], self.grads(loss_func, args[0], seed=1))]
-    for o in (True, False) if several else (True,): pairs.append((self.grads(loss_func, join_rows(args, samples, o)), join_rows(made, samples, o)))
-    return torch.stack([norm([x-y for x,y in zip(a, b)])/norm(a) for a,b in pairs])
+def judge(self:LossCheck, again:Real|Tensor, by:Real|Tensor)->str|None:
+    "What `compare` has shown; a warning if accumulation is not exact for this loss"
+    again,by = float(again),float(by)
+    if not math.isfinite(again+by): found = Verdict('cannot tell', why='a gradient is 0, NaN or infinite')
+    elif again > self.tolerance: found = Verdict('cannot tell', why='it gives something else when it is called again')
+    else: found = Verdict('differs' if by > self.tolerance else 'same', by)
+    self.found.append(found)
+    if found.says != 'differs': return
+    self.left = 0
+    return ("accumulation is not exact for this loss: the gradient of the joint loss of several micro-batches differs "
+            f"from that of two parts of them by {by:.2g} of its length. Pass num_items (what the loss averages over), "
+            "set reduction='sum' on a loss that sums, or use GradientCache, which computes the loss on the whole batch")
 
 @patch
-def verdict(self:LossCheck)->Verdict:
-    "What the comparison has shown; a GPU sync"
-    if self.differs is None: return Verdict('cannot tell', why=self.why or 'there was only one micro-batch')
-    again,*by = self.differs.tolist() if isinstance(self.differs, Tensor) else self.differs
-    if not all(math.isfinite(o) for o in (again, *by)): return Verdict('cannot tell', why='a gradient is 0, NaN or infinite')
-    if again > self.tolerance: return Verdict('cannot tell', why='the loss function gives something else when it is called again')
-    if max(by) <= self.tolerance: return Verdict('same', max(by))
-    if min(by) > (1e-2 if self.precisions[0][1] else self.tolerance): return Verdict('differs', min(by))  # under autocast rounding is coarse
-    return Verdict('cannot tell', max(by), 'the difference may come from rounding, or from the order of rows')
-
-@patch
-def warning(self:LossCheck)->str|None:
-    "What to know if accumulation is not exact for this loss"
-    if (found := self.verdict()).says == 'differs': return (
-        f"accumulation is not exact for this loss: over two micro-batches, the gradient of their joint loss differs from the accumulated one by {found.by:.2g} of its length. "
-        "Pass num_items (what the loss averages over), set reduction='sum' on a loss that sums, or use GradientCache, which computes the loss on the whole batch")
+def at_end(self:LossCheck)->str|None:
+    "A warning if no window of a fit could tell anything, of a loss without a rule"
+    if {o.says for o in self.found} == {'cannot tell'} and not has_rule(self.loss_func):
+        return ("could not check whether accumulation is exact for this loss: pass num_items if you know what it "
+                f"averages over, or compare with a fit on large batches ({self.found[0].why})")
 
 def check_loss(loss_func:Callable, parts:list[tuple], samples:list[int]|None=None, items:list|None=None)->Verdict:
-    "Whether the loss of two micro-batches, each outputs and targets, together is what accumulation makes of their two losses"
-    check,samples = LossCheck(),samples or [batch_size(o) for o in parts]
-    if items is None: items = [n_items(SimpleNamespace(loss_func=loss_func, pred=o[0], yb=o[1:])) for o in parts]
-    for o,n,m in zip(parts, samples, items, strict=True): check.add(loss_func, o, n, m)
-    return check.verdict()
+    "Whether accumulation is exact for this loss, shown by micro-batches, which are tuples of outputs and targets"
+    check = LossCheck()
+    for i,o in enumerate(parts):
+        check.add(micro_batch(loss_func, o), samples[i] if samples else batch_size(o), items[i] if items else None)
+    if compared := check.compare(): check.judge(*compared)
+    return check.found[0]

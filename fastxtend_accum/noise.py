@@ -104,7 +104,7 @@ class WindowSquares:
     def add(self):
         "Add what the hooks have seen, unless the micro-batch was cancelled or has no items"
         micro = self.window.micro
-        if self.hooks and micro.under_way:
+        if self.hooks and micro and micro.under_way:
             size = micro.samples if micro.items is None else micro.items
             self.squares = self.squares + mean_over(size, sum_of_squares(self.norms)/size)
             self.n = self.n + (size > 0)
@@ -208,12 +208,12 @@ def before_train(self:GradientNoiseScale):
 @patch
 def after_step(self:GradientNoiseScale):
     "Add the window to the averages, which are of one metric, and record the estimate"
-    window,samples = self.squares.window,self.squares.samples
+    window = self.squares.window
     if window.state != WindowState.closed: return  # a step that was cancelled
     *sums,n_micro,steps = self.squares.result.tolist()
     metric = 'plain' if steps == math.inf else 'Adam'
     if metric != self.averages.metric: self.averages = NoiseAverages(self.memory, metric)
-    if n_micro > 1 and steps >= 5: self.averages.add(*noise_and_signal(*sums, n_micro, samples), window.samples)
+    if n_micro > 1 and steps >= 5: self.averages.add(*noise_and_signal(*sums, n_micro, self.squares.samples), window.samples)
     estimate = self.estimate()
     if hasattr(self.learn, 'recorder'): record(self.learn.recorder, 'noise_scale', estimate)
     if estimate.noise_scale < math.inf: window.measured['gradient_noise_scale'] = estimate.noise_scale

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.mixup import MixHandler
+from fastai.callback.rnn import RNNRegularizer
 
 from .checks import *
 from .nested import *
@@ -18,11 +19,11 @@ from .loader import *
 from .processes import *
 from .fit import *
 from .memory import *
+from .hidden_state import *
 
 # %% auto #0
-__all__ = ['own_loop', 'Pieces', 'per_sample', 'Inputs', 'Arguments', 'SavedState', 'forward_in_pieces', 'carries_state',
-           'check_splits', 'all_contexts', 'evaluate', 'Loop', 'train_on', 'check_loop', 'Way', 'is_compiled',
-           'MicroBatchFinder']
+__all__ = ['own_loop', 'Pieces', 'per_sample', 'Inputs', 'OneRow', 'Arguments', 'SavedState', 'forward_in_pieces', 'all_contexts',
+           'evaluate', 'Loop', 'train_on', 'check_loop', 'Way', 'is_compiled', 'MicroBatchFinder']
 
 # %% ../nbs/source/07_pieces.ipynb #d1d04810
 class Pieces:
@@ -84,6 +85,17 @@ class Inputs:
         self.learn.xb,self.learn.yb = self.xb,self.yb
         for cb,name,value in self.values: vars(cb)[name] = value
 
+# %% ../nbs/source/07_pieces.ipynb #a5a8ba03
+class OneRow:
+    "Part: an `RNNRegularizer` regularizes a piece of one row as it does larger ones"
+    def __init__(self, cb:RNNRegularizer, n:int): self.cb,self.n = cb,n
+    def undo(self, start:int): pass
+    def piece(self, start:int, end:int):
+        if end-start == 1 < self.n: return replaced(self.cb, 'after_loss', self.after_loss)
+    def after_loss(self):
+        rnn = self.cb.rnn
+        with replaced(rnn, 'raw_out', rnn.raw_out.expand(2, *rnn.raw_out.shape[1:])): type(self.cb).after_loss(self.cb)
+
 # %% ../nbs/source/07_pieces.ipynb #5de76854
 class Arguments:
     "Part: the arguments of a forward pass of `n` samples"
@@ -111,18 +123,6 @@ def forward_in_pieces(forward:Callable, most:int, lists:dict, n:int)->Callable:
         return Pieces(n, [arguments]).run(run, lambda: most).joined()
     return f
 
-# %% ../nbs/source/07_pieces.ipynb #d1526b8a
-def carries_state(model:nn.Module)->bool:
-    "Whether `model` carries a state from batch to batch, as fastai's language models do; its text classifiers reset theirs"
-    model = getattr(model, 'module', model)  # fastai gives DistributedDataParallel a `reset` of its own
-    return hasattr(model, 'reset') and not any(type(m).__name__ == 'SentenceEncoder' for m in model.modules())
-
-def check_splits(model:nn.Module):
-    "Raises ValueError if `model` carries a state"
-    if carries_state(model):
-        raise ValueError(f"{type(model).__name__} carries its state from batch to batch (it has a `reset`), so a batch cannot be split for it: "
-                         "use a smaller batch in the DataLoader, and no micro_batch_size")
-
 # %% ../nbs/source/07_pieces.ipynb #7efc415f
 def all_contexts(ways:list, name:str)->ExitStack:
     "The contexts of all `ways`, `forward_context` or `backward_context`, each of which finds what those before it have replaced"
@@ -142,7 +142,9 @@ def evaluate(learn:Learner, ways:list=(), model:nn.Module|None=None):
 
 class Loop:
     "Runs where fastai runs `_do_one_batch`; `ways` are the callbacks that have joined it"
-    def __init__(self, learn:Learner): self.learn,self.ways,self.lists,self.splitter,self.pieces,self.in_autocast = learn,[],{},None,None,True
+    def __init__(self, learn:Learner):
+        self.learn,self.ways,self.lists,self.owners,self.regularizers = learn,[],{},[],[]
+        self.splitter,self.pieces,self.in_autocast = None,None,True
     def __call__(self, f:Callable):
         if not self.learn.training: return evaluate(self.learn, self.ways)
         try: self.train()
@@ -188,8 +190,12 @@ def train(self:Loop):
 def parts(self:Loop)->list:
     "All that follows the pieces of this batch"
     saved = [SavedState(self.learn.model)] if self.inputs.copies else []
-    return [self.inputs, *saved, *(p for o in self.ways for p in o.parts(self.inputs.n))]
+    n = self.inputs.n
+    rows = [HiddenState(self.owners, n)] if self.owners else []
+    if self.regularizers: rows += [OneRow(o, n) for o in self.regularizers]
+    return [self.inputs, *saved, *rows, *(p for o in self.ways for p in o.parts(n))]
 
+# %% ../nbs/source/07_pieces.ipynb #8b7a2fed
 @patch
 def train_piece(self:Loop, start:int, end:int):
     "Forward pass, loss and backward pass of a piece; returns its output, without its graph if there are others"
@@ -218,13 +224,14 @@ def retry(self:Loop, error:Exception):
     free_memory()
     self.pieces.go_back(start)
     warn(f"out of memory in training: from now on, {way.shrink(self, error)}")
-    self.pieces.parts = self.parts()  # another way may have others
+    if not start: self.pieces.parts = self.parts()  # another way may have others
 
 def train_on(loop:Loop, inputs:Inputs, n:int):
     "A forward and a backward pass on the first `n` samples, without a step"
     inputs.piece(0, n)
-    evaluate(loop.learn, loop.ways, inner_model(loop.learn.model))
-    with all_contexts(loop.ways, 'backward_context'): loop.learn.loss_grad.backward()
+    with HiddenState(loop.owners, inputs.n).piece(0, n):
+        evaluate(loop.learn, loop.ways, inner_model(loop.learn.model))
+        with all_contexts(loop.ways, 'backward_context'): loop.learn.loss_grad.backward()
 
 # %% ../nbs/source/07_pieces.ipynb #1873bd39
 own_loop = '_do_one_batch','_do_grad_opt','_backward'
@@ -236,18 +243,21 @@ def check_loop(learn:Learner, cb:Callback):
             raise ValueError(f"{type(learn).__name__} has its own {o}, which {type(cb).__name__} would overrule: leave {type(cb).__name__} out, "
                              "or make a callback of what it does")
 
+# %% ../nbs/source/07_pieces.ipynb #e24952ff
 class Way(FitCallback):
     "Base of callbacks that run a batch in another way: `join_loop` in `before_train` lets them"
     micro_batch_size,part,splits_loss = None,None,False
     def join_loop(self):
         "Join the loop of this fit; raises ValueError if the Learner has a loop of its own"
+        if not self.is_in_fit(): return
         check_loop(self.learn, self)
-        if self.splits: check_splits(self.learn.model)
         fit = fit_of(self.learn)
-        ways = fit.instead.setdefault('batch', Loop(self.learn)).ways
-        if self in ways: return
-        ways.append(self)
-        fit.stack(self).callback(ways.remove, self)
+        loop = fit.instead.setdefault('batch', Loop(self.learn))
+        loop.owners,loop.regularizers = state_owners(self.learn.model),self.learn._grab_cbs(RNNRegularizer)
+        if self.splits: check_splits(self.learn.model, loop.owners)
+        if self in loop.ways: return
+        loop.ways.append(self)
+        fit.stack(self).callback(loop.ways.remove, self)
 
     @property
     def splits(self)->bool:
@@ -283,7 +293,7 @@ def running_part(self:Way)->nn.Module:
 @patch
 def forward_context(self:Way):
     "The forward pass in validation and prediction, in pieces: fastai's own code does the rest with the joined outputs"
-    if self.learn.training or not self.splits: return None
+    if self.learn.training or self is not first(o for o in fit_of(self.learn).instead['batch'].ways if o.splits): return None
     module = self.running_part()
     return replaced(module, 'forward', self.valid_forward(module))
 
@@ -291,6 +301,7 @@ def forward_context(self:Way):
 def valid_forward(self:Way, module:nn.Module)->Callable:
     "`forward` of `module` in pieces of `micro_batch_size` samples; with 'auto', or hooks that would see pieces, of as many as fit in memory"
     forward,loop,fitting = module.forward,fit_of(self.learn).instead['batch'],self.fitting
+    owners = [o for o in loop.owners if o in {*module.modules()}]
     tries = self.micro_batch_size == 'auto' or any(m._forward_hooks for m in module.modules() if m is not module)
     def in_pieces(*args, **kwargs):
         if not tensors_in((args, kwargs)): return forward(*args, **kwargs)
@@ -298,9 +309,11 @@ def valid_forward(self:Way, module:nn.Module)->Callable:
         def most(): return fitting.valid or (n if tries else self.micro_batch_size)
         def retry(error): fitting.valid = halve(min(n, most()), error)
         arguments = Arguments(args, kwargs, n, loop.lists)
+        pieces = Pieces(n, [arguments, *([HiddenState(owners, n)] if owners else [])])
         def run(start, end): return forward(*arguments.now[0], **arguments.now[1])
-        try: return Pieces(n, [arguments]).run(run, most, retry if tries and fitting.valid != math.inf else None).joined()
+        try: return pieces.run(run, most, retry if tries and fitting.valid != math.inf else None).joined()
         except CannotJoin as e:
+            pieces.go_back(0)
             warn(f"validation batches are not split: {e}. If memory runs out, give the DataLoaders a smaller val_bs, such as val_bs={most()}")
             fitting.valid = math.inf
             return forward(*args, **kwargs)

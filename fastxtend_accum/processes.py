@@ -23,11 +23,12 @@ def averages_gradients(model:nn.Module)->bool:
     "Whether `model` averages its gradients over processes: a DistributedDataParallel, or one sharded by FSDP 1 or 2"
     return hasattr(model, 'no_sync') or hasattr(model, 'set_requires_gradient_sync')
 
-def is_sharded(model:nn.Module)->bool: return averages_gradients(model) and not isinstance(model, DistributedDataParallel)
+def is_sharded(model:nn.Module)->bool:
+    return averages_gradients(model) and not isinstance(model, DistributedDataParallel)
 
 def n_processes(learn:Learner)->int:
     "Processes that train the model of `learn` together, at least 1"
-    trainer = getattr(sys.modules.get('fastai.distributed'), 'DistributedTrainer', ())  # to import it takes accelerate
+    trainer = getattr(sys.modules.get('fastai.distributed'), 'DistributedTrainer', ())  # importing it takes accelerate
     if not (learn._grab_cbs(trainer) or averages_gradients(learn.model)): return 1
     return dist.get_world_size(getattr(learn.model, 'process_group', None))
 
@@ -38,35 +39,39 @@ def all_reduce(model:nn.Module, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
 
 # %% ../nbs/source/02_processes.ipynb #b7f9ddbb
 class Processes:
-    "The processes that train one model together: when they synchronize, and the sums of a window over all of them"
-    def __init__(self, n:int=1): self.n,self.unit,self.averaged = n,None,None  # averaged: what the last backward pass has done; None before the first
-    def common_unit(self, items:Real|Tensor|None, device:torch.device, model:nn.Module)->float|None:
-        "The unit of all weights in this fit, a power of two near the first micro-batch's items; None: no process has one yet. One scalar message per fit"
+    "The processes that train the model of `learn` together: when they synchronize, and the sums of a window over all"
+    def __init__(self, learn:Learner):
+        self.learn,self.n,self.unit = learn,n_processes(learn),None
+        self.averaged = None  # whether the last backward pass has averaged; None before the first
+    def all_reduce(self, o:Tensor, op=dist.ReduceOp.SUM)->Tensor: return all_reduce(self.learn.model, o, op)
+
+    def common_unit(self, items:Real|Tensor|None)->float|None:
+        "The unit of all weights in this fit, near the first micro-batch's items; None: no process has any yet"
         if self.unit is None and items is not None:
-            items = torch.as_tensor(items, dtype=torch.float64, device=device).clone()
-            if most := all_reduce(model, items, dist.ReduceOp.MAX).item(): self.unit = power_of_two(most)
+            items = torch.as_tensor(items, dtype=torch.float64, device=self.learn.loss.device).clone()
+            if most := self.all_reduce(items, dist.ReduceOp.MAX).item(): self.unit = power_of_two(most)
         return self.unit
-    def add_up(self, window:Window, model:nn.Module, opt:Optimizer|OptimWrapper):
-        "Average the gradients over the processes unless DDP has, and add up the sums of `window` over them: a message of 24 bytes"
-        if not self.averaged: self.average(model, opt, window.sums)
-        loss = window.loss_sum.as_subclass(Tensor)
-        sums = [torch.as_tensor(o, dtype=torch.float64, device=loss.device) for o in (0 if window.is_sum else window.items, window.samples, loss)]
-        items,samples,loss_sum = all_reduce(model, torch.stack(sums)).tolist()
-        if not window.is_sum: window.items = items
-        window.samples,window.loss_sum,window.n_processes = int(samples),torch.tensor(loss_sum, dtype=loss.dtype),self.n
-    def all_of(self, ok:bool, model:nn.Module)->bool:
-        "Whether `ok` holds in all processes: sharded gradients may be finite in one and not in another"
-        return ok if self.n == 1 else bool(all_reduce(model, torch.tensor(float(ok), device=next(model.parameters()).device), dist.ReduceOp.MIN))
-    def before_micro_batch(self, model:nn.Module, opt:Optimizer|OptimWrapper, ends_window:bool, in_float32:bool=False):
-        "Keep DDP from averaging before the window's last backward pass, and then, too, if the sums are `in_float32`; the first call checks the model"
-        first = self.averaged is None
-        if first: check_wrapped(model, opt)
+
+    def before_micro_batch(self, ends_window:bool, in_float32:bool=False):
+        "Keep DDP from averaging in mid-window, or ever if sums are `in_float32`; at first, check the model"
+        model,first = self.learn.model,self.averaged is None
+        if first: check_wrapped(model, self.learn.opt)
         if in_float32: check_sums(model)
         if isinstance(model, DistributedDataParallel):
-            model.require_backward_grad_sync = (ends_window and not in_float32) or (first and model.static_graph)
-    def after_backward(self, model:nn.Module):
-        self.averaged = getattr(model, 'require_backward_grad_sync', True)  # the gradients are now a mean over the processes
-        enable_sync(model)
+            model.require_backward_grad_sync = ends_window and not in_float32 or first and model.static_graph
+
+    def after_backward(self):
+        self.averaged = getattr(self.learn.model, 'require_backward_grad_sync', True)
+        enable_sync(self.learn.model)
+
+    def add_up(self, window:Window):
+        "Average the gradients unless DDP has, and add up the sums of `window` over the processes: 24 bytes"
+        if not self.averaged: self.average(window.sums)
+        loss,items = window.loss_sum.as_subclass(Tensor),0 if window.is_sum else window.items
+        sums = [torch.as_tensor(o, dtype=torch.float64, device=loss.device) for o in (items, window.samples, loss)]
+        items,samples,loss_sum = self.all_reduce(torch.stack(sums)).tolist()
+        if not window.is_sum: window.items = items
+        window.samples,window.n_processes,window.loss_sum = int(samples),self.n,torch.tensor(loss_sum, dtype=loss.dtype)
 
 def enable_sync(model:nn.Module):
     if isinstance(model, DistributedDataParallel): model.require_backward_grad_sync = True
@@ -78,27 +83,35 @@ def check_wrapped(model:nn.Module, opt:Optimizer|OptimWrapper):
         raise ValueError(f"several processes train a {type(model).__name__} that does not average its gradients: "
                          "train inside `with learn.distrib_ctx():`, or wrap the model in DistributedDataParallel")
     if getattr(model, 'gradient_as_bucket_view', False) and isinstance(opt, Optimizer):
-        raise ValueError("gradient_as_bucket_view=True does not work with fastai's optimizers, which detach gradients in place: "
-                         "leave it out, or use an optimizer of PyTorch's through OptimWrapper")
+        raise ValueError("gradient_as_bucket_view=True does not work with fastai's optimizers, which detach gradients "
+                         "in place: leave it out, or use an optimizer of PyTorch's through OptimWrapper")
 
 def check_sums(model:nn.Module):
     "Raises ValueError if `model` adds up or averages gradients in the precision of its weights"
     why = "in the precision of the weights, which is not float32 here: "
     if getattr(model, 'static_graph', False):
-        raise ValueError(f"static_graph=True averages the first gradients {why}leave it out, or keep the weights in float32 and use to_bf16()")
+        raise ValueError(f"static_graph=True averages the first gradients {why}leave it out, or keep the weights in "
+                         "float32 and use to_bf16()")
     if is_sharded(model) and hasattr(model, 'no_sync'):
-        raise ValueError(f"{type(model).__name__} adds up gradients {why}use fully_shard, or keep the weights in float32 with its MixedPrecision")
+        raise ValueError(f"{type(model).__name__} adds up gradients {why}use fully_shard, or keep the weights in "
+                         "float32 with its MixedPrecision")
 
 # %% ../nbs/source/02_processes.ipynb #cf6b587b
 @patch
-def average(self:Processes, model:nn.Module, opt:Optimizer|OptimWrapper, sums:dict[nn.Parameter,Tensor]|None=None):
-    "Average the gradients of `opt`, and those in `sums`, over the processes, as DDP would have; a parameter counts if any process has its gradient"
-    params = trained(opt)
-    if not params: return
-    used = torch.tensor([p.grad is not None or p in (sums or {}) for p in params], dtype=torch.int64, device=params[0].device)
-    for p,n in zip(params, all_reduce(model, used).tolist()):
-        if not n: continue
+def average(self:Processes, sums:dict[nn.Parameter,Tensor]|None=None):
+    "Average the gradients, and those in `sums`, as DDP would have: of parameters that have one in any process"
+    if not (params := trained(self.learn.opt)): return
+    used = [p.grad is not None or p in (sums or {}) for p in params]
+    used = self.all_reduce(torch.tensor(used, dtype=torch.int64, device=params[0].device)).tolist()
+    for p in (p for p,n in zip(params, used) if n):
         if sums is not None and p.dtype in half:
             if p not in sums: sums[p] = torch.zeros_like(p, dtype=torch.float32)
         elif p.grad is None: p.grad = torch.zeros_like(p)
-        all_reduce(model, p.grad if p.grad is not None else sums[p]).div_(self.n)
+        self.all_reduce(sums[p] if p.grad is None else p.grad).div_(self.n)
+
+@patch
+def all_of(self:Processes, ok:bool)->bool:
+    "Whether `ok` holds in all processes: sharded gradients may be finite in one and not in another"
+    if self.n == 1: return ok
+    device = next(self.learn.model.parameters()).device
+    return bool(self.all_reduce(torch.tensor(float(ok), device=device), dist.ReduceOp.MIN))

@@ -12,47 +12,49 @@ from fastai.basics import *
 from fastai.callback.schedule import SchedCos
 
 from .checks import *
-from .nested import *
 from .loader import *
+from .window import *
 from .fit import *
 from .logging import *
 from .accumulation import *
 
 # %% auto #0
-__all__ = ['Numeric', 'check_point', 'fraction_of_fit', 'scheduled_bs', 'GradientAccumulationSchedule', 'check_order',
-           'check_schedule', 'linear_scale', 'sqrt_scale', 'half_life_scale', 'SchedSteps', 'SeesawSchedule', 'seesaw']
+__all__ = ['Numeric', 'fraction_of_fit', 'check_order', 'check_schedule', 'GradientAccumulationSchedule', 'linear_scale',
+           'sqrt_scale', 'half_life_scale', 'SchedSteps', 'SeesawSchedule', 'seesaw']
 
 # %% ../nbs/source/10_schedule.ipynb #6c0be3df
 Numeric = int|float
 _tiny = 1e-6  # positions are sums of many fractions: .3 may be .29999999999999993
 
-def check_point(name:str, point:Numeric):
-    "Raises TypeError or ValueError unless `point` is a number of epochs, int, or a fraction of training, float from 0 to 1"
+def fraction_of_fit(name:str, point:Numeric, n_epoch:float=math.inf)->float:
+    "Where `point`, a fraction (float) or in epochs (int), lies in a fit; raises TypeError or ValueError if nowhere"
     if isinstance(point, bool) or not isinstance(point, Real):
         raise TypeError(f"{name} must be a float (fraction of training) or an int (epochs), not {point!r}")
-    if isinstance(point, Integral):
-        if point < 0: raise ValueError(f"{name} counts epochs from 0, so it cannot be {point}: use 0 or more")
-    elif not 0 <= point <= 1:
-        raise ValueError(f"{name} is a fraction of training, so it cannot be {point}: use 0.0 to 1.0, or an int for epochs")
-
-def fraction_of_fit(name:str, point:Numeric, n_epoch:int)->float:
-    "Where `point`, in epochs (int) or as a fraction (float), lies in a fit of `n_epoch` epochs; raises ValueError if that is outside"
-    if not isinstance(point, Integral): return float(point)
+    if not isinstance(point, Integral):
+        if 0 <= point <= 1: return float(point)
+        raise ValueError(f"{name} is a fraction of training, so it cannot be {point}: use 0.0 to 1.0, "
+                         "or an int for epochs")
+    if point < 0: raise ValueError(f"{name} counts epochs from 0, so it cannot be {point}: use 0 or more")
     if point <= n_epoch: return point/n_epoch
-    raise ValueError(f"{name}={point} epochs is outside this fit of {n_epoch} epochs: use an int up to {n_epoch}, or a float for a fraction of training")
+    raise ValueError(f"{name}={point} epochs is outside this fit of {n_epoch} epochs: use an int up to {n_epoch}, "
+                     "or a float for a fraction of training")
 
-def scheduled_bs(pct:float, start_bs:int, final_bs:int, start:float, finish:float, schedule:Callable, smallest_bs:int)->int:
-    """The size of a window that opens at `pct` of training: `start_bs` up to `start`, `final_bs` from `finish` on, in between that of
-    `schedule(start_bs, final_bs)(pos)`, as the nearest multiple of `smallest_bs` (ties up). Raises ValueError on NaN, inf or below 1"""
-    if pct >= finish-_tiny: return final_bs
-    if pct < start-_tiny: return start_bs
-    size = float(schedule(start_bs, final_bs)(max(0., pct-start)/(finish-start)))
-    if not 1 <= size < math.inf: raise ValueError(f"the schedule gives a batch size of {size} at {pct:.3f} of training: it must be 1 or more samples")
-    return max(1, math.floor(size/smallest_bs + 0.5 + _tiny)) * smallest_bs
+def check_order(start:Numeric, finish:Numeric):
+    if start > finish: raise ValueError(f"start={start} is after finish={finish}: use a start of at most {finish}")
+
+def check_schedule(schedule:Callable, start_bs:int, final_bs:int):
+    if isinstance(schedule, dict):
+        raise TypeError(f"schedule must be an annealer such as SchedCos, not {schedule!r}: for sizes by point use "
+                        "GradientAccumulationSchedule(**SchedSteps({0: 64, .5: 128}))")
+    try: f = schedule(start_bs, final_bs)
+    except TypeError as e:
+        raise TypeError(f"schedule={schedule!r} cannot be called with (start, end): {e}; give other arguments with "
+                        "partial") from e
+    if not callable(f): raise TypeError(f"schedule={schedule!r} must return a function of the position, not {f!r}")
 
 # %% ../nbs/source/10_schedule.ipynb #b08381fd
 class GradientAccumulationSchedule(GradientAccumulation):
-    "`GradientAccumulation` with a batch size that goes from `start_accum_bs` to `final_accum_bs` between `start` and `finish`"
+    "`GradientAccumulation` with a batch that changes from `start_accum_bs` to `final_accum_bs` samples"
     @delegates(GradientAccumulation.__init__, but=['accum_bs','n_acc'])
     def __init__(self,
         start_accum_bs:int, # Samples in a window up to `start`, a multiple of the micro-batch
@@ -61,58 +63,53 @@ class GradientAccumulationSchedule(GradientAccumulation):
         finish:Numeric=0.3, # Where it ends: 1.0 (float) is the end of training, 1 (int) the end of the first epoch
         schedule:Callable=SchedCos, # fastai annealer, or any `f(start, end)` that returns a function of `pos`
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, micro-batches (False)
-        micro_batch_size:int|str|None=None, # Samples that the model sees at a time: larger loader batches are split; 'auto': halved until they fit; None: no split
+        micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': what fits
         *,
-        remainder:str='step', # The incomplete window that ends an epoch: take a 'step' for it, 'carry' it into the next epoch, or 'drop' it
-        scale:dict[str,Callable]|None=None, # Rules by hyper-parameter, such as `{'lr':sqrt_scale}`, each `f(value, accum_bs/start_accum_bs)`; None: hyper-parameters do not change
+        remainder:str='step', # Incomplete window of an epoch: 'step', 'carry' or 'drop'
+        scale:dict[str,Callable]|None=None, # Rules `f(value, ratio)` by hyper-parameter, such as `{'lr':sqrt_scale}`
         **kwargs, # Others of `GradientAccumulation`
     ):
-        for name,size in dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs).items(): check_size(name, size)
-        for name,point in dict(start=start, finish=finish).items(): check_point(name, point)
-        super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, remainder=remainder, **kwargs)
+        check_size('start_accum_bs', start_accum_bs)
+        check_size('final_accum_bs', final_accum_bs)
+        for name,point in dict(start=start, finish=finish).items(): fraction_of_fit(name, point)
+        super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
+                         remainder=remainder, **kwargs)
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
         check_schedule(schedule, start_accum_bs, final_accum_bs)
         if isinstance(start, Integral) == isinstance(finish, Integral): check_order(start, finish)
-    def start_fit(self):
-        "Start as every accumulation does; warn if 1 epoch may have been meant as 1.0, all of training"
-        super().start_fit()
-        n_epoch = self.learn.n_epoch
-        if n_epoch == 1 or hasattr(self.learn, 'lr_finder') or hasattr(self.schedule, 'sizes'): return  # steps have no use for a 1.0
-        name = first(o for o in ('finish','start') if isinstance(getattr(self, o), Integral) and getattr(self, o) == 1)
-        if name and self.finish <= 1: warnings.warn(f"{name}=1 means after 1 of the {n_epoch} epochs; {name}=1.0 means the end of training")
 
 # %% ../nbs/source/10_schedule.ipynb #b08381fe
-def check_order(start:Numeric, finish:Numeric):
-    if start > finish: raise ValueError(f"start={start} is after finish={finish}: use a start of at most {finish}")
-
-def check_schedule(schedule:Callable, start_bs:int, final_bs:int):
-    if isinstance(schedule, dict): raise TypeError(f"schedule must be an annealer such as SchedCos, not {schedule!r}: for sizes by point use "
-                                                   "GradientAccumulationSchedule(**SchedSteps({0: 64, .5: 128}))")
-    try: f = schedule(start_bs, final_bs)
-    except TypeError as e: raise TypeError(f"schedule={schedule!r} cannot be called with (start, end): {e}; give other arguments with partial") from e
-    if not callable(f): raise TypeError(f"schedule={schedule!r} must return a function of the position, not {f!r}")
-
 @patch
 def sizes(self:GradientAccumulationSchedule)->dict[str,int]:
-    return getattr(self.schedule, 'sizes', {}) | dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)  # errors name the first
+    "The sizes that must fit the loader's batch, by argument; errors name the first"
+    ends = dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)
+    return getattr(self.schedule, 'sizes', {}) | ends
 
 @patch
-def curve(self:GradientAccumulationSchedule, n_epoch:int, smallest_bs:int)->Callable:
-    "`f(pct)`: samples in a window that opens at `pct` of a fit; raises ValueError if `start` or `finish` lies outside it"
+def size_at(self:GradientAccumulationSchedule, pct:float, n_epoch:int|None=None, loader_bs:int|None=None)->int:
+    "Samples in a window that opens at `pct` of training, a multiple of `loader_bs`; `n_epoch` None: of this fit"
+    if n_epoch is None:
+        if is_trial(self.learn): return self.start_accum_bs
+        n_epoch,loader_bs = self.learn.n_epoch,self.now.smallest_bs
     start,finish = (fraction_of_fit(o, getattr(self, o), n_epoch) for o in ('start','finish'))
     check_order(start, finish)
-    return lambda pct: scheduled_bs(pct, self.start_accum_bs, self.final_accum_bs, start, finish, self.schedule, smallest_bs)
+    if pct >= finish-_tiny: return self.final_accum_bs
+    if pct < start-_tiny: return self.start_accum_bs
+    size = float(self.schedule(self.start_accum_bs, self.final_accum_bs)(max(0., pct-start)/(finish-start)))
+    if 1 <= size < math.inf: return max(1, math.floor(size/loader_bs + 0.5 + _tiny)) * loader_bs
+    raise ValueError(f"the schedule gives a batch size of {size} at {pct:.3f} of training: it must be 1 or more "
+                     "samples")
 
 @patch
 def check(self:GradientAccumulationSchedule):
-    "Raises ValueError if the callback or its schedule does not fit its Learner"
+    "Raises ValueError if the schedule does not fit its Learner; warns if 1 epoch may have been meant as 1.0"
     GradientAccumulation.check(self)
     for pct in np.linspace(0, 1, 101): self.size_at(pct)
-
-@patch
-def size_at(self:GradientAccumulationSchedule, pct:float)->int:
-    "Samples in a window that opens at `pct` of this fit; `lr_find` uses the size at the start of training"
-    return self.start_accum_bs if hasattr(self.learn, 'lr_finder') else self.curve(self.learn.n_epoch, self.now.smallest_bs)(pct)
+    n_epoch = self.learn.n_epoch
+    if n_epoch == 1 or is_trial(self.learn) or hasattr(self.schedule, 'sizes'): return  # steps have no use for a 1.0
+    ones = [k for k in ('finish','start') if isinstance(o := getattr(self, k), Integral) and o == 1]
+    if ones and self.finish <= 1:
+        warn(f"{ones[0]}=1 means after 1 of the {n_epoch} epochs; {ones[0]}=1.0 means the end of training")
 
 # %% ../nbs/source/10_schedule.ipynb #6e1c7b22
 @patch
@@ -123,16 +120,18 @@ def preview(self:GradientAccumulationSchedule,
     "The windows of a fit, before training; raises ValueError if the sizes do not fit the data"
     loader_bs = loader_batch_size(dls.train, self.micro_batch_size)
     for name,size in self.sizes().items(): check_multiple(name, size, loader_bs)
-    samples,at_end = epoch_samples(dls.train, loader_bs)[0],end_of_epoch(self.remainder, dls.train)
-    size_at,res,filled = self.curve(n_epoch, loader_bs),[],0
+    batches,res,filled = LoaderBatches(dls.train, loader_bs, end_of_epoch(self.remainder, dls.train)),[],0
     for epoch in range(n_epoch):
-        for seen in range(0, samples, loader_bs):
-            pct = epoch/n_epoch + seen/samples/n_epoch
-            if not filled: opened,accum_bs = pct*n_epoch,size_at(pct)
-            filled += min(loader_bs, samples-seen)
-            if filled >= accum_bs: res.append((opened, filled)); filled = 0
-        if filled and at_end == 'step': res.append((opened, filled))
-        if at_end != 'carry': filled = 0
+        position,batches.seen = Position(epoch/n_epoch, n_epoch),0
+        while batches.left > 0:
+            if not filled: opened,size = position.pct,self.size_at(position.pct, n_epoch, loader_bs)
+            filled += min(loader_bs, batches.left)
+            batches.seen += loader_bs
+            if filled >= size or (batches.left <= 0 and batches.at_end == 'step'):
+                res.append((opened*n_epoch, filled))
+                filled = 0
+            position.update(not filled, batches.seen/batches.samples)
+        if batches.at_end == 'drop': filled = 0
     return res
 
 @patch
@@ -143,56 +142,43 @@ def plot(self:GradientAccumulationSchedule,
 ):
     "Plot the batch size over a fit before training, with the number of optimizer steps; returns the axes"
     windows = L(self.preview(n_epoch, dls))
-    ax = _plot_sizes(windows.itemgot(1), [*windows.itemgot(0), n_epoch], 'epochs', ax)
+    ax = plot_sizes(windows.itemgot(1), [*windows.itemgot(0), n_epoch], 'epochs', ax)
     ax.set_title(f'{len(windows)} optimizer steps')
     return ax
-
-# %% ../nbs/source/10_schedule.ipynb #7f2d8c33
-def _plot_sizes(sizes:list, edges:list, xlabel:str, ax=None):
-    "Plot the `sizes` of windows that begin and end at `edges`; returns the axes"
-    ax = ax or plt.subplots(figsize=(6, 3), layout='constrained')[1]
-    ax.stairs(sizes, edges, baseline=None, color='#0072B2', lw=1.5)
-    ax.set(xlabel=xlabel, ylabel='batch size (samples)', ylim=(0, None))
-    return ax
-
-@patch
-def plot_accum_bs(self:Recorder,
-    ax:plt.Axes|None=None, # Axes to draw on; None: new ones
-):
-    "Plot the samples of each optimizer step of the last fit; returns the axes, raises ValueError if none were recorded"
-    if sizes := recorded(self, 'accum_bs'): return _plot_sizes(sizes, range(len(sizes)+1), 'optimizer steps', ax)
-    raise ValueError("this Recorder has no batch sizes: fit with GradientAccumulation or GradientAccumulationSchedule first, with log_accum_batch=True")
 
 # %% ../nbs/source/10_schedule.ipynb #1b7fa015
 def linear_scale(
     value:float, # The hyper-parameter at `start_accum_bs`
     ratio:float, # The window's size over `start_accum_bs`
 )->float:
-    "`value*ratio`: for SGD's learning rate while the batch is small (Goyal et al. 2017, https://arxiv.org/abs/1706.02677), and AdamW's `wd` if `lr` stays the same"
+    "`value*ratio`: for SGD's learning rate while the batch is small, and AdamW's `wd` if `lr` stays the same"
     return value*ratio
 
 def sqrt_scale(
     value:float, # The hyper-parameter at `start_accum_bs`
     ratio:float, # The window's size over `start_accum_bs`
 )->float:
-    "`value*ratio**0.5`: for the learning rate of Adam and its variants (Malladi et al. 2022, https://arxiv.org/abs/2205.10287)"
+    "`value*ratio**0.5`: for the learning rate of Adam and its variants"
     return value*ratio**0.5
 
 def half_life_scale(
     value:float, # The decay of a moving average at `start_accum_bs`, 0 to 1
     ratio:float, # The window's size over `start_accum_bs`
 )->float:
-    "`value**ratio`: keeps the half-life of a moving average in samples, of Adam's moments or of an EMA of the weights (Marek et al. 2025, https://arxiv.org/abs/2507.07101)"
+    "`value**ratio`: keeps the half-life of a moving average in samples, of Adam's moments or of an EMA of the weights"
     return value**ratio
 
 # %% ../nbs/source/10_schedule.ipynb #b096b0a6
 def SchedSteps(
-    steps:dict[Numeric,int], # Samples in a window by the point where they begin: fractions of training (float) or epochs (int), 0 first
+    steps:dict[Numeric,int], # Samples in a window by the point, as for `start`, where they begin, 0 first
 )->dict: # Arguments for `GradientAccumulationSchedule`
     "A batch that changes at given points; raises TypeError or ValueError on invalid points or sizes"
     if not isinstance(steps, dict) or 0 not in steps:
-        raise ValueError(f"steps must be a dict of sizes by point that begins at 0, not {steps!r}: use {{0: 64, .5: 128}}")
-    for point,size in steps.items(): check_point('a point in steps', point); check_size(f'steps[{point}]', size)
+        raise ValueError(f"steps must be a dict of sizes by point that begins at 0, not {steps!r}: "
+                         "use {0: 64, .5: 128}")
+    for point,size in steps.items():
+        fraction_of_fit('a point in steps', point)
+        check_size(f'steps[{point}]', size)
     if len({isinstance(o, Integral) for o in steps if o}) > 1:
         raise ValueError(f"the points in steps are fractions (float) or epochs (int), not both: {list(steps)}")
     points,sizes = zip(*sorted(steps.items()))
@@ -204,15 +190,15 @@ def _size_after(points, sizes, start, end): return lambda pos: sizes[np.searchso
 
 # %% ../nbs/source/10_schedule.ipynb #73c80913
 class SeesawSchedule:
-    "A schedule of the batch, which grows as `lr_sched` falls, `growth` times at most, and `lr`, the milder learning rate beside it"
+    "A batch that grows as `lr_sched` falls, `growth` times at most, and `lr`, the milder learning rate beside it"
     def __init__(self, lr_sched, growth):
         self.lr_sched,self.growth,at = lr_sched,growth,np.linspace(0, 1, 1001)
         lrs = np.array([float(lr_sched(o)) for o in at])
-        if not (lrs.min() >= 0 and 0 < lrs.max() < math.inf):
-            raise ValueError(f"lr_sched must return learning rates, 0 or more, not {lrs.min()} to {lrs.max()}")
-        self.top,self.at_top = lrs.max(),at[lrs == lrs.max()][-1]
+        self.top,self.at_top = lrs.max(),at[lrs == lrs.max()].max(initial=0)
+        if not (lrs.min() >= 0 and 0 < self.top < math.inf):
+            raise ValueError(f"lr_sched must return learning rates, 0 or more, not {lrs.min()} to {self.top}")
     def ratio(self, pos:float)->float:
-        "How many times larger the batch is at `pos`: as many times as the scheduled learning rate has fallen"
+        "How many times larger the batch is at `pos`: as many times as the scheduled rate has fallen"
         lr = self.lr_sched(pos) if pos > self.at_top else self.top
         return min(self.growth, max(1., self.top/lr)) if lr else self.growth
     def lr(self, pos:float)->float: return float(self.lr_sched(pos)*self.ratio(pos)**0.5)
@@ -222,14 +208,16 @@ def seesaw(
     lr_sched:Callable, # Learning rate at `pos`, 0 to 1 of training, such as `SchedCos(1e-2, 0)`
     start_accum_bs:int, # Samples in a window up to the peak of the learning rate
     final_accum_bs:int, # The most samples in a window
-)->dict: # Arguments for `GradientAccumulationSchedule`; the `lr` of their `schedule` is the milder learning rate, for ParamScheduler
-    "Replace half of each cut of the learning rate by a larger batch; raises ValueError if the rate falls too little for `final_accum_bs`"
-    sizes = dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs)
-    for name,size in sizes.items(): check_size(name, size)
+)->dict: # Arguments for `GradientAccumulationSchedule`; `lr` of their `schedule` is for ParamScheduler
+    "Replace half of each cut of the learning rate by a larger batch; raises ValueError if the rate falls too little"
+    check_size('start_accum_bs', start_accum_bs)
+    check_size('final_accum_bs', final_accum_bs)
     if final_accum_bs < start_accum_bs:
-        raise ValueError(f"final_accum_bs={final_accum_bs} is less than start_accum_bs={start_accum_bs}: seesaw's batch grows")
+        raise ValueError(f"final_accum_bs={final_accum_bs} is less than start_accum_bs={start_accum_bs}: "
+                         "seesaw's batch grows")
     schedule = SeesawSchedule(lr_sched, final_accum_bs/start_accum_bs)
-    if (most := schedule.ratio(1.)) < schedule.growth:
-        raise ValueError(f"the learning rate falls only by a factor of {most:.3g}, which takes the batch to {int(start_accum_bs*most)}: "
-                         f"use a final_accum_bs of at most {int(start_accum_bs*most)}, not {final_accum_bs}")
-    return dict(**sizes, start=0, finish=1., schedule=schedule)
+    if (falls := schedule.ratio(1.)) < schedule.growth:
+        most = int(start_accum_bs*falls)
+        raise ValueError(f"the learning rate falls only by a factor of {falls:.3g}, which takes the batch to {most}: "
+                         f"use a final_accum_bs of at most {most}, not {final_accum_bs}")
+    return dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs, start=0, finish=1., schedule=schedule)

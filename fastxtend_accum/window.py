@@ -132,11 +132,12 @@ def cancel(self:Window)->bool:
 class Position:
     "`pct_train` as the large batch counts it: it advances after each window; with the samples, if the epoch's `n_windows` are not known"
     def __init__(self, start:float, n_epoch:int, n_windows:int|None=None):
-        self.start,self.pct,self.n_epoch,self.n_windows = start,start,n_epoch,n_windows
+        self.start,self.pct,self.n_epoch,self.n_windows,self.n_finished = start,start,n_epoch,n_windows,0
 
     def update(self, window_ended:bool, share:float)->float:
         "The position after a batch, with which a `share` of the epoch's samples have been trained on"
         if not self.n_windows: self.pct = self.start + min(share, 1.)/self.n_epoch
-        elif window_ended:  # added up as fastai does: the same rounding
-            self.pct = min(self.pct + 1./(self.n_windows*self.n_epoch), self.start + 1./self.n_epoch)
+        elif window_ended and self.n_finished < self.n_windows:
+            self.n_finished += 1
+            self.pct += 1./(self.n_windows*self.n_epoch)  # added up as fastai does: the same rounding
         return self.pct

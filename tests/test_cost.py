@@ -40,13 +40,13 @@ def test_the_check_of_the_loss_adds_no_sync(case, loss_func, monkeypatch):
             train = cases[case](task, K)
             with Operations(counts, task),Copies(counts): train()
         return counts
-    warning = LossCheck.warning
-    monkeypatch.setattr(LossCheck, 'warning', lambda self: checks.append(self.verdict().says) or warning(self))
+    judge = LossCheck.judge
+    monkeypatch.setattr(LossCheck, 'judge', lambda self, *o: checks.append((judge(self, *o), self.found[-1].says)))
     checked = syncs()
-    assert checks == ['same']
-    monkeypatch.setattr(LossCheck, 'add', noop)
+    assert checks == [(None, 'same')]*4
+    monkeypatch.setattr(LossCheck, 'windows', 0)
     unchecked = syncs()
-    assert checked['ops'] > unchecked['ops'] and checked['syncs'] == unchecked['syncs'] >= 4
+    assert checked['ops'] > unchecked['ops'] and 4 <= checked['syncs'] <= unchecked['syncs']  # of a sum, the fetch saves one
 
 @ours
 def test_operations(case):
@@ -58,7 +58,7 @@ def test_operations(case):
 def test_python_calls(case):
     "Functions of the package itself per micro-batch; all functions are fewer than with the least that accumulates, which logs more often"
     counts = count_calls(cases[case], K)
-    assert counts['our_calls'] == {'ours':39.125, 'ours_schedule':40.25}[case]  # 11 more a window: the schedule is asked for a size
+    assert counts['our_calls'] == {'ours':39.125, 'ours_schedule':40.0}[case]  # 7 more a window: the schedule is asked for a size
     assert counts['calls'] < count_calls(bare, K)['calls'] < count_calls(cases['plain'], K)['calls']
 
 def test_nothing_is_searched(monkeypatch):

@@ -1,4 +1,5 @@
 "What the loggers see, against what a large batch shows them"
+import pickle
 import pytest, wandb
 from packaging.version import Version
 from fastai.callback.tensorboard import TensorBoardCallback
@@ -7,6 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from common import *
 from fastxtend_accum.logging import mend_wandb
+from test_life import EVENTS
 
 def big_and_small(cbs=noop, n_epoch=3, method='fit_one_cycle', **kwargs):
     "The same fit with batches of 32, and of 4x8"
@@ -208,3 +210,89 @@ def test_tensorboard():
 def test_tensorboard_of_a_short_last_window_and_a_traced_model():
     fit(make_learner(8, cbs=[GradientAccumulation(32), TensorBoardCallback('tb', log_preds=False)], n=88), 2)
     assert [step for step,_ in scalars('tb', 'train_loss')] == [4,8,11,15,19,22]
+
+# The position in training
+
+LAST_BIT = 0.
+
+class Positions(Callback):
+    "`pct_train` in `after_batch`, once a window, as a callback of this order sees it"
+    run_valid = False
+    def __init__(self, order): self.order,self.seen = order,[]
+    def after_batch(self):
+        accum = first(o for o in self.learn.cbs if isinstance(o, GradientAccumulation))
+        if accum is None or accum.window.is_finished: self.seen.append(self.learn.pct_train)
+
+kinds = dict(four=(8, lambda **o: GradientAccumulation(32, **o)), one=(32, lambda **o: GradientAccumulation(32, **o)),
+             pieces=(32, lambda **o: GradientAccumulation(micro_batch_size=8, **o)), both=(16, lambda **o: GradientAccumulation(32, micro_batch_size=8, **o)))
+
+@pytest.mark.parametrize('kwargs', [{}, dict(log_accum_batch=False)])
+@pytest.mark.parametrize('kind', kinds)
+def test_every_callback_sees_the_large_batchs_position(kind, kwargs):
+    "At any order after fastai has counted the batch, and before it"
+    orders = -100,-11,-9,-1,0,5,6,7,60,100
+    bs,accum = kinds[kind]
+    def positions(bs, *cbs):
+        probes = [Positions(o) for o in orders]
+        fit(make_learner(bs, n=112, cbs=[*probes, *cbs]), 3)
+        return [o.seen for o in probes]
+    big,small = positions(32),positions(bs, accum(**kwargs))
+    assert_same(small, big, LAST_BIT)
+    assert all(len(o) == 12 and len(set(o)) == 12 for o in big)
+
+@pytest.mark.parametrize('order', [-9, 0, 5, 7, 61])
+@pytest.mark.parametrize('kind', kinds)
+def test_a_scheduler_of_ones_own_after_the_batch(kind, order):
+    "It sets the next rate from `pct_train`: the large batch's rates and weights, at any order"
+    class Own(Callback):
+        run_valid = False
+        def before_fit(self): self.opt.set_hyper('lr', .1)
+        def after_batch(self): self.opt.set_hyper('lr', .1*(1-self.learn.pct_train))
+    def run(bs, *cbs):
+        own = Own()
+        own.order = order
+        return fit(make_learner(bs, cbs=[own, *cbs]), 3)
+    bs,accum = kinds[kind]
+    big,small = run(32),run(bs, accum())
+    assert_same(small.recorder.lrs, big.recorder.lrs, LAST_BIT)
+    assert len(set(big.recorder.lrs)) == 9
+    assert_same(weights(small), weights(big), 1e-12)
+    assert_moved(small)
+
+@pytest.mark.parametrize('n,remainder', [(96, None), (100, None), (100, 'drop'), (32, None)])
+@pytest.mark.parametrize('kind', [*kinds, 'schedule'])
+def test_lr_find_is_as_long_as_the_large_batchs(kind, n, remainder):
+    "Epochs, positions and learning rates are those of the same Learner with the large batch"
+    def find(bs, *cbs, **kwargs):
+        probe = Positions(0)
+        learn = make_learner(bs, n=n, cbs=[probe, *cbs], **kwargs)
+        with learn.no_bar(): learn.lr_find(num_it=20, stop_div=False, show_plot=False)
+        return learn.n_epoch,learn.recorder.lrs,probe.seen
+    bs,accum = kinds.get(kind, (8, lambda **o: GradientAccumulationSchedule(32, 96, **(dict(remainder='step')|o))))
+    big,small = find(32, drop_last=remainder == 'drop'),find(bs, accum(**({'remainder':remainder} if remainder else {})))
+    assert small[:2] == big[:2] and len(big[1]) == 20
+    assert len(small[2]) == len(big[2]) and small[2][-1] <= 1
+    if kind != 'schedule': assert_same(small[2], big[2], LAST_BIT)  # a schedule counts samples, not windows
+
+# During a fit, and after it
+
+class Copies(Callback):
+    "Copies its Learner by pickle at `event`, as an export in mid-fit does; of the copies it keeps what stands in for methods of callbacks"
+    order,run_valid = 70,False
+    def __init__(self, event): self.found,self.n = [],0; setattr(self, event, self.copy)
+    def copy(self):
+        def replaced_in(learn): return [(type(cb).__name__, k, o) for cb in learn.cbs for k,o in vars(cb).items() if k in EVENTS and cb.name != 'copies']
+        found,self.found = self.found,[]
+        copies = pickle.loads(pickle.dumps(self.learn))
+        self.found,self.n = found,len(replaced_in(self.learn))
+        self.found += [name for name,k,o in replaced_in(copies) if type(o.__self__).__name__ != name]
+
+@pytest.mark.parametrize('event', ['after_batch', 'after_step', 'before_validate', 'after_epoch'])
+@pytest.mark.parametrize('kind', kinds)
+def test_a_learner_that_is_pickled_in_mid_fit(kind, event):
+    "Its loggers have methods of their own, not those of this fit; after the fit, so have those of the Learner"
+    bs,accum = kinds[kind]
+    learn = make_learner(bs, cbs=[accum(), Copies(event), ParamScheduler(dict(lr=SchedCos(.1, .01)))])
+    fit(learn, 1)
+    assert learn.copies.n >= 4 and learn.copies.found == []
+    assert not any(k in EVENTS for cb in learn.cbs if cb.name != 'copies' for k in vars(cb))

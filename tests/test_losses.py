@@ -1,9 +1,14 @@
 "Windows of any loss against one batch of it: fits, and the weights themselves"
+from collections import Counter
+
 import pytest
 from fastai.callback.mixup import CutMix, MixUp
+from fastai.losses import *
 from hypothesis import given, strategies as st
 
+import fastxtend_accum.losses
 from common import *
+from fastxtend_accum.losses import check_loss,has_rule
 from fastxtend_accum.window import MicroBatch,Window,times
 
 
@@ -224,3 +229,115 @@ def test_labels_in_the_input_of_a_transformer(kind):
     assert (weights(big)-weights(transformer(kind))).abs().max() > 1e-3
     assert_same(weights(small), weights(big), 1e-6)  # float32
     assert kind == 'BertForSequenceClassification' or (weights(wrong)-weights(big)).abs().max() > 1e-4
+
+# The check of the loss in a fit: a loss whose first micro-batches are alike, and what it says if it cannot tell
+
+def ignores(pred, targ): return F.cross_entropy(pred, targ.long(), ignore_index=-100).float()
+def weighs(pred, targ): return F.cross_entropy(pred, targ.long(), weight=tensor([1.,2.,5.,9.]).to(pred.dtype)).float()
+def masks(pred, targ): return ((pred[:,0]-targ)[targ >= 0]**2).mean().float()
+def sqrt_of_mean(pred, targ): return F.mse_loss(pred[:,0], targ).sqrt().float()
+
+def samples(n, ignored, seed):
+    g = torch.Generator().manual_seed(seed)
+    x,y = torch.randn(n, 5, generator=g, dtype=torch.float64),torch.randint(4, (n,), generator=g).double()
+    return x,y.masked_fill(torch.rand(n, generator=g) < ignored, -100)
+
+def checked(loss_func, x, y, accum_bs, bs=8, n_epoch=1, **kwargs):
+    "The Learner after a fit, and what the package has warned of"
+    ds = list(zip(x, y))
+    learn = Learner(DataLoaders(DataLoader(ds, bs=bs), DataLoader(ds[:4], bs=4)), tagger(), loss_func, opt_func=SGD)
+    learn.add_cb(Callback(before_validate=lambda self: stop(CancelValidException())))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        fit(learn, n_epoch, .01, cbs=GradientAccumulation(accum_bs, **kwargs))
+    return learn,[str(o.message) for o in said if 'exact for this loss' in str(o.message)]
+
+@pytest.mark.parametrize('accum_bs', [16, 32])
+@pytest.mark.parametrize('loss_func,ignored', [(ignores, .02), (ignores, .1), (ignores, .5), (weighs, 0.), (masks, .1), (sqrt_of_mean, 0.)])
+def test_inexact_fits_are_announced(loss_func, ignored, accum_bs):
+    "Of 20 fits of 128 samples, all that differ from a fit on large batches; once each"
+    n_inexact = 0
+    for seed in range(20):
+        x,y = samples(128, ignored, seed)
+        small,said = checked(loss_func, x, y, accum_bs)
+        big,_ = checked(loss_func, x, y, accum_bs, bs=accum_bs)
+        is_inexact = float((weights(small)-weights(big)).abs().max()) > 1e-9
+        n_inexact += is_inexact
+        assert len(said) <= 1 and (len(said) == 1 or not is_inexact), (seed, said)
+    assert n_inexact > 10
+
+@pytest.mark.parametrize('alike', [1, 2, 3, 7, 15])
+def test_windows_that_are_alike_hide_nothing(alike):
+    "The labels that are ignored come after the first windows"
+    x,y = samples(16*16, 0., 0)
+    assert checked(ignores, x, y, 16)[1] == []
+    y[16*alike+3] = -100
+    assert len(checked(ignores, x, y, 16)[1]) == 1
+
+@pytest.mark.parametrize('n', [64, 256, 1024])
+def test_a_long_fit_compares_no_more(n):
+    calls = Counter()
+    def counted(pred, targ): return F.mse_loss(pred[:,0], targ).float()
+    real = fastxtend_accum.losses.compare
+    def compare(*args): calls['compare'] += 1; return real(*args)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(fastxtend_accum.losses, 'compare', compare)
+        assert checked(counted, *samples(n, 0., 0), 16)[1] == []
+    assert calls['compare'] == min(n//16, 16)
+
+def test_exact_losses_are_not_announced():
+    "Of samples of any size, ignored or not; the second rule counts what is kept"
+    class Ignores(nn.Module):
+        def forward(self, pred, targ): return ignores(pred, targ)
+    loss_items.register(Ignores, lambda f, pred, targ: int((targ != -100).sum()))
+    for seed in range(20):
+        x,y = samples(100, .3, seed)
+        assert checked(Ignores(), x, y, 32)[1] == []
+        assert checked(ignores, x, y, 32, num_items=lambda learn: (learn.y != -100).sum())[1] == []
+        assert checked(lambda p,t: (p[:,0]-t.clamp(0)).abs().mean().float(), x, y, 32)[1] == []
+
+def draws_numbers(pred, targ): return F.dropout(F.mse_loss(pred[:,0], targ, reduction='none')).mean().float()
+def zero(pred, targ): return (pred*0).sum().float()
+def of_eight(pred, targ): return (F.mse_loss(pred[:8,0], targ[:8], reduction='none')*torch.arange(8).expand(len(pred))).mean().float()
+
+class Known(nn.Module):
+    def __init__(self, f): super().__init__(); self.f = f
+    def forward(self, pred, targ): return self.f(pred, targ)
+loss_items.register(Known, lambda f, pred, targ: len(targ))
+
+@pytest.mark.parametrize('n_epoch', [1, 3])
+@pytest.mark.parametrize('loss_func,why', [(draws_numbers, 'called again'), (zero, '0, NaN or infinite'), (of_eight, 'expanded size')])
+def test_a_check_that_cannot_tell_says_so_once(loss_func, why, n_epoch):
+    "At the end, with the reason; not of a loss with a rule, nor with `num_items`"
+    x,y = samples(64, 0., 0)
+    said = checked(loss_func, x, y, 16, n_epoch=n_epoch)[1]
+    assert len(said) == 1 and said[0].startswith('could not check') and why in said[0], said
+    assert checked(Known(loss_func), x, y, 16)[1] == checked(loss_func, x, y, 16, num_items=lambda learn: 8)[1] == []
+    if why != 'expanded size': assert checked(loss_func, x, y, 16, bs=16)[1] == [], 'nothing is accumulated'
+
+def test_one_window_that_can_tell_is_enough():
+    x,y = samples(64, 0., 0)
+    def late(pred, targ): return (F.mse_loss(pred[:,0], targ, reduction='none')*(targ != 7)).mean().float()
+    y[:32] = 7  # the gradient of the first windows is 0
+    assert checked(late, x, y, 16)[1] == []
+
+known = [nn.MSELoss(), partial(nn.MSELoss()), F.mse_loss, partial(F.l1_loss, reduction='sum'), MSELossFlat(), CrossEntropyLossFlat(), FocalLossFlat(), Known(zero)]
+@pytest.mark.parametrize('loss_func', known)
+def test_losses_with_a_rule(loss_func): assert has_rule(loss_func)
+@pytest.mark.parametrize('loss_func', [zero, partial(zero), Float32, lambda p,t: p.mean(), nn.MultiMarginLoss(), DiceLoss()])
+def test_losses_without_a_rule(loss_func): assert not has_rule(loss_func)
+
+def test_what_a_loss_holds_comes_back():
+    "By whatever it holds it; and nothing of a Learner"
+    class Holds:
+        def __init__(self): self.calls,self.sums,self.buffer,self.learn = 0,[],torch.zeros(2),make_learner(8)
+        def __call__(self, pred, targ):
+            self.calls += 1; self.sums.append(float(pred.sum())); self.buffer += 1
+            return F.mse_loss(pred[:,0], targ)
+        def method(self, pred, targ): return self(pred, targ)
+    held = Holds()
+    def closed(pred, targ): return held(pred, targ)
+    x,y = samples(16, 0., 0)
+    for loss_func in held,held.method,closed,partial(held),partial(held.method),Known(held):
+        assert check_loss(loss_func, [(x[:8], y[:8]), (x[8:], y[8:])]).says == 'same'
+        assert (held.calls, held.sums, held.buffer.tolist()) == (0, [], [0., 0.])

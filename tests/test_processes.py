@@ -101,6 +101,14 @@ def test_a_loss_over_the_batch_of_each_process(world):
     (cached,_),(whole,_) = (messages(world, o) for o in ('gradient_cache', 'whole_batch'))
     assert cached == whole and len(cached) == len(results[0]['gradient_cache']['losses']) > 3
 
+def test_a_hidden_state(world):
+    "Each row of each process keeps its own"
+    for res in world[1]:
+        for name in 'carries_pieces','carries_cache':
+            assert_same(res[name]['weights'], res['carries_whole']['weights'], ROUNDING)
+            assert_same(res[name]['losses'], res['carries_whole']['losses'], 1e-6)
+        assert (res['forgets']['weights']-res['carries_whole']['weights']).abs().max() > 1e-4
+
 def test_checkpointing(world):
     "Weights and buffers are those of the plain fit in each process, bit for bit, with as many messages"
     n,results = world

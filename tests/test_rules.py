@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from common import *
-from fastxtend_accum.schedule import fraction_of_fit,scheduled_bs
 
 rules = dict(lr=sqrt_scale, mom=half_life_scale)
 
@@ -171,12 +170,11 @@ def sizes(**kwargs):
 def test_any_steps(points, values, epochs):
     "The size at every micro-batch of 16 epochs of 4, against the last point before it"
     steps = {0:values[0]*8} | {(o if epochs else o/16):v*8 for o,v in zip(points, values[1:])}
-    args = SchedSteps(steps)
-    at = [fraction_of_fit('start', args.pop(o), 16) for o in ('start','finish')]
+    accum = GradientAccumulationSchedule(**SchedSteps(steps))
     by_hand = {o*(1 if not epochs else 1/16):v for o,v in steps.items()}
     for i in range(64):
         pct = i/64
-        assert scheduled_bs(pct, args['start_accum_bs'], args['final_accum_bs'], *at, args['schedule'], 8) == by_hand[max(o for o in by_hand if o <= pct)]
+        assert accum.size_at(pct, n_epoch=16, loader_bs=8) == by_hand[max(o for o in by_hand if o <= pct)]
 
 def test_steps_in_a_fit():
     expected = [16]*16 + [32]*4 + [64]*2

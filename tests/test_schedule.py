@@ -3,7 +3,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from common import *
-from fastxtend_accum.schedule import scheduled_bs
 
 def sizes(learn): return learn.recorder.accum_bs
 
@@ -63,7 +62,7 @@ def test_a_one_warns_which_it_is(n_epoch, name, kwargs):
     assert warned == ([f'{name}=1 means after 1 of the {n_epoch} epochs; {name}=1.0 means the end of training']*2 if name else [])
 
 def test_ties_go_up():
-    def at(pct): return scheduled_bs(pct, 16, 64, 0., 1., SchedLin, 16)
+    def at(pct): return GradientAccumulationSchedule(16, 64, 0., 1., SchedLin).size_at(pct, n_epoch=1, loader_bs=16)
     assert [at(o) for o in (0., 1/6-1e-4, 1/6, .5, 5/6-1e-4, 5/6, 1.)] == [16, 16, 32, 48, 48, 64, 64]
 
 @pytest.mark.parametrize('remainder', ['step', 'drop', 'carry'])
@@ -86,11 +85,11 @@ def test_preview_resolves_the_default_remainder_as_training_does():
         fit(learn, 2)
         assert planned == sizes(learn) and len(planned) == (4 if not drop_last else 2)
 
-def test_accum_bs_is_the_current_size():
+def test_the_windows_size_is_the_current_one():
     class Probe(Callback):
         order = 7
         def before_fit(self): self.seen = []
-        def before_step(self): self.seen.append(self.learn.gradient_accumulation_schedule.accum_bs)
+        def before_step(self): self.seen.append(self.learn.gradient_accumulation_schedule.window.size)
     learn = make_learner(8, n=128, cbs=[GradientAccumulationSchedule(16, 64, remainder='carry'), Probe()])
     fit(learn, 4)
     assert learn.probe.seen == sizes(learn)
@@ -100,7 +99,7 @@ def test_accum_bs_is_the_current_size():
        pct=st.floats(0, 1), sched=st.sampled_from([SchedCos, SchedLin, SchedExp, SchedNo]))
 def test_size_is_a_multiple_between_the_ends(a, b, micro, start, width, pct, sched):
     finish = min(1., start+width)
-    size = scheduled_bs(pct, a*micro, b*micro, start, finish, sched, micro)
+    size = GradientAccumulationSchedule(a*micro, b*micro, start, finish, sched).size_at(pct, n_epoch=1, loader_bs=micro)
     assert size % micro == 0 and min(a, b)*micro <= size <= max(a, b)*micro
     if pct >= finish: assert size == b*micro
     if pct < start-1e-5: assert size == a*micro

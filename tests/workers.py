@@ -221,6 +221,33 @@ def spread(pred, targ): return ((pred-pred.mean(0))**2).mean().float() + mse(pre
 def whole_batch(): return train(make_learner(16, loss_func=spread))
 @case
 def gradient_cache(): return train(make_learner(16, loss_func=spread, cbs=GradientCache(5)))
+class Carries(nn.Module):
+    "Continues each row where the batch before stopped"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn,self.out = nn.GRU(5, 8, batch_first=True).double(),nn.Linear(8, 1).double()
+        self.reset()
+    def reset(self): self.state = None
+    def forward(self, x):
+        fit_rows(self, len(x))
+        y,state = self.rnn(x[:,None], self.state)
+        self.state = state.detach()
+        return self.out(y[:,0])
+
+@hidden_state.register(Carries)
+def fit_rows(m, n):
+    if m.state is not None and m.state.shape[1] != n: m.reset()
+    return dict(state=1)
+
+@case
+def carries_whole(): return train(make_learner(16, m=Carries(), cbs=ModelResetter()))
+@case
+def carries_pieces(): return train(make_learner(16, m=Carries(), cbs=[ModelResetter(), GradientAccumulation(micro_batch_size=5)]))
+@case
+def carries_cache(): return train(make_learner(16, m=Carries(), cbs=[ModelResetter(), GradientCache(5)]))
+@case
+def forgets(): return train(make_learner(16, m=Carries(), cbs=Callback(before_batch=lambda self: self.learn.model.module.reset())))
 @case
 def gradient_cache_sharded():
     try: fit(make_learner(16, m=fully_shard(model(), mesh=init_device_mesh('cpu', (W,))), cbs=GradientCache(5)), 1)
@@ -297,7 +324,9 @@ def some_without_gradient():
     params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     params[0].grad = torch.full((2,), float(rank_distrib()))
     if rank_distrib() == 1: params[1].grad = torch.ones(2)
-    Processes(W).average(nn.Identity(), SGD(params, lr=0.1))
+    learn = make_learner(8, m=DistributedDataParallel(model()))
+    learn.opt = SGD(params, lr=0.1)
+    Processes(learn).average()
     return [p.grad for p in params]
 
 def one_fails():
