@@ -34,6 +34,7 @@ class GradientAccumulation(Way):
     micro_bs = property(attrgetter('fitting.size'))
     after_pred = before_backward = before_step = after_batch = noop  # here, so that `GetAttr` does not look them up on the Learner and the model at every micro-batch
     training = property(attrgetter('learn.training'))
+    searches = property(lambda self: self.exact or self.micro_batch_size == 'auto')
     def __init__(self,
         accum_bs:int|None=None, # Samples in a window, over all processes; None: 32, or the loader's batch if `micro_batch_size` is given
         n_acc:int|None=None, # fastai's name for `accum_bs`, in samples: pass one of them
@@ -139,7 +140,7 @@ def check(self:GradientAccumulation):
     if self.micro_batch_size not in (None, 'auto') and self.micro_batch_size > now.loader_bs:
         warn(f"micro_batch_size={self.micro_batch_size} is more than the {now.loader_bs} samples that the DataLoader yields: "
              "its batches are not split")
-    if self.micro_batch_size != 'auto': self.fitting.size = min(self.micro_batch_size or now.loader_bs, now.loader_bs)
+    if not self.searches: self.fitting.size = min(self.micro_batch_size or now.loader_bs, now.loader_bs)
     elif self.fitting.size is None: self.fitting.size = now.loader_bs
     check_rules(self.scale, learn.opt)
 
@@ -275,11 +276,13 @@ def find_size(self:GradientAccumulation, loop:Loop, inputs:Inputs):
     def search(at_most, is_new):
         if not self.exact: return find_size(learn, partial(train_on, loop, inputs), at_most, agree=is_new)
         from fastxtend_accum.exact import find_way
+        if self.now.processes.n > 1 and not is_new: return self.micro_bs  # the others may not search now
         if self.way: self.way.leave(learn)
-        self.way = find_way(self, self.now.batches.b, self.now.batches.size)
+        self.way = find_way(self, inputs)
         return self.way.size
     found = self.fitting.update(learn, (*inputs.xb, *inputs.yb), inputs.n, search)
-    if self.exact: self.way.join(self, loop, inputs)
+    if self.exact:
+        if self.way.cb: self.way.join(self, loop, inputs)
     elif found: self.fitting.say(learn, inputs.n, learn.model)
 
 @patch
@@ -288,7 +291,14 @@ def shrink(self:GradientAccumulation, loop:Loop, error:Exception)->str:
     if not self.exact or self.micro_bs < sys.maxsize: return Way.shrink(self, loop, error)
     from fastxtend_accum.exact import next_way
     self.way = next_way(self, loop)
+    self.fitting.size = self.way.size
+    if self.way.cb: self.way.join(self, loop, loop.inputs)
     return self.way.how(self.now.batches.size)
+
+@patch
+def remedy(self:GradientAccumulation)->str:
+    if not self.exact: return Way.remedy(self)
+    return f"out of memory, though each batch {self.way.how(self.now.batches.size)}: use smaller inputs, or a smaller batch"
 
 # %% ../nbs/source/08_accumulation.ipynb #0c4e7a92
 @patch

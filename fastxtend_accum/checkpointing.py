@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from fastai.basics import *
+from fastai.callback.fp16 import MixedPrecision
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten,tree_leaves,tree_unflatten
 from torch.utils.checkpoint import checkpoint,set_checkpoint_early_stop
@@ -238,8 +239,9 @@ def measure_blocks(self:ActivationCheckpointing, loop:Loop, inputs:Inputs)->list
             costs[i] = (sum(kept.values())-before)/max(clock()-start, 1e-6)
             return res
         return run
-    for _ in range(2):  # the first time, everything is slower
+    for i in range(2):  # the first time, everything is slower
         kept.clear()
+        for cb in self.learn._grab_cbs(MixedPrecision) if i else []: cb.before_batch()  # fastai leaves autocast after each loss
         inputs.piece(0, min(inputs.n, max(2, inputs.n//8)))
         blocks = [replaced(m, 'forward', measured(i, m.forward)) for i,m in enumerate(self.found)]
         groups = [replaced(m, 'forward', o.forward) for m,o in self.groups.items()]

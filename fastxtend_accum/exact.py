@@ -6,13 +6,15 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/exact.html.md"""
 
 # %% ../nbs/source/09_exact.ipynb #f5d58527
 from __future__ import annotations
-from typing import NamedTuple
 
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
+from torch.nn.modules.batchnorm import _BatchNorm
+import torch.distributed as dist
 
 from .nested import *
 from .loader import *
+from .processes import *
 from .fit import *
 from .memory import *
 from .pieces import *
@@ -21,7 +23,8 @@ from .checkpointing import *
 from .cache import *
 
 # %% auto #0
-__all__ = ['OneBatch', 'OneStep', 'one_step', 'difference', 'ways_of', 'FoundWay', 'WaySearch', 'find_way', 'next_way']
+__all__ = ['OneBatch', 'OneStep', 'run_batch', 'one_step', 'difference', 'ways_of', 'FoundWay', 'WaySearch', 'find_way',
+           'next_way']
 
 # %% ../nbs/source/09_exact.ipynb #9f5d51c7
 class OneBatch(Wrapped):
@@ -31,29 +34,46 @@ class OneBatch(Wrapped):
     def __iter__(self)->Iterator: yield self.b
 
 class OneStep(Callback):
-    "Ends a fit before its first step; keeps the gradients, the buffers, and the seconds of the batch"
+    "Ends a batch before its step; notes its seconds and, to be compared, the gradients and the buffers"
     order,run_valid = -100,False
-    def before_batch(self): self.start = clock()
+    def __init__(self, compares:bool): self.compares,self.step_start,self.step_seconds = compares,clock(),None
     def before_step(self):
-        self.seconds,model = clock()-self.start,self.learn.model
-        self.grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters() if p.requires_grad]
-        self.buffers = [o.clone() for o in model.buffers()]
+        self.step_seconds,model = clock()-self.step_start,self.learn.model
+        if self.compares:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            self.step_grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained]
+            self.step_buffers = [o.clone() for o in model.buffers()]
         raise CancelFitException
 
-def one_step(learn:Learner, b, n:int, cb:Callback|None=None, in_float32:bool=False)->OneStep:
-    "Train in mid-fit with `cb` on the batch `b` of `n` samples, up to the step; afterwards everything is as it was"
-    one = OneStep()
-    def keep(o): return takes_part(o) and not (in_float32 and isinstance(o, MixedPrecision))
+def run_batch(learn:Learner, cb:Callback|None=None):
+    "What fastai does with a batch on which the other callbacks have acted; `cb` begins its fit with it"
+    if not cb: return learn._do_one_batch()
+    cb.before_fit()
+    fit = fit_of(learn)
+    fit.depth += 1
+    try:
+        cb.before_train()
+        next(iter(learn.dl))
+        cb('before_batch')
+        fit.instead['batch'](learn._do_one_batch)
+    finally: fit.close()
+
+def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_float32:bool=False)->OneStep:
+    "Train in mid-batch with `cb` on the first `n` samples, up to the step; afterwards everything is as it was"
+    left_out = getattr(sys.modules.get('fastai.distributed'), 'DistributedTrainer', ()),MixedPrecision if in_float32 else ()
+    def keep(o): return takes_part(o) and not isinstance(o, left_out)
     with (trial(learn, keep, weights=False), replaced(learn, '_with_events', partial(type(learn)._with_events, learn)),
-          replaced(learn, 'model', inner_model(learn.model)), torch.autocast(next(learn.model.parameters()).device.type, enabled=False),
-          replaced(learn.dls, 'loaders', [OneBatch(learn.dls.train, b, n), *learn.dls.loaders[1:]]), learn.added_cbs(L(cb, one).filter())):
+          replaced(learn, 'model', inner_model(learn.model)), replaced(nn.SyncBatchNorm, 'forward', _BatchNorm.forward),
+          torch.autocast(next(learn.model.parameters()).device.type, enabled=False)):
+        inputs.piece(0, n)
+        learn.dl = OneBatch(learn.dls.train, (*learn.xb, *learn.yb), n)
         without_graph(learn)
         room = [] if in_float32 else room_for_step(learn.opt)
-        if cb: cb.before_fit()
-        try: learn._do_epoch_train()
-        except CancelFitException: pass
-        finally:
-            if fit := fit_of(learn): fit.close()
+        for o in learn._grab_cbs(MixedPrecision): o.before_batch()
+        one = OneStep(in_float32)
+        with replaced(learn.dls, 'loaders', [learn.dl, *learn.dls.loaders[1:]]), learn.added_cbs(L(cb, one).filter()):
+            try: run_batch(learn, cb)
+            except CancelFitException: pass
     return one
 
 def difference(a:OneStep, b:OneStep)->float:
@@ -62,8 +82,9 @@ def difference(a:OneStep, b:OneStep)->float:
     def off(a, b):
         if not any(o.any() for o in b): return float(any(bool(o.any()) for o in a))
         return float(norm([x.double()-y.double() for x,y in zip(a, b, strict=True)])/norm(b))
-    res = max(off(a.grads, b.grads), *(off([x], [y]) for x,y in zip(a.buffers, b.buffers, strict=True)), 0.)
-    return res if math.isfinite(res) and any(o.any() for o in b.grads) else math.inf
+    buffers = [off([x], [y]) for x,y in zip(a.step_buffers, b.step_buffers, strict=True)]
+    res = max(off(a.step_grads, b.step_grads), *buffers, 0.)
+    return res if math.isfinite(res) and any(o.any() for o in b.step_grads) else math.inf
 
 # %% ../nbs/source/09_exact.ipynb #16a6371d
 def ways_of(accum:GradientAccumulation)->dict[str,Callable]:
@@ -85,7 +106,7 @@ class FoundWay:
     def join(self, accum:GradientAccumulation, loop:Loop, inputs:Inputs):
         "Let the batches of this fit run in this way"
         learn,cb = accum.learn,self.cb
-        if cb is None or cb in loop.ways: return
+        if cb in loop.ways: return
         learn.add_cb(cb)
         fit_of(learn).stack(accum).callback(self.leave, learn)
         cb.before_fit()
@@ -104,34 +125,44 @@ class FoundWay:
 
 # %% ../nbs/source/09_exact.ipynb #6d0f9c50
 class WaySearch:
-    "What trying has shown of the ways to run the batch `b` of `n` samples"
+    "What trying has shown of the ways to run a batch, whose `inputs` the other callbacks have prepared"
     tolerance = 1e-4  # rounding is some hundred times less
-    def __init__(self, accum:GradientAccumulation, b, n:int):
-        self.accum,self.learn,self.b,self.n,self.ways,self.rows = accum,accum.learn,b,n,ways_of(accum),{}
-        self.first,self.is_steady,self.error = None,False,None
+    def __init__(self, accum:GradientAccumulation, inputs:Inputs):
+        self.accum,self.learn,self.inputs,self.n,self.ways,self.rows = accum,accum.learn,inputs,inputs.n,ways_of(accum),{}
+        self.few,self.first,self.is_steady,self.error = min(inputs.n, 8),None,False,None
 
     def step(self, cb:Callback|None=None, samples:int|None=None, in_float32:bool=False)->OneStep|None:
         "Try the batch, or its first `samples`; None if memory runs out, or if the way raises an error on this model"
-        m,res = samples or self.n,[]
-        b = self.b if m == self.n else cut((self.b,), 0, m, self.n)[0]
-        try: error = memory_error(lambda: res.append(one_step(self.learn, b, m, cb, in_float32)))
-        except Exception as e: error = e
+        res = []
+        def run(): res.append(one_step(self.learn, self.inputs, samples or self.n, cb, in_float32))
+        try: error = memory_error(run)
+        except Exception as e:
+            if not cb: raise
+            error = e
         if error: self.error = without_tracebacks(error)
         if not res: free_memory()
-        return res[0] if res else None
+        return res[0] if self.most(not res) == 0 else None
+
+    def most(self, value:float)->float:
+        "The largest `value` of all processes, which so come to the same decisions"
+        if self.accum.now.processes.n == 1: return value
+        model = self.learn.model
+        return all_reduce(model, torch.tensor(float(value), device=next(model.parameters()).device), dist.ReduceOp.MAX).item()
 
     def off(self, name:str)->float:
         "How far a way is off on a few samples; inf if that cannot be told"
-        few,row = min(self.n, 8),self.rows.setdefault(name, {})
-        if self.first is None:
-            self.first,again = (self.step(samples=few, in_float32=True) for _ in range(2))
-            self.is_steady = bool(self.first and again) and difference(again, self.first) < self.tolerance/10
+        row = self.rows.setdefault(name, {})
+        while self.first is None and self.few > 2:  # two pieces of more than a sample, which some ways need
+            self.first,again = (self.step(samples=self.few, in_float32=True) for _ in range(2))
+            if self.first is None: self.few //= 2
+            elif again: self.is_steady = self.most(difference(again, self.first)) < self.tolerance/10
         if 'difference' not in row:
-            one = self.is_steady and self.step(self.ways[name](-(-few//2)), few, in_float32=True)
-            row['difference'] = difference(one, self.first) if one else math.inf
+            one = self.is_steady and self.step(self.ways[name](-(-self.few//2)), self.few, in_float32=True)
+            row['difference'] = self.most(difference(one, self.first)) if one else math.inf
         return row['difference']
 
     def is_exact(self, name:str)->bool: return self.off(name) < self.tolerance
+    def wants(self, name:str)->bool: return 'micro' in name and self.accum.micro_batch_size != 'auto'  # a size was given
 
 # %% ../nbs/source/09_exact.ipynb #0b5fb1be
 @patch
@@ -141,32 +172,36 @@ def fits(self:WaySearch, name:str, timed:bool=False)->Callback|None:
     cb = self.ways[name](self.accum.micro_batch_size if 'micro' in name else 'auto')
     one = self.step(cb)
     row['fits'] = one is not None
-    if one and timed and (again := self.step(cb)): row['seconds'] = again.seconds
-    return cb if one else None
+    if not one: return None
+    sign = 1 if isinstance(cb, ActivationCheckpointing) else -1  # the most blocks, the smallest pieces
+    cb.fitting.size = int(sign*self.most(sign*cb.fitting.size))
+    if timed and (again := self.step(cb)): row['seconds'] = self.most(again.step_seconds)
+    return cb
 
 @patch
 def plain_seconds(self:WaySearch)->float:
     "Seconds that the whole batch would take if it fitted, from a part of it that does"
     n = self.n
     while (n := n//2) > 1:
-        if one := self.step(samples=n): return one.seconds*self.n/n
+        if one := self.step(samples=n): return one.step_seconds*self.n/n
     return math.nan
 
 @patch
 def candidates(self:WaySearch, skip:set[str])->list[str]:
     "The ways that are exact and may be the fastest"
-    pieces,*others = list(self.ways)[:4]
-    if pieces not in skip and self.is_exact(pieces): return [pieces]
-    first_exact = first(o for o in others if o not in skip and self.is_exact(o))
-    return [o for o in (first_exact, 'recomputed blocks') if o and o not in skip]
+    names = list(self.ways)[:4]
+    found = first(o for o in names if o not in skip and self.is_exact(o))
+    if found == names[0] or found and self.wants(found): return [found]
+    return [o for o in (found, 'recomputed blocks') if o and o not in skip]
 
 @patch
 def find(self:WaySearch, skip:set[str]=frozenset())->FoundWay:
     "The fastest way that is exact and fits; raises NothingFits if none does"
     whole = 'the whole batch'
-    if whole not in skip:
-        if self.step(): return FoundWay()
-        self.rows[whole] = dict(fits=False, difference=0.)
+    if whole not in skip and not any(self.wants(o) and self.is_exact(o) for o in list(self.ways)[:2]):
+        fits = self.step() is not None
+        self.rows[whole] = dict(fits=fits, difference=0.)
+        if fits: return FoundWay()
     names = self.candidates(skip)
     found = {o:cb for o in names if (cb := self.fits(o, timed=len(names) > 1))}
     if not found:
@@ -184,10 +219,10 @@ def table(self:WaySearch)->pd.DataFrame:
     return pd.DataFrame([dict(way=k, difference=o.get('difference'), fits=o.get('fits'), time=o['seconds']/plain if 'seconds' in o else None)
                          for k,o in self.rows.items()])
 
-def find_way(accum:GradientAccumulation, b, n:int, skip:set[str]=frozenset())->FoundWay:
-    """The way to run the batch `b` of `n` samples, and others like it, so that the fit is that of whole batches; not one of `skip`.
+def find_way(accum:GradientAccumulation, inputs:Inputs, skip:set[str]=frozenset())->FoundWay:
+    """The way to run the batch with `inputs`, and others like it, so that the fit is that of whole batches; not one of `skip`.
     Raises ValueError if windows of several batches cannot be exact, NothingFits if nothing fits"""
-    learn,search = accum.learn,WaySearch(accum, b, n)
+    learn,n,search = accum.learn,inputs.n,WaySearch(accum, inputs)
     own = learn._grab_cbs((GradientCache,ActivationCheckpointing))
     if own: raise ValueError(f"exact=True uses {type(own[0]).__name__} itself where it is needed: leave it out")
     size,loader_bs = max(accum.sizes().values()),accum.now.smallest_bs
@@ -209,4 +244,4 @@ def next_way(accum:GradientAccumulation, loop:Loop)->FoundWay:
     "The next way after that of `accum`, when memory has run out with it"
     names = ['the whole batch', *ways_of(accum)]
     accum.way.leave(accum.learn)
-    return find_way(accum, accum.now.batches.b, accum.now.batches.size, {*names[:names.index(accum.way.name)+1]})
+    return find_way(accum, loop.inputs, {*names[:names.index(accum.way.name)+1]})

@@ -90,6 +90,18 @@ def test_the_smallest_size_that_fits(world):
     buckets,scalars = messages(world, 'auto')
     assert scalars == [8,8]+[24]*len(buckets) and len(buckets) == len(results[0]['auto']['accum_bs'])
 
+def test_processes_agree_on_one_way(world):
+    "In each the one in whose memory the batches of all fit"
+    n,results = world
+    for res in results:
+        ours,normed,whole = res['exact'],res['exact_normed'],res['whole_normed']
+        assert (ours['way'], ours['micro_bs']) == ('micro-batches', 4)
+        assert_same(ours['weights'], res['auto']['weights'])
+        assert (normed['way'], normed['blocks']) == ('recomputed blocks', results[0]['exact_normed']['blocks']) and normed['blocks'] > 1
+        assert_same(normed['weights'], whole['weights'])
+        assert_same(normed['losses'], whole['losses'])
+        for a,b in zip(normed['buffers'], whole['buffers'], strict=True): assert_same(a, b)
+
 def test_a_loss_over_the_batch_of_each_process(world):
     "In pieces it is what it is at once, with one set of buckets a step"
     n,results = world

@@ -17,6 +17,7 @@ from fastai.callback.training import GradientAccumulation as FastaiGradientAccum
 from fastxtend_accum.bs_find import suggest
 from fastxtend_accum.cache import GradientCache
 from fastxtend_accum.checkpointing import ActivationCheckpointing
+from fastxtend_accum.demo import Activations
 from fastxtend_accum.processes import Processes
 
 def broadcast_on_cpu(self, t, rank):
@@ -272,6 +273,18 @@ def checkpointed(): return train_normed(ActivationCheckpointing())
 def checkpointed_sharded():
     try: fit(make_learner(16, m=fully_shard(normed(), mesh=init_device_mesh('cpu', (W,))), cbs=ActivationCheckpointing()), 1)
     except ValueError as e: return str(e)
+@case
+def exact():
+    "Process 0 has memory for 9 samples, the others for 5"
+    accum = GradientAccumulation(16*W, micro_batch_size='auto', exact=True)
+    return fit_small(accum, bs=16, m=Limited()) | dict(micro_bs=accum.micro_bs, way=accum.way.name)
+@case
+def exact_normed():
+    "Process 0 has nine tenths of the memory that a batch takes, the others half of it"
+    whole,accum = Activations(),GradientAccumulation(micro_batch_size='auto', exact=True)
+    train_normed(whole)
+    res = train_normed(Activations(whole.mb*(.5 if rank_distrib() else .9)), accum)
+    return res | dict(way=accum.way.name, blocks=accum.way.cb.fitting.size)
 class NanOnce:
     "A loss that is NaN in one process, at its sixth batch"
     def __init__(self): self.n = 0
