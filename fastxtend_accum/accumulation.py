@@ -255,11 +255,14 @@ class MicroBatches:
 @patch(as_prop=True)
 def batch_samples(self:GradientAccumulation)->int: return self.now.batches.size  # as the DataLoader has yielded them: the last batch has fewer
 
+@patch(as_prop=True)
+def draws(self:GradientAccumulation)->bool: return self.same_draws or bool(self.way and self.way.same_draws)
+
 @patch
 def parts(self:GradientAccumulation, n:int)->list:
-    if not (self.same_draws or self.way and self.way.same_draws): return [MicroBatches(self, n)]
+    if not self.draws: return [MicroBatches(self, n)]
     from fastxtend_accum.same_draws import SameDraws
-    return [MicroBatches(self, n), SameDraws(n)]
+    return [MicroBatches(self, n), SameDraws(n, self.learn.model)]
 
 @patch
 def end_batch(self:GradientAccumulation):

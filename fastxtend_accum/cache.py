@@ -63,7 +63,7 @@ class GradientCache(Way):
         if micro_batch_size is None: raise TypeError("micro_batch_size must be a number of samples or 'auto', not None")
         check_callable('part', part, 'a function of the model')
         store_attr('micro_batch_size,part,same_draws')
-        self.rows_each,self.fitting,self.draws = rows,FittingSize(),[]
+        self.rows_each,self.fitting,self.used_draws = rows,FittingSize(),[]
         if micro_batch_size != 'auto': self.fitting.size = micro_batch_size
 
     def before_train(self):
@@ -99,7 +99,7 @@ class GradientCache(Way):
 def forward_context(self:GradientCache):
     "The forward pass runs in pieces, in training and in validation"
     if not self.learn.training: return Way.forward_context(self)
-    self.draws = []
+    self.used_draws = []
     loop,module = fit_of(self.learn).instead['batch'],self.running_part()
     forward,n = module.forward,self.rows(loop)
     owners = [o for o in loop.owners if o in {*module.modules()}]
@@ -108,14 +108,14 @@ def forward_context(self:GradientCache):
         if self.fitting.size and self.micro_bs < n and misfit is not None:
             raise ValueError(f"GradientCache cannot split a tensor of shape {tuple(misfit.shape)} in a batch of {n//self.rows_each} samples: its first "
                              "dimension must be the samples; if a module sees several rows of each sample, set rows=2, or how many they are")
-        if self.same_draws: self.draws.append(self.new_draws(n))
-        return in_pieces(forward, module, self.micro_bs or n, n, loop.lists, self.draws[-1] if self.draws else None, owners)(*args, **kwargs)
+        if self.same_draws: self.used_draws.append(self.new_draws(n, module))
+        return in_pieces(forward, module, self.micro_bs or n, n, loop.lists, self.used_draws[-1] if self.used_draws else None, owners)(*args, **kwargs)
     return replaced(module, 'forward', pieces_forward)
 
 @patch
-def new_draws(self:GradientCache, n:int):
+def new_draws(self:GradientCache, n:int, module:nn.Module):
     from fastxtend_accum.same_draws import SameDraws
-    return SameDraws(n)
+    return SameDraws(n, module)
 
 @patch
 def how(self:GradientCache, n:int)->str:
@@ -125,4 +125,4 @@ def how(self:GradientCache, n:int)->str:
 @patch
 def backward_context(self:GradientCache):
     "A module that is run again inside a piece, as by `torch.utils.checkpoint`, draws the same numbers"
-    return ContextManagers([o for o in self.draws if o.rows])
+    return ContextManagers([o.active() for o in self.used_draws if o.rows])

@@ -22,10 +22,12 @@ from .memory import *
 from .hidden_state import *
 
 # %% auto #0
-__all__ = ['own_loop', 'Pieces', 'per_sample', 'Inputs', 'OneRow', 'Arguments', 'SavedState', 'forward_in_pieces', 'all_contexts',
-           'evaluate', 'Loop', 'train_on', 'check_loop', 'Way', 'is_compiled', 'MicroBatchFinder']
+__all__ = ['own_loop', 'StartOver', 'Pieces', 'per_sample', 'Inputs', 'OneRow', 'Arguments', 'SavedState', 'forward_in_pieces',
+           'all_contexts', 'evaluate', 'Loop', 'train_on', 'check_loop', 'Way', 'is_compiled', 'MicroBatchFinder']
 
 # %% ../nbs/source/07_pieces.ipynb #d1d04810
+class StartOver(ValueError): "A part knows more now: the batch has to run from its first sample again"
+
 class Pieces:
     "A batch of `n` samples, which runs in pieces; `parts` follow"
     def __init__(self, n:int, parts:list):
@@ -43,11 +45,16 @@ class Pieces:
         self.outputs.append(output)
         self.sizes.append(size)
 
-    def run(self, run:Callable, most:Callable, retry:Callable|None=None):
-        "All pieces, of at most `most()` samples; returns itself. `retry(error)` is called if memory runs out, and raises it or goes back"
+    def run(self, run:Callable, most:Callable, retry:Callable|None=None, start_over:Callable|None=None):
+        """All pieces, of at most `most()` samples; returns itself. If memory runs out, or a part starts over, `retry(error)` or `start_over(error)` raises
+        the error or goes back"""
         while self.start < self.n:
-            if not retry: self.run_next(run, most())
-            elif error := memory_error(self.run_next, run, most()): retry(error)
+            try:
+                if not retry: self.run_next(run, most())
+                elif error := memory_error(self.run_next, run, most()): retry(error)
+                continue
+            except StartOver as e: again = without_tracebacks(e)
+            start_over(again) if start_over else self.go_back(0)
         return self
 
     def joined(self): return self.outputs[0] if len(self.outputs) == 1 else join(self.outputs, self.sizes)
@@ -170,11 +177,11 @@ def train(self:Loop):
     learn,self.splitter = self.learn,first(o for o in self.ways if o.splits_loss)
     n,searching = self.samples(),self.searching
     repeats = bool(searching) and n_processes(learn) == 1
-    inputs = self.inputs = Inputs(learn, n, self.lists, repeats)
+    inputs = self.inputs = Inputs(learn, n, self.lists, repeats or bool(self.splitter and self.splitter.draws))
     try:
         for o in searching if len(learn.yb) else []: o.find_size(self, inputs)
         self.pieces,self.in_autocast = Pieces(n, self.parts()),True
-        self.pieces.run(self.train_piece, self.most, self.retry if repeats else None)
+        self.pieces.run(self.train_piece, self.most, self.retry if repeats else None, self.start_over)
     except (CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException):
         for o in self.ways: o.cancelled()
         raise
@@ -226,6 +233,15 @@ def retry(self:Loop, error:Exception):
     warn(f"out of memory in training: from now on, {way.shrink(self, error)}")
     if not start: self.pieces.parts = self.parts()  # another way may have others
 
+@patch
+def start_over(self:Loop, error:StartOver):
+    "Run the batch from its first sample again; raises `error` if its gradient is mixed with that of another, or with other processes'"
+    learn,accum,start = self.learn,self.splitter,self.pieces.start
+    if start and accum.window.earlier or n_processes(learn) > 1: raise error
+    learn.pred,learn.loss_grad,learn.loss = None,None,None
+    accum.start_over() if start else accum.go_back(0)
+    self.pieces.go_back(0)
+
 def train_on(loop:Loop, inputs:Inputs, n:int):
     "A forward and a backward pass on the first `n` samples, without a step"
     inputs.piece(0, n)
@@ -246,7 +262,7 @@ def check_loop(learn:Learner, cb:Callback):
 # %% ../nbs/source/07_pieces.ipynb #e24952ff
 class Way(FitCallback):
     "Base of callbacks that run a batch in another way: `join_loop` in `before_train` lets them"
-    micro_batch_size,part,splits_loss = None,None,False
+    micro_batch_size,part,splits_loss,draws = None,None,False,False  # draws: whether pieces have the random draws of the whole
     def join_loop(self):
         "Join the loop of this fit; raises ValueError if the Learner has a loop of its own"
         if not self.is_in_fit(): return

@@ -7,128 +7,158 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/same_draws.html.m
 # %% ../nbs/source/06_same_draws.ipynb #d7a50006
 from __future__ import annotations
 from contextlib import nullcontext
-import traceback
+import pickle,traceback
 
 from fastai.basics import *
+from torch.nn.attention import SDPBackend,sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode,_get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
-from .checks import *
 from .nested import *
-from .memory import stored_once
-from .pieces import is_compiled
+from .pieces import *
 
 # %% auto #0
-__all__ = ['by_shape', 'can_repeat', 'generator_of', 'default_generators', 'state_of', 'all_states', 'samples_dim', 'Draw',
+__all__ = ['by_shape', 'can_repeat', 'generator_of', 'error', 'all_generators', 'state_of', 'get_states', 'set_states', 'Draw',
            'SameDraws', 'check_same_draws', 'check_not_compiled']
 
 # %% ../nbs/source/06_same_draws.ipynb #d7a50008
-by_shape = {'bernoulli','cauchy','exponential','geometric','log_normal','multinomial','native_dropout','normal','rand','rand_like',
-            'randint','randint_like','randn','randn_like','random','randperm','uniform'}
+by_shape = set("""bernoulli cauchy exponential geometric log_normal multinomial native_dropout normal rand rand_like
+    randint randint_like randn randn_like random randperm uniform""".split())
 
-def can_repeat(func, types:tuple, given:dict)->bool:
+def can_repeat(func, given:dict)->bool:
     "Whether how many numbers an operation draws, and in which order, follows from shapes alone"
-    plain = all(o.layout == torch.strided and o.device.type in ('cpu','cuda') for o in given.values() if isinstance(o, Tensor))
-    return func.overloadpacket.__name__.removesuffix('_') in by_shape and 'out' not in given and plain and not types
+    tensors = [o for o in given.values() if isinstance(o, Tensor)]
+    is_plain = all(o.layout == torch.strided and o.device.type in ('cpu','cuda') for o in tensors)
+    return is_plain and 'out' not in given and func.overloadpacket.__name__.removesuffix('_') in by_shape
 
-def generator_of(given:dict)->torch.Generator:
-    "The generator that an operation draws from"
+def generator_of(given:dict, known:Iterable)->torch.Generator:
+    "The generator that an operation draws from; each call wraps it anew, so find the object in `known`"
     device = next((o.device for o in given.values() if isinstance(o, Tensor)), given.get('device'))
-    if given.get('generator') is not None or device is None or device.type == 'cpu': return given.get('generator') or torch.default_generator
+    if g := given.get('generator'): return first(o for o in known if getattr(o, '_cdata', 0) == g._cdata) or g
+    if not device or device.type == 'cpu': return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
-def default_generators()->list[torch.Generator]: return [torch.default_generator, *torch.cuda.default_generators]
-def state_of(g:torch.Generator)->bytes: return g.get_state().numpy().tobytes()
-def all_states()->tuple:
-    "Where the generators of Python, NumPy and PyTorch stand, to be compared"
-    name,keys,*rest = np.random.get_state()
-    return random.getstate(),keys.tobytes(),rest,[state_of(g) for g in default_generators()]
+def error(what:str, remedy:str='make the model draw in the same way for all samples', kind:type=ValueError)->ValueError:
+    return kind(f"same_draws=True cannot {what}: {remedy}, or leave same_draws out")
+
+# %% ../nbs/source/06_same_draws.ipynb #a1a24beb
+def all_generators(model:nn.Module)->list:
+    "Those of Python, NumPy and PyTorch, and those that the modules of `model` hold"
+    kinds = torch.Generator,random.Random,np.random.Generator,np.random.RandomState
+    own = [o for o in tree_leaves([vars(m) for m in model.modules()]) if isinstance(o, kinds)]
+    return [random, np.random, torch.default_generator, *torch.cuda.default_generators, *own]
+
+def state_of(g)->bytes:
+    if isinstance(g, torch.Generator): return g.get_state().numpy().tobytes()
+    if isinstance(g, np.random.Generator): return pickle.dumps(g.bit_generator.state)
+    return pickle.dumps(g.getstate() if hasattr(g, 'getstate') else g.get_state())
+
+def get_states(generators:Iterable)->dict: return {g:state_of(g) for g in generators}
+
+def set_states(states:dict):
+    for g,state in states.items():
+        if isinstance(g, torch.Generator): g.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        elif isinstance(g, np.random.Generator): g.bit_generator.state = pickle.loads(state)
+        else: (g.setstate if hasattr(g, 'setstate') else g.set_state)(pickle.loads(state))
 
 # %% ../nbs/source/06_same_draws.ipynb #d7a5000b
-def samples_dim(shape:list[int], n:int)->int|None:
-    "The dimension of `shape` that holds `n` samples, or a multiple of them, such as their heads or tokens; counted from the last, which is -1"
-    dims = range(-len(shape), 0)
-    return first([d for d in dims if shape[d] == n] + [d for d in dims if shape[d] and shape[d]%n == 0])
-
 class Draw:
-    "A random operation, as a piece of `n` samples calls it"
-    def __init__(self, func, given:dict, n:int):
-        self.func,self.n,tensors = func,n,{k:o for k,o in given.items() if isinstance(o, Tensor)}
-        self.strides,self.shapes = {k:o.stride() for k,o in tensors.items()},{k:list(o.shape) for k,o in tensors.items()}
-        if 'size' in given: self.shapes['size'] = list(given['size'])
-        self.others = {k:o for k,o in given.items() if k not in (*self.shapes, 'generator')}
-        shape = torch.broadcast_shapes(*self.shapes.values())
-        is_choice = func.overloadpacket is torch.ops.aten.multinomial and len(shape) == 1
-        self.dim = None if is_choice else samples_dim(shape, n)
-        self.split = {k for k,s in self.shapes.items() if self.dim is not None and len(s) >= -self.dim and s[self.dim] == shape[self.dim]}
+    "A random operation, as a piece of `n` samples calls it; `weights`: the shapes of the model's parameters"
+    def __init__(self, func, given:dict, n:int, weights:set=()):
+        tensors = {k:o for k,o in given.items() if isinstance(o, Tensor)}
+        self.func,self.n,self.strides = func,n,{k:o.stride() for k,o in tensors.items()}
+        self.shapes = {k:[*o.shape] for k,o in tensors.items()}
+        if 'size' in given: self.shapes['size'] = [*given['size']]
+        self.others = {k:o for k,o in given.items() if k not in self.shapes and k != 'generator'}
+        self.shape = shape = torch.broadcast_shapes(*self.shapes.values())
+        is_choice = func.overloadpacket is torch.ops.aten.multinomial  # from its last dimension
+        dims = [d for d in range(-len(shape), -is_choice) if shape[d] and shape[d]%n == 0]
+        is_weight = any(len(w) == len(shape) and all(o in (1,p) for o,p in zip(shape, w)) for w in weights)
+        # Where the samples may be, the likeliest first, counted from the last dimension; None: nowhere
+        exact,multiples = [d for d in dims if shape[d] == n],[d for d in dims if shape[d] > n]
+        self.dims = [*exact, None, *multiples] if is_weight else [*exact, *multiples, None]
 
-    def shapes_for(self, n:int)->dict:
-        "The shapes of all arguments in a piece of `n` samples"
-        def scaled(s): return [o//self.n*n if d == len(s)+self.dim else o for d,o in enumerate(s)]
-        return {k:scaled(s) if k in self.split else s for k,s in self.shapes.items()}
+    def shapes_for(self, n:int, dim:int|None)->dict:
+        "The shapes of the arguments in a piece of `n` samples, if these are in `dim`"
+        def scaled(d, o): return o//self.n*n if d == dim and o == self.shape[d] else o
+        return {k:[scaled(d, o) for d,o in enumerate(s, -len(s))] for k,s in self.shapes.items()}
 
-    def check(self, other:Draw):
-        "Raises ValueError if another piece calls the operation in another way"
-        if (other.shapes, other.others) != (self.shapes_for(other.n), self.others):
-            raise ValueError(f"same_draws=True: cannot tell which numbers of {self.func.name()} belong to which sample. It is called with {self.shapes} in a "
-                             f"piece of {self.n} samples and with {other.shapes} in one of {other.n}: use another micro_batch_size, or leave same_draws out")
+    def compare(self, other:Draw, in_use:bool):
+        "Keep the dimensions that fit another piece, too; an error if none does, or not the one `in_use`"
+        fit = [d for d in self.dims if other.shapes == self.shapes_for(other.n, d) and other.others == self.others]
+        is_right = fit and not (in_use and fit[0] != self.dims[0])
+        self.dims = fit or self.dims
+        if not is_right:
+            raise error(f"tell which numbers of {self.func.name()} belong to which sample. It is called with "
+                        f"{self.shapes} in a piece of {self.n} samples and with {other.shapes} in one of {other.n}",
+                        "use another micro_batch_size", StartOver if fit else ValueError)
 
 # %% ../nbs/source/06_same_draws.ipynb #d7a5000c
 @patch
 def call(self:Draw, given:dict, rows:tuple[int,int], total:int):
     "Draw the numbers of all `total` samples, and give those of `rows`"
-    if self.dim is None: return self.func(**given)
-    shapes,(start,end) = self.shapes_for(total),rows
+    dim,(start,end) = self.dims[0],rows
+    if dim is None: return self.func(**given)
     def part(o):
-        per_sample = o.shape[self.dim]//total
-        return o.narrow(self.dim, start*per_sample, (end-start)*per_sample)
-    def for_all(k, o):
-        "Argument `k` of the whole batch, in the same memory layout; samples outside the piece have the values of its first one"
-        if k not in self.split: return o
-        if k == 'size': return shapes[k]
-        strides = [s*total//self.n if s > self.strides[k][self.dim] else s for s in self.strides[k]]
-        stored = stored_once(strides)
-        whole = torch.empty_strided(shapes[k], strides, dtype=o.dtype, device=o.device)
-        whole[stored].copy_(o[stored].narrow(self.dim, 0, 1))
-        if strides[self.dim]: part(whole)[stored].copy_(o[stored])
-        return whole
-    res = self.func(**{k:for_all(k, o) for k,o in given.items()})
-    if self.func.overloadpacket.__name__.endswith('_'): return given['self'].copy_(part(res))
-    return tuple(part(o).clone() for o in res) if isinstance(res, tuple) else part(res).clone()
+        per_sample = o.shape[dim]//total
+        return o.narrow(dim, start*per_sample, (end-start)*per_sample)
+    def whole(o, shape, strides):
+        "`o` for all samples, laid out alike; those outside the piece have the values of its first one"
+        strides = [s*total//self.n if s > strides[dim] else s for s in strides]
+        res = torch.empty_strided(shape, strides, dtype=o.dtype, device=o.device)
+        once = tuple(slice(None if s else 1) for s in strides)  # PyTorch does not write into an expanded dimension
+        res[once].copy_(o[once].narrow(dim, 0, 1))
+        if strides[dim]: part(res)[once].copy_(o[once])
+        return res
+    shapes = {k:s for k,s in self.shapes_for(total, dim).items() if s != self.shapes[k]}
+    args = {k:s if k == 'size' else whole(given[k], s, self.strides[k]) for k,s in shapes.items()}
+    res = self.func(**(given | args))
+    if isinstance(res, tuple): return tuple(part(o).clone() for o in res)
+    return given['self'].copy_(part(res)) if self.func.overloadpacket.__name__.endswith('_') else part(res).clone()
 
 # %% ../nbs/source/06_same_draws.ipynb #d7a5000e
 class SameDraws(TorchDispatchMode):
-    "The pieces of a batch of `n` samples draw what the whole batch would: each draws the numbers of all samples, and takes its own"
-    def __init__(self, n:int):
+    "Pieces of a batch of `n` samples draw what the whole batch would: each draws the numbers of all, and takes its own"
+    def __init__(self, n:int, model:nn.Module):
         super().__init__()
-        self.n,self.rows,self.sizes,self.draws,self.before,self.after = n,None,[],{},None,None
-        self.last,self.own,self.in_piece = {},{},False
+        self.n,self.model,self.rows,self.in_piece,self.kernel = n,model,None,False,nullcontext
+        self.before,self.seen,self.sizes = {},[],set()  # states where the batch begins; draws in order; sizes of pieces
+        self.restart()
+
+    def restart(self):
+        "The batch starts over: forget what it has drawn, but not where its samples may be"
+        self.draws,self.last,self.after = {},{},None
+
+    def undo(self, start:int):
+        if not start:
+            self.sizes.clear()
+            self.restart()
     def __reduce__(self): return type(None),()  # of one batch: an exported Learner does not need it
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags: return func(*args, **kwargs)
         given = {a.name:o for a,o in zip(func._schema.arguments, args)} | kwargs
-        dropout = [given.get(a.name, a.default_value) for a in func._schema.arguments if a.name in ('dropout_p','dropout','train')]
-        if 0 in dropout: return func(*args, **kwargs)  # it draws nothing; train=False is 0, too
-        if can_repeat(func, types, given): return self.draw(func, given)
-        use = 'torch.nn.attention.sdpa_kernel(SDPBackend.MATH)' if 'attention' in func.name() else 'another operation'
-        raise ValueError(f"same_draws=True cannot repeat the random numbers of {func.name()}: use {use}, or leave same_draws out")
+        switches = [a for a in func._schema.arguments if a.name in ('dropout_p','dropout','train')]
+        if 0 in [given.get(a.name, a.default_value) for a in switches]: return func(*args, **kwargs)  # it draws nothing
+        if not types and can_repeat(func, given): return self.draw(func, given)
+        kind,remedy = ValueError,'use another operation'
+        if 'attention' in func.name() and self.kernel is nullcontext:
+            kind,remedy = StartOver,'use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)'
+            self.kernel = partial(sdpa_kernel, SDPBackend.MATH)
+        raise error(f'repeat the random numbers of {func.name()}', remedy, kind)
 
     def draw(self, func, given:dict):
         "Draw as the whole batch does at this state of the generator"
-        g,now = generator_of(given),Draw(func, given, self.rows[1]-self.rows[0])
+        g,now = generator_of(given, self.before),Draw(func, given, self.rows[1]-self.rows[0], self.weights)
         key = func,state_of(g)
-        if is_new := key not in self.draws:
-            if not self.in_piece: return func(**given)  # run again in the backward pass, as a part of the model outside the pieces
-            if self.after is not None:
-                raise ValueError(f"same_draws=True: samples {self.rows[0]} to {self.rows[1]} call {func.name()} where earlier samples did not: "
-                                 "leave same_draws out, or make the model draw in the same way for all samples")
-            if g not in self.last: self.own[g],self.last[g] = g.get_state(),state_of(g)
-            self.check_seen(g, f'before {func.name()}')
-            if any(f.f_code.co_name == 'compile_wrapper' for f,_ in traceback.walk_stack(sys._getframe())):  # outside a piece it would draw other numbers
-                raise ValueError(f"same_draws=True cannot repeat {func.name()} of a compiled function: leave out torch.compile, or same_draws")
-            self.draws[key] = now
-        self.draws[key].check(now)
+        is_new,i = key not in self.draws,len(self.draws)
+        if is_new:
+            if not self.in_piece: return func(**given)  # outside the part of the model that runs in pieces
+            self.check_new(func, g)
+            if i == len(self.seen) or self.seen[i].func != func: self.seen[i:] = [now]
+            self.draws[key] = self.seen[i]
+        self.draws[key].compare(now, not is_new)
         res = self.draws[key].call(given, self.rows, self.n)
         if is_new: self.last[g] = state_of(g)
         return res
@@ -136,73 +166,74 @@ class SameDraws(TorchDispatchMode):
 # %% ../nbs/source/06_same_draws.ipynb #d7a50010
 @patch
 def check_seen(self:SameDraws, g:torch.Generator, where:str):
-    "Raises ValueError if `g` has moved since the last draw"
-    if state_of(g) != self.last[g]:
-        raise ValueError(f"same_draws=True: random numbers were drawn {where} by code that it cannot see, such as a compiled function or a kernel of "
-                         "another package: leave same_draws out")
+    if state_of(g) != self.last.get(g, self.before[g]):
+        raise error(f"repeat the numbers drawn {where} by code that it cannot see, such as a compiled function")
 
 @patch
-def rewind(self:SameDraws):
-    "Let all random generators stand where the batch begins"
-    if self.before is None: self.before = get_random_states()
-    set_random_states(**self.before)
-    for g,state in self.own.items(): g.set_state(state)
-    if self.after is None: self.draws,self.own,self.last = {},{},{g:state_of(g) for g in default_generators()}  # also after a first piece that failed
+def check_new(self:SameDraws, func, g:torch.Generator):
+    "Raises ValueError unless this piece is the first, and all that it has drawn was seen"
+    if self.after: raise error(f"repeat {func.name()} of samples {self.rows}, which earlier samples did not call")
+    self.before.setdefault(g, state_of(g))
+    self.check_seen(g, f'before {func.name()}')
+    if any(f.f_code.co_name == 'compile_wrapper' for f,_ in traceback.walk_stack(sys._getframe())):
+        raise error(f"repeat {func.name()} of a compiled function", "leave out torch.compile")
 
 @patch
-def undo(self:SameDraws, start:int):
-    if not start: self.sizes = []
+@contextmanager
+def active(self:SameDraws):
+    "Operations in here draw for all samples"
+    with self.kernel(), nullcontext() if self in _get_current_dispatch_mode_stack() else self: yield
 
 @patch
 @contextmanager
 def piece(self:SameDraws, start:int, end:int):
-    "Train on samples `start` to `end` in here; afterwards the random generators stand where the whole batch leaves them"
+    "Train on samples `start` to `end` in here; afterwards, generators stand where the whole batch leaves them"
     if end-start == self.n: yield; return
-    self.rewind()
+    generators = all_generators(self.model)
+    if not self.before:
+        self.before,self.weights = get_states(generators),{p.shape for p in self.model.parameters()}
+    if not self.after: self.restart()  # it is the first, perhaps after one that failed
+    set_states(self.before)
     self.rows,self.in_piece = (start, end),True
-    with self: yield
+    with self.active(): yield
     self.in_piece = False
-    if self.after is None:
-        for g in self.last: self.check_seen(g, 'after all that it can see')
-        self.after = all_states()
-    elif self.after != all_states():
-        raise ValueError(f"same_draws=True: samples {start} to {end} leave the random generators in a different state than earlier samples did: "
-                         "leave same_draws out, or make the model draw in the same way for all samples")
-    self.sizes.append(end-start)
-    if end == self.n and (len({*self.sizes}) == 1 or self.sizes[0] == 1) and any(o.split for o in self.draws.values()):
-        raise ValueError("same_draws=True needs pieces of two sizes, the first of 2 samples or more, to tell the dimension of the samples, "
-                         f"not of {self.sizes}: see SameDraws.next_size")
+    after = get_states(generators)
+    for g in self.before if not self.after else []:
+        if isinstance(g, torch.Generator): self.check_seen(g, 'after all that it can see')
+    if self.after not in (None, after):
+        raise error(f"repeat samples {start} to {end}: generators end in a different state than earlier samples leave")
+    self.after = after
+    self.sizes.add(end-start)
+    if end == self.n and any(len(o.dims) > 1 or o.n == 1 for o in self.draws.values()):
+        raise error("do without pieces of two sizes, the first of 2 samples or more", "take those of next_size")
 
 # %% ../nbs/source/06_same_draws.ipynb #d7a50041
 @patch
-def next_size(self:SameDraws, rest:int, micro_bs:int)->int:
-    "Samples in the next piece, if `rest` are left: the first is a prime number, which other dimensions are hardly multiples of, and the second differs from it"
-    size = next_size(rest, micro_bs)
+def next_size(self:SameDraws, rest:int, most:int)->int:
+    "Samples in the next piece, if `rest` are left: a prime, which divides few other dimensions, then another size"
+    size = next_size(rest, most)
     if size == self.n: return size
-    check_same_draws(micro_bs)  # 'auto' may find that one sample fits
+    check_same_draws(most)  # 'auto' may find that one sample fits
     if not self.sizes: return next(n for n in range(size, 0, -1) if all(n%d for d in range(2, math.isqrt(n)+1)))
-    return next_size(rest, size-1) if self.sizes == [size] else size
+    return next_size(rest, size-1) if self.sizes == {size} else size
 
 @patch
 @contextmanager
 def again(self:SameDraws, start:int, end:int):
-    "Run the piece once more in here, as recomputation does; the random generators stay where they are"
-    own = {g:g.get_state() for g in self.own}
-    with no_random():  # puts the other states back
-        self.rewind()
-        self.rows = start,end
-        try:
-            with nullcontext() if self in _get_current_dispatch_mode_stack() else self: yield
-        finally:
-            for g,state in own.items(): g.set_state(state)
+    "Run a piece once more in here, as recomputation does; generators stay where they are"
+    now = get_states(self.before)
+    set_states(self.before)
+    self.rows = start,end
+    try:
+        with self.active(): yield
+    finally: set_states(now)
 
 def check_same_draws(micro_batch_size:int|str|None):
-    "Raises TypeError or ValueError unless there are pieces of 2 samples or more, or `same_draws` is False"
-    if micro_batch_size is None: raise ValueError("same_draws=True is for batches that are split: set micro_batch_size, or leave it out")
-    if micro_batch_size == 1: raise ValueError("same_draws=True needs a micro_batch_size of 2 or more, not 1: one sample does not "
-                                                              "show the memory layout of what is drawn")
+    "Raises ValueError unless there are pieces of 2 samples or more"
+    why = {None: 'is for batches that are split: set micro_batch_size, or leave it out',
+           1: 'needs a micro_batch_size of 2 or more, not 1: one sample does not show the memory layout'}
+    if micro_batch_size in why: raise ValueError(f"same_draws=True {why[micro_batch_size]}")
 
 def check_not_compiled(model:nn.Module):
     "Raises ValueError if parts of `model` are compiled: they draw random numbers of their own"
-    if is_compiled(model):
-        raise ValueError("same_draws=True cannot repeat the random numbers of a compiled model: leave out torch.compile, or same_draws")
+    if is_compiled(model): raise error("repeat the random numbers of a compiled model", "leave out torch.compile")

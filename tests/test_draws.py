@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from contextlib import nullcontext
 
 from common import *
-from fastxtend_accum.same_draws import SameDraws, check_not_compiled, samples_dim
+from fastxtend_accum.same_draws import SameDraws, StartOver, check_not_compiled
 
 N = 22
 
@@ -70,6 +70,8 @@ layers = dict(
     choice=lambda: F_(lambda x: x.gather(2, torch.multinomial(x.detach().mean(1).exp(), 3)[:, None].expand(-1, 6, -1)).repeat(1, 1, 3)[..., :8]),
     integers=lambda: F_(lambda x: x+torch.randint(3, (len(x), 6, 1))), permuted_features=lambda: F_(lambda x: x[..., torch.randperm(8)]),
     own_generator=lambda: F_(lambda x: x+torch.rand(x.shape, generator=own, dtype=x.dtype)),
+    own_generator_twice=lambda: F_(lambda x: x+torch.rand(x.shape, generator=own, dtype=x.dtype)*torch.empty_like(x).normal_(generator=own)),
+    default_generator=lambda: F_(lambda x: F.dropout(x, .3)+torch.rand(x.shape, generator=torch.default_generator, dtype=x.dtype)),
     new_generator=lambda: F_(lambda x: x+torch.rand(x.shape, generator=torch.Generator().manual_seed(3), dtype=x.dtype)),
     native=lambda: F_(lambda x: torch.native_dropout(x, .3, True)[0]+torch.native_dropout(x.transpose(0, 1), .3, True)[0].transpose(0, 1)),
     checkpointed=lambda: F_again(SequenceFirst()), checkpointed_reentrant=lambda: F_again(nn.Dropout(.4), True))
@@ -97,21 +99,30 @@ def seeded():
 def standing(): return random.random(),np.random.rand(),torch.rand(3).tolist(),torch.rand(3, generator=own).tolist()
 
 def trained_on(m, x, sizes=None, around=nullcontext):
-    "Gradients of the mean of a loss over the batch, in pieces of `sizes`, and where the random generators stand then"
+    "Gradients of the mean of a loss over the batch, in pieces of `sizes`, or of so many as training makes them; and where the random generators stand then"
     seeded()
     m.zero_grad()
-    same,start = SameDraws(len(x)),0
-    for n in sizes or [len(x)]:
-        with same.piece(start, start+n), around(): (m(x[start:start+n]).float().tanh() if x.dtype != torch.float64 else m(x[start:start+n]).tanh()).sum().div(len(x)).backward()
-        start += n
-    assert start == len(x)
+    same,start,done = SameDraws(len(x), m),0,[]
+    while start < len(x):
+        n = same.next_size(len(x)-start, sizes or len(x)) if not isinstance(sizes, list) else sizes[len(done)]
+        try:
+            with same.piece(start, start+n), around():
+                out = m(x[start:start+n])
+                (out if x.dtype == torch.float64 else out.float()).tanh().sum().div(len(x)).backward()
+        except StartOver:
+            m.zero_grad()
+            same.restart()
+            start,done = 0,[]
+        else: start,done = start+n,done+[n]
     return torch.cat([p.grad.flatten().double() for p in m.parameters() if p.grad is not None]),standing()
 
 def split(n, micro_bs):
     "Sizes of pieces as training makes them"
-    same,rest = SameDraws(n),n
-    while rest: same.sizes.append(same.next_piece(rest, micro_bs)); rest -= same.sizes[-1]
-    return same.sizes
+    same,sizes = SameDraws(n, nn.Identity()),[]
+    while sum(sizes) < n:
+        sizes.append(same.next_size(n-sum(sizes), micro_bs))
+        same.sizes.add(sizes[-1])
+    return sizes
 
 @pytest.mark.thin(7)
 @pytest.mark.parametrize('name', layers)
@@ -119,10 +130,7 @@ def split(n, micro_bs):
 def test_pieces_are_the_whole_batch(name, micro_bs):
     m,x = network(name),batch()
     expected,stands = trained_on(m, x)
-    if micro_bs == 2 and name in ('weight_drop','noise_of_batch'):  # 8 features, or 4 times 2 samples?
-        with pytest.raises(ValueError, match='cannot tell which numbers of aten::.* belong to which sample'): trained_on(m, x, split(N, micro_bs))
-        return
-    res,stand = trained_on(m, x, split(N, micro_bs))
+    res,stand = trained_on(m, x, micro_bs)
     assert expected.abs().max() > 1e-3
     assert_same(res, expected, ROUNDING)
     assert stand == stands
@@ -133,7 +141,7 @@ def test_other_precisions(name, dtype):
     "Draws are made in the precision of the model; in the same pieces without dropout its rounding is as large"
     m,x = network(name, dtype),batch(dtype=dtype)
     expected,stands = trained_on(m, x)
-    res,stand = trained_on(m, x, split(N, 8))
+    res,stand = trained_on(m, x, 8)
     assert stand == stands
     assert (res-expected).norm() < 4*torch.finfo(dtype).eps*expected.norm()
 
@@ -142,7 +150,7 @@ def test_autocast(dtype):
     m,x = network('transformer', torch.float32),batch(dtype=torch.float32)
     around = lambda: torch.autocast('cpu', dtype=dtype)
     expected,stands = trained_on(m, x, None, around)
-    res,stand = trained_on(m, x, split(N, 8), around)
+    res,stand = trained_on(m, x, 8, around)
     assert stand == stands
     assert (res-expected).norm() < 4*torch.finfo(dtype).eps*expected.norm()
 
@@ -154,12 +162,9 @@ def test_any_split(n, micro_bs, name):
     sizes = split(n, micro_bs)
     assert sum(sizes) == n and max(sizes) <= micro_bs and sizes[0] > 1 and len({*sizes}) > 1
     expected,stands = trained_on(m, x)
-    try: res,stand = trained_on(m, x, sizes)
-    except ValueError as e: assert 'cannot tell' in str(e) and sizes[0] < 7
-    else:
-        assert_same(res, expected, ROUNDING)
-        assert stand == stands
-
+    res,stand = trained_on(m, x, micro_bs)
+    assert_same(res, expected, ROUNDING)
+    assert stand == stands
 
 # What cannot be repeated is an error
 
@@ -188,8 +193,8 @@ errors = dict(
     samples_drawn=(lambda x: x[torch.multinomial(torch.ones(len(x)), len(x))], 'cannot tell .* aten::multinomial'),
     pairs_of_samples=(lambda x: (torch.rand(len(x), len(x), dtype=x.dtype)@x.flatten(1)).view_as(x), 'cannot tell .* aten::rand'),
     hidden=(lambda x: F.dropout(hidden(x.detach()), .5)*x, 'code that it cannot see'), hidden_at_the_end=(lambda x: x*hidden(x.detach()), 'code that it cannot see'),
-    reseeded=(reseeded, 'code that it cannot see'), other_operation=(other_operation, 'earlier samples did not'), more_draws=(more_draws, 'earlier samples did not'), fewer_draws=(fewer_draws, 'in a different state than earlier samples'),
-    per_sample=(per_sample, 'earlier samples did not'), numpy_per_sample=(numpy_per_sample, 'in a different state than earlier samples'),
+    reseeded=(reseeded, 'code that it cannot see'), other_operation=(other_operation, 'which earlier samples did not call'), more_draws=(more_draws, 'which earlier samples did not call'), fewer_draws=(fewer_draws, 'in a different state than earlier samples'),
+    per_sample=(per_sample, 'which earlier samples did not call'), numpy_per_sample=(numpy_per_sample, 'in a different state than earlier samples'),
     compiled=(torch.compile(lambda x: F.dropout(x, .5), backend='eager'), 'aten::bernoulli_.float of a compiled function'))
 
 @pytest.mark.parametrize('name', errors)
@@ -203,15 +208,23 @@ attention = 'flash','efficient','cudnn'
 
 @pytest.mark.parametrize('name', attention)
 def test_fused_attention(name):
-    "Its dropout is drawn inside of the kernel; without dropout it draws nothing"
+    "Its dropout is drawn inside of the kernel, so the batch starts over with the MATH kernel; without dropout it draws nothing"
     f = getattr(torch.ops.aten, f'_scaled_dot_product_{name}_attention').default
     x = torch.empty(4, 2, 6, 8, device='meta')
     args = dict(flash=(x, x, x), efficient=(x, x, x, None, False), cudnn=(x, x, x, None, False))[name]
-    with SameDraws(8).piece(0, 4):
-        with pytest.raises(ValueError, match=f'_scaled_dot_product_{name}_attention: use torch.nn.attention.sdpa_kernel'): f(*args, dropout_p=.1)
-        with pytest.raises(ValueError, match=f'_scaled_dot_product_{name}_attention: use torch.nn.attention.sdpa_kernel'): f(*args, .1)
-        f(*args)
-        f(*args, dropout_p=0.)
+    for more,kwargs in ((), dict(dropout_p=.1)),((.1,), {}):
+        same = SameDraws(8, nn.Identity())
+        with same.piece(0, 4):
+            f(*args)
+            f(*args, dropout_p=0.)
+            assert torch.backends.cuda.flash_sdp_enabled()
+            with pytest.raises(StartOver, match=f'_scaled_dot_product_{name}_attention: use torch.nn.attention.sdpa_kernel'): f(*args, *more, **kwargs)
+        for again in same.piece,same.again:
+            with again(0, 4):
+                assert torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
+                with pytest.raises(ValueError, match=f'_scaled_dot_product_{name}_attention: use another operation') as e: f(*args, *more, **kwargs)
+                assert e.type is ValueError
+        assert torch.backends.cuda.flash_sdp_enabled()
 
 def test_compiled_models():
     m = network('dropout')
@@ -227,11 +240,10 @@ def test_pieces_of_one_size_tell_nothing():
 def test_the_first_piece_has_two_samples():
     with pytest.raises(ValueError, match='2 samples'): trained_on(network('dropout'), batch(20), [1, 19])
 
-def test_a_wrong_guess_is_an_error():
+def test_a_wrong_guess_starts_over():
     "14 tokens look like the heads of 7 samples"
     m,x = nn.Sequential(nn.Linear(8, 8), F_(lambda x: x*torch.rand(14, 1, dtype=x.dtype))).double(),torch.randn(22, 14, 8, dtype=torch.float64)
-    with pytest.raises(ValueError, match='cannot tell'): trained_on(m, x, [7, 15])
-    assert_same(trained_on(m, x, [11, 5, 6])[0], trained_on(m, x)[0], ROUNDING)
+    assert_same(trained_on(m, x, [7, 15])[0], trained_on(m, x)[0], ROUNDING)
 
 # Pieces that fail, and pieces that are run again
 
@@ -241,7 +253,7 @@ def test_a_piece_that_failed_is_drawn_again():
     expected,stands = trained_on(m, x)
     seeded()
     m.zero_grad()
-    same = SameDraws(N)
+    same = SameDraws(N, m)
     def run(start, end, fails=False):
         with same.piece(start, end):
             loss = m(x[start:end]).tanh().sum()/N
@@ -259,7 +271,7 @@ def test_again_leaves_the_generators_where_they_are():
     m,x = network('transformer'),batch()
     seeded()
     with torch.no_grad():
-        same,whole = SameDraws(N),m(x)
+        same,whole = SameDraws(N, m),m(x)
         seeded()
         pieces = []
         for rows in (0, 7), (7, 22):
@@ -278,9 +290,9 @@ def test_pieces_in_pieces():
     expected,stands = trained_on(m, x)
     seeded()
     m.zero_grad()
-    same = SameDraws(N)
+    same = SameDraws(N, m)
     for start,end in (0, 13), (13, 22):
-        inner = SameDraws(end-start)
+        inner = SameDraws(end-start, m)
         with same.piece(start, end):
             for a,b in (start, start+5), (start+5, end):
                 with inner.piece(a-start, b-start): (m(x[a:b]).tanh().sum()/N).backward()
@@ -291,9 +303,9 @@ def test_pieces_in_pieces():
 
 def test_the_whole_batch_in_one_piece_costs_nothing():
     m,x = network('transformer'),batch()
-    same = SameDraws(N)
+    same = SameDraws(N, m)
     with same.piece(0, N): m(x)
-    assert not same.draws and same.before is None
+    assert not same.draws and not same.before
 
 def test_each_piece_draws_the_numbers_of_the_whole_batch():
     "Once: numbers drawn, in pieces of 13 and 9 and in one"
@@ -305,7 +317,7 @@ def test_each_piece_draws_the_numbers_of_the_whole_batch():
     m,x = network('dropout'),batch()
     with Counts(): m(x)
     whole,Counts.numbers = Counts.numbers,0
-    same = SameDraws(N)
+    same = SameDraws(N, m)
     with Counts():
         for rows in (0, 13), (13, 22):
             with same.piece(*rows): m(x[slice(*rows)])

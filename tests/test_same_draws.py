@@ -168,6 +168,71 @@ def test_lr_find_and_the_next_fit():
     assert_same(found[0][1], found[1][1], 1e-4)
     assert_equal(found[0][2], found[1][2])
 
+# Dimensions that look like the samples
+
+class Weights(nn.Module):
+    "AWD-LSTM's kinds of dropout, on weights of 24 and 80 rows, with masks for `fixed` positions that no parameter has"
+    fixed = 12
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a,self.b,self.out = nn.Linear(5, 24),nn.Linear(24, 80),nn.Linear(80, 1)
+    def forward(self, x):
+        p = .3*self.training
+        x = F.linear(x, F.dropout(self.a.weight, p)).tanh()
+        if self.training: x = x*torch.rand(self.fixed, 2, dtype=x.dtype).flatten()
+        rows = torch.bernoulli(torch.full((80, 1), 1-p, dtype=x.dtype)) if self.training else 1
+        x = F.linear(F.dropout(x, p), F.dropout(self.b.weight, p)*rows).tanh()
+        return self.out(F.dropout(x, p))
+
+@pytest.mark.parametrize('cb', [accum, lambda **k: GradientCache(k['micro'], same_draws=True)], ids=['accumulation','cache'])
+@pytest.mark.parametrize('n', [32, 35])
+@pytest.mark.parametrize('micro', [2, 3, 4, 5, 6, 7])
+def test_what_looks_like_the_samples(micro, n, cb):
+    "The batch starts over once its second piece shows which dimension is the samples; the last of 35 samples are a batch of 3"
+    a,b = run(noisy(32, cb(micro=micro), n=n, m=Weights)),run(noisy(32, n=n, m=Weights))
+    assert_equal(a, b)
+
+@pytest.mark.parametrize('micro', [3, 4, 5, 6, 8, 12])
+def test_text_classifier(micro):
+    "fastai's AWD_LSTM, with all of its kinds of dropout; windows of two loader batches"
+    from fastai.text.models.core import get_text_classifier
+    from fastai.text.models.awdlstm import AWD_LSTM
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            config = dict(emb_sz=8, n_hid=20, n_layers=2, pad_token=1, bidir=False, output_p=.4, hidden_p=.3, input_p=.4, embed_p=.1, weight_p=.5)
+            self.m = get_text_classifier(AWD_LSTM, 60, 1, seq_len=72, config=config, lin_ftrs=[10], ps=[.1])
+            self.m[1].layers = nn.Sequential(*[o for l in self.m[1].layers for o in l if not isinstance(o, nn.BatchNorm1d)])
+        def forward(self, x): return self.m((x.abs()*20+2).long().clamp(max=59))[0]
+    a,b = (run(noisy(16, GradientAccumulation(32, **k), n=64, m=Classifier), 1, 5.) for k in (dict(micro_batch_size=micro, same_draws=True), {}))
+    assert_equal(a, b)
+
+# Attention whose dropout a fused kernel would draw, as on a GPU
+
+class Fused(nn.Module):
+    "Attention with dropout as CUDA has it; on the CPU, no fused kernel draws its dropout"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp,self.attend,self.out = nn.Linear(5, 24),F_(self.attention),nn.Linear(24, 1)
+    def attention(self, x):
+        if not self.training: return F.scaled_dot_product_attention(x, x, x)
+        is_fused = torch.backends.cuda.flash_sdp_enabled()
+        return (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x, .3)[0] if is_fused else F.scaled_dot_product_attention(x, x, x, dropout_p=.3))
+    def forward(self, x): return self.out(self.attend(F.dropout(self.inp(x), .2, self.training).view(-1, 2, 4, 3)).flatten(1))
+
+@pytest.mark.parametrize('accum_bs,cbs', [(32, lambda: accum(micro=7)), (64, lambda: accum(64, 7)), (32, lambda: [ActivationCheckpointing(lambda m: m.attend), accum(micro=7)]),
+                                 (32, lambda: GradientCache(7, same_draws=True)), (32, lambda: [ActivationCheckpointing(lambda m: m.attend), GradientCache(7, same_draws=True)])],
+                         ids=['pieces','windows','checkpoints','cache','both'])
+def test_attention_runs_in_the_math_kernel(accum_bs, cbs):
+    "As the whole batch does if you let it"
+    a = run(noisy(32, cbs(), n=128, m=Fused))
+    assert torch.backends.cuda.flash_sdp_enabled()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert_equal(a, run(noisy(32, GradientAccumulation(accum_bs), n=128, m=Fused)))
+
 # GradientCache
 
 def spread(pred, targ): return (((pred-pred.mean(0))**2).mean() + ((pred-targ)**2).mean()).float()  # compares the samples
@@ -223,7 +288,7 @@ def test_off_it_costs_nothing(monkeypatch):
 
 def test_a_batch_in_one_piece_costs_nothing(monkeypatch):
     def fails(*args): raise AssertionError
-    monkeypatch.setattr('fastxtend_accum.same_draws.SameDraws.rewind', fails)
+    monkeypatch.setattr('fastxtend_accum.same_draws.set_states', fails)
     for cbs in accum(micro=32),GradientCache(32, same_draws=True): run(noisy(32, cbs, n=96))
 
 # Parts that run twice, generators of the user's own, further backward passes, files
@@ -248,6 +313,47 @@ class OwnDraws(nn.Module):
     "Draws from a generator of its own"
     def __init__(self): super().__init__(); self.m = model()
     def forward(self, x): return self.m(x*torch.rand(x.shape, generator=own, dtype=x.dtype) if self.training else x)
+
+class Holds(nn.Module):
+    "Draws features, or layers to leave out, from a generator that it holds"
+    def __init__(self, kind, place):
+        super().__init__()
+        torch.manual_seed(0)
+        g = dict(numpy=np.random.default_rng, mersenne=lambda s: np.random.Generator(np.random.MT19937(s)), legacy=np.random.RandomState,
+                 python=random.Random, torch=lambda s: torch.Generator().manual_seed(s))[kind](7)
+        self.inp,self.layer,self.out = nn.Linear(5, 8),nn.Linear(8, 8),nn.Linear(8, 1)
+        self.kind,holder = kind,self.layer if place == 'submodule' else self
+        holder.g = [g] if place == 'list' else dict(mine=(g,)) if place == 'dict' else g
+        self.get = dict(list=lambda: self.g[0], dict=lambda: self.g['mine'][0], submodule=lambda: self.layer.g, attribute=lambda: self.g)[place]
+    def numbers(self, n):
+        g = self.get()
+        if self.kind == 'torch': return torch.rand(n, generator=g, dtype=torch.float64)
+        return tensor([g.random() for _ in range(n)] if self.kind == 'python' else g.random(n) if self.kind != 'legacy' else g.rand(n)).double()
+    def forward(self, x):
+        x = self.inp(x).tanh()
+        if self.training:
+            x = F.dropout(x, .3)*self.numbers(8)
+            if self.numbers(1) < .5: x = self.layer(x)
+        return self.out(x)
+
+@pytest.mark.parametrize('cbs', [accum, lambda: GradientCache(5, same_draws=True), lambda: [accum(micro=16), GradientCache(5, same_draws=True)]], ids=['accumulation','cache','both'])
+@pytest.mark.parametrize('place', ['attribute','submodule','list','dict'])
+@pytest.mark.parametrize('kind', ['numpy','mersenne','legacy','python','torch'])
+def test_generators_that_the_model_holds(kind, place, cbs):
+    "They stand at the same place in each piece, and afterwards where the whole batch leaves them"
+    def fitted(*cbs):
+        class M(Holds):
+            def __init__(self): super().__init__(kind, place)
+        learn,stands = run(noisy(32, list(cbs), m=M))
+        return learn,(stands, learn.model.numbers(3).tolist())
+    assert_equal(fitted(*L(cbs())), fitted())
+
+@pytest.mark.parametrize('kind', ['numpy','legacy','python'])
+def test_numbers_for_each_sample_from_a_generator_that_the_model_holds(kind):
+    class M(Holds):
+        def __init__(self): super().__init__(kind, 'attribute')
+        def forward(self, x): return super().forward(x*self.numbers(len(x))[:, None] if self.training else x)
+    with pytest.raises(ValueError, match='in a different state than earlier samples'): run(noisy(32, accum(), m=M))
 
 def test_a_loss_that_draws_from_the_models_own_generator():
     "The generator goes on from where the forward pass left it, also after the pieces have run again"
