@@ -179,7 +179,9 @@ class WaySearch:
         return row['difference']
 
     def is_exact(self, name:str)->bool: return self.off(name) < self.tolerance
-    def wants(self, name:str)->bool: return 'micro' in name and self.accum.micro_batch_size != 'auto'  # a size was given
+    def wants(self, name:str)->bool:
+        "Whether a size was given for the pieces of this way"
+        return 'micro' in name and self.accum.micro_batch_size != 'auto'
 
 # %% ../nbs/source/09_exact.ipynb #0b5fb1be
 @patch
@@ -225,7 +227,8 @@ def find(self:WaySearch, skip:set[str]=frozenset())->FoundWay:
         name = 'recomputed blocks, kept on the CPU'
         if name in skip or not (cb := self.fits(name)):
             raise NothingFits(f"exact=True: a batch of {self.n} fits in no way, not even with all blocks recomputed "
-                              "and kept on the CPU: use smaller inputs, a smaller batch, or leave out exact=True") from self.error
+                              "and kept on the CPU: use smaller inputs, a smaller batch, or leave out exact=True"
+                              ) from self.error
         return FoundWay(name, cb)
     return FoundWay(*min(found.items(), key=lambda o: self.rows[o[0]]['seconds']))
 
@@ -239,7 +242,7 @@ def table(self:WaySearch)->pd.DataFrame:
     return pd.DataFrame([row(k, o) for k,o in self.rows.items()])
 
 def find_way(accum:GradientAccumulation, inputs:Inputs, skip:set[str]=frozenset())->FoundWay:
-    """The way, none of `skip`, to run the batch with `inputs`, and others like it, so that the fit is that of whole batches.
+    """The way, none of `skip`, to run batches like that of `inputs` so that the fit is that of whole batches.
     Raises ValueError if windows of several batches cannot be exact, NothingFits if nothing fits"""
     learn,n,search = accum.learn,inputs.n,WaySearch(accum, inputs)
     own = learn._grab_cbs((GradientCache,ActivationCheckpointing))
