@@ -67,7 +67,8 @@ def run_batch(learn:Learner, cb:Callback|None, one:OneStep):
 
 def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_float32:bool=False)->OneStep:
     "Train in mid-batch with `cb` on the first `n` samples, up to the step; afterwards everything is as it was"
-    left_out = getattr(sys.modules.get('fastai.distributed'), 'DistributedTrainer', ()),MixedPrecision if in_float32 else ()
+    trainer = getattr(sys.modules.get('fastai.distributed'), 'DistributedTrainer', ())
+    left_out = trainer,MixedPrecision if in_float32 else ()
     def keep(o): return takes_part(o) and not isinstance(o, left_out)
     with (trial(learn, keep, weights=False), replaced(learn, '_with_events', partial(type(learn)._with_events, learn)),
           replaced(learn, 'model', inner_model(learn.model)), replaced(nn.SyncBatchNorm, 'forward', _BatchNorm.forward),
@@ -131,7 +132,8 @@ class FoundWay:
         if self.name == 'the whole batch': return 'fits in memory'
         if self.cb is None:
             same = ', with the random draws of the whole batch' if self.same_draws else ''
-            return f'is split into {-(-n//self.size)} micro-batches of {"up to " if n % self.size else ""}{self.size}{same}'
+            up_to = 'up to ' if n % self.size else ''
+            return f'is split into {-(-n//self.size)} micro-batches of {up_to}{self.size}{same}'
         return self.cb.how(n)
 
 # %% ../nbs/source/09_exact.ipynb #6d0f9c50
@@ -139,7 +141,8 @@ class WaySearch:
     "What trying has shown of the ways to run a batch, whose `inputs` the other callbacks have prepared"
     tolerance = 1e-4  # rounding is some hundred times less
     def __init__(self, accum:GradientAccumulation, inputs:Inputs):
-        self.accum,self.learn,self.inputs,self.n,self.ways,self.rows = accum,accum.learn,inputs,inputs.n,ways_of(accum),{}
+        self.accum,self.learn,self.inputs,self.n = accum,accum.learn,inputs,inputs.n
+        self.ways,self.rows = ways_of(accum),{}
         self.few,self.first,self.is_steady,self.error = min(inputs.n, 4),None,False,None
         self.is_normed = False  # whether pieces have statistics of their own, in whatever way they run
 
@@ -159,7 +162,8 @@ class WaySearch:
         "The largest `value` of all processes, which so come to the same decisions"
         if self.accum.now.processes.n == 1: return value
         model = self.learn.model
-        return all_reduce(model, torch.tensor(float(value), device=next(model.parameters()).device), dist.ReduceOp.MAX).item()
+        value = torch.tensor(float(value), device=next(model.parameters()).device)
+        return all_reduce(model, value, dist.ReduceOp.MAX).item()
 
     def off(self, name:str)->float:
         "How far a way is off on a few samples; inf if that cannot be told"
@@ -175,7 +179,9 @@ class WaySearch:
         return row['difference']
 
     def is_exact(self, name:str)->bool: return self.off(name) < self.tolerance
-    def wants(self, name:str)->bool: return 'micro' in name and self.accum.micro_batch_size != 'auto'  # a size was given
+    def wants(self, name:str)->bool:
+        "Whether a size was given for the pieces of this way"
+        return 'micro' in name and self.accum.micro_batch_size != 'auto'
 
 # %% ../nbs/source/09_exact.ipynb #0b5fb1be
 @patch
@@ -220,8 +226,9 @@ def find(self:WaySearch, skip:set[str]=frozenset())->FoundWay:
     if not found:
         name = 'recomputed blocks, kept on the CPU'
         if name in skip or not (cb := self.fits(name)):
-            raise NothingFits(f"exact=True: a batch of {self.n} fits in no way, not even with all blocks recomputed and kept on the CPU: "
-                              "use smaller inputs, a smaller batch, or leave out exact=True") from self.error
+            raise NothingFits(f"exact=True: a batch of {self.n} fits in no way, not even with all blocks recomputed "
+                              "and kept on the CPU: use smaller inputs, a smaller batch, or leave out exact=True"
+                              ) from self.error
         return FoundWay(name, cb)
     return FoundWay(*min(found.items(), key=lambda o: self.rows[o[0]]['seconds']))
 
@@ -229,19 +236,22 @@ def find(self:WaySearch, skip:set[str]=frozenset())->FoundWay:
 def table(self:WaySearch)->pd.DataFrame:
     "What was tried: how far each way is off, whether it fits, and its time relative to a batch that fits"
     plain = self.plain_seconds() if any('seconds' in o for o in self.rows.values()) else math.nan
-    return pd.DataFrame([dict(way=k, difference=o.get('difference'), fits=o.get('fits'), time=o['seconds']/plain if 'seconds' in o else None)
-                         for k,o in self.rows.items()])
+    def row(way, o):
+        time = o['seconds']/plain if 'seconds' in o else None
+        return dict(way=way, difference=o.get('difference'), fits=o.get('fits'), time=time)
+    return pd.DataFrame([row(k, o) for k,o in self.rows.items()])
 
 def find_way(accum:GradientAccumulation, inputs:Inputs, skip:set[str]=frozenset())->FoundWay:
-    """The way to run the batch with `inputs`, and others like it, so that the fit is that of whole batches; not one of `skip`.
+    """The way, none of `skip`, to run batches like that of `inputs` so that the fit is that of whole batches.
     Raises ValueError if windows of several batches cannot be exact, NothingFits if nothing fits"""
     learn,n,search = accum.learn,inputs.n,WaySearch(accum, inputs)
     own = learn._grab_cbs((GradientCache,ActivationCheckpointing))
     if own: raise ValueError(f"exact=True uses {type(own[0]).__name__} itself where it is needed: leave it out")
     size,loader_bs = max(accum.sizes().values()),accum.now.smallest_bs
     if size > loader_bs and not any(map(search.is_exact, list(search.ways)[:2])):
-        raise ValueError(f"exact=True: {size//loader_bs} batches of {loader_bs} cannot equal one of {size}, since something in each of them looks at all its "
-                         f"samples, as BatchNorm does (the gradient is off by {search.off('micro-batches'):.0%}): set bs={size} in the DataLoader")
+        raise ValueError(f"exact=True: {size//loader_bs} batches of {loader_bs} cannot equal one of {size}, since "
+                         "something in each of them looks at all its samples, as BatchNorm does (the gradient is "
+                         f"off by {search.off('micro-batches'):.0%}): set bs={size} in the DataLoader")
     way = search.find(skip)
     accum.ways = search.table()
     message = f'exact=True: each batch of {n} {way.how(n)}'

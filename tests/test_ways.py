@@ -39,6 +39,7 @@ def convnext(**kwargs):
 def normed_images(**kwargs):
     def block(n): return nn.Sequential(nn.Conv2d(n, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
     return of_images(lambda: nn.Sequential(*map(block, (3,8,8,8)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)), **kwargs)
+def halves(m): return [params(m[:2]), params(m[2:])]
 def tabular(**kwargs):
     rng = np.random.default_rng(0)
     df = pd.DataFrame(dict(a=rng.normal(size=96), b=rng.normal(size=96), c=rng.choice(list('xyz'), 96), y=rng.choice(['no','yes'], 96)))
@@ -123,6 +124,7 @@ def test_up_to_rounding(make, share):
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize('make,cbs,kwargs,tol', [
+    (normed_images, [MixUp], dict(method='fine_tune', n_epoch=1, splitter=halves), 0.),
     (resnet, [MixUp], dict(method='fine_tune', n_epoch=1), 0.),  # a frozen body, then all of it
     (normed_images, [partial(CpuMixedPrecision, 'bf16')], dict(n_epoch=1), 0.),
     (dropped, [MixUp], dict(opt_func=SGD), FLOAT32),
@@ -255,6 +257,7 @@ class Draws(Callback):
         self.last = [o.clone() for o in self.xb]
     def after_pred(self): self.learn.pred = self.learn.pred*1.
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize('share', [2., .6, .5])
 @pytest.mark.parametrize('make', [plain, dropped, normed, contrastive_dropped, tabular])
 def test_the_search_leaves_no_trace(make, share, monkeypatch):
@@ -279,7 +282,7 @@ def test_a_second_fit_does_not_search_again(monkeypatch):
     "An unfrozen model is another one"
     found = searches(monkeypatch)
     big = run(normed, Activations())
-    learn = seeded(partial(normed, cbs=[Activations(big.activations.mb*.6), exact()], splitter=lambda m: [params(m[:2]), params(m[2:])]))
+    learn = seeded(partial(normed, cbs=[Activations(big.activations.mb*.6), exact()], splitter=halves))
     learn.freeze()
     for n in 1,1: assert [fit(learn, 1) is learn, len(found)] == [True, n]
     learn.unfreeze()
