@@ -326,7 +326,7 @@ def test_table_of_the_page(world):
         steps = 6
         gathers = world[1][0][name]['gathers']  # of the Recorder, which logs their mean
         rows.append([len(buckets)/steps, sum(nbytes for _,nbytes in buckets)/steps, len(scalars)/steps, sum(scalars)/steps, len(gathers)/steps, sum(gathers)/steps])
-    page = ''.join(sum([c['source'] for c in json.loads((here.parent/'nbs/source/02_processes.ipynb').read_text())['cells']], []))
+    page = ''.join(sum([c['source'] for c in json.loads((here.parent/'nbs/source/05_processes.ipynb').read_text())['cells']], []))
     table = re.findall(r'^\| (?:fastai\'s )?`GradientAccumulation` \|(.*)\|$', page, re.M)
     assert [[float(o) for o in row.split('|')] for row in table] == rows
     assert f'model of {len(weights(model()))} parameters' in page
