@@ -71,6 +71,7 @@ class GradientAccumulation(Way):
         store_attr('accum_bs,n_acc,log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite,same_draws,exact')
         self.fitting,self.window,self.now,self.way,self.n_skipped = FittingSize(),Window(),None,None,0
 
+# %% ../nbs/source/12_accumulation.ipynb #730d4bdc
 class FitState:
     "What a fit of a `GradientAccumulation` needs beside its window; made when the fit starts, dropped when it ends"
     def __init__(self, accum:GradientAccumulation):
@@ -226,6 +227,7 @@ def backward(self:GradientAccumulation, f:Callable):
         if window.n_micro and learn.loss_grad.requires_grad: learn.loss_grad.register_hook(micro.backward_began)
     f()
 
+# %% ../nbs/source/12_accumulation.ipynb #a884e909
 @patch
 def after_backward(self:GradientAccumulation):
     "Count the micro-batch; a batch that is not split ends with it"
@@ -272,6 +274,7 @@ def end_batch(self:GradientAccumulation):
     if window.losses: learn.loss = window.mean_loss if steps and not window.earlier else window.batch_loss
     if not steps: raise CancelBatchException
 
+# %% ../nbs/source/12_accumulation.ipynb #ac512fa2
 @patch
 def find_size(self:GradientAccumulation, loop:Loop, inputs:Inputs):
     "Find the size of pieces that fit, if it is not known yet for batches like this one; with `exact`, the way to run them"

@@ -90,12 +90,13 @@ def main():
 class Activations(FitCallback):
     "`mb`: the most MB that a forward pass has kept for its backward pass; above `limit`, memory is out"
     order = -5
-    def __init__(self, limit:float=math.inf): self.limit,self.mb,self.in_forward = limit,0,ExitStack()
+    def __init__(self, limit:float=math.inf): self.limit,self.mb,self.kept,self.in_forward = limit,0,{},ExitStack()
     def before_train(self):
         stack = fit_of(self.learn).stack(self)
         stack.close()  # of the epoch before
         stack.callback(self.in_forward.close)
-        stack.callback(self.model.register_forward_pre_hook(self.start).remove)  # of each micro-batch
+        model = getattr(self.model, 'module', self.model)  # which also runs without its DDP wrapper
+        stack.callback(model.register_forward_pre_hook(self.start).remove)  # of each micro-batch
     def start(self, *args):
         self.in_forward.close()
         if not self.training: return

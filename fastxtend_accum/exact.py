@@ -52,6 +52,7 @@ class OneStep(Callback):
             self.step_start = clock()
         return f
 
+# %% ../nbs/source/15_exact.ipynb #ded495d8
 def run_batch(learn:Learner, cb:Callback|None, one:OneStep):
     "What fastai does with a batch on which the other callbacks have acted; `cb` begins its fit with it"
     if not cb: return learn._do_one_batch()
@@ -84,6 +85,7 @@ def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_floa
             except CancelFitException: pass
     return one
 
+# %% ../nbs/source/15_exact.ipynb #99349e4a
 def relative(a:list[Tensor], b:list[Tensor])->float:
     "How far `a` is off, relative to `b`"
     def norm(o): return torch.stack([t.double().norm() for t in o]).norm()
@@ -213,6 +215,7 @@ def candidates(self:WaySearch, skip:set[str])->list[str]:
     if found == names[0] or found and self.wants(found): return [found]
     return [o for o in (found, 'recomputed blocks') if o and o not in skip]
 
+# %% ../nbs/source/15_exact.ipynb #957f6185
 @patch
 def find(self:WaySearch, skip:set[str]=frozenset())->FoundWay:
     "The fastest way that is exact and fits; raises NothingFits if none does"
@@ -241,6 +244,7 @@ def table(self:WaySearch)->pd.DataFrame:
         return dict(way=way, difference=o.get('difference'), fits=o.get('fits'), time=time)
     return pd.DataFrame([row(k, o) for k,o in self.rows.items()])
 
+# %% ../nbs/source/15_exact.ipynb #bdabcc99
 def find_way(accum:GradientAccumulation, inputs:Inputs, skip:set[str]=frozenset())->FoundWay:
     """The way, none of `skip`, to run batches like that of `inputs` so that the fit is that of whole batches.
     Raises ValueError if windows of several batches cannot be exact, NothingFits if nothing fits"""

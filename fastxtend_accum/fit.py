@@ -22,10 +22,12 @@ def replaced(o, attr:str, value):
     try: yield
     finally: setattr(o, attr, old) if own else delattr(o, attr)
 
+# %% ../nbs/source/06_fit.ipynb #bffb5b3a
 class Fit:
     """A fit or validation of `learn` under way. It stands in for `learn._with_events`, through which fastai runs epochs, batches and steps:
     so it sees when a fit ends by an error or an interrupt, of which no event tells"""
     def __init__(self, learn:Learner):
+        if isinstance(vars(learn).get('_with_events'), partial): del learn._with_events  # of a Learner that was exported in mid-fit
         self.learn,self.depth,self.lent,self.instead,self.with_events = learn,0,{},{},learn._with_events
         self.own = ExitStack()
         self.own.enter_context(replaced(learn, '_with_events', self))

@@ -165,6 +165,7 @@ def largest_that_runs(f:Callable, at_most:int)->int:
     while error := memory_error(f, n): n = halve(n, error)
     return n
 
+# %% ../nbs/source/07_memory.ipynb #1487fb57
 def smallest_that_runs(f:Callable, at_most:int)->int:
     "The least n from 0 to `at_most` with which `f(n)` fits in memory, by bisection; raises NothingFits if `f(at_most)` does not"
     free_memory()

@@ -184,6 +184,7 @@ def active(self:SameDraws):
     "Operations in here draw for all samples"
     with self.kernel(), nullcontext() if self in _get_current_dispatch_mode_stack() else self: yield
 
+# %% ../nbs/source/17_same_draws.ipynb #ab19d016
 @patch
 @contextmanager
 def piece(self:SameDraws, start:int, end:int):

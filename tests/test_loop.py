@@ -426,9 +426,13 @@ def test_a_target_without_a_batch_dimension(micro):
 @pytest.mark.parametrize('n_boxes', [4, 'ragged'])
 @pytest.mark.parametrize('bs, accum, micro', [(4, 8, None), (8, 16, None), (4, 4, 2), (8, 16, 3)])
 def test_targets_that_are_lists_of_boxes(bs, accum, micro, n_boxes):
-    "Four boxes for each of four images are not four inputs of four samples"
+    "Four boxes for each of four images may be four inputs of four samples: an error says so, where the batch is split"
     def targets(ys): return [y.expand(4 if n_boxes == 4 else 1+i%5, 4) for i,y in enumerate(ys)]
     def loss(pred, boxes): return torch.stack([(p-b).pow(2).mean() for p,b in zip(pred, boxes, strict=True)]).mean().float()
+    if (bs, micro, n_boxes) == (4, 2, 4):
+        with pytest.raises(ValueError, match='may have an entry for each sample, or be 4 inputs'):
+            of_targets(bs, targets, loss, [GradientAccumulation(accum, micro_batch_size=micro)])
+        return
     big,small = (of_targets(b, targets, loss, cbs) for b,cbs in ((accum, []), (bs, [GradientAccumulation(accum, micro_batch_size=micro)])))
     assert small.recorder.accum_bs == [accum]*(64//accum)
     assert_same(weights(small), weights(big), ROUNDING)
