@@ -23,7 +23,15 @@ from .memory import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['nonfinite', 'GradientAccumulation', 'FitState', 'MicroBatches', 'scales_loss']
+__all__ = ['nonfinite', 'check_unknown', 'GradientAccumulation', 'FitState', 'MicroBatches', 'scales_loss']
+
+# %% ../nbs/source/12_accumulation.ipynb #cf9d1cd0
+def check_unknown(unknown:dict):
+    "Raises TypeError if there are arguments of other names"
+    if 'drop_last' in unknown:
+        raise TypeError(f"drop_last={unknown['drop_last']!r} is fastxtend's name: use remainder='drop' to drop the incomplete window of an "
+                        "epoch, or remainder='step' to take a step for it")
+    if unknown: raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
 
 # %% ../nbs/source/12_accumulation.ipynb #36c789d1
 class GradientAccumulation(Way):
@@ -48,10 +56,7 @@ class GradientAccumulation(Way):
         exact:bool=False, # Find by trying how to run batches so that the fit is that of the whole batch, in the memory that there is
         **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
     ):
-        if 'drop_last' in unknown:
-            raise TypeError(f"drop_last={unknown['drop_last']!r} is fastxtend's name: use remainder='drop' to drop the incomplete window of an "
-                            "epoch, or remainder='step' to take a step for it")
-        if unknown: raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
+        check_unknown(unknown)
         for name,size in dict(accum_bs=accum_bs, n_acc=n_acc).items():
             if size is not None: check_size(name, size)
         if accum_bs is not None and n_acc is not None:

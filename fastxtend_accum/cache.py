@@ -79,20 +79,23 @@ class GradientCache(Way):
             check_not_compiled(model)
         self.join_loop()
 
-    def rows(self, loop:Loop)->int:
-        "Rows of the present batch that the module sees: a callback may have put several views of each sample into the input of the model"
-        n,seen = loop.samples(),{len(o) for o in tensors_in(self.learn.xb)}
-        views = seen.pop()//n if len(seen) == 1 and self.part is None else 1
-        return n*max(views, self.rows_each)
+# %% ../nbs/source/14_cache.ipynb #41e40fbc
+@patch
+def rows(self:GradientCache, loop:Loop)->int:
+    "Rows of the present batch that the module sees: a callback may have put several views of each sample into the input of the model"
+    n,seen = loop.samples(),{len(o) for o in tensors_in(self.learn.xb)}
+    views = seen.pop()//n if len(seen) == 1 and self.part is None else 1
+    return n*max(views, self.rows_each)
 
-    def find_size(self, loop:Loop, inputs:Inputs):
-        "Find the size of pieces that fit, with the loss over all of them"
-        def try_size(n):
-            self.fitting.size = n
-            train_on(loop, inputs, inputs.n)
-        def search(at_most, is_new): return find_size(self.learn, try_size, at_most, agree=is_new)
-        n = self.rows(loop)
-        if self.fitting.update(self.learn, inputs.xb, n, search): self.fitting.say(self.learn, n, self.running_part())
+@patch
+def find_size(self:GradientCache, loop:Loop, inputs:Inputs):
+    "Find the size of pieces that fit, with the loss over all of them"
+    def try_size(n):
+        self.fitting.size = n
+        train_on(loop, inputs, inputs.n)
+    def search(at_most, is_new): return find_size(self.learn, try_size, at_most, agree=is_new)
+    n = self.rows(loop)
+    if self.fitting.update(self.learn, inputs.xb, n, search): self.fitting.say(self.learn, n, self.running_part())
 
 # %% ../nbs/source/14_cache.ipynb #8b6d2f05
 @patch

@@ -167,23 +167,28 @@ class WaySearch:
         value = torch.tensor(float(value), device=next(model.parameters()).device)
         return all_reduce(model, value, dist.ReduceOp.MAX).item()
 
-    def off(self, name:str)->float:
-        "How far a way is off on a few samples; inf if that cannot be told"
-        row = self.rows.setdefault(name, {})
-        while self.first is None and self.few > 2:  # two pieces of more than a sample, which some ways need
-            self.first,again = (self.step(samples=self.few, in_float32=True) for _ in range(2))
-            if self.first is None: self.few //= 2
-            elif again: self.is_steady = self.most(difference(again, self.first)) < self.tolerance/10
-        if 'difference' not in row:
-            one = self.is_steady and self.step(self.ways[name](-(-self.few//2)), self.few, in_float32=True)
-            row['difference'] = self.most(difference(one, self.first)) if one else math.inf
-            if one: self.is_normed |= self.most(buffers_off(one, self.first)) > self.tolerance
-        return row['difference']
+# %% ../nbs/source/15_exact.ipynb #291375cd
+@patch
+def off(self:WaySearch, name:str)->float:
+    "How far a way is off on a few samples; inf if that cannot be told"
+    row = self.rows.setdefault(name, {})
+    while self.first is None and self.few > 2:  # two pieces of more than a sample, which some ways need
+        self.first,again = (self.step(samples=self.few, in_float32=True) for _ in range(2))
+        if self.first is None: self.few //= 2
+        elif again: self.is_steady = self.most(difference(again, self.first)) < self.tolerance/10
+    if 'difference' not in row:
+        one = self.is_steady and self.step(self.ways[name](-(-self.few//2)), self.few, in_float32=True)
+        row['difference'] = self.most(difference(one, self.first)) if one else math.inf
+        if one: self.is_normed |= self.most(buffers_off(one, self.first)) > self.tolerance
+    return row['difference']
 
-    def is_exact(self, name:str)->bool: return self.off(name) < self.tolerance
-    def wants(self, name:str)->bool:
-        "Whether a size was given for the pieces of this way"
-        return 'micro' in name and self.accum.micro_batch_size != 'auto'
+@patch
+def is_exact(self:WaySearch, name:str)->bool: return self.off(name) < self.tolerance
+
+@patch
+def wants(self:WaySearch, name:str)->bool:
+    "Whether a size was given for the pieces of this way"
+    return 'micro' in name and self.accum.micro_batch_size != 'auto'
 
 # %% ../nbs/source/15_exact.ipynb #0b5fb1be
 @patch

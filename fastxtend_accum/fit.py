@@ -52,7 +52,6 @@ class Fit:
         "Where fastai runs `g` between the events of a 'batch' or a 'backward' pass, run `f(g)`"
         self.instead[event_type] = f
         self.stack(cb).callback(self.instead.pop, event_type, None)
-
     def leave(self, cb:Callback):
         "Undo what `cb` has lent; without any callback left, fastai has its own method again"
         with self.lent.pop(cb, ExitStack()): pass

@@ -44,7 +44,6 @@ class Snapshot:
     def restore(self):
         "Put everything back in place"
         for f in self.undo: f()
-
     def seed(self, seed:int):
         "Seed all random generators, those of the DataLoaders too"
         for f in self.seeders: f(seed)

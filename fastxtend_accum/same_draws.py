@@ -148,20 +148,22 @@ class SameDraws(TorchDispatchMode):
             self.kernel = partial(sdpa_kernel, SDPBackend.MATH)
         raise error(f'repeat the random numbers of {func.name()}', remedy, kind)
 
-    def draw(self, func, given:dict):
-        "Draw as the whole batch does at this state of the generator"
-        g,now = generator_of(given, self.before),Draw(func, given, self.rows[1]-self.rows[0], self.weights)
-        key = func,state_of(g)
-        is_new,i = key not in self.draws,len(self.draws)
-        if is_new:
-            if not self.in_piece: return func(**given)  # outside the part of the model that runs in pieces
-            self.check_new(func, g)
-            if i == len(self.seen) or self.seen[i].func != func: self.seen[i:] = [now]
-            self.draws[key] = self.seen[i]
-        self.draws[key].compare(now, not is_new)
-        res = self.draws[key].call(given, self.rows, self.n)
-        if is_new: self.last[g] = state_of(g)
-        return res
+# %% ../nbs/source/17_same_draws.ipynb #959facc6
+@patch
+def draw(self:SameDraws, func, given:dict):
+    "Draw as the whole batch does at this state of the generator"
+    g,now = generator_of(given, self.before),Draw(func, given, self.rows[1]-self.rows[0], self.weights)
+    key = func,state_of(g)
+    is_new,i = key not in self.draws,len(self.draws)
+    if is_new:
+        if not self.in_piece: return func(**given)  # outside the part of the model that runs in pieces
+        self.check_new(func, g)
+        if i == len(self.seen) or self.seen[i].func != func: self.seen[i:] = [now]
+        self.draws[key] = self.seen[i]
+    self.draws[key].compare(now, not is_new)
+    res = self.draws[key].call(given, self.rows, self.n)
+    if is_new: self.last[g] = state_of(g)
+    return res
 
 # %% ../nbs/source/17_same_draws.ipynb #d7a50010
 @patch
