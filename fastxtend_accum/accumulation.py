@@ -45,7 +45,7 @@ class GradientAccumulation(Way):
     of the loader's batch"""
     order,scale,splits_loss = MixedPrecision.order-4,None,True
     opt_steps = property(attrgetter('window.steps'))
-    micro_bs = property(attrgetter('fitting.size'))
+    micro_bs = property(lambda self: self.fitting.most if self.fitting.size == sys.maxsize else self.fitting.size)
     after_pred = before_backward = before_step = after_batch = noop  # here, so that `GetAttr` does not look them up on the Learner and the model at every micro-batch
     training = property(attrgetter('learn.training'))
     searches = property(lambda self: self.exact or self.micro_batch_size == 'auto')
@@ -303,7 +303,7 @@ def find_size(self:GradientAccumulation, loop:Loop, inputs:Inputs):
 @patch
 def shrink(self:GradientAccumulation, loop:Loop, error:Exception)->str:
     "Smaller pieces from now on; with `exact`, the next way if there are none"
-    if not self.exact or self.micro_bs < sys.maxsize: return Way.shrink(self, loop, error)
+    if not self.exact or self.fitting.size < sys.maxsize: return Way.shrink(self, loop, error)
     from fastxtend_accum.exact import next_way
     self.way = next_way(self, loop)
     self.fitting.size = self.way.size

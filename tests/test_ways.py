@@ -408,3 +408,7 @@ def test_export(tmp_path):
     loaded.dls = small.dls
     fit(loaded, 1)
     assert way(loaded) == way(small)
+
+def test_the_size_in_use_is_that_of_the_batch():
+    "Where nothing is split, also where blocks are recomputed"
+    for bs in 16,32: assert fit(make_learner(bs, cbs=(accum := GradientAccumulation(micro_batch_size='auto', exact=True))), 1) and accum.micro_bs == bs
