@@ -29,55 +29,57 @@ __all__ = ['nonfinite', 'check_unknown', 'check_exact', 'GradientAccumulation', 
 def check_unknown(unknown:dict):
     "Raises TypeError if there are arguments of other names"
     if 'drop_last' in unknown:
-        raise TypeError(f"drop_last={unknown['drop_last']!r} is fastxtend's name: use remainder='drop' to drop the incomplete window of an "
-                        "epoch, or remainder='step' to take a step for it")
+        raise TypeError(f"drop_last={unknown['drop_last']!r} is fastxtend's name: use remainder='drop' to drop the "
+                        "incomplete window of an epoch, or remainder='step' to take a step for it")
     if unknown: raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
 
 def check_exact(micro_batch_size:int|str|None, same_draws:bool):
     "Raises ValueError if `exact=True` has nothing to find, or is told what it finds"
     if micro_batch_size is None:
-        raise ValueError("exact=True is for batches that do not fit in memory: also set micro_batch_size='auto', or leave it out")
+        raise ValueError("exact=True is for batches that do not fit in memory: also set micro_batch_size='auto', "
+                         "or leave it out")
     if same_draws: raise ValueError("exact=True finds out whether same_draws=True is needed: leave same_draws out")
 
 # %% ../nbs/source/12_accumulation.ipynb #36c789d1
 class GradientAccumulation(Way):
-    """Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size; raises ValueError on sizes that are no multiples
-    of the loader's batch"""
+    """Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size;
+    raises ValueError on sizes that are no multiples of the loader's batch"""
     order,scale,splits_loss = MixedPrecision.order-4,None,True
     opt_steps = property(attrgetter('window.steps'))
     micro_bs = property(lambda self: self.fitting.most if self.fitting.size == sys.maxsize else self.fitting.size)
-    after_pred = before_backward = before_step = after_batch = noop  # here, so that `GetAttr` does not look them up on the Learner and the model at every micro-batch
+    after_pred = before_backward = before_step = after_batch = noop  # else looked up in Learner and model each time
     training = property(attrgetter('learn.training'))
     searches = property(lambda self: self.exact or self.micro_batch_size == 'auto')
     def __init__(self,
-        accum_bs:int|None=None, # Samples in a window, over all processes; None: 32, or the loader's batch if `micro_batch_size` is given
+        accum_bs:int|None=None, # Samples in a window, over all processes; None: 32, or with `micro_batch_size` a batch
         n_acc:int|None=None, # fastai's name for `accum_bs`, in samples: pass one of them
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, micro-batches (False)
-        micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': halved until they fit; None: the loader's batches
+        micro_batch_size:int|str|None=None, # Samples the model sees at a time; 'auto': as many as fit; None: the batch
         *,
-        remainder:str|None=None, # Incomplete window of an epoch: 'step', 'carry' or 'drop'; None: 'drop' if the loader has `drop_last`, else 'step'
-        num_items:Callable|None=None, # `f(learn)`: items that the micro-batch's loss averages over, 0 or more; None: taken from the loss function
+        remainder:str|None=None, # Incomplete last window: 'step', 'carry' or 'drop'; None: as the loader does
+        num_items:Callable|None=None, # `f(learn)`: items that the loss averages over, >= 0; None: by the loss function
         skip_nonfinite:bool=False, # Skip the step of a window whose gradient contains NaN or infinity
-        same_draws:bool=False, # Micro-batches get the random numbers of the whole batch, for dropout and noise in the model; slower
-        exact:bool=False, # Find by trying how to run batches so that the fit is that of the whole batch, in the memory that there is
+        same_draws:bool=False, # Dropout and noise in the model get the random numbers of the whole batch; slower
+        exact:bool=False, # Find by trying how to get the fit of the whole batch in the memory that there is
         **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
     ):
         check_unknown(unknown)
         for name,size in dict(accum_bs=accum_bs, n_acc=n_acc).items():
             if size is not None: check_size(name, size)
         if accum_bs is not None and n_acc is not None:
-            raise ValueError(f"accum_bs={accum_bs} and n_acc={n_acc} both set the samples in a window: pass one of them; "
-                             f"micro_batch_size={n_acc} would split batches")
+            raise ValueError(f"accum_bs={accum_bs} and n_acc={n_acc} both set the samples in a window: "
+                             f"pass one of them; micro_batch_size={n_acc} would split batches")
         check_micro_batch_size(micro_batch_size)
         check_flags(log_accum_batch=log_accum_batch, skip_nonfinite=skip_nonfinite, same_draws=same_draws, exact=exact)
         if exact: check_exact(micro_batch_size, same_draws)
         if same_draws:
             from fastxtend_accum.same_draws import check_same_draws  # the one module that this one does without
             check_same_draws(micro_batch_size)
-        if remainder not in (None, *remainders): raise ValueError(f"remainder must be one of {remainders} or None, not {remainder!r}")
+        if remainder not in (None, *remainders):
+            raise ValueError(f"remainder must be one of {remainders} or None, not {remainder!r}")
         check_callable('num_items', num_items, 'a function of the Learner')
         accum_bs = accum_bs or n_acc or (32 if micro_batch_size is None else None)
-        store_attr('accum_bs,n_acc,log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite,same_draws,exact')
+        store_attr(but='unknown')
         self.fitting,self.window,self.now,self.way,self.n_skipped = FittingSize(),Window(),None,None,0
 
 # %% ../nbs/source/12_accumulation.ipynb #730d4bdc
@@ -97,12 +99,14 @@ class FitState:
 # %% ../nbs/source/12_accumulation.ipynb #e73efc2b
 @patch
 def before_fit(self:GradientAccumulation):
-    "The fit starts with its first epoch: `validate`, `tta` and `summary` call this event, too, and must leave the last fit's results"
+    """The fit starts with its first epoch: `validate`, `tta` and `summary` call this event, too, and must leave the
+    last fit's results"""
     Way.before_fit(self)
     mend_wandb()
     if self.learn._grab_cbs(NonNativeMixedPrecision) and self.learn.opt is not None:
-        raise ValueError("NonNativeMixedPrecision keeps gradients that cannot be averaged here: use learn.to_fp16() instead")
-    if hasattr(self.learn, 'lr_finder') and self.now is None: self.start_fit()  # it needs more epochs, which fastai counts now
+        raise ValueError("NonNativeMixedPrecision keeps gradients that cannot be averaged here: "
+                         "use learn.to_fp16() instead")
+    if hasattr(self.learn, 'lr_finder') and self.now is None: self.start_fit()  # fastai counts its epochs now
 
 @patch
 def start_fit(self:GradientAccumulation):
@@ -119,7 +123,7 @@ def start_fit(self:GradientAccumulation):
 
 @patch
 def position(self:GradientAccumulation)->float:
-    "`pct_train` after a batch: it moves on with the window, and mid-window stays where it is; or with the samples, if windows change in size"
+    "`pct_train` after a batch: it moves on when a window ends; or with the samples, if windows change in size"
     now = self.now
     if not now.has_targets:  # fastai takes no step on such a batch, and moves on
         now.position.pct = self.learn.pct_train
@@ -143,13 +147,14 @@ def check(self:GradientAccumulation):
     found = learn.cbs.filter(accumulates)  # fastai's too
     if len(found) > 1:
         names = ', '.join(f'{type(o).__module__}.{type(o).__name__}' for o in found)
-        raise ValueError(f"this Learner has {len(found)} callbacks that accumulate ({names}): keep one, see learn.remove_cb")
+        raise ValueError(f"this Learner has {len(found)} callbacks that accumulate ({names}): "
+                         "keep one, see learn.remove_cb")
     check_accumulates(learn.model, learn.opt)
     for name,size in self.sizes().items(): check_multiple(name, size, now.loader_bs, now.processes.n)
     if any(size > now.smallest_bs for size in self.sizes().values()): check_loop(learn, self)
     if self.micro_batch_size not in (None, 'auto') and self.micro_batch_size > now.loader_bs:
-        warn(f"micro_batch_size={self.micro_batch_size} is more than the {now.loader_bs} samples that the DataLoader yields: "
-             "its batches are not split")
+        warn(f"micro_batch_size={self.micro_batch_size} is more than the {now.loader_bs} samples that the DataLoader "
+             "yields: its batches are not split")
     if not self.searches: self.fitting.size = min(self.micro_batch_size or now.loader_bs, now.loader_bs)
     elif self.fitting.size is None: self.fitting.size = now.loader_bs
     check_rules(self.scale, learn.opt)
@@ -179,9 +184,11 @@ def before_train(self:GradientAccumulation):
     if now.at_end == 'drop' and batches.certain:
         if n_windows == 0:
             raise ValueError(f"an epoch has {batches.samples*now.processes.n} samples, which do not fill one window of "
-                             f"accum_bs={self.size_at(0.)}, and incomplete windows are dropped: use a smaller accum_bs, or remainder='step'")
+                             f"accum_bs={self.size_at(0.)}, and incomplete windows are dropped: "
+                             "use a smaller accum_bs, or remainder='step'")
         if n_windows: batches.needed = n_windows*share
-        batches.needs_more = lambda: not self.now or self.window.is_filling or batches.left >= self.size_at(learn.pct_train)//now.processes.n
+        batches.needs_more = lambda: (not self.now or self.window.is_filling or
+                                      batches.left >= self.size_at(learn.pct_train)//now.processes.n)
     if self.same_draws:
         from fastxtend_accum.same_draws import check_not_compiled
         check_not_compiled(learn.model)
@@ -201,7 +208,7 @@ def before_batch(self:GradientAccumulation):
 
 @patch
 def start_micro_batch(self:GradientAccumulation, samples:int, ends_batch:bool=True):
-    "Start a micro-batch of `samples`, as the DataLoader has yielded them: another callback may have changed the batch by now"
+    "Start a micro-batch of `samples` as the DataLoader yielded them: callbacks may have changed the batch by now"
     now,window = self.now,self.window
     ends_window = ends_batch and (window.samples+samples >= window.size or now.batches.is_last)
     window.micro = MicroBatch(samples, ends_window, self.learn.iter)
@@ -211,7 +218,7 @@ def start_micro_batch(self:GradientAccumulation, samples:int, ends_batch:bool=Tr
 # %% ../nbs/source/12_accumulation.ipynb #0ba548ce
 @patch
 def after_loss(self:GradientAccumulation):
-    "Weight the micro-batch; the first one of several saves the hyper-parameters, with the rules for a batch of this size"
+    "Weight the micro-batch; the first one of several saves the hyper-parameters, by the rules for this size"
     learn,now,window = self.learn,self.now,self.window
     if now is None: return Way.after_loss(self)
     now.has_targets = len(learn.yb) > 0
@@ -228,7 +235,7 @@ def after_loss(self:GradientAccumulation):
 
 @patch
 def backward(self:GradientAccumulation, f:Callable):
-    "Multiply the loss by its weight, with all that other callbacks have added to it in `before_backward`; then fastai's backward pass"
+    "Weight the loss, with what other callbacks have added to it in `before_backward`; then fastai's backward pass"
     learn,window,micro = self.learn,self.window,self.window.micro
     if micro and micro.under_way:
         micro.loss = learn.loss.detach()
@@ -264,7 +271,9 @@ class MicroBatches:
         self.accum.start_micro_batch(end*size//self.n - start*size//self.n, ends_batch=end == self.n)
 
 @patch(as_prop=True)
-def batch_samples(self:GradientAccumulation)->int: return self.now.batches.size  # as the DataLoader has yielded them: the last batch has fewer
+def batch_samples(self:GradientAccumulation)->int:
+    "As the DataLoader has yielded them: the last batch has fewer"
+    return self.now.batches.size
 
 @patch(as_prop=True)
 def draws(self:GradientAccumulation)->bool: return self.same_draws or bool(self.way and self.way.same_draws)
@@ -286,7 +295,7 @@ def end_batch(self:GradientAccumulation):
 # %% ../nbs/source/12_accumulation.ipynb #ac512fa2
 @patch
 def find_size(self:GradientAccumulation, loop:Loop, inputs:Inputs):
-    "Find the size of pieces that fit, if it is not known yet for batches like this one; with `exact`, the way to run them"
+    "Find the size of pieces that fit, if not yet known for batches like this one; with `exact`, the way to run them"
     learn = self.learn
     def search(at_most, is_new):
         if not self.exact: return find_size(learn, partial(train_on, loop, inputs), at_most, agree=is_new)
@@ -313,12 +322,14 @@ def shrink(self:GradientAccumulation, loop:Loop, error:Exception)->str:
 @patch
 def remedy(self:GradientAccumulation)->str:
     if not self.exact: return Way.remedy(self)
-    return f"out of memory, though each batch {self.way.how(self.now.batches.size)}: use smaller inputs, or a smaller batch"
+    how = self.way.how(self.now.batches.size)
+    return f"out of memory, though each batch {how}: use smaller inputs, or a smaller batch"
 
 # %% ../nbs/source/12_accumulation.ipynb #0c4e7a92
 @patch
 def go_back(self:GradientAccumulation, start:int)->int|None:
-    "Discard the piece from sample `start` on, which has failed, and what its gradient is mixed with; gives where to go on, None if that is an earlier batch"
+    """Discard the failed piece from sample `start` on, and what its gradient is mixed with; gives where to go on, None
+    if that is an earlier batch"""
     window,micro = self.window,self.window.micro
     if window.state != WindowState.open or micro.state == MicroState.counted: return None
     if window.n_micro and micro.state != MicroState.in_grad:
@@ -344,14 +355,16 @@ def cancelled(self:GradientAccumulation):
 # %% ../nbs/source/12_accumulation.ipynb #908710a4
 @patch
 def close_window(self:GradientAccumulation)->bool:
-    "Put the mean gradient and the first micro-batch's hyper-parameters in place, or drop the window; gives whether there is anything to step on"
+    """Put the mean gradient and the first micro-batch's hyper-parameters in place, or drop the window; gives whether
+    there is anything to step on"""
     window,learn,now = self.window,self.learn,self.now
     check = now.loss_check
     compared = check.compare() if check.left and window.n_micro > 1 else []
     if now.processes.n > 1: now.processes.add_up(window)
     else: compared = window.fetch(*compared)  # with one sync
     if compared and (found := check.judge(*compared)): self.warn_once(found)
-    if window.items == 0: return self.drop_window("no item in a whole window (all labels ignored?): its step was skipped")
+    if window.items == 0:
+        return self.drop_window("no item in a whole window (all labels ignored?): its step was skipped")
     average_gradients(learn.opt, window.divisor, window.sums)
     if self.skip_nonfinite and not scales_loss(learn) and not now.processes.all_of(is_finite(learn.opt)):
         self.n_skipped += 1
@@ -373,7 +386,8 @@ def warn_once(self:GradientAccumulation, message:str):
     if message not in self.now.warned: warn(message)
     self.now.warned.add(message)
 
-nonfinite = "skipped a step: its gradient has NaN or infinity. Later ones are skipped without a warning; n_skipped counts them"
+nonfinite = ("skipped a step: its gradient has NaN or infinity. Later ones are skipped without a warning; "
+             "n_skipped counts them")
 
 # %% ../nbs/source/12_accumulation.ipynb #0b97d9ad
 def scales_loss(learn:Learner)->bool:
@@ -404,7 +418,7 @@ def discard_cancelled(self:GradientAccumulation):
 def after_cancel_batch(self:GradientAccumulation):
     "Discard a micro-batch that another callback cancelled; if it was this one, in mid-window, it stays counted"
     micro = self.window.micro
-    if self.now and (micro is None or micro.iteration != self.learn.iter): self.before_batch()  # cancelled before it got here
+    if self.now and (micro is None or micro.iteration != self.learn.iter): self.before_batch()  # it was cancelled
     self.discard_cancelled()
 
 @patch

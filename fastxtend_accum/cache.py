@@ -24,8 +24,8 @@ __all__ = ['in_pieces', 'GradientCache']
 # %% ../nbs/source/14_cache.ipynb #41c70a9e
 def in_pieces(forward:Callable, module:nn.Module, most:int, n:int, lists:dict|None=None, same=None,
               owners:list=())->Callable:
-    """`forward` of `module` on `n` rows, in the memory of `most` of them: pieces but the last run again in the backward pass. `same`: a part that
-    replays their random draws, a `SameDraws`; `owners`: what carries a state from batch to batch"""
+    """`forward` of `module` on `n` rows, in the memory of `most` of them: pieces but the last run again in the
+    backward pass. `same`: the `SameDraws` that replays their random draws; `owners`: what carries a state on"""
     def copied(*args, **kwargs):  # it may work in place, and the pieces are views of one batch
         args,kwargs = each_tensor(torch.clone, (args, kwargs))
         return forward(*args, **kwargs)
@@ -37,7 +37,7 @@ def in_pieces(forward:Callable, module:nn.Module, most:int, n:int, lists:dict|No
             piece_forward = copied if end == n else checkpointed(copied, module, again)
             return piece_forward(*arguments.now[0], **arguments.now[1])
         outputs = Pieces(n, [arguments, *replayed]).run(run, lambda: most).joined()
-        if same and same.rows:  # each backward pass begins with the last piece, which is not run again, but may have modules that are
+        if same and same.rows:  # the backward pass begins with the last piece: modules in it may run again
             for o in tensors_in(outputs):
                 if o.requires_grad: o.register_hook(lambda _, rows=same.rows: setattr(same, 'rows', rows))
         return outputs
@@ -45,13 +45,13 @@ def in_pieces(forward:Callable, module:nn.Module, most:int, n:int, lists:dict|No
 
 # %% ../nbs/source/14_cache.ipynb #2d9b4c14
 class GradientCache(Way):
-    "Compute the loss on the whole batch of the DataLoader, while the model holds `micro_batch_size` of its samples at a time"
+    "Compute the loss on the DataLoader's whole batch, while the model holds `micro_batch_size` samples at a time"
     order = math.inf
     micro_bs = property(attrgetter('fitting.size'))
     def __init__(self,
         micro_batch_size:int|str, # Samples that the model sees at a time; 'auto': halved until it fits in memory
-        part:Callable|None=None, # `part(model)`: the submodule that sees micro-batches, such as `lambda m: m[0]` for a body; None: the whole model
-        same_draws:bool=False, # Micro-batches get the random numbers of the whole batch, for dropout and noise in the model; slower
+        part:Callable|None=None, # Submodule that sees micro-batches, such as `lambda m: m[0]`; None: the whole model
+        same_draws:bool=False, # Dropout and noise in the model get the random numbers of the whole batch; slower
         rows:int=1, # Rows that the model or its `part` sees for each sample, such as 2 for two views in one tensor
     ):
         check_micro_batch_size(micro_batch_size)
@@ -70,10 +70,11 @@ class GradientCache(Way):
         "Join the loop; raises ValueError if the model, which has been wrapped by now, cannot run in pieces"
         model,accum = self.learn.model,accumulator(self.learn)
         if getattr(accum, 'same_draws', False) and not self.same_draws:
-            raise ValueError("GradientAccumulation(same_draws=True) needs the draws of its pieces in one place: also set same_draws=True for "
-                             "GradientCache")
+            raise ValueError("GradientAccumulation(same_draws=True) needs the draws of its pieces in one place: "
+                             "also set same_draws=True for GradientCache")
         if is_sharded(model):
-            raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: use DistributedDataParallel")
+            raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: "
+                             "use DistributedDataParallel")
         if self.same_draws:
             from fastxtend_accum.same_draws import check_not_compiled
             check_not_compiled(model)
@@ -82,7 +83,7 @@ class GradientCache(Way):
 # %% ../nbs/source/14_cache.ipynb #41e40fbc
 @patch
 def rows(self:GradientCache, loop:Loop)->int:
-    "Rows of the present batch that the module sees: a callback may have put several views of each sample into the input of the model"
+    "Rows of the present batch that the module sees: a callback may have put several views of each sample into it"
     n,seen = loop.samples(),{len(o) for o in tensors_in(self.learn.xb)}
     views = seen.pop()//n if len(seen) == 1 and self.part is None else 1
     return n*max(views, self.rows_each)
@@ -109,10 +110,12 @@ def forward_context(self:GradientCache):
     def pieces_forward(*args, **kwargs):  # `part` may run several times in a forward pass
         misfit = first(o for o in tensors_in((args, kwargs)) if len(o) != n)
         if self.fitting.size and self.micro_bs < n and misfit is not None:
-            raise ValueError(f"GradientCache cannot split a tensor of shape {tuple(misfit.shape)} in a batch of {n//self.rows_each} samples: its first "
-                             "dimension must be the samples; if a module sees several rows of each sample, set rows=2, or how many they are")
+            raise ValueError(f"GradientCache cannot split a tensor of shape {tuple(misfit.shape)} in a batch of "
+                             f"{n//self.rows_each} samples: its first dimension must be the samples; if a module sees "
+                             "several rows of each sample, set rows=2, or how many they are")
         if self.same_draws: self.used_draws.append(self.new_draws(n, module))
-        return in_pieces(forward, module, self.micro_bs or n, n, loop.lists, self.used_draws[-1] if self.used_draws else None, owners)(*args, **kwargs)
+        same = self.used_draws[-1] if self.used_draws else None
+        return in_pieces(forward, module, self.micro_bs or n, n, loop.lists, same, owners)(*args, **kwargs)
     return replaced(module, 'forward', pieces_forward)
 
 @patch

@@ -24,14 +24,14 @@ def replaced(o, attr:str, value):
 
 # %% ../nbs/source/06_fit.ipynb #bffb5b3a
 class Fit:
-    """A fit or validation of `learn` under way. It stands in for `learn._with_events`, through which fastai runs epochs, batches and steps:
-    so it sees when a fit ends by an error or an interrupt, of which no event tells"""
+    """A fit or validation of `learn` under way. It stands in for `learn._with_events`, through which fastai runs
+    epochs, batches and steps: so it sees when a fit ends by an error or an interrupt, of which no event tells"""
     def __init__(self, learn:Learner):
-        if isinstance(vars(learn).get('_with_events'), partial): del learn._with_events  # of a Learner that was exported in mid-fit
+        if isinstance(vars(learn).get('_with_events'), partial): del learn._with_events  # it was exported in mid-fit
         self.learn,self.depth,self.lent,self.instead,self.with_events = learn,0,{},{},learn._with_events
         self.own = ExitStack()
         self.own.enter_context(replaced(learn, '_with_events', self))
-    def __reduce__(self): return partial,(type(self.learn)._with_events, self.learn)  # an export in mid-fit gets fastai's own
+    def __reduce__(self): return partial,(type(self.learn)._with_events, self.learn)  # for an export in mid-fit
 
     def __call__(self, f:Callable, event_type:str, ex:type, final:Callable=noop):
         "fastai's `Learner._with_events`; what `run_instead` has set for this event gets `f` and runs in its place"
@@ -42,7 +42,8 @@ class Fit:
             if self.depth == 1: self.close()
             raise
         finally: self.depth -= 1
-        if event_type == 'epoch' and self.learn.epoch == self.learn.n_epoch-1: self.close()  # before `after_fit`, which may fail as well
+        is_last = event_type == 'epoch' and self.learn.epoch == self.learn.n_epoch-1
+        if is_last: self.close()  # before `after_fit`, which may fail as well
 
     def stack(self, cb:Callback)->ExitStack:
         "What `cb` has lent: contexts and functions to be called once the fit has ended, or `cb` is removed"
@@ -70,7 +71,7 @@ def fit_of(learn:Learner)->Fit|None:
     return o if isinstance(o, Fit) else None
 
 def is_running(learn:Learner)->bool:
-    "Whether `learn` is inside an epoch or a validation, not only between `before_fit` and `after_fit`, as in `with learn:`"
+    "Whether `learn` is in an epoch or a validation, not only between `before_fit` and `after_fit`, as in `with learn:`"
     return (fit := fit_of(learn)) is not None and fit.depth > 0
 
 def is_trial(learn:Learner)->bool: return hasattr(learn, 'lr_finder')  # `lr_find` is a fit that leaves no trace
@@ -80,7 +81,7 @@ class FitCallback(Callback):
     run_valid = False
     def before_fit(self): (fit_of(self.learn) or Fit(self.learn)).stack(self)
     def after_fit(self):
-        if (fit := fit_of(self.learn)) and not fit.depth: fit.close()  # in a fit, this is the end of a validation inside it
+        if (fit := fit_of(self.learn)) and not fit.depth: fit.close()  # else a validation in a fit ends
 
     def is_in_fit(self)->bool:
         "Whether the Learner is in a fit or validation of its own; if not, `after_loss` sees its next batch"
@@ -90,12 +91,13 @@ class FitCallback(Callback):
         "Raises RuntimeError on a batch of another Learner, which `with learn: learn('before_train')` does not have"
         if is_running(self.learn): return
         fit_of(self.learn) and fit_of(self.learn).close()
-        raise RuntimeError(f"{type(self).__name__} saw a batch outside a fit of its Learner: give each Learner a callback of its own, and call "
-                           f"learn.one_batch inside `with learn.removed_cbs(learn.{self.name})`")
+        raise RuntimeError(f"{type(self).__name__} saw a batch outside a fit of its Learner: give each Learner a "
+                           "callback of its own, and call learn.one_batch inside "
+                           f"`with learn.removed_cbs(learn.{self.name})`")
 
     def __setattr__(self, name, value):
         if name == 'learn':
             if self.learn not in (None, value) and (fit := fit_of(self.learn)): fit.leave(self)
             vars(self)['run'] = value is not None  # the event at which another callback removes this one goes on
-        if name in vars(self): object.__setattr__(self, name, value)  # fastai would warn if the model has an attribute of this name
+        if name in vars(self): object.__setattr__(self, name, value)  # fastai would warn if the model has it
         else: super().__setattr__(name, value)

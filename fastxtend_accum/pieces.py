@@ -46,8 +46,8 @@ class Pieces:
         self.sizes.append(size)
 
     def run(self, run:Callable, most:Callable, retry:Callable|None=None, start_over:Callable|None=None):
-        """All pieces, of at most `most()` samples; returns itself. If memory runs out, or a part starts over, `retry(error)` or `start_over(error)` raises
-        the error or goes back"""
+        """All pieces, of at most `most()` samples; returns itself. If memory runs out, or a part starts over,
+        `retry(error)` or `start_over(error)` raises the error or goes back"""
         while self.start < self.n:
             try:
                 if not retry: self.run_next(run, most())
@@ -67,11 +67,13 @@ class Pieces:
 
 # %% ../nbs/source/11_pieces.ipynb #c362035e
 def per_sample(cb:Callback)->tuple[str,...]:
-    "The attributes of `cb` with a value for each sample: those that its class names in `per_sample`, or the partners of fastai's MixUp and CutMix"
+    """The attributes of `cb` with a value for each sample: those that its class names in `per_sample`, or the partners
+    of fastai's MixUp and CutMix"""
     return getattr(type(cb), 'per_sample', ('yb1','lam') if isinstance(cb, MixHandler) else ())
 
 class Inputs:
-    "Part: the Learner's inputs and targets, and the values that callbacks keep for each sample. `copies`: a piece may be repeated, so a model must not work in place on it"
+    """Part: the Learner's inputs and targets, and the values that callbacks keep for each sample. `copies`: a piece may
+    be repeated, so a model must not work in place on it"""
     def __init__(self, learn:Learner, n:int, lists:dict, copies:bool=False):
         self.learn,self.n,self.lists,self.copies,self.xb,self.yb = learn,n,lists,copies,learn.xb,learn.yb
         self.values = [(cb, o, vars(cb)[o]) for cb in learn.cbs for o in per_sample(cb) if o in vars(cb)]
@@ -106,12 +108,14 @@ class OneRow:
 # %% ../nbs/source/11_pieces.ipynb #5de76854
 class Arguments:
     "Part: the arguments of a forward pass of `n` samples"
-    def __init__(self, args:tuple, kwargs:dict, n:int, lists:dict): self.all,self.n,self.lists,self.now = (args, kwargs),n,lists,None
-    def piece(self, start:int, end:int): self.now = self.all if end-start == self.n else cut(self.all, start, end, self.n, self.lists)
+    def __init__(self, args:tuple, kwargs:dict, n:int, lists:dict):
+        self.all,self.n,self.lists,self.now = (args, kwargs),n,lists,None
+    def piece(self, start:int, end:int):
+        self.now = self.all if end-start == self.n else cut(self.all, start, end, self.n, self.lists)
     def undo(self, start:int): pass
 
 class SavedState:
-    "Part: buffers and random generators are put back where a piece is repeated, which would else see what the failed one has left"
+    "Part: a piece that is repeated finds buffers and random generators as they were before it failed"
     def __init__(self, model:nn.Module): self.buffers,self.saved = list(model.buffers()),{}
     def piece(self, start:int, end:int): self.saved = {o:self.saved[o] for o in self.saved if not o}|{start:self.now()}
     def now(self)->tuple: return [b.clone() for b in self.buffers],get_random_states()
@@ -132,7 +136,7 @@ def forward_in_pieces(forward:Callable, most:int, lists:dict, n:int)->Callable:
 
 # %% ../nbs/source/11_pieces.ipynb #7efc415f
 def all_contexts(ways:list, name:str)->ExitStack:
-    "The contexts of all `ways`, `forward_context` or `backward_context`, each of which finds what those before it have replaced"
+    "The contexts of all `ways`, `forward_context` or `backward_context`, each finding what earlier ones have replaced"
     with ExitStack() as stack:
         for o in ways:
             if context := getattr(o, name)(): stack.enter_context(context)
@@ -213,7 +217,8 @@ def train_piece(self:Loop, start:int, end:int):
     evaluate(learn, self.ways)
     self.in_autocast = False
     if len(learn.yb):
-        with all_contexts(self.ways, 'backward_context'): learn._with_events(learn._backward, 'backward', CancelBackwardException)
+        with all_contexts(self.ways, 'backward_context'):
+            learn._with_events(learn._backward, 'backward', CancelBackwardException)
     return learn.pred if end-start == self.pieces.n else each_tensor(Tensor.detach, learn.pred)
 
 @patch
@@ -235,7 +240,8 @@ def retry(self:Loop, error:Exception):
 
 @patch
 def start_over(self:Loop, error:StartOver):
-    "Run the batch from its first sample again; raises `error` if its gradient is mixed with that of another, or with other processes'"
+    """Run the batch from its first sample again; raises `error` if its gradient is mixed with that of another, or with
+    other processes'"""
     learn,accum,start = self.learn,self.splitter,self.pieces.start
     if start and accum.window.earlier or n_processes(learn) > 1: raise error
     learn.pred,learn.loss_grad,learn.loss = None,None,None
@@ -253,16 +259,17 @@ def train_on(loop:Loop, inputs:Inputs, n:int):
 own_loop = '_do_one_batch','_do_grad_opt','_backward'
 
 def check_loop(learn:Learner, cb:Callback):
-    "Raises ValueError if `learn` has methods of its own where `cb` needs fastai's: SAM, for example, runs the model twice for a step"
+    "Raises ValueError if `learn` has its own methods where `cb` needs fastai's: SAM, say, runs the model twice a step"
     for o in own_loop:
         if getattr(type(learn), o) is not getattr(Learner, o) or o in vars(learn):
-            raise ValueError(f"{type(learn).__name__} has its own {o}, which {type(cb).__name__} would overrule: leave {type(cb).__name__} out, "
+            name = type(cb).__name__
+            raise ValueError(f"{type(learn).__name__} has its own {o}, which {name} would overrule: leave {name} out, "
                              "or make a callback of what it does")
 
 # %% ../nbs/source/11_pieces.ipynb #e24952ff
 class Way(FitCallback):
     "Base of callbacks that run a batch in another way: `join_loop` in `before_train` lets them"
-    micro_batch_size,part,splits_loss,draws = None,None,False,False  # draws: whether pieces have the random draws of the whole
+    micro_batch_size,part,splits_loss,draws = None,None,False,False  # draws: pieces have those of the whole batch
     def join_loop(self):
         "Join the loop of this fit; raises ValueError if the Learner has a loop of its own"
         if not self.is_in_fit(): return
@@ -289,7 +296,8 @@ class Way(FitCallback):
     searches = property(lambda self: self.micro_batch_size == 'auto')  # whether it finds by trying what fits in memory
     can_shrink = property(lambda self: self.micro_bs > 1)
     def remedy(self)->str:
-        return f"out of memory with micro-batches of {self.micro_bs} samples: set micro_batch_size={-(-self.micro_bs//2)}"
+        n = self.micro_bs
+        return f"out of memory with micro-batches of {n} samples: set micro_batch_size={-(-n//2)}"
     def shrink(self, loop:Loop, error:Exception)->str:
         "Take less memory from now on, after `error`; returns how"
         self.fitting.size = halve(self.micro_bs, error)
@@ -298,7 +306,8 @@ class Way(FitCallback):
     def cancelled(self): pass
 
 # %% ../nbs/source/11_pieces.ipynb #199f5170
-def is_compiled(model:nn.Module)->bool: return any(hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) for m in model.modules())
+def is_compiled(model:nn.Module)->bool:
+    return any(hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) for m in model.modules())
 
 @patch
 def running_part(self:Way)->nn.Module:
@@ -309,13 +318,15 @@ def running_part(self:Way)->nn.Module:
 @patch
 def forward_context(self:Way):
     "The forward pass in validation and prediction, in pieces: fastai's own code does the rest with the joined outputs"
-    if self.learn.training or self is not first(o for o in fit_of(self.learn).instead['batch'].ways if o.splits): return None
+    if self.learn.training: return None
+    if self is not first(o for o in fit_of(self.learn).instead['batch'].ways if o.splits): return None
     module = self.running_part()
     return replaced(module, 'forward', self.valid_forward(module))
 
 @patch
 def valid_forward(self:Way, module:nn.Module)->Callable:
-    "`forward` of `module` in pieces of `micro_batch_size` samples; with 'auto', or hooks that would see pieces, of as many as fit in memory"
+    """`forward` of `module` in pieces of `micro_batch_size` samples; with 'auto', or hooks that would see pieces, of as
+    many as fit in memory"""
     forward,loop,fitting = module.forward,fit_of(self.learn).instead['batch'],self.fitting
     owners = [o for o in loop.owners if o in {*module.modules()}]
     tries = self.micro_batch_size == 'auto' or any(m._forward_hooks for m in module.modules() if m is not module)
@@ -330,7 +341,8 @@ def valid_forward(self:Way, module:nn.Module)->Callable:
         try: return pieces.run(run, most, retry if tries and fitting.valid != math.inf else None).joined()
         except CannotJoin as e:
             pieces.go_back(0)
-            warn(f"validation batches are not split: {e}. If memory runs out, give the DataLoaders a smaller val_bs, such as val_bs={most()}")
+            warn(f"validation batches are not split: {e}. If memory runs out, give the DataLoaders a smaller val_bs, "
+                 f"such as val_bs={most()}")
             fitting.valid = math.inf
             return forward(*args, **kwargs)
     return in_pieces
