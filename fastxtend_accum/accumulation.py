@@ -23,7 +23,7 @@ from .memory import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['nonfinite', 'check_unknown', 'check_exact', 'GradientAccumulation', 'FitState', 'MicroBatches', 'scales_loss']
+__all__ = ['nonfinite', 'check_unknown', 'check_modes', 'GradientAccumulation', 'FitState', 'MicroBatches', 'scales_loss']
 
 # %% ../nbs/source/12_accumulation.ipynb #cf9d1cd0
 def check_unknown(unknown:dict):
@@ -33,12 +33,16 @@ def check_unknown(unknown:dict):
                         "incomplete window of an epoch, or remainder='step' to take a step for it")
     if unknown: raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
 
-def check_exact(micro_batch_size:int|str|None, same_draws:bool):
-    "Raises ValueError if `exact=True` has nothing to find, or is told what it finds"
-    if micro_batch_size is None:
+def check_modes(exact:bool, same_draws:bool, micro_batch_size:int|str|None):
+    "Raises ValueError if `exact` or `same_draws` has nothing to do, or if both are set"
+    if same_draws and not exact:
+        from fastxtend_accum.same_draws import check_same_draws  # an optional module, as is `exact`
+        check_same_draws(micro_batch_size)
+    if exact and micro_batch_size is None:
         raise ValueError("exact=True is for batches that do not fit in memory: also set micro_batch_size='auto', "
                          "or leave it out")
-    if same_draws: raise ValueError("exact=True finds out whether same_draws=True is needed: leave same_draws out")
+    if exact and same_draws:
+        raise ValueError("exact=True finds out whether same_draws=True is needed: leave same_draws out")
 
 # %% ../nbs/source/12_accumulation.ipynb #36c789d1
 class GradientAccumulation(Way):
@@ -71,10 +75,7 @@ class GradientAccumulation(Way):
                              f"pass one of them; micro_batch_size={n_acc} would split batches")
         check_micro_batch_size(micro_batch_size)
         check_flags(log_accum_batch=log_accum_batch, skip_nonfinite=skip_nonfinite, same_draws=same_draws, exact=exact)
-        if exact: check_exact(micro_batch_size, same_draws)
-        if same_draws:
-            from fastxtend_accum.same_draws import check_same_draws  # the one module that this one does without
-            check_same_draws(micro_batch_size)
+        check_modes(exact, same_draws, micro_batch_size)
         if remainder not in (None, *remainders):
             raise ValueError(f"remainder must be one of {remainders} or None, not {remainder!r}")
         check_callable('num_items', num_items, 'a function of the Learner')
@@ -130,6 +131,7 @@ def position(self:GradientAccumulation)->float:
         return now.position.pct
     return now.position.update(self.window.is_finished, now.batches.seen/now.batches.samples)
 
+# %% ../nbs/source/12_accumulation.ipynb #8384f6d2
 @patch
 def end_fit(self:GradientAccumulation):
     "Drop the open window with its gradient, and give the optimizer back"

@@ -42,8 +42,7 @@ class Fit:
             if self.depth == 1: self.close()
             raise
         finally: self.depth -= 1
-        is_last = event_type == 'epoch' and self.learn.epoch == self.learn.n_epoch-1
-        if is_last: self.close()  # before `after_fit`, which may fail as well
+        if event_type == 'epoch' and self.learn.epoch == self.learn.n_epoch-1: self.close()  # `after_fit` may fail, too
 
     def stack(self, cb:Callback)->ExitStack:
         "What `cb` has lent: contexts and functions to be called once the fit has ended, or `cb` is removed"

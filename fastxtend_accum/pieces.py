@@ -323,6 +323,7 @@ def forward_context(self:Way):
     module = self.running_part()
     return replaced(module, 'forward', self.valid_forward(module))
 
+# %% ../nbs/source/11_pieces.ipynb #95a6f837
 @patch
 def valid_forward(self:Way, module:nn.Module)->Callable:
     """`forward` of `module` in pieces of `micro_batch_size` samples; with 'auto', or hooks that would see pieces, of as
