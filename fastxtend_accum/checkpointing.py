@@ -141,7 +141,7 @@ class ActivationCheckpointing(Way):
     order = sys.maxsize  # a `GradientCache` splits what is checkpointed
     checked = False  # whether a batch of this fit has shown that the blocks can be run again
     def __init__(self,
-        blocks:Callable|str|None=None, # `blocks(model)`: the modules to run again; None: found; 'auto': as few as memory requires
+        blocks:Callable|str|None=None, # `blocks(model)`: modules to run again; None: found; 'auto': as few as fit
         offload:bool=False, # Keep the inputs of the blocks on the CPU
     ):
         check_flags(offload=offload)
@@ -225,7 +225,7 @@ def forward_context(self:ActivationCheckpointing):
 # %% ../nbs/source/13_checkpointing.ipynb #31d423ac
 @patch
 def measure_blocks(self:ActivationCheckpointing, loop:Loop, inputs:Inputs)->list[float]:
-    "Bytes that each block keeps for the backward pass per second of its forward pass, on a few samples; 0 for a block that does not run"
+    "Bytes that each block keeps for the backward pass per second of its forward pass, on a few samples; else 0"
     kept,costs = {},[0.]*len(self.found)
     weights = {p.untyped_storage().data_ptr() for p in self.learn.model.parameters()}
     def keep(t):
@@ -241,11 +241,12 @@ def measure_blocks(self:ActivationCheckpointing, loop:Loop, inputs:Inputs)->list
         return run
     for i in range(2):  # the first time, everything is slower
         kept.clear()
-        for cb in self.learn._grab_cbs(MixedPrecision) if i else []: cb.before_batch()  # fastai leaves autocast after each loss
+        for cb in self.learn._grab_cbs(MixedPrecision) if i else []: cb.before_batch()  # it is left after each loss
         inputs.piece(0, min(inputs.n, max(2, inputs.n//8)))
         blocks = [replaced(m, 'forward', measured(i, m.forward)) for i,m in enumerate(self.found)]
         groups = [replaced(m, 'forward', o.forward) for m,o in self.groups.items()]
-        with saved_tensors_hooks(keep, lambda t: t), ContextManagers(groups+blocks): evaluate(self.learn, (), inner_model(self.learn.model))
+        with saved_tensors_hooks(keep, lambda t: t), ContextManagers(groups+blocks):
+            evaluate(self.learn, (), inner_model(self.learn.model))
     return costs
 
 @patch
@@ -259,7 +260,8 @@ def find_size(self:ActivationCheckpointing, loop:Loop, inputs:Inputs):
         find_size(learn, lambda _: costs.append(self.measure_blocks(loop, inputs)), 1, agree=False)
         self.order_of_blocks = sorted(range(len(self.found)), key=lambda i: -costs[-1][i])
         return find_size(learn, try_blocks, len(self.found), agree=is_new, search=smallest_that_runs)
-    if self.fitting.update(learn, (*inputs.xb, *inputs.yb), n, search, in_pieces=False): tell(learn, f"blocks='auto': each batch of {n} {self.how(n)}")
+    if self.fitting.update(learn, (*inputs.xb, *inputs.yb), n, search, in_pieces=False):
+        tell(learn, f"blocks='auto': each batch of {n} {self.how(n)}")
 
 # %% ../nbs/source/13_checkpointing.ipynb #5b0c0608
 @patch
@@ -282,4 +284,5 @@ ActivationCheckpointing.searches = property(lambda self: self.blocks == 'auto')
 ActivationCheckpointing.can_shrink = property(lambda self: self.fitting.size < len(self.found))
 @patch
 def remedy(self:ActivationCheckpointing)->str:
-    return f"out of memory, though {self.how(0).removeprefix('fits if ')}: use smaller inputs, a smaller batch, or offload=True"
+    how = self.how(0).removeprefix('fits if ')
+    return f"out of memory, though {how}: use smaller inputs, a smaller batch, or offload=True"

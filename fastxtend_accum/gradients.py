@@ -14,15 +14,17 @@ __all__ = ['half', 'trained', 'gradients', 'average_gradients', 'is_finite', 'ha
            'write_hypers', 'FirstHypers', 'check_accumulates', 'check_rules']
 
 # %% ../nbs/source/04_gradients.ipynb #7f452cd0
-def trained(opt:Optimizer|OptimWrapper)->list[nn.Parameter]: return [p for pg in opt.param_lists for p in pg if p.requires_grad]
+def trained(opt:Optimizer|OptimWrapper)->list[nn.Parameter]:
+    return [p for pg in opt.param_lists for p in pg if p.requires_grad]
 
 def gradients(opt:Optimizer|OptimWrapper)->list[Tensor]:
     "The gradients of `opt`: the values of a sparse one, and this process' shard of a sharded one"
-    grads = [p.grad.to_local() if hasattr(p.grad, 'to_local') else p.grad for pg in opt.param_lists for p in pg if p.grad is not None]
+    grads = [p.grad for pg in opt.param_lists for p in pg if p.grad is not None]
+    grads = [g.to_local() if hasattr(g, 'to_local') else g for g in grads]
     return [g._values() if g.is_sparse else g for g in grads]
 
 def average_gradients(opt:Optimizer|OptimWrapper, divisor:Real, sums:dict[nn.Parameter,Tensor]|None=None):
-    "Divide the gradients of `opt` in place, once; those in `sums`, from `add_in_float32`, are rounded after the division, and taken out"
+    "Divide the gradients of `opt` in place, once; those in `sums`, from `add_in_float32`, are rounded afterwards"
     grads = gradients(opt) if divisor != 1 else []
     if grads: torch._foreach_div_(grads, divisor)
     while sums:
@@ -48,7 +50,7 @@ def add_in_float32(opt:Optimizer|OptimWrapper, sums:dict[nn.Parameter,Tensor]):
         p.grad = None
 
 # %% ../nbs/source/04_gradients.ipynb #ed48c6b9
-def read_hypers(opt:Optimizer|OptimWrapper)->list[dict]: return [dict(h) for h in opt.hypers]  # one dict per parameter group
+def read_hypers(opt:Optimizer|OptimWrapper)->list[dict]: return [dict(h) for h in opt.hypers]  # by parameter group
 
 def write_hypers(opt:Optimizer|OptimWrapper, hypers:list[dict], only_from:list[dict]|None=None):
     "Set those hyper-parameters of `opt` that differ from `hypers`, and are still as in `only_from` if that is given"
@@ -58,7 +60,8 @@ def write_hypers(opt:Optimizer|OptimWrapper, hypers:list[dict], only_from:list[d
         if new != old and old == base: opt.set_hyper(k, new)
 
 class FirstHypers:
-    "The hyper-parameters at a window's first micro-batch, for its step; `rules` scale them with its size: `f(value, ratio)` by name"
+    """The hyper-parameters at a window's first micro-batch, for its step; `rules` scale them with its size:
+    `f(value, ratio)` by name"""
     def __init__(self, rules:dict[str,Callable]|None=None): self.rules,self.first,self.later = rules or {},None,None
 
     def save(self, opt:Optimizer|OptimWrapper, ratio:float=1.):
@@ -72,7 +75,7 @@ class FirstHypers:
         if self.first is not None and now != self.first: self.later = now; write_hypers(opt, self.first)
 
     def restore(self, opt:Optimizer|OptimWrapper, but:tuple[str,...]=()):
-        "Undo `save` and `apply`, except for those named in `but`, and what has been set since, as by a scheduler that moves after the step"
+        "Undo `save` and `apply`, but for those named in `but`, and what a scheduler that moves after the step has set"
         if self.later is not None:
             write_hypers(opt, [{k:v for k,v in h.items() if k not in but} for h in self.later], only_from=self.first)
         self.first,self.later = None,None
@@ -81,19 +84,22 @@ class FirstHypers:
 def check_accumulates(model:nn.Module, opt:Optimizer|OptimWrapper):
     "Raises ValueError if something would use or overwrite the gradients of `model` in mid-window"
     if any(getattr(p, '_post_accumulate_grad_hooks', None) for p in trained(opt)):
-        raise ValueError("parameters have post-accumulate-grad hooks, which act on each micro-batch's gradient (an optimizer that steps in the "
-                         "backward pass?): remove them to accumulate")
-    compiled = [o for m in model.modules() for o in (m, getattr(m, '_compiled_call_impl', None)) if hasattr(o, 'get_compiler_config')]
+        raise ValueError("parameters have post-accumulate-grad hooks, which act on each micro-batch's gradient "
+                         "(an optimizer that steps in the backward pass?): remove them to accumulate")
+    compiled = [o for m in model.modules() for o in (m, getattr(m, '_compiled_call_impl', None))
+                if hasattr(o, 'get_compiler_config')]
     if any((o.get_compiler_config() or {}).get('triton.cudagraphs') for o in compiled):
         raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
                          "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
 
 def check_rules(rules:dict[str,Callable]|None, opt:Optimizer|OptimWrapper):
     "Raises TypeError or ValueError if a rule is not valid, or if `opt` has no such hyper-parameter"
-    if rules is not None and not isinstance(rules, dict): raise TypeError(f"scale must be a dict, not {rules!r}: use {{'lr': sqrt_scale}}")
+    if rules is not None and not isinstance(rules, dict):
+        raise TypeError(f"scale must be a dict, not {rules!r}: use {{'lr': sqrt_scale}}")
     hypers = opt.hypers[0]
     known = [k for k,o in hypers.items() if isinstance(o, Real) and not isinstance(o, bool)]
     for k,f in (rules or {}).items():
-        if k not in known: raise ValueError(f"scale: the optimizer has no hyper-parameter {k!r} to scale: use one of {known}")
+        if k not in known:
+            raise ValueError(f"scale: the optimizer has no hyper-parameter {k!r} to scale: use one of {known}")
         if not callable(f): raise TypeError(f"scale[{k!r}] must be a rule, f(value, ratio), not {f!r}")
         if not isinstance(o := f(hypers[k], 2.), Real): raise TypeError(f"scale[{k!r}] must return a number, not {o!r}")

@@ -65,8 +65,8 @@ class HiddenState:
         for m,name,dim in self.places if n else []:
             for t in tensors_in(getattr(m, name)):
                 if t.shape[dim:dim+1] != (n,):
-                    raise ValueError(f"{type(m).__name__}.{name} has shape {tuple(t.shape)} for {n} rows, which should be "
-                                     f"dimension {dim}: correct its entry in hidden_state")
+                    raise ValueError(f"{type(m).__name__}.{name} has shape {tuple(t.shape)} for {n} rows, which "
+                                     f"should be dimension {dim}: correct its entry in hidden_state")
         return [getattr(m, name) for m,name,_ in self.places]
 
     def rows(self, start:int, end:int)->list:

@@ -39,7 +39,7 @@ def check_multiple(name:str, accum_bs:int, micro_bs:int, n_processes:int=1):
     near = ' or '.join(str(o) for o in (below, below+smallest) if o)
     of = '' if n_processes == 1 else f'{smallest}, {n_processes} processes times '
     share,over = divmod(accum_bs, n_processes)
-    bs = '' if below and (over or name != 'accum_bs') else f' to {max(1, share)}'  # windows that change in size are no single batch
+    bs = '' if below and (over or name != 'accum_bs') else f' to {max(1, share)}'  # not for windows that change in size
     if below and bs: bs += f", with micro_batch_size={micro_bs} to split it"
     raise ValueError(f"{name}={accum_bs} is not a multiple of {of}the DataLoader's batch of {micro_bs} samples: "
                      f"use {near}, or change its batch size{bs}")
@@ -47,7 +47,7 @@ def check_multiple(name:str, accum_bs:int, micro_bs:int, n_processes:int=1):
 # %% ../nbs/source/02_loader.ipynb #7a6b1f08
 def is_shared(dl)->bool:
     "Whether fastai shares out the samples of `dl` among processes"
-    return isinstance(dl, getattr(sys.modules.get('fastai.distributed'), 'DistributedDL', ()))  # importing it takes accelerate
+    return isinstance(dl, getattr(sys.modules.get('fastai.distributed'), 'DistributedDL', ()))  # it imports accelerate
 
 def dataset_size(dl)->int|None: # None: `dl` does not say
     "Samples that `dl` draws in an epoch, in this process"
@@ -58,8 +58,8 @@ def dataset_size(dl)->int|None: # None: `dl` does not say
         except (AttributeError, TypeError): pass
 
 def epoch_samples(dl, loader_bs:int)->tuple[int,bool]:
-    """Samples that `dl` yields in an epoch, in this process, in full batches and perhaps a short one at the end; and whether that is certain:
-    a loader of your own may yield something else than its length says"""
+    """Samples that `dl` yields in an epoch, in this process, in full batches and perhaps a short one at the end; and
+    whether that is certain: a loader of your own may yield something else than its length says"""
     n_batches,n = len(dl),dataset_size(dl)
     if n is not None and is_shared(dl) and dl.drop_last: n_batches = n//loader_bs  # its length rounds up
     if n is None or n_batches not in (n//loader_bs, -(-n//loader_bs)): return n_batches*loader_bs,False
@@ -68,7 +68,8 @@ def epoch_samples(dl, loader_bs:int)->tuple[int,bool]:
 # %% ../nbs/source/02_loader.ipynb #7a6b1f12
 remainders = 'step','carry','drop'
 
-def end_of_epoch(remainder:str|None, dl)->str: return remainder or ('drop' if getattr(dl, 'drop_last', False) else 'step')
+def end_of_epoch(remainder:str|None, dl)->str:
+    return remainder or ('drop' if getattr(dl, 'drop_last', False) else 'step')
 
 class Wrapped(GetAttr):
     "A DataLoader in a wrapper: `isinstance` sees the DataLoader, as fastai's `DistributedTrainer` needs"
@@ -81,7 +82,8 @@ class Wrapped(GetAttr):
 class LoaderBatches(Wrapped):
     "The training DataLoader for one epoch: its batches, as long as `needs_more()`; None: all"
     def __init__(self, dl, loader_bs:int, at_end:str='step', needs_more:Callable|None=None):
-        self.dl,self.loader_bs,self.at_end,self.needs_more,self.seen,self.size,self.b = dl,loader_bs,at_end,needs_more,0,0,None
+        self.dl,self.loader_bs,self.at_end,self.needs_more = dl,loader_bs,at_end,needs_more
+        self.seen,self.size = 0,0
         self.samples,self.certain = epoch_samples(dl, loader_bs)
         self.needed = self.samples
 
@@ -100,6 +102,5 @@ class LoaderBatches(Wrapped):
         while (self.needs_more is None or self.needs_more()) and (b := next(batches, None)) is not None:
             self.size = batch_size(b, min(self.loader_bs, self.samples-self.seen) if self.certain else self.loader_bs)
             self.seen += self.loader_bs
-            self.b = b
             yield b
-        if self.seen >= self.samples: next(batches, None)  # nothing is left: let the DataLoader end, and call its `after_iter`
+        if self.seen >= self.samples: next(batches, None)  # let the DataLoader end, and call its `after_iter`

@@ -76,7 +76,8 @@ class RecorderWindows(WindowLogger):
         record(self.cb, 'accum_bs', self.accum.window.samples)
     def after_train(self):
         self.original('after_train')
-        if self.cb.smooth_loss.count == 0 and not self.cb.cancel_train and (self.accum.now.has_targets or not self.accum.now.batches.seen):
+        cb,now = self.cb,self.accum.now
+        if cb.smooth_loss.count == 0 and not cb.cancel_train and (now.has_targets or not now.batches.seen):
             self.cb.log[1] = None
 
 # %% ../nbs/source/09_logging.ipynb #32bfee29

@@ -29,11 +29,11 @@ __all__ = ['bystanders', 'Snapshot', 'refill', 'stored_once', 'set_value', 'get_
 
 # %% ../nbs/source/07_memory.ipynb #ce71299f
 class Snapshot:
-    """The state of a Learner and of all random generators, restored when its context ends; with `weights` the values of parameters and the
-    optimizer, too, which a forward and backward pass leaves alone"""
+    """The state of a Learner and of all random generators, restored when its context ends; with `weights` the values of
+    parameters and the optimizer, too, which a forward and backward pass leaves alone"""
     optimizers = Optimizer,OptimWrapper,torch.optim.Optimizer
-    holders = (GetAttr,nn.Module,Metric,BaseLoss,Pipeline,Transform,torch.utils.data.DataLoader,torch.utils.data.Sampler,
-               *optimizers)  # training may change their attributes
+    holders = (GetAttr,nn.Module,Metric,BaseLoss,Pipeline,Transform,
+               torch.utils.data.DataLoader,torch.utils.data.Sampler,*optimizers)  # training may change their attributes
     def __init__(self, learn:Learner, weights:bool=True):
         self.weights,self.seen,self.seeders = weights,{},[set_seed]
         self.undo = [partial(set_random_states, **get_random_states()), partial(set_autocast, **get_autocast())]
@@ -61,9 +61,9 @@ class Snapshot:
             for v in content.values() if isinstance(o, dict) else content: self.save(v)
         elif isinstance(o, tuple):
             for v in o: self.save(v)
-        elif isinstance(o, DistributedDataParallel): self.save(o.module)  # its own attributes belong with those of its C++ half
+        elif isinstance(o, DistributedDataParallel): self.save(o.module)  # the rest is that of its C++ half
         elif isinstance(o, self.optimizers) and not self.weights: return
-        elif isinstance(o, (*self.holders, getattr(sys.modules.get('accelerate'), 'Accelerator', ()))):  # it keeps every model that it wraps
+        elif isinstance(o, (*self.holders, getattr(sys.modules.get('accelerate'), 'Accelerator', ()))):
             data = vars(o).get('dataset')
             self.seen[id(data)] = data
             self.save(vars(o))
@@ -74,7 +74,9 @@ def refill(o:dict|list|set|deque, content:dict|list):
     o.clear()
     (o.update if hasattr(o, 'update') else o.extend)(content)
 
-def stored_once(strides:tuple[int,...])->tuple[slice,...]: return tuple(slice(None if s else 1) for s in strides)  # expanded dimensions once
+def stored_once(strides:tuple[int,...])->tuple[slice,...]:
+    "An index that takes expanded dimensions once"
+    return tuple(slice(None if s else 1) for s in strides)
 
 def set_value(o:Tensor, value:Tensor):
     "Restore `o`'s value, on the device where its data is by now, and in the shape that it had"
@@ -98,7 +100,8 @@ def save_generator(self:Snapshot, o:random.Random|np.random.Generator|torch.Gene
     elif isinstance(o, torch.Generator): undo,seeder = partial(o.set_state, o.get_state()),o.manual_seed
     else:
         bits = o.bit_generator
-        undo,seeder = partial(setattr, bits, 'state', bits.state),lambda seed: setattr(bits, 'state', type(bits)(seed).state)
+        undo = partial(setattr, bits, 'state', bits.state)
+        def seeder(seed): bits.state = type(bits)(seed).state
     self.undo.append(undo)
     self.seeders.append(seeder)
 
@@ -115,8 +118,8 @@ def set_autocast(depth:int, on:dict[str,bool]):
     torch.clear_autocast_cache()
 
 # %% ../nbs/source/07_memory.ipynb #2d886b62
-_messages = ('CUDA error: out of memory', 'CUBLAS_STATUS_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED', 'MPS backend out of memory',
-          "can't allocate memory", 'CUDA out of memory')
+_messages = ('CUDA error: out of memory', 'CUBLAS_STATUS_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED',
+             'MPS backend out of memory', "can't allocate memory", 'CUDA out of memory')
 
 class NothingFits(RuntimeError):
     "Memory ran out, and smaller micro-batches are no way out"
@@ -150,15 +153,15 @@ def without_tracebacks(e:Exception)->Exception:
     return e
 
 def halve(size:int, error:Exception)->int:
-    "Half of `size` samples, rounded up, with memory freed; raises NothingFits, a RuntimeError caused by `error`, if it was a single one"
+    "Half of `size` samples, rounded up, with memory freed; raises NothingFits, a RuntimeError, if it was a single one"
     if size == 1:
-        raise NothingFits("out of memory with a single sample: use smaller inputs, a smaller model, mixed precision, or "
-                          "ActivationCheckpointing()") from error
+        raise NothingFits("out of memory with a single sample: use smaller inputs, a smaller model, mixed precision, "
+                          "or ActivationCheckpointing()") from error
     free_memory()
     return -(-size//2)
 
 def largest_that_runs(f:Callable, at_most:int)->int:
-    "The first of `at_most` samples, half of it, a quarter ... with which `f(n)` fits in memory; raises RuntimeError if not even one does"
+    "The first n of `at_most`, half, a quarter ... for which `f(n)` fits in memory; raises RuntimeError if none does"
     free_memory()  # what an earlier fit has left may be in the way
     n = at_most
     while error := memory_error(f, n): n = halve(n, error)
@@ -166,7 +169,7 @@ def largest_that_runs(f:Callable, at_most:int)->int:
 
 # %% ../nbs/source/07_memory.ipynb #1487fb57
 def smallest_that_runs(f:Callable, at_most:int)->int:
-    "The least n from 0 to `at_most` with which `f(n)` fits in memory, by bisection; raises NothingFits if `f(at_most)` does not"
+    "The least n from 0 to `at_most` for which `f(n)` fits in memory, by bisection; raises NothingFits if none does"
     free_memory()
     if not memory_error(f, 0): return 0
     if error := memory_error(f, at_most): raise NothingFits("out of memory with all blocks recomputed") from error
@@ -193,8 +196,9 @@ def room_for_step(opt:Optimizer|OptimWrapper)->list[Tensor]:
     def is_fresh(p): return not any(isinstance(o, Tensor) and o.shape == p.shape for o in state.get(p, {}).values())
     return [torch.empty_like(p) for p in trained(opt) if is_fresh(p) for _ in range(2)]
 
-bystanders = {'Recorder','ParamScheduler','LRFinder','ProgressCallback','ShowGraphCallback','ShowGraph','CSVLogger','SkipToEpoch','TrackerCallback',
-              'WandbCallback','TensorBoardCallback','CometCallback','AzureMLCallback','GradientNoiseScale'}
+bystanders = {'Recorder','ParamScheduler','LRFinder','ProgressCallback','ShowGraphCallback','ShowGraph','CSVLogger',
+              'SkipToEpoch','TrackerCallback','WandbCallback','TensorBoardCallback','CometCallback','AzureMLCallback',
+              'GradientNoiseScale'}
 
 def takes_part(cb:Callback)->bool:
     "Whether `cb` may change what a pass computes: not those that accumulate, log, track or schedule"
@@ -208,7 +212,7 @@ def accumulator(learn:Learner)->Callback|None: return first(learn.cbs, accumulat
 
 @contextmanager
 def trial(learn:Learner, keep:Callable=takes_part, weights:bool=True):
-    "In here `learn` trains in silence with the callbacks that `keep(cb)` only; afterwards it is as it was. Yields its `Snapshot`"
+    "`learn` trains in silence with those callbacks that `keep(cb)`; afterwards it is as it was. Yields its `Snapshot`"
     with (replaced(learn, 'cbs', learn.cbs.filter(keep)), replaced(learn, 'lr_finder', True), learn.no_logging(),
           Snapshot(learn, weights) as state): yield state
 
@@ -221,11 +225,13 @@ def without_graph(learn:Learner):
         cb.autocast = autocast(cb.autocast.device, dtype=cb.autocast.fast_dtype)
 
 def find_size(learn:Learner, try_size:Callable, at_most:int, agree:bool=True, search:Callable=largest_that_runs)->int:
-    """The largest size up to `at_most` with which `try_size(n)`, a forward and backward pass, fits in memory; `learn`, before a training batch's
-    forward pass, is left unchanged. Processes `agree` on the smallest, if all search now. Raises RuntimeError if not even one sample fits"""
+    """The largest size up to `at_most` for which `try_size(n)`, a forward and backward pass, fits in memory. `learn`,
+    before a training batch's forward pass, is left unchanged. Processes `agree` on the smallest, if all search now.
+    Raises RuntimeError if not even one sample fits"""
     model = learn.model
     if is_sharded(model):
-        raise ValueError(f"micro_batch_size='auto' cannot try sizes on a sharded {type(model).__name__}: use a number of samples")
+        raise ValueError(f"micro_batch_size='auto' cannot try sizes on a sharded {type(model).__name__}: "
+                         "use a number of samples")
     def attempt(n):
         room = room_for_step(learn.opt)
         without_graph(learn)
@@ -245,8 +251,8 @@ class FittingSize:
     def __init__(self): self.found_for,self.size,self.valid,self.largest,self.most = None,None,None,0,0
 
     def update(self, learn:Learner, b, n:int, search:Callable, in_pieces:bool=True)->bool:
-        """Let `size` be that of `search(at_most, is_new)` if `learn` trains something else now, or if the samples of `b` are larger than all before,
-        or its `n` rows are more; gives whether that was so"""
+        """Let `size` be that of `search(at_most, is_new)` if `learn` trains something else now, or if the samples of
+        `b` are larger than all before, or its `n` rows are more; gives whether that was so"""
         now = sum(p.numel() for p in trained(learn.opt)),len(learn._grab_cbs(MixedPrecision))
         is_new,sample = now != self.found_for,sum(t.numel() for t in tensors_in(b))/n
         largest,most,size = (0, 0, n) if is_new else (self.largest, self.most, self.size)
@@ -256,7 +262,8 @@ class FittingSize:
         return True
 
     def say(self, learn:Learner, n:int, module:nn.Module):
-        "Print how a batch of `n` rows is run by `module`, and if BatchNorm sees few of them: below 16 its statistics are noisy (arXiv 1803.08494)"
+        """Print how a batch of `n` rows is run by `module`, and if BatchNorm sees few of them: below 16 its statistics
+        are noisy (arXiv 1803.08494)"""
         size,batchnorm = self.size,nn.modules.batchnorm._BatchNorm
         how = 'fits in memory'
         if size < n: how = f"is split into {-(-n//size)} micro-batches of {'up to ' if n % size else ''}{size}"
@@ -266,4 +273,5 @@ class FittingSize:
 
 def tell(learn:Learner, message:str):
     "Give `message` to the logger of `learn`, in one process; the progress bar, which logs tables, has it printed"
-    if rank_distrib() == 0: (print if isinstance(getattr(learn.logger, '__self__', None), Callback) else learn.logger)(message)
+    is_bar = isinstance(getattr(learn.logger, '__self__', None), Callback)
+    if rank_distrib() == 0: (print if is_bar else learn.logger)(message)

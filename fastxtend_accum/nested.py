@@ -48,43 +48,48 @@ def lengths(b)->set[int]:
     return own.union(*(lengths(o) for o in children(b)))
 
 def batch_size(b, expected:int|None=None)->int:
-    """Samples in `b`, a batch of inputs and targets: `expected`, if a tensor or list has as many; else those of its last part or first tensor.
-    Raises ValueError without tensors"""
+    """Samples in `b`, a batch of inputs and targets: `expected`, if a tensor or list has as many; else those of its
+    last part or first tensor. Raises ValueError without tensors"""
     parts = list(b) if isinstance(b, (tuple,list)) else [b]
     last = parts[-1] if parts else None
     n = len(last) if isinstance(last, Tensor) and last.ndim else None
     if n is not None and expected in (None, n): return n
     if expected in set().union(*map(lengths, parts)): return expected
     if n is None and not (tensors := tensors_in(b)):
-        raise ValueError(f"cannot find the samples of a batch without tensors, {type(b).__name__}: use a DataLoader that yields tensors")
+        raise ValueError(f"cannot find the samples of a batch without tensors, {type(b).__name__}: "
+                         "use a DataLoader that yields tensors")
     return len(tensors[0]) if n is None else n
 
 # %% ../nbs/source/01_nested.ipynb #5413ea87
 def cut(b, start:int, end:int, n:int, lists:dict|None=None, place:tuple=()):
-    """Samples `start` to `end` of the `n` in `b`, such as `(inputs, targets)`, in the same structure and types. `lists` is what earlier batches
-    have shown of their lists: see `is_per_sample`. Raises ValueError on what has no dimension of the samples"""
+    """Samples `start` to `end` of the `n` in `b`, such as `(inputs, targets)`, in the same structure and types.
+    `lists` is what earlier batches have shown, see `is_per_sample`. Raises ValueError on what has no such dimension"""
     if isinstance(b, Tensor) and b.layout == torch.strided:
         if not b.ndim: return b
         if len(b) == n: return b[start:end]
-        raise ValueError(f"cannot split a tensor of shape {tuple(b.shape)} in a batch of {n} samples: its first dimension must be the samples")
+        raise ValueError(f"cannot split a tensor of shape {tuple(b.shape)} in a batch of {n} samples: "
+                         "its first dimension must be the samples")
     if b is None or isinstance(b, (str,bytes,Number)): return b
-    if not is_nested(b): raise ValueError(f"cannot split a {type(b).__name__}: use tensors, or a DataLoader that yields smaller batches")
+    if not is_nested(b):
+        raise ValueError(f"cannot split a {type(b).__name__}: use tensors, or a DataLoader that yields smaller batches")
     if len(place) > 1 and is_per_sample(b, n, {} if lists is None else lists, place): return rebuilt(b, b[start:end])
     items = b.items() if isinstance(b, Mapping) else enumerate(b)
     return rebuilt(b, [cut(o, start, end, n, lists, (*place, k)) for k,o in items])
 
 def is_per_sample(b, n:int, lists:dict, place:tuple)->bool:
-    """Whether `b` is a list with an entry for each of `n` samples, such as captions or boxes, and not one of `n` inputs. Where both are possible,
-    it is what it was in the batches before, at this `place`; raises ValueError in a first batch"""
+    """Whether `b` is a list with an entry for each of `n` samples, such as captions or boxes, and not one of inputs.
+    Where both are possible, it is what it was in the batches before, at this `place`; ValueError in a first batch"""
     if isinstance(b, Mapping): return False
     rows = [len(o) for o in tensors_in(b)]
-    alike = isinstance(b, list) and all(isinstance(o, Tensor) for o in b) and len({(o.dtype, *o.shape[1:]) for o in b}) == 1
+    is_list = isinstance(b, list) and all(isinstance(o, Tensor) for o in b)
+    alike = is_list and len({(o.dtype, *o.shape[1:]) for o in b}) == 1
     if len(b) != n or n not in rows: lists[place] = len(b) == n
     elif not alike: return False
     elif {*rows} != {n}: lists[place] = True
     elif place not in lists:
-        raise ValueError(f"cannot split a list of {n} tensors of {n} rows in a batch of {n} samples: it may have an entry for each sample, or be {n} inputs; "
-                         "use a tuple for inputs, or another batch size")
+        raise ValueError(f"cannot split a list of {n} tensors of {n} rows in a batch of {n} samples: "
+                         f"it may have an entry for each sample, or be {n} inputs; use a tuple for inputs, or another "
+                         "batch size")
     return lists[place]
 
 def next_size(rest:int, most:int)->int:
@@ -95,8 +100,8 @@ def next_size(rest:int, most:int)->int:
 class CannotJoin(ValueError): "The outputs of pieces are not those of a batch"
 
 def join(parts:list, sizes:list[int]):
-    """Concatenate outputs `parts`, of pieces of `sizes` samples, along the samples; what is no tensor must be the same for all. Raises CannotJoin, a ValueError.
-    Empties `parts`, so that each output is freed once it is joined"""
+    """Concatenate outputs `parts`, of pieces of `sizes` samples, along the samples; what is no tensor must be the same
+    for all. Raises CannotJoin, a ValueError. Empties `parts`, so that each output is freed once it is joined"""
     o = parts[0]
     if isinstance(o, Tensor):
         if not o.ndim or any(len(p) != n for p,n in zip(parts, sizes)):
@@ -113,4 +118,5 @@ def join(parts:list, sizes:list[int]):
         o = parts.clear()
         return rebuilt(like, [join(columns.pop(0), sizes) for _ in range(len(columns))])
     if o is None or isinstance(o, (str,bytes,Number)) and all(p == o for p in parts): return o
-    raise CannotJoin(f"cannot join outputs of type {type(o).__name__}: let the model return tensors, or tuples, lists and dicts of them")
+    raise CannotJoin(f"cannot join outputs of type {type(o).__name__}: let the model return tensors, "
+                     "or tuples, lists and dicts of them")

@@ -213,7 +213,8 @@ def after_step(self:GradientNoiseScale):
     *sums,n_micro,steps = self.squares.result.tolist()
     metric = 'plain' if steps == math.inf else 'Adam'
     if metric != self.averages.metric: self.averages = NoiseAverages(self.memory, metric)
-    if n_micro > 1 and steps >= 5: self.averages.add(*noise_and_signal(*sums, n_micro, self.squares.samples), window.samples)
+    if n_micro > 1 and steps >= 5:
+        self.averages.add(*noise_and_signal(*sums, n_micro, self.squares.samples), window.samples)
     estimate = self.estimate()
     if hasattr(self.learn, 'recorder'): record(self.learn.recorder, 'noise_scale', estimate)
     if estimate.noise_scale < math.inf: window.measured['gradient_noise_scale'] = estimate.noise_scale

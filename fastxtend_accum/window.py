@@ -22,7 +22,7 @@ class MicroBatch:
         self.items,self.loss,self.weight = None,None,None
 
     under_way = property(lambda self: self.state in (MicroState.weighed, MicroState.in_grad))
-    def backward_began(self, grad:Tensor): self.state = MicroState.in_grad  # a hook: from here on its gradient is mixed into `.grad`
+    def backward_began(self, grad:Tensor): self.state = MicroState.in_grad  # a hook
 
 # %% ../nbs/source/03_window.ipynb #02954cd0
 class WindowState(str, Enum): open,closed,stepped,skipped,dropped = 'open','closed','stepped','skipped','dropped'
@@ -50,7 +50,7 @@ class Window:
     is_logged = property(lambda self: self.state in (WindowState.stepped, WindowState.skipped))
     is_sum = property(lambda self: self.items is None)  # of losses that sum
     total_weight = property(lambda self: 1 if self.is_sum else self.items/self.unit)
-    divisor = property(lambda self: self.total_weight/self.n_processes)  # the gradient is a mean over several processes already
+    divisor = property(lambda self: self.total_weight/self.n_processes)  # `.grad` is a mean over processes
     mean_loss = property(lambda self: self.loss_sum if self.total_weight == 1 else self.loss_sum/self.total_weight)
 
 # %% ../nbs/source/03_window.ipynb #edb2f09d
@@ -79,7 +79,7 @@ def times(loss:Tensor, weight:Real|Tensor)->Tensor:
     return torch.where(weight > 0, loss*weight, 0.)
 
 def mean_over(items:Real|Tensor|None, loss:Tensor)->Tensor:
-    "The loss; 0 for the mean of no items, which is NaN and would end the fit under fastai's `TerminateOnNaNCallback`. No GPU sync"
+    "The loss; 0 for the mean of no items, whose NaN would end the fit under `TerminateOnNaNCallback`. No GPU sync"
     if isinstance(items, Tensor): return torch.where(items > 0, loss, 0.)
     return loss if items != 0 else torch.zeros_like(loss)
 
@@ -98,10 +98,11 @@ def count(self:Window)->Tensor:
 # %% ../nbs/source/03_window.ipynb #d0296059
 @patch
 def fetch(self:Window, *also:Tensor)->list[float]:
-    "Turn sums that are on a GPU into numbers, with one sync: neither the step nor the Recorder waits again; gives those of `also`"
+    "Turn sums that are on a GPU into numbers, with one sync, so that nothing waits again; gives those of `also`"
     counts = (self.items, self.unit) if isinstance(self.items, Tensor) else ()
     if not (counts or also): return []
-    sums = [torch.as_tensor(o, device=self.loss_sum.device).as_subclass(Tensor).reshape(-1) for o in (self.loss_sum, *counts, *also)]
+    device,all_sums = self.loss_sum.device,(self.loss_sum, *counts, *also)
+    sums = [torch.as_tensor(o, device=device).as_subclass(Tensor).reshape(-1) for o in all_sums]
     loss_sum,*numbers = torch.cat(sums).tolist()
     self.loss_sum = torch.tensor(loss_sum, dtype=self.loss_sum.dtype)
     if counts: self.items,self.unit,*numbers = numbers
@@ -116,8 +117,8 @@ def batch_loss(self:Window)->Tensor:
 # %% ../nbs/source/03_window.ipynb #5b7d02e1
 @patch
 def cancel(self:Window)->bool:
-    """The batch was cancelled: skip the step, or leave the micro-batch out, together with the others if their gradients are mixed.
-    Gives whether `.grad` has to be zeroed"""
+    """The batch was cancelled: skip the step, or leave the micro-batch out, together with the others if their gradients
+    are mixed. Gives whether `.grad` has to be zeroed"""
     micro = self.micro
     if self.state == WindowState.closed: self.finish(WindowState.skipped)
     elif self.state == WindowState.open and micro and micro.state not in (MicroState.counted, MicroState.left_out):
@@ -130,7 +131,8 @@ def cancel(self:Window)->bool:
 
 # %% ../nbs/source/03_window.ipynb #7a6b1f23
 class Position:
-    "`pct_train` as the large batch counts it: it advances after each window; with the samples, if the epoch's `n_windows` are not known"
+    """`pct_train` as the large batch counts it: it advances after each window; with the samples, if the epoch's
+    `n_windows` are not known"""
     def __init__(self, start:float, n_epoch:int, n_windows:int|None=None):
         self.start,self.pct,self.n_epoch,self.n_windows,self.n_finished = start,start,n_epoch,n_windows,0
 
