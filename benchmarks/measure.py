@@ -101,7 +101,8 @@ def ways(case, rounds):
     from .ways import measure
     return measure(case, rounds)
 
-kinds = dict(ways=ways, device=device, learners=learners, time=time_case, windows=time_windows, stack=time_stack, loading=time_loading, division=time_division, memory=peak_memory, counts=count_case)
+kinds = dict(ways=ways, device=device, learners=learners, time=time_case, windows=time_windows, stack=time_stack,
+             loading=time_loading, division=time_division, memory=peak_memory, counts=count_case)
 
 def main(kind, case, size='0'):
     warnings.simplefilter('ignore')
