@@ -54,7 +54,7 @@ def run_on(results):
             f"rounds: {results['rounds']}; the Learner without accumulation took {spread(base, 0)} us per micro-batch")
 
 learner_names = 'resnet34','convnext','unet','text','language','tabular','contrastive'
-learner_ways = dict(exact='exact=True, half the memory', checkpointed='all blocks recomputed', offloaded='and kept on the CPU', pieces='micro-batches, quarters')
+learner_ways = dict(exact='exact', checkpointed='all blocks', offloaded='on the CPU', pieces='quarters')
 
 which = dict(resnet34=('`vision_learner`, resnet34', 'BatchNorm; dropout in the head'), convnext=('`vision_learner`, ConvNeXt', 'BatchNorm and dropout in the head'),
              unet=('`unet_learner`, resnet34', 'BatchNorm'), text=('`text_classifier_learner`', 'dropout; BatchNorm in the head'),
@@ -83,7 +83,7 @@ def learners_on_gpu(results):
 def which_table(results):
     "The page's table: what differs in micro-batches, memory and time"
     models,gpu = results['learners']['cpu']['models'],learners_on_gpu(results)
-    rows = [('learner', 'changes in micro-batches', '`exact=True`', '`ActivationCheckpointing()`', 'micro-batches', '`exact=True` on a GPU'), ('---',)*6]
+    rows = [('learner', 'micro-batches change', 'exact', 'all blocks', 'micro-batches', 'exact, on a GPU'), ('---',)*6]
     rows += [(learner, differs, *(needs(models[name], o) for o in ('exact', 'checkpointed', 'pieces')), gpu[name]) for name,(learner,differs) in which.items()]
     return '\n'.join(f"| {' | '.join(o)} |" for o in rows)
 
@@ -93,7 +93,7 @@ def learners_in_words(results):
     def line(way):
         live = [o['live'][way]/o['live']['whole'] for o in models]
         time = [median(a/b for a,b in zip(o['time'][way], o['time']['whole'])) for o in models]
-        return f'{learner_ways[way]:<27} {min(live):.0%} to {max(live):.0%} of the memory, {min(time):.1f} to {max(time):.1f} times the time'
+        return f'{learner_ways[way]:<10}  {min(live):.0%} to {max(live):.0%}, {min(time):.1f}x to {max(time):.1f}x'
     return '\n'.join(map(line, learner_ways))
 
 def learners_exact(results):
