@@ -41,8 +41,9 @@ class OneStep(Callback):
         self.step_seconds,model = clock()-self.step_start,self.learn.model
         if self.compares:
             trained = [p for p in model.parameters() if p.requires_grad]
-            self.step_grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained]
-            self.step_buffers = [o.clone() for o in model.buffers()]
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+            def copies(tensors): return [o.to('cpu', copy=True) for o in tensors]  # not where memory is scarce
+            self.step_grads,self.step_buffers = copies(grads),copies(model.buffers())
         raise CancelFitException
 
     def after_search(self, cb:Callback)->Callable:
