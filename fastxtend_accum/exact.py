@@ -41,16 +41,19 @@ class OneStep(Callback):
         self.step_seconds,model = clock()-self.step_start,self.learn.model
         if self.compares:
             trained = [p for p in model.parameters() if p.requires_grad]
-            self.step_grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained]
-            self.step_buffers = [o.clone() for o in model.buffers()]
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+            def copies(tensors): return [o.to('cpu', copy=True) for o in tensors]  # not where memory is scarce
+            self.step_grads,self.step_buffers = copies(grads),copies(model.buffers())
         raise CancelFitException
 
-    def restart_after(self, find_size:Callable)->Callable:
-        "`find_size`, whose seconds do not count"
-        def f(*args):
-            find_size(*args)
-            self.step_start = clock()
-        return f
+    def after_search(self, cb:Callback)->Callable:
+        "`find_size` of `cb`, whose seconds do not count; the trial ends with it where it has run the batch itself"
+        search = cb.find_size
+        def find_size(*args):
+            search(*args)
+            self.step_start,self.step_seconds = clock(),getattr(cb, 'seconds', None)
+            if self.step_seconds: raise CancelFitException
+        return find_size
 
 # %% ../nbs/source/15_exact.ipynb #ded495d8
 def run_batch(learn:Learner, cb:Callback|None, one:OneStep):
@@ -63,7 +66,7 @@ def run_batch(learn:Learner, cb:Callback|None, one:OneStep):
         cb.before_train()
         next(iter(learn.dl))
         cb('before_batch')
-        with replaced(cb, 'find_size', one.restart_after(cb.find_size)): fit.instead['batch'](learn._do_one_batch)
+        with replaced(cb, 'find_size', one.after_search(cb)): fit.instead['batch'](learn._do_one_batch)
     finally: fit.close()
 
 def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_float32:bool=False)->OneStep:
@@ -88,9 +91,9 @@ def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_floa
 # %% ../nbs/source/15_exact.ipynb #99349e4a
 def relative(a:list[Tensor], b:list[Tensor])->float:
     "How far `a` is off, relative to `b`"
-    def norm(o): return torch.stack([t.double().norm() for t in o]).norm()
+    def norm(o): return torch.stack([t.float().norm() for t in o]).norm()
     if not any(o.any() for o in b): return float(any(bool(o.any()) for o in a))
-    return float(norm([x.double()-y.double() for x,y in zip(a, b, strict=True)])/norm(b))
+    return float(norm([x.float()-y.float() for x,y in zip(a, b, strict=True)])/norm(b))
 
 def buffers_off(a:OneStep, b:OneStep)->float:
     return max([relative([x], [y]) for x,y in zip(a.step_buffers, b.step_buffers, strict=True)], default=0.)
@@ -196,6 +199,7 @@ def fits(self:WaySearch, name:str)->Callback|None:
     "The callback of a way that has found how the batch fits in memory, else None; notes the seconds of the batch"
     row = self.rows.setdefault(name, {})
     cb = self.ways[name](self.accum.micro_batch_size if 'micro' in name else 'auto')
+    if isinstance(cb, ActivationCheckpointing): cb.too_few = 0  # the whole batch does not fit
     one = self.step(cb)
     row['fits'] = one is not None
     if not one: return None
@@ -245,7 +249,7 @@ def table(self:WaySearch)->pd.DataFrame:
     "What was tried: how far each way is off, whether it fits, and its time relative to a batch that fits"
     plain = self.plain_seconds() if any('seconds' in o for o in self.rows.values()) else math.nan
     def row(way, o):
-        time = o['seconds']/plain if 'seconds' in o else None
+        time = max(1., o['seconds']/plain) if 'seconds' in o else None  # half a batch takes more than half the time
         return dict(way=way, difference=o.get('difference'), fits=o.get('fits'), time=time)
     return pd.DataFrame([row(k, o) for k,o in self.rows.items()])
 

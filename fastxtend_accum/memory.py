@@ -168,16 +168,16 @@ def largest_that_runs(f:Callable, at_most:int)->int:
     return n
 
 # %% ../nbs/source/07_memory.ipynb #1487fb57
-def smallest_that_runs(f:Callable, at_most:int)->int:
-    "The least n from 0 to `at_most` for which `f(n)` fits in memory, by bisection; raises NothingFits if none does"
-    free_memory()
-    if not memory_error(f, 0): return 0
-    if error := memory_error(f, at_most): raise NothingFits("out of memory with all blocks recomputed") from error
-    too_few,n = 0,at_most
+def smallest_that_runs(f:Callable, at_most:int, too_few:int=-1)->int:
+    """The least n above `too_few` and up to `at_most` for which `f(n)` fits in memory, by bisection, 0 first; the last
+    `f(n)` that fits is that one. Raises NothingFits if none does"""
+    if too_few < 0: free_memory()  # else it was freed when too few ran out of it
+    n,error = at_most+1,None
     while n-too_few > 1:
-        middle = (n+too_few)//2
-        if memory_error(f, middle): too_few = middle
-        else: n = middle
+        k = 0 if too_few < 0 else (n+too_few)//2
+        if now := memory_error(f, k): too_few,error = k,now
+        else: n = k
+    if n > at_most: raise NothingFits("out of memory with all blocks recomputed") from error
     return n
 
 def clock()->float:
