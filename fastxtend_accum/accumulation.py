@@ -23,12 +23,11 @@ from .memory import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['nonfinite', 'GradientAccumulation', 'check_unknown', 'FitState', 'scales_loss']
+__all__ = ['no_items', 'nonfinite', 'GradientAccumulation', 'FitState', 'scales_loss']
 
 # %% ../nbs/source/12_accumulation.ipynb #36c789d1
 class GradientAccumulation(Way):
-    """Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size;
-    raises ValueError on sizes that are no multiples of the loader's batch"""
+    "Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size"
     order,scale,splits_loss = MixedPrecision.order-4,None,True
     opt_steps = property(attrgetter('window.steps'))
     micro_bs = property(lambda self: self.fitting.most if self.fitting.size == sys.maxsize else self.fitting.size)
@@ -50,23 +49,19 @@ class GradientAccumulation(Way):
         exact:bool=False, # Find by trying how to get the fit of the whole batch in the memory that there is
         **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
     ):
-        check_unknown(unknown)
         store_attr(but='unknown')
-        self.check_arguments()
+        self.check_arguments(unknown)
         self.accum_bs = accum_bs or n_acc or (32 if micro_batch_size is None else None)
         self.fitting,self.window,self.now,self.way,self.n_skipped = FittingSize(),Window(),None,None,0
 
 # %% ../nbs/source/12_accumulation.ipynb #cf9d1cd0
-def check_unknown(unknown:dict):
-    "Raises TypeError if there are arguments of other names"
+@patch
+def check_arguments(self:GradientAccumulation, unknown:dict):
+    "Raises TypeError or ValueError on arguments that are not valid, alone or together, and on those of other names"
     if 'drop_last' in unknown:
         raise TypeError(f"drop_last={unknown['drop_last']!r} is fastxtend's name: use remainder='drop' to drop the "
                         "incomplete window of an epoch, or remainder='step' to take a step for it")
     if unknown: raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
-
-@patch
-def check_arguments(self:GradientAccumulation):
-    "Raises TypeError or ValueError on arguments that are not valid, alone or together"
     a,n,micro = self.accum_bs,self.n_acc,self.micro_batch_size
     for name,size in dict(accum_bs=a, n_acc=n).items():
         if size is not None: check_size(name, size)
@@ -103,8 +98,7 @@ class FitState:
 # %% ../nbs/source/12_accumulation.ipynb #e73efc2b
 @patch
 def before_fit(self:GradientAccumulation):
-    """The fit starts with its first epoch: `validate`, `tta` and `summary` call this event, too, and must leave the
-    last fit's results"""
+    "`validate`, `tta` and `summary` call this event, too, and must leave the last fit's results: see `before_train`"
     learn = self.learn
     Way.before_fit(self)
     mend_wandb()
@@ -115,9 +109,8 @@ def before_fit(self:GradientAccumulation):
 
 @patch
 def start_fit(self:GradientAccumulation):
-    "Check the settings, start with no window and no gradient, and lend what the fit needs"
     learn,fit = self.learn,fit_of(self.learn)
-    stack = fit.stack(self)
+    stack = fit.stack(self)  # undone when the fit ends
     stack.callback(self.end_fit)
     self.now,self.n_skipped = FitState(self),0
     self.window = Window(self.now.processes.n)
@@ -142,8 +135,8 @@ def check(self:GradientAccumulation):
     if self.micro_batch_size not in (None, 'auto') and self.micro_batch_size > now.loader_bs:
         warn(f"micro_batch_size={self.micro_batch_size} is more than the {now.loader_bs} samples that the DataLoader "
              "yields: its batches are not split")
-    if not self.searches: self.fitting.size = min(self.micro_batch_size or now.loader_bs, now.loader_bs)
-    elif self.fitting.size is None: self.fitting.size = now.loader_bs
+    given = None if self.searches else self.micro_batch_size
+    if not self.searches or self.fitting.size is None: self.fitting.size = min(given or now.loader_bs, now.loader_bs)
     check_rules(self.scale, learn.opt)
 
 @patch
@@ -223,7 +216,7 @@ def after_loss(self:GradientAccumulation):
 # %% ../nbs/source/12_accumulation.ipynb #a884e909
 @patch
 def backward(self:GradientAccumulation, f:Callable):
-    "Weight the loss, with what other callbacks have added to it in `before_backward`; then fastai's backward pass"
+    "Weight the loss, with what callbacks have added to it in `before_backward`; then fastai's backward pass `f`"
     learn,micro = self.learn,self.window.micro
     if micro:
         learn.loss_grad = times(learn.loss_grad, micro.weight)
@@ -232,59 +225,50 @@ def backward(self:GradientAccumulation, f:Callable):
 
 @patch
 def after_backward(self:GradientAccumulation):
-    "Count the micro-batch, unless it was cancelled; a batch that is not split ends with it"
+    "Count the micro-batch, unless it was cancelled; cancel the batch if no step is due"
     learn,now,window = self.learn,self.now,self.window
     if micro := window.micro:
         loss = window.count(learn.loss.detach())
         if now.is_split: window.losses.append((loss, micro.weight))
     if window.sums is not None: add_in_float32(learn.opt, window.sums)
-    if not now.is_split and not self.close_if_full(): raise CancelBatchException
+    if not (now.is_split or window.is_full and self.close_window()): raise CancelBatchException
 
 # %% ../nbs/source/12_accumulation.ipynb #908710a4
 @patch
-def close_if_full(self:GradientAccumulation)->bool:
-    "Close the window if it ends with this micro-batch; gives whether there is anything to step on"
-    micro = self.window.micro
-    return bool(micro and micro.counted and micro.ends_window and self.close_window())
-
-@patch
 def close_window(self:GradientAccumulation)->bool:
-    """Put the mean gradient and the first micro-batch's hyper-parameters in place, or drop the window; gives whether
-    there is anything to step on"""
+    "Put the mean gradient and the first micro-batch's hyper-parameters in place; or drop the window, and give False"
     window,learn,now = self.window,self.learn,self.now
     compared = now.loss_check.compare() if now.loss_check.left and window.n_micro > 1 else []
     if now.processes.n > 1: now.processes.add_up(window)
     else: compared = window.fetch(*compared)  # with one sync
     if compared and (found := now.loss_check.judge(*compared)): warn(found)
-    if window.items == 0:
-        return self.drop_window("no item in a whole window (all labels ignored?): its step was skipped")
-    average_gradients(learn.opt, window.total_weight/window.n_processes, window.sums)  # `.grad` is a mean over processes
-    if self.skip_nonfinite and not scales_loss(learn) and not now.processes.all_of(is_finite(learn.opt)):
-        self.n_skipped += 1
-        return self.drop_window(nonfinite)
-    now.hypers.apply(learn.opt)
-    return True
-
-@patch
-def drop_window(self:GradientAccumulation, why:str)->bool:
-    self.window.finish('dropped')
-    self.learn.opt.zero_grad()
-    self.warn_once(why)
-    return False
-
-@patch
-def warn_once(self:GradientAccumulation, message:str):
-    "Warn, unless this fit has already"
-    if message not in self.now.warned: warn(message)
-    self.now.warned.add(message)
+    why = no_items if window.items == 0 else None
+    if not why:
+        average_gradients(learn.opt, window.total_weight/window.n_processes, window.sums)  # DDP has averaged, too
+        if self.skip_nonfinite and not scales_loss(learn) and not now.processes.all_of(is_finite(learn.opt)):
+            self.n_skipped += 1
+            why = nonfinite
+    if not why: now.hypers.apply(learn.opt)
+    else:
+        window.finish('dropped')
+        learn.opt.zero_grad()
+        self.warn_once(why)
+    return not why
 
 # %% ../nbs/source/12_accumulation.ipynb #0b97d9ad
+no_items = "no item in a whole window (all labels ignored?): its step was skipped"
 nonfinite = ("skipped a step: its gradient has NaN or infinity. Later ones are skipped without a warning; "
              "n_skipped counts them")
 
 def scales_loss(learn:Learner)->bool:
     "Whether a `GradScaler` looks for infinities in the gradients of `learn`"
     return getattr(learn, 'scaler', None) is not None and learn.scaler.is_enabled()
+
+@patch
+def warn_once(self:GradientAccumulation, message:str):
+    "Warn, unless this fit has already"
+    if message not in self.now.warned: warn(message)
+    self.now.warned.add(message)
 
 @patch
 def after_step(self:GradientAccumulation):
@@ -313,22 +297,22 @@ def position(self:GradientAccumulation)->float:
 
 # %% ../nbs/source/12_accumulation.ipynb #c10eeccb
 @patch
-def discard_cancelled(self:GradientAccumulation):
-    "Discard a cancelled micro-batch, and the gradient that it has been added to"
+def after_cancel_backward(self:GradientAccumulation):
+    "Discard the micro-batch, and the gradient that it has been added to"
     if self.now and self.window.cancel(): self.learn.opt.zero_grad()
 
 @patch
 def after_cancel_batch(self:GradientAccumulation):
-    "Discard a micro-batch that another callback cancelled; if it was this one, in mid-window, it stays counted"
+    "The same, unless it was this callback that cancelled it, in mid-window: then it stays counted"
     if self.now and self.now.train_iter != self.learn.train_iter: self.before_batch()  # cancelled before it got here
-    self.discard_cancelled()
+    self.after_cancel_backward()
 
 @patch
-def after_cancel_backward(self:GradientAccumulation): self.discard_cancelled()
-@patch
-def after_cancel_train(self:GradientAccumulation): self.discard_cancelled(); self.after_train()
-@patch
-def after_cancel_epoch(self:GradientAccumulation): self.after_cancel_train()
+def after_cancel_train(self:GradientAccumulation):
+    self.after_cancel_backward()
+    self.after_train()
+
+GradientAccumulation.after_cancel_epoch = GradientAccumulation.after_cancel_train
 
 # %% ../nbs/source/12_accumulation.ipynb #2b935b58
 @patch
@@ -344,7 +328,7 @@ def after_train(self:GradientAccumulation):
 
 @patch
 def step_now(self:GradientAccumulation):
-    "Take the optimizer step of an incomplete window, with all its events, outside a batch"
+    "The step of an incomplete window, with all its events, outside a batch"
     learn,window = self.learn,self.window
     window.micro = None  # the training metrics have seen it
     if not self.close_window(): return
@@ -358,17 +342,16 @@ def step_now(self:GradientAccumulation):
 # %% ../nbs/source/12_accumulation.ipynb #c991c6a1
 @patch
 def after_epoch(self:GradientAccumulation):
-    "In the last epoch, warn if no window was filled, or if the loss could not be checked"
+    "Warn if the fit has filled no window, or could not check the loss"
     learn,now = self.learn,self.now
     if not now or learn.epoch < learn.n_epoch-1: return
     if not (self.num_items or is_trial(learn)) and (unknown := now.loss_check.at_end()): warn(unknown)
-    if self.window.n_finished or not now.has_targets or now.at_end == 'step': return
-    warn(f"no optimizer step was taken in this fit: its {learn.train_iter} micro-batches did not fill a window of "
-         f"{self.size_at(0.)} samples; use a smaller accum_bs or remainder='step', not {now.at_end!r}")
+    if now.has_targets and now.at_end != 'step' and not self.window.n_finished:
+        warn(f"no optimizer step was taken in this fit: its {learn.train_iter} micro-batches did not fill a window of "
+             f"{self.size_at(0.)} samples; use a smaller accum_bs or remainder='step', not {now.at_end!r}")
 
 @patch
 def end_fit(self:GradientAccumulation):
-    "Drop the open window with its gradient, and give the optimizer back"
     if self.now: self.now.hypers.restore(self.learn.opt)
     if self.window.micro or self.window.n_micro: self.learn.opt.zero_grad()
     enable_sync(self.learn.model)
@@ -390,7 +373,7 @@ def parts(self:GradientAccumulation, n:int)->list:
 def end_batch(self:GradientAccumulation):
     "Give the batch its mean loss; raises CancelBatchException unless there is a step to take"
     learn,window = self.learn,self.window
-    steps = self.close_if_full()
+    steps = window.is_full and self.close_window()
     if window.losses: learn.loss = window.batch_loss if window.earlier or not steps else window.mean_loss
     if not steps: raise CancelBatchException
 
@@ -419,19 +402,18 @@ def shrink(self:GradientAccumulation, loop:Loop, error:Exception)->str:
     self.way = next_way(self, loop)
     self.fitting.size = self.way.size
     if self.way.cb: self.way.join(self, loop, loop.inputs)
-    return self.way.how(self.now.batches.size)
+    return self.way.how(self.batch_samples)
 
 @patch
 def remedy(self:GradientAccumulation)->str:
     if not self.exact: return Way.remedy(self)
-    how = self.way.how(self.now.batches.size)
-    return f"out of memory, though each batch {how}: use smaller inputs, or a smaller batch"
+    return (f"out of memory, though each batch {self.way.how(self.batch_samples)}: "
+            "use smaller inputs, or a smaller batch")
 
 # %% ../nbs/source/12_accumulation.ipynb #0c4e7a92
 @patch
 def go_back(self:GradientAccumulation, start:int)->int|None:
-    """Discard the failed piece from sample `start` on, and what its gradient is mixed with; gives where to go on, None
-    if that is an earlier batch"""
+    "Discard the failed piece at sample `start`, and what its gradient is mixed with: where to go on, in this batch"
     window,micro = self.window,self.window.micro
     if not micro or micro.counted: return None
     if window.n_micro and not micro.in_grad: return start
@@ -439,7 +421,7 @@ def go_back(self:GradientAccumulation, start:int)->int|None:
 
 @patch
 def start_over(self:GradientAccumulation)->int:
-    "Open the window again, which holds nothing but pieces of this batch"
+    "Open the window again, before the first piece of this batch"
     self.window.open(self.window.size)
     self.start_micro_batch(self.batch_samples)
     self.learn.opt.zero_grad()
@@ -447,9 +429,5 @@ def start_over(self:GradientAccumulation)->int:
 
 @patch
 def cancelled(self:GradientAccumulation):
-    "Leave out the whole batch, with the window if that has pieces of it"
-    window = self.window
-    if not window.earlier: self.start_over()
-    elif window.losses:
-        window.open(window.size)
-        self.learn.opt.zero_grad()
+    "Leave out the whole batch, and not only a piece; with the window, if that has pieces of it"
+    if self.window.losses or not self.window.n_micro: self.start_over()

@@ -15,15 +15,15 @@ from .window import *
 from .gradients import *
 
 # %% auto #0
-__all__ = ['is_sharded', 'averages_gradients', 'n_processes', 'all_reduce', 'Processes', 'enable_sync', 'check_wrapped']
+__all__ = ['averages_gradients', 'is_sharded', 'n_processes', 'all_reduce', 'Processes', 'enable_sync', 'check_wrapped']
 
 # %% ../nbs/source/05_processes.ipynb #6dccdd16
-def is_sharded(model:nn.Module)->bool: # `no_sync`: of FSDP 1
-    return not isinstance(model, DistributedDataParallel) and averages_gradients(model)
-
 def averages_gradients(model:nn.Module)->bool:
     "Whether `model` averages its gradients over processes: a DistributedDataParallel, or one sharded by FSDP 1 or 2"
     return hasattr(model, 'no_sync') or hasattr(model, 'set_requires_gradient_sync')
+
+def is_sharded(model:nn.Module)->bool:
+    return averages_gradients(model) and not isinstance(model, DistributedDataParallel)
 
 def n_processes(learn:Learner)->int:
     "Processes that train the model of `learn` together, at least 1"

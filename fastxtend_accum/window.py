@@ -41,6 +41,7 @@ class Window:
         self.steps += result == 'stepped'
 
     is_filling = property(lambda self: self.result is None and self.n_micro > 0)
+    is_full = property(lambda self: self.micro is not None and self.micro.counted and self.micro.ends_window)
     is_logged = property(lambda self: self.result in ('stepped', 'skipped'))
     is_sum = property(lambda self: self.items is None)  # of losses that sum
     total_weight = property(lambda self: 1 if self.is_sum else self.items/self.unit)
@@ -114,10 +115,10 @@ def cancel(self:Window)->bool:
     their gradients are mixed. Gives whether `.grad` has to be zeroed"""
     micro = self.micro
     if self.result: return True
-    if micro is None or micro.counted and not micro.ends_window: return False  # it was over: the others stay
-    if self.n_micro and not (micro.in_grad or micro.counted):
+    if micro is None or micro.counted and not self.is_full: return False  # it was over: the others stay
+    if self.is_full or micro.ends_window and not self.n_micro: self.finish('skipped')  # as a large batch would be
+    elif self.n_micro and not micro.in_grad:
         self.micro = None
         return False
-    if micro.ends_window and (micro.counted or not self.n_micro): self.finish('skipped')  # as a large batch would be
     else: self.open(self.size)
     return True
