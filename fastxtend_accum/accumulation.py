@@ -75,7 +75,8 @@ def check_arguments(self:GradientAccumulation, unknown:dict):
          f"remainder must be one of {remainders} or None, not {self.remainder!r}"),
         (self.exact and micro is None, "exact=True is for batches that do not fit in memory: "
                                        "also set micro_batch_size='auto', or leave it out"),
-        (self.exact and self.same_draws, "exact=True finds out whether same_draws=True is needed: leave same_draws out")):
+        (self.exact and self.same_draws, "exact=True finds out whether same_draws=True is needed: "
+                                         "leave same_draws out")):
         if is_wrong: raise ValueError(message)
     if self.same_draws:
         from fastxtend_accum.same_draws import check_same_draws  # an optional module, as is `exact`

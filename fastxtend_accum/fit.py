@@ -24,8 +24,8 @@ def replaced(o, attr:str, value):
 
 # %% ../nbs/source/06_fit.ipynb #bffb5b3a
 class Fit:
-    """A fit or validation of `learn` under way: stands in for `learn._with_events`, since no event tells when a fit ends
-    by an error or an interrupt"""
+    """A fit or validation of `learn` under way: stands in for `learn._with_events`, since no event tells that a fit
+    ends by an error or an interrupt"""
     def __init__(self, learn:Learner):
         if isinstance(vars(learn).get('_with_events'), partial): del learn._with_events  # it was exported in mid-fit
         self.learn,self.depth,self.with_events = learn,0,learn._with_events
@@ -42,7 +42,7 @@ class Fit:
             if self.depth == 1: self.close()
             raise
         finally: self.depth -= 1
-        if event_type == 'epoch' and self.learn.epoch == self.learn.n_epoch-1: self.close()  # `after_fit` may fail, too
+        if event_type == 'epoch' and self.learn.epoch == self.learn.n_epoch-1: self.close()  # `after_fit` may fail
 
     def stack(self, cb:Callback)->ExitStack:
         "What `cb` has lent: contexts and functions to be called once the fit has ended, or `cb` is removed"

@@ -86,7 +86,8 @@ def check_accumulates(model:nn.Module, opt:Optimizer|OptimWrapper):
 
 def check_rules(rules:dict[str,Callable]|None, opt:Optimizer|OptimWrapper):
     "Raises TypeError or ValueError if a rule is not valid, or if `opt` has no such hyper-parameter"
-    if not isinstance(rules, dict|None): raise TypeError(f"scale must be a dict, not {rules!r}: use {{'lr': sqrt_scale}}")
+    if not isinstance(rules, dict|None):
+        raise TypeError(f"scale must be a dict, not {rules!r}: use {{'lr': sqrt_scale}}")
     known = {k:o for k,o in opt.hypers[0].items() if isinstance(o, Real) and not isinstance(o, bool)}
     for k,f in (rules or {}).items():
         if k not in known:
