@@ -60,9 +60,8 @@ class Processes:
 
     def add_up(self, window:Window):
         "Average the gradients unless DDP has, and add up the sums of `window` over the processes: 24 bytes"
-        model = self.learn.model
-        has_averaged = window.micro and model.require_backward_grad_sync  # not in a window that the epoch cuts short
-        if not (is_sharded(model) or has_averaged): self.average(window.sums)
+        model,cut_short = self.learn.model,window.micro is None  # by the end of the epoch
+        if not is_sharded(model) and (cut_short or not model.require_backward_grad_sync): self.average(window.sums)
         loss,items = window.loss_sum.as_subclass(Tensor),0 if window.is_sum else window.items
         sums = [torch.as_tensor(o, dtype=torch.float64, device=loss.device) for o in (items, window.samples, loss)]
         items,samples,loss_sum = self.all_reduce(torch.stack(sums)).tolist()
