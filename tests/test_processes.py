@@ -275,6 +275,10 @@ def test_bfloat16_weights_are_averaged_in_float32(world, name):
 def test_512_bfloat16_gradients_of_1(world):
     for res in world[1]: assert res['bfloat16_ones'] == [-1., -1.]
 
+def test_ddp_averages_again_after_an_interrupt(world):
+    "In the fit, only in the last micro-batch of each window"
+    for res in world[1]: assert res['interrupted'] == ([False, False, False, True, False, False], True)
+
 def test_a_static_graph_cannot_add_up_in_float32(world):
     for res in world[1]: assert res['bfloat16_static_graph'].startswith('static_graph=True averages the first gradients in the precision of the weights')
 
