@@ -68,7 +68,7 @@ class RecorderWindows(WindowLogger):
         self.has_metrics = vars(self.cb).get('train_metrics')  # fastxtend's Recorder has no such attribute
     def after_batch(self):
         cb,micro = self.cb,self.accum.window.micro
-        if self.has_metrics and cb.learn.training and micro and micro.state == MicroState.counted:
+        if self.has_metrics and cb.learn.training and micro and micro.counted:
             for metric in cb._train_mets[1:]: metric.accumulate(cb.learn)  # the first is the smoothed loss
         super().after_batch()
     def log(self):

@@ -221,7 +221,7 @@ class Positions(Callback):
     def __init__(self, order): self.order,self.seen = order,[]
     def after_batch(self):
         accum = first(o for o in self.learn.cbs if isinstance(o, GradientAccumulation))
-        if accum is None or accum.window.is_finished: self.seen.append(self.learn.pct_train)
+        if accum is None or accum.window.result: self.seen.append(self.learn.pct_train)
 
 kinds = dict(four=(8, lambda **o: GradientAccumulation(32, **o)), one=(32, lambda **o: GradientAccumulation(32, **o)),
              pieces=(32, lambda **o: GradientAccumulation(micro_batch_size=8, **o)), both=(16, lambda **o: GradientAccumulation(32, micro_batch_size=8, **o)))

@@ -172,7 +172,7 @@ def test_a_count_on_another_device_stays_a_tensor(monkeypatch):
         for _ in range(3):
             loss = torch.zeros((), device='meta', requires_grad=True)
             w.micro = MicroBatch(4)
-            times(loss, w.weigh(n, loss.detach())); w.count()
+            times(loss, w.weigh(n, loss.detach())); w.count(loss.detach())
         assert w.items.device.type == w.unit.device.type == w.loss_sum.device.type == 'meta'
 
 # Partials
