@@ -14,6 +14,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.losses import BaseLoss
 from torch.amp import autocast
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 import torch.distributed as dist
 
 from .nested import *
@@ -22,10 +23,48 @@ from .processes import *
 from .fit import *
 
 # %% auto #0
-__all__ = ['bystanders', 'Snapshot', 'refill', 'stored_once', 'set_value', 'get_autocast', 'set_autocast', 'NothingFits',
-           'is_out_of_memory', 'free_memory', 'memory_error', 'without_tracebacks', 'halve', 'largest_that_runs',
-           'smallest_that_runs', 'clock', 'inner_model', 'room_for_step', 'takes_part', 'accumulates', 'accumulator',
-           'trial', 'without_graph', 'find_size', 'FittingSize', 'tell']
+__all__ = ['generators', 'bystanders', 'all_generators', 'saved', 'refill', 'set_value', 'Snapshot', 'saved_autocast',
+           'NothingFits', 'is_out_of_memory', 'free_memory', 'memory_error', 'without_tracebacks', 'halve',
+           'largest_that_runs', 'smallest_that_runs', 'clock', 'inner_model', 'room_for_step', 'takes_part',
+           'accumulates', 'accumulator', 'trial', 'without_graph', 'find_size', 'FittingSize', 'tell']
+
+# %% ../nbs/source/07_memory.ipynb #2c307b41
+generators = random.Random,np.random.Generator,np.random.RandomState,torch.Generator
+
+def all_generators(model:nn.Module)->list:
+    "Those of Python, NumPy and PyTorch, and those that the modules of `model` hold"
+    own = [o for o in tree_leaves([vars(m) for m in model.modules()]) if isinstance(o, generators)]
+    return [random, np.random, torch.default_generator, *torch.cuda.default_generators, *own]
+
+def saved(
+    *objects, # Tensors, arrays, dicts, lists, sets, deques and random generators
+    device:str|None=None # Where copies of tensors are kept; None: where they are
+)->Callable: # Puts back what they contain now
+    "Save the content of `objects`"
+    def undo(o):
+        if isinstance(o, Tensor): return partial(set_value, o, o.detach().to(device or o.device, copy=True))
+        if isinstance(o, np.ndarray): return partial(np.copyto, o, o.copy()) if o.flags.writeable else noop
+        if isinstance(o, (dict,list,set,deque)): return partial(refill, o, dict(o) if isinstance(o, dict) else list(o))
+        if hasattr(o, 'getstate'): return partial(o.setstate, o.getstate())
+        if hasattr(o, 'get_state'): return partial(o.set_state, o.get_state())
+        return partial(setattr, o.bit_generator, 'state', o.bit_generator.state)
+    undos = [undo(o) for o in objects]
+    def put_back():
+        for f in undos: f()
+    return put_back
+
+def refill(o:dict|list|set|deque, content:dict|list):
+    "Give `o` this content"
+    o.clear()
+    (o.update if hasattr(o, 'update') else o.extend)(content)
+
+def set_value(o:Tensor, value:Tensor):
+    "Give `o` this value, on the device where its data is by now, and in the shape that it had"
+    if o.shape != value.shape: o.data = value.to(o.device)
+    elif o.layout != torch.strided: o.data.copy_(value)
+    else:  # PyTorch does not copy into an expanded dimension
+        once = tuple(slice(None if s else 1) for s in o.stride())
+        o.data[once].copy_(value[once])
 
 # %% ../nbs/source/07_memory.ipynb #ce71299f
 class Snapshot:
@@ -35,87 +74,50 @@ class Snapshot:
     holders = (GetAttr,nn.Module,Metric,BaseLoss,Pipeline,Transform,
                torch.utils.data.DataLoader,torch.utils.data.Sampler,*optimizers)  # training may change their attributes
     def __init__(self, learn:Learner, weights:bool=True):
-        self.weights,self.seen,self.seeders = weights,{},[set_seed]
-        self.undo = [partial(set_random_states, **get_random_states()), partial(set_autocast, **get_autocast())]
+        self.weights,self.seen = weights,{}
+        self.undo = [partial(set_random_states, **get_random_states()), saved_autocast()]
         self.save(learn)
-
     def __enter__(self): return self
     def __exit__(self, *args): self.restore()
     def restore(self):
         "Put everything back in place"
         for f in self.undo: f()
-    def seed(self, seed:int):
-        "Seed all random generators, those of the DataLoaders too"
-        for f in self.seeders: f(seed)
 
     def save(self, o):
         "Save the state of `o`, and of all that it holds"
         if id(o) in self.seen or isinstance(o, (str,int,float)): return
         self.seen[id(o)] = o
         if isinstance(o, Tensor): self.save_tensor(o)
-        elif isinstance(o, np.ndarray) and o.flags.writeable: self.undo.append(partial(np.copyto, o, o.copy()))
-        elif isinstance(o, (random.Random,np.random.Generator,torch.Generator)): self.save_generator(o)
-        elif isinstance(o, (dict,list,set,deque)):
-            content = dict(o) if isinstance(o, dict) else list(o)
-            self.undo.append(partial(refill, o, content))
-            for v in content.values() if isinstance(o, dict) else content: self.save(v)
-        elif isinstance(o, tuple):
-            for v in o: self.save(v)
-        elif isinstance(o, DistributedDataParallel): self.save(o.module)  # the rest is that of its C++ half
+        elif isinstance(o, (np.ndarray,dict,list,set,deque,*generators)): self.undo.append(saved(o))
+        if isinstance(o, (tuple,list,set,deque)): inside = [*o]
+        elif isinstance(o, dict): inside = [*o.values()]
+        elif isinstance(o, DistributedDataParallel): inside = [o.module]  # the rest is that of its C++ half
         elif isinstance(o, self.optimizers) and not self.weights: return
         elif isinstance(o, (*self.holders, getattr(sys.modules.get('accelerate'), 'Accelerator', ()))):
-            data = vars(o).get('dataset')
+            data,inside = vars(o).get('dataset'),[vars(o)]
             self.seen[id(data)] = data
-            self.save(vars(o))
+        else: return
+        for v in inside: self.save(v)
 
-# %% ../nbs/source/07_memory.ipynb #15de5e3e
-def refill(o:dict|list|set|deque, content:dict|list):
-    "Restore `o`'s content in place"
-    o.clear()
-    (o.update if hasattr(o, 'update') else o.extend)(content)
-
-def stored_once(strides:tuple[int,...])->tuple[slice,...]:
-    "An index that takes expanded dimensions once"
-    return tuple(slice(None if s else 1) for s in strides)
-
-def set_value(o:Tensor, value:Tensor):
-    "Restore `o`'s value, on the device where its data is by now, and in the shape that it had"
-    if o.shape != value.shape: o.data = value.to(o.device)
-    elif o.layout != torch.strided: o.data.copy_(value)
-    else: o.data[once := stored_once(o.stride())].copy_(value[once])  # PyTorch does not copy into an expanded dimension
-
-@patch
-def save_tensor(self:Snapshot, o:Tensor):
-    "Save its value; of a leaf also gradient and `requires_grad`"
-    if self.weights or not isinstance(o, nn.Parameter):
-        self.undo.append(partial(set_value, o, o.detach().to('cpu', copy=True)))
-    if not o.is_leaf: return
-    self.undo += [partial(setattr, o, 'grad', o.grad), partial(o.requires_grad_, o.requires_grad)]
-    if self.weights: self.save(o.grad)
-
-@patch
-def save_generator(self:Snapshot, o:random.Random|np.random.Generator|torch.Generator):
-    "Save its state, and how to seed it"
-    if isinstance(o, random.Random): undo,seeder = partial(o.setstate, o.getstate()),o.seed
-    elif isinstance(o, torch.Generator): undo,seeder = partial(o.set_state, o.get_state()),o.manual_seed
-    else:
-        bits = o.bit_generator
-        undo = partial(setattr, bits, 'state', bits.state)
-        def seeder(seed): bits.state = type(bits)(seed).state
-    self.undo.append(undo)
-    self.seeders.append(seeder)
+    def save_tensor(self, o:Tensor):
+        "Save its value; of a leaf also gradient and `requires_grad`"
+        if self.weights or not isinstance(o, nn.Parameter): self.undo.append(saved(o, device='cpu'))
+        if not o.is_leaf: return
+        self.undo += [partial(setattr, o, 'grad', o.grad), partial(o.requires_grad_, o.requires_grad)]
+        if self.weights: self.save(o.grad)
 
 # %% ../nbs/source/07_memory.ipynb #0981df97
-def get_autocast()->dict:
-    "How many autocast contexts are entered, and on which devices autocast is on"
-    torch.autocast_increment_nesting()
-    return dict(depth=torch.autocast_decrement_nesting(), on={o:torch.is_autocast_enabled(o) for o in ('cpu','cuda')})
-
-def set_autocast(depth:int, on:dict[str,bool]):
-    "Leave the contexts that have been entered since"
-    for device,enabled in on.items(): torch.set_autocast_enabled(device, enabled)
-    while get_autocast()['depth'] > depth: torch.autocast_decrement_nesting()
-    torch.clear_autocast_cache()
+def saved_autocast()->Callable:
+    "A function that leaves the autocast contexts that have been entered since"
+    def depth():
+        torch.autocast_increment_nesting()
+        return torch.autocast_decrement_nesting()
+    before,on = depth(),{o:torch.is_autocast_enabled(o) for o in ('cpu','cuda')}
+    def leave():
+        for device,enabled in on.items(): torch.set_autocast_enabled(device, enabled)
+        while depth() > before: torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+    return leave
 
 # %% ../nbs/source/07_memory.ipynb #2d886b62
 _messages = ('CUDA error: out of memory', 'CUBLAS_STATUS_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED',
