@@ -267,7 +267,6 @@ def close_if_full(self:GradientAccumulation)->bool:
 class MicroBatches:
     "Part: each piece of a batch of `n` samples is a micro-batch"
     def __init__(self, accum:GradientAccumulation, n:int): self.accum,self.n = accum,n
-    def undo(self, start:int): pass
     def piece(self, start:int, end:int):
         size = self.accum.now.batches.size
         self.accum.start_micro_batch(end*size//self.n - start*size//self.n, ends_batch=end == self.n)

@@ -6,6 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/memory.html.md"""
 
 # %% ../nbs/source/07_memory.ipynb #7882a86a
 from __future__ import annotations
+from bisect import bisect_left
 from collections import deque
 import gc
 
@@ -25,8 +26,8 @@ from .fit import *
 # %% auto #0
 __all__ = ['generators', 'bystanders', 'all_generators', 'saved', 'refill', 'set_value', 'Snapshot', 'saved_autocast',
            'NothingFits', 'is_out_of_memory', 'free_memory', 'memory_error', 'without_tracebacks', 'halve',
-           'largest_that_runs', 'smallest_that_runs', 'clock', 'inner_model', 'room_for_step', 'takes_part',
-           'accumulates', 'accumulator', 'trial', 'without_graph', 'find_size', 'FittingSize', 'tell']
+           'largest_that_runs', 'smallest_that_runs', 'clock', 'inner_model', 'accumulates', 'accumulator',
+           'takes_part', 'trial', 'room_for_step', 'without_graph', 'find_size', 'FittingSize', 'tell']
 
 # %% ../nbs/source/07_memory.ipynb #2c307b41
 generators = random.Random,np.random.Generator,np.random.RandomState,torch.Generator
@@ -36,11 +37,8 @@ def all_generators(model:nn.Module)->list:
     own = [o for o in tree_leaves([vars(m) for m in model.modules()]) if isinstance(o, generators)]
     return [random, np.random, torch.default_generator, *torch.cuda.default_generators, *own]
 
-def saved(
-    *objects, # Tensors, arrays, dicts, lists, sets, deques and random generators
-    device:str|None=None # Where copies of tensors are kept; None: where they are
-)->Callable: # Puts back what they contain now
-    "Save the content of `objects`"
+def saved(*objects, device:str|None=None)->Callable:
+    "Copy the content of tensors (to `device`), arrays, containers and random generators; returns what puts it back"
     def undo(o):
         if isinstance(o, Tensor): return partial(set_value, o, o.detach().to(device or o.device, copy=True))
         if isinstance(o, np.ndarray): return partial(np.copyto, o, o.copy()) if o.flags.writeable else noop
@@ -175,12 +173,7 @@ def smallest_that_runs(f:Callable, at_most:int)->int:
     free_memory()
     if not memory_error(f, 0): return 0
     if error := memory_error(f, at_most): raise NothingFits("out of memory with all blocks recomputed") from error
-    too_few,n = 0,at_most
-    while n-too_few > 1:
-        middle = (n+too_few)//2
-        if memory_error(f, middle): too_few = middle
-        else: n = middle
-    return n
+    return bisect_left(range(at_most), True, lo=1, key=lambda n: not memory_error(f, n))
 
 def clock()->float:
     "Seconds, once a GPU has done all it was asked to"
@@ -192,25 +185,19 @@ def inner_model(model:nn.Module)->nn.Module:
     "The model without its DDP wrapper, whose forward pass would wait for other processes"
     return model.module if isinstance(model, DistributedDataParallel) else model
 
-def room_for_step(opt:Optimizer|OptimWrapper)->list[Tensor]:
-    "Two tensors like every trained parameter that has no state yet: what Adam is going to allocate"
-    state = opt.opt.state if isinstance(opt, OptimWrapper) else opt.state
-    def is_fresh(p): return not any(isinstance(o, Tensor) and o.shape == p.shape for o in state.get(p, {}).values())
-    return [torch.empty_like(p) for p in trained(opt) if is_fresh(p) for _ in range(2)]
-
-bystanders = {'Recorder','ParamScheduler','LRFinder','ProgressCallback','ShowGraphCallback','ShowGraph','CSVLogger',
-              'SkipToEpoch','TrackerCallback','WandbCallback','TensorBoardCallback','CometCallback','AzureMLCallback',
-              'GradientNoiseScale'}
-
-def takes_part(cb:Callback)->bool:
-    "Whether `cb` may change what a pass computes: not those that accumulate, log, track or schedule"
-    return not (accumulates(cb) or any(o.__name__ in bystanders for o in type(cb).__mro__))
-
 def accumulates(cb:Callback)->bool:
     "Whether `cb` accumulates gradients, as this package's callbacks and fastai's do"
     return any(o.__name__ == 'GradientAccumulation' for o in type(cb).__mro__)
 
 def accumulator(learn:Learner)->Callback|None: return first(learn.cbs, accumulates)
+
+bystanders = {'Recorder','ParamScheduler','LRFinder','ProgressCallback','ShowGraphCallback','ShowGraph','CSVLogger',
+              'SkipToEpoch','TrackerCallback','WandbCallback','TensorBoardCallback','CometCallback','AzureMLCallback',
+              'GradientNoiseScale','GradientAccumulation'}
+
+def takes_part(cb:Callback)->bool:
+    "Whether `cb` may change what a pass computes: not those that accumulate, log, track or schedule"
+    return not any(o.__name__ in bystanders for o in type(cb).__mro__)
 
 @contextmanager
 def trial(learn:Learner, keep:Callable=takes_part, weights:bool=True):
@@ -219,6 +206,12 @@ def trial(learn:Learner, keep:Callable=takes_part, weights:bool=True):
           Snapshot(learn, weights) as state): yield state
 
 # %% ../nbs/source/07_memory.ipynb #9c1d0e12
+def room_for_step(opt:Optimizer|OptimWrapper)->list[Tensor]:
+    "Two tensors like every trained parameter that has no state yet: what Adam is going to allocate"
+    state = getattr(opt, 'opt', opt).state
+    def is_fresh(p): return not any(isinstance(o, Tensor) and o.shape == p.shape for o in state.get(p, {}).values())
+    return [torch.empty_like(p) for p in trained(opt) if is_fresh(p) for _ in range(2)]
+
 def without_graph(learn:Learner):
     "Forget what a pass before has left in `learn`, in the middle of a batch, so that a trial can begin"
     learn.pred,learn.loss,learn.loss_grad = None,None,None
@@ -228,8 +221,8 @@ def without_graph(learn:Learner):
 
 def find_size(learn:Learner, try_size:Callable, at_most:int, agree:bool=True, search:Callable=largest_that_runs)->int:
     """The largest size up to `at_most` for which `try_size(n)`, a forward and backward pass, fits in memory. `learn`,
-    before a training batch's forward pass, is left unchanged. Processes `agree` on the smallest, if all search now.
-    Raises RuntimeError if not even one sample fits"""
+    before a training batch's forward pass, is left unchanged. Processes `agree` on a size, if all search now.
+    Raises NothingFits, a RuntimeError, if not even one sample fits"""
     model = learn.model
     if is_sharded(model):
         raise ValueError(f"micro_batch_size='auto' cannot try sizes on a sharded {type(model).__name__}: "
