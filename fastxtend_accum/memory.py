@@ -56,10 +56,11 @@ def refill(o:dict|list|set|deque, content:dict|list):
     o.clear()
     (o.update if hasattr(o, 'update') else o.extend)(content)
 
+@torch.no_grad()
 def set_value(o:Tensor, value:Tensor):
     "Give `o` this value, on the device where its data is by now, and in the shape that it had"
-    if o.shape != value.shape: o.data = value.to(o.device)
-    elif o.layout != torch.strided: o.data.copy_(value)
+    if o.shape != value.shape: o.data = value.to(o.device, copy=True)
+    elif o.layout != torch.strided: o.copy_(value)
     else:  # PyTorch does not copy into an expanded dimension
         once = tuple(slice(None if s else 1) for s in o.stride())
         o.data[once].copy_(value[once])
