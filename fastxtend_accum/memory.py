@@ -38,7 +38,7 @@ def all_generators(model:nn.Module)->list:
     return [random, np.random, torch.default_generator, *torch.cuda.default_generators, *own]
 
 def saved(*objects, device:str|None=None)->Callable:
-    "Copy the content of tensors (to `device`), arrays, containers and random generators; returns what puts it back"
+    "Copy what tensors (to `device`), arrays, containers and random generators contain; returns what puts it back"
     def undo(o):
         if isinstance(o, Tensor): return partial(set_value, o, o.detach().to(device or o.device, copy=True))
         if isinstance(o, np.ndarray): return partial(np.copyto, o, o.copy()) if o.flags.writeable else noop
@@ -67,8 +67,7 @@ def set_value(o:Tensor, value:Tensor):
 
 # %% ../nbs/source/07_memory.ipynb #ce71299f
 class Snapshot:
-    """The state of a Learner and of all random generators, restored when its context ends; with `weights` the values of
-    parameters and the optimizer, too, which a forward and backward pass leaves alone"""
+    "The state of a Learner and the random generators, restored when its context ends; `weights`: parameters, too"
     optimizers = Optimizer,OptimWrapper,torch.optim.Optimizer
     holders = (GetAttr,nn.Module,Metric,BaseLoss,Pipeline,Transform,
                torch.utils.data.DataLoader,torch.utils.data.Sampler,*optimizers)  # training may change their attributes
@@ -79,11 +78,10 @@ class Snapshot:
     def __enter__(self): return self
     def __exit__(self, *args): self.restore()
     def restore(self):
-        "Put everything back in place"
         for f in self.undo: f()
 
     def save(self, o):
-        "Save the state of `o`, and of all that it holds"
+        "Save `o`, and all that it holds"
         if id(o) in self.seen or isinstance(o, (str,int,float)): return
         self.seen[id(o)] = o
         if isinstance(o, Tensor): self.save_tensor(o)
@@ -122,11 +120,10 @@ def saved_autocast()->Callable:
 _messages = ('CUDA error: out of memory', 'CUBLAS_STATUS_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED',
              'MPS backend out of memory', "can't allocate memory", 'CUDA out of memory')
 
-class NothingFits(RuntimeError):
-    "Memory ran out, and smaller micro-batches are no way out"
+class NothingFits(RuntimeError): "Memory ran out, and smaller micro-batches are no way out"
 
 def is_out_of_memory(e:BaseException|None)->bool:
-    "Whether `e`, or an error that caused it, says that memory ran out, and smaller micro-batches may help"
+    "Whether `e`, or an error that caused it, says that memory ran out"
     if e is None or isinstance(e, NothingFits): return False
     if isinstance(e, (torch.OutOfMemoryError,MemoryError)): return True
     return isinstance(e, RuntimeError) and any(o in str(e) for o in _messages) or is_out_of_memory(e.__cause__)
@@ -139,14 +136,14 @@ def free_memory():
 
 # %% ../nbs/source/07_memory.ipynb #9c1d0e08
 def memory_error(f:Callable, *args)->Exception|None:
-    "Run `f(*args)`; the error if memory ran out, else None. Other errors are raised"
+    "Run `f(*args)`; returns the error if memory ran out, else None"
     try: f(*args)
     except Exception as e:
         if is_out_of_memory(e): return without_tracebacks(e)
         raise
 
 def without_tracebacks(e:Exception)->Exception:
-    "`e` without the frames that hold tensors, neither its own nor those of the errors that led to it"
+    "`e` without the frames, which hold tensors, of it and of the errors that led to it"
     cause = e
     while cause is not None:
         cause.__traceback__ = None
@@ -154,7 +151,7 @@ def without_tracebacks(e:Exception)->Exception:
     return e
 
 def halve(size:int, error:Exception)->int:
-    "Half of `size` samples, rounded up, with memory freed; raises NothingFits, a RuntimeError, if it was a single one"
+    "Half of `size` samples, rounded up, with memory freed; raises NothingFits if it was a single one"
     if size == 1:
         raise NothingFits("out of memory with a single sample: use smaller inputs, a smaller model, mixed precision, "
                           "or ActivationCheckpointing()") from error
@@ -162,7 +159,7 @@ def halve(size:int, error:Exception)->int:
     return -(-size//2)
 
 def largest_that_runs(f:Callable, at_most:int)->int:
-    "The first n of `at_most`, half, a quarter ... for which `f(n)` fits in memory; raises RuntimeError if none does"
+    "The first n of `at_most`, half, a quarter ... for which `f(n)` fits in memory; raises NothingFits if none does"
     free_memory()  # what an earlier fit has left may be in the way
     n = at_most
     while error := memory_error(f, n): n = halve(n, error)
@@ -170,7 +167,7 @@ def largest_that_runs(f:Callable, at_most:int)->int:
 
 # %% ../nbs/source/07_memory.ipynb #1487fb57
 def smallest_that_runs(f:Callable, at_most:int)->int:
-    "The least n from 0 to `at_most` for which `f(n)` fits in memory, by bisection; raises NothingFits if none does"
+    "The least n up to `at_most` for which `f(n)` fits in memory, by bisection; raises NothingFits if none does"
     free_memory()
     if not memory_error(f, 0): return 0
     if error := memory_error(f, at_most): raise NothingFits("out of memory with all blocks recomputed") from error
@@ -221,9 +218,8 @@ def without_graph(learn:Learner):
         cb.autocast = autocast(cb.autocast.device, dtype=cb.autocast.fast_dtype)
 
 def find_size(learn:Learner, try_size:Callable, at_most:int, agree:bool=True, search:Callable=largest_that_runs)->int:
-    """The largest size up to `at_most` for which `try_size(n)`, a forward and backward pass, fits in memory. `learn`,
-    before a training batch's forward pass, is left unchanged. Processes `agree` on a size, if all search now.
-    Raises NothingFits, a RuntimeError, if not even one sample fits"""
+    """The size up to `at_most` that a `search` finds, for which `try_size(n)`, a forward and backward pass, fits in
+    memory; in mid-batch, without a trace. Processes `agree` on one, if all search now"""
     model = learn.model
     if is_sharded(model):
         raise ValueError(f"micro_batch_size='auto' cannot try sizes on a sharded {type(model).__name__}: "
@@ -243,12 +239,12 @@ def find_size(learn:Learner, try_size:Callable, at_most:int, agree:bool=True, se
 
 # %% ../nbs/source/07_memory.ipynb #9c1d0e14
 class FittingSize:
-    "The micro-batch size that fits, in training and in validation, and what it was found for"
+    "The size that fits in training, and that in validation; what it was found for"
     def __init__(self): self.found_for,self.size,self.valid,self.largest,self.most = None,None,None,0,0
 
     def update(self, learn:Learner, b, n:int, search:Callable, in_pieces:bool=True)->bool:
-        """Let `size` be that of `search(at_most, is_new)` if `learn` trains something else now, or if the samples of
-        `b` are larger than all before, or its `n` rows are more; gives whether that was so"""
+        """Let `size` be `search(at_most, is_new)` if `learn` trains something else now, or if the samples of `b` are
+        larger than all before, or its `n` rows are more; returns whether that was so"""
         now = sum(p.numel() for p in trained(learn.opt)),len(learn._grab_cbs(MixedPrecision))
         is_new,sample = now != self.found_for,sum(t.numel() for t in tensors_in(b))/n
         largest,most,size = (0, 0, n) if is_new else (self.largest, self.most, self.size)
@@ -258,8 +254,7 @@ class FittingSize:
         return True
 
     def say(self, learn:Learner, n:int, module:nn.Module):
-        """Print how a batch of `n` rows is run by `module`, and if BatchNorm sees few of them: below 16 its statistics
-        are noisy (arXiv 1803.08494)"""
+        "Print how `module` runs `n` rows, and if BatchNorm sees few: below 16 it is noisy (arXiv 1803.08494)"
         size,batchnorm = self.size,nn.modules.batchnorm._BatchNorm
         how = 'fits in memory'
         if size < n: how = f"is split into {-(-n//size)} micro-batches of {'up to ' if n % size else ''}{size}"
@@ -268,6 +263,6 @@ class FittingSize:
         tell(learn, f"micro_batch_size='auto': each batch of {n} {how}")
 
 def tell(learn:Learner, message:str):
-    "Give `message` to the logger of `learn`, in one process; the progress bar, which logs tables, has it printed"
-    is_bar = isinstance(getattr(learn.logger, '__self__', None), Callback)
+    "Give `message` to the logger of `learn`, in one process"
+    is_bar = isinstance(getattr(learn.logger, '__self__', None), Callback)  # it logs tables
     if rank_distrib() == 0: (print if is_bar else learn.logger)(message)

@@ -22,8 +22,8 @@ from .memory import *
 from .hidden_state import *
 
 # %% auto #0
-__all__ = ['StartOver', 'all_contexts', 'Pieces', 'per_sample', 'Inputs', 'twice', 'on_samples', 'evaluate', 'Loop', 'train_on',
-           'check_loop', 'is_compiled', 'Way', 'MicroBatchFinder']
+__all__ = ['StartOver', 'all_contexts', 'Pieces', 'Inputs', 'twice', 'on_samples', 'evaluate', 'Loop', 'train_on', 'check_loop',
+           'is_compiled', 'Way', 'MicroBatchFinder']
 
 # %% ../nbs/source/11_pieces.ipynb #d1d04810
 class StartOver(ValueError): "A part knows more now: the batch has to run from its first sample again"
@@ -67,18 +67,16 @@ class Pieces:
     def joined(self): return self.outputs[0] if len(self.outputs) == 1 else join(self.outputs, self.sizes)
 
 # %% ../nbs/source/11_pieces.ipynb #c362035e
-def per_sample(cb:Callback)->tuple[str,...]:
-    """The attributes of `cb` with a value for each sample: those that its class names in `per_sample`, or the partners
-    of fastai's MixUp and CutMix"""
-    return getattr(type(cb), 'per_sample', ('yb1','lam') if isinstance(cb, MixHandler) else ())
-
 class Inputs:
-    """Part: the Learner's inputs and targets, and the values that callbacks keep for each of `n` samples. `copies`: a
-    piece may run again, so a model must not work in place on them"""
+    "Part: the Learner's `n` inputs and targets, and the values that callbacks keep for each of them"
     def __init__(self, learn:Learner, n:int, lists:dict):
-        self.learn,self.n,self.lists,self.copies,self.xb,self.yb = learn,n,lists,True,learn.xb,learn.yb
-        kept = [(cb, o) for cb in learn.cbs for o in per_sample(cb) if o in vars(cb)]
-        self.values = [(o, name, vars(o)[name]) for o,name in [(learn, 'xb'), (learn, 'yb'), *kept]]
+        self.learn,self.n,self.lists,self.xb,self.yb = learn,n,lists,learn.xb,learn.yb
+        self.copies = True  # a piece may run again, and the model may work in place
+        places = [(learn, 'xb'), (learn, 'yb')]
+        for cb in learn.cbs:
+            partners = ('yb1','lam') if isinstance(cb, MixHandler) else ()
+            places += [(cb, o) for o in getattr(type(cb), 'per_sample', partners) if o in vars(cb)]
+        self.values = [(o, name, vars(o)[name]) for o,name in places]
 
     def piece(self, start:int, end:int):
         learn,n = self.learn,self.n
@@ -94,7 +92,7 @@ class Inputs:
 
 # %% ../nbs/source/11_pieces.ipynb #a5a8ba03
 def twice(cb:RNNRegularizer):
-    "A context in which `cb` regularizes one row as it does several"
+    "A context in which `cb` gets one row twice"
     def after_loss():
         rows = cb.rnn.raw_out
         with replaced(cb.rnn, 'raw_out', rows.expand(2, *rows.shape[1:])): type(cb).after_loss(cb)
@@ -140,7 +138,7 @@ class Loop:
         return batch_size((*learn.xb, *learn.yb), said)
 
     def hidden(self, n:int, module:nn.Module|None=None)->list:
-        "A part for the hidden states of `n` rows in `module`, None: in the model; none if it has no such states"
+        "The part for hidden states in `module`, None: in the model; no part if there are none"
         owners = [o for o in self.owners if module is None or o in {*module.modules()}]
         return [HiddenState(owners, n)] if owners else []
 
@@ -157,7 +155,8 @@ def train(self:Loop):
         self.pieces = Pieces(inputs.n, self.parts())
         inputs.copies = repeats or self.pieces.next_size is not next_size
         if inputs.copies: self.state = [*learn.model.buffers(), *all_generators(learn.model)]
-        self.pieces.run(self.train_piece, self.most, self.go_back, repeats)
+        def most(): return self.splitter.fitting.size if self.splitter else inputs.n
+        self.pieces.run(self.train_piece, most, self.go_back, repeats)
     except (CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException):
         for o in self.ways: o.cancelled()
         raise
@@ -171,12 +170,9 @@ def train(self:Loop):
 
 @patch
 def parts(self:Loop)->list:
-    "All that follows the pieces of this batch"
+    "All that follow the pieces of this batch"
     n = self.inputs.n
     return [self.inputs, *self.hidden(n), *[p for o in self.ways for p in o.parts(n)]]
-
-@patch
-def most(self:Loop)->int: return self.splitter.fitting.size if self.splitter else self.pieces.n  # samples in a piece
 
 # %% ../nbs/source/11_pieces.ipynb #8b7a2fed
 @patch
@@ -204,7 +200,7 @@ def train_on(loop:Loop, inputs:Inputs, n:int):
 # %% ../nbs/source/11_pieces.ipynb #c6afddc7
 @patch
 def go_back(self:Loop, error:Exception):
-    """Undo the failed piece, and what its gradient is mixed with: if memory has run out, smaller pieces follow. Raises
+    """Undo the failed piece, or the batch if the gradient is mixed; if memory has run out, smaller pieces follow. Raises
     `error` if there are none, or if the gradient is mixed with that of another batch, or with other processes'"""
     learn,accum,start,way = self.learn,accumulator(self.learn),self.pieces.start,None
     learn.pred,learn.loss_grad,learn.loss = None,None,None
@@ -224,7 +220,7 @@ def go_back(self:Loop, error:Exception):
 
 # %% ../nbs/source/11_pieces.ipynb #1873bd39
 def check_loop(learn:Learner, cb:Callback):
-    "Raises ValueError if `learn` has its own methods where `cb` needs fastai's: SAM, say, runs the model twice a step"
+    "Raises ValueError if `learn` has a loop of its own: SAM, say, runs the model twice a step"
     for o in '_do_one_batch','_do_grad_opt','_backward':
         if getattr(type(learn), o) is not getattr(Learner, o) or o in vars(learn):
             name = type(cb).__name__
@@ -283,7 +279,7 @@ def running_part(self:Way)->nn.Module:
 @patch
 def forward_context(self:Way):
     """In validation and prediction, the forward pass in pieces of `micro_batch_size` samples; with 'auto', or hooks that
-    would see pieces, of as many as fit in memory. fastai's own code does the rest with the joined outputs"""
+    would see pieces, of as many as fit in memory"""
     if self.learn.training: return None
     loop,fitting = fit_of(self.learn).instead['batch'],self.fitting
     if self is not first(o for o in loop.ways if o.splits): return None
