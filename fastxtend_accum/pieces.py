@@ -118,7 +118,7 @@ def evaluate(learn:Learner, ways:list=(), model:nn.Module|None=None):
 class Loop:
     "Runs where fastai runs `_do_one_batch`; `ways` are the callbacks that have joined it"
     def __init__(self, learn:Learner):
-        self.learn,self.ways,self.lists,self.owners,self.splitter = learn,[],{},[],None
+        self.learn,self.ways,self.lists,self.owners,self.generators,self.splitter = learn,[],{},[],None,None
     def __call__(self, f:Callable):
         if not self.learn.training: return evaluate(self.learn, self.ways)
         try: self.train()
@@ -154,7 +154,9 @@ def train(self:Loop):
         for o in searching if len(learn.yb) else []: o.find_size(self, inputs)
         self.pieces = Pieces(inputs.n, self.parts())
         inputs.copies = repeats or self.pieces.next_size is not next_size
-        if inputs.copies: self.state = [*learn.model.buffers(), *all_generators(learn.model)]
+        if inputs.copies:
+            self.generators = self.generators or all_generators(learn.model)
+            self.state = [*learn.model.buffers(), *self.generators]
         def most(): return self.splitter.fitting.size if self.splitter else inputs.n
         self.pieces.run(self.train_piece, most, self.go_back, repeats)
     except (CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException):
@@ -200,8 +202,8 @@ def train_on(loop:Loop, inputs:Inputs, n:int):
 # %% ../nbs/source/11_pieces.ipynb #c6afddc7
 @patch
 def go_back(self:Loop, error:Exception):
-    """Undo the failed piece, or the batch if the gradient is mixed; if memory has run out, smaller pieces follow. Raises
-    `error` if there are none, or if the gradient is mixed with that of another batch, or with other processes'"""
+    """Undo the failed piece, or the batch if the gradient is mixed; if memory has run out, smaller pieces follow.
+    Raises `error` if there are none, or if the gradient is mixed with that of another batch or process"""
     learn,accum,start,way = self.learn,accumulator(self.learn),self.pieces.start,None
     learn.pred,learn.loss_grad,learn.loss = None,None,None
     if isinstance(error, StartOver):
@@ -278,8 +280,8 @@ def running_part(self:Way)->nn.Module:
 
 @patch
 def forward_context(self:Way):
-    """In validation and prediction, the forward pass in pieces of `micro_batch_size` samples; with 'auto', or hooks that
-    would see pieces, of as many as fit in memory"""
+    """In validation and prediction, the forward pass in pieces of `micro_batch_size` samples; with 'auto', or hooks
+    that would see pieces, of as many as fit in memory"""
     if self.learn.training: return None
     loop,fitting = fit_of(self.learn).instead['batch'],self.fitting
     if self is not first(o for o in loop.ways if o.splits): return None
