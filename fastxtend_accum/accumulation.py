@@ -365,7 +365,7 @@ def parts(self:GradientAccumulation, n:int)->list:
     "Each piece of a batch of `n` samples is a micro-batch"
     size = self.batch_samples
     def piece(start, end): self.start_micro_batch(end*size//n - start*size//n, ends_batch=end == n)
-    parts = [SimpleNamespace(piece=piece, undo=noop)]
+    parts = [SimpleNamespace(piece=piece)]
     if not self.draws: return parts
     from fastxtend_accum.same_draws import SameDraws
     return [*parts, SameDraws(n, self.learn.model)]

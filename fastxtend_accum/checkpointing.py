@@ -140,7 +140,7 @@ class ActivationCheckpointing(Way):
     "Keep only the inputs of the model's blocks, and run these again in the backward pass: the same fit"
     order = sys.maxsize  # a `GradientCache` splits what is checkpointed
     checked = False  # whether a batch of this fit has shown that the blocks can be run again
-    too_few,seconds = -1,None  # how many blocks are known not to do; what the batch took with those found
+    least,seconds = 0,None  # how many blocks are recomputed at least; what the batch took with those found
     def __init__(self,
         blocks:Callable|str|None=None, # `blocks(model)`: modules to run again; None: found; 'auto': as few as fit
         offload:bool=False, # Keep the inputs of the blocks on the CPU
@@ -263,7 +263,7 @@ def find_size(self:ActivationCheckpointing, loop:Loop, inputs:Inputs):
         find_size(learn, lambda n: order.extend(self.by_cost(loop, inputs, n)), 2, agree=False, search=lambda f,n: f(n))
         self.order_of_blocks = order
         k = find_size(learn, try_blocks, len(self.found), agree=is_new,
-                      search=partial(smallest_that_runs, too_few=self.too_few))
+                      search=partial(smallest_that_runs, least=self.least))
         self.seconds = seconds[-1]
         return k
     if self.fitting.update(learn, (*inputs.xb, *inputs.yb), n, search, in_pieces=False):

@@ -199,7 +199,7 @@ def fits(self:WaySearch, name:str)->Callback|None:
     "The callback of a way that has found how the batch fits in memory, else None; notes the seconds of the batch"
     row = self.rows.setdefault(name, {})
     cb = self.ways[name](self.accum.micro_batch_size if 'micro' in name else 'auto')
-    if isinstance(cb, ActivationCheckpointing): cb.too_few = 0  # the whole batch does not fit
+    if isinstance(cb, ActivationCheckpointing): cb.least = 1  # the whole batch does not fit
     one = self.step(cb)
     row['fits'] = one is not None
     if not one: return None

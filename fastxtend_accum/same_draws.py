@@ -129,10 +129,6 @@ class SameDraws(TorchDispatchMode):
         "The batch starts over: forget what it has drawn, but not where its samples may be"
         self.draws,self.last,self.after = {},{},None
 
-    def undo(self, start:int):
-        if not start:
-            self.sizes.clear()
-            self.restart()
     def __reduce__(self): return type(None),()  # of one batch: an exported Learner does not need it
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -195,7 +191,7 @@ def piece(self:SameDraws, start:int, end:int):
     generators = all_generators(self.model)
     if not self.before:
         self.before,self.weights = get_states(generators),{p.shape for p in self.model.parameters()}
-    if not self.after: self.restart()  # it is the first, perhaps after one that failed
+    if not start: self.restart()  # perhaps after a piece that failed
     set_states(self.before)
     self.rows,self.in_piece = (start, end),True
     with self.active(): yield
@@ -216,6 +212,7 @@ def next_size(self:SameDraws, rest:int, most:int)->int:
     "Samples in the next piece, if `rest` are left: a prime, which divides few other dimensions, then another size"
     size = next_size(rest, most)
     if size == self.n: return size
+    if rest == self.n: self.sizes.clear()
     check_same_draws(most)  # 'auto' may find that one sample fits
     if not self.sizes: return next(n for n in range(size, 0, -1) if all(n%d for d in range(2, math.isqrt(n)+1)))
     return next_size(rest, size-1) if self.sizes == {size} else size
