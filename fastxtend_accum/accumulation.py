@@ -96,6 +96,7 @@ class FitState:
         if is_trial(learn): self.loss_check.left = 0  # the fit that follows says it
         self.is_split,self.has_half = accum.splits,bool(half_weights(learn.opt))
         self.batches,self.position,self.warned,self.has_targets = None,None,set(),False
+    def __reduce__(self): return noop,()  # a Learner that is exported in mid-fit begins a fit of its own
 
 # %% ../nbs/source/12_accumulation.ipynb #e73efc2b
 @patch
