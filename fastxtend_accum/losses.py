@@ -122,32 +122,30 @@ class LossState(Snapshot):
         if not isinstance(o, nn.Parameter): self.undo.append(partial(o.data.copy_, o.detach().clone()))
 
 def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype=torch.float64)->Tensor:
-    "A row of gradients for each sample of the outputs, in float64, or float32 if it takes no other"
+    "The gradient with respect to the outputs, a row for each sample, computed in `dtype`"
     def copy(o): return o.to(torch.promote_types(o.dtype, dtype), copy=True) if o.is_floating_point() else o.clone()
-    try:
-        pred,*targ = each_tensor(copy, args)
-        outputs = [o.requires_grad_() for o in tensors_in(pred) if o.is_floating_point()]
-        loss = loss_func(each_tensor(torch.clone, pred), *targ)  # it may work in place
-        grads = torch.autograd.grad(loss, outputs, materialize_grads=True)
-        return torch.cat([o.as_subclass(Tensor).reshape(len(o), -1) for o in grads], 1)
-    except Exception:
-        if dtype == torch.float32: raise
-        return loss_grads(loss_func, args, torch.float32)
+    pred,*targ = each_tensor(copy, args)
+    outputs = [o.requires_grad_() for o in tensors_in(pred) if o.is_floating_point()]
+    loss = loss_func(each_tensor(torch.clone, pred), *targ)  # it may work in place
+    grads = torch.autograd.grad(loss, outputs, materialize_grads=True)
+    return torch.cat([o.as_subclass(Tensor).reshape(len(o), -1) for o in grads], 1)
 
 # %% ../nbs/source/08_losses.ipynb #11e157d7
-def compare(loss_func:Callable, parts:list[tuple], samples:list[int], items:list)->list[Tensor]:
+def compare(loss_func:Callable, parts:list[tuple], dtype:torch.dtype)->list[Tensor]:
     "How far from the joint loss' gradient its second computation is, and that from two parts; no GPU sync"
+    def grads_of(args): return loss_grads(loss_func, args, dtype)
     def differ(a, b): return (a-b).norm()/a.norm()
-    n,middle,whole = sum(samples),samples[0],join(parts, samples)
-    grads = loss_grads(loss_func, whole)
-    again = differ(grads, loss_grads(loss_func, whole))
+    args,samples,items = map(list, zip(*parts))
+    n,middle,whole = sum(samples),samples[0],join(args, samples)
+    grads = grads_of(whole)
+    again = differ(grads, grads_of(whole))
     if items[0] is None and all(len(o) == n for o in tensors_in(whole)):
         order = grads.norm(dim=1).argsort().roll(1)
         middle,grads,whole = n//2,grads[order],each_tensor(lambda o: o[order], whole)
     two = [cut((whole,), start, end, n)[0] for start,end in ((0, middle), (middle, n))]
     counts = [items[0], sum(items[1:])] if items[0] is not None else [loss_items(loss_func, *o) for o in two]
     shares = [1, 1] if counts[0] is None else [o/sum(counts) for o in counts]
-    return [again, differ(grads, torch.cat([times(loss_grads(loss_func, o), m) for o,m in zip(two, shares)]))]
+    return [again, differ(grads, torch.cat([times(grads_of(o), share) for o,share in zip(two, shares)]))]
 
 # %% ../nbs/source/08_losses.ipynb #341a0d8d
 Verdict = namedtuple('Verdict', 'says by why', defaults=(0., ''))  # 'same', 'differs' (by) or 'cannot tell' (why)
@@ -170,12 +168,14 @@ class LossCheck:
         "Compare what was added: two numbers for `judge`, or none; no GPU sync"
         parts,self.parts,self.kept = self.parts,[],0
         self.left -= 1
-        try:
-            if len(parts) < 2: raise ValueError('there was only one micro-batch, or its outputs are too large to keep')
-            off = torch.autocast(tensors_in(parts)[0].device.type, enabled=False)
-            with LossState(self.loss_func, weights=False), torch.enable_grad(), off:
-                return compare(self.loss_func, *map(list, zip(*parts)))
-        except Exception as e: self.found.append(Verdict('cannot tell', why=str(e).strip().split('\n')[0]))
+        why = 'there was only one micro-batch, or its outputs are too large to keep'
+        for dtype in (torch.float64,torch.float32) if len(parts) > 1 else ():  # some losses take no other than float32
+            try:
+                off = torch.autocast(tensors_in(parts)[0].device.type, enabled=False)
+                with LossState(self.loss_func, weights=False), torch.enable_grad(), off:
+                    return compare(self.loss_func, parts, dtype)
+            except Exception as e: why = str(e).strip().split('\n')[0]
+        self.found.append(Verdict('cannot tell', why=why))
         return []
 
 # %% ../nbs/source/08_losses.ipynb #0cd684eb
