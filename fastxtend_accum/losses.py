@@ -23,8 +23,8 @@ __all__ = ['loss_rules', 'Verdict', 'loss_items', 'register', 'rule_of', 'as_cou
 # %% ../nbs/source/08_losses.ipynb #5bba88d4
 def loss_items(
     loss_func:Callable, # The loss function
-    pred, # The model's predictions
-    *targ, # The targets
+    pred:Tensor, # The model's predictions
+    *targ:Tensor, # The targets
     samples:int|None=None, # Samples in the batch; None: rows of the targets
 )->Real|Tensor|None: # Items that the loss averages over; None: it sums and does not average
     "What a batch's loss averages over, by the class or function of the loss; samples if that is unknown"
