@@ -16,9 +16,8 @@ from .window import *
 from .memory import *
 
 # %% auto #0
-__all__ = ['loss_rules', 'Verdict', 'loss_items', 'register', 'rule_of', 'as_count', 'cross_entropy_items', 'element_items',
-           'label_items', 'flat_items', 'model_labels', 'n_items', 'LossState', 'loss_grads', 'compare', 'LossCheck',
-           'has_rule', 'check_loss', 'micro_batch']
+__all__ = ['loss_rules', 'Verdict', 'loss_items', 'rule_of', 'as_count', 'model_labels', 'n_items', 'LossState', 'loss_grads',
+           'compare', 'LossCheck', 'has_rule', 'check_loss', 'micro_batch']
 
 # %% ../nbs/source/08_losses.ipynb #5bba88d4
 def loss_items(
@@ -37,20 +36,19 @@ def loss_items(
 
 loss_rules = {}  # `rule(settings, pred, targ)` by the class or function of the loss
 
-def register(kind:type|Callable, rule:Callable|None=None):
+def _register(kind:type|Callable, rule:Callable|None=None):
     "Count the items of losses of this class, or of this function, by `rule`, unless they sum; also a decorator"
-    if rule is None: return partial(register, kind)
+    if rule is None: return partial(_register, kind)
     loss_rules[kind] = rule
     return rule
 
-loss_items.register = register
+loss_items.register = _register
 
 def rule_of(loss_func:Callable)->tuple:
     "The rule for `loss_func`, or None; and what has its settings as attributes: a function gets them from its partial"
-    mix = getattr(loss_func, '__self__', None)
-    if isinstance(mix, MixHandler):
-        rule,settings = rule_of(mix.old_lf)
-        return rule and label_items,settings
+    if isinstance(loss_func, types.MethodType) and isinstance(loss_func.__self__, MixHandler):
+        rule,settings = rule_of(loss_func.__self__.old_lf)
+        return rule and _label_items,settings
     func = loss_func.func if isinstance(loss_func, partial) else loss_func
     if not isinstance(func, types.FunctionType):
         return first([loss_rules[o] for o in type(func).__mro__ if o in loss_rules]),func
@@ -61,29 +59,29 @@ def rule_of(loss_func:Callable)->tuple:
 # %% ../nbs/source/08_losses.ipynb #1de69e46
 def as_count(o:Tensor)->Real|Tensor: return o.item() if o.is_cpu else o  # on a GPU that would be a sync
 
-def cross_entropy_items(settings, pred, targ):
+def _cross_entropy_items(settings, pred, targ):
     if targ.is_floating_point(): return pred.numel()//pred.shape[min(1, pred.ndim-1)]
     kept = targ != settings.ignore_index
     if settings.weight is None: return as_count(kept.count_nonzero())
     return as_count((settings.weight[targ.where(kept, 0)]*kept).sum())
 
-def element_items(settings, pred, targ):
+def _element_items(settings, pred, targ):
     if settings.reduction == 'batchmean': return pred.shape[0]
     return math.prod(np.broadcast_shapes(pred.shape, targ.shape))  # PyTorch's own imports sympy
 
-def label_items(settings, pred, targ): return targ.numel()
+def _label_items(settings, pred, targ): return targ.numel()
 
-def flat_items(settings, pred, targ):
+def _flat_items(settings, pred, targ):
     if settings.flatten: pred = targ  # both will have its shape, or only targ counts
     return loss_items(settings.func, pred, targ)
 
 loss_rules |= {
-    BaseLoss:flat_items, FocalLoss:label_items, LabelSmoothingCrossEntropy:label_items,
-    **dict.fromkeys((nn.CrossEntropyLoss, nn.NLLLoss, F.cross_entropy, F.nll_loss), cross_entropy_items),
+    BaseLoss:_flat_items, FocalLoss:_label_items, LabelSmoothingCrossEntropy:_label_items,
+    **dict.fromkeys((nn.CrossEntropyLoss, nn.NLLLoss, F.cross_entropy, F.nll_loss), _cross_entropy_items),
     **dict.fromkeys((nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss,
         nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss,
         F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
-        F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.soft_margin_loss), element_items)}
+        F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.soft_margin_loss), _element_items)}
 
 # %% ../nbs/source/08_losses.ipynb #49286300
 def model_labels(learn:Learner)->Real|Tensor|None:
@@ -203,7 +201,7 @@ def at_end(self:LossCheck)->str|None:
 def has_rule(loss_func:Callable)->bool:
     "Whether it is known what `loss_func` averages over, and not only assumed"
     rule,settings = rule_of(loss_func)
-    return has_rule(settings.func) if rule is flat_items else rule is not None
+    return has_rule(settings.func) if rule is _flat_items else rule is not None
 
 def check_loss(loss_func:Callable, parts:list[tuple], items:list|None=None)->Verdict:
     "Whether accumulation is exact for this loss, shown by micro-batches, which are tuples of outputs and targets"

@@ -295,6 +295,19 @@ def test_exact_losses_are_not_announced():
         assert checked(ignores, x, y, 32, num_items=lambda learn: (learn.y != -100).sum())[1] == []
         assert checked(lambda p,t: (p[:,0]-t.clamp(0)).abs().mean().float(), x, y, 32)[1] == []
 
+@pytest.mark.parametrize('of', [noop, partial])
+def test_a_rule_for_a_function(of):
+    "Bare or in a `partial`; windows are then as exact as those of a class"
+    def kept(pred, targ): return ignores(pred, targ)
+    x,y = samples(128, .1, 0)
+    assert len(checked(of(kept), x, y, 32)[1]) == 1
+    loss_items.register(kept, lambda settings, pred, targ: int((targ != -100).sum()))
+    small,said = checked(of(kept), x, y, 32)
+    big,_ = checked(of(kept), x, y, 32, bs=32)
+    assert said == []
+    assert_same(weights(small), weights(big), ROUNDING)
+    assert (weights(small)-weights(tagger())).abs().max() > 1e-3
+
 def draws_numbers(pred, targ): return F.dropout(F.mse_loss(pred[:,0], targ, reduction='none')).mean().float()
 def zero(pred, targ): return (pred*0).sum().float()
 def of_eight(pred, targ): return (F.mse_loss(pred[:8,0], targ[:8], reduction='none')*torch.arange(8).expand(len(pred))).mean().float()
