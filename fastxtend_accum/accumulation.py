@@ -95,6 +95,7 @@ class FitState:
         if is_trial(learn): self.loss_check.left = 0  # the fit that follows says it
         self.has_targets,self.train_iter = False,None  # of the present batch
         self.batches,self.n_windows,self.pct = None,None,0.  # of the epoch: the loader, its windows, the position
+    def __reduce__(self): return noop,()  # a Learner that is exported in mid-fit begins a fit of its own
 
 # %% ../nbs/source/12_accumulation.ipynb #e73efc2b
 @patch
