@@ -250,6 +250,7 @@ def by_cost(self:ActivationCheckpointing, loop:Loop, inputs:Inputs, rounds:int)-
             evaluate(self.learn, (), inner_model(self.learn.model))
     return sorted(range(len(costs)), key=lambda i: -costs[i])
 
+# %% ../nbs/source/13_checkpointing.ipynb #498127bd
 @patch
 def find_size(self:ActivationCheckpointing, loop:Loop, inputs:Inputs):
     "Find how many blocks have to be recomputed, if it is not known yet for batches like this one"

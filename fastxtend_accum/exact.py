@@ -188,19 +188,26 @@ def off(self:WaySearch, name:str)->float:
 @patch
 def is_exact(self:WaySearch, name:str)->bool: return self.off(name) < self.tolerance
 
+# %% ../nbs/source/15_exact.ipynb #0b5fb1be
 @patch
 def wants(self:WaySearch, name:str)->bool:
     "Whether a size was given for the pieces of this way"
     return 'micro' in name and self.accum.micro_batch_size != 'auto'
 
-# %% ../nbs/source/15_exact.ipynb #0b5fb1be
+@patch
+def sizes(self:WaySearch, name:str)->list:
+    "What to try: the size that was given; a half, a quarter ... of the batch; or what the way finds by itself"
+    if self.wants(name): return [self.accum.micro_batch_size]
+    return [-(-self.n//2**i) for i in range(1, (self.n-1).bit_length()+1)] if 'micro' in name else ['auto']
+
 @patch
 def fits(self:WaySearch, name:str)->Callback|None:
     "The callback of a way that has found how the batch fits in memory, else None; notes the seconds of the batch"
-    row = self.rows.setdefault(name, {})
-    cb = self.ways[name](self.accum.micro_batch_size if 'micro' in name else 'auto')
-    if isinstance(cb, ActivationCheckpointing): cb.least = 1  # the whole batch does not fit
-    one = self.step(cb)
+    row,one = self.rows.setdefault(name, {}),None
+    for size in self.sizes(name):
+        cb = self.ways[name](size)
+        if isinstance(cb, ActivationCheckpointing): cb.least = 1  # the whole batch does not fit
+        if one := self.step(cb): break
     row['fits'] = one is not None
     if not one: return None
     sign = 1 if isinstance(cb, ActivationCheckpointing) else -1  # the most blocks, the smallest pieces
@@ -208,6 +215,7 @@ def fits(self:WaySearch, name:str)->Callback|None:
     row['seconds'] = self.most(one.step_seconds)
     return cb
 
+# %% ../nbs/source/15_exact.ipynb #e6280e23
 @patch
 def plain_seconds(self:WaySearch)->float:
     "Seconds that the whole batch would take if it fitted, from a part of it that does"
