@@ -1,10 +1,12 @@
-"What the page \"Save and resume\" says: a process is killed by SIGKILL inside an epoch, and a new one resumes"
+"What the pages \"Save and resume\", where SIGKILL ends a process inside an epoch and a new one resumes, and \"The same run on another machine\" say"
 import signal, subprocess, sys
 
 import pytest
 
 from cells import *
 from common import *
+from fastxtend_accum.demo import Activations
+from fastxtend_accum.memory import NothingFits
 
 PAGE = root/'nbs/guides/10_resume.ipynb'
 KILLED = 3  # the epoch that does not end
@@ -148,3 +150,37 @@ def test_fine_tune_forgets_the_optimizer(runs):
 def test_exact_searches_again(runs):
     found = runs['exact resumed']['ways']
     assert found and runs['exact whole']['ways'] is None and 'recomputed blocks' in found
+
+# The same run on another machine
+
+class Augmented:
+    "Samples with noise from the worker that loads them"
+    def __len__(self): return 24
+    def __getitem__(self, i): return i,random.random()+np.random.rand()+float(torch.rand([]))
+
+def test_workers_have_their_own_random_numbers():
+    "The order is the same with any number of workers; fastai's default depends on the number of cores"
+    def seen(num_workers):
+        set_seed(42, reproducible=True)
+        batches = list(DataLoader(Augmented(), bs=4, shuffle=True, num_workers=num_workers))
+        return [torch.cat(o).tolist() for o in zip(*batches)]
+    (order,noise),again,(other_order,other) = seen(1),seen(1),seen(2)
+    assert again == [order, noise] and other_order == order != sorted(order) and other != noise
+    cores = defaults.cpus
+    try:
+        for defaults.cpus in 2,5: assert DataLoaders.from_dsets([1, 2], [1], bs=1, device='cpu').train.fake_l.num_workers == defaults.cpus
+    finally: defaults.cpus = cores
+
+@pytest.mark.parametrize('drop', [0., .2])
+def test_a_compiled_net_with_dropout_has_no_exact_way(drop):
+    "Without dropout, micro-batches are exact"
+    def train(*cbs):
+        set_seed(42, reproducible=True)
+        layers = [nn.Sequential(nn.Linear(5, 20), nn.Dropout(drop)), *[nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Dropout(drop)) for _ in range(5)]]
+        m = torch.compile(nn.Sequential(*layers, nn.Linear(20, 1)).double(), backend='eager')
+        return fit(make_learner(32, m=m, cbs=cbs), 2)
+    whole = train(Activations())
+    def small(): return train(Activations(.6*whole.activations.mb), GradientAccumulation(micro_batch_size='auto', exact=True))
+    if not drop: return assert_same(weights(small()), weights(whole), ROUNDING)
+    with pytest.raises(NothingFits) as e: small()
+    assert 'leave out torch.compile' in str(e.value.__cause__)
