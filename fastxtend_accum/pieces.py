@@ -153,7 +153,8 @@ def train(self:Loop):
     try:
         for o in searching if len(learn.yb) else []: o.find_size(self, inputs)
         self.pieces = Pieces(inputs.n, self.parts())
-        inputs.copies = repeats or self.pieces.next_size is not next_size
+        repeatable = repeats or is_trial(learn)  # a trial takes as much memory as what follows
+        inputs.copies = repeatable or self.pieces.next_size is not next_size
         if inputs.copies:
             self.generators = self.generators or all_generators(learn.model)
             self.state = [*learn.model.buffers(), *self.generators]

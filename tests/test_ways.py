@@ -192,7 +192,7 @@ def test_less_memory_takes_more_blocks():
     few,many = (recomputed(o, partial(mlp, batchnorm, nn.Tanh, nn.Tanh)) for o in (.9, .6))
     assert 0 < few < many
 
-@pytest.mark.parametrize('make,batches', [(resnet, 7), (vit, 9)])
+@pytest.mark.parametrize('make,batches', [(resnet, 8), (vit, 9)])
 def test_a_search_is_short(make, batches):
     "Samples that it sends to the model, those of passes that run out of memory included"
     big = run(make, Activations(), n_epoch=1)
