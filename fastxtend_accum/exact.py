@@ -246,9 +246,10 @@ def find(self:WaySearch, skip:set[str]=frozenset())->FoundWay:
     if not found:
         name = 'recomputed blocks, kept on the CPU'
         if name in skip or not (cb := self.fits(name)):
-            raise NothingFits(f"exact=True: a batch of {self.n} fits in no way, not even with all blocks recomputed "
-                              "and kept on the CPU: use smaller inputs, a smaller batch, or leave out exact=True"
-                              ) from self.error
+            ran_out = isinstance(self.error, NothingFits) or is_out_of_memory(self.error)
+            why = 'not even with all blocks recomputed and kept on the CPU' if ran_out else f'since {self.error}'
+            raise NothingFits(f"exact=True: a batch of {self.n} fits in no way, {why}: use smaller inputs, "
+                              "a smaller batch, or leave out exact=True") from self.error
         return FoundWay(name, cb)
     return FoundWay(*min(found.items(), key=lambda o: self.rows[o[0]]['seconds']))
 
