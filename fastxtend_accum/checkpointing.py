@@ -226,7 +226,7 @@ def forward_context(self:ActivationCheckpointing):
 # %% ../nbs/source/13_checkpointing.ipynb #31d423ac
 @patch
 def by_cost(self:ActivationCheckpointing, loop:Loop, inputs:Inputs, rounds:int)->list[int]:
-    "The blocks, those first that keep most bytes for the backward pass per second of their forward pass, on few samples"
+    "The blocks by the bytes that they keep for the backward pass per second of their forward pass, most first"
     kept,costs = {},[0.]*len(self.found)
     weights = {p.untyped_storage().data_ptr() for p in self.learn.model.parameters()}
     def keep(t):

@@ -167,8 +167,8 @@ def largest_that_runs(f:Callable, at_most:int)->int:
 
 # %% ../nbs/source/07_memory.ipynb #1487fb57
 def smallest_that_runs(f:Callable, at_most:int, least:int=0)->int:
-    """The least n from `least` to `at_most` for which `f(n)` fits in memory, by bisection; the last that has run is that
-    one. Raises NothingFits if none does"""
+    """The least n from `least` to `at_most` for which `f(n)` fits in memory, and the last to run. Raises NothingFits
+    if none does"""
     if least == 0:
         free_memory()
         if not memory_error(f, 0): return 0
