@@ -16,10 +16,7 @@ from .window import *
 from .processes import *
 from .logging import *
 from .fit import *
-from .pieces import *
 from .accumulation import *
-from .gradients import *
-from .memory import *
 from .cache import *
 
 # %% auto #0
@@ -87,11 +84,9 @@ def sum_of_squares(norms:list[Tensor])->Tensor:
 # %% ../nbs/source/18_noise.ipynb #a1240ac2
 class WindowSquares:
     "One fit's measurement: |g|² of the open window's micro-batches, from hooks on the parameters"
-    window = property(lambda self: getattr(self.accum, 'window', None) or Window())  # none before it starts
+    window = property(lambda self: self.accum.window)
     def __init__(self, accum:GradientAccumulation):
-        self.accum,self.squares,self.n = accum,0.,0
-        self.hooks,self.norms = [],[]
-        self.previous = {},0,0  # gradient, size and samples of the window before, if it was a single micro-batch
+        self.accum,self.squares,self.n,self.hooks,self.norms = accum,0.,0,[],[]
     def __reduce__(self): return type(None),()  # a fit under way is not to be pickled
 
     def watch(self, opt:Optimizer|OptimWrapper):
@@ -124,32 +119,14 @@ def measure(self:WindowSquares, learn:Learner):
     if window.is_sum: size,unit,scale = window.samples,1,loss_scale*window.samples
     else: size,unit,scale = window.items,window.unit,loss_scale  # of `.grad`
     params = [o for o in states(learn.opt) if o[0].grad is not None]
-    if window.n_micro == 1 == window.n_processes: sums = self.with_previous(params, size, scale)
-    else:
-        mean = sum_of_squares([grad_norm(p.grad, *o) for p,*o in params])/scale**2
-        sums = self.squares/size*(unit/loss_scale)**2,mean/window.n_processes,self.n
-        self.samples,self.previous = window.samples,({}, 0, 0)
+    square_of_mean = sum_of_squares([grad_norm(p.grad, *o) for p,*o in params])/scale**2/window.n_processes
+    mean_of_squares = self.squares/size*(unit/loss_scale)**2
     _,state,hyper = first(params) or (None, {}, {})
     is_plain = mean_square(state) is None and (window.steps or 'sqr_mom' not in hyper)  # it comes with the first step
+    steps = math.inf if is_plain else state.get('step', window.steps)
     self.result = torch.zeros(4, dtype=torch.float64, device=device)
-    for i,o in enumerate((*sums, math.inf if is_plain else state.get('step', window.steps))): self.result[i] = o
+    for i,o in enumerate((mean_of_squares, square_of_mean, self.n, steps)): self.result[i] = o
     if window.n_processes > 1: all_reduce(learn.model, self.result[:3])
-
-@patch
-def with_previous(self:WindowSquares, params:list[tuple], size:Real, scale:Tensor|float)->tuple:
-    "The sums for the window before and this one, as micro-batches of one; keeps a copy of the gradient"
-    grads,old_size,old_samples = self.previous
-    f,n = size/(size+old_size),2 if grads else 1
-    differences,means = [],[]
-    for p,*o in params:
-        grad,old = p.grad.detach()/scale,grads.get(p)
-        if old is not None:
-            differences.append(grad_norm(grad-old, *o))
-            means.append(grad_norm(old*(1-f)+grad*f, *o))
-        grads[p] = grad
-    self.samples,self.previous = self.window.samples+old_samples,(grads, size, self.window.samples)
-    mean = sum_of_squares(means)
-    return mean+f*(1-f)*sum_of_squares(differences),mean,n
 
 # %% ../nbs/source/18_noise.ipynb #11c53462
 class GradientNoiseScale(FitCallback):
@@ -174,14 +151,13 @@ class GradientNoiseScale(FitCallback):
         vars(self.averages).update(state)
         self.resumed = True
     def clean_up(self):
-        if self.squares: self.squares.ignore()
+        self.squares.ignore()
         self.squares = None
     def __call__(self, event:str):
         "Only in a fit that is measured; and another callback may have removed this one in the same event"
         if self.learn and (self.squares or event.endswith(('fit','train'))): super().__call__(event)
     def before_backward(self): self.squares.watch(self.learn.opt)
     def after_backward(self): self.squares.add()
-    def after_batch(self): self.squares.ignore()  # it may have been cancelled
     def before_step(self): self.squares.measure(self.learn)
 
 # %% ../nbs/source/18_noise.ipynb #a17d6706
@@ -189,7 +165,7 @@ class GradientNoiseScale(FitCallback):
 def before_train(self:GradientNoiseScale):
     "In the first epoch of a fit, which is no search, begin new averages, unless some were loaded; raises ValueError"
     learn,accum = self.learn,first(self.learn._grab_cbs(GradientAccumulation))
-    if self.squares or not is_running(learn) or learn._grab_cbs((LRFinder,MicroBatchFinder)): return
+    if self.squares or not is_running(learn) or learn._grab_cbs(LRFinder): return
     if is_sharded(learn.model):
         raise ValueError("GradientNoiseScale cannot see the whole gradients of a sharded "
                          f"{type(learn.model).__name__}: leave it out, or use DDP")
@@ -208,13 +184,15 @@ def before_train(self:GradientNoiseScale):
 @patch
 def after_step(self:GradientNoiseScale):
     "Add the window to the averages, which are of one metric, and record the estimate"
-    window = self.squares.window
+    accum,window = self.squares.accum,self.squares.window
     if not window.is_filling: return  # a step that was cancelled
+    if window.n_micro == window.n_processes == 1 and window.samples >= window.size:
+        accum.warn_once(f"GradientNoiseScale cannot measure a window of {window.samples} samples in a single "
+                        "micro-batch: use a smaller micro_batch_size, or a larger accum_bs")
     *sums,n_micro,steps = self.squares.result.tolist()
     metric = 'plain' if steps == math.inf else 'Adam'
     if metric != self.averages.metric: self.averages = NoiseAverages(self.memory, metric)
-    if n_micro > 1 and steps >= 5:
-        self.averages.add(*noise_and_signal(*sums, n_micro, self.squares.samples), window.samples)
+    if n_micro > 1 and steps >= 5: self.averages.add(*noise_and_signal(*sums, n_micro, window.samples), window.samples)
     estimate = self.estimate()
     if hasattr(self.learn, 'recorder'): record(self.learn.recorder, 'noise_scale', estimate)
     if estimate.noise_scale < math.inf: window.measured['gradient_noise_scale'] = estimate.noise_scale
