@@ -27,13 +27,13 @@ from .schedule import *
 from .noise import *
 
 # %% auto #0
-__all__ = ['Costs', 'SuggestedBS', 'suggest', 'sized', 'BSFinder', 'process_mean', 'measure_costs', 'loading_costs',
-           'typical_noise_scale', 'measure_noise', 'advice', 'plot_bs_find', 'check_can_find']
+__all__ = ['Costs', 'SuggestedBS', 'suggest', 'BSFinder', 'process_mean', 'measure_costs', 'loading_costs', 'typical_noise_scale',
+           'measure_noise', 'advice', 'plot_bs_find', 'check_can_find']
 
 # %% ../nbs/source/19_bs_find.ipynb #6f436cc3
 class Costs(NamedTuple):
     "What was measured, in seconds"
-    batch:dict[int,float] # Of a batch, forward and backward, by its samples, the largest first
+    batch:dict[int,float] # Of a batch, forward and backward, by its samples
     step:float # Of an optimizer step
     load:float=0. # Of loading a sample
     limit:float=0. # That a sample takes at least, since workers cannot load more
@@ -42,11 +42,6 @@ class Costs(NamedTuple):
         "The samples to train on at a time"
         times = {b:t/b for b,t in self.batch.items()}
         return max(b for b,t in times.items() if t <= 1.05*min(times.values()))
-    @property
-    def falls(self)->bool:
-        "Whether a sample takes clearly less time in the largest batch than in one of half that size"
-        (b,t),*rest = self.batch.items()
-        return bool(rest) and t/b < .9*rest[0][1]/rest[0][0]
     def per_sample(self, bs:int)->float:
         "Seconds a sample takes, with steps of `bs` samples"
         b = max((o for o in self.batch if o <= min(bs, self.micro_bs)), default=min(self.batch))
@@ -69,26 +64,22 @@ def suggest(costs:Costs, noise_scale:float, sizes:list[int], n_proc:int=1)->Sugg
     fastest = min(o for o,t in time.items() if t <= (1. if noise_scale < math.inf else 1.05))
     return SuggestedBS(fastest, min(fastest, costs.micro_bs)//n_proc, noise_scale, time, samples)
 
-# %% ../nbs/source/19_bs_find.ipynb #ee76dca6
-def sized(b, n:int, size:int):
-    "`size` samples of the batch `b`, which has `n`; for a multiple of them, the batch several times"
-    if size <= n: return cut(b, 0, size, n) if size < n else b
-    return join([b]*(size//n), [n]*(size//n))
-
 # %% ../nbs/source/19_bs_find.ipynb #ee76dca7
 class BSFinder(Callback):
-    "Times `n` batches of the loader, of `bs` samples, each brought to `sizes`; None: as it is"
+    "Times `n` batches of the loader, of `bs` samples, each brought to all `sizes`; None: as it is"
     order = -99
     def __init__(self, n:int, bs:int, sizes:list[int|None]=[None]):
         self.n,self.bs,self.sizes = n,bs,sizes
         self.loading,self.passes,self.steps = [],[[] for _ in sizes],[]
-    def try_out(self, learn:Learner, state:Snapshot, lr=0., *cbs):
-        "Train, within a trial, from its `state`"
+    def try_out(self, learn:Learner, state:Snapshot, lr=0., *cbs)->Recorder:
+        "Train, within a trial, from its `state`; gives the trial's own Recorder"
         state.restore()
+        recorder = Recorder()
         try:
             with replaced(learn, 'all_batches', self.all_batches), replaced(learn, '_do_epoch_validate', noop):
-                learn.fit(self.n+1, lr, cbs=[self, *cbs])
+                learn.fit(self.n+1, lr, cbs=[self, recorder, *cbs])
         finally: enable_sync(learn.model)
+        return recorder
     def all_batches(self):
         "fastai's `Learner.all_batches`, with each batch in all `sizes`, of which processes synchronize the last"
         learn,start = self.learn,clock()
@@ -98,18 +89,21 @@ class BSFinder(Callback):
             if n >= min(self.bs, self.sizes[0] or 0):
                 self.loading.append(loading)
                 for size,passes in zip(self.sizes, self.passes):
-                    if len(self.sizes) > 1 < len(self.loading) and hasattr(learn.model, 'require_backward_grad_sync'):
-                        learn.model.require_backward_grad_sync = passes is self.passes[-1]
+                    if hasattr(learn.model, 'require_backward_grad_sync'):
+                        learn.model.require_backward_grad_sync = passes is self.passes[-1] or len(self.loading) == 1
                     start,self.start = clock(),None
-                    self.one_batch(sized(b, n, size or n), size)
+                    self.one_batch(b, n, size or n)
                     passes.append(clock()-start-self.step)
                     self.steps.append(self.step)
             if len(self.loading) == self.n: raise CancelFitException
             start = clock()
-    def one_batch(self, b, size:int|None):
+    def one_batch(self, b, n:int, size:int):
+        "Train on `size` of the `n` samples in `b`; for a multiple of them, on the batch several times"
+        if size < n: b = cut(b, 0, size, n)
+        elif size > n: b = join([b]*(size//n), [n]*(size//n))
         try: self.learn.one_batch(len(self.steps), b)
         except (AssertionError,IndexError,RuntimeError,ValueError) as e:
-            if size in (None, self.bs) or is_out_of_memory(e): raise
+            if size == n or is_out_of_memory(e): raise
             said = ' '.join(str(e).split())
             raise ValueError(f"bs_find also trains on {size} samples, which raises {type(e).__name__} ({said}): "
                              "if your loss needs a whole batch, compare fits instead") from e
@@ -122,22 +116,21 @@ def process_mean(learn:Learner, *values:float)->list[float]:
     if (n := n_processes(learn)) == 1: return values
     return all_reduce(learn.model, torch.tensor(values, device=next(learn.model.parameters()).device)).div_(n).tolist()
 
-def measure_costs(learn:Learner, state:Snapshot, bs:int, sizes:list[int], largest:int, n:int=6)->Costs:
-    "What batches of `sizes` cost, over all processes; then 2, 4 and 8 batches of the loader as one, up to `largest`"
-    n_proc = n_processes(learn)
-    finder = BSFinder(n, bs, sizes+sizes[-1:]*(n_proc > 1))
-    finder.try_out(learn, state)
-    batch = [min(o[1:]) for o in finder.passes]  # the first is for warming up
-    sync = max(0., batch.pop()-batch[-1]) if n_proc > 1 else 0.
-    *batch,step = process_mean(learn, *batch, sync+median(finder.steps[len(finder.sizes):]))
-    batch,size = {o*n_proc:t for o,t in zip(sizes, batch)},2*bs
-    while size <= min(8*bs, largest):
-        finder = BSFinder(max(2, 2*n*bs//size), bs, [size])
-        if memory_error(finder.try_out, learn, state): free_memory(); break
-        batch = {size:min(finder.passes[0][1:]), **batch}
-        if batch[size] > 2*batch[size//2]: break
-        size *= 2
-    return Costs(batch, step)
+def measure_costs(learn:Learner, state:Snapshot, bs:int, largest:int)->Costs:
+    "What batches of `largest` samples, half, a quarter ... cost, of those that fit in memory; over all processes"
+    n_proc,least = n_processes(learn),max(2, min(bs, largest)//16)
+    def try_sizes(most):
+        nonlocal finder,sizes
+        sizes = [most, *(o for i in range(1, 7) if (o := most >> i) >= least and not carries_state(learn.model))]
+        sizes.sort(key=lambda o: o != bs)  # an error on the loader's own batch, which comes first, is the user's own
+        finder = BSFinder(6, bs, sizes+sizes[-1:]*(n_proc > 1))
+        finder.try_out(learn, state)
+    finder,sizes = None,None
+    largest_that_runs(try_sizes, largest)
+    times = [min(o[1:]) for o in finder.passes]  # the first is for warming up
+    sync = max(0., times.pop()-times[-1]) if n_proc > 1 else 0.
+    *times,step = process_mean(learn, *times, sync+median(finder.steps[len(finder.sizes):]))
+    return Costs({o*n_proc:t for o,t in zip(sizes, times)}, step)
 
 def loading_costs(finder:BSFinder, dl)->tuple[float,float]:
     "Seconds that loading a batch adds, and those that a batch takes at least, where training waits for workers"
@@ -153,34 +146,31 @@ def typical_noise_scale(seen:list[tuple])->float:
     quarters = [np.sum(o, axis=0) for o in np.array_split(seen, min(4, len(seen)))]
     return float(median_low(noise/signal if signal > 0 else math.inf for noise,signal in quarters))
 
-def measure_noise(learn:Learner, state:Snapshot, bs:int, micros:list[int], lr_at:Callable, **kwargs):
-    "The noise scale, and its trial, in windows of 64 samples or four batches; `kwargs` are the accumulation's"
-    whole,recorder = bs*n_processes(learn),first(learn._grab_cbs(Recorder))
-    n_batches,pieces = min(4, -(-64//whole)),micros[0] if micros[0] < bs else None
+def measure_noise(learn:Learner, state:Snapshot, bs:int, micro_bs:int, lr_at:Callable, **kwargs)->tuple[float,BSFinder]:
+    "The noise scale, and its trial; `micro_bs` samples fit in memory, `kwargs` are the accumulation's"
+    whole,finder = bs*n_processes(learn),BSFinder(46, bs)
+    n_batches = min(4, -(-64//whole))
     if n_batches == 1 and whole == bs:  # a single micro-batch has nothing to be compared with
-        if len(micros) > 1: pieces = min(micros[0], bs//4)
-        else: n_batches = 2
-    size,finder,added = whole*n_batches,BSFinder(46, bs),[] if recorder else [recorder := Recorder()]
-    accum = GradientAccumulation(size, micro_batch_size=pieces, remainder='step', **kwargs)
+        if carries_state(learn.model): n_batches = 2
+        else: micro_bs = min(micro_bs, bs//4)
+    accum = GradientAccumulation(whole*n_batches, micro_batch_size=micro_bs if micro_bs < bs else None,
+                                 remainder='step', **kwargs)
     noise = GradientNoiseScale(1e-9)  # with a memory of nothing, each estimate is its own window's
-    finder.try_out(learn, state, lr_at(size), accum, noise, *added)
+    recorder = finder.try_out(learn, state, lr_at(whole*n_batches), accum, noise)
     return typical_noise_scale([(o.noise, o.signal) for o in recorder.noise_scale if o.windows]),finder
 
 # %% ../nbs/source/19_bs_find.ipynb #4f20843c
-def advice(found:SuggestedBS, now:int, bs:int, n_proc:int, rule:Callable, limits:list[str]=[])->str:
+def advice(found:SuggestedBS, now:int, bs:int, n_proc:int, rule:Callable)->str:
     "`found` in a sentence, for a Learner that trains with `now` samples, in `n_proc` processes with `bs` in a batch"
     best,micro_bs,times = found.fastest,found.micro_bs,found.time[now]
-    said,more = f"{best} samples are fastest",''
-    if limits: more = f"; a sample takes less time in larger batches, so also try a larger {' and '.join(limits)}"
+    said = f"{best} samples are fastest"
     if found.noise_scale == math.inf:
         said += ", judged by the time per sample alone (the signal of the gradient is lost in its noise)"
-    if times < 1.05:
-        if best != now: said += f", and your {now} take {times:.2f} times as long"
-        return f"{said}: nothing to change{more}"
+    if times < 1.05: return said+f", and your {now} take {times:.2f} times as long"*(best != now)+": nothing to change"
     if best <= micro_bs*n_proc: use = f"bs={micro_bs}{' without accumulation' if micro_bs == bs else ''}"
     elif micro_bs < bs: use = f"GradientAccumulation({best}, micro_batch_size={micro_bs})"
     else: use = f"bs={micro_bs} and "*(micro_bs > bs) + f"GradientAccumulation({best})"
-    return f"{said}; your {now} would take {times:.1f} times as long: use {use} and lr x {rule(1., best/now):.2g}{more}"
+    return f"{said}; your {now} would take {times:.1f} times as long: use {use} and lr x {rule(1., best/now):.2g}"
 
 # %% ../nbs/source/19_bs_find.ipynb #af4eae59
 def plot_bs_find(
@@ -210,30 +200,27 @@ def bs_find(self:Learner,
     dl,n_proc,accum = self.dls.train,n_processes(self),accumulator(self)
     settings = vars(accum) if accum else {}
     given = settings.get('micro_batch_size')
-    weighing = {k:settings[k] for k in ('num_items','skip_nonfinite') if k in settings}
     bs = loader_batch_size(dl, given)
-    epoch,can_cut = epoch_samples(dl, bs)[0],not carries_state(self.model)
+    epoch,_ = epoch_samples(dl, bs)
     largest = min(bs, epoch, self.micro_bs_find() if given == 'auto' else given or bs)
-    micros = [largest, *(o for i in range(1, 5) if can_cut and (o := largest >> i) > 1)]
+    may_grow = given in (None,'auto') and largest == bs and n_proc == 1 and not carries_state(self.model)
+    if may_grow: largest *= 4 if 4*bs <= epoch else 2 if 2*bs <= epoch else 1
     now = getattr(accum, 'accum_bs', None) or getattr(accum, 'n_acc', None) or min(bs, epoch)*n_proc
-    limits = [name for name,size in dict(bs=bs, micro_batch_size=given).items() if size == largest]
-    try_larger = limits == ['bs'] and n_proc == 1 and can_cut
-    def keep(cb): return isinstance(cb, Recorder) or takes_part(cb)
-    with trial(self, keep) as state:
+    with trial(self) as state:
         if self.opt is None: self.create_opt()
         self.opt.set_hyper('lr', self.lr if lr is None else lr)  # as `fit` does
         lrs = [h['lr'] for h in self.opt.hypers]
-        costs = measure_costs(self, state, bs, micros, epoch if try_larger else 0)
+        costs = measure_costs(self, state, bs, largest)
         adapts = any(mean_square(o) is not None for _,o,_ in states(self.opt))
         rule = sqrt_scale if adapts else linear_scale
         def lr_at(size): return [rule(o, size/now)/2 for o in lrs]
-        noise_scale,finder = measure_noise(self, state, bs, micros, lr_at, **weighing)
+        weighing = {k:settings[k] for k in ('num_items','skip_nonfinite') if k in settings}
+        noise_scale,finder = measure_noise(self, state, bs, max(costs.batch)//n_proc, lr_at, **weighing)
     load,limit = process_mean(self, *(o/bs/n_proc for o in loading_costs(finder, dl)))
     sizes = sorted({*costs.batch, now, *(o for i in range(5) if (o := bs*n_proc << i) <= epoch*n_proc)})
     found = suggest(costs._replace(load=load, limit=limit), noise_scale, sizes, n_proc)
     if rank_distrib(): return found
-    wants_more = not try_larger and costs.falls and found.fastest >= largest*n_proc
-    print(advice(found, now, bs, n_proc, rule, limits if wants_more else []))
+    print(advice(found, now, bs, n_proc, rule))
     if show_plot: plot_bs_find(found)
     return found
 
