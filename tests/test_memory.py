@@ -333,6 +333,13 @@ class Squeeze(Callback):
     def before_batch(self):
         if self.train_iter >= self.at: self.model.limit = self.to
 
+@pytest.mark.parametrize('cb', [GradientAccumulation(32), GradientAccumulationSchedule(16, 32)])
+def test_without_a_size_a_warning_names_one(cb):
+    "The error stays PyTorch's"
+    def full(pred, targ): raise torch.OutOfMemoryError('CUDA out of memory')
+    with pytest.warns(UserWarning, match="out of memory with batches of 16 samples: micro_batch_size='auto' would split them"):
+        with pytest.raises(torch.OutOfMemoryError): fit(make_learner(16, loss_func=full, cbs=cb), 1)
+
 @pytest.mark.thin(5)
 @pytest.mark.parametrize('where', ['forward', 'backward'])
 @pytest.mark.parametrize('at', [1, 2, 3])
