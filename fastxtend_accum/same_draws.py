@@ -122,17 +122,11 @@ class SameDraws(TorchDispatchMode):
     def __init__(self, n:int, model:nn.Module):
         super().__init__()
         self.n,self.model,self.rows,self.in_piece,self.kernel = n,model,None,False,nullcontext
-        self.before,self.seen,self.sizes = {},[],set()  # states where the batch begins; draws in order; sizes of pieces
-        self.restart()
-
-    def restart(self):
-        "The batch starts over: forget what it has drawn, but not where its samples may be"
-        self.draws,self.last,self.after = {},{},None
-
+        self.before,self.seen = {},[]  # states where the batch begins; draws in order, with where their samples may be
+        self.undo(0)
     def undo(self, start:int):
-        if not start:
-            self.sizes.clear()
-            self.restart()
+        "If the batch starts over, forget what it has drawn"
+        if not start: self.draws,self.last,self.after,self.sizes = {},{},None,set()
     def __reduce__(self): return type(None),()  # of one batch: an exported Learner does not need it
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -142,11 +136,11 @@ class SameDraws(TorchDispatchMode):
         switches = [a for a in func._schema.arguments if a.name in ('dropout_p','dropout','train')]
         if 0 in [given.get(a.name, a.default_value) for a in switches]: return func(*args, **kwargs)  # it draws nothing
         if not types and can_repeat(func, given): return self.draw(func, given)
-        kind,remedy = ValueError,'use another operation'
-        if 'attention' in func.name() and self.kernel is nullcontext:
-            kind,remedy = StartOver,'use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)'
-            self.kernel = partial(sdpa_kernel, SDPBackend.MATH)
-        raise error(f'repeat the random numbers of {func.name()}', remedy, kind)
+        if 'attention' not in func.name() or self.kernel is not nullcontext:
+            raise error(f'repeat the random numbers of {func.name()}', 'use another operation')
+        self.kernel = partial(sdpa_kernel, SDPBackend.MATH)
+        raise error(f'repeat the random numbers of {func.name()}',
+                    'use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)', StartOver)
 
 # %% ../nbs/source/17_same_draws.ipynb #959facc6
 @patch
@@ -157,7 +151,9 @@ def draw(self:SameDraws, func, given:dict):
     is_new,i = key not in self.draws,len(self.draws)
     if is_new:
         if not self.in_piece: return func(**given)  # outside the part of the model that runs in pieces
-        self.check_new(func, g)
+        if self.after: raise error(f"repeat {func.name()} of samples {self.rows}, which earlier samples did not call")
+        self.before.setdefault(g, state_of(g))
+        self.check_seen(g, f'before {func.name()}')
         if i == len(self.seen) or self.seen[i].func != func: self.seen[i:] = [now]
         self.draws[key] = self.seen[i]
     self.draws[key].compare(now, not is_new)
@@ -165,28 +161,21 @@ def draw(self:SameDraws, func, given:dict):
     if is_new: self.last[g] = state_of(g)
     return res
 
-# %% ../nbs/source/17_same_draws.ipynb #d7a50010
 @patch
 def check_seen(self:SameDraws, g:torch.Generator, where:str):
-    if state_of(g) != self.last.get(g, self.before[g]):
-        raise error(f"repeat the numbers drawn {where} by code that it cannot see, such as a compiled function")
+    "Raises ValueError if something else has drawn from `g`"
+    in_compiled = any(f.f_code.co_name == 'compile_wrapper' for f,_ in traceback.walk_stack(sys._getframe()))
+    if in_compiled or state_of(g) != self.last.get(g, self.before[g]):
+        raise error(f"repeat the numbers drawn {where} by code that it cannot see, such as a compiled function",
+                    "use PyTorch's operations without torch.compile")
 
-@patch
-def check_new(self:SameDraws, func, g:torch.Generator):
-    "Raises ValueError unless this piece is the first, and all that it has drawn was seen"
-    if self.after: raise error(f"repeat {func.name()} of samples {self.rows}, which earlier samples did not call")
-    self.before.setdefault(g, state_of(g))
-    self.check_seen(g, f'before {func.name()}')
-    if any(f.f_code.co_name == 'compile_wrapper' for f,_ in traceback.walk_stack(sys._getframe())):
-        raise error(f"repeat {func.name()} of a compiled function", "leave out torch.compile")
-
+# %% ../nbs/source/17_same_draws.ipynb #ab19d016
 @patch
 @contextmanager
 def active(self:SameDraws):
     "Operations in here draw for all samples"
     with self.kernel(), nullcontext() if self in _get_current_dispatch_mode_stack() else self: yield
 
-# %% ../nbs/source/17_same_draws.ipynb #ab19d016
 @patch
 @contextmanager
 def piece(self:SameDraws, start:int, end:int):
@@ -195,7 +184,7 @@ def piece(self:SameDraws, start:int, end:int):
     generators = all_generators(self.model)
     if not self.before:
         self.before,self.weights = get_states(generators),{p.shape for p in self.model.parameters()}
-    if not self.after: self.restart()  # it is the first, perhaps after one that failed
+    if not self.after: self.undo(0)  # it is the first, perhaps after one that failed
     set_states(self.before)
     self.rows,self.in_piece = (start, end),True
     with self.active(): yield
