@@ -1,7 +1,7 @@
 """`python -m benchmarks` measures everything, prints a table and the goals, writes `results.json` and the pictures beside this file.
 
-About 25 minutes on two cores, on which nothing else should run. `--quick` only counts, and writes nothing: what CI can do. `--blocks` measures only the
-memory and time of checkpointed blocks, `--ways` only what exact=True costs; both leave the rest of `results.json` as it is."""
+About 40 minutes on two cores, on which nothing else should run. `--quick` only counts, and writes nothing: what CI can do. `--learners` measures only
+fastai's learners, on a GPU if there is one, `--ways` only what exact=True costs; both leave the rest of `results.json` as it is."""
 import argparse, json, os, platform, subprocess, sys
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -40,10 +40,13 @@ def machine():
     return dict(cpu=names[0] if names else platform.processor(), cores=len(names), python=platform.python_version(),
                 system=platform.system(), date=str(date.today()), packages={o:version(o) for o in packages if o not in missing()})
 
-def blocks(rounds, names=report.block_models):
-    "Live bytes of a step of each model, and its times; with the machine, since they may be measured without the rest"
-    live = {o:measure('blocks_live', o) for o in names}
-    return dict(machine=machine(), rounds=rounds, live=live, time={o:measure('blocks_time', o, rounds) for o in names if rounds})
+def learners(rounds, on):
+    "What a step of each of fastai's learners needs; `on` holds the figures of another device, which stay. With the machine, since they may be measured without the rest"
+    device,res = measure('device', '-'),{}
+    for o in report.learner_names:
+        print(f"{o}, {device['device']}", file=sys.stderr)
+        res[o] = measure('learners', o, rounds)
+    return on | {device['kind']:dict(machine=machine() | device, rounds=rounds, models=res)}
 
 def ways(rounds):
     "Times of a step with exact=True, and of its search; with the machine, since they may be measured without the rest"
@@ -65,24 +68,24 @@ def full(rounds):
             gather(results['division'].setdefault(str(n), {}), measure('division', 'ours', n))
     for case,peaks in results['memory'].items():
         for n in batch_sizes: peaks[str(n)] = measure('memory', case, n)['megabytes']
-    return results | dict(blocks=blocks(rounds), ways=ways(rounds))
+    return results | dict(learners=learners(rounds, {}), ways=ways(rounds))
 
 def main():
     parser = argparse.ArgumentParser('python -m benchmarks', description=__doc__)
     parser.add_argument('--quick', action='store_true', help="only count, and only what needs no other framework")
     parser.add_argument('--rounds', type=int, default=7, help="how often everything is timed")
-    parser.add_argument('--blocks', action='store_true', help="measure only checkpointed blocks")
+    parser.add_argument('--learners', action='store_true', help="measure only fastai's learners")
     parser.add_argument('--ways', action='store_true', help="measure only exact=True")
     args = parser.parse_args()
     if args.quick:
         results = dict(counts={o:measure('counts', o) for o in report.labels if o not in packages or o == 'fastai'})
-        results['blocks'] = blocks(0, ['resnet18', 'transformer'])
-        print(report.table(results).to_string(), report.goals(results), report.blocks_table(results).to_string(), sep='\n\n')
+        print(report.table(results).to_string(), report.goals(results), sep='\n\n')
         return
-    if args.blocks:
-        results = json.loads((here/'results.json').read_text()) | dict(blocks=blocks(args.rounds))
+    if args.learners:
+        results = json.loads((here/'results.json').read_text())
+        results['learners'] = learners(args.rounds, results.get('learners', {}))
         (here/'results.json').write_text(json.dumps(results, indent=1)+'\n')
-        print(report.blocks_table(results).to_string())
+        print(report.learners_lines(results))
         return
     if args.ways:
         results = json.loads((here/'results.json').read_text()) | dict(ways=ways(args.rounds))
@@ -93,6 +96,6 @@ def main():
     results = full(args.rounds)
     (here/'results.json').write_text(json.dumps(results, indent=1)+'\n')
     for name,picture in report.pictures.items(): picture(results).savefig(here/f'{name}.png', dpi=110)
-    print(report.table(results).to_string(), report.goals(results), report.blocks_table(results).to_string(), sep='\n\n')
+    print(report.table(results).to_string(), report.goals(results), report.learners_lines(results), sep='\n\n')
 
 if __name__ == '__main__': main()

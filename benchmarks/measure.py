@@ -88,19 +88,21 @@ def count_case(case, size):
     from .counts import count
     return {k:count(cases[case], k) for k in (1, 8)}
 
-def blocks_live(case, size):
-    from .blocks import live_bytes
-    return live_bytes(case)
+def device(case, size):
+    "What `learners` runs on"
+    gpu = torch.cuda.is_available()
+    return dict(kind='gpu' if gpu else 'cpu', device=torch.cuda.get_device_name() if gpu else 'CPU')
 
-def blocks_time(case, rounds):
-    from .blocks import times
-    return times(case, rounds)
+def learners(case, rounds):
+    from .learners import measure
+    return measure(case, rounds)
 
 def ways(case, rounds):
     from .ways import measure
     return measure(case, rounds)
 
-kinds = dict(ways=ways, blocks_live=blocks_live, blocks_time=blocks_time, time=time_case, windows=time_windows, stack=time_stack, loading=time_loading, division=time_division, memory=peak_memory, counts=count_case)
+kinds = dict(ways=ways, device=device, learners=learners, time=time_case, windows=time_windows, stack=time_stack,
+             loading=time_loading, division=time_division, memory=peak_memory, counts=count_case)
 
 def main(kind, case, size='0'):
     warnings.simplefilter('ignore')

@@ -53,37 +53,61 @@ def run_on(results):
     return (f"{m['cpu']}, {m['cores']} cores, {m['system']}, Python {m['python']}, {m['date']}\n{packages}\n"
             f"rounds: {results['rounds']}; the Learner without accumulation took {spread(base, 0)} us per micro-batch")
 
-block_models = 'resnet18','resnet50','unet','transformer'
+learner_names = 'resnet34','convnext','unet','text','language','tabular','contrastive'
+learner_ways = dict(exact='exact', checkpointed='all blocks', offloaded='on the CPU', pieces='quarters')
 
-def block_ratios(results, model, way):
-    "Time of a step as a ratio to the plain one of the same round"
-    times = results['blocks']['time'][model]
-    return [a/b for a,b in zip(times[way], times['plain'])]
+which = dict(resnet34=('`vision_learner`, resnet34', 'BatchNorm; dropout in the head'), convnext=('`vision_learner`, ConvNeXt', 'BatchNorm and dropout in the head'),
+             unet=('`unet_learner`, resnet34', 'BatchNorm'), text=('`text_classifier_learner`', 'dropout; BatchNorm in the head'),
+             language=('`language_model_learner`', 'dropout'), tabular=('`tabular_learner`', 'BatchNorm'),
+             contrastive=('contrastive loss, ConvNeXt', 'the loss compares samples'))  # and what differs in micro-batches
 
-block_ways = dict(plain='whole batch', checkpointed='checkpointed', offloaded='offloaded', pieces='micro-batches')
+def needs(o, way):
+    "Memory and time of a way relative to the whole batch"
+    return f"{o['live'][way]/o['live']['whole']:.0%}, {median(a/b for a,b in zip(o['time'][way], o['time']['whole'])):.2f}x"
 
-def blocks_table(results):
-    "MB that are alive at the peak of a step, and its time as a ratio to the plain step"
+def learners_table(results, ways=(*learner_ways,), kind='cpu'):
+    "Memory and time of a step of fastai's learners in each way, relative to the whole batch"
     import pandas as pd
-    rows = {}
-    for model,live in results['blocks']['live'].items():
-        rows[model] = {f'{block_ways[way]}, MB':f'{n/2**20:.0f}' for way,n in live.items()}
-        times = {f'{block_ways[way]}, time':spread(block_ratios(results, model, way)) for way in live if way != 'plain'} if model in results['blocks']['time'] else {}
-        rows[model] |= times
-    return pd.DataFrame(rows).T
+    models = results['learners'][kind]['models']
+    return pd.DataFrame({name:{learner_ways[way]:needs(o, way) for way in ways} for name,o in models.items()}).T
 
-def blocks_in_words(results):
-    "The range over the models of what each way needs, in percent of the memory of the whole batch, and of the time"
-    live = results['blocks']['live']
-    def span(values, form): return f'{min(values):{form}} to {max(values):{form}}'
-    return '\n'.join(f"{name:<13}  {span([o[way]/o['plain'] for o in live.values()], '.0%')} of the memory, "
-                     f"{span([median(block_ratios(results, o, way)) for o in live], '.2f')} times as long"
-                     for way,name in block_ways.items() if way != 'plain')
+def learners_lines(results):
+    "The tables of all devices"
+    return '\n\n'.join(f'{learners_run_on(results, kind)}\n{learners_table(results, kind=kind).to_string()}' for kind in results['learners'])
 
-def blocks_run_on(results):
+def learners_on_gpu(results):
+    "What exact=True needs on a GPU, by learner, where somebody has measured it"
+    models = results['learners'].get('gpu', {}).get('models', {})
+    return {name:needs(models[name], 'exact') if name in models else 'not measured yet' for name in learner_names}
+
+def which_table(results):
+    "The page's table: what differs in micro-batches, memory and time"
+    models,gpu = results['learners']['cpu']['models'],learners_on_gpu(results)
+    rows = [('learner', 'micro-batches change', 'exact', 'all blocks', 'micro-batches', 'exact, on a GPU'), ('---',)*6]
+    rows += [(learner, differs, *(needs(models[name], o) for o in ('exact', 'checkpointed', 'pieces')), gpu[name]) for name,(learner,differs) in which.items()]
+    return '\n'.join(f"| {' | '.join(o)} |" for o in rows)
+
+def learners_in_words(results):
+    "The range over fastai's learners of what each way needs"
+    models = results['learners']['cpu']['models'].values()
+    def line(way):
+        live = [o['live'][way]/o['live']['whole'] for o in models]
+        time = [median(a/b for a,b in zip(o['time'][way], o['time']['whole'])) for o in models]
+        return f'{learner_ways[way]:<10}  {min(live):.0%} to {max(live):.0%}, {min(time):.1f}x to {max(time):.1f}x'
+    return '\n'.join(map(line, learner_ways))
+
+def learners_exact(results):
+    "How far the gradient is off with exact=True, at most, and in quarters"
+    models = [o for kind in results['learners'].values() for o in kind['models'].values()]
+    exact,pieces = ([o['off'][way] for o in models] for way in ('exact', 'pieces'))
+    same = f'off by {max(exact):.0e} at most' if any(exact) else 'that of the whole batch, bit for bit'
+    return f'with exact=True, the gradient is {same}; in quarters of the batch, it is off by {min(pieces):.0%} to {max(pieces):.0%}'
+
+def learners_run_on(results, kind='cpu'):
     "The machine of these figures"
-    m = results['blocks']['machine']
-    return f"{m['cpu']}, {m['cores']} cores, {m['system']}, Python {m['python']}, torch {m['packages']['torch']}, {m['date']}; rounds: {results['blocks']['rounds']}"
+    o = results['learners'][kind]
+    m = o['machine']
+    return f"{m['cpu'] if kind == 'cpu' else m['device']}, {m['system']}, Python {m['python']}, torch {m['packages']['torch']}, {m['date']}; rounds: {o['rounds']}"
 
 way_models = 'resnet34','vit','unet'
 

@@ -1,7 +1,7 @@
 "`python -m fastxtend_accum` trains on real data and shows what the callbacks do, see the page `demo`"
 import warnings
 
-warnings.filterwarnings('ignore', module='torch|fastai')  # deprecations between fastai and newer releases of torch and pandas
+warnings.filterwarnings('ignore', module='torch|fastai')  # deprecations in newer torch and pandas
 from fastxtend_accum.demo import main
 
 if __name__ == '__main__': main()

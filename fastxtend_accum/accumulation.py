@@ -23,37 +23,19 @@ from .memory import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['nonfinite', 'check_unknown', 'check_modes', 'GradientAccumulation', 'FitState', 'MicroBatches', 'scales_loss']
-
-# %% ../nbs/source/12_accumulation.ipynb #cf9d1cd0
-def check_unknown(unknown:dict):
-    "Raises TypeError if there are arguments of other names"
-    if 'drop_last' in unknown:
-        raise TypeError(f"drop_last={unknown['drop_last']!r} is fastxtend's name: use remainder='drop' to drop the "
-                        "incomplete window of an epoch, or remainder='step' to take a step for it")
-    if unknown: raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
-
-def check_modes(exact:bool, same_draws:bool, micro_batch_size:int|str|None):
-    "Raises ValueError if `exact` or `same_draws` has nothing to do, or if both are set"
-    if same_draws and not exact:
-        from fastxtend_accum.same_draws import check_same_draws  # an optional module, as is `exact`
-        check_same_draws(micro_batch_size)
-    if exact and micro_batch_size is None:
-        raise ValueError("exact=True is for batches that do not fit in memory: also set micro_batch_size='auto', "
-                         "or leave it out")
-    if exact and same_draws:
-        raise ValueError("exact=True finds out whether same_draws=True is needed: leave same_draws out")
+__all__ = ['no_items', 'nonfinite', 'GradientAccumulation', 'FitState', 'scales_loss']
 
 # %% ../nbs/source/12_accumulation.ipynb #36c789d1
 class GradientAccumulation(Way):
-    """Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size;
-    raises ValueError on sizes that are no multiples of the loader's batch"""
+    "Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size"
     order,scale,splits_loss = MixedPrecision.order-4,None,True
     opt_steps = property(attrgetter('window.steps'))
     micro_bs = property(lambda self: self.fitting.most if self.fitting.size == sys.maxsize else self.fitting.size)
     after_pred = before_backward = before_step = after_batch = noop  # else looked up in Learner and model each time
     training = property(attrgetter('learn.training'))
     searches = property(lambda self: self.exact or self.micro_batch_size == 'auto')
+    draws = property(lambda self: self.same_draws or bool(self.way and self.way.same_draws))
+    batch_samples = property(attrgetter('now.batches.size'))  # as the DataLoader has yielded them
     def __init__(self,
         accum_bs:int|None=None, # Samples in a window, over all processes; None: 32, or with `micro_batch_size` a batch
         n_acc:int|None=None, # fastai's name for `accum_bs`, in samples: pass one of them
@@ -67,98 +49,96 @@ class GradientAccumulation(Way):
         exact:bool=False, # Find by trying how to get the fit of the whole batch in the memory that there is
         **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
     ):
-        check_unknown(unknown)
-        for name,size in dict(accum_bs=accum_bs, n_acc=n_acc).items():
-            if size is not None: check_size(name, size)
-        if accum_bs is not None and n_acc is not None:
-            raise ValueError(f"accum_bs={accum_bs} and n_acc={n_acc} both set the samples in a window: "
-                             f"pass one of them; micro_batch_size={n_acc} would split batches")
-        check_micro_batch_size(micro_batch_size)
-        check_flags(log_accum_batch=log_accum_batch, skip_nonfinite=skip_nonfinite, same_draws=same_draws, exact=exact)
-        check_modes(exact, same_draws, micro_batch_size)
-        if remainder not in (None, *remainders):
-            raise ValueError(f"remainder must be one of {remainders} or None, not {remainder!r}")
-        check_callable('num_items', num_items, 'a function of the Learner')
-        accum_bs = accum_bs or n_acc or (32 if micro_batch_size is None else None)
         store_attr(but='unknown')
+        self.check_arguments(unknown)
+        self.accum_bs = accum_bs or n_acc or (32 if micro_batch_size is None else None)
         self.fitting,self.window,self.now,self.way,self.n_skipped = FittingSize(),Window(),None,None,0
+
+# %% ../nbs/source/12_accumulation.ipynb #cf9d1cd0
+@patch
+def check_arguments(self:GradientAccumulation, unknown:dict):
+    "Raises TypeError or ValueError on arguments that are not valid, alone or together, and on those of other names"
+    if 'drop_last' in unknown:
+        raise TypeError(f"drop_last={unknown['drop_last']!r} is fastxtend's name: use remainder='drop' to drop the "
+                        "incomplete window of an epoch, or remainder='step' to take a step for it")
+    if unknown: raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
+    a,n,micro = self.accum_bs,self.n_acc,self.micro_batch_size
+    for name,size in dict(accum_bs=a, n_acc=n).items():
+        if size is not None: check_size(name, size)
+    check_micro_batch_size(micro)
+    check_flags(**{o:getattr(self, o) for o in ('log_accum_batch','skip_nonfinite','same_draws','exact')})
+    check_callable('num_items', self.num_items, 'a function of the Learner')
+    for is_wrong,message in (
+        (None not in (a, n), f"accum_bs={a} and n_acc={n} both set the samples in a window: "
+                             f"pass one of them; micro_batch_size={n} would split batches"),
+        (self.remainder not in (None, *remainders),
+         f"remainder must be one of {remainders} or None, not {self.remainder!r}"),
+        (self.exact and micro is None, "exact=True is for batches that do not fit in memory: "
+                                       "also set micro_batch_size='auto', or leave it out"),
+        (self.exact and self.same_draws, "exact=True finds out whether same_draws=True is needed: "
+                                         "leave same_draws out")):
+        if is_wrong: raise ValueError(message)
+    if self.same_draws:
+        from fastxtend_accum.same_draws import check_same_draws  # an optional module, as is `exact`
+        check_same_draws(micro)
 
 # %% ../nbs/source/12_accumulation.ipynb #730d4bdc
 class FitState:
-    "What a fit of a `GradientAccumulation` needs beside its window; made when the fit starts, dropped when it ends"
+    "What a fit of a `GradientAccumulation` needs beside its window"
     def __init__(self, accum:GradientAccumulation):
         learn = accum.learn
-        self.loader_bs = loader_batch_size(learn.dls.train, accum.micro_batch_size)
-        self.processes = Processes(learn)
+        self.loader_bs,self.processes = loader_batch_size(learn.dls.train, accum.micro_batch_size),Processes(learn)
         self.smallest_bs = self.loader_bs*self.processes.n  # a batch of the DataLoader in every process
         self.at_end = end_of_epoch(accum.remainder, learn.dls.train)
-        self.hypers,self.loss_check = FirstHypers(accum.scale),LossCheck()
+        self.is_split,self.has_half = accum.splits,any(p.dtype in half for p in trained(learn.opt))
+        self.hypers,self.loss_check,self.warned = FirstHypers(accum.scale),LossCheck(),set()
         if is_trial(learn): self.loss_check.left = 0  # the fit that follows says it
-        self.is_split,self.has_half = accum.splits,bool(half_weights(learn.opt))
-        self.batches,self.position,self.warned,self.has_targets = None,None,set(),False
+        self.has_targets,self.train_iter = False,None  # of the present batch
+        self.batches,self.n_windows,self.pct = None,None,0.  # of the epoch: the loader, its windows, the position
+    def __reduce__(self): return noop,()  # a Learner that is exported in mid-fit begins a fit of its own
 
 # %% ../nbs/source/12_accumulation.ipynb #e73efc2b
 @patch
 def before_fit(self:GradientAccumulation):
-    """The fit starts with its first epoch: `validate`, `tta` and `summary` call this event, too, and must leave the
-    last fit's results"""
+    "`validate`, `tta` and `summary` call this event, too, and must leave the last fit's results: see `before_train`"
+    learn = self.learn
     Way.before_fit(self)
     mend_wandb()
-    if self.learn._grab_cbs(NonNativeMixedPrecision) and self.learn.opt is not None:
+    if learn._grab_cbs(NonNativeMixedPrecision) and learn.opt is not None:
         raise ValueError("NonNativeMixedPrecision keeps gradients that cannot be averaged here: "
                          "use learn.to_fp16() instead")
-    if hasattr(self.learn, 'lr_finder') and self.now is None: self.start_fit()  # fastai counts its epochs now
+    if is_trial(learn) and self.now is None: self.start_fit()  # fastai counts its epochs now
 
 @patch
 def start_fit(self:GradientAccumulation):
-    "Check the settings, start with no window and no gradient, and lend what the fit needs"
     learn,fit = self.learn,fit_of(self.learn)
-    stack = fit.stack(self)
+    stack = fit.stack(self)  # undone when the fit ends
     stack.callback(self.end_fit)
-    self.now,self.window,self.n_skipped = FitState(self),Window(),0
+    self.now,self.n_skipped = FitState(self),0
+    self.window = Window(self.now.processes.n)
     self.check()
     learn.opt.zero_grad()
     fit.run_instead(self, 'backward', self.backward)
     for cb in learn._grab_cbs(TrainEvalCallback): PositionWindows(cb, self).attach(stack)
     self.now.loggers = log_windows(self, stack) if self.log_accum_batch else []
 
-@patch
-def position(self:GradientAccumulation)->float:
-    "`pct_train` after a batch: it moves on when a window ends; or with the samples, if windows change in size"
-    now = self.now
-    if not now.has_targets:  # fastai takes no step on such a batch, and moves on
-        now.position.pct = self.learn.pct_train
-        return now.position.pct
-    return now.position.update(self.window.is_finished, now.batches.seen/now.batches.samples)
-
-# %% ../nbs/source/12_accumulation.ipynb #8384f6d2
-@patch
-def end_fit(self:GradientAccumulation):
-    "Drop the open window with its gradient, and give the optimizer back"
-    if self.now: self.now.hypers.restore(self.learn.opt)
-    if self.window.micro: self.learn.opt.zero_grad()
-    enable_sync(self.learn.model)
-    self.window.open()
-    self.now = None
-
 # %% ../nbs/source/12_accumulation.ipynb #eb653680
 @patch
 def check(self:GradientAccumulation):
     "Raises ValueError if the callback does not fit its Learner"
-    learn,now = self.learn,self.now
-    found = learn.cbs.filter(accumulates)  # fastai's too
-    if len(found) > 1:
+    learn,now,sizes = self.learn,self.now,self.sizes()
+    if len(found := learn.cbs.filter(accumulates)) > 1:  # fastai's too
         names = ', '.join(f'{type(o).__module__}.{type(o).__name__}' for o in found)
         raise ValueError(f"this Learner has {len(found)} callbacks that accumulate ({names}): "
                          "keep one, see learn.remove_cb")
     check_accumulates(learn.model, learn.opt)
-    for name,size in self.sizes().items(): check_multiple(name, size, now.loader_bs, now.processes.n)
-    if any(size > now.smallest_bs for size in self.sizes().values()): check_loop(learn, self)
+    for name,size in sizes.items(): check_multiple(name, size, now.loader_bs, now.processes.n)
+    if max(sizes.values()) > now.smallest_bs: check_loop(learn, self)
     if self.micro_batch_size not in (None, 'auto') and self.micro_batch_size > now.loader_bs:
         warn(f"micro_batch_size={self.micro_batch_size} is more than the {now.loader_bs} samples that the DataLoader "
              "yields: its batches are not split")
-    if not self.searches: self.fitting.size = min(self.micro_batch_size or now.loader_bs, now.loader_bs)
-    elif self.fitting.size is None: self.fitting.size = now.loader_bs
+    given = None if self.searches else self.micro_batch_size
+    if not self.searches or self.fitting.size is None: self.fitting.size = min(given or now.loader_bs, now.loader_bs)
     check_rules(self.scale, learn.opt)
 
 @patch
@@ -171,26 +151,27 @@ def size_at(self:GradientAccumulation, pct:float)->int:
     "Samples in a window that opens at `pct` of training"
     return self.accum_bs or self.now.smallest_bs
 
+@patch
+def size_now(self:GradientAccumulation)->int:
+    "Samples of this process in a window that opens now"
+    return self.size_at(self.learn.pct_train)//self.now.processes.n
+
 # %% ../nbs/source/12_accumulation.ipynb #3c6f5d20
 @patch
 def before_train(self:GradientAccumulation):
     "Wrap the DataLoader and plan the epoch's windows"
-    learn = self.learn
     if not self.is_in_fit(): return
     if self.now is None: self.start_fit()
-    now = self.now
-    share = self.size_at(learn.pct_train)//now.processes.n
+    learn,now,size = self.learn,self.now,self.size_now()
     learn.dl = now.batches = batches = LoaderBatches(learn.dl, now.loader_bs, now.at_end)
-    n_windows = batches.n_windows(share) if len(self.sizes()) == 1 else None
-    now.position = Position(learn.pct_train, learn.n_epoch, n_windows)
+    now.pct,now.n_windows = learn.pct_train,batches.n_windows(size) if len(self.sizes()) == 1 else None
     if now.at_end == 'drop' and batches.certain:
-        if n_windows == 0:
+        if now.n_windows == 0:
             raise ValueError(f"an epoch has {batches.samples*now.processes.n} samples, which do not fill one window of "
                              f"accum_bs={self.size_at(0.)}, and incomplete windows are dropped: "
                              "use a smaller accum_bs, or remainder='step'")
-        if n_windows: batches.needed = n_windows*share
-        batches.needs_more = lambda: (not self.now or self.window.is_filling or
-                                      batches.left >= self.size_at(learn.pct_train)//now.processes.n)
+        if now.n_windows: batches.needed = now.n_windows*size
+        batches.needs_more = lambda: not self.now or self.window.is_filling or batches.left >= self.size_now()
     if self.same_draws:
         from fastxtend_accum.same_draws import check_not_compiled
         check_not_compiled(learn.model)
@@ -200,12 +181,12 @@ def before_train(self:GradientAccumulation):
 @patch
 def before_batch(self:GradientAccumulation):
     "Start a micro-batch; if no window is filling, restore the hyper-parameters and open one"
-    now,window = self.now,self.window
+    learn,now,window = self.learn,self.now,self.window
     if now is None: return
     if not window.is_filling:
-        now.hypers.restore(self.learn.opt)
-        window.open(self.size_at(self.learn.pct_train)//now.processes.n)
-    window.earlier,window.losses = window.samples,[]
+        now.hypers.restore(learn.opt)
+        window.open(self.size_now())
+    now.train_iter,window.losses = learn.train_iter,[]
     self.start_micro_batch(now.batches.size)
 
 @patch
@@ -213,11 +194,10 @@ def start_micro_batch(self:GradientAccumulation, samples:int, ends_batch:bool=Tr
     "Start a micro-batch of `samples` as the DataLoader yielded them: callbacks may have changed the batch by now"
     now,window = self.now,self.window
     ends_window = ends_batch and (window.samples+samples >= window.size or now.batches.is_last)
-    window.micro = MicroBatch(samples, ends_window, self.learn.iter)
+    window.micro = MicroBatch(samples, ends_window)
     if now.has_half and not (ends_window or window.n_micro): window.sums = {}
-    if now.processes.n > 1: now.processes.before_micro_batch(ends_window, window.sums is not None)
+    if now.processes.n > 1: now.processes.before_forward(window)
 
-# %% ../nbs/source/12_accumulation.ipynb #0ba548ce
 @patch
 def after_loss(self:GradientAccumulation):
     "Weight the micro-batch; the first one of several saves the hyper-parameters, by the rules for this size"
@@ -235,63 +215,168 @@ def after_loss(self:GradientAccumulation):
     learn.loss = mean_over(items, learn.loss)
     window.weigh(items, learn.loss)
 
-@patch
-def backward(self:GradientAccumulation, f:Callable):
-    "Weight the loss, with what other callbacks have added to it in `before_backward`; then fastai's backward pass"
-    learn,window,micro = self.learn,self.window,self.window.micro
-    if micro and micro.under_way:
-        micro.loss = learn.loss.detach()
-        learn.loss_grad = times(learn.loss_grad, micro.weight)
-        if window.n_micro and learn.loss_grad.requires_grad: learn.loss_grad.register_hook(micro.backward_began)
-    f()
-
 # %% ../nbs/source/12_accumulation.ipynb #a884e909
 @patch
-def after_backward(self:GradientAccumulation):
-    "Count the micro-batch; a batch that is not split ends with it"
-    now,window = self.now,self.window
-    if window.micro.under_way:
-        loss = window.count()
-        if now.is_split: window.losses.append((loss, window.micro.weight))
-    if window.sums is not None: add_in_float32(self.learn.opt, window.sums)
-    if now.processes.n > 1: now.processes.after_backward()
-    if not now.is_split and not self.close_if_full(): raise CancelBatchException
+def backward(self:GradientAccumulation, f:Callable):
+    "Weight the loss, with what callbacks have added to it in `before_backward`; then fastai's backward pass `f`"
+    learn,micro = self.learn,self.window.micro
+    if micro:
+        learn.loss_grad = times(learn.loss_grad, micro.weight)
+        micro.in_grad = True
+    f()
 
 @patch
-def close_if_full(self:GradientAccumulation)->bool:
-    "Close the window if it ends with this micro-batch; gives whether there is anything to step on"
-    micro = self.window.micro
-    return micro.state == MicroState.counted and micro.ends_window and self.close_window()
+def after_backward(self:GradientAccumulation):
+    "Count the micro-batch, unless it was cancelled; cancel the batch if no step is due"
+    learn,now,window = self.learn,self.now,self.window
+    if micro := window.micro:
+        loss = window.count(learn.loss.detach())
+        if now.is_split: window.losses.append((loss, micro.weight))
+    if window.sums is not None: add_in_float32(learn.opt, window.sums)
+    if not (now.is_split or window.is_full and self.close_window()): raise CancelBatchException
+
+# %% ../nbs/source/12_accumulation.ipynb #908710a4
+@patch
+def close_window(self:GradientAccumulation)->bool:
+    "Put the mean gradient and the first micro-batch's hyper-parameters in place; or drop the window, and give False"
+    window,learn,now = self.window,self.learn,self.now
+    compared = now.loss_check.compare() if now.loss_check.left and window.n_micro > 1 else []
+    if now.processes.n > 1: now.processes.add_up(window)
+    else: compared = window.fetch(*compared)  # with one sync
+    if compared and (found := now.loss_check.judge(*compared)): warn(found)
+    why = no_items if window.items == 0 else None
+    if not why:
+        average_gradients(learn.opt, window.total_weight/window.n_processes, window.sums)  # DDP has averaged, too
+        if self.skip_nonfinite and not scales_loss(learn) and not now.processes.all_of(is_finite(learn.opt)):
+            self.n_skipped += 1
+            why = nonfinite
+    if not why: now.hypers.apply(learn.opt)
+    else:
+        window.finish('dropped')
+        learn.opt.zero_grad()
+        self.warn_once(why)
+    return not why
+
+# %% ../nbs/source/12_accumulation.ipynb #0b97d9ad
+no_items = "no item in a whole window (all labels ignored?): its step was skipped"
+nonfinite = ("skipped a step: its gradient has NaN or infinity. Later ones are skipped without a warning; "
+             "n_skipped counts them")
+
+def scales_loss(learn:Learner)->bool:
+    "Whether a `GradScaler` looks for infinities in the gradients of `learn`"
+    return getattr(learn, 'scaler', None) is not None and learn.scaler.is_enabled()
+
+@patch
+def warn_once(self:GradientAccumulation, message:str):
+    "Warn, unless this fit has already"
+    if message not in self.now.warned: warn(message)
+    self.now.warned.add(message)
+
+@patch
+def after_step(self:GradientAccumulation):
+    "The optimizer has used the window; this event comes after a cancelled step, too"
+    if self.window.is_filling: self.window.finish('stepped')
+
+@patch
+def after_cancel_step(self:GradientAccumulation):
+    "The window is skipped; fastai zeroes its gradient next"
+    self.window.finish('skipped')
+    overflowed = any(getattr(cb, 'skipped', False) for cb in self.learn._grab_cbs(MixedPrecision))
+    if self.skip_nonfinite and scales_loss(self.learn) and overflowed:
+        self.n_skipped += 1
+        self.warn_once(nonfinite)
+
+# %% ../nbs/source/12_accumulation.ipynb #02909e4e
+@patch
+def position(self:GradientAccumulation)->float:
+    "`pct_train` after a batch, as the large batch counts it"
+    learn,now = self.learn,self.now
+    if not now.has_targets: now.pct = learn.pct_train  # fastai takes no step on such a batch, and moves on
+    elif not now.n_windows:
+        now.pct = (learn.epoch + min(now.batches.seen/now.batches.samples, 1.))/learn.n_epoch
+    elif self.window.result: now.pct += 1./(now.n_windows*learn.n_epoch)  # as fastai does: the same rounding
+    return now.pct
+
+# %% ../nbs/source/12_accumulation.ipynb #c10eeccb
+@patch
+def after_cancel_backward(self:GradientAccumulation):
+    "Discard the micro-batch, and the gradient that it has been added to"
+    if self.now and self.window.cancel(): self.learn.opt.zero_grad()
+
+@patch
+def after_cancel_batch(self:GradientAccumulation):
+    "The same, unless it was this callback that cancelled it, in mid-window: then it stays counted"
+    if self.now and self.now.train_iter != self.learn.train_iter: self.before_batch()  # cancelled before it got here
+    self.after_cancel_backward()
+
+@patch
+def after_cancel_train(self:GradientAccumulation):
+    self.after_cancel_backward()
+    self.after_train()
+
+GradientAccumulation.after_cancel_epoch = GradientAccumulation.after_cancel_train
+
+# %% ../nbs/source/12_accumulation.ipynb #2b935b58
+@patch
+def after_train(self:GradientAccumulation):
+    "Step on a window that is left over, carry it or drop it"
+    if self.now is None: return
+    if self.window.is_filling:
+        if self.now.at_end == 'carry': return
+        if self.now.at_end == 'step': self.step_now()
+        else: self.learn.opt.zero_grad()
+    self.window.open()
+    self.now.hypers.restore(self.learn.opt)
+
+@patch
+def step_now(self:GradientAccumulation):
+    "The step of an incomplete window, with all its events, outside a batch"
+    learn,window = self.learn,self.window
+    window.micro = None  # the training metrics have seen it
+    if not self.close_window(): return
+    try: learn._with_events(learn._step, 'step', CancelStepException)
+    except (CancelBatchException, CancelTrainException): pass
+    finally:
+        if not window.result: window.finish('skipped')
+    learn.opt.zero_grad()
+    for o in self.now.loggers: o.cb('after_batch')  # outside a batch
+
+# %% ../nbs/source/12_accumulation.ipynb #c991c6a1
+@patch
+def after_epoch(self:GradientAccumulation):
+    "Warn if the fit has filled no window, or could not check the loss"
+    learn,now = self.learn,self.now
+    if not now or learn.epoch < learn.n_epoch-1: return
+    if not (self.num_items or is_trial(learn)) and (unknown := now.loss_check.at_end()): warn(unknown)
+    if now.has_targets and now.at_end != 'step' and not self.window.n_finished:
+        warn(f"no optimizer step was taken in this fit: its {learn.train_iter} micro-batches did not fill a window of "
+             f"{self.size_at(0.)} samples; use a smaller accum_bs or remainder='step', not {now.at_end!r}")
+
+@patch
+def end_fit(self:GradientAccumulation):
+    if self.now: self.now.hypers.restore(self.learn.opt)
+    if self.window.micro or self.window.n_micro: self.learn.opt.zero_grad()
+    enable_sync(self.learn.model)
+    self.window.open()
+    self.now = None
 
 # %% ../nbs/source/12_accumulation.ipynb #58d1f3b6
-class MicroBatches:
-    "Part: each piece of a batch of `n` samples is a micro-batch"
-    def __init__(self, accum:GradientAccumulation, n:int): self.accum,self.n = accum,n
-    def undo(self, start:int): pass
-    def piece(self, start:int, end:int):
-        size = self.accum.now.batches.size
-        self.accum.start_micro_batch(end*size//self.n - start*size//self.n, ends_batch=end == self.n)
-
-@patch(as_prop=True)
-def batch_samples(self:GradientAccumulation)->int:
-    "As the DataLoader has yielded them: the last batch has fewer"
-    return self.now.batches.size
-
-@patch(as_prop=True)
-def draws(self:GradientAccumulation)->bool: return self.same_draws or bool(self.way and self.way.same_draws)
-
 @patch
 def parts(self:GradientAccumulation, n:int)->list:
-    if not self.draws: return [MicroBatches(self, n)]
+    "Each piece of a batch of `n` samples is a micro-batch"
+    size = self.batch_samples
+    def piece(start, end): self.start_micro_batch(end*size//n - start*size//n, ends_batch=end == n)
+    parts = [SimpleNamespace(piece=piece)]
+    if not self.draws: return parts
     from fastxtend_accum.same_draws import SameDraws
-    return [MicroBatches(self, n), SameDraws(n, self.learn.model)]
+    return [*parts, SameDraws(n, self.learn.model)]
 
 @patch
 def end_batch(self:GradientAccumulation):
     "Give the batch its mean loss; raises CancelBatchException unless there is a step to take"
     learn,window = self.learn,self.window
-    steps = self.close_if_full()
-    if window.losses: learn.loss = window.mean_loss if steps and not window.earlier else window.batch_loss
+    steps = window.is_full and self.close_window()
+    if window.losses: learn.loss = window.batch_loss if window.earlier or not steps else window.mean_loss
     if not steps: raise CancelBatchException
 
 # %% ../nbs/source/12_accumulation.ipynb #ac512fa2
@@ -319,29 +404,26 @@ def shrink(self:GradientAccumulation, loop:Loop, error:Exception)->str:
     self.way = next_way(self, loop)
     self.fitting.size = self.way.size
     if self.way.cb: self.way.join(self, loop, loop.inputs)
-    return self.way.how(self.now.batches.size)
+    return self.way.how(self.batch_samples)
 
 @patch
 def remedy(self:GradientAccumulation)->str:
     if not self.exact: return Way.remedy(self)
-    how = self.way.how(self.now.batches.size)
-    return f"out of memory, though each batch {how}: use smaller inputs, or a smaller batch"
+    return (f"out of memory, though each batch {self.way.how(self.batch_samples)}: "
+            "use smaller inputs, or a smaller batch")
 
 # %% ../nbs/source/12_accumulation.ipynb #0c4e7a92
 @patch
 def go_back(self:GradientAccumulation, start:int)->int|None:
-    """Discard the failed piece from sample `start` on, and what its gradient is mixed with; gives where to go on, None
-    if that is an earlier batch"""
+    "Discard the failed piece at sample `start`, and what its gradient is mixed with: where to go on, in this batch"
     window,micro = self.window,self.window.micro
-    if window.state != WindowState.open or micro.state == MicroState.counted: return None
-    if window.n_micro and micro.state != MicroState.in_grad:
-        micro.state = MicroState.begun
-        return start
+    if not micro or micro.counted: return None
+    if window.n_micro and not micro.in_grad: return start
     return None if window.earlier else self.start_over()
 
 @patch
 def start_over(self:GradientAccumulation)->int:
-    "Open the window again, which holds nothing but pieces of this batch"
+    "Open the window again, before the first piece of this batch"
     self.window.open(self.window.size)
     self.start_micro_batch(self.batch_samples)
     self.learn.opt.zero_grad()
@@ -349,117 +431,5 @@ def start_over(self:GradientAccumulation)->int:
 
 @patch
 def cancelled(self:GradientAccumulation):
-    "Leave out the whole batch, with the window if that has pieces of it"
-    window = self.window
-    if not window.earlier: self.start_over()
-    elif window.samples > window.earlier: window.micro.state = MicroState.in_grad
-
-# %% ../nbs/source/12_accumulation.ipynb #908710a4
-@patch
-def close_window(self:GradientAccumulation)->bool:
-    """Put the mean gradient and the first micro-batch's hyper-parameters in place, or drop the window; gives whether
-    there is anything to step on"""
-    window,learn,now = self.window,self.learn,self.now
-    check = now.loss_check
-    compared = check.compare() if check.left and window.n_micro > 1 else []
-    if now.processes.n > 1: now.processes.add_up(window)
-    else: compared = window.fetch(*compared)  # with one sync
-    if compared and (found := check.judge(*compared)): self.warn_once(found)
-    if window.items == 0:
-        return self.drop_window("no item in a whole window (all labels ignored?): its step was skipped")
-    average_gradients(learn.opt, window.divisor, window.sums)
-    if self.skip_nonfinite and not scales_loss(learn) and not now.processes.all_of(is_finite(learn.opt)):
-        self.n_skipped += 1
-        return self.drop_window(nonfinite)
-    window.state = WindowState.closed
-    now.hypers.apply(learn.opt)
-    return True
-
-@patch
-def drop_window(self:GradientAccumulation, why:str)->bool:
-    self.window.finish(WindowState.dropped)
-    self.learn.opt.zero_grad()
-    self.warn_once(why)
-    return False
-
-@patch
-def warn_once(self:GradientAccumulation, message:str):
-    "Warn, unless this fit has already"
-    if message not in self.now.warned: warn(message)
-    self.now.warned.add(message)
-
-nonfinite = ("skipped a step: its gradient has NaN or infinity. Later ones are skipped without a warning; "
-             "n_skipped counts them")
-
-# %% ../nbs/source/12_accumulation.ipynb #0b97d9ad
-def scales_loss(learn:Learner)->bool:
-    "Whether a `GradScaler` looks for infinities in the gradients of `learn`"
-    return getattr(learn, 'scaler', None) is not None and learn.scaler.is_enabled()
-
-@patch
-def after_step(self:GradientAccumulation):
-    "The optimizer has used the window; this event comes after a cancelled step, too"
-    if self.window.state == WindowState.closed: self.window.finish(WindowState.stepped)
-
-@patch
-def after_cancel_step(self:GradientAccumulation):
-    "The window is skipped; fastai zeroes its gradient next"
-    self.window.finish(WindowState.skipped)
-    overflowed = any(getattr(cb, 'skipped', False) for cb in self.learn._grab_cbs(MixedPrecision))
-    if self.skip_nonfinite and scales_loss(self.learn) and overflowed:
-        self.n_skipped += 1
-        self.warn_once(nonfinite)
-
-# %% ../nbs/source/12_accumulation.ipynb #c10eeccb
-@patch
-def discard_cancelled(self:GradientAccumulation):
-    "Discard a cancelled micro-batch, and the gradient that it has been added to"
-    if self.now and self.window.cancel(): self.learn.opt.zero_grad()
-
-@patch
-def after_cancel_batch(self:GradientAccumulation):
-    "Discard a micro-batch that another callback cancelled; if it was this one, in mid-window, it stays counted"
-    micro = self.window.micro
-    if self.now and (micro is None or micro.iteration != self.learn.iter): self.before_batch()  # it was cancelled
-    self.discard_cancelled()
-
-@patch
-def after_cancel_backward(self:GradientAccumulation): self.discard_cancelled()
-@patch
-def after_cancel_train(self:GradientAccumulation): self.discard_cancelled(); self.after_train()
-@patch
-def after_cancel_epoch(self:GradientAccumulation): self.after_cancel_train()
-
-# %% ../nbs/source/12_accumulation.ipynb #2b935b58
-@patch
-def after_train(self:GradientAccumulation):
-    "Step on a window that is left over, carry it or drop it"
-    if self.now is None: return
-    if self.window.is_filling:
-        if self.now.at_end == 'carry': return
-        if self.now.at_end == 'step': self.step_now()
-        else: self.learn.opt.zero_grad()
-    self.window.open()
-    self.now.hypers.restore(self.learn.opt)
-
-@patch
-def step_now(self:GradientAccumulation):
-    "Take the optimizer step of an incomplete window, with all its events, outside a batch"
-    learn,window = self.learn,self.window
-    window.micro = None  # the training metrics have seen it
-    if not self.close_window(): return
-    try: learn._with_events(learn._step, 'step', CancelStepException)
-    except (CancelBatchException, CancelTrainException): window.cancel()
-    learn.opt.zero_grad()
-    for o in self.now.loggers: o.cb('after_batch')  # outside a batch
-
-# %% ../nbs/source/12_accumulation.ipynb #c991c6a1
-@patch
-def after_epoch(self:GradientAccumulation):
-    "In the last epoch, warn if no window was filled, or if the loss could not be checked"
-    learn,now = self.learn,self.now
-    if not now or learn.epoch < learn.n_epoch-1: return
-    if not (self.num_items or is_trial(learn)) and (unknown := now.loss_check.at_end()): warn(unknown)
-    if self.window.n_finished or not now.has_targets or now.at_end == 'step': return
-    warn(f"no optimizer step was taken in this fit: its {learn.train_iter} micro-batches did not fill a window of "
-         f"{self.size_at(0.)} samples; use a smaller accum_bs or remainder='step', not {now.at_end!r}")
+    "Leave out the whole batch, and not only a piece; with the window, if that has pieces of it"
+    if self.window.losses or not self.window.n_micro: self.start_over()

@@ -22,25 +22,18 @@ from .checkpointing import *
 __all__ = ['in_pieces', 'GradientCache']
 
 # %% ../nbs/source/14_cache.ipynb #41c70a9e
-def in_pieces(forward:Callable, module:nn.Module, most:int, n:int, lists:dict|None=None, same=None,
-              owners:list=())->Callable:
+def in_pieces(forward:Callable, module:nn.Module, most:int, n:int, lists:dict|None=None, parts:list=())->Callable:
     """`forward` of `module` on `n` rows, in the memory of `most` of them: pieces but the last run again in the
-    backward pass. `same`: the `SameDraws` that replays their random draws; `owners`: what carries a state on"""
+    backward pass, in the contexts that the `again` of each of `parts` gives"""
     def copied(*args, **kwargs):  # it may work in place, and the pieces are views of one batch
         args,kwargs = each_tensor(torch.clone, (args, kwargs))
         return forward(*args, **kwargs)
     def f(*args, **kwargs):
-        arguments = Arguments(args, kwargs, n, lists)
-        replayed = [*([HiddenState(owners, n)] if owners else []), *([same] if same else [])]
         def run(start, end):
-            def again(): return ContextManagers([o.again(start, end) for o in replayed])
+            def again(): return all_contexts(parts, 'again', start, end)
             piece_forward = copied if end == n else checkpointed(copied, module, again)
-            return piece_forward(*arguments.now[0], **arguments.now[1])
-        outputs = Pieces(n, [arguments, *replayed]).run(run, lambda: most).joined()
-        if same and same.rows:  # the backward pass begins with the last piece: modules in it may run again
-            for o in tensors_in(outputs):
-                if o.requires_grad: o.register_hook(lambda _, rows=same.rows: setattr(same, 'rows', rows))
-        return outputs
+            return on_samples(piece_forward, args, kwargs, n, lists)(start, end)
+        return Pieces(n, parts).run(run, lambda: most).joined()
     return f
 
 # %% ../nbs/source/14_cache.ipynb #2d9b4c14
@@ -106,29 +99,33 @@ def forward_context(self:GradientCache):
     self.used_draws = []
     loop,module = fit_of(self.learn).instead['batch'],self.running_part()
     forward,n = module.forward,self.rows(loop)
-    owners = [o for o in loop.owners if o in {*module.modules()}]
     def pieces_forward(*args, **kwargs):  # `part` may run several times in a forward pass
         misfit = first(o for o in tensors_in((args, kwargs)) if len(o) != n)
         if self.fitting.size and self.micro_bs < n and misfit is not None:
             raise ValueError(f"GradientCache cannot split a tensor of shape {tuple(misfit.shape)} in a batch of "
                              f"{n//self.rows_each} samples: its first dimension must be the samples; if a module sees "
                              "several rows of each sample, set rows=2, or how many they are")
-        if self.same_draws: self.used_draws.append(self.new_draws(n, module))
-        same = self.used_draws[-1] if self.used_draws else None
-        return in_pieces(forward, module, self.micro_bs or n, n, loop.lists, same, owners)(*args, **kwargs)
+        draws = self.new_draws(n, module)
+        parts = [*loop.hidden(n, module), *draws]
+        outputs = in_pieces(forward, module, self.micro_bs or n, n, loop.lists, parts)(*args, **kwargs)
+        for o in tensors_in(outputs) if draws else []:  # the backward pass begins with the last piece
+            if o.requires_grad: o.register_hook(lambda _, rows=draws[0].rows: setattr(draws[0], 'rows', rows))
+        return outputs
     return replaced(module, 'forward', pieces_forward)
 
 @patch
-def new_draws(self:GradientCache, n:int, module:nn.Module):
+def new_draws(self:GradientCache, n:int, module:nn.Module)->list:
+    if not self.same_draws: return []
     from fastxtend_accum.same_draws import SameDraws
-    return SameDraws(n, module)
-
-@patch
-def how(self:GradientCache, n:int)->str:
-    same = ', which draw the random numbers of the whole batch' if self.same_draws else ''
-    return f"runs in pieces of {self.micro_bs}{same}, and the loss on all of it"
+    self.used_draws.append(SameDraws(n, module))
+    return self.used_draws[-1:]
 
 @patch
 def backward_context(self:GradientCache):
     "A module that is run again inside a piece, as by `torch.utils.checkpoint`, draws the same numbers"
     return ContextManagers([o.active() for o in self.used_draws if o.rows])
+
+@patch
+def how(self:GradientCache, n:int)->str:
+    same = ', which draw the random numbers of the whole batch' if self.same_draws else ''
+    return f"runs in pieces of {self.micro_bs}{same}, and the loss on all of it"

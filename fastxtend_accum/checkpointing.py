@@ -140,6 +140,7 @@ class ActivationCheckpointing(Way):
     "Keep only the inputs of the model's blocks, and run these again in the backward pass: the same fit"
     order = sys.maxsize  # a `GradientCache` splits what is checkpointed
     checked = False  # whether a batch of this fit has shown that the blocks can be run again
+    least,seconds = 0,None  # how many blocks are recomputed at least; what the batch took with those found
     def __init__(self,
         blocks:Callable|str|None=None, # `blocks(model)`: modules to run again; None: found; 'auto': as few as fit
         offload:bool=False, # Keep the inputs of the blocks on the CPU
@@ -224,8 +225,8 @@ def forward_context(self:ActivationCheckpointing):
 
 # %% ../nbs/source/13_checkpointing.ipynb #31d423ac
 @patch
-def measure_blocks(self:ActivationCheckpointing, loop:Loop, inputs:Inputs)->list[float]:
-    "Bytes that each block keeps for the backward pass per second of its forward pass, on a few samples; else 0"
+def by_cost(self:ActivationCheckpointing, loop:Loop, inputs:Inputs, rounds:int)->list[int]:
+    "The blocks by the bytes that they keep for the backward pass per second of their forward pass, most first"
     kept,costs = {},[0.]*len(self.found)
     weights = {p.untyped_storage().data_ptr() for p in self.learn.model.parameters()}
     def keep(t):
@@ -239,7 +240,7 @@ def measure_blocks(self:ActivationCheckpointing, loop:Loop, inputs:Inputs)->list
             costs[i] = (sum(kept.values())-before)/max(clock()-start, 1e-6)
             return res
         return run
-    for i in range(2):  # the first time, everything is slower
+    for i in range(rounds):  # the first time, everything is slower
         kept.clear()
         for cb in self.learn._grab_cbs(MixedPrecision) if i else []: cb.before_batch()  # it is left after each loss
         inputs.piece(0, min(inputs.n, max(2, inputs.n//8)))
@@ -247,19 +248,25 @@ def measure_blocks(self:ActivationCheckpointing, loop:Loop, inputs:Inputs)->list
         groups = [replaced(m, 'forward', o.forward) for m,o in self.groups.items()]
         with saved_tensors_hooks(keep, lambda t: t), ContextManagers(groups+blocks):
             evaluate(self.learn, (), inner_model(self.learn.model))
-    return costs
+    return sorted(range(len(costs)), key=lambda i: -costs[i])
 
+# %% ../nbs/source/13_checkpointing.ipynb #498127bd
 @patch
 def find_size(self:ActivationCheckpointing, loop:Loop, inputs:Inputs):
     "Find how many blocks have to be recomputed, if it is not known yet for batches like this one"
-    learn,n,costs = self.learn,inputs.n,[]
+    learn,n,order,seconds = self.learn,inputs.n,[],[]  # a trial restores what the callback holds
     def try_blocks(k):
-        self.fitting.size = k
+        self.fitting.size,start = k,clock()
         train_on(loop, inputs, n)
+        seconds.append(clock()-start)
     def search(at_most, is_new):
-        find_size(learn, lambda _: costs.append(self.measure_blocks(loop, inputs)), 1, agree=False)
-        self.order_of_blocks = sorted(range(len(self.found)), key=lambda i: -costs[-1][i])
-        return find_size(learn, try_blocks, len(self.found), agree=is_new, search=smallest_that_runs)
+        self.fitting.size = len(self.found)
+        find_size(learn, lambda n: order.extend(self.by_cost(loop, inputs, n)), 2, agree=False, search=lambda f,n: f(n))
+        self.order_of_blocks = order
+        k = find_size(learn, try_blocks, len(self.found), agree=is_new,
+                      search=partial(smallest_that_runs, least=self.least))
+        self.seconds = seconds[-1]
+        return k
     if self.fitting.update(learn, (*inputs.xb, *inputs.yb), n, search, in_pieces=False):
         tell(learn, f"blocks='auto': each batch of {n} {self.how(n)}")
 

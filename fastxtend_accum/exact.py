@@ -41,16 +41,19 @@ class OneStep(Callback):
         self.step_seconds,model = clock()-self.step_start,self.learn.model
         if self.compares:
             trained = [p for p in model.parameters() if p.requires_grad]
-            self.step_grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained]
-            self.step_buffers = [o.clone() for o in model.buffers()]
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+            def copies(tensors): return [o.to('cpu', copy=True) for o in tensors]  # not where memory is scarce
+            self.step_grads,self.step_buffers = copies(grads),copies(model.buffers())
         raise CancelFitException
 
-    def restart_after(self, find_size:Callable)->Callable:
-        "`find_size`, whose seconds do not count"
-        def f(*args):
-            find_size(*args)
-            self.step_start = clock()
-        return f
+    def after_search(self, cb:Callback)->Callable:
+        "`find_size` of `cb`, whose seconds do not count; the trial ends with it where it has run the batch itself"
+        search = cb.find_size
+        def find_size(*args):
+            search(*args)
+            self.step_start,self.step_seconds = clock(),getattr(cb, 'seconds', None)
+            if self.step_seconds: raise CancelFitException
+        return find_size
 
 # %% ../nbs/source/15_exact.ipynb #ded495d8
 def run_batch(learn:Learner, cb:Callback|None, one:OneStep):
@@ -63,7 +66,7 @@ def run_batch(learn:Learner, cb:Callback|None, one:OneStep):
         cb.before_train()
         next(iter(learn.dl))
         cb('before_batch')
-        with replaced(cb, 'find_size', one.restart_after(cb.find_size)): fit.instead['batch'](learn._do_one_batch)
+        with replaced(cb, 'find_size', one.after_search(cb)): fit.instead['batch'](learn._do_one_batch)
     finally: fit.close()
 
 def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_float32:bool=False)->OneStep:
@@ -88,9 +91,9 @@ def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_floa
 # %% ../nbs/source/15_exact.ipynb #99349e4a
 def relative(a:list[Tensor], b:list[Tensor])->float:
     "How far `a` is off, relative to `b`"
-    def norm(o): return torch.stack([t.double().norm() for t in o]).norm()
+    def norm(o): return torch.stack([t.float().norm() for t in o]).norm()
     if not any(o.any() for o in b): return float(any(bool(o.any()) for o in a))
-    return float(norm([x.double()-y.double() for x,y in zip(a, b, strict=True)])/norm(b))
+    return float(norm([x.float()-y.float() for x,y in zip(a, b, strict=True)])/norm(b))
 
 def buffers_off(a:OneStep, b:OneStep)->float:
     return max([relative([x], [y]) for x,y in zip(a.step_buffers, b.step_buffers, strict=True)], default=0.)
@@ -185,18 +188,26 @@ def off(self:WaySearch, name:str)->float:
 @patch
 def is_exact(self:WaySearch, name:str)->bool: return self.off(name) < self.tolerance
 
+# %% ../nbs/source/15_exact.ipynb #0b5fb1be
 @patch
 def wants(self:WaySearch, name:str)->bool:
     "Whether a size was given for the pieces of this way"
     return 'micro' in name and self.accum.micro_batch_size != 'auto'
 
-# %% ../nbs/source/15_exact.ipynb #0b5fb1be
+@patch
+def sizes(self:WaySearch, name:str)->list:
+    "What to try: the size that was given; a half, a quarter ... of the batch; or what the way finds by itself"
+    if self.wants(name): return [self.accum.micro_batch_size]
+    return [-(-self.n//2**i) for i in range(1, (self.n-1).bit_length()+1)] if 'micro' in name else ['auto']
+
 @patch
 def fits(self:WaySearch, name:str)->Callback|None:
     "The callback of a way that has found how the batch fits in memory, else None; notes the seconds of the batch"
-    row = self.rows.setdefault(name, {})
-    cb = self.ways[name](self.accum.micro_batch_size if 'micro' in name else 'auto')
-    one = self.step(cb)
+    row,one = self.rows.setdefault(name, {}),None
+    for size in self.sizes(name):
+        cb = self.ways[name](size)
+        if isinstance(cb, ActivationCheckpointing): cb.least = 1  # the whole batch does not fit
+        if one := self.step(cb): break
     row['fits'] = one is not None
     if not one: return None
     sign = 1 if isinstance(cb, ActivationCheckpointing) else -1  # the most blocks, the smallest pieces
@@ -204,6 +215,7 @@ def fits(self:WaySearch, name:str)->Callback|None:
     row['seconds'] = self.most(one.step_seconds)
     return cb
 
+# %% ../nbs/source/15_exact.ipynb #e6280e23
 @patch
 def plain_seconds(self:WaySearch)->float:
     "Seconds that the whole batch would take if it fitted, from a part of it that does"
@@ -234,9 +246,10 @@ def find(self:WaySearch, skip:set[str]=frozenset())->FoundWay:
     if not found:
         name = 'recomputed blocks, kept on the CPU'
         if name in skip or not (cb := self.fits(name)):
-            raise NothingFits(f"exact=True: a batch of {self.n} fits in no way, not even with all blocks recomputed "
-                              "and kept on the CPU: use smaller inputs, a smaller batch, or leave out exact=True"
-                              ) from self.error
+            ran_out = isinstance(self.error, NothingFits) or is_out_of_memory(self.error)
+            why = 'not even with all blocks recomputed and kept on the CPU' if ran_out else f'since {self.error}'
+            raise NothingFits(f"exact=True: a batch of {self.n} fits in no way, {why}: use smaller inputs, "
+                              "a smaller batch, or leave out exact=True") from self.error
         return FoundWay(name, cb)
     return FoundWay(*min(found.items(), key=lambda o: self.rows[o[0]]['seconds']))
 
@@ -245,7 +258,7 @@ def table(self:WaySearch)->pd.DataFrame:
     "What was tried: how far each way is off, whether it fits, and its time relative to a batch that fits"
     plain = self.plain_seconds() if any('seconds' in o for o in self.rows.values()) else math.nan
     def row(way, o):
-        time = o['seconds']/plain if 'seconds' in o else None
+        time = max(1., o['seconds']/plain) if 'seconds' in o else None  # half a batch takes more than half the time
         return dict(way=way, difference=o.get('difference'), fits=o.get('fits'), time=time)
     return pd.DataFrame([row(k, o) for k,o in self.rows.items()])
 

@@ -24,25 +24,25 @@ def replaced(o, attr:str, value):
 
 # %% ../nbs/source/06_fit.ipynb #bffb5b3a
 class Fit:
-    """A fit or validation of `learn` under way. It stands in for `learn._with_events`, through which fastai runs
-    epochs, batches and steps: so it sees when a fit ends by an error or an interrupt, of which no event tells"""
+    """A fit or validation of `learn` under way: stands in for `learn._with_events`, since no event tells that a fit
+    ends by an error or an interrupt"""
     def __init__(self, learn:Learner):
         if isinstance(vars(learn).get('_with_events'), partial): del learn._with_events  # it was exported in mid-fit
-        self.learn,self.depth,self.lent,self.instead,self.with_events = learn,0,{},{},learn._with_events
-        self.own = ExitStack()
+        self.learn,self.depth,self.with_events = learn,0,learn._with_events
+        self.instead,self.lent,self.own = {},{},ExitStack()  # functions by event; what each callback has lent
         self.own.enter_context(replaced(learn, '_with_events', self))
     def __reduce__(self): return partial,(type(self.learn)._with_events, self.learn)  # for an export in mid-fit
 
     def __call__(self, f:Callable, event_type:str, ex:type, final:Callable=noop):
-        "fastai's `Learner._with_events`; what `run_instead` has set for this event gets `f` and runs in its place"
-        instead = self.instead.get(event_type)
+        "fastai's `Learner._with_events`; a function in `instead` gets `f` and runs in its place"
+        if event_type in self.instead: f = partial(self.instead[event_type], f)
         self.depth += 1
-        try: self.with_events(partial(instead, f) if instead else f, event_type, ex, final)
+        try: self.with_events(f, event_type, ex, final)
         except BaseException:
             if self.depth == 1: self.close()
             raise
         finally: self.depth -= 1
-        if event_type == 'epoch' and self.learn.epoch == self.learn.n_epoch-1: self.close()  # `after_fit` may fail, too
+        if event_type == 'epoch' and self.learn.epoch == self.learn.n_epoch-1: self.close()  # `after_fit` may fail
 
     def stack(self, cb:Callback)->ExitStack:
         "What `cb` has lent: contexts and functions to be called once the fit has ended, or `cb` is removed"
@@ -53,7 +53,7 @@ class Fit:
         self.instead[event_type] = f
         self.stack(cb).callback(self.instead.pop, event_type, None)
     def leave(self, cb:Callback):
-        "Undo what `cb` has lent; without any callback left, fastai has its own method again"
+        "Undo what `cb` has lent, and everything after the last callback"
         with self.lent.pop(cb, ExitStack()): pass
         if not self.lent: self.close()
 
@@ -70,7 +70,7 @@ def fit_of(learn:Learner)->Fit|None:
     return o if isinstance(o, Fit) else None
 
 def is_running(learn:Learner)->bool:
-    "Whether `learn` is in an epoch or a validation, not only between `before_fit` and `after_fit`, as in `with learn:`"
+    "Whether `learn` is in an epoch or a validation, and not only in `with learn:`"
     return (fit := fit_of(learn)) is not None and fit.depth > 0
 
 def is_trial(learn:Learner)->bool: return hasattr(learn, 'lr_finder')  # `lr_find` is a fit that leaves no trace

@@ -10,8 +10,8 @@ from __future__ import annotations
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['half', 'trained', 'gradients', 'average_gradients', 'is_finite', 'half_weights', 'add_in_float32', 'read_hypers',
-           'write_hypers', 'FirstHypers', 'check_accumulates', 'check_rules']
+__all__ = ['half', 'trained', 'gradients', 'average_gradients', 'is_finite', 'add_in_float32', 'hypers_of', 'FirstHypers',
+           'check_accumulates', 'check_rules']
 
 # %% ../nbs/source/04_gradients.ipynb #7f452cd0
 def trained(opt:Optimizer|OptimWrapper)->list[nn.Parameter]:
@@ -25,8 +25,7 @@ def gradients(opt:Optimizer|OptimWrapper)->list[Tensor]:
 
 def average_gradients(opt:Optimizer|OptimWrapper, divisor:Real, sums:dict[nn.Parameter,Tensor]|None=None):
     "Divide the gradients of `opt` in place, once; those in `sums`, from `add_in_float32`, are rounded afterwards"
-    grads = gradients(opt) if divisor != 1 else []
-    if grads: torch._foreach_div_(grads, divisor)
+    if divisor != 1 and (grads := gradients(opt)): torch._foreach_div_(grads, divisor)
     while sums:
         p,grad = sums.popitem()
         p.grad = grad.div_(divisor).to(p.dtype)
@@ -39,46 +38,40 @@ def is_finite(opt:Optimizer|OptimWrapper)->bool:
 # %% ../nbs/source/04_gradients.ipynb #5e0c61d2
 half = torch.bfloat16,torch.float16
 
-def half_weights(opt:Optimizer|OptimWrapper)->list[nn.Parameter]: return [p for p in trained(opt) if p.dtype in half]
-
 def add_in_float32(opt:Optimizer|OptimWrapper, sums:dict[nn.Parameter,Tensor]):
     "Move the gradients of bfloat16 and float16 weights into `sums`: 4 bytes a weight, until `average_gradients`"
-    for p in half_weights(opt):
-        if p.grad is None: continue
+    for p in trained(opt):
+        if p.dtype not in half or p.grad is None: continue
         if p in sums: sums[p] += p.grad
         else: sums[p] = p.grad.float()
         p.grad = None
 
 # %% ../nbs/source/04_gradients.ipynb #ed48c6b9
-def read_hypers(opt:Optimizer|OptimWrapper)->list[dict]: return [dict(h) for h in opt.hypers]  # by parameter group
-
-def write_hypers(opt:Optimizer|OptimWrapper, hypers:list[dict], only_from:list[dict]|None=None):
-    "Set those hyper-parameters of `opt` that differ from `hypers`, and are still as in `only_from` if that is given"
-    now = read_hypers(opt)  # set_hyper, since OptimWrapper.hypers is but a copy
-    for k in hypers[0].keys() & now[0].keys():  # after an interrupted fit it may be another optimizer
-        new,old,base = ([h[k] for h in o] for o in (hypers, now, only_from or now))
-        if new != old and old == base: opt.set_hyper(k, new)
+def hypers_of(opt:Optimizer|OptimWrapper)->dict[str,list]:
+    "The hyper-parameters of `opt`: by name, the value of each parameter group"
+    return {k:[h[k] for h in opt.hypers] for k in opt.hypers[0]}
 
 class FirstHypers:
     """The hyper-parameters at a window's first micro-batch, for its step; `rules` scale them with its size:
     `f(value, ratio)` by name"""
-    def __init__(self, rules:dict[str,Callable]|None=None): self.rules,self.first,self.later = rules or {},None,None
+    def __init__(self, rules:dict[str,Callable]|None=None): self.rules,self.first,self.later = rules or {},{},{}
 
     def save(self, opt:Optimizer|OptimWrapper, ratio:float=1.):
         "Copy those of `opt` now, with the rules applied for a window `ratio` times as large as the first one"
-        self.first = read_hypers(opt)
-        for h in self.first: h.update({k:f(h[k], ratio) for k,f in self.rules.items()})
+        self.first = hypers_of(opt)
+        for k,f in self.rules.items(): self.first[k] = [f(o, ratio) for o in self.first[k]]
 
     def apply(self, opt:Optimizer|OptimWrapper):
-        "Set those of `opt` to what was saved, if it was"
-        now = read_hypers(opt)
-        if self.first is not None and now != self.first: self.later = now; write_hypers(opt, self.first)
+        "Set those of `opt` that differ from what was saved"
+        self.later = {k:o for k,o in hypers_of(opt).items() if o != self.first.get(k, o)}
+        for k in self.later: opt.set_hyper(k, self.first[k])
 
-    def restore(self, opt:Optimizer|OptimWrapper, but:tuple[str,...]=()):
-        "Undo `save` and `apply`, but for those named in `but`, and what a scheduler that moves after the step has set"
-        if self.later is not None:
-            write_hypers(opt, [{k:v for k,v in h.items() if k not in but} for h in self.later], only_from=self.first)
-        self.first,self.later = None,None
+    def restore(self, opt:Optimizer|OptimWrapper):
+        "Undo `apply`, but for what has been changed since, as by a scheduler that moves after the step"
+        now = hypers_of(opt) if self.later else {}  # perhaps of another optimizer, after an interrupted fit
+        for k,o in self.later.items():
+            if now.get(k) == self.first[k]: opt.set_hyper(k, o)
+        self.first,self.later = {},{}
 
 # %% ../nbs/source/04_gradients.ipynb #1d9c40a7
 def check_accumulates(model:nn.Module, opt:Optimizer|OptimWrapper):
@@ -86,20 +79,18 @@ def check_accumulates(model:nn.Module, opt:Optimizer|OptimWrapper):
     if any(getattr(p, '_post_accumulate_grad_hooks', None) for p in trained(opt)):
         raise ValueError("parameters have post-accumulate-grad hooks, which act on each micro-batch's gradient "
                          "(an optimizer that steps in the backward pass?): remove them to accumulate")
-    compiled = [o for m in model.modules() for o in (m, getattr(m, '_compiled_call_impl', None))
-                if hasattr(o, 'get_compiler_config')]
-    if any((o.get_compiler_config() or {}).get('triton.cudagraphs') for o in compiled):
-        raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
-                         "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
+    for o in (o for m in model.modules() for o in (m, getattr(m, '_compiled_call_impl', None))):
+        if hasattr(o, 'get_compiler_config') and (o.get_compiler_config() or {}).get('triton.cudagraphs'):
+            raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
+                             "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
 
 def check_rules(rules:dict[str,Callable]|None, opt:Optimizer|OptimWrapper):
     "Raises TypeError or ValueError if a rule is not valid, or if `opt` has no such hyper-parameter"
-    if rules is not None and not isinstance(rules, dict):
+    if not isinstance(rules, dict|None):
         raise TypeError(f"scale must be a dict, not {rules!r}: use {{'lr': sqrt_scale}}")
-    hypers = opt.hypers[0]
-    known = [k for k,o in hypers.items() if isinstance(o, Real) and not isinstance(o, bool)]
+    known = {k:o for k,o in opt.hypers[0].items() if isinstance(o, Real) and not isinstance(o, bool)}
     for k,f in (rules or {}).items():
         if k not in known:
-            raise ValueError(f"scale: the optimizer has no hyper-parameter {k!r} to scale: use one of {known}")
+            raise ValueError(f"scale: the optimizer has no hyper-parameter {k!r} to scale: use one of {[*known]}")
         if not callable(f): raise TypeError(f"scale[{k!r}] must be a rule, f(value, ratio), not {f!r}")
-        if not isinstance(o := f(hypers[k], 2.), Real): raise TypeError(f"scale[{k!r}] must return a number, not {o!r}")
+        if not isinstance(o := f(known[k], 2.), Real): raise TypeError(f"scale[{k!r}] must return a number, not {o!r}")

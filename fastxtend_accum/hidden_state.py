@@ -56,58 +56,45 @@ def check_splits(model:nn.Module, owners:list[nn.Module]):
 # %% ../nbs/source/10_hidden_state.ipynb #884e76f9
 class HiddenState:
     "Part: each row of a batch of `n` continues from its own state; outside of pieces, `owners` hold that of all rows"
-    def __init__(self, owners:list[nn.Module], n:int): self.owners,self.n,self.places,self.after = owners,n,None,{}
-    def set(self, states:list):
-        for (m,name,_),o in zip(self.places, states): setattr(m, name, o)
+    def __init__(self, owners:list[nn.Module], n:int):
+        self.n,self.after = n,{}
+        self.places = [(m, name, dim) for m in owners for name,dim in hidden_state(m, n).items()]
+        self.before = self.get(n)
 
-    def get(self, n:int|None=None)->list:
-        "The present states, which must have `n` rows"
-        for m,name,dim in self.places if n else []:
-            for t in tensors_in(getattr(m, name)):
-                if t.shape[dim:dim+1] != (n,):
-                    raise ValueError(f"{type(m).__name__}.{name} has shape {tuple(t.shape)} for {n} rows, which "
-                                     f"should be dimension {dim}: correct its entry in hidden_state")
-        return [getattr(m, name) for m,name,_ in self.places]
+    def get(self, n:int)->tuple:
+        "The present states, with their `n` rows in dimension 0"
+        def rows_first(m, name, dim):
+            def f(t):
+                if t.shape[dim:dim+1] == (n,): return t.movedim(dim, 0)
+                raise ValueError(f"{type(m).__name__}.{name} has shape {tuple(t.shape)} for {n} rows, which should be "
+                                 f"dimension {dim}: correct its entry in hidden_state")
+            state = getattr(m, name)
+            return None if isinstance(state, int) else each_tensor(f, state)
+        return tuple(rows_first(*o) for o in self.places)
 
-    def rows(self, start:int, end:int)->list:
-        "The first states of these rows"
-        if self.places is None:
-            self.places = [(m, name, dim) for m in self.owners for name,dim in hidden_state(m, self.n).items()]
-            self.before = self.get(self.n)
-        def cut(dim): return lambda t: t.narrow(dim, start, end-start).clone(memory_format=torch.contiguous_format)
-        return [end-start if isinstance(o, int) else each_tensor(cut(dim), o)
-                for o,(*_,dim) in zip(self.before, self.places)]
+    def set(self, states:tuple, n:int):
+        for (m,name,dim),o in zip(self.places, states):
+            def f(t): return t.movedim(0, dim).clone(memory_format=torch.contiguous_format)
+            setattr(m, name, n if isinstance(getattr(m, name), int) else each_tensor(f, o))
 
     @contextmanager
     def again(self, start:int, end:int):
-        "Run the model on these rows in here; the states stay as they are"
-        rows = self.rows(start, end)
-        now = self.get()
-        self.set(rows)
+        "Run the model on these rows in here, from their first states; afterwards the states are as before"
+        now = [getattr(m, name) for m,name,_ in self.places]
+        self.set(each_tensor(lambda t: t[start:end], self.before), end-start)
         try: yield
-        finally: self.set(now)
+        finally:
+            for (m,name,_),o in zip(self.places, now): setattr(m, name, o)
 
 # %% ../nbs/source/10_hidden_state.ipynb #f12a5078
 @patch
 @contextmanager
 def piece(self:HiddenState, start:int, end:int):
     "Run the model on these rows in here; after the last ones, all have their new states"
+    if not start: self.after = {}
     with self.again(start, end):
         yield
         self.after[start] = self.get(end-start)
-    if end == self.n: self.set(self.joined())
-
-@patch
-def undo(self:HiddenState, start:int):
-    self.after = {k:o for k,o in self.after.items() if k < start}
-    if self.places: self.set(self.before)
-
-@patch
-def joined(self:HiddenState)->list:
-    "The new states of all rows"
+    if end < self.n: return
     sizes = [b-a for a,b in itertools.pairwise([*self.after, self.n])]
-    def whole(parts, dim):
-        if isinstance(parts[0], int): return self.n
-        joined = join([each_tensor(lambda t: t.movedim(dim, 0), o) for o in parts], sizes)
-        return each_tensor(lambda t: t.movedim(0, dim).contiguous(), joined)
-    return [whole(parts, dim) for parts,(*_,dim) in zip(zip(*self.after.values()), self.places)]
+    self.set(join([*self.after.values()], sizes), self.n)

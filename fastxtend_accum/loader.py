@@ -13,36 +13,35 @@ from .checks import *
 from .nested import *
 
 # %% auto #0
-__all__ = ['remainders', 'loader_batch_size', 'stated_batch_size', 'check_multiple', 'is_shared', 'dataset_size', 'epoch_samples',
+__all__ = ['remainders', 'stated_batch_size', 'loader_batch_size', 'check_multiple', 'is_shared', 'dataset_size', 'epoch_samples',
            'end_of_epoch', 'Wrapped', 'LoaderBatches']
 
 # %% ../nbs/source/02_loader.ipynb #6b9002b3
+def stated_batch_size(dl)->int|None:
+    "`dl.bs`, else `dl.batch_size`; None if `dl` has neither"
+    bs = getattr(dl, 'bs', None)
+    return getattr(dl, 'batch_size', None) if bs is None else bs
+
 def loader_batch_size(dl, given:int|str|None=None)->int:
-    """Samples that `dl` yields at a time: `dl.bs`, else `dl.batch_size`, else `given`, which is `micro_batch_size`.
-    Raises ValueError if none is there"""
+    "Samples that `dl` yields at a time, as it states, else `given`, which is `micro_batch_size`; ValueError without"
     size = stated_batch_size(dl) or given
     if size in (None, 'auto'):
         raise ValueError(f"cannot find the batch size of {type(dl).__name__}: it has neither bs nor batch_size; "
                          "pass micro_batch_size, the number of samples it yields at a time")
     return check_size('batch size', size)
 
-def stated_batch_size(dl)->int|None:
-    "`dl.bs`, else `dl.batch_size`; None if `dl` has neither"
-    return next((o for o in (getattr(dl, 'bs', None), getattr(dl, 'batch_size', None)) if o is not None), None)
-
 # %% ../nbs/source/02_loader.ipynb #990de701
 def check_multiple(name:str, accum_bs:int, micro_bs:int, n_processes:int=1):
     "Raises ValueError unless a window is a whole number of micro-batches in every process; names the nearest sizes"
     smallest = micro_bs*n_processes
-    if accum_bs % smallest == 0: return
-    below = accum_bs // smallest * smallest
-    near = ' or '.join(str(o) for o in (below, below+smallest) if o)
-    of = '' if n_processes == 1 else f'{smallest}, {n_processes} processes times '
-    share,over = divmod(accum_bs, n_processes)
-    bs = '' if below and (over or name != 'accum_bs') else f' to {max(1, share)}'  # not for windows that change in size
-    if below and bs: bs += f", with micro_batch_size={micro_bs} to split it"
-    raise ValueError(f"{name}={accum_bs} is not a multiple of {of}the DataLoader's batch of {micro_bs} samples: "
-                     f"use {near}, or change its batch size{bs}")
+    below,over = accum_bs//smallest*smallest,accum_bs%smallest
+    if not over: return
+    of,change = f"the DataLoader's batch of {micro_bs} samples",'change its batch size'
+    if n_processes > 1: of = f'{smallest}, {n_processes} processes times {of}'
+    if name == 'accum_bs' and accum_bs%n_processes == 0:  # all windows have this size
+        change += f' to {accum_bs//n_processes}' + f', with micro_batch_size={micro_bs} to split it'*(below > 0)
+    near = f'{below} or '*(below > 0) + str(below+smallest)
+    raise ValueError(f"{name}={accum_bs} is not a multiple of {of}: use {near}, or {change}")
 
 # %% ../nbs/source/02_loader.ipynb #7a6b1f08
 def is_shared(dl)->bool:
@@ -74,7 +73,6 @@ def end_of_epoch(remainder:str|None, dl)->str:
 class Wrapped(GetAttr):
     "A DataLoader in a wrapper: `isinstance` sees the DataLoader, as fastai's `DistributedTrainer` needs"
     _default = 'dl'
-    def __len__(self)->int: return len(self.dl)
     @property
     def __class__(self): return self.dl.__class__
     def __reduce__(self): return type(None),()  # a running DataLoader is not to be pickled

@@ -15,11 +15,15 @@ from .window import *
 from .fit import *
 
 # %% auto #0
-__all__ = ['window_loggers', 'WindowLogger', 'record', 'recorded', 'RecorderWindows', 'plot_sizes', 'StepsLogger',
+__all__ = ['window_loggers', 'StandIn', 'WindowLogger', 'record', 'recorded', 'RecorderWindows', 'plot_sizes', 'StepsLogger',
            'LRFinderWindows', 'ShowGraphWindows', 'PositionWindows', 'WandbWindows', 'TensorBoardWindows',
            'log_windows', 'mend_wandb']
 
 # %% ../nbs/source/09_logging.ipynb #09873443
+class StandIn(partial):
+    "Runs in place of a `method`, a callback and an event; a copy that is made in mid-fit has the callback's own"
+    def __reduce__(self): return getattr,self.method
+
 class WindowLogger:
     "Lets a logger see each window as one batch: stands in for its `events` during a fit"
     events = 'after_batch',
@@ -28,10 +32,12 @@ class WindowLogger:
         accum:Callback, # The callback that accumulates; its `window` holds the values to log
     ):
         self.cb,self.accum = cb,accum
-    def __reduce__(self): return noop,(self.cb,)  # an export in mid-fit gets the logger's own methods
     def attach(self, stack:ExitStack):
         "Replace the logger's `events`, on this instance only, until `stack` closes"
-        for event in self.events: stack.enter_context(replaced(self.cb, event, getattr(self, event)))
+        for event in self.events:
+            stand_in = StandIn(getattr(self, event, partial(self.original, event)))
+            stand_in.method = self.cb,event
+            stack.enter_context(replaced(self.cb, event, stand_in))
     def original(self, event:str):
         "What the logger itself does at `event`"
         getattr(type(self.cb), event)(self.cb)
@@ -68,7 +74,7 @@ class RecorderWindows(WindowLogger):
         self.has_metrics = vars(self.cb).get('train_metrics')  # fastxtend's Recorder has no such attribute
     def after_batch(self):
         cb,micro = self.cb,self.accum.window.micro
-        if self.has_metrics and cb.learn.training and micro and micro.state == MicroState.counted:
+        if self.has_metrics and cb.learn.training and micro and micro.counted:
             for metric in cb._train_mets[1:]: metric.accumulate(cb.learn)  # the first is the smoothed loss
         super().after_batch()
     def log(self):
@@ -77,8 +83,8 @@ class RecorderWindows(WindowLogger):
     def after_train(self):
         self.original('after_train')
         cb,now = self.cb,self.accum.now
-        if cb.smooth_loss.count == 0 and not cb.cancel_train and (now.has_targets or not now.batches.seen):
-            self.cb.log[1] = None
+        no_window = cb.smooth_loss.count == 0 and not cb.cancel_train
+        if no_window and (now.has_targets or not now.batches.seen): cb.log[1] = None
 
 # %% ../nbs/source/09_logging.ipynb #32bfee29
 def plot_sizes(sizes:list, edges:list, xlabel:str, ax=None, color='#0072B2', lw=1.5):
@@ -114,12 +120,10 @@ class LRFinderWindows(StepsLogger):
         n_windows = batches.n_windows(size) or batches.samples/(size+now.loader_bs)  # at least, where they are carried
         learn.n_epoch = int(self.cb.num_it/n_windows) + 1
         if accum.num_items or accum.skip_nonfinite: learn.n_epoch *= 2  # windows may be dropped
-    def before_batch(self): self.original('before_batch')
 
 class ShowGraphWindows(StepsLogger):
     "Plots the validation losses at optimizer steps, as the training losses"
     events = 'after_train','after_epoch'
-    def after_train(self): self.original('after_train')
     def after_epoch(self):
         if self.cb.recorder.losses: self.original('after_epoch')
 
@@ -140,10 +144,8 @@ class WandbWindows(WindowLogger):
         import wandb
         cb,learn = self.cb,self.cb.learn
         cb._wandb_epoch = int(cb._wandb_epoch) + learn.iter/learn.n_iter  # it is about to add 1/n_iter, for one batch
-        super().log()
-        seconds = time.perf_counter()-cb.ti_batch  # by which it has divided the samples of one micro-batch
-        rate = self.accum.window.samples/seconds
-        wandb.log({**self.measured(), 'train_samples_per_sec':rate}, step=cb._wandb_step)
+        with replaced(learn, 'xb', (range(self.accum.window.samples),)): super().log()  # it divides them by its seconds
+        wandb.log(self.measured(), step=cb._wandb_step)
 
 class TensorBoardWindows(WindowLogger):
     "One TensorBoard point per window"

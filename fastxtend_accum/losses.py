@@ -7,7 +7,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/losses.html.md"""
 # %% ../nbs/source/08_losses.ipynb #6cd21820
 from __future__ import annotations
 from collections.abc import Mapping
-from functools import singledispatch
 
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler
@@ -17,80 +16,72 @@ from .window import *
 from .memory import *
 
 # %% auto #0
-__all__ = ['functional_losses', 'Verdict', 'loss_items', 'rule_of', 'is_sum', 'has_rule', 'as_count', 'model_labels', 'n_items',
-           'LossState', 'loss_grads', 'compare', 'micro_batch', 'LossCheck', 'check_loss']
+__all__ = ['loss_rules', 'Verdict', 'loss_items', 'rule_of', 'as_count', 'model_labels', 'n_items', 'LossState', 'loss_grads',
+           'compare', 'LossCheck', 'has_rule', 'check_loss', 'micro_batch']
 
 # %% ../nbs/source/08_losses.ipynb #5bba88d4
 def loss_items(
     loss_func:Callable, # The loss function
     pred:Tensor, # The model's predictions
-    targ:Tensor, # The targets
+    *targ:Tensor, # The targets
+    samples:int|None=None, # Samples in the batch; None: rows of the targets
 )->Real|Tensor|None: # Items that the loss averages over; None: it sums and does not average
-    "What a batch's loss averages over, by the type of `loss_func`; samples if that is unknown"
+    "What a batch's loss averages over, by the class or function of the loss; samples if that is unknown"
     rule,settings = rule_of(loss_func)
-    return None if getattr(settings, 'reduction', 'mean') == 'sum' else rule(settings, pred, targ)
+    if getattr(settings, 'reduction', 'mean') == 'sum': return None
+    args = pred,*targ
+    if len(args) != 2 or not all([isinstance(o, Tensor) for o in args]): return samples or find_bs(targ)
+    if rule is None: return len(targ[0])
+    return rule(settings, *[o if type(o) is Tensor else o.as_subclass(Tensor) for o in args])
 
-@singledispatch
-def _samples(settings, pred, targ): return find_bs(targ)
-loss_items.register = _samples.register  # `@loss_items.register(MyLoss)`: a rule for one that does not sum
+loss_rules = {}  # `rule(settings, pred, targ)` by the class or function of the loss
 
-functional_losses = {}  # the rule for each function
+def _register(kind:type|Callable, rule:Callable|None=None):
+    "Count the items of losses of this class, or of this function, by `rule`, unless they sum; also a decorator"
+    if rule is None: return partial(_register, kind)
+    loss_rules[kind] = rule
+    return rule
+
+loss_items.register = _register
 
 def rule_of(loss_func:Callable)->tuple:
-    "The rule for `loss_func`, and what has its settings as attributes: a function gets them from its partial"
-    is_mixed = isinstance(loss_func, types.MethodType) and isinstance(loss_func.__self__, MixHandler)
-    if is_mixed: loss_func = loss_func.__self__.old_lf
-    func,kwargs = (loss_func.func, loss_func.keywords) if isinstance(loss_func, partial) else (loss_func, {})
-    rule,settings = _samples.dispatch(type(func)),func
-    if isinstance(func, types.FunctionType):
-        rule,defaults = functional_losses.get(func, rule),dict(weight=None, ignore_index=-100, reduction='mean')
-        settings = SimpleNamespace(**defaults | vars(func) | kwargs | vars(loss_func))
-    return _label_items if is_mixed else rule,settings
-
-def is_sum(loss_func:Callable)->bool: return getattr(rule_of(loss_func)[1], 'reduction', 'mean') == 'sum'
-
-def has_rule(loss_func:Callable)->bool:
-    "Whether it is known what `loss_func` averages over, and not only assumed"
-    loss_func = getattr(getattr(loss_func, '__self__', None), 'old_lf', loss_func)  # MixUp and CutMix
-    if isinstance(loss_func, BaseLoss): return has_rule(loss_func.func)
-    return rule_of(loss_func)[0] != _samples.dispatch(object)
+    "The rule for `loss_func`, or None; and what has its settings as attributes: a function gets them from its partial"
+    if isinstance(loss_func, types.MethodType) and isinstance(loss_func.__self__, MixHandler):
+        rule,settings = rule_of(loss_func.__self__.old_lf)
+        return rule and _label_items,settings
+    func = loss_func.func if isinstance(loss_func, partial) else loss_func
+    if not isinstance(func, types.FunctionType):
+        return first([loss_rules[o] for o in type(func).__mro__ if o in loss_rules]),func
+    settings = dict(weight=None, ignore_index=-100, reduction='mean') | vars(func)
+    if func is not loss_func: settings |= loss_func.keywords | vars(loss_func)
+    return loss_rules.get(func),SimpleNamespace(**settings)
 
 # %% ../nbs/source/08_losses.ipynb #1de69e46
 def as_count(o:Tensor)->Real|Tensor: return o.item() if o.is_cpu else o  # on a GPU that would be a sync
 
-@loss_items.register(nn.CrossEntropyLoss)
-@loss_items.register(nn.NLLLoss)
-def _cross_entropy_items(loss_func, pred, targ):
+def _cross_entropy_items(settings, pred, targ):
     if targ.is_floating_point(): return pred.numel()//pred.shape[min(1, pred.ndim-1)]
-    kept = targ != loss_func.ignore_index
-    if loss_func.weight is None: return as_count(kept.count_nonzero())
-    return as_count((loss_func.weight[targ.where(kept, 0)]*kept).sum())
+    kept = targ != settings.ignore_index
+    if settings.weight is None: return as_count(kept.count_nonzero())
+    return as_count((settings.weight[targ.where(kept, 0)]*kept).sum())
 
-def _element_items(loss_func, pred, targ):
-    if loss_func.reduction == 'batchmean': return pred.shape[0]
+def _element_items(settings, pred, targ):
+    if settings.reduction == 'batchmean': return pred.shape[0]
     return math.prod(np.broadcast_shapes(pred.shape, targ.shape))  # PyTorch's own imports sympy
 
-for kind in (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.KLDivLoss,
-             nn.PoissonNLLLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss): loss_items.register(kind, _element_items)
+def _label_items(settings, pred, targ): return targ.numel()
 
-@loss_items.register(FocalLoss)
-@loss_items.register(LabelSmoothingCrossEntropy)
-def _label_items(loss_func, pred, targ): return targ.numel()
+def _flat_items(settings, pred, targ):
+    if settings.flatten: pred = targ  # both will have its shape, or only targ counts
+    return loss_items(settings.func, pred, targ)
 
-@loss_items.register(BaseLoss)
-def _flat_items(loss_func, pred, targ):
-    if loss_func.flatten: pred = targ  # both will have its shape, or only targ counts
-    return loss_items(loss_func.func, pred, targ)
-
-# %% ../nbs/source/08_losses.ipynb #144e9fef
-def _weighted_items(settings, pred, targ):  # their modules take no weight
-    return _element_items(settings, pred, targ) if settings.weight is None else as_count(settings.weight.sum())
-
-functional_losses |= dict.fromkeys((
-    F.huber_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div,
-    F.poisson_nll_loss, F.soft_margin_loss), _element_items)
-functional_losses |= {F.cross_entropy:_cross_entropy_items, F.nll_loss:_cross_entropy_items,
-                      F.mse_loss:_weighted_items, F.l1_loss:_weighted_items}
+loss_rules |= {
+    BaseLoss:_flat_items, FocalLoss:_label_items, LabelSmoothingCrossEntropy:_label_items,
+    **dict.fromkeys((nn.CrossEntropyLoss, nn.NLLLoss, F.cross_entropy, F.nll_loss), _cross_entropy_items),
+    **dict.fromkeys((nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss,
+        nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss,
+        F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
+        F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.soft_margin_loss), _element_items)}
 
 # %% ../nbs/source/08_losses.ipynb #49286300
 def model_labels(learn:Learner)->Real|Tensor|None:
@@ -104,16 +95,13 @@ def model_labels(learn:Learner)->Real|Tensor|None:
 
 def n_items(learn:Learner, num_items:Callable|None=None, samples:int|None=None)->Real|Tensor|None:
     "What a micro-batch's loss averages over, by `num_items(learn)` or its loss function; None: it is a sum"
-    if num_items is not None:
-        items = num_items(learn)
-        if isinstance(items, Tensor) and items.numel() == 1: return items.detach().reshape(())
-        if isinstance(items, Real) and 0 <= items < float('inf'): return items
-        raise ValueError(f"num_items must return a count, 0 or more, a number or one-element tensor, not {items!r}")
-    if not isinstance(learn.pred, Tensor) and (labels := model_labels(learn)) is not None: return labels
-    args = learn.pred,*learn.yb
-    if len(args) == 2 and all([isinstance(o, Tensor) for o in args]):
-        return loss_items(learn.loss_func, *[o if type(o) is Tensor else o.as_subclass(Tensor) for o in args])
-    return None if is_sum(learn.loss_func) else samples or find_bs(learn.yb or learn.xb)
+    if num_items is None:
+        labels = None if isinstance(learn.pred, Tensor) else model_labels(learn)
+        return loss_items(learn.loss_func, learn.pred, *learn.yb, samples=samples) if labels is None else labels
+    items = num_items(learn)
+    if isinstance(items, Tensor) and items.numel() == 1: return items.detach().reshape(())
+    if isinstance(items, Real) and 0 <= items < float('inf'): return items
+    raise ValueError(f"num_items must return a count, 0 or more, a number or one-element tensor, not {items!r}")
 
 # %% ../nbs/source/08_losses.ipynb #07dc8e68
 class LossState(Snapshot):
@@ -132,35 +120,30 @@ class LossState(Snapshot):
         if not isinstance(o, nn.Parameter): self.undo.append(partial(o.data.copy_, o.detach().clone()))
 
 def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype=torch.float64)->Tensor:
-    "A row of gradients for each sample of the outputs, in float64, or float32 if it takes no other"
+    "The gradient with respect to the outputs, a row for each sample, computed in `dtype`"
     def copy(o): return o.to(torch.promote_types(o.dtype, dtype), copy=True) if o.is_floating_point() else o.clone()
-    try:
-        pred,*targ = each_tensor(copy, args)
-        outputs = [o.requires_grad_() for o in tensors_in(pred) if o.is_floating_point()]
-        loss = loss_func(each_tensor(torch.clone, pred), *targ)  # it may work in place
-        grads = torch.autograd.grad(loss, outputs, materialize_grads=True)
-        return torch.cat([o.as_subclass(Tensor).reshape(len(o), -1) for o in grads], 1)
-    except Exception:
-        if dtype == torch.float32: raise
-        return loss_grads(loss_func, args, torch.float32)
+    pred,*targ = each_tensor(copy, args)
+    outputs = [o.requires_grad_() for o in tensors_in(pred) if o.is_floating_point()]
+    loss = loss_func(each_tensor(torch.clone, pred), *targ)  # it may work in place
+    grads = torch.autograd.grad(loss, outputs, materialize_grads=True)
+    return torch.cat([o.as_subclass(Tensor).reshape(len(o), -1) for o in grads], 1)
 
 # %% ../nbs/source/08_losses.ipynb #11e157d7
-def compare(loss_func:Callable, parts:list[tuple], samples:list[int], items:list)->list[Tensor]:
+def compare(loss_func:Callable, parts:list[tuple], dtype:torch.dtype)->list[Tensor]:
     "How far from the joint loss' gradient its second computation is, and that from two parts; no GPU sync"
+    def grads_of(args): return loss_grads(loss_func, args, dtype)
     def differ(a, b): return (a-b).norm()/a.norm()
-    n,middle,whole = sum(samples),samples[0],join(parts, samples)
-    grads = loss_grads(loss_func, whole)
-    again = differ(grads, loss_grads(loss_func, whole))
+    args,samples,items = map(list, zip(*parts))
+    n,middle,whole = sum(samples),samples[0],join(args, samples)
+    grads = grads_of(whole)
+    again = differ(grads, grads_of(whole))
     if items[0] is None and all(len(o) == n for o in tensors_in(whole)):
         order = grads.norm(dim=1).argsort().roll(1)
         middle,grads,whole = n//2,grads[order],each_tensor(lambda o: o[order], whole)
     two = [cut((whole,), start, end, n)[0] for start,end in ((0, middle), (middle, n))]
-    counts = [n_items(micro_batch(loss_func, o)) for o in two] if items[0] is None else [items[0], sum(items[1:])]
-    total = None if counts[0] is None else sum(counts)
-    made = [times(loss_grads(loss_func, o), 1 if total is None else m/total) for o,m in zip(two, counts)]
-    return [again, differ(grads, torch.cat(made))]
-
-def micro_batch(loss_func, args): return SimpleNamespace(loss_func=loss_func, pred=args[0], yb=args[1:])
+    counts = [items[0], sum(items[1:])] if items[0] is not None else [loss_items(loss_func, *o) for o in two]
+    shares = [1, 1] if counts[0] is None else [o/sum(counts) for o in counts]
+    return [again, differ(grads, torch.cat([times(grads_of(o), share) for o,share in zip(two, shares)]))]
 
 # %% ../nbs/source/08_losses.ipynb #341a0d8d
 Verdict = namedtuple('Verdict', 'says by why', defaults=(0., ''))  # 'same', 'differs' (by) or 'cannot tell' (why)
@@ -183,12 +166,14 @@ class LossCheck:
         "Compare what was added: two numbers for `judge`, or none; no GPU sync"
         parts,self.parts,self.kept = self.parts,[],0
         self.left -= 1
-        try:
-            if len(parts) < 2: raise ValueError('there was only one micro-batch, or its outputs are too large to keep')
-            off = torch.autocast(tensors_in(parts)[0].device.type, enabled=False)
-            with LossState(self.loss_func, weights=False), torch.enable_grad(), off:
-                return compare(self.loss_func, *map(list, zip(*parts)))
-        except Exception as e: self.found.append(Verdict('cannot tell', why=str(e).strip().split('\n')[0]))
+        why = 'there was only one micro-batch, or its outputs are too large to keep'
+        for dtype in (torch.float64,torch.float32) if len(parts) > 1 else ():  # some losses take no other than float32
+            try:
+                off = torch.autocast(tensors_in(parts)[0].device.type, enabled=False)
+                with LossState(self.loss_func, weights=False), torch.enable_grad(), off:
+                    return compare(self.loss_func, parts, dtype)
+            except Exception as e: why = str(e).strip().split('\n')[0]
+        self.found.append(Verdict('cannot tell', why=why))
         return []
 
 # %% ../nbs/source/08_losses.ipynb #0cd684eb
@@ -213,10 +198,16 @@ def at_end(self:LossCheck)->str|None:
         return ("could not check whether accumulation is exact for this loss: pass num_items if you know what it "
                 f"averages over, or compare with a fit on large batches ({self.found[0].why})")
 
-def check_loss(loss_func:Callable, parts:list[tuple], samples:list[int]|None=None, items:list|None=None)->Verdict:
+def has_rule(loss_func:Callable)->bool:
+    "Whether it is known what `loss_func` averages over, and not only assumed"
+    rule,settings = rule_of(loss_func)
+    return has_rule(settings.func) if rule is _flat_items else rule is not None
+
+def check_loss(loss_func:Callable, parts:list[tuple], items:list|None=None)->Verdict:
     "Whether accumulation is exact for this loss, shown by micro-batches, which are tuples of outputs and targets"
     check = LossCheck()
-    for i,o in enumerate(parts):
-        check.add(micro_batch(loss_func, o), samples[i] if samples else batch_size(o), items[i] if items else None)
+    for o,n in zip(parts, items or [None]*len(parts)): check.add(micro_batch(loss_func, o), batch_size(o), n)
     if compared := check.compare(): check.judge(*compared)
     return check.found[0]
+
+def micro_batch(loss_func, args): return SimpleNamespace(loss_func=loss_func, pred=args[0], yb=args[1:])

@@ -6,6 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/memory.html.md"""
 
 # %% ../nbs/source/07_memory.ipynb #7882a86a
 from __future__ import annotations
+from bisect import bisect_left
 from collections import deque
 import gc
 
@@ -14,6 +15,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.losses import BaseLoss
 from torch.amp import autocast
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 import torch.distributed as dist
 
 from .nested import *
@@ -22,110 +24,106 @@ from .processes import *
 from .fit import *
 
 # %% auto #0
-__all__ = ['bystanders', 'Snapshot', 'refill', 'stored_once', 'set_value', 'get_autocast', 'set_autocast', 'NothingFits',
-           'is_out_of_memory', 'free_memory', 'memory_error', 'without_tracebacks', 'halve', 'largest_that_runs',
-           'smallest_that_runs', 'clock', 'inner_model', 'room_for_step', 'takes_part', 'accumulates', 'accumulator',
-           'trial', 'without_graph', 'find_size', 'FittingSize', 'tell']
+__all__ = ['generators', 'bystanders', 'all_generators', 'saved', 'refill', 'set_value', 'Snapshot', 'saved_autocast',
+           'NothingFits', 'is_out_of_memory', 'free_memory', 'memory_error', 'without_tracebacks', 'halve',
+           'largest_that_runs', 'smallest_that_runs', 'clock', 'inner_model', 'accumulates', 'accumulator',
+           'takes_part', 'trial', 'room_for_step', 'without_graph', 'find_size', 'FittingSize', 'tell']
+
+# %% ../nbs/source/07_memory.ipynb #2c307b41
+generators = random.Random,np.random.Generator,np.random.RandomState,torch.Generator
+
+def all_generators(model:nn.Module)->list:
+    "Those of Python, NumPy and PyTorch, and those that the modules of `model` hold"
+    own = [o for o in tree_leaves([vars(m) for m in model.modules()]) if isinstance(o, generators)]
+    return [random, np.random, torch.default_generator, *torch.cuda.default_generators, *own]
+
+def saved(*objects, device:str|None=None)->Callable:
+    "Copy what tensors (to `device`), arrays, containers and random generators contain; returns what puts it back"
+    def undo(o):
+        if isinstance(o, Tensor): return partial(set_value, o, o.detach().to(device or o.device, copy=True))
+        if isinstance(o, np.ndarray): return partial(np.copyto, o, o.copy()) if o.flags.writeable else noop
+        if isinstance(o, (dict,list,set,deque)): return partial(refill, o, dict(o) if isinstance(o, dict) else list(o))
+        if hasattr(o, 'getstate'): return partial(o.setstate, o.getstate())
+        if hasattr(o, 'get_state'): return partial(o.set_state, o.get_state())
+        return partial(setattr, o.bit_generator, 'state', o.bit_generator.state)
+    undos = [undo(o) for o in objects]
+    def put_back():
+        for f in undos: f()
+    return put_back
+
+def refill(o:dict|list|set|deque, content:dict|list):
+    "Give `o` this content"
+    o.clear()
+    (o.update if hasattr(o, 'update') else o.extend)(content)
+
+@torch.no_grad()
+def set_value(o:Tensor, value:Tensor):
+    "Give `o` this value, on the device where its data is by now, and in the shape that it had"
+    if o.shape != value.shape: o.data = value.to(o.device, copy=True)
+    elif o.layout != torch.strided: o.copy_(value)
+    else:  # PyTorch does not copy into an expanded dimension
+        once = tuple(slice(None if s else 1) for s in o.stride())
+        o.data[once].copy_(value[once])
 
 # %% ../nbs/source/07_memory.ipynb #ce71299f
 class Snapshot:
-    """The state of a Learner and of all random generators, restored when its context ends; with `weights` the values of
-    parameters and the optimizer, too, which a forward and backward pass leaves alone"""
+    "The state of a Learner and the random generators, restored when its context ends; `weights`: parameters, too"
     optimizers = Optimizer,OptimWrapper,torch.optim.Optimizer
     holders = (GetAttr,nn.Module,Metric,BaseLoss,Pipeline,Transform,
                torch.utils.data.DataLoader,torch.utils.data.Sampler,*optimizers)  # training may change their attributes
     def __init__(self, learn:Learner, weights:bool=True):
-        self.weights,self.seen,self.seeders = weights,{},[set_seed]
-        self.undo = [partial(set_random_states, **get_random_states()), partial(set_autocast, **get_autocast())]
+        self.weights,self.seen = weights,{}
+        self.undo = [partial(set_random_states, **get_random_states()), saved_autocast()]
         self.save(learn)
-
     def __enter__(self): return self
     def __exit__(self, *args): self.restore()
     def restore(self):
-        "Put everything back in place"
         for f in self.undo: f()
-    def seed(self, seed:int):
-        "Seed all random generators, those of the DataLoaders too"
-        for f in self.seeders: f(seed)
 
     def save(self, o):
-        "Save the state of `o`, and of all that it holds"
+        "Save `o`, and all that it holds"
         if id(o) in self.seen or isinstance(o, (str,int,float)): return
         self.seen[id(o)] = o
         if isinstance(o, Tensor): self.save_tensor(o)
-        elif isinstance(o, np.ndarray) and o.flags.writeable: self.undo.append(partial(np.copyto, o, o.copy()))
-        elif isinstance(o, (random.Random,np.random.Generator,torch.Generator)): self.save_generator(o)
-        elif isinstance(o, (dict,list,set,deque)):
-            content = dict(o) if isinstance(o, dict) else list(o)
-            self.undo.append(partial(refill, o, content))
-            for v in content.values() if isinstance(o, dict) else content: self.save(v)
-        elif isinstance(o, tuple):
-            for v in o: self.save(v)
-        elif isinstance(o, DistributedDataParallel): self.save(o.module)  # the rest is that of its C++ half
+        elif isinstance(o, (np.ndarray,dict,list,set,deque,*generators)): self.undo.append(saved(o))
+        if isinstance(o, (tuple,list,set,deque)): inside = [*o]
+        elif isinstance(o, dict): inside = [*o.values()]
+        elif isinstance(o, DistributedDataParallel): inside = [o.module]  # the rest is that of its C++ half
         elif isinstance(o, self.optimizers) and not self.weights: return
         elif isinstance(o, (*self.holders, getattr(sys.modules.get('accelerate'), 'Accelerator', ()))):
-            data = vars(o).get('dataset')
+            data,inside = vars(o).get('dataset'),[vars(o)]
             self.seen[id(data)] = data
-            self.save(vars(o))
+        else: return
+        for v in inside: self.save(v)
 
-# %% ../nbs/source/07_memory.ipynb #15de5e3e
-def refill(o:dict|list|set|deque, content:dict|list):
-    "Restore `o`'s content in place"
-    o.clear()
-    (o.update if hasattr(o, 'update') else o.extend)(content)
-
-def stored_once(strides:tuple[int,...])->tuple[slice,...]:
-    "An index that takes expanded dimensions once"
-    return tuple(slice(None if s else 1) for s in strides)
-
-def set_value(o:Tensor, value:Tensor):
-    "Restore `o`'s value, on the device where its data is by now, and in the shape that it had"
-    if o.shape != value.shape: o.data = value.to(o.device)
-    elif o.layout != torch.strided: o.data.copy_(value)
-    else: o.data[once := stored_once(o.stride())].copy_(value[once])  # PyTorch does not copy into an expanded dimension
-
-@patch
-def save_tensor(self:Snapshot, o:Tensor):
-    "Save its value; of a leaf also gradient and `requires_grad`"
-    if self.weights or not isinstance(o, nn.Parameter):
-        self.undo.append(partial(set_value, o, o.detach().to('cpu', copy=True)))
-    if not o.is_leaf: return
-    self.undo += [partial(setattr, o, 'grad', o.grad), partial(o.requires_grad_, o.requires_grad)]
-    if self.weights: self.save(o.grad)
-
-@patch
-def save_generator(self:Snapshot, o:random.Random|np.random.Generator|torch.Generator):
-    "Save its state, and how to seed it"
-    if isinstance(o, random.Random): undo,seeder = partial(o.setstate, o.getstate()),o.seed
-    elif isinstance(o, torch.Generator): undo,seeder = partial(o.set_state, o.get_state()),o.manual_seed
-    else:
-        bits = o.bit_generator
-        undo = partial(setattr, bits, 'state', bits.state)
-        def seeder(seed): bits.state = type(bits)(seed).state
-    self.undo.append(undo)
-    self.seeders.append(seeder)
+    def save_tensor(self, o:Tensor):
+        "Save its value; of a leaf also gradient and `requires_grad`"
+        if self.weights or not isinstance(o, nn.Parameter): self.undo.append(saved(o, device='cpu'))
+        if not o.is_leaf: return
+        self.undo += [partial(setattr, o, 'grad', o.grad), partial(o.requires_grad_, o.requires_grad)]
+        if self.weights: self.save(o.grad)
 
 # %% ../nbs/source/07_memory.ipynb #0981df97
-def get_autocast()->dict:
-    "How many autocast contexts are entered, and on which devices autocast is on"
-    torch.autocast_increment_nesting()
-    return dict(depth=torch.autocast_decrement_nesting(), on={o:torch.is_autocast_enabled(o) for o in ('cpu','cuda')})
-
-def set_autocast(depth:int, on:dict[str,bool]):
-    "Leave the contexts that have been entered since"
-    for device,enabled in on.items(): torch.set_autocast_enabled(device, enabled)
-    while get_autocast()['depth'] > depth: torch.autocast_decrement_nesting()
-    torch.clear_autocast_cache()
+def saved_autocast()->Callable:
+    "A function that leaves the autocast contexts that have been entered since"
+    def depth():
+        torch.autocast_increment_nesting()
+        return torch.autocast_decrement_nesting()
+    before,on = depth(),{o:torch.is_autocast_enabled(o) for o in ('cpu','cuda')}
+    def leave():
+        for device,enabled in on.items(): torch.set_autocast_enabled(device, enabled)
+        while depth() > before: torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+    return leave
 
 # %% ../nbs/source/07_memory.ipynb #2d886b62
 _messages = ('CUDA error: out of memory', 'CUBLAS_STATUS_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED',
              'MPS backend out of memory', "can't allocate memory", 'CUDA out of memory')
 
-class NothingFits(RuntimeError):
-    "Memory ran out, and smaller micro-batches are no way out"
+class NothingFits(RuntimeError): "Memory ran out, and smaller micro-batches are no way out"
 
 def is_out_of_memory(e:BaseException|None)->bool:
-    "Whether `e`, or an error that caused it, says that memory ran out, and smaller micro-batches may help"
+    "Whether `e`, or an error that caused it, says that memory ran out"
     if e is None or isinstance(e, NothingFits): return False
     if isinstance(e, (torch.OutOfMemoryError,MemoryError)): return True
     return isinstance(e, RuntimeError) and any(o in str(e) for o in _messages) or is_out_of_memory(e.__cause__)
@@ -138,14 +136,14 @@ def free_memory():
 
 # %% ../nbs/source/07_memory.ipynb #9c1d0e08
 def memory_error(f:Callable, *args)->Exception|None:
-    "Run `f(*args)`; the error if memory ran out, else None. Other errors are raised"
+    "Run `f(*args)`; returns the error if memory ran out, else None"
     try: f(*args)
     except Exception as e:
         if is_out_of_memory(e): return without_tracebacks(e)
         raise
 
 def without_tracebacks(e:Exception)->Exception:
-    "`e` without the frames that hold tensors, neither its own nor those of the errors that led to it"
+    "`e` without the frames, which hold tensors, of it and of the errors that led to it"
     cause = e
     while cause is not None:
         cause.__traceback__ = None
@@ -153,7 +151,7 @@ def without_tracebacks(e:Exception)->Exception:
     return e
 
 def halve(size:int, error:Exception)->int:
-    "Half of `size` samples, rounded up, with memory freed; raises NothingFits, a RuntimeError, if it was a single one"
+    "Half of `size` samples, rounded up, with memory freed; raises NothingFits if it was a single one"
     if size == 1:
         raise NothingFits("out of memory with a single sample: use smaller inputs, a smaller model, mixed precision, "
                           "or ActivationCheckpointing()") from error
@@ -161,23 +159,21 @@ def halve(size:int, error:Exception)->int:
     return -(-size//2)
 
 def largest_that_runs(f:Callable, at_most:int)->int:
-    "The first n of `at_most`, half, a quarter ... for which `f(n)` fits in memory; raises RuntimeError if none does"
+    "The first n of `at_most`, half, a quarter ... for which `f(n)` fits in memory; raises NothingFits if none does"
     free_memory()  # what an earlier fit has left may be in the way
     n = at_most
     while error := memory_error(f, n): n = halve(n, error)
     return n
 
 # %% ../nbs/source/07_memory.ipynb #1487fb57
-def smallest_that_runs(f:Callable, at_most:int)->int:
-    "The least n from 0 to `at_most` for which `f(n)` fits in memory, by bisection; raises NothingFits if none does"
-    free_memory()
-    if not memory_error(f, 0): return 0
-    if error := memory_error(f, at_most): raise NothingFits("out of memory with all blocks recomputed") from error
-    too_few,n = 0,at_most
-    while n-too_few > 1:
-        middle = (n+too_few)//2
-        if memory_error(f, middle): too_few = middle
-        else: n = middle
+def smallest_that_runs(f:Callable, at_most:int, least:int=0)->int:
+    """The least n from `least` to `at_most` for which `f(n)` fits in memory, and the last to run. Raises NothingFits
+    if none does"""
+    if least == 0:
+        free_memory()
+        if not memory_error(f, 0): return 0
+    n = bisect_left(range(at_most+1), True, lo=1, key=lambda n: not memory_error(f, n))
+    if n > at_most: raise NothingFits("out of memory with all blocks recomputed")
     return n
 
 def clock()->float:
@@ -190,25 +186,19 @@ def inner_model(model:nn.Module)->nn.Module:
     "The model without its DDP wrapper, whose forward pass would wait for other processes"
     return model.module if isinstance(model, DistributedDataParallel) else model
 
-def room_for_step(opt:Optimizer|OptimWrapper)->list[Tensor]:
-    "Two tensors like every trained parameter that has no state yet: what Adam is going to allocate"
-    state = opt.opt.state if isinstance(opt, OptimWrapper) else opt.state
-    def is_fresh(p): return not any(isinstance(o, Tensor) and o.shape == p.shape for o in state.get(p, {}).values())
-    return [torch.empty_like(p) for p in trained(opt) if is_fresh(p) for _ in range(2)]
-
-bystanders = {'Recorder','ParamScheduler','LRFinder','ProgressCallback','ShowGraphCallback','ShowGraph','CSVLogger',
-              'SkipToEpoch','TrackerCallback','WandbCallback','TensorBoardCallback','CometCallback','AzureMLCallback',
-              'GradientNoiseScale'}
-
-def takes_part(cb:Callback)->bool:
-    "Whether `cb` may change what a pass computes: not those that accumulate, log, track or schedule"
-    return not (accumulates(cb) or any(o.__name__ in bystanders for o in type(cb).__mro__))
-
 def accumulates(cb:Callback)->bool:
     "Whether `cb` accumulates gradients, as this package's callbacks and fastai's do"
     return any(o.__name__ == 'GradientAccumulation' for o in type(cb).__mro__)
 
 def accumulator(learn:Learner)->Callback|None: return first(learn.cbs, accumulates)
+
+bystanders = {'Recorder','ParamScheduler','LRFinder','ProgressCallback','ShowGraphCallback','ShowGraph','CSVLogger',
+              'SkipToEpoch','TrackerCallback','WandbCallback','TensorBoardCallback','CometCallback','AzureMLCallback',
+              'GradientNoiseScale','GradientAccumulation'}
+
+def takes_part(cb:Callback)->bool:
+    "Whether `cb` may change what a pass computes: not those that accumulate, log, track or schedule"
+    return not any(o.__name__ in bystanders for o in type(cb).__mro__)
 
 @contextmanager
 def trial(learn:Learner, keep:Callable=takes_part, weights:bool=True):
@@ -217,6 +207,12 @@ def trial(learn:Learner, keep:Callable=takes_part, weights:bool=True):
           Snapshot(learn, weights) as state): yield state
 
 # %% ../nbs/source/07_memory.ipynb #9c1d0e12
+def room_for_step(opt:Optimizer|OptimWrapper)->list[Tensor]:
+    "Two tensors like every trained parameter that has no state yet: what Adam is going to allocate"
+    state = getattr(opt, 'opt', opt).state
+    def is_fresh(p): return not any(isinstance(o, Tensor) and o.shape == p.shape for o in state.get(p, {}).values())
+    return [torch.empty_like(p) for p in trained(opt) if is_fresh(p) for _ in range(2)]
+
 def without_graph(learn:Learner):
     "Forget what a pass before has left in `learn`, in the middle of a batch, so that a trial can begin"
     learn.pred,learn.loss,learn.loss_grad = None,None,None
@@ -225,9 +221,8 @@ def without_graph(learn:Learner):
         cb.autocast = autocast(cb.autocast.device, dtype=cb.autocast.fast_dtype)
 
 def find_size(learn:Learner, try_size:Callable, at_most:int, agree:bool=True, search:Callable=largest_that_runs)->int:
-    """The largest size up to `at_most` for which `try_size(n)`, a forward and backward pass, fits in memory. `learn`,
-    before a training batch's forward pass, is left unchanged. Processes `agree` on the smallest, if all search now.
-    Raises RuntimeError if not even one sample fits"""
+    """The size up to `at_most` that a `search` finds, for which `try_size(n)`, a forward and backward pass, fits in
+    memory; in mid-batch, without a trace. Processes `agree` on one, if all search now"""
     model = learn.model
     if is_sharded(model):
         raise ValueError(f"micro_batch_size='auto' cannot try sizes on a sharded {type(model).__name__}: "
@@ -247,12 +242,12 @@ def find_size(learn:Learner, try_size:Callable, at_most:int, agree:bool=True, se
 
 # %% ../nbs/source/07_memory.ipynb #9c1d0e14
 class FittingSize:
-    "The micro-batch size that fits, in training and in validation, and what it was found for"
+    "The size that fits in training, and that in validation; what it was found for"
     def __init__(self): self.found_for,self.size,self.valid,self.largest,self.most = None,None,None,0,0
 
     def update(self, learn:Learner, b, n:int, search:Callable, in_pieces:bool=True)->bool:
-        """Let `size` be that of `search(at_most, is_new)` if `learn` trains something else now, or if the samples of
-        `b` are larger than all before, or its `n` rows are more; gives whether that was so"""
+        """Let `size` be `search(at_most, is_new)` if `learn` trains something else now, or if the samples of `b` are
+        larger than all before, or its `n` rows are more; returns whether that was so"""
         now = sum(p.numel() for p in trained(learn.opt)),len(learn._grab_cbs(MixedPrecision))
         is_new,sample = now != self.found_for,sum(t.numel() for t in tensors_in(b))/n
         largest,most,size = (0, 0, n) if is_new else (self.largest, self.most, self.size)
@@ -262,8 +257,7 @@ class FittingSize:
         return True
 
     def say(self, learn:Learner, n:int, module:nn.Module):
-        """Print how a batch of `n` rows is run by `module`, and if BatchNorm sees few of them: below 16 its statistics
-        are noisy (arXiv 1803.08494)"""
+        "Print how `module` runs `n` rows, and if BatchNorm sees few: below 16 it is noisy (arXiv 1803.08494)"
         size,batchnorm = self.size,nn.modules.batchnorm._BatchNorm
         how = 'fits in memory'
         if size < n: how = f"is split into {-(-n//size)} micro-batches of {'up to ' if n % size else ''}{size}"
@@ -272,6 +266,6 @@ class FittingSize:
         tell(learn, f"micro_batch_size='auto': each batch of {n} {how}")
 
 def tell(learn:Learner, message:str):
-    "Give `message` to the logger of `learn`, in one process; the progress bar, which logs tables, has it printed"
-    is_bar = isinstance(getattr(learn.logger, '__self__', None), Callback)
+    "Give `message` to the logger of `learn`, in one process"
+    is_bar = isinstance(getattr(learn.logger, '__self__', None), Callback)  # it logs tables
     if rank_distrib() == 0: (print if is_bar else learn.logger)(message)

@@ -12,15 +12,14 @@ from fastai.basics import *
 from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
-__all__ = ['is_nested', 'children', 'rebuilt', 'each_tensor', 'tensors_in', 'lengths', 'batch_size', 'cut', 'is_per_sample',
-           'next_size', 'CannotJoin', 'join']
+__all__ = ['children', 'rebuilt', 'each_tensor', 'tensors_in', 'lengths', 'batch_size', 'cut', 'is_per_sample', 'next_size',
+           'CannotJoin', 'join']
 
 # %% ../nbs/source/01_nested.ipynb #1a3a38eb
-def is_nested(b)->bool:
-    "Whether `b` is a tuple, a list or a mapping, such as Hugging Face's BatchEncoding"
-    return isinstance(b, (tuple,list,Mapping)) and not isinstance(b, PackedSequence)
-
-def children(b)->list: return list(b.values() if isinstance(b, Mapping) else b)
+def children(b)->list|None:
+    "The items of a tuple, a list or a mapping, such as Hugging Face's BatchEncoding; None: `b` is none of these"
+    if isinstance(b, Mapping): return list(b.values())
+    if isinstance(b, (tuple,list)) and not isinstance(b, PackedSequence): return list(b)
 
 def rebuilt(b, items:list):
     "A tuple, list or mapping like `b` with these `items`"
@@ -33,32 +32,30 @@ def rebuilt(b, items:list):
 def each_tensor(f:Callable, b):
     "`b` with `f` applied to each of its tensors"
     if isinstance(b, Tensor): return f(b)
-    return rebuilt(b, [each_tensor(f, o) for o in children(b)]) if is_nested(b) else b
+    return b if (items := children(b)) is None else rebuilt(b, [each_tensor(f, o) for o in items])
 
 def tensors_in(b)->list[Tensor]:
     "The tensors of a nested batch that have a batch dimension, in order"
     if isinstance(b, Tensor): return [b] if b.ndim else []
-    return [t for o in children(b) for t in tensors_in(o)] if is_nested(b) else []
+    return [t for o in children(b) or () for t in tensors_in(o)]
 
 # %% ../nbs/source/01_nested.ipynb #e8293969
 def lengths(b)->set[int]:
     "The first dimensions of the tensors in `b`, and the lengths of its lists: one of them counts the samples"
-    if not is_nested(b): return {len(o) for o in tensors_in(b)}
+    if (items := children(b)) is None: return {len(o) for o in tensors_in(b)}
     own = set() if isinstance(b, Mapping) else {len(b)}
-    return own.union(*(lengths(o) for o in children(b)))
+    return own.union(*map(lengths, items))
 
 def batch_size(b, expected:int|None=None)->int:
     """Samples in `b`, a batch of inputs and targets: `expected`, if a tensor or list has as many; else those of its
     last part or first tensor. Raises ValueError without tensors"""
     parts = list(b) if isinstance(b, (tuple,list)) else [b]
-    last = parts[-1] if parts else None
-    n = len(last) if isinstance(last, Tensor) and last.ndim else None
-    if n is not None and expected in (None, n): return n
+    last = [o for o in parts[-1:] if isinstance(o, Tensor) and o.ndim]
+    if last and expected in (None, len(last[0])): return len(last[0])
     if expected in set().union(*map(lengths, parts)): return expected
-    if n is None and not (tensors := tensors_in(b)):
-        raise ValueError(f"cannot find the samples of a batch without tensors, {type(b).__name__}: "
-                         "use a DataLoader that yields tensors")
-    return len(tensors[0]) if n is None else n
+    if tensors := last or tensors_in(b): return len(tensors[0])
+    raise ValueError(f"cannot find the samples of a batch without tensors, {type(b).__name__}: "
+                     "use a DataLoader that yields tensors")
 
 # %% ../nbs/source/01_nested.ipynb #5413ea87
 def cut(b, start:int, end:int, n:int, lists:dict|None=None, place:tuple=()):
@@ -70,26 +67,25 @@ def cut(b, start:int, end:int, n:int, lists:dict|None=None, place:tuple=()):
         raise ValueError(f"cannot split a tensor of shape {tuple(b.shape)} in a batch of {n} samples: "
                          "its first dimension must be the samples")
     if b is None or isinstance(b, (str,bytes,Number)): return b
-    if not is_nested(b):
+    if (items := children(b)) is None:
         raise ValueError(f"cannot split a {type(b).__name__}: use tensors, or a DataLoader that yields smaller batches")
-    if len(place) > 1 and is_per_sample(b, n, {} if lists is None else lists, place): return rebuilt(b, b[start:end])
-    items = b.items() if isinstance(b, Mapping) else enumerate(b)
-    return rebuilt(b, [cut(o, start, end, n, lists, (*place, k)) for k,o in items])
+    is_mapping = isinstance(b, Mapping)
+    if not is_mapping and len(place) > 1 and is_per_sample(b, n, {} if lists is None else lists, place):
+        return rebuilt(b, items[start:end])
+    keys = b if is_mapping else range(len(items))
+    return rebuilt(b, [cut(o, start, end, n, lists, (*place, k)) for k,o in zip(keys, items)])
 
-def is_per_sample(b, n:int, lists:dict, place:tuple)->bool:
-    """Whether `b` is a list with an entry for each of `n` samples, such as captions or boxes, and not one of inputs.
-    Where both are possible, it is what it was in the batches before, at this `place`; ValueError in a first batch"""
-    if isinstance(b, Mapping): return False
-    rows = [len(o) for o in tensors_in(b)]
+def is_per_sample(b:list|tuple, n:int, lists:dict, place:tuple)->bool:
+    """Whether `b` has an entry for each of `n` samples, such as captions or boxes, and is not a list of inputs. Where
+    both are possible, it is what it was in the batches before, at this `place`; ValueError in a first batch"""
+    rows = {len(o) for o in tensors_in(b)}
     is_list = isinstance(b, list) and all(isinstance(o, Tensor) for o in b)
-    alike = is_list and len({(o.dtype, *o.shape[1:]) for o in b}) == 1
     if len(b) != n or n not in rows: lists[place] = len(b) == n
-    elif not alike: return False
-    elif {*rows} != {n}: lists[place] = True
+    elif not is_list or len({(o.dtype, *o.shape[1:]) for o in b}) > 1: return False  # no list of boxes or the like
+    elif rows != {n}: lists[place] = True
     elif place not in lists:
-        raise ValueError(f"cannot split a list of {n} tensors of {n} rows in a batch of {n} samples: "
-                         f"it may have an entry for each sample, or be {n} inputs; use a tuple for inputs, or another "
-                         "batch size")
+        raise ValueError(f"cannot split a list of {n} tensors of {n} rows in a batch of {n} samples: it may have an "
+                         f"entry for each sample, or be {n} inputs; use a tuple for inputs, or another batch size")
     return lists[place]
 
 def next_size(rest:int, most:int)->int:
@@ -110,7 +106,7 @@ def join(parts:list, sizes:list[int]):
         res = torch.cat(parts)
         parts.clear()
         return res
-    if is_nested(o):
+    if children(o) is not None:
         if isinstance(o, list) and len(o) == sizes[0] and sizes[0] not in map(len, tensors_in(o)):
             return type(o)(v for p in parts for v in p)  # an entry for each sample
         columns = [list(c) for c in zip(*map(children, parts), strict=True)]

@@ -93,13 +93,13 @@ class WindowSquares:
         "Add the hooks, before a backward pass"
         self.ignore()
         if not self.window.n_micro: self.squares,self.n = 0.,0  # also where it starts over, out of memory
-        if not (self.window.micro and self.window.micro.under_way): return
+        if not self.window.micro: return
         def keep_norm(state, hyper, grad): self.norms.append(grad_norm(grad.detach(), state, hyper))
         self.hooks = [p.register_hook(partial(keep_norm, *o)) for p,*o in states(opt)]
     def add(self):
         "Add what the hooks have seen, unless the micro-batch was cancelled or has no items"
         micro = self.window.micro
-        if self.hooks and micro and micro.under_way:
+        if self.hooks and micro:
             size = micro.samples if micro.items is None else micro.items
             self.squares = self.squares + mean_over(size, sum_of_squares(self.norms)/size)
             self.n = self.n + (size > 0)
@@ -114,6 +114,7 @@ class WindowSquares:
 def measure(self:WindowSquares, learn:Learner):
     "`result` gets the arguments of `noise_and_signal`, and the steps behind the metric, without a GPU sync"
     window,device = self.window,learn.loss.device
+    if not window.is_filling: return
     loss_scale = learn.scaler.scale(torch.ones((), device=device)) if scales_loss(learn) else 1.
     if window.is_sum: size,unit,scale = window.samples,1,loss_scale*window.samples
     else: size,unit,scale = window.items,window.unit,loss_scale  # of `.grad`
@@ -184,7 +185,7 @@ def before_train(self:GradientNoiseScale):
 def after_step(self:GradientNoiseScale):
     "Add the window to the averages, which are of one metric, and record the estimate"
     accum,window = self.squares.accum,self.squares.window
-    if window.state != WindowState.closed: return  # a step that was cancelled
+    if not window.is_filling: return  # a step that was cancelled
     if window.n_micro == window.n_processes == 1 and window.samples >= window.size:
         accum.warn_once(f"GradientNoiseScale cannot measure a window of {window.samples} samples in a single "
                         "micro-batch: use a smaller micro_batch_size, or a larger accum_bs")

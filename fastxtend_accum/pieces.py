@@ -22,126 +22,90 @@ from .memory import *
 from .hidden_state import *
 
 # %% auto #0
-__all__ = ['own_loop', 'StartOver', 'Pieces', 'per_sample', 'Inputs', 'OneRow', 'Arguments', 'SavedState', 'forward_in_pieces',
-           'all_contexts', 'evaluate', 'Loop', 'train_on', 'check_loop', 'Way', 'is_compiled', 'MicroBatchFinder']
+__all__ = ['StartOver', 'all_contexts', 'Pieces', 'Inputs', 'twice', 'on_samples', 'evaluate', 'Loop', 'train_on', 'check_loop',
+           'is_compiled', 'Way', 'MicroBatchFinder']
 
 # %% ../nbs/source/11_pieces.ipynb #d1d04810
 class StartOver(ValueError): "A part knows more now: the batch has to run from its first sample again"
 
+def all_contexts(objects:list, method:str, *args)->ExitStack:
+    "Enter the contexts that a method of `objects` gives, each finding what earlier ones have replaced; None gives none"
+    with ExitStack() as stack:
+        for o in objects:
+            if context := getattr(o, method)(*args): stack.enter_context(context)
+        return stack.pop_all()
+
 class Pieces:
     "A batch of `n` samples, which runs in pieces; `parts` follow"
     def __init__(self, n:int, parts:list):
-        self.n,self.parts,self.start,self.outputs,self.sizes = n,parts,0,[],[]
-        self.next_size = first(o.next_size for o in parts if hasattr(o, 'next_size')) or next_size
+        self.n = n
+        self.begin(parts)
 
-    def run_next(self, run:Callable, most:int):
-        "The next piece, of at most `most` samples: keep what `run(start, end)` returns for it"
-        start,size = self.start,self.next_size(self.n-self.start, most)
-        with ExitStack() as stack:
-            for o in self.parts:
-                if context := o.piece(start, start+size): stack.enter_context(context)
-            output = run(start, start+size)
-        self.start += size
-        self.outputs.append(output)
-        self.sizes.append(size)
+    def begin(self, parts:list):
+        "Run from the first sample on"
+        self.parts,self.start,self.outputs,self.sizes = parts,0,[],[]
+        self.next_size = first([o.next_size for o in parts if hasattr(o, 'next_size')]) or next_size
 
-    def run(self, run:Callable, most:Callable, retry:Callable|None=None, start_over:Callable|None=None):
-        """All pieces, of at most `most()` samples; returns itself. If memory runs out, or a part starts over,
-        `retry(error)` or `start_over(error)` raises the error or goes back"""
+    def run(self, run:Callable, most:Callable, go_back:Callable|None=None, repeats:bool=False):
+        """All pieces, of at most `most()` samples; keeps what `run(start, end)` returns, and returns itself. If a part
+        starts over, or with `repeats` if memory runs out, `go_back(error)` undoes what has to run again, or raises"""
         while self.start < self.n:
+            start,size = self.start,self.next_size(self.n-self.start, most())
             try:
-                if not retry: self.run_next(run, most())
-                elif error := memory_error(self.run_next, run, most()): retry(error)
+                with all_contexts(self.parts, 'piece', start, start+size): output = run(start, start+size)
+            except Exception as e:
+                if not (isinstance(e, StartOver) or repeats and is_out_of_memory(e)): raise
+                error,output = without_tracebacks(e),None
+            else:
+                self.start += size
+                self.sizes.append(size)
+                self.outputs.append(output)
                 continue
-            except StartOver as e: again = without_tracebacks(e)
-            start_over(again) if start_over else self.go_back(0)
+            go_back(error) if go_back else self.begin(self.parts)
         return self
 
     def joined(self): return self.outputs[0] if len(self.outputs) == 1 else join(self.outputs, self.sizes)
 
-    def go_back(self, start:int):
-        "Run again from sample `start`: the beginning of the last piece, or 0"
-        if not start: self.outputs,self.sizes = [],[]
-        self.start = start
-        for o in self.parts: o.undo(start)
-
 # %% ../nbs/source/11_pieces.ipynb #c362035e
-def per_sample(cb:Callback)->tuple[str,...]:
-    """The attributes of `cb` with a value for each sample: those that its class names in `per_sample`, or the partners
-    of fastai's MixUp and CutMix"""
-    return getattr(type(cb), 'per_sample', ('yb1','lam') if isinstance(cb, MixHandler) else ())
-
 class Inputs:
-    """Part: the Learner's inputs and targets, and the values that callbacks keep for each sample. `copies`: a piece may
-    be repeated, so a model must not work in place on it"""
-    def __init__(self, learn:Learner, n:int, lists:dict, copies:bool=False):
-        self.learn,self.n,self.lists,self.copies,self.xb,self.yb = learn,n,lists,copies,learn.xb,learn.yb
-        self.values = [(cb, o, vars(cb)[o]) for cb in learn.cbs for o in per_sample(cb) if o in vars(cb)]
+    "Part: the Learner's `n` inputs and targets, and the values that callbacks keep for each of them"
+    def __init__(self, learn:Learner, n:int, lists:dict):
+        self.learn,self.n,self.lists,self.xb,self.yb = learn,n,lists,learn.xb,learn.yb
+        self.copies = True  # a piece may run again, and the model may work in place
+        places = [(learn, 'xb'), (learn, 'yb')]
+        for cb in learn.cbs:
+            partners = ('yb1','lam') if isinstance(cb, MixHandler) else ()
+            places += [(cb, o) for o in getattr(type(cb), 'per_sample', partners) if o in vars(cb)]
+        self.values = [(o, name, vars(o)[name]) for o,name in places]
 
     def piece(self, start:int, end:int):
         learn,n = self.learn,self.n
-        if end-start == n: self.whole()
-        else:
-            learn.xb = cut(self.xb, start, end, n, self.lists, ('xb',))
-            learn.yb = cut(self.yb, start, end, n, self.lists, ('yb',))
-            for cb,name,value in self.values:
-                is_whole = isinstance(value, Tensor) and (not value.ndim or len(value) != n)  # one for all samples
-                vars(cb)[name] = value if is_whole else cut(value, start, end, n, self.lists, (name,))
+        for o,name,value in self.values:
+            is_whole = isinstance(value, Tensor) and (not value.ndim or len(value) != n)  # one for all samples
+            if not is_whole and end-start < n: value = cut(value, start, end, n, self.lists, (name,))
+            vars(o)[name] = value
         if self.copies: learn.xb,learn.yb = each_tensor(torch.clone, (learn.xb, learn.yb))
-    def undo(self, start:int): pass
+        if end-start == 1 < n: return ContextManagers(map(twice, learn._grab_cbs(RNNRegularizer)))
 
     def whole(self):
-        self.learn.xb,self.learn.yb = self.xb,self.yb
-        for cb,name,value in self.values: vars(cb)[name] = value
+        for o,name,value in self.values: vars(o)[name] = value
 
 # %% ../nbs/source/11_pieces.ipynb #a5a8ba03
-class OneRow:
-    "Part: an `RNNRegularizer` regularizes a piece of one row as it does larger ones"
-    def __init__(self, cb:RNNRegularizer, n:int): self.cb,self.n = cb,n
-    def undo(self, start:int): pass
-    def piece(self, start:int, end:int):
-        if end-start == 1 < self.n: return replaced(self.cb, 'after_loss', self.after_loss)
-    def after_loss(self):
-        rnn = self.cb.rnn
-        with replaced(rnn, 'raw_out', rnn.raw_out.expand(2, *rnn.raw_out.shape[1:])): type(self.cb).after_loss(self.cb)
+def twice(cb:RNNRegularizer):
+    "A context in which `cb` gets one row twice"
+    def after_loss():
+        rows = cb.rnn.raw_out
+        with replaced(cb.rnn, 'raw_out', rows.expand(2, *rows.shape[1:])): type(cb).after_loss(cb)
+    return replaced(cb, 'after_loss', after_loss)
 
-# %% ../nbs/source/11_pieces.ipynb #5de76854
-class Arguments:
-    "Part: the arguments of a forward pass of `n` samples"
-    def __init__(self, args:tuple, kwargs:dict, n:int, lists:dict):
-        self.all,self.n,self.lists,self.now = (args, kwargs),n,lists,None
-    def piece(self, start:int, end:int):
-        self.now = self.all if end-start == self.n else cut(self.all, start, end, self.n, self.lists)
-    def undo(self, start:int): pass
-
-class SavedState:
-    "Part: a piece that is repeated finds buffers and random generators as they were before it failed"
-    def __init__(self, model:nn.Module): self.buffers,self.saved = list(model.buffers()),{}
-    def piece(self, start:int, end:int): self.saved = {o:self.saved[o] for o in self.saved if not o}|{start:self.now()}
-    def now(self)->tuple: return [b.clone() for b in self.buffers],get_random_states()
-    def undo(self, start:int):
-        values,states = self.saved[start]
-        for b,value in zip(self.buffers, values): b.copy_(value)
-        set_random_states(**states)
-
-def forward_in_pieces(forward:Callable, most:int, lists:dict, n:int)->Callable:
-    "`forward` on pieces of at most `most` of `n` samples, with the outputs joined"
-    def f(*args, **kwargs):
-        arguments = Arguments(args, kwargs, n, lists)
-        def run(start, end):
-            args,kwargs = arguments.now
-            return forward(*args, **kwargs)
-        return Pieces(n, [arguments]).run(run, lambda: most).joined()
-    return f
+def on_samples(f:Callable, args:tuple, kwargs:dict, n:int, lists:dict|None=None)->Callable:
+    "A function of `start` and `end`: `f` on these of the `n` samples in its arguments"
+    def run(start, end):
+        a,kw = (args, kwargs) if end-start == n else cut((args, kwargs), start, end, n, lists)
+        return f(*a, **kw)
+    return run
 
 # %% ../nbs/source/11_pieces.ipynb #7efc415f
-def all_contexts(ways:list, name:str)->ExitStack:
-    "The contexts of all `ways`, `forward_context` or `backward_context`, each finding what earlier ones have replaced"
-    with ExitStack() as stack:
-        for o in ways:
-            if context := getattr(o, name)(): stack.enter_context(context)
-        return stack.pop_all()
-
 def evaluate(learn:Learner, ways:list=(), model:nn.Module|None=None):
     "Forward pass and loss of the present batch or piece, with fastai's events"
     with all_contexts(ways, 'forward_context'): learn.pred = (model or learn.model)(*learn.xb)
@@ -154,8 +118,7 @@ def evaluate(learn:Learner, ways:list=(), model:nn.Module|None=None):
 class Loop:
     "Runs where fastai runs `_do_one_batch`; `ways` are the callbacks that have joined it"
     def __init__(self, learn:Learner):
-        self.learn,self.ways,self.lists,self.owners,self.regularizers = learn,[],{},[],[]
-        self.splitter,self.pieces,self.in_autocast = None,None,True
+        self.learn,self.ways,self.lists,self.owners,self.generators,self.splitter = learn,[],{},[],None,None
     def __call__(self, f:Callable):
         if not self.learn.training: return evaluate(self.learn, self.ways)
         try: self.train()
@@ -174,18 +137,29 @@ class Loop:
         said = self.splitter.batch_samples if learn.training and self.splitter else stated_batch_size(learn.dl)
         return batch_size((*learn.xb, *learn.yb), said)
 
+    def hidden(self, n:int, module:nn.Module|None=None)->list:
+        "The part for hidden states in `module`, None: in the model; no part if there are none"
+        owners = [o for o in self.owners if module is None or o in {*module.modules()}]
+        return [HiddenState(owners, n)] if owners else []
+
 # %% ../nbs/source/11_pieces.ipynb #1eea2235
 @patch
 def train(self:Loop):
     "All that fastai does with a training batch, in pieces; a batch that is cancelled in between is left out as a whole"
     learn,self.splitter = self.learn,first(o for o in self.ways if o.splits_loss)
-    n,searching = self.samples(),self.searching
+    searching,self.in_autocast,self.kept,self.state = self.searching,True,{},[]
     repeats = bool(searching) and n_processes(learn) == 1
-    inputs = self.inputs = Inputs(learn, n, self.lists, repeats or bool(self.splitter and self.splitter.draws))
+    inputs = self.inputs = Inputs(learn, self.samples(), self.lists)
     try:
         for o in searching if len(learn.yb) else []: o.find_size(self, inputs)
-        self.pieces,self.in_autocast = Pieces(n, self.parts()),True
-        self.pieces.run(self.train_piece, self.most, self.retry if repeats else None, self.start_over)
+        self.pieces = Pieces(inputs.n, self.parts())
+        repeatable = repeats or is_trial(learn)  # a trial takes as much memory as what follows
+        inputs.copies = repeatable or self.pieces.next_size is not next_size
+        if inputs.copies:
+            self.generators = self.generators or all_generators(learn.model)
+            self.state = [*learn.model.buffers(), *self.generators]
+        def most(): return self.splitter.fitting.size if self.splitter else inputs.n
+        self.pieces.run(self.train_piece, most, self.go_back, repeats)
     except (CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException):
         for o in self.ways: o.cancelled()
         raise
@@ -199,18 +173,16 @@ def train(self:Loop):
 
 @patch
 def parts(self:Loop)->list:
-    "All that follows the pieces of this batch"
-    saved = [SavedState(self.learn.model)] if self.inputs.copies else []
+    "All that follow the pieces of this batch"
     n = self.inputs.n
-    rows = [HiddenState(self.owners, n)] if self.owners else []
-    if self.regularizers: rows += [OneRow(o, n) for o in self.regularizers]
-    return [self.inputs, *saved, *rows, *(p for o in self.ways for p in o.parts(n))]
+    return [self.inputs, *self.hidden(n), *[p for o in self.ways for p in o.parts(n)]]
 
 # %% ../nbs/source/11_pieces.ipynb #8b7a2fed
 @patch
 def train_piece(self:Loop, start:int, end:int):
     "Forward pass, loss and backward pass of a piece; returns its output, without its graph if there are others"
     learn = self.learn
+    if self.state: self.kept = {k:f for k,f in self.kept.items() if not k} | {start:saved(*self.state)}
     if not self.in_autocast:  # fastai leaves it after each loss
         for cb in learn._grab_cbs(MixedPrecision): cb.before_batch()
     self.in_autocast = True
@@ -221,62 +193,60 @@ def train_piece(self:Loop, start:int, end:int):
             learn._with_events(learn._backward, 'backward', CancelBackwardException)
     return learn.pred if end-start == self.pieces.n else each_tensor(Tensor.detach, learn.pred)
 
-@patch
-def most(self:Loop)->int: return self.splitter.fitting.size if self.splitter else self.pieces.n  # samples in a piece
-
-# %% ../nbs/source/11_pieces.ipynb #c6afddc7
-@patch
-def retry(self:Loop, error:Exception):
-    "Halve the size of pieces and go back; raises `error` if that is not possible"
-    learn,accum,way = self.learn,accumulator(self.learn),first(o for o in self.searching if o.can_shrink)
-    learn.pred,learn.loss_grad,learn.loss = None,None,None
-    start = accum.go_back(self.pieces.start) if isinstance(accum, Way) else None if accum else 0
-    if way is None or start is None: raise error
-    if not accum: learn.opt.zero_grad()
-    free_memory()
-    self.pieces.go_back(start)
-    warn(f"out of memory in training: from now on, {way.shrink(self, error)}")
-    if not start: self.pieces.parts = self.parts()  # another way may have others
-
-@patch
-def start_over(self:Loop, error:StartOver):
-    """Run the batch from its first sample again; raises `error` if its gradient is mixed with that of another, or with
-    other processes'"""
-    learn,accum,start = self.learn,self.splitter,self.pieces.start
-    if start and accum.window.earlier or n_processes(learn) > 1: raise error
-    learn.pred,learn.loss_grad,learn.loss = None,None,None
-    accum.start_over() if start else accum.go_back(0)
-    self.pieces.go_back(0)
-
 def train_on(loop:Loop, inputs:Inputs, n:int):
     "A forward and a backward pass on the first `n` samples, without a step"
     inputs.piece(0, n)
-    with HiddenState(loop.owners, inputs.n).piece(0, n):
+    with all_contexts(loop.hidden(inputs.n), 'again', 0, n):
         evaluate(loop.learn, loop.ways, inner_model(loop.learn.model))
         with all_contexts(loop.ways, 'backward_context'): loop.learn.loss_grad.backward()
 
-# %% ../nbs/source/11_pieces.ipynb #1873bd39
-own_loop = '_do_one_batch','_do_grad_opt','_backward'
+# %% ../nbs/source/11_pieces.ipynb #c6afddc7
+@patch
+def go_back(self:Loop, error:Exception):
+    """Undo the failed piece, or the batch if the gradient is mixed; if memory has run out, smaller pieces follow.
+    Raises `error` if there are none, or if the gradient is mixed with that of another batch or process"""
+    learn,accum,start,way = self.learn,accumulator(self.learn),self.pieces.start,None
+    learn.pred,learn.loss_grad,learn.loss = None,None,None
+    if isinstance(error, StartOver):
+        if start and accum.window.earlier or n_processes(learn) > 1: raise error
+        if start: start = accum.start_over()
+        else: accum.go_back(0)
+    else:
+        way = first(o for o in self.searching if o.can_shrink)
+        start = accum.go_back(start) if isinstance(accum, Way) else None if accum else 0
+        if way is None or start is None: raise error
+        if not accum: learn.opt.zero_grad()
+        free_memory()
+    self.kept.get(start, noop)()
+    if way: warn(f"out of memory in training: from now on, {way.shrink(self, error)}")
+    if not start: self.pieces.begin(self.parts() if way else self.pieces.parts)  # another way may have others
 
+# %% ../nbs/source/11_pieces.ipynb #1873bd39
 def check_loop(learn:Learner, cb:Callback):
-    "Raises ValueError if `learn` has its own methods where `cb` needs fastai's: SAM, say, runs the model twice a step"
-    for o in own_loop:
+    "Raises ValueError if `learn` has a loop of its own: SAM, say, runs the model twice a step"
+    for o in '_do_one_batch','_do_grad_opt','_backward':
         if getattr(type(learn), o) is not getattr(Learner, o) or o in vars(learn):
             name = type(cb).__name__
             raise ValueError(f"{type(learn).__name__} has its own {o}, which {name} would overrule: leave {name} out, "
                              "or make a callback of what it does")
 
+def is_compiled(model:nn.Module)->bool:
+    return any(hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) for m in model.modules())
+
 # %% ../nbs/source/11_pieces.ipynb #e24952ff
 class Way(FitCallback):
     "Base of callbacks that run a batch in another way: `join_loop` in `before_train` lets them"
-    micro_batch_size,part,splits_loss,draws = None,None,False,False  # draws: pieces have those of the whole batch
+    micro_batch_size,part,splits_loss = None,None,False
+    batch_samples = None  # samples that the DataLoader has yielded for this batch, if that is known
+    searches = property(lambda self: self.micro_batch_size == 'auto')  # whether it finds by trying what fits in memory
+    can_shrink = property(lambda self: self.micro_bs > 1)
     def join_loop(self):
         "Join the loop of this fit; raises ValueError if the Learner has a loop of its own"
         if not self.is_in_fit(): return
         check_loop(self.learn, self)
         fit = fit_of(self.learn)
         loop = fit.instead.setdefault('batch', Loop(self.learn))
-        loop.owners,loop.regularizers = state_owners(self.learn.model),self.learn._grab_cbs(RNNRegularizer)
+        loop.owners = state_owners(self.learn.model)
         if self.splits: check_splits(self.learn.model, loop.owners)
         if self in loop.ways: return
         loop.ways.append(self)
@@ -286,15 +256,14 @@ class Way(FitCallback):
     def splits(self)->bool:
         "Whether batches are split; a training DataLoader without a batch size yields batches of `micro_batch_size`"
         return self.micro_batch_size is not None and stated_batch_size(self.learn.dls.train) is not None
-
     def before_validate(self):
         if self.splits: self.join_loop()
-    def rows(self, loop:Loop)->int: return loop.samples()  # that the module which runs in pieces sees
 
+    def rows(self, loop:Loop)->int: return loop.samples()  # that the module which runs in pieces sees
     def parts(self, n:int)->list: return []  # that follow the pieces of a batch of `n` samples
     def backward_context(self): pass
-    searches = property(lambda self: self.micro_batch_size == 'auto')  # whether it finds by trying what fits in memory
-    can_shrink = property(lambda self: self.micro_bs > 1)
+    def end_batch(self): pass  # all samples have been trained on; raises CancelBatchException if no step is due
+    def cancelled(self): pass
     def remedy(self)->str:
         n = self.micro_bs
         return f"out of memory with micro-batches of {n} samples: set micro_batch_size={-(-n//2)}"
@@ -302,13 +271,8 @@ class Way(FitCallback):
         "Take less memory from now on, after `error`; returns how"
         self.fitting.size = halve(self.micro_bs, error)
         return f"micro-batches have {self.micro_bs} samples"
-    def end_batch(self): pass  # all samples have been trained on; raises CancelBatchException if no step is due
-    def cancelled(self): pass
 
 # %% ../nbs/source/11_pieces.ipynb #199f5170
-def is_compiled(model:nn.Module)->bool:
-    return any(hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) for m in model.modules())
-
 @patch
 def running_part(self:Way)->nn.Module:
     "The module that runs in pieces"
@@ -317,44 +281,35 @@ def running_part(self:Way)->nn.Module:
 
 @patch
 def forward_context(self:Way):
-    "The forward pass in validation and prediction, in pieces: fastai's own code does the rest with the joined outputs"
+    """In validation and prediction, the forward pass in pieces of `micro_batch_size` samples; with 'auto', or hooks
+    that would see pieces, of as many as fit in memory"""
     if self.learn.training: return None
-    if self is not first(o for o in fit_of(self.learn).instead['batch'].ways if o.splits): return None
+    loop,fitting = fit_of(self.learn).instead['batch'],self.fitting
+    if self is not first(o for o in loop.ways if o.splits): return None
     module = self.running_part()
-    return replaced(module, 'forward', self.valid_forward(module))
-
-# %% ../nbs/source/11_pieces.ipynb #95a6f837
-@patch
-def valid_forward(self:Way, module:nn.Module)->Callable:
-    """`forward` of `module` in pieces of `micro_batch_size` samples; with 'auto', or hooks that would see pieces, of as
-    many as fit in memory"""
-    forward,loop,fitting = module.forward,fit_of(self.learn).instead['batch'],self.fitting
-    owners = [o for o in loop.owners if o in {*module.modules()}]
+    forward = module.forward
     tries = self.micro_batch_size == 'auto' or any(m._forward_hooks for m in module.modules() if m is not module)
     def in_pieces(*args, **kwargs):
         if not tensors_in((args, kwargs)): return forward(*args, **kwargs)
         n = self.rows(loop)
         def most(): return fitting.valid or (n if tries else self.micro_batch_size)
-        def retry(error): fitting.valid = halve(min(n, most()), error)
-        arguments = Arguments(args, kwargs, n, loop.lists)
-        pieces = Pieces(n, [arguments, *([HiddenState(owners, n)] if owners else [])])
-        def run(start, end): return forward(*arguments.now[0], **arguments.now[1])
-        try: return pieces.run(run, most, retry if tries and fitting.valid != math.inf else None).joined()
+        def shrink(error): fitting.valid = halve(min(n, most()), error)
+        pieces,run = Pieces(n, loop.hidden(n, module)),on_samples(forward, args, kwargs, n, loop.lists)
+        try: return pieces.run(run, most, shrink, tries and fitting.valid != sys.maxsize).joined()
         except CannotJoin as e:
-            pieces.go_back(0)
             warn(f"validation batches are not split: {e}. If memory runs out, give the DataLoaders a smaller val_bs, "
                  f"such as val_bs={most()}")
-            fitting.valid = math.inf
-            return forward(*args, **kwargs)
-    return in_pieces
+        fitting.valid = sys.maxsize
+        pieces.begin(pieces.parts)
+        return pieces.run(run, most).joined()
+    return replaced(module, 'forward', in_pieces)
 
 # %% ../nbs/source/11_pieces.ipynb #249c21df
 class MicroBatchFinder(Way):
     "Ends a fit at its first batch, with the largest micro-batch size that fits"
-    order,size,micro_batch_size,splits_loss,splits,micro_bs,batch_samples = 99,None,'auto',True,False,1,None
+    order,searches,splits,splits_loss = 99,True,False,True
     def before_train(self): self.join_loop()
     def find_size(self, loop:Loop, inputs:Inputs):
-        "Search, and end the fit"
         self.size = find_size(self.learn, partial(train_on, loop, inputs), inputs.n)
         raise CancelFitException
 

@@ -15,8 +15,7 @@ from .window import *
 from .gradients import *
 
 # %% auto #0
-__all__ = ['averages_gradients', 'is_sharded', 'n_processes', 'all_reduce', 'Processes', 'enable_sync', 'check_wrapped',
-           'check_sums']
+__all__ = ['averages_gradients', 'is_sharded', 'n_processes', 'all_reduce', 'Processes', 'enable_sync', 'check_wrapped']
 
 # %% ../nbs/source/05_processes.ipynb #6dccdd16
 def averages_gradients(model:nn.Module)->bool:
@@ -40,9 +39,7 @@ def all_reduce(model:nn.Module, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
 # %% ../nbs/source/05_processes.ipynb #b7f9ddbb
 class Processes:
     "The processes that train the model of `learn` together: when they synchronize, and the sums of a window over all"
-    def __init__(self, learn:Learner):
-        self.learn,self.n,self.unit = learn,n_processes(learn),None
-        self.averaged = None  # whether the last backward pass has averaged; None before the first
+    def __init__(self, learn:Learner): self.learn,self.n,self.unit = learn,n_processes(learn),None
     def all_reduce(self, o:Tensor, op=dist.ReduceOp.SUM)->Tensor: return all_reduce(self.learn.model, o, op)
 
     def common_unit(self, items:Real|Tensor|None)->float|None:
@@ -52,49 +49,48 @@ class Processes:
             if most := self.all_reduce(items, dist.ReduceOp.MAX).item(): self.unit = power_of_two(most)
         return self.unit
 
-    def before_micro_batch(self, ends_window:bool, in_float32:bool=False):
-        "Keep DDP from averaging in mid-window, or ever if sums are `in_float32`; at first, check the model"
-        model,first = self.learn.model,self.averaged is None
-        if first: check_wrapped(model, self.learn.opt)
-        if in_float32: check_sums(model)
+    def before_forward(self, window:Window):
+        "Keep DDP from averaging in mid-window, or ever if sums are in float32; check the model"
+        model,in_float32 = self.learn.model,window.sums is not None
+        is_first = not (window.n_micro or window.n_finished)
+        if is_first or in_float32: check_wrapped(model, self.learn.opt, in_float32)
         if isinstance(model, DistributedDataParallel):
-            model.require_backward_grad_sync = ends_window and not in_float32 or first and model.static_graph
-
-    def after_backward(self):
-        self.averaged = getattr(self.learn.model, 'require_backward_grad_sync', True)
-        enable_sync(self.learn.model)
+            averages = window.micro.ends_window and not in_float32
+            model.require_backward_grad_sync = averages or is_first and model.static_graph
 
     def add_up(self, window:Window):
         "Average the gradients unless DDP has, and add up the sums of `window` over the processes: 24 bytes"
-        if not self.averaged: self.average(window.sums)
+        model,cut_short = self.learn.model,window.micro is None  # by the end of the epoch
+        if not is_sharded(model) and (cut_short or not model.require_backward_grad_sync): self.average(window.sums)
         loss,items = window.loss_sum.as_subclass(Tensor),0 if window.is_sum else window.items
         sums = [torch.as_tensor(o, dtype=torch.float64, device=loss.device) for o in (items, window.samples, loss)]
         items,samples,loss_sum = self.all_reduce(torch.stack(sums)).tolist()
         if not window.is_sum: window.items = items
-        window.samples,window.n_processes,window.loss_sum = int(samples),self.n,torch.tensor(loss_sum, dtype=loss.dtype)
+        window.samples,window.loss_sum = int(samples),torch.tensor(loss_sum, dtype=loss.dtype)
 
 def enable_sync(model:nn.Module):
     if isinstance(model, DistributedDataParallel): model.require_backward_grad_sync = True
 
 # %% ../nbs/source/05_processes.ipynb #c84179b3
-def check_wrapped(model:nn.Module, opt:Optimizer|OptimWrapper):
-    "Raises ValueError if `model` averages no gradients, or if they are views that `opt` cannot zero"
-    if not averages_gradients(model):
-        raise ValueError(f"several processes train a {type(model).__name__} that does not average its gradients: "
-                         "train inside `with learn.distrib_ctx():`, or wrap the model in DistributedDataParallel")
-    if getattr(model, 'gradient_as_bucket_view', False) and isinstance(opt, Optimizer):
-        raise ValueError("gradient_as_bucket_view=True does not work with fastai's optimizers, which detach gradients "
-                         "in place: leave it out, or use an optimizer of PyTorch's through OptimWrapper")
-
-def check_sums(model:nn.Module):
-    "Raises ValueError if `model` adds up or averages gradients in the precision of its weights"
-    why = "in the precision of the weights, which is not float32 here: "
-    if getattr(model, 'static_graph', False):
-        raise ValueError(f"static_graph=True averages the first gradients {why}leave it out, or keep the weights in "
-                         "float32 and use to_bf16()")
-    if is_sharded(model) and hasattr(model, 'no_sync'):
-        raise ValueError(f"{type(model).__name__} adds up gradients {why}use fully_shard, or keep the weights in "
-                         "float32 with its MixedPrecision")
+def check_wrapped(model:nn.Module, opt:Optimizer|OptimWrapper, in_float32:bool=False):
+    """Raises ValueError if `model` averages no gradients; if they are views that `opt` cannot zero; or if it adds up or
+    averages what should be summed `in_float32`"""
+    name,views = type(model).__name__,getattr(model, 'gradient_as_bucket_view', False)
+    adds_up,rounded = hasattr(model, 'no_sync') and is_sharded(model),'in the precision of the weights, not in float32'
+    for is_wrong,message in (
+        (not averages_gradients(model),
+         f"several processes train a {name} that does not average its gradients: "
+         "train inside `with learn.distrib_ctx():`, or wrap the model in DistributedDataParallel"),
+        (views and isinstance(opt, Optimizer),
+         "gradient_as_bucket_view=True does not work with fastai's optimizers, which detach gradients in place: "
+         "leave it out, or use an optimizer of PyTorch's through OptimWrapper"),
+        (in_float32 and getattr(model, 'static_graph', False),
+         f"static_graph=True averages the first gradients {rounded}: "
+         "leave it out, or keep the weights in float32 and use to_bf16()"),
+        (in_float32 and adds_up,
+         f"{name} adds up gradients {rounded}: "
+         "use fully_shard, or keep the weights in float32 with its MixedPrecision")):
+        if is_wrong: raise ValueError(message)
 
 # %% ../nbs/source/05_processes.ipynb #cf6b587b
 @patch

@@ -122,15 +122,16 @@ def preview(self:GradientAccumulationSchedule,
     for name,size in self.sizes().items(): check_multiple(name, size, loader_bs)
     batches,res,filled = LoaderBatches(dls.train, loader_bs, end_of_epoch(self.remainder, dls.train)),[],0
     for epoch in range(n_epoch):
-        position,batches.seen = Position(epoch/n_epoch, n_epoch),0
+        batches.seen = 0
         while batches.left > 0:
-            if not filled: opened,size = position.pct,self.size_at(position.pct, n_epoch, loader_bs)
+            if not filled:
+                opened = epoch + batches.seen/batches.samples
+                size = self.size_at(opened/n_epoch, n_epoch, loader_bs)
             filled += min(loader_bs, batches.left)
             batches.seen += loader_bs
             if filled >= size or (batches.left <= 0 and batches.at_end == 'step'):
-                res.append((opened*n_epoch, filled))
+                res.append((opened, filled))
                 filled = 0
-            position.update(not filled, batches.seen/batches.samples)
         if batches.at_end == 'drop': filled = 0
     return res
 

@@ -1,4 +1,4 @@
-"""The micro-batches of one optimizer step: their weights, their sums, and their place in training
+"""The micro-batches of one optimizer step: their weights and their sums
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/window.html.md"""
 
@@ -10,48 +10,43 @@ from __future__ import annotations
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['MicroState', 'MicroBatch', 'WindowState', 'Window', 'power_of_two', 'times', 'mean_over', 'Position']
+__all__ = ['MicroBatch', 'Window', 'power_of_two', 'times', 'mean_over']
 
 # %% ../nbs/source/03_window.ipynb #28d60525
-class MicroState(str, Enum): begun,weighed,in_grad,counted,left_out = 'begun','weighed','in_grad','counted','left_out'
-
 class MicroBatch:
-    "A micro-batch on its way through the Learner, at `learn.iter`: begun, weighed, in_grad, then counted; or left out"
-    def __init__(self, samples:int, ends_window:bool=False, iteration:int=0):
-        self.samples,self.ends_window,self.iteration,self.state = samples,ends_window,iteration,MicroState.begun
-        self.items,self.loss,self.weight = None,None,None
-
-    under_way = property(lambda self: self.state in (MicroState.weighed, MicroState.in_grad))
-    def backward_began(self, grad:Tensor): self.state = MicroState.in_grad  # a hook
+    "A micro-batch, from its forward pass until it is counted; `ends_window` if it fills it or is the epoch's last"
+    def __init__(self, samples:int, ends_window:bool=False):
+        self.samples,self.ends_window = samples,ends_window
+        self.items,self.weight = None,None  # from `weigh`, after the loss
+        self.in_grad,self.counted = False,False  # its backward pass has begun, and ended
 
 # %% ../nbs/source/03_window.ipynb #02954cd0
-class WindowState(str, Enum): open,closed,stepped,skipped,dropped = 'open','closed','stepped','skipped','dropped'
-
 class Window:
-    "The micro-batches of one optimizer step. It is open, then closed, and finishes as stepped, skipped or dropped"
-    def __init__(self):
-        self.steps,self.n_finished = 0,0  # in this fit
+    "The micro-batches of one optimizer step: `micro` is the present one, the others are in the sums"
+    def __init__(self, n_processes:int=1):
+        self.n_processes,self.steps,self.n_finished = n_processes,0,0  # steps and finished windows in this fit
         self.open()
 
     def open(self, size:int=0):
         "Start with no micro-batch; `size` samples fill the window"
-        self.size,self.state,self.micro = size,WindowState.open,None
-        self.n_micro,self.samples,self.items,self.loss_sum,self.unit = 0,0,None,0,None
-        self.n_processes,self.measured,self.earlier,self.losses = 1,{},0,[]
-        self.sums = None  # of gradients in float32, if there are any: see `add_in_float32`
+        self.size,self.result,self.micro = size,None,None
+        self.n_micro,self.samples,self.items,self.loss_sum,self.unit = 0,0,None,None,None
+        self.losses = []  # loss and weight of each piece of the present batch, if batches are split
+        self.measured = {}  # what other callbacks let the loggers log for this window
+        self.sums = None  # of gradients in float32, by `add_in_float32`
 
-    def finish(self, state:WindowState):
-        self.state,self.sums = state,None
+    def finish(self, result:str):
+        self.result,self.sums = result,None
         self.n_finished += 1
-        self.steps += state == WindowState.stepped
+        self.steps += result == 'stepped'
 
-    is_filling = property(lambda self: self.state == WindowState.open and self.n_micro > 0)
-    is_finished = property(lambda self: self.state not in (WindowState.open, WindowState.closed))
-    is_logged = property(lambda self: self.state in (WindowState.stepped, WindowState.skipped))
+    is_filling = property(lambda self: self.result is None and self.n_micro > 0)
+    is_full = property(lambda self: self.micro is not None and self.micro.counted and self.micro.ends_window)
+    is_logged = property(lambda self: self.result in ('stepped', 'skipped'))
     is_sum = property(lambda self: self.items is None)  # of losses that sum
     total_weight = property(lambda self: 1 if self.is_sum else self.items/self.unit)
-    divisor = property(lambda self: self.total_weight/self.n_processes)  # `.grad` is a mean over processes
     mean_loss = property(lambda self: self.loss_sum if self.total_weight == 1 else self.loss_sum/self.total_weight)
+    earlier = property(lambda self: self.n_micro > len(self.losses))  # whether it has any of earlier batches
 
 # %% ../nbs/source/03_window.ipynb #edb2f09d
 def power_of_two(items:Real|Tensor, samples:int=1)->Real|Tensor:
@@ -61,13 +56,12 @@ def power_of_two(items:Real|Tensor, samples:int=1)->Real|Tensor:
 
 @patch
 def weigh(self:Window, items:Real|Tensor|None, loss:Tensor)->Real|Tensor:
-    "The weight of the current micro-batch, whose `loss` averages over `items` or, if they are None, is a sum"
+    "The weight of the present micro-batch, whose `loss` averages over `items` or, if they are None, is a sum"
     micro = self.micro
     if isinstance(items, Tensor): items = items.to(torch.promote_types(loss.dtype, torch.float32))
     is_alone = self.unit is None and not self.n_micro and micro.ends_window
     if self.unit is None and items is not None: self.unit = items if is_alone else power_of_two(items, micro.samples)
-    micro.items,micro.loss,micro.state = items,loss,MicroState.weighed
-    micro.weight = 1 if items is None or is_alone else items/self.unit
+    micro.items,micro.weight = items,1 if items is None or is_alone else items/self.unit
     return micro.weight
 
 # %% ../nbs/source/03_window.ipynb #b34e76eb
@@ -84,15 +78,15 @@ def mean_over(items:Real|Tensor|None, loss:Tensor)->Tensor:
     return loss if items != 0 else torch.zeros_like(loss)
 
 @patch
-def count(self:Window)->Tensor:
-    "Add the micro-batch to the sums, after its backward pass; gives its loss times its weight"
+def count(self:Window, loss:Tensor)->Tensor:
+    "Add the micro-batch and its `loss` to the sums, after its backward pass; gives the loss times its weight"
     micro = self.micro
-    loss = times(micro.loss, micro.weight)
+    loss = times(loss, micro.weight)
     self.loss_sum = self.loss_sum+loss if self.n_micro else loss
     self.items = micro.items if self.items is None else self.items+micro.items
     self.n_micro += 1
     self.samples += micro.samples
-    micro.state,micro.loss = MicroState.counted,None
+    micro.counted = True
     return loss
 
 # %% ../nbs/source/03_window.ipynb #d0296059
@@ -101,8 +95,8 @@ def fetch(self:Window, *also:Tensor)->list[float]:
     "Turn sums that are on a GPU into numbers, with one sync, so that nothing waits again; gives those of `also`"
     counts = (self.items, self.unit) if isinstance(self.items, Tensor) else ()
     if not (counts or also): return []
-    device,all_sums = self.loss_sum.device,(self.loss_sum, *counts, *also)
-    sums = [torch.as_tensor(o, device=device).as_subclass(Tensor).reshape(-1) for o in all_sums]
+    device = self.loss_sum.device
+    sums = [torch.as_tensor(o, device=device).as_subclass(Tensor).reshape(-1) for o in (self.loss_sum, *counts, *also)]
     loss_sum,*numbers = torch.cat(sums).tolist()
     self.loss_sum = torch.tensor(loss_sum, dtype=self.loss_sum.dtype)
     if counts: self.items,self.unit,*numbers = numbers
@@ -110,36 +104,21 @@ def fetch(self:Window, *also:Tensor)->list[float]:
 
 @patch(as_prop=True)
 def batch_loss(self:Window)->Tensor:
-    "The mean loss over one batch, whose micro-batches are in `losses`: each times its weight, and the weight"
+    "The mean loss over the present batch, from those of its pieces"
     losses,weights = zip(*self.losses)
     return sum(losses) if self.is_sum else mean_over(sum(weights), sum(losses)/sum(weights))
 
 # %% ../nbs/source/03_window.ipynb #5b7d02e1
 @patch
 def cancel(self:Window)->bool:
-    """The batch was cancelled: skip the step, or leave the micro-batch out, together with the others if their gradients
-    are mixed. Gives whether `.grad` has to be zeroed"""
+    """The batch was cancelled: skip the step that is due, or leave the micro-batch out, together with the others if
+    their gradients are mixed. Gives whether `.grad` has to be zeroed"""
     micro = self.micro
-    if self.state == WindowState.closed: self.finish(WindowState.skipped)
-    elif self.state == WindowState.open and micro and micro.state not in (MicroState.counted, MicroState.left_out):
-        mixed,micro.state = not self.n_micro or micro.state == MicroState.in_grad,MicroState.left_out
-        if not mixed: return False
-        if not self.n_micro and micro.ends_window: self.finish(WindowState.skipped)  # as a large batch would be
-        else: self.open(self.size); self.micro = micro
-    else: return self.state == WindowState.stepped
+    if self.result: return True
+    if micro is None or micro.counted and not self.is_full: return False  # it was over: the others stay
+    if self.is_full or micro.ends_window and not self.n_micro: self.finish('skipped')  # as a large batch would be
+    elif self.n_micro and not micro.in_grad:
+        self.micro = None
+        return False
+    else: self.open(self.size)
     return True
-
-# %% ../nbs/source/03_window.ipynb #7a6b1f23
-class Position:
-    """`pct_train` as the large batch counts it: it advances after each window; with the samples, if the epoch's
-    `n_windows` are not known"""
-    def __init__(self, start:float, n_epoch:int, n_windows:int|None=None):
-        self.start,self.pct,self.n_epoch,self.n_windows,self.n_finished = start,start,n_epoch,n_windows,0
-
-    def update(self, window_ended:bool, share:float)->float:
-        "The position after a batch, with which a `share` of the epoch's samples have been trained on"
-        if not self.n_windows: self.pct = self.start + min(share, 1.)/self.n_epoch
-        elif window_ended and self.n_finished < self.n_windows:
-            self.n_finished += 1
-            self.pct += 1./(self.n_windows*self.n_epoch)  # added up as fastai does: the same rounding
-        return self.pct

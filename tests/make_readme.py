@@ -24,6 +24,22 @@ def visible(nb):
         c.source = '' if 'echo: false' in directives(c) else re.sub(r'^#\|.*\n', '', c.source, flags=re.M)
     return nb
 
+def badges():
+    "For README alone: pictures from the web would hold up each visit to the site"
+    cfg = get_config(root)
+    pypi,shield = f'https://pypi.org/project/{cfg.lib_name}/','https://img.shields.io/pypi'
+    all_of = {'tests': (f'{cfg.git_url}/actions/workflows/test.yml/badge.svg?branch={cfg.branch}', f'{cfg.git_url}/actions/workflows/test.yml'),
+              'PyPI': (f'{shield}/v/{cfg.lib_name}', pypi), 'Python': (f'{shield}/pyversions/{cfg.lib_name}', pypi),
+              'license': (f'{shield}/l/{cfg.lib_name}', 'LICENSE'), 'docs': ('https://img.shields.io/badge/docs-site-blue', cfg.doc_url)}
+    return ' '.join(f'[![{name}]({picture})]({target})' for name,(picture,target) in all_of.items())
+
+def for_github(text, site):
+    "`text` with links that GitHub follows: its viewer of notebooks knows no sections, so those lead to the site; and with a quote in place of a callout"
+    def to_site(m): return f']({site.rstrip("/")}/{m[1] or ""}{m[2]}.html#{m[3]})'
+    text = re.sub(r'\]\((\w+/)?(?:\d\d_)?(\w+)\.ipynb#([^)\s]+)\)', to_site, text)
+    text = re.sub(r'\]\(((?:\w+/)?\d\d_\w+\.ipynb)', r'](nbs/\1', text)
+    return re.sub(r'^::: \{\.callout.*\n((?:.*\n)*?):::$', lambda m: re.sub(r'^', '> ', m[1].strip(), flags=re.M), text, flags=re.M)
+
 def readme():
     "The text of README.md, and its pictures as a dict of path to bytes"
     nb = nbformat.read(home, 4)
@@ -34,11 +50,12 @@ def readme():
         path = f'index_files/figure-commonmark/figure-{i+1}.png'
         text = text.replace(f'![png]({old})', f'![{alt}]({path})')
         pictures[path] = data
-    text = re.sub(r'\]\(((?:\w+/)?\d\d_\w+\.ipynb)', r'](nbs/\1', text)
+    site = get_config(root).doc_url
+    text = for_github(text, site)
     text = re.sub(r'```python\s*```\n*', '', text)     # cells without a visible source
     text = re.sub(r'\n(?: *\n){2,}', '\n\n', text).strip()
     title,rest = text.split('\n', 1)
-    site = get_config(root).doc_url
+    rest = rest.replace(' <!-- -->\n', f' <!-- --> {badges()}\n', 1)
     rest = rest.replace('\n\n## Install\n', f'\n\n**Documentation: <{site}>**\n\n## Install\n', 1)
     return f'{title}\n\n{note}{rest}\n',pictures
 

@@ -1,6 +1,4 @@
-"Gradients that are no numbers, loaders that lie, a process that is killed"
-import os, signal, subprocess, sys
-from pathlib import Path
+"Gradients that are no numbers, loaders that lie"
 
 import pytest
 import torch.utils.data as tud
@@ -114,29 +112,3 @@ def test_frozen_and_sparse_parameters():
     big,small = run(32, None),run(8, GradientAccumulation(32, skip_nonfinite=True))
     assert (weights(big)-weights(run(8, None))).abs().max() > 1e-3
     assert_same(weights(small), weights(big), ROUNDING)
-
-# Kill and resume
-
-SCRIPT = '''
-import os, signal, sys
-sys.path.insert(0, {tests!r})
-from common import *
-
-class Kill(Callback):
-    def after_backward(self):
-        if self.epoch == 2 and self.iter == 5: os.kill(os.getpid(), signal.SIGKILL)
-
-def learner(*cbs): return make_learner(8, n=88, opt_func=Adam, cbs=[GradientAccumulationSchedule(16, 32, finish=.6), *cbs])
-save = SaveModelCallback(every_epoch=True, with_opt=True)
-def run(name, learn, **kwargs): torch.save(weights(fit(learn, 4, method='fit_one_cycle', **kwargs)), name)
-print(forked(lambda: run('whole.pt', learner())))
-print(forked(lambda: run('killed.pt', learner(save, Kill()))))
-print(forked(lambda: run('resumed.pt', learner().load('model_1', with_opt=True), start_epoch=2)))
-'''
-
-@pytest.mark.long
-def test_killed_in_the_middle_of_an_epoch_and_resumed():
-    out = subprocess.run([sys.executable, '-W', 'ignore', '-c', SCRIPT.format(tests=str(Path(__file__).parent))], capture_output=True, text=True, timeout=SECONDS)
-    assert out.stdout.split() == ['0', str(-signal.SIGKILL), '0'], out.stderr[-2000:]
-    assert sorted(f.stem for f in Path('models').glob('*.pth')) == ['model_0','model_1']
-    assert_same(torch.load('resumed.pt'), torch.load('whole.pt'), ROUNDING)

@@ -177,6 +177,25 @@ def test_a_batch_that_ends_in_between(event, at, error):
     assert all(t.shape[1] == N and t.any() for t in left)
     for t,o in zip(left, before[1], strict=True): assert_same(t, o)
 
+@pytest.mark.parametrize('name', ['accumulation', 'cache'])
+def test_outputs_that_cannot_be_joined_in_validation(name):
+    "The batch runs whole, from the states that it began with, and so do the batches after it"
+    class Unjoined(Registered):
+        def forward(self, x):
+            y = super().forward(x)
+            return y if self.training else (y, y.sum())
+    hidden_state.register(Unjoined, hidden_state.dispatch(Registered))
+    def run(*cbs):
+        learn = own(make('pair', Unjoined), n_epoch=0)
+        learn.loss_func = lambda pred, targ: F.cross_entropy((pred if isinstance(pred, Tensor) else pred[0]).flatten(0, 1), targ.flatten())
+        learn.remove_cb(ModelResetter)
+        learn.add_cbs(cbs)
+        with quiet(learn): return learn.validate()[0],learn.model.state
+    (a,states),(b,expected) = run(),run()
+    with pytest.warns(UserWarning, match='validation batches are not split'): b,expected = run(*way(name, 5))
+    assert_same(a, b, 1e-6)
+    for s,t in zip(states, expected, strict=True): assert_same(s, t, 1e-6); assert s.any()
+
 # What is no part of training leaves the state alone
 
 def test_a_search_leaves_the_state():

@@ -1,5 +1,6 @@
 "What the loggers see, against what a large batch shows them"
 import pickle
+from types import MethodType
 import pytest, wandb
 from packaging.version import Version
 from fastai.callback.tensorboard import TensorBoardCallback
@@ -8,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from common import *
 from fastxtend_accum.logging import mend_wandb
-from test_life import EVENTS
+from test_life import EVENTS, whole_learner
 
 def big_and_small(cbs=noop, n_epoch=3, method='fit_one_cycle', **kwargs):
     "The same fit with batches of 32, and of 4x8"
@@ -221,7 +222,7 @@ class Positions(Callback):
     def __init__(self, order): self.order,self.seen = order,[]
     def after_batch(self):
         accum = first(o for o in self.learn.cbs if isinstance(o, GradientAccumulation))
-        if accum is None or accum.window.is_finished: self.seen.append(self.learn.pct_train)
+        if accum is None or accum.window.result: self.seen.append(self.learn.pct_train)
 
 kinds = dict(four=(8, lambda **o: GradientAccumulation(32, **o)), one=(32, lambda **o: GradientAccumulation(32, **o)),
              pieces=(32, lambda **o: GradientAccumulation(micro_batch_size=8, **o)), both=(16, lambda **o: GradientAccumulation(32, micro_batch_size=8, **o)))
@@ -296,3 +297,25 @@ def test_a_learner_that_is_pickled_in_mid_fit(kind, event):
     fit(learn, 1)
     assert learn.copies.n >= 4 and learn.copies.found == []
     assert not any(k in EVENTS for cb in learn.cbs if cb.name != 'copies' for k in vars(cb))
+
+@pytest.mark.parametrize('make', [lambda: GradientAccumulation(32), lambda: GradientAccumulation(16, micro_batch_size=4), lambda: GradientAccumulationSchedule(16, 32)])
+def test_an_export_in_mid_fit_trains_on(make, tmp_path):
+    "As one that is made after the fit: with methods of its own, and a fit of its own"
+    class Exports(Callback):
+        order = 70
+        def after_epoch(self): self.learn.export(tmp_path/'in_fit.pkl')
+    learn,fits = whole_learner([make(), ParamScheduler(dict(lr=SchedCos(.1, .01)))]),[]
+    fit(learn, 1, cbs=Exports()).export(tmp_path/'after.pkl')
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        for name in 'after','in_fit':
+            loaded = load_learner(tmp_path/f'{name}.pkl')
+            loaded.remove_cb(Exports)
+            assert all(v == MethodType(getattr(type(cb), k), cb) for cb in loaded.cbs for k,v in vars(cb).items() if k in EVENTS)
+            loaded.dls,before = learn.dls,weights(loaded)
+            with loaded.no_bar(): loaded.validate()
+            fits.append(fit(loaded, 1, reset_opt=True))
+            assert (weights(loaded)-before).abs().max() > 1e-4
+    a,b = fits
+    assert_same(weights(b), weights(a), 0.)
+    assert b.recorder.accum_bs == a.recorder.accum_bs and losses(a) == losses(b) and len(losses(a)) < 8

@@ -172,19 +172,18 @@ def test_a_count_on_another_device_stays_a_tensor(monkeypatch):
         for _ in range(3):
             loss = torch.zeros((), device='meta', requires_grad=True)
             w.micro = MicroBatch(4)
-            times(loss, w.weigh(n, loss.detach())); w.count()
+            times(loss, w.weigh(n, loss.detach())); w.count(loss.detach())
         assert w.items.device.type == w.unit.device.type == w.loss_sum.device.type == 'meta'
 
 # Partials
 
-def test_weights_of_a_partial():
-    "PyTorch's functions take weights that their modules do not"
+@pytest.mark.parametrize('f', [F.mse_loss, F.l1_loss, F.huber_loss])
+def test_weights_of_a_partial(f):
+    "PyTorch's functions take weights that their modules do not. They fit outputs of one shape only, so that all micro-batches weigh the same"
     pred,targ,w = torch.randn(3, 4),torch.randn(3, 4),torch.rand(3, 4)
-    assert_same([loss_items(partial(f, weight=w), pred, targ) for f in (F.mse_loss, F.l1_loss)], [float(w.sum())]*2)
-    assert loss_items(partial(F.huber_loss, weight=w), pred, targ) == 12
-    for f in F.mse_loss,F.l1_loss,F.huber_loss:
-        n = loss_items(partial(f, weight=w), pred, targ)
-        assert_same(f(pred, targ, weight=w)*n, (f(pred, targ, reduction='none')*w).sum(), 1e-6)
+    loss_func = partial(f, weight=w)
+    assert loss_items(loss_func, pred, targ) == loss_items(loss_func, pred+1, targ) == 12
+    with pytest.raises(ValueError, match='same size'): loss_func(pred[:2], targ[:2])
 
 def test_a_list_in_a_partial():
     "It cannot be hashed"
@@ -296,6 +295,19 @@ def test_exact_losses_are_not_announced():
         assert checked(ignores, x, y, 32, num_items=lambda learn: (learn.y != -100).sum())[1] == []
         assert checked(lambda p,t: (p[:,0]-t.clamp(0)).abs().mean().float(), x, y, 32)[1] == []
 
+@pytest.mark.parametrize('of', [noop, partial])
+def test_a_rule_for_a_function(of):
+    "Bare or in a `partial`; windows are then as exact as those of a class"
+    def kept(pred, targ): return ignores(pred, targ)
+    x,y = samples(128, .1, 0)
+    assert len(checked(of(kept), x, y, 32)[1]) == 1
+    loss_items.register(kept, lambda settings, pred, targ: int((targ != -100).sum()))
+    small,said = checked(of(kept), x, y, 32)
+    big,_ = checked(of(kept), x, y, 32, bs=32)
+    assert said == []
+    assert_same(weights(small), weights(big), ROUNDING)
+    assert (weights(small)-weights(tagger())).abs().max() > 1e-3
+
 def draws_numbers(pred, targ): return F.dropout(F.mse_loss(pred[:,0], targ, reduction='none')).mean().float()
 def zero(pred, targ): return (pred*0).sum().float()
 def of_eight(pred, targ): return (F.mse_loss(pred[:8,0], targ[:8], reduction='none')*torch.arange(8).expand(len(pred))).mean().float()
@@ -320,6 +332,56 @@ def test_one_window_that_can_tell_is_enough():
     def late(pred, targ): return (F.mse_loss(pred[:,0], targ, reduction='none')*(targ != 7)).mean().float()
     y[:32] = 7  # the gradient of the first windows is 0
     assert checked(late, x, y, 16)[1] == []
+
+# What is said of losses that compare the samples of a batch, as the pages quote it
+
+class Views(Callback):
+    "Two views of each sample, and the place of a view's partner: as two inputs, or as SimCLR in one of twice the rows"
+    def __init__(self, in_one): self.in_one = in_one
+    def before_batch(self):
+        n,views = len(self.x),[self.x+.1*torch.randn_like(self.x) for _ in range(2)]
+        self.learn.xb,self.learn.yb = ((torch.cat(views),),(torch.arange(2*n).roll(n),)) if self.in_one else (views,(torch.arange(n),))
+
+class Encoder(nn.Module):
+    def __init__(self, compares=False): super().__init__(); self.m,self.compares = nn.Linear(5, 4),compares
+    def forward(self, *views): out = [self.m(o) for o in views]; return out[0]@out[1].T if self.compares else out if len(out) > 1 else out[0]
+
+def simclr(z, partner): return F.cross_entropy((z@z.T).fill_diagonal_(-1e9), partner)
+def clip(out, partner): return F.cross_entropy(out[0]@out[1].T, partner)
+
+@pytest.mark.parametrize('in_one,compares,loss_func,starts,why', [
+    (False, False, clip, 'accumulation is not exact', 'use GradientCache'), (True, False, simclr, 'could not check', 'cannot join outputs of shape (16, 4)'),
+    (False, True, F.cross_entropy, None, ''), (False, True, lambda p,t: F.cross_entropy(p, t), None, '')])
+def test_what_is_said_of_contrastive_losses(in_one, compares, loss_func, starts, why):
+    "One row for each sample: not exact. Several rows: it cannot tell. Compared in the model: each row of scores has a loss of its own, and nothing is said"
+    ds = [(x.float(), y) for x,y in zip(*samples(64, 0., 0))]
+    def learner(bs, *cbs):
+        torch.manual_seed(0)
+        stops = Callback(before_validate=lambda self: stop(CancelValidException()))
+        return Learner(DataLoaders(DataLoader(ds, bs=bs), DataLoader(ds[:4], bs=4)), Encoder(compares), loss_func, opt_func=SGD, cbs=[Views(in_one), stops, *cbs])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        small = fit(learner(8, GradientAccumulation(32)), 1, .1)
+    said = [str(o.message) for o in said if 'exact for this loss' in str(o.message)]
+    assert len(said) == (starts is not None) and all(o.startswith(starts) and why in o for o in said), said
+    assert (weights(small)-weights(fit(learner(32), 1, .1))).abs().max() > 1e-3
+
+@pytest.mark.parametrize('rows,starts', [(1, 'accumulation is not exact'), (2, 'could not check')])
+def test_a_loss_that_reads_the_size_of_a_micro_batch(rows, starts):
+    "As DINO's reads `self.bs`. It is exact, but the joint loss of several micro-batches reads the size of the last one: a false alarm, unless there are several rows for each sample"
+    class Sized(Callback):
+        def before_fit(self): self.learn.loss_func = self.lf
+        def before_batch(self): self.bs = len(self.x); self.learn.xb = (torch.cat([self.x]*rows),)
+        def lf(self, pred, targ): return sum(((o[:,0]-targ)**2).sum()/self.bs for o in pred.chunk(rows)).float()
+    x,y = samples(64, 0., 0)
+    def run(bs, *cbs):
+        ds = list(zip(x, y))
+        learn = Learner(DataLoaders(DataLoader(ds, bs=bs), DataLoader(ds[:4], bs=4)), tagger(), noop, opt_func=SGD, cbs=[Sized(), *cbs])
+        learn.add_cb(Callback(before_validate=lambda self: stop(CancelValidException())))
+        return fit(learn, 1, .01)
+    with pytest.warns(UserWarning, match=starts): small = run(8, GradientAccumulation(32))
+    assert_same(weights(small), weights(run(32)), ROUNDING)
+    assert (weights(small)-weights(tagger())).abs().max() > 1e-3
 
 known = [nn.MSELoss(), partial(nn.MSELoss()), F.mse_loss, partial(F.l1_loss, reduction='sum'), MSELossFlat(), CrossEntropyLossFlat(), FocalLossFlat(), Known(zero)]
 @pytest.mark.parametrize('loss_func', known)

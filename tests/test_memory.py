@@ -6,8 +6,7 @@ from fastai.callback.rnn import ModelResetter, RNNCallback
 from hypothesis import given, strategies as st
 
 from common import *
-from fastxtend_accum.memory import room_for_step
-from fastxtend_accum.memory import is_out_of_memory
+from fastxtend_accum.memory import is_out_of_memory, room_for_step, saved
 from fastxtend_accum.nested import CannotJoin, batch_size, cut, join
 from test_losses import Masked, tag, token_losses
 
@@ -381,6 +380,54 @@ def test_recovery_lets_go_of_the_tensors():
         warnings.simplefilter('ignore')
         fit(learn, 1)
     assert learn.gradient_accumulation.micro_bs == 8 and max(alive) == 0
+
+class OwnNoise(nn.Module):
+    "Draws from a generator of its own, and counts what it has seen in a buffer"
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.m,self.rng = nn.Linear(5, 1).double(),dict(torch=lambda: torch.Generator().manual_seed(3), numpy=lambda: np.random.default_rng(3), python=lambda: random.Random(3))[kind]()
+        self.register_buffer('seen', torch.zeros(()))
+        self.fails,self.n,self.held = (),0,[self.rng]
+    def forward(self, x):
+        self.n += self.training
+        noise = (torch.rand(len(x), generator=self.rng) if isinstance(self.rng, torch.Generator) else
+                 tensor([self.rng.random() for _ in range(len(x))])).double()[:,None]
+        self.seen += len(x)
+        if self.training and self.n in self.fails: raise torch.OutOfMemoryError('CUDA out of memory')
+        return self.m(x)*noise
+
+@pytest.mark.parametrize('kind', ['torch', 'numpy', 'python'])
+@pytest.mark.parametrize('fails', [(2,), (3,), (2, 4)])
+def test_a_generator_that_the_model_holds_is_put_back(kind, fails):
+    "Samples in the same order draw the same numbers, in however many pieces: memory runs out once the numbers are drawn"
+    def run(*fails):
+        learn = make_learner(32, m=OwnNoise(kind), cbs=GradientAccumulation(32, micro_batch_size='auto') if fails else None)
+        learn.model.fails = fails
+        return fit(learn, 1)
+    plain = run()
+    with pytest.warns(UserWarning, match='out of memory in training'): ours = run(*fails)
+    assert ours.model.n > plain.model.n
+    assert_same(weights(ours), weights(plain), ROUNDING)
+    assert ours.model.seen == plain.model.seen
+
+def test_saved_puts_back_in_place():
+    "Tensors (also expanded, sparse, of a new shape), arrays, containers and generators of all kinds"
+    t,wide,sparse,csr,grown = torch.arange(3.),torch.zeros(1).expand(4),torch.eye(2).to_sparse(),torch.eye(2).to_sparse_csr(),torch.zeros(0)
+    a,d,l,q,s = np.arange(3.),dict(a=1),[1],collections.deque([1, 2], maxlen=2),{1}
+    generators = random.Random(1),np.random.default_rng(1),np.random.RandomState(1),torch.Generator().manual_seed(1),random,np.random
+    def draws(): return [torch.rand(2, generator=o).tolist() if isinstance(o, torch.Generator) else o.random() for o in generators]
+    put_back = saved(t, wide, sparse, csr, grown, a, d, l, q, s, *generators)
+    before = draws()
+    for _ in range(2):
+        t.add_(1); wide.data = torch.ones(4); sparse.mul_(2); csr.mul_(2); grown.data = torch.ones(3); a += 1
+        d['b'] = 2; l.append(2); q.append(3); s.add(2)
+        assert draws() != before
+        put_back()
+        assert (t.tolist(), wide.tolist(), grown.tolist(), a.tolist()) == ([0, 1, 2], [0]*4, [], [0, 1, 2])
+        for o in sparse,csr: assert_same(o.to_dense(), torch.eye(2))
+        assert (d, l, list(q), q.maxlen, s) == (dict(a=1), [1], [1, 2], 2, {1})
+        assert draws() == before
 
 class Summed(nn.Module):
     "Gives one number in validation, and then has no memory for more than 8 samples"

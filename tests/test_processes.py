@@ -4,7 +4,7 @@ import json, os, re, signal, socket, subprocess, sys
 import pytest
 
 from common import *
-from fastxtend_accum.processes import check_sums, check_wrapped
+from fastxtend_accum.processes import check_wrapped
 from test_noise import by_hand, plain_gradient
 
 here = Path(__file__).parent
@@ -275,15 +275,23 @@ def test_bfloat16_weights_are_averaged_in_float32(world, name):
 def test_512_bfloat16_gradients_of_1(world):
     for res in world[1]: assert res['bfloat16_ones'] == [-1., -1.]
 
+def test_ddp_averages_again_after_an_interrupt(world):
+    "In the fit, only in the last micro-batch of each window"
+    for res in world[1]: assert res['interrupted'] == ([False, False, False, True, False, False], True)
+
 def test_a_static_graph_cannot_add_up_in_float32(world):
     for res in world[1]: assert res['bfloat16_static_graph'].startswith('static_graph=True averages the first gradients in the precision of the weights')
 
 def test_what_adds_up_in_bfloat16_is_refused():
-    "FSDP 1, which has a `no_sync` as DDP has"
+    "FSDP 1, which has a `no_sync` as DDP has; FSDP 2 has none"
     class FullyShardedDataParallel(nn.Module):
         def no_sync(self): pass
-    with pytest.raises(ValueError, match='FullyShardedDataParallel adds up gradients in the precision of the weights'): check_sums(FullyShardedDataParallel())
-    check_sums(nn.Identity())
+    class FSDPModule(nn.Module):
+        def set_requires_gradient_sync(self): pass
+    with pytest.raises(ValueError, match='FullyShardedDataParallel adds up gradients in the precision of the weights'):
+        check_wrapped(FullyShardedDataParallel(), None, in_float32=True)
+    check_wrapped(FullyShardedDataParallel(), None)
+    check_wrapped(FSDPModule(), None, in_float32=True)
 
 def test_sizes_count_all_processes(world):
     n,results = world

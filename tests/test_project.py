@@ -1,5 +1,5 @@
 "The repository holds together: README and home page, what PyPI shows, one place for each fact"
-import os, re, runpy, subprocess, sys
+import ast, os, re, runpy, subprocess, sys
 from configparser import ConfigParser
 from itertools import combinations
 from pathlib import Path
@@ -18,6 +18,32 @@ def test_readme_is_the_home_page():
     text,pictures = make_readme.readme()
     assert (root/'README.md').read_text() == text
     assert pictures and all((root/path).read_bytes() == data for path,data in pictures.items())
+
+def test_readme_is_for_github():
+    "Its viewer of notebooks knows no sections: links to those lead to the site"
+    from make_readme import for_github
+    text = '[a](guides/04_x.ipynb#b-c) [d](guides/04_x.ipynb)\n\n::: {.callout-note}\n**e** f\n:::\n'
+    assert for_github(text, 'https://g.org/') == '[a](https://g.org/guides/x.html#b-c) [d](nbs/guides/04_x.ipynb)\n\n> **e** f\n'
+    readme = (root/'README.md').read_text()
+    assert not re.search(r'\.ipynb#|:::', readme) and f'{cfg.doc_url}guides/accumulate.html#' in readme
+
+def test_badges_lead_to_what_is_there():
+    readme = (root/'README.md').read_text()
+    badges = re.findall(r'\[!\[([^\]]+)\]\((https://[^)]+)\)\]\(([^)]+)\)', readme)
+    assert [o[0] for o in badges] == ['Open in Colab', 'tests', 'PyPI', 'Python', 'license', 'docs']
+    assert all(re.match('https://', o[2]) or (root/o[2]).is_file() for o in badges)
+    assert (root/'.github/workflows/test.yml').is_file() and all('/workflows/test.yml' in o for o in badges[1][1:])
+
+def test_figures_of_the_home_page_are_those_of_its_links():
+    "Each row of the table against fastai's callback has what the page to which it links has computed"
+    rows = re.findall(r"^\| (.+?) \| (\S+) \| (\S+) \| \[.*?\]\((\w+/\w+\.ipynb)#", '\n'.join(map(source, read(root/'nbs/index.ipynb'))), re.M)
+    computed = {'num_items':('mean of means (fastai):  {}', 'mean over all tokens:    {}'), 'bfloat16':("fastai's, 512 x 1: {}", 'bfloat16, 512 x 1: {}'),
+                'syncs':("fastai's callback {}", 'gradient syncs: {},'), 'weight':('(20, {})', '(12, {})'), 'log':('fastai   {}', 'ours     {}')}
+    assert len(rows) == len(computed)
+    for (what,fastais,ours,page),(_,said) in zip(rows, computed.items()):
+        printed = ''.join(''.join(o.get('text', '')) for c in read(root/'nbs'/page) for o in c.get('outputs', []))
+        for value,line in zip((fastais, ours), said):
+            assert any(line.format(o) in printed for o in (value, f'{value}.0')), f'{what}: {page} does not print {line.format(value)}'
 
 def test_readme_has_the_two_commands():
     commands = re.findall(r'^pip install -e .*$', (root/'README.md').read_text(), re.M)
@@ -49,10 +75,11 @@ def test_home_of_the_repository_stands_in_one_place():
     "And in the badges and the site's GitHub sign, which must be what follows from it"
     written = [o for o in repository_files() if not o.startswith('fastxtend_accum/')]  # generated: nbdev derives their links from pyproject.toml
     repeats = {page_name(o):badge(page_name(o)) for o in notebooks} | {'_quarto.yml':f'href: {cfg.git_url},'}
-    site = f'Documentation: <{cfg.doc_url}>'
+    import make_readme
     def text(name):
         page = 'index.ipynb' if name == 'README.md' else name.removeprefix('nbs/')
-        return (root/name).read_text(errors='ignore').replace(repeats.get(page, '\0'), '', 1).replace(site, '')
+        read = (root/name).read_text(errors='ignore').replace(repeats.get(page, '\0'), '', 1)
+        return read.replace(make_readme.badges(), '').replace(cfg.doc_url, '') if name == 'README.md' else read
     assert [o for o in written if cfg.user in text(o)] == ['pyproject.toml']
 
 def test_links_of_the_project_agree():
@@ -116,3 +143,11 @@ def test_version_is_that_of_the_settings():
     import fastxtend_accum
     assert fastxtend_accum.__version__ == version
     assert version in re.search(r'^## (.*)', (root/'CHANGELOG.md').read_text(), re.M)[1].split()
+
+def test_the_package_stays_as_small_as_it_is():
+    "What one has to read; for comparison, fastai's learner and all of its callbacks have 142,000 characters, 377 functions and 55 classes"
+    modules = {o:o.read_text() for o in (root/cfg.lib_name).glob('*.py') if o.name != '_modidx.py'}
+    lines = [o for text in modules.values() for o in text.splitlines() if not o.startswith('__all__') and not o.startswith("           '")]
+    nodes = [type(o) for text in modules.values() for o in ast.walk(ast.parse(text))]
+    assert len(modules) > 20 and max(map(len, lines)) <= 120
+    assert sum(map(len, modules.values())) < 217_000 and nodes.count(ast.FunctionDef) <= 470 and nodes.count(ast.ClassDef) <= 53

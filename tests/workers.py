@@ -177,6 +177,17 @@ def fit_by_hand(m, loss_func=mse, **kwargs):
     return train(learn, in_ctx=False)
 @case
 def by_hand(): return fit_by_hand(DistributedDataParallel(model()))
+@case
+def interrupted():
+    "Whether DDP averages in each backward pass of a fit that is interrupted in mid-window, and afterwards"
+    m,seen = DistributedDataParallel(model()),[]
+    class Stop(Callback):
+        def after_backward(self):
+            seen.append(m.require_backward_grad_sync)
+            if self.iter == 5: raise KeyboardInterrupt
+    try: train(make_learner(4, cbs=[GradientAccumulation(16*W), Stop()], m=m), in_ctx=False)
+    except KeyboardInterrupt: pass
+    return seen,m.require_backward_grad_sync
 def fit_sharded(**kwargs):
     m = fully_shard(model(), mesh=init_device_mesh('cpu', (W,)))
     res = fit_by_hand(m, **kwargs)

@@ -1,0 +1,166 @@
+"""A training step of fastai's learners in each way: the most bytes alive, time, and how far the gradient is off
+
+On a GPU if there is one, of 12 GB, with larger inputs. Weights are random: nothing is downloaded."""
+import time
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .counts import LiveBytes
+
+names = 'resnet34','convnext','unet','text','language','tabular','contrastive'
+ways = 'whole','exact','checkpointed','offloaded','pieces'
+on_gpu = torch.cuda.is_available()
+device = torch.device('cuda' if on_gpu else 'cpu')
+size = dict(bs=32, pixels=224, words=400) if on_gpu else dict(bs=16, pixels=64, words=144)
+
+def loaders(*parts):
+    "A batch of samples to train on, none to validate; they wait on the device, so that the model is timed and not a loader"
+    from fastai.basics import DataLoader, DataLoaders
+    samples = [*zip(*(o.to(device) for o in parts))]
+    return DataLoaders(*(DataLoader(o, bs=len(samples)) for o in (samples, [])), device=device)
+
+def images(n_out=None):
+    "Random images, whose targets are classes or, with `n_out`, masks"
+    bs,px = size['bs'],size['pixels']
+    xs = torch.randn(bs, 3, px, px)
+    ys = torch.randint(n_out, (bs, px, px)) if n_out else torch.arange(bs)%10
+    return loaders(xs, ys)
+
+def resnet34(**kwargs):
+    from fastai.vision.all import CrossEntropyLossFlat, models, vision_learner
+    return vision_learner(images(), models.resnet34, n_out=10, pretrained=False, loss_func=CrossEntropyLossFlat(), **kwargs)
+
+def convnext(**kwargs):
+    from fastai.vision.all import CrossEntropyLossFlat, vision_learner
+    return vision_learner(images(), 'convnext_tiny' if on_gpu else 'convnext_atto', n_out=10, pretrained=False, loss_func=CrossEntropyLossFlat(), **kwargs)
+
+def unet(**kwargs):
+    from fastai.vision.all import CrossEntropyLossFlat, models, unet_learner
+    return unet_learner(images(3), models.resnet34, n_out=3, pretrained=False, loss_func=CrossEntropyLossFlat(axis=1), **kwargs)
+
+def vocab(): return [f'w{i}' for i in range(2000)]
+
+def text(**kwargs):
+    from fastai.text.all import AWD_LSTM, CrossEntropyLossFlat, text_classifier_learner
+    bs,n = size['bs'],size['words']
+    xs = torch.randint(2, 2000, (bs, n))
+    dls = loaders(xs, torch.arange(bs)%2)
+    dls.vocab = vocab()
+    return text_classifier_learner(dls, AWD_LSTM, seq_len=72, n_out=2, pretrained=False, loss_func=CrossEntropyLossFlat(), **kwargs)
+
+def language(**kwargs):
+    from fastai.text.all import AWD_LSTM, DataLoaders, LMDataLoader, TensorText, language_model_learner
+    bs,n = size['bs'],72  # fastai's default
+    dl = LMDataLoader([TensorText(torch.randint(2, 2000, (bs*(n+1),)))], bs=bs, seq_len=n)
+    dls = DataLoaders(dl, dl, device=device)
+    dls.vocab = vocab()
+    return language_model_learner(dls, AWD_LSTM, pretrained=False, **kwargs)
+
+def tabular(**kwargs):
+    import numpy as np, pandas as pd
+    from fastai.tabular.all import Categorify, CategoryBlock, Normalize, TabularDataLoaders, tabular_learner
+    rng,n = np.random.default_rng(0),size['bs']*64
+    df = pd.DataFrame({'kind':rng.choice(list('abcdef'), n), 'a':rng.normal(size=n), 'b':rng.normal(size=n), 'y':rng.choice(list('uv'), n)})
+    dls = TabularDataLoaders.from_df(df, procs=[Categorify, Normalize], cat_names=['kind'], cont_names=['a', 'b'], y_names='y', y_block=CategoryBlock(),
+                                     valid_idx=[0], bs=n-1, device=device)
+    return tabular_learner(dls, **kwargs)
+
+def contrastive(**kwargs):
+    "Both views of an image are a sample; its partner is to be found among those of all samples"
+    import timm
+    from fastai.basics import Learner, Module
+    from torch.nn import functional as F
+    class TwoViews(Module):
+        def __init__(self): self.encoder = timm.create_model('convnext_tiny' if on_gpu else 'convnext_atto', num_classes=128)
+        def forward(self, x): return F.normalize(self.encoder(x.flatten(0, 1)), dim=-1).unflatten(0, x.shape[:2])
+    def info_nce(pred, targ):
+        logits = pred[:,0] @ pred[:,1].T/.1
+        return F.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
+    bs,px = size['bs'],size['pixels']
+    return Learner(loaders(torch.randn(bs, 2, 3, px, px), torch.zeros(bs)), TwoViews(), info_nce, **kwargs)
+
+def as_on_a_gpu(live):
+    "What `offload` moves to the CPU does not count, and what comes back is a copy: as `live` would see it on a GPU"
+    def to_cpu(t):
+        with _disable_current_modes(): copied = torch.empty_like(t)
+        live.count(copied, 0)
+        return copied.copy_(t)
+    from fastxtend_accum import checkpointing
+    return patch.multiple(checkpointing, to_cpu=to_cpu, from_cpu=torch.clone)
+
+def callbacks(way, bs):
+    from fastxtend_accum.all import ActivationCheckpointing, GradientAccumulation
+    return dict(whole=lambda: [], exact=lambda: [GradientAccumulation(micro_batch_size='auto', exact=True)],
+                checkpointed=lambda: [ActivationCheckpointing()], offloaded=lambda: [ActivationCheckpointing(offload=True)],
+                pieces=lambda: [GradientAccumulation(micro_batch_size=-(-bs//4))])[way]()
+
+def make(name, way):
+    "A Learner whose epoch is one batch, the same weights each time, all of them trained"
+    from fastai.basics import SGD, set_seed
+    set_seed(0)
+    learn = globals()[name](opt_func=SGD)
+    learn.model.to(device)
+    learn.unfreeze()
+    learn.add_cbs(callbacks(way, learn.dls.train.bs))
+    for p in learn.model.parameters(): p.grad = torch.zeros_like(p)
+    return learn
+
+def step(learn):
+    "Take a step; returns its seconds: of the clock on a GPU, else of the CPU"
+    from fastai.basics import set_seed
+    set_seed(0)
+    clock = time.perf_counter if on_gpu else time.process_time
+    if on_gpu: torch.cuda.synchronize()
+    start = clock()
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, 0.)  # all steps begin with the same weights
+    if on_gpu: torch.cuda.synchronize()
+    return clock()-start
+
+def gradient(learn):
+    "The gradient with which the optimizer would step"
+    res = []
+    def keep(): res.extend(p.grad.detach().flatten().cpu().double() for p in learn.model.parameters())
+    with patch.object(learn.opt, 'step', keep): step(learn)
+    return torch.cat(res)
+
+def peak(learn):
+    "The most bytes that are alive in a step, without the weights, their gradients and the buffers"
+    if on_gpu:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step(learn)
+        return torch.cuda.max_memory_allocated()-before
+    with LiveBytes(learn.model) as live, as_on_a_gpu(live): step(learn)
+    return live.peak
+
+def search(learn, mb):
+    "Let exact=True find how the batch runs where activations have room for `mb` MB, which holds afterwards as well; returns that in words"
+    from fastxtend_accum.demo import Activations
+    learn.add_cb(Activations(mb))
+    step(learn)
+    learn.remove_cb(Activations)
+    return learn.gradient_accumulation.way.how(learn.dls.train.bs)
+
+def kept(learn):
+    "MB that the forward pass keeps for the backward pass"
+    from fastxtend_accum.demo import Activations
+    learn.add_cb(Activations())
+    step(learn)
+    mb = learn.activations.mb
+    learn.remove_cb(Activations)
+    return mb
+
+def measure(name, rounds):
+    "The figures of each way: peak bytes, seconds once a round, and how far the gradient is off, relative to the whole batch"
+    learners = {way:make(name, way) for way in ways}
+    how = search(learners['exact'], kept(learners['whole'])/2)
+    for o in learners.values(): step(o)  # the first step is slower
+    whole = gradient(learners['whole'])
+    off = {way:float((gradient(o)-whole).norm()/whole.norm()) for way,o in learners.items()}
+    live = {way:peak(o) for way,o in learners.items()}
+    times = {way:[] for way in ways}
+    for _ in range(rounds):
+        for way,o in learners.items(): times[way].append(step(o))
+    return dict(bs=learners['whole'].dls.train.bs, how=how, off=off, live=live, time=times)
