@@ -11,17 +11,14 @@ from typing import NamedTuple
 
 from fastai.basics import *
 
-from .checks import *
 from .nested import *
 from .loader import *
 from .fit import *
 from .gradients import *
 from .processes import *
-from .logging import *
 from .memory import *
 from .accumulation import *
 from .hidden_state import *
-from .pieces import *
 from .cache import *
 from .schedule import *
 from .noise import *

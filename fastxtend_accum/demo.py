@@ -6,7 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/demo.html.md"""
 
 # %% ../nbs/source/20_demo.ipynb #324af82d
 from __future__ import annotations
-from contextlib import ExitStack,nullcontext
+from contextlib import ExitStack
 
 from fastai.basics import *
 from fastai.callback.all import *
@@ -37,18 +37,17 @@ def digits_learner(bs:int, cbs=None)->Learner:
     return Learner(dls, model, CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs)
 
 # %% ../nbs/source/20_demo.ipynb #5274d2a6
-def run_demo(n_epoch:int=5, bars:bool=True)->dict[str,Learner]:
-    "Train the large batch, the accumulated one, a schedule, and the small batch by itself"
+def run_demo()->dict[str,Learner]:
+    "Train the large batch, the accumulated one, a schedule, and the small batch by itself, for five epochs each"
     growing = GradientAccumulationSchedule(16, 256, finish=0.8, remainder='carry')
-    learners = {'batch of 128':         digits_learner(128),
-                'accumulated, 8x16':    digits_learner(16, GradientAccumulation(128)),
-                'schedule, 16 to 256':  digits_learner(16, growing),
-                'batch of 16':          digits_learner(16)}
-    for name,learn in learners.items():
+    runs = {'batch of 128':         (digits_learner(128), 5e-3),
+            'accumulated, 8x16':    (digits_learner(16, GradientAccumulation(128)), 5e-3),
+            'schedule, 16 to 256':  (digits_learner(16, growing), 5e-3),
+            'batch of 16':          (digits_learner(16), sqrt_scale(5e-3, 16/128))}
+    for name,(learn,lr) in runs.items():
         print(name)
-        lr = sqrt_scale(5e-3, 16/128) if name == 'batch of 16' else 5e-3
-        with nullcontext() if bars else learn.no_bar(): learn.fit_one_cycle(n_epoch, lr)
-    return learners
+        learn.fit_one_cycle(5, lr)
+    return {name:learn for name,(learn,_) in runs.items()}
 
 def weight_difference(a:Learner, b:Learner)->float:
     "The largest difference between two Learners' weights"
@@ -56,11 +55,12 @@ def weight_difference(a:Learner, b:Learner)->float:
 
 def results(learners:dict[str,Learner])->pd.DataFrame:
     "Optimizer steps, accuracy, and the largest difference of a weight from the first run's, after as many steps"
-    runs = L(learners.values())
-    steps,valid = runs.map(lambda o: len(o.recorder.losses)),runs.map(lambda o: f'{o.recorder.values[-1][-1]:.3f}')
-    def difference(o, n): return '-' if o is runs[0] or n != steps[0] else f'{weight_difference(runs[0], o):.1e}'
-    differences = list(map(difference, runs, steps))
-    return pd.DataFrame(dict(run=list(learners), steps=steps, accuracy=valid, difference=differences))
+    large,rows = first(learners.values()),[]
+    for name,o in learners.items():
+        steps,accuracy = len(o.recorder.losses),o.recorder.values[-1][-1]
+        compares = o is not large and steps == len(large.recorder.losses)
+        rows.append((name, steps, f'{accuracy:.3f}', f'{weight_difference(large, o):.1e}' if compares else '-'))
+    return pd.DataFrame(rows, columns=['run','steps','accuracy','difference'])
 
 # %% ../nbs/source/20_demo.ipynb #4a640a50
 def plot_results(learners:dict[str,Learner]):

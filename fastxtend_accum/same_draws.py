@@ -12,14 +12,14 @@ import pickle,traceback
 from fastai.basics import *
 from torch.nn.attention import SDPBackend,sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode,_get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
 
 from .nested import *
+from .memory import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['by_shape', 'can_repeat', 'generator_of', 'error', 'all_generators', 'state_of', 'get_states', 'set_states', 'Draw',
-           'SameDraws', 'check_same_draws', 'check_not_compiled']
+__all__ = ['by_shape', 'can_repeat', 'generator_of', 'error', 'state_of', 'Draw', 'SameDraws', 'check_same_draws',
+           'check_not_compiled']
 
 # %% ../nbs/source/17_same_draws.ipynb #d7a50008
 by_shape = set("""bernoulli cauchy exponential geometric log_normal multinomial native_dropout normal rand rand_like
@@ -42,24 +42,11 @@ def error(what:str, remedy:str='make the model draw in the same way for all samp
     return kind(f"same_draws=True cannot {what}: {remedy}, or leave same_draws out")
 
 # %% ../nbs/source/17_same_draws.ipynb #a1a24beb
-def all_generators(model:nn.Module)->list:
-    "Those of Python, NumPy and PyTorch, and those that the modules of `model` hold"
-    kinds = torch.Generator,random.Random,np.random.Generator,np.random.RandomState
-    own = [o for o in tree_leaves([vars(m) for m in model.modules()]) if isinstance(o, kinds)]
-    return [random, np.random, torch.default_generator, *torch.cuda.default_generators, *own]
-
 def state_of(g)->bytes:
+    "The state of a random generator, which can be compared"
     if isinstance(g, torch.Generator): return g.get_state().numpy().tobytes()
     if isinstance(g, np.random.Generator): return pickle.dumps(g.bit_generator.state)
     return pickle.dumps(g.getstate() if hasattr(g, 'getstate') else g.get_state())
-
-def get_states(generators:Iterable)->dict: return {g:state_of(g) for g in generators}
-
-def set_states(states:dict):
-    for g,state in states.items():
-        if isinstance(g, torch.Generator): g.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-        elif isinstance(g, np.random.Generator): g.bit_generator.state = pickle.loads(state)
-        else: (g.setstate if hasattr(g, 'setstate') else g.set_state)(pickle.loads(state))
 
 # %% ../nbs/source/17_same_draws.ipynb #d7a5000b
 class Draw:
@@ -122,14 +109,17 @@ class SameDraws(TorchDispatchMode):
     def __init__(self, n:int, model:nn.Module):
         super().__init__()
         self.n,self.model,self.rows,self.in_piece,self.kernel = n,model,None,False,nullcontext
-        self.before,self.seen,self.sizes = {},[],set()  # states where the batch begins; draws in order; sizes of pieces
-        self.restart()
-
-    def restart(self):
-        "The batch starts over: forget what it has drawn, but not where its samples may be"
-        self.draws,self.last,self.after = {},{},None
-
+        self.weights,self.sizes = {p.shape for p in model.parameters()},set()  # shapes; sizes of pieces
+        self.before,self.rewinds = {},[]  # states of generators where the batch begins, and what takes them back
+        self.draws,self.seen,self.last,self.after = {},[],{},None  # `seen`: in order, with where their samples may be
     def __reduce__(self): return type(None),()  # of one batch: an exported Learner does not need it
+
+    def save(self, *generators):
+        "Where `generators` stand is where the batch begins"
+        self.before |= {g:state_of(g) for g in generators}
+        self.rewinds.append(saved(*generators))
+    def rewind(self):
+        for f in self.rewinds: f()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -138,11 +128,10 @@ class SameDraws(TorchDispatchMode):
         switches = [a for a in func._schema.arguments if a.name in ('dropout_p','dropout','train')]
         if 0 in [given.get(a.name, a.default_value) for a in switches]: return func(*args, **kwargs)  # it draws nothing
         if not types and can_repeat(func, given): return self.draw(func, given)
-        kind,remedy = ValueError,'use another operation'
-        if 'attention' in func.name() and self.kernel is nullcontext:
-            kind,remedy = StartOver,'use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)'
-            self.kernel = partial(sdpa_kernel, SDPBackend.MATH)
-        raise error(f'repeat the random numbers of {func.name()}', remedy, kind)
+        what = f'repeat the random numbers of {func.name()}'
+        if 'attention' not in func.name() or self.kernel is not nullcontext: raise error(what, 'use another operation')
+        self.kernel = partial(sdpa_kernel, SDPBackend.MATH)
+        raise error(what, 'use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)', StartOver)
 
 # %% ../nbs/source/17_same_draws.ipynb #959facc6
 @patch
@@ -153,7 +142,11 @@ def draw(self:SameDraws, func, given:dict):
     is_new,i = key not in self.draws,len(self.draws)
     if is_new:
         if not self.in_piece: return func(**given)  # outside the part of the model that runs in pieces
-        self.check_new(func, g)
+        if self.after: raise error(f"repeat {func.name()} of samples {self.rows}, which earlier samples did not call")
+        if g not in self.before: self.save(g)
+        self.check_seen(g, f'before {func.name()}')
+        if any(f.f_code.co_name == 'compile_wrapper' for f,_ in traceback.walk_stack(sys._getframe())):
+            raise error(f"repeat {func.name()} of a compiled function", "leave out torch.compile")
         if i == len(self.seen) or self.seen[i].func != func: self.seen[i:] = [now]
         self.draws[key] = self.seen[i]
     self.draws[key].compare(now, not is_new)
@@ -161,42 +154,30 @@ def draw(self:SameDraws, func, given:dict):
     if is_new: self.last[g] = state_of(g)
     return res
 
-# %% ../nbs/source/17_same_draws.ipynb #d7a50010
 @patch
 def check_seen(self:SameDraws, g:torch.Generator, where:str):
     if state_of(g) != self.last.get(g, self.before[g]):
         raise error(f"repeat the numbers drawn {where} by code that it cannot see, such as a compiled function")
 
-@patch
-def check_new(self:SameDraws, func, g:torch.Generator):
-    "Raises ValueError unless this piece is the first, and all that it has drawn was seen"
-    if self.after: raise error(f"repeat {func.name()} of samples {self.rows}, which earlier samples did not call")
-    self.before.setdefault(g, state_of(g))
-    self.check_seen(g, f'before {func.name()}')
-    if any(f.f_code.co_name == 'compile_wrapper' for f,_ in traceback.walk_stack(sys._getframe())):
-        raise error(f"repeat {func.name()} of a compiled function", "leave out torch.compile")
-
+# %% ../nbs/source/17_same_draws.ipynb #ab19d016
 @patch
 @contextmanager
 def active(self:SameDraws):
     "Operations in here draw for all samples"
     with self.kernel(), nullcontext() if self in _get_current_dispatch_mode_stack() else self: yield
 
-# %% ../nbs/source/17_same_draws.ipynb #ab19d016
 @patch
 @contextmanager
 def piece(self:SameDraws, start:int, end:int):
     "Train on samples `start` to `end` in here; afterwards, generators stand where the whole batch leaves them"
     if end-start == self.n: yield; return
-    generators = all_generators(self.model)
-    if not self.before:
-        self.before,self.weights = get_states(generators),{p.shape for p in self.model.parameters()}
-    if not start: self.restart()  # perhaps after a piece that failed
-    set_states(self.before)
+    if not self.before: self.save(*all_generators(self.model))
+    if not start: self.draws,self.last,self.after = {},{},None  # perhaps after a piece that failed
+    self.rewind()
     self.rows,self.in_piece = (start, end),True
     with self.active(): yield
     self.in_piece = False
-    after = get_states(generators)
+    after = {g:state_of(g) for g in all_generators(self.model)}
     for g in self.before if not self.after else []:
         if isinstance(g, torch.Generator): self.check_seen(g, 'after all that it can see')
     if self.after not in (None, after):
@@ -221,12 +202,12 @@ def next_size(self:SameDraws, rest:int, most:int)->int:
 @contextmanager
 def again(self:SameDraws, start:int, end:int):
     "Run a piece once more in here, as recomputation does; generators stay where they are"
-    now = get_states(self.before)
-    set_states(self.before)
+    put_back = saved(*self.before)
+    self.rewind()
     self.rows = start,end
     try:
         with self.active(): yield
-    finally: set_states(now)
+    finally: put_back()
 
 def check_same_draws(micro_batch_size:int|str|None):
     "Raises ValueError unless there are pieces of 2 samples or more"

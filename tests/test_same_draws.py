@@ -288,7 +288,7 @@ def test_off_it_costs_nothing(monkeypatch):
 
 def test_a_batch_in_one_piece_costs_nothing(monkeypatch):
     def fails(*args): raise AssertionError
-    monkeypatch.setattr('fastxtend_accum.same_draws.set_states', fails)
+    monkeypatch.setattr('fastxtend_accum.same_draws.saved', fails)
     for cbs in accum(micro=32),GradientCache(32, same_draws=True): run(noisy(32, cbs, n=96))
 
 # Parts that run twice, generators of the user's own, further backward passes, files
