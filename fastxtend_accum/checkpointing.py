@@ -21,39 +21,26 @@ from .memory import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['generators', 'lists', 'put_back', 'FirstState', 'all_tensors', 'checkpointed', 'checked', 'is_repeated', 'n_layers',
-           'is_long', 'grouped', 'find_blocks', 'ActivationCheckpointing', 'own_blocks', 'to_cpu', 'from_cpu']
+__all__ = ['lists', 'as_it_is', 'all_tensors', 'checkpointed', 'checked', 'is_repeated', 'n_layers', 'is_long', 'grouped',
+           'find_blocks', 'ActivationCheckpointing', 'own_blocks', 'to_cpu', 'from_cpu']
 
 # %% ../nbs/source/13_checkpointing.ipynb #c14a0008
-generators = random.Random,np.random.Generator,np.random.RandomState,torch.Generator
-
-def put_back(o)->Callable:
-    "A function that puts a dict or a random generator back to what it is now"
-    if isinstance(o, dict): return partial(refill, o, dict(o))
-    if hasattr(o, 'getstate'): return partial(o.setstate, o.getstate())
-    if hasattr(o, 'get_state'): return partial(o.set_state, o.get_state())
-    return partial(setattr, o.bit_generator, 'state', o.bit_generator.state)
-
-class FirstState:
-    "What a forward pass of `module` finds in it: entered, it runs again with that, and nothing changes"
-    def __init__(self, module:nn.Module):
-        attrs = [vars(m) for m in module.modules()]
-        self.buffers = [o['_buffers'] for o in attrs]
-        own = [o for a in attrs for o in a.values() if isinstance(o, generators)]
-        self.parts = [*attrs, *self.buffers, random, np.random, *torch.cuda.default_generators, *own]
-        self.first = [put_back(o) for o in self.parts]
-        def is_mask(b): return b.dtype == torch.bool and b.numel() > 2**16
-        tensors = {b for o in self.buffers for b in o.values() if b is not None}
-        self.copies = {b:b if is_mask(b) else b.clone() for b in tensors}
-
-    def __enter__(self):
-        self.outside = [put_back(o) for o in self.parts]
-        for f in self.first: f()
-        again = {b:o.clone() for b,o in self.copies.items()}
-        for o in self.buffers: o.update({k:again[b] for k,b in o.items() if b is not None})
-
-    def __exit__(self, *args):
-        for f in self.outside: f()
+def as_it_is(module:nn.Module)->Callable:
+    "A context in which `module` runs again with all that it has now, and which leaves everything as it was"
+    modules = [*module.modules()]
+    own = [o for m in modules for o in vars(m).values() if isinstance(o, generators)]
+    dicts = [o for m in modules for o in (vars(m), m._buffers)]
+    parts = [*dicts, random, np.random, *torch.cuda.default_generators, *own]
+    put_back,values = saved(*parts),{b:b.clone() for b in module.buffers()}
+    @contextmanager
+    def again():
+        outside = saved(*parts)
+        put_back()
+        copies = {b:o.clone() for b,o in values.items()}  # the backward pass may need those of this run
+        for m in modules: m._buffers.update({k:copies[b] for k,b in m._buffers.items() if b is not None})
+        try: yield
+        finally: outside()
+    return again
 
 # %% ../nbs/source/13_checkpointing.ipynb #93f96ce3
 def all_tensors(o)->list[Tensor]: return [t for t in tree_leaves(o) if isinstance(t, Tensor)]
@@ -64,13 +51,13 @@ def checkpointed(forward:Callable, module:nn.Module, again:Callable=nullcontext)
         needs_grad = any(o.requires_grad for o in [*module.parameters(), *all_tensors((args, kwargs))])
         if not (torch.is_grad_enabled() and needs_grad): return forward(*args, **kwargs)
         leaves,form = tree_flatten((args, kwargs))  # tensors that `checkpoint` is to keep, one by one
-        first,state = [(args, kwargs)],FirstState(module)  # lists of the caller, which both may add to
+        first,as_first = [(args, kwargs)],as_it_is(module)  # lists of the caller, which both may add to
         def with_leaves(*leaves):
             if first:
                 args,kwargs = first.pop()
                 return forward(*args, **kwargs)
             args,kwargs = tree_unflatten(leaves, form)
-            with state,again(): return forward(*args, **kwargs)
+            with as_first(), again(): return forward(*args, **kwargs)
         return checkpoint(with_leaves, *leaves, use_reentrant=False)
     return run
 
