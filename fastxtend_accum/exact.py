@@ -23,8 +23,8 @@ from .checkpointing import *
 from .cache import *
 
 # %% auto #0
-__all__ = ['OneBatch', 'run_batch', 'grad_and_buffers', 'one_step', 'TriedWay', 'ways_of', 'WaySearch', 'differences', 'find_way',
-           'next_way']
+__all__ = ['OneBatch', 'run_batch', 'grad_and_buffers', 'one_step', 'TriedWay', 'few_blocks', 'ways_of', 'WaySearch',
+           'differences', 'find_way', 'next_way']
 
 # %% ../nbs/source/15_exact.ipynb #9f5d51c7
 class OneBatch(Wrapped):
@@ -119,17 +119,23 @@ class TriedWay:
         return f"is split into {-(-n//self.size)} micro-batches of {'up to ' if n % self.size else ''}{self.size}{same}"
 
 # %% ../nbs/source/15_exact.ipynb #99349e4a
+def few_blocks(offload:bool=False)->ActivationCheckpointing:
+    "Recomputes as few blocks as memory requires, and one at least: the whole batch does not fit"
+    cb = ActivationCheckpointing('auto', offload)
+    cb.least = 1
+    return cb
+
 def ways_of(accum:GradientAccumulation)->list[TriedWay]:
     "All ways: the whole batch, four in pieces, two with recomputed blocks"
     pieces = partial(GradientAccumulation, micro_batch_size='auto', num_items=accum.num_items)
-    cached,blocks = partial(GradientCache, micro_batch_size='auto'),partial(ActivationCheckpointing, 'auto')
+    cached = partial(GradientCache, micro_batch_size='auto')
     return [TriedWay('the whole batch'),
             TriedWay('micro-batches', pieces),
             TriedWay('micro-batches with the same draws', partial(pieces, same_draws=True)),
             TriedWay('cached gradients', cached),
             TriedWay('cached gradients with the same draws', partial(cached, same_draws=True)),
-            TriedWay('recomputed blocks', blocks),
-            TriedWay('recomputed blocks, kept on the CPU', partial(blocks, offload=True))]
+            TriedWay('recomputed blocks', few_blocks),
+            TriedWay('recomputed blocks, kept on the CPU', partial(few_blocks, offload=True))]
 
 # %% ../nbs/source/15_exact.ipynb #6d0f9c50
 class WaySearch:
