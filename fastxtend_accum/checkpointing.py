@@ -9,7 +9,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from fastai.basics import *
-from fastai.callback.fp16 import MixedPrecision
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten,tree_leaves,tree_unflatten
 from torch.utils.checkpoint import checkpoint,set_checkpoint_early_stop
@@ -154,7 +153,8 @@ class ActivationCheckpointing(Way):
                 raise ValueError(f"ActivationCheckpointing cannot run parts of a {kind} {name} again: {remedy}")
         model = inner_model(model)
         self.module_names = {m:n for n,m in model.named_modules()}
-        self.found,self.groups = (own_blocks(self.blocks(model), model),{}) if callable(self.blocks) else find_blocks(model)
+        if callable(self.blocks): self.found,self.groups = own_blocks(self.blocks(model), model),{}
+        else: self.found,self.groups = find_blocks(model)
         if not self.found:
             raise ValueError(f"ActivationCheckpointing finds no blocks in {name}: no nn.Sequential or "
                              "nn.ModuleList of blocks: name the modules with blocks=lambda model: [...]")
@@ -207,33 +207,29 @@ def backward_context(self:ActivationCheckpointing):
 
 @patch
 def forward_context(self:ActivationCheckpointing):
-    return self.backward_context() if self.learn.training else nullcontext()
+    if self.learn.training: return self.backward_context()
 
 # %% ../nbs/source/13_checkpointing.ipynb #31d423ac
 @patch
-def by_cost(self:ActivationCheckpointing, inputs:Inputs)->list[int]:
-    "The blocks, those first whose second run frees most bytes per second, on few samples"
-    weights = [o.untyped_storage().data_ptr() for o in self.learn.model.parameters()]
-    costs = [0.]*len(self.found)
+def by_bytes(self:ActivationCheckpointing, inputs:Inputs)->list[int]:
+    "The blocks, those first that keep most bytes for the backward pass beside their inputs, on few samples"
+    def storage(o): return o.untyped_storage().data_ptr()
+    weights,sizes = {*map(storage, self.learn.model.parameters())},[0]*len(self.found)
     def measured(i, forward):
         def run(*args, **kwargs):
-            kept,start = {},clock()
+            kept = {}
             def keep(t):
-                kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+                kept[storage(t)] = t.untyped_storage().nbytes()
                 return t
             with saved_tensors_hooks(keep, noop): res = forward(*args, **kwargs)
-            seconds = clock()-start
-            for o in weights+[o.untyped_storage().data_ptr() for o in all_tensors((args, kwargs))]: kept.pop(o, None)
-            costs[i] = sum(kept.values())/seconds
+            sizes[i] += sum(kept[o] for o in kept.keys()-weights-{*map(storage, all_tensors((args, kwargs)))})
             return res
         return run
-    for i in range(2):  # the first time, everything is slower
-        for cb in self.learn._grab_cbs(MixedPrecision) if i else []: cb.before_batch()  # it is left after each loss
-        inputs.piece(0, min(inputs.n, max(2, inputs.n//8)))
-        groups = [replaced(m, 'forward', o.forward) for m,o in self.groups.items()]
-        blocks = [replaced(m, 'forward', measured(i, m.forward)) for i,m in enumerate(self.found)]
-        with ContextManagers(groups+blocks): evaluate(self.learn, (), inner_model(self.learn.model))
-    return sorted(range(len(costs)), key=lambda i: -costs[i])
+    inputs.piece(0, min(inputs.n, max(2, inputs.n//8)))
+    groups = [replaced(m, 'forward', o.forward) for m,o in self.groups.items()]
+    blocks = [replaced(m, 'forward', measured(i, m.forward)) for i,m in enumerate(self.found)]
+    with ContextManagers(groups+blocks): evaluate(self.learn, (), inner_model(self.learn.model))
+    return sorted(range(len(sizes)), key=lambda i: -sizes[i])
 
 # %% ../nbs/source/13_checkpointing.ipynb #498127bd
 @patch
@@ -241,7 +237,7 @@ def find_size(self:ActivationCheckpointing, loop:Loop, inputs:Inputs):
     "Find how many blocks have to be recomputed, if it is not known yet for batches like this one"
     learn,n,most,seconds = self.learn,inputs.n,len(self.found),[]
     order = [*range(most)]  # outside the callback, since a trial restores what that holds
-    def measure(_): order[:] = self.by_cost(inputs)
+    def measure(_): order[:] = self.by_bytes(inputs)
     def try_blocks(k):
         self.fitting.size,start = k,clock()
         train_on(loop, inputs, n)

@@ -23,8 +23,8 @@ from .checkpointing import *
 from .cache import *
 
 # %% auto #0
-__all__ = ['OneBatch', 'run_batch', 'grad_and_buffers', 'one_step', 'TriedWay', 'few_blocks', 'ways_of', 'WaySearch',
-           'differences', 'find_way', 'next_way']
+__all__ = ['OneBatch', 'run_batch', 'grad_and_buffers', 'one_step', 'TriedWay', 'ways_of', 'WaySearch', 'differences', 'find_way',
+           'next_way']
 
 # %% ../nbs/source/15_exact.ipynb #9f5d51c7
 class OneBatch(Wrapped):
@@ -45,7 +45,9 @@ def run_batch(learn:Learner, cb:Callback|None, res:SimpleNamespace):
         next(iter(learn.dl))
         cb('before_batch')
         loop = fit.instead['batch']
-        if cb.searches: cb.find_size(loop, Inputs(learn, loop.samples(), loop.lists))
+        if cb.searches:
+            if isinstance(cb, ActivationCheckpointing): cb.least = 1  # the whole batch does not fit
+            cb.find_size(loop, Inputs(learn, loop.samples(), loop.lists))
         res.start,res.seconds = clock(),getattr(cb, 'seconds', None)  # a search may have run the batch itself
         if not res.seconds: loop(learn._do_one_batch)
     finally: fit.close()
@@ -58,8 +60,8 @@ def grad_and_buffers(model:nn.Module)->list[Tensor]:
     return [torch.cat([*map(copied, grads)]), *map(copied, model.buffers())]
 
 def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_float32:bool=False)->SimpleNamespace:
-    """Train in mid-batch with `cb` on the first `n` samples, up to the step; afterwards everything is as it was. Returns
-    the seconds; `in_float32`, to be compared, also the gradient and the buffers"""
+    """Train in mid-batch with `cb` on the first `n` samples, up to the step, and leave no trace: the seconds, and
+    `in_float32`, to be compared, the gradient and the buffers"""
     trainer = getattr(sys.modules.get('fastai.distributed'), 'DistributedTrainer', ())
     left_out,res = (trainer, MixedPrecision if in_float32 else ()),SimpleNamespace()
     def keep(o): return takes_part(o) and not isinstance(o, left_out)
@@ -114,28 +116,20 @@ class TriedWay:
 
     def how(self, n:int)->str:
         if self.cb: return self.cb.how(n)
-        if self.size == sys.maxsize: return 'fits in memory'
-        same = ', with the random draws of the whole batch' if self.same_draws else ''
-        return f"is split into {-(-n//self.size)} micro-batches of {'up to ' if n % self.size else ''}{self.size}{same}"
+        return how_split(n, self.size)+(', with the random draws of the whole batch' if self.same_draws else '')
 
 # %% ../nbs/source/15_exact.ipynb #99349e4a
-def few_blocks(offload:bool=False)->ActivationCheckpointing:
-    "Recomputes as few blocks as memory requires, and one at least: the whole batch does not fit"
-    cb = ActivationCheckpointing('auto', offload)
-    cb.least = 1
-    return cb
-
 def ways_of(accum:GradientAccumulation)->list[TriedWay]:
     "All ways: the whole batch, four in pieces, two with recomputed blocks"
     pieces = partial(GradientAccumulation, micro_batch_size='auto', num_items=accum.num_items)
-    cached = partial(GradientCache, micro_batch_size='auto')
+    cached,blocks = partial(GradientCache, micro_batch_size='auto'),partial(ActivationCheckpointing, 'auto')
     return [TriedWay('the whole batch'),
             TriedWay('micro-batches', pieces),
             TriedWay('micro-batches with the same draws', partial(pieces, same_draws=True)),
             TriedWay('cached gradients', cached),
             TriedWay('cached gradients with the same draws', partial(cached, same_draws=True)),
-            TriedWay('recomputed blocks', few_blocks),
-            TriedWay('recomputed blocks, kept on the CPU', partial(few_blocks, offload=True))]
+            TriedWay('recomputed blocks', blocks),
+            TriedWay('recomputed blocks, kept on the CPU', partial(blocks, offload=True))]
 
 # %% ../nbs/source/15_exact.ipynb #6d0f9c50
 class WaySearch:
