@@ -95,8 +95,8 @@ class TriedWay:
         "What to try on `n` samples: pieces of `size`; a half, a quarter ... of the batch; or what finds it by itself"
         if 'micro' not in self.name: yield self.make and self.make(); return
         sizes = [-(-n//2**i) for i in range(1, (n-1).bit_length()+1)] if size == 'auto' else [size]
-        for o in sizes:
-            if o > 1 or not self.make.keywords.get('same_draws'): yield self.make(micro_batch_size=o)
+        least = 2 if self.make.keywords.get('same_draws') else 1
+        for o in dict.fromkeys(max(o, least) for o in sizes): yield self.make(micro_batch_size=o)
 
     def take(self, cb:Callback|None):
         "Run batches as `cb` does"
