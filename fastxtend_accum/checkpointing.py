@@ -112,11 +112,11 @@ def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Se
         listed,res = isinstance(m, lists),[]
         if type(m).forward is nn.Sequential.forward: groups[m] = m = grouped(m)
         kinds = [type(o) for o in m.children() if n_layers(o) > 1]
-        is_stage = listed or len({*kinds}) < len(kinds)
+        least = 1 if listed else 2 if len({*kinds}) < len(kinds) else math.inf  # layers in a block
         for o in m.children():
             is_run = type(o).forward is not nn.Module.forward  # a ModuleList is not
-            is_whole = listed and is_run and not any(map(is_long, o.modules()))
-            is_block = is_stage and is_run and n_layers(o) > (not listed) and [*o.children()]
+            is_block = is_run and n_layers(o) >= least and [*o.children()]
+            is_whole = is_block and listed and not any(map(is_long, o.modules()))
             res += not is_whole and inside(o) or ([o] if is_block else [])
         return res
     return list(dict.fromkeys(inside(model))),groups

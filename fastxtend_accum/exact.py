@@ -89,7 +89,7 @@ class TriedWay:
     "A way to run the batches of a fit, whose callback `make` makes; and what trying has shown of it"
     def __init__(self, name:str, make:Callable|None=None):
         self.name,self.make,self.cb,self.size,self.same_draws = name,make,None,sys.maxsize,False
-        self.difference,self.fits,self.seconds,self.failed = None,None,None,set()
+        self.difference,self.fits,self.seconds,self.failed = None if make else 0.,None,None,set()
 
     def callbacks(self, n:int, size:int|str)->Iterator:
         "What to try on `n` samples: pieces of `size`; a half, a quarter ... of the batch; or what finds it by itself"
@@ -103,7 +103,7 @@ class TriedWay:
         if isinstance(cb, GradientAccumulation): self.size,self.same_draws = cb.micro_bs,cb.same_draws
         else: self.cb = cb
 
-    def join(self, accum:GradientAccumulation, loop:Loop, inputs:Inputs):
+    def join(self, accum:GradientAccumulation, loop:Loop):
         "Let the batches of this fit run in this way"
         if self.cb in loop.ways: return
         accum.learn.add_cb(self.cb)
@@ -165,7 +165,7 @@ def is_exact(self:WaySearch, way:TriedWay)->bool:
     "Whether two pieces of a few samples give the gradient and the buffers of the whole"
     n = min(self.inputs.n, 4)  # two pieces of more than a sample, which some ways need
     if way.difference is None and not self.is_normed:
-        self.few = self.few or self.step(samples=n, in_float32=True)
+        if self.few is None: self.few = n > 2 and self.step(samples=n, in_float32=True) or False
         one,way.difference = self.few and self.step(way.make(micro_batch_size=-(-n//2)), n, in_float32=True),math.inf
         if one:
             off = differences(one.tensors, self.few.tensors)

@@ -177,6 +177,14 @@ def test_pieces_that_repeat_draws_have_two_samples():
     assert_close(small, big, FLOAT32)
     assert way(small) == 'micro-batches with the same draws' and accum(small).micro_bs == 2
 
+@pytest.mark.parametrize('bs', [2, 3, 5])
+@pytest.mark.parametrize('make', [plain, dropped, normed])
+def test_small_batches(make, bs):
+    "Four samples show what is exact in pieces; of fewer, the whole batch would have to fit"
+    big,small = limited(partial(make, bs=bs, n=4*bs), .85, opt_func=SGD)
+    assert_close(small, big, FLOAT32 if 'micro' in way(small) else 0.)
+    assert (accum(small).ways.difference[1:].min() < FLOAT32) == (bs == 5 and make is not normed)
+
 # What it costs
 
 def freeze_norm(learn):
