@@ -357,7 +357,7 @@ def end_fit(self:GradientAccumulation):
     if self.now:
         self.now.hypers.restore(self.learn.opt)
         if self.micro_batch_size is None and is_out_of_memory(sys.exc_info()[1]):
-            warn(f"out of memory with batches of {self.now.loader_bs} samples: micro_batch_size='auto' would split them")
+            warn(f"out of memory with batches of {self.now.loader_bs} samples: micro_batch_size='auto' splits them")
     if self.window.micro or self.window.n_micro: self.learn.opt.zero_grad()
     enable_sync(self.learn.model)
     self.window.open()
