@@ -178,10 +178,12 @@ def fits(self:WaySearch, way:TriedWay)->bool:
     "Whether the batch fits in memory in this way, and in how many seconds it runs"
     for cb in way.callbacks(self.inputs.n, self.accum.micro_batch_size):
         way.fits = (one := self.step(cb)) is not None
-        if way.fits:
-            way.seconds = self.most(one.seconds)
-            way.take(cb)
-            break
+        if not way.fits: continue
+        sign = 1 if isinstance(cb, ActivationCheckpointing) else -1  # the most blocks, the smallest pieces
+        if cb: cb.fitting.size = int(sign*self.most(sign*cb.fitting.size))
+        way.seconds = self.most(one.seconds)
+        way.take(cb)
+        break
     return bool(way.fits)
 
 # %% ../nbs/source/15_exact.ipynb #957f6185

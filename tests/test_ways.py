@@ -177,6 +177,18 @@ def test_pieces_that_repeat_draws_have_two_samples():
     assert_close(small, big, FLOAT32)
     assert way(small) == 'micro-batches with the same draws' and accum(small).micro_bs == 2
 
+class Unsteady(nn.Module):
+    "Differs from run to run, by what is no part of the model"
+    n = 0
+    def forward(self, x):
+        Unsteady.n += 1
+        return x*(1+Unsteady.n%7/10)
+
+def test_a_model_that_differs_from_run_to_run():
+    "It is neither split nor run again"
+    with pytest.raises(RuntimeError, match='fits in no way') as e: limited(partial(mlp, Unsteady), .6)
+    assert 'gives other outputs when it is run again' in str(e.value.__cause__)
+
 @pytest.mark.parametrize('bs', [2, 3, 5])
 @pytest.mark.parametrize('make', [plain, dropped, normed])
 def test_small_batches(make, bs):
