@@ -47,12 +47,13 @@ class GradientAccumulation(Way):
         skip_nonfinite:bool=False, # Skip the step of a window whose gradient contains NaN or infinity
         same_draws:bool=False, # Dropout and noise in the model get the random numbers of the whole batch; slower
         exact:bool=False, # Find by trying how to get the fit of the whole batch in the memory that there is
+        verbose:bool=True, # Print in one line how a window is made up, and what differs from one batch
         **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
     ):
         store_attr(but='unknown')
         self.check_arguments(unknown)
         self.accum_bs = accum_bs or n_acc or (32 if micro_batch_size is None else None)
-        self.fitting,self.window,self.now,self.way,self.n_skipped = FittingSize(),Window(),None,None,0
+        self.fitting,self.window,self.now,self.way,self.n_skipped,self.told = FittingSize(),Window(),None,None,0,None
 
 # %% ../nbs/source/12_accumulation.ipynb #cf9d1cd0
 @patch
@@ -66,7 +67,7 @@ def check_arguments(self:GradientAccumulation, unknown:dict):
     for name,size in dict(accum_bs=a, n_acc=n).items():
         if size is not None: check_size(name, size)
     check_micro_batch_size(micro)
-    check_flags(**{o:getattr(self, o) for o in ('log_accum_batch','skip_nonfinite','same_draws','exact')})
+    check_flags(**{o:getattr(self, o) for o in ('log_accum_batch','skip_nonfinite','same_draws','exact','verbose')})
     check_callable('num_items', self.num_items, 'a function of the Learner')
     for is_wrong,message in (
         (None not in (a, n), f"accum_bs={a} and n_acc={n} both set the samples in a window: "
@@ -93,6 +94,7 @@ class FitState:
         self.is_split,self.has_half = accum.splits,any(p.dtype in half for p in trained(learn.opt))
         self.hypers,self.loss_check,self.warned = FirstHypers(accum.scale),LossCheck(),set()
         if is_trial(learn): self.loss_check.left = 0  # the fit that follows says it
+        self.is_told = accum.exact or not accum.verbose  # what its `verdict` is
         self.has_targets,self.train_iter = False,None  # of the present batch
         self.batches,self.n_windows,self.pct = None,None,0.  # of the epoch: the loader, its windows, the position
     def __reduce__(self): return noop,()  # a Learner that is exported in mid-fit begins a fit of its own
@@ -250,7 +252,9 @@ def close_window(self:GradientAccumulation)->bool:
         if self.skip_nonfinite and not scales_loss(learn) and not now.processes.all_of(is_finite(learn.opt)):
             self.n_skipped += 1
             why = nonfinite
-    if not why: now.hypers.apply(learn.opt)
+    if not why:
+        now.hypers.apply(learn.opt)
+        if not now.is_told: self.tell_verdict()
     else:
         window.finish('dropped')
         learn.opt.zero_grad()
@@ -285,6 +289,37 @@ def after_cancel_step(self:GradientAccumulation):
     if self.skip_nonfinite and scales_loss(self.learn) and overflowed:
         self.n_skipped += 1
         self.warn_once(nonfinite)
+
+# %% ../nbs/source/12_accumulation.ipynb #4a6431b1
+@patch
+def verdict(self:GradientAccumulation)->str:
+    "How a window is made up, and what differs from one batch of its size, as the first window has shown"
+    learn,now,micro,sizes = self.learn,self.now,self.micro_bs,self.sizes().values()
+    n,bs,most = now.processes.n,now.loader_bs,max(sizes)
+    count = most//now.smallest_bs * -(-bs//micro)
+    res = [f"micro_batch_size='auto': each batch of {bs} {how_split(bs, micro)}"]*(self.micro_batch_size == 'auto')
+    if min(sizes) < most: res.append(f"{min(sizes)} to {most} samples, {micro} at a time")
+    elif most > now.smallest_bs or not res:
+        res.append(f"{most} = {f'{n} processes x '*(n > 1)}{count} x {'up to '*(bs%micro > 0)}{micro} samples")
+    if count == n == 1: return res[0] if self.searches else (
+        f"{most} samples are the DataLoader's batch: nothing is accumulated unless a smaller micro_batch_size splits it")
+    if self.window.n_micro > 1:
+        is_known = self.num_items or has_rule(learn.loss_func) or not now.loss_check.found
+        says = 'same' if is_known else now.loss_check.found[-1].says
+        res.append(f"losses {dict(same='are', differs='are not').get(says, 'may not be')} averaged as in one batch")
+    syncs = any(isinstance(m, nn.SyncBatchNorm) for m in learn.model.modules())
+    at_a_time = min([micro, *[o.fitting.size for o in learn._grab_cbs(Way) if o.splits]])*(n if syncs else 1)
+    differs = what_differs(learn.model, at_a_time, self.draws)
+    if differs and most == now.smallest_bs: differs.append("exact=True would find a way without that")
+    return '; '.join(res+differs)
+
+@patch
+def tell_verdict(self:GradientAccumulation):
+    "Print the verdict, unless it is the last that was printed"
+    self.now.is_told = True
+    if self.learn.logger is noop or (message := self.verdict()) == self.told: return
+    self.told = message
+    tell(self.learn, message)
 
 # %% ../nbs/source/12_accumulation.ipynb #02909e4e
 @patch
@@ -397,7 +432,7 @@ def find_size(self:GradientAccumulation, loop:Loop, inputs:Inputs):
     found = self.fitting.update(learn, (*inputs.xb, *inputs.yb), inputs.n, search)
     if self.exact:
         if self.way.cb: self.way.join(self, loop)
-    elif found: self.fitting.say(learn, inputs.n, learn.model)
+    elif found: self.now.is_told = not self.verbose
 
 @patch
 def shrink(self:GradientAccumulation, loop:Loop, error:Exception)->str:

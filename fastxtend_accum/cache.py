@@ -89,7 +89,10 @@ def find_size(self:GradientCache, loop:Loop, inputs:Inputs):
         train_on(loop, inputs, inputs.n)
     def search(at_most, is_new): return find_size(self.learn, try_size, at_most, agree=is_new)
     n = self.rows(loop)
-    if self.fitting.update(self.learn, inputs.xb, n, search): self.fitting.say(self.learn, n, self.running_part())
+    if not self.fitting.update(self.learn, inputs.xb, n, search): return
+    said = [f"micro_batch_size='auto': each batch of {n} {how_split(n, self.micro_bs)}"]
+    if self.micro_bs < n: said += what_differs(self.running_part(), self.micro_bs, self.same_draws)
+    tell(self.learn, '; '.join(said))
 
 # %% ../nbs/source/14_cache.ipynb #8b6d2f05
 @patch

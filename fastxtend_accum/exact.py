@@ -235,7 +235,7 @@ def find_way(accum:GradientAccumulation, inputs:Inputs, skip:set[str]=frozenset(
         if time: message += f' ({time:.1f} times the time of a batch that fits)'
         if split.difference and math.isfinite(split.difference):
             message += f'; in micro-batches, the gradient would be off by {split.difference:.0%}'
-    tell(learn, message)
+    if accum.verbose: tell(learn, message)
     return way
 
 def next_way(accum:GradientAccumulation, loop:Loop)->TriedWay:

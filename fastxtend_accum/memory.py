@@ -27,7 +27,8 @@ from .fit import *
 __all__ = ['generators', 'bystanders', 'all_generators', 'saved', 'refill', 'set_value', 'Snapshot', 'saved_autocast',
            'NothingFits', 'is_out_of_memory', 'free_memory', 'memory_error', 'without_tracebacks', 'halve',
            'largest_that_runs', 'smallest_that_runs', 'clock', 'inner_model', 'accumulates', 'accumulator',
-           'takes_part', 'trial', 'room_for_step', 'without_graph', 'find_size', 'how_split', 'FittingSize', 'tell']
+           'takes_part', 'trial', 'room_for_step', 'without_graph', 'find_size', 'how_split', 'what_differs',
+           'FittingSize', 'tell']
 
 # %% ../nbs/source/07_memory.ipynb #2c307b41
 generators = random.Random,np.random.Generator,np.random.RandomState,torch.Generator
@@ -245,6 +246,14 @@ def how_split(n:int, size:int)->str:
     if size >= n: return 'fits in memory'
     return f"is split into {-(-n//size)} micro-batches of {'up to ' if n % size else ''}{size}"
 
+def what_differs(model:nn.Module, n:int, same_draws:bool=False)->list[str]:
+    "What tells `n` samples at a time from one batch, in the modules of `model` that train"
+    training = [m for m in model.modules() if m.training]
+    has_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in training)
+    rates = [vars(m).get(o) for m in training for o in ('p','dropout','drop_prob','weight_p','embed_p')]
+    has_dropout = not same_draws and any(isinstance(o, Real) and 0 < o < 1 for o in rates)
+    return [f"BatchNorm normalizes {n} at a time"]*has_norm + ["dropout draws other numbers"]*has_dropout
+
 class FittingSize:
     "The size that fits in training, and that in validation; what it was found for"
     def __init__(self): self.found_for,self.size,self.valid,self.largest,self.most = None,None,None,0,0
@@ -259,13 +268,6 @@ class FittingSize:
         self.size = search(n if n > most else min(size, n), is_new)  # later, others may have seen no larger one
         self.found_for,self.largest,self.most = now,max(sample, largest),max(n, most)
         return True
-
-    def say(self, learn:Learner, n:int, module:nn.Module):
-        "Print how `module` runs `n` rows, and if BatchNorm sees few: below 16 it is noisy (arXiv 1803.08494)"
-        size,batchnorm,how = self.size,nn.modules.batchnorm._BatchNorm,how_split(n, self.size)
-        if size < min(n, 16) and any(isinstance(m, batchnorm) and m.training for m in module.modules()):
-            how += f"; BatchNorm normalizes {size} samples at a time: exact=True would find a way without that"
-        tell(learn, f"micro_batch_size='auto': each batch of {n} {how}")
 
 def tell(learn:Learner, message:str):
     "Give `message` to the logger of `learn`, in one process"
