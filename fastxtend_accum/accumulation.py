@@ -357,7 +357,7 @@ def end_fit(self:GradientAccumulation):
     if self.now:
         self.now.hypers.restore(self.learn.opt)
         if self.micro_batch_size is None and is_out_of_memory(sys.exc_info()[1]):
-            warn(f"out of memory with batches of {self.now.loader_bs} samples: micro_batch_size='auto' would split them")
+            warn(f"out of memory with batches of {self.now.loader_bs} samples: micro_batch_size='auto' splits them")
     if self.window.micro or self.window.n_micro: self.learn.opt.zero_grad()
     enable_sync(self.learn.model)
     self.window.open()
@@ -396,7 +396,7 @@ def find_size(self:GradientAccumulation, loop:Loop, inputs:Inputs):
         return self.way.size
     found = self.fitting.update(learn, (*inputs.xb, *inputs.yb), inputs.n, search)
     if self.exact:
-        if self.way.cb: self.way.join(self, loop, inputs)
+        if self.way.cb: self.way.join(self, loop)
     elif found: self.fitting.say(learn, inputs.n, learn.model)
 
 @patch
@@ -406,7 +406,7 @@ def shrink(self:GradientAccumulation, loop:Loop, error:Exception)->str:
     from fastxtend_accum.exact import next_way
     self.way = next_way(self, loop)
     self.fitting.size = self.way.size
-    if self.way.cb: self.way.join(self, loop, loop.inputs)
+    if self.way.cb: self.way.join(self, loop)
     return self.way.how(self.batch_samples)
 
 @patch

@@ -94,18 +94,21 @@ class BSFinder(Callback):
                     self.steps.append(self.step)
             if len(self.loading) == self.n: raise CancelFitException
             start = clock()
-    def one_batch(self, b, n:int, size:int):
-        "Train on `size` of the `n` samples in `b`; for a multiple of them, on the batch several times"
-        if size < n: b = cut(b, 0, size, n)
-        elif size > n: b = join([b]*(size//n), [n]*(size//n))
-        try: self.learn.one_batch(len(self.steps), b)
-        except (AssertionError,IndexError,RuntimeError,ValueError) as e:
-            if size == n or is_out_of_memory(e): raise
-            said = ' '.join(str(e).split())
-            raise ValueError(f"bs_find also trains on {size} samples, which raises {type(e).__name__} ({said}): "
-                             "if your loss needs a whole batch, compare fits instead") from e
     def before_step(self): self.start = clock()
     def after_batch(self): self.step = 0. if self.start is None else clock()-self.start
+
+# %% ../nbs/source/19_bs_find.ipynb #79e72c8b
+@patch
+def one_batch(self:BSFinder, b, n:int, size:int):
+    "Train on `size` of the `n` samples in `b`; for a multiple of them, on the batch several times"
+    if size < n: b = cut(b, 0, size, n)
+    elif size > n: b = join([b]*(size//n), [n]*(size//n))
+    try: self.learn.one_batch(len(self.steps), b)
+    except (AssertionError,IndexError,RuntimeError,ValueError) as e:
+        if size == n or is_out_of_memory(e): raise
+        said = ' '.join(str(e).split())
+        raise ValueError(f"bs_find also trains on {size} samples, which raises {type(e).__name__} ({said}): "
+                         "if your loss needs a whole batch, compare fits instead") from e
 
 # %% ../nbs/source/19_bs_find.ipynb #fdae18a2
 def process_mean(learn:Learner, *values:float)->list[float]:

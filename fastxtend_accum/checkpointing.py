@@ -9,7 +9,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from fastai.basics import *
-from fastai.callback.fp16 import MixedPrecision
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten,tree_leaves,tree_unflatten
 from torch.utils.checkpoint import checkpoint,set_checkpoint_early_stop
@@ -113,11 +112,11 @@ def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Se
         listed,res = isinstance(m, lists),[]
         if type(m).forward is nn.Sequential.forward: groups[m] = m = grouped(m)
         kinds = [type(o) for o in m.children() if n_layers(o) > 1]
-        is_stage = listed or len({*kinds}) < len(kinds)
+        least = 1 if listed else 2 if len({*kinds}) < len(kinds) else math.inf  # layers in a block
         for o in m.children():
             is_run = type(o).forward is not nn.Module.forward  # a ModuleList is not
-            is_whole = listed and is_run and not any(map(is_long, o.modules()))
-            is_block = is_stage and is_run and n_layers(o) > (not listed) and [*o.children()]
+            is_block = is_run and n_layers(o) >= least and [*o.children()]
+            is_whole = is_block and listed and not any(map(is_long, o.modules()))
             res += not is_whole and inside(o) or ([o] if is_block else [])
         return res
     return list(dict.fromkeys(inside(model))),groups
@@ -128,6 +127,8 @@ class ActivationCheckpointing(Way):
     order = sys.maxsize  # a `GradientCache` splits what is checkpointed
     checked = False  # whether a batch of this fit has shown that the blocks can be run again
     least,seconds = 0,None  # how many blocks are recomputed at least; what the batch took with those found
+    searches = property(lambda self: self.blocks == 'auto')
+    can_shrink = property(lambda self: self.fitting.size < len(self.found))
     def __init__(self,
         blocks:Callable|str|None=None, # `blocks(model)`: modules to run again; None: found; 'auto': as few as fit
         offload:bool=False, # Keep the inputs of the blocks on the CPU
@@ -144,16 +145,16 @@ class ActivationCheckpointing(Way):
     def before_train(self):
         "Find the blocks, and join the loop; raises ValueError if there are none that can be run again"
         model,name = self.learn.model,type(self.learn.model).__name__
-        if isinstance(model, nn.DataParallel) or is_sharded(model):
-            raise ValueError("ActivationCheckpointing cannot run parts of a sharded or replicated "
-                             f"{name} again: use DistributedDataParallel")
-        if is_compiled(model):
-            raise ValueError(f"ActivationCheckpointing cannot run parts of a compiled {name} again: leave out "
-                             "torch.compile, or ActivationCheckpointing")
+        for is_wrong,kind,remedy in (
+            (isinstance(model, nn.DataParallel) or is_sharded(model), 'sharded or replicated',
+             'use DistributedDataParallel'),
+            (is_compiled(model), 'compiled', 'leave out torch.compile, or ActivationCheckpointing')):
+            if is_wrong:
+                raise ValueError(f"ActivationCheckpointing cannot run parts of a {kind} {name} again: {remedy}")
         model = inner_model(model)
         self.module_names = {m:n for n,m in model.named_modules()}
-        if self.blocks in (None, 'auto'): self.found,self.groups = find_blocks(model)
-        else: self.found,self.groups = own_blocks(self.blocks(model), model),{}
+        if callable(self.blocks): self.found,self.groups = own_blocks(self.blocks(model), model),{}
+        else: self.found,self.groups = find_blocks(model)
         if not self.found:
             raise ValueError(f"ActivationCheckpointing finds no blocks in {name}: no nn.Sequential or "
                              "nn.ModuleList of blocks: name the modules with blocks=lambda model: [...]")
@@ -164,17 +165,15 @@ def own_blocks(blocks, model:nn.Module)->list[nn.Module]:
     "`blocks` as a list; raises TypeError or ValueError unless they are separate modules of `model`"
     if isinstance(blocks, lists): blocks = blocks.children()
     blocks = list(dict.fromkeys([blocks] if isinstance(blocks, nn.Module) or not is_iter(blocks) else blocks))
-    own,inside = {*model.modules()},set()
     for o in blocks:
         if not isinstance(o, nn.Module):
             raise TypeError(f"blocks must return modules, not {o!r}: such as lambda m: list(m.layers)")
-        if o not in own:
+        if o not in {*model.modules()}:
             raise ValueError(f"blocks must return modules of the model itself, not {type(o).__name__}: a slice "
                              "of an nn.Sequential, for example, is a new module")
-        inside |= {*o.modules()}-{o}
-    for o in inside.intersection(blocks):
-        raise ValueError(f"blocks must not contain one another, and {type(o).__name__} is inside another "
-                         "block: return the outer or the inner ones")
+        if inner := first([*o.modules()][1:], blocks.__contains__):
+            raise ValueError(f"blocks must not contain one another, and {type(inner).__name__} is inside another "
+                             "block: return the outer or the inner ones")
     return blocks
 
 # %% ../nbs/source/13_checkpointing.ipynb #c14a0014
@@ -208,50 +207,45 @@ def backward_context(self:ActivationCheckpointing):
 
 @patch
 def forward_context(self:ActivationCheckpointing):
-    return self.backward_context() if self.learn.training else nullcontext()
+    if self.learn.training: return self.backward_context()
 
 # %% ../nbs/source/13_checkpointing.ipynb #31d423ac
 @patch
-def by_cost(self:ActivationCheckpointing, loop:Loop, inputs:Inputs, rounds:int)->list[int]:
-    "The blocks by the bytes that they keep for the backward pass per second of their forward pass, most first"
-    kept,costs = {},[0.]*len(self.found)
-    weights = {p.untyped_storage().data_ptr() for p in self.learn.model.parameters()}
-    def keep(t):
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in weights: kept[storage.data_ptr()] = storage.nbytes()
-        return t
+def by_bytes(self:ActivationCheckpointing, inputs:Inputs)->list[int]:
+    "The blocks, those first that keep most bytes for the backward pass beside their inputs, on few samples"
+    def storage(o): return o.untyped_storage().data_ptr()
+    weights,sizes = {*map(storage, self.learn.model.parameters())},[0]*len(self.found)
     def measured(i, forward):
         def run(*args, **kwargs):
-            before,start = sum(kept.values()),clock()
-            res = forward(*args, **kwargs)
-            costs[i] = (sum(kept.values())-before)/max(clock()-start, 1e-6)
+            kept = {}
+            def keep(t):
+                kept[storage(t)] = t.untyped_storage().nbytes()
+                return t
+            with saved_tensors_hooks(keep, noop): res = forward(*args, **kwargs)
+            sizes[i] += sum(kept[o] for o in kept.keys()-weights-{*map(storage, all_tensors((args, kwargs)))})
             return res
         return run
-    for i in range(rounds):  # the first time, everything is slower
-        kept.clear()
-        for cb in self.learn._grab_cbs(MixedPrecision) if i else []: cb.before_batch()  # it is left after each loss
-        inputs.piece(0, min(inputs.n, max(2, inputs.n//8)))
-        blocks = [replaced(m, 'forward', measured(i, m.forward)) for i,m in enumerate(self.found)]
-        groups = [replaced(m, 'forward', o.forward) for m,o in self.groups.items()]
-        with saved_tensors_hooks(keep, lambda t: t), ContextManagers(groups+blocks):
-            evaluate(self.learn, (), inner_model(self.learn.model))
-    return sorted(range(len(costs)), key=lambda i: -costs[i])
+    inputs.piece(0, min(inputs.n, max(2, inputs.n//8)))
+    groups = [replaced(m, 'forward', o.forward) for m,o in self.groups.items()]
+    blocks = [replaced(m, 'forward', measured(i, m.forward)) for i,m in enumerate(self.found)]
+    with ContextManagers(groups+blocks): evaluate(self.learn, (), inner_model(self.learn.model))
+    return sorted(range(len(sizes)), key=lambda i: -sizes[i])
 
 # %% ../nbs/source/13_checkpointing.ipynb #498127bd
 @patch
 def find_size(self:ActivationCheckpointing, loop:Loop, inputs:Inputs):
     "Find how many blocks have to be recomputed, if it is not known yet for batches like this one"
-    learn,n,order,seconds = self.learn,inputs.n,[],[]  # a trial restores what the callback holds
+    learn,n,most,seconds = self.learn,inputs.n,len(self.found),[]
+    order = [*range(most)]  # outside the callback, since a trial restores what that holds
+    def measure(_): order[:] = self.by_bytes(inputs)
     def try_blocks(k):
         self.fitting.size,start = k,clock()
         train_on(loop, inputs, n)
         seconds.append(clock()-start)
     def search(at_most, is_new):
-        self.fitting.size = len(self.found)
-        find_size(learn, lambda n: order.extend(self.by_cost(loop, inputs, n)), 2, agree=False, search=lambda f,n: f(n))
+        memory_error(find_size, learn, measure, 0, False, lambda f,n: f(n))  # if it runs out, they stay in order
         self.order_of_blocks = order
-        k = find_size(learn, try_blocks, len(self.found), agree=is_new,
-                      search=partial(smallest_that_runs, least=self.least))
+        k = find_size(learn, try_blocks, most, is_new, partial(smallest_that_runs, least=self.least))
         self.seconds = seconds[-1]
         return k
     if self.fitting.update(learn, (*inputs.xb, *inputs.yb), n, search, in_pieces=False):
@@ -274,8 +268,6 @@ def shrink(self:ActivationCheckpointing, loop:Loop, error:Exception)->str:
     self.fitting.size += -(-(len(self.found)-self.fitting.size)//2)
     return f'{self.fitting.size} of {len(self.found)} blocks are recomputed'
 
-ActivationCheckpointing.searches = property(lambda self: self.blocks == 'auto')
-ActivationCheckpointing.can_shrink = property(lambda self: self.fitting.size < len(self.found))
 @patch
 def remedy(self:ActivationCheckpointing)->str:
     how = self.how(0).removeprefix('fits if ')

@@ -23,8 +23,8 @@ from .checkpointing import *
 from .cache import *
 
 # %% auto #0
-__all__ = ['OneBatch', 'OneStep', 'run_batch', 'one_step', 'relative', 'buffers_off', 'difference', 'ways_of', 'FoundWay',
-           'WaySearch', 'find_way', 'next_way']
+__all__ = ['OneBatch', 'run_batch', 'grad_and_buffers', 'one_step', 'TriedWay', 'ways_of', 'WaySearch', 'differences', 'find_way',
+           'next_way']
 
 # %% ../nbs/source/15_exact.ipynb #9f5d51c7
 class OneBatch(Wrapped):
@@ -33,31 +33,9 @@ class OneBatch(Wrapped):
     def __len__(self)->int: return 1
     def __iter__(self)->Iterator: yield self.b
 
-class OneStep(Callback):
-    "Ends a batch before its step; notes its seconds and, to be compared, the gradients and the buffers"
-    order,run_valid = -100,False
-    def __init__(self, compares:bool): self.compares,self.step_start,self.step_seconds = compares,clock(),None
-    def before_step(self):
-        self.step_seconds,model = clock()-self.step_start,self.learn.model
-        if self.compares:
-            trained = [p for p in model.parameters() if p.requires_grad]
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-            def copies(tensors): return [o.to('cpu', copy=True) for o in tensors]  # not where memory is scarce
-            self.step_grads,self.step_buffers = copies(grads),copies(model.buffers())
-        raise CancelFitException
-
-    def after_search(self, cb:Callback)->Callable:
-        "`find_size` of `cb`, whose seconds do not count; the trial ends with it where it has run the batch itself"
-        search = cb.find_size
-        def find_size(*args):
-            search(*args)
-            self.step_start,self.step_seconds = clock(),getattr(cb, 'seconds', None)
-            if self.step_seconds: raise CancelFitException
-        return find_size
-
-# %% ../nbs/source/15_exact.ipynb #ded495d8
-def run_batch(learn:Learner, cb:Callback|None, one:OneStep):
+def run_batch(learn:Learner, cb:Callback|None, res:SimpleNamespace):
     "What fastai does with a batch on which the other callbacks have acted; `cb` begins its fit with it"
+    res.start = clock()
     if not cb: return learn._do_one_batch()
     cb.before_fit()
     fit = fit_of(learn)
@@ -66,14 +44,33 @@ def run_batch(learn:Learner, cb:Callback|None, one:OneStep):
         cb.before_train()
         next(iter(learn.dl))
         cb('before_batch')
-        with replaced(cb, 'find_size', one.after_search(cb)): fit.instead['batch'](learn._do_one_batch)
+        loop = fit.instead['batch']
+        if cb.searches:
+            if isinstance(cb, ActivationCheckpointing): cb.least = 1  # the whole batch does not fit
+            cb.find_size(loop, Inputs(learn, loop.samples(), loop.lists))
+        res.start,res.seconds = clock(),getattr(cb, 'seconds', None)  # a search may have run the batch itself
+        if not res.seconds: loop(learn._do_one_batch)
     finally: fit.close()
 
-def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_float32:bool=False)->OneStep:
-    "Train in mid-batch with `cb` on the first `n` samples, up to the step; afterwards everything is as it was"
+# %% ../nbs/source/15_exact.ipynb #ded495d8
+def grad_and_buffers(model:nn.Module)->list[Tensor]:
+    "Copies on the CPU, since memory may be scarce"
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters() if p.requires_grad]
+    def copied(o): return o.detach().to('cpu', torch.float32, copy=True).flatten()
+    return [torch.cat([*map(copied, grads)]), *map(copied, model.buffers())]
+
+def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_float32:bool=False)->SimpleNamespace:
+    """Train in mid-batch with `cb` on the first `n` samples, up to the step, and leave no trace: the seconds, and
+    `in_float32`, to be compared, the gradient and the buffers"""
     trainer = getattr(sys.modules.get('fastai.distributed'), 'DistributedTrainer', ())
-    left_out = trainer,MixedPrecision if in_float32 else ()
+    left_out,res = (trainer, MixedPrecision if in_float32 else ()),SimpleNamespace()
     def keep(o): return takes_part(o) and not isinstance(o, left_out)
+    def before_step(self):
+        res.seconds = clock()-res.start
+        if in_float32: res.tensors = grad_and_buffers(learn.model)
+        raise CancelFitException
+    last = Callback(before_step=before_step)
+    last.order = -100  # no other callback changes the gradient
     with (trial(learn, keep, weights=False), replaced(learn, '_with_events', partial(type(learn)._with_events, learn)),
           replaced(learn, 'model', inner_model(learn.model)), replaced(nn.SyncBatchNorm, 'forward', _BatchNorm.forward),
           torch.autocast(next(learn.model.parameters()).device.type, enabled=False)):
@@ -82,211 +79,166 @@ def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_floa
         without_graph(learn)
         room = [] if in_float32 else room_for_step(learn.opt)
         for o in learn._grab_cbs(MixedPrecision): o.before_batch()
-        one = OneStep(in_float32)
-        with replaced(learn.dls, 'loaders', [learn.dl, *learn.dls.loaders[1:]]), learn.added_cbs(L(cb, one).filter()):
-            try: run_batch(learn, cb, one)
+        with replaced(learn.dls, 'loaders', [learn.dl, *learn.dls.loaders[1:]]), learn.added_cbs(L(cb, last).filter()):
+            try: run_batch(learn, cb, res)
             except CancelFitException: pass
-    return one
-
-# %% ../nbs/source/15_exact.ipynb #99349e4a
-def relative(a:list[Tensor], b:list[Tensor])->float:
-    "How far `a` is off, relative to `b`"
-    def norm(o): return torch.stack([t.float().norm() for t in o]).norm()
-    if not any(o.any() for o in b): return float(any(bool(o.any()) for o in a))
-    return float(norm([x.float()-y.float() for x,y in zip(a, b, strict=True)])/norm(b))
-
-def buffers_off(a:OneStep, b:OneStep)->float:
-    return max([relative([x], [y]) for x,y in zip(a.step_buffers, b.step_buffers, strict=True)], default=0.)
-
-def difference(a:OneStep, b:OneStep)->float:
-    "How far the gradients or the buffers of `a` are off, relative to those of `b`; inf if that cannot be told"
-    res = max(relative(a.step_grads, b.step_grads), buffers_off(a, b))
-    return res if math.isfinite(res) and any(o.any() for o in b.step_grads) else math.inf
+    return res
 
 # %% ../nbs/source/15_exact.ipynb #16a6371d
-def ways_of(accum:GradientAccumulation)->dict[str,Callable]:
-    "A function for each way, in the order of their cost, that makes its callback for pieces of a size"
-    pieces = partial(GradientAccumulation, num_items=accum.num_items)
-    return {'micro-batches': lambda size: pieces(micro_batch_size=size),
-            'micro-batches with the same draws': lambda size: pieces(micro_batch_size=size, same_draws=True),
-            'cached gradients': GradientCache,
-            'cached gradients with the same draws': lambda size: GradientCache(size, same_draws=True),
-            'recomputed blocks': lambda size: ActivationCheckpointing('auto'),
-            'recomputed blocks, kept on the CPU': lambda size: ActivationCheckpointing('auto', offload=True)}
+class TriedWay:
+    "A way to run the batches of a fit, whose callback `make` makes; and what trying has shown of it"
+    def __init__(self, name:str, make:Callable|None=None):
+        self.name,self.make,self.cb,self.size,self.same_draws = name,make,None,sys.maxsize,False
+        self.difference,self.fits,self.seconds,self.failed = None if make else 0.,None,None,set()
 
-class FoundWay:
-    "The way in which the batches of a fit run"
-    def __init__(self, name:str='the whole batch', cb:Callback|None=None):
-        self.name,self.cb,self.size,self.same_draws = name,cb,sys.maxsize,False
-        if isinstance(cb, GradientAccumulation): self.cb,self.size,self.same_draws = None,cb.micro_bs,cb.same_draws
+    def callbacks(self, n:int, size:int|str)->Iterator:
+        "What to try on `n` samples: pieces of `size`; a half, a quarter ... of the batch; or what finds it by itself"
+        if 'micro' not in self.name: yield self.make and self.make(); return
+        sizes = [-(-n//2**i) for i in range(1, (n-1).bit_length()+1)] if size == 'auto' else [size]
+        least = 2 if self.make.keywords.get('same_draws') else 1
+        for o in dict.fromkeys(max(o, least) for o in sizes): yield self.make(micro_batch_size=o)
 
-    def join(self, accum:GradientAccumulation, loop:Loop, inputs:Inputs):
+    def take(self, cb:Callback|None):
+        "Run batches as `cb` does"
+        if isinstance(cb, GradientAccumulation): self.size,self.same_draws = cb.micro_bs,cb.same_draws
+        else: self.cb = cb
+
+    def join(self, accum:GradientAccumulation, loop:Loop):
         "Let the batches of this fit run in this way"
-        learn,cb = accum.learn,self.cb
-        if cb in loop.ways: return
-        learn.add_cb(cb)
-        fit_of(learn).stack(accum).callback(self.leave, learn)
-        cb.before_fit()
-        cb.before_train()
-        cb.find_size(loop, inputs)
+        if self.cb in loop.ways: return
+        accum.learn.add_cb(self.cb)
+        fit_of(accum.learn).stack(accum).callback(self.leave, accum.learn)
+        self.cb.before_fit()
+        self.cb.before_train()
 
     def leave(self, learn:Learner):
         if self.cb in learn.cbs: learn.remove_cb(self.cb)
 
     def how(self, n:int)->str:
-        if self.name == 'the whole batch': return 'fits in memory'
-        if self.cb is None:
-            same = ', with the random draws of the whole batch' if self.same_draws else ''
-            up_to = 'up to ' if n % self.size else ''
-            return f'is split into {-(-n//self.size)} micro-batches of {up_to}{self.size}{same}'
-        return self.cb.how(n)
+        if self.cb: return self.cb.how(n)
+        return how_split(n, self.size)+(', with the random draws of the whole batch' if self.same_draws else '')
+
+# %% ../nbs/source/15_exact.ipynb #99349e4a
+def ways_of(accum:GradientAccumulation)->list[TriedWay]:
+    "All ways: the whole batch, four in pieces, two with recomputed blocks"
+    pieces = partial(GradientAccumulation, micro_batch_size='auto', num_items=accum.num_items)
+    cached,blocks = partial(GradientCache, micro_batch_size='auto'),partial(ActivationCheckpointing, 'auto')
+    return [TriedWay('the whole batch'),
+            TriedWay('micro-batches', pieces),
+            TriedWay('micro-batches with the same draws', partial(pieces, same_draws=True)),
+            TriedWay('cached gradients', cached),
+            TriedWay('cached gradients with the same draws', partial(cached, same_draws=True)),
+            TriedWay('recomputed blocks', blocks),
+            TriedWay('recomputed blocks, kept on the CPU', partial(blocks, offload=True))]
 
 # %% ../nbs/source/15_exact.ipynb #6d0f9c50
 class WaySearch:
-    "What trying has shown of the ways to run a batch, whose `inputs` the other callbacks have prepared"
+    "Tries the ways to run a batch, whose `inputs` the other callbacks have prepared"
     tolerance = 1e-4  # rounding is some hundred times less
     def __init__(self, accum:GradientAccumulation, inputs:Inputs):
-        self.accum,self.learn,self.inputs,self.n = accum,accum.learn,inputs,inputs.n
-        self.ways,self.rows = ways_of(accum),{}
-        self.few,self.first,self.is_steady,self.error = min(inputs.n, 4),None,False,None
-        self.is_normed = False  # whether pieces have statistics of their own, in whatever way they run
+        self.accum,self.learn,self.inputs,self.ways = accum,accum.learn,inputs,ways_of(accum)
+        self.few,self.is_normed,self.error = None,False,None  # of four samples; whether pieces have own statistics
 
-    def step(self, cb:Callback|None=None, samples:int|None=None, in_float32:bool=False)->OneStep|None:
+    def step(self, cb:Callback|None=None, samples:int|None=None, in_float32:bool=False)->SimpleNamespace|None:
         "Try the batch, or its first `samples`; None if memory runs out, or if the way raises an error on this model"
-        res = []
-        def run(): res.append(one_step(self.learn, self.inputs, samples or self.n, cb, in_float32))
-        try: error = memory_error(run)
+        try: res = one_step(self.learn, self.inputs, samples or self.inputs.n, cb, in_float32)
         except Exception as e:
-            if not cb: raise
-            error = e
-        if error: self.error = without_tracebacks(error)
+            if not (cb or is_out_of_memory(e)): raise
+            res,self.error = None,without_tracebacks(e)
         if not res: free_memory()
-        return res[0] if self.most(not res) == 0 else None
+        return None if self.most(not res) else res
 
     def most(self, value:float)->float:
         "The largest `value` of all processes, which so come to the same decisions"
         if self.accum.now.processes.n == 1: return value
-        model = self.learn.model
-        value = torch.tensor(float(value), device=next(model.parameters()).device)
-        return all_reduce(model, value, dist.ReduceOp.MAX).item()
+        device = next(self.learn.model.parameters()).device
+        return self.accum.now.processes.all_reduce(torch.tensor(float(value), device=device), dist.ReduceOp.MAX).item()
 
 # %% ../nbs/source/15_exact.ipynb #291375cd
-@patch
-def off(self:WaySearch, name:str)->float:
-    "How far a way is off on a few samples; inf if that cannot be told"
-    row = self.rows.setdefault(name, {})
-    while self.first is None and self.few > 2:  # two pieces of more than a sample, which some ways need
-        self.first,again = (self.step(samples=self.few, in_float32=True) for _ in range(2))
-        if self.first is None: self.few //= 2
-        elif again: self.is_steady = self.most(difference(again, self.first)) < self.tolerance/10
-    if 'difference' not in row:
-        one = self.is_steady and self.step(self.ways[name](-(-self.few//2)), self.few, in_float32=True)
-        row['difference'] = self.most(difference(one, self.first)) if one else math.inf
-        if one: self.is_normed |= self.most(buffers_off(one, self.first)) > self.tolerance
-    return row['difference']
+def differences(a:list[Tensor], b:list[Tensor])->Tensor:
+    "How far the gradient and each buffer in `a` are off, relative to those in `b`; inf if that cannot be told"
+    off = torch.stack([(x-y).norm()/y.norm().clamp_min(1e-30) for x,y in zip(a, b, strict=True)])
+    return off.nan_to_num(math.inf, math.inf) if b[0].any() else off.fill_(math.inf)
 
 @patch
-def is_exact(self:WaySearch, name:str)->bool: return self.off(name) < self.tolerance
-
-# %% ../nbs/source/15_exact.ipynb #0b5fb1be
-@patch
-def wants(self:WaySearch, name:str)->bool:
-    "Whether a size was given for the pieces of this way"
-    return 'micro' in name and self.accum.micro_batch_size != 'auto'
-
-@patch
-def sizes(self:WaySearch, name:str)->list:
-    "What to try: the size that was given; a half, a quarter ... of the batch; or what the way finds by itself"
-    if self.wants(name): return [self.accum.micro_batch_size]
-    return [-(-self.n//2**i) for i in range(1, (self.n-1).bit_length()+1)] if 'micro' in name else ['auto']
+def is_exact(self:WaySearch, way:TriedWay)->bool:
+    "Whether two pieces of a few samples give the gradient and the buffers of the whole"
+    n = min(self.inputs.n, 4)  # two pieces of more than a sample, which some ways need
+    if way.difference is None and not self.is_normed:
+        if self.few is None: self.few = n > 2 and self.step(samples=n, in_float32=True) or False
+        one,way.difference = self.few and self.step(way.make(micro_batch_size=-(-n//2)), n, in_float32=True),math.inf
+        if one:
+            off = differences(one.tensors, self.few.tensors)
+            way.difference = self.most(off.max().item())
+            self.is_normed = self.most((off[1:] > self.tolerance).any()) > 0
+    return way.difference is not None and way.difference < self.tolerance
 
 @patch
-def fits(self:WaySearch, name:str)->Callback|None:
-    "The callback of a way that has found how the batch fits in memory, else None; notes the seconds of the batch"
-    row,one = self.rows.setdefault(name, {}),None
-    for size in self.sizes(name):
-        cb = self.ways[name](size)
-        if isinstance(cb, ActivationCheckpointing): cb.least = 1  # the whole batch does not fit
-        if one := self.step(cb): break
-    row['fits'] = one is not None
-    if not one: return None
-    sign = 1 if isinstance(cb, ActivationCheckpointing) else -1  # the most blocks, the smallest pieces
-    cb.fitting.size = int(sign*self.most(sign*cb.fitting.size))
-    row['seconds'] = self.most(one.step_seconds)
-    return cb
-
-# %% ../nbs/source/15_exact.ipynb #e6280e23
-@patch
-def plain_seconds(self:WaySearch)->float:
-    "Seconds that the whole batch would take if it fitted, from a part of it that does"
-    n = self.n
-    while (n := n//2) > 1:
-        if one := self.step(samples=n): return one.step_seconds*self.n/n
-    return math.nan
-
-@patch
-def candidates(self:WaySearch, skip:set[str])->list[str]:
-    "The ways that are exact and may be the fastest"
-    names = list(self.ways)[:4]
-    found = first(o for o in names if o not in skip and not self.is_normed and self.is_exact(o))
-    if found == names[0] or found and self.wants(found): return [found]
-    return [o for o in (found, 'recomputed blocks') if o and o not in skip]
+def fits(self:WaySearch, way:TriedWay)->bool:
+    "Whether the batch fits in memory in this way, and in how many seconds it runs"
+    for cb in way.callbacks(self.inputs.n, self.accum.micro_batch_size):
+        way.fits = (one := self.step(cb)) is not None
+        if not way.fits: continue
+        sign = 1 if isinstance(cb, ActivationCheckpointing) else -1  # the most blocks, the smallest pieces
+        if cb: cb.fitting.size = int(sign*self.most(sign*cb.fitting.size))
+        way.seconds = self.most(one.seconds)
+        way.take(cb)
+        break
+    return bool(way.fits)
 
 # %% ../nbs/source/15_exact.ipynb #957f6185
 @patch
-def find(self:WaySearch, skip:set[str]=frozenset())->FoundWay:
-    "The fastest way that is exact and fits; raises NothingFits if none does"
-    whole = 'the whole batch'
-    if whole not in skip and not any(self.wants(o) and self.is_exact(o) for o in list(self.ways)[:2]):
-        fits = self.step() is not None
-        self.rows[whole] = dict(fits=fits, difference=0.)
-        if fits: return FoundWay()
-    names = self.candidates(skip)
-    found = {o:cb for o in names if (cb := self.fits(o))}
-    if not found:
-        name = 'recomputed blocks, kept on the CPU'
-        if name in skip or not (cb := self.fits(name)):
-            ran_out = isinstance(self.error, NothingFits) or is_out_of_memory(self.error)
-            why = 'not even with all blocks recomputed and kept on the CPU' if ran_out else f'since {self.error}'
-            raise NothingFits(f"exact=True: a batch of {self.n} fits in no way, {why}: use smaller inputs, "
-                              "a smaller batch, or leave out exact=True") from self.error
-        return FoundWay(name, cb)
-    return FoundWay(*min(found.items(), key=lambda o: self.rows[o[0]]['seconds']))
+def find(self:WaySearch, skip:set[str])->TriedWay:
+    "The fastest way, none of `skip`, that is exact and fits; raises NothingFits if none does"
+    whole,*pieces,blocks,offloaded = self.ways
+    is_given = self.accum.micro_batch_size != 'auto'
+    exact = first(pieces[:2], self.is_exact) if is_given else None  # in pieces of the size that was asked for
+    if not exact and whole.name not in skip and self.fits(whole): return whole
+    exact = exact or first([o for o in pieces if o.name not in skip], self.is_exact)
+    is_best = exact is pieces[0] or is_given and exact is pieces[1]
+    for ways in [[exact], [blocks], [offloaded]] if is_best else [[exact, blocks], [offloaded]]:
+        found = [o for o in ways if o and o.name not in skip and self.fits(o)]
+        if found: return min(found, key=attrgetter('seconds'))
+    ran_out = isinstance(self.error, NothingFits) or is_out_of_memory(self.error)
+    why = 'not even with all blocks recomputed and kept on the CPU' if ran_out else f'since {self.error}'
+    raise NothingFits(f"exact=True: a batch of {self.inputs.n} fits in no way, {why}: use smaller inputs, "
+                      "a smaller batch, or leave out exact=True") from self.error
 
 @patch
 def table(self:WaySearch)->pd.DataFrame:
     "What was tried: how far each way is off, whether it fits, and its time relative to a batch that fits"
-    plain = self.plain_seconds() if any('seconds' in o for o in self.rows.values()) else math.nan
-    def row(way, o):
-        time = max(1., o['seconds']/plain) if 'seconds' in o else None  # half a batch takes more than half the time
-        return dict(way=way, difference=o.get('difference'), fits=o.get('fits'), time=time)
-    return pd.DataFrame([row(k, o) for k,o in self.rows.items()])
+    tried,n,half = [o for o in self.ways if o.difference or o.fits is not None],self.inputs.n,None
+    if any(o.cb or o.size < n for o in tried):
+        while not half and (n := n//2) > 1: half = self.step(samples=n)
+    def time(o):  # a part of the batch takes more than its part of the time
+        return max(1., o.seconds/half.seconds*n/self.inputs.n) if o.seconds and half else None
+    return pd.DataFrame([dict(way=o.name, difference=o.difference, fits=o.fits, time=time(o)) for o in tried])
 
 # %% ../nbs/source/15_exact.ipynb #bdabcc99
-def find_way(accum:GradientAccumulation, inputs:Inputs, skip:set[str]=frozenset())->FoundWay:
+def find_way(accum:GradientAccumulation, inputs:Inputs, skip:set[str]=frozenset())->TriedWay:
     """The way, none of `skip`, to run batches like that of `inputs` so that the fit is that of whole batches.
     Raises ValueError if windows of several batches cannot be exact, NothingFits if nothing fits"""
     learn,n,search = accum.learn,inputs.n,WaySearch(accum, inputs)
     own = learn._grab_cbs((GradientCache,ActivationCheckpointing))
     if own: raise ValueError(f"exact=True uses {type(own[0]).__name__} itself where it is needed: leave it out")
-    size,loader_bs = max(accum.sizes().values()),accum.now.smallest_bs
-    if size > loader_bs and not any(map(search.is_exact, list(search.ways)[:2])):
+    size,loader_bs,split = max(accum.sizes().values()),accum.now.smallest_bs,search.ways[1]
+    if size > loader_bs and not any(map(search.is_exact, search.ways[1:3])):
         raise ValueError(f"exact=True: {size//loader_bs} batches of {loader_bs} cannot equal one of {size}, since "
                          "something in each of them looks at all its samples, as BatchNorm does (the gradient is "
-                         f"off by {search.off('micro-batches'):.0%}): set bs={size} in the DataLoader")
+                         f"off by {split.difference:.0%}): set bs={size} in the DataLoader")
     way = search.find(skip)
+    way.failed = {*skip, way.name, *[o.name for o in search.ways if o.fits is False]}
     accum.ways = search.table()
     message = f'exact=True: each batch of {n} {way.how(n)}'
     if way.cb:
-        off,time = search.off('micro-batches'),accum.ways.set_index('way').time.get(way.name)
+        time = accum.ways.set_index('way').time[way.name]
         if time: message += f' ({time:.1f} times the time of a batch that fits)'
-        if math.isfinite(off): message += f'; in micro-batches, the gradient would be off by {off:.0%}'
+        if split.difference and math.isfinite(split.difference):
+            message += f'; in micro-batches, the gradient would be off by {split.difference:.0%}'
     tell(learn, message)
     return way
 
-# %% ../nbs/source/15_exact.ipynb #75188193
-def next_way(accum:GradientAccumulation, loop:Loop)->FoundWay:
-    "The next way after that of `accum`, when memory has run out with it"
-    names = ['the whole batch', *ways_of(accum)]
+def next_way(accum:GradientAccumulation, loop:Loop)->TriedWay:
+    "The way after that of `accum`, when memory has run out with it"
     accum.way.leave(accum.learn)
-    return find_way(accum, loop.inputs, {*names[:names.index(accum.way.name)+1]})
+    return find_way(accum, loop.inputs, accum.way.failed)

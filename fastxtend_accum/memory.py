@@ -27,7 +27,7 @@ from .fit import *
 __all__ = ['generators', 'bystanders', 'all_generators', 'saved', 'refill', 'set_value', 'Snapshot', 'saved_autocast',
            'NothingFits', 'is_out_of_memory', 'free_memory', 'memory_error', 'without_tracebacks', 'halve',
            'largest_that_runs', 'smallest_that_runs', 'clock', 'inner_model', 'accumulates', 'accumulator',
-           'takes_part', 'trial', 'room_for_step', 'without_graph', 'find_size', 'FittingSize', 'tell']
+           'takes_part', 'trial', 'room_for_step', 'without_graph', 'find_size', 'how_split', 'FittingSize', 'tell']
 
 # %% ../nbs/source/07_memory.ipynb #2c307b41
 generators = random.Random,np.random.Generator,np.random.RandomState,torch.Generator
@@ -241,6 +241,10 @@ def find_size(learn:Learner, try_size:Callable, at_most:int, agree:bool=True, se
     return int(all_reduce(model, torch.tensor(n, device=next(model.parameters()).device), op))
 
 # %% ../nbs/source/07_memory.ipynb #9c1d0e14
+def how_split(n:int, size:int)->str:
+    if size >= n: return 'fits in memory'
+    return f"is split into {-(-n//size)} micro-batches of {'up to ' if n % size else ''}{size}"
+
 class FittingSize:
     "The size that fits in training, and that in validation; what it was found for"
     def __init__(self): self.found_for,self.size,self.valid,self.largest,self.most = None,None,None,0,0
@@ -258,9 +262,7 @@ class FittingSize:
 
     def say(self, learn:Learner, n:int, module:nn.Module):
         "Print how `module` runs `n` rows, and if BatchNorm sees few: below 16 it is noisy (arXiv 1803.08494)"
-        size,batchnorm = self.size,nn.modules.batchnorm._BatchNorm
-        how = 'fits in memory'
-        if size < n: how = f"is split into {-(-n//size)} micro-batches of {'up to ' if n % size else ''}{size}"
+        size,batchnorm,how = self.size,nn.modules.batchnorm._BatchNorm,how_split(n, self.size)
         if size < min(n, 16) and any(isinstance(m, batchnorm) and m.training for m in module.modules()):
             how += f"; BatchNorm normalizes {size} samples at a time: exact=True would find a way without that"
         tell(learn, f"micro_batch_size='auto': each batch of {n} {how}")

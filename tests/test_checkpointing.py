@@ -646,6 +646,41 @@ def test_auto_finds_more_samples(cb):
     plain,ours = run(),run(ActivationCheckpointing())
     assert plain < ours <= 64
 
+class Wide(nn.Module):
+    "Blocks that keep `widths` values for each sample"
+    widths = 8,64,16,32
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(5, n), nn.Tanh(), nn.Linear(n, 5)) for n in self.widths)
+        self.head = nn.Linear(5, 1)
+        self.double()
+    def forward(self, x):
+        for o in self.layers: x = x+o(x)
+        return self.head(x)
+
+def test_what_keeps_most_is_recomputed_first():
+    "Also where a callback counts what is kept; as few blocks as needed; the same fit"
+    from fastxtend_accum.demo import Activations
+    def run(*cbs):
+        learn = make_learner(32, m=Wide(), cbs=[*cbs])
+        return fit(learn, 1)
+    whole = run(Activations())
+    for share,used in (1.01, []), (.8, [64]), (.5, [64, 32]):
+        ours = run(Activations(whole.activations.mb*share), cb := ActivationCheckpointing('auto'))
+        assert [o[0].out_features for o in cb.used()] == used
+        assert_same_state(ours, whole)
+
+def test_memory_that_runs_out_where_it_is_measured(monkeypatch):
+    "The blocks are tried in their order"
+    from fastxtend_accum.demo import Activations
+    def fails(*args): raise torch.OutOfMemoryError('CUDA out of memory')
+    whole = fit(make_learner(32, m=Wide(), cbs=Activations()), 1)
+    monkeypatch.setattr(ActivationCheckpointing, 'by_bytes', fails)
+    ours = fit(make_learner(32, m=Wide(), cbs=[Activations(whole.activations.mb*.8), cb := ActivationCheckpointing('auto')]), 1)
+    assert [o[0].out_features for o in cb.used()] == [8, 64]
+    assert_same_state(ours, whole)
+
 def test_micro_bs_find_finds_more_samples():
     from fastxtend_accum.demo import Activations
     def run(*cbs): return make_learner(64, n=64, m=Deep(width=64, n=8), cbs=[Activations(limit=.2), *cbs]).micro_bs_find()

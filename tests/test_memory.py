@@ -337,7 +337,7 @@ class Squeeze(Callback):
 def test_without_a_size_a_warning_names_one(cb):
     "The error stays PyTorch's"
     def full(pred, targ): raise torch.OutOfMemoryError('CUDA out of memory')
-    with pytest.warns(UserWarning, match="out of memory with batches of 16 samples: micro_batch_size='auto' would split them"):
+    with pytest.warns(UserWarning, match="out of memory with batches of 16 samples: micro_batch_size='auto' splits them"):
         with pytest.raises(torch.OutOfMemoryError): fit(make_learner(16, loss_func=full, cbs=cb), 1)
 
 @pytest.mark.thin(5)

@@ -84,7 +84,9 @@ def exact(**kwargs): return GradientAccumulation(**(dict(micro_batch_size='auto'
 def limited(make, share, *cbs, whole=None, ours=exact, **kwargs):
     "The whole batch, and the fit in `share` of its memory"
     big = whole or run(make, Activations(), *[o() for o in cbs], **kwargs)
-    return big,run(make, Activations(big.activations.mb*share), *[o() for o in cbs], ours(), **kwargs)
+    small = run(make, Activations(big.activations.mb*share), *[o() for o in cbs], ours(), **kwargs)
+    assert 0 < small.activations.mb <= share*big.activations.mb < math.inf
+    return big,small
 
 def assert_close(small, big, tol):
     "Weights, buffers, losses, metrics"
@@ -159,6 +161,42 @@ def test_a_number_is_the_size_of_pieces_that_are_exact(make, name, size):
         fit(learn, 1)
     assert way(learn) == name and max(seen) == size and sum(seen) == 64
 
+class Weighs(nn.Module):
+    "Keeps more of its weight than of a batch, so that pieces of one sample save little"
+    def __init__(self): super().__init__(); self.weight = nn.Parameter(torch.randn(20, 20)/5)
+    def forward(self, x): return F.linear(x, self.weight.repeat(8, 1).tanh()).unflatten(1, (8, 20)).mean(1)
+
+def test_pieces_of_one_sample_that_do_not_fit():
+    "Nor do the few samples that would show whether pieces are exact; blocks of the whole batch are recomputed"
+    big,small = limited(partial(mlp, Weighs), .5, opt_func=SGD)
+    assert_close(small, big, 0.)
+    assert way(small) == 'recomputed blocks' and accum(small).ways.set_index('way').difference['micro-batches'] == math.inf
+
+def test_pieces_that_repeat_draws_have_two_samples():
+    big,small = limited(dropped, .5, ours=partial(exact, micro_batch_size=1), opt_func=SGD)
+    assert_close(small, big, FLOAT32)
+    assert way(small) == 'micro-batches with the same draws' and accum(small).micro_bs == 2
+
+class Unsteady(nn.Module):
+    "Differs from run to run, by what is no part of the model"
+    n = 0
+    def forward(self, x):
+        Unsteady.n += 1
+        return x*(1+Unsteady.n%7/10)
+
+def test_a_model_that_differs_from_run_to_run():
+    "It is neither split nor run again"
+    with pytest.raises(RuntimeError, match='fits in no way') as e: limited(partial(mlp, Unsteady), .6)
+    assert 'gives other outputs when it is run again' in str(e.value.__cause__)
+
+@pytest.mark.parametrize('bs', [2, 3, 5])
+@pytest.mark.parametrize('make', [plain, dropped, normed])
+def test_small_batches(make, bs):
+    "Four samples show what is exact in pieces; of fewer, the whole batch would have to fit"
+    big,small = limited(partial(make, bs=bs, n=4*bs), .85, opt_func=SGD)
+    assert_close(small, big, FLOAT32 if 'micro' in way(small) else 0.)
+    assert (accum(small).ways.difference[1:].min() < FLOAT32) == (bs == 5 and make is not normed)
+
 # What it costs
 
 def freeze_norm(learn):
@@ -192,7 +230,7 @@ def test_less_memory_takes_more_blocks():
     few,many = (recomputed(o, partial(mlp, batchnorm, nn.Tanh, nn.Tanh)) for o in (.9, .6))
     assert 0 < few < many
 
-@pytest.mark.parametrize('make,batches', [(resnet, 8), (vit, 9)])
+@pytest.mark.parametrize('make,batches', [(resnet, 7), (vit, 8), (narrow_unet, 7)])
 def test_a_search_is_short(make, batches):
     "Samples that it sends to the model, those of passes that run out of memory included"
     big = run(make, Activations(), n_epoch=1)
