@@ -266,8 +266,16 @@ def test_less_room_than_for_four_samples():
         m = nn.Sequential(*[nn.Sequential(nn.Linear(5, 500), nn.Dropout(.2), nn.Linear(500, 5)) for _ in range(2)], nn.Linear(5, 1)).double()
         return weights(fit(make_learner(32, m=m, cbs=[card, *cbs]), 2, .01))
     card = Activations()
-    whole,room = run(card),card.mb*3.2/32
-    with pytest.raises(NothingFits, match='fits in no way'): run(Activations(room), GradientAccumulation(micro_batch_size='auto', exact=True))
+    whole = run(card)
+    def chosen(room):
+        accum = GradientAccumulation(micro_batch_size='auto', exact=True)
+        assert_same(run(Activations(card.mb*room/32), accum), whole, ROUNDING)
+        off = accum.ways.set_index('way').difference
+        return accum.way.name, off['micro-batches with the same draws']
+    assert chosen(5)[1] < 1e-6
+    name,off = chosen(3.2)
+    assert off == math.inf and 'micro-batches' not in name
+    room = card.mb*3.2/32
     small = Activations(room)
     assert_same(run(small, GradientAccumulation(micro_batch_size=2, same_draws=True)), whole, ROUNDING)
     assert 0 < small.mb <= room
