@@ -15,7 +15,7 @@ matplotlib.use('agg')
 for name,n in dict(quick=25, long=200).items(): settings.register_profile(name, max_examples=int(os.environ.get('DRAWS', n)))
 settings.load_profile('quick')
 
-TOGETHER = 'processes', 'pages', 'project'  # files that one process runs: several tests share what takes long to make
+TOGETHER = 'processes', 'pages', 'project', 'resume'  # files that one process runs: several tests share what takes long to make
 ALONE = 'colab', 'release', 'libraries', 'gpu'  # one environment or one GPU for all tests of a mark
 
 def pytest_xdist_auto_num_workers(config):

@@ -30,12 +30,20 @@ class Order(Callback):
     def before_batch(self):
         if self.training: self.seen.setdefault(self.epoch, []).extend(self.x[:,0].tolist())
 
-def learner(name, seed, *cbs, bs=8, norm=nn.Identity):
+class Noise:
+    "Samples with random numbers of the worker that loads them"
+    def __init__(self): self.samples = list(zip(*data(88)))
+    def __len__(self): return 88
+    def __getitem__(self, i):
+        x,y = self.samples[i]
+        return x+random.random()+np.random.rand()+torch.rand([]).double(), y
+
+def learner(name, seed, *cbs, bs=8, norm=nn.Identity, ds=None, num_workers=0):
     set_seed(seed)
     body = nn.Sequential(nn.Linear(5, 32), norm(32), nn.Tanh(), nn.Dropout(.3))
     m = nn.Sequential(body, nn.Sequential(nn.Linear(32, 1))).double()
-    ds = list(zip(*data(88)))
-    dls = DataLoaders(DataLoader(ds, bs=bs, shuffle=True), DataLoader(ds[:20], bs=16))
+    samples = list(zip(*data(88)))
+    dls = DataLoaders(DataLoader(ds or samples, bs=bs, shuffle=True, num_workers=num_workers), DataLoader(samples[:20], bs=16))
     return Learner(dls, m, mse, Adam, splitter=lambda m: [params(o) for o in m], path=Path(name), cbs=[*cbs, Order()])
 
 def saves(): return [SaveModelCallback(every_epoch=True, with_opt=True), RandomStates()]
@@ -68,6 +76,8 @@ def exact(name, seed, *cbs):
     else: limited = [Activations(.6*torch.load('exact whole.pt', weights_only=False)['mb']), GradientAccumulation(micro_batch_size='auto', exact=True)]
     return learner(name, seed, *limited, *cbs, bs=11, norm=nn.BatchNorm1d)
 
+def workers(name, seed, *cbs): return learner(name, seed, GradientAccumulation(16), *cbs, ds=Noise(), num_workers=2)
+
 def second_part(learn):
     learn.unfreeze()
     lr = .1
@@ -81,6 +91,7 @@ three('carry', carry)
 three('fine_tune', schedule, 'fine_tune', second_part)
 process('fine_tune again', lambda: fit(load(schedule('fine_tune files', 1, RandomStates({epoch}))), 6, method='fine_tune', start_epoch={epoch}))
 three('exact', exact)
+three('workers', workers)
 '''
 
 @pytest.fixture(scope='module')
@@ -96,9 +107,7 @@ def runs(tmp_path_factory):
 
 def saved(runs, name): return {o.stem:torch.load(o, weights_only=False)['model'] for o in (runs['folder']/name/'models').glob('*.pth')}
 
-def saved(runs, name): return {o.stem:torch.load(o, weights_only=False)['model'] for o in (runs['folder']/name/'models').glob('*.pth')}
-
-@pytest.mark.parametrize('name', ['schedule','fine_tune','exact'])
+@pytest.mark.parametrize('name', ['schedule','fine_tune','exact','workers'])
 def test_with_random_states_the_weights_are_the_same(runs, name):
     "Bit for bit, BatchNorm's statistics too, though the new process began with another seed"
     whole,resumed = runs[f'{name} whole'],runs[f'{name} resumed']
@@ -151,6 +160,50 @@ def test_exact_searches_again(runs):
     found = runs['exact resumed']['ways']
     assert found and runs['exact whole']['ways'] is None and 'recomputed blocks' in found
 
+def test_a_file_that_was_not_written_to_its_end(runs):
+    "It does not load, and the one before does"
+    folder = Path(shutil.copytree(runs['folder']/'schedule files', 'damaged'))
+    whole = (folder/'models/model_2.pth').read_bytes()
+    (folder/'models/model_2.pth').write_bytes(whole[:len(whole)//2])
+    m = nn.Sequential(nn.Sequential(nn.Linear(5, 32), nn.Identity(), nn.Tanh(), nn.Dropout(.3)), nn.Sequential(nn.Linear(32, 1))).double()
+    learn = make_learner(8, m=m, path=folder, opt_func=Adam, splitter=lambda m: [params(o) for o in m])
+    with pytest.raises((RuntimeError, OSError)): learn.load('model_2', with_opt=True)
+    learn.load('model_1', with_opt=True)
+    assert torch.equal(m[1][0].weight, saved(runs, 'schedule files')['model_1']['1.0.weight'])
+
+def test_the_size_of_a_file():
+    "Adam keeps two numbers for each weight"
+    learn = fit(make_learner(8, n=8, m=nn.Sequential(nn.Linear(5, 5000), nn.Linear(5000, 1)), opt_func=Adam, loss_func=MSELossFlat(), path=Path()), 1)
+    sizes = [learn.save(str(o), with_opt=o).stat().st_size for o in (False, True)]
+    assert 2.95 < sizes[1]/sizes[0] < 3.05
+
+def test_the_loss_scale_begins_at_its_default():
+    "`to_fp16()` has halved it after a step that it skipped; it is in no file, so the resumed fit skips one again"
+    class Scales(Callback):
+        order = CpuMixedPrecision.order+1
+        def before_batch(self):
+            if self.training: self.all_scales.append(self.scaler.get_scale())
+        def before_fit(self): self.all_scales = []
+    def scales(load=None, **kwargs):
+        cbs = [CpuMixedPrecision('fp16'), SaveModelCallback(every_epoch=True, with_opt=True), Scales()]
+        learn = make_learner(8, n=16, m=model().float(), loss_func=MSELossFlat(), path=Path(), cbs=cbs)
+        if load: learn.load(load, with_opt=True)
+        return fit(learn, 4, **kwargs).scales.all_scales
+    whole = scales()
+    files = torch.load('models/model_1.pth', weights_only=False)
+    resumed = scales('model_1', start_epoch=2)
+    assert len(resumed) == 4 and whole[:2] == resumed[:2] == [2**16, 2**15] and whole[4] == 2**15 and files.keys() == {'model','opt'}
+
+def test_distrib_ctx_hides_the_generator():
+    "`DistributedDL` has none, and shuffles with that of the DataLoader inside it"
+    from fastai.distributed import DistributedDL
+    inside = DataLoader(list(range(88)), bs=8, shuffle=True)
+    dl = DistributedDL(inside, rank=0, world_size=1)
+    with pytest.raises(AttributeError): dl.rng
+    before = inside.rng
+    dl.randomize()
+    assert inside.rng is not before and not hasattr(dl, 'rng')
+
 # The same run on another machine
 
 class Augmented:
@@ -184,3 +237,47 @@ def test_a_compiled_net_with_dropout_has_no_exact_way(drop):
     if not drop: return assert_same(weights(small()), weights(whole), ROUNDING)
     with pytest.raises(NothingFits) as e: small()
     assert 'fits in no way, since' in str(e.value) and 'leave out torch.compile' in str(e.value)
+
+def page_net(card, *cbs):
+    "The weights of the net on the page, after its three epochs"
+    set_seed(42, reproducible=True)
+    samples = list(zip(torch.randn(64, 20), torch.randint(4, (64,))))
+    layers = [nn.Sequential(nn.Linear(20, 20), nn.ReLU(), nn.Dropout(.2)) for _ in range(6)]
+    dls = DataLoaders(DataLoader(samples, bs=32, shuffle=True), DataLoader(samples[:16], bs=16))
+    return weights(fit(Learner(dls, nn.Sequential(*layers, nn.Linear(20, 4)), nn.CrossEntropyLoss(), SGD, cbs=[card, *cbs]), 3, .1))
+
+def test_bfloat16():
+    "Recomputed blocks are equal bit for bit; micro-batches are as far off as bfloat16 is from float32"
+    def bf16(): return CpuMixedPrecision('bf16')
+    def small(): return GradientAccumulation(micro_batch_size=8, same_draws=True)
+    def off(a, b): return (a-b).abs().max().item()
+    card = Activations()
+    whole,whole32 = page_net(card, bf16()),page_net(Activations())
+    exact = GradientAccumulation(micro_batch_size='auto', exact=True)
+    assert_same(page_net(Activations(.6*card.mb), bf16(), exact), whole)
+    assert exact.way.name == 'recomputed blocks'
+    assert 0 < off(page_net(Activations(), small()), whole32) < 1e-7
+    assert 1e-4 < off(page_net(Activations(), bf16(), small()), whole) < 2*off(whole, whole32) < 2e-3
+
+def test_less_room_than_for_four_samples():
+    "The comparison of `exact=True` does not fit, but micro-batches with the same draws do"
+    def run(card, *cbs):
+        torch.manual_seed(0)
+        m = nn.Sequential(*[nn.Sequential(nn.Linear(5, 500), nn.Dropout(.2), nn.Linear(500, 5)) for _ in range(2)], nn.Linear(5, 1)).double()
+        return weights(fit(make_learner(32, m=m, cbs=[card, *cbs]), 2, .01))
+    card = Activations()
+    whole = run(card)
+    def chosen(room):
+        accum = GradientAccumulation(micro_batch_size='auto', exact=True)
+        assert_same(run(Activations(card.mb*room/32), accum), whole, ROUNDING)
+        off = accum.ways.set_index('way').difference
+        return accum.way.name, off['micro-batches with the same draws']
+    assert chosen(5)[1] < 1e-6
+    name,off = chosen(3.2)
+    assert off == math.inf and 'micro-batches' not in name
+    room = card.mb*3.2/32
+    small = Activations(room)
+    assert_same(run(small, GradientAccumulation(micro_batch_size=2, same_draws=True)), whole, ROUNDING)
+    assert 0 < small.mb <= room
+
+def test_pytorch_allows_tf32_in_convolutions_only(): assert torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
