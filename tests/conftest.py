@@ -33,9 +33,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
-    """`thin(n)`: of the test's cases every `n`th runs always, beginning with the first, and the others are `long`.
-    Notebooks come first, which take longest: in the end no process waits for another"""
-    items.sort(key=lambda item: item.path.stem != 'test_notebooks')
+    "`thin(n)`: of the test's cases every `n`th runs always, beginning with the first, and the others are `long`"
     seen = Counter()
     for item in items:
         for mark in item.iter_markers('thin'):
