@@ -126,7 +126,7 @@ class ActivationCheckpointing(Way):
     "Keep only the inputs of the model's blocks, and run these again in the backward pass: the same fit"
     order = sys.maxsize  # a `GradientCache` splits what is checkpointed
     checked = False  # whether a batch of this fit has shown that the blocks can be run again
-    least,seconds = 0,None  # how many blocks are recomputed at least; what the batch took with those found
+    least = 0  # how many blocks are recomputed at least
     searches = property(lambda self: self.blocks == 'auto')
     can_shrink = property(lambda self: self.fitting.size < len(self.found))
     def __init__(self,
@@ -235,19 +235,16 @@ def by_bytes(self:ActivationCheckpointing, inputs:Inputs)->list[int]:
 @patch
 def find_size(self:ActivationCheckpointing, loop:Loop, inputs:Inputs):
     "Find how many blocks have to be recomputed, if it is not known yet for batches like this one"
-    learn,n,most,seconds = self.learn,inputs.n,len(self.found),[]
+    learn,n,most = self.learn,inputs.n,len(self.found)
     order = [*range(most)]  # outside the callback, since a trial restores what that holds
     def measure(_): order[:] = self.by_bytes(inputs)
     def try_blocks(k):
-        self.fitting.size,start = k,clock()
+        self.fitting.size = k
         train_on(loop, inputs, n)
-        seconds.append(clock()-start)
     def search(at_most, is_new):
         memory_error(find_size, learn, measure, 0, False, lambda f,n: f(n))  # if it runs out, they stay in order
         self.order_of_blocks = order
-        k = find_size(learn, try_blocks, most, is_new, partial(smallest_that_runs, least=self.least))
-        self.seconds = seconds[-1]
-        return k
+        return find_size(learn, try_blocks, most, is_new, partial(smallest_that_runs, least=self.least))
     if self.fitting.update(learn, (*inputs.xb, *inputs.yb), n, search, in_pieces=False):
         tell(learn, f"blocks='auto': each batch of {n} {self.how(n)}")
 

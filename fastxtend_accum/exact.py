@@ -45,11 +45,10 @@ def run_batch(learn:Learner, cb:Callback|None, res:SimpleNamespace):
         next(iter(learn.dl))
         cb('before_batch')
         loop = fit.instead['batch']
-        if cb.searches:
+        if cb.searches and cb.fitting.size is None:
             if isinstance(cb, ActivationCheckpointing): cb.least = 1  # the whole batch does not fit
             cb.find_size(loop, Inputs(learn, loop.samples(), loop.lists))
-        res.start,res.seconds = clock(),getattr(cb, 'seconds', None)  # a search may have run the batch itself
-        if not res.seconds: loop(learn._do_one_batch)
+        else: loop(learn._do_one_batch)
     finally: fit.close()
 
 # %% ../nbs/source/15_exact.ipynb #ded495d8
@@ -89,7 +88,7 @@ class TriedWay:
     "A way to run the batches of a fit, whose callback `make` makes; and what trying has shown of it"
     def __init__(self, name:str, make:Callable|None=None):
         self.name,self.make,self.cb,self.size,self.same_draws = name,make,None,sys.maxsize,False
-        self.difference,self.fits,self.seconds,self.failed = None if make else 0.,None,None,set()
+        self.difference,self.fits,self.time,self.failed = None if make else 0.,None,None,set()
 
     def callbacks(self, n:int, size:int|str)->Iterator:
         "What to try on `n` samples: pieces of `size`; a half, a quarter ... of the batch; or what finds it by itself"
@@ -102,6 +101,11 @@ class TriedWay:
         "Run batches as `cb` does"
         if isinstance(cb, GradientAccumulation): self.size,self.same_draws = cb.micro_bs,cb.same_draws
         else: self.cb = cb
+
+    def part(self, share:float)->Callback:
+        "What runs this share of the batch in this way: in as many pieces, or with the same blocks"
+        if isinstance(self.cb, ActivationCheckpointing): return self.cb
+        return self.make(micro_batch_size=max(2, math.ceil((self.cb.micro_bs if self.cb else self.size)*share)))
 
     def join(self, accum:GradientAccumulation, loop:Loop):
         "Let the batches of this fit run in this way"
@@ -175,13 +179,12 @@ def is_exact(self:WaySearch, way:TriedWay)->bool:
 
 @patch
 def fits(self:WaySearch, way:TriedWay)->bool:
-    "Whether the batch fits in memory in this way, and in how many seconds it runs"
+    "Whether the batch fits in memory in this way"
     for cb in way.callbacks(self.inputs.n, self.accum.micro_batch_size):
-        way.fits = (one := self.step(cb)) is not None
+        way.fits = self.step(cb) is not None
         if not way.fits: continue
         sign = 1 if isinstance(cb, ActivationCheckpointing) else -1  # the most blocks, the smallest pieces
         if cb: cb.fitting.size = int(sign*self.most(sign*cb.fitting.size))
-        way.seconds = self.most(one.seconds)
         way.take(cb)
         break
     return bool(way.fits)
@@ -198,21 +201,28 @@ def find(self:WaySearch, skip:set[str])->TriedWay:
     is_best = exact is pieces[0] or is_given and exact is pieces[1]
     for ways in [[exact], [blocks], [offloaded]] if is_best else [[exact, blocks], [offloaded]]:
         found = [o for o in ways if o and o.name not in skip and self.fits(o)]
-        if found: return min(found, key=attrgetter('seconds'))
+        if found and (found[0].cb or len(found) > 1): self.measure_times(found)
+        if found: return min(found, key=lambda o: o.time or 0)
     ran_out = isinstance(self.error, NothingFits) or is_out_of_memory(self.error)
     why = 'not even with all blocks recomputed and kept on the CPU' if ran_out else f'since {self.error}'
     raise NothingFits(f"exact=True: a batch of {self.inputs.n} fits in no way, {why}: use smaller inputs, "
                       "a smaller batch, or leave out exact=True") from self.error
 
 @patch
+def measure_times(self:WaySearch, ways:list[TriedWay]):
+    "Time a part of the batch that fits, at most a quarter, in each of `ways` relative to that part as a whole"
+    n = max(2, -(-self.inputs.n//4))
+    while n > 1 and not self.step(samples=n): n //= 2  # the first run warms up
+    runs = [self.step(o and o.part(n/self.inputs.n), n) for o in (None,*ways)] if n > 1 else [None]
+    if not all(runs): return
+    whole,*others = [self.most(o.seconds) for o in runs]
+    for way,seconds in zip(ways, others): way.time = seconds/whole
+
+@patch
 def table(self:WaySearch)->pd.DataFrame:
     "What was tried: how far each way is off, whether it fits, and its time relative to a batch that fits"
-    tried,n,half = [o for o in self.ways if o.difference or o.fits is not None],self.inputs.n,None
-    if any(o.cb or o.size < n for o in tried):
-        while not half and (n := n//2) > 1: half = self.step(samples=n)
-    def time(o):  # a part of the batch takes more than its part of the time
-        return max(1., o.seconds/half.seconds*n/self.inputs.n) if o.seconds and half else None
-    return pd.DataFrame([dict(way=o.name, difference=o.difference, fits=o.fits, time=time(o)) for o in tried])
+    tried = [o for o in self.ways if o.difference or o.fits is not None]
+    return pd.DataFrame([dict(way=o.name, difference=o.difference, fits=o.fits, time=o.time) for o in tried])
 
 # %% ../nbs/source/15_exact.ipynb #bdabcc99
 def find_way(accum:GradientAccumulation, inputs:Inputs, skip:set[str]=frozenset())->TriedWay:
@@ -231,8 +241,7 @@ def find_way(accum:GradientAccumulation, inputs:Inputs, skip:set[str]=frozenset(
     accum.ways = search.table()
     message = f'exact=True: each batch of {n} {way.how(n)}'
     if way.cb:
-        time = accum.ways.set_index('way').time[way.name]
-        if time: message += f' ({time:.1f} times the time of a batch that fits)'
+        if way.time: message += f' ({way.time:.1f} times the time of a batch that fits)'
         if split.difference and math.isfinite(split.difference):
             message += f'; in micro-batches, the gradient would be off by {split.difference:.0%}'
     if accum.verbose: tell(learn, message)
