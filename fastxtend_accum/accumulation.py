@@ -1,4 +1,4 @@
-"""The callback: what it does at each event of the training loop, in the order in which they come
+"""`GradientAccumulation`: what it does at each event of the training loop, up to the end of an epoch
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/accumulation.html.md"""
 
@@ -30,7 +30,7 @@ class GradientAccumulation(Way):
     "Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size"
     order,scale,splits_loss = MixedPrecision.order-4,None,True
     opt_steps = property(attrgetter('window.steps'))
-    micro_bs = property(lambda self: self.fitting.most if self.fitting.size == sys.maxsize else self.fitting.size)
+    micro_bs = property(lambda self: self.fitting.rows if self.fitting.size == sys.maxsize else self.fitting.size)
     after_pred = before_backward = before_step = after_batch = noop  # else looked up in Learner and model each time
     training = property(attrgetter('learn.training'))
     searches = property(lambda self: self.exact or self.micro_batch_size == 'auto')
@@ -89,7 +89,7 @@ class FitState:
     def __init__(self, accum:GradientAccumulation):
         learn = accum.learn
         self.loader_bs,self.processes = loader_batch_size(learn.dls.train, accum.micro_batch_size),Processes(learn)
-        self.smallest_bs = self.loader_bs*self.processes.n  # a batch of the DataLoader in every process
+        self.global_bs = self.loader_bs*self.processes.n  # a batch of the DataLoader in every process
         self.at_end = end_of_epoch(accum.remainder, learn.dls.train)
         self.is_split,self.has_half = accum.splits,any(p.dtype in half for p in trained(learn.opt))
         self.hypers,self.loss_check,self.warned = FirstHypers(accum.scale),LossCheck(),set()
@@ -135,7 +135,7 @@ def check(self:GradientAccumulation):
                          "keep one, see learn.remove_cb")
     check_accumulates(learn.model, learn.opt)
     for name,size in sizes.items(): check_multiple(name, size, now.loader_bs, now.processes.n)
-    if max(sizes.values()) > now.smallest_bs: check_loop(learn, self)
+    if max(sizes.values()) > now.global_bs: check_loop(learn, self)
     if self.micro_batch_size not in (None, 'auto') and self.micro_batch_size > now.loader_bs:
         warn(f"micro_batch_size={self.micro_batch_size} is more than the {now.loader_bs} samples that the DataLoader "
              "yields: its batches are not split")
@@ -146,12 +146,12 @@ def check(self:GradientAccumulation):
 @patch
 def sizes(self:GradientAccumulation)->dict[str,int]:
     "The sizes of windows that were asked for, by argument; the first window's first"
-    return dict(accum_bs=self.accum_bs or self.now.smallest_bs)
+    return dict(accum_bs=self.accum_bs or self.now.global_bs)
 
 @patch
 def size_at(self:GradientAccumulation, pct:float)->int:
     "Samples in a window that opens at `pct` of training"
-    return self.accum_bs or self.now.smallest_bs
+    return self.accum_bs or self.now.global_bs
 
 @patch
 def size_now(self:GradientAccumulation)->int:
@@ -202,7 +202,7 @@ def start_micro_batch(self:GradientAccumulation, samples:int, ends_batch:bool=Tr
 
 @patch
 def after_loss(self:GradientAccumulation):
-    "Weight the micro-batch; the first one of several saves the hyper-parameters, by the rules for this size"
+    "Note the weight of the micro-batch; the first of several saves the hyper-parameters, by the rules for this size"
     learn,now,window = self.learn,self.now,self.window
     if now is None: return Way.after_loss(self)
     now.has_targets = len(learn.yb) > 0
@@ -249,7 +249,7 @@ def close_window(self:GradientAccumulation)->bool:
     why = no_items if window.items == 0 else None
     if not why:
         average_gradients(learn.opt, window.total_weight/window.n_processes, window.sums)  # DDP has averaged, too
-        if self.skip_nonfinite and not scales_loss(learn) and not now.processes.all_of(is_finite(learn.opt)):
+        if self.skip_nonfinite and not scales_loss(learn) and agree(learn, not is_finite(learn.opt)):
             self.n_skipped += 1
             why = nonfinite
     if not why:
@@ -296,13 +296,13 @@ def verdict(self:GradientAccumulation)->str:
     "How a window is made up, and what differs from one batch of its size, as the first window has shown"
     learn,now,micro,sizes = self.learn,self.now,self.micro_bs,self.sizes().values()
     n,bs,most = now.processes.n,now.loader_bs,max(sizes)
-    count = most//now.smallest_bs * -(-bs//micro)
+    count = most//now.global_bs * -(-bs//micro)
     res = [f"micro_batch_size='auto': each batch of {bs} {how_split(bs, micro)}"]*(self.micro_batch_size == 'auto')
     if min(sizes) < most: res.append(f"{min(sizes)} to {most} samples, {micro} at a time")
-    elif most > now.smallest_bs or not res:
+    elif most > now.global_bs or not res:
         res.append(f"{most} = {f'{n} processes x '*(n > 1)}{count} x {'up to '*(bs%micro > 0)}{micro} samples")
-    if count == n == 1: return res[0] if self.searches else (
-        f"{most} samples are the DataLoader's batch: nothing is accumulated unless a smaller micro_batch_size splits it")
+    alone = f"{most} samples are the DataLoader's batch: nothing is accumulated unless a smaller micro_batch_size splits it"
+    if count == n == 1: return res[0] if self.searches else alone
     if self.window.n_micro > 1:
         is_known = self.num_items or has_rule(learn.loss_func) or not now.loss_check.found
         says = 'same' if is_known else now.loss_check.found[-1].says
@@ -310,7 +310,7 @@ def verdict(self:GradientAccumulation)->str:
     syncs = any(isinstance(m, nn.SyncBatchNorm) for m in learn.model.modules())
     at_a_time = min([micro, *[o.fitting.size for o in learn._grab_cbs(Way) if o.splits]])*(n if syncs else 1)
     differs = what_differs(learn.model, at_a_time, self.draws)
-    if differs and most == now.smallest_bs: differs.append("exact=True would find a way without that")
+    if differs and most == now.global_bs: differs.append("exact=True would find a way without that")
     return '; '.join(res+differs)
 
 @patch
@@ -423,7 +423,7 @@ def find_size(self:GradientAccumulation, loop:Loop, inputs:Inputs):
     "Find the size of pieces that fit, if not yet known for batches like this one; with `exact`, the way to run them"
     learn = self.learn
     def search(at_most, is_new):
-        if not self.exact: return find_size(learn, partial(train_on, loop, inputs), at_most, agree=is_new)
+        if not self.exact: return find_size(learn, partial(train_on, loop, inputs), at_most, together=is_new)
         from fastxtend_accum.exact import find_way
         if self.now.processes.n > 1 and not is_new: return self.micro_bs  # the others may not search now
         if self.way: self.way.leave(learn)

@@ -10,6 +10,7 @@ from statistics import mean,median,median_low
 from typing import NamedTuple
 
 from fastai.basics import *
+import torch.distributed as dist
 
 from .nested import *
 from .loader import *
@@ -113,8 +114,7 @@ def one_batch(self:BSFinder, b, n:int, size:int):
 # %% ../nbs/source/19_bs_find.ipynb #fdae18a2
 def process_mean(learn:Learner, *values:float)->list[float]:
     "The mean of each value over all processes, so that all find the same"
-    if (n := n_processes(learn)) == 1: return values
-    return all_reduce(learn.model, torch.tensor(values, device=next(learn.model.parameters()).device)).div_(n).tolist()
+    return [o/n_processes(learn) for o in agree(learn, values, dist.ReduceOp.SUM)]
 
 def measure_costs(learn:Learner, state:Snapshot, bs:int, largest:int)->Costs:
     "What batches of `largest` samples, half, a quarter ... cost, of those that fit in memory; over all processes"

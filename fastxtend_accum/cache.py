@@ -87,7 +87,7 @@ def find_size(self:GradientCache, loop:Loop, inputs:Inputs):
     def try_size(n):
         self.fitting.size = n
         train_on(loop, inputs, inputs.n)
-    def search(at_most, is_new): return find_size(self.learn, try_size, at_most, agree=is_new)
+    def search(at_most, is_new): return find_size(self.learn, try_size, at_most, together=is_new)
     n = self.rows(loop)
     if not self.fitting.update(self.learn, inputs.xb, n, search): return
     said = [f"micro_batch_size='auto': each batch of {n} {how_split(n, self.micro_bs)}"]

@@ -27,9 +27,8 @@ __all__ = ['lists', 'as_it_is', 'all_tensors', 'checkpointed', 'checked', 'is_re
 def as_it_is(module:nn.Module)->Callable:
     "A context in which `module` runs again with all that it has now, and which leaves everything as it was"
     modules = [*module.modules()]
-    own = [o for m in modules for o in vars(m).values() if isinstance(o, generators)]
     dicts = [o for m in modules for o in (vars(m), m._buffers)]
-    parts = [*dicts, random, np.random, *torch.cuda.default_generators, *own]
+    parts = [*dicts, *all_generators(module)]
     put_back,values = saved(*parts),{b:b.clone() for b in module.buffers()}
     @contextmanager
     def again():

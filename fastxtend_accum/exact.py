@@ -10,7 +10,6 @@ from __future__ import annotations
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from torch.nn.modules.batchnorm import _BatchNorm
-import torch.distributed as dist
 
 from .nested import *
 from .loader import *
@@ -152,11 +151,7 @@ class WaySearch:
         if not res: free_memory()
         return None if self.most(not res) else res
 
-    def most(self, value:float)->float:
-        "The largest `value` of all processes, which so come to the same decisions"
-        if self.accum.now.processes.n == 1: return value
-        device = next(self.learn.model.parameters()).device
-        return self.accum.now.processes.all_reduce(torch.tensor(float(value), device=device), dist.ReduceOp.MAX).item()
+    def most(self, value:float)->float: return agree(self.learn, float(value))
 
 # %% ../nbs/source/15_exact.ipynb #291375cd
 def differences(a:list[Tensor], b:list[Tensor])->Tensor:
@@ -231,7 +226,7 @@ def find_way(accum:GradientAccumulation, inputs:Inputs, skip:set[str]=frozenset(
     learn,n,search = accum.learn,inputs.n,WaySearch(accum, inputs)
     own = learn._grab_cbs((GradientCache,ActivationCheckpointing))
     if own: raise ValueError(f"exact=True uses {type(own[0]).__name__} itself where it is needed: leave it out")
-    size,loader_bs,split = max(accum.sizes().values()),accum.now.smallest_bs,search.ways[1]
+    size,loader_bs,split = max(accum.sizes().values()),accum.now.global_bs,search.ways[1]
     if size > loader_bs and not any(map(search.is_exact, search.ways[1:3])):
         raise ValueError(f"exact=True: {size//loader_bs} batches of {loader_bs} cannot equal one of {size}, since "
                          "something in each of them looks at all its samples, as BatchNorm does (the gradient is "

@@ -106,6 +106,7 @@ def n_items(learn:Learner, num_items:Callable|None=None, samples:int|None=None)-
 # %% ../nbs/source/08_losses.ipynb #07dc8e68
 class LossState(Snapshot):
     "What a call of a loss function can change: all that it holds but its Learner, and random generators"
+    device = None  # copies stay where the tensors are: no GPU sync
     def save(self, o):
         if isinstance(o, (type,Learner,DataLoaders)) or id(o) in self.seen: return
         super().save(o)
@@ -116,8 +117,6 @@ class LossState(Snapshot):
             self.save(cell.cell_contents)
         if callable(o) and hasattr(o, '__dict__'): self.save(vars(o))
 
-    def save_tensor(self, o):  # where it is: no GPU sync
-        if not isinstance(o, nn.Parameter): self.undo.append(partial(o.data.copy_, o.detach().clone()))
 
 def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype=torch.float64)->Tensor:
     "The gradient with respect to the outputs, a row for each sample, computed in `dtype`"

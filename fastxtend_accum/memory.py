@@ -69,6 +69,7 @@ def set_value(o:Tensor, value:Tensor):
 # %% ../nbs/source/07_memory.ipynb #ce71299f
 class Snapshot:
     "The state of a Learner and the random generators, restored when its context ends; `weights`: parameters, too"
+    device = 'cpu'  # of the copies
     optimizers = Optimizer,OptimWrapper,torch.optim.Optimizer
     holders = (GetAttr,nn.Module,Metric,BaseLoss,Pipeline,Transform,
                torch.utils.data.DataLoader,torch.utils.data.Sampler,*optimizers)  # training may change their attributes
@@ -99,7 +100,7 @@ class Snapshot:
 
     def save_tensor(self, o:Tensor):
         "Save its value; of a leaf also gradient and `requires_grad`"
-        if self.weights or not isinstance(o, nn.Parameter): self.undo.append(saved(o, device='cpu'))
+        if self.weights or not isinstance(o, nn.Parameter): self.undo.append(saved(o, device=self.device))
         if not o.is_leaf: return
         self.undo += [partial(setattr, o, 'grad', o.grad), partial(o.requires_grad_, o.requires_grad)]
         if self.weights: self.save(o.grad)
@@ -221,9 +222,10 @@ def without_graph(learn:Learner):
     for cb in learn._grab_cbs(MixedPrecision):  # its own context is on, and cannot be entered twice
         cb.autocast = autocast(cb.autocast.device, dtype=cb.autocast.fast_dtype)
 
-def find_size(learn:Learner, try_size:Callable, at_most:int, agree:bool=True, search:Callable=largest_that_runs)->int:
+def find_size(learn:Learner, try_size:Callable, at_most:int, together:bool=True,
+              search:Callable=largest_that_runs)->int:
     """The size up to `at_most` that a `search` finds, for which `try_size(n)`, a forward and backward pass, fits in
-    memory; in mid-batch, without a trace. Processes `agree` on one, if all search now"""
+    memory; in mid-batch, without a trace. Processes agree on one if they search `together`"""
     model = learn.model
     if is_sharded(model):
         raise ValueError(f"micro_batch_size='auto' cannot try sizes on a sharded {type(model).__name__}: "
@@ -237,9 +239,8 @@ def find_size(learn:Learner, try_size:Callable, at_most:int, agree:bool=True, se
         for m in model.modules():
             if isinstance(m, nn.SyncBatchNorm): m.eval()  # in training mode it would wait for the other processes
         n = search(attempt, at_most)
-    if n_processes(learn) == 1 or not agree: return n
-    op = dist.ReduceOp.MIN if search is largest_that_runs else dist.ReduceOp.MAX
-    return int(all_reduce(model, torch.tensor(n, device=next(model.parameters()).device), op))
+    if not together: return n
+    return int(agree(learn, n, dist.ReduceOp.MIN if search is largest_that_runs else dist.ReduceOp.MAX))
 
 # %% ../nbs/source/07_memory.ipynb #9c1d0e14
 def how_split(n:int, size:int)->str:
@@ -256,17 +257,18 @@ def what_differs(model:nn.Module, n:int, same_draws:bool=False)->list[str]:
 
 class FittingSize:
     "The size that fits in training, and that in validation; what it was found for"
-    def __init__(self): self.found_for,self.size,self.valid,self.largest,self.most = None,None,None,0,0
+    def __init__(self): self.found_for,self.size,self.valid,self.numel,self.rows = None,None,None,0,0
 
     def update(self, learn:Learner, b, n:int, search:Callable, in_pieces:bool=True)->bool:
         """Let `size` be `search(at_most, is_new)` if `learn` trains something else now, or if the samples of `b` are
         larger than all before, or its `n` rows are more; returns whether that was so"""
-        now = sum(p.numel() for p in trained(learn.opt)),len(learn._grab_cbs(MixedPrecision))
-        is_new,sample = now != self.found_for,sum(t.numel() for t in tensors_in(b))/n
-        largest,most,size = (0, 0, n) if is_new else (self.largest, self.most, self.size)
-        if sample <= largest and (n <= most or in_pieces and size < most): return False
-        self.size = search(n if n > most else min(size, n), is_new)  # later, others may have seen no larger one
-        self.found_for,self.largest,self.most = now,max(sample, largest),max(n, most)
+        trains = sum(p.numel() for p in trained(learn.opt)),len(learn._grab_cbs(MixedPrecision))
+        is_new,numel = trains != self.found_for,sum(t.numel() for t in tensors_in(b))/n  # of a sample
+        if is_new: self.numel,self.rows,self.size = 0,0,n
+        has_room = n <= self.rows or in_pieces and self.size < self.rows
+        if numel <= self.numel and has_room: return False
+        self.size = search(n if n > self.rows else min(self.size, n), is_new)  # later, others may have seen none larger
+        self.found_for,self.numel,self.rows = trains,max(numel, self.numel),max(n, self.rows)
         return True
 
 def tell(learn:Learner, message:str):

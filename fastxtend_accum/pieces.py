@@ -1,4 +1,4 @@
-"""What fastai does with a batch, with the model running on pieces of it
+"""What fastai does with a batch, in pieces; smaller ones if memory runs out
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/pieces.html.md"""
 

@@ -15,7 +15,7 @@ from .window import *
 from .gradients import *
 
 # %% auto #0
-__all__ = ['averages_gradients', 'is_sharded', 'n_processes', 'all_reduce', 'Processes', 'enable_sync', 'check_wrapped']
+__all__ = ['averages_gradients', 'is_sharded', 'n_processes', 'all_reduce', 'agree', 'Processes', 'enable_sync', 'check_wrapped']
 
 # %% ../nbs/source/05_processes.ipynb #6dccdd16
 def averages_gradients(model:nn.Module)->bool:
@@ -35,6 +35,12 @@ def all_reduce(model:nn.Module, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
     "Combine `o` over the processes of `model`, in place"
     dist.all_reduce(o, op, group=getattr(model, 'process_group', None))
     return o
+
+def agree(learn:Learner, value:Real|tuple, op=dist.ReduceOp.MAX):
+    "`value`, or each of several, combined over all processes, which so come to the same decisions"
+    if n_processes(learn) == 1: return value
+    value = torch.tensor(value, dtype=torch.float64, device=next(learn.model.parameters()).device)
+    return all_reduce(learn.model, value, op).tolist()
 
 # %% ../nbs/source/05_processes.ipynb #b7f9ddbb
 class Processes:
@@ -104,10 +110,3 @@ def average(self:Processes, sums:dict[nn.Parameter,Tensor]|None=None):
             if p not in sums: sums[p] = torch.zeros_like(p, dtype=torch.float32)
         elif p.grad is None: p.grad = torch.zeros_like(p)
         self.all_reduce(sums[p] if p.grad is None else p.grad).div_(self.n)
-
-@patch
-def all_of(self:Processes, ok:bool)->bool:
-    "Whether `ok` holds in all processes: sharded gradients may be finite in one and not in another"
-    if self.n == 1: return ok
-    device = next(self.learn.model.parameters()).device
-    return bool(self.all_reduce(torch.tensor(float(ok), device=device), dist.ReduceOp.MIN))

@@ -90,7 +90,7 @@ def size_at(self:GradientAccumulationSchedule, pct:float, n_epoch:int|None=None,
     "Samples in a window that opens at `pct` of training, a multiple of `loader_bs`; `n_epoch` None: of this fit"
     if n_epoch is None:
         if is_trial(self.learn): return self.start_accum_bs
-        n_epoch,loader_bs = self.learn.n_epoch,self.now.smallest_bs
+        n_epoch,loader_bs = self.learn.n_epoch,self.now.global_bs
     start,finish = (fraction_of_fit(o, getattr(self, o), n_epoch) for o in ('start','finish'))
     check_order(start, finish)
     if pct >= finish-_tiny: return self.final_accum_bs

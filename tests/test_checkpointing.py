@@ -287,6 +287,9 @@ class OwnNumpyState(OwnNumpy):
     def __init__(self): super().__init__(); self.g = np.random.RandomState(1)
 class OwnPython(OwnNumpy):
     def __init__(self): super().__init__(); self.g = random.Random(1)
+class ListedGenerator(Block):
+    def __init__(self): super().__init__(); self.gs = [np.random.default_rng(1)]
+    def forward(self, x): return self.m(x*self.gs[0].uniform(1, 2))
 class InnerGenerator(Block):
     "A generator of a module inside"
     def __init__(self): super().__init__(); self.m = nn.Sequential(OwnGenerator(), OwnNumpy())
@@ -351,7 +354,7 @@ class Dense(Chain):
 @pytest.mark.parametrize('offload', [False, True])
 @pytest.mark.parametrize('make', [
     Spectral, NewBuffer, SharedBuffer, RunningNorm, SmallMask, LargeMask, Flag, NewFlag, PythonRandom, NumpyRandom, OwnGenerator, OwnNumpy, OwnNumpyState,
-    OwnPython, InnerGenerator, Counter, Average, Hidden, Lazy, DenseBlock, AppendsBlock, Transposed])
+    OwnPython, ListedGenerator, InnerGenerator, Counter, Average, Hidden, Lazy, DenseBlock, AppendsBlock, Transposed])
 def test_the_second_run_finds_what_the_first_did(make, offload):
     def run(*cbs):
         m = (Dense if issubclass(make, DenseBlock) else Chain)(make)
@@ -421,8 +424,8 @@ class Outside(Block):
         Outside.n += 1
         return self.m(x/Outside.n)
 class HiddenGenerator(Block):
-    "A generator that no attribute shows"
-    def __init__(self): super().__init__(); self.gs = [np.random.default_rng(1)]
+    "A generator that no attribute of the module shows"
+    gs = [np.random.default_rng(1)]
     def forward(self, x): return self.m(x*self.gs[0].uniform(1, 2))
 not_repeated = [InPlaceAverage, Appends, CountsInDict, Outside, HiddenGenerator]
 

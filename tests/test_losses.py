@@ -403,3 +403,10 @@ def test_what_a_loss_holds_comes_back():
     for loss_func in held,held.method,closed,partial(held),partial(held.method),Known(held):
         assert check_loss(loss_func, [(x[:8], y[:8]), (x[8:], y[8:])]).says == 'same'
         assert (held.calls, held.sums, held.buffer.tolist()) == (0, [], [0., 0.])
+
+def test_a_loss_that_holds_an_expanded_tensor():
+    "Several of its entries share one place in memory, into which PyTorch does not copy"
+    weight = torch.ones(1).expand(4)
+    def loss_func(pred, targ): return (weight*(pred-targ)**2).mean()
+    pred,targ = torch.randn(2, 16, 4)
+    assert check_loss(loss_func, [(pred[:8], targ[:8]), (pred[8:], targ[8:])]).says == 'same'
