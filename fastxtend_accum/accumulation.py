@@ -66,8 +66,8 @@ def check_arguments(self:GradientAccumulation, unknown:dict):
     a,n,micro = self.accum_bs,self.n_acc,self.micro_batch_size
     for name,size in dict(accum_bs=a, n_acc=n).items():
         if size is not None: check_size(name, size)
-    check_micro_batch_size(micro)
     check_flags(**{o:getattr(self, o) for o in ('log_accum_batch','skip_nonfinite','same_draws','exact','verbose')})
+    check_micro_batch_size(micro, self.same_draws)
     check_callable('num_items', self.num_items, 'a function of the Learner')
     for is_wrong,message in (
         (None not in (a, n), f"accum_bs={a} and n_acc={n} both set the samples in a window: "
@@ -79,9 +79,6 @@ def check_arguments(self:GradientAccumulation, unknown:dict):
         (self.exact and self.same_draws, "exact=True finds out whether same_draws=True is needed: "
                                          "leave same_draws out")):
         if is_wrong: raise ValueError(message)
-    if self.same_draws:
-        from fastxtend_accum.same_draws import check_same_draws  # an optional module, as is `exact`
-        check_same_draws(micro)
 
 # %% ../nbs/source/12_accumulation.ipynb #730d4bdc
 class FitState:
@@ -174,9 +171,6 @@ def before_train(self:GradientAccumulation):
                              "use a smaller accum_bs, or remainder='step'")
         if now.n_windows: batches.needed = now.n_windows*size
         batches.needs_more = lambda: not self.now or self.window.is_filling or batches.left >= self.size_now()
-    if self.same_draws:
-        from fastxtend_accum.same_draws import check_not_compiled
-        check_not_compiled(learn.model)
     if now.is_split: self.join_loop()
 
 # %% ../nbs/source/12_accumulation.ipynb #fbefae50
@@ -298,15 +292,14 @@ def verdict(self:GradientAccumulation)->str:
     n,bs,most = now.processes.n,now.loader_bs,max(sizes)
     count = most//now.global_bs * -(-bs//micro)
     res = [f"micro_batch_size='auto': each batch of {bs} {how_split(bs, micro)}"]*(self.micro_batch_size == 'auto')
+    if count == n == 1: return first(res) or f"{most} samples are one batch: a smaller micro_batch_size splits it"
     if min(sizes) < most: res.append(f"{min(sizes)} to {most} samples, {micro} at a time")
     elif most > now.global_bs or not res:
         res.append(f"{most} = {f'{n} processes x '*(n > 1)}{count} x {'up to '*(bs%micro > 0)}{micro} samples")
-    alone = f"{most} samples are the DataLoader's batch: nothing is accumulated unless a smaller micro_batch_size splits it"
-    if count == n == 1: return res[0] if self.searches else alone
     if self.window.n_micro > 1:
-        is_known = self.num_items or has_rule(learn.loss_func) or not now.loss_check.found
-        says = 'same' if is_known else now.loss_check.found[-1].says
-        res.append(f"losses {dict(same='are', differs='are not').get(says, 'may not be')} averaged as in one batch")
+        found = now.loss_check.found[-1:] if not (self.num_items or has_rule(learn.loss_func)) else []
+        words = dict(same='are', differs='are not')
+        res.append(f"losses {words.get(found[0].says, 'may not be') if found else 'are'} averaged as in one batch")
     syncs = any(isinstance(m, nn.SyncBatchNorm) for m in learn.model.modules())
     at_a_time = min([micro, *[o.fitting.size for o in learn._grab_cbs(Way) if o.splits]])*(n if syncs else 1)
     differs = what_differs(learn.model, at_a_time, self.draws)
@@ -406,7 +399,7 @@ def parts(self:GradientAccumulation, n:int)->list:
     def piece(start, end): self.start_micro_batch(end*size//n - start*size//n, ends_batch=end == n)
     parts = [SimpleNamespace(piece=piece)]
     if not self.draws: return parts
-    from fastxtend_accum.same_draws import SameDraws
+    from fastxtend_accum.same_draws import SameDraws  # an optional module, as is `exact`
     return [*parts, SameDraws(n, self.learn.model)]
 
 @patch

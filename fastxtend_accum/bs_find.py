@@ -10,7 +10,6 @@ from statistics import mean,median,median_low
 from typing import NamedTuple
 
 from fastai.basics import *
-import torch.distributed as dist
 
 from .nested import *
 from .loader import *
@@ -25,7 +24,7 @@ from .schedule import *
 from .noise import *
 
 # %% auto #0
-__all__ = ['Costs', 'SuggestedBS', 'suggest', 'BSFinder', 'process_mean', 'measure_costs', 'loading_costs', 'typical_noise_scale',
+__all__ = ['Costs', 'SuggestedBS', 'suggest', 'BSFinder', 'measure_costs', 'loading_costs', 'typical_noise_scale',
            'measure_noise', 'advice', 'plot_bs_find', 'check_can_find']
 
 # %% ../nbs/source/19_bs_find.ipynb #6f436cc3
@@ -112,10 +111,6 @@ def one_batch(self:BSFinder, b, n:int, size:int):
                          "if your loss needs a whole batch, compare fits instead") from e
 
 # %% ../nbs/source/19_bs_find.ipynb #fdae18a2
-def process_mean(learn:Learner, *values:float)->list[float]:
-    "The mean of each value over all processes, so that all find the same"
-    return [o/n_processes(learn) for o in agree(learn, values, dist.ReduceOp.SUM)]
-
 def measure_costs(learn:Learner, state:Snapshot, bs:int, largest:int)->Costs:
     "What batches of `largest` samples, half, a quarter ... cost, of those that fit in memory; over all processes"
     n_proc,least = n_processes(learn),max(2, min(bs, largest)//16)
@@ -129,7 +124,7 @@ def measure_costs(learn:Learner, state:Snapshot, bs:int, largest:int)->Costs:
     largest_that_runs(try_sizes, largest)
     times = [min(o[1:]) for o in finder.passes]  # the first is for warming up
     sync = max(0., times.pop()-times[-1]) if n_proc > 1 else 0.
-    *times,step = process_mean(learn, *times, sync+median(finder.steps[len(finder.sizes):]))
+    *times,step = agree(learn, (*times, sync+median(finder.steps[len(finder.sizes):])))
     return Costs({o*n_proc:t for o,t in zip(sizes, times)}, step)
 
 def loading_costs(finder:BSFinder, dl)->tuple[float,float]:
@@ -216,7 +211,7 @@ def bs_find(self:Learner,
         def lr_at(size): return [rule(o, size/now)/2 for o in lrs]
         weighing = {k:settings[k] for k in ('num_items','skip_nonfinite') if k in settings}
         noise_scale,finder = measure_noise(self, state, bs, max(costs.batch)//n_proc, lr_at, **weighing)
-    load,limit = process_mean(self, *(o/bs/n_proc for o in loading_costs(finder, dl)))
+    load,limit = agree(self, [o/bs/n_proc for o in loading_costs(finder, dl)])
     sizes = sorted({*costs.batch, now, *(o for i in range(5) if (o := bs*n_proc << i) <= epoch*n_proc)})
     found = suggest(costs._replace(load=load, limit=limit), noise_scale, sizes, n_proc)
     if rank_distrib(): return found

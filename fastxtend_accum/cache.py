@@ -47,12 +47,9 @@ class GradientCache(Way):
         same_draws:bool=False, # Dropout and noise in the model get the random numbers of the whole batch; slower
         rows:int=1, # Rows that the model or its `part` sees for each sample, such as 2 for two views in one tensor
     ):
-        check_micro_batch_size(micro_batch_size)
         check_flags(same_draws=same_draws)
+        check_micro_batch_size(micro_batch_size, same_draws)
         check_size('rows', rows)
-        if same_draws:
-            from fastxtend_accum.same_draws import check_same_draws
-            check_same_draws(micro_batch_size)
         if micro_batch_size is None: raise TypeError("micro_batch_size must be a number of samples or 'auto', not None")
         check_callable('part', part, 'a function of the model')
         store_attr('micro_batch_size,part,same_draws')
@@ -68,9 +65,6 @@ class GradientCache(Way):
         if is_sharded(model):
             raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: "
                              "use DistributedDataParallel")
-        if self.same_draws:
-            from fastxtend_accum.same_draws import check_not_compiled
-            check_not_compiled(model)
         self.join_loop()
 
 # %% ../nbs/source/14_cache.ipynb #41e40fbc

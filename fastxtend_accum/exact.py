@@ -149,9 +149,7 @@ class WaySearch:
             if not (cb or is_out_of_memory(e)): raise
             res,self.error = None,without_tracebacks(e)
         if not res: free_memory()
-        return None if self.most(not res) else res
-
-    def most(self, value:float)->float: return agree(self.learn, float(value))
+        return None if agree(self.learn, not res) else res
 
 # %% ../nbs/source/15_exact.ipynb #291375cd
 def differences(a:list[Tensor], b:list[Tensor])->Tensor:
@@ -168,8 +166,8 @@ def is_exact(self:WaySearch, way:TriedWay)->bool:
         one,way.difference = self.few and self.step(way.make(micro_batch_size=-(-n//2)), n, in_float32=True),math.inf
         if one:
             off = differences(one.tensors, self.few.tensors)
-            way.difference = self.most(off.max().item())
-            self.is_normed = self.most((off[1:] > self.tolerance).any()) > 0
+            way.difference = agree(self.learn, off.max().item())
+            self.is_normed = agree(self.learn, (off[1:] > self.tolerance).any()) > 0
     return way.difference is not None and way.difference < self.tolerance
 
 @patch
@@ -179,7 +177,7 @@ def fits(self:WaySearch, way:TriedWay)->bool:
         way.fits = self.step(cb) is not None
         if not way.fits: continue
         sign = 1 if isinstance(cb, ActivationCheckpointing) else -1  # the most blocks, the smallest pieces
-        if cb: cb.fitting.size = int(sign*self.most(sign*cb.fitting.size))
+        if cb: cb.fitting.size = int(sign*agree(self.learn, sign*cb.fitting.size))
         way.take(cb)
         break
     return bool(way.fits)
@@ -210,14 +208,8 @@ def measure_times(self:WaySearch, ways:list[TriedWay]):
     while n > 1 and not self.step(samples=n): n //= 2  # the first run warms up
     runs = [self.step(o and o.part(n/self.inputs.n), n) for o in (None,*ways)] if n > 1 else [None]
     if not all(runs): return
-    whole,*others = [self.most(o.seconds) for o in runs]
+    whole,*others = [agree(self.learn, o.seconds) for o in runs]
     for way,seconds in zip(ways, others): way.time = seconds/whole
-
-@patch
-def table(self:WaySearch)->pd.DataFrame:
-    "What was tried: how far each way is off, whether it fits, and its time relative to a batch that fits"
-    tried = [o for o in self.ways if o.difference or o.fits is not None]
-    return pd.DataFrame([dict(way=o.name, difference=o.difference, fits=o.fits, time=o.time) for o in tried])
 
 # %% ../nbs/source/15_exact.ipynb #bdabcc99
 def find_way(accum:GradientAccumulation, inputs:Inputs, skip:set[str]=frozenset())->TriedWay:
@@ -233,7 +225,8 @@ def find_way(accum:GradientAccumulation, inputs:Inputs, skip:set[str]=frozenset(
                          f"off by {split.difference:.0%}): set bs={size} in the DataLoader")
     way = search.find(skip)
     way.failed = {*skip, way.name, *[o.name for o in search.ways if o.fits is False]}
-    accum.ways = search.table()
+    tried = [o for o in search.ways if o.difference or o.fits is not None]
+    accum.ways = pd.DataFrame([dict(way=o.name, difference=o.difference, fits=o.fits, time=o.time) for o in tried])
     message = f'exact=True: each batch of {n} {way.how(n)}'
     if way.cb:
         if way.time: message += f' ({way.time:.1f} times the time of a batch that fits)'

@@ -222,8 +222,7 @@ def without_graph(learn:Learner):
     for cb in learn._grab_cbs(MixedPrecision):  # its own context is on, and cannot be entered twice
         cb.autocast = autocast(cb.autocast.device, dtype=cb.autocast.fast_dtype)
 
-def find_size(learn:Learner, try_size:Callable, at_most:int, together:bool=True,
-              search:Callable=largest_that_runs)->int:
+def find_size(learn:Learner, try_size:Callable, at_most:int, together:bool=True, search=largest_that_runs)->int:
     """The size up to `at_most` that a `search` finds, for which `try_size(n)`, a forward and backward pass, fits in
     memory; in mid-batch, without a trace. Processes agree on one if they search `together`"""
     model = learn.model

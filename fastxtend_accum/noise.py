@@ -138,18 +138,11 @@ class GradientNoiseScale(FitCallback):
     ):
         if not (memory is None or isinstance(memory, Real) and memory > 0):
             raise ValueError(f"memory must be more than 0 samples, not {memory!r}: use None")
-        self.memory,self.averages,self.resumed = memory,NoiseAverages(memory),False
+        self.memory,self.averages = memory,NoiseAverages(memory)
         self.squares = None  # those of the fit under way
     def estimate(self)->NoiseEstimate:
         "The current estimate"
         return self.averages.estimate()
-    def state_dict(self)->dict:
-        "The averages, to be saved"
-        return dict(vars(self.averages))
-    def load_state_dict(self, state:dict):
-        "Let the next fit continue from the `state` that `state_dict` gave"
-        vars(self.averages).update(state)
-        self.resumed = True
     def clean_up(self):
         self.squares.ignore()
         self.squares = None
@@ -163,7 +156,7 @@ class GradientNoiseScale(FitCallback):
 # %% ../nbs/source/18_noise.ipynb #a17d6706
 @patch
 def before_train(self:GradientNoiseScale):
-    "In the first epoch of a fit, which is no search, begin new averages, unless some were loaded; raises ValueError"
+    "In the first epoch of a fit, which is no search, begin new averages; raises ValueError"
     learn,accum = self.learn,first(self.learn._grab_cbs(GradientAccumulation))
     if self.squares or not is_running(learn) or learn._grab_cbs(LRFinder): return
     if is_sharded(learn.model):
@@ -177,8 +170,7 @@ def before_train(self:GradientNoiseScale):
                          "add a GradientAccumulation(accum_bs) to the Learner")
     self.squares = WindowSquares(accum)
     fit_of(learn).stack(self).callback(self.clean_up)
-    if not self.resumed: self.averages = NoiseAverages(self.memory)
-    self.resumed = False
+    self.averages = NoiseAverages(self.memory)
     if hasattr(learn, 'recorder'): learn.recorder.noise_scale = []
 
 @patch

@@ -46,13 +46,12 @@ def agree(learn:Learner, value:Real|tuple, op=dist.ReduceOp.MAX):
 class Processes:
     "The processes that train the model of `learn` together: when they synchronize, and the sums of a window over all"
     def __init__(self, learn:Learner): self.learn,self.n,self.unit = learn,n_processes(learn),None
-    def all_reduce(self, o:Tensor, op=dist.ReduceOp.SUM)->Tensor: return all_reduce(self.learn.model, o, op)
 
     def common_unit(self, items:Real|Tensor|None)->float|None:
         "The unit of all weights in this fit, near the first micro-batch's items; None: no process has any yet"
         if self.unit is None and items is not None:
             items = torch.as_tensor(items, dtype=torch.float64, device=self.learn.loss.device).clone()
-            if most := self.all_reduce(items, dist.ReduceOp.MAX).item(): self.unit = power_of_two(most)
+            if most := all_reduce(self.learn.model, items, dist.ReduceOp.MAX).item(): self.unit = power_of_two(most)
         return self.unit
 
     def before_forward(self, window:Window):
@@ -70,7 +69,7 @@ class Processes:
         if not is_sharded(model) and (cut_short or not model.require_backward_grad_sync): self.average(window.sums)
         loss,items = window.loss_sum.as_subclass(Tensor),0 if window.is_sum else window.items
         sums = [torch.as_tensor(o, dtype=torch.float64, device=loss.device) for o in (items, window.samples, loss)]
-        items,samples,loss_sum = self.all_reduce(torch.stack(sums)).tolist()
+        items,samples,loss_sum = all_reduce(model, torch.stack(sums)).tolist()
         if not window.is_sum: window.items = items
         window.samples,window.loss_sum = int(samples),torch.tensor(loss_sum, dtype=loss.dtype)
 
@@ -104,9 +103,9 @@ def average(self:Processes, sums:dict[nn.Parameter,Tensor]|None=None):
     "Average the gradients, and those in `sums`, as DDP would have: of parameters that have one in any process"
     if not (params := trained(self.learn.opt)): return
     used = [p.grad is not None or p in (sums or {}) for p in params]
-    used = self.all_reduce(torch.tensor(used, dtype=torch.int64, device=params[0].device)).tolist()
+    used = all_reduce(self.learn.model, torch.tensor(used, dtype=torch.int64, device=params[0].device)).tolist()
     for p in (p for p,n in zip(params, used) if n):
         if sums is not None and p.dtype in half:
             if p not in sums: sums[p] = torch.zeros_like(p, dtype=torch.float32)
         elif p.grad is None: p.grad = torch.zeros_like(p)
-        self.all_reduce(sums[p] if p.grad is None else p.grad).div_(self.n)
+        all_reduce(self.learn.model, sums[p] if p.grad is None else p.grad).div_(self.n)

@@ -13,13 +13,13 @@ from fastai.basics import *
 from torch.nn.attention import SDPBackend,sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode,_get_current_dispatch_mode_stack
 
+from .checks import *
 from .nested import *
 from .memory import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['by_shape', 'can_repeat', 'generator_of', 'error', 'state_of', 'Draw', 'SameDraws', 'check_same_draws',
-           'check_not_compiled']
+__all__ = ['by_shape', 'can_repeat', 'generator_of', 'error', 'state_of', 'Draw', 'SameDraws']
 
 # %% ../nbs/source/17_same_draws.ipynb #d7a50008
 by_shape = set("""bernoulli cauchy exponential geometric log_normal multinomial native_dropout normal rand rand_like
@@ -194,7 +194,7 @@ def next_size(self:SameDraws, rest:int, most:int)->int:
     size = next_size(rest, most)
     if size == self.n: return size
     if rest == self.n: self.sizes.clear()
-    check_same_draws(most)  # 'auto' may find that one sample fits
+    check_micro_batch_size(most, True)  # 'auto' may find that one sample fits
     if not self.sizes: return next(n for n in range(size, 0, -1) if all(n%d for d in range(2, math.isqrt(n)+1)))
     return next_size(rest, size-1) if self.sizes == {size} else size
 
@@ -208,13 +208,3 @@ def again(self:SameDraws, start:int, end:int):
     try:
         with self.active(): yield
     finally: put_back()
-
-def check_same_draws(micro_batch_size:int|str|None):
-    "Raises ValueError unless there are pieces of 2 samples or more"
-    why = {None: 'is for batches that are split: set micro_batch_size, or leave it out',
-           1: 'needs a micro_batch_size of 2 or more, not 1: one sample does not show the memory layout'}
-    if micro_batch_size in why: raise ValueError(f"same_draws=True {why[micro_batch_size]}")
-
-def check_not_compiled(model:nn.Module):
-    "Raises ValueError if parts of `model` are compiled: they draw random numbers of their own"
-    if is_compiled(model): raise error("repeat the random numbers of a compiled model", "leave out torch.compile")

@@ -17,7 +17,7 @@ def said(capsys, bs, cbs, m=None, loss_func=mse, n=128, **kwargs):
 
 averaged,differs = '; losses are averaged as in one batch','; BatchNorm normalizes {} at a time; dropout draws other numbers'
 remedy = '; exact=True would find a way without that'
-alone = "32 samples are the DataLoader's batch: nothing is accumulated unless a smaller micro_batch_size splits it"
+alone = '32 samples are one batch: a smaller micro_batch_size splits it'
 accum,schedule = GradientAccumulation,GradientAccumulationSchedule
 
 @pytest.mark.parametrize('bs, cb, m, line', [
