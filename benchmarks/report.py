@@ -78,12 +78,13 @@ def learners_lines(results):
 def learners_on_gpu(results):
     "What exact=True needs on a GPU, by learner, where somebody has measured it"
     models = results['learners'].get('gpu', {}).get('models', {})
-    return {name:needs(models[name], 'exact') if name in models else 'not measured yet' for name in learner_names}
+    return {name:needs(models[name], 'exact') if name in models else '' for name in learner_names}
 
 def which_table(results):
     "The page's table: what differs in micro-batches, memory and time"
     models,gpu = results['learners']['cpu']['models'],learners_on_gpu(results)
-    rows = [('learner', 'micro-batches change', 'exact', 'all blocks', 'micro-batches', 'exact, on a GPU'), ('---',)*6]
+    on_gpu = 'exact, on a GPU'+': not measured yet'*(not any(gpu.values()))
+    rows = [('learner', 'micro-batches change', 'exact', 'all blocks', 'micro-batches', on_gpu), ('---',)*6]
     rows += [(learner, differs, *(needs(models[name], o) for o in ('exact', 'checkpointed', 'pieces')), gpu[name]) for name,(learner,differs) in which.items()]
     return '\n'.join(f"| {' | '.join(o)} |" for o in rows)
 
