@@ -1,4 +1,4 @@
-"""Everything in one import
+"""Import the whole package
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/all.html.md"""
 

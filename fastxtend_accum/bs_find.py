@@ -1,4 +1,4 @@
-"""`learn.bs_find()`: for the batch size what `lr_find` is for the learning rate
+"""`learn.bs_find()` measures which batch size reaches a loss soonest
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/bs_find.html.md"""
 

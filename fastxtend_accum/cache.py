@@ -1,4 +1,4 @@
-"""The loss on the whole batch, while the model holds a piece of it
+"""Compute the loss on the whole batch, while the model sees one piece at a time
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/cache.html.md"""
 

@@ -1,4 +1,4 @@
-"""`python -m fastxtend_accum`: the large batch, the accumulated one and a schedule, on real data
+"""`python -m fastxtend_accum` compares a large batch, accumulation and a schedule on real data
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/demo.html.md"""
 

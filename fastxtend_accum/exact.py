@@ -1,4 +1,4 @@
-"""The way to run a batch that gives the whole batch's fit in the memory that there is, found by trying
+"""Find a way to run a batch that fits in memory and equals the fit of whole batches
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/exact.html.md"""
 

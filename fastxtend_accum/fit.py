@@ -1,4 +1,4 @@
-"""What callbacks lend to a Learner during a fit, and how all of it is undone
+"""Replace a model's method or a logger's events for one fit, and restore them however it ends
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/fit.html.md"""
 

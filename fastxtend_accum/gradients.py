@@ -1,4 +1,4 @@
-"""The step of a window: its mean gradient, in float32 for half-precision weights, and its first hyper-parameters
+"""Before the step of a window: its mean gradient, and the hyper-parameters of its first micro-batch
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/gradients.html.md"""
 

@@ -1,4 +1,4 @@
-"""A model that continues where the batch before stopped: in pieces, each row keeps its own state
+"""Split batches of a stateful RNN: each row continues from its own hidden state
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/hidden_state.html.md"""
 

@@ -1,4 +1,4 @@
-"""What a DataLoader yields in an epoch: the size of its batches, the samples, and what windows can use of them
+"""What a DataLoader yields in an epoch: its batch size, its samples, and how many windows they fill
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/loader.html.md"""
 

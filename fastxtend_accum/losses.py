@@ -1,4 +1,4 @@
-"""What each loss averages over, which is a micro-batch's weight in the window, and a check of this for your loss
+"""Count what a loss averages over, which is a micro-batch's weight, and check that accumulation is exact for it
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/losses.html.md"""
 

@@ -1,4 +1,4 @@
-"""Find the largest micro-batch that fits, and leave no trace of the search
+"""Restore a Learner after a trial, and find the largest micro-batch that fits
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/memory.html.md"""
 

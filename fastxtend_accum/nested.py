@@ -1,4 +1,4 @@
-"""A nested batch: its samples, a piece of them, and outputs joined
+"""Nested batches: count their samples, slice them, and join outputs
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/nested.html.md"""
 

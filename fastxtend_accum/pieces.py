@@ -1,4 +1,4 @@
-"""What fastai does with a batch, in pieces; smaller ones if memory runs out
+"""Run one fastai batch in pieces, and in smaller ones if memory runs out
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/pieces.html.md"""
 

@@ -1,4 +1,4 @@
-"""A batch size that changes during training, and rules for hyper-parameters that follow it
+"""Change the batch size during training, and scale hyper-parameters with it
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/schedule.html.md"""
 
