@@ -92,7 +92,7 @@ def as_on_a_gpu(live):
 
 def callbacks(way, bs):
     from fastxtend_accum.all import ActivationCheckpointing, GradientAccumulation
-    return dict(whole=lambda: [], exact=lambda: [GradientAccumulation(micro_batch_size='auto', exact=True)],
+    return dict(whole=lambda: [], exact=lambda: [GradientAccumulation(exact=True)],
                 checkpointed=lambda: [ActivationCheckpointing()], offloaded=lambda: [ActivationCheckpointing(offload=True)],
                 pieces=lambda: [GradientAccumulation(micro_batch_size=-(-bs//4))])[way]()
 

@@ -37,7 +37,7 @@ def measure(name, rounds):
     step(whole)
     learners,search,found = dict(whole=learner(name), blocks=learner(name, ActivationCheckpointing())),{},{}
     for share in shares:
-        learn = learners[str(share)] = learner(name, Activations(whole.activations.mb*share), GradientAccumulation(micro_batch_size='auto', exact=True))
+        learn = learners[str(share)] = learner(name, Activations(whole.activations.mb*share), GradientAccumulation(exact=True))
         search[str(share)] = step(learn)
         accum,n = learn.gradient_accumulation,len(learn.dls.train_ds)
         found[str(share)] = accum.way.how(n)

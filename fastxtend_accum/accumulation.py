@@ -46,10 +46,11 @@ class GradientAccumulation(Way):
         num_items:Callable|None=None, # `f(learn)`: items that the loss averages over, >= 0; None: by the loss function
         skip_nonfinite:bool=False, # Skip the step of a window whose gradient contains NaN or infinity
         same_draws:bool=False, # Dropout and noise in the model get the random numbers of the whole batch; slower
-        exact:bool=False, # Find by trying how to get the fit of the whole batch in the memory that there is
+        exact:bool=False, # Get the fit of the whole batch in the memory that there is, in a way found by trying; also as 'auto'
         verbose:bool=True, # Print in one line how a window is made up, and what differs from one batch
         **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
     ):
+        if exact is True and micro_batch_size is None: micro_batch_size = 'auto'
         store_attr(but='unknown')
         self.check_arguments(unknown)
         self.accum_bs = accum_bs or n_acc or (32 if micro_batch_size is None else None)
@@ -74,8 +75,6 @@ def check_arguments(self:GradientAccumulation, unknown:dict):
                              f"pass one of them; micro_batch_size={n} would split batches"),
         (self.remainder not in (None, *remainders),
          f"remainder must be one of {remainders} or None, not {self.remainder!r}"),
-        (self.exact and micro is None, "exact=True is for batches that do not fit in memory: "
-                                       "also set micro_batch_size='auto', or leave it out"),
         (self.exact and self.same_draws, "exact=True finds out whether same_draws=True is needed: "
                                          "leave same_draws out")):
         if is_wrong: raise ValueError(message)

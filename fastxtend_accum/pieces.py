@@ -223,7 +223,10 @@ def go_back(self:Loop, error:Exception):
 
 # %% ../nbs/source/11_pieces.ipynb #1873bd39
 def check_loop(learn:Learner, cb:Callback):
-    "Raises ValueError if `learn` has a loop of its own: SAM, say, runs the model twice a step"
+    "Raises ValueError if `learn` has a loop of its own, as SAM runs the model twice a step, or draws unseen numbers"
+    if learn.training and vars(cb).get('same_draws') and is_compiled(learn.model):
+        raise ValueError("same_draws=True cannot repeat the random numbers of a compiled model: "
+                         "leave out torch.compile, or leave same_draws out")
     for o in '_do_one_batch','_do_grad_opt','_backward':
         if getattr(type(learn), o) is not getattr(Learner, o) or o in vars(learn):
             name = type(cb).__name__
@@ -236,7 +239,7 @@ def is_compiled(model:nn.Module)->bool:
 # %% ../nbs/source/11_pieces.ipynb #e24952ff
 class Way(FitCallback):
     "Base of callbacks that run a batch in another way: `join_loop` in `before_train` lets them"
-    micro_batch_size,part,splits_loss,same_draws = None,None,False,False
+    micro_batch_size,part,splits_loss = None,None,False
     batch_samples = None  # samples that the DataLoader has yielded for this batch, if that is known
     searches = property(lambda self: self.micro_batch_size == 'auto')  # whether it finds by trying what fits in memory
     can_shrink = property(lambda self: self.micro_bs > 1)
@@ -244,9 +247,6 @@ class Way(FitCallback):
         "Join the loop of this fit; raises ValueError if the Learner has its own, or the model cannot run in this way"
         if not self.is_in_fit(): return
         check_loop(self.learn, self)
-        if self.learn.training and self.same_draws and is_compiled(self.learn.model):
-            raise ValueError("same_draws=True cannot repeat the random numbers of a compiled model: "
-                             "leave out torch.compile, or leave same_draws out")
         fit = fit_of(self.learn)
         loop = fit.instead.setdefault('batch', Loop(self.learn))
         loop.owners = state_owners(self.learn.model)

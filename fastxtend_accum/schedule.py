@@ -57,8 +57,8 @@ class GradientAccumulationSchedule(GradientAccumulation):
     "`GradientAccumulation` with a batch that changes from `start_accum_bs` to `final_accum_bs` samples"
     @delegates(GradientAccumulation.__init__, but=['accum_bs','n_acc'])
     def __init__(self,
-        start_accum_bs:int, # Samples in a window up to `start`, a multiple of the micro-batch
-        final_accum_bs:int, # Samples in a window from `finish` on, a multiple of the micro-batch; may be smaller
+        start_accum_bs:int, # Samples in a window up to `start`, a multiple of the loader's batch
+        final_accum_bs:int, # Samples in a window from `finish` on, a multiple of the loader's batch; may be smaller
         start:Numeric=0, # Where the schedule starts: a fraction of training (float) or a number of epochs (int)
         finish:Numeric=0.3, # Where it ends: 1.0 (float) is the end of training, 1 (int) the end of the first epoch
         schedule:Callable=SchedCos, # fastai annealer, or any `f(start, end)` that returns a function of `pos`

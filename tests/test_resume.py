@@ -73,7 +73,7 @@ def schedule(name, seed, *cbs): return learner(name, seed, GradientAccumulationS
 def carry(name, seed, *cbs): return learner(name, seed, GradientAccumulation(32, remainder='carry'), *cbs)
 def exact(name, seed, *cbs):
     if name == 'w': limited = [Activations()]
-    else: limited = [Activations(.6*torch.load('exact whole.pt', weights_only=False)['mb']), GradientAccumulation(micro_batch_size='auto', exact=True)]
+    else: limited = [Activations(.6*torch.load('exact whole.pt', weights_only=False)['mb']), GradientAccumulation(exact=True)]
     return learner(name, seed, *limited, *cbs, bs=11, norm=nn.BatchNorm1d)
 
 def workers(name, seed, *cbs): return learner(name, seed, GradientAccumulation(16), *cbs, ds=Noise(), num_workers=2)
@@ -233,7 +233,7 @@ def test_a_compiled_net_with_dropout_has_no_exact_way(drop):
         m = torch.compile(nn.Sequential(*layers, nn.Linear(20, 1)).double(), backend='eager')
         return fit(make_learner(32, m=m, cbs=cbs), 2)
     whole = train(Activations())
-    def small(): return train(Activations(.6*whole.activations.mb), GradientAccumulation(micro_batch_size='auto', exact=True))
+    def small(): return train(Activations(.6*whole.activations.mb), GradientAccumulation(exact=True))
     if not drop: return assert_same(weights(small()), weights(whole), ROUNDING)
     with pytest.raises(NothingFits) as e: small()
     assert 'fits in no way, since' in str(e.value) and 'leave out torch.compile' in str(e.value)
@@ -253,7 +253,7 @@ def test_bfloat16():
     def off(a, b): return (a-b).abs().max().item()
     card = Activations()
     whole,whole32 = page_net(card, bf16()),page_net(Activations())
-    exact = GradientAccumulation(micro_batch_size='auto', exact=True)
+    exact = GradientAccumulation(exact=True)
     assert_same(page_net(Activations(.6*card.mb), bf16(), exact), whole)
     assert exact.way.name == 'recomputed blocks'
     assert 0 < off(page_net(Activations(), small()), whole32) < 1e-7
@@ -268,7 +268,7 @@ def test_less_room_than_for_four_samples():
     card = Activations()
     whole = run(card)
     def chosen(room):
-        accum = GradientAccumulation(micro_batch_size='auto', exact=True)
+        accum = GradientAccumulation(exact=True)
         assert_same(run(Activations(card.mb*room/32), accum), whole, ROUNDING)
         off = accum.ways.set_index('way').difference
         return accum.way.name, off['micro-batches with the same draws']

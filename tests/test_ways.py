@@ -79,7 +79,7 @@ def run(make, *cbs, method='fit_one_cycle', n_epoch=2, lr=1e-2, aloud=False, **k
     assert sum(not torch.equal(a, b) for a,b in zip(before.values(), state(learn).values())) > 3
     return learn
 
-def exact(**kwargs): return GradientAccumulation(**(dict(micro_batch_size='auto') | kwargs), exact=True)
+def exact(**kwargs): return GradientAccumulation(**kwargs, exact=True)
 
 def limited(make, share, *cbs, whole=None, ours=exact, **kwargs):
     "The whole batch, and the fit in `share` of its memory"
@@ -143,7 +143,7 @@ def test_a_window_of_several_batches_is_one_batch():
         assert {*small.recorder.accum_bs} == {64} and way(small) == ('the whole batch' if share > 1 else 'micro-batches')
 
 def test_a_schedule():
-    big,small = limited(plain, .6, opt_func=SGD, ours=lambda: GradientAccumulationSchedule(32, 64, micro_batch_size='auto', exact=True), n_epoch=2)
+    big,small = limited(plain, .6, opt_func=SGD, ours=lambda: GradientAccumulationSchedule(32, 64, exact=True), n_epoch=2)
     assert small.recorder.accum_bs[-1] == 64 and way(small) == 'micro-batches'
     given = run(plain, GradientAccumulationSchedule(32, 64), opt_func=SGD)
     assert_close(small, given, FLOAT32)
@@ -381,15 +381,20 @@ def test_memory_runs_out_later(make, first, later, n, says):
 
 # What cannot be
 
+def test_a_size_of_micro_batches_is_found_unless_given():
+    for args,n,size in ((dict(), None, 'auto'), (dict(accum_bs=64), 64, 'auto'), (dict(micro_batch_size='auto'), None, 'auto'), (dict(micro_batch_size=8), None, 8)):
+        accum = GradientAccumulation(**args, exact=True)
+        assert (accum.accum_bs, accum.micro_batch_size) == (n, size)
+    assert GradientAccumulationSchedule(32, 64, exact=True).micro_batch_size == 'auto'
+
 def test_errors(monkeypatch):
-    with pytest.raises(ValueError, match="exact=True is for batches that do not fit in memory: also set micro_batch_size='auto'"): GradientAccumulation(32, exact=True)
     for o in 1,'auto',None:
-        with pytest.raises(TypeError, match='exact must be True or False, not'): GradientAccumulation(micro_batch_size='auto', exact=o)
+        with pytest.raises(TypeError, match='exact must be True or False, not'): GradientAccumulation(exact=o)
     with pytest.raises(ValueError, match='leave same_draws out'): exact(same_draws=True)
     with pytest.raises(ValueError, match=r'exact=True: 2 batches of 32 cannot equal one of 64, .* BatchNorm .* off by \d+%\): set bs=64 in the DataLoader'):
         run(partial(normed, n=128), exact(accum_bs=64))
     with pytest.raises(ValueError, match='set bs=64 in the DataLoader'):
-        run(partial(normed, n=128), GradientAccumulationSchedule(32, 64, micro_batch_size='auto', exact=True))
+        run(partial(normed, n=128), GradientAccumulationSchedule(32, 64, exact=True))
     for cb in GradientCache(8),ActivationCheckpointing():
         with pytest.raises(ValueError, match=f'exact=True uses {type(cb).__name__} itself where it is needed: leave it out'): run(normed, exact(), cb)
     with pytest.raises(RuntimeError, match='a batch of 32 fits in no way, not even with all blocks .* or leave out exact=True') as e:
@@ -457,4 +462,4 @@ def test_export(tmp_path):
 
 def test_the_size_in_use_is_that_of_the_batch():
     "Where nothing is split, also where blocks are recomputed"
-    for bs in 16,32: assert fit(make_learner(bs, cbs=(accum := GradientAccumulation(micro_batch_size='auto', exact=True))), 1) and accum.micro_bs == bs
+    for bs in 16,32: assert fit(make_learner(bs, cbs=(accum := GradientAccumulation(exact=True))), 1) and accum.micro_bs == bs

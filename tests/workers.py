@@ -287,12 +287,12 @@ def checkpointed_sharded():
 @case
 def exact():
     "Process 0 has memory for 9 samples, the others for 5"
-    accum = GradientAccumulation(16*W, micro_batch_size='auto', exact=True)
+    accum = GradientAccumulation(16*W, exact=True)
     return fit_small(accum, bs=16, m=Limited()) | dict(micro_bs=accum.micro_bs, way=accum.way.name)
 @case
 def exact_normed():
     "Process 0 has nine tenths of the memory that a batch takes, the others half of it"
-    whole,accum = Activations(),GradientAccumulation(micro_batch_size='auto', exact=True)
+    whole,accum = Activations(),GradientAccumulation(exact=True)
     train_normed(whole)
     res = train_normed(Activations(whole.mb*(.5 if rank_distrib() else .9)), accum)
     return res | dict(way=accum.way.name, blocks=accum.way.cb.fitting.size)
