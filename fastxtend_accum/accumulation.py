@@ -46,7 +46,7 @@ class GradientAccumulation(Way):
         num_items:Callable|None=None, # `f(learn)`: items that the loss averages over, >= 0; None: by the loss function
         skip_nonfinite:bool=False, # Skip the step of a window whose gradient contains NaN or infinity
         same_draws:bool=False, # Dropout and noise in the model get the random numbers of the whole batch; slower
-        exact:bool=False, # Get the fit of the whole batch in the memory that there is, in a way found by trying; also as 'auto'
+        exact:bool=False, # Get the fit of the whole batch in the memory that there is, in a way found by trying
         verbose:bool=True, # Print in one line how a window is made up, and what differs from one batch
         **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
     ):

@@ -1,4 +1,4 @@
-"""Before the step of a window: its mean gradient, and the hyper-parameters of its first micro-batch
+"""Before a window's step: its mean gradient, in float32 for half-precision weights, and its first hyper-parameters
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/gradients.html.md"""
 
