@@ -39,6 +39,16 @@ def convnext(**kwargs):
 def normed_images(**kwargs):
     def block(n): return nn.Sequential(nn.Conv2d(n, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
     return of_images(lambda: nn.Sequential(*map(block, (3,8,8,8)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)), **kwargs)
+class CrossEntropyAndDice:
+    "A mean and a sum: micro-batches have no weight that suits both"
+    def __init__(self): self.ce,self.dice = CrossEntropyLossFlat(axis=1),DiceLoss()
+    def __call__(self, pred, targ): return self.ce(pred, targ)+.1*self.dice(pred, targ)
+def segmentation(**kwargs):
+    g = torch.Generator().manual_seed(0)
+    ds = list(zip(torch.randn(64, 3, 8, 8, generator=g), torch.randint(3, (64, 8, 8), generator=g)))
+    layers = [nn.Sequential(nn.Conv2d(i, 8, 3, padding=1), nn.ReLU()) for i in (3,8,8,8)]
+    dls = DataLoaders(DataLoader(ds, bs=32), DataLoader(ds[:16], bs=16))
+    return Learner(dls, nn.Sequential(*layers, nn.Conv2d(8, 3, 1)), CrossEntropyAndDice(), **kwargs)
 def halves(m): return [params(m[:2]), params(m[2:])]
 def tabular(**kwargs):
     rng = np.random.default_rng(0)
@@ -114,7 +124,7 @@ def test_bit_for_bit(make, share):
 # Adam, which divides a gradient by its own size, would make a difference of 1e-3 out of one of rounding
 @pytest.mark.thin(5)
 @pytest.mark.parametrize('share', [.85, .6, .5])
-@pytest.mark.parametrize('make', [plain, dropped, vit, convnext, contrastive, contrastive_dropped, awd_lstm])
+@pytest.mark.parametrize('make', [plain, dropped, vit, convnext, contrastive, contrastive_dropped, awd_lstm, segmentation])
 def test_up_to_rounding(make, share):
     "Pieces, where they are exact"
     big,small = limited(make, share, opt_func=SGD, lr=.1)
@@ -126,6 +136,7 @@ def test_up_to_rounding(make, share):
     (normed_images, [MixUp], dict(method='fine_tune', n_epoch=1, splitter=halves), 0.),
     (resnet, [MixUp], dict(method='fine_tune', n_epoch=1), 0.),  # a frozen body, then all of it
     (normed_images, [partial(CpuMixedPrecision, 'bf16')], dict(n_epoch=1), 0.),
+    (normed_images, [MixUp, partial(CpuMixedPrecision, 'bf16')], dict(n_epoch=1), 0.),
     (dropped, [MixUp], dict(opt_func=SGD), FLOAT32),
     (plain, [], dict(opt_func=partial(Adam, eps=1e-2)), FLOAT32),  # with the usual 1e-5, gradients that are but rounding take large steps
     (plain, [partial(CpuMixedPrecision, 'bf16')], dict(opt_func=SGD), 1e-3)])  # the sums of bfloat16 are rounded
