@@ -11,10 +11,10 @@ def make(name):
     from fastai.vision.learner import create_unet_model, create_vision_model
     from fastai.vision.models import resnet18, resnet34
     torch.manual_seed(0)
-    if name == 'resnet34': return create_vision_model(resnet34, 10, pretrained=False),torch.randn(16, 3, 64, 64)
-    if name == 'unet': return create_unet_model(resnet18, 3, (64, 64), pretrained=False),torch.randn(8, 3, 64, 64)
+    if name == 'resnet34': return create_vision_model(resnet34, 10, pretrained=False),torch.randn(32, 3, 64, 64)
+    if name == 'unet': return create_unet_model(resnet18, 3, (64, 64), pretrained=False),torch.randn(16, 3, 64, 64)
     import timm
-    return timm.create_model('vit_tiny_patch16_224', img_size=64, patch_size=8, num_classes=10, drop_path_rate=.1),torch.randn(16, 3, 64, 64)
+    return timm.create_model('vit_tiny_patch16_224', img_size=64, patch_size=8, num_classes=10, drop_path_rate=.1),torch.randn(32, 3, 64, 64)
 
 def learner(name, *cbs):
     "A Learner whose epoch is one batch"

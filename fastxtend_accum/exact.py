@@ -203,8 +203,8 @@ def find(self:WaySearch, skip:set[str])->TriedWay:
 
 @patch
 def measure_times(self:WaySearch, ways:list[TriedWay]):
-    "Time a part of the batch that fits in `ways`, relative to that part as a whole; a larger one to choose between two"
-    n = max(2, -(-self.inputs.n//(8 if len(ways) == 1 else 4)))
+    "Time a part of the batch that fits, at most an eighth or four samples, in `ways` relative to that part as a whole"
+    n = min(self.inputs.n, max(4, self.inputs.n//8))
     while n > 1 and not self.step(samples=n): n //= 2  # the first run warms up
     runs = [self.step(o and o.part(n/self.inputs.n), n) for o in (None,*ways)] if n > 1 else [None]
     if not all(runs): return

@@ -241,7 +241,7 @@ def test_less_memory_takes_more_blocks():
     few,many = (recomputed(o, partial(mlp, batchnorm, nn.Tanh, nn.Tanh)) for o in (.9, .6))
     assert 0 < few < many
 
-@pytest.mark.parametrize('make,batches', [(resnet, 7), (vit, 8), (narrow_unet, 7)])
+@pytest.mark.parametrize('make,batches', [(resnet, 7.75), (vit, 8.75), (narrow_unet, 7.75)])
 def test_a_search_is_short(make, batches):
     "Samples that it sends to the model, those of passes that run out of memory included"
     big = run(make, Activations(), n_epoch=1)
