@@ -302,7 +302,7 @@ def verdict(self:GradientAccumulation)->str:
     syncs = any(isinstance(m, nn.SyncBatchNorm) for m in learn.model.modules())
     at_a_time = min([micro, *[o.fitting.size for o in learn._grab_cbs(Way) if o.splits]])*(n if syncs else 1)
     differs = what_differs(learn.model, at_a_time, self.draws)
-    if differs and most == now.global_bs: differs.append("exact=True would find a way without that")
+    if differs and most == now.global_bs and micro < bs: differs.append("exact=True would find a way without that")
     return '; '.join(res+differs)
 
 @patch

@@ -109,6 +109,14 @@ def carry(): return fit_small(GradientAccumulation(12*W, remainder='carry'), n=1
 @case
 def drop(): return fit_small(GradientAccumulation(12*W, remainder='drop'), n=101)
 @case
+def verdicts():
+    "What the first step prints, where that is process 0"
+    said = []
+    for cb,m in ((GradientAccumulation(16*W), model()), (GradientAccumulation(4*W), normed()), (GradientAccumulation(4*W, micro_batch_size=2), normed())):
+        learn = make_learner(4, cbs=cb, m=m)
+        with learn.no_bar(), replaced(learn, 'logger', lambda o: isinstance(o, str) and said.append(o)), learn.distrib_ctx(cpu=True, sync_bn=False): learn.fit(1, .1)
+    return said
+@case
 def pieces(): return fit_small(GradientAccumulation(16*W, micro_batch_size=4), bs=8)
 @case
 def ragged_pieces(): return fit_small(GradientAccumulation(12*W, micro_batch_size=5), bs=12, n=101)
