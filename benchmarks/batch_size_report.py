@@ -62,7 +62,7 @@ def summary_table(results): return table([(how, *summary(o)) for how,o in lost_w
 def time_picture(results):
     "Time to the target against the batch size: measured, and as `bs_find` predicts"
     from matplotlib import pyplot as plt
-    fig,axs = plt.subplots(2, 2, figsize=(6.4, 5.4), layout='constrained', sharex=True, sharey=True)
+    fig,axs = plt.subplots(2, 2, figsize=(5.2, 5.4), layout='constrained', sharex=True, sharey=True)
     for ax,name in zip(axs.flat, names.values()):
         for color,o in zip(('#0072B2', '#E69F00'), (o for o in cases(results) if o.task == name)):
             sizes = list(o.samples)
@@ -73,7 +73,7 @@ def time_picture(results):
         ax.minorticks_off()
         ax.set_title(name, pad=38)
         ax.set(ylim=(.8, 4), xlim=(sizes[0]/1.2, sizes[-1]*1.2))
-        ax.legend(fontsize=8, frameon=False, loc='lower center', bbox_to_anchor=(.5, 1))
+        ax.legend(fontsize=9, frameon=False, loc='lower center', bbox_to_anchor=(.5, 1))
     fig.supxlabel('batch size (samples)')
     fig.supylabel('time / best')
     return fig

@@ -173,7 +173,7 @@ def timed_goals(results):
 
 def axes(**kwargs):
     from matplotlib import pyplot as plt
-    fig,ax = plt.subplots(figsize=(6.5, 3.4), layout='constrained')
+    fig,ax = plt.subplots(figsize=(5.2, 3.4), layout='constrained')
     ax.set(**kwargs)
     return fig,ax
 

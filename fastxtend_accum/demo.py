@@ -65,7 +65,7 @@ def results(learners:dict[str,Learner])->pd.DataFrame:
 # %% ../nbs/source/20_demo.ipynb #4a640a50
 def plot_results(learners:dict[str,Learner]):
     "Validation loss and batch size against the samples seen; returns the figure"
-    fig,(losses,sizes) = plt.subplots(2, 1, figsize=(6, 5), sharex=True, layout='constrained', height_ratios=(2, 1))
+    fig,(losses,sizes) = plt.subplots(2, 1, figsize=(5, 5), sharex=True, layout='constrained', height_ratios=(2, 1))
     styles = zip(('#E69F00','#0072B2','#009E73','#CC79A7'), (5, 1.5, 1.5, 1.5))
     for (name,learn),(color,lw) in zip(learners.items(), styles):
         dl,rec = learn.dls.train,learn.recorder

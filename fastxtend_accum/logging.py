@@ -89,7 +89,7 @@ class RecorderWindows(WindowLogger):
 # %% ../nbs/source/09_logging.ipynb #32bfee29
 def plot_sizes(sizes:list, edges:list, xlabel:str, ax=None, color='#0072B2', lw=1.5):
     "Plot the `sizes` of windows that begin and end at `edges`; returns the axes"
-    ax = ax or plt.subplots(figsize=(6, 3), layout='constrained')[1]
+    ax = ax or plt.subplots(figsize=(5, 3), layout='constrained')[1]
     ax.stairs(sizes, edges, baseline=None, color=color, lw=lw)
     ax.set(xlabel=xlabel, ylabel='batch size (samples)', ylim=(0, None))
     return ax

@@ -198,7 +198,7 @@ def plot_noise_scale(self:Recorder,
     measured,sizes = recorded(self, 'noise_scale'),recorded(self, 'accum_bs')
     if not measured:
         raise ValueError("nothing was measured in the last fit: add GradientNoiseScale() to the callbacks, then fit")
-    if ax is None: _,ax = plt.subplots(figsize=(6, 3), layout='constrained')
+    if ax is None: _,ax = plt.subplots(figsize=(5, 3), layout='constrained')
     label = 'gradient noise scale' + ', Adam'*(measured[-1].metric == 'Adam')
     ax.plot([o.noise_scale if o.noise_scale < math.inf else None for o in measured], color='#0072B2', label=label)
     ax.step(range(len(sizes)), sizes, where='post', color='#E69F00', label='batch size')
