@@ -191,7 +191,7 @@ def cost_picture(results):
     ax.axvline(1, color='#999999', lw=1, ls=':')
     ax.set_yticks(range(len(others)), [labels[o] for o in others])
     ax.invert_yaxis()
-    ax.legend(loc='lower right')
+    fig.legend(loc='outside upper right', ncols=3)
     return fig
 
 def band(ax, by_x, **kwargs):
