@@ -26,7 +26,7 @@ from .pieces import *
 __all__ = ['no_items', 'nonfinite', 'GradientAccumulation', 'FitState', 'scales_loss']
 
 # %% ../nbs/source/12_accumulation.ipynb #36c789d1
-class GradientAccumulation(Way):
+class GradientAccumulation(LoopCallback):
     "Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size"
     order,scale,splits_loss = MixedPrecision.order-4,None,True
     opt_steps = property(attrgetter('window.steps'))
@@ -64,11 +64,11 @@ def check_arguments(self:GradientAccumulation, unknown:dict):
         raise TypeError(f"drop_last={unknown['drop_last']!r} is fastxtend's name: use remainder='drop' to drop the "
                         "incomplete window of an epoch, or remainder='step' to take a step for it")
     if unknown: raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
-    a,n,micro = self.accum_bs,self.n_acc,self.micro_batch_size
+    a,n = self.accum_bs,self.n_acc
     for name,size in dict(accum_bs=a, n_acc=n).items():
         if size is not None: check_size(name, size)
     check_flags(**{o:getattr(self, o) for o in ('log_accum_batch','skip_nonfinite','same_draws','exact','verbose')})
-    check_micro_batch_size(micro, self.same_draws)
+    check_micro_batch_size(self.micro_batch_size, self.same_draws)
     check_callable('num_items', self.num_items, 'a function of the Learner')
     for is_wrong,message in (
         (None not in (a, n), f"accum_bs={a} and n_acc={n} both set the samples in a window: "
@@ -100,7 +100,7 @@ class FitState:
 def before_fit(self:GradientAccumulation):
     "`validate`, `tta` and `summary` call this event, too, and must leave the last fit's results: see `before_train`"
     learn = self.learn
-    Way.before_fit(self)
+    LoopCallback.before_fit(self)
     mend_wandb()
     if learn._grab_cbs(NonNativeMixedPrecision) and learn.opt is not None:
         raise ValueError("NonNativeMixedPrecision keeps gradients that cannot be averaged here: "
@@ -197,7 +197,7 @@ def start_micro_batch(self:GradientAccumulation, samples:int, ends_batch:bool=Tr
 def after_loss(self:GradientAccumulation):
     "Note the weight of the micro-batch; the first of several saves the hyper-parameters, by the rules for this size"
     learn,now,window = self.learn,self.now,self.window
-    if now is None: return Way.after_loss(self)
+    if now is None: return LoopCallback.after_loss(self)
     now.has_targets = len(learn.yb) > 0
     if not now.has_targets: return
     micro,items = window.micro,n_items(learn, self.num_items, window.micro.samples)
@@ -300,7 +300,7 @@ def verdict(self:GradientAccumulation)->str:
         words = dict(same='are', differs='are not')
         res.append(f"losses {words.get(found[0].says, 'may not be') if found else 'are'} averaged as in one batch")
     syncs = any(isinstance(m, nn.SyncBatchNorm) for m in learn.model.modules())
-    at_a_time = min([micro, *[o.fitting.size for o in learn._grab_cbs(Way) if o.splits]])*(n if syncs else 1)
+    at_a_time = min([micro, *[o.fitting.size for o in learn._grab_cbs(LoopCallback) if o.splits]])*(n if syncs else 1)
     differs = what_differs(learn.model, at_a_time, self.draws)
     if differs and most == now.global_bs and micro < bs: differs.append("exact=True would find a way without that")
     return '; '.join(res+differs)
@@ -415,7 +415,7 @@ def find_size(self:GradientAccumulation, loop:Loop, inputs:Inputs):
     "Find the size of pieces that fit, if not yet known for batches like this one; with `exact`, the way to run them"
     learn = self.learn
     def search(at_most, is_new):
-        if not self.exact: return find_size(learn, partial(train_on, loop, inputs), at_most, together=is_new)
+        if not self.exact: return size_that_fits(learn, partial(train_on, loop, inputs), at_most, together=is_new)
         from fastxtend_accum.exact import find_way
         if self.now.processes.n > 1 and not is_new: return self.micro_bs  # the others may not search now
         if self.way: self.way.leave(learn)
@@ -429,7 +429,7 @@ def find_size(self:GradientAccumulation, loop:Loop, inputs:Inputs):
 @patch
 def shrink(self:GradientAccumulation, loop:Loop, error:Exception)->str:
     "Smaller pieces from now on; with `exact`, the next way if there are none"
-    if not self.exact or self.fitting.size < sys.maxsize: return Way.shrink(self, loop, error)
+    if not self.exact or self.fitting.size < sys.maxsize: return LoopCallback.shrink(self, loop, error)
     from fastxtend_accum.exact import next_way
     self.way = next_way(self, loop)
     self.fitting.size = self.way.size
@@ -438,7 +438,7 @@ def shrink(self:GradientAccumulation, loop:Loop, error:Exception)->str:
 
 @patch
 def remedy(self:GradientAccumulation)->str:
-    if not self.exact: return Way.remedy(self)
+    if not self.exact: return LoopCallback.remedy(self)
     return (f"out of memory, though each batch {self.way.how(self.batch_samples)}: "
             "use smaller inputs, or a smaller batch")
 

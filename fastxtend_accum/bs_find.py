@@ -155,17 +155,17 @@ def measure_noise(learn:Learner, state:Snapshot, bs:int, micro_bs:int, lr_at:Cal
     return typical_noise_scale([(o.noise, o.signal) for o in recorder.noise_scale if o.windows]),finder
 
 # %% ../nbs/source/19_bs_find.ipynb #4f20843c
-def advice(found:SuggestedBS, now:int, bs:int, n_proc:int, rule:Callable)->str:
-    "`found` in a sentence, for a Learner that trains with `now` samples, in `n_proc` processes with `bs` in a batch"
-    best,micro_bs,times = found.fastest,found.micro_bs,found.time[now]
+def advice(found:SuggestedBS, present:int, bs:int, n_proc:int, rule:Callable)->str:
+    "`found` in a sentence, for a Learner that trains with `present` samples, in `n_proc` processes with `bs` in a batch"
+    best,micro_bs,times = found.fastest,found.micro_bs,found.time[present]
     said = f"{best} samples are fastest"
     if found.noise_scale == math.inf:
         said += ", judged by the time per sample alone (the signal of the gradient is lost in its noise)"
-    if times < 1.05: return said+f", and your {now} take {times:.2f} times as long"*(best != now)+": nothing to change"
+    if times < 1.05: return said+f", and your {present} take {times:.2f} times as long"*(best != present)+": nothing to change"
     if best <= micro_bs*n_proc: use = f"bs={micro_bs}{' without accumulation' if micro_bs == bs else ''}"
     elif micro_bs < bs: use = f"GradientAccumulation({best}, micro_batch_size={micro_bs})"
     else: use = f"bs={micro_bs} and "*(micro_bs > bs) + f"GradientAccumulation({best})"
-    return f"{said}; your {now} would take {times:.1f} times as long: use {use} and lr x {rule(1., best/now):.2g}"
+    return f"{said}; your {present} would take {times:.1f} times as long: use {use} and lr x {rule(1., best/present):.2g}"
 
 # %% ../nbs/source/19_bs_find.ipynb #af4eae59
 def plot_bs_find(
@@ -200,7 +200,7 @@ def bs_find(self:Learner,
     largest = min(bs, epoch, self.micro_bs_find() if given == 'auto' else given or bs)
     may_grow = given in (None,'auto') and largest == bs and n_proc == 1 and not carries_state(self.model)
     if may_grow: largest *= 4 if 4*bs <= epoch else 2 if 2*bs <= epoch else 1
-    now = getattr(accum, 'accum_bs', None) or getattr(accum, 'n_acc', None) or min(bs, epoch)*n_proc
+    present = getattr(accum, 'accum_bs', None) or getattr(accum, 'n_acc', None) or min(bs, epoch)*n_proc
     with trial(self) as state:
         if self.opt is None: self.create_opt()
         self.opt.set_hyper('lr', self.lr if lr is None else lr)  # as `fit` does
@@ -208,14 +208,14 @@ def bs_find(self:Learner,
         costs = measure_costs(self, state, bs, largest)
         adapts = any(mean_square(o) is not None for _,o,_ in states(self.opt))
         rule = sqrt_scale if adapts else linear_scale
-        def lr_at(size): return [rule(o, size/now)/2 for o in lrs]
+        def lr_at(size): return [rule(o, size/present)/2 for o in lrs]
         weighing = {k:settings[k] for k in ('num_items','skip_nonfinite') if k in settings}
         noise_scale,finder = measure_noise(self, state, bs, max(costs.batch)//n_proc, lr_at, **weighing)
     load,limit = agree(self, [o/bs/n_proc for o in loading_costs(finder, dl)])
-    sizes = sorted({*costs.batch, now, *(o for i in range(5) if (o := bs*n_proc << i) <= epoch*n_proc)})
+    sizes = sorted({*costs.batch, present, *(o for i in range(5) if (o := bs*n_proc << i) <= epoch*n_proc)})
     found = suggest(costs._replace(load=load, limit=limit), noise_scale, sizes, n_proc)
     if rank_distrib(): return found
-    print(advice(found, now, bs, n_proc, rule))
+    print(advice(found, present, bs, n_proc, rule))
     if show_plot: plot_bs_find(found)
     return found
 

@@ -37,7 +37,7 @@ def in_pieces(forward:Callable, module:nn.Module, most:int, n:int, lists:dict|No
     return f
 
 # %% ../nbs/source/14_cache.ipynb #2d9b4c14
-class GradientCache(Way):
+class GradientCache(LoopCallback):
     "Compute the loss on the DataLoader's whole batch, while the model holds `micro_batch_size` samples at a time"
     order = math.inf
     micro_bs = property(attrgetter('fitting.size'))
@@ -81,7 +81,7 @@ def find_size(self:GradientCache, loop:Loop, inputs:Inputs):
     def try_size(n):
         self.fitting.size = n
         train_on(loop, inputs, inputs.n)
-    def search(at_most, is_new): return find_size(self.learn, try_size, at_most, together=is_new)
+    def search(at_most, is_new): return size_that_fits(self.learn, try_size, at_most, together=is_new)
     n = self.rows(loop)
     if not self.fitting.update(self.learn, inputs.xb, n, search): return
     said = [f"micro_batch_size='auto': each batch of {n} {how_split(n, self.micro_bs)}"]
@@ -92,7 +92,7 @@ def find_size(self:GradientCache, loop:Loop, inputs:Inputs):
 @patch
 def forward_context(self:GradientCache):
     "The forward pass runs in pieces, in training and in validation"
-    if not self.learn.training: return Way.forward_context(self)
+    if not self.learn.training: return LoopCallback.forward_context(self)
     self.used_draws = []
     loop,module = fit_of(self.learn).instead['batch'],self.running_part()
     forward,n = module.forward,self.rows(loop)

@@ -20,7 +20,7 @@ from .memory import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['lists', 'as_it_is', 'all_tensors', 'checkpointed', 'checked', 'is_repeated', 'n_layers', 'is_long', 'grouped',
+__all__ = ['containers', 'as_it_is', 'all_tensors', 'checkpointed', 'checked', 'is_repeated', 'n_layers', 'is_long', 'grouped',
            'find_blocks', 'ActivationCheckpointing', 'own_blocks', 'to_cpu', 'from_cpu']
 
 # %% ../nbs/source/13_checkpointing.ipynb #c14a0008
@@ -28,11 +28,11 @@ def as_it_is(module:nn.Module)->Callable:
     "A context in which `module` runs again with all that it has now, and which leaves everything as it was"
     modules = [*module.modules()]
     dicts = [o for m in modules for o in (vars(m), m._buffers)]
-    parts = [*dicts, *all_generators(module)]
-    put_back,values = saved(*parts),{b:b.clone() for b in module.buffers()}
+    holders = [*dicts, *all_generators(module)]
+    put_back,values = saved(*holders),{b:b.clone() for b in module.buffers()}
     @contextmanager
     def again():
-        outside = saved(*parts)
+        outside = saved(*holders)
         put_back()
         copies = {b:o.clone() for b,o in values.items()}  # the backward pass may need those of this run
         for m in modules: m._buffers.update({k:copies[b] for k,b in m._buffers.items() if b is not None})
@@ -85,7 +85,7 @@ def is_repeated(a:Tensor, b:Tensor)->bool:
     return a.shape == b.shape and torch.allclose(a, b, tol, tol, equal_nan=True)
 
 # %% ../nbs/source/13_checkpointing.ipynb #c14a000d
-lists = nn.Sequential,nn.ModuleList,nn.ModuleDict
+containers = nn.Sequential,nn.ModuleList,nn.ModuleDict
 
 def n_layers(m:nn.Module)->int:
     "How many modules in `m` have a weight of their own; a norm's does not count"
@@ -93,7 +93,7 @@ def n_layers(m:nn.Module)->int:
 
 def is_long(m:nn.Module)->bool:
     "Whether `m` lists too much for one block: more than four layers, or two modules of several"
-    sizes = [n_layers(o) for o in m.children()] if isinstance(m, lists) else []
+    sizes = [n_layers(o) for o in m.children()] if isinstance(m, containers) else []
     return sum(n > 0 for n in sizes) > 4 or sum(n > 1 for n in sizes) > 1
 
 def grouped(m:nn.Sequential)->nn.Sequential:
@@ -108,7 +108,7 @@ def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Se
     "The blocks of `model`, none inside another; and each `nn.Sequential` around them, grouped"
     groups = {}
     def inside(m):
-        listed,res = isinstance(m, lists),[]
+        listed,res = isinstance(m, containers),[]
         if type(m).forward is nn.Sequential.forward: groups[m] = m = grouped(m)
         kinds = [type(o) for o in m.children() if n_layers(o) > 1]
         least = 1 if listed else 2 if len({*kinds}) < len(kinds) else math.inf  # layers in a block
@@ -121,7 +121,7 @@ def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Se
     return list(dict.fromkeys(inside(model))),groups
 
 # %% ../nbs/source/13_checkpointing.ipynb #c14a0011
-class ActivationCheckpointing(Way):
+class ActivationCheckpointing(LoopCallback):
     "Keep only the inputs of the model's blocks, and run these again in the backward pass: the same fit"
     order = sys.maxsize  # a `GradientCache` splits what is checkpointed
     checked = False  # whether a batch of this fit has shown that the blocks can be run again
@@ -162,7 +162,7 @@ class ActivationCheckpointing(Way):
 # %% ../nbs/source/13_checkpointing.ipynb #86dfc9ba
 def own_blocks(blocks, model:nn.Module)->list[nn.Module]:
     "`blocks` as a list; raises TypeError or ValueError unless they are separate modules of `model`"
-    if isinstance(blocks, lists): blocks = blocks.children()
+    if isinstance(blocks, containers): blocks = blocks.children()
     blocks = list(dict.fromkeys([blocks] if isinstance(blocks, nn.Module) or not is_iter(blocks) else blocks))
     for o in blocks:
         if not isinstance(o, nn.Module):
@@ -241,10 +241,10 @@ def find_size(self:ActivationCheckpointing, loop:Loop, inputs:Inputs):
         self.fitting.size = k
         train_on(loop, inputs, n)
     def search(at_most, is_new):
-        memory_error(find_size, learn, measure, 0, False, lambda f,n: f(n))  # if it runs out, they stay in order
+        memory_error(size_that_fits, learn, measure, 0, False, lambda f,n: f(n))  # if it runs out, they stay in order
         self.order_of_blocks = order
-        return find_size(learn, try_blocks, most, is_new, partial(smallest_that_runs, least=self.least))
-    if self.fitting.update(learn, (*inputs.xb, *inputs.yb), n, search, in_pieces=False):
+        return size_that_fits(learn, try_blocks, most, is_new, partial(smallest_that_runs, least=self.least))
+    if self.fitting.update(learn, (*inputs.xb, *inputs.yb), n, search, has_pieces=False):
         tell(learn, f"blocks='auto': each batch of {n} {self.how(n)}")
 
 # %% ../nbs/source/13_checkpointing.ipynb #5b0c0608

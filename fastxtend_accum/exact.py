@@ -22,7 +22,7 @@ from .checkpointing import *
 from .cache import *
 
 # %% auto #0
-__all__ = ['OneBatch', 'run_batch', 'grad_and_buffers', 'one_step', 'TriedWay', 'ways_of', 'WaySearch', 'differences', 'find_way',
+__all__ = ['OneBatch', 'run_batch', 'grad_and_buffers', 'one_step', 'Way', 'ways_of', 'WaySearch', 'differences', 'find_way',
            'next_way']
 
 # %% ../nbs/source/15_exact.ipynb #9f5d51c7
@@ -83,7 +83,7 @@ def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_floa
     return res
 
 # %% ../nbs/source/15_exact.ipynb #16a6371d
-class TriedWay:
+class Way:
     "A way to run the batches of a fit, whose callback `make` makes; and what trying has shown of it"
     def __init__(self, name:str, make:Callable|None=None):
         self.name,self.make,self.cb,self.size,self.same_draws = name,make,None,sys.maxsize,False
@@ -101,14 +101,14 @@ class TriedWay:
         if isinstance(cb, GradientAccumulation): self.size,self.same_draws = cb.micro_bs,cb.same_draws
         else: self.cb = cb
 
-    def part(self, share:float)->Callback:
+    def on_share(self, share:float)->Callback:
         "What runs this share of the batch in this way: in as many pieces, or with the same blocks"
         if isinstance(self.cb, ActivationCheckpointing): return self.cb
         return self.make(micro_batch_size=max(2, math.ceil((self.cb.micro_bs if self.cb else self.size)*share)))
 
     def join(self, accum:GradientAccumulation, loop:Loop):
         "Let the batches of this fit run in this way"
-        if self.cb in loop.ways: return
+        if self.cb in loop.cbs: return
         accum.learn.add_cb(self.cb)
         fit_of(accum.learn).stack(accum).callback(self.leave, accum.learn)
         self.cb.before_fit()
@@ -122,17 +122,17 @@ class TriedWay:
         return how_split(n, self.size)+(', with the random draws of the whole batch' if self.same_draws else '')
 
 # %% ../nbs/source/15_exact.ipynb #99349e4a
-def ways_of(accum:GradientAccumulation)->list[TriedWay]:
-    "All ways: the whole batch, four in pieces, two with recomputed blocks"
+def ways_of(accum:GradientAccumulation)->list[Way]:
+    "The whole batch, four ways in pieces, two with recomputed blocks"
     pieces = partial(GradientAccumulation, micro_batch_size='auto', num_items=accum.num_items)
     cached,blocks = partial(GradientCache, micro_batch_size='auto'),partial(ActivationCheckpointing, 'auto')
-    return [TriedWay('the whole batch'),
-            TriedWay('micro-batches', pieces),
-            TriedWay('micro-batches with the same draws', partial(pieces, same_draws=True)),
-            TriedWay('cached gradients', cached),
-            TriedWay('cached gradients with the same draws', partial(cached, same_draws=True)),
-            TriedWay('recomputed blocks', blocks),
-            TriedWay('recomputed blocks, kept on the CPU', partial(blocks, offload=True))]
+    return [Way('the whole batch'),
+            Way('micro-batches', pieces),
+            Way('micro-batches with the same draws', partial(pieces, same_draws=True)),
+            Way('cached gradients', cached),
+            Way('cached gradients with the same draws', partial(cached, same_draws=True)),
+            Way('recomputed blocks', blocks),
+            Way('recomputed blocks, kept on the CPU', partial(blocks, offload=True))]
 
 # %% ../nbs/source/15_exact.ipynb #6d0f9c50
 class WaySearch:
@@ -158,7 +158,7 @@ def differences(a:list[Tensor], b:list[Tensor])->Tensor:
     return off.nan_to_num(math.inf, math.inf) if b[0].any() else off.fill_(math.inf)
 
 @patch
-def is_exact(self:WaySearch, way:TriedWay)->bool:
+def is_exact(self:WaySearch, way:Way)->bool:
     "Whether two pieces of a few samples give the gradient and the buffers of the whole"
     n = min(self.inputs.n, 4)  # two pieces of more than a sample, which some ways need
     if way.difference is None and not self.is_normed:
@@ -171,7 +171,7 @@ def is_exact(self:WaySearch, way:TriedWay)->bool:
     return way.difference is not None and way.difference < self.tolerance
 
 @patch
-def fits(self:WaySearch, way:TriedWay)->bool:
+def fits(self:WaySearch, way:Way)->bool:
     "Whether the batch fits in memory in this way"
     for cb in way.callbacks(self.inputs.n, self.accum.micro_batch_size):
         way.fits = self.step(cb) is not None
@@ -184,7 +184,7 @@ def fits(self:WaySearch, way:TriedWay)->bool:
 
 # %% ../nbs/source/15_exact.ipynb #957f6185
 @patch
-def find(self:WaySearch, skip:set[str])->TriedWay:
+def find(self:WaySearch, skip:set[str])->Way:
     "The fastest way, none of `skip`, that is exact and fits; raises NothingFits if none does"
     whole,*pieces,blocks,offloaded = self.ways
     is_given = self.accum.micro_batch_size != 'auto'
@@ -202,17 +202,17 @@ def find(self:WaySearch, skip:set[str])->TriedWay:
                       "a smaller batch, or leave out exact=True") from self.error
 
 @patch
-def measure_times(self:WaySearch, ways:list[TriedWay]):
+def measure_times(self:WaySearch, ways:list[Way]):
     "Time a part of the batch that fits, at most an eighth or four samples, in `ways` relative to that part as a whole"
     n = min(self.inputs.n, max(4, self.inputs.n//8))
     while n > 1 and not self.step(samples=n): n //= 2  # the first run warms up
-    runs = [self.step(o and o.part(n/self.inputs.n), n) for o in (None,*ways)] if n > 1 else [None]
+    runs = [self.step(o and o.on_share(n/self.inputs.n), n) for o in (None,*ways)] if n > 1 else [None]
     if not all(runs): return
     whole,*others = [agree(self.learn, o.seconds) for o in runs]
     for way,seconds in zip(ways, others): way.time = seconds/whole
 
 # %% ../nbs/source/15_exact.ipynb #bdabcc99
-def find_way(accum:GradientAccumulation, inputs:Inputs, skip:set[str]=frozenset())->TriedWay:
+def find_way(accum:GradientAccumulation, inputs:Inputs, skip:set[str]=frozenset())->Way:
     """The way, none of `skip`, to run batches like that of `inputs` so that the fit is that of whole batches.
     Raises ValueError if windows of several batches cannot be exact, NothingFits if nothing fits"""
     learn,n,search = accum.learn,inputs.n,WaySearch(accum, inputs)
@@ -235,7 +235,7 @@ def find_way(accum:GradientAccumulation, inputs:Inputs, skip:set[str]=frozenset(
     if accum.verbose: tell(learn, message)
     return way
 
-def next_way(accum:GradientAccumulation, loop:Loop)->TriedWay:
+def next_way(accum:GradientAccumulation, loop:Loop)->Way:
     "The way after that of `accum`, when memory has run out with it"
     accum.way.leave(accum.learn)
     return find_way(accum, loop.inputs, accum.way.failed)

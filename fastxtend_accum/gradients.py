@@ -68,9 +68,9 @@ class FirstHypers:
 
     def restore(self, opt:Optimizer|OptimWrapper):
         "Undo `apply`, but for what has been changed since, as by a scheduler that moves after the step"
-        now = hypers_of(opt) if self.later else {}  # perhaps of another optimizer, after an interrupted fit
+        present = hypers_of(opt) if self.later else {}  # perhaps of another optimizer, after an interrupted fit
         for k,o in self.later.items():
-            if now.get(k) == self.first[k]: opt.set_hyper(k, o)
+            if present.get(k) == self.first[k]: opt.set_hyper(k, o)
         self.first,self.later = {},{}
 
 # %% ../nbs/source/04_gradients.ipynb #1d9c40a7

@@ -80,11 +80,11 @@ class HiddenState:
     @contextmanager
     def again(self, start:int, end:int):
         "Run the model on these rows in here, from their first states; afterwards the states are as before"
-        now = [getattr(m, name) for m,name,_ in self.places]
+        outside = [getattr(m, name) for m,name,_ in self.places]
         self.set(each_tensor(lambda t: t[start:end], self.before), end-start)
         try: yield
         finally:
-            for (m,name,_),o in zip(self.places, now): setattr(m, name, o)
+            for (m,name,_),o in zip(self.places, outside): setattr(m, name, o)
 
 # %% ../nbs/source/10_hidden_state.ipynb #f12a5078
 @patch

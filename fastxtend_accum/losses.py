@@ -128,11 +128,11 @@ def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype=torch.float64)-
     return torch.cat([o.as_subclass(Tensor).reshape(len(o), -1) for o in grads], 1)
 
 # %% ../nbs/source/08_losses.ipynb #11e157d7
-def compare(loss_func:Callable, parts:list[tuple], dtype:torch.dtype)->list[Tensor]:
+def compare(loss_func:Callable, micro_batches:list[tuple], dtype:torch.dtype)->list[Tensor]:
     "How far from the joint loss' gradient its second computation is, and that from two parts; no GPU sync"
     def grads_of(args): return loss_grads(loss_func, args, dtype)
     def differ(a, b): return (a-b).norm()/a.norm()
-    args,samples,items = map(list, zip(*parts))
+    args,samples,items = map(list, zip(*micro_batches))
     n,middle,whole = sum(samples),samples[0],join(args, samples)
     grads = grads_of(whole)
     again = differ(grads, grads_of(whole))
@@ -150,7 +150,7 @@ Verdict = namedtuple('Verdict', 'says by why', defaults=(0., ''))  # 'same', 'di
 class LossCheck:
     "Compares the losses of a window's micro-batches with their joint loss, in the first windows of a fit"
     tolerance,windows,most = 1e-5,16,2**28  # bytes of outputs and targets are kept at most
-    def __init__(self): self.parts,self.kept,self.left,self.found = [],0,self.windows,[]
+    def __init__(self): self.micro_batches,self.kept,self.left,self.found = [],0,self.windows,[]
 
     def add(self, learn:Learner, samples:int, items:Real|Tensor|None=None):
         "Keep the micro-batch that `learn` is at; its `items` only if `num_items` has given them"
@@ -159,18 +159,18 @@ class LossCheck:
         if model_labels(learn) is not None: self.left = 0  # the model has counted them
         if self.kept+size > self.most or not self.left: return
         self.kept += size
-        self.parts.append((each_tensor(Tensor.detach, args), samples, items))
+        self.micro_batches.append((each_tensor(Tensor.detach, args), samples, items))
 
     def compare(self)->list[Tensor]:
         "Compare what was added: two numbers for `judge`, or none; no GPU sync"
-        parts,self.parts,self.kept = self.parts,[],0
+        kept,self.micro_batches,self.kept = self.micro_batches,[],0
         self.left -= 1
         why = 'there was only one micro-batch, or its outputs are too large to keep'
-        for dtype in (torch.float64,torch.float32) if len(parts) > 1 else ():  # some losses take no other than float32
+        for dtype in (torch.float64,torch.float32) if len(kept) > 1 else ():  # some losses take no other than float32
             try:
-                off = torch.autocast(tensors_in(parts)[0].device.type, enabled=False)
+                off = torch.autocast(tensors_in(kept)[0].device.type, enabled=False)
                 with LossState(self.loss_func, weights=False), torch.enable_grad(), off:
-                    return compare(self.loss_func, parts, dtype)
+                    return compare(self.loss_func, kept, dtype)
             except Exception as e: why = str(e).strip().split('\n')[0]
         self.found.append(Verdict('cannot tell', why=why))
         return []

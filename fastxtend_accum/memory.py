@@ -24,18 +24,18 @@ from .processes import *
 from .fit import *
 
 # %% auto #0
-__all__ = ['generators', 'bystanders', 'all_generators', 'saved', 'refill', 'set_value', 'Snapshot', 'saved_autocast',
+__all__ = ['generator_types', 'bystanders', 'all_generators', 'saved', 'refill', 'set_value', 'Snapshot', 'saved_autocast',
            'NothingFits', 'is_out_of_memory', 'free_memory', 'memory_error', 'without_tracebacks', 'halve',
            'largest_that_runs', 'smallest_that_runs', 'clock', 'inner_model', 'accumulates', 'accumulator',
-           'takes_part', 'trial', 'room_for_step', 'without_graph', 'find_size', 'how_split', 'what_differs',
+           'takes_part', 'trial', 'room_for_step', 'without_graph', 'size_that_fits', 'how_split', 'what_differs',
            'FittingSize', 'tell']
 
 # %% ../nbs/source/07_memory.ipynb #2c307b41
-generators = random.Random,np.random.Generator,np.random.RandomState,torch.Generator
+generator_types = random.Random,np.random.Generator,np.random.RandomState,torch.Generator
 
 def all_generators(model:nn.Module)->list:
     "Those of Python, NumPy and PyTorch, and those that the modules of `model` hold"
-    own = [o for o in tree_leaves([vars(m) for m in model.modules()]) if isinstance(o, generators)]
+    own = [o for o in tree_leaves([vars(m) for m in model.modules()]) if isinstance(o, generator_types)]
     return [random, np.random, torch.default_generator, *torch.cuda.default_generators, *own]
 
 def saved(*objects, device:str|None=None)->Callable:
@@ -87,7 +87,7 @@ class Snapshot:
         if id(o) in self.seen or isinstance(o, (str,int,float)): return
         self.seen[id(o)] = o
         if isinstance(o, Tensor): self.save_tensor(o)
-        elif isinstance(o, (np.ndarray,dict,list,set,deque,*generators)): self.undo.append(saved(o))
+        elif isinstance(o, (np.ndarray,dict,list,set,deque,*generator_types)): self.undo.append(saved(o))
         if isinstance(o, (tuple,list,set,deque)): inside = [*o]
         elif isinstance(o, dict): inside = [*o.values()]
         elif isinstance(o, DistributedDataParallel): inside = [o.module]  # the rest is that of its C++ half
@@ -222,7 +222,7 @@ def without_graph(learn:Learner):
     for cb in learn._grab_cbs(MixedPrecision):  # its own context is on, and cannot be entered twice
         cb.autocast = autocast(cb.autocast.device, dtype=cb.autocast.fast_dtype)
 
-def find_size(learn:Learner, try_size:Callable, at_most:int, together:bool=True, search=largest_that_runs)->int:
+def size_that_fits(learn:Learner, try_size:Callable, at_most:int, together:bool=True, search=largest_that_runs)->int:
     """The size up to `at_most` that a `search` finds, for which `try_size(n)`, a forward and backward pass, fits in
     memory; in mid-batch, without a trace. Processes agree on one if they search `together`"""
     model = learn.model
@@ -258,13 +258,13 @@ class FittingSize:
     "The size that fits in training, and that in validation; what it was found for"
     def __init__(self): self.found_for,self.size,self.valid,self.numel,self.rows = None,None,None,0,0
 
-    def update(self, learn:Learner, b, n:int, search:Callable, in_pieces:bool=True)->bool:
+    def update(self, learn:Learner, b, n:int, search:Callable, has_pieces:bool=True)->bool:
         """Let `size` be `search(at_most, is_new)` if `learn` trains something else now, or if the samples of `b` are
         larger than all before, or its `n` rows are more; returns whether that was so"""
         trains = sum(p.numel() for p in trained(learn.opt)),len(learn._grab_cbs(MixedPrecision))
         is_new,numel = trains != self.found_for,sum(t.numel() for t in tensors_in(b))/n  # of a sample
         if is_new: self.numel,self.rows,self.size = 0,0,n
-        has_room = n <= self.rows or in_pieces and self.size < self.rows
+        has_room = n <= self.rows or has_pieces and self.size < self.rows
         if numel <= self.numel and has_room: return False
         self.size = search(n if n > self.rows else min(self.size, n), is_new)  # later, others may have seen none larger
         self.found_for,self.numel,self.rows = trains,max(numel, self.numel),max(n, self.rows)

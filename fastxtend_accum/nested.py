@@ -48,11 +48,11 @@ def lengths(b)->set[int]:
 
 def batch_size(b, expected:int|None=None)->int:
     """Samples in `b`, a batch of inputs and targets: `expected`, if a tensor or list has as many; else those of its
-    last part or first tensor. Raises ValueError without tensors"""
-    parts = list(b) if isinstance(b, (tuple,list)) else [b]
-    last = [o for o in parts[-1:] if isinstance(o, Tensor) and o.ndim]
+    last field or first tensor. Raises ValueError without tensors"""
+    fields = list(b) if isinstance(b, (tuple,list)) else [b]
+    last = [o for o in fields[-1:] if isinstance(o, Tensor) and o.ndim]
     if last and expected in (None, len(last[0])): return len(last[0])
-    if expected in set().union(*map(lengths, parts)): return expected
+    if expected in set().union(*map(lengths, fields)): return expected
     if tensors := last or tensors_in(b): return len(tensors[0])
     raise ValueError(f"cannot find the samples of a batch without tensors, {type(b).__name__}: "
                      "use a DataLoader that yields tensors")
@@ -95,24 +95,24 @@ def next_size(rest:int, most:int)->int:
 # %% ../nbs/source/01_nested.ipynb #85346ab4
 class CannotJoin(ValueError): "The outputs of pieces are not those of a batch"
 
-def join(parts:list, sizes:list[int]):
-    """Concatenate outputs `parts`, of pieces of `sizes` samples, along the samples; what is no tensor must be the same
-    for all. Raises CannotJoin, a ValueError. Empties `parts`, so that each output is freed once it is joined"""
-    o = parts[0]
+def join(outputs:list, sizes:list[int]):
+    """Concatenate the outputs of pieces of `sizes` samples, along the samples; what is no tensor must be the same for
+    all. Raises CannotJoin, a ValueError. Empties `outputs`, so that each is freed once it is joined"""
+    o = outputs[0]
     if isinstance(o, Tensor):
-        if not o.ndim or any(len(p) != n for p,n in zip(parts, sizes)):
+        if not o.ndim or any(len(p) != n for p,n in zip(outputs, sizes)):
             raise CannotJoin(f"cannot join outputs of shape {tuple(o.shape)} from a micro-batch of {sizes[0]} samples: "
                              "their first dimension must be the samples")
-        res = torch.cat(parts)
-        parts.clear()
+        res = torch.cat(outputs)
+        outputs.clear()
         return res
     if children(o) is not None:
         if isinstance(o, list) and len(o) == sizes[0] and sizes[0] not in map(len, tensors_in(o)):
-            return type(o)(v for p in parts for v in p)  # an entry for each sample
-        columns = [list(c) for c in zip(*map(children, parts), strict=True)]
+            return type(o)(v for p in outputs for v in p)  # an entry for each sample
+        columns = [list(c) for c in zip(*map(children, outputs), strict=True)]
         like = rebuilt(o, [None]*len(columns))
-        o = parts.clear()
+        o = outputs.clear()
         return rebuilt(like, [join(columns.pop(0), sizes) for _ in range(len(columns))])
-    if o is None or isinstance(o, (str,bytes,Number)) and all(p == o for p in parts): return o
+    if o is None or isinstance(o, (str,bytes,Number)) and all(p == o for p in outputs): return o
     raise CannotJoin(f"cannot join outputs of type {type(o).__name__}: let the model return tensors, "
                      "or tuples, lists and dicts of them")

@@ -23,7 +23,7 @@ from .hidden_state import *
 
 # %% auto #0
 __all__ = ['StartOver', 'all_contexts', 'Pieces', 'Inputs', 'twice', 'on_samples', 'evaluate', 'Loop', 'train_on', 'check_loop',
-           'is_compiled', 'Way', 'MicroBatchFinder']
+           'is_compiled', 'LoopCallback', 'MicroBatchFinder']
 
 # %% ../nbs/source/11_pieces.ipynb #d1d04810
 class StartOver(ValueError): "A part knows more now: the batch has to run from its first sample again"
@@ -106,9 +106,9 @@ def on_samples(f:Callable, args:tuple, kwargs:dict, n:int, lists:dict|None=None)
     return run
 
 # %% ../nbs/source/11_pieces.ipynb #7efc415f
-def evaluate(learn:Learner, ways:list=(), model:nn.Module|None=None):
+def evaluate(learn:Learner, cbs:list=(), model:nn.Module|None=None):
     "Forward pass and loss of the present batch or piece, with fastai's events"
-    with all_contexts(ways, 'forward_context'): learn.pred = (model or learn.model)(*learn.xb)
+    with all_contexts(cbs, 'forward_context'): learn.pred = (model or learn.model)(*learn.xb)
     learn('after_pred')
     if len(learn.yb):
         learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
@@ -116,11 +116,11 @@ def evaluate(learn:Learner, ways:list=(), model:nn.Module|None=None):
     learn('after_loss')
 
 class Loop:
-    "Runs where fastai runs `_do_one_batch`; `ways` are the callbacks that have joined it"
+    "Runs where fastai runs `_do_one_batch`; `cbs` have joined it"
     def __init__(self, learn:Learner):
-        self.learn,self.ways,self.lists,self.owners,self.generators,self.splitter = learn,[],{},[],None,None
+        self.learn,self.cbs,self.lists,self.owners,self.generators,self.splitter = learn,[],{},[],None,None
     def __call__(self, f:Callable):
-        if not self.learn.training: return evaluate(self.learn, self.ways)
+        if not self.learn.training: return evaluate(self.learn, self.cbs)
         try: self.train()
         except Exception as e:
             if not (is_out_of_memory(e) and self.searching): raise
@@ -128,8 +128,8 @@ class Loop:
 
     @property
     def searching(self)->list:
-        "The ways that find their size themselves; those that split the forward pass alone come first"
-        return sorted((o for o in self.ways if o.searches), key=lambda o: o.splits_loss)
+        "The callbacks that find their size themselves; those that split the forward pass alone come first"
+        return sorted((o for o in self.cbs if o.searches), key=lambda o: o.splits_loss)
 
     def samples(self)->int:
         "Samples in the present batch, as a callback may have changed it by now"
@@ -146,7 +146,7 @@ class Loop:
 @patch
 def train(self:Loop):
     "All that fastai does with a training batch, in pieces; a batch that is cancelled in between is left out as a whole"
-    learn,self.splitter = self.learn,first(o for o in self.ways if o.splits_loss)
+    learn,self.splitter = self.learn,first(o for o in self.cbs if o.splits_loss)
     searching,self.in_autocast,self.kept,self.state = self.searching,True,{},[]
     repeats = bool(searching) and n_processes(learn) == 1
     inputs = self.inputs = Inputs(learn, self.samples(), self.lists)
@@ -161,13 +161,13 @@ def train(self:Loop):
         def most(): return self.splitter.fitting.size if self.splitter else inputs.n
         self.pieces.run(self.train_piece, most, self.go_back, repeats)
     except (CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException):
-        for o in self.ways: o.cancelled()
+        for o in self.cbs: o.cancelled()
         raise
     finally: inputs.whole()
     try: learn.pred = self.pieces.joined()
     except CannotJoin: pass  # it is the output for the last piece
     if not len(learn.yb): return
-    for o in self.ways: o.end_batch()
+    for o in self.cbs: o.end_batch()
     learn._with_events(learn._step, 'step', CancelStepException)
     learn.opt.zero_grad()
 
@@ -175,21 +175,21 @@ def train(self:Loop):
 def parts(self:Loop)->list:
     "All that follow the pieces of this batch"
     n = self.inputs.n
-    return [self.inputs, *self.hidden(n), *[p for o in self.ways for p in o.parts(n)]]
+    return [self.inputs, *self.hidden(n), *[p for o in self.cbs for p in o.parts(n)]]
 
 # %% ../nbs/source/11_pieces.ipynb #8b7a2fed
 @patch
 def train_piece(self:Loop, start:int, end:int):
     "Forward pass, loss and backward pass of a piece; returns its output, without its graph if there are others"
     learn = self.learn
-    if self.state: self.kept = {k:f for k,f in self.kept.items() if not k} | {start:saved(*self.state)}
+    if self.state: self.kept = {k:f for k,f in self.kept.items() if k == 0} | {start:saved(*self.state)}
     if not self.in_autocast:  # fastai leaves it after each loss
         for cb in learn._grab_cbs(MixedPrecision): cb.before_batch()
     self.in_autocast = True
-    evaluate(learn, self.ways)
+    evaluate(learn, self.cbs)
     self.in_autocast = False
     if len(learn.yb):
-        with all_contexts(self.ways, 'backward_context'):
+        with all_contexts(self.cbs, 'backward_context'):
             learn._with_events(learn._backward, 'backward', CancelBackwardException)
     return learn.pred if end-start == self.pieces.n else each_tensor(Tensor.detach, learn.pred)
 
@@ -197,29 +197,29 @@ def train_on(loop:Loop, inputs:Inputs, n:int):
     "A forward and a backward pass on the first `n` samples, without a step"
     inputs.piece(0, n)
     with all_contexts(loop.hidden(inputs.n), 'again', 0, n):
-        evaluate(loop.learn, loop.ways, inner_model(loop.learn.model))
-        with all_contexts(loop.ways, 'backward_context'): loop.learn.loss_grad.backward()
+        evaluate(loop.learn, loop.cbs, inner_model(loop.learn.model))
+        with all_contexts(loop.cbs, 'backward_context'): loop.learn.loss_grad.backward()
 
 # %% ../nbs/source/11_pieces.ipynb #c6afddc7
 @patch
 def go_back(self:Loop, error:Exception):
     """Undo the failed piece, or the batch if the gradient is mixed; if memory has run out, smaller pieces follow.
     Raises `error` if there are none, or if the gradient is mixed with that of another batch or process"""
-    learn,accum,start,way = self.learn,accumulator(self.learn),self.pieces.start,None
+    learn,accum,start,shrinks = self.learn,accumulator(self.learn),self.pieces.start,None
     learn.pred,learn.loss_grad,learn.loss = None,None,None
     if isinstance(error, StartOver):
         if start and accum.window.earlier or n_processes(learn) > 1: raise error
         if start: start = accum.start_over()
         else: accum.go_back(0)
     else:
-        way = first(o for o in self.searching if o.can_shrink)
-        start = accum.go_back(start) if isinstance(accum, Way) else None if accum else 0
-        if way is None or start is None: raise error
+        shrinks = first(o for o in self.searching if o.can_shrink)
+        start = accum.go_back(start) if isinstance(accum, LoopCallback) else None if accum else 0
+        if shrinks is None or start is None: raise error
         if not accum: learn.opt.zero_grad()
         free_memory()
     self.kept.get(start, noop)()
-    if way: warn(f"out of memory in training: from now on, {way.shrink(self, error)}")
-    if not start: self.pieces.begin(self.parts() if way else self.pieces.parts)  # another way may have others
+    if shrinks: warn(f"out of memory in training: from now on, {shrinks.shrink(self, error)}")
+    if not start: self.pieces.begin(self.parts() if shrinks else self.pieces.parts)  # another callback may have joined
 
 # %% ../nbs/source/11_pieces.ipynb #1873bd39
 def check_loop(learn:Learner, cb:Callback):
@@ -237,23 +237,23 @@ def is_compiled(model:nn.Module)->bool:
     return any(hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) for m in model.modules())
 
 # %% ../nbs/source/11_pieces.ipynb #e24952ff
-class Way(FitCallback):
-    "Base of callbacks that run a batch in another way: `join_loop` in `before_train` lets them"
+class LoopCallback(FitCallback):
+    "Base of callbacks that run a batch in pieces, or recompute parts of it: they `join_loop` in `before_train`"
     micro_batch_size,part,splits_loss = None,None,False
     batch_samples = None  # samples that the DataLoader has yielded for this batch, if that is known
     searches = property(lambda self: self.micro_batch_size == 'auto')  # whether it finds by trying what fits in memory
     can_shrink = property(lambda self: self.micro_bs > 1)
     def join_loop(self):
-        "Join the loop of this fit; raises ValueError if the Learner has its own, or the model cannot run in this way"
+        "Join the loop of this fit; raises ValueError if the Learner has its own, or the model cannot run like this"
         if not self.is_in_fit(): return
         check_loop(self.learn, self)
         fit = fit_of(self.learn)
         loop = fit.instead.setdefault('batch', Loop(self.learn))
         loop.owners = state_owners(self.learn.model)
         if self.splits: check_splits(self.learn.model, loop.owners)
-        if self in loop.ways: return
-        loop.ways.append(self)
-        fit.stack(self).callback(loop.ways.remove, self)
+        if self in loop.cbs: return
+        loop.cbs.append(self)
+        fit.stack(self).callback(loop.cbs.remove, self)
 
     @property
     def splits(self)->bool:
@@ -277,22 +277,22 @@ class Way(FitCallback):
 
 # %% ../nbs/source/11_pieces.ipynb #199f5170
 @patch
-def running_part(self:Way)->nn.Module:
+def running_part(self:LoopCallback)->nn.Module:
     "The module that runs in pieces"
     model = inner_model(self.learn.model)
     return model if self.part is None else self.part(model)
 
 @patch
-def forward_context(self:Way):
+def forward_context(self:LoopCallback):
     """In validation and prediction, the forward pass in pieces of `micro_batch_size` samples; with 'auto', or hooks
     that would see pieces, of as many as fit in memory"""
     if self.learn.training: return None
     loop,fitting = fit_of(self.learn).instead['batch'],self.fitting
-    if self is not first(o for o in loop.ways if o.splits): return None
+    if self is not first(o for o in loop.cbs if o.splits): return None
     module = self.running_part()
     forward = module.forward
     tries = self.micro_batch_size == 'auto' or any(m._forward_hooks for m in module.modules() if m is not module)
-    def in_pieces(*args, **kwargs):
+    def pieces_forward(*args, **kwargs):
         if not tensors_in((args, kwargs)): return forward(*args, **kwargs)
         n = self.rows(loop)
         def most(): return fitting.valid or (n if tries else self.micro_batch_size)
@@ -305,15 +305,15 @@ def forward_context(self:Way):
         fitting.valid = sys.maxsize
         pieces.begin(pieces.parts)
         return pieces.run(run, most).joined()
-    return replaced(module, 'forward', in_pieces)
+    return replaced(module, 'forward', pieces_forward)
 
 # %% ../nbs/source/11_pieces.ipynb #249c21df
-class MicroBatchFinder(Way):
+class MicroBatchFinder(LoopCallback):
     "Ends a fit at its first batch, with the largest micro-batch size that fits"
     order,searches,splits,splits_loss = 99,True,False,True
     def before_train(self): self.join_loop()
     def find_size(self, loop:Loop, inputs:Inputs):
-        self.size = find_size(self.learn, partial(train_on, loop, inputs), inputs.n)
+        self.size = size_that_fits(self.learn, partial(train_on, loop, inputs), inputs.n)
         raise CancelFitException
 
 @patch

@@ -19,7 +19,7 @@ from .memory import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['by_shape', 'can_repeat', 'generator_of', 'error', 'state_of', 'Draw', 'SameDraws']
+__all__ = ['by_shape', 'can_repeat', 'generator_of', 'cannot', 'state_of', 'Draw', 'SameDraws']
 
 # %% ../nbs/source/17_same_draws.ipynb #d7a50008
 by_shape = set("""bernoulli cauchy exponential geometric log_normal multinomial native_dropout normal rand rand_like
@@ -38,7 +38,7 @@ def generator_of(given:dict, known:Iterable)->torch.Generator:
     if not device or device.type == 'cpu': return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
-def error(what:str, remedy:str='make the model draw in the same way for all samples', kind:type=ValueError)->ValueError:
+def cannot(what:str, remedy:str='make the model draw in the same way for all samples', kind:type=ValueError)->ValueError:
     return kind(f"same_draws=True cannot {what}: {remedy}, or leave same_draws out")
 
 # %% ../nbs/source/17_same_draws.ipynb #a1a24beb
@@ -76,7 +76,7 @@ class Draw:
         is_right = fit and not (in_use and fit[0] != self.dims[0])
         self.dims = fit or self.dims
         if not is_right:
-            raise error(f"tell which numbers of {self.func.name()} belong to which sample. It is called with "
+            raise cannot(f"tell which numbers of {self.func.name()} belong to which sample. It is called with "
                         f"{self.shapes} in a piece of {self.n} samples and with {other.shapes} in one of {other.n}",
                         "use another micro_batch_size", StartOver if fit else ValueError)
 
@@ -129,27 +129,27 @@ class SameDraws(TorchDispatchMode):
         if 0 in [given.get(a.name, a.default_value) for a in switches]: return func(*args, **kwargs)  # it draws nothing
         if not types and can_repeat(func, given): return self.draw(func, given)
         what = f'repeat the random numbers of {func.name()}'
-        if 'attention' not in func.name() or self.kernel is not nullcontext: raise error(what, 'use another operation')
+        if 'attention' not in func.name() or self.kernel is not nullcontext: raise cannot(what, 'use another operation')
         self.kernel = partial(sdpa_kernel, SDPBackend.MATH)
-        raise error(what, 'use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)', StartOver)
+        raise cannot(what, 'use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)', StartOver)
 
 # %% ../nbs/source/17_same_draws.ipynb #959facc6
 @patch
 def draw(self:SameDraws, func, given:dict):
     "Draw as the whole batch does at this state of the generator"
-    g,now = generator_of(given, self.before),Draw(func, given, self.rows[1]-self.rows[0], self.weights)
+    g,drawn = generator_of(given, self.before),Draw(func, given, self.rows[1]-self.rows[0], self.weights)
     key = func,state_of(g)
     is_new,i = key not in self.draws,len(self.draws)
     if is_new:
         if not self.in_piece: return func(**given)  # outside the part of the model that runs in pieces
-        if self.after: raise error(f"repeat {func.name()} of samples {self.rows}, which earlier samples did not call")
+        if self.after: raise cannot(f"repeat {func.name()} of samples {self.rows}, which earlier samples did not call")
         if g not in self.before: self.save(g)
         self.check_seen(g, f'before {func.name()}')
         if any(f.f_code.co_name == 'compile_wrapper' for f,_ in traceback.walk_stack(sys._getframe())):
-            raise error(f"repeat {func.name()} of a compiled function", "leave out torch.compile")
-        if i == len(self.seen) or self.seen[i].func != func: self.seen[i:] = [now]
+            raise cannot(f"repeat {func.name()} of a compiled function", "leave out torch.compile")
+        if i == len(self.seen) or self.seen[i].func != func: self.seen[i:] = [drawn]
         self.draws[key] = self.seen[i]
-    self.draws[key].compare(now, not is_new)
+    self.draws[key].compare(drawn, not is_new)
     res = self.draws[key].call(given, self.rows, self.n)
     if is_new: self.last[g] = state_of(g)
     return res
@@ -157,7 +157,7 @@ def draw(self:SameDraws, func, given:dict):
 @patch
 def check_seen(self:SameDraws, g:torch.Generator, where:str):
     if state_of(g) != self.last.get(g, self.before[g]):
-        raise error(f"repeat the numbers drawn {where} by code that it cannot see, such as a compiled function")
+        raise cannot(f"repeat the numbers drawn {where} by code that it cannot see, such as a compiled function")
 
 # %% ../nbs/source/17_same_draws.ipynb #ab19d016
 @patch
@@ -181,11 +181,11 @@ def piece(self:SameDraws, start:int, end:int):
     for g in self.before if not self.after else []:
         if isinstance(g, torch.Generator): self.check_seen(g, 'after all that it can see')
     if self.after not in (None, after):
-        raise error(f"repeat samples {start} to {end}: generators end in a different state than earlier samples leave")
+        raise cannot(f"repeat samples {start} to {end}: generators end in a different state than earlier samples leave")
     self.after = after
     self.sizes.add(end-start)
     if end == self.n and any(len(o.dims) > 1 or o.n == 1 for o in self.draws.values()):
-        raise error("do without pieces of two sizes, the first of 2 samples or more", "take those of next_size")
+        raise cannot("do without pieces of two sizes, the first of 2 samples or more", "take those of next_size")
 
 # %% ../nbs/source/17_same_draws.ipynb #d7a50041
 @patch

@@ -278,7 +278,7 @@ def test_large_outputs_are_not_kept(monkeypatch):
     monkeypatch.setattr(LossCheck, 'most', 100)
     check = LossCheck()
     for _ in range(2): check.add(micro_batch(F.mse_loss, (values, targets)), 16)
-    assert check.parts == check.compare() == [] and 'too large' in check.found[0].why
+    assert check.micro_batches == check.compare() == [] and 'too large' in check.found[0].why
 
 def test_it_calls_the_loss_four_times():
     "In each of the first 16 windows, whatever their micro-batches"
