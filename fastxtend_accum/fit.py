@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['replaced', 'Fit', 'fit_of', 'is_running', 'is_trial', 'FitCallback']
+__all__ = ['replaced', 'Fit', 'fit_of', 'is_running', 'is_trial', 'FitCallback', 'accumulates', 'accumulator', 'tell']
 
 # %% ../nbs/source/06_fit.ipynb #0df7a527
 @contextmanager
@@ -100,3 +100,15 @@ class FitCallback(Callback):
             vars(self)['run'] = value is not None  # the event at which another callback removes this one goes on
         if name in vars(self): object.__setattr__(self, name, value)  # fastai would warn if the model has it
         else: super().__setattr__(name, value)
+
+# %% ../nbs/source/06_fit.ipynb #3b9d51aa
+def accumulates(cb:Callback)->bool:
+    "Whether `cb` accumulates gradients, as this package's callbacks and fastai's do"
+    return any(o.__name__ == 'GradientAccumulation' for o in type(cb).__mro__)
+
+def accumulator(learn:Learner)->Callback|None: return first(learn.cbs, accumulates)
+
+def tell(learn:Learner, message:str):
+    "Give `message` to the logger of `learn`, in one process"
+    is_bar = isinstance(getattr(learn.logger, '__self__', None), Callback)  # it logs tables
+    if rank_distrib() == 0: (print if is_bar else learn.logger)(message)

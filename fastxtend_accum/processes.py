@@ -15,7 +15,8 @@ from .window import *
 from .gradients import *
 
 # %% auto #0
-__all__ = ['averages_gradients', 'is_sharded', 'n_processes', 'all_reduce', 'agree', 'Processes', 'enable_sync', 'check_wrapped']
+__all__ = ['averages_gradients', 'is_sharded', 'inner_model', 'n_processes', 'all_reduce', 'agree', 'Processes', 'enable_sync',
+           'check_wrapped']
 
 # %% ../nbs/source/05_processes.ipynb #6dccdd16
 def averages_gradients(model:nn.Module)->bool:
@@ -24,6 +25,10 @@ def averages_gradients(model:nn.Module)->bool:
 
 def is_sharded(model:nn.Module)->bool:
     return averages_gradients(model) and not isinstance(model, DistributedDataParallel)
+
+def inner_model(model:nn.Module)->nn.Module:
+    "The model without its DDP wrapper, whose forward pass would wait for other processes"
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 def n_processes(learn:Learner)->int:
     "Processes that train the model of `learn` together, at least 1"

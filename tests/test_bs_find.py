@@ -10,7 +10,7 @@ from fastai.text.data import LMDataLoader
 from fastxtend_accum.demo import digits_learner
 import fastxtend_accum.bs_find as module
 from fastxtend_accum.bs_find import Costs, advice, suggest
-from fastxtend_accum.memory import Snapshot
+from fastxtend_accum.trial import Snapshot
 
 # Everything as it was
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from contextlib import nullcontext
 
 from common import *
-from fastxtend_accum.pieces import is_compiled
+from fastxtend_accum.loop import is_compiled
 from fastxtend_accum.same_draws import SameDraws, StartOver
 
 N = 22

@@ -6,7 +6,7 @@ from fastai.callback.progress import ProgressCallback
 
 from common import *
 from fastxtend_accum.nested import join
-from fastxtend_accum.pieces import LoopCallback
+from fastxtend_accum.loop import LoopCallback
 from test_gradient_cache import TwoOutputs, info_nce
 from test_life import CANCELS, EVENTS, Fault
 

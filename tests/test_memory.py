@@ -6,7 +6,8 @@ from fastai.callback.rnn import ModelResetter, RNNCallback
 from hypothesis import given, strategies as st
 
 from common import *
-from fastxtend_accum.memory import is_out_of_memory, room_for_step, saved
+from fastxtend_accum.memory import is_out_of_memory, room_for_step
+from fastxtend_accum.trial import saved
 from fastxtend_accum.nested import CannotJoin, batch_size, cut, join
 from test_losses import Masked, tag, token_losses
 
