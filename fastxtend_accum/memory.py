@@ -21,8 +21,7 @@ from .trial import *
 
 # %% auto #0
 __all__ = ['NothingFits', 'is_out_of_memory', 'free_memory', 'memory_error', 'without_tracebacks', 'halve', 'largest_that_runs',
-           'smallest_that_runs', 'room_for_step', 'without_graph', 'size_that_fits', 'how_split', 'what_differs',
-           'FittingSize']
+           'smallest_that_runs', 'room_for_step', 'without_graph', 'size_that_fits', 'FittingSize']
 
 # %% ../nbs/source/08_memory.ipynb #2d886b62
 _messages = ('CUDA error: out of memory', 'CUBLAS_STATUS_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED',
@@ -118,18 +117,6 @@ def size_that_fits(learn:Learner, try_size:Callable, at_most:int, together:bool=
     return int(agree(learn, n, dist.ReduceOp.MIN if search is largest_that_runs else dist.ReduceOp.MAX))
 
 # %% ../nbs/source/08_memory.ipynb #9c1d0e14
-def how_split(n:int, size:int)->str:
-    if size >= n: return 'fits in memory'
-    return f"is split into {-(-n//size)} micro-batches of {'up to ' if n % size else ''}{size}"
-
-def what_differs(model:nn.Module, n:int, same_draws:bool=False)->list[str]:
-    "What tells `n` samples at a time from one batch, in the modules of `model` that train"
-    training = [m for m in model.modules() if m.training]
-    has_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in training)
-    rates = [vars(m).get(o) for m in training for o in ('p','dropout','drop_prob','weight_p','embed_p')]
-    has_dropout = not same_draws and any(isinstance(o, Real) and 0 < o < 1 for o in rates)
-    return [f"BatchNorm normalizes {n} at a time"]*has_norm + ["dropout draws other numbers"]*has_dropout
-
 class FittingSize:
     "The size that fits in training, and that in validation; what it was found for"
     def __init__(self): self.found_for,self.size,self.valid,self.numel,self.rows = None,None,None,0,0

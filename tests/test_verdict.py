@@ -50,7 +50,7 @@ def test_what_is_neither_batchnorm_nor_dropout(capsys, layer):
 
 @pytest.mark.parametrize('module', [nn.Dropout2d(.1), nn.AlphaDropout(.1), nn.LSTM(4, 4, 2, dropout=.1), nn.MultiheadAttention(4, 2, dropout=.1)])
 def test_modules_with_dropout(module):
-    from fastxtend_accum.memory import what_differs
+    from fastxtend_accum.description import what_differs
     assert what_differs(nn.Sequential(module), 8) == ['dropout draws other numbers'] and not what_differs(nn.Sequential(module).eval(), 8)
 
 def test_a_loss_that_is_not_a_mean(capsys):
