@@ -118,7 +118,8 @@ def start_fit(self:GradientAccumulation):
     self.window = Window(self.now.processes.n)
     self.check()
     learn.opt.zero_grad()
-    fit.run_instead(self, 'backward', self.backward)
+    fit.instead['backward'] = self.backward
+    stack.callback(fit.instead.pop, 'backward', None)
     for cb in learn._grab_cbs(TrainEvalCallback): PositionWindows(cb, self).attach(stack)
     self.now.loggers = log_windows(self, stack) if self.log_accum_batch else []
 

@@ -29,12 +29,13 @@ class Fit:
     def __init__(self, learn:Learner):
         if isinstance(vars(learn).get('_with_events'), partial): del learn._with_events  # it was exported in mid-fit
         self.learn,self.depth,self.with_events = learn,0,learn._with_events
-        self.instead,self.lent,self.own = {},{},ExitStack()  # functions by event; what each callback has lent
+        self.instead = {}  # by 'batch' or 'backward', `f(g)` in place of the `g` that fastai runs between its events
+        self.lent,self.own = {},ExitStack()  # what each callback has lent
         self.own.enter_context(replaced(learn, '_with_events', self))
     def __reduce__(self): return partial,(type(self.learn)._with_events, self.learn)  # for an export in mid-fit
 
     def __call__(self, f:Callable, event_type:str, ex:type, final:Callable=noop):
-        "fastai's `Learner._with_events`; a function in `instead` gets `f` and runs in its place"
+        "fastai's `Learner._with_events`"
         if event_type in self.instead: f = partial(self.instead[event_type], f)
         self.depth += 1
         try: self.with_events(f, event_type, ex, final)
@@ -48,10 +49,6 @@ class Fit:
         "What `cb` has lent: contexts and functions to be called once the fit has ended, or `cb` is removed"
         return self.lent.setdefault(cb, ExitStack())
 
-    def run_instead(self, cb:Callback, event_type:str, f:Callable):
-        "Where fastai runs `g` between the events of a 'batch' or a 'backward' pass, run `f(g)`"
-        self.instead[event_type] = f
-        self.stack(cb).callback(self.instead.pop, event_type, None)
     def leave(self, cb:Callback):
         "Undo what `cb` has lent, and everything after the last callback"
         with self.lent.pop(cb, ExitStack()): pass
