@@ -41,7 +41,7 @@ class GradientAccumulation(LoopCallback):
     def __init__(self,
         accum_bs:int|None=None, # Samples in a window, over all processes; None: 32, or with `micro_batch_size` a batch
         n_acc:int|None=None, # fastai's name for `accum_bs`, in samples: pass one of them
-        log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, micro-batches (False)
+        log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, loader batches (False)
         micro_batch_size:int|str|None=None, # Samples the model sees at a time; 'auto': as many as fit; None: the batch
         *,
         remainder:str|None=None, # Incomplete last window: 'step', 'carry' or 'drop'; None: as the loader does

@@ -61,7 +61,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         start:Numeric=0, # Where the schedule starts: a fraction of training (float) or a number of epochs (int)
         finish:Numeric=0.3, # Where it ends: 1.0 (float) is the end of training, 1 (int) the end of the first epoch
         schedule:Callable=SchedCos, # fastai annealer, or any `f(start, end)` that returns a function of `pos`
-        log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, micro-batches (False)
+        log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, loader batches (False)
         micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': what fits
         *,
         remainder:str='step', # Incomplete window of an epoch: 'step', 'carry' or 'drop'
