@@ -298,7 +298,7 @@ def tell_once(self:GradientAccumulation):
 # %% ../nbs/source/15_accumulation.ipynb #02909e4e
 @patch
 def position(self:GradientAccumulation)->float:
-    "`pct_train` after a batch, as the large batch counts it"
+    "`pct_train` after a batch, as the large batch counts it: by windows, or by samples if windows differ in size"
     learn,now = self.learn,self.now
     if not now.has_targets: now.pct = learn.pct_train  # fastai takes no step on such a batch, and moves on
     elif not now.n_windows:

@@ -128,7 +128,7 @@ class ShowGraphWindows(StepsLogger):
 
 # %% ../nbs/source/10_logging.ipynb #33782702
 class PositionWindows(WindowLogger):
-    "`pct_train` is `accum.position()` as soon as fastai has counted a batch; `cb` is its `TrainEvalCallback`"
+    "No logger, but works alike: `pct_train` is `accum.position()` as soon as fastai's `TrainEvalCallback` has counted"
     def after_batch(self):
         type(self.cb).after_batch(self.cb)
         self.cb.learn.pct_train = self.accum.position()
