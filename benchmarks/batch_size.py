@@ -11,20 +11,20 @@ from unittest.mock import patch as replace
 
 from fastai.basics import *
 from fastai.callback.all import *
-from sklearn.datasets import make_classification
+from sklearn.datasets import load_digits, load_sample_images, make_classification, make_friedman1
 from fastxtend_accum.all import *
 from fastxtend_accum.demo import digits_learner
 
-from .text import text_learner
+from .text import docstrings, text_learner, text_modules
 
 file = Path(__file__).with_suffix('.json')
 sizes = [8, 16, 32, 64, 128, 256, 512]
 base_bs,loader_bs = 16,64 # Of the base recipe; of the DataLoader that `bs_find` is called with: larger sizes accumulate
 
-def new_learner(bs, model, xs, ys, n_valid):
+def new_learner(bs, model, xs, ys, n_valid, loss_func=None):
     samples = list(zip(xs, ys))
     dls = DataLoaders(DataLoader(samples[:-n_valid], bs=bs, shuffle=True), DataLoader(samples[-n_valid:], bs=256))
-    return Learner(dls, model, nn.CrossEntropyLoss())
+    return Learner(dls, model, loss_func or nn.CrossEntropyLoss())
 
 def table_learner(bs):
     "Two classes of 20 made numbers, 4096 rows to train on and 1024 to validate"
@@ -50,6 +50,40 @@ def shapes_learner(bs):
     inside = torch.where(square, torch.maximum(dy, dx) < .9*r, dy**2+dx**2 < r**2)
     return new_learner(bs, Shapes(), (inside+torch.randn(n, 16, 16, generator=g))[:,None], inside*(1+square.long()), 128)
 
+def pixels_learner(bs):
+    "Handwritten digits as 64 numbers, 1408 to train on and 389 to validate"
+    x,y = load_digits(return_X_y=True)
+    order = np.random.RandomState(0).permutation(len(y))
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    return new_learner(bs, model, tensor(x[order]/16).float(), tensor(y[order]), 389)
+
+def photos_learner(bs):
+    "From which of two photographs a piece of 12x12 is, 3072 pieces to train on and 512 to validate"
+    g = np.random.RandomState(0)
+    def piece(im):
+        y,x = g.randint(im.shape[0]-12),g.randint(im.shape[1]-12)
+        return im[y:y+12,x:x+12]
+    ys,images = g.randint(2, size=3584),load_sample_images().images
+    xs = tensor(np.stack([piece(images[i]) for i in ys])).permute(0, 3, 1, 2).float()/255
+    def layer(i, o): return nn.Sequential(nn.Conv2d(i, o, 3, 2, 1), nn.ReLU())
+    model = nn.Sequential(layer(3, 16), layer(16, 32), nn.Flatten(), nn.Linear(288, 2))
+    return new_learner(bs, model, xs-.5, tensor(ys), 512)
+
+def topics_learner(bs):
+    "From which of six modules 96 characters of docstrings are, by their trigrams: 1480 passages to train on and 256 to validate"
+    texts = sorted((docstrings([o]).encode('ascii', 'replace') for o in text_modules), key=len)[-6:]
+    passages = [(text[i:i+96], k) for k,text in enumerate(texts) for i in range(0, len(text)-95, 96)]
+    chosen = [passages[i] for i in np.random.RandomState(0).permutation(len(passages))[:1736]]
+    xs = tensor([[(a*961+b*31+c)%4096 for a,b,c in zip(o, o[1:], o[2:])] for o,_ in chosen])
+    model = nn.Sequential(nn.EmbeddingBag(4096, 32), nn.ReLU(), nn.Linear(32, 6))
+    return new_learner(bs, model, xs, tensor([k for _,k in chosen]), 256)
+
+def friedman_learner(bs):
+    "A function of ten numbers (Friedman, 1991), 4096 rows to train on and 1024 to validate"
+    x,y = make_friedman1(5120, noise=1., random_state=0)
+    model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
+    return new_learner(bs, model, tensor(x).float(), tensor((y-y.mean())/y.std()).float(), 1024, nn.MSELoss())
+
 @dataclass
 class Task:
     make:Callable # `make(bs)` is a Learner, on samples in memory
@@ -72,6 +106,9 @@ class Task:
 
 tasks = dict(digits=Task(digits_learner, True, .016, {0:2, 1:3}), text=Task(text_learner, False, 8e-3, {0:2, 1:2}),
              table=Task(table_learner, False, 4e-3, {0:2, 1:3}), shapes=Task(shapes_learner, True, .03, {0:2, 1:3}))
+# Those above chose the rules inside `bs_find`; these were made afterwards, and have chosen nothing but their own rate
+tasks |= dict(pixels=Task(pixels_learner, False, 8e-3, {0:2, 1:3}), photos=Task(photos_learner, True, .03, {0:2, 1:3}),
+              topics=Task(topics_learner, False, .016, {0:2, 1:3}), friedman=Task(friedman_learner, True, .016, {0:2, 1:3}))
 
 def torch_opt(task, model):
     "fastai's SGD or Adam as PyTorch's, with weight decay of all but biases"
