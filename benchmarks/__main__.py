@@ -56,14 +56,14 @@ def full(rounds):
     "All measurements, those of time in rounds: every case once, then every case again"
     results = dict(machine=machine(), rounds=rounds, counts={o:measure('counts', o) for o in report.labels},
                    time={o:{} for o in report.labels}, windows={}, stack={}, loading={}, division={},
-                   memory={o:{} for o in ('plain', 'ours', 'ours_pieces', 'ours_cache', 'ours_noise')})
+                   memory={o:{} for o in ('plain', 'ours', 'ours_pieces', 'ours_cache')})
     for i in range(rounds):
         print(f'round {i+1} of {rounds}', file=sys.stderr)
         for case in report.labels: gather(results['time'][case], measure('time', case))
         gather(results['windows'], measure('windows', 'ours'))
         gather(results['loading'], {bs:measure('loading', 'ours', bs) for bs in (16, 128)})
         for n in stack_sizes:
-            gather(results['stack'].setdefault(str(n), {}), {o:measure('stack', o, n) for o in ('ours', 'ours_noise', 'ours_pieces', 'ours_cache')})
+            gather(results['stack'].setdefault(str(n), {}), {o:measure('stack', o, n) for o in ('ours', 'ours_pieces', 'ours_cache')})
         for n in division_sizes if i == 0 else division_sizes[:-1] if i < 3 else ():
             gather(results['division'].setdefault(str(n), {}), measure('division', 'ours', n))
     for case,peaks in results['memory'].items():

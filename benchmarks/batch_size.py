@@ -1,13 +1,13 @@
-"""`python -m benchmarks.batch_size` measures what the page "Find the batch size" shows, and writes `batch_size.json` beside this file: the
-samples that each batch size needs to reach a loss, its time per sample, and what `bs_find` says. Some 20 minutes on one
-core; `... found` measures that part anew.
+"""`python -m benchmarks.batch_size` measures what the page "Evidence" shows of batch sizes, and writes `batch_size.json` beside this file:
+the samples that each batch size needs to reach a loss, and its time per sample. Some 20 minutes on one core.
+
+What `bs_find` had said before it was removed (`found`) stays in the file.
 
 The searches for learning rates need hundreds of runs, so those that count samples are plain PyTorch loops; the steps of
 `GradientAccumulation` are the same, as its tests show"""
 import functools, json, sys, time
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch as replace
 
 from fastai.basics import *
 from fastai.callback.all import *
@@ -19,7 +19,7 @@ from .text import docstrings, text_learner, text_modules
 
 file = Path(__file__).with_suffix('.json')
 sizes = [8, 16, 32, 64, 128, 256, 512]
-base_bs,loader_bs = 16,64 # Of the base recipe; of the DataLoader that `bs_find` is called with: larger sizes accumulate
+base_bs,loader_bs = 16,64 # Of the base recipe; of the DataLoader: larger sizes accumulate
 
 def new_learner(bs, model, xs, ys, n_valid, loss_func=None):
     samples = list(zip(xs, ys))
@@ -106,7 +106,7 @@ class Task:
 
 tasks = dict(digits=Task(digits_learner, True, .016, {0:2, 1:3}), text=Task(text_learner, False, 8e-3, {0:2, 1:2}),
              table=Task(table_learner, False, 4e-3, {0:2, 1:3}), shapes=Task(shapes_learner, True, .03, {0:2, 1:3}))
-# Those above chose the rules inside `bs_find`; these were made afterwards, and have chosen nothing but their own rate
+# Those above had chosen the rules inside `bs_find`; these have chosen nothing but their own rate
 tasks |= dict(pixels=Task(pixels_learner, False, 8e-3, {0:2, 1:3}), photos=Task(photos_learner, True, .03, {0:2, 1:3}),
               topics=Task(topics_learner, False, .016, {0:2, 1:3}), friedman=Task(friedman_learner, True, .016, {0:2, 1:3}))
 
@@ -184,20 +184,7 @@ def times(task, n_rounds=8):
     for _,learn in itertools.product(range(n_rounds), learners.values()): learn.fit(1, 1e-5)
     return {way:{bs:round(min(o.clock.us), 2) for (kind,bs),o in learners.items() if kind == way} for way in ('whole', 'accumulated')}
 
-def found(task):
-    "What `bs_find` says at the starts of three runs of the base recipe, with other weights and another order of samples each"
-    res = {point:[] for point in task.targets}
-    for seed in range(3):
-        learn,now = task.learner(base_bs, seed=seed),0
-        for point in task.targets:
-            learn.dls = task.learner(base_bs, seed=100+seed).dls
-            if point > now: learn.fit(point-now, task.lr)
-            now,learn.dls = point,task.learner(loader_bs, seed=seed).dls
-            with replace('fastxtend_accum.bs_find.clock', time.process_time):  # whatever else the machine does
-                res[point].append(learn.bs_find(lr=task.rate(loader_bs), show_plot=False)._asdict())
-    return res
-
-parts = dict(times=times, needed=needed, found=found)
+parts = dict(times=times, needed=needed)
 
 def main(names):
     torch.set_num_threads(1)

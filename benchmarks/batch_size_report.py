@@ -1,8 +1,10 @@
-"What the figures of `batch_size.json` say: tables and pictures for the page \"Find the batch size\""
+"What the figures of `batch_size.json` say: tables and a picture for the page \"Evidence\""
 from dataclasses import dataclass
 from statistics import mean
 
-names = dict(digits='digits, SGD', text='docstrings, Adam', table='table, Adam', shapes='shapes, SGD')
+names = dict(digits='digits, SGD', text='docstrings, Adam', table='table, Adam', shapes='shapes, SGD',
+             pixels='pixels, Adam', photos='photos, SGD', topics='topics, Adam', friedman='friedman, SGD')
+first_tasks = [*names.values()][:4]  # that chose the rules inside `bs_find`
 
 @dataclass
 class Case:
@@ -45,29 +47,35 @@ def table(rows, *columns):
     return pd.DataFrame(rows, columns=columns).style.hide(axis='index')
 
 def lost_table(results):
-    "The size that is best, those of `bs_find` in three runs, and the time lost with them"
-    rows = [(o.task, o.where, o.best(), ', '.join(str(f['fastest']) for f in o.found), ', '.join(f'{l:.2f}' for l in o.found_lost()))
-            for o in cases(results)]
-    return table(rows, 'task', 'epoch → loss', 'best', 'bs_find', 'time / best')
+    "The size that is best, and those that take at most a quarter more time"
+    rows = [(o.task, o.where, o.best(), ', '.join(str(bs) for bs in o.samples if o.lost(bs) <= 1.25)) for o in cases(results)]
+    return table(rows, 'task', 'epoch → loss', 'best', 'at most 1.25 times its time')
 
 def lost_with(results):
-    "Time lost in all cases with `bs_find`, and with each size for all cases"
+    "Time lost in each case with each size"
     every = list(cases(results))
-    res = {'bs_find':[l for o in every for l in o.found_lost()]}
-    for bs in every[0].samples: res[f'always {bs}'] = [o.lost(bs) for o in every]
-    return res
+    return {bs:[o.lost(bs) for o in every] for bs in every[0].samples}
 
-def summary_table(results): return table([(how, *summary(o)) for how,o in lost_with(results).items()], 'batch size', 'mean', 'worst')
+def summary_table(results): return table([(bs, *summary(o)) for bs,o in lost_with(results).items()], 'batch size', 'mean', 'worst')
+
+def found_and_always(results):
+    "Time lost with `bs_find`, and with a single size, on the tasks that chose its rules and on the others"
+    halves = [[o for o in cases(results) if (o.task in first_tasks) == is_first] for is_first in (True, False)]
+    rows = {'bs_find':[[l for o in half for l in o.found_lost()] for half in halves]}
+    return rows | {f'always {bs}':[[o.lost(bs) for o in half] for half in halves] for bs in (64, 128, 256)}
+
+def removed_table(results):
+    rows = [(how, *[f'{mean(o):.2f} ({max(o):.2f})' for o in halves]) for how,halves in found_and_always(results).items()]
+    return table(rows, 'batch size', 'first four tasks', 'other four')
 
 def time_picture(results):
-    "Time to the target against the batch size: measured, and as `bs_find` predicts"
+    "Time to the target against the batch size"
     from matplotlib import pyplot as plt
-    fig,axs = plt.subplots(2, 2, figsize=(5.2, 5.4), layout='constrained', sharex=True, sharey=True)
+    fig,axs = plt.subplots(4, 2, figsize=(5.2, 10), layout='constrained', sharex=True, sharey=True)
     for ax,name in zip(axs.flat, names.values()):
         for color,o in zip(('#0072B2', '#E69F00'), (o for o in cases(results) if o.task == name)):
             sizes = list(o.samples)
             ax.plot(sizes, [o.lost(bs) for bs in sizes], color=color, marker='o', ms=4, label=f'from epoch {o.start} to loss {o.target:.2f}')
-            for f in o.found: ax.plot(*zip(*((int(bs), t) for bs,t in f['time'].items())), color=color, ls=':', lw=1)
         ax.set_xscale('log', base=2)
         ax.set_xticks(sizes, sizes)
         ax.minorticks_off()

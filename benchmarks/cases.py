@@ -87,11 +87,6 @@ def ours_schedule(task, k):
     from fastxtend_accum.all import GradientAccumulationSchedule
     return training(task, GradientAccumulationSchedule(k*task.batches.bs, k*task.batches.bs, finish=1.))
 
-def ours_noise(task, k):
-    "The noise scale is measured beside the accumulation; at K=1 there is none, but it looks"
-    from fastxtend_accum.all import GradientAccumulation, GradientNoiseScale
-    return training(task, GradientAccumulation(k*task.batches.bs), GradientNoiseScale())
-
 def fastai(task, k):
     from fastai.callback.training import GradientAccumulation
     return training(task, GradientAccumulation(k*task.batches.bs))
@@ -134,4 +129,4 @@ def by_hand(task, k):
                 opt.zero_grad()
     return train
 
-cases = {f.__name__:f for f in (plain, ours, ours_pieces, ours_cache, ours_schedule, ours_noise, fastai, fastxtend, lightning, accelerate, by_hand)}
+cases = {f.__name__:f for f in (plain, ours, ours_pieces, ours_cache, ours_schedule, fastai, fastxtend, lightning, accelerate, by_hand)}

@@ -3,9 +3,9 @@ from statistics import median
 
 labels = dict(plain='Learner, no accumulation', ours='GradientAccumulation', ours_pieces='with micro_batch_size', ours_cache='GradientCache',
               ours_schedule='GradientAccumulationSchedule',
-              ours_noise='with GradientNoiseScale', fastai="fastai's GradientAccumulation", fastxtend="fastxtend's GradientAccumulation", lightning='Lightning',
+              fastai="fastai's GradientAccumulation", fastxtend="fastxtend's GradientAccumulation", lightning='Lightning',
               accelerate='Accelerate', by_hand='loop by hand')
-colors = dict(ours='#0072B2', ours_pieces='#0072B2', ours_cache='#56B4E9', ours_schedule='#009E73', ours_noise='#CC79A7', fastai='#E69F00', fastxtend='#D55E00')  # all others grey
+colors = dict(ours='#0072B2', ours_pieces='#0072B2', ours_cache='#56B4E9', ours_schedule='#009E73', fastai='#E69F00', fastxtend='#D55E00')  # all others grey
 
 def ratios(results, case, k):
     "Time per micro-batch as a ratio to the plain Learner of the same round, one a round"
@@ -23,12 +23,6 @@ def counted(results, case, name, k=8): return results['counts'][case][str(k)][na
 def shares(results):
     "Percent of a backward pass that the division at the end of a window takes, by number of parameters; one a round"
     return {int(n):[100*a/b for a,b in zip(o['division'], o['backward'])] for n,o in results['division'].items()}
-
-def noise_cost(results):
-    "What it costs to measure the noise scale: time as a ratio to that without it, by number of parameters, and peak memory"
-    times = {int(n):spread([a/b for a,b in zip(o['ours_noise'], o['ours'])]) for n,o in results['stack'].items()}
-    memory = [f'{min(o):.1f} to {max(o):.1f} MB' for case in ('ours', 'ours_noise') for o in [results['memory'][case].values()]]
-    return '\n'.join([*(f'{n:9,} parameters: {o} of the time without' for n,o in times.items()), 'peak memory: {} without, {} with'.format(*memory)])
 
 def pieces_cost(results):
     "Time of a micro-batch that is split from the loader's batch, as a ratio to one from the loader, which collates both; one a round"

@@ -14,9 +14,8 @@ from .loader import *
 from .fit import *
 
 # %% auto #0
-__all__ = ['window_loggers', 'StandIn', 'WindowLogger', 'record', 'recorded', 'RecorderWindows', 'plot_sizes', 'StepsLogger',
-           'LRFinderWindows', 'ShowGraphWindows', 'PositionWindows', 'WandbWindows', 'TensorBoardWindows',
-           'log_windows', 'mend_wandb']
+__all__ = ['window_loggers', 'StandIn', 'WindowLogger', 'RecorderWindows', 'plot_sizes', 'StepsLogger', 'LRFinderWindows',
+           'ShowGraphWindows', 'PositionWindows', 'WandbWindows', 'TensorBoardWindows', 'log_windows', 'mend_wandb']
 
 # %% ../nbs/source/10_logging.ipynb #09873443
 class StandIn(partial):
@@ -48,22 +47,12 @@ class WindowLogger:
             with replaced(learn, 'loss', window.mean_loss if window.n_micro else learn.loss): self.log()
     def measured(self)->dict[str,Real]:
         "Other values to log for the window, by name"
-        return {'accumulation_batch_size':self.accum.window.samples, **self.accum.window.measured}
+        return {'accumulation_batch_size':self.accum.window.samples}
     def log(self):
         "Log the window; `learn.loss` is its mean loss"
         self.original('after_batch')
 
 # %% ../nbs/source/10_logging.ipynb #cb8c0814
-def record(recorder:Recorder, name:str, value):
-    "Append `value` of a window to the list `name`, which is of the same fit as `recorder.losses`"
-    vars(recorder)[name].append(value)
-    recorder.recorded_with = recorder.losses
-
-def recorded(recorder:Recorder, name:str)->list:
-    "What `record` has recorded in the last fit, which began with a new list of losses; else an empty list"
-    own = vars(recorder)
-    return own.get(name, []) if own.get('recorded_with') is own.get('losses') else []
-
 class RecorderWindows(WindowLogger):
     "Records windows; training metrics see every sample"
     events = 'after_batch','after_train'
@@ -78,7 +67,8 @@ class RecorderWindows(WindowLogger):
         super().after_batch()
     def log(self):
         with replaced(self.cb, 'train_metrics', False) if self.has_metrics else nullcontext(): super().log()
-        record(self.cb, 'accum_bs', self.accum.window.samples)
+        self.cb.accum_bs.append(self.accum.window.samples)
+        self.cb.accum_bs_of = self.cb.losses  # each fit begins a new list of these
     def after_train(self):
         self.original('after_train')
         cb,now = self.cb,self.accum.now
@@ -98,7 +88,8 @@ def plot_accum_bs(self:Recorder,
     ax:plt.Axes|None=None, # Axes to draw on; None: new ones
 ):
     "Plot the samples of each optimizer step of the last fit; returns the axes, raises ValueError if none were recorded"
-    if sizes := recorded(self, 'accum_bs'): return plot_sizes(sizes, range(len(sizes)+1), 'optimizer steps', ax)
+    if (sizes := vars(self).get('accum_bs')) and self.accum_bs_of is self.losses:  # not those of a fit before
+        return plot_sizes(sizes, range(len(sizes)+1), 'optimizer steps', ax)
     raise ValueError("this Recorder has no batch sizes: fit with GradientAccumulation or "
                      "GradientAccumulationSchedule first, with log_accum_batch=True")
 

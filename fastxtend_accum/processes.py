@@ -41,11 +41,11 @@ def all_reduce(model:nn.Module, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
     dist.all_reduce(o, op, group=getattr(model, 'process_group', None))
     return o
 
-def agree(learn:Learner, value:Real|tuple, op=dist.ReduceOp.MAX):
-    "`value`, or each of several, combined over all processes, which so come to the same decisions"
+def agree(learn:Learner, value:Real, op=dist.ReduceOp.MAX)->Real:
+    "`value`, combined over all processes, which so come to the same decisions"
     if n_processes(learn) == 1: return value
     value = torch.tensor(value, dtype=torch.float64, device=next(learn.model.parameters()).device)
-    return all_reduce(learn.model, value, op).tolist()
+    return all_reduce(learn.model, value, op).item()
 
 # %% ../nbs/source/05_processes.ipynb #b7f9ddbb
 class Processes:

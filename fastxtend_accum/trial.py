@@ -67,8 +67,7 @@ class Snapshot:
         self.undo = [partial(set_random_states, **get_random_states()), saved_autocast()]
         self.save(learn)
     def __enter__(self): return self
-    def __exit__(self, *args): self.restore()
-    def restore(self):
+    def __exit__(self, *args):
         for f in self.undo: f()
 
     def save(self, o):
@@ -110,7 +109,7 @@ def saved_autocast()->Callable:
 # %% ../nbs/source/07_trial.ipynb #8be31a6a
 bystanders = {'Recorder','ParamScheduler','LRFinder','ProgressCallback','ShowGraphCallback','ShowGraph','CSVLogger',
               'SkipToEpoch','TrackerCallback','WandbCallback','TensorBoardCallback','CometCallback','AzureMLCallback',
-              'GradientNoiseScale','GradientAccumulation'}
+              'GradientAccumulation'}
 
 def takes_part(cb:Callback)->bool:
     "Whether `cb` may change what a pass computes: not those that accumulate, log, track or schedule"
@@ -118,9 +117,9 @@ def takes_part(cb:Callback)->bool:
 
 @contextmanager
 def trial(learn:Learner, keep:Callable=takes_part, weights:bool=True):
-    "`learn` trains in silence with those callbacks that `keep(cb)`; afterwards it is as it was. Yields its `Snapshot`"
+    "`learn` trains in silence with those callbacks that `keep(cb)`; afterwards it is as it was"
     with (replaced(learn, 'cbs', learn.cbs.filter(keep)), replaced(learn, 'lr_finder', True), learn.no_logging(),
-          Snapshot(learn, weights) as state): yield state
+          Snapshot(learn, weights)): yield
 
 def clock()->float:
     "Seconds, once a GPU has done all it was asked to"

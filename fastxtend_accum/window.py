@@ -32,7 +32,6 @@ class Window:
         self.size,self.result,self.micro = size,None,None
         self.n_micro,self.samples,self.items,self.loss_sum,self.unit = 0,0,None,None,None
         self.losses = []  # loss and weight of each piece of the present batch, if batches are split
-        self.measured = {}  # what other callbacks let the loggers log for this window
         self.sums = None  # of gradients in float32, by `add_in_float32`
 
     def finish(self, result:str):

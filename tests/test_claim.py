@@ -361,7 +361,7 @@ def test_a_fit_after_an_interrupt_compares_its_own():
     learn.loss_func = CrossEntropyLossFlat(axis=1)
     assert said(learn) == [] and learn.gradient_accumulation.now is None
 
-trials = {'lr_find':lambda learn: learn.lr_find(num_it=12, show_plot=False), 'bs_find':lambda learn: learn.bs_find(show_plot=False),
+trials = {'lr_find':lambda learn: learn.lr_find(num_it=12, show_plot=False),
           'micro_bs_find':lambda learn: learn.micro_bs_find()}
 
 @pytest.mark.parametrize('trial', trials)

@@ -166,12 +166,6 @@ def test_gradient_clip_acts_on_the_mean():
     learn = fit(half_learner(8, [GradientAccumulation(32), GradientClip(.01), KeepGrads()]), 1)
     assert [o.norm().item() for o in learn.keep_grads.grads] == pytest.approx([.01]*3, rel=.02)
 
-def test_noise_scale_sees_the_micro_batches():
-    a,b = (fit(make_learner(8, m=model().to(o), loss_func=loss_func, cbs=[GradientAccumulation(32), GradientNoiseScale()]), 3, .01) for o in (torch.float64, torch.bfloat16))
-    a,b = (learn.gradient_noise_scale.averages for learn in (a, b))
-    assert a.windows == b.windows == 9
-    assert b.noise == pytest.approx(a.noise, rel=.02) and b.signal == pytest.approx(a.signal, rel=.1)
-
 class Strike(Callback):
     "Raises `exc` at the `nth` time that `event` comes in training"
     run_valid = False

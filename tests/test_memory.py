@@ -92,11 +92,6 @@ def test_a_schedule_over_pieces():
         assert_same(split.recorder.lrs, whole.recorder.lrs)
         assert_same(weights(split), weights(whole), ROUNDING)
 
-def test_noise_scale_of_pieces():
-    "The pieces of one loader batch are enough to measure it"
-    a,b = (fit(make_learner(bs, cbs=[GradientAccumulation(32, micro_batch_size=m), GradientNoiseScale()]), 2) for bs,m in ((8, None), (32, 8)))
-    assert_same(torch.tensor([o[1:3] for o in a.recorder.noise_scale]), torch.tensor([o[1:3] for o in b.recorder.noise_scale]), 1e-5)
-
 @pytest.mark.parametrize('remainder', ['step', 'carry', 'drop'])
 def test_remainders_of_pieces(remainder):
     "88 samples in batches of 32, in windows of 64 and pieces of 8; a window ends with a batch of the DataLoader"

@@ -5,7 +5,6 @@ import pytest
 
 from common import *
 from fastxtend_accum.processes import check_wrapped
-from test_noise import by_hand, plain_gradient
 
 here = Path(__file__).parent
 launchers = {'torchrun':'torch.distributed.run', 'accelerate launch':'accelerate.commands.launch'}  # the modules behind the programs
@@ -149,36 +148,6 @@ def test_schedule(world):
     steps = together(windows(96//n, 4, size, 'step', 2), shares)
     assert {len(idxs) for idxs,_ in steps} >= {4*n, 8*n, 12*n}
     check(world, 'scheduled', steps)
-
-def test_noise_scale_of_all_micro_batches(world):
-    "Each window's, from the micro-batches of all processes, some short: by a plain backward pass each"
-    n,results = world
-    shares,m,(x,y) = dealt(30*n, n),model(),data(30*n)
-    opt,expected = sgd(m.parameters()),[]
-    for idxs,_ in windows(30, 4, 12, 'step', 2):
-        micro = [[share[i] for i in idxs[k:k+4]] for share in shares for k in range(0, len(idxs), 4)]
-        expected.append(by_hand([plain_gradient(m, ((m(x[o])-y[o])**2).mean()) for o in micro], list(map(len, micro)), len(idxs)*n))
-        opt.zero_grad()
-        o = sum(micro, [])
-        ((m(x[o])-y[o])**2).mean().backward()
-        opt.step()
-    for res in results:
-        found = res['noise']['noise_scale']
-        assert found == results[0]['noise']['noise_scale'] and [o[3] for o in found] == list(range(1, 7))
-        assert_same([o[1:3] for o in found], expected, 1e-4)  # float32
-    assert 'cannot see the whole gradients of a sharded' in results[0]['noise_sharded']
-
-@pytest.mark.parametrize('name', ['bs_find','bs_find_by_hand'])
-def test_batch_sizes_are_found_together(world, name):
-    "All find the same: by sizes over all processes the times of the slowest, for which the others wait, and a step with the half second that it takes to synchronize"
-    n,results = world
-    for res in results:
-        assert res[name] == results[0][name] and res[name]['unchanged'] and res[name]['kept'] == 0
-    fastest,micro_bs,noise_scale,time,_ = results[0][name]['found']
-    batch,step,*_ = results[0][name]['costs']
-    assert list(batch) == [8*n, 4*n, 2*n]
-    assert_same([*batch.values(), step], [*(.001*o*n for o in (8, 4, 2)), .5], 1e-6)
-    assert list(time) == [o*n for o in (2, 4, 8, 16, 32, 64, 128)] and noise_scale > 0 and micro_bs == 8 and fastest > 8*n
 
 @pytest.mark.parametrize('name', ['sums','tokens_ignored','tokens_weighted'])
 def test_every_item_counts_the_same(world, name):

@@ -8,7 +8,7 @@ from common import *
 from fastxtend_accum.demo import Activations
 from fastxtend_accum.memory import NothingFits
 
-PAGE = root/'nbs/guides/10_resume.ipynb'
+PAGE = root/'nbs/guides/09_resume.ipynb'
 KILLED = 3  # the epoch that does not end
 
 # Each fit runs in a process of its own; `resumed` and the like have another seed than the run that was killed

@@ -179,15 +179,12 @@ def test_no_record_no_plot():
 
 def test_no_fit_no_plot():
     rec = make_learner(8, cbs=GradientAccumulation(16)).recorder
-    for plot,words in (rec.plot_accum_bs, 'has no batch sizes: fit'), (rec.plot_noise_scale, 'nothing was measured'):
-        with pytest.raises(ValueError, match=words): plot()
+    with pytest.raises(ValueError, match='has no batch sizes: fit'): rec.plot_accum_bs()
 
 def test_an_earlier_fit_is_not_plotted():
     "The last fit, without the callback, has recorded nothing"
-    learn = fit(make_learner(8, cbs=[GradientAccumulation(32), GradientNoiseScale()]), 1)
+    learn = fit(make_learner(8, cbs=GradientAccumulation(32)), 1)
     learn.recorder.plot_accum_bs()
-    learn.recorder.plot_noise_scale()
-    learn.remove_cbs(learn.cbs.filter(lambda o: isinstance(o, (GradientAccumulation,GradientNoiseScale))))
+    learn.remove_cb(GradientAccumulation)
     fit(learn, 1)
-    for plot in learn.recorder.plot_accum_bs,learn.recorder.plot_noise_scale:
-        with pytest.raises(ValueError): plot()
+    with pytest.raises(ValueError): learn.recorder.plot_accum_bs()

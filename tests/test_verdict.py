@@ -85,7 +85,7 @@ def test_silence(capsys):
 def test_trials_print_nothing(capsys):
     learn = make_learner(8, n=400, cbs=accum(32))
     with learn.no_bar(): learn.lr_find(show_plot=False)
-    learn.bs_find(show_plot=False)
+    learn.micro_bs_find()
     assert ' = 4 x 8' not in capsys.readouterr().out
     fit_aloud(learn, 1)
     assert capsys.readouterr().out.startswith('32 = 4 x 8')

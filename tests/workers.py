@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import *
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
-from fastxtend_accum.bs_find import suggest
 from fastxtend_accum.cache import GradientCache
 from fastxtend_accum.checkpointing import ActivationCheckpointing
 from fastxtend_accum.demo import Activations
@@ -86,13 +85,6 @@ def fit_small(accum, cbs=(), n=96, bs=4, **kwargs):
 W = num_distrib()
 cases = {}
 def case(f): cases[f.__name__] = f; return f
-
-@case
-def noise():
-    "With ragged micro-batches; the weights stay where they are"
-    learn = make_learner(4, n=30*W, cbs=[GradientAccumulation(12*W), GradientNoiseScale(1e-9)])
-    res = train(learn)
-    return res | dict(noise_scale=[tuple(o) for o in learn.recorder.noise_scale])
 
 @case
 def constant(): return fit_small(GradientAccumulation(16*W))
@@ -203,39 +195,6 @@ def fit_sharded(**kwargs):
     return dict(res, weights=torch.cat([p.full_tensor().detach().flatten() for p in m.parameters()]))
 @case
 def sharded(): return fit_sharded()
-class Sync(Callback):
-    "A gradient that is synchronized takes half a second, on the clock of the test"
-    now = 0.
-    def before_backward(self):
-        Sync.now += .001*len(self.learn.y)*(1+rank_distrib())
-        if self.learn.model.require_backward_grad_sync: Sync.now += .5
-
-def find_bs(learn, context=contextlib.nullcontext):
-    "What `bs_find` says, what it has measured, and whether all is as it was"
-    before,loaders,costs = weights(learn),list(learn.dls.loaders),[]
-    learn.add_cb(Sync())
-    with unittest.mock.patch.multiple('fastxtend_accum.bs_find', clock=lambda: Sync.now, suggest=lambda o, *args: costs.append(o) or suggest(o, *args)), quiet(learn), context():
-        learn.fit(1, 0.)
-        models = getattr(learn, 'distributed_trainer', None) and learn.distributed_trainer.accelerator._models
-        wrapped = len(models or [])
-        found = learn.bs_find(.01, show_plot=False)
-        kept = len(models or [])-wrapped
-    return dict(found=tuple(found), costs=tuple(costs[0]), unchanged=bool((weights(learn) == before).all()) and learn.dls.loaders == loaders, kept=kept)
-@case
-def bs_find():
-    learn = make_learner(8, n=512*W, cbs=GradientAccumulation(16*W))
-    return find_bs(learn, partial(learn.distrib_ctx, cpu=True))
-@case
-def bs_find_by_hand():
-    "A model that its user has wrapped"
-    learn = make_learner(8, n=512*W, m=DistributedDataParallel(model(), static_graph=True))
-    learn.dls.loaders = [DistributedDL(dl) for dl in learn.dls.loaders]
-    return find_bs(learn)
-@case
-def noise_sharded():
-    learn = make_learner(4, m=fully_shard(model(), mesh=init_device_mesh('cpu', (W,))), cbs=[GradientAccumulation(16*W), GradientNoiseScale()])
-    try: fit(learn, 1)
-    except ValueError as e: return str(e)
 def spread(pred, targ): return ((pred-pred.mean(0))**2).mean().float() + mse(pred, targ)  # compares the samples of a process
 @case
 def whole_batch(): return train(make_learner(16, loss_func=spread))
