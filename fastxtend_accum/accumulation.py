@@ -19,6 +19,7 @@ from .processes import *
 from .losses import *
 from .fit import *
 from .logging import *
+from .trial import *
 from .memory import *
 from .pieces import *
 from .loop import *
@@ -445,3 +446,12 @@ def start_over(self:GradientAccumulation)->int:
 def cancelled(self:GradientAccumulation):
     "Leave out the whole batch, and not only a piece; with the window, if that has pieces of it"
     if self.window.losses or not self.window.n_micro: self.start_over()
+
+# %% ../nbs/source/15_accumulation.ipynb #249c21df
+@patch
+def micro_bs_find(self:Learner)->int:
+    "The largest of the DataLoader's batch size, a half, a quarter ... that fits in memory; leaves the Learner as it is"
+    accum = GradientAccumulation(micro_batch_size='auto')
+    def stop(_): raise CancelFitException
+    with trial(self): self.fit(1, cbs=[accum, Callback(before_step=stop)])
+    return accum.micro_bs

@@ -20,7 +20,7 @@ from .hidden_state import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['evaluate', 'Loop', 'train_on', 'check_loop', 'is_compiled', 'LoopCallback', 'MicroBatchFinder']
+__all__ = ['evaluate', 'Loop', 'train_on', 'check_loop', 'is_compiled', 'LoopCallback']
 
 # %% ../nbs/source/13_loop.ipynb #7efc415f
 def evaluate(learn:Learner, cbs:list=(), model:nn.Module|None=None):
@@ -223,20 +223,3 @@ def forward_context(self:LoopCallback):
         pieces.begin(pieces.parts)
         return pieces.run(run, most).joined()
     return replaced(module, 'forward', pieces_forward)
-
-# %% ../nbs/source/13_loop.ipynb #249c21df
-class MicroBatchFinder(LoopCallback):
-    "Ends a fit at its first batch, with the largest micro-batch size that fits"
-    order,searches,splits,splits_loss = 99,True,False,True
-    def before_train(self): self.join_loop()
-    def find_size(self, loop:Loop, inputs:Inputs):
-        self.size = size_that_fits(self.learn, partial(train_on, loop, inputs), inputs.n)
-        raise CancelFitException
-
-@patch
-def micro_bs_find(self:Learner)->int:
-    "The largest of the DataLoader's batch size, a half, a quarter ... that fits in memory; leaves the Learner as it is"
-    finder = MicroBatchFinder()
-    with trial(self):
-        self.fit(1, cbs=finder)
-    return finder.size
