@@ -163,6 +163,8 @@ def diff_faults(cells):
 def reading_faults(cells, width=45):
     "Links that nbdev would link again, code that a phone cuts off where the page opens or that does not run, and a way on that Quarto shows already"
     yield from diff_faults(cells)
+    for text in prose(cells):  # pandoc takes a table or a list that follows a paragraph's line for more of the paragraph
+        for o in re.findall(r'^(?![|\s>#-]|\d+\. |:::).*\n(?=(?:\||- ).*)', text, re.M): yield f'an empty line is missing after: {o.strip()[-60:]}'
     for text in prose(cells):
         for o in re.findall(r'\[[^\]\[]*`[^\]\[]*\]\([^)]*\)', text): yield f'{o}: leave the backticks out of the text of a link'
         for o in re.findall(r'^Next: .*', text, re.M): yield f'{o[:60]}: leave the next page to the navigation'

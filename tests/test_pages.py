@@ -249,6 +249,7 @@ def test_links_start_from_the_folder_of_the_page():
 
 @pytest.mark.parametrize('text,n', {
     'A [link](a.ipynb).': 0, 'A [`link`](a.ipynb).': 1, 'A [`link` of code](a.ipynb).': 1, 'In code: `[`x`](y)`.': 1, 'Next: [b](b.ipynb)': 1,
+    'A table:\n\n| a |\n|---|': 0, 'A table:\n| a |\n|---|': 1, 'A list:\n\n- a\n  b\n- c': 0, 'A list:\n- a': 1,
     'What to do next: read.': 0, f"```python\n{'x'*45}\n```": 0, f"```python\n{'x'*46}\n```": 1, f"```python\nx\n```\n```\n{'x'*46}\n```": 0}.items())
 def test_reading_faults(text, n): assert len(list(reading_faults([title_cell, md(text)]))) == n
 
