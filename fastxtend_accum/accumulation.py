@@ -32,7 +32,7 @@ __all__ = ['no_items', 'nonfinite', 'GradientAccumulation', 'FitState', 'scales_
 class GradientAccumulation(LoopCallback):
     "Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size"
     order,scale,splits_loss = MixedPrecision.order-4,None,True
-    opt_steps = property(attrgetter('window.steps'))
+    opt_steps = property(lambda self: self.window.results['stepped'])
     micro_bs = property(lambda self: self.fitting.rows if self.fitting.size == sys.maxsize else self.fitting.size)
     after_pred = before_backward = before_step = after_batch = noop  # else looked up in Learner and model each time
     training = property(attrgetter('learn.training'))
@@ -358,7 +358,7 @@ def after_epoch(self:GradientAccumulation):
     learn,now = self.learn,self.now
     if not now or learn.epoch < learn.n_epoch-1: return
     if not (self.num_items or is_trial(learn)) and (unknown := now.loss_check.at_end()): warn(unknown)
-    if now.has_targets and now.at_end != 'step' and not self.window.n_finished:
+    if now.has_targets and now.at_end != 'step' and not self.window.results:
         warn(f"no optimizer step was taken in this fit: its {learn.train_iter} micro-batches did not fill a window of "
              f"{self.size_at(0.)} samples; use a smaller accum_bs or remainder='step', not {now.at_end!r}")
 

@@ -14,8 +14,8 @@ from .loader import *
 from .fit import *
 
 # %% auto #0
-__all__ = ['window_loggers', 'StandIn', 'WindowLogger', 'RecorderWindows', 'plot_sizes', 'StepsLogger', 'LRFinderWindows',
-           'ShowGraphWindows', 'PositionWindows', 'WandbWindows', 'TensorBoardWindows', 'log_windows', 'mend_wandb']
+__all__ = ['window_loggers', 'StandIn', 'WindowLogger', 'RecorderWindows', 'plot_sizes', 'LRFinderWindows', 'ShowGraphWindows',
+           'PositionWindows', 'WandbWindows', 'TensorBoardWindows', 'log_windows', 'mend_wandb']
 
 # %% ../nbs/source/10_logging.ipynb #09873443
 class StandIn(partial):
@@ -37,8 +37,8 @@ class WindowLogger:
             stand_in.method = self.cb,event
             stack.enter_context(replaced(self.cb, event, stand_in))
     def original(self, event:str):
-        "What the logger itself does at `event`"
-        getattr(type(self.cb), event)(self.cb)
+        "What the logger itself does at `event`; `learn.train_iter` counts windows for it"
+        with replaced(self.cb.learn, 'train_iter', self.accum.window.n_logged): getattr(type(self.cb), event)(self.cb)
     def after_batch(self):
         "In training, wait for the end of the window, then log it as one batch"
         learn,window = self.cb.learn,self.accum.window
@@ -94,12 +94,7 @@ def plot_accum_bs(self:Recorder,
                      "GradientAccumulationSchedule first, with log_accum_batch=True")
 
 # %% ../nbs/source/10_logging.ipynb #114ae66a
-class StepsLogger(WindowLogger):
-    "For a logger that reads `learn.train_iter`, where it finds the number of recorded windows"
-    def original(self, event):
-        with replaced(self.cb.learn, 'train_iter', len(self.cb.recorder.losses)): super().original(event)
-
-class LRFinderWindows(StepsLogger):
+class LRFinderWindows(WindowLogger):
     "The learning rate finder counts optimizer steps"
     events = 'before_batch','after_batch'
     def attach(self, stack):
@@ -111,7 +106,7 @@ class LRFinderWindows(StepsLogger):
         learn.n_epoch = int(self.cb.num_it/n_windows) + 1
         if accum.num_items or accum.skip_nonfinite: learn.n_epoch *= 2  # windows may be dropped
 
-class ShowGraphWindows(StepsLogger):
+class ShowGraphWindows(WindowLogger):
     "Plots the validation losses at optimizer steps, as the training losses"
     events = 'after_train','after_epoch'
     def after_epoch(self):
@@ -138,12 +133,13 @@ class WandbWindows(WindowLogger):
         wandb.log(self.measured(), step=cb._wandb_step)
 
 class TensorBoardWindows(WindowLogger):
-    "One TensorBoard point per window"
+    "One TensorBoard point per window, over the optimizer steps"
+    events = 'after_batch','after_epoch'
     def after_batch(self):
         if self.cb.learn.training: super().after_batch()
     def log(self):
         super().log()
-        for name,value in self.measured().items(): self.cb.writer.add_scalar(name, value, self.cb.learn.train_iter)
+        for name,value in self.measured().items(): self.cb.writer.add_scalar(name, value, self.accum.window.n_logged)
 
 # %% ../nbs/source/10_logging.ipynb #47be29d3
 window_loggers = dict(

@@ -62,7 +62,7 @@ class Processes:
     def before_forward(self, window:Window):
         "Keep DDP from averaging in mid-window, or ever if sums are in float32; check the model"
         model,in_float32 = self.learn.model,window.sums is not None
-        is_first = not (window.n_micro or window.n_finished)
+        is_first = not (window.n_micro or window.results)
         if is_first or in_float32: check_wrapped(model, self.learn.opt, in_float32)
         if isinstance(model, DistributedDataParallel):
             averages = window.micro.ends_window and not in_float32

@@ -24,7 +24,7 @@ class MicroBatch:
 class Window:
     "The micro-batches of one optimizer step: `micro` is the present one, the others are in the sums"
     def __init__(self, n_processes:int=1):
-        self.n_processes,self.steps,self.n_finished = n_processes,0,0  # steps and finished windows in this fit
+        self.n_processes,self.results = n_processes,Counter()  # how many windows of this fit have ended in which way
         self.open()
 
     def open(self, size:int=0):
@@ -36,12 +36,12 @@ class Window:
 
     def finish(self, result:str):
         self.result,self.sums = result,None
-        self.n_finished += 1
-        self.steps += result == 'stepped'
+        self.results[result] += 1
 
     is_filling = property(lambda self: self.result is None and self.n_micro > 0)
     is_full = property(lambda self: self.micro is not None and self.micro.counted and self.micro.ends_window)
     is_logged = property(lambda self: self.result in ('stepped', 'skipped'))
+    n_logged = property(lambda self: self.results['stepped']+self.results['skipped'])
     is_sum = property(lambda self: self.items is None)  # of losses that sum
     total_weight = property(lambda self: 1 if self.is_sum else self.items/self.unit)
     mean_loss = property(lambda self: self.loss_sum if self.total_weight == 1 else self.loss_sum/self.total_weight)

@@ -31,7 +31,7 @@ def assert_equal(small, big):
     assert_same(losses(small), losses(big), FLOAT32)
     assert_same(floats(small.recorder.values), floats(big.recorder.values), FLOAT32)
     for k,v in getattr(big.recorder, 'hps', {}).items(): assert_same(torch.tensor(np.array(small.recorder.hps[k])), torch.tensor(np.array(v)))
-    assert small.gradient_accumulation.opt_steps == small.gradient_accumulation.window.n_finished
+    assert small.gradient_accumulation.opt_steps == small.gradient_accumulation.window.results.total()
 
 def test_the_default_follows_the_loader():
     "1,000 samples in batches of 32 are 31 batches, or 32 of which the last is short"
