@@ -137,7 +137,7 @@ class ActivationCheckpointing(LoopCallback):
         check_flags(offload=offload)
         if blocks != 'auto': check_callable('blocks', blocks, "a function of the model, or 'auto'")
         store_attr()
-        self.fitting,self.order_of_blocks = FittingSize(),[]
+        self.fitting = FittingSize()
 
     def before_fit(self):
         super().before_fit()
@@ -210,42 +210,16 @@ def backward_context(self:ActivationCheckpointing):
 def forward_context(self:ActivationCheckpointing):
     if self.learn.training: return self.backward_context()
 
-# %% ../nbs/source/16_checkpointing.ipynb #31d423ac
-@patch
-def by_bytes(self:ActivationCheckpointing, inputs:Inputs)->list[int]:
-    "The blocks, those first that keep most bytes for the backward pass beside their inputs, on few samples"
-    def storage(o): return o.untyped_storage().data_ptr()
-    weights,sizes = {*map(storage, self.learn.model.parameters())},[0]*len(self.found)
-    def measured(i, forward):
-        def run(*args, **kwargs):
-            kept = {}
-            def keep(t):
-                kept[storage(t)] = t.untyped_storage().nbytes()
-                return t
-            with saved_tensors_hooks(keep, noop): res = forward(*args, **kwargs)
-            sizes[i] += sum(kept[o] for o in kept.keys()-weights-{*map(storage, all_tensors((args, kwargs)))})
-            return res
-        return run
-    inputs.piece(0, min(inputs.n, max(2, inputs.n//8)))
-    groups = [replaced(m, 'forward', o.forward) for m,o in self.groups.items()]
-    blocks = [replaced(m, 'forward', measured(i, m.forward)) for i,m in enumerate(self.found)]
-    with ContextManagers(groups+blocks): evaluate(self.learn, (), inner_model(self.learn.model))
-    return sorted(range(len(sizes)), key=lambda i: -sizes[i])
-
 # %% ../nbs/source/16_checkpointing.ipynb #498127bd
 @patch
 def find_size(self:ActivationCheckpointing, loop:Loop, inputs:Inputs):
     "Find how many blocks have to be recomputed, if it is not known yet for batches like this one"
-    learn,n,most = self.learn,inputs.n,len(self.found)
-    order = [*range(most)]  # outside the callback, since a trial restores what that holds
-    def measure(_): order[:] = self.by_bytes(inputs)
+    learn,n = self.learn,inputs.n
     def try_blocks(k):
         self.fitting.size = k
         train_on(loop, inputs, n)
     def search(at_most, is_new):
-        memory_error(size_that_fits, learn, measure, 0, False, lambda f,n: f(n))  # if it runs out, they stay in order
-        self.order_of_blocks = order
-        return size_that_fits(learn, try_blocks, most, is_new, partial(smallest_that_runs, least=self.least))
+        return size_that_fits(learn, try_blocks, len(self.found), is_new, partial(smallest_that_runs, least=self.least))
     if self.fitting.update(learn, (*inputs.xb, *inputs.yb), n, search, has_pieces=False):
         tell(learn, f"blocks='auto': each batch of {n} {self.how(n)}")
 
@@ -253,7 +227,7 @@ def find_size(self:ActivationCheckpointing, loop:Loop, inputs:Inputs):
 @patch
 def used(self:ActivationCheckpointing)->list[nn.Module]:
     "The blocks that are recomputed"
-    return [self.found[i] for i in self.order_of_blocks[:self.fitting.size]] if self.searches else self.found
+    return self.found[:self.fitting.size] if self.searches else self.found
 
 @patch
 def how(self:ActivationCheckpointing, n:int)->str:
