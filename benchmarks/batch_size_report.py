@@ -1,6 +1,6 @@
 "What the figures of `batch_size.json` say: tables and a picture for the page \"Evidence\""
 from dataclasses import dataclass
-from statistics import mean
+from statistics import mean, stdev
 
 names = dict(digits='digits, SGD', text='docstrings, Adam', table='table, Adam', shapes='shapes, SGD',
              pixels='pixels, Adam', photos='photos, SGD', topics='topics, Adam', friedman='friedman, SGD')
@@ -67,6 +67,13 @@ def found_and_always(results):
 def removed_table(results):
     rows = [(how, *[f'{mean(o):.2f} ({max(o):.2f})' for o in halves]) for how,halves in found_and_always(results).items()]
     return table(rows, 'batch size', 'first four tasks', 'other four')
+
+def seesaw_losses(runs, way): return [mean(o[way][0]) for o in runs.values()]
+
+def seesaw_table(runs):
+    "The loss of each task with a cosine, with `seesaw` of it, and in constant batches of as many steps"
+    def cell(losses, k, steps): return f'{mean(losses):.3f} ± {stdev(losses)/len(losses)**.5:.3f} ({steps})'
+    return table([(names[k], *[cell(*o) for o in ways.values()]) for k,ways in runs.items()], 'task (steps)', 'cosine', 'seesaw', 'constant batch')
 
 def time_picture(results):
     "Time to the target against the batch size"

@@ -1,9 +1,10 @@
 """Does `seesaw` pay? `python -m benchmarks.seesaw` trains the four tasks with Adam of `batch_size`, six epochs each: with a cosine in batches of 16,
-with `seesaw` of that cosine (16 to 128), and with a cosine in constant batches that take as many optimizer steps as `seesaw`.
+with `seesaw` of that cosine (16 to 128), and with a cosine in constant batches that take as many optimizer steps as `seesaw`. It writes
+`seesaw.json` beside this file, in a quarter of an hour on two cores.
 
 Each has its best learning rate of five, by the mean validation loss over three seeds; the losses shown are of four other seeds.
 The rule, set before the first run: `seesaw` stays only if its loss is below that of the constant batches on at least three of the four tasks."""
-import json, sys
+import json
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -13,6 +14,7 @@ from fastxtend_accum.all import *
 
 from .batch_size import tasks
 
+file = Path(__file__).with_suffix('.json')
 EPOCHS,START,END,FACTORS = 6,16,128,(.5, 1, 2, 4, 8)
 
 def fit(task, lr, bs, final, seed):
@@ -21,7 +23,7 @@ def fit(task, lr, bs, final, seed):
     accum = GradientAccumulationSchedule(**seesaw(cos, bs, final), remainder='carry', verbose=False) if final else None
     learn = task.learner(bs, L(ParamScheduler({'lr':cos}), accum).filter(), seed)
     with learn.no_bar(), learn.no_logging(): learn.fit(EPOCHS, lr)
-    return learn.validate()[0],len(learn.recorder.losses)
+    return learn.recorder.values[-1][1],len(learn.recorder.losses)
 
 def best(task, bs, final):
     "Losses of four seeds with the best learning rate, that rate as a multiple of the task's, and the steps"
@@ -40,7 +42,5 @@ def measure(name):
 
 if __name__ == '__main__':
     names = [k for k,o in tasks.items() if not o.sgd]
-    with ProcessPoolExecutor(2, mp_context=get_context('spawn')) as pool:
-        for name,res in pool.map(measure, names):
-            for way,(losses,k,steps) in res.items():
-                print(f'| {name} | {way} | {steps} | {np.mean(losses):.4f} ± {np.std(losses, ddof=1)/2:.4f} | {k} |', flush=True)
+    with ProcessPoolExecutor(2, mp_context=get_context('spawn')) as pool: results = dict(o.result() for o in [pool.submit(measure, o) for o in names])
+    file.write_text(json.dumps(results, indent=1)+'\n')

@@ -19,7 +19,7 @@ from .accumulation import *
 
 # %% auto #0
 __all__ = ['Numeric', 'fraction_of_fit', 'check_order', 'check_schedule', 'GradientAccumulationSchedule', 'linear_scale',
-           'sqrt_scale', 'half_life_scale', 'SchedSteps', 'SeesawSchedule', 'seesaw']
+           'sqrt_scale', 'half_life_scale', 'SchedSteps', 'seesaw']
 
 # %% ../nbs/source/19_schedule.ipynb #6c0be3df
 Numeric = int|float
@@ -189,35 +189,30 @@ def SchedSteps(
 def _size_after(points, sizes, start, end): return lambda pos: sizes[np.searchsorted(points, pos+_tiny, 'right')-1]
 
 # %% ../nbs/source/19_schedule.ipynb #73c80913
-class SeesawSchedule:
-    "A batch that grows as `lr_sched` falls, `growth` times at most, and `lr`, the milder learning rate beside it"
-    def __init__(self, lr_sched, growth):
-        self.lr_sched,self.growth,at = lr_sched,growth,np.linspace(0, 1, 1001)
-        lrs = np.array([float(lr_sched(o)) for o in at])
-        self.top,self.at_top = lrs.max(),at[lrs == lrs.max()].max(initial=0)
-        if not (lrs.min() >= 0 and 0 < self.top < math.inf):
-            raise ValueError(f"lr_sched must return learning rates, 0 or more, not {lrs.min()} to {self.top}")
-    def ratio(self, pos:float)->float:
-        "How many times larger the batch is at `pos`: as many times as the scheduled rate has fallen"
-        lr = self.lr_sched(pos) if pos > self.at_top else self.top
-        return min(self.growth, max(1., self.top/lr)) if lr else self.growth
-    def lr(self, pos:float)->float: return float(self.lr_sched(pos)*self.ratio(pos)**0.5)
-    def __call__(self, start, end): return lambda pos: start*self.ratio(pos)
-
 def seesaw(
-    lr_sched:Callable, # Learning rate at `pos`, 0 to 1 of training, such as `SchedCos(1e-2, 0)`
+    lr_sched:Callable, # Learning rate at `pos`, 0 to 1 of training, such as `SchedCos(1e-2, 0)`; train with it, too
     start_accum_bs:int, # Samples in a window up to the peak of the learning rate
     final_accum_bs:int, # The most samples in a window
-)->dict: # Arguments for `GradientAccumulationSchedule`; `lr` of their `schedule` is for ParamScheduler
+)->dict: # Arguments for `GradientAccumulationSchedule`
     "Replace half of each cut of the learning rate by a larger batch; raises ValueError if the rate falls too little"
     check_size('start_accum_bs', start_accum_bs)
     check_size('final_accum_bs', final_accum_bs)
     if final_accum_bs < start_accum_bs:
         raise ValueError(f"final_accum_bs={final_accum_bs} is less than start_accum_bs={start_accum_bs}: "
                          "seesaw's batch grows")
-    schedule = SeesawSchedule(lr_sched, final_accum_bs/start_accum_bs)
-    if (falls := schedule.ratio(1.)) < schedule.growth:
-        most = int(start_accum_bs*falls)
-        raise ValueError(f"the learning rate falls only by a factor of {falls:.3g}, which takes the batch to {most}: "
-                         f"use a final_accum_bs of at most {most}, not {final_accum_bs}")
-    return dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs, start=0, finish=1., schedule=schedule)
+    lrs = {o:float(lr_sched(o)) for o in np.linspace(0, 1, 1001)}
+    least,top = np.min([*lrs.values()]),np.max([*lrs.values()])
+    if not (least >= 0 and 0 < top < math.inf):
+        raise ValueError(f"lr_sched must return learning rates, 0 or more, not {least} to {top}")
+    schedule = partial(_size_as_lr_falls, lr_sched, top, max(o for o,lr in lrs.items() if lr == top))
+    if (most := int(schedule(start_accum_bs, final_accum_bs)(1.))) < final_accum_bs:
+        raise ValueError(f"the learning rate falls only by a factor of {top/lrs[1.]:.3g}, which takes the batch to "
+                         f"{most}: use a final_accum_bs of at most {most}, not {final_accum_bs}")
+    return dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs, start=0, finish=1., schedule=schedule,
+                scale={'lr':sqrt_scale})
+
+def _size_as_lr_falls(lr_sched, top, peak, start, end):
+    def size_at(pos):
+        lr = lr_sched(pos) if pos > peak else top
+        return min(end, start*top/lr) if lr else end
+    return size_at

@@ -197,29 +197,32 @@ def test_a_step_in_the_middle_must_fit_the_micro_batch():
 def test_seesaw_of_a_step_schedule_is_the_papers():
     "arXiv 2510.14717: where the rate is cut by a, it is cut by the root of a, and the batch grows by a"
     def cuts(pos): return .1*.5**sum(pos >= o for o in (.25, .5, .75, .9))
-    sched = seesaw(cuts, 16, 64)['schedule']
-    lr,bs = sched.lr,sched(16, 64)
-    at = .1,.3,.6,.8,.95
-    assert [bs(o) for o in at] == [16, 32, 64, 64, 64]
-    assert_same([lr(o) for o in at], [.1, .1/2**.5, .05, .025, .0125], 1e-12)  # at its end, the batch takes no more of it
+    learn = make_learner(16, n=320, cbs=[ParamScheduler({'lr': cuts}), GradientAccumulationSchedule(**seesaw(cuts, 16, 64), remainder='carry')])
+    fit(learn, 8)
+    at = np.cumsum([0, *learn.recorder.accum_bs[:-1]])/(8*320)
+    stages = np.searchsorted([.25, .5, .75, .9], at+1e-6, 'right')
+    assert set(stages) == {*range(5)}
+    assert_same(learn.recorder.accum_bs, [[16, 32, 64, 64, 64][o] for o in stages])
+    assert_same(learn.recorder.lrs, [[.1, .1/2**.5, .05, .025, .0125][o] for o in stages], 1e-12)  # at its end, the batch takes no more of it
 
 def test_seesaw_of_a_cosine():
     cos = SchedCos(.1, 0)
     args = seesaw(cos, 8, 64)
-    lr = args['schedule'].lr
-    learn = make_learner(8, n=128, cbs=[ParamScheduler({'lr': lr}), GradientAccumulationSchedule(**args, remainder='carry')])
+    size_at = args['schedule'](8, 64)
+    for pos in np.linspace(0, .99, 50): assert_same([size_at(pos)], [8*min(8, .1/cos(pos))], 1e-12)
+    learn = make_learner(8, n=128, cbs=[ParamScheduler({'lr': cos}), GradientAccumulationSchedule(**args, remainder='carry')])
     fit(learn, 8)
-    assert_same(learn.recorder.accum_bs, sorted(learn.recorder.accum_bs))
-    assert learn.recorder.accum_bs[0] == 8 and learn.recorder.accum_bs[-1] == 64
-    for pos in np.linspace(0, .99, 50):
-        ratio = min(8, .1/cos(pos))
-        assert_same([lr(pos), args['schedule'](8, 64)(pos)], [cos(pos)*ratio**.5, 8*ratio], 1e-12)
+    sizes = learn.recorder.accum_bs
+    assert_same(sizes, sorted(sizes))
+    assert sizes[0] == 8 and sizes[-1] == 64
+    at = np.cumsum([0, *sizes[:-1]])/(8*128)
+    assert_same(learn.recorder.lrs, [cos(o)*(n/8)**.5 for o,n in zip(at, sizes, strict=True)], 1e-9)
 
 def test_seesaw_waits_for_the_peak():
     one_cycle = combine_scheds([.25, .75], [SchedCos(.01, .1), SchedCos(.1, 1e-4)])
-    sched = seesaw(one_cycle, 8, 64)['schedule']
-    for pos in np.linspace(0, .24, 20): assert sched.lr(pos) == one_cycle(pos) and sched(8, 64)(pos) == 8
-    assert sched(8, 64)(.9) > 16
+    size_at = seesaw(one_cycle, 8, 64)['schedule'](8, 64)
+    for pos in np.linspace(0, .25, 20): assert size_at(pos) == 8
+    assert size_at(.9) > 16
 
 @pytest.mark.parametrize('args, words', [
     ((SchedLin(.1, .05), 16, 128), 'falls only by a factor of 2'), ((SchedCos(.1, 0), 64, 16), 'less than'), ((SchedLin(.1, -.1), 16, 128), '0 or more'),
