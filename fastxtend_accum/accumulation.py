@@ -40,17 +40,17 @@ class GradientAccumulation(LoopCallback):
     draws = property(lambda self: self.same_draws or bool(self.way and self.way.same_draws))
     batch_samples = property(attrgetter('now.batches.size'))  # as the DataLoader has yielded them
     def __init__(self,
-        accum_bs:int|None=None, # Samples in a window, over all processes; None: 32, or with `micro_batch_size` a batch
+        accum_bs:int|None=None, # Samples in a window, all processes; None: 32; with `micro_batch_size`, a loader batch
         n_acc:int|None=None, # fastai's name for `accum_bs`, in samples: pass one of them
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, loader batches (False)
         micro_batch_size:int|str|None=None, # Samples the model sees at a time; 'auto': as many as fit; None: the batch
         *,
-        remainder:str|None=None, # Incomplete last window: 'step', 'carry' or 'drop'; None: as the loader does
+        remainder:str|None=None, # Incomplete last window: 'step', 'carry' or 'drop'; None: by the loader's `drop_last`
         num_items:Callable|None=None, # `f(learn)`: items that the loss averages over, >= 0; None: by the loss function
         skip_nonfinite:bool=False, # Skip the step of a window whose gradient contains NaN or infinity
         same_draws:bool=False, # Dropout and noise in the model get the random numbers of the whole batch; slower
-        exact:bool=False, # Get the fit of the whole batch in the memory that there is, in a way found by trying
-        verbose:bool=True, # Print in one line how a window is made up, and what differs from one batch
+        exact:bool=False, # Find by trying a way to get the fit of the whole batch in the memory that there is
+        verbose:bool=True, # Print in one line how a window is made up, and what differs from one batch of its size
         **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
     ):
         if exact is True and micro_batch_size is None: micro_batch_size = 'auto'
