@@ -1,4 +1,4 @@
-"""`python -m fastxtend_accum` compares a large batch, accumulation and a schedule on real data
+"""`python -m fastxtend_accum` compares `exact=True` with the whole batch on real data
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/demo.html.md"""
 
@@ -13,12 +13,10 @@ from fastai.callback.all import *
 from sklearn.datasets import load_digits
 
 from .fit import *
-from .logging import *
 from .accumulation import *
-from .schedule import *
 
 # %% auto #0
-__all__ = ['digits_dls', 'digits_learner', 'run_demo', 'weight_difference', 'results', 'plot_results', 'main', 'Activations']
+__all__ = ['digits_dls', 'digits_learner', 'Activations', 'run_demo', 'weight_difference', 'results', 'plot_results', 'main']
 
 # %% ../nbs/source/21_demo.ipynb #5b2f76d7
 def digits_dls(bs:int, seed:int=42)->DataLoaders:
@@ -35,56 +33,6 @@ def digits_learner(bs:int, cbs=None)->Learner:
     model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
                           nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
     return Learner(dls, model, CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs)
-
-# %% ../nbs/source/21_demo.ipynb #5274d2a6
-def run_demo()->dict[str,Learner]:
-    "Train the large batch, the accumulated one, a schedule, and the small batch by itself, for five epochs each"
-    growing = GradientAccumulationSchedule(16, 256, finish=0.8, remainder='carry')
-    runs = {'batch of 128':         (digits_learner(128), 5e-3),
-            'accumulated, 8x16':    (digits_learner(16, GradientAccumulation(128)), 5e-3),
-            'schedule, 16 to 256':  (digits_learner(16, growing), 5e-3),
-            'batch of 16':          (digits_learner(16), sqrt_scale(5e-3, 16/128))}
-    for name,(learn,lr) in runs.items():
-        print(name)
-        learn.fit_one_cycle(5, lr)
-    return {name:learn for name,(learn,_) in runs.items()}
-
-def weight_difference(a:Learner, b:Learner)->float:
-    "The largest difference between two Learners' weights"
-    return max((p-q).abs().max().item() for p,q in zip(a.model.parameters(), b.model.parameters(), strict=True))
-
-def results(learners:dict[str,Learner])->pd.DataFrame:
-    "Optimizer steps, accuracy, and the largest difference of a weight from the first run's, after as many steps"
-    large,rows = first(learners.values()),[]
-    for name,o in learners.items():
-        steps,accuracy = len(o.recorder.losses),o.recorder.values[-1][-1]
-        compares = o is not large and steps == len(large.recorder.losses)
-        rows.append((name, steps, f'{accuracy:.3f}', f'{weight_difference(large, o):.1e}' if compares else '-'))
-    return pd.DataFrame(rows, columns=['run','steps','accuracy','difference'])
-
-# %% ../nbs/source/21_demo.ipynb #4a640a50
-def plot_results(learners:dict[str,Learner]):
-    "Validation loss and batch size against the samples seen; returns the figure"
-    fig,(losses,sizes) = plt.subplots(2, 1, figsize=(5, 5), sharex=True, layout='constrained', height_ratios=(2, 1))
-    styles = zip(('#E69F00','#0072B2','#009E73','#CC79A7'), (5, 1.5, 1.5, 1.5))
-    for (name,learn),(color,lw) in zip(learners.items(), styles):
-        dl,rec = learn.dls.train,learn.recorder
-        seen = [len(dl)*dl.bs*(i+1) for i in range(len(rec.values))]
-        losses.plot(seen, [o[1] for o in rec.values], marker='o', ms=lw+2, label=name, color=color, lw=lw)
-        bs = getattr(rec, 'accum_bs', [dl.bs]*len(rec.losses))
-        plot_sizes(bs, np.cumsum([0, *bs]), 'samples seen', sizes, color, lw)
-    losses.set_ylabel('validation loss')
-    losses.legend()
-    return fig
-
-def main():
-    "Run the demo, print its table and save its picture as accumulation.png"
-    plt.switch_backend('agg')
-    learners = run_demo()
-    print('\n'+results(learners).to_string(index=False))
-    path = Path('accumulation.png').absolute()
-    plot_results(learners).savefig(path, dpi=150)
-    print(f'\nLosses and batch sizes: {path}')
 
 # %% ../nbs/source/21_demo.ipynb #591e59b6
 class Activations(FitCallback):
@@ -113,3 +61,49 @@ class Activations(FitCallback):
         self.in_forward.close()
         self.mb = max(self.mb, sum(self.kept.values()))
     def after_cancel_batch(self): self.in_forward.close()
+
+# %% ../nbs/source/21_demo.ipynb #5274d2a6
+def run_demo()->dict[str,Learner]:
+    "Train with whole batches of 256, and with `exact=True` and room for 5 MB of activations"
+    learners = {}
+    for name,mb,cbs in (('whole batch', math.inf, []), ('exact=True', 5, [GradientAccumulation(exact=True)])):
+        print(name)
+        dls = digits_dls(256)  # sets all seeds
+        blocks = [nn.Sequential(ConvLayer(i, n), ConvLayer(n, n)) for i,n in [(1, 16), (16, 32), (32, 32)]]
+        model = nn.Sequential(blocks[0], nn.MaxPool2d(2), *blocks[1:], nn.Flatten(), nn.Dropout(), nn.Linear(512, 10))
+        learners[name] = Learner(dls, model, CrossEntropyLossFlat(), metrics=accuracy, cbs=[*cbs, Activations(mb)])
+        learners[name].fit(4, 1e-2)
+    return learners
+
+def weight_difference(a:Learner, b:Learner)->float:
+    "The largest difference between two Learners' weights"
+    return max((p-q).abs().max().item() for p,q in zip(a.model.parameters(), b.model.parameters(), strict=True))
+
+def results(learners:dict[str,Learner])->pd.DataFrame:
+    "MB of activations, optimizer steps, accuracy, and the largest difference of a weight from the first run's"
+    whole = first(learners.values())
+    rows = [(name, f'{o.activations.mb:.1f}', len(o.recorder.losses), f'{o.recorder.values[-1][-1]:.3f}',
+             f'{weight_difference(whole, o):.1g}') for name,o in learners.items()]
+    return pd.DataFrame(rows, columns=['run','MB','steps','accuracy','difference'])
+
+# %% ../nbs/source/21_demo.ipynb #4a640a50
+def plot_results(learners:dict[str,Learner]):
+    "MB of activations, above the losses of the optimizer steps; returns the figure"
+    fig,(memory,losses) = plt.subplots(2, 1, figsize=(5, 4.2), layout='constrained', height_ratios=(1, 2.4))
+    for (name,learn),color,lw in zip(learners.items(), ('#E69F00','#0072B2'), (5, 1.5)):
+        memory.barh(name, learn.activations.mb, color=color)
+        losses.plot(range(1, len(learn.recorder.losses)+1), learn.recorder.losses, label=name, color=color, lw=lw)
+    memory.set_xlabel('activations (MB)')
+    memory.invert_yaxis()
+    losses.set(xlabel='optimizer steps', ylabel='training loss')
+    losses.legend()
+    return fig
+
+def main():
+    "Run the demo, print its table and save its picture as accumulation.png"
+    plt.switch_backend('agg')
+    learners = run_demo()
+    print('\n'+results(learners).to_string(index=False))
+    path = Path('accumulation.png').absolute()
+    plot_results(learners).savefig(path, dpi=150)
+    print(f'\nMemory and losses: {path}')
