@@ -49,7 +49,7 @@ class GradientAccumulation(LoopCallback):
         num_items:Callable|None=None, # `f(learn)`: items that the loss averages over, >= 0; None: by the loss function
         skip_nonfinite:bool=False, # Skip the step of a window whose gradient contains NaN or infinity
         same_draws:bool=False, # Dropout and noise in the model get the random numbers of the whole batch; slower
-        exact:bool=False, # Find by trying a way to get the fit of the whole batch in the memory that there is
+        exact:bool=False, # Run the model in a way that fits in memory and gives the fit of the whole batch
         verbose:bool=True, # Print in one line how a window is made up, and what differs from one batch of its size
         **unknown, # No other arguments: fastxtend's `drop_last` raises an error that says what to use
     ):

@@ -131,7 +131,7 @@ class ActivationCheckpointing(LoopCallback):
     searches = property(lambda self: self.blocks == 'auto')
     can_shrink = property(lambda self: self.fitting.size < len(self.found))
     def __init__(self,
-        blocks:Callable|str|None=None, # `blocks(model)`: modules to run again; None: found; 'auto': as few as fit
+        blocks:Callable|str|None=None, # `blocks(model)`: modules to run again; None: all found; 'auto': as few as fit
         offload:bool=False, # Keep the inputs of the blocks on the CPU
     ):
         check_flags(offload=offload)

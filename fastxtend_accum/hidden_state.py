@@ -20,7 +20,7 @@ __all__ = ['hidden_state', 'state_owners', 'carries_state', 'check_splits', 'Hid
 def hidden_state(
     module:nn.Module, # Carries a state from batch to batch
     n:int, # Rows of the next batch
-)->dict[str,int]: # Attributes that hold the state, with the dimension of the rows; an int is the number of rows
+)->dict[str,int]: # The state's attributes, with the dimension of their rows; one that is an int counts the rows
     "Where `module` keeps its state, by its type: `hidden_state.register(MyRNN, lambda m, n: dict(state=1))`"
     return {}
 

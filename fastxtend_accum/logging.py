@@ -87,7 +87,7 @@ def plot_sizes(sizes:list, edges:list, xlabel:str, ax=None, color='#0072B2', lw=
 def plot_accum_bs(self:Recorder,
     ax:plt.Axes|None=None, # Axes to draw on; None: new ones
 ):
-    "Plot the number of samples in each step of the last fit; returns the axes, raises ValueError if there are none"
+    "Plot the number of samples in each step of the last fit; returns the axes; raises ValueError if none are known"
     if (sizes := vars(self).get('accum_bs')) and self.accum_bs_of is self.losses:  # not those of a fit before
         return plot_sizes(sizes, range(len(sizes)+1), 'optimizer steps', ax)
     raise ValueError("this Recorder has no batch sizes: fit with GradientAccumulation or "

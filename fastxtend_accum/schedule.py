@@ -165,12 +165,12 @@ def half_life_scale(
     value:float, # The decay of a moving average at `start_accum_bs`, 0 to 1
     ratio:float, # The window's size over `start_accum_bs`
 )->float:
-    "`value**ratio`: keeps the half-life of a moving average in samples, of Adam's moments or of an EMA of the weights"
+    "`value**ratio`: keeps the half-life, counted in samples, of Adam's moments or of an EMA of the weights"
     return value**ratio
 
 # %% ../nbs/source/19_schedule.ipynb #b096b0a6
 def SchedSteps(
-    steps:dict[Numeric,int], # Samples in a window by the point, as for `start`, where they begin, 0 first
+    steps:dict[Numeric,int], # Samples in a window from each point on, in the units of `start`; the first point is 0
 )->dict: # Arguments for `GradientAccumulationSchedule`
     "A batch that changes at given points; raises TypeError or ValueError on invalid points or sizes"
     if not isinstance(steps, dict) or 0 not in steps:
@@ -194,7 +194,7 @@ def seesaw(
     start_accum_bs:int, # Samples in a window up to the peak of the learning rate
     final_accum_bs:int, # The most samples in a window
 )->dict: # Arguments for `GradientAccumulationSchedule`
-    "Replace half of each cut of the learning rate by a larger batch; raises ValueError if the rate falls too little"
+    "Where the rate falls by k, grow the batch by k, divide the rate by √k; raises ValueError if it falls too little"
     check_size('start_accum_bs', start_accum_bs)
     check_size('final_accum_bs', final_accum_bs)
     if final_accum_bs < start_accum_bs:
