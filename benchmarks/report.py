@@ -107,9 +107,9 @@ def learners_run_on(results, kind='cpu'):
 way_models = 'resnet34','vit','unet'
 
 def ways_table(results):
-    "Time of a step with exact=True as a ratio to the whole batch, where a share of its memory is there; beside all blocks checkpointed"
+    "Time of a step with exact=True as a ratio to the whole batch, with room for a share of its activations; beside all blocks recomputed"
     import pandas as pd
-    names = {'0.9':'90% of the memory', '0.75':'75%', '0.5':'50%', 'blocks':'all blocks checkpointed'}
+    names = {'0.9':'90% of the activations', '0.75':'75%', '0.5':'50%', 'blocks':'all blocks'}
     rows = {}
     for model,o in results['ways']['models'].items():
         rows[model] = {name:f"{median(a/b for a,b in zip(o['times'][k], o['times']['whole'])):.2f}" for k,name in names.items()}
@@ -118,7 +118,7 @@ def ways_table(results):
 def ways_in_words(results):
     "What the search takes, in steps of the whole batch"
     steps = [s/median(o['times']['whole']) for o in results['ways']['models'].values() for s in o['search'].values()]
-    return f'the search took {min(steps):.1f} to {max(steps):.1f} times as long as a step of the whole batch'
+    return f'on the first batch, the search for a way that fits took {min(steps):.1f} to {max(steps):.1f} times as long as a step of the whole batch'
 
 def memory_saved(results):
     "The two ends of the curves, in words"

@@ -84,7 +84,7 @@ def check_arguments(self:GradientAccumulation, unknown:dict):
 
 # %% ../nbs/source/15_accumulation.ipynb #730d4bdc
 class FitState:
-    "What a fit of a `GradientAccumulation` needs beside its window"
+    "What a fit of a `GradientAccumulation` needs besides its window"
     def __init__(self, accum:GradientAccumulation):
         learn = accum.learn
         self.loader_bs,self.processes = loader_batch_size(learn.dls.train, accum.micro_batch_size),Processes(learn)
@@ -145,7 +145,7 @@ def check(self:GradientAccumulation):
 
 @patch
 def sizes(self:GradientAccumulation)->dict[str,int]:
-    "The sizes of windows that were asked for, by argument; the first window's first"
+    "The requested window sizes, by argument; that of the first window comes first"
     return dict(accum_bs=self.accum_bs or self.now.global_bs)
 
 @patch
@@ -444,7 +444,7 @@ def start_over(self:GradientAccumulation)->int:
 
 @patch
 def cancelled(self:GradientAccumulation):
-    "Leave out the whole batch, and not only a piece; with the window, if that has pieces of it"
+    "Leave out the whole batch, and not only a piece; the window starts again if it already has pieces of this batch"
     if self.window.losses or not self.window.n_micro: self.start_over()
 
 # %% ../nbs/source/15_accumulation.ipynb #249c21df

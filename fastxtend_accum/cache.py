@@ -24,7 +24,7 @@ __all__ = ['in_pieces', 'GradientCache']
 
 # %% ../nbs/source/17_cache.ipynb #41c70a9e
 def in_pieces(forward:Callable, module:nn.Module, most:int, n:int, lists:dict|None=None, parts:list=())->Callable:
-    """`forward` of `module` on `n` rows, in the memory of `most` of them: pieces but the last run again in the
+    """`forward` of `module` on `n` rows, in the memory of `most` of them: all pieces but the last run again in the
     backward pass, in the contexts that the `again` of each of `parts` gives"""
     def copied(*args, **kwargs):  # it may work in place, and the pieces are views of one batch
         args,kwargs = each_tensor(torch.clone, (args, kwargs))
@@ -102,7 +102,7 @@ def forward_context(self:GradientCache):
         if self.fitting.size and self.micro_bs < n and misfit is not None:
             raise ValueError(f"GradientCache cannot split a tensor of shape {tuple(misfit.shape)} in a batch of "
                              f"{n//self.rows_each} samples: its first dimension must be the samples; if a module sees "
-                             "several rows of each sample, set rows=2, or how many they are")
+                             "several rows of each sample, set rows to their number, such as rows=2")
         draws = self.new_draws(n, module)
         parts = [*loop.hidden(n, module), *draws]
         outputs = in_pieces(forward, module, self.micro_bs or n, n, loop.lists, parts)(*args, **kwargs)

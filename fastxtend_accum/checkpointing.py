@@ -51,7 +51,7 @@ def checkpointed(forward:Callable, module:nn.Module, again:Callable=nullcontext)
         needs_grad = any(o.requires_grad for o in [*module.parameters(), *all_tensors((args, kwargs))])
         if not (torch.is_grad_enabled() and needs_grad): return forward(*args, **kwargs)
         leaves,form = tree_flatten((args, kwargs))  # tensors that `checkpoint` is to keep, one by one
-        first,as_first = [(args, kwargs)],as_it_is(module)  # lists of the caller, which both may add to
+        first,as_first = [(args, kwargs)],as_it_is(module)  # the caller may add to its own lists
         def with_leaves(*leaves):
             if first:
                 args,kwargs = first.pop()
@@ -127,11 +127,11 @@ class ActivationCheckpointing(LoopCallback):
     "Keep only the inputs of the model's blocks, and run these again in the backward pass: the same fit"
     order = sys.maxsize  # a `GradientCache` splits what is checkpointed
     checked = False  # whether a batch of this fit has shown that the blocks can be run again
-    least = 0  # how many blocks are recomputed at least
+    least = 0  # the fewest blocks to recompute
     searches = property(lambda self: self.blocks == 'auto')
     can_shrink = property(lambda self: self.fitting.size < len(self.found))
     def __init__(self,
-        blocks:Callable|str|None=None, # `blocks(model)`: modules to run again; None: all found; 'auto': as few as fit
+        blocks:Callable|str|None=None, # `blocks(model)`: modules to run again; None: all found; 'auto': the fewest
         offload:bool=False, # Keep the inputs of the blocks on the CPU
     ):
         check_flags(offload=offload)
@@ -199,7 +199,7 @@ def run_block(self:ActivationCheckpointing, block:nn.Module)->Callable:
 
 @patch
 def backward_context(self:ActivationCheckpointing):
-    "Run the blocks like this; without the cache of Transformers' models, to which both runs would add"
+    "Run the blocks by `run_block`, without the cache of Transformers' models, to which both runs would add"
     configs = [getattr(m, 'config', None) for m in self.learn.model.modules()]
     caching = {id(o):o for o in configs if getattr(o, 'use_cache', False)}
     return ContextManagers([*[replaced(o, 'use_cache', False) for o in caching.values()],

@@ -27,11 +27,11 @@ def check_flags(**flags:bool):
         if not isinstance(flag, bool): raise TypeError(f"{name} must be True or False, not {flag!r}")
 
 def check_callable(name:str, f, what:str):
-    "Raises TypeError unless `f` is a function, or None; `what` it must be stands in the message"
+    "Raises TypeError unless `f` is a function or None; the message says `what` it must be"
     if f is not None and not callable(f): raise TypeError(f"{name} must be {what}, not {f!r}")
 
 def check_micro_batch_size(given:int|str|None, same_draws:bool=False):
-    "Raises TypeError or ValueError unless `given` is a number of samples, 'auto' or None; `same_draws`: 2 or more"
+    "Raises TypeError or ValueError unless `given` is a number of samples, 'auto' or None; `same_draws`: 'auto' or > 1"
     if isinstance(given, str) and given != 'auto':
         raise ValueError(f"micro_batch_size must be a number of samples or 'auto', not {given!r}")
     if given not in (None, 'auto'): check_size('micro_batch_size', given)

@@ -36,7 +36,7 @@ def digits_learner(bs:int, cbs=None)->Learner:
 
 # %% ../nbs/source/21_demo.ipynb #591e59b6
 class Activations(FitCallback):
-    "`mb`: the most MB that a forward pass has kept for its backward pass; above `limit`, memory is out"
+    "`mb`: the most MB that a forward pass has kept for its backward pass; above `limit`, memory runs out"
     order = -5
     def __init__(self, limit:float=math.inf): self.limit,self.mb,self.kept,self.in_forward = limit,0,{},ExitStack()
     def before_train(self):

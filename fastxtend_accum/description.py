@@ -21,12 +21,12 @@ def how_split(n:int, size:int)->str:
     return f"is split into {-(-n//size)} micro-batches of {'up to ' if n % size else ''}{size}"
 
 def what_differs(model:nn.Module, n:int, same_draws:bool=False)->list[str]:
-    "What tells `n` samples at a time from one batch, in the modules of `model` that train"
+    "What differs between `n` samples at a time and one batch, in the modules of `model` that train"
     training = [m for m in model.modules() if m.training]
     has_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in training)
     rates = [vars(m).get(o) for m in training for o in ('p','dropout','drop_prob','weight_p','embed_p')]
     has_dropout = not same_draws and any(isinstance(o, Real) and 0 < o < 1 for o in rates)
-    return [f"BatchNorm normalizes {n} at a time"]*has_norm + ["dropout draws other numbers"]*has_dropout
+    return [f"BatchNorm normalizes {n} at a time"]*has_norm + ["dropout draws different numbers"]*has_dropout
 
 # %% ../nbs/source/14_description.ipynb #45f9901d
 def describe(accum:Callback)->str:
@@ -40,11 +40,13 @@ def describe(accum:Callback)->str:
     elif most > now.global_bs or not res:
         res.append(f"{most} = {f'{n} processes x '*(n > 1)}{count} x {'up to '*(bs%micro > 0)}{micro} samples")
     if accum.window.n_micro > 1:
-        found = now.loss_check.found[-1:] if not (accum.num_items or has_rule(learn.loss_func)) else []
-        words = dict(same='are', differs='are not')
-        res.append(f"losses {words.get(found[0].says, 'may not be') if found else 'are'} averaged as in one batch")
+        found = now.loss_check.found[-1:] if accum.num_items or not has_rule(learn.loss_func) else []
+        says = found[0].says if found else 'cannot tell' if accum.num_items else 'same'
+        unknown = 'are averaged by num_items' if accum.num_items else 'may not be averaged as in one batch'
+        words = dict(same='are averaged as in one batch', differs='are not averaged as in one batch')
+        res.append(f'losses {words.get(says, unknown)}')
     syncs = any(isinstance(m, nn.SyncBatchNorm) for m in learn.model.modules())
     at_a_time = min([micro, *[o.fitting.size for o in learn._grab_cbs(LoopCallback) if o.splits]])*(n if syncs else 1)
     differs = what_differs(learn.model, at_a_time, accum.draws)
-    if differs and most == now.global_bs and micro < bs: differs.append("exact=True would find a way without that")
+    if differs and most == now.global_bs and micro < bs: differs.append("exact=True avoids this")
     return '; '.join(res+differs)

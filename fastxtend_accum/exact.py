@@ -1,4 +1,4 @@
-"""Find a way to run a batch that fits in memory and equals the fit of whole batches
+"""Find a way to run batches in the memory there is, with the same fit as whole batches
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/exact.html.md"""
 
@@ -60,8 +60,8 @@ def grad_and_buffers(model:nn.Module)->list[Tensor]:
     return [torch.cat([*map(copied, grads)]), *map(copied, model.buffers())]
 
 def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_float32:bool=False)->SimpleNamespace:
-    """Train in mid-batch with `cb` on the first `n` samples, up to the step, and leave no trace: the seconds, and
-    `in_float32`, to be compared, the gradient and the buffers"""
+    """Train in mid-batch with `cb` on the first `n` samples, up to the step, and leave no trace. Returns the seconds;
+    `in_float32`, also the gradient and the buffers, to be compared"""
     trainer = getattr(sys.modules.get('fastai.distributed'), 'DistributedTrainer', ())
     left_out,res = (trainer, MixedPrecision if in_float32 else ()),SimpleNamespace()
     def keep(o): return takes_part(o) and not isinstance(o, left_out)
@@ -89,10 +89,18 @@ class Way:
     "A way to run the batches of a fit, whose callback `make` makes; and what trying has shown of it"
     def __init__(self, name:str, make:Callable|None=None):
         self.name,self.make,self.cb,self.size,self.same_draws = name,make,None,sys.maxsize,False
-        self.difference,self.fits,self.time,self.failed = None if make else 0.,None,None,set()
+        self.off = None if make else (0., 0.)  # how far the gradient and the buffers are off in pieces
+        self.fits,self.time,self.failed = None,None,set()
+    difference = property(lambda self: self.off and max(self.off))
+
+    def harm(self)->str:
+        "What would be off in pieces, and by how much"
+        gradient,buffers = self.off
+        if gradient > WaySearch.tolerance: return f'the gradient would be off by {gradient:.0%}'
+        return f"the model's buffers would be off by {buffers:.0%}"
 
     def callbacks(self, n:int, size:int|str)->Iterator:
-        "What to try on `n` samples: pieces of `size`; a half, a quarter ... of the batch; or what finds it by itself"
+        "What to try on `n` samples: pieces of `size`, for 'auto' a half, a quarter ...; or what finds its size itself"
         if 'micro' not in self.name: yield self.make and self.make(); return
         sizes = [-(-n//2**i) for i in range(1, (n-1).bit_length()+1)] if size == 'auto' else [size]
         least = 2 if self.make.keywords.get('same_draws') else 1
@@ -134,7 +142,7 @@ def ways_of(accum:GradientAccumulation)->list[Way]:
             Way('cached gradients', cached),
             Way('cached gradients with the same draws', partial(cached, same_draws=True)),
             Way('recomputed blocks', blocks),
-            Way('recomputed blocks, kept on the CPU', partial(blocks, offload=True))]
+            Way('recomputed blocks, inputs on the CPU', partial(blocks, offload=True))]
 
 # %% ../nbs/source/18_exact.ipynb #6d0f9c50
 class WaySearch:
@@ -142,7 +150,7 @@ class WaySearch:
     tolerance = 1e-4  # rounding is some hundred times less
     def __init__(self, accum:GradientAccumulation, inputs:Inputs):
         self.accum,self.learn,self.inputs,self.ways = accum,accum.learn,inputs,ways_of(accum)
-        self.few,self.is_normed,self.error = None,False,None  # of four samples; whether pieces have own statistics
+        self.few,self.is_normed,self.error = None,False,None  # of four samples; whether pieces normalize differently
 
     def step(self, cb:Callback|None=None, samples:int|None=None, in_float32:bool=False)->SimpleNamespace|None:
         "Try the batch, or its first `samples`; None if memory runs out, or if the way raises an error on this model"
@@ -165,11 +173,11 @@ def is_exact(self:WaySearch, way:Way)->bool:
     n = min(self.inputs.n, 4)  # two pieces of more than a sample, which some ways need
     if way.difference is None and not self.is_normed:
         if self.few is None: self.few = n > 2 and self.step(samples=n, in_float32=True) or False
-        one,way.difference = self.few and self.step(way.make(micro_batch_size=-(-n//2)), n, in_float32=True),math.inf
+        one,way.off = self.few and self.step(way.make(micro_batch_size=-(-n//2)), n, in_float32=True),(math.inf, 0.)
         if one:
-            off = differences(one.tensors, self.few.tensors)
-            way.difference = agree(self.learn, off.max().item())
-            self.is_normed = agree(self.learn, (off[1:] > self.tolerance).any()) > 0
+            gradient,*buffers = differences(one.tensors, self.few.tensors).tolist()
+            way.off = agree(self.learn, gradient),agree(self.learn, max(buffers, default=0.))
+            self.is_normed = way.off[1] > self.tolerance
     return way.difference is not None and way.difference < self.tolerance
 
 @patch
@@ -205,7 +213,7 @@ def find(self:WaySearch, skip:set[str])->Way:
 
 @patch
 def measure_times(self:WaySearch, ways:list[Way]):
-    "Time a part of the batch that fits, at most an eighth or four samples, in `ways` relative to that part as a whole"
+    "Time `ways` on an eighth of the batch, at least four samples, or what fits; relative to these samples as a whole"
     n = min(self.inputs.n, max(4, self.inputs.n//8))
     while n > 1 and not self.step(samples=n): n //= 2  # the first run warms up
     runs = [self.step(o and o.on_share(n/self.inputs.n), n) for o in (None,*ways)] if n > 1 else [None]
@@ -223,17 +231,16 @@ def find_way(accum:GradientAccumulation, inputs:Inputs, skip:set[str]=frozenset(
     size,loader_bs,split = max(accum.sizes().values()),accum.now.global_bs,search.ways[1]
     if size > loader_bs and not any(map(search.is_exact, search.ways[1:3])):
         raise ValueError(f"exact=True: {size//loader_bs} batches of {loader_bs} cannot equal one of {size}, since "
-                         "something in each of them looks at all its samples, as BatchNorm does (the gradient is "
-                         f"off by {split.difference:.0%}): set bs={size} in the DataLoader")
+                         "something in each of them looks at all its samples, as BatchNorm does "
+                         f"({split.harm()}): set bs={size} in the DataLoader")
     way = search.find(skip)
     way.failed = {*skip, way.name, *[o.name for o in search.ways if o.fits is False]}
     tried = [o for o in search.ways if o.difference or o.fits is not None]
     accum.ways = pd.DataFrame([dict(way=o.name, difference=o.difference, fits=o.fits, time=o.time) for o in tried])
     message = f'exact=True: each batch of {n} {way.how(n)}'
     if way.cb:
-        if way.time: message += f' ({way.time:.1f} times the time of a batch that fits)'
-        if split.difference and math.isfinite(split.difference):
-            message += f'; in micro-batches, the gradient would be off by {split.difference:.0%}'
+        if way.time: message += f' (a step takes {way.time:.1f} times as long)'
+        if split.difference and math.isfinite(split.difference): message += f'; in micro-batches, {split.harm()}'
     if accum.verbose: tell(learn, message)
     return way
 

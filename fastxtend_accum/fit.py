@@ -24,8 +24,8 @@ def replaced(o, attr:str, value):
 
 # %% ../nbs/source/06_fit.ipynb #bffb5b3a
 class Fit:
-    """A fit or validation of `learn` under way: stands in for `learn._with_events`, since no event tells that a fit
-    ends by an error or an interrupt"""
+    """A fit or validation of `learn` under way: stands in for `learn._with_events`, since no event signals that an
+    error or an interrupt has ended a fit"""
     def __init__(self, learn:Learner):
         if isinstance(vars(learn).get('_with_events'), partial): del learn._with_events  # it was exported in mid-fit
         self.learn,self.depth,self.with_events = learn,0,learn._with_events
@@ -46,16 +46,16 @@ class Fit:
         if event_type == 'epoch' and self.learn.epoch == self.learn.n_epoch-1: self.close()  # `after_fit` may fail
 
     def stack(self, cb:Callback)->ExitStack:
-        "What `cb` has lent: contexts and functions to be called once the fit has ended, or `cb` is removed"
+        "The replacements of `cb`: contexts to leave and functions to call once the fit has ended, or `cb` is removed"
         return self.lent.setdefault(cb, ExitStack())
 
     def leave(self, cb:Callback):
-        "Undo what `cb` has lent, and everything after the last callback"
+        "Undo the replacements of `cb`; once no callback is left, everything"
         with self.lent.pop(cb, ExitStack()): pass
         if not self.lent: self.close()
 
     def close(self):
-        "Undo everything, what was lent last first"
+        "Undo everything, callback by callback, each in reverse order"
         with self.own, ExitStack() as stack:
             for o in self.lent.values(): stack.push(o)
             self.lent = {}
@@ -70,7 +70,7 @@ def is_running(learn:Learner)->bool:
     "Whether `learn` is in an epoch or a validation, and not only in `with learn:`"
     return (fit := fit_of(learn)) is not None and fit.depth > 0
 
-def is_trial(learn:Learner)->bool: return hasattr(learn, 'lr_finder')  # `lr_find` is a fit that leaves no trace
+def is_trial(learn:Learner)->bool: return hasattr(learn, 'lr_finder')  # set in `lr_find` and in `trial`
 
 class FitCallback(Callback):
     "Base of callbacks that change other objects during a fit, by what they put on `fit_of(learn).stack(self)`"
@@ -84,7 +84,7 @@ class FitCallback(Callback):
         vars(self)['run_valid'] = not is_running(self.learn)
         return not self.run_valid
     def after_loss(self):
-        "Raises RuntimeError on a batch of another Learner, which `with learn: learn('before_train')` does not have"
+        "Raises RuntimeError on a batch of another Learner; `with learn: learn('before_train')` has no batch"
         if is_running(self.learn): return
         fit_of(self.learn) and fit_of(self.learn).close()
         raise RuntimeError(f"{type(self).__name__} saw a batch outside a fit of its Learner: give each Learner a "
@@ -94,7 +94,7 @@ class FitCallback(Callback):
     def __setattr__(self, name, value):
         if name == 'learn':
             if self.learn not in (None, value) and (fit := fit_of(self.learn)): fit.leave(self)
-            vars(self)['run'] = value is not None  # the event at which another callback removes this one goes on
+            vars(self)['run'] = value is not None  # else, removed by another callback, it would get this event
         if name in vars(self): object.__setattr__(self, name, value)  # fastai would warn if the model has it
         else: super().__setattr__(name, value)
 

@@ -1,4 +1,4 @@
-"""Before a window's step: its mean gradient, in float32 for half-precision weights, and its first hyper-parameters
+"""Before a window's step: its mean gradient, summed in float32 for half-precision weights, and its hyper-parameters
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/gradients.html.md"""
 

@@ -20,7 +20,7 @@ __all__ = ['hidden_state', 'state_owners', 'carries_state', 'check_splits', 'Hid
 def hidden_state(
     module:nn.Module, # Carries a state from batch to batch
     n:int, # Rows of the next batch
-)->dict[str,int]: # The state's attributes, with the dimension of their rows; one that is an int counts the rows
+)->dict[str,int]: # The state's attributes, each with the dimension of its rows; an int attribute holds their number
     "Where `module` keeps its state, by its type: `hidden_state.register(MyRNN, lambda m, n: dict(state=1))`"
     return {}
 
@@ -29,7 +29,7 @@ def _awd_lstm(module, n):
     return dict(hidden=1, bs=0)
 
 def state_owners(module:nn.Module)->list[nn.Module]:
-    "The modules of registered types; the encoder of a text classifier resets its own state"
+    "The modules of registered types, except in the encoder of a text classifier, which resets its own state"
     text = sys.modules.get('fastai.text.models.awdlstm')
     if text and text.AWD_LSTM not in hidden_state.registry: hidden_state.register(text.AWD_LSTM, _awd_lstm)
     if type(module).__name__ == 'SentenceEncoder': return []
@@ -50,12 +50,12 @@ def check_splits(model:nn.Module, owners:list[nn.Module]):
             name = type(m).__name__
             raise ValueError(
                 f"{name} carries its state from batch to batch (it has a `reset`), so a batch cannot be split "
-                f"before you say where: hidden_state.register({name}, lambda m, n: dict(state=1)), if m.state has "
-                "the rows in dimension 1; or use a smaller batch in the DataLoader, and no micro_batch_size")
+                f"until you say where the state is: hidden_state.register({name}, lambda m, n: dict(state=1)), if "
+                "m.state has the rows in dimension 1; or use a smaller batch in the DataLoader and no micro_batch_size")
 
 # %% ../nbs/source/11_hidden_state.ipynb #884e76f9
 class HiddenState:
-    "Part: each row of a batch of `n` continues from its own state; outside of pieces, `owners` hold that of all rows"
+    "In each piece of a batch of `n`, rows continue from their own states; outside of pieces, `owners` hold all states"
     def __init__(self, owners:list[nn.Module], n:int):
         self.n,self.after = n,{}
         self.places = [(m, name, dim) for m in owners for name,dim in hidden_state(m, n).items()]
@@ -79,7 +79,7 @@ class HiddenState:
 
     @contextmanager
     def again(self, start:int, end:int):
-        "Run the model on these rows in here, from their first states; afterwards the states are as before"
+        "A context to run the model on these rows, from their states before the batch; restores the states at its end"
         outside = [getattr(m, name) for m,name,_ in self.places]
         self.set(each_tensor(lambda t: t[start:end], self.before), end-start)
         try: yield

@@ -58,7 +58,7 @@ def dataset_size(dl)->int|None: # None: `dl` does not say
 
 def epoch_samples(dl, loader_bs:int)->tuple[int,bool]:
     """Samples that `dl` yields in an epoch, in this process, in full batches and perhaps a short one at the end; and
-    whether that is certain: a loader of your own may yield something else than its length says"""
+    whether that is certain: a loader of your own may yield more or less than its length says"""
     n_batches,n = len(dl),dataset_size(dl)
     if n is not None and is_shared(dl) and dl.drop_last: n_batches = n//loader_bs  # its length rounds up
     if n is None or n_batches not in (n//loader_bs, -(-n//loader_bs)): return n_batches*loader_bs,False

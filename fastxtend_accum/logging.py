@@ -19,7 +19,7 @@ __all__ = ['window_loggers', 'StandIn', 'WindowLogger', 'RecorderWindows', 'plot
 
 # %% ../nbs/source/10_logging.ipynb #09873443
 class StandIn(partial):
-    "Runs in place of a `method`, a callback and an event; a copy that is made in mid-fit has the callback's own"
+    "Runs in place of `method`, a pair of callback and event; a copy made in mid-fit is the callback's own method"
     def __reduce__(self): return getattr,self.method
 
 class WindowLogger:
@@ -107,14 +107,14 @@ class LRFinderWindows(WindowLogger):
         if accum.num_items or accum.skip_nonfinite: learn.n_epoch *= 2  # windows may be dropped
 
 class ShowGraphWindows(WindowLogger):
-    "Plots the validation losses at optimizer steps, as the training losses"
+    "Plots the validation losses at optimizer steps, like the training losses"
     events = 'after_train','after_epoch'
     def after_epoch(self):
         if self.cb.recorder.losses: self.original('after_epoch')
 
 # %% ../nbs/source/10_logging.ipynb #33782702
 class PositionWindows(WindowLogger):
-    "No logger, but works alike: `pct_train` is `accum.position()` as soon as fastai's `TrainEvalCallback` has counted"
+    "Not a logger, but works like one: `pct_train` is `accum.position()` once fastai's `TrainEvalCallback` has counted"
     def after_batch(self):
         type(self.cb).after_batch(self.cb)
         self.cb.learn.pct_train = self.accum.position()

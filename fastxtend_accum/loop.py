@@ -49,7 +49,7 @@ class Loop:
         return sorted((o for o in self.cbs if o.searches), key=lambda o: o.splits_loss)
 
     def samples(self)->int:
-        "Samples in the present batch, as a callback may have changed it by now"
+        "Samples in the present batch, which a callback may have changed by now"
         learn = self.learn
         said = self.splitter.batch_samples if learn.training and self.splitter else stated_batch_size(learn.dl)
         return batch_size((*learn.xb, *learn.yb), said)
@@ -140,7 +140,7 @@ def go_back(self:Loop, error:Exception):
 
 # %% ../nbs/source/13_loop.ipynb #1873bd39
 def check_loop(learn:Learner, cb:Callback):
-    "Raises ValueError if `learn` has a loop of its own, as SAM runs the model twice a step, or draws unseen numbers"
+    "Raises ValueError if `learn` has its own loop, such as one for SAM, or if `same_draws` meets a compiled model"
     if learn.training and vars(cb).get('same_draws') and is_compiled(learn.model):
         raise ValueError("same_draws=True cannot repeat the random numbers of a compiled model: "
                          "leave out torch.compile, or leave same_draws out")
@@ -155,10 +155,10 @@ def is_compiled(model:nn.Module)->bool:
 
 # %% ../nbs/source/13_loop.ipynb #e24952ff
 class LoopCallback(FitCallback):
-    "Base of callbacks that run a batch in pieces, or recompute parts of it: they `join_loop` in `before_train`"
+    "Base of callbacks that `join_loop` in `before_train`"
     micro_batch_size,part,splits_loss = None,None,False
     batch_samples = None  # samples that the DataLoader has yielded for this batch, if that is known
-    searches = property(lambda self: self.micro_batch_size == 'auto')  # whether it finds by trying what fits in memory
+    searches = property(lambda self: self.micro_batch_size == 'auto')  # whether it tries what fits in memory
     can_shrink = property(lambda self: self.micro_bs > 1)
     def join_loop(self):
         "Join the loop of this fit; raises ValueError if the Learner has its own, or the model cannot run like this"

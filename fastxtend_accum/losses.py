@@ -1,4 +1,4 @@
-"""Count what a loss averages over, which is a micro-batch's weight, and check that accumulation is exact for it
+"""Count what a loss averages over, which weights its micro-batch, and check that accumulation is exact for the loss
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/losses.html.md"""
 
@@ -45,7 +45,7 @@ def _register(kind:type|Callable, rule:Callable|None=None):
 loss_items.register = _register
 
 def rule_of(loss_func:Callable)->tuple:
-    "The rule for `loss_func`, or None; and what has its settings as attributes: a function gets them from its partial"
+    "The rule for `loss_func`, or None; and what has its settings as attributes, for a function also its partial's"
     if isinstance(loss_func, types.MethodType) and isinstance(loss_func.__self__, MixHandler):
         rule,settings = rule_of(loss_func.__self__.old_lf)
         return rule and _label_items,settings
@@ -72,7 +72,7 @@ def _element_items(settings, pred, targ):
 def _label_items(settings, pred, targ): return targ.numel()
 
 def _flat_items(settings, pred, targ):
-    if settings.flatten: pred = targ  # both will have its shape, or only targ counts
+    if settings.flatten: pred = targ  # flattened, pred has the shape of targ, unless only targ is counted
     return loss_items(settings.func, pred, targ)
 
 loss_rules |= {
@@ -105,7 +105,7 @@ def n_items(learn:Learner, num_items:Callable|None=None, samples:int|None=None)-
 
 # %% ../nbs/source/09_losses.ipynb #07dc8e68
 class LossState(Snapshot):
-    "What a call of a loss function can change: all that it holds but its Learner, and random generators"
+    "What a call of a loss function can change: random generators, and all that it holds except its Learner"
     device = None  # copies stay where the tensors are: no GPU sync
     def save(self, o):
         if isinstance(o, (type,Learner,DataLoaders)) or id(o) in self.seen: return
@@ -129,7 +129,7 @@ def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype=torch.float64)-
 
 # %% ../nbs/source/09_losses.ipynb #11e157d7
 def compare(loss_func:Callable, micro_batches:list[tuple], dtype:torch.dtype)->list[Tensor]:
-    "How far from the joint loss' gradient its second computation is, and that from two parts; no GPU sync"
+    "Relative distances from the joint loss' gradient: its second computation's, and that from two parts; no GPU sync"
     def grads_of(args): return loss_grads(loss_func, args, dtype)
     def differ(a, b): return (a-b).norm()/a.norm()
     args,samples,items = map(list, zip(*micro_batches))
@@ -148,7 +148,7 @@ def compare(loss_func:Callable, micro_batches:list[tuple], dtype:torch.dtype)->l
 Verdict = namedtuple('Verdict', 'says by why', defaults=(0., ''))  # 'same', 'differs' (by) or 'cannot tell' (why)
 
 class LossCheck:
-    "Compares the losses of a window's micro-batches with their joint loss, in the first windows of a fit"
+    "Compares the gradient of a window's joint loss with that from two parts of it, in the first windows of a fit"
     tolerance,windows,most = 1e-5,16,2**28  # bytes of outputs and targets are kept at most
     def __init__(self): self.micro_batches,self.kept,self.left,self.found = [],0,self.windows,[]
 
@@ -186,13 +186,13 @@ def judge(self:LossCheck, again:Real|Tensor, by:Real|Tensor)->str|None:
     self.found.append(found)
     if found.says != 'differs': return
     self.left = 0
-    return ("accumulation is not exact for this loss: the gradient of the joint loss of several micro-batches differs "
-            f"from that of two parts of them by {by:.2g} of its length. Pass num_items (what the loss averages over), "
+    return ("accumulation is not exact for this loss: put together from two parts of several micro-batches, the "
+            f"gradient has a relative error of {by:.2g}. Pass num_items (what the loss averages over), "
             "set reduction='sum' on a loss that sums, or use GradientCache, which computes the loss on the whole batch")
 
 @patch
 def at_end(self:LossCheck)->str|None:
-    "A warning if no window of a fit could tell anything, of a loss without a rule"
+    "A warning if no window of a fit could be compared, for a loss without a rule"
     if {o.says for o in self.found} == {'cannot tell'} and not has_rule(self.loss_func):
         return ("could not check whether accumulation is exact for this loss: pass num_items if you know what it "
                 f"averages over, or compare with a fit on large batches ({self.found[0].why})")

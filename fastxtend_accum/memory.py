@@ -1,4 +1,4 @@
-"""Recognize that memory ran out, and find the largest micro-batch that fits
+"""Recognize that memory ran out, and find a size of micro-batch that fits
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/memory.html.md"""
 
@@ -50,7 +50,7 @@ def memory_error(f:Callable, *args)->Exception|None:
         raise
 
 def without_tracebacks(e:Exception)->Exception:
-    "`e` without the frames, which hold tensors, of it and of the errors that led to it"
+    "`e` and the errors that led to it, without their frames, which hold tensors"
     cause = e
     while cause is not None:
         cause.__traceback__ = None
@@ -74,8 +74,8 @@ def largest_that_runs(f:Callable, at_most:int)->int:
 
 # %% ../nbs/source/08_memory.ipynb #1487fb57
 def smallest_that_runs(f:Callable, at_most:int, least:int=0)->int:
-    """The least n from `least` to `at_most` for which `f(n)` fits in memory, and the last to run. Raises NothingFits
-    if none does"""
+    """The least n from `least` to `at_most` for which `f(n)` fits in memory; no later call of `f` succeeds. Raises
+    NothingFits if none does"""
     if least == 0:
         free_memory()
         if not memory_error(f, 0): return 0
@@ -91,7 +91,7 @@ def room_for_step(opt:Optimizer|OptimWrapper)->list[Tensor]:
     return [torch.empty_like(p) for p in trained(opt) if is_fresh(p) for _ in range(2)]
 
 def without_graph(learn:Learner):
-    "Forget what a pass before has left in `learn`, in the middle of a batch, so that a trial can begin"
+    "Forget what an earlier pass has left in `learn`, in the middle of a batch, so that a trial can begin"
     learn.pred,learn.loss,learn.loss_grad = None,None,None
     for p in [*learn.model.parameters(), *trained(learn.opt)]: p.grad = None
     for cb in learn._grab_cbs(MixedPrecision):  # its own context is on, and cannot be entered twice
@@ -129,6 +129,6 @@ class FittingSize:
         if is_new: self.numel,self.rows,self.size = 0,0,n
         has_room = n <= self.rows or has_pieces and self.size < self.rows
         if numel <= self.numel and has_room: return False
-        self.size = search(n if n > self.rows else min(self.size, n), is_new)  # later, others may have seen none larger
+        self.size = search(n if n > self.rows else min(self.size, n), is_new)  # else others may not search now
         self.found_for,self.numel,self.rows = trains,max(numel, self.numel),max(n, self.rows)
         return True

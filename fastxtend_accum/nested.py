@@ -96,7 +96,7 @@ def next_size(rest:int, most:int)->int:
 class CannotJoin(ValueError): "The outputs of pieces are not those of a batch"
 
 def join(outputs:list, sizes:list[int]):
-    """Concatenate the outputs of pieces of `sizes` samples, along the samples; what is no tensor must be the same for
+    """Concatenate the outputs of pieces of `sizes` samples along the samples; strings and numbers must be the same in
     all. Raises CannotJoin, a ValueError. Empties `outputs`, so that each is freed once it is joined"""
     o = outputs[0]
     if isinstance(o, Tensor):

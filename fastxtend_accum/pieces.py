@@ -20,10 +20,10 @@ from .memory import *
 __all__ = ['StartOver', 'all_contexts', 'Pieces', 'Inputs', 'twice', 'on_samples']
 
 # %% ../nbs/source/12_pieces.ipynb #d1d04810
-class StartOver(ValueError): "A part knows more now: the batch has to run from its first sample again"
+class StartOver(ValueError): "A part has to proceed differently: the batch runs again from its first sample"
 
 def all_contexts(objects:list, method:str, *args)->ExitStack:
-    "Enter the contexts that a method of `objects` gives, each finding what earlier ones have replaced; None gives none"
+    "Enter in turn the contexts that a method of `objects` returns, if any, each called inside of the earlier ones"
     with ExitStack() as stack:
         for o in objects:
             if context := getattr(o, method)(*args): stack.enter_context(context)
@@ -41,8 +41,8 @@ class Pieces:
         self.next_size = first([o.next_size for o in parts if hasattr(o, 'next_size')]) or next_size
 
     def run(self, run:Callable, most:Callable, go_back:Callable|None=None, repeats:bool=False):
-        """All pieces, of at most `most()` samples; keeps what `run(start, end)` returns, and returns itself. If a part
-        starts over, or with `repeats` if memory runs out, `go_back(error)` undoes what has to run again, or raises"""
+        """Run all pieces, of at most `most()` samples; keeps what `run(start, end)` returns. When a part starts over
+        and, with `repeats`, when memory runs out, `go_back(error)` undoes what has to run again, or raises"""
         while self.start < self.n:
             start,size = self.start,self.next_size(self.n-self.start, most())
             try:
@@ -93,7 +93,7 @@ def twice(cb:RNNRegularizer):
     return replaced(cb, 'after_loss', after_loss)
 
 def on_samples(f:Callable, args:tuple, kwargs:dict, n:int, lists:dict|None=None)->Callable:
-    "A function of `start` and `end`: `f` on these of the `n` samples in its arguments"
+    "A function of `start` and `end`: `f` on those of the `n` samples in `args` and `kwargs`"
     def run(start, end):
         a,kw = (args, kwargs) if end-start == n else cut((args, kwargs), start, end, n, lists)
         return f(*a, **kw)

@@ -1,4 +1,4 @@
-"""Several processes train one model: the weights of one process, and one all-reduce of the gradients per optimizer step
+"""Several processes train one model: the weights of a single process, and one gradient all-reduce per optimizer step
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/processes.html.md"""
 
@@ -42,7 +42,7 @@ def all_reduce(model:nn.Module, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
     return o
 
 def agree(learn:Learner, value:Real, op=dist.ReduceOp.MAX)->Real:
-    "`value`, combined over all processes, which so come to the same decisions"
+    "`value`, combined over all processes, so that they come to the same decisions"
     if n_processes(learn) == 1: return value
     value = torch.tensor(value, dtype=torch.float64, device=next(learn.model.parameters()).device)
     return all_reduce(learn.model, value, op).item()

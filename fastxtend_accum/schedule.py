@@ -80,7 +80,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
 # %% ../nbs/source/19_schedule.ipynb #b08381fe
 @patch
 def sizes(self:GradientAccumulationSchedule)->dict[str,int]:
-    "The sizes that must fit the loader's batch, by argument; errors name the first"
+    "The sizes that must fit the loader's batch, by argument; an error names the first that does not"
     ends = dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)
     return getattr(self.schedule, 'sizes', {}) | ends
 
@@ -170,7 +170,7 @@ def half_life_scale(
 
 # %% ../nbs/source/19_schedule.ipynb #b096b0a6
 def SchedSteps(
-    steps:dict[Numeric,int], # Samples in a window from each point on, in the units of `start`; the first point is 0
+    steps:dict[Numeric,int], # Samples in a window from each point on; points are given as for `start`, the first is 0
 )->dict: # Arguments for `GradientAccumulationSchedule`
     "A batch that changes at given points; raises TypeError or ValueError on invalid points or sizes"
     if not isinstance(steps, dict) or 0 not in steps:
@@ -194,7 +194,7 @@ def seesaw(
     start_accum_bs:int, # Samples in a window up to the peak of the learning rate
     final_accum_bs:int, # The most samples in a window
 )->dict: # Arguments for `GradientAccumulationSchedule`
-    "Where the rate falls by k, grow the batch by k, divide the rate by √k; raises ValueError if it falls too little"
+    "Where `lr_sched` divides by k, divide by √k and grow the batch k-fold; raises ValueError if it falls too little"
     check_size('start_accum_bs', start_accum_bs)
     check_size('final_accum_bs', final_accum_bs)
     if final_accum_bs < start_accum_bs:

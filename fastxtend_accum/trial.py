@@ -87,7 +87,7 @@ class Snapshot:
         for v in inside: self.save(v)
 
     def save_tensor(self, o:Tensor):
-        "Save its value; of a leaf also gradient and `requires_grad`"
+        "Save its value; for a leaf, also its gradient and `requires_grad`"
         if self.weights or not isinstance(o, nn.Parameter): self.undo.append(saved(o, device=self.device))
         if not o.is_leaf: return
         self.undo += [partial(setattr, o, 'grad', o.grad), partial(o.requires_grad_, o.requires_grad)]

@@ -14,7 +14,7 @@ __all__ = ['MicroBatch', 'Window', 'power_of_two', 'times', 'mean_over']
 
 # %% ../nbs/source/03_window.ipynb #28d60525
 class MicroBatch:
-    "A micro-batch, from its forward pass until it is counted; `ends_window` if it fills it or is the epoch's last"
+    "A micro-batch, from forward pass until it is counted; `ends_window` if it fills its window or is the epoch's last"
     def __init__(self, samples:int, ends_window:bool=False):
         self.samples,self.ends_window = samples,ends_window
         self.items,self.weight = None,None  # from `weigh`, after the loss

@@ -184,7 +184,7 @@ def test_fused_attention_on_the_gpu_needs_the_math_kernel():
     "Its dropout is drawn in the kernel, so a fit takes the math kernel; without dropout, it runs in pieces"
     q = torch.randn(22, 2, 16, 8, device='cuda', dtype=torch.float16)
     def in_pieces_of(f):
-        same = SameDraws(22)
+        same = SameDraws(22, nn.Identity())
         for rows in (0, 7), (7, 22):
             with same.piece(*rows): f(q[slice(*rows)])
     with pytest.raises(ValueError, match='same_draws=True cannot repeat the random numbers of aten::_scaled_dot_product'):

@@ -328,7 +328,7 @@ def test_what_batchnorm_sees(capsys, norm, limit, size):
     fit_aloud(make_learner(32, m=m, cbs=GradientAccumulation(32, micro_batch_size='auto')), 1)
     said = capsys.readouterr().out
     assert ('BatchNorm' in said) == (size is not None)
-    if size: assert f'; BatchNorm normalizes {size} at a time; exact=True would find a way without that' in said
+    if size: assert f'; BatchNorm normalizes {size} at a time; exact=True avoids this' in said
 
 def test_the_line_on_batchnorm_is_about_layers_that_see_pieces(capsys):
     "It is not said of layers that do not train, nor under a GradientCache of layers outside of its `part`"

@@ -93,8 +93,8 @@ def test_the_line_of_the_first_step_counts_processes(world):
     n,results = world
     averaged = '; losses are averaged as in one batch'
     assert results[0]['verdicts'] == [
-        f'{16*n} = {n} processes x 4 x 4 samples{averaged}', f'{4*n} = {n} processes x 1 x 4 samples; BatchNorm normalizes 4 at a time; dropout draws other numbers',
-        f'{4*n} = {n} processes x 2 x 2 samples{averaged}; BatchNorm normalizes 2 at a time; dropout draws other numbers; exact=True would find a way without that']
+        f'{16*n} = {n} processes x 4 x 4 samples{averaged}', f'{4*n} = {n} processes x 1 x 4 samples; BatchNorm normalizes 4 at a time; dropout draws different numbers',
+        f'{4*n} = {n} processes x 2 x 2 samples{averaged}; BatchNorm normalizes 2 at a time; dropout draws different numbers; exact=True avoids this']
     assert all(res['verdicts'] == [] for res in results[1:])
 
 def test_processes_agree_on_one_way(world):

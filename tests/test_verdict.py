@@ -15,8 +15,8 @@ def said(capsys, bs, cbs, m=None, loss_func=mse, n=128, **kwargs):
     fit_aloud(learn, 1)
     return capsys.readouterr().out
 
-averaged,differs = '; losses are averaged as in one batch','; BatchNorm normalizes {} at a time; dropout draws other numbers'
-remedy = '; exact=True would find a way without that'
+averaged,differs = '; losses are averaged as in one batch','; BatchNorm normalizes {} at a time; dropout draws different numbers'
+remedy = '; exact=True avoids this'
 alone = '32 samples are one batch: a smaller micro_batch_size splits it'
 accum,schedule = GradientAccumulation,GradientAccumulationSchedule
 
@@ -51,7 +51,7 @@ def test_what_is_neither_batchnorm_nor_dropout(capsys, layer):
 @pytest.mark.parametrize('module', [nn.Dropout2d(.1), nn.AlphaDropout(.1), nn.LSTM(4, 4, 2, dropout=.1), nn.MultiheadAttention(4, 2, dropout=.1)])
 def test_modules_with_dropout(module):
     from fastxtend_accum.description import what_differs
-    assert what_differs(nn.Sequential(module), 8) == ['dropout draws other numbers'] and not what_differs(nn.Sequential(module).eval(), 8)
+    assert what_differs(nn.Sequential(module), 8) == ['dropout draws different numbers'] and not what_differs(nn.Sequential(module).eval(), 8)
 
 def test_a_loss_that_is_not_a_mean(capsys):
     def spread(pred, targ): return (pred-targ).std().float()
@@ -59,10 +59,18 @@ def test_a_loss_that_is_not_a_mean(capsys):
         assert '; losses are not averaged as in one batch' in said(capsys, 8, accum(32), loss_func=spread)
 
 def test_a_loss_that_cannot_be_checked(capsys):
-    "It is said that its mean is unknown, unless `num_items` says it"
+    "It is said that its mean is unknown, or that `num_items` tells it"
     def noisy(pred, targ): return F.mse_loss(pred+torch.rand(()), targ).float()
     with pytest.warns(match='could not check'): assert '; losses may not be averaged as in one batch' in said(capsys, 8, accum(32), loss_func=noisy)
-    assert averaged in said(capsys, 8, accum(32, num_items=lambda learn: len(learn.yb[0])), loss_func=noisy)
+    assert '; losses are averaged by num_items' in said(capsys, 8, accum(32, num_items=lambda learn: len(learn.yb[0])), loss_func=noisy)
+
+def test_num_items_are_checked(capsys):
+    "A count that fits the loss, and one that does not: the mean over two of three samples"
+    def some(pred, targ): return ((pred-targ)**2)[targ > -.5].mean().float()
+    for count,line in ((lambda learn: (learn.y > -.5).sum(), averaged), (lambda learn: len(learn.y), '; losses are not averaged as in one batch')):
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore', UserWarning)
+            assert line in said(capsys, 8, accum(32, num_items=count), loss_func=some)
 
 def test_once_for_each_setting(capsys):
     learn = make_learner(32, n=128, cbs=accum(32, micro_batch_size=8))

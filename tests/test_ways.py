@@ -364,6 +364,37 @@ def test_what_was_tried(capsys):
     assert re.search(r'each batch of 32 fits if \d of 4 blocks are recomputed', out) and 'in micro-batches, the gradient would be off by' in out
     assert out.count('\n') == 1
 
+def test_it_says_how_far_the_gradient_is_off(capsys):
+    "As a plain backward pass finds it; BatchNorm's counter of batches is off by 100% after two of them"
+    torch.manual_seed(0)
+    m = nn.Sequential(*[nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20), nn.ReLU()) for _ in range(4)], nn.Linear(20, 4))
+    x,y = torch.randn(32, 20),torch.randint(4, (32,))
+    def gradient(*parts):
+        m.zero_grad()
+        for o in parts: (F.cross_entropy(m(x[o]), y[o])/len(parts)).backward()
+        return torch.cat([p.grad.flatten() for p in m.parameters()])
+    whole = gradient(range(4))
+    off = (gradient(range(2), range(2, 4))-whole).norm()/whole.norm()
+    dls = DataLoaders(*[DataLoader(list(zip(x, y)), bs=32)]*2)
+    def learner(*cbs): return Learner(dls, deepcopy(m), CrossEntropyLossFlat(), cbs=cbs)
+    mb = fit(learner(Activations()), 1).activations.mb
+    capsys.readouterr()
+    fit_aloud(learner(Activations(mb*.6), exact()), 1)
+    assert f'in micro-batches, the gradient would be off by {off:.0%}' in capsys.readouterr().out and not .995 < off < 1.005
+
+class Counter(nn.Module):
+    "Counts its forward passes in a buffer, and changes nothing else"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('passes', torch.zeros(()))
+    def forward(self, x):
+        self.passes += 1
+        return x
+
+def test_it_says_that_only_a_buffer_is_off():
+    with pytest.raises(ValueError, match=r"\(the model's buffers would be off by 100%\): set bs=64 in the DataLoader"):
+        run(partial(mlp, Counter, n=128), exact(accum_bs=64))
+
 # Memory that runs out later
 
 class Shrinks(Callback):
