@@ -93,23 +93,12 @@ class Way:
         self.fits,self.time,self.failed = None,None,set()
     difference = property(lambda self: self.off and max(self.off))
 
-    def harm(self)->str:
-        "What would be off in pieces, and by how much"
-        gradient,buffers = self.off
-        if gradient > WaySearch.tolerance: return f'the gradient would be off by {gradient:.0%}'
-        return f"the model's buffers would be off by {buffers:.0%}"
-
     def callbacks(self, n:int, size:int|str)->Iterator:
         "What to try on `n` samples: pieces of `size`, for 'auto' a half, a quarter ...; or what finds its size itself"
         if 'micro' not in self.name: yield self.make and self.make(); return
         sizes = [-(-n//2**i) for i in range(1, (n-1).bit_length()+1)] if size == 'auto' else [size]
         least = 2 if self.make.keywords.get('same_draws') else 1
         for o in dict.fromkeys(max(o, least) for o in sizes): yield self.make(micro_batch_size=o)
-
-    def take(self, cb:Callback|None):
-        "Run batches as `cb` does"
-        if isinstance(cb, GradientAccumulation): self.size,self.same_draws = cb.micro_bs,cb.same_draws
-        else: self.cb = cb
 
     def on_share(self, share:float)->Callback:
         "What runs this share of the batch in this way: in as many pieces, or with the same blocks"
@@ -168,6 +157,13 @@ def differences(a:list[Tensor], b:list[Tensor])->Tensor:
     return off.nan_to_num(math.inf, math.inf) if b[0].any() else off.fill_(math.inf)
 
 @patch
+def harm(self:Way)->str:
+    "What would be off in pieces, and by how much"
+    gradient,buffers = self.off
+    if gradient > WaySearch.tolerance: return f'the gradient would be off by {gradient:.0%}'
+    return f"the model's buffers would be off by {buffers:.0%}"
+
+@patch
 def is_exact(self:WaySearch, way:Way)->bool:
     "Whether two pieces of a few samples give the gradient and the buffers of the whole"
     n = min(self.inputs.n, 4)  # two pieces of more than a sample, which some ways need
@@ -188,7 +184,8 @@ def fits(self:WaySearch, way:Way)->bool:
         if not way.fits: continue
         sign = 1 if isinstance(cb, ActivationCheckpointing) else -1  # the most blocks, the smallest pieces
         if cb: cb.fitting.size = int(sign*agree(self.learn, sign*cb.fitting.size))
-        way.take(cb)
+        if isinstance(cb, GradientAccumulation): way.size,way.same_draws = cb.micro_bs,cb.same_draws
+        else: way.cb = cb
         break
     return bool(way.fits)
 
