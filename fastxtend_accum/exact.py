@@ -45,7 +45,8 @@ def run_batch(learn:Learner, cb:Callback|None, res:SimpleNamespace):
         cb.before_train()
         next(iter(learn.dl))
         cb('before_batch')
-        loop = fit.instead['batch']
+        if isinstance(cb, ActivationCheckpointing): cb.checked = cb.fitting.size is not None  # the search has checked
+        loop,res.start = fit.instead['batch'],clock()  # without what a fit does once
         if cb.searches and cb.fitting.size is None:
             if isinstance(cb, ActivationCheckpointing): cb.least = 1  # the whole batch does not fit
             cb.find_size(loop, Inputs(learn, loop.samples(), loop.lists))
@@ -210,8 +211,8 @@ def find(self:WaySearch, skip:set[str])->Way:
 
 @patch
 def measure_times(self:WaySearch, ways:list[Way]):
-    "Time `ways` on an eighth of the batch, at least four samples, or what fits; relative to these samples as a whole"
-    n = min(self.inputs.n, max(4, self.inputs.n//8))
+    "Time `ways` on half of the batch, or as much as fits as a whole; relative to that"
+    n = max(self.inputs.n//2, 1)
     while n > 1 and not self.step(samples=n): n //= 2  # the first run warms up
     runs = [self.step(o and o.on_share(n/self.inputs.n), n) for o in (None,*ways)] if n > 1 else [None]
     if not all(runs): return
@@ -236,7 +237,7 @@ def find_way(accum:GradientAccumulation, inputs:Inputs, skip:set[str]=frozenset(
     accum.ways = pd.DataFrame([dict(way=o.name, difference=o.difference, fits=o.fits, time=o.time) for o in tried])
     message = f'exact=True: each batch of {n} {way.how(n)}'
     if way.cb:
-        if way.time: message += f' (a step takes {way.time:.1f} times as long)'
+        if way.time: message += f' (a step takes about {way.time:.1f} times as long)'
         if split.difference and math.isfinite(split.difference): message += f'; in micro-batches, {split.harm()}'
     if accum.verbose: tell(learn, message)
     return way
