@@ -98,9 +98,11 @@ def learners_exact(results):
     same = f'off by {max(exact):.0e} at most' if any(exact) else 'that of the whole batch, bit for bit'
     return f'with exact=True, the gradient is {same}; in quarters of the batch, it is off by {min(pieces):.0%} to {max(pieces):.0%}'
 
-def learners_run_on(results, kind='cpu'):
+def learners_run_on(results, kind='cpu'): return ran_on(results['learners'][kind], kind)
+def ways_run_on(results): return ran_on(results['ways'])
+
+def ran_on(o, kind='cpu'):
     "The machine of these figures"
-    o = results['learners'][kind]
     m = o['machine']
     return f"{m['cpu'] if kind == 'cpu' else m['device']}, {m['system']}, Python {m['python']}, torch {m['packages']['torch']}, {m['date']}; rounds: {o['rounds']}"
 

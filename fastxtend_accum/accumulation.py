@@ -1,4 +1,4 @@
-"""`GradientAccumulation`: what it does at each event of the training loop, up to the end of an epoch
+"""`GradientAccumulation`: what it does at each event of a fit
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/accumulation.html.md"""
 
@@ -40,7 +40,7 @@ class GradientAccumulation(LoopCallback):
     draws = property(lambda self: self.same_draws or bool(self.way and self.way.same_draws))
     batch_samples = property(attrgetter('now.batches.size'))  # as the DataLoader has yielded them
     def __init__(self,
-        accum_bs:int|None=None, # Samples in a window, all processes; None: the loader batch if it may be split, else 32
+        accum_bs:int|None=None, # Samples in a window over all processes; None: loader batch if it may be split, else 32
         n_acc:int|None=None, # fastai's name for `accum_bs`, in samples: pass one of them
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, loader batches (False)
         micro_batch_size:int|str|None=None, # Samples the model sees at a time; 'auto': as many as fit; None: the batch
@@ -101,7 +101,7 @@ class FitState:
 # %% ../nbs/source/15_accumulation.ipynb #e73efc2b
 @patch
 def before_fit(self:GradientAccumulation):
-    "`validate`, `tta` and `summary` call this event, too, and must leave the last fit's results: see `before_train`"
+    "`validate`, `tta` and `summary` call this event, too, and must keep the last fit's results: see `before_train`"
     learn = self.learn
     LoopCallback.before_fit(self)
     mend_wandb()
@@ -359,7 +359,7 @@ def after_epoch(self:GradientAccumulation):
     if not now or learn.epoch < learn.n_epoch-1: return
     if not (self.num_items or is_trial(learn)) and (unknown := now.loss_check.at_end()): warn(unknown)
     if now.has_targets and now.at_end != 'step' and not self.window.results:
-        warn(f"no optimizer step was taken in this fit: its {learn.train_iter} micro-batches did not fill a window of "
+        warn(f"no optimizer step was taken in this fit: its {learn.train_iter} batches did not fill a window of "
              f"{self.size_at(0.)} samples; use a smaller accum_bs or remainder='step', not {now.at_end!r}")
 
 @patch
@@ -428,7 +428,7 @@ def remedy(self:GradientAccumulation)->str:
 # %% ../nbs/source/15_accumulation.ipynb #0c4e7a92
 @patch
 def go_back(self:GradientAccumulation, start:int)->int|None:
-    "Discard the failed piece at sample `start`, and what its gradient is mixed with: where to go on, in this batch"
+    "Discard the failed piece at sample `start`, and what its gradient is mixed with; returns where to go on"
     window,micro = self.window,self.window.micro
     if not micro or micro.counted: return None
     if window.n_micro and not micro.in_grad: return start

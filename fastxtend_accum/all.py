@@ -28,7 +28,7 @@ import_order = ("this GradientAccumulation is fastai's, which was imported last:
                 "or take fastai's from fastai.callback.training")
 
 class LikeFastais(type):
-    "What fastai's own class makes is an instance of the subclass, too"
+    "Instances of fastai's own class count as instances of the subclass, too"
     def __instancecheck__(cls, o): return super().__instancecheck__(o) or cls is LaterImport and isinstance(o, Fastais)
 
 class LaterImport(Fastais, metaclass=LikeFastais):

@@ -61,7 +61,7 @@ class GradientCache(LoopCallback):
         "Join the loop; raises ValueError if the model, which has been wrapped by now, cannot run in pieces"
         model,accum = self.learn.model,accumulator(self.learn)
         if getattr(accum, 'same_draws', False) and not self.same_draws:
-            raise ValueError("GradientAccumulation(same_draws=True) needs the draws of its pieces in one place: "
+            raise ValueError("GradientAccumulation(same_draws=True) cannot repeat the draws of GradientCache's pieces: "
                              "also set same_draws=True for GradientCache")
         if is_sharded(model):
             raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: "
@@ -126,4 +126,4 @@ def backward_context(self:GradientCache):
 @patch
 def how(self:GradientCache, n:int)->str:
     same = ', which draw the random numbers of the whole batch' if self.same_draws else ''
-    return f"runs in pieces of {self.micro_bs}{same}, and the loss on all of it"
+    return f"runs in pieces of {self.micro_bs}{same}, with one loss for all of it"

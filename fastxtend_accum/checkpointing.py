@@ -1,4 +1,4 @@
-"""Recompute activations in the backward pass: of the blocks of a model, or of the pieces of a batch
+"""Recompute the activations of a model's blocks in the backward pass
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/checkpointing.html.md"""
 
@@ -131,7 +131,7 @@ class ActivationCheckpointing(LoopCallback):
     searches = property(lambda self: self.blocks == 'auto')
     can_shrink = property(lambda self: self.fitting.size < len(self.found))
     def __init__(self,
-        blocks:Callable|str|None=None, # `blocks(model)`: modules to run again; None: all found; 'auto': the fewest
+        blocks:Callable|str|None=None, # `blocks(model)`: modules to run again; None: all found; 'auto': those needed
         offload:bool=False, # Keep the inputs of the blocks on the CPU
     ):
         check_flags(offload=offload)

@@ -29,7 +29,7 @@ __all__ = ['OneBatch', 'run_batch', 'grad_and_buffers', 'one_step', 'Way', 'ways
 
 # %% ../nbs/source/18_exact.ipynb #9f5d51c7
 class OneBatch(Wrapped):
-    "A DataLoader in whose place there is one batch `b` of `n` samples"
+    "Stands in for a DataLoader, with one batch `b` of `n` samples"
     def __init__(self, dl, b, n:int): self.dl,self.b,self.n,self.bs,self.drop_last = dl,b,n,n,False
     def __len__(self)->int: return 1
     def __iter__(self)->Iterator: yield self.b
@@ -62,7 +62,7 @@ def grad_and_buffers(model:nn.Module)->list[Tensor]:
 
 def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_float32:bool=False)->SimpleNamespace:
     """Train in mid-batch with `cb` on the first `n` samples, up to the step, and leave no trace. Returns the seconds;
-    `in_float32`, also the gradient and the buffers, to be compared"""
+    with `in_float32`, also the gradient and the buffers, to be compared"""
     trainer = getattr(sys.modules.get('fastai.distributed'), 'DistributedTrainer', ())
     left_out,res = (trainer, MixedPrecision if in_float32 else ()),SimpleNamespace()
     def keep(o): return takes_part(o) and not isinstance(o, left_out)
@@ -87,7 +87,7 @@ def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_floa
 
 # %% ../nbs/source/18_exact.ipynb #16a6371d
 class Way:
-    "A way to run the batches of a fit, whose callback `make` makes; and what trying has shown of it"
+    "A way to run the batches of a fit, by a callback from `make`; and what trying it has shown"
     def __init__(self, name:str, make:Callable|None=None):
         self.name,self.make,self.cb,self.size,self.same_draws = name,make,None,sys.maxsize,False
         self.off = None if make else (0., 0.)  # how far the gradient and the buffers are off in pieces
@@ -167,7 +167,7 @@ def harm(self:Way)->str:
 @patch
 def is_exact(self:WaySearch, way:Way)->bool:
     "Whether two pieces of a few samples give the gradient and the buffers of the whole"
-    n = min(self.inputs.n, 4)  # two pieces of more than a sample, which some ways need
+    n = min(self.inputs.n, 4)  # two pieces of more than one sample, which some ways need
     if way.difference is None and not self.is_normed:
         if self.few is None: self.few = n > 2 and self.step(samples=n, in_float32=True) or False
         one,way.off = self.few and self.step(way.make(micro_batch_size=-(-n//2)), n, in_float32=True),(math.inf, 0.)
@@ -205,7 +205,7 @@ def find(self:WaySearch, skip:set[str])->Way:
         if found and (found[0].cb or len(found) > 1): self.measure_times(found)
         if found: return min(found, key=lambda o: o.time or 0)
     ran_out = isinstance(self.error, NothingFits) or is_out_of_memory(self.error)
-    why = 'not even with all blocks recomputed and kept on the CPU' if ran_out else f'since {self.error}'
+    why = 'not even with all blocks recomputed and their inputs on the CPU' if ran_out else f'since {self.error}'
     raise NothingFits(f"exact=True: a batch of {self.inputs.n} fits in no way, {why}: use smaller inputs, "
                       "a smaller batch, or leave out exact=True") from self.error
 
@@ -229,7 +229,7 @@ def find_way(accum:GradientAccumulation, inputs:Inputs, skip:set[str]=frozenset(
     size,loader_bs,split = max(accum.sizes().values()),accum.now.global_bs,search.ways[1]
     if size > loader_bs and not any(map(search.is_exact, search.ways[1:3])):
         raise ValueError(f"exact=True: {size//loader_bs} batches of {loader_bs} cannot equal one of {size}, since "
-                         "something in each of them looks at all its samples, as BatchNorm does "
+                         "the model or the loss uses all samples of a batch together, as BatchNorm does "
                          f"({split.harm()}): set bs={size} in the DataLoader")
     way = search.find(skip)
     way.failed = {*skip, way.name, *[o.name for o in search.ways if o.fits is False]}

@@ -16,7 +16,7 @@ __all__ = ['replaced', 'Fit', 'fit_of', 'is_running', 'is_trial', 'FitCallback',
 # %% ../nbs/source/06_fit.ipynb #0df7a527
 @contextmanager
 def replaced(o, attr:str, value):
-    "Let `o.attr` be `value` in this context; afterwards it is as before, also if it was not an attribute of `o` itself"
+    "Let `o.attr` be `value` in this context; afterwards it is as before, even if it was not an attribute of `o` itself"
     own,old = attr in vars(o),vars(o).get(attr)
     setattr(o, attr, value)
     try: yield
@@ -30,7 +30,7 @@ class Fit:
         if isinstance(vars(learn).get('_with_events'), partial): del learn._with_events  # it was exported in mid-fit
         self.learn,self.depth,self.with_events = learn,0,learn._with_events
         self.instead = {}  # by 'batch' or 'backward', `f(g)` in place of the `g` that fastai runs between its events
-        self.lent,self.own = {},ExitStack()  # what each callback has lent
+        self.lent,self.own = {},ExitStack()  # the replacements of each callback
         self.own.enter_context(replaced(learn, '_with_events', self))
     def __reduce__(self): return partial,(type(self.learn)._with_events, self.learn)  # for an export in mid-fit
 
@@ -84,7 +84,7 @@ class FitCallback(Callback):
         vars(self)['run_valid'] = not is_running(self.learn)
         return not self.run_valid
     def after_loss(self):
-        "Raises RuntimeError on a batch of another Learner; `with learn: learn('before_train')` has no batch"
+        "Raises RuntimeError on a batch outside a fit of its Learner; `with learn: learn('before_train')` has no batch"
         if is_running(self.learn): return
         fit_of(self.learn) and fit_of(self.learn).close()
         raise RuntimeError(f"{type(self).__name__} saw a batch outside a fit of its Learner: give each Learner a "

@@ -23,7 +23,7 @@ def stated_batch_size(dl)->int|None:
     return getattr(dl, 'batch_size', None) if bs is None else bs
 
 def loader_batch_size(dl, given:int|str|None=None)->int:
-    "Samples that `dl` yields at a time, as it states, else `given`, which is `micro_batch_size`; ValueError without"
+    "The batch size that `dl` states, else `given`, which is `micro_batch_size`; ValueError if neither is a number"
     size = stated_batch_size(dl) or given
     if size in (None, 'auto'):
         raise ValueError(f"cannot find the batch size of {type(dl).__name__}: it has neither bs nor batch_size; "
@@ -90,7 +90,7 @@ class LoaderBatches(Wrapped):
     is_last = property(lambda self: self.seen >= self.samples and self.at_end == 'step' and self.certain)
 
     def n_windows(self, size:int)->int|None:
-        "Windows of `size` samples that are stepped on in this epoch; None: it depends on the epoch before"
+        "Windows of `size` samples that get a step in this epoch; None: it depends on the epoch before"
         if self.at_end == 'carry': return None
         return self.samples//size if self.at_end == 'drop' else -(-self.samples//size)
 

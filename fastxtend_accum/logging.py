@@ -43,7 +43,7 @@ class WindowLogger:
         "In training, wait for the end of the window, then log it as one batch"
         learn,window = self.cb.learn,self.accum.window
         if not learn.training: self.original('after_batch')
-        elif window.is_logged:  # one that was cancelled before it counted has no loss of its own
+        elif window.is_logged:  # cancelled before a micro-batch was counted, it has no loss
             with replaced(learn, 'loss', window.mean_loss if window.n_micro else learn.loss): self.log()
     def measured(self)->dict[str,Real]:
         "Other values to log for the window, by name"
@@ -88,7 +88,7 @@ def plot_accum_bs(self:Recorder,
     ax:plt.Axes|None=None, # Axes to draw on; None: new ones
 ):
     "Plot the number of samples in each step of the last fit; returns the axes; raises ValueError if none are known"
-    if (sizes := vars(self).get('accum_bs')) and self.accum_bs_of is self.losses:  # not those of a fit before
+    if (sizes := vars(self).get('accum_bs')) and self.accum_bs_of is self.losses:  # not those of an earlier fit
         return plot_sizes(sizes, range(len(sizes)+1), 'optimizer steps', ax)
     raise ValueError("this Recorder has no batch sizes: fit with GradientAccumulation or "
                      "GradientAccumulationSchedule first, with log_accum_batch=True")
@@ -129,7 +129,7 @@ class WandbWindows(WindowLogger):
         import wandb
         cb,learn = self.cb,self.cb.learn
         cb._wandb_epoch = int(cb._wandb_epoch) + learn.iter/learn.n_iter  # it is about to add 1/n_iter, for one batch
-        with replaced(learn, 'xb', (range(self.accum.window.samples),)): super().log()  # it divides them by its seconds
+        with replaced(learn, 'xb', (range(self.accum.window.samples),)): super().log()  # for its samples per second
         wandb.log(self.measured(), step=cb._wandb_step)
 
 class TensorBoardWindows(WindowLogger):

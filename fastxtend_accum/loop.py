@@ -45,7 +45,7 @@ class Loop:
 
     @property
     def searching(self)->list:
-        "The callbacks that find their size themselves; those that split the forward pass alone come first"
+        "The callbacks that find their size themselves; those that do not split the loss come first"
         return sorted((o for o in self.cbs if o.searches), key=lambda o: o.splits_loss)
 
     def samples(self)->int:
@@ -201,7 +201,7 @@ def running_part(self:LoopCallback)->nn.Module:
 
 @patch
 def forward_context(self:LoopCallback):
-    """In validation and prediction, the forward pass in pieces of `micro_batch_size` samples; with 'auto', or hooks
+    """In validation and prediction, the forward pass in pieces: of `micro_batch_size` samples or, with 'auto' or hooks
     that would see pieces, of as many as fit in memory"""
     if self.learn.training: return None
     loop,fitting = fit_of(self.learn).instead['batch'],self.fitting

@@ -1,4 +1,4 @@
-"""Count what a loss averages over, which weights its micro-batch, and check that accumulation is exact for the loss
+"""Count what a loss averages over, for the weight of its micro-batch, and check that accumulation is exact
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/losses.html.md"""
 
@@ -45,7 +45,7 @@ def _register(kind:type|Callable, rule:Callable|None=None):
 loss_items.register = _register
 
 def rule_of(loss_func:Callable)->tuple:
-    "The rule for `loss_func`, or None; and what has its settings as attributes, for a function also its partial's"
+    "The rule for `loss_func`, or None; and an object with its settings as attributes, those of a partial among them"
     if isinstance(loss_func, types.MethodType) and isinstance(loss_func.__self__, MixHandler):
         rule,settings = rule_of(loss_func.__self__.old_lf)
         return rule and _label_items,settings
@@ -101,7 +101,7 @@ def n_items(learn:Learner, num_items:Callable|None=None, samples:int|None=None)-
     items = num_items(learn)
     if isinstance(items, Tensor) and items.numel() == 1: return items.detach().reshape(())
     if isinstance(items, Real) and 0 <= items < float('inf'): return items
-    raise ValueError(f"num_items must return a count, 0 or more, a number or one-element tensor, not {items!r}")
+    raise ValueError(f"num_items must return a count of 0 or more, as a number or one-element tensor, not {items!r}")
 
 # %% ../nbs/source/09_losses.ipynb #07dc8e68
 class LossState(Snapshot):
@@ -129,7 +129,7 @@ def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype=torch.float64)-
 
 # %% ../nbs/source/09_losses.ipynb #11e157d7
 def compare(loss_func:Callable, micro_batches:list[tuple], dtype:torch.dtype)->list[Tensor]:
-    "Relative distances from the joint loss' gradient: its second computation's, and that from two parts; no GPU sync"
+    "How far the joint loss's gradient, computed again, is off, and how far the one from two parts is; no GPU sync"
     def grads_of(args): return loss_grads(loss_func, args, dtype)
     def differ(a, b): return (a-b).norm()/a.norm()
     args,samples,items = map(list, zip(*micro_batches))
@@ -149,7 +149,7 @@ Verdict = namedtuple('Verdict', 'says by why', defaults=(0., ''))  # 'same', 'di
 
 class LossCheck:
     "Compares the gradient of a window's joint loss with that from two parts of it, in the first windows of a fit"
-    tolerance,windows,most = 1e-5,16,2**28  # bytes of outputs and targets are kept at most
+    tolerance,windows,most = 1e-5,16,2**28  # most: bytes of outputs and targets to keep
     def __init__(self): self.micro_batches,self.kept,self.left,self.found = [],0,self.windows,[]
 
     def add(self, learn:Learner, samples:int, items:Real|Tensor|None=None):
@@ -186,8 +186,8 @@ def judge(self:LossCheck, again:Real|Tensor, by:Real|Tensor)->str|None:
     self.found.append(found)
     if found.says != 'differs': return
     self.left = 0
-    return ("accumulation is not exact for this loss: put together from two parts of several micro-batches, the "
-            f"gradient has a relative error of {by:.2g}. Pass num_items (what the loss averages over), "
+    return ("accumulation is not exact for this loss: computed in two parts, the gradient of a window has a relative "
+            f"error of {by:.2g}. Pass num_items (what the loss averages over), "
             "set reduction='sum' on a loss that sums, or use GradientCache, which computes the loss on the whole batch")
 
 @patch

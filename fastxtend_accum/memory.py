@@ -74,8 +74,8 @@ def largest_that_runs(f:Callable, at_most:int)->int:
 
 # %% ../nbs/source/08_memory.ipynb #1487fb57
 def smallest_that_runs(f:Callable, at_most:int, least:int=0)->int:
-    """The least n from `least` to `at_most` for which `f(n)` fits in memory; no later call of `f` succeeds. Raises
-    NothingFits if none does"""
+    """The least n from `least` to `at_most` for which `f(n)` fits in memory, and the last for which `f` ran to
+    its end; raises NothingFits if none does"""
     if least == 0:
         free_memory()
         if not memory_error(f, 0): return 0
@@ -122,13 +122,13 @@ class FittingSize:
     def __init__(self): self.found_for,self.size,self.valid,self.numel,self.rows = None,None,None,0,0
 
     def update(self, learn:Learner, b, n:int, search:Callable, has_pieces:bool=True)->bool:
-        """Let `size` be `search(at_most, is_new)` if `learn` trains something else now, or if the samples of `b` are
-        larger than all before, or its `n` rows are more; returns whether that was so"""
+        """Let `size` be `search(at_most, is_new)` if `learn` trains something else now, or if the
+        `n` samples of `b` are larger, or more, than all before; returns whether that was so"""
         trains = sum(p.numel() for p in trained(learn.opt)),len(learn._grab_cbs(MixedPrecision))
         is_new,numel = trains != self.found_for,sum(t.numel() for t in tensors_in(b))/n  # of a sample
         if is_new: self.numel,self.rows,self.size = 0,0,n
         has_room = n <= self.rows or has_pieces and self.size < self.rows
         if numel <= self.numel and has_room: return False
-        self.size = search(n if n > self.rows else min(self.size, n), is_new)  # else others may not search now
+        self.size = search(n if n > self.rows else min(self.size, n), is_new)  # only if `is_new` do all search
         self.found_for,self.numel,self.rows = trains,max(numel, self.numel),max(n, self.rows)
         return True

@@ -60,7 +60,7 @@ def batch_size(b, expected:int|None=None)->int:
 # %% ../nbs/source/01_nested.ipynb #5413ea87
 def cut(b, start:int, end:int, n:int, lists:dict|None=None, place:tuple=()):
     """Samples `start` to `end` of the `n` in `b`, such as `(inputs, targets)`, in the same structure and types.
-    `lists` is what earlier batches have shown, see `is_per_sample`. Raises ValueError on what has no such dimension"""
+    `lists` is what earlier batches have shown, see `is_per_sample`. Raises ValueError on what it cannot slice"""
     if isinstance(b, Tensor) and b.layout == torch.strided:
         if not b.ndim: return b
         if len(b) == n: return b[start:end]
@@ -77,7 +77,7 @@ def cut(b, start:int, end:int, n:int, lists:dict|None=None, place:tuple=()):
 
 def is_per_sample(b:list|tuple, n:int, lists:dict, place:tuple)->bool:
     """Whether `b` has an entry for each of `n` samples, such as captions or boxes, and is not a list of inputs. Where
-    both are possible, it is what it was in the batches before, at this `place`; ValueError in a first batch"""
+    both are possible, earlier batches decide, by `lists[place]`; raises ValueError if none has"""
     rows = {len(o) for o in tensors_in(b)}
     is_list = isinstance(b, list) and all(isinstance(o, Tensor) for o in b)
     if len(b) != n or n not in rows: lists[place] = len(b) == n

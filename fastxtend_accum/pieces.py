@@ -23,7 +23,7 @@ __all__ = ['StartOver', 'all_contexts', 'Pieces', 'Inputs', 'twice', 'on_samples
 class StartOver(ValueError): "A part has to proceed differently: the batch runs again from its first sample"
 
 def all_contexts(objects:list, method:str, *args)->ExitStack:
-    "Enter in turn the contexts that a method of `objects` returns, if any, each called inside of the earlier ones"
+    "Call `method` of each of `objects`, inside the contexts that the earlier ones returned, and enter what it returns"
     with ExitStack() as stack:
         for o in objects:
             if context := getattr(o, method)(*args): stack.enter_context(context)

@@ -32,7 +32,7 @@ def inner_model(model:nn.Module)->nn.Module:
 
 def n_processes(learn:Learner)->int:
     "Processes that train the model of `learn` together, at least 1"
-    trainer = getattr(sys.modules.get('fastai.distributed'), 'DistributedTrainer', ())  # importing it takes accelerate
+    trainer = getattr(sys.modules.get('fastai.distributed'), 'DistributedTrainer', ())  # importing it needs accelerate
     if not (learn._grab_cbs(trainer) or averages_gradients(learn.model)): return 1
     return dist.get_world_size(getattr(learn.model, 'process_group', None))
 

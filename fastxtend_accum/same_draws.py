@@ -26,7 +26,7 @@ by_shape = set("""bernoulli cauchy exponential geometric log_normal multinomial 
     randint randint_like randn randn_like random randperm uniform""".split())
 
 def can_repeat(func, given:dict)->bool:
-    "Whether how many numbers an operation draws, and in which order, follows from shapes alone"
+    "Whether shapes alone determine how many numbers an operation draws, and in which order"
     tensors = [o for o in given.values() if isinstance(o, Tensor)]
     is_plain = all(o.layout == torch.strided and o.device.type in ('cpu','cuda') for o in tensors)
     return is_plain and 'out' not in given and func.overloadpacket.__name__.removesuffix('_') in by_shape
@@ -115,7 +115,7 @@ class SameDraws(TorchDispatchMode):
     def __reduce__(self): return type(None),()  # of one batch: an exported Learner does not need it
 
     def save(self, *generators):
-        "Where `generators` stand is where the batch begins"
+        "Note the present states of `generators` as those where the batch begins"
         self.before |= {g:state_of(g) for g in generators}
         self.rewinds.append(saved(*generators))
     def rewind(self):
@@ -142,7 +142,9 @@ def draw(self:SameDraws, func, given:dict):
     is_new,i = key not in self.draws,len(self.draws)
     if is_new:
         if not self.in_piece: return func(**given)  # outside the part of the model that runs in pieces
-        if self.after: raise cannot(f"repeat {func.name()} of samples {self.rows}, which earlier samples did not call")
+        if self.after:
+            start,end = self.rows
+            raise cannot(f"repeat {func.name()} of samples {start} to {end}, which was not called for earlier ones")
         if g not in self.before: self.save(g)
         self.check_seen(g, f'before {func.name()}')
         if any(f.f_code.co_name == 'compile_wrapper' for f,_ in traceback.walk_stack(sys._getframe())):
@@ -181,7 +183,8 @@ def piece(self:SameDraws, start:int, end:int):
     for g in self.before if not self.after else []:
         if isinstance(g, torch.Generator): self.check_seen(g, 'after all that it can see')
     if self.after not in (None, after):
-        raise cannot(f"repeat samples {start} to {end}: generators end in a different state than earlier samples leave")
+        raise cannot(f"repeat samples {start} to {end}: generators end in a different state than earlier samples left "
+                     "them in")
     self.after = after
     self.sizes.add(end-start)
     if end == self.n and any(len(o.dims) > 1 or o.n == 1 for o in self.draws.values()):

@@ -183,7 +183,7 @@ def SchedSteps(
         raise ValueError(f"the points in steps are fractions (float) or epochs (int), not both: {list(steps)}")
     points,sizes = zip(*sorted(steps.items()))
     schedule = partial(_size_after, [o/(points[-1] or 1) for o in points], sizes)
-    schedule.sizes = {f'steps[{o}]':steps[o] for o in points}  # checked against the micro-batch before training
+    schedule.sizes = {f'steps[{o}]':steps[o] for o in points}  # checked against the loader's batch before training
     return dict(start_accum_bs=sizes[0], final_accum_bs=sizes[-1], start=0, finish=points[-1], schedule=schedule)
 
 def _size_after(points, sizes, start, end): return lambda pos: sizes[np.searchsorted(points, pos+_tiny, 'right')-1]
@@ -194,7 +194,7 @@ def seesaw(
     start_accum_bs:int, # Samples in a window up to the peak of the learning rate
     final_accum_bs:int, # The most samples in a window
 )->dict: # Arguments for `GradientAccumulationSchedule`
-    "Where `lr_sched` divides by k, divide by √k and grow the batch k-fold; raises ValueError if it falls too little"
+    "Where `lr_sched` falls to 1/k, fall to 1/√k and grow the batch k-fold; raises ValueError if it falls too little"
     check_size('start_accum_bs', start_accum_bs)
     check_size('final_accum_bs', final_accum_bs)
     if final_accum_bs < start_accum_bs:

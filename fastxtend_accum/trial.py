@@ -1,4 +1,4 @@
-"""Train a Learner for a trial, and put everything back
+"""Train a Learner as a trial, and put everything back
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/trial.html.md"""
 
@@ -117,7 +117,7 @@ def takes_part(cb:Callback)->bool:
 
 @contextmanager
 def trial(learn:Learner, keep:Callable=takes_part, weights:bool=True):
-    "`learn` trains in silence with those callbacks that `keep(cb)`; afterwards it is as it was"
+    "`learn` trains in silence with the callbacks for which `keep(cb)` is true; afterwards it is as it was"
     with (replaced(learn, 'cbs', learn.cbs.filter(keep)), replaced(learn, 'lr_finder', True), learn.no_logging(),
           Snapshot(learn, weights)): yield
 

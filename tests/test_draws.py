@@ -193,8 +193,8 @@ errors = dict(
     samples_drawn=(lambda x: x[torch.multinomial(torch.ones(len(x)), len(x))], 'cannot tell .* aten::multinomial'),
     pairs_of_samples=(lambda x: (torch.rand(len(x), len(x), dtype=x.dtype)@x.flatten(1)).view_as(x), 'cannot tell .* aten::rand'),
     hidden=(lambda x: F.dropout(hidden(x.detach()), .5)*x, 'code that it cannot see'), hidden_at_the_end=(lambda x: x*hidden(x.detach()), 'code that it cannot see'),
-    reseeded=(reseeded, 'code that it cannot see'), other_operation=(other_operation, 'which earlier samples did not call'), more_draws=(more_draws, 'which earlier samples did not call'), fewer_draws=(fewer_draws, 'in a different state than earlier samples'),
-    per_sample=(per_sample, 'which earlier samples did not call'), numpy_per_sample=(numpy_per_sample, 'in a different state than earlier samples'),
+    reseeded=(reseeded, 'code that it cannot see'), other_operation=(other_operation, 'which was not called for earlier ones'), more_draws=(more_draws, 'which was not called for earlier ones'), fewer_draws=(fewer_draws, 'in a different state than earlier samples'),
+    per_sample=(per_sample, 'which was not called for earlier ones'), numpy_per_sample=(numpy_per_sample, 'in a different state than earlier samples'),
     compiled=(torch.compile(lambda x: F.dropout(x, .5), backend='eager'), 'aten::bernoulli_.float of a compiled function'))
 
 @pytest.mark.parametrize('name', errors)

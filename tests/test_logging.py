@@ -45,7 +45,7 @@ def test_an_epoch_without_a_window():
 
 def test_a_fit_without_a_window_warns():
     learn = make_learner(8, n=24, cbs=GradientAccumulation(48, remainder='carry'))
-    with pytest.warns(UserWarning, match="no optimizer step was taken in this fit: its 3 micro-batches did not fill a window of 48 .* not 'carry'"): fit(learn, 1)
+    with pytest.warns(UserWarning, match="no optimizer step was taken in this fit: its 3 batches did not fill a window of 48 .* not 'carry'"): fit(learn, 1)
     assert_same(weights(learn), weights(model()))
     assert losses(learn) == []
 
