@@ -1,4 +1,4 @@
-"""Arguments: errors of one line that say what is wrong, the value received and what to do
+"""Arguments: one-line errors that say what is wrong, which value was received and what to do
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/checks.html.md"""
 

@@ -72,7 +72,7 @@ def _element_items(settings, pred, targ):
 def _label_items(settings, pred, targ): return targ.numel()
 
 def _flat_items(settings, pred, targ):
-    if settings.flatten: pred = targ  # flattened, pred has the shape of targ, unless only targ is counted
+    if settings.flatten: pred = targ  # flattened, pred has the shape of targ, or only targ is counted
     return loss_items(settings.func, pred, targ)
 
 loss_rules |= {
@@ -165,7 +165,7 @@ class LossCheck:
         "Compare what was added: two numbers for `judge`, or none; no GPU sync"
         kept,self.micro_batches,self.kept = self.micro_batches,[],0
         self.left -= 1
-        why = 'there was only one micro-batch, or its outputs are too large to keep'
+        why = 'there was only one micro-batch, or the outputs of the window are too large to keep'
         for dtype in (torch.float64,torch.float32) if len(kept) > 1 else ():  # some losses take no other than float32
             try:
                 off = torch.autocast(tensors_in(kept)[0].device.type, enabled=False)

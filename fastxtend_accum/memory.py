@@ -1,4 +1,4 @@
-"""Recognize that memory ran out, and find a size of micro-batch that fits
+"""Recognize that memory ran out, and find a micro-batch size that fits
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/memory.html.md"""
 
@@ -74,8 +74,8 @@ def largest_that_runs(f:Callable, at_most:int)->int:
 
 # %% ../nbs/source/08_memory.ipynb #1487fb57
 def smallest_that_runs(f:Callable, at_most:int, least:int=0)->int:
-    """The least n from `least` to `at_most` for which `f(n)` fits in memory, and the last for which `f` ran to
-    its end; raises NothingFits if none does"""
+    """The least n from `least`, 0 or 1, to `at_most` for which `f(n)` fits in memory; `f(n)` is also the last call that
+    succeeds. Raises NothingFits if none does"""
     if least == 0:
         free_memory()
         if not memory_error(f, 0): return 0
@@ -85,7 +85,7 @@ def smallest_that_runs(f:Callable, at_most:int, least:int=0)->int:
 
 # %% ../nbs/source/08_memory.ipynb #9c1d0e12
 def room_for_step(opt:Optimizer|OptimWrapper)->list[Tensor]:
-    "Two tensors like every trained parameter that has no state yet: what Adam is going to allocate"
+    "Two tensors for each trained parameter that has no state yet, like it: what Adam is going to allocate"
     state = getattr(opt, 'opt', opt).state
     def is_fresh(p): return not any(isinstance(o, Tensor) and o.shape == p.shape for o in state.get(p, {}).values())
     return [torch.empty_like(p) for p in trained(opt) if is_fresh(p) for _ in range(2)]
@@ -129,6 +129,6 @@ class FittingSize:
         if is_new: self.numel,self.rows,self.size = 0,0,n
         has_room = n <= self.rows or has_pieces and self.size < self.rows
         if numel <= self.numel and has_room: return False
-        self.size = search(n if n > self.rows else min(self.size, n), is_new)  # only if `is_new` do all search
+        self.size = search(n if n > self.rows else min(self.size, n), is_new)  # all processes search if `is_new`
         self.found_for,self.numel,self.rows = trains,max(numel, self.numel),max(n, self.rows)
         return True

@@ -78,7 +78,7 @@ class Snapshot:
         elif isinstance(o, (np.ndarray,dict,list,set,deque,*generator_types)): self.undo.append(saved(o))
         if isinstance(o, (tuple,list,set,deque)): inside = [*o]
         elif isinstance(o, dict): inside = [*o.values()]
-        elif isinstance(o, DistributedDataParallel): inside = [o.module]  # the rest is that of its C++ half
+        elif isinstance(o, DistributedDataParallel): inside = [o.module]  # the rest belongs to its C++ half
         elif isinstance(o, self.optimizers) and not self.weights: return
         elif isinstance(o, (*self.holders, getattr(sys.modules.get('accelerate'), 'Accelerator', ()))):
             data,inside = vars(o).get('dataset'),[vars(o)]

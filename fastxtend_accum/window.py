@@ -14,7 +14,7 @@ __all__ = ['MicroBatch', 'Window', 'power_of_two', 'times', 'mean_over']
 
 # %% ../nbs/source/03_window.ipynb #28d60525
 class MicroBatch:
-    "A micro-batch, from forward pass until it is counted; `ends_window` if it fills its window or is the epoch's last"
+    "A micro-batch, from its forward pass until it is counted; `ends_window` if it fills the window or the epoch ends"
     def __init__(self, samples:int, ends_window:bool=False):
         self.samples,self.ends_window = samples,ends_window
         self.items,self.weight = None,None  # from `weigh`, after the loss
@@ -114,7 +114,7 @@ def cancel(self:Window)->bool:
     their gradients are mixed. Gives whether `.grad` has to be zeroed"""
     micro = self.micro
     if self.result: return True
-    if micro is None or micro.counted and not self.is_full: return False  # it was over: the others stay
+    if micro is None or micro.counted and not self.is_full: return False  # it was over: it stays counted
     if self.is_full or micro.ends_window and not self.n_micro: self.finish('skipped')  # as a large batch would be
     elif self.n_micro and not micro.in_grad:
         self.micro = None

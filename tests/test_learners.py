@@ -45,7 +45,7 @@ def test_stored_figures():
 def test_gpu_columns_are_empty_until_measured():
     cpu = results['learners']['cpu']
     rows = report.which_table(dict(learners=dict(cpu=cpu))).splitlines()
-    assert len(rows) == 2+7 and 'on a GPU: not measured yet' in rows[0] and sum(o.endswith('|  |') for o in rows) == 7
+    assert len(rows) == 2+7 and 'exact, GPU' in rows[0] and sum(o.endswith('|  |') for o in rows) == 7
     rows = report.which_table(dict(learners=dict(cpu=cpu, gpu=cpu))).splitlines()
     assert [o.count(report.needs(cpu['models'][name], 'exact')) for o,name in zip(rows[2:], report.which)] == [2]*7
 
