@@ -108,7 +108,7 @@ def before_fit(self:GradientAccumulation):
     if learn._grab_cbs(NonNativeMixedPrecision) and learn.opt is not None:
         raise ValueError("NonNativeMixedPrecision keeps gradients that cannot be averaged here: "
                          "use learn.to_fp16() instead")
-    if is_trial(learn) and self.now is None: self.start_fit()  # fastai counts its epochs now
+    if is_trial(learn) and self.now is None: self.start_fit()  # fastai reads `n_epoch` next
 
 @patch
 def start_fit(self:GradientAccumulation):
@@ -199,7 +199,7 @@ def start_micro_batch(self:GradientAccumulation, samples:int, ends_batch:bool=Tr
 
 @patch
 def after_loss(self:GradientAccumulation):
-    "Note the weight of the micro-batch; the first of several saves the hyper-parameters, by the rules for this size"
+    "Note the weight of the micro-batch; the first of several, or any first with `scale`, saves the hyper-parameters"
     learn,now,window = self.learn,self.now,self.window
     if now is None: return LoopCallback.after_loss(self)
     now.has_targets = len(learn.yb) > 0

@@ -193,7 +193,7 @@ def fits(self:WaySearch, way:Way)->bool:
 # %% ../nbs/source/18_exact.ipynb #957f6185
 @patch
 def find(self:WaySearch, skip:set[str])->Way:
-    "The fastest way, none of `skip`, that is exact and fits; raises NothingFits if none does"
+    "The first way, none of `skip`, that is exact and fits, or the faster of two; raises NothingFits if none does"
     whole,*pieces,blocks,offloaded = self.ways
     is_given = self.accum.micro_batch_size != 'auto'
     exact = first(pieces[:2], self.is_exact) if is_given else None  # in pieces of the size that was asked for
@@ -211,7 +211,7 @@ def find(self:WaySearch, skip:set[str])->Way:
 
 @patch
 def measure_times(self:WaySearch, ways:list[Way]):
-    "Time `ways` on half of the batch, or as much as fits as a whole; relative to that"
+    "Set the `time` of `ways` on half of the batch, or on what fits of it, relative to these samples as a whole"
     n = max(self.inputs.n//2, 1)
     while n > 1 and not self.step(samples=n): n //= 2  # the first run warms up
     runs = [self.step(o and o.on_share(n/self.inputs.n), n) for o in (None,*ways)] if n > 1 else [None]

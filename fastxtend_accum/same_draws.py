@@ -197,7 +197,7 @@ def next_size(self:SameDraws, rest:int, most:int)->int:
     size = next_size(rest, most)
     if size == self.n: return size
     if rest == self.n: self.sizes.clear()
-    check_micro_batch_size(most, True)  # 'auto' may find that one sample fits
+    check_micro_batch_size(most, True)  # 'auto' may find that only one sample fits
     if not self.sizes: return next(n for n in range(size, 0, -1) if all(n%d for d in range(2, math.isqrt(n)+1)))
     return next_size(rest, size-1) if self.sizes == {size} else size
 

@@ -105,7 +105,7 @@ def check(self:GradientAccumulationSchedule):
     GradientAccumulation.check(self)
     for pct in np.linspace(0, 1, 101): self.size_at(pct)
     n_epoch = self.learn.n_epoch
-    if n_epoch == 1 or is_trial(self.learn) or hasattr(self.schedule, 'sizes'): return  # steps have no use for a 1.0
+    if n_epoch == 1 or is_trial(self.learn) or hasattr(self.schedule, 'sizes'): return  # `SchedSteps` needs no 1.0
     ones = [k for k in ('finish','start') if isinstance(o := getattr(self, k), Integral) and o == 1]
     if ones and self.finish <= 1:
         warn(f"{ones[0]}=1 means after 1 of the {n_epoch} epochs; {ones[0]}=1.0 means the end of training")
