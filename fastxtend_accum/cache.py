@@ -61,7 +61,7 @@ class GradientCache(LoopCallback):
         "Join the loop; raises ValueError if the model, which has been wrapped by now, cannot run in pieces"
         model,accum = self.learn.model,accumulator(self.learn)
         if getattr(accum, 'same_draws', False) and not self.same_draws:
-            raise ValueError("GradientAccumulation(same_draws=True) cannot repeat the draws of GradientCache's pieces: "
+            raise ValueError("GradientAccumulation(same_draws=True) cannot repeat draws of GradientCache's pieces: "
                              "also set same_draws=True for GradientCache")
         if is_sharded(model):
             raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: "

@@ -42,9 +42,9 @@ def describe(accum:Callback)->str:
     if accum.window.n_micro > 1:
         found = now.loss_check.found[-1:] if accum.num_items or not has_rule(learn.loss_func) else []
         says = found[0].says if found else 'cannot tell' if accum.num_items else 'same'
-        unknown = 'are averaged by num_items' if accum.num_items else 'may not be averaged as in one batch'
-        words = dict(same='are averaged as in one batch', differs='are not averaged as in one batch')
-        res.append(f'losses {words.get(says, unknown)}')
+        how = dict(same='are', differs='are not').get(says, 'may not be')
+        by_items = accum.num_items and says == 'cannot tell'
+        res.append('losses are averaged by num_items' if by_items else f'losses {how} averaged as in one batch')
     syncs = any(isinstance(m, nn.SyncBatchNorm) for m in learn.model.modules())
     at_a_time = min([micro, *[o.fitting.size for o in learn._grab_cbs(LoopCallback) if o.splits]])*(n if syncs else 1)
     differs = what_differs(learn.model, at_a_time, accum.draws)

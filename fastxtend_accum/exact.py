@@ -62,7 +62,7 @@ def grad_and_buffers(model:nn.Module)->list[Tensor]:
 
 def one_step(learn:Learner, inputs:Inputs, n:int, cb:Callback|None=None, in_float32:bool=False)->SimpleNamespace:
     """Train in mid-batch with `cb` on the first `n` samples, up to the step, and leave no trace. Returns the seconds;
-    with `in_float32`, also the gradient and the buffers, to be compared"""
+    with `in_float32`, also the gradient and the buffers"""
     trainer = getattr(sys.modules.get('fastai.distributed'), 'DistributedTrainer', ())
     left_out,res = (trainer, MixedPrecision if in_float32 else ()),SimpleNamespace()
     def keep(o): return takes_part(o) and not isinstance(o, left_out)
@@ -95,7 +95,7 @@ class Way:
     difference = property(lambda self: self.off and max(self.off))
 
     def callbacks(self, n:int, size:int|str)->Iterator:
-        "What to try on `n` samples: pieces of `size`, for 'auto' a half, a quarter ...; or what finds its size itself"
+        "Callbacks to try on `n` samples: with pieces of `size`, a half, a quarter ...; or one that finds its size"
         if 'micro' not in self.name: yield self.make and self.make(); return
         sizes = [-(-n//2**i) for i in range(1, (n-1).bit_length()+1)] if size == 'auto' else [size]
         least = 2 if self.make.keywords.get('same_draws') else 1
@@ -123,7 +123,6 @@ class Way:
 
 # %% ../nbs/source/18_exact.ipynb #99349e4a
 def ways_of(accum:GradientAccumulation)->list[Way]:
-    "The whole batch, four ways in pieces, two with recomputed blocks"
     pieces = partial(GradientAccumulation, micro_batch_size='auto', num_items=accum.num_items)
     cached,blocks = partial(GradientCache, micro_batch_size='auto'),partial(ActivationCheckpointing, 'auto')
     return [Way('the whole batch'),
@@ -158,9 +157,10 @@ def differences(a:list[Tensor], b:list[Tensor])->Tensor:
     return off.nan_to_num(math.inf, math.inf) if b[0].any() else off.fill_(math.inf)
 
 @patch
-def harm(self:Way)->str:
-    "What would be off in pieces, and by how much"
+def harm(self:Way, error:Exception|None=None)->str:
+    "What would be off in pieces, and by how much, or why it is not known"
     gradient,buffers = self.off
+    if math.isinf(gradient): return str(error or 'a batch has fewer than 3 samples').strip().split('\n')[0]
     if gradient > WaySearch.tolerance: return f'the gradient would be off by {gradient:.0%}'
     return f"the model's buffers would be off by {buffers:.0%}"
 
@@ -228,9 +228,10 @@ def find_way(accum:GradientAccumulation, inputs:Inputs, skip:set[str]=frozenset(
     if own: raise ValueError(f"exact=True uses {type(own[0]).__name__} itself where it is needed: leave it out")
     size,loader_bs,split = max(accum.sizes().values()),accum.now.global_bs,search.ways[1]
     if size > loader_bs and not any(map(search.is_exact, search.ways[1:3])):
-        raise ValueError(f"exact=True: {size//loader_bs} batches of {loader_bs} cannot equal one of {size}, since "
-                         "the model or the loss uses all samples of a batch together, as BatchNorm does "
-                         f"({split.harm()}): set bs={size} in the DataLoader")
+        verb,why = 'cannot','the model or the loss uses all samples of a batch together, as BatchNorm does'
+        if math.isinf(split.difference): verb,why = 'may not','two parts of a batch could not be compared'
+        raise ValueError(f"exact=True: {size//loader_bs} batches of {loader_bs} {verb} equal one of {size}, since "
+                         f"{why} ({split.harm(search.error)}): set bs={size} in the DataLoader")
     way = search.find(skip)
     way.failed = {*skip, way.name, *[o.name for o in search.ways if o.fits is False]}
     tried = [o for o in search.ways if o.difference or o.fits is not None]

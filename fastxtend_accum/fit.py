@@ -84,7 +84,7 @@ class FitCallback(Callback):
         vars(self)['run_valid'] = not is_running(self.learn)
         return not self.run_valid
     def after_loss(self):
-        "Raises RuntimeError on a batch outside a fit of its Learner; earlier would break `with learn: learn(...)`"
+        "Raises RuntimeError on a batch outside a fit of its Learner; `with learn: learn(...)` has none"
         if is_running(self.learn): return
         fit_of(self.learn) and fit_of(self.learn).close()
         raise RuntimeError(f"{type(self).__name__} saw a batch outside a fit of its Learner: give each Learner a "

@@ -79,7 +79,7 @@ class HiddenState:
 
     @contextmanager
     def again(self, start:int, end:int):
-        "A context to run the model on these rows, from their states before the batch; restores the states at its end"
+        "A context to run the model on these rows from their states before the batch, which restores the states"
         outside = [getattr(m, name) for m,name,_ in self.places]
         self.set(each_tensor(lambda t: t[start:end], self.before), end-start)
         try: yield

@@ -117,7 +117,6 @@ class LossState(Snapshot):
             self.save(cell.cell_contents)
         if callable(o) and hasattr(o, '__dict__'): self.save(vars(o))
 
-
 def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype=torch.float64)->Tensor:
     "The gradient with respect to the outputs, a row for each sample, computed in `dtype`"
     def copy(o): return o.to(torch.promote_types(o.dtype, dtype), copy=True) if o.is_floating_point() else o.clone()

@@ -115,7 +115,7 @@ class SameDraws(TorchDispatchMode):
     def __reduce__(self): return type(None),()  # of one batch: an exported Learner does not need it
 
     def save(self, *generators):
-        "Note the present states of `generators` as those where the batch begins"
+        "Note that the batch begins at the present states of `generators`"
         self.before |= {g:state_of(g) for g in generators}
         self.rewinds.append(saved(*generators))
     def rewind(self):
