@@ -158,9 +158,9 @@ def differences(a:list[Tensor], b:list[Tensor])->Tensor:
 
 @patch
 def harm(self:Way, error:Exception|None=None)->str:
-    "What would be off in pieces, and by how much, or why it is not known"
+    "What would be off in pieces, and by how much, or why that is unknown"
     gradient,buffers = self.off
-    if math.isinf(gradient): return str(error or 'a batch has fewer than 3 samples').strip().split('\n')[0]
+    if math.isinf(gradient): return str(error or 'fewer than 3 samples').strip().split('\n')[0]
     if gradient > WaySearch.tolerance: return f'the gradient would be off by {gradient:.0%}'
     return f"the model's buffers would be off by {buffers:.0%}"
 
