@@ -113,16 +113,17 @@ def test_layer_and_group_norm():
         assert (weights(plain)-weights(big)).abs().max() > 1e-3
 
 def test_bn_freeze_acts_on_layers_without_gradient_only():
-    "A frozen body with `train_bn=False` is exact; with fastai's default, and after `unfreeze`, BatchNorm trains on"
-    def run(bs, cbs, train_bn, unfrozen):
+    "A frozen body with `train_bn=False` is exact; with fastai's default, after `unfreeze`, and in the head, BatchNorm trains on"
+    def run(bs, cbs, train_bn, unfrozen, head):
         torch.manual_seed(0)
-        m = nn.Sequential(nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8)), nn.Sequential(nn.Tanh(), nn.Linear(8, 1))).double()
+        m = nn.Sequential(nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8)), nn.Sequential(head(8), nn.Tanh(), nn.Linear(8, 1))).double()
         learn = make_learner(bs, m=m, cbs=[BnFreeze(), *cbs], train_bn=train_bn, splitter=lambda m: [params(m[0]), params(m[1])])
         if unfrozen: learn.unfreeze()
         else: learn.freeze()
         return fit(learn, 2)
-    for train_bn,unfrozen,exact in (False, False, True), (True, False, False), (False, True, False):
-        big,small = (run(bs, cbs, train_bn, unfrozen) for bs,cbs in ((32, []), (8, [GradientAccumulation(32)])))
+    for train_bn,unfrozen,head,exact in ((False, False, nn.LayerNorm, True), (True, False, nn.LayerNorm, False), (False, True, nn.LayerNorm, False),
+                                         (False, False, nn.BatchNorm1d, False)):
+        big,small = (run(bs, cbs, train_bn, unfrozen, head) for bs,cbs in ((32, []), (8, [GradientAccumulation(32)])))
         difference = (weights(big)-weights(small)).abs().max()
         assert difference < ROUNDING if exact else difference > 1e-4
 
