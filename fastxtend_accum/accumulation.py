@@ -40,7 +40,7 @@ class GradientAccumulation(LoopCallback):
     draws = property(lambda self: self.same_draws or bool(self.way and self.way.same_draws))
     batch_samples = property(attrgetter('now.batches.size'))  # as the DataLoader has yielded them
     def __init__(self,
-        accum_bs:int|None=None, # Samples in a window over all processes; None: one batch each if split or `exact`; or 32
+        accum_bs:int|None=None, # Samples in a window of all processes; None: one batch each if split or `exact`, or 32
         n_acc:int|None=None, # fastai's name for `accum_bs`: pass one of them
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, loader batches (False)
         micro_batch_size:int|str|None=None, # Samples the model sees at a time; 'auto': as many as fit; None: the batch
