@@ -45,10 +45,10 @@ def run_batch(learn:Learner, cb:Callback|None, res:SimpleNamespace):
         cb.before_train()
         next(iter(learn.dl))
         cb('before_batch')
-        if isinstance(cb, ActivationCheckpointing): cb.checked = cb.fitting.size is not None  # the search has checked
+        if isinstance(cb, ActivationCheckpointing):  # the whole batch does not fit; the search has checked the blocks
+            cb.least,cb.checked = 1,cb.fitting.size is not None
         loop,res.start = fit.instead['batch'],clock()  # without what a fit does once
         if cb.searches and cb.fitting.size is None:
-            if isinstance(cb, ActivationCheckpointing): cb.least = 1  # the whole batch does not fit
             cb.find_size(loop, Inputs(learn, loop.samples(), loop.lists))
         else: loop(learn._do_one_batch)
     finally: fit.close()
