@@ -30,11 +30,8 @@ def check_callable(name:str, f, what:str):
     "Raises TypeError unless `f` is a function or None; the message says `what` it must be"
     if f is not None and not callable(f): raise TypeError(f"{name} must be {what}, not {f!r}")
 
-def check_micro_batch_size(given:int|str|None, same_draws:bool=False):
-    "Raises TypeError or ValueError unless `given` is a number of samples, 'auto' or None; `same_draws`: 'auto' or > 1"
+def check_micro_batch_size(given:int|str|None):
+    "Raises TypeError or ValueError unless `given` is a number of samples, 'auto' or None"
     if isinstance(given, str) and given != 'auto':
         raise ValueError(f"micro_batch_size must be a number of samples or 'auto', not {given!r}")
     if given not in (None, 'auto'): check_size('micro_batch_size', given)
-    why = {None: 'is for batches that are split: set micro_batch_size, or leave same_draws out',
-           1: 'needs a micro_batch_size of 2 or more, not 1: one sample does not show the memory layout'}
-    if same_draws and given in why: raise ValueError(f"same_draws=True {why[given]}")

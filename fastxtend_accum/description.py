@@ -20,12 +20,12 @@ def how_split(n:int, size:int)->str:
     if size >= n: return 'fits in memory'
     return f"is split into {-(-n//size)} micro-batches of {'up to ' if n % size else ''}{size}"
 
-def what_differs(model:nn.Module, n:int, same_draws:bool=False)->list[str]:
+def what_differs(model:nn.Module, n:int)->list[str]:
     "What differs between `n` samples at a time and one batch, in the modules of `model` that train"
     training = [m for m in model.modules() if m.training]
     has_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in training)
     rates = [vars(m).get(o) for m in training for o in ('p','dropout','drop_prob','weight_p','embed_p')]
-    has_dropout = not same_draws and any(isinstance(o, Real) and 0 < o < 1 for o in rates)
+    has_dropout = any(isinstance(o, Real) and 0 < o < 1 for o in rates)
     return [f"BatchNorm normalizes {n} at a time"]*has_norm + ["dropout draws different numbers"]*has_dropout
 
 # %% ../nbs/source/14_description.ipynb #45f9901d
@@ -46,7 +46,7 @@ def describe(accum:Callback)->str:
         by_items = accum.num_items and says == 'cannot tell'
         res.append('losses are averaged by num_items' if by_items else f'losses {how} averaged as in one batch')
     syncs = any(isinstance(m, nn.SyncBatchNorm) for m in learn.model.modules())
-    at_a_time = min([micro, *[o.fitting.size for o in learn._grab_cbs(LoopCallback) if o.splits]])*(n if syncs else 1)
-    differs = what_differs(learn.model, at_a_time, accum.draws)
+    at_a_time = min([micro, *[o.micro_bs for o in learn._grab_cbs(LoopCallback) if o.splits]])*(n if syncs else 1)
+    differs = what_differs(learn.model, at_a_time)
     if differs and most == now.global_bs and micro < bs: differs.append("exact=True avoids this")
     return '; '.join(res+differs)

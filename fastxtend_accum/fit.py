@@ -11,7 +11,8 @@ from contextlib import ExitStack
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['replaced', 'Fit', 'fit_of', 'is_running', 'is_trial', 'FitCallback', 'accumulates', 'accumulator', 'tell']
+__all__ = ['replaced', 'Fit', 'fit_of', 'is_running', 'is_lr_find', 'is_look', 'FitCallback', 'accumulates', 'accumulator',
+           'tell']
 
 # %% ../nbs/source/06_fit.ipynb #0df7a527
 @contextmanager
@@ -70,7 +71,11 @@ def is_running(learn:Learner)->bool:
     "Whether `learn` is in an epoch or a validation, and not only in `with learn:`"
     return (fit := fit_of(learn)) is not None and fit.depth > 0
 
-def is_trial(learn:Learner)->bool: return hasattr(learn, 'lr_finder')  # set in `lr_find` and in `trial`
+def is_lr_find(learn:Learner)->bool: return hasattr(learn, 'lr_finder')
+
+def is_look(learn:Learner)->bool:
+    "In batches 1, 2, 3, 5, 9 ... of an epoch: whether to look at what is assumed in the others"
+    return not learn.iter & (learn.iter-1)
 
 class FitCallback(Callback):
     "Base of callbacks that change other objects during a fit, by what they put on `fit_of(learn).stack(self)`"

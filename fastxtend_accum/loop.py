@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from .nested import *
 from .loader import *
+from .gradients import *
 from .processes import *
 from .fit import *
-from .trial import *
+from .state import *
 from .memory import *
 from .hidden_state import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['evaluate', 'Loop', 'train_on', 'check_loop', 'is_compiled', 'LoopCallback']
+__all__ = ['no_room_for_one', 'evaluate', 'Loop', 'share_buffers', 'Undo', 'check_loop', 'is_compiled', 'LoopCallback']
 
 # %% ../nbs/source/13_loop.ipynb #7efc415f
 def evaluate(learn:Learner, cbs:list=(), model:nn.Module|None=None):
@@ -35,18 +38,22 @@ def evaluate(learn:Learner, cbs:list=(), model:nn.Module|None=None):
 class Loop:
     "Runs where fastai runs `_do_one_batch`; `cbs` have joined it"
     def __init__(self, learn:Learner):
-        self.learn,self.cbs,self.lists,self.owners,self.generators,self.splitter = learn,[],{},[],None,None
-    def __call__(self, f:Callable):
-        if not self.learn.training: return evaluate(self.learn, self.cbs)
-        try: self.train()
-        except Exception as e:
-            if not (is_out_of_memory(e) and self.searching): raise
-            raise NothingFits(self.searching[0].remedy()) from e
+        self.learn,self.cbs,self.lists,self.owners = learn,[],{},[]
+        self.undo,self.largest,self.has_stepped = Undo(learn),0,False  # `largest`: elements of a batch in this fit
+    def __call__(self, f:Callable): self.train() if self.learn.training else evaluate(self.learn, self.cbs)
 
-    @property
-    def searching(self)->list:
-        "The callbacks that find their size themselves; those that do not split the loss come first"
-        return sorted((o for o in self.cbs if o.searches), key=lambda o: o.splits_loss)
+    def join(self, cb:Callback):
+        self.cbs.append(cb)
+        self.sort()
+    def leave(self, cb:Callback):
+        self.cbs.remove(cb)
+        self.sort()
+    def sort(self):
+        "Who sets the size of pieces, and who takes less memory when it runs out: first those that do not split the loss"
+        self.splitter = first(o for o in self.cbs if o.splits_loss and o.splits)
+        self.adapting = sorted((o for o in self.cbs if o.adapts), key=lambda o: o.splits_loss)
+        # Processes that adapt run the model without DDP, whose messages would wait for a process that has no memory left
+        self.is_apart = bool(self.adapting) and n_processes(self.learn) > 1
 
     def samples(self)->int:
         "Samples in the present batch, which a callback may have changed by now"
@@ -63,29 +70,28 @@ class Loop:
 @patch
 def train(self:Loop):
     "All that fastai does with a training batch, in pieces; a batch that is cancelled in between is left out as a whole"
-    learn,self.splitter = self.learn,first(o for o in self.cbs if o.splits_loss)
-    searching,self.in_autocast,self.kept,self.state = self.searching,True,{},[]
-    repeats = bool(searching) and n_processes(learn) == 1
+    learn,self.in_autocast,room = self.learn,True,[]
     inputs = self.inputs = Inputs(learn, self.samples(), self.lists)
     try:
-        for o in searching if len(learn.yb) else []: o.find_size(self, inputs)
+        if self.adapting:
+            self.elements = n_elements(inputs.xb, inputs.yb)
+            inputs.copies = self.undo.begin()
+            if not self.has_stepped: room = room_for_step(learn.opt)
+            if self.is_apart: share_buffers(learn.model)
         self.pieces = Pieces(inputs.n, self.parts())
-        repeatable = repeats or is_trial(learn)  # a trial takes as much memory as what follows
-        inputs.copies = repeatable or self.pieces.next_size is not next_size
-        if inputs.copies:
-            self.generators = self.generators or all_generators(learn.model)
-            self.state = [*learn.model.buffers(), *self.generators]
-        def most(): return self.splitter.fitting.size if self.splitter else inputs.n
-        self.pieces.run(self.train_piece, most, self.go_back, repeats)
+        self.pieces.run(self.train_piece, self.rows, self.adapting and self.go_back, self.ran_out, self.save)
     except (CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException):
         for o in self.cbs: o.cancelled()
         raise
     finally: inputs.whole()
+    if self.adapting: self.has_run()
+    room.clear()
     try: learn.pred = self.pieces.joined()
     except CannotJoin: pass  # it is the output for the last piece
     if not len(learn.yb): return
     for o in self.cbs: o.end_batch()
     learn._with_events(learn._step, 'step', CancelStepException)
+    self.has_stepped = True
     learn.opt.zero_grad()
 
 @patch
@@ -94,56 +100,109 @@ def parts(self:Loop)->list:
     n = self.inputs.n
     return [self.inputs, *self.hidden(n), *[p for o in self.cbs for p in o.parts(n)]]
 
+@patch
+def rows(self:Loop)->int:
+    "Samples of the present batch that the model sees at a time"
+    return self.splitter.rows_at_a_time(self) if self.splitter else self.inputs.n
+
 # %% ../nbs/source/13_loop.ipynb #8b7a2fed
+@patch
+def save(self:Loop, start:int):
+    "Before a piece, what it may move; whether the gradient is that of earlier ones"
+    if not self.adapting: return
+    accum = accumulator(self.learn)
+    self.is_fresh = not start and (accum is None or isinstance(accum, LoopCallback) and not accum.window.n_micro)
+    self.undo.save(start)
+
 @patch
 def train_piece(self:Loop, start:int, end:int):
     "Forward pass, loss and backward pass of a piece; returns its output, without its graph if there are others"
-    learn = self.learn
-    if self.state: self.kept = {k:f for k,f in self.kept.items() if k == 0} | {start:saved(*self.state)}
+    learn,self.size,self.in_pass = self.learn,end-start,True
     if not self.in_autocast:  # fastai leaves it after each loss
         for cb in learn._grab_cbs(MixedPrecision): cb.before_batch()
     self.in_autocast = True
-    evaluate(learn, self.cbs)
+    for o in self.adapting: o.prepare(self)
+    if self.is_apart: learn.model.require_backward_grad_sync = False
+    evaluate(learn, self.cbs, inner_model(learn.model) if self.is_apart else None)
     self.in_autocast = False
     if len(learn.yb):
         with all_contexts(self.cbs, 'backward_context'):
-            learn._with_events(learn._backward, 'backward', CancelBackwardException)
-    return learn.pred if end-start == self.pieces.n else each_tensor(Tensor.detach, learn.pred)
+            learn._with_events(self.backward, 'backward', CancelBackwardException)
+    if self.adapting: self.undo.has_run(start)
+    return learn.pred if self.size == self.inputs.n else each_tensor(Tensor.detach, learn.pred)
 
-def train_on(loop:Loop, inputs:Inputs, n:int):
-    "A forward and a backward pass on the first `n` samples, without a step"
-    inputs.piece(0, n)
-    with all_contexts(loop.hidden(inputs.n), 'again', 0, n):
-        evaluate(loop.learn, loop.cbs, inner_model(loop.learn.model))
-        with all_contexts(loop.cbs, 'backward_context'): loop.learn.loss_grad.backward()
+@patch
+def backward(self:Loop):
+    "fastai's backward pass, which ends what runs again when memory runs out: not what callbacks do after it"
+    self.learn._backward()
+    self.in_pass = False
+
+@patch(as_prop=True)
+def piece_elements(self:Loop)->int: return -(-self.elements*self.size//self.inputs.n)
+
+@patch
+def ran_out(self:Loop, error:Exception)->bool: return self.in_pass and is_out_of_memory(error)
 
 # %% ../nbs/source/13_loop.ipynb #c6afddc7
 @patch
 def go_back(self:Loop, error:Exception):
-    """Undo the failed piece, or the batch if the gradient is mixed; if memory has run out, smaller pieces follow.
-    Raises `error` if there are none, or if the gradient is mixed with that of another batch or process"""
-    learn,accum,start,shrinks = self.learn,accumulator(self.learn),self.pieces.start,None
+    """Undo the failed piece, or the batch if the gradient is mixed, and take less memory from now on. Raises NothingFits
+    if there is no way, or if the gradient is mixed with that of another batch"""
+    learn,accum,start = self.learn,accumulator(self.learn),self.pieces.start
     learn.pred,learn.loss_grad,learn.loss = None,None,None
-    if isinstance(error, StartOver):
-        if start and accum.window.earlier or n_processes(learn) > 1: raise error
-        if start: start = accum.start_over()
-        else: accum.go_back(0)
-    else:
-        shrinks = first(o for o in self.searching if o.can_shrink)
-        start = accum.go_back(start) if isinstance(accum, LoopCallback) else None if accum else 0
-        if shrinks is None or start is None: raise error
-        if not accum: learn.opt.zero_grad()
-        free_memory()
-    self.kept.get(start, noop)()
-    if shrinks: warn(f"out of memory in training: from now on, {shrinks.shrink(self, error)}")
-    if not start: self.pieces.begin(self.parts() if shrinks else self.pieces.parts)  # another callback may have joined
+    start = accum.go_back(start) if isinstance(accum, LoopCallback) else None if accum else 0
+    how = start is not None and first(filter(None, (o.shrink(self) for o in self.adapting)))
+    if not how: raise NothingFits(self.adapting[-1].remedy(self)) from error
+    if not accum: learn.opt.zero_grad()
+    self.undo.put_back(start)
+    free_memory()
+    if self.elements <= self.largest: warn(f"out of memory in training: from now on, {how}")
+    if not start: self.pieces.begin(self.parts())
+
+@patch
+def has_run(self:Loop):
+    "The batch has run in the memory there is"
+    for o in self.adapting: o.has_run(self)
+    self.largest = max(self.largest, self.elements)
+    if self.is_apart and not accumulator(self.learn) and len(self.learn.yb): Processes(self.learn).average()
+
+def share_buffers(model:nn.Module):
+    "As DDP does before a forward pass: the buffers of the first process go to all"
+    if isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers(): model._sync_buffers()
+
+# %% ../nbs/source/13_loop.ipynb #32a0812f
+class Undo:
+    """Puts back what passes of `learn` have moved: the buffers, frozen parameters, attributes and random generators of its
+    model and loss. In some batches it looks at all of these, in the others at those that have moved"""
+    def __init__(self, learn:Learner): self.learn,self.moves,self.in_place,self.is_new = learn,{},False,True
+
+    def begin(self)->bool:
+        "Begin a batch; returns whether its inputs are to be copied, since a pass may change them in place"
+        self.looks,self.saved = is_look(self.learn),{}
+        return self.looks or self.in_place
+
+    def save(self, start:int):
+        "Note the state before the piece at sample `start`"
+        learn,objects = self.learn,self.moves.values()
+        if self.looks and not start:
+            objects = [*held(inner_model(learn.model)), *held(learn.loss_func, functions=True)]
+            if not self.is_new: objects = [o for o in objects if not isinstance(o, nn.Parameter) or id(o) in self.moves]
+            self.no_grad = [p for p in learn.model.parameters() if p.grad is None]
+        self.saved = {k:o for k,o in self.saved.items() if k == 0} | {start:Saved([*objects, *global_generators()])}
+
+    def has_run(self, start:int):
+        "After a piece, note what has moved"
+        if not self.looks or start: return
+        self.moves |= {id(o):o for o in self.saved[start].moved()}
+        self.in_place,self.is_new = any(t._version for t in tensors_in((*self.learn.xb, *self.learn.yb))),False
+
+    def put_back(self, start:int):
+        self.saved[start].put_back()
+        for p in self.no_grad if self.looks and not start else []: p.grad = None
 
 # %% ../nbs/source/13_loop.ipynb #1873bd39
 def check_loop(learn:Learner, cb:Callback):
-    "Raises ValueError if `learn` has its own loop, such as one for SAM, or if `same_draws` meets a compiled model"
-    if learn.training and vars(cb).get('same_draws') and is_compiled(learn.model):
-        raise ValueError("same_draws=True cannot repeat the random numbers of a compiled model: "
-                         "leave out torch.compile, or leave same_draws out")
+    "Raises ValueError if `learn` has its own loop, such as one for SAM"
     for o in '_do_one_batch','_do_grad_opt','_backward':
         if getattr(type(learn), o) is not getattr(Learner, o) or o in vars(learn):
             name = type(cb).__name__
@@ -158,39 +217,84 @@ class LoopCallback(FitCallback):
     "Base of callbacks that `join_loop` in `before_train`"
     micro_batch_size,part,splits_loss = None,None,False
     batch_samples = None  # samples that the DataLoader has yielded for this batch, if that is known
-    searches = property(lambda self: self.micro_batch_size == 'auto')  # whether it tries what fits in memory
-    can_shrink = property(lambda self: self.micro_bs > 1)
+    trains = None  # what the memory that is known to suffice was found for
+    adapts = property(lambda self: self.micro_batch_size == 'auto')  # whether it takes less memory when that runs out
     def join_loop(self):
         "Join the loop of this fit; raises ValueError if the Learner has its own, or the model cannot run like this"
         if not self.is_in_fit(): return
-        check_loop(self.learn, self)
-        fit = fit_of(self.learn)
-        loop = fit.instead.setdefault('batch', Loop(self.learn))
-        loop.owners = state_owners(self.learn.model)
-        if self.splits: check_splits(self.learn.model, loop.owners)
+        learn,fit = self.learn,fit_of(self.learn)
+        check_loop(learn, self)
+        loop = fit.instead.setdefault('batch', Loop(learn))
+        loop.owners = state_owners(learn.model)
+        if self.splits: check_splits(learn.model, loop.owners)
         if self in loop.cbs: return
-        loop.cbs.append(self)
-        fit.stack(self).callback(loop.cbs.remove, self)
+        if self.adapts and is_sharded(learn.model):
+            raise ValueError(f"micro_batch_size='auto' cannot try sizes on a sharded {type(learn.model).__name__}: "
+                             "use a number of samples")
+        trains = learn.model,sum(p.numel() for p in trained(learn.opt)),len(learn._grab_cbs(MixedPrecision))
+        if trains != self.trains: self.forget()
+        self.trains = trains
+        loop.join(self)
+        fit.stack(self).callback(loop.leave, self)
+        if self.adapts: fit.stack(self).callback(enable_sync, learn.model)
 
     @property
     def splits(self)->bool:
         "Whether batches are split; a training DataLoader without a batch size yields batches of `micro_batch_size`"
         return self.micro_batch_size is not None and stated_batch_size(self.learn.dls.train) is not None
+    splits_valid = splits  # whether validation batches are
     def before_validate(self):
-        if self.splits: self.join_loop()
+        if self.splits_valid: self.join_loop()
 
-    def rows(self, loop:Loop)->int: return loop.samples()  # that the module which runs in pieces sees
     def parts(self, n:int)->list: return []  # that follow the pieces of a batch of `n` samples
     def backward_context(self): pass
     def end_batch(self): pass  # all samples have been trained on; raises CancelBatchException if no step is due
     def cancelled(self): pass
-    def remedy(self)->str:
-        n = self.micro_bs
-        return f"out of memory with micro-batches of {n} samples: set micro_batch_size={-(-n//2)}"
-    def shrink(self, loop:Loop, error:Exception)->str:
-        "Take less memory from now on, after `error`; returns how"
-        self.fitting.size = halve(self.micro_bs, error)
-        return f"micro-batches have {self.micro_bs} samples"
+    # For those that adapt
+    def prepare(self, loop:Loop): pass  # before each pass
+    def has_run(self, loop:Loop): self.agree(loop)  # a batch has
+
+# %% ../nbs/source/13_loop.ipynb #e24952fe
+@patch
+def forget(self:LoopCallback):
+    "What fits in memory is not known"
+    self.budget,self.valid_budget,self.trains = PieceBudget(),PieceBudget(),None
+
+@patch
+def agree(self:LoopCallback, loop:Loop):
+    "All processes take pieces of the size that fits in each"
+    if loop.is_apart: self.budget.most = agree(loop.learn, self.budget.most, dist.ReduceOp.MIN)
+
+@patch
+def module_rows(self:LoopCallback, loop:Loop)->int: return loop.samples()  # that the module in pieces sees of a batch
+
+@patch
+def rows_at_a_time(self:LoopCallback, loop:Loop)->int:
+    "Rows of a piece of the present batch"
+    if self.adapts: self.micro_bs = self.budget.rows(*self.to_split(loop))
+    return self.micro_bs
+
+@patch
+def to_split(self:LoopCallback, loop:Loop)->tuple[int,int]:
+    "Rows and elements of what is split: a batch"
+    return loop.inputs.n,loop.elements
+
+@patch
+def shrink(self:LoopCallback, loop:Loop)->str|None:
+    "Half as many rows in a piece from now on: returns how, or None if it is a single one"
+    if (n := self.micro_bs) == 1: return None
+    rows,elements = self.to_split(loop)
+    self.micro_bs = self.budget.halve(n, -(-elements*n//rows))
+    return f"micro-batches have {self.micro_bs} samples"
+
+@patch
+def remedy(self:LoopCallback, loop:Loop)->str:
+    "What to do if memory runs out and that cannot be undone, or nothing smaller is left"
+    if (n := self.micro_bs) > 1: return f"out of memory with micro-batches of {n} samples: set micro_batch_size={-(-n//2)}"
+    return no_room_for_one
+
+no_room_for_one = ("out of memory with a single sample: use smaller inputs, a smaller model, mixed precision, "
+                   "or ActivationCheckpointing()")
 
 # %% ../nbs/source/13_loop.ipynb #199f5170
 @patch
@@ -201,25 +305,28 @@ def running_part(self:LoopCallback)->nn.Module:
 
 @patch
 def forward_context(self:LoopCallback):
-    """In validation and prediction, the forward pass in pieces: of `micro_batch_size` samples or, with 'auto' or hooks
-    that would see pieces, of as many as fit in memory"""
+    """In validation and prediction, the forward pass in pieces: of `micro_batch_size` samples or, with 'auto', 'exact' or
+    hooks that would see pieces, of as many as fit in memory"""
     if self.learn.training: return None
-    loop,fitting = fit_of(self.learn).instead['batch'],self.fitting
-    if self is not first(o for o in loop.cbs if o.splits): return None
-    module = self.running_part()
+    loop,budget = fit_of(self.learn).instead['batch'],self.valid_budget
+    if self is not first(o for o in loop.cbs if o.splits_valid): return None
+    module,given = self.running_part(),self.micro_batch_size
     forward = module.forward
-    tries = self.micro_batch_size == 'auto' or any(m._forward_hooks for m in module.modules() if m is not module)
+    adapts = given in (None,'auto') or any(m._forward_hooks for m in module.modules() if m is not module)
     def pieces_forward(*args, **kwargs):
-        if not tensors_in((args, kwargs)): return forward(*args, **kwargs)
-        n = self.rows(loop)
-        def most(): return fitting.valid or (n if tries else self.micro_batch_size)
-        def shrink(error): fitting.valid = halve(min(n, most()), error)
+        n,elements = self.module_rows(loop),n_elements(args, kwargs)
+        if not elements or not budget.splits: return forward(*args, **kwargs)
+        def most(): return min(budget.rows(n, elements), n if adapts else given)
+        def shrink(error):
+            if (rows := most()) == 1: raise NothingFits(no_room_for_one) from error
+            budget.halve(rows, -(-elements*rows//n))
+            free_memory()
+            pieces.begin(pieces.parts)
         pieces,run = Pieces(n, loop.hidden(n, module)),on_samples(forward, args, kwargs, n, loop.lists)
-        try: return pieces.run(run, most, shrink, tries and fitting.valid != sys.maxsize).joined()
+        try: return pieces.run(run, most, adapts and shrink).joined()
         except CannotJoin as e:
             warn(f"validation batches are not split: {e}. If memory runs out, give the DataLoaders a smaller val_bs, "
                  f"such as val_bs={most()}")
-        fitting.valid = sys.maxsize
-        pieces.begin(pieces.parts)
-        return pieces.run(run, most).joined()
+        budget.splits = False
+        return forward(*args, **kwargs)
     return replaced(module, 'forward', pieces_forward)

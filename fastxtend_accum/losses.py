@@ -13,10 +13,10 @@ from fastai.callback.mixup import MixHandler
 
 from .nested import *
 from .window import *
-from .trial import *
+from .state import *
 
 # %% auto #0
-__all__ = ['loss_rules', 'Verdict', 'loss_items', 'rule_of', 'as_count', 'model_labels', 'n_items', 'LossState', 'loss_grads',
+__all__ = ['loss_rules', 'Verdict', 'loss_items', 'rule_of', 'as_count', 'model_labels', 'n_items', 'put_back', 'loss_grads',
            'compare', 'LossCheck', 'has_rule', 'check_loss', 'micro_batch']
 
 # %% ../nbs/source/09_losses.ipynb #5bba88d4
@@ -104,18 +104,12 @@ def n_items(learn:Learner, num_items:Callable|None=None, samples:int|None=None)-
     raise ValueError(f"num_items must return a count of 0 or more, as a number or one-element tensor, not {items!r}")
 
 # %% ../nbs/source/09_losses.ipynb #07dc8e68
-class LossState(Snapshot):
-    "What a call of a loss function can change: random generators, and all that it holds except its Learner"
-    device = None  # copies stay where the tensors are: no GPU sync
-    def save(self, o):
-        if isinstance(o, (type,Learner,DataLoaders)) or id(o) in self.seen: return
-        super().save(o)
-        if isinstance(o, types.MethodType): self.save(o.__self__)
-        if isinstance(o, partial): self.save((o.func, o.args, o.keywords))
-        for cell in getattr(o, '__closure__', None) or ():
-            self.undo.append(partial(setattr, cell, 'cell_contents', cell.cell_contents))
-            self.save(cell.cell_contents)
-        if callable(o) and hasattr(o, '__dict__'): self.save(vars(o))
+@contextmanager
+def put_back(loss_func:Callable):
+    "Random generators, and all that `loss_func` holds, are afterwards as before"
+    state = Saved([*held(loss_func, functions=True), *global_generators()])
+    try: yield
+    finally: state.put_back()
 
 def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype=torch.float64)->Tensor:
     "The gradient with respect to the outputs, a row for each sample, computed in `dtype`"
@@ -168,7 +162,7 @@ class LossCheck:
         for dtype in (torch.float64,torch.float32) if len(kept) > 1 else ():  # some losses take no other than float32
             try:
                 off = torch.autocast(tensors_in(kept)[0].device.type, enabled=False)
-                with LossState(self.loss_func, weights=False), torch.enable_grad(), off:
+                with put_back(self.loss_func), torch.enable_grad(), off:
                     return compare(self.loss_func, kept, dtype)
             except Exception as e: why = str(e).strip().split('\n')[0]
         self.found.append(Verdict('cannot tell', why=why))

@@ -6,33 +6,33 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/memory.html.md"""
 
 # %% ../nbs/source/08_memory.ipynb #7882a86a
 from __future__ import annotations
-from bisect import bisect_left
 import gc
 
 from fastai.basics import *
-from fastai.callback.fp16 import MixedPrecision
-from torch.amp import autocast
-import torch.distributed as dist
 
 from .nested import *
 from .gradients import *
-from .processes import *
-from .trial import *
 
 # %% auto #0
-__all__ = ['NothingFits', 'is_out_of_memory', 'free_memory', 'memory_error', 'without_tracebacks', 'halve', 'largest_that_runs',
-           'smallest_that_runs', 'room_for_step', 'without_graph', 'size_that_fits', 'FittingSize']
+__all__ = ['NothingFits', 'is_out_of_memory', 'free_memory', 'without_tracebacks', 'n_elements', 'PieceBudget', 'BlockBudget',
+           'room_for_step']
 
 # %% ../nbs/source/08_memory.ipynb #2d886b62
-_messages = ('CUDA error: out of memory', 'CUBLAS_STATUS_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED',
-             'MPS backend out of memory', "can't allocate memory", 'CUDA out of memory')
+_errors = torch.OutOfMemoryError,MemoryError
+_messages = (  # of RuntimeErrors; where PyTorch raises them is noted behind
+    'CUDA out of memory', 'CUDA error: out of memory', 'CUDA driver error: out of memory',
+    'HIP out of memory', 'HIP error: out of memory', 'MPS backend out of memory',
+    "can't allocate memory", 'not enough memory:',  # the CPU's allocator, on Linux and Windows
+    'CUBLAS_STATUS_ALLOC_FAILED', 'CUDNN_STATUS_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED',  # no room to work in
+    'valid cuDNN algorithm', 'unable to find an engine to execute',  # no algorithm of cuDNN works in the room there is
+    'could not create a primitive', 'could not execute a primitive', 'could not create a memory object')  # oneDNN
 
-class NothingFits(RuntimeError): "Memory ran out, and smaller micro-batches are no way out"
+class NothingFits(RuntimeError): "Memory ran out, and there is no way left that takes less"
 
 def is_out_of_memory(e:BaseException|None)->bool:
     "Whether `e`, or an error that caused it, says that memory ran out"
     if e is None or isinstance(e, NothingFits): return False
-    if isinstance(e, (torch.OutOfMemoryError,MemoryError)): return True
+    if isinstance(e, _errors): return True
     return isinstance(e, RuntimeError) and any(o in str(e) for o in _messages) or is_out_of_memory(e.__cause__)
 
 def free_memory():
@@ -40,14 +40,6 @@ def free_memory():
     gc.collect()
     if torch.cuda.is_available(): torch.cuda.empty_cache()
     elif torch.backends.mps.is_available(): torch.mps.empty_cache()
-
-# %% ../nbs/source/08_memory.ipynb #9c1d0e08
-def memory_error(f:Callable, *args)->Exception|None:
-    "Run `f(*args)`; returns the error if memory ran out, else None"
-    try: f(*args)
-    except Exception as e:
-        if is_out_of_memory(e): return without_tracebacks(e)
-        raise
 
 def without_tracebacks(e:Exception)->Exception:
     "`e` and the errors that led to it, without their frames, which hold tensors"
@@ -57,31 +49,43 @@ def without_tracebacks(e:Exception)->Exception:
         cause = cause.__cause__ or cause.__context__
     return e
 
-def halve(size:int, error:Exception)->int:
-    "Half of `size` samples, rounded up, with memory freed; raises NothingFits if it was a single one"
-    if size == 1:
-        raise NothingFits("out of memory with a single sample: use smaller inputs, a smaller model, mixed precision, "
-                          "or ActivationCheckpointing()") from error
-    free_memory()
-    return -(-size//2)
+# %% ../nbs/source/08_memory.ipynb #9c1d0e08
+def n_elements(*batch)->int: return sum([t.numel() for t in tensors_in(batch)])
 
-def largest_that_runs(f:Callable, at_most:int)->int:
-    "The first n of `at_most`, half, a quarter ... for which `f(n)` fits in memory; raises NothingFits if none does"
-    free_memory()  # what an earlier fit has left may be in the way
-    n = at_most
-    while error := memory_error(f, n): n = halve(n, error)
-    return n
+class PieceBudget:
+    "`most`: elements of a batch that fit in memory at a time; infinite until memory has run out"
+    def __init__(self): self.most,self.splits = math.inf,True  # not `splits`: what runs in pieces cannot be joined
+    def rows(self, n:int, elements:int)->int:
+        "How many of `n` rows with this many `elements` fit at a time, at least 1"
+        return n if elements <= self.most else max(self.most*n//elements, 1)
+
+    def halve(self, n:int, elements:int)->int:
+        "Pieces of `n` rows, with this many `elements`, do not fit: returns half of them, rounded up"
+        half = -(-n//2)
+        self.most = -(-elements*half//n)
+        return half
 
 # %% ../nbs/source/08_memory.ipynb #1487fb57
-def smallest_that_runs(f:Callable, at_most:int, least:int=0)->int:
-    """The least n from `least`, 0 or 1, to `at_most` for which `f(n)` fits in memory; `f(n)` is also the last call that
-    succeeds. Raises NothingFits if none does"""
-    if least == 0:
-        free_memory()
-        if not memory_error(f, 0): return 0
-    n = bisect_left(range(at_most+1), True, lo=1, key=lambda n: not memory_error(f, n))
-    if n > at_most: raise NothingFits("out of memory with all blocks recomputed")
-    return n
+class BlockBudget:
+    "How many blocks must be recomputed for a batch to fit, by its elements: what has run, and what has not"
+    def __init__(self): self.ran,self.failed = {},{}  # by blocks: the most elements that have, the fewest that have not
+
+    def bounds(self, elements:int, most:int)->tuple[int,int]:
+        "The fewest blocks that may do, and the fewest that are known to, or `most`"
+        low = max((k for k,o in self.failed.items() if o <= elements), default=-1)+1
+        return low,max(low, min((k for k,o in self.ran.items() if o >= elements), default=most))
+
+    def choose(self, elements:int, most:int, may_fail:bool=True)->int:
+        "None, until memory runs out; then half way between what is too few and what is enough"
+        low,high = self.bounds(elements, most)
+        return low if not low else (low+high)//2 if may_fail else high
+
+    def note(self, blocks:int, elements:int, fits:bool):
+        "A batch has run with so many `blocks`, or has not"
+        if fits: self.ran[blocks] = max(elements, self.ran.get(blocks, 0))
+        else:
+            self.failed[blocks] = min(elements, self.failed.get(blocks, math.inf))
+            self.ran = {k:o for k,o in self.ran.items() if k > blocks or o < elements}  # it did, but does no longer
 
 # %% ../nbs/source/08_memory.ipynb #9c1d0e12
 def room_for_step(opt:Optimizer|OptimWrapper)->list[Tensor]:
@@ -89,46 +93,3 @@ def room_for_step(opt:Optimizer|OptimWrapper)->list[Tensor]:
     state = getattr(opt, 'opt', opt).state
     def is_fresh(p): return not any(isinstance(o, Tensor) and o.shape == p.shape for o in state.get(p, {}).values())
     return [torch.empty_like(p) for p in trained(opt) if is_fresh(p) for _ in range(2)]
-
-def without_graph(learn:Learner):
-    "Forget what an earlier pass has left in `learn`, in the middle of a batch, so that a trial can begin"
-    learn.pred,learn.loss,learn.loss_grad = None,None,None
-    for p in [*learn.model.parameters(), *trained(learn.opt)]: p.grad = None
-    for cb in learn._grab_cbs(MixedPrecision):  # its own context is on, and cannot be entered twice
-        cb.autocast = autocast(cb.autocast.device, dtype=cb.autocast.fast_dtype)
-
-def size_that_fits(learn:Learner, try_size:Callable, at_most:int, together:bool=True, search=largest_that_runs)->int:
-    """The size up to `at_most` that a `search` finds, for which `try_size(n)`, a forward and backward pass, fits in
-    memory; in mid-batch, without a trace. Processes agree on one if they search `together`"""
-    model = learn.model
-    if is_sharded(model):
-        raise ValueError(f"micro_batch_size='auto' cannot try sizes on a sharded {type(model).__name__}: "
-                         "use a number of samples")
-    def attempt(n):
-        room = room_for_step(learn.opt)
-        without_graph(learn)
-        for cb in learn._grab_cbs(MixedPrecision): cb.before_batch()
-        try_size(n)
-    with trial(learn, weights=False):
-        for m in model.modules():
-            if isinstance(m, nn.SyncBatchNorm): m.eval()  # in training mode it would wait for the other processes
-        n = search(attempt, at_most)
-    if not together: return n
-    return int(agree(learn, n, dist.ReduceOp.MIN if search is largest_that_runs else dist.ReduceOp.MAX))
-
-# %% ../nbs/source/08_memory.ipynb #9c1d0e14
-class FittingSize:
-    "The size that fits in training, and that in validation; what it was found for"
-    def __init__(self): self.found_for,self.size,self.valid,self.numel,self.rows = None,None,None,0,0
-
-    def update(self, learn:Learner, b, n:int, search:Callable, has_pieces:bool=True)->bool:
-        """Let `size` be `search(at_most, is_new)` if `learn` trains something else now, or if the
-        `n` samples of `b` are larger, or more, than all before; returns whether that was so"""
-        trains = sum(p.numel() for p in trained(learn.opt)),len(learn._grab_cbs(MixedPrecision))
-        is_new,numel = trains != self.found_for,sum(t.numel() for t in tensors_in(b))/n  # of a sample
-        if is_new: self.numel,self.rows,self.size = 0,0,n
-        has_room = n <= self.rows or has_pieces and self.size < self.rows
-        if numel <= self.numel and has_room: return False
-        self.size = search(n if n > self.rows else min(self.size, n), is_new)  # all processes search if `is_new`
-        self.found_for,self.numel,self.rows = trains,max(numel, self.numel),max(n, self.rows)
-        return True

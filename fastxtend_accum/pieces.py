@@ -17,11 +17,9 @@ from .fit import *
 from .memory import *
 
 # %% auto #0
-__all__ = ['StartOver', 'all_contexts', 'Pieces', 'Inputs', 'twice', 'on_samples']
+__all__ = ['all_contexts', 'Pieces', 'Inputs', 'twice', 'on_samples']
 
 # %% ../nbs/source/12_pieces.ipynb #d1d04810
-class StartOver(ValueError): "A part has to proceed differently: the batch runs again from its first sample"
-
 def all_contexts(objects:list, method:str, *args)->ExitStack:
     "Call `method` of each of `objects`, inside the contexts that the earlier ones returned, and enter what it returns"
     with ExitStack() as stack:
@@ -38,24 +36,25 @@ class Pieces:
     def begin(self, parts:list):
         "Run from the first sample on"
         self.parts,self.start,self.outputs,self.sizes = parts,0,[],[]
-        self.next_size = first([o.next_size for o in parts if hasattr(o, 'next_size')]) or next_size
 
-    def run(self, run:Callable, most:Callable, go_back:Callable|None=None, repeats:bool=False):
-        """Run all pieces, of at most `most()` samples; keeps what `run(start, end)` returns. When a part starts over
-        and, with `repeats`, when memory runs out, `go_back(error)` undoes what has to run again, or raises"""
+    def run(self, run:Callable, most:Callable, go_back:Callable|None=None, ran_out:Callable=is_out_of_memory,
+            before:Callable=noop):
+        """Run all pieces, of at most `most()` samples, each after `before(start)`; keeps what `run(start, end)` returns.
+        After an error for which `ran_out(error)` is true, `go_back(error)` undoes what has to run again, or raises"""
         while self.start < self.n:
-            start,size = self.start,self.next_size(self.n-self.start, most())
+            start,size = self.start,next_size(self.n-self.start, most())
+            before(start)
             try:
                 with all_contexts(self.parts, 'piece', start, start+size): output = run(start, start+size)
             except Exception as e:
-                if not (isinstance(e, StartOver) or repeats and is_out_of_memory(e)): raise
+                if not (go_back and ran_out(e)): raise
                 error,output = without_tracebacks(e),None
             else:
                 self.start += size
                 self.sizes.append(size)
                 self.outputs.append(output)
                 continue
-            go_back(error) if go_back else self.begin(self.parts)
+            go_back(error)
         return self
 
     def joined(self): return self.outputs[0] if len(self.outputs) == 1 else join(self.outputs, self.sizes)
@@ -65,7 +64,7 @@ class Inputs:
     "Part: the Learner's `n` inputs and targets, and the values that callbacks keep for each of them"
     def __init__(self, learn:Learner, n:int, lists:dict):
         self.learn,self.n,self.lists,self.xb,self.yb = learn,n,lists,learn.xb,learn.yb
-        self.copies = True  # a piece may run again, and the model may work in place
+        self.copies = False  # whether a piece may run again, and the model works in place
         places = [(learn, 'xb'), (learn, 'yb')]
         for cb in learn.cbs:
             partners = ('yb1','lam') if isinstance(cb, MixHandler) else ()
