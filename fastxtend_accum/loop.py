@@ -231,9 +231,7 @@ class LoopCallback(FitCallback):
         if self.adapts and is_sharded(learn.model):
             raise ValueError(f"micro_batch_size='auto' cannot try sizes on a sharded {type(learn.model).__name__}: "
                              "use a number of samples")
-        trains = learn.model,sum(p.numel() for p in trained(learn.opt)),len(learn._grab_cbs(MixedPrecision))
-        if trains != self.trains: self.forget()
-        self.trains = trains
+        if learn.training: self.keep_if_same(learn)
         loop.join(self)
         fit.stack(self).callback(loop.leave, self)
         if self.adapts: fit.stack(self).callback(enable_sync, learn.model)
@@ -259,6 +257,13 @@ class LoopCallback(FitCallback):
 def forget(self:LoopCallback):
     "What fits in memory is not known"
     self.budget,self.valid_budget,self.trains = PieceBudget(),PieceBudget(),None
+
+@patch
+def keep_if_same(self:LoopCallback, learn:Learner):
+    "Forget what fits if something else is trained than before"
+    trains = learn.model,sum([p.numel() for p in trained(learn.opt)]),len(learn._grab_cbs(MixedPrecision))
+    if trains != self.trains: self.forget()
+    self.trains = trains
 
 @patch
 def agree(self:LoopCallback, loop:Loop):

@@ -49,7 +49,7 @@ def set_value(o:Tensor, value:Tensor):
 def is_still(o, value)->bool:
     "Whether `o` contains `value`; items of _containers are compared by identity"
     if isinstance(o, Tensor):
-        a,b = (t.detach().to('cpu').as_subclass(Tensor).to_dense() for t in (o, value))
+        a,b = (t.detach().to('cpu').to_dense() for t in (o, value))
         return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
     if isinstance(o, _containers):
         a,b = (list(o.items()) if isinstance(o, dict) else list(o) for o in (content(o), value))

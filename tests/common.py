@@ -75,6 +75,10 @@ def forked(f, *args):
     process.join()
     return process.exitcode
 
+def all_blocks(*args, **kwargs):
+    "Recomputes all blocks, also where memory suffices"
+    return ActivationCheckpointing(*args, adapt=False, **kwargs)
+
 class CpuMixedPrecision(MixedPrecision):
     "fastai's callback has 'cuda' written into it"
     def before_fit(self):

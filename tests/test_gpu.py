@@ -275,7 +275,7 @@ def test_checkpointing_is_the_plain_fit_in_less_memory(arch):
         torch.manual_seed(0)
         learn = fit(image_learner(arch, [*cbs]), 1, 1e-3)
         return {k:v.cpu() for k,v in learn.model.state_dict().items()},torch.cuda.max_memory_allocated()
-    (plain,most),(ours,less),(offloaded,least) = run(),run(ActivationCheckpointing()),run(ActivationCheckpointing(offload=True))
+    (plain,most),(ours,less),(offloaded,least) = run(),run(all_blocks()),run(all_blocks(offload=True))
     for o in ours,offloaded:
         for k in plain: assert torch.equal(o[k], plain[k]), k
     print(f'{arch}: {most/2**20:.0f} MB plain, {less/2**20:.0f} checkpointed, {least/2**20:.0f} offloaded')

@@ -313,14 +313,13 @@ def test_the_first_error_stays_the_cause():
         with quiet(make_learner(32, m=Broken(model()), cbs=cb)) as learn, pytest.raises(RuntimeError, match='out of memory with a single sample') as e: learn.validate()
         assert 'non-contiguous input' in str(e.value.__cause__)
 
-def test_it_is_the_cause_of_an_error_that_says_what_to_set():
-    "Memory runs out in the step, which cannot be repeated"
+def test_an_error_of_the_step_stays_what_it_is():
+    "Memory that runs out in the step says nothing about the batch"
     learn = make_learner(32, cbs=GradientAccumulation(32, micro_batch_size='auto'))
     learn.create_opt()
     def full(*args, **kwargs): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
     learn.opt.step = full
-    with pytest.raises(RuntimeError, match='set micro_batch_size=16') as e: fit(learn, 1)
-    assert type(e.value.__cause__) is torch.OutOfMemoryError and '2.00 GiB' in str(e.value.__cause__)
+    with pytest.raises(torch.OutOfMemoryError, match='2.00 GiB'): fit(learn, 1)
 
 @pytest.mark.parametrize('norm, limit, size', [(nn.BatchNorm1d, 9, 8), (nn.BatchNorm1d, 17, 16), (nn.BatchNorm1d, 32, None), (nn.LayerNorm, 9, None)])
 def test_what_batchnorm_sees(capsys, norm, limit, size):
@@ -358,9 +357,6 @@ def test_the_cache_takes_part_in_searches(capsys):
         small = run(Both(), GradientAccumulation(32, micro_batch_size='auto'), GradientCache(cache))
         assert small.gradient_accumulation.micro_bs == 32 and small.gradient_cache.micro_bs == 8
         assert_same(weights(small), weights(big), ROUNDING)
-    for cbs in [GradientCache(8)],[GradientCache('auto')],[GradientAccumulation(32, micro_batch_size='auto'), GradientCache('auto')]:
-        learn = make_learner(32, m=Both(), loss_func=lambda p,*t: info_nce(p), cbs=cbs)
-        assert learn.micro_bs_find() == 32
 
 # Memory that runs out later
 

@@ -164,7 +164,7 @@ overruling = dict(
     schedule=lambda: [GradientAccumulationSchedule(32, 64, micro_batch_size=8)],
     cache=lambda: [GradientCache(8)],
     auto_cache=lambda: [GradientCache('auto')],
-    checkpointing=lambda: [ActivationCheckpointing(blocks=lambda m: [m[0]])])
+    checkpointing=lambda: [all_blocks(blocks=lambda m: [m[0]])])
 
 def learner_of(cls, cbs=None, own=None):
     learn = make_learner(32)

@@ -40,8 +40,8 @@ ways = dict(
     uneven=lambda: [GradientAccumulation(32, micro_batch_size=10)],
     cache=lambda: [GradientCache(8)],
     both=lambda: [GradientAccumulation(32, micro_batch_size=16), GradientCache(8)],
-    checkpointing=lambda: [ActivationCheckpointing(blocks=lambda m: [m[0]])],
-    both_checkpointing=lambda: [GradientAccumulation(32, micro_batch_size=8), ActivationCheckpointing(blocks=lambda m: [m[0]])])
+    checkpointing=lambda: [all_blocks(blocks=lambda m: [m[0]])],
+    both_checkpointing=lambda: [GradientAccumulation(32, micro_batch_size=8), all_blocks(blocks=lambda m: [m[0]])])
 
 class Zeroes(Callback):
     "A plain Learner keeps the gradients of a batch that is cancelled after its backward pass, and adds the next ones to them; the package does not"
@@ -158,7 +158,7 @@ layouts = dict(
     pieces=(32, 96, {}, lambda: [GradientAccumulation(32, micro_batch_size=5)]),
     windows_of_pieces=(16, 96, {}, lambda: [GradientAccumulation(32, micro_batch_size=5)]),
     cache=(32, 88, {}, lambda: [GradientCache(8)]),
-    checkpointing=(32, 88, {}, lambda: [ActivationCheckpointing(blocks=lambda m: [m[0]])]),
+    checkpointing=(32, 88, {}, lambda: [all_blocks(blocks=lambda m: [m[0]])]),
     by_window=(8, 96, {}, lambda: [GradientAccumulation(32, log_accum_batch=False)]))
 
 class Rates(Callback):

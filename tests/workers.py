@@ -246,10 +246,10 @@ def train_normed(*cbs):
 @case
 def whole_normed(): return train_normed()
 @case
-def checkpointed(): return train_normed(ActivationCheckpointing())
+def checkpointed(): return train_normed(all_blocks())
 @case
 def checkpointed_sharded():
-    try: fit(make_learner(16, m=fully_shard(normed(), mesh=init_device_mesh('cpu', (W,))), cbs=ActivationCheckpointing()), 1)
+    try: fit(make_learner(16, m=fully_shard(normed(), mesh=init_device_mesh('cpu', (W,))), cbs=all_blocks()), 1)
     except ValueError as e: return str(e)
 @case
 def exact():
