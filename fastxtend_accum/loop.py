@@ -10,7 +10,6 @@ from __future__ import annotations
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from .nested import *
 from .loader import *
@@ -23,16 +22,17 @@ from .hidden_state import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['no_room_for_one', 'evaluate', 'Loop', 'share_buffers', 'Undo', 'check_loop', 'is_compiled', 'LoopCallback']
+__all__ = ['no_room_for_one', 'evaluate', 'Loop', 'Undo', 'check_loop', 'is_compiled', 'LoopCallback']
 
 # %% ../nbs/source/13_loop.ipynb #7efc415f
-def evaluate(learn:Learner, cbs:list=(), model:nn.Module|None=None):
-    "Forward pass and loss of the present batch or piece, with fastai's events"
+def evaluate(learn:Learner, cbs:list=(), model:nn.Module|None=None, has_loss:Callable=noop):
+    "Forward pass and loss of the present batch or piece, with fastai's events; calls `has_loss()` once there is one"
     with all_contexts(cbs, 'forward_context'): learn.pred = (model or learn.model)(*learn.xb)
     learn('after_pred')
     if len(learn.yb):
         learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
         learn.loss = learn.loss_grad.clone()
+    has_loss()
     learn('after_loss')
 
 class Loop:
@@ -98,7 +98,9 @@ def train(self:Loop):
 def parts(self:Loop)->list:
     "All that follow the pieces of this batch"
     n = self.inputs.n
-    return [self.inputs, *self.hidden(n), *[p for o in self.cbs for p in o.parts(n)]]
+    self.together = Together(self.learn) if self.is_apart else None
+    together = [self.together]*self.is_apart
+    return [self.inputs, *self.hidden(n), *[p for o in self.cbs for p in o.parts(n)], *together]
 
 @patch
 def rows(self:Loop)->int:
@@ -122,8 +124,10 @@ def train_piece(self:Loop, start:int, end:int):
         for cb in learn._grab_cbs(MixedPrecision): cb.before_batch()
     self.in_autocast = True
     for o in self.adapting: o.prepare(self)
-    if self.is_apart: learn.model.require_backward_grad_sync = False
-    evaluate(learn, self.cbs, inner_model(learn.model) if self.is_apart else None)
+    if self.is_apart:
+        learn.model.require_backward_grad_sync = False
+        evaluate(learn, self.cbs, inner_model(learn.model), self.together.reach)
+    else: evaluate(learn, self.cbs)
     self.in_autocast = False
     if len(learn.yb):
         with all_contexts(self.cbs, 'backward_context'):
@@ -135,6 +139,7 @@ def train_piece(self:Loop, start:int, end:int):
 def backward(self:Loop):
     "fastai's backward pass, which ends what runs again when memory runs out: not what callbacks do after it"
     self.learn._backward()
+    if self.is_apart: self.together.reach(True)
     self.in_pass = False
 
 @patch(as_prop=True)
@@ -165,10 +170,6 @@ def has_run(self:Loop):
     for o in self.adapting: o.has_run(self)
     self.largest = max(self.largest, self.elements)
     if self.is_apart and not accumulator(self.learn) and len(self.learn.yb): Processes(self.learn).average()
-
-def share_buffers(model:nn.Module):
-    "As DDP does before a forward pass: the buffers of the first process go to all"
-    if isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers(): model._sync_buffers()
 
 # %% ../nbs/source/13_loop.ipynb #32a0812f
 class Undo:
@@ -233,7 +234,7 @@ class LoopCallback(FitCallback):
                              "use a number of samples")
         if learn.training: self.keep_if_same(learn)
         loop.join(self)
-        fit.stack(self).callback(loop.leave, self)
+        fit.stack(self).callback(self.leave_loop)
         if self.adapts: fit.stack(self).callback(enable_sync, learn.model)
 
     @property
@@ -243,6 +244,11 @@ class LoopCallback(FitCallback):
     splits_valid = splits  # whether validation batches are
     def before_validate(self):
         if self.splits_valid: self.join_loop()
+    def after_validate(self):
+        if self.splits_valid and not self.splits: self.leave_loop()
+    def leave_loop(self):
+        loop = fit_of(self.learn) and fit_of(self.learn).instead.get('batch')
+        if loop and self in loop.cbs: loop.leave(self)
 
     def parts(self, n:int)->list: return []  # that follow the pieces of a batch of `n` samples
     def backward_context(self): pass

@@ -57,7 +57,7 @@ class PieceBudget:
     def __init__(self): self.most,self.splits = math.inf,True  # not `splits`: what runs in pieces cannot be joined
     def rows(self, n:int, elements:int)->int:
         "How many of `n` rows with this many `elements` fit at a time, at least 1"
-        return n if elements <= self.most else max(self.most*n//elements, 1)
+        return n if elements <= self.most else max(int(self.most*n//elements), 1)
 
     def halve(self, n:int, elements:int)->int:
         "Pieces of `n` rows, with this many `elements`, do not fit: returns half of them, rounded up"

@@ -16,7 +16,7 @@ from .gradients import *
 
 # %% auto #0
 __all__ = ['averages_gradients', 'is_sharded', 'inner_model', 'n_processes', 'all_reduce', 'agree', 'Processes', 'enable_sync',
-           'check_wrapped']
+           'check_wrapped', 'share_buffers', 'Together', 'ElsewhereError']
 
 # %% ../nbs/source/05_processes.ipynb #6dccdd16
 def averages_gradients(model:nn.Module)->bool:
@@ -114,3 +114,34 @@ def average(self:Processes, sums:dict[nn.Parameter,Tensor]|None=None):
             if p not in sums: sums[p] = torch.zeros_like(p, dtype=torch.float32)
         elif p.grad is None: p.grad = torch.zeros_like(p)
         all_reduce(self.learn.model, sums[p] if p.grad is None else p.grad).div_(self.n)
+
+# %% ../nbs/source/05_processes.ipynb #cf6b587c
+def share_buffers(model:nn.Module):
+    "As DDP does in a forward pass in training: the buffers of the first process go to all"
+    if not isinstance(model, DistributedDataParallel): return
+    if model.will_sync_module_buffers(): model._sync_buffers()
+    model.require_forward_param_sync = True
+
+class Together:
+    """Part: a pass whose `nn.SyncBatchNorm` layers wait for all processes. Before each wait, with the loss and at the end
+    of the pass, these tell each other whether memory has run out, which is then an error in all of them"""
+    def __init__(self, learn:Learner):
+        self.learn,self.hooks,self.is_over = learn,[],False
+        self.norms = [m for m in learn.model.modules() if isinstance(m, nn.SyncBatchNorm)]
+    def piece(self, start:int, end:int): return self if self.norms else None
+
+    def meet(self, *args, failed:bool=False):
+        if agree(self.learn, failed) and not failed: raise ElsewhereError('out of memory in another process')
+    def hook_output(self, module, args, out):
+        if out.requires_grad: out.register_hook(self.meet)
+    def reach(self, is_over:bool=False):
+        if self.norms: self.meet()
+        self.is_over = is_over
+    def __enter__(self):
+        self.is_over = False
+        for m in self.norms: self.hooks += [m.register_forward_pre_hook(self.meet), m.register_forward_hook(self.hook_output)]
+    def __exit__(self, kind, error, traceback):
+        while self.hooks: self.hooks.pop().remove()
+        if not (self.is_over or kind is ElsewhereError): self.meet(failed=kind is not None)
+
+class ElsewhereError(torch.OutOfMemoryError): "Memory has run out in another process"

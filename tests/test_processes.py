@@ -47,7 +47,7 @@ def adam(params): return torch.optim.Adam(params, lr=0.1, betas=(0.9, 0.99), eps
 
 # Case: samples, samples that fill a share, remainder, tolerance
 plain = dict(constant=(96, 16, 'step'), float32=(96, 16, 'step'), adam=(96, 16, 'step'), ragged=(101, 12, 'step'), carry=(101, 12, 'carry'),
-             drop=(101, 12, 'drop'), one_micro_batch=(96, 4, 'step'), pieces=(96, 16, 'step'), auto=(96, 16, 'step'), ragged_pieces=(101, 12, 'step'), static_graph=(96, 16, 'step'), float16=(96, 16, 'step'),
+             drop=(101, 12, 'drop'), one_micro_batch=(96, 4, 'step'), pieces=(96, 16, 'step'), auto=(96, 16, 'step'), auto_later=(96, 16, 'step'), ragged_pieces=(101, 12, 'step'), static_graph=(96, 16, 'step'), float16=(96, 16, 'step'),
              find_unused_parameters=(96, 16, 'step'), gradient_as_bucket_view=(96, 16, 'step'), by_hand=(96, 16, 'step'), sharded=(96, 16, 'step'))
 tolerances = dict(float32=1e-6, float16=1e-2)
 
@@ -83,11 +83,8 @@ def test_the_position_is_the_large_batchs(world):
     for res in results: assert_same(res['one_cycle']['lrs'], big.recorder.lrs)
 
 def test_the_smallest_size_that_fits(world):
-    "Process 0 could train on 8 samples at a time, the others on 4; while sizes are tried, nothing is exchanged"
-    n,results = world
-    for res in results: assert res['auto']['micro_bs'] == 4
-    buckets,scalars = messages(world, 'auto')
-    assert scalars == [8,8]+[24]*len(buckets) and len(buckets) == len(results[0]['auto']['accum_bs'])
+    "Process 0 could train on 8 samples at a time, the others on 4"
+    for res in world[1]: assert res['auto']['micro_bs'] == 4
 
 def test_the_line_of_the_first_step_counts_processes(world):
     n,results = world
@@ -97,17 +94,20 @@ def test_the_line_of_the_first_step_counts_processes(world):
         f'{4*n} = {n} processes x 2 x 2 samples{averaged}; BatchNorm normalizes 2 at a time; dropout draws different numbers; exact=True avoids this']
     assert all(res['verdicts'] == [] for res in results[1:])
 
-def test_processes_agree_on_one_way(world):
-    "In each the one in whose memory the batches of all fit"
+@pytest.mark.parametrize('name,plain', [('exact','whole_normed'), ('exact_later','whole_normed'), ('blocks_alone','whole_normed'), ('synced_exact','synced_whole')])
+def test_recomputed_blocks_where_memory_runs_out_in_one_process(world, name, plain):
+    "From the first batch on, or later; the weights and buffers of the plain fit, and as many blocks in each process"
     n,results = world
     for res in results:
-        ours,normed,whole = res['exact'],res['exact_normed'],res['whole_normed']
-        assert (ours['way'], ours['micro_bs']) == ('micro-batches', 4)
-        assert_same(ours['weights'], res['auto']['weights'])
-        assert (normed['way'], normed['blocks']) == ('recomputed blocks', results[0]['exact_normed']['blocks']) and normed['blocks'] > 1
-        assert_same(normed['weights'], whole['weights'])
-        assert_same(normed['losses'], whole['losses'])
-        for a,b in zip(normed['buffers'], whole['buffers'], strict=True): assert_same(a, b)
+        ours,whole = res[name],res[plain]
+        tol,tol32 = (0., 0.) if n == 2 else (1e-11, 1e-6)  # DDP adds up three gradients in another order
+        assert_same(ours['weights'], whole['weights'], tol)
+        assert_same(ours['losses'], whole['losses'], tol32)
+        for a,b in zip(ours.get('buffers', ()), whole.get('buffers', ()), strict=True): assert_same(a, b, tol)
+        if name != 'exact_later': assert ours['blocks'] == results[0][name]['blocks'] > 0
+
+def test_memory_for_micro_batches_that_runs_out_later_in_one_process(world):
+    for res in world[1]: assert res['auto_later']['micro_bs'] == 4
 
 def test_a_loss_over_the_batch_of_each_process(world):
     "In pieces it is what it is at once, with one set of buckets a step"
@@ -287,7 +287,7 @@ def test_a_model_that_averages_nothing_is_refused():
 
 # What they tell each other
 
-@pytest.mark.parametrize('name', sorted(set(plain)-{'static_graph','sharded','auto'} | {'scheduled','sums','tokens_ignored','clip'}))
+@pytest.mark.parametrize('name', sorted(set(plain)-{'static_graph','sharded','auto','auto_later'} | {'scheduled','sums','tokens_ignored','clip'}))
 def test_one_all_reduce_a_step(world, name):
     "One bucket, in the micro-batch that steps; 24 bytes beside it, and 8 bytes once, for the unit"
     n,results = world

@@ -251,18 +251,73 @@ def checkpointed(): return train_normed(all_blocks())
 def checkpointed_sharded():
     try: fit(make_learner(16, m=fully_shard(normed(), mesh=init_device_mesh('cpu', (W,))), cbs=all_blocks()), 1)
     except ValueError as e: return str(e)
+def kept():
+    whole = Activations()
+    train_normed(whole)
+    return whole.mb
 @case
 def exact():
-    "Process 0 has memory for 9 samples, the others for 5"
-    accum = GradientAccumulation(16*W, exact=True)
-    return fit_small(accum, bs=16, m=Limited()) | dict(micro_bs=accum.micro_bs, way=accum.way.name)
-@case
-def exact_normed():
     "Process 0 has nine tenths of the memory that a batch takes, the others half of it"
+    accum = GradientAccumulation(exact=True)
+    return train_normed(Activations(kept()*(.5 if rank_distrib() else .9)), accum) | dict(blocks=accum.blocks.level)
+class Shrinks(Callback):
+    "From the third batch on, the last process has less memory"
+    order = Activations.order-1
+    def __init__(self, mb): self.mb = mb
+    def before_batch(self):
+        if self.training and self.train_iter == 2 and rank_distrib() == W-1: self.activations.limit = self.mb
+@case
+def exact_later():
+    mb = kept()
+    return train_normed(Activations(mb*1.1), Shrinks(mb*.6), GradientAccumulation(exact=True))
+@case
+def blocks_alone():
+    cb = ActivationCheckpointing()
+    return train_normed(Activations(kept()*(.5 if rank_distrib() else 1.1)), cb) | dict(blocks=cb.level)
+class LaterLimited(Limited):
+    "The last process has memory for 5 samples from its third pass on, the others for 16"
+    passes = 0
+    def forward(self, x):
+        LaterLimited.passes += self.training
+        if self.training and len(x) > (5 if rank_distrib() == W-1 and LaterLimited.passes > 2 else 16): raise torch.OutOfMemoryError('CUDA out of memory')
+        return self.m(x)
+@case
+def auto_later():
+    accum = GradientAccumulation(16*W, micro_batch_size='auto')
+    return fit_small(accum, bs=16, m=LaterLimited()) | dict(micro_bs=accum.micro_bs)
+def over_processes(*tensors):
+    o = torch.stack([t.mean(0) for t in tensors])
+    dist.all_reduce(o)
+    return o/W
+class Synced(torch.autograd.Function):
+    "As PyTorch's function of nn.SyncBatchNorm, which CPUs do not have: it talks, and keeps its tensors afterwards"
+    @staticmethod
+    def forward(ctx, x):
+        mean,sqr_mean = over_processes(x, x**2)
+        std = (sqr_mean-mean**2+1e-5).sqrt()
+        res = (x-mean)/std
+        ctx.save_for_backward(res, std)
+        return res.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        res,std = ctx.saved_tensors
+        a,b = over_processes(grad, grad*res)
+        return (grad-a-res*b)/std
+class GlooSyncNorm(nn.SyncBatchNorm):
+    def forward(self, x): return Synced.apply(x) if self.training else x
+def train_synced(*cbs):
+    torch.manual_seed(0)
+    m = nn.Sequential(*[nn.Sequential(nn.Linear(5, 8), GlooSyncNorm(8, affine=False), nn.ReLU(inplace=True), nn.Linear(8, 5), nn.Tanh()) for _ in range(2)], nn.Linear(5, 1)).double()
+    with unittest.mock.patch.object(DistributedDataParallel, '_passing_sync_batchnorm_handle'):  # which wants a GPU
+        return train(make_learner(16, m=m, opt_func=Adam, cbs=[*cbs]), sync_bn=False)
+@case
+def synced_whole(): return train_synced()
+@case
+def synced_exact():
+    "The last process runs out of memory in mid-pass, where the others wait for its statistics"
     whole,accum = Activations(),GradientAccumulation(exact=True)
-    train_normed(whole)
-    res = train_normed(Activations(whole.mb*(.5 if rank_distrib() else .9)), accum)
-    return res | dict(way=accum.way.name, blocks=accum.way.cb.fitting.size)
+    train_synced(whole)
+    return train_synced(Activations(whole.mb*(.6 if rank_distrib() == W-1 else 1.1)), accum) | dict(blocks=accum.blocks.level)
 class NanOnce:
     "A loss that is NaN in one process, at its sixth batch"
     def __init__(self): self.n = 0
