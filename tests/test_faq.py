@@ -5,7 +5,9 @@ from fastai.distributed import *
 
 from common import *
 from fastai.losses import *
+from fastxtend_accum.demo import Activations
 from fastxtend_accum.losses import check_loss
+from fastxtend_accum.memory import NothingFits
 
 class EMA(Callback):
     "A running average of the weights, taken at `event`"
@@ -95,6 +97,15 @@ def test_another_size_compiles_again(n, bs, cbs, kwargs, compiled):
     assert len(graphs) == compiled
     assert_same(weights(small), weights(fit(learner(32, model()))), ROUNDING)
     assert_moved(small)
+
+def test_exact_cannot_recompute_a_compiled_model():
+    "It trains one that fits"
+    def run(*cbs):
+        torch._dynamo.reset()
+        return fit(make_learner(32, m=torch.compile(model(), backend=lambda graph, inputs: graph.forward), cbs=[*cbs]))
+    exact = run(GradientAccumulation(exact=True), memory := Activations())
+    assert_same(weights(exact), weights(run()))
+    with pytest.raises(NothingFits, match="compiled.*micro_batch_size='auto' splits it"): run(GradientAccumulation(exact=True), Activations(memory.mb/2))
 
 def both(dice): return lambda pred,targ: CrossEntropyLossFlat(axis=1)(pred, targ) + dice(pred, targ)
 
