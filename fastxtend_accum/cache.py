@@ -77,7 +77,7 @@ def to_split(self:GradientCache, loop:Loop)->tuple[int,int]:
 @patch
 def has_run(self:GradientCache, loop:Loop):
     "Say which size fits, once it is another"
-    self.agree(loop)
+    LoopCallback.has_run(self, loop)
     n = self.to_split(loop)[0]
     if self.told == (n, self.micro_bs): return
     said = [f"micro_batch_size='auto': each batch of {n} {how_split(n, self.micro_bs)}"]

@@ -170,8 +170,8 @@ class ActivationCheckpointing(LoopCallback):
         if not self.why_none and callable(self.blocks): self.found = own_blocks(self.blocks(model), model)
         elif not self.why_none: self.found,self.groups = find_blocks(model)
         if not self.found and not self.why_none:
-            self.why_none = (f"ActivationCheckpointing finds no blocks in {type(model).__name__}: no nn.Sequential or "
-                             "nn.ModuleList of blocks: name the modules with blocks=lambda model: [...]")
+            self.why_none = (f"ActivationCheckpointing finds no blocks in {type(model).__name__}, which has no "
+                             "nn.Sequential or nn.ModuleList of them: name modules with blocks=lambda model: [...]")
         if self.why_none and not self.adapt: raise ValueError(self.why_none)
         self.level = 0 if self.adapt else len(self.found)
         self.join_loop()
@@ -180,7 +180,7 @@ def cannot_run_again(model:nn.Module)->str|None:
     "Why no part of `model` can be run again, if so"
     kind,remedy = None,'use DistributedDataParallel'
     if isinstance(model, nn.DataParallel) or is_sharded(model): kind = 'sharded or replicated'
-    elif is_compiled(model): kind,remedy = 'compiled','leave out torch.compile, or ActivationCheckpointing'
+    elif is_compiled(model): kind,remedy = 'compiled','leave out torch.compile'
     return kind and f"ActivationCheckpointing cannot run parts of a {kind} {type(model).__name__} again: {remedy}"
 
 # %% ../nbs/source/15_checkpointing.ipynb #86dfc9ba
@@ -244,7 +244,10 @@ def prepare(self:ActivationCheckpointing, loop:Loop):
 def most(self:ActivationCheckpointing)->int: return len(self.found)+(len(self.found) > 0 and not self.offload)
 
 @patch
-def forget(self:ActivationCheckpointing): self.budget,self.is_told,self.trains = BlockBudget(),False,None
+def forget(self:ActivationCheckpointing): self.budget,self.is_told,self.trains,self.n = BlockBudget(),False,None,None
+
+@patch
+def why_not_sharded(self:ActivationCheckpointing, model:nn.Module)->str: return cannot_run_again(model)
 
 @patch
 def shrink(self:ActivationCheckpointing, loop:Loop)->str|None:
@@ -257,8 +260,10 @@ def shrink(self:ActivationCheckpointing, loop:Loop)->str|None:
 def has_run(self:ActivationCheckpointing, loop:Loop):
     "Note what fits; say it once it is certain"
     if self.budget.failed or loop.is_apart: self.note(loop)
+    if self.is_told or loop.elements < loop.largest: return
     low,high = self.budget.bounds(loop.piece_elements, self.most) if self.budget.failed else (0, 0)
-    if not self.is_told and low == high: self.tell(loop.inputs.n)
+    self.n = loop.inputs.n
+    if low == high: self.tell()
 
 @patch
 def note(self:ActivationCheckpointing, loop:Loop):
@@ -271,10 +276,15 @@ def note(self:ActivationCheckpointing, loop:Loop):
 
 # %% ../nbs/source/15_checkpointing.ipynb #5b0c0608
 @patch
-def tell(self:ActivationCheckpointing, n:int):
-    "Print how batches of `n` samples fit, unless that was printed last"
+def after_train(self:ActivationCheckpointing):
+    "The fit may end before it is certain what fits"
+    if self.n and not self.is_told and self.learn.epoch == self.learn.n_epoch-1: self.tell()
+
+@patch
+def tell(self:ActivationCheckpointing):
+    "Print how batches fit, unless that was printed last"
     if self.label is None or self.learn.logger is noop: return
-    self.is_told,message = True,f"{self.label}: each batch of {n} {self.how()}"
+    self.is_told,message = True,f"{self.label}: each batch of {self.n} {self.how()}"
     if message != self.told: tell(self.learn, message)
     self.told = message
 
@@ -291,6 +301,7 @@ def remedy(self:ActivationCheckpointing, loop:Loop)->str:
         return (f"{name}: memory ran out in the middle of a window, whose earlier batches are in the gradient: use "
                 "ActivationCheckpointing(adapt=False), which recomputes all blocks from the first batch on")
     differs = '; '.join(what_differs(inner_model(self.learn.model), -(-n//2)))
-    all_blocks = f"not even with all {len(self.found)} blocks recomputed and their inputs on the CPU"
-    return (f"{name}: a batch of {n} does not fit in memory, {self.why_none or all_blocks}: "
-            f"micro_batch_size='auto' splits it{f' ({differs})' if differs else ''}")
+    splits = f"micro_batch_size='auto' splits it{f' ({differs})' if differs else ''}"
+    if self.why_none: return f"{name}: a batch of {n} does not fit in memory. {self.why_none}; or {splits}"
+    return (f"{name}: a batch of {n} does not fit in memory, not even with all blocks recomputed and their inputs on "
+            f"the CPU: {splits}")

@@ -229,9 +229,7 @@ class LoopCallback(FitCallback):
         loop.owners = state_owners(learn.model)
         if self.splits: check_splits(learn.model, loop.owners)
         if self in loop.cbs: return
-        if self.adapts and is_sharded(learn.model):
-            raise ValueError(f"micro_batch_size='auto' cannot try sizes on a sharded {type(learn.model).__name__}: "
-                             "use a number of samples")
+        if self.adapts and is_sharded(learn.model): raise ValueError(self.why_not_sharded(learn.model))
         if learn.training: self.keep_if_same(learn)
         loop.join(self)
         fit.stack(self).callback(self.leave_loop)
@@ -250,13 +248,19 @@ class LoopCallback(FitCallback):
         loop = fit_of(self.learn) and fit_of(self.learn).instead.get('batch')
         if loop and self in loop.cbs: loop.leave(self)
 
+    def why_not_sharded(self, model:nn.Module)->str:
+        return (f"micro_batch_size='auto' cannot try sizes on a sharded {type(model).__name__}: "
+                "use a number of samples")
     def parts(self, n:int)->list: return []  # that follow the pieces of a batch of `n` samples
     def backward_context(self): pass
     def end_batch(self): pass  # all samples have been trained on; raises CancelBatchException if no step is due
     def cancelled(self): pass
     # For those that adapt
     def prepare(self, loop:Loop): pass  # before each pass
-    def has_run(self, loop:Loop): self.agree(loop)  # a batch has
+    def has_run(self, loop:Loop):
+        "A batch has; `micro_bs` is what fits of the largest one"
+        if loop.is_apart: self.budget.most = agree(loop.learn, self.budget.most, dist.ReduceOp.MIN)
+        if loop.elements >= loop.largest: self.micro_bs = self.rows_at_a_time(loop)
 
 # %% ../nbs/source/13_loop.ipynb #e24952fe
 @patch
@@ -272,18 +276,12 @@ def keep_if_same(self:LoopCallback, learn:Learner):
     self.trains = trains
 
 @patch
-def agree(self:LoopCallback, loop:Loop):
-    "All processes take pieces of the size that fits in each"
-    if loop.is_apart: self.budget.most = agree(loop.learn, self.budget.most, dist.ReduceOp.MIN)
-
-@patch
 def module_rows(self:LoopCallback, loop:Loop)->int: return loop.samples()  # that the module in pieces sees of a batch
 
 @patch
 def rows_at_a_time(self:LoopCallback, loop:Loop)->int:
     "Rows of a piece of the present batch"
-    if self.adapts: self.micro_bs = self.budget.rows(*self.to_split(loop))
-    return self.micro_bs
+    return self.budget.rows(*self.to_split(loop)) if self.adapts else self.micro_bs
 
 @patch
 def to_split(self:LoopCallback, loop:Loop)->tuple[int,int]:
@@ -293,15 +291,13 @@ def to_split(self:LoopCallback, loop:Loop)->tuple[int,int]:
 @patch
 def shrink(self:LoopCallback, loop:Loop)->str|None:
     "Half as many rows in a piece from now on: returns how, or None if it is a single one"
-    if (n := self.micro_bs) == 1: return None
-    rows,elements = self.to_split(loop)
-    self.micro_bs = self.budget.halve(n, -(-elements*n//rows))
-    return f"micro-batches have {self.micro_bs} samples"
+    n,(rows,elements) = self.rows_at_a_time(loop),self.to_split(loop)
+    return None if n == 1 else f"micro-batches have {self.budget.halve(n, -(-elements*n//rows))} samples"
 
 @patch
 def remedy(self:LoopCallback, loop:Loop)->str:
     "What to do if memory runs out and that cannot be undone, or nothing smaller is left"
-    if (n := self.micro_bs) > 1: return f"out of memory with micro-batches of {n} samples: set micro_batch_size={-(-n//2)}"
+    if (n := self.rows_at_a_time(loop)) > 1: return f"out of memory with micro-batches of {n} samples: set micro_batch_size={-(-n//2)}"
     return no_room_for_one
 
 no_room_for_one = ("out of memory with a single sample: use smaller inputs, a smaller model, mixed precision, "
