@@ -95,7 +95,7 @@ class FitState:
         self.hypers,self.loss_check,self.warned = FirstHypers(accum.scale),LossCheck(),set()
         if is_lr_find(learn): self.loss_check.left = 0  # the fit that follows says it
         self.is_told = accum.exact or not accum.verbose  # how windows are made up
-        self.has_targets,self.train_iter = False,None  # of the present batch
+        self.has_targets,self.train_iter,self.blocks = False,None,None  # of the present batch; to recompute
         self.batches,self.n_windows,self.pct = None,None,0.  # of the epoch: the loader, its windows, the position
     def __reduce__(self): return noop,()  # a Learner that is exported in mid-fit begins a fit of its own
 
@@ -132,10 +132,9 @@ def add_blocks(self:GradientAccumulation, stack:ExitStack):
     learn,blocks = self.learn,self.blocks
     if learn._grab_cbs(ActivationCheckpointing): return
     blocks.label = 'exact=True' if self.verbose else None
-    learn.add_cb(blocks)
-    stack.callback(learn.remove_cb, blocks)
+    self.now.blocks,blocks.learn = blocks,learn
     blocks.before_fit()
-    blocks.before_train()  # fastai has called these events already
+    stack.callback(setattr, blocks, 'learn', None)
 
 # %% ../nbs/source/17_accumulation.ipynb #eb653680
 @patch
@@ -194,6 +193,7 @@ def before_train(self:GradientAccumulation):
         if now.n_windows: batches.needed = now.n_windows*size
         batches.needs_more = lambda: not self.now or self.window.is_filling or batches.left >= self.size_now()
     if now.is_split: self.join_loop()
+    if now.blocks: now.blocks.before_train()
 
 # %% ../nbs/source/17_accumulation.ipynb #fbefae50
 @patch
@@ -350,6 +350,7 @@ GradientAccumulation.after_cancel_epoch = GradientAccumulation.after_cancel_trai
 def after_train(self:GradientAccumulation):
     "Step on a window that is left over, carry it or drop it"
     if self.now is None: return
+    if self.now.blocks: self.now.blocks.after_train()
     if self.window.is_filling:
         if self.now.at_end == 'carry': return
         if self.now.at_end == 'step': self.step_now()

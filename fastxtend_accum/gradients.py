@@ -63,11 +63,13 @@ class FirstHypers:
 
     def apply(self, opt:Optimizer|OptimWrapper):
         "Set those of `opt` that differ from what was saved"
+        if not self.first: return
         self.later = {k:o for k,o in hypers_of(opt).items() if o != self.first.get(k, o)}
         for k in self.later: opt.set_hyper(k, self.first[k])
 
     def restore(self, opt:Optimizer|OptimWrapper):
         "Undo `apply`, but for what has been changed since, as by a scheduler that moves after the step"
+        if not self.first: return
         present = hypers_of(opt) if self.later else {}  # perhaps of another optimizer, after an interrupted fit
         for k,o in self.later.items():
             if present.get(k) == self.first[k]: opt.set_hyper(k, o)

@@ -52,6 +52,7 @@ class Loop:
         "Who sets the size of pieces, and who takes less memory when it runs out: first those that do not split the loss"
         self.splitter = first(o for o in self.cbs if o.splits_loss and o.splits)
         self.adapting = sorted((o for o in self.cbs if o.adapts), key=lambda o: o.splits_loss)
+        self.accum = accumulator(self.learn)
         # Processes that adapt run the model without DDP, whose messages would wait for a process that has no memory left
         self.is_apart = bool(self.adapting) and n_processes(self.learn) > 1
 
@@ -112,7 +113,7 @@ def rows(self:Loop)->int:
 def save(self:Loop, start:int):
     "Before a piece, what it may move; whether the gradient is that of earlier ones"
     if not self.adapting: return
-    accum = accumulator(self.learn)
+    accum = self.accum
     self.is_fresh = not start and (accum is None or isinstance(accum, LoopCallback) and not accum.window.n_micro)
     self.undo.save(start)
 
@@ -153,7 +154,7 @@ def ran_out(self:Loop, error:Exception)->bool: return self.in_pass and is_out_of
 def go_back(self:Loop, error:Exception):
     """Undo the failed piece, or the batch if the gradient is mixed, and take less memory from now on. Raises NothingFits
     if there is no way, or if the gradient is mixed with that of another batch"""
-    learn,accum,start = self.learn,accumulator(self.learn),self.pieces.start
+    learn,accum,start = self.learn,self.accum,self.pieces.start
     learn.pred,learn.loss_grad,learn.loss = None,None,None
     start = accum.go_back(start) if isinstance(accum, LoopCallback) else None if accum else 0
     how = start is not None and first(filter(None, (o.shrink(self) for o in self.adapting)))
@@ -169,7 +170,7 @@ def has_run(self:Loop):
     "The batch has run in the memory there is"
     for o in self.adapting: o.has_run(self)
     self.largest = max(self.largest, self.elements)
-    if self.is_apart and not accumulator(self.learn) and len(self.learn.yb): Processes(self.learn).average()
+    if self.is_apart and not self.accum and len(self.learn.yb): Processes(self.learn).average()
 
 # %% ../nbs/source/13_loop.ipynb #32a0812f
 class Undo:

@@ -7,6 +7,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/state.html.md"""
 # %% ../nbs/source/07_state.ipynb #c6b913b8
 from __future__ import annotations
 from collections import deque
+import pickle
 
 from fastai.basics import *
 
@@ -57,8 +58,8 @@ def is_still(o, value)->bool:
         return len(a) == len(b) and all(x is y for x,y in zip(a, b))
     if isinstance(o, types.CellType): return o.cell_contents is value
     if isinstance(o, np.ndarray): return np.array_equal(o, value)
-    a,b = (o.tolist() if isinstance(o, Tensor) else str(o) for o in (content(o), value))
-    return a == b
+    now = content(o)
+    return torch.equal(now, value) if isinstance(now, Tensor) else pickle.dumps(now) == pickle.dumps(value)
 
 class Saved:
     "Copies of what tensors, arrays, _containers and random generators contain, and how to put them back"
