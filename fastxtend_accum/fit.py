@@ -15,13 +15,14 @@ __all__ = ['replaced', 'Fit', 'fit_of', 'is_running', 'is_lr_find', 'is_look', '
            'tell']
 
 # %% ../nbs/source/06_fit.ipynb #0df7a527
-@contextmanager
-def replaced(o, attr:str, value):
+class replaced:
     "Let `o.attr` be `value` in this context; afterwards it is as before, even if it was not an attribute of `o` itself"
-    own,old = attr in vars(o),vars(o).get(attr)
-    setattr(o, attr, value)
-    try: yield
-    finally: setattr(o, attr, old) if own else delattr(o, attr)
+    def __init__(self, o, attr:str, value): self.o,self.attr,self.value = o,attr,value
+    def __enter__(self):
+        own = vars(self.o)
+        self.was_own,self.old = self.attr in own,own.get(self.attr)
+        setattr(self.o, self.attr, self.value)
+    def __exit__(self, *args): setattr(self.o, self.attr, self.old) if self.was_own else delattr(self.o, self.attr)
 
 # %% ../nbs/source/06_fit.ipynb #bffb5b3a
 class Fit:

@@ -49,7 +49,8 @@ def add_in_float32(opt:Optimizer|OptimWrapper, sums:dict[nn.Parameter,Tensor]):
 # %% ../nbs/source/04_gradients.ipynb #ed48c6b9
 def hypers_of(opt:Optimizer|OptimWrapper)->dict[str,list]:
     "The hyper-parameters of `opt`: by name, the value of each parameter group"
-    return {k:[h[k] for h in opt.hypers] for k in opt.hypers[0]}
+    hypers = opt.hypers  # made anew at each access, which is slow for an OptimWrapper
+    return {k:[h[k] for h in hypers] for k in hypers[0]}
 
 class FirstHypers:
     """The hyper-parameters at a window's first micro-batch, for its step; `rules` scale them with its size:

@@ -18,12 +18,12 @@ __all__ = ['generators', 'opaque', 'content', 'put', 'set_value', 'is_still', 'S
 # %% ../nbs/source/07_state.ipynb #2c307b41
 def content(o):
     "A copy of what `o` contains; that of a parameter is on the CPU, since memory may be scarce"
+    if f := getattr(o, 'getstate', None) or getattr(o, 'get_state', None): return f()
     if isinstance(o, Tensor): return o.detach().to('cpu' if isinstance(o, nn.Parameter) else o.device, copy=True)
-    if isinstance(o, np.ndarray): return o.copy()
-    if isinstance(o, _containers): return dict(o) if isinstance(o, dict) else list(o)
+    if isinstance(o, dict): return dict(o)
+    if isinstance(o, _containers): return list(o)
     if isinstance(o, types.CellType): return o.cell_contents
-    if hasattr(o, 'getstate'): return o.getstate()
-    return o.get_state() if hasattr(o, 'get_state') else o.bit_generator.state
+    return o.copy() if isinstance(o, np.ndarray) else o.bit_generator.state
 
 def put(o, value):
     "Let `o` contain this `value` again"

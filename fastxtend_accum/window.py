@@ -43,8 +43,8 @@ class Window:
     is_logged = property(lambda self: self.result in ('stepped', 'skipped'))
     n_logged = property(lambda self: self.results['stepped']+self.results['skipped'])
     is_sum = property(lambda self: self.items is None)  # of losses that sum
-    total_weight = property(lambda self: 1 if self.is_sum else self.items/self.unit)
-    mean_loss = property(lambda self: self.loss_sum if self.total_weight == 1 else self.loss_sum/self.total_weight)
+    total_weight = property(lambda self: 1 if self.items is None else self.items/self.unit)
+    mean_loss = property(lambda self: self.loss_sum if (w := self.total_weight) == 1 else self.loss_sum/w)
     earlier = property(lambda self: self.n_micro > len(self.losses))  # whether it has any of earlier batches
 
 # %% ../nbs/source/03_window.ipynb #edb2f09d
