@@ -31,6 +31,7 @@ __all__ = ['containers', 'BlockState', 'all_tensors', 'checkpointed', 'checked',
 class BlockState:
     "What `block` holds and may move, so that it can run again from where its first run began"
     def __init__(self, block:nn.Module): self.block,self.moving,self.is_new,self.found = block,[],True,None
+    def __reduce__(self): return noop,()  # a copy of the callback finds its own
 
     def look(self):
         "Find what there is to copy: frozen parameters, which may be large, only in the first run or if they have moved"

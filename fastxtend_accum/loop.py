@@ -39,7 +39,7 @@ class Loop:
     "Runs where fastai runs `_do_one_batch`; `cbs` have joined it"
     def __init__(self, learn:Learner):
         self.learn,self.cbs,self.lists,self.owners = learn,[],{},[]
-        self.undo,self.largest,self.has_stepped = Undo(learn),0,False  # `largest`: elements of a batch in this fit
+        self.undo,self.largest = Undo(learn),0  # elements of a batch in this fit
     def __call__(self, f:Callable): self.train() if self.learn.training else evaluate(self.learn, self.cbs)
 
     def join(self, cb:Callback):
@@ -55,6 +55,8 @@ class Loop:
         self.accum = accumulator(self.learn)
         # Processes that adapt run the model without DDP, whose messages would wait for a process that has no memory left
         self.is_apart = bool(self.adapting) and n_processes(self.learn) > 1
+
+    def has_stepped(self)->bool: return all([o.stepped == id(self.learn.opt) for o in self.adapting])
 
     def samples(self)->int:
         "Samples in the present batch, which a callback may have changed by now"
@@ -77,7 +79,7 @@ def train(self:Loop):
         if self.adapting:
             self.elements = n_elements(inputs.xb, inputs.yb)
             inputs.copies = self.undo.begin()
-            if not self.has_stepped: room = room_for_step(learn.opt)
+            if not self.has_stepped(): room = room_for_step(learn.opt)
             if self.is_apart: share_buffers(learn.model)
         self.pieces = Pieces(inputs.n, self.parts())
         self.pieces.run(self.train_piece, self.rows, self.adapting and self.go_back, self.ran_out, self.save)
@@ -92,7 +94,7 @@ def train(self:Loop):
     if not len(learn.yb): return
     for o in self.cbs: o.end_batch()
     learn._with_events(learn._step, 'step', CancelStepException)
-    self.has_stepped = True
+    for o in self.adapting: o.stepped = id(learn.opt)
     learn.opt.zero_grad()
 
 @patch
@@ -219,7 +221,7 @@ class LoopCallback(FitCallback):
     "Base of callbacks that `join_loop` in `before_train`"
     micro_batch_size,part,splits_loss = None,None,False
     batch_samples = None  # samples that the DataLoader has yielded for this batch, if that is known
-    trains = None  # what the memory that is known to suffice was found for
+    trains,stepped = None,None  # what the memory that is known to suffice was found for; the optimizer that has a state
     adapts = property(lambda self: self.micro_batch_size == 'auto')  # whether it takes less memory when that runs out
     def join_loop(self):
         "Join the loop of this fit; raises ValueError if the Learner has its own, or the model cannot run like this"
@@ -336,5 +338,6 @@ def forward_context(self:LoopCallback):
             warn(f"validation batches are not split: {e}. If memory runs out, give the DataLoaders a smaller val_bs, "
                  f"such as val_bs={most()}")
         budget.splits = False
-        return forward(*args, **kwargs)
+        pieces.begin(pieces.parts)
+        return pieces.run(run, lambda: n).joined()
     return replaced(module, 'forward', pieces_forward)
