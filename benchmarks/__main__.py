@@ -49,7 +49,7 @@ def learners(rounds, on):
     return on | {device['kind']:dict(machine=machine() | device, rounds=rounds, models=res)}
 
 def ways(rounds):
-    "Times of a step with exact=True, and of its search; with the machine, since they may be measured without the rest"
+    "Times of a step with exact=True, and the passes that fail first; with the machine, since they may be measured without the rest"
     return dict(machine=machine(), rounds=rounds, models={o:measure('ways', o, rounds) for o in report.way_models})
 
 def full(rounds):

@@ -1,13 +1,14 @@
 """A training step of fastai's learners in each way: the most bytes alive, time, and how far the gradient is off
 
 On a GPU if there is one, of 12 GB, with larger inputs. Weights are random: nothing is downloaded."""
-import time
+from functools import partial
 from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .counts import LiveBytes
+from .ways import seconds, settle, step as ways_step
 
 names = 'resnet34','convnext','unet','text','language','tabular','contrastive'
 ways = 'whole','exact','checkpointed','offloaded','pieces'
@@ -93,14 +94,14 @@ def as_on_a_gpu(live):
 def callbacks(way, bs):
     from fastxtend_accum.all import ActivationCheckpointing, GradientAccumulation
     return dict(whole=lambda: [], exact=lambda: [GradientAccumulation(exact=True)],
-                checkpointed=lambda: [ActivationCheckpointing()], offloaded=lambda: [ActivationCheckpointing(offload=True)],
+                checkpointed=lambda: [ActivationCheckpointing(adapt=False)], offloaded=lambda: [ActivationCheckpointing(offload=True, adapt=False)],
                 pieces=lambda: [GradientAccumulation(micro_batch_size=-(-bs//4))])[way]()
 
 def make(name, way):
     "A Learner whose epoch is one batch, the same weights each time, all of them trained"
     from fastai.basics import SGD, set_seed
     set_seed(0)
-    learn = globals()[name](opt_func=SGD)
+    learn = globals()[name](opt_func=partial(SGD, mom=.9))  # before a step without a state, what adapts keeps room for one
     learn.model.to(device)
     learn.unfreeze()
     learn.add_cbs(callbacks(way, learn.dls.train.bs))
@@ -108,15 +109,10 @@ def make(name, way):
     return learn
 
 def step(learn):
-    "Take a step; returns its seconds: of the clock on a GPU, else of the CPU"
+    "A fit of one batch; all steps begin with the same weights"
     from fastai.basics import set_seed
     set_seed(0)
-    clock = time.perf_counter if on_gpu else time.process_time
-    if on_gpu: torch.cuda.synchronize()
-    start = clock()
-    with learn.no_bar(), learn.no_logging(): learn.fit(1, 0.)  # all steps begin with the same weights
-    if on_gpu: torch.cuda.synchronize()
-    return clock()-start
+    ways_step(learn, 0.)
 
 def gradient(learn):
     "The gradient with which the optimizer would step"
@@ -136,12 +132,12 @@ def peak(learn):
     return live.peak
 
 def search(learn, mb):
-    "Let exact=True find how the batch runs where activations have room for `mb` MB, which holds afterwards as well; returns that in words"
+    "Let exact=True find how many blocks the batch takes where activations have room for `mb` MB, which holds afterwards as well; returns that in words"
     from fastxtend_accum.demo import Activations
     learn.add_cb(Activations(mb))
-    step(learn)
+    settle(learn, step)
     learn.remove_cb(Activations)
-    return learn.gradient_accumulation.way.how(learn.dls.train.bs)
+    return learn.gradient_accumulation.blocks.how()
 
 def kept(learn):
     "MB that the forward pass keeps for the backward pass"
@@ -162,5 +158,5 @@ def measure(name, rounds):
     live = {way:peak(o) for way,o in learners.items()}
     times = {way:[] for way in ways}
     for _ in range(rounds):
-        for way,o in learners.items(): times[way].append(step(o))
+        for way,o in learners.items(): times[way].append(seconds(o, 0.))
     return dict(bs=learners['whole'].dls.train.bs, how=how, off=off, live=live, time=times)

@@ -117,9 +117,9 @@ def ways_table(results):
     return pd.DataFrame(rows).T
 
 def ways_in_words(results):
-    "What the search takes, in steps of the whole batch"
-    steps = [s/median(o['times']['whole']) for o in results['ways']['models'].values() for s in o['search'].values()]
-    return f'on the first batch, the search for a way that fits took {min(steps):.1f} to {max(steps):.1f} times as long as a step of the whole batch'
+    "What finding the blocks takes"
+    failed = [n for o in results['ways']['models'].values() for n in o['failed'].values()]
+    return f'until the number of blocks was settled, {min(failed)} to {max(failed)} passes ran out of memory'
 
 def memory_saved(results):
     "The two ends of the curves, in words"

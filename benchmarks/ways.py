@@ -1,8 +1,9 @@
-"What exact=True costs under a limit of memory: the time of a training step relative to the whole batch, and that of the search in such steps"
+"What exact=True costs under a limit of memory: the time of a training step relative to the whole batch, and the passes that fail until it has found its blocks"
 import time
-from statistics import median
 
 import torch
+
+from .cases import Batches
 
 shares = .9,.75,.5
 
@@ -23,28 +24,49 @@ def learner(name, *cbs):
     dls = DataLoaders(DataLoader([(o,0) for o in x], bs=len(x)), [])
     return Learner(dls, model, lambda pred, targ: pred.square().mean(), opt_func=SGD, cbs=[*cbs])
 
-def step(learn):
-    "Seconds of CPU time of one step"
-    start = time.process_time()
-    with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-6)
-    return time.process_time()-start
+def step(learn, lr=1e-6):
+    "A fit of one batch"
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, lr)
+
+def seconds(learn, lr=1e-6, n=4):
+    "Seconds of the last of `n` batches: in the fourth, nothing is checked, as in most of an epoch. Of the clock on a GPU, else of the CPU"
+    from fastai.basics import Callback
+    def now():
+        if torch.cuda.is_available(): torch.cuda.synchronize()
+        return (time.perf_counter if torch.cuda.is_available() else time.process_time)()
+    times,loaders = [],learn.dls.loaders
+    clock = Callback(before_batch=lambda self: times.append(now()), after_batch=lambda self: times.append(now()))
+    learn.dls.loaders = [Batches([next(iter(loaders[0]))], n), *loaders[1:]]
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, lr, cbs=clock)
+    learn.dls.loaders = loaders
+    return times[2*n-1]-times[2*n-2]
+
+def settle(learn, step=step):
+    "Take steps until they run as many blocks again as the one before, and none fails; returns how many passes have failed"
+    blocks,passes,steps,failed,level = learn.gradient_accumulation.blocks,[],0,0,None
+    hook = learn.model.register_forward_pre_hook(lambda m, args: passes.append(m.training))
+    while True:
+        step(learn)
+        steps += 1
+        if sum(passes)-steps == failed and blocks.level == level: break
+        failed,level = sum(passes)-steps,blocks.level
+    hook.remove()
+    return failed
 
 def measure(name, rounds):
-    "Seconds of a step of each way, once a round, and of each search; and what was found"
+    "Seconds of a step of each way, once a round; the passes that have failed for each share of memory, and what was found"
     from fastxtend_accum.all import ActivationCheckpointing, GradientAccumulation
     from fastxtend_accum.demo import Activations
     whole = learner(name, Activations())
     step(whole)
-    learners,search,found = dict(whole=learner(name), blocks=learner(name, ActivationCheckpointing())),{},{}
+    learners,failed,found = dict(whole=learner(name), blocks=learner(name, ActivationCheckpointing(adapt=False))),{},{}
     for share in shares:
         learn = learners[str(share)] = learner(name, Activations(whole.activations.mb*share), GradientAccumulation(exact=True))
-        search[str(share)] = step(learn)
-        accum,n = learn.gradient_accumulation,len(learn.dls.train_ds)
-        found[str(share)] = accum.way.how(n)
+        failed[str(share)] = settle(learn)
+        found[str(share)] = learn.gradient_accumulation.blocks.how()
         learn.remove_cb(Activations)  # it would take time
     for o in learners.values(): step(o)  # the first step is slower
     times = {k:[] for k in learners}
     for _ in range(rounds):
-        for k,o in learners.items(): times[k].append(step(o))
-    for k in search: search[k] -= median(times[k])
-    return dict(times=times, search=search, found=found)
+        for k,o in learners.items(): times[k].append(seconds(o))
+    return dict(times=times, failed=failed, found=found)

@@ -3,12 +3,9 @@ import gc, statistics
 import pytest
 
 from common import *
-from fastxtend_accum.checkpointing import ActivationCheckpointing
 from fastxtend_accum.cache import in_pieces
-from fastxtend_accum.same_draws import SameDraws
+from fastxtend_accum.checkpointing import BlockState
 from fastxtend_accum.gradients import add_in_float32, average_gradients
-from test_draws import batch, layers as draws_layers, network, trained_on
-from test_same_draws import Noisy
 from test_gradient_cache import TwoOutputs, correlations, deep
 from test_memory import Limited, limited, state
 
@@ -53,11 +50,14 @@ def image_learner(name, cbs, device='cuda', bs=256, pixels=128):
     dls = DataLoaders(DataLoader(samples, bs=bs), DataLoader(samples[:32], bs=16))
     return on(device, Learner(dls, timm.create_model(name, num_classes=10), CrossEntropyLossFlat(), opt_func=SGD, cbs=cbs))
 
-def fit_images(name, micro, device='cuda', cbs=(), **kwargs):
+def fit_with(name, *cbs, device='cuda', **kwargs):
     "The Learner after an epoch, and the most memory that the allocator has held"
-    learn = image_learner(name, [GradientAccumulation(256, micro_batch_size=micro), *cbs], device, **kwargs)
+    learn = image_learner(name, [*cbs], device, **kwargs)
     forget()
     return fit(learn, 1, 1e-3),torch.cuda.max_memory_reserved()
+
+def fit_images(name, micro, device='cuda', cbs=(), **kwargs):
+    return fit_with(name, GradientAccumulation(256, micro_batch_size=micro), *cbs, device=device, **kwargs)
 
 def assert_same_fit(a, b):
     "As equal as float32 on a GPU can be: the order of its sums depends on the memory that cuDNN finds"
@@ -105,9 +105,50 @@ def test_another_program_takes_memory():
     assert tight.gradient_accumulation.micro_bs < 64 and len(losses(tight)) == 2
     assert_same_fit(tight, free)
 
-def test_the_size_that_is_found():
-    limit_memory(memory_for('resnet50', 40))
-    assert image_learner('resnet50', None).micro_bs_find() == 32
+# Whole batches, with as few blocks recomputed as memory requires
+
+@pytest.mark.parametrize('name', models)
+def test_exact_takes_as_few_blocks_as_fit(name):
+    "Room for half of what recomputing all blocks saves: some are recomputed, within the limit, and it is the fit without a limit"
+    (free,most),(_,least) = fit_with(name),fit_with(name, all_blocks())
+    moved = weights(free)-weights(image_learner(name, None))
+    assert moved.abs().max() > 1e-5 and least < .8*most
+    limit = (most+least)//2
+    limit_memory(limit)
+    tight,peak = fit_with(name, cb := GradientAccumulation(exact=True))
+    assert 0 < cb.blocks.level < len(cb.blocks.found) and peak <= limit
+    assert_same_fit(tight, free)
+
+class RunsOut(Callback):
+    "Memory runs out in the first pass, in its backward pass"
+    done = False
+    def fail(self, grad):
+        if self.done: return
+        self.done = True
+        raise torch.OutOfMemoryError('CUDA out of memory')
+    def after_pred(self):
+        if self.training and not self.done: self.learn.pred.register_hook(self.fail)
+
+class Drops(nn.Module):
+    "A model of timm with dropout before and after it, all of it recomputable"
+    def __init__(self, m): super().__init__(); self.layers = nn.Sequential(nn.Dropout(.3), m, nn.Dropout(.3))
+    def forward(self, x): return self.layers(x)
+
+@pytest.mark.parametrize('amp', [None, 'fp16', 'bf16'])
+@pytest.mark.parametrize('runs_out', [False, True])
+def test_exact_is_the_plain_fit_bit_for_bit(amp, runs_out):
+    "Weights, buffers and the GPU's random numbers, also where a pass with its draws is undone"
+    def run(*cbs):
+        learn = image_learner('convnext_atto', [*([MixedPrecision(amp, init_scale=1.)] if amp else []), *cbs], pixels=64)
+        learn.model = Drops(learn.model)
+        set_seed(1)
+        fit(learn, 1, 1e-2)
+        return learn,[o.cpu() for o in learn.model.state_dict().values()],torch.cuda.get_rng_state()
+    _,plain,rng = run()
+    ours,state,end = run(*([RunsOut()] if runs_out else []), cb := GradientAccumulation(exact=True))
+    assert (cb.blocks.level > 0) == runs_out and (not runs_out or ours.runs_out.done)
+    for a,b in zip(state, plain, strict=True): assert torch.equal(a, b)
+    assert torch.equal(end, rng) and (weights(ours)-weights(image_learner('convnext_atto', None, pixels=64))).abs().max() > 1e-5
 
 # Mixed precision
 
@@ -125,7 +166,7 @@ def test_mixed_precision(amp):
         seen.clear()
         return fit(learn, 2, .01, method='fit_one_cycle')
     a = run('auto')
-    assert seen[:5] == [(32, True), (32, True), (16, True), (8, True), (8, True)] and all(o for _,o in seen)
+    assert seen[:5] == [(32, True), (16, True), (8, True), (8, True), (8, True)] and all(o for _,o in seen)
     for o,p in zip(state(a), state(run(8)), strict=True): assert_same(o.cpu(), p.cpu(), 1e-5)
 
 @pytest.mark.parametrize('amp', ['fp16', 'bf16'])
@@ -146,59 +187,9 @@ def test_gradient_cache_in_mixed_precision(amp):
         (F.normalize(a.float(), dim=1)@F.normalize(b.float(), dim=1).T).logsumexp(1).sum().backward()
         return torch.cat([p.grad.flatten() for p in m.parameters()]).cpu()
     def kept(m): return lambda x: tuple(map(torch.cat, zip(*map(m.forward, x.split(8)))))
-    a,b = gradients(lambda m: in_pieces(m.forward, m, 8, 32)),gradients(kept)
+    a,b = gradients(lambda m: in_pieces(m.forward, BlockState(m), 8, 32)),gradients(kept)
     assert b.abs().max() > 1e-3
     assert_same(a, b)
-
-# Pieces with the random numbers of the whole batch
-
-@pytest.mark.parametrize('layer', sorted(set(draws_layers)-{'own_generator','new_generator','lstm','gru'}))
-def test_layers_draw_on_the_gpu(layer):
-    "Dropout and noise in CUDA kernels, in pieces of 7 and 15 of a batch of 22, in float64; the generators stand where the whole batch leaves them"
-    with torch.device('cuda'): m,x = network(layer).cuda(),batch().cuda()
-    with torch.device('cuda'), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        (a,_),state = trained_on(m, x),torch.cuda.get_rng_state()
-        (b,_),end = trained_on(m, x, [7, 15]),torch.cuda.get_rng_state()
-    assert a.abs().max() > 1e-3
-    assert_same(b.cpu(), a.cpu(), 1e-10)
-    assert torch.equal(end, state)
-
-@pytest.mark.parametrize('amp', ['fp16', 'bf16'])
-def test_same_draws_in_mixed_precision(amp):
-    "fastai's own callback: near the whole batch with the same numbers, and an order of magnitude further with others"
-    def run(**kwargs):
-        learn = image_learner('convnext_atto', [MixedPrecision(amp, init_scale=1.), *([GradientAccumulation(256, **kwargs)] if kwargs else [])], pixels=64)
-        learn.model = nn.Sequential(nn.Dropout2d(.3), learn.model, nn.Dropout(.3))
-        set_seed(1)
-        return weights(fit(learn, 1, 1e-2)),torch.cuda.get_rng_state()
-    (whole,state),(same,end),(other,_) = run(),run(micro_batch_size=32, same_draws=True),run(micro_batch_size=32)
-    assert 5*(same-whole).norm() < (other-whole).norm() and torch.equal(state, end)
-
-@pytest.mark.parametrize('layer', ['lstm','gru'])
-def test_recurrent_layers_of_cudnn_are_an_error(layer):
-    "They draw the dropout between their layers in a kernel"
-    with torch.device('cuda'): m,x = network(layer),batch().cuda()
-    with pytest.raises(ValueError, match='same_draws=True cannot repeat the random numbers of aten::_cudnn'): trained_on(m, x, [7, 15])
-
-def test_fused_attention_on_the_gpu_needs_the_math_kernel():
-    "Its dropout is drawn in the kernel, so a fit takes the math kernel; without dropout, it runs in pieces"
-    q = torch.randn(22, 2, 16, 8, device='cuda', dtype=torch.float16)
-    def in_pieces_of(f):
-        same = SameDraws(22, nn.Identity())
-        for rows in (0, 7), (7, 22):
-            with same.piece(*rows): f(q[slice(*rows)])
-    with pytest.raises(ValueError, match='same_draws=True cannot repeat the random numbers of aten::_scaled_dot_product'):
-        in_pieces_of(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=.1))
-    in_pieces_of(lambda q: F.scaled_dot_product_attention(q, q, q))
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH): in_pieces_of(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=.1))
-
-def test_same_draws_of_the_cache_on_the_gpu():
-    "A module that is run again inside of a piece, in the threads of the backward pass"
-    def run(cbs):
-        learn = on('cuda', make_learner(32, m=Noisy().double(), cbs=cbs, loss_func=lambda pred, targ: (pred.var(0)+((pred-targ)**2).mean()).sum().float()))
-        set_seed(0)
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH): return weights(fit(learn, 1)),torch.cuda.get_rng_state()
-    for cb in GradientCache(7, same_draws=True),: assert_same(run([cb])[0].cpu(), run([])[0].cpu(), 1e-10)
 
 def test_bfloat16_weights_on_the_gpu():
     "512 gradients of 1 in bfloat16: a mean of 1"
@@ -221,7 +212,7 @@ def cache_and_accumulate(n=64):
         for o in x.split(n): correlations_on_cuda(m(o)).backward()
     def cache():
         m.zero_grad()
-        correlations_on_cuda(in_pieces(m.forward, m, n, len(x))(x)).backward()
+        correlations_on_cuda(in_pieces(m.forward, BlockState(m), n, len(x))(x)).backward()
     return cache,accumulate,lambda: accumulate(len(x))
 
 def correlations_on_cuda(z):

@@ -43,7 +43,7 @@ def test_no_warning_without_a_fit():
     learn = make_learner(8, cbs=Later(32))
     with quiet(learn): assert said(learn.validate) == [] and said(lambda: learn.get_preds()) == [] and said(lambda: Later()) == []
 
-@pytest.mark.parametrize('kwargs', [dict(micro_batch_size=8), dict(accum_bs=32), dict(n_acc=32, same_draws=True), dict(remainder='step'), dict(drop_last=True)])
+@pytest.mark.parametrize('kwargs', [dict(micro_batch_size=8), dict(accum_bs=32), dict(n_acc=32, exact=True), dict(remainder='step'), dict(drop_last=True)])
 def test_an_unknown_argument_names_the_import_order(kwargs):
     with pytest.raises(TypeError, match=f'{[*kwargs][-1]}.*import fastxtend_accum.all after') as e: Later(**kwargs)
     assert '\n' not in str(e.value)

@@ -253,6 +253,6 @@ def test_a_model_with_attributes_of_the_same_names(make):
         with warnings.catch_warnings():
             warnings.simplefilter('error', UserWarning)
             return fit(make_learner(8, m=m, cbs=make()))
-    names = [o for o in ('window','now','fitting','part','num_items','micro_batch_size','used_draws','squares','memory') if o in vars(make())]
+    names = [o for o in ('window','now','budget','part','num_items','micro_batch_size','blocks','told','trains') if o in vars(make())]
     assert len(names) > 2
     assert_same(weights(run(*names)), weights(run()))

@@ -5,7 +5,6 @@ import pytest
 
 from cells import *
 from common import *
-from fastxtend_accum.checkpointing import ActivationCheckpointing
 from fastxtend_accum.demo import Activations
 from fastxtend_accum.memory import NothingFits
 
@@ -55,9 +54,9 @@ def process(name, f):
     def run():
         with warnings.catch_warnings(record=True) as said: learn = f()
         r = learn.recorder
-        ways = getattr(getattr(learn, 'gradient_accumulation', None), 'ways', None)
+        blocks = getattr(getattr(learn, 'gradient_accumulation', None), 'blocks', None)
         res = dict(weights=weights(learn), buffers=list(learn.model.buffers()), sizes=list(getattr(r, 'accum_bs', [])), values=floats(r.values), losses=losses(learn), lrs=list(r.lrs),
-                   seen=learn.order.seen, said=[str(o.message) for o in said], ways=None if ways is None else list(ways.way))
+                   seen=learn.order.seen, said=[str(o.message) for o in said], level=blocks and blocks.level)
         if hasattr(learn, 'activations'): res['mb'] = learn.activations.mb
         torch.save(res, f'{{name}}.pt')
     print(name, forked(run), flush=True)
@@ -157,9 +156,7 @@ def test_fine_tune_forgets_the_optimizer(runs):
     assert runs['fine_tune again']['seen'].keys() == runs['fine_tune resumed']['seen'].keys()
     assert (runs['fine_tune again']['weights']-runs['fine_tune whole']['weights']).abs().max() > 1e-6
 
-def test_exact_searches_again(runs):
-    found = runs['exact resumed']['ways']
-    assert found and runs['exact whole']['ways'] is None and 'recomputed blocks' in found
+def test_exact_finds_its_blocks_again(runs): assert runs['exact resumed']['level'] > 0 and runs['exact whole']['level'] is None
 
 def test_a_file_that_was_not_written_to_its_end(runs):
     "It does not load, and the one before does"
@@ -226,57 +223,53 @@ def test_workers_have_their_own_random_numbers():
     finally: defaults.cpus = cores
 
 @pytest.mark.parametrize('drop', [0., .2])
-def test_a_compiled_net_with_dropout_has_no_exact_way(drop):
-    "Without dropout, micro-batches are exact"
+def test_blocks_of_a_compiled_net_cannot_be_recomputed(drop):
+    "Where it fits, exact=True is the plain fit; else the error says what to leave out, and micro-batches are exact without dropout"
     def train(*cbs):
         set_seed(42, reproducible=True)
         layers = [nn.Sequential(nn.Linear(5, 20), nn.Dropout(drop)), *[nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Dropout(drop)) for _ in range(5)]]
         m = torch.compile(nn.Sequential(*layers, nn.Linear(20, 1)).double(), backend='eager')
         return fit(make_learner(32, m=m, cbs=cbs), 2)
     whole = train(Activations())
-    def small(): return train(Activations(.6*whole.activations.mb), GradientAccumulation(exact=True))
-    if not drop: return assert_same(weights(small()), weights(whole), ROUNDING)
-    with pytest.raises(NothingFits) as e: small()
-    assert 'fits in no way, since' in str(e.value) and 'leave out torch.compile' in str(e.value)
+    mb = whole.activations.mb
+    assert_same(weights(train(Activations(mb), GradientAccumulation(exact=True))), weights(whole))
+    with pytest.raises(NothingFits, match='a batch of 32 does not fit in memory.*leave out torch.compile.*micro_batch_size'):
+        train(Activations(.6*mb), GradientAccumulation(exact=True))
+    split = train(Activations(.6*mb), GradientAccumulation(micro_batch_size='auto'))
+    off = (weights(split)-weights(whole)).abs().max()
+    assert split.gradient_accumulation.micro_bs == 16 and (off > 1e-3 if drop else off < ROUNDING)
 
-def page_net(card, *cbs):
+def page_net(card, *cbs, drop=.2):
     "The weights of the net on the page, after its three epochs"
     set_seed(42, reproducible=True)
     samples = list(zip(torch.randn(64, 20), torch.randint(4, (64,))))
-    layers = [nn.Sequential(nn.Linear(20, 20), nn.ReLU(), nn.Dropout(.2)) for _ in range(6)]
+    layers = [nn.Sequential(nn.Linear(20, 20), nn.ReLU(), nn.Dropout(drop)) for _ in range(6)]
     dls = DataLoaders(DataLoader(samples, bs=32, shuffle=True), DataLoader(samples[:16], bs=16))
     return weights(fit(Learner(dls, nn.Sequential(*layers, nn.Linear(20, 4)), nn.CrossEntropyLoss(), SGD, cbs=[card, *cbs]), 3, .1))
 
 def test_bfloat16():
-    "Recomputed blocks are equal bit for bit; micro-batches are as far off as bfloat16 is from float32"
+    "Recomputed blocks are equal bit for bit; micro-batches, without dropout, are as far off as bfloat16 is from float32"
     def bf16(): return CpuMixedPrecision('bf16')
-    def small(): return GradientAccumulation(micro_batch_size=8, same_draws=True)
+    def small(): return GradientAccumulation(micro_batch_size=8)
     def off(a, b): return (a-b).abs().max().item()
     card = Activations()
-    whole,whole32 = page_net(card, bf16()),page_net(Activations())
-    assert_same(page_net(Activations(.6*card.mb), bf16(), ActivationCheckpointing('auto')), whole)
-    assert 0 < off(page_net(Activations(), small()), whole32) < 1e-7
-    assert 1e-4 < off(page_net(Activations(), bf16(), small()), whole) < 2*off(whole, whole32) < 2e-3
+    whole = page_net(card, bf16())
+    assert_same(page_net(Activations(.6*card.mb), bf16(), GradientAccumulation(exact=True)), whole)
+    net = partial(page_net, drop=0.)
+    whole,whole32 = net(Activations(), bf16()),net(Activations())
+    assert 0 < off(net(Activations(), small()), whole32) < 1e-7
+    assert 1e-5 < off(net(Activations(), bf16(), small()), whole) < 2*off(whole, whole32) < 2e-3
 
-def test_less_room_than_for_four_samples():
-    "The comparison of `exact=True` does not fit, but micro-batches with the same draws do"
+def test_room_for_three_samples():
+    "Where blocks keep their inputs only, and these are small, exact=True fits a batch of 32 into it"
     def run(card, *cbs):
         torch.manual_seed(0)
         m = nn.Sequential(*[nn.Sequential(nn.Linear(5, 500), nn.Dropout(.2), nn.Linear(500, 5)) for _ in range(2)], nn.Linear(5, 1)).double()
         return weights(fit(make_learner(32, m=m, cbs=[card, *cbs]), 2, .01))
     card = Activations()
     whole = run(card)
-    def chosen(room):
-        accum = GradientAccumulation(exact=True)
-        assert_same(run(Activations(card.mb*room/32), accum), whole, ROUNDING)
-        off = accum.ways.set_index('way').difference
-        return accum.way.name, off['micro-batches with the same draws']
-    assert chosen(5)[1] < 1e-6
-    name,off = chosen(3.2)
-    assert off == math.inf and 'micro-batches' not in name
-    room = card.mb*3.2/32
-    small = Activations(room)
-    assert_same(run(small, GradientAccumulation(micro_batch_size=2, same_draws=True)), whole, ROUNDING)
-    assert 0 < small.mb <= room
+    small = Activations(card.mb*3/32)
+    assert_same(run(small, GradientAccumulation(exact=True)), whole)
+    assert 0 < small.mb <= small.limit
 
 def test_pytorch_allows_tf32_in_convolutions_only(): assert torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32

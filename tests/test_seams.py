@@ -39,12 +39,18 @@ def opt_func(params, lr=.1, **kwargs): return Optimizer(params, [strike_in_step,
 def one_block(m): return m.body
 def rows_of(learn): return len(learn.y)
 
+class NeedsBlocks(Callback):
+    "Memory runs out, unless blocks are recomputed"
+    def after_loss(self):
+        if self.training and 0 in [o.level for o in self.learn._grab_cbs(ActivationCheckpointing)]: raise torch.OutOfMemoryError('out of memory')
+
 PLACES = 'forward','loss','backward','step'
 WAYS = dict(
     accum=lambda: [GradientAccumulation(32, num_items=rows_of)],
     pieces=lambda: [GradientAccumulation(32, micro_batch_size=3)],
     auto=lambda: [GradientAccumulation(16, micro_batch_size='auto')],
     schedule=lambda: [GradientAccumulationSchedule(8, 32)],
+    exact=lambda: [NeedsBlocks(), GradientAccumulation(exact=True)],
     checkpointing=lambda: [GradientAccumulation(16), all_blocks(blocks=one_block)],
     cache=lambda: [GradientCache(3), all_blocks(blocks=one_block)],
     cache_of_part=lambda: [GradientAccumulation(16), GradientCache(3, part=one_block)])
@@ -170,7 +176,7 @@ class Removes(Callback):
 PER_BATCH = EVENTS[3:10]+['after_batch']
 
 @pytest.mark.thin(5)
-@pytest.mark.parametrize('way', ['accum', 'pieces', 'schedule', 'checkpointing', 'cache', 'cache_of_part'])
+@pytest.mark.parametrize('way', ['accum', 'pieces', 'schedule', 'exact', 'checkpointing', 'cache', 'cache_of_part'])
 @pytest.mark.parametrize('order', [-100, 5.5, 6.5, 99, math.inf])
 def test_removed_in_the_middle_of_a_fit(fresh, way, order):
     "At every event: the fit ends, nothing stays replaced, and the next one is plain"
@@ -209,7 +215,7 @@ def test_an_epoch_after_it_is_plain(event, order):
 
 # One callback, two Learners
 
-@pytest.mark.parametrize('way', ['accum', 'pieces', 'checkpointing', 'cache'])
+@pytest.mark.parametrize('way', ['accum', 'pieces', 'exact', 'checkpointing', 'cache'])
 @pytest.mark.parametrize('calls', ['b', 'a', 'ab', 'ba', 'aab'])
 def test_one_callback_in_two_learners(fresh, way, calls):
     "It works, or an error says what to do; afterwards both are as they were"

@@ -24,15 +24,14 @@ accum,schedule = GradientAccumulation,GradientAccumulationSchedule
     (8, lambda: accum(32), model, '32 = 4 x 8 samples'+averaged),
     (8, lambda: accum(32), normed, '32 = 4 x 8 samples'+averaged+differs.format(8)),
     (32, lambda: accum(32, micro_batch_size=8), normed, '32 = 4 x 8 samples'+averaged+differs.format(8)+remedy),
-    (32, lambda: accum(micro_batch_size=8, same_draws=True), normed,
-     '32 = 4 x 8 samples'+averaged+'; BatchNorm normalizes 8 at a time'+remedy),
     (32, lambda: accum(64, micro_batch_size=7), model, '64 = 10 x up to 7 samples'+averaged),
     (32, lambda: accum(32), normed, alone),
     (32, lambda: accum(64, micro_batch_size='auto'), model, "micro_batch_size='auto': each batch of 32 fits in memory; 64 = 2 x 32 samples"+averaged),
     (32, lambda: accum(micro_batch_size='auto'), normed, "micro_batch_size='auto': each batch of 32 fits in memory"),
     (8, lambda: schedule(8, 32), normed, '8 to 32 samples, 8 at a time'+differs.format(8)),
     (32, lambda: [accum(64), GradientCache(8)], normed, '64 = 2 x 32 samples'+averaged+differs.format(8)),
-    (32, lambda: accum(micro_batch_size=8, exact=True), model, 'exact=True: each batch of 32 is split into 4 micro-batches of 8')])
+    (32, lambda: accum(exact=True), normed, 'exact=True: each batch of 32 fits in memory'),
+    (32, lambda: [accum(exact=True), ActivationCheckpointing()], normed, 'ActivationCheckpointing: each batch of 32 fits in memory')])
 def test_a_line(capsys, bs, cb, m, line): assert said(capsys, bs, cb(), m()) == line+'\n'
 
 def test_layers_that_do_not_train_differ_in_nothing(capsys):
@@ -82,7 +81,7 @@ def test_once_for_each_setting(capsys):
 def test_silence(capsys):
     "With `no_logging` and `verbose=False`; the next fit aloud says it"
     assert said(capsys, 8, accum(32, verbose=False)) == ''
-    assert said(capsys, 32, accum(micro_batch_size=8, exact=True, verbose=False)) == said(capsys, 32, accum(micro_batch_size='auto', verbose=False)) == ''
+    assert said(capsys, 32, accum(exact=True, verbose=False)) == said(capsys, 32, accum(micro_batch_size='auto', verbose=False)) == ''
     learn = make_learner(8, cbs=accum(32))
     fit(learn, 1)
     assert capsys.readouterr().out == ''
@@ -90,10 +89,9 @@ def test_silence(capsys):
     assert capsys.readouterr().out.startswith('32 = 4 x 8')
     with pytest.raises(TypeError, match='verbose must be True or False'): accum(32, verbose=1)
 
-def test_trials_print_nothing(capsys):
+def test_lr_find_prints_nothing(capsys):
     learn = make_learner(8, n=400, cbs=accum(32))
     with learn.no_bar(): learn.lr_find(show_plot=False)
-    learn.micro_bs_find()
     assert ' = 4 x 8' not in capsys.readouterr().out
     fit_aloud(learn, 1)
     assert capsys.readouterr().out.startswith('32 = 4 x 8')

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.libraries
 ways = dict(
     plain=lambda bs: None, again=lambda bs: None,
     window=lambda bs: GradientAccumulation(bs), auto=lambda bs: GradientAccumulation(micro_batch_size='auto'),
-    exact=lambda bs: GradientAccumulation(micro_batch_size='auto', exact=True),
-    checkpointing=lambda bs: all_blocks(blocks=lambda m: [m]))
+    exact=lambda bs: GradientAccumulation(exact=True),
+    checkpointing=lambda bs: ActivationCheckpointing(blocks=lambda m: [m], adapt=False))
 notebooks = """12_optimizer 13_callback.core 13a_learner 13b_metrics 14_callback.schedule 14a_callback.data 15_callback.hook
     16_callback.progress 17_callback.tracker 18_callback.fp16 18a_callback.training 19_callback.mixup 20_interpret""".split()
 both = 'callbacks that accumulate'  # a Learner of 18a has fastai's, too: the error says to keep one

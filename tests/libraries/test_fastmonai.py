@@ -92,8 +92,7 @@ def test_a_sum_says_so_itself(way, table):
         return loss
     with no_warning(): measured(f"DiceLoss, a sum with reduction='sum', {way}", difference(lambda bs: patches(table, bs, summed), way, lr=1e-3))
 
-@pytest.mark.parametrize('search', [lambda learn: learn.lr_find(show_plot=False, num_it=4), lambda learn: learn.micro_bs_find()])
-def test_searches(search, table):
+def test_lr_find(table):
     "In DataLoaders without `loaders`"
     learn = patches(table, 8, exact['DiceLoss'])
-    with learn.no_bar(), learn.no_logging(): assert search(learn)
+    with learn.no_bar(), learn.no_logging(): assert learn.lr_find(show_plot=False, num_it=4)
