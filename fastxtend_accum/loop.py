@@ -159,10 +159,10 @@ def go_back(self:Loop, error:Exception):
     learn,accum,start = self.learn,self.accum,self.pieces.start
     learn.pred,learn.loss_grad,learn.loss = None,None,None
     start = accum.go_back(start) if isinstance(accum, LoopCallback) else None if accum else 0
+    self.undo.put_back(self.pieces.start if start is None else start)
     how = start is not None and first(filter(None, (o.shrink(self) for o in self.adapting)))
     if not how: raise NothingFits(self.adapting[-1].remedy(self)) from error
     if not accum: learn.opt.zero_grad()
-    self.undo.put_back(start)
     free_memory()
     if self.elements <= self.largest: warn(f"out of memory in training: from now on, {how}")
     if not start: self.pieces.begin(self.parts())
