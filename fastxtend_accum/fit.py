@@ -73,10 +73,7 @@ def is_running(learn:Learner)->bool:
     return (fit := fit_of(learn)) is not None and fit.depth > 0
 
 def is_lr_find(learn:Learner)->bool: return hasattr(learn, 'lr_finder')
-
-def is_look(learn:Learner)->bool:
-    "In batches 1, 2, 3, 5, 9 ... of an epoch: whether to look at what is assumed in the others"
-    return not learn.iter & (learn.iter-1)
+def is_look(learn:Learner)->bool: return not learn.iter & (learn.iter-1)  # in batches 1, 2, 3, 5, 9 ... of an epoch
 
 class FitCallback(Callback):
     "Base of callbacks that change other objects during a fit, by what they put on `fit_of(learn).stack(self)`"

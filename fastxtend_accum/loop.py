@@ -251,21 +251,23 @@ class LoopCallback(FitCallback):
         loop = fit_of(self.learn) and fit_of(self.learn).instead.get('batch')
         if loop and self in loop.cbs: loop.leave(self)
 
-    def why_not_sharded(self, model:nn.Module)->str:
-        return (f"micro_batch_size='auto' cannot try sizes on a sharded {type(model).__name__}: "
-                "use a number of samples")
     def parts(self, n:int)->list: return []  # that follow the pieces of a batch of `n` samples
     def backward_context(self): pass
     def end_batch(self): pass  # all samples have been trained on; raises CancelBatchException if no step is due
     def cancelled(self): pass
-    # For those that adapt
-    def prepare(self, loop:Loop): pass  # before each pass
-    def has_run(self, loop:Loop):
-        "A batch has; `micro_bs` is what fits of the largest one"
-        if loop.is_apart: self.budget.most = agree(loop.learn, self.budget.most, dist.ReduceOp.MIN)
-        if loop.elements >= loop.largest: self.micro_bs = self.rows_at_a_time(loop)
+    def prepare(self, loop:Loop): pass  # before each pass, of those that adapt
 
 # %% ../nbs/source/13_loop.ipynb #e24952fe
+@patch
+def has_run(self:LoopCallback, loop:Loop):
+    "A batch has; `micro_bs` is what fits of the largest one"
+    if loop.is_apart: self.budget.most = agree(loop.learn, self.budget.most, dist.ReduceOp.MIN)
+    if loop.elements >= loop.largest: self.micro_bs = self.rows_at_a_time(loop)
+
+@patch
+def why_not_sharded(self:LoopCallback, model:nn.Module)->str:
+    return f"micro_batch_size='auto' cannot try sizes on a sharded {type(model).__name__}: use a number of samples"
+
 @patch
 def forget(self:LoopCallback):
     "What fits in memory is not known"
