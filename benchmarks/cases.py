@@ -55,9 +55,9 @@ def learner(task, *cbs, **kwargs):
     from fastai.basics import DataLoaders, Learner
     return Learner(DataLoaders(task.batches, Batches([], 0), device=task.device), task.model, task.loss_func, lr=task.lr, cbs=cbs, **kwargs)
 
-def training(task, *cbs):
+def training(task, *cbs, **kwargs):
     "A function that trains for one epoch"
-    learn = learner(task, *cbs)
+    learn = learner(task, *cbs, **kwargs)
     def train():
         with learn.no_bar(), learn.no_logging(): learn.fit(1)
     return train

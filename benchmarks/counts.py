@@ -84,10 +84,11 @@ def count_operations(make, k):
         with Operations(counts, task), Copies(counts): n = in_windows(train, task.batches, k, mark, mark)
     return {name:(marks[1][name]-marks[0][name])/n for name in ('ops', 'syncs')}
 
-def count_calls(make, k):
-    "Python functions called per micro-batch: all, and those of our package"
-    task,counts = Task(6*k),Counter()
+def count_calls(make, k, n=6):
+    "Functions called per micro-batch, in `n` windows: Python's, those of our package, and Python's with those in C"
+    task,counts = Task(n*k),Counter()
     def profile(frame, event, arg):
+        counts['with_c'] += event in ('call','c_call') and not frame.f_code.co_name.endswith('comp>')
         if event == 'call' and not frame.f_code.co_name.endswith('comp>'):  # since Python 3.12 a comprehension is no call
             counts['calls'] += 1
             counts['our_calls'] += frame.f_code.co_filename.startswith(package)
@@ -95,7 +96,7 @@ def count_calls(make, k):
         train = make(task, k)
         train()  # once before, for what is cached
         n = in_windows(train, task.batches, k, lambda: sys.setprofile(profile), lambda: sys.setprofile(None))
-    return {name:counts[name]/n for name in ('calls', 'our_calls')}
+    return {name:counts[name]/n for name in ('calls', 'our_calls', 'with_c')}
 
 def storages(tensors):
     "Bytes by storage"

@@ -54,7 +54,7 @@ class GradientAccumulation(LoopCallback):
     ):
         store_attr(but='unknown')
         self.check_arguments(unknown)
-        self.accum_bs = accum_bs or n_acc or (None if micro_batch_size or exact else 32)
+        self.accum_bs = self.accum_bs or self.n_acc or (None if micro_batch_size or exact else 32)
         self.window,self.now,self.n_skipped,self.told,self.micro_bs = Window(),None,0,None,None
         self.blocks = ActivationCheckpointing() if exact else None
         self.forget()
@@ -69,9 +69,9 @@ def check_arguments(self:GradientAccumulation, unknown:dict):
     if unknown: raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
     a,n = self.accum_bs,self.n_acc
     for name,size in dict(accum_bs=a, n_acc=n).items():
-        if size is not None: check_size(name, size)
+        if size is not None: setattr(self, name, check_size(name, size))
     check_flags(**{o:getattr(self, o) for o in ('log_accum_batch','skip_nonfinite','exact','verbose')})
-    check_micro_batch_size(self.micro_batch_size)
+    self.micro_batch_size = check_micro_batch_size(self.micro_batch_size)
     check_callable('num_items', self.num_items, 'a function of the Learner')
     for is_wrong,message in (
         (None not in (a, n), f"accum_bs={a} and n_acc={n} both set the samples in a window: "

@@ -46,8 +46,7 @@ class GradientCache(LoopCallback):
         part:Callable|None=None, # Submodule that sees micro-batches, such as `lambda m: m[0]`; None: the whole model
         rows:int=1, # Rows that the model or its `part` sees for each sample, such as 2 for two views in one tensor
     ):
-        check_micro_batch_size(micro_batch_size)
-        check_size('rows', rows)
+        micro_batch_size,rows = check_micro_batch_size(micro_batch_size),check_size('rows', rows)
         if micro_batch_size is None: raise TypeError("micro_batch_size must be a number of samples or 'auto', not None")
         check_callable('part', part, 'a function of the model')
         store_attr('micro_batch_size,part,rows')

@@ -30,8 +30,8 @@ def check_callable(name:str, f, what:str):
     "Raises TypeError unless `f` is a function or None; the message says `what` it must be"
     if f is not None and not callable(f): raise TypeError(f"{name} must be {what}, not {f!r}")
 
-def check_micro_batch_size(given:int|str|None):
-    "Raises TypeError or ValueError unless `given` is a number of samples, 'auto' or None"
+def check_micro_batch_size(given:int|str|None)->int|str|None:
+    "`given`, if it is a number of samples, 'auto' or None; raises TypeError or ValueError otherwise"
     if isinstance(given, str) and given != 'auto':
         raise ValueError(f"micro_batch_size must be a number of samples or 'auto', not {given!r}")
-    if given not in (None, 'auto'): check_size('micro_batch_size', given)
+    return given if given in (None, 'auto') else check_size('micro_batch_size', given)

@@ -35,6 +35,7 @@ def evaluate(learn:Learner, cbs:list=(), model:nn.Module|None=None, has_loss:Cal
     has_loss()
     learn('after_loss')
 
+# %% ../nbs/source/13_loop.ipynb #7efc4160
 class Loop:
     "Runs where fastai runs `_do_one_batch`; `cbs` have joined it"
     def __init__(self, learn:Learner):
@@ -280,6 +281,7 @@ def keep_if_same(self:LoopCallback, learn:Learner):
     if trains != self.trains: self.forget()
     self.trains = trains
 
+# %% ../nbs/source/13_loop.ipynb #e24952fd
 @patch
 def module_rows(self:LoopCallback, loop:Loop)->int: return loop.samples()  # that the module in pieces sees of a batch
 

@@ -94,3 +94,12 @@ def test_plain_torch_loaders():
 def test_fastai_calls_run_unchanged(call): assert call().accum_bs == 64
 
 def test_default_is_fastais(): assert GradientAccumulation().accum_bs == 32
+
+@pytest.mark.parametrize('make', [lambda n: GradientAccumulation(micro_batch_size=n(8)), lambda n: GradientAccumulation(n(64), micro_batch_size=n(8)), lambda n: GradientAccumulation(n(64)),
+                                  lambda n: GradientCache(n(8), rows=n(1)), lambda n: GradientAccumulationSchedule(n(32), n(64))])
+@pytest.mark.parametrize('kind', [np.int64, np.int32])
+def test_numpys_integers(make, kind, capsys):
+    "As in a DataFrame; the fit, and what is printed, are those of Python's"
+    res = [(losses(fit_aloud(make_learner(32, cbs=make(n)), 1)), capsys.readouterr().out) for n in (int, kind)]
+    assert res[0] == res[1] and len(res[0][0]) > 0
+    with pytest.raises(ValueError, match="accum_bs=48 is not a multiple of the DataLoader's batch"): fit(make_learner(32, cbs=GradientAccumulation(kind(48))), 1)
