@@ -150,8 +150,9 @@ def check(self:GradientAccumulation):
     size,bs = max(sizes.values()),now.global_bs
     if size > bs: check_loop(learn, self)
     if self.exact and size > bs:
-        raise ValueError(f"exact=True: {size//bs} batches of {bs} are not one batch of {size}, since BatchNorm, dropout "
-                         f"or a loss over the batch see {bs} samples at a time: set bs={size} in the DataLoader")
+        raise ValueError(f"exact=True: {size//bs} batches of {bs} are not one batch of {size}, since BatchNorm, "
+                         f"dropout or a loss over the batch see {bs} samples at a time: set bs={size} in the "
+                         "DataLoader")
     if self.exact and (own := learn._grab_cbs(GradientCache)):
         raise ValueError("exact=True runs whole batches, and GradientCache splits them: leave one of them out")
     if self.micro_batch_size not in (None, 'auto') and self.micro_batch_size > now.loader_bs:

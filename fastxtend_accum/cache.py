@@ -24,8 +24,8 @@ __all__ = ['in_pieces', 'GradientCache']
 
 # %% ../nbs/source/16_cache.ipynb #41c70a9e
 def in_pieces(forward:Callable, state:BlockState, most:int, n:int, lists:dict|None=None, parts:list=())->Callable:
-    """`forward` of the block of `state` on `n` rows, in the memory of `most` of them: all pieces but the last run again in the
-    backward pass, in the contexts that the `again` of each of `parts` gives"""
+    """`forward` of the block of `state` on `n` rows, in the memory of `most` of them: all pieces but the last run again
+    in the backward pass, in the contexts that the `again` of each of `parts` gives"""
     def copied(*args, **kwargs):  # it may work in place, and the pieces are views of one batch
         args,kwargs = each_tensor(torch.clone, (args, kwargs))
         return forward(*args, **kwargs)

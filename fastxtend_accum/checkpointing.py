@@ -49,8 +49,8 @@ class BlockState:
         yield partial(self.again, state, [(o, content(o)) for o in self.tensors+self.moving+self.frozen*self.is_new])
         moved = [o for o,v in zip(self.frozen, versions) if o._version != v and all(o is not m for m in self.moving)]
         if moved and not self.is_new:
-            raise RuntimeError(f"{type(self.block).__name__} changes a frozen parameter, and did not before, so it cannot "
-                               "be run again: make it a buffer, or leave the block out with blocks=...")
+            raise RuntimeError(f"{type(self.block).__name__} changes a frozen parameter, and did not before, so it "
+                               "cannot be run again: make it a buffer, or leave the block out with blocks=...")
         self.moving += moved
         self.is_new = False
 
@@ -148,11 +148,12 @@ def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Se
 
 # %% ../nbs/source/15_checkpointing.ipynb #c14a0011
 class ActivationCheckpointing(LoopCallback):
-    """Where memory does not suffice for a batch, keep only the inputs of as few of the model's blocks as that takes, and
-    run these blocks again in the backward pass: the same fit"""
+    """Where memory does not suffice for a batch, keep only the inputs of as few of the model's blocks as that takes,
+    and run these blocks again in the backward pass: the same fit"""
     order = sys.maxsize  # a `GradientCache` splits what is checkpointed
     label,told = 'ActivationCheckpointing',None  # None: prints nothing
     adapts = property(attrgetter('adapt'))
+    most = property(lambda self: len(self.found)+(len(self.found) > 0 and not self.offload))  # the highest level
     def __init__(self,
         blocks:Callable|str|None=None, # `blocks(model)`: modules that may run again; None or 'auto': those found
         offload:bool=False, # Keep the inputs of these blocks on the CPU; False: only if nothing else fits
@@ -240,9 +241,6 @@ def forward_context(self:ActivationCheckpointing):
 def prepare(self:ActivationCheckpointing, loop:Loop):
     "Set the `level`: how many blocks run again; one more than there are: all, with their inputs on the CPU"
     self.level = min(self.budget.choose(loop.piece_elements, self.most, loop.is_fresh), self.most)
-
-@patch(as_prop=True)
-def most(self:ActivationCheckpointing)->int: return len(self.found)+(len(self.found) > 0 and not self.offload)
 
 @patch
 def forget(self:ActivationCheckpointing): self.budget,self.is_told,self.trains,self.n = BlockBudget(),False,None,None

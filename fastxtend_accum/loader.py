@@ -14,7 +14,7 @@ from .nested import *
 
 # %% auto #0
 __all__ = ['remainders', 'stated_batch_size', 'loader_batch_size', 'check_multiple', 'is_shared', 'dataset_size', 'epoch_samples',
-           'end_of_epoch', 'Wrapped', 'LoaderBatches']
+           'end_of_epoch', 'LoaderBatches']
 
 # %% ../nbs/source/02_loader.ipynb #6b9002b3
 def stated_batch_size(dl)->int|None:
@@ -70,15 +70,12 @@ remainders = 'step','carry','drop'
 def end_of_epoch(remainder:str|None, dl)->str:
     return remainder or ('drop' if getattr(dl, 'drop_last', False) else 'step')
 
-class Wrapped(GetAttr):
-    "A DataLoader in a wrapper: `isinstance` sees the DataLoader, as fastai's `DistributedTrainer` needs"
+class LoaderBatches(GetAttr):
+    "The training DataLoader for one epoch: its batches, as long as `needs_more()`; None: all"
     _default = 'dl'
     @property
-    def __class__(self): return self.dl.__class__
+    def __class__(self): return self.dl.__class__  # `isinstance` sees it, as fastai's `DistributedTrainer` needs
     def __reduce__(self): return type(None),()  # a running DataLoader is not to be pickled
-
-class LoaderBatches(Wrapped):
-    "The training DataLoader for one epoch: its batches, as long as `needs_more()`; None: all"
     def __init__(self, dl, loader_bs:int, at_end:str='step', needs_more:Callable|None=None):
         self.dl,self.loader_bs,self.at_end,self.needs_more = dl,loader_bs,at_end,needs_more
         self.seen,self.size = 0,0

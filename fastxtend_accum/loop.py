@@ -50,11 +50,11 @@ class Loop:
         self.cbs.remove(cb)
         self.sort()
     def sort(self):
-        "Who sets the size of pieces, and who takes less memory when it runs out: first those that do not split the loss"
+        "Who sets the size of pieces; who takes less memory when it runs out, first those that do not split the loss"
         self.splitter = first(o for o in self.cbs if o.splits_loss and o.splits)
         self.adapting = sorted((o for o in self.cbs if o.adapts), key=lambda o: o.splits_loss)
         self.accum = accumulator(self.learn)
-        # Processes that adapt run the model without DDP, whose messages would wait for a process that has no memory left
+        # Processes that adapt run the model without DDP, whose messages would wait for one that has no memory left
         self.is_apart = bool(self.adapting) and n_processes(self.learn) > 1
 
     def has_stepped(self)->bool: return all([o.stepped == id(self.learn.opt) for o in self.adapting])
@@ -155,8 +155,8 @@ def ran_out(self:Loop, error:Exception)->bool: return self.in_pass and is_out_of
 # %% ../nbs/source/13_loop.ipynb #c6afddc7
 @patch
 def go_back(self:Loop, error:Exception):
-    """Undo the failed piece, or the batch if the gradient is mixed, and take less memory from now on. Raises NothingFits
-    if there is no way, or if the gradient is mixed with that of another batch"""
+    """Undo the failed piece, or the batch if the gradient is mixed, and take less memory from now on. Raises
+    NothingFits if there is no way, or if the gradient is mixed with that of another batch"""
     learn,accum,start = self.learn,self.accum,self.pieces.start
     learn.pred,learn.loss_grad,learn.loss = None,None,None
     start = accum.go_back(start) if isinstance(accum, LoopCallback) else None if accum else 0
@@ -177,8 +177,8 @@ def has_run(self:Loop):
 
 # %% ../nbs/source/13_loop.ipynb #32a0812f
 class Undo:
-    """Puts back what passes of `learn` have moved: the buffers, frozen parameters, attributes and random generators of its
-    model and loss. In some batches it looks at all of these, in the others at those that have moved"""
+    """Puts back what passes of `learn` have moved: the buffers, frozen parameters, attributes and random generators of
+    its model and loss. In some batches it looks at all of these, in the others at those that have moved"""
     def __init__(self, learn:Learner): self.learn,self.moves,self.in_place,self.is_new = learn,{},False,True
 
     def begin(self)->bool:
@@ -304,8 +304,8 @@ def shrink(self:LoopCallback, loop:Loop)->str|None:
 @patch
 def remedy(self:LoopCallback, loop:Loop)->str:
     "What to do if memory runs out and that cannot be undone, or nothing smaller is left"
-    if (n := self.rows_at_a_time(loop)) > 1: return f"out of memory with micro-batches of {n} samples: set micro_batch_size={-(-n//2)}"
-    return no_room_for_one
+    if (n := self.rows_at_a_time(loop)) == 1: return no_room_for_one
+    return f"out of memory with micro-batches of {n} samples: set micro_batch_size={-(-n//2)}"
 
 no_room_for_one = ("out of memory with a single sample: use smaller inputs, a smaller model, mixed precision, "
                    "or ActivationCheckpointing()")
@@ -319,8 +319,8 @@ def running_part(self:LoopCallback)->nn.Module:
 
 @patch
 def forward_context(self:LoopCallback):
-    """In validation and prediction, the forward pass in pieces: of `micro_batch_size` samples or, with 'auto', 'exact' or
-    hooks that would see pieces, of as many as fit in memory"""
+    """In validation and prediction, the forward pass in pieces: of `micro_batch_size` samples or, with 'auto', 'exact'
+    or hooks that would see pieces, of as many as fit in memory"""
     if self.learn.training: return None
     loop,budget = fit_of(self.learn).instead['batch'],self.valid_budget
     if self is not first(o for o in loop.cbs if o.splits_valid): return None

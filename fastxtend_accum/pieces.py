@@ -39,8 +39,8 @@ class Pieces:
 
     def run(self, run:Callable, most:Callable, go_back:Callable|None=None, ran_out:Callable=is_out_of_memory,
             before:Callable=noop):
-        """Run all pieces, of at most `most()` samples, each after `before(start)`; keeps what `run(start, end)` returns.
-        After an error for which `ran_out(error)` is true, `go_back(error)` undoes what has to run again, or raises"""
+        """Run all pieces, of at most `most()` samples, each after `before(start)`; keeps what `run(start, end)`
+        returns. If `ran_out(error)` is true of an error, `go_back(error)` undoes what has to run again, or raises"""
         while self.start < self.n:
             start,size = self.start,next_size(self.n-self.start, most())
             before(start)

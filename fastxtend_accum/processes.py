@@ -123,8 +123,8 @@ def share_buffers(model:nn.Module):
     model.require_forward_param_sync = True
 
 class Together:
-    """Part: a pass whose `nn.SyncBatchNorm` layers wait for all processes. Before each wait, with the loss and at the end
-    of the pass, these tell each other whether memory has run out, which is then an error in all of them"""
+    """Part: a pass whose `nn.SyncBatchNorm` layers wait for all processes. Before each wait, with the loss and at the
+    end of the pass, these tell each other whether memory has run out, which is then an error in all of them"""
     def __init__(self, learn:Learner):
         self.learn,self.hooks,self.is_over = learn,[],False
         self.norms = [m for m in learn.model.modules() if isinstance(m, nn.SyncBatchNorm)]
@@ -139,7 +139,8 @@ class Together:
         self.is_over = is_over
     def __enter__(self):
         self.is_over = False
-        for m in self.norms: self.hooks += [m.register_forward_pre_hook(self.meet), m.register_forward_hook(self.hook_output)]
+        for m in self.norms:
+            self.hooks += [m.register_forward_pre_hook(self.meet), m.register_forward_hook(self.hook_output)]
     def __exit__(self, kind, error, traceback):
         while self.hooks: self.hooks.pop().remove()
         if not (self.is_over or kind is ElsewhereError): self.meet(failed=kind is not None)

@@ -71,7 +71,8 @@ class GradientAccumulationSchedule(GradientAccumulation):
         if kwargs.get('exact'):
             raise ValueError("exact=True is for windows of one loader batch, and a schedule has larger ones: use "
                              "GradientAccumulation(exact=True), or micro_batch_size")
-        start_accum_bs,final_accum_bs = check_size('start_accum_bs', start_accum_bs),check_size('final_accum_bs', final_accum_bs)
+        start_accum_bs = check_size('start_accum_bs', start_accum_bs)
+        final_accum_bs = check_size('final_accum_bs', final_accum_bs)
         for name,point in dict(start=start, finish=finish).items(): fraction_of_fit(name, point)
         super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
                          remainder=remainder, **kwargs)
