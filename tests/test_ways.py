@@ -5,17 +5,17 @@ import pytest, timm
 from fastai.callback.mixup import MixUp
 from fastai.tabular.all import Categorify, Normalize, TabularDataLoaders, TabularModel
 from fastai.text.all import AWD_LSTM, SortedDL, TensorText, awd_lstm_clas_config, pad_input_chunk, text_classifier_learner
-from fastai.vision.all import create_vision_model, resnet18, resnet34, unet_learner, vision_learner
+from fastai.vision.all import create_vision_model, resnet18, resnet34, vision_learner
 
 from common import *
-from benchmarks.cases import Task, training
+from benchmarks.cases import training
 from benchmarks.counts import count_calls
 from fastxtend_accum.cache import GradientCache
 from fastxtend_accum.checkpointing import ActivationCheckpointing
 from fastxtend_accum.demo import Activations
 from fastxtend_accum.memory import NothingFits
 from test_applications import text_classifier
-from test_checkpointing import Runs, assert_same_state, image_dls, narrow_unet, state, unet
+from test_checkpointing import assert_same_state, image_dls, narrow_unet, state, unet
 
 # Learners as they come
 
