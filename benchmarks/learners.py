@@ -1,14 +1,14 @@
 """A training step of fastai's learners in each way: the most bytes alive, time, and how far the gradient is off
 
 On a GPU if there is one, of 12 GB, with larger inputs. Weights are random: nothing is downloaded."""
-from functools import partial
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .counts import LiveBytes
-from .ways import seconds, settle, step as ways_step
+from .ways import fit_batch, seconds, settle, step as ways_step
 
 names = 'resnet34','convnext','unet','text','language','tabular','contrastive'
 ways = 'whole','exact','checkpointed','offloaded','pieces'
@@ -101,7 +101,7 @@ def make(name, way):
     "A Learner whose epoch is one batch, the same weights each time, all of them trained"
     from fastai.basics import SGD, set_seed
     set_seed(0)
-    learn = globals()[name](opt_func=partial(SGD, mom=.9))  # before a step without a state, what adapts keeps room for one
+    learn = globals()[name](opt_func=SGD)
     learn.model.to(device)
     learn.unfreeze()
     learn.add_cbs(callbacks(way, learn.dls.train.bs))
@@ -122,14 +122,16 @@ def gradient(learn):
     return torch.cat(res)
 
 def peak(learn):
-    "The most bytes that are alive in a step, without the weights, their gradients and the buffers"
-    if on_gpu:
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        step(learn)
-        return torch.cuda.max_memory_allocated()-before
-    with LiveBytes(learn.model) as live, as_on_a_gpu(live): step(learn)
-    return live.peak
+    """The most bytes that are alive in a step, without the weights, their gradients and the buffers: in the second one, since what adapts keeps room for
+    the optimizer's state in the first"""
+    from fastai.basics import Callback
+    def begin(self):
+        if on_gpu and self.iter == 1: torch.cuda.reset_peak_memory_stats()
+        elif self.iter == 1: live.peak = live.now
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    with nullcontext() if on_gpu else LiveBytes(learn.model) as live, nullcontext() if on_gpu else as_on_a_gpu(live):
+        fit_batch(learn, 2, 0., Callback(before_batch=begin))
+    return torch.cuda.max_memory_allocated()-before if on_gpu else live.peak
 
 def search(learn, mb):
     "Let exact=True find how many blocks the batch takes where activations have room for `mb` MB, which holds afterwards as well; returns that in words"

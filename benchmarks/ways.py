@@ -34,12 +34,16 @@ def seconds(learn, lr=1e-6, n=4):
     def now():
         if torch.cuda.is_available(): torch.cuda.synchronize()
         return (time.perf_counter if torch.cuda.is_available() else time.process_time)()
-    times,loaders = [],learn.dls.loaders
-    clock = Callback(before_batch=lambda self: times.append(now()), after_batch=lambda self: times.append(now()))
-    learn.dls.loaders = [Batches([next(iter(loaders[0]))], n), *loaders[1:]]
-    with learn.no_bar(), learn.no_logging(): learn.fit(1, lr, cbs=clock)
-    learn.dls.loaders = loaders
+    times = []
+    fit_batch(learn, n, lr, Callback(before_batch=lambda self: times.append(now()), after_batch=lambda self: times.append(now())))
     return times[2*n-1]-times[2*n-2]
+
+def fit_batch(learn, n, lr, *cbs):
+    "An epoch of `n` times the same batch"
+    loaders = learn.dls.loaders
+    learn.dls.loaders = [Batches([next(iter(loaders[0]))], n), *loaders[1:]]
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, lr, cbs=cbs)
+    learn.dls.loaders = loaders
 
 def settle(learn, step=step):
     "Take steps until they run as many blocks again as the one before, and none fails; returns how many passes have failed"
