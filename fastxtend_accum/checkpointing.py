@@ -1,4 +1,4 @@
-"""Recompute the activations of a model's blocks in the backward pass
+"""Recompute as few of a model's blocks in the backward pass as memory requires
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/checkpointing.html.md"""
 

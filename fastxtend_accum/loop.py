@@ -1,4 +1,4 @@
-"""Run one fastai batch in pieces, and in smaller ones if memory runs out
+"""Run one fastai batch whole or in pieces, and in smaller ones if memory runs out
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/loop.html.md"""
 

@@ -1,4 +1,4 @@
-"""Recognize that memory ran out, and find a micro-batch size that fits
+"""Recognize that memory ran out, and know how much of a batch fits
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/memory.html.md"""
 

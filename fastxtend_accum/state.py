@@ -1,4 +1,4 @@
-"""Train a Learner as a trial, and put everything back
+"""What running a model or a loss can move: find it, copy it, put it back
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/state.html.md"""
 

@@ -2,14 +2,12 @@
 import pytest, timm
 from fastai.callback.mixup import MixUp
 from fastai.tabular.all import Categorify, Normalize, TabularDataLoaders, TabularModel
-from fastai.text.all import AWD_LSTM, SortedDL, TensorText, awd_lstm_clas_config, pad_input_chunk, text_classifier_learner
-from fastai.vision.all import create_vision_model, resnet18, resnet34, vision_learner
+from fastai.vision.all import create_vision_model, resnet18, resnet34, unet_learner, vision_learner
 
 from common import *
 from fastxtend_accum.cache import GradientCache
 from fastxtend_accum.checkpointing import ActivationCheckpointing
 from fastxtend_accum.demo import Activations
-from fastxtend_accum.memory import NothingFits
 from test_applications import text_classifier
 from test_checkpointing import Runs, assert_same_state, image_dls, narrow_unet, state, unet
 
@@ -38,7 +36,7 @@ def normed_images(**kwargs):
     def block(n): return nn.Sequential(nn.Conv2d(n, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
     return of_images(lambda: nn.Sequential(*map(block, (3,8,8,8)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)), **kwargs)
 class CrossEntropyAndDice:
-    "A mean and a sum"
+    "A mean and a sum: micro-batches have no weight that suits both"
     def __init__(self): self.ce,self.dice = CrossEntropyLossFlat(axis=1),DiceLoss()
     def __call__(self, pred, targ): return self.ce(pred, targ)+.1*self.dice(pred, targ)
 def segmentation(**kwargs):
@@ -60,16 +58,11 @@ class Center(nn.Module):
     "Normalizes over the batch, and is no BatchNorm"
     def forward(self, x): return x-x.mean(0)
 
-class Weighs(nn.Module):
-    "Keeps more of its weight than of a batch"
-    def __init__(self): super().__init__(); self.weight = nn.Parameter(torch.randn(20, 20)/5)
-    def forward(self, x): return F.linear(x, self.weight.repeat(8, 1).tanh()).unflatten(1, (8, 20)).mean(1)
-
-def mlp(*extra, loss=None, bs=32, n=64, depth=4, **kwargs):
-    "Layers with what `extra` makes after each"
+def mlp(*extra, loss=None, bs=32, n=64, **kwargs):
+    "Four layers with what `extra` makes after each"
     g = torch.Generator().manual_seed(0)
     ds = list(zip(torch.randn(n, 20, generator=g), torch.randint(4, (n,), generator=g)))
-    layers = [nn.Sequential(nn.Linear(20, 20), *[o() for o in extra], nn.ReLU()) for _ in range(depth)]
+    layers = [nn.Sequential(nn.Linear(20, 20), *[o() for o in extra], nn.ReLU()) for _ in range(4)]
     dls = DataLoaders(DataLoader(ds, bs=bs, shuffle=True), DataLoader(ds[:16], bs=16))
     return Learner(dls, nn.Sequential(*layers, nn.Linear(20, 4)), loss or CrossEntropyLossFlat(), **kwargs)
 
@@ -81,7 +74,6 @@ normed = partial(mlp, batchnorm)
 centered = partial(mlp, Center)
 contrastive = partial(mlp, loss=Contrast())
 contrastive_dropped = partial(mlp, dropout, loss=Contrast())
-weighs = partial(mlp, Weighs)
 
 # Fits
 
@@ -457,8 +449,5 @@ def test_export(tmp_path):
     assert len(losses(loaded)) > 0
 
 def test_the_size_in_use_is_that_of_the_batch():
-    "Also where blocks are recomputed"
+    "Where nothing is split, also where blocks are recomputed"
     for bs in 16,32: assert fit(make_learner(bs, cbs=(accum := GradientAccumulation(exact=True))), 1) and accum.micro_bs == bs
-    assert accum_of_limited().micro_bs == 32
-
-def accum_of_limited(): return accum(limited(normed, .6)[1])
