@@ -30,8 +30,14 @@ __all__ = ['containers', 'BlockState', 'all_tensors', 'checkpointed', 'checked',
 # %% ../nbs/source/15_checkpointing.ipynb #c14a0008
 class BlockState:
     "What `block` holds and may move, so that it can run again from where its first run began"
-    def __init__(self, block:nn.Module): self.block,self.moving,self.is_new,self.found = block,[],True,None
+    def __init__(self, block:nn.Module): self.block,self.moving,self.is_new,self.found,self.n = block,[],True,None,0
     def __reduce__(self): return noop,()  # a copy of the callback finds its own
+
+    def begin(self)->bool:
+        "Count a batch in which the block may run again; returns whether it is the 1st, 2nd, 3rd, 5th, 9th ..."
+        looks,self.n = not self.n & (self.n-1),self.n+1
+        if looks: self.look()
+        return looks
 
     def look(self):
         "Find what there is to copy: frozen parameters, which may be large, only in the first run or if they have moved"
@@ -44,7 +50,7 @@ class BlockState:
     @contextmanager
     def first_run(self):
         "A context for the first run; gives the context for those that follow, which leave everything as it was"
-        if not self.found: self.look()
+        if not self.found: self.look()  # without `begin`
         state,versions = Saved(self.found),[o._version for o in self.frozen]
         yield partial(self.again, state, [(o, content(o)) for o in self.tensors+self.moving+self.frozen*self.is_new])
         moved = [o for o,v in zip(self.frozen, versions) if o._version != v and all(o is not m for m in self.moving)]
@@ -162,6 +168,7 @@ class ActivationCheckpointing(LoopCallback):
         check_flags(offload=offload, adapt=adapt)
         if blocks != 'auto': check_callable('blocks', blocks, "a function of the model, or 'auto'")
         store_attr()
+        self.level,self.found,self.groups,self.states,self.module_names,self.why_none = 0,[],{},{},{},None
         self.forget()
 
     def before_train(self):
@@ -213,9 +220,9 @@ def from_cpu(o:tuple[Tensor,torch.device])->Tensor: return o[0].to(o[1], non_blo
 def run_block(self:ActivationCheckpointing, block:nn.Module)->Callable:
     "The forward pass of `block`, checkpointed; in some batches, checked, too"
     name = f"{type(block).__name__} {self.module_names.get(block, 'of its layers')}"
-    forward,looks,offloads = block.forward,is_look(self.learn),self.offload or self.level > len(self.found)
+    forward,offloads = block.forward,self.offload or self.level > len(self.found)
     state = self.states[block] = self.states.get(block) or BlockState(block)
-    if looks: state.look()
+    looks = state.begin()
     def run(*args, **kwargs):
         f = checked(forward, name, offloads) if looks else forward
         hooks = saved_tensors_hooks(to_cpu, from_cpu) if offloads else nullcontext()
@@ -241,6 +248,8 @@ def forward_context(self:ActivationCheckpointing):
 def prepare(self:ActivationCheckpointing, loop:Loop):
     "Set the `level`: how many blocks run again; one more than there are: all, with their inputs on the CPU"
     self.level = min(self.budget.choose(loop.piece_elements, self.most, loop.is_fresh), self.most)
+    enough = self.budget.bounds(loop.piece_elements, self.most)[1]
+    loop.may_fail = self.level < enough and enough in self.budget.ran
 
 @patch
 def forget(self:ActivationCheckpointing): self.budget,self.is_told,self.trains,self.n = BlockBudget(),False,None,None

@@ -116,7 +116,7 @@ def rows(self:Loop)->int:
 def save(self:Loop, start:int):
     "Before a piece, what it may move; whether the gradient is that of earlier ones"
     if not self.adapting: return
-    accum = self.accum
+    accum,self.may_fail = self.accum,False
     self.is_fresh = not start and (accum is None or isinstance(accum, LoopCallback) and not accum.window.n_micro)
     self.undo.save(start)
 
@@ -165,7 +165,7 @@ def go_back(self:Loop, error:Exception):
     if not how: raise NothingFits(self.adapting[-1].remedy(self)) from error
     if not accum: learn.opt.zero_grad()
     free_memory()
-    if self.elements <= self.largest: warn(f"out of memory in training: from now on, {how}")
+    if self.elements <= self.largest and not self.may_fail: warn(f"out of memory in training: from now on, {how}")
     if not start: self.pieces.begin(self.parts())
 
 @patch
