@@ -247,6 +247,8 @@ def forward_context(self:ActivationCheckpointing):
 @patch
 def prepare(self:ActivationCheckpointing, loop:Loop):
     "Set the `level`: how many blocks run again; one more than there are: all, with their inputs on the CPU"
+    self.level = 0
+    if not self.budget.failed: return
     self.level = min(self.budget.choose(loop.piece_elements, self.most, loop.is_fresh), self.most)
     enough = self.budget.bounds(loop.piece_elements, self.most)[1]
     loop.may_fail = self.level < enough and enough in self.budget.ran

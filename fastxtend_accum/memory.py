@@ -77,7 +77,6 @@ class BlockBudget:
 
     def choose(self, elements:int, most:int, may_fail:bool=True)->int:
         "None, until memory runs out; then half way between what is too few and what is enough"
-        if not self.failed: return 0
         low,high = self.bounds(elements, most)
         return low if not low else (low+high)//2 if may_fail else high
 
