@@ -88,7 +88,6 @@ def train(self:Loop):
         for o in self.cbs: o.cancelled()
         raise
     finally: inputs.whole()
-    if self.adapting: self.has_run()
     room.clear()
     try: learn.pred = self.pieces.joined()
     except CannotJoin: pass  # it is the output for the last piece
@@ -136,7 +135,6 @@ def train_piece(self:Loop, start:int, end:int):
     if len(learn.yb):
         with all_contexts(self.cbs, 'backward_context'):
             learn._with_events(self.backward, 'backward', CancelBackwardException)
-    if self.adapting: self.undo.has_run(start)
     return learn.pred if self.size == self.inputs.n else each_tensor(Tensor.detach, learn.pred)
 
 @patch
@@ -145,6 +143,7 @@ def backward(self:Loop):
     self.learn._backward()
     if self.is_apart: self.together.reach(True)
     self.in_pass = False
+    if self.adapting: self.has_run()
 
 @patch(as_prop=True)
 def piece_elements(self:Loop)->int: return -(-self.elements*self.size//self.inputs.n)
@@ -170,10 +169,13 @@ def go_back(self:Loop, error:Exception):
 
 @patch
 def has_run(self:Loop):
-    "The batch has run in the memory there is"
+    "A piece has run in the memory there is; if it is the last one, the batch has"
+    start,inputs = self.pieces.start,self.inputs
+    self.undo.has_run(start)
+    if start+self.size < inputs.n: return
     for o in self.adapting: o.has_run(self)
     self.largest = max(self.largest, self.elements)
-    if self.is_apart and not self.accum and len(self.learn.yb): Processes(self.learn).average()
+    if self.is_apart and not self.accum: Processes(self.learn).average()
 
 # %% ../nbs/source/13_loop.ipynb #32a0812f
 class Undo:

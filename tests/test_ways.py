@@ -403,6 +403,18 @@ class Unsteady(nn.Module):
 def test_a_model_that_differs_from_run_to_run():
     with pytest.raises(RuntimeError, match='gives other outputs when it is run again'): limited(partial(mlp, Unsteady), .6)
 
+@pytest.mark.parametrize('at', [3, 4, 6, 7, 8, 9, 12])
+def test_windows_beside_blocks(at):
+    "Memory runs out in any batch of windows of two, also in one whose predecessors have not been looked at"
+    def windows(): return GradientAccumulation(64, verbose=False)
+    make = partial(mlp, batchnorm, dropout, n=512)
+    big = run(make, Activations(), windows())
+    mb = big.activations.mb
+    with pytest.warns(UserWarning, match='out of memory in training'):
+        small = run(make, Activations(mb), Shrinks(at, mb*.6), windows(), ActivationCheckpointing())
+    assert_equal_fits(small, big)
+    assert small.activation_checkpointing.level > 0 and {*small.recorder.accum_bs} == {64}
+
 # Beside a fit
 
 class LimitsValidation(nn.Module):
