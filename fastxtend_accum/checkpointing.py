@@ -60,16 +60,19 @@ class BlockState:
         self.moving += moved
         self.is_new = False
 
-    @contextmanager
-    def again(self, state:Saved, values:list):
-        outside = Saved(self.found)
-        state.put_back()
-        copies = {id(o):v.to(o.device, copy=True) for o,v in values}  # the backward pass may need those of this run
-        for o in self.holders:
-            if isinstance(o, dict): o.update({k:copies[id(v)] for k,v in o.items() if id(v) in copies})
-            else: put(o, [copies.get(id(v), v) for v in o])
-        try: yield
-        finally: outside.put_back()
+# %% ../nbs/source/15_checkpointing.ipynb #c14a0009
+@patch
+@contextmanager
+def again(self:BlockState, state:Saved, values:list):
+    "A context for a further run, which begins with `state` and the `values` of tensors"
+    outside = Saved(self.found)
+    state.put_back()
+    copies = {id(o):v.to(o.device, copy=True) for o,v in values}  # the backward pass may need those of this run
+    for o in self.holders:
+        if isinstance(o, dict): o.update({k:copies[id(v)] for k,v in o.items() if id(v) in copies})
+        else: put(o, [copies.get(id(v), v) for v in o])
+    try: yield
+    finally: outside.put_back()
 
 # %% ../nbs/source/15_checkpointing.ipynb #93f96ce3
 def all_tensors(o)->list[Tensor]: return [t for t in tree_leaves(o) if isinstance(t, Tensor)]
@@ -185,6 +188,7 @@ class ActivationCheckpointing(LoopCallback):
         self.level = 0 if self.adapt else len(self.found)
         self.join_loop()
 
+# %% ../nbs/source/15_checkpointing.ipynb #c14a0012
 def cannot_run_again(model:nn.Module)->str|None:
     "Why no part of `model` can be run again, if so"
     kind,remedy = None,'use DistributedDataParallel'

@@ -48,7 +48,7 @@ def set_value(o:Tensor, value:Tensor):
 
 # %% ../nbs/source/07_state.ipynb #0981df97
 def is_still(o, value)->bool:
-    "Whether `o` contains `value`; items of _containers are compared by identity"
+    "Whether `o` contains `value`; items of containers are compared by identity"
     if isinstance(o, Tensor):
         a,b = (t.detach().to('cpu').to_dense() for t in (o, value))
         return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
@@ -62,7 +62,7 @@ def is_still(o, value)->bool:
     return torch.equal(now, value) if isinstance(now, Tensor) else pickle.dumps(now) == pickle.dumps(value)
 
 class Saved:
-    "Copies of what tensors, arrays, _containers and random generators contain, and how to put them back"
+    "Copies of what tensors, arrays, containers and random generators contain, and how to put them back"
     def __init__(self, objects:Iterable): self.copies = [(o, content(o)) for o in objects]
     def put_back(self):
         for o,value in self.copies: put(o, value)
@@ -83,7 +83,7 @@ def has_attributes(o)->bool:
     return isinstance(o, SimpleNamespace) or type(o).__module__.partition('.')[0] not in sys.stdlib_module_names
 
 def held(*objects, functions:bool=False)->list:
-    """What `objects` hold at any depth, if it can move: _containers, attributes, arrays, random generators, and tensors
+    """What `objects` hold at any depth, if it can move: containers, attributes, arrays, random generators, and tensors
     that are not trained; with `functions`, also what these hold"""
     seen,rest,res = {},[*objects],[]
     while rest:

@@ -52,7 +52,7 @@ def test_gpu_columns_are_empty_until_measured():
 def test_page_shows_the_stored_figures():
     "Whoever measures again runs both pages again"
     def shown(name): return [o for c in read(root/'nbs'/name) for o in c.get('outputs', [])]
-    which = [''.join(o['data']['text/markdown']) for o in shown('guides/11_which_callback.ipynb') if 'data' in o]
+    which = [''.join(o['data']['text/markdown']) for o in shown('guides/11_which_callback.ipynb') if 'text/markdown' in o.get('data', {})]
     assert report.which_table(results) in which
     printed = ''.join(''.join(o.get('text', '')) for o in shown('reference/02_benchmarks.ipynb'))
     assert report.learners_in_words(results) in printed
