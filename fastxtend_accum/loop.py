@@ -102,7 +102,7 @@ def parts(self:Loop)->list:
     "All that follow the pieces of this batch"
     n = self.inputs.n
     self.together = Together(self.learn) if self.is_apart else None
-    return [self.inputs, *self.hidden(n), *[p for o in self.cbs for p in o.parts(n)], *L(self.together).filter()]
+    return [self.inputs, *self.hidden(n), *[p for o in self.cbs for p in o.parts(n)], *[self.together]*self.is_apart]
 
 @patch
 def rows(self:Loop)->int:
