@@ -19,6 +19,7 @@ from .gradients import *
 from .processes import *
 from .losses import *
 from .fit import *
+from .state import *
 from .logging import *
 from .memory import *
 from .pieces import *
@@ -95,6 +96,7 @@ class FitState:
         self.hypers,self.loss_check,self.warned = FirstHypers(accum.scale),LossCheck(),set()
         if is_lr_find(learn): self.loss_check.left = 0  # the fit that follows says it
         self.is_told = accum.exact or not accum.verbose  # how windows are made up
+        self.saved,self.moved = None,None  # what a first pass may move, and what it has moved
         self.has_targets,self.train_iter,self.blocks = False,None,None  # of the present batch; to recompute
         self.batches,self.n_windows,self.pct = None,None,0.  # of the epoch: the loader, its windows, the position
     def __reduce__(self): return noop,()  # a Learner that is exported in mid-fit begins a fit of its own
@@ -216,6 +218,18 @@ def start_micro_batch(self:GradientAccumulation, samples:int, ends_batch:bool=Tr
     window.micro = MicroBatch(samples, ends_window)
     if now.has_half and not (ends_window or window.n_micro): window.sums = {}
     if now.processes.n > 1: now.processes.before_forward(window)
+    if now.moved is None and not now.is_told and self.learn.logger is not noop: self.look()
+
+@patch
+def look(self:GradientAccumulation):
+    "Note the state that the first pass of the fit may move, for the line of the first step"
+    model,loss_func = inner_model(self.learn.model),self.learn.loss_func
+    self.now.saved = Saved(glances([*held(model), *held(loss_func, functions=True), *global_generators()]))
+
+@patch
+def has_looked(self:GradientAccumulation):
+    "A first pass and its loss have run: find what they have moved"
+    self.now.moved,self.now.saved = state_moved(self.now.saved, self.learn),None
 
 @patch
 def after_loss(self:GradientAccumulation):
@@ -224,6 +238,7 @@ def after_loss(self:GradientAccumulation):
     if now is None: return LoopCallback.after_loss(self)
     now.has_targets = len(learn.yb) > 0
     if not now.has_targets: return
+    if now.saved: self.has_looked()
     micro,items = window.micro,n_items(learn, self.num_items, window.micro.samples)
     if not window.n_micro and (self.scale or not micro.ends_window):
         first_size = first(self.sizes().values())

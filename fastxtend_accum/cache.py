@@ -13,6 +13,7 @@ from .checks import *
 from .nested import *
 from .processes import *
 from .fit import *
+from .state import *
 from .memory import *
 from .pieces import *
 from .loop import *
@@ -40,7 +41,7 @@ def in_pieces(forward:Callable, state:BlockState, most:int, n:int, lists:dict|No
 # %% ../nbs/source/16_cache.ipynb #2d9b4c14
 class GradientCache(LoopCallback):
     "Compute the loss on the DataLoader's whole batch, while the model holds `micro_batch_size` samples at a time"
-    order,told,state = math.inf,None,None
+    order,told,state,moved = math.inf,None,None,None
     def __init__(self,
         micro_batch_size:int|str, # Samples that the model sees at a time; 'auto': halved until it fits in memory
         part:Callable|None=None, # Submodule that sees micro-batches, such as `lambda m: m[0]`; None: the whole model
@@ -58,6 +59,7 @@ class GradientCache(LoopCallback):
         if is_sharded(model := self.learn.model):
             raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: "
                              "use DistributedDataParallel")
+        if not self.learn.epoch: self.moved = None
         self.join_loop()
 
 # %% ../nbs/source/16_cache.ipynb #41e40fbc
@@ -74,15 +76,16 @@ def to_split(self:GradientCache, loop:Loop)->tuple[int,int]:
     return self.module_rows(loop),loop.piece_elements
 
 @patch
-def has_run(self:GradientCache, loop:Loop):
-    "Say which size fits, once it is another"
-    LoopCallback.has_run(self, loop)
-    n = self.to_split(loop)[0]
-    if self.told == (n, self.micro_bs): return
-    said = [f"micro_batch_size='auto': each batch of {n} {how_split(n, self.micro_bs)}"]
-    if self.micro_bs < n: said += what_differs(self.running_part(), self.micro_bs)
-    self.told = n,self.micro_bs
-    tell(self.learn, '; '.join(said))
+def end_batch(self:GradientCache):
+    "Say which size fits, once it is another, and what differs"
+    loop = fit_of(self.learn).instead['batch']
+    n,most = self.module_rows(loop),self.micro_bs
+    if self.told == (n, most): return
+    differs = what_differs(self.moved or [], most, self.running_part()) if most < n else []
+    label = "micro_batch_size='auto'" if self.adapts else 'GradientCache'
+    if self.adapts or differs and not loop.accum:
+        tell(self.learn, '; '.join([f"{label}: each batch of {n} {how_split(n, most)}", *differs]))
+    self.told = n,most
 
 # %% ../nbs/source/16_cache.ipynb #8b6d2f05
 @patch
@@ -99,5 +102,9 @@ def forward_context(self:GradientCache):
             raise ValueError(f"GradientCache cannot split a tensor of shape {tuple(misfit.shape)} in a batch of "
                              f"{n//self.rows} samples: its first dimension must be the samples; if a module sees "
                              "several rows of each sample, set rows to their number, such as rows=2")
-        return in_pieces(forward, state, most, n, loop.lists, loop.hidden(n, module))(*args, **kwargs)
+        saved = None if self.moved is not None or self.learn.logger is noop else \
+            Saved(glances([*held(module), *global_generators()]))
+        res = in_pieces(forward, state, most, n, loop.lists, loop.hidden(n, module))(*args, **kwargs)
+        if saved: self.moved = state_moved(saved, self.learn, most, n//-(-n//most), next_size(n, most))
+        return res
     return replaced(module, 'forward', pieces_forward)

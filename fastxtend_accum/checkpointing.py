@@ -314,7 +314,7 @@ def remedy(self:ActivationCheckpointing, loop:Loop)->str:
     if self.level <= self.most and not self.why_none:
         return (f"{name}: memory ran out in the middle of a window, whose earlier batches are in the gradient: use "
                 "ActivationCheckpointing(adapt=False), which recomputes all blocks from the first batch on")
-    differs = '; '.join(what_differs(inner_model(self.learn.model), -(-n//2)))
+    differs = '; '.join(what_differs(loop.undo.differs, -(-n//2), self.learn.model, self.learn.loss_func))
     splits = f"micro_batch_size='auto' splits it{f' ({differs})' if differs else ''}"
     if self.why_none: return f"{name}: a batch of {n} does not fit in memory. {self.why_none}; or {splits}"
     return (f"{name}: a batch of {n} does not fit in memory, not even with all blocks recomputed and their inputs on "

@@ -6,9 +6,11 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/description.html.
 
 # %% ../nbs/source/14_description.ipynb #9948c645
 from __future__ import annotations
+from collections import Counter
 
 from fastai.basics import *
 
+from .state import *
 from .losses import *
 from .loop import *
 
@@ -20,13 +22,16 @@ def how_split(n:int, size:int)->str:
     if size >= n: return 'fits in memory'
     return f"is split into {-(-n//size)} micro-batches of {'up to ' if n % size else ''}{size}"
 
-def what_differs(model:nn.Module, n:int)->list[str]:
-    "What differs between `n` samples at a time and one batch, in the modules of `model` that train"
-    training = [m for m in model.modules() if m.training]
-    has_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in training)
-    rates = [vars(m).get(o) for m in training for o in ('p','dropout','drop_prob','weight_p','embed_p')]
-    has_dropout = any(isinstance(o, Real) and 0 < o < 1 for o in rates)
-    return [f"BatchNorm normalizes {n} at a time"]*has_norm + ["dropout draws different numbers"]*has_dropout
+def what_differs(moved:list, n:int, model:nn.Module, *others)->list[str]:
+    """What differs between `n` samples at a time and one batch, where a pass has `moved` the state of `model` and of
+    `others`. BatchNorm may normalize without one, and cuDNN keeps random numbers of its own for an RNN"""
+    def of_batch(m): return isinstance(m, nn.modules.batchnorm._BatchNorm) and (m.training or m.running_mean is None)
+    draws = any(isinstance(o, generators) for o in moved)
+    found = owners([o for o in moved if not isinstance(o, generators)], model, *others)
+    kinds = Counter(name_of(m) for m in [*model.modules(), *others] if of_batch(m) or any(m is o for o in found))
+    draws |= any(isinstance(m, nn.RNNBase) and m.training and m.dropout*(m.num_layers-1) for m in model.modules())
+    listed = ', '.join(f'{count} {name}' for name,count in kinds.items())
+    return [f"statistics are of {n} at a time in {listed}"]*bool(kinds) + ["random numbers differ"]*draws
 
 # %% ../nbs/source/14_description.ipynb #45f9901d
 def describe(accum:Callback)->str:
@@ -47,6 +52,6 @@ def describe(accum:Callback)->str:
         res.append('losses are averaged by num_items' if by_items else f'losses {how} averaged as in one batch')
     syncs = any(isinstance(m, nn.SyncBatchNorm) for m in learn.model.modules())
     at_a_time = min([micro, *[o.micro_bs for o in learn._grab_cbs(LoopCallback) if o.splits]])*(n if syncs else 1)
-    differs = what_differs(learn.model, at_a_time)
+    differs = what_differs(now.moved or [], at_a_time, learn.model, learn.loss_func)
     if differs and most == now.global_bs and micro < bs: differs.append("exact=True avoids this")
     return '; '.join(res+differs)

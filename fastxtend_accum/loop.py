@@ -180,31 +180,46 @@ def has_run(self:Loop):
 class Undo:
     """Puts back what passes of `learn` have moved: the buffers, frozen parameters, attributes and random generators of
     its model and loss. In some batches it looks at all of these, in the others at those that have moved"""
-    def __init__(self, learn:Learner): self.learn,self.moves,self.in_place,self.is_new = learn,{},False,True
+    def __init__(self, learn:Learner):
+        self.learn,self.in_place,self.is_new,self.differs = learn,False,True,[]
+        self.moves = {id(o):o for o in global_generators()}
 
     def begin(self)->bool:
         "Begin a batch; returns whether its inputs are to be copied, since a pass may change them in place"
-        self.looks,self.saved = is_look(self.learn),{}
-        return self.looks or self.in_place
+        looks = is_look(self.learn)
+        self.look_at,self.saved,self.unsaved = 0 if looks else None,{},()  # `unsaved`: types of what may not be undone
+        return looks or self.in_place
 
     def save(self, start:int):
         "Note the state before the piece at sample `start`"
         learn,objects = self.learn,self.moves.values()
-        if self.looks and not start:
-            objects = [*held(inner_model(learn.model)), *held(learn.loss_func, functions=True)]
-            if not self.is_new: objects = [o for o in objects if not isinstance(o, nn.Parameter) or id(o) in self.moves]
+        if start == self.look_at:
+            objects = [*held(inner_model(learn.model)), *held(learn.loss_func, functions=True), *global_generators()]
+            if not self.is_new: objects = glances(objects, self.moves)
             self.no_grad = [p for p in learn.model.parameters() if p.grad is None]
-        self.saved = {k:o for k,o in self.saved.items() if k == 0} | {start:Saved([*objects, *global_generators()])}
+        self.saved = {k:o for k,o in self.saved.items() if k == 0} | {start:Saved(objects)}
 
     def has_run(self, start:int):
-        "After a piece, note what has moved"
-        if not self.looks or start: return
-        self.moves |= {id(o):o for o in self.saved[start].moved()}
-        self.in_place,self.is_new = any(t._version for t in tensors_in((*self.learn.xb, *self.learn.yb))),False
+        "After a piece, note what has moved. Raises NothingFits if a failed pass has moved it, too, and it was not saved"
+        if start != self.look_at: return
+        learn,saved = self.learn,self.saved[start]
+        moved = state_moved(saved, learn) if self.unsaved else []
+        lost = [o for o in moved if isinstance(o, self.unsaved) and identity(o) not in self.moves]
+        if found := lost and owners(lost, inner_model(learn.model), learn.loss_func):
+            raise NothingFits(f"memory ran out in a pass that cannot be undone, since {name_of(found[0])} had not changed "
+                              "its state in earlier ones: set micro_batch_size to a number that fits, or use "
+                              "ActivationCheckpointing(adapt=False)")
+        self.moves |= {identity(o):o for o in saved.moved()}
+        self.look_at,self.is_new = None,False
+        self.in_place = any(t._version for t in tensors_in((*learn.xb, *learn.yb)))
 
     def put_back(self, start:int):
+        "Undo passes since the one at sample `start`, and look at the next one, which shows what else they have moved"
+        if looks := start == self.look_at: self.differs = state_moved(self.saved[start], self.learn)
         self.saved[start].put_back()
-        for p in self.no_grad if self.looks and not start else []: p.grad = None
+        for p in self.no_grad if looks and not start else []: p.grad = None
+        if not (looks and self.is_new): self.unsaved = self.unsaved or (nn.Parameter if looks else object)
+        self.look_at = start
 
 # %% ../nbs/source/13_loop.ipynb #1873bd39
 def check_loop(learn:Learner, cb:Callback):

@@ -7,13 +7,17 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/state.html.md"""
 # %% ../nbs/source/07_state.ipynb #c6b913b8
 from __future__ import annotations
 from collections import deque
+from itertools import zip_longest
 import pickle
 
 from fastai.basics import *
+from torch.nn.parameter import is_lazy
+
+from .nested import *
 
 # %% auto #0
-__all__ = ['generators', 'opaque', 'content', 'put', 'set_value', 'is_still', 'Saved', 'global_generators', 'has_attributes',
-           'held']
+__all__ = ['generators', 'opaque', 'content', 'put', 'set_value', 'is_still', 'Saved', 'Slots', 'Glance', 'identity', 'glances',
+           'global_generators', 'has_attributes', 'held', 'is_same', 'state_moved', 'owners', 'name_of']
 
 # %% ../nbs/source/07_state.ipynb #2c307b41
 def content(o):
@@ -52,9 +56,9 @@ def is_still(o, value)->bool:
     if isinstance(o, Tensor):
         a,b = (t.detach().to('cpu').to_dense() for t in (o, value))
         return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
-    if isinstance(o, _containers):
-        a,b = (list(o.items()) if isinstance(o, dict) else list(o) for o in (content(o), value))
-        if isinstance(o, dict): a,b = [[x for kv in o for x in kv] for o in (a, b)]
+    if isinstance(o, (*_containers,Slots)):
+        a,b = content(o),value
+        if isinstance(o, dict): a,b = [[x for kv in o.items() for x in kv] for o in (a, b)]
         return len(a) == len(b) and all(x is y for x,y in zip(a, b))
     if isinstance(o, types.CellType): return o.cell_contents is value
     if isinstance(o, np.ndarray): return np.array_equal(o, value)
@@ -66,32 +70,63 @@ class Saved:
     def __init__(self, objects:Iterable): self.copies = [(o, content(o)) for o in objects]
     def put_back(self):
         for o,value in self.copies: put(o, value)
-    def moved(self)->list: return [o for o,value in self.copies if not is_still(o, value)]
+    def moved(self, is_still:Callable=is_still)->list:
+        return [o.of if isinstance(o, Glance) else o for o,value in self.copies if not is_still(o, value)]
+
+# %% ../nbs/source/07_state.ipynb #3f1c7a20
+class Slots:
+    "The attributes of an object `o` that has no `__dict__`"
+    def __init__(self, o):
+        slots = [n for c in type(o).__mro__ for n in getattr(c, '__slots__', ())]
+        self.of,self.names = o,[n for n in slots if hasattr(o, n)]
+    def __iter__(self): return iter(self.getstate())
+    def getstate(self)->list: return [getattr(self.of, n) for n in self.names]
+    def setstate(self, values:list):
+        for n,v in zip(self.names, values): object.__setattr__(self.of, n, v)
+
+class Glance:
+    "Shows whether a tensor, which may be large, has moved, without a copy of it: it cannot be put back"
+    def __init__(self, o:Tensor): self.of = o
+    def getstate(self)->tuple:
+        o = getattr(self.of, '_local_tensor', self.of).detach()
+        return self.of._version,o.shape,o.to_dense().flatten()[::o.numel()//100+1].tolist()
+    def setstate(self, value): pass
+
+def identity(o)->int: return id(o.of if isinstance(o, (Slots,Glance)) else o)
+
+def glances(objects:list, known:Container=())->list:
+    "`objects`, with a `Glance` in place of each parameter whose identity is not in `known`"
+    return [Glance(o) if isinstance(o, nn.Parameter) and id(o) not in known else o for o in objects]
 
 # %% ../nbs/source/07_state.ipynb #8be31a6a
-generators = random.Random,np.random.Generator,np.random.RandomState,torch.Generator
+generators = random.Random,np.random.Generator,np.random.RandomState,torch.Generator,types.ModuleType  # or a global one
 _containers = dict,list,set,deque
 # Data, optimizers and callbacks have other owners: nothing in them is looked at
 opaque = (type,types.ModuleType,Learner,DataLoaders,DataLoader,torch.utils.data.DataLoader,torch.utils.data.Dataset,
           Optimizer,OptimWrapper,torch.optim.Optimizer)
 
-def global_generators()->list: return [random, np.random, torch.default_generator, *torch.cuda.default_generators]
+_mps = types.ModuleType('mps')
+_mps.getstate,_mps.setstate = torch.mps.get_rng_state,torch.mps.set_rng_state
+_on_mps = [_mps]*torch.backends.mps.is_available()
+
+def global_generators()->list:
+    return [random, np.random, torch.default_generator, *torch.cuda.default_generators, *_on_mps]
 
 def has_attributes(o)->bool:
     "Whether `o` is an object of somebody's own class, which may keep a state"
-    if isinstance(o, opaque) or not hasattr(o, '__dict__'): return False
+    if isinstance(o, opaque): return False
     return isinstance(o, SimpleNamespace) or type(o).__module__.partition('.')[0] not in sys.stdlib_module_names
 
-def held(*objects, functions:bool=False)->list:
+def held(*objects, functions:bool=False, seen:dict|None=None)->list:
     """What `objects` hold at any depth, if it can move: containers, attributes, arrays, random generators, and tensors
-    that are not trained; with `functions`, also what these hold"""
-    seen,rest,res = {},[*objects],[]
+    that are not trained; with `functions`, also what these hold. Not what is in `seen`, and that is added to it"""
+    seen,rest,res = {} if seen is None else seen,[*objects],[]
     while rest:
         o = rest.pop()
         if id(o) in seen or isinstance(o, (str,int,float,opaque)): continue
         seen[id(o)],inside = o,[]
         if isinstance(o, Tensor):
-            if not o.requires_grad: res.append(o)
+            if not (o.requires_grad or is_lazy(o)): res.append(o)
         elif isinstance(o, (np.ndarray,*generators)): res.append(o)
         elif isinstance(o, (*_containers,tuple)):
             inside = [*o.values()] if isinstance(o, dict) else [*o]
@@ -102,6 +137,45 @@ def held(*objects, functions:bool=False)->list:
         elif isinstance(o, (types.FunctionType,types.MethodType,partial)):
             if functions: inside = [getattr(o, '__self__', None), *(getattr(o, '__closure__', None) or ()), vars(o)]
             if functions and isinstance(o, partial): inside += [o.func, o.args, o.keywords]
-        elif has_attributes(o): inside = [vars(o)]
+        elif has_attributes(o):
+            if hasattr(o, '__dict__'): inside = [vars(o)]
+            elif inside := Slots(o).getstate(): res.append(Slots(o))
         rest += inside
     return res
+
+# %% ../nbs/source/07_state.ipynb #3f1c7a22
+def is_same(a, b, sizes:Container)->bool:
+    """Whether a state that was `a` is `b` by now. A value with one of `sizes`, the samples of a pass, or with a graph is
+    what the pass has made of its samples, and no state"""
+    if a is b: return True
+    if isinstance(b, (Tensor,np.ndarray)):
+        if getattr(b, 'requires_grad', False) or any(n in sizes for n in b.shape[:max(b.ndim-1, 1)]): return True
+        return isinstance(a, type(b)) and is_still(b, a)
+    if isinstance(b, dict) and isinstance(a, dict): return all(is_same(a.get(k), b.get(k), sizes) for k in {**a, **b})
+    if isinstance(b, (*_containers,tuple)):
+        return all(is_same(*o, sizes) for o in zip_longest(a if isinstance(a, (*_containers,tuple)) else (), b))
+    if not isinstance(b, (Number,str)): return not isinstance(a, (Number,str))
+    if isinstance(a, (Number,str)) and a == b: return True
+    return b in sizes and (a is None or isinstance(a, Number) and a != 0)
+
+def state_moved(saved:Saved, learn:Learner, *sizes)->list:
+    "What of `saved` a pass of `learn`, in pieces of `sizes`, has moved, if that is a state, and not what it keeps of samples"
+    buffers = {id(m._buffers) for m in learn.model.modules()}
+    sizes = {*sizes, *[len(o) for o in tensors_in((learn.xb, learn.yb)) if o.ndim]}
+    def is_still_state(o, value):
+        if not isinstance(o, (*_containers,Slots,types.CellType)): return is_still(o, value)
+        return is_same(value, content(o), () if id(o) in buffers else sizes)
+    return saved.moved(is_still_state)
+
+def owners(moved:Iterable, model:nn.Module, *others)->list:
+    "The modules of `model` that hold one of the objects in `moved`, besides their own modules; and so of `others`"
+    keys,seen,res = {identity(o) for o in moved},{},[]
+    for m in [*reversed([*model.modules()]), *others]:
+        if any(identity(o) in keys for o in held(m, functions=m in others, seen=seen)): res.append(m)
+    return res
+
+def name_of(o)->str:
+    "The name of a module or loss as its user knows it: a hook's, such as `SpectralNorm`, or its own"
+    hooks = [o for o in getattr(o, '_forward_pre_hooks', {}).values() if type(o).__module__.startswith('torch.nn.utils')]
+    o = first(hooks) or o
+    return getattr(o, '__name__', type(o).__name__).lstrip('_')
