@@ -200,14 +200,14 @@ class Undo:
         self.saved = {k:o for k,o in self.saved.items() if k == 0} | {start:Saved(objects)}
 
     def has_run(self, start:int):
-        "After a piece, note what has moved. Raises NothingFits if a failed pass has moved it, too, and it was not saved"
+        "After a piece, note what has moved. Raises NothingFits if a failed pass has, too, and it was not saved"
         if start != self.look_at: return
         learn,saved = self.learn,self.saved[start]
         moved = state_moved(saved, learn) if self.unsaved else []
         lost = [o for o in moved if isinstance(o, self.unsaved) and identity(o) not in self.moves]
         if found := lost and owners(lost, inner_model(learn.model), learn.loss_func):
-            raise NothingFits(f"memory ran out in a pass that cannot be undone, since {name_of(found[0])} had not changed "
-                              "its state in earlier ones: set micro_batch_size to a number that fits, or use "
+            raise NothingFits(f"memory ran out in a pass that cannot be undone, since {name_of(found[0])} had not "
+                              "changed its state in earlier ones: set micro_batch_size to a number that fits, or use "
                               "ActivationCheckpointing(adapt=False)")
         self.moves |= {identity(o):o for o in saved.moved()}
         self.look_at,self.is_new = None,False

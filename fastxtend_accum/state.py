@@ -145,13 +145,15 @@ def held(*objects, functions:bool=False, seen:dict|None=None)->list:
 
 # %% ../nbs/source/07_state.ipynb #3f1c7a22
 def is_same(a, b, sizes:Container)->bool:
-    """Whether a state that was `a` is `b` by now. A value with one of `sizes`, the samples of a pass, or with a graph is
+    """Whether a state that was `a` is the same as `b`. What has a graph, or one of `sizes`, the samples of a pass, is
     what the pass has made of its samples, and no state"""
-    if a is b: return True
+    if a is b or isinstance(b, torch.Size): return True
     if isinstance(b, (Tensor,np.ndarray)):
         if getattr(b, 'requires_grad', False) or any(n in sizes for n in b.shape[:max(b.ndim-1, 1)]): return True
         return isinstance(a, type(b)) and is_still(b, a)
-    if isinstance(b, dict) and isinstance(a, dict): return all(is_same(a.get(k), b.get(k), sizes) for k in {**a, **b})
+    if isinstance(b, dict):
+        a = a if isinstance(a, dict) else {}
+        return all(is_same(a.get(k), b.get(k), sizes) for k in {**a, **b})
     if isinstance(b, (*_containers,tuple)):
         return all(is_same(*o, sizes) for o in zip_longest(a if isinstance(a, (*_containers,tuple)) else (), b))
     if not isinstance(b, (Number,str)): return not isinstance(a, (Number,str))
@@ -159,7 +161,7 @@ def is_same(a, b, sizes:Container)->bool:
     return b in sizes and (a is None or isinstance(a, Number) and a != 0)
 
 def state_moved(saved:Saved, learn:Learner, *sizes)->list:
-    "What of `saved` a pass of `learn`, in pieces of `sizes`, has moved, if that is a state, and not what it keeps of samples"
+    "What of `saved` a pass of `learn`, in pieces of `sizes`, has moved, if it is a state, not what is kept of samples"
     buffers = {id(m._buffers) for m in learn.model.modules()}
     sizes = {*sizes, *[len(o) for o in tensors_in((learn.xb, learn.yb)) if o.ndim]}
     def is_still_state(o, value):
@@ -176,6 +178,6 @@ def owners(moved:Iterable, model:nn.Module, *others)->list:
 
 def name_of(o)->str:
     "The name of a module or loss as its user knows it: a hook's, such as `SpectralNorm`, or its own"
-    hooks = [o for o in getattr(o, '_forward_pre_hooks', {}).values() if type(o).__module__.startswith('torch.nn.utils')]
-    o = first(hooks) or o
+    hooks = getattr(o, '_forward_pre_hooks', {}).values()
+    o = first(h for h in hooks if type(h).__module__.startswith('torch.nn.utils')) or o
     return getattr(o, '__name__', type(o).__name__).lstrip('_')

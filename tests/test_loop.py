@@ -327,7 +327,7 @@ def test_what_batchnorm_sees(capsys, norm, limit, size):
     fit_aloud(make_learner(32, m=m, cbs=GradientAccumulation(32, micro_batch_size='auto')), 1)
     said = capsys.readouterr().out
     assert ('BatchNorm' in said) == (size is not None)
-    if size: assert f'; BatchNorm normalizes {size} at a time; exact=True avoids this' in said
+    if size: assert f'; statistics are of {size} at a time in 1 BatchNorm1d; exact=True avoids this' in said
 
 def test_the_line_on_batchnorm_is_about_layers_that_see_pieces(capsys):
     "It is not said of layers that do not train, nor under a GradientCache of layers outside of its `part`"
@@ -335,7 +335,7 @@ def test_the_line_on_batchnorm_is_about_layers_that_see_pieces(capsys):
     def said(body, head, cb, *cbs):
         capsys.readouterr()
         fit_aloud(make_learner(32, m=nn.Sequential(body, head).double(), cbs=[*cbs, cb]), 1)
-        return 'BatchNorm normalizes 8 at a time' in capsys.readouterr().out
+        return 'statistics are of 8 at a time in 1 BatchNorm1d' in capsys.readouterr().out
     class Frozen(Callback):
         order = GradientAccumulation.order-1
         def before_train(self): self.model[0].eval()
