@@ -30,20 +30,21 @@ __all__ = ['containers', 'BlockState', 'all_tensors', 'checkpointed', 'checked',
 # %% ../nbs/source/15_checkpointing.ipynb #c14a0008
 class BlockState:
     "What `block` holds and may move, so that it can run again from where its first run began"
+    looks = True
     def __init__(self, block:nn.Module): self.block,self.moving,self.is_new,self.found,self.n = block,[],True,None,0
     def __reduce__(self): return noop,()  # a copy of the callback finds its own
 
     def begin(self)->bool:
         "Count a batch in which the block may run again; returns whether it is the 1st, 2nd, 3rd, 5th, 9th ..."
-        looks,self.n = not self.n & (self.n-1),self.n+1
-        if looks: self.look()
-        return looks
+        self.looks,self.n = not self.n & (self.n-1),self.n+1
+        if self.looks: self.look()
+        return self.looks
 
     def look(self):
         "Find what there is to copy: frozen parameters, which may be large, only in the first run or if they have moved"
         found = held(self.block)
         self.found = [o for o in found if not isinstance(o, Tensor)]+global_generators()
-        self.holders = [o for o in found if isinstance(o, (dict,list,deque))]
+        self.holders = [o for o in found if isinstance(o, (dict,list,deque,Slots))]
         self.tensors = [o for o in found if isinstance(o, Tensor) and not isinstance(o, nn.Parameter)]
         self.frozen = [o for o in found if isinstance(o, nn.Parameter)]
 
@@ -52,8 +53,10 @@ class BlockState:
         "A context for the first run; gives the context for those that follow, which leave everything as it was"
         if not self.found: self.look()  # without `begin`
         state,versions = Saved(self.found),[o._version for o in self.frozen]
+        looked = Saved(glances(self.frozen*self.looks))
         yield partial(self.again, state, [(o, content(o)) for o in self.tensors+self.moving+self.frozen*self.is_new])
-        moved = [o for o,v in zip(self.frozen, versions) if o._version != v and all(o is not m for m in self.moving)]
+        moved = looked.moved() if self.looks else [o for o,v in zip(self.frozen, versions) if o._version != v]
+        moved = [o for o in moved if all(o is not m for m in self.moving)]
         if moved and not self.is_new:
             raise RuntimeError(f"{type(self.block).__name__} changes a frozen parameter, and did not before, so it "
                                "cannot be run again: make it a buffer, or leave the block out with blocks=...")
