@@ -220,6 +220,7 @@ def start_micro_batch(self:GradientAccumulation, samples:int, ends_batch:bool=Tr
     if now.processes.n > 1: now.processes.before_forward(window)
     if now.moved is None and not now.is_told and self.learn.logger is not noop: self.look()
 
+# %% ../nbs/source/17_accumulation.ipynb #3f1c7a28
 @patch
 def look(self:GradientAccumulation):
     "Note the state that the first pass of the fit may move, for the line of the first step"
@@ -231,6 +232,7 @@ def has_looked(self:GradientAccumulation):
     "A first pass and its loss have run: find what they have moved"
     self.now.moved,self.now.saved = state_moved(self.now.saved, self.learn),None
 
+# %% ../nbs/source/17_accumulation.ipynb #3f1c7a2a
 @patch
 def after_loss(self:GradientAccumulation):
     "Note the weight of the micro-batch; the first of several, or any first with `scale`, saves the hyper-parameters"

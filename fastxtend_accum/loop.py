@@ -199,20 +199,6 @@ class Undo:
             self.no_grad = [p for p in learn.model.parameters() if p.grad is None]
         self.saved = {k:o for k,o in self.saved.items() if k == 0} | {start:Saved(objects)}
 
-    def has_run(self, start:int):
-        "After a piece, note what has moved. Raises NothingFits if a failed pass has, too, and it was not saved"
-        if start != self.look_at: return
-        learn,saved = self.learn,self.saved[start]
-        moved = state_moved(saved, learn) if self.unsaved else []
-        lost = [o for o in moved if isinstance(o, self.unsaved) and identity(o) not in self.moves]
-        if found := lost and owners(lost, inner_model(learn.model), learn.loss_func):
-            raise NothingFits(f"memory ran out in a pass that cannot be undone, since {name_of(found[0])} had not "
-                              "changed its state in earlier ones: set micro_batch_size to a number that fits, or use "
-                              "ActivationCheckpointing(adapt=False)")
-        self.moves |= {identity(o):o for o in saved.moved()}
-        self.look_at,self.is_new = None,False
-        self.in_place = any(t._version for t in tensors_in((*learn.xb, *learn.yb)))
-
     def put_back(self, start:int):
         "Undo passes since the one at sample `start`, and look at the next one, which shows what else they have moved"
         if looks := start == self.look_at: self.differs = state_moved(self.saved[start], self.learn)
@@ -220,6 +206,22 @@ class Undo:
         for p in self.no_grad if looks and not start else []: p.grad = None
         if not (looks and self.is_new): self.unsaved = self.unsaved or (nn.Parameter if looks else object)
         self.look_at = start
+
+# %% ../nbs/source/13_loop.ipynb #3f1c7a26
+@patch
+def has_run(self:Undo, start:int):
+    "After a piece, note what has moved. Raises NothingFits if a failed pass has, too, and it was not saved"
+    if start != self.look_at: return
+    learn,saved = self.learn,self.saved[start]
+    moved = state_moved(saved, learn) if self.unsaved else []
+    lost = [o for o in moved if isinstance(o, self.unsaved) and identity(o) not in self.moves]
+    if found := lost and owners(lost, inner_model(learn.model), learn.loss_func):
+        raise NothingFits(f"memory ran out in a pass that cannot be undone, since {name_of(found[0])} had not "
+                          "changed its state in earlier ones: set micro_batch_size to a number that fits, or use "
+                          "ActivationCheckpointing(adapt=False)")
+    self.moves |= {identity(o):o for o in saved.moved()}
+    self.look_at,self.is_new = None,False
+    self.in_place = any(t._version for t in tensors_in((*learn.xb, *learn.yb)))
 
 # %% ../nbs/source/13_loop.ipynb #1873bd39
 def check_loop(learn:Learner, cb:Callback):

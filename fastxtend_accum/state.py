@@ -117,6 +117,7 @@ def has_attributes(o)->bool:
     if isinstance(o, opaque): return False
     return isinstance(o, SimpleNamespace) or type(o).__module__.partition('.')[0] not in sys.stdlib_module_names
 
+# %% ../nbs/source/07_state.ipynb #3f1c7a24
 def held(*objects, functions:bool=False, seen:dict|None=None)->list:
     """What `objects` hold at any depth, if it can move: containers, attributes, arrays, random generators, and tensors
     that are not trained; with `functions`, also what these hold. Not what is in `seen`, and that is added to it"""

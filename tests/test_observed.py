@@ -167,3 +167,25 @@ def test_a_failed_pass_is_undone_or_an_error(kind, begins, fails, auto):
     assert before or fails < begins or fails == 0 or fails%8 in (0,1,2,4) and not kind.startswith('frozen')
     assert_same(weights(ours), weights(whole))
     assert losses(ours) == losses(whole) and len(losses(whole)) == 16
+
+# Blocks
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize('begins', [0, 2])
+@pytest.mark.parametrize('kind', states)
+def test_a_block_runs_again_from_its_state(kind, begins):
+    "Whatever holds it; a frozen parameter that begins to move later is an error"
+    def run(*cbs):
+        def begin(m): states[kind][0](m); m.on = False
+        torch.manual_seed(0)
+        m = nn.Sequential(nn.Sequential(Moves(begin, lambda m, x: states[kind][1](m, x) if m.on else 0.), nn.Linear(5, 8), nn.Tanh()), nn.Linear(8, 1)).double()
+        class InBlock(Begins):
+            def before_batch(self): self.model[0][0].on = self.training and self.train_iter >= self.at
+        return fit(make_learner(8, n=64, m=m, cbs=[InBlock(begins), *cbs]), 2)
+    whole,cb = run(),ActivationCheckpointing(lambda m: [m[0]], adapt=False)
+    if kind.startswith('frozen') and begins:
+        with pytest.raises(RuntimeError, match='changes a frozen parameter, and did not before'): run(cb)
+        return
+    ours = run(cb)
+    assert_same(weights(ours), weights(whole))
+    assert losses(ours) == losses(whole) and len(losses(whole)) == 16 and cb.level == 1
