@@ -19,11 +19,10 @@ __all__ = ['NothingFits', 'is_out_of_memory', 'free_memory', 'without_tracebacks
 
 # %% ../nbs/source/08_memory.ipynb #2d886b62
 _errors = torch.OutOfMemoryError,MemoryError
-_messages = (  # of RuntimeErrors; where PyTorch raises them is noted behind
-    'CUDA out of memory', 'CUDA error: out of memory', 'CUDA driver error: out of memory',
-    'HIP out of memory', 'HIP error: out of memory', 'MPS backend out of memory',
-    "can't allocate memory", 'not enough memory:',  # the CPU's allocator, on Linux and Windows
-    'CUBLAS_STATUS_ALLOC_FAILED', 'CUDNN_STATUS_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED',  # no room to work in
+_messages = (  # of RuntimeErrors; where they come from is noted behind
+    ' out of memory',  # CUDA and its driver, HIP, MPS, Triton
+    "can't allocate memory", 'not enough memory:', 'std::bad_alloc',  # the CPU's allocators, on Linux and Windows
+    'ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED',  # no room to work in, for cuBLAS, cuDNN, cuFFT, cuSOLVER or cuSPARSE
     'valid cuDNN algorithm', 'unable to find an engine to execute',  # no algorithm of cuDNN works in the room there is
     'could not create a primitive', 'could not execute a primitive', 'could not create a memory object')  # oneDNN
 

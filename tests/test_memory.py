@@ -266,6 +266,24 @@ def test_an_interrupted_search_goes_on(recwarn):
     assert Limited.sizes[:4] == [16, 8, 8, 8] and learn.gradient_accumulation.micro_bs == 8
     assert not [o for o in recwarn if 'out of memory in training' in str(o.message)]
 
+@pytest.mark.parametrize('message', [
+    'CUDA out of memory. Tried to allocate 2.00 GiB', 'CUDA error: out of memory', 'CUDA driver error: out of memory', 'cuda runtime error (2) : out of memory', 'HIP out of memory',
+    'HIP error: out of memory', 'MPS backend out of memory (MPS allocated: 5 GB)', 'XPU out of memory', 'Triton Error [CUDA]: out of memory', 'std::bad_alloc',
+    "[enforce fail at alloc_cpu.cpp:73] DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes", 'DefaultCPUAllocator: not enough memory: you tried to allocate 12 bytes',
+    'CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`', 'cuDNN error: CUDNN_STATUS_ALLOC_FAILED', 'cuFFT error: CUFFT_ALLOC_FAILED', 'cusolver error: CUSOLVER_STATUS_ALLOC_FAILED',
+    'cuDNN error: CUDNN_STATUS_NOT_SUPPORTED', 'Unable to find a valid cuDNN algorithm to run convolution', 'FIND was unable to find an engine to execute this computation',
+    'could not create a primitive', 'could not execute a primitive', 'could not create a memory object'])
+def test_messages(message):
+    assert is_out_of_memory(RuntimeError(message)) and not is_out_of_memory(ValueError(message))
+    def wrapped():
+        try: raise RuntimeError(message)
+        except RuntimeError as e: raise ValueError('of a callback') from e
+    with pytest.raises(ValueError) as e: wrapped()
+    assert is_out_of_memory(e.value)
+
+@pytest.mark.parametrize('message', ['mat1 and mat2 shapes cannot be multiplied', 'CUDA error: device-side assert triggered', 'Expected all tensors to be on the same device', 'memory format'])
+def test_messages_of_other_errors(message): assert not is_out_of_memory(RuntimeError(message))
+
 def test_not_even_one_sample(capsys):
     learn = limited(0, 'auto')
     before = state(limited(0, 'auto'))
