@@ -101,8 +101,8 @@ class LRFinderWindows(WindowLogger):
         "Also plan epochs for `num_it` windows, where `lr_find` has planned them for as many loader batches"
         super().attach(stack)
         learn,accum,now = self.cb.learn,self.accum,self.accum.now
-        batches,size = LoaderBatches(learn.dls.train, now.loader_bs, now.at_end),accum.size_at(0.)//now.processes.n
-        n_windows = batches.n_windows(size) or batches.samples/(size+now.loader_bs)  # at least, where they are carried
+        batches,size = now.batches,accum.accum_bs and accum.size_at(0.)//now.processes.n
+        n_windows = batches.n_windows(size) or batches.samples/(size+batches.unit)  # at least, where that varies
         learn.n_epoch = int(self.cb.num_it/n_windows) + 1
         if accum.num_items or accum.skip_nonfinite: learn.n_epoch *= 2  # windows may be dropped
 

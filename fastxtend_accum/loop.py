@@ -60,10 +60,9 @@ class Loop:
     def has_stepped(self)->bool: return all([o.stepped == id(self.learn.opt) for o in self.adapting])
 
     def samples(self)->int:
-        "Samples in the present batch, which a callback may have changed by now"
-        learn = self.learn
-        said = self.splitter.batch_samples if learn.training and self.splitter else stated_batch_size(learn.dl)
-        return batch_size((*learn.xb, *learn.yb), said)
+        "Rows of the present batch, which a callback may have changed by now"
+        learn,dl = self.learn,self.learn.dl
+        return n_rows((*learn.xb, *learn.yb), dl.rows if type(dl) is LoaderBatches else loader_bs(dl))
 
     def hidden(self, n:int, module:nn.Module|None=None)->list:
         "The part for hidden states in `module`, None: in the model; no part if there are none"
@@ -222,7 +221,7 @@ def is_compiled(model:nn.Module)->bool:
 class LoopCallback(FitCallback):
     "Base of callbacks that `join_loop` in `before_train`"
     micro_batch_size,part,splits_loss = None,None,False
-    batch_samples = None  # samples that the DataLoader has yielded for this batch, if that is known
+    accum_bs = None
     trains,stepped = None,None  # what the memory that is known to suffice was found for; the optimizer that has a state
     adapts = property(lambda self: self.micro_batch_size == 'auto')  # whether it takes less memory when that runs out
     def join_loop(self):
@@ -242,8 +241,8 @@ class LoopCallback(FitCallback):
 
     @property
     def splits(self)->bool:
-        "Whether batches are split; a training DataLoader without a batch size yields batches of `micro_batch_size`"
-        return self.micro_batch_size is not None and stated_batch_size(self.learn.dls.train) is not None
+        "Whether batches are split; for `accum_bs`, a DataLoader without a batch size yields `micro_batch_size` samples"
+        return self.micro_batch_size is not None and not (self.accum_bs and loader_bs(self.learn.dls.train) is None)
     splits_valid = splits  # whether validation batches are
     def before_validate(self):
         if self.splits_valid: self.join_loop()

@@ -12,7 +12,7 @@ from fastai.basics import *
 from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
-__all__ = ['children', 'rebuilt', 'each_tensor', 'tensors_in', 'lengths', 'batch_size', 'cut', 'is_per_sample', 'next_size',
+__all__ = ['children', 'rebuilt', 'each_tensor', 'tensors_in', 'lengths', 'n_rows', 'cut', 'is_per_sample', 'next_size',
            'CannotJoin', 'join']
 
 # %% ../nbs/source/01_nested.ipynb #1a3a38eb
@@ -46,14 +46,15 @@ def lengths(b)->set[int]:
     own = set() if isinstance(b, Mapping) else {len(b)}
     return own.union(*map(lengths, items))
 
-def batch_size(b, expected:int|None=None)->int:
-    """Samples in `b`, a batch of inputs and targets: `expected`, if a tensor or list has as many; else those of its
-    last field or first tensor. Raises ValueError without tensors"""
+def n_rows(b, expected:int|None=None)->int:
+    """Rows of `b`, a batch of inputs and targets: `expected`, if a tensor or list has as many, or there are no tensors;
+    else those of its last field or first tensor. Raises ValueError if nothing tells"""
     fields = list(b) if isinstance(b, (tuple,list)) else [b]
     last = [o for o in fields[-1:] if isinstance(o, Tensor) and o.ndim]
     if last and expected in (None, len(last[0])): return len(last[0])
     if expected in set().union(*map(lengths, fields)): return expected
     if tensors := last or tensors_in(b): return len(tensors[0])
+    if expected: return expected
     raise ValueError(f"cannot find the samples of a batch without tensors, {type(b).__name__}: "
                      "use a DataLoader that yields tensors")
 
