@@ -384,6 +384,7 @@ def step_now(self:GradientAccumulation):
     finally:
         if not window.result: window.finish('skipped')
     learn.opt.zero_grad()
+    learn.pct_train = self.position()
     for o in self.now.loggers: o.cb('after_batch')  # outside a batch
 
 # %% ../nbs/source/17_accumulation.ipynb #c991c6a1

@@ -44,6 +44,7 @@ def dataset_size(dl)->int|None: # None: `dl` does not say
     "Samples that `dl` draws in an epoch, in this process"
     if is_shared(dl): return None if (n := dataset_size(dl.dl)) is None else -(-n//dl.world_size)
     if (n := getattr(dl, 'n', None)) is not None: return n
+    if isinstance(getattr(dl, 'dataset', None), IterableDataset): return None  # its length is only what it announces
     for o in 'sampler','dataset':
         try: return len(getattr(dl, o))
         except (AttributeError, TypeError): pass
@@ -97,7 +98,7 @@ class LoaderBatches(GetAttr):
         batches = iter(self.dl)
         while (self.needs_more is None or self.needs_more()) and (b := next(batches, None)) is not None:
             size = self.most
-            if self.certain and self.seen < self.samples: size = min(size, self.samples-self.seen)
+            if size and self.certain and self.seen < self.samples: size = min(size, self.samples-self.seen)
             self.rows = n_rows(b, size)
             self.size = size if self.stated else self.rows
             self.seen += self.unit
