@@ -23,7 +23,8 @@ from .checkpointing import *
 __all__ = ['in_pieces', 'GradientCache']
 
 # %% ../nbs/source/16_cache.ipynb #41c70a9e
-def in_pieces(forward:Callable, state:BlockState, most:int, n:int, lists:dict|None=None, parts:list=())->Callable:
+def in_pieces(forward:Callable, state:BlockState, most:int, n:int, lists:dict|None=None, parts:list=(),
+              budget:PieceBudget|None=None)->Callable:
     """`forward` of the block of `state` on `n` rows, in the memory of `most` of them: all pieces but the last run again
     in the backward pass, in the contexts that the `again` of each of `parts` gives"""
     def copied(*args, **kwargs):  # it may work in place, and the pieces are views of one batch
@@ -34,7 +35,7 @@ def in_pieces(forward:Callable, state:BlockState, most:int, n:int, lists:dict|No
             def again(): return all_contexts(parts, 'again', start, end)
             piece_forward = copied if end == n else checkpointed(copied, state, again)
             return on_samples(piece_forward, args, kwargs, n, lists)(start, end)
-        return Pieces(n, parts).run(run, lambda: most).joined()
+        return Pieces(n, parts, budget).run(run, lambda: most).joined()
     return f
 
 # %% ../nbs/source/16_cache.ipynb #2d9b4c14
@@ -99,5 +100,5 @@ def forward_context(self:GradientCache):
             raise ValueError(f"GradientCache cannot split a tensor of shape {tuple(misfit.shape)} in a batch of "
                              f"{n//self.rows} samples: its first dimension must be the samples; if a module sees "
                              "several rows of each sample, set rows to their number, such as rows=2")
-        return in_pieces(forward, state, most, n, loop.lists, loop.hidden(n, module))(*args, **kwargs)
+        return in_pieces(forward, state, most, n, loop.lists, loop.hidden(n, module), self.budget)(*args, **kwargs)
     return replaced(module, 'forward', pieces_forward)

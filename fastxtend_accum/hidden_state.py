@@ -13,7 +13,7 @@ from fastai.basics import *
 from .nested import *
 
 # %% auto #0
-__all__ = ['hidden_state', 'state_owners', 'carries_state', 'check_splits', 'HiddenState']
+__all__ = ['hidden_state', 'state_owners', 'carries_state', 'check_splits', 'check_rows', 'HiddenState']
 
 # %% ../nbs/source/11_hidden_state.ipynb #42f76059
 @singledispatch
@@ -52,6 +52,17 @@ def check_splits(model:nn.Module, owners:list[nn.Module]):
                 f"{name} carries its state from batch to batch (it has a `reset`), so a batch cannot be split "
                 f"until you say where the state is: hidden_state.register({name}, lambda m, n: dict(state=1)), if "
                 "m.state has the rows in dimension 1; or use a smaller batch in the DataLoader and no micro_batch_size")
+
+# %% ../nbs/source/11_hidden_state.ipynb #d43a0a71
+def check_rows(model:nn.Module, b:tuple, rows:int, samples:int|None):
+    "Raises ValueError if batch `b` may have its samples in dimension 1, as layers that put time first expect them"
+    tensors = tensors_in(b)
+    found = tensors if rows != samples and all(o.shape[1:2] == (samples,) for o in tensors) else [
+        o for o in tensors if o.shape[:2] == (rows, rows)
+        and any(vars(m).get('batch_first') is False for m in model.modules())]
+    if found:
+        raise ValueError(f"cannot split a tensor of shape {tuple(found[0].shape)}: its samples may be dimension 1, with "
+                         "time first; put the samples first or, if they are, use another batch size")
 
 # %% ../nbs/source/11_hidden_state.ipynb #884e76f9
 class HiddenState:

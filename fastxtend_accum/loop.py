@@ -62,7 +62,11 @@ class Loop:
     def samples(self)->int:
         "Rows of the present batch, which a callback may have changed by now"
         learn,dl = self.learn,self.learn.dl
-        return n_rows((*learn.xb, *learn.yb), dl.rows if type(dl) is LoaderBatches else loader_bs(dl))
+        is_ours = type(dl) is LoaderBatches
+        rows = n_rows(b := (*learn.xb, *learn.yb), dl.rows if is_ours else loader_bs(dl))
+        if learn.training and not learn.iter and any([o.splits for o in self.cbs]):
+            check_rows(learn.model, b, rows, dl.size if is_ours else loader_bs(dl))
+        return rows
 
     def hidden(self, n:int, module:nn.Module|None=None)->list:
         "The part for hidden states in `module`, None: in the model; no part if there are none"
@@ -81,20 +85,39 @@ def train(self:Loop):
             inputs.copies = self.undo.begin()
             if not self.has_stepped(): room = room_for_step(learn.opt)
             if self.is_apart: share_buffers(learn.model)
-        self.pieces = Pieces(inputs.n, self.parts())
+        self.pieces = Pieces(inputs.n, self.parts(), self.splitter and self.splitter.budget)
         self.pieces.run(self.train_piece, self.rows, self.adapting and self.go_back, self.ran_out, self.save)
     except (CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException):
         for o in self.cbs: o.cancelled()
         raise
     finally: inputs.whole()
     room.clear()
-    try: learn.pred = self.pieces.joined()
-    except CannotJoin: pass  # it is the output for the last piece
+    self.join_outputs()
     if not len(learn.yb): return
     for o in self.cbs: o.end_batch()
     learn._with_events(learn._step, 'step', CancelStepException)
     for o in self.adapting: o.stepped = id(learn.opt)
     learn.opt.zero_grad()
+
+@patch
+def join_outputs(self:Loop):
+    "Outputs that have shown that they cannot be joined never are, by coincidence: `learn.pred` is that of the last piece"
+    budget = self.pieces.budget
+    if budget and budget.joins is False: return
+    try: self.learn.pred = self.pieces.joined()
+    except CannotJoin: budget.joins = False
+
+@patch
+def each_output(self:Loop)->Iterator:
+    "The batch for the Learner's metrics: whole, or piece by piece if `join_outputs` could not join the outputs"
+    pieces,learn = self.pieces,self.learn
+    if not (pieces.budget and pieces.budget.joins is False and len(pieces.sizes) > 1): return (yield)
+    start,last = 0,learn.pred
+    for size,learn.pred in zip(pieces.sizes, pieces.outputs):
+        self.inputs.piece(start, start := start+size)
+        yield
+    learn.pred = last
+    self.inputs.whole()
 
 @patch
 def parts(self:Loop)->list:
@@ -329,19 +352,19 @@ def forward_context(self:LoopCallback):
     adapts = given in (None,'auto') or any(m._forward_hooks for m in module.modules() if m is not module)
     def pieces_forward(*args, **kwargs):
         n,elements = self.module_rows(loop),n_elements(args, kwargs)
-        if not elements or not budget.splits: return forward(*args, **kwargs)
+        if not elements or budget.joins is False: return forward(*args, **kwargs)
         def most(): return min(budget.rows(n, elements), n if adapts else given)
         def shrink(error):
             if (rows := most()) == 1: raise NothingFits(no_room_for_one) from error
             budget.halve(rows, -(-elements*rows//n))
             free_memory()
             pieces.begin(pieces.parts)
-        pieces,run = Pieces(n, loop.hidden(n, module)),on_samples(forward, args, kwargs, n, loop.lists)
+        pieces,run = Pieces(n, loop.hidden(n, module), budget),on_samples(forward, args, kwargs, n, loop.lists)
         try: return pieces.run(run, most, adapts and shrink).joined()
         except CannotJoin as e:
             warn(f"validation batches are not split: {e}. If memory runs out, give the DataLoaders a smaller val_bs, "
                  f"such as val_bs={most()}")
-        budget.splits = False
+        budget.joins = False
         pieces.begin(pieces.parts)
         return pieces.run(run, lambda: n).joined()
     return replaced(module, 'forward', pieces_forward)

@@ -99,19 +99,24 @@ class CannotJoin(ValueError): "The outputs of pieces are not those of a batch"
 def join(outputs:list, sizes:list[int]):
     """Concatenate the outputs of pieces of `sizes` samples along the samples; strings and numbers must be the same in
     all. Raises CannotJoin, a ValueError. Empties `outputs`, so that each is freed once it is joined"""
-    o = outputs[0]
-    if isinstance(o, Tensor):
-        if not o.ndim or any(len(p) != n for p,n in zip(outputs, sizes)):
-            raise CannotJoin(f"cannot join outputs of shape {tuple(o.shape)} from a micro-batch of {sizes[0]} samples: "
-                             "their first dimension must be the samples")
+    o,is_same_type = outputs[0],len({type(p) for p in outputs}) == 1
+    if is_same_type and isinstance(o, Tensor):
+        for p,n in zip(outputs, sizes):
+            if p.shape[:1] == (n,) and p.shape[1:] == o.shape[1:]: continue
+            raise CannotJoin(f"cannot join outputs of shape {tuple(p.shape)} from a micro-batch of {n} samples"
+                             f"{f' and {tuple(o.shape)} from one of {sizes[0]}'*(p is not o)}: their first dimension "
+                             "must be the samples, and the others the same in all")
         res = torch.cat(outputs)
         outputs.clear()
         return res
-    if children(o) is not None:
-        if isinstance(o, list) and len(o) == sizes[0] and sizes[0] not in map(len, tensors_in(o)):
+    if is_same_type and children(o) is not None:
+        lengths = [len(p) for p in outputs]
+        if isinstance(o, list) and lengths == sizes and (len({*sizes}) > 1 or sizes[0] not in map(len, tensors_in(o))):
             return type(o)(v for p in outputs for v in p)  # an entry for each sample
-        columns = [list(c) for c in zip(*map(children, outputs), strict=True)]
-        like = rebuilt(o, [None]*len(columns))
+        if isinstance(o, Mapping): lengths = [tuple(p) for p in outputs]
+        if len({*lengths}) > 1: raise CannotJoin(f"cannot join outputs of {lengths[0]} and {lengths[1]} entries")
+        columns = [list(c) for c in zip(*map(children, outputs))]
+        like = rebuilt(o, [0]*len(columns))  # Transformers' outputs leave out what is None
         o = outputs.clear()
         return rebuilt(like, [join(columns.pop(0), sizes) for _ in range(len(columns))])
     if o is None or isinstance(o, (str,bytes,Number)) and all(p == o for p in outputs): return o

@@ -28,9 +28,9 @@ def all_contexts(objects:list, method:str, *args)->ExitStack:
         return stack.pop_all()
 
 class Pieces:
-    "A batch of `n` samples, which runs in pieces; `parts` follow"
-    def __init__(self, n:int, parts:list):
-        self.n = n
+    "A batch of `n` samples, which runs in pieces; `parts` follow, `budget` keeps whether the outputs can be joined"
+    def __init__(self, n:int, parts:list, budget:PieceBudget|None=None):
+        self.n,self.budget = n,budget
         self.begin(parts)
 
     def begin(self, parts:list):
@@ -43,6 +43,7 @@ class Pieces:
         returns. If `ran_out(error)` is true of an error, `go_back(error)` undoes what has to run again, or raises"""
         while self.start < self.n:
             start,size = self.start,next_size(self.n-self.start, most())
+            if self.outputs and self.is_unclear(size): size = next_size(self.n-start, size-1)
             before(start)
             try:
                 with all_contexts(self.parts, 'piece', start, start+size): output = run(start, start+size)
@@ -57,7 +58,21 @@ class Pieces:
             go_back(error)
         return self
 
-    def joined(self): return self.outputs[0] if len(self.outputs) == 1 else join(self.outputs, self.sizes)
+    def is_unclear(self, size:int)->bool:
+        """Whether the outputs so far, of pieces of `size`, do not show that their rows are the samples: any other
+        dimension or field may have as many. A piece of another size shows it; processes need equal pieces, though"""
+        if self.budget is None or self.budget.joins is not None or size < 3 or {*self.sizes} != {size}: return False
+        o = self.outputs[0]
+        if isinstance(o, Tensor) and size not in o.shape[1:]: return False
+        return num_distrib() < 2
+
+    def joined(self):
+        "The batch's output; raises CannotJoin if pieces of two sizes do not follow the samples"
+        if len(self.outputs) == 1: return self.outputs[0]
+        is_known = self.budget is None or self.budget.joins
+        res = join(self.outputs if is_known else [*self.outputs], self.sizes)
+        if not is_known: self.budget.joins,self.outputs = True,[]
+        return res
 
 # %% ../nbs/source/12_pieces.ipynb #c362035e
 class Inputs:
