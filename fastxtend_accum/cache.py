@@ -14,6 +14,8 @@ from .nested import *
 from .processes import *
 from .fit import *
 from .memory import *
+from .hidden_state import *
+from .loader import *
 from .pieces import *
 from .loop import *
 from .description import *
@@ -94,6 +96,8 @@ def forward_context(self:GradientCache):
     forward,n,most = module.forward,self.module_rows(loop),self.rows_at_a_time(loop)
     if is_look(self.learn) or self.state is None: self.state = BlockState(module)
     state = self.state
+    if most < n and self.budget.joins is None:
+        check_rows(module, (*self.learn.xb, *self.learn.yb), loop.samples(), loader_bs(self.learn.dl))
     def pieces_forward(*args, **kwargs):  # `part` may run several times in a forward pass
         misfit = first(o for o in tensors_in((args, kwargs)) if len(o) != n)
         if most < n and misfit is not None:

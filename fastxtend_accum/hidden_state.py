@@ -54,10 +54,10 @@ def check_splits(model:nn.Module, owners:list[nn.Module]):
                 "m.state has the rows in dimension 1; or use a smaller batch in the DataLoader and no micro_batch_size")
 
 # %% ../nbs/source/11_hidden_state.ipynb #d43a0a71
-def check_rows(model:nn.Module, b:tuple, rows:int, samples:int|None):
+def check_rows(model:nn.Module, b:tuple, rows:int, samples:int|None=None):
     "Raises ValueError if batch `b` may have its samples in dimension 1, as layers that put time first expect them"
     tensors = tensors_in(b)
-    found = tensors if rows != samples and all(o.shape[1:2] == (samples,) for o in tensors) else [
+    found = tensors if samples not in (None, rows) and all(o.shape[1:2] == (samples,) for o in tensors) else [
         o for o in tensors if o.shape[:2] == (rows, rows)
         and any(vars(m).get('batch_first') is False for m in model.modules())]
     if found:

@@ -62,11 +62,7 @@ class Loop:
     def samples(self)->int:
         "Rows of the present batch, which a callback may have changed by now"
         learn,dl = self.learn,self.learn.dl
-        is_ours = type(dl) is LoaderBatches
-        rows = n_rows(b := (*learn.xb, *learn.yb), dl.rows if is_ours else loader_bs(dl))
-        if learn.training and not learn.iter and any([o.splits for o in self.cbs]):
-            check_rows(learn.model, b, rows, dl.size if is_ours else loader_bs(dl))
-        return rows
+        return n_rows((*learn.xb, *learn.yb), dl.rows if type(dl) is LoaderBatches else loader_bs(dl))
 
     def hidden(self, n:int, module:nn.Module|None=None)->list:
         "The part for hidden states in `module`, None: in the model; no part if there are none"
@@ -122,7 +118,9 @@ def each_output(self:Loop)->Iterator:
 @patch
 def parts(self:Loop)->list:
     "All that follow the pieces of this batch"
-    n = self.inputs.n
+    n,splitter,learn = self.inputs.n,self.splitter,self.learn
+    if splitter and splitter.budget.joins is None and self.rows() < n:
+        check_rows(learn.model, (*self.inputs.xb, *self.inputs.yb), n, learn.dl.size)
     self.together = Together(self.learn) if self.is_apart else None
     return [self.inputs, *self.hidden(n), *[p for o in self.cbs for p in o.parts(n)], *[self.together]*self.is_apart]
 
@@ -360,6 +358,7 @@ def forward_context(self:LoopCallback):
             free_memory()
             pieces.begin(pieces.parts)
         pieces,run = Pieces(n, loop.hidden(n, module), budget),on_samples(forward, args, kwargs, n, loop.lists)
+        if budget.joins is None and most() < n: check_rows(module, (args, kwargs), n)
         try: return pieces.run(run, most, adapts and shrink).joined()
         except CannotJoin as e:
             warn(f"validation batches are not split: {e}. If memory runs out, give the DataLoaders a smaller val_bs, "

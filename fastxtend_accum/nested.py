@@ -96,10 +96,11 @@ def next_size(rest:int, most:int)->int:
 # %% ../nbs/source/01_nested.ipynb #85346ab4
 class CannotJoin(ValueError): "The outputs of pieces are not those of a batch"
 
-def join(outputs:list, sizes:list[int]):
+def join(outputs:list, sizes:list[int], lists:dict|None=None, place:tuple=()):
     """Concatenate the outputs of pieces of `sizes` samples along the samples; strings and numbers must be the same in
-    all. Raises CannotJoin, a ValueError. Empties `outputs`, so that each is freed once it is joined"""
-    o,is_same_type = outputs[0],len({type(p) for p in outputs}) == 1
+    all. `lists` keeps which lists have an entry for each sample, as sizes that differ have shown. Raises CannotJoin, a
+    ValueError. Empties `outputs`, so that each is freed once it is joined"""
+    o,is_same_type,lists = outputs[0],len({type(p) for p in outputs}) == 1,{} if lists is None else lists
     if is_same_type and isinstance(o, Tensor):
         for p,n in zip(outputs, sizes):
             if p.shape[:1] == (n,) and p.shape[1:] == o.shape[1:]: continue
@@ -111,14 +112,17 @@ def join(outputs:list, sizes:list[int]):
         return res
     if is_same_type and children(o) is not None:
         lengths = [len(p) for p in outputs]
-        if isinstance(o, list) and lengths == sizes and (len({*sizes}) > 1 or sizes[0] not in map(len, tensors_in(o))):
-            return type(o)(v for p in outputs for v in p)  # an entry for each sample
+        if isinstance(o, list) and lengths == sizes:
+            differ = len({*sizes}) > 1
+            if differ or place not in lists: lists[place] = differ or sizes[0] not in map(len, tensors_in(o))
+            if lists[place]: return type(o)(v for p in outputs for v in p)
+        elif isinstance(o, list): lists[place] = False
         if isinstance(o, Mapping): lengths = [tuple(p) for p in outputs]
         if len({*lengths}) > 1: raise CannotJoin(f"cannot join outputs of {lengths[0]} and {lengths[1]} entries")
         columns = [list(c) for c in zip(*map(children, outputs))]
         like = rebuilt(o, [0]*len(columns))  # Transformers' outputs leave out what is None
         o = outputs.clear()
-        return rebuilt(like, [join(columns.pop(0), sizes) for _ in range(len(columns))])
+        return rebuilt(like, [join(columns.pop(0), sizes, lists, (*place, k)) for k in range(len(columns))])
     if o is None or isinstance(o, (str,bytes,Number)) and all(p == o for p in outputs): return o
     raise CannotJoin(f"cannot join outputs of type {type(o).__name__}: let the model return tensors, "
                      "or tuples, lists and dicts of them")
