@@ -97,7 +97,7 @@ def forward_context(self:GradientCache):
     if is_look(self.learn) or self.state is None: self.state = BlockState(module)
     state = self.state
     if most < n and self.budget.joins is None:
-        check_rows(module, (*self.learn.xb, *self.learn.yb), loop.samples(), loader_bs(self.learn.dl))
+        check_rows(module, (*self.learn.xb, *self.learn.yb), loop.samples(), counted(self.learn.dl)[0])
     def pieces_forward(*args, **kwargs):  # `part` may run several times in a forward pass
         misfit = first(o for o in tensors_in((args, kwargs)) if len(o) != n)
         if most < n and misfit is not None:

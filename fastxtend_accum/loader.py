@@ -14,7 +14,7 @@ from .nested import *
 
 # %% auto #0
 __all__ = ['remainders', 'loader_bs', 'check_multiple', 'is_shared', 'dataset_size', 'epoch_samples', 'end_of_epoch',
-           'LoaderBatches']
+           'LoaderBatches', 'counted']
 
 # %% ../nbs/source/02_loader.ipynb #6b9002b3
 def loader_bs(dl)->int|None:
@@ -104,3 +104,7 @@ class LoaderBatches(GetAttr):
             self.seen += self.unit
             yield b
         if self.seen >= self.samples: next(batches, None)  # let the DataLoader end, and call its `after_iter`
+
+def counted(dl)->tuple[int|None,int|None]:
+    "Samples and rows of the batch that `dl` is at; both are the batch size that it states, until it has been wrapped"
+    return (dl.size, dl.rows) if type(dl) is LoaderBatches else (loader_bs(dl),)*2

@@ -61,8 +61,8 @@ class Loop:
 
     def samples(self)->int:
         "Rows of the present batch, which a callback may have changed by now"
-        learn,dl = self.learn,self.learn.dl
-        return n_rows((*learn.xb, *learn.yb), dl.rows if type(dl) is LoaderBatches else loader_bs(dl))
+        learn = self.learn
+        return n_rows((*learn.xb, *learn.yb), counted(learn.dl)[1])
 
     def hidden(self, n:int, module:nn.Module|None=None)->list:
         "The part for hidden states in `module`, None: in the model; no part if there are none"
@@ -96,6 +96,21 @@ def train(self:Loop):
     learn.opt.zero_grad()
 
 @patch
+def parts(self:Loop)->list:
+    "All that follow the pieces of this batch"
+    n,splitter,learn = self.inputs.n,self.splitter,self.learn
+    if splitter and splitter.budget.joins is None and self.rows() < n:
+        check_rows(learn.model, (*self.inputs.xb, *self.inputs.yb), n, counted(learn.dl)[0])
+    self.together = Together(self.learn) if self.is_apart else None
+    return [self.inputs, *self.hidden(n), *[p for o in self.cbs for p in o.parts(n)], *[self.together]*self.is_apart]
+
+@patch
+def rows(self:Loop)->int:
+    "Samples of the present batch that the model sees at a time"
+    return self.splitter.rows_at_a_time(self) if self.splitter else self.inputs.n
+
+# %% ../nbs/source/13_loop.ipynb #1eea2236
+@patch
 def join_outputs(self:Loop):
     "Outputs that have shown that they cannot be joined never are, by coincidence: `learn.pred` is that of the last piece"
     budget = self.pieces.budget
@@ -114,20 +129,6 @@ def each_output(self:Loop)->Iterator:
         yield
     learn.pred = last
     self.inputs.whole()
-
-@patch
-def parts(self:Loop)->list:
-    "All that follow the pieces of this batch"
-    n,splitter,learn = self.inputs.n,self.splitter,self.learn
-    if splitter and splitter.budget.joins is None and self.rows() < n:
-        check_rows(learn.model, (*self.inputs.xb, *self.inputs.yb), n, learn.dl.size)
-    self.together = Together(self.learn) if self.is_apart else None
-    return [self.inputs, *self.hidden(n), *[p for o in self.cbs for p in o.parts(n)], *[self.together]*self.is_apart]
-
-@patch
-def rows(self:Loop)->int:
-    "Samples of the present batch that the model sees at a time"
-    return self.splitter.rows_at_a_time(self) if self.splitter else self.inputs.n
 
 # %% ../nbs/source/13_loop.ipynb #8b7a2fed
 @patch

@@ -44,6 +44,7 @@ ways = dict(exact=lambda: [GradientAccumulation(exact=True)], split=lambda: [Gra
             large=lambda: [GradientAccumulation(micro_batch_size=99)], cache=lambda: [GradientCache(4)], both=lambda: [GradientAccumulation(micro_batch_size=4), GradientCache(2)])
 no_warning = pytest.mark.filterwarnings('ignore:micro_batch_size=99')
 
+@pytest.mark.thin(7)
 @no_warning
 @pytest.mark.parametrize('way', ways)
 @pytest.mark.parametrize('f', rows.values(), ids=rows)
@@ -51,6 +52,7 @@ no_warning = pytest.mark.filterwarnings('ignore:micro_batch_size=99')
 def test_a_window_of_one_batch(loader, f, way):
     assert_same_fit(run(loader(8, f), *ways[way]()), run(loader(8, f)))
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize('micro', [None, 3])
 @pytest.mark.parametrize('f', [views, repeats, nodes, without_broken], ids=['views', 'repeats', 'nodes', 'broken'])
 @pytest.mark.parametrize('loader', loaders.values(), ids=loaders)
@@ -99,6 +101,7 @@ odd = dict(sampler=sampler, prebatched=prebatched, skipped=lambda: DataLoader(SA
            longer=lambda: tud.DataLoader(Stream(40), batch_size=8), shorter=lambda: tud.DataLoader(Stream(64), batch_size=8), dropped=lambda: tud.DataLoader(Stream(50), batch_size=8, drop_last=True),
            own=lambda: Own([8,3,8,8,1,8], 6), own_stated=lambda: Own([8,3,8,8,1,8], 6, bs=8), own_longer=lambda: Own([8,3,8,8,1,8], 4, batch_size=8))
 
+@pytest.mark.thin(7)
 @no_warning
 @pytest.mark.filterwarnings('ignore:Length of IterableDataset')
 @pytest.mark.parametrize('way', ways)
@@ -140,6 +143,7 @@ class SwapDl(SetBs):
     def before_train(self): self.learn.dl = torch_loader(self.sizes[self.epoch], stack)
 changes = pytest.mark.parametrize('change', [SetBs, SwapLoader, SwapLoaders, SwapDl])
 
+@pytest.mark.thin(7)
 @no_warning
 @pytest.mark.parametrize('sizes', [(16, 16, 8), (4, 8, 12)])
 @pytest.mark.parametrize('way', ways)
@@ -148,6 +152,7 @@ def test_a_size_that_changes(change, way, sizes):
     def fitted(*cbs): return run(fastai_loader(sizes[0], stack), change(*sizes), *cbs)
     assert_same_fit(fitted(*ways[way]()), fitted())
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize('micro', [None, 2])
 @pytest.mark.parametrize('sizes', [(4, 8, 16), (16, 8, 4), (4, 4, 2)])
 @changes

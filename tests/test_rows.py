@@ -62,6 +62,7 @@ def run(kind, T, *cbs, ragged=False, layers=1, bs=BS, n_epoch=2):
 cases = pytest.mark.parametrize('kind,ragged', [(k, o) for k in kinds for o in (False, True) if not (o and k == 'per_sample')])
 def count(learn): return (learn.y != -100).sum()
 
+@pytest.mark.thin(3)
 @pytest.mark.filterwarnings('ignore:validation batches are not split', 'ignore:could not check', 'ignore:accumulation is not exact')
 @pytest.mark.parametrize('T', [4, 6])
 @cases
@@ -76,6 +77,7 @@ def test_pieces(kind, ragged, T):
     if kind in joined and not ragged: assert_same(torch.cat(learn.preds), torch.cat(whole.preds), 1e-6)
     elif not ragged: assert all(len(o) < BS for o in learn.preds)
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize('T', [4, 6])
 @cases
 def test_gradient_cache(kind, ragged, T):
