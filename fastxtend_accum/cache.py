@@ -96,13 +96,13 @@ def forward_context(self:GradientCache):
     forward,n,most = module.forward,self.module_rows(loop),self.rows_at_a_time(loop)
     if is_look(self.learn) or self.state is None: self.state = BlockState(module)
     state = self.state
-    if most < n and self.budget.joins is None:
-        check_rows(module, (*self.learn.xb, *self.learn.yb), loop.samples(), counted(self.learn.dl)[0])
+    b,checks = (*self.learn.xb, *self.learn.yb),[]
+    if most < n and self.budget.joins is None: checks = check_rows(module, b, loop.samples(), counted(self.learn.dl)[0])
     def pieces_forward(*args, **kwargs):  # `part` may run several times in a forward pass
         misfit = first(o for o in tensors_in((args, kwargs)) if len(o) != n)
         if most < n and misfit is not None:
             raise ValueError(f"GradientCache cannot split a tensor of shape {tuple(misfit.shape)} in a batch of "
                              f"{n//self.rows} samples: its first dimension must be the samples; if a module sees "
                              "several rows of each sample, set rows to their number, such as rows=2")
-        return in_pieces(forward, state, most, n, loop.lists, loop.hidden(n, module), self.budget)(*args, **kwargs)
+        return in_pieces(forward, state, most, n, loop.lists, [*checks, *loop.hidden(n, module)], self.budget)(*args, **kwargs)
     return replaced(module, 'forward', pieces_forward)

@@ -99,10 +99,10 @@ def train(self:Loop):
 def parts(self:Loop)->list:
     "All that follow the pieces of this batch"
     n,splitter,learn = self.inputs.n,self.splitter,self.learn
-    if splitter and splitter.budget.joins is None and self.rows() < n:
-        check_rows(learn.model, (*self.inputs.xb, *self.inputs.yb), n, counted(learn.dl)[0])
+    is_new,b = splitter and splitter.budget.joins is None and self.rows() < n,(*self.inputs.xb, *self.inputs.yb)
+    checks = check_rows(learn.model, b, n, counted(learn.dl)[0]) if is_new else []
     self.together = Together(self.learn) if self.is_apart else None
-    return [self.inputs, *self.hidden(n), *[p for o in self.cbs for p in o.parts(n)], *[self.together]*self.is_apart]
+    return [self.inputs, *checks, *self.hidden(n), *[p for o in self.cbs for p in o.parts(n)], *[self.together]*self.is_apart]
 
 @patch
 def rows(self:Loop)->int:
@@ -359,7 +359,7 @@ def forward_context(self:LoopCallback):
             free_memory()
             pieces.begin(pieces.parts)
         pieces,run = Pieces(n, loop.hidden(n, module), budget),on_samples(forward, args, kwargs, n, loop.lists)
-        if budget.joins is None and most() < n: check_rows(module, (args, kwargs), n)
+        if budget.joins is None and most() < n: pieces.parts += check_rows(module, (args, kwargs), n)
         try: return pieces.run(run, most, adapts and shrink).joined()
         except CannotJoin as e:
             warn(f"validation batches are not split: {e}. If memory runs out, give the DataLoaders a smaller val_bs, "
