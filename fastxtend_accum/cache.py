@@ -104,5 +104,6 @@ def forward_context(self:GradientCache):
             raise ValueError(f"GradientCache cannot split a tensor of shape {tuple(misfit.shape)} in a batch of "
                              f"{n//self.rows} samples: its first dimension must be the samples; if a module sees "
                              "several rows of each sample, set rows to their number, such as rows=2")
-        return in_pieces(forward, state, most, n, loop.lists, [*checks, *loop.hidden(n, module)], self.budget)(*args, **kwargs)
+        parts = [*checks, *loop.hidden(n, module)]
+        return in_pieces(forward, state, most, n, loop.lists, parts, self.budget)(*args, **kwargs)
     return replaced(module, 'forward', pieces_forward)

@@ -13,8 +13,8 @@ from .checks import *
 from .nested import *
 
 # %% auto #0
-__all__ = ['remainders', 'loader_bs', 'check_multiple', 'is_shared', 'dataset_size', 'epoch_samples', 'end_of_epoch',
-           'LoaderBatches', 'counted']
+__all__ = ['remainders', 'loader_bs', 'check_multiple', 'is_shared', 'dataset_size', 'epoch_samples', 'end_of_epoch', 'counted',
+           'LoaderBatches']
 
 # %% ../nbs/source/02_loader.ipynb #6b9002b3
 def loader_bs(dl)->int|None:
@@ -57,16 +57,20 @@ def epoch_samples(dl, loader_bs:int)->tuple[int,bool]:
     if n is None or n_batches not in (n//loader_bs, -(-n//loader_bs)): return n_batches*loader_bs,False
     return min(n, n_batches*loader_bs),True
 
-# %% ../nbs/source/02_loader.ipynb #7a6b1f12
+# %% ../nbs/source/02_loader.ipynb #7a6b1f13
 remainders = 'step','carry','drop'
 
 def end_of_epoch(remainder:str|None, dl)->str:
     return remainder or ('drop' if getattr(dl, 'drop_last', False) else 'step')
 
+def counted(dl)->tuple[int|None,int|None]:
+    "Samples and rows of the batch that `dl` is at; both are the batch size that it states, until it has been wrapped"
+    return (dl.size, dl.rows) if type(dl) is LoaderBatches else (loader_bs(dl),)*2
+
+# %% ../nbs/source/02_loader.ipynb #7a6b1f12
 class LoaderBatches(GetAttr):
-    """The training DataLoader for one epoch: its batches, as long as `needs_more()`; None: all. A batch is what it
-    yields: `size` samples as it counts them, whatever the `rows` of its tensors. If it states no size, it yields up to
-    `given` samples; None: batches are counted; 'auto' is an error"""
+    """The training DataLoader for one epoch: its batches, as long as `needs_more()`; None: all. The present one has
+    `size` samples as it counts them, and tensors of `rows`. If it states no size: up to `given`; None: one batch is 1"""
     _default = 'dl'
     @property
     def __class__(self): return self.dl.__class__  # `isinstance` sees it, as fastai's `DistributedTrainer` needs
@@ -78,8 +82,7 @@ class LoaderBatches(GetAttr):
         if self.most == 'auto':
             raise ValueError(f"cannot find the batch size of {type(dl).__name__}: it has neither bs nor batch_size; "
                              "pass micro_batch_size, the number of samples it yields at a time")
-        self.unit = self.most or 1
-        self.seen,self.size,self.rows = 0,0,0
+        self.unit,self.seen,self.size,self.rows = self.most or 1,0,0,0
         self.samples,self.certain = epoch_samples(dl, self.unit)
         self.needed = self.samples
 
@@ -104,7 +107,3 @@ class LoaderBatches(GetAttr):
             self.seen += self.unit
             yield b
         if self.seen >= self.samples: next(batches, None)  # let the DataLoader end, and call its `after_iter`
-
-def counted(dl)->tuple[int|None,int|None]:
-    "Samples and rows of the batch that `dl` is at; both are the batch size that it states, until it has been wrapped"
-    return (dl.size, dl.rows) if type(dl) is LoaderBatches else (loader_bs(dl),)*2

@@ -112,7 +112,7 @@ def rows(self:Loop)->int:
 # %% ../nbs/source/13_loop.ipynb #1eea2236
 @patch
 def join_outputs(self:Loop):
-    "Outputs that have shown that they cannot be joined never are, by coincidence: `learn.pred` is that of the last piece"
+    "`learn.pred` is that of the last piece once outputs could not be joined: later ones may, but by coincidence"
     budget = self.pieces.budget
     if budget and budget.joins is False: return
     try: self.learn.pred = self.pieces.joined()
@@ -122,7 +122,7 @@ def join_outputs(self:Loop):
 def each_output(self:Loop)->Iterator:
     "The batch for the Learner's metrics: whole, or piece by piece if `join_outputs` could not join the outputs"
     pieces,learn = self.pieces,self.learn
-    if not (pieces.budget and pieces.budget.joins is False and len(pieces.sizes) > 1): return (yield)
+    if len(pieces.sizes) == 1 or pieces.budget.joins: return (yield)
     start,last = 0,learn.pred
     for size,learn.pred in zip(pieces.sizes, pieces.outputs):
         self.inputs.piece(start, start := start+size)

@@ -58,21 +58,24 @@ class Pieces:
             go_back(error)
         return self
 
-    def is_unclear(self, size:int)->bool:
-        """Whether the samples in outputs of pieces of `size` may be another dimension, or not be the list that has as
-        many entries. A piece of another size shows it; processes need the same pieces, though"""
-        if self.budget is None or self.budget.joins is not None or size < 3 or {*self.sizes} != {size}: return False
-        o = self.outputs[0]
-        is_list = isinstance(o, list) and len(o) == size
-        return num_distrib() < 2 and (is_list or any(len(t) == size in t.shape[1:] for t in tensors_in(o)))
+# %% ../nbs/source/12_pieces.ipynb #d1d04811
+@patch
+def is_unclear(self:Pieces, size:int)->bool:
+    """Whether the samples in outputs of pieces of `size` may be another dimension, or not be the list that has as
+    many entries. A piece of another size shows it; processes need the same pieces, though"""
+    if self.budget is None or self.budget.joins is not None or size < 3 or {*self.sizes} != {size}: return False
+    o = self.outputs[0]
+    is_list = isinstance(o, list) and len(o) == size
+    return num_distrib() < 2 and (is_list or any(len(t) == size in t.shape[1:] for t in tensors_in(o)))
 
-    def joined(self):
-        "The batch's output; raises CannotJoin if pieces of two sizes do not follow the samples"
-        if len(self.outputs) == 1: return self.outputs[0]
-        is_known = self.budget is None or self.budget.joins
-        res = join(self.outputs if is_known else [*self.outputs], self.sizes, self.budget and self.budget.lists)
-        if not is_known: self.budget.joins,self.outputs = True,[]
-        return res
+@patch
+def joined(self:Pieces):
+    "The batch's output; raises CannotJoin if pieces of two sizes do not follow the samples"
+    if len(self.outputs) == 1: return self.outputs[0]
+    is_known = self.budget is None or self.budget.joins
+    res = join(self.outputs if is_known else [*self.outputs], self.sizes, self.budget and self.budget.lists)
+    if not is_known: self.budget.joins,self.outputs = True,[]
+    return res
 
 # %% ../nbs/source/12_pieces.ipynb #c362035e
 class Inputs:
