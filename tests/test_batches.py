@@ -60,6 +60,29 @@ def test_windows_of_several_batches(loader, f, micro):
     "4 batches of 4 are one of 16, except for `nodes`, whose number depends on the place in a batch, and is the same in each 4"
     assert_same_fit(run(loader(4, f), GradientAccumulation(16, micro_batch_size=micro)), run(loader(16, f)))
 
+class Graphs:
+    "Graphs in one batch, as PyTorch Geometric has them: an object, whose nodes are concatenated"
+    def __init__(self, b):
+        n_nodes = torch.tensor([2+i%5 for i in range(len(b))])
+        self.x,self.y = torch.stack([o[0] for o in b]).repeat_interleave(n_nodes, 0),torch.stack([o[1] for o in b])
+        self.batch = torch.arange(len(b)).repeat_interleave(n_nodes)
+    def to(self, *args, **kwargs): return self
+class GraphNet(nn.Module):
+    def __init__(self): super().__init__(); self.m = model()
+    def forward(self, g): return self.m(torch.zeros(len(g.y), 5, dtype=g.x.dtype).index_add(0, g.batch, g.x)/5)
+
+def graph_fit(bs, *cbs):
+    dl = tud.DataLoader(SAMPLES[:48], batch_size=bs, collate_fn=lambda b: (g := Graphs(b), g.y))
+    learn = Learner(DataLoaders(dl, dl), GraphNet(), loss_func=mse, opt_func=SGD, cbs=[*cbs, Positions()])
+    return fit(learn, 3, .1, method='fit_one_cycle')
+
+@pytest.mark.parametrize('bs, cb', [(8, lambda: GradientAccumulation(exact=True)), (8, lambda: GradientAccumulation(micro_batch_size='auto')), (8, lambda: GradientAccumulation(8)),
+                                    (8, lambda: GradientAccumulation(micro_batch_size=8))])
+def test_graphs(bs, cb): assert_same_fit(graph_fit(bs, cb()), graph_fit(8))
+
+def test_graphs_are_not_split():
+    with pytest.raises(ValueError, match='cannot split a Graphs'): graph_fit(8, GradientAccumulation(micro_batch_size=4))
+
 # Loaders
 
 class Budget:
