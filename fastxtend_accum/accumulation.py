@@ -39,7 +39,6 @@ class GradientAccumulation(LoopCallback):
     after_pred = before_backward = before_step = after_batch = noop  # else looked up in Learner and model each time
     training = property(attrgetter('learn.training'))
     splits_valid = property(lambda self: self.exact or self.splits)
-    batch_samples = property(attrgetter('now.batches.size'))  # as the DataLoader has yielded them
     def __init__(self,
         accum_bs:int|None=None, # Samples in a window of all processes; None: one batch each if split or `exact`, or 32
         n_acc:int|None=None, # fastai's name for `accum_bs`: pass one of them
@@ -81,7 +80,9 @@ def check_arguments(self:GradientAccumulation, unknown:dict):
          f"remainder must be one of {remainders} or None, not {self.remainder!r}"),
         (self.exact and self.micro_batch_size is not None,
          f"exact=True runs whole batches, and micro_batch_size={self.micro_batch_size!r} splits them: "
-         "pass one of them")):
+         "pass one of them"),
+        (self.remainder == 'carry' and not (a or n) and (self.exact or self.micro_batch_size is not None),
+         "remainder='carry' is for windows of several batches: pass accum_bs, or leave remainder out")):
         if is_wrong: raise ValueError(message)
 
 # %% ../nbs/source/17_accumulation.ipynb #730d4bdc
@@ -89,16 +90,25 @@ class FitState:
     "What a fit of a `GradientAccumulation` needs besides its window"
     def __init__(self, accum:GradientAccumulation):
         learn = accum.learn
-        self.loader_bs,self.processes = loader_batch_size(learn.dls.train, accum.micro_batch_size),Processes(learn)
-        self.global_bs = self.loader_bs*self.processes.n  # a batch of the DataLoader in every process
-        self.at_end = end_of_epoch(accum.remainder, learn.dls.train)
+        self.processes,self.batches = Processes(learn),None
+        self.begin_epoch(accum, learn.dls.train)
         self.is_split,self.has_half = accum.splits,any(p.dtype in half for p in trained(learn.opt))
         self.hypers,self.loss_check,self.warned = FirstHypers(accum.scale),LossCheck(),set()
         if is_lr_find(learn): self.loss_check.left = 0  # the fit that follows says it
         self.is_told = accum.exact or not accum.verbose  # how windows are made up
         self.saved,self.moved = None,None  # what a first pass may move, and what it has moved
         self.has_targets,self.train_iter,self.blocks = False,None,None  # of the present batch; to recompute
-        self.batches,self.n_windows,self.pct = None,None,0.  # of the epoch: the loader, its windows, the position
+        self.n_windows,self.pct = None,0.  # of the epoch; the position in the fit
+
+    def begin_epoch(self, accum:GradientAccumulation, dl)->bool:
+        "The batches of `dl` for an epoch; returns whether their size is another than before"
+        given = accum.accum_bs and (accum.micro_batch_size or 'auto')
+        self.at_end = end_of_epoch(accum.remainder, dl) if accum.accum_bs else accum.remainder or 'step'
+        before,self.batches = self.batches,LoaderBatches(dl, given, self.at_end)
+        return before is not None and before.most != self.batches.most
+
+    loader_bs = property(lambda self: self.batches.most or self.batches.rows)  # samples in a batch of the DataLoader
+    global_bs = property(lambda self: self.loader_bs*self.processes.n)  # in every process together
     def __reduce__(self): return noop,()  # a Learner that is exported in mid-fit begins a fit of its own
 
 # %% ../nbs/source/17_accumulation.ipynb #e73efc2b
@@ -148,7 +158,7 @@ def check(self:GradientAccumulation):
         raise ValueError(f"this Learner has {len(found)} callbacks that accumulate ({names}): "
                          "keep one, see learn.remove_cb")
     check_accumulates(learn.model, learn.opt)
-    for name,size in sizes.items(): check_multiple(name, size, now.loader_bs, now.processes.n)
+    for name,size in sizes.items() if self.accum_bs else (): check_multiple(name, size, now.loader_bs, now.processes.n)
     size,bs = max(sizes.values()),now.global_bs
     if size > bs: check_loop(learn, self)
     if self.exact and size > bs:
@@ -157,11 +167,11 @@ def check(self:GradientAccumulation):
                          "DataLoader")
     if self.exact and (own := learn._grab_cbs(GradientCache)):
         raise ValueError("exact=True runs whole batches, and GradientCache splits them: leave one of them out")
-    if self.micro_batch_size not in (None, 'auto') and self.micro_batch_size > now.loader_bs:
+    if self.micro_batch_size not in (None, 'auto') and 0 < now.loader_bs < self.micro_batch_size:
         warn(f"micro_batch_size={self.micro_batch_size} is more than the {now.loader_bs} samples that the DataLoader "
              "yields: its batches are not split")
     given = now.loader_bs if self.micro_batch_size in (None,'auto') else self.micro_batch_size
-    if self.micro_batch_size != 'auto' or self.micro_bs is None: self.micro_bs = min(given, now.loader_bs)
+    if self.micro_batch_size != 'auto' or self.micro_bs is None: self.micro_bs = min(given, now.loader_bs or given)
     check_rules(self.scale, learn.opt)
 
 @patch
@@ -177,7 +187,7 @@ def size_at(self:GradientAccumulation, pct:float)->int:
 @patch
 def size_now(self:GradientAccumulation)->int:
     "Samples of this process in a window that opens now"
-    return self.size_at(self.learn.pct_train)//self.now.processes.n
+    return self.size_at(self.learn.pct_train)//self.now.processes.n if self.accum_bs else self.now.batches.unit
 
 # %% ../nbs/source/17_accumulation.ipynb #3c6f5d20
 @patch
@@ -185,8 +195,11 @@ def before_train(self:GradientAccumulation):
     "Wrap the DataLoader and plan the epoch's windows"
     if not self.is_in_fit(): return
     if self.now is None: self.start_fit()
-    learn,now,size = self.learn,self.now,self.size_now()
-    learn.dl = now.batches = batches = LoaderBatches(learn.dl, now.loader_bs, now.at_end)
+    learn,now = self.learn,self.now
+    if now.begin_epoch(self, learn.dl):  # by a callback
+        self.check()
+        now.is_told = self.exact or not self.verbose
+    learn.dl,batches,size = now.batches,now.batches,self.size_now()
     now.pct,now.n_windows = learn.pct_train,batches.n_windows(size) if len(self.sizes()) == 1 else None
     if now.at_end == 'drop' and batches.certain:
         if now.n_windows == 0:
@@ -208,14 +221,15 @@ def before_batch(self:GradientAccumulation):
         now.hypers.restore(learn.opt)
         window.open(self.size_now())
     now.train_iter,window.losses = learn.train_iter,[]
-    self.start_micro_batch(now.batches.size)
+    self.start_micro_batch(now.batches.size, now.batches.rows)
 
 @patch
-def start_micro_batch(self:GradientAccumulation, samples:int, ends_batch:bool=True):
-    "Start a micro-batch of `samples` as the DataLoader yielded them: callbacks may have changed the batch by now"
+def start_micro_batch(self:GradientAccumulation, samples:int, rows:int, ends_batch:bool=True):
+    "Start a micro-batch of `samples` as the DataLoader counts them, which are `rows` of its tensors"
     now,window = self.now,self.window
-    ends_window = ends_batch and (window.samples+samples >= window.size or now.batches.is_last)
-    window.micro = MicroBatch(samples, ends_window)
+    is_full = not self.accum_bs or window.samples+samples >= window.size or now.batches.is_last
+    ends_window = ends_batch and is_full
+    window.micro = MicroBatch(samples, ends_window, rows)
     if now.has_half and not (ends_window or window.n_micro): window.sums = {}
     if now.processes.n > 1: now.processes.before_forward(window)
     if now.moved is None and not now.is_told and self.learn.logger is not noop: self.look()
@@ -241,13 +255,13 @@ def after_loss(self:GradientAccumulation):
     now.has_targets = len(learn.yb) > 0
     if not now.has_targets: return
     if now.saved: self.has_looked()
-    micro,items = window.micro,n_items(learn, self.num_items, window.micro.samples)
+    micro,items = window.micro,n_items(learn, self.num_items, window.micro.rows)
     if not window.n_micro and (self.scale or not micro.ends_window):
         first_size = first(self.sizes().values())
         now.hypers.save(learn.opt, window.size*now.processes.n/first_size if self.scale else 1.)
     if now.processes.n > 1: window.unit = now.processes.common_unit(items)
     if now.loss_check.left and (window.n_micro or not micro.ends_window):
-        now.loss_check.add(learn, micro.samples, items if self.num_items else None)
+        now.loss_check.add(learn, micro.rows, items if self.num_items else None)
     learn.loss = mean_over(items, learn.loss)
     window.weigh(items, learn.loss)
 
@@ -387,6 +401,7 @@ def step_now(self:GradientAccumulation):
     finally:
         if not window.result: window.finish('skipped')
     learn.opt.zero_grad()
+    learn.pct_train = self.position()
     for o in self.now.loggers: o.cb('after_batch')  # outside a batch
 
 # %% ../nbs/source/17_accumulation.ipynb #c991c6a1
@@ -416,9 +431,16 @@ def end_fit(self:GradientAccumulation):
 @patch
 def parts(self:GradientAccumulation, n:int)->list:
     "Each piece of a batch of `n` samples is a micro-batch"
-    size = self.batch_samples
-    def piece(start, end): self.start_micro_batch(end*size//n - start*size//n, ends_batch=end == n)
+    size = self.now.batches.size
+    def piece(start, end): self.start_micro_batch(end*size//n - start*size//n, end-start, ends_batch=end == n)
     return [SimpleNamespace(piece=piece)]
+
+@patch
+def rows_at_a_time(self:GradientAccumulation, loop:Loop)->int:
+    "Rows of a piece: where the DataLoader makes several of each sample, those of `micro_batch_size` samples"
+    if self.micro_batch_size == 'auto': return LoopCallback.rows_at_a_time(self, loop)
+    n,batches = self.micro_bs,self.now.batches
+    return max(n, -(-n*batches.rows//batches.size))
 
 @patch
 def shrink(self:GradientAccumulation, loop:Loop)->str|None:
@@ -446,7 +468,7 @@ def go_back(self:GradientAccumulation, start:int)->int|None:
 def start_over(self:GradientAccumulation)->int:
     "Open the window again, before the first piece of this batch"
     self.window.open(self.window.size)
-    self.start_micro_batch(self.batch_samples)
+    self.start_micro_batch(self.now.batches.size, self.now.batches.rows)
     self.learn.opt.zero_grad()
     return 0
 

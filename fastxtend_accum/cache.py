@@ -15,6 +15,8 @@ from .processes import *
 from .fit import *
 from .state import *
 from .memory import *
+from .hidden_state import *
+from .loader import *
 from .pieces import *
 from .loop import *
 from .description import *
@@ -24,7 +26,8 @@ from .checkpointing import *
 __all__ = ['in_pieces', 'GradientCache']
 
 # %% ../nbs/source/16_cache.ipynb #41c70a9e
-def in_pieces(forward:Callable, state:BlockState, most:int, n:int, lists:dict|None=None, parts:list=())->Callable:
+def in_pieces(forward:Callable, state:BlockState, most:int, n:int, lists:dict|None=None, parts:list=(),
+              budget:PieceBudget|None=None)->Callable:
     """`forward` of the block of `state` on `n` rows, in the memory of `most` of them: all pieces but the last run again
     in the backward pass, in the contexts that the `again` of each of `parts` gives"""
     def copied(*args, **kwargs):  # it may work in place, and the pieces are views of one batch
@@ -35,7 +38,7 @@ def in_pieces(forward:Callable, state:BlockState, most:int, n:int, lists:dict|No
             def again(): return all_contexts(parts, 'again', start, end)
             piece_forward = copied if end == n else checkpointed(copied, state, again)
             return on_samples(piece_forward, args, kwargs, n, lists)(start, end)
-        return Pieces(n, parts).run(run, lambda: most).joined()
+        return Pieces(n, parts, budget).run(run, lambda: most).joined()
     return f
 
 # %% ../nbs/source/16_cache.ipynb #2d9b4c14
@@ -96,15 +99,18 @@ def forward_context(self:GradientCache):
     forward,n,most = module.forward,self.module_rows(loop),self.rows_at_a_time(loop)
     if is_look(self.learn) or self.state is None: self.state = BlockState(module)
     state = self.state
+    b,checks = (*self.learn.xb, *self.learn.yb),[]
+    if most < n and self.budget.joins is None: checks = check_rows(module, b, loop.samples(), counted(self.learn.dl)[0])
     def pieces_forward(*args, **kwargs):  # `part` may run several times in a forward pass
         misfit = first(o for o in tensors_in((args, kwargs)) if len(o) != n)
         if most < n and misfit is not None:
             raise ValueError(f"GradientCache cannot split a tensor of shape {tuple(misfit.shape)} in a batch of "
                              f"{n//self.rows} samples: its first dimension must be the samples; if a module sees "
                              "several rows of each sample, set rows to their number, such as rows=2")
+        parts = [*checks, *loop.hidden(n, module)]
         saved = None if self.moved is not None or self.learn.logger is noop else \
             Saved(glances([*held(module), *global_generators()]))
-        res = in_pieces(forward, state, most, n, loop.lists, loop.hidden(n, module))(*args, **kwargs)
+        res = in_pieces(forward, state, most, n, loop.lists, parts, self.budget)(*args, **kwargs)
         if saved: self.moved = state_moved(saved, self.learn, most, n//-(-n//most), next_size(n, most))
         return res
     return replaced(module, 'forward', pieces_forward)

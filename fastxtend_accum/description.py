@@ -37,7 +37,7 @@ def what_differs(moved:list, n:int, model:nn.Module, *others)->list[str]:
 def describe(accum:Callback)->str:
     "How a window is made up, and what differs from one batch of its size, as the first window has shown"
     learn,now,micro,sizes = accum.learn,accum.now,accum.micro_bs,accum.sizes().values()
-    n,bs,most = now.processes.n,now.loader_bs,max(sizes)
+    n,bs,most = now.processes.n,now.batches.rows if accum.adapts else now.loader_bs,max(sizes)
     count = most//now.global_bs * -(-bs//micro)
     res = [f"micro_batch_size='auto': each batch of {bs} {how_split(bs, micro)}"]*(accum.micro_batch_size == 'auto')
     if count == n == 1: return first(res) or f"{most} samples are one batch: a smaller micro_batch_size splits it"

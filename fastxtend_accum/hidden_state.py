@@ -6,6 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/hidden_state.html
 
 # %% ../nbs/source/11_hidden_state.ipynb #6d7764f3
 from __future__ import annotations
+from contextlib import ExitStack
 from functools import singledispatch
 
 from fastai.basics import *
@@ -13,7 +14,7 @@ from fastai.basics import *
 from .nested import *
 
 # %% auto #0
-__all__ = ['hidden_state', 'state_owners', 'carries_state', 'check_splits', 'HiddenState']
+__all__ = ['hidden_state', 'state_owners', 'carries_state', 'check_splits', 'TimeFirst', 'not_first', 'check_rows', 'HiddenState']
 
 # %% ../nbs/source/11_hidden_state.ipynb #42f76059
 @singledispatch
@@ -52,6 +53,35 @@ def check_splits(model:nn.Module, owners:list[nn.Module]):
                 f"{name} carries its state from batch to batch (it has a `reset`), so a batch cannot be split "
                 f"until you say where the state is: hidden_state.register({name}, lambda m, n: dict(state=1)), if "
                 "m.state has the rows in dimension 1; or use a smaller batch in the DataLoader and no micro_batch_size")
+
+# %% ../nbs/source/11_hidden_state.ipynb #d43a0a71
+class TimeFirst:
+    "Part: raises ValueError if a layer with time first shows that pieces of these `n` rows are cut along time"
+    def __init__(self, layers:list[nn.Module], n:int, shape:tuple): self.layers,self.n,self.shape = layers,n,shape
+    def again(self, start:int, end:int): pass
+
+    @contextmanager
+    def piece(self, start:int, end:int):
+        with ExitStack() as stack:
+            for m in self.layers if end-start < self.n else ():
+                stack.callback(m.register_forward_pre_hook(self.look).remove)
+            yield
+
+    def look(self, module:nn.Module, args:tuple):
+        if args and getattr(args[0], 'shape', ())[1:2] == (self.n,): not_first(self.shape)
+
+def not_first(shape:tuple):
+    raise ValueError(f"cannot split a tensor of shape {tuple(shape)}: its samples are dimension 1, with time first; "
+                     "put the samples first, or leave micro_batch_size out")
+
+def check_rows(model:nn.Module, b:tuple, rows:int, samples:int|None=None)->list[TimeFirst]:
+    "Raises ValueError if batch `b` has its samples in dimension 1; a part that does, where only the model can tell"
+    tensors = tensors_in(b)
+    if samples not in (None, rows) and tensors and all(o.shape[1:2] == (samples,) for o in tensors):
+        not_first(tensors[0].shape)
+    square = first(o for o in tensors if o.shape[:2] == (rows, rows))
+    layers = [m for m in model.modules() if vars(m).get('batch_first') is False] if square is not None else []
+    return [TimeFirst(layers, rows, square.shape)] if layers else []
 
 # %% ../nbs/source/11_hidden_state.ipynb #884e76f9
 class HiddenState:

@@ -13,22 +13,14 @@ from .checks import *
 from .nested import *
 
 # %% auto #0
-__all__ = ['remainders', 'stated_batch_size', 'loader_batch_size', 'check_multiple', 'is_shared', 'dataset_size', 'epoch_samples',
-           'end_of_epoch', 'LoaderBatches']
+__all__ = ['remainders', 'loader_bs', 'check_multiple', 'is_shared', 'dataset_size', 'epoch_samples', 'end_of_epoch', 'counted',
+           'LoaderBatches']
 
 # %% ../nbs/source/02_loader.ipynb #6b9002b3
-def stated_batch_size(dl)->int|None:
-    "`dl.bs`, else `dl.batch_size`; None if `dl` has neither"
-    bs = getattr(dl, 'bs', None)
-    return getattr(dl, 'batch_size', None) if bs is None else bs
-
-def loader_batch_size(dl, given:int|str|None=None)->int:
-    "The batch size that `dl` states, else `given`, which is `micro_batch_size`; ValueError if neither is a number"
-    size = stated_batch_size(dl) or given
-    if size in (None, 'auto'):
-        raise ValueError(f"cannot find the batch size of {type(dl).__name__}: it has neither bs nor batch_size; "
-                         "pass micro_batch_size, the number of samples it yields at a time")
-    return check_size('batch size', size)
+def loader_bs(dl)->int|None:
+    "Samples in a batch as `dl` counts them: its `bs` or `batch_size`; None if it has neither"
+    bs = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None)
+    return bs and check_size('batch size', bs)
 
 # %% ../nbs/source/02_loader.ipynb #990de701
 def check_multiple(name:str, accum_bs:int, micro_bs:int, n_processes:int=1):
@@ -52,6 +44,7 @@ def dataset_size(dl)->int|None: # None: `dl` does not say
     "Samples that `dl` draws in an epoch, in this process"
     if is_shared(dl): return None if (n := dataset_size(dl.dl)) is None else -(-n//dl.world_size)
     if (n := getattr(dl, 'n', None)) is not None: return n
+    if isinstance(getattr(dl, 'dataset', None), IterableDataset): return None  # its length is only what it announces
     for o in 'sampler','dataset':
         try: return len(getattr(dl, o))
         except (AttributeError, TypeError): pass
@@ -64,38 +57,53 @@ def epoch_samples(dl, loader_bs:int)->tuple[int,bool]:
     if n is None or n_batches not in (n//loader_bs, -(-n//loader_bs)): return n_batches*loader_bs,False
     return min(n, n_batches*loader_bs),True
 
-# %% ../nbs/source/02_loader.ipynb #7a6b1f12
+# %% ../nbs/source/02_loader.ipynb #7a6b1f13
 remainders = 'step','carry','drop'
 
 def end_of_epoch(remainder:str|None, dl)->str:
     return remainder or ('drop' if getattr(dl, 'drop_last', False) else 'step')
 
+def counted(dl)->tuple[int|None,int|None]:
+    "Samples and rows of the batch that `dl` is at; both are the batch size that it states, until it has been wrapped"
+    return (dl.size, dl.rows) if type(dl) is LoaderBatches else (loader_bs(dl),)*2
+
+# %% ../nbs/source/02_loader.ipynb #7a6b1f12
 class LoaderBatches(GetAttr):
-    "The training DataLoader for one epoch: its batches, as long as `needs_more()`; None: all"
+    """The training DataLoader for one epoch: its batches, as long as `needs_more()`; None: all. The present one has
+    `size` samples as it counts them, and tensors of `rows`. If it states no size: up to `given`; None: one batch is 1"""
     _default = 'dl'
     @property
     def __class__(self): return self.dl.__class__  # `isinstance` sees it, as fastai's `DistributedTrainer` needs
     def __reduce__(self): return type(None),()  # a running DataLoader is not to be pickled
-    def __init__(self, dl, loader_bs:int, at_end:str='step', needs_more:Callable|None=None):
-        self.dl,self.loader_bs,self.at_end,self.needs_more = dl,loader_bs,at_end,needs_more
-        self.seen,self.size = 0,0
-        self.samples,self.certain = epoch_samples(dl, loader_bs)
+    def __init__(self, dl, given:int|str|None=None, at_end:str='step', needs_more:Callable|None=None):
+        self.dl,self.at_end,self.needs_more = dl,at_end,needs_more
+        self.stated = loader_bs(dl)
+        self.most = self.stated or given
+        if self.most == 'auto':
+            raise ValueError(f"cannot find the batch size of {type(dl).__name__}: it has neither bs nor batch_size; "
+                             "pass micro_batch_size, the number of samples it yields at a time")
+        self.unit,self.seen,self.size,self.rows = self.most or 1,0,0,0
+        self.samples,self.certain = epoch_samples(dl, self.unit)
         self.needed = self.samples
 
     left = property(lambda self: self.samples-self.seen)
     # Whether the window ends with the present batch, full or not: it is the last of the epoch
-    is_last = property(lambda self: self.seen >= self.samples and self.at_end == 'step' and self.certain)
+    is_last = property(lambda self: 0 <= self.seen-self.samples < self.unit and self.at_end == 'step' and self.certain)
 
-    def n_windows(self, size:int)->int|None:
-        "Windows of `size` samples that get a step in this epoch; None: it depends on the epoch before"
-        if self.at_end == 'carry': return None
+    def n_windows(self, size:int|None)->int|None:
+        "Windows of `size` samples, None: of one batch, that get a step in this epoch; None: it depends on the batches"
+        size = size or self.unit
+        if self.at_end == 'carry' or not self.stated and size != self.unit: return None
         return self.samples//size if self.at_end == 'drop' else -(-self.samples//size)
 
-    def __len__(self)->int: return -(-self.needed//self.loader_bs)
+    def __len__(self)->int: return -(-self.needed//self.unit)
     def __iter__(self)->Iterator:
         batches = iter(self.dl)
         while (self.needs_more is None or self.needs_more()) and (b := next(batches, None)) is not None:
-            self.size = batch_size(b, min(self.loader_bs, self.samples-self.seen) if self.certain else self.loader_bs)
-            self.seen += self.loader_bs
+            size = self.most
+            if size and self.certain and self.seen < self.samples: size = min(size, self.samples-self.seen)
+            self.rows = n_rows(b, size)
+            self.size = size if self.stated else self.rows
+            self.seen += self.unit
             yield b
         if self.seen >= self.samples: next(batches, None)  # let the DataLoader end, and call its `after_iter`

@@ -63,7 +63,9 @@ class RecorderWindows(WindowLogger):
     def after_batch(self):
         cb,micro = self.cb,self.accum.window.micro
         if self.has_metrics and cb.learn.training and micro and micro.counted:
-            for metric in cb._train_mets[1:]: metric.accumulate(cb.learn)  # the first is the smoothed loss
+            loop = fit_of(cb.learn).instead.get('batch')
+            for _ in loop.each_output() if loop else [None]:
+                for metric in cb._train_mets[1:]: metric.accumulate(cb.learn)  # the first is the smoothed loss
         super().after_batch()
     def log(self):
         with replaced(self.cb, 'train_metrics', False) if self.has_metrics else nullcontext(): super().log()
@@ -101,8 +103,8 @@ class LRFinderWindows(WindowLogger):
         "Also plan epochs for `num_it` windows, where `lr_find` has planned them for as many loader batches"
         super().attach(stack)
         learn,accum,now = self.cb.learn,self.accum,self.accum.now
-        batches,size = LoaderBatches(learn.dls.train, now.loader_bs, now.at_end),accum.size_at(0.)//now.processes.n
-        n_windows = batches.n_windows(size) or batches.samples/(size+now.loader_bs)  # at least, where they are carried
+        batches,size = now.batches,accum.accum_bs and accum.size_at(0.)//now.processes.n
+        n_windows = batches.n_windows(size) or batches.samples/(size+batches.unit)  # at least, where that varies
         learn.n_epoch = int(self.cb.num_it/n_windows) + 1
         if accum.num_items or accum.skip_nonfinite: learn.n_epoch *= 2  # windows may be dropped
 

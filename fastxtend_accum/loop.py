@@ -60,10 +60,9 @@ class Loop:
     def has_stepped(self)->bool: return all([o.stepped == id(self.learn.opt) for o in self.adapting])
 
     def samples(self)->int:
-        "Samples in the present batch, which a callback may have changed by now"
+        "Rows of the present batch, which a callback may have changed by now"
         learn = self.learn
-        said = self.splitter.batch_samples if learn.training and self.splitter else stated_batch_size(learn.dl)
-        return batch_size((*learn.xb, *learn.yb), said)
+        return n_rows((*learn.xb, *learn.yb), counted(learn.dl)[1])
 
     def hidden(self, n:int, module:nn.Module|None=None)->list:
         "The part for hidden states in `module`, None: in the model; no part if there are none"
@@ -82,15 +81,14 @@ def train(self:Loop):
             inputs.copies = self.undo.begin()
             if not self.has_stepped(): room = room_for_step(learn.opt)
             if self.is_apart: share_buffers(learn.model)
-        self.pieces = Pieces(inputs.n, self.parts())
+        self.pieces = Pieces(inputs.n, self.parts(), self.splitter and self.splitter.budget)
         self.pieces.run(self.train_piece, self.rows, self.adapting and self.go_back, self.ran_out, self.save)
     except (CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException):
         for o in self.cbs: o.cancelled()
         raise
     finally: inputs.whole()
     room.clear()
-    try: learn.pred = self.pieces.joined()
-    except CannotJoin: pass  # it is the output for the last piece
+    self.join_outputs()
     if not len(learn.yb): return
     for o in self.cbs: o.end_batch()
     learn._with_events(learn._step, 'step', CancelStepException)
@@ -100,14 +98,37 @@ def train(self:Loop):
 @patch
 def parts(self:Loop)->list:
     "All that follow the pieces of this batch"
-    n = self.inputs.n
+    n,splitter,learn = self.inputs.n,self.splitter,self.learn
+    is_new,b = splitter and splitter.budget.joins is None and self.rows() < n,(*self.inputs.xb, *self.inputs.yb)
+    checks = check_rows(learn.model, b, n, counted(learn.dl)[0]) if is_new else []
     self.together = Together(self.learn) if self.is_apart else None
-    return [self.inputs, *self.hidden(n), *[p for o in self.cbs for p in o.parts(n)], *[self.together]*self.is_apart]
+    return [self.inputs, *checks, *self.hidden(n), *[p for o in self.cbs for p in o.parts(n)], *[self.together]*self.is_apart]
 
 @patch
 def rows(self:Loop)->int:
     "Samples of the present batch that the model sees at a time"
     return self.splitter.rows_at_a_time(self) if self.splitter else self.inputs.n
+
+# %% ../nbs/source/13_loop.ipynb #1eea2236
+@patch
+def join_outputs(self:Loop):
+    "`learn.pred` is that of the last piece once outputs could not be joined: later ones may, but by coincidence"
+    budget = self.pieces.budget
+    if budget and budget.joins is False: return
+    try: self.learn.pred = self.pieces.joined()
+    except CannotJoin: budget.joins = False
+
+@patch
+def each_output(self:Loop)->Iterator:
+    "The batch for the Learner's metrics: whole, or piece by piece if `join_outputs` could not join the outputs"
+    pieces,learn = self.pieces,self.learn
+    if len(pieces.sizes) == 1 or pieces.budget.joins: return (yield)
+    start,last = 0,learn.pred
+    for size,learn.pred in zip(pieces.sizes, pieces.outputs):
+        self.inputs.piece(start, start := start+size)
+        yield
+    learn.pred = last
+    self.inputs.whole()
 
 # %% ../nbs/source/13_loop.ipynb #8b7a2fed
 @patch
@@ -239,7 +260,7 @@ def is_compiled(model:nn.Module)->bool:
 class LoopCallback(FitCallback):
     "Base of callbacks that `join_loop` in `before_train`"
     micro_batch_size,part,splits_loss = None,None,False
-    batch_samples = None  # samples that the DataLoader has yielded for this batch, if that is known
+    accum_bs = None
     trains,stepped = None,None  # what the memory that is known to suffice was found for; the optimizer that has a state
     adapts = property(lambda self: self.micro_batch_size == 'auto')  # whether it takes less memory when that runs out
     def join_loop(self):
@@ -259,8 +280,8 @@ class LoopCallback(FitCallback):
 
     @property
     def splits(self)->bool:
-        "Whether batches are split; a training DataLoader without a batch size yields batches of `micro_batch_size`"
-        return self.micro_batch_size is not None and stated_batch_size(self.learn.dls.train) is not None
+        "Whether batches are split; for `accum_bs`, a DataLoader without a batch size yields `micro_batch_size` samples"
+        return self.micro_batch_size is not None and not (self.accum_bs and loader_bs(self.learn.dls.train) is None)
     splits_valid = splits  # whether validation batches are
     def before_validate(self):
         if self.splits_valid: self.join_loop()
@@ -347,19 +368,20 @@ def forward_context(self:LoopCallback):
     adapts = given in (None,'auto') or any(m._forward_hooks for m in module.modules() if m is not module)
     def pieces_forward(*args, **kwargs):
         n,elements = self.module_rows(loop),n_elements(args, kwargs)
-        if not elements or not budget.splits: return forward(*args, **kwargs)
+        if not elements or budget.joins is False: return forward(*args, **kwargs)
         def most(): return min(budget.rows(n, elements), n if adapts else given)
         def shrink(error):
             if (rows := most()) == 1: raise NothingFits(no_room_for_one) from error
             budget.halve(rows, -(-elements*rows//n))
             free_memory()
             pieces.begin(pieces.parts)
-        pieces,run = Pieces(n, loop.hidden(n, module)),on_samples(forward, args, kwargs, n, loop.lists)
+        pieces,run = Pieces(n, loop.hidden(n, module), budget),on_samples(forward, args, kwargs, n, loop.lists)
+        if budget.joins is None and most() < n: pieces.parts += check_rows(module, (args, kwargs), n)
         try: return pieces.run(run, most, adapts and shrink).joined()
         except CannotJoin as e:
             warn(f"validation batches are not split: {e}. If memory runs out, give the DataLoaders a smaller val_bs, "
                  f"such as val_bs={most()}")
-        budget.splits = False
+        budget.joins = False
         pieces.begin(pieces.parts)
         return pieces.run(run, lambda: n).joined()
     return replaced(module, 'forward', pieces_forward)

@@ -198,7 +198,7 @@ def has_rule(loss_func:Callable)->bool:
 def check_loss(loss_func:Callable, parts:list[tuple], items:list|None=None)->Verdict:
     "Whether accumulation is exact for this loss, shown by micro-batches, which are tuples of outputs and targets"
     check = LossCheck()
-    for o,n in zip(parts, items or [None]*len(parts)): check.add(micro_batch(loss_func, o), batch_size(o), n)
+    for o,n in zip(parts, items or [None]*len(parts)): check.add(micro_batch(loss_func, o), n_rows(o), n)
     if compared := check.compare(): check.judge(*compared)
     return check.found[0]
 

@@ -53,7 +53,7 @@ def n_elements(*batch)->int: return sum([t.numel() for t in tensors_in(batch)])
 
 class PieceBudget:
     "`most`: elements of a batch that fit in memory at a time; infinite until memory has run out"
-    def __init__(self): self.most,self.splits = math.inf,True  # not `splits`: what runs in pieces cannot be joined
+    def __init__(self): self.most,self.joins,self.lists = math.inf,None,{}  # can outputs be joined, and which lists
     def rows(self, n:int, elements:int)->int:
         "How many of `n` rows with this many `elements` fit at a time, at least 1"
         return n if elements <= self.most else max(int(self.most*n//elements), 1)

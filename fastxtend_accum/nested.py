@@ -12,7 +12,7 @@ from fastai.basics import *
 from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
-__all__ = ['children', 'rebuilt', 'each_tensor', 'tensors_in', 'lengths', 'batch_size', 'cut', 'is_per_sample', 'next_size',
+__all__ = ['children', 'rebuilt', 'each_tensor', 'tensors_in', 'lengths', 'n_rows', 'cut', 'is_per_sample', 'next_size',
            'CannotJoin', 'join']
 
 # %% ../nbs/source/01_nested.ipynb #1a3a38eb
@@ -46,14 +46,15 @@ def lengths(b)->set[int]:
     own = set() if isinstance(b, Mapping) else {len(b)}
     return own.union(*map(lengths, items))
 
-def batch_size(b, expected:int|None=None)->int:
-    """Samples in `b`, a batch of inputs and targets: `expected`, if a tensor or list has as many; else those of its
-    last field or first tensor. Raises ValueError without tensors"""
+def n_rows(b, expected:int|None=None)->int:
+    """Rows of `b`, a batch of inputs and targets: `expected`, if a tensor or list has as many, or there are no tensors;
+    else those of its last field or first tensor. Raises ValueError if nothing tells"""
     fields = list(b) if isinstance(b, (tuple,list)) else [b]
     last = [o for o in fields[-1:] if isinstance(o, Tensor) and o.ndim]
     if last and expected in (None, len(last[0])): return len(last[0])
     if expected in set().union(*map(lengths, fields)): return expected
     if tensors := last or tensors_in(b): return len(tensors[0])
+    if expected: return expected
     raise ValueError(f"cannot find the samples of a batch without tensors, {type(b).__name__}: "
                      "use a DataLoader that yields tensors")
 
@@ -95,24 +96,33 @@ def next_size(rest:int, most:int)->int:
 # %% ../nbs/source/01_nested.ipynb #85346ab4
 class CannotJoin(ValueError): "The outputs of pieces are not those of a batch"
 
-def join(outputs:list, sizes:list[int]):
+def join(outputs:list, sizes:list[int], lists:dict|None=None, place:tuple=()):
     """Concatenate the outputs of pieces of `sizes` samples along the samples; strings and numbers must be the same in
-    all. Raises CannotJoin, a ValueError. Empties `outputs`, so that each is freed once it is joined"""
-    o = outputs[0]
-    if isinstance(o, Tensor):
-        if not o.ndim or any(len(p) != n for p,n in zip(outputs, sizes)):
-            raise CannotJoin(f"cannot join outputs of shape {tuple(o.shape)} from a micro-batch of {sizes[0]} samples: "
-                             "their first dimension must be the samples")
+    all. `lists` keeps which lists have an entry for each sample, as sizes that differ have shown. Raises CannotJoin, a
+    ValueError. Empties `outputs`, so that each is freed once it is joined"""
+    o,is_same_type,lists = outputs[0],len({type(p) for p in outputs}) == 1,{} if lists is None else lists
+    if is_same_type and isinstance(o, Tensor):
+        for p,n in zip(outputs, sizes):
+            if p.shape[:1] == (n,) and p.shape[1:] == o.shape[1:]: continue
+            raise CannotJoin(f"cannot join outputs of shape {tuple(p.shape)} from a micro-batch of {n} samples"
+                             f"{f' and {tuple(o.shape)} from one of {sizes[0]}'*(p is not o)}: their first dimension "
+                             "must be the samples, and the others the same in all")
         res = torch.cat(outputs)
         outputs.clear()
         return res
-    if children(o) is not None:
-        if isinstance(o, list) and len(o) == sizes[0] and sizes[0] not in map(len, tensors_in(o)):
-            return type(o)(v for p in outputs for v in p)  # an entry for each sample
-        columns = [list(c) for c in zip(*map(children, outputs), strict=True)]
-        like = rebuilt(o, [None]*len(columns))
+    if is_same_type and children(o) is not None:
+        lengths = [len(p) for p in outputs]
+        if isinstance(o, list) and lengths == sizes:
+            differ = len({*sizes}) > 1
+            if differ or place not in lists: lists[place] = differ or sizes[0] not in map(len, tensors_in(o))
+            if lists[place]: return type(o)(v for p in outputs for v in p)
+        elif isinstance(o, list): lists[place] = False
+        if isinstance(o, Mapping): lengths = [tuple(p) for p in outputs]
+        if len({*lengths}) > 1: raise CannotJoin(f"cannot join outputs of {lengths[0]} and {lengths[1]} entries")
+        columns = [list(c) for c in zip(*map(children, outputs))]
+        like = rebuilt(o, [0]*len(columns))  # Transformers' outputs leave out what is None
         o = outputs.clear()
-        return rebuilt(like, [join(columns.pop(0), sizes) for _ in range(len(columns))])
+        return rebuilt(like, [join(columns.pop(0), sizes, lists, (*place, k)) for k in range(len(columns))])
     if o is None or isinstance(o, (str,bytes,Number)) and all(p == o for p in outputs): return o
     raise CannotJoin(f"cannot join outputs of type {type(o).__name__}: let the model return tensors, "
                      "or tuples, lists and dicts of them")

@@ -28,9 +28,9 @@ def all_contexts(objects:list, method:str, *args)->ExitStack:
         return stack.pop_all()
 
 class Pieces:
-    "A batch of `n` samples, which runs in pieces; `parts` follow"
-    def __init__(self, n:int, parts:list):
-        self.n = n
+    "A batch of `n` samples, which runs in pieces; `parts` follow, `budget` keeps whether the outputs can be joined"
+    def __init__(self, n:int, parts:list, budget:PieceBudget|None=None):
+        self.n,self.budget = n,budget
         self.begin(parts)
 
     def begin(self, parts:list):
@@ -43,6 +43,7 @@ class Pieces:
         returns. If `ran_out(error)` is true of an error, `go_back(error)` undoes what has to run again, or raises"""
         while self.start < self.n:
             start,size = self.start,next_size(self.n-self.start, most())
+            if self.outputs and self.is_unclear(size): size = next_size(self.n-start, size-1)
             before(start)
             try:
                 with all_contexts(self.parts, 'piece', start, start+size): output = run(start, start+size)
@@ -57,7 +58,24 @@ class Pieces:
             go_back(error)
         return self
 
-    def joined(self): return self.outputs[0] if len(self.outputs) == 1 else join(self.outputs, self.sizes)
+# %% ../nbs/source/12_pieces.ipynb #d1d04811
+@patch
+def is_unclear(self:Pieces, size:int)->bool:
+    """Whether the samples in outputs of pieces of `size` may be another dimension, or not be the list that has as
+    many entries. A piece of another size shows it; processes need the same pieces, though"""
+    if self.budget is None or self.budget.joins is not None or size < 3 or {*self.sizes} != {size}: return False
+    o = self.outputs[0]
+    is_list = isinstance(o, list) and len(o) == size
+    return num_distrib() < 2 and (is_list or any(len(t) == size in t.shape[1:] for t in tensors_in(o)))
+
+@patch
+def joined(self:Pieces):
+    "The batch's output; raises CannotJoin if pieces of two sizes do not follow the samples"
+    if len(self.outputs) == 1: return self.outputs[0]
+    is_known = self.budget is None or self.budget.joins
+    res = join(self.outputs if is_known else [*self.outputs], self.sizes, self.budget and self.budget.lists)
+    if not is_known: self.budget.joins,self.outputs = True,[]
+    return res
 
 # %% ../nbs/source/12_pieces.ipynb #c362035e
 class Inputs:

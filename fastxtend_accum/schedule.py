@@ -92,7 +92,7 @@ def size_at(self:GradientAccumulationSchedule, pct:float, n_epoch:int|None=None,
     "Samples in a window that opens at `pct` of training, a multiple of `loader_bs`; `n_epoch` None: of this fit"
     if n_epoch is None:
         if is_lr_find(self.learn): return self.start_accum_bs
-        n_epoch,loader_bs = self.learn.n_epoch,self.now.global_bs
+        n_epoch,loader_bs = self.learn.n_epoch,self.now.batches.most*self.now.processes.n
     start,finish = (fraction_of_fit(o, getattr(self, o), n_epoch) for o in ('start','finish'))
     check_order(start, finish)
     if pct >= finish-_tiny: return self.final_accum_bs
@@ -120,17 +120,17 @@ def preview(self:GradientAccumulationSchedule,
     dls:DataLoaders, # The data of the fit
 )->list[tuple[float,int]]: # For each optimizer step, the position of its window's start in epochs, and its samples
     "The windows of a fit, before training; raises ValueError if the sizes do not fit the data"
-    loader_bs = loader_batch_size(dls.train, self.micro_batch_size)
-    for name,size in self.sizes().items(): check_multiple(name, size, loader_bs)
-    batches,res,filled = LoaderBatches(dls.train, loader_bs, end_of_epoch(self.remainder, dls.train)),[],0
+    batches = LoaderBatches(dls.train, self.micro_batch_size or 'auto', end_of_epoch(self.remainder, dls.train))
+    bs,res,filled = batches.most,[],0
+    for name,size in self.sizes().items(): check_multiple(name, size, bs)
     for epoch in range(n_epoch):
         batches.seen = 0
         while batches.left > 0:
             if not filled:
                 opened = epoch + batches.seen/batches.samples
-                size = self.size_at(opened/n_epoch, n_epoch, loader_bs)
-            filled += min(loader_bs, batches.left)
-            batches.seen += loader_bs
+                size = self.size_at(opened/n_epoch, n_epoch, bs)
+            filled += min(bs, batches.left)
+            batches.seen += bs
             if filled >= size or (batches.left <= 0 and batches.at_end == 'step'):
                 res.append((opened, filled))
                 filled = 0

@@ -15,8 +15,8 @@ __all__ = ['MicroBatch', 'Window', 'power_of_two', 'times', 'mean_over']
 # %% ../nbs/source/03_window.ipynb #28d60525
 class MicroBatch:
     "A micro-batch, from its forward pass until it is counted; `ends_window` if it fills the window or the epoch ends"
-    def __init__(self, samples:int, ends_window:bool=False):
-        self.samples,self.ends_window = samples,ends_window
+    def __init__(self, samples:int, ends_window:bool=False, rows:int|None=None):
+        self.samples,self.ends_window,self.rows = samples,ends_window,samples if rows is None else rows
         self.items,self.weight = None,None  # from `weigh`, after the loss
         self.in_grad,self.counted = False,False  # its backward pass has begun, and ended
 

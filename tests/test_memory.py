@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from common import *
 from fastxtend_accum.memory import is_out_of_memory, room_for_step
 from fastxtend_accum.state import Saved
-from fastxtend_accum.nested import CannotJoin, batch_size, cut, join
+from fastxtend_accum.nested import CannotJoin, n_rows, cut, join
 from test_losses import Masked, tag, token_losses
 
 FLOAT32 = 5e-6
@@ -116,7 +116,7 @@ class Encoding(collections.UserDict):
 
 Pair = collections.namedtuple('Pair', 'a b')
 
-def piece(b, start, end): return cut((b,), start, end, batch_size(b))[0]
+def piece(b, start, end): return cut((b,), start, end, n_rows(b))[0]
 
 def test_nested_batches():
     x,y = torch.arange(12.).reshape(6, 2),torch.arange(6)
@@ -125,7 +125,7 @@ def test_nested_batches():
     assert type(p) is list and type(p[0]) is Encoding and type(p[1]) is Pair
     assert_same(p[0]['ids'], x[2:5]); assert_same(p[0]['deep'][1][0], y[2:5]); assert_same(p[1].b, y[2:5])
     assert p[2:6] == [['c','d','e'], 'name', None, 3] and p[6] == 1. and p[7] == [{'box':[1.]}]*3
-    assert batch_size(b) == 6 and len(b[0]['ids']) == 6  # the batch itself is as it was
+    assert n_rows(b) == 6 and len(b[0]['ids']) == 6  # the batch itself is as it was
 
 def test_a_pair_of_two_samples_is_a_pair():
     "A list of samples and a pair (x, y) look alike if there are two samples"
