@@ -94,6 +94,7 @@ class FitState:
         self.begin_epoch(accum, learn.dls.train)
         self.is_split,self.has_half = accum.splits,any(p.dtype in half for p in trained(learn.opt))
         self.hypers,self.loss_check,self.warned = FirstHypers(accum.scale),LossCheck(),set()
+        self.watch,self.is_own = GradientWatch(),False  # whether callbacks run the backward passes themselves
         if is_lr_find(learn): self.loss_check.left = 0  # the fit that follows says it
         self.is_told = accum.exact or not accum.verbose  # how windows are made up
         self.saved,self.moved = None,None  # what a first pass may move, and what it has moved
@@ -127,7 +128,7 @@ def before_fit(self:GradientAccumulation):
 def start_fit(self:GradientAccumulation):
     learn,fit = self.learn,fit_of(self.learn)
     stack = fit.stack(self)  # undone when the fit ends
-    stack.callback(self.end_fit)
+    stack.callback(self.end_fit, fit)
     self.now,self.n_skipped = FitState(self),0
     self.window = Window(self.now.processes.n)
     self.check()
@@ -160,7 +161,9 @@ def check(self:GradientAccumulation):
     check_accumulates(learn.model, learn.opt)
     for name,size in sizes.items() if self.accum_bs else (): check_multiple(name, size, now.loader_bs, now.processes.n)
     size,bs = max(sizes.values()),now.global_bs
-    if size > bs: check_loop(learn, self)
+    if size > bs:
+        check_loop(learn, self)
+        check_samples(learn.model)
     if self.exact and size > bs:
         raise ValueError(f"exact=True: {size//bs} batches of {bs} are not one batch of {size}, since BatchNorm, "
                          f"dropout or a loss over the batch see {bs} samples at a time: set bs={size} in the "
@@ -173,6 +176,7 @@ def check(self:GradientAccumulation):
     given = now.loader_bs if self.micro_batch_size in (None,'auto') else self.micro_batch_size
     if self.micro_batch_size != 'auto' or self.micro_bs is None: self.micro_bs = min(given, now.loader_bs or given)
     check_rules(self.scale, learn.opt)
+    if size > bs or self.micro_bs < (now.loader_bs or 0): self.warn_once(hooks_on(learn.opt))
 
 @patch
 def sizes(self:GradientAccumulation)->dict[str,int]:
@@ -184,12 +188,12 @@ def size_at(self:GradientAccumulation, pct:float)->int:
     "Samples in a window that opens at `pct` of training"
     return self.accum_bs or self.now.global_bs
 
+# %% ../nbs/source/17_accumulation.ipynb #3c6f5d20
 @patch
 def size_now(self:GradientAccumulation)->int:
     "Samples of this process in a window that opens now"
     return self.size_at(self.learn.pct_train)//self.now.processes.n if self.accum_bs else self.now.batches.unit
 
-# %% ../nbs/source/17_accumulation.ipynb #3c6f5d20
 @patch
 def before_train(self:GradientAccumulation):
     "Wrap the DataLoader and plan the epoch's windows"
@@ -199,6 +203,7 @@ def before_train(self:GradientAccumulation):
     if now.begin_epoch(self, learn.dl):  # by a callback
         self.check()
         now.is_told = self.exact or not self.verbose
+    if not is_sharded(learn.model): now.watch.watch(learn.opt)
     learn.dl,batches,size = now.batches,now.batches,self.size_now()
     now.pct,now.n_windows = learn.pct_train,batches.n_windows(size) if len(self.sizes()) == 1 else None
     if now.at_end == 'drop' and batches.certain:
@@ -220,6 +225,7 @@ def before_batch(self:GradientAccumulation):
     if not window.is_filling:
         now.hypers.restore(learn.opt)
         window.open(self.size_now())
+        now.watch.note()
     now.train_iter,window.losses = learn.train_iter,[]
     self.start_micro_batch(now.batches.size, now.batches.rows)
 
@@ -230,7 +236,7 @@ def start_micro_batch(self:GradientAccumulation, samples:int, rows:int, ends_bat
     is_full = not self.accum_bs or window.samples+samples >= window.size or now.batches.is_last
     ends_window = ends_batch and is_full
     window.micro = MicroBatch(samples, ends_window, rows)
-    if now.has_half and not (ends_window or window.n_micro): window.sums = {}
+    if (now.has_half or now.is_own) and not (ends_window or window.n_micro): window.sums = {}
     if now.processes.n > 1: now.processes.before_forward(window)
     if now.moved is None and not now.is_told and self.learn.logger is not noop: self.look()
 
@@ -269,20 +275,27 @@ def after_loss(self:GradientAccumulation):
 @patch
 def backward(self:GradientAccumulation, f:Callable):
     "Weight the loss, with what callbacks have added to it in `before_backward`; then fastai's backward pass `f`"
-    learn,micro = self.learn,self.window.micro
+    learn,window,micro,now = self.learn,self.window,self.window.micro,self.now
     if micro:
+        if window.n_micro: now.watch.check()
         learn.loss_grad = times(learn.loss_grad, micro.weight)
         micro.in_grad = True
     f()
+    if micro and not micro.ends_window: now.watch.note(not window.results)
 
 @patch
 def after_backward(self:GradientAccumulation):
     "Count the micro-batch, unless it was cancelled; cancel the batch if no step is due"
     learn,now,window = self.learn,self.now,self.window
+    if now is None: return LoopCallback.after_loss(self)
+    if window.micro and not window.micro.in_grad: self.own_backward()
     if micro := window.micro:
         loss = window.count(learn.loss.detach())
         if now.is_split: window.losses.append((loss, micro.weight))
-    if window.sums is not None: add_in_float32(learn.opt, window.sums)
+    if window.sums is not None:
+        if micro and not (micro.ends_window or now.is_own): now.watch.check()
+        add_in_float32(learn.opt, window.sums, now.is_own)
+        now.watch.note()
     if not (now.is_split or window.is_full and self.close_window()): raise CancelBatchException
 
 # %% ../nbs/source/17_accumulation.ipynb #908710a4
@@ -290,9 +303,15 @@ def after_backward(self:GradientAccumulation):
 def close_window(self:GradientAccumulation)->bool:
     "Put the mean gradient and the first micro-batch's hyper-parameters in place; or drop the window, and give False"
     window,learn,now = self.window,self.learn,self.now
-    compared = now.loss_check.compare() if now.loss_check.left and window.n_micro > 1 else []
+    compared,ratios = [],now.watch.ratios
+    if now.loss_check.left and window.n_micro > 1:
+        check_samples(learn.model)  # some have them from the first backward pass on
+        compared = now.loss_check.compare()
     if now.processes.n > 1: now.processes.add_up(window)
-    else: compared = window.fetch(*compared)  # with one sync
+    else:
+        numbers = window.fetch(*compared, *ratios)  # with one sync
+        compared,ratios = numbers[:len(compared)],numbers[len(compared):]
+    if ratios: now.watch.judge(ratios)
     if compared and (found := now.loss_check.judge(*compared)): warn(found)
     why = no_items if window.items == 0 else None
     if not why:
@@ -321,7 +340,7 @@ def scales_loss(learn:Learner)->bool:
 @patch
 def warn_once(self:GradientAccumulation, message:str):
     "Warn, unless this fit has already"
-    if message not in self.now.warned: warn(message)
+    if message and message not in self.now.warned: warn(message)
     self.now.warned.add(message)
 
 @patch
@@ -361,21 +380,48 @@ def position(self:GradientAccumulation)->float:
 # %% ../nbs/source/17_accumulation.ipynb #c10eeccb
 @patch
 def after_cancel_backward(self:GradientAccumulation):
+    "Discard the micro-batch, unless a callback runs the backward pass itself, perhaps after this"
+    if (micro := self.window.micro) and micro.in_grad: self.discard()
+
+@patch
+def discard(self:GradientAccumulation):
     "Discard the micro-batch, and the gradient that it has been added to"
-    if self.now and self.window.cancel(): self.learn.opt.zero_grad()
+    if not (self.now and self.window.cancel()): return
+    self.learn.opt.zero_grad()
+    self.now.watch.note()
 
 @patch
 def after_cancel_batch(self:GradientAccumulation):
     "The same, unless it was this callback that cancelled it, in mid-window: then it stays counted"
     if self.now and self.now.train_iter != self.learn.train_iter: self.before_batch()  # cancelled before it got here
-    self.after_cancel_backward()
+    self.discard()
 
 @patch
 def after_cancel_train(self:GradientAccumulation):
-    self.after_cancel_backward()
+    self.discard()
     self.after_train()
 
 GradientAccumulation.after_cancel_epoch = GradientAccumulation.after_cancel_train
+
+# %% ../nbs/source/17_accumulation.ipynb #d51e7a90
+@patch
+def own_backward(self:GradientAccumulation):
+    "After a cancel, what is in `.grad` counts, weighted; without a gradient the micro-batch is discarded"
+    learn,now,window,micro = self.learn,self.now,self.window,self.window.micro
+    if not (now.watch.has_changed() or not window.n_micro and any(g.any() for g in gradients(learn.opt))):
+        return self.discard()
+    if now.processes.n > 1 or window.n_micro and not now.is_own:
+        why = f'{now.processes.n} processes' if now.processes.n > 1 else 'a window that has other micro-batches'
+        raise RuntimeError(f"a callback ran the backward pass itself (CancelBackwardException) in {why}, so its "
+                           "gradient has no weight of its own: let fastai run it, or use windows of one batch in one "
+                           "process")
+    micro.in_grad = True
+    if not micro.ends_window and not now.is_own: now.is_own,window.sums = True,{}
+    if isinstance(weight := micro.weight, Tensor) or weight != 1:
+        for g in gradients(learn.opt): g.copy_(times(g, weight))
+    if loop := fit_of(learn).instead.get('batch'):
+        loop.in_pass = False
+        if loop.adapting: loop.has_run()
 
 # %% ../nbs/source/17_accumulation.ipynb #2b935b58
 @patch
@@ -416,13 +462,18 @@ def after_epoch(self:GradientAccumulation):
              f"{self.size_at(0.)} samples; use a smaller accum_bs or remainder='step', not {now.at_end!r}")
 
 @patch
-def end_fit(self:GradientAccumulation):
+def end_fit(self:GradientAccumulation, fit:Fit):
     if self.now:
         self.now.hypers.restore(self.learn.opt)
         in_pass = self.window.micro and not self.window.micro.counted  # else it was the data set, or the step
         if in_pass and self.micro_batch_size is None and not self.exact and is_out_of_memory(sys.exc_info()[1]):
             warn(f"out of memory with batches of {self.now.loader_bs} samples: micro_batch_size='auto' splits them")
-    if self.window.micro or self.window.n_micro: self.learn.opt.zero_grad()
+    window,micro = self.window,self.window.micro
+    is_removed = fit.depth > 1
+    is_alone = micro and micro.ends_window and window.n_micro == micro.counted and micro.weight in (1, None)
+    if (micro or window.n_micro) and not (is_removed and is_alone): self.learn.opt.zero_grad()
+    if is_removed and window.is_filling and not is_alone:
+        warn(f"{type(self).__name__} was removed in mid-window: {window.samples} samples are left out")
     enable_sync(self.learn.model)
     self.window.open()
     self.now = None
@@ -432,7 +483,8 @@ def end_fit(self:GradientAccumulation):
 def parts(self:GradientAccumulation, n:int)->list:
     "Each piece of a batch of `n` samples is a micro-batch"
     size = self.now.batches.size
-    def piece(start, end): self.start_micro_batch(end*size//n - start*size//n, end-start, ends_batch=end == n)
+    def piece(start, end):
+        self.now and self.start_micro_batch(end*size//n - start*size//n, end-start, ends_batch=end == n)
     return [SimpleNamespace(piece=piece)]
 
 @patch
@@ -445,6 +497,7 @@ def rows_at_a_time(self:GradientAccumulation, loop:Loop)->int:
 @patch
 def shrink(self:GradientAccumulation, loop:Loop)->str|None:
     self.now.is_told = not self.verbose  # the line of the first step names the size
+    self.warn_once(hooks_on(self.learn.opt))
     return LoopCallback.shrink(self, loop)
 
 @patch
@@ -461,7 +514,7 @@ def go_back(self:GradientAccumulation, start:int)->int|None:
     "Discard the failed piece at sample `start`, and what its gradient is mixed with; returns where to go on"
     window,micro = self.window,self.window.micro
     if not micro or micro.counted: return None
-    if window.n_micro and not micro.in_grad: return start
+    if window.n_micro and not (micro.in_grad or self.now.watch.has_changed()): return start
     return None if window.earlier else self.start_over()
 
 @patch

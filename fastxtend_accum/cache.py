@@ -63,6 +63,10 @@ class GradientCache(LoopCallback):
             raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: "
                              "use DistributedDataParallel")
         if not self.learn.epoch: self.moved = None
+        part = self.running_part()
+        if not any(part is m for m in model.modules()) or getattr(part.forward, '__func__', None) is nn.Module.forward:
+            raise ValueError(f"part must return a module of the model that has a forward, not a {type(part).__name__}: "
+                             "such as lambda m: m[0]")
         self.join_loop()
 
 # %% ../nbs/source/16_cache.ipynb #41e40fbc

@@ -10,8 +10,9 @@ from __future__ import annotations
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['half', 'trained', 'gradients', 'average_gradients', 'is_finite', 'add_in_float32', 'hypers_of', 'FirstHypers',
-           'check_accumulates', 'check_rules']
+__all__ = ['half', 'changed', 'trained', 'gradients', 'average_gradients', 'total_norm', 'is_finite', 'add_in_float32',
+           'GradientWatch', 'hypers_of', 'FirstHypers', 'check_accumulates', 'check_rules', 'hooks_on', 'check_samples',
+           'check_runs_again']
 
 # %% ../nbs/source/04_gradients.ipynb #7f452cd0
 def trained(opt:Optimizer|OptimWrapper)->list[nn.Parameter]:
@@ -30,21 +31,57 @@ def average_gradients(opt:Optimizer|OptimWrapper, divisor:Real, sums:dict[nn.Par
         p,grad = sums.popitem()
         p.grad = grad.div_(divisor).to(p.dtype)
 
+def total_norm(opt:Optimizer|OptimWrapper, kind:float=2.)->Tensor:
+    return torch.nn.utils.get_total_norm([g for g in gradients(opt) if g.numel()], kind)
+
 def is_finite(opt:Optimizer|OptimWrapper)->bool:
     "Whether no gradient of `opt` has a NaN or an infinity; a GPU sync"
-    grads = [g for g in gradients(opt) if g.numel()]
-    return not grads or bool(torch.nn.utils.get_total_norm(grads, float('inf')).isfinite())
+    return bool(total_norm(opt, float('inf')).isfinite())
 
 # %% ../nbs/source/04_gradients.ipynb #5e0c61d2
 half = torch.bfloat16,torch.float16
 
-def add_in_float32(opt:Optimizer|OptimWrapper, sums:dict[nn.Parameter,Tensor]):
-    "Move the gradients of bfloat16 and float16 weights into `sums`: 4 bytes a weight, until `average_gradients`"
+def add_in_float32(opt:Optimizer|OptimWrapper, sums:dict[nn.Parameter,Tensor], all_types:bool=False):
+    """Move the gradients of bfloat16 and float16 weights, or `all_types`, into `sums`: 4 bytes a weight, until
+    `average_gradients`"""
     for p in trained(opt):
-        if p.dtype not in half or p.grad is None: continue
+        if p.grad is None or not all_types and p.dtype not in half: continue
         if p in sums: sums[p] += p.grad
-        else: sums[p] = p.grad.float()
+        else: sums[p] = p.grad.to(torch.promote_types(p.dtype, torch.float32))
         p.grad = None
+
+# %% ../nbs/source/04_gradients.ipynb #a7c04e52
+changed = ("a gradient was zeroed, replaced or changed in mid-window (by an attack, or clipping?): do it once a "
+           "window, in before_step, or use windows of one batch; exact=True fits them into memory")
+
+class GradientWatch:
+    "Sees what has happened to the gradients of `opt` since `note`; `ratios` of norms also show changes of `.data`"
+    def __init__(self): self.opt,self.params,self.noted,self.norm,self.ratios = None,[],[],None,[]
+    def watch(self, opt:Optimizer|OptimWrapper): self.opt,self.params = opt,[p for pg in opt.param_lists for p in pg]
+    def note(self, values:bool=False):
+        self.noted = [(p, p.requires_grad, g := p.grad, g is not None and g._version) for p in self.params]
+        self.norm = total_norm(self.opt) if values and self.params else None
+
+    def has_changed(self)->bool:
+        "Whether there are other gradients, or some have changed in place"
+        for p,_,grad,version in self.noted:
+            if p.grad is not grad or grad is not None and grad._version != version: return True
+        return False
+
+    def check(self):
+        "Raises RuntimeError if what happened since would be lost in, or mixed into, the sums of a window"
+        for p,trains,grad,version in self.noted:
+            if p.requires_grad != trains:
+                raise RuntimeError("parameters were frozen or unfrozen in mid-window (by a GANTrainer?), so that one "
+                                   "step would mix both: use windows of one batch")
+            if p.grad is not grad or grad is not None and grad._version != version:
+                raise RuntimeError(changed)
+        if self.norm is not None: self.ratios.append(total_norm(self.opt)/self.norm)
+
+    def judge(self, ratios:list):
+        "Raises RuntimeError if a norm has changed"
+        self.ratios = []
+        if any(abs(o-1) > 1e-5 for o in ratios): raise RuntimeError(changed)
 
 # %% ../nbs/source/04_gradients.ipynb #ed48c6b9
 def hypers_of(opt:Optimizer|OptimWrapper)->dict[str,list]:
@@ -97,3 +134,23 @@ def check_rules(rules:dict[str,Callable]|None, opt:Optimizer|OptimWrapper):
             raise ValueError(f"scale: the optimizer has no hyper-parameter {k!r} to scale: use one of {[*known]}")
         if not callable(f): raise TypeError(f"scale[{k!r}] must be a rule, f(value, ratio), not {f!r}")
         if not isinstance(o := f(known[k], 2.), Real): raise TypeError(f"scale[{k!r}] must return a number, not {o!r}")
+
+# %% ../nbs/source/04_gradients.ipynb #e5b8310f
+def hooks_on(opt:Optimizer|OptimWrapper)->str|None:
+    "A warning if hooks act on the gradients of `opt`"
+    if any(p._backward_hooks for p in trained(opt)):
+        return ("parameters have hooks (p.register_hook), which act on each micro-batch's gradient: linear ones such "
+                "as masks are exact; others are not, such as clipping, which a callback can do in before_step")
+
+def check_samples(model:nn.Module):
+    "Raises ValueError if `model` keeps the gradients of its samples, as Opacus does"
+    if any(hasattr(p, 'grad_sample') for p in model.parameters()):
+        raise ValueError("the model keeps gradients of single samples in grad_sample (Opacus?), and an optimizer takes "
+                         "those of the last micro-batch only: use whole batches, or Opacus' BatchMemoryManager")
+
+def check_runs_again(model:nn.Module):
+    "Raises ValueError if `model` cannot run again or in pieces, since it keeps such gradients or has lazy modules"
+    check_samples(model)
+    if lazy := [k for k,p in model.named_parameters() if torch.nn.parameter.is_lazy(p)]:
+        raise ValueError(f"{lazy[0]} has no shape before a first batch (a lazy module): run one through the model "
+                         "before the fit")

@@ -39,6 +39,7 @@ def evaluate(learn:Learner, cbs:list=(), model:nn.Module|None=None, has_loss:Cal
 class Loop:
     "Runs where fastai runs `_do_one_batch`; `cbs` have joined it"
     def __init__(self, learn:Learner):
+        check_runs_again(learn.model)
         self.learn,self.cbs,self.lists,self.owners = learn,[],{},[]
         self.undo,self.largest = Undo(learn),0  # elements of a batch in this fit
     def __call__(self, f:Callable): self.train() if self.learn.training else evaluate(self.learn, self.cbs)
