@@ -16,6 +16,8 @@ from .fit import *
 from .memory import *
 from .pieces import *
 from .loop import *
+from .state import *
+from .loss_check import *
 from .description import *
 from .checkpointing import *
 
@@ -40,7 +42,7 @@ def in_pieces(forward:Callable, state:BlockState, most:int, n:int, lists:dict|No
 # %% ../nbs/source/16_cache.ipynb #2d9b4c14
 class GradientCache(LoopCallback):
     "Compute the loss on the DataLoader's whole batch, while the model holds `micro_batch_size` samples at a time"
-    order,told,state = math.inf,None,None
+    order,told,state,kept = math.inf,None,None,None
     def __init__(self,
         micro_batch_size:int|str, # Samples that the model sees at a time; 'auto': halved until it fits in memory
         part:Callable|None=None, # Submodule that sees micro-batches, such as `lambda m: m[0]`; None: the whole model
@@ -92,7 +94,8 @@ def forward_context(self:GradientCache):
     loop,module = fit_of(self.learn).instead['batch'],self.running_part()
     forward,n,most = module.forward,self.module_rows(loop),self.rows_at_a_time(loop)
     if is_look(self.learn) or self.state is None: self.state = BlockState(module)
-    state = self.state
+    state,self.kept = self.state,None
+    if most < n and not self.learn.iter: forward = self.keeps(forward)
     def pieces_forward(*args, **kwargs):  # `part` may run several times in a forward pass
         misfit = first(o for o in tensors_in((args, kwargs)) if len(o) != n)
         if most < n and misfit is not None:
@@ -101,3 +104,36 @@ def forward_context(self:GradientCache):
                              "several rows of each sample, set rows to their number, such as rows=2")
         return in_pieces(forward, state, most, n, loop.lists, loop.hidden(n, module))(*args, **kwargs)
     return replaced(module, 'forward', pieces_forward)
+
+# %% ../nbs/source/16_cache.ipynb #5d81c3fe
+@patch
+def keeps(self:GradientCache, forward:Callable)->Callable:
+    "`forward`; notes what the model keeps of the first piece"
+    objects,of_loss = (held(o, functions=True) for o in (self.learn.model, self.learn.loss_func))
+    before = versions(objects)
+    def f(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        if not self.kept: self.kept = Saved(can_move(objects, before)),versions(of_loss)
+        return output
+    return f
+
+@patch
+def after_loss(self:GradientCache):
+    "Raises ValueError if the loss is another where the model keeps what it has kept of the first piece, not the last"
+    LoopCallback.after_loss(self)
+    learn,kept,self.kept = self.learn,self.kept,None
+    if not (kept and len(learn.yb)): return
+    (first,before),args = kept,each_tensor(Tensor.detach, (learn.pred, *learn.yb))
+    last = Saved(o for o,_ in first.copies)
+    def loss():
+        try:
+            with torch.no_grad(), put_back(learn.loss_func, before, LossCheck.most):
+                return repr(float(learn.loss_func(*each_tensor(torch.clone, args))))
+        except Exception as e: return repr(e)
+        finally: last.put_back()
+    now,again = loss(),loss()
+    first.put_back()
+    if now == again != (other := loss()):
+        raise ValueError("the loss reads what the model keeps, which GradientCache has of one piece only: it is "
+                         f"{now} with that of the last piece, {other} with that of the first. Let the model return it, "
+                         "a row for each sample, or use GradientAccumulation(exact=True)")

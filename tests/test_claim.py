@@ -7,7 +7,8 @@ from fastai.callback.mixup import MixUp
 from fastai.losses import *
 
 from common import *
-from fastxtend_accum.losses import LossCheck,check_loss,micro_batch,n_items
+from fastxtend_accum.loss_check import LossCheck,check_loss,micro_batch
+from fastxtend_accum.losses import n_items
 
 # Data: 16 samples; some labels are ignored, some values are missing, masks have rare classes
 

@@ -7,7 +7,7 @@ from benchmarks.cases import Task, cases, training
 from benchmarks.counts import Copies, LiveBytes, Operations, count_bytes, count_calls, count_operations
 
 from common import *
-from fastxtend_accum.losses import LossCheck
+from fastxtend_accum.loss_check import LossCheck
 
 K = 8
 

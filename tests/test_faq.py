@@ -6,7 +6,7 @@ from fastai.distributed import *
 from common import *
 from fastai.losses import *
 from fastxtend_accum.demo import Activations
-from fastxtend_accum.losses import check_loss
+from fastxtend_accum.loss_check import check_loss
 from fastxtend_accum.memory import NothingFits
 
 class EMA(Callback):

@@ -6,9 +6,10 @@ from fastai.callback.mixup import CutMix, MixUp
 from fastai.losses import *
 from hypothesis import given, strategies as st
 
-import fastxtend_accum.losses
+import fastxtend_accum.loss_check
 from common import *
-from fastxtend_accum.losses import check_loss,has_rule
+from fastxtend_accum.loss_check import check_loss
+from fastxtend_accum.losses import has_rule
 from fastxtend_accum.window import MicroBatch,Window,times
 
 
@@ -277,10 +278,10 @@ def test_windows_that_are_alike_hide_nothing(alike):
 def test_a_long_fit_compares_no_more(n):
     calls = Counter()
     def counted(pred, targ): return F.mse_loss(pred[:,0], targ).float()
-    real = fastxtend_accum.losses.compare
+    real = fastxtend_accum.loss_check.compare
     def compare(*args): calls['compare'] += 1; return real(*args)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(fastxtend_accum.losses, 'compare', compare)
+        m.setattr(fastxtend_accum.loss_check, 'compare', compare)
         assert checked(counted, *samples(n, 0., 0), 16)[1] == []
     assert calls['compare'] == min(n//16, 16)
 
