@@ -243,9 +243,9 @@ def backward(self:GradientAccumulation, f:Callable):
     if micro:
         learn.loss_grad = times(learn.loss_grad, micro.weight)
         micro.in_grad = True
-        if isinstance(micro.items, Tensor) or micro.items == 0:
+        if isinstance(micro.weight, Tensor) or not micro.weight:
             own = getattr(learn.loss_func, 'parameters', list)()
-            f = partial(backward_if_any, f, micro.items, [*tensors_in(learn.pred), *own])
+            f = partial(backward_if_any, f, micro.weight, [*tensors_in(learn.pred), *own])
     f()
 
 @patch

@@ -15,11 +15,11 @@ from .state import *
 from .losses import *
 
 # %% auto #0
-__all__ = ['Verdict', 'size_of', 'walk', 'versions', 'can_move', 'TooMuch', 'put_back', 'loss_grads', 'differ', 'compare',
-           'LossCheck', 'check_loss', 'micro_batch']
+__all__ = ['Verdict', 'size_of', 'walk', 'Held', 'put_back', 'loss_grads', 'differ', 'compare', 'LossCheck', 'check_loss',
+           'micro_batch']
 
 # %% ../nbs/source/09b_loss_check.ipynb #07dc8e68
-def size_of(objects:Iterable, most:float=math.inf)->int:
+def size_of(objects:Iterable, most:float)->float:
     "Bytes in `objects`, where each object counts as 32 KB; looks no further than `most`"
     size = 0
     for o in objects:
@@ -32,22 +32,18 @@ def walk(b)->Iterator:
     yield b
     for o in children(b) or (): yield from walk(o)
 
-def versions(objects:list)->dict[int,int]:
-    "How often each large tensor has been changed in place"
-    return {id(o):o._version for o in objects if isinstance(o, Tensor) and o.nbytes > 2**20}
-
-def can_move(objects:list, before:dict)->list:
-    "Not large tensors that have stayed the same since `versions` gave `before`"
-    return [o for o in objects if id(o) not in before or before[id(o)] != o._version]
-
-class TooMuch(ValueError): "More than can be copied"
+class Held:
+    "What can move in `owner`, such as a loss function, from now on: not copied are large tensors that have not, so far"
+    def __init__(self, owner):
+        self.objects = held(owner, functions=True)
+        self.versions = {id(o):o._version for o in self.objects if isinstance(o, Tensor) and o.nbytes > 2**20}
+    def moving(self)->list:
+        return [o for o in self.objects if id(o) not in self.versions or self.versions[id(o)] != o._version]
 
 @contextmanager
-def put_back(loss_func:Callable, before:dict={}, most:float=math.inf):
-    "Random generators, and all that `loss_func` holds and `can_move`, are afterwards as before. Raises TooMuch"
-    moves = can_move(held(loss_func, functions=True), before)
-    if size_of(moves, most) > most: raise TooMuch('the loss function holds too much to be put back')
-    state = Saved([*moves, *global_generators()])
+def put_back(objects:Iterable):
+    "Random generators and `objects` are afterwards as before"
+    state = Saved([*objects, *global_generators()])
     try: yield
     finally: state.put_back()
 
@@ -84,7 +80,8 @@ def compare(loss_func:Callable, micro_batches:list[tuple], dtype:torch.dtype)->l
     two = [cut((whole,), start, end, n)[0] for start,end in ((0, middle), (middle, n))]
     counts = [items[0], sum(items[1:])] if items[0] is not None else [loss_items(loss_func, *o) for o in two]
     shares = [1, 1] if counts[0] is None else [o/sum(counts) for o in counts]
-    (loss1,*grads1),(loss2,*grads2) = [[times(o, share) for o in grads_of(part)] for part,share in zip(two, shares)]
+    (loss1,*grads1),(loss2,*grads2) = [[if_any(share, o*share) for o in grads_of(part)]
+                                         for part,share in zip(two, shares)]
     made = [loss1+loss2, *map(torch.cat, zip(grads1, grads2))]
     return [again, differ([loss, *grads], made, loss1.abs().maximum(loss2.abs()))]
 
@@ -94,7 +91,7 @@ Verdict = namedtuple('Verdict', 'says by why', defaults=(0., ''))  # 'same', 'di
 class LossCheck:
     "Compares a window's joint loss, and its gradient, with those from two parts of it, in the first windows of a fit"
     tolerance,windows,most = 1e-5,16,2**26  # most: `size_of` outputs and targets to keep
-    def __init__(self): self.micro_batches,self.kept,self.left,self.found,self.before = [],0,self.windows,[],{}
+    def __init__(self): self.micro_batches,self.kept,self.left,self.found = [],0,self.windows,[]
 
     def add(self, learn:Learner, samples:int, items:Real|Tensor|None=None):
         "Keep the micro-batch that `learn` is at; its `items` only if `num_items` has given them"
@@ -102,7 +99,7 @@ class LossCheck:
         if model_labels(learn) is not None: self.left = 0  # the model has counted them
         size = size_of(walk(args), self.most)
         if self.kept+size > self.most or not self.left: return
-        if not self.kept: self.before = versions(held(self.loss_func, functions=True))
+        if not self.kept: self.held = Held(self.loss_func)
         self.kept += size
         self.micro_batches.append((each_tensor(Tensor.detach, args), samples, items))
 
@@ -110,17 +107,13 @@ class LossCheck:
         "Compare what was added: two numbers for `judge`, or none; no GPU sync"
         kept,self.micro_batches,self.kept = self.micro_batches,[],0
         self.left -= 1
-        why = 'there was only one micro-batch, or the outputs of the window are too large to keep'
+        why,moving = 'there was only one micro-batch, or what is to be compared is too large to keep',[]
+        if len(kept) > 1 and size_of(moving := self.held.moving(), self.most) > self.most: self.left,kept = 0,[]
         for dtype in (torch.float64,torch.float32) if len(kept) > 1 else ():  # some losses take no other than float32
             try:
                 off = torch.autocast(tensors_in(kept)[0].device.type, enabled=False)
-                with put_back(self.loss_func, self.before, self.most), torch.enable_grad(), off:
-                    return compare(self.loss_func, kept, dtype)
-            except Exception as e:
-                why = str(e).strip().split('\n')[0]
-                if isinstance(e, TooMuch):
-                    self.left = 0
-                    break
+                with put_back(moving), torch.enable_grad(), off: return compare(self.loss_func, kept, dtype)
+            except Exception as e: why = str(e).strip().split('\n')[0]
         self.found.append(Verdict('cannot tell', why=why))
         return []
 
@@ -150,7 +143,7 @@ def check_loss(loss_func:Callable, parts:list[tuple], items:list|None=None)->Ver
     "Whether accumulation is exact for this loss, shown by micro-batches, which are tuples of outputs and targets"
     check = LossCheck()
     for o,n in zip(parts, items or [None]*len(parts)): check.add(micro_batch(loss_func, o), batch_size(o), n)
-    check.before = {}  # nobody else calls the loss
+    check.held.versions = {}  # nobody else has called the loss
     if compared := check.compare(): check.judge(*compared)
     return check.found[0]
 

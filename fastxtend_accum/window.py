@@ -72,12 +72,11 @@ def if_any(items:Real|Tensor|None, o:Tensor)->Tensor:
     return torch.where(items > 0, o, 0.)
 
 def times(loss:Tensor, weight:Real|Tensor)->Tensor:
-    "`loss*weight`; 0 where the weight is 0, even if the loss is the mean of nothing"
-    return loss if not isinstance(weight, Tensor) and weight == 1 else if_any(weight, loss*weight)
+    return loss if not isinstance(weight, Tensor) and weight == 1 else loss*weight
 
-def backward_if_any(backward:Callable, items:Real|Tensor, outputs:Iterable):
-    "`backward()`; if there are no `items`, what comes back through `outputs` is 0"
-    hooks = [o.register_hook(partial(if_any, items)) for o in outputs if o.requires_grad]
+def backward_if_any(backward:Callable, weight:Real|Tensor, outputs:Iterable):
+    "`backward()`; with a weight of 0, what comes back through `outputs` is 0, even from the mean of nothing"
+    hooks = [o.register_hook(partial(if_any, weight)) for o in outputs if o.requires_grad]
     try: backward()
     finally:
         for o in hooks: o.remove()
