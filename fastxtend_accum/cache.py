@@ -117,6 +117,7 @@ def nodes(outputs:list[Tensor], stop:Iterable=())->set:
         rest += [n for n,_ in o.next_functions]
     return seen.difference(stop, [None])
 
+# %% ../nbs/source/16_cache.ipynb #7ac0e5d2
 class Kept:
     "The `forward` of pieces; notes what the model keeps of the first one, and the graph of the last: it is no other's"
     def __init__(self, learn:Learner, forward:Callable):
@@ -150,6 +151,7 @@ class Kept:
         self.first.put_back()
         return now == again != loss()
 
+# %% ../nbs/source/16_cache.ipynb #c93b61f8
 @patch
 def after_loss(self:GradientCache):
     "Raises ValueError if the loss depends on what the model keeps of one piece, and not on its output alone"
