@@ -42,7 +42,7 @@ def in_pieces(forward:Callable, state:BlockState, most:int, n:int, lists:dict|No
 # %% ../nbs/source/16_cache.ipynb #2d9b4c14
 class GradientCache(LoopCallback):
     "Compute the loss on the DataLoader's whole batch, while the model holds `micro_batch_size` samples at a time"
-    order,told,state,kept = math.inf,None,None,None
+    order,told,state = math.inf,None,None
     def __init__(self,
         micro_batch_size:int|str, # Samples that the model sees at a time; 'auto': halved until it fits in memory
         part:Callable|None=None, # Submodule that sees micro-batches, such as `lambda m: m[0]`; None: the whole model
@@ -95,7 +95,7 @@ def forward_context(self:GradientCache):
     forward,n,most = module.forward,self.module_rows(loop),self.rows_at_a_time(loop)
     if is_look(self.learn) or self.state is None: self.state = BlockState(module)
     state,kept = self.state,Kept(self.learn, forward) if most < n and not self.learn.iter else None
-    self.kept,forward = kept,kept or forward
+    loop.kept,forward = kept,kept or forward
     def pieces_forward(*args, **kwargs):  # `part` may run several times in a forward pass
         misfit = first(o for o in tensors_in((args, kwargs)) if len(o) != n)
         if most < n and misfit is not None:
@@ -156,7 +156,8 @@ class Kept:
 def after_loss(self:GradientCache):
     "Raises ValueError if the loss depends on what the model keeps of one piece, and not on its output alone"
     LoopCallback.after_loss(self)
-    kept,self.kept = self.kept,None
+    loop = fit_of(self.learn).instead.get('batch')
+    kept = loop and vars(loop).pop('kept', None)
     if kept and kept.first and len(self.learn.yb) and kept.is_read():
         raise ValueError("the loss reads what the model keeps, and GradientCache has that of a piece only: let the "
                          "model return it, a row for each sample, or use GradientAccumulation(exact=True)")

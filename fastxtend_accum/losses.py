@@ -12,7 +12,7 @@ from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 
 # %% auto #0
-__all__ = ['loss_rules', 'loss_items', 'rule_of', 'has_rule', 'as_count', 'model_labels', 'n_items']
+__all__ = ['loss_rules', 'loss_items', 'rule_of', 'as_count', 'has_rule', 'model_labels', 'n_items']
 
 # %% ../nbs/source/09_losses.ipynb #5bba88d4
 def loss_items(
@@ -53,11 +53,6 @@ def rule_of(loss_func:Callable)->tuple:
     is_mean = getattr(settings, 'reduction', 'mean') != 'none' or rule not in _rules
     return rule if is_mean else None,settings
 
-def has_rule(loss_func:Callable)->bool:
-    "Whether it is known what `loss_func` averages over, and not only assumed"
-    rule,settings = rule_of(loss_func)
-    return has_rule(settings.func) if rule is _flat_items else rule is not None
-
 # %% ../nbs/source/09_losses.ipynb #1de69e46
 def as_count(o:Tensor)->Real|Tensor: return o.item() if o.is_cpu else o  # on a GPU that would be a sync
 
@@ -85,6 +80,12 @@ loss_rules |= {
         F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
         F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.soft_margin_loss), _element_items)}
 _rules = _cross_entropy_items,_element_items,_label_items,_flat_items  # of losses that average by themselves
+
+# %% ../nbs/source/09_losses.ipynb #a27f40d6
+def has_rule(loss_func:Callable)->bool:
+    "Whether it is known what `loss_func` averages over, and not only assumed"
+    rule,settings = rule_of(loss_func)
+    return has_rule(settings.func) if rule is _flat_items else rule is not None
 
 # %% ../nbs/source/09_losses.ipynb #49286300
 def model_labels(learn:Learner)->Real|Tensor|None:
