@@ -8,14 +8,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from fastxtend_accum import losses
+from fastxtend_accum import loss_check,losses
 
 from .cases import Task
 
 package = str(Path(losses.__file__).parent)
 copies = {torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist}  # a CPU need not copy: only the call shows
 
-checked_once = patch.object(losses.LossCheck, 'windows', 1)  # the check of the loss ends after some windows: count without it
+checked_once = patch.object(loss_check.LossCheck, 'windows', 1)  # the check of the loss ends after some windows: count without it
 
 def is_here(o:torch.Tensor):
     "Whether `o` would be on the CPU on a machine with a GPU too"

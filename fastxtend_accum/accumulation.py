@@ -18,6 +18,7 @@ from .window import *
 from .gradients import *
 from .processes import *
 from .losses import *
+from .loss_check import *
 from .fit import *
 from .state import *
 from .logging import *
@@ -268,7 +269,7 @@ def after_loss(self:GradientAccumulation):
     if now.processes.n > 1: window.unit = now.processes.common_unit(items)
     if now.loss_check.left and (window.n_micro or not micro.ends_window):
         now.loss_check.add(learn, micro.rows, items if self.num_items else None)
-    learn.loss = mean_over(items, learn.loss)
+    learn.loss = if_any(items, learn.loss)
     window.weigh(items, learn.loss)
 
 # %% ../nbs/source/17_accumulation.ipynb #a884e909
@@ -280,6 +281,9 @@ def backward(self:GradientAccumulation, f:Callable):
         if window.n_micro: now.watch.check()
         learn.loss_grad = times(learn.loss_grad, micro.weight)
         micro.in_grad = True
+        if isinstance(micro.weight, Tensor) or not micro.weight:
+            own = getattr(learn.loss_func, 'parameters', list)()
+            f = partial(backward_if_any, f, micro.weight, [*tensors_in(learn.pred), *own])
     f()
     if micro and not micro.ends_window: now.watch.note(not window.results)
 

@@ -19,11 +19,12 @@ from .hidden_state import *
 from .loader import *
 from .pieces import *
 from .loop import *
+from .loss_check import *
 from .description import *
 from .checkpointing import *
 
 # %% auto #0
-__all__ = ['in_pieces', 'GradientCache']
+__all__ = ['in_pieces', 'GradientCache', 'nodes', 'Kept']
 
 # %% ../nbs/source/16_cache.ipynb #41c70a9e
 def in_pieces(forward:Callable, state:BlockState, most:int, n:int, lists:dict|None=None, parts:list=(),
@@ -102,7 +103,8 @@ def forward_context(self:GradientCache):
     loop,module = fit_of(self.learn).instead['batch'],self.running_part()
     forward,n,most = module.forward,self.module_rows(loop),self.rows_at_a_time(loop)
     if is_look(self.learn) or self.state is None: self.state = BlockState(module)
-    state = self.state
+    state,kept = self.state,Kept(self.learn, forward) if most < n and not self.learn.iter else None
+    loop.kept,forward = kept,kept or forward
     b,checks = (*self.learn.xb, *self.learn.yb),[]
     if most < n and self.budget.joins is None: checks = check_rows(module, b, loop.samples(), counted(self.learn.dl)[0])
     def pieces_forward(*args, **kwargs):  # `part` may run several times in a forward pass
@@ -115,6 +117,62 @@ def forward_context(self:GradientCache):
         saved = None if self.moved is not None or self.learn.logger is noop else \
             Saved(glances([*held(module), *global_generators()]))
         res = in_pieces(forward, state, most, n, loop.lists, parts, self.budget)(*args, **kwargs)
+        if kept: kept.joined += tensors_in(res)
         if saved: self.moved = state_moved(saved, self.learn, most, n//-(-n//most), next_size(n, most))
         return res
     return replaced(module, 'forward', pieces_forward)
+
+# %% ../nbs/source/16_cache.ipynb #5d81c3fe
+def nodes(outputs:list[Tensor], stop:Iterable=())->set:
+    "The graph of `outputs`, up to `stop`"
+    seen,rest = {None, *stop},[o.grad_fn for o in outputs]
+    while rest:
+        if (o := rest.pop()) in seen: continue
+        seen.add(o)
+        rest += [n for n,_ in o.next_functions]
+    return seen.difference(stop, [None])
+
+# %% ../nbs/source/16_cache.ipynb #7ac0e5d2
+class Kept:
+    "The `forward` of pieces; notes what the model keeps of the first one, and the graph of the last: it is no other's"
+    def __init__(self, learn:Learner, forward:Callable):
+        self.learn,self.forward,self.first,self.graph,self.joined = learn,forward,None,set(),[]
+        self.of_model,self.of_loss = Held(learn.model),Held(learn.loss_func)
+
+    def __call__(self, *args, **kwargs):
+        output = self.forward(*args, **kwargs)
+        if self.graph is not None:  # else it runs again in the backward pass
+            self.first = self.first or Saved(self.of_model.moving())
+            self.graph |= nodes(tensors_in(output), nodes(tensors_in((args, kwargs))))
+        return output
+
+    def is_read(self)->bool:
+        "Whether the graph of the loss reaches the last piece other than by the joined output, or its value changes"
+        graph,self.graph = nodes([self.learn.loss_grad], [o.grad_fn for o in self.joined]) & self.graph,None
+        shapes = [m.shape for o in graph if o.next_functions for m in o._input_metadata]
+        return any(shapes) or self.changes()  # a number, such as a temperature, may be that of all samples
+
+    def changes(self)->bool:
+        "Whether the loss is another where the model keeps what it has kept of the first piece, and not of the last"
+        learn,last = self.learn,Saved(o for o,_ in self.first.copies)
+        args = each_tensor(Tensor.detach, (learn.pred, *learn.yb))
+        def loss():
+            try:
+                with torch.no_grad(), put_back(self.of_loss.moving()):
+                    return repr(float(learn.loss_func(*each_tensor(torch.clone, args))))
+            except Exception as e: return repr(e)
+            finally: last.put_back()
+        now,again = loss(),loss()
+        self.first.put_back()
+        return now == again != loss()
+
+# %% ../nbs/source/16_cache.ipynb #c93b61f8
+@patch
+def after_loss(self:GradientCache):
+    "Raises ValueError if the loss depends on what the model keeps of one piece, and not on its output alone"
+    LoopCallback.after_loss(self)
+    loop = fit_of(self.learn).instead.get('batch')
+    kept = loop and vars(loop).pop('kept', None)
+    if kept and kept.first and len(self.learn.yb) and kept.is_read():
+        raise ValueError("the loss reads what the model keeps, and GradientCache has that of a piece only: let the "
+                         "model return it, a row for each sample, or use GradientAccumulation(exact=True)")

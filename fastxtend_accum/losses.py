@@ -1,4 +1,4 @@
-"""Count what a loss averages over, for the weight of its micro-batch, and check that accumulation is exact
+"""Count what a loss averages over, for the weight of its micro-batch
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/losses.html.md"""
 
@@ -11,13 +11,8 @@ from collections.abc import Mapping
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 
-from .nested import *
-from .window import *
-from .state import *
-
 # %% auto #0
-__all__ = ['loss_rules', 'Verdict', 'loss_items', 'rule_of', 'as_count', 'model_labels', 'n_items', 'put_back', 'loss_grads',
-           'compare', 'LossCheck', 'has_rule', 'check_loss', 'micro_batch']
+__all__ = ['loss_rules', 'loss_items', 'rule_of', 'as_count', 'has_rule', 'model_labels', 'n_items']
 
 # %% ../nbs/source/09_losses.ipynb #5bba88d4
 def loss_items(
@@ -50,11 +45,13 @@ def rule_of(loss_func:Callable)->tuple:
         rule,settings = rule_of(loss_func.__self__.old_lf)
         return rule and _label_items,settings
     func = loss_func.func if isinstance(loss_func, partial) else loss_func
-    if not isinstance(func, types.FunctionType):
-        return first([loss_rules[o] for o in type(func).__mro__ if o in loss_rules]),func
-    settings = dict(weight=None, ignore_index=-100, reduction='mean') | vars(func)
-    if func is not loss_func: settings |= loss_func.keywords | vars(loss_func)
-    return loss_rules.get(func),SimpleNamespace(**settings)
+    if isinstance(func, types.FunctionType):
+        settings = dict(weight=None, ignore_index=-100, reduction='mean') | vars(func)
+        if func is not loss_func: settings |= loss_func.keywords | vars(loss_func)
+        rule,settings = loss_rules.get(func),SimpleNamespace(**settings)
+    else: rule,settings = first([loss_rules[o] for o in type(func).__mro__ if o in loss_rules]),func
+    is_mean = getattr(settings, 'reduction', 'mean') != 'none' or rule not in _rules
+    return rule if is_mean else None,settings
 
 # %% ../nbs/source/09_losses.ipynb #1de69e46
 def as_count(o:Tensor)->Real|Tensor: return o.item() if o.is_cpu else o  # on a GPU that would be a sync
@@ -82,6 +79,13 @@ loss_rules |= {
         nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss,
         F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
         F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.soft_margin_loss), _element_items)}
+_rules = _cross_entropy_items,_element_items,_label_items,_flat_items  # of losses that average by themselves
+
+# %% ../nbs/source/09_losses.ipynb #a27f40d6
+def has_rule(loss_func:Callable)->bool:
+    "Whether it is known what `loss_func` averages over, and not only assumed"
+    rule,settings = rule_of(loss_func)
+    return has_rule(settings.func) if rule is _flat_items else rule is not None
 
 # %% ../nbs/source/09_losses.ipynb #49286300
 def model_labels(learn:Learner)->Real|Tensor|None:
@@ -99,107 +103,7 @@ def n_items(learn:Learner, num_items:Callable|None=None, samples:int|None=None)-
         labels = None if isinstance(learn.pred, Tensor) else model_labels(learn)
         return loss_items(learn.loss_func, learn.pred, *learn.yb, samples=samples) if labels is None else labels
     items = num_items(learn)
-    if isinstance(items, Tensor) and items.numel() == 1: return items.detach().reshape(())
+    if isinstance(items, Tensor) and items.numel() == 1: items = as_count(items.detach().reshape(()))
+    if isinstance(items, Tensor): return items
     if isinstance(items, Real) and 0 <= items < float('inf'): return items
     raise ValueError(f"num_items must return a count of 0 or more, as a number or one-element tensor, not {items!r}")
-
-# %% ../nbs/source/09_losses.ipynb #07dc8e68
-@contextmanager
-def put_back(loss_func:Callable):
-    "Random generators, and all that `loss_func` holds, are afterwards as before"
-    state = Saved([*held(loss_func, functions=True), *global_generators()])
-    try: yield
-    finally: state.put_back()
-
-def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype=torch.float64)->Tensor:
-    "The gradient with respect to the outputs, a row for each sample, computed in `dtype`"
-    def copy(o): return o.to(torch.promote_types(o.dtype, dtype), copy=True) if o.is_floating_point() else o.clone()
-    pred,*targ = each_tensor(copy, args)
-    outputs = [o.requires_grad_() for o in tensors_in(pred) if o.is_floating_point()]
-    loss = loss_func(each_tensor(torch.clone, pred), *targ)  # it may work in place
-    grads = torch.autograd.grad(loss, outputs, materialize_grads=True)
-    return torch.cat([o.as_subclass(Tensor).reshape(len(o), -1) for o in grads], 1)
-
-# %% ../nbs/source/09_losses.ipynb #11e157d7
-def compare(loss_func:Callable, micro_batches:list[tuple], dtype:torch.dtype)->list[Tensor]:
-    "How far the joint loss's gradient, computed again, is off, and how far the one from two parts is; no GPU sync"
-    def grads_of(args): return loss_grads(loss_func, args, dtype)
-    def differ(a, b): return (a-b).norm()/a.norm()
-    args,samples,items = map(list, zip(*micro_batches))
-    n,middle,whole = sum(samples),samples[0],join(args, samples)
-    grads = grads_of(whole)
-    again = differ(grads, grads_of(whole))
-    if items[0] is None and all(len(o) == n for o in tensors_in(whole)):
-        order = grads.norm(dim=1).argsort().roll(1)
-        middle,grads,whole = n//2,grads[order],each_tensor(lambda o: o[order], whole)
-    two = [cut((whole,), start, end, n)[0] for start,end in ((0, middle), (middle, n))]
-    counts = [items[0], sum(items[1:])] if items[0] is not None else [loss_items(loss_func, *o) for o in two]
-    shares = [1, 1] if counts[0] is None else [o/sum(counts) for o in counts]
-    return [again, differ(grads, torch.cat([times(grads_of(o), share) for o,share in zip(two, shares)]))]
-
-# %% ../nbs/source/09_losses.ipynb #341a0d8d
-Verdict = namedtuple('Verdict', 'says by why', defaults=(0., ''))  # 'same', 'differs' (by) or 'cannot tell' (why)
-
-class LossCheck:
-    "Compares the gradient of a window's joint loss with that from two parts of it, in the first windows of a fit"
-    tolerance,windows,most = 1e-5,16,2**28  # most: bytes of outputs and targets to keep
-    def __init__(self): self.micro_batches,self.kept,self.left,self.found = [],0,self.windows,[]
-
-    def add(self, learn:Learner, samples:int, items:Real|Tensor|None=None):
-        "Keep the micro-batch that `learn` is at; its `items` only if `num_items` has given them"
-        args,self.loss_func = (learn.pred, *learn.yb),learn.loss_func
-        size = sum(o.nbytes for o in tensors_in(args))
-        if model_labels(learn) is not None: self.left = 0  # the model has counted them
-        if self.kept+size > self.most or not self.left: return
-        self.kept += size
-        self.micro_batches.append((each_tensor(Tensor.detach, args), samples, items))
-
-    def compare(self)->list[Tensor]:
-        "Compare what was added: two numbers for `judge`, or none; no GPU sync"
-        kept,self.micro_batches,self.kept = self.micro_batches,[],0
-        self.left -= 1
-        why = 'there was only one micro-batch, or the outputs of the window are too large to keep'
-        for dtype in (torch.float64,torch.float32) if len(kept) > 1 else ():  # some losses take no other than float32
-            try:
-                off = torch.autocast(tensors_in(kept)[0].device.type, enabled=False)
-                with put_back(self.loss_func), torch.enable_grad(), off:
-                    return compare(self.loss_func, kept, dtype)
-            except Exception as e: why = str(e).strip().split('\n')[0]
-        self.found.append(Verdict('cannot tell', why=why))
-        return []
-
-# %% ../nbs/source/09_losses.ipynb #0cd684eb
-@patch
-def judge(self:LossCheck, again:Real|Tensor, by:Real|Tensor)->str|None:
-    "What `compare` has shown; a warning if accumulation is not exact for this loss"
-    again,by = float(again),float(by)
-    if not math.isfinite(again+by): found = Verdict('cannot tell', why='a gradient is 0, NaN or infinite')
-    elif again > self.tolerance: found = Verdict('cannot tell', why='it gives something else when it is called again')
-    else: found = Verdict('differs' if by > self.tolerance else 'same', by)
-    self.found.append(found)
-    if found.says != 'differs': return
-    self.left = 0
-    return ("accumulation is not exact for this loss: computed in two parts, the gradient of a window has a relative "
-            f"error of {by:.2g}. Pass num_items (what the loss averages over), "
-            "set reduction='sum' on a loss that sums, or use GradientCache, which computes the loss on the whole batch")
-
-@patch
-def at_end(self:LossCheck)->str|None:
-    "A warning if no window of a fit could be compared, for a loss without a rule"
-    if {o.says for o in self.found} == {'cannot tell'} and not has_rule(self.loss_func):
-        return ("could not check whether accumulation is exact for this loss: pass num_items if you know what it "
-                f"averages over, or compare with a fit on large batches ({self.found[0].why})")
-
-def has_rule(loss_func:Callable)->bool:
-    "Whether it is known what `loss_func` averages over, and not only assumed"
-    rule,settings = rule_of(loss_func)
-    return has_rule(settings.func) if rule is _flat_items else rule is not None
-
-def check_loss(loss_func:Callable, parts:list[tuple], items:list|None=None)->Verdict:
-    "Whether accumulation is exact for this loss, shown by micro-batches, which are tuples of outputs and targets"
-    check = LossCheck()
-    for o,n in zip(parts, items or [None]*len(parts)): check.add(micro_batch(loss_func, o), n_rows(o), n)
-    if compared := check.compare(): check.judge(*compared)
-    return check.found[0]
-
-def micro_batch(loss_func, args): return SimpleNamespace(loss_func=loss_func, pred=args[0], yb=args[1:])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['MicroBatch', 'Window', 'power_of_two', 'times', 'mean_over']
+__all__ = ['MicroBatch', 'Window', 'power_of_two', 'if_any', 'times', 'backward_if_any']
 
 # %% ../nbs/source/03_window.ipynb #28d60525
 class MicroBatch:
@@ -64,17 +64,22 @@ def weigh(self:Window, items:Real|Tensor|None, loss:Tensor)->Real|Tensor:
     return micro.weight
 
 # %% ../nbs/source/03_window.ipynb #b34e76eb
-def times(loss:Tensor, weight:Real|Tensor)->Tensor:
-    "`loss*weight`; 0 where the weight is 0, even if the loss is the mean of nothing, which is NaN. No GPU sync"
-    if not isinstance(weight, Tensor):
-        if weight: return loss if weight == 1 else loss*weight
-        weight = loss.new_tensor(weight)
-    return torch.where(weight > 0, loss*weight, 0.)
+def if_any(items:Real|Tensor|None, o:Tensor)->Tensor:
+    "`o`; 0 where there are no items, over which a mean or its gradient is NaN. No GPU sync"
+    if not isinstance(items, Tensor):
+        if items != 0: return o
+        items = o.new_tensor(0.)
+    return torch.where(items > 0, o, 0.)
 
-def mean_over(items:Real|Tensor|None, loss:Tensor)->Tensor:
-    "The loss; 0 for the mean of no items, whose NaN would end the fit under `TerminateOnNaNCallback`. No GPU sync"
-    if isinstance(items, Tensor): return torch.where(items > 0, loss, 0.)
-    return loss if items != 0 else torch.zeros_like(loss)
+def times(loss:Tensor, weight:Real|Tensor)->Tensor:
+    return loss if not isinstance(weight, Tensor) and weight == 1 else loss*weight
+
+def backward_if_any(backward:Callable, weight:Real|Tensor, outputs:Iterable):
+    "`backward()`; with a weight of 0, what comes back through `outputs` is 0, even from the mean of nothing"
+    hooks = [o.register_hook(partial(if_any, weight)) for o in outputs if o.requires_grad]
+    try: backward()
+    finally:
+        for o in hooks: o.remove()
 
 @patch
 def count(self:Window, loss:Tensor)->Tensor:
@@ -105,7 +110,7 @@ def fetch(self:Window, *also:Tensor)->list[float]:
 def batch_loss(self:Window)->Tensor:
     "The mean loss over the present batch, from those of its pieces"
     losses,weights = zip(*self.losses)
-    return sum(losses) if self.is_sum else mean_over(sum(weights), sum(losses)/sum(weights))
+    return sum(losses) if self.is_sum else if_any(sum(weights), sum(losses)/sum(weights))
 
 # %% ../nbs/source/03_window.ipynb #5b7d02e1
 @patch

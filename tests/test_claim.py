@@ -7,7 +7,9 @@ from fastai.callback.mixup import MixUp
 from fastai.losses import *
 
 from common import *
-from fastxtend_accum.losses import LossCheck,check_loss,micro_batch,n_items
+from fastxtend_accum.loss_check import LossCheck,check_loss,micro_batch
+from fastxtend_accum.losses import has_rule,n_items
+from fastxtend_accum.nested import each_tensor
 
 # Data: 16 samples; some labels are ignored, some values are missing, masks have rare classes
 
@@ -250,6 +252,81 @@ def test_in_place_losses_see_copies():
     pred,targ = logits.clone(),labels.clone()
     check_loss(in_place, two((pred, targ), (8, 8)))
     assert_same(pred, logits)
+
+# What one number for a whole gradient would not show
+
+def contrasts(z): return F.cross_entropy(z@z.T, torch.arange(len(z)))
+
+@pytest.mark.parametrize('weight', [1e-2, 1e-4, 1e-6, 1e-8])
+@pytest.mark.parametrize('joined', [False, True])
+def test_a_small_head_beside_a_large_loss(joined, weight):
+    "In an output or in columns of its own. One that is a mean over samples is exact"
+    def loss(of_head):
+        def f(pred, targ):
+            a,b = pred.split([7, 5], 1) if joined else pred
+            return F.mse_loss(a, targ) + weight*of_head(b)
+        return f
+    pred = torch.cat([values, logits], 1) if joined else (values, logits)
+    parts = [(each_tensor(lambda o: o[rows], pred), targets[rows]) for rows in (slice(8), slice(8, 16))]
+    assert check_loss(loss(contrasts), parts).says == 'differs'
+    assert check_loss(loss(lambda o: o.pow(2).mean()), parts).says == 'same'
+
+@pytest.mark.parametrize('reduction,says', [('sum', 'differs'), ('mean', 'same')])
+def test_a_penalty_on_weights(reduction, says):
+    "It is not seen in the gradient of the outputs; a sum of micro-batches has it several times"
+    w = nn.Parameter(torch.ones(3))
+    def loss(pred, targ): return F.mse_loss(pred, targ, reduction=reduction) + .1*w.pow(2).sum()
+    loss.reduction = reduction
+    assert check_loss(loss, two((values, targets), (8, 8))).says == says
+
+class OwnWeights(nn.MSELoss):
+    def __init__(self, f): super().__init__(reduction='none'); self.f = f
+    def forward(self, pred, targ): return self.f(super().forward(pred, targ), (targ > 0)+.1)
+
+@pytest.mark.parametrize('f,says', [(lambda o,w: (o*w).sum()/w.sum(), 'differs'), (lambda o,w: (o*w).mean(), 'same'), (lambda o,w: o*w, 'cannot tell')])
+def test_no_rule_for_a_loss_that_does_not_average_by_itself(f, says):
+    loss_func = OwnWeights(f)
+    assert not has_rule(loss_func) and not has_rule(MSELossFlat(reduction='none')) and not has_rule(partial(F.mse_loss, reduction='none'))
+    assert check_loss(loss_func, two((values, targets), (8, 8))).says == says
+
+def test_a_rule_of_ones_own_holds_whatever_the_reduction():
+    class Own(OwnWeights): pass
+    loss_items.register(Own, lambda f, pred, targ: ((targ > 0)+.1).sum())
+    loss_func = Own(lambda o,w: (o*w).sum()/w.sum())
+    assert has_rule(loss_func) and check_loss(loss_func, two((values, targets), (8, 5))).says == 'same'
+
+def test_a_part_that_is_nan_is_a_difference():
+    "The whole is finite"
+    def loss(pred, targ): known = targ > .5; return (((pred-targ)**2*known).sum(0)/known.sum(0)).mean()
+    found = check_loss(loss, two((values, torch.eye(16)[:,:7]), (8, 8)))
+    assert found.says == 'differs' and not math.isfinite(found.by)
+
+# What it costs
+
+class Counting(list):
+    "A list that counts how often it is read"
+    reads = 0
+    def __iter__(self): Counting.reads += 1; return super().__iter__()
+
+def test_many_small_lists_are_not_walked():
+    lists = [Counting([1, 2, 3]) for _ in range(30_000)]
+    check = LossCheck()
+    for _ in range(2): check.add(micro_batch(lambda p,t,lists: F.mse_loss(p, t), (values, targets, lists)), 16)
+    assert Counting.reads < 5000 and check.compare() == [] and 'too large' in check.found[0].why
+
+@pytest.mark.parametrize('is_moved', [False, True])
+def test_what_a_loss_holds_is_copied_if_it_moves(is_moved, monkeypatch):
+    "And only if it is little; the fit's own calls of the loss show what moves"
+    class Holds:
+        def __init__(self): self.bank = torch.zeros(300_000)
+        def __call__(self, pred, targ): self.bank.add_(is_moved) if is_moved else None; return F.mse_loss(pred, targ)
+    monkeypatch.setattr(LossCheck, 'most', 1_000_000)
+    loss_func,check = Holds(),LossCheck()
+    for _ in range(2):
+        loss_func(values, targets)
+        check.add(micro_batch(loss_func, (values, targets)), 16)
+    said = check.compare()
+    assert (said == [] and 'too large' in check.found[0].why and check.left == 0) if is_moved else check.judge(*said) is None and check.found[0].says == 'same'
 
 # Outputs
 

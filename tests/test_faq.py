@@ -6,7 +6,7 @@ from fastai.distributed import *
 from common import *
 from fastai.losses import *
 from fastxtend_accum.demo import Activations
-from fastxtend_accum.losses import check_loss
+from fastxtend_accum.loss_check import check_loss
 from fastxtend_accum.memory import NothingFits
 
 class EMA(Callback):
@@ -115,7 +115,7 @@ def test_dice(loss_func, says):
     g = torch.Generator().manual_seed(0)
     pred,targ = torch.randn(13, 3, 6, 6, generator=g),torch.randint(3, (13, 6, 6), generator=g)
     found = check_loss(loss_func, [(pred[:8], targ[:8]), (pred[8:], targ[8:])])
-    assert found.says == says and (says == 'same' or f'{found.by:.0%}' == '46%')
+    assert found.says == says and (says == 'same' or f'{found.by:.0%}' == '47%')
 
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])
 def test_mixup_in_half_precision(mode):

@@ -426,3 +426,90 @@ def test_an_input_without_a_batch_dimension():
         def forward(self, x, w): return super().forward(x*w)
     with pytest.raises(ValueError, match=r'cannot split a tensor of shape \(1, 5\) in a batch of 16 samples'):
         fit(Learner(dls, Two(), info_nce, opt_func=SGD, cbs=GradientCache(8)), 1)
+
+# A loss that reads what the model keeps: GradientCache has that of a piece only
+
+elsewhere = {}
+class Keeps(nn.Module):
+    "Keeps something of its hidden values, or of its samples, in one of many places"
+    def __init__(self, where):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body,self.head,self.aux = nn.Sequential(nn.Linear(5, 8), nn.Tanh()).double(),nn.Linear(8, 1).double(),nn.Linear(5, 2).double()
+        self.where,self.kept,self.n,self.log_scale = where,[],0,nn.Parameter(torch.zeros(()).double())
+        self.register_buffer('level', torch.zeros(()).double())
+    def forward(self, x):
+        h,out = self.body(x),1.
+        term = h.pow(2).mean()
+        match self.where:
+            case 'attribute' | 'unread': self.term = term
+            case 'hidden values': self.term = h
+            case 'without its graph': self.term = term.detach()
+            case 'not on the way to the output': self.term = self.aux(x).pow(2).mean()
+            case 'submodule': self.body[0].term = term
+            case 'list': self.kept.append(term)
+            case 'elsewhere': elsewhere['term'] = term
+            case 'buffer': self.level.copy_(term.detach())
+            case 'counter': self.n += 1
+            case 'scale': self.term = out = self.log_scale.exp()
+        return self.head(h)*out
+
+def loss_of(m, hook=None):
+    def f(pred, targ):
+        loss = F.mse_loss(pred, targ)
+        match m.where:
+            case 'attribute' | 'without its graph' | 'not on the way to the output' | 'scale': loss = loss*(1+m.term)
+            case 'hidden values': loss = loss+m.term.pow(2).mean()
+            case 'submodule': loss = loss+m.body[0].term
+            case 'list': loss = loss+sum(m.kept); m.kept.clear()
+            case 'elsewhere': loss = loss+elsewhere['term']
+            case 'buffer': loss = loss*(1+m.level)
+            case 'counter': loss = loss*(1+m.n)
+            case 'hook': loss = loss+hook.stored.pow(2).mean()
+        return loss.float()
+    return f
+
+class ReadsHook(Callback):
+    "Adds a term to the loss, as a callback for distillation does"
+    def before_fit(self): self.hook = hook_output(self.model.body, detach=False)
+    def after_loss(self): self.learn.loss_grad = self.loss_grad+self.hook.stored.pow(2).mean().float()
+
+def keeping(where, bs=32, cbs=()):
+    m = Keeps(where)
+    hook = hook_output(m.body, detach=False) if where == 'hook' else None
+    return make_learner(bs, n=64, m=m, loss_func=loss_of(m, hook), cbs=[*cbs, *([ReadsHook()] if where == 'callback' else [])])
+
+@pytest.mark.parametrize('where', ['attribute', 'hidden values', 'without its graph', 'not on the way to the output', 'submodule', 'list', 'elsewhere', 'buffer',
+                                   'counter', 'hook', 'callback'])
+def test_a_loss_that_reads_what_the_model_keeps(where):
+    "An error before the first step"
+    learn = keeping(where, cbs=[GradientCache(8)])
+    before = weights(learn)
+    with pytest.raises(ValueError, match='the loss reads what the model keeps'): fit(learn, 1)
+    assert_same(weights(learn), before)
+    fit(keeping(where, cbs=[GradientCache(32)]), 1)
+
+@pytest.mark.parametrize('where', ['unread', 'scale', 'nowhere'])
+def test_a_loss_that_reads_what_all_samples_share(where):
+    big,small = fit(keeping(where), 2),fit(keeping(where, cbs=[GradientCache(8)]), 2)
+    assert_same(weights(small), weights(big), ROUNDING)
+    assert (weights(big)-weights(Keeps(where))).abs().max() > 1e-3
+
+@pytest.mark.parametrize('model', ['dropout', 'norm', 'stats'])
+def test_looking_for_it_leaves_no_trace(model, monkeypatch):
+    "Random numbers, buffers, what callbacks and the loss count"
+    class Counts:
+        def __init__(self): self.calls = 0
+        def __call__(self, pred, targ): self.calls += 1; return (F.mse_loss(pred, targ)*(1+torch.rand(()))).float()
+    def run():
+        torch.manual_seed(0)
+        body = [nn.Linear(5, 8), dict(dropout=nn.Dropout(.3), norm=nn.BatchNorm1d(8), stats=nn.Tanh())[model], nn.Linear(8, 1)]
+        loss_func,cbs = Counts(),[ActivationStats()]*(model == 'stats')
+        learn = make_learner(32, m=nn.Sequential(*body).double(), loss_func=loss_func, cbs=[GradientCache(8), *cbs])
+        fit(learn, 2)
+        return weights(learn),losses(learn),[o.tolist() for o in learn.model.buffers()],loss_func.calls,torch.get_rng_state().tolist(),len(cbs and cbs[0].stats)
+    looked = run()
+    monkeypatch.setattr('fastxtend_accum.cache.Kept.is_read', lambda self: False)
+    plain = run()
+    assert_same(looked[0], plain[0])
+    assert looked[1:] == plain[1:]

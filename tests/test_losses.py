@@ -6,9 +6,10 @@ from fastai.callback.mixup import CutMix, MixUp
 from fastai.losses import *
 from hypothesis import given, strategies as st
 
-import fastxtend_accum.losses
+import fastxtend_accum.loss_check
 from common import *
-from fastxtend_accum.losses import check_loss,has_rule
+from fastxtend_accum.loss_check import check_loss
+from fastxtend_accum.losses import has_rule
 from fastxtend_accum.window import MicroBatch,Window,times
 
 
@@ -128,6 +129,66 @@ def test_any_tokens(n, micro, k, name, remainder, n_epoch, seed, frozen, final, 
         fit(learn, n_epoch, lr=.01)
     assert learn.recorder.accum_bs == sizes
     assert_same(weights(learn), weights(m), ROUNDING)
+
+# A micro-batch without items whose loss is 0/0, and whose backward pass is, too
+
+def mean_of_known(pred, targ):
+    "Of targets that are not missing, of one output or several"
+    if isinstance(pred, dict): pred = list(pred.values())
+    if isinstance(pred, (tuple,list)): return sum(mean_of_known(o, targ) for o in pred)
+    known = ~targ.isnan()
+    return (((pred-targ.nan_to_num())**2*known).sum()/known.sum()).float()
+
+class Scaled(nn.Module):
+    "Has a weight of its own"
+    def __init__(self): super().__init__(); self.s = nn.Parameter(torch.zeros(()).double())
+    def forward(self, pred, targ): return mean_of_known(pred, targ)*self.s.exp().float()
+
+class Heads(nn.Module):
+    def __init__(self, like): super().__init__(); self.b,self.h,self.like = nn.Linear(5, 8).double(),nn.Linear(8, 6).double(),like; self.scale = nn.Parameter(torch.ones(6).double())
+    def forward(self, x):
+        o = self.h(self.b(x).tanh())
+        a,b = o[:,:3],o[:,3:]
+        return {tuple:(a, b), dict:dict(a=a, b=b), Tensor:a, nn.Parameter:(a*self.scale[:3], self.scale[None].expand(len(x), 6)[:,3:])}[self.like]
+
+def n_known(learn): return (~learn.y.isnan()).sum()
+
+@pytest.mark.parametrize('as_tensor', [False, True], ids=['number', 'as on a GPU'])
+@pytest.mark.parametrize('bs,kwargs', [(8, dict(accum_bs=32)), (32, dict(micro_batch_size=8)), (32, dict(micro_batch_size=5))])
+@pytest.mark.parametrize('make,like', [(lambda: mean_of_known, Tensor), (lambda: mean_of_known, tuple), (lambda: mean_of_known, dict),
+                                       (lambda: mean_of_known, nn.Parameter), (Scaled, Tensor)])
+def test_no_nan_from_nothing(make, like, bs, kwargs, as_tensor, monkeypatch):
+    if as_tensor: monkeypatch.setattr('fastxtend_accum.losses.as_count', noop)
+    g = torch.Generator().manual_seed(0)
+    x,y = (torch.randn(64, n, generator=g, dtype=torch.float64) for n in (5, 3))
+    y[torch.rand(64, 3, generator=g) < .3] = math.nan
+    y[8:16],y[-8:] = math.nan,math.nan
+    def run(bs, *cbs):
+        torch.manual_seed(0)
+        m,loss_func = Heads(like),make()
+        own = list(getattr(loss_func, 'parameters', list)())
+        learn = Learner(DataLoaders(DataLoader(list(zip(x, y)), bs=bs), DataLoader(list(zip(x[:4], y[:4])), bs=4)), m, loss_func, opt_func=SGD,
+                        cbs=[*cbs, Callback(before_validate=lambda self: stop(CancelValidException()))], splitter=lambda m: [[*m.parameters(), *own]])
+        start = weights(m)
+        fit(learn, 2, .1)
+        assert (weights(m)-start).abs().max() > 1e-2
+        return torch.cat([weights(m), *[o.detach()[None] for o in own]]),losses(learn)
+    big,small = run(32),run(bs, GradientAccumulation(num_items=n_known, **kwargs))
+    assert_same(small[0], big[0], 1e-6)  # the losses are float32
+    assert_same(small[1], big[1], 1e-6)
+
+@pytest.mark.parametrize('value', [math.nan, math.inf])
+def test_a_nan_of_items_is_seen(value):
+    "In a micro-batch that has some"
+    class Spoil(Callback):
+        def before_batch(self):
+            if self.training and self.iter == 1: self.learn.xb = (self.x*value,)
+    learn = make_learner(8, n=32, cbs=[GradientAccumulation(16, skip_nonfinite=True, num_items=lambda learn: torch.tensor(len(learn.y))),
+                                       Spoil()])
+    with pytest.warns(match='skipped a step'): fit(learn, 1)
+    assert learn.gradient_accumulation.n_skipped == 1 and learn.gradient_accumulation.opt_steps == 1
+    assert len(losses(learn)) == 1 and not weights(learn).isnan().any()
+    assert_moved(learn)
 
 # MixUp and CutMix
 
@@ -277,10 +338,10 @@ def test_windows_that_are_alike_hide_nothing(alike):
 def test_a_long_fit_compares_no_more(n):
     calls = Counter()
     def counted(pred, targ): return F.mse_loss(pred[:,0], targ).float()
-    real = fastxtend_accum.losses.compare
+    real = fastxtend_accum.loss_check.compare
     def compare(*args): calls['compare'] += 1; return real(*args)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(fastxtend_accum.losses, 'compare', compare)
+        m.setattr(fastxtend_accum.loss_check, 'compare', compare)
         assert checked(counted, *samples(n, 0., 0), 16)[1] == []
     assert calls['compare'] == min(n//16, 16)
 
