@@ -142,7 +142,7 @@ def at_end(self:LossCheck)->str|None:
 def check_loss(loss_func:Callable, parts:list[tuple], items:list|None=None)->Verdict:
     "Whether accumulation is exact for this loss, shown by micro-batches, which are tuples of outputs and targets"
     check = LossCheck()
-    for o,n in zip(parts, items or [None]*len(parts)): check.add(micro_batch(loss_func, o), batch_size(o), n)
+    for o,n in zip(parts, items or [None]*len(parts)): check.add(micro_batch(loss_func, o), n_rows(o), n)
     check.held.versions = {}  # nobody else has called the loss
     if compared := check.compare(): check.judge(*compared)
     return check.found[0]
