@@ -150,4 +150,4 @@ def test_the_package_stays_as_small_as_it_is():
     lines = [o for text in modules.values() for o in text.splitlines() if not o.startswith('__all__') and not o.startswith("           '")]
     nodes = [type(o) for text in modules.values() for o in ast.walk(ast.parse(text))]
     assert len(modules) > 20 and max(map(len, lines)) <= 120
-    assert sum(map(len, modules.values())) < 166_000 and nodes.count(ast.FunctionDef) <= 363 and nodes.count(ast.ClassDef) <= 39
+    assert sum(map(len, modules.values())) < 194_000 and nodes.count(ast.FunctionDef) <= 416 and nodes.count(ast.ClassDef) <= 45
