@@ -63,7 +63,7 @@ class GradientCache(LoopCallback):
         if is_sharded(model := self.learn.model):
             raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: "
                              "use DistributedDataParallel")
-        if not self.learn.epoch: self.moved = None
+        if not getattr(self.learn, 'epoch', 0): self.moved = None
         part = self.running_part()
         if not any(part is m for m in model.modules()) or getattr(part.forward, '__func__', None) is nn.Module.forward:
             raise ValueError(f"part must return a module of the model that has a forward, not a {type(part).__name__}: "

@@ -70,7 +70,7 @@ def counted(dl)->tuple[int|None,int|None]:
 # %% ../nbs/source/02_loader.ipynb #7a6b1f12
 class LoaderBatches(GetAttr):
     """The training DataLoader for one epoch: its batches, as long as `needs_more()`; None: all. The present one has
-    `size` samples as it counts them, and tensors of `rows`. If it states no size: up to `given`; None: one batch is 1"""
+    `size` samples as it counts them, and tensors of `rows`. Without a stated size: up to `given`; None: a batch is 1"""
     _default = 'dl'
     @property
     def __class__(self): return self.dl.__class__  # `isinstance` sees it, as fastai's `DistributedTrainer` needs

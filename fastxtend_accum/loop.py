@@ -103,7 +103,8 @@ def parts(self:Loop)->list:
     is_new,b = splitter and splitter.budget.joins is None and self.rows() < n,(*self.inputs.xb, *self.inputs.yb)
     checks = check_rows(learn.model, b, n, counted(learn.dl)[0]) if is_new else []
     self.together = Together(self.learn) if self.is_apart else None
-    return [self.inputs, *checks, *self.hidden(n), *[p for o in self.cbs for p in o.parts(n)], *[self.together]*self.is_apart]
+    parts = [p for o in self.cbs for p in o.parts(n)]
+    return [self.inputs, *checks, *self.hidden(n), *parts, *[self.together]*self.is_apart]
 
 @patch
 def rows(self:Loop)->int:
