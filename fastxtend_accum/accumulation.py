@@ -177,7 +177,7 @@ def check(self:GradientAccumulation):
     given = now.loader_bs if self.micro_batch_size in (None,'auto') else self.micro_batch_size
     if self.micro_batch_size != 'auto' or self.micro_bs is None: self.micro_bs = min(given, now.loader_bs or given)
     check_rules(self.scale, learn.opt)
-    if size > bs or self.micro_bs < (now.loader_bs or 0): self.warn_once(hooks_on(learn.opt))
+    if size > bs or self.micro_bs < now.loader_bs: self.warn_once(hooks_on(learn.opt))
 
 @patch
 def sizes(self:GradientAccumulation)->dict[str,int]:
@@ -233,25 +233,14 @@ def before_batch(self:GradientAccumulation):
 @patch
 def start_micro_batch(self:GradientAccumulation, samples:int, rows:int, ends_batch:bool=True):
     "Start a micro-batch of `samples` as the DataLoader counts them, which are `rows` of its tensors"
-    now,window = self.now,self.window
+    learn,now,window = self.learn,self.now,self.window
     is_full = not self.accum_bs or window.samples+samples >= window.size or now.batches.is_last
     ends_window = ends_batch and is_full
     window.micro = MicroBatch(samples, ends_window, rows)
     if (now.has_half or now.is_own) and not (ends_window or window.n_micro): window.sums = {}
     if now.processes.n > 1: now.processes.before_forward(window)
-    if now.moved is None and not now.is_told and self.learn.logger is not noop: self.look()
-
-# %% ../nbs/source/17_accumulation.ipynb #3f1c7a28
-@patch
-def look(self:GradientAccumulation):
-    "Note the state that the first pass of the fit may move, for the line of the first step"
-    model,loss_func = inner_model(self.learn.model),self.learn.loss_func
-    self.now.saved = Saved(glances([*held(model), *held(loss_func, functions=True), *global_generators()]))
-
-@patch
-def has_looked(self:GradientAccumulation):
-    "A first pass and its loss have run: find what they have moved"
-    self.now.moved,self.now.saved = state_moved(self.now.saved, self.learn),None
+    if now.moved is None and not now.is_told and learn.logger is not noop:  # for the line of the first step
+        now.saved = Saved(glances(all_held(inner_model(learn.model), learn.loss_func)))
 
 # %% ../nbs/source/17_accumulation.ipynb #3f1c7a2a
 @patch
@@ -261,7 +250,7 @@ def after_loss(self:GradientAccumulation):
     if now is None: return LoopCallback.after_loss(self)
     now.has_targets = len(learn.yb) > 0
     if not now.has_targets: return
-    if now.saved: self.has_looked()
+    if now.saved: now.moved,now.saved = state_moved(now.saved, learn),None
     micro,items = window.micro,n_items(learn, self.num_items, window.micro.rows)
     if not window.n_micro and (self.scale or not micro.ends_window):
         first_size = first(self.sizes().values())
@@ -423,7 +412,7 @@ def own_backward(self:GradientAccumulation):
     if not micro.ends_window and not now.is_own: now.is_own,window.sums = True,{}
     if isinstance(weight := micro.weight, Tensor) or weight != 1:
         for g in gradients(learn.opt): g.copy_(times(g, weight))
-    if loop := fit_of(learn).instead.get('batch'):
+    if loop := loop_of(learn):
         loop.in_pass = False
         if loop.adapting: loop.has_run()
 

@@ -86,7 +86,7 @@ def to_split(self:GradientCache, loop:Loop)->tuple[int,int]:
 @patch
 def end_batch(self:GradientCache):
     "Say which size fits, once it is another, and what differs"
-    loop = fit_of(self.learn).instead['batch']
+    loop = loop_of(self.learn)
     n,most = self.module_rows(loop),self.micro_bs
     if self.told == (n, most): return
     differs = what_differs(self.moved or [], most, self.running_part()) if most < n else []
@@ -100,7 +100,7 @@ def end_batch(self:GradientCache):
 def forward_context(self:GradientCache):
     "The forward pass runs in pieces, in training and in validation"
     if not self.learn.training: return LoopCallback.forward_context(self)
-    loop,module = fit_of(self.learn).instead['batch'],self.running_part()
+    loop,module = loop_of(self.learn),self.running_part()
     forward,n,most = module.forward,self.module_rows(loop),self.rows_at_a_time(loop)
     if is_look(self.learn) or self.state is None: self.state = BlockState(module)
     state,kept = self.state,Kept(self.learn, forward) if most < n and not self.learn.iter else None
@@ -114,8 +114,8 @@ def forward_context(self:GradientCache):
                              f"{n//self.rows} samples: its first dimension must be the samples; if a module sees "
                              "several rows of each sample, set rows to their number, such as rows=2")
         parts = [*checks, *loop.hidden(n, module)]
-        saved = None if self.moved is not None or self.learn.logger is noop else \
-            Saved(glances([*held(module), *global_generators()]))
+        is_told = self.moved is not None or self.learn.logger is noop
+        saved = None if is_told else Saved(glances(all_held(module)))
         res = in_pieces(forward, state, most, n, loop.lists, parts, self.budget)(*args, **kwargs)
         if kept: kept.joined += tensors_in(res)
         if saved: self.moved = state_moved(saved, self.learn, most, n//-(-n//most), next_size(n, most))
@@ -171,7 +171,7 @@ class Kept:
 def after_loss(self:GradientCache):
     "Raises ValueError if the loss depends on what the model keeps of one piece, and not on its output alone"
     LoopCallback.after_loss(self)
-    loop = fit_of(self.learn).instead.get('batch')
+    loop = loop_of(self.learn)
     kept = loop and vars(loop).pop('kept', None)
     if kept and kept.first and len(self.learn.yb) and kept.is_read():
         raise ValueError("the loss reads what the model keeps, and GradientCache has that of a piece only: let the "

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['replaced', 'Fit', 'fit_of', 'is_running', 'is_lr_find', 'is_look', 'FitCallback', 'accumulates', 'accumulator',
-           'tell']
+__all__ = ['replaced', 'Fit', 'fit_of', 'loop_of', 'is_running', 'is_lr_find', 'is_look', 'FitCallback', 'accumulates',
+           'accumulator', 'tell']
 
 # %% ../nbs/source/06_fit.ipynb #0df7a527
 class replaced:
@@ -68,6 +68,10 @@ def fit_of(learn:Learner)->Fit|None:
     o = vars(learn).get('_with_events')
     return o if isinstance(o, Fit) else None
 
+def loop_of(learn:Learner)->Callable|None:
+    "What runs the batches of `learn` in place of fastai; None: fastai does"
+    return (fit := fit_of(learn)) and fit.instead.get('batch')
+
 def is_running(learn:Learner)->bool:
     "Whether `learn` is in an epoch or a validation, and not only in `with learn:`"
     return (fit := fit_of(learn)) is not None and fit.depth > 0
@@ -75,6 +79,7 @@ def is_running(learn:Learner)->bool:
 def is_lr_find(learn:Learner)->bool: return hasattr(learn, 'lr_finder')
 def is_look(learn:Learner)->bool: return not learn.iter & (learn.iter-1)  # in batches 1, 2, 3, 5, 9 ... of an epoch
 
+# %% ../nbs/source/06_fit.ipynb #e111f4c2
 class FitCallback(Callback):
     "Base of callbacks that change other objects during a fit, by what they put on `fit_of(learn).stack(self)`"
     run_valid = False

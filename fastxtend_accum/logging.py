@@ -63,7 +63,7 @@ class RecorderWindows(WindowLogger):
     def after_batch(self):
         cb,micro = self.cb,self.accum.window.micro
         if self.has_metrics and cb.learn.training and micro and micro.counted:
-            loop = fit_of(cb.learn).instead.get('batch')
+            loop = loop_of(cb.learn)
             for _ in loop.each_output() if loop else [None]:
                 for metric in cb._train_mets[1:]: metric.accumulate(cb.learn)  # the first is the smoothed loss
         super().after_batch()

@@ -217,7 +217,7 @@ class Undo:
         "Note the state before the piece at sample `start`"
         learn,objects = self.learn,self.moves.values()
         if start == self.look_at:
-            objects = [*held(inner_model(learn.model)), *held(learn.loss_func, functions=True), *global_generators()]
+            objects = all_held(inner_model(learn.model), learn.loss_func)
             if not self.is_new: objects = glances(objects, self.moves)
             self.no_grad = [p for p in learn.model.parameters() if p.grad is None]
         self.saved = {k:o for k,o in self.saved.items() if k == 0} | {start:Saved(objects)}
@@ -290,7 +290,7 @@ class LoopCallback(FitCallback):
     def after_validate(self):
         if self.splits_valid and not self.splits: self.leave_loop()
     def leave_loop(self):
-        loop = fit_of(self.learn) and fit_of(self.learn).instead.get('batch')
+        loop = loop_of(self.learn)
         if loop and self in loop.cbs: loop.leave(self)
 
     def parts(self, n:int)->list: return []  # that follow the pieces of a batch of `n` samples
@@ -363,7 +363,7 @@ def forward_context(self:LoopCallback):
     """In validation and prediction, the forward pass in pieces: of `micro_batch_size` samples or, with 'auto', 'exact'
     or hooks that would see pieces, of as many as fit in memory"""
     if self.learn.training: return None
-    loop,budget = fit_of(self.learn).instead['batch'],self.valid_budget
+    loop,budget = loop_of(self.learn),self.valid_budget
     if self is not first(o for o in loop.cbs if o.splits_valid): return None
     module,given = self.running_part(),self.micro_batch_size
     forward = module.forward

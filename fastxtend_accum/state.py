@@ -17,7 +17,7 @@ from .nested import *
 
 # %% auto #0
 __all__ = ['generators', 'opaque', 'content', 'put', 'set_value', 'is_still', 'Saved', 'Slots', 'Glance', 'identity', 'glances',
-           'global_generators', 'has_attributes', 'held', 'is_same', 'state_moved', 'owners', 'name_of']
+           'global_generators', 'has_attributes', 'held', 'all_held', 'is_same', 'state_moved', 'owners', 'name_of']
 
 # %% ../nbs/source/07_state.ipynb #2c307b41
 def content(o):
@@ -143,6 +143,10 @@ def held(*objects, functions:bool=False, seen:dict|None=None)->list:
             elif inside := Slots(o).getstate(): res.append(Slots(o))
         rest += inside
     return res
+
+def all_held(model:nn.Module, *functions:Callable)->list:
+    "All that a pass of `model` and of `functions`, such as a loss, can move, and the global random generators"
+    return [*held(model), *held(*functions, functions=True), *global_generators()]
 
 # %% ../nbs/source/07_state.ipynb #3f1c7a22
 def is_same(a, b, sizes:Container)->bool:
