@@ -139,7 +139,7 @@ def search(learn, mb):
     learn.add_cb(Activations(mb))
     settle(learn, step)
     learn.remove_cb(Activations)
-    return learn.gradient_accumulation.blocks.how()
+    return learn.gradient_accumulation.way.how()
 
 def kept(learn):
     "MB that the forward pass keeps for the backward pass"

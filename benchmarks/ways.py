@@ -47,7 +47,7 @@ def fit_batch(learn, n, lr, *cbs):
 
 def settle(learn, step=step):
     "Take steps until they run as many blocks again as the one before, and none fails; returns how many passes have failed"
-    blocks,passes,steps,failed,level = learn.gradient_accumulation.blocks,[],0,0,None
+    blocks,passes,steps,failed,level = learn.gradient_accumulation.way,[],0,0,None
     hook = learn.model.register_forward_pre_hook(lambda m, args: passes.append(m.training))
     while True:
         step(learn)
@@ -67,7 +67,7 @@ def measure(name, rounds):
     for share in shares:
         learn = learners[str(share)] = learner(name, Activations(whole.activations.mb*share), GradientAccumulation(exact=True))
         failed[str(share)] = settle(learn)
-        found[str(share)] = learn.gradient_accumulation.blocks.how()
+        found[str(share)] = learn.gradient_accumulation.way.how()
         learn.remove_cb(Activations)  # it would take time
     for o in learners.values(): step(o)  # the first step is slower
     times = {k:[] for k in learners}

@@ -1,4 +1,4 @@
-"""`GradientAccumulation`: what it does at each event of a fit
+"""`GradientAccumulation`: its arguments, its windows and the way it holds
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/accumulation.html.md"""
 
@@ -6,40 +6,30 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/accumulation.html
 
 # %% ../nbs/source/17_accumulation.ipynb #c6a7303c
 from __future__ import annotations
-from contextlib import ExitStack
 
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision,NonNativeMixedPrecision
 
 from .checks import *
-from .nested import *
-from .loader import *
 from .window import *
 from .gradients import *
 from .processes import *
-from .losses import *
-from .loss_check import *
 from .fit import *
-from .state import *
+from .loader import *
 from .logging import *
+from .events import *
 from .memory import *
-from .pieces import *
-from .loop import *
-from .description import *
+from .way import *
 from .checkpointing import *
 from .cache import *
 
 # %% auto #0
-__all__ = ['no_items', 'nonfinite', 'GradientAccumulation', 'FitState', 'scales_loss']
+__all__ = ['GradientAccumulation']
 
 # %% ../nbs/source/17_accumulation.ipynb #36c789d1
-class GradientAccumulation(LoopCallback):
+class GradientAccumulation(WindowEvents):
     "Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size"
-    order,scale,splits_loss = MixedPrecision.order-4,None,True
-    opt_steps = property(lambda self: self.window.results['stepped'])
-    after_pred = before_backward = before_step = after_batch = noop  # else looked up in Learner and model each time
-    training = property(attrgetter('learn.training'))
-    splits_valid = property(lambda self: self.exact or self.splits)
+    order = MixedPrecision.order-4
     def __init__(self,
         accum_bs:int|None=None, # Samples in a window of all processes; None: one batch each if split or `exact`, or 32
         n_acc:int|None=None, # fastai's name for `accum_bs`: pass one of them
@@ -57,8 +47,7 @@ class GradientAccumulation(LoopCallback):
         self.check_arguments(unknown)
         self.accum_bs = self.accum_bs or self.n_acc or (None if micro_batch_size or exact else 32)
         self.window,self.now,self.n_skipped,self.told,self.micro_bs = Window(),None,0,None,None
-        self.blocks = ActivationCheckpointing() if exact else None
-        self.forget()
+        self.way = ActivationCheckpointing() if exact else None  # how a batch runs, if not as fastai runs it
 
 # %% ../nbs/source/17_accumulation.ipynb #cf9d1cd0
 @patch
@@ -86,40 +75,15 @@ def check_arguments(self:GradientAccumulation, unknown:dict):
          "remainder='carry' is for windows of several batches: pass accum_bs, or leave remainder out")):
         if is_wrong: raise ValueError(message)
 
-# %% ../nbs/source/17_accumulation.ipynb #730d4bdc
-class FitState:
-    "What a fit of a `GradientAccumulation` needs besides its window"
-    def __init__(self, accum:GradientAccumulation):
-        learn = accum.learn
-        self.processes,self.batches = Processes(learn),None
-        self.begin_epoch(accum, learn.dls.train)
-        self.is_split,self.has_half = accum.splits,any(p.dtype in half for p in trained(learn.opt))
-        self.hypers,self.loss_check,self.warned = FirstHypers(accum.scale),LossCheck(),set()
-        self.watch,self.is_own = GradientWatch(),False  # whether callbacks run the backward passes themselves
-        if is_lr_find(learn): self.loss_check.left = 0  # the fit that follows says it
-        self.is_told = accum.exact or not accum.verbose  # how windows are made up
-        self.saved,self.moved = None,None  # what a first pass may move, and what it has moved
-        self.has_targets,self.train_iter,self.blocks = False,None,None  # of the present batch; to recompute
-        self.n_windows,self.pct = None,0.  # of the epoch; the position in the fit
-
-    def begin_epoch(self, accum:GradientAccumulation, dl)->bool:
-        "The batches of `dl` for an epoch; returns whether their size is another than before"
-        given = accum.accum_bs and (accum.micro_batch_size or 'auto')
-        self.at_end = end_of_epoch(accum.remainder, dl) if accum.accum_bs else accum.remainder or 'step'
-        before,self.batches = self.batches,LoaderBatches(dl, given, self.at_end)
-        return before is not None and before.most != self.batches.most
-
-    loader_bs = property(lambda self: self.batches.most or self.batches.rows)  # samples in a batch of the DataLoader
-    global_bs = property(lambda self: self.loader_bs*self.processes.n)  # in every process together
-    def __reduce__(self): return noop,()  # a Learner that is exported in mid-fit begins a fit of its own
-
 # %% ../nbs/source/17_accumulation.ipynb #e73efc2b
 @patch
 def before_fit(self:GradientAccumulation):
     "`validate`, `tta` and `summary` call this event, too, and must keep the last fit's results: see `before_train`"
     learn = self.learn
-    LoopCallback.before_fit(self)
+    FitCallback.before_fit(self)
     mend_wandb()
+    if self.micro_batch_size is not None: self.way = self.way or MicroBatches(self)
+    if self.way and self.way.learn is None: self.hold_way()
     if learn._grab_cbs(NonNativeMixedPrecision) and learn.opt is not None:
         raise ValueError("NonNativeMixedPrecision keeps gradients that cannot be averaged here: "
                          "use learn.to_fp16() instead")
@@ -138,17 +102,28 @@ def start_fit(self:GradientAccumulation):
     stack.callback(fit.instead.pop, 'backward', None)
     for cb in learn._grab_cbs(TrainEvalCallback): PositionWindows(cb, self).attach(stack)
     self.now.loggers = log_windows(self, stack) if self.log_accum_batch else []
-    if self.exact: self.add_blocks(stack)
 
 @patch
-def add_blocks(self:GradientAccumulation, stack:ExitStack):
-    "Let an `ActivationCheckpointing` take part in this fit, unless the Learner has one of its own"
-    learn,blocks = self.learn,self.blocks
-    if learn._grab_cbs(ActivationCheckpointing): return
-    blocks.label = 'exact=True' if self.verbose else None
-    self.now.blocks,blocks.learn = blocks,learn
-    blocks.before_fit()
-    stack.callback(setattr, blocks, 'learn', None)
+def hold_way(self:GradientAccumulation):
+    "Let the `way` take part in this fit, unless the Learner has its own `ActivationCheckpointing`"
+    learn,way = self.learn,self.way
+    if self.exact and learn._grab_cbs(ActivationCheckpointing): return
+    way.label = 'exact=True' if self.verbose else None
+    way.learn = learn
+    way.before_fit()
+    fit_of(learn).stack(self).callback(setattr, way, 'learn', None)
+
+@patch
+def tell_way(self:GradientAccumulation, event:str):
+    if self.way and self.way.learn: getattr(self.way, event)()
+
+@patch
+def before_validate(self:GradientAccumulation): self.tell_way('before_validate')
+
+@patch
+def after_train(self:GradientAccumulation):
+    self.tell_way('after_train')
+    WindowEvents.after_train(self)
 
 # %% ../nbs/source/17_accumulation.ipynb #eb653680
 @patch
@@ -214,234 +189,7 @@ def before_train(self:GradientAccumulation):
                              "use a smaller accum_bs, or remainder='step'")
         if now.n_windows: batches.needed = now.n_windows*size
         batches.needs_more = lambda: not self.now or self.window.is_filling or batches.left >= self.size_now()
-    if now.is_split: self.join_loop()
-    if now.blocks: now.blocks.before_train()
-
-# %% ../nbs/source/17_accumulation.ipynb #fbefae50
-@patch
-def before_batch(self:GradientAccumulation):
-    "Start a micro-batch; if no window is filling, restore the hyper-parameters and open one"
-    learn,now,window = self.learn,self.now,self.window
-    if now is None: return
-    if not window.is_filling:
-        now.hypers.restore(learn.opt)
-        window.open(self.size_now())
-        now.watch.note()
-    now.train_iter,window.losses = learn.train_iter,[]
-    self.start_micro_batch(now.batches.size, now.batches.rows)
-
-@patch
-def start_micro_batch(self:GradientAccumulation, samples:int, rows:int, ends_batch:bool=True):
-    "Start a micro-batch of `samples` as the DataLoader counts them, which are `rows` of its tensors"
-    learn,now,window = self.learn,self.now,self.window
-    is_full = not self.accum_bs or window.samples+samples >= window.size or now.batches.is_last
-    ends_window = ends_batch and is_full
-    window.micro = MicroBatch(samples, ends_window, rows)
-    if (now.has_half or now.is_own) and not (ends_window or window.n_micro): window.sums = {}
-    if now.processes.n > 1: now.processes.before_forward(window)
-    if now.moved is None and not now.is_told and learn.logger is not noop:  # for the line of the first step
-        now.saved = Saved(glances(all_held(inner_model(learn.model), learn.loss_func)))
-
-# %% ../nbs/source/17_accumulation.ipynb #3f1c7a2a
-@patch
-def after_loss(self:GradientAccumulation):
-    "Note the weight of the micro-batch; the first of several, or any first with `scale`, saves the hyper-parameters"
-    learn,now,window = self.learn,self.now,self.window
-    if now is None: return LoopCallback.after_loss(self)
-    now.has_targets = len(learn.yb) > 0
-    if not now.has_targets: return
-    if now.saved: now.moved,now.saved = state_moved(now.saved, learn),None
-    micro,items = window.micro,n_items(learn, self.num_items, window.micro.rows)
-    if not window.n_micro and (self.scale or not micro.ends_window):
-        first_size = first(self.sizes().values())
-        now.hypers.save(learn.opt, window.size*now.processes.n/first_size if self.scale else 1.)
-    if now.processes.n > 1: window.unit = now.processes.common_unit(items)
-    if now.loss_check.left and (window.n_micro or not micro.ends_window):
-        now.loss_check.add(learn, micro.rows, items if self.num_items else None)
-    learn.loss = if_any(items, learn.loss)
-    window.weigh(items, learn.loss)
-
-# %% ../nbs/source/17_accumulation.ipynb #a884e909
-@patch
-def backward(self:GradientAccumulation, f:Callable):
-    "Weight the loss, with what callbacks have added to it in `before_backward`; then fastai's backward pass `f`"
-    learn,window,micro,now = self.learn,self.window,self.window.micro,self.now
-    if micro:
-        if window.n_micro: now.watch.check()
-        learn.loss_grad = times(learn.loss_grad, micro.weight)
-        micro.in_grad = True
-        if isinstance(micro.weight, Tensor) or not micro.weight:
-            own = getattr(learn.loss_func, 'parameters', list)()
-            f = partial(backward_if_any, f, micro.weight, [*tensors_in(learn.pred), *own])
-    f()
-    if micro and not micro.ends_window: now.watch.note(not window.results)
-
-@patch
-def after_backward(self:GradientAccumulation):
-    "Count the micro-batch, unless it was cancelled; cancel the batch if no step is due"
-    learn,now,window = self.learn,self.now,self.window
-    if now is None: return LoopCallback.after_loss(self)
-    if window.micro and not window.micro.in_grad: self.own_backward()
-    if micro := window.micro:
-        loss = window.count(learn.loss.detach())
-        if now.is_split: window.losses.append((loss, micro.weight))
-    if window.sums is not None:
-        if micro and not (micro.ends_window or now.is_own): now.watch.check()
-        add_in_float32(learn.opt, window.sums, now.is_own)
-        now.watch.note()
-    if not (now.is_split or window.is_full and self.close_window()): raise CancelBatchException
-
-# %% ../nbs/source/17_accumulation.ipynb #908710a4
-@patch
-def close_window(self:GradientAccumulation)->bool:
-    "Put the mean gradient and the first micro-batch's hyper-parameters in place; or drop the window, and give False"
-    window,learn,now = self.window,self.learn,self.now
-    compared,ratios = [],now.watch.ratios
-    if now.loss_check.left and window.n_micro > 1:
-        check_samples(learn.model)  # some have them from the first backward pass on
-        compared = now.loss_check.compare()
-    if now.processes.n > 1: now.processes.add_up(window)
-    else:
-        numbers = window.fetch(*compared, *ratios)  # with one sync
-        compared,ratios = numbers[:len(compared)],numbers[len(compared):]
-    if ratios: now.watch.judge(ratios)
-    if compared and (found := now.loss_check.judge(*compared)): warn(found)
-    why = no_items if window.items == 0 else None
-    if not why:
-        average_gradients(learn.opt, window.total_weight/window.n_processes, window.sums)  # DDP has averaged, too
-        if self.skip_nonfinite and not scales_loss(learn) and agree(learn, not is_finite(learn.opt)):
-            self.n_skipped += 1
-            why = nonfinite
-    if not why:
-        now.hypers.apply(learn.opt)
-        if not now.is_told: self.tell_once()
-    else:
-        window.finish('dropped')
-        learn.opt.zero_grad()
-        self.warn_once(why)
-    return not why
-
-# %% ../nbs/source/17_accumulation.ipynb #0b97d9ad
-no_items = "no item in a whole window (all labels ignored?): its step was skipped"
-nonfinite = ("skipped a step: its gradient has NaN or infinity. Later ones are skipped without a warning; "
-             "n_skipped counts them")
-
-def scales_loss(learn:Learner)->bool:
-    "Whether a `GradScaler` looks for infinities in the gradients of `learn`"
-    return getattr(learn, 'scaler', None) is not None and learn.scaler.is_enabled()
-
-@patch
-def warn_once(self:GradientAccumulation, message:str):
-    "Warn, unless this fit has already"
-    if message and message not in self.now.warned: warn(message)
-    self.now.warned.add(message)
-
-@patch
-def after_step(self:GradientAccumulation):
-    "The optimizer has used the window; this event comes after a cancelled step, too"
-    if self.window.is_filling: self.window.finish('stepped')
-
-@patch
-def after_cancel_step(self:GradientAccumulation):
-    "The window is skipped; fastai zeroes its gradient next"
-    self.window.finish('skipped')
-    overflowed = any(getattr(cb, 'skipped', False) for cb in self.learn._grab_cbs(MixedPrecision))
-    if self.skip_nonfinite and scales_loss(self.learn) and overflowed:
-        self.n_skipped += 1
-        self.warn_once(nonfinite)
-
-# %% ../nbs/source/17_accumulation.ipynb #4a6431b1
-@patch
-def tell_once(self:GradientAccumulation):
-    "Print how windows are made up, unless it is what was printed last"
-    self.now.is_told = True
-    if self.learn.logger is noop or (message := describe(self)) == self.told: return
-    self.told = message
-    tell(self.learn, message)
-
-# %% ../nbs/source/17_accumulation.ipynb #02909e4e
-@patch
-def position(self:GradientAccumulation)->float:
-    "`pct_train` after a batch, as the large batch counts it: by windows, or by samples if windows differ in size"
-    learn,now = self.learn,self.now
-    if not now.has_targets: now.pct = learn.pct_train  # fastai takes no step on such a batch, and moves on
-    elif not now.n_windows:
-        now.pct = (learn.epoch + min(now.batches.seen/now.batches.samples, 1.))/learn.n_epoch
-    elif self.window.result: now.pct += 1./(now.n_windows*learn.n_epoch)  # as fastai does: the same rounding
-    return now.pct
-
-# %% ../nbs/source/17_accumulation.ipynb #c10eeccb
-@patch
-def after_cancel_backward(self:GradientAccumulation):
-    "Discard the micro-batch, unless a callback runs the backward pass itself, perhaps after this"
-    if (micro := self.window.micro) and micro.in_grad: self.discard()
-
-@patch
-def discard(self:GradientAccumulation):
-    "Discard the micro-batch, and the gradient that it has been added to"
-    if not (self.now and self.window.cancel()): return
-    self.learn.opt.zero_grad()
-    self.now.watch.note()
-
-@patch
-def after_cancel_batch(self:GradientAccumulation):
-    "The same, unless it was this callback that cancelled it, in mid-window: then it stays counted"
-    if self.now and self.now.train_iter != self.learn.train_iter: self.before_batch()  # cancelled before it got here
-    self.discard()
-
-@patch
-def after_cancel_train(self:GradientAccumulation):
-    self.discard()
-    self.after_train()
-
-GradientAccumulation.after_cancel_epoch = GradientAccumulation.after_cancel_train
-
-# %% ../nbs/source/17_accumulation.ipynb #d51e7a90
-@patch
-def own_backward(self:GradientAccumulation):
-    "After a cancel, what is in `.grad` counts, weighted; without a gradient the micro-batch is discarded"
-    learn,now,window,micro = self.learn,self.now,self.window,self.window.micro
-    if not (now.watch.has_changed() or not window.n_micro and any(g.any() for g in gradients(learn.opt))):
-        return self.discard()
-    if now.processes.n > 1 or window.n_micro and not now.is_own:
-        why = f'{now.processes.n} processes' if now.processes.n > 1 else 'a window that has other micro-batches'
-        raise RuntimeError(f"a callback ran the backward pass itself (CancelBackwardException) in {why}, so its "
-                           "gradient has no weight of its own: let fastai run it, or use windows of one batch in one "
-                           "process")
-    micro.in_grad = True
-    if not micro.ends_window and not now.is_own: now.is_own,window.sums = True,{}
-    if isinstance(weight := micro.weight, Tensor) or weight != 1:
-        for g in gradients(learn.opt): g.copy_(times(g, weight))
-    if loop := loop_of(learn):
-        loop.in_pass = False
-        if loop.adapting: loop.has_run()
-
-# %% ../nbs/source/17_accumulation.ipynb #2b935b58
-@patch
-def after_train(self:GradientAccumulation):
-    "Step on a window that is left over, carry it or drop it"
-    if self.now is None: return
-    if self.now.blocks: self.now.blocks.after_train()
-    if self.window.is_filling:
-        if self.now.at_end == 'carry': return
-        if self.now.at_end == 'step': self.step_now()
-        else: self.learn.opt.zero_grad()
-    self.window.open()
-    self.now.hypers.restore(self.learn.opt)
-
-@patch
-def step_now(self:GradientAccumulation):
-    "The step of an incomplete window, with all its events, outside a batch"
-    learn,window = self.learn,self.window
-    window.micro = None  # the training metrics have seen it
-    if not self.close_window(): return
-    try: learn._with_events(learn._step, 'step', CancelStepException)
-    except (CancelBatchException, CancelTrainException): pass
-    finally:
-        if not window.result: window.finish('skipped')
-    learn.opt.zero_grad()
-    learn.pct_train = self.position()
-    for o in self.now.loggers: o.cb('after_batch')  # outside a batch
+    self.tell_way('before_train')
 
 # %% ../nbs/source/17_accumulation.ipynb #c991c6a1
 @patch
@@ -470,55 +218,3 @@ def end_fit(self:GradientAccumulation, fit:Fit):
     enable_sync(self.learn.model)
     self.window.open()
     self.now = None
-
-# %% ../nbs/source/17_accumulation.ipynb #58d1f3b6
-@patch
-def parts(self:GradientAccumulation, n:int)->list:
-    "Each piece of a batch of `n` samples is a micro-batch"
-    size = self.now.batches.size
-    def piece(start, end):
-        self.now and self.start_micro_batch(end*size//n - start*size//n, end-start, ends_batch=end == n)
-    return [SimpleNamespace(piece=piece)]
-
-@patch
-def rows_at_a_time(self:GradientAccumulation, loop:Loop)->int:
-    "Rows of a piece: where the DataLoader makes several of each sample, those of `micro_batch_size` samples"
-    if self.micro_batch_size == 'auto': return LoopCallback.rows_at_a_time(self, loop)
-    n,batches = self.micro_bs,self.now.batches
-    return max(n, -(-n*batches.rows//batches.size))
-
-@patch
-def shrink(self:GradientAccumulation, loop:Loop)->str|None:
-    self.now.is_told = not self.verbose  # the line of the first step names the size
-    self.warn_once(hooks_on(self.learn.opt))
-    return LoopCallback.shrink(self, loop)
-
-@patch
-def end_batch(self:GradientAccumulation):
-    "Give the batch its mean loss; raises CancelBatchException unless there is a step to take"
-    learn,window = self.learn,self.window
-    steps = window.is_full and self.close_window()
-    if window.losses: learn.loss = window.batch_loss if window.earlier or not steps else window.mean_loss
-    if not steps: raise CancelBatchException
-
-# %% ../nbs/source/17_accumulation.ipynb #0c4e7a92
-@patch
-def go_back(self:GradientAccumulation, start:int)->int|None:
-    "Discard the failed piece at sample `start`, and what its gradient is mixed with; returns where to go on"
-    window,micro = self.window,self.window.micro
-    if not micro or micro.counted: return None
-    if window.n_micro and not (micro.in_grad or self.now.watch.has_changed()): return start
-    return None if window.earlier else self.start_over()
-
-@patch
-def start_over(self:GradientAccumulation)->int:
-    "Open the window again, before the first piece of this batch"
-    self.window.open(self.window.size)
-    self.start_micro_batch(self.now.batches.size, self.now.batches.rows)
-    self.learn.opt.zero_grad()
-    return 0
-
-@patch
-def cancelled(self:GradientAccumulation):
-    "Leave out the whole batch, and not only a piece; the window starts again if it already has pieces of this batch"
-    if self.window.losses or not self.window.n_micro: self.start_over()

@@ -19,6 +19,7 @@ from .hidden_state import *
 from .loader import *
 from .pieces import *
 from .loop import *
+from .way import *
 from .loss_check import *
 from .description import *
 from .checkpointing import *
@@ -43,7 +44,7 @@ def in_pieces(forward:Callable, state:BlockState, most:int, n:int, lists:dict|No
     return f
 
 # %% ../nbs/source/16_cache.ipynb #2d9b4c14
-class GradientCache(LoopCallback):
+class GradientCache(InPieces):
     "Compute the loss on the DataLoader's whole batch, while the model holds `micro_batch_size` samples at a time"
     order,told,state,moved = math.inf,None,None,None
     def __init__(self,
@@ -68,7 +69,7 @@ class GradientCache(LoopCallback):
         if not any(part is m for m in model.modules()) or getattr(part.forward, '__func__', None) is nn.Module.forward:
             raise ValueError(f"part must return a module of the model that has a forward, not a {type(part).__name__}: "
                              "such as lambda m: m[0]")
-        self.join_loop()
+        self.join()
 
 # %% ../nbs/source/16_cache.ipynb #41e40fbc
 @patch
@@ -99,7 +100,7 @@ def end_batch(self:GradientCache):
 @patch
 def forward_context(self:GradientCache):
     "The forward pass runs in pieces, in training and in validation"
-    if not self.learn.training: return LoopCallback.forward_context(self)
+    if not self.learn.training: return self.valid_context()
     loop,module = loop_of(self.learn),self.running_part()
     forward,n,most = module.forward,self.module_rows(loop),self.rows_at_a_time(loop)
     if is_look(self.learn) or self.state is None: self.state = BlockState(module)
@@ -170,7 +171,7 @@ class Kept:
 @patch
 def after_loss(self:GradientCache):
     "Raises ValueError if the loss depends on what the model keeps of one piece, and not on its output alone"
-    LoopCallback.after_loss(self)
+    FitCallback.after_loss(self)
     loop = loop_of(self.learn)
     kept = loop and vars(loop).pop('kept', None)
     if kept and kept.first and len(self.learn.yb) and kept.is_read():

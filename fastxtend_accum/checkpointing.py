@@ -21,6 +21,7 @@ from .state import *
 from .memory import *
 from .pieces import *
 from .loop import *
+from .way import *
 from .description import *
 
 # %% auto #0
@@ -159,12 +160,13 @@ def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Se
     return list(dict.fromkeys(inside(model))),groups
 
 # %% ../nbs/source/15_checkpointing.ipynb #c14a0011
-class ActivationCheckpointing(LoopCallback):
+class ActivationCheckpointing(Way):
     """Where memory does not suffice for a batch, keep only the inputs of as few of the model's blocks as that takes,
     and run these blocks again in the backward pass: the same fit"""
     order = sys.maxsize  # a `GradientCache` splits what is checkpointed
     label,told = 'ActivationCheckpointing',None  # None: prints nothing
     adapts = property(attrgetter('adapt'))
+    all_fits = property(lambda self: self.adapt and not self.offload and not self.budget.failed)
     most = property(lambda self: len(self.found)+(len(self.found) > 0 and not self.offload))  # the highest level
     def __init__(self,
         blocks:Callable|str|None=None, # `blocks(model)`: modules that may run again; None or 'auto': those found
@@ -189,14 +191,15 @@ class ActivationCheckpointing(LoopCallback):
                              "nn.Sequential or nn.ModuleList of them: name modules with blocks=lambda model: [...]")
         if self.why_none and not self.adapt: raise ValueError(self.why_none)
         self.level = 0 if self.adapt else len(self.found)
-        self.join_loop()
+        self.join()
 
 # %% ../nbs/source/15_checkpointing.ipynb #c14a0012
 def cannot_run_again(model:nn.Module)->str|None:
     "Why no part of `model` can be run again, if so"
     kind,remedy = None,'use DistributedDataParallel'
     if isinstance(model, nn.DataParallel) or is_sharded(model): kind = 'sharded or replicated'
-    elif is_compiled(model): kind,remedy = 'compiled','leave out torch.compile'
+    elif any(hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) for m in model.modules()):
+        kind,remedy = 'compiled','leave out torch.compile'
     return kind and f"ActivationCheckpointing cannot run parts of a {kind} {type(model).__name__} again: {remedy}"
 
 # %% ../nbs/source/15_checkpointing.ipynb #86dfc9ba
@@ -248,7 +251,7 @@ def backward_context(self:ActivationCheckpointing):
 
 @patch
 def forward_context(self:ActivationCheckpointing):
-    if self.learn.training: return self.backward_context()
+    return self.backward_context() if self.learn.training else self.valid_context()
 
 # %% ../nbs/source/15_checkpointing.ipynb #498127bd
 @patch
@@ -261,7 +264,9 @@ def prepare(self:ActivationCheckpointing, loop:Loop):
     loop.may_fail = self.level < enough and enough in self.budget.ran
 
 @patch
-def forget(self:ActivationCheckpointing): self.budget,self.is_told,self.trains,self.n = BlockBudget(),False,None,None
+def forget(self:ActivationCheckpointing):
+    Way.forget(self)
+    self.budget,self.is_told,self.n = BlockBudget(),False,None
 
 @patch
 def why_not_sharded(self:ActivationCheckpointing, model:nn.Module)->str: return cannot_run_again(model)

@@ -12,7 +12,7 @@ from fastai.basics import *
 
 from .state import *
 from .losses import *
-from .loop import *
+from .fit import *
 
 # %% auto #0
 __all__ = ['how_split', 'what_differs', 'describe']
@@ -37,7 +37,7 @@ def what_differs(moved:list, n:int, model:nn.Module, *others)->list[str]:
 def describe(accum:Callback)->str:
     "How a window is made up, and what differs from one batch of its size, as the first window has shown"
     learn,now,micro,sizes = accum.learn,accum.now,accum.micro_bs,accum.sizes().values()
-    n,bs,most = now.processes.n,now.batches.rows if accum.adapts else now.loader_bs,max(sizes)
+    n,bs,most = now.processes.n,now.batches.rows if accum.micro_batch_size == 'auto' else now.loader_bs,max(sizes)
     count = most//now.global_bs * -(-bs//micro)
     res = [f"micro_batch_size='auto': each batch of {bs} {how_split(bs, micro)}"]*(accum.micro_batch_size == 'auto')
     if count == n == 1: return first(res) or f"{most} samples are one batch: a smaller micro_batch_size splits it"
@@ -51,7 +51,8 @@ def describe(accum:Callback)->str:
         by_items = accum.num_items and says == 'cannot tell'
         res.append('losses are averaged by num_items' if by_items else f'losses {how} averaged as in one batch')
     syncs = any(isinstance(m, nn.SyncBatchNorm) for m in learn.model.modules())
-    at_a_time = min([micro, *[o.micro_bs for o in learn._grab_cbs(LoopCallback) if o.splits]])*(n if syncs else 1)
+    splitting = [o.micro_bs for o in getattr(loop_of(learn), 'ways', ()) if o.splits]
+    at_a_time = min([micro, *splitting])*(n if syncs else 1)
     differs = what_differs(now.moved or [], at_a_time, learn.model, learn.loss_func)
     if differs and most == now.global_bs and micro < bs: differs.append("exact=True avoids this")
     return '; '.join(res+differs)

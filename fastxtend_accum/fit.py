@@ -12,7 +12,7 @@ from fastai.basics import *
 
 # %% auto #0
 __all__ = ['replaced', 'Fit', 'fit_of', 'loop_of', 'is_running', 'is_lr_find', 'is_look', 'FitCallback', 'accumulates',
-           'accumulator', 'tell']
+           'accumulator', 'tell', 'check_loop']
 
 # %% ../nbs/source/06_fit.ipynb #0df7a527
 class replaced:
@@ -117,3 +117,12 @@ def tell(learn:Learner, message:str):
     "Give `message` to the logger of `learn`, in one process"
     is_bar = isinstance(getattr(learn.logger, '__self__', None), Callback)  # it logs tables
     if rank_distrib() == 0: (print if is_bar else learn.logger)(message)
+
+# %% ../nbs/source/06_fit.ipynb #1873bd39
+def check_loop(learn:Learner, cb:Callback):
+    "Raises ValueError if `learn` has its own loop, such as one for SAM"
+    for o in '_do_one_batch','_do_grad_opt','_backward':
+        if getattr(type(learn), o) is not getattr(Learner, o) or o in vars(learn):
+            name = type(cb).__name__
+            raise ValueError(f"{type(learn).__name__} has its own {o}, which {name} would overrule: leave {name} out, "
+                             "or make a callback of what it does")

@@ -7,9 +7,9 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/loop.html.md"""
 # %% ../nbs/source/13_loop.ipynb #5c054fa8
 from __future__ import annotations
 
+from contextlib import nullcontext
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
-import torch.distributed as dist
 
 from .nested import *
 from .loader import *
@@ -22,12 +22,12 @@ from .hidden_state import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['no_room_for_one', 'evaluate', 'Loop', 'Undo', 'check_loop', 'is_compiled', 'LoopCallback']
+__all__ = ['evaluate', 'Loop', 'Undo']
 
 # %% ../nbs/source/13_loop.ipynb #7efc415f
-def evaluate(learn:Learner, cbs:list=(), model:nn.Module|None=None, has_loss:Callable=noop):
+def evaluate(learn:Learner, forward:Callable, has_loss:Callable=noop):
     "Forward pass and loss of the present batch or piece, with fastai's events; calls `has_loss()` once there is one"
-    with all_contexts(cbs, 'forward_context'): learn.pred = (model or learn.model)(*learn.xb)
+    learn.pred = forward(*learn.xb)
     learn('after_pred')
     if len(learn.yb):
         learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
@@ -37,26 +37,28 @@ def evaluate(learn:Learner, cbs:list=(), model:nn.Module|None=None, has_loss:Cal
 
 # %% ../nbs/source/13_loop.ipynb #7efc4160
 class Loop:
-    "Runs where fastai runs `_do_one_batch`; `cbs` have joined it"
+    "Runs the batches of a fit where fastai runs `_do_one_batch`, in the `ways` that have joined it"
     def __init__(self, learn:Learner):
         check_runs_again(learn.model)
-        self.learn,self.cbs,self.lists,self.owners = learn,[],{},[]
+        self.learn,self.ways,self.lists,self.owners = learn,[],{},[]
         self.undo,self.largest = Undo(learn),0  # elements of a batch in this fit
-    def __call__(self, f:Callable): self.train() if self.learn.training else evaluate(self.learn, self.cbs)
+    def __call__(self, f:Callable): self.train() if self.learn.training else evaluate(self.learn, self.forward)
 
-    def join(self, cb:Callback):
-        self.cbs.append(cb)
+    def join(self, way:Callback):
+        self.ways.append(way)
         self.sort()
-    def leave(self, cb:Callback):
-        self.cbs.remove(cb)
+    def leave(self, way:Callback):
+        self.ways.remove(way)
         self.sort()
     def sort(self):
         "Who sets the size of pieces; who takes less memory when it runs out, first those that do not split the loss"
-        self.splitter = first(o for o in self.cbs if o.splits_loss and o.splits)
-        self.adapting = sorted((o for o in self.cbs if o.adapts), key=lambda o: o.splits_loss)
+        self.splitter = first(o for o in self.ways if o.splits_loss and o.splits)
+        self.adapting = sorted((o for o in self.ways if o.adapts), key=lambda o: o.splits_loss)
+        self.validator = first(o for o in self.ways if o.splits) or first(o for o in self.ways if o.adapts)
         self.accum = accumulator(self.learn)
         # Processes that adapt run the model without DDP, whose messages would wait for one that has no memory left
         self.is_apart = bool(self.adapting) and n_processes(self.learn) > 1
+        self.all_fits = False  # until a batch has shown it
 
     def has_stepped(self)->bool: return all([o.stepped == id(self.learn.opt) for o in self.adapting])
 
@@ -73,28 +75,52 @@ class Loop:
 # %% ../nbs/source/13_loop.ipynb #1eea2235
 @patch
 def train(self:Loop):
-    "All that fastai does with a training batch, in pieces; a batch that is cancelled in between is left out as a whole"
-    learn,self.in_autocast,room = self.learn,True,[]
-    inputs = self.inputs = Inputs(learn, self.samples(), self.lists)
+    "All that fastai does with a training batch; one that is cancelled in between is left out as a whole"
+    learn,self.in_autocast = self.learn,True
+    copies = bool(self.adapting) and self.undo.begin()
+    is_new = copies or not self.all_fits
     try:
-        if self.adapting:
-            self.elements = n_elements(inputs.xb, inputs.yb)
-            inputs.copies = self.undo.begin()
-            if not self.has_stepped(): room = room_for_step(learn.opt)
-            if self.is_apart: share_buffers(learn.model)
-        self.pieces = Pieces(inputs.n, self.parts(), self.splitter and self.splitter.budget)
-        self.pieces.run(self.train_piece, self.rows, self.adapting and self.go_back, self.ran_out, self.save)
+        error = None if is_new else self.run_whole()
+        if is_new or error: self.run_pieces(copies, error)
     except (CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException):
-        for o in self.cbs: o.cancelled()
+        if self.splitter: self.splitter.cancelled()
         raise
-    finally: inputs.whole()
-    room.clear()
-    self.join_outputs()
     if not len(learn.yb): return
-    for o in self.cbs: o.end_batch()
+    for o in self.ways: o.end_batch()
     learn._with_events(learn._step, 'step', CancelStepException)
     for o in self.adapting: o.stepped = id(learn.opt)
     learn.opt.zero_grad()
+
+@patch
+def run_whole(self:Loop)->Exception|None:
+    "Run a batch as fastai does, since all have fitted; gives the error if memory runs out"
+    learn,self.pieces,self.in_pass = self.learn,None,True
+    batch = learn.xb,learn.yb
+    self.save(0)
+    try: self.run_pass(learn.model)
+    except Exception as e:
+        if not self.ran_out(e): raise
+        learn.xb,learn.yb = batch
+        return without_tracebacks(e)
+    self.largest = max(self.largest, n_elements(*batch))
+
+@patch
+def run_pieces(self:Loop, copies:bool, error:Exception|None):
+    "Run a batch whole or in pieces; in smaller ones if memory runs out or, as an `error` says, already has"
+    learn,room = self.learn,[]
+    inputs = self.inputs = Inputs(learn, self.samples(), self.lists)
+    self.size,inputs.copies = inputs.n,copies
+    try:
+        if self.adapting: self.elements = n_elements(inputs.xb, inputs.yb)
+        if not self.has_stepped(): room = room_for_step(learn.opt)
+        if self.is_apart: share_buffers(learn.model)
+        self.pieces = Pieces(inputs.n, self.parts(), self.splitter and self.splitter.budget)
+        if error: self.go_back(error)
+        self.pieces.run(self.train_piece, self.rows, self.adapting and self.go_back, self.ran_out, self.save)
+    finally: inputs.whole()
+    room.clear()
+    self.join_outputs()
+    self.all_fits = not self.is_apart and all(o.all_fits for o in self.ways)
 
 @patch
 def parts(self:Loop)->list:
@@ -103,7 +129,7 @@ def parts(self:Loop)->list:
     is_new,b = splitter and splitter.budget.joins is None and self.rows() < n,(*self.inputs.xb, *self.inputs.yb)
     checks = check_rows(learn.model, b, n, counted(learn.dl)[0]) if is_new else []
     self.together = Together(self.learn) if self.is_apart else None
-    parts = [p for o in self.cbs for p in o.parts(n)]
+    parts = [p for o in self.ways for p in o.parts(n)]
     return [self.inputs, *checks, *self.hidden(n), *parts, *[self.together]*self.is_apart]
 
 @patch
@@ -124,7 +150,7 @@ def join_outputs(self:Loop):
 def each_output(self:Loop)->Iterator:
     "The batch for the Learner's metrics: whole, or piece by piece if `join_outputs` could not join the outputs"
     pieces,learn = self.pieces,self.learn
-    if len(pieces.sizes) == 1 or pieces.budget.joins: return (yield)
+    if not pieces or len(pieces.sizes) == 1 or pieces.budget.joins: return (yield)
     start,last = 0,learn.pred
     for size,learn.pred in zip(pieces.sizes, pieces.outputs):
         self.inputs.piece(start, start := start+size)
@@ -138,7 +164,7 @@ def save(self:Loop, start:int):
     "Before a piece, what it may move; whether the gradient is that of earlier ones"
     if not self.adapting: return
     accum,self.may_fail = self.accum,False
-    self.is_fresh = not start and (accum is None or isinstance(accum, LoopCallback) and not accum.window.n_micro)
+    self.is_fresh = not start and (accum is None or isinstance(accum, FitCallback) and not accum.window.n_micro)
     self.undo.save(start)
 
 @patch
@@ -149,23 +175,39 @@ def train_piece(self:Loop, start:int, end:int):
         for cb in learn._grab_cbs(MixedPrecision): cb.before_batch()
     self.in_autocast = True
     for o in self.adapting: o.prepare(self)
-    if self.is_apart:
-        learn.model.require_backward_grad_sync = False
-        evaluate(learn, self.cbs, inner_model(learn.model), self.together.reach)
-    else: evaluate(learn, self.cbs)
-    self.in_autocast = False
-    if len(learn.yb):
-        with all_contexts(self.cbs, 'backward_context'):
-            learn._with_events(self.backward, 'backward', CancelBackwardException)
+    self.run_pass(self.forward)
     return learn.pred if self.size == self.inputs.n else each_tensor(Tensor.detach, learn.pred)
 
 @patch
+def run_pass(self:Loop, forward:Callable):
+    "Forward pass, loss and backward pass of the present batch or piece"
+    learn = self.learn
+    evaluate(learn, forward, self.together.reach if self.is_apart else noop)
+    self.in_autocast = False
+    if not len(learn.yb): return
+    with all_contexts(self.ways, 'backward_context') if self.pieces else nullcontext():
+        learn._with_events(self.backward, 'backward', CancelBackwardException)
+
+@patch
+def forward(self:Loop, *xb):
+    "The output of the model, in the contexts of the ways"
+    model = self.learn.model
+    if self.is_apart and self.learn.training:
+        model.require_backward_grad_sync = False
+        model = inner_model(model)
+    with all_contexts(self.ways, 'forward_context'): return model(*xb)
+
+@patch
 def backward(self:Loop):
-    "fastai's backward pass, which ends what runs again when memory runs out: not what callbacks do after it"
     self.learn._backward()
     if self.is_apart: self.together.reach(True)
+    self.end_pass()
+
+@patch
+def end_pass(self:Loop):
+    "The backward pass is over, fastai's or a callback's: what follows does not run again when memory runs out"
     self.in_pass = False
-    if self.adapting: self.has_run()
+    if self.adapting and self.pieces: self.has_run()
 
 @patch(as_prop=True)
 def piece_elements(self:Loop)->int: return -(-self.elements*self.size//self.inputs.n)
@@ -178,9 +220,9 @@ def ran_out(self:Loop, error:Exception)->bool: return self.in_pass and is_out_of
 def go_back(self:Loop, error:Exception):
     """Undo the failed piece, or the batch if the gradient is mixed, and take less memory from now on. Raises
     NothingFits if there is no way, or if the gradient is mixed with that of another batch"""
-    learn,accum,start = self.learn,self.accum,self.pieces.start
+    learn,accum,start,self.all_fits = self.learn,self.accum,self.pieces.start,False
     learn.pred,learn.loss_grad,learn.loss = None,None,None
-    start = accum.go_back(start) if isinstance(accum, LoopCallback) else None if accum else 0
+    start = accum.go_back(start) if isinstance(accum, FitCallback) else None if accum else 0
     self.undo.put_back(self.pieces.start if start is None else start)
     how = start is not None and first(filter(None, (o.shrink(self) for o in self.adapting)))
     if not how: raise NothingFits(self.adapting[-1].remedy(self)) from error
@@ -245,145 +287,3 @@ def has_run(self:Undo, start:int):
     self.moves |= {identity(o):o for o in saved.moved()}
     self.look_at,self.is_new = None,False
     self.in_place = any(t._version for t in tensors_in((*learn.xb, *learn.yb)))
-
-# %% ../nbs/source/13_loop.ipynb #1873bd39
-def check_loop(learn:Learner, cb:Callback):
-    "Raises ValueError if `learn` has its own loop, such as one for SAM"
-    for o in '_do_one_batch','_do_grad_opt','_backward':
-        if getattr(type(learn), o) is not getattr(Learner, o) or o in vars(learn):
-            name = type(cb).__name__
-            raise ValueError(f"{type(learn).__name__} has its own {o}, which {name} would overrule: leave {name} out, "
-                             "or make a callback of what it does")
-
-def is_compiled(model:nn.Module)->bool:
-    return any(hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) for m in model.modules())
-
-# %% ../nbs/source/13_loop.ipynb #e24952ff
-class LoopCallback(FitCallback):
-    "Base of callbacks that `join_loop` in `before_train`"
-    micro_batch_size,part,splits_loss = None,None,False
-    accum_bs = None
-    trains,stepped = None,None  # what the memory that is known to suffice was found for; the optimizer that has a state
-    adapts = property(lambda self: self.micro_batch_size == 'auto')  # whether it takes less memory when that runs out
-    def join_loop(self):
-        "Join the loop of this fit; raises ValueError if the Learner has its own, or the model cannot run like this"
-        if not self.is_in_fit(): return
-        learn,fit = self.learn,fit_of(self.learn)
-        check_loop(learn, self)
-        loop = fit.instead.setdefault('batch', Loop(learn))
-        loop.owners = state_owners(learn.model)
-        if self.splits: check_splits(learn.model, loop.owners)
-        if self in loop.cbs: return
-        if self.adapts and is_sharded(learn.model): raise ValueError(self.why_not_sharded(learn.model))
-        if learn.training: self.keep_if_same(learn)
-        loop.join(self)
-        fit.stack(self).callback(self.leave_loop)
-        if self.adapts: fit.stack(self).callback(enable_sync, learn.model)
-
-    @property
-    def splits(self)->bool:
-        "Whether batches are split; for `accum_bs`, a DataLoader without a batch size yields `micro_batch_size` samples"
-        return self.micro_batch_size is not None and not (self.accum_bs and loader_bs(self.learn.dls.train) is None)
-    splits_valid = splits  # whether validation batches are
-    def before_validate(self):
-        if self.splits_valid: self.join_loop()
-    def after_validate(self):
-        if self.splits_valid and not self.splits: self.leave_loop()
-    def leave_loop(self):
-        loop = loop_of(self.learn)
-        if loop and self in loop.cbs: loop.leave(self)
-
-    def parts(self, n:int)->list: return []  # that follow the pieces of a batch of `n` samples
-    def backward_context(self): pass
-    def end_batch(self): pass  # all samples have been trained on; raises CancelBatchException if no step is due
-    def cancelled(self): pass
-    def prepare(self, loop:Loop): pass  # before each pass, of those that adapt
-
-# %% ../nbs/source/13_loop.ipynb #e24952fe
-@patch
-def has_run(self:LoopCallback, loop:Loop):
-    "A batch has; `micro_bs` is what fits of the largest one"
-    if loop.is_apart: self.budget.most = agree(loop.learn, self.budget.most, dist.ReduceOp.MIN)
-    if loop.elements >= loop.largest: self.micro_bs = self.rows_at_a_time(loop)
-
-@patch
-def why_not_sharded(self:LoopCallback, model:nn.Module)->str:
-    return f"micro_batch_size='auto' cannot try sizes on a sharded {type(model).__name__}: use a number of samples"
-
-@patch
-def forget(self:LoopCallback):
-    "What fits in memory is not known"
-    self.budget,self.valid_budget,self.trains = PieceBudget(),PieceBudget(),None
-
-@patch
-def keep_if_same(self:LoopCallback, learn:Learner):
-    "Forget what fits if something else is trained than before"
-    trains = learn.model,sum([p.numel() for p in trained(learn.opt)]),len(learn._grab_cbs(MixedPrecision))
-    if trains != self.trains: self.forget()
-    self.trains = trains
-
-# %% ../nbs/source/13_loop.ipynb #e24952fd
-@patch
-def module_rows(self:LoopCallback, loop:Loop)->int: return loop.samples()  # that the module in pieces sees of a batch
-
-@patch
-def rows_at_a_time(self:LoopCallback, loop:Loop)->int:
-    "Rows of a piece of the present batch"
-    return self.budget.rows(*self.to_split(loop)) if self.adapts else self.micro_bs
-
-@patch
-def to_split(self:LoopCallback, loop:Loop)->tuple[int,int]:
-    "Rows and elements of what is split: a batch"
-    return loop.inputs.n,loop.elements
-
-@patch
-def shrink(self:LoopCallback, loop:Loop)->str|None:
-    "Half as many rows in a piece from now on: returns how, or None if it is a single one"
-    n,(rows,elements) = self.rows_at_a_time(loop),self.to_split(loop)
-    return None if n == 1 else f"micro-batches have {self.budget.halve(n, -(-elements*n//rows))} samples"
-
-@patch
-def remedy(self:LoopCallback, loop:Loop)->str:
-    "What to do if memory runs out and that cannot be undone, or nothing smaller is left"
-    if (n := self.rows_at_a_time(loop)) == 1: return no_room_for_one
-    return f"out of memory with micro-batches of {n} samples: set micro_batch_size={-(-n//2)}"
-
-no_room_for_one = ("out of memory with a single sample: use smaller inputs, a smaller model, mixed precision, "
-                   "or ActivationCheckpointing()")
-
-# %% ../nbs/source/13_loop.ipynb #199f5170
-@patch
-def running_part(self:LoopCallback)->nn.Module:
-    "The module that runs in pieces"
-    model = inner_model(self.learn.model)
-    return model if self.part is None else self.part(model)
-
-@patch
-def forward_context(self:LoopCallback):
-    """In validation and prediction, the forward pass in pieces: of `micro_batch_size` samples or, with 'auto', 'exact'
-    or hooks that would see pieces, of as many as fit in memory"""
-    if self.learn.training: return None
-    loop,budget = loop_of(self.learn),self.valid_budget
-    if self is not first(o for o in loop.cbs if o.splits_valid): return None
-    module,given = self.running_part(),self.micro_batch_size
-    forward = module.forward
-    adapts = given in (None,'auto') or any(m._forward_hooks for m in module.modules() if m is not module)
-    def pieces_forward(*args, **kwargs):
-        n,elements = self.module_rows(loop),n_elements(args, kwargs)
-        if not elements or budget.joins is False: return forward(*args, **kwargs)
-        def most(): return min(budget.rows(n, elements), n if adapts else given)
-        def shrink(error):
-            if (rows := most()) == 1: raise NothingFits(no_room_for_one) from error
-            budget.halve(rows, -(-elements*rows//n))
-            free_memory()
-            pieces.begin(pieces.parts)
-        pieces,run = Pieces(n, loop.hidden(n, module), budget),on_samples(forward, args, kwargs, n, loop.lists)
-        if budget.joins is None and most() < n: pieces.parts += check_rows(module, (args, kwargs), n)
-        try: return pieces.run(run, most, adapts and shrink).joined()
-        except CannotJoin as e:
-            warn(f"validation batches are not split: {e}. If memory runs out, give the DataLoaders a smaller val_bs, "
-                 f"such as val_bs={most()}")
-        budget.joins = False
-        pieces.begin(pieces.parts)
-        return pieces.run(run, lambda: n).joined()
-    return replaced(module, 'forward', pieces_forward)

@@ -116,7 +116,7 @@ def test_exact_takes_as_few_blocks_as_fit(name):
     limit = (most+least)//2
     limit_memory(limit)
     tight,peak = fit_with(name, cb := GradientAccumulation(exact=True))
-    assert 0 < cb.blocks.level < len(cb.blocks.found) and peak <= limit
+    assert 0 < cb.way.level < len(cb.way.found) and peak <= limit
     assert_same_fit(tight, free)
 
 class RunsOut(Callback):
@@ -146,7 +146,7 @@ def test_exact_is_the_plain_fit_bit_for_bit(amp, runs_out):
         return learn,[o.cpu() for o in learn.model.state_dict().values()],torch.cuda.get_rng_state()
     _,plain,rng = run()
     ours,state,end = run(*([RunsOut()] if runs_out else []), cb := GradientAccumulation(exact=True))
-    assert (cb.blocks.level > 0) == runs_out and (not runs_out or ours.runs_out.done)
+    assert (cb.way.level > 0) == runs_out and (not runs_out or ours.runs_out.done)
     for a,b in zip(state, plain, strict=True): assert torch.equal(a, b)
     assert torch.equal(end, rng) and (weights(ours)-weights(image_learner('convnext_atto', None, pixels=64))).abs().max() > 1e-5
 

@@ -6,7 +6,7 @@ from fastai.callback.progress import ProgressCallback
 
 from common import *
 from fastxtend_accum.nested import join
-from fastxtend_accum.loop import LoopCallback
+from fastxtend_accum.way import Way
 from test_gradient_cache import TwoOutputs, info_nce
 from test_life import CANCELS, EVENTS, Fault
 
@@ -202,7 +202,7 @@ def test_an_interrupt_in_a_piece_of_validation_leaves_nothing(make, f):
     learn.model.sizes = [0]*2
     with quiet(learn), pytest.raises(KeyboardInterrupt) as kept: f(learn)
     assert '_do_one_batch' not in vars(learn) and 'forward' not in vars(learn.model) and kept.value.__traceback__
-    learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, LoopCallback)])
+    learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, (Way,GradientAccumulation))])
     learn.model = classifier()
     assert_same(weights(seeded_fit(learn, 1, reset_opt=True)), weights(seeded_fit(vision([]), 1)))
 

@@ -158,7 +158,7 @@ def test_a_failed_pass_is_undone_or_an_error(kind, begins, fails, auto):
             except RuntimeError as e: learn.error = str(e)
         return learn
     cb = autos[auto]()
-    if auto == 'exact': cb.blocks = ActivationCheckpointing(blocks_of)
+    if auto == 'exact': cb.way = ActivationCheckpointing(blocks_of)
     whole,ours = run(),run(Fails(fails), cb)
     before = [o for o in range(fails) if o >= begins and o%8 in (0,1,2,4)]  # looks that have seen it move
     if hasattr(ours, 'error'):

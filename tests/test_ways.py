@@ -100,7 +100,7 @@ def assert_equal_fits(small, big):
     assert losses(small) == losses(big) and len(losses(big)) > 1
     assert_same(floats(small.recorder.values), floats(big.recorder.values))
 
-def blocks(learn): return learn.gradient_accumulation.blocks
+def blocks(learn): return learn.gradient_accumulation.way
 
 # Bit for bit
 
@@ -217,7 +217,7 @@ def test_one_callback_in_two_learners():
         for share in .6,1.1:
             small = run(make, Activations(big.activations.mb*share), accum)
             assert_equal_fits(small, big)
-            assert (accum.blocks.level > 0) == (share < 1) and not small._grab_cbs(ActivationCheckpointing)
+            assert (accum.way.level > 0) == (share < 1) and not small._grab_cbs(ActivationCheckpointing)
 
 # Counted
 
@@ -285,7 +285,7 @@ def test_texts_of_many_lengths():
         fit(auto, 1)
     assert passes.sizes.count(32) == 4 and len(passes.sizes) == 4+2+3+2*4  # whole up to 8 words, two pieces of 16, three of 32, four of 64
     levels = []
-    small = run(make, Activations(limit*1.4), accum := exact(), Callback(after_loss=lambda self: self.training and levels.append((self.x.shape[1], accum.blocks.level))))
+    small = run(make, Activations(limit*1.4), accum := exact(), Callback(after_loss=lambda self: self.training and levels.append((self.x.shape[1], accum.way.level))))
     assert_equal_fits(small, big)
     assert all(k == 0 for n,k in levels if n <= 16) and any(k > 0 for n,k in levels if n == 64)
 

@@ -259,7 +259,7 @@ def kept():
 def exact():
     "Process 0 has nine tenths of the memory that a batch takes, the others half of it"
     accum = GradientAccumulation(exact=True)
-    return train_normed(Activations(kept()*(.5 if rank_distrib() else .9)), accum) | dict(blocks=accum.blocks.level)
+    return train_normed(Activations(kept()*(.5 if rank_distrib() else .9)), accum) | dict(blocks=accum.way.level)
 class Shrinks(Callback):
     "From the third batch on, the last process has less memory"
     order = Activations.order-1
@@ -317,7 +317,7 @@ def synced_exact():
     "The last process runs out of memory in mid-pass, where the others wait for its statistics"
     whole,accum = Activations(),GradientAccumulation(exact=True)
     train_synced(whole)
-    return train_synced(Activations(whole.mb*(.6 if rank_distrib() == W-1 else 1.1)), accum) | dict(blocks=accum.blocks.level)
+    return train_synced(Activations(whole.mb*(.6 if rank_distrib() == W-1 else 1.1)), accum) | dict(blocks=accum.way.level)
 class NanOnce:
     "A loss that is NaN in one process, at its sixth batch"
     def __init__(self): self.n = 0
