@@ -1,7 +1,7 @@
 import re
 from configparser import ConfigParser
 from pathlib import Path
-from setuptools import setup
+from setuptools import find_packages,setup
 
 here = Path(__file__).parent
 def read(name): return (here/name).read_text(encoding='utf-8')
@@ -29,7 +29,7 @@ setup(
     long_description=absolute_links(read('README.md')),
     long_description_content_type='text/markdown',
     python_requires='>='+pythons[0],
-    packages=['fastxtend_accum'],
+    packages=find_packages(include=['fastxtend_accum*']),
     install_requires=cfg['requirements'].split(),
     extras_require=dict(loggers=loggers, examples=examples, dev=cfg['dev_requirements'].split()+loggers+examples,
                         bench=cfg['bench_requirements'].split()),

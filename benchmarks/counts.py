@@ -8,11 +8,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from fastxtend_accum import loss_check,losses
+from fastxtend_accum.learner import loss_check
+from fastxtend_accum.window import losses
 
 from .cases import Task
 
-package = str(Path(losses.__file__).parent)
+package = str(Path(losses.__file__).parents[1])
 copies = {torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist}  # a CPU need not copy: only the call shows
 
 checked_once = patch.object(loss_check.LossCheck, 'windows', 1)  # the check of the loss ends after some windows: count without it

@@ -88,7 +88,7 @@ def as_on_a_gpu(live):
         with _disable_current_modes(): copied = torch.empty_like(t)
         live.count(copied, 0)
         return copied.copy_(t)
-    from fastxtend_accum import checkpointing
+    from fastxtend_accum.ways import checkpointing
     return patch.multiple(checkpointing, to_cpu=to_cpu, from_cpu=torch.clone)
 
 def callbacks(way, bs):

@@ -8,7 +8,7 @@ from torch.amp import GradScaler, autocast
 from fastai.basics import *
 from fastai.callback.all import *
 from fastxtend_accum.all import *
-from fastxtend_accum.fit import replaced
+from fastxtend_accum.learner.fit import replaced
 
 
 def data(n, seed=1):

@@ -39,7 +39,7 @@ def head_faults(cells, name):
     if source(cells[1]).strip() != badge(name): yield f'let the second cell be {badge(name)}'
     code = [source(c) for c in cells if c['cell_type'] == 'code']
     if not any('pip install' in o and '#| hide' in o and '#| eval: false' in o for o in code[:2]): yield 'install the package in Colab, hidden'
-    module = re.sub(r'^\d+[a-z]?_', '', Path(name).stem)
+    module = '.'.join([*Path(name).parts[1:-1], re.sub(r'^\d+_', '', Path(name).stem)])
     exports = any(re.match(r'#\|\s*export', o) for o in code)
     if exports and code[0] != f'#| default_exp {module}': yield f'let the first code cell be #| default_exp {module}'
 

@@ -7,9 +7,9 @@ from fastai.vision.all import DataBlock, ImageBlock, MaskBlock, CategoryBlock, P
 from fastai.vision.models.xresnet import ResBlock, XResNet
 
 from common import *
-from fastxtend_accum.cache import GradientCache
-from fastxtend_accum.checkpointing import ActivationCheckpointing, checkpointed, find_blocks
-from fastxtend_accum.nested import tensors_in
+from fastxtend_accum.ways.cache import GradientCache
+from fastxtend_accum.ways.checkpointing import ActivationCheckpointing, checkpointed, find_blocks
+from fastxtend_accum.learner.nested import tensors_in
 from benchmarks.counts import LiveBytes
 from test_life import CANCELS, EVENTS, Fault
 
@@ -470,7 +470,7 @@ def test_what_the_model_changes_between_the_runs():
 
 def test_blocks_are_checked_again_in_later_batches(monkeypatch):
     "In batches 1, 2, 3, 5 and 9 of the 12 of an epoch, and in those of the next fit"
-    from fastxtend_accum import checkpointing
+    from fastxtend_accum.ways import checkpointing
     n,checked = [],checkpointing.checked
     learn = make_learner(8, m=Deep(), cbs=all_blocks())
     monkeypatch.setattr(checkpointing, 'checked', lambda *args: n.append(learn.iter+1) or checked(*args))
@@ -481,7 +481,7 @@ def test_blocks_are_checked_again_in_later_batches(monkeypatch):
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
 def test_repeated_bit_for_bit(dtype):
-    from fastxtend_accum.checkpointing import is_repeated
+    from fastxtend_accum.ways.checkpointing import is_repeated
     a = torch.tensor([1, -3, 0, float('nan'), float('inf')], dtype=dtype)
     b = a.clone()
     assert is_repeated(a, b)
@@ -689,7 +689,7 @@ def test_as_few_blocks_as_fit_are_recomputed():
 
 def test_offload(monkeypatch):
     "The blocks' inputs are copied to the CPU, pinned for a GPU, in their memory layout; nothing that is inside of the blocks is"
-    from fastxtend_accum import checkpointing
+    from fastxtend_accum.ways import checkpointing
     seen = []
     def to_cpu(t):
         copied,device = checkpointing_to_cpu(t)

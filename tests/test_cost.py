@@ -7,7 +7,7 @@ from benchmarks.cases import Task, cases, training
 from benchmarks.counts import Copies, LiveBytes, Operations, count_bytes, count_calls, count_operations
 
 from common import *
-from fastxtend_accum.loss_check import LossCheck
+from fastxtend_accum.learner.loss_check import LossCheck
 
 K = 8
 
@@ -36,7 +36,7 @@ def test_the_check_of_the_loss_adds_no_sync(case, loss_func, monkeypatch):
         task,counts = Task(4*K),Counter()
         task.loss_func = loss_func
         with monkeypatch.context() as m:
-            m.setattr('fastxtend_accum.losses.as_count', lambda o: o)  # as on a GPU
+            m.setattr('fastxtend_accum.window.losses.as_count', lambda o: o)  # as on a GPU
             train = cases[case](task, K)
             with Operations(counts, task),Copies(counts): train()
         return counts

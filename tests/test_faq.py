@@ -6,8 +6,8 @@ from fastai.distributed import *
 from common import *
 from fastai.losses import *
 from fastxtend_accum.demo import Activations
-from fastxtend_accum.loss_check import check_loss
-from fastxtend_accum.memory import NothingFits
+from fastxtend_accum.learner.loss_check import check_loss
+from fastxtend_accum.ways.memory import NothingFits
 
 class EMA(Callback):
     "A running average of the weights, taken at `event`"

@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import *
-from fastxtend_accum.gradients import add_in_float32, average_gradients, half
+from fastxtend_accum.window.gradients import add_in_float32, average_gradients, half
 
 class KeepGrads(Callback):
     "The gradients that the optimizer gets"

@@ -3,9 +3,9 @@ import gc, statistics
 import pytest
 
 from common import *
-from fastxtend_accum.cache import in_pieces
-from fastxtend_accum.checkpointing import BlockState
-from fastxtend_accum.gradients import add_in_float32, average_gradients
+from fastxtend_accum.ways.cache import in_pieces
+from fastxtend_accum.ways.checkpointing import BlockState
+from fastxtend_accum.window.gradients import add_in_float32, average_gradients
 from test_gradient_cache import TwoOutputs, correlations, deep
 from test_memory import Limited, limited, state
 

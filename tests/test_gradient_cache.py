@@ -6,8 +6,8 @@ from fastai.callback.mixup import MixUp
 from hypothesis import given, strategies as st
 
 from common import *
-from fastxtend_accum.cache import GradientCache, in_pieces
-from fastxtend_accum.checkpointing import BlockState
+from fastxtend_accum.ways.cache import GradientCache, in_pieces
+from fastxtend_accum.ways.checkpointing import BlockState
 from test_life import EVENTS, Fault
 
 FLOAT32 = 1e-5
@@ -255,7 +255,7 @@ def test_a_buffer_that_the_forward_pass_reads_and_changes(make, monkeypatch):
         return weights(learn),torch.cat([o.flatten() for o in m.buffers()])
     cached,kept = run(noop, GradientCache(8)),run(Kept)
     for a,b in zip(cached, kept, strict=True): assert_same(a, b)
-    monkeypatch.setattr('fastxtend_accum.checkpointing.BlockState.again', lambda *args: nullcontext())
+    monkeypatch.setattr('fastxtend_accum.ways.checkpointing.BlockState.again', lambda *args: nullcontext())
     assert (run(noop, GradientCache(8))[0]-kept[0]).abs().max() > 1e-6  # it is needed
 
 def test_a_compiled_model():
@@ -509,7 +509,7 @@ def test_looking_for_it_leaves_no_trace(model, monkeypatch):
         fit(learn, 2)
         return weights(learn),losses(learn),[o.tolist() for o in learn.model.buffers()],loss_func.calls,torch.get_rng_state().tolist(),len(cbs and cbs[0].stats)
     looked = run()
-    monkeypatch.setattr('fastxtend_accum.cache.Kept.is_read', lambda self: False)
+    monkeypatch.setattr('fastxtend_accum.ways.cache.Kept.is_read', lambda self: False)
     plain = run()
     assert_same(looked[0], plain[0])
     assert looked[1:] == plain[1:]

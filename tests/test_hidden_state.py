@@ -8,7 +8,7 @@ from fastai.text.all import (AWD_LSTM, LMDataLoader, LMTensorText, ModelResetter
 
 from common import *
 from fastxtend_accum.demo import Activations
-from fastxtend_accum.hidden_state import HiddenState, hidden_state
+from fastxtend_accum.ways.hidden_state import HiddenState, hidden_state
 
 FLOAT32 = 2e-5
 N,VALID,VOCAB = 16,12,41  # rows in training and in validation; no width of the model is a multiple of a piece

@@ -8,7 +8,7 @@ from fastai.callback.wandb import WandbCallback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common import *
-from fastxtend_accum.logging import mend_wandb
+from fastxtend_accum.learner.logging import mend_wandb
 from test_life import EVENTS, whole_learner
 
 def big_and_small(cbs=noop, n_epoch=3, method='fit_one_cycle', **kwargs):

@@ -5,8 +5,8 @@ from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.progress import ProgressCallback
 
 from common import *
-from fastxtend_accum.nested import join
-from fastxtend_accum.way import Way
+from fastxtend_accum.learner.nested import join
+from fastxtend_accum.ways.way import Way
 from test_gradient_cache import TwoOutputs, info_nce
 from test_life import CANCELS, EVENTS, Fault
 

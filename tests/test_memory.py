@@ -6,9 +6,9 @@ from fastai.callback.rnn import ModelResetter, RNNCallback
 from hypothesis import given, strategies as st
 
 from common import *
-from fastxtend_accum.memory import is_out_of_memory, room_for_step
-from fastxtend_accum.state import Saved
-from fastxtend_accum.nested import CannotJoin, n_rows, cut, join
+from fastxtend_accum.ways.memory import is_out_of_memory, room_for_step
+from fastxtend_accum.learner.state import Saved
+from fastxtend_accum.learner.nested import CannotJoin, n_rows, cut, join
 from test_losses import Masked, tag, token_losses
 
 FLOAT32 = 5e-6

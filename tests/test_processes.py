@@ -4,7 +4,7 @@ import json, os, re, signal, socket, subprocess, sys
 import pytest
 
 from common import *
-from fastxtend_accum.processes import check_wrapped
+from fastxtend_accum.window.processes import check_wrapped
 
 here = Path(__file__).parent
 launchers = {'torchrun':'torch.distributed.run', 'accelerate launch':'accelerate.commands.launch'}  # the modules behind the programs
@@ -311,7 +311,7 @@ def test_table_of_the_page(world):
         steps = 6
         gathers = world[1][0][name]['gathers']  # of the Recorder, which logs their mean
         rows.append([len(buckets)/steps, sum(nbytes for _,nbytes in buckets)/steps, len(scalars)/steps, sum(scalars)/steps, len(gathers)/steps, sum(gathers)/steps])
-    page = ''.join(sum([c['source'] for c in json.loads((here.parent/'nbs/source/05_processes.ipynb').read_text())['cells']], []))
+    page = ''.join(sum([c['source'] for c in json.loads((here.parent/'nbs/source/window/03_processes.ipynb').read_text())['cells']], []))
     table = re.findall(r'^\| (?:fastai\'s )?`GradientAccumulation` \|(.*)\|$', page, re.M)
     assert [[float(o) for o in row.split('|')] for row in table] == rows
     assert f'model of {len(weights(model()))} parameters' in page

@@ -6,7 +6,7 @@ import pytest
 from cells import *
 from common import *
 from fastxtend_accum.demo import Activations
-from fastxtend_accum.memory import NothingFits
+from fastxtend_accum.ways.memory import NothingFits
 
 PAGE = root/'nbs/guides/09_resume.ipynb'
 KILLED = 3  # the epoch that does not end

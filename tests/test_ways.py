@@ -5,8 +5,8 @@ from fastai.tabular.all import Categorify, Normalize, TabularDataLoaders, Tabula
 from fastai.vision.all import create_vision_model, resnet18, resnet34, unet_learner, vision_learner
 
 from common import *
-from fastxtend_accum.cache import GradientCache
-from fastxtend_accum.checkpointing import ActivationCheckpointing
+from fastxtend_accum.ways.cache import GradientCache
+from fastxtend_accum.ways.checkpointing import ActivationCheckpointing
 from fastxtend_accum.demo import Activations
 from test_applications import text_classifier
 from test_checkpointing import Runs, assert_same_state, image_dls, narrow_unet, state, unet

@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import *
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
-from fastxtend_accum.cache import GradientCache
-from fastxtend_accum.checkpointing import ActivationCheckpointing
+from fastxtend_accum.ways.cache import GradientCache
+from fastxtend_accum.ways.checkpointing import ActivationCheckpointing
 from fastxtend_accum.demo import Activations
-from fastxtend_accum.processes import Processes
+from fastxtend_accum.window.processes import Processes
 
 def broadcast_on_cpu(self, t, rank):
     "fastai moves the order of the samples to the GPU, since NCCL knows nothing else. Gloo does"
