@@ -7,7 +7,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/state.html.md"""
 # %% ../nbs/source/07_state.ipynb #c6b913b8
 from __future__ import annotations
 from collections import deque
-from itertools import zip_longest
 import pickle
 
 from fastai.basics import *
@@ -17,7 +16,7 @@ from .nested import *
 
 # %% auto #0
 __all__ = ['generators', 'opaque', 'content', 'put', 'set_value', 'is_still', 'Saved', 'Slots', 'Glance', 'identity', 'glances',
-           'global_generators', 'has_attributes', 'held', 'all_held', 'is_same', 'state_moved', 'owners', 'name_of']
+           'global_generators', 'held', 'all_held', 'is_same', 'state_moved', 'owners', 'name_of']
 
 # %% ../nbs/source/07_state.ipynb #2c307b41
 def content(o):
@@ -58,7 +57,7 @@ def is_still(o, value)->bool:
         a,b = [t.detach().to('cpu').to_dense() for t in (o, value)]
         return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
     if isinstance(o, types.CellType): return o.cell_contents is value
-    if isinstance(o, np.ndarray): return np.array_equal(o, value)
+    if isinstance(o, np.ndarray): return np.array_equal(o, value, equal_nan=o.dtype.kind in 'fc')
     now = content(o)
     return torch.equal(now, value) if isinstance(now, Tensor) else pickle.dumps(now) == pickle.dumps(value)
 
@@ -98,6 +97,7 @@ def glances(objects:list, known:Container=())->list:
 # %% ../nbs/source/07_state.ipynb #8be31a6a
 generators = random.Random,np.random.Generator,np.random.RandomState,torch.Generator,types.ModuleType  # or a global one
 _containers = dict,list,set,deque
+_of_functions = '__self__','__closure__','__defaults__','__kwdefaults__','__dict__','func','args','keywords'
 _hooks = vars(nn.Module()).keys()-{'_parameters','_buffers','_modules'}  # not looked at while empty, in each module
 # Data, optimizers and callbacks have other owners: nothing in them is looked at
 opaque = (type,types.ModuleType,Learner,DataLoaders,DataLoader,torch.utils.data.DataLoader,torch.utils.data.Dataset,
@@ -109,10 +109,6 @@ _on_mps = [_mps]*torch.backends.mps.is_available()
 
 def global_generators()->list:
     return [random, np.random, torch.default_generator, *torch.cuda.default_generators, *_on_mps]
-
-def has_attributes(o)->bool:
-    "Whether `o` is an object of somebody's own class, which may keep a state"
-    return isinstance(o, SimpleNamespace) or type(o).__module__.partition('.')[0] not in sys.stdlib_module_names
 
 # %% ../nbs/source/07_state.ipynb #3f1c7a24
 def held(*objects, functions:bool=False, seen:dict|None=None)->list:
@@ -127,10 +123,9 @@ def held(*objects, functions:bool=False, seen:dict|None=None)->list:
         elif isinstance(o, (*_containers,tuple)): found,inside = [o]*(not isinstance(o, tuple)),o
         elif isinstance(o, types.CellType): found,inside = [o],[o.cell_contents]
         elif isinstance(o, (types.FunctionType,types.MethodType,partial)):
-            if functions: inside = [getattr(o, '__self__', None), *(getattr(o, '__closure__', None) or ()), vars(o)]
-            if functions and isinstance(o, partial): inside += [o.func, o.args, o.keywords]
+            inside = [getattr(o, n, None) for n in _of_functions*functions]
         elif isinstance(o, (np.ndarray,*generators)): found = [o]
-        elif has_attributes(o):
+        elif isinstance(o, SimpleNamespace) or type(o).__module__.partition('.')[0] not in sys.stdlib_module_names:
             if hasattr(o, '__dict__'): inside = [vars(o)]
             elif inside := [*Slots(o)]: found = [Slots(o)]
         res += found
@@ -149,14 +144,12 @@ def is_same(a, b, sizes:Container)->bool:
     if isinstance(b, (Tensor,np.ndarray)):
         if getattr(b, 'requires_grad', False) or any(n in sizes for n in b.shape[:max(b.ndim-1, 1)]): return True
         return isinstance(a, type(b)) and is_still(b, a)
-    if isinstance(b, dict):
-        a = a if isinstance(a, dict) else {}
-        return all(is_same(a.get(k), b.get(k), sizes) for k in {**a, **b})
     if isinstance(b, (*_containers,tuple)):
-        return all(is_same(*o, sizes) for o in zip_longest(a if isinstance(a, (*_containers,tuple)) else (), b))
+        a = a if isinstance(a, (*_containers,tuple)) else ()
+        a,b = [o if isinstance(o, dict) else dict(enumerate(o)) for o in (a, b)]
+        return all(is_same(a.get(k), b.get(k), sizes) for k in {**a, **b})
     if not isinstance(b, (Number,str)): return not isinstance(a, (Number,str))
-    if isinstance(a, (Number,str)) and a == b: return True
-    return b in sizes and (a is None or isinstance(a, Number) and a != 0)
+    return isinstance(a, (Number,str)) and a == b or b in sizes and (a is None or isinstance(a, Number) and a != 0)
 
 def state_moved(saved:Saved, learn:Learner, *sizes)->list:
     "What of `saved` a pass of `learn`, in pieces of `sizes`, has moved, if it is a state, not what is kept of samples"
