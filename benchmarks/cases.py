@@ -55,11 +55,13 @@ def learner(task, *cbs, **kwargs):
     from fastai.basics import DataLoaders, Learner
     return Learner(DataLoaders(task.batches, Batches([], 0), device=task.device), task.model, task.loss_func, lr=task.lr, cbs=cbs, **kwargs)
 
-def training(task, *cbs, **kwargs):
-    "A function that trains for one epoch"
+def training(task, *cbs, logger=None, **kwargs):
+    "A function that trains for one epoch, in silence unless there is a `logger`"
     learn = learner(task, *cbs, **kwargs)
     def train():
-        with learn.no_bar(), learn.no_logging(): learn.fit(1)
+        with learn.no_bar(), learn.no_logging():
+            if logger: learn.logger = logger
+            learn.fit(1)
     return train
 
 def plain(task, k): return training(task)

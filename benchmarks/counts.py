@@ -85,19 +85,36 @@ def count_operations(make, k):
         with Operations(counts, task), Copies(counts): n = in_windows(train, task.batches, k, mark, mark)
     return {name:(marks[1][name]-marks[0][name])/n for name in ('ops', 'syncs')}
 
-def count_calls(make, k, n=6):
-    "Functions called per micro-batch, in `n` windows: Python's, those of our package, and Python's with those in C"
-    task,counts = Task(n*k),Counter()
+def profiler(counts):
+    "Counts the functions that are called: Python's, those of our package, and Python's with those in C"
     def profile(frame, event, arg):
-        counts['with_c'] += event in ('call','c_call') and not frame.f_code.co_name.endswith('comp>')
-        if event == 'call' and not frame.f_code.co_name.endswith('comp>'):  # since Python 3.12 a comprehension is no call
-            counts['calls'] += 1
-            counts['our_calls'] += frame.f_code.co_filename.startswith(package)
+        if event not in ('call','c_call') or frame.f_code.co_name.endswith('comp>'): return  # since Python 3.12 a comprehension is no call
+        counts['with_c'] += 1
+        counts['calls'] += event == 'call'
+        counts['our_calls'] += event == 'call' and frame.f_code.co_filename.startswith(package)
+    return profile
+
+def count_calls(make, k, n=6):
+    "Functions called per micro-batch, in `n` windows"
+    task,counts = Task(n*k),Counter()
+    profile = profiler(counts)
     with checked_once:
         train = make(task, k)
         train()  # once before, for what is cached
         n = in_windows(train, task.batches, k, lambda: sys.setprofile(profile), lambda: sys.setprofile(None))
     return {name:counts[name]/n for name in ('calls', 'our_calls', 'with_c')}
+
+def count_first_calls(make, k, n=16):
+    "Calls of Python and C functions in the first `n` windows of a fit beyond those of `n` later ones, in windows' worth of these"
+    for _ in range(2):  # once before, for what is cached
+        task,counts,marks = Task((n+3)*k),Counter(),[]
+        task.batches.ask = lambda: marks.append(counts['with_c'])
+        train = make(task, k)
+        sys.setprofile(profiler(counts))
+        train()
+        sys.setprofile(None)
+    first,later = marks[n*k]-marks[0],marks[(n+2)*k]-marks[(n+1)*k]
+    return first/later-n
 
 def storages(tensors):
     "Bytes by storage"

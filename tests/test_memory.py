@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from common import *
 from fastxtend_accum.ways.memory import is_out_of_memory, room_for_step
-from fastxtend_accum.learner.state import Saved
+from fastxtend_accum.learner.state import Saved, held
 from fastxtend_accum.learner.nested import CannotJoin, n_rows, cut, join
 from test_losses import Masked, tag, token_losses
 
@@ -438,7 +438,7 @@ def test_saved_tells_what_has_moved_and_puts_it_back_in_place():
     a,d,l,q,s = np.arange(3.),dict(a=1),[1],collections.deque([1, 2], maxlen=2),{1}
     generators = random.Random(1),np.random.default_rng(1),np.random.RandomState(1),torch.Generator().manual_seed(1),random,np.random
     def draws(): return [torch.rand(2, generator=o).tolist() if isinstance(o, torch.Generator) else o.random() for o in generators]
-    state = Saved([t, wide, sparse, csr, grown, a, d, l, q, s, *generators])
+    state = Saved([t, wide, sparse, csr, grown, a, d, l, q, s, *generators, np.full(1, math.nan)])
     before = draws()
     for _ in range(2):
         t.add_(1); wide.data = torch.ones(4); sparse.mul_(2); csr.mul_(2); grown.data = torch.ones(3); a += 1
@@ -450,6 +450,28 @@ def test_saved_tells_what_has_moved_and_puts_it_back_in_place():
         for o in sparse,csr: assert_same(o.to_dense(), torch.eye(2))
         assert (d, l, list(q), q.maxlen, s) == (dict(a=1), [1], [1, 2], 2, {1})
         assert draws() == before
+
+def default(n=[0]): n[0] += 1; return n[0]
+def keyword(*, n=dict(n=0)): n['n'] += 1; return n['n']
+def attribute(): attribute.n += 1; return attribute.n
+attribute.n = 0
+class Counts:
+    __slots__ = 'calls'  # one name
+    def __init__(self): self.calls = 0
+    def __call__(self): self.calls += 1; return self.calls
+def closed(n=0):
+    def f():
+        nonlocal n
+        n += 1
+        return n
+    return f
+
+@pytest.mark.parametrize('f', [default, keyword, attribute, closed(), Counts(), Counts().__call__, partial(default, [0]), partial(keyword, n=dict(n=0))])
+def test_what_a_function_holds_is_put_back(f):
+    state,before = Saved(held(f, functions=True)),f()
+    assert f() != before and state.moved()
+    state.put_back()
+    assert not state.moved() and f() == before
 
 class Summed(nn.Module):
     "Gives one number in validation, and then has no memory for more than 8 samples"

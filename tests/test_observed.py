@@ -28,6 +28,9 @@ class Meter: n:int = 0
 class Slotted:
     __slots__ = 'n',
     def __init__(self): self.n = 0
+class Hook(Meter):
+    def __call__(self, m, args): pass
+def hook_of(m): return first(m._forward_pre_hooks.values())
 def held_in(make, get, put):
     "A number of calls, in what `make` makes"
     def init(m): m.state = make()
@@ -42,7 +45,8 @@ states = dict(
     number=(lambda m: set_n(m, 0), lambda m, x: (set_n(m, m.n+1), .01*m.n)[1]), dict=held_in(lambda: dict(n=0), lambda o: o['n'], set_item('n')),
     nested=held_in(lambda: dict(a=[dict(n=0)]), lambda o: o['a'][0]['n'], lambda o, n: set_item('n')(o['a'][0], n)), list=held_in(lambda: [0], lambda o: o[0], set_item(0)),
     deque=held_in(lambda: deque([0], 3), lambda o: o[-1], deque.append), set=held_in(set, len, set.add), array=held_in(lambda: np.zeros(1), lambda o: float(o[0]), set_item(0)),
-    object=held_in(Meter, attrgetter('n'), set_n), namespace=held_in(lambda: SimpleNamespace(n=0), attrgetter('n'), set_n), slots=held_in(Slotted, attrgetter('n'), set_n))
+    object=held_in(Meter, attrgetter('n'), set_n), namespace=held_in(lambda: SimpleNamespace(n=0), attrgetter('n'), set_n), slots=held_in(Slotted, attrgetter('n'), set_n),
+    hook=(lambda m: m.register_forward_pre_hook(Hook()), lambda m, x: (set_n(hook_of(m), hook_of(m).n+1), .01*hook_of(m).n)[1]))
 noise = dict(
     torch=(noop, lambda m, x: torch.randn_like(x)), dropout=(noop, lambda m, x: F.dropout(F.dropout(x, .5), .5)), python=(noop, lambda m, x: random.random()),
     numpy=(noop, lambda m, x: np.random.rand()), own=(lambda m: set_n(m, torch.Generator()), lambda m, x: torch.rand(1, generator=m.n).double()),

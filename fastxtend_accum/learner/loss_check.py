@@ -30,7 +30,7 @@ def size_of(objects:Iterable, most:float)->float:
 def walk(b)->Iterator:
     "A nested batch, and all that is in it"
     yield b
-    for o in children(b) or (): yield from walk(o)
+    for o in () if isinstance(b, Tensor) else children(b) or (): yield from walk(o)
 
 class Held:
     "What can move in `owner`, such as a loss function, from now on: not copied are large tensors that have not, so far"

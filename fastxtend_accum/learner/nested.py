@@ -18,13 +18,13 @@ __all__ = ['children', 'rebuilt', 'each_tensor', 'tensors_in', 'lengths', 'n_row
 # %% ../../nbs/source/learner/01_nested.ipynb #1a3a38eb
 def children(b)->list|None:
     "The items of a tuple, a list or a mapping, such as Hugging Face's BatchEncoding; None: `b` is none of these"
+    if isinstance(b, (tuple,list)): return None if isinstance(b, PackedSequence) else list(b)
     if isinstance(b, Mapping): return list(b.values())
-    if isinstance(b, (tuple,list)) and not isinstance(b, PackedSequence): return list(b)
 
 def rebuilt(b, items:list):
     "A tuple, list or mapping like `b` with these `items`"
     kind = type(b)
-    if not isinstance(b, Mapping): return kind(*items) if hasattr(kind, '_fields') else kind(items)
+    if isinstance(b, (tuple,list)): return kind(*items) if hasattr(kind, '_fields') else kind(items)
     items = dict(zip(b, items))
     try: return kind(items)
     except TypeError: return kind(**items)  # Hugging Face's outputs are dataclasses

@@ -7,7 +7,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/learner/state.htm
 # %% ../../nbs/source/learner/04_state.ipynb #c6b913b8
 from __future__ import annotations
 from collections import deque
-from itertools import zip_longest
 import pickle
 
 from fastai.basics import *
@@ -17,28 +16,27 @@ from .nested import *
 
 # %% auto #0
 __all__ = ['generators', 'opaque', 'content', 'put', 'set_value', 'is_still', 'Saved', 'Slots', 'Glance', 'identity', 'glances',
-           'global_generators', 'has_attributes', 'held', 'all_held', 'is_same', 'state_moved', 'owners', 'name_of']
+           'global_generators', 'held', 'all_held', 'is_same', 'state_moved', 'owners', 'name_of']
 
 # %% ../../nbs/source/learner/04_state.ipynb #2c307b41
 def content(o):
     "A copy of what `o` contains; that of a parameter is on the CPU, since memory may be scarce"
+    if isinstance(o, dict): return dict(o)
     if f := getattr(o, 'getstate', None) or getattr(o, 'get_state', None): return f()
     if isinstance(o, Tensor): return o.detach().to('cpu' if isinstance(o, nn.Parameter) else o.device, copy=True)
-    if isinstance(o, dict): return dict(o)
     if isinstance(o, _containers): return list(o)
     if isinstance(o, types.CellType): return o.cell_contents
     return o.copy() if isinstance(o, np.ndarray) else o.bit_generator.state
 
 def put(o, value):
     "Let `o` contain this `value` again"
-    if isinstance(o, Tensor): set_value(o, value)
-    elif isinstance(o, np.ndarray): o.flags.writeable and np.copyto(o, value)
-    elif isinstance(o, _containers):
+    if isinstance(o, _containers):
         o.clear()
         (o.update if hasattr(o, 'update') else o.extend)(value)
+    elif isinstance(o, Tensor): set_value(o, value)
+    elif isinstance(o, np.ndarray): o.flags.writeable and np.copyto(o, value)
     elif isinstance(o, types.CellType): o.cell_contents = value
-    elif hasattr(o, 'setstate'): o.setstate(value)
-    elif hasattr(o, 'set_state'): o.set_state(value)
+    elif f := getattr(o, 'setstate', None) or getattr(o, 'set_state', None): f(value)
     else: o.bit_generator.state = value
 
 @torch.no_grad()
@@ -53,15 +51,13 @@ def set_value(o:Tensor, value:Tensor):
 # %% ../../nbs/source/learner/04_state.ipynb #0981df97
 def is_still(o, value)->bool:
     "Whether `o` contains `value`; items of containers are compared by identity"
+    if isinstance(o, dict): o,value = [[*d, *d.values()] for d in (o, value)]
+    if isinstance(o, (*_containers,Slots)): return [*map(id, o)] == [*map(id, value)]
     if isinstance(o, Tensor):
-        a,b = (t.detach().to('cpu').to_dense() for t in (o, value))
+        a,b = [t.detach().to('cpu').to_dense() for t in (o, value)]
         return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
-    if isinstance(o, (*_containers,Slots)):
-        a,b = content(o),value
-        if isinstance(o, dict): a,b = [[x for kv in o.items() for x in kv] for o in (a, b)]
-        return len(a) == len(b) and all(x is y for x,y in zip(a, b))
     if isinstance(o, types.CellType): return o.cell_contents is value
-    if isinstance(o, np.ndarray): return np.array_equal(o, value)
+    if isinstance(o, np.ndarray): return np.array_equal(o, value, equal_nan=o.dtype.kind in 'fc')
     now = content(o)
     return torch.equal(now, value) if isinstance(now, Tensor) else pickle.dumps(now) == pickle.dumps(value)
 
@@ -77,7 +73,7 @@ class Saved:
 class Slots:
     "The attributes of an object `o` that has no `__dict__`"
     def __init__(self, o):
-        slots = [n for c in type(o).__mro__ for n in getattr(c, '__slots__', ())]
+        slots = [n for c in type(o).__mro__ for n in listify(getattr(c, '__slots__', ()))]
         self.of,self.names = o,[n for n in slots if hasattr(o, n)]
     def __iter__(self): return iter(self.getstate())
     def getstate(self)->list: return [getattr(self.of, n) for n in self.names]
@@ -101,6 +97,8 @@ def glances(objects:list, known:Container=())->list:
 # %% ../../nbs/source/learner/04_state.ipynb #8be31a6a
 generators = random.Random,np.random.Generator,np.random.RandomState,torch.Generator,types.ModuleType  # or a global one
 _containers = dict,list,set,deque
+_of_functions = '__self__','__closure__','__defaults__','__kwdefaults__','__dict__','func','args','keywords'
+_hooks = vars(nn.Module()).keys()-{'_parameters','_buffers','_modules'}  # not looked at while empty, in each module
 # Data, optimizers and callbacks have other owners: nothing in them is looked at
 opaque = (type,types.ModuleType,Learner,DataLoaders,DataLoader,torch.utils.data.DataLoader,torch.utils.data.Dataset,
           Optimizer,OptimWrapper,torch.optim.Optimizer)
@@ -112,35 +110,25 @@ _on_mps = [_mps]*torch.backends.mps.is_available()
 def global_generators()->list:
     return [random, np.random, torch.default_generator, *torch.cuda.default_generators, *_on_mps]
 
-def has_attributes(o)->bool:
-    "Whether `o` is an object of somebody's own class, which may keep a state"
-    if isinstance(o, opaque): return False
-    return isinstance(o, SimpleNamespace) or type(o).__module__.partition('.')[0] not in sys.stdlib_module_names
-
 # %% ../../nbs/source/learner/04_state.ipynb #3f1c7a24
 def held(*objects, functions:bool=False, seen:dict|None=None)->list:
     """What `objects` hold at any depth, if it can move: containers, attributes, arrays, random generators, and tensors
     that are not trained; with `functions`, also what these hold. Not what is in `seen`, and that is added to it"""
     seen,rest,res = {} if seen is None else seen,[*objects],[]
-    while rest:
-        o = rest.pop()
-        if id(o) in seen or isinstance(o, (str,int,float,opaque)): continue
-        seen[id(o)],inside = o,[]
-        if isinstance(o, Tensor):
-            if not (o.requires_grad or is_lazy(o)): res.append(o)
-        elif isinstance(o, (np.ndarray,*generators)): res.append(o)
-        elif isinstance(o, (*_containers,tuple)):
-            inside = [*o.values()] if isinstance(o, dict) else [*o]
-            if not isinstance(o, tuple): res.append(o)
-        elif isinstance(o, types.CellType):
-            inside = [o.cell_contents]
-            res.append(o)
+    for o in rest:
+        if isinstance(o, (str,int,float,opaque)) or id(o) in seen: continue
+        seen[id(o)],found,inside = o,[],[]
+        if isinstance(o, dict): found,inside = [o],[v for k,v in o.items() if k not in _hooks or v]
+        elif isinstance(o, Tensor): found = [o]*(not o.requires_grad and not is_lazy(o))
+        elif isinstance(o, (*_containers,tuple)): found,inside = [o]*(not isinstance(o, tuple)),o
+        elif isinstance(o, types.CellType): found,inside = [o],[o.cell_contents]
         elif isinstance(o, (types.FunctionType,types.MethodType,partial)):
-            if functions: inside = [getattr(o, '__self__', None), *(getattr(o, '__closure__', None) or ()), vars(o)]
-            if functions and isinstance(o, partial): inside += [o.func, o.args, o.keywords]
-        elif has_attributes(o):
+            inside = [getattr(o, n, None) for n in _of_functions*functions]
+        elif isinstance(o, (np.ndarray,*generators)): found = [o]
+        elif isinstance(o, SimpleNamespace) or type(o).__module__.partition('.')[0] not in sys.stdlib_module_names:
             if hasattr(o, '__dict__'): inside = [vars(o)]
-            elif inside := Slots(o).getstate(): res.append(Slots(o))
+            elif inside := [*Slots(o)]: found = [Slots(o)]
+        res += found
         rest += inside
     return res
 
@@ -156,29 +144,28 @@ def is_same(a, b, sizes:Container)->bool:
     if isinstance(b, (Tensor,np.ndarray)):
         if getattr(b, 'requires_grad', False) or any(n in sizes for n in b.shape[:max(b.ndim-1, 1)]): return True
         return isinstance(a, type(b)) and is_still(b, a)
-    if isinstance(b, dict):
-        a = a if isinstance(a, dict) else {}
-        return all(is_same(a.get(k), b.get(k), sizes) for k in {**a, **b})
     if isinstance(b, (*_containers,tuple)):
-        return all(is_same(*o, sizes) for o in zip_longest(a if isinstance(a, (*_containers,tuple)) else (), b))
+        a = a if isinstance(a, (*_containers,tuple)) else ()
+        a,b = [o if isinstance(o, dict) else dict(enumerate(o)) for o in (a, b)]
+        return all(is_same(a.get(k), b.get(k), sizes) for k in {**a, **b})
     if not isinstance(b, (Number,str)): return not isinstance(a, (Number,str))
-    if isinstance(a, (Number,str)) and a == b: return True
-    return b in sizes and (a is None or isinstance(a, Number) and a != 0)
+    return isinstance(a, (Number,str)) and a == b or b in sizes and (a is None or isinstance(a, Number) and a != 0)
 
 def state_moved(saved:Saved, learn:Learner, *sizes)->list:
     "What of `saved` a pass of `learn`, in pieces of `sizes`, has moved, if it is a state, not what is kept of samples"
-    buffers = {id(m._buffers) for m in learn.model.modules()}
     sizes = {*sizes, *[len(o) for o in tensors_in((learn.xb, learn.yb)) if o.ndim]}
     def is_still_state(o, value):
-        if not isinstance(o, (*_containers,Slots,types.CellType)): return is_still(o, value)
-        return is_same(value, content(o), () if id(o) in buffers else sizes)
+        if is_still(o, value): return True
+        is_buffers = any(o is m._buffers for m in learn.model.modules())
+        inside = isinstance(o, (*_containers,Slots,types.CellType))
+        return inside and is_same(value, content(o), () if is_buffers else sizes)
     return saved.moved(is_still_state)
 
 def owners(moved:Iterable, model:nn.Module, *others)->list:
     "The modules of `model` that hold one of the objects in `moved`, besides their own modules; and so of `others`"
     keys,seen,res = {identity(o) for o in moved},{},[]
-    for m in [*reversed([*model.modules()]), *others]:
-        if any(identity(o) in keys for o in held(m, functions=m in others, seen=seen)): res.append(m)
+    for m in [*reversed([*model.modules()]), *others] if keys else []:
+        if not keys.isdisjoint(map(identity, held(m, functions=m in others, seen=seen))): res.append(m)
     return res
 
 def name_of(o)->str:
