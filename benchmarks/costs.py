@@ -6,7 +6,7 @@ from unittest.mock import patch
 import torch
 from fastai.optimizer import Adam, OptimWrapper
 from fastxtend_accum.all import GradientAccumulation, GradientAccumulationSchedule
-from fastxtend_accum.loss_check import LossCheck
+from fastxtend_accum.learner.loss_check import LossCheck
 
 from .cases import Task, training
 from .counts import checked_once, count_calls, count_first_calls
