@@ -120,7 +120,7 @@ def test_a_loss_with_a_state(capsys):
 @pytest.mark.parametrize('cb', [lambda: GradientAccumulation(32, verbose=False), lambda: GradientAccumulation(32)])
 def test_one_look_a_fit_and_none_in_silence(monkeypatch, cb):
     looks = []
-    monkeypatch.setattr('fastxtend_accum.accumulation.all_held', lambda *o: looks.extend(o) or [])
+    monkeypatch.setattr('fastxtend_accum.learner.events.all_held', lambda *o: looks.extend(o) or [])
     learn = make_learner(8, cbs=cb())
     fit(learn, 2)
     assert not looks
