@@ -180,6 +180,9 @@ def goals(results):
     lines.append((pieces <= .86, f"Python calls of a piece of a DataLoader's batch at most .86 of those of a micro-batch from a DataLoader: {pieces:.3f}"))
     syncs = counted(results, 'ours_pieces', 'syncs')
     lines.append((syncs <= counted(results, 'ours', 'syncs'), f"pieces of a DataLoader's batch add no host sync: {syncs:.3f} at K=8"))
+    if 'costs' in results:
+        first = sum(results['costs']['first']['windows'].values())
+        lines.append((first <= 3, f"the check of the loss and the looks of a fit at most three windows' worth of calls at K=8: {first:.1f}"))
     if 'time' in results: lines += timed_goals(results)
     return '\n'.join(f'{"met    " if met else "NOT MET"} {text}' for met,text in lines)
 
