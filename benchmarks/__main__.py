@@ -1,7 +1,8 @@
 """`python -m benchmarks` measures everything, prints a table and the goals, writes `results.json` and the pictures beside this file.
 
 About 40 minutes on two cores, on which nothing else should run. `--quick` only counts, and writes nothing: what CI can do. `--learners` measures only
-fastai's learners, on a GPU if there is one, `--ways` only what exact=True costs; both leave the rest of `results.json` as it is."""
+fastai's learners, on a GPU if there is one, `--ways` only what exact=True costs, `--costs` only what the callbacks add with two optimizers, `--lengths` only
+texts of many lengths; these leave the rest of `results.json` as it is."""
 import argparse, json, os, platform, subprocess, sys
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -52,6 +53,10 @@ def ways(rounds):
     "Times of a step with exact=True, and the passes that fail first; with the machine, since they may be measured without the rest"
     return dict(machine=machine(), rounds=rounds, models={o:measure('ways', o, rounds) for o in report.way_models})
 
+def part(kind, rounds):
+    "All figures of a kind, from one process; with the machine, since they may be measured without the rest"
+    return dict(machine=machine(), rounds=rounds, **measure(kind, '-', rounds))
+
 def full(rounds):
     "All measurements, those of time in rounds: every case once, then every case again"
     results = dict(machine=machine(), rounds=rounds, counts={o:measure('counts', o) for o in report.labels},
@@ -68,7 +73,7 @@ def full(rounds):
             gather(results['division'].setdefault(str(n), {}), measure('division', 'ours', n))
     for case,peaks in results['memory'].items():
         for n in batch_sizes: peaks[str(n)] = measure('memory', case, n)['megabytes']
-    return results | dict(learners=learners(rounds, {}), ways=ways(rounds))
+    return results | dict(learners=learners(rounds, {}), ways=ways(rounds), costs=part('costs', rounds), lengths=part('lengths', rounds))
 
 def main():
     parser = argparse.ArgumentParser('python -m benchmarks', description=__doc__)
@@ -76,6 +81,8 @@ def main():
     parser.add_argument('--rounds', type=int, default=7, help="how often everything is timed")
     parser.add_argument('--learners', action='store_true', help="measure only fastai's learners")
     parser.add_argument('--ways', action='store_true', help="measure only exact=True")
+    parser.add_argument('--costs', action='store_true', help="measure only what the callbacks add, with two optimizers")
+    parser.add_argument('--lengths', action='store_true', help="measure only texts of many lengths")
     args = parser.parse_args()
     if args.quick:
         results = dict(counts={o:measure('counts', o) for o in report.labels if o not in packages or o == 'fastai'})
@@ -92,6 +99,11 @@ def main():
         (here/'results.json').write_text(json.dumps(results, indent=1)+'\n')
         print(report.ways_table(results).to_string(), report.ways_in_words(results), sep='\n\n')
         return
+    for kind in ('costs',)*args.costs + ('lengths',)*args.lengths:
+        results = json.loads((here/'results.json').read_text()) | {kind:part(kind, args.rounds)}
+        (here/'results.json').write_text(json.dumps(results, indent=1)+'\n')
+        print(getattr(report, f'{kind}_table')(results).to_string())
+    if args.costs or args.lengths: return
     if missing(): sys.exit(f"not installed: {', '.join(missing())}; pip install -e '.[bench]'")
     results = full(args.rounds)
     (here/'results.json').write_text(json.dumps(results, indent=1)+'\n')

@@ -105,9 +105,9 @@ def count_calls(make, k, n=6):
     return {name:counts[name]/n for name in ('calls', 'our_calls', 'with_c')}
 
 def count_first_calls(make, k, n=16):
-    "Calls of Python and C functions in the first `n` windows of a fit beyond those of `n` later ones, in windows' worth of these"
-    for _ in range(2):  # once before, for what is cached
-        task,counts,marks = Task((n+3)*k),Counter(),[]
+    "Calls of Python and C functions in the first `n` windows of a fit beyond those of as many later ones, in windows' worth of these"
+    for windows in 2,n+3:  # a short fit before, for what is cached
+        task,counts,marks = Task(windows*k),Counter(),[]
         task.batches.ask = lambda: marks.append(counts['with_c'])
         train = make(task, k)
         sys.setprofile(profiler(counts))

@@ -101,7 +101,15 @@ def ways(case, rounds):
     from .ways import measure
     return measure(case, rounds)
 
-kinds = dict(ways=ways, device=device, learners=learners, time=time_case, windows=time_windows, stack=time_stack,
+def costs(case, rounds):
+    from .costs import measure
+    return measure(rounds)
+
+def lengths(case, rounds):
+    from .lengths import measure
+    return measure(rounds)
+
+kinds = dict(ways=ways, costs=costs, lengths=lengths, device=device, learners=learners, time=time_case, windows=time_windows, stack=time_stack,
              loading=time_loading, division=time_division, memory=peak_memory, counts=count_case)
 
 def main(kind, case, size='0'):

@@ -121,6 +121,38 @@ def ways_in_words(results):
     failed = [n for o in results['ways']['models'].values() for n in o['failed'].values()]
     return f'until the number of blocks was settled, {min(failed)} to {max(failed)} passes ran out of memory'
 
+def costs_run_on(results): return ran_on(results['costs'])
+def lengths_run_on(results): return ran_on(results['lengths'])
+
+cost_labels = dict(windows='GradientAccumulation', pieces='with micro_batch_size', schedule='GradientAccumulationSchedule', exact='exact=True, all fits')
+optimizers = dict(sgd="torch's SGD", adam="fastai's Adam")
+
+def costs_table(results):
+    "Time and calls of a micro-batch as ratios to the plain Learner with the same optimizer"
+    import pandas as pd
+    rows = {}
+    for opt,cells in results['costs']['by_opt'].items():
+        base = cells['plain 1']['time']
+        for cell,o in cells.items():
+            way,k = cell.split()
+            if way == 'plain': continue
+            ratio = spread([a/b for a,b in zip(o['time'], base)])
+            rows.setdefault(f'{cost_labels[way]}, K={k}', {}).update({f'{optimizers[opt]}, time':ratio, 'calls' if opt == 'sgd' else 'calls ':f"{o['calls']:.2f}"})
+    return pd.DataFrame(rows).T
+
+def costs_in_words(results):
+    "What the first windows take beyond later ones"
+    first = results['costs']['first']
+    return '\n'.join(f"{cost_labels[o]}: {first[o]['check']:.1f} for the check of the loss, {first[o]['looks']:.1f} for the looks" for o in ('windows', 'pieces'))
+
+def lengths_table(results):
+    "Passes and time of an epoch of texts of many lengths"
+    import pandas as pd
+    o = results['lengths']
+    names = dict(whole='whole batches, memory for all', auto="micro_batch_size='auto'", exact='exact=True', fixed='micro_batch_size=8')
+    return pd.DataFrame({name:{'passes, first epoch':o['first'][k], 'passes, later':o['passes'][k], 'time':spread([a/b for a,b in zip(o['times'][k], o['times']['whole'])])}
+                         for k,name in names.items()}).T
+
 def memory_saved(results):
     "The two ends of the curves, in words"
     one,many = (results['memory'][o] for o in ('plain', 'ours'))
@@ -148,6 +180,9 @@ def goals(results):
     lines.append((pieces <= .86, f"Python calls of a piece of a DataLoader's batch at most .86 of those of a micro-batch from a DataLoader: {pieces:.3f}"))
     syncs = counted(results, 'ours_pieces', 'syncs')
     lines.append((syncs <= counted(results, 'ours', 'syncs'), f"pieces of a DataLoader's batch add no host sync: {syncs:.3f} at K=8"))
+    if 'costs' in results:
+        first = sum(results['costs']['first']['windows'].values())
+        lines.append((first <= 3, f"the check of the loss and the looks of a fit at most three windows' worth of calls at K=8: {first:.1f}"))
     if 'time' in results: lines += timed_goals(results)
     return '\n'.join(f'{"met    " if met else "NOT MET"} {text}' for met,text in lines)
 
