@@ -60,9 +60,7 @@ class Way(FitCallback):
     def parts(self, n:int)->list: return []  # that follow the pieces of a batch of `n` samples
     def forward_context(self): return None if self.learn.training else self.valid_context()
     def backward_context(self): pass
-    def prepare(self, loop:Loop): pass  # before each pass, of those that adapt
-    def end_batch(self): pass  # all samples have been trained on
-    def after_train(self): pass
+    prepare = end_batch = after_train = noop  # before each pass; after all samples; after an epoch
 
 # %% ../../nbs/source/ways/04_way.ipynb #199f5170
 @patch
