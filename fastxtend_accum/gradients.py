@@ -38,12 +38,10 @@ def is_finite(opt:Optimizer|OptimWrapper)->bool:
     "Whether no gradient of `opt` has a NaN or an infinity; a GPU sync"
     return bool(total_norm(opt, float('inf')).isfinite())
 
-# %% ../nbs/source/04_gradients.ipynb #5e0c61d2
 half = torch.bfloat16,torch.float16
 
 def add_in_float32(opt:Optimizer|OptimWrapper, sums:dict[nn.Parameter,Tensor], all_types:bool=False):
-    """Move the gradients of bfloat16 and float16 weights, or `all_types`, into `sums`: 4 bytes a weight, until
-    `average_gradients`"""
+    "Move the gradients of bfloat16 and float16 weights, or `all_types`, into `sums`, until `average_gradients`"
     for p in trained(opt):
         if p.grad is None or not all_types and p.dtype not in half: continue
         if p in sums: sums[p] += p.grad
@@ -51,12 +49,12 @@ def add_in_float32(opt:Optimizer|OptimWrapper, sums:dict[nn.Parameter,Tensor], a
         p.grad = None
 
 # %% ../nbs/source/04_gradients.ipynb #a7c04e52
-changed = ("a gradient was zeroed, replaced or changed in mid-window (by an attack, or clipping?): do it once a "
-           "window, in before_step, or use windows of one batch; exact=True fits them into memory")
+changed = ("a gradient was zeroed, replaced or changed in mid-window (by an attack, or clipping?): do it in "
+           "before_step, or use windows of one batch; exact=True fits them into memory")
 
 class GradientWatch:
     "Sees what has happened to the gradients of `opt` since `note`; `ratios` of norms also show changes of `.data`"
-    def __init__(self): self.opt,self.params,self.noted,self.norm,self.ratios = None,[],[],None,[]
+    def __init__(self): self.params,self.noted,self.norm,self.ratios = [],[],None,[]
     def watch(self, opt:Optimizer|OptimWrapper): self.opt,self.params = opt,[p for pg in opt.param_lists for p in pg]
     def note(self, values:bool=False):
         self.noted = [(p, p.requires_grad, g := p.grad, g is not None and g._version) for p in self.params]
@@ -72,10 +70,9 @@ class GradientWatch:
         "Raises RuntimeError if what happened since would be lost in, or mixed into, the sums of a window"
         for p,trains,grad,version in self.noted:
             if p.requires_grad != trains:
-                raise RuntimeError("parameters were frozen or unfrozen in mid-window (by a GANTrainer?), so that one "
-                                   "step would mix both: use windows of one batch")
-            if p.grad is not grad or grad is not None and grad._version != version:
-                raise RuntimeError(changed)
+                raise RuntimeError("parameters were frozen or unfrozen in mid-window (by a GANTrainer?): use windows "
+                                   "of one batch")
+            if p.grad is not grad or grad is not None and grad._version != version: raise RuntimeError(changed)
         if self.norm is not None: self.ratios.append(total_norm(self.opt)/self.norm)
 
     def judge(self, ratios:list):
@@ -101,13 +98,11 @@ class FirstHypers:
 
     def apply(self, opt:Optimizer|OptimWrapper):
         "Set those of `opt` that differ from what was saved"
-        if not self.first: return
-        self.later = {k:o for k,o in hypers_of(opt).items() if o != self.first.get(k, o)}
+        self.later = {k:o for k,o in hypers_of(opt).items() if o != self.first.get(k, o)} if self.first else {}
         for k in self.later: opt.set_hyper(k, self.first[k])
 
     def restore(self, opt:Optimizer|OptimWrapper):
         "Undo `apply`, but for what has been changed since, as by a scheduler that moves after the step"
-        if not self.first: return
         present = hypers_of(opt) if self.later else {}  # perhaps of another optimizer, after an interrupted fit
         for k,o in self.later.items():
             if present.get(k) == self.first[k]: opt.set_hyper(k, o)
@@ -117,40 +112,37 @@ class FirstHypers:
 def check_accumulates(model:nn.Module, opt:Optimizer|OptimWrapper):
     "Raises ValueError if something would use or overwrite the gradients of `model` in mid-window"
     if any(getattr(p, '_post_accumulate_grad_hooks', None) for p in trained(opt)):
-        raise ValueError("parameters have post-accumulate-grad hooks, which act on each micro-batch's gradient "
-                         "(an optimizer that steps in the backward pass?): remove them to accumulate")
-    for o in (o for m in model.modules() for o in (m, getattr(m, '_compiled_call_impl', None))):
+        raise ValueError("parameters have post-accumulate-grad hooks (an optimizer that steps in the backward pass?), "
+                         "which act on each micro-batch: remove them to accumulate")
+    for o in [o for m in model.modules() for o in (m, getattr(m, '_compiled_call_impl', None))]:
         if hasattr(o, 'get_compiler_config') and (o.get_compiler_config() or {}).get('triton.cudagraphs'):
             raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
                              "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
 
 def check_rules(rules:dict[str,Callable]|None, opt:Optimizer|OptimWrapper):
     "Raises TypeError or ValueError if a rule is not valid, or if `opt` has no such hyper-parameter"
-    if not isinstance(rules, dict|None):
-        raise TypeError(f"scale must be a dict, not {rules!r}: use {{'lr': sqrt_scale}}")
+    if not isinstance(rules, dict|None): raise TypeError(f"scale must be a dict such as {{'lr': f}}, not {rules!r}")
     known = {k:o for k,o in opt.hypers[0].items() if isinstance(o, Real) and not isinstance(o, bool)}
     for k,f in (rules or {}).items():
         if k not in known:
-            raise ValueError(f"scale: the optimizer has no hyper-parameter {k!r} to scale: use one of {[*known]}")
+            raise ValueError(f"scale: the optimizer has no hyper-parameter {k!r}: use one of {[*known]}")
         if not callable(f): raise TypeError(f"scale[{k!r}] must be a rule, f(value, ratio), not {f!r}")
         if not isinstance(o := f(known[k], 2.), Real): raise TypeError(f"scale[{k!r}] must return a number, not {o!r}")
 
-# %% ../nbs/source/04_gradients.ipynb #e5b8310f
 def hooks_on(opt:Optimizer|OptimWrapper)->str|None:
     "A warning if hooks act on the gradients of `opt`"
     if any(p._backward_hooks for p in trained(opt)):
-        return ("parameters have hooks (p.register_hook), which act on each micro-batch's gradient: linear ones such "
-                "as masks are exact; others are not, such as clipping, which a callback can do in before_step")
+        return ("parameters have hooks (p.register_hook), which act on each micro-batch's gradient: masks are exact, "
+                "clipping is not, and belongs into before_step of a callback")
 
 def check_samples(model:nn.Module):
     "Raises ValueError if `model` keeps the gradients of its samples, as Opacus does"
     if any(hasattr(p, 'grad_sample') for p in model.parameters()):
-        raise ValueError("the model keeps gradients of single samples in grad_sample (Opacus?), and an optimizer takes "
-                         "those of the last micro-batch only: use whole batches, or Opacus' BatchMemoryManager")
+        raise ValueError("the model keeps the gradients of samples in grad_sample (Opacus?), those of the last "
+                         "micro-batch only: use whole batches, or Opacus' BatchMemoryManager")
 
 def check_runs_again(model:nn.Module):
-    "Raises ValueError if `model` cannot run again or in pieces, since it keeps such gradients or has lazy modules"
+    "Raises ValueError if `model` cannot run again or in pieces"
     check_samples(model)
     if lazy := [k for k,p in model.named_parameters() if torch.nn.parameter.is_lazy(p)]:
-        raise ValueError(f"{lazy[0]} has no shape before a first batch (a lazy module): run one through the model "
-                         "before the fit")
+        raise ValueError(f"{lazy[0]} has no shape yet (a lazy module): run a batch through the model before the fit")
