@@ -11,18 +11,17 @@ from contextlib import ExitStack
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['replaced', 'Fit', 'fit_of', 'loop_of', 'is_running', 'is_lr_find', 'is_look', 'FitCallback', 'accumulates',
-           'accumulator', 'tell']
+__all__ = ['replaced', 'Fit', 'fit_of', 'loop_of', 'is_running', 'is_lr_find', 'is_look', 'accumulates', 'accumulator', 'tell',
+           'FitCallback']
 
 # %% ../nbs/source/06_fit.ipynb #0df7a527
 class replaced:
     "Let `o.attr` be `value` in this context; afterwards it is as before, even if it was not an attribute of `o` itself"
     def __init__(self, o, attr:str, value): self.o,self.attr,self.value = o,attr,value
     def __enter__(self):
-        own = vars(self.o)
-        self.was_own,self.old = self.attr in own,own.get(self.attr)
+        self.old = vars(self.o).get(self.attr, self)  # `self`: `o` itself had none
         setattr(self.o, self.attr, self.value)
-    def __exit__(self, *args): setattr(self.o, self.attr, self.old) if self.was_own else delattr(self.o, self.attr)
+    def __exit__(self, *args): delattr(self.o, self.attr) if self.old is self else setattr(self.o, self.attr, self.old)
 
 # %% ../nbs/source/06_fit.ipynb #bffb5b3a
 class Fit:
@@ -31,7 +30,7 @@ class Fit:
     def __init__(self, learn:Learner):
         if isinstance(vars(learn).get('_with_events'), partial): del learn._with_events  # it was exported in mid-fit
         self.learn,self.depth,self.with_events = learn,0,learn._with_events
-        self.instead = {}  # by 'batch' or 'backward', `f(g)` in place of the `g` that fastai runs between its events
+        self.instead = {}  # by 'batch' or 'backward': `f(g)` in place of the `g` that fastai runs
         self.lent,self.own = {},ExitStack()  # the replacements of each callback
         self.own.enter_context(replaced(learn, '_with_events', self))
     def __reduce__(self): return partial,(type(self.learn)._with_events, self.learn)  # for an export in mid-fit
@@ -69,7 +68,7 @@ def fit_of(learn:Learner)->Fit|None:
     return o if isinstance(o, Fit) else None
 
 def loop_of(learn:Learner)->Callable|None:
-    "What runs the batches of `learn` in place of fastai; None: fastai does"
+    "What runs the batches of `learn`; None: fastai does"
     return (fit := fit_of(learn)) and fit.instead.get('batch')
 
 def is_running(learn:Learner)->bool:
@@ -78,6 +77,17 @@ def is_running(learn:Learner)->bool:
 
 def is_lr_find(learn:Learner)->bool: return hasattr(learn, 'lr_finder')
 def is_look(learn:Learner)->bool: return not learn.iter & (learn.iter-1)  # in batches 1, 2, 3, 5, 9 ... of an epoch
+
+def accumulates(cb:Callback)->bool:
+    "Whether `cb` accumulates gradients, as this package's callbacks and fastai's do"
+    return any(o.__name__ == 'GradientAccumulation' for o in type(cb).__mro__)
+
+def accumulator(learn:Learner)->Callback|None: return first(learn.cbs, accumulates)
+
+def tell(learn:Learner, message:str):
+    "Give `message` to the logger of `learn`, in one process"
+    is_bar = isinstance(getattr(learn.logger, '__self__', None), Callback)  # it logs tables
+    if rank_distrib() == 0: (print if is_bar else learn.logger)(message)
 
 # %% ../nbs/source/06_fit.ipynb #e111f4c2
 class FitCallback(Callback):
@@ -96,7 +106,7 @@ class FitCallback(Callback):
         if is_running(self.learn): return
         fit_of(self.learn) and fit_of(self.learn).close()
         raise RuntimeError(f"{type(self).__name__} saw a batch outside a fit of its Learner, or was added in a fit: "
-                           "give each Learner a callback of its own, before the fit, and call learn.one_batch inside "
+                           "give each Learner its own before the fit, and call learn.one_batch inside "
                            f"`with learn.removed_cbs(learn.{self.name})`")
 
     def __setattr__(self, name, value):
@@ -105,15 +115,3 @@ class FitCallback(Callback):
             vars(self)['run'] = value is not None  # else, removed by another callback, it would get this event
         if name in vars(self): object.__setattr__(self, name, value)  # fastai would warn if the model has it
         else: super().__setattr__(name, value)
-
-# %% ../nbs/source/06_fit.ipynb #3b9d51aa
-def accumulates(cb:Callback)->bool:
-    "Whether `cb` accumulates gradients, as this package's callbacks and fastai's do"
-    return any(o.__name__ == 'GradientAccumulation' for o in type(cb).__mro__)
-
-def accumulator(learn:Learner)->Callback|None: return first(learn.cbs, accumulates)
-
-def tell(learn:Learner, message:str):
-    "Give `message` to the logger of `learn`, in one process"
-    is_bar = isinstance(getattr(learn.logger, '__self__', None), Callback)  # it logs tables
-    if rank_distrib() == 0: (print if is_bar else learn.logger)(message)
