@@ -10,37 +10,39 @@ from __future__ import annotations
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['half', 'changed', 'trained', 'gradients', 'average_gradients', 'total_norm', 'is_finite', 'add_in_float32',
+__all__ = ['Optim', 'half', 'changed', 'trained', 'gradients', 'average_gradients', 'total_norm', 'is_finite', 'add_in_float32',
            'GradientWatch', 'hypers_of', 'FirstHypers', 'check_accumulates', 'check_rules', 'hooks_on', 'check_samples',
            'check_runs_again']
 
 # %% ../nbs/source/04_gradients.ipynb #7f452cd0
-def trained(opt:Optimizer|OptimWrapper)->list[nn.Parameter]:
+Optim = Optimizer|OptimWrapper  # fastai's own, or PyTorch's in its wrapper
+
+def trained(opt:Optim)->list[nn.Parameter]:
     return [p for pg in opt.param_lists for p in pg if p.requires_grad]
 
-def gradients(opt:Optimizer|OptimWrapper)->list[Tensor]:
+def gradients(opt:Optim)->list[Tensor]:
     "The gradients of `opt`: the values of a sparse one, and this process' shard of a sharded one"
     grads = [p.grad for pg in opt.param_lists for p in pg if p.grad is not None]
     grads = [g.to_local() if hasattr(g, 'to_local') else g for g in grads]
     return [g._values() if g.is_sparse else g for g in grads]
 
-def average_gradients(opt:Optimizer|OptimWrapper, divisor:Real, sums:dict[nn.Parameter,Tensor]|None=None):
+def average_gradients(opt:Optim, divisor:Real, sums:dict[nn.Parameter,Tensor]|None=None):
     "Divide the gradients of `opt` in place, once; those in `sums`, from `add_in_float32`, are rounded afterwards"
     if divisor != 1 and (grads := gradients(opt)): torch._foreach_div_(grads, divisor)
     while sums:
         p,grad = sums.popitem()
         p.grad = grad.div_(divisor).to(p.dtype)
 
-def total_norm(opt:Optimizer|OptimWrapper, kind:float=2.)->Tensor:
+def total_norm(opt:Optim, kind:float=2.)->Tensor:
     return torch.nn.utils.get_total_norm([g for g in gradients(opt) if g.numel()], kind)
 
-def is_finite(opt:Optimizer|OptimWrapper)->bool:
+def is_finite(opt:Optim)->bool:
     "Whether no gradient of `opt` has a NaN or an infinity; a GPU sync"
     return bool(total_norm(opt, float('inf')).isfinite())
 
 half = torch.bfloat16,torch.float16
 
-def add_in_float32(opt:Optimizer|OptimWrapper, sums:dict[nn.Parameter,Tensor], all_types:bool=False):
+def add_in_float32(opt:Optim, sums:dict[nn.Parameter,Tensor], all_types:bool=False):
     "Move the gradients of bfloat16 and float16 weights, or `all_types`, into `sums`, until `average_gradients`"
     for p in trained(opt):
         if p.grad is None or not all_types and p.dtype not in half: continue
@@ -55,7 +57,7 @@ changed = ("a gradient was zeroed, replaced or changed in mid-window (by an atta
 class GradientWatch:
     "Sees what has happened to the gradients of `opt` since `note`; `ratios` of norms also show changes of `.data`"
     def __init__(self): self.params,self.noted,self.norm,self.ratios = [],[],None,[]
-    def watch(self, opt:Optimizer|OptimWrapper): self.opt,self.params = opt,[p for pg in opt.param_lists for p in pg]
+    def watch(self, opt:Optim): self.opt,self.params = opt,[p for pg in opt.param_lists for p in pg]
     def note(self, values:bool=False):
         self.noted = [(p, p.requires_grad, g := p.grad, g is not None and g._version) for p in self.params]
         self.norm = total_norm(self.opt) if values and self.params else None
@@ -81,7 +83,7 @@ class GradientWatch:
         if any(abs(o-1) > 1e-5 for o in ratios): raise RuntimeError(changed)
 
 # %% ../nbs/source/04_gradients.ipynb #ed48c6b9
-def hypers_of(opt:Optimizer|OptimWrapper)->dict[str,list]:
+def hypers_of(opt:Optim)->dict[str,list]:
     "The hyper-parameters of `opt`: by name, the value of each parameter group"
     hypers = opt.hypers  # made anew at each access, which is slow for an OptimWrapper
     return {k:[h[k] for h in hypers] for k in hypers[0]}
@@ -91,17 +93,17 @@ class FirstHypers:
     `f(value, ratio)` by name"""
     def __init__(self, rules:dict[str,Callable]|None=None): self.rules,self.first,self.later = rules or {},{},{}
 
-    def save(self, opt:Optimizer|OptimWrapper, ratio:float=1.):
+    def save(self, opt:Optim, ratio:float=1.):
         "Copy those of `opt` now, with the rules applied for a window `ratio` times as large as the first one"
         self.first = hypers_of(opt)
         for k,f in self.rules.items(): self.first[k] = [f(o, ratio) for o in self.first[k]]
 
-    def apply(self, opt:Optimizer|OptimWrapper):
+    def apply(self, opt:Optim):
         "Set those of `opt` that differ from what was saved"
         self.later = {k:o for k,o in hypers_of(opt).items() if o != self.first.get(k, o)} if self.first else {}
         for k in self.later: opt.set_hyper(k, self.first[k])
 
-    def restore(self, opt:Optimizer|OptimWrapper):
+    def restore(self, opt:Optim):
         "Undo `apply`, but for what has been changed since, as by a scheduler that moves after the step"
         present = hypers_of(opt) if self.later else {}  # perhaps of another optimizer, after an interrupted fit
         for k,o in self.later.items():
@@ -109,7 +111,7 @@ class FirstHypers:
         self.first,self.later = {},{}
 
 # %% ../nbs/source/04_gradients.ipynb #1d9c40a7
-def check_accumulates(model:nn.Module, opt:Optimizer|OptimWrapper):
+def check_accumulates(model:nn.Module, opt:Optim):
     "Raises ValueError if something would use or overwrite the gradients of `model` in mid-window"
     if any(getattr(p, '_post_accumulate_grad_hooks', None) for p in trained(opt)):
         raise ValueError("parameters have post-accumulate-grad hooks (an optimizer that steps in the backward pass?), "
@@ -119,7 +121,7 @@ def check_accumulates(model:nn.Module, opt:Optimizer|OptimWrapper):
             raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
                              "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
 
-def check_rules(rules:dict[str,Callable]|None, opt:Optimizer|OptimWrapper):
+def check_rules(rules:dict[str,Callable]|None, opt:Optim):
     "Raises TypeError or ValueError if a rule is not valid, or if `opt` has no such hyper-parameter"
     if not isinstance(rules, dict|None): raise TypeError(f"scale must be a dict such as {{'lr': f}}, not {rules!r}")
     known = {k:o for k,o in opt.hypers[0].items() if isinstance(o, Real) and not isinstance(o, bool)}
@@ -129,7 +131,7 @@ def check_rules(rules:dict[str,Callable]|None, opt:Optimizer|OptimWrapper):
         if not callable(f): raise TypeError(f"scale[{k!r}] must be a rule, f(value, ratio), not {f!r}")
         if not isinstance(o := f(known[k], 2.), Real): raise TypeError(f"scale[{k!r}] must return a number, not {o!r}")
 
-def hooks_on(opt:Optimizer|OptimWrapper)->str|None:
+def hooks_on(opt:Optim)->str|None:
     "A warning if hooks act on the gradients of `opt`"
     if any(p._backward_hooks for p in trained(opt)):
         return ("parameters have hooks (p.register_hook), which act on each micro-batch's gradient: masks are exact, "

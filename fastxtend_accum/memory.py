@@ -60,7 +60,7 @@ class PieceBudget:
         self.most = -(-elements*half//n)
         return half
 
-def room_for_step(opt:Optimizer|OptimWrapper)->list[Tensor]:
+def room_for_step(opt:Optim)->list[Tensor]:
     "Two tensors for each trained parameter that has no state yet, like it: what Adam is going to allocate"
     state = getattr(opt, 'opt', opt).state
     def is_fresh(p): return not any(isinstance(o, Tensor) and o.shape == p.shape for o in state.get(p, {}).values())

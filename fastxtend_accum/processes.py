@@ -92,7 +92,7 @@ class Processes:
 def enable_sync(model:nn.Module):
     if isinstance(model, DistributedDataParallel): model.require_backward_grad_sync = True
 
-def check_wrapped(model:nn.Module, opt:Optimizer|OptimWrapper, in_float32:bool=False):
+def check_wrapped(model:nn.Module, opt:Optim, in_float32:bool=False):
     "Raises ValueError if `model` cannot average gradients, or sum them `in_float32`, or if `opt` cannot zero them"
     name = type(model).__name__
     if not averages_gradients(model):
