@@ -13,7 +13,7 @@ from fastai.basics import *
 from .nested import *
 
 # %% auto #0
-__all__ = ['hidden_state', 'state_owners', 'carries_state', 'check_splits', 'not_first', 'check_rows', 'HiddenState']
+__all__ = ['hidden_state', 'state_owners', 'check_splits', 'not_first', 'check_rows', 'HiddenState']
 
 # %% ../nbs/source/11_hidden_state.ipynb #42f76059
 @singledispatch
@@ -36,15 +36,12 @@ def state_owners(module:nn.Module)->list[nn.Module]:
     if hidden_state.dispatch(type(module)) is not hidden_state.dispatch(object): return [module]
     return [o for m in module.children() for o in state_owners(m)]
 
-def carries_state(model:nn.Module)->bool:
-    "Whether `model` carries a state from batch to batch, as fastai's language models do; its text classifiers do not"
-    model = getattr(model, 'module', model)  # fastai gives DistributedDataParallel a `reset` of its own
-    return hasattr(model, 'reset') and not any(type(m).__name__ == 'SentenceEncoder' for m in model.modules())
-
 def check_splits(model:nn.Module, owners:list[nn.Module]):
-    "Raises ValueError if `model` carries a state that is not in its `owners`"
+    "Raises ValueError if `model` carries a state that is not in its `owners`; fastai's text classifiers carry none"
+    model = getattr(model, 'module', model)  # fastai gives DistributedDataParallel a `reset` of its own
+    is_classifier = any(type(m).__name__ == 'SentenceEncoder' for m in model.modules())
     known = {m for o in owners for m in o.modules()}
-    for m in getattr(model, 'module', model).modules() if carries_state(model) else []:
+    for m in model.modules() if hasattr(model, 'reset') and not is_classifier else ():
         if hasattr(m, 'reset') and known.isdisjoint(m.modules()):
             name = type(m).__name__
             raise ValueError(
