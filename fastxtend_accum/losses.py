@@ -47,7 +47,7 @@ def rule_of(loss_func:Callable)->tuple:
     func = loss_func.func if isinstance(loss_func, partial) else loss_func
     if isinstance(func, types.FunctionType):
         settings = dict(weight=None, ignore_index=-100, reduction='mean') | vars(func)
-        if func is not loss_func: settings |= loss_func.keywords | vars(loss_func)
+        settings |= getattr(loss_func, 'keywords', {}) | vars(loss_func)
         rule,settings = loss_rules.get(func),SimpleNamespace(**settings)
     else: rule,settings = first([loss_rules[o] for o in type(func).__mro__ if o in loss_rules]),func
     is_mean = getattr(settings, 'reduction', 'mean') != 'none' or rule not in _rules
