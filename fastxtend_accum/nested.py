@@ -50,10 +50,9 @@ def n_rows(b, expected:int|None=None)->int:
     else those of its last field or first tensor. Raises ValueError if nothing tells"""
     fields = list(b) if isinstance(b, (tuple,list)) else [b]
     last = [o for o in fields[-1:] if isinstance(o, Tensor) and o.ndim]
-    if last and expected in (None, len(last[0])): return len(last[0])
-    if expected in set().union(*map(lengths, fields)): return expected
-    if tensors := last or tensors_in(b): return len(tensors[0])
-    if expected: return expected
+    rows = next(map(len, last or tensors_in(b)), expected)
+    if rows != expected and expected in set().union(*map(lengths, fields)): return expected
+    if rows is not None: return rows
     raise ValueError(f"cannot find the samples of a batch without tensors: let the DataLoader yield some, not {b!r}")
 
 # %% ../nbs/source/01_nested.ipynb #5413ea87
@@ -85,8 +84,8 @@ def is_per_sample(b:list|tuple, n:int, lists:dict, place:tuple)->bool:
     elif not is_list or len({(o.dtype, *o.shape[1:]) for o in b}) > 1: return False  # no list of boxes or the like
     elif rows != {n}: lists[place] = True
     elif place not in lists:
-        raise ValueError(f"cannot split a list of {n} tensors of {n} rows in a batch of {n} samples, since it may be a "
-                         "list of samples or of inputs: use a tuple for inputs, or another batch size")
+        raise ValueError(f"cannot split a list of {n} tensors of {n} rows in a batch of {n} samples: it may have an "
+                         f"entry for each sample, or be {n} inputs; use a tuple for inputs, or another batch size")
     return lists[place]
 
 def next_size(rest:int, most:int)->int:
