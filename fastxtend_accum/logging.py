@@ -68,10 +68,9 @@ class RecorderWindows(WindowLogger):
                 for metric in cb._train_mets[1:]: metric.accumulate(cb.learn)  # the first is the smoothed loss
         super().after_batch()
     def log(self):
-        cb = self.cb
-        with replaced(cb, 'train_metrics', False) if self.has_metrics else nullcontext(): super().log()
-        cb.accum_bs.append(self.accum.window.samples)
-        cb.accum_bs_of = cb.losses  # each fit begins a new list of these
+        with replaced(self.cb, 'train_metrics', False) if self.has_metrics else nullcontext(): super().log()
+        self.cb.accum_bs.append(self.accum.window.samples)
+        self.cb.accum_bs_of = self.cb.losses  # each fit begins a new list of these
     def after_train(self):
         self.original('after_train')
         cb,now = self.cb,self.accum.now
