@@ -18,8 +18,8 @@ from .logging import *
 from .accumulation import *
 
 # %% auto #0
-__all__ = ['Numeric', 'fraction_of_fit', 'check_order', 'check_schedule', 'GradientAccumulationSchedule', 'linear_scale',
-           'sqrt_scale', 'half_life_scale', 'SchedSteps', 'seesaw']
+__all__ = ['Numeric', 'fraction_of_fit', 'check_order', 'GradientAccumulationSchedule', 'linear_scale', 'sqrt_scale',
+           'half_life_scale', 'SchedSteps', 'seesaw']
 
 # %% ../nbs/source/18_schedule.ipynb #6c0be3df
 Numeric = int|float
@@ -36,13 +36,6 @@ def fraction_of_fit(name:str, point:Numeric, n_epoch:float=math.inf)->float:
 
 def check_order(start:Numeric, finish:Numeric):
     if start > finish: raise ValueError(f"start={start} is after finish={finish}: use a start of at most {finish}")
-
-def check_schedule(schedule:Callable, start_bs:int, final_bs:int):
-    try: f = schedule(start_bs, final_bs)
-    except TypeError as e:
-        raise TypeError(f"schedule={schedule!r} cannot be called with (start, end): {e}; give other arguments with "
-                        "partial, and sizes by point as GradientAccumulationSchedule(**SchedSteps(...))") from e
-    if not callable(f): raise TypeError(f"schedule={schedule!r} must return a function of the position, not {f!r}")
 
 # %% ../nbs/source/18_schedule.ipynb #b08381fd
 class GradientAccumulationSchedule(GradientAccumulation):
@@ -70,7 +63,12 @@ class GradientAccumulationSchedule(GradientAccumulation):
         super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
                          remainder=remainder, **kwargs)
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
-        check_schedule(schedule, start_accum_bs, final_accum_bs)
+        try: f = schedule(start_accum_bs, final_accum_bs)
+        except TypeError as e:
+            raise TypeError(f"schedule={schedule!r} cannot be called with (start, end): {e}; give other arguments with "
+                            "partial, and sizes by point as GradientAccumulationSchedule(**SchedSteps(...))") from e
+        if not callable(f):
+            raise TypeError(f"schedule={schedule!r} must return a function of the position, not {f!r}")
         if isinstance(start, Integral) == isinstance(finish, Integral): check_order(start, finish)
 
 # %% ../nbs/source/18_schedule.ipynb #b08381fe
@@ -111,7 +109,7 @@ def preview(self:GradientAccumulationSchedule,
     n_epoch:int, # Length of the fit, in epochs
     dls:DataLoaders, # The data of the fit
 )->list[tuple[float,int]]: # For each optimizer step, the position of its window's start in epochs, and its samples
-    "The windows of a fit; raises ValueError if the sizes do not fit the data"
+    "The windows of a fit, before training; raises ValueError if the sizes do not fit the data"
     batches = LoaderBatches(dls.train, self.micro_batch_size or 'auto', end_of_epoch(self.remainder, dls.train))
     bs,res,filled = batches.most,[],0
     for name,size in self.sizes().items(): check_multiple(name, size, bs)
@@ -135,7 +133,7 @@ def plot(self:GradientAccumulationSchedule,
     dls:DataLoaders, # The data of the fit; nothing is loaded
     ax:plt.Axes|None=None, # Axes to draw on; None: new ones
 ):
-    "Plot the batch size over a fit, with the number of optimizer steps; returns the axes"
+    "Plot the batch size over a fit before training, with the number of optimizer steps; returns the axes"
     windows = L(self.preview(n_epoch, dls))
     ax = plot_sizes(windows.itemgot(1), [*windows.itemgot(0), n_epoch], 'epochs', ax)
     ax.set_title(f'{len(windows)} optimizer steps')
