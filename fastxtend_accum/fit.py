@@ -16,10 +16,10 @@ __all__ = ['replaced', 'Fit', 'fit_of', 'loop_of', 'is_running', 'is_lr_find', '
 
 # %% ../nbs/source/06_fit.ipynb #0df7a527
 class replaced:
-    "Let `o.attr` be `value` in this context; afterwards it is as before, even if it was not an attribute of `o` itself"
+    "Let `o.attr` be `value` in this context; afterwards it is as before, even if `o` itself had none"
     def __init__(self, o, attr:str, value): self.o,self.attr,self.value = o,attr,value
     def __enter__(self):
-        self.old = vars(self.o).get(self.attr, self)  # `self`: `o` itself had none
+        self.old = vars(self.o).get(self.attr, self)  # `self`: none
         setattr(self.o, self.attr, self.value)
     def __exit__(self, *args): delattr(self.o, self.attr) if self.old is self else setattr(self.o, self.attr, self.old)
 

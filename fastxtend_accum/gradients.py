@@ -69,7 +69,7 @@ class GradientWatch:
         return False
 
     def check(self):
-        "Raises RuntimeError if what happened since would be lost in, or mixed into, the sums of a window"
+        "Raises RuntimeError if what has happened would be lost in, or mixed into, the sums of a window"
         for p,trains,grad,version in self.noted:
             if p.requires_grad != trains:
                 raise RuntimeError("parameters were frozen or unfrozen in mid-window (by a GANTrainer?): use windows "
@@ -122,7 +122,7 @@ def check_accumulates(model:nn.Module, opt:Optim):
                              "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
 
 def check_rules(rules:dict[str,Callable]|None, opt:Optim):
-    "Raises TypeError or ValueError if a rule is not valid, or if `opt` has no such hyper-parameter"
+    "Raises TypeError or ValueError if `rules` are not valid for `opt`"
     if not isinstance(rules, dict|None): raise TypeError(f"scale must be a dict such as {{'lr': f}}, not {rules!r}")
     known = {k:o for k,o in opt.hypers[0].items() if isinstance(o, Real) and not isinstance(o, bool)}
     for k,f in (rules or {}).items():
@@ -140,8 +140,8 @@ def hooks_on(opt:Optim)->str|None:
 def check_samples(model:nn.Module):
     "Raises ValueError if `model` keeps the gradients of its samples, as Opacus does"
     if any(hasattr(p, 'grad_sample') for p in model.parameters()):
-        raise ValueError("the model keeps the gradients of samples in grad_sample (Opacus?), those of the last "
-                         "micro-batch only: use whole batches, or Opacus' BatchMemoryManager")
+        raise ValueError("the model keeps the gradients of samples in grad_sample (Opacus?), but only of the last "
+                         "micro-batch: use whole batches, or Opacus' BatchMemoryManager")
 
 def check_runs_again(model:nn.Module):
     "Raises ValueError if `model` cannot run again or in pieces"
