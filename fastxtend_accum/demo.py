@@ -44,7 +44,7 @@ class Activations(FitCallback):
         stack.close()  # of the epoch before
         stack.callback(self.in_forward.close)
         model = getattr(self.model, 'module', self.model)  # which also runs without its DDP wrapper
-        stack.callback(model.register_forward_pre_hook(self.start).remove)  # of each micro-batch
+        stack.enter_context(model.register_forward_pre_hook(self.start))  # of each micro-batch
     def start(self, *args):
         self.in_forward.close()
         if not self.training: return

@@ -18,8 +18,8 @@ from .learner.logging import *
 from .accumulation import *
 
 # %% auto #0
-__all__ = ['Numeric', 'fraction_of_fit', 'check_order', 'check_schedule', 'GradientAccumulationSchedule', 'linear_scale',
-           'sqrt_scale', 'half_life_scale', 'SchedSteps', 'seesaw']
+__all__ = ['Numeric', 'fraction_of_fit', 'check_order', 'GradientAccumulationSchedule', 'linear_scale', 'sqrt_scale',
+           'half_life_scale', 'SchedSteps', 'seesaw']
 
 # %% ../nbs/source/01_schedule.ipynb #6c0be3df
 Numeric = int|float
@@ -29,27 +29,13 @@ def fraction_of_fit(name:str, point:Numeric, n_epoch:float=math.inf)->float:
     "Where `point`, a fraction (float) or in epochs (int), lies in a fit; raises TypeError or ValueError if nowhere"
     if isinstance(point, bool) or not isinstance(point, Real):
         raise TypeError(f"{name} must be a float (fraction of training) or an int (epochs), not {point!r}")
-    if not isinstance(point, Integral):
-        if 0 <= point <= 1: return float(point)
-        raise ValueError(f"{name} is a fraction of training, so it cannot be {point}: use 0.0 to 1.0, "
-                         "or an int for epochs")
-    if point < 0: raise ValueError(f"{name} counts epochs from 0, so it cannot be {point}: use 0 or more")
-    if point <= n_epoch: return point/n_epoch
-    raise ValueError(f"{name}={point} epochs is outside this fit of {n_epoch} epochs: use an int up to {n_epoch}, "
-                     "or a float for a fraction of training")
+    is_epochs = isinstance(point, Integral)
+    if 0 <= point <= (n_epoch if is_epochs else 1): return point/n_epoch if is_epochs else float(point)
+    raise ValueError(f"{name}={point} is outside of training: use a fraction of it (a float from 0.0 to 1.0), or a "
+                     f"number of epochs (an int from 0 to {n_epoch})")
 
 def check_order(start:Numeric, finish:Numeric):
     if start > finish: raise ValueError(f"start={start} is after finish={finish}: use a start of at most {finish}")
-
-def check_schedule(schedule:Callable, start_bs:int, final_bs:int):
-    if isinstance(schedule, dict):
-        raise TypeError(f"schedule must be an annealer such as SchedCos, not {schedule!r}: for sizes by point use "
-                        "GradientAccumulationSchedule(**SchedSteps({0: 64, .5: 128}))")
-    try: f = schedule(start_bs, final_bs)
-    except TypeError as e:
-        raise TypeError(f"schedule={schedule!r} cannot be called with (start, end): {e}; give other arguments with "
-                        "partial") from e
-    if not callable(f): raise TypeError(f"schedule={schedule!r} must return a function of the position, not {f!r}")
 
 # %% ../nbs/source/01_schedule.ipynb #b08381fd
 class GradientAccumulationSchedule(GradientAccumulation):
@@ -77,13 +63,18 @@ class GradientAccumulationSchedule(GradientAccumulation):
         super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
                          remainder=remainder, **kwargs)
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
-        check_schedule(schedule, start_accum_bs, final_accum_bs)
+        try: f = schedule(start_accum_bs, final_accum_bs)
+        except TypeError as e:
+            raise TypeError(f"schedule={schedule!r} cannot be called with (start, end): {e}; give other arguments with "
+                            "partial, and sizes by point as GradientAccumulationSchedule(**SchedSteps(...))") from e
+        if not callable(f):
+            raise TypeError(f"schedule={schedule!r} must return a function of the position, not {f!r}")
         if isinstance(start, Integral) == isinstance(finish, Integral): check_order(start, finish)
 
 # %% ../nbs/source/01_schedule.ipynb #b08381fe
 @patch
 def sizes(self:GradientAccumulationSchedule)->dict[str,int]:
-    "The sizes that must fit the loader's batch, by argument; an error names the first that does not"
+    "The sizes that must fit the loader's batch, by argument"
     ends = dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)
     return getattr(self.schedule, 'sizes', {}) | ends
 
@@ -99,19 +90,18 @@ def size_at(self:GradientAccumulationSchedule, pct:float, n_epoch:int|None=None,
     if pct < start-_tiny: return self.start_accum_bs
     size = float(self.schedule(self.start_accum_bs, self.final_accum_bs)(max(0., pct-start)/(finish-start)))
     if 1 <= size < math.inf: return max(1, math.floor(size/loader_bs + 0.5 + _tiny)) * loader_bs
-    raise ValueError(f"the schedule gives a batch size of {size} at {pct:.3f} of training: it must be 1 or more "
-                     "samples")
+    raise ValueError(f"the schedule gives a batch size of {size} at {pct:.3f} of training: it must be 1 or more")
 
 @patch
 def check(self:GradientAccumulationSchedule):
-    "Raises ValueError if the schedule does not fit its Learner; warns if 1 epoch may have been meant as 1.0"
+    "Raises ValueError if the schedule does not fit its Learner; warns if 1 may have been meant as 1.0"
     GradientAccumulation.check(self)
     for pct in np.linspace(0, 1, 101): self.size_at(pct)
     n_epoch = self.learn.n_epoch
     if n_epoch == 1 or is_lr_find(self.learn) or hasattr(self.schedule, 'sizes'): return  # `SchedSteps` needs no 1.0
-    ones = [k for k in ('finish','start') if isinstance(o := getattr(self, k), Integral) and o == 1]
-    if ones and self.finish <= 1:
-        warn(f"{ones[0]}=1 means after 1 of the {n_epoch} epochs; {ones[0]}=1.0 means the end of training")
+    one = first(k for k in ('finish','start') if isinstance(o := getattr(self, k), Integral) and o == 1)
+    if one and self.finish <= 1:
+        warn(f"{one}=1 means after 1 of the {n_epoch} epochs; {one}=1.0 means the end of training")
 
 # %% ../nbs/source/01_schedule.ipynb #6e1c7b22
 @patch
@@ -177,13 +167,12 @@ def SchedSteps(
 )->dict: # Arguments for `GradientAccumulationSchedule`
     "A batch that changes at given points; raises TypeError or ValueError on invalid points or sizes"
     if not isinstance(steps, dict) or 0 not in steps:
-        raise ValueError(f"steps must be a dict of sizes by point that begins at 0, not {steps!r}: "
-                         "use {0: 64, .5: 128}")
+        raise ValueError(f"steps must be a dict that begins at 0, such as {{0: 64, .5: 128}}, not {steps!r}")
     for point,size in steps.items():
         fraction_of_fit('a point in steps', point)
         check_size(f'steps[{point}]', size)
     if len({isinstance(o, Integral) for o in steps if o}) > 1:
-        raise ValueError(f"the points in steps are fractions (float) or epochs (int), not both: {list(steps)}")
+        raise ValueError(f"the points in steps must be fractions (float) or epochs (int), not both: {[*steps]}")
     points,sizes = zip(*sorted(steps.items()))
     schedule = partial(_size_after, [o/(points[-1] or 1) for o in points], sizes)
     schedule.sizes = {f'steps[{o}]':steps[o] for o in points}  # checked against the loader's batch before training
@@ -198,19 +187,18 @@ def seesaw(
     final_accum_bs:int, # The most samples in a window
 )->dict: # Arguments for `GradientAccumulationSchedule`
     "Where `lr_sched` falls to 1/k, fall to 1/√k and grow the batch k-fold; raises ValueError if it falls too little"
-    check_size('start_accum_bs', start_accum_bs)
-    check_size('final_accum_bs', final_accum_bs)
+    for name,size in dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs).items(): check_size(name, size)
     if final_accum_bs < start_accum_bs:
-        raise ValueError(f"final_accum_bs={final_accum_bs} is less than start_accum_bs={start_accum_bs}: "
-                         "seesaw's batch grows")
-    lrs = {o:float(lr_sched(o)) for o in np.linspace(0, 1, 1001)}
-    least,top = np.min([*lrs.values()]),np.max([*lrs.values()])
-    if not (least >= 0 and 0 < top < math.inf):
-        raise ValueError(f"lr_sched must return learning rates, 0 or more, not {least} to {top}")
-    schedule = partial(_size_as_lr_falls, lr_sched, top, max(o for o,lr in lrs.items() if lr == top))
+        raise ValueError(f"seesaw's batch grows, so final_accum_bs must not be less than {start_accum_bs}, such as "
+                         f"{final_accum_bs}")
+    points = np.linspace(0, 1, 1001)
+    lrs = np.array([float(lr_sched(o)) for o in points])
+    if not (lrs.min() >= 0 and 0 < (top := lrs.max()) < math.inf):
+        raise ValueError(f"lr_sched must return learning rates, 0 or more, not {lrs.min()} to {lrs.max()}")
+    schedule = partial(_size_as_lr_falls, lr_sched, top, points[lrs == top].max())
     if (most := int(schedule(start_accum_bs, final_accum_bs)(1.))) < final_accum_bs:
-        raise ValueError(f"the learning rate falls only by a factor of {top/lrs[1.]:.3g}, which takes the batch to "
-                         f"{most}: use a final_accum_bs of at most {most}, not {final_accum_bs}")
+        raise ValueError(f"the learning rate falls only by a factor of {top/lrs[-1]:.3g}, so final_accum_bs must be at "
+                         f"most {most}, not {final_accum_bs}")
     return dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs, start=0, finish=1., schedule=schedule,
                 scale={'lr':sqrt_scale})
 

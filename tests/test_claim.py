@@ -7,7 +7,7 @@ from fastai.callback.mixup import MixUp
 from fastai.losses import *
 
 from common import *
-from fastxtend_accum.learner.loss_check import LossCheck,check_loss,micro_batch
+from fastxtend_accum.learner.loss_check import LossCheck,check_loss
 from fastxtend_accum.window.losses import has_rule,n_items
 from fastxtend_accum.learner.nested import each_tensor
 
@@ -213,6 +213,8 @@ def test_the_table_is_true(name): assert truth((exact | inexact)[name], (8, 5)) 
 def test_of_a_loss_that_draws_it_cannot_tell(name):
     v = verdict(stateful[name], (8, 5), False)
     assert v.says == 'cannot tell' and 'called again' in v.why
+
+def micro_batch(loss_func, args): return SimpleNamespace(loss_func=loss_func, pred=args[0], yb=args[1:])
 
 def random_states(): return torch.get_rng_state().tolist(),random.getstate(),np.random.get_state()[1].tolist()
 

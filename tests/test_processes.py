@@ -257,7 +257,7 @@ def test_ddp_averages_again_after_an_interrupt(world):
     for res in world[1]: assert res['interrupted'] == ([False, False, False, True, False, False], True)
 
 def test_a_static_graph_cannot_add_up_in_float32(world):
-    for res in world[1]: assert res['bfloat16_static_graph'].startswith('static_graph=True averages the first gradients in the precision of the weights')
+    for res in world[1]: assert res['bfloat16_static_graph'].startswith('static_graph=True adds up gradients in the precision of the weights')
 
 def test_what_adds_up_in_bfloat16_is_refused():
     "FSDP 1, which has a `no_sync` as DDP has; FSDP 2 has none"

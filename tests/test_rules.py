@@ -183,7 +183,7 @@ def test_steps_in_a_fit():
 
 @pytest.mark.parametrize('steps, words', [
     ({.5: 64}, 'begins at 0'), ([64], 'must be a dict'), ({0: 64, .5: 128, 3: 8}, 'not both'), ({0: 64, 1.5: 128}, '0.0 to 1.0'),
-    ({0: 64, -1: 128}, '0 or more'), ({0: 64, .5: 0}, 'steps'), ({0: 64, 'x': 8}, 'must be a float')])
+    ({0: 64, -1: 128}, 'an int from 0'), ({0: 64, .5: 0}, 'steps'), ({0: 64, 'x': 8}, 'must be a float')])
 def test_bad_steps(steps, words):
     with pytest.raises((TypeError, ValueError), match=words): SchedSteps(steps)
 

@@ -16,13 +16,12 @@ __all__ = ['replaced', 'Fit', 'fit_of', 'loop_of', 'is_running', 'is_lr_find', '
 
 # %% ../../nbs/source/learner/02_fit.ipynb #0df7a527
 class replaced:
-    "Let `o.attr` be `value` in this context; afterwards it is as before, even if it was not an attribute of `o` itself"
+    "Let `o.attr` be `value` in this context; afterwards it is as before, even if `o` itself had none"
     def __init__(self, o, attr:str, value): self.o,self.attr,self.value = o,attr,value
     def __enter__(self):
-        own = vars(self.o)
-        self.was_own,self.old = self.attr in own,own.get(self.attr)
+        self.old = vars(self.o).get(self.attr, self)  # `self`: none
         setattr(self.o, self.attr, self.value)
-    def __exit__(self, *args): setattr(self.o, self.attr, self.old) if self.was_own else delattr(self.o, self.attr)
+    def __exit__(self, *args): delattr(self.o, self.attr) if self.old is self else setattr(self.o, self.attr, self.old)
 
 # %% ../../nbs/source/learner/02_fit.ipynb #bffb5b3a
 class Fit:
@@ -31,7 +30,7 @@ class Fit:
     def __init__(self, learn:Learner):
         if isinstance(vars(learn).get('_with_events'), partial): del learn._with_events  # it was exported in mid-fit
         self.learn,self.depth,self.with_events = learn,0,learn._with_events
-        self.instead = {}  # by 'batch' or 'backward', `f(g)` in place of the `g` that fastai runs between its events
+        self.instead = {}  # by 'batch' or 'backward': `f(g)` in place of the `g` that fastai runs
         self.lent,self.own = {},ExitStack()  # the replacements of each callback
         self.own.enter_context(replaced(learn, '_with_events', self))
     def __reduce__(self): return partial,(type(self.learn)._with_events, self.learn)  # for an export in mid-fit
@@ -69,7 +68,7 @@ def fit_of(learn:Learner)->Fit|None:
     return o if isinstance(o, Fit) else None
 
 def loop_of(learn:Learner)->Callable|None:
-    "What runs the batches of `learn` in place of fastai; None: fastai does"
+    "What runs the batches of `learn`; None: fastai does"
     return (fit := fit_of(learn)) and fit.instead.get('batch')
 
 def is_running(learn:Learner)->bool:
@@ -96,7 +95,7 @@ class FitCallback(Callback):
         if is_running(self.learn): return
         fit_of(self.learn) and fit_of(self.learn).close()
         raise RuntimeError(f"{type(self).__name__} saw a batch outside a fit of its Learner, or was added in a fit: "
-                           "give each Learner a callback of its own, before the fit, and call learn.one_batch inside "
+                           "give each Learner its own before the fit, and call learn.one_batch inside "
                            f"`with learn.removed_cbs(learn.{self.name})`")
 
     def __setattr__(self, name, value):
@@ -106,7 +105,7 @@ class FitCallback(Callback):
         if name in vars(self): object.__setattr__(self, name, value)  # fastai would warn if the model has it
         else: super().__setattr__(name, value)
 
-# %% ../../nbs/source/learner/02_fit.ipynb #3b9d51aa
+# %% ../../nbs/source/learner/02_fit.ipynb #7c1f0a55
 def accumulates(cb:Callback)->bool:
     "Whether `cb` accumulates gradients, as this package's callbacks and fastai's do"
     return any(o.__name__ == 'GradientAccumulation' for o in type(cb).__mro__)

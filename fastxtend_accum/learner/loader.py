@@ -22,17 +22,17 @@ def loader_bs(dl)->int|None:
     bs = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None)
     return bs and check_size('batch size', bs)
 
-# %% ../../nbs/source/learner/03_loader.ipynb #990de701
+# %% ../../nbs/source/learner/03_loader.ipynb #7c1f0a54
 def check_multiple(name:str, accum_bs:int, micro_bs:int, n_processes:int=1):
     "Raises ValueError unless a window is a whole number of micro-batches in every process; names the nearest sizes"
     smallest = micro_bs*n_processes
-    below,over = accum_bs//smallest*smallest,accum_bs%smallest
+    n,over = divmod(accum_bs, smallest)
     if not over: return
     of,change = f"the DataLoader's batch of {micro_bs} samples",'change its batch size'
     if n_processes > 1: of = f'{smallest}, {n_processes} processes times {of}'
     if name == 'accum_bs' and accum_bs%n_processes == 0:  # all windows have this size
-        change += f' to {accum_bs//n_processes}' + f', with micro_batch_size={micro_bs} to split it'*(below > 0)
-    near = f'{below} or '*(below > 0) + str(below+smallest)
+        change += f' to {accum_bs//n_processes}' + f', with micro_batch_size={micro_bs} to split it'*(n > 0)
+    near = f'{n*smallest} or '*(n > 0) + str((n+1)*smallest)
     raise ValueError(f"{name}={accum_bs} is not a multiple of {of}: use {near}, or {change}")
 
 # %% ../../nbs/source/learner/03_loader.ipynb #7a6b1f08
@@ -50,27 +50,26 @@ def dataset_size(dl)->int|None: # None: `dl` does not say
         except (AttributeError, TypeError): pass
 
 def epoch_samples(dl, loader_bs:int)->tuple[int,bool]:
-    """Samples that `dl` yields in an epoch, in this process, in full batches and perhaps a short one at the end; and
-    whether that is certain: a loader of your own may yield more or less than its length says"""
+    """Samples that `dl` yields in an epoch, in this process, all batches full but perhaps the last; and whether that is
+    certain: a loader of your own may yield more or less than its length says"""
     n_batches,n = len(dl),dataset_size(dl)
     if n is not None and is_shared(dl) and dl.drop_last: n_batches = n//loader_bs  # its length rounds up
     if n is None or n_batches not in (n//loader_bs, -(-n//loader_bs)): return n_batches*loader_bs,False
     return min(n, n_batches*loader_bs),True
 
-# %% ../../nbs/source/learner/03_loader.ipynb #7a6b1f13
 remainders = 'step','carry','drop'
 
 def end_of_epoch(remainder:str|None, dl)->str:
     return remainder or ('drop' if getattr(dl, 'drop_last', False) else 'step')
 
 def counted(dl)->tuple[int|None,int|None]:
-    "Samples and rows of the batch that `dl` is at; both are the batch size that it states, until it has been wrapped"
+    "Samples and rows of the batch that `dl` is at; until it is wrapped, the batch size that it states"
     return (dl.size, dl.rows) if type(dl) is LoaderBatches else (loader_bs(dl),)*2
 
 # %% ../../nbs/source/learner/03_loader.ipynb #7a6b1f12
 class LoaderBatches(GetAttr):
-    """The training DataLoader for one epoch: its batches, as long as `needs_more()`; None: all. The present one has
-    `size` samples as it counts them, and tensors of `rows`. Without a stated size: up to `given`; None: a batch is 1"""
+    """The training DataLoader for one epoch: its batches, as long as `needs_more()`. The present one has `size` samples
+    as it counts them, and tensors of `rows`. Without a stated size: up to `given`; None: a batch is 1"""
     _default = 'dl'
     @property
     def __class__(self): return self.dl.__class__  # `isinstance` sees it, as fastai's `DistributedTrainer` needs
@@ -80,7 +79,7 @@ class LoaderBatches(GetAttr):
         self.stated = loader_bs(dl)
         self.most = self.stated or given
         if self.most == 'auto':
-            raise ValueError(f"cannot find the batch size of {type(dl).__name__}: it has neither bs nor batch_size; "
+            raise ValueError(f"cannot find the batch size of {type(dl).__name__}, which has no bs or batch_size: "
                              "pass micro_batch_size, the number of samples it yields at a time")
         self.unit,self.seen,self.size,self.rows = self.most or 1,0,0,0
         self.samples,self.certain = epoch_samples(dl, self.unit)

@@ -58,7 +58,7 @@ class RecorderWindows(WindowLogger):
     def attach(self, stack):
         super().attach(stack)
         self.cb.accum_bs = []
-        self.has_metrics = vars(self.cb).get('train_metrics')  # fastxtend's Recorder has no such attribute
+        self.has_metrics = vars(self.cb).get('train_metrics')  # fastxtend's Recorder has none
     def after_batch(self):
         cb,micro = self.cb,self.accum.window.micro
         if self.has_metrics and cb.learn.training and micro and micro.counted:
@@ -76,7 +76,7 @@ class RecorderWindows(WindowLogger):
         no_window = cb.smooth_loss.count == 0 and not cb.cancel_train
         if no_window and (now.has_targets or not now.batches.seen): cb.log[1] = None
 
-# %% ../../nbs/source/learner/06_logging.ipynb #32bfee29
+# %% ../../nbs/source/learner/06_logging.ipynb #7c1f0a51
 def plot_sizes(sizes:list, edges:list, xlabel:str, ax=None, color='#0072B2', lw=1.5):
     "Plot the `sizes` of windows that begin and end at `edges`; returns the axes"
     ax = ax or plt.subplots(figsize=(5, 3), layout='constrained')[1]
@@ -88,24 +88,22 @@ def plot_sizes(sizes:list, edges:list, xlabel:str, ax=None, color='#0072B2', lw=
 def plot_accum_bs(self:Recorder,
     ax:plt.Axes|None=None, # Axes to draw on; None: new ones
 ):
-    "Plot the number of samples in each step of the last fit; returns the axes; raises ValueError if none are known"
+    "Plot the samples in each step of the last fit; returns the axes; raises ValueError if none are known"
     if (sizes := vars(self).get('accum_bs')) and self.accum_bs_of is self.losses:  # not those of an earlier fit
         return plot_sizes(sizes, range(len(sizes)+1), 'optimizer steps', ax)
-    raise ValueError("this Recorder has no batch sizes: fit with GradientAccumulation or "
-                     "GradientAccumulationSchedule first, with log_accum_batch=True")
+    raise ValueError("this Recorder has no batch sizes: fit with GradientAccumulation and log_accum_batch=True first")
 
 # %% ../../nbs/source/learner/06_logging.ipynb #114ae66a
 class LRFinderWindows(WindowLogger):
-    "The learning rate finder counts optimizer steps"
+    "The learning rate finder counts optimizer steps; epochs are planned for `num_it` of them, not as many batches"
     events = 'before_batch','after_batch'
     def attach(self, stack):
-        "Also plan epochs for `num_it` windows, where `lr_find` has planned them for as many loader batches"
         super().attach(stack)
-        learn,accum,now = self.cb.learn,self.accum,self.accum.now
+        accum,now = self.accum,self.accum.now
         batches,size = now.batches,accum.accum_bs and accum.size_at(0.)//now.processes.n
         n_windows = batches.n_windows(size) or batches.samples/(size+batches.unit)  # at least, where that varies
-        learn.n_epoch = int(self.cb.num_it/n_windows) + 1
-        if accum.num_items or accum.skip_nonfinite: learn.n_epoch *= 2  # windows may be dropped
+        may_drop = accum.num_items or accum.skip_nonfinite
+        self.cb.learn.n_epoch = (int(self.cb.num_it/n_windows) + 1)*(2 if may_drop else 1)
 
 class ShowGraphWindows(WindowLogger):
     "Plots the validation losses at optimizer steps, like the training losses"
@@ -113,9 +111,9 @@ class ShowGraphWindows(WindowLogger):
     def after_epoch(self):
         if self.cb.recorder.losses: self.original('after_epoch')
 
-# %% ../../nbs/source/learner/06_logging.ipynb #33782702
+# %% ../../nbs/source/learner/06_logging.ipynb #7c1f0a52
 class PositionWindows(WindowLogger):
-    "Not a logger, but works like one: `pct_train` is `accum.position()` once fastai's `TrainEvalCallback` has counted"
+    "No logger, but works like one: `pct_train` is `accum.position()` once fastai's `TrainEvalCallback` has counted"
     def after_batch(self):
         type(self.cb).after_batch(self.cb)
         self.cb.learn.pct_train = self.accum.position()
@@ -142,7 +140,7 @@ class TensorBoardWindows(WindowLogger):
         super().log()
         for name,value in self.measured().items(): self.cb.writer.add_scalar(name, value, self.accum.window.n_logged)
 
-# %% ../../nbs/source/learner/06_logging.ipynb #47be29d3
+# %% ../../nbs/source/learner/06_logging.ipynb #7c1f0a53
 window_loggers = dict(
     Recorder=RecorderWindows, LRFinder=LRFinderWindows, ParamScheduler=WindowLogger,
     ShowGraphCallback=ShowGraphWindows, ShowGraph=ShowGraphWindows, WandbCallback=WandbWindows,
@@ -151,7 +149,7 @@ window_loggers = dict(
 def log_windows(accum:Callback, stack:ExitStack)->list[WindowLogger]:
     "Let the loggers of `accum.learn` see windows until `stack` closes; gives them in fastai's order"
     def kind(cb): return first(window_loggers[o.__name__] for o in type(cb).__mro__ if o.__name__ in window_loggers)
-    loggers = [kind(cb)(cb, accum) for cb in accum.learn.cbs.sorted('order') if kind(cb)]
+    loggers = [k(cb, accum) for cb in accum.learn.cbs.sorted('order') if (k := kind(cb))]
     for o in loggers: o.attach(stack)
     return loggers
 

@@ -15,12 +15,11 @@ from .state import *
 from ..window.losses import *
 
 # %% auto #0
-__all__ = ['Verdict', 'size_of', 'walk', 'Held', 'put_back', 'loss_grads', 'differ', 'compare', 'LossCheck', 'check_loss',
-           'micro_batch']
+__all__ = ['Verdict', 'size_of', 'walk', 'Held', 'put_back', 'loss_grads', 'differ', 'compare', 'LossCheck', 'check_loss']
 
 # %% ../../nbs/source/learner/05_loss_check.ipynb #07dc8e68
 def size_of(objects:Iterable, most:float)->float:
-    "Bytes in `objects`, where each object counts as 32 KB; looks no further than `most`"
+    "Bytes in `objects`, each counted as 32 KB more; looks no further than `most`"
     size = 0
     for o in objects:
         size += getattr(o, 'nbytes', 0) + 2**15
@@ -49,7 +48,7 @@ def put_back(objects:Iterable):
 
 def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype=torch.float64)->list[Tensor]:
     "The loss, and its gradient with respect to each of the outputs, computed in `dtype`"
-    def copy(o): return o.to(torch.promote_types(o.dtype, dtype), copy=True) if o.is_floating_point() else o.clone()
+    def copy(o): return o.to(torch.promote_types(o.dtype, dtype) if o.is_floating_point() else o.dtype, copy=True)
     pred,*targ = each_tensor(copy, args)
     outputs = [o.requires_grad_() for o in tensors_in(pred) if o.is_floating_point()]
     loss = loss_func(each_tensor(torch.clone, pred), *targ)  # it may work in place
@@ -69,7 +68,7 @@ def differ(a:list[Tensor], b:list[Tensor], size:Real|Tensor=0)->Tensor:
 
 def compare(loss_func:Callable, micro_batches:list[tuple], dtype:torch.dtype)->list[Tensor]:
     "How far the joint loss and its gradient, computed again, are off, and how far those from two parts; no GPU sync"
-    def grads_of(args): return loss_grads(loss_func, args, dtype)
+    grads_of = partial(loss_grads, loss_func, dtype=dtype)
     args,samples,items = map(list, zip(*micro_batches))
     n,middle,whole = sum(samples),samples[0],join(args, samples)
     loss,*grads = grads_of(whole)
@@ -129,8 +128,8 @@ def judge(self:LossCheck, again:Real|Tensor, by:Real|Tensor)->str|None:
     if found.says != 'differs': return
     self.left = 0
     return ("accumulation is not exact for this loss: computed in two parts, a window's loss or its gradient has a "
-            f"relative error of {by:.2g}. Pass num_items (what the loss averages over), "
-            "set reduction='sum' on a loss that sums, or use GradientCache, which computes the loss on the whole batch")
+            f"relative error of {by:.2g}. Pass num_items (what the loss averages over), set reduction='sum' on a loss "
+            "that sums, or use GradientCache, which computes the loss on the whole batch")
 
 @patch
 def at_end(self:LossCheck)->str|None:
@@ -142,9 +141,8 @@ def at_end(self:LossCheck)->str|None:
 def check_loss(loss_func:Callable, parts:list[tuple], items:list|None=None)->Verdict:
     "Whether accumulation is exact for this loss, shown by micro-batches, which are tuples of outputs and targets"
     check = LossCheck()
-    for o,n in zip(parts, items or [None]*len(parts)): check.add(micro_batch(loss_func, o), n_rows(o), n)
+    for (pred,*targ),n in itertools.zip_longest(parts, items or ()):
+        check.add(SimpleNamespace(loss_func=loss_func, pred=pred, yb=targ), n_rows((pred,*targ)), n)
     check.held.versions = {}  # nobody else has called the loss
     if compared := check.compare(): check.judge(*compared)
     return check.found[0]
-
-def micro_batch(loss_func, args): return SimpleNamespace(loss_func=loss_func, pred=args[0], yb=args[1:])

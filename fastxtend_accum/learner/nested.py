@@ -39,7 +39,6 @@ def tensors_in(b)->list[Tensor]:
     if isinstance(b, Tensor): return [b] if b.ndim else []
     return [t for o in children(b) or () for t in tensors_in(o)]
 
-# %% ../../nbs/source/learner/01_nested.ipynb #e8293969
 def lengths(b)->set[int]:
     "The first dimensions of the tensors in `b`, and the lengths of its lists: one of them counts the samples"
     if (items := children(b)) is None: return {len(o) for o in tensors_in(b)}
@@ -51,14 +50,14 @@ def n_rows(b, expected:int|None=None)->int:
     else those of its last field or first tensor. Raises ValueError if nothing tells"""
     fields = list(b) if isinstance(b, (tuple,list)) else [b]
     last = [o for o in fields[-1:] if isinstance(o, Tensor) and o.ndim]
-    if last and expected in (None, len(last[0])): return len(last[0])
-    if expected in set().union(*map(lengths, fields)): return expected
-    if tensors := last or tensors_in(b): return len(tensors[0])
-    if expected: return expected
-    raise ValueError(f"cannot find the samples of a batch without tensors, {type(b).__name__}: "
-                     "use a DataLoader that yields tensors")
+    rows = next(map(len, last or tensors_in(b)), expected)
+    if rows != expected and expected in set().union(*map(lengths, fields)): return expected
+    if rows is not None: return rows
+    raise ValueError(f"cannot find the samples of a batch without tensors: let the DataLoader yield some, not {b!r}")
 
 # %% ../../nbs/source/learner/01_nested.ipynb #5413ea87
+_same = str,bytes,Number,type(None)  # for all samples
+
 def cut(b, start:int, end:int, n:int, lists:dict|None=None, place:tuple=()):
     """Samples `start` to `end` of the `n` in `b`, such as `(inputs, targets)`, in the same structure and types.
     `lists` is what earlier batches have shown, see `is_per_sample`. Raises ValueError on what it cannot slice"""
@@ -67,7 +66,7 @@ def cut(b, start:int, end:int, n:int, lists:dict|None=None, place:tuple=()):
         if len(b) == n: return b[start:end]
         raise ValueError(f"cannot split a tensor of shape {tuple(b.shape)} in a batch of {n} samples: "
                          "its first dimension must be the samples")
-    if b is None or isinstance(b, (str,bytes,Number)): return b
+    if isinstance(b, _same): return b
     if (items := children(b)) is None:
         raise ValueError(f"cannot split a {type(b).__name__}: use tensors, or a DataLoader that yields smaller batches")
     is_mapping = isinstance(b, Mapping)
@@ -123,6 +122,6 @@ def join(outputs:list, sizes:list[int], lists:dict|None=None, place:tuple=()):
         like = rebuilt(o, [0]*len(columns))  # Transformers' outputs leave out what is None
         o = outputs.clear()
         return rebuilt(like, [join(columns.pop(0), sizes, lists, (*place, k)) for k in range(len(columns))])
-    if o is None or isinstance(o, (str,bytes,Number)) and all(p == o for p in outputs): return o
-    raise CannotJoin(f"cannot join outputs of type {type(o).__name__}: let the model return tensors, "
-                     "or tuples, lists and dicts of them")
+    if isinstance(o, _same) and all(p == o for p in outputs): return o
+    raise CannotJoin(f"cannot join outputs of type {type(o).__name__}: let the model return tensors, or tuples, lists "
+                     "and dicts of them")

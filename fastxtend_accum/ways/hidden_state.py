@@ -6,7 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/ways/hidden_state
 
 # %% ../../nbs/source/ways/01_hidden_state.ipynb #6d7764f3
 from __future__ import annotations
-from contextlib import ExitStack
 from functools import singledispatch
 
 from fastai.basics import *
@@ -14,7 +13,7 @@ from fastai.basics import *
 from ..learner.nested import *
 
 # %% auto #0
-__all__ = ['hidden_state', 'state_owners', 'carries_state', 'check_splits', 'TimeFirst', 'not_first', 'check_rows', 'HiddenState']
+__all__ = ['hidden_state', 'state_owners', 'check_splits', 'not_first', 'check_rows', 'HiddenState']
 
 # %% ../../nbs/source/ways/01_hidden_state.ipynb #42f76059
 @singledispatch
@@ -37,51 +36,38 @@ def state_owners(module:nn.Module)->list[nn.Module]:
     if hidden_state.dispatch(type(module)) is not hidden_state.dispatch(object): return [module]
     return [o for m in module.children() for o in state_owners(m)]
 
-# %% ../../nbs/source/ways/01_hidden_state.ipynb #d43a0a70
-def carries_state(model:nn.Module)->bool:
-    "Whether `model` carries a state from batch to batch, as fastai's language models do; its text classifiers do not"
-    model = getattr(model, 'module', model)  # fastai gives DistributedDataParallel a `reset` of its own
-    return hasattr(model, 'reset') and not any(type(m).__name__ == 'SentenceEncoder' for m in model.modules())
-
+# %% ../../nbs/source/ways/01_hidden_state.ipynb #7c1f0a57
 def check_splits(model:nn.Module, owners:list[nn.Module]):
-    "Raises ValueError if `model` carries a state that is not in its `owners`"
+    "Raises ValueError if `model` carries a state that is not in its `owners`; fastai's text classifiers carry none"
+    model = getattr(model, 'module', model)  # fastai gives DistributedDataParallel a `reset` of its own
+    is_classifier = any(type(m).__name__ == 'SentenceEncoder' for m in model.modules())
     known = {m for o in owners for m in o.modules()}
-    for m in getattr(model, 'module', model).modules() if carries_state(model) else []:
+    for m in model.modules() if hasattr(model, 'reset') and not is_classifier else ():
         if hasattr(m, 'reset') and known.isdisjoint(m.modules()):
             name = type(m).__name__
             raise ValueError(
-                f"{name} carries its state from batch to batch (it has a `reset`), so a batch cannot be split "
-                f"until you say where the state is: hidden_state.register({name}, lambda m, n: dict(state=1)), if "
-                "m.state has the rows in dimension 1; or use a smaller batch in the DataLoader and no micro_batch_size")
+                f"{name} carries its state from batch to batch (it has a `reset`), so a batch cannot be split: say "
+                f"where that is, as by hidden_state.register({name}, lambda m, n: dict(state=1)) if m.state has the "
+                "rows in dimension 1; or use smaller batches and no micro_batch_size")
 
 # %% ../../nbs/source/ways/01_hidden_state.ipynb #d43a0a71
-class TimeFirst:
-    "Part: raises ValueError if a layer with time first shows that pieces of these `n` rows are cut along time"
-    def __init__(self, layers:list[nn.Module], n:int, shape:tuple): self.layers,self.n,self.shape = layers,n,shape
-    def again(self, start:int, end:int): pass
-
-    @contextmanager
-    def piece(self, start:int, end:int):
-        with ExitStack() as stack:
-            for m in self.layers if end-start < self.n else ():
-                stack.callback(m.register_forward_pre_hook(self.look).remove)
-            yield
-
-    def look(self, module:nn.Module, args:tuple):
-        if args and getattr(args[0], 'shape', ())[1:2] == (self.n,): not_first(self.shape)
-
 def not_first(shape:tuple):
-    raise ValueError(f"cannot split a tensor of shape {tuple(shape)}: its samples are dimension 1, with time first; "
-                     "put the samples first, or leave micro_batch_size out")
+    raise ValueError(f"cannot split a tensor of shape {tuple(shape)}, where time comes first: put the samples first, "
+                     "or leave micro_batch_size out")
 
-def check_rows(model:nn.Module, b:tuple, rows:int, samples:int|None=None)->list[TimeFirst]:
-    "Raises ValueError if batch `b` has its samples in dimension 1; a part that does, where only the model can tell"
+def check_rows(model:nn.Module, b:tuple, rows:int, samples:int|None=None)->list:
+    """Raises ValueError if batch `b` has its samples in dimension 1; a part that does, where only a layer with time
+    first can tell"""
     tensors = tensors_in(b)
     if samples not in (None, rows) and tensors and all(o.shape[1:2] == (samples,) for o in tensors):
         not_first(tensors[0].shape)
     square = first(o for o in tensors if o.shape[:2] == (rows, rows))
     layers = [m for m in model.modules() if vars(m).get('batch_first') is False] if square is not None else []
-    return [TimeFirst(layers, rows, square.shape)] if layers else []
+    def look(module, args):
+        if args and getattr(args[0], 'shape', ())[1:2] == (rows,): not_first(square.shape)
+    def piece(start, end):
+        if end-start < rows: return ContextManagers([m.register_forward_pre_hook(look) for m in layers])
+    return [SimpleNamespace(piece=piece, again=lambda *args: None)] if layers else []
 
 # %% ../../nbs/source/ways/01_hidden_state.ipynb #884e76f9
 class HiddenState:
@@ -98,8 +84,7 @@ class HiddenState:
                 if t.shape[dim:dim+1] == (n,): return t.movedim(dim, 0)
                 raise ValueError(f"{type(m).__name__}.{name} has shape {tuple(t.shape)} for {n} rows, which should be "
                                  f"dimension {dim}: correct its entry in hidden_state")
-            state = getattr(m, name)
-            return None if isinstance(state, int) else each_tensor(f, state)
+            return None if isinstance(state := getattr(m, name), int) else each_tensor(f, state)
         return tuple(rows_first(*o) for o in self.places)
 
     def set(self, states:tuple, n:int):
@@ -116,15 +101,11 @@ class HiddenState:
         finally:
             for (m,name,_),o in zip(self.places, outside): setattr(m, name, o)
 
-# %% ../../nbs/source/ways/01_hidden_state.ipynb #f12a5078
-@patch
-@contextmanager
-def piece(self:HiddenState, start:int, end:int):
-    "Run the model on these rows in here; after the last ones, all have their new states"
-    if not start: self.after = {}
-    with self.again(start, end):
-        yield
-        self.after[start] = self.get(end-start)
-    if end < self.n: return
-    sizes = [b-a for a,b in itertools.pairwise([*self.after, self.n])]
-    self.set(join([*self.after.values()], sizes), self.n)
+    @contextmanager
+    def piece(self, start:int, end:int):
+        "Run the model on these rows in here; after the last ones, all have their new states"
+        if not start: self.after = {}
+        with self.again(start, end):
+            yield
+            self.after[start] = self.get(end-start)
+        if end == self.n: self.set(join([*self.after.values()], np.diff([*self.after, end]).tolist()), end)

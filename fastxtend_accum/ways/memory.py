@@ -14,11 +14,10 @@ from ..learner.nested import *
 from ..window.gradients import *
 
 # %% auto #0
-__all__ = ['NothingFits', 'is_out_of_memory', 'free_memory', 'without_tracebacks', 'n_elements', 'PieceBudget', 'BlockBudget',
-           'room_for_step']
+__all__ = ['NothingFits', 'is_out_of_memory', 'free_memory', 'without_tracebacks', 'n_elements', 'PieceBudget', 'room_for_step',
+           'BlockBudget']
 
 # %% ../../nbs/source/ways/00_memory.ipynb #2d886b62
-_errors = torch.OutOfMemoryError,MemoryError
 _messages = (  # of RuntimeErrors; where they come from is noted behind
     ' out of memory',  # CUDA and its driver, HIP, MPS, Triton
     "can't allocate memory", 'not enough memory:', 'std::bad_alloc',  # the CPU's allocators, on Linux and Windows
@@ -31,7 +30,7 @@ class NothingFits(RuntimeError): "Memory ran out, and there is no way left that 
 def is_out_of_memory(e:BaseException|None)->bool:
     "Whether `e`, or an error that caused it, says that memory ran out"
     if e is None or isinstance(e, NothingFits): return False
-    if isinstance(e, _errors): return True
+    if isinstance(e, (torch.OutOfMemoryError,MemoryError)): return True
     return isinstance(e, RuntimeError) and any(o in str(e) for o in _messages) or is_out_of_memory(e.__cause__)
 
 def free_memory():
@@ -40,13 +39,10 @@ def free_memory():
     if torch.cuda.is_available(): torch.cuda.empty_cache()
     elif torch.backends.mps.is_available(): torch.mps.empty_cache()
 
-def without_tracebacks(e:Exception)->Exception:
+def without_tracebacks(e:BaseException)->BaseException:
     "`e` and the errors that led to it, without their frames, which hold tensors"
-    cause = e
-    while cause is not None:
-        cause.__traceback__ = None
-        cause = cause.__cause__ or cause.__context__
-    return e
+    if o := e.__cause__ or e.__context__: without_tracebacks(o)
+    return e.with_traceback(None)
 
 # %% ../../nbs/source/ways/00_memory.ipynb #9c1d0e08
 def n_elements(*batch)->int: return sum([t.numel() for t in tensors_in(batch)])
@@ -64,9 +60,15 @@ class PieceBudget:
         self.most = -(-elements*half//n)
         return half
 
+def room_for_step(opt:Optim)->list[Tensor]:
+    "Two tensors for each trained parameter that has no state yet, like it: what Adam is going to allocate"
+    state = getattr(opt, 'opt', opt).state
+    def is_fresh(p): return not any(isinstance(o, Tensor) and o.shape == p.shape for o in state.get(p, {}).values())
+    return [torch.empty_like(p) for p in trained(opt) if is_fresh(p) for _ in range(2)]
+
 # %% ../../nbs/source/ways/00_memory.ipynb #1487fb57
 class BlockBudget:
-    "How many blocks must be recomputed for a batch to fit, by its elements: what has run, and what has not"
+    "How many blocks must be recomputed for a batch to fit, by its elements"
     def __init__(self): self.ran,self.failed = {},{}  # by blocks: the most elements that have, the fewest that have not
 
     def bounds(self, elements:int, most:int)->tuple[int,int]:
@@ -85,10 +87,3 @@ class BlockBudget:
         else:
             self.failed[blocks] = min(elements, self.failed.get(blocks, math.inf))
             self.ran = {k:o for k,o in self.ran.items() if k > blocks or o < elements}  # it did, but does no longer
-
-# %% ../../nbs/source/ways/00_memory.ipynb #9c1d0e12
-def room_for_step(opt:Optimizer|OptimWrapper)->list[Tensor]:
-    "Two tensors for each trained parameter that has no state yet, like it: what Adam is going to allocate"
-    state = getattr(opt, 'opt', opt).state
-    def is_fresh(p): return not any(isinstance(o, Tensor) and o.shape == p.shape for o in state.get(p, {}).values())
-    return [torch.empty_like(p) for p in trained(opt) if is_fresh(p) for _ in range(2)]

@@ -10,40 +10,40 @@ from __future__ import annotations
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['half', 'changed', 'trained', 'gradients', 'average_gradients', 'total_norm', 'is_finite', 'add_in_float32',
+__all__ = ['Optim', 'half', 'changed', 'trained', 'gradients', 'average_gradients', 'total_norm', 'is_finite', 'add_in_float32',
            'GradientWatch', 'hypers_of', 'FirstHypers', 'check_accumulates', 'check_rules', 'hooks_on', 'check_samples',
            'check_runs_again']
 
 # %% ../../nbs/source/window/01_gradients.ipynb #7f452cd0
-def trained(opt:Optimizer|OptimWrapper)->list[nn.Parameter]:
+Optim = Optimizer|OptimWrapper  # fastai's own, or PyTorch's in its wrapper
+
+def trained(opt:Optim)->list[nn.Parameter]:
     return [p for pg in opt.param_lists for p in pg if p.requires_grad]
 
-def gradients(opt:Optimizer|OptimWrapper)->list[Tensor]:
+def gradients(opt:Optim)->list[Tensor]:
     "The gradients of `opt`: the values of a sparse one, and this process' shard of a sharded one"
     grads = [p.grad for pg in opt.param_lists for p in pg if p.grad is not None]
     grads = [g.to_local() if hasattr(g, 'to_local') else g for g in grads]
     return [g._values() if g.is_sparse else g for g in grads]
 
-def average_gradients(opt:Optimizer|OptimWrapper, divisor:Real, sums:dict[nn.Parameter,Tensor]|None=None):
+def average_gradients(opt:Optim, divisor:Real, sums:dict[nn.Parameter,Tensor]|None=None):
     "Divide the gradients of `opt` in place, once; those in `sums`, from `add_in_float32`, are rounded afterwards"
     if divisor != 1 and (grads := gradients(opt)): torch._foreach_div_(grads, divisor)
     while sums:
         p,grad = sums.popitem()
         p.grad = grad.div_(divisor).to(p.dtype)
 
-def total_norm(opt:Optimizer|OptimWrapper, kind:float=2.)->Tensor:
+def total_norm(opt:Optim, kind:float=2.)->Tensor:
     return torch.nn.utils.get_total_norm([g for g in gradients(opt) if g.numel()], kind)
 
-def is_finite(opt:Optimizer|OptimWrapper)->bool:
+def is_finite(opt:Optim)->bool:
     "Whether no gradient of `opt` has a NaN or an infinity; a GPU sync"
     return bool(total_norm(opt, float('inf')).isfinite())
 
-# %% ../../nbs/source/window/01_gradients.ipynb #5e0c61d2
 half = torch.bfloat16,torch.float16
 
-def add_in_float32(opt:Optimizer|OptimWrapper, sums:dict[nn.Parameter,Tensor], all_types:bool=False):
-    """Move the gradients of bfloat16 and float16 weights, or `all_types`, into `sums`: 4 bytes a weight, until
-    `average_gradients`"""
+def add_in_float32(opt:Optim, sums:dict[nn.Parameter,Tensor], all_types:bool=False):
+    "Move the gradients of bfloat16 and float16 weights, or `all_types`, into `sums`, until `average_gradients`"
     for p in trained(opt):
         if p.grad is None or not all_types and p.dtype not in half: continue
         if p in sums: sums[p] += p.grad
@@ -51,13 +51,13 @@ def add_in_float32(opt:Optimizer|OptimWrapper, sums:dict[nn.Parameter,Tensor], a
         p.grad = None
 
 # %% ../../nbs/source/window/01_gradients.ipynb #a7c04e52
-changed = ("a gradient was zeroed, replaced or changed in mid-window (by an attack, or clipping?): do it once a "
-           "window, in before_step, or use windows of one batch; exact=True fits them into memory")
+changed = ("a gradient was zeroed, replaced or changed in mid-window (by an attack, or clipping?): do it in "
+           "before_step, or use windows of one batch; exact=True fits them into memory")
 
 class GradientWatch:
     "Sees what has happened to the gradients of `opt` since `note`; `ratios` of norms also show changes of `.data`"
-    def __init__(self): self.opt,self.params,self.noted,self.norm,self.ratios = None,[],[],None,[]
-    def watch(self, opt:Optimizer|OptimWrapper): self.opt,self.params = opt,[p for pg in opt.param_lists for p in pg]
+    def __init__(self): self.params,self.noted,self.norm,self.ratios = [],[],None,[]
+    def watch(self, opt:Optim): self.opt,self.params = opt,[p for pg in opt.param_lists for p in pg]
     def note(self, values:bool=False):
         self.noted = [(p, p.requires_grad, g := p.grad, g is not None and g._version) for p in self.params]
         self.norm = total_norm(self.opt) if values and self.params else None
@@ -69,13 +69,12 @@ class GradientWatch:
         return False
 
     def check(self):
-        "Raises RuntimeError if what happened since would be lost in, or mixed into, the sums of a window"
+        "Raises RuntimeError if what has happened would be lost in, or mixed into, the sums of a window"
         for p,trains,grad,version in self.noted:
             if p.requires_grad != trains:
-                raise RuntimeError("parameters were frozen or unfrozen in mid-window (by a GANTrainer?), so that one "
-                                   "step would mix both: use windows of one batch")
-            if p.grad is not grad or grad is not None and grad._version != version:
-                raise RuntimeError(changed)
+                raise RuntimeError("parameters were frozen or unfrozen in mid-window (by a GANTrainer?): use windows "
+                                   "of one batch")
+            if p.grad is not grad or grad is not None and grad._version != version: raise RuntimeError(changed)
         if self.norm is not None: self.ratios.append(total_norm(self.opt)/self.norm)
 
     def judge(self, ratios:list):
@@ -84,7 +83,7 @@ class GradientWatch:
         if any(abs(o-1) > 1e-5 for o in ratios): raise RuntimeError(changed)
 
 # %% ../../nbs/source/window/01_gradients.ipynb #ed48c6b9
-def hypers_of(opt:Optimizer|OptimWrapper)->dict[str,list]:
+def hypers_of(opt:Optim)->dict[str,list]:
     "The hyper-parameters of `opt`: by name, the value of each parameter group"
     hypers = opt.hypers  # made anew at each access, which is slow for an OptimWrapper
     return {k:[h[k] for h in hypers] for k in hypers[0]}
@@ -94,63 +93,58 @@ class FirstHypers:
     `f(value, ratio)` by name"""
     def __init__(self, rules:dict[str,Callable]|None=None): self.rules,self.first,self.later = rules or {},{},{}
 
-    def save(self, opt:Optimizer|OptimWrapper, ratio:float=1.):
+    def save(self, opt:Optim, ratio:float=1.):
         "Copy those of `opt` now, with the rules applied for a window `ratio` times as large as the first one"
         self.first = hypers_of(opt)
         for k,f in self.rules.items(): self.first[k] = [f(o, ratio) for o in self.first[k]]
 
-    def apply(self, opt:Optimizer|OptimWrapper):
+    def apply(self, opt:Optim):
         "Set those of `opt` that differ from what was saved"
-        if not self.first: return
-        self.later = {k:o for k,o in hypers_of(opt).items() if o != self.first.get(k, o)}
+        self.later = {k:o for k,o in hypers_of(opt).items() if o != self.first.get(k, o)} if self.first else {}
         for k in self.later: opt.set_hyper(k, self.first[k])
 
-    def restore(self, opt:Optimizer|OptimWrapper):
+    def restore(self, opt:Optim):
         "Undo `apply`, but for what has been changed since, as by a scheduler that moves after the step"
-        if not self.first: return
         present = hypers_of(opt) if self.later else {}  # perhaps of another optimizer, after an interrupted fit
         for k,o in self.later.items():
             if present.get(k) == self.first[k]: opt.set_hyper(k, o)
         self.first,self.later = {},{}
 
 # %% ../../nbs/source/window/01_gradients.ipynb #1d9c40a7
-def check_accumulates(model:nn.Module, opt:Optimizer|OptimWrapper):
+def check_accumulates(model:nn.Module, opt:Optim):
     "Raises ValueError if something would use or overwrite the gradients of `model` in mid-window"
     if any(getattr(p, '_post_accumulate_grad_hooks', None) for p in trained(opt)):
-        raise ValueError("parameters have post-accumulate-grad hooks, which act on each micro-batch's gradient "
-                         "(an optimizer that steps in the backward pass?): remove them to accumulate")
-    for o in (o for m in model.modules() for o in (m, getattr(m, '_compiled_call_impl', None))):
+        raise ValueError("parameters have post-accumulate-grad hooks (an optimizer that steps in the backward pass?), "
+                         "which act on each micro-batch: remove them to accumulate")
+    for o in [o for m in model.modules() for o in (m, getattr(m, '_compiled_call_impl', None))]:
         if hasattr(o, 'get_compiler_config') and (o.get_compiler_config() or {}).get('triton.cudagraphs'):
             raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
                              "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
 
-def check_rules(rules:dict[str,Callable]|None, opt:Optimizer|OptimWrapper):
-    "Raises TypeError or ValueError if a rule is not valid, or if `opt` has no such hyper-parameter"
-    if not isinstance(rules, dict|None):
-        raise TypeError(f"scale must be a dict, not {rules!r}: use {{'lr': sqrt_scale}}")
+def check_rules(rules:dict[str,Callable]|None, opt:Optim):
+    "Raises TypeError or ValueError if `rules` are not valid for `opt`"
+    if not isinstance(rules, dict|None): raise TypeError(f"scale must be a dict such as {{'lr': f}}, not {rules!r}")
     known = {k:o for k,o in opt.hypers[0].items() if isinstance(o, Real) and not isinstance(o, bool)}
     for k,f in (rules or {}).items():
         if k not in known:
-            raise ValueError(f"scale: the optimizer has no hyper-parameter {k!r} to scale: use one of {[*known]}")
+            raise ValueError(f"scale: the optimizer has no hyper-parameter {k!r}: use one of {[*known]}")
         if not callable(f): raise TypeError(f"scale[{k!r}] must be a rule, f(value, ratio), not {f!r}")
         if not isinstance(o := f(known[k], 2.), Real): raise TypeError(f"scale[{k!r}] must return a number, not {o!r}")
 
-# %% ../../nbs/source/window/01_gradients.ipynb #e5b8310f
-def hooks_on(opt:Optimizer|OptimWrapper)->str|None:
+def hooks_on(opt:Optim)->str|None:
     "A warning if hooks act on the gradients of `opt`"
     if any(p._backward_hooks for p in trained(opt)):
-        return ("parameters have hooks (p.register_hook), which act on each micro-batch's gradient: linear ones such "
-                "as masks are exact; others are not, such as clipping, which a callback can do in before_step")
+        return ("parameters have hooks (p.register_hook), which act on each micro-batch's gradient: masks are exact, "
+                "clipping is not, and belongs into before_step of a callback")
 
 def check_samples(model:nn.Module):
     "Raises ValueError if `model` keeps the gradients of its samples, as Opacus does"
     if any(hasattr(p, 'grad_sample') for p in model.parameters()):
-        raise ValueError("the model keeps gradients of single samples in grad_sample (Opacus?), and an optimizer takes "
-                         "those of the last micro-batch only: use whole batches, or Opacus' BatchMemoryManager")
+        raise ValueError("the model keeps the gradients of samples in grad_sample (Opacus?), but only of the last "
+                         "micro-batch: use whole batches, or Opacus' BatchMemoryManager")
 
 def check_runs_again(model:nn.Module):
-    "Raises ValueError if `model` cannot run again or in pieces, since it keeps such gradients or has lazy modules"
+    "Raises ValueError if `model` cannot run again or in pieces"
     check_samples(model)
     if lazy := [k for k,p in model.named_parameters() if torch.nn.parameter.is_lazy(p)]:
-        raise ValueError(f"{lazy[0]} has no shape before a first batch (a lazy module): run one through the model "
-                         "before the fit")
+        raise ValueError(f"{lazy[0]} has no shape yet (a lazy module): run a batch through the model before the fit")

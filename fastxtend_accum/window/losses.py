@@ -47,7 +47,7 @@ def rule_of(loss_func:Callable)->tuple:
     func = loss_func.func if isinstance(loss_func, partial) else loss_func
     if isinstance(func, types.FunctionType):
         settings = dict(weight=None, ignore_index=-100, reduction='mean') | vars(func)
-        if func is not loss_func: settings |= loss_func.keywords | vars(loss_func)
+        settings |= getattr(loss_func, 'keywords', {}) | vars(loss_func)
         rule,settings = loss_rules.get(func),SimpleNamespace(**settings)
     else: rule,settings = first([loss_rules[o] for o in type(func).__mro__ if o in loss_rules]),func
     is_mean = getattr(settings, 'reduction', 'mean') != 'none' or rule not in _rules
@@ -81,7 +81,6 @@ loss_rules |= {
         F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.soft_margin_loss), _element_items)}
 _rules = _cross_entropy_items,_element_items,_label_items,_flat_items  # of losses that average by themselves
 
-# %% ../../nbs/source/window/02_losses.ipynb #a27f40d6
 def has_rule(loss_func:Callable)->bool:
     "Whether it is known what `loss_func` averages over, and not only assumed"
     rule,settings = rule_of(loss_func)
@@ -104,6 +103,5 @@ def n_items(learn:Learner, num_items:Callable|None=None, samples:int|None=None)-
         return loss_items(learn.loss_func, learn.pred, *learn.yb, samples=samples) if labels is None else labels
     items = num_items(learn)
     if isinstance(items, Tensor) and items.numel() == 1: items = as_count(items.detach().reshape(()))
-    if isinstance(items, Tensor): return items
-    if isinstance(items, Real) and 0 <= items < float('inf'): return items
+    if isinstance(items, Tensor) or isinstance(items, Real) and 0 <= items < math.inf: return items
     raise ValueError(f"num_items must return a count of 0 or more, as a number or one-element tensor, not {items!r}")

@@ -16,7 +16,7 @@ from .gradients import *
 
 # %% auto #0
 __all__ = ['averages_gradients', 'is_sharded', 'inner_model', 'n_processes', 'all_reduce', 'agree', 'Processes', 'enable_sync',
-           'check_wrapped', 'share_buffers', 'Together', 'ElsewhereError']
+           'check_wrapped', 'share_buffers', 'Together']
 
 # %% ../../nbs/source/window/03_processes.ipynb #6dccdd16
 def averages_gradients(model:nn.Module)->bool:
@@ -41,11 +41,11 @@ def all_reduce(model:nn.Module, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
     dist.all_reduce(o, op, group=getattr(model, 'process_group', None))
     return o
 
-def agree(learn:Learner, value:Real, op=dist.ReduceOp.MAX)->Real:
+def agree(learn:Learner, value:Real|Tensor, op=dist.ReduceOp.MAX)->Real:
     "`value`, combined over all processes, so that they come to the same decisions"
     if n_processes(learn) == 1: return value
-    value = torch.tensor(value, dtype=torch.float64, device=next(learn.model.parameters()).device)
-    return all_reduce(learn.model, value, op).item()
+    value = torch.as_tensor(value, dtype=torch.float64, device=next(learn.model.parameters()).device)
+    return all_reduce(learn.model, value.clone(), op).item()
 
 # %% ../../nbs/source/window/03_processes.ipynb #b7f9ddbb
 class Processes:
@@ -53,10 +53,9 @@ class Processes:
     def __init__(self, learn:Learner): self.learn,self.n,self.unit = learn,n_processes(learn),None
 
     def common_unit(self, items:Real|Tensor|None)->float|None:
-        "The unit of all weights in this fit, near the first micro-batch's items; None: no process has any yet"
-        if self.unit is None and items is not None:
-            items = torch.as_tensor(items, dtype=torch.float64, device=self.learn.loss.device).clone()
-            if most := all_reduce(self.learn.model, items, dist.ReduceOp.MAX).item(): self.unit = power_of_two(most)
+        "The unit of all weights in this fit, near the first items; None: no process has any yet"
+        most = agree(self.learn, items) if self.unit is None and items is not None else 0
+        if most: self.unit = power_of_two(most)
         return self.unit
 
     def before_forward(self, window:Window):
@@ -70,50 +69,41 @@ class Processes:
 
     def add_up(self, window:Window):
         "Average the gradients unless DDP has, and add up the sums of `window` over the processes: 24 bytes"
-        model,cut_short = self.learn.model,window.micro is None  # by the end of the epoch
-        if not is_sharded(model) and (cut_short or not model.require_backward_grad_sync): self.average(window.sums)
+        model,is_cut_short = self.learn.model,window.micro is None  # by the end of the epoch
+        if not is_sharded(model) and (is_cut_short or not model.require_backward_grad_sync): self.average(window.sums)
         loss,items = window.loss_sum.as_subclass(Tensor),0 if window.is_sum else window.items
         sums = [torch.as_tensor(o, dtype=torch.float64, device=loss.device) for o in (items, window.samples, loss)]
         items,samples,loss_sum = all_reduce(model, torch.stack(sums)).tolist()
         if not window.is_sum: window.items = items
         window.samples,window.loss_sum = int(samples),torch.tensor(loss_sum, dtype=loss.dtype)
 
+    def average(self, sums:dict[nn.Parameter,Tensor]|None=None):
+        "Average the gradients, and those in `sums`, as DDP would have: of parameters that have one in any process"
+        if not (params := trained(self.learn.opt)): return
+        used = torch.tensor([p.grad is not None or p in (sums or {}) for p in params], device=params[0].device).long()
+        for p,n in zip(params, all_reduce(self.learn.model, used).tolist()):
+            if not n: continue
+            if sums is not None and p.dtype in half:
+                if p not in sums: sums[p] = torch.zeros_like(p, dtype=torch.float32)
+            elif p.grad is None: p.grad = torch.zeros_like(p)
+            all_reduce(self.learn.model, sums[p] if p.grad is None else p.grad).div_(self.n)
+
+# %% ../../nbs/source/window/03_processes.ipynb #c84179b3
 def enable_sync(model:nn.Module):
     if isinstance(model, DistributedDataParallel): model.require_backward_grad_sync = True
 
-# %% ../../nbs/source/window/03_processes.ipynb #c84179b3
-def check_wrapped(model:nn.Module, opt:Optimizer|OptimWrapper, in_float32:bool=False):
-    """Raises ValueError if `model` averages no gradients; if they are views that `opt` cannot zero; or if it adds up or
-    averages what should be summed `in_float32`"""
-    name,views = type(model).__name__,getattr(model, 'gradient_as_bucket_view', False)
-    adds_up,rounded = hasattr(model, 'no_sync') and is_sharded(model),'in the precision of the weights, not in float32'
-    for is_wrong,message in (
-        (not averages_gradients(model),
-         f"several processes train a {name} that does not average its gradients: "
-         "train inside `with learn.distrib_ctx():`, or wrap the model in DistributedDataParallel"),
-        (views and isinstance(opt, Optimizer),
-         "gradient_as_bucket_view=True does not work with fastai's optimizers, which detach gradients in place: "
-         "leave it out, or use an optimizer of PyTorch's through OptimWrapper"),
-        (in_float32 and getattr(model, 'static_graph', False),
-         f"static_graph=True averages the first gradients {rounded}: "
-         "leave it out, or keep the weights in float32 and use to_bf16()"),
-        (in_float32 and adds_up,
-         f"{name} adds up gradients {rounded}: "
-         "use fully_shard, or keep the weights in float32 with its MixedPrecision")):
-        if is_wrong: raise ValueError(message)
-
-# %% ../../nbs/source/window/03_processes.ipynb #cf6b587b
-@patch
-def average(self:Processes, sums:dict[nn.Parameter,Tensor]|None=None):
-    "Average the gradients, and those in `sums`, as DDP would have: of parameters that have one in any process"
-    if not (params := trained(self.learn.opt)): return
-    used = [p.grad is not None or p in (sums or {}) for p in params]
-    used = all_reduce(self.learn.model, torch.tensor(used, dtype=torch.int64, device=params[0].device)).tolist()
-    for p in (p for p,n in zip(params, used) if n):
-        if sums is not None and p.dtype in half:
-            if p not in sums: sums[p] = torch.zeros_like(p, dtype=torch.float32)
-        elif p.grad is None: p.grad = torch.zeros_like(p)
-        all_reduce(self.learn.model, sums[p] if p.grad is None else p.grad).div_(self.n)
+def check_wrapped(model:nn.Module, opt:Optim, in_float32:bool=False):
+    "Raises ValueError if `model` cannot average gradients, or sum them `in_float32`, or if `opt` cannot zero them"
+    name = type(model).__name__
+    if not averages_gradients(model):
+        raise ValueError(f"several processes train a {name} that does not average its gradients: "
+                         "train inside `with learn.distrib_ctx():`, or wrap the model in DistributedDataParallel")
+    if getattr(model, 'gradient_as_bucket_view', False) and isinstance(opt, Optimizer):
+        raise ValueError("gradient_as_bucket_view=True does not work with fastai's optimizers, which detach gradients "
+                         "in place: leave it out, or use an optimizer of PyTorch's through OptimWrapper")
+    if in_float32 and hasattr(model, 'no_sync') and (is_sharded(model) or model.static_graph):
+        raise ValueError(f"{name if is_sharded(model) else 'static_graph=True'} adds up gradients in the precision of "
+                         "the weights: use a plain DistributedDataParallel, fully_shard, or weights in float32")
 
 # %% ../../nbs/source/window/03_processes.ipynb #cf6b587c
 def share_buffers(model:nn.Module):
@@ -131,7 +121,9 @@ class Together:
     def piece(self, start:int, end:int): return self if self.norms else None
 
     def meet(self, *args, failed:bool=False):
-        if agree(self.learn, failed) and not failed: raise ElsewhereError('out of memory in another process')
+        if not agree(self.learn, failed) or failed: return
+        self.is_over = True
+        raise torch.OutOfMemoryError('out of memory in another process')
     def hook_output(self, module, args, out):
         if out.requires_grad: out.register_hook(self.meet)
     def reach(self, is_over:bool=False):
@@ -143,6 +135,4 @@ class Together:
             self.hooks += [m.register_forward_pre_hook(self.meet), m.register_forward_hook(self.hook_output)]
     def __exit__(self, kind, error, traceback):
         while self.hooks: self.hooks.pop().remove()
-        if not (self.is_over or kind is ElsewhereError): self.meet(failed=kind is not None)
-
-class ElsewhereError(torch.OutOfMemoryError): "Memory has run out in another process"
+        if not self.is_over: self.meet(failed=kind is not None)

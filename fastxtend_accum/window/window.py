@@ -20,7 +20,6 @@ class MicroBatch:
         self.items,self.weight = None,None  # from `weigh`, after the loss
         self.in_grad,self.counted = False,False  # its backward pass has begun, and ended
 
-# %% ../../nbs/source/window/00_window.ipynb #02954cd0
 class Window:
     "The micro-batches of one optimizer step: `micro` is the present one, the others are in the sums"
     def __init__(self, n_processes:int=1):
@@ -31,8 +30,7 @@ class Window:
         "Start with no micro-batch; `size` samples fill the window"
         self.size,self.result,self.micro = size,None,None
         self.n_micro,self.samples,self.items,self.loss_sum,self.unit = 0,0,None,None,None
-        self.losses = []  # loss and weight of each piece of the present batch, if batches are split
-        self.sums = None  # of gradients in float32, by `add_in_float32`
+        self.losses,self.sums = [],None  # of the pieces of the present batch: loss and weight; of gradients in float32
 
     def finish(self, result:str):
         self.result,self.sums = result,None
@@ -76,10 +74,7 @@ def times(loss:Tensor, weight:Real|Tensor)->Tensor:
 
 def backward_if_any(backward:Callable, weight:Real|Tensor, outputs:Iterable):
     "`backward()`; with a weight of 0, what comes back through `outputs` is 0, even from the mean of nothing"
-    hooks = [o.register_hook(partial(if_any, weight)) for o in outputs if o.requires_grad]
-    try: backward()
-    finally:
-        for o in hooks: o.remove()
+    with ContextManagers([o.register_hook(partial(if_any, weight)) for o in outputs if o.requires_grad]): backward()
 
 @patch
 def count(self:Window, loss:Tensor)->Tensor:
@@ -96,7 +91,7 @@ def count(self:Window, loss:Tensor)->Tensor:
 # %% ../../nbs/source/window/00_window.ipynb #d0296059
 @patch
 def fetch(self:Window, *also:Tensor)->list[float]:
-    "Turn sums that are on a GPU into numbers, with one sync, so that nothing waits again; gives those of `also`"
+    "Turn sums that are on a GPU into numbers, with one sync; gives those of `also`"
     counts = (self.items, self.unit) if isinstance(self.items, Tensor) else ()
     if not (counts or also): return []
     device = self.loss_sum.device
@@ -112,11 +107,11 @@ def batch_loss(self:Window)->Tensor:
     losses,weights = zip(*self.losses)
     return sum(losses) if self.is_sum else if_any(sum(weights), sum(losses)/sum(weights))
 
-# %% ../../nbs/source/window/00_window.ipynb #5b7d02e1
+# %% ../../nbs/source/window/00_window.ipynb #7c1f0a56
 @patch
 def cancel(self:Window)->bool:
-    """The batch was cancelled: skip the step that is due, or leave the micro-batch out, together with the others if
-    their gradients are mixed. Gives whether `.grad` has to be zeroed"""
+    """The batch was cancelled: skip the step that is due, or leave out the micro-batch, and all others if gradients are
+    mixed. Gives whether `.grad` has to be zeroed"""
     micro = self.micro
     if self.result: return True
     if micro is None or micro.counted and not self.is_full: return False  # it was over: it stays counted
