@@ -95,7 +95,7 @@ class FitCallback(Callback):
         if is_running(self.learn): return
         fit_of(self.learn) and fit_of(self.learn).close()
         raise RuntimeError(f"{type(self).__name__} saw a batch outside a fit of its Learner, or was added in a fit: "
-                           "give each Learner its own before the fit, and call learn.one_batch inside "
+                           "give each Learner a callback of its own before the fit, and call learn.one_batch inside "
                            f"`with learn.removed_cbs(learn.{self.name})`")
 
     def __setattr__(self, name, value):
