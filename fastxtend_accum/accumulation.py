@@ -19,7 +19,7 @@ from .learner.loader import *
 from .learner.logging import *
 from .learner.events import *
 from .ways.memory import *
-from .ways.way import *
+from .ways.micro_batches import *
 from .ways.checkpointing import *
 from .ways.cache import *
 
@@ -78,7 +78,7 @@ def check_arguments(self:GradientAccumulation, unknown:dict):
 # %% ../nbs/source/00_accumulation.ipynb #e73efc2b
 @patch
 def before_fit(self:GradientAccumulation):
-    "`validate`, `tta` and `summary` call this event, too, and must keep the last fit's results: see `before_train`"
+    "Hold the way; a fit starts in `before_train`, since `validate` and `tta` call this event, too, and keep results"
     learn = self.learn
     FitCallback.before_fit(self)
     mend_wandb()
@@ -115,15 +115,15 @@ def hold_way(self:GradientAccumulation):
     fit_of(learn).stack(self).callback(setattr, way, 'learn', None)
 
 @patch
-def tell_way(self:GradientAccumulation, event:str):
+def call_way(self:GradientAccumulation, event:str):
     if self.way and self.way.learn: getattr(self.way, event)()
 
 @patch
-def before_validate(self:GradientAccumulation): self.tell_way('before_validate')
+def before_validate(self:GradientAccumulation): self.call_way('before_validate')
 
 @patch
 def after_train(self:GradientAccumulation):
-    self.tell_way('after_train')
+    self.call_way('after_train')
     WindowEvents.after_train(self)
 
 # %% ../nbs/source/00_accumulation.ipynb #eb653680
@@ -150,15 +150,13 @@ def check(self:GradientAccumulation):
     if self.micro_batch_size not in (None, 'auto') and 0 < now.loader_bs < self.micro_batch_size:
         warn(f"micro_batch_size={self.micro_batch_size} is more than the {now.loader_bs} samples that the DataLoader "
              "yields: its batches are not split")
-    given = now.loader_bs if self.micro_batch_size in (None,'auto') else self.micro_batch_size
-    if self.micro_batch_size != 'auto' or self.micro_bs is None: self.micro_bs = min(given, now.loader_bs or given)
     check_rules(self.scale, learn.opt)
     if size > bs or self.micro_bs < now.loader_bs: self.warn_once(hooks_on(learn.opt))
 
 @patch
 def sizes(self:GradientAccumulation)->dict[str,int]:
     "The requested window sizes, by argument; that of the first window comes first"
-    return dict(accum_bs=self.accum_bs or self.now.global_bs)
+    return dict(accum_bs=self.size_at(0.))
 
 @patch
 def size_at(self:GradientAccumulation, pct:float)->int:
@@ -179,7 +177,7 @@ def before_train(self:GradientAccumulation):
     learn,now = self.learn,self.now
     if now.begin_epoch(self, learn.dl):  # by a callback
         self.check()
-        now.is_told = self.exact or not self.verbose
+        now.is_told = now.is_quiet
     if not is_sharded(learn.model): now.watch.watch(learn.opt)
     learn.dl,batches,size = now.batches,now.batches,self.size_now()
     now.pct,now.n_windows = learn.pct_train,batches.n_windows(size) if len(self.sizes()) == 1 else None
@@ -190,7 +188,7 @@ def before_train(self:GradientAccumulation):
                              "use a smaller accum_bs, or remainder='step'")
         if now.n_windows: batches.needed = now.n_windows*size
         batches.needs_more = lambda: not self.now or self.window.is_filling or batches.left >= self.size_now()
-    self.tell_way('before_train')
+    self.call_way('before_train')
 
 # %% ../nbs/source/00_accumulation.ipynb #c991c6a1
 @patch

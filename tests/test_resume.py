@@ -54,9 +54,9 @@ def process(name, f):
     def run():
         with warnings.catch_warnings(record=True) as said: learn = f()
         r = learn.recorder
-        blocks = getattr(getattr(learn, 'gradient_accumulation', None), 'blocks', None)
+        way = getattr(getattr(learn, 'gradient_accumulation', None), 'way', None)
         res = dict(weights=weights(learn), buffers=list(learn.model.buffers()), sizes=list(getattr(r, 'accum_bs', [])), values=floats(r.values), losses=losses(learn), lrs=list(r.lrs),
-                   seen=learn.order.seen, said=[str(o.message) for o in said], level=blocks and blocks.level)
+                   seen=learn.order.seen, said=[str(o.message) for o in said], level=getattr(way, 'level', None))
         if hasattr(learn, 'activations'): res['mb'] = learn.activations.mb
         torch.save(res, f'{{name}}.pt')
     print(name, forked(run), flush=True)

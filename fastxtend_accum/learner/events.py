@@ -44,7 +44,7 @@ class FitState:
         self.hypers,self.loss_check,self.warned = FirstHypers(accum.scale),LossCheck(),set()
         self.watch,self.is_own = GradientWatch(),False  # whether callbacks run the backward passes themselves
         if is_lr_find(learn): self.loss_check.left = 0  # the fit that follows says it
-        self.is_told = accum.exact or not accum.verbose  # how windows are made up
+        self.is_told = self.is_quiet = accum.exact or not accum.verbose  # how windows are made up
         self.saved,self.moved = None,None  # what a first pass may move, and what it has moved
         self.has_targets,self.train_iter = False,None  # of the present batch
         self.n_windows,self.pct = None,0.  # of the epoch; the position in the fit
@@ -54,6 +54,9 @@ class FitState:
         given = accum.accum_bs and (accum.micro_batch_size or 'auto')
         self.at_end = end_of_epoch(accum.remainder, dl) if accum.accum_bs else accum.remainder or 'step'
         before,self.batches = self.batches,LoaderBatches(dl, given, self.at_end)
+        if accum.micro_batch_size != 'auto' or accum.micro_bs is None:
+            given = self.loader_bs if accum.micro_batch_size in (None,'auto') else accum.micro_batch_size
+            accum.micro_bs = min(given, self.loader_bs or given)
         return before is not None and before.most != self.batches.most
 
     loader_bs = property(lambda self: self.batches.most or self.batches.rows)  # samples in a batch of the DataLoader
@@ -77,8 +80,8 @@ def before_batch(self:WindowEvents):
 def start_micro_batch(self:WindowEvents, samples:int, rows:int, ends_batch:bool=True):
     "Start a micro-batch of `samples` as the DataLoader counts them, which are `rows` of its tensors"
     learn,now,window = self.learn,self.now,self.window
-    is_full = not self.accum_bs or window.samples+samples >= window.size or now.batches.is_last
-    ends_window = ends_batch and is_full
+    fills = not self.accum_bs or window.samples+samples >= window.size or now.batches.is_last
+    ends_window = ends_batch and fills
     window.micro = MicroBatch(samples, ends_window, rows)
     if (now.has_half or now.is_own) and not (ends_window or window.n_micro): window.sums = {}
     if now.processes.n > 1: now.processes.before_forward(window)
@@ -96,8 +99,8 @@ def after_loss(self:WindowEvents):
     if now.saved: now.moved,now.saved = state_moved(now.saved, learn),None
     micro,items = window.micro,n_items(learn, self.num_items, window.micro.rows)
     if not window.n_micro and (self.scale or not micro.ends_window):
-        first_size = first(self.sizes().values())
-        now.hypers.save(learn.opt, window.size*now.processes.n/first_size if self.scale else 1.)
+        ratio = window.size*now.processes.n/first(self.sizes().values()) if self.scale else 1.
+        now.hypers.save(learn.opt, ratio)
     if now.processes.n > 1: window.unit = now.processes.common_unit(items)
     if now.loss_check.left and (window.n_micro or not micro.ends_window):
         now.loss_check.add(learn, micro.rows, items if self.num_items else None)
@@ -228,7 +231,7 @@ def discard(self:WindowEvents):
 
 @patch
 def after_cancel_batch(self:WindowEvents):
-    "The same, unless it was this callback that cancelled it, in mid-window: then it stays counted"
+    "Discard the micro-batch, unless it is counted: then this callback has cancelled the batch, in mid-window"
     if self.now and self.now.train_iter != self.learn.train_iter: self.before_batch()  # cancelled before it got here
     self.discard()
 
@@ -285,7 +288,7 @@ def step_now(self:WindowEvents):
 
 # %% ../../nbs/source/learner/08_events.ipynb #0c4e7a92
 @patch
-def go_back(self:WindowEvents, start:int)->int|None:
+def restart_at(self:WindowEvents, start:int)->int|None:
     "Discard the failed piece at sample `start`, and what its gradient is mixed with; returns where to go on"
     window,micro = self.window,self.window.micro
     if not micro or micro.counted: return None

@@ -69,13 +69,13 @@ class GradientCache(InPieces):
         if not any(part is m for m in model.modules()) or getattr(part.forward, '__func__', None) is nn.Module.forward:
             raise ValueError(f"part must return a module of the model that has a forward, not a {type(part).__name__}: "
                              "such as lambda m: m[0]")
-        self.join()
+        self.enter()
 
 # %% ../../nbs/source/ways/06_cache.ipynb #41e40fbc
 @patch
 def module_rows(self:GradientCache, loop:Loop)->int:
     "Rows of the present batch that the module sees: a callback may have put several views of each sample into it"
-    n,seen = loop.samples(),{len(o) for o in tensors_in(self.learn.xb)}
+    n,seen = loop.batch_rows(),{len(o) for o in tensors_in(self.learn.xb)}
     views = seen.pop()//n if len(seen) == 1 and self.part is None else 1
     return n*max(views, self.rows)
 
@@ -98,16 +98,16 @@ def end_batch(self:GradientCache):
 
 # %% ../../nbs/source/ways/06_cache.ipynb #8b6d2f05
 @patch
-def forward_context(self:GradientCache):
-    "The forward pass runs in pieces, in training and in validation"
-    if not self.learn.training: return self.valid_context()
+def train_context(self:GradientCache):
+    "The forward pass runs in pieces"
     loop,module = loop_of(self.learn),self.running_part()
     forward,n,most = module.forward,self.module_rows(loop),self.rows_at_a_time(loop)
     if is_look(self.learn) or self.state is None: self.state = BlockState(module)
     state,kept = self.state,Kept(self.learn, forward) if most < n and not self.learn.iter else None
     loop.kept,forward = kept,kept or forward
     b,checks = (*self.learn.xb, *self.learn.yb),[]
-    if most < n and self.budget.joins is None: checks = check_rows(module, b, loop.samples(), counted(self.learn.dl)[0])
+    if most < n and self.budget.joins is None:
+        checks = check_rows(module, b, loop.batch_rows(), counted(self.learn.dl)[0])
     def pieces_forward(*args, **kwargs):  # `part` may run several times in a forward pass
         misfit = first(o for o in tensors_in((args, kwargs)) if len(o) != n)
         if most < n and misfit is not None:

@@ -194,7 +194,7 @@ class ActivationCheckpointing(Way):
                              "nn.Sequential or nn.ModuleList of them: name modules with blocks=lambda model: [...]")
         if self.why_none and not self.adapt: raise ValueError(self.why_none)
         self.level = 0 if self.adapt else len(self.found)
-        self.join()
+        self.enter()
 
 # %% ../../nbs/source/ways/05_checkpointing.ipynb #c14a0012
 def cannot_run_again(model:nn.Module)->str|None:
@@ -252,9 +252,7 @@ def backward_context(self:ActivationCheckpointing):
                             *[replaced(m, 'forward', o.forward) for m,o in self.groups.items()],
                             *[replaced(m, 'forward', self.run_block(m)) for m in self.found[:self.level]]])
 
-@patch
-def forward_context(self:ActivationCheckpointing):
-    return self.backward_context() if self.learn.training else self.valid_context()
+ActivationCheckpointing.train_context = ActivationCheckpointing.backward_context
 
 # %% ../../nbs/source/ways/05_checkpointing.ipynb #498127bd
 @patch

@@ -22,10 +22,10 @@ from .hidden_state import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['evaluate', 'Loop', 'Undo']
+__all__ = ['forward_and_loss', 'Loop', 'Undo']
 
 # %% ../../nbs/source/ways/03_loop.ipynb #7efc415f
-def evaluate(learn:Learner, forward:Callable, has_loss:Callable=noop):
+def forward_and_loss(learn:Learner, forward:Callable, has_loss:Callable=noop):
     "Forward pass and loss of the present batch or piece, with fastai's events; calls `has_loss()` once there is one"
     learn.pred = forward(*learn.xb)
     learn('after_pred')
@@ -37,17 +37,17 @@ def evaluate(learn:Learner, forward:Callable, has_loss:Callable=noop):
 
 # %% ../../nbs/source/ways/03_loop.ipynb #7efc4160
 class Loop:
-    "Runs the batches of a fit where fastai runs `_do_one_batch`, in the `ways` that have joined it"
+    "Runs the batches of a fit where fastai runs `_do_one_batch`, in the `ways` that take part"
     def __init__(self, learn:Learner):
         check_runs_again(learn.model)
         self.learn,self.ways,self.lists,self.owners = learn,[],{},[]
         self.undo,self.largest = Undo(learn),0  # elements of a batch in this fit
-    def __call__(self, f:Callable): self.train() if self.learn.training else evaluate(self.learn, self.forward)
+    def __call__(self, f:Callable): self.train() if self.learn.training else forward_and_loss(self.learn, self.forward)
 
-    def join(self, way:Callback):
+    def add(self, way:Callback):
         self.ways.append(way)
         self.sort()
-    def leave(self, way:Callback):
+    def remove(self, way:Callback):
         self.ways.remove(way)
         self.sort()
     def sort(self):
@@ -60,9 +60,7 @@ class Loop:
         self.is_apart = bool(self.adapting) and n_processes(self.learn) > 1
         self.all_fits = False  # until a batch has shown it
 
-    def has_stepped(self)->bool: return all([o.stepped == id(self.learn.opt) for o in self.adapting])
-
-    def samples(self)->int:
+    def batch_rows(self)->int:
         "Rows of the present batch, which a callback may have changed by now"
         learn = self.learn
         return n_rows((*learn.xb, *learn.yb), counted(learn.dl)[1])
@@ -109,15 +107,15 @@ def run_whole(self:Loop)->Exception|None:
 def run_pieces(self:Loop, copies:bool, error:Exception|None):
     "Run a batch whole or in pieces; in smaller ones if memory runs out or, as an `error` says, already has"
     learn,room = self.learn,[]
-    inputs = self.inputs = Inputs(learn, self.samples(), self.lists)
+    inputs = self.inputs = Inputs(learn, self.batch_rows(), self.lists)
     self.size,inputs.copies = inputs.n,copies
     try:
         if self.adapting: self.elements = n_elements(inputs.xb, inputs.yb)
-        if not self.has_stepped(): room = room_for_step(learn.opt)
+        if any(o.stepped != id(learn.opt) for o in self.adapting): room = room_for_step(learn.opt)
         if self.is_apart: share_buffers(learn.model)
         self.pieces = Pieces(inputs.n, self.parts(), self.splitter and self.splitter.budget)
         if error: self.go_back(error)
-        self.pieces.run(self.train_piece, self.rows, self.adapting and self.go_back, self.ran_out, self.save)
+        self.pieces.run(self.train_piece, self.rows_at_a_time, self.adapting and self.go_back, self.ran_out, self.save)
     finally: inputs.whole()
     room.clear()
     self.join_outputs()
@@ -127,16 +125,16 @@ def run_pieces(self:Loop, copies:bool, error:Exception|None):
 @patch
 def parts(self:Loop)->list:
     "All that follow the pieces of this batch"
-    n,splitter,learn = self.inputs.n,self.splitter,self.learn
-    is_new,b = splitter and splitter.budget.joins is None and self.rows() < n,(*self.inputs.xb, *self.inputs.yb)
-    checks = check_rows(learn.model, b, n, counted(learn.dl)[0]) if is_new else []
+    n,learn,checks = self.inputs.n,self.learn,[]
+    if self.splitter and self.splitter.budget.joins is None and self.rows_at_a_time() < n:
+        checks = check_rows(learn.model, (*self.inputs.xb, *self.inputs.yb), n, counted(learn.dl)[0])
     self.together = Together(self.learn) if self.is_apart else None
     parts = [p for o in self.ways for p in o.parts(n)]
     return [self.inputs, *checks, *self.hidden(n), *parts, *[self.together]*self.is_apart]
 
 @patch
-def rows(self:Loop)->int:
-    "Samples of the present batch that the model sees at a time"
+def rows_at_a_time(self:Loop)->int:
+    "Rows of the present batch that the model sees at a time"
     return self.splitter.rows_at_a_time(self) if self.splitter else self.inputs.n
 
 # %% ../../nbs/source/ways/03_loop.ipynb #1eea2236
@@ -184,7 +182,7 @@ def train_piece(self:Loop, start:int, end:int):
 def run_pass(self:Loop, forward:Callable):
     "Forward pass, loss and backward pass of the present batch or piece"
     learn = self.learn
-    evaluate(learn, forward, self.together.reach if self.is_apart else noop)
+    forward_and_loss(learn, forward, self.together.reach if self.is_apart else noop)
     self.in_autocast = False
     if not len(learn.yb): return
     with all_contexts(self.ways, 'backward_context') if self.pieces else nullcontext():
@@ -223,10 +221,11 @@ def ran_out(self:Loop, error:Exception)->bool: return self.in_pass and is_out_of
 def go_back(self:Loop, error:Exception):
     """Undo the failed piece, or the batch if the gradient is mixed, and take less memory from now on. Raises
     NothingFits if there is no way, or if the gradient is mixed with that of another batch"""
-    learn,accum,start,self.all_fits = self.learn,self.accum,self.pieces.start,False
+    learn,accum,failed,self.all_fits = self.learn,self.accum,self.pieces.start,False
     learn.pred,learn.loss_grad,learn.loss = None,None,None
-    start = accum.go_back(start) if isinstance(accum, FitCallback) else None if accum else 0
-    self.undo.put_back(self.pieces.start if start is None else start)
+    start = 0  # where to go on; None: nowhere, since the gradient is mixed
+    if accum: start = accum.restart_at(failed) if isinstance(accum, FitCallback) else None
+    self.undo.put_back(failed if start is None else start)
     how = start is not None and first(filter(None, (o.shrink(self) for o in self.adapting)))
     if not how: raise NothingFits(self.adapting[-1].remedy(self)) from error
     if not accum: learn.opt.zero_grad()

@@ -12,7 +12,6 @@ from fastai.callback.fp16 import MixedPrecision
 import torch.distributed as dist
 
 from ..learner.nested import *
-from ..learner.loader import *
 from ..window.gradients import *
 from ..window.processes import *
 from ..learner.fit import *
@@ -22,21 +21,21 @@ from .pieces import *
 from .loop import *
 
 # %% auto #0
-__all__ = ['no_room_for_one', 'Way', 'InPieces', 'MicroBatches']
+__all__ = ['no_room_for_one', 'Way', 'InPieces']
 
 # %% ../../nbs/source/ways/04_way.ipynb #e24952ff
 class Way(FitCallback):
-    "Base of callbacks that say how a batch runs: they join the `Loop` of each fit and validation"
+    "Base of callbacks that say how a batch runs: they take part in the `Loop` of each fit and validation"
     splits,splits_loss,adapts = False,False,False  # batches; and the loss; takes less memory when that runs out
-    all_fits = False  # as long as it does, a batch runs as fastai runs it
+    all_fits = False  # if no batch has failed: the next ones run without the contexts
     micro_batch_size,part = None,None  # of the pieces in validation; the submodule that runs in pieces
-    trains,stepped = None,None  # what the memory that is known to suffice was found for; the optimizer that has a state
+    valid_budget,trains,stepped = None,None,None  # what fits; what is trained with it; the optimizer that has stepped
 
-    def before_train(self): self.join()
+    def before_train(self): self.enter()
     def before_validate(self):
-        if self.splits or self.adapts: self.join()
-    def join(self):
-        "Join the loop of this fit; raises ValueError if the Learner has its own, or the model cannot run like this"
+        if self.splits or self.adapts: self.enter()
+    def enter(self):
+        "Take part in the loop of this fit; raises ValueError if the Learner has its own, or the model cannot run so"
         if not self.is_in_fit(): return
         learn,fit = self.learn,fit_of(self.learn)
         check_loop(learn, self)
@@ -46,8 +45,9 @@ class Way(FitCallback):
         if self in loop.ways: return
         if self.adapts and is_sharded(learn.model): raise ValueError(self.why_not_sharded(learn.model))
         if learn.training: self.keep_if_same(learn)
-        loop.join(self)
-        fit.stack(self).callback(loop.leave, self)
+        elif not self.valid_budget: self.forget()
+        loop.add(self)
+        fit.stack(self).callback(loop.remove, self)
         if self.adapts: fit.stack(self).callback(enable_sync, learn.model)
 
     def keep_if_same(self, learn:Learner):
@@ -58,9 +58,10 @@ class Way(FitCallback):
 
     def forget(self): self.valid_budget = PieceBudget()
     def parts(self, n:int)->list: return []  # that follow the pieces of a batch of `n` samples
-    def forward_context(self): return None if self.learn.training else self.valid_context()
+    def forward_context(self): return self.train_context() if self.learn.training else self.valid_context()
+    def train_context(self): pass
     def backward_context(self): pass
-    prepare = end_batch = after_train = noop  # before each pass; after all samples; after an epoch
+    prepare = end_batch = after_train = noop  # before a pass, if it adapts; after all samples; after an epoch
 
 # %% ../../nbs/source/ways/04_way.ipynb #199f5170
 @patch
@@ -70,7 +71,7 @@ def running_part(self:Way)->nn.Module:
     return model if self.part is None else self.part(model)
 
 @patch
-def module_rows(self:Way, loop:Loop)->int: return loop.samples()  # that this module sees of a batch
+def module_rows(self:Way, loop:Loop)->int: return loop.batch_rows()  # that this module sees of a batch
 
 @patch
 def valid_context(self:Way):
@@ -116,7 +117,7 @@ class InPieces(Way):
         "Rows of a piece of the present batch"
         return self.budget.rows(*self.to_split(loop)) if self.adapts else self.micro_bs
     def has_run(self, loop:Loop):
-        "A batch has; `micro_bs` is what fits of the largest one"
+        "After a batch, note what fits: `micro_bs` is that of the largest one"
         if loop.is_apart: self.budget.most = agree(loop.learn, self.budget.most, dist.ReduceOp.MIN)
         if loop.elements >= loop.largest: self.micro_bs = self.rows_at_a_time(loop)
     def shrink(self, loop:Loop)->str|None:
@@ -131,44 +132,3 @@ class InPieces(Way):
         return f"micro_batch_size='auto' cannot try sizes on a sharded {type(model).__name__}: use a number of samples"
 no_room_for_one = ("out of memory with a single sample: use smaller inputs, a smaller model, mixed precision, "
                    "or ActivationCheckpointing()")
-
-# %% ../../nbs/source/ways/04_way.ipynb #e24952fd
-class MicroBatches(InPieces):
-    "Each piece is a micro-batch of the window of `accum`, a `GradientAccumulation`"
-    splits_loss = True
-    micro_batch_size = property(attrgetter('accum.micro_batch_size'))
-    micro_bs = property(attrgetter('accum.micro_bs'), lambda self, n: setattr(self.accum, 'micro_bs', n))
-    def __init__(self, accum:Callback):
-        self.accum = accum
-        self.forget()
-    @property
-    def splits(self)->bool:
-        "Whether batches are split; for `accum_bs`, a DataLoader without a batch size yields `micro_batch_size` samples"
-        accum = self.accum
-        return accum.micro_batch_size is not None and not (accum.accum_bs and loader_bs(accum.learn.dls.train) is None)
-    def join(self):
-        if self.splits: super().join()
-    def parts(self, n:int)->list:
-        accum,size = self.accum,self.accum.now.batches.size
-        def piece(start, end):  # unless `accum` has been removed in between
-            if accum.now: accum.start_micro_batch(end*size//n - start*size//n, end-start, ends_batch=end == n)
-        return [SimpleNamespace(piece=piece)]
-    def rows_at_a_time(self, loop:Loop)->int:
-        "Rows of a piece: where the DataLoader makes several of each sample, those of `micro_batch_size` samples"
-        if self.adapts: return super().rows_at_a_time(loop)
-        n,batches = self.micro_bs,self.accum.now.batches
-        return max(n, -(-n*batches.rows//batches.size))
-    def shrink(self, loop:Loop)->str|None:
-        self.accum.now.is_told = not self.accum.verbose  # the line of the first step names the size
-        self.accum.warn_once(hooks_on(self.learn.opt))
-        return super().shrink(loop)
-    def end_batch(self):
-        "Give the batch its mean loss; raises CancelBatchException unless there is a step to take"
-        window = self.accum.window
-        steps = window.is_full and self.accum.close_window()
-        if window.losses: self.learn.loss = window.batch_loss if window.earlier or not steps else window.mean_loss
-        if not steps: raise CancelBatchException
-    def cancelled(self):
-        "Leave out the whole batch, not only a piece; the window starts again if it already has pieces of this batch"
-        window = self.accum.window
-        if window.losses or not window.n_micro: self.accum.start_over()
