@@ -58,12 +58,14 @@ def test_operations(case):
 def test_python_calls(case):
     "Functions of the package itself per micro-batch; all functions are fewer than with the least that accumulates, which logs more often"
     counts = count_calls(cases[case], K)
-    assert counts['our_calls'] == {'ours':37., 'ours_schedule':37.875}[case]  # 7 more a window: the schedule is asked for a size
+    assert counts['our_calls'] == {'ours':33.75, 'ours_schedule':34.625}[case]  # 7 more a window: the schedule is asked for a size
     assert counts['calls'] < count_calls(bare, K)['calls'] < count_calls(cases['plain'], K)['calls']
 
 # Calls of Python and C functions in one micro-batch, relative to the plain Learner, by K: with torch's SGD, with fastai's Adam. `exact` is one micro-batch a window in a loop
-# of its own, which notes the state of the random generators in each batch (and here, in a short epoch, all that the model holds in every 20th), so that memory may run out later
-limits = dict(windows={1:(1.09, 1.08), 8:(.80, .71), 64:(.75, .67)}, pieces={8:(.60, .53), 64:(.51, .45)}, schedule={8:(.81, .72)}, exact={1:(1.14, 1.12)})
+# of its own, which notes the state of the random generators in each batch (and here, in a short epoch, all that the model holds in every 20th), so that memory may run out later:
+# 1.08 of it are the window's. Goals are 1.08 for K=1, .75 for K=8, .78 for a schedule and 1.03 for `exact`. With SGD, K=8 misses them, since fastai calls the events of all callbacks for
+# each micro-batch: the least that accumulates, `bare`, has .96 and .83
+limits = dict(windows={1:(1.08, 1.08), 8:(.80, .71), 64:(.75, .66)}, pieces={8:(.60, .53), 64:(.51, .45)}, schedule={8:(.80, .72)}, exact={1:(1.14, 1.12)})
 
 @pytest.mark.parametrize('opt', costs.opts)
 @pytest.mark.parametrize('way,k', [(way, k) for way,ks in costs.sizes.items() for k in ks])
@@ -102,7 +104,7 @@ def test_pieces_of_a_batch():
     """Beside micro-batches from the loader: views of inputs, targets and the output without its graph, and twice a batch, to join the outputs and to keep the batch;
     what is kept is the batch's output, as without the callback. Fewer functions are called, since most events come once a batch"""
     from_loader,pieces = (count_operations(cases[o], K)|count_calls(cases[o], K)|count_bytes(cases[o], K) for o in ('ours', 'ours_pieces'))
-    assert pieces['ops']-from_loader['ops'] == 3+2/K and pieces['our_calls']-from_loader['our_calls'] == 18
+    assert pieces['ops']-from_loader['ops'] == 3+2/K and pieces['our_calls']-from_loader['our_calls'] == 20.75
     assert pieces['kept'] == 4*(K*16*10 + 15) and pieces['calls'] < .8*from_loader['calls']
 
 class Wasteful(GradientAccumulation):

@@ -69,7 +69,7 @@ def before_batch(self:WindowEvents):
     "Start a micro-batch; if no window is filling, restore the hyper-parameters and open one"
     learn,now,window = self.learn,self.now,self.window
     if now is None: return
-    if not window.is_filling:
+    if window.result or not window.n_micro:
         now.hypers.restore(learn.opt)
         window.open(self.size_now())
         now.watch.note()
@@ -135,7 +135,7 @@ def after_backward(self:WindowEvents):
         if micro and not (micro.ends_window or now.is_own): now.watch.check()
         add_in_float32(learn.opt, window.sums, now.is_own)
         now.watch.note()
-    if not (now.is_split or window.is_full and self.close_window()): raise CancelBatchException
+    if not (now.is_split or micro and micro.ends_window and self.close_window()): raise CancelBatchException
 
 # %% ../../nbs/source/learner/08_events.ipynb #908710a4
 @patch
@@ -147,8 +147,7 @@ def close_window(self:WindowEvents)->bool:
         check_samples(learn.model)  # some have them from the first backward pass on
         compared = now.loss_check.compare()
     if now.processes.n > 1: now.processes.add_up(window)
-    else:
-        numbers = window.fetch(*compared, *ratios)  # with one sync
+    elif numbers := window.fetch(*compared, *ratios):  # with one sync
         compared,ratios = numbers[:len(compared)],numbers[len(compared):]
     if ratios: now.watch.judge(ratios)
     if compared and (found := now.loss_check.judge(*compared)): warn(found)
@@ -185,7 +184,7 @@ def warn_once(self:WindowEvents, message:str):
 @patch
 def after_step(self:WindowEvents):
     "The optimizer has used the window; this event comes after a cancelled step, too"
-    if self.window.is_filling: self.window.finish('stepped')
+    if not self.window.result and self.window.n_micro: self.window.finish('stepped')
 
 @patch
 def after_cancel_step(self:WindowEvents):

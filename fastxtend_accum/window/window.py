@@ -23,23 +23,23 @@ class MicroBatch:
 class Window:
     "The micro-batches of one optimizer step: `micro` is the present one, the others are in the sums"
     def __init__(self, n_processes:int=1):
-        self.n_processes,self.results = n_processes,Counter()  # how many windows of this fit have ended in which way
+        self.n_processes,self.n_logged = n_processes,0
+        self.results = Counter()  # how many windows of this fit have ended in which way
         self.open()
 
     def open(self, size:int=0):
         "Start with no micro-batch; `size` samples fill the window"
-        self.size,self.result,self.micro = size,None,None
+        self.size,self.result,self.is_logged,self.micro = size,None,False,None
         self.n_micro,self.samples,self.items,self.loss_sum,self.unit = 0,0,None,None,None
         self.losses,self.sums = [],None  # of the pieces of the present batch: loss and weight; of gradients in float32
 
     def finish(self, result:str):
-        self.result,self.sums = result,None
+        self.result,self.sums,self.is_logged = result,None,result != 'dropped'
         self.results[result] += 1
+        self.n_logged += self.is_logged
 
     is_filling = property(lambda self: self.result is None and self.n_micro > 0)
     is_full = property(lambda self: self.micro is not None and self.micro.counted and self.micro.ends_window)
-    is_logged = property(lambda self: self.result in ('stepped', 'skipped'))
-    n_logged = property(lambda self: self.results['stepped']+self.results['skipped'])
     is_sum = property(lambda self: self.items is None)  # of losses that sum
     total_weight = property(lambda self: 1 if self.items is None else self.items/self.unit)
     mean_loss = property(lambda self: self.loss_sum if (w := self.total_weight) == 1 else self.loss_sum/w)
