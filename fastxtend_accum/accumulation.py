@@ -108,8 +108,9 @@ def start_fit(self:GradientAccumulation):
 def hold_way(self:GradientAccumulation):
     "Let the `way` take part in this fit, unless the Learner has its own `ActivationCheckpointing`"
     learn,way = self.learn,self.way
-    if self.exact and learn._grab_cbs(ActivationCheckpointing): return
-    way.label = 'exact=True' if self.verbose else None
+    if self.exact:
+        if learn._grab_cbs(ActivationCheckpointing): return
+        way.label = 'exact=True' if self.verbose else None
     way.learn = learn
     way.before_fit()
     fit_of(learn).stack(self).callback(setattr, way, 'learn', None)

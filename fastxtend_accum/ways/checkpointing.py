@@ -183,7 +183,7 @@ class ActivationCheckpointing(Way):
         self.budget,self.is_told,self.n = BlockBudget(),False,None
     def why_not_sharded(self, model:nn.Module)->str: return cannot_run_again(model)
     def before_train(self):
-        "Find the blocks, and join the loop; raises ValueError if all are to run again, and that is impossible"
+        "Find the blocks, and enter the loop; raises ValueError if all are to run again, and that is impossible"
         model = inner_model(self.learn.model)
         self.module_names,self.states = {m:n for n,m in model.named_modules()},{}
         self.found,self.groups,self.why_none = [],{},cannot_run_again(self.learn.model)
