@@ -68,9 +68,6 @@ def check_arguments(self:GradientAccumulation, unknown:dict):
                              f"pass one of them; micro_batch_size={n} would split batches"),
         (self.remainder not in (None, *remainders),
          f"remainder must be one of {remainders} or None, not {self.remainder!r}"),
-        (self.exact and self.micro_batch_size is not None,
-         f"exact=True runs whole batches, and micro_batch_size={self.micro_batch_size!r} splits them: "
-         "pass one of them"),
         (self.remainder == 'carry' and not (a or n) and (self.exact or self.micro_batch_size is not None),
          "remainder='carry' is for windows of several batches: pass accum_bs, or leave remainder out")):
         if is_wrong: raise ValueError(message)
@@ -136,6 +133,9 @@ def check(self:GradientAccumulation):
         names = ', '.join(f'{type(o).__module__}.{type(o).__name__}' for o in found)
         raise ValueError(f"this Learner has {len(found)} callbacks that accumulate ({names}): "
                          "keep one, see learn.remove_cb")
+    if self.exact and self.micro_batch_size is not None:  # it may be set between fits
+        raise ValueError(f"exact=True runs whole batches, and micro_batch_size={self.micro_batch_size!r} splits them: "
+                         "use one of them")
     check_accumulates(learn.model, learn.opt)
     for name,size in sizes.items() if self.accum_bs else (): check_multiple(name, size, now.loader_bs, now.processes.n)
     size,bs = max(sizes.values()),now.global_bs

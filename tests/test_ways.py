@@ -356,7 +356,7 @@ def test_errors():
     for o in 1,'auto',None:
         with pytest.raises(TypeError, match='exact must be True or False, not'): GradientAccumulation(exact=o)
     for size in 8,'auto':
-        with pytest.raises(ValueError, match=f'exact=True runs whole batches, and micro_batch_size={size!r} splits them: pass one of them'): exact(micro_batch_size=size)
+        with pytest.raises(ValueError, match=f'exact=True runs whole batches, and micro_batch_size={size!r} splits them: use one of them'): run(normed, exact(micro_batch_size=size))
     with pytest.raises(ValueError, match='exact=True is for windows of one loader batch, and a schedule has larger ones'): GradientAccumulationSchedule(32, 64, exact=True)
     with pytest.raises(ValueError, match=r'exact=True: 2 batches of 32 are not one batch of 64, since BatchNorm, dropout .*: set bs=64 in the DataLoader'):
         run(partial(plain, n=128), exact(accum_bs=64))
