@@ -473,6 +473,15 @@ def test_what_a_function_holds_is_put_back(f):
     state.put_back()
     assert not state.moved() and f() == before
 
+def test_a_dict_in_a_module_may_have_a_name_of_the_modules():
+    m = nn.Linear(1, 1)
+    m.kept = dict(training=torch.zeros(2))
+    state = Saved(held(m))
+    m.kept['training'] += 1
+    assert len(state.moved()) == 1
+    state.put_back()
+    assert m.kept['training'].tolist() == [0, 0]
+
 class Summed(nn.Module):
     "Gives one number in validation, and then has no memory for more than 8 samples"
     def __init__(self): super().__init__(); self.m,self.calls = nn.Linear(5, 1).double(),0

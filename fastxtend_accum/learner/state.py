@@ -98,7 +98,8 @@ def glances(objects:list, known:Container=())->list:
 generators = random.Random,np.random.Generator,np.random.RandomState,torch.Generator,types.ModuleType  # or a global one
 _containers = dict,list,set,deque
 _of_functions = '__self__','__closure__','__defaults__','__kwdefaults__','__dict__','func','args','keywords'
-_hooks = vars(nn.Module()).keys()-{'_parameters','_buffers','_modules'}  # not looked at while empty, in each module
+# In each module; not looked at while empty
+_hooks = {k for k,o in vars(nn.Module()).items() if isinstance(o, (dict,set))}-{'_parameters','_buffers','_modules'}
 # Data, optimizers and callbacks have other owners: nothing in them is looked at
 opaque = (type,types.ModuleType,Learner,DataLoaders,DataLoader,torch.utils.data.DataLoader,torch.utils.data.Dataset,
           Optimizer,OptimWrapper,torch.optim.Optimizer)
