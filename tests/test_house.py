@@ -5,9 +5,8 @@ from graphlib import TopologicalSorter
 import pytest
 
 from common import *
-from pages import root
 
-package = root/'fastxtend_accum'
+package = Path(__file__).parent.parent/'fastxtend_accum'
 folders = ['window', 'learner', 'ways', '']  # a module imports from its own folder, and from those to the left
 paths = {o.relative_to(package).with_suffix('').as_posix():o for o in package.rglob('*.py') if not o.name.startswith('_')}
 
