@@ -50,7 +50,7 @@ class FitState:
         self.n_windows,self.pct = None,0.  # of the epoch; the position in the fit
 
     def begin_epoch(self, accum:WindowEvents, dl)->bool:
-        "The batches of `dl` for an epoch; returns whether their size is another than before"
+        "The batches of `dl` for an epoch, and `accum.micro_bs`; returns whether batches have another size than before"
         given = accum.accum_bs and (accum.micro_batch_size or 'auto')
         self.at_end = end_of_epoch(accum.remainder, dl) if accum.accum_bs else accum.remainder or 'step'
         before,self.batches = self.batches,LoaderBatches(dl, given, self.at_end)

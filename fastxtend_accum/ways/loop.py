@@ -13,7 +13,6 @@ from fastai.callback.fp16 import MixedPrecision
 
 from ..learner.nested import *
 from ..learner.loader import *
-from ..window.gradients import *
 from ..window.processes import *
 from ..learner.fit import *
 from ..learner.state import *
@@ -39,7 +38,6 @@ def forward_and_loss(learn:Learner, forward:Callable, has_loss:Callable=noop):
 class Loop:
     "Runs the batches of a fit where fastai runs `_do_one_batch`, in the `ways` that take part"
     def __init__(self, learn:Learner):
-        check_runs_again(learn.model)
         self.learn,self.ways,self.lists,self.owners = learn,[],{},[]
         self.undo,self.largest = Undo(learn),0  # elements of a batch in this fit
     def __call__(self, f:Callable): self.train() if self.learn.training else forward_and_loss(self.learn, self.forward)

@@ -39,7 +39,8 @@ class Way(FitCallback):
         if not self.is_in_fit(): return
         learn,fit = self.learn,fit_of(self.learn)
         check_loop(learn, self)
-        loop = fit.instead.setdefault('batch', Loop(learn))
+        check_runs_again(learn.model)
+        loop = fit.instead['batch'] = loop_of(learn) or Loop(learn)
         loop.owners = state_owners(learn.model)
         if self.splits: check_splits(learn.model, loop.owners)
         if self in loop.ways: return
