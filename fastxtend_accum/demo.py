@@ -50,15 +50,19 @@ class Activations(FitCallback):
         if not self.training: return
         self.kept,self.own = {},{p.untyped_storage().data_ptr() for p in self.model.parameters()}
         self.in_forward.enter_context(torch.autograd.graph.saved_tensors_hooks(self.keep, noop))
+        self.in_forward.callback(nn.modules.module.register_module_forward_pre_hook(self.check).remove)
     def keep(self, t):
         storage = t.untyped_storage()
         if storage.data_ptr() not in self.own:
             self.kept[storage.data_ptr()] = storage.nbytes()/2**20  # once, however many layers keep it
-        if sum(self.kept.values()) <= self.limit: return t
+        return t.detach()  # PyTorch never frees the graph of an output that a hook returns as it is
+    def check(self, *args):  # not in `keep`: an error there has the same effect
+        if sum(self.kept.values()) <= self.limit: return
         self.in_forward.close()
         raise torch.OutOfMemoryError(f'out of memory: more than {self.limit} MB of activations')
     def after_loss(self):
         self.in_forward.close()
+        self.check()
         self.mb = max(self.mb, sum(self.kept.values()))
     def after_cancel_batch(self): self.in_forward.close()
 
