@@ -1,8 +1,6 @@
 """`python -m benchmarks.batch_size` measures what the page "Evidence" shows of batch sizes, and writes `batch_size.json` beside this file:
 the samples that each batch size needs to reach a loss, and its time per sample. Some 20 minutes on one core.
 
-What `bs_find` had said before it was removed (`found`) stays in the file.
-
 The searches for learning rates need hundreds of runs, so those that count samples are plain PyTorch loops; the steps of
 `GradientAccumulation` are the same, as its tests show"""
 import functools, json, sys, time
@@ -106,7 +104,6 @@ class Task:
 
 tasks = dict(digits=Task(digits_learner, True, .016, {0:2, 1:3}), text=Task(text_learner, False, 8e-3, {0:2, 1:2}),
              table=Task(table_learner, False, 4e-3, {0:2, 1:3}), shapes=Task(shapes_learner, True, .03, {0:2, 1:3}))
-# Those above had chosen the rules inside `bs_find`; these have chosen nothing but their own rate
 tasks |= dict(pixels=Task(pixels_learner, False, 8e-3, {0:2, 1:3}), photos=Task(photos_learner, True, .03, {0:2, 1:3}),
               topics=Task(topics_learner, False, .016, {0:2, 1:3}), friedman=Task(friedman_learner, True, .016, {0:2, 1:3}))
 

@@ -4,7 +4,6 @@ from statistics import mean, stdev
 
 names = dict(digits='digits, SGD', text='docstrings, Adam', table='table, Adam', shapes='shapes, SGD',
              pixels='pixels, Adam', photos='photos, SGD', topics='topics, Adam', friedman='friedman, SGD')
-first_tasks = [*names.values()][:4]  # that chose the rules inside `bs_find`
 
 @dataclass
 class Case:
@@ -14,23 +13,19 @@ class Case:
     target:float # The loss
     samples:dict[int,float] # Needed on average, by batch size; a seed that did not come there counts with all that it trained on
     micros:dict[tuple[int,int],float] # Microseconds per sample, by batch size and micro-batch
-    found:list[dict] # What `bs_find` said in three runs
 
     @property
     def where(self): return f'{self.start} → {self.target:.2f}'
 
-    def time(self, bs:int, micro_bs:int|None=None)->float:
-        "Seconds to the target; None: in the faster of the two ways"
-        ways = [us for (size,micro),us in self.micros.items() if size == bs and micro_bs in (None, micro)]
-        return self.samples[bs]*min(ways)/1e6
+    def time(self, bs:int)->float:
+        "Seconds to the target, in the faster of the two ways"
+        return self.samples[bs]*min(us for (size,_),us in self.micros.items() if size == bs)/1e6
 
     def best(self)->int: return min(self.samples, key=self.time)
 
-    def lost(self, bs:int, micro_bs:int|None=None)->float:
+    def lost(self, bs:int)->float:
         "Time with this size over time with the best one"
-        return self.time(bs, micro_bs)/self.time(self.best())
-
-    def found_lost(self)->list[float]: return [self.lost(o['fastest'], o['micro_bs']) for o in self.found]
+        return self.time(bs)/self.time(self.best())
 
 def cases(results):
     for task,o in results.items():
@@ -38,7 +33,7 @@ def cases(results):
         micros = {(int(bs), int(bs)):us for bs,us in times['whole'].items()} | {(int(bs), 64):us for bs,us in times['accumulated'].items()}
         for start,case in o['needed'].items():
             samples = {int(bs):mean(o or case['most'] for o in v['samples']) for bs,v in case['sizes'].items()}
-            yield Case(names[task], int(start), case['target'], samples, micros, o['found'][start])
+            yield Case(names[task], int(start), case['target'], samples, micros)
 
 def summary(losses): return f'{mean(losses):.2f}',f'{max(losses):.2f}'
 
@@ -57,16 +52,6 @@ def lost_with(results):
     return {bs:[o.lost(bs) for o in every] for bs in every[0].samples}
 
 def summary_table(results): return table([(bs, *summary(o)) for bs,o in lost_with(results).items()], 'batch size', 'mean', 'worst')
-
-def found_and_always(results):
-    "Time lost with `bs_find`, and with a single size, on the tasks that chose its rules and on the others"
-    halves = [[o for o in cases(results) if (o.task in first_tasks) == is_first] for is_first in (True, False)]
-    rows = {'bs_find':[[l for o in half for l in o.found_lost()] for half in halves]}
-    return rows | {f'always {bs}':[[o.lost(bs) for o in half] for half in halves] for bs in (64, 128, 256)}
-
-def removed_table(results):
-    rows = [(how, *[f'{mean(o):.2f} ({max(o):.2f})' for o in halves]) for how,halves in found_and_always(results).items()]
-    return table(rows, 'batch size', 'first four tasks', 'other four')
 
 def seesaw_losses(runs, way): return [mean(o[way][0]) for o in runs.values()]
 

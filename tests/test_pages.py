@@ -94,7 +94,8 @@ def test_the_page_of_libraries_is_true():
     "The tests that it names are there, and its figures are those of results.json"
     cells,folder = sources['reference/05_libraries.ipynb'],root/'tests'
     text = '\n'.join(prose(cells))
-    named = re.findall(r'`(test_\w+\.py)`: `(test_\w+)`', text)
+    lists = re.findall(r'`(test_\w+\.py)`: (`test_\w+`(?:, `test_\w+`)*)', text)  # a file, and its tests
+    named = [(file, name) for file,tests in lists for name in re.findall(r'\w+', tests)]
     assert {name for _,name in named} == set(re.findall(r'`(test_\w+)`', text)) and len(named) > 20
     for file,name in named: assert f'def {name}(' in next(o for o in (folder/file, folder/'libraries'/file) if o.exists()).read_text(), name
     results = json.loads((folder/'libraries/results.json').read_text())
