@@ -1,8 +1,9 @@
 "ActivationCheckpointing: weights and buffers of the plain fit, bit for bit, in less memory"
-import weakref
+import gc,weakref
 
 import pytest, timm
 from fastai.callback.mixup import MixUp
+from fastai.text.models.awdlstm import WeightDropout
 from fastai.vision.all import DataBlock, ImageBlock, MaskBlock, CategoryBlock, PILImage, PILMask, aug_transforms, create_vision_model, resnet18, resnet34, unet_learner, vision_learner, xresnet18
 from fastai.vision.models.xresnet import ResBlock, XResNet
 
@@ -12,6 +13,7 @@ from fastxtend_accum.ways.checkpointing import ActivationCheckpointing, checkpoi
 from fastxtend_accum.learner.nested import tensors_in
 from benchmarks.counts import LiveBytes
 from test_life import CANCELS, EVENTS, Fault
+from test_observed import Fails
 
 def state(learn): return {k:v.clone() for k,v in learn.model.state_dict().items()}
 
@@ -718,3 +720,30 @@ def test_offload_leaves_no_input_on_the_device(make, n):
     def alive(offload):
         return deep(all_blocks(lambda m: m.layers, offload), Inputs(), m=make()).inputs.alive
     assert alive(False) == [True]*n and alive(True) == [False]*n
+
+class Recurrent(nn.Module):
+    "Makes a new weight in each forward pass, as fastai's AWD-LSTM does, and a new list of weights, as PyTorch's RNNs do"
+    def __init__(self): super().__init__(); self.rnn = WeightDropout(nn.LSTM(5, 5, batch_first=True), .5)
+    def forward(self, x): return self.rnn(x[:,None])[0][:,0]
+
+class Weights(Callback):
+    "How many weights of earlier batches are alive before each batch"
+    def before_fit(self): self.weights,self.alive = [],[]
+    def before_batch(self):
+        gc.collect()
+        if self.training: self.alive.append(len([o for o in self.weights if o() is not None]))
+    def after_pred(self):
+        if self.training: self.weights += [weakref.ref(m.weight_hh_l0) for m in self.model.modules() if isinstance(m, nn.LSTM)]
+
+def recurrent_blocks(m): return list(m[0])
+@pytest.mark.parametrize('cb', [
+    lambda: GradientAccumulation(exact=True), lambda: ActivationCheckpointing(recurrent_blocks), lambda: ActivationCheckpointing(recurrent_blocks, adapt=False),
+    lambda: GradientCache(4), lambda: GradientCache('auto')], ids=['exact', 'blocks', 'all_blocks', 'cache', 'auto_cache'])
+def test_nothing_of_earlier_batches_is_kept(cb):
+    "In an epoch of 20 batches, of which 1, 2, 3, 5, 9 and 17 are looked at"
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Sequential(Recurrent(), Recurrent()), nn.Linear(5, 1)).double()
+    cb = cb()
+    adapts = not isinstance(cb, GradientCache) and getattr(cb, 'adapt', True)
+    learn = fit(make_learner(8, n=160, m=m, cbs=[cb, Weights(), *[Fails(0)]*adapts]), 1)
+    assert len(learn.weights.alive) == 20 and 2 <= max(learn.weights.alive) <= 4  # the last two, and those of the batch before, to be put back

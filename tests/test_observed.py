@@ -44,6 +44,7 @@ states = dict(
     frozen_new_data=(frozen, new_data), attribute=(plain, in_place), new_attribute=(plain, replaced_by),
     number=(lambda m: set_n(m, 0), lambda m, x: (set_n(m, m.n+1), .01*m.n)[1]), dict=held_in(lambda: dict(n=0), lambda o: o['n'], set_item('n')),
     nested=held_in(lambda: dict(a=[dict(n=0)]), lambda o: o['a'][0]['n'], lambda o, n: set_item('n')(o['a'][0], n)), list=held_in(lambda: [0], lambda o: o[0], set_item(0)),
+    list_then_new=(lambda m: setattr(m, 'n', [0]), lambda m, x: (set_item(0)(m.n, m.n[0]+1), set_n(m, [*m.n]), .01*m.n[0])[2]),
     deque=held_in(lambda: deque([0], 3), lambda o: o[-1], deque.append), set=held_in(set, len, set.add), array=held_in(lambda: np.zeros(1), lambda o: float(o[0]), set_item(0)),
     object=held_in(Meter, attrgetter('n'), set_n), namespace=held_in(lambda: SimpleNamespace(n=0), attrgetter('n'), set_n), slots=held_in(Slotted, attrgetter('n'), set_n),
     hook=(lambda m: m.register_forward_pre_hook(Hook()), lambda m, x: (set_n(hook_of(m), hook_of(m).n+1), .01*hook_of(m).n)[1]))
@@ -151,7 +152,7 @@ autos = dict(exact=lambda: GradientAccumulation(exact=True), blocks=lambda: Acti
 @pytest.mark.thin(15)
 @pytest.mark.parametrize('auto', autos)
 @pytest.mark.parametrize('begins,fails', [(0, 0), (0, 2), (0, 3), (3, 2), (3, 3), (3, 4), (3, 5), (3, 6), (5, 6), (5, 8), (5, 11), (6, 6), (6, 7), (6, 9), (7, 13)])
-@pytest.mark.parametrize('kind', ['buffer', 'buffer_data', 'new_buffer', 'frozen', 'frozen_data', 'frozen_new_data', 'number', 'nested', 'array', 'slots'])
+@pytest.mark.parametrize('kind', ['buffer', 'buffer_data', 'new_buffer', 'frozen', 'frozen_data', 'frozen_new_data', 'number', 'nested', 'list_then_new', 'array', 'slots'])
 def test_a_failed_pass_is_undone_or_an_error(kind, begins, fails, auto):
     "Two epochs of 8 batches; an error only if the state began to move after the batches that were looked at"
     def run(*cbs):

@@ -77,10 +77,10 @@ class RecorderWindows(WindowLogger):
         if no_window and (now.has_targets or not now.batches.seen): cb.log[1] = None
 
 # %% ../../nbs/source/learner/06_logging.ipynb #7c1f0a51
-def plot_sizes(sizes:list, edges:list, xlabel:str, ax=None, color='#0072B2', lw=1.5):
+def plot_sizes(sizes:list, edges:list, xlabel:str, ax=None):
     "Plot the `sizes` of windows that begin and end at `edges`; returns the axes"
     ax = ax or plt.subplots(figsize=(5, 3), layout='constrained')[1]
-    ax.stairs(sizes, edges, baseline=None, color=color, lw=lw)
+    ax.stairs(sizes, edges, baseline=None, color='#0072B2', lw=1.5)
     ax.set(xlabel=xlabel, ylabel='batch size (samples)', ylim=(0, None))
     return ax
 

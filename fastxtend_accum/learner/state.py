@@ -133,33 +133,35 @@ def held(*objects, functions:bool=False, seen:dict|None=None)->list:
         rest += inside
     return res
 
-def all_held(model:nn.Module, *functions:Callable)->list:
+def all_held(model:nn.Module|tuple, *functions:Callable, seen:dict|None=None)->list:
     "All that a pass of `model` and of `functions`, such as a loss, can move, and the global random generators"
-    return [*held(model), *held(*functions, functions=True), *global_generators()]
+    return [*held(*functions, functions=True, seen=seen), *held(model, seen=seen), *global_generators()]
 
 # %% ../../nbs/source/learner/04_state.ipynb #3f1c7a22
-def is_same(a, b, sizes:Container)->bool:
-    """Whether a state that was `a` is the same as `b`. What has a graph, or one of `sizes`, the samples of a pass, is
-    what the pass has made of its samples, and no state"""
+def is_same(a, b, sizes:Container, before:dict)->bool:
+    """Whether a state that was `a` is the same as `b`; `before[id(a)]` is what `a` contained. What has a graph, or one
+    of `sizes`, the samples of a pass, is what the pass has made of its samples, and no state"""
     if a is b or isinstance(b, torch.Size): return True
+    a = before.get(id(a), a)
     if isinstance(b, (Tensor,np.ndarray)):
         if getattr(b, 'requires_grad', False) or any(n in sizes for n in b.shape[:max(b.ndim-1, 1)]): return True
         return isinstance(a, type(b)) and is_still(b, a)
     if isinstance(b, (*_containers,tuple)):
         a = a if isinstance(a, (*_containers,tuple)) else ()
         a,b = [o if isinstance(o, dict) else dict(enumerate(o)) for o in (a, b)]
-        return all(is_same(a.get(k), b.get(k), sizes) for k in {**a, **b})
+        return all(is_same(a.get(k), b.get(k), sizes, before) for k in {**a, **b})
     if not isinstance(b, (Number,str)): return not isinstance(a, (Number,str))
     return isinstance(a, (Number,str)) and a == b or b in sizes and (a is None or isinstance(a, Number) and a != 0)
 
 def state_moved(saved:Saved, learn:Learner, *sizes)->list:
     "What of `saved` a pass of `learn`, in pieces of `sizes`, has moved, if it is a state, not what is kept of samples"
     sizes = {*sizes, *[len(o) for o in tensors_in((learn.xb, learn.yb)) if o.ndim]}
+    before = {id(o):value for o,value in saved.copies}
     def is_still_state(o, value):
         if is_still(o, value): return True
         is_buffers = any(o is m._buffers for m in learn.model.modules())
         inside = isinstance(o, (*_containers,Slots,types.CellType))
-        return inside and is_same(value, content(o), () if is_buffers else sizes)
+        return inside and is_same(value, content(o), () if is_buffers else sizes, before)
     return saved.moved(is_still_state)
 
 def owners(moved:Iterable, model:nn.Module, *others)->list:

@@ -102,7 +102,8 @@ def train_context(self:GradientCache):
     "The forward pass runs in pieces"
     loop,module = loop_of(self.learn),self.running_part()
     forward,n,most = module.forward,self.module_rows(loop),self.rows_at_a_time(loop)
-    if is_look(self.learn) or self.state is None: self.state = BlockState(module)
+    if self.state is None or self.state.block is not module: self.state = BlockState(module)
+    self.state.begin()
     state,kept = self.state,Kept(self.learn, forward) if most < n and not self.learn.iter else None
     loop.kept,forward = kept,kept or forward
     b,checks = (*self.learn.xb, *self.learn.yb),[]

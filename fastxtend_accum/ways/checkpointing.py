@@ -24,38 +24,33 @@ from .way import *
 from ..learner.description import *
 
 # %% auto #0
-__all__ = ['containers', 'BlockState', 'all_tensors', 'checkpointed', 'checked', 'is_repeated', 'n_layers', 'is_long', 'grouped',
-           'find_blocks', 'ActivationCheckpointing', 'cannot_run_again', 'own_blocks', 'to_cpu', 'from_cpu']
+__all__ = ['containers', 'BlockState', 'run_again', 'all_tensors', 'checkpointed', 'checked', 'is_repeated', 'n_layers',
+           'is_long', 'grouped', 'find_blocks', 'ActivationCheckpointing', 'cannot_run_again', 'own_blocks', 'to_cpu',
+           'from_cpu']
 
 # %% ../../nbs/source/ways/05_checkpointing.ipynb #c14a0008
 class BlockState:
     "What `block` holds and may move, so that it can run again from where its first run began"
-    looks = True
     def __init__(self, block:nn.Module): self.block,self.moving,self.is_new,self.found,self.n = block,[],True,None,0
     def __reduce__(self): return noop,()  # a copy of the callback finds its own
 
     def begin(self)->bool:
-        "Count a batch in which the block may run again; returns whether it is the 1st, 2nd, 3rd, 5th, 9th ..."
-        self.looks,self.n = not self.n & (self.n-1),self.n+1
-        if self.looks: self.look()
+        """Find what the block holds before a run, and return whether it is the 1st, 2nd, 3rd, 5th, 9th ...: in these it
+        looks at frozen parameters, which may be large. They are copied in the first one, and once they have moved"""
+        self.found,self.looks,self.n = held(self.block),not self.n & (self.n-1),self.n+1
         return self.looks
-
-    def look(self):
-        "Find what there is to copy: frozen parameters, which may be large, only in the first run or if they have moved"
-        found = held(self.block)
-        self.found = [o for o in found if not isinstance(o, Tensor)]+global_generators()
-        self.holders = [o for o in found if isinstance(o, (dict,list,deque,Slots))]
-        self.tensors = [o for o in found if isinstance(o, Tensor) and not isinstance(o, nn.Parameter)]
-        self.frozen = [o for o in found if isinstance(o, nn.Parameter)]
 
     @contextmanager
     def first_run(self):
         "A context for the first run; gives the context for those that follow, which leave everything as it was"
-        if not self.found: self.look()  # without `begin`
-        state,versions = Saved(self.found),[o._version for o in self.frozen]
-        looked = Saved(glances(self.frozen*self.looks))
-        yield partial(self.again, state, [(o, content(o)) for o in self.tensors+self.moving+self.frozen*self.is_new])
-        moved = looked.moved() if self.looks else [o for o,v in zip(self.frozen, versions) if o._version != v]
+        if self.found is None: self.begin()
+        tensors,others = [[o for o in self.found if isinstance(o, Tensor) is k] for k in (True, False)]
+        frozen = [o for o in tensors if isinstance(o, nn.Parameter)]
+        kept = [o for o in tensors if not isinstance(o, nn.Parameter)]+self.moving+frozen*self.is_new
+        state,versions = Saved(others+global_generators()),[o._version for o in frozen]
+        looked = Saved(glances(frozen*self.looks))
+        yield partial(run_again, state, [(o, content(o)) for o in kept])
+        moved = looked.moved() if self.looks else [o for o,v in zip(frozen, versions) if o._version != v]
         moved = [o for o in moved if all(o is not m for m in self.moving)]
         if moved and not self.is_new:
             raise RuntimeError(f"{type(self.block).__name__} changes a frozen parameter, and did not before, so it "
@@ -64,16 +59,15 @@ class BlockState:
         self.is_new = False
 
 # %% ../../nbs/source/ways/05_checkpointing.ipynb #c14a0009
-@patch
 @contextmanager
-def again(self:BlockState, state:Saved, values:list):
-    "A context for a further run, which begins with `state` and the `values` of tensors"
-    outside = Saved(self.found)
+def run_again(state:Saved, values:list):
+    "A context for a further run, which begins with `state` and the `values` of tensors, and leaves all as it was"
+    outside = Saved(o for o,_ in state.copies)
     state.put_back()
     copies = {id(o):v.to(o.device, copy=True) for o,v in values}  # the backward pass may need those of this run
-    for o in self.holders:
+    for o,_ in state.copies:
         if isinstance(o, dict): o.update({k:copies[id(v)] for k,v in o.items() if id(v) in copies})
-        else: put(o, [copies.get(id(v), v) for v in o])
+        elif isinstance(o, (list,deque,Slots)): put(o, [copies.get(id(v), v) for v in o])
     try: yield
     finally: outside.put_back()
 
@@ -234,9 +228,9 @@ def run_block(self:ActivationCheckpointing, block:nn.Module)->Callable:
     "The forward pass of `block`, checkpointed; in some batches, checked, too"
     name = f"{type(block).__name__} {self.module_names.get(block, 'of its layers')}"
     forward,offloads = block.forward,self.offload or self.level > len(self.found)
-    state = self.states[block] = self.states.get(block) or BlockState(block)
-    looks = state.begin()
+    state = self.states.setdefault(block, BlockState(block))
     def run(*args, **kwargs):
+        looks = state.begin()
         f = checked(forward, name, offloads) if looks else forward
         hooks = saved_tensors_hooks(to_cpu, from_cpu) if offloads else nullcontext()
         with hooks, set_checkpoint_early_stop(not looks): return checkpointed(f, state)(*args, **kwargs)
@@ -253,6 +247,10 @@ def backward_context(self:ActivationCheckpointing):
                             *[replaced(m, 'forward', self.run_block(m)) for m in self.found[:self.level]]])
 
 ActivationCheckpointing.train_context = ActivationCheckpointing.backward_context
+
+@patch
+def end_batch(self:ActivationCheckpointing):
+    for o in self.states.values(): o.found = None  # it may hold what only this batch has used
 
 # %% ../../nbs/source/ways/05_checkpointing.ipynb #498127bd
 @patch

@@ -244,33 +244,35 @@ def has_run(self:Loop):
 # %% ../../nbs/source/ways/03_loop.ipynb #32a0812f
 class Undo:
     """Puts back what passes of `learn` have moved: the buffers, frozen parameters, attributes and random generators of
-    its model and loss. In some batches it looks at all of these, in the others at those that have moved"""
+    its model and loss. In some batches it looks at all of these, in the others at what the `owners` of those hold"""
     def __init__(self, learn:Learner):
         self.learn,self.in_place,self.is_new,self.differs = learn,False,True,[]
-        self.moves = {id(o):o for o in global_generators()}
+        self.owners,self.frozen = {},set()  # of what has moved: modules and losses; identities of frozen parameters
 
     def begin(self)->bool:
         "Begin a batch; returns whether its inputs are to be copied, since a pass may change them in place"
         looks = is_look(self.learn)
-        self.look_at,self.saved,self.unsaved = 0 if looks else None,{},()  # `unsaved`: types of what may not be undone
+        self.look_at,self.saved,self.undone = 0 if looks else None,{},None  # `undone`: identities of what was put back
         return looks or self.in_place
 
     def save(self, start:int):
         "Note the state before the piece at sample `start`"
-        learn,objects = self.learn,self.moves.values()
-        if start == self.look_at:
-            objects = all_held(inner_model(learn.model), learn.loss_func)
-            if not self.is_new: objects = glances(objects, self.moves)
-            self.no_grad = [p for p in learn.model.parameters() if p.grad is None]
+        model,loss,looks = inner_model(self.learn.model),self.learn.loss_func,start == self.look_at
+        others = None if looks else {id(o):o for o in (*model.modules(), loss) if id(o) not in self.owners}
+        objects = all_held(model if looks else (*self.owners.values(),), loss, seen=others)
+        if not looks: objects = [o for o in objects if not isinstance(o, nn.Parameter) or id(o) in self.frozen]
+        elif not self.is_new: objects = glances(objects, self.frozen)
+        if looks: self.no_grad = [p for p in model.parameters() if p.grad is None]
         self.saved = {k:o for k,o in self.saved.items() if k == 0} | {start:Saved(objects)}
 
     def put_back(self, start:int):
         "Undo passes since the one at sample `start`, and look at the next one, which shows what else they have moved"
-        if looks := start == self.look_at: self.differs = state_moved(self.saved[start], self.learn)
-        self.saved[start].put_back()
+        saved,looks = self.saved[start],start == self.look_at
+        if looks: self.differs = state_moved(saved, self.learn)
+        saved.put_back()
         for p in self.no_grad if looks and not start else []: p.grad = None
-        if not (looks and self.is_new): self.unsaved = self.unsaved or (nn.Parameter if looks else object)
-        self.look_at = start
+        undone = {identity(o) for o,_ in saved.copies if not isinstance(o, Glance)}
+        self.undone,self.look_at = undone if self.undone is None else self.undone & undone,start
 
 # %% ../../nbs/source/ways/03_loop.ipynb #3f1c7a26
 @patch
@@ -278,12 +280,13 @@ def has_run(self:Undo, start:int):
     "After a piece, note what has moved. Raises NothingFits if a failed pass has, too, and it was not saved"
     if start != self.look_at: return
     learn,saved = self.learn,self.saved[start]
-    moved = state_moved(saved, learn) if self.unsaved else []
-    lost = [o for o in moved if isinstance(o, self.unsaved) and identity(o) not in self.moves]
-    if found := lost and owners(lost, inner_model(learn.model), learn.loss_func):
+    lost = [] if self.undone is None else [o for o in state_moved(saved, learn) if identity(o) not in self.undone]
+    if found := owners(lost, inner_model(learn.model), learn.loss_func):
         raise NothingFits(f"memory ran out in a pass that cannot be undone, since {name_of(found[0])} had not "
                           "changed its state in earlier ones: set micro_batch_size to a number that fits, or use "
                           "ActivationCheckpointing(adapt=False)")
-    self.moves |= {identity(o):o for o in saved.moved()}
+    moved = saved.moved()
+    self.owners |= {id(o):o for o in owners(moved, inner_model(learn.model), learn.loss_func)}
+    self.frozen |= {id(o) for o in moved if isinstance(o, nn.Parameter)}
     self.look_at,self.is_new = None,False
     self.in_place = any(t._version for t in tensors_in((*learn.xb, *learn.yb)))
