@@ -76,7 +76,7 @@ def is_running(learn:Learner)->bool:
     return (fit := fit_of(learn)) is not None and fit.depth > 0
 
 def is_lr_find(learn:Learner)->bool: return hasattr(learn, 'lr_finder')
-def is_look(learn:Learner)->bool: return not learn.iter & (learn.iter-1)  # in batches 1, 2, 3, 5, 9 ... of an epoch
+def is_look(n:int)->bool: return not n & (n-1)  # whether to look after `n` others: at the 1st, 2nd, 3rd, 5th, 9th ...
 
 # %% ../../nbs/source/learner/02_fit.ipynb #e111f4c2
 class FitCallback(Callback):

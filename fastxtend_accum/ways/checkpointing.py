@@ -37,7 +37,7 @@ class BlockState:
     def begin(self)->bool:
         """Find what the block holds before a run, and return whether it is the 1st, 2nd, 3rd, 5th, 9th ...: in these it
         looks at frozen parameters, which may be large. They are copied in the first one, and once they have moved"""
-        self.found,self.looks,self.n = held(self.block),not self.n & (self.n-1),self.n+1
+        self.found,self.looks,self.n = held(self.block),is_look(self.n),self.n+1
         return self.looks
 
     @contextmanager

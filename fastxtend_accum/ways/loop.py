@@ -251,7 +251,7 @@ class Undo:
 
     def begin(self)->bool:
         "Begin a batch; returns whether its inputs are to be copied, since a pass may change them in place"
-        looks = is_look(self.learn)
+        looks = is_look(self.learn.iter)
         self.look_at,self.saved,self.undone = 0 if looks else None,{},None  # `undone`: identities of what was put back
         return looks or self.in_place
 
