@@ -257,12 +257,15 @@ class Undo:
 
     def save(self, start:int):
         "Note the state before the piece at sample `start`"
-        model,loss,looks = inner_model(self.learn.model),self.learn.loss_func,start == self.look_at
-        others = None if looks else {id(o):o for o in (*model.modules(), loss) if id(o) not in self.owners}
-        objects = all_held(model if looks else (*self.owners.values(),), loss, seen=others)
-        if not looks: objects = [o for o in objects if not isinstance(o, nn.Parameter) or id(o) in self.frozen]
-        elif not self.is_new: objects = glances(objects, self.frozen)
-        if looks: self.no_grad = [p for p in model.parameters() if p.grad is None]
+        model,loss,objects = inner_model(self.learn.model),self.learn.loss_func,global_generators()
+        if start == self.look_at:
+            objects = all_held(model, loss)
+            if not self.is_new: objects = glances(objects, self.frozen)
+            self.no_grad = [p for p in model.parameters() if p.grad is None]
+        elif self.owners:
+            others = {id(o):o for o in (*model.modules(), loss) if id(o) not in self.owners}
+            objects = all_held((*self.owners.values(),), loss, seen=others)
+            objects = [o for o in objects if not isinstance(o, nn.Parameter) or id(o) in self.frozen]
         self.saved = {k:o for k,o in self.saved.items() if k == 0} | {start:Saved(objects)}
 
     def put_back(self, start:int):
