@@ -748,3 +748,25 @@ def test_nothing_of_earlier_batches_is_kept(cb):
     adapts = getattr(cb, 'exact', False) or getattr(cb, 'adapt', False) or cb.micro_batch_size == 'auto'
     learn = fit_aloud(make_learner(8, n=160, m=m, cbs=[cb, Weights(), *[Fails(0)]*adapts]), 1)  # it prints what the first pass has moved
     assert len(learn.weights.alive) == 20 and max(learn.weights.alive) == (4 if adapts else 2)  # the last two, and those of the batch before, to be put back
+
+class FailsTwice(Fails):
+    "Memory runs out in the first passes; notes how many weights of passes before are alive in each"
+    order = -100
+    def before_fit(self): self.n,self.weights,self.alive = 0,[],[]
+    def after_pred(self):
+        if not self.training: return
+        gc.collect()
+        self.alive.append(len([o for o in self.weights if o() is not None]))
+        self.weights += [weakref.ref(m.weight_hh_l0) for m in self.model.modules() if isinstance(m, nn.LSTM)]
+    def after_loss(self):
+        self.n += self.training
+        if self.training and self.n <= 2: raise torch.OutOfMemoryError('out of memory')
+
+@pytest.mark.parametrize('cb', [lambda: ActivationCheckpointing(recurrent_blocks), lambda: GradientCache('auto'), lambda: GradientAccumulation(micro_batch_size='auto')],
+                         ids=['blocks', 'cache', 'pieces'])
+def test_a_pass_that_fails_is_freed_before_the_next_one(cb):
+    "Else that could fail, too: a block keeps the lists in which RNNs put their weights, and the graph of the weights keeps what the block keeps"
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Sequential(Recurrent(), Recurrent()), nn.Linear(5, 1)).double()
+    learn = fit(make_learner(8, n=64, m=m, cbs=[cb(), FailsTwice(0)]), 1)
+    assert learn.fails_twice.n > 8 and learn.fails_twice.alive[:3] == [0, 0, 0]

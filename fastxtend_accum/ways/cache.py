@@ -46,7 +46,7 @@ def in_pieces(forward:Callable, state:BlockState, most:int, n:int, lists:dict|No
 # %% ../../nbs/source/ways/06_cache.ipynb #2d9b4c14
 class GradientCache(InPieces):
     "Compute the loss on the DataLoader's whole batch, while the model holds `micro_batch_size` samples at a time"
-    order,told,state,moved = math.inf,None,None,None
+    order,told,moved = math.inf,None,None
     def __init__(self,
         micro_batch_size:int|str, # Samples that the model sees at a time; 'auto': halved until it fits in memory
         part:Callable|None=None, # Submodule that sees micro-batches, such as `lambda m: m[0]`; None: the whole model
@@ -56,6 +56,7 @@ class GradientCache(InPieces):
         if micro_batch_size is None: raise TypeError("micro_batch_size must be a number of samples or 'auto', not None")
         check_callable('part', part, 'a function of the model')
         store_attr('micro_batch_size,part,rows')
+        self.states = {}
         self.micro_bs = None if micro_batch_size == 'auto' else micro_batch_size
         self.forget()
 
@@ -102,10 +103,10 @@ def train_context(self:GradientCache):
     "The forward pass runs in pieces"
     loop,module = loop_of(self.learn),self.running_part()
     forward,n,most = module.forward,self.module_rows(loop),self.rows_at_a_time(loop)
-    if self.state is None or self.state.block is not module: self.state = BlockState(module)
-    self.state.begin()
-    state,kept = self.state,Kept(self.learn, forward) if most < n and not self.learn.iter else None
+    state,kept = self.states.setdefault(module, BlockState(module)),None
+    if most < n and not self.learn.iter: kept = Kept(self.learn, forward)
     loop.kept,forward = kept,kept or forward
+    state.begin()
     b,checks = (*self.learn.xb, *self.learn.yb),[]
     if most < n and self.budget.joins is None:
         checks = check_rows(module, b, loop.batch_rows(), counted(self.learn.dl)[0])

@@ -31,7 +31,8 @@ __all__ = ['containers', 'BlockState', 'run_again', 'all_tensors', 'checkpointed
 # %% ../../nbs/source/ways/05_checkpointing.ipynb #c14a0008
 class BlockState:
     "What `block` holds and may move, so that it can run again from where its first run began"
-    def __init__(self, block:nn.Module): self.block,self.moving,self.is_new,self.found,self.n = block,[],True,None,0
+    def __init__(self, block:nn.Module):
+        self.block,self.moving,self.is_new,self.found,self.n,self.runs = block,[],True,None,0,[]
     def __reduce__(self): return noop,()  # a copy of the callback finds its own
 
     def begin(self)->bool:
@@ -39,6 +40,11 @@ class BlockState:
         looks at frozen parameters, which may be large. They are copied in the first one, and once they have moved"""
         self.found,self.looks,self.n = held(self.block),is_look(self.n),self.n+1
         return self.looks
+
+    def free(self):
+        "Free what runs of a batch have kept. After a pass that failed, its graph holds this, which may hold the graph"
+        while self.runs: vars(self.runs.pop()).clear()
+        self.found = None
 
     @contextmanager
     def first_run(self):
@@ -80,15 +86,14 @@ def checkpointed(forward:Callable, state:BlockState, again:Callable=nullcontext)
         needs_grad = any(o.requires_grad for o in [*state.block.parameters(), *all_tensors((args, kwargs))])
         if not (torch.is_grad_enabled() and needs_grad): return forward(*args, **kwargs)
         leaves,form = tree_flatten((args, kwargs))  # tensors that `checkpoint` is to keep, one by one
-        first,as_first = [(args, kwargs)],[]  # the caller may add to its own lists
+        kept = SimpleNamespace(forward=forward, again=again, first=(args, kwargs))  # the caller may change its lists
+        state.runs.append(kept)
         def with_leaves(*leaves):
-            if first:
-                args,kwargs = first.pop()
-                with state.first_run() as context:
-                    as_first.append(context)
-                    return forward(*args, **kwargs)
+            if kept.first:
+                (args,kwargs),kept.first = kept.first,None
+                with state.first_run() as kept.context: return kept.forward(*args, **kwargs)
             args,kwargs = tree_unflatten(leaves, form)
-            with as_first[0](), again(): return forward(*args, **kwargs)
+            with kept.context(), kept.again(): return kept.forward(*args, **kwargs)
         return checkpoint(with_leaves, *leaves, use_reentrant=False)
     return run
 
@@ -247,10 +252,6 @@ def backward_context(self:ActivationCheckpointing):
                             *[replaced(m, 'forward', self.run_block(m)) for m in self.found[:self.level]]])
 
 ActivationCheckpointing.train_context = ActivationCheckpointing.backward_context
-
-@patch
-def end_batch(self:ActivationCheckpointing):
-    for o in self.states.values(): o.found = None  # it may hold what only this batch has used
 
 # %% ../../nbs/source/ways/05_checkpointing.ipynb #498127bd
 @patch
