@@ -103,8 +103,8 @@ def train_context(self:GradientCache):
     "The forward pass runs in pieces"
     loop,module = loop_of(self.learn),self.running_part()
     forward,n,most = module.forward,self.module_rows(loop),self.rows_at_a_time(loop)
-    state,kept = self.states.setdefault(module, BlockState(module)),None
-    if most < n and not self.learn.iter: kept = Kept(self.learn, forward)
+    state = self.states[module] = self.states.get(module) or BlockState(module)
+    kept = Kept(self.learn, forward) if most < n and not self.learn.iter else None
     loop.kept,forward = kept,kept or forward
     state.begin()
     b,checks = (*self.learn.xb, *self.learn.yb),[]

@@ -29,8 +29,7 @@ class Way(FitCallback):
     splits,splits_loss,adapts = False,False,False  # batches; and the loss; takes less memory when that runs out
     all_fits = False  # if no batch has failed: the next ones run without the contexts
     micro_batch_size,part = None,None  # of the pieces in validation; the submodule that runs in pieces
-    states = {}  # of modules that run again
-    valid_budget,trains,stepped = None,None,None  # what fits; what is trained with it; the optimizer that has stepped
+    states,valid_budget,trains,stepped = {},None,None,None  # of blocks; what fits; what is trained; who has stepped
 
     def before_train(self): self.enter()
     def before_validate(self):
@@ -64,8 +63,6 @@ class Way(FitCallback):
     def train_context(self): pass
     def backward_context(self): pass
     prepare = end_batch = after_train = noop  # before a pass, if it adapts; after all samples; after an epoch
-    def free(self):
-        for o in self.states.values(): o.free()
 
 # %% ../../nbs/source/ways/04_way.ipynb #199f5170
 @patch
