@@ -8,6 +8,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/source/ways/checkpointin
 from __future__ import annotations
 from collections import deque
 from contextlib import nullcontext
+from weakref import WeakKeyDictionary
 
 from fastai.basics import *
 from torch.autograd.graph import saved_tensors_hooks
@@ -32,7 +33,7 @@ __all__ = ['containers', 'BlockState', 'run_again', 'all_tensors', 'checkpointed
 class BlockState:
     "What `block` holds and may move, so that it can run again from where its first run began"
     def __init__(self, block:nn.Module):
-        self.block,self.moving,self.is_new,self.found,self.n,self.runs = block,[],True,None,0,[]
+        self.block,self.moving,self.is_new,self.found,self.n,self.runs = block,[],True,None,0,WeakKeyDictionary()
     def __reduce__(self): return noop,()  # a copy of the callback finds its own
 
     def begin(self)->bool:
@@ -43,7 +44,7 @@ class BlockState:
 
     def free(self):
         "Free what runs of a batch have kept. After a pass that failed, its graph holds this, which may hold the graph"
-        while self.runs: vars(self.runs.pop()).clear()
+        for o in [*self.runs.values()]: vars(o).clear()
         self.found = None
 
     @contextmanager
@@ -87,13 +88,13 @@ def checkpointed(forward:Callable, state:BlockState, again:Callable=nullcontext)
         if not (torch.is_grad_enabled() and needs_grad): return forward(*args, **kwargs)
         leaves,form = tree_flatten((args, kwargs))  # tensors that `checkpoint` is to keep, one by one
         kept = SimpleNamespace(forward=forward, again=again, first=(args, kwargs))  # the caller may change its lists
-        state.runs.append(kept)
         def with_leaves(*leaves):
             if kept.first:
                 (args,kwargs),kept.first = kept.first,None
                 with state.first_run() as kept.context: return kept.forward(*args, **kwargs)
             args,kwargs = tree_unflatten(leaves, form)
             with kept.context(), kept.again(): return kept.forward(*args, **kwargs)
+        state.runs[with_leaves] = kept  # as long as the graph of this run lives
         return checkpoint(with_leaves, *leaves, use_reentrant=False)
     return run
 
