@@ -37,8 +37,7 @@ class BlockState:
     def __reduce__(self): return noop,()  # a copy of the callback finds its own
 
     def begin(self)->bool:
-        """Find what the block holds before a run, and return whether it is the 1st, 2nd, 3rd, 5th, 9th ...: in these it
-        looks at frozen parameters, which may be large. They are copied in the first one, and once they have moved"""
+        "Find what the block holds before a run; returns whether it looks at frozen parameters, which may be large"
         self.found,self.looks,self.n = held(self.block),is_look(self.n),self.n+1
         return self.looks
 
