@@ -55,7 +55,7 @@ class Activations(FitCallback):
         storage = t.untyped_storage()
         if storage.data_ptr() not in self.own:
             self.kept[storage.data_ptr()] = storage.nbytes()/2**20  # once, however many layers keep it
-        return t.detach()  # PyTorch never frees the graph of an output that a hook returns as it is
+        return t.detach()  # an output that is kept as it is holds its own graph, which only a backward pass frees
     def check(self, *args):  # not in `keep`: an error there has the same effect
         if sum(self.kept.values()) <= self.limit: return
         self.in_forward.close()

@@ -134,7 +134,8 @@ def held(*objects, functions:bool=False, seen:dict|None=None)->list:
     return res
 
 def all_held(model:nn.Module|tuple, *functions:Callable, seen:dict|None=None)->list:
-    "All that a pass of `model` and of `functions`, such as a loss, can move, and the global random generators"
+    """All that a pass of `model`, or of several modules, and of `functions`, such as a loss, can move, except what is
+    in `seen`; and the global random generators"""
     return [*held(*functions, functions=True, seen=seen), *held(model, seen=seen), *global_generators()]
 
 # %% ../../nbs/source/learner/04_state.ipynb #3f1c7a22

@@ -233,7 +233,7 @@ def run_block(self:ActivationCheckpointing, block:nn.Module)->Callable:
     "The forward pass of `block`, checkpointed; in some batches, checked, too"
     name = f"{type(block).__name__} {self.module_names.get(block, 'of its layers')}"
     forward,offloads = block.forward,self.offload or self.level > len(self.found)
-    state = self.states.setdefault(block, BlockState(block))
+    state = self.states[block] = self.states.get(block) or BlockState(block)
     def run(*args, **kwargs):
         looks = state.begin()
         f = checked(forward, name, offloads) if looks else forward

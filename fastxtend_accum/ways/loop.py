@@ -82,8 +82,9 @@ def train(self:Loop):
         if self.splitter: self.splitter.cancelled()
         raise
     if not len(learn.yb): return
-    self.free()
-    for o in self.ways: o.end_batch()
+    for o in self.ways:
+        for state in o.states.values(): state.free()
+        o.end_batch()
     learn._with_events(learn._step, 'step', CancelStepException)
     for o in self.adapting: o.stepped = id(learn.opt)
     learn.opt.zero_grad()
@@ -222,7 +223,7 @@ def go_back(self:Loop, error:Exception):
     NothingFits if there is no way, or if the gradient is mixed with that of another batch"""
     learn,accum,failed,self.all_fits = self.learn,self.accum,self.pieces.start,False
     learn.pred,learn.loss_grad,learn.loss = None,None,None
-    self.free()
+    for state in [o for way in self.ways for o in way.states.values()]: state.free()
     start = 0  # where to go on; None: nowhere, since the gradient is mixed
     if accum: start = accum.restart_at(failed) if isinstance(accum, FitCallback) else None
     self.undo.put_back(failed if start is None else start)
@@ -232,10 +233,6 @@ def go_back(self:Loop, error:Exception):
     free_memory()
     if self.elements <= self.largest and not self.may_fail: warn(f"out of memory in training: from now on, {how}")
     if not start: self.pieces.begin(self.parts())
-
-@patch
-def free(self:Loop):
-    for state in [o for way in self.ways for o in way.states.values()]: state.free()
 
 @patch
 def has_run(self:Loop):
