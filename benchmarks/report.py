@@ -69,16 +69,14 @@ def learners_lines(results):
     "The tables of all devices"
     return '\n\n'.join(f'{learners_run_on(results, kind)}\n{learners_table(results, kind=kind).to_string()}' for kind in results['learners'])
 
-def learners_on_gpu(results):
-    "What exact=True needs on a GPU, by learner, where somebody has measured it"
-    models = results['learners'].get('gpu', {}).get('models', {})
-    return {name:needs(models[name], 'exact') if name in models else '' for name in learner_names}
-
 def which_table(results):
-    "The page's table: what differs in micro-batches, memory and time"
-    models,gpu = results['learners']['cpu']['models'],learners_on_gpu(results)
-    rows = [('learner', 'micro-batches change', 'exact', 'all blocks', 'micro-batches', 'exact, GPU'), ('---',)*6]
-    rows += [(learner, differs, *(needs(models[name], o) for o in ('exact', 'checkpointed', 'pieces')), gpu[name]) for name,(learner,differs) in which.items()]
+    "The page's table: what differs in micro-batches, memory and time; on a GPU, too, where somebody has measured that"
+    models,gpu = results['learners']['cpu']['models'],results['learners'].get('gpu', {}).get('models', {})
+    heads = ['learner', 'micro-batches change', 'exact', 'all blocks', 'micro-batches', *['exact, GPU']*bool(gpu)]
+    rows = [heads, ['---']*len(heads)]
+    for name,(learner,differs) in which.items():
+        on_gpu = [needs(gpu[name], 'exact') if name in gpu else '']*bool(gpu)
+        rows.append([learner, differs, *[needs(models[name], o) for o in ('exact', 'checkpointed', 'pieces')], *on_gpu])
     return '\n'.join(f"| {' | '.join(o)} |" for o in rows)
 
 def learners_in_words(results):

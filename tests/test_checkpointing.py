@@ -749,6 +749,23 @@ def test_nothing_of_earlier_batches_is_kept(cb):
     learn = fit_aloud(make_learner(8, n=160, m=m, cbs=[cb, Weights(), *[Fails(0)]*adapts]), 1)  # it prints what the first pass has moved
     assert len(learn.weights.alive) == 20 and max(learn.weights.alive) == (4 if adapts else 2)  # the last two, and those of the batch before, to be put back
 
+class Ends(Weights):
+    "An error, in the third batch, that is not about memory"
+    order = -100
+    def after_loss(self):
+        if self.training and self.iter == 2: raise ValueError('ends')
+
+every_batch = [lambda: GradientAccumulation(exact=True), lambda: ActivationCheckpointing(recurrent_blocks, adapt=False), lambda: GradientCache(4)]
+@pytest.mark.parametrize('cb', every_batch, ids=['exact', 'all_blocks', 'cache'])
+def test_a_fit_that_ends_with_an_error_is_freed(cb):
+    "But for the last weights, which the two modules hold"
+    m = nn.Sequential(nn.Sequential(Recurrent(), Recurrent()), nn.Linear(5, 1)).double()
+    learn = make_learner(8, n=64, m=m, cbs=[cb(), Ends(), *[Fails(0)]*hasattr(cb(), 'exact')])
+    with pytest.raises(ValueError, match='ends'): fit(learn, 1)
+    learn.pred = learn.loss_grad = learn.loss = None
+    gc.collect()
+    assert len(learn.ends.weights) >= 6 and len([o for o in learn.ends.weights if o() is not None]) == 2
+
 class FailsTwice(Fails):
     "Memory runs out in the first passes; notes how many weights of passes before are alive in each"
     order = -100

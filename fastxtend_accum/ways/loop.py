@@ -46,6 +46,7 @@ class Loop:
         self.ways.append(way)
         self.sort()
     def remove(self, way:Callback):
+        for state in way.states.values(): state.free()
         self.ways.remove(way)
         self.sort()
     def sort(self):
