@@ -136,7 +136,8 @@ def at_end(self:LossCheck)->str|None:
     "A warning if no window of a fit could be compared, for a loss without a rule"
     if {o.says for o in self.found} == {'cannot tell'} and not has_rule(self.loss_func):
         return ("could not check whether accumulation is exact for this loss: pass num_items if you know what it "
-                f"averages over, or compare with a fit on large batches ({self.found[0].why})")
+                "averages over, or compute it on the whole batch, with exact=True or GradientCache "
+                f"({self.found[0].why})")
 
 def check_loss(loss_func:Callable, parts:list[tuple], items:list|None=None)->Verdict:
     "Whether accumulation is exact for this loss, shown by micro-batches, which are tuples of outputs and targets"
