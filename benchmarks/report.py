@@ -48,7 +48,7 @@ def run_on(results):
             f"rounds: {results['rounds']}; the Learner without accumulation took {spread(base, 0)} us per micro-batch")
 
 learner_names = 'resnet34','convnext','unet','text','language','tabular','contrastive'
-learner_ways = dict(exact='exact', checkpointed='all blocks', offloaded='on the CPU', pieces='quarters')
+learner_ways = dict(exact='exact', checkpointed='all blocks', offloaded='offloaded', pieces='quarters')
 
 which = dict(resnet34=('`vision_learner`, resnet34', 'BatchNorm; dropout in the head'), convnext=('`vision_learner`, ConvNeXt', 'BatchNorm and dropout in the head'),
              unet=('`unet_learner`, resnet34', 'BatchNorm'), text=('`text_classifier_learner`', 'dropout; BatchNorm in the head'),

@@ -251,6 +251,10 @@ def checkpointed(): return train_normed(all_blocks())
 def checkpointed_sharded():
     try: fit(make_learner(16, m=fully_shard(normed(), mesh=init_device_mesh('cpu', (W,))), cbs=all_blocks()), 1)
     except ValueError as e: return str(e)
+@case
+def exact_sharded():
+    try: fit(make_learner(16, m=fully_shard(normed(), mesh=init_device_mesh('cpu', (W,))), cbs=GradientAccumulation(exact=True)), 1)
+    except ValueError as e: return str(e)
 def kept():
     whole = Activations()
     train_normed(whole)

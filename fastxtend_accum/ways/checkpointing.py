@@ -159,8 +159,8 @@ def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Se
 
 # %% ../../nbs/source/ways/05_checkpointing.ipynb #c14a0011
 class ActivationCheckpointing(Way):
-    """Where memory does not suffice for a batch, keep only the inputs of as few of the model's blocks as that takes,
-    and run these blocks again in the backward pass: the same fit"""
+    """If a batch does not fit in memory, keep only the inputs of as few of the model's blocks as necessary, and run
+    these again in the backward pass: the same fit"""
     order = sys.maxsize  # a `GradientCache` splits what is checkpointed
     label,told = 'ActivationCheckpointing',None  # None: prints nothing
     adapts = property(attrgetter('adapt'))

@@ -20,7 +20,7 @@ __all__ = ['hidden_state', 'state_owners', 'check_splits', 'not_first', 'check_r
 def hidden_state(
     module:nn.Module, # Carries a state from batch to batch
     n:int, # Rows of the next batch
-)->dict[str,int]: # The state's attributes, each with its row dimension; an int attribute holds the number of rows
+)->dict[str,int]: # By attribute, the dimension that counts rows; an attribute that is an int is that number
     "Where `module` keeps its state, by its type: `hidden_state.register(MyRNN, lambda m, n: dict(state=1))`"
     return {}
 
