@@ -186,7 +186,7 @@ def seesaw(
     start_accum_bs:int, # Samples in a window up to the peak of the learning rate
     final_accum_bs:int, # The most samples in a window
 )->dict: # Arguments for `GradientAccumulationSchedule`
-    "Where `lr_sched` falls to 1/k, the rate falls to 1/√k and the batch grows k-fold; ValueError if it falls too little"
+    "Where `lr_sched` falls to 1/k, the rate falls to 1/√k, the batch grows k-fold; raises ValueError if it cannot"
     for name,size in dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs).items(): check_size(name, size)
     if final_accum_bs < start_accum_bs:
         raise ValueError(f"seesaw's batch grows, so final_accum_bs must not be less than {start_accum_bs}, such as "

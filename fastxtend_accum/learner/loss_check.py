@@ -129,15 +129,14 @@ def judge(self:LossCheck, again:Real|Tensor, by:Real|Tensor)->str|None:
     self.left = 0
     return ("accumulation is not exact for this loss: computed in two parts, a window's loss or its gradient has a "
             f"relative error of {by:.2g}. Pass num_items (what the loss averages over), set reduction='sum' on a loss "
-            "that sums, or compute it on the whole batch, with exact=True and a larger bs, or GradientCache")
+            "that sums, or compute it on the whole batch, by exact=True with a larger bs or GradientCache")
 
 @patch
 def at_end(self:LossCheck)->str|None:
     "A warning if no window of a fit could be compared, for a loss without a rule"
     if {o.says for o in self.found} == {'cannot tell'} and not has_rule(self.loss_func):
         return ("could not check whether accumulation is exact for this loss: pass num_items if you know what it "
-                "averages over, or compute it on the whole batch, with exact=True or GradientCache "
-                f"({self.found[0].why})")
+                f"averages over, or use exact=True or GradientCache ({self.found[0].why})")
 
 def check_loss(loss_func:Callable, parts:list[tuple], items:list|None=None)->Verdict:
     "Whether accumulation is exact for this loss, shown by micro-batches, which are tuples of outputs and targets"

@@ -64,9 +64,7 @@ class GradientWatch:
 
     def has_changed(self)->bool:
         "Whether there are other gradients, or some have changed in place"
-        for p,_,grad,version in self.noted:
-            if p.grad is not grad or grad is not None and grad._version != version: return True
-        return False
+        return any(p.grad is not g or g is not None and g._version != version for p,_,g,version in self.noted)
 
     def check(self):
         "Raises RuntimeError if what has happened would be lost in, or mixed into, the sums of a window"
