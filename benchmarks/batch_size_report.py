@@ -1,6 +1,6 @@
 "What the figures of `batch_size.json` say: tables and a picture for the page \"Evidence\""
 from dataclasses import dataclass
-from statistics import mean, stdev
+from statistics import mean
 
 names = dict(digits='digits, SGD', text='docstrings, Adam', table='table, Adam', shapes='shapes, SGD',
              pixels='pixels, Adam', photos='photos, SGD', topics='topics, Adam', friedman='friedman, SGD')
@@ -52,13 +52,6 @@ def lost_with(results):
     return {bs:[o.lost(bs) for o in every] for bs in every[0].samples}
 
 def summary_table(results): return table([(bs, *summary(o)) for bs,o in lost_with(results).items()], 'batch size', 'mean', 'worst')
-
-def seesaw_losses(runs, way): return [mean(o[way][0]) for o in runs.values()]
-
-def seesaw_table(runs):
-    "The loss of each task with a cosine, with `seesaw` of it, and in constant batches of as many steps"
-    def cell(losses, k, steps): return f'{mean(losses):.3f} ± {stdev(losses)/len(losses)**.5:.3f} ({steps})'
-    return table([(names[k], *[cell(*o) for o in ways.values()]) for k,ways in runs.items()], 'task (steps)', 'cosine', 'seesaw', 'constant batch')
 
 def time_picture(results):
     "Time to the target against the batch size"

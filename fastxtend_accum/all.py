@@ -11,7 +11,7 @@ __all__ = ['import_order', 'LikeFastais', 'LaterImport']
 from .accumulation import GradientAccumulation
 from .ways.checkpointing import ActivationCheckpointing
 from .ways.cache import GradientCache
-from .schedule import GradientAccumulationSchedule,linear_scale,sqrt_scale,half_life_scale,SchedSteps,seesaw
+from .schedule import GradientAccumulationSchedule,linear_scale,sqrt_scale,half_life_scale,SchedSteps
 from .window.losses import loss_items
 from .ways.hidden_state import hidden_state
 from .learner.logging import WindowLogger,window_loggers

@@ -19,7 +19,7 @@ from .accumulation import *
 
 # %% auto #0
 __all__ = ['Numeric', 'fraction_of_fit', 'check_order', 'GradientAccumulationSchedule', 'linear_scale', 'sqrt_scale',
-           'half_life_scale', 'SchedSteps', 'seesaw']
+           'half_life_scale', 'SchedSteps']
 
 # %% ../nbs/source/01_schedule.ipynb #6c0be3df
 Numeric = int|float
@@ -179,31 +179,3 @@ def SchedSteps(
     return dict(start_accum_bs=sizes[0], final_accum_bs=sizes[-1], start=0, finish=points[-1], schedule=schedule)
 
 def _size_after(points, sizes, start, end): return lambda pos: sizes[np.searchsorted(points, pos+_tiny, 'right')-1]
-
-# %% ../nbs/source/01_schedule.ipynb #73c80913
-def seesaw(
-    lr_sched:Callable, # Learning rate at `pos`, 0 to 1 of training, such as `SchedCos(1e-2, 0)`; train with it, too
-    start_accum_bs:int, # Samples in a window up to the peak of the learning rate
-    final_accum_bs:int, # The most samples in a window
-)->dict: # Arguments for `GradientAccumulationSchedule`
-    "Where `lr_sched` falls to 1/k, the rate falls to 1/√k, the batch grows k-fold; raises ValueError if it cannot"
-    for name,size in dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs).items(): check_size(name, size)
-    if final_accum_bs < start_accum_bs:
-        raise ValueError(f"seesaw's batch grows, so final_accum_bs must not be less than {start_accum_bs}, such as "
-                         f"{final_accum_bs}")
-    points = np.linspace(0, 1, 1001)
-    lrs = np.array([float(lr_sched(o)) for o in points])
-    if not (lrs.min() >= 0 and 0 < (top := lrs.max()) < math.inf):
-        raise ValueError(f"lr_sched must return learning rates, 0 or more, not {lrs.min()} to {lrs.max()}")
-    schedule = partial(_size_as_lr_falls, lr_sched, top, points[lrs == top].max())
-    if (most := int(schedule(start_accum_bs, final_accum_bs)(1.))) < final_accum_bs:
-        raise ValueError(f"the learning rate falls only by a factor of {top/lrs[-1]:.3g}, so final_accum_bs must be at "
-                         f"most {most}, not {final_accum_bs}")
-    return dict(start_accum_bs=start_accum_bs, final_accum_bs=final_accum_bs, start=0, finish=1., schedule=schedule,
-                scale={'lr':sqrt_scale})
-
-def _size_as_lr_falls(lr_sched, top, peak, start, end):
-    def size_at(pos):
-        lr = lr_sched(pos) if pos > peak else top
-        return min(end, start*top/lr) if lr else end
-    return size_at
