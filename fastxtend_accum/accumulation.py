@@ -179,7 +179,7 @@ def before_train(self:GradientAccumulation):
     if now.begin_epoch(self, learn.dl):  # by a callback
         self.check()
         now.is_told = now.is_quiet
-    if not is_sharded(learn.model): now.watch.watch(learn.opt)
+    if not is_sharded(learn.model): now.watch.params = now.params
     learn.dl,batches,size = now.batches,now.batches,self.size_now()
     now.pct,now.n_windows = learn.pct_train,batches.n_windows(size) if len(self.sizes()) == 1 else None
     if now.at_end == 'drop' and batches.certain:

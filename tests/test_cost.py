@@ -72,7 +72,7 @@ limits = dict(windows={1:(1.08, 1.08), 8:(.80, .71), 64:(.75, .66)}, pieces={8:(
 def test_calls_of_a_micro_batch(way, k, opt): assert costs.calls(way, k, opt) <= limits[way][k][opt == 'adam']
 
 # In windows' worth of later ones. Those of a loader batch cost a third less, and their check is the same; `exact` looks at the batches 1, 2, 3, 5, 9 ...
-first_limits = dict(windows=(2.1, .15), pieces=(2.8, .3), exact=(0, 2.))
+first_limits = dict(windows=(2.1, .15), pieces=(2.8, .3), exact=(0, 2.4))
 
 @pytest.mark.parametrize('way', first_limits)
 def test_calls_of_the_first_windows(way):
@@ -104,7 +104,7 @@ def test_pieces_of_a_batch():
     """Beside micro-batches from the loader: views of inputs, targets and the output without its graph, and twice a batch, to join the outputs and to keep the batch;
     what is kept is the batch's output, as without the callback. Fewer functions are called, since most events come once a batch"""
     from_loader,pieces = (count_operations(cases[o], K)|count_calls(cases[o], K)|count_bytes(cases[o], K) for o in ('ours', 'ours_pieces'))
-    assert pieces['ops']-from_loader['ops'] == 3+2/K and pieces['our_calls']-from_loader['our_calls'] == 20.75
+    assert pieces['ops']-from_loader['ops'] == 3+2/K and pieces['our_calls']-from_loader['our_calls'] == 21.875
     assert pieces['kept'] == 4*(K*16*10 + 15) and pieces['calls'] < .8*from_loader['calls']
 
 class Wasteful(GradientAccumulation):

@@ -317,6 +317,26 @@ def test_tabular_learner():
 
 # The page
 
+def test_layers_without_a_state_are_not_named(capsys):
+    "A limit of the line: nothing moves that a first pass could show"
+    fit_aloud(make_learner(32, m=nn.Sequential(nn.Linear(5, 8), Center(), nn.Linear(8, 1)).double(), cbs=GradientAccumulation(micro_batch_size=8)), 1)
+    assert 'losses are averaged as in one batch' in (said := capsys.readouterr().out) and 'statistics' not in said
+
+class Penalty(Callback):
+    "Adds to the loss, as fastai's RNNRegularizer does"
+    run_valid = False
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad+.1*self.learn.pred.pow(2).mean()
+
+def summed(pred, targ): return F.mse_loss(pred, targ, reduction='sum').float()
+summed.reduction = 'sum'
+
+@pytest.mark.parametrize('loss_func,is_exact', [(mse, True), (summed, False)])
+def test_what_a_callback_adds_to_the_loss(loss_func, is_exact):
+    def run(*cbs): return fit(make_learner(32, loss_func=loss_func, cbs=[Penalty(), *cbs]), 3, 1e-3)
+    big,exact,small = run(),run(GradientAccumulation(exact=True)),run(GradientAccumulation(micro_batch_size=8))
+    assert_same(weights(big), weights(exact))
+    assert bool((weights(big)-weights(small)).abs().max() < 1e-12) == is_exact and len(big.recorder.losses) == 9
+
 def test_each_row_of_the_page_has_its_tests():
     "The page lists tests for each row of its tables, in the same order; all that it names exist, and all of this file are among them"
     text = '\n'.join(source(o) for o in read(root/'nbs/reference/00_exact.ipynb') if o['cell_type'] == 'markdown')

@@ -21,7 +21,8 @@ Output = collections.namedtuple('Output', 'loss aux')
 @pytest.mark.parametrize('n', [1, 2, 3])
 def test_numbers_for_a_piece_are_none_for_each_of_its_samples(kind, n):
     "Two losses, in pieces of 2 samples too"
-    with pytest.raises(CannotJoin, match='cannot join outputs of shape'): join([kind(tensor(1.), tensor(2.)) for _ in range(2)], [n, n])
+    with pytest.raises(CannotJoin, match='cannot join outputs of shape'): join([kind(tensor(1.), tensor(2.+i)) for i in range(2)], [n, n])
+    assert join([kind(tensor(1.), tensor(2.)) for _ in range(2)], [n, n]) == kind(1., 2.)  # one temperature for all samples
     assert join([[{'boxes':torch.zeros(i, 4)} for i in range(n)] for _ in range(2)], [n, n])[n]['boxes'].shape == (0, 4)
 
 # Splitting

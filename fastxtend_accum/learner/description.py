@@ -25,7 +25,9 @@ def how_split(n:int, size:int)->str:
 def what_differs(moved:list, n:int, model:nn.Module, *others)->list[str]:
     """What differs between `n` samples at a time and one batch, where a pass has `moved` the state of `model` and of
     `others`. BatchNorm may normalize without one, and cuDNN keeps random numbers of its own for an RNN"""
-    def of_batch(m): return isinstance(m, nn.modules.batchnorm._BatchNorm) and (m.training or m.running_mean is None)
+    def of_batch(m):
+        is_norm = isinstance(m, nn.modules.batchnorm._BatchNorm) and (m.training or m.running_mean is None)
+        return is_norm or getattr(m, 'scale_grad_by_freq', False)
     draws = any(isinstance(o, generators) for o in moved)
     found = owners([o for o in moved if not isinstance(o, generators)], model, *others)
     kinds = Counter(name_of(m) for m in [*model.modules(), *others] if of_batch(m) or any(m is o for o in found))
@@ -45,7 +47,8 @@ def describe(accum:Callback)->str:
     elif most > now.global_bs or not res:
         res.append(f"{most} = {f'{n} processes x '*(n > 1)}{count} x {'up to '*(bs%micro > 0)}{micro} samples")
     if accum.window.n_micro > 1:
-        found = now.loss_check.found[-1:] if accum.num_items or not has_rule(learn.loss_func) else []
+        found = now.loss_check.found[-1:]
+        if not accum.num_items and has_rule(learn.loss_func): found = [o for o in found if o.says == 'differs']
         says = found[0].says if found else 'cannot tell' if accum.num_items else 'same'
         how = dict(same='are', differs='are not').get(says, 'may not be')
         by_items = accum.num_items and says == 'cannot tell'

@@ -37,13 +37,12 @@ class FitState:
     "What a fit of a `GradientAccumulation` needs besides its window"
     def __init__(self, accum:WindowEvents):
         learn = accum.learn
-        self.processes,self.batches = Processes(learn),None
+        self.processes,self.batches,self.loss_func = Processes(learn),None,None
         self.begin_epoch(accum, learn.dls.train)
         self.is_split = accum.way is not None and accum.way.splits
         self.has_half = any(p.dtype in half for p in trained(learn.opt))
-        self.hypers,self.loss_check,self.warned = FirstHypers(accum.scale),LossCheck(),set()
+        self.hypers,self.warned = FirstHypers(accum.scale),set()
         self.watch,self.is_own = GradientWatch(),False  # whether callbacks run the backward passes themselves
-        if is_lr_find(learn): self.loss_check.left = 0  # the fit that follows says it
         self.is_told = self.is_quiet = accum.exact or not accum.verbose  # how windows are made up
         self.saved,self.moved = None,None  # what a first pass may move, and what it has moved
         self.has_targets,self.train_iter = False,None  # of the present batch
@@ -53,11 +52,18 @@ class FitState:
         "The batches of `dl` for an epoch, and `accum.micro_bs`; returns whether batches have another size than before"
         given = accum.accum_bs and (accum.micro_batch_size or 'auto')
         self.at_end = end_of_epoch(accum.remainder, dl) if accum.accum_bs else accum.remainder or 'step'
-        before,self.batches = self.batches,LoaderBatches(dl, given, self.at_end)
+        before,self.batches,learn = self.batches,LoaderBatches(dl, given, self.at_end),accum.learn
+        if self.loss_func is not learn.loss_func: self.loss_func,self.loss_check = learn.loss_func,LossCheck()
+        if is_lr_find(learn): self.loss_check.left = 0  # the fit that follows says it
+        self.find_params(learn)
         if accum.micro_batch_size != 'auto' or accum.micro_bs is None:
             given = self.loader_bs if accum.micro_batch_size in (None,'auto') else accum.micro_batch_size
             accum.micro_bs = min(given, self.loader_bs or given)
         return before is not None and before.most != self.batches.most
+
+    def find_params(self, learn:Learner):
+        "What has gradients to average: in the optimizer, which a callback may replace, or beside it; each once"
+        self.opt,self.params = learn.opt,[*dict.fromkeys([*params_in(learn.opt), *others_of(learn)])]
 
     loader_bs = property(lambda self: self.batches.most or self.batches.rows)  # samples in a batch of the DataLoader
     global_bs = property(lambda self: self.loader_bs*self.processes.n)  # in every process together
@@ -91,16 +97,13 @@ def start_micro_batch(self:WindowEvents, samples:int, rows:int, ends_batch:bool=
 # %% ../../nbs/source/learner/08_events.ipynb #3f1c7a2a
 @patch
 def after_loss(self:WindowEvents):
-    "Note the weight of the micro-batch; the first of several, or any first with `scale`, saves the hyper-parameters"
+    "Note the weight of the micro-batch"
     learn,now,window = self.learn,self.now,self.window
     if now is None: return FitCallback.after_loss(self)
     now.has_targets = len(learn.yb) > 0
     if not now.has_targets: return
     if now.saved: now.moved,now.saved = state_moved(now.saved, learn),None
     micro,items = window.micro,n_items(learn, self.num_items, window.micro.rows)
-    if not window.n_micro and (self.scale or not micro.ends_window):
-        ratio = window.size*now.processes.n/first(self.sizes().values()) if self.scale else 1.
-        now.hypers.save(learn.opt, ratio)
     if now.processes.n > 1: window.unit = now.processes.common_unit(items)
     if now.loss_check.left and (window.n_micro or not micro.ends_window):
         now.loss_check.add(learn, micro.rows, items if self.num_items else None)
@@ -124,16 +127,20 @@ def backward(self:WindowEvents, f:Callable):
 
 @patch
 def after_backward(self:WindowEvents):
-    "Count the micro-batch, unless it was cancelled; cancel the batch if no step is due"
+    """Count the micro-batch, unless it was cancelled; cancel the batch if no step is due. The first of several, or any
+    first with `scale`, saves the hyper-parameters"""
     learn,now,window = self.learn,self.now,self.window
     if now is None: return FitCallback.after_loss(self)
     if window.micro and not window.micro.in_grad: self.own_backward()
     if micro := window.micro:
+        if not window.n_micro and (self.scale or not micro.ends_window):
+            ratio = window.size*now.processes.n/first(self.sizes().values()) if self.scale else 1.
+            now.hypers.save(learn.opt, ratio)
         loss = window.count(learn.loss.detach())
         if now.is_split: window.losses.append((loss, micro.weight))
     if window.sums is not None:
         if micro and not (micro.ends_window or now.is_own): now.watch.check()
-        add_in_float32(learn.opt, window.sums, now.is_own)
+        add_in_float32(now.params, window.sums, now.is_own)
         now.watch.note()
     if not (now.is_split or micro and micro.ends_window and self.close_window()): raise CancelBatchException
 
@@ -153,8 +160,10 @@ def close_window(self:WindowEvents)->bool:
     if compared and (found := now.loss_check.judge(*compared)): warn(found)
     why = no_items if window.items == 0 else None
     if not why:
-        average_gradients(learn.opt, window.total_weight/window.n_processes, window.sums)  # DDP has averaged, too
-        if self.skip_nonfinite and not scales_loss(learn) and agree(learn, not is_finite(learn.opt)):
+        divisor = window.total_weight/window.n_processes  # DDP has averaged, too
+        if learn.opt is not now.opt: now.find_params(learn)
+        if divisor != 1 or window.sums: average_gradients(now.params, divisor, window.sums)
+        if self.skip_nonfinite and not scales_loss(learn) and agree(learn, not is_finite(now.params)):
             self.n_skipped += 1
             why = nonfinite
     if not why:
@@ -246,7 +255,7 @@ WindowEvents.after_cancel_epoch = WindowEvents.after_cancel_train
 def own_backward(self:WindowEvents):
     "After a cancel, what is in `.grad` counts, weighted; without a gradient the micro-batch is discarded"
     learn,now,window,micro = self.learn,self.now,self.window,self.window.micro
-    if not (now.watch.has_changed() or not window.n_micro and any(g.any() for g in gradients(learn.opt))):
+    if not (now.watch.has_changed() or not window.n_micro and any(g.any() for g in gradients(now.params))):
         return self.discard()
     if now.processes.n > 1 or window.n_micro and not now.is_own:
         why = f'{now.processes.n} processes' if now.processes.n > 1 else 'a window that has other micro-batches'
@@ -256,7 +265,7 @@ def own_backward(self:WindowEvents):
     micro.in_grad = True
     if not micro.ends_window and not now.is_own: now.is_own,window.sums = True,{}
     if isinstance(weight := micro.weight, Tensor) or weight != 1:
-        for g in gradients(learn.opt): g.copy_(times(g, weight))
+        for g in gradients(now.params): g.copy_(times(g, weight))
     if loop := loop_of(learn): loop.end_pass()
 
 # %% ../../nbs/source/learner/08_events.ipynb #2b935b58

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['replaced', 'Fit', 'fit_of', 'loop_of', 'is_running', 'is_lr_find', 'is_look', 'FitCallback', 'accumulates',
-           'accumulator', 'tell', 'check_loop']
+__all__ = ['replaced', 'Fit', 'fit_of', 'loop_of', 'is_running', 'is_lr_find', 'is_look', 'others_of', 'FitCallback',
+           'accumulates', 'accumulator', 'tell', 'check_loop']
 
 # %% ../../nbs/source/learner/02_fit.ipynb #0df7a527
 class replaced:
@@ -79,6 +79,11 @@ def is_lr_find(learn:Learner)->bool: return hasattr(learn, 'lr_finder')
 def is_look(n:int)->bool: return not n & (n-1)  # whether to look after `n` others: at the 1st, 2nd, 3rd, 5th, 9th ...
 
 # %% ../../nbs/source/learner/02_fit.ipynb #e111f4c2
+def others_of(learn:Learner)->list[nn.Parameter]:
+    "What is trained in the model, the loss and modules of callbacks, perhaps by an optimizer other than `learn.opt`"
+    modules = learn.model,learn.loss_func,*[o for cb in learn.cbs for o in vars(cb).values()]
+    return [p for o in modules if isinstance(o, nn.Module) for p in o.parameters() if p.requires_grad]
+
 class FitCallback(Callback):
     "Base of callbacks that change other objects during a fit, by what they put on `fit_of(learn).stack(self)`"
     run_valid = False

@@ -97,12 +97,12 @@ class LoaderBatches(GetAttr):
 
     def __len__(self)->int: return -(-self.needed//self.unit)
     def __iter__(self)->Iterator:
-        batches = iter(self.dl)
-        while (self.needs_more is None or self.needs_more()) and (b := next(batches, None)) is not None:
-            size = self.most
-            if size and self.certain and self.seen < self.samples: size = min(size, self.samples-self.seen)
+        batches,self.seen = iter(self.dl),0
+        while (self.needs_more is None or self.needs_more()) and (b := next(batches, self)) is not self:
+            size = min(self.most, self.left) if self.most and self.certain and self.left > 0 else self.most
             self.rows = n_rows(b, size)
             self.size = size if self.stated else self.rows
-            self.seen += self.unit
+            self.seen = seen = self.seen+self.unit
             yield b
+            self.seen = seen  # a callback may have begun to iterate, too
         if self.seen >= self.samples: next(batches, None)  # let the DataLoader end, and call its `after_iter`

@@ -112,14 +112,15 @@ def global_generators()->list:
     return [random, np.random, torch.default_generator, *torch.cuda.default_generators, *_on_mps]
 
 # %% ../../nbs/source/learner/04_state.ipynb #3f1c7a24
-def held(*objects, functions:bool=False, seen:dict|None=None)->list:
+def held(*objects, functions:bool=False, hooks:bool=False, seen:dict|None=None)->list:
     """What `objects` hold at any depth, if it can move: containers, attributes, arrays, random generators, and tensors
-    that are not trained; with `functions`, also what these hold. Not what is in `seen`, and that is added to it"""
+    that are not trained; with `functions`, what these hold, with `hooks`, where modules have none, too. Not what is in
+    `seen`, and that is added to it"""
     seen,rest,res = {} if seen is None else seen,[*objects],[]
     for o in rest:
         if isinstance(o, (str,int,float,opaque)) or id(o) in seen: continue
         seen[id(o)],found,inside = o,[],[]
-        if isinstance(o, dict): found,inside = [o],[v for k,v in o.items() if k not in _hooks or v]
+        if isinstance(o, dict): found,inside = [o],[v for k,v in o.items() if k not in _hooks or v or hooks]
         elif isinstance(o, Tensor): found = [o]*(not o.requires_grad and not is_lazy(o))
         elif isinstance(o, (*_containers,tuple)): found,inside = [o]*(not isinstance(o, tuple)),o
         elif isinstance(o, types.CellType): found,inside = [o],[o.cell_contents]
@@ -133,10 +134,10 @@ def held(*objects, functions:bool=False, seen:dict|None=None)->list:
         rest += inside
     return res
 
-def all_held(model:nn.Module|tuple, *functions:Callable, seen:dict|None=None)->list:
+def all_held(model:nn.Module|tuple, *functions:Callable, hooks:bool=False, seen:dict|None=None)->list:
     """All that a pass of `model`, or of several modules, and of `functions`, such as a loss, can move, except what is
     in `seen`; and the global random generators"""
-    return [*held(*functions, functions=True, seen=seen), *held(model, seen=seen), *global_generators()]
+    return [*held(*functions, functions=True, seen=seen), *held(model, hooks=hooks, seen=seen), *global_generators()]
 
 # %% ../../nbs/source/learner/04_state.ipynb #3f1c7a22
 def is_same(a, b, sizes:Container, before:dict)->bool:
@@ -151,6 +152,7 @@ def is_same(a, b, sizes:Container, before:dict)->bool:
         a = a if isinstance(a, (*_containers,tuple)) else ()
         a,b = [o if isinstance(o, dict) else dict(enumerate(o)) for o in (a, b)]
         return all(is_same(a.get(k), b.get(k), sizes, before) for k in {**a, **b})
+    a,b = [None if isinstance(o, bool) else o for o in (a, b)]  # that hooks are installed, for example
     if not isinstance(b, (Number,str)): return not isinstance(a, (Number,str))
     return isinstance(a, (Number,str)) and a == b or b in sizes and (a is None or isinstance(a, Number) and a != 0)
 

@@ -38,7 +38,7 @@ class BlockState:
 
     def begin(self)->bool:
         "Find what the block holds before a run; returns whether it looks at frozen parameters, which may be large"
-        self.found,self.looks,self.n = held(self.block),is_look(self.n),self.n+1
+        self.found,self.looks,self.n = held(self.block, hooks=self.is_new),is_look(self.n),self.n+1
         return self.looks
 
     def free(self):
@@ -47,15 +47,16 @@ class BlockState:
         self.found = None
 
     @contextmanager
-    def first_run(self):
-        "A context for the first run; gives the context for those that follow, which leave everything as it was"
+    def first_run(self, given:Iterable):
+        "A context for the first run, on what is `given`; gives that for those that follow, which leave all as it was"
         if self.found is None: self.begin()
-        tensors,others = [[o for o in self.found if isinstance(o, Tensor) is k] for k in (True, False)]
-        frozen = [o for o in tensors if isinstance(o, nn.Parameter)]
-        kept = [o for o in tensors if not isinstance(o, nn.Parameter)]+self.moving+frozen*self.is_new
+        given = held(*[o for o in given if not isinstance(o, Tensor)])
+        kept = [o for o in self.found if isinstance(o, Tensor) and not isinstance(o, nn.Parameter)]
+        frozen = [o for o in self.found if isinstance(o, nn.Parameter)]+[o for o in given if isinstance(o, Tensor)]
+        others = [o for o in self.found+given if not isinstance(o, Tensor)]
         state,versions = Saved(others+global_generators()),[o._version for o in frozen]
         looked = Saved(glances(frozen*self.looks))
-        yield partial(run_again, state, [(o, content(o)) for o in kept])
+        yield partial(run_again, state, [(o, content(o)) for o in kept+self.moving+frozen*self.is_new])
         moved = looked.moved() if self.looks else [o for o,v in zip(frozen, versions) if o._version != v]
         moved = [o for o in moved if all(o is not m for m in self.moving)]
         if moved and not self.is_new:
@@ -90,7 +91,7 @@ def checkpointed(forward:Callable, state:BlockState, again:Callable=nullcontext)
         def with_leaves(*leaves):
             if kept.first:
                 (args,kwargs),kept.first = kept.first,None
-                with state.first_run() as kept.context: return kept.forward(*args, **kwargs)
+                with state.first_run(leaves) as kept.context: return kept.forward(*args, **kwargs)
             args,kwargs = tree_unflatten(leaves, form)
             with kept.context(), kept.again(): return kept.forward(*args, **kwargs)
         state.runs[with_leaves] = kept  # as long as the graph of this run lives
@@ -146,11 +147,11 @@ def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Se
     groups = {}
     def inside(m):
         listed,res = isinstance(m, containers),[]
-        if type(m).forward is nn.Sequential.forward: groups[m] = m = grouped(m)
+        if getattr(type(m), 'forward', None) is nn.Sequential.forward: groups[m] = m = grouped(m)
         kinds = [type(o) for o in m.children() if n_layers(o) > 1]
         least = 1 if listed else 2 if len({*kinds}) < len(kinds) else math.inf  # layers in a block
         for o in m.children():
-            is_run = type(o).forward is not nn.Module.forward  # a ModuleList is not
+            is_run = getattr(type(o), 'forward', None) is not nn.Module.forward  # a ModuleList is not
             is_block = is_run and n_layers(o) >= least and [*o.children()]
             is_whole = is_block and listed and not any(map(is_long, o.modules()))
             res += not is_whole and inside(o) or ([o] if is_block else [])

@@ -13,6 +13,7 @@ from fastai.callback.fp16 import MixedPrecision
 
 from ..learner.nested import *
 from ..learner.loader import *
+from ..window.gradients import *
 from ..window.processes import *
 from ..learner.fit import *
 from ..learner.state import *
@@ -21,7 +22,7 @@ from .hidden_state import *
 from .pieces import *
 
 # %% auto #0
-__all__ = ['forward_and_loss', 'Loop', 'Undo']
+__all__ = ['forward_and_loss', 'Loop', 'autocasts', 'Undo', 'cannot_undo']
 
 # %% ../../nbs/source/ways/03_loop.ipynb #7efc415f
 def forward_and_loss(learn:Learner, forward:Callable, has_loss:Callable=noop):
@@ -46,7 +47,8 @@ class Loop:
         self.ways.append(way)
         self.sort()
     def remove(self, way:Callback):
-        for state in way.states.values(): state.free()
+        if fit_of(self.learn).depth < 2:  # no batch goes on
+            for state in filter(None, way.states.values()): state.free()
         self.ways.remove(way)
         self.sort()
     def sort(self):
@@ -73,7 +75,7 @@ class Loop:
 @patch
 def train(self:Loop):
     "All that fastai does with a training batch; one that is cancelled in between is left out as a whole"
-    learn,self.in_autocast = self.learn,True
+    learn,self.in_autocast,self.autocasts = self.learn,True,autocasts()
     copies = bool(self.adapting) and self.undo.begin()
     is_new = copies or not self.all_fits
     try:
@@ -175,9 +177,14 @@ def train_piece(self:Loop, start:int, end:int):
     if not self.in_autocast:  # fastai leaves it after each loss
         for cb in learn._grab_cbs(MixedPrecision): cb.before_batch()
     self.in_autocast = True
+    if autocasts() != self.autocasts:
+        raise RuntimeError("autocast has ended before the batch (by a callback of your own?), which runs in more than "
+                           "one pass: use to_bf16() or to_fp16(), or enter autocast in the model's forward")
     for o in self.adapting: o.prepare(self)
     self.run_pass(self.forward)
     return learn.pred if self.size == self.inputs.n else each_tensor(Tensor.detach, learn.pred)
+
+def autocasts()->list: return [torch.is_autocast_enabled(o) for o in ('cpu','cuda','mps')]
 
 @patch
 def run_pass(self:Loop, forward:Callable):
@@ -257,31 +264,45 @@ class Undo:
         "Begin a batch; returns whether its inputs are to be copied, since a pass may change them in place"
         looks = is_look(self.learn.iter)
         self.look_at,self.saved,self.undone = 0 if looks else None,{},None  # `undone`: identities of what was put back
-        return looks or self.in_place
+        if looks: self.params = others_of(self.learn)
+        self.copies = looks or self.in_place
+        return self.copies
 
     def save(self, start:int):
         "Note the state before the piece at sample `start`"
         model,loss,objects = inner_model(self.learn.model),self.learn.loss_func,global_generators()
         if start == self.look_at:
-            objects = all_held(model, loss)
+            objects = all_held(model, loss, hooks=self.is_new)
             if not self.is_new: objects = glances(objects, self.frozen)
-            self.no_grad = [p for p in model.parameters() if p.grad is None]
         elif self.owners:
             others = {id(o):o for o in (*model.modules(), loss) if id(o) not in self.owners}
             objects = all_held((*self.owners.values(),), loss, seen=others)
             objects = [o for o in objects if not isinstance(o, nn.Parameter) or id(o) in self.frozen]
+        self.inputs = [(o, o._version) for o in (*self.learn.xb, *self.learn.yb) if isinstance(o, Tensor)]
+        if not start: self.grads = [(p, g := p.grad, g is not None and g._version) for p in self.params]
         self.saved = {k:o for k,o in self.saved.items() if k == 0} | {start:Saved(objects)}
 
-    def put_back(self, start:int):
-        "Undo passes since the one at sample `start`, and look at the next one, which shows what else they have moved"
-        saved,looks = self.saved[start],start == self.look_at
-        if looks: self.differs = state_moved(saved, self.learn)
-        saved.put_back()
-        for p in self.no_grad if looks and not start else []: p.grad = None
-        undone = {identity(o) for o,_ in saved.copies if not isinstance(o, Glance)}
-        self.undone,self.look_at = undone if self.undone is None else self.undone & undone,start
+def cannot_undo(why:str)->NothingFits:
+    return NothingFits(f"memory ran out in a pass that cannot be undone, since {why}: set micro_batch_size to a number "
+                       "that fits, or use ActivationCheckpointing(adapt=False)")
 
 # %% ../../nbs/source/ways/03_loop.ipynb #3f1c7a26
+@patch
+def put_back(self:Undo, start:int):
+    "Undo passes since the one at sample `start`, and look at the next one, which shows what else they have moved"
+    saved,looks = self.saved[start],start == self.look_at
+    if looks: self.differs = state_moved(saved, self.learn)
+    saved.put_back()
+    if not self.copies and any(o._version != version for o,version in self.inputs):
+        raise cannot_undo("it has changed its input in place, as earlier ones had not")
+    own = {*params_in(self.learn.opt)}  # set to zero, where they had a gradient
+    for p,grad,version in [] if start else self.grads:
+        if grad is None: p.grad = None
+        elif p not in own and (p.grad is not grad or grad._version != version):
+            raise cannot_undo("it has added to a gradient that learn.opt does not zero")
+    undone = {identity(o) for o,_ in saved.copies if not isinstance(o, Glance)}
+    self.undone,self.look_at = undone if self.undone is None else self.undone & undone,start
+
 @patch
 def has_run(self:Undo, start:int):
     "After a piece, note what has moved. Raises NothingFits if a failed pass has, too, and it was not saved"
@@ -289,11 +310,9 @@ def has_run(self:Undo, start:int):
     learn,saved = self.learn,self.saved[start]
     lost = [] if self.undone is None else [o for o in state_moved(saved, learn) if identity(o) not in self.undone]
     if found := owners(lost, inner_model(learn.model), learn.loss_func):
-        raise NothingFits(f"memory ran out in a pass that cannot be undone, since {name_of(found[0])} had not "
-                          "changed its state in earlier ones: set micro_batch_size to a number that fits, or use "
-                          "ActivationCheckpointing(adapt=False)")
+        raise cannot_undo(f"{name_of(found[0])} had not changed its state in earlier ones")
     moved = saved.moved()
     self.owners |= {id(o):o for o in owners(moved, inner_model(learn.model), learn.loss_func)}
     self.frozen |= {id(o) for o in moved if isinstance(o, nn.Parameter)}
     self.look_at,self.is_new = None,False
-    self.in_place = any(t._version for t in tensors_in((*learn.xb, *learn.yb)))
+    self.in_place = self.in_place or any(t._version for t in tensors_in((*learn.xb, *learn.yb)))

@@ -10,41 +10,41 @@ from __future__ import annotations
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['Optim', 'half', 'changed', 'trained', 'gradients', 'average_gradients', 'total_norm', 'is_finite', 'add_in_float32',
-           'GradientWatch', 'hypers_of', 'FirstHypers', 'check_accumulates', 'check_rules', 'hooks_on', 'check_samples',
-           'check_runs_again']
+__all__ = ['Optim', 'half', 'changed', 'params_in', 'trained', 'gradients', 'average_gradients', 'total_norm', 'is_finite',
+           'add_in_float32', 'GradientWatch', 'hypers_of', 'FirstHypers', 'check_accumulates', 'check_rules',
+           'hooks_on', 'check_samples', 'check_runs_again']
 
 # %% ../../nbs/source/window/01_gradients.ipynb #7f452cd0
 Optim = Optimizer|OptimWrapper  # fastai's own, or PyTorch's in its wrapper
 
-def trained(opt:Optim)->list[nn.Parameter]:
-    return [p for pg in opt.param_lists for p in pg if p.requires_grad]
+def params_in(opt:Optim)->list[nn.Parameter]: return [p for pg in opt.param_lists for p in pg]
+def trained(opt:Optim)->list[nn.Parameter]: return [p for p in params_in(opt) if p.requires_grad]
 
-def gradients(opt:Optim)->list[Tensor]:
-    "The gradients of `opt`: the values of a sparse one, and this process' shard of a sharded one"
-    grads = [p.grad for pg in opt.param_lists for p in pg if p.grad is not None]
+def gradients(params:Iterable)->list[Tensor]:
+    "The gradients of `params`: the values of a sparse one, and this process' shard of a sharded one"
+    grads = [p.grad for p in params if p.grad is not None]
     grads = [g.to_local() if hasattr(g, 'to_local') else g for g in grads]
     return [g._values() if g.is_sparse else g for g in grads]
 
-def average_gradients(opt:Optim, divisor:Real, sums:dict[nn.Parameter,Tensor]|None=None):
-    "Divide the gradients of `opt` in place, once; those in `sums`, from `add_in_float32`, are rounded afterwards"
-    if divisor != 1 and (grads := gradients(opt)): torch._foreach_div_(grads, divisor)
+def average_gradients(params:Iterable, divisor:Real, sums:dict[nn.Parameter,Tensor]|None=None):
+    "Divide the gradients of `params` in place, once; those in `sums`, from `add_in_float32`, are rounded afterwards"
+    if divisor != 1 and (grads := gradients(params)): torch._foreach_div_(grads, divisor)
     while sums:
         p,grad = sums.popitem()
         p.grad = grad.div_(divisor).to(p.dtype)
 
-def total_norm(opt:Optim, kind:float=2.)->Tensor:
-    return torch.nn.utils.get_total_norm([g for g in gradients(opt) if g.numel()], kind)
+def total_norm(params:Iterable, kind:float=2.)->Tensor:
+    return torch.nn.utils.get_total_norm([g for g in gradients(params) if g.numel()], kind)
 
-def is_finite(opt:Optim)->bool:
-    "Whether no gradient of `opt` has a NaN or an infinity; a GPU sync"
-    return bool(total_norm(opt, float('inf')).isfinite())
+def is_finite(params:Iterable)->bool:
+    "Whether no gradient of `params` has a NaN or an infinity; a GPU sync"
+    return bool(total_norm(params, float('inf')).isfinite())
 
 half = torch.bfloat16,torch.float16
 
-def add_in_float32(opt:Optim, sums:dict[nn.Parameter,Tensor], all_types:bool=False):
+def add_in_float32(params:Iterable, sums:dict[nn.Parameter,Tensor], all_types:bool=False):
     "Move the gradients of bfloat16 and float16 weights, or `all_types`, into `sums`, until `average_gradients`"
-    for p in trained(opt):
+    for p in params:
         if p.grad is None or not all_types and p.dtype not in half: continue
         if p in sums: sums[p] += p.grad
         else: sums[p] = p.grad.to(torch.promote_types(p.dtype, torch.float32))
@@ -55,12 +55,11 @@ changed = ("a gradient was zeroed, replaced or changed in mid-window (by an atta
            "before_step, or use windows of one batch; exact=True fits them into memory")
 
 class GradientWatch:
-    "Sees what has happened to the gradients of `opt` since `note`; `ratios` of norms also show changes of `.data`"
+    "Sees what has happened to the gradients of `params` since `note`; `ratios` of norms also show changes of `.data`"
     def __init__(self): self.params,self.noted,self.norm,self.ratios = [],[],None,[]
-    def watch(self, opt:Optim): self.opt,self.params = opt,[p for pg in opt.param_lists for p in pg]
     def note(self, values:bool=False):
         self.noted = [(p, p.requires_grad, g := p.grad, g is not None and g._version) for p in self.params]
-        self.norm = total_norm(self.opt) if values and self.params else None
+        self.norm = total_norm(self.params) if values and self.params else None
 
     def has_changed(self)->bool:
         "Whether there are other gradients, or some have changed in place"
@@ -73,7 +72,7 @@ class GradientWatch:
                 raise RuntimeError("parameters were frozen or unfrozen in mid-window (by a GANTrainer?): use windows "
                                    "of one batch")
             if p.grad is not grad or grad is not None and grad._version != version: raise RuntimeError(changed)
-        if self.norm is not None: self.ratios.append(total_norm(self.opt)/self.norm)
+        if self.norm is not None: self.ratios.append(total_norm(self.params)/self.norm)
 
     def judge(self, ratios:list):
         "Raises RuntimeError if a norm has changed"

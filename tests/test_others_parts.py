@@ -1,0 +1,271 @@
+"What users put beside `learn.opt`, the loader, the loss and the model: other optimizers, readers of the loader, losses that change, hooks, objects, autocast"
+import pytest
+from torch.utils.data import BatchSampler, RandomSampler
+import torch.utils.data as tud
+
+from common import *
+from fastxtend_accum.demo import Activations
+from test_observed import Fails
+
+def run(*cbs, bs=32, n_epoch=3, **kwargs):
+    torch.manual_seed(1)
+    return fit(make_learner(bs, cbs=[*cbs], **kwargs), n_epoch)
+
+def assert_same_weights(a, b, tol=1e-12):
+    assert len(a.recorder.losses) == len(b.recorder.losses) > 5
+    assert_same(weights(a), weights(b), tol)
+
+WAYS = dict(windows=(8, lambda: GradientAccumulation(32)), pieces=(32, lambda: GradientAccumulation(micro_batch_size=5)),
+            grows=(8, lambda: GradientAccumulationSchedule(32, 32)), cache=(32, lambda: GradientCache(5)))
+ways = pytest.mark.parametrize('bs,cb', WAYS.values(), ids=[*WAYS])
+BACKWARD = dict(exact=lambda: GradientAccumulation(exact=True), auto=lambda: GradientAccumulation(micro_batch_size='auto'), cache=lambda: GradientCache('auto'))
+
+# Gradients that `learn.opt` does not hold, or holds twice
+
+class CenterLoss(nn.Module):
+    def __init__(self): super().__init__(); self.center = nn.Parameter(torch.full((1, 1), .5, dtype=torch.float64))
+    def forward(self, pred, targ): return (F.mse_loss(pred, targ)+.5*(pred-self.center).pow(2).mean()).float()
+
+class OwnOptimizer(Callback):
+    run_valid = False
+    def __init__(self, event): setattr(self, event, self.step)
+    def before_fit(self): self.own = torch.optim.SGD(self.learn.loss_func.parameters(), lr=.3)
+    def step(self): self.own.step(); self.own.zero_grad()
+
+class FailsBackward(Callback):
+    "Memory runs out once, in the backward pass of batch `at` of the fit, behind the gradients of the loss and of the last layer"
+    run_valid = False
+    order = -1
+    def __init__(self, at): self.at = at
+    def before_fit(self): self.n = -1
+    def before_batch(self): self.n += 1
+    def after_pred(self):
+        if self.n == self.at: first(o for o,_ in self.learn.pred.grad_fn.next_functions if o and o.next_functions).register_prehook(self.fail)
+    def fail(self, *args):
+        if self.n != self.at: return
+        self.at = None
+        raise torch.OutOfMemoryError('out of memory')
+
+@ways
+@pytest.mark.parametrize('event', ['before_step', 'after_step'])
+def test_an_optimizer_of_the_loss(event, bs, cb):
+    big,small = run(OwnOptimizer(event), loss_func=CenterLoss()),run(cb(), OwnOptimizer(event), bs=bs, loss_func=CenterLoss())
+    assert_same_weights(big, small)
+    assert_same(big.loss_func.center, small.loss_func.center, 1e-12)
+    assert abs(big.loss_func.center-.5) > .1
+
+@pytest.mark.parametrize('at', [0, 3, 5])
+@pytest.mark.parametrize('cb', BACKWARD.values(), ids=[*BACKWARD])
+def test_memory_runs_out_behind_the_gradient_of_the_loss(cb, at):
+    big,small = run(OwnOptimizer('after_step'), loss_func=CenterLoss()),run(cb(), OwnOptimizer('after_step'), fails := FailsBackward(at), loss_func=CenterLoss())
+    assert fails.at is None
+    assert_same_weights(big, small)
+    assert_same(big.loss_func.center, small.loss_func.center, 1e-12)
+
+class Keeps(OwnOptimizer):
+    "Its steps use the gradients of two batches"
+    def step(self):
+        if self.learn.train_iter%2: super().step()
+
+def test_a_gradient_that_cannot_be_taken_back():
+    with pytest.raises(RuntimeError, match='a gradient that learn.opt does not zero'): run(GradientAccumulation(exact=True), Keeps('after_step'), FailsBackward(1), loss_func=CenterLoss())
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__(); torch.manual_seed(0)
+        self.enc,self.dec,self.head = nn.Linear(5, 8),nn.Linear(5, 8),nn.Linear(8, 1)
+        self.dec.weight = self.enc.weight
+    def forward(self, x): return self.head(torch.tanh(self.enc(x))*torch.tanh(self.dec(x.flip(1))))
+def two_groups(m): return [params(m.enc), params(m.dec)+params(m.head)]
+
+@ways
+@pytest.mark.parametrize('opt_func', [SGD, Adam])
+def test_a_weight_in_two_groups(opt_func, bs, cb):
+    assert_same_weights(run(m=Tied().double(), splitter=two_groups, opt_func=opt_func), run(cb(), bs=bs, m=Tied().double(), splitter=two_groups, opt_func=opt_func))
+
+# Rates, losses and loaders
+
+class Rates(Callback):
+    run_valid = False
+    def __init__(self, event, order): self.order = order; setattr(self, event, self.set)
+    def set(self): self.opt.set_hyper('lr', .1*(1-self.pct_train))
+
+@ways
+@pytest.mark.parametrize('event,order', [('after_loss', 20), ('before_backward', 0), ('before_backward', 20), ('after_backward', 0)])
+def test_rates_set_around_the_backward_pass(event, order, bs, cb): assert_same_weights(run(Rates(event, order)), run(cb(), Rates(event, order), bs=bs))
+
+def spread(pred, targ): return F.mse_loss(pred, targ).sqrt().float()
+class Switches(Callback):
+    "Another loss from epoch 6 on, when the check of the first one is over"
+    run_valid = False
+    def before_epoch(self):
+        if self.epoch == 6: self.learn.loss_func = spread
+
+@pytest.mark.parametrize('bs,cb', [WAYS['windows'], WAYS['pieces']], ids=['windows', 'pieces'])
+def test_a_loss_that_is_set_later_is_checked(bs, cb):
+    with pytest.warns(UserWarning, match='not exact for this loss'): run(cb(), Switches(), bs=bs, n_epoch=8)
+
+class Peeks(Callback):
+    order,run_valid = 20,False
+    def before_train(self): next(iter(self.dl))
+class Reads(Peeks):
+    def before_train(self): assert sum(len(x) for x,_ in self.dl)
+class PeeksLater(Peeks):
+    def before_train(self): pass
+    def before_batch(self):
+        if self.learn.iter == 1: next(iter(self.learn.dl))
+
+@pytest.mark.parametrize('bs,cb', [WAYS['windows'], WAYS['pieces']], ids=['windows', 'pieces'])
+@pytest.mark.parametrize('reader', [Peeks, Reads, PeeksLater])
+@pytest.mark.parametrize('drop_last', [False, True])
+def test_a_callback_that_reads_the_loader(reader, drop_last, bs, cb):
+    assert_same_weights(run(reader(), n=104, drop_last=drop_last), run(cb(), reader(), bs=bs, n=104, **dict(drop_last=drop_last)))
+
+@pytest.mark.parametrize('cb', [None, GradientAccumulation(32), GradientAccumulation(micro_batch_size=8)])
+def test_a_batch_of_nothing_is_an_error(cb):
+    "As without the callback: the epoch does not end"
+    learn = make_learner(8, cbs=cb)
+    learn.dls.train.create_batch = lambda samples: None
+    with pytest.raises(Exception) as e: fit(learn, 1)
+    assert type(e.value) in (TypeError,AttributeError)
+
+# What the line says
+
+def said(capsys, *args, **kwargs):
+    torch.manual_seed(0)
+    fit_aloud(make_learner(*args, **kwargs), 1)
+    return capsys.readouterr().out
+
+def test_a_rule_that_does_not_hold_is_said(capsys):
+    "A subclass of a loss with a rule, which is no mean"
+    class Root(nn.MSELoss):
+        def forward(self, pred, targ): return super().forward(pred, targ).sqrt().float()
+    with pytest.warns(UserWarning, match='not exact'): assert 'losses are not averaged as in one batch' in said(capsys, 8, cbs=GradientAccumulation(32), loss_func=Root())
+
+@pytest.mark.parametrize('bs,cb', [WAYS['windows'], WAYS['pieces'], WAYS['cache']], ids=['windows', 'pieces', 'cache'])
+def test_frequencies_of_a_batch_are_named(capsys, bs, cb):
+    class Counts(nn.Module):
+        def __init__(self): super().__init__(); self.e,self.l = nn.Embedding(4, 3, scale_grad_by_freq=True),nn.Linear(3, 1)
+        def forward(self, x): return self.l(self.e(x[:,0].gt(0).long()))
+    assert '1 Embedding' in said(capsys, bs, m=Counts().double(), cbs=cb())
+
+# Outputs, labels and items
+
+class Temperature(nn.Module):
+    "CLIP's output: features, and one number for all samples"
+    def __init__(self): super().__init__(); torch.manual_seed(0); self.l,self.t = nn.Linear(5, 8),nn.Parameter(torch.tensor(.5))
+    def forward(self, x): return F.normalize(self.l(x), dim=1),self.t.exp()
+def contrastive(out, targ):
+    pred,scale = out
+    return F.cross_entropy(scale*pred@pred.T, torch.arange(len(pred))).float()
+
+@pytest.mark.parametrize('cb', [lambda: GradientCache(8), lambda: GradientAccumulation(exact=True), lambda: GradientCache('auto')])
+def test_one_number_for_all_samples(cb):
+    assert_same_weights(run(m=Temperature().double(), loss_func=contrastive), run(cb(), m=Temperature().double(), loss_func=contrastive))
+
+def test_labels_of_eight_bits():
+    "As PyTorch takes them, with class weights"
+    def bits(pred, targ): return F.cross_entropy(pred, targ, weight)
+    weight,pred,targ = torch.tensor([1., 2., 3.]),torch.randn(6, 3),torch.tensor([0, 1, 2, 2, 1, 1])
+    loss_func = nn.CrossEntropyLoss(weight)
+    assert loss_items(loss_func, pred, targ.byte()) == loss_items(loss_func, pred, targ) == 13
+
+def test_items_are_one_number():
+    with pytest.raises(ValueError, match='one-element tensor'): run(GradientAccumulation(32, num_items=lambda learn: torch.ones(3)), bs=8)
+
+# Passes that are undone, and blocks that run again
+
+class Installs(nn.Module):
+    "Adds its hooks in its first pass, as Transformers' models do for `output_hidden_states`"
+    def __init__(self):
+        super().__init__(); torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(3)])
+        self.head,self.installed,self.seen = nn.Linear(5, 1),False,[]
+    def forward(self, x):
+        if not self.installed:
+            for o in self.layers: o.register_forward_hook(self.keep)
+            self.installed = True
+        self.seen = []
+        for o in self.layers: x = x+o(x)
+        return self.head(x+sum(self.seen))
+    def keep(self, m, args, out): self.seen.append(out)
+
+@pytest.mark.parametrize('cb', [lambda: GradientAccumulation(exact=True), lambda: GradientAccumulation(micro_batch_size='auto'), lambda: GradientCache('auto'), lambda: GradientCache(8)],
+                         ids=['exact', 'auto', 'auto_cache', 'cache'])
+def test_hooks_that_the_first_pass_installs(cb):
+    whole = run(memory := Activations(), m=Installs().double())
+    learn = run(cb(), Activations(memory.mb*.8), m=Installs().double())
+    assert [len(o._forward_hooks) for o in learn.model.layers] == [1, 1, 1]
+    assert_same_weights(whole, learn)
+
+class Erases(nn.Module):
+    "Changes its input in place, in some batches"
+    def __init__(self, batches): super().__init__(); self.batches,self.n = batches,0
+    def forward(self, x):
+        if self.training:
+            if self.n in self.batches: x[:,0] *= .5
+            self.n += 1
+        return x
+
+@pytest.mark.parametrize('batches,is_undone', [({1, 3}, True), ({3}, False)])
+def test_an_input_that_changes_in_some_batches(batches, is_undone):
+    "Batches 0, 1, 2 and 4 are looked at: copied once that has been seen; else an error"
+    def go(*cbs): torch.manual_seed(0); return run(*cbs, n=192, m=nn.Sequential(Erases(batches), nn.Sequential(nn.Linear(5, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1)).double())
+    if is_undone: assert_same_weights(go(), go(GradientAccumulation(exact=True), FailsBackward(3)))
+    else:
+        with pytest.raises(RuntimeError, match='changed its input in place'): go(GradientAccumulation(exact=True), FailsBackward(3))
+
+class Graph:
+    def __init__(self, x): self.x = x
+class Block(nn.Module):
+    "Changes the object that it is given, as torch_geometric's layers may"
+    def __init__(self): super().__init__(); self.a,self.b = nn.Linear(8, 8),nn.Linear(8, 8)
+    def forward(self, g): g.x = g.x+torch.tanh(self.b(torch.relu(self.a(g.x)))); return g
+class GraphNet(nn.Module):
+    def __init__(self): super().__init__(); torch.manual_seed(0); self.inp,self.blocks,self.head = nn.Linear(5, 8),nn.ModuleList([Block() for _ in range(4)]),nn.Linear(8, 1)
+    def forward(self, x):
+        g = Graph(self.inp(x))
+        for b in self.blocks: g = b(g)
+        return self.head(g.x)
+class Given(nn.Module):
+    "A block that runs a norm of the model, which it is given"
+    def __init__(self): super().__init__(); self.a,self.b = nn.Linear(8, 8),nn.Linear(8, 8)
+    def forward(self, x, norm): return x+self.b(norm(torch.tanh(self.a(x))))
+class Gives(GraphNet):
+    def __init__(self): super().__init__(); self.blocks,self.norm = nn.ModuleList([Given() for _ in range(4)]),nn.BatchNorm1d(8)
+    def forward(self, x):
+        x = self.inp(x)
+        for b in self.blocks: x = b(x, self.norm)
+        return self.head(x)
+
+@pytest.mark.parametrize('cb', [all_blocks, lambda: all_blocks(offload=True), lambda: GradientAccumulation(exact=True)])
+@pytest.mark.parametrize('make', [GraphNet, Gives])
+def test_objects_that_blocks_are_given(make, cb):
+    whole = run(memory := Activations(), m=make().double())
+    learn = run(cb(), Activations(memory.mb*.7) if 'Accum' in type(cb()).__name__ else Activations(), m=make().double())
+    assert learn.activations.mb < memory.mb
+    for k,v in whole.model.state_dict().items(): assert_same(learn.model.state_dict()[k], v)
+    assert losses(whole) == losses(learn)
+
+def test_a_scripted_part_of_a_model_that_fits():
+    def go(*cbs):
+        torch.manual_seed(0)
+        return run(*cbs, m=nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))), nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)), nn.Linear(5, 1)).double())
+    assert_same_weights(go(), go(GradientAccumulation(exact=True)), 0)
+
+class Autocasts(Callback):
+    "As one writes it for a CPU, which fastai's MixedPrecision does not know"
+    def before_batch(self): self.context = torch.autocast('cpu', torch.bfloat16); self.context.__enter__()
+    def after_pred(self): self.context.__exit__(None, None, None); self.learn.pred = self.pred.float()
+
+def single(): torch.manual_seed(0); return nn.Sequential(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5)), nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5)), nn.Linear(5, 1))
+def in_single(learn): learn.dls.train.after_item = learn.dls.valid.after_item = lambda b: tuple(o.float() for o in b); return learn
+
+@pytest.mark.parametrize('cbs', [lambda: [GradientAccumulation(micro_batch_size=8)], lambda: [GradientAccumulation(exact=True), FailsBackward(2)]], ids=['pieces', 'exact'])
+def test_autocast_that_has_ended(cbs):
+    with pytest.raises(RuntimeError, match='autocast has ended'): fit(in_single(make_learner(32, m=single(), cbs=[Autocasts(), *cbs()])), 1)
+    assert not torch.is_autocast_enabled('cpu')
+
+def test_autocast_of_a_batch_in_one_pass():
+    def go(*cbs): return fit(in_single(make_learner(32, m=single(), cbs=[Autocasts(), *cbs])), 2)
+    assert_same(weights(go()), weights(go(GradientAccumulation(exact=True))))
