@@ -302,3 +302,22 @@ def test_pieces_whose_callback_is_removed(event, order):
     assert '_with_events' not in vars(learn) and len(losses(learn)) == 3
     learn.model.load_state_dict(model().state_dict())
     assert_same(weights(fit(learn, 1, reset_opt=True)), weights(fit(make_learner(32), 1)))
+
+class ClipsAbove(Callback):
+    "Changes only large gradients, and so only the sum that a window ends with"
+    run_valid = False
+    def __init__(self, most, order): self.most,self.order = most,order
+    def after_backward(self):
+        norm = nn.utils.get_total_norm(grads(self.learn))
+        if norm > self.most: nn.utils.clip_grads_with_norm_(self.learn.model.parameters(), self.most, norm)
+
+@pytest.mark.parametrize('bs,kwargs', [SEVERAL['windows'], SEVERAL['pieces']])
+def test_a_gradient_changed_after_the_last_micro_batch(bs, kwargs):
+    "It is not averaged yet"
+    sizes = []
+    class Norms(Callback):
+        run_valid = False
+        def after_backward(self): sizes.append(nn.utils.get_total_norm(grads(self.learn)).item())
+    fit(make_learner(bs, cbs=[GradientAccumulation(**kwargs), Norms()]), 1)
+    assert sizes[3] > 1.01*max(sizes[:3])
+    with pytest.raises(RuntimeError, match='in mid-window'): fit(make_learner(bs, cbs=[GradientAccumulation(**kwargs), ClipsAbove(max(sizes[:3])*1.005, 0)]), 1)

@@ -123,7 +123,7 @@ def backward(self:WindowEvents, f:Callable):
             own = getattr(learn.loss_func, 'parameters', list)()
             f = partial(backward_if_any, f, micro.weight, [*tensors_in(learn.pred), *own])
     f()
-    if micro and not micro.ends_window: now.watch.note(not window.results)
+    if micro and (window.n_micro or not micro.ends_window): now.watch.note(not window.results and not micro.ends_window)
 
 @patch
 def after_backward(self:WindowEvents):
@@ -136,6 +136,7 @@ def after_backward(self:WindowEvents):
         if not window.n_micro and (self.scale or not micro.ends_window):
             ratio = window.size*now.processes.n/first(self.sizes().values()) if self.scale else 1.
             now.hypers.save(learn.opt, ratio)
+        elif micro.ends_window and window.n_micro and not now.is_own: now.watch.check()
         loss = window.count(learn.loss.detach())
         if now.is_split: window.losses.append((loss, micro.weight))
     if window.sums is not None:
