@@ -129,7 +129,7 @@ def judge(self:LossCheck, again:Real|Tensor, by:Real|Tensor)->str|None:
     self.left = 0
     return ("accumulation is not exact for this loss: computed in two parts, a window's loss or its gradient has a "
             f"relative error of {by:.2g}. Pass num_items (what the loss averages over), set reduction='sum' on a loss "
-            "that sums, or use GradientCache or a larger bs with exact=True: both compute it on the whole batch")
+            "that sums, or use GradientCache, or exact=True with a larger bs")
 
 @patch
 def at_end(self:LossCheck)->str|None:

@@ -152,7 +152,7 @@ def is_same(a, b, sizes:Container, before:dict)->bool:
         a = a if isinstance(a, (*_containers,tuple)) else ()
         a,b = [o if isinstance(o, dict) else dict(enumerate(o)) for o in (a, b)]
         return all(is_same(a.get(k), b.get(k), sizes, before) for k in {**a, **b})
-    a,b = [None if isinstance(o, bool) else o for o in (a, b)]  # that hooks are installed, for example
+    a,b = [None if isinstance(o, bool) else o for o in (a, b)]  # flags
     if not isinstance(b, (Number,str)): return not isinstance(a, (Number,str))
     return isinstance(a, (Number,str)) and a == b or b in sizes and (a is None or isinstance(a, Number) and a != 0)
 
