@@ -264,7 +264,9 @@ class Undo:
         "Begin a batch; returns whether its inputs are to be copied, since a pass may change them in place"
         looks = is_look(self.learn.iter)
         self.look_at,self.saved,self.undone = 0 if looks else None,{},None  # `undone`: identities of what was put back
-        if looks: self.params = others_of(self.learn)
+        if looks:
+            own,self.params = {*params_in(self.learn.opt)},others_of(self.learn)
+            self.others = [p for p in self.params if p not in own]  # learn.opt does not set their gradients to zero
         self.copies = looks or self.in_place
         return self.copies
 
@@ -279,7 +281,9 @@ class Undo:
             objects = all_held((*self.owners.values(),), loss, seen=others)
             objects = [o for o in objects if not isinstance(o, nn.Parameter) or id(o) in self.frozen]
         self.inputs = [(o, o._version) for o in (*self.learn.xb, *self.learn.yb) if isinstance(o, Tensor)]
-        if not start: self.grads = [(p, g := p.grad, g is not None and g._version) for p in self.params]
+        if not start:
+            self.grads = [(p, None) for p in self.params if p.grad is None]
+            self.grads += [(p, p.grad.clone()) for p in self.others if p.grad is not None]
         self.saved = {k:o for k,o in self.saved.items() if k == 0} | {start:Saved(objects)}
 
 def cannot_undo(why:str)->NothingFits:
@@ -295,11 +299,7 @@ def put_back(self:Undo, start:int):
     saved.put_back()
     if not self.copies and any(o._version != version for o,version in self.inputs):
         raise cannot_undo("it has changed its input in place, as earlier ones had not")
-    own = {*params_in(self.learn.opt)}  # set to zero, where they had a gradient
-    for p,grad,version in [] if start else self.grads:
-        if grad is None: p.grad = None
-        elif p not in own and (p.grad is not grad or grad._version != version):
-            raise cannot_undo("it has added to a gradient that learn.opt does not zero")
+    for p,grad in [] if start else self.grads: p.grad = grad
     undone = {identity(o) for o,_ in saved.copies if not isinstance(o, Glance)}
     self.undone,self.look_at = undone if self.undone is None else self.undone & undone,start
 
