@@ -45,10 +45,12 @@ def time_loading(case, bs):
 
 def time_division(case, n_params):
     "Milliseconds of the division that ends a window, and of one backward pass of a `Stack`"
-    import fastxtend_accum.accumulation as accumulation
+    from fastai.basics import Learner
+    from fastxtend_accum.all import GradientAccumulation
+    from fastxtend_accum.learner import events
     task = Stack(n_params, 32 if n_params <= 1e6 else 8 if n_params <= 1e7 else 4)
     from fastai.optimizer import SGD
-    learn = learner(task, accumulation.GradientAccumulation(2*16), opt_func=SGD)
+    learn = learner(task, GradientAccumulation(2*16), opt_func=SGD)
     times = dict(division=[], backward=[])
     def timed(name, f):
         def g(*args):
@@ -56,9 +58,8 @@ def time_division(case, n_params):
             f(*args)
             times[name].append((time.perf_counter()-start)*1e3)
         return g
-    with patch.object(accumulation, 'average_gradients', timed('division', accumulation.average_gradients)), learn.no_bar(), learn.no_logging():
-        learn._backward = timed('backward', learn._backward)
-        learn.fit(1)
+    with (patch.object(events, 'average_gradients', timed('division', events.average_gradients)), patch.object(Learner, '_backward', timed('backward', Learner._backward)),
+          learn.no_bar(), learn.no_logging()): learn.fit(1)
     return dict(parameters=sum(p.numel() for p in task.model.parameters()), **{k:statistics.median(v[1:]) for k,v in times.items()})
 
 def peak_memory(case, effective):

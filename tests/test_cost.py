@@ -139,3 +139,8 @@ def test_the_counts_see_what_is_added():
     assert count_bytes(wasteful, K)['kept']-count_bytes(cases['ours'], K)['kept'] == 40_000
 
 def test_a_label_for_every_contestant(): assert list(report.labels) == list(cases)
+
+def test_the_division_can_be_measured():
+    from benchmarks.measure import time_division
+    times = time_division('ours', 10**4)
+    assert times['parameters'] > 9000 and 0 < times['division'] < times['backward']
