@@ -1,6 +1,6 @@
 "What users put beside `learn.opt`, the loader, the loss and the model: other optimizers, readers of the loader, losses that change, hooks, objects, autocast"
 import pytest
-from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data import BatchSampler
 import torch.utils.data as tud
 
 from common import *
@@ -123,6 +123,20 @@ class PeeksLater(Peeks):
 @pytest.mark.parametrize('drop_last', [False, True])
 def test_a_callback_that_reads_the_loader(reader, drop_last, bs, cb):
     assert_same_weights(run(reader(), n=104, drop_last=drop_last), run(cb(), reader(), bs=bs, n=104, **dict(drop_last=drop_last)))
+
+@pytest.mark.parametrize('bs,cb', [WAYS['windows'], WAYS['pieces']], ids=['windows', 'pieces'])
+@pytest.mark.parametrize('drop_last', [False, True])
+@pytest.mark.parametrize('some', [range(100), range(8, 92)])
+def test_a_batch_sampler(some, drop_last, bs, cb):
+    "Of some samples of a data set; it has a size, and drops the last batch or not"
+    def go(bs, *cbs):
+        learn = make_learner(bs, n=104, cbs=[*cbs])
+        ds = [learn.dls.train.dataset[i] for i in range(104)]
+        learn.dls = DataLoaders(tud.DataLoader(ds, batch_sampler=BatchSampler(tud.SubsetRandomSampler(some, torch.Generator().manual_seed(0)), bs, drop_last)), learn.dls.valid)
+        return fit(learn, 3)
+    big,small = go(32),go(bs, cb())
+    assert_same_weights(big, small)
+    assert big.recorder.lrs == small.recorder.lrs and len(big.recorder.losses) == 3*(len(some)//32+(not drop_last))
 
 @pytest.mark.parametrize('cb', [None, GradientAccumulation(32), GradientAccumulation(micro_batch_size=8)])
 def test_a_batch_of_nothing_is_an_error(cb):

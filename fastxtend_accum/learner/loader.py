@@ -13,13 +13,17 @@ from .checks import *
 from .nested import *
 
 # %% auto #0
-__all__ = ['remainders', 'loader_bs', 'check_multiple', 'is_shared', 'dataset_size', 'epoch_samples', 'end_of_epoch', 'counted',
-           'LoaderBatches']
+__all__ = ['remainders', 'batches_by', 'loader_bs', 'check_multiple', 'is_shared', 'dataset_size', 'epoch_samples',
+           'end_of_epoch', 'counted', 'LoaderBatches']
 
 # %% ../../nbs/source/learner/03_loader.ipynb #6b9002b3
+def batches_by(dl):
+    "What says how `dl` batches its samples: a `BatchSampler` of PyTorch's, or `dl` itself"
+    return o if type(o := getattr(dl, 'batch_sampler', None)) is torch.utils.data.BatchSampler else dl
+
 def loader_bs(dl)->int|None:
     "Samples in a batch as `dl` counts them: its `bs` or `batch_size`; None if it has neither"
-    bs = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None)
+    bs = getattr(dl, 'bs', None) or getattr(batches_by(dl), 'batch_size', None)
     return bs and check_size('batch size', bs)
 
 # %% ../../nbs/source/learner/03_loader.ipynb #7c1f0a54
@@ -45,8 +49,8 @@ def dataset_size(dl)->int|None: # None: `dl` does not say
     if is_shared(dl): return None if (n := dataset_size(dl.dl)) is None else -(-n//dl.world_size)
     if (n := getattr(dl, 'n', None)) is not None: return n
     if isinstance(getattr(dl, 'dataset', None), IterableDataset): return None  # its length is only what it announces
-    for o in 'sampler','dataset':
-        try: return len(getattr(dl, o))
+    for o,name in (batches_by(dl), 'sampler'),(dl, 'dataset'):
+        try: return len(getattr(o, name))
         except (AttributeError, TypeError): pass
 
 def epoch_samples(dl, loader_bs:int)->tuple[int,bool]:
@@ -60,7 +64,7 @@ def epoch_samples(dl, loader_bs:int)->tuple[int,bool]:
 remainders = 'step','carry','drop'
 
 def end_of_epoch(remainder:str|None, dl)->str:
-    return remainder or ('drop' if getattr(dl, 'drop_last', False) else 'step')
+    return remainder or ('drop' if getattr(batches_by(dl), 'drop_last', False) else 'step')
 
 def counted(dl)->tuple[int|None,int|None]:
     "Samples and rows of the batch that `dl` is at; until it is wrapped, the batch size that it states"
