@@ -27,8 +27,9 @@ def time_windows(case, size):
     return {k:window_times(case, k, max(512, 3*k)) for k in (1, 4, 16, 64, 256, 1024)}
 
 def time_stack(case, n_params):
-    "The same for a `Stack`, at 8 micro-batches a window"
-    return window_times(case, 8, 40, partial(Stack, n_params))
+    "The same for a `Stack`, at 8 micro-batches a window, without the check of the loss in the first windows of a fit"
+    from fastxtend_accum.learner.loss_check import LossCheck
+    with patch.object(LossCheck, 'windows', 0): return window_times(case, 8, 40, partial(Stack, n_params))
 
 def time_loading(case, bs):
     "Microseconds of CPU time per micro-batch of 16 samples, 8 a window, where fastai's DataLoader yields `bs` samples at a time"
