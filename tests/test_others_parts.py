@@ -5,7 +5,6 @@ import torch.utils.data as tud
 
 from common import *
 from fastxtend_accum.demo import Activations
-from test_observed import Fails
 
 def run(*cbs, bs=32, n_epoch=3, **kwargs):
     torch.manual_seed(1)
@@ -29,7 +28,9 @@ class CenterLoss(nn.Module):
 class OwnOptimizer(Callback):
     run_valid = False
     def __init__(self, event): setattr(self, event, self.step)
-    def before_fit(self): self.own = torch.optim.SGD(self.learn.loss_func.parameters(), lr=.3)
+    def before_fit(self):
+        self.held = self.learn.loss_func  # twice among what may have gradients
+        self.own = torch.optim.SGD(self.held.parameters(), lr=.3)
     def step(self): self.own.step(); self.own.zero_grad()
 
 class FailsBackward(Callback):
@@ -182,7 +183,6 @@ def test_one_number_for_all_samples(cb):
 
 def test_labels_of_eight_bits():
     "As PyTorch takes them, with class weights"
-    def bits(pred, targ): return F.cross_entropy(pred, targ, weight)
     weight,pred,targ = torch.tensor([1., 2., 3.]),torch.randn(6, 3),torch.tensor([0, 1, 2, 2, 1, 1])
     loss_func = nn.CrossEntropyLoss(weight)
     assert loss_items(loss_func, pred, targ.byte()) == loss_items(loss_func, pred, targ) == 13

@@ -161,9 +161,8 @@ def close_window(self:WindowEvents)->bool:
     if compared and (found := now.loss_check.judge(*compared)): warn(found)
     why = no_items if window.items == 0 else None
     if not why:
-        divisor = window.total_weight/window.n_processes  # DDP has averaged, too
         if learn.opt is not now.opt: now.find_params(learn)
-        if divisor != 1 or window.sums: average_gradients(now.params, divisor, window.sums)
+        average_gradients(now.params, window.total_weight/window.n_processes, window.sums)  # DDP has averaged, too
         if self.skip_nonfinite and not scales_loss(learn) and agree(learn, not is_finite(now.params)):
             self.n_skipped += 1
             why = nonfinite

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 
 from fastai.basics import *
 
+from ..window.gradients import *
+
 # %% auto #0
 __all__ = ['replaced', 'Fit', 'fit_of', 'loop_of', 'is_running', 'is_lr_find', 'is_look', 'others_of', 'FitCallback',
            'accumulates', 'accumulator', 'tell', 'check_loop']
@@ -80,9 +82,10 @@ def is_look(n:int)->bool: return not n & (n-1)  # whether to look after `n` othe
 
 # %% ../../nbs/source/learner/02_fit.ipynb #e111f4c2
 def others_of(learn:Learner)->list[nn.Parameter]:
-    "What is trained in the model, the loss and modules of callbacks, perhaps by an optimizer other than `learn.opt`"
+    "What is trained in the model, the loss and modules of callbacks, and not by `learn.opt`"
     modules = learn.model,learn.loss_func,*[o for cb in learn.cbs for o in vars(cb).values()]
-    return [p for o in modules if isinstance(o, nn.Module) for p in o.parameters() if p.requires_grad]
+    params,own = [p for o in modules if isinstance(o, nn.Module) for p in o.parameters()],{*params_in(learn.opt)}
+    return [p for p in params if p.requires_grad and p not in own]
 
 class FitCallback(Callback):
     "Base of callbacks that change other objects during a fit, by what they put on `fit_of(learn).stack(self)`"

@@ -265,8 +265,8 @@ class Undo:
         looks = is_look(self.learn.iter)
         self.look_at,self.saved,self.undone = 0 if looks else None,{},None  # `undone`: identities of what was put back
         if looks:
-            own,self.params = {*params_in(self.learn.opt)},others_of(self.learn)
-            self.others = [p for p in self.params if p not in own]  # learn.opt does not set their gradients to zero
+            self.others = others_of(self.learn)  # learn.opt does not set their gradients to zero
+            self.params = [*params_in(self.learn.opt), *self.others]
         self.copies = looks or self.in_place
         return self.copies
 
