@@ -204,17 +204,16 @@ def after_epoch(self:GradientAccumulation):
 
 @patch
 def end_fit(self:GradientAccumulation, fit:Fit):
-    if self.now:
-        self.now.hypers.restore(self.learn.opt)
-        in_pass = self.window.micro and not self.window.micro.counted  # else it was the data set, or the step
+    now,window,micro,self.now = self.now,self.window,self.window.micro,None
+    if now:
+        now.hypers.restore(self.learn.opt)
+        in_pass = micro and not micro.counted  # else it was the data set, or the step
         if in_pass and self.micro_batch_size is None and not self.exact and is_out_of_memory(sys.exc_info()[1]):
-            warn(f"out of memory with batches of {self.now.loader_bs} samples: micro_batch_size='auto' splits them")
-    window,micro = self.window,self.window.micro
+            warn(f"out of memory with batches of {now.loader_bs} samples: micro_batch_size='auto' splits them")
     is_removed = fit.depth > 1
     is_alone = micro and micro.ends_window and window.n_micro == micro.counted and micro.weight in (1, None)
     if (micro or window.n_micro) and not (is_removed and is_alone): self.learn.opt.zero_grad()
     if is_removed and window.is_filling and not is_alone:
         warn(f"{type(self).__name__} was removed in mid-window: {window.samples} samples are left out")
     enable_sync(self.learn.model)
-    self.window.open()
-    self.now = None
+    window.open()

@@ -3,6 +3,7 @@ import itertools
 import pytest
 
 from common import *
+from fastxtend_accum.learner.state import Saved
 
 EVENTS = ['before_fit','before_epoch','before_train','before_batch','after_pred','after_loss','before_backward','after_backward',
           'before_step','after_step','after_cancel_batch','after_batch','after_train','before_validate','after_validate','after_epoch',
@@ -137,6 +138,57 @@ def test_interrupted_at_a_step_the_optimizer_is_given_back():
         with pytest.raises(KeyboardInterrupt): fit(learn, 1, method='fit_one_cycle', cbs=[Fault(KeyboardInterrupt, 'after_batch', nth, 55), *cbs])
         hypers.append([dict(h) for h in learn.opt.hypers])
     assert hypers[0] == hypers[1] and hypers[0][0]['mom'] < .95
+
+def test_interrupted_at_its_end():
+    "The next fit begins anew"
+    def strikes(*args): raise KeyboardInterrupt
+    learn = clean(accum := GradientAccumulation(32))
+    with pytest.raises(KeyboardInterrupt): fit(learn, 1, cbs=Callback(after_epoch=lambda self: setattr(accum.now.hypers, 'restore', strikes)))
+    assert accum.now is None and accum.opt_steps == 3
+    learn.model.load_state_dict(model().state_dict())
+    assert_same(weights(fit(learn, 2, reset_opt=True)), weights(fit(clean(GradientAccumulation(32)), 2)))
+
+class Interrupts(random.Random):
+    "Random numbers; their state cannot be set once it `strikes`"
+    strikes = False
+    def setstate(self, state):
+        if self.strikes: self.strikes = False; raise KeyboardInterrupt
+        super().setstate(state)
+
+class Counts(nn.Module):
+    "Draws its noise, and counts its passes"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rng,self.n,self.out = Interrupts(0),0,nn.Linear(5, 1).double()
+    def forward(self, x):
+        self.n += 1
+        return self.out(x)*(1+self.rng.random()/self.n)
+
+@pytest.mark.parametrize('cbs', [lambda: GradientCache(4), lambda: ActivationCheckpointing(lambda m: m, adapt=False)])
+def test_interrupted_where_the_model_is_put_back_to_run_again(cbs):
+    "It is as its first run has left it: nothing stays replaced, and no count goes back"
+    learn = make_learner(16, m=Counts(), cbs=cbs())
+    strike = Callback(before_backward=lambda self: setattr(self.model.rng, 'strikes', True))
+    with pytest.raises(KeyboardInterrupt): fit(learn, 1, cbs=strike)
+    assert 'forward' not in vars(learn.model) and learn.model.n == (4 if hasattr(learn, 'gradient_cache') else 1)
+    learn.opt.zero_grad()
+    before = weights(learn)
+    assert (weights(fit(learn, 1))-before).abs().max() > 1e-2
+
+def test_putting_back_empties_no_attributes_and_nothing_that_has_not_moved():
+    "An interrupt would leave it empty"
+    def clear(self): raise AssertionError('emptied')
+    a,b = [type('Keeps', (o,), dict(clear=clear))(dict(a=1, b=2)) for o in (dict, list)]
+    saved = Saved([a, b])
+    a.update(a=3, c=4)
+    saved.put_back()
+    assert [*a.items()] == [('a', 1), ('b', 2)] and b == ['a','b']
+    moved = dict(a=1, b=2)
+    saved = Saved([moved])
+    moved['a'] = moved.pop('a')
+    saved.put_back()
+    assert [*moved] == ['a','b']
 
 # Everything else
 

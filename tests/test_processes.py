@@ -92,7 +92,9 @@ def test_the_line_of_the_first_step_counts_processes(world):
     assert results[0]['verdicts'] == [
         f'{16*n} = {n} processes x 4 x 4 samples{averaged}', f'{4*n} = {n} processes x 1 x 4 samples; statistics are of 4 at a time in 2 BatchNorm1d; random numbers differ',
         f'{4*n} = {n} processes x 2 x 2 samples{averaged}; statistics are of 2 at a time in 2 BatchNorm1d; random numbers differ; exact=True avoids this']
-    assert all(res['verdicts'] == [] for res in results[1:])
+    halves = f'{4*n} = {n} processes x 2 x 2 samples{averaged}'
+    assert results[0]['verdicts_sharded'] == [halves, f'{halves}; statistics are of 2 at a time in 2 BatchNorm1d; random numbers differ']
+    assert all(res[o] == [] for res in results[1:] for o in ('verdicts','verdicts_sharded'))
 
 @pytest.mark.parametrize('name,plain', [('exact','whole_normed'), ('exact_later','whole_normed'), ('blocks_alone','whole_normed'), ('synced_exact','synced_whole')])
 def test_recomputed_blocks_where_memory_runs_out_in_one_process(world, name, plain):

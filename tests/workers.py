@@ -109,6 +109,15 @@ def verdicts():
         with learn.no_bar(), replaced(learn, 'logger', lambda o: isinstance(o, str) and said.append(o)), learn.distrib_ctx(cpu=True, sync_bn=False): learn.fit(1, .1)
     return said
 @case
+def verdicts_sharded():
+    "The same, where the weights are shared out: gathering them is no difference"
+    said = []
+    for m in model(),normed():
+        learn = make_learner(4, cbs=GradientAccumulation(4*W, micro_batch_size=2), m=fully_shard(m, mesh=init_device_mesh('cpu', (W,))))
+        learn.dls.loaders = [DistributedDL(dl) for dl in learn.dls.loaders]
+        with learn.no_bar(), replaced(learn, 'logger', lambda o: isinstance(o, str) and said.append(o)): learn.fit(1, .1)
+    return said
+@case
 def pieces(): return fit_small(GradientAccumulation(16*W, micro_batch_size=4), bs=8)
 @case
 def ragged_pieces(): return fit_small(GradientAccumulation(12*W, micro_batch_size=5), bs=12, n=101)

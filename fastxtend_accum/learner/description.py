@@ -12,6 +12,7 @@ from fastai.basics import *
 
 from .state import *
 from ..window.losses import *
+from ..window.processes import *
 from .fit import *
 
 # %% auto #0
@@ -57,5 +58,6 @@ def describe(accum:Callback)->str:
     splitting = [o.micro_bs for o in getattr(loop_of(learn), 'ways', ()) if o.splits]
     at_a_time = min([micro, *splitting])*(n if syncs else 1)
     differs = what_differs(now.moved or [], at_a_time, learn.model, learn.loss_func)
-    if differs and most == now.global_bs and micro < bs: differs.append("exact=True avoids this")
+    if differs and most == now.global_bs and micro < bs and not is_sharded(learn.model):
+        differs.append("exact=True avoids this")
     return '; '.join(res+differs)

@@ -92,7 +92,9 @@ def start_micro_batch(self:WindowEvents, samples:int, rows:int, ends_batch:bool=
     if (now.has_half or now.is_own) and not (ends_window or window.n_micro): window.sums = {}
     if now.processes.n > 1: now.processes.before_forward(window)
     if now.moved is None and not now.is_told and learn.logger is not noop:  # for the line of the first step
-        now.saved = Saved(glances(all_held(inner_model(learn.model), learn.loss_func)))
+        model = inner_model(learn.model)
+        modules,buffers = ((), [*model.buffers()]) if is_sharded(model) else (model, [])  # that gathers its weights
+        now.saved = Saved(glances(buffers+all_held(modules, learn.loss_func)))
 
 # %% ../../nbs/source/learner/08_events.ipynb #3f1c7a2a
 @patch

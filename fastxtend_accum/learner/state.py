@@ -29,8 +29,13 @@ def content(o):
     return o.copy() if isinstance(o, np.ndarray) else o.bit_generator.state
 
 def put(o, value):
-    "Let `o` contain this `value` again"
+    "Let `o` contain this `value` again; an interrupt does not find what a module holds empty"
+    if isinstance(o, dict):
+        for k in o.keys()-value.keys(): del o[k]
+        o.update(value)
+        if [*o] == [*value]: return
     if isinstance(o, _containers):
+        if is_still(o, value): return
         o.clear()
         (o.update if hasattr(o, 'update') else o.extend)(value)
     elif isinstance(o, Tensor): set_value(o, value)

@@ -70,12 +70,13 @@ class BlockState:
 def run_again(state:Saved, values:list):
     "A context for a further run, which begins with `state` and the `values` of tensors, and leaves all as it was"
     outside = Saved(o for o,_ in state.copies)
-    state.put_back()
-    copies = {id(o):v.to(o.device, copy=True) for o,v in values}  # the backward pass may need those of this run
-    for o,_ in state.copies:
-        if isinstance(o, dict): o.update({k:copies[id(v)] for k,v in o.items() if id(v) in copies})
-        elif isinstance(o, (list,deque,Slots)): put(o, [copies.get(id(v), v) for v in o])
-    try: yield
+    try:
+        state.put_back()
+        copies = {id(o):v.to(o.device, copy=True) for o,v in values}  # the backward pass may need those of this run
+        for o,_ in state.copies:
+            if isinstance(o, dict): o.update({k:copies[id(v)] for k,v in o.items() if id(v) in copies})
+            elif isinstance(o, (list,deque,Slots)): put(o, [copies.get(id(v), v) for v in o])
+        yield
     finally: outside.put_back()
 
 # %% ../../nbs/source/ways/05_checkpointing.ipynb #93f96ce3

@@ -96,8 +96,9 @@ class HiddenState:
     def again(self, start:int, end:int):
         "A context to run the model on these rows from their states before the batch, which restores the states"
         outside = [getattr(m, name) for m,name,_ in self.places]
-        self.set(each_tensor(lambda t: t[start:end], self.before), end-start)
-        try: yield
+        try:
+            self.set(each_tensor(lambda t: t[start:end], self.before), end-start)
+            yield
         finally:
             for (m,name,_),o in zip(self.places, outside): setattr(m, name, o)
 
