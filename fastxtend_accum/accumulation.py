@@ -207,6 +207,7 @@ def end_fit(self:GradientAccumulation, fit:Fit):
     now,window,micro,self.now = self.now,self.window,self.window.micro,None
     if now:
         now.hypers.restore(self.learn.opt)
+        now.aside.end()
         in_pass = micro and not micro.counted  # else it was the data set, or the step
         if in_pass and self.micro_batch_size is None and not self.exact and is_out_of_memory(sys.exc_info()[1]):
             warn(f"out of memory with batches of {now.loader_bs} samples: micro_batch_size='auto' splits them")

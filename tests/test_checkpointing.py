@@ -4,7 +4,7 @@ import gc,weakref
 import pytest, timm
 from fastai.callback.mixup import MixUp
 from fastai.text.models.awdlstm import WeightDropout
-from fastai.vision.all import DataBlock, ImageBlock, MaskBlock, CategoryBlock, PILImage, PILMask, aug_transforms, create_vision_model, resnet18, resnet34, unet_learner, vision_learner, xresnet18
+from fastai.vision.all import DataBlock, ImageBlock, MaskBlock, CategoryBlock, PILImage, PILMask, aug_transforms, create_timm_model, create_vision_model, resnet18, resnet34, unet_learner, vision_learner, xresnet18
 from fastai.vision.models.xresnet import ResBlock, XResNet
 
 from common import *
@@ -121,6 +121,7 @@ def test_blocks_without_a_list():
     def of(name):
         with torch.device('meta'): return kinds(timm.create_model(name))
     assert of('regnetx_002') == ['RegStage']*2+['Bottleneck']*11  # the first two stages have one each
+    assert kinds(create_timm_model('regnetx_002', 3, pretrained=False)[0]) == ['RegStage']*2+['Bottleneck']*11+['Sequential']  # as one child of a list
     assert of('inception_v3') == ['InceptionA']*3+['InceptionB']+['InceptionC']*4+['InceptionD']+['InceptionE']*2
     assert of('densenet121').count('DenseLayer') == 6+12+24+16
     assert of('skresnet18') == ['SelectiveKernelBasic']*8

@@ -65,20 +65,20 @@ def test_python_calls(case):
 # of its own, which notes the state of the random generators in each batch (and here, in a short epoch, all that the model holds in every 20th), so that memory may run out later:
 # 1.08 of it are the window's. Goals are 1.08 for K=1, .75 for K=8, .78 for a schedule and 1.03 for `exact`. With SGD, K=8 misses them, since fastai calls the events of all callbacks for
 # each micro-batch: the least that accumulates, `bare`, has .96 and .83
-limits = dict(windows={1:(1.08, 1.08), 8:(.80, .71), 64:(.75, .66)}, pieces={8:(.60, .53), 64:(.51, .45)}, schedule={8:(.80, .72)}, exact={1:(1.14, 1.12)})
+limits = dict(windows={1:(1.08, 1.08), 8:(.80, .71), 64:(.75, .66)}, pieces={8:(.60, .53), 64:(.51, .45)}, schedule={8:(.80, .72)}, exact={1:(1.14, 1.13)})
 
 @pytest.mark.parametrize('opt', costs.opts)
 @pytest.mark.parametrize('way,k', [(way, k) for way,ks in costs.sizes.items() for k in ks])
 def test_calls_of_a_micro_batch(way, k, opt): assert costs.calls(way, k, opt) <= limits[way][k][opt == 'adam']
 
 # In windows' worth of later ones. Those of a loader batch cost a third less, and their check is the same; `exact` looks at the batches 1, 2, 3, 5, 9 ...
-first_limits = dict(windows=(2.1, .15), pieces=(2.8, .3), exact=(.1, 2.5))
+first_limits = dict(windows=(2.1, .16), pieces=(2.8, .3), exact=(.1, 2.85))
 
 @pytest.mark.parametrize('way', first_limits)
 def test_calls_of_the_first_windows(way):
     "Of the first 16: those of the check of the loss, and those of the looks at what a pass moves; at most three windows' worth in all, but for the looks of `exact`"
     check,looks = costs.first_calls(way).values()
-    assert check <= first_limits[way][0] and looks <= first_limits[way][1] and check+looks <= 3.02
+    assert check <= first_limits[way][0] and looks <= first_limits[way][1] and check+looks <= 3.03
 
 def test_nothing_is_searched(monkeypatch):
     "What fastai asks the callback for in the loop is found on it: as many searches of the Learner and its model for 4 micro-batches as for 16"
@@ -104,7 +104,7 @@ def test_pieces_of_a_batch():
     """Beside micro-batches from the loader: views of inputs, targets and the output without its graph, and twice a batch, to join the outputs and to keep the batch;
     what is kept is the batch's output, as without the callback. Fewer functions are called, since most events come once a batch"""
     from_loader,pieces = (count_operations(cases[o], K)|count_calls(cases[o], K)|count_bytes(cases[o], K) for o in ('ours', 'ours_pieces'))
-    assert pieces['ops']-from_loader['ops'] == 3+2/K and pieces['our_calls']-from_loader['our_calls'] == 21.875
+    assert pieces['ops']-from_loader['ops'] == 3+2/K and pieces['our_calls']-from_loader['our_calls'] == 22.125
     assert pieces['kept'] == 4*(K*16*10 + 15) and pieces['calls'] < .8*from_loader['calls']
 
 class Wasteful(GradientAccumulation):

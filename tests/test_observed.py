@@ -44,6 +44,7 @@ states = dict(
     frozen_new_data=(frozen, new_data), attribute=(plain, in_place), new_attribute=(plain, replaced_by),
     number=(lambda m: set_n(m, 0), lambda m, x: (set_n(m, m.n+1), .01*m.n)[1]), dict=held_in(lambda: dict(n=0), lambda o: o['n'], set_item('n')),
     nested=held_in(lambda: dict(a=[dict(n=0)]), lambda o: o['a'][0]['n'], lambda o, n: set_item('n')(o['a'][0], n)), list=held_in(lambda: [0], lambda o: o[0], set_item(0)),
+    flag=(lambda m: set_n(m, False), lambda m, x: (set_n(m, not m.n), .01*m.n)[1]),
     list_then_new=(lambda m: setattr(m, 'n', [0]), lambda m, x: (set_item(0)(m.n, m.n[0]+1), set_n(m, [*m.n]), .01*m.n[0])[2]),
     deque=held_in(lambda: deque([0], 3), lambda o: o[-1], deque.append), set=held_in(set, len, set.add), array=held_in(lambda: np.zeros(1), lambda o: float(o[0]), set_item(0)),
     object=held_in(Meter, attrgetter('n'), set_n), namespace=held_in(lambda: SimpleNamespace(n=0), attrgetter('n'), set_n), slots=held_in(Slotted, attrgetter('n'), set_n),

@@ -1,4 +1,5 @@
 "What users put beside `learn.opt`, the loader, the loss and the model: other optimizers, readers of the loader, losses that change, hooks, objects, autocast"
+import contextlib
 import pytest
 from torch.utils.data import BatchSampler
 import torch.utils.data as tud
@@ -73,6 +74,117 @@ def test_a_gradient_of_earlier_batches_is_put_back(at):
     big,small = run(Keeps('after_step'), loss_func=CenterLoss()),run(GradientAccumulation(exact=True), Keeps('after_step'), FailsBackward(at), loss_func=CenterLoss())
     assert_same_weights(big, small, 0)
     assert_same(big.loss_func.center, small.loss_func.center)
+
+@ways
+def test_an_optimizer_that_steps_every_second_step(bs, cb):
+    "What it has kept from the step before is no part of this window's mean"
+    class Second(OwnOptimizer):
+        n = 0
+        def step(self):
+            self.n += 1
+            if self.n%2 == 0: super().step()
+    big,small = run(Second('after_step'), loss_func=CenterLoss()),run(cb(), Second('after_step'), bs=bs, loss_func=CenterLoss())
+    assert_same_weights(big, small)
+    assert_same(big.loss_func.center, small.loss_func.center, 1e-12)
+    assert abs(big.loss_func.center-.5) > .1
+
+def head(m): return [params(m[2])]
+
+@ways
+def test_clipping_of_what_nobody_zeroes(bs, cb):
+    "The norm of all gradients of the model, where the optimizer has those of the head"
+    big,small = run(GradientClip(.2), splitter=head),run(cb(), GradientClip(.2), bs=bs, splitter=head)
+    assert_same_weights(big, small)
+    assert (weights(big)-weights(model())).abs().max() > 1e-2 and (weights(big)-weights(run(splitter=head))).abs().max() > 1e-3
+
+class NaNOnce(Callback):
+    run_valid,order,n = False,-1,0
+    def before_batch(self):
+        if self.n == 4: self.learn.xb = (self.x*math.nan,)
+        self.n += 1
+
+@pytest.mark.parametrize('bs,cb', [(8, lambda **k: GradientAccumulation(32, **k)), (32, lambda **k: GradientAccumulation(micro_batch_size=5, **k)),
+                                   (32, lambda **k: GradientAccumulation(exact=True, **k))], ids=['windows','pieces','exact'])
+@pytest.mark.parametrize('kwargs,cbs', [(dict(splitter=head), ()), (dict(loss_func=CenterLoss()), (OwnOptimizer('after_step'),))], ids=['head','center'])
+def test_one_step_is_skipped_for_one_nan(kwargs, cbs, bs, cb):
+    "The gradients that nobody zeroes do not keep the NaN"
+    learn = run(cb(skip_nonfinite=True), NaNOnce(), *cbs, bs=bs, **kwargs)
+    assert learn.gradient_accumulation.n_skipped == 1 and learn.gradient_accumulation.opt_steps == 8 and weights(learn).isfinite().all()
+
+@pytest.mark.parametrize('exc', [KeyboardInterrupt, CancelFitException])
+@pytest.mark.parametrize('bs,cb', [WAYS['windows'], WAYS['pieces']], ids=['windows', 'pieces'])
+def test_a_window_that_is_cut_off_leaves_no_gradient(exc, bs, cb):
+    def twice(bs, at, event, *cbs):
+        class Stops(Callback):
+            run_valid,order,n = False,50,0
+            def stop(self):
+                self.n += 1
+                if self.n == at: raise exc
+        setattr(Stops, event, Stops.stop)
+        torch.manual_seed(1)
+        learn = make_learner(bs, cbs=[*cbs, OwnOptimizer('after_step')], loss_func=CenterLoss())
+        with contextlib.suppress(KeyboardInterrupt): fit(learn, 2, cbs=Stops())
+        assert len(learn.recorder.losses) == 4
+        return fit(learn, 2)
+    big,small = twice(32, 5, 'before_batch'),twice(bs, *(18, 'before_batch') if bs == 8 else (31, 'after_loss'), cb())
+    assert_same_weights(big, small)
+    assert_same(big.loss_func.center, small.loss_func.center, 1e-12)
+
+class Combined:
+    "A loss that is no module"
+    def __init__(self): self.center_loss = CenterLoss()
+    def __call__(self, pred, targ): return self.center_loss(pred, targ)
+    parameters = property(lambda self: self.center_loss.parameters)
+def closure():
+    loss = CenterLoss()
+    def f(pred, targ): return loss(pred, targ)
+    f.parameters = loss.parameters
+    return f
+class Shifts(OwnOptimizer):
+    "Adds a loss of its own, with what it has: `hold`"
+    def __init__(self, hold): super().__init__('after_step'); self.shift = nn.Parameter(torch.full((1, 1), .5, dtype=torch.float64)); self.kept = hold(self.shift)
+    def __deepcopy__(self, memo): return self
+    def before_fit(self): self.own = torch.optim.SGD([self.shift], lr=.3)
+    def after_loss(self):
+        self.learn.loss_grad = self.learn.loss_grad+.5*(self.pred-self.shift).pow(2).mean().float()
+        self.learn.loss = self.learn.loss_grad.clone()
+
+@ways
+@pytest.mark.parametrize('make', [Combined, lambda: partial(CenterLoss()), closure])
+def test_parameters_of_a_loss_that_is_no_module(make, bs, cb):
+    def params_of(learn): return list(getattr(learn.loss_func, 'func', learn.loss_func).parameters())
+    class Own(OwnOptimizer):
+        def before_fit(self): self.own = torch.optim.SGD(params_of(self.learn), lr=.3)
+    big,small,exact = run(Own('after_step'), loss_func=make()),run(cb(), Own('after_step'), bs=bs, loss_func=make()),\
+        run(GradientAccumulation(exact=True), FailsBackward(3), Own('after_step'), loss_func=make())
+    for o,tol in (small, 1e-12),(exact, 0):
+        assert_same_weights(big, o, tol)
+        assert_same(params_of(big)[0], params_of(o)[0], tol)
+    assert abs(params_of(big)[0]-.5) > .1
+
+@ways
+@pytest.mark.parametrize('hold', [lambda p: p, lambda p: [nn.ParameterList([p])], lambda p: dict(shift=p)], ids=['itself','list','dict'])
+def test_parameters_of_a_callback(hold, bs, cb):
+    big,small = run(a := Shifts(hold)),run(cb(), b := Shifts(hold), bs=bs)
+    assert_same_weights(big, small)
+    assert_same(a.shift, b.shift, 1e-12)
+    assert abs(a.shift-.5) > .1
+
+class Probe(Callback):
+    "Trains a layer of its own on what the model gives"
+    run_valid = False
+    def __init__(self, event, zero_first): self.zero_first = zero_first; setattr(self, event, self.step)
+    def before_fit(self): self.probe = nn.Linear(1, 1).double(); self.own = torch.optim.SGD(self.probe.parameters(), lr=.1)
+    def step(self):
+        if self.zero_first: self.own.zero_grad()
+        self.probe(self.pred.detach()).pow(2).mean().backward()
+        self.own.step()
+        if not self.zero_first: self.own.zero_grad()
+
+@ways
+@pytest.mark.parametrize('event', ['after_pred','after_loss','after_batch'])
+@pytest.mark.parametrize('zero_first', [False, True])
+def test_a_probe_does_not_touch_the_model(event, zero_first, bs, cb): assert_same_weights(run(), run(cb(), Probe(event, zero_first), bs=bs))
 
 class Tied(nn.Module):
     def __init__(self):
@@ -181,6 +293,41 @@ def contrastive(out, targ):
 def test_one_number_for_all_samples(cb):
     assert_same_weights(run(m=Temperature().double(), loss_func=contrastive), run(cb(), m=Temperature().double(), loss_func=contrastive))
 
+class Warms(nn.Module):
+    "A second output, which is 0 for all samples in the first epoch, and differs between pieces later on"
+    def __init__(self): super().__init__(); self.m,self.weight = model(),0.
+    def forward(self, x): return (o := self.m(x)),o.pow(2).mean()*self.weight
+class Warmup(Callback):
+    def before_epoch(self): self.model.weight = float(self.epoch > 0)
+
+def test_one_number_that_differs_later_on():
+    "Training metrics see all samples of the batch in which it does"
+    seen = []
+    def rows(pred, targ): seen.append(len(pred[0])); return 0.
+    def counted(*cbs):
+        learn = make_learner(32, m=Warms(), cbs=[*cbs, Warmup()], metrics=rows, loss_func=lambda o, t: (F.mse_loss(o[0], t)+o[1]).float())
+        learn.recorder.train_metrics,learn.recorder.valid_metrics = True,False
+        seen.clear()
+        fit(learn, 3)
+        return sum(seen)
+    assert counted() == counted(GradientAccumulation(micro_batch_size=8)) == 3*96
+
+@pytest.mark.parametrize('cb', [lambda: GradientCache('auto'), lambda: GradientAccumulation(micro_batch_size='auto')])
+def test_a_smaller_last_batch_gives_no_further_lines(cb, capsys):
+    learn = make_learner(32, n=100, cbs=[cb(), Activations(.004)])
+    fit_aloud(learn, 4)
+    lines = [o for o in capsys.readouterr().out.splitlines() if o.startswith('micro_batch_size')]
+    assert 0 < len(lines) == len({*lines}), lines
+
+def test_a_method_that_is_set_as_the_loss_in_each_epoch_is_one_loss():
+    class Sets(Callback):
+        def loss(self, pred, targ): return mse(pred, targ)
+        def before_epoch(self): self.learn.loss_func = self.loss
+    learn = make_learner(8, cbs=[accum := GradientAccumulation(32), Sets()])
+    lefts = []
+    fit(learn, 3, cbs=Callback(after_epoch=lambda self: lefts.append(accum.now.loss_check.left)))
+    assert lefts == [13, 10, 7]
+
 def test_labels_of_eight_bits():
     "As PyTorch takes them, with class weights"
     weight,pred,targ = torch.tensor([1., 2., 3.]),torch.randn(6, 3),torch.tensor([0, 1, 2, 2, 1, 1])
@@ -255,8 +402,25 @@ class Gives(GraphNet):
         for b in self.blocks: x = b(x, self.norm)
         return self.head(x)
 
+class Adds(nn.Module):
+    "Adds up in place what it is given, new in each batch, as a mixture of experts does with its auxiliary loss"
+    def __init__(self): super().__init__(); self.a,self.b = nn.Linear(8, 8),nn.Linear(8, 8)
+    def forward(self, x, context):
+        h = torch.tanh(self.a(x))
+        context.aux += h.pow(2).mean()
+        context.total.add_(h.detach().mean())
+        context.mask[:,0] = False
+        return x+self.b(h*context.mask)
+class Sums(GraphNet):
+    def __init__(self): super().__init__(); self.blocks = nn.ModuleList([Adds() for _ in range(4)])
+    def forward(self, x):
+        context = SimpleNamespace(aux=x.new_zeros(()), total=x.new_zeros(()), mask=torch.ones(len(x), 8, dtype=torch.bool))
+        x = self.inp(x)
+        for b in self.blocks: x = b(x, context)
+        return self.head(x)+.1*(context.aux+context.total)
+
 @pytest.mark.parametrize('cb', [all_blocks, lambda: all_blocks(offload=True), lambda: GradientAccumulation(exact=True)])
-@pytest.mark.parametrize('make', [GraphNet, Gives])
+@pytest.mark.parametrize('make', [GraphNet, Gives, Sums])
 def test_objects_that_blocks_are_given(make, cb):
     whole = run(memory := Activations(), m=make().double())
     learn = run(cb(), Activations(memory.mb*.7) if 'Accum' in type(cb()).__name__ else Activations(), m=make().double())

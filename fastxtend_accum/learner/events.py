@@ -37,7 +37,7 @@ class FitState:
     "What a fit of a `GradientAccumulation` needs besides its window"
     def __init__(self, accum:WindowEvents):
         learn = accum.learn
-        self.processes,self.batches,self.loss_func = Processes(learn),None,None
+        self.processes,self.batches,self.loss_func,self.aside = Processes(learn),None,None,SetAside()
         self.begin_epoch(accum, learn.dls.train)
         self.is_split = accum.way is not None and accum.way.splits
         self.has_half = any(p.dtype in half for p in trained(learn.opt))
@@ -53,7 +53,7 @@ class FitState:
         given = accum.accum_bs and (accum.micro_batch_size or 'auto')
         self.at_end = end_of_epoch(accum.remainder, dl) if accum.accum_bs else accum.remainder or 'step'
         before,self.batches,learn = self.batches,LoaderBatches(dl, given, self.at_end),accum.learn
-        if self.loss_func is not learn.loss_func: self.loss_func,self.loss_check = learn.loss_func,LossCheck()
+        if self.loss_func != learn.loss_func: self.loss_func,self.loss_check = learn.loss_func,LossCheck()
         if is_lr_find(learn): self.loss_check.left = 0  # the fit that follows says it
         self.find_params(learn)
         if accum.micro_batch_size != 'auto' or accum.micro_bs is None:
@@ -63,7 +63,8 @@ class FitState:
 
     def find_params(self, learn:Learner):
         "What has gradients to average: in the optimizer, which a callback may replace, or beside it; each once"
-        self.opt,self.params = learn.opt,[*dict.fromkeys([*params_in(learn.opt), *others_of(learn)])]
+        self.opt,self.aside.params = learn.opt,others_of(learn)
+        self.params = [*dict.fromkeys(params_in(learn.opt)), *self.aside.params]
 
     loader_bs = property(lambda self: self.batches.most or self.batches.rows)  # samples in a batch of the DataLoader
     global_bs = property(lambda self: self.loader_bs*self.processes.n)  # in every process together
@@ -78,6 +79,8 @@ def before_batch(self:WindowEvents):
     if window.result or not window.n_micro:
         now.hypers.restore(learn.opt)
         window.open(self.size_now())
+        if learn.opt is not now.opt: now.find_params(learn)
+        if now.aside.params: now.aside.begin()
         now.watch.note()
     now.train_iter,window.losses = learn.train_iter,[]
     self.start_micro_batch(now.batches.size, now.batches.rows)
@@ -124,7 +127,10 @@ def backward(self:WindowEvents, f:Callable):
         if isinstance(micro.weight, Tensor) or not micro.weight:
             own = getattr(learn.loss_func, 'parameters', list)()
             f = partial(backward_if_any, f, micro.weight, [*tensors_in(learn.pred), *own])
+    others = GradientWatch(now.aside.params) if micro and now.aside.params else None
+    if others: others.note()
     f()
+    if others: now.watch.own = {*others.params}-others.changed()
     if micro and (window.n_micro or not micro.ends_window): now.watch.note(not window.results and not micro.ends_window)
 
 @patch
@@ -168,6 +174,7 @@ def close_window(self:WindowEvents)->bool:
         if self.skip_nonfinite and not scales_loss(learn) and agree(learn, not is_finite(now.params)):
             self.n_skipped += 1
             why = nonfinite
+    if now.aside.grads: now.aside.end(not why)
     if not why:
         now.hypers.apply(learn.opt)
         if not now.is_told: self.tell_once()
@@ -237,6 +244,7 @@ def discard(self:WindowEvents):
     "Discard the micro-batch, and the gradient that it has been added to"
     if not (self.now and self.window.cancel()): return
     self.learn.opt.zero_grad()
+    self.now.aside.restart()
     self.now.watch.note()
 
 @patch
@@ -257,7 +265,7 @@ WindowEvents.after_cancel_epoch = WindowEvents.after_cancel_train
 def own_backward(self:WindowEvents):
     "After a cancel, what is in `.grad` counts, weighted; without a gradient the micro-batch is discarded"
     learn,now,window,micro = self.learn,self.now,self.window,self.window.micro
-    if not (now.watch.has_changed() or not window.n_micro and any(g.any() for g in gradients(now.params))):
+    if not (now.watch.changed() or not window.n_micro and any(g.any() for g in gradients(now.params))):
         return self.discard()
     if now.processes.n > 1 or window.n_micro and not now.is_own:
         why = f'{now.processes.n} processes' if now.processes.n > 1 else 'a window that has other micro-batches'
@@ -279,6 +287,7 @@ def after_train(self:WindowEvents):
         if self.now.at_end == 'carry': return
         if self.now.at_end == 'step': self.step_now()
         else: self.learn.opt.zero_grad()
+    self.now.aside.end()
     self.window.open()
     self.now.hypers.restore(self.learn.opt)
 
@@ -302,7 +311,7 @@ def restart_at(self:WindowEvents, start:int)->int|None:
     "Discard the failed piece at sample `start`, and what its gradient is mixed with; returns where to go on"
     window,micro = self.window,self.window.micro
     if not micro or micro.counted: return None
-    if window.n_micro and not (micro.in_grad or self.now.watch.has_changed()): return start
+    if window.n_micro and not (micro.in_grad or self.now.watch.changed()): return start
     return None if window.earlier else self.start_over()
 
 @patch
@@ -311,4 +320,5 @@ def start_over(self:WindowEvents)->int:
     self.window.open(self.window.size)
     self.start_micro_batch(self.now.batches.size, self.now.batches.rows)
     self.learn.opt.zero_grad()
+    self.now.aside.restart()
     return 0

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 from fastai.basics import *
 
+from .state import *
 from ..window.gradients import *
 
 # %% auto #0
@@ -82,10 +83,14 @@ def is_look(n:int)->bool: return not n & (n-1)  # whether to look after `n` othe
 
 # %% ../../nbs/source/learner/02_fit.ipynb #e111f4c2
 def others_of(learn:Learner)->list[nn.Parameter]:
-    "What is trained in the model, the loss and modules of callbacks, and not by `learn.opt`"
-    modules = learn.model,learn.loss_func,*[o for cb in learn.cbs for o in vars(cb).values()]
-    params,own = [p for o in modules if isinstance(o, nn.Module) for p in o.parameters()],{*params_in(learn.opt)}
-    return [p for p in params if p.requires_grad and p not in own]
+    "What is trained in the model, the loss, and modules and optimizers of callbacks, and not by `learn.opt`"
+    params,seen,own = [*learn.model.parameters()],{},{*params_in(learn.opt)}
+    held(learn.loss_func, functions=True, seen=seen)
+    params += [o for o in seen.values() if isinstance(o, nn.Parameter)]
+    for o in [o for cb in learn.cbs for o in vars(cb).values()]:
+        if isinstance(o, nn.Module): params += o.parameters()
+        elif isinstance(o, optimizers): params += [p for pg in o.param_groups for p in pg['params']]
+    return [p for p in dict.fromkeys(params) if p.requires_grad and p not in own]
 
 class FitCallback(Callback):
     "Base of callbacks that change other objects during a fit, by what they put on `fit_of(learn).stack(self)`"

@@ -15,8 +15,9 @@ from torch.nn.parameter import is_lazy
 from .nested import *
 
 # %% auto #0
-__all__ = ['generators', 'opaque', 'content', 'put', 'set_value', 'is_still', 'Saved', 'Slots', 'Glance', 'identity', 'glances',
-           'global_generators', 'held', 'all_held', 'is_same', 'state_moved', 'owners', 'name_of']
+__all__ = ['generators', 'optimizers', 'opaque', 'content', 'put', 'set_value', 'is_still', 'Saved', 'Slots', 'Glance',
+           'identity', 'glances', 'global_generators', 'held', 'all_held', 'is_same', 'state_moved', 'owners',
+           'name_of']
 
 # %% ../../nbs/source/learner/04_state.ipynb #2c307b41
 def content(o):
@@ -105,9 +106,10 @@ _containers = dict,list,set,deque
 _of_functions = '__self__','__closure__','__defaults__','__kwdefaults__','__dict__','func','args','keywords'
 # In each module; not looked at while empty
 _hooks = {k for k,o in vars(nn.Module()).items() if isinstance(o, (dict,set))}-{'_parameters','_buffers','_modules'}
+optimizers = Optimizer,OptimWrapper,torch.optim.Optimizer
 # Data, optimizers and callbacks have other owners: nothing in them is looked at
 opaque = (type,types.ModuleType,Learner,DataLoaders,DataLoader,torch.utils.data.DataLoader,torch.utils.data.Dataset,
-          Optimizer,OptimWrapper,torch.optim.Optimizer)
+          *optimizers)
 
 _mps = types.ModuleType('mps')
 _mps.getstate,_mps.setstate = torch.mps.get_rng_state,torch.mps.set_rng_state
@@ -157,7 +159,7 @@ def is_same(a, b, sizes:Container, before:dict)->bool:
         a = a if isinstance(a, (*_containers,tuple)) else ()
         a,b = [o if isinstance(o, dict) else dict(enumerate(o)) for o in (a, b)]
         return all(is_same(a.get(k), b.get(k), sizes, before) for k in {**a, **b})
-    a,b = [None if isinstance(o, bool) else o for o in (a, b)]  # flags
+    if isinstance(b, bool) and not isinstance(a, bool): return True  # a new flag, as that hooks are installed
     if not isinstance(b, (Number,str)): return not isinstance(a, (Number,str))
     return isinstance(a, (Number,str)) and a == b or b in sizes and (a is None or isinstance(a, Number) and a != 0)
 

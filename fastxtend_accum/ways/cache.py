@@ -46,7 +46,7 @@ def in_pieces(forward:Callable, state:BlockState, most:int, n:int, lists:dict|No
 # %% ../../nbs/source/ways/06_cache.ipynb #2d9b4c14
 class GradientCache(InPieces):
     "Compute the loss on the DataLoader's whole batch, while the model holds `micro_batch_size` samples at a time"
-    order,told,moved = math.inf,None,None
+    order,moved = math.inf,None
     def __init__(self,
         micro_batch_size:int|str, # Samples that the model sees at a time; 'auto': halved until it fits in memory
         part:Callable|None=None, # Submodule that sees micro-batches, such as `lambda m: m[0]`; None: the whole model
@@ -56,7 +56,7 @@ class GradientCache(InPieces):
         if micro_batch_size is None: raise TypeError("micro_batch_size must be a number of samples or 'auto', not None")
         check_callable('part', part, 'a function of the model')
         store_attr('micro_batch_size,part,rows')
-        self.states = {}
+        self.states,self.told = {},set()
         self.micro_bs = None if micro_batch_size == 'auto' else micro_batch_size
         self.forget()
 
@@ -90,12 +90,12 @@ def end_batch(self:GradientCache):
     "Say which size fits, once it is another, and what differs"
     loop = loop_of(self.learn)
     n,most = self.module_rows(loop),self.micro_bs
-    if self.told == (n, most): return
+    if (n, most) in self.told: return
     differs = what_differs(self.moved or [], most, self.running_part()) if most < n else []
     label = "micro_batch_size='auto'" if self.adapts else 'GradientCache'
     if self.adapts or differs and not loop.accum:
         tell(self.learn, '; '.join([f"{label}: each batch of {n} {how_split(n, most)}", *differs]))
-    self.told = n,most
+    self.told.add((n, most))
 
 # %% ../../nbs/source/ways/06_cache.ipynb #8b6d2f05
 @patch

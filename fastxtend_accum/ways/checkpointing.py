@@ -34,6 +34,7 @@ class BlockState:
     "What `block` holds and may move, so that it can run again from where its first run began"
     def __init__(self, block:nn.Module):
         self.block,self.moving,self.is_new,self.found,self.n,self.runs = block,[],True,None,0,WeakKeyDictionary()
+        self.moves_given = False  # whether it changes tensors in what it is given, such as a graph
     def __reduce__(self): return noop,()  # a copy of the callback finds its own
 
     def begin(self)->bool:
@@ -51,14 +52,18 @@ class BlockState:
         "A context for the first run, on what is `given`; gives that for those that follow, which leave all as it was"
         if self.found is None: self.begin()
         given = held(*[o for o in given if not isinstance(o, Tensor)])
+        of_given = [o for o in given if isinstance(o, Tensor)]
         kept = [o for o in self.found if isinstance(o, Tensor) and not isinstance(o, nn.Parameter)]
-        frozen = [o for o in self.found if isinstance(o, nn.Parameter)]+[o for o in given if isinstance(o, Tensor)]
+        kept += of_given*self.moves_given
+        frozen = [o for o in self.found if isinstance(o, nn.Parameter)]+of_given*(not self.moves_given)
         others = [o for o in self.found+given if not isinstance(o, Tensor)]
         state,versions = Saved(others+global_generators()),[o._version for o in frozen]
         looked = Saved(glances(frozen*self.looks))
         yield partial(run_again, state, [(o, content(o)) for o in kept+self.moving+frozen*self.is_new])
         moved = looked.moved() if self.looks else [o for o,v in zip(frozen, versions) if o._version != v]
         moved = [o for o in moved if all(o is not m for m in self.moving)]
+        if self.is_new and any(o is t for o in moved for t in of_given):  # others in each batch
+            self.moves_given,moved = True,[o for o in moved if all(o is not t for t in of_given)]
         if moved and not self.is_new:
             raise RuntimeError(f"{type(self.block).__name__} changes a frozen parameter, and did not before, so it "
                                "cannot be run again: make it a buffer, or leave the block out with blocks=...")
@@ -155,7 +160,8 @@ def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Se
             is_run = getattr(type(o), 'forward', None) is not nn.Module.forward  # a ModuleList is not
             is_block = is_run and n_layers(o) >= least and [*o.children()]
             is_whole = is_block and listed and not any(map(is_long, o.modules()))
-            res += not is_whole and inside(o) or ([o] if is_block else [])
+            inner = inside(o) if not is_whole or n_layers(o) > 8 else []
+            res += inner if len(inner) > 3*bool(is_whole) else [o]*bool(is_block)
         return res
     return list(dict.fromkeys(inside(model))),groups
 

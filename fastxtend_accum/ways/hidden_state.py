@@ -96,9 +96,8 @@ class HiddenState:
     def again(self, start:int, end:int):
         "A context to run the model on these rows from their states before the batch, which restores the states"
         outside = [getattr(m, name) for m,name,_ in self.places]
-        try:
-            self.set(each_tensor(lambda t: t[start:end], self.before), end-start)
-            yield
+        self.set(each_tensor(lambda t: t[start:end], self.before), end-start)
+        try: yield
         finally:
             for (m,name,_),o in zip(self.places, outside): setattr(m, name, o)
 

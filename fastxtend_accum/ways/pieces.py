@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 from fastai.callback.rnn import RNNRegularizer
+from torch.utils._pytree import tree_leaves
 
 from ..learner.nested import *
 from ..learner.fit import *
@@ -72,7 +73,8 @@ def is_unclear(self:Pieces, size:int)->bool:
 def joined(self:Pieces):
     "The batch's output; raises CannotJoin if pieces of two sizes do not follow the samples"
     if len(self.outputs) == 1: return self.outputs[0]
-    is_known = self.budget is None or self.budget.joins
+    may_differ = any(isinstance(o, Tensor) and not o.ndim for o in tree_leaves(self.outputs[0]))  # from batch to batch
+    is_known = self.budget is None or self.budget.joins and not may_differ
     res = join(self.outputs if is_known else [*self.outputs], self.sizes, self.budget and self.budget.lists)
     if not is_known: self.budget.joins,self.outputs = True,[]
     return res

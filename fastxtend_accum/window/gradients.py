@@ -10,9 +10,9 @@ from __future__ import annotations
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['Optim', 'half', 'changed', 'params_in', 'trained', 'gradients', 'average_gradients', 'total_norm', 'is_finite',
-           'add_in_float32', 'GradientWatch', 'hypers_of', 'FirstHypers', 'check_accumulates', 'check_rules',
-           'hooks_on', 'check_samples', 'check_runs_again']
+__all__ = ['Optim', 'half', 'mixed', 'params_in', 'trained', 'gradients', 'average_gradients', 'total_norm', 'is_finite',
+           'add_in_float32', 'GradientWatch', 'SetAside', 'hypers_of', 'FirstHypers', 'check_accumulates',
+           'check_rules', 'hooks_on', 'check_samples', 'check_runs_again']
 
 # %% ../../nbs/source/window/01_gradients.ipynb #7f452cd0
 Optim = Optimizer|OptimWrapper  # fastai's own, or PyTorch's in its wrapper
@@ -51,19 +51,22 @@ def add_in_float32(params:Iterable, sums:dict[nn.Parameter,Tensor], all_types:bo
         p.grad = None
 
 # %% ../../nbs/source/window/01_gradients.ipynb #a7c04e52
-changed = ("a gradient was zeroed, replaced or changed in mid-window (by an attack, or clipping?): do it in "
-           "before_step, or use windows of one batch; exact=True fits them into memory")
+mixed = ("a gradient was zeroed, replaced or changed in mid-window (by an attack, or clipping?): do it in before_step, "
+         "or use windows of one batch; exact=True fits them into memory")
 
 class GradientWatch:
-    "Sees what has happened to the gradients of `params` since `note`; `ratios` of norms also show changes of `.data`"
-    def __init__(self): self.params,self.noted,self.norm,self.ratios = [],[],None,[]
+    """Sees what has happened to the gradients of `params` since `note`; `ratios` of norms also show changes of `.data`.
+    Those of `own` come from callbacks alone, which may begin them anew"""
+    def __init__(self, params:Iterable=()):
+        self.params,self.own,self.noted,self.norm,self.ratios = params,(),[],None,[]
     def note(self, values:bool=False):
         self.noted = [(p, p.requires_grad, g := p.grad, g is not None and g._version) for p in self.params]
-        self.norm = total_norm(self.params) if values and self.params else None
+        self.norm = self.total_norm() if values and self.params else None
+    def total_norm(self)->Tensor: return total_norm(p for p in self.params if p not in self.own)
 
-    def has_changed(self)->bool:
-        "Whether there are other gradients, or some have changed in place"
-        return any(p.grad is not g or g is not None and g._version != version for p,_,g,version in self.noted)
+    def changed(self)->set[nn.Parameter]:
+        "The parameters with another gradient, or one that has changed in place"
+        return {p for p,_,g,version in self.noted if p.grad is not g or g is not None and g._version != version}
 
     def check(self):
         "Raises RuntimeError if what has happened would be lost in, or mixed into, the sums of a window"
@@ -71,13 +74,32 @@ class GradientWatch:
             if p.requires_grad != trains:
                 raise RuntimeError("parameters were frozen or unfrozen in mid-window (by a GANTrainer?): use windows "
                                    "of one batch")
-            if p.grad is not grad or grad is not None and grad._version != version: raise RuntimeError(changed)
-        if self.norm is not None: self.ratios.append(total_norm(self.params)/self.norm)
+            if p.grad is not grad and p in self.own: continue
+            if p.grad is not grad or grad is not None and grad._version != version: raise RuntimeError(mixed)
+        if self.norm is not None: self.ratios.append(self.total_norm()/self.norm)
 
     def judge(self, ratios:list):
         "Raises RuntimeError if a norm has changed"
         self.ratios = []
-        if any(abs(o-1) > 1e-5 for o in ratios): raise RuntimeError(changed)
+        if any(abs(o-1) > 1e-5 for o in ratios): raise RuntimeError(mixed)
+
+# %% ../../nbs/source/window/01_gradients.ipynb #5a7d0c12
+class SetAside:
+    "Keeps gradients of `params`, which nobody zeroes at a step, apart from those of a window"
+    def __init__(self): self.params,self.grads = [],{}
+    def begin(self):
+        "Set them aside at the start of a window"
+        if not self.grads: self.grads = {p:p.grad for p in self.params}
+        self.restart()
+    def restart(self):
+        "Drop those of the window, which begins again"
+        for p in self.grads: p.grad = None
+    def end(self, add:bool=False):
+        "Put them back, and `add` those of the window"
+        for p,grad in self.grads.items():
+            if not add or p.grad is None: p.grad = grad
+            elif grad is not None: p.grad = grad.add_(p.grad)
+        self.grads = {}
 
 # %% ../../nbs/source/window/01_gradients.ipynb #ed48c6b9
 def hypers_of(opt:Optim)->dict[str,list]:
