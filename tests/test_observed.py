@@ -1,5 +1,5 @@
 "What the first pass moves is named, and what a failed pass moves is undone, or is an error. Against fits of whole batches"
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 
 import pytest
@@ -44,6 +44,7 @@ states = dict(
     frozen_new_data=(frozen, new_data), attribute=(plain, in_place), new_attribute=(plain, replaced_by),
     number=(lambda m: set_n(m, 0), lambda m, x: (set_n(m, m.n+1), .01*m.n)[1]), dict=held_in(lambda: dict(n=0), lambda o: o['n'], set_item('n')),
     nested=held_in(lambda: dict(a=[dict(n=0)]), lambda o: o['a'][0]['n'], lambda o, n: set_item('n')(o['a'][0], n)), list=held_in(lambda: [0], lambda o: o[0], set_item(0)),
+    counter=held_in(lambda: Counter(n=0), lambda o: o['n'], set_item('n')), ordered=held_in(lambda: OrderedDict(a=0, n=0), lambda o: (o.move_to_end('a'), o['n'])[1], set_item('n')),
     flag=(lambda m: set_n(m, False), lambda m, x: (set_n(m, not m.n), .01*m.n)[1]),
     list_then_new=(lambda m: setattr(m, 'n', [0]), lambda m, x: (set_item(0)(m.n, m.n[0]+1), set_n(m, [*m.n]), .01*m.n[0])[2]),
     deque=held_in(lambda: deque([0], 3), lambda o: o[-1], deque.append), set=held_in(set, len, set.add), array=held_in(lambda: np.zeros(1), lambda o: float(o[0]), set_item(0)),

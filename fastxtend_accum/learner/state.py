@@ -33,7 +33,7 @@ def put(o, value):
     "Let `o` contain this `value` again; an interrupt does not find what a module holds empty"
     if isinstance(o, dict):
         for k in o.keys()-value.keys(): del o[k]
-        o.update(value)
+        for k,v in value.items(): o[k] = v  # a Counter's `update` adds
         if [*o] == [*value]: return
     if isinstance(o, _containers):
         if is_still(o, value): return
