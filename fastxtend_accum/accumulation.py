@@ -31,7 +31,7 @@ class GradientAccumulation(WindowEvents):
     "Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size"
     order = MixedPrecision.order-4
     def __init__(self,
-        accum_bs:int|None=None, # Samples in a window of all processes; None: one batch of each if split or `exact`, else 32
+        accum_bs:int|None=None, # Samples in a window of all processes; None: a batch of each if split or exact, else 32
         n_acc:int|None=None, # fastai's name for `accum_bs`: pass one of them
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, loader batches (False)
         micro_batch_size:int|str|None=None, # Samples the model sees at a time; 'auto': as many as fit; None: the batch
