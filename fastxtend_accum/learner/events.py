@@ -96,7 +96,7 @@ def start_micro_batch(self:WindowEvents, samples:int, rows:int, ends_batch:bool=
     if now.processes.n > 1: now.processes.before_forward(window)
     if now.moved is None and not now.is_told and learn.logger is not noop:  # for the line of the first step
         model = inner_model(learn.model)
-        modules,buffers = ((), [*model.buffers()]) if is_sharded(model) else (model, [])  # that gathers its weights
+        modules,buffers = ((), [*model.buffers()]) if is_sharded(model) else (model, [])  # sharded weights move
         now.saved = Saved(glances(buffers+all_held(modules, learn.loss_func)))
 
 # %% ../../nbs/source/learner/08_events.ipynb #3f1c7a2a

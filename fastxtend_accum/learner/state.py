@@ -30,7 +30,7 @@ def content(o):
     return o.copy() if isinstance(o, np.ndarray) else o.bit_generator.state
 
 def put(o, value):
-    "Let `o` contain this `value` again; an interrupt does not find what a module holds empty"
+    "Let `o` contain this `value` again. A dict is emptied only if its order changes: an interrupt would leave it so"
     if isinstance(o, dict):
         for k in o.keys()-value.keys(): del o[k]
         for k,v in value.items(): o[k] = v  # a Counter's `update` adds
@@ -159,7 +159,7 @@ def is_same(a, b, sizes:Container, before:dict)->bool:
         a = a if isinstance(a, (*_containers,tuple)) else ()
         a,b = [o if isinstance(o, dict) else dict(enumerate(o)) for o in (a, b)]
         return all(is_same(a.get(k), b.get(k), sizes, before) for k in {**a, **b})
-    if isinstance(b, bool) and not isinstance(a, bool): return True  # a new flag, as that hooks are installed
+    if isinstance(b, bool) and not isinstance(a, bool): return True  # a new flag, as for hooks that are installed
     if not isinstance(b, (Number,str)): return not isinstance(a, (Number,str))
     return isinstance(a, (Number,str)) and a == b or b in sizes and (a is None or isinstance(a, Number) and a != 0)
 

@@ -87,7 +87,7 @@ def to_split(self:GradientCache, loop:Loop)->tuple[int,int]:
 
 @patch
 def end_batch(self:GradientCache):
-    "Say which size fits, once it is another, and what differs"
+    "Say which size fits, once for each, and what differs"
     loop = loop_of(self.learn)
     n,most = self.module_rows(loop),self.micro_bs
     if (n, most) in self.told: return

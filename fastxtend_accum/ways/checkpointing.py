@@ -62,7 +62,7 @@ class BlockState:
         yield partial(run_again, state, [(o, content(o)) for o in kept+self.moving+frozen*self.is_new])
         moved = looked.moved() if self.looks else [o for o,v in zip(frozen, versions) if o._version != v]
         moved = [o for o in moved if all(o is not m for m in self.moving)]
-        if self.is_new and any(o is t for o in moved for t in of_given):  # others in each batch
+        if self.is_new and any(o is t for o in moved for t in of_given):  # new ones in each batch
             self.moves_given,moved = True,[o for o in moved if all(o is not t for t in of_given)]
         if moved and not self.is_new:
             raise RuntimeError(f"{type(self.block).__name__} changes a frozen parameter, and did not before, so it "

@@ -56,7 +56,7 @@ mixed = ("a gradient was zeroed, replaced or changed in mid-window (by an attack
 
 class GradientWatch:
     """Sees what has happened to the gradients of `params` since `note`; `ratios` of norms also show changes of `.data`.
-    Those of `own` come from callbacks alone, which may begin them anew"""
+    The parameters in `own` have gradients of callbacks alone, which may replace them"""
     def __init__(self, params:Iterable=()):
         self.params,self.own,self.noted,self.norm,self.ratios = params,(),[],None,[]
     def note(self, values:bool=False):
@@ -85,7 +85,7 @@ class GradientWatch:
 
 # %% ../../nbs/source/window/01_gradients.ipynb #5a7d0c12
 class SetAside:
-    "Keeps gradients of `params`, which nobody zeroes at a step, apart from those of a window"
+    "Keeps earlier gradients of `params`, which nobody zeroes at a step, separate from those of a window"
     def __init__(self): self.params,self.grads = [],{}
     def begin(self):
         "Set them aside at the start of a window"
