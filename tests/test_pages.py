@@ -91,13 +91,10 @@ def test_undocumented_arguments_are_found():
     assert undocumented(f) == undocumented(C) == ['b']
 
 def test_the_page_of_libraries_is_true():
-    "The tests that it names are there, and its figures are those of results.json"
+    "The tests that it names are there, for each library, and its figures are those of results.json"
     cells,folder = sources['reference/05_libraries.ipynb'],root/'tests'
-    text = '\n'.join(prose(cells))
-    lists = re.findall(r'`(test_\w+\.py)`: (`test_\w+`(?:, `test_\w+`)*)', text)  # a file, and its tests
-    named = [(file, name) for file,tests in lists for name in re.findall(r'\w+', tests)]
-    assert {name for _,name in named} == set(re.findall(r'`(test_\w+)`', text)) and len(named) > 20
-    for file,name in named: assert f'def {name}(' in next(o for o in (folder/file, folder/'libraries'/file) if o.exists()).read_text(), name
+    assert '`tests/test_others_code.py` and the tests of each library in `tests/libraries`' in '\n'.join(prose(cells))
+    for library in 'tsai','fastmonai','fasterai','self_supervised': assert 'def test_' in (folder/f'libraries/test_{library}.py').read_text()
     results = json.loads((folder/'libraries/results.json').read_text())
     rows = {f'| {library} | {what} | {d:.1e} |' for library,entry in results.items() for what,d in entry['differences'].items()}
     shown = ''.join(''.join(o['data']['text/markdown']) for c in cells for o in c.get('outputs', []) if 'text/markdown' in o.get('data', {}))
