@@ -68,6 +68,8 @@ def token_learner(cbs, loss_func):
     cbs.append(GradientAccumulation(8*num_distrib(), num_items=n_items))
     return Learner(dls, token_model(), flat, opt_func=SGD, cbs=cbs)
 
+def whole_weights(m): return torch.cat([getattr(p, 'full_tensor', lambda: p)().detach().flatten().clone() for p in m.parameters()])
+
 def train(learn, n_epoch=2, sync_bn=True, in_ctx=True, **kwargs):
     "Train, and tell what came of it"
     traffic = learn.cbs[-1] if isinstance(learn.cbs[-1], Traffic) else Traffic()
@@ -75,7 +77,7 @@ def train(learn, n_epoch=2, sync_bn=True, in_ctx=True, **kwargs):
     handlers = [DistributedDataParallelKwargs(**kwargs)] if kwargs else None
     context = learn.distrib_ctx(cpu=True, sync_bn=sync_bn, kwargs_handlers=handlers) if in_ctx else learn.no_bar()
     with quiet(learn), context: learn.fit(n_epoch, 0.1)
-    return dict(weights=weights(learn), losses=losses(learn), accum_bs=getattr(learn.recorder, 'accum_bs', None),
+    return dict(weights=whole_weights(learn.model), losses=losses(learn), accum_bs=getattr(learn.recorder, 'accum_bs', None),
                 buckets=traffic.buckets, scalars=traffic.scalars, gathers=traffic.gathers, grads=sum(float(g.abs().sum()) for g in grads(learn)))
 
 def fit_small(accum, cbs=(), n=96, bs=4, **kwargs):
@@ -198,10 +200,9 @@ def interrupted():
     except KeyboardInterrupt: pass
     return seen,m.require_backward_grad_sync
 def fit_sharded(**kwargs):
-    m = fully_shard(model(), mesh=init_device_mesh('cpu', (W,)))
-    res = fit_by_hand(m, **kwargs)
-    m.reshard()
-    return dict(res, weights=torch.cat([p.full_tensor().detach().flatten() for p in m.parameters()]))
+    m,mesh = model(),init_device_mesh('cpu', (W,))
+    for o in m: fully_shard(o, mesh=mesh)
+    return fit_by_hand(fully_shard(m, mesh=mesh), **kwargs)
 @case
 def sharded(): return fit_sharded()
 def spread(pred, targ): return ((pred-pred.mean(0))**2).mean().float() + mse(pred, targ)  # compares the samples of a process
