@@ -116,12 +116,15 @@ def train_context(self:GradientCache):
             raise ValueError(f"GradientCache cannot split a tensor of shape {tuple(misfit.shape)} in a batch of "
                              f"{n//self.rows} samples: its first dimension must be the samples; if a module sees "
                              "several rows of each sample, set rows to their number, such as rows=2")
-        parts = [*checks, *loop.hidden(n, module)]
+        def look(start, end=None):  # after the first piece: a flag that each one flips may be as before after all
+            if not start or not saved or self.moved is not None: return
+            self.moved = state_moved(saved, self.learn, most, n//-(-n//most), next_size(n, most))
+        parts = [SimpleNamespace(piece=look, again=lambda *args: None), *checks, *loop.hidden(n, module)]
         is_told = self.moved is not None or self.learn.logger is noop
         saved = None if is_told else Saved(glances(all_held(module)))
         res = in_pieces(forward, state, most, n, loop.lists, parts, self.budget)(*args, **kwargs)
         if kept: kept.joined += tensors_in(res)
-        if saved: self.moved = state_moved(saved, self.learn, most, n//-(-n//most), next_size(n, most))
+        look(n)
         return res
     return replaced(module, 'forward', pieces_forward)
 
