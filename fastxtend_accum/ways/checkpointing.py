@@ -160,8 +160,9 @@ def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Se
             is_run = getattr(type(o), 'forward', None) is not nn.Module.forward  # a ModuleList is not
             is_block = is_run and n_layers(o) >= least and [*o.children()]
             is_whole = is_block and listed and not any(map(is_long, o.modules()))
-            inner = inside(o) if not is_whole or n_layers(o) > 8 else []
-            res += inner if len(inner) > 3*bool(is_whole) else [o]*bool(is_block)
+            inner = [] if is_whole and n_layers(o) <= 8 else inside(o)
+            if is_whole and len(inner) <= 3: inner = []
+            res += inner or [o]*bool(is_block)
         return res
     return list(dict.fromkeys(inside(model))),groups
 
