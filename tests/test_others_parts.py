@@ -141,10 +141,10 @@ def closure():
     f.parameters = loss.parameters
     return f
 class Shifts(OwnOptimizer):
-    "Adds a loss of its own, with what it has: `hold`"
-    def __init__(self, hold): super().__init__('after_step'); self.shift = nn.Parameter(torch.full((1, 1), .5, dtype=torch.float64)); self.kept = hold(self.shift)
+    "Adds a loss of its own, whose parameter is found by its optimizer, PyTorch's or fastai's"
+    def __init__(self, optimizer): super().__init__('after_step'); self.shift,self.optimizer = nn.Parameter(torch.full((1, 1), .5, dtype=torch.float64)),optimizer
     def __deepcopy__(self, memo): return self
-    def before_fit(self): self.own = torch.optim.SGD([self.shift], lr=.3)
+    def before_fit(self): self.own = self.optimizer([self.shift], lr=.3)
     def after_loss(self):
         self.learn.loss_grad = self.learn.loss_grad+.5*(self.pred-self.shift).pow(2).mean().float()
         self.learn.loss = self.learn.loss_grad.clone()
@@ -163,9 +163,9 @@ def test_parameters_of_a_loss_that_is_no_module(make, bs, cb):
     assert abs(params_of(big)[0]-.5) > .1
 
 @ways
-@pytest.mark.parametrize('hold', [lambda p: p, lambda p: [nn.ParameterList([p])], lambda p: dict(shift=p)], ids=['itself','list','dict'])
-def test_parameters_of_a_callback(hold, bs, cb):
-    big,small = run(a := Shifts(hold)),run(cb(), b := Shifts(hold), bs=bs)
+@pytest.mark.parametrize('optimizer', [torch.optim.SGD, SGD], ids=['torch','fastai'])
+def test_parameters_of_a_callback(optimizer, bs, cb):
+    big,small = run(a := Shifts(optimizer)),run(cb(), b := Shifts(optimizer), bs=bs)
     assert_same_weights(big, small)
     assert_same(a.shift, b.shift, 1e-12)
     assert abs(a.shift-.5) > .1
