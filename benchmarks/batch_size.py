@@ -39,7 +39,7 @@ class Shapes(Module):
         return self.out(torch.cat([x, F.interpolate(y, scale_factor=2)], 1))
 
 def shapes_learner(bs):
-    "Discs and squares in noise, to be told from each other and from the ground; 1024 images of 16x16 to train on and 128 to validate"
+    "Discs, squares or ground, for each pixel of noisy images of 16x16; 1024 to train on and 128 to validate"
     g = torch.Generator().manual_seed(0)
     def draw(*shape): return torch.rand(*shape, generator=g)
     n,at = 1152,torch.arange(16.)
@@ -56,13 +56,13 @@ def pixels_learner(bs):
     return new_learner(bs, model, tensor(x[order]/16).float(), tensor(y[order]), 389)
 
 def photos_learner(bs):
-    "From which of two photographs a piece of 12x12 is, 3072 pieces to train on and 512 to validate"
+    "From which of two photographs a part of 12x12 is, 3072 parts to train on and 512 to validate"
     g = np.random.RandomState(0)
-    def piece(im):
+    def part(im):
         y,x = g.randint(im.shape[0]-12),g.randint(im.shape[1]-12)
         return im[y:y+12,x:x+12]
     ys,images = g.randint(2, size=3584),load_sample_images().images
-    xs = tensor(np.stack([piece(images[i]) for i in ys])).permute(0, 3, 1, 2).float()/255
+    xs = tensor(np.stack([part(images[i]) for i in ys])).permute(0, 3, 1, 2).float()/255
     def layer(i, o): return nn.Sequential(nn.Conv2d(i, o, 3, 2, 1), nn.ReLU())
     model = nn.Sequential(layer(3, 16), layer(16, 32), nn.Flatten(), nn.Linear(288, 2))
     return new_learner(bs, model, xs-.5, tensor(ys), 512)
@@ -175,11 +175,13 @@ class Clock(Callback):
         raise CancelEpochException
 
 def times(task, n_rounds=8):
-    "Microseconds per sample in a Learner's `fit`, by batch size: in one batch, and accumulated; the least of interleaved rounds"
+    """Microseconds per sample in a Learner's `fit`, by batch size: in one batch, and accumulated; the least of interleaved
+    rounds"""
     learners = {('whole', bs):task.learner(bs, Clock()) for bs in sizes}
     learners |= {('accumulated', bs):task.learner(loader_bs, [GradientAccumulation(bs), Clock()]) for bs in sizes if bs > loader_bs}
     for _,learn in itertools.product(range(n_rounds), learners.values()): learn.fit(1, 1e-5)
-    return {way:{bs:round(min(o.clock.us), 2) for (kind,bs),o in learners.items() if kind == way} for way in ('whole', 'accumulated')}
+    least = {k:round(min(o.clock.us), 2) for k,o in learners.items()}
+    return {kind:{bs:us for (o,bs),us in least.items() if o == kind} for kind in ('whole', 'accumulated')}
 
 parts = dict(times=times, needed=needed)
 

@@ -18,7 +18,7 @@ class Case:
     def where(self): return f'{self.start} → {self.target:.2f}'
 
     def time(self, bs:int)->float:
-        "Seconds to the target, in the faster of the two ways"
+        "Seconds to the target, whole or accumulated, whichever is faster"
         return self.samples[bs]*min(us for (size,_),us in self.micros.items() if size == bs)/1e6
 
     def best(self)->int: return min(self.samples, key=self.time)

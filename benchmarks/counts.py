@@ -1,4 +1,5 @@
-"What can be counted and need not be timed: operations, host syncs and Python calls per micro-batch, bytes kept; the same on every machine"
+"""What can be counted and need not be timed: operations, host syncs and Python calls per micro-batch, bytes kept; the
+same on every machine"""
 import gc, sys, weakref
 from collections import Counter
 from pathlib import Path
@@ -8,22 +9,23 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from fastxtend_accum.learner import loss_check
-from fastxtend_accum.window import losses
+from fastxtend_accum.windows import loss_check
+from fastxtend_accum.windows import losses
 
 from .cases import Task
 
 package = str(Path(losses.__file__).parents[1])
 copies = {torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist}  # a CPU need not copy: only the call shows
 
-checked_once = patch.object(loss_check.LossCheck, 'windows', 1)  # the check of the loss ends after some windows: count without it
+checked_once = patch.object(loss_check.LossCheck, 'windows', 1)  # the check ends after some windows: count without it
 
 def is_here(o:torch.Tensor):
     "Whether `o` would be on the CPU on a machine with a GPU too"
     return getattr(o, 'here', False)
 
 class LiveBytes(TorchDispatchMode):
-    "A context that counts the bytes of the tensors that are made in it and still alive, `now`, and the most at a time, `peak`; not those of the weights of `model`, their gradients and its buffers"
+    """A context that counts the bytes of the tensors that are made in it and still alive, `now`, and the most at a
+    time, `peak`; not those of the weights of `model`, their gradients and its buffers"""
     def __init__(self, model=None):
         super().__init__()
         self.sizes,self.peak = {},0
@@ -39,7 +41,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for o in out if isinstance(out, (tuple,list)) else [out]:
-            if isinstance(o, torch.Tensor) and o.untyped_storage()._cdata not in self.sizes: self.count(o, o.untyped_storage().nbytes())
+            if not isinstance(o, torch.Tensor) or o.untyped_storage()._cdata in self.sizes: continue
+            self.count(o, o.untyped_storage().nbytes())
         self.peak = max(self.peak, self.now)
         return out
 
@@ -49,7 +52,8 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         self.counts['ops'] += 1
-        if name == '_local_scalar_dense': self.counts['syncs'] += not (self.task.is_step(args[0]) or is_here(args[0]))  # item, float, bool, if
+        if name == '_local_scalar_dense':  # item, float, bool, if
+            self.counts['syncs'] += not (self.task.is_step(args[0]) or is_here(args[0]))
         return func(*args, **(kwargs or {}))
 
 class Copies(TorchFunctionMode):
@@ -64,7 +68,8 @@ class Copies(TorchFunctionMode):
         return out
 
 def in_windows(train, batches, k, start, stop):
-    "Train, with `start` called after the first window of `k` micro-batches and `stop` after the last but one; micro-batches in between"
+    """Train, with `start` called after the first window of `k` micro-batches and `stop` after the last but one;
+    micro-batches in between"""
     asked = 0
     last = batches.n//k*k - k
     def ask():
@@ -80,7 +85,8 @@ def count_operations(make, k):
     "Operations and host syncs per micro-batch, as they would be on a GPU"
     task,counts,marks = Task(6*k),Counter(),[]
     def mark(): marks.append(Counter(counts))
-    with patch.object(losses, 'as_count', lambda o: o), checked_once:  # what it does on a GPU; on a CPU, item() waits for nothing
+    # `as_count` as it works on a GPU; on a CPU, item() waits for nothing
+    with patch.object(losses, 'as_count', lambda o: o), checked_once:
         train = make(task, k)
         with Operations(counts, task), Copies(counts): n = in_windows(train, task.batches, k, mark, mark)
     return {name:(marks[1][name]-marks[0][name])/n for name in ('ops', 'syncs')}
@@ -88,7 +94,8 @@ def count_operations(make, k):
 def profiler(counts):
     "Counts the functions that are called: Python's, those of our package, and Python's with those in C"
     def profile(frame, event, arg):
-        if event not in ('call','c_call') or frame.f_code.co_name.endswith('comp>'): return  # since Python 3.12 a comprehension is no call
+        if event not in ('call','c_call'): return
+        if frame.f_code.co_name.endswith('comp>'): return  # since Python 3.12 a comprehension is no call
         counts['with_c'] += 1
         counts['calls'] += event == 'call'
         counts['our_calls'] += event == 'call' and frame.f_code.co_filename.startswith(package)
@@ -105,7 +112,8 @@ def count_calls(make, k, n=6):
     return {name:counts[name]/n for name in ('calls', 'our_calls', 'with_c')}
 
 def count_first_calls(make, k, n=16):
-    "Calls of Python and C functions in the first `n` windows of a fit beyond those of as many later ones, in windows' worth of these"
+    """Calls of Python and C functions in the first `n` windows of a fit beyond those of as many later ones, in windows'
+    worth of these"""
     for windows in 2,n+3:  # a short fit before, for what is cached
         task,counts,marks = Task(windows*k),Counter(),[]
         task.batches.ask = lambda: marks.append(counts['with_c'])
@@ -118,7 +126,8 @@ def count_first_calls(make, k, n=16):
 
 def storages(tensors):
     "Bytes by storage"
-    return {o.untyped_storage().data_ptr():o.untyped_storage().nbytes() for o in tensors if o.layout == torch.strided and not isinstance(o, FakeTensor)}
+    strided = [o for o in tensors if o.layout == torch.strided and not isinstance(o, FakeTensor)]
+    return {o.untyped_storage().data_ptr():o.untyped_storage().nbytes() for o in strided}
 
 def kept_bytes():
     "Bytes of all live tensors but parameters, their gradients and the state of optimizers"
@@ -133,7 +142,8 @@ def kept_bytes():
     return sum(n for ptr,n in storages(tensors).items() if ptr not in known)
 
 def count_bytes(make, k):
-    "Bytes that training keeps from one micro-batch to the next, beyond parameters, gradients, optimizer state and the data: the most of a window"
+    """Bytes that training keeps from one micro-batch to the next, beyond parameters, gradients, optimizer state and the
+    data: the most of a window"""
     task = Task(4*k)
     before,most,asked = kept_bytes(),0,0
     with checked_once: train = make(task, k)

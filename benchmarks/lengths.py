@@ -1,6 +1,6 @@
-"An epoch of texts of many lengths in each way, with memory for a part of the longest batch: passes of the model, and CPU time"
+"""An epoch of texts of many lengths, with memory for a part of the longest batch: passes of the model, and CPU time,
+for each kind of run"""
 import time
-from functools import partial
 
 import torch
 from torch import nn
@@ -26,7 +26,8 @@ def learner(*cbs):
     torch.manual_seed(0)
     order = torch.randperm(len(lengths)).tolist()
     batches = [(torch.randint(50, (n_texts, lengths[i])), torch.randint(3, (n_texts,))) for i in order]
-    return Learner(DataLoaders(Batches(batches, len(batches)), Batches([], 0)), Words(), F.cross_entropy, lr=1e-3, opt_func=SGD, cbs=[*cbs])
+    dls = DataLoaders(Batches(batches, len(batches)), Batches([], 0))
+    return Learner(dls, Words(), F.cross_entropy, lr=1e-3, opt_func=SGD, cbs=[*cbs])
 
 def epoch(learn):
     "CPU seconds of an epoch, and the passes of the model"
@@ -38,13 +39,15 @@ def epoch(learn):
     return time.process_time()-start,len(passes)
 
 def measure(rounds):
-    "Seconds of an epoch of each way, once a round, and its passes in the first epoch, which searches, and in a later one"
-    from fastxtend_accum.all import GradientAccumulation
+    "Seconds of an epoch, once a round, and its passes in the first epoch, which searches, and in a later one; by kind"
+    from fastxtend_accum.all import ActivationCheckpointing, GradientAccumulation
     from fastxtend_accum.demo import Activations
     whole = learner(limit := Activations())
     epoch(whole)
-    def limited(**kwargs): return learner(Activations(limit.mb*share), GradientAccumulation(verbose=False, **kwargs))
-    learners = dict(auto=limited(micro_batch_size='auto'), exact=limited(exact=True), fixed=limited(micro_batch_size=fixed), whole=whole)
+    def limited(cb): return learner(Activations(limit.mb*share), cb)
+    def split(size): return limited(GradientAccumulation(micro_batch_size=size, verbose=False))
+    blocks = limited(ActivationCheckpointing())
+    learners = dict(auto=split('auto'), checkpointing=blocks, fixed=split(fixed), whole=whole)
     first = {k:epoch(o)[1] for k,o in learners.items()}
     for o in learners.values():
         epoch(o)

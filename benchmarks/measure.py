@@ -9,7 +9,8 @@ from torch import nn
 from .cases import Batches, Stack, Task, cases, learner, training
 
 def window_times(case, k, n, make=Task):
-    "Microseconds of CPU time per micro-batch: the median over spans of `k` (8 if that is more) in an epoch of `n`, after a short one"
+    """Microseconds of CPU time per micro-batch: the median over spans of `k` (8 if that is more) in an epoch of `n`,
+    after a short one"""
     for size in min(64, n), n:
         task,asked = make(size),[]
         task.batches.ask = lambda: asked.append(time.process_time())
@@ -19,7 +20,7 @@ def window_times(case, k, n, make=Task):
     return statistics.median((b-a)/span for a,b in zip(ends, ends[1:]))*1e6
 
 def time_case(case, size):
-    "At 1, 8 and 64 micro-batches a window; the plain Learner has but one way"
+    "At 1, 8 and 64 micro-batches a window; the plain Learner has no windows"
     return {k:window_times(case, k, 1024) for k in ([1] if case == 'plain' else [1, 8, 64])}
 
 def time_windows(case, size):
@@ -28,11 +29,12 @@ def time_windows(case, size):
 
 def time_stack(case, n_params):
     "The same for a `Stack`, at 8 micro-batches a window, without the check of the loss in the first windows of a fit"
-    from fastxtend_accum.learner.loss_check import LossCheck
+    from fastxtend_accum.windows.loss_check import LossCheck
     with patch.object(LossCheck, 'windows', 0): return window_times(case, 8, 40, partial(Stack, n_params))
 
 def time_loading(case, bs):
-    "Microseconds of CPU time per micro-batch of 16 samples, 8 a window, where fastai's DataLoader yields `bs` samples at a time"
+    """Microseconds of CPU time per micro-batch of 16 samples, 8 a window, where fastai's DataLoader yields `bs` samples
+    at a time"""
     from fastai.basics import DataLoader
     from fastxtend_accum.all import GradientAccumulation
     task = Task(0)
@@ -46,11 +48,10 @@ def time_loading(case, bs):
 
 def time_division(case, n_params):
     "Milliseconds of the division that ends a window, and of one backward pass of a `Stack`"
-    from fastai.basics import Learner
+    from fastai.basics import SGD, Learner
     from fastxtend_accum.all import GradientAccumulation
-    from fastxtend_accum.learner import events
+    from fastxtend_accum.windows import step
     task = Stack(n_params, 32 if n_params <= 1e6 else 8 if n_params <= 1e7 else 4)
-    from fastai.optimizer import SGD
     learn = learner(task, GradientAccumulation(2*16), opt_func=SGD)
     times = dict(division=[], backward=[])
     def timed(name, f):
@@ -59,12 +60,15 @@ def time_division(case, n_params):
             f(*args)
             times[name].append((time.perf_counter()-start)*1e3)
         return g
-    with (patch.object(events, 'average_gradients', timed('division', events.average_gradients)), patch.object(Learner, '_backward', timed('backward', Learner._backward)),
-          learn.no_bar(), learn.no_logging()): learn.fit(1)
-    return dict(parameters=sum(p.numel() for p in task.model.parameters()), **{k:statistics.median(v[1:]) for k,v in times.items()})
+    division = patch.object(step, 'average_gradients', timed('division', step.average_gradients))
+    backward = patch.object(Learner, '_backward', timed('backward', Learner._backward))
+    with division, backward, learn.no_bar(), learn.no_logging(): learn.fit(1)
+    n_params = sum(p.numel() for p in task.model.parameters())
+    return dict(parameters=n_params, **{k:statistics.median(v[1:]) for k,v in times.items()})
 
 def peak_memory(case, effective):
-    "MB that training on batches of `effective` samples needs beyond what was there before: at once ('plain'), or 16 at a time"
+    """MB that training on batches of `effective` samples needs beyond what was there before: at once ('plain'), or 16
+    at a time"""
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     task = Task(0, device)
     bs = effective if case == 'plain' else 16
@@ -80,7 +84,8 @@ def peak_memory(case, effective):
 
 def used_memory(peak=False):
     "MB in use by this process, or the most so far: of the GPU if there is one, else of the machine"
-    if torch.cuda.is_available(): return (torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated())/1e6
+    allocated = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
+    if torch.cuda.is_available(): return allocated()/1e6
     import psutil
     if not peak: return psutil.Process().memory_info().rss/1e6
     import resource
@@ -111,8 +116,9 @@ def lengths(case, rounds):
     from .lengths import measure
     return measure(rounds)
 
-kinds = dict(ways=ways, costs=costs, lengths=lengths, device=device, learners=learners, time=time_case, windows=time_windows, stack=time_stack,
-             loading=time_loading, division=time_division, memory=peak_memory, counts=count_case)
+kinds = dict(ways=ways, costs=costs, lengths=lengths, device=device, learners=learners, time=time_case,
+             windows=time_windows, stack=time_stack, loading=time_loading, division=time_division,
+             memory=peak_memory, counts=count_case)
 
 def main(kind, case, size='0'):
     warnings.simplefilter('ignore')

@@ -1,11 +1,12 @@
 "What the figures of `results.json` say: a table, the goals, and the pictures"
 from statistics import median
 
-labels = dict(plain='Learner, no accumulation', ours='GradientAccumulation', ours_pieces='with micro_batch_size', ours_cache='GradientCache',
-              ours_schedule='GradientAccumulationSchedule',
-              fastai="fastai's GradientAccumulation", fastxtend="fastxtend's GradientAccumulation", lightning='Lightning',
-              accelerate='Accelerate', by_hand='loop by hand')
-colors = dict(ours='#0072B2', ours_pieces='#0072B2', ours_cache='#56B4E9', ours_schedule='#009E73', fastai='#E69F00', fastxtend='#D55E00')  # all others grey
+labels = dict(plain='Learner, no accumulation', ours='GradientAccumulation', ours_split='with micro_batch_size',
+              ours_cache='GradientCache', ours_schedule='GradientAccumulationSchedule',
+              fastai="fastai's GradientAccumulation", fastxtend="fastxtend's GradientAccumulation",
+              lightning='Lightning', accelerate='Accelerate', by_hand='loop by hand')
+colors = dict(ours='#0072B2', ours_split='#0072B2', ours_cache='#56B4E9', ours_schedule='#009E73', fastai='#E69F00',
+              fastxtend='#D55E00')  # all others grey
 
 def ratios(results, case, k):
     "Time per micro-batch as a ratio to the plain Learner of the same round, one a round"
@@ -24,21 +25,23 @@ def shares(results):
     "Percent of a backward pass that the division at the end of a window takes, by number of parameters; one a round"
     return {int(n):[100*a/b for a,b in zip(o['division'], o['backward'])] for n,o in results['division'].items()}
 
-def pieces_cost(results):
-    "Time of a micro-batch that is split from the loader's batch, as a ratio to one from the loader, which collates both; one a round"
+def split_cost(results):
+    """Time of a micro-batch that is split from a loader batch, as a ratio to one that is a loader batch; one a round"""
     return [a/b for a,b in zip(results['loading']['128'], results['loading']['16'])]
 
-def pieces_costs(results): return f'{spread(pieces_cost(results))} of the time of a micro-batch from the DataLoader'
+def split_costs(results): return f'{spread(split_cost(results))} of the time of a micro-batch from the DataLoader'
 
 def cache_cost(results):
-    "Time of GradientCache as a ratio to accumulation of the same micro-batches by number of parameters, one a round, and its peak memory likewise"
-    times = {int(n):[a/b for a,b in zip(o['ours_cache'], o['ours_pieces'])] for n,o in results['stack'].items()}
-    return times,max(a/b for a,b in zip(*(results['memory'][o].values() for o in ('ours_cache', 'ours_pieces'))))
+    """Time of GradientCache as a ratio to accumulation of the same micro-batches by number of parameters, one a round,
+    and its peak memory likewise"""
+    times = {int(n):[a/b for a,b in zip(o['ours_cache'], o['ours_split'])] for n,o in results['stack'].items()}
+    return times,max(a/b for a,b in zip(*(results['memory'][o].values() for o in ('ours_cache', 'ours_split'))))
 
 def cache_costs(results):
     "In words"
     times,memory = cache_cost(results)
-    return '\n'.join([*(f'{n:9,} parameters: {spread(o)} of the time of accumulation' for n,o in times.items()), f'peak memory: at most {memory:.2f} of the peak of accumulation'])
+    lines = [f'{n:9,} parameters: {spread(o)} of the time of accumulation' for n,o in times.items()]
+    return '\n'.join([*lines, f'peak memory: at most {memory:.2f} of the peak of accumulation'])
 
 def run_on(results):
     "The machine, the versions, and how much one and the same Learner differs from round to round"
@@ -48,71 +51,60 @@ def run_on(results):
             f"rounds: {results['rounds']}; the Learner without accumulation took {spread(base, 0)} us per micro-batch")
 
 learner_names = 'resnet34','convnext','unet','text','language','tabular','contrastive'
-learner_ways = dict(exact='exact', checkpointed='all blocks', offloaded='offloaded', pieces='quarters')
+learner_kinds = dict(checkpointing='as needed', all_blocks='all blocks', offloaded='offloaded', split='quarters')
 
-which = dict(resnet34=('`vision_learner`, resnet34', 'BatchNorm; dropout in the head'), convnext=('`vision_learner`, ConvNeXt', 'BatchNorm and dropout in the head'),
-             unet=('`unet_learner`, resnet34', 'BatchNorm'), text=('`text_classifier_learner`', 'dropout; BatchNorm in the head'),
-             language=('`language_model_learner`', 'dropout'), tabular=('`tabular_learner`', 'BatchNorm'),
-             contrastive=('contrastive loss, ConvNeXt', 'the loss compares samples'))  # and what differs in micro-batches
+def ratio(o, kind): return median(a/b for a,b in zip(o['time'][kind], o['time']['whole']))
 
-def needs(o, way):
-    "Memory and time of a way relative to the whole batch"
-    return f"{o['live'][way]/o['live']['whole']:.0%}, {median(a/b for a,b in zip(o['time'][way], o['time']['whole'])):.2f}x"
+def needs(o, kind):
+    "Memory and time of a kind of training, relative to the whole batch"
+    return f"{o['live'][kind]/o['live']['whole']:.0%}, {ratio(o, kind):.2f}x"
 
-def learners_table(results, ways=(*learner_ways,), kind='cpu'):
-    "Memory and time of a step of fastai's learners in each way, relative to the whole batch"
+def learners_table(results, kinds=(*learner_kinds,), on='cpu'):
+    "Memory and time of a step of fastai's learners, relative to the whole batch"
     import pandas as pd
-    models = results['learners'][kind]['models']
-    return pd.DataFrame({name:{learner_ways[way]:needs(o, way) for way in ways} for name,o in models.items()}).T
+    models = results['learners'][on]['models']
+    return pd.DataFrame({name:{learner_kinds[k]:needs(o, k) for k in kinds} for name,o in models.items()}).T
 
 def learners_lines(results):
     "The tables of all devices"
-    return '\n\n'.join(f'{learners_run_on(results, kind)}\n{learners_table(results, kind=kind).to_string()}' for kind in results['learners'])
-
-def which_table(results):
-    "The page's table: what differs in micro-batches, memory and time; on a GPU, too, where somebody has measured that"
-    models,gpu = results['learners']['cpu']['models'],results['learners'].get('gpu', {}).get('models', {})
-    heads = ['learner', 'micro-batches change', 'exact', 'all blocks', 'micro-batches', *['exact, GPU']*bool(gpu)]
-    rows = [heads, ['---']*len(heads)]
-    for name,(learner,differs) in which.items():
-        on_gpu = [needs(gpu[name], 'exact') if name in gpu else '']*bool(gpu)
-        rows.append([learner, differs, *[needs(models[name], o) for o in ('exact', 'checkpointed', 'pieces')], *on_gpu])
-    return '\n'.join(f"| {' | '.join(o)} |" for o in rows)
+    tables = {on:learners_table(results, on=on).to_string() for on in results['learners']}
+    return '\n\n'.join(f'{learners_run_on(results, on)}\n{o}' for on,o in tables.items())
 
 def learners_in_words(results):
-    "The range over fastai's learners of what each way needs"
+    "The range over fastai's learners of what each kind of training needs"
     models = results['learners']['cpu']['models'].values()
-    def line(way):
-        live = [o['live'][way]/o['live']['whole'] for o in models]
-        time = [median(a/b for a,b in zip(o['time'][way], o['time']['whole'])) for o in models]
-        return f'{learner_ways[way]:<10}  {min(live):.0%} to {max(live):.0%}, {min(time):.1f}x to {max(time):.1f}x'
-    return '\n'.join(map(line, learner_ways))
+    def line(kind):
+        live,time = [o['live'][kind]/o['live']['whole'] for o in models],[ratio(o, kind) for o in models]
+        return f'{learner_kinds[kind]:<10}  {min(live):.0%} to {max(live):.0%}, {min(time):.1f}x to {max(time):.1f}x'
+    return '\n'.join(map(line, learner_kinds))
 
-def learners_exact(results):
-    "How far the gradient is off with exact=True, at most, and in quarters"
-    models = [o for kind in results['learners'].values() for o in kind['models'].values()]
-    exact,pieces = ([o['off'][way] for o in models] for way in ('exact', 'pieces'))
-    same = f'off by {max(exact):.0e} at most' if any(exact) else 'that of the whole batch, bit for bit'
-    return f'with exact=True, the gradient is {same}; in quarters of the batch, it is off by {min(pieces):.0%} to {max(pieces):.0%}'
+def learners_off(results):
+    "How far the gradient is off with ActivationCheckpointing, at most, and in quarters"
+    models = [o for on in results['learners'].values() for o in on['models'].values()]
+    blocks,split = ([o['off'][kind] for o in models] for kind in ('checkpointing', 'split'))
+    same = f'off by {max(blocks):.0e} at most' if any(blocks) else 'that of the whole batch, bit for bit'
+    quarters = f'in quarters of the batch, it is off by {min(split):.0%} to {max(split):.0%}'
+    return f'with ActivationCheckpointing, the gradient is {same}; {quarters}'
 
-def learners_run_on(results, kind='cpu'): return ran_on(results['learners'][kind], kind)
+def learners_run_on(results, on='cpu'): return ran_on(results['learners'][on], on)
 def ways_run_on(results): return ran_on(results['ways'])
 
-def ran_on(o, kind='cpu'):
+def ran_on(o, on='cpu'):
     "The machine of these figures"
     m = o['machine']
-    return f"{m['cpu'] if kind == 'cpu' else m['device']}, {m['system']}, Python {m['python']}, torch {m['packages']['torch']}, {m['date']}; rounds: {o['rounds']}"
+    device,torch = m['cpu'] if on == 'cpu' else m['device'],m['packages']['torch']
+    return f"{device}, {m['system']}, Python {m['python']}, torch {torch}, {m['date']}; rounds: {o['rounds']}"
 
 way_models = 'resnet34','vit','unet'
 
 def ways_table(results):
-    "Time of a step with exact=True as a ratio to the whole batch, with room for a share of its activations; beside all blocks recomputed"
+    """Time of a step with ActivationCheckpointing as a ratio to the whole batch, with room for a share of its
+    activations; beside all blocks recomputed"""
     import pandas as pd
     names = {'0.9':'90% of the activations', '0.75':'75%', '0.5':'50%', 'blocks':'all blocks'}
-    rows = {}
-    for model,o in results['ways']['models'].items():
-        rows[model] = {name:f"{median(a/b for a,b in zip(o['times'][k], o['times']['whole'])):.2f}" for k,name in names.items()}
-    return pd.DataFrame(rows).T
+    def cell(times, k): return f"{median(a/b for a,b in zip(times[k], times['whole'])):.2f}"
+    models = results['ways']['models']
+    return pd.DataFrame({model:{name:cell(o['times'], k) for k,name in names.items()} for model,o in models.items()}).T
 
 def ways_in_words(results):
     "What finding the blocks takes"
@@ -122,7 +114,8 @@ def ways_in_words(results):
 def costs_run_on(results): return ran_on(results['costs'])
 def lengths_run_on(results): return ran_on(results['lengths'])
 
-cost_labels = dict(windows='GradientAccumulation', pieces='with micro_batch_size', schedule='GradientAccumulationSchedule', exact='exact=True, all fits')
+cost_labels = dict(windows='GradientAccumulation', split='with micro_batch_size',
+                   schedule='GradientAccumulationSchedule', checkpointing='ActivationCheckpointing, all fits')
 optimizers = dict(sgd="torch's SGD", adam="fastai's Adam")
 
 def costs_table(results):
@@ -132,24 +125,29 @@ def costs_table(results):
     for opt,cells in results['costs']['by_opt'].items():
         base = cells['plain 1']['time']
         for cell,o in cells.items():
-            way,k = cell.split()
-            if way == 'plain': continue
-            ratio = spread([a/b for a,b in zip(o['time'], base)])
-            rows.setdefault(f'{cost_labels[way]}, K={k}', {}).update({f'{optimizers[opt]}, time':ratio, 'calls' if opt == 'sgd' else 'calls ':f"{o['calls']:.2f}"})
+            kind,k = cell.split()
+            if kind == 'plain': continue
+            row = rows.setdefault(f'{cost_labels[kind]}, K={k}', {})
+            row[f'{optimizers[opt]}, time'] = spread([a/b for a,b in zip(o['time'], base)])
+            row['calls' if opt == 'sgd' else 'calls '] = f"{o['calls']:.2f}"
     return pd.DataFrame(rows).T
 
 def costs_in_words(results):
     "What the first windows take beyond later ones"
-    first = results['costs']['first']
-    return '\n'.join(f"{cost_labels[o]}: {first[o]['check']:.1f} for the check of the loss, {first[o]['looks']:.1f} for the looks" for o in ('windows', 'pieces'))
+    def line(kind, check, looks):
+        return f'{cost_labels[kind]}: {check:.1f} for the check of the loss, {looks:.1f} for the looks'
+    return '\n'.join(line(o, **results['costs']['first'][o]) for o in ('windows', 'split'))
 
 def lengths_table(results):
     "Passes and time of an epoch of texts of many lengths"
     import pandas as pd
     o = results['lengths']
-    names = dict(whole='whole batches, memory for all', auto="micro_batch_size='auto'", exact='exact=True', fixed='micro_batch_size=8')
-    return pd.DataFrame({name:{'passes, first epoch':o['first'][k], 'passes, later':o['passes'][k], 'time':spread([a/b for a,b in zip(o['times'][k], o['times']['whole'])])}
-                         for k,name in names.items()}).T
+    names = dict(whole='whole batches, memory for all', auto="micro_batch_size='auto'",
+                 checkpointing='ActivationCheckpointing', fixed='micro_batch_size=8')
+    def row(k):
+        time = spread([a/b for a,b in zip(o['times'][k], o['times']['whole'])])
+        return {'passes, first epoch':o['first'][k], 'passes, later':o['passes'][k], 'time':time}
+    return pd.DataFrame({name:row(k) for k,name in names.items()}).T
 
 def memory_saved(results):
     "The two ends of the curves, in words"
@@ -172,15 +170,18 @@ def goals(results):
     "Each goal, whether it is met, and the figure"
     lines = [(n <= 1/k, f'host syncs per micro-batch at most 1/K: {n:.3f} at K={k}')
              for k in (1, 8) for n in [counted(results, 'ours', 'syncs', k)]]
-    kept,params = counted(results, 'ours', 'kept')-counted(results, 'plain', 'kept'),counted(results, 'ours', 'parameters')
+    kept = counted(results, 'ours', 'kept')-counted(results, 'plain', 'kept')
+    params = counted(results, 'ours', 'parameters')
     lines.append((kept < params, f'no buffer of the size of the parameters, {params} bytes: {kept:+} bytes kept'))
-    pieces = counted(results, 'ours_pieces', 'calls')/counted(results, 'ours', 'calls')
-    lines.append((pieces <= .86, f"Python calls of a piece of a DataLoader's batch at most .86 of those of a micro-batch from a DataLoader: {pieces:.3f}"))
-    syncs = counted(results, 'ours_pieces', 'syncs')
-    lines.append((syncs <= counted(results, 'ours', 'syncs'), f"pieces of a DataLoader's batch add no host sync: {syncs:.3f} at K=8"))
+    split = counted(results, 'ours_split', 'calls')/counted(results, 'ours', 'calls')
+    syncs = counted(results, 'ours_split', 'syncs')
+    lines += [(split <= .86, 'Python calls of a micro-batch that is split from a loader batch at most .86 of those of '
+                             f'one that is a loader batch: {split:.3f}'),
+              (syncs <= counted(results, 'ours', 'syncs'), f'splitting adds no host sync: {syncs:.3f} at K=8')]
     if 'costs' in results:
         first = sum(results['costs']['first']['windows'].values())
-        lines.append((first <= 3, f"the check of the loss and the looks of a fit at most three windows' worth of calls at K=8: {first:.1f}"))
+        lines.append((first <= 3, "the check of the loss and the looks of a fit at most three windows' worth of calls "
+                                  f'at K=8: {first:.1f}'))
     if 'time' in results: lines += timed_goals(results)
     return '\n'.join(f'{"met    " if met else "NOT MET"} {text}' for met,text in lines)
 
@@ -189,13 +190,14 @@ def timed_goals(results):
     eight = median(ratios(results, 'ours', 8))
     flat = median(a/b for a,b in zip(results['windows']['1024'], results['windows']['64']))
     share = max(median(v) for n,v in shares(results).items() if n >= 1e6)
-    pieces,(cache,memory) = median(pieces_cost(results)),cache_cost(results)
+    split,(cache,memory) = median(split_cost(results)),cache_cost(results)
     cache = median(cache[max(cache)])
-    return [(ours <= fastai, f"cost at one micro-batch a window at or below the cost of fastai's callback: {ours:.0f} and {fastai:.0f} us"),
+    both = f'{ours:.0f} and {fastai:.0f} us'
+    return [(ours <= fastai, f"cost at one micro-batch a window at or below that of fastai's callback: {both}"),
             (eight <= .9, f'at K=8 at or below .90 of the Learner without accumulation: {eight:.3f}'),
             (flat <= 1.05, f'cost per micro-batch flat, at K=1024 at most 1.05 of K=64: {flat:.3f}'),
-            (pieces <= 1, f"a micro-batch split from a DataLoader's batch at or below one from a DataLoader: {pieces:.3f}"),
-            (cache <= 1.4, f'GradientCache at most 1.40 of the time of accumulation where the model computes: {cache:.3f}'),
+            (split <= 1, f'a micro-batch split from a loader batch at or below one that is one: {split:.3f}'),
+            (cache <= 1.4, f'GradientCache at most 1.40 of the time of accumulation where models compute: {cache:.3f}'),
             (memory <= 1.05, f'GradientCache at most 1.05 of the peak memory of accumulation: {memory:.3f}'),
             (share < 2, f'division under 2% of a backward pass from a million parameters on: {share:.2f}%')]
 
@@ -232,7 +234,8 @@ def windows_picture(results):
     "Cost against micro-batches in a window"
     fig,ax = axes(xlabel='micro-batches in a window, K', ylabel='time per micro-batch (us)', xscale='log')
     band(ax, {int(k):v for k,v in results['windows'].items()}, label='GradientAccumulation')
-    ax.axhline(median(results['time']['plain']['1']), color='#999999', ls='--', label='Learner, a step every micro-batch')
+    plain = median(results['time']['plain']['1'])
+    ax.axhline(plain, color='#999999', ls='--', label='Learner, a step every micro-batch')
     ax.set_xscale('log', base=2)
     ax.set_ylim(0)
     ax.legend(loc='lower left')
@@ -251,8 +254,11 @@ def division_picture(results):
 def memory_picture(results):
     "Peak memory against the effective batch"
     fig,ax = axes(xlabel='effective batch (samples)', ylabel='peak memory of training (MB)')
-    for case,color,label in ('plain', '#E69F00', 'one batch'),('ours', '#0072B2', 'accumulated, 16 samples at a time'),('ours_cache', '#009E73', 'GradientCache, micro-batches of 16'):
-        ax.plot([int(n) for n in results['memory'][case]], list(results['memory'][case].values()), 'o-', color=color, ms=4, label=label)
+    lines = dict(plain=('#E69F00', 'one batch'), ours=('#0072B2', 'accumulated, 16 samples at a time'),
+                 ours_cache=('#009E73', 'GradientCache, micro-batches of 16'))
+    for case,(color,label) in lines.items():
+        sizes,peaks = zip(*results['memory'][case].items())
+        ax.plot([*map(int, sizes)], peaks, 'o-', color=color, ms=4, label=label)
     ax.set_ylim(0)
     ax.legend()
     return fig

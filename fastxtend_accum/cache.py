@@ -33,7 +33,7 @@ def nodes(outputs:list[Tensor], stop:list[Tensor]=())->set:
         rest += [n for n,_ in o.next_functions]
     return {o for o in seen if o and o.next_functions}
 
-# %% ../nbs/04_cache.ipynb #ab2b6bc6
+# %% ../nbs/04_cache.ipynb #bb0d5787
 class GradientCache(WindowCallback, Halves):
     "Compute the loss on the DataLoader's whole batch, while the model holds `micro_batch_size` samples at a time"
     _stateattrs,last = ('runner','last'),None
@@ -73,14 +73,16 @@ class GradientCache(WindowCallback, Halves):
         return inner_model(model) if self.part is None else self.part(inner_model(model))
 
     def samples(self, n:int, elements:int)->int: return super().samples(n, elements) if self.adapts else self.micro_bs
-    def n_samples(self, runner:Runner)->int:
-        "Rows of the present batch that the module sees: a callback may have put several views of each sample into it"
-        learn = runner.learn
-        n,seen = n_rows((*learn.xb, *learn.yb), runner.dl.rows),{len(o) for o in tensors_in(learn.xb)}
-        views = seen.pop()//n if len(seen) == 1 and self.part is None else 1
-        return n*max(views, self.rows)
 
-# %% ../nbs/04_cache.ipynb #219e081d
+# %% ../nbs/04_cache.ipynb #c32c8d85
+@patch
+def n_samples(self:GradientCache, runner:Runner)->int:
+    "Rows of the present batch that the module sees: a callback may have put several views of each sample into it"
+    learn = runner.learn
+    n,seen = n_rows((*learn.xb, *learn.yb), runner.dl.rows),{len(o) for o in tensors_in(learn.xb)}
+    views = seen.pop()//n if len(seen) == 1 and self.part is None else 1
+    return n*max(views, self.rows)
+
 @patch
 def context(self:GradientCache, runner:Runner, elements:int):
     """The forward pass in micro-batches. All but the last run again in the backward pass; each has inputs of its own,
@@ -97,18 +99,18 @@ def context(self:GradientCache, runner:Runner, elements:int):
         res = copied(*args, **kwargs)
         if not learn.iter: self.last = nodes(tensors_in(res), tensors_in((args, kwargs))),[]
         return res
-    def pieces_forward(*args, **kwargs):  # `part` may run several times in a forward pass
+    def split_forward(*args, **kwargs):  # `part` may run several times in a forward pass
         if misfit := [o for o in tensors_in((args, kwargs)) if len(o) != n]:
             raise ValueError(f"GradientCache cannot split a tensor of shape {tuple(misfit[0].shape)} in a batch of "
                              f"{n//self.rows} samples: its first dimension must be the samples; if a module sees "
                              "several rows of each sample, set rows to their number, such as rows=2")
         moves,again = None if self.differs is not None else Moves(module),checkpointed(module, copied)
         with check_samples_first(module, batch, n_rows(batch, runner.dl.rows), runner.dl.size):
-            res = forward_in_pieces(again, args, kwargs, cuts(n, most), self.owners, last)
+            res = forward_in_micro_batches(again, args, kwargs, cuts(n, most), self.owners, last)
         if self.last: self.last[1].extend(tensors_in(res))
         if moves: self.differs = moves.differs(most)
         return res
-    return replaced(module, 'forward', pieces_forward)
+    return replaced(module, 'forward', split_forward)
 
 # %% ../nbs/04_cache.ipynb #4314e482
 @patch

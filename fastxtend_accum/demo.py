@@ -61,7 +61,7 @@ def run_demo(n_epoch:int=8)->dict[str,Learner]:
         with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(n_epoch, 1e-2, cbs=Callback(after_epoch=advance))
     return learners
 
-# %% ../nbs/06_demo.ipynb #e022317d
+# %% ../nbs/06_demo.ipynb #621ccb14
 def weight_difference(a:Learner, b:Learner)->float:
     "The largest difference between two Learners' weights"
     return max((p-q).abs().max().item() for p,q in zip(a.model.parameters(), b.model.parameters(), strict=True))
@@ -70,9 +70,10 @@ def results(learners:dict[str,Learner])->pd.DataFrame:
     "Of each run: the loader's batch, forward passes, optimizer steps, log entries and accuracy"
     rows = [(name, o.dls.train.bs, o.loss_log.passes, o.loss_log.steps, len(o.loss_log.losses),
              f'{o.recorder.values[-1][-1]:.1%}') for name,o in learners.items()]
-    return pd.DataFrame(rows, columns=['run','loader batch','forward passes','optimizer steps','log entries','accuracy'])
+    names = 'run','loader batch','forward passes','optimizer steps','log entries','accuracy'
+    return pd.DataFrame(rows, columns=names)
 
-# %% ../nbs/06_demo.ipynb #36c18c78
+# %% ../nbs/06_demo.ipynb #8e76a7b2
 def plot_results(learners:dict[str,Learner])->plt.Figure:
     "Samples per step on the cosine; the loss of 16 x 32 on that of 512; and the loss as it is logged, with both flags"
     large,small,grown,raw = [learners[o] for o in ('batches of 512','16 x 32','32 to 512','log_accum_batch=False')]
@@ -80,15 +81,16 @@ def plot_results(learners:dict[str,Learner])->plt.Figure:
     n_epoch,ends = grown.n_epoch,np.cumsum([0,*sizes])/len(grown.dls.train_ds)
     fig,(size,loss,log) = plt.subplots(3, 1, figsize=(6, 7), layout='constrained')
     pos,curve = np.linspace(0, 1, 200),SchedCos(growth['start_accum_bs'], growth['final_accum_bs'])
-    size.plot(pos*n_epoch, [curve(min(o/growth['finish'], 1)) for o in pos], '--', color=gray, label='cosine, finish=0.5')
+    cosine = [curve(min(o/growth['finish'], 1)) for o in pos]
+    size.plot(pos*n_epoch, cosine, '--', color=gray, label='cosine, finish=0.5')
     size.stairs(sizes, ends, baseline=None, color=blue, label='samples per optimizer step')
     size.set(xlabel='epochs', ylabel='batch size', yticks=[32,128,256,512])
     loss.plot(large.loss_log.losses, color=gold, lw=5, label='batches of 512')
     loss.plot(small.loss_log.losses, color=blue, label='16 x 32, accumulated')
     loss.set(xlabel='optimizer steps', ylabel='training loss')
-    n = len(raw.loss_log.losses)
-    log.plot(np.arange(1, n+1)*n_epoch/n, raw.loss_log.losses, '.', ms=3, color=gray, label=f'log_accum_batch=False: {n} entries')
-    log.plot(ends[1:], grown.loss_log.losses, '.-', lw=1, color=blue, label=f'log_accum_batch=True: {len(sizes)} entries')
+    n,label = len(raw.loss_log.losses),'log_accum_batch={}: {} entries'
+    log.plot(np.arange(1, n+1)*n_epoch/n, raw.loss_log.losses, '.', ms=3, color=gray, label=label.format(False, n))
+    log.plot(ends[1:], grown.loss_log.losses, '.-', lw=1, color=blue, label=label.format(True, len(sizes)))
     log.set(xlabel='epochs', ylabel='logged loss')
     for ax in size,loss,log: ax.legend()
     return fig

@@ -8,7 +8,9 @@ from torch.amp import GradScaler, autocast
 from fastai.basics import *
 from fastai.callback.all import *
 from fastxtend_accum.all import *
-from fastxtend_accum.learner.fit import replaced
+from fastxtend_accum.memory.micro_batches import replaced
+from fastxtend_accum.windows.loss_check import LossCheck
+from fastxtend_accum.windows.nested import n_rows
 
 
 def data(n, seed=1):
@@ -90,6 +92,31 @@ class CpuMixedPrecision(MixedPrecision):
 draws = settings(deadline=None, derandomize='DRAWS' not in os.environ)
 
 
+def check_loss(loss_func, parts, items=None):
+    "What the check of the loss says of micro-batches, which are tuples of outputs and targets"
+    check = LossCheck()
+    for (pred,*targ),n in itertools.zip_longest(parts, items or ()):
+        check.add(SimpleNamespace(loss_func=loss_func, pred=pred, yb=targ), n_rows((pred,*targ)), n)
+    if compared := check.compare(): check.judge(*compared)
+    return check.found[0]
+
+# Faults
+
+EVENTS = ['before_fit','before_epoch','before_train','before_batch','after_pred','after_loss','before_backward','after_backward',
+          'before_step','after_step','after_cancel_batch','after_batch','after_train','before_validate','after_validate','after_epoch',
+          'after_fit']
+CANCELS = [CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException]
+
+class Fault(Callback):
+    "Raises `exc` at the `nth` time that `event` fires"
+    def __init__(self, exc, event, nth, order):
+        self.exc,self.event,self.nth,self.order,self.count = exc,event,nth,order,0
+        setattr(self, event, self.strike)
+    def strike(self):
+        self.count += 1
+        if self.count == self.nth: raise self.exc('on purpose')
+
+
 # The reference
 
 def windows(n, micro, accum, remainder, n_epoch, drop_last=False):
@@ -106,7 +133,7 @@ def windows(n, micro, accum, remainder, n_epoch, drop_last=False):
                 size = accum(pct) if callable(accum) else accum
             window += range(i*micro, min((i+1)*micro, n))
             if len(window) >= size: res.append((window, pct)); window = []
-        if window and remainder == 'step': res.append((window, pct))
+        if window and (remainder == 'step' or remainder == 'carry' and epoch+1 == n_epoch): res.append((window, pct))
     return res
 
 def sgd(params): return torch.optim.SGD(params, lr=0.1)

@@ -8,9 +8,9 @@ from fastai.vision.all import DataBlock, ImageBlock, MaskBlock, CategoryBlock, P
 from fastai.vision.models.xresnet import ResBlock, XResNet
 
 from common import *
-from fastxtend_accum.ways.cache import GradientCache
-from fastxtend_accum.ways.checkpointing import ActivationCheckpointing, checkpointed, find_blocks
-from fastxtend_accum.learner.nested import tensors_in
+from fastxtend_accum.cache import GradientCache
+from fastxtend_accum.checkpointing import ActivationCheckpointing, checkpointed, find_blocks
+from fastxtend_accum.windows.nested import tensors_in
 from benchmarks.counts import LiveBytes
 from test_life import CANCELS, EVENTS, Fault
 from test_observed import Fails
@@ -484,7 +484,7 @@ def test_blocks_are_checked_again_in_later_batches(monkeypatch):
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
 def test_repeated_bit_for_bit(dtype):
-    from fastxtend_accum.ways.checkpointing import is_repeated
+    from fastxtend_accum.checkpointing import is_repeated
     a = torch.tensor([1, -3, 0, float('nan'), float('inf')], dtype=dtype)
     b = a.clone()
     assert is_repeated(a, b)
@@ -738,7 +738,7 @@ class Weights(Callback):
 
 def recurrent_blocks(m): return list(m[0])
 @pytest.mark.parametrize('cb', [
-    lambda: GradientAccumulation(exact=True), lambda: ActivationCheckpointing(recurrent_blocks), lambda: ActivationCheckpointing(recurrent_blocks, adapt=False),
+    lambda: ActivationCheckpointing(), lambda: ActivationCheckpointing(recurrent_blocks), lambda: ActivationCheckpointing(recurrent_blocks, adapt=False),
     lambda: GradientCache(4), lambda: GradientCache('auto'), lambda: GradientAccumulation(micro_batch_size=4), lambda: GradientAccumulation(16)],
     ids=['exact', 'blocks', 'all_blocks', 'cache', 'auto_cache', 'pieces', 'windows'])
 def test_nothing_of_earlier_batches_is_kept(cb):
@@ -756,7 +756,7 @@ class Ends(Weights):
     def after_loss(self):
         if self.training and self.iter == 2: raise ValueError('ends')
 
-every_batch = [lambda: GradientAccumulation(exact=True), lambda: ActivationCheckpointing(recurrent_blocks, adapt=False), lambda: GradientCache(4)]
+every_batch = [lambda: ActivationCheckpointing(), lambda: ActivationCheckpointing(recurrent_blocks, adapt=False), lambda: GradientCache(4)]
 @pytest.mark.parametrize('cb', every_batch, ids=['exact', 'all_blocks', 'cache'])
 def test_a_fit_that_ends_with_an_error_is_freed(cb):
     "But for the last weights, which the two modules hold"

@@ -7,9 +7,9 @@ from fastai.callback.mixup import MixUp
 from fastai.losses import *
 
 from common import *
-from fastxtend_accum.learner.loss_check import LossCheck,check_loss
-from fastxtend_accum.window.losses import has_rule,n_items
-from fastxtend_accum.learner.nested import each_tensor
+from fastxtend_accum.windows.loss_check import LossCheck
+from fastxtend_accum.windows.losses import has_rule,n_items
+from fastxtend_accum.windows.nested import each_tensor
 
 # Data: 16 samples; some labels are ignored, some values are missing, masks have rare classes
 

@@ -1,83 +1,66 @@
-"Activations, which the pages use: what it measures, and that it leaves nothing behind"
-import gc,weakref
-from copy import deepcopy
+"The demo; and Activations: what it measures, and that it leaves nothing behind"
 import pytest
 
 from common import *
+from fastxtend_accum import demo
 from fastxtend_accum.demo import Activations
-from test_life import CANCELS, Fault
 
-EVENTS = ['before_train','before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step',
-          'after_batch','after_train','before_validate','after_epoch','after_fit']
-ways = dict(plain=lambda: [], accumulated=lambda: [GradientAccumulation(16)], pieces=lambda: [GradientAccumulation(16, micro_batch_size=4)])
+@pytest.mark.parametrize('in_terminal', [True, False])
+def test_demo(monkeypatch, capsys, in_terminal):
+    "Its table, comparison and picture; a progress bar only in a terminal"
+    monkeypatch.setattr(sys.stdout, 'isatty', lambda: in_terminal)
+    learners = demo.run_demo(1)
+    assert ('[5/5 ' in capsys.readouterr().out) is in_terminal
+    monkeypatch.setattr(demo, 'run_demo', lambda: learners)
+    demo.main()
+    said,sizes = capsys.readouterr().out,learners['32 to 512'].recorder.accum_bs
+    n,rows = len(sizes),demo.results(learners).values[:,1:5].T.tolist()
+    assert rows == [[32, 512, 32, 32, 32], [48, 3, 48, 48, 48], [48, 3, 3, n, n], [48, 3, 3, n, 48]]
+    assert sizes[0] == 32 and sizes[-2] == 512 and sum(sizes) == 1536 and ' '.join(map(str, sizes)) in said
+    assert demo.weight_difference(learners['16 x 32'], learners['batches of 512']) < 1e-5  # float32
+    assert demo.weight_difference(learners['batches of 32'], learners['batches of 512']) > 1e-3
+    assert all(o in said for o in learners) and Path('accumulation.png').stat().st_size > 10_000
+    assert [*demo.plot_results(learners).axes[0].patches[0].get_data().values] == sizes
 
-class Breaks(nn.Module):
-    "A model or loss that raises `exc` in its `nth` call in training"
-    def __init__(self, f, exc, nth): super().__init__(); self.f,self.exc,self.nth,self.count = f,exc,nth,0
-    def forward(self, *args):
-        res = self.f(*args)
-        self.count += 1
-        if self.count == self.nth: raise self.exc('on purpose')
-        return res
+def test_what_a_forward_pass_keeps():
+    "Inputs, outputs of tanh, once, and what the loss compares: 15 numbers a sample"
+    for bs in 32,8: assert fit(make_learner(bs, cbs=Activations()), 1).activations.mb == bs*15*8/2**20
 
-def saves_tensors(): return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # somebody looks at what autograd keeps
+def is_clean():
+    "Whether nobody looks at what autograd keeps or modules get"
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is None and not nn.modules.module._global_forward_pre_hooks
 
-def nothing_is_left(learn):
-    return not (saves_tensors() or learn.model._forward_pre_hooks or nn.modules.module._global_forward_pre_hooks)
+@pytest.fixture
+def cleaned():
+    yield
+    nn.modules.module._global_forward_pre_hooks.clear()
+    while not is_clean(): torch._C._autograd._pop_saved_tensors_default_hooks()
 
-def run(learn):
+kinds = dict(plain=lambda: [], windows=lambda: [GradientAccumulation(16)],
+             split=lambda: [GradientAccumulation(16, micro_batch_size=4)])
+
+@pytest.mark.thin(11)
+@pytest.mark.parametrize('kind', kinds)
+@pytest.mark.parametrize('exc', [ZeroDivisionError, KeyboardInterrupt, *CANCELS])
+@pytest.mark.parametrize('event', [*EVENTS[2:10], *EVENTS[11:], 'in the model', 'in the loss'])
+def test_nothing_is_left_after_a_fault(cleaned, event, exc, kind):
+    "Nor in the model, once a fit has ended"
+    def fail(*args):
+        calls.append(args)
+        if len(calls) == 1: raise exc('on purpose')
+    calls,learn = [],make_learner(8, loss_func=MSELossFlat(), cbs=[Activations(), *kinds[kind]()])
+    if event in EVENTS: learn.add_cb(Callback(**{event:fail}))
+    else: (learn.model[1] if 'model' in event else learn.loss_func.func).register_forward_hook(fail)
     try: fit(learn, 2)
-    except BaseException as e: assert 'on purpose' in str(e)
-    assert nothing_is_left(learn)
-
-@pytest.mark.thin(3)
-@pytest.mark.parametrize('way', ways)
-@pytest.mark.parametrize('exc', [ZeroDivisionError, KeyboardInterrupt, *CANCELS])
-@pytest.mark.parametrize('event', EVENTS)
-def test_nothing_is_left_after_a_fault_in_an_event(event, exc, way):
-    for order in -20,7:
-        fault = Fault(exc, event, 1 if event == 'after_fit' else 2, order)
-        learn = make_learner(8, cbs=[Activations(), fault, *ways[way]()])
-        run(learn)
-        assert fault.count >= fault.nth
-        learn.remove_cb(fault)
-        fit(learn, 1)
-        assert learn.activations.mb > 0
-
-@pytest.mark.parametrize('way', ways)
-@pytest.mark.parametrize('exc', [ZeroDivisionError, KeyboardInterrupt, *CANCELS])
-@pytest.mark.parametrize('where', ['model', 'loss'])
-def test_nothing_is_left_after_a_fault_in_the_forward_pass(where, exc, way):
-    m,loss = model(),MSELossFlat()
-    nth = 2 if where == 'model' else 1  # the check of the loss calls it more often
-    if where == 'model': m = Breaks(m, exc, nth)
-    else: loss = Breaks(loss, exc, nth)
-    learn = make_learner(8, m=m, loss_func=loss, cbs=[Activations(), *ways[way]()])
-    run(learn)
-    assert (loss if where == 'loss' else m).count >= nth
-    other = fit(make_learner(8, cbs=Activations()), 1)  # another Learner of the same process
-    assert other.activations.mb > 0
+    except (exc, *CANCELS) as e: assert 'on purpose' in str(e)
+    assert is_clean()
+    fit(learn, 1)
+    assert len(calls) > 1 and learn.activations.mb > 0 and is_clean() and not learn.model._forward_pre_hooks
 
 def test_nothing_is_left_when_it_is_removed_or_its_limit_is_reached():
     learn = make_learner(8, cbs=Activations())
     fit(learn, 1, cbs=Callback(after_pred=lambda self: self.learn.remove_cb(Activations)))
-    assert nothing_is_left(learn)
-    learn = make_learner(8, cbs=Activations(1e-4))
-    with pytest.raises(torch.OutOfMemoryError, match='more than 0.0001 MB'): fit(learn, 1)
-    assert nothing_is_left(learn)
-
-@pytest.mark.parametrize('cbs', [lambda: GradientAccumulation(micro_batch_size='auto'), lambda: GradientAccumulation(exact=True)])
-def test_the_graph_of_a_pass_that_fails_is_freed(cbs):
-    "PyTorch keeps the graph of an operation whose output a hook of saved_tensors_hooks has returned as it is, or for which the hook has failed"
-    outputs = []
-    def note(m, args, out): outputs.append(weakref.ref(out))
-    m = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh()) for _ in range(3)), nn.Linear(5, 1)).double()
-    for o in m[2].modules():
-        if isinstance(o, nn.Tanh): o.register_forward_hook(note)
-    whole = fit(make_learner(32, m=deepcopy(m), cbs=Activations()), 1).activations.mb
-    outputs.clear()
-    learn = fit(make_learner(32, m=m, cbs=[cbs(), Activations(whole*.7)]), 1)
-    assert len(outputs) > 2*len(learn.recorder.losses)  # some passes have failed, or blocks have run again
-    learn.pred = learn.loss_grad = learn.loss = None
-    gc.collect()
-    assert [o for o in outputs if o() is not None] == []
+    assert is_clean() and not learn.model._forward_pre_hooks
+    with pytest.raises(torch.OutOfMemoryError, match='more than 0'): fit(make_learner(8, cbs=Activations(0)), 1)
+    assert is_clean()

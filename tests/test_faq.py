@@ -6,8 +6,7 @@ from fastai.distributed import *
 from common import *
 from fastai.losses import *
 from fastxtend_accum.demo import Activations
-from fastxtend_accum.learner.loss_check import check_loss
-from fastxtend_accum.ways.memory import NothingFits
+from fastxtend_accum.memory.out_of_memory import NothingFits
 
 class EMA(Callback):
     "A running average of the weights, taken at `event`"
@@ -103,9 +102,9 @@ def test_exact_cannot_recompute_a_compiled_model():
     def run(*cbs):
         torch._dynamo.reset()
         return fit(make_learner(32, m=torch.compile(model(), backend=lambda graph, inputs: graph.forward), cbs=[*cbs]))
-    exact = run(GradientAccumulation(exact=True), memory := Activations())
+    exact = run(ActivationCheckpointing(), memory := Activations())
     assert_same(weights(exact), weights(run()))
-    with pytest.raises(NothingFits, match="compiled.*micro_batch_size='auto' splits it"): run(GradientAccumulation(exact=True), Activations(memory.mb/2))
+    with pytest.raises(NothingFits, match="compiled.*micro_batch_size='auto' splits it"): run(ActivationCheckpointing(), Activations(memory.mb/2))
 
 def both(dice): return lambda pred,targ: CrossEntropyLossFlat(axis=1)(pred, targ) + dice(pred, targ)
 

@@ -6,8 +6,8 @@ from fastai.callback.mixup import MixUp
 from hypothesis import given, strategies as st
 
 from common import *
-from fastxtend_accum.ways.cache import GradientCache, in_pieces
-from fastxtend_accum.ways.checkpointing import BlockState
+from fastxtend_accum.cache import GradientCache
+
 from test_life import EVENTS, Fault
 
 FLOAT32 = 1e-5
@@ -255,7 +255,7 @@ def test_a_buffer_that_the_forward_pass_reads_and_changes(make, monkeypatch):
         return weights(learn),torch.cat([o.flatten() for o in m.buffers()])
     cached,kept = run(noop, GradientCache(8)),run(Kept)
     for a,b in zip(cached, kept, strict=True): assert_same(a, b)
-    monkeypatch.setattr('fastxtend_accum.ways.checkpointing.run_again', lambda *args: nullcontext())
+    monkeypatch.setattr('fastxtend_accum.checkpointing.run_again', lambda *args: nullcontext())
     assert (run(noop, GradientCache(8))[0]-kept[0]).abs().max() > 1e-6  # it is needed
 
 def test_a_compiled_model():
@@ -286,7 +286,7 @@ def test_live_bytes_are_those_of_a_piece():
         for o in x.split(n): correlations(m(o)).backward()
     whole = peak(lambda m: correlations(m(x)).backward())
     for n in 16,32,64:
-        cached,accumulated = peak(lambda m: correlations(in_pieces(m.forward, BlockState(m), n, 256)(x)).backward()),peak(lambda m: accumulate(m, n))
+        cached,accumulated = peak(lambda m: correlations(in_pieces(m.forward(m), n, 256)(x)).backward()),peak(lambda m: accumulate(m, n))
         assert abs(cached/accumulated-1) < .05 and cached < (.15 if n == 16 else .5)*whole, (cached, accumulated, whole)
 
 SCRIPT = '''
@@ -509,7 +509,7 @@ def test_looking_for_it_leaves_no_trace(model, monkeypatch):
         fit(learn, 2)
         return weights(learn),losses(learn),[o.tolist() for o in learn.model.buffers()],loss_func.calls,torch.get_rng_state().tolist(),len(cbs and cbs[0].stats)
     looked = run()
-    monkeypatch.setattr('fastxtend_accum.ways.cache.Kept.is_read', lambda self: False)
+    monkeypatch.setattr('fastxtend_accum.cache.Kept.is_read', lambda self: False)
     plain = run()
     assert_same(looked[0], plain[0])
     assert looked[1:] == plain[1:]

@@ -1,150 +1,543 @@
-"The accumulated batch against the large one"
+"The accumulated batch against the large one: fits, loaders, layers that normalize or draw, and fastai's applications"
 import pytest
+import torch.utils.data as tud
+from fastai.callback.mixup import MixUp
+from fastai.callback.training import BnFreeze
+from fastai.tabular.all import Categorify, FillMissing, Normalize, TabularDataLoaders, tabular_learner
+from fastai.text.all import (AWD_LSTM, TextBlock, awd_lstm_clas_config, awd_lstm_lm_config, language_model_learner,
+                             text_classifier_learner)
+from fastai.vision.all import (CategoryBlock, ImageBlock, PILImage, RandomErasing, Resize, TensorImage, aug_transforms,
+                               vision_learner)
 from hypothesis import given, strategies as st
+from sklearn.datasets import load_digits
 
 from common import *
 
-FLOAT32 = 1e-6    # the Recorder works in float32
+FLOAT32 = 1e-5  # the Recorder averages in float32
 
 opt_funcs = dict(sgd=partial(SGD, mom=0.9), adam=Adam, radam=RAdam, adamw=partial(OptimWrapper, opt=torch.optim.AdamW),
                  torch_sgd=partial(OptimWrapper, opt=torch.optim.SGD, momentum=0.9))
 torch_opts = dict(sgd=lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
                   adamw=lambda ps: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.01))
 
+def both(make):
+    "`make` a fit with the large batch, and with windows of four loader batches"
+    return make(32),make(8, GradientAccumulation(32))
 
-def test_reference_is_deterministic():
-    steps = windows(96, 8, 32, 'step', 3)
-    assert len(steps) == 9
-    assert_same(reference(steps, 96, torch_opts['sgd'])[0], reference(steps, 96, torch_opts['sgd'])[0])
+def apart(a, b): return (weights(a)-weights(b)).abs().max()
 
-@pytest.mark.parametrize('opt', opt_funcs)
-@pytest.mark.parametrize('accum', [GradientAccumulation, lambda bs: GradientAccumulationSchedule(bs, bs)])
-def test_one_cycle(opt, accum):
-    big = fit(make_learner(32, opt_func=opt_funcs[opt]), method='fit_one_cycle')
-    small = fit(make_learner(8, opt_func=opt_funcs[opt], cbs=accum(32)), method='fit_one_cycle')
-    assert_moved(big)
-    assert_same(weights(small), weights(big), ROUNDING)
-    for o in 'lrs','iters': assert_same(getattr(small.recorder, o), getattr(big.recorder, o), ROUNDING)
-    for o in 'lr','mom': assert_same(small.recorder.hps[o], big.recorder.hps[o], ROUNDING)
+class Positions(Callback):
+    "Where each epoch begins and ends"
+    order = Recorder.order+10
+    def before_fit(self): self.seen = []
+    def before_train(self): self.seen.append(self.learn.pct_train)
+    def after_epoch(self): self.seen.append(self.learn.pct_train)
+
+def assert_same_fit(small, big, tol=ROUNDING, lr_tol=0.):
+    "All that a fit leaves behind"
+    assert_same(weights(small), weights(big), tol)
+    assert_same(small.recorder.lrs, big.recorder.lrs, lr_tol)
+    assert_same(small.recorder.iters, big.recorder.iters)
     assert_same(losses(small), losses(big), FLOAT32)
-    assert_same(floats(small.recorder.values), floats(big.recorder.values), FLOAT32)
-    assert len(losses(small)) == 9 and small.recorder.accum_bs == [32]*9
+    assert_same(sum(floats(small.recorder.values), []), sum(floats(big.recorder.values), []), FLOAT32)
+    for k,v in getattr(big.recorder, 'hps', {}).items():
+        assert_same(*(torch.tensor(np.array(o)) for o in (small.recorder.hps[k], v)), lr_tol)
+    if hasattr(big, 'positions'): assert_same(small.positions.seen, big.positions.seen, lr_tol)
 
-@pytest.mark.parametrize('n', [96, 100, 93])
-@pytest.mark.parametrize('bs', [7, 8])
-def test_a_window_of_one_micro_batch_is_no_accumulation(n, bs):
-    "Bit for bit, float32, short last micro-batch included"
-    def run(cbs):
-        learn = make_learner(bs, n=n, m=model().float(), opt_func=Adam, cbs=cbs, loss_func=MSELossFlat())
-        return fit(learn, method='fit_one_cycle')
-    a,b = run(None),run(GradientAccumulation(bs))
-    assert_same(weights(b), weights(a))
-    assert_same(losses(b), losses(a))
-    assert_same(b.recorder.lrs, a.recorder.lrs)
-    assert floats(a.recorder.values) == floats(b.recorder.values) and len(a.recorder.values) == 3
-    assert b.gradient_accumulation.opt_steps == len(losses(a)) == 3*-(-n//bs)
+# fastai's own fits, nothing switched off
+
+methods = 'fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','own'
+start_at_0 = 'fine_tune','fit_flat_cos'  # fastai's ignore `start_epoch`
+
+def run(bs, *cbs, n=100, drop_last=True, method='fit_one_cycle', n_epoch=2, opt='sgd', start_epoch=0, **kwargs):
+    learn = make_learner(bs, n=n, drop_last=drop_last, opt_func=opt_funcs[opt], cbs=[*cbs], m=nn.Sequential(*model()),
+                         splitter=lambda m: [params(m[0]), params(m[2])], **kwargs)
+    args = (2, n_epoch, .01) if method == 'fit_sgdr' else (n_epoch, .01)
+    more = {} if method in start_at_0 else dict(start_epoch=start_epoch)
+    if method == 'own': method,more['cbs'] = 'fit',ParamScheduler({'lr':lambda pos: .02 if pos < .5 else .002})
+    with quiet(learn): getattr(learn, method)(*args, **more)
+    return learn
 
 @draws
-@given(n=st.integers(1, 60), micro=st.integers(1, 9), k=st.integers(1, 6), n_epoch=st.integers(1, 3), drop_last=st.booleans(),
-       remainder=st.sampled_from(['step','carry','drop']), opt=st.sampled_from(sorted(torch_opts)), cosine=st.booleans())
-def test_any_shape(n, micro, k, n_epoch, drop_last, remainder, opt, cosine):
-    "Samples, micro-batch, window, remainder, epochs, optimizer and learning rate as they come"
-    if drop_last and n < micro: return
-    lr = SchedCos(0.02, 0.001) if cosine else lambda pct: 0.01  # small enough that rounding does not grow
-    steps = windows(n, micro, k*micro, remainder, n_epoch, drop_last)
-    if not steps and remainder == 'drop': return  # an error: see test_bad_input
-    expected,expected_losses = reference(steps, n, torch_opts[opt], lr)
-    learn = make_learner(micro, n=n, drop_last=drop_last, opt_func=opt_funcs[opt], cbs=GradientAccumulation(k*micro, remainder=remainder))
+@given(n=st.integers(2, 90), bs=st.integers(1, 9), k=st.integers(1, 5), drop_last=st.booleans(),
+       method=st.sampled_from(methods), opt=st.sampled_from(sorted(opt_funcs)), n_epoch=st.integers(1, 3),
+       start=st.integers(0, 1), wd=st.sampled_from([None, .01]))
+def test_any_fit(n, bs, k, start, **kwargs):
+    "Learning rates and momenta bit for bit; what is dropped follows the loader's `drop_last`"
+    if kwargs['drop_last'] and n < k*bs: return  # no batch at all: an error
+    kwargs.update(n=n, start_epoch=min(start, kwargs['n_epoch']-1))
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore', UserWarning)  # no step in the whole fit: said, and counted below
-        fit(learn, n_epoch, cbs=ParamScheduler({'lr':lr}))
+        warnings.simplefilter('ignore')  # PyTorch's optimizers know no `mom` under fastai's scheduler of it
+        small,big = run(bs, GradientAccumulation(k*bs), **kwargs),run(k*bs, **kwargs)
+    assert_same_fit(small, big)
+    assert apart(big, model()) > 1e-4
+    assert small.gradient_accumulation.opt_steps == len(losses(big)) == len(small.recorder.accum_bs) > 0
+
+@draws
+@given(n=st.integers(1, 60), bs=st.integers(1, 9), k=st.integers(1, 6), n_epoch=st.integers(1, 3),
+       drop_last=st.booleans(), remainder=st.sampled_from(['step','carry','drop']), log=st.booleans(),
+       opt=st.sampled_from(sorted(torch_opts)), cosine=st.booleans())
+def test_any_shape(n, bs, k, n_epoch, drop_last, remainder, log, opt, cosine):
+    "Against a loop in plain PyTorch: samples, sizes, remainder, epochs, optimizer, learning rate as they come"
+    if drop_last and n < bs: return
+    lr = SchedCos(0.02, 0.001) if cosine else lambda pct: 0.01  # small enough that rounding does not grow
+    steps = windows(n, bs, k*bs, remainder, n_epoch, drop_last)
+    if not steps and remainder == 'drop': return  # an error: see test_checks
+    expected,expected_losses = reference(steps, n, torch_opts[opt], lr)
+    learn = make_learner(bs, n=n, drop_last=drop_last, opt_func=opt_funcs[opt],
+                         cbs=GradientAccumulation(k*bs, remainder=remainder, log_accum_batch=log))
+    fit(learn, n_epoch, cbs=ParamScheduler({'lr':lr}))
     assert_same(weights(learn), expected, ROUNDING)
-    assert learn.recorder.accum_bs == [len(idxs) for idxs,_ in steps]
-    assert learn.gradient_accumulation.opt_steps == len(steps) == len(losses(learn))
-    assert_same(learn.recorder.lrs, [lr(pct) for _,pct in steps], ROUNDING)
-    assert_same(losses(learn), smoothed(expected_losses), 1e-5)
+    assert learn.gradient_accumulation.opt_steps == len(steps) > 0
     assert all((g == 0).all() for g in grads(learn))
+    if not log: return
+    assert learn.recorder.accum_bs == [len(idxs) for idxs,_ in steps]
+    assert_same(learn.recorder.lrs, [lr(pct) for _,pct in steps], ROUNDING)
+    assert_same(losses(learn), smoothed(expected_losses), FLOAT32)
+
+@pytest.mark.parametrize('n, bs', [(96, 8), (93, 8), (100, 7)])
+def test_a_window_of_one_loader_batch_is_no_accumulation(n, bs):
+    "Bit for bit, float32, short last batch included"
+    def run(*cbs):
+        learn = make_learner(bs, n=n, m=model().float(), opt_func=Adam, cbs=[*cbs], loss_func=MSELossFlat())
+        return fit(learn, method='fit_one_cycle')
+    a,b = run(),run(GradientAccumulation(bs))
+    assert_same_fit(b, a, tol=0.)
+    assert_same(losses(b), losses(a))
+    assert b.gradient_accumulation.opt_steps == len(losses(a)) == 3*-(-n//bs)
+
+@pytest.mark.parametrize('drop_last, n', [(True, 100), (False, 130)])
+def test_lr_find(drop_last, n):
+    def make(bs, *cbs):
+        learn = make_learner(bs, n=n, drop_last=drop_last, cbs=[*cbs])
+        with learn.no_bar(): learn.valley = learn.lr_find(num_it=30, stop_div=False, show_plot=False).valley
+        return learn
+    big,small = both(make)
+    assert small.valley == big.valley and len(losses(big)) == 30
+    assert_same(small.recorder.lrs, big.recorder.lrs, ROUNDING)
+    assert_same(tensor(losses(small))/tensor(losses(big)), torch.ones(30), 1e-4)  # float32
+
+@pytest.mark.parametrize('sizes', [(5, 5), (8, 2), (5, 5, 5, 5, 2)])
+def test_the_mean_of_gradients(sizes):
+    "As in the guides of JAX, Keras and Optax: weighted by the sizes of the batches; and each step with its own rate"
+    (x,y),m,k = data(sum(sizes)),model(),sizes[0]
+    for lr in 1e-4, .1:
+        each = [torch.autograd.grad(F.mse_loss(m(a), b), m.parameters()) for a,b in zip(x.split(sizes), y.split(sizes))]
+        with torch.no_grad():
+            for p,*gs in zip(m.parameters(), *each): p -= lr*sum(g*size/len(x) for g,size in zip(gs, sizes))
+    cbs = [GradientAccumulation(k*len(sizes)), ParamScheduler({'lr':lambda pct: 1e-4 if pct < .5 else .1})]
+    learn = fit(Learner(DataLoaders(*[DataLoader([*zip(x, y)], bs=k)]*2), model(), mse, opt_func=SGD, cbs=cbs), 2)
+    assert learn.recorder.lrs == [1e-4, .1]
+    assert_same(weights(learn), weights(m), ROUNDING)
+    assert_moved(learn)
+
+def test_a_compiled_model():
+    big = make_learner(32)
+    small = make_learner(8, m=torch.compile(model(), backend='aot_eager'), cbs=GradientAccumulation(32))
+    assert_same(weights(fit(small)), weights(fit(big)), ROUNDING)
+    assert_moved(big)
+
+# Incomplete windows
 
 def test_what_each_remainder_steps_on():
-    "44 samples an epoch, micro-batches of 8, windows of 16, two epochs"
-    sizes = dict(step=[16,16,12]*2, carry=[16,16,20,16,16], drop=[16,16]*2)
-    for remainder,expected in sizes.items():
+    "44 samples, two epochs"
+    for remainder,expected in dict(step=[16,16,12]*2, carry=[16,16,20,16,16,4], drop=[16,16]*2).items():
         learn = fit(make_learner(8, n=44, cbs=GradientAccumulation(16, remainder=remainder)), 2)
         assert learn.recorder.accum_bs == expected
 
-def test_drop_keeps_a_complete_last_window():
-    learn = fit(make_learner(8, n=96, drop_last=True, cbs=GradientAccumulation(32, remainder='drop')), 1)
-    assert learn.recorder.accum_bs == [32]*3
-    big = fit(make_learner(32, n=100, drop_last=True), 2)
-    small = fit(make_learner(8, n=100, cbs=GradientAccumulation(32, remainder='drop')), 2)
-    assert_same(weights(small), weights(big), ROUNDING)
+@pytest.mark.parametrize('remainder', ['step','carry','drop'])
+def test_an_epoch_that_ends_early(remainder):
+    "After two windows of three; the second is none to the Recorder, which comes after the callback that ends it"
+    def short(bs, *cbs): return fit(make_learner(bs, cbs=[*cbs, ShortEpochCallback(pct=.3, short_valid=False)]), 2)
+    big,small = short(32),short(8, GradientAccumulation(32, remainder=remainder))
+    assert small.gradient_accumulation.opt_steps == 4 and small.recorder.accum_bs == [32]*2
+    assert_same_fit(small, big)
 
-def test_a_short_epoch_ends_just_the_same():
-    "7 of 12 micro-batches: a full window, and a remainder of three"
-    for remainder,expected in dict(step=[32,24]*2, drop=[32]*2, carry=[32,32,32]).items():
-        cbs = [GradientAccumulation(32, remainder=remainder), ShortEpochCallback(pct=6/12, short_valid=False)]
-        learn = fit(make_learner(8, cbs=cbs), 2)
-        assert learn.gradient_accumulation.opt_steps == len(expected)
-        assert learn.recorder.accum_bs == expected
-
-def test_weights_move_only_at_the_end_of_a_window():
+@pytest.mark.parametrize('make', [GradientAccumulation, partial(GradientAccumulationSchedule, 32)])
+def test_what_is_dropped_is_not_computed(make):
+    "100 samples, windows of 32: 12 loader batches, and the rest of the epoch is not even loaded; bars count windows"
+    loaded,ran,bars = [],[],[]
     class Probe(Callback):
-        order = 99
-        def before_fit(self): self.seen = []
-        def after_batch(self):
-            if self.training: self.seen.append(weights(self.learn))
-    learn = fit(make_learner(8, cbs=[GradientAccumulation(32), Probe()]), 2, method='fit_one_cycle')
-    seen = [weights(model())] + learn.probe.seen
-    moved = [not torch.equal(a, b) for a,b in zip(seen, seen[1:])]
-    assert moved == [False,False,False,True]*6
+        order,run_valid = 61,False  # after the progress bar
+        def after_pred(self): ran.append(len(self.pred))
+        def after_train(self): bars.append((self.learn.progress.pbar.total, self.n_iter, self.iter+1, self.train_iter))
+    learn = make_learner(8, n=100, cbs=[make(32, remainder='drop'), Probe()])
+    learn.dls.train.after_batch = lambda b: loaded.append(find_bs(b)) or b
+    with learn.no_logging(): learn.fit(2, .1)
+    assert loaded == ran == [8]*24 and bars == [(3, 3, 3, 3), (3, 3, 3, 6)]
 
+# What callbacks see and change
+
+@pytest.mark.parametrize('drop_last', [False, True])
 @pytest.mark.parametrize('order', [0, 6, 99])
-def test_step_callbacks_act_once_a_window_on_its_gradient(order):
-    class Probe(Callback):
-        def before_fit(self): self.grads,self.after = [],0
+def test_each_step_is_inside_its_batch(order, drop_last):
+    "Callbacks see gradients, weights and positions of the large batch; in mid-window no weight moves"
+    class Seen(Callback):
+        run_valid = False
+        def before_fit(self): self.grads,self.weights,self.pcts = [],[],[]
         def before_step(self): self.grads.append(torch.cat([p.grad.flatten().clone() for p in self.model.parameters()]))
-        def after_step(self): self.after += 1
-    Probe.order = order
-    big,small = (fit(make_learner(bs, cbs=[Probe(),*cbs]), 2) for bs,cbs in ((32, []), (8, [GradientAccumulation(32)])))
-    assert small.probe.after == len(small.probe.grads) == 6
-    assert_same(torch.stack(small.probe.grads), torch.stack(big.probe.grads), ROUNDING)
+        def after_batch(self):
+            self.weights.append(weights(self.learn))
+            self.pcts.append(self.learn.pct_train)
+    Seen.order = order
+    began = []
+    look = Callback(before_batch=lambda self: self.training and began.append(weights(self.learn).sum().item()))
+    big,small = both(lambda bs, *cbs: run(bs, Seen(), *cbs, *[look]*(bs == 8), drop_last=drop_last))
+    for o in 'grads','weights': assert_same(*(torch.stack(getattr(p.seen, o)) for p in (small, big)), ROUNDING)
+    assert_same(small.seen.pcts, big.seen.pcts)
+    assert len(began) == (24 if drop_last else 26) and len({*began}) == len(big.seen.grads) == (6 if drop_last else 8)
 
 @pytest.mark.parametrize('order', [0, 9])
 def test_a_callback_that_changes_the_batch(order):
-    "Samples are those of the loader, whether the batch is doubled before or after the accumulation sees it"
+    "Samples are those of the loader, whether it is doubled before or after the accumulation sees it"
     class TwoViews(Callback):
         run_valid = False
-        def before_batch(self): self.learn.xb,self.learn.yb = (torch.cat([self.x, self.x*.9]),),(torch.cat([self.y, self.y]),)
+        def before_batch(self): self.learn.xb,self.learn.yb = [(torch.cat([o, o*.9]),) for o in (self.x, self.y)]
     TwoViews.order = order
-    big,small = (fit(make_learner(bs, cbs=[TwoViews(), *cbs]), 2) for bs,cbs in ((32, []), (8, [GradientAccumulation(32)])))
+    big,small = both(lambda bs, *cbs: fit(make_learner(bs, cbs=[TwoViews(), *cbs]), 2))
     assert small.recorder.accum_bs == [32]*6
+    assert_same_fit(small, big)
+
+class Penalty(Callback):
+    "Adds to the loss, as fastai's RNNRegularizer does"
+    run_valid = False
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad+self.learn.pred.pow(2).mean()
+
+def summed(pred, *targs): return sum(((pred-o)**2).sum() for o in targs).float()
+summed.reduction = 'sum'
+
+@pytest.mark.parametrize('cb, loss_func, is_equal', [(partial(GradientClip, .1), mse, True), (Penalty, mse, True),
+                                                     (Penalty, summed, False)])
+def test_what_changes_loss_or_gradient(cb, loss_func, is_equal):
+    "A mean that is added to a sum is no mean over the window"
+    lr = .1 if loss_func is mse else .01
+    def make(bs, *cbs): return fit(make_learner(bs, loss_func=loss_func, cbs=[*cbs]), 3, lr)
+    big,small = both(lambda bs, *cbs: make(bs, cb(), *cbs))
+    assert apart(big, make(32)) > 1e-3
+    assert apart(small, big) < ROUNDING if is_equal else apart(small, big) > 1e-4
+
+class Fault(Fault): run_valid = False
+EXCEPTIONS = CancelStepException,CancelBackwardException,*CANCELS
+
+@pytest.mark.thin(7)
+@pytest.mark.parametrize('order', [-5, 7, 20, 99])
+@pytest.mark.parametrize('event', EVENTS[3:10] + ['after_batch'])
+@pytest.mark.parametrize('exc', EXCEPTIONS)
+def test_a_fault_is_logged_as_in_the_large_batch(exc, event, order):
+    "Anywhere in a window of one loader batch; in one of four at the events that come once a window"
+    def struck(bs, nth, *cbs):
+        learn = make_learner(bs, cbs=[Fault(exc, event, nth, order), *cbs])
+        try: return fit(learn, 2)
+        except EXCEPTIONS: return None
+    zero = Callback(before_batch=lambda self: self.training and self.opt.zero_grad())  # fastai leaves what is cancelled
+    for nth in range(1, 6):
+        big = struck(32, nth, zero)
+        for bs in (32, 8) if event in ('before_step','after_step','after_batch') else (32,):
+            small = struck(bs, nth, GradientAccumulation(32))
+            assert (small is None) == (big is None)
+            if big is None: continue
+            assert [len(o) for o in small.recorder.values] == [len(o) for o in big.recorder.values]
+            assert_same_fit(small, big, ROUNDING if bs == 8 else 0.)
+
+# Losses that sum
+
+with_attribute = partial(lambda *args, factor: factor*summed(*args), factor=.5)
+with_attribute.reduction = 'sum'
+class Summed:
+    reduction = 'sum'
+    def __call__(self, *args): return summed(*args)
+
+@pytest.mark.parametrize('loss_func', [summed, with_attribute, partial(Summed()),
+                                       partial(lambda *args, reduction: summed(*args), reduction='sum')])
+def test_sums_by_their_reduction(loss_func):
+    "Over two targets"
+    x,y = data(96)
+    def make(bs, *cbs):
+        dls = DataLoaders(*[DataLoader([*zip(x, y, y+1)], bs=bs)]*2)
+        dls.n_inp = 1
+        return fit(Learner(dls, model(), loss_func, opt_func=SGD, cbs=[*cbs]), 2, 1e-3)
+    big,small = both(make)
+    assert_moved(big)
     assert_same(weights(small), weights(big), ROUNDING)
+    assert_same(tensor(losses(small))/tensor(losses(big)), torch.ones(6), FLOAT32)
 
-def test_gradient_clip():
-    big = fit(make_learner(32, cbs=GradientClip(0.1)))
-    small = fit(make_learner(8, cbs=[GradientAccumulation(32), GradientClip(0.1)]))
-    assert (weights(big)-weights(fit(make_learner(32)))).abs().max() > 1e-3
+# Batches of any rows, and loaders of any kind
+
+X,Y = data(50)
+SAMPLES = [*zip(X, Y)]
+
+def fitted(train, *cbs):
+    learn = Learner(DataLoaders(train, DataLoader(SAMPLES[:16], bs=8)), model(), mse, opt_func=partial(SGD, mom=.9),
+                    cbs=[*cbs, Positions()])
+    fit(learn, method='fit_one_cycle')
+    assert_moved(learn)
+    return learn
+
+same_fit = partial(assert_same_fit, lr_tol=1e-15)  # windows add up the same positions
+
+def stack(b): return [torch.stack(o) for o in zip(*b)]
+def views(b): return [torch.cat([o, o*.9]) for o in stack(b)]
+def repeats(b): return [o.repeat_interleave(3, 0) for o in stack(b)]
+def nodes(b): return [torch.cat([o[i].repeat(1+j%4, 1) for j,o in enumerate(b)]) for i in (0, 1)]
+def without_broken(b): return stack([o for o in b if o[0][0] > -.5] or b[:1])
+def half(b): return stack(b[::2])
+
+def fastai_loader(bs, f=stack): return DataLoader(SAMPLES, bs=bs, create_batch=lambda b: tuple(f(b)))
+def torch_loader(bs, f=stack): return tud.DataLoader(SAMPLES, batch_size=bs, collate_fn=lambda b: tuple(f(b)))
+both_loaders,kinds = (fastai_loader, torch_loader),(views, repeats, nodes, without_broken)
+
+class Budget:
+    "A batch sampler: 2 to 9 samples a batch"
+    def __init__(self):
+        r,self.all,i = random.Random(0),[],0
+        while i < 50: self.all.append([*range(i, i := min(50, i+r.randint(2, 9)))])
+    def __iter__(self): return iter(self.all)
+    def __len__(self): return len(self.all)
+class Stream(tud.IterableDataset):
+    "50 samples, of which `n` are announced"
+    def __init__(self, n): self.n = n
+    def __len__(self): return self.n
+    def __iter__(self): return iter(SAMPLES)
+class Own:
+    "A loader of one's own, which may state a batch size"
+    def __init__(self, sizes, n, **kwargs): self.sizes,self.n = [*sizes, 50-sum(sizes)],n; vars(self).update(kwargs)
+    def __len__(self): return self.n
+    def __iter__(self): return zip(X.split(self.sizes)[:-1], Y.split(self.sizes))
+
+def sampler(): return tud.DataLoader(SAMPLES, batch_sampler=Budget())
+def prebatched():
+    return DataLoader(Budget().all, bs=None, create_item=lambda i: (X[Budget().all[i]], Y[Budget().all[i]]))
+def skips(i): return SAMPLES[i] if i%7 != 3 else stop(SkipItemException())
+def skipped(bs=8): return DataLoader(SAMPLES, bs=bs, create_item=skips)
+def stream(n, bs=8, **kwargs): return tud.DataLoader(Stream(n), batch_size=bs, **kwargs)
+odd = [sampler, prebatched, skipped, *[partial(stream, n) for n in (50, 40, 64)], partial(stream, 50, drop_last=True),
+       *[partial(Own, [8,3,8,8,1,8], n, **kwargs) for n,kwargs in ((6, {}), (6, dict(bs=8)), (4, dict(batch_size=8)))]]
+whole = [ActivationCheckpointing, partial(GradientCache, 4),
+         *[partial(GradientAccumulation, micro_batch_size=o) for o in (3, 'auto')]]
+
+@pytest.mark.thin(7)
+@pytest.mark.filterwarnings('ignore:Length of IterableDataset')
+@pytest.mark.parametrize('make', whole)
+@pytest.mark.parametrize('loader', [*[partial(o, 8, f) for o in both_loaders for f in (*kinds, half)], *odd])
+def test_a_window_of_one_batch_of_any_kind(loader, make): same_fit(fitted(loader(), make()), fitted(loader()))
+
+@pytest.mark.thin(5)
+@pytest.mark.filterwarnings('ignore:Length of IterableDataset')
+@pytest.mark.parametrize('micro', [None, 3, 4])
+@pytest.mark.parametrize('loader', [
+    skipped, *[partial(o, f=f) for o in both_loaders for f in kinds], *[partial(stream, o) for o in (50, 64, 40)],
+    lambda bs: Own(*([4,3,4,4,2], 5) if bs == 4 else ([15,2], 2), bs=bs)])
+def test_windows_of_batches_of_any_kind(loader, micro):
+    "Samples are what the loader counts; also at the end of an epoch of another length than was announced"
+    same_fit(fitted(loader(4), GradientAccumulation(16, micro_batch_size=micro)), fitted(loader(16)))
+
+def test_windows_of_batches_of_any_size():
+    "The samples of `accum_bs` or more, as the rows tell; positions go by batches"
+    learn = fitted(sampler(), GradientAccumulation(18, micro_batch_size=9))
+    sizes = [0]
+    for o in Budget().all: sizes = [*sizes, len(o)] if sizes[-1] >= 18 else [*sizes[:-1], sizes[-1]+len(o)]
+    assert learn.recorder.accum_bs == sizes*3
+    assert_same(learn.positions.seen, [0, 1/3, 1/3, 2/3, 2/3, 1], 1e-15)
+
+class SetBs(Callback):
+    "A size that changes at an epoch"
+    order = -100
+    def __init__(self, *sizes): self.sizes = sizes
+    def before_epoch(self): self.learn.dls.train.bs = self.sizes[self.epoch]
+class SwapLoaders(SetBs):
+    def before_epoch(self): self.learn.dls = DataLoaders(torch_loader(self.sizes[self.epoch]), self.learn.dls.valid)
+class SwapDl(SetBs):
+    before_epoch = noop
+    def before_train(self): self.learn.dl = torch_loader(self.sizes[self.epoch])
+
+@pytest.mark.thin(7)
+@pytest.mark.parametrize('make, sizes, like', [
+    *[(make, o, o) for make in whole for o in ((16, 16, 8), (4, 8, 12))],
+    *[(partial(GradientAccumulation, 16, micro_batch_size=micro), o, (16, 16, 16))
+      for micro in (None, 2) for o in ((4, 8, 16), (16, 8, 4), (4, 4, 2))]])
+@pytest.mark.parametrize('change', [SetBs, SwapLoaders, SwapDl])
+def test_a_size_that_changes(change, make, sizes, like):
+    same_fit(*(fitted(fastai_loader(o[0]), change(*o), *cbs) for o,*cbs in ((sizes, make()), (like,))))
+
+def test_a_size_that_no_longer_fits():
+    with pytest.raises(ValueError, match="accum_bs=16 .* not a multiple of the DataLoader's batch of 12: use 12 or 24"):
+        fitted(fastai_loader(8), SetBs(8, 12, 12), GradientAccumulation(16))
+
+# Layers, noise and augmentation
+
+@pytest.mark.parametrize('layer', [nn.LayerNorm, partial(nn.GroupNorm, 2), nn.BatchNorm1d])
+def test_norms(layer):
+    "Those that normalize each sample by itself are equal"
+    def make(bs, *cbs):
+        torch.manual_seed(0)
+        m = nn.Sequential(nn.Linear(5, 8), layer(8), nn.Tanh(), nn.Linear(8, 1)).double()
+        return fit(make_learner(bs, m=m, cbs=[*cbs]))
+    big,small = both(make)
+    assert apart(small, big) > 1e-3 if layer is nn.BatchNorm1d else apart(small, big) < ROUNDING
+    assert apart(make(8), big) > 1e-3
+
+@pytest.mark.parametrize('train_bn, unfrozen, head, is_equal', [
+    (False, False, nn.LayerNorm, True), (True, False, nn.LayerNorm, False), (False, True, nn.LayerNorm, False),
+    (False, False, nn.BatchNorm1d, False)])
+def test_bn_freeze(train_bn, unfrozen, head, is_equal):
+    "It acts on layers without gradient only: a frozen body with `train_bn=False` is exact"
+    def make(bs, *cbs):
+        torch.manual_seed(0)
+        m = nn.Sequential(nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8)),
+                          nn.Sequential(head(8), nn.Tanh(), nn.Linear(8, 1))).double()
+        learn = make_learner(bs, m=m, cbs=[BnFreeze(), *cbs], train_bn=train_bn,
+                             splitter=lambda m: [params(m[0]), params(m[1])])
+        learn.freeze_to(0 if unfrozen else -1)
+        return fit(learn, 2)
+    big,small = both(make)
+    assert apart(small, big) < ROUNDING if is_equal else apart(small, big) > 1e-4
+
+def gradients_of(make, n):
+    "The gradients of the first step of 32 samples, for `n` seeds, in batches of 8 and of 32"
+    class First(Callback):
+        order = 20
+        def before_step(self):
+            res.append(torch.cat([p.grad.flatten().clone() for p in self.model.parameters()]))
+            self.opt.zero_grad()
+            raise CancelFitException
+    for bs,cbs in (8, [GradientAccumulation(32)]), (32, []):
+        learn,res = make(bs, [First(), *cbs]),[]
+        for seed in range(n):  # each fit ends before its step, so all begin with the same weights
+            torch.manual_seed(seed); random.seed(seed)
+            fit(learn, 1)
+        yield torch.stack(res)
+
+def assert_same_distribution(a, b):
+    "Means within 5 of their standard errors, and variances within a fifth; while single draws differ"
+    va,vb = a.var(0),b.var(0)
+    assert ((a.mean(0)-b.mean(0)).abs() <= 5*((va+vb)/len(a)).sqrt()+1e-12).all()
+    assert .8 < va.sum()/vb.sum() < 1.25 and (a[0]-b[0]).abs().max() > 1e-3
+
+def test_dropout():
+    "The draws are others, their mean and their spread are not"
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Dropout(.2), nn.Linear(5, 8), nn.Dropout(.5), nn.Tanh(), nn.Linear(8, 1)).double()
+    assert_same_distribution(*gradients_of(lambda bs, cbs: make_learner(bs, n=32, m=deepcopy(m), cbs=cbs), 150))
+
+def images_learner(tfms, bs, cbs):
+    "Random transforms of a batch of images, as fastai's loaders make them"
+    torch.manual_seed(0)
+    ds,tfms = list(zip(torch.rand(32, 3, 6, 6), torch.randn(32, 1))),Pipeline(tfms, split_idx=0)
+    train = DataLoader(ds, bs=bs, after_batch=lambda b: (tfms(TensorImage(b[0])), b[1]))
+    m = nn.Sequential(nn.Flatten(), nn.Linear(108, 1))
+    return Learner(DataLoaders(train, DataLoader(ds[:8], bs=8)), m, MSELossFlat(), opt_func=SGD, cbs=cbs)
+
+@pytest.mark.long
+def test_augmentation():
+    "`aug_transforms` draws for each sample; `RandomErasing` once a batch, so the mean of four varies less"
+    assert_same_distribution(*gradients_of(partial(images_learner, aug_transforms(max_warp=0.)), 200))
+    small,big = gradients_of(partial(images_learner, [RandomErasing(p=1.)]), 200)
+    assert .1 < small.var(0).sum()/big.var(0).sum() < .5
+
+@pytest.mark.long
+def test_mixup_mixes_within_the_loader_batch():
+    "So one sample in 8, not one in 32, is its own partner; with `GradientCache` it mixes the whole batch"
+    def own(bs, *cbs):
+        shares = []
+        class Count(Callback):
+            order,run_valid = MixUp.order+1,False
+            def before_batch(self): shares.append(float((self.mix_up.yb1[0] == self.yb[0]).float().mean()))
+        torch.manual_seed(0)
+        fit(make_learner(bs, n=3200, m=model().float(), loss_func=MSELossFlat(), cbs=[MixUp(), Count(), *cbs]), 2)
+        return np.mean(shares)
+    assert abs(own(8, GradientAccumulation(32))-1/8) < .02
+    for share in own(32), own(32, GradientCache(8)): assert abs(share-1/32) < .01
+
+def test_a_shuffled_epoch():
+    "The order comes from the loader's own generator: with the same seed it is that of the large batch"
+    def make(bs, *cbs, seed=0):
+        set_seed(seed)
+        learn = make_learner(bs, cbs=[*cbs])
+        learn.dls.loaders[0] = DataLoader([*zip(*data(100))], bs=bs, shuffle=True, drop_last=True)
+        return fit(learn, 2, method='fit_one_cycle')
+    big,small = both(make)
     assert_same(weights(small), weights(big), ROUNDING)
+    assert apart(make(8, GradientAccumulation(32), seed=1), big) > 1e-3
 
-def test_num_items():
-    "A loss that averages over the targets above 0 only"
-    def positive(pred, targ): return ((pred-targ)**2)[targ>0].mean().float()
-    def n_positive(learn): return int((learn.y>0).sum())
-    big = fit(make_learner(32, loss_func=positive))
-    for num_items in n_positive, lambda learn: (learn.y>0).sum():
-        small = fit(make_learner(8, loss_func=positive, cbs=GradientAccumulation(32, num_items=num_items)))
-        assert_same(weights(small), weights(big), 1e-6 if num_items is not n_positive else ROUNDING)
-        assert_same(losses(small), losses(big), FLOAT32)
-    assert (weights(fit(make_learner(8, loss_func=positive, cbs=GradientAccumulation(32))))-weights(big)).abs().max() > 1e-3
+# Applications as they come: augmentation, dropout, BatchNorm, shuffled, `drop_last`
 
-@pytest.mark.parametrize('kind', [int, tensor])
-def test_a_window_without_items(kind):
-    "The first window has no item: no step, one warning, no NaN"
-    def late(pred, targ): return ((pred-targ)**2)[pred.new_tensor([learn.iter >= 4]*len(pred)).bool()].mean().float()
-    learn = make_learner(8, loss_func=late, cbs=GradientAccumulation(32, num_items=lambda o: kind(8*(o.iter >= 4))))
-    learn.add_cb(Callback(before_validate=lambda self: stop(CancelValidException())))
-    with pytest.warns(UserWarning, match='no item in a whole window'): fit(learn, 1)
-    assert learn.gradient_accumulation.opt_steps == len(losses(learn)) == 2
-    assert not weights(learn).isnan().any() and not np.isnan(losses(learn)).any()
-    expected,_ = reference(windows(96, 8, 32, 'step', 1)[1:], 96, sgd)
-    assert_same(weights(learn), expected, ROUNDING)
+def as_it_comes(make, bs, fit_it, *cbs, tol=None):
+    "With the large batch and with others: steps, rates and momenta are the same, and weights if `tol`; and it learns"
+    def trained(bs, *cbs):
+        set_seed(0)  # Python's generator, too: fastai's loaders and augmentation draw from it
+        learn = make(bs, [*cbs])
+        before = weights(learn)
+        with quiet(learn): fit_it(learn)
+        assert (weights(learn)-before).abs().max() > 1e-3 and (tol or losses(learn)[-1] < losses(learn)[0])
+        return learn
+    big = trained(bs)
+    for small in [trained(bs, o) for o in cbs] or [trained(bs//4, GradientAccumulation(bs))]:
+        for o in 'lr','mom': assert_same(small.recorder.hps[o], big.recorder.hps[o])
+        assert len(losses(small)) == len(losses(big)) > 3
+        assert [len(o) for o in small.recorder.values] == [len(o) for o in big.recorder.values]
+        assert apart(small, big) <= tol if tol else apart(small, big) > 1e-4
+
+def seeded(make, *args, **kwargs):
+    torch.manual_seed(0)
+    return make(*args, metrics=accuracy, **kwargs)
+
+plain_head = dict(lin_ftrs=[], first_bn=False, ps=0., opt_func=SGD)  # neither BatchNorm nor dropout
+
+@pytest.mark.parametrize('augments, lr, kwargs, cbs, tol', [
+    (True, .01, {}, (), None), (False, .1, plain_head, (), 5e-6),
+    (True, .1, plain_head, [GradientAccumulation(micro_batch_size=7), GradientCache(8)], 5e-6)])  # float32
+def test_vision_learner(augments, lr, kwargs, cbs, tol):
+    "150 samples, of which the loader drops 22; equal where nothing is drawn, or where whole batches are split"
+    digits = load_digits()
+    images = [PILImage.create(np.stack([o*15]*3, -1).astype(np.uint8)) for o in digits.images[:200]]
+    block = DataBlock((ImageBlock, CategoryBlock), get_x=lambda i: images[i], get_y=lambda i: digits.target[i]//5,
+                      item_tfms=Resize(32), batch_tfms=aug_transforms(do_flip=False)[:9*augments],
+                      splitter=IndexSplitter(range(150, 200)))
+    def make(bs, others):
+        dls = block.dataloaders(list(range(200)), bs=bs, num_workers=0)
+        return seeded(vision_learner, dls, 'convnext_atto', pretrained=False, depths=(1,1,1,1), dims=(8,8,16,16),
+                      cbs=[MixUp()]*len(cbs[:1])+others, **kwargs)
+    as_it_comes(make, 32, lambda learn: learn.fine_tune(2, lr), *cbs, tol=tol)
+
+lm_config = merge(awd_lstm_lm_config, dict(emb_sz=8, n_hid=12, n_layers=2))
+clas_config = {k:v for k,v in lm_config.items() if k in awd_lstm_clas_config}
+
+def text_dls(bs, is_lm=False):
+    words = 'a learner has data a model and a loss each batch goes through the model once its loss is a mean'.split()
+    rng = np.random.default_rng(0)
+    df = pd.DataFrame(dict(text=[' '.join(rng.choice(words, rng.integers(5, 30))) for _ in range(130)]))
+    df = df.assign(label=np.where(df.text.str.contains('loss'), 'yes', 'no'))
+    blocks = TextBlock.from_df('text', is_lm=is_lm, seq_len=8, min_freq=1, n_workers=0),CategoryBlock
+    block = DataBlock(blocks[:2-is_lm], get_x=ColReader('text'), get_y=None if is_lm else ColReader('label'),
+                      splitter=RandomSplitter(.2, seed=0))
+    return block.dataloaders(df, bs=bs, num_workers=0)
+
+@pytest.mark.parametrize('learner, config, n_epoch', [(language_model_learner, lm_config, 1),
+                                                      (text_classifier_learner, clas_config, 6)])
+def test_text_learners(learner, config, n_epoch):
+    "The recurrent state of a language model is carried on, so a large batch reads other text"
+    def make(bs, cbs):
+        dls = text_dls(bs, config is lm_config)
+        return seeded(learner, dls, AWD_LSTM, config=config, pretrained=False, drop_mult=.3, cbs=cbs)
+    as_it_comes(make, 16, lambda learn: learn.fit_one_cycle(n_epoch, 1e-2))
+
+def test_texts_sorted_by_length():
+    "The order of the loader depends on `bs`; a batch that is split keeps it"
+    def order(bs):
+        set_seed(0)
+        return [tuple(o[o != 1].tolist()) for b in text_dls(bs).train for o in b[0]]
+    assert order(32) != order(8)[:len(order(32))]
+    def make(bs, cbs):
+        m = nn.Sequential(nn.EmbeddingBag(50, 8), nn.Linear(8, 2))
+        return Learner(text_dls(bs), m, CrossEntropyLossFlat(), opt_func=SGD, cbs=cbs)
+    as_it_comes(make, 32, lambda learn: learn.fit_one_cycle(3, 1.), GradientAccumulation(micro_batch_size=7), tol=5e-6)
+
+def test_tabular_learner():
+    rng = np.random.default_rng(0)
+    df = pd.DataFrame(dict(a=rng.normal(size=200), b=rng.normal(size=200), c=rng.choice(list('xyz'), 200)))
+    df['y'] = np.where(df.a+df.b > 0, 'yes', 'no')
+    def make(bs, cbs):
+        dls = TabularDataLoaders.from_df(df, procs=[Categorify, FillMissing, Normalize], cat_names=['c'], y_names='y',
+                                         cont_names=['a','b'], bs=bs, valid_idx=[*range(160, 200)], num_workers=0)
+        return seeded(tabular_learner, dls, n_out=2, cbs=cbs)
+    as_it_comes(make, 32, lambda learn: learn.fit_one_cycle(3, 1e-2))

@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from common import *
-from fastxtend_accum.learner.state import Saved
+from fastxtend_accum.windows.state import Snapshot
 
 EVENTS = ['before_fit','before_epoch','before_train','before_batch','after_pred','after_loss','before_backward','after_backward',
           'before_step','after_step','after_cancel_batch','after_batch','after_train','before_validate','after_validate','after_epoch',
@@ -180,12 +180,12 @@ def test_putting_back_empties_no_attributes_and_nothing_that_has_not_moved():
     "An interrupt would leave it empty"
     def clear(self): raise AssertionError('emptied')
     a,b = [type('Keeps', (o,), dict(clear=clear))(dict(a=1, b=2)) for o in (dict, list)]
-    saved = Saved([a, b])
+    saved = Snapshot([a, b])
     a.update(a=3, c=4)
     saved.put_back()
     assert [*a.items()] == [('a', 1), ('b', 2)] and b == ['a','b']
     moved = dict(a=1, b=2)
-    saved = Saved([moved])
+    saved = Snapshot([moved])
     moved['a'] = moved.pop('a')
     saved.put_back()
     assert [*moved] == ['a','b']

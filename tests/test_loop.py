@@ -5,8 +5,8 @@ from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.progress import ProgressCallback
 
 from common import *
-from fastxtend_accum.learner.nested import join
-from fastxtend_accum.ways.way import Way
+from fastxtend_accum.windows.nested import join
+
 from test_gradient_cache import TwoOutputs, info_nce
 from test_life import CANCELS, EVENTS, Fault
 
@@ -327,7 +327,7 @@ def test_what_batchnorm_sees(capsys, norm, limit, size):
     fit_aloud(make_learner(32, m=m, cbs=GradientAccumulation(32, micro_batch_size='auto')), 1)
     said = capsys.readouterr().out
     assert ('BatchNorm' in said) == (size is not None)
-    if size: assert f'; statistics are of {size} at a time in 1 BatchNorm1d; exact=True avoids this' in said
+    if size: assert f'; statistics are of {size} at a time in 1 BatchNorm1d; ActivationCheckpointing() avoids this' in said
 
 def test_the_line_on_batchnorm_is_about_layers_that_see_pieces(capsys):
     "It is not said of layers that do not train, nor under a GradientCache of layers outside of its `part`"

@@ -6,11 +6,10 @@ from fastai.callback.mixup import CutMix, MixUp
 from fastai.losses import *
 from hypothesis import given, strategies as st
 
-import fastxtend_accum.learner.loss_check
+import fastxtend_accum.windows.loss_check
 from common import *
-from fastxtend_accum.learner.loss_check import check_loss
-from fastxtend_accum.window.losses import has_rule
-from fastxtend_accum.window.window import MicroBatch,Window,times
+from fastxtend_accum.windows.losses import has_rule
+from fastxtend_accum.windows.window import Window,times
 
 
 class Masked:
@@ -158,7 +157,7 @@ def n_known(learn): return (~learn.y.isnan()).sum()
 @pytest.mark.parametrize('make,like', [(lambda: mean_of_known, Tensor), (lambda: mean_of_known, tuple), (lambda: mean_of_known, dict),
                                        (lambda: mean_of_known, nn.Parameter), (Scaled, Tensor)])
 def test_no_nan_from_nothing(make, like, bs, kwargs, as_tensor, monkeypatch):
-    if as_tensor: monkeypatch.setattr('fastxtend_accum.window.losses.as_count', noop)
+    if as_tensor: monkeypatch.setattr('fastxtend_accum.windows.losses.as_count', noop)
     g = torch.Generator().manual_seed(0)
     x,y = (torch.randn(64, n, generator=g, dtype=torch.float64) for n in (5, 3))
     y[torch.rand(64, 3, generator=g) < .3] = math.nan
@@ -338,10 +337,10 @@ def test_windows_that_are_alike_hide_nothing(alike):
 def test_a_long_fit_compares_no_more(n):
     calls = Counter()
     def counted(pred, targ): return F.mse_loss(pred[:,0], targ).float()
-    real = fastxtend_accum.learner.loss_check.compare
+    real = fastxtend_accum.windows.loss_check.compare
     def compare(*args): calls['compare'] += 1; return real(*args)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(fastxtend_accum.learner.loss_check, 'compare', compare)
+        m.setattr(fastxtend_accum.windows.loss_check, 'compare', compare)
         assert checked(counted, *samples(n, 0., 0), 16)[1] == []
     assert calls['compare'] == min(n//16, 16)
 

@@ -62,7 +62,7 @@ def said(capsys, m, bs, *cbs, **kwargs):
     set_seed(0)
     return fit_aloud(learn, 1),capsys.readouterr().out
 
-ways = {'pieces':(32, lambda: GradientAccumulation(micro_batch_size=8), '; exact=True avoids this'), 'windows':(8, lambda: GradientAccumulation(32), ''), 'cache':(32, lambda: GradientCache(8), '')}
+ways = {'pieces':(32, lambda: GradientAccumulation(micro_batch_size=8), '; ActivationCheckpointing() avoids this'), 'windows':(8, lambda: GradientAccumulation(32), ''), 'cache':(32, lambda: GradientCache(8), '')}
 each_way = pytest.mark.parametrize('way', ways)
 
 @pytest.mark.thin(3)
@@ -149,7 +149,7 @@ def from_later_on(init, step):
     def begin(m): init(m); m.on = False
     return moving(begin, lambda m, x: step(m, x) if m.on else 0.)
 def blocks_of(model): return list(model[1:])
-autos = dict(exact=lambda: GradientAccumulation(exact=True), blocks=lambda: ActivationCheckpointing(blocks_of))
+autos = dict(exact=lambda: ActivationCheckpointing(), blocks=lambda: ActivationCheckpointing(blocks_of))
 
 @pytest.mark.thin(15)
 @pytest.mark.parametrize('auto', autos)

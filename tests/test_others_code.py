@@ -13,7 +13,7 @@ class Observed(nn.Module):
         self.observer,self.m = PerChannelMinMaxObserver(ch_axis=1),model().float()
     def forward(self, x): return self.m(self.observer(x))
 
-adapting = {"'auto'":lambda: GradientAccumulation(micro_batch_size='auto'), 'GradientCache':lambda: GradientCache('auto'), 'exact':lambda: GradientAccumulation(exact=True),
+adapting = {"'auto'":lambda: GradientAccumulation(micro_batch_size='auto'), 'GradientCache':lambda: GradientCache('auto'), 'exact':lambda: ActivationCheckpointing(),
             'checkpointing':lambda: ActivationCheckpointing()}
 splitting = "'auto'",'GradientCache'
 
@@ -267,7 +267,7 @@ def shared(monkeypatch):
 @pytest.mark.parametrize('n_processes', [2, 3, 4])
 def test_batches_of_a_shared_loader(n_processes, drop_last, shared):
     "Its length rounds up"
-    from fastxtend_accum.learner.loader import epoch_samples
+    from fastxtend_accum.windows.loader import epoch_samples
     wrong = 0
     for n,bs in itertools.product(range(8, 60), (2, 3, 4, 8)):
         dl = shared(DataLoader(list(range(n)), bs=bs, drop_last=drop_last), 0, n_processes)

@@ -18,7 +18,7 @@ def assert_same_weights(a, b, tol=1e-12):
 WAYS = dict(windows=(8, lambda: GradientAccumulation(32)), pieces=(32, lambda: GradientAccumulation(micro_batch_size=5)),
             grows=(8, lambda: GradientAccumulationSchedule(32, 32)), cache=(32, lambda: GradientCache(5)))
 ways = pytest.mark.parametrize('bs,cb', WAYS.values(), ids=[*WAYS])
-BACKWARD = dict(exact=lambda: GradientAccumulation(exact=True), auto=lambda: GradientAccumulation(micro_batch_size='auto'), cache=lambda: GradientCache('auto'))
+BACKWARD = dict(exact=lambda: ActivationCheckpointing(), auto=lambda: GradientAccumulation(micro_batch_size='auto'), cache=lambda: GradientCache('auto'))
 
 # Gradients that `learn.opt` does not hold, or holds twice
 
@@ -71,7 +71,7 @@ class Keeps(OwnOptimizer):
 
 @pytest.mark.parametrize('at', [0, 1, 4])
 def test_a_gradient_of_earlier_batches_is_put_back(at):
-    big,small = run(Keeps('after_step'), loss_func=CenterLoss()),run(GradientAccumulation(exact=True), Keeps('after_step'), FailsBackward(at), loss_func=CenterLoss())
+    big,small = run(Keeps('after_step'), loss_func=CenterLoss()),run(ActivationCheckpointing(), Keeps('after_step'), FailsBackward(at), loss_func=CenterLoss())
     assert_same_weights(big, small, 0)
     assert_same(big.loss_func.center, small.loss_func.center)
 
@@ -156,7 +156,7 @@ def test_parameters_of_a_loss_that_is_no_module(make, bs, cb):
     class Own(OwnOptimizer):
         def before_fit(self): self.own = torch.optim.SGD(params_of(self.learn), lr=.3)
     big,small,exact = run(Own('after_step'), loss_func=make()),run(cb(), Own('after_step'), bs=bs, loss_func=make()),\
-        run(GradientAccumulation(exact=True), FailsBackward(3), Own('after_step'), loss_func=make())
+        run(ActivationCheckpointing(), FailsBackward(3), Own('after_step'), loss_func=make())
     for o,tol in (small, 1e-12),(exact, 0):
         assert_same_weights(big, o, tol)
         assert_same(params_of(big)[0], params_of(o)[0], tol)
@@ -289,7 +289,7 @@ def contrastive(out, targ):
     pred,scale = out
     return F.cross_entropy(scale*pred@pred.T, torch.arange(len(pred))).float()
 
-@pytest.mark.parametrize('cb', [lambda: GradientCache(8), lambda: GradientAccumulation(exact=True), lambda: GradientCache('auto')])
+@pytest.mark.parametrize('cb', [lambda: GradientCache(8), lambda: ActivationCheckpointing(), lambda: GradientCache('auto')])
 def test_one_number_for_all_samples(cb):
     assert_same_weights(run(m=Temperature().double(), loss_func=contrastive), run(cb(), m=Temperature().double(), loss_func=contrastive))
 
@@ -354,7 +354,7 @@ class Installs(nn.Module):
         return self.head(x+sum(self.seen))
     def keep(self, m, args, out): self.seen.append(out)
 
-@pytest.mark.parametrize('cb', [lambda: GradientAccumulation(exact=True), lambda: GradientAccumulation(micro_batch_size='auto'), lambda: GradientCache('auto'), lambda: GradientCache(8)],
+@pytest.mark.parametrize('cb', [lambda: ActivationCheckpointing(), lambda: GradientAccumulation(micro_batch_size='auto'), lambda: GradientCache('auto'), lambda: GradientCache(8)],
                          ids=['exact', 'auto', 'auto_cache', 'cache'])
 def test_hooks_that_the_first_pass_installs(cb):
     whole = run(memory := Activations(), m=Installs().double())
@@ -375,9 +375,9 @@ class Erases(nn.Module):
 def test_an_input_that_changes_in_some_batches(batches, is_undone):
     "Batches 0, 1, 2 and 4 are looked at: copied once that has been seen; else an error"
     def go(*cbs): torch.manual_seed(0); return run(*cbs, n=192, m=nn.Sequential(Erases(batches), nn.Sequential(nn.Linear(5, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1)).double())
-    if is_undone: assert_same_weights(go(), go(GradientAccumulation(exact=True), FailsBackward(3)))
+    if is_undone: assert_same_weights(go(), go(ActivationCheckpointing(), FailsBackward(3)))
     else:
-        with pytest.raises(RuntimeError, match='changed its input in place'): go(GradientAccumulation(exact=True), FailsBackward(3))
+        with pytest.raises(RuntimeError, match='changed its input in place'): go(ActivationCheckpointing(), FailsBackward(3))
 
 class Graph:
     def __init__(self, x): self.x = x
@@ -419,7 +419,7 @@ class Sums(GraphNet):
         for b in self.blocks: x = b(x, context)
         return self.head(x)+.1*(context.aux+context.total)
 
-@pytest.mark.parametrize('cb', [all_blocks, lambda: all_blocks(offload=True), lambda: GradientAccumulation(exact=True)])
+@pytest.mark.parametrize('cb', [all_blocks, lambda: all_blocks(offload=True), lambda: ActivationCheckpointing()])
 @pytest.mark.parametrize('make', [GraphNet, Gives, Sums])
 def test_objects_that_blocks_are_given(make, cb):
     whole = run(memory := Activations(), m=make().double())
@@ -432,7 +432,7 @@ def test_a_scripted_part_of_a_model_that_fits():
     def go(*cbs):
         torch.manual_seed(0)
         return run(*cbs, m=nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))), nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)), nn.Linear(5, 1)).double())
-    assert_same_weights(go(), go(GradientAccumulation(exact=True)), 0)
+    assert_same_weights(go(), go(ActivationCheckpointing()), 0)
 
 class Autocasts(Callback):
     "As one writes it for a CPU, which fastai's MixedPrecision does not know"
@@ -442,11 +442,11 @@ class Autocasts(Callback):
 def single(): torch.manual_seed(0); return nn.Sequential(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5)), nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5)), nn.Linear(5, 1))
 def in_single(learn): learn.dls.train.after_item = learn.dls.valid.after_item = lambda b: tuple(o.float() for o in b); return learn
 
-@pytest.mark.parametrize('cbs', [lambda: [GradientAccumulation(micro_batch_size=8)], lambda: [GradientAccumulation(exact=True), FailsBackward(2)]], ids=['pieces', 'exact'])
+@pytest.mark.parametrize('cbs', [lambda: [GradientAccumulation(micro_batch_size=8)], lambda: [ActivationCheckpointing(), FailsBackward(2)]], ids=['pieces', 'exact'])
 def test_autocast_that_has_ended(cbs):
     with pytest.raises(RuntimeError, match='autocast has ended'): fit(in_single(make_learner(32, m=single(), cbs=[Autocasts(), *cbs()])), 1)
     assert not torch.is_autocast_enabled('cpu')
 
 def test_autocast_of_a_batch_in_one_pass():
     def go(*cbs): return fit(in_single(make_learner(32, m=single(), cbs=[Autocasts(), *cbs])), 2)
-    assert_same(weights(go()), weights(go(GradientAccumulation(exact=True))))
+    assert_same(weights(go()), weights(go(ActivationCheckpointing())))

@@ -117,7 +117,7 @@ def test_time_first_is_not_split(cb, per_step, T):
 
 @pytest.mark.parametrize('T', [6, BS])
 @pytest.mark.parametrize('per_step', [False, True])
-@pytest.mark.parametrize('cb,bs', [(lambda: GradientAccumulation(exact=True), BS), (lambda: GradientAccumulation(micro_batch_size='auto'), BS), (lambda: GradientAccumulation(micro_batch_size=BS), BS),
+@pytest.mark.parametrize('cb,bs', [(lambda: ActivationCheckpointing(), BS), (lambda: GradientAccumulation(micro_batch_size='auto'), BS), (lambda: GradientAccumulation(micro_batch_size=BS), BS),
                                    (lambda: GradientAccumulation(BS), BS//2), (lambda: GradientCache('auto'), BS)])
 def test_time_first_as_a_whole(cb, bs, per_step, T):
     small,big = time_first(T, per_step, cb(), bs=bs),time_first(T, per_step)

@@ -50,7 +50,7 @@ WAYS = dict(
     pieces=lambda: [GradientAccumulation(32, micro_batch_size=3)],
     auto=lambda: [GradientAccumulation(16, micro_batch_size='auto')],
     schedule=lambda: [GradientAccumulationSchedule(8, 32)],
-    exact=lambda: [NeedsBlocks(), GradientAccumulation(exact=True)],
+    exact=lambda: [NeedsBlocks(), ActivationCheckpointing()],
     checkpointing=lambda: [GradientAccumulation(16), all_blocks(blocks=one_block)],
     cache=lambda: [GradientCache(3), all_blocks(blocks=one_block)],
     cache_of_part=lambda: [GradientAccumulation(16), GradientCache(3, part=one_block)])

@@ -16,7 +16,7 @@ def said(capsys, bs, cbs, m=None, loss_func=mse, n=128, **kwargs):
     return capsys.readouterr().out
 
 averaged,differs = '; losses are averaged as in one batch','; statistics are of {} at a time in 1 BatchNorm1d; random numbers differ'
-remedy = '; exact=True avoids this'
+remedy = '; ActivationCheckpointing() avoids this'
 alone = '32 samples are one batch: a smaller micro_batch_size splits it'
 accum,schedule = GradientAccumulation,GradientAccumulationSchedule
 

@@ -5,8 +5,8 @@ from fastai.tabular.all import Categorify, Normalize, TabularDataLoaders, Tabula
 from fastai.vision.all import create_vision_model, resnet18, resnet34, unet_learner, vision_learner
 
 from common import *
-from fastxtend_accum.ways.cache import GradientCache
-from fastxtend_accum.ways.checkpointing import ActivationCheckpointing
+from fastxtend_accum.cache import GradientCache
+from fastxtend_accum.checkpointing import ActivationCheckpointing
 from fastxtend_accum.demo import Activations
 from test_applications import text_classifier
 from test_checkpointing import Runs, assert_same_state, image_dls, narrow_unet, state, unet
@@ -462,4 +462,4 @@ def test_export(tmp_path):
 
 def test_the_size_in_use_is_that_of_the_batch():
     "Where nothing is split, also where blocks are recomputed"
-    for bs in 16,32: assert fit(make_learner(bs, cbs=(accum := GradientAccumulation(exact=True))), 1) and accum.micro_bs == bs
+    for bs in 16,32: assert fit(make_learner(bs, cbs=(accum := ActivationCheckpointing())), 1) and accum.micro_bs == bs

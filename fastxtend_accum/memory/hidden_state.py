@@ -48,16 +48,16 @@ def state_owners(model:nn.Module)->list[nn.Module]:
             "dimension 1; or use smaller batches and no micro_batch_size")
     return res
 
-# %% ../../nbs/memory/00_hidden_state.ipynb #8b9ff948
+# %% ../../nbs/memory/00_hidden_state.ipynb #5e970b0c
 class HiddenState:
-    "In pieces of a batch of `n` rows, these continue from their own states; after the last one, `owners` hold all"
+    "In micro-batches of a batch of `n` rows, these continue from their own states; after the last one, `owners` hold all"
     def __init__(self, owners:list[nn.Module], n:int):
         self.n,self.after = n,[]
         self.places = [(m, name, dim) for m in owners for name,dim in hidden_state(m, n).items()]
         self.before = [getattr(m, name) for m,name,_ in self.places]
 
     @contextmanager
-    def piece(self, start:int, end:int):
+    def at(self, start:int, end:int):
         "Run the model on these rows in here"
         if not start: self.after = []
         for (m,name,dim),state in zip(self.places, self.before):

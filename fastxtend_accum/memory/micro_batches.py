@@ -17,7 +17,7 @@ from ..windows.runner import *
 from .hidden_state import *
 
 # %% auto #0
-__all__ = ['replaced', 'Inputs', 'cuts', 'check_samples_first', 'MicroBatches', 'forward_in_pieces', 'Through']
+__all__ = ['replaced', 'Inputs', 'cuts', 'check_samples_first', 'MicroBatches', 'forward_in_micro_batches', 'Through']
 
 # %% ../../nbs/memory/01_micro_batches.ipynb #f29ccf91
 class replaced:
@@ -68,7 +68,7 @@ def check_samples_first(model:nn.Module, batch:tuple, n:int, samples:int|None=No
     layers = [m for m in model.modules() if vars(m).get('batch_first') is False]
     return ContextManagers([m.register_forward_pre_hook(look) for m in layers])
 
-# %% ../../nbs/memory/01_micro_batches.ipynb #70ff7827
+# %% ../../nbs/memory/01_micro_batches.ipynb #a9f72225
 class MicroBatches:
     "The passes of a loader batch, in micro-batches of at most `size` samples"
     owners,joins = (),True  # of hidden states; whether outputs can be joined
@@ -76,7 +76,7 @@ class MicroBatches:
     def __reduce__(self): return type(self),(self.size,)
     def enter(self, model:nn.Module): self.owners = state_owners(model)
 
-    def pieces(self, n:int, samples:int|None=None)->list[tuple[int,int]]:
+    def spans(self, n:int, samples:int|None=None)->list[tuple[int,int]]:
         "Start and end of each micro-batch of `n` rows, which may be several of each of the DataLoader's `samples`"
         return cuts(n, max(self.size, -(-self.size*n//(samples or n or 1))))
 
@@ -86,32 +86,32 @@ def __call__(self:MicroBatches, runner:Runner):
     learn,samples,outputs = runner.learn,runner.dl.size,[]
     batch,before = (*learn.xb, *learn.yb),runner.window.totals()
     n = n_rows(batch, runner.dl.rows)  # which a callback may have changed
-    pieces = self.pieces(n, samples)
-    if len(pieces) < 2: return runner.micro_batch(samples, n)
+    spans = self.spans(n, samples)
+    if len(spans) < 2: return runner.micro_batch(samples, n)
     inputs,hidden = Inputs(learn, n),HiddenState(self.owners, n)
     try:
         with check_samples_first(learn.model, batch, n, samples):
-            for start,end in pieces:
+            for start,end in spans:
                 inputs.hold(start, end)
-                with hidden.piece(start, end):
+                with hidden.at(start, end):
                     runner.micro_batch(end*samples//n - start*samples//n, end-start, ends_batch=end == n)
                 outputs.append(each_tensor(Tensor.detach, learn.pred))
     finally: inputs.hold_all()
     if len(learn.yb): learn.loss = runner.window.mean_since(before)
-    try: learn.pred = join(outputs, [end-start for start,end in pieces])
+    try: learn.pred = join(outputs, [end-start for start,end in spans])
     except CannotJoin as e:  # `pred` is that of the last one
         if learn.metrics and any(vars(o).get('train_metrics') for o in learn._grab_cbs(Recorder)):
             raise ValueError(f"training metrics need outputs that can be joined: {e}; or no train_metrics") from e
 
-# %% ../../nbs/memory/01_micro_batches.ipynb #dc2db418
-def forward_in_pieces(forward:Callable, args:tuple, kwargs:dict, pieces:list, owners:list, last:Callable=None):
-    "The joined output of `forward` on each of `pieces`; of the `last` one by another function, if that is given"
-    n,outputs = pieces[-1][1],[]
+# %% ../../nbs/memory/01_micro_batches.ipynb #d47a4bde
+def forward_in_micro_batches(forward:Callable, args:tuple, kwargs:dict, spans:list, owners:list, last:Callable=None):
+    "The joined output of `forward` on each of `spans`; of the `last` one by another function, if that is given"
+    n,outputs = spans[-1][1],[]
     hidden = HiddenState(owners, n)
-    for start,end in pieces:
+    for start,end in spans:
         a,k = cut((args, kwargs), start, end, n)
-        with hidden.piece(start, end): outputs.append((last if last and end == n else forward)(*a, **k))
-    try: return join(outputs, [end-start for start,end in pieces])
+        with hidden.at(start, end): outputs.append((last if last and end == n else forward)(*a, **k))
+    try: return join(outputs, [end-start for start,end in spans])
     except CannotJoin:
         hidden.restore()
         raise
@@ -119,9 +119,9 @@ def forward_in_pieces(forward:Callable, args:tuple, kwargs:dict, pieces:list, ow
 @patch
 def forward(self:MicroBatches, forward:Callable, args:tuple, kwargs:dict):
     "The output of `forward`, in micro-batches; of all at once if the outputs cannot be joined"
-    pieces = self.pieces(n := n_rows((args, kwargs), 0))
-    if len(pieces) > 1 and self.joins:
-        try: return forward_in_pieces(forward, args, kwargs, pieces, self.owners)
+    spans = self.spans(n := n_rows((args, kwargs), 0))
+    if len(spans) > 1 and self.joins:
+        try: return forward_in_micro_batches(forward, args, kwargs, spans, self.owners)
         except CannotJoin as e:
             self.joins = False
             warn(f"validation batches are not split: {e}; if memory runs out, pass a smaller val_bs to DataLoaders")

@@ -57,7 +57,7 @@ class Undo:
         self.runner.learn.opt.zero_grad()
         self.begin()
 
-# %% ../../nbs/memory/03_retry.ipynb #2b9f92f8
+# %% ../../nbs/memory/03_retry.ipynb #c9c318d3
 @patch
 def forget(self:Undo): "Other weights are trained: what did not fit may fit now"
 
@@ -72,9 +72,8 @@ def put_back(self:Undo, error:Exception):
         raise NothingFits("memory ran out in a pass that cannot be undone, since it has changed its input or a "
                           "frozen parameter in place: set micro_batch_size to a number that fits") from error
 
-@torch.no_grad()
-
 @patch
+@torch.no_grad()
 def join(self:Undo):
     "Add the gradients of the batch to those that stand aside"
     window = self.runner.window
@@ -84,12 +83,13 @@ def join(self:Undo):
         window.sums = self.sums
     self.runner.untouched = Untouched(self.runner.params)
 
-# %% ../../nbs/memory/03_retry.ipynb #4d9f534d
+# %% ../../nbs/memory/03_retry.ipynb #5745c99a
 class UntilItFits:
     "The `passes` of a loader batch, in the contexts of `savers`; if memory runs out, the first that can takes less"
     def __init__(self, passes:Callable, savers:list[MemorySaver]):
-        self.passes,self.savers,self.largest = passes,savers,0  # elements of a batch that has run
+        self.passes,self.savers,self.largest,self.ran = passes,savers,0,{}  # elements of batches that have run
     adapting = property(lambda self: [o for o in self.savers if o.adapts])
+    def levels(self)->tuple: return *[vars(o).get('level', vars(o).get('size')) for o in self.adapting],  # what they take
 
     def begin_epoch(self, opt:Optim):
         trains = sum([p.numel() for p in trained(opt)])
@@ -101,7 +101,7 @@ class UntilItFits:
         self.savers = [o for o in self.savers if getattr(o, 'learn', runner)]  # not those that were removed
         if self.adapting: self.run(runner, n)
         else: self.attempt(runner, n)
-        self.largest = max(self.largest, n)
+        self.largest,self.ran[self.levels()] = max(self.largest, n),max(n, self.ran.get(self.levels(), 0))
         for o in self.savers: o.has_run(runner, n, n == self.largest)
 
     def run(self, runner:Runner, n:int):
@@ -111,10 +111,11 @@ class UntilItFits:
         try:
             while error := self.attempt(runner, n):
                 undo.put_back(error)
+                has_fit = n <= self.ran.get(self.levels(), 0)
                 how = first(filter(None, (o.take_less(runner, n) for o in self.adapting)))
                 if not how: raise NothingFits(self.adapting[-1].remedy(runner)) from error
                 free_memory()
-                if n <= self.largest: warn(f"out of memory in training: from now on, {how}")
+                if has_fit: warn(f"out of memory in training: from now on, {how}")
         except CancelBatchException:
             undo.forget()
             raise

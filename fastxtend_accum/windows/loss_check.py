@@ -15,7 +15,7 @@ from .losses import *
 from .state import *
 
 # %% auto #0
-__all__ = ['Verdict', 'loss_grads', 'differ', 'compare', 'LossCheck']
+__all__ = ['Comparison', 'loss_grads', 'differ', 'compare', 'LossCheck']
 
 # %% ../../nbs/windows/06_loss_check.ipynb #cab7e74e
 def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype)->list[Tensor]:
@@ -50,8 +50,8 @@ def compare(loss_func:Callable, micro_batches:list[tuple], dtype:torch.dtype)->l
     made = [sum(losses), *map(torch.cat, grads)]
     return [differ(joint, again), differ(joint, made, torch.stack(losses).abs().max())]
 
-# %% ../../nbs/windows/06_loss_check.ipynb #5fac38b5
-Verdict = namedtuple('Verdict', 'says by why', defaults=(0., ''))  # 'same', 'differs' (by) or 'cannot tell' (why)
+# %% ../../nbs/windows/06_loss_check.ipynb #f68864c6
+Comparison = namedtuple('Comparison', 'says by why', defaults=(0., ''))  # 'same', 'differs' (by) or 'cannot tell' (why)
 
 class LossCheck:
     "Compares a window's joint loss, and its gradient, with those of its micro-batches, in the first windows of a fit"
@@ -77,17 +77,17 @@ class LossCheck:
                 with torch.enable_grad(), off: return compare(self.loss_func, kept, dtype)
             except Exception as e: why = str(e).strip().split('\n')[0]
             finally: snapshot.put_back()
-        self.found.append(Verdict('cannot tell', why=why))
+        self.found.append(Comparison('cannot tell', why=why))
         return []
 
-# %% ../../nbs/windows/06_loss_check.ipynb #4d8695ee
+# %% ../../nbs/windows/06_loss_check.ipynb #c88bafe9
 @patch
 def judge(self:LossCheck, again:Real|Tensor, by:Real|Tensor)->str|None:
     "What `compare` has shown; a warning if accumulation is not exact for this loss"
     again,by = float(again),float(by)
-    if not math.isfinite(again): found = Verdict('cannot tell', why='a gradient is 0, NaN or infinite')
-    elif again > self.tolerance: found = Verdict('cannot tell', why='called again, it gives something else')
-    else: found = Verdict('same' if by <= self.tolerance else 'differs', by)
+    if not math.isfinite(again): found = Comparison('cannot tell', why='a gradient is 0, NaN or infinite')
+    elif again > self.tolerance: found = Comparison('cannot tell', why='called again, it gives something else')
+    else: found = Comparison('same' if by <= self.tolerance else 'differs', by)
     self.found.append(found)
     if found.says != 'differs': return None
     self.left = 0

@@ -1,4 +1,4 @@
-"How the scripts in this folder compare: the same fit with the large batch, and with its micro-batches"
+"How the scripts in this folder compare: the same fit with the large batch, and accumulated"
 import json, os, random, warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -8,9 +8,9 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastxtend_accum.all import *
 
-ways = {'loader of 8':lambda **kwargs: (8, GradientAccumulation(32, **kwargs)),
-        'micro_batch_size=8':lambda **kwargs: (32, GradientAccumulation(32, micro_batch_size=8, **kwargs)),
-        'GradientCache(8)':lambda **kwargs: (32, GradientCache(8, **kwargs))}
+kinds = {'loader of 8':lambda **kwargs: (8, GradientAccumulation(32, **kwargs)),
+         'micro_batch_size=8':lambda **kwargs: (32, GradientAccumulation(32, micro_batch_size=8, **kwargs)),
+         'GradientCache(8)':lambda **kwargs: (32, GradientCache(8, **kwargs))}
 
 def plain(model):
     "`model` without dropout, and with GroupNorm for BatchNorm: with them, micro-batches are another computation"
@@ -38,16 +38,16 @@ def train(make, bs, *cbs, n_epoch=2, lr=1e-2):
     return learn
 
 def difference(make, *names, lr=1e-2, **kwargs):
-    "Largest difference of a weight between the large batch of 32 and `ways`, after the fit"
+    "Largest difference of a weight between the large batch of 32 and `kinds`, after the fit"
     large = weights(train(make, 32, lr=lr))
-    runs = [weights(train(make, *ways[o](**kwargs), lr=lr)) for o in names or ('loader of 8', 'micro_batch_size=8')]
+    runs = [weights(train(make, *kinds[o](**kwargs), lr=lr)) for o in names or ('loader of 8', 'micro_batch_size=8')]
     return max(float((o-large).abs().max()) for o in runs)
 
 def record(library, what, value):
-    "With RECORD=1, write what was measured to results.json, which the page reads"
-    path = Path(__file__).parent/'results.json'
+    "With RECORD=1, write what was measured to results.json"
     if not os.environ.get('RECORD'): return
-    results = json.loads(path.read_text()) if path.exists() else {}
+    path = Path(__file__).parent/'results.json'
+    results = json.loads(path.read_text())
     entry = results.setdefault(library, {})
     entry['versions'] = {o:version(o) for o in (library, 'fastai', 'torch')}
     entry.setdefault('differences', {})[what] = value

@@ -1,18 +1,21 @@
 """fasterai: callbacks that change the loss, and that follow a schedule
 
-    python -m venv fasterai && fasterai/bin/pip install fastai fasterai pytest hypothesis
+    python -m venv fasterai && fasterai/bin/pip install fastai fasterai pytest pytest-xdist hypothesis
     RECORD=1 fasterai/bin/python -m pytest -m libraries tests/libraries/test_fasterai.py"""
 import pytest
 from large_batch import *
 
 pytestmark = pytest.mark.libraries
 
-def net(): return nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+def net():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                         nn.Linear(8, 4))
 
 def make(bs, callback):
     g = torch.Generator().manual_seed(1)
     ds = list(zip(torch.randn(96, 3, 10, 10, generator=g), torch.randint(4, (96,), generator=g)))
-    return Learner(DataLoaders(DataLoader(ds, bs=bs), DataLoader(ds[:16], bs=16)), net(), CrossEntropyLossFlat(), opt_func=SGD, cbs=callback())
+    dls = DataLoaders(DataLoader(ds, bs=bs), DataLoader(ds[:16], bs=16))
+    return Learner(dls, net(), CrossEntropyLossFlat(), opt_func=SGD, cbs=callback())
 
 def regularize():
     from fasterai.regularize.all import RegularizeCallback
@@ -37,9 +40,8 @@ def test_exact(callback):
     record('fasterai', callback.__name__, d)
     assert d < 1e-5
 
-# PruneCallback plans its steps by the length of the training loader, and removes filters before each of them
-
 def prune():
+    "It plans its steps by the length of the training loader, and replaces the parameters before each of them"
     from fasterai.prune.all import PruneCallback
     from fasterai.core.criteria import large_final
     from fasterai.core.schedule import one_cycle
@@ -52,5 +54,5 @@ def test_pruning_from_the_large_loader():
 
 def test_pruning_from_the_small_loader_stops_early():
     "24 steps are planned, and 6 taken: fewer filters are gone"
-    large,small = (train(partial(make, callback=prune), *o) for o in ((32,), ways['loader of 8']()))
+    large,small = (train(partial(make, callback=prune), *o) for o in ((32,), kinds['loader of 8']()))
     assert len(weights(large)) < len(weights(small)) < sum(p.numel() for p in net().parameters())

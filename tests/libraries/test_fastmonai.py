@@ -73,7 +73,7 @@ def no_warning():
 @pytest.mark.parametrize('loss', exact)
 @pytest.mark.parametrize('dls', [whole, patches])
 def test_exact(dls, loss, table):
-    with no_warning(): measured(f'{loss}, {dls.__name__}', difference(lambda bs: dls(table, bs, exact[loss]), *ways, lr=.1))
+    with no_warning(): measured(f'{loss}, {dls.__name__}', difference(lambda bs: dls(table, bs, exact[loss]), *kinds, lr=.1))
 
 @pytest.mark.parametrize('loss', inexact)
 def test_inexact_losses_are_found(loss, table):
@@ -83,14 +83,14 @@ def test_inexact_losses_are_found(loss, table):
 def test_a_cache_computes_them_exactly(loss, table):
     measured(f'{loss}, GradientCache', difference(lambda bs: patches(table, bs, inexact[loss]), 'GradientCache(8)'))
 
-@pytest.mark.parametrize('way', ['loader of 8', 'micro_batch_size=8'])
-def test_a_sum_says_so_itself(way, table):
+@pytest.mark.parametrize('kind', ['loader of 8', 'micro_batch_size=8'])
+def test_a_sum_says_so_itself(kind, table):
     "With the attribute reduction='sum' it is exact"
     def summed():
         loss = inexact['DiceLoss, a sum']()
         loss.reduction = 'sum'
         return loss
-    with no_warning(): measured(f"DiceLoss, a sum with reduction='sum', {way}", difference(lambda bs: patches(table, bs, summed), way, lr=1e-3))
+    with no_warning(): measured(f"DiceLoss, a sum with reduction='sum', {kind}", difference(lambda bs: patches(table, bs, summed), kind, lr=1e-3))
 
 def test_lr_find(table):
     "In DataLoaders without `loaders`"

@@ -31,7 +31,7 @@ def architecture(name):
     return getattr(tsai.all, name)
 
 @pytest.mark.parametrize('arch', ['InceptionTimePlus', 'TSTPlus', 'LSTM'])
-def test_classifier(arch): measured(f'TSClassifier, {arch}', difference(partial(make, arch=architecture(arch)), *ways))
+def test_classifier(arch): measured(f'TSClassifier, {arch}', difference(partial(make, arch=architecture(arch)), *kinds))
 
 def test_regressor():
     from tsai.all import TSRegression, TSRegressor
@@ -40,7 +40,7 @@ def test_regressor():
         learn = TSRegressor(X, X.mean((1, 2)), splits=splits, tfms=[None, TSRegression()], bs=[bs, 32], arch=architecture('TSTPlus'), opt_func=SGD, metrics=[])
         plain(learn.model)
         return learn
-    measured('TSRegressor', difference(make, *ways))
+    measured('TSRegressor', difference(make, *kinds))
 
 # MVP: values are masked, and the model predicts them. The loss averages over the masked values
 
@@ -66,14 +66,14 @@ def test_mvp_with_a_cache():
     "Nothing to pass: the loss is computed on the whole batch"
     measured('MVP, GradientCache(8)', difference(partial(make, callback=mvp), 'GradientCache(8)'))
 
-@pytest.mark.parametrize('way', ['micro_batch_size=8', 'GradientCache(8)'])
-def test_mvp_and_a_model_that_draws(way, monkeypatch):
+@pytest.mark.parametrize('kind', ['micro_batch_size=8', 'GradientCache(8)'])
+def test_mvp_and_a_model_that_draws(kind, monkeypatch):
     "InceptionTimePlus, tsai's default, draws from Python's generator in each forward pass, as MVP does for its masks: in pieces the masks are others, and nothing else"
     from tsai.all import MVP
     monkeypatch.setattr(MVP, 'per_sample', ('mask',), raising=False)
-    kwargs = dict(num_items=masked) if way == 'micro_batch_size=8' else {}
-    def run(**mask): return difference(partial(make, arch=architecture('InceptionTimePlus'), callback=partial(mvp, **mask)), way, **kwargs)
-    measured(f'MVP, InceptionTimePlus, a mask without draws, {way}', run(custom_mask=by_value, subsequence_mask=False))
+    kwargs = dict(num_items=masked) if kind == 'micro_batch_size=8' else {}
+    def run(**mask): return difference(partial(make, arch=architecture('InceptionTimePlus'), callback=partial(mvp, **mask)), kind, **kwargs)
+    measured(f'MVP, InceptionTimePlus, a mask without draws, {kind}', run(custom_mask=by_value, subsequence_mask=False))
     assert run() > 1e-4
 
 def test_the_mask_of_mvp_cannot_be_compared():
@@ -83,7 +83,7 @@ def test_the_mask_of_mvp_cannot_be_compared():
 
 def test_mvp_in_pieces_needs_the_name_of_its_mask():
     "Without `per_sample` the mask of 32 series meets the output for 8"
-    with pytest.raises(IndexError, match='mask'): train(partial(make, callback=mvp), *ways['micro_batch_size=8'](num_items=masked))
+    with pytest.raises(IndexError, match='mask'): train(partial(make, callback=mvp), *kinds['micro_batch_size=8'](num_items=masked))
 
 # Weights and mixtures
 
@@ -96,7 +96,7 @@ def test_weights_of_samples():
     measured('WeightedPerSampleLoss', difference(partial(make, callback=weighted), 'loader of 8', 'GradientCache(8)'))
 
 def test_weights_of_samples_are_not_split():
-    with pytest.raises(RuntimeError, match='size of tensor'): train(partial(make, callback=weighted), *ways['micro_batch_size=8']())
+    with pytest.raises(RuntimeError, match='size of tensor'): train(partial(make, callback=weighted), *kinds['micro_batch_size=8']())
 
 def cutmix():
     from tsai.all import IntraClassCutMix1d
@@ -132,7 +132,7 @@ def test_a_schedule_of_the_large_loader():
     measured('TransformScheduler', difference(make_one, 'micro_batch_size=8', 'GradientCache(8)'))
 
 def test_a_schedule_of_the_small_loader_has_a_value_for_each_micro_batch():
-    large,small = (train(lambda bs: make(bs, scheduled, batch_tfms=noise()), *o) for o in ((32,), ways['loader of 8']()))
+    large,small = (train(lambda bs: make(bs, scheduled, batch_tfms=noise()), *o) for o in ((32,), kinds['loader of 8']()))
     assert len(large.transform_scheduler.mult) == 6 and len(small.transform_scheduler.mult) == 24
 
 def test_graph():
@@ -145,7 +145,7 @@ def test_graph():
         return learn.show_graph.nb_batches,[o.get_xydata() for o in learn.show_graph.graph_ax.lines]
     points,lines = graph(32)
     assert points == [2, 5] and [len(o) for o in lines] == [6, 2]
-    for o in ways.values():
+    for o in kinds.values():
         points2,lines2 = graph(*o())
         assert points2 == points
         for a,b in zip(lines, lines2, strict=True): np.testing.assert_allclose(a, b, atol=1e-5)
