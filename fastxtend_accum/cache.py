@@ -23,15 +23,15 @@ from .checkpointing import *
 # %% auto #0
 __all__ = ['nodes', 'GradientCache']
 
-# %% ../nbs/04_cache.ipynb #b063835d
+# %% ../nbs/04_cache.ipynb #ad4c1053
 def nodes(outputs:list[Tensor], stop:list[Tensor]=())->set:
     "The operations that `outputs` come from, up to those of `stop`"
-    seen,rest = {None, *[o.grad_fn for o in stop]},[o.grad_fn for o in outputs]
+    ends,seen,rest = {None, *[o.grad_fn for o in stop]},set(),[o.grad_fn for o in outputs]
     while rest:
-        if (o := rest.pop()) in seen: continue
+        if (o := rest.pop()) in ends or o in seen: continue
         seen.add(o)
         rest += [n for n,_ in o.next_functions]
-    return {o for o in seen if o and o.next_functions}
+    return {o for o in seen if o.next_functions}
 
 # %% ../nbs/04_cache.ipynb #bb0d5787
 class GradientCache(WindowCallback, Halves):
@@ -74,7 +74,7 @@ class GradientCache(WindowCallback, Halves):
 
     def samples(self, n:int, elements:int)->int: return super().samples(n, elements) if self.adapts else self.micro_bs
 
-# %% ../nbs/04_cache.ipynb #c32c8d85
+# %% ../nbs/04_cache.ipynb #f3fac20e
 @patch
 def n_samples(self:GradientCache, runner:Runner)->int:
     "Rows of the present batch that the module sees: a callback may have put several views of each sample into it"
@@ -108,11 +108,11 @@ def context(self:GradientCache, runner:Runner, elements:int):
         with check_samples_first(module, batch, n_rows(batch, runner.dl.rows), runner.dl.size):
             res = forward_in_micro_batches(again, args, kwargs, cuts(n, most), self.owners, last)
         if self.last: self.last[1].extend(tensors_in(res))
-        if moves: self.differs = moves.differs(most)
+        if moves: self.differs = runner.differs = moves.differs(most)
         return res
     return replaced(module, 'forward', split_forward)
 
-# %% ../nbs/04_cache.ipynb #4314e482
+# %% ../nbs/04_cache.ipynb #1d4ba555
 @patch
 def before_backward(self:GradientCache):
     "Raises ValueError if the loss comes from the last micro-batch otherwise than by the joined output"
@@ -128,5 +128,4 @@ def has_run(self:GradientCache, runner:Runner, elements:int, is_largest:bool):
     if is_largest: self.micro_bs = self.size if self.adapts else self.micro_batch_size
     if not is_largest or not (self.adapts or self.differs and self.leads()): return
     n,size,label = self.n_samples(runner),self.micro_bs,"micro_batch_size='auto'" if self.adapts else 'GradientCache'
-    before,self.said = self.said,'; '.join([f'{label}: each batch of {n} {how_split(n, size)}', *(self.differs or ())])
-    if self.said != before: say(runner.learn, self.said)
+    say(self, '; '.join([f'{label}: each batch of {n} {how_split(n, size)}', *(self.differs or ())]))

@@ -55,17 +55,17 @@ class WindowCallback(Callback):
     def after_cancel_step(self):
         if self.runner and self.runner.later: self.runner.put_back()
 
-# %% ../nbs/05_callback.ipynb #3e17658f
+# %% ../nbs/05_callback.ipynb #653b8d8b
 @patch
 def before_train(self:WindowCallback):
     "Put the DataLoader into windows, each of which is a batch to fastai and to callbacks"
-    learn,is_first = self.learn,self.is_new
-    if not self.leads() or learn.opt is None and getattr(learn, 'dl', None): return  # it was removed; or is no fit
-    if not getattr(learn, 'dl', None):
+    learn,is_first,has_dl = self.learn,self.is_new,getattr(self.learn, 'dl', None) is not None
+    if not self.leads() or learn.opt is None and has_dl: return  # it was removed; or is no fit
+    if not has_dl:
         raise RuntimeError(f"this {type(self).__name__} belongs to another Learner: give each one of its own")
     if is_first: self.new_runner()
     runner,before = self.runner,self.runner.dl
-    dl = self.windows(learn.dl, runner.processes.n, before.rest if before else ())
+    dl = self.windows(learn.dl, runner.processes.n, getattr(before, 'rest', ()))
     runner.begin_epoch(dl)
     if is_first or before.bs != dl.bs:
         self.check()
@@ -122,13 +122,17 @@ def size_at(self:WindowCallback, pct:float)->int:
     "Samples in a window that begins at `pct` of training; 1 if each batch is one"
     return self.accum_bs or 1
 
-# %% ../nbs/05_callback.ipynb #a9ad3ed5
+# %% ../nbs/05_callback.ipynb #704fe7b8
 @patch
 def check(self:WindowCallback):
     "Raises ValueError if the callback does not fit its Learner"
     learn,runner = self.learn,self.runner
-    processes,model,several = runner.processes,learn.model,runner.passes is not one_pass
-    check_learner(learn, self, several or max(self.sizes().values()) > self.unit)
+    processes,model,name = runner.processes,learn.model,type(self).__name__
+    several = bool(self.micro_batch_size) or max(self.sizes().values()) > self.unit
+    if own := (several or runner.passes is not one_pass) and own_loop(learn):
+        raise ValueError(f"{type(learn).__name__} has its own {own}, which {name} would overrule: leave {name} out, "
+                         "or make a callback of what it does")
+    check_learner(learn, self, several)
     processes.check(any(p.dtype in half for p in trained(learn.opt)))
     if processes.apart and is_sharded(model):
         raise ValueError(f"a sharded {type(model).__name__} adapts to no memory: set micro_batch_size to a number")
@@ -136,11 +140,11 @@ def check(self:WindowCallback):
         raise ValueError("SyncBatchNorm waits for all processes, of which one may run out of memory alone: set "
                          "micro_batch_size to a number, or use ActivationCheckpointing(adapt=False)")
 
-# %% ../nbs/05_callback.ipynb #096ffca7
+# %% ../nbs/05_callback.ipynb #cc2a8d89
 @patch
 def running_part(self:WindowCallback, model:nn.Module)->nn.Module:
-    "The module that runs in micro-batches in validation"
-    return model
+    "The module that runs in micro-batches in validation: DDP, around it, sends messages, the same in all processes"
+    return inner_model(model)
 
 @patch
 def before_validate(self:WindowCallback):

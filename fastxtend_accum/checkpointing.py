@@ -154,14 +154,13 @@ def take_less(self:ActivationCheckpointing, runner:Runner, elements:int)->str|No
     self.level = self.level_for(elements)
     return self.how()
 
-# %% ../nbs/03_checkpointing.ipynb #5e016759
+# %% ../nbs/03_checkpointing.ipynb #4f0e07d0
 @patch
 def has_run(self:ActivationCheckpointing, runner:Runner, elements:int, is_largest:bool):
     "Say how many blocks the largest batch takes, when that changes"
     if not (self.adapt and is_largest): return
     fits = f'fits if {self.how()}' if self.level else 'fits in memory'
-    before,self.said = self.said,f'ActivationCheckpointing: each batch of {runner.dl.size} {fits}'
-    if self.said != before: say(runner.learn, self.said)
+    say(self, f'ActivationCheckpointing: each batch of {runner.dl.size} {fits}')
 
 @patch
 def how(self:ActivationCheckpointing)->str:

@@ -109,7 +109,7 @@ def main():
     plot_results(learners).savefig(path, dpi=150)
     print(f'\nbatch sizes and losses: {path}')
 
-# %% ../nbs/06_demo.ipynb #d3b693d9
+# %% ../nbs/06_demo.ipynb #0d0a067c
 class Activations(Callback):
     "`mb`: the most MB that a forward pass has kept for its backward pass; above `limit`, memory runs out"
     order = -5
@@ -126,8 +126,9 @@ class Activations(Callback):
     def after_cancel_fit(self): self.end()
     def start(self, *args):
         self.in_forward.close()
-        if not self.training: return
+        if not (self.learn and self.training): return
         self.kept,self.own = {},{p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        self.modules = {*self.model.modules()}
         self.in_forward.enter_context(torch.autograd.graph.saved_tensors_hooks(self.keep, noop))
         self.in_forward.callback(nn.modules.module.register_module_forward_pre_hook(self.check).remove)
     def keep(self, t):
@@ -136,7 +137,7 @@ class Activations(Callback):
             self.kept[storage.data_ptr()] = storage.nbytes()/2**20  # once, however many layers keep it
         return t.detach()  # an output that is kept as it is holds its own graph, which only a backward pass frees
     def check(self, *args):  # not in `keep`: an error there has the same effect
-        if sum(self.kept.values()) <= self.limit: return
+        if sum(self.kept.values()) <= self.limit or args and args[0] not in self.modules: return  # of another Learner
         self.in_forward.close()
         raise torch.OutOfMemoryError(f'out of memory: more than {self.limit} MB of activations')
     def after_loss(self):

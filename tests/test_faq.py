@@ -67,11 +67,11 @@ def test_fastai_steps_without_a_closure():
 @pytest.mark.parametrize('event', ['after_step', 'after_batch'])
 @pytest.mark.parametrize('bs,cb', [(8, GradientAccumulation(32)), (32, GradientAccumulation(micro_batch_size=8))])
 def test_an_ema_moves_once_a_step(bs, cb, event):
-    "In `after_batch` it moves once for each batch of the loader"
+    "Whichever event moves it"
     big,small = run(32, EMA(event)),run(bs, EMA(event), cb)
     assert big.ema.n == 6 and (big.ema.avg-weights(model())).abs().max() > 1e-3
-    if bs == 8 and event == 'after_batch': assert small.ema.n == 24 and (small.ema.avg-big.ema.avg).abs().max() > 1e-3
-    else: assert small.ema.n == 6; assert_same(small.ema.avg, big.ema.avg, ROUNDING)
+    assert small.ema.n == 6
+    assert_same(small.ema.avg, big.ema.avg, ROUNDING)
 
 def test_to_parallel_counts_the_loaders_samples():
     "One process, without a GPU"
@@ -104,7 +104,7 @@ def test_exact_cannot_recompute_a_compiled_model():
         return fit(make_learner(32, m=torch.compile(model(), backend=lambda graph, inputs: graph.forward), cbs=[*cbs]))
     exact = run(ActivationCheckpointing(), memory := Activations())
     assert_same(weights(exact), weights(run()))
-    with pytest.raises(NothingFits, match="compiled.*micro_batch_size='auto' splits it"): run(ActivationCheckpointing(), Activations(memory.mb/2))
+    with pytest.raises(NothingFits, match="compiled.*micro_batch_size='auto'.* splits it"): run(ActivationCheckpointing(), Activations(memory.mb/2))
 
 def both(dice): return lambda pred,targ: CrossEntropyLossFlat(axis=1)(pred, targ) + dice(pred, targ)
 
@@ -114,7 +114,7 @@ def test_dice(loss_func, says):
     g = torch.Generator().manual_seed(0)
     pred,targ = torch.randn(13, 3, 6, 6, generator=g),torch.randint(3, (13, 6, 6), generator=g)
     found = check_loss(loss_func, [(pred[:8], targ[:8]), (pred[8:], targ[8:])])
-    assert found.says == says and (says == 'same' or f'{found.by:.0%}' == '47%')
+    assert found.says == says and (says == 'same' or f'{found.by:.0%}' == '48%')
 
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])
 def test_mixup_in_half_precision(mode):

@@ -56,7 +56,7 @@ def source_of(codes):
 
 def test_what_plain_windows_and_a_schedule_run():
     ran = functions_run(GradientAccumulation(32)) | functions_run(GradientAccumulationSchedule(8, 32))
-    assert 10_000 < source_of(ran) <= 61_000
+    assert 10_000 < source_of(ran) <= 62_000
 
 @pytest.mark.parametrize('cb,module', [(lambda: GradientAccumulation(micro_batch_size=4), 'memory/micro_batches'),
     (lambda: GradientAccumulation(micro_batch_size='auto'), 'memory/retry'), (ActivationCheckpointing, 'memory/retry'),

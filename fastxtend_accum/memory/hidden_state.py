@@ -48,9 +48,9 @@ def state_owners(model:nn.Module)->list[nn.Module]:
             "dimension 1; or use smaller batches and no micro_batch_size")
     return res
 
-# %% ../../nbs/memory/00_hidden_state.ipynb #5e970b0c
+# %% ../../nbs/memory/00_hidden_state.ipynb #5f122996
 class HiddenState:
-    "In micro-batches of a batch of `n` rows, these continue from their own states; after the last one, `owners` hold all"
+    "In micro-batches of a batch of `n` rows, these go on from their own states; after the last one, `owners` hold all"
     def __init__(self, owners:list[nn.Module], n:int):
         self.n,self.after = n,[]
         self.places = [(m, name, dim) for m in owners for name,dim in hidden_state(m, n).items()]

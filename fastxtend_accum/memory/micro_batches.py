@@ -103,7 +103,7 @@ def __call__(self:MicroBatches, runner:Runner):
         if learn.metrics and any(vars(o).get('train_metrics') for o in learn._grab_cbs(Recorder)):
             raise ValueError(f"training metrics need outputs that can be joined: {e}; or no train_metrics") from e
 
-# %% ../../nbs/memory/01_micro_batches.ipynb #d47a4bde
+# %% ../../nbs/memory/01_micro_batches.ipynb #0e657f20
 def forward_in_micro_batches(forward:Callable, args:tuple, kwargs:dict, spans:list, owners:list, last:Callable=None):
     "The joined output of `forward` on each of `spans`; of the `last` one by another function, if that is given"
     n,outputs = spans[-1][1],[]
@@ -121,7 +121,9 @@ def forward(self:MicroBatches, forward:Callable, args:tuple, kwargs:dict):
     "The output of `forward`, in micro-batches; of all at once if the outputs cannot be joined"
     spans = self.spans(n := n_rows((args, kwargs), 0))
     if len(spans) > 1 and self.joins:
-        try: return forward_in_micro_batches(forward, args, kwargs, spans, self.owners)
+        try:
+            with check_samples_first(self.model, (args, kwargs), n):
+                return forward_in_micro_batches(forward, args, kwargs, spans, self.owners)
         except CannotJoin as e:
             self.joins = False
             warn(f"validation batches are not split: {e}; if memory runs out, pass a smaller val_bs to DataLoaders")
@@ -130,7 +132,7 @@ def forward(self:MicroBatches, forward:Callable, args:tuple, kwargs:dict):
 @patch
 def validating(self:MicroBatches, dl, model:nn.Module)->Iterator:
     "The batches of `dl`, while `model` runs in micro-batches"
-    forward = model.forward
+    forward,self.model = model.forward,model
     with replaced(model, 'forward', lambda *args, **kwargs: self.forward(forward, args, kwargs)): yield from dl
 
 class Through(GetAttr):

@@ -64,7 +64,7 @@ def check_rules(rules:dict[str,Callable]|None, opt:Optim):
         if not callable(f): raise TypeError(f"scale[{k!r}] must be a rule, f(value, ratio), not {f!r}")
         if not isinstance(o := f(known[k], 2.), Real): raise TypeError(f"scale[{k!r}] must return a number, not {o!r}")
 
-# %% ../../nbs/windows/03_checks.ipynb #7c4d3465
+# %% ../../nbs/windows/03_checks.ipynb #b7d07c78
 def accumulates(cb:Callback)->bool:
     "Whether `cb` accumulates gradients, as this package's callbacks and fastai's do"
     return any(o.__name__ == 'GradientAccumulation' for o in type(cb).__mro__)
@@ -84,9 +84,6 @@ def check_learner(learn:Learner, cb:Callback, several:bool):
             raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
                              "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
     if not several: return
-    if own := own_loop(learn):
-        raise ValueError(f"{type(learn).__name__} has its own {own}, which {name} would overrule: leave {name} out, "
-                         "or make a callback of what it does")
     if any(hasattr(p, 'grad_sample') for p in params):
         raise ValueError("the model keeps the gradients of samples in grad_sample (Opacus?), but only of the last "
                          "micro-batch: use whole batches, or Opacus' BatchMemoryManager")

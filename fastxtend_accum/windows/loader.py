@@ -103,14 +103,14 @@ class WindowLoader(GetAttr):
         return n if self.certain else max(n, 1)  # its length may say less than it has
     def __iter__(self)->Iterator: return self.runner.epoch()
 
-# %% ../../nbs/windows/08_loader.ipynb #51be5110
+# %% ../../nbs/windows/08_loader.ipynb #6e0510de
 @patch
 def counted(self:WindowLoader)->Iterator:
     "Each batch of the DataLoader with its samples, as that counts them, and its rows"
     left = self.samples
     for b in self.dl:
         size = min(self.bs, left) if self.certain and left > 0 else self.bs
-        rows = n_rows(b, size)
+        rows = n_rows(b, size if self.stated or size > 1 else None)
         if not self.stated: size = rows
         left -= size
         yield b,size,rows
@@ -123,7 +123,7 @@ def begin(self:WindowLoader):
 def has(self:WindowLoader, size:int)->bool:
     "Whether a window of `size` samples can begin; if fewer are left, they may be dropped or carried"
     ends = self.left-size < self.bs or not self.certain  # the epoch, unless a callback cancels one of its batches
-    self.taken = [] if self.at_end == 'carry' and ends else None
+    if not self.taken: self.taken = [] if self.at_end == 'carry' and ends else None
     if self.at_end == 'step' or self.certain: return self.at_end == 'step' or self.left >= size
     while sum(n for _,n,_ in self.ahead) < size and (o := next(self.source, None)): self.ahead.append(o)
     return sum(n for _,n,_ in self.ahead) >= size

@@ -20,7 +20,7 @@ from .runner import *
 # %% auto #0
 __all__ = ['one_pass']
 
-# %% ../../nbs/windows/11_passes.ipynb #9e88335a
+# %% ../../nbs/windows/11_passes.ipynb #0346ebbb
 def one_pass(runner:Runner):
     "Run the present loader batch as one micro-batch"
     runner.micro_batch(runner.dl.size, runner.dl.rows)
@@ -39,7 +39,7 @@ def micro_batch(self:Runner, samples:int, rows:int, ends_batch:bool=True):
     self.left_autocast = False
     moves = None if self.is_quiet or self.differs is not None else Moves(learn.model)
     learn.pred = learn.model(*learn.xb)
-    if moves: self.differs = moves.differs(rows)
+    if moves and self.differs is None: self.differs = moves.differs(rows)
     learn('after_pred')
     if not len(learn.yb):
         window.samples += samples
@@ -49,14 +49,14 @@ def micro_batch(self:Runner, samples:int, rows:int, ends_batch:bool=True):
     learn.loss = if_any(items, learn.loss_grad.clone())
     learn('after_loss')
     self.left_autocast = True
-    if several: window.unit = self.processes.common_unit(items)
+    if several: window.unit = self.processes.common_unit(items, self.dl.bs)
     if self.check.left and not is_alone: self.check.add(learn, rows, items if cb.num_items else None)
     weight,n = window.weigh(items, learn.loss, samples, is_alone),window.n_micro
     count = partial(window.count, learn.loss.detach(), weight, items, samples)
     learn._with_events(partial(self.backward, weight, count), 'backward', CancelBackwardException)
     if window.n_micro == n: self.no_backward(is_alone, count)
 
-# %% ../../nbs/windows/11_passes.ipynb #40c6bb62
+# %% ../../nbs/windows/11_passes.ipynb #7222fcfd
 @patch
 def backward(self:Runner, weight:Real|Tensor, count:Callable):
     "Weigh the loss, with what callbacks have added to it; fastai's backward pass; then the micro-batch counts"
@@ -69,7 +69,8 @@ def backward(self:Runner, weight:Real|Tensor, count:Callable):
     count()
     self.is_mixed = not self.ends_batch
     if window.sums is not None: add_in_float32(self.params, window.sums)
-    if not self.ends_window: self.untouched = Untouched(self.params)
+    if self.processes.n > 1: self.processes.note_average()
+    if window.n_micro > 1 or not self.ends_window: self.untouched = Untouched(self.params)
 
 @patch
 def no_backward(self:Runner, is_alone:bool, count:Callable):

@@ -50,32 +50,34 @@ def agree(learn:Learner, value:Real|Tensor, op=dist.ReduceOp.MAX)->Real:
 def enable_sync(model:nn.Module):
     if isinstance(model, DistributedDataParallel): model.require_backward_grad_sync = True
 
-# %% ../../nbs/windows/07_processes.ipynb #e63cd017
+# %% ../../nbs/windows/07_processes.ipynb #839ce192
 class Processes:
     "The processes that train the model of `learn` together: when they synchronize, and the sums of a window over all"
     def __init__(self, learn:Learner):
         self.learn,self.n,self.unit,self.averages = learn,n_processes(learn),None,False
         self.apart = False  # whether passes send no messages, since memory may run out in one process alone
 
-    def common_unit(self, items:Real|Tensor|None)->float|None:
-        "The unit of all weights in this fit, near the first items; None: no process has any yet"
-        most = agree(self.learn, items) if self.unit is None and items is not None else 0
-        if most: self.unit = power_of_two(most)
+    def common_unit(self, items:Real|Tensor|None, samples:int)->float|None:
+        "The unit of all weights in this fit, near the first items; near `samples` if no process has any there"
+        if self.unit is None and items is not None: self.unit = power_of_two(agree(self.learn, items), samples)
         return self.unit
 
     def before_forward(self, window:Window, ends_window:bool):
         "Let DDP average in the last micro-batch only, and never if sums are in float32"
-        model = self.learn.model
-        if not isinstance(model, DistributedDataParallel): return
-        if self.apart: model.require_forward_param_sync = False
-        self.averages = not self.apart and ends_window and window.sums is None
-        model.require_backward_grad_sync = self.averages
+        if not isinstance(model := self.learn.model, DistributedDataParallel): return
+        model.require_backward_grad_sync = not self.apart and ends_window and window.sums is None
+        self.averages = False
 
-    def share_buffers(self):
-        "Let all processes have the buffers of the first, as DDP does before each pass"
-        model = self.learn.model
-        model.require_forward_param_sync = True  # for now, and in validation
+    def note_average(self): self.averages = getattr(self.learn.model, 'require_backward_grad_sync', False)
+
+    @contextmanager
+    def no_messages(self):
+        "Passes in here wait for no other process; buffers are those of the first, as DDP shares them before a pass"
+        if not isinstance(model := self.learn.model, DistributedDataParallel): return (yield)
         if model.will_sync_module_buffers(): model._sync_buffers()
+        model.require_forward_param_sync = False
+        try: yield
+        finally: model.require_forward_param_sync = True
 
 # %% ../../nbs/windows/07_processes.ipynb #ff0bd22d
 @patch

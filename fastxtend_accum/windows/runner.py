@@ -103,18 +103,19 @@ def drop(self:Runner):
     self.is_mixed = False
     enable_sync(self.learn.model)
 
-# %% ../../nbs/windows/10_runner.ipynb #35feef0d
+# %% ../../nbs/windows/10_runner.ipynb #1db17cb5
 # A window, from top to bottom
 
 @patch
 def __call__(self:Runner):
     "Run the window that begins with the present batch; fastai calls this between `before_batch` and `after_batch`"
     learn,dl = self.learn,self.dl
-    if self.is_removed or learn.dl is not dl: return own_batch(learn)
+    if self.is_removed or learn.dl not in (dl, None): return own_batch(learn)  # None: after an export
     loss,log = learn.loss,self.cb.log_accum_batch
     try:
         is_in = self.run_batch()
-        if not log and (self.ends_window if is_in else self.window.is_full): self.end_window()
+        is_last = is_in and dl.is_last and not self.is_cut_off
+        if not log and (self.window.is_full or is_last): self.end_window()
         if log and (is_in or self.goes_on):
             is_in = self.run_others()
             if not is_in: learn.yb,learn.loss = (),loss  # so that the Recorder leaves the batch out
@@ -162,17 +163,19 @@ def tell(self:Runner, event:str, *also:str):
     for cb in self.learn.cbs.sorted('order'):
         if cb.order < Recorder.order and has(cb, event) and all(has(cb, o) for o in also): cb(event)
 
-# %% ../../nbs/windows/10_runner.ipynb #0e896528
+# %% ../../nbs/windows/10_runner.ipynb #92cc262f
 @patch
 def begin(self:Runner):
     "Note what the window needs of this moment"
     learn = self.learn
     self.hypers = {} if self.cb.log_accum_batch else hypers_of(learn.opt)
-    if learn.opt is self.opt: return
+    lists = vars(learn.opt).get('param_lists')  # new ones where weights were pruned
+    if learn.opt is self.opt and lists is self.lists: return
     others = [o for cb in learn.cbs for o in vars(cb).values() if isinstance(o, optimizers)]  # as for a center loss
     self.own = [p for o in others for pg in o.param_groups for p in pg['params']]
     self.own += getattr(learn.loss_func, 'parameters', list)()
-    self.opt,self.params = learn.opt,[*dict.fromkeys([*params_in(learn.opt), *learn.model.parameters(), *self.own])]
+    self.opt,self.lists = learn.opt,lists
+    self.params = [*dict.fromkeys([*params_in(learn.opt), *learn.model.parameters(), *self.own])]
     self.has_half = any(p.dtype in half for p in self.params)
 
 @patch

@@ -28,7 +28,7 @@ _plain = str,int,float,type(None)
 opaque = (*_plain,type,types.ModuleType,Learner,DataLoaders,DataLoader,torch.utils.data.DataLoader,
           torch.utils.data.Dataset,*optimizers)
 
-# %% ../../nbs/windows/01_state.ipynb #136b3f19
+# %% ../../nbs/windows/01_state.ipynb #2c323492
 _mps = types.ModuleType('mps')
 _mps.getstate,_mps.setstate = torch.mps.get_rng_state,torch.mps.set_rng_state
 _on_mps = [_mps]*torch.backends.mps.is_available()
@@ -37,8 +37,8 @@ def global_generators()->list:
     return [random, np.random, torch.default_generator, *torch.cuda.default_generators, *_on_mps]
 
 def can_move(o:Tensor)->bool:
-    "Not what is trained, nor large frozen weights, of which there is one copy in memory"
-    return not o.requires_grad and (not isinstance(o, nn.Parameter) or o.numel() <= 1024)
+    "Not what is trained, nor large frozen weights, of which there is one copy in memory, nor a sparse graph"
+    return not o.requires_grad and o.layout == torch.strided and (not isinstance(o, nn.Parameter) or o.numel() <= 1024)
 
 def held(*objects, seen:set|None=None)->list:
     """What `objects` hold at any depth, if it can move: containers, attributes, random generators, and tensors that are
@@ -56,8 +56,9 @@ def held(*objects, seen:set|None=None)->list:
             rest += o
         elif isinstance(o, generators): res.append(o)
         elif isinstance(o, (types.MethodType,partial)): rest += [getattr(o, n, None) for n in ('__self__','func')]
-        elif hasattr(o, '__dict__') and type(o).__module__.partition('.')[0] not in sys.stdlib_module_names:
-            rest.append(vars(o))
+        elif hasattr(o, '__dict__'):
+            kind = type(o).__module__.partition('.')[0]
+            if kind not in sys.stdlib_module_names or isinstance(o, SimpleNamespace): rest.append(vars(o))
     return res
 
 # %% ../../nbs/windows/01_state.ipynb #0946f208

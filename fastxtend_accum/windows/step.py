@@ -16,7 +16,7 @@ from .runner import *
 # %% auto #0
 __all__ = ['scales_loss']
 
-# %% ../../nbs/windows/12_step.ipynb #c73b6eca
+# %% ../../nbs/windows/12_step.ipynb #6558a661
 @patch
 def end_window(self:Runner)->str|None:
     "The step of the window, as fastai takes it for a batch; gives why there is none"
@@ -25,11 +25,12 @@ def end_window(self:Runner)->str|None:
         cb.skip(why)
         if why == nonfinite:
             self.drop()
-            self.n_ended += 1
-        else: self.untouched,self.dl.by_samples = Untouched(self.params),True  # it is longer than planned
+            self.n_ended,self.dl.taken = self.n_ended+1,None
+        else:
+            learn.opt.zero_grad()  # the mean of nothing may be NaN
+            window.unit,self.untouched,self.dl.by_samples = None,Untouched(self.params),True  # longer than planned
         return why
-    self.is_over,self.dl.taken = True,None
-    self.n_ended += 1
+    self.is_over,self.n_ended,self.dl.taken = True,self.n_ended+1,None
     if not window.n_micro: return None
     if cb.log_accum_batch: learn.loss = window.mean_loss
     if not self.is_quiet: cb.describe(self)
@@ -42,6 +43,7 @@ def end_window(self:Runner)->str|None:
 def average(self:Runner)->str|None:
     "Turn the window's sums into means; says so if there is no step to take"
     learn,window,processes = self.learn,self.window,self.processes
+    if window.n_micro > 1: self.untouched.check()
     compared = self.check.compare() if self.check.left and window.n_micro > 1 else []
     self.samples = window.samples-window.missing
     if processes.n > 1: self.samples = processes.add_up(window, self.params)
