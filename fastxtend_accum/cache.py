@@ -74,7 +74,7 @@ class GradientCache(WindowCallback, Halves):
 
     def samples(self, n:int, elements:int)->int: return super().samples(n, elements) if self.adapts else self.micro_bs
 
-# %% ../nbs/04_cache.ipynb #f3fac20e
+# %% ../nbs/04_cache.ipynb #4465d572
 @patch
 def n_samples(self:GradientCache, runner:Runner)->int:
     "Rows of the present batch that the module sees: a callback may have put several views of each sample into it"
@@ -105,19 +105,20 @@ def context(self:GradientCache, runner:Runner, elements:int):
                              f"{n//self.rows} samples: its first dimension must be the samples; if a module sees "
                              "several rows of each sample, set rows to their number, such as rows=2")
         moves,again = None if self.differs is not None else Moves(module),checkpointed(module, copied)
-        with check_samples_first(module, batch, n_rows(batch, runner.dl.rows), runner.dl.size):
+        samples_first = check_samples_first(module, batch, n_rows(batch, runner.dl.rows), runner.dl.size)
+        with samples_first, check_samples_first(module, (args, kwargs), n):
             res = forward_in_micro_batches(again, args, kwargs, cuts(n, most), self.owners, last)
         if self.last: self.last[1].extend(tensors_in(res))
         if moves: self.differs = runner.differs = moves.differs(most)
         return res
     return replaced(module, 'forward', split_forward)
 
-# %% ../nbs/04_cache.ipynb #1d4ba555
+# %% ../nbs/04_cache.ipynb #d1bb8351
 @patch
 def before_backward(self:GradientCache):
     "Raises ValueError if the loss comes from the last micro-batch otherwise than by the joined output"
     last,self.last = self.last,None
-    read = last[0] & nodes([self.learn.loss_grad], last[1]) if last else ()
+    read = last[0] & nodes([self.learn.loss_grad], last[1]) if last and self.learn else ()
     if any(m.shape for o in read for m in o._input_metadata):  # a number, such as a temperature, is that of all samples
         raise ValueError("the loss reads what the model keeps, and GradientCache has that of a micro-batch only: let "
                          "the model return it, a row for each sample, or use ActivationCheckpointing()")

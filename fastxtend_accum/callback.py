@@ -26,7 +26,7 @@ from .memory.retry import *
 # %% auto #0
 __all__ = ['WindowCallback']
 
-# %% ../nbs/05_callback.ipynb #a2cbbec2
+# %% ../nbs/05_callback.ipynb #8bf42a5e
 class WindowCallback(Callback):
     """Base of callbacks that run the batches of a fit: as windows of one loader batch, unless a subclass says more. If
     a Learner has several, a `GradientAccumulation` runs them, or else the first one, and the others take part"""
@@ -36,6 +36,7 @@ class WindowCallback(Callback):
     _stateattrs,runner,is_new = ('runner',),None,True  # a copy begins a fit of its own
     begin_epoch = describe = skip = staticmethod(noop)
 
+    __setattr__ = object.__setattr__  # fastai's warns of each name that is also one of the model's
     run_train = False  # fastai looks up the events that a callback does not have in Learner and model, in each batch
     def __init_subclass__(cls): cls.run_train = cls.run_train or any(hasattr(cls, o) for o in _inner_loop)
 
@@ -46,7 +47,7 @@ class WindowCallback(Callback):
 
     def before_fit(self):
         "A fit begins in `before_train`, since `validate` calls this event, too; but `lr_find` asks for its epochs next"
-        vars(self)['is_new'] = True
+        self.is_new = True
         if not self.leads() or not (finder := first(self.learn._grab_cbs(LRFinder))): return
         dl = self.windows(self.learn.dls.train, 1)
         may_skip = self.num_items or self.skip_nonfinite
@@ -77,15 +78,15 @@ def before_train(self:WindowCallback):
     learn.dl = dl
     learn.pct_train += dl.position(0)/learn.n_epoch
 
-# %% ../nbs/05_callback.ipynb #3ad7b5e3
+# %% ../nbs/05_callback.ipynb #e3fbf708
 @patch
 def new_runner(self:WindowCallback):
     "Begin a fit, with nothing left of one that was interrupted"
     learn = self.learn
     left_over = vars(learn).get('_do_one_batch')
     if isinstance(left_over, Runner) or getattr(left_over, 'func', None) is own_batch: del learn._do_one_batch
-    runner = vars(self)['runner'] = Runner(self)
-    vars(self)['is_new'],savers = False,[o for o in (*learn.cbs, self.passes) if isinstance(o, MemorySaver)]
+    runner = self.runner = Runner(self)
+    self.is_new,savers = False,[o for o in (*learn.cbs, self.passes) if isinstance(o, MemorySaver)]
     if savers: runner.passes = UntilItFits(self.passes, savers)
     runner.processes.apart = any(o.adapts for o in savers)
     learn.opt.zero_grad()
@@ -95,7 +96,7 @@ def windows(self:WindowCallback, dl, n_processes:int, carried:list=())->WindowLo
     "The windows of `dl` in the present epoch, planned"
     learn,bs = self.learn,self.batch_size(dl)
     res = WindowLoader(dl, bs, self.end_of_epoch(dl), carried, learn.epoch+1 >= learn.n_epoch)
-    vars(self)['unit'] = bs*n_processes
+    self.unit = bs*n_processes
     res.plan(lambda n: self.size_at((learn.epoch + res.position(n))/learn.n_epoch)//n_processes)
     res.by_samples = res.by_samples or len(self.sizes()) > 1 or bool(self.accum_bs) and not res.stated
     return res

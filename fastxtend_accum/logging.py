@@ -12,7 +12,7 @@ from fastai.basics import *
 # %% auto #0
 __all__ = ['callback_of', 'Loggers', 'fix_wandb', 'plot_sizes']
 
-# %% ../nbs/02_logging.ipynb #8b4b67ed
+# %% ../nbs/02_logging.ipynb #bc82a197
 def callback_of(learn:Learner, module:str, name:str)->list[Callback]:
     "The running callbacks of the class `name` in `fastai.callback.module`; none if nobody has imported that"
     found = sys.modules.get(f'fastai.callback.{module}')
@@ -42,7 +42,9 @@ class Loggers:
 
     def log(self, samples:int):
         "Log the samples of the window that all callbacks have seen, at the step where they have logged it"
-        for rec in self.recorders: rec.accum_bs += [samples]*(len(rec.losses)-len(rec.accum_bs))
+        for rec in self.recorders:
+            n = len(rec.losses)-len(rec.accum_bs)
+            rec.accum_bs += ([0]*n + [samples])[-n:]*(n > 0)  # 0: batches that were cancelled
         for cb in self.tensorboard: cb.writer.add_scalar('accumulation_batch_size', samples, self.learn.train_iter)
         for cb in self.wandb:
             rate = samples/(time.perf_counter()-cb.ti_batch)  # it has taken the last loader batch for the window

@@ -28,7 +28,7 @@ class MemorySaver:
     def take_less(self, runner:Runner, elements:int)->str|None: "Take less memory from now on: how; None if it cannot"
     def has_run(self, runner:Runner, elements:int, is_largest:bool): "A batch has run"
 
-# %% ../../nbs/memory/03_retry.ipynb #43bc5317
+# %% ../../nbs/memory/03_retry.ipynb #ec400f38
 class Undo:
     """What a loader batch moves, to put it back: the state of model, loss and random generators, the window, gradients.
     Those of the window's earlier batches stand aside, so that the batch begins without any"""
@@ -51,14 +51,14 @@ class Undo:
         runner.check.micro_batches = [*runner.check.micro_batches]  # not the list that is put back
         for p in [*self.fresh, *[p for p,_ in self.aside]]: p.grad = None
         if self.sums is not None: window.sums = {}
-        runner.is_mixed,runner.untouched = False,Untouched(runner.params)
+        runner.is_mixed,runner.untouched = False,Untouched(runner.watched)
 
     def forget(self):
         "Forget the batch: its gradient, and that it counts"
         self.runner.learn.opt.zero_grad()
         self.begin()
 
-# %% ../../nbs/memory/03_retry.ipynb #0da8c55b
+# %% ../../nbs/memory/03_retry.ipynb #ba987838
 @patch
 def forget(self:MemorySaver): "Other weights are trained: what did not fit may fit now"
 
@@ -82,7 +82,7 @@ def join(self:Undo):
     if self.sums is not None:
         for p,g in window.sums.items(): self.sums[p] = self.sums[p]+g if p in self.sums else g
         window.sums = self.sums
-    self.runner.untouched = Untouched(self.runner.params)
+    self.runner.untouched = Untouched(self.runner.watched)
 
 # %% ../../nbs/memory/03_retry.ipynb #6896998f
 class UntilItFits:

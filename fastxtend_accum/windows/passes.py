@@ -56,7 +56,7 @@ def micro_batch(self:Runner, samples:int, rows:int, ends_batch:bool=True):
     learn._with_events(partial(self.backward, weight, count), 'backward', CancelBackwardException)
     if window.n_micro == n: self.no_backward(is_alone, count)
 
-# %% ../../nbs/windows/11_passes.ipynb #7222fcfd
+# %% ../../nbs/windows/11_passes.ipynb #f777380a
 @patch
 def backward(self:Runner, weight:Real|Tensor, count:Callable):
     "Weigh the loss, with what callbacks have added to it; fastai's backward pass; then the micro-batch counts"
@@ -70,7 +70,7 @@ def backward(self:Runner, weight:Real|Tensor, count:Callable):
     self.is_mixed = not self.ends_batch
     if window.sums is not None: add_in_float32(self.params, window.sums)
     if self.processes.n > 1: self.processes.note_average()
-    if window.n_micro > 1 or not self.ends_window: self.untouched = Untouched(self.params)
+    if window.n_micro > 1 or not self.ends_window: self.untouched = Untouched(self.watched)
 
 @patch
 def no_backward(self:Runner, is_alone:bool, count:Callable):

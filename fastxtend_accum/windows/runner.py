@@ -103,7 +103,7 @@ def drop(self:Runner):
     self.is_mixed = False
     enable_sync(self.learn.model)
 
-# %% ../../nbs/windows/10_runner.ipynb #1db17cb5
+# %% ../../nbs/windows/10_runner.ipynb #b756c4be
 # A window, from top to bottom
 
 @patch
@@ -141,6 +141,7 @@ def run_batch(self:Runner, tell:Callable|None=None)->bool:
     except CancelBatchException:
         if self.is_mixed: self.drop()
         if self.dl.taken: self.dl.taken.pop()
+        self.window.cancelled += self.dl.size
     return self.is_in
 
 # %% ../../nbs/windows/10_runner.ipynb #b1ae6627
@@ -163,7 +164,7 @@ def tell(self:Runner, event:str, *also:str):
     for cb in self.learn.cbs.sorted('order'):
         if cb.order < Recorder.order and has(cb, event) and all(has(cb, o) for o in also): cb(event)
 
-# %% ../../nbs/windows/10_runner.ipynb #92cc262f
+# %% ../../nbs/windows/10_runner.ipynb #b55d2433
 @patch
 def begin(self:Runner):
     "Note what the window needs of this moment"
@@ -175,7 +176,8 @@ def begin(self:Runner):
     self.own = [p for o in others for pg in o.param_groups for p in pg['params']]
     self.own += getattr(learn.loss_func, 'parameters', list)()
     self.opt,self.lists = learn.opt,lists
-    self.params = [*dict.fromkeys([*params_in(learn.opt), *learn.model.parameters(), *self.own])]
+    self.watched = [*dict.fromkeys([*params_in(learn.opt), *learn.model.parameters()])]
+    self.params = [*dict.fromkeys([*self.watched, *self.own])]
     self.has_half = any(p.dtype in half for p in self.params)
 
 @patch
@@ -184,7 +186,7 @@ def run_others(self:Runner)->bool:
     that is skipped is followed by the next in its place. Gives whether there was a step before the end of the epoch"""
     learn,dl = self.learn,self.dl
     while True:
-        while not self.window.is_full and dl.fetch(): self.run_batch(self.tell)
+        while not (self.window.is_full or self.window.is_cancelled) and dl.fetch(): self.run_batch(self.tell)
         if not self.window.samples or self.is_cut_off: return False
         if not (why := self.end_window()): return True
         if is_skipped := why == nonfinite:

@@ -16,7 +16,7 @@ from .runner import *
 # %% auto #0
 __all__ = ['scales_loss']
 
-# %% ../../nbs/windows/12_step.ipynb #6558a661
+# %% ../../nbs/windows/12_step.ipynb #bd926720
 @patch
 def end_window(self:Runner)->str|None:
     "The step of the window, as fastai takes it for a batch; gives why there is none"
@@ -28,7 +28,7 @@ def end_window(self:Runner)->str|None:
             self.n_ended,self.dl.taken = self.n_ended+1,None
         else:
             learn.opt.zero_grad()  # the mean of nothing may be NaN
-            window.unit,self.untouched,self.dl.by_samples = None,Untouched(self.params),True  # longer than planned
+            window.unit,self.untouched,self.dl.by_samples = None,Untouched(self.watched),True  # longer than planned
         return why
     self.is_over,self.n_ended,self.dl.taken = True,self.n_ended+1,None
     if not window.n_micro: return None
