@@ -74,7 +74,7 @@ class GradientCache(WindowCallback, Halves):
 
     def samples(self, n:int, elements:int)->int: return super().samples(n, elements) if self.adapts else self.micro_bs
 
-# %% ../nbs/04_cache.ipynb #4465d572
+# %% ../nbs/04_cache.ipynb #8427d60f
 @patch
 def n_samples(self:GradientCache, runner:Runner)->int:
     "Rows of the present batch that the module sees: a callback may have put several views of each sample into it"
@@ -106,7 +106,7 @@ def context(self:GradientCache, runner:Runner, elements:int):
                              "several rows of each sample, set rows to their number, such as rows=2")
         moves,again = None if self.differs is not None else Moves(module),checkpointed(module, copied)
         samples_first = check_samples_first(module, batch, n_rows(batch, runner.dl.rows), runner.dl.size)
-        with samples_first, check_samples_first(module, (args, kwargs), n):
+        with samples_first, check_samples_first(module, (args, kwargs), n, runner.dl.size):
             res = forward_in_micro_batches(again, args, kwargs, cuts(n, most), self.owners, last)
         if self.last: self.last[1].extend(tensors_in(res))
         if moves: self.differs = runner.differs = moves.differs(most)
