@@ -24,11 +24,11 @@ from .logging import *
 # %% auto #0
 __all__ = ['GradientAccumulation']
 
-# %% ../nbs/00_accumulation.ipynb #8f2d79aa
+# %% ../nbs/00_accumulation.ipynb #437bf7ec
 class GradientAccumulation(WindowCallback):
     "Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size"
     def __init__(self,
-        accum_bs:int|None=None, # Samples in a window of all processes; None: 32, or a loader batch if that is split
+        accum_bs:int|None=None, # Samples in a window of all processes; None: 32, or one loader batch if it is split
         n_acc:int|None=None, # fastai's name for `accum_bs`: pass one of them
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, loader batches (False)
         micro_batch_size:int|str|None=None, # Samples the model sees at a time; 'auto': what fits; None: a loader batch

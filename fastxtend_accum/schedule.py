@@ -39,7 +39,7 @@ def fraction_of_fit(name:str, point:Numeric, n_epoch:float=math.inf)->float:
 def check_order(start:Numeric, finish:Numeric):
     if start > finish: raise ValueError(f"start={start} is after finish={finish}: use a start of at most {finish}")
 
-# %% ../nbs/01_schedule.ipynb #1f720966
+# %% ../nbs/01_schedule.ipynb #fb5cbf3c
 class GradientAccumulationSchedule(GradientAccumulation):
     "`GradientAccumulation` with a batch that changes from `start_accum_bs` to `final_accum_bs` samples"
     @delegates(GradientAccumulation.__init__, but=['accum_bs','n_acc'])
@@ -52,7 +52,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, loader batches (False)
         micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': what fits
         *,
-        remainder:str|None=None, # Incomplete last window: 'step', 'carry' or 'drop'; None: 'carry' if the model may
+        remainder:str|None=None, # Incomplete last window: 'step', 'carry' or 'drop'; None: 'carry' without a `reset`
         scale:dict[str,Callable]|None=None, # Rules `f(value, ratio)` by hyper-parameter, such as `{'lr':sqrt_scale}`
         **kwargs, # Others of `GradientAccumulation`
     ):

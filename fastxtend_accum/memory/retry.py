@@ -84,7 +84,7 @@ def join(self:Undo):
         window.sums = self.sums
     self.runner.untouched = Untouched(self.runner.watched)
 
-# %% ../../nbs/memory/03_retry.ipynb #6896998f
+# %% ../../nbs/memory/03_retry.ipynb #913eba9d
 class UntilItFits:
     "The `passes` of a loader batch, in the contexts of `savers`; if memory runs out, the first that can takes less"
     def __init__(self, passes:Callable, savers:list[MemorySaver]):
@@ -109,21 +109,21 @@ class UntilItFits:
 
     def run(self, runner:Runner, n:int):
         "Run the batch of `n` elements, again and again with less memory; raises NothingFits if nothing takes less"
-        undo,room = Undo(runner),[] if self.largest else room_for_step(runner.learn.opt)
         had_fit = False  # as many elements, at the same level
-        try:
-            with runner.processes.no_messages():
+        with runner.processes.no_messages():
+            undo,room = Undo(runner),[] if self.largest else room_for_step(runner.learn.opt)
+            try:
                 while error := self.attempt(runner, n):
                     undo.put_back(error)
                     had_fit = had_fit or n <= self.ran.get(self.levels(), 0)
                     how = first(filter(None, (o.take_less(runner, n) for o in self.adapting)))
                     if not how: raise NothingFits(self.adapting[-1].remedy(runner)) from error
                     free_memory()
-            if had_fit: warn(f"out of memory in training: from now on, {how}")
-        except CancelBatchException:
-            undo.forget()
-            raise
-        finally: undo.join()
+            except CancelBatchException:
+                undo.forget()
+                raise
+            finally: undo.join()
+        if had_fit: warn(f"out of memory in training: from now on, {how}")
 
 # %% ../../nbs/memory/03_retry.ipynb #fdfeb69d
 @patch
