@@ -42,7 +42,7 @@ class Runner:
 nonfinite = ("skipped a step: its gradient has NaN or infinity. Later ones are skipped without a warning; "
              "n_skipped counts them")
 
-# %% ../../nbs/windows/10_runner.ipynb #bc805dcb
+# %% ../../nbs/windows/10_runner.ipynb #c0015514
 # The epoch, which fastai loops over
 
 @patch
@@ -63,7 +63,8 @@ def epoch(self:Runner)->Iterator:
             before = learn.pct_train,learn.train_iter
             try: yield dl.batch
             finally: self.after_batch(*before)
-        if self.is_filling and not self.is_cut_off: self.end_window()  # with log_accum_batch=False
+        is_due = self.is_filling and not (self.is_cut_off or self.is_removed)  # with log_accum_batch=False
+        if is_due: self.end_window()
         dl.end()
     finally:  # Python closes this generator, however fastai's loop ends
         if self.is_filling: self.drop()
@@ -103,13 +104,14 @@ def drop(self:Runner):
     self.is_mixed = False
     enable_sync(self.learn.model)
 
-# %% ../../nbs/windows/10_runner.ipynb #b756c4be
+# %% ../../nbs/windows/10_runner.ipynb #7674a791
 # A window, from top to bottom
 
 @patch
 def __call__(self:Runner):
     "Run the window that begins with the present batch; fastai calls this between `before_batch` and `after_batch`"
     learn,dl = self.learn,self.dl
+    if self.is_removed and self.is_filling: self.drop()
     if self.is_removed or learn.dl not in (dl, None): return own_batch(learn)  # None: after an export
     loss,log = learn.loss,self.cb.log_accum_batch
     try:

@@ -85,7 +85,7 @@ def put(o, value):
     elif f := getattr(o, 'setstate', None) or getattr(o, 'set_state', None): f(value)
     else: o.bit_generator.state = value
 
-# %% ../../nbs/windows/01_state.ipynb #9dfbcbda
+# %% ../../nbs/windows/01_state.ipynb #dabac2b8
 class Snapshot:
     "What `objects` hold and a pass can move, and the random generators; of what is `given`, tensors are not copied"
     def __init__(self, *objects, given:tuple=()):
@@ -104,10 +104,14 @@ class Snapshot:
         own = {id(o):value.clone() for o,value in self.copies if isinstance(o, Tensor)}
         states = [(o, value) for o,value in self.copies if not isinstance(o, Tensor)]
         self.outside = [(o, content(o)) for o,_ in states]
-        for o,value in states:
-            if isinstance(o, dict): value = {k:own.get(id(v), v) for k,v in value.items()}
-            elif isinstance(o, _containers): value = [own.get(id(v), v) for v in value]
-            put(o, value)
+        try:
+            for o,value in states:
+                if isinstance(o, dict): value = {k:own.get(id(v), v) for k,v in value.items()}
+                elif isinstance(o, _containers): value = [own.get(id(v), v) for v in value]
+                put(o, value)
+        except BaseException:  # such as Ctrl-C
+            self.__exit__()
+            raise
     def __exit__(self, *args):
         for o,value in self.outside: put(o, value)
         self.outside = None
