@@ -2,8 +2,8 @@
 
 About 40 minutes on two cores, on which nothing else should run. `--quick` only counts, and writes nothing: what CI can
 do. `--learners` measures only fastai's learners, on a GPU if there is one, `--ways` only what ActivationCheckpointing
-costs, `--costs` only what the callbacks add with two optimizers, `--lengths` only texts of many lengths; these leave
-the rest of `results.json` as it is."""
+costs, `--costs` only what the callbacks add with two optimizers, `--lengths` only texts of many lengths,
+`--comparison` only what other callbacks give; these leave the rest of `results.json` as it is."""
 import argparse, json, os, platform, subprocess, sys
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -30,12 +30,15 @@ def gather(into, new):
     "Add the figures of a round to the lists of those before"
     for k,v in new.items(): into.setdefault(str(k), []).append(v)
 
-def missing():
-    "The packages that are not installed"
+def missing(names=packages):
+    "Those of the packages `names` that are not installed"
     def is_missing(name):
         try: version(name)
         except PackageNotFoundError: return True
-    return [o for o in packages if is_missing(o)]
+    return [o for o in names if is_missing(o)]
+
+def needs(*names):
+    if missing(names): sys.exit(f"not installed: {', '.join(missing(names))}; pip install -e '.[bench]'")
 
 def machine():
     "What it was run on"
@@ -60,6 +63,10 @@ def ways(rounds):
     measured without the rest"""
     return dict(machine=machine(), rounds=rounds, models={o:measure('ways', o, rounds) for o in report.way_models})
 
+def comparison():
+    "What other callbacks give; with the machine, since it may be measured without the rest"
+    return dict(machine=machine(), callbacks=measure('comparison', '-'))
+
 def part(kind, rounds):
     "All figures of a kind, from one process; with the machine, since they may be measured without the rest"
     return dict(machine=machine(), rounds=rounds, **measure(kind, '-', rounds))
@@ -82,7 +89,7 @@ def full(rounds):
     for case,peaks in results['memory'].items():
         for n in batch_sizes: peaks[str(n)] = measure('memory', case, n)['megabytes']
     parts = {kind:part(kind, rounds) for kind in ('costs', 'lengths')}
-    return results | dict(learners=learners(rounds, {}), ways=ways(rounds), **parts)
+    return results | dict(learners=learners(rounds, {}), ways=ways(rounds), comparison=comparison(), **parts)
 
 def main():
     parser = argparse.ArgumentParser('python -m benchmarks', description=__doc__)
@@ -92,6 +99,7 @@ def main():
     parser.add_argument('--ways', action='store_true', help="measure only ActivationCheckpointing")
     parser.add_argument('--costs', action='store_true', help="measure only what the callbacks add, with two optimizers")
     parser.add_argument('--lengths', action='store_true', help="measure only texts of many lengths")
+    parser.add_argument('--comparison', action='store_true', help="measure only what other callbacks give")
     args = parser.parse_args()
     if args.quick:
         results = dict(counts={o:measure('counts', o) for o in report.labels if o not in packages or o == 'fastai'})
@@ -109,8 +117,11 @@ def main():
         print(report.ways_table(results).to_string(), report.ways_in_words(results), sep='\n\n')
     for kind in ('costs',)*args.costs + ('lengths',)*args.lengths:
         print(getattr(report, f'{kind}_table')(keep(kind, part(kind, args.rounds))).to_string())
-    if args.learners or args.ways or args.costs or args.lengths: return
-    if missing(): sys.exit(f"not installed: {', '.join(missing())}; pip install -e '.[bench]'")
+    if args.comparison:
+        needs('fastxtend')
+        print(report.comparison_table(keep('comparison', comparison())))
+    if args.learners or args.ways or args.costs or args.lengths or args.comparison: return
+    needs(*packages)
     results = full(args.rounds)
     file.write_text(json.dumps(results, indent=1)+'\n')
     for name,picture in report.pictures.items(): picture(results).savefig(here/f'{name}.png', dpi=110)

@@ -1,6 +1,6 @@
-"""What the table "Other callbacks" of the page Evidence compares: 8 x 32 samples in a step against batches of 256, with this package's callback, fastai's,
-fastxtend's and one of one's own"""
-import json, os, subprocess, sys, tempfile
+"""8 x 32 samples in a step against batches of 256: with this package's callback, fastai's, fastxtend's, and one of
+one's own. `report.comparison_labels` says what each figure is"""
+import os, re, subprocess, sys
 from pathlib import Path
 
 from fastai.basics import *
@@ -10,8 +10,11 @@ from fastxtend.callback.gradaccum import GradientAccumulation as Fastxtends
 from fastxtend_accum.all import *
 from fastxtend_accum.demo import weight_difference
 
+from .report import contestants
+
 class TwentyLines(Callback):
-    "What people write who need no package: one learning rate a window, the loss divided by `k`, a step for what an epoch has left"
+    """What people write who need no package: one learning rate a window, the loss divided by `k`, a step for what an
+    epoch has left"""
     order,run_valid = ParamScheduler.order+1,False
     def __init__(self, k): self.k = k
     def before_train(self): self.n = 0
@@ -24,19 +27,18 @@ class TwentyLines(Callback):
     def after_backward(self):
         if self.n%self.k and self.n < self.n_iter: raise CancelBatchException
 
-names = dict(ours='GradientAccumulation', fastai="fastai's", fastxtend="fastxtend's", own='20 lines of your own')
-
 def callback(name, accum_bs, bs):
-    "The callback `name` for `accum_bs` samples of one process in a window, and a loader that yields `bs`"
-    return dict(ours=lambda: GradientAccumulation(accum_bs*num_distrib() if num_distrib() else accum_bs), fastai=lambda: Fastais(accum_bs),
+    "The callback `name` for `accum_bs` samples of each process in a window, and a loader that yields `bs`"
+    return dict(ours=lambda: GradientAccumulation(accum_bs*max(num_distrib(), 1)), fastai=lambda: Fastais(accum_bs),
                 fastxtend=lambda: Fastxtends(accum_bs, drop_last=False), own=lambda: TwentyLines(accum_bs//bs))[name]()
 
-def fit(samples, bs, cbs, n_epoch=1, model=None, loss_func=F.mse_loss, lr=1e-2, one_cycle=False, opt_func=Adam):
+def small_model(): return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+
+def fit(samples, bs, cbs, n_epoch=1, model=small_model, loss_func=F.mse_loss, lr=1e-2, method='fit', opt_func=Adam):
     torch.manual_seed(42)
-    model = model() if model else nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
     dls = DataLoaders(DataLoader(samples, bs=bs), DataLoader(samples[:bs], bs=bs))
-    learn = Learner(dls, model, loss_func, opt_func=opt_func, cbs=cbs)
-    with learn.no_bar(), learn.no_logging(): getattr(learn, 'fit_one_cycle' if one_cycle else 'fit')(n_epoch, lr)
+    learn = Learner(dls, model(), loss_func, opt_func=opt_func, cbs=cbs)
+    with learn.no_bar(), learn.no_logging(): getattr(learn, method)(n_epoch, lr)
     return learn
 
 def regression(n):
@@ -44,24 +46,27 @@ def regression(n):
     x = torch.randn(n, 5, generator=g)
     return list(zip(x, x.sum(1, keepdim=True)+torch.randn(n, 1, generator=g)))
 
-def off(name, n):
-    "The largest difference of a weight from batches of 256, with epochs of `n` samples"
-    large,small = (fit(regression(n), bs, cbs, 3, one_cycle=True) for bs,cbs in ((256, None), (32, callback(name, 256, 32))))
-    return weight_difference(large, small)
+def weights_off(name, n):
+    "The largest difference of a weight from batches of 256, after three epochs of `n` samples"
+    def run(bs, cb): return fit(regression(n), bs, cb, 3, method='fit_one_cycle')
+    return weight_difference(run(256, None), run(32, callback(name, 256, 32)))
 
 class KeepGrad(Callback):
+    "Keeps the gradient of the last step"
     order = 70
     def before_step(self): self.grad = torch.cat([p.grad.flatten().float() for p in self.model.parameters()])
 
 def padded(name):
     "The relative error of the gradient of four texts with 5, 123, 6 and 125 tokens, one at a time"
     g = torch.Generator().manual_seed(42)
-    inputs,targets = torch.randint(20, (4, 125), generator=g),torch.randint(10, (4, 125), generator=g)
+    inputs,targets = (torch.randint(n, (4, 125), generator=g) for n in (20, 10))
     for row,n in zip(targets, (5, 123, 6, 125)): row[n:] = -100
     def model(): return nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 10))
-    one,four = (fit(list(zip(inputs, targets)), bs, [KeepGrad(), *L(cb)], model=model, loss_func=CrossEntropyLossFlat()).keep_grad.grad
-                for bs,cb in ((4, None), (1, callback(name, 4, 1))))
-    return ((one-four).norm()/one.norm()).item()
+    def grad(bs, *cbs):
+        samples,cbs = list(zip(inputs, targets)),[KeepGrad(), *cbs]
+        return fit(samples, bs, cbs, model=model, loss_func=CrossEntropyLossFlat()).keep_grad.grad
+    whole,one_at_a_time = grad(4),grad(1, callback(name, 4, 1))
+    return ((whole-one_at_a_time).norm()/whole.norm()).item()
 
 class Times(nn.Module):
     "One bfloat16 weight, whose gradient is the mean of the inputs"
@@ -72,44 +77,49 @@ class Times(nn.Module):
 
 def ones(name):
     "The mean of 512 bfloat16 gradients of 1"
-    ds = [(torch.ones(1, dtype=torch.bfloat16), torch.zeros(1))]*512
-    return fit(ds, 1, [KeepGrad(), callback(name, 512, 1)], model=Times, loss_func=lambda pred,targ: pred.float().mean(), lr=0., opt_func=SGD).keep_grad.grad.item()
+    samples = [(torch.ones(1, dtype=torch.bfloat16), torch.zeros(1))]*512
+    learn = fit(samples, 1, [KeepGrad(), callback(name, 512, 1)], model=Times, lr=0., opt_func=SGD,
+                loss_func=lambda pred, targ: pred.float().mean())
+    return learn.keep_grad.grad.item()
 
 class Log(Callback):
-    "A logger that no table names"
+    "A logger of one's own"
     order,n,run_valid = 60,0,False
     def after_batch(self): self.n += 1
 
-def entries(name): return fit(regression(1280), 32, [Log(), callback(name, 256, 32)], 3).log.n
+def entries(name):
+    "How often a logger writes in 15 steps"
+    return fit(regression(1280), 32, [Log(), callback(name, 256, 32)], 3).log.n
 
 def syncs(name):
     "How often two processes average their gradients in a step of 8 x 32 samples, four batches from each"
-    script = f'import benchmarks.comparison as o; o.count_syncs({name!r})'
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder)/'run.py').write_text(script)
-        command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', f'{folder}/run.py']
-        run = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, 'OMP_NUM_THREADS':'1', 'PYTHONPATH':str(Path(__file__).parents[1])})
-    found = re.search(r'syncs: (\S+)', run.stdout)
-    assert found, run.stderr[-2000:]
+    torchrun = ['torch.distributed.run', '--standalone', '--nproc-per-node', '2', '-m', 'benchmarks.comparison', name]
+    run = subprocess.run([sys.executable, '-m', *torchrun], cwd=Path(__file__).parents[1], timeout=600,
+                         capture_output=True, text=True, env=os.environ | {'OMP_NUM_THREADS':'1'})
+    if not (found := re.search(r'syncs: (\S+)', run.stdout)): raise RuntimeError(run.stderr[-2000:])
     return float(found[1])
 
 def count_syncs(name):
+    "What each of the two processes does"
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     dist.init_process_group('gloo')
     n = []
-    def count(state, bucket): n.append(1); return allreduce_hook(None, bucket)
-    def wrapped():
+    def count(state, bucket):
+        n.append(1)
+        return allreduce_hook(None, bucket)
+    def model():
         model = nn.parallel.DistributedDataParallel(nn.Linear(5, 1))
         model.register_comm_hook(None, count)
         return model
-    fit(regression(1280)[dist.get_rank()::2], 32, callback(name, 128, 32), model=wrapped)
-    if not dist.get_rank(): print(f'syncs: {len(n)/5}', flush=True)
+    fit(regression(1280)[rank_distrib()::2], 32, callback(name, 128, 32), model=model)
+    if not rank_distrib(): print(f'syncs: {len(n)/5}', flush=True)
     time.sleep(1)  # https://github.com/pytorch/pytorch/issues/190489
     dist.destroy_process_group()
 
-def comparison():
+def measure():
     "All figures, by callback"
-    return {name:dict(whole=off(name, 1280), ragged=off(name, 1400), padded=padded(name), ones=ones(name), syncs=syncs(name), entries=entries(name)) for name in names}
+    return {name:dict(whole=weights_off(name, 1280), ragged=weights_off(name, 1400), padded=padded(name),
+                      ones=ones(name), syncs=syncs(name), entries=entries(name)) for name in contestants}
 
-if __name__ == '__main__': print(json.dumps(comparison()))
+if __name__ == '__main__': count_syncs(*sys.argv[1:])

@@ -108,6 +108,10 @@ def ways(case, rounds):
     from .ways import measure
     return measure(case, rounds)
 
+def comparison(case, size):
+    from .comparison import measure
+    return measure()
+
 def costs(case, rounds):
     from .costs import measure
     return measure(rounds)
@@ -116,8 +120,8 @@ def lengths(case, rounds):
     from .lengths import measure
     return measure(rounds)
 
-kinds = dict(ways=ways, costs=costs, lengths=lengths, device=device, learners=learners, time=time_case,
-             windows=time_windows, stack=time_stack, loading=time_loading, division=time_division,
+kinds = dict(ways=ways, comparison=comparison, costs=costs, lengths=lengths, device=device, learners=learners,
+             time=time_case, windows=time_windows, stack=time_stack, loading=time_loading, division=time_division,
              memory=peak_memory, counts=count_case)
 
 def main(kind, case, size='0'):

@@ -48,7 +48,7 @@ def run_on(results):
     m,base = results['machine'],results['time']['plain']['1']
     packages = ', '.join(f'{k} {v}' for k,v in m['packages'].items())
     return (f"{m['cpu']}, {m['cores']} cores, {m['system']}, Python {m['python']}, {m['date']}\n{packages}\n"
-            f"rounds: {results['rounds']}; the Learner without accumulation took {spread(base, 0)} us per micro-batch")
+            f"rounds: {results['rounds']}; the Learner without accumulation took {spread(base, 0)} us per loader batch")
 
 learner_names = 'resnet34','convnext','unet','text','language','tabular','contrastive'
 learner_kinds = dict(checkpointing='as needed', all_blocks='all blocks', offloaded='offloaded', split='quarters')
@@ -148,6 +148,24 @@ def lengths_table(results):
         time = spread([a/b for a,b in zip(o['times'][k], o['times']['whole'])])
         return {'passes, first epoch':o['first'][k], 'passes, later':o['passes'][k], 'time':time}
     return pd.DataFrame({name:row(k) for k,name in names.items()}).T
+
+contestants = dict(ours='GradientAccumulation', fastai="fastai's", fastxtend="fastxtend's", own='20 lines of your own')
+comparison_labels = dict(whole=('weights off, whole windows', '.0e'), ragged=('weights off, ragged epochs', '.0e'),
+                         padded=('gradient off, padded texts', '.0%'),
+                         ones=('mean of 512 bfloat16 gradients of 1', 'g'),
+                         syncs=('syncs per step, two processes', 'g'),
+                         entries=("entries of another's logger, 15 steps", 'g'))
+
+class Markdown(str):
+    "Text that a notebook shows as Markdown"
+    def _repr_markdown_(self): return str(self)
+
+def comparison_table(results):
+    "What `comparison.py` has found: a row for each figure, and a column for each callback, in Markdown"
+    found = results['comparison']['callbacks']
+    rows = [['', *(contestants[o] for o in found)], ['---']*(len(found)+1)]
+    rows += [[label, *(f'{o[k]:{form}}' for o in found.values())] for k,(label,form) in comparison_labels.items()]
+    return Markdown('\n'.join(f"| {' | '.join(o)} |" for o in rows))
 
 def memory_saved(results):
     "The two ends of the curves, in words"

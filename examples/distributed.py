@@ -31,7 +31,7 @@ def fit(learn):
 def weights(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
 
 def one_process_order(n, window=64):
-    "Each of `n` processes has a contiguous share of the samples; a window takes a piece of every share"
+    "Each of `n` processes has a contiguous share of the samples; a window takes some of every share"
     return torch.tensor(train).view(n, -1, window//n).transpose(0, 1).flatten().tolist()
 
 n = max(1, num_distrib())

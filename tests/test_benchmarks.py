@@ -35,11 +35,24 @@ def test_stored_figures():
     cells = {'plain 1', *(f'{kind} {k}' for kind,ks in costs.sizes.items() for k in ks)}
     for o in results['costs']['by_opt'].values(): assert set(o) == cells
     assert list(results['counts']) == list(report.labels)
+    found = results['comparison']['callbacks']
+    assert list(found) == list(report.contestants)
+    assert all(list(o) == list(report.comparison_labels) for o in found.values())
+    assert max(found['ours'][o] for o in ('whole', 'ragged', 'padded')) < 1e-6 < 1e-3 < found['fastai']['whole']
 
 @pytest.mark.parametrize('table,n', [('learners', 7), ('ways', 3), ('lengths', 4), ('costs', 7), ('', 10)])
 def test_tables(table, n):
     res = getattr(report, f'{table}_table'.strip('_'))(results)
     assert len(res) == n and not res.isna().any().any()
+
+def test_table_of_other_callbacks():
+    "In Markdown, with a row for each figure and a column for each callback"
+    table = report.comparison_table(results)
+    assert table._repr_markdown_() == table
+    lines = table.splitlines()
+    assert len(lines) == 2+len(report.comparison_labels)
+    assert {o.count('|') for o in lines} == {2+len(report.contestants)}
+    assert lines[-1].endswith('| 15 | 120 | 120 | 120 |')
 
 @pytest.mark.parametrize('name', report.pictures)
 def test_pictures(name):
@@ -47,16 +60,21 @@ def test_pictures(name):
     assert fig.axes[0].lines and fig.axes[0].get_xlabel()
     plt.close(fig)
 
-def test_an_option_measures_its_part_alone(tmp_path, monkeypatch, capsys):
-    figures = {k:results['lengths'][k] for k in ('times', 'passes', 'batches')}
-    figures['first'] = dict.fromkeys(figures['times'], 12345)
+times,callbacks = results['lengths']['times'],results['comparison']['callbacks']
+
+@pytest.mark.parametrize('kind,measured,figures', [
+    ('lengths', ('lengths', '-', 2), dict(times=times, passes=results['lengths']['passes'], batches=48,
+                                          first=dict.fromkeys(times, 12345))),
+    ('comparison', ('comparison', '-'), {k:o | dict(entries=12345) for k,o in callbacks.items()})])
+def test_an_option_measures_its_part_alone(kind, measured, figures, tmp_path, monkeypatch, capsys):
     (tmp_path/'results.json').write_text(json.dumps(results))
     monkeypatch.setattr(command, 'here', tmp_path)
-    monkeypatch.setattr(command, 'measure', lambda *args: figures if args == ('lengths', '-', 2) else None)
-    monkeypatch.setattr(sys, 'argv', ['benchmarks', '--lengths', '--rounds', '2'])
+    monkeypatch.setattr(command, 'needs', lambda *names: None)
+    monkeypatch.setattr(command, 'measure', lambda *args: figures if args == measured else None)
+    monkeypatch.setattr(sys, 'argv', ['benchmarks', f'--{kind}', '--rounds', '2'])
     command.main()
     now = json.loads((tmp_path/'results.json').read_text())
-    assert now['lengths'].items() >= figures.items() and now == results | dict(lengths=now['lengths'])
+    assert now[kind].get('callbacks', now[kind]).items() >= figures.items() and now == results | {kind:now[kind]}
     assert '12345' in capsys.readouterr().out
 
 def test_page_shows_the_stored_figures():

@@ -10,7 +10,7 @@ gpu = 'cuda'
 
 @pytest.fixture(scope='module', autouse=True)
 def cuda():
-    "Without a GPU there is one message, and nothing that looks like success"
+    "Without a GPU there is one message, and no success"
     if not torch.cuda.is_available():
         pytest.exit('pytest -m gpu needs a GPU, and torch.cuda.is_available() is False here', returncode=1)
     torch.backends.cudnn.deterministic,torch.backends.cudnn.benchmark = True,False
@@ -132,8 +132,9 @@ def state_after(name, *cbs, amp=None, n_epoch=1, **kwargs):
     learn.model = nn.Sequential(nn.Dropout(.3), learn.model, nn.Dropout(.3))
     set_seed(1)
     fit(learn, n_epoch, 1e-2)
-    assert_moved(name, learn, pixels=64)
-    return [*[o.cpu() for o in learn.model.state_dict().values()], torch.cuda.get_rng_state()]
+    state = [*[o.cpu() for o in learn.model.state_dict().values()], torch.cuda.get_rng_state()]
+    assert_moved(name, learn, pixels=64)  # seeds
+    return state
 
 @pytest.mark.parametrize('amp', [None,'fp16','bf16'])
 @pytest.mark.parametrize('runs_out', [False,True])
@@ -160,7 +161,7 @@ def test_all_blocks_are_the_plain_fit_in_less_memory(name):
 
 @pytest.mark.parametrize('amp', ['fp16','bf16'])
 def test_mixed_precision(amp):
-    "'auto' is the size that fits; sizes are tried under autocast"
+    "'auto' is the size that fits; all sizes run under autocast"
     seen = []
     class Room(Callback):
         def after_pred(self):

@@ -24,10 +24,10 @@ def broadcast_on_cpu(self, t, rank):
 DistributedDL._broadcast = broadcast_on_cpu
 
 class Traffic(Callback):
-    "Notes what the processes exchange in training: DDP's buckets, and the rest"
+    "What the processes exchange in training: DDP's buckets, and the rest"
     order = DistributedTrainer.order+1
     def before_fit(self):
-        self.buckets,self.others,self.passes = [],[],0
+        self.buckets,self.others,self.held,self.passes = [],[],[],0
         if isinstance(self.model, DistributedDataParallel): self.model.register_comm_hook(None, self.bucket)
         self.original,dist.all_reduce = dist.all_reduce,self.all_reduce
     def before_backward(self): self.passes += 1
@@ -37,6 +37,8 @@ class Traffic(Callback):
     def all_reduce(self, o, *args, async_op=False, **kwargs):
         if not async_op: self.others.append(o.nbytes)  # the communication hook's are
         return self.original(o, *args, async_op=async_op, **kwargs)
+    def after_train(self): self.held += [o.clone() for o in self.model.buffers()]
+    after_validate = after_train
     def after_fit(self): dist.all_reduce = self.original
 
 @contextmanager
@@ -57,7 +59,7 @@ def train(learn, method='fit', **kwargs):
     with learn.no_logging(), together(learn, **kwargs): getattr(learn, method)(2, .1)
     rec,adapted = learn.recorder,[getattr(cb, o) for cb in learn.cbs for o in ('micro_bs','level') if hasattr(cb, o)]
     weights = whole_weights(learn.model)
-    return dict(weights=weights, moved=(weights-before).abs().max(), buffers=[o.clone() for o in learn.model.buffers()],
+    return dict(weights=weights, moved=(weights-before).abs().max(), buffers=traffic.held,
                 losses=losses(learn), lrs=rec.lrs, accum_bs=getattr(rec, 'accum_bs', None), adapted=adapted,
                 grads=sum(float(g.abs().sum()) for g in grads(learn)), buckets=traffic.buckets, others=traffic.others)
 
@@ -70,12 +72,13 @@ def error(*cbs, **kwargs):
     try: small(*cbs, **kwargs)
     except ValueError as e: return str(e).splitlines()[-1].strip()
 
+TorchSGD = partial(OptimWrapper, opt=torch.optim.SGD)
+
 def shard(m): return fully_shard(m, mesh=init_device_mesh('cpu', (W,)))
 
-def sharded(cb, **kwargs):
-    m = model()
+def sharded(cb, m):
     for o in m: shard(o)
-    return small(cb, m=shard(m), in_ctx=False, **kwargs)
+    return small(cb, m=shard(m), in_ctx=False)
 
 class SkipBatch(Callback):
     "Cancels loader batch `nth` of each epoch, at `event`"
@@ -121,15 +124,16 @@ def limited_tokens(**kwargs):
 class SumLoss(nn.MSELoss):
     def forward(self, pred, targ): return super().forward(pred, targ).float()/64
 
-class NanOnce:
-    "A loss that is NaN in one process, at its sixth batch"
-    n = 0
-    def __call__(self, pred, targ):
-        self.n += 1
-        return mse(pred, targ)*(math.nan if rank == 1 and self.n == 6 else 1)
+def nan_once():
+    "A model with a NaN in the gradient of one row, in one process, at its sixth batch"
+    m,n = model(),itertools.count(1)
+    def hook(m, args, out):
+        if m.training and rank == 1 and next(n) == 6: out.register_hook(lambda g: g*tensor([math.nan] + [1]*7))
+    m[0].register_forward_hook(hook)
+    return m
 
 def spread(pred, targ):
-    "Compares the samples of a process"
+    "Compares samples"
     return ((pred-pred.mean(0))**2).mean().float() + mse(pred, targ)
 
 def whole(*cbs, **kwargs): return small(*cbs, bs=16, loss_func=spread, **kwargs)
@@ -184,7 +188,7 @@ def over_processes(*tensors):
     return o/W
 
 class Synced(torch.autograd.Function):
-    "As PyTorch's function of nn.SyncBatchNorm, in both passes of which the processes wait for each other"
+    "As nn.SyncBatchNorm's: in both passes, the processes wait for each other"
     @staticmethod
     def forward(ctx, x):
         mean,sqr_mean = over_processes(x, x**2)
@@ -204,7 +208,7 @@ class GlooSyncNorm(nn.SyncBatchNorm):
 sync_norm = partial(GlooSyncNorm, affine=False)
 
 def synced(f, *cbs, bs=16, m=None, opt_func=Adam):
-    "With SyncBatchNorm, for which DistributedDataParallel wants a GPU"
+    "With SyncBatchNorm, for which DDP wants a GPU"
     m = m or normed(sync_norm)
     torch.manual_seed(5)
     with unittest.mock.patch.object(DistributedDataParallel, '_passing_sync_batchnorm_handle'):
@@ -231,7 +235,7 @@ def lines(m, **kwargs):
     return said
 
 def interrupted():
-    "Whether DDP averages in each backward pass of a fit that is interrupted in mid-window, and afterwards"
+    "Whether DDP averages in each backward pass of a fit interrupted in mid-window, and afterwards"
     m,seen = DistributedDataParallel(model()),[]
     class Stop(Callback):
         def after_backward(self):
@@ -255,7 +259,7 @@ def errors():
             of_shards(ActivationCheckpointing()), synced(error, ActivationCheckpointing()), synced(error, auto())]
 
 def one_fails():
-    "One process fails in the middle of a window"
+    "One process fails in mid-window"
     class Fail(Callback):
         n = 0
         def after_backward(self):
@@ -282,13 +286,15 @@ cases = dict(
     ragged_split=lambda: small(accum(12, micro_batch_size=5), bs=12, n=101),
     auto=lambda: small(auto(), bs=16, m=unequal()), auto_later=lambda: small(auto(), bs=16, m=later()),
     find_unused_parameters=lambda: small(accum(), find_unused_parameters=True),
-    by_hand=lambda: small(accum(), m=DistributedDataParallel(model()), in_ctx=False), sharded=lambda: sharded(accum()),
+    bucket_view=lambda: small(accum(), opt_func=TorchSGD, gradient_as_bucket_view=True),
+    by_hand=lambda: small(accum(), m=DistributedDataParallel(model()), in_ctx=False),
+    sharded=lambda: sharded(accum(), model()),
     scheduled=lambda: small(GradientAccumulationSchedule(4*W, 16*W, finish=1.)),
     skip_before=lambda: small(accum(8), SkipBatch('after_pred')),
     skip_step=lambda: small(accum(8), SkipBatch('before_step')),
     skip_last=lambda: small(accum(), SkipBatch('after_pred', 96//W//4)),
-    nonfinite=lambda: small(accum(skip_nonfinite=True), loss_func=NanOnce()),
-    nonfinite_sharded=lambda: sharded(accum(skip_nonfinite=True), loss_func=NanOnce()),
+    nonfinite=lambda: small(accum(skip_nonfinite=True), m=nan_once()),
+    nonfinite_sharded=lambda: sharded(accum(skip_nonfinite=True), nan_once()),
     one_cycle=lambda: small(accum(12), n=101, method='fit_one_cycle'),
     sums=lambda: small(accum(), loss_func=SumLoss(reduction='sum')), tokens=lambda: on_tokens(nn.CrossEntropyLoss()),
     tokens_weighted=lambda: on_tokens(nn.CrossEntropyLoss(weight=tensor([1., 2., 3., .5]).double())),
