@@ -17,7 +17,7 @@ from .state import *
 # %% auto #0
 __all__ = ['Comparison', 'loss_grads', 'differ', 'compare', 'LossCheck']
 
-# %% ../../nbs/windows/06_loss_check.ipynb #bba83940
+# %% ../../nbs/windows/06_loss_check.ipynb #55befaa1
 def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype)->list[Tensor]:
     "The loss, and its gradient with respect to each of the outputs, computed in `dtype`"
     def copy(o): return o.to(torch.promote_types(o.dtype, dtype) if o.is_floating_point() else o.dtype, copy=True)
@@ -25,7 +25,7 @@ def loss_grads(loss_func:Callable, args:tuple, dtype:torch.dtype)->list[Tensor]:
     outputs = [o.requires_grad_() for o in tensors_in(pred) if o.is_floating_point()]
     loss = loss_func(each_tensor(torch.clone, pred), *targ)  # it may work in place
     grads = torch.autograd.grad(loss, outputs, materialize_grads=True)
-    return [o.as_subclass(Tensor).detach() for o in (loss, *grads)]
+    return [loss.as_subclass(Tensor).detach(), *grads]
 
 def differ(a:list[Tensor], b:list[Tensor], size:Real|Tensor=0)->Tensor:
     """How far `b` is off from `a`, each a loss (of parts as large as `size`) and gradients: the largest relative
