@@ -18,17 +18,25 @@ from ..windows.runner import *
 from .hidden_state import *
 
 # %% auto #0
-__all__ = ['replaced', 'Inputs', 'cuts', 'check_samples_first', 'MicroBatches', 'forward_in_micro_batches', 'Through']
+__all__ = ['Forward', 'replaced', 'Inputs', 'cuts', 'check_samples_first', 'MicroBatches', 'forward_in_micro_batches', 'Through']
 
-# %% ../../nbs/memory/01_micro_batches.ipynb #f29ccf91
+# %% ../../nbs/memory/01_micro_batches.ipynb #9194a72e
+class Forward:
+    "Runs `f` as the forward pass of `module`; a copy of the module has its own again"
+    def __init__(self, module:nn.Module, f:Callable): self.module,self.f = module,f
+    def __call__(self, *args, **kwargs): return self.f(*args, **kwargs)
+    def __reduce__(self): return getattr,(self.module,'forward')  # the copy has only that of its class as yet
+
 class replaced:
     "Let `o.attr` be `value` in this context; afterwards it is as before, even if `o` itself had none"
-    def __init__(self, o, attr:str, value): self.o,self.attr,self.value = o,attr,value
+    def __init__(self, o, attr:str, value):
+        self.o,self.attr,self.value = o,attr,Forward(o, value) if attr == 'forward' else value
     def __enter__(self):
         self.old = vars(self.o).get(self.attr, self)  # `self`: none
         setattr(self.o, self.attr, self.value)
     def __exit__(self, *args): delattr(self.o, self.attr) if self.old is self else setattr(self.o, self.attr, self.old)
 
+# %% ../../nbs/memory/01_micro_batches.ipynb #f64d0b34
 class Inputs:
     "The present inputs and targets of `learn`, and the values that callbacks keep for each of the `n` samples"
     def __init__(self, learn:Learner, n:int):
