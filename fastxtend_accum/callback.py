@@ -123,13 +123,14 @@ def size_at(self:WindowCallback, pct:float)->int:
     "Samples in a window that begins at `pct` of training; 1 if each batch is one"
     return self.accum_bs or 1
 
-# %% ../nbs/05_callback.ipynb #704fe7b8
+# %% ../nbs/05_callback.ipynb #37aa9d9f
 @patch
 def check(self:WindowCallback):
     "Raises ValueError if the callback does not fit its Learner"
     learn,runner = self.learn,self.runner
     processes,model,name = runner.processes,learn.model,type(self).__name__
-    several = bool(self.micro_batch_size) or max(self.sizes().values()) > self.unit
+    if joins := max(self.sizes().values()) > self.unit: check_late(learn)
+    several = joins or bool(self.micro_batch_size)
     if own := (several or runner.passes is not one_pass) and own_loop(learn):
         raise ValueError(f"{type(learn).__name__} has its own {own}, which {name} would overrule: leave {name} out, "
                          "or make a callback of what it does")

@@ -135,3 +135,14 @@ def test_an_empty_loader(remainder):
     plain,learn = [fit(make_learner(8, n=5, drop_last=True, cbs=o), 2) for o in (None, G(32, remainder=remainder))]
     assert losses(learn) == losses(plain) == [] and repr(learn.recorder.values) == repr(plain.recorder.values)
     assert_same(weights(learn), weights(model()))
+
+@pytest.mark.parametrize('order, bs, also, warns', [(65, 8, (), True), (45, 8, (), False), (65, 32, (), False),
+                                                    (65, 8, ('after_batch',), False)])
+def test_a_late_callback_that_may_prepare_batches(order, bs, also, warns):
+    "Sees the first loader batch of each window"
+    cb = Callback(**{o:noop for o in ('before_batch', *also)})
+    cb.order = order
+    with warnings.catch_warnings(record=True) as w:
+        warnings.simplefilter('always')
+        fit(make_learner(bs, cbs=[cb, G(32)]), 1)
+    assert [str(o.message)[:46] for o in w if 'order' in str(o.message)] == ['before_batch of Callback is called once per wi']*warns

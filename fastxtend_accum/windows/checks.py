@@ -15,7 +15,7 @@ from .gradients import *
 
 # %% auto #0
 __all__ = ['check_size', 'check_micro_batch_size', 'check_flags', 'check_callable', 'check_multiple', 'check_rules',
-           'accumulates', 'check_learner', 'own_loop']
+           'accumulates', 'check_learner', 'has_event', 'check_late', 'own_loop']
 
 # %% ../../nbs/windows/03_checks.ipynb #db3fc4e6
 def check_size(name:str, size:int)->int:
@@ -90,6 +90,16 @@ def check_learner(learn:Learner, cb:Callback, several:bool):
     if any(p._backward_hooks for p in params):
         warn("parameters have hooks (p.register_hook, wandb.watch), which see the gradient of each micro-batch: masks "
              "are exact, clipping is not, and belongs into before_step of a callback")
+
+# %% ../../nbs/windows/03_checks.ipynb #f28170ee
+def has_event(cb:Callback, event:str)->bool: return hasattr(type(cb), event) or event in vars(cb)
+
+def check_late(learn:Learner):
+    "Warns of callbacks that may prepare batches, but see windows, since they come after the Recorder"
+    late = [o for o in learn.cbs if o.order >= Recorder.order and has_event(o, 'before_batch')]
+    if names := ', '.join(type(o).__name__ for o in late if not has_event(o, 'after_batch')):
+        warn(f"before_batch of {names} is called once per window, since its order is 50 or more: if it prepares batches, "
+             "set its order to less, such as cb.order = 45")
 
 # %% ../../nbs/windows/03_checks.ipynb #585ec1f3
 def own_loop(learn:Learner)->str|None:
