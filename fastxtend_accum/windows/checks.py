@@ -91,15 +91,15 @@ def check_learner(learn:Learner, cb:Callback, several:bool):
         warn("parameters have hooks (p.register_hook, wandb.watch), which see the gradient of each micro-batch: masks "
              "are exact, clipping is not, and belongs into before_step of a callback")
 
-# %% ../../nbs/windows/03_checks.ipynb #f28170ee
+# %% ../../nbs/windows/03_checks.ipynb #32df6393
 def has_event(cb:Callback, event:str)->bool: return hasattr(type(cb), event) or event in vars(cb)
 
 def check_late(learn:Learner):
     "Warns of callbacks that may prepare batches, but see windows, since they come after the Recorder"
     late = [o for o in learn.cbs if o.order >= Recorder.order and has_event(o, 'before_batch')]
     if names := ', '.join(type(o).__name__ for o in late if not has_event(o, 'after_batch')):
-        warn(f"before_batch of {names} is called once per window, since its order is 50 or more: if it prepares batches, "
-             "set its order to less, such as cb.order = 45")
+        warn(f"before_batch of {names} is called once per window, since its order is 50 or more: if it prepares "
+             "batches, set its order to less, such as cb.order = 45")
 
 # %% ../../nbs/windows/03_checks.ipynb #585ec1f3
 def own_loop(learn:Learner)->str|None:

@@ -32,13 +32,13 @@ def backward_if_any(backward:Callable, weight:Real|Tensor, outputs:Iterable):
     "`backward()`; with a weight of 0, what comes back through `outputs` is 0, even from the mean of nothing"
     with ContextManagers([o.register_hook(partial(if_any, weight)) for o in outputs if o.requires_grad]): backward()
 
-# %% ../../nbs/windows/04_window.ipynb #8c2f6533
+# %% ../../nbs/windows/04_window.ipynb #d6a6c933
 class Window:
     """The micro-batches of one optimizer step, until `size` samples are in. The loss of each is the mean of so many
     `items`, which are its weight; in a `unit` near the first of them, so that a sum is about as large as a mean"""
     def __init__(self, size:int=1):
         self.size,self.n_micro,self.samples,self.cancelled,self.missing = size,0,0,0,0  # missing: announced, not there
-        self.items,self.unit,self.loss_sum,self.sums = (None,)*4  # items None: of losses that sum; sums: of half precision
+        self.items,self.unit,self.loss_sum,self.sums = (None,)*4  # items None: losses that sum
 
     is_full = property(lambda self: self.samples >= self.size)
     is_cancelled = property(lambda self: not self.samples and self.cancelled >= self.size)
