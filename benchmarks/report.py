@@ -227,7 +227,7 @@ def axes(**kwargs):
 
 def cost_picture(results):
     "Ratio to the plain Learner, with the range over the rounds"
-    fig,ax = axes(xlabel='time per micro-batch / that of the plain Learner')
+    fig,ax = axes(xlabel='time per loader batch / that of the plain Learner')
     others = [o for o in labels if o != 'plain']
     for j,(k,marker) in enumerate({1:'o', 8:'s', 64:'^'}.items()):
         for i,case in enumerate(others):
@@ -250,10 +250,10 @@ def band(ax, by_x, **kwargs):
 
 def windows_picture(results):
     "Cost against micro-batches in a window"
-    fig,ax = axes(xlabel='micro-batches in a window, K', ylabel='time per micro-batch (us)', xscale='log')
+    fig,ax = axes(xlabel='loader batches in a window, K', ylabel='time per loader batch (us)', xscale='log')
     band(ax, {int(k):v for k,v in results['windows'].items()}, label='GradientAccumulation')
     plain = median(results['time']['plain']['1'])
-    ax.axhline(plain, color='#999999', ls='--', label='Learner, a step every micro-batch')
+    ax.axhline(plain, color='#999999', ls='--', label='Learner, a step every loader batch')
     ax.set_xscale('log', base=2)
     ax.set_ylim(0)
     ax.legend(loc='lower left')
