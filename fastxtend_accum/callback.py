@@ -56,7 +56,7 @@ class WindowCallback(Callback):
     def after_cancel_step(self):
         if self.runner and self.runner.later: self.runner.put_back()
 
-# %% ../nbs/05_callback.ipynb #653b8d8b
+# %% ../nbs/05_callback.ipynb #e65027d9
 @patch
 def before_train(self:WindowCallback):
     "Put the DataLoader into windows, each of which is a batch to fastai and to callbacks"
@@ -76,6 +76,7 @@ def before_train(self:WindowCallback):
     if isinstance(self.passes, MicroBatches): self.passes.enter(learn.model)
     self.begin_epoch(is_first)
     learn.dl = dl
+    if 'n_iter' in vars(learn): learn.n_iter = Stale(learn.n_iter)
     learn.pct_train += dl.position(0)/learn.n_epoch
 
 # %% ../nbs/05_callback.ipynb #e3fbf708

@@ -17,9 +17,11 @@ from .loss_check import *
 from .state import *
 
 # %% auto #0
-__all__ = ['nonfinite', 'own_batch', 'Runner']
+__all__ = ['nonfinite', 'Stale', 'own_batch', 'Runner']
 
-# %% ../../nbs/windows/10_runner.ipynb #0f4f0f4e
+# %% ../../nbs/windows/10_runner.ipynb #068c4b06
+class Stale(int): "The `n_iter` of the loop before, until fastai sets it as it begins to loop"
+
 def own_batch(learn:Learner): return type(learn)._do_one_batch(learn)
 
 class Runner:
@@ -43,7 +45,7 @@ class Runner:
 nonfinite = ("skipped a step: its gradient has NaN or infinity. Later ones are skipped without a warning; "
              "n_skipped counts them")
 
-# %% ../../nbs/windows/10_runner.ipynb #c0015514
+# %% ../../nbs/windows/10_runner.ipynb #fb7425cb
 # The epoch, which fastai loops over
 
 @patch
@@ -56,7 +58,8 @@ def begin_epoch(self:Runner, dl:WindowLoader):
 def epoch(self:Runner)->Iterator:
     "The first batch of each window, for fastai's loop; `__call__` takes the others"
     dl,learn = self.dl,self.learn
-    if self.is_running: return (yield from dl.dl)  # a callback looks at the data
+    looks = self.is_running or isinstance(vars(learn).get('n_iter', Stale()), Stale)  # a callback, at the data
+    if looks: return (yield from dl.dl)
     learn._do_one_batch = self
     dl.begin()
     try:
