@@ -80,7 +80,6 @@ def test_home_of_the_repository_stands_in_one_place():
     def text(name):
         page = 'index.ipynb' if name == 'README.md' else name.removeprefix('nbs/')
         read = (root/name).read_text(errors='ignore').replace(repeats.get(page, '\0'), '', 1).replace(f'{cfg.git_url}/blob/{cfg.branch}/', '')
-        read = read.replace(f'git clone {cfg.git_url}', '')
         return read.replace(make_readme.badges(), '').replace(cfg.doc_url, '') if name == 'README.md' else read
     assert [o for o in written if cfg.user in text(o)] == ['pyproject.toml']
 
