@@ -94,7 +94,7 @@ def test_figures_of_other_libraries_are_those_of_their_tests():
     results = json.loads((root/'tests/libraries/results.json').read_text())
     shown = ''.join(''.join(o['data'].get('text/html', '')) for c in sources['guides/05_evidence.ipynb'] for o in c.get('outputs', []) if 'data' in o)
     for library,entry in results.items():
-        assert (root/f'tests/libraries/test_{library.lower().replace('-', '_')}.py').is_file() and library in shown and f"{max(entry['differences'].values()):.1e}" in shown
+        assert (root/f'tests/libraries/test_{library.lower().replace("-", "_")}.py').is_file() and library in shown and f"{max(entry['differences'].values()):.1e}" in shown
 
 # What nbdev makes of the pages, all that comes before Quarto
 
