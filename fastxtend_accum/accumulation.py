@@ -24,7 +24,7 @@ from .logging import *
 # %% auto #0
 __all__ = ['GradientAccumulation']
 
-# %% ../nbs/00_accumulation.ipynb #437bf7ec
+# %% ../nbs/00_accumulation.ipynb #d094627a
 class GradientAccumulation(WindowCallback):
     "Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size"
     def __init__(self,
@@ -48,8 +48,8 @@ class GradientAccumulation(WindowCallback):
 
     window = property(lambda self: self.runner.window if self.runner else Window())
     opt_steps = property(lambda self: self.runner.n_steps if self.runner else 0)
-    micro_bs = property(lambda self: self.runner and min(getattr(self.passes, 'micro_bs', math.inf), self.loader_bs()))
-    def loader_bs(self)->int:
+    micro_bs = property(lambda self: self.runner and min(getattr(self.passes, 'micro_bs', math.inf), self.present_bs()))
+    def present_bs(self)->int:
         "Samples in a loader batch: of one that does not say so, those of the present batch"
         return self.runner.dl.bs if self.accum_bs or self.runner.dl.stated else self.runner.dl.size
 
@@ -97,7 +97,7 @@ def check(self:GradientAccumulation):
         raise ValueError(f"an epoch has {dl.samples*n} samples, which do not fill one window of {self.accum_bs}, and "
                          "incomplete windows are dropped: use a smaller accum_bs, or remainder='step'")
 
-# %% ../nbs/00_accumulation.ipynb #803bed11
+# %% ../nbs/00_accumulation.ipynb #9be77065
 @patch
 def before_fit(self:GradientAccumulation):
     fix_wandb()
@@ -112,7 +112,7 @@ def begin_epoch(self:GradientAccumulation, is_first:bool):
 @patch
 def describe(self:GradientAccumulation, runner:Runner):
     "Print how windows are made up, unless it is what was printed last"
-    runner.is_quiet,bs = True,self.loader_bs()
+    runner.is_quiet,bs = True,self.present_bs()
     sizes = [*self.sizes().values()] if self.accum_bs else [bs*runner.processes.n]
     say(self, describe(runner, sizes, bs, self.micro_bs))
 

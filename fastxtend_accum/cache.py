@@ -74,7 +74,7 @@ class GradientCache(WindowCallback, Halves):
 
     def samples(self, n:int, elements:int)->int: return super().samples(n, elements) if self.adapts else self.micro_bs
 
-# %% ../nbs/04_cache.ipynb #8427d60f
+# %% ../nbs/04_cache.ipynb #9e09f036
 @patch
 def n_samples(self:GradientCache, runner:Runner)->int:
     "Rows of the present batch that the module sees: a callback may have put several views of each sample into it"
@@ -88,7 +88,6 @@ def context(self:GradientCache, runner:Runner, elements:int):
     """The forward pass in micro-batches. All but the last run again in the backward pass; each has inputs of its own,
     since the model may work in place"""
     learn,n,module = runner.learn,self.n_samples(runner),self.running_part(runner.learn.model)
-    batch = *learn.xb,*learn.yb
     forward,most,self.last = module.forward,self.samples(n, elements),None
     self.size = min(most, n)
     if most >= n: return None
@@ -105,8 +104,7 @@ def context(self:GradientCache, runner:Runner, elements:int):
                              f"{n//self.rows} samples: its first dimension must be the samples; if a module sees "
                              "several rows of each sample, set rows to their number, such as rows=2")
         moves,again = None if self.differs is not None else Moves(module),checkpointed(module, copied)
-        samples_first = check_samples_first(module, batch, n_rows(batch, runner.dl.rows), runner.dl.size)
-        with samples_first, check_samples_first(module, (args, kwargs), n, runner.dl.size):
+        with check_samples_first(module, (args, kwargs), n, runner.dl.size):
             res = forward_in_micro_batches(again, args, kwargs, cuts(n, most), self.owners, last)
         if self.last: self.last[1].extend(tensors_in(res))
         if moves: self.differs = runner.differs = moves.differs(most)

@@ -110,7 +110,7 @@ def main():
     plot_results(learners).savefig(path, dpi=150)
     print(f'\nbatch sizes and losses: {path}')
 
-# %% ../nbs/06_demo.ipynb #ee331a97
+# %% ../nbs/06_demo.ipynb #04248654
 class Activations(Callback):
     "`mb`: the most MB that a forward pass has kept for its backward pass; above `limit`, memory runs out"
     order = -5
@@ -128,7 +128,6 @@ class Activations(Callback):
         try: f(*args)
         finally: self.in_forward.close()  # also after an error in the model or the loss
     def after_fit(self): self.end()
-    def after_cancel_fit(self): self.end()
     def start(self, *args):
         self.in_forward.close()
         if not self.learn: return self.end()  # it was removed

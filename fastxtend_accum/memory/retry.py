@@ -20,10 +20,11 @@ from ..windows.state import *
 # %% auto #0
 __all__ = ['MemorySaver', 'Undo', 'UntilItFits']
 
-# %% ../../nbs/memory/03_retry.ipynb #5859cfae
+# %% ../../nbs/memory/03_retry.ipynb #d325f971
 class MemorySaver:
     "Base of what may take less memory for the passes of a loader batch"
     adapts,trains = True,None  # whether it does so by itself; how many weights are trained, which decides what fits
+    def forget(self): "Other weights are trained: what did not fit may fit now"
     def context(self, runner:Runner, elements:int): "A context for the passes of a batch of so many elements, or None"
     def take_less(self, runner:Runner, elements:int)->str|None: "Take less memory from now on: how; None if it cannot"
     def has_run(self, runner:Runner, elements:int, is_largest:bool): "A batch has run"
@@ -58,10 +59,7 @@ class Undo:
         self.runner.learn.opt.zero_grad()
         self.begin()
 
-# %% ../../nbs/memory/03_retry.ipynb #ba987838
-@patch
-def forget(self:MemorySaver): "Other weights are trained: what did not fit may fit now"
-
+# %% ../../nbs/memory/03_retry.ipynb #c0e39b31
 @patch
 def put_back(self:Undo, error:Exception):
     "Forget the batch, and put back what it has moved; raises NothingFits if that is not possible"
