@@ -44,7 +44,7 @@ def test_figures_of_the_home_page_are_measured():
     assert len(rows) == len(forms) and found['fastai'] == found['fastxtend']
     assert rows == [tuple(f'{found[o][what]:{form}}' for o in ('ours', 'fastai', 'own')) for what,form in forms.items()]
     costs = {k:median(a/b for a,b in zip(o['time'], results['costs']['by_opt']['adam']['plain 1']['time'])) for k,o in results['costs']['by_opt']['adam'].items()}
-    assert f"{costs['windows 1']-1:.0%} of a step" in text and f"{costs['windows 8']:.0%} of the time of 8 steps" in text
+    assert f"{costs['windows 1']-1:.0%} to a step" in text and f"{costs['windows 8']:.0%} of the time of 8 steps" in text
 
 def test_readme_has_the_two_commands():
     commands = re.findall(r'^pip install -e .*$', (root/'README.md').read_text(), re.M)
