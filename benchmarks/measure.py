@@ -23,14 +23,18 @@ def time_case(case, size):
     "At 1, 8 and 64 micro-batches a window; the plain Learner has no windows"
     return {k:window_times(case, k, 1024) for k in ([1] if case == 'plain' else [1, 8, 64])}
 
+def unchecked_times(case, k, n, make=Task):
+    "The same without the check of the loss in the first windows of a fit"
+    from fastxtend_accum.windows.loss_check import LossCheck
+    with patch.object(LossCheck, 'windows', 0): return window_times(case, k, n, make)
+
 def time_windows(case, size):
     "From 1 to 1024 micro-batches a window"
-    return {k:window_times(case, k, max(512, 3*k)) for k in (1, 4, 16, 64, 256, 1024)}
+    return {k:unchecked_times(case, k, max(512, 3*k)) for k in (1, 4, 16, 64, 256, 1024)}
 
 def time_stack(case, n_params):
-    "The same for a `Stack`, at 8 micro-batches a window, without the check of the loss in the first windows of a fit"
-    from fastxtend_accum.windows.loss_check import LossCheck
-    with patch.object(LossCheck, 'windows', 0): return window_times(case, 8, 40, partial(Stack, n_params))
+    "The same for a `Stack`, at 8 micro-batches a window"
+    return unchecked_times(case, 8, 40, partial(Stack, n_params))
 
 def time_loading(case, bs):
     """Microseconds of CPU time per micro-batch of 16 samples, 8 a window, where fastai's DataLoader yields `bs` samples
