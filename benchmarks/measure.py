@@ -1,6 +1,6 @@
 "One measurement in a process of its own: `python -m benchmarks.measure KIND CASE [SIZE]` prints one line of JSON"
 import json, statistics, sys, time, warnings
-from functools import partial
+from functools import partial, wraps
 from unittest.mock import patch
 
 import torch
@@ -59,6 +59,7 @@ def time_division(case, n_params):
     learn = learner(task, GradientAccumulation(2*16), opt_func=SGD)
     times = dict(division=[], backward=[])
     def timed(name, f):
+        @wraps(f)
         def g(*args):
             start = time.perf_counter()
             f(*args)

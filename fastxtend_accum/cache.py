@@ -33,13 +33,13 @@ def nodes(outputs:list[Tensor], stop:list[Tensor]=())->set:
         rest += [n for n,_ in o.next_functions]
     return {o for o in seen if o.next_functions}
 
-# %% ../nbs/04_cache.ipynb #bb0d5787
+# %% ../nbs/04_cache.ipynb #7681a838
 class GradientCache(WindowCallback, Halves):
     "Compute the loss on the DataLoader's whole batch, while the model holds `micro_batch_size` samples at a time"
     _stateattrs,last = ('runner','last'),None
     order,run_train,adapts = 11.5,True,property(lambda self: self.micro_batch_size == 'auto')
     def __init__(self,
-        micro_batch_size:int|str, # Samples that the model sees at a time; 'auto': halved until it fits in memory
+        micro_batch_size:int|str, # Samples (or rows, if they have several) the model sees at a time; 'auto': what fits
         part:Callable|None=None, # Submodule that sees micro-batches, such as `lambda m: m[0]`; None: the whole model
         rows:int=1, # Rows that the model or its `part` sees for each sample, such as 2 for two views in one tensor
     ):

@@ -26,7 +26,7 @@ from .memory.retry import *
 # %% auto #0
 __all__ = ['WindowCallback']
 
-# %% ../nbs/05_callback.ipynb #8bf42a5e
+# %% ../nbs/05_callback.ipynb #ef9b94f6
 class WindowCallback(Callback):
     """Base of callbacks that run the batches of a fit: as windows of one loader batch, unless a subclass says more. If
     a Learner has several, a `GradientAccumulation` runs them, or else the first one, and the others take part"""
@@ -42,11 +42,14 @@ class WindowCallback(Callback):
 
     def leads(self)->bool:
         "Whether it is this callback that runs the batches"
-        others = [o for o in self.learn.cbs if isinstance(o, WindowCallback)] if self.learn else []
+        others = [o for o in self.learn.cbs if isinstance(o, WindowCallback) and o.run] if self.learn else []
         return self is min(others, key=lambda o: isinstance(o, MemorySaver), default=None)
 
     def before_fit(self):
         "A fit begins in `before_train`, since `validate` calls this event, too; but `lr_find` asks for its epochs next"
+        if not self.learn: return warn(f"{type(self).__name__} was removed from its Learner, and does nothing: make "
+                                       "one for each Learner")
+        if self.learn.lock.locked(): return  # `validate` in a fit
         self.is_new = True
         if not self.leads() or not (finder := first(self.learn._grab_cbs(LRFinder))): return
         dl = self.windows(self.learn.dls.train, 1)
@@ -56,7 +59,7 @@ class WindowCallback(Callback):
     def after_cancel_step(self):
         if self.runner and self.runner.later: self.runner.put_back()
 
-# %% ../nbs/05_callback.ipynb #e65027d9
+# %% ../nbs/05_callback.ipynb #345efd80
 @patch
 def before_train(self:WindowCallback):
     "Put the DataLoader into windows, each of which is a batch to fastai and to callbacks"
@@ -64,6 +67,8 @@ def before_train(self:WindowCallback):
     if not self.leads() or learn.opt is None and has_dl: return  # it was removed; or is no fit
     if not has_dl:
         raise RuntimeError(f"this {type(self).__name__} belongs to another Learner: give each one of its own")
+    if sum(o is self for o in learn.cbs) > 1:
+        raise ValueError(f"this {type(self).__name__} was added to its Learner twice: take it out once, with remove_cb")
     if is_first: self.new_runner()
     runner,before = self.runner,self.runner.dl
     dl = self.windows(learn.dl, runner.processes.n, getattr(before, 'rest', ()))
@@ -79,7 +84,7 @@ def before_train(self:WindowCallback):
     if 'n_iter' in vars(learn): learn.n_iter = Stale(learn.n_iter)
     learn.pct_train += dl.position(0)/learn.n_epoch
 
-# %% ../nbs/05_callback.ipynb #e3fbf708
+# %% ../nbs/05_callback.ipynb #b0fc83d2
 @patch
 def new_runner(self:WindowCallback):
     "Begin a fit, with nothing left of one that was interrupted"
@@ -87,7 +92,9 @@ def new_runner(self:WindowCallback):
     left_over = vars(learn).get('_do_one_batch')
     if isinstance(left_over, Runner) or getattr(left_over, 'func', None) is own_batch: del learn._do_one_batch
     runner = self.runner = Runner(self)
-    self.is_new,savers = False,[o for o in (*learn.cbs, self.passes) if isinstance(o, MemorySaver)]
+    self.is_new,parts = False,[o for o in learn.cbs if o.run] + [self.passes]
+    savers = [o for o in parts if isinstance(o, MemorySaver)]
+    savers.sort(key=lambda o: isinstance(o, Halves))  # blocks are recomputed before batches are split
     if savers: runner.passes = UntilItFits(self.passes, savers)
     runner.processes.apart = any(o.adapts for o in savers)
     learn.opt.zero_grad()
@@ -143,7 +150,7 @@ def check(self:WindowCallback):
         raise ValueError("SyncBatchNorm waits for all processes, of which one may run out of memory alone: set "
                          "micro_batch_size to a number, or use ActivationCheckpointing(adapt=False)")
 
-# %% ../nbs/05_callback.ipynb #cc2a8d89
+# %% ../nbs/05_callback.ipynb #94cbdd69
 @patch
 def running_part(self:WindowCallback, model:nn.Module)->nn.Module:
     "The module that runs in micro-batches in validation: DDP, around it, sends messages, the same in all processes"
@@ -161,7 +168,7 @@ def before_validate(self:WindowCallback):
 
 @patch
 def hint(self:WindowCallback, e:BaseException):
-    "Say what can help if memory has run out, and nothing adapts to that"
+    "Say what can help if memory has run out in whole batches"
     if self.runner.passes is one_pass and is_out_of_memory(e):
         warn(f"out of memory with batches of {self.runner.dl.bs} samples: a smaller bs, micro_batch_size='auto' or "
              "ActivationCheckpointing() takes less")

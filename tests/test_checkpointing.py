@@ -600,3 +600,48 @@ def test_a_fault_leaves_nothing(exc, event):
         learn.remove_cb(Fault)
         return fit(learn, 1)
     assert_same_fit(after_a_fault(all_blocks()), after_a_fault(Zeroes()))
+
+# What a model may hold
+
+def test_validation_of_a_text_classifier_is_split():
+    "It has a `reset`, and puts its own state in order"
+    from fastai.text.all import AWD_LSTM, awd_lstm_clas_config, get_text_classifier
+    def run(most):
+        torch.manual_seed(0)
+        samples = [(torch.randint(2, 20, (12,)), torch.tensor(i%2)) for i in range(32)]
+        m = get_text_classifier(AWD_LSTM, 20, 2, seq_len=6, config={**awd_lstm_clas_config, 'n_layers':1, 'emb_sz':8, 'n_hid':12})
+        def limit(module, args):
+            if not module.training and len(args[0][0]) > most: raise torch.OutOfMemoryError('CUDA out of memory')
+        m[1].register_forward_pre_hook(limit)
+        dls = DataLoaders(DataLoader(samples, bs=8), DataLoader(samples, bs=16))
+        return fit(Learner(dls, m, CrossEntropyLossFlat(), cbs=[*rnn_cbs(2, 1), ActivationCheckpointing()]), 1)
+    assert_same(floats(run(8).recorder.values), floats(run(16).recorder.values), 1e-6)
+
+def test_what_makes_weights_is_no_block():
+    from torch.nn.utils.parametrizations import weight_norm
+    def layers(wrap): return nn.Sequential(nn.Sequential(wrap(nn.Linear(5, 5)), nn.Tanh(), wrap(nn.Linear(5, 5))), wrap(nn.Linear(5, 1)))
+    kinds = [[type(o) for o in find_blocks(layers(wrap))[0]] for wrap in (noop, weight_norm)]
+    assert kinds[0] == kinds[1] == [nn.Sequential]
+
+def test_other_blocks_in_the_next_fit():
+    cb = ActivationCheckpointing()
+    m = nn.Sequential(*[nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)) for _ in range(8)], nn.Linear(5, 1)).double()
+    learn = make_learner(16, m=m, cbs=cb)
+    for blocks,at in (None, (1, 2, 3, 4)),(lambda m: [*m][:2], (1,)):
+        cb.blocks = blocks
+        fit(learn, 1, cbs=[Fault(torch.OutOfMemoryError, 'after_loss', i, 5) for i in at])
+    assert cb.level == 1 and len(cb.found) == 2
+
+class Debugs(nn.Sequential):
+    "Its argument is also one of `checkpoint`, and its configuration a dict with attributes"
+    def __init__(self): super().__init__(nn.Linear(5, 5), nn.Linear(5, 5)); self.config = AttrDict(use_cache=True)
+    def forward(self, x, debug=False): return super().forward(x)*(1+debug)
+
+class Calls(nn.Module):
+    def __init__(self): super().__init__(); torch.manual_seed(0); self.body,self.head = Debugs(),nn.Linear(5, 1); self.double()
+    def forward(self, x): return self.head(self.body(x, debug=True))
+
+def test_a_block_with_any_argument_and_configuration():
+    runs = [fit(make_learner(16, n=32, m=Calls(), cbs=cbs)) for cbs in (None, all_blocks(lambda m: m.body))]
+    assert_same_fit(*runs)
+    assert runs[1].model.body.config == dict(use_cache=True)

@@ -146,3 +146,57 @@ def test_a_late_callback_that_may_prepare_batches(order, bs, also, warns):
         warnings.simplefilter('always')
         fit(make_learner(bs, cbs=[cb, G(32)]), 1)
     assert [str(o.message)[:46] for o in w if 'order' in str(o.message)] == ['before_batch of Callback is called once per wi']*warns
+
+# The callback and its Learner
+
+def test_a_callback_that_was_removed_says_so():
+    "By a fit of another Learner that it was passed to; fastai leaves it in the list of the first"
+    cb = G(32)
+    a,b = make_learner(8, cbs=cb),make_learner(8)
+    fit(b, 1, cbs=cb)
+    with pytest.warns(UserWarning, match='GradientAccumulation was removed from its Learner, and does nothing'): fit(a, 1)
+
+@pytest.mark.parametrize('again', [lambda learn, cb: fit(learn.add_cb(cb), 1), lambda learn, cb: fit(learn, 1, cbs=cb)])
+def test_a_callback_that_is_added_twice(again):
+    cb = G(32)
+    with pytest.raises(ValueError, match='was added to its Learner twice'): again(make_learner(8, cbs=cb), cb)
+
+@pytest.mark.parametrize('name', ['_do_one_batch','_backward','_do_grad_opt'])
+def test_a_patch_of_the_learner_is_not_ignored(name, monkeypatch):
+    f,calls = getattr(Learner, name),[]
+    def patched(self): calls.append(f(self))
+    monkeypatch.setattr(Learner, name, patched)
+    with pytest.raises(ValueError, match=f'Learner has its own {name}'): fit(make_learner(8, cbs=G(32)), 1)
+    fit(make_learner(32, cbs=G(32)), 1)
+    assert len(calls) == (5 if name == '_do_one_batch' else 3)  # two in validation
+
+def test_a_callback_that_is_switched_off():
+    "By fastai's `run`, until the end of the fit; others go on"
+    def run(off, *cbs):
+        off.run,passes = False,[]
+        learn = make_learner(8, m=nn.Sequential(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))).double(), cbs=cbs)
+        learn.model[0][0].register_forward_hook(lambda *_: passes.append(learn.training))
+        fit(learn, 1)
+        return sum(passes),len(losses(learn))
+    cb,blocks = G(32),all_blocks()
+    assert run(cb, cb, blocks) == (24, 12) and run(blocks, cb, blocks) == (12, 3)
+    assert run(cb, cb, GradientCache(4)) == (2*24-12, 12) and run(cb, cb) == (12, 12)
+
+class Own(Learner):
+    def _do_grad_opt(self): super()._do_grad_opt()
+
+def nan(self): self.learn.loss_grad = self.learn.loss_grad*NAN
+def cancel(self): raise CancelStepException
+
+@pytest.mark.parametrize('learner,event', [
+    (Own, {}), (Learner, dict(before_backward=nan)), (Learner, dict(before_step=cancel))])
+def test_windows_that_are_filled_are_not_said_to_be_none(learner, event, recwarn):
+    dls = make_learner(32, drop_last=True).dls
+    fit(learner(dls, model(), mse, opt_func=SGD, cbs=[G(32, skip_nonfinite=True), Callback(**event)]), 1)
+    assert not [o for o in recwarn if 'no optimizer step' in str(o.message)]
+
+def test_layers_without_a_shape_yet():
+    "They get it in the first pass"
+    def net(): torch.manual_seed(0); return nn.Sequential(nn.Linear(5, 8), nn.LazyBatchNorm1d(), nn.Linear(8, 1)).double()
+    m,big = net(),net()
+    assert_same(weights(fit(make_learner(32, m=m, cbs=G(32)), 1)), weights(fit(make_learner(32, m=big), 1)))

@@ -1,5 +1,5 @@
 "Whatever else makes or changes gradients: a callback's own backward pass, hooks, networks that take turns"
-import math
+import math, weakref
 import pytest
 from fastai.vision.gan import AdaptiveGANSwitcher, FixedGANSwitcher, GANLearner
 
@@ -229,3 +229,14 @@ def test_removed_in_a_fit(event, order):
     assert_same(weights(learn), reference(steps, 96, sgd)[0], ROUNDING)
     for cb in GradientAccumulation(32),GradientAccumulation(micro_batch_size='auto'):
         assert_same(weights(fit(make_learner(32, cbs=cb), 2, cbs=Removes())), weights(fit(make_learner(32), 2)))
+
+@pytest.mark.parametrize('make', [None, partial(GradientAccumulation, 32), partial(GradientAccumulation, micro_batch_size=8)])
+def test_gradients_are_let_go_after_the_step(make):
+    "PyTorch's optimizers set them to None: the next window makes new ones in the memory of the old"
+    bs,refs,alive = 32 if make is None or 'micro_batch_size' in make.keywords else 8,[],[]
+    def note(self): refs.extend(weakref.ref(g) for g in grads(self.learn))
+    def look(self): alive.append(any(o() is not None for o in refs))
+    learn = make_learner(bs, cbs=make and make(), opt_func=OPTS['torch'])
+    fit(learn, 1, cbs=[Callback(before_step=note), Callback(after_step=lambda self: self.opt.zero_grad()), Callback(after_loss=look)])
+    alive.append(any(o() is not None for o in refs))
+    assert len(refs) == 12 and len(alive) > 3 and not any(alive)

@@ -7,6 +7,7 @@ from fastai.callback.mixup import MixUp
 
 from common import *
 from fastxtend_accum.memory.out_of_memory import is_out_of_memory
+from fastxtend_accum.windows.state import Snapshot
 from test_checkpointing import buffer, states
 from test_micro_batches import Largest, assert_other, seeded, vision
 
@@ -354,3 +355,73 @@ def test_the_allocator_itself_fails():
     (n,split),(whole,) = torch.load('1.pt'),torch.load('0.pt')
     assert 8 <= n <= 256
     assert_same(split, whole, FLOAT32)
+
+# What a pass leaves behind
+
+class Smoothed(Callback):
+    "Replaces the targets once the model has run"
+    order,run_valid = 0,False
+    def after_pred(self): self.learn.yb = (self.y*.9,)
+
+@pytest.mark.parametrize('cb', [auto, ActivationCheckpointing, partial(GradientCache, 'auto')])
+def test_targets_that_a_callback_replaces_are_put_back(cb):
+    def run(*cbs): return fit(make_learner(16, n=48, m=chain(), cbs=[Smoothed(), *cbs]), 1)
+    plain = run()
+    assert_other(plain, fit(make_learner(16, n=48, m=chain()), 1).model)
+    strikes = Fault(torch.OutOfMemoryError, 'after_loss', 2, 5)
+    assert_same(weights(run(strikes, cb())), weights(plain), ROUNDING)
+    assert strikes.count > 3
+
+def chain():
+    "Blocks of two layers each"
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(4)], nn.Linear(5, 1)).double()
+
+class OfTexts(nn.Module):
+    "Takes a list of strings, of which it can hold `most` in training"
+    def __init__(self, most): super().__init__(); torch.manual_seed(0); self.layer,self.most = nn.Linear(1, 1).double(),most
+    def forward(self, texts):
+        if self.training and len(texts) > self.most: raise OOM
+        return self.layer(torch.tensor([[len(o)] for o in texts], dtype=torch.float64))
+
+@pytest.mark.parametrize('cb', [auto, partial(GradientCache, 'auto')])
+def test_inputs_without_tensors(cb):
+    dls = DataLoaders(*[DataLoader(list(zip(['a','abc']*16, data(32)[1])), bs=16)]*2)
+    def run(most, *cbs): return fit(Learner(dls, OfTexts(most), mse, opt_func=SGD, cbs=cbs), 1, .01)
+    if cb is auto: assert_same(weights(run(5, cb())), weights(run(16)), ROUNDING)
+    with pytest.raises(RuntimeError, match='single sample|cannot split'): run(0, cb())
+
+@pytest.mark.parametrize('fails', ['with', 'to make'])
+def test_what_no_optimizer_takes_is_not_kept_free(fails, monkeypatch):
+    "Room for the state of Adam, which SGD has not: a batch that fits without it is not given up"
+    if fails == 'to make':
+        def like(p): raise OOM
+        monkeypatch.setattr(torch, 'empty_like', like)
+    else:
+        room = []
+        def no_room(*args):
+            if len(gone) < 1: raise OOM
+        gone = []
+        class Room(list):
+            def clear(self): gone.append(1); super().clear()
+        monkeypatch.setattr('fastxtend_accum.memory.retry.room_for_step', lambda opt: Room([1]))
+    m = chain()
+    if fails == 'with': m.register_forward_pre_hook(no_room)
+    learn = fit(make_learner(16, n=32, m=m, cbs=ActivationCheckpointing()), 1)
+    assert learn.activation_checkpointing.level == (0 if fails == 'to make' else learn.activation_checkpointing.levels[-1])
+    assert_same(weights(learn), weights(fit(make_learner(16, n=32, m=chain()), 1)))
+
+@pytest.mark.parametrize('is_first', [True, False])
+def test_blocks_are_recomputed_before_batches_are_split(is_first):
+    cache,blocks = GradientCache('auto'),ActivationCheckpointing()
+    faults = [Fault(torch.OutOfMemoryError, 'before_backward', i, 5) for i in range(1, 4)]
+    fit(make_learner(16, n=32, m=chain(), cbs=[*faults, *([cache, blocks] if is_first else [blocks, cache])]), 1)
+    assert blocks.level > 0 and cache.micro_bs == 16
+
+def test_what_a_partial_holds_is_put_back():
+    seen,counts = [1],dict(n=1)
+    snapshot = Snapshot(partial(noop, seen, counts=counts))
+    seen.append(2)
+    counts['n'] = 2
+    snapshot.put_back()
+    assert (seen, counts) == ([1], dict(n=1))

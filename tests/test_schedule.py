@@ -287,3 +287,21 @@ def test_steps_in_a_fit():
     ({0: 64, 'x': 8}, 'must be a float')])
 def test_bad_steps(steps, words):
     with pytest.raises((TypeError, ValueError), match=words): SchedSteps(steps)
+
+@pytest.mark.parametrize('kwargs,sizes', [
+    (dict(start=0, finish=0), [64]*4), (dict(finish=1., schedule=lambda a, b: lambda pos: 40), [40]*6+[16])])
+def test_rules_compare_with_the_starting_size(kwargs, sizes):
+    "Also where no step has it"
+    learn = make_learner(8, n=256, cbs=GradientAccumulationSchedule(16, 64, scale={'lr':linear_scale}, **kwargs))
+    fit(learn, 1)
+    assert learn.recorder.accum_bs == sizes
+    assert_same(learn.recorder.lrs, [.1*n/16 for n in sizes], 1e-12)
+
+@pytest.mark.parametrize('event', ['after_step','after_batch'])
+def test_rules_end_with_their_callback(event):
+    "The Recorder logs the optimizer's own rate again"
+    def remove(self): self.learn.remove_cb(accum)
+    accum = GradientAccumulationSchedule(8, 32, finish=0, scale={'lr':linear_scale})
+    learn = fit(make_learner(8, cbs=accum), 1, cbs=Callback(**{event:remove}))
+    fit(learn, 1, .01)
+    assert {*learn.recorder.lrs} == {.01}

@@ -10,9 +10,9 @@ from __future__ import annotations
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['containers', 'n_layers', 'is_long', 'grouped', 'find_blocks', 'own_blocks']
+__all__ = ['containers', 'n_layers', 'is_long', 'grouped', 'parts', 'find_blocks', 'own_blocks']
 
-# %% ../../nbs/memory/05_blocks.ipynb #33543547
+# %% ../../nbs/memory/05_blocks.ipynb #e2f8b9fd
 containers = nn.Sequential,nn.ModuleList,nn.ModuleDict
 
 def n_layers(m:nn.Module)->int:
@@ -32,7 +32,11 @@ def grouped(m:nn.Sequential)->nn.Sequential:
         else: groups.append([o])
     return nn.Sequential(*[o[0] if len(o) == 1 else nn.Sequential(*o) for o in groups])
 
-# %% ../../nbs/memory/05_blocks.ipynb #c32b54c2
+def parts(m:nn.Module)->list[nn.Module]:
+    "The children of `m`, but for the parametrizations that make its weights"
+    return [o for name,o in m.named_children() if name != 'parametrizations']
+
+# %% ../../nbs/memory/05_blocks.ipynb #dfb95576
 def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Sequential]]:
     "The blocks of `model`, none inside another; and each `nn.Sequential` around them, grouped"
     groups = {}
@@ -41,9 +45,9 @@ def find_blocks(model:nn.Module)->tuple[list[nn.Module],dict[nn.Sequential,nn.Se
         if getattr(type(m), 'forward', None) is nn.Sequential.forward: groups[m] = m = grouped(m)
         kinds = [type(o) for o in m.children() if n_layers(o) > 1]
         least = 1 if listed else 2 if len({*kinds}) < len(kinds) else math.inf  # layers in a block
-        for o in m.children():
+        for o in parts(m):
             is_run = getattr(type(o), 'forward', None) is not nn.Module.forward  # a ModuleList is not
-            is_block = is_run and n_layers(o) >= least and [*o.children()]
+            is_block = is_run and n_layers(o) >= least and parts(o)
             is_whole = is_block and listed and not any(map(is_long, o.modules()))
             inner = [] if is_whole and n_layers(o) <= 8 else inside(o)
             res += inner if inner and not (is_whole and len(inner) <= 3) else [o]*bool(is_block)

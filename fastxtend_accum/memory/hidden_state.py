@@ -48,7 +48,7 @@ def state_owners(model:nn.Module)->list[nn.Module]:
             "dimension 1; or use smaller batches and no micro_batch_size")
     return res
 
-# %% ../../nbs/memory/00_hidden_state.ipynb #5f122996
+# %% ../../nbs/memory/00_hidden_state.ipynb #81e549a6
 class HiddenState:
     "In micro-batches of a batch of `n` rows, these go on from their own states; after the last one, `owners` hold all"
     def __init__(self, owners:list[nn.Module], n:int):
@@ -59,7 +59,6 @@ class HiddenState:
     @contextmanager
     def at(self, start:int, end:int):
         "Run the model on these rows in here"
-        if not start: self.after = []
         for (m,name,dim),state in zip(self.places, self.before):
             def rows(t):
                 if t.shape[dim:dim+1] == (self.n,): return t.narrow(dim, start, end-start).contiguous()

@@ -44,11 +44,15 @@ def without_tracebacks(e:BaseException)->BaseException:
     if o := e.__cause__ or e.__context__: without_tracebacks(o)
     return e.with_traceback(None)
 
-# %% ../../nbs/memory/02_out_of_memory.ipynb #ecf68aad
+# %% ../../nbs/memory/02_out_of_memory.ipynb #784f09ee
 def n_elements(*batch)->int: return sum([t.numel() for t in tensors_in(batch)])
 
 def room_for_step(opt:Optim)->list[Tensor]:
     "Two tensors for each trained parameter that has no state yet, like it: what Adam is going to allocate"
+    # without room for them, the batch itself will tell
     state = getattr(opt, 'opt', opt).state
     def is_fresh(p): return not any(isinstance(o, Tensor) and o.shape == p.shape for o in state.get(p, {}).values())
-    return [torch.empty_like(p) for p in trained(opt) if is_fresh(p) for _ in range(2)]
+    try: return [torch.empty_like(p) for p in trained(opt) if is_fresh(p) for _ in range(2)]
+    except Exception as e:
+        if not is_out_of_memory(e): raise
+    return []

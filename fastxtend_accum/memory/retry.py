@@ -20,7 +20,7 @@ from ..windows.state import *
 # %% auto #0
 __all__ = ['MemorySaver', 'Undo', 'UntilItFits']
 
-# %% ../../nbs/memory/03_retry.ipynb #d325f971
+# %% ../../nbs/memory/03_retry.ipynb #dd3cd280
 class MemorySaver:
     "Base of what may take less memory for the passes of a loader batch"
     adapts,trains = True,None  # whether it does so by itself; how many weights are trained, which decides what fits
@@ -28,8 +28,9 @@ class MemorySaver:
     def context(self, runner:Runner, elements:int): "A context for the passes of a batch of so many elements, or None"
     def take_less(self, runner:Runner, elements:int)->str|None: "Take less memory from now on: how; None if it cannot"
     def has_run(self, runner:Runner, elements:int, is_largest:bool): "A batch has run"
+    def remedy(self, runner:Runner)->str: "What to do if nothing takes less"
 
-# %% ../../nbs/memory/03_retry.ipynb #ec400f38
+# %% ../../nbs/memory/03_retry.ipynb #36f1bce1
 class Undo:
     """What a loader batch moves, to put it back: the state of model, loss and random generators, the window, gradients.
     Those of the window's earlier batches stand aside, so that the batch begins without any"""
@@ -40,7 +41,7 @@ class Undo:
         stepped = () if window.n_micro else {*params_in(learn.opt)}  # their gradients are 0 when a window begins
         self.aside = [(p, p.grad) for p in runner.params if p.grad is not None and p not in stepped]
         self.fresh = [p for p in runner.params if p.grad is None]
-        self.sums,self.counts = window.sums,[(o, {**vars(o)}) for o in (window, check)]
+        self.batch,self.sums,self.counts = (learn.xb, learn.yb),window.sums,[(o, {**vars(o)}) for o in (window, check)]
         frozen = [p for p in learn.model.parameters() if not p.requires_grad]
         self.fixed = [(o, o._version) for o in (*frozen, *tensors_in((learn.xb, learn.yb)))]
         self.begin()
@@ -59,12 +60,12 @@ class Undo:
         self.runner.learn.opt.zero_grad()
         self.begin()
 
-# %% ../../nbs/memory/03_retry.ipynb #c0e39b31
+# %% ../../nbs/memory/03_retry.ipynb #63f0c949
 @patch
 def put_back(self:Undo, error:Exception):
     "Forget the batch, and put back what it has moved; raises NothingFits if that is not possible"
     learn = self.runner.learn
-    learn.pred,learn.loss_grad,learn.loss = None,None,None
+    (learn.xb,learn.yb),learn.pred,learn.loss_grad,learn.loss = self.batch,None,None,None
     self.snapshot.put_back()
     self.forget()
     if any(o._version != version for o,version in self.fixed):
@@ -82,7 +83,7 @@ def join(self:Undo):
         window.sums = self.sums
     self.runner.untouched = Untouched(self.runner.watched)
 
-# %% ../../nbs/memory/03_retry.ipynb #913eba9d
+# %% ../../nbs/memory/03_retry.ipynb #1f2849cb
 class UntilItFits:
     "The `passes` of a loader batch, in the contexts of `savers`; if memory runs out, the first that can takes less"
     def __init__(self, passes:Callable, savers:list[MemorySaver]):
@@ -98,7 +99,7 @@ class UntilItFits:
             if o.trains != trains: o.trains,_ = trains,o.forget()
 
     def __call__(self, runner:Runner):
-        n = n_elements(runner.learn.xb)
+        n = n_elements(runner.learn.xb) or runner.dl.size
         self.savers = [o for o in self.savers if getattr(o, 'learn', runner)]  # not those that were removed
         if self.adapting: self.run(runner, n)
         else: self.attempt(runner, n)
@@ -115,7 +116,8 @@ class UntilItFits:
                     undo.put_back(error)
                     had_fit = had_fit or n <= self.ran.get(self.levels(), 0)
                     how = first(filter(None, (o.take_less(runner, n) for o in self.adapting)))
-                    if not how: raise NothingFits(self.adapting[-1].remedy(runner)) from error
+                    if not (how or room): raise NothingFits(self.adapting[-1].remedy(runner)) from error
+                    if not how: room.clear()  # the optimizer may take less
                     free_memory()
             except CancelBatchException:
                 undo.forget()

@@ -64,7 +64,7 @@ def check_rules(rules:dict[str,Callable]|None, opt:Optim):
         if not callable(f): raise TypeError(f"scale[{k!r}] must be a rule, f(value, ratio), not {f!r}")
         if not isinstance(o := f(known[k], 2.), Real): raise TypeError(f"scale[{k!r}] must return a number, not {o!r}")
 
-# %% ../../nbs/windows/03_checks.ipynb #b7d07c78
+# %% ../../nbs/windows/03_checks.ipynb #031ec613
 def accumulates(cb:Callback)->bool:
     "Whether `cb` accumulates gradients, as this package's callbacks and fastai's do"
     return any(o.__name__ == 'GradientAccumulation' for o in type(cb).__mro__)
@@ -72,8 +72,9 @@ def accumulates(cb:Callback)->bool:
 def check_learner(learn:Learner, cb:Callback, several:bool):
     "Raises ValueError if something in `learn` would use or change gradients that `cb` sums, of `several` passes"
     name,params = type(cb).__name__,trained(learn.opt)
-    if others := [f'{type(o).__module__}.{type(o).__name__}' for o in learn.cbs if accumulates(o) and o is not cb]:
-        raise ValueError(f"{', '.join(others)} accumulates, too: remove it, or {name} (learn.remove_cb)")
+    if others := [type(o) for o in learn.cbs if accumulates(o) and o.run and o is not cb]:
+        names = ', '.join(f'{o.__module__}.{o.__name__}' for o in others)
+        raise ValueError(f"{names} accumulates, too: remove it, or {name} (learn.remove_cb)")
     if learn._grab_cbs(NonNativeMixedPrecision):
         raise ValueError("NonNativeMixedPrecision keeps gradients that cannot be averaged here: use learn.to_fp16()")
     if any(getattr(p, '_post_accumulate_grad_hooks', None) for p in params):
@@ -101,8 +102,8 @@ def check_late(learn:Learner):
         warn(f"before_batch of {names} is called once per window, since its order is 50 or more: if it prepares "
              "batches, set its order to less, such as cb.order = 45")
 
-# %% ../../nbs/windows/03_checks.ipynb #585ec1f3
+# %% ../../nbs/windows/03_checks.ipynb #f44b23a1
 def own_loop(learn:Learner)->str|None:
-    "The first method of fastai's loop that `learn` has replaced, such as for SAM"
+    "The first method of fastai's loop that `learn`, its class, or a patch of `Learner` has replaced, such as for SAM"
     methods = '_do_one_batch','_do_grad_opt','_backward'
-    return first(o for o in methods if o in vars(learn) or getattr(type(learn), o) is not getattr(Learner, o))
+    return first(o for o in methods if o in vars(learn) or getattr(type(learn), o).__module__ != Learner.__module__)

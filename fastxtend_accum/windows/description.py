@@ -18,7 +18,7 @@ from .state import *
 # %% auto #0
 __all__ = ['Moves', 'name_of', 'how_split', 'describe', 'say']
 
-# %% ../../nbs/windows/09_description.ipynb #c861de85
+# %% ../../nbs/windows/09_description.ipynb #96f11bde
 class Moves:
     "What a forward pass of `model` moves, from now on: buffers, frozen parameters, and random generators"
     def __init__(self, model:nn.Module):
@@ -26,8 +26,8 @@ class Moves:
         self.before = self.look()
     def look(self)->tuple:
         def state(m): return {o:o.detach().clone() for o in (*m.buffers(False), *m.parameters(False)) if can_move(o)}
-        drawn = [g.get_state().tolist() for g in (torch.default_generator, *torch.cuda.default_generators)]
-        return [state(m) for m in self.modules],[random.getstate(), pickle.dumps(np.random.get_state()), drawn]
+        drawn = [o.tolist() if isinstance(o, Tensor) else pickle.dumps(o) for o in map(content, global_generators())]
+        return [state(m) for m in self.modules],drawn
     def differs(self, n:int)->list[str]:
         "What differs between `n` samples at a time and one batch"
         (old,drawn),(new,now) = self.before,self.look()

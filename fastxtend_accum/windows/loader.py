@@ -37,12 +37,12 @@ def is_shared(dl)->bool:
     "Whether fastai shares out the samples of `dl` among processes"
     return isinstance(dl, getattr(sys.modules.get('fastai.distributed'), 'DistributedDL', ()))  # it imports accelerate
 
-# %% ../../nbs/windows/08_loader.ipynb #2c000e6a
+# %% ../../nbs/windows/08_loader.ipynb #5c6d2c08
 def dataset_size(dl)->int|None: # None: `dl` does not say
     "Samples that `dl` draws in an epoch, in this process"
     if is_shared(dl): return None if (n := dataset_size(dl.dl)) is None else -(-n//dl.world_size)
-    if (n := getattr(dl, 'n', None)) is not None: return n
     if isinstance(getattr(dl, 'dataset', None), IterableDataset): return None  # its length is only what it announces
+    if (n := getattr(dl, 'n', None)) is not None: return n
     for o,name in (batches_by(dl), 'sampler'),(dl, 'dataset'):
         try: return len(getattr(o, name))
         except (AttributeError, TypeError): pass
@@ -68,11 +68,11 @@ def plan(sizes:list[int], size_at:Callable, at_end:str='step')->tuple[list[tuple
         i = j
     return windows,sizes[i:]
 
-# %% ../../nbs/windows/08_loader.ipynb #89fbda39
+# %% ../../nbs/windows/08_loader.ipynb #78136470
 class WindowLoader(GetAttr):
     """The training DataLoader `dl` of one epoch, in windows: `runner` gives fastai's loop the first batch of each, and
     takes the others with `fetch`. `carried` are batches that the epoch before has left; the last epoch leaves none"""
-    _default = 'dl'
+    _default,source = 'dl',None
     def __init__(self, dl, bs:int, at_end:str='step', carried:list=(), is_last_epoch:bool=False):
         self.dl,self.bs,self.carried,self.used,self.rest = dl,bs,list(carried),0,[]
         self.at_end = 'step' if at_end == 'carry' and is_last_epoch else at_end
@@ -103,7 +103,7 @@ class WindowLoader(GetAttr):
         return n if self.certain else max(n, 1)  # its length may say less than it has
     def __iter__(self)->Iterator: return self.runner.epoch()
 
-# %% ../../nbs/windows/08_loader.ipynb #6e0510de
+# %% ../../nbs/windows/08_loader.ipynb #27675b35
 @patch
 def counted(self:WindowLoader)->Iterator:
     "Each batch of the DataLoader with its samples, as that counts them, and its rows"
@@ -118,6 +118,7 @@ def counted(self:WindowLoader)->Iterator:
 @patch
 def begin(self:WindowLoader):
     self.ahead,self.source,self.used,self.n_fetched,self.taken = deque(self.carried),self.counted(),0,0,None
+    self.carried = [(None,*o) for _,*o in self.carried]  # from now on, only their sizes
 
 @patch
 def has(self:WindowLoader, size:int)->bool:
@@ -139,8 +140,15 @@ def fetch(self:WindowLoader)->bool:
     self.n_fetched += 1
     return True
 
+# %% ../../nbs/windows/08_loader.ipynb #412aedfb
 @patch
 def end(self:WindowLoader):
     "Keep what is to be carried: the batches of a window that had no step, and those that did not fill one"
     if self.at_end == 'carry': self.rest = [*(self.taken or ()), *self.ahead, *self.source]
     elif self.left <= 0: next(self.source, None)  # let the DataLoader end, and call its `after_iter`
+
+@patch
+def close(self:WindowLoader):
+    "Let go of the DataLoader, whose workers end, and of its batch"
+    self.source.close()
+    self.batch = None

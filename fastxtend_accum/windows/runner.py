@@ -19,7 +19,7 @@ from .state import *
 # %% auto #0
 __all__ = ['nonfinite', 'Stale', 'own_batch', 'Runner']
 
-# %% ../../nbs/windows/10_runner.ipynb #068c4b06
+# %% ../../nbs/windows/10_runner.ipynb #ea7814e4
 class Stale(int): "The `n_iter` of the loop before, until fastai sets it as it begins to loop"
 
 def own_batch(learn:Learner): return type(learn)._do_one_batch(learn)
@@ -29,10 +29,12 @@ class Runner:
     over a `WindowLoader`, so that what happens once a batch happens once a window"""
     def __init__(self, cb:Callback):
         self.cb,self.learn,self.processes,self.passes,self.loggers = cb,cb.learn,Processes(cb.learn),cb.passes,None
-        self.dl,self.window,self.is_over,self.samples = None,Window(),True,0  # whether it has had its step, of so many
+        self.dl,self.window = None,Window()
+        self.is_over,self.samples = True,0  # whether the window has had its step, and of how many samples
         self.n_steps,self.n_ended,self.hypers,self.later = 0,0,{},{}  # steps of the fit, windows of the epoch
         self.opt,self.own,self.loss_func,self.check,self.differs,self.is_quiet = None,(),None,None,None,not cb.verbose
-        self.is_in,self.is_mixed,self.left_autocast = False,False,False  # whether the batch counts, or half of it does
+        self.is_in,self.is_mixed = False,False  # whether the batch counts; whether a part of it is in the gradients
+        self.left_autocast = False
     def __reduce__(self): return partial,(own_batch, self.learn)  # in a copy made in mid-fit
 
     is_removed = property(lambda self: self.cb.learn is not self.learn)
@@ -45,7 +47,7 @@ class Runner:
 nonfinite = ("skipped a step: its gradient has NaN or infinity. Later ones are skipped without a warning; "
              "n_skipped counts them")
 
-# %% ../../nbs/windows/10_runner.ipynb #fb7425cb
+# %% ../../nbs/windows/10_runner.ipynb #3fe03921
 # The epoch, which fastai loops over
 
 @patch
@@ -58,7 +60,7 @@ def begin_epoch(self:Runner, dl:WindowLoader):
 def epoch(self:Runner)->Iterator:
     "The first batch of each window, for fastai's loop; `__call__` takes the others"
     dl,learn = self.dl,self.learn
-    looks = self.is_running or isinstance(vars(learn).get('n_iter', Stale()), Stale)  # a callback, at the data
+    looks = dl.source or isinstance(vars(learn).get('n_iter', Stale()), Stale)  # a callback, at the data
     if looks: return (yield from dl.dl)
     learn._do_one_batch = self
     dl.begin()
@@ -71,10 +73,11 @@ def epoch(self:Runner)->Iterator:
         if is_due: self.end_window()
         dl.end()
     finally:  # Python closes this generator, however fastai's loop ends
+        dl.close()
         if self.is_filling: self.drop()
         if self.is_running: del learn._do_one_batch
 
-# %% ../../nbs/windows/10_runner.ipynb #86728bf4
+# %% ../../nbs/windows/10_runner.ipynb #c3caf65e
 @patch
 def open(self:Runner)->bool:
     "Open a window, unless too few samples are left for one"
@@ -87,8 +90,8 @@ def open(self:Runner)->bool:
 def after_batch(self:Runner, pct_train:float, train_iter:int):
     "Once all callbacks have seen the batch, log the window; or let the counters be as before a batch that is left out"
     learn,dl = self.learn,self.dl
-    if self.is_removed: return
     if self.loggers and self.cb.scale: self.loggers.show()
+    if self.is_removed: return
     if self.loggers and self.is_over and self.cb.log_accum_batch: self.loggers.log(self.samples)
     if self.is_over or not self.goes_on: return
     learn.pct_train,learn.train_iter = self.position() if dl.by_samples else pct_train,train_iter
@@ -103,12 +106,13 @@ def position(self:Runner)->float:
 def drop(self:Runner):
     "Leave nothing of a window that is interrupted"
     self.learn.opt.zero_grad()
+    self.untouched = None
     for p in self.own: p.grad = None
     if not self.is_over: self.window = Window(self.window.size)
     self.is_mixed = False
     enable_sync(self.learn.model)
 
-# %% ../../nbs/windows/10_runner.ipynb #7674a791
+# %% ../../nbs/windows/10_runner.ipynb #6ea705ee
 # A window, from top to bottom
 
 @patch
@@ -140,7 +144,7 @@ def run_batch(self:Runner, tell:Callable|None=None)->bool:
     try:
         if tell: self.next_batch(tell)
         if not self.window.n_micro: self.begin()
-        self.is_in = self.ends_window = self.left_autocast = False
+        self.is_in = self.left_autocast = False
         self.passes(self)
         self.is_in = True
         self.window.missing += self.dl.missing

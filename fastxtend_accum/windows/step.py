@@ -16,7 +16,7 @@ from .runner import *
 # %% auto #0
 __all__ = ['scales_loss']
 
-# %% ../../nbs/windows/12_step.ipynb #bd926720
+# %% ../../nbs/windows/12_step.ipynb #577ded41
 @patch
 def end_window(self:Runner)->str|None:
     "The step of the window, as fastai takes it for a batch; gives why there is none"
@@ -38,6 +38,7 @@ def end_window(self:Runner)->str|None:
     try: learn._with_events(self.step, 'step', CancelStepException)
     finally: self.later and self.put_back()
     learn.opt.zero_grad()
+    self.untouched = None  # it holds the gradients
 
 @patch
 def average(self:Runner)->str|None:
@@ -58,13 +59,13 @@ def scales_loss(learn:Learner)->bool:
     "Whether a `GradScaler` looks for infinities in the gradients of `learn`"
     return getattr(learn, 'scaler', None) is not None and learn.scaler.is_enabled()
 
-# %% ../../nbs/windows/12_step.ipynb #f8888ee1
+# %% ../../nbs/windows/12_step.ipynb #7f827a3f
 @patch
 def step_hypers(self:Runner)->dict[str,list]:
     "The hyper-parameters of the step: those of the window's first batch, with the rules of `scale`"
     rules = self.cb.scale or {}
     self.hypers = {**hypers_of(self.learn.opt, rules), **self.hypers}
-    for k,f in rules.items(): self.hypers[k] = [f(o, self.samples/self.cb.size_at(0.)) for o in self.hypers[k]]
+    for k,f in rules.items(): self.hypers[k] = [f(o, self.samples/self.cb.start_accum_bs) for o in self.hypers[k]]
     return self.hypers
 
 @patch
