@@ -115,7 +115,7 @@ def describe(self:GradientAccumulation, runner:Runner):
     sizes = [*self.sizes().values()] if self.accum_bs else [bs*runner.processes.n]
     say(self, describe(runner, sizes, bs, self.micro_bs))
 
-# %% ../nbs/00_accumulation.ipynb #e17ec78e
+# %% ../nbs/00_accumulation.ipynb #f005b027
 @patch
 def skip(self:GradientAccumulation, why:str):
     "Count a step that is skipped, and warn, once in a fit"
@@ -130,12 +130,21 @@ def after_cancel_step(self:GradientAccumulation):
     if self.skip_nonfinite and overflowed: self.skip(nonfinite)
 
 @patch
+def after_train(self:GradientAccumulation):
+    "Warn if another callback has put a loader of its own in the place of the windows"
+    learn,runner = self.learn,self.runner
+    if not learn or self.is_new or runner.n_steps or own_loop(learn) or learn.dl is runner.dl: return
+    warn("a callback has replaced learn.dl, so nothing was accumulated: it must do that in before_train, with an "
+         f"order below {self.order}")
+
+# %% ../nbs/00_accumulation.ipynb #487a04ef
+@patch
 def after_epoch(self:GradientAccumulation):
     "Warn if no window was filled in the last epoch, or the loss could not be checked"
     learn,runner = self.learn,self.runner
     if learn is None or self.is_new or learn.lock.locked() or learn.epoch < learn.n_epoch-1: return
     if not (self.num_items or hasattr(learn, 'lr_finder')) and (unknown := runner.check.at_end()): warn(unknown)
-    has_any = runner.n_steps or runner.n_ended or own_loop(learn)
-    if len(runner.dl.dl) and not has_any and runner.dl.at_end != 'step':
+    if runner.n_steps or runner.n_ended or own_loop(learn) or not len(runner.dl.dl): return
+    if runner.dl.at_end != 'step':
         warn(f"no optimizer step was taken in this fit: no epoch fills a window of {self.size_at(0.)} samples; use a "
              f"smaller accum_bs or remainder='step', not {runner.dl.at_end!r}")

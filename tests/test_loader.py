@@ -72,3 +72,21 @@ def test_a_second_set_is_validated_in_a_fit():
         b = fit(learner(Callback(after_train=f), Callback(after_step=lambda self: seen.append(self.gradient_accumulation.runner.window.samples))))
         assert seen == a.recorder.accum_bs == [32]*8 + [8] and b.gradient_accumulation.opt_steps == 9
         assert_same(weights(a), weights(b))
+
+class Bar(GetAttr):
+    "Such as a progress bar around a DataLoader"
+    _default = 'dl'
+    def __init__(self, dl): self.dl = dl
+    def __len__(self): return len(self.dl)
+    def __iter__(self): yield from self.dl
+
+@pytest.mark.parametrize('order', [0, 60])
+def test_a_callback_that_replaces_the_loader(order, recwarn):
+    "Before the windows it is part of the data; after them nothing can be accumulated, and a warning says so"
+    def wrap(self): self.learn.dl = Bar(self.learn.dl)
+    cb = Callback(before_train=wrap)
+    cb.order = order
+    learn = fit(make_learner(8, cbs=[GradientAccumulation(32), cb]))
+    says = [str(o.message) for o in recwarn if 'has replaced learn.dl' in str(o.message)]
+    assert (len(losses(learn)), len(says)) == ((9, 0) if order == 0 else (36, 1))
+    if says: assert 'with an order below 12' in says[0]

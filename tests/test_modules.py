@@ -32,7 +32,7 @@ def test_the_package_stays_as_small_as_it_is():
     "Characters without nbdev's marks; for comparison, fastai's learner and all of its callbacks have 142,000"
     sizes = {o:size(o) for o in paths}
     assert len(sizes) > 20 and max(sizes.values()) <= 12_000
-    assert sum(sizes.values()) <= 150_200
+    assert sum(sizes.values()) <= 150_700
     assert max(len(o) for p in paths.values() for o in p.read_text().splitlines() if not o.startswith(marks)) <= 120
 
 def functions_run(*cbs):
@@ -56,7 +56,7 @@ def source_of(codes):
 
 def test_what_plain_windows_and_a_schedule_run():
     ran = functions_run(GradientAccumulation(32)) | functions_run(GradientAccumulationSchedule(8, 32))
-    assert 10_000 < source_of(ran) <= 63_500
+    assert 10_000 < source_of(ran) <= 64_000
 
 @pytest.mark.parametrize('cb,module', [(lambda: GradientAccumulation(micro_batch_size=4), 'memory/micro_batches'),
     (lambda: GradientAccumulation(micro_batch_size='auto'), 'memory/retry'), (ActivationCheckpointing, 'memory/retry'),
