@@ -1,6 +1,4 @@
 "The line that a first step prints: how a window is made up, and what differs from one batch"
-import random
-
 import pytest
 from fastai.layers import ConvLayer, NormType
 from torch.ao.quantization import MovingAverageMinMaxObserver
@@ -8,6 +6,7 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from common import *
 from fastxtend_accum.windows import description,passes
+from test_checkpointing import Adds, buffer, in_data, states
 
 accum,schedule = GradientAccumulation,GradientAccumulationSchedule
 
@@ -67,29 +66,15 @@ def test_a_line(capsys, bs, cbs, m, line): assert said(capsys, bs, *cbs(), m=m()
                                            (50, 65, '4 micro-batches of up to 13')])
 @pytest.mark.parametrize('cb,how,end', [(accum, averaged, remedy), (GradientCache, '', '')])
 def test_what_fits(capsys, cb, how, end, bs, limit, size):
-    "The micro-batches of a batch that memory does not hold; a short last batch gives no further line"
+    "Of a batch that memory does not hold; a short last batch gives no further line"
     line = f"micro_batch_size='auto': each batch of {bs} is split into {size}{how}{differs(size.split()[-1])}{end}\n"
     cb,m = cb(micro_batch_size='auto'),Largest(normed(), limit)
     assert said(capsys, bs, cb, m=m, n=2*bs+7, n_epoch=3)[1] == line
 
 # What differs from one batch
 
-class Moves(nn.Module):
-    "Adds to its input what `step(self, x)` gives, in training"
-    def __init__(self, init, step): super().__init__(); init(self); self.step = step
-    def forward(self, x): return x+self.step(self, x) if self.training else x
-
-def buffer(m): m.register_buffer('mean', torch.zeros(4))
-def frozen(m): m.mean = nn.Parameter(torch.zeros(4), requires_grad=False)
-def mean(m, x): return .9*m.mean+.1*x.detach().mean(0)
-@torch.no_grad()
-def in_place(m, x): return m.mean.copy_(mean(m, x)).clone()
-def in_data(m, x): return m.mean.data.copy_(mean(m, x)).clone()
-def replaces(m, x): m.mean = mean(m, x); return m.mean
-moving = dict(buffer=(buffer, in_place), buffer_data=(buffer, in_data), new_buffer=(buffer, replaces),
-              frozen=(frozen, in_place))
-drawing = dict(torch=lambda m, x: torch.randn(len(x), 1), dropout=lambda m, x: F.dropout(F.dropout(x)),
-               python=lambda m, x: random.random(), numpy=lambda m, x: np.random.rand())
+moving = dict({k:states[k] for k in ('buffer','new_buffer','frozen','frozen_data')}, buffer_data=(buffer, in_data))
+drawing = dict({k:states[k] for k in ('torch','python','numpy')}, dropout=(noop, lambda m,x: F.dropout(F.dropout(x))))
 
 splits = {'micro-batches':(32, lambda: accum(micro_batch_size=8), remedy), 'windows':(8, lambda: accum(32), ''),
           'GradientCache':(32, lambda: GradientCache(8), '')}
@@ -100,8 +85,8 @@ each_split = pytest.mark.parametrize('split', splits)
 def test_what_moves_is_named(capsys, kind, split):
     "In a layer of one's own; and the weights do differ from those of whole batches"
     bs,cb,end = splits[split]
-    word = '; statistics are of 8 at a time in 1 Moves' if kind in moving else '; random numbers differ'
-    def make(): return rows(Moves(*moving[kind] if kind in moving else (noop, drawing[kind])))
+    word = '; statistics are of 8 at a time in 1 Adds' if kind in moving else '; random numbers differ'
+    def make(): return nn.Sequential(Adds(*(moving | drawing)[kind]), rows()).double()
     (ours,line),(whole,none) = said(capsys, bs, cb(), m=make()),said(capsys, 32, m=make())
     assert line.endswith(word+end+'\n') and line.count('\n') == 1 and none == ''
     assert len(losses(ours)) == len(losses(whole)) == 4 and (weights(ours)-weights(whole)).abs().max() > 1e-4
@@ -198,17 +183,10 @@ def test_silence(capsys, monkeypatch, verbose):
         assert bool(said(capsys, 8, cb(verbose=verbose), m=normed(), n_epoch=2)[1]) == len(looks) == verbose
     with pytest.raises(TypeError, match='verbose must be True or False'): accum(32, verbose=1)
 
-class Grow(Callback):
-    "Wider batches from the third on"
-    def before_batch(self):
-        if self.training and self.iter > 1: self.learn.xb = (torch.cat([self.x]*3, 1),)
-
-class Average(nn.Module):
-    def __init__(self): super().__init__(); self.m = nn.Linear(1, 1)
-    def forward(self, x): return self.m(x.mean(1, keepdim=True))
-
 def test_a_larger_image(capsys):
-    "A later batch of the same fit changes the size"
-    m = Largest(Average().double(), 200)
-    out = said(capsys, 32, Grow(), accum(micro_batch_size='auto'), m=m)[1].splitlines()
+    "Wider batches from the third on change the size"
+    def grow(self):
+        if self.training and self.iter > 1: self.learn.xb = (torch.cat([self.x]*3, 1),)
+    m = Largest(nn.Sequential(nn.AdaptiveAvgPool1d(1), nn.Linear(1, 1)).double(), 200)
+    out = said(capsys, 32, Callback(before_batch=grow), accum(micro_batch_size='auto'), m=m)[1].splitlines()
     assert out == [fits, "micro_batch_size='auto': "+split_in_4+averaged]

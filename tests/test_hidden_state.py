@@ -1,4 +1,4 @@
-"Language models in micro-batches: each row continues from its own hidden state, as in whole batches"
+"Language models in micro-batches: each row continues from its own hidden state"
 from contextlib import nullcontext
 
 import pytest
@@ -99,7 +99,7 @@ class RunsOut(Callback):
 @pytest.mark.parametrize('where,make', [('validation', split), ('validation', GradientCache), *[
     (o, make) for o in ('forward','backward') for make in (split, GradientCache, lambda n: ActivationCheckpointing())]])
 def test_memory_runs_out(whole, make, where, at):
-    "Recomputed blocks have all the dropout, bit for bit: what follows draws the same numbers from the same states"
+    "Recomputed blocks have all the dropout, bit for bit"
     ran_out,cb,is_valid = RunsOut(where, *at),make('auto'),where == 'validation'
     is_exact = isinstance(cb, ActivationCheckpointing)
     with nullcontext() if is_valid or at == (1,) else pytest.warns(UserWarning, match='out of memory in training'):
@@ -112,7 +112,7 @@ def test_memory_runs_out(whole, make, where, at):
 @pytest.mark.parametrize('at', [3, 4])
 @pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'after_backward'])
 def test_a_batch_that_ends_in_between(event, at, error):
-    "It is left out: all rows have the state from before it, and not that of a micro-batch"
+    "It is left out: all rows have the state from before it"
     before = []
     see = Callback(before_batch=lambda self: before.append(now(self.learn)))
     learn = lm(split(8), Fault(error, event, at, 100), see)
@@ -188,7 +188,7 @@ def test_a_model_of_ones_own(form, make, n):
 
 @each
 def test_outputs_that_cannot_be_joined_in_validation(make):
-    "The batch runs whole, from the states that it began with, and so do the batches after it"
+    "It runs whole, from the states that it began with, and so do those after it"
     class Unjoined(Registered):
         def forward(self, x): return (y := super().forward(x)),y.sum()
     def run(*cbs):

@@ -3,7 +3,6 @@ import pytest
 import torch.utils.data as tud
 from fastai.callback.mixup import MixUp
 from fastai.callback.training import BnFreeze
-from fastai.tabular.all import Categorify, FillMissing, Normalize, TabularDataLoaders, tabular_learner
 from fastai.text.all import (AWD_LSTM, TextBlock, awd_lstm_clas_config, awd_lstm_lm_config, language_model_learner,
                              text_classifier_learner)
 from fastai.vision.all import (CategoryBlock, ImageBlock, PILImage, RandomErasing, Resize, TensorImage, aug_transforms,
@@ -63,13 +62,13 @@ def run(bs, *cbs, n=100, drop_last=True, method='fit_one_cycle', n_epoch=2, opt=
        method=st.sampled_from(methods), opt=st.sampled_from(sorted(opt_funcs)), n_epoch=st.integers(1, 3),
        start=st.integers(0, 1), wd=st.sampled_from([None, .01]))
 def test_any_fit(n, bs, k, start, **kwargs):
-    "Learning rates and momenta bit for bit; what is dropped follows the loader's `drop_last`"
+    "Learning rates and momenta bit for bit, windows of one wholly; what is dropped follows the loader's `drop_last`"
     if kwargs['drop_last'] and n < k*bs: return  # no batch at all: an error
     kwargs.update(n=n, start_epoch=min(start, kwargs['n_epoch']-1))
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # PyTorch's optimizers know no `mom` under fastai's scheduler of it
         small,big = run(bs, GradientAccumulation(k*bs), **kwargs),run(k*bs, **kwargs)
-    assert_same_fit(small, big)
+    assert_same_fit(small, big, ROUNDING*(k > 1))  # a window of one is no accumulation
     assert apart(big, model()) > 1e-4
     assert small.gradient_accumulation.opt_steps == len(losses(big)) == len(small.recorder.accum_bs) > 0
 
@@ -95,42 +94,6 @@ def test_any_shape(n, bs, k, n_epoch, drop_last, remainder, log, opt, cosine):
     assert_same(learn.recorder.lrs, [lr(pct) for _,pct in steps], ROUNDING)
     assert_same(losses(learn), smoothed(expected_losses), FLOAT32)
 
-@pytest.mark.parametrize('n, bs', [(96, 8), (93, 8), (100, 7)])
-def test_a_window_of_one_loader_batch_is_no_accumulation(n, bs):
-    "Bit for bit, float32, short last batch included"
-    def run(*cbs):
-        learn = make_learner(bs, n=n, m=model().float(), opt_func=Adam, cbs=[*cbs], loss_func=MSELossFlat())
-        return fit(learn, method='fit_one_cycle')
-    a,b = run(),run(GradientAccumulation(bs))
-    assert_same_fit(b, a, tol=0.)
-    assert_same(losses(b), losses(a))
-    assert b.gradient_accumulation.opt_steps == len(losses(a)) == 3*-(-n//bs)
-
-@pytest.mark.parametrize('drop_last, n', [(True, 100), (False, 130)])
-def test_lr_find(drop_last, n):
-    def make(bs, *cbs):
-        learn = make_learner(bs, n=n, drop_last=drop_last, cbs=[*cbs])
-        with learn.no_bar(): learn.valley = learn.lr_find(num_it=30, stop_div=False, show_plot=False).valley
-        return learn
-    big,small = both(make)
-    assert small.valley == big.valley and len(losses(big)) == 30
-    assert_same(small.recorder.lrs, big.recorder.lrs, ROUNDING)
-    assert_same(tensor(losses(small))/tensor(losses(big)), torch.ones(30), 1e-4)  # float32
-
-@pytest.mark.parametrize('sizes', [(5, 5), (8, 2), (5, 5, 5, 5, 2)])
-def test_the_mean_of_gradients(sizes):
-    "As in the guides of JAX, Keras and Optax: weighted by the sizes of the batches; and each step with its own rate"
-    (x,y),m,k = data(sum(sizes)),model(),sizes[0]
-    for lr in 1e-4, .1:
-        each = [torch.autograd.grad(F.mse_loss(m(a), b), m.parameters()) for a,b in zip(x.split(sizes), y.split(sizes))]
-        with torch.no_grad():
-            for p,*gs in zip(m.parameters(), *each): p -= lr*sum(g*size/len(x) for g,size in zip(gs, sizes))
-    cbs = [GradientAccumulation(k*len(sizes)), ParamScheduler({'lr':lambda pct: 1e-4 if pct < .5 else .1})]
-    learn = fit(Learner(DataLoaders(*[DataLoader([*zip(x, y)], bs=k)]*2), model(), mse, opt_func=SGD, cbs=cbs), 2)
-    assert learn.recorder.lrs == [1e-4, .1]
-    assert_same(weights(learn), weights(m), ROUNDING)
-    assert_moved(learn)
-
 def test_a_compiled_model():
     big = make_learner(32)
     small = make_learner(8, m=torch.compile(model(), backend='aot_eager'), cbs=GradientAccumulation(32))
@@ -138,12 +101,6 @@ def test_a_compiled_model():
     assert_moved(big)
 
 # Incomplete windows
-
-def test_what_each_remainder_steps_on():
-    "44 samples, two epochs"
-    for remainder,expected in dict(step=[16,16,12]*2, carry=[16,16,20,16,16,4], drop=[16,16]*2).items():
-        learn = fit(make_learner(8, n=44, cbs=GradientAccumulation(16, remainder=remainder)), 2)
-        assert learn.recorder.accum_bs == expected
 
 @pytest.mark.parametrize('remainder', ['step','carry','drop'])
 def test_an_epoch_that_ends_early(remainder):
@@ -168,25 +125,6 @@ def test_what_is_dropped_is_not_computed(make):
 
 # What callbacks see and change
 
-@pytest.mark.parametrize('drop_last', [False, True])
-@pytest.mark.parametrize('order', [0, 6, 99])
-def test_each_step_is_inside_its_batch(order, drop_last):
-    "Callbacks see gradients, weights and positions of the large batch; in mid-window no weight moves"
-    class Seen(Callback):
-        run_valid = False
-        def before_fit(self): self.grads,self.weights,self.pcts = [],[],[]
-        def before_step(self): self.grads.append(torch.cat([p.grad.flatten().clone() for p in self.model.parameters()]))
-        def after_batch(self):
-            self.weights.append(weights(self.learn))
-            self.pcts.append(self.learn.pct_train)
-    Seen.order = order
-    began = []
-    look = Callback(before_batch=lambda self: self.training and began.append(weights(self.learn).sum().item()))
-    big,small = both(lambda bs, *cbs: run(bs, Seen(), *cbs, *[look]*(bs == 8), drop_last=drop_last))
-    for o in 'grads','weights': assert_same(*(torch.stack(getattr(p.seen, o)) for p in (small, big)), ROUNDING)
-    assert_same(small.seen.pcts, big.seen.pcts)
-    assert len(began) == (24 if drop_last else 26) and len({*began}) == len(big.seen.grads) == (6 if drop_last else 8)
-
 @pytest.mark.parametrize('order', [0, 9])
 def test_a_callback_that_changes_the_batch(order):
     "Samples are those of the loader, whether it is doubled before or after the accumulation sees it"
@@ -198,6 +136,8 @@ def test_a_callback_that_changes_the_batch(order):
     assert small.recorder.accum_bs == [32]*6
     assert_same_fit(small, big)
 
+def clip(self): nn.utils.clip_grad_norm_(self.model.parameters(), .1)
+
 class Penalty(Callback):
     "Adds to the loss, as fastai's RNNRegularizer does"
     run_valid = False
@@ -206,7 +146,7 @@ class Penalty(Callback):
 def summed(pred, *targs): return sum(((pred-o)**2).sum() for o in targs).float()
 summed.reduction = 'sum'
 
-@pytest.mark.parametrize('cb, loss_func, is_equal', [(partial(GradientClip, .1), mse, True), (Penalty, mse, True),
+@pytest.mark.parametrize('cb, loss_func, is_equal', [(partial(Callback, before_step=clip), mse, True), (Penalty, mse, True),
                                                      (Penalty, summed, False)])
 def test_what_changes_loss_or_gradient(cb, loss_func, is_equal):
     "A mean that is added to a sum is no mean over the window"
@@ -365,17 +305,6 @@ def test_a_size_that_no_longer_fits():
 
 # Layers, noise and augmentation
 
-@pytest.mark.parametrize('layer', [nn.LayerNorm, partial(nn.GroupNorm, 2), nn.BatchNorm1d])
-def test_norms(layer):
-    "Those that normalize each sample by itself are equal"
-    def make(bs, *cbs):
-        torch.manual_seed(0)
-        m = nn.Sequential(nn.Linear(5, 8), layer(8), nn.Tanh(), nn.Linear(8, 1)).double()
-        return fit(make_learner(bs, m=m, cbs=[*cbs]))
-    big,small = both(make)
-    assert apart(small, big) > 1e-3 if layer is nn.BatchNorm1d else apart(small, big) < ROUNDING
-    assert apart(make(8), big) > 1e-3
-
 @pytest.mark.parametrize('train_bn, unfrozen, head, is_equal', [
     (False, False, nn.LayerNorm, True), (True, False, nn.LayerNorm, False), (False, True, nn.LayerNorm, False),
     (False, False, nn.BatchNorm1d, False)])
@@ -447,17 +376,6 @@ def test_mixup_mixes_within_the_loader_batch():
         return np.mean(shares)
     assert abs(own(8, GradientAccumulation(32))-1/8) < .02
     for share in own(32), own(32, GradientCache(8)): assert abs(share-1/32) < .01
-
-def test_a_shuffled_epoch():
-    "The order comes from the loader's own generator: with the same seed it is that of the large batch"
-    def make(bs, *cbs, seed=0):
-        set_seed(seed)
-        learn = make_learner(bs, cbs=[*cbs])
-        learn.dls.loaders[0] = DataLoader([*zip(*data(100))], bs=bs, shuffle=True, drop_last=True)
-        return fit(learn, 2, method='fit_one_cycle')
-    big,small = both(make)
-    assert_same(weights(small), weights(big), ROUNDING)
-    assert apart(make(8, GradientAccumulation(32), seed=1), big) > 1e-3
 
 # Applications as they come: augmentation, dropout, BatchNorm, shuffled, `drop_last`
 
@@ -531,13 +449,3 @@ def test_texts_sorted_by_length():
         m = nn.Sequential(nn.EmbeddingBag(50, 8), nn.Linear(8, 2))
         return Learner(text_dls(bs), m, CrossEntropyLossFlat(), opt_func=SGD, cbs=cbs)
     as_it_comes(make, 32, lambda learn: learn.fit_one_cycle(3, 1.), GradientAccumulation(micro_batch_size=7), tol=5e-6)
-
-def test_tabular_learner():
-    rng = np.random.default_rng(0)
-    df = pd.DataFrame(dict(a=rng.normal(size=200), b=rng.normal(size=200), c=rng.choice(list('xyz'), 200)))
-    df['y'] = np.where(df.a+df.b > 0, 'yes', 'no')
-    def make(bs, cbs):
-        dls = TabularDataLoaders.from_df(df, procs=[Categorify, FillMissing, Normalize], cat_names=['c'], y_names='y',
-                                         cont_names=['a','b'], bs=bs, valid_idx=[*range(160, 200)], num_workers=0)
-        return seeded(tabular_learner, dls, n_out=2, cbs=cbs)
-    as_it_comes(make, 32, lambda learn: learn.fit_one_cycle(3, 1e-2))

@@ -64,18 +64,6 @@ def test_any_split_equals_the_large_batch(n, bs, micro, k, drop_last):
     assert max(sizes) <= micro and max(first)-min(first) <= 1 and sum(sizes) == sum(small.recorder.accum_bs)
     assert cb.micro_bs == min(micro, bs)
 
-@pytest.mark.parametrize('kwargs', [{}, dict(weight=torch.tensor([1., 2, .5, 4])), dict(reduction='sum')])
-def test_labels_that_are_ignored(kwargs):
-    "Uneven numbers of them, and micro-batches without any other"
-    def run(*cbs, n_epoch=3):
-        torch.manual_seed(0)
-        dls = DataLoaders(*[DataLoader(list(zip(*tokens())), bs=12)]*2)
-        m = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 4))
-        return fit(Learner(dls, m, CrossEntropyLossFlat(**kwargs), opt_func=SGD, cbs=cbs), n_epoch, .02)
-    big = run()
-    assert_other(big, run(n_epoch=0).model)
-    assert_same(weights(run(GradientAccumulation(12, micro_batch_size=5))), weights(big), 1e-6)
-
 @pytest.mark.parametrize('micro', [8, 5, 1])
 def test_a_schedule(micro):
     "The same windows as of whole loader batches"
@@ -100,17 +88,6 @@ def test_left_out_the_window_is_the_loaders_batch():
     assert fit(learn, 1).recorder.accum_bs == [48]*2
     learn.gradient_accumulation.accum_bs = 16
     with pytest.raises(ValueError, match='accum_bs=16 .* not a multiple .* batch of 48: .* to 16'): fit(learn, 1)
-
-@splits
-def test_lr_find(make):
-    def run(*cbs):
-        seen = []
-        learn = make_learner(32, cbs=[Callback(after_batch=lambda self: seen.append(self.pct_train)), *cbs])
-        with quiet(learn): learn.lr_find(num_it=20, stop_div=False, show_plot=False)
-        return [*learn.recorder.lrs, *losses(learn), *seen]
-    big = run()
-    assert_same(run(make()), big, 1e-4)  # losses grow without bounds
-    assert len(big) == 60
 
 # A batch to all but the model and the loss
 
@@ -478,22 +455,6 @@ def test_fastais_preview_of_mixup(make):
     assert_nothing_left(learn)
     assert learn.opt is None and learn.dl is learn.dls.train
     assert_same(weights(seeded(learn)), weights(seeded(learner())))
-
-@pytest.mark.thin(19)
-@pytest.mark.parametrize('order', [-5, 7, 99])
-@pytest.mark.parametrize('event', EVENTS)
-@pytest.mark.parametrize('exc', [
-    KeyboardInterrupt, ZeroDivisionError, *CANCELS, CancelStepException, CancelBackwardException])
-def test_a_fault_leaves_nothing(exc, event, order):
-    for nth in 1,3:
-        cb = Fault(exc, event, nth, order)
-        learn = make_learner(32, cbs=[GradientAccumulation(32, micro_batch_size=8), cb])
-        try: fit(learn, 1)
-        except BaseException: pass
-        assert_nothing_left(learn)
-        learn.remove_cb(cb)
-        learn.model.load_state_dict(model().state_dict())
-        assert_same(weights(fit(learn, 1, reset_opt=True)), weights(fit(make_learner(32), 1)), ROUNDING)
 
 @pytest.mark.thin(11)
 @pytest.mark.parametrize('accum', [32, 64])

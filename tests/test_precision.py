@@ -45,7 +45,7 @@ def test_overflows_are_logged_as_in_the_large_batch(struck):
     def run(bs, *cbs): return mixed(bs, scaled(), SaveModelCallback(monitor='train_loss'), *cbs, lr=.01)
     big,small = run(32, Overflow(*struck)),run(8, GradientAccumulation(32), Overflow(*[4*o+1 for o in struck]))
     assert small.gradient_accumulation.opt_steps == 6-len(struck) and small.gradient_accumulation.n_skipped == 0
-    assert len(losses(small)) == len(losses(big)) == 6
+    assert len(losses(small)) == len(losses(big)) == 6 and small.recorder.accum_bs == [32]*6
     assert_same(losses(small), losses(big), 1e-3)  # float16
     assert_same(floats(small.recorder.values), floats(big.recorder.values), 1e-3)
     assert_same(weights(small), weights(big), 1e-4)

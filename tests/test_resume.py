@@ -8,7 +8,7 @@ from common import *
 from fastxtend_accum.demo import Activations
 from fastxtend_accum.memory.out_of_memory import NothingFits
 
-# Each fit runs in a process of its own; `resumed` and the like have another seed than the run that was killed
+# Each fit runs in a process of its own; `resumed` has another seed than the run that was killed
 SCRIPT = '''
 import signal, sys
 sys.path.insert(0, TESTS)

@@ -194,14 +194,12 @@ def loop(opt, m, set_hypers):
 torch_sgd = partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=.9))
 
 @pytest.mark.parametrize('opt_func', [torch_sgd, partial(SGD, mom=.9)])
-@pytest.mark.parametrize('scale', [None, rules])
-def test_scaled_rate_and_momentum(opt_func, scale):
+def test_scaled_rate_and_momentum(opt_func):
     "Beside a scheduler of both"
     sched,lrs,m = dict(lr=SchedCos(.1, .01), mom=SchedLin(.9, .8)),[],model()
-    learn = fit(make_learner(8, n=128, cbs=[jump(scale), ParamScheduler(sched)], opt_func=opt_func), 4)
+    learn = fit(make_learner(8, n=128, cbs=[jump(rules), ParamScheduler(sched)], opt_func=opt_func), 4)
     def set_hypers(g, pct, ratio):
-        k = ratio if scale else 1
-        g.update(lr=sched['lr'](pct)*k**.5, momentum=sched['mom'](pct)**k)
+        g.update(lr=sched['lr'](pct)*ratio**.5, momentum=sched['mom'](pct)**ratio)
         lrs.append(g['lr'])
     assert_same(weights(learn), loop(torch.optim.SGD(m.parameters(), lr=.1), m, set_hypers), 1e-9)  # rounding adds up
     assert_same(learn.recorder.lrs, lrs, 1e-12)
