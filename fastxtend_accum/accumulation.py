@@ -115,7 +115,7 @@ def describe(self:GradientAccumulation, runner:Runner):
     sizes = [*self.sizes().values()] if self.accum_bs else [bs*runner.processes.n]
     say(self, describe(runner, sizes, bs, self.micro_bs))
 
-# %% ../nbs/00_accumulation.ipynb #f005b027
+# %% ../nbs/00_accumulation.ipynb #c50c511e
 @patch
 def skip(self:GradientAccumulation, why:str):
     "Count a step that is skipped, and warn, once in a fit"
@@ -131,20 +131,21 @@ def after_cancel_step(self:GradientAccumulation):
 
 @patch
 def after_train(self:GradientAccumulation):
-    "Warn if another callback has put a loader of its own in the place of the windows"
+    "Warn if no window was run: another callback's loader is in the place of the windows, or no epoch fills one"
     learn,runner = self.learn,self.runner
-    if not learn or self.is_new or runner.n_steps or own_loop(learn) or learn.dl is runner.dl: return
-    warn("a callback has replaced learn.dl, so nothing was accumulated: it must do that in before_train, with an "
-         f"order below {self.order}")
-
-# %% ../nbs/00_accumulation.ipynb #487a04ef
-@patch
-def after_epoch(self:GradientAccumulation):
-    "Warn if no window was filled in the last epoch, or the loss could not be checked"
-    learn,runner = self.learn,self.runner
-    if learn is None or self.is_new or learn.lock.locked() or learn.epoch < learn.n_epoch-1: return
-    if not (self.num_items or hasattr(learn, 'lr_finder')) and (unknown := runner.check.at_end()): warn(unknown)
-    if runner.n_steps or runner.n_ended or own_loop(learn) or not len(runner.dl.dl): return
-    if runner.dl.at_end != 'step':
+    if not learn or self.is_new or runner.n_steps or runner.n_ended or own_loop(learn): return
+    if learn.dl not in (runner.dl, None):  # None: after an export
+        warn("a callback has replaced learn.dl, so nothing was accumulated: it must do that in before_train, with an "
+             f"order below {self.order}")
+    elif learn.epoch == learn.n_epoch-1 and len(runner.dl.dl) and runner.dl.at_end != 'step':
         warn(f"no optimizer step was taken in this fit: no epoch fills a window of {self.size_at(0.)} samples; use a "
              f"smaller accum_bs or remainder='step', not {runner.dl.at_end!r}")
+
+# %% ../nbs/00_accumulation.ipynb #d9a3b6bf
+@patch
+def after_epoch(self:GradientAccumulation):
+    "Warn if the fit could not check the loss"
+    learn = self.learn
+    if learn is None or self.is_new or learn.lock.locked() or learn.epoch < learn.n_epoch-1: return
+    if self.num_items or hasattr(learn, 'lr_finder'): return
+    if unknown := self.runner.check.at_end(): warn(unknown)

@@ -75,12 +75,14 @@ class Bar(GetAttr):
     def __len__(self): return len(self.dl)
     def __iter__(self): yield from self.dl
 
+@each_remainder
 @pytest.mark.parametrize('order,n_losses', [(0, 9), (60, 36)])
-def test_a_callback_that_replaces_the_loader(order, n_losses, recwarn):
+def test_a_callback_that_replaces_the_loader(order, n_losses, remainder, recwarn):
     "Before the windows it is part of the data; after them nothing can be accumulated, and a warning says so"
     def wrap(self): self.learn.dl = Bar(self.learn.dl)
     cb = Callback(before_train=wrap)
     cb.order = order
-    assert len(losses(fit(learner('step', cb, n=96)))) == n_losses
+    assert len(losses(fit(learner(remainder, cb, n=96)))) == n_losses
     says = [o for o in recwarn if 'has replaced learn.dl' in str(o.message)]
     assert len(says) == (order > 12) and all('with an order below 12' in str(o.message) for o in says)
+    assert not [o for o in recwarn if 'no optimizer step' in str(o.message)]

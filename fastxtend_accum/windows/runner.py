@@ -47,7 +47,7 @@ class Runner:
 nonfinite = ("skipped a step: its gradient has NaN or infinity. Later ones are skipped without a warning; "
              "n_skipped counts them")
 
-# %% ../../nbs/windows/10_runner.ipynb #3fe03921
+# %% ../../nbs/windows/10_runner.ipynb #618578c3
 # The epoch, which fastai loops over
 
 @patch
@@ -60,8 +60,8 @@ def begin_epoch(self:Runner, dl:WindowLoader):
 def epoch(self:Runner)->Iterator:
     "The first batch of each window, for fastai's loop; `__call__` takes the others"
     dl,learn = self.dl,self.learn
-    looks = dl.source or isinstance(vars(learn).get('n_iter', Stale()), Stale)  # a callback, at the data
-    if looks: return (yield from dl.dl)
+    is_ours = learn.dl is dl and not isinstance(vars(learn).get('n_iter', Stale()), Stale)
+    if dl.source or not is_ours: return (yield from dl.dl)  # a callback looks at the data, or has replaced `learn.dl`
     learn._do_one_batch = self
     dl.begin()
     try:
