@@ -36,7 +36,7 @@ def first_calls(kind, opt='sgd'):
     """Calls of the check of the loss, and of the looks at what a pass moves, in the first 16 windows (K=8;
     checkpointing: K=1): in windows' worth of later ones"""
     def first(): return count_first_calls(make(kind, opt), min(sizes[kind][-1], 8))
-    with patch.object(LossCheck, 'windows', 0): looks = first()
+    with patch.object(LossCheck, 'n_windows', 0): looks = first()
     return dict(check=first()-looks, looks=looks)
 
 def measure(rounds, n=512):

@@ -17,7 +17,7 @@ from .cases import Task
 package = str(Path(losses.__file__).parents[1])
 copies = {torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist}  # a CPU need not copy: only the call shows
 
-checked_once = patch.object(loss_check.LossCheck, 'windows', 1)  # the check ends after some windows: count without it
+checked_once = patch.object(loss_check.LossCheck, 'n_windows', 1)  # the check ends after some windows: count without it
 
 def is_here(o:torch.Tensor):
     "Whether `o` would be on the CPU on a machine with a GPU too"

@@ -26,7 +26,7 @@ def time_case(case, size):
 def unchecked_times(case, k, n, make=Task):
     "The same without the check of the loss in the first windows of a fit"
     from fastxtend_accum.windows.loss_check import LossCheck
-    with patch.object(LossCheck, 'windows', 0): return window_times(case, k, n, make)
+    with patch.object(LossCheck, 'n_windows', 0): return window_times(case, k, n, make)
 
 def time_windows(case, size):
     "From 1 to 1024 micro-batches a window"
@@ -54,7 +54,7 @@ def time_division(case, n_params):
     "Milliseconds of the division that ends a window, and of one backward pass of a `Stack`"
     from fastai.basics import SGD, Learner
     from fastxtend_accum.all import GradientAccumulation
-    from fastxtend_accum.windows import step
+    from fastxtend_accum.windows import loop
     task = Stack(n_params, 32 if n_params <= 1e6 else 8 if n_params <= 1e7 else 4)
     learn = learner(task, GradientAccumulation(2*16), opt_func=SGD)
     times = dict(division=[], backward=[])
@@ -65,7 +65,7 @@ def time_division(case, n_params):
             f(*args)
             times[name].append((time.perf_counter()-start)*1e3)
         return g
-    division = patch.object(step, 'average_gradients', timed('division', step.average_gradients))
+    division = patch.object(loop, "average_gradients", timed("division", loop.average_gradients))
     backward = patch.object(Learner, '_backward', timed('backward', Learner._backward))
     with division, backward, learn.no_bar(), learn.no_logging(): learn.fit(1)
     n_params = sum(p.numel() for p in task.model.parameters())

@@ -10,22 +10,28 @@ from __future__ import annotations
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 
-from .windows.checks import *
-from .windows.description import *
-from .windows.loader import *
-from .windows.runner import *
-from .windows.window import *
-from .memory.micro_batches import *
-from .memory.auto import *
-from .callback import *
-from .logging import *
+from .windows.checks import (check_callable,check_flags,check_micro_batch_size,check_multiple,
+                                            check_rules,check_size)
+from .windows.description import how_made_up,log_once,with_differences
+from .windows.forward_backward import Settings
+from .windows.loader import EpochPlan,drops_last,remainders
+from .windows.loggers import Loggers
+from .windows.loop import own_loop,whole_batch
+from .windows.losses import has_rule
+from .windows.processes import is_sharded
+from .windows.window import Outcome,Window
+from .memory.auto import AutoMicroBatches
+from .memory.micro_batches import MicroBatches
+from .callback import WindowCallback
+from .logging import fix_wandb
 
 # %% auto #0
-__all__ = ['GradientAccumulation']
+__all__ = ['GradientAccumulation', 'new_micro_batches']
 
 # %% ../nbs/00_accumulation.ipynb #d094627a
 class GradientAccumulation(WindowCallback):
     "Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size"
+    scale = None  # of a schedule
     def __init__(self,
         accum_bs:int|None=None, # Samples in a window of all processes; None: 32, or one loader batch if it is split
         n_acc:int|None=None, # fastai's name for `accum_bs`: pass one of them
@@ -36,116 +42,191 @@ class GradientAccumulation(WindowCallback):
         num_items:Callable|None=None, # `f(learn)`: items that the loss averages over, >= 0; None: by the loss function
         skip_nonfinite:bool=False, # Skip the step of a window whose gradient contains NaN or infinity
         verbose:bool=True, # Print in one line how a window is made up, and what differs from one batch of its size
-        **unknown, # No other arguments: those of other packages and versions raise an error that says what to use
     ):
-        store_attr(but='unknown')
-        self.check_arguments(unknown)
-        self.accum_bs = self.accum_bs or self.n_acc or (None if self.micro_batch_size else 32)
-        self.n_skipped,self.said,self.warned = 0,None,set()
-        if m := self.micro_batch_size:
-            self.passes,self.valid_passes = (AutoMicroBatches() if m == 'auto' else MicroBatches(m) for _ in range(2))
+        if accum_bs is not None and n_acc is not None:
+            raise ValueError(f"accum_bs={accum_bs} and n_acc={n_acc} both set the samples in a window: pass one of them; "
+                             f"micro_batch_size={n_acc} would split batches")
+        self.accum_bs = n_acc if accum_bs is None else accum_bs
+        self.size_name = 'accum_bs' if n_acc is None else 'n_acc'  # of the argument, for errors
+        if self.accum_bs is None and micro_batch_size is None: self.accum_bs = 32  # fastai's default
+        store_attr('log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite,verbose')
+        self.n_skipped = 0  # windows of this fit, or of the last one
+        self.warned_outcomes = set()
+        self.last_message = None  # what was printed last
+        self.valid_strategy = None
+        self.read_settings()
 
-    window = property(lambda self: self.runner.window if self.runner else Window())
-    opt_steps = property(lambda self: self.runner.n_steps if self.runner else 0)
-    micro_bs = property(lambda self: self.runner and min(getattr(self.passes, 'micro_bs', math.inf), self.present_bs()))
-    def present_bs(self)->int:
-        "Samples in a loader batch: of one that does not say so, those of the present batch"
-        return self.runner.dl.bs if self.accum_bs or self.runner.dl.stated else self.runner.dl.size
+    @property
+    def n_acc(self)->int|None:
+        "fastai's name for `accum_bs`"
+        return self.accum_bs
+    @n_acc.setter
+    def n_acc(self, size:int): self.accum_bs = size
+
+    @property
+    def window(self)->Window:
+        "The present window, or the last one"
+        return self.loop.window if self.loop else Window()
+    @property
+    def opt_steps(self)->int:
+        "Optimizer steps of this fit, or of the last one"
+        return self.loop.n_steps if self.loop else 0
+    @property
+    def micro_bs(self)->int|None:
+        "Samples that the model sees at a time; None before a fit"
+        if not self.loop or not self.loop.batches: return None
+        bs = self.loader_bs()
+        return min(self.strategy.micro_bs or bs, bs) if isinstance(self.strategy, MicroBatches) else bs
+
+    def loader_bs(self)->int:
+        "Returns the samples in a loader batch; if the DataLoader states no number, those in the current one"
+        batches = self.loop.batches
+        if batches.info.batch_size: return batches.info.batch_size
+        return batches.current.samples if batches.current else 1
 
 # %% ../nbs/00_accumulation.ipynb #1f3f92d9
+# Settings
+
 @patch
-def check_arguments(self:GradientAccumulation, unknown:dict):
-    "Raises TypeError or ValueError on arguments that are not valid, alone or together, and on those of other names"
-    instead = dict(exact="is a callback now: cbs=[GradientAccumulation(256), ActivationCheckpointing()]",
-                   drop_last="is fastxtend's name: use remainder='drop' or remainder='step' for the last window")
-    for k,v in unknown.items(): raise TypeError(f"{k}={v!r} {instead.get(k, 'is no argument of GradientAccumulation')}")
-    a,n = self.accum_bs,self.n_acc
-    for name,size in dict(accum_bs=a, n_acc=n).items():
-        if size is not None: setattr(self, name, check_size(name, size))
+def read_settings(self:GradientAccumulation):
+    "Raises TypeError or ValueError on settings that are not valid, alone or together; makes what runs micro-batches"
+    if self.accum_bs is not None: self.accum_bs = check_size(self.size_name, self.accum_bs)
     self.micro_batch_size = check_micro_batch_size(self.micro_batch_size)
-    check_flags(**{o:getattr(self, o) for o in ('log_accum_batch','skip_nonfinite','verbose')})
+    check_flags(log_accum_batch=self.log_accum_batch, skip_nonfinite=self.skip_nonfinite, verbose=self.verbose)
     check_callable('num_items', self.num_items, 'a function of the Learner')
-    if None not in (a, n):
-        raise ValueError(f"accum_bs={a} and n_acc={n} both set the samples in a window: pass one of them; "
-                         f"micro_batch_size={n} would split batches")
     if self.remainder not in (None, *remainders):
         raise ValueError(f"remainder must be one of {remainders} or None, not {self.remainder!r}")
-    if self.remainder == 'carry' and not (a or n) and self.micro_batch_size:
+    if self.remainder == 'carry' and not self.accum_bs:
         raise ValueError("remainder='carry' is for windows of several batches: pass accum_bs, or leave remainder out")
+    self.make_strategies()
+
+@patch
+def make_strategies(self:GradientAccumulation):
+    "Makes what runs batches in training and validation, if `micro_batch_size` has changed. What 'auto' has found is kept"
+    size = self.micro_batch_size
+    if size == getattr(self.strategy, 'requested_size', None): return
+    if size is None:
+        self.strategy = whole_batch
+        self.valid_strategy = None
+    else:
+        self.strategy = new_micro_batches(size)
+        self.valid_strategy = new_micro_batches(size)
+
+def new_micro_batches(size:int|str)->MicroBatches: return AutoMicroBatches() if size == 'auto' else MicroBatches(size)
+
+@patch
+def settings(self:GradientAccumulation)->Settings:
+    return Settings(self.log_accum_batch, self.num_items, self.skip_nonfinite, self.scale, self.accum_bs)
+
+@patch
+def window_sizes(self:GradientAccumulation, global_bs:int)->dict[str,int]: return {self.size_name: self.accum_bs or global_bs}
+
+@patch
+def remainder_for(self:GradientAccumulation, dl)->str:
+    if self.remainder: return self.remainder
+    return 'drop' if self.accum_bs and drops_last(dl) else 'step'
 
 # %% ../nbs/00_accumulation.ipynb #2f796976
 @patch
-def sizes(self:GradientAccumulation)->dict[str,int]:
-    return {'n_acc' if self.n_acc else 'accum_bs':self.accum_bs or self.unit}
-
-@patch
-def end_of_epoch(self:GradientAccumulation, dl)->str:
-    return self.remainder or ('drop' if self.accum_bs and drops_last(dl) else 'step')
-
-@patch
-def check(self:GradientAccumulation):
+def check(self:GradientAccumulation, plan:EpochPlan):
     "Raises ValueError if the callback does not fit its Learner"
-    learn,runner,sizes = self.learn,self.runner,self.sizes()
-    dl,n,m = runner.dl,runner.processes.n,self.micro_batch_size
-    for name,size in sizes.items() if self.accum_bs else (): check_multiple(name, size, dl.bs, n)
-    WindowCallback.check(self)
-    check_rules(self.scale, learn.opt)
-    if m not in (None, 'auto') and dl.stated and dl.bs < m:
-        warn(f"micro_batch_size={m} is more than the {dl.bs} samples that the DataLoader yields: it splits nothing")
-    if dl.at_end == 'drop' and dl.certain and not dl.n_windows and len(sizes) == 1:
-        raise ValueError(f"an epoch has {dl.samples*n} samples, which do not fill one window of {self.accum_bs}, and "
+    info,n = plan.info,self.loop.fit.processes.n
+    sizes = self.window_sizes(self.global_bs(plan))
+    if self.accum_bs:
+        for name,size in sizes.items(): check_multiple(name, size, info.batch_size, n)
+    WindowCallback.check(self, plan)
+    check_rules(self.scale, self.learn.opt)
+    m = self.micro_batch_size
+    if m not in (None, 'auto') and info.states_batch_size and info.batch_size < m:
+        warn(f"micro_batch_size={m} is more than the {info.batch_size} samples that the DataLoader yields: it splits "
+             "nothing")
+    is_certain = info.has_exact_length and len(sizes) == 1  # a schedule may have smaller windows in other epochs
+    if plan.remainder == 'drop' and is_certain and not plan.windows:
+        raise ValueError(f"an epoch has {info.samples*n} samples, which do not fill one window of {self.accum_bs}, and "
                          "incomplete windows are dropped: use a smaller accum_bs, or remainder='step'")
 
 # %% ../nbs/00_accumulation.ipynb #9be77065
+# What it tells
+
 @patch
 def before_fit(self:GradientAccumulation):
     fix_wandb()
     WindowCallback.before_fit(self)
 
 @patch
-def begin_epoch(self:GradientAccumulation, is_first:bool):
-    self.runner.loggers = loggers = Loggers(self.learn)
-    if is_first: self.n_skipped,self.warned,_ = 0,set(),loggers.start()
-    loggers.move(self.runner.dl.position(0))
+def begin_fit(self:GradientAccumulation):
+    self.n_skipped = 0
+    self.warned_outcomes = set()
+    WindowCallback.begin_fit(self)
 
 @patch
-def describe(self:GradientAccumulation, runner:Runner):
-    "Print how windows are made up, unless it is what was printed last"
-    runner.is_quiet,bs = True,self.present_bs()
-    sizes = [*self.sizes().values()] if self.accum_bs else [bs*runner.processes.n]
-    say(self, describe(runner, sizes, bs, self.micro_bs))
-
-# %% ../nbs/00_accumulation.ipynb #c50c511e
-@patch
-def skip(self:GradientAccumulation, why:str):
-    "Count a step that is skipped, and warn, once in a fit"
-    self.n_skipped += why == nonfinite
-    if why not in self.warned: warn(why)
-    self.warned.add(why)
+def new_loggers(self:GradientAccumulation)->Loggers: return Loggers(self.learn)
 
 @patch
-def after_cancel_step(self:GradientAccumulation):
-    WindowCallback.after_cancel_step(self)
-    overflowed = any(getattr(o, 'skipped', False) for o in self.learn._grab_cbs(MixedPrecision))
-    if self.skip_nonfinite and overflowed: self.skip(nonfinite)
+def print_description(self:GradientAccumulation):
+    "Prints how windows are made up, unless it is what was printed last"
+    loop,bs = self.loop,self.loader_bs()
+    loop.description.request(False)
+    n = loop.fit.processes.n
+    sizes = [*self.window_sizes(bs*n).values()]
+    made_up = how_made_up(sizes, bs, self.micro_bs, n, self.micro_batch_size == 'auto')
+    is_joined = loop.window.losses.n_micro > 1
+    differences = loop.description.all_differences(self.loss_verdict()) if is_joined else []
+    message = with_differences(made_up, sizes[0] if len(set(sizes)) == 1 else None, differences)
+    is_split = is_joined and max(sizes) == bs*n
+    if is_split and loop.description.differences and not is_sharded(self.learn.model):
+        message += ' ActivationCheckpointing() avoids this.'
+    log_once(self, message)
 
 @patch
-def after_train(self:GradientAccumulation):
-    "Warn if no window was run: another callback's loader is in the place of the windows, or no epoch fills one"
-    learn,runner = self.learn,self.runner
-    if not learn or self.is_new or runner.n_steps or runner.n_ended or own_loop(learn): return
-    if learn.dl not in (runner.dl, None):  # None: after an export
-        warn("a callback has replaced learn.dl, so nothing was accumulated: it must do that in before_train, with an "
-             f"order below {self.order}")
-    elif learn.epoch == learn.n_epoch-1 and len(runner.dl.dl) and runner.dl.at_end != 'step':
-        warn(f"no optimizer step was taken in this fit: no epoch fills a window of {self.size_at(0.)} samples; use a "
-             f"smaller accum_bs or remainder='step', not {runner.dl.at_end!r}")
+def loss_verdict(self:GradientAccumulation)->str|None:
+    "Returns what the check of the loss has found; None if it could not tell, but the items are known"
+    verdict = self.loop.fit.loss_check.verdict()
+    is_known = self.num_items or has_rule(self.learn.loss_func)
+    return None if verdict == 'unknown' and is_known else verdict
+
+_messages = {
+    Outcome.NO_ITEMS: "skipped a step: its window has nothing to average over (are all labels ignored?)",
+    Outcome.NONFINITE: "skipped a step: its gradient contains NaN or infinity"}
+
+@patch
+def report_skipped(self:GradientAccumulation, outcome:Outcome):
+    "Counts a window that is skipped, and warns of the first one in a fit"
+    self.n_skipped += 1
+    if outcome in self.warned_outcomes: return
+    self.warned_outcomes.add(outcome)
+    warn(f"{_messages[outcome]}. Later ones are skipped without a warning; n_skipped counts them")
 
 # %% ../nbs/00_accumulation.ipynb #d9a3b6bf
 @patch
+def after_cancel_step(self:GradientAccumulation):
+    "Counts a step that the GradScaler skips like one that `skip_nonfinite` skips"
+    if not self.learn or not self.skip_nonfinite: return
+    if any(getattr(o, 'skipped', False) for o in self.learn._grab_cbs(MixedPrecision)):
+        self.report_skipped(Outcome.NONFINITE)
+
+@patch
+def after_train(self:GradientAccumulation):
+    "Warns if no window was run: another callback's loader is in their place, or no epoch fills one"
+    learn,loop = self.learn,self.loop
+    if not learn or self.is_new_fit or own_loop(learn): return
+    if loop.n_steps or loop.progress.n_closed: return
+    plan = loop.batches.plan
+    is_replaced = learn.dl is not loop.batches and learn.dl is not None  # None: after an export
+    if is_replaced:
+        warn(f"nothing was accumulated, since a callback has replaced learn.dl after {type(self).__name__} had put the "
+             f"batches into windows: it must do that in before_train, with an order below {self.order}")
+    elif learn.epoch == learn.n_epoch-1 and plan.n_batches and plan.remainder != 'step':
+        size = plan.size_at_pct(0.)*loop.fit.processes.n
+        warn(f"no optimizer step was taken in this fit: no epoch fills a window of {size} samples; use a smaller "
+             f"accum_bs or remainder='step', not {plan.remainder!r}")
+
+@patch
 def after_epoch(self:GradientAccumulation):
-    "Warn if the fit could not check the loss"
+    "Warns if the fit could not check the loss"
+    WindowCallback.after_epoch(self)
     learn = self.learn
-    if learn is None or self.is_new or learn.lock.locked() or learn.epoch < learn.n_epoch-1: return
+    if not learn or self.is_new_fit or learn.lock.locked() or learn.epoch < learn.n_epoch-1: return
     if self.num_items or hasattr(learn, 'lr_finder'): return
-    if unknown := self.runner.check.at_end(): warn(unknown)
+    warning = self.loop.fit.loss_check.warning_at_end()
+    if warning: warn(warning)

@@ -9,122 +9,237 @@ from __future__ import annotations
 
 from fastai.basics import *
 
-from .windows.checks import *
-from .windows.description import *
-from .windows.nested import *
-from .windows.processes import *
-from .windows.runner import *
-from .memory.auto import *
-from .memory.hidden_state import *
-from .memory.micro_batches import *
-from .callback import *
-from .checkpointing import *
+from .windows.checks import check_callable,check_micro_batch_size,check_size
+from .windows.description import describe_changes,how_split,log_once,with_differences
+from .windows.nested import CannotJoin,each_tensor,n_rows,tensors_in
+from .windows.processes import inner_model,is_sharded
+from .windows.state import Snapshot,StateChanges
+from .memory.auto import AutoMicroBatches,Halving
+from .memory.hidden_state import state_owners
+from .memory.micro_batches import (MicroBatches,check_samples_first,chunk_bounds,
+                                                  forward_in_micro_batches)
+from .memory.override import override_forward
+from .callback import WindowCallback
+from .checkpointing import checkpointed
 
 # %% auto #0
-__all__ = ['nodes', 'GradientCache']
+__all__ = ['graph_between', 'CachedForward', 'GradientCache']
 
 # %% ../nbs/04_cache.ipynb #ad4c1053
-def nodes(outputs:list[Tensor], stop:list[Tensor]=())->set:
-    "The operations that `outputs` come from, up to those of `stop`"
-    ends,seen,rest = {None, *[o.grad_fn for o in stop]},set(),[o.grad_fn for o in outputs]
-    while rest:
-        if (o := rest.pop()) in ends or o in seen: continue
-        seen.add(o)
-        rest += [n for n,_ in o.next_functions]
-    return {o for o in seen if o.next_functions}
+# The forward pass of one batch
+
+def graph_between(outputs:list, inputs:list=())->set:
+    "Returns the operations in the graph that have computed `outputs`, but for those that have computed `inputs`"
+    seen = {None, *[o.grad_fn for o in inputs]}
+    to_visit = [o.grad_fn for o in outputs]
+    res = set()
+    while to_visit:
+        node = to_visit.pop()
+        if node in seen: continue
+        seen.add(node)
+        if not node.next_functions: continue  # it stands for a parameter
+        res.add(node)
+        to_visit += [before for before,_ in node.next_functions]
+    return res
+
+class CachedForward:
+    """Runs the forward pass of `module` in micro-batches. All but the last run again in the backward pass, so that the
+    graph holds one of them at a time. It does not refer to the Learner, since the graph refers to it"""
+    def __init__(self,
+        module, # The model or a part of it, which may run several times in a forward pass of the model
+        n:int, # Rows that it sees
+        size:int, # Rows of a micro-batch
+        rows:int, # That the module sees for each sample
+        samples:int, # Samples in the batch
+        owners:list, # Modules that carry a hidden state
+    ):
+        self.module = module
+        self.forward = module.forward
+        self.n = n
+        self.rows = rows
+        self.samples = samples
+        self.bounds = chunk_bounds(n, size)
+        self.owners = owners
+        self.observes = False  # whether to find out what differs from a whole batch, and what the loss reads
+        self.changes = None  # in the module, by the forward pass
+        self.last_nodes = frozenset()  # operations of the last micro-batch
+        self.joined = []  # outputs for all rows
+        self.joins = True  # until outputs cannot be joined
+
+    @contextmanager
+    def as_forward(self):
+        "In this context, the module runs in this way"
+        # A function, since a snapshot of the module would follow the attributes of another object, and copy what they hold
+        def run(*args, **kwargs): return self.run_or_give_up(args, kwargs)
+        try:
+            with override_forward(self.module, run): yield
+        finally:
+            self.joined = []  # this and the nodes refer to the graph, which refers to `self`
+            self.last_nodes = frozenset()
+
+    def run_or_give_up(self, args:tuple, kwargs:dict):
+        "Returns the output for all rows. If those of micro-batches cannot be joined, the whole batch runs at once"
+        snapshot = Snapshot(self.module) if self.observes else None
+        try: return self.run(args, kwargs)
+        except CannotJoin as e:
+            if snapshot is None: raise
+            snapshot.restore()
+            self.joins = False
+            warn(f"GradientCache does not split batches: {e}")
+            return self.forward(*args, **kwargs)
+
+    def run(self, args:tuple, kwargs:dict):
+        "Returns the output for all rows; raises CannotJoin, or ValueError on a batch that cannot be split"
+        self.check_rows((args, kwargs))
+        if self.observes and self.changes is None: self.changes = StateChanges(self.module)
+        run_again = checkpointed(self.module, self.run_micro_batch)
+        with check_samples_first(self.module, (args, kwargs), self.n, self.samples):
+            res = forward_in_micro_batches(run_again, args, kwargs, self.bounds, self.owners, self.run_last)
+        if self.last_nodes: self.joined += tensors_in(res)
+        return res
+
+    def run_micro_batch(self, *args, **kwargs):
+        args,kwargs = each_tensor(torch.clone, (args, kwargs))  # the model may work in place
+        return self.forward(*args, **kwargs)
+
+    def run_last(self, *args, **kwargs):
+        res = self.run_micro_batch(*args, **kwargs)
+        if self.observes: self.last_nodes = graph_between(tensors_in(res), tensors_in((args, kwargs)))
+        return res
+
+    def check_rows(self, batch):
+        "Raises ValueError unless all tensors have `n` rows"
+        for o in tensors_in(batch):
+            if len(o) == self.n: continue
+            raise ValueError(f"GradientCache cannot split a tensor of shape {tuple(o.shape)} in a batch of "
+                             f"{self.n//self.rows} samples: its first dimension must be the samples; if a module sees "
+                             "several rows of each sample, set rows to their number, such as rows=2")
+
+    def check_loss(self, loss:Tensor):
+        "Raises ValueError if `loss` comes from the last micro-batch otherwise than by the joined output"
+        for node in self.last_nodes & graph_between([loss], self.joined):
+            if not any(o.shape for o in node._input_metadata): continue  # a number, such as a temperature, is that of all
+            raise ValueError("the loss reads what the model keeps, and GradientCache has that of a micro-batch only: let "
+                             "the model return it, a row for each sample, or use ActivationCheckpointing()")
 
 # %% ../nbs/04_cache.ipynb #7681a838
-class GradientCache(WindowCallback, Halves):
+class GradientCache(WindowCallback, Halving):
     "Compute the loss on the DataLoader's whole batch, while the model holds `micro_batch_size` samples at a time"
-    _stateattrs,last = ('runner','last'),None
-    order,run_train,adapts = 11.5,True,property(lambda self: self.micro_batch_size == 'auto')
+    order = 11.5  # before a GradientAccumulation, which runs the batches
+    run_train = True  # the base class does not see `before_backward`, which is patched in
+    _stateattrs = 'loop','cached'  # a copy of the callback begins without these
+
     def __init__(self,
         micro_batch_size:int|str, # Samples (or rows, if they have several) the model sees at a time; 'auto': what fits
         part:Callable|None=None, # Submodule that sees micro-batches, such as `lambda m: m[0]`; None: the whole model
         rows:int=1, # Rows that the model or its `part` sees for each sample, such as 2 for two views in one tensor
     ):
-        if micro_batch_size is None: raise TypeError("micro_batch_size must be a number of samples or 'auto', not None")
-        micro_batch_size = check_micro_batch_size(micro_batch_size)
-        check_callable('part', part, 'a function of the model')
-        store_attr(but='rows')
-        self.rows,self.micro_bs = check_size('rows', rows),None if self.adapts else micro_batch_size
-        self.valid_passes = AutoMicroBatches() if self.adapts else MicroBatches(micro_batch_size)
-        self.said = None
+        store_attr()
+        self.valid_strategy = None
+        self.owners = []  # modules that carry a hidden state
+        self.cached = None  # the `CachedForward` of the present batch
+        self.joins = True  # until outputs cannot be joined
+        self.differences = None  # from a whole batch; None: no forward pass has shown them yet
+        self.last_message = None
+        self.read_settings()
+
+    @property
+    def adapts(self)->bool: return self.micro_batch_size == 'auto'
+
+    def read_settings(self):
+        if self.micro_batch_size is None:
+            raise TypeError("micro_batch_size must be a number of samples or 'auto', not None")
+        self.micro_batch_size = check_micro_batch_size(self.micro_batch_size)
+        self.rows = check_size('rows', self.rows)
+        check_callable('part', self.part, 'a function of the model')
+        size = self.micro_batch_size
+        if size == getattr(self.valid_strategy, 'requested_size', None): return
+        self.valid_strategy = AutoMicroBatches() if self.adapts else MicroBatches(size)
+        self.micro_bs = None if self.adapts else size
 
     def before_train(self):
         "Raises ValueError if the model, which has been wrapped by now, cannot run in micro-batches"
         if not self.learn: return  # it was removed
-        if is_sharded(model := self.learn.model):
-            raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: "
-                             "use DistributedDataParallel")
-        for o in self.learn.cbs:
-            if isinstance(o, WindowCallback) and o.micro_batch_size and o is not self:
-                raise ValueError(f"GradientCache and micro_batch_size={o.micro_batch_size!r} beside it both split "
-                                 "batches: leave one of them out")
-        part,self.differs = self.running_part(model),None
-        if not any(part is m for m in model.modules()) or getattr(part.forward, '__func__', None) is nn.Module.forward:
-            raise ValueError(f"part must return a module of the model that has a forward, not a {type(part).__name__}: "
-                             "such as lambda m: m[0]")
-        self.owners = [o for o in state_owners(model) if o in {*part.modules()}]
+        model = self.learn.model
+        self.check_model(model)
+        self.check_others()
+        self.differences = None
+        inside = set(self.module_to_split(model).modules())
+        self.owners = [o for o in state_owners(model) if o in inside]
         super().before_train()
 
-    def running_part(self, model:nn.Module)->nn.Module:
-        "The module that runs in micro-batches"
-        return inner_model(model) if self.part is None else self.part(inner_model(model))
+    def module_to_split(self, model)->nn.Module:
+        inner = inner_model(model)
+        return self.part(inner) if self.part else inner
 
-    def samples(self, n:int, elements:int)->int: return super().samples(n, elements) if self.adapts else self.micro_bs
+    def size_for(self, n:int, elements:int)->int:
+        if not self.adapts: return self.micro_batch_size
+        return super().size_for(n, elements)
 
 # %% ../nbs/04_cache.ipynb #9e09f036
 @patch
-def n_samples(self:GradientCache, runner:Runner)->int:
-    "Rows of the present batch that the module sees: a callback may have put several views of each sample into it"
-    learn = runner.learn
-    n,seen = n_rows((*learn.xb, *learn.yb), runner.dl.rows),{len(o) for o in tensors_in(learn.xb)}
-    views = seen.pop()//n if len(seen) == 1 and self.part is None else 1
+def check_model(self:GradientCache, model):
+    if is_sharded(model):
+        raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: "
+                         "use DistributedDataParallel")
+    part = self.module_to_split(model)
+    is_own = any(part is m for m in model.modules())
+    has_forward = is_own and getattr(part.forward, '__func__', None) is not nn.Module.forward  # not so a ModuleList
+    if not has_forward:
+        raise ValueError(f"part must return a module of the model that has a forward, not a {type(part).__name__}: "
+                         "such as lambda m: m[0]")
+
+@patch
+def check_others(self:GradientCache):
+    for cb in self.learn.cbs:
+        if not isinstance(cb, WindowCallback) or not cb.micro_batch_size or cb is self: continue
+        raise ValueError(f"GradientCache and micro_batch_size={cb.micro_batch_size!r} beside it both split "
+                         "batches: leave one of them out")
+
+@patch
+def n_samples(self:GradientCache, loop)->int:
+    "Returns the rows of the present batch that the module sees: a callback may have put several views of a sample into it"
+    learn = loop.learn
+    n = n_rows((*learn.xb, *learn.yb), loop.batches.current.rows)
+    lengths = {len(o) for o in tensors_in(learn.xb)}
+    if self.part or len(lengths) != 1: return n*self.rows
+    views = lengths.pop()//n
     return n*max(views, self.rows)
 
 @patch
-def context(self:GradientCache, runner:Runner, elements:int):
-    """The forward pass in micro-batches. All but the last run again in the backward pass; each has inputs of its own,
-    since the model may work in place"""
-    learn,n,module = runner.learn,self.n_samples(runner),self.running_part(runner.learn.model)
-    forward,most,self.last = module.forward,self.samples(n, elements),None
-    self.size = min(most, n)
-    if most >= n: return None
-    def copied(*args, **kwargs):
-        args,kwargs = each_tensor(torch.clone, (args, kwargs))
-        return forward(*args, **kwargs)
-    def last(*args, **kwargs):
-        res = copied(*args, **kwargs)
-        if not learn.iter: self.last = nodes(tensors_in(res), tensors_in((args, kwargs))),[]
-        return res
-    def split_forward(*args, **kwargs):  # `part` may run several times in a forward pass
-        if misfit := [o for o in tensors_in((args, kwargs)) if len(o) != n]:
-            raise ValueError(f"GradientCache cannot split a tensor of shape {tuple(misfit[0].shape)} in a batch of "
-                             f"{n//self.rows} samples: its first dimension must be the samples; if a module sees "
-                             "several rows of each sample, set rows to their number, such as rows=2")
-        moves,again = None if self.differs is not None else Moves(module),checkpointed(module, copied)
-        with check_samples_first(module, (args, kwargs), n, runner.dl.size):
-            res = forward_in_micro_batches(again, args, kwargs, cuts(n, most), self.owners, last)
-        if self.last: self.last[1].extend(tensors_in(res))
-        if moves: self.differs = runner.differs = moves.differs(most)
-        return res
-    return replaced(module, 'forward', split_forward)
+def context(self:GradientCache, loop, elements:int):
+    "Returns a context in which the module runs in micro-batches; None if the batch is a single one"
+    n = self.n_samples(loop)
+    self.size = min(self.size_for(n, elements), n)
+    self.cached = None
+    if self.size == n or not self.joins: return None
+    module = self.module_to_split(loop.learn.model)
+    cached = CachedForward(module, n, self.size, self.rows, loop.batches.current.samples, self.owners)
+    cached.observes = not loop.learn.iter or self.differences is None  # in the first batch of an epoch
+    self.cached = cached
+    return cached.as_forward()
 
 # %% ../nbs/04_cache.ipynb #d1bb8351
 @patch
 def before_backward(self:GradientCache):
-    "Raises ValueError if the loss comes from the last micro-batch otherwise than by the joined output"
-    last,self.last = self.last,None
-    read = last[0] & nodes([self.learn.loss_grad], last[1]) if last and self.learn else ()
-    if any(m.shape for o in read for m in o._input_metadata):  # a number, such as a temperature, is that of all samples
-        raise ValueError("the loss reads what the model keeps, and GradientCache has that of a micro-batch only: let "
-                         "the model return it, a row for each sample, or use ActivationCheckpointing()")
+    "Checks what the loss of the first batch of an epoch comes from"
+    if self.learn and self.cached: self.cached.check_loss(self.learn.loss_grad)
 
 @patch
-def has_run(self:GradientCache, runner:Runner, elements:int, is_largest:bool):
-    "Say which size fits, and what differs, if it is not what was said last"
-    if is_largest: self.micro_bs = self.size if self.adapts else self.micro_batch_size
-    if not is_largest or not (self.adapts or self.differs and self.leads()): return
-    n,size,label = self.n_samples(runner),self.micro_bs,"micro_batch_size='auto'" if self.adapts else 'GradientCache'
-    say(self, '; '.join([f'{label}: each batch of {n} {how_split(n, size)}', *(self.differs or ())]))
+def report(self:GradientCache, loop, elements:int, is_largest:bool):
+    "Prints which size fits, and what differs from a whole batch, if that is new"
+    cached = self.cached
+    self.cached = None
+    if cached and not cached.joins: self.joins = False
+    if cached and cached.changes and self.differences is None:
+        self.differences = describe_changes(cached.changes, cached.module, self.size)
+        loop.description.note_differences(self.differences)
+    if not is_largest: return
+    if self.adapts:
+        self.micro_bs = self.size
+        label = "micro_batch_size='auto'"
+    elif self.differences and self.is_leader(): label = 'GradientCache'
+    else: return  # a fixed size is in the line of the callback that leads
+    n = self.n_samples(loop)
+    made_up = f'{label}: each batch of {n} {how_split(n, self.micro_bs)}'
+    log_once(self, with_differences(made_up, n, self.differences or []))

@@ -13,166 +13,243 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint,set_checkpoint_early_stop
 
-from .windows.checks import *
-from .windows.description import *
-from .windows.processes import *
-from .windows.runner import *
-from .memory.auto import *
-from .memory.blocks import *
-from .memory.micro_batches import *
-from .memory.retry import *
-from .windows.state import *
-from .callback import *
+from .windows.checks import check_callable,check_flags
+from .windows.description import log_once
+from .windows.processes import inner_model,is_sharded
+from .windows.state import Snapshot
+from .memory.auto import AutoMicroBatches
+from .memory.blocks import check_blocks,find_blocks
+from .memory.override import override_attr,override_forward
+from .memory.retry import MemorySaver
+from .callback import WindowCallback
 
 # %% auto #0
-__all__ = ['repeated', 'checkpointed', 'ActivationCheckpointing', 'cannot_run_again', 'to_cpu', 'from_cpu']
+__all__ = ['checkpointed', 'checked', 'tensor_leaves', 'sample_of', 'is_repeated', 'ActivationCheckpointing', 'levels_of',
+           'why_not_checkpointable', 'is_compiled', 'to_cpu', 'from_cpu', 'configs_with_cache']
 
 # %% ../nbs/03_checkpointing.ipynb #7c2c5691
-def repeated(module:nn.Module, forward:Callable)->Callable:
-    "`forward` of `module`, which raises RuntimeError if a further run gives something else"
+# A block that runs again in the backward pass
+
+def checkpointed(
+    module,
+    forward:Callable, # Its forward pass
+    check:bool=False, # Whether to raise an error if a further run does not repeat the first one
+)->Callable:
+    """Returns a function that runs `forward`, keeps its inputs only, and runs it again in the backward pass. It runs again
+    from the state in which the first run began, and leaves everything as it was"""
+    def run(*args, **kwargs):
+        if not torch.is_grad_enabled(): return forward(*args, **kwargs)
+        modules = [o for o in tree_leaves((args, kwargs)) if isinstance(o, nn.Module)]
+        def contexts():
+            "Of the first run, and of those in the backward pass"
+            return nullcontext(),Snapshot(module, *modules, given=(args, kwargs))
+        f = checked(module, forward) if check else forward
+        with set_checkpoint_early_stop(not check):
+            return checkpoint(
+                partial(f, **kwargs), # `checkpoint` has keyword arguments of its own
+                *args,
+                use_reentrant=False,
+                preserve_rng_state=False, # the snapshot has it
+                context_fn=contexts)
+    return run
+
+def checked(module, forward:Callable)->Callable:
+    "Returns `forward`, of which each further run raises RuntimeError unless it returns the same as the one before"
     before = []
     def run(*args, **kwargs):
-        inputs = [(o, o._version) for o in tree_leaves((args, kwargs)) if isinstance(o, Tensor)]
+        versions = [(o, o._version) for o in tensor_leaves((args, kwargs))]
         res = forward(*args, **kwargs)
-        if any(o._version != version for o,version in inputs):
+        if any(o._version != version for o,version in versions):
             raise RuntimeError(f"{type(module).__name__} cannot be run again, since it changes its input in place: set "
                                "inplace=False there, or leave it out with blocks=...")
-        some = [o.detach().flatten()[::o.numel()//1000+1|1].clone() for o in tree_leaves(res) if isinstance(o, Tensor)]
-        for a,b in zip(before, some):
-            tol = 0 if a.is_cpu or not a.is_floating_point() else torch.finfo(a.dtype).eps**.5  # a GPU may round
-            if a.shape == b.shape and torch.allclose(a, b, tol, tol, equal_nan=True): continue
-            raise RuntimeError(f"{type(module).__name__} gives other outputs when it is run again, since it depends on "
+        samples = [sample_of(o) for o in tensor_leaves(res)]
+        if not all(map(is_repeated, before, samples)):
+            raise RuntimeError(f"{type(module).__name__} returns other outputs when it is run again, since it depends on "
                                "what it changes outside of itself: make that a buffer, or leave it out with blocks=...")
-        before[:] = some
+        before[:] = samples
         return res
     return run
 
-def checkpointed(module:nn.Module, forward:Callable, check:bool=False)->Callable:
-    """`forward` of `module`, which keeps its inputs only, and runs again in the backward pass: from the state in which
-    its first run began, and leaves all as it was. Raises RuntimeError if it is to `check` that this gives the same"""
-    def run(*args, **kwargs):
-        if not torch.is_grad_enabled(): return forward(*args, **kwargs)
-        given = [o for o in tree_leaves((args, kwargs)) if isinstance(o, nn.Module)]
-        def contexts(): return nullcontext(),Snapshot(module, *given, given=(args, kwargs))
-        f = repeated(module, forward) if check else forward
-        with set_checkpoint_early_stop(not check):
-            f = partial(f, **kwargs)  # `checkpoint` has arguments of its own
-            return checkpoint(f, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
-    return run
+def tensor_leaves(o)->list: return [t for t in tree_leaves(o) if isinstance(t, Tensor)]
+
+def sample_of(o:Tensor)->Tensor:
+    "Returns at most 1000 numbers of `o`, at a distance that is odd, so that they are not all of one column"
+    step = o.numel()//1000 + 1
+    if step%2 == 0: step += 1
+    return o.detach().flatten()[::step].clone()
+
+def is_repeated(a:Tensor, b:Tensor)->bool:
+    "Returns whether two runs gave the same; on a GPU, sums may be rounded in another order"
+    if a.shape != b.shape: return False
+    is_exact = a.is_cpu or not a.is_floating_point()
+    tolerance = 0 if is_exact else torch.finfo(a.dtype).eps**.5
+    return torch.allclose(a, b, tolerance, tolerance, equal_nan=True)
 
 # %% ../nbs/03_checkpointing.ipynb #a19c05ce
 class ActivationCheckpointing(WindowCallback, MemorySaver):
     """If a loader batch does not fit in memory, keep the inputs of as few of the model's blocks as necessary, and
     recompute these blocks in the backward pass: batches stay whole, and results the same"""
-    order,adapts = 11.5,property(attrgetter('adapt'))  # before a GradientAccumulation, which runs the batches
+    order = 11.5  # before a GradientAccumulation, which runs the batches
+
     def __init__(self,
         blocks:Callable|str|None=None, # `blocks(model)`: modules that may be recomputed; None or 'auto': those found
         offload:bool=False, # Keep the inputs of these blocks on the CPU; False: only if nothing else fits
         adapt:bool=True, # Recompute as few blocks as memory requires; False: all
     ):
-        check_flags(offload=offload, adapt=adapt)
-        if blocks != 'auto': check_callable('blocks', blocks, "a function of the model, or 'auto'")
         store_attr()
-        self.level,self.found,self.groups,self.why_none,self.said = 0,[],{},None,None
-        self.valid_passes = AutoMicroBatches()
-        self.forget()
+        self.valid_strategy = AutoMicroBatches()
+        self.found = []  # blocks
+        self.groups = {}  # each nn.Sequential around them, and its grouped form
+        self.why_none = None  # why there are no blocks
+        self.levels = [0]  # of how many blocks are recomputed; see `levels_of`
+        self.level = 0
+        self.failed = {}  # by level: the fewest elements of a batch that did not fit
+        self.last_message = None
+        self.read_settings()
 
-    def forget(self): self.failed = {}  # by level: the fewest elements of a batch that did not fit
+    @property
+    def adapts(self)->bool: return self.adapt
+
+    def read_settings(self):
+        check_flags(offload=self.offload, adapt=self.adapt)
+        if self.blocks != 'auto': check_callable('blocks', self.blocks, "a function of the model, or 'auto'")
+
+    def reset(self): self.failed = {}
 
     def before_train(self):
-        "Find the blocks; raises ValueError if all are to run again, and that is impossible"
+        "Finds the blocks; raises ValueError if all are to run again, and that is impossible"
         if not self.learn: return  # it was removed
-        model = inner_model(self.learn.model)
-        self.found,self.groups,self.why_none = [],{},cannot_run_again(self.learn.model)
-        if not self.why_none and callable(self.blocks): self.found = own_blocks(self.blocks(model), model)
-        elif not self.why_none: self.found,self.groups = find_blocks(model)
-        if not self.found and not self.why_none:
-            self.why_none = (f"ActivationCheckpointing finds no blocks in {type(model).__name__}: name modules with "
-                             "blocks=lambda model: [...]")
-        if self.why_none and (not self.adapt or is_sharded(self.learn.model)): raise ValueError(self.why_none)
-        # levels: so many blocks are recomputed; after all, with their inputs on the CPU
-        before,n = vars(self).get('levels'),len(self.found)
-        self.levels = [0, *[2**i for i in range(n) if 2**i < n], n, *[n+1]*(not self.offload)] if n else [0]
-        if self.levels != before: self.forget()
-        self.level = 0 if self.adapt else n
+        self.found,self.groups,self.why_none = self.find()
+        is_needed = not self.adapt or is_sharded(self.learn.model)
+        if self.why_none and is_needed: raise ValueError(self.why_none)
+        levels = levels_of(len(self.found), self.offload)
+        if levels != self.levels: self.reset()
+        self.levels = levels
+        self.level = 0 if self.adapt else len(self.found)
         super().before_train()
 
-# %% ../nbs/03_checkpointing.ipynb #5a0fd2d4
-@patch
-def before_validate(self:ActivationCheckpointing):
-    "Split validation batches that do not fit, unless the model carries a state that nobody has declared"
-    with suppress(ValueError): WindowCallback.before_validate(self)
+    def find(self)->tuple[list,dict,str|None]:
+        "Returns the blocks, the lists around them in grouped form, and the reason if there are none"
+        model = inner_model(self.learn.model)
+        why_none = why_not_checkpointable(self.learn.model)
+        if why_none: return [],{},why_none
+        if callable(self.blocks): found,groups = check_blocks(self.blocks(model), model),{}
+        else: found,groups = find_blocks(model)
+        if not found:
+            why_none = (f"ActivationCheckpointing finds no blocks in {type(model).__name__}: name modules with "
+                        "blocks=lambda model: [...]")
+        return found,groups,why_none
 
 # %% ../nbs/03_checkpointing.ipynb #035684f9
-def cannot_run_again(model:nn.Module)->str|None:
-    "Why no part of `model` can be run again, if so"
-    kind,remedy = None,'use DistributedDataParallel'
-    if isinstance(model, nn.DataParallel) or is_sharded(model): kind = 'sharded or replicated'
-    elif any(hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) for m in model.modules()):
-        kind,remedy = 'compiled','leave out torch.compile'
-    return kind and f"ActivationCheckpointing cannot run parts of a {kind} {type(model).__name__} again: {remedy}"
+def levels_of(n:int, offload:bool)->list[int]:
+    "Returns how many of `n` blocks may be recomputed: 0, 1, 2, 4, ... and all; `n+1`: all, with their inputs on the CPU"
+    res = [0]
+    count = 1
+    while count < n:
+        res.append(count)
+        count *= 2
+    if not n: return res
+    res.append(n)
+    if not offload: res.append(n+1)  # else they are on the CPU at every level
+    return res
 
-def to_cpu(t:Tensor)->tuple[Tensor,torch.device]:
-    "A copy of `t` in its memory layout, which PyTorch's `save_on_cpu` loses, and its device"
+def why_not_checkpointable(model)->str|None:
+    "Returns why no part of `model` can run again; None if it can"
+    if isinstance(model, nn.DataParallel) or is_sharded(model):
+        kind = 'sharded or replicated'
+        remedy = 'use DistributedDataParallel'
+    elif any(map(is_compiled, model.modules())):
+        kind = 'compiled'
+        remedy = 'leave out torch.compile'
+    else: return None
+    return f"ActivationCheckpointing cannot run parts of a {kind} {type(model).__name__} again: {remedy}"
+
+def is_compiled(m)->bool:
+    "Returns whether `m` was compiled, by `torch.compile(m)` or `m.compile()`"
+    return hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) is not None
+
+def to_cpu(t:Tensor)->tuple:
+    "Returns a copy of `t` in its memory layout, which PyTorch's `save_on_cpu` would lose, and its device"
     copied = torch.empty_like(t, device='cpu', pin_memory=t.is_cuda)
-    return copied.copy_(t, non_blocking=t.is_cuda),t.device
+    copied.copy_(t, non_blocking=t.is_cuda)
+    return copied,t.device
 
-def from_cpu(o:tuple[Tensor,torch.device])->Tensor: return o[0].to(o[1], non_blocking=True)
+def from_cpu(copied_and_device:tuple)->Tensor:
+    copied,device = copied_and_device
+    return copied.to(device, non_blocking=True)
 
 # %% ../nbs/03_checkpointing.ipynb #04b61e59
-@patch
-def run_block(self:ActivationCheckpointing, block:nn.Module, check:bool)->Callable:
-    "The forward pass of `block`, checkpointed, with what it keeps on the CPU if that is due"
-    run = checkpointed(block, block.forward, check=check)
-    offloads = self.offload or self.level > len(self.found)
-    def f(*args, **kwargs):
-        with saved_tensors_hooks(to_cpu, from_cpu) if offloads else nullcontext(): return run(*args, **kwargs)
-    return f
+# The passes of a batch
 
 @patch
-def context(self:ActivationCheckpointing, runner:Runner, elements:int):
-    """Run the blocks by `run_block`, as many as so many `elements` take, without the cache of Transformers' models, to
-    which both runs would add"""
+def context(self:ActivationCheckpointing, loop, elements:int):
+    "Returns a context in which as many blocks run again as a batch of so many `elements` needs; None if it needs none"
     if self.adapt: self.level = self.level_for(elements)
     if not self.level: return None
-    configs = [getattr(m, 'config', None) for m in runner.learn.model.modules()]
-    run = partial(self.run_block, check=not runner.learn.iter)  # in the first batch of an epoch
-    caching = {id(o):o for o in configs if getattr(o, '__dict__', {}).get('use_cache')}
-    return ContextManagers([*[replaced(o, 'use_cache', False) for o in caching.values()],
-                            *[replaced(m, 'forward', o.forward) for m,o in self.groups.items()],
-                            *[replaced(m, 'forward', run(m)) for m in self.found[:self.level]]])
+    is_first_batch = not loop.learn.iter  # of the epoch: it checks the blocks
+    res = [override_attr(o, 'use_cache', False) for o in configs_with_cache(loop.learn.model)]
+    res += [override_forward(m, group.forward) for m,group in self.groups.items()]
+    res += [override_forward(m, self.forward_of_block(m, is_first_batch)) for m in self.found[:self.level]]
+    return ContextManagers(res)
+
+@patch
+def forward_of_block(self:ActivationCheckpointing, block, check:bool)->Callable:
+    "Returns the forward pass of `block`, which runs again in the backward pass; what it keeps is on the CPU if that is due"
+    run = checkpointed(block, block.forward, check)
+    if not self.is_offloading: return run
+    def run_offloaded(*args, **kwargs):
+        with saved_tensors_hooks(to_cpu, from_cpu): return run(*args, **kwargs)
+    return run_offloaded
+
+@patch(as_prop=True)
+def is_offloading(self:ActivationCheckpointing)->bool: return self.offload or self.level > len(self.found)
+
+def configs_with_cache(model)->list:
+    "Returns the configurations of Transformers' models with a cache of keys and values, to which both runs would add"
+    configs = {}
+    for m in model.modules():
+        config = getattr(m, 'config', None)
+        if getattr(config, '__dict__', {}).get('use_cache'): configs[id(config)] = config
+    return list(configs.values())
+
+@patch
+def before_validate(self:ActivationCheckpointing):
+    "Splits validation batches that do not fit, unless the model carries a state that nobody has declared"
+    with suppress(ValueError): WindowCallback.before_validate(self)
 
 # %% ../nbs/03_checkpointing.ipynb #b4280899
+# More blocks, once memory runs out
+
 @patch
 def level_for(self:ActivationCheckpointing, elements:int)->int:
-    "The first level above those that have failed with as many elements, or fewer"
-    least = max((k for k,o in self.failed.items() if o <= elements), default=-1)
-    return first(o for o in self.levels if o > least)
+    "Returns the first level above those that have failed with as many elements, or fewer"
+    failed = [level for level,fewest in self.failed.items() if fewest <= elements]
+    highest = max(failed, default=-1)
+    return first(o for o in self.levels if o > highest)
 
 @patch
-def take_less(self:ActivationCheckpointing, runner:Runner, elements:int)->str|None:
-    "More blocks from now on: how many, or None if there are no more"
+def reduce_memory(self:ActivationCheckpointing, loop, elements:int)->str|None:
     if self.level == self.levels[-1]: return None
-    self.failed[self.level] = min(elements, self.failed.get(self.level, math.inf))
+    fewest = self.failed.get(self.level, elements)
+    self.failed[self.level] = min(elements, fewest)
     self.level = self.level_for(elements)
-    return self.how()
-
-# %% ../nbs/03_checkpointing.ipynb #4f0e07d0
-@patch
-def has_run(self:ActivationCheckpointing, runner:Runner, elements:int, is_largest:bool):
-    "Say how many blocks the largest batch takes, when that changes"
-    if not (self.adapt and is_largest): return
-    fits = f'fits if {self.how()}' if self.level else 'fits in memory'
-    say(self, f'ActivationCheckpointing: each batch of {runner.dl.size} {fits}')
+    return self.describe_level()
 
 @patch
-def how(self:ActivationCheckpointing)->str:
+def describe_level(self:ActivationCheckpointing)->str:
     n = len(self.found)
-    where = ', and what they keep is on the CPU'*(self.offload or self.level > n)
-    return f'{min(self.level, n)} of {n} blocks are recomputed{where}'
+    res = f'{min(self.level, n)} of {n} blocks are recomputed'
+    return f'{res}, and what they keep is on the CPU' if self.is_offloading else res
 
 @patch
-def remedy(self:ActivationCheckpointing, runner:Runner)->str:
+def report(self:ActivationCheckpointing, loop, elements:int, is_largest:bool):
+    "Prints how many blocks the largest batch takes, when that changes"
+    if not self.adapt or not is_largest: return
+    fits = f'fits if {self.describe_level()}' if self.level else 'fits in memory'
+    log_once(self, f'ActivationCheckpointing: each batch of {loop.batches.current.samples} {fits}')
+
+@patch
+def advice(self:ActivationCheckpointing, loop)->str:
     why = self.why_none or 'not even with all blocks recomputed and their inputs on the CPU'
-    return (f"ActivationCheckpointing: a batch of {runner.dl.size} does not fit in memory: {why}; "
+    return (f"ActivationCheckpointing: a batch of {loop.batches.current.samples} does not fit in memory: {why}; "
             "GradientAccumulation(micro_batch_size='auto') splits it")

@@ -13,92 +13,138 @@ from fastai.callback.all import *
 from fastprogress.fastprogress import progress_bar
 from sklearn.datasets import load_digits
 
-from .memory.micro_batches import *
-from .accumulation import *
-from .schedule import *
+from .memory.override import override_forward
+from .accumulation import GradientAccumulation
+from .schedule import GradientAccumulationSchedule
 
 # %% auto #0
-__all__ = ['growth', 'digits_dls', 'digits_learner', 'LossLog', 'run_demo', 'weight_difference', 'results', 'plot_results',
-           'main', 'Activations']
+__all__ = ['growth', 'digits_dls', 'digits_learner', 'LossLog', 'demo_runs', 'train', 'run_demo', 'weight_difference', 'results',
+           'plot_sizes_on_cosine', 'plot_losses', 'plot_logs', 'plot_results', 'main', 'Activations']
 
 # %% ../nbs/06_demo.ipynb #71b15bdb
 def digits_dls(bs:int, seed:int=42)->DataLoaders:
-    "scikit-learn's 8x8 handwritten digits, 1536 to train on and 261 to validate"
-    digits = load_digits()
+    "Returns scikit-learn's handwritten digits of 8x8 pixels, 1536 to train on and 261 to validate"
     set_seed(seed)
-    x,y = torch.tensor(digits.images[:,None]/16, dtype=torch.float32),torch.tensor(digits.target)
-    samples = [(x[i],y[i]) for i in torch.randperm(len(y))]
+    digits = load_digits()
+    images = torch.tensor(digits.images[:,None]/16, dtype=torch.float32)
+    labels = torch.tensor(digits.target)
+    samples = [(images[i], labels[i]) for i in torch.randperm(len(labels))]
     return DataLoaders(DataLoader(samples[:1536], bs=bs, shuffle=True), DataLoader(samples[1536:], bs=261))
 
-def digits_learner(bs:int, cbs=None)->Learner:
-    "A small convolutional network for the digits, the same weights each time"
-    dls = digits_dls(bs)
-    model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-                          nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
+def digits_learner(bs:int, cbs=None, seed:int=42)->Learner:
+    "Returns a small convolutional network for the digits, with the same weights for the same seed"
+    dls = digits_dls(bs, seed)
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
     return Learner(dls, model, CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs)
 
 # %% ../nbs/06_demo.ipynb #8cd65b1b
 class LossLog(Callback):
-    "Logs the loss once a batch, as a logger does, and counts forward passes and optimizer steps"
-    order,run_valid = Recorder.order+1,False
-    def before_fit(self): self.losses,self.passes,self.steps = [],0,0
-    def after_pred(self): self.passes += 1
-    def after_step(self): self.steps += 1
+    "Logs the loss once per batch, as a logger does, and counts forward passes and optimizer steps"
+    order = Recorder.order+1
+    run_valid = False
+
+    def before_fit(self):
+        self.losses = []
+        self.n_passes = 0
+        self.n_steps = 0
+
+    def after_pred(self): self.n_passes += 1
+    def after_step(self): self.n_steps += 1
     def after_batch(self): self.losses.append(self.learn.loss.item())
 
-growth = dict(start_accum_bs=32, final_accum_bs=512, finish=.5)
+growth = dict(start_accum_bs=32, final_accum_bs=512, finish=1.)
 
-def run_demo(n_epoch:int=8)->dict[str,Learner]:
-    "Train with batches of 32 and of 512, accumulated and growing ones; of the last, also one that logs loader batches"
-    contestants = {'batches of 32':(32, None), 'batches of 512':(512, None), '16 x 32':(32, GradientAccumulation(512)),
-                   '32 to 512':(32, GradientAccumulationSchedule(**growth)),
-                   'log_accum_batch=False':(32, GradientAccumulationSchedule(**growth, log_accum_batch=False))}
-    total,learners = range(len(contestants)*n_epoch),{}
-    bar = progress_bar(total) if sys.stdout.isatty() else SimpleNamespace(update=noop)
+def demo_runs()->dict:
+    "Returns the samples in a loader batch, and a callback or None, of each run"
+    falling_rate = ParamScheduler({'lr':SchedCos(1e-2, 0)})
+    return {
+        'batches of 32': (32, None),
+        'batches of 32, rate falls': (32, falling_rate),
+        'batches of 512': (512, None),
+        '16 x 32': (32, GradientAccumulation(512)),
+        '32 to 512': (32, GradientAccumulationSchedule(**growth)),
+        'log_accum_batch=False': (32, GradientAccumulationSchedule(**growth, log_accum_batch=False))}
+
+def train(bs:int, cb, n_epoch:int=12, seed:int=42, after_epoch:Callable=noop)->Learner:
+    "Trains one Learner at a constant learning rate, unless `cb` sets it"
+    learn = digits_learner(bs, [LossLog(), *L(cb)], seed)
+    with learn.no_bar(), learn.no_logging(): learn.fit(n_epoch, 1e-2, cbs=Callback(after_epoch=after_epoch))
+    return learn
+
+def run_demo(n_epoch:int=12)->dict[str,Learner]:
+    "Trains all runs, and shows their progress in a terminal"
+    runs = demo_runs()
+    bar = progress_bar(range(len(runs)*n_epoch)) if sys.stdout.isatty() else SimpleNamespace(update=noop)
     bar.update(0)
-    for name,(bs,cb) in contestants.items():
-        learn = learners[name] = digits_learner(bs, [LossLog(), *L(cb)])
-        def advance(self): bar.update(n_epoch*(len(learners)-1) + self.epoch+1)
-        with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(n_epoch, 1e-2, cbs=Callback(after_epoch=advance))
-    return learners
+    n_epochs = itertools.count(1)
+    def advance(cb): bar.update(next(n_epochs))
+    return {name:train(bs, cb, n_epoch, after_epoch=advance) for name,(bs,cb) in runs.items()}
 
 # %% ../nbs/06_demo.ipynb #621ccb14
 def weight_difference(a:Learner, b:Learner)->float:
-    "The largest difference between two Learners' weights"
-    return max((p-q).abs().max().item() for p,q in zip(a.model.parameters(), b.model.parameters(), strict=True))
+    "Returns the largest difference between two Learners' weights"
+    pairs = zip(a.model.parameters(), b.model.parameters(), strict=True)
+    return max((p-q).abs().max().item() for p,q in pairs)
 
 def results(learners:dict[str,Learner])->pd.DataFrame:
-    "Of each run: the loader's batch, forward passes, optimizer steps, log entries and accuracy"
-    rows = [(name, o.dls.train.bs, o.loss_log.passes, o.loss_log.steps, len(o.loss_log.losses),
-             f'{o.recorder.values[-1][-1]:.1%}') for name,o in learners.items()]
-    names = 'run','loader batch','forward passes','optimizer steps','log entries','accuracy'
+    "Returns for each run: the loader batch, forward passes, optimizer steps, log entries and accuracy"
+    rows = []
+    for name,learn in learners.items():
+        log = learn.loss_log
+        accuracy = learn.recorder.values[-1][-1]
+        rows.append((name, learn.dls.train.bs, log.n_passes, log.n_steps, len(log.losses), f'{accuracy:.1%}'))
+    names = 'run', 'loader batch', 'forward passes', 'optimizer steps', 'log entries', 'accuracy'
     return pd.DataFrame(rows, columns=names)
 
 # %% ../nbs/06_demo.ipynb #8e76a7b2
+_gold = '#E69F00'
+_blue = '#0072B2'
+_gray = '#999999'
+
+def plot_sizes_on_cosine(ax, grown:Learner):
+    "Samples per optimizer step, beside the cosine that they follow"
+    n_epoch = grown.n_epoch
+    sizes = grown.recorder.accum_bs
+    ends = np.cumsum([0, *sizes])/len(grown.dls.train_ds)
+    curve = SchedCos(growth['start_accum_bs'], growth['final_accum_bs'])
+    position = np.linspace(0, 1, 200)
+    ax.plot(position*n_epoch, [curve(o) for o in position], '--', color=_gray, label='cosine, finish=1.0')
+    ax.stairs(sizes, ends, baseline=None, color=_blue, label='samples per optimizer step')
+    ax.set(xlabel='epochs', ylabel='batch size', yticks=[32, 128, 256, 512])
+    ax.legend()
+
+def plot_losses(ax, large:Learner, small:Learner):
+    "The loss of 16 x 32 on that of batches of 512"
+    ax.plot(large.loss_log.losses, color=_gold, lw=5, label='batches of 512')
+    ax.plot(small.loss_log.losses, color=_blue, label='16 x 32, accumulated')
+    ax.set(xlabel='optimizer steps', ylabel='training loss')
+    ax.legend()
+
+def plot_logs(ax, grown:Learner, raw:Learner):
+    "The loss as it is logged, with both values of log_accum_batch"
+    n_epoch = grown.n_epoch
+    ends = np.cumsum(grown.recorder.accum_bs)/len(grown.dls.train_ds)
+    n = len(raw.loss_log.losses)
+    n_steps = len(grown.loss_log.losses)
+    ax.plot(np.arange(1, n+1)*n_epoch/n, raw.loss_log.losses, '.', ms=3, color=_gray,
+            label=f'log_accum_batch=False: {n} entries')
+    ax.plot(ends, grown.loss_log.losses, '.-', lw=1, color=_blue, label=f'log_accum_batch=True: {n_steps} entries')
+    ax.set(xlabel='epochs', ylabel='logged loss')
+    ax.legend()
+
 def plot_results(learners:dict[str,Learner])->plt.Figure:
-    "Samples per step on the cosine; the loss of 16 x 32 on that of 512; and the loss as it is logged, with both flags"
-    large,small,grown,raw = [learners[o] for o in ('batches of 512','16 x 32','32 to 512','log_accum_batch=False')]
-    sizes,(gold,blue,gray) = grown.recorder.accum_bs,('#E69F00','#0072B2','#999999')
-    n_epoch,ends = grown.n_epoch,np.cumsum([0,*sizes])/len(grown.dls.train_ds)
-    fig,(size,loss,log) = plt.subplots(3, 1, figsize=(6, 7), layout='constrained')
-    pos,curve = np.linspace(0, 1, 200),SchedCos(growth['start_accum_bs'], growth['final_accum_bs'])
-    cosine = [curve(min(o/growth['finish'], 1)) for o in pos]
-    size.plot(pos*n_epoch, cosine, '--', color=gray, label='cosine, finish=0.5')
-    size.stairs(sizes, ends, baseline=None, color=blue, label='samples per optimizer step')
-    size.set(xlabel='epochs', ylabel='batch size', yticks=[32,128,256,512])
-    loss.plot(large.loss_log.losses, color=gold, lw=5, label='batches of 512')
-    loss.plot(small.loss_log.losses, color=blue, label='16 x 32, accumulated')
-    loss.set(xlabel='optimizer steps', ylabel='training loss')
-    n,label = len(raw.loss_log.losses),'log_accum_batch={}: {} entries'
-    log.plot(np.arange(1, n+1)*n_epoch/n, raw.loss_log.losses, '.', ms=3, color=gray, label=label.format(False, n))
-    log.plot(ends[1:], grown.loss_log.losses, '.-', lw=1, color=blue, label=label.format(True, len(sizes)))
-    log.set(xlabel='epochs', ylabel='logged loss')
-    for ax in size,loss,log: ax.legend()
+    "Draws batch sizes, losses and logs"
+    fig,(sizes,losses,logs) = plt.subplots(3, 1, figsize=(6, 7), layout='constrained')
+    plot_sizes_on_cosine(sizes, learners['32 to 512'])
+    plot_losses(losses, learners['batches of 512'], learners['16 x 32'])
+    plot_logs(logs, learners['32 to 512'], learners['log_accum_batch=False'])
     return fig
 
 # %% ../nbs/06_demo.ipynb #7df90b19
 def main():
-    "Run the demo, print its table and save its picture as accumulation.png"
+    "Runs the demo, prints its table and saves its picture as accumulation.png"
     plt.switch_backend('agg')
     torch.set_num_threads(1)  # on so small a network, more of them only wait for each other
     learners = run_demo()
@@ -112,39 +158,62 @@ def main():
 
 # %% ../nbs/06_demo.ipynb #04248654
 class Activations(Callback):
-    "`mb`: the most MB that a forward pass has kept for its backward pass; above `limit`, memory runs out"
+    "`mb`: the most MB that a forward pass of the model has kept for its backward pass; above `limit`, memory runs out"
     order = -5
+
     def __init__(self, limit:float=math.inf):
-        self.limit,self.mb,self.kept,self.in_forward,self.in_fit = limit,0,{},ExitStack(),ExitStack()
+        self.limit = limit
+        self.mb = 0
+        self.kept = {}  # MB of each tensor's memory, by its address
+        self.own = set()  # addresses of the model's parameters
+        self.in_forward = ExitStack()
+        self.in_fit = ExitStack()
+
     def before_train(self):
-        self.end()  # of the epoch before
+        self.end()  # of the epoch before, or of a fit that was interrupted
         model = getattr(self.model, 'module', self.model)  # which also runs without its DDP wrapper
-        self.in_fit.callback(model.register_forward_pre_hook(self.start).remove)  # of each micro-batch
-        self.in_fit.enter_context(replaced(self.learn, 'one_batch', partial(self.run_batch, self.learn.one_batch)))
+        forward = model.forward
+        def run(*args, **kwargs):
+            try: return forward(*args, **kwargs)
+            except BaseException:  # Ctrl-C, too
+                self.in_forward.close()
+                raise
+        self.in_fit.enter_context(override_forward(model, run))
+        self.in_fit.callback(model.register_forward_pre_hook(self.begin_forward).remove)
+        self.in_fit.callback(model.register_forward_hook(self.end_forward).remove)
+
+    def after_fit(self): self.end()
+
     def end(self):
         self.in_forward.close()
         self.in_fit.close()
-    def run_batch(self, f, *args):
-        try: f(*args)
-        finally: self.in_forward.close()  # also after an error in the model or the loss
-    def after_fit(self): self.end()
-    def start(self, *args):
+
+    def begin_forward(self, *args):
+        "Before each forward pass of the model"
         self.in_forward.close()
-        if not self.learn: return self.end()  # it was removed
+        if not self.learn:  # it was removed
+            self.end()
+            return
         if not self.training: return
-        self.kept,self.own = {},{p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        self.kept = {}
+        self.own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
         self.in_forward.enter_context(torch.autograd.graph.saved_tensors_hooks(self.keep, noop))
         self.in_forward.callback(nn.modules.module.register_module_forward_pre_hook(self.check).remove)
+
+    def end_forward(self, *args):
+        "After each forward pass of the model"
+        self.in_forward.close()
+        self.mb = max(self.mb, sum(self.kept.values()))
+        self.check()
+
     def keep(self, t):
         storage = t.untyped_storage()
-        if storage.data_ptr() not in self.own:
-            self.kept[storage.data_ptr()] = storage.nbytes()/2**20  # once, however many layers keep it
+        # Once, however many layers keep it
+        if storage.data_ptr() not in self.own: self.kept[storage.data_ptr()] = storage.nbytes()/2**20
         return t.detach()  # an output that is kept as it is holds its own graph, which only a backward pass frees
-    def check(self, *args):  # not in `keep`: an error there has the same effect
+
+    def check(self, *args):
+        "Between layers: PyTorch hides an error that is raised in `keep`"
         if sum(self.kept.values()) <= self.limit: return
         self.in_forward.close()
         raise torch.OutOfMemoryError(f'out of memory: more than {self.limit} MB of activations')
-    def after_loss(self):
-        self.in_forward.close()
-        self.check()
-        self.mb = max(self.mb, sum(self.kept.values()))

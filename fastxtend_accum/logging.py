@@ -10,65 +10,30 @@ from __future__ import annotations
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['callback_of', 'Loggers', 'fix_wandb', 'plot_sizes']
-
-# %% ../nbs/02_logging.ipynb #bc82a197
-def callback_of(learn:Learner, module:str, name:str)->list[Callback]:
-    "The running callbacks of the class `name` in `fastai.callback.module`; none if nobody has imported that"
-    found = sys.modules.get(f'fastai.callback.{module}')
-    return [o for o in learn._grab_cbs(getattr(found, name)) if o.run] if found else []
-
-class Loggers:
-    "The loggers of `learn` that are fastai's own: they log the samples of each window, too"
-    def __init__(self, learn:Learner):
-        self.learn,self.recorders = learn,[*learn._grab_cbs(Recorder)]
-        self.wandb = callback_of(learn, 'wandb', 'WandbCallback')
-        self.tensorboard = callback_of(learn, 'tensorboard', 'TensorBoardCallback')
-
-    def start(self):
-        "Begin new lists of sizes, as the Recorder does of losses"
-        for rec in self.recorders: rec.accum_bs,rec.accum_bs_of = [],rec.losses
-
-    def see_batch(self):
-        "Let the training metrics see a loader batch of which the Recorder gets no `after_batch`"
-        for rec in self.recorders:  # fastxtend's has no `train_metrics`
-            for metric in rec._train_mets[1:] if vars(rec).get('train_metrics') else (): metric.accumulate(self.learn)
-
-    def show(self, hypers:list[dict]|None=None):
-        "Let these `hypers` be those that loggers see; None: the optimizer's own again"
-        for cb in (*self.recorders, *self.wandb, *self.tensorboard):
-            if hypers: vars(cb)['opt'] = SimpleNamespace(hypers=hypers)
-            else: vars(cb).pop('opt', None)
-
-    def log(self, samples:int):
-        "Log the samples of the window that all callbacks have seen, at the step where they have logged it"
-        for rec in self.recorders:
-            n = len(rec.losses)-len(rec.accum_bs)
-            rec.accum_bs += ([0]*n + [samples])[-n:]*(n > 0)  # 0: batches that were cancelled
-        for cb in self.tensorboard: cb.writer.add_scalar('accumulation_batch_size', samples, self.learn.train_iter)
-        for cb in self.wandb:
-            rate = samples/(time.perf_counter()-cb.ti_batch)  # it has taken the last loader batch for the window
-            values = {'accumulation_batch_size':samples, 'train_samples_per_sec':rate}
-            sys.modules['wandb'].log(values, step=cb._wandb_step)
-
-    def move(self, epochs:float):
-        "W&B counts epochs as if all windows were equal"
-        for cb in self.wandb: cb._wandb_epoch += epochs
+__all__ = ['fix_wandb', 'plain_args', 'plot_sizes']
 
 # %% ../nbs/02_logging.ipynb #2067d095
 def fix_wandb():
-    "Work around a bug of `WandbCallback` in fastai 2.8.9-2.8.12"
-    def plain_args(o):
-        args = init_args(o) if hasattr(o, '__dict__') else {}
-        return {k:v for k,v in args.items() if not isinstance(v, (nn.Module, DataLoaders, L))}
+    "Works around a bug of `WandbCallback` in fastai 2.8.9-2.8.12"
     module = sys.modules.get('fastai.callback.wandb')
-    try: module and module._format_config_value(1)
-    except TypeError: module.init_args = plain_args
+    if module is None: return
+    try: module._format_config_value(1)
+    except TypeError: module.init_args = plain_args  # it was called on an int, which has no arguments
+
+def plain_args(o)->dict:
+    "Returns the arguments that `o` was made with, without those that are no settings"
+    if not hasattr(o, '__dict__'): return {}
+    return {k:v for k,v in init_args(o).items() if not isinstance(v, (nn.Module, DataLoaders, L))}
 
 # %% ../nbs/02_logging.ipynb #0ac976b0
-def plot_sizes(sizes:list, edges:list, xlabel:str, ax=None):
-    "Plot the `sizes` of windows that begin and end at `edges`; returns the axes"
-    ax = ax or plt.subplots(figsize=(5, 3), layout='constrained')[1]
+def plot_sizes(
+    sizes:list, # Samples in each window
+    edges:list, # Where windows begin, and where the last one ends
+    xlabel:str, # What `edges` are counted in
+    ax=None, # Axes to draw on; None: new ones
+):
+    "Plots the `sizes` of windows; returns the axes"
+    if ax is None: _,ax = plt.subplots(figsize=(5, 3), layout='constrained')
     ax.stairs(sizes, edges, baseline=None, color='#0072B2', lw=1.5)
     ax.set(xlabel=xlabel, ylabel='batch size (samples)', ylim=(0, None))
     return ax
@@ -79,6 +44,8 @@ def plot_accum_bs(self:Recorder,
     ax:plt.Axes|None=None, # Axes to draw on; None: new ones
 ):
     "Plot the samples in each step of the last fit; returns the axes; raises ValueError if none are known"
-    if (sizes := vars(self).get('accum_bs')) and self.accum_bs_of is self.losses:  # not those of an earlier fit
-        return plot_sizes(sizes, range(len(sizes)+1), 'optimizer steps', ax)
-    raise ValueError("this Recorder has no batch sizes: fit with GradientAccumulation and log_accum_batch=True first")
+    sizes = vars(self).get('accum_bs')
+    if not sizes or self.accum_bs_of is not self.losses:  # they are of an earlier fit
+        raise ValueError("this Recorder has no batch sizes: fit with GradientAccumulation and log_accum_batch=True "
+                         "first")
+    return plot_sizes(sizes, range(len(sizes)+1), 'optimizer steps', ax)

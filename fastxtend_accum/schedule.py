@@ -11,33 +11,49 @@ from numbers import Integral
 from fastai.basics import *
 from fastai.callback.schedule import SchedCos
 
-from .windows.checks import *
-from .windows.loader import *
-from .windows.processes import *
-from .accumulation import *
-from .logging import *
+from .windows.checks import check_multiple,check_size
+from .windows.loader import EpochPlan
+from .windows.processes import inner_model
+from .accumulation import GradientAccumulation
+from .logging import plot_sizes
 
 # %% auto #0
-__all__ = ['Numeric', 'fraction_of_fit', 'check_order', 'GradientAccumulationSchedule', 'linear_scale', 'sqrt_scale',
-           'half_life_scale', 'SchedSteps']
+__all__ = ['Numeric', 'fraction_of_fit', 'check_order', 'check_annealer', 'GradientAccumulationSchedule', 'is_integer_one',
+           'linear_scale', 'sqrt_scale', 'half_life_scale', 'SchedSteps']
 
 # %% ../nbs/01_schedule.ipynb #117e3773
 Numeric = int|float
 _tiny = 1e-6  # positions are sums of many fractions: .3 may be .29999999999999993
 
-def fraction_of_fit(name:str, point:Numeric, n_epoch:float=math.inf)->float:
-    "Where `point`, a fraction (float) or in epochs (int), lies in a fit; raises TypeError or ValueError if nowhere"
+def fraction_of_fit(
+    name:str, # What `point` is, for errors: an argument's name, or a description
+    point:Numeric, # A fraction of training (float), or a number of epochs (int)
+    n_epoch:int|None=None, # Length of the fit, in epochs; None: not known yet
+)->float:
+    "Returns where `point` lies in a fit, from 0 to 1, or `point` if the length is not known; raises TypeError or ValueError"
     if isinstance(point, bool) or not isinstance(point, Real):
         raise TypeError(f"{name} must be a float (fraction of training) or an int (epochs), not {point!r}")
-    is_epochs = isinstance(point, Integral)
-    if 0 <= point <= (n_epoch if is_epochs else 1): return point/n_epoch if is_epochs else float(point)
+    is_in_epochs = isinstance(point, Integral)
+    length = (n_epoch or math.inf) if is_in_epochs else 1
+    if 0 <= point <= length: return point/n_epoch if is_in_epochs and n_epoch else float(point)
     what = f'{name}={point}' if name.isidentifier() else f'{name}, {point},'
-    fit = '' if n_epoch == math.inf else f' in a fit of {n_epoch} epochs' + ', as fine_tune begins'*(n_epoch == 1)
+    fit = f' in a fit of {n_epoch} epochs' if n_epoch else ''
+    if n_epoch == 1: fit = ' in a fit of 1 epoch, as fine_tune begins'
+    epochs = f'from 0 to {n_epoch}' if n_epoch else '0 or more'
     raise ValueError(f"{what} is outside of training{fit}: use a fraction of it (a float from 0.0 to 1.0), or a number "
-                     f"of epochs (an int from 0 to {n_epoch})")
+                     f"of epochs (an int, {epochs})")
 
 def check_order(start:Numeric, finish:Numeric):
+    "Raises ValueError unless `start` comes first"
     if start > finish: raise ValueError(f"start={start} is after finish={finish}: use a start of at most {finish}")
+
+def check_annealer(schedule:Callable, start:int, end:int):
+    "Raises TypeError unless `schedule(start, end)` returns a function"
+    try: f = schedule(start, end)
+    except TypeError as e:
+        raise TypeError(f"schedule={schedule!r} cannot be called with (start, end): {e}; give other arguments with "
+                        "partial, and sizes by point as GradientAccumulationSchedule(**SchedSteps(...))") from e
+    if not callable(f): raise TypeError(f"schedule={schedule!r} must return a function of the position, not {f!r}")
 
 # %% ../nbs/01_schedule.ipynb #fb5cbf3c
 class GradientAccumulationSchedule(GradientAccumulation):
@@ -45,7 +61,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
     @delegates(GradientAccumulation.__init__, but=['accum_bs','n_acc'])
     def __init__(self,
         start_accum_bs:int, # Samples in a window up to `start`, a multiple of the loader's batch
-        final_accum_bs:int, # Samples in a window from `finish` on, a multiple of the loader's batch; may be smaller
+        final_accum_bs:int=None, # Samples in a window from `finish` on, a multiple of the loader's batch; may be smaller
         start:Numeric=0, # Where the schedule starts: a fraction of training (float) or a number of epochs (int)
         finish:Numeric=0.3, # Where it ends: 1.0 (float) is the end of training, 1 (int) the end of the first epoch
         schedule:Callable=SchedCos, # fastai annealer, or any `f(start, end)` that returns a function of `pos`
@@ -56,74 +72,95 @@ class GradientAccumulationSchedule(GradientAccumulation):
         scale:dict[str,Callable]|None=None, # Rules `f(value, ratio)` by hyper-parameter, such as `{'lr':sqrt_scale}`
         **kwargs, # Others of `GradientAccumulation`
     ):
-        start_accum_bs = check_size('start_accum_bs', start_accum_bs)
-        final_accum_bs = check_size('final_accum_bs', final_accum_bs)
-        for name,point in dict(start=start, finish=finish).items(): fraction_of_fit(name, point)
-        super().__init__(start_accum_bs, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
-                         remainder=remainder, **kwargs)
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
-        try: f = schedule(start_accum_bs, final_accum_bs)
-        except TypeError as e:
-            raise TypeError(f"schedule={schedule!r} cannot be called with (start, end): {e}; give other arguments with "
-                            "partial, and sizes by point as GradientAccumulationSchedule(**SchedSteps(...))") from e
-        if not callable(f):
-            raise TypeError(f"schedule={schedule!r} must return a function of the position, not {f!r}")
-        if isinstance(start, Integral) == isinstance(finish, Integral): check_order(start, finish)
+        super().__init__(
+            start_accum_bs,
+            log_accum_batch=log_accum_batch,
+            micro_batch_size=micro_batch_size,
+            remainder=remainder,
+            **kwargs)
+
+    def read_settings(self):
+        "Raises TypeError or ValueError on settings that are not valid, alone or together"
+        if isinstance(self.start_accum_bs, dict):
+            raise TypeError("SchedSteps(...) returns several arguments: write "
+                            "GradientAccumulationSchedule(**SchedSteps(...)), with two asterisks")
+        self.start_accum_bs = check_size('start_accum_bs', self.start_accum_bs)
+        self.final_accum_bs = check_size('final_accum_bs', self.final_accum_bs)
+        fraction_of_fit('start', self.start)
+        fraction_of_fit('finish', self.finish)
+        check_annealer(self.schedule, self.start_accum_bs, self.final_accum_bs)
+        # If one is in epochs and the other a fraction, the length of the fit decides
+        if isinstance(self.start, Integral) == isinstance(self.finish, Integral): check_order(self.start, self.finish)
+        self.accum_bs = self.start_accum_bs
+        super().read_settings()
 
 # %% ../nbs/01_schedule.ipynb #55f931d1
 @patch
-def sizes(self:GradientAccumulationSchedule)->dict[str,int]:
-    "The sizes that must fit the loader's batch, by argument"
-    ends = dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)
-    return getattr(self.schedule, 'sizes', {}) | ends
+def window_sizes(self:GradientAccumulationSchedule, global_bs:int)->dict[str,int]:
+    "Returns the sizes that must be multiples of the loader's batch, by the argument that sets each"
+    sizes = dict(self.schedule.sizes) if isinstance(self.schedule, _Steps) else {}
+    return sizes | dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)
 
 @patch
-def end_of_epoch(self:GradientAccumulationSchedule, dl)->str:
-    "The batches of a model that carries a state from batch to batch, such as an AWD_LSTM, belong to their epoch"
-    return self.remainder or ('step' if self.learn and hasattr(inner_model(self.learn.model), 'reset') else 'carry')
+def remainder_for(self:GradientAccumulationSchedule, dl)->str:
+    """Returns `remainder`, or else 'carry'. The batches of a model that carries a state from batch to batch, such as an
+    AWD_LSTM, belong to their epoch: then it is 'step'"""
+    if self.remainder: return self.remainder
+    is_stateful = self.learn and hasattr(inner_model(self.learn.model), 'reset')
+    return 'step' if is_stateful else 'carry'
 
 @patch
-def size_at(self:GradientAccumulationSchedule, pct:float, n_epoch:int|None=None, loader_bs:int|None=None)->int:
-    "Samples in a window that opens at `pct` of training, a multiple of `loader_bs`; `n_epoch` None: of this fit"
-    if n_epoch is None:
-        if hasattr(self.learn, 'lr_finder'): return self.start_accum_bs
-        n_epoch,loader_bs = self.learn.n_epoch,self.unit
-    names = ['a point in steps']*2 if hasattr(self.schedule, 'sizes') else ['start','finish']  # as it was written
-    start,finish = [fraction_of_fit(*o, n_epoch) for o in zip(names, (self.start, self.finish))]
+def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:int, global_bs:int)->int:
+    "Returns the samples in a window that begins at `pct_train` of a fit, a multiple of `global_bs`"
+    if hasattr(self.learn, 'lr_finder'): return self.start_accum_bs
+    is_steps = isinstance(self.schedule, _Steps)
+    start = fraction_of_fit('a point in steps' if is_steps else 'start', self.start, n_epoch)
+    finish = fraction_of_fit('a point in steps' if is_steps else 'finish', self.finish, n_epoch)
     check_order(start, finish)
-    if pct >= finish-_tiny: return self.final_accum_bs
-    if pct < start-_tiny: return self.start_accum_bs
-    size = float(self.schedule(self.start_accum_bs, self.final_accum_bs)(max(0., pct-start)/(finish-start)))
-    if 1 <= size < math.inf: return max(1, math.floor(size/loader_bs + 0.5 + _tiny)) * loader_bs
-    raise ValueError(f"the schedule gives a batch size of {size} at {pct:.3f} of training: it must be 1 or more")
+    if pct_train >= finish-_tiny: return self.final_accum_bs
+    if pct_train < start-_tiny: return self.start_accum_bs
+    curve = self.schedule(self.start_accum_bs, self.final_accum_bs)
+    position = max(0., pct_train-start)/(finish-start)
+    size = float(curve(position))
+    if not 1 <= size < math.inf:
+        raise ValueError(f"the schedule gives a batch size of {size} at {pct_train:.3f} of training: it must be 1 or more")
+    n_batches = math.floor(size/global_bs + 0.5 + _tiny)  # a half is rounded up
+    return max(1, n_batches)*global_bs
 
 # %% ../nbs/01_schedule.ipynb #94b727d4
 @patch
-def check(self:GradientAccumulationSchedule):
+def check(self:GradientAccumulationSchedule, plan:EpochPlan):
     "Raises ValueError if the schedule does not fit its Learner; warns if 1 may have been meant as 1.0"
-    GradientAccumulation.check(self)
-    for pct in np.linspace(0, 1, 101): self.size_at(pct)
+    GradientAccumulation.check(self, plan)
     n_epoch = self.learn.n_epoch
-    if n_epoch == 1 or hasattr(self.learn, 'lr_finder') or hasattr(self.schedule, 'sizes'): return  # of `SchedSteps`
-    one = first(k for k in ('finish','start') if isinstance(o := getattr(self, k), Integral) and o == 1)
-    if one and self.finish <= 1:
-        warn(f"{one}=1 means after 1 of the {n_epoch} epochs; {one}=1.0 means the end of training")
+    global_bs = self.global_bs(plan)
+    for pct in np.linspace(0, 1, 101): self.window_size_at(pct, n_epoch, global_bs)  # raises an error if there is no size
+    if n_epoch == 1 or hasattr(self.learn, 'lr_finder') or isinstance(self.schedule, _Steps): return
+    if is_integer_one(self.finish): name = 'finish'
+    elif is_integer_one(self.start) and self.finish <= 1: name = 'start'
+    else: return
+    warn(f"{name}=1 means after 1 of the {n_epoch} epochs; {name}=1.0 means the end of training")
+
+def is_integer_one(point:Numeric)->bool: return isinstance(point, Integral) and point == 1
 
 # %% ../nbs/01_schedule.ipynb #41d13a3e
 @patch
 def preview(self:GradientAccumulationSchedule,
     n_epoch:int, # Length of the fit, in epochs
     dls:DataLoaders, # The data of the fit
-)->list[tuple[float,int]]: # For each optimizer step, the position of its window's start in epochs, and its samples
+)->list: # For each optimizer step, the position of its window's start in epochs, and its samples
     "The windows of a fit, before training; raises ValueError if the sizes do not fit the data"
-    bs,res,left = self.batch_size(dls.train),[],[]
-    for name,size in self.sizes().items(): check_multiple(name, size, bs)
+    info = self.loader_info_of(dls.train)
+    global_bs = info.batch_size
+    for name,size in self.window_sizes(global_bs).items(): check_multiple(name, size, global_bs)
+    size_at_pct = partial(self.window_size_at, n_epoch=n_epoch, global_bs=global_bs)
+    res = []
+    carried = []
     for epoch in range(n_epoch):
-        dl = WindowLoader(dls.train, bs, self.end_of_epoch(dls.train), [(None,n,n) for n in left], epoch == n_epoch-1)
-        def at(n): return epoch + dl.position(n)
-        windows,left = dl.plan(lambda n: self.size_at(at(n)/n_epoch, n_epoch, bs))
-        res += [(at(n), size) for n,size in windows]
-        if dl.at_end == 'drop': left = []
+        plan = EpochPlan(info, size_at_pct, epoch, n_epoch, self.remainder_for(dls.train), carried)
+        res += [(epoch+plan.position(start), size) for start,size in plan.windows]
+        carried = plan.left if plan.remainder == 'carry' else []
     return res
 
 # %% ../nbs/01_schedule.ipynb #4cc6c0c2
@@ -134,9 +171,11 @@ def plot(self:GradientAccumulationSchedule,
     ax:plt.Axes|None=None, # Axes to draw on; None: new ones
 ):
     "Plot the batch size over a fit before training, with the number of optimizer steps; returns the axes"
-    windows = L(self.preview(n_epoch, dls))
-    ax = plot_sizes(windows.itemgot(1), [*windows.itemgot(0), n_epoch], 'epochs', ax)
-    ax.set_title(f'{len(windows)} optimizer steps')
+    windows = self.preview(n_epoch, dls)
+    starts = [start for start,_ in windows]
+    sizes = [size for _,size in windows]
+    ax = plot_sizes(sizes, [*starts, n_epoch], 'epochs', ax)
+    ax.set_title(f'{len(sizes)} optimizer steps')
     return ax
 
 # %% ../nbs/01_schedule.ipynb #666d7777
@@ -176,9 +215,25 @@ def SchedSteps(
     if len({isinstance(o, Integral) for o in steps if o}) > 1:
         raise ValueError(f"the points in steps must be fractions (float) or epochs (int), not both: {[*steps]}")
     points,sizes = zip(*sorted(steps.items()))
-    schedule = partial(_size_after, [o/(points[-1] or 1) for o in points], sizes)
-    schedule.sizes = {f'steps[{o}]':steps[o] for o in points}  # checked against the loader's batch before training
-    return dict(start_accum_bs=sizes[0], final_accum_bs=sizes[-1], start=0, finish=points[-1], schedule=schedule)
+    return dict(
+        start_accum_bs=sizes[0],
+        final_accum_bs=sizes[-1],
+        start=0,
+        finish=points[-1],
+        schedule=_Steps(points, sizes))
 
 # %% ../nbs/01_schedule.ipynb #90fc0ba8
-def _size_after(points, sizes, start, end): return lambda pos: sizes[np.searchsorted(points, pos+_tiny, 'right')-1]
+class _Steps:
+    "The annealer of `SchedSteps`: `sizes` from each of `points` on, of which the last is the end"
+    def __init__(self, points:list, sizes:list):
+        last = points[-1] or 1  # 0: there is one point only
+        self.positions = [o/last for o in points]
+        self.values = sizes
+        self.sizes = {f'steps[{o}]':size for o,size in zip(points, sizes)}  # as errors name them
+
+    def __call__(self, start:int, end:int)->Callable: return self.at
+
+    def at(self, position:float)->int:
+        "Returns the size at this position between the first point and the last"
+        n_before = np.searchsorted(self.positions, position+_tiny, 'right')
+        return self.values[n_before-1]

@@ -8,7 +8,7 @@ from torch.amp import GradScaler, autocast
 from fastai.basics import *
 from fastai.callback.all import *
 from fastxtend_accum.all import *
-from fastxtend_accum.memory.micro_batches import replaced
+from fastxtend_accum.memory.override import override_attr as replaced
 from fastxtend_accum.windows.loss_check import LossCheck
 from fastxtend_accum.windows.nested import n_rows
 
@@ -94,11 +94,11 @@ draws = settings(deadline=None, derandomize='DRAWS' not in os.environ)
 
 def check_loss(loss_func, parts, items=None):
     "What the check of the loss says of micro-batches, which are tuples of outputs and targets"
-    check = LossCheck()
+    check = LossCheck(loss_func)
     for (pred,*targ),n in itertools.zip_longest(parts, items or ()):
         check.add(SimpleNamespace(loss_func=loss_func, pred=pred, yb=targ), n_rows((pred,*targ)), n)
-    if compared := check.compare(): check.judge(*compared)
-    return check.found[0]
+    check.compare()
+    return check.results[0]
 
 # Faults
 

@@ -67,7 +67,7 @@ def run(layout, make, is_large=False, in_fit=False, lr=.1, method='fit', accum_k
     bs,n,_,_,accum,more = layouts[layout]
     torch.manual_seed(1)
     others,own = [*L(make())],[accum(**accum_kwargs)]
-    if is_large: own = [at('before_batch', lambda self: self.opt.zero_grad(), 60)]  # fastai leaves what is cancelled
+    if is_large: own = []
     kwargs = {k:o() if k in ('m','loss_func') else o for k,o in kwargs.items()}
     kwargs = dict(m=Scaled(*model()), opt_func=partial(SGD, mom=.5)) | kwargs
     learn = make_learner(32 if is_large else bs, n=n, **more, **kwargs)
@@ -628,7 +628,7 @@ def test_a_method_that_is_set_as_the_loss_in_each_epoch_is_one_loss():
     class Sets(Callback):
         def loss(self, pred, targ): return mse(pred, targ)
         def before_epoch(self): self.learn.loss_func = self.loss
-        def after_epoch(self): lefts.append(accum.runner.check.left)
+        def after_epoch(self): lefts.append(accum.loop.fit.loss_check.windows_left)
     accum,lefts = GradientAccumulation(32),[]
     fit(make_learner(8, cbs=[accum, Sets()]), 3)
     assert lefts == [13, 10, 7]

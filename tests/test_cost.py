@@ -45,11 +45,11 @@ def test_the_check_of_the_loss_adds_no_sync(case, loss_func, monkeypatch):
             train = cases[case](task, K)
             with Operations(counts, task),Copies(counts): train()
         return counts
-    judge = LossCheck.judge
-    monkeypatch.setattr(LossCheck, 'judge', lambda self, *o: checks.append((judge(self, *o), self.found[-1].says)))
+    compare = LossCheck.compare
+    monkeypatch.setattr(LossCheck, 'compare', lambda self: checks.append((compare(self), self.results[-1].verdict)))
     checked = syncs()
     assert checks == [(None, 'same')]*4
-    monkeypatch.setattr(LossCheck, 'windows', 0)
+    monkeypatch.setattr(LossCheck, 'n_windows', 0)
     unchecked = syncs()
     assert checked['ops'] > unchecked['ops'] and 4 <= checked['syncs'] <= unchecked['syncs']  # of a sum, one fewer
 

@@ -114,7 +114,7 @@ def test_dice(loss_func, says):
     g = torch.Generator().manual_seed(0)
     pred,targ = torch.randn(13, 3, 6, 6, generator=g),torch.randint(3, (13, 6, 6), generator=g)
     found = check_loss(loss_func, [(pred[:8], targ[:8]), (pred[8:], targ[8:])])
-    assert found.says == says and (says == 'same' or f'{found.by:.0%}' == '48%')
+    assert found.verdict == says and (says == 'same' or f'{found.error:.0%}' == '48%')
 
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])
 def test_mixup_in_half_precision(mode):

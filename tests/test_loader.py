@@ -63,7 +63,7 @@ def test_a_second_set_is_validated_in_a_fit():
     a = fit(learner('carry'))
     for f in lambda self: self.learn.validate(dl=self.dls.valid), lambda self: self.learn.get_preds(ds_idx=1):
         seen = []
-        def see(self): seen.append(self.gradient_accumulation.runner.window.samples)
+        def see(self): seen.append(self.gradient_accumulation.window.samples)
         b = fit(learner('carry', Callback(after_train=f, after_step=see)))
         assert seen == a.recorder.accum_bs == [32]*8 + [8] and b.gradient_accumulation.opt_steps == 9
         assert_same(weights(a), weights(b))

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from common import *
 from fastxtend_accum.windows.losses import has_rule,loss_rules
-from fastxtend_accum.windows.window import Window,times
+from fastxtend_accum.windows.window import Window,scaled as times
 
 def learner(bs, cbs, m, loss_func, x, y, **kwargs):
     "A Learner that does not validate"
@@ -90,7 +90,7 @@ def test_any_tokens(n, micro, k, n_epoch, name, remainder, seed, drop_last):
     if remainder == 'drop' and n_used < size: return  # an error
     learn = learner(micro, GradientAccumulation(size, remainder=remainder), tagger(), token_losses[name], x, y)
     learn.dls.train.drop_last = drop_last
-    assert len([o for o in said(learn, n_epoch) if 'no item in a whole window' in o]) == bool(without)
+    assert len([o for o in said(learn, n_epoch) if 'nothing to average over' in o]) == bool(without)
     assert learn.recorder.accum_bs == sizes
     assert_same(weights(learn), weights(m), ROUNDING)
 
@@ -320,8 +320,8 @@ def test_what_the_check_says(sizes, autocasts):
         if autocasts: pred = pred.bfloat16().float()  # as the model gives it, and fastai makes it float32
         parts = two((pred, *targ), sizes)
         with autocast('cpu', dtype=torch.bfloat16, enabled=autocasts): found[name] = check_loss(f, parts)
-    assert {k:o.says for k,o in found.items()} == dict.fromkeys(exact, 'same') | dict.fromkeys(inexact, 'differs')
-    for k,o in found.items(): assert o.by < tolerance/10 if k in exact else not o.by < tolerance*10
+    assert {k:o.verdict for k,o in found.items()} == dict.fromkeys(exact, 'same') | dict.fromkeys(inexact, 'differs')
+    for k,o in found.items(): assert o.error < tolerance/10 if k in exact else not o.error < tolerance*10
     for a,b in zip(before, (logits, ignored)): assert_same(a, b)  # a loss that works in place sees copies
 
 # What the check compares
@@ -335,7 +335,7 @@ def test_a_small_head_beside_a_large_loss(nested, weight):
             a,b = (pred['a'], pred['b'][0]) if nested else pred.split([7, 5], 1)
             return F.mse_loss(a, targ) + weight*of_head(b)
         parts = two((values, logits, targets))
-        return check_loss(f, [(dict(a=a, b=(b,)) if nested else torch.cat([a, b], 1), t) for a,b,t in parts]).says
+        return check_loss(f, [(dict(a=a, b=(b,)) if nested else torch.cat([a, b], 1), t) for a,b,t in parts]).verdict
     assert says(lambda z: info_nce(z, z)) == 'differs' and says(lambda z: z.pow(2).mean()) == 'same'
 
 def test_rules():
@@ -354,7 +354,7 @@ def square(pred, targ): return (pred**2).mean()
     (under_autocast, (values[:8], values[8:13]), 'autocast is off')])
 def test_what_cannot_be_compared(loss_func, pred, why):
     with autocast('cpu', dtype=torch.bfloat16): found = check_loss(loss_func, list(zip(pred, targets[:13].split(8))))
-    assert found.says == 'cannot tell' and why in found.why
+    assert found.verdict == 'unknown' and why in found.reason
 
 # Losses that have a state, or draw
 
@@ -376,7 +376,7 @@ def random_states(): return torch.get_rng_state().tolist(),random.getstate(),np.
 
 @pytest.mark.parametrize('loss_of,says', [
     *[(o, 'same') for o in (noop, partial, attrgetter('method'), lambda o: partial(o.method))],
-    *[(o, 'cannot tell') for o in (attrgetter('by_calls'), attrgetter('by_generator'),
+    *[(o, 'unknown') for o in (attrgetter('by_calls'), attrgetter('by_generator'),
                                    lambda o: dropped, lambda o: python_random)]])
 def test_nothing_has_changed(loss_of, says):
     "Attributes and generators of the loss, those of the process, autocast, and the graph of the outputs"
@@ -386,7 +386,7 @@ def test_nothing_has_changed(loss_of, says):
         before,out = state(),layer(logits)
         version,found = out._version,check_loss(loss_of(holds), two((out, targets[:,0])))
         assert torch.is_autocast_enabled('cpu') and state() == before and out._version == version
-    assert found.says == says and ('called again' in found.why) == (says != 'same')
+    assert found.verdict == says and ('called again' in found.reason) == (says != 'same')
     out.sum().backward()
     assert layer.weight.grad is not None
 
@@ -479,8 +479,8 @@ def test_how_often_it_calls_the_loss(monkeypatch):
     "Twice for the window, and once for each micro-batch, in the first 16 windows of 20; not for large outputs"
     calls = []
     def loss(pred, targ): calls.append(len(pred)); return of_first(pred, targ)
-    for most,expected in (LossCheck.most, 16*[8,8,16,16,8,8]+8*[8]),(100, 40*[8]):
-        monkeypatch.setattr(LossCheck, 'most', most)
+    for most,expected in (LossCheck.max_bytes, 16*[8,8,16,16,8,8]+8*[8]),(100, 40*[8]):
+        monkeypatch.setattr(LossCheck, 'max_bytes', most)
         calls.clear()
         assert ['too large' in o for o in checked(loss, *samples(20*16))[1]] == [True]*(most == 100)
         assert calls == expected
@@ -492,7 +492,7 @@ def test_the_fit_is_the_same(monkeypatch):
         m = nn.Sequential(nn.Linear(5, 5), nn.Dropout(.3))
         learn = fit(learner(4, [GradientAccumulation(16), MixUp()], m, CrossEntropyLossFlat(), logits, labels), 2)
         return weights(learn),losses(learn),random_states()
-    (a,*rest),_ = run(),monkeypatch.setattr(LossCheck, 'windows', 0)
+    (a,*rest),_ = run(),monkeypatch.setattr(LossCheck, 'n_windows', 0)
     b,*rest2 = run()
     assert_same(a, b)
     assert rest == rest2

@@ -381,7 +381,7 @@ def test_what_no_optimizer_takes_is_not_kept_free(is_made, monkeypatch):
     def fail(*args):
         if room: raise OOM
     if is_made:
-        monkeypatch.setattr('fastxtend_accum.memory.retry.room_for_step', lambda opt: room)
+        monkeypatch.setattr('fastxtend_accum.memory.retry.reserve_for_step', lambda opt: room)
         m.register_forward_pre_hook(fail)
     else: monkeypatch.setattr(torch, 'empty_like', fail)
     learn = fit(make_learner(16, n=32, m=m, cbs=(cb := ActivationCheckpointing())), 1)

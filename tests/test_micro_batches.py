@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 from common import *
-from fastxtend_accum.windows.nested import CannotJoin, cut, each_tensor, join, n_rows, tensors_in
+from fastxtend_accum.windows.nested import CannotJoin, slice_batch as cut, each_tensor, join, n_rows, tensors_in
 
 FLOAT32 = 5e-6  # rounding, and that of the Recorder
 kinds = dict(split=lambda n: GradientAccumulation(micro_batch_size=n), cache=GradientCache)

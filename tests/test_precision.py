@@ -156,7 +156,7 @@ def test_nothing_of_a_lost_window_stays(exc, event, order):
     "The fit after a fault in the third batch"
     learn = half_learner(8, GradientAccumulation(32))
     try: fit(learn, 1, cbs=Fault(exc, event, 3, order))
-    except KeyboardInterrupt: assert learn.gradient_accumulation.window.sums is None
+    except KeyboardInterrupt: assert learn.gradient_accumulation.window.float32_grads is None
     learn.model.load_state_dict(model().bfloat16().state_dict())
     fit(learn, 1, reset_opt=True)
     assert_same(weights(learn), by_hand(windows(96, 8, 32, 'step', 1), 8)[1])
