@@ -44,8 +44,8 @@ class GradientAccumulation(WindowCallback):
         verbose:bool=True, # Print in one line how a window is made up, and what differs from one batch of its size
     ):
         if accum_bs is not None and n_acc is not None:
-            raise ValueError(f"accum_bs={accum_bs} and n_acc={n_acc} both set the samples in a window: pass one of them; "
-                             f"micro_batch_size={n_acc} would split batches")
+            raise ValueError(f"accum_bs={accum_bs} and n_acc={n_acc} both set the samples in a window: pass one of "
+                             f"them; micro_batch_size={n_acc} would split batches")
         self.accum_bs = n_acc if accum_bs is None else accum_bs
         self.size_name = 'accum_bs' if n_acc is None else 'n_acc'  # of the argument, for errors
         if self.accum_bs is None and micro_batch_size is None: self.accum_bs = 32  # fastai's default
@@ -76,7 +76,8 @@ class GradientAccumulation(WindowCallback):
         "Samples that the model sees at a time; None before a fit"
         if not self.loop or not self.loop.batches: return None
         bs = self.loader_bs()
-        return min(self.strategy.micro_bs or bs, bs) if isinstance(self.strategy, MicroBatches) else bs
+        if not isinstance(self.strategy, MicroBatches): return bs  # it runs whole batches
+        return min(self.strategy.micro_bs or bs, bs)  # None: 'auto' has not run a batch yet
 
     def loader_bs(self)->int:
         "Returns the samples in a loader batch; if the DataLoader states no number, those in the current one"
@@ -102,9 +103,11 @@ def read_settings(self:GradientAccumulation):
 
 @patch
 def make_strategies(self:GradientAccumulation):
-    "Makes what runs batches in training and validation, if `micro_batch_size` has changed. What 'auto' has found is kept"
+    """Makes what runs batches in training and validation, if `micro_batch_size` has changed since the last fit. If not,
+    the size that 'auto' has found is kept"""
     size = self.micro_batch_size
-    if size == getattr(self.strategy, 'requested_size', None): return
+    made_for = getattr(self.strategy, 'requested_size', None)  # `whole_batch` has none
+    if size == made_for: return
     if size is None:
         self.strategy = whole_batch
         self.valid_strategy = None
@@ -116,10 +119,16 @@ def new_micro_batches(size:int|str)->MicroBatches: return AutoMicroBatches() if 
 
 @patch
 def settings(self:GradientAccumulation)->Settings:
-    return Settings(self.log_accum_batch, self.num_items, self.skip_nonfinite, self.scale, self.accum_bs)
+    return Settings(
+        log_accum_batch=self.log_accum_batch,
+        num_items=self.num_items,
+        skip_nonfinite=self.skip_nonfinite,
+        scale=self.scale,
+        start_accum_bs=self.accum_bs)  # which a schedule sets to its first size
 
 @patch
-def window_sizes(self:GradientAccumulation, global_bs:int)->dict[str,int]: return {self.size_name: self.accum_bs or global_bs}
+def window_sizes(self:GradientAccumulation, global_bs:int)->dict[str,int]:
+    return {self.size_name: self.accum_bs or global_bs}
 
 @patch
 def remainder_for(self:GradientAccumulation, dl)->str:
@@ -165,24 +174,27 @@ def new_loggers(self:GradientAccumulation)->Loggers: return Loggers(self.learn)
 @patch
 def print_description(self:GradientAccumulation):
     "Prints how windows are made up, unless it is what was printed last"
-    loop,bs = self.loop,self.loader_bs()
-    loop.description.request(False)
+    loop = self.loop
+    bs = self.loader_bs()
     n = loop.fit.processes.n
+    loop.description.set_due(False)
     sizes = [*self.window_sizes(bs*n).values()]
     made_up = how_made_up(sizes, bs, self.micro_bs, n, self.micro_batch_size == 'auto')
-    is_joined = loop.window.losses.n_micro > 1
-    differences = loop.description.all_differences(self.loss_verdict()) if is_joined else []
+    has_several = loop.window.losses.n_micro > 1  # micro-batches
+    differences = loop.description.all_differences(self.loss_verdict()) if has_several else []
     message = with_differences(made_up, sizes[0] if len(set(sizes)) == 1 else None, differences)
-    is_split = is_joined and max(sizes) == bs*n
-    if is_split and loop.description.differences and not is_sharded(self.learn.model):
+    # A window that is one loader batch can run whole in the same memory
+    splits_batch = has_several and max(sizes) == bs*n
+    if splits_batch and loop.description.differences and not is_sharded(loop.learn.model):
         message += ' ActivationCheckpointing() avoids this.'
     log_once(self, message)
 
 @patch
 def loss_verdict(self:GradientAccumulation)->str|None:
-    "Returns what the check of the loss has found; None if it could not tell, but the items are known"
+    """Returns what the check of the loss has found, for the description. If it could not compare, that is no reason for
+    doubt where the items of the loss are known: then None"""
     verdict = self.loop.fit.loss_check.verdict()
-    is_known = self.num_items or has_rule(self.learn.loss_func)
+    is_known = self.num_items or has_rule(self.loop.learn.loss_func)
     return None if verdict == 'unknown' and is_known else verdict
 
 _messages = {
@@ -207,10 +219,12 @@ def after_cancel_step(self:GradientAccumulation):
 
 @patch
 def after_train(self:GradientAccumulation):
-    "Warns if no window was run: another callback's loader is in their place, or no epoch fills one"
+    """Warns if no window was run: in the place of the windows there is another callback's loader; or, at the end of the
+    fit, if no epoch has filled one"""
     learn,loop = self.learn,self.loop
     if not learn or self.is_new_fit or own_loop(learn): return
-    if loop.n_steps or loop.progress.n_closed: return
+    has_run = loop.n_steps or loop.progress.n_closed  # all steps may have been skipped
+    if has_run: return
     plan = loop.batches.plan
     is_replaced = learn.dl is not loop.batches and learn.dl is not None  # None: after an export
     if is_replaced:
@@ -223,10 +237,12 @@ def after_train(self:GradientAccumulation):
 
 @patch
 def after_epoch(self:GradientAccumulation):
-    "Warns if the fit could not check the loss"
+    "At the end of a fit: warns if the loss could not be checked"
     WindowCallback.after_epoch(self)
     learn = self.learn
-    if not learn or self.is_new_fit or learn.lock.locked() or learn.epoch < learn.n_epoch-1: return
-    if self.num_items or hasattr(learn, 'lr_finder'): return
+    if not learn or self.is_new_fit or learn.lock.locked(): return
+    is_last_epoch = learn.epoch == learn.n_epoch-1
+    needs_no_check = self.num_items or hasattr(learn, 'lr_finder')
+    if needs_no_check or not is_last_epoch: return
     warning = self.loop.fit.loss_check.warning_at_end()
     if warning: warn(warning)

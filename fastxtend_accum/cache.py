@@ -15,6 +15,7 @@ from .windows.nested import CannotJoin,each_tensor,n_rows,tensors_in
 from .windows.processes import inner_model,is_sharded
 from .windows.state import Snapshot,StateChanges
 from .memory.auto import AutoMicroBatches,Halving
+from .memory.blocks import class_forward
 from .memory.hidden_state import state_owners
 from .memory.micro_batches import (MicroBatches,check_samples_first,chunk_bounds,
                                                   forward_in_micro_batches)
@@ -47,18 +48,18 @@ class CachedForward:
     graph holds one of them at a time. It does not refer to the Learner, since the graph refers to it"""
     def __init__(self,
         module, # The model or a part of it, which may run several times in a forward pass of the model
-        n:int, # Rows that it sees
-        size:int, # Rows of a micro-batch
-        rows:int, # That the module sees for each sample
-        samples:int, # Samples in the batch
+        n_rows:int, # That it sees
+        micro_rows:int, # That it sees at a time
+        rows_per_sample:int,
+        samples:int, # In the batch
         owners:list, # Modules that carry a hidden state
     ):
         self.module = module
         self.forward = module.forward
-        self.n = n
-        self.rows = rows
+        self.n_rows = n_rows
+        self.rows_per_sample = rows_per_sample
         self.samples = samples
-        self.bounds = chunk_bounds(n, size)
+        self.bounds = chunk_bounds(n_rows, micro_rows)
         self.owners = owners
         self.observes = False  # whether to find out what differs from a whole batch, and what the loss reads
         self.changes = None  # in the module, by the forward pass
@@ -69,7 +70,7 @@ class CachedForward:
     @contextmanager
     def as_forward(self):
         "In this context, the module runs in this way"
-        # A function, since a snapshot of the module would follow the attributes of another object, and copy what they hold
+        # A plain function: a `Snapshot` of the module would follow a bound method to `self`, and copy what it holds
         def run(*args, **kwargs): return self.run_or_give_up(args, kwargs)
         try:
             with override_forward(self.module, run): yield
@@ -77,8 +78,13 @@ class CachedForward:
             self.joined = []  # this and the nodes refer to the graph, which refers to `self`
             self.last_nodes = frozenset()
 
+    def observe(self):
+        "Finds out in the passes what differs from a whole batch, and what the loss reads"
+        self.observes = True
+
     def run_or_give_up(self, args:tuple, kwargs:dict):
         "Returns the output for all rows. If those of micro-batches cannot be joined, the whole batch runs at once"
+        # What can be joined in the first batch can be joined later, so only that is worth a copy of the state
         snapshot = Snapshot(self.module) if self.observes else None
         try: return self.run(args, kwargs)
         except CannotJoin as e:
@@ -93,7 +99,7 @@ class CachedForward:
         self.check_rows((args, kwargs))
         if self.observes and self.changes is None: self.changes = StateChanges(self.module)
         run_again = checkpointed(self.module, self.run_micro_batch)
-        with check_samples_first(self.module, (args, kwargs), self.n, self.samples):
+        with check_samples_first(self.module, (args, kwargs), self.n_rows, self.samples):
             res = forward_in_micro_batches(run_again, args, kwargs, self.bounds, self.owners, self.run_last)
         if self.last_nodes: self.joined += tensors_in(res)
         return res
@@ -108,26 +114,29 @@ class CachedForward:
         return res
 
     def check_rows(self, batch):
-        "Raises ValueError unless all tensors have `n` rows"
+        "Raises ValueError unless all tensors have `n_rows` rows"
         for o in tensors_in(batch):
-            if len(o) == self.n: continue
-            raise ValueError(f"GradientCache cannot split a tensor of shape {tuple(o.shape)} in a batch of "
-                             f"{self.n//self.rows} samples: its first dimension must be the samples; if a module sees "
-                             "several rows of each sample, set rows to their number, such as rows=2")
+            if len(o) == self.n_rows: continue
+            n = self.n_rows//self.rows_per_sample
+            raise ValueError(f"GradientCache cannot split a tensor of shape {tuple(o.shape)} in a batch of {n} samples: "
+                             """its first dimension must be the samples; if a module sees several rows of each sample,
+                             set"""
+                             "rows to their number, such as rows=2")
 
     def check_loss(self, loss:Tensor):
         "Raises ValueError if `loss` comes from the last micro-batch otherwise than by the joined output"
+        if not self.last_nodes: return  # they were observed in the first batch only
         for node in self.last_nodes & graph_between([loss], self.joined):
-            if not any(o.shape for o in node._input_metadata): continue  # a number, such as a temperature, is that of all
-            raise ValueError("the loss reads what the model keeps, and GradientCache has that of a micro-batch only: let "
-                             "the model return it, a row for each sample, or use ActivationCheckpointing()")
+            is_number = not any(o.shape for o in node._input_metadata)
+            if is_number: continue  # such as a temperature, which is the same for all micro-batches
+            raise ValueError("the loss reads what the model keeps, and GradientCache has that of a micro-batch only: "
+                             "let the model return it, a row for each sample, or use ActivationCheckpointing()")
 
 # %% ../nbs/04_cache.ipynb #7681a838
 class GradientCache(WindowCallback, Halving):
     "Compute the loss on the DataLoader's whole batch, while the model holds `micro_batch_size` samples at a time"
     order = 11.5  # before a GradientAccumulation, which runs the batches
-    run_train = True  # the base class does not see `before_backward`, which is patched in
-    _stateattrs = 'loop','cached'  # a copy of the callback begins without these
+    _stateattrs = 'loop','cached'  # fastai leaves these out of a copy or an export of the callback
 
     def __init__(self,
         micro_batch_size:int|str, # Samples (or rows, if they have several) the model sees at a time; 'auto': what fits
@@ -153,7 +162,8 @@ class GradientCache(WindowCallback, Halving):
         self.rows = check_size('rows', self.rows)
         check_callable('part', self.part, 'a function of the model')
         size = self.micro_batch_size
-        if size == getattr(self.valid_strategy, 'requested_size', None): return
+        made_for = getattr(self.valid_strategy, 'requested_size', None)
+        if size == made_for: return  # the size that 'auto' has found is kept
         self.valid_strategy = AutoMicroBatches() if self.adapts else MicroBatches(size)
         self.micro_bs = None if self.adapts else size
 
@@ -164,6 +174,7 @@ class GradientCache(WindowCallback, Halving):
         self.check_model(model)
         self.check_others()
         self.differences = None
+        if self.is_new_fit: self.joins = True  # the model may be another one
         inside = set(self.module_to_split(model).modules())
         self.owners = [o for o in state_owners(model) if o in inside]
         super().before_train()
@@ -184,8 +195,8 @@ def check_model(self:GradientCache, model):
                          "use DistributedDataParallel")
     part = self.module_to_split(model)
     is_own = any(part is m for m in model.modules())
-    has_forward = is_own and getattr(part.forward, '__func__', None) is not nn.Module.forward  # not so a ModuleList
-    if not has_forward:
+    can_run = is_own and class_forward(part) is not nn.Module.forward  # a ModuleList has no forward pass
+    if not can_run:
         raise ValueError(f"part must return a module of the model that has a forward, not a {type(part).__name__}: "
                          "such as lambda m: m[0]")
 
@@ -197,8 +208,9 @@ def check_others(self:GradientCache):
                          "batches: leave one of them out")
 
 @patch
-def n_samples(self:GradientCache, loop)->int:
-    "Returns the rows of the present batch that the module sees: a callback may have put several views of a sample into it"
+def n_to_split(self:GradientCache, loop)->int:
+    """Returns the rows that the module sees. The model sees those of the inputs, which may be several of each target,
+    such as two views of an image; a `part` sees as many as `rows` says"""
     learn = loop.learn
     n = n_rows((*learn.xb, *learn.yb), loop.batches.current.rows)
     lengths = {len(o) for o in tensors_in(learn.xb)}
@@ -209,13 +221,14 @@ def n_samples(self:GradientCache, loop)->int:
 @patch
 def context(self:GradientCache, loop, elements:int):
     "Returns a context in which the module runs in micro-batches; None if the batch is a single one"
-    n = self.n_samples(loop)
+    n = self.n_to_split(loop)
     self.size = min(self.size_for(n, elements), n)
     self.cached = None
     if self.size == n or not self.joins: return None
     module = self.module_to_split(loop.learn.model)
     cached = CachedForward(module, n, self.size, self.rows, loop.batches.current.samples, self.owners)
-    cached.observes = not loop.learn.iter or self.differences is None  # in the first batch of an epoch
+    is_first_round = not loop.learn.iter  # of the epoch
+    if is_first_round or self.differences is None: cached.observe()
     self.cached = cached
     return cached.as_forward()
 
@@ -227,19 +240,31 @@ def before_backward(self:GradientCache):
 
 @patch
 def report(self:GradientCache, loop, elements:int, is_largest:bool):
-    "Prints which size fits, and what differs from a whole batch, if that is new"
-    cached = self.cached
-    self.cached = None
-    if cached and not cached.joins: self.joins = False
-    if cached and cached.changes and self.differences is None:
-        self.differences = describe_changes(cached.changes, cached.module, self.size)
-        loop.description.note_differences(self.differences)
+    """Notes what the batch has shown; prints the size of micro-batches, and what differs from a whole batch, if that is
+    new"""
+    self.note_batch(loop)
     if not is_largest: return
-    if self.adapts:
-        self.micro_bs = self.size
-        label = "micro_batch_size='auto'"
-    elif self.differences and self.is_leader(): label = 'GradientCache'
-    else: return  # a fixed size is in the line of the callback that leads
-    n = self.n_samples(loop)
+    # A GradientAccumulation beside it has the differences in its line, but not the size that 'auto' has found
+    is_in_other_line = not self.differences or not self.is_leader()
+    if is_in_other_line and not self.adapts: return
+    if self.adapts: self.micro_bs = self.size
+    label = "micro_batch_size='auto'" if self.adapts else 'GradientCache'
+    n = self.n_to_split(loop)
     made_up = f'{label}: each batch of {n} {how_split(n, self.micro_bs)}'
     log_once(self, with_differences(made_up, n, self.differences or []))
+
+@patch
+def note_batch(self:GradientCache, loop):
+    "Notes whether outputs could be joined, and what the passes have changed in the module, if they were observed"
+    cached = self.cached
+    self.cached = None  # it refers to the graph
+    if cached is None: return
+    if not cached.joins: self.joins = False
+    if not cached.changes or self.differences is not None: return
+    self.differences = describe_changes(cached.changes, cached.module, self.size)
+    loop.description.note_differences(self.differences)
+
+@patch
+def reduce_memory(self:GradientCache, loop, elements:int)->str|None:
+    self.differences = None  # micro-batches are going to have another size
+    return Halving.reduce_memory(self, loop, elements)

@@ -12,7 +12,7 @@ from fastai.callback.core import _inner_loop
 from fastai.callback.schedule import LRFinder
 
 from .windows.checks import check_learner
-from .windows.events import has_event,is_fastais,pass_events
+from .windows.events import has_event,is_from_fastai,pass_events
 from .windows.forward_backward import Fit,Settings
 from .windows.gradients import half,trained_params
 from .windows.loader import ONE_BATCH,EpochPlan,LoaderInfo,loader_info
@@ -40,20 +40,18 @@ class WindowCallback(Callback):
     valid_strategy = None  # and in validation; None: whole, by fastai
 
     loop = None  # the `WindowLoop` of this fit, or of the last one
-    is_new_fit = True  # whether a fit has begun, and has not trained yet
-    _stateattrs = ('loop',)  # a copy of the callback begins without
+    is_new_fit = True  # from `before_fit` to the first `before_train`
+    _stateattrs = ('loop',)  # fastai leaves these out of a copy or an export of the callback
 
     __setattr__ = object.__setattr__  # fastai's warns of each name that the model has, too
-    run_train = False  # whether fastai calls it in the events of batches, most of which it does not have
-    def __init_subclass__(cls):
-        if any(hasattr(cls, event) for event in _inner_loop): cls.run_train = True
 
     def is_leader(self)->bool:
-        "Returns whether this callback runs the batches. It is the first one that does more than to save memory, or the first"
+        """Returns whether this callback runs the batches, of all that could: the first one that sets windows or, if all
+        of them only save memory, the first one"""
         if not self.learn: return False  # it was removed
         running = [o for o in self.learn.cbs if isinstance(o, WindowCallback) and o.run]
-        leaders = [o for o in running if not isinstance(o, MemorySaver)]
-        return first(leaders or running) is self
+        set_windows = [o for o in running if not isinstance(o, MemorySaver)]
+        return first(set_windows or running) is self
 
     # What a subclass may change
     def read_settings(self):
@@ -63,8 +61,9 @@ class WindowCallback(Callback):
         "Returns what becomes of batches at the end of an epoch that do not fill a window: 'step', 'carry' or 'drop'"
         return 'step'
     def window_sizes(self, global_bs:int)->dict[str,int]:
-        "Returns the sizes of windows, by the argument that sets each. Without one, it is a loader batch in each process"
-        return dict(accum_bs=global_bs)
+        """Returns the sizes of windows, in samples of all processes, by the name of the argument that sets each, for
+        errors"""
+        return dict(accum_bs=global_bs)  # no argument does: each loader batch is a window
     def window_size_at(self, pct_train:float, n_epoch:int, global_bs:int)->int:
         "Returns the samples in a window that begins at `pct_train` of a fit"
         return self.accum_bs or ONE_BATCH
@@ -91,28 +90,35 @@ def before_fit(self:WindowCallback):
 
 @patch
 def extend_lr_find(self:WindowCallback, finder:LRFinder):
-    "Lets `lr_find` run as many epochs as its iterations take: it has counted loader batches, and there are fewer windows"
+    """`lr_find` has set `n_epoch` so that its iterations fit, each of which it takes for a loader batch. Windows are
+    fewer, so it needs more epochs"""
     learn = self.learn
     n_batches = len(learn.dls.train)
-    if learn.n_epoch != finder.num_it//n_batches + 1: return  # a fit with an LRFinder, which runs for its own epochs
+    is_lr_find = learn.n_epoch == finder.num_it//n_batches + 1  # as `Learner.lr_find` sets it
+    if not is_lr_find: return  # a fit with an LRFinder, which runs for its own epochs
     plan = self.plan_epoch(learn.dls.train, n_processes=1)  # fastai has not shared out the samples yet
-    learn.n_epoch = finder.num_it//max(len(plan.windows), 1) + 1
+    n_windows = len(plan.windows)
+    if plan.is_carried: n_windows -= 1  # the last one may be carried
+    learn.n_epoch = finder.num_it//max(n_windows, 1) + 1
 
 @patch
 def before_train(self:WindowCallback):
-    "Puts the batches of this epoch into windows, and these into `learn.dl`"
+    "Plans the windows of this epoch; sets `learn.dl` to an `EpochBatches`, which makes `all_batches` run them"
     learn = self.learn
     if not self.is_leader(): return
     self.check_ownership()
     if learn.opt is None: return  # it is no fit
-    is_first = self.is_new_fit or self.loop is None
+    is_first = self.is_new_fit or self.loop is None  # epoch of the fit
     if is_first: self.begin_fit()
-    loop,before = self.loop,self.loop.batches
+    loop = self.loop
+    before = loop.batches  # of the epoch before
     carried = before.carry_over() if before is not None else []
     plan = self.plan_epoch(learn.dl, loop.fit.processes.n, carried)
     # A callback may change the DataLoader between epochs
-    if is_first or before.info.batch_size != plan.info.batch_size: self.check(plan)
-    loop.begin_epoch(learn.dl, plan, carried, self.counts_samples(plan), is_first and self.joins_batches(plan))
+    needs_check = is_first or before.info.batch_size != plan.info.batch_size
+    if needs_check: self.check(plan)
+    watches_late_callbacks = is_first and self.joins_batches(plan)
+    loop.begin_epoch(learn.dl, plan, carried, self.counts_samples(plan), watches_late_callbacks)
     if own_loop(learn): return  # it runs whole batches, and `check` has made sure that nothing else is asked for
     if loop.strategy is not whole_batch: loop.strategy.begin_epoch(loop)
     learn.dl = loop.batches
@@ -167,7 +173,8 @@ def plan_epoch(self:WindowCallback, dl, n_processes:int, carried:list=())->Epoch
 
 @patch
 def loader_info_of(self:WindowCallback, dl)->LoaderInfo:
-    "Returns what `dl` says of itself; raises ValueError if windows of several batches need a batch size that it does not state"
+    """Returns what `dl` says of itself. If it states no batch size, `micro_batch_size` is taken for it; raises
+    ValueError if windows of several batches need one, and there is neither"""
     given = None
     if self.accum_bs and self.micro_batch_size != 'auto': given = self.micro_batch_size
     info = loader_info(dl, given)
@@ -188,10 +195,10 @@ def joins_batches(self:WindowCallback, plan:EpochPlan)->bool:
 
 @patch
 def counts_samples(self:WindowCallback, plan:EpochPlan)->bool:
-    "Returns whether samples count the position in training: windows may differ in size"
+    "Returns whether the position in training is measured in samples, since windows may differ in size; else in windows"
     n_sizes = len(self.window_sizes(self.global_bs(plan)))
-    if n_sizes > 1 or plan.is_carried: return True
-    return bool(self.accum_bs) and not plan.info.states_batch_size
+    if n_sizes > 1 or plan.is_carried: return True  # a schedule, or a window that begins in the epoch before
+    return bool(self.accum_bs) and not plan.info.states_batch_size  # batches may differ in size
 
 # %% ../nbs/05_callback.ipynb #b447f6f4
 # Checks
@@ -202,17 +209,19 @@ def check(self:WindowCallback, plan:EpochPlan):
     learn,loop = self.learn,self.loop
     joins = self.joins_batches(plan)
     splits = bool(self.micro_batch_size)
+    changes_loop = joins or splits or loop.strategy is not whole_batch
     overruled = own_loop(learn)
-    if overruled and (joins or splits or loop.strategy is not whole_batch):
+    if overruled and changes_loop:
+        kind = type(learn).__name__
         name = type(self).__name__
-        raise ValueError(f"{type(learn).__name__} has its own {overruled}, which {name} would overrule: leave {name} "
-                         "out, or make a callback of what it does")
+        raise ValueError(f"{kind} has its own {overruled}, which {name} would overrule: leave {name} out, or make a "
+                         "callback of what it does")
     check_learner(learn, self, joins, splits)
     if joins: self.warn_of_late_callbacks()
     if isinstance(self.strategy, MicroBatches): self.warn_of_set_up()
     has_half = any(p.dtype in half for p in trained_params(learn.opt))
     loop.fit.processes.check_model(has_half)
-    loop.description.request(self.verbose)
+    loop.description.set_due(self.verbose)
 
 @patch
 def warn_of_late_callbacks(self:WindowCallback):
@@ -229,17 +238,19 @@ def warn_of_late_callbacks(self:WindowCallback):
 def warn_of_set_up(self:WindowCallback):
     "Warns of callbacks with `before_batch`, which comes once a batch, and an event that comes once a micro-batch"
     for cb in self.learn.cbs:
-        if is_fastais(cb) or isinstance(cb, WindowCallback) or not has_event(cb, 'before_batch'): continue
+        is_ours = isinstance(cb, WindowCallback) or is_from_fastai(cb)
+        if is_ours or not has_event(cb, 'before_batch'): continue
         events = [o for o in pass_events if has_event(cb, o)]
-        if events: warn(f"{', '.join(events)} of {type(cb).__name__} is called once per micro-batch, before_batch once per "
-                        "loader batch: if it sets up in before_batch what it takes back there, set no micro_batch_size")
+        if not events: continue
+        warn(f"{', '.join(events)} of {type(cb).__name__} is called once per micro-batch, before_batch once per loader "
+             "batch: if it sets up in before_batch what it takes back there, set no micro_batch_size")
 
 # %% ../nbs/05_callback.ipynb #a2dde2a6
 # The end of an epoch, and errors
 
 @patch
 def after_epoch(self:WindowCallback):
-    "Comes before the Recorder shows the metrics of the epoch"
+    "Fills in the metrics of an epoch without a batch, before the Recorder, whose order is higher, shows them"
     if not self.learn: return
     is_fit = self.loop and not self.is_new_fit and not self.learn.lock.locked()
     if is_fit and self.is_leader(): self.loop.loggers.fill_missing_metrics()
@@ -263,10 +274,13 @@ def module_to_split(self:WindowCallback, model)->nn.Module:
 
 @patch
 def before_validate(self:WindowCallback):
-    "Splits the forward pass of validation batches"
+    "Lets the model run validation batches in micro-batches"
     learn,strategy = self.learn,self.valid_strategy
     if not learn or not strategy: return
     model = self.module_to_split(learn.model)
-    if any(m._forward_hooks for m in model.modules() if m is not model): strategy = AutoMicroBatches()
+    # Hooks on layers, such as those of `hook_outputs`, are to see whole batches, which are split only if memory runs
+    # out
+    has_hooks = any(m._forward_hooks for m in model.modules() if m is not model)
+    if has_hooks: strategy = AutoMicroBatches()
     strategy.find_state_owners(model)
     learn.dl = SplitLoader(learn.dl, model, strategy)

@@ -35,15 +35,17 @@ def checkpointed(
     forward:Callable, # Its forward pass
     check:bool=False, # Whether to raise an error if a further run does not repeat the first one
 )->Callable:
-    """Returns a function that runs `forward`, keeps its inputs only, and runs it again in the backward pass. It runs again
-    from the state in which the first run began, and leaves everything as it was"""
+    """Returns a function that runs `forward`, keeps its inputs only, and runs it again in the backward pass. It runs
+    again from the state in which the first run began, and leaves everything as it was"""
     def run(*args, **kwargs):
         if not torch.is_grad_enabled(): return forward(*args, **kwargs)
+        # An argument may be a module, such as a shared embedding, of which the block changes the state, too
         modules = [o for o in tree_leaves((args, kwargs)) if isinstance(o, nn.Module)]
         def contexts():
             "Of the first run, and of those in the backward pass"
             return nullcontext(),Snapshot(module, *modules, given=(args, kwargs))
         f = checked(module, forward) if check else forward
+        # A further run stops once the backward pass has what it needs; to be checked, it has to reach its outputs
         with set_checkpoint_early_stop(not check):
             return checkpoint(
                 partial(f, **kwargs), # `checkpoint` has keyword arguments of its own
@@ -63,9 +65,10 @@ def checked(module, forward:Callable)->Callable:
             raise RuntimeError(f"{type(module).__name__} cannot be run again, since it changes its input in place: set "
                                "inplace=False there, or leave it out with blocks=...")
         samples = [sample_of(o) for o in tensor_leaves(res)]
-        if not all(map(is_repeated, before, samples)):
-            raise RuntimeError(f"{type(module).__name__} returns other outputs when it is run again, since it depends on "
-                               "what it changes outside of itself: make that a buffer, or leave it out with blocks=...")
+        if not all(map(is_repeated, before, samples)):  # in the first run, `before` is empty
+            raise RuntimeError(f"{type(module).__name__} returns other outputs when it is run again, since it depends "
+                               "on what it changes outside of itself: make that a buffer, or leave it out with "
+                               "blocks=...")
         before[:] = samples
         return res
     return run
@@ -120,6 +123,7 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
         "Finds the blocks; raises ValueError if all are to run again, and that is impossible"
         if not self.learn: return  # it was removed
         self.found,self.groups,self.why_none = self.find()
+        # If it adapts, whole batches may fit. If they do not, a sharded model could not even try again
         is_needed = not self.adapt or is_sharded(self.learn.model)
         if self.why_none and is_needed: raise ValueError(self.why_none)
         levels = levels_of(len(self.found), self.offload)
@@ -142,7 +146,8 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
 
 # %% ../nbs/03_checkpointing.ipynb #035684f9
 def levels_of(n:int, offload:bool)->list[int]:
-    "Returns how many of `n` blocks may be recomputed: 0, 1, 2, 4, ... and all; `n+1`: all, with their inputs on the CPU"
+    """Returns how many of `n` blocks may be recomputed: 0, 1, 2, 4, ... and all; `n+1`: all, with their inputs on the
+    CPU"""
     res = [0]
     count = 1
     while count < n:
@@ -186,15 +191,16 @@ def context(self:ActivationCheckpointing, loop, elements:int):
     "Returns a context in which as many blocks run again as a batch of so many `elements` needs; None if it needs none"
     if self.adapt: self.level = self.level_for(elements)
     if not self.level: return None
-    is_first_batch = not loop.learn.iter  # of the epoch: it checks the blocks
+    is_first_round = not loop.learn.iter  # of the epoch: it checks the blocks
     res = [override_attr(o, 'use_cache', False) for o in configs_with_cache(loop.learn.model)]
     res += [override_forward(m, group.forward) for m,group in self.groups.items()]
-    res += [override_forward(m, self.forward_of_block(m, is_first_batch)) for m in self.found[:self.level]]
+    res += [override_forward(m, self.forward_of_block(m, is_first_round)) for m in self.found[:self.level]]
     return ContextManagers(res)
 
 @patch
 def forward_of_block(self:ActivationCheckpointing, block, check:bool)->Callable:
-    "Returns the forward pass of `block`, which runs again in the backward pass; what it keeps is on the CPU if that is due"
+    """Returns the forward pass of `block`, which runs again in the backward pass; what it keeps is on the CPU if that
+    is due"""
     run = checkpointed(block, block.forward, check)
     if not self.is_offloading: return run
     def run_offloaded(*args, **kwargs):
@@ -214,7 +220,8 @@ def configs_with_cache(model)->list:
 
 @patch
 def before_validate(self:ActivationCheckpointing):
-    "Splits validation batches that do not fit, unless the model carries a state that nobody has declared"
+    "Splits validation batches that do not fit"
+    # A model with a state that nobody has registered is a ValueError: then they stay whole
     with suppress(ValueError): WindowCallback.before_validate(self)
 
 # %% ../nbs/03_checkpointing.ipynb #b4280899

@@ -29,7 +29,9 @@ def digits_dls(bs:int, seed:int=42)->DataLoaders:
     images = torch.tensor(digits.images[:,None]/16, dtype=torch.float32)
     labels = torch.tensor(digits.target)
     samples = [(images[i], labels[i]) for i in torch.randperm(len(labels))]
-    return DataLoaders(DataLoader(samples[:1536], bs=bs, shuffle=True), DataLoader(samples[1536:], bs=261))
+    train = DataLoader(samples[:1536], bs=bs, shuffle=True)
+    valid = DataLoader(samples[1536:], bs=261)
+    return DataLoaders(train, valid)
 
 def digits_learner(bs:int, cbs=None, seed:int=42)->Learner:
     "Returns a small convolutional network for the digits, with the same weights for the same seed"
@@ -94,9 +96,14 @@ def results(learners:dict[str,Learner])->pd.DataFrame:
     for name,learn in learners.items():
         log = learn.loss_log
         accuracy = learn.recorder.values[-1][-1]
-        rows.append((name, learn.dls.train.bs, log.n_passes, log.n_steps, len(log.losses), f'{accuracy:.1%}'))
-    names = 'run', 'loader batch', 'forward passes', 'optimizer steps', 'log entries', 'accuracy'
-    return pd.DataFrame(rows, columns=names)
+        rows.append({
+            'run': name,
+            'loader batch': learn.dls.train.bs,
+            'forward passes': log.n_passes,
+            'optimizer steps': log.n_steps,
+            'log entries': len(log.losses),
+            'accuracy': f'{accuracy:.1%}'})
+    return pd.DataFrame(rows)
 
 # %% ../nbs/06_demo.ipynb #8e76a7b2
 _gold = '#E69F00'
@@ -128,8 +135,8 @@ def plot_logs(ax, grown:Learner, raw:Learner):
     ends = np.cumsum(grown.recorder.accum_bs)/len(grown.dls.train_ds)
     n = len(raw.loss_log.losses)
     n_steps = len(grown.loss_log.losses)
-    ax.plot(np.arange(1, n+1)*n_epoch/n, raw.loss_log.losses, '.', ms=3, color=_gray,
-            label=f'log_accum_batch=False: {n} entries')
+    at = np.arange(1, n+1)*n_epoch/n
+    ax.plot(at, raw.loss_log.losses, '.', ms=3, color=_gray, label=f'log_accum_batch=False: {n} entries')
     ax.plot(ends, grown.loss_log.losses, '.-', lw=1, color=_blue, label=f'log_accum_batch=True: {n_steps} entries')
     ax.set(xlabel='epochs', ylabel='logged loss')
     ax.legend()
@@ -158,8 +165,9 @@ def main():
 
 # %% ../nbs/06_demo.ipynb #04248654
 class Activations(Callback):
-    "`mb`: the most MB that a forward pass of the model has kept for its backward pass; above `limit`, memory runs out"
-    order = -5
+    """Measures what a forward pass of the model keeps for its backward pass: `mb` is the most MB. Above `limit` it
+    raises PyTorch's error, so that memory runs out on any machine, as it would on a small GPU"""
+    order = -5  # before callbacks that run the forward pass in another way
 
     def __init__(self, limit:float=math.inf):
         self.limit = limit
@@ -174,6 +182,7 @@ class Activations(Callback):
         model = getattr(self.model, 'module', self.model)  # which also runs without its DDP wrapper
         forward = model.forward
         def run(*args, **kwargs):
+            "PyTorch calls no forward hook after an error, so the measurement ends here"
             try: return forward(*args, **kwargs)
             except BaseException:  # Ctrl-C, too
                 self.in_forward.close()
@@ -209,7 +218,8 @@ class Activations(Callback):
     def keep(self, t):
         storage = t.untyped_storage()
         # Once, however many layers keep it
-        if storage.data_ptr() not in self.own: self.kept[storage.data_ptr()] = storage.nbytes()/2**20
+        address = storage.data_ptr()
+        if address not in self.own: self.kept[address] = storage.nbytes()/2**20
         return t.detach()  # an output that is kept as it is holds its own graph, which only a backward pass frees
 
     def check(self, *args):

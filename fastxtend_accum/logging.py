@@ -23,7 +23,8 @@ def fix_wandb():
 def plain_args(o)->dict:
     "Returns the arguments that `o` was made with, without those that are no settings"
     if not hasattr(o, '__dict__'): return {}
-    return {k:v for k,v in init_args(o).items() if not isinstance(v, (nn.Module, DataLoaders, L))}
+    no_settings = nn.Module,DataLoaders,L
+    return {k:v for k,v in init_args(o).items() if not isinstance(v, no_settings)}
 
 # %% ../nbs/02_logging.ipynb #0ac976b0
 def plot_sizes(

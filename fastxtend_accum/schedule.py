@@ -30,12 +30,17 @@ def fraction_of_fit(
     point:Numeric, # A fraction of training (float), or a number of epochs (int)
     n_epoch:int|None=None, # Length of the fit, in epochs; None: not known yet
 )->float:
-    "Returns where `point` lies in a fit, from 0 to 1, or `point` if the length is not known; raises TypeError or ValueError"
+    """Returns where `point` lies in a fit, from 0 to 1; `point` itself, if it is in epochs and the length of the fit is
+    not known. Raises TypeError or ValueError if it lies outside"""
     if isinstance(point, bool) or not isinstance(point, Real):
         raise TypeError(f"{name} must be a float (fraction of training) or an int (epochs), not {point!r}")
     is_in_epochs = isinstance(point, Integral)
-    length = (n_epoch or math.inf) if is_in_epochs else 1
-    if 0 <= point <= length: return point/n_epoch if is_in_epochs and n_epoch else float(point)
+    if not is_in_epochs: length = 1
+    elif n_epoch: length = n_epoch
+    else: length = math.inf
+    if 0 <= point <= length:
+        has_length = is_in_epochs and n_epoch
+        return point/n_epoch if has_length else float(point)
     what = f'{name}={point}' if name.isidentifier() else f'{name}, {point},'
     fit = f' in a fit of {n_epoch} epochs' if n_epoch else ''
     if n_epoch == 1: fit = ' in a fit of 1 epoch, as fine_tune begins'
@@ -61,7 +66,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
     @delegates(GradientAccumulation.__init__, but=['accum_bs','n_acc'])
     def __init__(self,
         start_accum_bs:int, # Samples in a window up to `start`, a multiple of the loader's batch
-        final_accum_bs:int=None, # Samples in a window from `finish` on, a multiple of the loader's batch; may be smaller
+        final_accum_bs:int=None, # Samples in a window from `finish` on, a multiple of the loader's batch
         start:Numeric=0, # Where the schedule starts: a fraction of training (float) or a number of epochs (int)
         finish:Numeric=0.3, # Where it ends: 1.0 (float) is the end of training, 1 (int) the end of the first epoch
         schedule:Callable=SchedCos, # fastai annealer, or any `f(start, end)` that returns a function of `pos`
@@ -99,7 +104,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
 @patch
 def window_sizes(self:GradientAccumulationSchedule, global_bs:int)->dict[str,int]:
     "Returns the sizes that must be multiples of the loader's batch, by the argument that sets each"
-    sizes = dict(self.schedule.sizes) if isinstance(self.schedule, _Steps) else {}
+    sizes = dict(self.schedule.named_sizes) if isinstance(self.schedule, _Steps) else {}
     return sizes | dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)
 
 @patch
@@ -113,7 +118,7 @@ def remainder_for(self:GradientAccumulationSchedule, dl)->str:
 @patch
 def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:int, global_bs:int)->int:
     "Returns the samples in a window that begins at `pct_train` of a fit, a multiple of `global_bs`"
-    if hasattr(self.learn, 'lr_finder'): return self.start_accum_bs
+    if hasattr(self.learn, 'lr_finder'): return self.start_accum_bs  # the rate is found for the size at the start
     is_steps = isinstance(self.schedule, _Steps)
     start = fraction_of_fit('a point in steps' if is_steps else 'start', self.start, n_epoch)
     finish = fraction_of_fit('a point in steps' if is_steps else 'finish', self.finish, n_epoch)
@@ -124,7 +129,8 @@ def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:i
     position = max(0., pct_train-start)/(finish-start)
     size = float(curve(position))
     if not 1 <= size < math.inf:
-        raise ValueError(f"the schedule gives a batch size of {size} at {pct_train:.3f} of training: it must be 1 or more")
+        raise ValueError(f"the schedule gives a batch size of {size} at {pct_train:.3f} of training: it must be 1 or "
+                         "more")
     n_batches = math.floor(size/global_bs + 0.5 + _tiny)  # a half is rounded up
     return max(1, n_batches)*global_bs
 
@@ -135,8 +141,9 @@ def check(self:GradientAccumulationSchedule, plan:EpochPlan):
     GradientAccumulation.check(self, plan)
     n_epoch = self.learn.n_epoch
     global_bs = self.global_bs(plan)
-    for pct in np.linspace(0, 1, 101): self.window_size_at(pct, n_epoch, global_bs)  # raises an error if there is no size
+    for pct in np.linspace(0, 1, 101): self.window_size_at(pct, n_epoch, global_bs)  # raises ValueError if it is none
     if n_epoch == 1 or hasattr(self.learn, 'lr_finder') or isinstance(self.schedule, _Steps): return
+    # A start after 1 epoch is meant if the schedule finishes after more than 1
     if is_integer_one(self.finish): name = 'finish'
     elif is_integer_one(self.start) and self.finish <= 1: name = 'start'
     else: return
@@ -227,13 +234,15 @@ class _Steps:
     "The annealer of `SchedSteps`: `sizes` from each of `points` on, of which the last is the end"
     def __init__(self, points:list, sizes:list):
         last = points[-1] or 1  # 0: there is one point only
-        self.positions = [o/last for o in points]
-        self.values = sizes
-        self.sizes = {f'steps[{o}]':size for o,size in zip(points, sizes)}  # as errors name them
+        self.positions = [o/last for o in points]  # in fractions of the last one, as annealers are asked
+        self.sizes = sizes
+        self.named_sizes = {f'steps[{o}]':size for o,size in zip(points, sizes)}  # as errors name them
 
-    def __call__(self, start:int, end:int)->Callable: return self.at
+    def __call__(self, start:int, end:int)->Callable:
+        "Returns the curve, as fastai's annealers do. `start` and `end` are its first and last size anyway"
+        return self.at
 
     def at(self, position:float)->int:
         "Returns the size at this position between the first point and the last"
         n_before = np.searchsorted(self.positions, position+_tiny, 'right')
-        return self.values[n_before-1]
+        return self.sizes[n_before-1]

@@ -1,6 +1,9 @@
 "What the tests share: small data, a Learner for it, and a reference in plain PyTorch that knows neither fastai nor this package"
-import multiprocessing, os
+import math
+import multiprocessing
+import os
 from contextlib import contextmanager
+from itertools import zip_longest
 
 import torch
 from hypothesis import settings
@@ -8,110 +11,176 @@ from torch.amp import GradScaler, autocast
 from fastai.basics import *
 from fastai.callback.all import *
 from fastxtend_accum.all import *
-from fastxtend_accum.memory.override import override_attr as replaced
+from fastxtend_accum.memory.override import override_attr
 from fastxtend_accum.windows.loss_check import LossCheck
 from fastxtend_accum.windows.nested import n_rows
 
+ROUNDING = 1e-12  # float64: the sums of a window are added up in another order than those of one batch
+SECONDS = 1800  # that a process may take, on a machine that does other work too
+
+# `DRAWS=10000 pytest -k any_` draws more cases than the profile has, and new ones each time
+draws = settings(deadline=None, derandomize='DRAWS' not in os.environ)
+
+
+# Data and models
 
 def data(n, seed=1):
-    "`n` samples of a small regression, in float64"
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(n, 5, generator=g, dtype=torch.float64), torch.randn(n, 1, generator=g, dtype=torch.float64)
+    "Returns inputs and targets of a small regression with `n` samples, in float64"
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(n, 5, generator=generator, dtype=torch.float64)
+    targets = torch.randn(n, 1, generator=generator, dtype=torch.float64)
+    return inputs, targets
+
+
+def tokens():
+    "Returns 24 sequences of 5 tokens and their labels. Most are ignored: whole sequences of them, and unevenly"
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randint(11, (24, 5), generator=generator)
+    labels = torch.randint(4, (24, 5), generator=generator)
+    kept_share = torch.linspace(0, 1, 24)[:, None]
+    is_ignored = torch.rand(24, 5, generator=generator) < kept_share
+    labels[is_ignored] = -100
+    return inputs, labels
+
 
 def model(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
-def tokens():
-    "24 sequences of 5 tokens and their labels; most are ignored, whole sequences of them, and unevenly"
-    g = torch.Generator().manual_seed(2)
-    x,y = torch.randint(11, (24, 5), generator=g),torch.randint(4, (24, 5), generator=g)
-    y[torch.rand(24, 5, generator=g) < torch.linspace(0, 1, 24)[:,None]] = -100
-    return x,y
 
-SECONDS = 1800  # that a process may take, on a machine that does other work too
+def mse(pred, targ):
+    "fastai's Recorder averages the loss in float32"
+    return F.mse_loss(pred, targ).float()
 
-ROUNDING = 1e-12  # float64: the sums of a window are added up in another order than those of one batch
 
-def mse(pred, targ): return F.mse_loss(pred, targ).float()  # fastai's Recorder can only average float32
+# Learners
 
 def make_learner(bs, n=96, cbs=None, opt_func=SGD, drop_last=False, seed=0, m=None, loss_func=mse, **kwargs):
-    "A Learner that sees `n` samples in order, `bs` at a time"
-    m = model(seed) if m is None else m
-    ds = list(zip(*(o.to(next(m.parameters()).dtype) for o in data(n))))
-    dls = DataLoaders(DataLoader(ds, bs=bs, drop_last=drop_last), DataLoader(ds[:20], bs=16))
-    return Learner(dls, m, loss_func=loss_func, opt_func=opt_func, cbs=cbs, **kwargs)
+    "Returns a Learner that sees `n` samples in order, `bs` at a time"
+    if m is None: m = model(seed)
+    dtype = next(m.parameters()).dtype
+    inputs, targets = data(n)
+    samples = list(zip(inputs.to(dtype), targets.to(dtype)))
+    train = DataLoader(samples, bs=bs, drop_last=drop_last)
+    valid = DataLoader(samples[:20], bs=16)
+    return Learner(DataLoaders(train, valid), m, loss_func=loss_func, opt_func=opt_func, cbs=cbs, **kwargs)
+
 
 @contextmanager
 def quiet(learn):
     with learn.no_bar(), learn.no_logging(): yield learn
 
+
 def fit(learn, n_epoch=3, lr=0.1, method='fit', **kwargs):
-    "Fit without a word"
+    "Trains without printing anything, and returns the Learner"
     with quiet(learn): getattr(learn, method)(n_epoch, lr, **kwargs)
     return learn
 
+
 def fit_aloud(learn, n_epoch=3, lr=0.1, method='fit', **kwargs):
-    "Fit with what this package prints, but without fastai's table"
-    with learn.no_bar(), replaced(learn, 'logger', lambda o: isinstance(o, str) and print(o)): getattr(learn, method)(n_epoch, lr, **kwargs)
+    "Trains, and prints what this package says, but not fastai's table"
+    def print_text(o):
+        if isinstance(o, str): print(o)
+    with learn.no_bar(), override_attr(learn, 'logger', print_text): getattr(learn, method)(n_epoch, lr, **kwargs)
     return learn
 
-def weights(learn): return torch.cat([p.detach().flatten().clone() for p in getattr(learn, 'model', learn).parameters()])
-def grads(learn): return [p.grad for p in learn.model.parameters() if p.grad is not None]
-def losses(learn): return [float(o) for o in learn.recorder.losses]
-def floats(o): return [[float(v) for v in row if not isinstance(v, str)] for row in o]
 
-def assert_same(a, b, tol=0.):
-    "Equal lengths, and no difference above `tol`"
-    a,b = (o if isinstance(o, torch.Tensor) else torch.tensor(o, dtype=torch.float64) for o in (a, b))
-    assert a.shape == b.shape, f'{a.shape} is not {b.shape}'
-    diff = (a-b).abs()
-    assert not diff.isnan().any() and (diff <= tol).all(), f'largest difference {diff.max()}, mean {diff.mean()}, allowed {tol}'
+def weights(learn):
+    "Returns all weights of a Learner or a model in one vector"
+    m = getattr(learn, 'model', learn)
+    return torch.cat([p.detach().flatten().clone() for p in m.parameters()])
 
-def assert_moved(learn, seed=0): assert (weights(learn)-weights(model(seed))).abs().max() > 1e-3
 
-def forked(f, *args):
-    "The exit code of a copy of this process that calls `f`; below 0, the signal that ended it. A process that imports fastai once more takes seconds"
-    process = multiprocessing.get_context('fork').Process(target=f, args=args)
-    process.start()
-    process.join()
-    return process.exitcode
+def grads(learn):
+    return [p.grad for p in learn.model.parameters() if p.grad is not None]
+
+
+def losses(learn):
+    "Returns the smoothed losses that the Recorder has logged"
+    return [float(o) for o in learn.recorder.losses]
+
+
+def floats(rows):
+    "Returns rows of values without the texts in them, such as the time of an epoch"
+    res = []
+    for row in rows: res.append([float(o) for o in row if not isinstance(o, str)])
+    return res
+
 
 def all_blocks(*args, **kwargs):
-    "Recomputes all blocks, also where memory suffices"
+    "Returns an ActivationCheckpointing that recomputes all blocks, also where memory suffices"
     return ActivationCheckpointing(*args, adapt=False, **kwargs)
+
 
 class CpuMixedPrecision(MixedPrecision):
     "fastai's callback has 'cuda' written into it"
     def before_fit(self):
         super().before_fit()
         dtype = torch.float16 if self.amp_mode == AMPMode.FP16 else torch.bfloat16
-        self.autocast,self.learn.scaler = autocast('cpu', dtype=dtype),GradScaler('cpu', **self.kwargs)
-
-# `DRAWS=10000 pytest -k any_` draws more cases than the profile has, and new ones each time
-draws = settings(deadline=None, derandomize='DRAWS' not in os.environ)
+        self.autocast = autocast('cpu', dtype=dtype)
+        self.learn.scaler = GradScaler('cpu', **self.kwargs)
 
 
-def check_loss(loss_func, parts, items=None):
-    "What the check of the loss says of micro-batches, which are tuples of outputs and targets"
+# Assertions
+
+def as_tensor(o):
+    return o if isinstance(o, torch.Tensor) else torch.tensor(o, dtype=torch.float64)
+
+
+def assert_same(a, b, tol=0.):
+    "Asserts equal lengths, and no difference above `tol`"
+    a, b = as_tensor(a), as_tensor(b)
+    assert a.shape == b.shape, f'{a.shape} is not {b.shape}'
+    diff = (a-b).abs()
+    assert not diff.isnan().any(), 'there is a NaN'
+    assert (diff <= tol).all(), f'largest difference {diff.max()}, mean {diff.mean()}, allowed {tol}'
+
+
+def assert_moved(learn, seed=0):
+    "Asserts that training has changed the weights of `model(seed)`"
+    difference = weights(learn)-weights(model(seed))
+    assert difference.abs().max() > 1e-3
+
+
+# Helpers
+
+def forked(f, *args):
+    """Calls `f` in a copy of this process, and returns its exit code; below 0, the signal that ended it. A new process
+    would take seconds to import fastai"""
+    process = multiprocessing.get_context('fork').Process(target=f, args=args)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def check_loss(loss_func, parts, items=()):
+    "Returns what the check of the loss finds for micro-batches, which are tuples of outputs and targets"
     check = LossCheck(loss_func)
-    for (pred,*targ),n in itertools.zip_longest(parts, items or ()):
-        check.add(SimpleNamespace(loss_func=loss_func, pred=pred, yb=targ), n_rows((pred,*targ)), n)
+    for (pred, *targ), n in zip_longest(parts, items):
+        learn = SimpleNamespace(loss_func=loss_func, pred=pred, yb=targ)
+        check.add(learn, n_rows((pred, *targ)), n)
     check.compare()
     return check.results[0]
 
+
 # Faults
 
-EVENTS = ['before_fit','before_epoch','before_train','before_batch','after_pred','after_loss','before_backward','after_backward',
-          'before_step','after_step','after_cancel_batch','after_batch','after_train','before_validate','after_validate','after_epoch',
-          'after_fit']
+EVENTS = ['before_fit', 'before_epoch', 'before_train', 'before_batch', 'after_pred', 'after_loss', 'before_backward',
+          'after_backward', 'before_step', 'after_step', 'after_cancel_batch', 'after_batch', 'after_train',
+          'before_validate', 'after_validate', 'after_epoch', 'after_fit']
 CANCELS = [CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException]
+
 
 class Fault(Callback):
     "Raises `exc` at the `nth` time that `event` fires"
     def __init__(self, exc, event, nth, order):
-        self.exc,self.event,self.nth,self.order,self.count = exc,event,nth,order,0
+        self.exc = exc
+        self.event = event
+        self.nth = nth
+        self.order = order
+        self.count = 0
         setattr(self, event, self.strike)
+
     def strike(self):
         self.count += 1
         if self.count == self.nth: raise self.exc('on purpose')
@@ -120,44 +189,63 @@ class Fault(Callback):
 # The reference
 
 def windows(n, micro, accum, remainder, n_epoch, drop_last=False):
-    "Sample ranges of each optimizer step, and its fraction of training: the large batch's, or in samples where windows change in size or go on in the next epoch"
-    n_micro = n//micro if drop_last else -(-n//micro)
-    n_used = min(n, n_micro*micro)
-    n_large = None if callable(accum) or remainder == 'carry' else n_used//accum if remainder == 'drop' else -(-n_used//accum)
-    res,window = [],[]
+    """Returns the samples of each optimizer step, and its fraction of training. `accum` is a size in samples, or a
+    function of the fraction. Where windows change in size or go on in the next epoch, samples count the fraction;
+    elsewhere it is that of the large batch"""
+    n_batches = n//micro if drop_last else math.ceil(n/micro)
+    n_used = min(n, n_batches*micro)
+    counts_samples = callable(accum) or remainder == 'carry'
+    if not counts_samples: n_large = n_used//accum if remainder == 'drop' else math.ceil(n_used/accum)
+    steps = []
+    window = []
     for epoch in range(n_epoch):
         if remainder != 'carry': window = []
-        for i in range(n_micro):
+        for i in range(n_batches):
             if not window:
-                pct = (epoch + (i*micro//accum/n_large if n_large else i*micro/n_used))/n_epoch
+                position = i*micro/n_used if counts_samples else i*micro//accum/n_large
+                pct = (epoch+position)/n_epoch
                 size = accum(pct) if callable(accum) else accum
             window += range(i*micro, min((i+1)*micro, n))
-            if len(window) >= size: res.append((window, pct)); window = []
-        if window and (remainder == 'step' or remainder == 'carry' and epoch+1 == n_epoch): res.append((window, pct))
-    return res
+            if len(window) >= size:
+                steps.append((window, pct))
+                window = []
+        is_last_epoch = epoch+1 == n_epoch
+        steps_at_end = remainder == 'step' or (remainder == 'carry' and is_last_epoch)
+        if window and steps_at_end: steps.append((window, pct))
+    return steps
 
-def sgd(params): return torch.optim.SGD(params, lr=0.1)
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
+
 
 def reference(steps, n, make_opt, lr=lambda pct: 0.1, seed=0, skipped=()):
-    "Weights and losses after an optimizer step on each of `steps`, every window as ONE batch; those in `skipped` have a loss and no step"
-    m,(x,y),losses = model(seed),data(n),[]
+    """Trains on each window of `steps` as ONE batch in plain PyTorch; those whose number is in `skipped` have a loss, and
+    no step. Returns weights and losses"""
+    m = model(seed)
+    inputs, targets = data(n)
     opt = make_opt(m.parameters())
-    for i,(idxs,pct) in enumerate(steps):
-        for g in opt.param_groups: g['lr'] = lr(pct)
+    losses = []
+    for i, (samples, pct) in enumerate(steps):
+        for group in opt.param_groups: group['lr'] = lr(pct)
         opt.zero_grad()
-        loss = ((m(x[idxs])-y[idxs])**2).mean()
+        errors = m(inputs[samples])-targets[samples]
+        loss = (errors**2).mean()
         loss.backward()
         if i not in skipped: opt.step()
         losses.append(loss.item())
-    return torch.cat([p.detach().flatten() for p in m.parameters()]), losses
+    return weights(m), losses
+
 
 def smoothed(losses):
-    "What the Recorder makes of the losses of steps"
-    smooth,res = AvgSmoothLoss(),[]
+    "Returns what the Recorder makes of the losses of steps"
+    smooth = AvgSmoothLoss()
     smooth.reset()  # fastai 2.8.7 does not begin with it
+    res = []
     for o in losses:
         smooth.accumulate(SimpleNamespace(loss=tensor(o)))
         res.append(float(smooth.value))
     return res
+
 
 __all__ = [o for o in globals() if not o.startswith(('_', 'test'))]  # fastcore's test_eq and the like are no tests

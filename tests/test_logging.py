@@ -20,7 +20,7 @@ def wandb_rows(train):
         def log(row, step=None):
             if step is not None: rows.setdefault(step, {}).update(row)
             send(row, step=step)
-        with replaced(wandb, 'log', log): train()
+        with override_attr(wandb, 'log', log): train()
         assert run.step == len(rows) == max(rows)+1
     return [*rows.values()]
 

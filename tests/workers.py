@@ -230,7 +230,7 @@ def ones(wrap):
 def lines(m, **kwargs):
     "What the first window prints"
     said,learn = [],make_learner(4, cbs=accum(4, micro_batch_size=2), m=m)
-    with together(learn, **kwargs), replaced(learn, 'logger', lambda o: isinstance(o, str) and said.append(o)):
+    with together(learn, **kwargs), override_attr(learn, 'logger', lambda o: isinstance(o, str) and said.append(o)):
         learn.fit(1)
     return said
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from fastai.basics import *
 
-from ..windows.nested import n_rows
+from ..windows.nested import rows_of_first_tensor
 from .hidden_state import HiddenState
 from .micro_batches import MicroBatches
 from .out_of_memory import free_memory,is_out_of_memory,without_tracebacks
@@ -28,8 +28,8 @@ class Halving(MemorySaver):
 
     def reset(self): self.max_elements = math.inf
 
-    def n_samples(self, loop)->int:
-        "Returns the samples of the present batch, as far as they can be split"
+    def n_to_split(self, loop)->int:
+        "Returns the samples of the present batch, or the rows, if those are what is split"
         return loop.batches.current.samples
 
     def size_for(self, n:int, elements:int)->int:
@@ -41,7 +41,7 @@ class Halving(MemorySaver):
         if is_largest: self.micro_bs = self.size
 
     def reduce_memory(self, loop, elements:int)->str|None:
-        n = self.n_samples(loop)
+        n = self.n_to_split(loop)
         size = self.size_for(n, elements)
         if size == 1: return None
         half = math.ceil(size/2)
@@ -56,7 +56,8 @@ class Halving(MemorySaver):
 _any_size = 2**40  # more samples than any batch has
 
 class AutoMicroBatches(MicroBatches, Halving):
-    "Runs a loader batch in as few micro-batches as memory allows"
+    """Runs a loader batch in as few micro-batches as memory allows: `Halving` chooses `size` for each batch, and
+    `MicroBatches` splits it"""
     def __init__(self, size:int=_any_size):
         super().__init__(size)
         self.requested_size = 'auto'
@@ -66,12 +67,12 @@ class AutoMicroBatches(MicroBatches, Halving):
         self.size = self.size_for(loop.batches.current.samples, elements)
 
     def reduce_memory(self, loop, elements:int)->str|None:
-        loop.description.request(loop.cb.verbose)  # the line that describes windows has to show another size
+        loop.description.set_due(loop.cb.verbose)  # the line that describes windows has to show another size
         return super().reduce_memory(loop, elements)
 
     def split_forward(self, model, forward:Callable, samples:int|None, args:tuple, kwargs:dict):
         "See `MicroBatches`; takes half as many samples each time memory runs out"
-        n = n_rows((args, kwargs), 0)
+        n = rows_of_first_tensor((args, kwargs))
         hidden = HiddenState(self.owners, n)
         while True:
             try: return super().split_forward(model, forward, samples, args, kwargs)
@@ -81,5 +82,6 @@ class AutoMicroBatches(MicroBatches, Halving):
                 can_split = self.joins and size > 1
                 if not can_split or not is_out_of_memory(e): raise
                 without_tracebacks(e)
+            # After the `except` block, whose error holds the tensors
             self.size = math.ceil(size/2)
             free_memory()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['containers', 'is_layer', 'n_layers', 'is_long', 'grouped', 'one_module', 'parts_of', 'forward_of', 'find_blocks',
+__all__ = ['containers', 'is_layer', 'n_layers', 'is_long', 'grouped', 'one_module', 'parts_of', 'class_forward', 'find_blocks',
            'least_layers', 'check_blocks']
 
 # %% ../../nbs/memory/06_blocks.ipynb #32c087de
@@ -23,7 +23,8 @@ def is_layer(m)->bool:
 def n_layers(m)->int: return sum(map(is_layer, m.modules()))
 
 def is_long(m)->bool:
-    "Returns whether `m` is a list that is too long for one block: more than four parts with layers, or two with several"
+    """Returns whether `m` is a list that is too long for one block: more than four parts with layers, or two with
+    several. See `find_blocks` for these numbers"""
     if not isinstance(m, containers): return False
     counts = [n_layers(o) for o in m.children()]
     n_parts = sum(n > 0 for n in counts)
@@ -31,7 +32,8 @@ def is_long(m)->bool:
     return n_parts > 4 or n_nested > 1
 
 def grouped(m:nn.Sequential)->nn.Sequential:
-    "Returns the same computation, where a layer and what follows it without a weight are one child"
+    """Returns the same computation, where a layer and what follows it without a weight, such as a norm and an
+    activation, are one child: as a block, it need not keep what is between them"""
     groups = []
     for o in m:
         follows_layer = groups and n_layers(groups[-1][0]) == 1
@@ -39,23 +41,29 @@ def grouped(m:nn.Sequential)->nn.Sequential:
         else: groups.append([o])
     return nn.Sequential(*map(one_module, groups))
 
-def one_module(group:list)->nn.Module: return group[0] if len(group) == 1 else nn.Sequential(*group)
+def one_module(group:list)->nn.Module:
+    if len(group) == 1: return group[0]
+    return nn.Sequential(*group)
 
 def parts_of(m)->list:
     "Returns the children of `m`, but for the parametrizations that make its weights"
     return [o for name,o in m.named_children() if name != 'parametrizations']
 
-def forward_of(m): return getattr(type(m), 'forward', None)
+def class_forward(m):
+    "Returns the forward pass of the class of `m`, which may have another one for now"
+    return getattr(type(m), 'forward', None)
 
 # %% ../../nbs/memory/06_blocks.ipynb #8030ce3f
 def find_blocks(model)->tuple[list,dict]:
     """Returns the blocks of `model`, none inside another; and, by each `nn.Sequential` around them, its grouped form.
 
-    The numbers in here were found by trials. With simpler rules, the largest block of a DenseNet held 31% of the
-    activations, not 7%, that of BERT 41%, not 22%, and an AWD_LSTM was a single block."""
+    A child of a list is a block, and elsewhere a child that repeats. A long one is taken apart, unless that yields
+    hardly any blocks. The numbers in here were found by trials: with simpler rules, the largest block of a DenseNet
+    held 31% of the activations, not 7%, that of BERT 41%, not 22%, and an AWD_LSTM was a single block."""
     groups = {}
     def blocks_in(m):
-        if forward_of(m) is nn.Sequential.forward:
+        "Returns the blocks inside `m`"
+        if class_forward(m) is nn.Sequential.forward:
             groups[m] = grouped(m)
             m = groups[m]
         least = least_layers(m)
@@ -64,18 +72,20 @@ def find_blocks(model)->tuple[list,dict]:
         for o in parts_of(m):
             count = n_layers(o)
             # Without children it keeps its inputs anyway; and a ModuleList has no forward pass
-            can_run = parts_of(o) and forward_of(o) is not nn.Module.forward
-            is_block = can_run and count >= least
-            is_whole = is_block and is_list and not any(map(is_long, o.modules()))
-            found = [] if is_whole and count <= 8 else blocks_in(o)
-            if is_whole and len(found) <= 3: found = [o]  # taking it apart would hardly save memory
-            elif is_block and not found: found = [o]
-            res += found
+            can_run = parts_of(o) and class_forward(o) is not nn.Module.forward
+            can_be_block = can_run and count >= least
+            is_short = can_be_block and is_list and not any(map(is_long, o.modules()))
+            inner = [] if is_short and count <= 8 else blocks_in(o)
+            saves_little = is_short and len(inner) <= 3  # to take it apart
+            is_block = saves_little or not inner
+            if can_be_block and is_block: res.append(o)
+            else: res += inner
         return res
     return list(dict.fromkeys(blocks_in(model))),groups
 
 def least_layers(m)->float:
-    "Returns how many layers a child of `m` needs to be a block: 1 in a list, 2 beside another of its type; else it is none"
+    """Returns how many layers a child of `m` needs to be a block: 1 in a list; elsewhere 2, if children repeat, as the
+    layers of a Transformer do. If they do not, no child is a block, and it is infinite"""
     if isinstance(m, containers): return 1
     kinds = [type(o) for o in m.children() if n_layers(o) > 1]
     repeats = len(set(kinds)) < len(kinds)
@@ -86,12 +96,13 @@ def check_blocks(blocks, model)->list:
     "Returns `blocks` as a list; raises ValueError unless they are separate modules of `model`"
     if isinstance(blocks, containers): blocks = blocks.children()
     elif isinstance(blocks, nn.Module) or not is_iter(blocks): blocks = [blocks]
-    blocks = list(dict.fromkeys(blocks))  # each once
+    blocks = list(blocks)
     own = {id(m) for m in model.modules()}
+    ids = {id(o) for o in blocks}
     for o in blocks:
-        if id(o) in own:
-            _,*inner = o.modules()
-            if not any(m in blocks for m in inner): continue
+        is_own = id(o) in own
+        inner = [m for m in o.modules() if m is not o] if is_own else []
+        if is_own and not any(id(m) in ids for m in inner): continue
         raise ValueError(f"blocks must return modules of the model, none inside another, not {type(o).__name__}: as "
                          "lambda m: list(m.layers); a slice of an nn.Sequential, for example, is a new module")
-    return blocks
+    return list(dict.fromkeys(blocks))  # each once

@@ -20,9 +20,10 @@ __all__ = ['hidden_state', 'register_awd_lstm', 'is_registered', 'state_owners',
 @singledispatch
 def hidden_state(
     module:nn.Module, # Carries a state from batch to batch
-    n:int, # Rows of the next batch
-)->dict[str,int]: # By attribute, the dimension of rows; for an int that counts rows, any number
-    "Where `module` keeps its state, by its type: `hidden_state.register(MyRNN, lambda m, n: dict(state=1))`"
+    n:int, # Rows of the next batch, to which a module may have to adapt its state
+)->dict[str,int]: # The dimension of rows in each attribute; 0 for an int that counts rows
+    """The attributes in which `module` keeps its state. Registered by type: with `hidden_state.register(MyRNN, lambda
+    m, n: dict(state=1))`, `m.state` has the rows in dimension 1"""
     return {}
 
 def _awd_lstm(module, n):
@@ -37,8 +38,8 @@ def register_awd_lstm():
 def is_registered(m)->bool: return hidden_state.dispatch(type(m)) is not hidden_state.dispatch(object)
 
 def state_owners(model)->list:
-    """Returns the modules of `model` whose state `hidden_state` knows; none of fastai's text classifiers, which reset their
-    own state. Raises ValueError if another module carries a state"""
+    """Returns the modules of `model` whose state `hidden_state` knows; none of fastai's text classifiers, which reset
+    their own state. Raises ValueError if another module carries a state"""
     register_awd_lstm()
     if any(type(m).__name__ == 'SentenceEncoder' for m in model.modules()): return []
     owners = [m for m in model.modules() if is_registered(m)]
@@ -46,7 +47,8 @@ def state_owners(model)->list:
     return owners
 
 def check_resets(model, owners:list):
-    "Raises ValueError if a module of `model` has a `reset` that belongs to none of `owners`"
+    """Raises ValueError if `model` carries a state that nobody has registered. fastai calls its `reset` if it has one;
+    so a module with a `reset` has a state of its own, or that of an owner inside of it or around it"""
     model = getattr(model, 'module', model)  # fastai gives DistributedDataParallel a `reset` of its own
     if not hasattr(model, 'reset'): return
     known = set()
@@ -81,7 +83,8 @@ class HiddenState:
     @contextmanager
     def at(self, start:int, end:int):
         "A context for running the model on these rows. After the last ones, the owners have the states of all rows"
-        self.assign([self.rows_of(place, state, start, end) for place,state in zip(self.places, self.before)])
+        states = zip(self.places, self.before)
+        self.assign([self.rows_of(place, state, start, end) for place,state in states])
         try: yield
         except BaseException:
             self.restore()
@@ -94,9 +97,11 @@ class HiddenState:
         if isinstance(state, int): return end-start
         m,name,dim = place
         def rows(t):
-            if t.shape[dim:dim+1] == (self.n,): return t.narrow(dim, start, end-start).contiguous()
-            raise ValueError(f"{type(m).__name__}.{name} has shape {tuple(t.shape)}, where {self.n} rows should be "
-                             f"dimension {dim}: correct its entry in hidden_state")
+            shape = tuple(t.shape)
+            if shape[dim:dim+1] == (self.n,): return t.narrow(dim, start, end-start).contiguous()
+            where = f'{type(m).__name__}.{name}'
+            raise ValueError(f"{where} has shape {shape}, where {self.n} rows should be dimension {dim}: correct its "
+                             "entry in hidden_state")
         return each_tensor(rows, state)
 
     def joined(self)->list:

@@ -6,12 +6,15 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/memory/micro_batches.htm
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #2fc40431
 from __future__ import annotations
+from contextlib import nullcontext
 
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 
 from ..windows.loader import epoch_samples,loader_bs
-from ..windows.nested import CannotJoin,each_tensor,join,n_rows,slice_batch,tensors_in
+from ..windows.nested import (CannotJoin,each_tensor,join,n_rows,rows_of_first_tensor,
+                                            slice_batch,tensors_in)
+from ..windows.window import LossSums
 from .hidden_state import HiddenState,state_owners
 from .override import override_forward
 
@@ -21,20 +24,24 @@ __all__ = ['per_sample_names', 'SampleSlices', 'LossParts', 'chunk_bounds', 'che
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #bfa7b934
 def per_sample_names(cb)->list[str]:
-    "Returns the attributes of `cb` that have a value for each sample: those in its `per_sample`, or the partners of MixUp"
+    """Returns the attributes of `cb` that have a value for each sample: those in its `per_sample`, or the partners of
+    MixUp"""
     partners = ('yb1', 'lam') if isinstance(cb, MixHandler) else ()
     names = getattr(type(cb), 'per_sample', partners)
     return [name for name in names if name in vars(cb)]
 
 class SampleSlices:
-    "The inputs and targets of `learn`, of `n` rows, and what callbacks keep for each of them; `learn` holds a slice at a time"
+    """The inputs and targets of `learn`, of `n` rows, and what callbacks keep for each of them; `learn` holds a slice
+    at a time"""
     def __init__(self, learn, n:int):
         self.learn = learn
         self.n = n
         self.values = [(learn, name, getattr(learn, name)) for name in ('xb', 'yb')]
-        for cb in learn.cbs: self.values += [(cb, name, vars(cb)[name]) for name in per_sample_names(cb)]
+        for cb in learn.cbs:
+            for name in per_sample_names(cb): self.values.append((cb, name, vars(cb)[name]))
         self.held = ()  # the slices of inputs and targets that `learn` was given
-        self.left = dict(xb=[], yb=[])  # inputs and targets as callbacks have left them, of each micro-batch
+        self.left = dict(xb=[], yb=[])  # inputs and targets as the passes have left them, of each micro-batch
+        self.replaced = set()  # names of those that a callback has replaced
         self.sizes = []
 
     def hold(self, start:int, end:int):
@@ -46,21 +53,21 @@ class SampleSlices:
         self.sizes.append(end-start)
 
     def note(self):
-        "After the passes of a micro-batch: keeps its inputs and targets, if a callback has replaced them"
-        for (name,values),held in zip(self.left.items(), self.held):
+        "After the passes of a micro-batch: keeps its inputs and targets, which a callback may have replaced"
+        for name,held in zip(self.left, self.held):
             now = getattr(self.learn, name)
-            if now is not held or values: values.append(each_tensor(Tensor.detach, now))
+            self.left[name].append(each_tensor(Tensor.detach, now))  # in general these are views of the batch
+            if now is not held: self.replaced.add(name)
 
     def hold_all(self):
         for o,name,value in self.values: vars(o)[name] = value
 
     def hold_all_as_left(self):
-        "Lets `learn` hold the whole batch, with inputs and targets as callbacks have left them"
-        last = {name:getattr(self.learn, name) for name in self.left}
+        "Lets `learn` hold the whole batch, with the inputs and targets that callbacks have put in place of its own"
+        last = {name:getattr(self.learn, name) for name in self.replaced}
         self.hold_all()
-        for name,values in self.left.items():
-            if not values: continue
-            try: vars(self.learn)[name] = join(values, self.sizes)
+        for name in self.replaced:
+            try: vars(self.learn)[name] = join(self.left[name], self.sizes)
             except CannotJoin: vars(self.learn)[name] = last[name]
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #397c6959
@@ -73,20 +80,28 @@ class LossParts:
         self.total_weight = 0
 
     def current(self)->dict:
-        attrs = getattr(self.loss_func, '__dict__', {})
-        return {name:o for name,o in attrs.items() if isinstance(o, Tensor) and not o.ndim and o.is_floating_point()}
+        res = {}
+        for name,o in getattr(self.loss_func, '__dict__', {}).items():
+            is_number = isinstance(o, Tensor) and not o.ndim and o.is_floating_point()
+            if is_number: res[name] = o
+        return res
 
-    def add(self, items):
-        "Adds those of a micro-batch that averages over so many `items`; None: its loss is a sum"
-        weight = 1 if items is None else items
-        for name,value in self.current().items():
-            if value is self.before.get(name): continue  # not of this call
-            self.sums[name] = self.sums.get(name, 0)+value.detach()*weight
-        self.total_weight += weight
+    def add(self, earlier:LossSums, now:LossSums):
+        "Adds those of the micro-batch by which the sums of the window have grown, weighted like its loss"
+        new = {name:value for name,value in self.current().items() if value is not self.before.get(name)}
+        if not new: return
+        items = now.since(earlier).items
+        for name,value in new.items():
+            value = value.detach()
+            if items is not None: value = value*items
+            self.sums[name] = self.sums.get(name, 0)+value
+        if items is not None: self.total_weight += items
 
-    def set_means(self):
-        "Lets the loss function keep the means over the micro-batches"
-        for name,value in self.sums.items(): setattr(self.loss_func, name, value/self.total_weight)
+    def set_totals(self):
+        "Lets the loss function keep the means over the micro-batches; or the sums, if its loss is a sum"
+        for name,value in self.sums.items():
+            if self.total_weight: value = value/self.total_weight
+            setattr(self.loss_func, name, value)
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #0c4dc734
 def chunk_bounds(n:int, most:int)->list[tuple[int,int]]:
@@ -102,16 +117,21 @@ def chunk_bounds(n:int, most:int)->list[tuple[int,int]]:
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #2742d7f0
 def check_samples_first(model, batch, n:int, samples:int|None):
-    """Raises ValueError if `batch`, of `n` rows, has time first, and its samples in dimension 1. If it has as many steps
-    as samples, only a layer with time first can tell: returns a context for the forward passes, which raises the error"""
+    """Raises ValueError if `batch`, of `n` rows, has time in dimension 0 and its samples in dimension 1, since a split
+    would cut time into parts. Returns a context for the forward passes, which raises the error if the shapes alone
+    do not tell"""
     tensors = tensors_in(batch)
     expected = samples or n
-    if not tensors: return ContextManagers([])
-    is_second = all(o.shape[1:2] == (expected,) for o in tensors)
-    if n%expected and is_second: raise time_first_error(tensors[0].shape)
-    if not any(o.shape[:2] == (n, expected) for o in tensors): return ContextManagers([])
+    has_samples_second = bool(tensors) and all(o.shape[1:2] == (expected,) for o in tensors)
+    # A callback makes a whole number of rows of each sample. Another number of rows counts steps of time
+    if has_samples_second and n%expected: raise time_first_error(tensors[0].shape)
+    is_ambiguous = any(o.shape[:2] == (n, expected) for o in tensors)  # as many steps as samples, or twice as many, ...
+    if not is_ambiguous: return nullcontext()
+    # A micro-batch has fewer rows than the batch. If a layer with time first sees all samples in dimension 1, what was
+    # split is time
     def check_input(module, args):
-        if args and getattr(args[0], 'shape', ())[1:2] == (expected,): raise time_first_error(args[0].shape)
+        shape = getattr(args[0], 'shape', ()) if args else ()
+        if shape[1:2] == (expected,): raise time_first_error(shape)
     layers = [m for m in model.modules() if vars(m).get('batch_first') is False]
     return ContextManagers([m.register_forward_pre_hook(check_input) for m in layers])
 
@@ -129,18 +149,25 @@ class MicroBatches:
         self.owners = []  # modules that carry a hidden state
         self.joins = True  # until outputs in validation cannot be joined
 
-    def __reduce__(self): return type(self),(self.size,)
+    def __reduce__(self):
+        "A copy begins anew, since it may not refer to modules of this model"
+        return type(self),(self.size,)
 
     def begin_epoch(self, loop):
+        "Finds what each micro-batch has to begin with: hidden states, and what callbacks set up in `before_batch`"
         self.find_state_owners(loop.learn.model)
-        loop.send.observe_set_up()
+        loop.send.repeat_set_up_in_passes()
 
-    def find_state_owners(self, model): self.owners = state_owners(model)
+    def find_state_owners(self, model):
+        self.owners = state_owners(model)
+        self.joins = True  # the model may be another one
 
     def bounds(self, n:int, samples:int|None=None)->list[tuple[int,int]]:
-        "Returns start and end of each micro-batch of `n` rows, which may be several of each of the DataLoader's `samples`"
-        if not samples or samples >= n: return chunk_bounds(n, self.size)
-        return chunk_bounds(n, math.ceil(self.size*n/samples))
+        """Returns start and end of each micro-batch of `n` rows. `size` counts samples: if the batch has several rows
+        of each, a micro-batch has as many times more rows"""
+        size = self.size
+        if samples and samples < n: size = math.ceil(size*n/samples)
+        return chunk_bounds(n, size)
 
     def __call__(self, loop):
         "Runs the loader batch that `loop.learn` holds; afterwards the Learner holds the whole batch and its mean loss"
@@ -160,7 +187,7 @@ def run_split(self:MicroBatches, loop, bounds:list[tuple[int,int]]):
     learn = loop.learn
     samples = loop.batches.current.samples
     n = bounds[-1][1]
-    earlier = loop.window.losses
+    before_batch = loop.window.losses
     slices = SampleSlices(learn, n)
     hidden = HiddenState(self.owners, n)
     loss_parts = LossParts(learn.loss_func)
@@ -173,20 +200,22 @@ def run_split(self:MicroBatches, loop, bounds:list[tuple[int,int]]):
             with hidden.at(start, end): loop.run_micro_batch(part, end-start, ends_batch=end == n)
             outputs.append(each_tensor(Tensor.detach, learn.pred))
             slices.note()
-            loss_parts.add(loop.window.losses.since(before).items)
-    except BaseException:
+            loss_parts.add(before, loop.window.losses)
+    except BaseException:  # Ctrl-C, too; `hidden` restores the states itself
         slices.hold_all()
         raise
     slices.hold_all_as_left()
-    loss_parts.set_means()
-    if loop.window.losses.n_micro > earlier.n_micro:
-        learn.loss = loop.window.losses.since(earlier).mean
+    loss_parts.set_totals()
+    has_loss = loop.window.losses.n_micro > before_batch.n_micro  # not without targets
+    if has_loss:
+        learn.loss = loop.window.losses.since(before_batch).mean
         learn.loss_grad = learn.loss
     self.show_outputs(learn, outputs, slices.sizes)
 
 @patch
 def show_outputs(self:MicroBatches, learn, outputs:list, sizes:list[int]):
-    "Joins the outputs; if that is impossible, `learn.pred` stays that of the last micro-batch, of which metrics know nothing"
+    """Joins the outputs into `learn.pred`. If that is impossible, it is that of the last micro-batch; raises ValueError
+    if training metrics would take it for the whole batch"""
     try: learn.pred = join(outputs, sizes)
     except CannotJoin as e:
         has_train_metrics = any(vars(o).get('train_metrics') for o in learn._grab_cbs(Recorder))
@@ -223,8 +252,9 @@ def split_forward(self:MicroBatches,
     args:tuple, # Arguments of `forward`
     kwargs:dict,
 ):
-    "Returns the output for a validation batch, which runs in micro-batches; or all at once, if outputs cannot be joined"
-    n = n_rows((args, kwargs), 0)
+    """Returns the output for a validation batch, which runs in micro-batches; or all at once, if outputs cannot be
+    joined"""
+    n = rows_of_first_tensor((args, kwargs))
     bounds = self.bounds(n)
     if len(bounds) > 1 and self.joins:
         try:
@@ -247,13 +277,16 @@ class SplitLoader(GetAttr):
     def __len__(self)->int: return len(self.dl)
 
     def __iter__(self)->Iterator:
-        strategy,model,forward = self.strategy,self.model,self.model.forward
+        forward = self.model.forward
         bs = loader_bs(self.dl) or 0
-        left,is_exact = epoch_samples(self.dl, bs) if bs else (0, False)
+        left,is_known = epoch_samples(self.dl, bs) if bs else (0, False)
         for batch in self.dl:
-            samples = min(bs, left) if is_exact else None
-            def split(*args, **kwargs): return strategy.split_forward(model, forward, samples, args, kwargs)
-            with override_forward(model, split): yield batch
+            samples = min(bs, left) if is_known else None  # the last batch may be smaller
+            def split(*args, **kwargs):
+                return self.strategy.split_forward(self.model, forward, samples, args, kwargs)
+            with override_forward(self.model, split): yield batch
             left -= bs
 
-    def __reduce__(self): return type(None),()  # a copy that is made in validation has no loader
+    def __reduce__(self):
+        "A Learner that is copied or exported in validation gets None: an iterator cannot be pickled"
+        return type(None),()

@@ -36,8 +36,8 @@ def is_out_of_memory(e:BaseException|None)->bool:
 # %% ../../nbs/memory/03_out_of_memory.ipynb #d92a0d35
 def without_tracebacks(e:BaseException)->BaseException:
     "Returns `e`, without the frames of it and of the errors that led to it, which hold tensors"
-    before = e.__cause__ or e.__context__
-    if before: without_tracebacks(before)
+    for before in (e.__cause__, e.__context__):
+        if before: without_tracebacks(before)
     return e.with_traceback(None)
 
 def free_memory():
@@ -50,8 +50,9 @@ def n_elements(batch)->int: return sum(o.numel() for o in tensors_in(batch))
 
 # %% ../../nbs/memory/03_out_of_memory.ipynb #6c25177f
 def reserve_for_step(opt)->list:
-    """Returns two tensors like each trained parameter that has no state yet, as Adam allocates in its first step. Hold them
-    while the first batch runs. The list is empty if not even they fit, since the batch is going to run out of memory then"""
+    """Returns two tensors like each trained parameter that has no state yet, as Adam allocates in its first step. Hold
+    them while the first batch runs. The list is empty if not even they fit, since the batch is going to run out of
+    memory then"""
     states = getattr(opt, 'opt', opt).state
     res = []
     try:
@@ -64,4 +65,7 @@ def reserve_for_step(opt)->list:
         if not is_out_of_memory(e): raise
     return []
 
-def has_state(p:Tensor, state:dict)->bool: return any(isinstance(o, Tensor) and o.shape == p.shape for o in state.values())
+def has_state(p:Tensor, state:dict)->bool:
+    "Returns whether the `state` of an optimizer has a tensor of the shape of the parameter `p`"
+    tensors = [o for o in state.values() if isinstance(o, Tensor)]
+    return any(o.shape == p.shape for o in tensors)

@@ -22,7 +22,8 @@ class ForwardOverride:
     def __call__(self, *args, **kwargs): return self.f(*args, **kwargs)
 
     def __reduce__(self):
-        "A copy is the forward pass of the copied module, which has only that of its class when attributes are copied"
+        """A Learner that is copied or exported in the middle of a fit gets the forward pass of its class: while
+        attributes are copied, the copied module has no `forward` of its own, and `getattr` finds that of the class"""
         return getattr,(self.module,'forward')
 
 _missing = object()
@@ -43,4 +44,6 @@ class override_attr:
         if self.before is _missing: delattr(self.o, self.name)
         else: setattr(self.o, self.name, self.before)
 
-def override_forward(module, f:Callable)->override_attr: return override_attr(module, 'forward', ForwardOverride(module, f))
+def override_forward(module, f:Callable)->override_attr:
+    "In this context, `f` is the forward pass of `module`"
+    return override_attr(module, 'forward', ForwardOverride(module, f))

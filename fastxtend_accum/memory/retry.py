@@ -23,7 +23,9 @@ __all__ = ['MemorySaver', 'BatchUndo', 'RetryOnOutOfMemory']
 
 # %% ../../nbs/memory/04_retry.ipynb #869a27cb
 class MemorySaver:
-    "Base class of what can save memory in the passes of a loader batch. `elements` are the numbers in its inputs"
+    """Base class of what can save memory in the passes of a loader batch. `elements`, the count of numbers in the
+    inputs of a batch, stands for the memory that it takes: its samples may differ in size from those of another
+    batch"""
     adapts = True  # whether it saves more once memory runs out
     n_trained = None  # weights that were trained when it last began anew
 
@@ -37,7 +39,8 @@ class MemorySaver:
 
     def context(self, loop, elements:int): "Returns a context for the passes of a batch, or None"
 
-    def reduce_memory(self, loop, elements:int)->str|None: "Takes less memory from now on, and returns how; None if it cannot"
+    def reduce_memory(self, loop, elements:int)->str|None:
+        "Takes less memory from now on, and returns how; None if it cannot"
 
     def report(self, loop, elements:int, is_largest:bool): "Is called after a batch has run"
 
@@ -46,17 +49,20 @@ class MemorySaver:
 # %% ../../nbs/memory/04_retry.ipynb #ca9ffbee
 class BatchUndo:
     """Undoes what the present batch changes: the state of the model, the loss and random generators, the sums of the
-    window, and gradients. The gradients of earlier batches in the window are set aside, without a copy, and added back"""
+    window, and gradients. The gradients of earlier batches in the window are set aside, without a copy, and added
+    back"""
     def __init__(self, loop):
-        learn,window = loop.learn,loop.window
-        window.grads.check()
+        learn = loop.learn
+        window = loop.window
+        window.grads.check()  # that nobody has changed the sums, before they are set aside
         self.loop = loop
         self.snapshot = Snapshot(inner_model(learn.model), learn.loss_func)
         self.batch = learn.xb,learn.yb
         self.loss = learn.loss
         self.losses = window.losses
         self.float32_grads = window.grads.float32
-        self.check_state = loop.fit.loss_check.state()
+        self.loss_check_state = loop.fit.loss_check.state()
+        # What would be large to copy, and must not change: see `undo`
         frozen = [p for p in learn.model.parameters() if not p.requires_grad]
         self.versions = [(o, o._version) for o in (*frozen, *tensors_in(self.batch))]
         # When a window begins, gradients that the optimizer knows are 0, and stay where they are
@@ -66,9 +72,10 @@ class BatchUndo:
 
     def restart(self):
         "Makes the window as it was before the batch, without the gradients that are set aside"
-        self.loop.fit.loss_check.restore(self.check_state)
+        self.loop.fit.loss_check.restore(self.loss_check_state)
         for p in self.aside: p.grad = None
-        self.loop.window.restart_batch(self.losses, None if self.float32_grads is None else {})
+        sums_in_float32 = self.float32_grads is not None
+        self.loop.window.restart_batch(self.losses, {} if sums_in_float32 else None)
 
     def undo(self, error:Exception):
         "Undoes everything; raises NothingFits if that is not possible"
@@ -112,13 +119,14 @@ class RetryOnOutOfMemory:
 
     def begin_epoch(self, loop):
         if self.strategy is not whole_batch: self.strategy.begin_epoch(loop)
-        loop.send.observe_set_up()
+        loop.send.repeat_set_up_in_passes()  # a retry is a further pass of the batch
         n_trained = sum(p.numel() for p in trained_params(loop.learn.opt))
         for o in self.savers: o.note_trained(n_trained)
 
     def __call__(self, loop):
         "Runs the loader batch that `loop.learn` holds"
-        self.savers = [o for o in self.savers if getattr(o, 'learn', True)]  # a callback that was removed has no Learner
+        # A callback that was removed has no Learner any more
+        self.savers = [o for o in self.savers if getattr(o, 'learn', True)]
         elements = n_elements(loop.learn.xb) or loop.batches.current.samples
         if self.adapting: self.run_until_it_fits(loop, elements)
         else: self.run_once(loop, elements)
@@ -137,12 +145,13 @@ class RetryOnOutOfMemory:
                     batch.undo(error)
                     how = self.reduce_memory(loop, elements)
                     if not how and not reserve: raise NothingFits(self.adapting[-1].advice(loop)) from error
-                    if not how: reserve.clear()  # the optimizer may take less
+                    if not how: reserve.clear()  # nothing takes less, but the optimizer may not need all of that
                     free_memory()
             except CancelBatchException:
                 batch.drop_gradients()
                 raise
             finally: batch.add_aside()
+        # Of a batch larger than all before, its saver reports how it fits
         if how and elements <= self.largest: warn(f"out of memory in training: from now on, {how}")
 
 # %% ../../nbs/memory/04_retry.ipynb #a30a77ff

@@ -14,8 +14,8 @@ from fastai.callback.fp16 import NonNativeMixedPrecision
 from .gradients import trained_params
 
 # %% auto #0
-__all__ = ['check_size', 'check_micro_batch_size', 'check_flags', 'check_callable', 'check_multiple', 'is_number', 'check_rules',
-           'accumulates_gradients', 'check_learner', 'check_callbacks', 'uses_cuda_graphs']
+__all__ = ['check_size', 'check_micro_batch_size', 'check_flags', 'check_callable', 'check_multiple', 'sizes_to_use', 'is_number',
+           'check_rules', 'accumulates_gradients', 'check_learner', 'check_callbacks', 'uses_cuda_graphs']
 
 # %% ../../nbs/windows/03_checks.ipynb #f481c0a6
 def check_size(name:str, size:int)->int:
@@ -39,7 +39,8 @@ def check_flags(**flags:bool):
 
 def check_callable(name:str, f, what:str):
     "Raises TypeError unless `f` is a function or None; the message says `what` it must be"
-    if f is not None and not callable(f): raise TypeError(f"{name} must be {what}, not {f!r}")
+    if f is None or callable(f): return
+    raise TypeError(f"{name} must be {what}, not {f!r}")
 
 # %% ../../nbs/windows/03_checks.ipynb #0efc2b95
 def check_multiple(
@@ -50,20 +51,25 @@ def check_multiple(
 ):
     "Raises ValueError unless a window is a whole number of loader batches in every process; names sizes that are"
     batch = bs*n_processes
-    n_batches,rest = divmod(accum_bs, batch)
-    if not rest: return
+    if accum_bs%batch == 0: return
     what = f"the DataLoader's batch of {bs}"
     if n_processes > 1: what = f'{batch}, {n_processes} processes times {what}'
-    below = n_batches*batch
-    if n_batches: use = f'use {below} or {below+batch}'
-    else: use = f'for {accum_bs} batches of {batch}, write {accum_bs*batch}'
-    sets_all_windows = name in ('accum_bs', 'n_acc')
-    if not sets_all_windows and not n_batches:  # the DataLoader's batch may have grown since the last fit
-        use = f'use {batch} or more, or a DataLoader with bs={accum_bs//n_processes or 1}'
-    if sets_all_windows and accum_bs%n_processes == 0:
-        use += f', or change its batch size to {accum_bs//n_processes}'
-        if n_batches: use += f', with micro_batch_size={bs} to split it'
+    use = sizes_to_use(name, accum_bs, bs, n_processes)
     raise ValueError(f"{name}={accum_bs} counts samples, and is not a multiple of {what}: {use}")
+
+def sizes_to_use(name:str, accum_bs:int, bs:int, n_processes:int)->str:
+    "Returns the advice of `check_multiple`"
+    batch = bs*n_processes
+    below = accum_bs//batch*batch
+    sets_all_windows = name in ('accum_bs', 'n_acc')  # not so the sizes of a schedule
+    if below: res = f'use {below} or {below+batch}'  # 100 with batches of 64: use 64 or 128
+    # 4 with batches of 64, as if it counted batches: for 4 batches of 64, write 256
+    elif sets_all_windows: res = f'for {accum_bs} batches of {batch}, write {accum_bs*batch}'
+    # The DataLoader's batch may have grown since the last fit
+    else: res = f'use {batch} or more, or a DataLoader with bs={accum_bs//n_processes or 1}'
+    if not sets_all_windows or accum_bs%n_processes: return res
+    res += f', or change its batch size to {accum_bs//n_processes}'
+    return f'{res}, with micro_batch_size={bs} to split it' if below else res
 
 def is_number(o)->bool: return isinstance(o, Real) and not isinstance(o, bool)
 
@@ -102,7 +108,8 @@ def check_learner(
         raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
                          "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
     has_hooks = any(p._backward_hooks for p in params)
-    if has_hooks and (joins_batches or splits_batches):
+    has_sums = joins_batches or splits_batches
+    if has_hooks and has_sums:
         warn("parameters have hooks (p.register_hook, wandb.watch), which see the gradient of each micro-batch: masks "
              "are exact; clipping is not, and belongs in a callback's before_step")
 

@@ -24,7 +24,8 @@ def name_of(m)->str:
     return type(m).__name__.lstrip('_')
 
 def describe_changes(changes:StateChanges, model, n:int)->list[str]:
-    "Returns what differs between forward passes of `n` samples and one of all, by what such a pass has changed"
+    """Returns in which layers the number of samples in a pass matters, as "BatchNorm2d (20 layers) sees 32 samples at a
+    time", by what a pass of `n` samples has changed"""
     res = []
     counts = Counter(map(name_of, changes.changed_modules()))
     for name,count in counts.items():
@@ -37,7 +38,7 @@ def describe_changes(changes:StateChanges, model, n:int)->list[str]:
 
 # %% ../../nbs/windows/11_description.ipynb #3a819522
 def up_to(size:int, n:int)->str:
-    "Describes the size of parts of `n`: `size`, if all can have it"
+    "Returns '32' if `n` samples fill parts of 32, and 'up to 32' if the last part is smaller"
     return f'up to {size}' if n%size else f'{size}'
 
 def how_split(n:int, size:int)->str:
@@ -52,16 +53,19 @@ def how_made_up(
     n_processes:int,
     is_auto:bool, # Whether `micro_batch_size` is 'auto'
 )->str:
-    "Describes windows by their loader batches and micro-batches"
+    """Describes windows by their loader batches and micro-batches, as '256 = 2 processes x 4 x 32 samples', '32 to 512
+    samples, 32 at a time', or "micro_batch_size='auto': each batch of 64 is split into 2 micro-batches of 32" """
     least,most = min(sizes),max(sizes)
     batch = bs*n_processes
     n_micro = most//batch*math.ceil(bs/micro_bs)  # micro-batches of each process in a window
     parts = []
     if is_auto: parts.append(f"micro_batch_size='auto': each batch of {bs} {how_split(bs, micro_bs)}")
-    if n_micro == n_processes == 1:  # nothing is accumulated
-        return parts[0] if parts else f'{most} samples are one batch: a smaller micro_batch_size splits it'
+    accumulates = n_micro*n_processes > 1
+    if not accumulates and not is_auto: return f'{most} samples are one batch: a smaller micro_batch_size splits it'
+    if not accumulates: return parts[0]
+    joins_batches = most > batch
     if least < most: parts.append(f'{least} to {most} samples, {micro_bs} at a time')
-    elif most > batch or not parts:
+    elif joins_batches or not is_auto:  # else the line on 'auto' has said all
         factors = [f'{n_micro}', f'{up_to(micro_bs, bs)} samples']
         if n_processes > 1: factors.insert(0, f'{n_processes} processes')
         parts.append(f"{most} = {' x '.join(factors)}")
@@ -87,15 +91,19 @@ class Description:
         self.is_due = False
         self.differences = None  # between micro-batches and one batch; None: no forward pass has shown them yet
 
-    def request(self, is_due:bool): self.is_due = is_due
+    def set_due(self, is_due:bool):
+        """Sets whether the line is to be printed at the next step. If so, the next forward pass is observed again,
+        since sizes may have changed"""
+        self.is_due = is_due
+        if is_due: self.differences = None
 
     def needs_a_look(self)->bool:
         "Returns whether the next forward pass has to be observed"
         return self.is_due and self.differences is None
 
     def note(self, changes:StateChanges, n:int):
-        "Notes what a forward pass of `n` samples has changed, unless somebody else has noted it meanwhile"
-        if self.differences is None: self.differences = describe_changes(changes, self.model, n)
+        "Notes what a forward pass of `n` samples has changed"
+        self.differences = describe_changes(changes, self.model, n)
 
     def note_differences(self, differences:list[str]): self.differences = differences
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['batch_events', 'pass_events', 'sends_as_fastai', 'has_event', 'is_fastais', 'Events', 'shared_state', 'is_same',
-           'SetUp', 'observed']
+__all__ = ['batch_events', 'pass_events', 'sends_as_fastai', 'has_event', 'is_from_fastai', 'Events', 'shared_state', 'is_same',
+           'SetUp', 'with_set_ups']
 
 # %% ../../nbs/windows/09_events.ipynb #760ae9a7
 batch_events = ('before_batch','after_pred','after_loss','before_backward','after_cancel_backward','after_backward',
@@ -30,11 +30,12 @@ def sends_as_fastai(learn)->bool:
 def has_event(cb, event:str)->bool:
     "Returns whether `cb` does something at `event`: by a method of its class, or an attribute of its own"
     kind = type(cb)
-    if kind.__call__ is not Callback.__call__ or kind.__getattr__ is not Callback.__getattr__: return True
-    return hasattr(kind, event) or event in vars(cb)
+    # A class with one of these may handle any event, without a method of that name
+    handles_any = kind.__call__ is not Callback.__call__ or kind.__getattr__ is not Callback.__getattr__
+    return handles_any or hasattr(kind, event) or event in vars(cb)
 
 # %% ../../nbs/windows/09_events.ipynb #d1003997
-def is_fastais(cb)->bool:
+def is_from_fastai(cb)->bool:
     "Returns whether the class of `cb` comes with fastai"
     return type(cb).__module__.partition('.')[0] == 'fastai'
 
@@ -48,7 +49,7 @@ class Events:
         self.orders = []  # and their orders
         self.table = {}  # callbacks by event
         self.accumulating = []  # callbacks that get `after_backward` once per window, see `hold_back`
-        self.observes_set_up = False  # whether `before_batch` goes through a `SetUp`
+        self.repeats_set_up = False  # whether `before_batch` goes through a `SetUp`
 
     def __call__(self, event:str):
         "Sends one event"
@@ -64,13 +65,15 @@ class Events:
         return self.table[event]
 
     def look_up(self):
-        "Makes the table for the callbacks as they are now. A list of it never changes: it may be in use"
+        """Makes the table for the callbacks as they are now, with new lists: an event may be on its way through an old
+        one"""
         self.cbs = list(self.learn.cbs)
         self.orders = [o.order for o in self.cbs]
         in_order = self.learn.cbs.sorted('order')
-        self.table = {event:[o for o in in_order if has_event(o, event)] for event in batch_events}
+        self.table = {}
+        for event in batch_events: self.table[event] = [o for o in in_order if has_event(o, event)]
         self.table['after_backward'] = [o for o in self.table['after_backward'] if o not in self.accumulating]
-        if self.observes_set_up: self.table['before_batch'] = observed(self.table['before_batch'], self.learn)
+        if self.repeats_set_up: self.table['before_batch'] = with_set_ups(self.table['before_batch'], self.learn)
 
     def around(self,
         f:Callable, # Does what the events are about
@@ -79,7 +82,8 @@ class Events:
         before:Callable|None=None, # Sends `before_{kind}` in a way of its own
         cancelled:Callable|None=None, # Called before `after_cancel_{kind}`
     ):
-        "fastai's `_with_events`: calls `f` between `before_{kind}` and `after_{kind}`"
+        """fastai's `_with_events`: calls `f` between `before_{kind}` and `after_{kind}`. If the Learner has its own way
+        to send events, that is used, and `before` and `cancelled` are not"""
         if not self.as_fastai:
             self.learn._with_events(f, kind, exception)
             return
@@ -112,14 +116,16 @@ def to_preparing(self:Events,
     event:str,
     only_with:tuple=(), # Leave out callbacks that do not have all of these events
 ):
-    "Sends `event` to the callbacks that prepare batches"
-    for cb in self.having(event):
+    """Sends `event` to the callbacks that prepare batches: those with an order below 50, the Recorder's. It is an event
+    within a window, of which no Learner with its own way to send events knows"""
+    for cb in self.having(event):  # by their order
         if cb.order >= Recorder.order: return
         if all(has_event(cb, o) for o in only_with): cb(event)
 
 @patch
 def before_batch_and_late_changes(self:Events)->list[str]:
-    "Sends `before_batch`; returns the names of callbacks after the Recorder that have replaced the inputs or targets"
+    """Sends `before_batch`; returns the names of late callbacks, of order 50 or more, that have replaced inputs or
+    targets"""
     if not self.as_fastai:
         self.learn('before_batch')
         return []
@@ -129,7 +135,8 @@ def before_batch_and_late_changes(self:Events)->list[str]:
         inputs,targets = learn.xb,learn.yb
         cb('before_batch')
         has_replaced = learn.xb is not inputs or learn.yb is not targets
-        if has_replaced and cb.order >= Recorder.order: names.append(type(cb).__name__)
+        who = cb.cb if isinstance(cb, SetUp) else cb
+        if has_replaced and cb.order >= Recorder.order: names.append(type(who).__name__)
     return names
 
 # %% ../../nbs/windows/09_events.ipynb #e5f4d17b
@@ -137,20 +144,26 @@ pass_events = 'after_pred','after_loss','before_backward','after_backward'
 _devices = 'cpu','cuda','mps'
 
 def shared_state(cb, learn)->dict:
-    "Returns what `cb` may set up for the passes of a batch: attributes and hooks, by object and name, and autocast"
-    res = {device:f'{torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}' for device in _devices}
+    """Returns what `cb` may set up for the passes of a batch, to be compared: the attributes of `cb`, the Learner, the
+    loss and all modules, by id and name; and whether autocast is on, by device"""
+    res = {}
+    for device in _devices: res[device] = f'{torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}'
     for o in [cb, learn, learn.loss_func, *learn.model.modules()]:
         for name,value in getattr(o, '__dict__', {}).items():
-            res[id(o),name] = str([*value]) if name.endswith('hooks') else value  # the ids of hooks
+            if name.endswith('hooks'): value = str([*value])  # their ids: they are added to a dict in place
+            res[id(o),name] = value
     return res
 
 def is_same(a, b)->bool:
     "Returns whether `a` is `b`, or an equal number or text"
     if a is b: return True
-    return type(a) is type(b) and isinstance(a, (int,float,str)) and a == b
+    is_plain = type(a) is type(b) and isinstance(a, (int,float,str))
+    return is_plain and a == b
 
 class SetUp:
-    "Stands for the callback `cb` at `before_batch`, and remembers what it sets up"
+    """Stands for the callback `cb` at `before_batch`, and calls it again before a further pass of the batch if that is
+    needed. For example, `MixedPrecision` enters autocast in `before_batch`, and leaves it in `after_loss`: without a
+    second call, the second micro-batch of a batch would run in float32"""
     def __init__(self, cb, learn):
         self.cb = cb
         self.learn = learn
@@ -160,31 +173,41 @@ class SetUp:
 
     def __call__(self, event:str):
         before = shared_state(self.cb, self.learn)
-        batch = self.learn.xb,self.learn.yb
+        inputs,targets = self.learn.xb,self.learn.yb
         self.cb(event)
         after = shared_state(self.cb, self.learn)
-        self.was = {key:before.get(key) for key,value in after.items() if not is_same(before.get(key), value)}
-        self.replaces_batch = self.learn.xb is not batch[0] or self.learn.yb is not batch[1]
+        self.was = {}
+        for key,value in after.items():
+            value_before = before.get(key)
+            if not is_same(value_before, value): self.was[key] = value_before
+        self.replaces_batch = self.learn.xb is not inputs or self.learn.yb is not targets
 
     def repeat_if_taken_back(self):
-        "Calls `before_batch` again if something is as it was before. It would prepare a batch twice, so not if it does that"
+        """Calls `before_batch` again if something that it has changed is as it was before. Not if it replaces the
+        batch, since a second call would prepare that twice"""
         if not self.was or self.replaces_batch: return
         now = shared_state(self.cb, self.learn)
-        if any(is_same(now.get(key), value) for key,value in self.was.items()): self('before_batch')
+        is_taken_back = [is_same(now.get(key), value) for key,value in self.was.items()]
+        if any(is_taken_back): self('before_batch')
 
-def observed(cbs:list, learn)->list:
-    "Returns `cbs`, those with an event in the passes as a `SetUp`"
-    return [SetUp(o, learn) if any(has_event(o, e) for e in pass_events) else o for o in cbs]
+def with_set_ups(cbs:list, learn)->list:
+    """Returns `cbs` with a `SetUp` in place of each that has an event in the passes, too, where it may take something
+    back"""
+    res = []
+    for cb in cbs:
+        acts_in_passes = any(has_event(cb, event) for event in pass_events)
+        res.append(SetUp(cb, learn) if acts_in_passes else cb)
+    return res
 
 @patch
-def observe_set_up(self:Events):
-    "From now on, finds out what is set up in `before_batch`"
-    self.observes_set_up = True
+def repeat_set_up_in_passes(self:Events):
+    "Called if a batch may run in several passes: from now on, each `before_batch` goes through a `SetUp`"
+    self.repeats_set_up = True
     self.look_up()
 
 @patch
 def repeat_set_up(self:Events):
     "Before a further pass of a batch: lets callbacks set up again what they have taken back in the pass before"
-    if not self.observes_set_up or not self.as_fastai: return
+    if not self.repeats_set_up or not self.as_fastai: return
     for o in self.having('before_batch'):
         if isinstance(o, SetUp): o.repeat_if_taken_back()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fastai.basics import *
 
-from .events import Events,is_fastais
+from .events import Events,is_from_fastai
 from .gradients import WindowParams
 from .losses import model_labels,n_items
 from .loss_check import LossCheck
@@ -20,8 +20,8 @@ from .processes import Processes
 from .window import Contribution,Window,scaled,zero_grads_if_empty,zero_if_empty
 
 # %% auto #0
-__all__ = ['Settings', 'Fit', 'MicroBatch', 'forward_backward', 'has_others', 'items_of_changed_loss', 'is_summand', 'backward',
-           'add_backward_pass', 'hold_back', 'callback_that_raised']
+__all__ = ['Settings', 'Fit', 'MicroBatch', 'forward_backward', 'others_have_after_loss', 'items_of_changed_loss', 'is_summand',
+           'backward', 'add_backward_pass', 'let_it_see_windows', 'callback_that_raised']
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #bf1f6dd7
 class Settings(NamedTuple):
@@ -33,7 +33,7 @@ class Settings(NamedTuple):
     start_accum_bs:int|None = None  # the size that these rules compare with
 
 class Fit:
-    "What belongs to one fit of `learn`, and all that runs in it uses"
+    "What the parts of this package share in one fit: the Learner, the settings, the events, and the parameters"
     def __init__(self, learn, settings:Settings, processes:Processes):
         self.learn = learn
         self.settings = settings
@@ -43,15 +43,16 @@ class Fit:
         self.params = None
 
     def begin_epoch(self):
-        "Looks up what may be another than in the epoch before"
+        "Looks up again what a callback may have replaced between epochs: callbacks, parameters and the loss function"
         learn = self.learn
         self.send.look_up()
         self.params = WindowParams(learn)
-        # `is not` would be true of a method each time
+        # Not `is not`, since a bound method is a new object each time
         if self.loss_check.loss_func != learn.loss_func: self.loss_check = LossCheck(learn.loss_func)
-        if hasattr(learn, 'lr_finder'): self.loss_check.stop()  # the fit that follows is going to warn
+        if hasattr(learn, 'lr_finder'): self.loss_check.stop()  # the fit that follows is going to check
 
     def update_params(self):
+        "Looks up the parameters again if a callback has replaced the optimizer, as pruning does"
         if not self.params.is_current(self.learn): self.params = WindowParams(self.learn)
 
 class MicroBatch(NamedTuple):
@@ -62,17 +63,19 @@ class MicroBatch(NamedTuple):
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #72fc9d2b
 def forward_backward(fit:Fit, window:Window, micro_batch:MicroBatch):
-    "Runs the micro-batch that the Learner holds. Afterwards its loss and gradient are in the sums of `window`"
+    """fastai's `_do_one_batch` without the step, for the micro-batch that the Learner holds. Afterwards its weighted
+    loss and gradient are in the sums of `window`"""
     learn,send = fit.learn,fit.send
     num_items = fit.settings.num_items
     samples,rows,ends_window = micro_batch
     is_first = not window.losses.n_micro
-    is_alone = is_first and ends_window  # it is the whole window, and is computed as fastai does
+    is_alone = is_first and ends_window
     if is_first and not is_alone: window.grads.begin_float32()
     fit.processes.before_forward(window, ends_window)
     learn.pred = learn.model(*learn.xb)
     send('after_pred')
-    origin = None  # of the loss in the graph
+    origin = None  # where the loss of the loss function is in the graph
+    items = None
     if len(learn.yb):
         learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
         origin = learn.loss_grad.grad_fn
@@ -82,43 +85,54 @@ def forward_backward(fit:Fit, window:Window, micro_batch:MicroBatch):
     if not len(learn.yb):  # fastai asks here, too: a callback may have set the targets in `after_loss`
         window.add_without_loss(samples)
         return
-    if learn.loss_grad.grad_fn is not origin and has_others(send):
-        items = items_of_changed_loss(fit, origin, items if origin else None, rows, is_alone)
+    is_changed = learn.loss_grad.grad_fn is not origin  # by a callback
+    if is_changed and others_have_after_loss(send): items = items_of_changed_loss(fit, origin, items, rows, is_alone)
     elif fit.loss_check.windows_left and not is_alone: fit.loss_check.add(learn, rows, items if num_items else None)
     unit = fit.processes.common_unit(items, window.size)
     contribution = window.losses.weigh(learn.loss, items, samples, is_alone, unit)
     backward(fit, window, contribution, ends_window)
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #d914f600
-def has_others(send:Events)->bool:
-    "Returns whether callbacks that are not fastai's own have `after_loss`: those add means over samples"
-    return any(not is_fastais(cb) for cb in send.having('after_loss'))
+def others_have_after_loss(send:Events)->bool:
+    """Returns whether callbacks other than fastai's have `after_loss`. What fastai's own add there has the items of the
+    loss"""
+    return any(not is_from_fastai(cb) for cb in send.having('after_loss'))
 
 def items_of_changed_loss(
     fit:Fit,
-    origin, # Where the loss of the loss function comes from in the graph; None: it was not called
+    origin, # Where the loss of the loss function is in the graph; None: it was not called
     items:Real|Tensor|None, # What that loss averages over
     rows:int, # Of the micro-batch
     is_alone:bool,
 )->Real|Tensor|None:
-    "Returns what the loss averages over that callbacks have set in `after_loss`; warns, once in a fit, if that is unknown"
+    """Returns what a loss averages over that callbacks have changed in `after_loss`: by `num_items`, or else the labels
+    of the model. Else it is taken from the loss that they have added to, or it is rows, and a warning says so once
+    in a fit"""
     learn,num_items = fit.learn,fit.settings.num_items
     if num_items: return n_items(learn, num_items, rows)
     labels = model_labels(learn)
     if labels is not None: return labels
-    is_sum = origin is not None and is_summand(origin, learn.loss_grad.grad_fn)
-    if not is_alone: fit.loss_check.note_changed('added' if is_sum else 'replaced')
-    return items if is_sum else rows
+    is_added = origin is not None and is_summand(origin, learn.loss_grad.grad_fn)
+    if not is_alone: fit.loss_check.note_changed('added' if is_added else 'replaced')
+    return items if is_added else rows
 
 def is_summand(origin, node)->bool:
     "Returns whether `node` of the graph is a sum, or a sum of sums, of which `origin` is a part"
-    if node is origin: return True
-    if not type(node).__name__.startswith('AddBackward'): return False
-    return any(is_summand(origin, before) for before,_ in node.next_functions)
+    to_visit = [node]
+    seen = set()
+    while to_visit:
+        node = to_visit.pop()
+        if node is origin: return True
+        is_sum = type(node).__name__.startswith('AddBackward')
+        if node in seen or not is_sum: continue
+        seen.add(node)
+        to_visit += [before for before,_ in node.next_functions]
+    return False
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #03b0af1b
 def backward(fit:Fit, window:Window, contribution:Contribution, ends_window:bool):
-    "fastai's backward pass with its events, for the weighted loss; after it, the contribution is in the sums"
+    """fastai's backward pass with its events, for the weighted loss. Afterwards the contribution is in the sums, unless
+    a callback has cancelled the pass"""
     n_before = window.losses.n_micro
     is_alone = ends_window and not n_before
     run = partial(add_backward_pass, fit, window, contribution, is_alone)
@@ -126,12 +140,15 @@ def backward(fit:Fit, window:Window, contribution:Contribution, ends_window:bool
         fit.send.around(run, 'backward', CancelBackwardException)
         if ends_window and not window.step_is_cancelled: fit.send.end_backward()
     except CancelBatchException as e:
-        if window.losses.n_micro == n_before: raise
-        # The gradient is in the sums. As fastai's batch, the window keeps it, and has no step
+        was_added = window.losses.n_micro > n_before
+        if not was_added: raise  # it was cancelled before the pass
+        # As fastai keeps the gradient of a batch that is cancelled after its pass, the window keeps it, and has no step
         window.cancel_step()
-        if not ends_window: hold_back(fit, e)
-    if window.losses.n_micro > n_before: return
-    # A callback has cancelled the backward pass. As a whole window, what is in `.grad` is used, as in fastai
+        if not ends_window: let_it_see_windows(fit, e)
+    was_added = window.losses.n_micro > n_before
+    if was_added: return
+    # A callback has cancelled the pass (CancelBackwardException), and may have run one of its own. If the micro-batch
+    # is alone, its gradient is used as it is, as in fastai; in a sum its weight would be unknown
     if is_alone: window.add(contribution)
     elif not window.grads.is_as_before():
         raise RuntimeError("a callback ran the backward pass itself (CancelBackwardException) in a window of several "
@@ -142,22 +159,24 @@ def add_backward_pass(fit:Fit, window:Window, contribution:Contribution, is_alon
     learn = fit.learn
     weight = contribution.weight
     window.grads.check()  # before this pass changes the gradients
-    learn.loss_grad = scaled(learn.loss_grad, weight)  # with what callbacks have added to it
-    if isinstance(weight, Tensor) or not weight:
-        outputs = [*tensors_in(learn.pred), *fit.params.extra]
+    learn.loss_grad = scaled(learn.loss_grad, weight)  # after `before_backward`, in which a GradScaler scales it
+    may_be_empty = isinstance(weight, Tensor) or not weight  # a tensor is not read, since that would wait for the GPU
+    if may_be_empty:
+        outputs = [*tensors_in(learn.pred), *fit.params.extra]  # a loss has its own parameters beside the outputs
         with zero_grads_if_empty(outputs, weight): learn._backward()
     else: learn._backward()
     window.add(contribution)
     fit.processes.after_backward()
-    if not is_alone: window.grads.add()
+    if not is_alone: window.grads.note_backward()
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #90ba37f7
-def hold_back(fit:Fit, e:CancelBatchException):
-    "Sends `after_backward` to the callback that has raised `e` once per window from now on; RuntimeError if that is impossible"
+def let_it_see_windows(fit:Fit, e:CancelBatchException):
+    """A callback that cancels batches after their backward pass accumulates by itself, and a window is one batch to it:
+    from now on it gets `after_backward` once per window. Raises RuntimeError if it cannot be found, or sent events"""
     cb = callback_that_raised(e)
     if cb is None or not fit.send.as_fastai:
-        raise RuntimeError(f"{type(cb).__name__} cancels batches after their backward pass (does it accumulate, too?), which "
-                           "is not possible in a window of several micro-batches: remove it") from e
+        raise RuntimeError(f"{type(cb).__name__} cancels batches after their backward pass (does it accumulate, too?), "
+                           "which is not possible in a window of several micro-batches: remove it") from e
     fit.send.hold_back(cb)
 
 def callback_that_raised(e:BaseException)->Callback|None:

@@ -44,8 +44,11 @@ class WindowParams:
     def __init__(self, learn):
         self.opt = learn.opt
         self.param_lists = param_lists_of(learn.opt)
-        self.extra = extra_params(learn)
+        self.extra = extra_params(learn)  # not in the optimizer of the Learner
+        # Nobody else may change these gradients in the middle of a window
         self.guarded = unique([*params_in(learn.opt), *learn.model.parameters()])
+        # These are summed and averaged. The optimizers of `extra` belong to callbacks, which may zero them when they
+        # like
         self.all = unique([*self.guarded, *self.extra])
         self.has_half = any(p.dtype in half for p in self.all)
 
@@ -54,11 +57,12 @@ class WindowParams:
         return learn.opt is self.opt and param_lists_of(learn.opt) is self.param_lists
 
     def drop_extra_grads(self):
-        "The optimizer of the Learner does not know these parameters, so it does not zero their gradients"
+        "Drops the gradients of `extra` where a step is left out, since `opt.zero_grad` does not reach them"
         for p in self.extra: p.grad = None
 
 def param_lists_of(opt):
-    "Returns the list of parameter groups that fastai's optimizers hold; None for an OptimWrapper, which makes it anew"
+    """Returns the list of parameter groups of an optimizer, to be compared by identity. None for an OptimWrapper, which
+    makes a new list each time: a change in its groups goes unnoticed"""
     return vars(opt).get('param_lists')
 
 # %% ../../nbs/windows/02_gradients.ipynb #881cf74d
@@ -76,14 +80,14 @@ def gradients(params:Iterable)->list:
 def average_gradients(
     params:Iterable,
     divisor:Real,
-    float32_grads:dict|None=None, # Sums from `add_in_float32`, by parameter; emptied, so that each is freed
+    float32_grads:dict|None=None, # Sums from `add_in_float32`, by parameter. It is left empty
 ):
-    "Divides the gradients of `params` in place. Sums in float32 become gradients, rounded once"
+    "Divides the gradients of `params` in place; makes sums in float32 gradients, rounded once"
     if divisor != 1:
         grads = gradients(params)
         if grads: torch._foreach_div_(grads, divisor)
     while float32_grads:
-        p,grad = float32_grads.popitem()
+        p,grad = float32_grads.popitem()  # one at a time, so that not all exist in both precisions
         p.grad = grad.div_(divisor).to(p.dtype)
 
 def is_finite(params:Iterable)->bool:
@@ -118,62 +122,66 @@ class GradientGuard:
         return is_same and self.states == self.current_states()
 
     def check(self):
-        "Raises RuntimeError if the window would lose a change, or mix it into its sums"
+        "Raises RuntimeError if somebody has changed the gradients, since their sum would be wrong"
         if self.is_intact(): return
         raise RuntimeError("a gradient was zeroed, replaced or changed, or a parameter frozen, in the middle of a window "
-                           "(by an attack, clipping, a GANTrainer?): do this in before_step, or use windows of one batch")
+                           "(by an attack, clipping, a GANTrainer?): do this in before_step, or use windows of one "
+                           "batch")
 
 # %% ../../nbs/windows/02_gradients.ipynb #304dcb7d
 class GradientSums:
     """The gradients of a window. PyTorch sums them in `.grad`; those of half-precision weights are summed in float32
-    beside it"""
+    beside it.
+
+    If a callback cancels a batch after its backward pass, fastai takes no step and zeroes no gradients, and the next
+    batch adds to them. A window that follows such a batch sets these `earlier` gradients aside, since they have no
+    weight, and adds them to its mean"""
     def __init__(self, params:WindowParams, begins_with_grads:bool=False):
         self.params = params
         self.float32 = None  # the sums in float32, by parameter
-        self.guard = None  # finds out whether somebody else changes the sums; None: there is no sum, but a single gradient
+        self.guard = None  # a GradientGuard of the sums; None: there is no sum, but a single gradient
         self.earlier = []  # parameters, with their gradients from before the window
         if not begins_with_grads: return
         self.earlier = [(p, p.grad) for p in params.all if p.grad is not None]
         for p,_ in self.earlier: p.grad = None
 
+    def has_earlier(self)->bool: return bool(self.earlier)
+
+    def add_earlier(self):
+        "Adds the gradients from before the window to `.grad`"
+        for p,grad in self.earlier:
+            if p.grad is not None: grad = grad+p.grad
+            p.grad = grad
+        self.earlier = []
+
     def begin_float32(self):
-        "From here on, gradients of half-precision weights are summed in float32"
+        "Of a window of several micro-batches: from here on, gradients of half-precision weights are summed in float32"
         if self.params.has_half: self.float32 = {}
 
     def check(self):
         "Raises RuntimeError if somebody else has changed the sums"
         if self.guard is not None: self.guard.check()
 
-    def add(self):
-        "After a backward pass, which has added to the sums: from here on, nobody else may change them"
+    def note_backward(self):
+        "After a backward pass, which has added to the sums: until the next one, nobody else may change them"
         if self.float32 is not None: add_in_float32(self.params.all, self.float32)
         self.guard = GradientGuard(self.params.guarded)
-
-    def restart(self, float32:dict|None):
-        "Accepts that somebody has replaced the gradients: sums begin anew"
-        self.float32 = float32
-        if self.guard is not None: self.guard = GradientGuard(self.params.guarded)
-
-    def add_float32(self, earlier:dict|None):
-        "Adds sums from before; `.grad` has theirs already"
-        if earlier is not None:
-            for p,grad in self.float32.items(): earlier[p] = earlier[p]+grad if p in earlier else grad
-        self.restart(self.float32 if earlier is None else earlier)
 
     def average(self, divisor:Real):
         "Turns sums into means, and adds the gradients from before the window"
         average_gradients(self.params.all, divisor, self.float32)
-        for p,grad in self.earlier: p.grad = grad if p.grad is None else grad+p.grad
+        self.add_earlier()
 
     def is_as_before(self)->bool:
-        "Returns whether a backward pass has added nothing"
+        "Returns whether a callback that has cancelled the backward pass has added no gradient, either"
         if self.guard is not None: return self.guard.is_intact()
-        grads = gradients(trained_params(self.params.opt))  # None or 0 when a window begins
+        grads = gradients(trained_params(self.params.opt))  # None or 0, since it is the first pass of the window
         return not any(g.any() for g in grads)
 
     def has_gradient(self, p)->bool:
         "Returns whether `p` has a gradient, in `.grad` or in float32"
-        return p.grad is not None or (self.float32 is not None and p in self.float32)
+        if p.grad is not None: return True
+        return self.float32 is not None and p in self.float32
 
     def gradient_of(self, p)->Tensor:
         "Returns the sum of gradients of `p`, in float32 or in `.grad`; zeros, which are stored there, if it has none"
@@ -182,3 +190,21 @@ class GradientSums:
             return self.float32[p]
         if p.grad is None: p.grad = torch.zeros_like(p)
         return p.grad
+
+    # For `BatchUndo`, which runs a batch again if memory runs out
+
+    def restart(self, float32:dict|None):
+        """Goes on with the gradients as they are now, and these sums in float32, since those of earlier batches were
+        set aside"""
+        self.float32 = float32
+        if self.guard is not None: self.guard = GradientGuard(self.params.guarded)
+
+    def add_float32(self, aside:dict|None):
+        "Adds to the sums in float32 those that were `aside`. `BatchUndo` has done so with `.grad`"
+        if aside is None:
+            self.restart(self.float32)
+            return
+        for p,grad in self.float32.items():
+            if p in aside: grad = aside[p]+grad
+            aside[p] = grad
+        self.restart(aside)

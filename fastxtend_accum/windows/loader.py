@@ -56,30 +56,34 @@ def dataset_size(dl)->int|None:
     return n
 
 def epoch_samples(dl, bs:int)->tuple[int,bool]:
-    """Returns the samples that `dl` yields in an epoch, in this process; and whether that is exact. It is not for an
-    `IterableDataset`, or for a loader that repeats or skips samples"""
+    """Returns the samples that `dl` yields in an epoch, in this process; and whether that is exact. For an
+    `IterableDataset`, or a loader that repeats or skips samples, it is an estimate"""
     n_batches = len(dl)
     n = dataset_size(dl)
     if n is None: return n_batches*bs,False
     n_full = n//bs
     if is_distributed(dl) and dl.drop_last: n_batches = n_full  # its length counts the incomplete batch, too
-    if n_batches == math.ceil(n/bs): return n,True
-    if n_batches == n_full: return n_full*bs,True
-    return n_batches*bs,False
+    takes_all = n_batches == math.ceil(n/bs)
+    drops_rest = n_batches == n_full
+    if takes_all: return n,True
+    if drops_rest: return n_full*bs,True
+    return n_batches*bs,False  # the length of the loader does not fit its data set
 
 # %% ../../nbs/windows/08_loader.ipynb #bc7dde7c
 class LoaderInfo(NamedTuple):
-    "What a DataLoader says of the batches of an epoch, in this process"
+    """What a DataLoader says of the batches of an epoch, in this process. If nobody knows a batch size, batches are
+    planned"""
     batch_size:int|None  # None: unknown, and not needed, since each batch is a window
-    states_batch_size:bool  # False: it is unknown, or the callback's `micro_batch_size`
-    samples:int  # or batches, if their size is unknown
+    states_batch_size:bool  # False: `batch_size` is unknown, or it is the callback's `micro_batch_size`
+    samples:int  # in the epoch; batches, if `batch_size` is None
     has_exact_length:bool  # False: there may be more or fewer
 
     @property
-    def planned_batch_size(self)->int: return self.batch_size or 1  # unknown: plan in batches
+    def planned_batch_size(self)->int: return self.batch_size or 1
 
     def planned_samples(self, samples:int)->int:
-        "Returns how many samples the plan counts for a batch that has turned out to have `samples`"
+        """Returns by how many samples a batch of `samples` advances the plan: by a whole batch if the loader states no
+        size, since the plan then knows of no smaller ones"""
         return samples if self.states_batch_size else self.planned_batch_size
 
 def loader_info(
@@ -190,9 +194,13 @@ class EpochBatches(GetAttr):
         self.samples_read = 0
         self.n_read = 0
 
-    def __reduce__(self): return type(None),()  # a running DataLoader is not to be pickled
+    def __reduce__(self):
+        "A Learner that is copied or exported in the middle of a fit gets None: a running DataLoader cannot be pickled"
+        return type(None),()
 
-    def __iter__(self)->Iterator: return iter(self.dl)
+    def __iter__(self)->Iterator:
+        "For callbacks that read `learn.dl` by themselves. The loop uses `advance`"
+        return iter(self.dl)
 
     def __len__(self)->int:
         if self.info.has_exact_length: return self.n_rounds
@@ -213,7 +221,8 @@ def reading(self:EpochBatches):
 
 @patch
 def with_counts(self:EpochBatches)->Iterator[LoaderBatch]:
-    "Yields the batches of the DataLoader, with their counts"
+    """Yields the batches of the DataLoader with their counts. If it states a batch size, samples go by that, since its
+    batches may have several rows of each sample; if not, each row is a sample"""
     info = self.info
     left = info.samples
     for data in self.dl:
@@ -225,6 +234,7 @@ def with_counts(self:EpochBatches)->Iterator[LoaderBatch]:
             rows = n_rows(data, info.batch_size)
             samples = rows
         left -= samples
+        # The last batch of an IterableDataset may be smaller, too, and nobody knows in advance which one it is
         missing = 0 if info.has_exact_length else max(samples-rows, 0)
         yield LoaderBatch(data, samples, rows, missing)
 
@@ -240,7 +250,8 @@ def advance(self:EpochBatches)->bool:
 
 @patch
 def prefetch(self:EpochBatches, samples:int):
-    "Reads batches ahead until there are `samples`, if nothing else tells whether a window can be filled"
+    """Before a window: reads ahead until there are `samples`, so that `can_fill` knows whether it is going to be full.
+    It knows without if the length is exact, and need not know if the last window may be smaller"""
     if self.plan.remainder == 'step' or self.info.has_exact_length: return
     while self.samples_left() < samples:
         batch = next(self.source, None)
@@ -248,12 +259,14 @@ def prefetch(self:EpochBatches, samples:int):
         self.prefetched.append(batch.copied())
 
 @patch
-def end(self:EpochBatches, unfinished:list):
-    "Keeps the batches of the `unfinished` window, and those that are left, if they are to be carried"
+def finish_epoch(self:EpochBatches, unfinished:list):
+    """After the last round: keeps the batches of the `unfinished` window, and those that are left, if they are to be
+    carried"""
     if self.plan.remainder == 'carry':
         self.unfinished = unfinished
         self.prefetched.extend(o.copied() for o in self.source)
-    elif self.samples_left() <= 0: next(self.source, None)  # lets the DataLoader end, and call its `after_iter`
+    # One more request lets a DataLoader that has no batch left end by itself, and call its `after_iter`
+    elif self.samples_left() <= 0: next(self.source, None)
 
 # %% ../../nbs/windows/08_loader.ipynb #917408b2
 # Questions
@@ -271,9 +284,9 @@ def is_last(self:EpochBatches)->bool:
 
 @patch
 def samples_left(self:EpochBatches)->int:
-    "Returns the samples after the current batch; if the length is not exact, those that were read ahead"
-    if self.info.has_exact_length: return self.info.samples+self.plan.carried_samples-self.samples_read
-    return sum(o.samples for o in self.prefetched)
+    "Returns the samples after the current batch; if the length is not exact, those that `prefetch` has read"
+    if not self.info.has_exact_length: return sum(o.samples for o in self.prefetched)
+    return self.info.samples+self.plan.carried_samples-self.samples_read
 
 @patch
 def can_fill(self:EpochBatches, size:int)->bool:
@@ -282,8 +295,9 @@ def can_fill(self:EpochBatches, size:int)->bool:
 
 @patch
 def may_end_within(self:EpochBatches, size:int)->bool:
-    """Returns whether the epoch may end before a window of `size` samples is full, so that its batches are carried. Even
-    if there are enough samples, a callback may cancel some of the last ones"""
+    """Returns whether the epoch may end before a window of `size` samples is full, so that its batches are kept, to be
+    carried. They are copied, so those of other windows are not kept"""
     if self.plan.remainder != 'carry': return False
-    left = self.samples_left()-size
-    return not self.info.has_exact_length or left < self.info.planned_batch_size
+    if not self.info.has_exact_length: return True
+    samples_after = self.samples_left()-size
+    return samples_after < size  # a callback may cancel some batches of the window, for which later ones are taken

@@ -20,8 +20,10 @@ def running_callbacks(learn, module:str, name:str)->list:
     return [cb for cb in learn._grab_cbs(getattr(found, name)) if cb.run]
 
 class Loggers:
-    """The Recorder, W&B and TensorBoard callbacks of `learn`; none without a Learner. It writes these attributes of
-    theirs: `accum_bs`, `accum_bs_of`, `opt` and `_wandb_epoch`; and, for a moment, `accumulate` of training metrics"""
+    """The Recorder, W&B and TensorBoard callbacks of `learn`, and what they are told of each window. Without a Learner
+    there are none, and nothing is told"""
+    # It writes these attributes of theirs: `accum_bs`, `accum_bs_of`, `_wandb_epoch`; and until the end of a round
+    # `opt`, and `accumulate` of training metrics
     def __init__(self, learn=None):
         self.learn = learn
         self.recorders = []
@@ -33,20 +35,22 @@ class Loggers:
         self.wandb = running_callbacks(learn, 'wandb', 'WandbCallback')
         self.tensorboard = running_callbacks(learn, 'tensorboard', 'TensorBoardCallback')
 
+    def all_loggers(self)->list: return [*self.recorders, *self.wandb, *self.tensorboard]
+
     def begin_fit(self):
-        "Begins new lists of batch sizes, as the Recorder does of losses"
+        "Begins new lists of batch sizes, as the Recorder begins new lists of losses"
         for rec in self.recorders:
             rec.accum_bs = []
             rec.accum_bs_of = rec.losses  # lets `plot_accum_bs` know that the losses are of the same fit
-        # fastxtend's Recorder has no such attribute
+        # By `vars`, since fastxtend's Recorder has no such attribute, and would look for it in the model
         self.with_train_metrics = [rec for rec in self.recorders if vars(rec).get('train_metrics')]
 
     def log_batch_size(self, samples:int):
-        "Logs the samples of a window that all callbacks have seen, at the step at which they have logged it"
+        "After `after_batch` of a window: logs its samples beside what the loggers have logged of it"
         for rec in self.recorders:
             n_new = len(rec.losses)-len(rec.accum_bs)
             if n_new < 1: continue  # this Recorder has left the window out
-            # 0 for each batch that a callback has cancelled since the last window, of which fastai records the loss
+            # 0 for each batch that a callback has cancelled since the last window, since the Recorder logs its loss
             rec.accum_bs.extend(0 for _ in range(n_new-1))
             rec.accum_bs.append(samples)
         for cb in self.tensorboard: cb.writer.add_scalar('accumulation_batch_size', samples, self.learn.train_iter)
@@ -80,17 +84,22 @@ def resume_train_metrics(self:Loggers):
 
 @patch
 def fill_missing_metrics(self:Loggers):
-    "Metrics of an epoch without a batch are None, which trackers cannot compare: makes them NaN"
-    for rec in self.recorders: rec.log = L(math.nan if o is None else o for o in rec.log)
+    "Training metrics of an epoch without a batch are None, which trackers cannot compare: makes them NaN"
+    for rec in self.recorders:
+        n_train = len(rec._train_mets)
+        epoch,*values = rec.log
+        train,valid = values[:n_train],values[n_train:]
+        rec.log = L(epoch, *[math.nan if o is None else o for o in train], *valid)
 
 # %% ../../nbs/windows/10_loggers.ipynb #27c52319
 @patch
 def show_hypers(self:Loggers, hypers:list):
-    "Lets loggers read `hypers`, as they are now, in the place of those of the optimizer"
-    copied = [dict(o) for o in hypers]
-    for cb in (*self.recorders, *self.wandb, *self.tensorboard): vars(cb)['opt'] = SimpleNamespace(hypers=copied)
+    "Lets loggers find `hypers`, as they are now, in their `opt.hypers`: they log after the optimizer has its own back"
+    shown = SimpleNamespace(hypers=[dict(o) for o in hypers])
+    # An attribute of the callback hides that of the Learner; by `vars`, since fastai warns of such attributes
+    for cb in self.all_loggers(): vars(cb)['opt'] = shown
 
 @patch
 def show_optimizer(self:Loggers):
     "Ends `show_hypers`"
-    for cb in (*self.recorders, *self.wandb, *self.tensorboard): vars(cb).pop('opt', None)
+    for cb in self.all_loggers(): vars(cb).pop('opt', None)

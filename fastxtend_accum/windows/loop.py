@@ -30,22 +30,38 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'own_loop', 'whole_ba
 # item          what a loss averages over: samples, labels, elements, ...
 # loader batch  what the DataLoader yields at a time
 # micro-batch   what the model sees at a time: a loader batch, or a part of one
-# window        the loader batches of one optimizer step
+# window        the loader batches of one optimizer step. It is open once a batch has run in it, full once it has its
+#               samples, and closed once it has an `Outcome`: at once if it is full, or else at the end of the epoch
+# alone         a micro-batch is alone if it is a whole window: it is computed exactly as in fastai, without sums
 # round         what fastai takes for a batch: a window or, with log_accum_batch=False, a loader batch
-# counts        a loader batch counts if it has run, so that its gradient is in the window; a round, if loggers are to see it
+# counts        a loader batch counts if it has run, so that its gradient is in the window; a round counts if loggers
+#               are to see it
+# preparing     a callback prepares batches if its order is below 50, the Recorder's: it may see each loader batch
+# late          a callback is late if its order is 50 or more: with log_accum_batch=True it sees windows
 
-# The events of a window of three loader batches. Callbacks with an order below 50, the Recorder's, prepare batches:
-# with log_accum_batch=True they see each loader batch, as far as they have before_batch, and other callbacks see windows.
+# run_epoch                      takes the place of fastai's all_batches
+#   open_window
+#   run_round                    takes the place of one_batch
+#     begin_batches              sends before_batch
+#     run_batches                takes the place of _do_one_batch
+#       run_window, run_single   with log_accum_batch=True, with False
+#         run_batch              once per loader batch, by the strategy
+#           run_micro_batch      forward and backward pass, by forward_backward
+#         close_window           finalize_gradients, then take_step
+#     end_round                  after after_batch
+
+# The events of a window of three loader batches. With log_accum_batch=True, preparing callbacks see each loader batch
+# if they have before_batch; all others see the window. With log_accum_batch=False, all see loader batches.
 #
-#               log_accum_batch=True: below 50                           from 50 on    log_accum_batch=False: all callbacks
-# batch 1       before_batch                                             before_batch  before_batch
-#   each        after_pred after_loss before_backward after_backward     the same      the same
-#               after_cancel_batch after_batch                                         after_batch
-# batch 2       before_batch                                                           before_batch
-#               ...                                                                    ...
-# batch 3       ...                                                                    ...
-#               before_step after_step                                   the same      the same
-#               after_batch                                              after_batch   after_batch
+#            True, preparing                                        True, others            False, all
+# batch 1    before_batch                                           before_batch            before_batch
+#   each     after_pred after_loss before_backward after_backward   the same                the same
+#            after_cancel_batch after_batch                                                 after_batch
+# batch 2    before_batch                                                                   before_batch
+#            ...                                                    ...                     ...
+# batch 3    ...                                                    ...                     ...
+#            before_step after_step                                 the same                the same
+#            after_batch                                            after_batch             after_batch
 #
 # after_cancel_batch stands there since fastai's own GradientAccumulation ends batches without a step in this way.
 
@@ -59,13 +75,15 @@ def all_batches(self:Learner):
 Learner.all_batches = all_batches
 
 def own_loop(learn)->str|None:
-    """Returns the name of the first method of fastai's loop that `learn`, its class or a patch of `Learner` has replaced,
-    for example for SAM; None if there is none"""
+    """Returns the name of the first method of fastai's loop that somebody has replaced, as for SAM; None if nobody has.
+    It may be an attribute of `learn`, a method of its class, or a patch of `Learner`"""
     for name in ('all_batches', 'one_batch', '_do_one_batch', '_do_grad_opt', '_backward'):
         method = getattr(type(learn), name)
         is_known = method is all_batches or method.__module__ == 'fastai.learner'
         if name in vars(learn) or not is_known: return name
-    return None if fastai_all_batches.__module__ == 'fastai.learner' else 'all_batches'  # patched before the import
+    # What this module has replaced may itself have been a patch, made before the import
+    if fastai_all_batches.__module__ != 'fastai.learner': return 'all_batches'
+    return None
 
 def whole_batch(loop:WindowLoop):
     "Runs the loader batch that `learn` holds as one micro-batch. Other strategies take less memory"
@@ -104,9 +122,10 @@ class WindowLoop:
         dl, # Its batches are run
         plan:EpochPlan,
         carried:list, # Batches of the epoch before, which come first
-        counts_samples:bool, # Whether samples count the position in training, since windows differ in size
-        watches_late_callbacks:bool, # Whether to warn of callbacks after the Recorder that prepare batches
+        counts_samples:bool, # Whether the position in training is measured in samples, since windows differ in size
+        watches_late_callbacks:bool, # Whether to warn of late callbacks that change the batch
     ):
+        "Takes the loader and the plan of an epoch, in which no window has begun yet"
         n_rounds = len(plan.windows) if self.settings.log_accum_batch else plan.n_batches
         self.batches = EpochBatches(dl, plan, carried, self, n_rounds)
         self.progress = Progress(self.learn, self.batches, self.loggers, counts_samples)
@@ -119,19 +138,20 @@ class WindowLoop:
 
 @patch
 def run_epoch(self:WindowLoop):
-    "Takes the place of fastai's `all_batches`"
+    """Takes the place of fastai's `all_batches`: runs rounds until the loader ends, or until what is left fills no
+    window and has no step"""
     learn,batches = self.learn,self.batches
     learn.n_iter = len(batches)
     try:
         with batches.reading():
             for i in count():
-                if not self.window.is_open and not self.open_window(): break  # what is left fills no window
+                # With log_accum_batch=False, a window stays open over several rounds
+                if not self.window.is_open and not self.open_window(): break
                 if not batches.advance(): break
                 self.run_round(i)
-            is_incomplete = self.window.is_open and not self.has_no_step()
-            if is_incomplete: self.close_window()  # with log_accum_batch=False; else its round has closed it
-            batches.end(self.window.batches)
-    except (CancelTrainException, CancelEpochException, CancelFitException): raise
+            if self.window.is_open and not self.has_no_step(): self.close_after_rounds()
+            batches.finish_epoch(self.window.batches)
+    except (CancelTrainException, CancelEpochException, CancelFitException): raise  # no error: a callback ends training
     except BaseException as e:  # Ctrl-C, too
         self.cb.suggest_remedy(e)
         self.release_batch()
@@ -141,12 +161,20 @@ def run_epoch(self:WindowLoop):
         enable_gradient_sync(learn.model)
 
 @patch
+def close_after_rounds(self:WindowLoop):
+    """Closes a window that the last round has left open: with log_accum_batch=False, if nobody knew that its batch was
+    the last one, or if a callback has cancelled that batch"""
+    try: self.close_window()
+    except CancelBatchException: pass  # no batch is left that could be cancelled; the gradient stays, as in fastai
+    finally: self.end_round()
+
+@patch
 def open_window(self:WindowLoop)->bool:
-    "Begins a window; returns False if less is left in the epoch, and that is to have no step"
+    "Begins a window; returns False if what is left of the epoch does not fill it, and is to be dropped or carried"
     batches = self.batches
     size = batches.plan.size_at_pct(self.learn.pct_train)
-    batches.prefetch(size)
-    self.window = Window(size, batches.may_end_within(size))
+    batches.prefetch(size)  # first, since the answers below count what was read ahead
+    self.replace_window(size, keeps_batches=batches.may_end_within(size))
     return batches.can_fill(size)
 
 @patch
@@ -160,46 +188,51 @@ def run_round(self:WindowLoop, i:int):
 
 @patch
 def begin_batches(self:WindowLoop):
-    "Sends `before_batch`. If a callback cancels the first batch of a window, the window begins with the next one"
+    """Sends `before_batch`. If a callback cancels the first batch of a window, the next one takes its place in the same
+    round, so that no logger sees a window that is cancelled in part"""
     while True:
         try:
             self.send_before_batch()
             return
         except CancelBatchException:
             self.window.note_cancelled(self.batches.current)
-            goes_on = self.settings.log_accum_batch and not self.window.is_cancelled
-            if not goes_on or not self.batches.advance(): raise
-            self.send.to_preparing('after_cancel_batch')
-            self.send.to_preparing('after_batch', only_with=('before_batch',))
+            is_single = not self.settings.log_accum_batch
+            ends_round = is_single or self.window.is_cancelled
+            if ends_round or not self.batches.advance():
+                self.progress.correct_before_fastai_counts()  # which `run_batches` does otherwise
+                raise
+            self.end_batch(was_cancelled=True)
             self.load_batch()
 
 @patch
 def run_batches(self:WindowLoop):
-    "Runs what stands between `before_batch` and `after_batch`"
+    "Runs the batches of a round. One that does not count ends as fastai's cancelled batch, with `after_cancel_batch`"
     try: counts = self.run_window() if self.settings.log_accum_batch else self.run_single()
-    finally: self.progress.correct_before_fastai_counts()
-    if not counts: raise CancelBatchException
+    finally: self.progress.correct_before_fastai_counts()  # also before a callback ends the epoch
+    if not counts: raise CancelBatchException  # `send.around` catches it
 
 # %% ../../nbs/windows/15_loop.ipynb #66732a29
 @patch
 def run_window(self:WindowLoop)->bool:
-    "log_accum_batch=True: runs the batch that `learn` holds, the others of its window, and takes the step"
+    """log_accum_batch=True: runs the batch that `learn` holds and the others of its window, and takes the step; returns
+    whether the round counts"""
     learn = self.learn
     loss_before = learn.loss
     counts = self.run_batch()
-    while not self.is_over() and self.batches.advance(): counts = self.run_next_batch(counts)
-    if not self.window.losses.samples: return False  # all batches were cancelled: to loggers, a cancelled batch as in fastai
-    if not self.has_no_step():
-        outcome = self.close_window()
-        if outcome in (Outcome.STEPPED, Outcome.NO_TARGETS): return True
-        if outcome is Outcome.CANCELLED: return False
+    while not self.is_done() and self.batches.advance(): counts = self.run_next_batch(counts)
+    if not self.window.losses.samples: return False  # all were cancelled: loggers see one cancelled batch, as in fastai
+    outcome = None if self.has_no_step() else self.close_window()
+    if outcome in (Outcome.STEPPED, Outcome.NO_TARGETS): return True
+    if outcome is Outcome.CANCELLED: return False  # loggers see its loss, as in fastai
+    # The step was skipped, or the batches are dropped or carried: loggers see no loss of them
     learn.yb = ()  # the Recorder leaves out a batch without targets
     learn.loss = loss_before
     return False
 
 @patch
 def run_single(self:WindowLoop)->bool:
-    "log_accum_batch=False: runs the batch that `learn` holds, and takes the step if it is the last one of its window"
+    """log_accum_batch=False: runs the batch that `learn` holds, and takes the step if it is the last one of its window;
+    returns whether the batch counts. It does if the step is skipped, since loggers see the loss of each loader batch"""
     counts = self.run_batch()
     ends_epoch = counts and self.batches.is_last() and not self.has_no_step()
     if not self.window.is_full and not ends_epoch: return counts
@@ -207,17 +240,20 @@ def run_single(self:WindowLoop)->bool:
 
 @patch
 def end_round(self:WindowLoop):
-    "After fastai's `after_batch`: logs the samples of the window, or takes back what fastai has counted for none"
+    "After fastai's `after_batch`: takes back what loggers were shown, and logs the samples of a window that was closed"
     self.loggers.resume_train_metrics()
     if self.settings.scale: self.loggers.show_optimizer()
     if not self.settings.log_accum_batch: return
     window = self.window
     if window.outcome is Outcome.STEPPED: self.loggers.log_batch_size(window.total_samples)
-    is_counted = window.outcome is not None or window.is_cancelled
-    if not is_counted: self.progress.uncount_round()
+    # fastai has counted each round. At the end of an epoch, one may have left its batches to the next epoch, or to none
+    has_window = window.outcome is not None or window.is_cancelled
+    if not has_window: self.progress.uncount_round()
 
 @patch
-def is_over(self:WindowLoop)->bool: return self.window.is_full or self.window.is_cancelled
+def is_done(self:WindowLoop)->bool:
+    "Returns whether the window takes no more batches: it is full, or as many samples as it takes were cancelled"
+    return self.window.is_full or self.window.is_cancelled
 
 @patch
 def has_no_step(self:WindowLoop)->bool:
@@ -235,7 +271,8 @@ def load_batch(self:WindowLoop):
 
 @patch
 def send_before_batch(self:WindowLoop):
-    "Sends `before_batch`; warns, once in a fit, of callbacks that prepare batches and do not see all of them"
+    """Sends `before_batch`; warns, once in a fit, of late callbacks that change the batch, since they do not see all of
+    them"""
     if not self.watches_late_callbacks:
         self.send('before_batch')
         return
@@ -246,32 +283,36 @@ def send_before_batch(self:WindowLoop):
              "50 or more: set its order to less, such as cb.order = 45")
 
 @patch
-def run_next_batch(self:WindowLoop, last_counted:bool)->bool:
+def run_next_batch(self:WindowLoop, previous_counts:bool)->bool:
     "Runs the next batch of the window, after the events between two batches; returns whether it counts"
-    send = self.send
     try:
-        # A batch ends for callbacks that set something up in `before_batch`, and take it down. One with `after_batch`
-        # alone is a logger, which sees windows. A batch that was cancelled tells everybody so
-        if last_counted: send.to_preparing('after_cancel_batch', only_with=('before_batch','after_batch'))
-        else: send.to_preparing('after_cancel_batch')
-        send.to_preparing('after_batch', only_with=('before_batch',))
+        self.end_batch(was_cancelled=not previous_counts)
         self.load_batch()
-        send.to_preparing('before_batch')
+        self.send.to_preparing('before_batch')
     except CancelBatchException:
         self.window.note_cancelled(self.batches.current)
         return False
     return self.run_batch()
 
 @patch
+def end_batch(self:WindowLoop, was_cancelled:bool):
+    """Sends the events at the end of a batch after which its window goes on: to preparing callbacks that have seen its
+    beginning. One with `after_batch` alone is a logger, and waits for the end of the window"""
+    if was_cancelled: self.send.to_preparing('after_cancel_batch')  # all are told
+    else: self.send.to_preparing('after_cancel_batch', only_with=('before_batch','after_batch'))
+    self.send.to_preparing('after_batch', only_with=('before_batch',))
+
+@patch
 def run_batch(self:WindowLoop)->bool:
-    "Runs the batch that `learn` holds; returns whether it counts: not if a callback cancels it before its backward pass"
+    "Runs the batch that `learn` holds; returns whether it counts, which it does not if a callback cancels it"
     batch,window = self.batches.current,self.window
     n_before = window.losses.n_micro
     if not n_before: self.prepare_window()
     try: self.strategy(self)
     except CancelBatchException:
-        if window.losses.n_micro > n_before:
-            # A part of it has run, and cannot be taken out of the sums: the window starts over
+        has_run_in_part = window.losses.n_micro > n_before  # some of its micro-batches
+        if has_run_in_part:
+            # What is in the sums cannot be taken out of them: the window starts over
             if n_before: warn("a callback has cancelled a part of a batch: its whole window is left out")
             self.discard_window()
         self.window.note_cancelled(batch)
@@ -282,10 +323,12 @@ def run_batch(self:WindowLoop)->bool:
 
 @patch
 def prepare_window(self:WindowLoop):
-    "Notes what the step of the window needs of its beginning"
+    "Before the first micro-batch of a window: notes hyper-parameters, and begins its gradients"
+    # The step uses those of the first batch, as with the large batch. With log_accum_batch=False, schedulers may set
+    # others in each batch of the window
     if not self.settings.log_accum_batch: self.first_hypers = hypers_of(self.learn.opt)
     self.fit.update_params()
-    self.window.begin(self.fit.params, self.leaves_grads)
+    self.window.begin(self.fit.params, begins_with_grads=self.leaves_grads)
 
 @patch
 def run_micro_batch(self:WindowLoop,
@@ -293,11 +336,14 @@ def run_micro_batch(self:WindowLoop,
     rows:int, # Of the tensors that `learn` holds
     ends_batch:bool=True,
 ):
-    "Runs the forward and backward pass of what `learn` holds"
+    """Runs the forward and backward pass of what `learn` holds. The first one of a fit is observed, for the line that
+    says what differs from one batch"""
     fills_window = self.window.losses.samples+samples >= self.window.size
-    ends_window = ends_batch and (fills_window or self.batches.is_last())
+    is_last_step = self.batches.is_last() and self.batches.plan.remainder == 'step'
+    completes_window = fills_window or is_last_step
+    ends_window = ends_batch and completes_window
     micro_batch = MicroBatch(samples, rows, ends_window)
-    self.send.repeat_set_up()
+    self.send.repeat_set_up()  # what callbacks have set up in `before_batch`, and taken back in the pass before
     if not self.description.needs_a_look():
         forward_backward(self.fit, self.window, micro_batch)
         return
@@ -312,7 +358,8 @@ skipped = Outcome.NO_ITEMS,Outcome.NONFINITE
 
 @patch
 def close_window(self:WindowLoop)->Outcome:
-    "Turns the sums of the window into means, and takes its step; returns what has become of it"
+    """Turns the sums of the window into means, and takes its step unless there is a reason against it; returns the
+    outcome"""
     learn,window = self.learn,self.window
     outcome = self.finalize_gradients() if window.losses.n_micro else Outcome.NO_TARGETS
     window.close(outcome)  # before the step, in which a callback may raise an exception
@@ -323,7 +370,9 @@ def close_window(self:WindowLoop)->Outcome:
         self.fit.params.drop_extra_grads()
     else:
         if self.settings.log_accum_batch: self.show_window_loss()
-        self.leaves_grads = True  # if a callback cancels the batch, as in fastai
+        # If a callback has cancelled the batch, or does so in an event of the step, fastai zeroes no gradients, and
+        # adds those of the next batch to them
+        self.leaves_grads = True
         if outcome is Outcome.CANCELLED: return outcome
         self.take_step()
     learn.opt.zero_grad()
@@ -332,14 +381,14 @@ def close_window(self:WindowLoop)->Outcome:
 
 @patch
 def finalize_gradients(self:WindowLoop)->Outcome:
-    "Turns the sums of the window into means, over all processes; returns what is to become of it"
+    "Makes means of the sums of the window, over all processes, and returns what is to become of it"
     learn,window = self.learn,self.window
     processes = self.fit.processes
     window.grads.check()
     if window.losses.n_micro > 1: self.check_loss()
     processes.reduce_window(window)
     if window.losses.items == 0: return Outcome.NO_ITEMS
-    # Over several processes, gradients are means of those of each, but not yet divided by the items of all of them
+    # A gradient is the sum over processes, divided by `n`, and has to be that sum, divided by the weight of all
     window.grads.average(window.losses.weight/processes.n)
     if window.step_is_cancelled: return Outcome.CANCELLED
     if not self.settings.skip_nonfinite: return Outcome.STEPPED
@@ -349,23 +398,24 @@ def finalize_gradients(self:WindowLoop)->Outcome:
 
 @patch
 def check_loss(self:WindowLoop):
-    "Warns if the loss of the window, one of the first, is not that of one batch"
+    "In the first windows of a fit: warns if the mean over micro-batches is not the loss of all samples together"
     if not self.fit.loss_check.windows_left: return
     warning = self.fit.loss_check.compare()
     if warning: warn(warning)
 
 @patch
 def show_window_loss(self:WindowLoop):
-    "Lets loggers see the mean loss of the window. Training metrics have seen the loss of each loader batch"
+    "Lets loggers see the mean loss of the window. Training metrics pause, since they have seen each loader batch"
     learn,window = self.learn,self.window
     self.loggers.pause_train_metrics()
     learn.loss = window.losses.mean
+    # A micro-batch that is alone leaves `loss_grad` as fastai does, with its graph
     if window.losses.n_micro > 1: learn.loss_grad = learn.loss
 
 # %% ../../nbs/windows/15_loop.ipynb #d4c43762
 @patch
 def take_step(self:WindowLoop):
-    "fastai's step with its events, with the hyper-parameters that are meant for it"
+    "fastai's step with its events. `hypers_of_step` hold from `before_step` until the step is taken"
     learn = self.learn
     if self.description.is_due: self.cb.print_description()
     hypers = self.hypers_of_step()
@@ -374,17 +424,18 @@ def take_step(self:WindowLoop):
         return
     step_hypers = StepHypers(learn.opt, hypers)
     step_hypers.apply()
-    # Other callbacks find the values from before in `after_step`, and also if one of them cancels the step
-    def run_step():
+    def step_and_restore():
+        "Callbacks find the values from before in `after_step`; loggers go on seeing those of the step"
         self.run_step()
         if self.settings.scale: self.loggers.show_hypers(learn.opt.hypers)
         step_hypers.restore()
-    try: self.send.around(run_step, 'step', CancelStepException, cancelled=step_hypers.restore)
-    finally: step_hypers.restore()
+    try: self.send.around(step_and_restore, 'step', CancelStepException, cancelled=step_hypers.restore)
+    finally: step_hypers.restore()  # after any other exception; else it does nothing
 
 @patch
 def hypers_of_step(self:WindowLoop)->dict:
-    "Returns the hyper-parameters that are not those of the optimizer: of the window's first batch, or by `scale`"
+    """Returns the hyper-parameters that the step uses in place of the optimizer's, by name; empty if it uses those.
+    They are those of the window's first batch, changed by the rules of `scale`"""
     settings = self.settings
     if not settings.scale: return self.first_hypers
     ratio = self.window.total_samples/settings.start_accum_bs
@@ -400,15 +451,23 @@ def run_step(self:WindowLoop):
 
 @patch
 def discard_window(self:WindowLoop):
-    "Drops a window that is not over, with its gradients, and begins it anew"
+    """Drops a window that has run in part, with its gradients, since their sum without a step means nothing. Does
+    nothing if the window is closed, or has not begun"""
     window = self.window
     if window.outcome is not None or not window.losses.n_micro: return
-    is_sum = window.grads.guard is not None  # else it is a single micro-batch, whose gradient stays, as in fastai
+    # A single gradient, to which no other was added, is what fastai leaves of an interrupted batch, too
+    is_sum = window.grads.guard is not None
     if is_sum:
         self.learn.opt.zero_grad()
         self.fit.params.drop_extra_grads()
-    self.leaves_grads = not is_sum
-    self.window = Window(window.size, window.keeps_batches)
+    self.leaves_grads = not is_sum or window.grads.has_earlier()
+    self.replace_window(window.size, window.keeps_batches)
+
+@patch
+def replace_window(self:WindowLoop, size:int, keeps_batches:bool):
+    "Begins a window in place of one that is closed, or of which nothing is left but gradients from before it"
+    if self.window.grads is not None: self.window.grads.add_earlier()
+    self.window = Window(size, keeps_batches)
 
 @patch
 def release_batch(self:WindowLoop):

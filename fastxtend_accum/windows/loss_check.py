@@ -41,43 +41,47 @@ def loss_and_grads(
     return [loss.as_subclass(Tensor).detach(), *grads]
 
 def norm_over_samples(o:Tensor)->Tensor:
-    "Returns a norm for each output: `o` has a row for each sample"
+    "Returns the norm of each column of `o`, which has a row for each sample and a column for each number per sample"
     return o.reshape(len(o), -1).norm(dim=0)
+
+_rounding = 1e6  # times the precision: in float64, columns from 2e-10 of all gradients count, in float32 from 12%
 
 def max_relative_error(
     a:list, # A loss, and its gradients by the predictions
     b:list, # The same, computed in another way
     size:Real|Tensor=0, # The largest part that was added up to the loss in `b`
 )->Tensor:
-    "Returns the largest relative difference, of the losses or of the gradients of an output, but for rounding"
+    "Returns the largest relative difference of the losses, or of a column of the gradients; NaN if all gradients are 0"
     loss,*grads = a
     other_loss,*other_grads = b
     precision = torch.finfo(loss.dtype)
     # A loss near 0 is compared with its parts; `tiny` avoids a division by 0
     scale = loss.abs().maximum(torch.as_tensor(size)).clamp_min(precision.tiny)
     errors = [((loss-other_loss).abs()/scale)[None]]
-    # The gradient of one output may consist of rounding errors if it is as small as this, compared with all
+    # A column that is tiny, compared with all, may consist of rounding errors, and is compared with `least`
     all_norms = torch.cat([o.flatten() for o in grads]).norm()
-    least = all_norms*min(1, 1e6*precision.eps)
+    least = all_norms*min(1, _rounding*precision.eps)
     for grad,other in zip(grads, other_grads):
         scale = norm_over_samples(grad).maximum(least)
         errors.append(norm_over_samples(grad-other)/scale)
     return torch.cat(errors).max()
 
 # %% ../../nbs/windows/06_loss_check.ipynb #df322578
-KeptMicroBatch = namedtuple('KeptMicroBatch', 'args rows items')  # args: predictions and targets
+# args: predictions and targets; items: those by `num_items`, None if it was not given
+KeptMicroBatch = namedtuple('KeptMicroBatch', 'args rows items')
 
 def shares_of(loss_func, micro_batches:list)->list:
     "Returns the share of each micro-batch in the loss of all; 1 for each if the loss is a sum"
     counts = [o.items for o in micro_batches]
-    if counts[0] is None: counts = [loss_items(loss_func, *o.args) for o in micro_batches]  # `num_items` was not given
+    if counts[0] is None: counts = [loss_items(loss_func, *o.args, rows=o.rows) for o in micro_batches]
     if None in counts: return [1 for _ in counts]
     total = sum(counts)
+    if not isinstance(total, Tensor) and total == 0: total = 1  # all labels are ignored
     return [o/total for o in counts]
 
 def compare_losses(loss_func, micro_batches:list, dtype:torch.dtype)->tuple:
-    """Computes the loss of all samples together, and its gradients. Returns how far it is off when it is computed again,
-    and how far the weighted sum over micro-batches is off"""
+    """Computes the loss of all samples together, and its gradients. Returns how far they are off when they are computed
+    again, which shows a loss that is random; and how far the weighted sums over micro-batches are off"""
     whole = join([o.args for o in micro_batches], [o.rows for o in micro_batches])
     joint = loss_and_grads(loss_func, whole, dtype)
     again = loss_and_grads(loss_func, whole, dtype)
@@ -88,15 +92,16 @@ def compare_losses(loss_func, micro_batches:list, dtype:torch.dtype)->tuple:
         weighted_loss,*weighted_grads = [zero_if_empty(share, value*share) for value in part]
         losses.append(weighted_loss)
         grads.append(weighted_grads)
-    grads_by_output = zip(*grads)
-    summed = [sum(losses), *map(torch.cat, grads_by_output)]
+    parts_of_grads = zip(*grads)  # for each tensor of predictions, the gradients of all micro-batches
+    summed = [sum(losses), *map(torch.cat, parts_of_grads)]
+    if [o.shape for o in summed] != [o.shape for o in joint]: raise CannotCompare('outputs cannot be joined by samples')
     largest = torch.stack(losses).abs().max()
     return max_relative_error(joint, again),max_relative_error(joint, summed, largest)
 
 # %% ../../nbs/windows/06_loss_check.ipynb #bb683774
 _warnings_of_changes = dict(
-    replaced="a callback replaces the loss in after_loss: micro-batches are weighted by their samples; if it averages over "
-             "something else, pass num_items",
+    replaced="a callback replaces the loss in after_loss: micro-batches are weighted by their samples; if it averages "
+             "over something else, pass num_items",
     added="a callback adds to the loss in after_loss: what it adds is weighted like the loss; if both average over "
           "something else, pass num_items")
 
@@ -136,12 +141,13 @@ class LossCheck:
     def note_changed(self, how:str):
         "Notes that a callback has 'replaced' the loss, or 'added' to it; warns the first time"
         self.stop()
-        if self.verdict() == how: return
+        if any(o.verdict == how for o in self.results): return
         self.results.append(Comparison(how))
         warn(_warnings_of_changes[how])
 
     def state(self)->dict:
-        "Returns all attributes, for `restore`"
+        """Returns all attributes, for `restore` by a retry. What is added to `results` meanwhile stays there, so that
+        no warning comes twice"""
         return dict(vars(self))
 
     def restore(self, state:dict): vars(self).update(state)
@@ -168,16 +174,16 @@ def compare(self:LossCheck)->str|None:
 
 @patch
 def compare_in_any_precision(self:LossCheck, micro_batches:list)->Comparison:
-    if len(micro_batches) < 2: return Comparison('unknown', reason='only one micro-batch was kept, or they are too large')
-    for dtype in (torch.float64, torch.float32):  # some losses accept nothing but float32
-        try: again,error = self.compare_in(dtype, micro_batches)
-        except (CannotCompare, CannotJoin) as e:
-            reason = str(e)
-            continue
-        if not math.isfinite(again): return Comparison('unknown', reason='a gradient is 0, NaN or infinite')
-        if again > self.tolerance: return Comparison('unknown', reason='called again, it returns something else')
-        return Comparison('same' if error <= self.tolerance else 'differs', error)
-    return Comparison('unknown', reason=reason)
+    "Compares in float64 or, if the loss function does not accept that, in float32"
+    if len(micro_batches) < 2:
+        return Comparison('unknown', reason='only one micro-batch was kept, or they are too large')
+    try: again,error = self.compare_in(torch.float64, micro_batches)
+    except (CannotCompare, CannotJoin):
+        try: again,error = self.compare_in(torch.float32, micro_batches)
+        except (CannotCompare, CannotJoin) as e: return Comparison('unknown', reason=str(e))
+    if not math.isfinite(again): return Comparison('unknown', reason='a gradient is 0, NaN or infinite')
+    if again > self.tolerance: return Comparison('unknown', reason='called again, it returns something else')
+    return Comparison('same' if error <= self.tolerance else 'differs', error)
 
 @patch
 def compare_in(self:LossCheck, dtype:torch.dtype, micro_batches:list)->list:

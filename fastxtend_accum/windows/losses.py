@@ -12,23 +12,23 @@ from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 
 # %% auto #0
-__all__ = ['loss_rules', 'loss_items', 'rule_of', 'settings_of_function', 'rule_of_class', 'as_count', 'has_rule', 'model_labels',
-           'counted_labels', 'n_items', 'check_items']
+__all__ = ['loss_rules', 'loss_items', 'rule_of', 'mixes_losses', 'rule_of_mixed', 'settings_of_function', 'rule_of_class',
+           'as_count', 'has_rule', 'model_labels', 'counted_labels', 'n_items', 'check_items']
 
 # %% ../../nbs/windows/05_losses.ipynb #c64c91e1
 def loss_items(
     loss_func:Callable, # The loss function
     pred:Tensor, # The model's predictions
     *targ:Tensor, # The targets
-    samples:int|None=None, # Samples in the batch; None: rows of the targets
+    rows:int|None=None, # Rows of the batch; None: those of the targets
 )->Real|Tensor|None: # Items that the loss averages over; None: it sums and does not average
-    "What a batch's loss averages over, by the class or function of the loss; samples if that is unknown"
+    "What a batch's loss averages over, by the class or function of the loss; rows if that is unknown"
     rule,settings = rule_of(loss_func)
     if getattr(settings, 'reduction', 'mean') == 'sum': return None
     args = pred,*targ
     are_tensors = all([isinstance(o, Tensor) for o in args])
-    if len(args) != 2 or not are_tensors: return samples or find_bs(targ)
-    if rule is None: return len(targ[0])
+    if len(args) != 2 or not are_tensors: return rows or find_bs(targ)
+    if rule is None: return rows or len(targ[0])
     # A rule compares plain tensors, not fastai's TensorImage with a TensorMask
     plain = [o if type(o) is Tensor else o.as_subclass(Tensor) for o in args]
     return rule(settings, *plain)
@@ -36,7 +36,7 @@ def loss_items(
 loss_rules = {}  # by the class or function of the loss: `rule(settings, pred, targ)` returns the items
 
 def _register(kind:type|Callable, rule:Callable|None=None):
-    "Counts the items of losses of this class, or of this function, by `rule`, unless they sum; also a decorator"
+    "Registers the `rule` that counts the items of losses of this class, or of this function; also a decorator"
     if rule is None: return partial(_register, kind)
     loss_rules[kind] = rule
     return rule
@@ -45,12 +45,9 @@ loss_items.register = _register
 
 # %% ../../nbs/windows/05_losses.ipynb #2f35c563
 def rule_of(loss_func)->tuple:
-    "Returns the rule for `loss_func`, None if there is none, and an object with the settings of the loss as attributes"
-    if isinstance(loss_func, types.MethodType) and isinstance(loss_func.__self__, MixHandler):
-        rule,settings = rule_of(loss_func.__self__.old_lf)
-        # MixUp and CutMix mix the loss of each label with that of another label, and average over all labels
-        if rule is not None: rule = _label_items
-        return rule,settings
+    """Returns the rule that counts the items of `loss_func`, None if there is none; and an object with the settings of
+    the loss as attributes, such as `reduction`"""
+    if mixes_losses(loss_func): return rule_of_mixed(loss_func.__self__.old_lf)
     func = loss_func.func if isinstance(loss_func, partial) else loss_func
     if isinstance(func, types.FunctionType):
         rule = loss_rules.get(func)
@@ -62,12 +59,25 @@ def rule_of(loss_func)->tuple:
     if getattr(settings, 'reduction', 'mean') == 'none' and rule in _rules_by_reduction: rule = None
     return rule,settings
 
+def mixes_losses(loss_func)->bool:
+    "Returns whether `loss_func` is what MixUp and CutMix put in the place of the loss"
+    return isinstance(loss_func, types.MethodType) and isinstance(loss_func.__self__, MixHandler)
+
+def rule_of_mixed(loss_func)->tuple:
+    "See `rule_of`. The loss of each label is mixed with that of another label, and averaged over all labels"
+    rule,settings = rule_of(loss_func)
+    if rule is not None: rule = _label_items
+    return rule,settings
+
 def settings_of_function(func, loss_func)->SimpleNamespace:
-    "Returns PyTorch's defaults, updated by the attributes of `func`, and by `loss_func` if that is a partial of it"
+    """Returns the settings of a loss function: PyTorch's defaults, then attributes that somebody has given the
+    function, as in `my_loss.reduction = 'sum'`, then the arguments and attributes of `loss_func`, if that is a
+    partial of it"""
     settings = dict(weight=None, ignore_index=-100, reduction='mean')
     settings.update(vars(func))
-    if loss_func is not func: settings.update(loss_func.keywords)
-    settings.update(vars(loss_func))
+    if loss_func is not func:
+        settings.update(loss_func.keywords)
+        settings.update(vars(loss_func))
     return SimpleNamespace(**settings)
 
 def rule_of_class(kind):
@@ -97,8 +107,8 @@ def _element_items(settings, pred, targ):
 def _label_items(settings, pred, targ): return targ.numel()
 
 def _flat_items(settings, pred, targ):
-    # A BaseLoss flattens `pred` and `targ` before it calls its `func`. Rules read the shape of `pred` only for losses
-    # of elements, where it is that of `targ`, or the number of classes, which do not matter for labels
+    "Counts the items of a `BaseLoss` by the rule of the loss in it"
+    # What it flattens has the shape of `targ`, as far as the rules look: at elements, or at labels
     if settings.flatten: pred = targ
     return loss_items(settings.func, pred, targ)
 
@@ -133,18 +143,19 @@ def has_rule(loss_func)->bool:
 
 # %% ../../nbs/windows/05_losses.ipynb #a71aa2a5
 def model_labels(learn)->Real|Tensor|None:
-    """Returns the number of labels that the loss of a Transformers model, `out.loss`, averages over; None if the loss of
-    `learn` is another one"""
+    """Returns how many labels a Transformers model has averaged its own loss over, `out.loss`; None if the loss of
+    `learn` is another one, or if its labels are no classes"""
     out = learn.pred
-    if not isinstance(out, Mapping): return None
-    for inputs in getattr(learn, 'xb', ()):
-        if not isinstance(inputs, Mapping) or 'labels' not in inputs: continue
-        if out.get('loss') is learn.loss_grad: return counted_labels(out, inputs['labels'])
+    if not isinstance(out, Mapping) or out.get('loss') is not learn.loss_grad: return None
+    for inputs in learn.xb:
+        if isinstance(inputs, Mapping) and 'labels' in inputs: return counted_labels(out, inputs['labels'])
     return None
 
 def counted_labels(out, labels)->Real|Tensor|None:
     "Returns how many `labels` are not ignored; None if they are not the classes of `out['logits']`"
-    has_classes = out['logits'].shape[:-1] == labels.shape  # a row of logits for each label
+    logits = out.get('logits')
+    if not isinstance(logits, Tensor) or not isinstance(labels, Tensor): return None
+    has_classes = logits.shape[:-1] == labels.shape  # a row of logits for each label
     if labels.is_floating_point() or not has_classes: return None
     if 'CausalLM' in type(out).__name__: labels = labels[...,1:]  # nothing predicts the first token
     return as_count((labels != -100).count_nonzero())
@@ -153,13 +164,13 @@ def counted_labels(out, labels)->Real|Tensor|None:
 def n_items(
     learn, # At its loss
     num_items:Callable|None=None, # `num_items(learn)` returns the items; None: the loss function or the model tells
-    samples:int|None=None, # Samples in the micro-batch
+    rows:int|None=None, # Rows of the micro-batch
 )->Real|Tensor|None: # None: the loss is a sum
     "What the loss of a micro-batch averages over"
     if num_items is not None: return check_items(num_items(learn))
     labels = None if isinstance(learn.pred, Tensor) else model_labels(learn)
     if labels is not None: return labels
-    return loss_items(learn.loss_func, learn.pred, *learn.yb, samples=samples)
+    return loss_items(learn.loss_func, learn.pred, *learn.yb, rows=rows)
 
 def check_items(items)->Real|Tensor:
     "Returns `items` as a number, or as a tensor if it is on a GPU; raises ValueError if it is no count"

@@ -13,13 +13,13 @@ from fastai.basics import *
 from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
-__all__ = ['children', 'rebuilt', 'each_tensor', 'tensors_in', 'lengths', 'n_rows', 'has_entry_per_sample', 'slice_batch',
-           'CannotJoin', 'join', 'join_tensors', 'join_items']
+__all__ = ['children', 'rebuilt', 'each_tensor', 'tensors_in', 'lengths', 'n_rows', 'rows_of_first_tensor',
+           'has_entry_per_sample', 'slice_batch', 'CannotJoin', 'join', 'join_tensors', 'join_items']
 
 # %% ../../nbs/windows/00_nested.ipynb #45667e7f
 def children(b)->list|None:
     "Returns the items of a tuple, list or mapping, such as Hugging Face's BatchEncoding; None if `b` is none of these"
-    if isinstance(b, PackedSequence): return None
+    if isinstance(b, PackedSequence): return None  # a namedtuple, of which no tensor has a row for each sample
     if isinstance(b, (tuple,list)): return list(b)
     if isinstance(b, Mapping): return list(b.values())
     return None
@@ -61,8 +61,8 @@ def n_rows(
     b, # A batch of inputs and targets
     expected:int|None=None, # Samples of the batch, as the DataLoader counts them; None: it does not say
 )->int:
-    """Returns the rows of `b`: `expected` if a tensor or list in it has that length, or else those of the targets or the
-    first tensor. Raises ValueError if the batch has no tensors and nobody expects a number"""
+    """Returns the rows of `b`: as many as its targets have, or else its first tensor, unless something else in it has
+    the `expected` number. Raises ValueError if it has no tensors and nobody expects a number"""
     fields = list(b) if isinstance(b, (tuple,list)) else [b]
     targets = fields[-1] if fields else None
     if isinstance(targets, Tensor) and targets.ndim: found = [targets]
@@ -72,24 +72,31 @@ def n_rows(
         raise ValueError("cannot find the samples of a batch without tensors: let the DataLoader yield some, not "
                          f"{b!r}")
     if expected in (None, rows): return rows
+    # The first tensor may hold something else, such as a setting, or the boxes of the first image of a list
     known = set().union(*map(lengths, fields))
     return expected if expected in known else rows
+
+def rows_of_first_tensor(b)->int:
+    "Returns the rows of the first tensor in `b`, such as the arguments of a forward pass; 0 if there is none"
+    found = tensors_in(b)
+    return len(found[0]) if found else 0
 
 # %% ../../nbs/windows/00_nested.ipynb #0dbca7fe
 _same_for_all = str,bytes,Number,type(None)
 
 def has_entry_per_sample(b:list|tuple, n:int)->bool:
-    "Returns whether `b` has one entry for each of `n` samples, such as boxes; `n` tensors of `n` rows are inputs instead"
+    """Returns whether `b` has an entry for each of `n` samples, such as the boxes in each image. `n` tensors that have
+    `n` rows each are taken for `n` inputs, each of which has a row for each sample"""
     return len(b) == n and {len(o) for o in tensors_in(b)} != {n}
 
 def slice_batch(
     b, # Nested batch, such as `(inputs, targets)`
-    start:int, # First sample
-    end:int, # Sample after the last one
-    n:int, # Samples in `b`
-    depth:int=0, # How deep `b` is in the batch: lists with an entry for each sample are at depth 2 or more
+    start:int, # First row
+    end:int, # Row after the last one
+    n:int, # Rows of `b`
+    depth:int=0, # Of `b` in the batch: at 0 and 1, it lists inputs and targets, and not samples, however many they are
 ):
-    "Returns the samples from `start` to `end`, in the same structure and types; raises ValueError if it cannot slice `b`"
+    "Returns the rows from `start` to `end`, in the same structure and types; raises ValueError if it cannot slice `b`"
     if isinstance(b, _same_for_all): return b
     if isinstance(b, Tensor) and b.layout == torch.strided:
         if not b.ndim: return b  # one number for all samples
@@ -99,8 +106,8 @@ def slice_batch(
     items = children(b)
     if items is None:
         raise ValueError(f"cannot split a {type(b).__name__}: use tensors, or a DataLoader that yields smaller batches")
-    is_list = depth > 1 and not isinstance(b, Mapping)
-    if is_list and has_entry_per_sample(b, n): items = items[start:end]
+    may_list_samples = depth > 1 and not isinstance(b, Mapping)
+    if may_list_samples and has_entry_per_sample(b, n): items = items[start:end]
     else: items = [slice_batch(o, start, end, n, depth+1) for o in items]
     return rebuilt(b, items)
 
@@ -113,11 +120,11 @@ def join(
 ):
     "Returns the outputs joined along their rows; raises CannotJoin, a ValueError, unless all have the same structure"
     if len(outputs) == 1: return outputs.pop()
-    kind = type(outputs[0])
+    kind = type(outputs[0])  # no output gets a name, which would keep it from being freed
     if all(type(o) is kind for o in outputs):
         if issubclass(kind, Tensor): return join_tensors(outputs, sizes)
         if children(outputs[0]) is not None: return join_items(outputs, sizes)
-    if issubclass(kind, _same_for_all) and all(o == outputs[0] for o in outputs): return outputs[0]
+        if issubclass(kind, _same_for_all) and len(set(outputs)) == 1: return outputs[0]
     raise CannotJoin(f"cannot join outputs of type {kind.__name__}: let the model return tensors, or tuples, lists "
                      "and dicts of them")
 
@@ -125,7 +132,7 @@ def join_tensors(outputs:list, sizes:list)->Tensor:
     "See `join`. A tensor without dimensions must be the same in all micro-batches"
     first_one = outputs[0]
     if not first_one.ndim and all(torch.equal(o, first_one) for o in outputs): return outputs.pop()
-    for o,n in zip(outputs, sizes):
+    for o,n in zip(outputs, sizes, strict=True):
         if o.shape == (n, *first_one.shape[1:]): continue
         shapes = f'{tuple(o.shape)} from a micro-batch of {n} samples'
         if o is not first_one: shapes += f' and {tuple(first_one.shape)} from one of {sizes[0]}'
@@ -139,13 +146,16 @@ def join_tensors(outputs:list, sizes:list)->Tensor:
 def join_items(outputs:list, sizes:list):
     "See `join`. Joins the items of tuples, lists or mappings one after the other"
     kind = type(outputs[0])
-    if issubclass(kind, list) and all(map(has_entry_per_sample, outputs, sizes)): return kind(chain(*outputs))
+    lists_samples = issubclass(kind, list) and all(map(has_entry_per_sample, outputs, sizes))
+    if lists_samples: return kind(chain(*outputs))
     keys = [tuple(o) if isinstance(o, Mapping) else len(o) for o in outputs]
-    if len({*keys}) > 1: raise CannotJoin(f"cannot join outputs of {keys[0]} and {keys[1]} entries")
+    for other in keys:
+        if other != keys[0]: raise CannotJoin(f"cannot join outputs of {keys[0]} and {other} entries")
     columns = [list(o) for o in zip(*map(children, outputs))]
-    # `rebuilt` needs an output of this type, but not its tensors. Not with None: Transformers' outputs leave that out
-    like = rebuilt(outputs[0], [0 for _ in columns])
+    # Outputs are let go of before their tensors are joined: one of their type, with zeros in the place of tensors, is
+    # made first. Not with None, which outputs of Transformers leave out
+    empty = rebuilt(outputs[0], [0 for _ in columns])
     outputs.clear()
     joined = []
-    while columns: joined.append(join(columns.pop(0), sizes))
-    return rebuilt(like, joined)
+    while columns: joined.append(join(columns.pop(0), sizes))  # a column is freed once it is joined
+    return rebuilt(empty, joined)

@@ -20,7 +20,8 @@ __all__ = ['averages_gradients', 'is_sharded', 'inner_model', 'group_of', 'n_pro
 
 # %% ../../nbs/windows/07_processes.ipynb #2b7db68b
 def averages_gradients(model)->bool:
-    "Returns whether `model` averages its gradients over processes: in DistributedDataParallel, or sharded by FSDP 1 or 2"
+    """Returns whether `model` averages its gradients over processes: in DistributedDataParallel, or sharded by FSDP 1
+    or 2"""
     return hasattr(model, 'no_sync') or hasattr(model, 'set_requires_gradient_sync')
 
 def is_sharded(model)->bool: return averages_gradients(model) and not isinstance(model, DistributedDataParallel)
@@ -45,7 +46,7 @@ def all_reduce(model, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
     return o
 
 def all_reduce_scalar(learn, value:Count, op=dist.ReduceOp.MAX)->Real:
-    "Returns `value` combined over all processes"
+    "Returns the largest `value` of all processes: a flag is true if it is true in one of them. `op` combines otherwise"
     if n_processes(learn) == 1: return value
     device = next(learn.model.parameters()).device
     value = torch.as_tensor(value, dtype=torch.float64, device=device).clone()
@@ -57,7 +58,8 @@ def enable_gradient_sync(model, enabled:bool=True):
 
 # %% ../../nbs/windows/07_processes.ipynb #99153bf0
 class Processes:
-    "The processes that train the model of `learn` together: when they exchange gradients, and the sums over all of them"
+    """The processes that train the model of `learn` together: when they exchange gradients, and the sums over all of
+    them"""
     def __init__(self,
         learn,
         may_retry:bool=False, # Whether a pass may run again in one process alone, where memory has run out
@@ -70,15 +72,19 @@ class Processes:
         self.has_averaged = False  # whether DDP has averaged the gradients of the window
 
     def before_forward(self, window:Window, ends_window:bool):
-        "Lets DDP average in the last micro-batch of a window only, and not at all if sums are in float32"
+        "Lets DDP average gradients in the last micro-batch of a window only"
         if self.n == 1: return
-        is_due = ends_window and window.grads.float32 is None
-        enable_gradient_sync(self.learn.model, is_due and not self.passes_are_local)
+        # DDP averages `.grad`, where sums in float32 are not; and a retry must not communicate. Then `reduce_window`
+        # averages
+        sums_in_float32 = window.grads.float32 is not None
+        is_due = ends_window and not sums_in_float32 and not self.passes_are_local
+        enable_gradient_sync(self.learn.model, is_due)
         self.has_averaged = False
 
     def common_unit(self, items:Count|None, samples:int)->float|None:
-        """Returns the unit of all weights in this fit, near the items of the first micro-batch; near `samples` if no process
-        has any items there. None for one process, of which each window has its own"""
+        """Returns the unit of all weights in this fit, the same in all processes, so that their sums can be added: near
+        the most items in a first micro-batch, or near `samples` if there are none. None for one process, in which
+        each window has its own"""
         if self.n > 1 and self.weight_unit is None and items is not None:
             self.weight_unit = power_of_two(all_reduce_scalar(self.learn, items), samples)
         return self.weight_unit

@@ -22,7 +22,7 @@ class Progress:
         learn,
         batches:EpochBatches,
         loggers:Loggers,
-        counts_samples:bool, # Whether samples count the position, since windows differ in size; else windows do
+        counts_samples:bool, # Whether the position is measured in samples, since windows differ in size
     ):
         self.learn = learn
         self.batches = batches
@@ -30,7 +30,9 @@ class Progress:
         self.loggers = loggers
         self.counts_samples = counts_samples
         self.n_windows = len(batches.plan.windows)
-        self.n_closed = 0  # windows that are over
+        self.n_closed = 0  # windows
+        # In each round fastai advances by 1/n_iter. That is right if each round is a window, and all advance by the
+        # same
         has_window_per_round = len(batches) == self.n_windows
         self.fastai_counts_right = has_window_per_round and not counts_samples
         # When the round began
@@ -38,8 +40,9 @@ class Progress:
         self.train_iter_before = 0
 
     def begin_epoch(self):
-        "Moves the position back by the batches that were carried, which come before the position 0 of their epoch"
-        position = self.plan.position(0)
+        """After fastai has set the position to the beginning of the epoch: moves it back by the batches that were
+        carried, which come first"""
+        position = self.plan.position(0)  # 0 or negative
         self.learn.pct_train += position/self.learn.n_epoch
         self.loggers.shift_wandb_epoch(position)
 
@@ -56,15 +59,18 @@ class Progress:
         self.train_iter_before = self.learn.train_iter
 
     def correct_before_fastai_counts(self):
-        "After the batches of a round: sets `pct_train` so that it is right once fastai has counted the round"
+        """After the batches of a round, and before `after_batch`, in which TrainEvalCallback comes first and advances
+        `pct_train`: takes that off in advance, so that all other callbacks find the right position"""
         if self.fastai_counts_right: return
         learn = self.learn
         before = learn.pct_train
-        increment = 1/(learn.n_iter*learn.n_epoch)  # which TrainEvalCallback is going to add in `after_batch`
-        learn.pct_train = self.pct_train()-increment
+        fastais_increment = 1/(learn.n_iter*learn.n_epoch)
+        learn.pct_train = self.pct_train()-fastais_increment
         if self.counts_samples: self.loggers.shift_wandb_epoch((learn.pct_train-before)*learn.n_epoch)
 
     def uncount_round(self):
-        "After fastai has counted a round in which no window has ended: sets the counters as if it had not"
-        self.learn.train_iter = self.train_iter_before
-        self.learn.pct_train = self.pct_train() if self.counts_samples else self.pct_train_before
+        "After `after_batch` of a round in which no window was closed: takes back what fastai has counted"
+        learn = self.learn
+        learn.train_iter = self.train_iter_before
+        if self.counts_samples: learn.pct_train = self.pct_train()  # samples that were read advance it
+        else: learn.pct_train = self.pct_train_before

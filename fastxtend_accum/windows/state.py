@@ -13,6 +13,8 @@ import pickle
 from fastai.basics import *
 from torch.nn.parameter import is_lazy
 
+from .nested import each_tensor,tensors_in
+
 # %% auto #0
 __all__ = ['generators', 'optimizers', 'global_generators', 'may_be_modified', 'find_mutable_state', 'referred_to',
            'copy_content', 'restore_content', 'restore_dict', 'restore_container', 'restore_tensor', 'Snapshot',
@@ -45,8 +47,10 @@ def global_generators()->list:
 
 def may_be_modified(o:Tensor)->bool:
     "Returns whether a forward pass may modify `o`, as it does a buffer"
-    if o.requires_grad or is_lazy(o) or o.layout != torch.strided: return False
-    # Large frozen weights are taken as constant: a copy would need as much memory again
+    if o.requires_grad or o.layout != torch.strided: return False
+    if is_lazy(o): return False  # it has no values yet
+    # Some modules count in small parameters without gradients. Large ones are frozen weights, which are taken as
+    # constant: a copy would need as much memory again
     return not isinstance(o, nn.Parameter) or o.numel() <= 1024
 
 # %% ../../nbs/windows/01_state.ipynb #1f60037e
@@ -61,12 +65,14 @@ def find_mutable_state(*objects)->list:
         if isinstance(o, Tensor):
             if may_be_modified(o): res.append(o)
             continue
-        if isinstance(o, (dict, *_containers, *generators)): res.append(o)
+        has_state = not isinstance(o, random.SystemRandom)
+        if isinstance(o, (dict, *_containers, *generators)) and has_state: res.append(o)
         to_visit += referred_to(o)
     return res
 
 def referred_to(o)->list:
-    "Returns what `o` refers to: items, attributes, or the object and the arguments of a function"
+    """Returns what `o` refers to: items, attributes, the object of a bound method, or the function and arguments of a
+    `partial`. What other functions refer to is not found"""
     if isinstance(o, dict):
         return [v for k,v in o.items() if k not in _module_internals and not isinstance(v, _immutable)]
     if isinstance(o, (tuple, *_containers)): return list(o)
@@ -103,18 +109,23 @@ def restore_dict(o:dict, content:dict):
     for k,v in content.items(): o[k] = v  # not `update`, which adds to a Counter
 
 def restore_container(o, items:list):
+    # If it is the same, nothing is done: somebody may iterate over it, and a set or deque must not be changed meanwhile
     if list(map(id, o)) == list(map(id, items)): return
     o.clear()
     if isinstance(o, set): o.update(items)
     else: o.extend(items)
 
 def restore_tensor(o:Tensor, content:Tensor):
+    # By `data`, since a backward pass refuses tensors that were changed otherwise
     if o.shape != content.shape: o.data = content.clone()
+    # If it is the same, nothing is done: an expanded tensor, for example, cannot be written to
     elif not torch.equal(o, content): o.data.copy_(content)
 
 # %% ../../nbs/windows/01_state.ipynb #d1b90224
 class Snapshot:
-    "A copy of what running `objects` may modify, and of the random generators. Tensors in `given` are not copied"
+    """A copy of what running `objects` on the arguments `given` may modify, and of the random generators. `restore`
+    puts it back for good; a `with` block for a further run. Tensors in `given` are inputs, and are not copied"""
+    # Not a generator with @contextmanager: PyTorch's `checkpoint` enters the same context in each backward pass
     def __init__(self, *objects, given:tuple=()):
         found = find_mutable_state(*objects)
         found += [o for o in find_mutable_state(*given) if not isinstance(o, Tensor)]
@@ -127,8 +138,8 @@ class Snapshot:
         for o,content in self.contents: restore_content(o, content)
 
     def __enter__(self):
-        """Restores everything for a second run, until the end of the context. Tensors are replaced by copies, since the
-        backward pass may still need those of the first run as they are"""
+        """Restores everything for a further run, until the end of the context. No tensor is written to, since the
+        backward pass may still need those of the first run: the dicts and lists that hold a tensor get a copy of it"""
         copies = {}
         rest = []
         for o,content in self.contents:
@@ -148,8 +159,11 @@ class Snapshot:
 
 def with_copies(content, copies:dict):
     "Returns the content of a dict or container with its tensors replaced by their `copies`, which are found by `id`"
-    if isinstance(content, dict): return {k:copies.get(id(v), v) for k,v in content.items()}
-    if isinstance(content, list): return [copies.get(id(v), v) for v in content]
+    def copy_of(o):
+        if isinstance(o, tuple) and tensors_in(o): return each_tensor(copy_of, o)  # nothing can be put into a tuple
+        return copies.get(id(o), o)
+    if isinstance(content, dict): return {k:copy_of(v) for k,v in content.items()}
+    if isinstance(content, list): return list(map(copy_of, content))
     return content  # the state of a random generator
 
 # %% ../../nbs/windows/01_state.ipynb #857d023c
@@ -176,7 +190,7 @@ def copies_of_tensors(m)->dict:
 
 def has_same_values(a:dict, b:dict)->bool:
     if a.keys() != b.keys(): return False
-    return all(map(torch.equal, a.values(), b.values()))
+    return all(torch.allclose(o, b[k], 0, 0, equal_nan=True) for k,o in a.items())
 
 def generator_states()->list:
     "Returns the states of the global random generators, in a form that `==` compares"

@@ -32,14 +32,16 @@ def set_hypers(opt, new:dict[str,list])->dict[str,list]:
 
 def scaled_hypers(
     opt,
-    first:dict[str,list], # Those of the window's first batch, if they may have changed since
+    first:dict[str,list], # All of the window's first batch, if they may have changed since; else empty
     rules:dict[str,Callable], # By name, `f(value, ratio)`
     ratio:float, # The samples of the window over those at the start of the schedule
 )->dict[str,list]:
-    "Returns the hyper-parameters of a step by the `rules` of `scale`"
+    "Returns `first`, and the hyper-parameters that have a rule, changed by it"
     res = hypers_of(opt, rules)
     res.update(first)
-    for name,rule in rules.items(): res[name] = [rule(value, ratio) for value in res[name]]
+    for name,rule in rules.items():
+        values = res[name]
+        res[name] = [rule(value, ratio) for value in values]
     return res
 
 class StepHypers:
@@ -52,7 +54,8 @@ class StepHypers:
     def apply(self): self.before = set_hypers(self.opt, self.hypers)
 
     def restore(self):
-        "Sets what was replaced as it was before, but for values that a callback has changed meanwhile"
+        """Sets what was replaced as it was before, except where a callback has set another value meanwhile. Does
+        nothing the second time"""
         before = self.before
         self.before = {}
         for name,values in hypers_of(self.opt, before).items():

@@ -21,11 +21,12 @@ __all__ = ['Count', 'power_of_two', 'zero_if_empty', 'scaled', 'zero_grads_if_em
 Count = Real|Tensor  # a tensor if it is on a GPU: reading its value would wait for the GPU
 
 def power_of_two(items:Count, samples:int=1)->Count:
-    "Returns the power of two at or below `items`; or below `samples` if there are no items"
+    """Returns the largest power of two that is at most `items`; or at most `samples`, if there are no items. As a
+    divisor it rounds nothing"""
     if isinstance(items, Tensor):
         power = torch.exp2(items.log2().floor())
         return torch.where(items > 0, power, power_of_two(samples))
-    _,exponent = math.frexp(items or samples or 1)
+    _,exponent = math.frexp(items or samples or 1)  # a number is fraction*2**exponent, with a fraction from 0.5 to 1
     return 2.**(exponent-1)
 
 def zero_if_empty(items:Count|None, value:Tensor)->Tensor:
@@ -60,8 +61,9 @@ class Contribution(NamedTuple):
     unit:Count|None  # of the weight
 
 class LossSums(NamedTuple):
-    """Sums over micro-batches. Each weighs as much as it has items, divided by `unit`: a power of two, by which dividing
-    is exact, near the items of the first micro-batch. So a weight is near 1, and a sum about as large as a mean"""
+    """Sums over micro-batches. Each loss is weighted by its items/`unit`. The unit is a power of two near the items of
+    the first micro-batch: weights are near 1, so that a sum stays about as large as a mean, and float16 does not
+    overflow"""
     n_micro:int = 0
     samples:int = 0
     loss:Tensor|None = None  # the weighted sum
@@ -72,15 +74,17 @@ class LossSums(NamedTuple):
         loss:Tensor,
         items:Count|None, # What the loss averages over; None: it is a sum
         samples:int,
-        is_alone:bool, # Whether the micro-batch is the whole window: then its loss stays as it is
+        is_alone:bool, # Whether the micro-batch is the whole window
         common_unit:float|None=None, # The unit of several processes
     )->Contribution:
-        "Returns what a micro-batch is going to add to these sums"
+        "Returns what a micro-batch is going to add to these sums. The weight of one that is alone, or of a sum, is 1"
         unit = common_unit or self.unit
+        loss = loss.detach()
+        if items is None: return Contribution(loss, 1, None, samples, unit)
         if isinstance(items, Tensor): items = items.to(torch.promote_types(loss.dtype, torch.float32))
-        if unit is None and items is not None: unit = items if is_alone else power_of_two(items, samples)
-        weight = 1 if items is None or unit is items else items/unit
-        return Contribution(loss.detach(), weight, items, samples, unit)
+        if unit is None and is_alone: return Contribution(loss, 1, items, samples, items)
+        if unit is None: unit = power_of_two(items, samples)
+        return Contribution(loss, items/unit, items, samples, unit)
 
     def plus(self, new:Contribution)->LossSums:
         "Returns these sums with a micro-batch"
@@ -104,7 +108,7 @@ class LossSums(NamedTuple):
     @property
     def mean(self)->Tensor:
         "The mean loss; 0 if there are no items"
-        if self.items is None or self.items is self.unit: return self.loss
+        if self.items is None: return self.loss
         return zero_if_empty(self.items, self.loss/self.weight)
 
     def on_host(self)->LossSums:
@@ -112,7 +116,8 @@ class LossSums(NamedTuple):
         if not isinstance(self.items, Tensor): return self._replace(loss=self.loss.cpu())
         loss_sum = self.loss.as_subclass(Tensor)
         unit = torch.as_tensor(self.unit, device=loss_sum.device)
-        loss,items,unit = torch.cat([o.reshape(1) for o in (loss_sum, self.items, unit)]).tolist()
+        values = [o.reshape(1) for o in (loss_sum, self.items, unit)]
+        loss,items,unit = torch.cat(values).tolist()
         return self._replace(loss=torch.tensor(loss, dtype=loss_sum.dtype), items=items, unit=unit)
 
 # %% ../../nbs/windows/04_window.ipynb #a461bdcd
@@ -125,7 +130,8 @@ class Outcome(Enum):
     CANCELLED = auto()  # a callback has cancelled it after a backward pass: its gradient stays, as in fastai
 
 class Window:
-    "The loader batches of one optimizer step, until there are `size` samples in this process, and the sums over them"
+    """The loader batches of one optimizer step, `size` samples in this process or more, and the sums over them. Once a
+    batch has run, it is open; with `size` samples it is full; with an `outcome` it is closed"""
     def __init__(self,
         size:int=1,
         keeps_batches:bool=False, # Whether batches are kept, since the epoch may end before the window is full
@@ -138,19 +144,25 @@ class Window:
         self.losses = LossSums()
         self.grads = None  # a GradientSums, once a batch is about to run
         self.step_is_cancelled = False
-        self.total_samples = 0  # of all processes, once it is over
-        self.outcome = None  # None: it is not over
+        self.total_samples = 0  # of all processes, once it is closed
+        self.outcome = None  # an Outcome, once it is closed
 
     @property
-    def is_open(self)->bool: return self.losses.samples > 0 and self.outcome is None
+    def is_open(self)->bool:
+        "Whether a batch has run in it, and it is not closed. Until then, it may be replaced by one of another size"
+        return self.losses.samples > 0 and self.outcome is None
     @property
     def is_full(self)->bool: return self.losses.samples >= self.size
     @property
     def is_cancelled(self)->bool:
-        "Whether callbacks have cancelled a whole window of samples, and none has run: then one large batch was cancelled"
+        """Whether callbacks have cancelled as many samples as it takes, and none has run: then it is one cancelled
+        batch to fastai's events"""
         return not self.losses.samples and self.cancelled >= self.size
 
-    def begin(self, params:WindowParams, begins_with_grads:bool): self.grads = GradientSums(params, begins_with_grads)
+    def begin(self, params:WindowParams, begins_with_grads:bool):
+        "Begins the gradients. If the first batches were cancelled, it is called again"
+        if self.grads is not None: self.grads.add_earlier()
+        self.grads = GradientSums(params, begins_with_grads)
 
     def keep(self, batch):
         "Notes a loader batch that has run"
@@ -168,7 +180,9 @@ class Window:
     def cancel_step(self): self.step_is_cancelled = True
 
     def restart_batch(self, losses:LossSums, float32_grads:dict|None):
-        "Makes the sums those from before a batch, which is going to run again; its gradients are none of them"
+        """For `BatchUndo`: makes the sums those from before the present batch, which is going to run again. The
+        gradients of earlier batches are set aside meanwhile, so that `float32_grads` begin empty; None: there are
+        none"""
         self.losses = losses
         self.step_is_cancelled = False
         self.grads.restart(float32_grads)
