@@ -48,7 +48,8 @@ class GradientAccumulation(WindowCallback):
                              f"them; micro_batch_size={n_acc} would split batches")
         self.accum_bs = n_acc if accum_bs is None else accum_bs
         self.size_name = 'accum_bs' if n_acc is None else 'n_acc'  # of the argument, for errors
-        if self.accum_bs is None and micro_batch_size is None: self.accum_bs = 32  # fastai's default
+        if self.accum_bs is None and micro_batch_size is None:
+            self.accum_bs = 32  # fastai's default
         store_attr('log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite,verbose')
         self.n_skipped = 0  # windows of this fit, or of the last one
         self.warned_outcomes = set()
@@ -91,7 +92,8 @@ class GradientAccumulation(WindowCallback):
 @patch
 def read_settings(self:GradientAccumulation):
     "Raises TypeError or ValueError on settings that are not valid, alone or together; makes what runs micro-batches"
-    if self.accum_bs is not None: self.accum_bs = check_size(self.size_name, self.accum_bs)
+    if self.accum_bs is not None:
+        self.accum_bs = check_size(self.size_name, self.accum_bs)
     self.micro_batch_size = check_micro_batch_size(self.micro_batch_size)
     check_flags(log_accum_batch=self.log_accum_batch, skip_nonfinite=self.skip_nonfinite, verbose=self.verbose)
     check_callable('num_items', self.num_items, 'a function of the Learner')
@@ -115,7 +117,8 @@ def make_strategies(self:GradientAccumulation):
         self.strategy = new_micro_batches(size)
         self.valid_strategy = new_micro_batches(size)
 
-def new_micro_batches(size:int|str)->MicroBatches: return AutoMicroBatches() if size == 'auto' else MicroBatches(size)
+def new_micro_batches(size:int|str)->MicroBatches:
+    return AutoMicroBatches() if size == 'auto' else MicroBatches(size)
 
 @patch
 def settings(self:GradientAccumulation)->Settings:
@@ -142,7 +145,8 @@ def check(self:GradientAccumulation, plan:EpochPlan):
     info,n = plan.info,self.loop.fit.processes.n
     sizes = self.window_sizes(self.global_bs(plan))
     if self.accum_bs:
-        for name,size in sizes.items(): check_multiple(name, size, info.batch_size, n)
+        for name,size in sizes.items():
+            check_multiple(name, size, info.batch_size, n)
     WindowCallback.check(self, plan)
     check_rules(self.scale, self.learn.opt)
     m = self.micro_batch_size

@@ -97,7 +97,8 @@ class CachedForward:
     def run(self, args:tuple, kwargs:dict):
         "Returns the output for all rows; raises CannotJoin, or ValueError on a batch that cannot be split"
         self.check_rows((args, kwargs))
-        if self.observes and self.changes is None: self.changes = StateChanges(self.module)
+        if self.observes and self.changes is None:
+            self.changes = StateChanges(self.module)
         run_again = checkpointed(self.module, self.run_micro_batch)
         with check_samples_first(self.module, (args, kwargs), self.n_rows, self.samples):
             res = forward_in_micro_batches(run_again, args, kwargs, self.bounds, self.owners, self.run_last)
@@ -110,18 +111,19 @@ class CachedForward:
 
     def run_last(self, *args, **kwargs):
         res = self.run_micro_batch(*args, **kwargs)
-        if self.observes: self.last_nodes = graph_between(tensors_in(res), tensors_in((args, kwargs)))
+        if self.observes:
+            self.last_nodes = graph_between(tensors_in(res), tensors_in((args, kwargs)))
         return res
 
     def check_rows(self, batch):
         "Raises ValueError unless all tensors have `n_rows` rows"
         for o in tensors_in(batch):
             if len(o) == self.n_rows: continue
+            shape = tuple(o.shape)
             n = self.n_rows//self.rows_per_sample
-            raise ValueError(f"GradientCache cannot split a tensor of shape {tuple(o.shape)} in a batch of {n} samples: "
-                             """its first dimension must be the samples; if a module sees several rows of each sample,
-                             set"""
-                             "rows to their number, such as rows=2")
+            raise ValueError(f"GradientCache cannot split a tensor of shape {shape} in a batch of {n} samples: its first "
+                             "dimension must be the samples; if a module sees several rows of each sample, set rows to "
+                             "their number, such as rows=2")
 
     def check_loss(self, loss:Tensor):
         "Raises ValueError if `loss` comes from the last micro-batch otherwise than by the joined output"
@@ -203,7 +205,8 @@ def check_model(self:GradientCache, model):
 @patch
 def check_others(self:GradientCache):
     for cb in self.learn.cbs:
-        if not isinstance(cb, WindowCallback) or not cb.micro_batch_size or cb is self: continue
+        if not isinstance(cb, WindowCallback) or not cb.micro_batch_size or cb is self:
+            continue
         raise ValueError(f"GradientCache and micro_batch_size={cb.micro_batch_size!r} beside it both split "
                          "batches: leave one of them out")
 
@@ -214,7 +217,8 @@ def n_to_split(self:GradientCache, loop)->int:
     learn = loop.learn
     n = n_rows((*learn.xb, *learn.yb), loop.batches.current.rows)
     lengths = {len(o) for o in tensors_in(learn.xb)}
-    if self.part or len(lengths) != 1: return n*self.rows
+    if self.part or len(lengths) != 1:
+        return n*self.rows
     views = lengths.pop()//n
     return n*max(views, self.rows)
 
@@ -236,7 +240,8 @@ def context(self:GradientCache, loop, elements:int):
 @patch
 def before_backward(self:GradientCache):
     "Checks what the loss of the first batch of an epoch comes from"
-    if self.learn and self.cached: self.cached.check_loss(self.learn.loss_grad)
+    if self.learn and self.cached:
+        self.cached.check_loss(self.learn.loss_grad)
 
 @patch
 def report(self:GradientCache, loop, elements:int, is_largest:bool):

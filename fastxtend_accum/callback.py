@@ -176,7 +176,8 @@ def loader_info_of(self:WindowCallback, dl)->LoaderInfo:
     """Returns what `dl` says of itself. If it states no batch size, `micro_batch_size` is taken for it; raises
     ValueError if windows of several batches need one, and there is neither"""
     given = None
-    if self.accum_bs and self.micro_batch_size != 'auto': given = self.micro_batch_size
+    if self.accum_bs and self.micro_batch_size != 'auto':
+        given = self.micro_batch_size
     info = loader_info(dl, given)
     if info.batch_size or not self.accum_bs: return info
     raise ValueError(f"cannot find the batch size of {type(dl).__name__}, which has no bs or batch_size: pass "
@@ -228,8 +229,10 @@ def warn_of_late_callbacks(self:WindowCallback):
     "Warns of callbacks that may prepare batches, and see windows, since they come after the Recorder"
     late = []
     for cb in self.learn.cbs:
-        if cb.order < Recorder.order or not has_event(cb, 'before_batch'): continue
-        if not has_event(cb, 'after_batch'): late.append(type(cb).__name__)  # with both events, it may be a logger
+        if cb.order < Recorder.order or not has_event(cb, 'before_batch'):
+            continue
+        if not has_event(cb, 'after_batch'):
+            late.append(type(cb).__name__)  # with both events, it may be a logger
     if not late: return
     warn(f"before_batch of {', '.join(late)} is called once per window, since its order is 50 or more: if it prepares "
          "batches, set its order to less, such as cb.order = 45")
@@ -253,7 +256,8 @@ def after_epoch(self:WindowCallback):
     "Fills in the metrics of an epoch without a batch, before the Recorder, whose order is higher, shows them"
     if not self.learn: return
     is_fit = self.loop and not self.is_new_fit and not self.learn.lock.locked()
-    if is_fit and self.is_leader(): self.loop.loggers.fill_missing_metrics()
+    if is_fit and self.is_leader():
+        self.loop.loggers.fill_missing_metrics()
 
 @patch
 def suggest_remedy(self:WindowCallback, e:BaseException):

@@ -38,7 +38,8 @@ def checkpointed(
     """Returns a function that runs `forward`, keeps its inputs only, and runs it again in the backward pass. It runs
     again from the state in which the first run began, and leaves everything as it was"""
     def run(*args, **kwargs):
-        if not torch.is_grad_enabled(): return forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
         # An argument may be a module, such as a shared embedding, of which the block changes the state, too
         modules = [o for o in tree_leaves((args, kwargs)) if isinstance(o, nn.Module)]
         def contexts():
@@ -73,7 +74,8 @@ def checked(module, forward:Callable)->Callable:
         return res
     return run
 
-def tensor_leaves(o)->list: return [t for t in tree_leaves(o) if isinstance(t, Tensor)]
+def tensor_leaves(o)->list:
+    return [t for t in tree_leaves(o) if isinstance(t, Tensor)]
 
 def sample_of(o:Tensor)->Tensor:
     "Returns at most 1000 numbers of `o`, at a distance that is odd, so that they are not all of one column"
@@ -115,7 +117,8 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
 
     def read_settings(self):
         check_flags(offload=self.offload, adapt=self.adapt)
-        if self.blocks != 'auto': check_callable('blocks', self.blocks, "a function of the model, or 'auto'")
+        if self.blocks != 'auto':
+            check_callable('blocks', self.blocks, "a function of the model, or 'auto'")
 
     def reset(self): self.failed = {}
 
@@ -137,7 +140,8 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
         model = inner_model(self.learn.model)
         why_none = why_not_checkpointable(self.learn.model)
         if why_none: return [],{},why_none
-        if callable(self.blocks): found,groups = check_blocks(self.blocks(model), model),{}
+        if callable(self.blocks):
+            found,groups = check_blocks(self.blocks(model), model),{}
         else: found,groups = find_blocks(model)
         if not found:
             why_none = (f"ActivationCheckpointing finds no blocks in {type(model).__name__}: name modules with "
@@ -204,18 +208,21 @@ def forward_of_block(self:ActivationCheckpointing, block, check:bool)->Callable:
     run = checkpointed(block, block.forward, check)
     if not self.is_offloading: return run
     def run_offloaded(*args, **kwargs):
-        with saved_tensors_hooks(to_cpu, from_cpu): return run(*args, **kwargs)
+        with saved_tensors_hooks(to_cpu, from_cpu):
+            return run(*args, **kwargs)
     return run_offloaded
 
 @patch(as_prop=True)
-def is_offloading(self:ActivationCheckpointing)->bool: return self.offload or self.level > len(self.found)
+def is_offloading(self:ActivationCheckpointing)->bool:
+    return self.offload or self.level > len(self.found)
 
 def configs_with_cache(model)->list:
     "Returns the configurations of Transformers' models with a cache of keys and values, to which both runs would add"
     configs = {}
     for m in model.modules():
         config = getattr(m, 'config', None)
-        if getattr(config, '__dict__', {}).get('use_cache'): configs[id(config)] = config
+        if getattr(config, '__dict__', {}).get('use_cache'):
+            configs[id(config)] = config
     return list(configs.values())
 
 @patch

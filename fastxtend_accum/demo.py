@@ -54,7 +54,8 @@ class LossLog(Callback):
 
     def after_pred(self): self.n_passes += 1
     def after_step(self): self.n_steps += 1
-    def after_batch(self): self.losses.append(self.learn.loss.item())
+    def after_batch(self):
+        self.losses.append(self.learn.loss.item())
 
 growth = dict(start_accum_bs=32, final_accum_bs=512, finish=1.)
 
@@ -72,7 +73,8 @@ def demo_runs()->dict:
 def train(bs:int, cb, n_epoch:int=12, seed:int=42, after_epoch:Callable=noop)->Learner:
     "Trains one Learner at a constant learning rate, unless `cb` sets it"
     learn = digits_learner(bs, [LossLog(), *L(cb)], seed)
-    with learn.no_bar(), learn.no_logging(): learn.fit(n_epoch, 1e-2, cbs=Callback(after_epoch=after_epoch))
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(n_epoch, 1e-2, cbs=Callback(after_epoch=after_epoch))
     return learn
 
 def run_demo(n_epoch:int=12)->dict[str,Learner]:
@@ -219,7 +221,8 @@ class Activations(Callback):
         storage = t.untyped_storage()
         # Once, however many layers keep it
         address = storage.data_ptr()
-        if address not in self.own: self.kept[address] = storage.nbytes()/2**20
+        if address not in self.own:
+            self.kept[address] = storage.nbytes()/2**20
         return t.detach()  # an output that is kept as it is holds its own graph, which only a backward pass frees
 
     def check(self, *args):

@@ -34,7 +34,8 @@ def plot_sizes(
     ax=None, # Axes to draw on; None: new ones
 ):
     "Plots the `sizes` of windows; returns the axes"
-    if ax is None: _,ax = plt.subplots(figsize=(5, 3), layout='constrained')
+    if ax is None:
+        _,ax = plt.subplots(figsize=(5, 3), layout='constrained')
     ax.stairs(sizes, edges, baseline=None, color='#0072B2', lw=1.5)
     ax.set(xlabel=xlabel, ylabel='batch size (samples)', ylim=(0, None))
     return ax

@@ -50,7 +50,8 @@ def fraction_of_fit(
 
 def check_order(start:Numeric, finish:Numeric):
     "Raises ValueError unless `start` comes first"
-    if start > finish: raise ValueError(f"start={start} is after finish={finish}: use a start of at most {finish}")
+    if start > finish:
+        raise ValueError(f"start={start} is after finish={finish}: use a start of at most {finish}")
 
 def check_annealer(schedule:Callable, start:int, end:int):
     "Raises TypeError unless `schedule(start, end)` returns a function"
@@ -58,7 +59,8 @@ def check_annealer(schedule:Callable, start:int, end:int):
     except TypeError as e:
         raise TypeError(f"schedule={schedule!r} cannot be called with (start, end): {e}; give other arguments with "
                         "partial, and sizes by point as GradientAccumulationSchedule(**SchedSteps(...))") from e
-    if not callable(f): raise TypeError(f"schedule={schedule!r} must return a function of the position, not {f!r}")
+    if not callable(f):
+        raise TypeError(f"schedule={schedule!r} must return a function of the position, not {f!r}")
 
 # %% ../nbs/01_schedule.ipynb #fb5cbf3c
 class GradientAccumulationSchedule(GradientAccumulation):
@@ -96,7 +98,8 @@ class GradientAccumulationSchedule(GradientAccumulation):
         fraction_of_fit('finish', self.finish)
         check_annealer(self.schedule, self.start_accum_bs, self.final_accum_bs)
         # If one is in epochs and the other a fraction, the length of the fit decides
-        if isinstance(self.start, Integral) == isinstance(self.finish, Integral): check_order(self.start, self.finish)
+        if isinstance(self.start, Integral) == isinstance(self.finish, Integral):
+            check_order(self.start, self.finish)
         self.accum_bs = self.start_accum_bs
         super().read_settings()
 
@@ -141,15 +144,19 @@ def check(self:GradientAccumulationSchedule, plan:EpochPlan):
     GradientAccumulation.check(self, plan)
     n_epoch = self.learn.n_epoch
     global_bs = self.global_bs(plan)
-    for pct in np.linspace(0, 1, 101): self.window_size_at(pct, n_epoch, global_bs)  # raises ValueError if it is none
-    if n_epoch == 1 or hasattr(self.learn, 'lr_finder') or isinstance(self.schedule, _Steps): return
+    for pct in np.linspace(0, 1, 101):
+        self.window_size_at(pct, n_epoch, global_bs)  # raises ValueError if it is none
+    if n_epoch == 1 or hasattr(self.learn, 'lr_finder') or isinstance(self.schedule, _Steps):
+        return
     # A start after 1 epoch is meant if the schedule finishes after more than 1
     if is_integer_one(self.finish): name = 'finish'
-    elif is_integer_one(self.start) and self.finish <= 1: name = 'start'
+    elif is_integer_one(self.start) and self.finish <= 1:
+        name = 'start'
     else: return
     warn(f"{name}=1 means after 1 of the {n_epoch} epochs; {name}=1.0 means the end of training")
 
-def is_integer_one(point:Numeric)->bool: return isinstance(point, Integral) and point == 1
+def is_integer_one(point:Numeric)->bool:
+    return isinstance(point, Integral) and point == 1
 
 # %% ../nbs/01_schedule.ipynb #41d13a3e
 @patch
@@ -160,7 +167,8 @@ def preview(self:GradientAccumulationSchedule,
     "The windows of a fit, before training; raises ValueError if the sizes do not fit the data"
     info = self.loader_info_of(dls.train)
     global_bs = info.batch_size
-    for name,size in self.window_sizes(global_bs).items(): check_multiple(name, size, global_bs)
+    for name,size in self.window_sizes(global_bs).items():
+        check_multiple(name, size, global_bs)
     size_at_pct = partial(self.window_size_at, n_epoch=n_epoch, global_bs=global_bs)
     res = []
     carried = []

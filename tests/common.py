@@ -157,7 +157,7 @@ def check_loss(loss_func, parts, items=()):
     "Returns what the check of the loss finds for micro-batches, which are tuples of outputs and targets"
     check = LossCheck(loss_func)
     for (pred, *targ), n in zip_longest(parts, items):
-        learn = SimpleNamespace(loss_func=loss_func, pred=pred, yb=targ)
+        learn = SimpleNamespace(loss_func=loss_func, loss_grad=None, xb=(), pred=pred, yb=targ)
         check.add(learn, n_rows((pred, *targ)), n)
     check.compare()
     return check.results[0]
@@ -210,8 +210,9 @@ def windows(n, micro, accum, remainder, n_epoch, drop_last=False):
                 steps.append((window, pct))
                 window = []
         is_last_epoch = epoch+1 == n_epoch
-        steps_at_end = remainder == 'step' or (remainder == 'carry' and is_last_epoch)
-        if window and steps_at_end: steps.append((window, pct))
+        carries_on = remainder == 'carry' and not is_last_epoch
+        has_step = remainder != 'drop' and not carries_on
+        if window and has_step: steps.append((window, pct))
     return steps
 
 

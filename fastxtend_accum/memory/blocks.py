@@ -20,7 +20,8 @@ def is_layer(m)->bool:
     "Returns whether `m` has a weight of its own; that of a norm, a vector, does not count"
     return any(p.ndim > 1 for p in m.parameters(recurse=False))
 
-def n_layers(m)->int: return sum(map(is_layer, m.modules()))
+def n_layers(m)->int:
+    return sum(map(is_layer, m.modules()))
 
 def is_long(m)->bool:
     """Returns whether `m` is a list that is too long for one block: more than four parts with layers, or two with
@@ -37,7 +38,8 @@ def grouped(m:nn.Sequential)->nn.Sequential:
     groups = []
     for o in m:
         follows_layer = groups and n_layers(groups[-1][0]) == 1
-        if follows_layer and not n_layers(o): groups[-1].append(o)
+        if follows_layer and not n_layers(o):
+            groups[-1].append(o)
         else: groups.append([o])
     return nn.Sequential(*map(one_module, groups))
 
@@ -95,14 +97,16 @@ def least_layers(m)->float:
 def check_blocks(blocks, model)->list:
     "Returns `blocks` as a list; raises ValueError unless they are separate modules of `model`"
     if isinstance(blocks, containers): blocks = blocks.children()
-    elif isinstance(blocks, nn.Module) or not is_iter(blocks): blocks = [blocks]
+    elif isinstance(blocks, nn.Module) or not is_iter(blocks):
+        blocks = [blocks]
     blocks = list(blocks)
     own = {id(m) for m in model.modules()}
     ids = {id(o) for o in blocks}
     for o in blocks:
         is_own = id(o) in own
         inner = [m for m in o.modules() if m is not o] if is_own else []
-        if is_own and not any(id(m) in ids for m in inner): continue
+        if is_own and not any(id(m) in ids for m in inner):
+            continue
         raise ValueError(f"blocks must return modules of the model, none inside another, not {type(o).__name__}: as "
                          "lambda m: list(m.layers); a slice of an nn.Sequential, for example, is a new module")
     return list(dict.fromkeys(blocks))  # each once

@@ -33,15 +33,18 @@ def _awd_lstm(module, n):
 def register_awd_lstm():
     "Registers fastai's AWD_LSTM if somebody has imported it, which takes seconds"
     text = sys.modules.get('fastai.text.models.awdlstm')
-    if text and text.AWD_LSTM not in hidden_state.registry: hidden_state.register(text.AWD_LSTM, _awd_lstm)
+    if text and text.AWD_LSTM not in hidden_state.registry:
+        hidden_state.register(text.AWD_LSTM, _awd_lstm)
 
-def is_registered(m)->bool: return hidden_state.dispatch(type(m)) is not hidden_state.dispatch(object)
+def is_registered(m)->bool:
+    return hidden_state.dispatch(type(m)) is not hidden_state.dispatch(object)
 
 def state_owners(model)->list:
     """Returns the modules of `model` whose state `hidden_state` knows; none of fastai's text classifiers, which reset
     their own state. Raises ValueError if another module carries a state"""
     register_awd_lstm()
-    if any(type(m).__name__ == 'SentenceEncoder' for m in model.modules()): return []
+    if any(type(m).__name__ == 'SentenceEncoder' for m in model.modules()):
+        return []
     owners = [m for m in model.modules() if is_registered(m)]
     check_resets(model, owners)
     return owners
@@ -54,7 +57,8 @@ def check_resets(model, owners:list):
     known = set()
     for o in owners: known.update(o.modules())
     for m in model.modules():
-        if not hasattr(m, 'reset') or not known.isdisjoint(m.modules()): continue
+        if not hasattr(m, 'reset') or not known.isdisjoint(m.modules()):
+            continue
         name = type(m).__name__
         raise ValueError(
             f"{name} carries its state from batch to batch (it has a `reset`), so a batch cannot be split: say where "
@@ -67,14 +71,17 @@ class HiddenState:
     def __init__(self, owners:list, n:int):
         self.n = n
         self.places = []  # module, attribute, dimension of rows
-        for m in owners: self.places += [(m, name, dim) for name,dim in hidden_state(m, n).items()]
+        for m in owners:
+            self.places += [(m, name, dim) for name,dim in hidden_state(m, n).items()]
         self.before = self.current()
         self.after = []  # of each micro-batch
 
-    def current(self)->list: return [getattr(m, name) for m,name,_ in self.places]
+    def current(self)->list:
+        return [getattr(m, name) for m,name,_ in self.places]
 
     def assign(self, states:list):
-        for (m,name,_),state in zip(self.places, states): setattr(m, name, state)
+        for (m,name,_),state in zip(self.places, states):
+            setattr(m, name, state)
 
     def restore(self):
         "Gives the owners the states from before the batch"
@@ -90,7 +97,8 @@ class HiddenState:
             self.restore()
             raise
         self.after.append(self.current())
-        if end == self.n: self.assign(self.joined())
+        if end == self.n:
+            self.assign(self.joined())
 
     def rows_of(self, place:tuple, state, start:int, end:int):
         "Returns the rows from `start` to `end` of a state"
@@ -98,7 +106,8 @@ class HiddenState:
         m,name,dim = place
         def rows(t):
             shape = tuple(t.shape)
-            if shape[dim:dim+1] == (self.n,): return t.narrow(dim, start, end-start).contiguous()
+            if shape[dim:dim+1] == (self.n,):
+                return t.narrow(dim, start, end-start).contiguous()
             where = f'{type(m).__name__}.{name}'
             raise ValueError(f"{where} has shape {shape}, where {self.n} rows should be dimension {dim}: correct its "
                              "entry in hidden_state")
@@ -109,6 +118,7 @@ class HiddenState:
         res = []
         for (_,_,dim),*states in zip(self.places, *self.after):
             def cat(*tensors): return torch.cat(tensors, dim)
-            if isinstance(states[0], int): res.append(sum(states))
+            if isinstance(states[0], int):
+                res.append(sum(states))
             else: res.append(tree_map(cat, *states))
         return res

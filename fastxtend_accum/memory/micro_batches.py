@@ -38,7 +38,8 @@ class SampleSlices:
         self.n = n
         self.values = [(learn, name, getattr(learn, name)) for name in ('xb', 'yb')]
         for cb in learn.cbs:
-            for name in per_sample_names(cb): self.values.append((cb, name, vars(cb)[name]))
+            for name in per_sample_names(cb):
+                self.values.append((cb, name, vars(cb)[name]))
         self.held = ()  # the slices of inputs and targets that `learn` was given
         self.left = dict(xb=[], yb=[])  # inputs and targets as the passes have left them, of each micro-batch
         self.replaced = set()  # names of those that a callback has replaced
@@ -48,7 +49,8 @@ class SampleSlices:
         "Lets `learn` and its callbacks hold these rows"
         for o,name,value in self.values:
             is_shared = isinstance(value, Tensor) and value.shape[:1] != (self.n,)  # one for all rows
-            if not is_shared: vars(o)[name] = slice_batch(value, start, end, self.n, depth=1)
+            if not is_shared:
+                vars(o)[name] = slice_batch(value, start, end, self.n, depth=1)
         self.held = self.learn.xb,self.learn.yb
         self.sizes.append(end-start)
 
@@ -60,15 +62,18 @@ class SampleSlices:
             if now is not held: self.replaced.add(name)
 
     def hold_all(self):
-        for o,name,value in self.values: vars(o)[name] = value
+        for o,name,value in self.values:
+            vars(o)[name] = value
 
     def hold_all_as_left(self):
         "Lets `learn` hold the whole batch, with the inputs and targets that callbacks have put in place of its own"
         last = {name:getattr(self.learn, name) for name in self.replaced}
         self.hold_all()
         for name in self.replaced:
-            try: vars(self.learn)[name] = join(self.left[name], self.sizes)
-            except CannotJoin: vars(self.learn)[name] = last[name]
+            try:
+                vars(self.learn)[name] = join(self.left[name], self.sizes)
+            except CannotJoin:
+                vars(self.learn)[name] = last[name]
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #397c6959
 class LossParts:
@@ -124,14 +129,16 @@ def check_samples_first(model, batch, n:int, samples:int|None):
     expected = samples or n
     has_samples_second = bool(tensors) and all(o.shape[1:2] == (expected,) for o in tensors)
     # A callback makes a whole number of rows of each sample. Another number of rows counts steps of time
-    if has_samples_second and n%expected: raise time_first_error(tensors[0].shape)
+    if has_samples_second and n%expected:
+        raise time_first_error(tensors[0].shape)
     is_ambiguous = any(o.shape[:2] == (n, expected) for o in tensors)  # as many steps as samples, or twice as many, ...
     if not is_ambiguous: return nullcontext()
     # A micro-batch has fewer rows than the batch. If a layer with time first sees all samples in dimension 1, what was
     # split is time
     def check_input(module, args):
         shape = getattr(args[0], 'shape', ()) if args else ()
-        if shape[1:2] == (expected,): raise time_first_error(shape)
+        if shape[1:2] == (expected,):
+            raise time_first_error(shape)
     layers = [m for m in model.modules() if vars(m).get('batch_first') is False]
     return ContextManagers([m.register_forward_pre_hook(check_input) for m in layers])
 
@@ -166,7 +173,8 @@ class MicroBatches:
         """Returns start and end of each micro-batch of `n` rows. `size` counts samples: if the batch has several rows
         of each, a micro-batch has as many times more rows"""
         size = self.size
-        if samples and samples < n: size = math.ceil(size*n/samples)
+        if samples and samples < n:
+            size = math.ceil(size*n/samples)
         return chunk_bounds(n, size)
 
     def __call__(self, loop):
@@ -176,9 +184,11 @@ class MicroBatches:
         data = *learn.xb,*learn.yb
         n = n_rows(data, batch.rows)  # a callback may have changed it
         bounds = self.bounds(n, batch.samples)
-        if len(bounds) < 2: loop.run_micro_batch(batch.samples, n)
+        if len(bounds) < 2:
+            loop.run_micro_batch(batch.samples, n)
         else:
-            with check_samples_first(learn.model, data, n, batch.samples): self.run_split(loop, bounds)
+            with check_samples_first(learn.model, data, n, batch.samples):
+                self.run_split(loop, bounds)
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e7b434d7
 @patch
@@ -197,7 +207,8 @@ def run_split(self:MicroBatches, loop, bounds:list[tuple[int,int]]):
             before = loop.window.losses
             slices.hold(start, end)
             part = end*samples//n - start*samples//n  # so that the parts add up to `samples`
-            with hidden.at(start, end): loop.run_micro_batch(part, end-start, ends_batch=end == n)
+            with hidden.at(start, end):
+                loop.run_micro_batch(part, end-start, ends_batch=end == n)
             outputs.append(each_tensor(Tensor.detach, learn.pred))
             slices.note()
             loss_parts.add(before, loop.window.losses)
@@ -238,8 +249,10 @@ def forward_in_micro_batches(
     for start,end in bounds:
         some_args,some_kwargs = slice_batch((args, kwargs), start, end, n)
         if last_forward and end == n: forward = last_forward
-        with hidden.at(start, end): outputs.append(forward(*some_args, **some_kwargs))
-    try: return join(outputs, [end-start for start,end in bounds])
+        with hidden.at(start, end):
+            outputs.append(forward(*some_args, **some_kwargs))
+    try:
+        return join(outputs, [end-start for start,end in bounds])
     except CannotJoin:
         hidden.restore()
         raise

@@ -30,7 +30,8 @@ def is_out_of_memory(e:BaseException|None)->bool:
     "Returns whether `e`, or an error that caused it, says that memory ran out"
     if e is None or isinstance(e, NothingFits): return False
     if isinstance(e, (torch.OutOfMemoryError, MemoryError)): return True
-    if isinstance(e, RuntimeError) and any(o in str(e) for o in _messages): return True
+    if isinstance(e, RuntimeError) and any(o in str(e) for o in _messages):
+        return True
     return is_out_of_memory(e.__cause__)
 
 # %% ../../nbs/memory/03_out_of_memory.ipynb #d92a0d35
@@ -46,7 +47,8 @@ def free_memory():
     if torch.cuda.is_available(): torch.cuda.empty_cache()
     elif torch.backends.mps.is_available(): torch.mps.empty_cache()
 
-def n_elements(batch)->int: return sum(o.numel() for o in tensors_in(batch))
+def n_elements(batch)->int:
+    return sum(o.numel() for o in tensors_in(batch))
 
 # %% ../../nbs/memory/03_out_of_memory.ipynb #6c25177f
 def reserve_for_step(opt)->list:

@@ -86,7 +86,8 @@ class BatchUndo:
         learn.pred = None
         self.snapshot.restore()
         self.drop_gradients()
-        if all(o._version == version for o,version in self.versions): return
+        if all(o._version == version for o,version in self.versions):
+            return
         raise NothingFits("memory ran out in a pass that cannot be undone, since it has changed its input or a "
                           "frozen parameter in place: set micro_batch_size to a number that fits") from error
 
@@ -115,7 +116,8 @@ class RetryOnOutOfMemory:
         self.largest = 0  # elements of the largest batch that has run in this fit
 
     @property
-    def adapting(self)->list[MemorySaver]: return [o for o in self.savers if o.adapts]
+    def adapting(self)->list[MemorySaver]:
+        return [o for o in self.savers if o.adapts]
 
     def begin_epoch(self, loop):
         if self.strategy is not whole_batch: self.strategy.begin_epoch(loop)
@@ -131,7 +133,8 @@ class RetryOnOutOfMemory:
         if self.adapting: self.run_until_it_fits(loop, elements)
         else: self.run_once(loop, elements)
         self.largest = max(self.largest, elements)
-        for o in self.savers: o.report(loop, elements, is_largest=elements == self.largest)
+        for o in self.savers:
+            o.report(loop, elements, is_largest=elements == self.largest)
 
     def run_until_it_fits(self, loop, elements:int):
         "Runs the batch, again and again with less memory; raises NothingFits if nothing takes less"
@@ -144,7 +147,8 @@ class RetryOnOutOfMemory:
                 while error := self.try_once(loop, elements):
                     batch.undo(error)
                     how = self.reduce_memory(loop, elements)
-                    if not how and not reserve: raise NothingFits(self.adapting[-1].advice(loop)) from error
+                    if not how and not reserve:
+                        raise NothingFits(self.adapting[-1].advice(loop)) from error
                     if not how: reserve.clear()  # nothing takes less, but the optimizer may not need all of that
                     free_memory()
             except CancelBatchException:
@@ -152,7 +156,8 @@ class RetryOnOutOfMemory:
                 raise
             finally: batch.add_aside()
         # Of a batch larger than all before, its saver reports how it fits
-        if how and elements <= self.largest: warn(f"out of memory in training: from now on, {how}")
+        if how and elements <= self.largest:
+            warn(f"out of memory in training: from now on, {how}")
 
 # %% ../../nbs/memory/04_retry.ipynb #a30a77ff
 @patch

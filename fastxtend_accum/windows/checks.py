@@ -22,7 +22,8 @@ def check_size(name:str, size:int)->int:
     "Returns `size` if it is a whole number of samples and at least 1; raises TypeError or ValueError otherwise"
     if isinstance(size, bool) or not isinstance(size, Integral):
         raise TypeError(f"{name} counts samples, so it must be an int, not {size!r}: pass a number such as 64")
-    if size < 1: raise ValueError(f"{name} must be at least 1 sample, not {size}: pass a number such as 64")
+    if size < 1:
+        raise ValueError(f"{name} must be at least 1 sample, not {size}: pass a number such as 64")
     return int(size)
 
 def check_micro_batch_size(size:int|str|None)->int|str|None:
@@ -35,7 +36,8 @@ def check_micro_batch_size(size:int|str|None)->int|str|None:
 def check_flags(**flags:bool):
     "Raises TypeError unless all arguments are True or False"
     for name,flag in flags.items():
-        if not isinstance(flag, bool): raise TypeError(f"{name} must be True or False, not {flag!r}")
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, not {flag!r}")
 
 def check_callable(name:str, f, what:str):
     "Raises TypeError unless `f` is a function or None; the message says `what` it must be"
@@ -53,7 +55,8 @@ def check_multiple(
     batch = bs*n_processes
     if accum_bs%batch == 0: return
     what = f"the DataLoader's batch of {bs}"
-    if n_processes > 1: what = f'{batch}, {n_processes} processes times {what}'
+    if n_processes > 1:
+        what = f'{batch}, {n_processes} processes times {what}'
     use = sizes_to_use(name, accum_bs, bs, n_processes)
     raise ValueError(f"{name}={accum_bs} counts samples, and is not a multiple of {what}: {use}")
 
@@ -62,29 +65,35 @@ def sizes_to_use(name:str, accum_bs:int, bs:int, n_processes:int)->str:
     batch = bs*n_processes
     below = accum_bs//batch*batch
     sets_all_windows = name in ('accum_bs', 'n_acc')  # not so the sizes of a schedule
-    if below: res = f'use {below} or {below+batch}'  # 100 with batches of 64: use 64 or 128
+    if below:
+        res = f'use {below} or {below+batch}'  # 100 with batches of 64: use 64 or 128
     # 4 with batches of 64, as if it counted batches: for 4 batches of 64, write 256
-    elif sets_all_windows: res = f'for {accum_bs} batches of {batch}, write {accum_bs*batch}'
+    elif sets_all_windows:
+        res = f'for {accum_bs} batches of {batch}, write {accum_bs*batch}'
     # The DataLoader's batch may have grown since the last fit
     else: res = f'use {batch} or more, or a DataLoader with bs={accum_bs//n_processes or 1}'
     if not sets_all_windows or accum_bs%n_processes: return res
     res += f', or change its batch size to {accum_bs//n_processes}'
     return f'{res}, with micro_batch_size={bs} to split it' if below else res
 
-def is_number(o)->bool: return isinstance(o, Real) and not isinstance(o, bool)
+def is_number(o)->bool:
+    return isinstance(o, Real) and not isinstance(o, bool)
 
 def check_rules(rules:dict|None, opt):
     "Raises TypeError or ValueError if the `rules` of `scale` are not valid for `opt`"
     if rules is None: return
-    if not isinstance(rules, dict): raise TypeError(f"scale must be a dict such as {{'lr': f}}, not {rules!r}")
+    if not isinstance(rules, dict):
+        raise TypeError(f"scale must be a dict such as {{'lr': f}}, not {rules!r}")
     hypers = opt.hypers[0]
     known = [name for name,value in hypers.items() if is_number(value)]
     for name,rule in rules.items():
         if name not in known:
             raise ValueError(f"scale: the optimizer has no hyper-parameter {name!r}: use one of {known}")
-        if not callable(rule): raise TypeError(f"scale[{name!r}] must be a rule, f(value, ratio), not {rule!r}")
+        if not callable(rule):
+            raise TypeError(f"scale[{name!r}] must be a rule, f(value, ratio), not {rule!r}")
         scaled = rule(hypers[name], 2.)
-        if not isinstance(scaled, Real): raise TypeError(f"scale[{name!r}] must return a number, not {scaled!r}")
+        if not isinstance(scaled, Real):
+            raise TypeError(f"scale[{name!r}] must return a number, not {scaled!r}")
 
 # %% ../../nbs/windows/03_checks.ipynb #4ebf1c9b
 def accumulates_gradients(cb)->bool:
@@ -116,7 +125,8 @@ def check_learner(
 def check_callbacks(learn, cb):
     "Raises ValueError if another callback of `learn` accumulates gradients, or keeps them in another precision"
     for o in learn.cbs:
-        if o is cb or not o.run or not accumulates_gradients(o): continue
+        if o is cb or not o.run or not accumulates_gradients(o):
+            continue
         kind = type(o)
         raise ValueError(f"{kind.__module__}.{kind.__name__} accumulates, too: remove it, or {type(cb).__name__} "
                          "(learn.remove_cb)")

@@ -59,15 +59,18 @@ def how_made_up(
     batch = bs*n_processes
     n_micro = most//batch*math.ceil(bs/micro_bs)  # micro-batches of each process in a window
     parts = []
-    if is_auto: parts.append(f"micro_batch_size='auto': each batch of {bs} {how_split(bs, micro_bs)}")
+    if is_auto:
+        parts.append(f"micro_batch_size='auto': each batch of {bs} {how_split(bs, micro_bs)}")
     accumulates = n_micro*n_processes > 1
     if not accumulates and not is_auto: return f'{most} samples are one batch: a smaller micro_batch_size splits it'
     if not accumulates: return parts[0]
     joins_batches = most > batch
-    if least < most: parts.append(f'{least} to {most} samples, {micro_bs} at a time')
+    if least < most:
+        parts.append(f'{least} to {most} samples, {micro_bs} at a time')
     elif joins_batches or not is_auto:  # else the line on 'auto' has said all
         factors = [f'{n_micro}', f'{up_to(micro_bs, bs)} samples']
-        if n_processes > 1: factors.insert(0, f'{n_processes} processes')
+        if n_processes > 1:
+            factors.insert(0, f'{n_processes} processes')
         parts.append(f"{most} = {' x '.join(factors)}")
     return '; '.join(parts)
 
@@ -117,7 +120,8 @@ class Description:
 def log_once(cb, message:str):
     "Sends `message` to the logger of the Learner, in one process, unless `cb` has sent the same before"
     learn = cb.learn
-    if not learn or learn.logger is noop or message == cb.last_message: return
+    if not learn or learn.logger is noop or message == cb.last_message:
+        return
     cb.last_message = message
     if rank_distrib() > 0: return
     logs_rows = isinstance(getattr(learn.logger, '__self__', None), Callback)  # ProgressCallback writes a table

@@ -23,7 +23,8 @@ _senders = {name:getattr(Learner, name) for name in ('__call__','_call_one','_wi
 def sends_as_fastai(learn)->bool:
     "Returns whether `learn` sends events by fastai's own methods"
     for name,method in _senders.items():
-        if getattr(type(learn), name) is not method or name in vars(learn): return False
+        if getattr(type(learn), name) is not method or name in vars(learn):
+            return False
         if method.__module__ != 'fastai.learner': return False  # it was patched before this module was imported
     return True
 
@@ -61,7 +62,8 @@ class Events:
     def having(self, event:str)->list:
         "Returns the callbacks that have `event`, in order"
         cbs = self.learn.cbs.items
-        if cbs != self.cbs or [o.order for o in cbs] != self.orders: self.look_up()
+        if cbs != self.cbs or [o.order for o in cbs] != self.orders:
+            self.look_up()
         return self.table[event]
 
     def look_up(self):
@@ -71,9 +73,11 @@ class Events:
         self.orders = [o.order for o in self.cbs]
         in_order = self.learn.cbs.sorted('order')
         self.table = {}
-        for event in batch_events: self.table[event] = [o for o in in_order if has_event(o, event)]
+        for event in batch_events:
+            self.table[event] = [o for o in in_order if has_event(o, event)]
         self.table['after_backward'] = [o for o in self.table['after_backward'] if o not in self.accumulating]
-        if self.repeats_set_up: self.table['before_batch'] = with_set_ups(self.table['before_batch'], self.learn)
+        if self.repeats_set_up:
+            self.table['before_batch'] = with_set_ups(self.table['before_batch'], self.learn)
 
     def around(self,
         f:Callable, # Does what the events are about
@@ -120,7 +124,8 @@ def to_preparing(self:Events,
     within a window, of which no Learner with its own way to send events knows"""
     for cb in self.having(event):  # by their order
         if cb.order >= Recorder.order: return
-        if all(has_event(cb, o) for o in only_with): cb(event)
+        if all(has_event(cb, o) for o in only_with):
+            cb(event)
 
 @patch
 def before_batch_and_late_changes(self:Events)->list[str]:
@@ -136,7 +141,8 @@ def before_batch_and_late_changes(self:Events)->list[str]:
         cb('before_batch')
         has_replaced = learn.xb is not inputs or learn.yb is not targets
         who = cb.cb if isinstance(cb, SetUp) else cb
-        if has_replaced and cb.order >= Recorder.order: names.append(type(who).__name__)
+        if has_replaced and cb.order >= Recorder.order:
+            names.append(type(who).__name__)
     return names
 
 # %% ../../nbs/windows/09_events.ipynb #e5f4d17b
@@ -147,10 +153,12 @@ def shared_state(cb, learn)->dict:
     """Returns what `cb` may set up for the passes of a batch, to be compared: the attributes of `cb`, the Learner, the
     loss and all modules, by id and name; and whether autocast is on, by device"""
     res = {}
-    for device in _devices: res[device] = f'{torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}'
+    for device in _devices:
+        res[device] = f'{torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}'
     for o in [cb, learn, learn.loss_func, *learn.model.modules()]:
         for name,value in getattr(o, '__dict__', {}).items():
-            if name.endswith('hooks'): value = str([*value])  # their ids: they are added to a dict in place
+            if name.endswith('hooks'):
+                value = str([*value])  # their ids: they are added to a dict in place
             res[id(o),name] = value
     return res
 
@@ -179,7 +187,8 @@ class SetUp:
         self.was = {}
         for key,value in after.items():
             value_before = before.get(key)
-            if not is_same(value_before, value): self.was[key] = value_before
+            if not is_same(value_before, value):
+                self.was[key] = value_before
         self.replaces_batch = self.learn.xb is not inputs or self.learn.yb is not targets
 
     def repeat_if_taken_back(self):

@@ -48,12 +48,14 @@ class Fit:
         self.send.look_up()
         self.params = WindowParams(learn)
         # Not `is not`, since a bound method is a new object each time
-        if self.loss_check.loss_func != learn.loss_func: self.loss_check = LossCheck(learn.loss_func)
+        if self.loss_check.loss_func != learn.loss_func:
+            self.loss_check = LossCheck(learn.loss_func)
         if hasattr(learn, 'lr_finder'): self.loss_check.stop()  # the fit that follows is going to check
 
     def update_params(self):
         "Looks up the parameters again if a callback has replaced the optimizer, as pruning does"
-        if not self.params.is_current(self.learn): self.params = WindowParams(self.learn)
+        if not self.params.is_current(self.learn):
+            self.params = WindowParams(self.learn)
 
 class MicroBatch(NamedTuple):
     "What `learn` holds: a loader batch, or a part of one"
@@ -86,8 +88,10 @@ def forward_backward(fit:Fit, window:Window, micro_batch:MicroBatch):
         window.add_without_loss(samples)
         return
     is_changed = learn.loss_grad.grad_fn is not origin  # by a callback
-    if is_changed and others_have_after_loss(send): items = items_of_changed_loss(fit, origin, items, rows, is_alone)
-    elif fit.loss_check.windows_left and not is_alone: fit.loss_check.add(learn, rows, items if num_items else None)
+    if is_changed and others_have_after_loss(send):
+        items = items_of_changed_loss(fit, origin, items, rows, is_alone)
+    elif fit.loss_check.windows_left and not is_alone:
+        fit.loss_check.add(learn, rows, items if num_items else None)
     unit = fit.processes.common_unit(items, window.size)
     contribution = window.losses.weigh(learn.loss, items, samples, is_alone, unit)
     backward(fit, window, contribution, ends_window)
@@ -113,7 +117,8 @@ def items_of_changed_loss(
     labels = model_labels(learn)
     if labels is not None: return labels
     is_added = origin is not None and is_summand(origin, learn.loss_grad.grad_fn)
-    if not is_alone: fit.loss_check.note_changed('added' if is_added else 'replaced')
+    if not is_alone:
+        fit.loss_check.note_changed('added' if is_added else 'replaced')
     return items if is_added else rows
 
 def is_summand(origin, node)->bool:
@@ -182,5 +187,6 @@ def let_it_see_windows(fit:Fit, e:CancelBatchException):
 def callback_that_raised(e:BaseException)->Callback|None:
     "Returns the callback in whose event `e` was raised"
     for frame,_ in walk_tb(e.__traceback__):
-        if frame.f_code is Callback.__call__.__code__: return frame.f_locals['self']
+        if frame.f_code is Callback.__call__.__code__:
+            return frame.f_locals['self']
     return None

@@ -36,7 +36,8 @@ def extra_params(learn)->list:
         for opt in vars(cb).values():
             if not isinstance(opt, optimizers): continue
             for group in opt.param_groups: res += group['params']
-    if hasattr(learn.loss_func, 'parameters'): res += learn.loss_func.parameters()
+    if hasattr(learn.loss_func, 'parameters'):
+        res += learn.loss_func.parameters()
     return res
 
 class WindowParams:
@@ -124,9 +125,9 @@ class GradientGuard:
     def check(self):
         "Raises RuntimeError if somebody has changed the gradients, since their sum would be wrong"
         if self.is_intact(): return
-        raise RuntimeError("a gradient was zeroed, replaced or changed, or a parameter frozen, in the middle of a window "
-                           "(by an attack, clipping, a GANTrainer?): do this in before_step, or use windows of one "
-                           "batch")
+        raise RuntimeError("a gradient was zeroed, replaced or changed, or a parameter frozen, in the middle of a "
+                           "window (by an attack, clipping, a GANTrainer?): do this in before_step, or use windows "
+                           "of one batch")
 
 # %% ../../nbs/windows/02_gradients.ipynb #304dcb7d
 class GradientSums:
@@ -164,7 +165,8 @@ class GradientSums:
 
     def note_backward(self):
         "After a backward pass, which has added to the sums: until the next one, nobody else may change them"
-        if self.float32 is not None: add_in_float32(self.params.all, self.float32)
+        if self.float32 is not None:
+            add_in_float32(self.params.all, self.float32)
         self.guard = GradientGuard(self.params.guarded)
 
     def average(self, divisor:Real):
@@ -186,9 +188,11 @@ class GradientSums:
     def gradient_of(self, p)->Tensor:
         "Returns the sum of gradients of `p`, in float32 or in `.grad`; zeros, which are stored there, if it has none"
         if self.float32 is not None and p.dtype in half:
-            if p not in self.float32: self.float32[p] = torch.zeros_like(p, dtype=torch.float32)
+            if p not in self.float32:
+                self.float32[p] = torch.zeros_like(p, dtype=torch.float32)
             return self.float32[p]
-        if p.grad is None: p.grad = torch.zeros_like(p)
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
         return p.grad
 
     # For `BatchUndo`, which runs a batch again if memory runs out
@@ -197,7 +201,8 @@ class GradientSums:
         """Goes on with the gradients as they are now, and these sums in float32, since those of earlier batches were
         set aside"""
         self.float32 = float32
-        if self.guard is not None: self.guard = GradientGuard(self.params.guarded)
+        if self.guard is not None:
+            self.guard = GradientGuard(self.params.guarded)
 
     def add_float32(self, aside:dict|None):
         "Adds to the sums in float32 those that were `aside`. `BatchUndo` has done so with `.grad`"

@@ -30,10 +30,12 @@ def batch_source(dl):
 def loader_bs(dl)->int|None:
     "Returns the samples in a batch as `dl` counts them, its `bs` or `batch_size`; None if it has neither"
     bs = getattr(dl, 'bs', None)
-    if not bs: bs = getattr(batch_source(dl), 'batch_size', None)
+    if not bs:
+        bs = getattr(batch_source(dl), 'batch_size', None)
     return check_size('batch size', bs) if bs else None
 
-def drops_last(dl)->bool: return bool(getattr(batch_source(dl), 'drop_last', False))
+def drops_last(dl)->bool:
+    return bool(getattr(batch_source(dl), 'drop_last', False))
 
 def is_distributed(dl)->bool:
     "Returns whether `dl` is a `DistributedDL`, in which fastai shares out samples among processes"
@@ -51,7 +53,8 @@ def dataset_size(dl)->int|None:
         return n and math.ceil(n/dl.world_size)
     if isinstance(getattr(dl, 'dataset', None), IterableDataset): return None  # it announces a length, and may break it
     n = getattr(dl, 'n', None)
-    if n is None: n = length_of(batch_source(dl), 'sampler')
+    if n is None:
+        n = length_of(batch_source(dl), 'sampler')
     if n is None: n = length_of(dl, 'dataset')
     return n
 
@@ -92,7 +95,8 @@ def loader_info(
 )->LoaderInfo:
     stated = loader_bs(dl)
     if stated: batch_size = stated
-    if not batch_size: return LoaderInfo(None, False, len(dl), False)
+    if not batch_size:
+        return LoaderInfo(None, False, len(dl), False)
     samples,is_exact = epoch_samples(dl, batch_size)
     return LoaderInfo(batch_size, stated is not None, samples, is_exact)
 
@@ -228,7 +232,8 @@ def with_counts(self:EpochBatches)->Iterator[LoaderBatch]:
     for data in self.dl:
         if info.states_batch_size:
             samples = info.batch_size
-            if info.has_exact_length and left > 0: samples = min(samples, left)  # the last batch may be smaller
+            if info.has_exact_length and left > 0:
+                samples = min(samples, left)  # the last batch may be smaller
             rows = n_rows(data, samples)
         else:
             rows = n_rows(data, info.batch_size)
@@ -266,7 +271,8 @@ def finish_epoch(self:EpochBatches, unfinished:list):
         self.unfinished = unfinished
         self.prefetched.extend(o.copied() for o in self.source)
     # One more request lets a DataLoader that has no batch left end by itself, and call its `after_iter`
-    elif self.samples_left() <= 0: next(self.source, None)
+    elif self.samples_left() <= 0:
+        next(self.source, None)
 
 # %% ../../nbs/windows/08_loader.ipynb #917408b2
 # Questions
@@ -285,7 +291,8 @@ def is_last(self:EpochBatches)->bool:
 @patch
 def samples_left(self:EpochBatches)->int:
     "Returns the samples after the current batch; if the length is not exact, those that `prefetch` has read"
-    if not self.info.has_exact_length: return sum(o.samples for o in self.prefetched)
+    if not self.info.has_exact_length:
+        return sum(o.samples for o in self.prefetched)
     return self.info.samples+self.plan.carried_samples-self.samples_read
 
 @patch

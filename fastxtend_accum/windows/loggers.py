@@ -35,7 +35,8 @@ class Loggers:
         self.wandb = running_callbacks(learn, 'wandb', 'WandbCallback')
         self.tensorboard = running_callbacks(learn, 'tensorboard', 'TensorBoardCallback')
 
-    def all_loggers(self)->list: return [*self.recorders, *self.wandb, *self.tensorboard]
+    def all_loggers(self)->list:
+        return [*self.recorders, *self.wandb, *self.tensorboard]
 
     def begin_fit(self):
         "Begins new lists of batch sizes, as the Recorder begins new lists of losses"
@@ -53,7 +54,8 @@ class Loggers:
             # 0 for each batch that a callback has cancelled since the last window, since the Recorder logs its loss
             rec.accum_bs.extend(0 for _ in range(n_new-1))
             rec.accum_bs.append(samples)
-        for cb in self.tensorboard: cb.writer.add_scalar('accumulation_batch_size', samples, self.learn.train_iter)
+        for cb in self.tensorboard:
+            cb.writer.add_scalar('accumulation_batch_size', samples, self.learn.train_iter)
         for cb in self.wandb:
             seconds = time.perf_counter()-cb.ti_batch  # W&B's own rate takes the last loader batch for the window
             values = {'accumulation_batch_size':samples, 'train_samples_per_sec':samples/seconds}
@@ -80,7 +82,8 @@ def pause_train_metrics(self:Loggers):
 @patch
 def resume_train_metrics(self:Loggers):
     for rec in self.with_train_metrics:
-        for metric in rec.metrics: vars(metric).pop('accumulate', None)
+        for metric in rec.metrics:
+            vars(metric).pop('accumulate', None)
 
 @patch
 def fill_missing_metrics(self:Loggers):
@@ -97,9 +100,11 @@ def show_hypers(self:Loggers, hypers:list):
     "Lets loggers find `hypers`, as they are now, in their `opt.hypers`: they log after the optimizer has its own back"
     shown = SimpleNamespace(hypers=[dict(o) for o in hypers])
     # An attribute of the callback hides that of the Learner; by `vars`, since fastai warns of such attributes
-    for cb in self.all_loggers(): vars(cb)['opt'] = shown
+    for cb in self.all_loggers():
+        vars(cb)['opt'] = shown
 
 @patch
 def show_optimizer(self:Loggers):
     "Ends `show_hypers`"
-    for cb in self.all_loggers(): vars(cb).pop('opt', None)
+    for cb in self.all_loggers():
+        vars(cb).pop('opt', None)

@@ -69,7 +69,8 @@ fastai_all_batches = Learner.all_batches
 
 def all_batches(self:Learner):
     "Runs the batches of `learn.dl`: an `EpochBatches` by the loop over windows, any other loader by fastai's loop"
-    if self.training and isinstance(self.dl, EpochBatches): self.dl.loop.run_epoch()
+    if self.training and isinstance(self.dl, EpochBatches):
+        self.dl.loop.run_epoch()
     else: fastai_all_batches(self)
 
 Learner.all_batches = all_batches
@@ -149,7 +150,8 @@ def run_epoch(self:WindowLoop):
                 if not self.window.is_open and not self.open_window(): break
                 if not batches.advance(): break
                 self.run_round(i)
-            if self.window.is_open and not self.has_no_step(): self.close_after_rounds()
+            if self.window.is_open and not self.has_no_step():
+                self.close_after_rounds()
             batches.finish_epoch(self.window.batches)
     except (CancelTrainException, CancelEpochException, CancelFitException): raise  # no error: a callback ends training
     except BaseException as e:  # Ctrl-C, too
@@ -183,7 +185,8 @@ def run_round(self:WindowLoop, i:int):
     self.learn.iter = i
     self.progress.begin_round()
     self.load_batch()
-    try: self.send.around(self.run_batches, 'batch', CancelBatchException, before=self.begin_batches)
+    try:
+        self.send.around(self.run_batches, 'batch', CancelBatchException, before=self.begin_batches)
     finally: self.end_round()  # also if a callback ends the epoch or the fit in `after_batch`
 
 @patch
@@ -207,7 +210,8 @@ def begin_batches(self:WindowLoop):
 @patch
 def run_batches(self:WindowLoop):
     "Runs the batches of a round. One that does not count ends as fastai's cancelled batch, with `after_cancel_batch`"
-    try: counts = self.run_window() if self.settings.log_accum_batch else self.run_single()
+    try:
+        counts = self.run_window() if self.settings.log_accum_batch else self.run_single()
     finally: self.progress.correct_before_fastai_counts()  # also before a callback ends the epoch
     if not counts: raise CancelBatchException  # `send.around` catches it
 
@@ -219,7 +223,8 @@ def run_window(self:WindowLoop)->bool:
     learn = self.learn
     loss_before = learn.loss
     counts = self.run_batch()
-    while not self.is_done() and self.batches.advance(): counts = self.run_next_batch(counts)
+    while not self.is_done() and self.batches.advance():
+        counts = self.run_next_batch(counts)
     if not self.window.losses.samples: return False  # all were cancelled: loggers see one cancelled batch, as in fastai
     outcome = None if self.has_no_step() else self.close_window()
     if outcome in (Outcome.STEPPED, Outcome.NO_TARGETS): return True
@@ -245,7 +250,8 @@ def end_round(self:WindowLoop):
     if self.settings.scale: self.loggers.show_optimizer()
     if not self.settings.log_accum_batch: return
     window = self.window
-    if window.outcome is Outcome.STEPPED: self.loggers.log_batch_size(window.total_samples)
+    if window.outcome is Outcome.STEPPED:
+        self.loggers.log_batch_size(window.total_samples)
     # fastai has counted each round. At the end of an epoch, one may have left its batches to the next epoch, or to none
     has_window = window.outcome is not None or window.is_cancelled
     if not has_window: self.progress.uncount_round()
@@ -326,7 +332,8 @@ def prepare_window(self:WindowLoop):
     "Before the first micro-batch of a window: notes hyper-parameters, and begins its gradients"
     # The step uses those of the first batch, as with the large batch. With log_accum_batch=False, schedulers may set
     # others in each batch of the window
-    if not self.settings.log_accum_batch: self.first_hypers = hypers_of(self.learn.opt)
+    if not self.settings.log_accum_batch:
+        self.first_hypers = hypers_of(self.learn.opt)
     self.fit.update_params()
     self.window.begin(self.fit.params, begins_with_grads=self.leaves_grads)
 
@@ -427,9 +434,11 @@ def take_step(self:WindowLoop):
     def step_and_restore():
         "Callbacks find the values from before in `after_step`; loggers go on seeing those of the step"
         self.run_step()
-        if self.settings.scale: self.loggers.show_hypers(learn.opt.hypers)
+        if self.settings.scale:
+            self.loggers.show_hypers(learn.opt.hypers)
         step_hypers.restore()
-    try: self.send.around(step_and_restore, 'step', CancelStepException, cancelled=step_hypers.restore)
+    try:
+        self.send.around(step_and_restore, 'step', CancelStepException, cancelled=step_hypers.restore)
     finally: step_hypers.restore()  # after any other exception; else it does nothing
 
 @patch
@@ -466,7 +475,8 @@ def discard_window(self:WindowLoop):
 @patch
 def replace_window(self:WindowLoop, size:int, keeps_batches:bool):
     "Begins a window in place of one that is closed, or of which nothing is left but gradients from before it"
-    if self.window.grads is not None: self.window.grads.add_earlier()
+    if self.window.grads is not None:
+        self.window.grads.add_earlier()
     self.window = Window(size, keeps_batches)
 
 @patch
@@ -476,4 +486,5 @@ def release_batch(self:WindowLoop):
     learn.opt.zero_grad()
     learn.pred = None
     learn.loss_grad = None
-    if isinstance(learn.loss, Tensor): learn.loss = learn.loss.detach()
+    if isinstance(learn.loss, Tensor):
+        learn.loss = learn.loss.detach()

@@ -73,10 +73,12 @@ KeptMicroBatch = namedtuple('KeptMicroBatch', 'args rows items')
 def shares_of(loss_func, micro_batches:list)->list:
     "Returns the share of each micro-batch in the loss of all; 1 for each if the loss is a sum"
     counts = [o.items for o in micro_batches]
-    if counts[0] is None: counts = [loss_items(loss_func, *o.args, rows=o.rows) for o in micro_batches]
+    if counts[0] is None:
+        counts = [loss_items(loss_func, *o.args, rows=o.rows) for o in micro_batches]
     if None in counts: return [1 for _ in counts]
     total = sum(counts)
-    if not isinstance(total, Tensor) and total == 0: total = 1  # all labels are ignored
+    if not isinstance(total, Tensor) and total == 0:
+        total = 1  # all labels are ignored
     return [o/total for o in counts]
 
 def compare_losses(loss_func, micro_batches:list, dtype:torch.dtype)->tuple:
@@ -94,7 +96,8 @@ def compare_losses(loss_func, micro_batches:list, dtype:torch.dtype)->tuple:
         grads.append(weighted_grads)
     parts_of_grads = zip(*grads)  # for each tensor of predictions, the gradients of all micro-batches
     summed = [sum(losses), *map(torch.cat, parts_of_grads)]
-    if [o.shape for o in summed] != [o.shape for o in joint]: raise CannotCompare('outputs cannot be joined by samples')
+    if [o.shape for o in summed] != [o.shape for o in joint]:
+        raise CannotCompare('outputs cannot be joined by samples')
     largest = torch.stack(losses).abs().max()
     return max_relative_error(joint, again),max_relative_error(joint, summed, largest)
 
@@ -141,7 +144,8 @@ class LossCheck:
     def note_changed(self, how:str):
         "Notes that a callback has 'replaced' the loss, or 'added' to it; warns the first time"
         self.stop()
-        if any(o.verdict == how for o in self.results): return
+        if any(o.verdict == how for o in self.results):
+            return
         self.results.append(Comparison(how))
         warn(_warnings_of_changes[how])
 
@@ -152,7 +156,8 @@ class LossCheck:
 
     def restore(self, state:dict): vars(self).update(state)
 
-    def verdict(self)->str|None: return self.results[-1].verdict if self.results else None
+    def verdict(self)->str|None:
+        return self.results[-1].verdict if self.results else None
 
 # %% ../../nbs/windows/06_loss_check.ipynb #2fe6890c
 @patch
@@ -180,8 +185,10 @@ def compare_in_any_precision(self:LossCheck, micro_batches:list)->Comparison:
     try: again,error = self.compare_in(torch.float64, micro_batches)
     except (CannotCompare, CannotJoin):
         try: again,error = self.compare_in(torch.float32, micro_batches)
-        except (CannotCompare, CannotJoin) as e: return Comparison('unknown', reason=str(e))
-    if not math.isfinite(again): return Comparison('unknown', reason='a gradient is 0, NaN or infinite')
+        except (CannotCompare, CannotJoin) as e:
+            return Comparison('unknown', reason=str(e))
+    if not math.isfinite(again):
+        return Comparison('unknown', reason='a gradient is 0, NaN or infinite')
     if again > self.tolerance: return Comparison('unknown', reason='called again, it returns something else')
     return Comparison('same' if error <= self.tolerance else 'differs', error)
 

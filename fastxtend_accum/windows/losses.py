@@ -27,8 +27,10 @@ def loss_items(
     if getattr(settings, 'reduction', 'mean') == 'sum': return None
     args = pred,*targ
     are_tensors = all([isinstance(o, Tensor) for o in args])
-    if len(args) != 2 or not are_tensors: return rows or find_bs(targ)
-    if rule is None: return rows or len(targ[0])
+    if len(args) != 2 or not are_tensors:
+        return rows or find_bs(targ)
+    if rule is None:
+        return rows or len(targ[0])
     # A rule compares plain tensors, not fastai's TensorImage with a TensorMask
     plain = [o if type(o) is Tensor else o.as_subclass(Tensor) for o in args]
     return rule(settings, *plain)
@@ -56,7 +58,8 @@ def rule_of(loss_func)->tuple:
         rule = rule_of_class(type(func))
         settings = func
     # Without a reduction, a subclass or a callback averages in a way of its own
-    if getattr(settings, 'reduction', 'mean') == 'none' and rule in _rules_by_reduction: rule = None
+    if getattr(settings, 'reduction', 'mean') == 'none' and rule in _rules_by_reduction:
+        rule = None
     return rule,settings
 
 def mixes_losses(loss_func)->bool:
@@ -146,18 +149,22 @@ def model_labels(learn)->Real|Tensor|None:
     """Returns how many labels a Transformers model has averaged its own loss over, `out.loss`; None if the loss of
     `learn` is another one, or if its labels are no classes"""
     out = learn.pred
-    if not isinstance(out, Mapping) or out.get('loss') is not learn.loss_grad: return None
+    if not isinstance(out, Mapping) or out.get('loss') is not learn.loss_grad:
+        return None
     for inputs in learn.xb:
-        if isinstance(inputs, Mapping) and 'labels' in inputs: return counted_labels(out, inputs['labels'])
+        if isinstance(inputs, Mapping) and 'labels' in inputs:
+            return counted_labels(out, inputs['labels'])
     return None
 
 def counted_labels(out, labels)->Real|Tensor|None:
     "Returns how many `labels` are not ignored; None if they are not the classes of `out['logits']`"
     logits = out.get('logits')
-    if not isinstance(logits, Tensor) or not isinstance(labels, Tensor): return None
+    if not isinstance(logits, Tensor) or not isinstance(labels, Tensor):
+        return None
     has_classes = logits.shape[:-1] == labels.shape  # a row of logits for each label
     if labels.is_floating_point() or not has_classes: return None
-    if 'CausalLM' in type(out).__name__: labels = labels[...,1:]  # nothing predicts the first token
+    if 'CausalLM' in type(out).__name__:
+        labels = labels[...,1:]  # nothing predicts the first token
     return as_count((labels != -100).count_nonzero())
 
 # %% ../../nbs/windows/05_losses.ipynb #5c1de703
@@ -177,5 +184,6 @@ def check_items(items)->Real|Tensor:
     if isinstance(items, Tensor) and items.numel() == 1:
         items = as_count(items.detach().reshape(()))
         if isinstance(items, Tensor): return items  # reading its value would wait for the GPU
-    if isinstance(items, Real) and 0 <= items < math.inf: return items
+    if isinstance(items, Real) and 0 <= items < math.inf:
+        return items
     raise ValueError(f"num_items must return a count of 0 or more, as a number or one-element tensor, not {items!r}")

@@ -43,7 +43,8 @@ def each_tensor(f:Callable, b):
 
 def tensors_in(b)->list:
     "Returns the tensors of a nested batch in order, but for those without dimensions, which have no rows"
-    if isinstance(b, Tensor): return [b] if b.ndim else []
+    if isinstance(b, Tensor):
+        return [b] if b.ndim else []
     items = children(b)
     if items is None: return []
     return list(chain(*map(tensors_in, items)))
@@ -52,9 +53,11 @@ def tensors_in(b)->list:
 def lengths(b)->set:
     "Returns the first dimension of each tensor in `b`, and the length of each list: candidates for the number of rows"
     items = children(b)
-    if items is None: return {len(o) for o in tensors_in(b)}
+    if items is None:
+        return {len(o) for o in tensors_in(b)}
     res = set().union(*map(lengths, items))
-    if not isinstance(b, Mapping): res.add(len(b))
+    if not isinstance(b, Mapping):
+        res.add(len(b))
     return res
 
 def n_rows(
@@ -65,7 +68,8 @@ def n_rows(
     the `expected` number. Raises ValueError if it has no tensors and nobody expects a number"""
     fields = list(b) if isinstance(b, (tuple,list)) else [b]
     targets = fields[-1] if fields else None
-    if isinstance(targets, Tensor) and targets.ndim: found = [targets]
+    if isinstance(targets, Tensor) and targets.ndim:
+        found = [targets]
     else: found = tensors_in(b)
     rows = len(found[0]) if found else expected
     if rows is None:
@@ -100,14 +104,16 @@ def slice_batch(
     if isinstance(b, _same_for_all): return b
     if isinstance(b, Tensor) and b.layout == torch.strided:
         if not b.ndim: return b  # one number for all samples
-        if len(b) == n: return b[start:end]
+        if len(b) == n:
+            return b[start:end]
         raise ValueError(f"cannot split a tensor of shape {tuple(b.shape)} in a batch of {n} samples: "
                          "its first dimension must be the samples")
     items = children(b)
     if items is None:
         raise ValueError(f"cannot split a {type(b).__name__}: use tensors, or a DataLoader that yields smaller batches")
     may_list_samples = depth > 1 and not isinstance(b, Mapping)
-    if may_list_samples and has_entry_per_sample(b, n): items = items[start:end]
+    if may_list_samples and has_entry_per_sample(b, n):
+        items = items[start:end]
     else: items = [slice_batch(o, start, end, n, depth+1) for o in items]
     return rebuilt(b, items)
 
@@ -123,19 +129,24 @@ def join(
     kind = type(outputs[0])  # no output gets a name, which would keep it from being freed
     if all(type(o) is kind for o in outputs):
         if issubclass(kind, Tensor): return join_tensors(outputs, sizes)
-        if children(outputs[0]) is not None: return join_items(outputs, sizes)
-        if issubclass(kind, _same_for_all) and len(set(outputs)) == 1: return outputs[0]
+        if children(outputs[0]) is not None:
+            return join_items(outputs, sizes)
+        if issubclass(kind, _same_for_all) and len(set(outputs)) == 1:
+            return outputs[0]
     raise CannotJoin(f"cannot join outputs of type {kind.__name__}: let the model return tensors, or tuples, lists "
                      "and dicts of them")
 
 def join_tensors(outputs:list, sizes:list)->Tensor:
     "See `join`. A tensor without dimensions must be the same in all micro-batches"
     first_one = outputs[0]
-    if not first_one.ndim and all(torch.equal(o, first_one) for o in outputs): return outputs.pop()
+    if not first_one.ndim and all(torch.equal(o, first_one) for o in outputs):
+        return outputs.pop()
     for o,n in zip(outputs, sizes, strict=True):
-        if o.shape == (n, *first_one.shape[1:]): continue
+        if o.shape == (n, *first_one.shape[1:]):
+            continue
         shapes = f'{tuple(o.shape)} from a micro-batch of {n} samples'
-        if o is not first_one: shapes += f' and {tuple(first_one.shape)} from one of {sizes[0]}'
+        if o is not first_one:
+            shapes += f' and {tuple(first_one.shape)} from one of {sizes[0]}'
         raise CannotJoin(f"cannot join outputs of shape {shapes}: their first dimension must be the samples, and the "
                          "others the same in all")
     res = torch.cat(outputs)
@@ -150,12 +161,14 @@ def join_items(outputs:list, sizes:list):
     if lists_samples: return kind(chain(*outputs))
     keys = [tuple(o) if isinstance(o, Mapping) else len(o) for o in outputs]
     for other in keys:
-        if other != keys[0]: raise CannotJoin(f"cannot join outputs of {keys[0]} and {other} entries")
+        if other != keys[0]:
+            raise CannotJoin(f"cannot join outputs of {keys[0]} and {other} entries")
     columns = [list(o) for o in zip(*map(children, outputs))]
     # Outputs are let go of before their tensors are joined: one of their type, with zeros in the place of tensors, is
     # made first. Not with None, which outputs of Transformers leave out
     empty = rebuilt(outputs[0], [0 for _ in columns])
     outputs.clear()
     joined = []
-    while columns: joined.append(join(columns.pop(0), sizes))  # a column is freed once it is joined
+    while columns:
+        joined.append(join(columns.pop(0), sizes))  # a column is freed once it is joined
     return rebuilt(empty, joined)

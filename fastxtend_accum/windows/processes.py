@@ -24,7 +24,8 @@ def averages_gradients(model)->bool:
     or 2"""
     return hasattr(model, 'no_sync') or hasattr(model, 'set_requires_gradient_sync')
 
-def is_sharded(model)->bool: return averages_gradients(model) and not isinstance(model, DistributedDataParallel)
+def is_sharded(model)->bool:
+    return averages_gradients(model) and not isinstance(model, DistributedDataParallel)
 
 def inner_model(model)->nn.Module:
     "Returns the model without its DDP wrapper, whose forward pass would wait for other processes"
@@ -90,7 +91,8 @@ class Processes:
         return self.weight_unit
 
     def after_backward(self):
-        if self.n > 1: self.has_averaged = getattr(self.learn.model, 'require_backward_grad_sync', False)
+        if self.n > 1:
+            self.has_averaged = getattr(self.learn.model, 'require_backward_grad_sync', False)
 
     @contextmanager
     def local_passes(self):
@@ -114,7 +116,8 @@ def reduce_window(self:Processes, window:Window):
         window.set_totals(losses.on_host(), samples)
         return
     model = self.learn.model
-    if not self.has_averaged and not is_sharded(model): self.average_grads(window.grads)
+    if not self.has_averaged and not is_sharded(model):
+        self.average_grads(window.grads)
     loss = losses.loss.as_subclass(Tensor)
     sums = torch.zeros(3, dtype=torch.float64, device=loss.device)  # 24 bytes, in one message
     sums[0] = loss
@@ -132,7 +135,8 @@ def average_grads(self:Processes, grads:GradientSums):
     params = [p for p in model.parameters() if p.requires_grad]
     has_gradient = torch.tensor([grads.has_gradient(p) for p in params], dtype=torch.long, device=params[0].device)
     for p,n in zip(params, all_reduce(model, has_gradient).tolist()):
-        if n: all_reduce(model, grads.gradient_of(p)).div_(self.n)
+        if n:
+            all_reduce(model, grads.gradient_of(p)).div_(self.n)
 
 # %% ../../nbs/windows/07_processes.ipynb #bef79b5d
 @patch

@@ -48,7 +48,8 @@ class Progress:
 
     def pct_train(self)->float:
         "Returns the fraction of the fit after the windows so far"
-        if self.counts_samples: position = self.plan.position(self.batches.samples_read)
+        if self.counts_samples:
+            position = self.plan.position(self.batches.samples_read)
         else: position = self.n_closed/max(self.n_windows, 1)
         return self.plan.pct_train(position)
 
@@ -66,7 +67,8 @@ class Progress:
         before = learn.pct_train
         fastais_increment = 1/(learn.n_iter*learn.n_epoch)
         learn.pct_train = self.pct_train()-fastais_increment
-        if self.counts_samples: self.loggers.shift_wandb_epoch((learn.pct_train-before)*learn.n_epoch)
+        if self.counts_samples:
+            self.loggers.shift_wandb_epoch((learn.pct_train-before)*learn.n_epoch)
 
     def uncount_round(self):
         "After `after_batch` of a round in which no window was closed: takes back what fastai has counted"

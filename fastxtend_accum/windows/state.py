@@ -60,13 +60,15 @@ def find_mutable_state(*objects)->list:
     seen = set()
     res = []
     for o in to_visit:  # grows in the loop
-        if id(o) in seen or isinstance(o, _not_searched): continue
+        if id(o) in seen or isinstance(o, _not_searched):
+            continue
         seen.add(id(o))
         if isinstance(o, Tensor):
             if may_be_modified(o): res.append(o)
             continue
         has_state = not isinstance(o, random.SystemRandom)
-        if isinstance(o, (dict, *_containers, *generators)) and has_state: res.append(o)
+        if isinstance(o, (dict, *_containers, *generators)) and has_state:
+            res.append(o)
         to_visit += referred_to(o)
     return res
 
@@ -75,10 +77,12 @@ def referred_to(o)->list:
     `partial`. What other functions refer to is not found"""
     if isinstance(o, dict):
         return [v for k,v in o.items() if k not in _module_internals and not isinstance(v, _immutable)]
-    if isinstance(o, (tuple, *_containers)): return list(o)
+    if isinstance(o, (tuple, *_containers)):
+        return list(o)
     if isinstance(o, generators): return []
     if isinstance(o, types.MethodType): return [o.__self__]
-    if isinstance(o, partial): return [o.func, o.args, o.keywords]
+    if isinstance(o, partial):
+        return [o.func, o.args, o.keywords]
     if not hasattr(o, '__dict__'): return []
     library = type(o).__module__.partition('.')[0]
     is_of_python = library in sys.stdlib_module_names and not isinstance(o, SimpleNamespace)  # such as a lock
@@ -99,27 +103,33 @@ def restore_content(o, content):
     if isinstance(o, dict): restore_dict(o, content)
     elif isinstance(o, _containers): restore_container(o, content)
     elif isinstance(o, Tensor): restore_tensor(o, content)
-    elif isinstance(o, np.random.Generator): o.bit_generator.state = content
+    elif isinstance(o, np.random.Generator):
+        o.bit_generator.state = content
     else:
         set_state = getattr(o, 'setstate', None) or o.set_state
         set_state(content)
 
 def restore_dict(o:dict, content:dict):
-    for k in o.keys()-content.keys(): del o[k]
-    for k,v in content.items(): o[k] = v  # not `update`, which adds to a Counter
+    for k in o.keys()-content.keys():
+        del o[k]
+    for k,v in content.items():
+        o[k] = v  # not `update`, which adds to a Counter
 
 def restore_container(o, items:list):
     # If it is the same, nothing is done: somebody may iterate over it, and a set or deque must not be changed meanwhile
-    if list(map(id, o)) == list(map(id, items)): return
+    if list(map(id, o)) == list(map(id, items)):
+        return
     o.clear()
     if isinstance(o, set): o.update(items)
     else: o.extend(items)
 
 def restore_tensor(o:Tensor, content:Tensor):
     # By `data`, since a backward pass refuses tensors that were changed otherwise
-    if o.shape != content.shape: o.data = content.clone()
+    if o.shape != content.shape:
+        o.data = content.clone()
     # If it is the same, nothing is done: an expanded tensor, for example, cannot be written to
-    elif not torch.equal(o, content): o.data.copy_(content)
+    elif not torch.equal(o, content):
+        o.data.copy_(content)
 
 # %% ../../nbs/windows/01_state.ipynb #d1b90224
 class Snapshot:
@@ -143,11 +153,13 @@ class Snapshot:
         copies = {}
         rest = []
         for o,content in self.contents:
-            if isinstance(o, Tensor): copies[id(o)] = content.clone()
+            if isinstance(o, Tensor):
+                copies[id(o)] = content.clone()
             else: rest.append((o, content))
         self.outside = [(o, copy_content(o)) for o,_ in rest]
         try:
-            for o,content in rest: restore_content(o, with_copies(content, copies))
+            for o,content in rest:
+                restore_content(o, with_copies(content, copies))
         except BaseException:  # such as Ctrl-C
             self.__exit__()
             raise
@@ -160,10 +172,13 @@ class Snapshot:
 def with_copies(content, copies:dict):
     "Returns the content of a dict or container with its tensors replaced by their `copies`, which are found by `id`"
     def copy_of(o):
-        if isinstance(o, tuple) and tensors_in(o): return each_tensor(copy_of, o)  # nothing can be put into a tuple
+        if isinstance(o, tuple) and tensors_in(o):
+            return each_tensor(copy_of, o)  # nothing can be put into a tuple
         return copies.get(id(o), o)
-    if isinstance(content, dict): return {k:copy_of(v) for k,v in content.items()}
-    if isinstance(content, list): return list(map(copy_of, content))
+    if isinstance(content, dict):
+        return {k:copy_of(v) for k,v in content.items()}
+    if isinstance(content, list):
+        return list(map(copy_of, content))
     return content  # the state of a random generator
 
 # %% ../../nbs/windows/01_state.ipynb #857d023c
@@ -178,7 +193,8 @@ class StateChanges:
         "Returns the modules of which a tensor has another value than before"
         changed = []
         for m,before in zip(self.modules, self.tensors):
-            if not has_same_values(before, copies_of_tensors(m)): changed.append(m)
+            if not has_same_values(before, copies_of_tensors(m)):
+                changed.append(m)
         return changed
 
     def has_drawn_random_numbers(self)->bool: return generator_states() != self.generators

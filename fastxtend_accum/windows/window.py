@@ -38,7 +38,8 @@ def zero_if_empty(items:Count|None, value:Tensor)->Tensor:
 
 def scaled(loss:Tensor, weight:Count)->Tensor:
     "Returns `loss*weight`. With the number 1, it is `loss` itself, so that a single batch is computed as in fastai"
-    if not isinstance(weight, Tensor) and weight == 1: return loss
+    if not isinstance(weight, Tensor) and weight == 1:
+        return loss
     return loss*weight
 
 @contextmanager
@@ -80,9 +81,12 @@ class LossSums(NamedTuple):
         "Returns what a micro-batch is going to add to these sums. The weight of one that is alone, or of a sum, is 1"
         unit = common_unit or self.unit
         loss = loss.detach()
-        if items is None: return Contribution(loss, 1, None, samples, unit)
-        if isinstance(items, Tensor): items = items.to(torch.promote_types(loss.dtype, torch.float32))
-        if unit is None and is_alone: return Contribution(loss, 1, items, samples, items)
+        if items is None:
+            return Contribution(loss, 1, None, samples, unit)
+        if isinstance(items, Tensor):
+            items = items.to(torch.promote_types(loss.dtype, torch.float32))
+        if unit is None and is_alone:
+            return Contribution(loss, 1, items, samples, items)
         if unit is None: unit = power_of_two(items, samples)
         return Contribution(loss, items/unit, items, samples, unit)
 
@@ -103,7 +107,8 @@ class LossSums(NamedTuple):
         return LossSums(self.n_micro-before.n_micro, self.samples-before.samples, loss, items, self.unit)
 
     @property
-    def weight(self)->Count: return 1 if self.items is None else self.items/self.unit
+    def weight(self)->Count:
+        return 1 if self.items is None else self.items/self.unit
 
     @property
     def mean(self)->Tensor:
@@ -113,7 +118,8 @@ class LossSums(NamedTuple):
 
     def on_host(self)->LossSums:
         "Returns the sums on the CPU, all in one transfer, since each transfer waits for the GPU"
-        if not isinstance(self.items, Tensor): return self._replace(loss=self.loss.cpu())
+        if not isinstance(self.items, Tensor):
+            return self._replace(loss=self.loss.cpu())
         loss_sum = self.loss.as_subclass(Tensor)
         unit = torch.as_tensor(self.unit, device=loss_sum.device)
         values = [o.reshape(1) for o in (loss_sum, self.items, unit)]
@@ -175,7 +181,8 @@ class Window:
         "Adds a micro-batch, after its backward pass"
         self.losses = self.losses.plus(contribution)
 
-    def add_without_loss(self, samples:int): self.losses = self.losses._replace(samples=self.losses.samples+samples)
+    def add_without_loss(self, samples:int):
+        self.losses = self.losses._replace(samples=self.losses.samples+samples)
 
     def cancel_step(self): self.step_is_cancelled = True
 
