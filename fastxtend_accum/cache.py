@@ -43,6 +43,7 @@ def graph_between(outputs:list, inputs:list=())->set:
         to_visit += [before for before,_ in node.next_functions]
     return res
 
+# %% ../nbs/04_cache.ipynb #a14517df
 class CachedForward:
     """Runs the forward pass of `module` in micro-batches. All but the last run again in the backward pass, so that the
     graph holds one of them at a time. It does not refer to the Learner, since the graph refers to it"""
@@ -122,7 +123,8 @@ class CachedForward:
             shape = tuple(o.shape)
             n = self.n_rows//self.rows_per_sample
             raise ValueError(f"GradientCache cannot split a tensor of shape {shape} in a batch of {n} samples: its "
-                             "first dimension must be the samples; if a module sees several rows of each sample, set rows to "
+                             """first dimension must be the samples; if a module sees several rows of each sample, set
+                             rows to"""
                              "their number, such as rows=2")
 
     def check_loss(self, loss:Tensor):
