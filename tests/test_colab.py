@@ -1,5 +1,5 @@
-"""As in Colab: the wheel with its extras loggers and examples in a new environment, and every notebook run there from an
-empty folder, without a network. It installs PyTorch once more, so it is a step of its own in `.ci/run`:
+"""As in Colab: the wheel with its extras loggers and examples in a new environment, and every notebook run there from
+an empty folder, without a network. It installs PyTorch once more, so it is a step of its own in `.ci/run`:
 `pytest -q -m colab`"""
 import json
 import os
