@@ -11,7 +11,9 @@ class SkipValidation(Callback):
 def classifier_model():
     "Returns a model that gives scores for 4 classes"
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    body = nn.Linear(5, 8)
+    head = nn.Linear(8, 4)
+    return nn.Sequential(body, nn.Tanh(), head).double()
 
 
 def labelled(n, missing_share=0., seed=0, width=()):
@@ -25,10 +27,14 @@ def labelled(n, missing_share=0., seed=0, width=()):
 
 def learner_of(samples, bs, cbs, loss_func, m=None, **kwargs):
     "Returns a Learner that sees `samples`, inputs and targets, in order, and does not validate"
-    if m is None: m = classifier_model()
+    if m is None:
+        m = classifier_model()
     pairs = list(zip(*samples))
-    dls = DataLoaders(DataLoader(pairs, bs=bs), DataLoader(pairs[:4], bs=4))
-    return Learner(dls, m, loss_func, opt_func=partial(SGD, mom=0.9), cbs=[*L(cbs), SkipValidation()], **kwargs)
+    train = DataLoader(pairs, bs=bs)
+    valid = DataLoader(pairs[:4], bs=4)
+    opt_func = partial(SGD, mom=0.9)
+    cbs = [*L(cbs), SkipValidation()]
+    return Learner(DataLoaders(train, valid), m, loss_func, opt_func=opt_func, cbs=cbs, **kwargs)
 
 
 def assert_apart(a, b, least=1e-3):

@@ -1,6 +1,6 @@
-"""A table of losses with outputs and targets for them: `EXACT`, each a mean over samples or over items that are known, and
-`INEXACT`, which no weights of micro-batches make exact. They are PyTorch's, fastai's, and in short those of tsai, MONAI and
-fastMONAI"""
+"""A table of losses, with outputs and targets for them: `EXACT`, each a mean over samples or over items that are known,
+and `INEXACT`, which no weights of micro-batches make exact. They are PyTorch's, fastai's, and in short those of tsai,
+MONAI and fastMONAI"""
 from typing import NamedTuple
 
 from fastai.basics import *
@@ -24,9 +24,16 @@ def case(loss_func, pred, *targets, items=len):
 generator = torch.Generator().manual_seed(3)
 
 
-def randn(*shape): return torch.randn(*shape, generator=generator)
-def randint(n, *shape): return torch.randint(n, shape, generator=generator)
-def rand(*shape): return torch.rand(*shape, generator=generator)
+def randn(*shape):
+    return torch.randn(*shape, generator=generator)
+
+
+def randint(n, *shape):
+    return torch.randint(n, shape, generator=generator)
+
+
+def rand(*shape):
+    return torch.rand(*shape, generator=generator)
 
 
 N = 16
@@ -43,6 +50,8 @@ MASKS = randint(3, N, 6, 6)
 ROWS = randn(N, 4)
 OTHER_ROWS = randn(N, 4)
 CLASS_WEIGHTS = randn(5).exp()
+PENALTY = 0.1*CLASS_WEIGHTS.pow(2).sum()
+UNEVEN = tensor([1., 9., 45.])
 SHARES = torch.linspace(0.02, 0.7, N)[:, None, None]
 RARE = (rand(N, 6, 6) < SHARES).long()
 HOLE_SHARES = torch.linspace(0, 0.8, N)[:, None]
@@ -65,7 +74,8 @@ def monai_dice(pred, targ, axes=(2, 3)):
     targ = F.one_hot(targ, 3).movedim(-1, 1)
     overlap = 2*(pred*targ).sum(axes)
     sizes = (pred+targ).sum(axes)
-    return (1 - (overlap+1e-5)/(sizes+1e-5)).mean()
+    score = (overlap+1e-5)/(sizes+1e-5)
+    return (1-score).mean()
 
 
 def monai_tversky(pred, targ, exponent=1.):
@@ -75,13 +85,16 @@ def monai_tversky(pred, targ, exponent=1.):
     true_pos = (p*targ).sum(axes)
     false_pos = (p*(1-targ)).sum(axes)
     false_neg = ((1-p)*targ).sum(axes)
-    score = (true_pos+1)/(true_pos + 0.3*false_pos + 0.7*false_neg + 1)
+    errors = 0.3*false_pos + 0.7*false_neg
+    score = (true_pos+1)/(true_pos+errors+1)
     return (1-score).mean()**exponent
 
 
 def tsai_tweedie(pred, targ):
     half = pred/2
-    return (2*targ.abs()*(-half).exp() + 2*half.exp()).mean()
+    below = targ.abs()*(-half).exp()
+    above = half.exp()
+    return 2*(below+above).mean()
 
 
 def tsai_center(pred, targ):
@@ -100,12 +113,13 @@ def mean_error(pred, targ):
 
 
 def penalty(pred, targ):
-    return F.mse_loss(pred, targ) + 0.1*CLASS_WEIGHTS.pow(2).sum()
+    return F.mse_loss(pred, targ)+PENALTY
 
 
 def float32_only(pred, targ):
     "Raises an error on float64, as a kernel may"
-    if pred.dtype != torch.float32: raise TypeError('float32, please')
+    if pred.dtype != torch.float32:
+        raise TypeError('float32, please')
     return F.mse_loss(pred, targ)
 
 
@@ -125,10 +139,20 @@ class OwnWeights(nn.MSELoss):
         return self.average(errors, weights_of_elements(targ))
 
 
-def weights_of_elements(targ): return torch.where(targ > 0.5, 1.1, 0.1)
-def sum_of_weights(targ): return weights_of_elements(targ).sum()
-def weighted_mean(errors, weights): return (errors*weights).sum()/weights.sum()
-def mean_of_weighted(errors, weights): return (errors*weights).mean()
+def weights_of_elements(targ):
+    return torch.where(targ > 0.5, 1.1, 0.1)
+
+
+def sum_of_weights(targ):
+    return weights_of_elements(targ).sum()
+
+
+def weighted_mean(errors, weights):
+    return (errors*weights).sum()/weights.sum()
+
+
+def mean_of_weighted(errors, weights):
+    return (errors*weights).mean()
 
 
 class OwnRule(OwnWeights):
@@ -142,7 +166,9 @@ loss_items.register(OwnRule, lambda loss_func, pred, targ: sum_of_weights(targ))
 
 def combined(pred, targ):
     "Of fastai's documentation"
-    return FocalLossFlat(axis=1)(pred, targ) + DiceLoss()(pred, targ)
+    focal = FocalLossFlat(axis=1)
+    dice = DiceLoss()
+    return focal(pred, targ)+dice(pred, targ)
 
 
 def tsai_masked(pred, targ):
@@ -157,7 +183,8 @@ def info_nce(pred, targ):
 
 def masked(pred, targ):
     is_large = targ > 0.5
-    return ((pred-targ)**2*is_large).sum()/is_large.sum()
+    errors = (pred-targ)**2
+    return (errors*is_large).sum()/is_large.sum()
 
 
 def rmse(pred, targ):
@@ -183,11 +210,14 @@ def balanced(pred, targ):
 
 def soft_f1(pred, targ):
     p = pred.sigmoid()
-    return 1 - 2*(p*targ).sum()/(p+targ).sum()
+    overlap = (p*targ).sum()
+    sizes = (p+targ).sum()
+    return 1 - 2*overlap/sizes
 
 
 def variance(pred, targ):
-    return F.mse_loss(pred, targ) + F.relu(1-pred.std(0)).mean()
+    missing = F.relu(1-pred.std(0))
+    return F.mse_loss(pred, targ) + missing.mean()
 
 
 def centred(pred, targ):
@@ -205,7 +235,8 @@ def batch_hard(pred, targ):
 
 def nan_without(pred, targ):
     "Is 0/0 for samples without a target"
-    return ((pred**2*targ).sum(0)/targ.sum(0)).mean()
+    sums = (pred**2*targ).sum(0)
+    return (sums/targ.sum(0)).mean()
 
 
 def plain_sum(pred, targ):
@@ -213,17 +244,27 @@ def plain_sum(pred, targ):
 
 
 def penalized_sum(pred, targ):
-    return plain_sum(pred, targ) + 0.1*CLASS_WEIGHTS.pow(2).sum()
+    return plain_sum(pred, targ)+PENALTY
 
 
 penalized_sum.reduction = 'sum'
 
 
+ignores_2 = partial(F.cross_entropy, weight=CLASS_WEIGHTS, ignore_index=2)
+
+
 # What losses average over
 
-def n_kept(targ): return (targ >= 0).sum()
-def weight_of_kept(targ): return CLASS_WEIGHTS[targ[targ >= 0]].sum()
-def weight_but_for_2(targ): return CLASS_WEIGHTS[targ[targ != 2]].sum()
+def n_kept(targ):
+    return (targ >= 0).sum()
+
+
+def weight_of_kept(targ):
+    return CLASS_WEIGHTS[targ[targ >= 0]].sum()
+
+
+def weight_but_for_2(targ):
+    return CLASS_WEIGHTS[targ[targ != 2]].sum()
 
 
 # The table
@@ -247,7 +288,7 @@ EXACT = dict(
     smoothed=case(LabelSmoothingCrossEntropyFlat(), LOGITS, LABELS),
     nll=case(nn.NLLLoss(weight=CLASS_WEIGHTS), LOGITS, LABELS, items=weight_of_kept),
     margin=case(nn.MultiMarginLoss(), LOGITS, LABELS),
-    function=case(partial(F.cross_entropy, weight=CLASS_WEIGHTS, ignore_index=2), LOGITS, LABELS, items=weight_but_for_2),
+    function=case(ignores_2, LOGITS, LABELS, items=weight_but_for_2),
     probabilities=case(nn.CrossEntropyLoss(), LOGITS, PROBABILITIES),
     kl_div=case(nn.KLDivLoss(reduction='batchmean'), LOGITS, PROBABILITIES),
     monai_dice=case(monai_dice, MAPS, MASKS),
@@ -264,7 +305,8 @@ EXACT = dict(
 ELEMENTWISE = (
     nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss,
     nn.HingeEmbeddingLoss, nn.MultiLabelSoftMarginLoss)
-for kind in ELEMENTWISE: EXACT[kind.__name__] = case(kind(), VALUES, BINARY)
+for kind in ELEMENTWISE:
+    EXACT[kind.__name__] = case(kind(), VALUES, BINARY)
 
 INEXACT = dict(
     masked=case(masked, VALUES, TARGETS),
@@ -285,7 +327,7 @@ INEXACT = dict(
     smoothed_weights=case(LabelSmoothingCrossEntropyFlat(weight=CLASS_WEIGHTS), LOGITS, LABELS),
     combined=case(combined, MAPS, MASKS),
     wrapped_sum=case(wrapped(nn.CrossEntropyLoss(reduction='sum')), MAPS, MASKS),
-    wrapped_weights=case(wrapped(nn.CrossEntropyLoss(weight=tensor([1., 9., 45.]))), MAPS, MASKS),
+    wrapped_weights=case(wrapped(nn.CrossEntropyLoss(weight=UNEVEN)), MAPS, MASKS),
     batch_dice=case(partial(monai_dice, axes=(0, 2, 3)), MAPS, RARE),
     wrapped_ignore_index=case(wrapped(nn.CrossEntropyLoss(ignore_index=0)), MAPS, RARE),
     tversky_exponent=case(partial(monai_tversky, exponent=0.75), MAPS, RARE))

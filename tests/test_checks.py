@@ -1,4 +1,4 @@
-"Mistakes are errors in one line before training, and what is no mistake is none; loaders that lie; callbacks and their Learner"
+"Mistakes are errors in one line before training, and nothing else is one; loaders that lie; a callback and its Learner"
 import importlib
 
 import pytest
@@ -33,7 +33,7 @@ Schedule = partial(GradientAccumulationSchedule, 16, 64)
     (lambda: GradientCache(8, rows=0), 'rows must be at least 1'),
     (lambda: GradientCache(8, 'body'), "part must be a function of the model, not 'body'"),
     (lambda: GradientAccumulationSchedule(16, 64.), 'final_accum_bs counts samples'),
-    (lambda: GradientAccumulationSchedule(SchedSteps({0: 32})), 'write GradientAccumulationSchedule(**SchedSteps(...))'),
+    (lambda: GradientAccumulationSchedule(SchedSteps({0: 32})), 'write GradientAccumulationSchedule(**SchedSteps('),
     (lambda: Schedule(0.25, 0.75, SchedCos, 32), 'log_accum_batch must be True'),  # fastxtend's order
     (lambda: Schedule(start=-1), 'start=-1 is outside of training: use a fraction'),
     (lambda: Schedule(finish=NAN), 'finish=nan is outside of training: use a fraction'),
@@ -119,8 +119,11 @@ class Unsized:
         self.data = [o.split(8) for o in data(n)]
         self.says = says
 
-    def __iter__(self): return zip(*self.data)
-    def __len__(self): return self.says or len(self.data[0])
+    def __iter__(self):
+        return zip(*self.data)
+
+    def __len__(self):
+        return self.says or len(self.data[0])
 
 
 def learner_on(train, cb):
@@ -150,10 +153,19 @@ def compiled_in_place():
     return m
 
 
-def on_44(cb): return make_learner(8, n=44, cbs=cb)
-def on_96(*cbs): return make_learner(8, cbs=cbs)
+def on_44(cb):
+    return make_learner(8, n=44, cbs=cb)
+
+
+def on_96(*cbs):
+    return make_learner(8, cbs=cbs)
+
+
 def minus_one(learn): return -1
-def no_size(start, end): return lambda position: NAN
+
+
+def no_size(start, end):
+    return lambda position: NAN
 
 
 @pytest.mark.parametrize('make, says', [
@@ -234,7 +246,9 @@ def test_a_loader_whose_length_lies_yields_its_windows(says, remainder):
 
 @pytest.mark.parametrize('remainder', ['step', 'carry'])
 def test_an_empty_loader_is_the_plain_fit(remainder):
-    def train(cb): return fit(make_learner(8, n=5, drop_last=True, cbs=cb), 2)
+    def train(cb):
+        return fit(make_learner(8, n=5, drop_last=True, cbs=cb), 2)
+
     plain = train(None)
     learn = train(GradientAccumulation(32, remainder=remainder))
     assert losses(learn) == losses(plain) == []
@@ -264,7 +278,9 @@ def test_a_late_callback_that_may_prepare_batches_is_named_in_a_warning():
     (8, idle_callback(65, 'before_batch', 'after_batch'))], ids=['early', 'one', 'logger'])
 def test_no_other_callback_is_named(bs, cb):
     "A warning would be an error here"
-    assert len(losses(fit(make_learner(bs, cbs=[cb, GradientAccumulation(32)]), 1))) == 3
+    learn = make_learner(bs, cbs=[cb, GradientAccumulation(32)])
+    fit(learn, 1)
+    assert len(losses(learn)) == 3
 
 
 # The callback and its Learner
@@ -293,7 +309,8 @@ def test_a_callback_that_another_learner_has_taken_says_that_it_does_nothing():
 def test_a_callback_that_is_added_twice_is_an_error(in_fit):
     cb = GradientAccumulation(32)
     learn = make_learner(8, cbs=cb)
-    if not in_fit: learn.add_cb(cb)
+    if not in_fit:
+        learn.add_cb(cb)
     with pytest.raises(ValueError, match='was added to its Learner twice'):
         fit(learn, 1, cbs=cb if in_fit else None)
 
@@ -325,7 +342,8 @@ def count_passes(switched_off, *cbs):
     learn = make_learner(8, m=nn.Sequential(model()), cbs=cbs)
 
     def note(module, args, output):
-        if learn.training: passes.append(1)
+        if learn.training:
+            passes.append(1)
 
     learn.model[0][0].register_forward_hook(note)
     fit(learn, 1)
@@ -343,10 +361,14 @@ def test_a_callback_that_is_switched_off_does_nothing_and_others_go_on():
 
 
 class OwnStep(Learner):
-    def _do_grad_opt(self): super()._do_grad_opt()
+    def _do_grad_opt(self):
+        super()._do_grad_opt()
 
 
-def make_nan(self): self.learn.loss_grad = self.learn.loss_grad*NAN
+def make_nan(self):
+    self.learn.loss_grad = self.learn.loss_grad*NAN
+
+
 def cancel_step(self): raise CancelStepException
 
 
@@ -359,7 +381,8 @@ def test_windows_without_a_step_are_not_said_to_be_none(cls, events):
     "The warning of a fit in which no window was filled would be an error here"
     cb = GradientAccumulation(32, skip_nonfinite=True)
     dls = make_learner(32, drop_last=True).dls
-    fit(cls(dls, model(), mse, opt_func=SGD, cbs=[cb, Callback(**events)]), 1)
+    learn = cls(dls, model(), mse, opt_func=SGD, cbs=[cb, Callback(**events)])
+    fit(learn, 1)
     assert cb.opt_steps == 0
 
 

@@ -6,11 +6,8 @@ from fastai.vision.gan import AdaptiveGANSwitcher, FixedGANSwitcher, GANLearner
 
 from common import *
 from labels import SkipValidation
+from layouts import each_layout
 from fastxtend_accum.windows.gradients import GradientSums, WindowParams, add_in_float32, average_gradients, is_finite
-
-LAYOUTS = pytest.mark.parametrize('bs, settings', [
-    (8, dict(accum_bs=32)),
-    (32, dict(micro_batch_size=8))], ids=['windows', 'split'])
 
 
 # Sums
@@ -23,7 +20,8 @@ def test_sums_in_float32_of_gradients_that_are_sparse_or_come_in_some_batches_on
     sums = {}
     for i in range(512):
         loss = embedding(tensor([3, 3, 7])).sum()
-        if i%2 == 0: loss = loss+2*weight
+        if i%2 == 0:
+            loss = loss+2*weight
         loss.backward()
         add_in_float32(params, sums)
         assert embedding.weight.grad is None
@@ -35,7 +33,10 @@ def test_sums_in_float32_of_gradients_that_are_sparse_or_come_in_some_batches_on
     assert not sums, 'not all exist in both precisions'
 
 
-@pytest.mark.parametrize('value, expected', [(3e38, True), (math.inf, False), (math.nan, False)])
+@pytest.mark.parametrize('value, expected', [
+    (3e38, True),
+    (math.inf, False),
+    (math.nan, False)])
 def test_whether_gradients_are_finite(value, expected):
     "Also of a parameter without elements, and of one without a gradient"
     params = [nn.Parameter(torch.zeros(n)) for n in (2, 0, 1)]
@@ -56,7 +57,8 @@ def test_gradients_from_before_a_window_are_added_to_its_mean():
     m.weight.grad = tensor([[100.]])
     sums = sums_of(m, begins_with_grads=True)
     assert m.weight.grad is None
-    for grad in (1., 3.): m(tensor([[grad]])).sum().backward()
+    for grad in (1., 3.):
+        m(tensor([[grad]])).sum().backward()
     sums.average(2)
     assert m.weight.grad.item() == 100+(1+3)/2
     sums.add_earlier()
@@ -82,27 +84,45 @@ class ChangesGradient(Callback):
 
     def after_backward(self):
         self.n += 1
-        if self.nth in (None, self.n): self.change(self.learn)
+        if self.nth in (None, self.n):
+            self.change(self.learn)
 
 
-def zero(learn): learn.opt.zero_grad()
-def set_to_none(learn): learn.model.zero_grad()
-def clip(learn): nn.utils.clip_grad_norm_(learn.model.parameters(), 1e-3)
-def clip_head_by_value(learn): nn.utils.clip_grad_value_(learn.model[-1].parameters(), 1e-3)
-def attack(learn): F.mse_loss(learn.model(learn.x+0.01), learn.y).backward()
-def freeze(learn): learn.model[0].requires_grad_(False)
+def zero(learn):
+    learn.opt.zero_grad()
+
+
+def set_to_none(learn):
+    learn.model.zero_grad()
+
+
+def clip(learn):
+    nn.utils.clip_grad_norm_(learn.model.parameters(), 1e-3)
+
+
+def clip_head_by_value(learn):
+    nn.utils.clip_grad_value_(learn.model[-1].parameters(), 1e-3)
+
+
+def attack(learn):
+    F.mse_loss(learn.model(learn.x+0.01), learn.y).backward()
+
+
+def freeze(learn):
+    learn.model[0].requires_grad_(False)
 
 
 def replace_by_centred(learn):
     for p in learn.model.parameters():
-        if p.ndim > 1: p.grad = p.grad-p.grad.mean(0)
+        if p.ndim > 1:
+            p.grad = p.grad-p.grad.mean(0)
 
 
 CHANGES = [zero, set_to_none, replace_by_centred, clip, clip_head_by_value, attack, freeze]
 TORCH_SGD = partial(OptimWrapper, opt=torch.optim.SGD, momentum=0.9)
 
 
-@LAYOUTS
+@each_layout
 @pytest.mark.parametrize('change', CHANGES)
 def test_a_gradient_changed_in_mid_window_is_an_error(change, bs, settings):
     "In the first window, which says what to do"
@@ -113,11 +133,12 @@ def test_a_gradient_changed_in_mid_window_is_an_error(change, bs, settings):
     assert_same(weights(learn), weights(model()))
 
 
-@LAYOUTS
+@each_layout
 def test_a_gradient_changed_after_the_last_micro_batch_is_an_error(bs, settings):
     "It is not averaged yet: a sum of four would be clipped as if it were the mean"
     cbs = [GradientAccumulation(**settings), ChangesGradient(clip, nth=4)]
-    with pytest.raises(RuntimeError, match='in the middle of a window'): fit(make_learner(bs, cbs=cbs), 1)
+    with pytest.raises(RuntimeError, match='in the middle of a window'):
+        fit(make_learner(bs, cbs=cbs), 1)
 
 
 @pytest.mark.parametrize('make', [lambda: GradientAccumulation(32), ActivationCheckpointing])
@@ -132,17 +153,19 @@ def test_a_gradient_changed_in_a_window_of_one_batch_is_the_plain_fit(change, ma
 
 # Hooks on parameters
 
-def masked(grad): return grad if grad.ndim > 1 else torch.zeros_like(grad)
+def masked(grad):
+    return grad if grad.ndim > 1 else torch.zeros_like(grad)
 
 
 def train_with_hooks(bs, cb=None):
     "Trains weight matrices only"
     m = model()
-    for p in m.parameters(): p.register_hook(masked)
+    for p in m.parameters():
+        p.register_hook(masked)
     return fit(make_learner(bs, m=m, cbs=cb), 1)
 
 
-@LAYOUTS
+@each_layout
 def test_a_warning_of_hooks_that_act_on_several_micro_batches(bs, settings):
     "Masks are exact"
     with pytest.warns(UserWarning, match='parameters have hooks'):
@@ -160,14 +183,19 @@ def test_no_warning_of_hooks_that_act_on_whole_windows(make):
 
 # Networks that take turns
 
+def network(n_out):
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, n_out))
+
+
 def gan(bs, *cbs, switcher):
     "Returns a GANLearner of 96 samples"
     inputs, _ = data(96)
     targets, _ = data(96, seed=2)
     torch.manual_seed(1)
-    generator = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5))
-    critic = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
-    dl = DataLoader(list(zip(inputs.float(), targets.float()+1)), bs=bs)
+    generator = network(5)
+    critic = network(1)
+    samples = list(zip(inputs.float(), targets.float()+1))
+    dl = DataLoader(samples, bs=bs)
     dls = DataLoaders(dl, dl)
     settings = dict(switcher=switcher(), clip=0.05, opt_func=SGD, show_img=False)
     learn = GANLearner.wgan(dls, generator, critic, cbs=L(cbs), **settings)
@@ -215,7 +243,8 @@ class Bag(nn.Module):
 
 def lazy():
     torch.manual_seed(0)
-    return nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(1)).double()
+    m = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(1))
+    return m.double()
 
 
 def train_other(make, bs, cb=None):
@@ -253,9 +282,14 @@ class WatchesGradients(Callback):
         self.refs = []
         self.alive = []
 
-    def before_step(self): self.refs += [weakref.ref(g) for g in grads(self.learn)]
-    def after_step(self): self.learn.opt.zero_grad()
-    def after_loss(self): self.alive.append(any(o() is not None for o in self.refs))
+    def before_step(self):
+        self.refs += [weakref.ref(g) for g in grads(self.learn)]
+
+    def after_step(self):
+        self.learn.opt.zero_grad()
+
+    def after_loss(self):
+        self.alive.append(any(o() is not None for o in self.refs))
 
 
 @pytest.mark.parametrize('bs, make', [
@@ -288,10 +322,11 @@ def train_by_hand(steps):
     return weights(m)
 
 
-def cancel(event, nth): return Fault(CancelBatchException, event, nth, 0)
+def cancel(event, nth):
+    return Fault(CancelBatchException, event, nth, 0)
 
 
-@LAYOUTS
+@each_layout
 @pytest.mark.parametrize('event, n_in_window', [('after_backward', 4), ('before_step', 1), ('after_step', 1)])
 def test_a_gradient_that_a_cancelled_step_leaves_is_added_to_the_next_mean(event, n_in_window, bs, settings):
     "As with the large batch, where fastai zeroes no gradients"
@@ -326,7 +361,8 @@ class CancelsBatches(Callback):
 
     def after_pred(self):
         self.n += 1
-        if self.n in self.numbers: raise CancelBatchException
+        if self.n in self.numbers:
+            raise CancelBatchException
 
 
 def test_a_gradient_that_stays_is_added_once_if_the_next_window_is_cancelled():
@@ -339,7 +375,8 @@ def test_a_gradient_that_stays_is_added_once_if_the_next_window_is_cancelled():
 def steps_after_carry():
     "Returns the steps of an epoch to which the one before has carried its last batch"
     steps = [([*range(72, 80), *range(8)], 0)]
-    for start in (8, 24, 40, 56): steps.append((range(start, start+16), 0))
+    for start in (8, 24, 40, 56):
+        steps.append((range(start, start+16), 0))
     return [*steps, (range(72, 80), 0)]
 
 
@@ -371,7 +408,8 @@ class LearnedScale(nn.Module):
 
 class TrainsLoss(Callback):
     "Has an optimizer for the parameters of the loss, as PyTorch Metric Learning advises"
-    def before_fit(self): self.loss_opt = sgd(self.learn.loss_func.parameters())
+    def before_fit(self):
+        self.loss_opt = sgd(self.learn.loss_func.parameters())
 
     def after_step(self):
         self.loss_opt.step()
@@ -386,7 +424,8 @@ class NaNLoss(Callback):
 
     def before_backward(self):
         self.n += 1
-        if self.n == 8: self.learn.loss_grad = self.loss_grad*math.nan
+        if self.n == 8:
+            self.learn.loss_grad = self.loss_grad*math.nan
 
 
 def train_scale(learn):

@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 
 from common import *
 from labels import *
+from layouts import each_layout
 from loss_table import *
 from our_warnings import warnings_of
 from fastxtend_accum.windows.losses import counted_labels, has_rule
@@ -20,7 +21,8 @@ transformers.utils.logging.set_verbosity_error()
 
 class TokenLoss(nn.CrossEntropyLoss):
     "Cross-entropy over all tokens, known by the class it derives from; in float32, since the Recorder averages that"
-    def forward(self, pred, targ): return super().forward(pred.flatten(0, 1), targ.flatten()).float()
+    def forward(self, pred, targ):
+        return super().forward(pred.flatten(0, 1), targ.flatten()).float()
 
 
 TOKEN_LOSSES = dict(
@@ -37,13 +39,16 @@ def token_samples(n, seed=3, empty=()):
     labels = torch.randint(4, (n, 6), generator=generator)
     n_kept = torch.randint(7, (n,), generator=generator)
     n_kept[list(empty)] = 0
-    for row, n_in_row in zip(labels, n_kept): row[n_in_row:] = MISSING
+    for row, n_in_row in zip(labels, n_kept):
+        row[n_in_row:] = MISSING
     labels[-1, 0] = 1
     return inputs, labels
 
 
 @pytest.mark.parametrize('name', TOKEN_LOSSES)
-@pytest.mark.parametrize('n, empty', [(36, []), (29, [0, 1, 2, 3, 16, 17, 18, 19])])
+@pytest.mark.parametrize('n, empty', [
+    (36, []),
+    (29, [0, 1, 2, 3, 16, 17, 18, 19])])
 def test_windows_of_tokens_equal_the_large_batch(name, n, empty):
     "29 sequences leave a window of 5, whose last batch has 1; two batches have no labels, and add nothing"
     samples = token_samples(n, empty=empty)
@@ -55,12 +60,13 @@ def test_windows_of_tokens_equal_the_large_batch(name, n, empty):
 
     big = train(12)
     assert_apart(weights(big), weights(classifier_model()))
+    sizes = [12, 12, n-24]
     in_windows = train(4, GradientAccumulation(12))
     split = train(12, GradientAccumulation(micro_batch_size=4))
     # Class weights put numbers into float32, which the loss has for the Recorder's sake
     tol = 1e-6 if name == 'weighted' else ROUNDING
     for learn in (in_windows, split):
-        assert learn.recorder.accum_bs == [12, 12, n-24, 12, 12, n-24]
+        assert learn.recorder.accum_bs == sizes+sizes
         assert_same(weights(learn), weights(big), tol)
         assert_same(losses(learn), losses(big), 1e-5)
 
@@ -78,14 +84,16 @@ def test_a_wrong_count_of_tokens_is_announced(name):
 def train_on_tokens_by_hand(samples, name, steps):
     "Trains in plain PyTorch on each of `steps`, but for those without labels; returns weights, and sizes of windows"
     inputs, labels = samples
-    settings = dict(sum=dict(reduction='sum'), smoothed=dict(label_smoothing=0.1)).get(name, {})
+    loss_func = TOKEN_LOSSES[name]
+    settings = dict(reduction=loss_func.reduction, label_smoothing=loss_func.label_smoothing)
     m = classifier_model()
     opt = torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9)
     sizes = []
     for window, _ in steps:
         targ = labels[window].flatten()
         is_empty = (targ == MISSING).all()
-        if is_empty and name != 'sum': continue  # a sum of nothing is 0
+        if is_empty and name != 'sum':
+            continue  # a sum of nothing is 0
         opt.zero_grad()
         pred = m(inputs[window]).flatten(0, 1)
         F.cross_entropy(pred, targ, **settings).backward()
@@ -105,7 +113,7 @@ def train_on_tokens_by_hand(samples, name, steps):
     seed=st.integers(0, 10**6),
     drop_last=st.booleans())
 def test_any_tokens(n, micro, k, n_epoch, name, remainder, seed, drop_last):
-    "Each window is one batch in plain PyTorch, however ragged the data; one without labels is skipped, and it is said once"
+    "Each window is one batch in plain PyTorch, however ragged the data; one without labels is skipped, with a warning"
     size = k*micro
     samples = token_samples(n, seed, empty=range(seed%n))
     cb = GradientAccumulation(size, remainder=remainder)
@@ -113,7 +121,8 @@ def test_any_tokens(n, micro, k, n_epoch, name, remainder, seed, drop_last):
     learn.dls.train.drop_last = drop_last
     n_used = n-n%micro if drop_last else n
     if remainder == 'drop' and n_used < size:
-        with pytest.raises(ValueError, match='do not fill one window'): fit(learn, n_epoch)
+        with pytest.raises(ValueError, match='do not fill one window'):
+            fit(learn, n_epoch)
         return
     steps = windows(n, micro, size, remainder, n_epoch, drop_last)
     expected, sizes = train_on_tokens_by_hand(samples, name, steps)
@@ -142,7 +151,8 @@ class ScaledMean(nn.Module):
         super().__init__()
         self.log_scale = nn.Parameter(torch.zeros(1).double())
 
-    def forward(self, pred, targ): return mean_of_known(pred, targ)*self.log_scale.exp().float().sum()
+    def forward(self, pred, targ):
+        return mean_of_known(pred, targ)*self.log_scale.exp().float().sum()
 
 
 def two_outputs(scores):
@@ -155,16 +165,18 @@ def train_on_missing(samples, bs, cb, loss_func):
     m = nn.Sequential(classifier_model(), Lambda(two_outputs))
     own = loss_func.parameters() if isinstance(loss_func, nn.Module) else ()
     params = [*m.parameters(), *own]
-    fit(learner_of(samples, bs, cb, loss_func, m, splitter=lambda m: [params]), 2)
+    learn = learner_of(samples, bs, cb, loss_func, m, splitter=lambda m: [params])
+    fit(learn, 2)
     return torch.cat([p.detach().flatten() for p in params])
 
 
 @pytest.mark.parametrize('as_tensor', [False, True], ids=['number', 'tensor'])
-@pytest.mark.parametrize('bs, settings', [(8, dict(accum_bs=32)), (32, dict(micro_batch_size=8))])
+@each_layout
 @pytest.mark.parametrize('make', [lambda: mean_of_known, ScaledMean], ids=['function', 'module'])
 def test_a_micro_batch_without_items_adds_nothing(make, bs, settings, as_tensor, monkeypatch):
     "Also if its loss is 0/0. On a GPU the count stays a tensor; the NaN of a sample is seen"
-    if as_tensor: monkeypatch.setattr('fastxtend_accum.windows.losses.as_count', noop)
+    if as_tensor:
+        monkeypatch.setattr('fastxtend_accum.windows.losses.as_count', noop)
     inputs, targets = labelled(64, missing_share=0.3, width=[2])
     targets[8:16] = MISSING
     targets[-8:] = MISSING
@@ -192,7 +204,9 @@ class SameMix:
         partners = rows-in_group+7-in_group
         self.lam = 0.5+in_group/16
         self.yb1 = (self.y[partners],)
-        self.learn.xb = (torch.lerp(self.x[partners], self.x, self.lam[:, None]),)
+        shares = self.lam[:, None]
+        mixed = torch.lerp(self.x[partners], self.x, shares)
+        self.learn.xb = (mixed,)
 
 
 class SameMixUp(SameMix, MixUp): pass
@@ -216,8 +230,10 @@ def test_mixed_labels_equal_the_large_batch(mix, make_loss):
 
     big = train(32)
     assert_apart(train(8), big, 1e-4)
-    assert_same(train(8, GradientAccumulation(32)), big, 1e-5)  # float32
-    assert_same(train(32, GradientAccumulation(micro_batch_size=8)), big, 1e-5)
+    in_windows = train(8, GradientAccumulation(32))
+    split = train(32, GradientAccumulation(micro_batch_size=8))
+    assert_same(in_windows, big, 1e-5)  # float32
+    assert_same(split, big, 1e-5)
 
 
 # Models that compute their own loss
@@ -241,7 +257,8 @@ def transformer(kind):
     return m
 
 
-def forward_of_dict(forward, batch): return forward(**batch)
+def forward_of_dict(forward, batch):
+    return forward(**batch)
 
 
 def loss_of_model(out, targ): return out.loss
@@ -250,7 +267,8 @@ def loss_of_model(out, targ): return out.loss
 def train_transformer(kind, bs, cb=None):
     "Trains without a warning of the package, which would be an error"
     inputs, labels = tokens()
-    if kind == 'BertForSequenceClassification': labels = inputs[:, 0]%4
+    if kind == 'BertForSequenceClassification':
+        labels = inputs[:, 0]%4
     batches = [dict(input_ids=ids, labels=label) for ids, label in zip(inputs, labels)]
     learn = learner_of((batches, labels), bs, cb, loss_of_model, transformer(kind))
     return weights(fit(learn, 2))
@@ -261,8 +279,10 @@ def test_the_labels_of_a_transformer_count_without_num_items(kind):
     "It computes its loss, for which the loss function has no rule, and there is nothing to warn of"
     big = train_transformer(kind, 12)
     assert_apart(big, weights(transformer(kind)), 1e-2)
-    assert_same(train_transformer(kind, 12, GradientAccumulation(12, micro_batch_size=3)), big, 1e-6)  # float32
-    assert_same(train_transformer(kind, 3, GradientAccumulation(12)), big, 1e-6)
+    split = train_transformer(kind, 12, GradientAccumulation(12, micro_batch_size=3))
+    in_windows = train_transformer(kind, 3, GradientAccumulation(12))
+    assert_same(split, big, 1e-6)  # float32
+    assert_same(in_windows, big, 1e-6)
 
 
 @pytest.mark.parametrize('kind', ['GPT2LMHeadModel', 'BertForTokenClassification'])
@@ -301,7 +321,9 @@ class Detector(nn.Module):
 
     def forward(self, batch):
         labels = torch.stack([o['box'] for o in batch['labels']])
-        return dict(loss=F.mse_loss(self.layer(batch['image']), labels), boxes=labels)
+        boxes = self.layer(batch['image'])
+        loss = F.mse_loss(boxes, labels).float()
+        return dict(loss=loss, boxes=boxes)
 
 
 def collate_images(samples):
@@ -311,17 +333,20 @@ def collate_images(samples):
     return dict(image=images, labels=labels), targets
 
 
+def loss_of_detector(out, targ):
+    return out['loss']
+
+
+@pytest.mark.filterwarnings('ignore:could not check')  # since losses cannot be joined
 def test_a_detector_that_has_labels_but_no_logits_goes_by_samples():
     inputs, boxes = labelled(48, width=[4])
     samples = [dict(image=image, box=box) for image, box in zip(inputs, boxes)]
 
     def train(bs, cb=None):
         dl = DataLoader(samples, bs=bs, create_batch=collate_images)
-        learn = Learner(DataLoaders(dl, dl), Detector(), lambda out, targ: out['loss'].float(), opt_func=SGD,
-                        cbs=[SkipValidation(), *L(cb)])
-        with warnings.catch_warnings():
-            warnings.filterwarnings('ignore', 'could not check')
-            return weights(fit(learn, 2))
+        cbs = [SkipValidation(), *L(cb)]
+        learn = Learner(DataLoaders(dl, dl), Detector(), loss_of_detector, opt_func=SGD, cbs=cbs)
+        return weights(fit(learn, 2))
 
     big = train(16)
     assert_apart(big, weights(classifier_model()))
@@ -354,8 +379,10 @@ def test_the_table_is_true(name):
     loss_error = (made_up-whole).abs()/whole.abs()
     grad_error = (grad_made_up-grad_of_whole).norm()/grad_of_whole.norm()
     errors = torch.stack([loss_error, grad_error]).detach()
-    if name in EXACT: assert errors.max() < 1e-6
-    else: assert errors.isnan().any() or errors.max() > 1e-3
+    if name in EXACT:
+        assert errors.max() < 1e-6
+    else:
+        assert errors.isnan().any() or errors.max() > 1e-3
 
 
 COUNTED = dict(
@@ -403,7 +430,9 @@ def test_which_losses_have_a_rule(loss_func, expected):
 
 
 def test_a_rule_for_a_function_holds_for_a_partial_of_it():
-    def kept(pred, targ): return F.cross_entropy(pred, targ.long()).float()
+    def kept(pred, targ):
+        return F.cross_entropy(pred, targ.long()).float()
+
     loss_items.register(kept, lambda settings, pred, targ: int(n_kept(targ)))
     samples = labelled(100, missing_share=0.3)
     big = weights(fit(learner_of(samples, 16, None, kept), 1))
@@ -413,29 +442,36 @@ def test_a_rule_for_a_function_holds_for_a_partial_of_it():
         assert_same(weights(small), big, ROUNDING)
 
 
+LABELS_OF_3 = tensor([0, 1, 1])
+
+
 def test_settings_in_a_partial_need_not_be_hashable():
-    def weighted(pred, targ, weight): return F.cross_entropy(pred, targ, weight=torch.tensor(weight))
+    def weighted(pred, targ, weight):
+        return F.cross_entropy(pred, targ, weight=torch.tensor(weight))
+
     loss_func = partial(weighted, weight=[1., 2.])
-    assert loss_items(loss_func, torch.randn(3, 2), tensor([0, 1, 1])) == 3  # samples
+    assert loss_items(loss_func, torch.randn(3, 2), LABELS_OF_3) == 3  # samples
 
 
 def test_weights_in_a_partial_are_not_kept_alive():
     class_weights = tensor([1., 2.])
     alive = weakref.ref(class_weights)
     loss_func = partial(F.cross_entropy, weight=class_weights)
-    assert loss_items(loss_func, torch.randn(3, 2), tensor([0, 1, 1])) == 5
+    assert loss_items(loss_func, torch.randn(3, 2), LABELS_OF_3) == 1+2+2
     del class_weights, loss_func
     assert alive() is None
 
 
 def test_an_unknown_loss_of_a_target_that_is_one_number_goes_by_rows():
-    assert loss_items(mean_error, torch.zeros(8, 7), tensor(1.5), rows=8) == 8
+    pred = torch.zeros(8, 7)
+    assert loss_items(mean_error, pred, tensor(1.5), rows=8) == 8
 
 
 class OneTarget(DataLoader):
     "Yields one number as the target of all samples"
     def __iter__(self):
-        for inputs, targets in super().__iter__(): yield inputs, targets.new_tensor(0.5)
+        for inputs, targets in super().__iter__():
+            yield inputs, targets.new_tensor(0.5)
 
 
 def mse_of_one_target(pred, targ):
@@ -448,7 +484,8 @@ def test_a_target_that_is_one_number_for_all_samples_equals_the_large_batch():
 
     def train(bs, *cbs):
         dl = OneTarget(list(zip(inputs, targets)), bs=bs)
-        learn = Learner(DataLoaders(dl, dl), model(), mse_of_one_target, opt_func=SGD, cbs=[SkipValidation(), *cbs])
+        cbs = [SkipValidation(), *cbs]
+        learn = Learner(DataLoaders(dl, dl), model(), mse_of_one_target, opt_func=SGD, cbs=cbs)
         return fit(learn, 2)
 
     big = train(32)

@@ -1,4 +1,5 @@
 "Half precision: the GradScaler acts once a window, and gradients of half-precision weights are summed in float32"
+from itertools import repeat
 from unittest.mock import Mock
 
 import pytest
@@ -10,7 +11,8 @@ from fastxtend_accum.windows.gradients import half
 
 # Mixed precision, on the CPU
 
-def mixed_precision(mode='fp16'): return CpuMixedPrecision(mode, init_scale=2.**10)
+def mixed_precision(mode='fp16'):
+    return CpuMixedPrecision(mode, init_scale=2.**10)
 
 
 def train_in_float32(bs, *cbs, n_epoch=2, lr=0.1, **kwargs):
@@ -58,10 +60,15 @@ class Overflow(Callback):
 
     def before_backward(self):
         self.n += 1
-        if self.n in self.batches: self.learn.loss_grad = self.learn.loss_grad*math.inf
+        if self.n in self.batches:
+            self.learn.loss_grad = self.learn.loss_grad*math.inf
 
 
-@pytest.mark.parametrize('struck', [[0], [1, 2], [0, 1, 2], range(6)], ids=str)
+@pytest.mark.parametrize('struck', [
+    [0],
+    [1, 2],
+    [0, 1, 2],
+    range(6)], ids=str)
 def test_overflows_are_logged_as_in_the_large_batch(struck):
     "A whole epoch of them, too, which `SaveModelCallback` monitors"
     def train(bs, struck, *cbs):
@@ -75,14 +82,17 @@ def test_overflows_are_logged_as_in_the_large_batch(struck):
     assert accum.n_skipped == 0
     assert small.recorder.accum_bs == [32, 32, 32, 32, 32, 32]
     assert_same(losses(small), losses(big), 1e-3)  # float16
-    assert_same(floats(small.recorder.values), floats(big.recorder.values), 1e-3)
+    table = floats(small.recorder.values)
+    assert_same(table, floats(big.recorder.values), 1e-3)
     assert_same(weights(small), weights(big), 1e-4)
-    has_moved = (weights(big)-weights(model().float())).abs().max() > 1e-3
+    change = weights(big)-weights(model().float())
+    has_moved = change.abs().max() > 1e-3
     assert has_moved == (len(struck) < 6)
 
 
 class NotesScale(Callback):
-    def after_train(self): self.scale = self.learn.scaler.get_scale()
+    def after_train(self):
+        self.scale = self.learn.scaler.get_scale()
 
 
 def test_skip_nonfinite_leaves_an_overflow_to_the_scaler_and_counts_it():
@@ -104,25 +114,33 @@ class KeepsGradients(Callback):
     run_valid = False
 
     def before_fit(self): self.grads = []
-    def before_step(self): self.grads.append(flat_gradients(self.learn.model))
+
+    def before_step(self):
+        self.grads.append(flat_gradients(self.learn.model))
 
 
 def flat_gradients(m):
-    return torch.cat([p.grad.flatten().double() for p in m.parameters() if p.grad is not None])
+    return torch.cat([p.grad.flatten().double() for p in m.parameters()])
 
 
-def float32_loss(pred, targ): return F.mse_loss(pred.float(), targ.float())
+def float32_loss(pred, targ):
+    return F.mse_loss(pred.float(), targ.float())
 
 
 def half_learner(bs, *cbs, dtype=torch.bfloat16, n=96):
     return make_learner(bs, n=n, m=model().to(dtype), loss_func=float32_loss, cbs=cbs)
 
 
+def data_in(dtype, n, seed=1):
+    return [o.to(dtype) for o in data(n, seed)]
+
+
 def micro_batches_of(samples, micro):
     "Returns the samples of each micro-batch. They begin at multiples of `micro`, and where an epoch does"
     res = []
     for i in samples:
-        if not res or i%micro == 0: res.append([])
+        if not res or i%micro == 0:
+            res.append([])
         res[-1].append(i)
     return res
 
@@ -130,27 +148,32 @@ def micro_batches_of(samples, micro):
 def add_up_in_float32(m, inputs, targets, parts):
     "Returns the sum of gradients of each parameter over micro-batches, and the weight of all together"
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in m.parameters()]
-    unit = 2.**math.floor(math.log2(len(parts[0])))
-    if len(parts) == 1: unit = len(parts[0])
+    n_first = len(parts[0])
+    unit = 2.**math.floor(math.log2(n_first))
+    if len(parts) == 1:
+        unit = n_first
     for part in parts:
         m.zero_grad()
         loss = float32_loss(m(inputs[part]), targets[part])
-        (loss*(len(part)/unit)).backward()
-        for total, p in zip(sums, m.parameters()): total += p.grad
+        weight = len(part)/unit
+        (loss*weight).backward()
+        for total, p in zip(sums, m.parameters()):
+            total += p.grad
     return sums, sum(map(len, parts))/unit
 
 
 def train_by_hand(steps, micro, dtype=torch.bfloat16, n=96, m=None):
     "Returns the gradients of each step, and the weights after the last"
-    if m is None: m = model().to(dtype)
-    inputs, targets = data(n)
-    inputs, targets = inputs.to(dtype), targets.to(dtype)
+    if m is None:
+        m = model().to(dtype)
+    inputs, targets = data_in(dtype, n)
     opt = sgd(m.parameters())
     grads = []
     for samples, _ in steps:
         parts = micro_batches_of(samples, micro)
         sums, weight = add_up_in_float32(m, inputs, targets, parts)
-        for total, p in zip(sums, m.parameters()): p.grad = (total/weight).to(p.dtype)
+        for total, p in zip(sums, m.parameters()):
+            p.grad = (total/weight).to(p.dtype)
         grads.append(flat_gradients(m))
         opt.step()
     return grads, weights(m)
@@ -169,9 +192,11 @@ def test_any_window_is_bit_for_bit_a_loop_that_adds_up_in_float32(micro, k, extr
     accum = GradientAccumulation(k*micro, remainder=remainder)
     keeps = KeepsGradients()
     learn = fit(half_learner(micro, accum, keeps, dtype=dtype, n=n), 2)
-    expected, expected_weights = train_by_hand(windows(n, micro, k*micro, remainder, 2), micro, dtype, n)
+    steps = windows(n, micro, k*micro, remainder, 2)
+    expected, expected_weights = train_by_hand(steps, micro, dtype, n)
     assert not torch.equal(expected_weights, weights(model().to(dtype)))
-    for found, grad in zip(keeps.grads, expected, strict=True): assert_same(found, grad)
+    for found, grad in zip(keeps.grads, expected, strict=True):
+        assert_same(found, grad)
     assert_same(weights(learn), expected_weights)
 
 
@@ -180,41 +205,52 @@ def test_512_gradients_of_1_have_the_mean_1(bs, micro):
     "In bfloat16, 256 + 1 is 256"
     m = nn.Linear(1, 1, bias=False).bfloat16()
     one = torch.ones(1, dtype=torch.bfloat16)
-    for _ in range(512): m(one).sum().backward()
+    for _ in range(512):
+        m(one).sum().backward()
     assert m.weight.grad.item() == 256
-    dl = DataLoader([(one, torch.zeros(1))]*512, bs=bs)
+    samples = list(repeat((one, torch.zeros(1)), 512))
+    dl = DataLoader(samples, bs=bs)
     keeps = KeepsGradients()
     cbs = [GradientAccumulation(512, micro_batch_size=micro), keeps]
-    fit(Learner(DataLoaders(dl, dl), m, mean_of_outputs, opt_func=SGD, cbs=cbs), 1, 0.)
+    learn = Learner(DataLoaders(dl, dl), m, mean_of_outputs, opt_func=SGD, cbs=cbs)
+    fit(learn, 1, 0.)
     assert keeps.grads[0].item() == 1
 
 
-def mean_of_outputs(pred, targ): return pred.float().mean()
+def mean_of_outputs(pred, targ):
+    return pred.float().mean()
 
 
 def relative_error(bs, seed, dtype):
     "Returns the error of the gradient of a window of 64 samples, in batches of `bs`"
     torch.manual_seed(seed)
-    m = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 1)).to(dtype)
-    inputs, targets = data(64, seed)
-    inputs, targets = inputs.to(dtype), targets.to(dtype)
+    m = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 1))
+    m.to(dtype)
+    inputs, targets = data_in(dtype, 64, seed)
     exact = deepcopy(m).double()
-    F.mse_loss(exact(inputs.double()), targets.double()).backward()
+    pred = exact(inputs.double())
+    F.mse_loss(pred, targets.double()).backward()
     dl = DataLoader(list(zip(inputs, targets)), bs=bs)
     keeps = KeepsGradients()
-    fit(Learner(DataLoaders(dl, dl), m, float32_loss, opt_func=SGD, cbs=[GradientAccumulation(64), keeps]), 1, 0.)
+    cbs = [GradientAccumulation(64), keeps]
+    learn = Learner(DataLoaders(dl, dl), m, float32_loss, opt_func=SGD, cbs=cbs)
+    fit(learn, 1, 0.)
     truth = flat_gradients(exact)
-    return float((keeps.grads[0]-truth).norm()/truth.norm())
+    error = (keeps.grads[0]-truth).norm()
+    return float(error/truth.norm())
 
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize('dtype', half, ids=str)
 def test_the_error_is_that_of_one_batch(dtype):
     "Of 64 samples, at once, 8 and 1 at a time: medians over 12 networks"
-    def median_error(bs): return np.median([relative_error(bs, seed, dtype) for seed in range(12)])
+    def median_error(bs):
+        return np.median([relative_error(bs, seed, dtype) for seed in range(12)])
+
     at_once = median_error(64)
     least = 0.1*torch.finfo(dtype).eps
-    for bs in (8, 1): assert least < median_error(bs) < 1.2*at_once
+    for bs in (8, 1):
+        assert least < median_error(bs) < 1.2*at_once
 
 
 class HalfBody(nn.Module):
@@ -232,9 +268,11 @@ class HalfBody(nn.Module):
 
 def test_some_weights_may_be_in_float32():
     keeps = KeepsGradients()
-    learn = make_learner(8, m=HalfBody(), loss_func=float32_loss, cbs=[GradientAccumulation(32), keeps])
+    cbs = [GradientAccumulation(32), keeps]
+    learn = make_learner(8, m=HalfBody(), loss_func=float32_loss, cbs=cbs)
     fit(learn, 2)
-    expected, expected_weights = train_by_hand(windows(96, 8, 32, 'step', 2), 8, m=HalfBody())
+    steps = windows(96, 8, 32, 'step', 2)
+    expected, expected_weights = train_by_hand(steps, 8, m=HalfBody())
     assert (expected_weights-weights(HalfBody())).abs().max() > 1e-3
     n_body = 48  # parameters
     for found, grad in zip(keeps.grads, expected, strict=True):
@@ -252,10 +290,12 @@ class TrainingFault(Fault): run_valid = False
 @pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward'])
 @pytest.mark.parametrize('exc', [CancelBatchException, CancelTrainException, CancelEpochException, KeyboardInterrupt])
 def test_nothing_of_a_lost_window_stays(exc, event, order):
-    "The fit after a fault in the third batch is that of a new Learner"
-    learn = half_learner(8, GradientAccumulation(32))
+    "Not even its sums; the fit after a fault in the third batch is that of a new Learner"
+    accum = GradientAccumulation(32)
+    learn = half_learner(8, accum)
     try: fit(learn, 1, cbs=TrainingFault(exc, event, 3, order))
     except KeyboardInterrupt: pass
+    assert accum.window.grads is None
     learn.model.load_state_dict(model().bfloat16().state_dict())
     fit(learn, 1, reset_opt=True)
     _, expected = train_by_hand(windows(96, 8, 32, 'step', 1), 8)
@@ -270,7 +310,8 @@ def test_what_is_left_out_is_not_in_the_sums(cb, left_out):
     "A loader batch that is cancelled before its backward pass; a window with an infinity"
     learn = fit(half_learner(8, GradientAccumulation(32, skip_nonfinite=True), cb), 1)
     kept = [i for i in range(96) if i not in left_out]
-    steps = [(kept[i:i+32], 0) for i in range(0, len(kept), 32)]
+    starts = range(0, len(kept), 32)
+    steps = [(kept[i:i+32], 0) for i in starts]
     _, expected = train_by_hand(steps, 8)
     assert_same(weights(learn), expected)
 
@@ -281,10 +322,12 @@ def test_the_gradient_of_a_cancelled_step_is_added_to_the_next_mean():
     cancels = Fault(CancelBatchException, 'after_backward', 4, -5)
     fit(half_learner(8, GradientAccumulation(32), cancels, keeps), 1)
     m = model().bfloat16()
-    inputs, targets = data(96)
+    inputs, targets = data_in(torch.bfloat16, 96)
     means = []
     for first in (0, 32):
         parts = micro_batches_of(range(first, first+32), 8)
-        sums, weight = add_up_in_float32(m, inputs.bfloat16(), targets.bfloat16(), parts)
-        means.append(torch.cat([o.flatten()/weight for o in sums]).bfloat16())
-    assert_same(keeps.grads[0], (means[0]+means[1]).double())
+        sums, weight = add_up_in_float32(m, inputs, targets, parts)
+        mean = torch.cat([o.flatten()/weight for o in sums])
+        means.append(mean.bfloat16())
+    expected = means[0]+means[1]
+    assert_same(keeps.grads[0], expected.double())

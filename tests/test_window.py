@@ -38,7 +38,9 @@ def test_the_mean_of_nothing_is_0(items):
 
 @pytest.mark.parametrize('weight', [0, tensor(0.)], ids=['number', 'tensor'])
 def test_the_gradient_of_the_mean_of_nothing_is_0(weight):
-    def mean_of_none(output): return (output*0).sum()/0
+    def mean_of_none(output):
+        return (output*0).sum()/0
+
     pred = torch.ones(3, requires_grad=True)
     output = pred*2
     with zero_grads_if_empty([output], weight):
@@ -56,17 +58,21 @@ ITEMS = st.integers(0, 10**6)
 
 
 @draws
-@given(parts=st.lists(st.tuples(LOSS, ITEMS), min_size=2, max_size=8), as_tensor=st.booleans())
+@given(
+    parts=st.lists(st.tuples(LOSS, ITEMS), min_size=2, max_size=8),
+    as_tensor=st.booleans())
 def test_any_weighted_mean(parts, as_tensor):
     "Is that of all items, whatever the unit; and the first weight is near 1, so that float16 does not overflow"
     sums = LossSums()
     for loss, n in parts:
         items = torch.tensor(n) if as_tensor else n
         new = sums.weigh(torch.tensor(loss, dtype=torch.float64), items, 8, False)
-        if not sums.n_micro: assert new.weight < 2
+        if not sums.n_micro:
+            assert new.weight < 2
         sums = sums.plus(new)
     total = sum(n for _, n in parts)
-    expected = sum(loss*n for loss, n in parts)/total if total else 0.
+    expected = 0.
+    if total: expected = sum(loss*n for loss, n in parts)/total
     assert_same(sums.mean, expected, 1e-9)
     assert_same(sums.on_host().mean, expected, 1e-9)
     assert sums.samples == 8*len(parts)
@@ -75,7 +81,8 @@ def test_any_weighted_mean(parts, as_tensor):
 
 def test_losses_that_are_sums_are_added_up():
     sums = LossSums()
-    for loss in (2., 3.): sums = sums.plus(sums.weigh(tensor(loss), None, 8, False))
+    for loss in (2., 3.):
+        sums = sums.plus(sums.weigh(tensor(loss), None, 8, False))
     assert sums.weight == 1
     assert sums.mean == 5
 
@@ -88,16 +95,19 @@ def test_a_micro_batch_that_is_the_whole_window_has_weight_1(items):
 
 
 def test_sums_since_an_earlier_state_are_those_of_the_micro_batches_in_between():
-    first = LossSums().plus(LossSums().weigh(tensor(5.), 6, 8, False))
+    none = LossSums()
+    first = none.plus(none.weigh(tensor(5.), 6, 8, False))
     second = first.plus(first.weigh(tensor(2.), 4, 8, False))
     third = second.plus(second.weigh(tensor(7.), 12, 8, False))
     between = third.since(first)
     assert (between.n_micro, between.samples, between.items) == (2, 16, 16)
     assert between.mean == (2*4 + 7*12)/16
-    assert third.since(LossSums()) == third
+    assert third.since(none) == third
 
 
-@pytest.mark.parametrize('class_weights', [None, torch.ones(4, device='meta')], ids=['count', 'weights'])
+@pytest.mark.parametrize('class_weights', [
+    None,
+    torch.ones(4, device='meta')], ids=['count', 'weights'])
 def test_counts_on_another_device_stay_tensors(class_weights):
     "So that nothing waits for a GPU. The meta device has no values at all: whatever read one would raise an error"
     targ = torch.zeros(4, 6, dtype=torch.long, device='meta')
@@ -108,7 +118,8 @@ def test_counts_on_another_device_stay_tensors(class_weights):
         loss = torch.zeros([], device='meta')
         sums = sums.plus(sums.weigh(loss, items, 4, False))
     assert sums.n_micro == 3
-    for o in (items, sums.items, sums.unit, sums.loss, sums.mean): assert o.device.type == 'meta'
+    for o in (items, sums.items, sums.unit, sums.loss, sums.mean):
+        assert o.device.type == 'meta'
 
 
 # A window
@@ -161,12 +172,14 @@ class NoteOutcomes(Callback):
         self.accum = accum
         self.outcomes = []
 
-    def after_batch(self): self.outcomes.append(self.accum.window.outcome)
+    def after_batch(self):
+        self.outcomes.append(self.accum.window.outcome)
 
 
 def train_96(*cbs, accum=None, n_epoch=1, lr=0.1, **kwargs):
     "Trains on 96 samples in batches of 8 and windows of 32"
-    if accum is None: accum = GradientAccumulation(32)
+    if accum is None:
+        accum = GradientAccumulation(32)
     learn = make_learner(8, cbs=[accum, NoteOutcomes(accum), *cbs], **kwargs)
     return fit(learn, n_epoch, lr)
 
@@ -182,7 +195,8 @@ class MultiplyLoss(Callback):
 
     def before_backward(self):
         self.n += 1
-        if self.n in self.struck: self.learn.loss_grad = self.loss_grad*self.value
+        if self.n in self.struck:
+            self.learn.loss_grad = self.loss_grad*self.value
 
 
 class WithoutTargets(Callback):
@@ -190,7 +204,8 @@ class WithoutTargets(Callback):
     run_valid = False
 
     def before_batch(self):
-        if self.train_iter == 0: self.learn.yb = ()
+        if self.train_iter == 0:
+            self.learn.yb = ()
 
 
 class MissingTargets(Callback):
@@ -198,7 +213,8 @@ class MissingTargets(Callback):
     run_valid = False
 
     def before_batch(self):
-        if self.train_iter == 1: self.learn.yb = (torch.full_like(self.y, torch.nan),)
+        if self.train_iter == 1:
+            self.learn.yb = (torch.full_like(self.y, torch.nan),)
 
 
 class CancelledStep(Callback):
@@ -207,7 +223,8 @@ class CancelledStep(Callback):
 
     def after_backward(self):
         ends_window = self.learn.gradient_accumulation.window.is_full
-        if ends_window and self.train_iter == 1: raise CancelBatchException
+        if ends_window and self.train_iter == 1:
+            raise CancelBatchException
 
 
 STEPPED = Outcome.STEPPED
@@ -233,11 +250,12 @@ def mse_of_known(pred, targ):
     return F.mse_loss(pred[is_known], targ[is_known]).float()
 
 
-def n_known(learn): return (~learn.y.isnan()).sum()
+def n_known(learn):
+    return (~learn.y.isnan()).sum()
 
 
 def test_a_window_without_items_is_skipped():
-    "With a warning. To loggers it is a cancelled batch without a loss, and its batches are not joined with the next window"
+    "With a warning. To loggers it is a cancelled batch without a loss; its batches are not joined with the next window"
     with pytest.warns(UserWarning, match='nothing to average over') as caught:
         accum = GradientAccumulation(32, num_items=n_known)
         learn = train_96(MissingTargets(), accum=accum, loss_func=mse_of_known)
@@ -252,7 +270,7 @@ def test_a_window_without_items_is_skipped():
 
 
 def test_a_window_of_a_cancelled_batch_has_no_step():
-    "If it is cancelled after its backward pass; as in fastai, its gradient stays, and is added to that of the next window"
+    "If it is cancelled after its backward pass; as in fastai, its gradient stays, and is added to that of the next one"
     learn = train_96(CancelledStep())
     assert learn.note_outcomes.outcomes == [STEPPED, Outcome.CANCELLED, STEPPED]
     assert learn.gradient_accumulation.opt_steps == 2
@@ -266,7 +284,8 @@ class CancelSecond(Callback):
     run_valid = False
 
     def after_backward(self):
-        if self.train_iter == 1: raise CancelBatchException
+        if self.train_iter == 1:
+            raise CancelBatchException
 
 
 # Gradients that are no numbers
