@@ -12,7 +12,7 @@ from labels import *
 from layouts import each_layout
 from loss_table import *
 from our_warnings import warnings_of
-from fastxtend_accum.windows.losses import counted_labels, has_rule
+from fastxtend_accum.windows.losses import check_items, counted_labels, has_rule
 
 transformers.utils.logging.set_verbosity_error()
 
@@ -440,6 +440,20 @@ def test_a_rule_for_a_function_holds_for_a_partial_of_it():
     for loss_func in (kept, partial(kept)):
         small = fit(learner_of(samples, 8, GradientAccumulation(16), loss_func), 1)
         assert_same(weights(small), big, ROUNDING)
+
+
+@pytest.mark.parametrize('items', [0, 7, 2.5, np.float32(2.5), tensor(3), tensor([[3.]])], ids=repr)
+def test_num_items_may_return_any_count(items):
+    "It becomes a number, unless it is on a GPU"
+    found = check_items(items)
+    assert found == float(items)
+    assert not isinstance(found, Tensor)
+
+
+@pytest.mark.parametrize('items', [-1, math.nan, math.inf, tensor(-1), tensor([3, 3]), None, '7'], ids=repr)
+def test_num_items_that_returns_no_count_is_an_error(items):
+    with pytest.raises(ValueError, match='num_items must return a count of 0 or more'):
+        check_items(items)
 
 
 LABELS_OF_3 = tensor([0, 1, 1])
