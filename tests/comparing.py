@@ -8,4 +8,8 @@ def assert_different(a, b):
     assert difference.abs().max() > 1e-3
 
 
-__all__ = ['assert_different']
+def assert_nothing_left(learn):
+    "Asserts that neither the Learner nor a module has a method of ours any more"
+    for name in ('all_batches', 'one_batch', '_do_one_batch', '_do_grad_opt', '_backward'):
+        assert name not in vars(learn)
+    for m in learn.model.modules(): assert 'forward' not in vars(m)
