@@ -261,35 +261,56 @@ def test_before_batch_comes_once_if_nothing_is_taken_back_or_the_batch_is_replac
 
 # The warning before training
 
-def acts(self): pass
+def act(self): pass
+
+
+def class_with(*events):
+    "Returns a class of callbacks that have these events"
+    return type('Mine', (Callback,), dict.fromkeys(events, act))
 
 
 @pytest.mark.parametrize('events', [
-    ['after_pred'],
-    ['after_loss'],
-    ['before_backward'],
-    ['after_backward'],
-    ['after_pred', 'after_backward']])
+    ('after_pred',),
+    ('after_loss',),
+    ('before_backward',),
+    ('after_backward',),
+    ('after_pred', 'after_backward')])
 def test_a_warning_before_training_names_who_may_set_something_up(events):
     "Here it is an error, so that no batch runs"
-    class Mine(Callback): before_batch = acts
-    for event in events: setattr(Mine, event, acts)
-    learn = make_learner(32, cbs=[Mine(), *in_micro_batches()])
+    cls = class_with('before_batch', *events)
+    learn = make_learner(32, cbs=[cls(), *in_micro_batches()])
     says = f"{', '.join(events)} of Mine is called once per micro-batch, before_batch once per loader batch"
     with pytest.raises(UserWarning, match=says): fit(learn)
     assert_same(weights(learn), weights(model()))
 
 
-@pytest.mark.parametrize('cb,several_passes', [
-    (Callback(before_batch=acts), in_micro_batches),
-    (Callback(after_pred=acts, after_loss=acts), in_micro_batches),
-    (Callback(before_batch=acts, after_batch=acts, after_step=acts), in_micro_batches),
-    (MixedPrecision(), in_micro_batches),  # fastai's own
-    (Callback(before_batch=acts, after_pred=acts), lambda: [GradientAccumulation(64)]),
-    (Callback(before_batch=acts, after_pred=acts), lambda: [GradientCache(8)])])
+@pytest.mark.xfail(strict=True, reason='is_from_fastai takes it for one of fastai, since its class is')
+def test_the_warning_names_a_callback_that_is_made_of_functions():
+    cb = Callback(before_batch=act, after_pred=act)
+    learn = make_learner(32, cbs=[cb, *in_micro_batches()])
+    with pytest.raises(UserWarning, match='after_pred of Callback is called once per micro-batch'): fit(learn)
+
+
+def in_whole_batches(): return [GradientAccumulation(64)]
+def in_cache(): return [GradientCache(8)]
+
+
+class DerivedPrecision(MixedPrecision):
+    "Has the events of fastai's own"
+
+
+@pytest.mark.parametrize('make_cb,several_passes', [
+    (class_with('before_batch'), in_micro_batches),
+    (class_with('after_pred', 'after_loss', 'before_backward', 'after_backward'), in_micro_batches),
+    (class_with('before_batch', 'after_batch', 'before_step', 'after_step'), in_micro_batches),
+    (class_with('before_batch', 'after_pred'), in_whole_batches),
+    (class_with('before_batch', 'after_pred'), in_cache),
+    (MixedPrecision, in_micro_batches),
+    pytest.param(DerivedPrecision, in_micro_batches, marks=pytest.mark.xfail(
+        strict=True, reason='is_from_fastai looks at its class, and not at where its events come from'))])
 @pytest.mark.filterwarnings('ignore:CUDA is not available', 'ignore:torch.cuda.amp.GradScaler is enabled')
-def test_others_are_not_warned_of(cb, several_passes):
-    assert_moved(fit(make_learner(32, cbs=[cb, *several_passes()]), 1))
+def test_others_are_not_warned_of(make_cb, several_passes):
+    assert_moved(fit(make_learner(32, cbs=[make_cb(), *several_passes()]), 1))
 
 
 # Inputs and targets that callbacks change in the passes
