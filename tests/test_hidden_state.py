@@ -179,6 +179,7 @@ def test_memory_runs_out(plain, saver, where, times):
 
 
 @warns_later
+@pytest.mark.thin(5)
 @pytest.mark.parametrize('times', [(1,), (2, 3), (2, 5, 6)])
 @pytest.mark.parametrize('where', ['forward', 'backward'])
 def test_memory_runs_out_with_recomputed_blocks(plain_with_dropout, where, times):

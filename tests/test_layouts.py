@@ -228,6 +228,7 @@ def assert_equal_fits(ours, plain):
     assert_same(floats(ours.recorder.values), floats(plain.recorder.values), FLOAT32)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize('saver', [split_by_labels, GradientCache])
 @pytest.mark.parametrize('wrap,n_steps', [
     (samples_first, 6),
@@ -257,6 +258,7 @@ validation_is_not_split = pytest.mark.filterwarnings('ignore:validation batches 
 
 
 @validation_is_not_split
+@pytest.mark.thin(3)
 @cannot_be_joined
 def test_other_outputs_are_not_joined_if_batches_are_split(wrap, ragged):
     "The loss does not need them, and metrics in validation get those of whole batches"
@@ -273,6 +275,7 @@ def test_training_metrics_of_outputs_that_are_not_joined_are_an_error(wrap, ragg
 
 
 @validation_is_not_split
+@pytest.mark.thin(3)
 @cannot_be_joined
 def test_the_cache_runs_whole_batches_of_outputs_that_cannot_be_joined(wrap, ragged):
     "Its loss needs them; a warning says so"
@@ -324,6 +327,7 @@ def test_time_first_is_an_error_where_a_batch_would_be_split(per_step, n_steps, 
     with quiet(learn), pytest.raises(ValueError, match=says): learn.validate()
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize('size', [BS, 'auto'])
 @each_saver
 @time_first_cases
