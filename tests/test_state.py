@@ -80,7 +80,7 @@ def test_what_other_objects_refer_to_is_found_at_any_depth(wrap):
 
 
 @pytest.mark.parametrize('make', [
-    lambda o: Learner(None, o),
+    lambda o: make_learner(8, m=o),
     lambda o: DataLoader([o]),
     lambda o: torch.utils.data.DataLoader([o]),
     lambda o: SGD([o.weight], lr=1.)])
