@@ -24,11 +24,12 @@ def trained(make, *cbs, n_epoch=1, method='fit', fit=fit, **kwargs):
 
 
 def trained_in_less(make, share, *cb_types, ours=ActivationCheckpointing, **kwargs):
-    "Returns the plain Learner, and one with `ours` in at most `share` of its memory"
-    plain = trained(make, Activations(), *[cb_type() for cb_type in cb_types], **kwargs)
-    limit = share*plain.activations.mb
-    saving = trained(make, Activations(limit), *[cb_type() for cb_type in cb_types], ours(), **kwargs)
-    assert 0 < saving.activations.mb <= limit
+    "Returns the plain Learner, and one with `ours` where memory runs out above `share` of what the plain one takes"
+    def new_callbacks(): return [cb_type() for cb_type in cb_types]
+    plain = trained(make, Activations(), *new_callbacks(), **kwargs)
+    most = plain.activations.mb
+    assert most > 0
+    saving = trained(make, Activations(share*most), *new_callbacks(), ours(), **kwargs)
     return plain, saving
 
 
