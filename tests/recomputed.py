@@ -1,5 +1,6 @@
 "Fits with recomputed blocks, and the plain fits that they equal bit for bit"
 from common import *
+from stateful import Adds
 from fastxtend_accum.demo import Activations
 
 
@@ -30,6 +31,7 @@ def trained_in_less(make, share, *cb_types, ours=ActivationCheckpointing, **kwar
     most = plain.activations.mb
     assert most > 0
     saving = trained(make, Activations(share*most), *new_callbacks(), ours(), **kwargs)
+    assert saving.activation_checkpointing.level > 0
     return plain, saving
 
 
@@ -127,8 +129,9 @@ class Deep(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList()
         for _ in range(n):
-            block = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(p))
-            self.layers.append(block)
+            layer = nn.Linear(width, width)
+            norm = nn.BatchNorm1d(width)
+            self.layers.append(nn.Sequential(layer, norm, nn.Tanh(), nn.Dropout(p)))
         self.stem = nn.Linear(5, width)
         self.head = nn.Linear(width, 1)
         self.double()
@@ -151,6 +154,33 @@ def regression(make_model, bs=32, n=96):
 
 
 deep = regression(Deep)
+
+
+# Blocks in a row
+
+class Block(nn.Sequential):
+    "What `kind` adds to the input, and two layers"
+    def __init__(self, kind=Adds):
+        super().__init__(kind(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+
+
+class Chain(nn.Module):
+    "Three blocks in a row. Their inputs are nothing that a layer keeps anyway"
+    def __init__(self, make_block):
+        super().__init__()
+        self.layers = nn.ModuleList(make_block() for _ in range(3))
+        self.head = nn.Linear(5, 1)
+        self.double()
+
+    def run(self, layer, x): return layer(x)
+
+    def forward(self, x):
+        for layer in self.layers: x = self.run(layer, x+1)
+        return self.head(x)
+
+
+def chain(make_block):
+    return regression(partial(Chain, make_block))
 
 
 # Callbacks that take as many samples at a time as fit
