@@ -157,7 +157,7 @@ class ScaledBlock(Block):
 
 
 class ChainOfScaled(Chain):
-    def run(self, layer, x): return layer(x, debug=2)
+    def call_layer(self, layer, x): return layer(x, debug=2)
 
 
 class BorrowingBlock(Block):
@@ -170,7 +170,7 @@ class ChainOfBorrowing(Chain):
         super().__init__(make_block)
         self.shared = NewBuffer()
 
-    def run(self, layer, x): return layer(x, self.shared)
+    def call_layer(self, layer, x): return layer(x, self.shared)
 
 
 ARGUMENTS = dict(
