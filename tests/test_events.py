@@ -2,14 +2,12 @@
 
 Callbacks that record their events record the same in a plain Learner and with windows of one batch. In windows of
 several batches, they record what the table at the head of windows/loop.py says"""
-import importlib
-import sys
-
 import pytest
 from fastai.callback.training import GradientAccumulation as FastaiAccumulation
 
 from common import *
-from fastxtend_accum.windows import events, loop
+from fastxtend_accum.windows import events
+from own_learners import *
 
 ALL_EVENTS = [name for name in vars(event) if not name.startswith('_')]
 IN_A_FIT = [name for name in EVENTS if name not in ('after_cancel_batch', 'after_fit')]
@@ -168,20 +166,8 @@ def sender(name, sent):
     return method
 
 
-def in_class(learn, name, method, monkeypatch):
-    learn.__class__ = type('OwnLearner', (Learner,), {name: method})
-
-
-def in_object(learn, name, method, monkeypatch):
-    setattr(learn, name, types.MethodType(method, learn))
-
-
-def as_patch(learn, name, method, monkeypatch):
-    monkeypatch.setattr(Learner, name, method)
-
-
 SENDERS = ['__call__', '_call_one', '_with_events']
-OWN_WAYS = [*itertools.product(['_call_one', '_with_events'], [in_class, in_object, as_patch]),
+OWN_WAYS = [*itertools.product(['_call_one', '_with_events'], PLACES),
             ('__call__', in_class), ('__call__', as_patch)]  # Python looks for `__call__` in the class alone
 
 
@@ -236,33 +222,22 @@ def test_a_cancelled_batch_counts_where_a_learner_sends_events_in_its_own_way(cl
     assert recorded_with_fault(CancelBatchException, 'before_batch', cls, one_batch_windows()) == plain
 
 
-def import_again():
-    "Imports this package as if nobody had done so before, and returns its `windows.events`"
-    Learner.all_batches = loop.fastai_all_batches
-    for name in list(sys.modules):
-        if name.startswith('fastxtend_accum'): del sys.modules[name]
-    return importlib.import_module('fastxtend_accum.windows.events')
+def recorded_and_sent(sent, *cbs):
+    "Returns what a callback records, and what the Learner has sent"
+    sent.clear()
+    log = []
+    fit(small_learner([ByClass('', log), *cbs]), 2)
+    return log, list(sent)
 
 
 def patch_before_import(name):
-    "Patches the Learner, imports this package, and compares with a fit without it"
-    def recorded(*cbs):
-        log = []
-        learn = small_learner([ByClass('early', log), *cbs])
-        fit(learn, 2)
-        return log
+    "Compares windows of one batch with a fit without them"
     sent = []
-    setattr(Learner, name, sender(name, sent))
-    plain = recorded()
-    plain_sent = list(sent)
-    sent.clear()
-    imported = import_again()
-    package = importlib.import_module('fastxtend_accum.all')
-    cb = package.GradientAccumulation(8, verbose=False)
-    assert recorded(cb) == plain
-    assert sent == plain_sent
-    assert cb.loop.n_steps == 8
-    assert imported is not events
+    package = import_after_patch(name, sender(name, sent))
+    accum = package.GradientAccumulation(8, verbose=False)
+    plain = recorded_and_sent(sent)
+    assert recorded_and_sent(sent, accum) == plain
+    assert accum.opt_steps == 8
 
 
 @pytest.mark.parametrize('name', SENDERS)

@@ -1,16 +1,14 @@
 """windows/loop.py: windows in the place of fastai's loop over batches. Here is what becomes of batches that callbacks
 cancel, of steps that are skipped, and of what an interrupt leaves; who may not replace the loop; and what a round counts"""
-import sys
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common import *
-from fastxtend_accum.windows import loop as loop_module
+from fastxtend_accum.windows import loss_check
 from fastxtend_accum.windows.loop import own_loop
-from fastxtend_accum.windows.window import Outcome
 from numbered_batches import *
+from own_learners import *
 
 FLOAT32 = 1e-6  # losses, which the Recorder averages in float32
 BOTH_LOGS = pytest.mark.parametrize('log', [True, False])
@@ -405,3 +403,156 @@ def test_loggers_read_the_optimizer_again_after_a_window_that_the_last_round_lef
     learn = scaled_learner(96, [CancelsBatches(cancelled)], log_accum_batch=False, remainder='step')
     fit(learn, 1, .01)
     assert_logs_its_own_rates(learn)
+
+
+# Who has a loop of their own
+
+fastais_one_batch = Learner.one_batch
+fastais_do_one_batch = Learner._do_one_batch
+
+
+def doubled_one_batch(self, i, batch):
+    "Prepares the batch"
+    inputs, targets = batch
+    fastais_one_batch(self, i, (inputs*2, targets))
+
+
+def repeated_all_batches(self):
+    "Runs each batch twice"
+    self.n_iter = 2*len(self.dl)
+    for i, batch in enumerate(self.dl):
+        self.one_batch(2*i, batch)
+        self.one_batch(2*i+1, batch)
+
+
+def noisy_do_one_batch(self):
+    "Adds noise to the inputs"
+    self.xb = (self.x + .1*torch.randn_like(self.x),)
+    fastais_do_one_batch(self)
+
+
+def sharp_do_grad_opt(self):
+    "Moves the weights before the backward pass whose gradient is used, similar to SAM"
+    self._backward()
+    with torch.no_grad():
+        for p in self.model.parameters(): p += .01*p.grad.sign()
+    self.opt.zero_grad()
+    self.loss_grad = self.loss_func(self.model(*self.xb), *self.yb)
+    self._with_events(self._backward, 'backward', CancelBackwardException)
+    self._with_events(self._step, 'step', CancelStepException)
+    self.opt.zero_grad()
+
+
+def twofold_backward(self):
+    "Runs two backward passes"
+    self.loss_grad.backward(retain_graph=True)
+    self.loss_grad.backward()
+
+
+OWN = dict(one_batch=doubled_one_batch, all_batches=repeated_all_batches, _do_one_batch=noisy_do_one_batch,
+           _do_grad_opt=sharp_do_grad_opt, _backward=twofold_backward)
+EACH_OWN = pytest.mark.parametrize('name', OWN)
+EACH_PLACE = pytest.mark.parametrize('place', PLACES)
+
+
+def assert_error_before_training(learn, name, cb='GradientAccumulation'):
+    before = weights(learn)
+    with pytest.raises(ValueError, match=f'has its own {name}, which {cb} would overrule'): fit(learn)
+    assert_same(weights(learn), before)
+
+
+@EACH_PLACE
+@EACH_OWN
+def test_a_loop_of_ones_own_is_an_error_before_training(name, place, monkeypatch):
+    "Windows of several batches would pass over it"
+    learn = accumulated_learner(64)
+    place(learn, name, OWN[name], monkeypatch)
+    assert own_loop(learn) == name
+    assert_error_before_training(learn, name)
+
+
+@EACH_OWN
+@pytest.mark.parametrize('make', [partial(GradientAccumulation, micro_batch_size=4), all_blocks, partial(GradientCache, 4)])
+def test_what_saves_memory_is_no_loop_of_ones_own_either(make, name):
+    learn = make_learner(BS, cbs=make())
+    in_object(learn, name, OWN[name], None)
+    assert_error_before_training(learn, name, type(make()).__name__)
+
+
+def patch_loop_before_import(name):
+    package = import_after_patch(name, OWN[name])
+    assert_error_before_training(make_learner(BS, cbs=package.GradientAccumulation(4*BS)), name)
+
+
+@EACH_OWN
+def test_a_loop_that_was_patched_before_the_import_is_an_error_too(name):
+    assert forked(patch_loop_before_import, name) == 0
+
+
+@EACH_PLACE
+@EACH_OWN
+def test_a_loop_of_ones_own_runs_as_ever_if_each_batch_is_a_window(name, place, monkeypatch, recwarn):
+    "Bit for bit, with the same learning rates and losses, and without a warning that nothing was accumulated"
+    def fitted(*cbs):
+        learn = make_learner(BS, n=48, cbs=[*cbs, SeesRounds()])
+        with monkeypatch.context() as patch:
+            place(learn, name, OWN[name], patch)
+            torch.manual_seed(0)
+            return fit(learn, 2, method='fit_one_cycle')
+    plain = fitted()
+    learn = fitted(GradientAccumulation(BS))
+    assert_moved(plain)
+    assert_same(weights(learn), weights(plain))
+    assert_same(learn.recorder.lrs, plain.recorder.lrs)
+    assert learn.sees_rounds.rows == plain.sees_rounds.rows
+    assert not [o for o in recwarn if 'accumulated' in str(o.message)]
+
+
+def test_fastais_learner_has_no_loop_of_its_own():
+    class Own(Learner):
+        def _split(self, batch): super()._split(batch)
+        def _step(self): super()._step()
+    for cls in (Learner, Own): assert own_loop(cls(make_learner(BS).dls, model(), mse)) is None
+
+
+class OwnDetails(Learner):
+    "What the loop asks the Learner for may be its own"
+    n_steps = 0
+    def _set_device(self, batch): return [o*2 for o in super()._set_device(batch)]
+    def _split(self, batch): super()._split((batch[0]+1, batch[1]))
+
+    def _step(self):
+        super()._step()
+        with torch.no_grad():
+            for p in self.model.parameters(): p.mul_(.99)
+
+
+def test_other_methods_of_the_learner_may_be_its_own():
+    "How it splits a batch, puts it on a device, and takes a step"
+    def fitted(bs, *cbs):
+        learn = OwnDetails(make_learner(bs).dls, model(), mse, opt_func=SGD, cbs=cbs)
+        return weights(fit(learn, 2))
+    large = fitted(4*BS)
+    assert_same(fitted(BS, GradientAccumulation(4*BS)), large, ROUNDING)
+    plain = weights(fit(make_learner(4*BS), 2))
+    assert (large-plain).abs().max() > 1e-3
+
+
+# What an interrupt leaves
+
+@pytest.mark.parametrize('exc', [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize('event', ['after_loss', 'after_backward', 'before_step', 'after_batch'])
+def test_an_error_lets_go_of_the_graph_and_of_all_gradients(event, exc):
+    learn = accumulated_learner(96)
+    with pytest.raises(exc): fit(learn, cbs=Fault(exc, event, 2, 20))
+    assert learn.pred is None
+    assert learn.loss_grad is None
+    assert learn.loss.grad_fn is None
+    assert not any(g.any() for g in grads(learn))
+
+
+def test_an_error_in_our_own_check_of_the_loss_is_not_hidden(monkeypatch):
+    "What the check may hide are errors of the loss function that it calls"
+    def fails(*args): raise NameError('on purpose')
+    monkeypatch.setattr(loss_check, 'shares_of', fails)
+    with pytest.raises(NameError, match='on purpose'): fit(accumulated_learner(64))
