@@ -1,5 +1,6 @@
-"""Loader batches by their number in an epoch: which ones run, which ones are cancelled, and a plain Learner whose batches
-are windows of them"""
+"""Loader batches by their number in an epoch, a digit. A window is a text of such digits: '012' has the first three.
+
+Who cancels some of them, which ones have run, and what their windows make of the weights"""
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from common import *
@@ -8,11 +9,11 @@ BS = 8  # samples in a loader batch
 
 
 def number_of(learn):
-    "Returns which loader batch of the epoch `learn` holds, by its first sample"
+    "Returns the number of the loader batch that `learn` holds, by its first sample"
     samples = learn.dls.train.dataset
     first_inputs = torch.stack([inputs for inputs, _ in samples[::BS]])
     is_this = (first_inputs == learn.x[0]).all(1)
-    return is_this.nonzero().item()
+    return str(is_this.nonzero().item())
 
 
 class CancelsBatches(Callback):
@@ -36,45 +37,53 @@ class NotesBatches(Callback):
     order = -30
 
     def before_fit(self): self.epochs = []
-    def before_train(self): self.epochs.append([])
-    def after_backward(self): self.epochs[-1].append(number_of(self.learn))
+    def before_train(self): self.epochs.append('')
+    def after_backward(self): self.epochs[-1] += number_of(self.learn)
 
 
-def samples_of(numbers, n):
-    "Returns the samples of loader batches, of `n` samples in an epoch"
+def samples_of(window, n):
+    "Returns the samples of the loader batches in a window, of `n` samples in an epoch"
     res = []
-    for number in numbers:
-        start = number*BS
+    for number in window:
+        start = int(number)*BS
         res += range(start, min(start+BS, n))
     return res
 
 
-def steps_of(windows, n):
-    "Returns steps for `reference`, each over the loader batches of a window"
-    return [(samples_of(numbers, n), 0) for numbers in windows]
+def assert_trained_on(learn, n, windows):
+    "Asserts the weights of plain PyTorch after a step on each of the windows, which are a text with blanks between"
+    steps = [(samples_of(window, n), 0) for window in windows.split()]
+    expected, _ = reference(steps, n, sgd)
+    assert_same(weights(learn), expected, ROUNDING)
+    if steps: assert_moved(learn)
 
 
 class WindowSampler:
     "A batch sampler that yields the windows of each epoch as batches"
-    def __init__(self, epochs):
+    def __init__(self, n, epochs):
+        self.n = n
         self.epochs = epochs
         self.learn = None
 
-    def __len__(self): return len(self.epochs[self.learn.epoch])
-    def __iter__(self): return iter(self.epochs[self.learn.epoch])
+    def batches(self):
+        windows = self.epochs[self.learn.epoch].split()
+        return [samples_of(window, self.n) for window in windows]
+
+    def __len__(self): return len(self.batches())
+    def __iter__(self): return iter(self.batches())
 
 
-def learner_of_windows(epochs, n, cbs=None, **kwargs):
-    "Returns a plain Learner whose batches are windows: of each epoch a list of windows, which are lists of numbers"
-    learn = make_learner(BS, n=n, cbs=cbs, **kwargs)
-    sampler = WindowSampler([[samples_of(numbers, n) for numbers in windows] for windows in epochs])
+def learner_of_windows(n, epochs, cbs=None):
+    "Returns a plain Learner whose batches are windows: of each epoch a text of windows with blanks between"
+    learn = make_learner(BS, n=n, cbs=cbs)
+    sampler = WindowSampler(n, epochs)
     sampler.learn = learn
     train = TorchDataLoader(learn.dls.train.dataset, batch_sampler=sampler)
     learn.dls = DataLoaders(train, learn.dls.valid)
     return learn
 
 
-def accumulated_learner(n, cbs=(), size=4*BS, opt_func=SGD, **kwargs):
-    "Returns a Learner with loader batches of 8 samples, in windows of four"
-    accum = GradientAccumulation(size, verbose=False, **kwargs)
-    return make_learner(BS, n=n, cbs=[*cbs, accum], opt_func=opt_func)
+def accumulated_learner(n, cbs=(), k=4, **kwargs):
+    "Returns a Learner with windows of `k` loader batches"
+    accum = GradientAccumulation(k*BS, verbose=False, **kwargs)
+    return make_learner(BS, n=n, cbs=[*cbs, accum])
