@@ -74,17 +74,18 @@ class GradientAccumulation(WindowCallback):
         return self.loop.n_steps if self.loop else 0
     @property
     def micro_bs(self)->int|None:
-        "Samples that the model sees at a time; None before a fit"
+        "Samples that the model sees at a time; None if nobody knows: before a fit, or where the DataLoader does not say"
         if not self.loop or not self.loop.batches: return None
         bs = self.loader_bs()
         if not isinstance(self.strategy, MicroBatches): return bs  # it runs whole batches
-        return min(self.strategy.micro_bs or bs, bs)  # None: 'auto' has not run a batch yet
+        size = self.strategy.micro_bs or bs  # None: 'auto' has not run a batch yet
+        return min(size, bs) if bs else size
 
-    def loader_bs(self)->int:
-        "Returns the samples in a loader batch; if the DataLoader states no number, those in the current one"
+    def loader_bs(self)->int|None:
+        "Returns the samples in a loader batch; if the DataLoader states no number, those in the current one, if any"
         batches = self.loop.batches
         if batches.info.batch_size: return batches.info.batch_size
-        return batches.current.samples if batches.current else 1
+        return batches.current.samples if batches.current else None
 
 # %% ../nbs/00_accumulation.ipynb #1f3f92d9
 # Settings
@@ -154,7 +155,7 @@ def check(self:GradientAccumulation, plan:EpochPlan):
         warn(f"micro_batch_size={m} is more than the {info.batch_size} samples that the DataLoader yields: it splits "
              "nothing")
     is_certain = info.has_exact_length and len(sizes) == 1  # a schedule may have smaller windows in other epochs
-    if plan.remainder == 'drop' and is_certain and not plan.windows:
+    if self.accum_bs and plan.remainder == 'drop' and is_certain and not plan.windows:
         raise ValueError(f"an epoch has {info.samples*n} samples, which do not fill one window of {self.accum_bs}, and "
                          "incomplete windows are dropped: use a smaller accum_bs, or remainder='step'")
 
@@ -184,7 +185,8 @@ def print_description(self:GradientAccumulation):
     loop.description.set_due(False)
     sizes = [*self.window_sizes(bs*n).values()]
     made_up = how_made_up(sizes, bs, self.micro_bs, n, self.micro_batch_size == 'auto')
-    has_several = loop.window.losses.n_micro > 1  # micro-batches
+    # Micro-batches: those of this window, or of the larger ones of a schedule
+    has_several = loop.window.losses.n_micro > 1 or max(sizes) > self.micro_bs*n
     differences = loop.description.all_differences(self.loss_verdict()) if has_several else []
     message = with_differences(made_up, sizes[0] if len(set(sizes)) == 1 else None, differences)
     # A window that is one loader batch can run whole in the same memory

@@ -20,7 +20,7 @@ from .memory.hidden_state import state_owners
 from .memory.micro_batches import (MicroBatches,check_samples_first,chunk_bounds,
                                                   forward_in_micro_batches)
 from .memory.override import override_forward
-from .callback import WindowCallback
+from .callback import WindowCallback,set_up_events
 from .checkpointing import checkpointed
 
 # %% auto #0
@@ -122,9 +122,8 @@ class CachedForward:
             if len(o) == self.n_rows: continue
             shape = tuple(o.shape)
             n = self.n_rows//self.rows_per_sample
-            raise ValueError(f"GradientCache cannot split a tensor of shape {shape} in a batch of {n} samples: its "
-                             """first dimension must be the samples; if a module sees several rows of each sample, set
-                             rows to"""
+            raise ValueError(f"GradientCache cannot split a tensor of shape {shape} in a batch of {n} samples: its first "
+                             "dimension must be the samples; if a module sees several rows of each sample, set rows to "
                              "their number, such as rows=2")
 
     def check_loss(self, loss:Tensor):
@@ -178,7 +177,9 @@ class GradientCache(WindowCallback, Halving):
         self.check_model(model)
         self.check_others()
         self.differences = None
-        if self.is_new_fit: self.joins = True  # the model may be another one
+        if self.is_new_fit:
+            self.joins = True  # the model may be another one
+            self.warn_of_set_up()
         inside = set(self.module_to_split(model).modules())
         self.owners = [o for o in state_owners(model) if o in inside]
         super().before_train()
@@ -199,7 +200,9 @@ def check_model(self:GradientCache, model):
                          "use DistributedDataParallel")
     part = self.module_to_split(model)
     is_own = any(part is m for m in model.modules())
-    can_run = is_own and class_forward(part) is not nn.Module.forward  # a ModuleList has no forward pass
+    # A ModuleList has no forward pass; a compiled module has its own, which its class has not
+    has_forward = 'forward' in vars(part) or class_forward(part) is not nn.Module.forward
+    can_run = is_own and has_forward
     if not can_run:
         raise ValueError(f"part must return a module of the model that has a forward, not a {type(part).__name__}: "
                          "such as lambda m: m[0]")
@@ -211,6 +214,15 @@ def check_others(self:GradientCache):
             continue
         raise ValueError(f"GradientCache and micro_batch_size={cb.micro_batch_size!r} beside it both split "
                          "batches: leave one of them out")
+
+@patch
+def warn_of_set_up(self:GradientCache):
+    "Warns of callbacks that may take back in the forward pass what they have set up for it in `before_batch`"
+    for cb in self.learn.cbs:
+        events = [o for o in set_up_events(cb) if o != 'after_backward']
+        if not events: continue
+        warn(f"GradientCache runs micro-batches again in the backward pass, after {', '.join(events)} of "
+             f"{type(cb).__name__}: if it takes back there what it sets up in before_batch, do that in after_backward")
 
 @patch
 def n_to_split(self:GradientCache, loop)->int:

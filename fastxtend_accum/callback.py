@@ -26,7 +26,7 @@ from .memory.out_of_memory import is_out_of_memory
 from .memory.retry import MemorySaver,RetryOnOutOfMemory
 
 # %% auto #0
-__all__ = ['WindowCallback']
+__all__ = ['WindowCallback', 'set_up_events']
 
 # %% ../nbs/05_callback.ipynb #ecdd7c4c
 class WindowCallback(Callback):
@@ -99,7 +99,12 @@ def extend_lr_find(self:WindowCallback, finder:LRFinder):
     plan = self.plan_epoch(learn.dls.train, n_processes=1)  # fastai has not shared out the samples yet
     n_windows = len(plan.windows)
     if plan.is_carried: n_windows -= 1  # the last one may be carried
-    learn.n_epoch = finder.num_it//max(n_windows, 1) + 1
+    if n_windows > 0:
+        learn.n_epoch = finder.num_it//n_windows + 1
+        return
+    # A window takes one epoch, or several
+    n_epoch_of_window = math.ceil(plan.size_at_pct(0.)/max(plan.info.samples, 1))
+    learn.n_epoch = finder.num_it*n_epoch_of_window + 1
 
 @patch
 def before_train(self:WindowCallback):
@@ -117,8 +122,8 @@ def before_train(self:WindowCallback):
     # A callback may change the DataLoader between epochs
     needs_check = is_first or before.info.batch_size != plan.info.batch_size
     if needs_check: self.check(plan)
-    watches_late_callbacks = is_first and self.joins_batches(plan)
-    loop.begin_epoch(learn.dl, plan, carried, self.counts_samples(plan), watches_late_callbacks)
+    logs_windows = loop.settings.log_accum_batch and self.joins_batches(plan)
+    loop.begin_epoch(learn.dl, plan, carried, self.counts_samples(plan), is_first and logs_windows)
     if own_loop(learn): return  # it runs whole batches, and `check` has made sure that nothing else is asked for
     if loop.strategy is not whole_batch: loop.strategy.begin_epoch(loop)
     learn.dl = loop.batches
@@ -218,7 +223,7 @@ def check(self:WindowCallback, plan:EpochPlan):
         raise ValueError(f"{kind} has its own {overruled}, which {name} would overrule: leave {name} out, or make a "
                          "callback of what it does")
     check_learner(learn, self, joins, splits)
-    if joins: self.warn_of_late_callbacks()
+    if joins and loop.settings.log_accum_batch: self.warn_of_late_callbacks()
     if isinstance(self.strategy, MicroBatches): self.warn_of_set_up()
     has_half = any(p.dtype in half for p in trained_params(learn.opt))
     loop.fit.processes.check_model(has_half)
@@ -241,12 +246,18 @@ def warn_of_late_callbacks(self:WindowCallback):
 def warn_of_set_up(self:WindowCallback):
     "Warns of callbacks with `before_batch`, which comes once a batch, and an event that comes once a micro-batch"
     for cb in self.learn.cbs:
-        is_ours = isinstance(cb, WindowCallback) or is_from_fastai(cb)
-        if is_ours or not has_event(cb, 'before_batch'): continue
-        events = [o for o in pass_events if has_event(cb, o)]
+        events = set_up_events(cb)
         if not events: continue
         warn(f"{', '.join(events)} of {type(cb).__name__} is called once per micro-batch, before_batch once per loader "
              "batch: if it sets up in before_batch what it takes back there, set no micro_batch_size")
+
+def set_up_events(cb)->list[str]:
+    """Returns the events of the passes in which `cb` may take back what it has set up in `before_batch`; none for
+    fastai's callbacks and those of this package, which are known to work"""
+    if isinstance(cb, WindowCallback) or not has_event(cb, 'before_batch'): return []
+    events = [o for o in pass_events if has_event(cb, o)]
+    is_known = all(is_from_fastai(cb, o) for o in ['before_batch', *events])
+    return [] if is_known else events
 
 # %% ../nbs/05_callback.ipynb #a2dde2a6
 # The end of an epoch, and errors

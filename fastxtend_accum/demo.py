@@ -215,8 +215,8 @@ class Activations(Callback):
     def end_forward(self, *args):
         "After each forward pass of the model"
         self.in_forward.close()
-        self.mb = max(self.mb, sum(self.kept.values()))
         self.check()
+        self.mb = max(self.mb, sum(self.kept.values()))
 
     def keep(self, t):
         storage = t.untyped_storage()

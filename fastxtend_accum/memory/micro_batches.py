@@ -87,7 +87,8 @@ class LossParts:
     def current(self)->dict:
         res = {}
         for name,o in getattr(self.loss_func, '__dict__', {}).items():
-            is_number = isinstance(o, Tensor) and not o.ndim and o.is_floating_point()
+            is_number = isinstance(o, float)
+            if isinstance(o, Tensor): is_number = not o.ndim and o.is_floating_point()
             if is_number: res[name] = o
         return res
 
@@ -97,7 +98,7 @@ class LossParts:
         if not new: return
         items = now.since(earlier).items
         for name,value in new.items():
-            value = value.detach()
+            if isinstance(value, Tensor): value = value.detach()
             if items is not None: value = value*items
             self.sums[name] = self.sums.get(name, 0)+value
         if items is not None: self.total_weight += items

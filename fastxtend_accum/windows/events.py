@@ -10,8 +10,8 @@ from __future__ import annotations
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['batch_events', 'pass_events', 'sends_as_fastai', 'has_event', 'is_from_fastai', 'Events', 'shared_state', 'is_same',
-           'SetUp', 'with_set_ups']
+__all__ = ['batch_events', 'pass_events', 'sends_as_fastai', 'has_event', 'is_from_fastai', 'Events', 'loss_node', 'shared_state',
+           'is_same', 'SetUp', 'with_set_ups']
 
 # %% ../../nbs/windows/09_events.ipynb #760ae9a7
 batch_events = ('before_batch','after_pred','after_loss','before_backward','after_cancel_backward','after_backward',
@@ -36,9 +36,11 @@ def has_event(cb, event:str)->bool:
     return handles_any or hasattr(kind, event) or event in vars(cb)
 
 # %% ../../nbs/windows/09_events.ipynb #d1003997
-def is_from_fastai(cb)->bool:
-    "Returns whether the class of `cb` comes with fastai"
-    return type(cb).__module__.partition('.')[0] == 'fastai'
+def is_from_fastai(cb, event:str)->bool:
+    "Returns whether what `cb` does at `event` comes with fastai, and not from a subclass or a function of the user's"
+    does = vars(cb).get(event) or getattr(type(cb), event, None) or type(cb)
+    module = getattr(does, '__module__', None) or ''
+    return module.partition('.')[0] == 'fastai'
 
 # %% ../../nbs/windows/09_events.ipynb #efb7f885
 class Events:
@@ -144,6 +146,28 @@ def before_batch_and_late_changes(self:Events)->list[str]:
         if has_replaced and cb.order >= Recorder.order:
             names.append(type(who).__name__)
     return names
+
+@patch
+def after_loss_and_changes(self:Events)->bool:
+    """Sends `after_loss`; returns whether a callback has changed the loss, other than fastai's own, which change it in
+    a way that leaves what it averages over"""
+    learn = self.learn
+    cbs = self.having('after_loss')
+    if not self.as_fastai:
+        before = loss_node(learn)
+        learn('after_loss')
+        is_changed = loss_node(learn) is not before
+        return is_changed and any(not is_from_fastai(cb, 'after_loss') for cb in cbs)
+    changes = False
+    for cb in cbs:
+        before = loss_node(learn)
+        cb('after_loss')
+        if loss_node(learn) is not before and not is_from_fastai(cb, 'after_loss'): changes = True
+    return changes
+
+def loss_node(learn):
+    "Returns where the loss is in the graph; None without a loss"
+    return getattr(vars(learn).get('loss_grad'), 'grad_fn', None)
 
 # %% ../../nbs/windows/09_events.ipynb #e5f4d17b
 pass_events = 'after_pred','after_loss','before_backward','after_backward'

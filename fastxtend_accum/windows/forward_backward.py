@@ -20,8 +20,8 @@ from .processes import Processes
 from .window import Contribution,Window,scaled,zero_grads_if_empty,zero_if_empty
 
 # %% auto #0
-__all__ = ['Settings', 'Fit', 'MicroBatch', 'forward_backward', 'others_have_after_loss', 'items_of_changed_loss', 'is_summand',
-           'backward', 'add_backward_pass', 'let_it_see_windows', 'callback_that_raised']
+__all__ = ['Settings', 'Fit', 'MicroBatch', 'forward_backward', 'items_of_changed_loss', 'is_summand', 'backward',
+           'add_backward_pass', 'let_it_see_windows', 'callback_that_raised']
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #bf1f6dd7
 class Settings(NamedTuple):
@@ -83,12 +83,11 @@ def forward_backward(fit:Fit, window:Window, micro_batch:MicroBatch):
         origin = learn.loss_grad.grad_fn
         items = n_items(learn, num_items, rows)
         learn.loss = zero_if_empty(items, learn.loss_grad.clone())
-    send('after_loss')
+    changes_loss = send.after_loss_and_changes()
     if not len(learn.yb):  # fastai asks here, too: a callback may have set the targets in `after_loss`
         window.add_without_loss(samples)
         return
-    is_changed = learn.loss_grad.grad_fn is not origin  # by a callback
-    if is_changed and others_have_after_loss(send):
+    if changes_loss:
         items = items_of_changed_loss(fit, origin, items, rows, is_alone)
     elif fit.loss_check.windows_left and not is_alone:
         fit.loss_check.add(learn, rows, items if num_items else None)
@@ -97,11 +96,6 @@ def forward_backward(fit:Fit, window:Window, micro_batch:MicroBatch):
     backward(fit, window, contribution, ends_window)
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #d914f600
-def others_have_after_loss(send:Events)->bool:
-    """Returns whether callbacks other than fastai's have `after_loss`. What fastai's own add there has the items of the
-    loss"""
-    return any(not is_from_fastai(cb) for cb in send.having('after_loss'))
-
 def items_of_changed_loss(
     fit:Fit,
     origin, # Where the loss of the loss function is in the graph; None: it was not called
@@ -113,25 +107,29 @@ def items_of_changed_loss(
     of the model. Else it is taken from the loss that they have added to, or it is rows, and a warning says so once
     in a fit"""
     learn,num_items = fit.learn,fit.settings.num_items
-    if num_items: return n_items(learn, num_items, rows)
     labels = model_labels(learn)
-    if labels is not None: return labels
+    if num_items or labels is not None:
+        fit.loss_check.stop()  # it would check the loss function
+        return n_items(learn, num_items, rows)
     is_added = origin is not None and is_summand(origin, learn.loss_grad.grad_fn)
     if not is_alone:
         fit.loss_check.note_changed('added' if is_added else 'replaced')
     return items if is_added else rows
 
 def is_summand(origin, node)->bool:
-    "Returns whether `node` of the graph is a sum, or a sum of sums, of which `origin` is a part"
+    "Returns whether `node` of the graph is a sum or difference, or one of such, of which `origin` is a summand"
     to_visit = [node]
     seen = set()
     while to_visit:
         node = to_visit.pop()
         if node is origin: return True
-        is_sum = type(node).__name__.startswith('AddBackward')
-        if node in seen or not is_sum: continue
+        if node in seen: continue
         seen.add(node)
-        to_visit += [before for before,_ in node.next_functions]
+        kind = type(node).__name__.partition('Backward')[0]
+        before = [o for o,_ in node.next_functions] if node is not None else []
+        # Alias: fastai's losses return a TensorBase. ToCopy: `loss.float()`
+        if kind in ('Add', 'Alias', 'ToCopy'): to_visit += before
+        if kind == 'Sub': to_visit.append(before[0])  # what is subtracted is not added to the loss
     return False
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #03b0af1b
@@ -164,12 +162,14 @@ def add_backward_pass(fit:Fit, window:Window, contribution:Contribution, is_alon
     learn = fit.learn
     weight = contribution.weight
     window.grads.check()  # before this pass changes the gradients
-    learn.loss_grad = scaled(learn.loss_grad, weight)  # after `before_backward`, in which a GradScaler scales it
+    loss = learn.loss_grad  # after `before_backward`, in which a GradScaler scales it
+    learn.loss_grad = scaled(loss, weight)
     may_be_empty = isinstance(weight, Tensor) or not weight  # a tensor is not read, since that would wait for the GPU
     if may_be_empty:
         outputs = [*tensors_in(learn.pred), *fit.params.extra]  # a loss has its own parameters beside the outputs
         with zero_grads_if_empty(outputs, weight): learn._backward()
     else: learn._backward()
+    learn.loss_grad = loss  # training metrics may read it
     window.add(contribution)
     fit.processes.after_backward()
     if not is_alone: window.grads.note_backward()

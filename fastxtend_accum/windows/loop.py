@@ -15,6 +15,7 @@ from .forward_backward import Fit,MicroBatch,forward_backward
 from .gradients import is_finite,trained_params
 from .loader import EpochBatches,EpochPlan
 from .loggers import Loggers
+from .nested import n_rows
 from .processes import all_reduce_scalar,enable_gradient_sync
 from .progress import Progress
 from .state import StateChanges
@@ -88,8 +89,9 @@ def own_loop(learn)->str|None:
 
 def whole_batch(loop:WindowLoop):
     "Runs the loader batch that `learn` holds as one micro-batch. Other strategies take less memory"
-    batch = loop.batches.current
-    loop.run_micro_batch(batch.samples, batch.rows)
+    learn,batch = loop.learn,loop.batches.current
+    rows = n_rows((*learn.xb, *learn.yb), batch.rows)  # a callback may have changed them in `before_batch`
+    loop.run_micro_batch(batch.samples, rows)
 
 # %% ../../nbs/windows/15_loop.ipynb #4173aa1f
 class WindowLoop:
@@ -198,9 +200,9 @@ def begin_batches(self:WindowLoop):
             self.send_before_batch()
             return
         except CancelBatchException:
-            self.window.note_cancelled(self.batches.current)
+            self.note_cancelled()
             is_single = not self.settings.log_accum_batch
-            ends_round = is_single or self.window.is_cancelled
+            ends_round = is_single or self.is_cancelled()
             if ends_round or not self.batches.advance():
                 self.progress.correct_before_fastai_counts()  # which `run_batches` does otherwise
                 raise
@@ -253,13 +255,26 @@ def end_round(self:WindowLoop):
     if window.outcome is Outcome.STEPPED:
         self.loggers.log_batch_size(window.total_samples)
     # fastai has counted each round. At the end of an epoch, one may have left its batches to the next epoch, or to none
-    has_window = window.outcome is not None or window.is_cancelled
+    has_window = window.outcome is not None or self.is_cancelled()
     if not has_window: self.progress.uncount_round()
 
 @patch
 def is_done(self:WindowLoop)->bool:
     "Returns whether the window takes no more batches: it is full, or as many samples as it takes were cancelled"
-    return self.window.is_full or self.window.is_cancelled
+    return self.window.is_full or self.is_cancelled()
+
+@patch
+def is_cancelled(self:WindowLoop)->bool:
+    """Returns whether callbacks have cancelled all batches of the window: then it is one cancelled batch to fastai's
+    events"""
+    window = self.window
+    if window.losses.samples or not window.cancelled: return False
+    return window.cancelled >= window.size or self.ends_epoch_with_step()
+
+@patch
+def ends_epoch_with_step(self:WindowLoop)->bool:
+    "Returns whether the current batch is the last one, and a window that it does not fill has a step, too"
+    return self.batches.is_last() and self.batches.plan.remainder == 'step'
 
 @patch
 def has_no_step(self:WindowLoop)->bool:
@@ -321,11 +336,17 @@ def run_batch(self:WindowLoop)->bool:
             # What is in the sums cannot be taken out of them: the window starts over
             if n_before: warn("a callback has cancelled a part of a batch: its whole window is left out")
             self.discard_window()
-        self.window.note_cancelled(batch)
+        self.note_cancelled()
         return False
     window.keep(batch)
     if self.settings.log_accum_batch: self.loggers.update_train_metrics()
     return True
+
+@patch
+def note_cancelled(self:WindowLoop):
+    "Notes that a callback has cancelled the current batch. A window of cancelled batches advances the position, too"
+    self.window.note_cancelled(self.batches.current)
+    if self.is_cancelled(): self.progress.note_closed_window()
 
 # %% ../../nbs/windows/15_loop.ipynb #17380d50
 @patch
@@ -347,8 +368,7 @@ def run_micro_batch(self:WindowLoop,
     """Runs the forward and backward pass of what `learn` holds. The first one of a fit is observed, for the line that
     says what differs from one batch"""
     fills_window = self.window.losses.samples+samples >= self.window.size
-    is_last_step = self.batches.is_last() and self.batches.plan.remainder == 'step'
-    completes_window = fills_window or is_last_step
+    completes_window = fills_window or self.ends_epoch_with_step()
     ends_window = ends_batch and completes_window
     micro_batch = MicroBatch(samples, rows, ends_window)
     self.send.repeat_set_up()  # what callbacks have set up in `before_batch`, and taken back in the pass before
@@ -401,7 +421,8 @@ def finalize_gradients(self:WindowLoop)->Outcome:
     if window.step_is_cancelled: return Outcome.CANCELLED
     if not self.settings.skip_nonfinite: return Outcome.STEPPED
     if scales_loss(learn): return Outcome.STEPPED  # a GradScaler finds and skips such a step itself
-    is_nonfinite = not is_finite(trained_params(learn.opt))
+    params = [*trained_params(learn.opt), *self.fit.params.extra]  # a loss may have parameters, too
+    is_nonfinite = not is_finite(params)
     return Outcome.NONFINITE if all_reduce_scalar(learn, is_nonfinite) else Outcome.STEPPED
 
 @patch

@@ -138,7 +138,9 @@ class LossCheck:
         args = learn.pred,*learn.yb
         self.n_bytes += sum(o.nbytes for o in tensors_in(args))
         if self.n_bytes > self.max_bytes: return
-        kept = KeptMicroBatch(each_tensor(Tensor.detach, args), rows, items)
+        pred = each_tensor(Tensor.detach, learn.pred)
+        targets = each_tensor(torch.clone, learn.yb)  # a loader may use their memory again
+        kept = KeptMicroBatch((pred, *targets), rows, items)
         self.micro_batches = [*self.micro_batches, kept]  # a new list, since a retry restores the one before
 
     def note_changed(self, how:str):

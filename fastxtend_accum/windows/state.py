@@ -83,6 +83,7 @@ def referred_to(o)->list:
     if isinstance(o, types.MethodType): return [o.__self__]
     if isinstance(o, partial):
         return [o.func, o.args, o.keywords]
+    if isinstance(o, types.FunctionType): return [vars(o)]  # a loss function may keep its parts there
     if not hasattr(o, '__dict__'): return []
     library = type(o).__module__.partition('.')[0]
     is_of_python = library in sys.stdlib_module_names and not isinstance(o, SimpleNamespace)  # such as a lock

@@ -159,11 +159,6 @@ class Window:
         return self.losses.samples > 0 and self.outcome is None
     @property
     def is_full(self)->bool: return self.losses.samples >= self.size
-    @property
-    def is_cancelled(self)->bool:
-        """Whether callbacks have cancelled as many samples as it takes, and none has run: then it is one cancelled
-        batch to fastai's events"""
-        return not self.losses.samples and self.cancelled >= self.size
 
     def begin(self, params:WindowParams, begins_with_grads:bool):
         "Begins the gradients. If the first batches were cancelled, it is called again"
