@@ -221,8 +221,8 @@ def sgd(params):
 
 
 def reference(steps, n, make_opt, lr=lambda pct: 0.1, seed=0, skipped=()):
-    """Trains on each window of `steps` as ONE batch in plain PyTorch; those whose number is in `skipped` have a loss and
-    no step. Returns weights and losses"""
+    """Trains on each window of `steps` as ONE batch in plain PyTorch; those whose number is in `skipped` have a loss
+    and no step. Returns weights and losses"""
     m = model(seed)
     inputs, targets = data(n)
     opt = make_opt(m.parameters())

@@ -128,7 +128,8 @@ def fit_second(first, second, expected): assert_same(fit_from_start(second), exp
 
 
 def fit_first(first, second, expected):
-    with pytest.raises(RuntimeError, match='belongs to another Learner: give each one of its own'): fit_from_start(first)
+    says = 'belongs to another Learner: give each one of its own'
+    with pytest.raises(RuntimeError, match=says): fit_from_start(first)
 
 
 @pytest.mark.parametrize('kind', OURS)
