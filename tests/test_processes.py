@@ -104,9 +104,11 @@ def test_each_process_takes_what_it_needs(world):
 
 def test_the_line_of_the_first_window_counts_processes(world):
     n,(first,*others) = world
-    line = f'{4*n} = {n} processes x 2 x 2 samples. As in one batch'
-    assert first['lines'] == 'TODO'
-    assert first['lines_sharded'] == [line, differs]
+    line = f'{4*n} = {n} processes x 2 x 2 samples'
+    differs = 'BatchNorm1d (2 layers) sees 2 samples at a time; dropout draws different random numbers'
+    normed = f'{line}. As in one batch of {4*n}, except: {differs}.'
+    assert first['lines'] == [line, f'{normed} ActivationCheckpointing() avoids this.']
+    assert first['lines_sharded'] == [line, normed]
     assert all(o['lines'] == o['lines_sharded'] == [] for o in others)
 
 @pytest.mark.parametrize('name,plain,tol', [
