@@ -154,7 +154,8 @@ def load_exported():
         return load_learner('learner.pkl')
 
 
-# By each way to go on: asserts that it works, if a fit with our callbacks leaves `expected`, and one without them `plain`
+# By each way to go on: asserts that it works, if a fit with our callbacks leaves `expected`, and one without them
+# `plain`
 
 def go_on(learn, expected, plain): assert_works(learn, expected)
 def go_on_without(learn, expected, plain): assert_works(learn.remove_cbs(our_callbacks(learn)), plain)

@@ -148,8 +148,8 @@ def new_learner(layout, is_large, make_args):
 
 
 def run(layout, make_others, is_large=False, in_fit=False, make_args=dict, lr=.1, method='fit', **cb_args):
-    """Trains for two epochs beside the callbacks that `make_others` returns: in windows, by our callback with `cb_args`,
-    or with the large batch. The others are callbacks of the Learner, or those of the fit"""
+    """Trains for two epochs beside the callbacks that `make_others` returns: in windows, by our callback with
+    `cb_args`, or with the large batch. The others are callbacks of the Learner, or those of the fit"""
     layout = LAYOUTS[layout]
     torch.manual_seed(1)
     others = list(L(make_others()))

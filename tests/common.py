@@ -221,19 +221,20 @@ def sgd(params):
 
 
 def reference(steps, n, make_opt, lr=lambda pct: 0.1, seed=0, skipped=()):
-    """Trains on each window of `steps` as ONE batch in plain PyTorch; those whose number is in `skipped` have a loss and
-    no step. Returns weights and losses"""
+    """Trains on each window of `steps` as ONE batch in plain PyTorch; those whose number is in `skipped` have a loss
+    and no step, and the next one adds to their gradients. Returns weights and losses"""
     m = model(seed)
     inputs, targets = data(n)
     opt = make_opt(m.parameters())
     losses = []
     for i, (samples, pct) in enumerate(steps):
         for group in opt.param_groups: group['lr'] = lr(pct)
-        opt.zero_grad()
         errors = m(inputs[samples])-targets[samples]
         loss = (errors**2).mean()
         loss.backward()
-        if i not in skipped: opt.step()
+        if i not in skipped:
+            opt.step()
+            opt.zero_grad()
         losses.append(loss.item())
     return weights(m), losses
 

@@ -55,7 +55,7 @@ def test_batches_of_other_sizes_run_as_many_elements_at_a_time():
 # The fit
 
 def shuffled_learner(*cbs):
-    "Returns a Learner with BatchNorm, dropout and shuffled data, in float32, that draws the same random numbers each time"
+    "Returns a float32 Learner with BatchNorm, dropout and shuffled data; it draws the same random numbers each time"
     set_seed(0)
     inputs, targets = data(128)
     samples = list(zip(inputs.float(), targets.float()))

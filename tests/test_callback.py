@@ -1,4 +1,4 @@
-"The callback that runs the batches: which one does, what it reads before a fit, what it refuses, how validation is split"
+"The callback that runs the batches: which one does, what it reads before a fit and refuses, how validation is split"
 import pytest
 from fastai.callback.hook import Hook
 
@@ -107,7 +107,8 @@ def test_a_callback_that_was_added_twice_says_so(add):
         add(make_learner(8, cbs=cb), cb)
 
 
-@pytest.mark.parametrize('make', [partial(GradientAccumulation, 32), ActivationCheckpointing, partial(GradientCache, 4)])
+@pytest.mark.parametrize('make', [
+    partial(GradientAccumulation, 32), ActivationCheckpointing, partial(GradientCache, 4)])
 def test_a_callback_that_was_removed_by_the_fit_of_another_learner_says_so(make):
     "fastai leaves it in the list of the first one"
     cb = make()
@@ -320,7 +321,8 @@ class OwnStep(Learner):
 @pytest.mark.parametrize('cb', [G(32), G(micro_batch_size=4), all_blocks()])
 def test_a_learner_with_a_loop_of_its_own_is_refused_where_it_would_be_overruled(cls, name, cb):
     learn = cls(make_learner(8).dls, model(), mse, opt_func=SGD, cbs=cb)
-    with pytest.raises(ValueError, match=f'{cls.__name__} has its own {name}, which {type(cb).__name__} would overrule'):
+    says = f'{cls.__name__} has its own {name}, which {type(cb).__name__} would overrule'
+    with pytest.raises(ValueError, match=says):
         fit(learn, 1)
     assert_same(weights(learn), weights(model()))
 
@@ -367,7 +369,8 @@ def test_who_comes_early_or_logs_or_sees_each_loader_batch_anyway_is_not_named(c
 @pytest.mark.parametrize('micro_batch_size', [4, 'auto'])
 def test_a_callback_that_may_take_back_in_a_pass_what_it_sets_up_is_named(micro_batch_size):
     said, = warnings_of_fit(SetsUpPasses(), 0, micro_batch_size=micro_batch_size)
-    assert said.startswith('after_loss of SetsUpPasses is called once per micro-batch, before_batch once per loader batch')
+    expected = 'after_loss of SetsUpPasses is called once per micro-batch, before_batch once per loader batch'
+    assert said.startswith(expected)
 
 
 @pytest.mark.parametrize('cb,args', [(SetsUpPasses(), {}), (Logs(), dict(micro_batch_size=4))])
@@ -405,7 +408,8 @@ class RunsOut(nn.Module):
 
 @pytest.mark.parametrize('cb', [G(32), WindowCallback()])
 def test_a_remedy_is_named_where_whole_batches_run_out_of_memory(cb):
-    with pytest.warns(UserWarning, match=r"out of memory with batches of 8 samples: a smaller bs, micro_batch_size='auto'"):
+    says = "out of memory with batches of 8 samples: a smaller bs, micro_batch_size='auto'"
+    with pytest.warns(UserWarning, match=says):
         with pytest.raises(torch.OutOfMemoryError): fit(make_learner(8, m=RunsOut(4), cbs=cb), 1)
 
 

@@ -101,7 +101,7 @@ def test_each_event_finds_the_position_rates_and_weights_of_the_large_batch(layo
 
 @pytest.mark.parametrize('layout', LAYOUTS)
 def test_each_event_comes_once_a_window_a_loader_batch_or_a_micro_batch(layout):
-    "The batch begins for each loader batch if the callback comes before the Recorder; passes are those of micro-batches"
+    "A callback before the Recorder sees each loader batch begin; passes are those of micro-batches"
     small = run(layout, see_all)
     big = run(layout, see_all, is_large=True)
     for a, b in zip(small.others, big.others):

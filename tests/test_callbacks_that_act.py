@@ -1,4 +1,4 @@
-"What other callbacks change, they change in windows as with the large batch: rates, batches, losses, gradients, weights"
+"Other callbacks change in windows what they change with the large batch: rates, batches, losses, gradients, weights"
 from contextlib import suppress
 
 import pytest
@@ -120,7 +120,7 @@ def test_a_scheduler_of_pytorch_sets_the_rates_of_the_large_batch(name, layout, 
 
 
 def fit_scaled(make_scheduler, opt_func, scale):
-    "Returns the rates of the steps of a fit whose schedule has these rules, the sizes of its windows, and its last rate"
+    "Returns the rates of the steps of a fit with these rules, the sizes of its windows, and its last rate"
     rates = rates_used()
     learn = make_learner(8, n=88, cbs=[make_scheduler(), rates, scheduled(scale=scale)], opt_func=opt_func)
     fit(learn, 2, 1e-4)

@@ -192,7 +192,8 @@ def of_late_callbacks(said):
 
 def test_several_late_callbacks_are_named_together():
     cbs = [with_order(Shuffles, 90), with_order(SmoothsTargets, 55), GradientAccumulation(32)]
-    with pytest.warns(UserWarning, match='before_batch of SmoothsTargets, Shuffles changes'): fit(make_learner(8, cbs=cbs), 1)
+    learn = make_learner(8, cbs=cbs)
+    with pytest.warns(UserWarning, match='before_batch of SmoothsTargets, Shuffles changes'): fit(learn, 1)
 
 
 @pytest.mark.parametrize('micro_batch_size', [None, 'auto'])

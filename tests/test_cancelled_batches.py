@@ -172,7 +172,8 @@ def test_where_loader_batches_are_logged_a_cancelled_one_is_logged_as_in_fastai(
 @pytest.mark.filterwarnings('ignore:before_batch of .* is called once per window')
 @pytest.mark.parametrize('order', [0, 55])
 @pytest.mark.parametrize('layout', CONSTANT)
-@pytest.mark.parametrize('event,counter', [('before_batch', 'iter'), ('before_batch', 'train_iter'), ('after_pred', 'iter')])
+@pytest.mark.parametrize('event,counter', [
+    ('before_batch', 'iter'), ('before_batch', 'train_iter'), ('after_pred', 'iter')])
 def test_whoever_skips_batches_by_a_counter_skips_as_many_windows(event, counter, layout, order):
     small, big = fit_both(layout, partial(CancelsRounds, event, counter, 2, order))
     assert len(losses(small.learn)) == len(losses(big.learn)) > 2

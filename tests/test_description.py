@@ -84,7 +84,8 @@ def test_differences_are_those_from_one_batch():
     assert with_differences('256 = 8 x 32 samples', 256, differences) == (
         '256 = 8 x 32 samples. As in one batch of 256, except: BatchNorm2d (20 layers) sees 32 samples at a time; '
         'dropout draws different random numbers.')
-    assert with_differences('32 to 512 samples', None, ['a', 'b']) == '32 to 512 samples. As in one batch, except: a; b.'
+    line = with_differences('32 to 512 samples', None, ['a', 'b'])
+    assert line == '32 to 512 samples. As in one batch, except: a; b.'
     assert with_differences('256 = 8 x 32 samples', 256, []) == '256 = 8 x 32 samples'
 
 
@@ -349,7 +350,8 @@ NOT_THE_SAME = 'the loss is not averaged in the same way'
     (spread, None, NOT_THE_SAME, 'accumulation is not exact'),
     (Root(), None, NOT_THE_SAME, 'accumulation is not exact'),
     (error_of_large, lambda learn: len(learn.y), NOT_THE_SAME, 'accumulation is not exact'),
-    (noisy, None, 'the model draws different random numbers; the loss may not be averaged in the same way', 'not check')])
+    (noisy, None, 'the model draws different random numbers; the loss may not be averaged in the same way',
+     'not check')])
 def test_a_loss_that_is_averaged_in_another_way(capsys, loss_func, num_items, difference, warning):
     "The line and a warning say so, once"
     cb = GradientAccumulation(32, num_items=num_items)

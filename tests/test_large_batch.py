@@ -1,7 +1,7 @@
 """The promise: accumulated batches train as one large batch does.
 
-Each test trains with the large batch, or in plain PyTorch, and again with windows of small batches; then it compares all
-that the two fits have left"""
+Each test trains with the large batch, or in plain PyTorch, and again with windows of small batches; then it compares
+all that the two fits have left"""
 import pytest
 from hypothesis import assume, given, strategies as st
 
@@ -142,7 +142,8 @@ def test_a_compiled_model_trains_as_a_plain_one():
 # Callbacks that change the batch or the loss
 
 rows_are_stale = pytest.mark.xfail(
-    strict=True, reason='`whole_batch` takes the rows of the loader, not those that callbacks have left in before_batch')
+    strict=True,
+    reason='`whole_batch` takes the rows of the loader, not those that callbacks have left in before_batch')
 
 
 class TwoViews(Callback):

@@ -31,7 +31,8 @@ def test_messages_of_memory_that_ran_out(message):
     assert not is_out_of_memory(ValueError(message))
 
 
-@pytest.mark.parametrize('message', ['CUDA error: device-side assert triggered', 'memory format', 'out of memory with a'])
+@pytest.mark.parametrize('message', [
+    'CUDA error: device-side assert triggered', 'memory format', 'out of memory with a'])
 def test_messages_of_other_errors(message):
     assert not is_out_of_memory(RuntimeError(message))
 

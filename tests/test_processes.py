@@ -104,10 +104,11 @@ def test_each_process_takes_what_it_needs(world):
 
 def test_the_line_of_the_first_window_counts_processes(world):
     n,(first,*others) = world
-    line = f'{4*n} = {n} processes x 2 x 2 samples; losses are averaged as in one batch'
-    differs = f'{line}; statistics are of 2 at a time in 2 BatchNorm1d; random numbers differ'
-    assert first['lines'] == [line, f'{differs}; ActivationCheckpointing() avoids this']
-    assert first['lines_sharded'] == [line, differs]
+    line = f'{4*n} = {n} processes x 2 x 2 samples'
+    differs = 'BatchNorm1d (2 layers) sees 2 samples at a time; dropout draws different random numbers'
+    normed = f'{line}. As in one batch of {4*n}, except: {differs}.'
+    assert first['lines'] == [line, f'{normed} ActivationCheckpointing() avoids this.']
+    assert first['lines_sharded'] == [line, normed]
     assert all(o['lines'] == o['lines_sharded'] == [] for o in others)
 
 @pytest.mark.parametrize('name,plain,tol', [
@@ -208,7 +209,7 @@ def test_what_is_refused(world):
         for o,expected in zip(said, [
             f'accum_bs=4 counts samples, and is not a multiple of {4*n}, {n} processes', f'final_accum_bs={4*n+4} co',
             'static_graph=True averages', 'GradientCache cannot split the forward pass of a sharded',
-            'a sharded FSDPSequential adapts to no memory', 'ActivationCheckpointing cannot run parts of a sharded'],
+            'a sharded FSDPSequential cannot adapt to memory', 'ActivationCheckpointing cannot run parts of a sharded'],
             strict=True): assert o.startswith(expected)
         assert f'use {4*n} or {8*n}' in said[1] and synced == synced_auto and 'SyncBatchNorm waits' in synced
 
@@ -216,7 +217,10 @@ def test_what_cannot_average_or_sum_in_half_precision():
     "FSDP 1 has a `no_sync`, as DDP has"
     class FullyShardedDataParallel(nn.Module):
         def no_sync(self): pass
-    def check(m, in_float32): Processes.check(SimpleNamespace(learn=SimpleNamespace(model=m), n=2), in_float32)
+    def check(m, has_half):
+        learn = SimpleNamespace(model=m)
+        processes = SimpleNamespace(learn=learn, n=2, passes_are_local=False)
+        Processes.check_model(processes, has_half)
     with pytest.raises(ValueError, match='FullyShardedDataParallel sums gradients in the precision of the weights'):
         check(FullyShardedDataParallel(), True)
     check(FullyShardedDataParallel(), False)

@@ -1,4 +1,4 @@
-"The position in training, `pct_train` and `train_iter`, that callbacks find after each round: a window or a loader batch"
+"The position in training, `pct_train` and `train_iter`, that callbacks find after each window or loader batch"
 from itertools import accumulate
 
 import pytest

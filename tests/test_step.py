@@ -128,7 +128,7 @@ def falling_rate(batch):
 
 
 def test_a_step_has_the_rate_of_its_first_loader_batch():
-    "Where loader batches are logged, schedulers may set others in the middle of a window, and find theirs after the step"
+    "Where loader batches are logged, schedulers may set rates in mid-window, and find theirs after the step"
     notes = NotesRate('before_step', 'after_step')
     accum = GradientAccumulation(32, log_accum_batch=False)
     learn = fit(make_learner(8, cbs=[accum, FallsWithEachBatch(), notes]), 2)

@@ -1,7 +1,8 @@
 """Where small batches cannot be one large batch: layers that normalize over a batch, and whatever draws random numbers.
 
-Dropout and augmentation of each sample have the same distribution; fastai's applications, with all of that, have the same
-schedule and learn; and where nothing normalizes or draws, or where a whole batch is split, weights are the same, too"""
+Dropout and augmentation of each sample have the same distribution; fastai's applications, with all of that, have the
+same schedule and learn; and where nothing normalizes or draws, or where a whole batch is split, weights are the same,
+too"""
 import pytest
 from fastai.callback.mixup import MixUp
 from fastai.callback.training import BnFreeze

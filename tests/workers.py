@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import *
 from fastxtend_accum.demo import Activations
+from fastxtend_accum.windows.gradients import GradientSums, WindowParams
 from fastxtend_accum.windows.processes import Processes
 
 W,rank = num_distrib(),rank_distrib()
@@ -246,10 +247,13 @@ def interrupted():
 
 def some_without_gradient():
     "The first parameter has a gradient everywhere, the second in one process, the third nowhere"
-    params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    m = nn.ParameterList([torch.zeros(2) for _ in range(3)])
+    params = list(m)
     params[0].grad = torch.full((2,), float(rank))
     if rank == 1: params[1].grad = torch.ones(2)
-    Processes(make_learner(8, m=DistributedDataParallel(model()))).average(params)
+    learn = make_learner(8, m=DistributedDataParallel(m))
+    learn.create_opt()
+    Processes(learn).average_grads(GradientSums(WindowParams(learn)))
     return [p.grad for p in params]
 
 def errors():
