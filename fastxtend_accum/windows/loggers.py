@@ -41,8 +41,9 @@ class Loggers:
     def begin_fit(self):
         "Begins new lists of batch sizes, as the Recorder begins new lists of losses"
         for rec in self.recorders:
-            rec.accum_bs = []
-            rec.accum_bs_of = rec.losses  # lets `plot_accum_bs` know that both are of one fit
+            # By `vars`, since fastai warns of attributes whose names the model has, too
+            vars(rec)['accum_bs'] = []
+            vars(rec)['accum_bs_of'] = rec.losses  # lets `plot_accum_bs` know that both are of one fit
         # By `vars`, since fastxtend's Recorder has no such attribute, and would look for it in the model
         self.with_train_metrics = [rec for rec in self.recorders if vars(rec).get('train_metrics')]
 

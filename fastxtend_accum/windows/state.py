@@ -18,7 +18,7 @@ from .nested import each_tensor,tensors_in
 # %% auto #0
 __all__ = ['generators', 'optimizers', 'global_generators', 'may_be_modified', 'find_mutable_state', 'referred_to',
            'copy_content', 'restore_content', 'restore_dict', 'restore_container', 'restore_tensor', 'Snapshot',
-           'with_copies', 'StateChanges', 'copies_of_tensors', 'has_same_values', 'generator_states']
+           'with_copies', 'StateChanges', 'copies_of_tensors', 'has_same_values', 'is_equal', 'generator_states']
 
 # %% ../../nbs/windows/01_state.ipynb #4f942e21
 generators = random.Random,np.random.Generator,np.random.RandomState,torch.Generator
@@ -207,7 +207,11 @@ def copies_of_tensors(m)->dict:
 
 def has_same_values(a:dict, b:dict)->bool:
     if a.keys() != b.keys(): return False
-    return all(torch.allclose(o, b[k], 0, 0, equal_nan=True) for k,o in a.items())
+    return all(is_equal(o, b[k]) for k,o in a.items())
+
+def is_equal(a:Tensor, b:Tensor)->bool:
+    "Returns whether both have the same shape and values, where NaN equals NaN"
+    return a.shape == b.shape and torch.allclose(a, b, 0, 0, equal_nan=True)
 
 def generator_states()->list:
     "Returns the states of the global random generators, in a form that `==` compares"
