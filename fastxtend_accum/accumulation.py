@@ -1,4 +1,4 @@
-"""One optimizer step for several batches, equal to that of one large batch
+"""Take one optimizer step for several batches, as if they were one large batch
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/accumulation.html.md"""
 
@@ -30,18 +30,18 @@ __all__ = ['GradientAccumulation', 'new_micro_batches']
 
 # %% ../nbs/00_accumulation.ipynb #d094627a
 class GradientAccumulation(WindowCallback):
-    "Accumulate gradients over `accum_bs` samples, then take the step of one batch of that size"
+    "Accumulate gradients over `accum_bs` samples, then step as for one batch of that size"
     scale = None  # of a schedule
     def __init__(self,
-        accum_bs:int|None=None, # Samples in a window of all processes; None: 32, or one loader batch if it is split
-        n_acc:int|None=None, # fastai's name for `accum_bs`: pass one of them
+        accum_bs:int|None=None, # Samples per step, over all processes; None: 32, or a loader batch if it is split
+        n_acc:int|None=None, # fastai's name for `accum_bs`; pass only one of the two
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, loader batches (False)
-        micro_batch_size:int|str|None=None, # Samples the model sees at a time; 'auto': what fits; None: a loader batch
+        micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': as many as fit
         *,
-        remainder:str|None=None, # Incomplete last window: 'step', 'carry' or 'drop'; None: by the loader's `drop_last`
-        num_items:Callable|None=None, # `f(learn)`: items that the loss averages over, >= 0; None: by the loss function
+        remainder:str|None=None, # Incomplete last window: 'step', 'carry' or 'drop'; None: as the loader's `drop_last`
+        num_items:Callable|None=None, # `f(learn)` returns the number of elements that the loss averages over
         skip_nonfinite:bool=False, # Skip the step of a window whose gradient contains NaN or infinity
-        verbose:bool=True, # Print in one line how a window is made up, and what differs from one batch of its size
+        verbose:bool=True, # Print a line that says how windows are made up, and what differs from one batch
     ):
         if accum_bs is not None and n_acc is not None:
             raise ValueError(f"accum_bs={accum_bs} and n_acc={n_acc} both set the samples in a window: pass one of "

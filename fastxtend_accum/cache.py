@@ -1,4 +1,4 @@
-"""Train with SimCLR, CLIP and other losses that compare the samples of a batch, in the memory of a small batch
+"""Train with SimCLR, CLIP and other losses that compare the samples of a batch, with the memory footprint of a small batch
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/cache.html.md"""
 
@@ -43,6 +43,7 @@ def graph_between(outputs:list, inputs:list=())->set:
         to_visit += [before for before,_ in node.next_functions]
     return res
 
+# %% ../nbs/04_cache.ipynb #a14517df
 class CachedForward:
     """Runs the forward pass of `module` in micro-batches. All but the last run again in the backward pass, so that the
     graph holds one of them at a time. It does not refer to the Learner, since the graph refers to it"""
@@ -121,8 +122,9 @@ class CachedForward:
             if len(o) == self.n_rows: continue
             shape = tuple(o.shape)
             n = self.n_rows//self.rows_per_sample
-            raise ValueError(f"GradientCache cannot split a tensor of shape {shape} in a batch of {n} samples: its first "
-                             "dimension must be the samples; if a module sees several rows of each sample, set rows to "
+            raise ValueError(f"GradientCache cannot split a tensor of shape {shape} in a batch of {n} samples: its "
+                             """first dimension must be the samples; if a module sees several rows of each sample, set
+                             rows to"""
                              "their number, such as rows=2")
 
     def check_loss(self, loss:Tensor):
@@ -136,14 +138,14 @@ class CachedForward:
 
 # %% ../nbs/04_cache.ipynb #7681a838
 class GradientCache(WindowCallback, Halving):
-    "Compute the loss on the DataLoader's whole batch, while the model holds `micro_batch_size` samples at a time"
+    "Compute the loss on the DataLoader's whole batch, while the model processes `micro_batch_size` samples at a time"
     order = 11.5  # before a GradientAccumulation, which runs the batches
     _stateattrs = 'loop','cached'  # fastai leaves these out of a copy or an export of the callback
 
     def __init__(self,
-        micro_batch_size:int|str, # Samples (or rows, if they have several) the model sees at a time; 'auto': what fits
+        micro_batch_size:int|str, # Samples (or inputs, if a sample has several) at a time; 'auto': as many as fit
         part:Callable|None=None, # Submodule that sees micro-batches, such as `lambda m: m[0]`; None: the whole model
-        rows:int=1, # Rows that the model or its `part` sees for each sample, such as 2 for two views in one tensor
+        rows:int=1, # Inputs per sample that the model, or its `part`, sees, such as 2 for two views in one tensor
     ):
         store_attr()
         self.valid_strategy = None
@@ -170,7 +172,7 @@ class GradientCache(WindowCallback, Halving):
         self.micro_bs = None if self.adapts else size
 
     def before_train(self):
-        "Raises ValueError if the model, which has been wrapped by now, cannot run in micro-batches"
+        "Raises ValueError if the model cannot run in micro-batches"
         if not self.learn: return  # it was removed
         model = self.learn.model
         self.check_model(model)

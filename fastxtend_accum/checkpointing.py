@@ -92,12 +92,12 @@ def is_repeated(a:Tensor, b:Tensor)->bool:
 
 # %% ../nbs/03_checkpointing.ipynb #a19c05ce
 class ActivationCheckpointing(WindowCallback, MemorySaver):
-    """If a loader batch does not fit in memory, keep the inputs of as few of the model's blocks as necessary, and
-    recompute these blocks in the backward pass: batches stay whole, and results the same"""
+    """If a loader batch does not fit in memory, keep only the inputs of as few of the model's blocks as necessary, and
+    recompute these blocks in the backward pass: batches stay whole, and results stay the same"""
     order = 11.5  # before a GradientAccumulation, which runs the batches
 
     def __init__(self,
-        blocks:Callable|str|None=None, # `blocks(model)`: modules that may be recomputed; None or 'auto': those found
+        blocks:Callable|str|None=None, # `blocks(model)` returns what may be recomputed; None or 'auto': found for you
         offload:bool=False, # Keep the inputs of these blocks on the CPU; False: only if nothing else fits
         adapt:bool=True, # Recompute as few blocks as memory requires; False: all
     ):
@@ -123,7 +123,7 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
     def reset(self): self.failed = {}
 
     def before_train(self):
-        "Finds the blocks; raises ValueError if all are to run again, and that is impossible"
+        "Finds the blocks; raises ValueError if every block must be recomputed but cannot be"
         if not self.learn: return  # it was removed
         self.found,self.groups,self.why_none = self.find()
         # If it adapts, whole batches may fit. If they do not, a sharded model could not even try again

@@ -67,17 +67,17 @@ class GradientAccumulationSchedule(GradientAccumulation):
     "`GradientAccumulation` with a batch that changes from `start_accum_bs` to `final_accum_bs` samples"
     @delegates(GradientAccumulation.__init__, but=['accum_bs','n_acc'])
     def __init__(self,
-        start_accum_bs:int, # Samples in a window up to `start`, a multiple of the loader's batch
-        final_accum_bs:int=None, # Samples in a window from `finish` on, a multiple of the loader's batch
+        start_accum_bs:int, # Samples per step until `start`; a multiple of the loader's batch size
+        final_accum_bs:int=None, # Samples per step from `finish` on; a multiple, too, and below the first one to shrink
         start:Numeric=0, # Where the schedule starts: a fraction of training (float) or a number of epochs (int)
         finish:Numeric=0.3, # Where it ends: 1.0 (float) is the end of training, 1 (int) the end of the first epoch
         schedule:Callable=SchedCos, # fastai annealer, or any `f(start, end)` that returns a function of `pos`
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, loader batches (False)
-        micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': what fits
+        micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': as many as fit
         *,
-        remainder:str|None=None, # Incomplete last window: 'step', 'carry' or 'drop'; None: 'carry' without a `reset`
+        remainder:str|None=None, # Incomplete last window; None: 'step' if the model has a `reset`, otherwise 'carry'
         scale:dict[str,Callable]|None=None, # Rules `f(value, ratio)` by hyper-parameter, such as `{'lr':sqrt_scale}`
-        **kwargs, # Others of `GradientAccumulation`
+        **kwargs, # Further arguments of `GradientAccumulation`
     ):
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
         super().__init__(
@@ -164,7 +164,7 @@ def preview(self:GradientAccumulationSchedule,
     n_epoch:int, # Length of the fit, in epochs
     dls:DataLoaders, # The data of the fit
 )->list: # For each optimizer step, the position of its window's start in epochs, and its samples
-    "The windows of a fit, before training; raises ValueError if the sizes do not fit the data"
+    "List the windows that a fit will run, before training; raises ValueError if the sizes do not suit the data"
     info = self.loader_info_of(dls.train)
     global_bs = info.batch_size
     for name,size in self.window_sizes(global_bs).items():
@@ -219,9 +219,9 @@ def half_life_scale(
 
 # %% ../nbs/01_schedule.ipynb #b0b8179d
 def SchedSteps(
-    steps:dict[Numeric,int], # Samples in a window from each point on; points are given as for `start`, the first is 0
+    steps:dict[Numeric,int], # Samples per step from each point on; give points as for `start`; the first must be 0
 )->dict: # Arguments for `GradientAccumulationSchedule`
-    "A batch that changes at given points; raises TypeError or ValueError on invalid points or sizes"
+    "A batch size that changes at given points; raises TypeError or ValueError on invalid points or sizes"
     if not isinstance(steps, dict) or 0 not in steps:
         raise ValueError(f"steps must be a dict that begins at 0, such as {{0: 64, .5: 128}}, not {steps!r}")
     for point,size in steps.items():

@@ -1,4 +1,4 @@
-"What the tests share: small data, a Learner for it, and a reference in plain PyTorch that knows neither fastai nor this package"
+"What the tests share: small data, a Learner for it, and a reference in plain PyTorch that does not use this package"
 import math
 import multiprocessing
 import os
@@ -221,7 +221,7 @@ def sgd(params):
 
 
 def reference(steps, n, make_opt, lr=lambda pct: 0.1, seed=0, skipped=()):
-    """Trains on each window of `steps` as ONE batch in plain PyTorch; those whose number is in `skipped` have a loss, and
+    """Trains on each window of `steps` as ONE batch in plain PyTorch; those whose number is in `skipped` have a loss and
     no step. Returns weights and losses"""
     m = model(seed)
     inputs, targets = data(n)

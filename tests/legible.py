@@ -1,4 +1,4 @@
-"""How hard code is to read, counted from its syntax tree, so that names, comments, docstrings and line breaks cost nothing.
+"""How hard code is to read, counted from its syntax tree: names, comments, docstrings and line breaks cost nothing.
 
 `python tests/legible.py FILE ...` prints each place that `marked_places` finds, and the figures"""
 import ast
@@ -74,7 +74,8 @@ def mark_of(node):
         for target in node.targets:
             is_parallel = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
             if is_parallel and len(target.elts) > 2: return 'a parallel assignment of more than two values'
-    if isinstance(node, ast.Expr) and isinstance(node.value, (ast.BoolOp, ast.IfExp)): return 'and, or, if as control flow'
+    if isinstance(node, ast.Expr) and isinstance(node.value, (ast.BoolOp, ast.IfExp)):
+        return 'and, or, if as control flow'
     if isinstance(node, COMPREHENSIONS):
         is_nested = any(isinstance(o, COMPREHENSIONS) for o in inner_nodes(node))
         if is_nested or len(node.generators) > 1: return 'a nested comprehension'
@@ -82,7 +83,8 @@ def mark_of(node):
         is_mixed = any(isinstance(o, ast.BoolOp) for o in node.values)
         if is_mixed or len(node.values) > 3: return 'long logic'
     if isinstance(node, (ast.IfExp, ast.JoinedStr)):
-        if any(isinstance(o, ast.IfExp) for o in inner_nodes(node)): return 'a conditional expression inside another one or a text'
+        has_inner = any(isinstance(o, ast.IfExp) for o in inner_nodes(node))
+        if has_inner: return 'a conditional expression inside an expression'
     return None
 
 
@@ -125,7 +127,9 @@ def functions(path):
 if __name__ == '__main__':
     files = sys.argv[1:]
     for file in files:
-        for line, why in marked_places(parse(file)): print(f'{file}:{line}: {why}')
+        for line, why in marked_places(parse(file)):
+            print(f'{file}:{line}: {why}')
     figures = measure(files)
-    print(f'{figures.nodes} nodes, {figures.density:.1f} per line, {figures.dense_share:.1%} of lines above {DENSE_LINE}, '
-          f'{100*figures.marked_share:.1f} marked per 100 lines')
+    print(f'{figures.nodes} nodes, {figures.density:.1f} per line')
+    print(f'{figures.dense_share:.1%} of lines have more than {DENSE_LINE} nodes')
+    print(f'{100*figures.marked_share:.1f} marked places per 100 lines')

@@ -1,4 +1,4 @@
-"""fastai's own loggers: what they are told of each window
+"""fastai's own loggers: what they see of each window
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/loggers.html.md"""
 
@@ -20,8 +20,8 @@ def running_callbacks(learn, module:str, name:str)->list:
     return [cb for cb in learn._grab_cbs(getattr(found, name)) if cb.run]
 
 class Loggers:
-    """The Recorder, W&B and TensorBoard callbacks of `learn`, and what they are told of each window. Without a Learner
-    there are none, and nothing is told"""
+    """The Recorder, W&B and TensorBoard callbacks of `learn`, and what they see of each window. Without a Learner,
+    there are none"""
     # It writes these attributes of theirs: `accum_bs`, `accum_bs_of`, `_wandb_epoch`; and until the end of a round
     # `opt`, and `accumulate` of training metrics
     def __init__(self, learn=None):
@@ -42,7 +42,7 @@ class Loggers:
         "Begins new lists of batch sizes, as the Recorder begins new lists of losses"
         for rec in self.recorders:
             rec.accum_bs = []
-            rec.accum_bs_of = rec.losses  # lets `plot_accum_bs` know that the losses are of the same fit
+            rec.accum_bs_of = rec.losses  # lets `plot_accum_bs` know that both are of one fit
         # By `vars`, since fastxtend's Recorder has no such attribute, and would look for it in the model
         self.with_train_metrics = [rec for rec in self.recorders if vars(rec).get('train_metrics')]
 

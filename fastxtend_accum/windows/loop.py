@@ -95,7 +95,7 @@ class WindowLoop:
     "Runs the training batches of one fit"
     def __init__(self,
         fit:Fit,
-        cb:Callback, # It is told what becomes of windows
+        cb:Callback, # It reports what becomes of windows
         strategy:Callable, # `strategy(loop)` runs a loader batch: it calls `run_micro_batch` for each of its parts
         loggers:Loggers,
     ):
@@ -310,7 +310,7 @@ def run_next_batch(self:WindowLoop, previous_counts:bool)->bool:
 def end_batch(self:WindowLoop, was_cancelled:bool):
     """Sends the events at the end of a batch after which its window goes on: to preparing callbacks that have seen its
     beginning. One with `after_batch` alone is a logger, and waits for the end of the window"""
-    if was_cancelled: self.send.to_preparing('after_cancel_batch')  # all are told
+    if was_cancelled: self.send.to_preparing('after_cancel_batch')  # everybody sees that
     else: self.send.to_preparing('after_cancel_batch', only_with=('before_batch','after_batch'))
     self.send.to_preparing('after_batch', only_with=('before_batch',))
 
@@ -333,6 +333,7 @@ def run_batch(self:WindowLoop)->bool:
     if self.settings.log_accum_batch: self.loggers.update_train_metrics()
     return True
 
+# %% ../../nbs/windows/15_loop.ipynb #17380d50
 @patch
 def prepare_window(self:WindowLoop):
     "Before the first micro-batch of a window: notes hyper-parameters, and begins its gradients"
