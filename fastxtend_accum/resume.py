@@ -12,7 +12,6 @@ import weakref
 import zipfile
 from collections import OrderedDict,deque
 from copy import deepcopy
-from fractions import Fraction
 from itertools import chain,islice
 
 import torch.distributed as dist
@@ -21,26 +20,19 @@ from torch.serialization import default_restore_location,safe_globals
 
 from .windows.checks import check_flags,is_number
 from .windows.events import is_from_fastai
-from .windows.loader import dataset_size,is_distributed,loader_bs
 from .windows.loop import own_loop
 from .windows.processes import all_reduce_scalar,is_sharded,n_processes
 from .windows.state import copy_content,generators,global_generators,restore_content,restore_tensor
-from .memory.micro_batches import MicroBatches
 from .memory.override import override_attr
 from .callback import WindowCallback
 
 # %% auto #0
-__all__ = ['fastai_do_fit', 'is_plain', 'storage_of', 'safe_types', 'subclasses', 'packed', 'unpacked', 'holders', 'numbered',
-           'attributes', 'has_state_dict', 'fingerprint', 'Attributes', 'restore_attribute', 'unkept', 'tensors_of',
-           'model_state', 'restore_model', 'parts_of_loader', 'find_generators', 'generator_states',
-           'restore_generators', 'Reader', 'pass_items', 'pass_batches', 'n_workers', 'makes_items', 'makes_indices',
-           'ResumeFile', 'moved', 'Fits', 'file_of', 'remove_files', 'remove_files_at_exit', 'settings_of',
-           'check_same', 'SavedFit', 'AutoResume', 'do_fit']
+__all__ = ['AutoResume']
 
 # %% ../nbs/06_resume.ipynb #b69519d2
 # Data, which a file can hold without code
 
-_numbers = type(None),bool,int,float,complex,str,bytes,Fraction
+_numbers = type(None),bool,int,float,str,bytes
 _sequences = tuple,list,set,deque,L
 _dicts = dict,OrderedDict,Counter
 
@@ -53,24 +45,20 @@ def is_plain(o, of_model:Iterable=())->bool:
     if kind is np.ndarray:
         return not o.dtype.hasobject
     if isinstance(o, Tensor):
-        return not o.requires_grad and storage_of(o) not in of_model
+        return not o.requires_grad and o.untyped_storage().data_ptr() not in of_model
     if kind in _dicts: o = [*o, *o.values()]
     elif kind not in _sequences: return False
     return all(is_plain(part, of_model) for part in o)
-
-def storage_of(o:Tensor)->int:
-    return o.untyped_storage().data_ptr()
 
 def safe_types()->list:
     "Returns what a file may hold, beside of what PyTorch allows: arrays, and the lists and tensors of fastai"
     dtypes = [getattr(np.dtypes, name) for name in np.dtypes.__all__]
     makers = [o.__reduce__()[0] for o in (np.float64(), np.zeros(1))]
-    return [np.ndarray, np.dtype, *dtypes, *makers, L, deque, Fraction, *subclasses(Tensor)]
+    return [np.ndarray, np.dtype, *dtypes, *makers, L, deque, *subclasses(Tensor)]
 
 def subclasses(kind:type)->list:
     res = kind.__subclasses__()
-    for o in kind.__subclasses__(): res += subclasses(o)
-    return res
+    return [*res, *chain(*map(subclasses, res))]
 
 _stacked = 'a list of tensors as one'
 
@@ -82,14 +70,10 @@ def packed(value):
     kinds = {(o.shape, o.dtype, o.device) for o in value}
     return {_stacked:torch.stack(value)} if len(kinds) == 1 else value
 
-def unpacked(value):
-    is_stacked = type(value) is dict and _stacked in value
-    return list(value[_stacked]) if is_stacked else value
-
 # %% ../nbs/06_resume.ipynb #39e71877
 # Attributes of callbacks, metrics and modules
 
-# What is left out: what comes back by itself; a time of the dead process; what `Loggers` sets; what each module has
+# These are left out: what comes back by itself; a time of the dead process; what `Loggers` sets; what each module has
 _left_out = {'learn', 'model', 'opt', 'xb', 'yb', 'pred', 'loss_grad', 'start_epoch', 'accum_bs_of', *vars(nn.Module())}
 _left_out.remove('training')
 
@@ -97,10 +81,10 @@ def holders(learn)->list:
     "Returns the objects of which attributes may change in a fit"
     res = [learn, learn.loss_func, *learn.metrics, *learn.cbs, *get_model(learn.model).modules()]
     for cb in learn.cbs:
-        res += [o for o in vars(cb).values() if isinstance(o, (Metric,MicroBatches))]
+        res += [o for o in vars(cb).values() if isinstance(o, Metric)]
     return res
 
-def numbered(objects:list)->dict[tuple,Any]:
+def numbered(objects:list)->dict:
     "Returns each object by a name that is the same in another process: its class, and its number in this class"
     res = {}
     counts = Counter()
@@ -110,12 +94,13 @@ def numbered(objects:list)->dict[tuple,Any]:
         counts[kind] += 1
     return res
 
-def attributes(objects:list)->dict[tuple,Any]:
+def attributes(objects:list)->dict:
     "Returns the attributes of all objects, by the name of the object and of the attribute"
     res = {}
     for owner,o in numbered(objects).items():
         for name,value in getattr(o, '__dict__', {}).items():
-            if name not in _left_out: res[owner,name] = value
+            if name not in _left_out:
+                res[owner,name] = value
     return res
 
 def has_state_dict(o)->bool:
@@ -125,74 +110,76 @@ def fingerprint(value)->int:
     "Returns a number that changes with plain data"
     return hash(pickle.dumps(value))
 
-class Attributes:
-    """What callbacks, metrics and modules have learned since the fit began: attributes that are plain data and have
+def fingerprints(learn)->dict:
+    return {key:fingerprint(o) for key,o in attributes(holders(learn)).items() if is_plain(o)}
+
+def changed_attributes(learn, at_start:dict)->dict:
+    """Returns what callbacks, metrics and modules have learned since the `fingerprints` at the start: plain data that has
     changed, and the states of what has a `state_dict`. What they were told, such as a `patience`, has not changed"""
-    def __init__(self, learn):
-        self.learn = learn
-        model = get_model(learn.model)
-        self.of_model = {storage_of(o) for o in tensors_of(model).values()}
-        self.at_start = {key:fingerprint(o) for key,o in attributes(holders(learn)).items() if is_plain(o)}
+    of_model = {o.untyped_storage().data_ptr() for o in tensors_of(learn).values()}
+    res = {}
+    for key,value in attributes(holders(learn)).items():
+        value = value.state_dict() if has_state_dict(value) else packed(value)
+        if not is_plain(value, of_model): continue
+        if at_start.get(key) != fingerprint(value):
+            res[key] = value
+    return res
 
-    def state(self)->dict:
-        res = {}
-        for key,value in attributes(holders(self.learn)).items():
-            value = value.state_dict() if has_state_dict(value) else packed(value)
-            if not is_plain(value, self.of_model): continue
-            if key not in self.at_start or fingerprint(value) != self.at_start[key]:
-                res[key] = value
-        return res
+def restore_attributes(learn, changed:dict):
+    "Sets attributes; lists and dicts in place, since somebody else may hold them, too"
+    owners = numbered(holders(learn))
+    for (owner,name),value in changed.items():
+        if owner not in owners: continue  # a callback was removed
+        attrs = vars(owners[owner])
+        present = attrs.get(name)
+        if isinstance(value, dict) and _stacked in value:
+            value = list(value[_stacked])
+        if has_state_dict(present):
+            present.load_state_dict(value)
+        elif isinstance(present, (dict,list)) and isinstance(value, (dict,list)):
+            restore_content(present, value)
+        else: attrs[name] = value
 
-    def restore(self, state:dict):
-        owners = numbered(holders(self.learn))
-        for (owner,name),value in state.items():
-            if owner in owners:
-                restore_attribute(vars(owners[owner]), name, unpacked(value))
+_no_state = Callable,Tensor,Path,DataLoaders,DataLoader,*generators
 
-def restore_attribute(attributes:dict, name:str, value):
-    "Sets an attribute; lists and dicts in place, since somebody else may hold them, too"
-    present = attributes.get(name)
-    if has_state_dict(present): present.load_state_dict(value)
-    elif isinstance(present, (dict,list)) and isinstance(value, (dict,list)):
-        restore_content(present, value)
-    else: attributes[name] = value
-
-_no_state = Callable,Tensor,Path,types.ModuleType,DataLoaders,DataLoader
-
-def unkept(cb)->list[str]:
-    "Returns the attributes of a callback that may have a state, and are not kept"
+def unkept(learn)->list:
+    "Returns the attributes of the user's callbacks that may have a state, and are not kept"
     res = []
-    if is_from_fastai(cb) or isinstance(cb, WindowCallback): return res
-    for name,o in vars(cb).items():
-        is_kept = has_state_dict(o) or is_plain(packed(o))
-        if not is_kept and not isinstance(o, (*_no_state, *generators)):
-            res.append(f'{type(cb).__name__}.{name}')
+    for cb in learn.cbs:
+        if is_from_fastai(cb) or isinstance(cb, WindowCallback):
+            continue
+        for name,o in vars(cb).items():
+            is_known = has_state_dict(o) or is_plain(o) or isinstance(o, _no_state)
+            if not is_known:
+                res.append(f'{type(cb).__name__}.{name}')
     return res
 
 # %% ../nbs/06_resume.ipynb #bb683023
 # Model, optimizer and random generators
 
-def tensors_of(model)->dict[str,Tensor]:
-    "Returns parameters and buffers, also those that a `state_dict` leaves out"
-    return {name:o.detach() for name,o in chain(model.named_parameters(), model.named_buffers())}
+def tensors_of(learn)->dict:
+    "Returns the parameters and buffers of the model, also those that a `state_dict` leaves out"
+    model = get_model(learn.model)
+    found = chain(model.named_parameters(), model.named_buffers())
+    return {name:o.detach() for name,o in found}
 
 def model_state(learn)->dict:
-    model,opt = get_model(learn.model),learn.opt
+    opt = learn.opt
     return dict(
-        tensors=tensors_of(model),
+        tensors=tensors_of(learn),
         opt=opt.state_dict(),
         frozen_idx=opt.frozen_idx,
         # Callbacks may freeze layers. And where a gradient is 0, an optimizer takes a step, by momentum and weight decay;
         # where there is none, it does not
-        grads=[(p.requires_grad, p.grad is not None) for p in model.parameters()])
+        grads=[(p.requires_grad, p.grad is not None) for p in learn.model.parameters()])
 
 def restore_model(learn, state:dict):
-    model,opt = get_model(learn.model),learn.opt
-    for name,o in tensors_of(model).items():
+    opt = learn.opt
+    for name,o in tensors_of(learn).items():
         restore_tensor(o, state['tensors'][name])
     opt.load_state_dict(state['opt'])
     opt.frozen_idx = state['frozen_idx']
-    for p,(is_trained,has_grad) in zip(model.parameters(), state['grads']):
+    for p,(is_trained,has_grad) in zip(learn.model.parameters(), state['grads']):
         p.requires_grad_(is_trained)
         p.grad = torch.zeros_like(p) if has_grad else None
 
@@ -204,15 +191,18 @@ def parts_of_loader(dl)->list:
         res += [part, *getattr(part, 'fs', ())]
     return res
 
-def find_generators(learn)->dict[Any,Any]:
+def find_generators(learn)->dict:
     """Returns the random generators that a fit may draw from, by names that are the same in another process. A fastai
     DataLoader makes a new one in each epoch, and one of texts shuffles their last order, which counts as a generator"""
     res = dict(enumerate(global_generators()))
     owners = holders(learn)
-    for dl in learn.dls.loaders: owners += parts_of_loader(dl)
+    for dl in learn.dls.loaders:
+        owners += parts_of_loader(dl)
     for key,o in attributes(owners).items():
-        if isinstance(o, ReindexCollection): res[key] = L(o.idxs).items
-        if isinstance(o, generators): res[key] = o
+        if isinstance(o, ReindexCollection):
+            res[key] = L(o.idxs).items
+        if isinstance(o, generators):
+            res[key] = o
     return res
 
 def generator_states(learn)->dict:
@@ -220,7 +210,8 @@ def generator_states(learn)->dict:
 
 def restore_generators(learn, states:dict):
     for key,o in find_generators(learn).items():
-        if key in states: restore_content(o, states[key])
+        if key in states:
+            restore_content(o, states[key])
 
 # %% ../nbs/06_resume.ipynb #12cab284
 # The place in the DataLoader
@@ -228,7 +219,7 @@ def restore_generators(learn, states:dict):
 class Reader:
     """Reads the DataLoader of an epoch from its beginning or, in a fit that goes on, after the batches that have run. The
     beginning is repeated with the random numbers that it had, and leaves the generators as they are"""
-    def __init__(self, learn, n_batches:int=0, at_start:dict|None=None):
+    def __init__(self, learn, n_batches:int, at_start:dict|None):
         self.learn = learn
         self.n_batches = n_batches  # that have run
         self.at_start = at_start  # states of the generators when the DataLoader began; None: it has not begun yet
@@ -240,32 +231,29 @@ class Reader:
             self.at_start = now  # not earlier: with batches that are carried, a DataLoader begins in mid-window
             return iter(dl)
         restore_generators(self.learn, self.at_start)
-        go_on = partial(restore_generators, self.learn, now)
-        pass_some = pass_items if makes_items(dl) else pass_batches
-        return pass_some(dl, self.n_batches, go_on)
+        return batches_left(dl, self.n_batches, partial(restore_generators, self.learn, now))
 
-def pass_items(dl, n_batches:int, go_on:Callable)->Iterator:
-    "Samples that have run are not loaded: what loading them draws is restored"
-    sample = dl.sample
-    n = n_batches*(dl.bs or 1)
-    def sample_rest():
-        "Called once the DataLoader has begun, before it asks for a sample"
+def batches_left(dl, n_batches:int, go_on:Callable)->Iterator:
+    """Yields the batches after the first `n_batches`, and calls `go_on` before it loads the first of them. Those that are
+    passed are not loaded, since what loading draws is restored; but by workers, which have generators of their own"""
+    batches = iter(dl)
+    first_batch = []
+    if makes_items(dl):
+        sample = dl.sample
+        bs = dl.bs or 1
+        def sample_rest():
+            "Called once the DataLoader has begun, before it asks for a sample"
+            go_on()
+            return islice(sample(), n_batches*bs, None)
+        with override_attr(dl, 'sample', sample_rest):
+            first_batch = list(islice(batches, 1))
+    else:
+        for _ in range(n_batches):
+            if makes_indices(dl):
+                batches._next_index()
+            else: next(batches, None)
         go_on()
-        if is_distributed(dl): dl.i = n  # it counts what it has yielded
-        return islice(sample(), n, None)
-    batches = iter(dl)
-    with override_attr(dl, 'sample', sample_rest):
-        first_batch = list(islice(batches, 1))
     yield from first_batch
-    yield from batches
-
-def pass_batches(dl, n_batches:int, go_on:Callable)->Iterator:
-    "Worker processes have generators of their own, which only loading leads to their place"
-    batches = iter(dl)
-    for _ in range(n_batches):
-        if makes_indices(dl): batches._next_index()
-        else: next(batches, None)
-    go_on()
     yield from batches
 
 def n_workers(dl)->int:
@@ -273,12 +261,12 @@ def n_workers(dl)->int:
 
 def makes_items(dl)->bool:
     "Returns whether a fastai DataLoader makes batches of one sample after the other in this process"
-    inner = dl.dl if is_distributed(dl) else dl
+    inner = vars(dl).get('dl', dl)  # which a DistributedDL asks for batches
     if not isinstance(inner, DataLoader) or n_workers(dl):
         return False
     for name in ('__iter__','create_batches','chunkify'):
-        fastais = types.MethodType(getattr(DataLoader, name), inner)
-        if getattr(inner, name) != fastais: return False
+        if getattr(type(inner), name) is not getattr(DataLoader, name):
+            return False
     return inner.indexed
 
 def makes_indices(dl)->bool:
@@ -294,19 +282,19 @@ class ResumeFile:
     def __init__(self, path:Path):
         self.path = path
         self.previous = path.with_suffix('.previous.pth')
-        self.unfinished = path.with_suffix('.new')
 
     def save(self, state:dict):
         if not is_plain(state):
             raise TypeError('a batch that is carried, or the optimizer, is not plain data')
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.unfinished, 'wb') as f:
+        unfinished = self.path.with_suffix('.new')
+        with open(unfinished, 'wb') as f:
             torch.save(state, f)
             f.flush()
             os.fsync(f.fileno())
         if self.path.exists():
-            os.replace(self.path, self.previous)
-        os.replace(self.unfinished, self.path)
+            self.path.replace(self.previous)
+        unfinished.replace(self.path)
 
     def load(self, device)->dict|None:
         """Returns the newest state that is not damaged, with its tensors on `device`; None if there is none. Raises
@@ -314,7 +302,8 @@ class ResumeFile:
         paths = [o for o in (self.path, self.previous) if o.exists()]
         for path in paths:
             try: return self.read(path, device)
-            except Exception as e: warn(f'AutoResume cannot read {path}, it is damaged: {str(e)[:200]}')
+            except Exception as e:
+                warn(f'AutoResume cannot read {path}, which is damaged ({type(e).__name__})')
         if not paths: return None
         raise ValueError(f"AutoResume cannot read {self.path}, nor the file before it: to start over, delete them, or pass "
                          "restart=True")
@@ -329,8 +318,8 @@ class ResumeFile:
 
     def remove(self):
         "The older one first: it must not come back if the process is killed in between"
-        for path in (self.previous, self.path, self.unfinished):
-            path.unlink(missing_ok=True)
+        self.previous.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
 def moved(device, storage, location:str):
     "For `torch.load`: what was on a GPU goes to the `device` of this process; what was on the CPU, as generators, stays"
@@ -340,7 +329,7 @@ def moved(device, storage, location:str):
 # The fits of a process
 
 class Fits:
-    "The fits of this process under one file name, and their files"
+    "The fits of this process under one file name"
     def __init__(self):
         self.n_ended = 0
         self.unfinished = None  # a weak reference to the Learner of a fit that has begun, and not ended
@@ -348,7 +337,8 @@ class Fits:
     def begin(self, learn)->int:
         "Returns the number of the fit that begins"
         # A new Learner, while a fit has not ended: after an interrupt, a notebook is run again from its top
-        if self.unfinished is not None and self.unfinished() is not learn: self.n_ended = 0
+        if self.unfinished is not None and self.unfinished() is not learn:
+            self.n_ended = 0
         self.unfinished = weakref.ref(learn)
         return self.n_ended
 
@@ -362,7 +352,7 @@ def file_of(path:Path, number:int)->ResumeFile:
     "Returns the file of the fit with this number"
     return ResumeFile(path.with_name(f'{path.name}-{number}.pth'))
 
-def remove_files(path:Path, number:int):
+def remove_files(path:Path, number:int=0):
     "Removes the files of the fits from this number on"
     file = file_of(path, number)
     while file.path.exists() or file.previous.exists():
@@ -374,30 +364,30 @@ def remove_files(path:Path, number:int):
 def remove_files_at_exit():
     "The process ends, and was not killed: the next one begins with its first fit"
     for path,fits in _fits.items():
-        if fits.unfinished is None: remove_files(path, 0)
+        if fits.unfinished is None:
+            remove_files(path)
 
 # %% ../nbs/06_resume.ipynb #5f532a42
 # Settings
 
 _points = 0.,.3,.6,1.  # of training, where schedules are compared
 
-def settings_of(learn, leader:WindowCallback)->dict[str,Any]:
+def settings_of(learn, leader:WindowCallback)->dict:
     "Returns what must be the same in a fit that goes on, by the names that an error gives it"
     dl = learn.dls.train
-    bs = loader_bs(dl)
     n = n_processes(learn)
+    plan = leader.plan_epoch(dl, n)
     res = dict(
         epochs=learn.n_epoch,
-        batches=len(dl),
-        samples=dataset_size(dl),
-        bs=bs,
+        batches=plan.n_batches,
+        samples=plan.info.samples,
+        bs=plan.info.batch_size,
         workers=n_workers(dl),
         processes=n,
         weights=sum(p.numel() for p in learn.model.parameters()),
-        windows=[leader.window_size_at(o, learn.n_epoch, (bs or 1)*n) for o in _points],
-        remainder=leader.remainder_for(dl),
-        log_accum_batch=leader.settings().log_accum_batch,
-        optimizer=type(learn.opt).__name__)
+        windows=[plan.size_at_pct(o) for o in _points],
+        remainder=plan.remainder,
+        log_accum_batch=leader.settings().log_accum_batch)
     for name in ('lr','wd'):
         res[name] = [float(o.get(name, 0)) for o in learn.opt.hypers]
     scheduler = getattr(learn, 'param_scheduler', None)
@@ -407,10 +397,13 @@ def settings_of(learn, leader:WindowCallback)->dict[str,Any]:
 
 def check_same(found:dict, now:dict, path:Path):
     "Raises ValueError unless both settings are the same"
-    names = [name for name in {**now, **found} if now.get(name) != found.get(name)]
-    if not names: return
-    differences = ', '.join(f'{name} {now.get(name)}, not {found.get(name)}' for name in names)
-    raise ValueError(f"this fit cannot go on from {path}, since it has {differences}: use the same settings, pass "
+    differences = []
+    for name in {**now, **found}:
+        a,b = now.get(name),found.get(name)
+        if a != b:
+            differences.append(f'{name} {a}, not {b}')
+    if not differences: return
+    raise ValueError(f"this fit cannot go on from {path}, since it has {'; '.join(differences)}: use the same settings, pass "
                      "AutoResume(restart=True) to start over, or another fname to keep both")
 
 # %% ../nbs/06_resume.ipynb #6c2c84a5
@@ -418,13 +411,14 @@ def check_same(found:dict, now:dict, path:Path):
 
 class SavedFit:
     "A fit, and its state in a file"
-    def __init__(self, cb:AutoResume, leader:WindowCallback, file:ResumeFile):
+    def __init__(self, cb:AutoResume, leader:WindowCallback, fits:Fits, file:ResumeFile):
         self.cb = cb
         self.learn = cb.learn
         self.leader = leader  # runs the windows
+        self.fits = fits
         self.file = file
         self.settings = settings_of(self.learn, leader)
-        self.attributes = Attributes(self.learn)
+        self.fingerprints = fingerprints(self.learn)
         self.n_processes = n_processes(self.learn)
         self.rank = dist.get_rank() if self.n_processes > 1 else 0  # process 0 writes for all
         self.found = file.load(next(self.learn.model.parameters()).device)  # until it is restored
@@ -432,30 +426,26 @@ class SavedFit:
         self.reader = None
         self.next_save = 0  # when to save, by optimizer steps or seconds; 0: it has not been saved
 
-    def own(self)->dict:
-        "Returns what was found for this process"
-        return self.found['processes'][self.rank]
-
 # %% ../nbs/06_resume.ipynb #63335726
 # Into the file
 
 @patch
 def state(self:SavedFit, place:dict|None)->dict:
     "Returns the whole state; `place` is that of the loop, None at the end of the fit"
+    learn = self.learn
     own = dict(
         place=place,
         at_start=self.reader.at_start,
-        attributes=self.attributes.state(),
-        generators=generator_states(self.learn))
+        attributes=changed_attributes(learn, self.fingerprints),
+        generators=generator_states(learn))
     of_all = [own for _ in range(self.n_processes)]
-    if self.n_processes > 1: dist.all_gather_object(of_all, own)
+    if self.n_processes > 1:
+        dist.all_gather_object(of_all, own)
     return dict(
         settings=self.settings,
-        epoch=self.learn.epoch,
-        n_steps=self.leader.loop.n_steps,
-        has_ended=place is None,
+        epoch=learn.epoch,
         rows=self.rows,
-        model=model_state(self.learn),
+        model=model_state(learn),
         processes=of_all)
 
 @patch
@@ -464,27 +454,28 @@ def clock(self:SavedFit)->Real:
     return self.leader.loop.n_steps if self.cb.every else time.monotonic()
 
 @patch
-def is_due(self:SavedFit)->bool:
-    "Returns whether to save, the same in all processes; at first it is due, to see whether it is possible"
-    is_time = self.rank == 0 and self.clock() >= self.next_save
-    return bool(all_reduce_scalar(self.learn, is_time))
+def save_if_due(self:SavedFit):
+    "Between two windows. It is due the first time, to see whether it is possible"
+    loop = self.leader.loop
+    if loop.leaves_grads: return  # a callback has cancelled the step, so the next one needs these gradients, too
+    is_due = self.rank == 0 and self.clock() >= self.next_save
+    if all_reduce_scalar(self.learn, is_due):
+        self.save(self.state(loop.state()))
 
 @patch
 def save(self:SavedFit, state:dict):
     "Writes the file in process 0; raises OSError if that is impossible the first time, and warns later"
     start = time.monotonic()
     try:
-        if self.rank == 0: self.file.save(state)
+        if self.rank == 0:
+            self.file.save(state)
     except Exception as e:
         text = f'AutoResume cannot save {self.file.path}: {e}'
-        if not self.next_save: raise OSError(text) from e
+        if not self.next_save:
+            raise OSError(text) from e
         warn(f'{text}; a kill would lose what has run since the last save')
-    self.set_next_save(time.monotonic()-start)
-
-@patch
-def set_next_save(self:SavedFit, seconds:float=0.):
-    "Sets when to save again, if it has taken so many seconds"
-    wait = self.cb.every or max(60*self.cb.minutes, 20*seconds)  # at most 5% of the time
+    most = 20*(time.monotonic()-start)  # so that saving takes at most 5% of the time
+    wait = self.cb.every or max(60*self.cb.minutes, most)
     self.next_save = self.clock()+wait
 
 # %% ../nbs/06_resume.ipynb #76f36062
@@ -493,70 +484,64 @@ def set_next_save(self:SavedFit, seconds:float=0.):
 @patch
 def begin(self:SavedFit)->int:
     "Before the first epoch that is run; returns it"
-    if self.found is None: return 0
-    check_same(self.found['settings'], self.settings, self.file.path)
-    self.rows = self.found['rows']
+    found = self.found
+    if found is None: return 0
+    check_same(found['settings'], self.settings, self.file.path)
+    if self.cb.verbose and self.rank == 0:
+        print(f"AutoResume goes on in epoch {found['epoch']}, from {self.file.path}")
+    self.rows = found['rows']
     self.show_rows()
-    if not self.found['has_ended']:
-        self.leader.begin_epoch_at(self.own()['place'])
-        return self.found['epoch']
+    place = found['processes'][self.rank]['place']
+    if place is not None:
+        self.leader.begin_epoch_at(place)
+        return found['epoch']
     self.leader.begin_fit()
-    self.restore(deepcopy(self.found))  # and again in `end`, since callbacks are going to end the fit again
+    self.restore(deepcopy(found))  # and again in `end`, since callbacks are going to end the fit again
     return self.learn.n_epoch
 
 @patch
 def show_rows(self:SavedFit):
     "Lets loggers have the rows of epochs that are left out, so that the epoch table and CSVLogger's file are whole"
-    for cb in self.learn.cbs:
-        bar = vars(cb).get('mbar')
-        if bar: bar.update(0)  # where a bar of fastprogress has to begin
-    for row in self.rows: self.learn.logger(L(row))
-
-@patch
-def note_row(self:SavedFit):
-    "After an epoch: keeps what the Recorder has shown"
-    for rec in self.learn._grab_cbs(Recorder):
-        self.rows.append([o if is_plain(o) else str(o) for o in rec.log])
+    bar = getattr(self.learn, 'progress', None)
+    bar = getattr(bar, 'mbar', None)
+    if bar: bar.update(0)  # where a bar of fastprogress has to begin
+    for row in self.rows:
+        self.learn.logger(L(row))
 
 @patch
 def restore(self:SavedFit, found:dict):
     "Restores all but the place in the epoch"
     own = found['processes'][self.rank]
     restore_model(self.learn, found['model'])
-    self.attributes.restore(own['attributes'])
+    restore_attributes(self.learn, own['attributes'])
     restore_generators(self.learn, own['generators'])
 
 @patch
 def begin_epoch(self:SavedFit):
     "After all callbacks have begun an epoch: takes part in the loop, which goes on where the process was killed"
-    self.reader = Reader(self.learn)
+    loop = self.leader.loop
+    at_start = None
     if self.found is not None:
-        own = self.own()
-        self.reader = Reader(self.learn, self.leader.loop.batches.n_loaded, own['at_start'])
+        at_start = self.found['processes'][self.rank]['at_start']
         self.restore(self.found)
         self.found = None
-        self.set_next_save()
-    self.leader.loop.take_part(self.save_if_due, self.reader)
-
-@patch
-def save_if_due(self:SavedFit):
-    "Between two windows"
-    loop = self.leader.loop
-    if loop.leaves_grads: return  # a callback has cancelled the step, so the next one needs these gradients, too
-    if self.is_due(): self.save(self.state(loop.state()))
+    self.reader = Reader(self.learn, loop.batches.n_loaded, at_start)
+    loop.take_part(self.save_if_due, self.reader)
 
 @patch
 def end(self:SavedFit):
     "After the fit: saves its end, in case that the process is killed in a later one; or restores it"
-    if self.found is not None: self.restore(self.found)
-    elif self.reader is not None: self.save(self.state(None))
+    if self.found is not None:
+        self.restore(self.found)
+    elif self.reader is not None:
+        self.save(self.state(None))
 
 # %% ../nbs/06_resume.ipynb #63437194
 class AutoResume(WindowCallback):
     "Save a fit while it runs. If it is killed, the same line goes on in mid-epoch, and ends with the same weights"
     order = 10_000  # after all others: what they have done is in the file
     sets_windows = False
-    _stateattrs = (*WindowCallback._stateattrs, 'saved_fit')
+    _stateattrs = ('loop','place','saved_fit')
     def __init__(self,
         every:int|None=None, # Optimizer steps from save to save; None: by `minutes`
         minutes:Real=5, # Minutes from save to save; more if that takes more than 5% of the time
@@ -569,9 +554,9 @@ class AutoResume(WindowCallback):
         self.read_settings()
 
     def read_settings(self):
-        for name,value in dict(every=self.every or 0, minutes=self.minutes).items():
+        for value in (self.every or 0, self.minutes):
             if not is_number(value) or value < 0:
-                raise ValueError(f'{name} must be a number, 0 or more, not {value!r}')
+                raise ValueError(f'every and minutes must be numbers, 0 or more, not {value!r}')
         check_flags(restart=self.restart, verbose=self.verbose)
 
     def before_fit(self):
@@ -583,7 +568,8 @@ class AutoResume(WindowCallback):
     def before_train(self):
         super().before_train()
         learn = self.learn
-        if hasattr(learn, 'lr_finder'): return
+        if hasattr(learn, 'lr_finder'):
+            return
         replaced = own_loop(learn) if self.saved_fit else '_do_fit'
         if replaced:
             raise ValueError(f"{type(learn).__name__} has its own {replaced}, or a second AutoResume, which cannot go on "
@@ -592,17 +578,16 @@ class AutoResume(WindowCallback):
 
     def after_epoch(self):
         if self.saved_fit and not self.learn.lock.locked():
-            self.saved_fit.note_row()
+            for rec in self.learn._grab_cbs(Recorder):
+                self.saved_fit.rows.append([o if is_plain(o) else str(o) for o in rec.log])
 
     def after_fit(self):
         fit = self.saved_fit
-        if not fit or self.learn.lock.locked(): return
+        if not fit or self.learn.lock.locked():
+            return
         self.saved_fit = None
         fit.end()
-        _fits[self.path_of_files()].end()
-
-    def path_of_files(self)->Path:
-        return (Path(self.learn.path)/self.learn.model_dir/self.fname).absolute()
+        fit.fits.end()
 
 # %% ../nbs/06_resume.ipynb #76405e29
 # A fit, and its epochs
@@ -611,7 +596,7 @@ fastai_do_fit = Learner._do_fit
 
 def do_fit(self:Learner):
     "Runs the epochs of a fit. With an `AutoResume`, those that have run in a process that was killed are left out"
-    resume = first(o for o in self.cbs if isinstance(o, AutoResume) and o.run)
+    resume = first(o for o in self._grab_cbs(AutoResume) if o.run)
     if not resume or hasattr(self, 'lr_finder'):
         fastai_do_fit(self)
         return
@@ -626,17 +611,14 @@ def start(self:AutoResume)->int:
     "Finds out whether this fit begins, goes on, or has ended in a process that was killed; returns its first epoch"
     learn = self.learn
     if is_sharded(learn.model):
-        raise ValueError(f'AutoResume cannot save a sharded {type(learn.model).__name__}: use DistributedDataParallel')
-    path = self.path_of_files()
-    number = _fits[path].begin(learn)
-    if self.restart: remove_files(path, number)
-    leader = first(o for o in learn.cbs if isinstance(o, WindowCallback) and o.is_leader())
-    fit = SavedFit(self, leader, file_of(path, number))
-    first_epoch = fit.begin()
-    self.saved_fit = fit
-    if not fit.found: remove_files(path, number+1)  # later fits are others, too
-    names = list(chain(*map(unkept, learn.cbs)))
+        raise ValueError('AutoResume cannot save a sharded model: use DistributedDataParallel')
+    names = unkept(learn)
     if names: warn(f"AutoResume does not keep {', '.join(names)}: it keeps plain data, and what has a state_dict")
-    if self.verbose and fit.found and fit.rank == 0:
-        print(f"AutoResume goes on after step {fit.found['n_steps']}, from {fit.file.path}")
-    return first_epoch
+    path = (learn.path/learn.model_dir/self.fname).absolute()
+    fits = _fits[path]
+    number = fits.begin(learn)
+    if self.restart:
+        remove_files(path, number)
+    leader = first(learn._grab_cbs(WindowCallback), WindowCallback.is_leader)
+    self.saved_fit = SavedFit(self, leader, fits, file_of(path, number))
+    return self.saved_fit.begin()

@@ -509,17 +509,12 @@ def take_part(self:WindowLoop, between_windows:Callable, read:Callable):
 def state(self:WindowLoop)->dict:
     "Returns the place in the fit, between two windows, for `go_to` in another process"
     return dict(
-        n_steps=self.n_steps,
-        n_rounds=self.n_rounds,
-        n_closed=self.progress.n_closed,
-        weight_unit=self.fit.processes.weight_unit,
+        counts=(self.n_steps, self.n_rounds, self.progress.n_closed),
         batches=self.batches.state())
 
 @patch
 def go_to(self:WindowLoop, state:dict):
     "After `begin_epoch`, with the plan of the epoch of a `state`: goes on from there"
-    self.n_steps = state['n_steps']
-    self.n_rounds = state['n_rounds']
-    self.progress.go_to(state['n_closed'])
-    self.fit.processes.go_to(state['weight_unit'])
+    self.n_steps,self.n_rounds,n_closed = state['counts']
+    self.progress.go_to(n_closed)
     self.batches.go_to(state['batches'])

@@ -90,10 +90,6 @@ class Processes:
             self.weight_unit = power_of_two(all_reduce_scalar(self.learn, items), samples)
         return self.weight_unit
 
-    def go_to(self, weight_unit:float|None):
-        "Goes on with the unit of a fit that was killed"
-        self.weight_unit = weight_unit
-
     def after_backward(self):
         if self.n > 1:
             self.has_averaged = getattr(self.learn.model, 'require_backward_grad_sync', False)
