@@ -15,7 +15,7 @@ from .windows.checks import check_learner
 from .windows.events import has_event,is_from_fastai,pass_events
 from .windows.forward_backward import Fit,Settings
 from .windows.gradients import half,trained_params
-from .windows.loader import ONE_BATCH,EpochPlan,LoaderInfo,loader_info
+from .windows.loader import ONE_BATCH,EpochPlan,LoaderInfo,loader_info,stand_ins
 from .windows.loggers import Loggers
 from .windows.loop import WindowLoop,own_loop,whole_batch
 from .windows.processes import Processes,inner_model
@@ -36,22 +36,25 @@ class WindowCallback(Callback):
     accum_bs = None  # samples in a window, None: each loader batch is one
     micro_batch_size = None  # see GradientAccumulation
     verbose = False
+    sets_windows = True  # False: it takes part in windows that another callback runs, see `is_leader`
     strategy = staticmethod(whole_batch)  # runs a loader batch in training
     valid_strategy = None  # and in validation; None: whole, by fastai
 
     loop = None  # the `WindowLoop` of this fit, or of the last one
+    place = None  # of the next epoch in a fit that was killed: the `state` of its loop
     is_new_fit = True  # from `before_fit` to the first `before_train`
-    _stateattrs = ('loop',)  # fastai leaves these out of a copy or an export of the callback
+    _stateattrs = ('loop','place')  # fastai leaves these out of a copy or an export of the callback
 
     __setattr__ = object.__setattr__  # fastai's warns of each name that the model has, too
 
     def is_leader(self)->bool:
-        """Returns whether this callback runs the batches, of all that could: the first one that sets windows or, if all
-        of them only save memory, the first one"""
+        """Returns whether this callback runs the batches, of all that could: the first one that sets windows; if none
+        does, the first one that saves memory; else the first one"""
         if not self.learn: return False  # it was removed
         running = [o for o in self.learn.cbs if isinstance(o, WindowCallback) and o.run]
-        set_windows = [o for o in running if not isinstance(o, MemorySaver)]
-        return first(set_windows or running) is self
+        savers = [o for o in running if isinstance(o, MemorySaver)]
+        set_windows = [o for o in running if o.sets_windows and o not in savers]
+        return first(set_windows or savers or running) is self
 
     # What a subclass may change
     def read_settings(self):
@@ -115,9 +118,11 @@ def before_train(self:WindowCallback):
     if learn.opt is None: return  # it is no fit
     is_first = self.is_new_fit or self.loop is None  # epoch of the fit
     if is_first: self.begin_fit()
-    loop = self.loop
+    loop,place = self.loop,self.place
+    self.place = None
     before = loop.batches  # of the epoch before
     carried = before.carry_over() if before is not None else []
+    if place is not None: carried = stand_ins(place['batches'])
     plan = self.plan_epoch(learn.dl, loop.fit.processes.n, carried)
     # A callback may change the DataLoader between epochs
     needs_check = is_first or before.info.batch_size != plan.info.batch_size
@@ -128,6 +133,12 @@ def before_train(self:WindowCallback):
     if loop.strategy is not whole_batch: loop.strategy.begin_epoch(loop)
     learn.dl = loop.batches
     loop.progress.begin_epoch()
+    if place is not None: loop.go_to(place)
+
+@patch
+def begin_epoch_at(self:WindowCallback, place:dict):
+    "Lets the next epoch begin where the `state` of a loop was made"
+    self.place = place
 
 # %% ../nbs/05_callback.ipynb #8b1df9a5
 @patch

@@ -127,6 +127,7 @@ def check_callbacks(learn, cb):
     for o in learn.cbs:
         if o is cb or not o.run or not accumulates_gradients(o):
             continue
+        if not cb.sets_windows: continue  # its windows are single batches, in which another one may accumulate
         kind = type(o)
         raise ValueError(f"{kind.__module__}.{kind.__name__} accumulates, too: remove it, or {type(cb).__name__} "
                          "(learn.remove_cb)")

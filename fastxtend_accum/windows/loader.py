@@ -19,7 +19,7 @@ from .nested import each_tensor,n_rows
 # %% auto #0
 __all__ = ['remainders', 'ONE_BATCH', 'batch_source', 'loader_bs', 'drops_last', 'is_distributed', 'length_of', 'dataset_size',
            'epoch_samples', 'LoaderInfo', 'loader_info', 'planned_batches', 'plan_windows', 'EpochPlan', 'LoaderBatch',
-           'EpochBatches']
+           'EpochBatches', 'stand_ins']
 
 # %% ../../nbs/windows/08_loader.ipynb #e740c629
 def batch_source(dl):
@@ -147,6 +147,7 @@ class EpochPlan:
         self.is_carried = remainder == 'carry'  # also in the last epoch, which carries nothing on
         is_last_epoch = epoch+1 >= n_epoch
         self.remainder = 'step' if self.is_carried and is_last_epoch else remainder
+        self.carried = carried
         self.carried_samples = sum(carried)
         sizes = [*carried, *planned_batches(info)]
         self.n_batches = len(sizes)
@@ -193,10 +194,12 @@ class EpochBatches(GetAttr):
         self.n_rounds = n_rounds
         self.prefetched = deque(carried)  # batches that were read, but not run
         self.unfinished = []  # batches that have run, but whose window had no step
-        self.source = None  # yields the batches of the DataLoader, while the epoch runs
+        self.read = iter  # `read(dl)` yields the batches that are left: all, but in a fit that goes on after a kill
+        self.source = None  # yields them with their counts, while the epoch runs
         self.current = None
         self.samples_read = 0
         self.n_read = 0
+        self.n_loaded = 0  # batches that the DataLoader has yielded, of which some may not have been read yet
 
     def __reduce__(self):
         "A Learner that is copied or exported in the middle of a fit gets None: a running DataLoader cannot be pickled"
@@ -228,8 +231,8 @@ def with_counts(self:EpochBatches)->Iterator[LoaderBatch]:
     """Yields the batches of the DataLoader with their counts. If it states a batch size, samples go by that, since its
     batches may have several rows of each sample; if not, each row is a sample"""
     info = self.info
-    left = info.samples
-    for data in self.dl:
+    left = info.samples - self.n_loaded*info.planned_batch_size
+    for data in self.read(self.dl):
         if info.states_batch_size:
             samples = info.batch_size
             if info.has_exact_length and left > 0:
@@ -241,6 +244,7 @@ def with_counts(self:EpochBatches)->Iterator[LoaderBatch]:
         left -= samples
         # The last batch of an IterableDataset may be smaller, too, and nobody knows in advance which one it is
         missing = 0 if info.has_exact_length else max(samples-rows, 0)
+        self.n_loaded += 1
         yield LoaderBatch(data, samples, rows, missing)
 
 @patch
@@ -308,3 +312,27 @@ def may_end_within(self:EpochBatches, size:int)->bool:
     if not self.info.has_exact_length: return True
     samples_after = self.samples_left()-size
     return samples_after < size  # a callback may cancel some batches of the window, for which later ones are taken
+
+# %% ../../nbs/windows/08_loader.ipynb #0fee206d
+# The place in an epoch
+
+@patch
+def read_by(self:EpochBatches, read:Callable): self.read = read
+
+@patch
+def state(self:EpochBatches)->dict:
+    "Returns the place between two windows, for `go_to`; with batches that were read ahead, or are carried"
+    return dict(
+        carried=self.plan.carried,
+        prefetched=[tuple(o) for o in self.prefetched],
+        counts=(self.samples_read, self.n_read, self.n_loaded))
+
+@patch
+def go_to(self:EpochBatches, state:dict):
+    "Goes to the place of a `state`, before a batch was read, in an epoch with the same plan"
+    self.prefetched = deque(LoaderBatch(*o) for o in state['prefetched'])
+    self.samples_read,self.n_read,self.n_loaded = state['counts']
+
+def stand_ins(state:dict)->list[LoaderBatch]:
+    "Returns batches without data, as many as were carried into the epoch of a `state`, since a plan needs their sizes"
+    return [LoaderBatch((), samples, samples, 0) for samples in state['carried']]

@@ -6,7 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/loop.html.md"""
 
 # %% ../../nbs/windows/15_loop.ipynb #8c8441d3
 from __future__ import annotations
-from itertools import count
 
 from fastai.basics import *
 
@@ -115,6 +114,8 @@ class WindowLoop:
         # Of the epoch
         self.batches = None
         self.progress = None
+        self.n_rounds = 0  # that have run
+        self.between_windows = noop  # called before each window and after the last one, by what saves the fit
         self.watches_late_callbacks = False
         # Of the window
         self.window = Window()
@@ -132,6 +133,8 @@ class WindowLoop:
         n_rounds = len(plan.windows) if self.settings.log_accum_batch else plan.n_batches
         self.batches = EpochBatches(dl, plan, carried, self, n_rounds)
         self.progress = Progress(self.learn, self.batches, self.loggers, counts_samples)
+        self.n_rounds = 0
+        self.between_windows = noop
         self.watches_late_callbacks = watches_late_callbacks
         self.window = Window()
         self.fit.begin_epoch()
@@ -147,11 +150,13 @@ def run_epoch(self:WindowLoop):
     learn.n_iter = len(batches)
     try:
         with batches.reading():
-            for i in count():
+            while True:
                 # With log_accum_batch=False, a window stays open over several rounds
-                if not self.window.is_open and not self.open_window(): break
+                if not self.window.is_open:
+                    self.between_windows()
+                    if not self.open_window(): break
                 if not batches.advance(): break
-                self.run_round(i)
+                self.run_round()
             if self.window.is_open and not self.has_no_step():
                 self.close_after_rounds()
             batches.finish_epoch(self.window.batches)
@@ -182,9 +187,10 @@ def open_window(self:WindowLoop)->bool:
     return batches.can_fill(size)
 
 @patch
-def run_round(self:WindowLoop, i:int):
+def run_round(self:WindowLoop):
     "Takes the place of fastai's `one_batch`, with `run_batches` in the place of `_do_one_batch`"
-    self.learn.iter = i
+    self.learn.iter = self.n_rounds
+    self.n_rounds += 1
     self.progress.begin_round()
     self.load_batch()
     try:
@@ -510,3 +516,26 @@ def release_batch(self:WindowLoop):
     learn.loss_grad = None
     if isinstance(learn.loss, Tensor):
         learn.loss = learn.loss.detach()
+
+# %% ../../nbs/windows/15_loop.ipynb #63ca88e5
+# After a kill
+
+@patch
+def take_part(self:WindowLoop, between_windows:Callable, read:Callable):
+    "For what saves the fit: in this epoch, it is called between windows, and reads the DataLoader"
+    self.between_windows = between_windows
+    self.batches.read_by(read)
+
+@patch
+def state(self:WindowLoop)->dict:
+    "Returns the place in the fit, between two windows, for `go_to` in another process"
+    return dict(
+        counts=(self.n_steps, self.n_rounds, self.progress.n_closed),
+        batches=self.batches.state())
+
+@patch
+def go_to(self:WindowLoop, state:dict):
+    "After `begin_epoch`, with the plan of the epoch of a `state`: goes on from there"
+    self.n_steps,self.n_rounds,n_closed = state['counts']
+    self.progress.go_to(n_closed)
+    self.batches.go_to(state['batches'])

@@ -55,6 +55,10 @@ class Progress:
 
     def note_closed_window(self): self.n_closed += 1
 
+    def go_to(self, n_closed:int):
+        "After `begin_epoch`: goes on after so many windows. Whoever calls it has restored the position itself"
+        self.n_closed = n_closed
+
     def begin_round(self):
         self.pct_train_before = self.learn.pct_train
         self.train_iter_before = self.learn.train_iter
