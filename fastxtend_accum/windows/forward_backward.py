@@ -78,7 +78,8 @@ def forward_backward(fit:Fit, window:Window, micro_batch:MicroBatch):
     send('after_pred')
     origin = None  # where the loss of the loss function is in the graph
     items = None
-    if len(learn.yb):
+    has_targets = len(learn.yb) > 0
+    if has_targets:
         learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
         origin = learn.loss_grad.grad_fn
         items = n_items(learn, num_items, rows)
@@ -87,7 +88,7 @@ def forward_backward(fit:Fit, window:Window, micro_batch:MicroBatch):
     if not len(learn.yb):  # fastai asks here, too: a callback may have set the targets in `after_loss`
         window.add_without_loss(samples)
         return
-    if changes_loss:
+    if changes_loss or not has_targets:
         items = items_of_changed_loss(fit, origin, items, rows, is_alone)
     elif fit.loss_check.windows_left and not is_alone:
         fit.loss_check.add(learn, rows, items if num_items else None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from fastai.basics import *
 
 from .description import Description
-from .forward_backward import Fit,MicroBatch,forward_backward
+from .forward_backward import Fit,MicroBatch,callback_that_raised,forward_backward
 from .gradients import is_finite,trained_params
 from .loader import EpochBatches,EpochPlan
 from .loggers import Loggers
@@ -205,8 +205,9 @@ def begin_batches(self:WindowLoop):
         try:
             self.send_before_batch()
             return
-        except CancelBatchException:
+        except CancelBatchException as e:
             self.note_cancelled()
+            if self.is_late(callback_that_raised(e)): self.cancel_window()
             is_single = not self.settings.log_accum_batch
             ends_round = is_single or self.is_cancelled()
             if ends_round or not self.batches.advance():
@@ -214,6 +215,17 @@ def begin_batches(self:WindowLoop):
                 raise
             self.end_batch(was_cancelled=True)
             self.load_batch()
+
+@patch
+def is_late(self:WindowLoop, cb:Callback|None)->bool:
+    "Returns whether windows are batches to `cb`, so that it cancels a whole window"
+    return self.settings.log_accum_batch and cb is not None and cb.order >= Recorder.order
+
+@patch
+def cancel_window(self:WindowLoop):
+    "Reads the other batches of a window whose first one was cancelled, and runs none of them"
+    while not self.is_cancelled() and self.batches.advance():
+        self.note_cancelled()
 
 @patch
 def run_batches(self:WindowLoop):
