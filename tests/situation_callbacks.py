@@ -14,10 +14,14 @@ class OnTargets(Callback):
     @classmethod
     def learner(cls, bs, cbs):
         samples = list(zip(*data(N)))
-        return learner_of(samples, cls.make_loss(), model(), bs, [*cls.callbacks(), *cbs], **cls.args)
+        cbs = [*cls.callbacks(), *cbs]
+        return learner_of(samples, cls.make_loss(), model(), bs, cbs, **cls.args)
 
     @classmethod
     def callbacks(cls): return [cls()]
+
+    @property
+    def params(self): return list(self.model.parameters())
 
     def use(self, loss):
         "Trains on this loss. The Recorder averages it in float32"
@@ -31,14 +35,16 @@ class OnLabels(OnTargets):
 
     @classmethod
     def learner(cls, bs, cbs):
-        return learner_of(labelled(), cls.make_loss(), classifier(), bs, [*cls.callbacks(), *cbs], **cls.args)
+        cbs = [*cls.callbacks(), *cbs]
+        return learner_of(labelled(), cls.make_loss(), classifier(), bs, cbs, **cls.args)
 
 
 # They change the batch
 
 class AddsNoise(OnTargets):
     "Adds noise to the inputs, which depends on nothing but the sample"
-    def before_batch(self): self.learn.xb = (self.x+.1*torch.sin(1e3*self.x),)
+    def before_batch(self):
+        self.learn.xb = (self.x+.1*torch.sin(1e3*self.x),)
 
 
 class SmoothsLabels(OnLabels):
@@ -53,7 +59,8 @@ class MasksInputs(OnLabels):
     def before_batch(self):
         is_masked = self.x > .5
         self.learn.xb = (self.x.masked_fill(is_masked, 0.),)
-        self.learn.yb = (is_masked[:, :3].long().argmax(1).masked_fill(~is_masked[:, 0], -100),)
+        labels = is_masked[:, :3].long().argmax(1)
+        self.learn.yb = (labels.masked_fill(~is_masked[:, 0], -100),)
 
 
 class KeepsMasked(OnTargets):
@@ -129,7 +136,8 @@ class MixesNeighbours(OnTargets):
 
 class Standardizes(OnTargets):
     "Takes the mean of the batch from the inputs"
-    def before_batch(self): self.learn.xb = (self.x-self.x.mean(0),)
+    def before_batch(self):
+        self.learn.xb = (self.x-self.x.mean(0),)
 
 
 class AddsUnlabelled(OnTargets):
@@ -141,7 +149,8 @@ class AddsUnlabelled(OnTargets):
 
 class WithTeacher(nn.Module):
     "Adds the distance to the outputs of a teacher"
-    def forward(self, pred, labels, outputs): return (F.cross_entropy(pred, labels)+F.mse_loss(pred, outputs)).float()
+    def forward(self, pred, labels, outputs):
+        return (F.cross_entropy(pred, labels)+F.mse_loss(pred, outputs)).float()
 
 
 class GivesTeacher(OnLabels):
@@ -172,7 +181,8 @@ class Distils(OnLabels):
 
     def after_loss(self):
         with torch.no_grad(): targets = self.teacher(self.x).softmax(1)
-        divergence = F.kl_div(self.pred.log_softmax(1), targets, reduction='batchmean')
+        shares = self.pred.log_softmax(1)
+        divergence = F.kl_div(shares, targets, reduction='batchmean')
         self.learn.loss_grad += .5*divergence
         self.learn.loss += .5*divergence.detach()
 
@@ -181,14 +191,15 @@ class MixesInTeacher(Distils):
     "Weighs the loss against that of a teacher"
     def after_loss(self):
         with torch.no_grad(): targets = self.teacher(self.x).softmax(1)
-        divergence = F.kl_div(self.pred.log_softmax(1), targets, reduction='batchmean')
+        shares = self.pred.log_softmax(1)
+        divergence = F.kl_div(shares, targets, reduction='batchmean')
         self.use(.3*self.loss_grad+.7*divergence)
 
 
 class PenalizesWeights(OnTargets):
     "Adds the size of all weights"
     def after_loss(self):
-        size = sum(p.abs().sum() for p in self.model.parameters())
+        size = sum(p.abs().sum() for p in self.params)
         self.use(self.loss_grad+1e-2*size)
 
 
@@ -210,7 +221,10 @@ class PenalizesActivations(OnTargets):
     "Adds the square of what a hook finds in a layer"
     def before_fit(self): self.hook = self.model[0].register_forward_hook(self.keep)
     def keep(self, module, args, output): self.activations = output
-    def after_loss(self): self.learn.loss_grad += 1e-2*self.activations.pow(2).mean()
+
+    def after_loss(self):
+        self.learn.loss_grad += 1e-2*self.activations.pow(2).mean()
+
     def after_fit(self): self.hook.remove()
 
 
@@ -241,7 +255,8 @@ class NormalizesLoss(OnTargets):
 class ChangesLossLate(OnTargets):
     "Adds the size of all weights in before_backward"
     def before_backward(self):
-        self.learn.loss_grad = self.loss_grad+1e-2*sum(p.pow(2).sum() for p in self.model.parameters())
+        size = sum(p.pow(2).sum() for p in self.params)
+        self.learn.loss_grad = self.loss_grad+1e-2*size
 
 
 class ReplacesLossLate(OnTargets):
@@ -257,12 +272,13 @@ class ScalesLoss(OnTargets):
     def before_backward(self): self.learn.loss_grad = self.loss_grad*1024
 
     def before_step(self):
-        for p in self.model.parameters(): p.grad /= 1024
+        for p in self.params: p.grad /= 1024
 
 
 class ShowsOtherLoss(OnTargets):
     "Lets loggers see another loss than the one that is trained"
-    def after_loss(self): self.learn.loss = (self.pred-self.y).abs().mean().detach().float()
+    def after_loss(self):
+        self.learn.loss = (self.pred-self.y).abs().mean().detach().float()
 
 
 class PenalizesSlope(OnTargets):
@@ -291,26 +307,27 @@ class WeighsByRank(OnTargets):
 
 class LimitsSlopeOfOutputs(OnTargets):
     "Limits the gradient that flows back through the outputs"
-    def after_pred(self): self.pred.register_hook(lambda grad: grad.clamp(-.02, .02))
+    def after_pred(self):
+        self.pred.register_hook(lambda grad: grad.clamp(-.02, .02))
 
 
 # They change gradients, weights and rates
 
 class ClipsInBackward(OnTargets):
     "Clips after the backward pass"
-    def after_backward(self): nn.utils.clip_grad_norm_(self.model.parameters(), .1)
+    def after_backward(self): nn.utils.clip_grad_norm_(self.params, .1)
 
 
 class CentersInBackward(OnTargets):
     "Centres gradients after the backward pass"
     def after_backward(self):
-        for p in self.model.parameters(): p.grad.sub_(p.grad.mean())
+        for p in self.params: p.grad.sub_(p.grad.mean())
 
 
 class AdaptiveClip(OnTargets):
     "Clips each gradient to a share of its weight before the step"
     def before_step(self):
-        for p in self.model.parameters():
+        for p in self.params:
             most = .02*p.detach().norm()+1e-3
             p.grad.mul_((most/p.grad.norm()).clamp(max=1))
 
@@ -323,14 +340,14 @@ class ZeroesGradients(OnTargets):
 def take_gradient_nearby(cb):
     "Computes the gradient once more, at weights that are worse"
     moves = []
-    norm = torch.stack([p.grad.norm() for p in cb.model.parameters()]).norm()
-    for p in cb.model.parameters():
+    norm = torch.stack([p.grad.norm() for p in cb.params]).norm()
+    for p in cb.params:
         move = .05*p.grad/norm
         p.data.add_(move)
         p.grad.zero_()
         moves.append(move)
     cb.learn.loss_func(cb.model(*cb.xb), *cb.yb).backward()
-    for p, move in zip(cb.model.parameters(), moves): p.data.sub_(move)
+    for p, move in zip(cb.params, moves): p.data.sub_(move)
 
 
 class SharpnessAware(OnTargets):
@@ -345,7 +362,8 @@ class SharpnessAwareInBackward(OnTargets):
 
 class StepsTwice(OnTargets):
     "Takes a step with an optimizer of its own for the last layer, in place of the Learner's"
-    def before_fit(self): self.own = torch.optim.SGD(self.model[2].parameters(), lr=.05)
+    def before_fit(self):
+        self.own = torch.optim.SGD(self.model[2].parameters(), lr=.05)
 
     def before_step(self):
         self.own.step()
@@ -358,7 +376,7 @@ class PerturbsWeights(OnTargets):
     def after_backward(self): self.move(1/1.1)
 
     def move(self, factor):
-        for p in self.model.parameters(): p.data.mul_(factor)
+        for p in self.params: p.data.mul_(factor)
 
 
 def limit_gradients(m):
@@ -440,7 +458,8 @@ class UnfreezesHalfway(OnTargets):
 
 class FreezesInBackward(OnTargets):
     "Freezes and unfreezes a layer in turn after the backward pass"
-    def after_backward(self): self.model[0].requires_grad_(self.train_iter%2 == 0)
+    def after_backward(self):
+        self.model[0].requires_grad_(self.train_iter%2 == 0)
 
 
 class DecaysByPosition(OnTargets):
@@ -461,29 +480,35 @@ class MeanTeacher(OnTargets):
         self.learn.loss_grad += F.mse_loss(self.pred, targets)
 
     def after_step(self):
-        for slow, p in zip(self.teacher.parameters(), self.model.parameters()): slow.data.lerp_(p.data, .5)
+        for slow, p in zip(self.teacher.parameters(), self.params):
+            slow.data.lerp_(p.data, .5)
 
 
 class AveragesWeights(OnTargets):
     "Averages the weights after every second step, and lets the average be the model at the end"
     def before_fit(self):
-        self.sums = [torch.zeros_like(p) for p in self.model.parameters()]
+        self.sums = [torch.zeros_like(p) for p in self.params]
         self.n = 0
 
     def after_step(self):
         if self.train_iter%2: return
         self.n += 1
-        for o, p in zip(self.sums, self.model.parameters()): o.add_(p.data)
+        for o, p in zip(self.sums, self.params): o.add_(p.data)
 
     def after_fit(self):
-        for o, p in zip(self.sums, self.model.parameters()): p.data.copy_(o/self.n)
+        for o, p in zip(self.sums, self.params):
+            p.data.copy_(o/self.n)
 
 
 class DualVariable(OnTargets):
     "Raises the weight of a penalty while the loss is above a bound"
     def before_fit(self): self.weight = .1
-    def after_loss(self): self.learn.loss_grad += self.weight*self.model[0].weight.pow(2).sum()
-    def after_batch(self): self.weight = max(0., self.weight+.1*(self.loss.item()-.8))
+
+    def after_loss(self):
+        self.learn.loss_grad += self.weight*self.model[0].weight.pow(2).sum()
+
+    def after_batch(self):
+        self.weight = max(0., self.weight+.1*(self.loss.item()-.8))
 
 
 class ClassCounts(OnLabels):
@@ -539,13 +564,17 @@ class SwitchesOff(OnTargets):
 
 # They note
 
+def norms(params): return [p.grad.norm().item() for p in params]
+
+
 class NotesBatches(OnTargets):
     "Writes the loss and the rate of each batch to a file"
     def before_fit(self): self.rows = []
 
     def after_batch(self):
-        with open('batches.csv', 'a') as f: csv.writer(f).writerow([self.train_iter, self.loss.item()])
-        self.rows.append([self.train_iter, self.loss.item(), self.opt.hypers[-1]['lr']])
+        row = [self.train_iter, self.loss.item(), self.opt.hypers[-1]['lr']]
+        with open('batches.csv', 'a') as f: csv.writer(f).writerow(row)
+        self.rows.append(row)
 
 
 class NotesEpochs(OnTargets):
@@ -561,26 +590,30 @@ class NotesEpochs(OnTargets):
 
 class NotesProgress(OnTargets):
     "Notes the progress of an epoch"
-    def before_train(self): self.rows = getattr(self, 'rows', [])
-    def after_batch(self): self.rows.append([self.iter, self.n_iter, self.learn.pct_train])
+    def before_fit(self): self.rows = []
+
+    def after_batch(self):
+        self.rows.append([self.iter, self.n_iter, self.learn.pct_train])
 
 
 class NotesHits(OnTargets):
     "Notes how good the outputs are, after the step"
     def before_fit(self): self.rows = []
-    def after_step(self): self.rows.append([(self.pred-self.y).abs().mean().item()])
+
+    def after_step(self):
+        self.rows.append([(self.pred-self.y).abs().mean().item()])
 
 
 class NotesNormsBeforeStep(OnTargets):
     "Notes the norm of the gradient before the step"
     def before_fit(self): self.rows = []
-    def before_step(self): self.rows.append([p.grad.norm().item() for p in self.model.parameters()])
+    def before_step(self): self.rows.append(norms(self.params))
 
 
 class NotesNorms(OnTargets):
     "Notes the norm of the gradient after the backward pass"
     def before_fit(self): self.rows = []
-    def after_backward(self): self.rows.append([p.grad.norm().item() for p in self.model.parameters()])
+    def after_backward(self): self.rows.append(norms(self.params))
 
 
 class NotesLossOfPass(OnTargets):
@@ -593,7 +626,10 @@ class CountsCorrect(OnLabels):
     "Adds up the hits of each epoch after the model has run"
     def before_fit(self): self.rows = []
     def before_train(self): self.hits = 0
-    def after_pred(self): self.hits += int((self.pred.argmax(1) == self.y).sum())
+
+    def after_pred(self):
+        self.hits += int((self.pred.argmax(1) == self.y).sum())
+
     def after_train(self): self.rows.append([self.hits])
 
 
@@ -608,7 +644,9 @@ class CountsSamples(OnTargets):
 class KeepsOutputs(OnTargets):
     "Collects the outputs of an epoch in after_batch"
     def before_fit(self): self.rows = []
-    def after_batch(self): self.rows.append(self.pred.detach().flatten().tolist())
+
+    def after_batch(self):
+        self.rows.append(self.pred.detach().flatten().tolist())
 
 
 class KeepsOutputsOfPasses(OnTargets):
@@ -616,7 +654,9 @@ class KeepsOutputsOfPasses(OnTargets):
     def before_fit(self): self.rows = []
     def before_train(self): self.outputs = []
     def after_pred(self): self.outputs.append(self.pred.detach())
-    def after_train(self): self.rows.append(torch.cat(self.outputs).flatten().tolist())
+
+    def after_train(self):
+        self.rows.append(torch.cat(self.outputs).flatten().tolist())
 
 
 class Times(OnTargets):
@@ -624,7 +664,9 @@ class Times(OnTargets):
     order = 70
     def before_fit(self): self.rows = []
     def before_batch(self): self.start = time.perf_counter()
-    def after_batch(self): self.rows.append([float(time.perf_counter() >= self.start)])
+
+    def after_batch(self):
+        self.rows.append([float(time.perf_counter() >= self.start)])
 
 
 class WatchesActivations(OnTargets):

@@ -143,7 +143,8 @@ def drawn_by_weight(bs):
     return TorchLoader(SAMPLES, bs, sampler=sampler, collate_fn=stacked)
 
 
-def of_subset(bs): return TorchLoader(Subset(SAMPLES, range(5, 77)), bs, collate_fn=stacked)
+def of_subset(bs):
+    return TorchLoader(Subset(SAMPLES, range(5, 77)), bs, collate_fn=stacked)
 
 
 class Stream(IterableDataset):
@@ -174,7 +175,8 @@ class OwnBatchSampler:
 
 class TooLongSampler(SequentialSampler):
     "Yields some samples twice, and announces none of that"
-    def __iter__(self): return iter([*range(N), *range(60)])
+    def __iter__(self):
+        return iter([*range(N), *range(60)])
 
 
 def by_long_sampler(bs): return TorchLoader(SAMPLES, bs, sampler=TooLongSampler(SAMPLES), collate_fn=stacked)
@@ -195,7 +197,8 @@ class Scales(ItemTransform):
 
 class CentersBatch(ItemTransform):
     "Takes the mean of the batch from the inputs"
-    def encodes(self, batch): return batch[0]-batch[0].mean(0), batch[1]
+    def encodes(self, batch):
+        return batch[0]-batch[0].mean(0), batch[1]
 
 
 def transformed(bs): return TfmdDL(SAMPLES, bs=bs, after_batch=Scales())
@@ -209,7 +212,8 @@ class OfSamples(FastaiLoader):
 
 class Sorted(OfSamples):
     "Yields samples by the size of their first input"
-    def get_idxs(self): return sorted(range(N), key=lambda i: SAMPLES[i][0][0].item())
+    def get_idxs(self):
+        return sorted(range(N), key=lambda i: SAMPLES[i][0][0].item())
 
 
 class Oversampled(OfSamples):
@@ -249,7 +253,8 @@ class Own:
     def __len__(self): return math.ceil(N/self.bs)
 
     def __iter__(self):
-        for i in range(0, N, self.bs): yield self.inputs[i:i+self.bs], self.targets[i:i+self.bs]
+        batches = zip(self.inputs.split(self.bs), self.targets.split(self.bs))
+        yield from batches
 
 
 class ReusesBuffers(Own):
@@ -257,7 +262,9 @@ class ReusesBuffers(Own):
     def __iter__(self):
         buffers = self.inputs[:self.bs].clone(), self.targets[:self.bs].clone()
         for batch in super().__iter__():
-            yield tuple(buffer[:len(o)].copy_(o) for buffer, o in zip(buffers, batch))
+            views = [buffer[:len(o)] for buffer, o in zip(buffers, batch)]
+            for view, o in zip(views, batch): view.copy_(o)
+            yield tuple(views)
 
 
 class ReadsAhead(Own):
@@ -288,7 +295,8 @@ class GoesOn(Own):
 
 class EndsEarly(Own):
     "Ends after 64 samples, and announces all"
-    def __iter__(self): return itertools.islice(super().__iter__(), 64//self.bs)
+    def __iter__(self):
+        return itertools.islice(super().__iter__(), 64//self.bs)
 
 
 class GoesOnLonger(Own):
@@ -306,7 +314,8 @@ class Without(Own):
     def __len__(self): return math.ceil(N/self.rows)
 
     def __iter__(self):
-        for i in range(0, N, self.rows): yield self.inputs[i:i+self.rows], self.targets[i:i+self.rows]
+        batches = zip(self.inputs.split(self.rows), self.targets.split(self.rows))
+        yield from batches
 
 
 class WithoutLength:
@@ -320,7 +329,9 @@ class Wrapped(GetAttr):
     _default = 'dl'
     def __init__(self, bs): self.dl = Own(bs)
     def __len__(self): return len(self.dl)
-    def __iter__(self): return ((x.double(), y.double()) for x, y in self.dl)
+
+    def __iter__(self):
+        return ((x.double(), y.double()) for x, y in self.dl)
 
 
 def of_batches(bs): return TorchLoader([*Own(bs)], None)

@@ -21,7 +21,8 @@ class InTwoTasks(nn.Module):
 
 def focal(pred, labels):
     losses = F.cross_entropy(pred, labels, reduction='none')
-    return ((1-torch.exp(-losses))**2*losses).mean().float()
+    chances = torch.exp(-losses)
+    return ((1-chances)**2*losses).mean().float()
 
 
 def pinball(pred, targets):
@@ -38,10 +39,12 @@ def dice_of_samples(pred, masks):
     "One minus the overlap of each sample, on average"
     shares = pred.sigmoid()
     overlap = (shares*masks).sum(1)
-    return (1-2*overlap/(shares.sum(1)+masks.sum(1)+1)).mean().float()
+    sizes = shares.sum(1)+masks.sum(1)
+    return (1-2*overlap/(sizes+1)).mean().float()
 
 
-def log_cosh(pred, targets): return torch.log(torch.cosh(pred-targets)).mean().float()
+def log_cosh(pred, targets):
+    return torch.log(torch.cosh(pred-targets)).mean().float()
 
 
 def gaussian(pred, targets):
@@ -61,7 +64,8 @@ class Balanced(nn.Module):
 
     def forward(self, pred, targets):
         parts = torch.stack([F.mse_loss(pred, targets), F.l1_loss(pred, targets)])
-        return (parts*torch.exp(-self.log_scales)+self.log_scales).sum().float()
+        weighted = parts*torch.exp(-self.log_scales)
+        return (weighted+self.log_scales).sum().float()
 
 
 class Ctc(nn.Module):
@@ -74,12 +78,14 @@ class Ctc(nn.Module):
 
 # Sums
 
-def total(pred, targets): return F.mse_loss(pred, targets, reduction='sum').float()/32
+def total(pred, targets):
+    return F.mse_loss(pred, targets, reduction='sum').float()/32
 
 
 class StatesThatItSums(nn.MSELoss):
     "A sum that says so"
-    def forward(self, pred, targets): return super().forward(pred, targets).float()/32
+    def forward(self, pred, targets):
+        return super().forward(pred, targets).float()/32
 
 
 # What averages over something else
@@ -88,7 +94,8 @@ def over_positives(pred, targets):
     "Divides the sum by the number of positive targets"
     is_positive = targets > 0
     losses = F.binary_cross_entropy_with_logits(pred, is_positive.double(), reduction='sum')
-    return (losses/is_positive.sum().clamp_min(1)).float()
+    n = is_positive.sum().clamp_min(1)
+    return (losses/n).float()
 
 
 def positives(learn): return (learn.y > 0).sum()
@@ -97,8 +104,7 @@ def positives(learn): return (learn.y > 0).sum()
 def over_observed(pred, targets):
     "The mean over targets that are no NaN"
     is_known = ~targets.isnan()
-    errors = pred.masked_select(is_known)-targets.masked_select(is_known)
-    return errors.pow(2).mean().float()
+    return F.mse_loss(pred[is_known], targets[is_known]).float()
 
 
 def observed(learn): return (~learn.y.isnan()).sum()
@@ -122,13 +128,15 @@ def perplexity(pred, labels): return F.cross_entropy(pred, labels).exp().float()
 def dice_of_batch(pred, masks):
     shares = pred.sigmoid()
     overlap = (shares*masks).sum()
-    return (1-2*overlap/(shares.sum()+masks.sum()+1)).float()
+    sizes = shares.sum()+masks.sum()
+    return (1-2*overlap/(sizes+1)).float()
 
 
 def correlation(pred, targets):
     "One minus the correlation"
-    pred, targets = pred-pred.mean(), targets-targets.mean()
-    return (1-(pred*targets).sum()/(pred.norm()*targets.norm())).float()
+    pred = F.normalize(pred-pred.mean(), dim=0)
+    targets = F.normalize(targets-targets.mean(), dim=0)
+    return (1-(pred*targets).sum()).float()
 
 
 def hardest(pred, targets):
@@ -142,28 +150,33 @@ def worst(pred, targets): return (pred-targets).abs().max().float()
 
 def ranking(pred, targets):
     "Counts pairs in the wrong order, in a smooth way"
-    is_larger = (targets > targets.T).double()
-    return (F.softplus(pred.T-pred)*is_larger).mean().float()
+    is_larger = targets > targets.T
+    losses = F.softplus(pred.T-pred)*is_larger
+    return losses.mean().float()
 
 
 def diverse(pred, labels):
     "Lets predictions be certain, and their mean even"
     mean = pred.softmax(1).mean(0)
-    return (F.cross_entropy(pred, labels)+(mean*mean.log()).sum()).float()
+    evenness = (mean*mean.log()).sum()
+    return (F.cross_entropy(pred, labels)+evenness).float()
 
 
 def info_nce(pred, views):
     "Lets each output be nearest to that of its own view"
-    logits = F.normalize(pred, dim=1)@F.normalize(views, dim=1).T
-    return F.cross_entropy(logits/.5, torch.arange(len(pred))).float()
+    pred = F.normalize(pred, dim=1)
+    views = F.normalize(views, dim=1)
+    own = torch.arange(len(pred))
+    return F.cross_entropy(pred@views.T/.5, own).float()
 
 
 def decorrelated(pred, views):
     "Lets the columns of two views correlate with each other alone"
-    a = (pred-pred.mean(0))/(pred.std(0)+.1)
-    b = (views-views.mean(0))/(views.std(0)+.1)
-    matrix = a.T@b/len(a)
-    return (matrix-torch.eye(len(matrix), dtype=matrix.dtype)).pow(2).sum().float()
+    pred = (pred-pred.mean(0))/(pred.std(0)+.1)
+    views = (views-views.mean(0))/(views.std(0)+.1)
+    matrix = pred.T@views/len(pred)
+    identity = torch.eye(len(matrix))
+    return (matrix-identity).pow(2).sum().float()
 
 
 def standardized(pred, targets):
@@ -197,7 +210,8 @@ class DrawsNegatives(nn.Module):
     "Compares with random others of the batch"
     def forward(self, pred, targets):
         others = pred[torch.randperm(len(pred))]
-        return (F.mse_loss(pred, targets)+F.softplus(-(pred-others).abs()).mean()).float()
+        nearness = F.softplus(-(pred-others).abs())
+        return (F.mse_loss(pred, targets)+nearness.mean()).float()
 
 
 class KeepsCenter(nn.Module):
@@ -236,12 +250,14 @@ class ReadsText(nn.Module):
         super().__init__()
         self.model = net(28)
 
-    def forward(self, inputs): return self.model(inputs).view(-1, 7, 4)
+    def forward(self, inputs):
+        return self.model(inputs).view(-1, 7, 4)
 
 
 class LogShares(nn.Sequential):
     "Returns logarithms of shares"
-    def __init__(self): super().__init__(*classifier(), nn.LogSoftmax(1))
+    def __init__(self):
+        super().__init__(*classifier(), nn.LogSoftmax(1))
 
 
 class Case:
@@ -266,6 +282,7 @@ class CaseOfTrainedLoss(Case):
     "A loss whose parameters are trained, too"
     def learner(self, bs, cbs):
         loss = self.make_loss()
-        def splitter(m): return [list(m.parameters()), list(loss.parameters())]
+        def splitter(m):
+            return [[*m.parameters()], [*loss.parameters()]]
         samples = list(zip(CONTINUOUS, *self.targets))
         return learner_of(samples, loss, net(), bs, cbs, splitter=splitter)
