@@ -39,6 +39,9 @@ class OnLabels(OnTargets):
         return learner_of(labelled(), cls.make_loss(), classifier(), bs, cbs, **cls.args)
 
 
+def any_loss(): return mse  # of which no rule tells what it averages over
+
+
 # They change the batch
 
 class AddsNoise(OnTargets):
@@ -81,12 +84,12 @@ class DropsEasySamples(OnTargets):
 
 class KeepsMaskedOfAnyLoss(KeepsMasked):
     "Does so where nobody knows what the loss averages over"
-    make_loss = staticmethod(lambda: mse)
+    make_loss = staticmethod(any_loss)
 
 
 class DropsSamplesOfAnyLoss(DropsEasySamples):
     "Does so where nobody knows what the loss averages over"
-    make_loss = staticmethod(lambda: mse)
+    make_loss = staticmethod(any_loss)
 
 
 class DoublesBatch(OnTargets):
@@ -98,7 +101,7 @@ class DoublesBatch(OnTargets):
 
 class DoublesBatchOfAnyLoss(DoublesBatch):
     "Does so where nobody knows what the loss averages over"
-    make_loss = staticmethod(lambda: mse)
+    make_loss = staticmethod(any_loss)
 
 
 class Repeats(OnTargets):
@@ -168,7 +171,8 @@ class GivesTeacher(OnLabels):
 
 class RunsTwice(OnTargets):
     "Adds the distance to a second pass of the model"
-    def after_pred(self): self.second = self.model(self.x*.9)
+    def after_pred(self):
+        self.second = self.model(self.x*.9)
 
     def after_loss(self):
         distance = F.mse_loss(self.pred, self.second)
@@ -219,7 +223,9 @@ class BalancesBatch(OnLabels):
 
 class PenalizesActivations(OnTargets):
     "Adds the square of what a hook finds in a layer"
-    def before_fit(self): self.hook = self.model[0].register_forward_hook(self.keep)
+    def before_fit(self):
+        self.hook = self.model[0].register_forward_hook(self.keep)
+
     def keep(self, module, args, output): self.activations = output
 
     def after_loss(self):
@@ -283,7 +289,8 @@ class ShowsOtherLoss(OnTargets):
 
 class PenalizesSlope(OnTargets):
     "Adds the size of the gradient of the loss by the inputs"
-    def before_batch(self): self.learn.xb = (self.x.clone().requires_grad_(),)
+    def before_batch(self):
+        self.learn.xb = (self.x.clone().requires_grad_(),)
 
     def after_loss(self):
         slope, = torch.autograd.grad(self.loss_grad, self.x, create_graph=True)
@@ -402,7 +409,8 @@ class SchedulesByLoader(OnTargets):
         n = len(self.dls.train)*self.learn.n_epoch
         self.rates = iter(np.linspace(.1, .01, n+1).tolist())
 
-    def after_step(self): self.opt.set_hyper('lr', next(self.rates))
+    def after_step(self):
+        self.opt.set_hyper('lr', next(self.rates))
 
 
 class SchedulesAndTimes(OnTargets):
@@ -416,7 +424,8 @@ class SchedulesAndTimes(OnTargets):
 
 class ChoosesBatches(OnTargets):
     "Trains on the first batches of a loader, by one of its own"
-    def before_train(self): self.learn.dl = FirstSamples(self.learn.dl, 64)
+    def before_train(self):
+        self.learn.dl = FirstSamples(self.learn.dl, 64)
 
 
 class FirstSamples(GetAttr):
@@ -427,7 +436,9 @@ class FirstSamples(GetAttr):
         self.n = n
 
     def __len__(self): return self.n//self.dl.bs
-    def __iter__(self): return itertools.islice(iter(self.dl), len(self))
+
+    def __iter__(self):
+        return itertools.islice(iter(self.dl), len(self))
 
 
 class ChoosesBatchesLate(ChoosesBatches):
@@ -513,7 +524,8 @@ class DualVariable(OnTargets):
 
 class ClassCounts(OnLabels):
     "Weighs classes by how often they have come, which it counts in after_batch"
-    def before_fit(self): self.counts = torch.ones(3, dtype=torch.float64)
+    def before_fit(self):
+        self.counts = torch.ones(3, dtype=torch.float64)
 
     def after_batch(self):
         self.counts += torch.bincount(self.y, minlength=3)
@@ -564,7 +576,8 @@ class SwitchesOff(OnTargets):
 
 # They note
 
-def norms(params): return [p.grad.norm().item() for p in params]
+def norms(params):
+    return [p.grad.norm().item() for p in params]
 
 
 class NotesBatches(OnTargets):
@@ -619,7 +632,9 @@ class NotesNorms(OnTargets):
 class NotesLossOfPass(OnTargets):
     "Notes the loss in after_loss"
     def before_fit(self): self.rows = []
-    def after_loss(self): self.rows.append([self.loss.item()])
+
+    def after_loss(self):
+        self.rows.append([self.loss.item()])
 
 
 class CountsCorrect(OnLabels):

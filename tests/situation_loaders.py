@@ -179,8 +179,12 @@ class TooLongSampler(SequentialSampler):
         return iter([*range(N), *range(60)])
 
 
-def by_long_sampler(bs): return TorchLoader(SAMPLES, bs, sampler=TooLongSampler(SAMPLES), collate_fn=stacked)
-def by_own_batch_sampler(bs): return TorchLoader(SAMPLES, batch_sampler=OwnBatchSampler(bs), collate_fn=stacked)
+def by_long_sampler(bs):
+    return TorchLoader(SAMPLES, bs, sampler=TooLongSampler(SAMPLES), collate_fn=stacked)
+
+
+def by_own_batch_sampler(bs):
+    return TorchLoader(SAMPLES, batch_sampler=OwnBatchSampler(bs), collate_fn=stacked)
 
 
 # Loaders of fastai
@@ -192,7 +196,8 @@ def dropping_by_fastai(bs): return FastaiLoader(SAMPLES, bs=bs, drop_last=True)
 
 class Scales(ItemTransform):
     "Scales inputs"
-    def encodes(self, batch): return batch[0]*.9, batch[1]
+    def encodes(self, batch):
+        return batch[0]*.9, batch[1]
 
 
 class CentersBatch(ItemTransform):
@@ -218,12 +223,14 @@ class Sorted(OfSamples):
 
 class Oversampled(OfSamples):
     "Yields the first samples twice, and announces none of that"
-    def get_idxs(self): return [*range(N), *range(60)]
+    def get_idxs(self):
+        return [*range(N), *range(60)]
 
 
 class Undersampled(OfSamples):
     "Leaves out every third sample, and announces all"
-    def get_idxs(self): return [i for i in range(N) if i%3]
+    def get_idxs(self):
+        return [i for i in range(N) if i%3]
 
 
 class HalfInSecondEpoch(OfSamples):

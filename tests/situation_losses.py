@@ -16,7 +16,8 @@ class InTwoTasks(nn.Module):
     "Adds the loss of two heads"
     def forward(self, pred, labels, targets):
         logits, values = pred
-        return (F.cross_entropy(logits, labels)+2*F.mse_loss(values, targets)).float()
+        of_labels = F.cross_entropy(logits, labels)
+        return (of_labels+2*F.mse_loss(values, targets)).float()
 
 
 def focal(pred, labels):
@@ -53,7 +54,8 @@ def gaussian(pred, targets):
     return F.gaussian_nll_loss(mean, targets, log_variance.exp()).float()
 
 
-def triplets(pred, positive, negative): return F.triplet_margin_loss(pred, positive, negative).float()
+def triplets(pred, positive, negative):
+    return F.triplet_margin_loss(pred, positive, negative).float()
 
 
 class Balanced(nn.Module):
@@ -113,7 +115,8 @@ def observed(learn): return (~learn.y.isnan()).sum()
 def by_importance(pred, targets, importance):
     "The mean of errors by the importance of samples"
     errors = (pred-targets).pow(2)
-    return ((importance*errors).sum()/importance.sum()).float()
+    total = (importance*errors).sum()
+    return (total/importance.sum()).float()
 
 
 def importance(learn): return learn.yb[1].sum()
@@ -121,8 +124,12 @@ def importance(learn): return learn.yb[1].sum()
 
 # What no sum over parts of a batch equals
 
-def root_of_mean(pred, targets): return F.mse_loss(pred, targets).sqrt().float()
-def perplexity(pred, labels): return F.cross_entropy(pred, labels).exp().float()
+def root_of_mean(pred, targets):
+    return F.mse_loss(pred, targets).sqrt().float()
+
+
+def perplexity(pred, labels):
+    return F.cross_entropy(pred, labels).exp().float()
 
 
 def dice_of_batch(pred, masks):
@@ -145,7 +152,8 @@ def hardest(pred, targets):
     return errors.topk(len(errors)//2).values.mean().float()
 
 
-def worst(pred, targets): return (pred-targets).abs().max().float()
+def worst(pred, targets):
+    return (pred-targets).abs().max().float()
 
 
 def ranking(pred, targets):
@@ -274,8 +282,12 @@ class Case:
         return learner_of(samples, self.make_loss(), self.make_model(), bs, cbs)
 
 
-def of_function(loss, *targets, **kwargs): return Case(lambda: loss, *targets, **kwargs)
-def of_labels(loss, **kwargs): return of_function(loss, LABELS, make_model=classifier, **kwargs)
+def of_function(loss, *targets, **kwargs):
+    return Case(lambda: loss, *targets, **kwargs)
+
+
+def of_labels(loss, **kwargs):
+    return of_function(loss, LABELS, make_model=classifier, **kwargs)
 
 
 class CaseOfTrainedLoss(Case):
