@@ -1,4 +1,4 @@
-"Fits beside what other people write, in windows or in split batches, and with the large batch, which they have to equal"
+"Fits beside what other people write, in windows or in split batches: they have to equal those with the large batch"
 import random
 from functools import cache
 
