@@ -32,6 +32,7 @@ def test_batches_of_another_form_train_as_the_large_batch(name, way): assert_as_
 def test_the_fit_is_that_of_the_large_batch(make_loader, way): assert_as_large(learner_on(make_loader), way)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize('make_loader', SAME, ids=name_of)
 def test_where_loader_batches_are_logged_the_weights_are_those_of_the_large_batch(make_loader):
     situation = learner_on(make_loader)
