@@ -11,7 +11,7 @@ from fastai.basics import *
 from fastai.callback.core import _inner_loop
 from fastai.callback.schedule import LRFinder
 
-from .windows.checks import check_learner
+from .windows.checks import check_learner,warn_of_gradient_hooks
 from .windows.events import has_event,is_from_fastai,pass_events
 from .windows.forward_backward import Fit,Settings
 from .windows.gradients import half,trained_params
@@ -124,9 +124,11 @@ def before_train(self:WindowCallback):
     carried = before.carry_over() if before is not None else []
     if place is not None: carried = stand_ins(place['batches'])
     plan = self.plan_epoch(learn.dl, loop.fit.processes.n, carried)
-    # A callback may change the DataLoader between epochs
+    # A callback may change the DataLoader between epochs ...
     needs_check = is_first or before.info.batch_size != plan.info.batch_size
     if needs_check: self.check(plan)
+    # ... or add hooks to parameters, of which `check` warns, too
+    elif self.joins_batches(plan) or self.micro_batch_size: warn_of_gradient_hooks(trained_params(learn.opt))
     logs_windows = loop.settings.log_accum_batch and self.joins_batches(plan)
     loop.begin_epoch(learn.dl, plan, carried, self.counts_samples(plan), is_first and logs_windows)
     if own_loop(learn): return  # it runs whole batches, and `check` has made sure that nothing else is asked for

@@ -15,7 +15,8 @@ from .gradients import trained_params
 
 # %% auto #0
 __all__ = ['check_size', 'check_micro_batch_size', 'check_flags', 'check_callable', 'check_multiple', 'sizes_to_use', 'is_number',
-           'check_rules', 'accumulates_gradients', 'check_learner', 'check_callbacks', 'uses_cuda_graphs']
+           'check_rules', 'accumulates_gradients', 'check_learner', 'warn_of_gradient_hooks', 'check_callbacks',
+           'uses_cuda_graphs']
 
 # %% ../../nbs/windows/03_checks.ipynb #f481c0a6
 def check_size(name:str, size:int)->int:
@@ -116,9 +117,11 @@ def check_learner(
     if any(map(uses_cuda_graphs, learn.model.modules())):
         raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
                          "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
-    has_hooks = any(p._backward_hooks for p in params)
-    has_sums = joins_batches or splits_batches
-    if has_hooks and has_sums:
+    if joins_batches or splits_batches: warn_of_gradient_hooks(params)
+
+def warn_of_gradient_hooks(params:list):
+    "Warns if `params` have hooks, since several micro-batches share an optimizer step"
+    if any(p._backward_hooks for p in params):
         warn("parameters have hooks (p.register_hook, wandb.watch), which see the gradient of each micro-batch: masks "
              "are exact; clipping is not, and belongs in a callback's before_step")
 

@@ -84,7 +84,8 @@ _about_loss = dict(
     differs='the loss is not averaged in the same way',
     unknown='the loss may not be averaged in the same way',
     replaced='the loss that a callback sets is averaged by samples',
-    added='what a callback adds to the loss is weighted like the loss')
+    added='what a callback adds to the loss is weighted like the loss',
+    late='the loss that a callback sets is weighted like the one before')
 
 # %% ../../nbs/windows/11_description.ipynb #6032f053
 class Description:

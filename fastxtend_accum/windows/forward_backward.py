@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fastai.basics import *
 
-from .events import Events,is_from_fastai
+from .events import Events,loss_node
 from .gradients import WindowParams
 from .losses import model_labels,n_items
 from .loss_check import LossCheck
@@ -20,8 +20,8 @@ from .processes import Processes
 from .window import Contribution,Window,scaled,zero_grads_if_empty,zero_if_empty
 
 # %% auto #0
-__all__ = ['Settings', 'Fit', 'MicroBatch', 'forward_backward', 'items_of_changed_loss', 'is_summand', 'backward',
-           'add_backward_pass', 'let_it_see_windows', 'callback_that_raised']
+__all__ = ['Settings', 'Fit', 'MicroBatch', 'forward_backward', 'items_of_changed_loss', 'is_summand', 'warn_of_output_hooks',
+           'backward', 'check_late_changes', 'add_backward_pass', 'let_it_see_windows', 'callback_that_raised']
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #bf1f6dd7
 class Settings(NamedTuple):
@@ -92,6 +92,7 @@ def forward_backward(fit:Fit, window:Window, micro_batch:MicroBatch):
         items = items_of_changed_loss(fit, origin, items, rows, is_alone)
     elif fit.loss_check.windows_left and not is_alone:
         fit.loss_check.add(learn, rows, items if num_items else None)
+        warn_of_output_hooks(fit)
     unit = fit.processes.common_unit(items, window.size)
     contribution = window.losses.weigh(learn.loss, items, samples, is_alone, unit)
     backward(fit, window, contribution, ends_window)
@@ -117,21 +118,30 @@ def items_of_changed_loss(
         fit.loss_check.note_changed('added' if is_added else 'replaced')
     return items if is_added else rows
 
-def is_summand(origin, node)->bool:
-    "Returns whether `node` of the graph is a sum or difference, or one of such, of which `origin` is a summand"
+def is_summand(origin, node, may_be_scaled:bool=False)->bool:
+    """Returns whether `node` of the graph is a sum or difference, or one of such, of which `origin` is a summand; or a
+    factor, if it `may_be_scaled`"""
+    kinds = 'Add','Alias','ToCopy'  # Alias: fastai's losses return a TensorBase. ToCopy: `loss.float()`
+    if may_be_scaled: kinds += 'Mul','Div'
     to_visit = [node]
     seen = set()
     while to_visit:
         node = to_visit.pop()
         if node is origin: return True
-        if node in seen: continue
+        if node is None or node in seen: continue
         seen.add(node)
+        before = [o for o,_ in node.next_functions]
         kind = type(node).__name__.partition('Backward')[0]
-        before = [o for o,_ in node.next_functions] if node is not None else []
-        # Alias: fastai's losses return a TensorBase. ToCopy: `loss.float()`
-        if kind in ('Add', 'Alias', 'ToCopy'): to_visit += before
+        if kind in kinds: to_visit += before
         if kind == 'Sub': to_visit.append(before[0])  # what is subtracted is not added to the loss
     return False
+
+def warn_of_output_hooks(fit:Fit):
+    "In the first window: warns if the outputs have hooks, which see the gradient of the mean over a micro-batch"
+    if fit.loss_check.results: return
+    if any(o._backward_hooks for o in tensors_in(fit.learn.pred)):
+        warn("outputs have hooks (pred.register_hook), which see the gradient of each micro-batch, larger than that of "
+             "the window's mean: limit gradients in a callback's before_step")
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #03b0af1b
 def backward(fit:Fit, window:Window, contribution:Contribution, ends_window:bool):
@@ -139,7 +149,10 @@ def backward(fit:Fit, window:Window, contribution:Contribution, ends_window:bool
     a callback has cancelled the pass"""
     n_before = window.losses.n_micro
     is_alone = ends_window and not n_before
-    run = partial(add_backward_pass, fit, window, contribution, is_alone)
+    origin = loss_node(fit.learn)
+    def run():
+        if not is_alone: check_late_changes(fit, origin)
+        add_backward_pass(fit, window, contribution, is_alone)
     try:
         fit.send.around(run, 'backward', CancelBackwardException)
         if ends_window and not window.step_is_cancelled: fit.send.end_backward()
@@ -157,6 +170,13 @@ def backward(fit:Fit, window:Window, contribution:Contribution, ends_window:bool
     elif not window.grads.is_as_before():
         raise RuntimeError("a callback ran the backward pass itself (CancelBackwardException) in a window of several "
                            "micro-batches, so its gradient has no weight: let fastai run it, or use windows of one")
+
+def check_late_changes(fit:Fit, origin):
+    """Warns if callbacks have replaced the loss in `before_backward`, after its weight was computed. A GradScaler
+    multiplies it, which changes no weight. `origin` is where the loss was in the graph before"""
+    node = loss_node(fit.learn)
+    if node is origin or is_summand(origin, node, may_be_scaled=True): return
+    fit.loss_check.note_changed('late')
 
 def add_backward_pass(fit:Fit, window:Window, contribution:Contribution, is_alone:bool):
     "Runs the backward pass of the weighted loss, and adds the contribution to the sums"

@@ -252,10 +252,18 @@ def advance(self:EpochBatches)->bool:
     "Goes on to the next batch, and returns True; returns False if there is none"
     batch = self.prefetched.popleft() if self.prefetched else next(self.source, None)
     if batch is None: return False
+    if self.is_last(): self.note_surplus()
     self.current = batch
     self.n_read += 1
     self.samples_read += self.info.planned_samples(batch.samples)
     return True
+
+@patch
+def note_surplus(self:EpochBatches):
+    "The length of the DataLoader was wrong: from now on, nobody knows which batch is the last one"
+    self.info = self.info._replace(has_exact_length=False)
+    warn(f"the DataLoader yields more than the {self.plan.n_batches} batches that its length announces, so the window "
+         "that ended there may have fewer samples: let its length (for fastai's, n) count all of them")
 
 @patch
 def prefetch(self:EpochBatches, samples:int):

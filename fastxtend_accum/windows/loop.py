@@ -6,6 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/loop.html.md"""
 
 # %% ../../nbs/windows/15_loop.ipynb #8c8441d3
 from __future__ import annotations
+from contextlib import nullcontext
 
 from fastai.basics import *
 
@@ -22,7 +23,7 @@ from .step import StepHypers,hypers_of,scaled_hypers,scales_loss
 from .window import Outcome,Window
 
 # %% auto #0
-__all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'own_loop', 'whole_batch', 'WindowLoop']
+__all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'own_loop', 'whole_batch', 'WindowLoop', 'warns_of_passes']
 
 # %% ../../nbs/windows/15_loop.ipynb #01e1051f
 # sample        an item of the data set, as the DataLoader counts them
@@ -445,9 +446,12 @@ def finalize_gradients(self:WindowLoop)->Outcome:
 
 @patch
 def check_loss(self:WindowLoop):
-    "In the first windows of a fit: warns if the mean over micro-batches is not the loss of all samples together"
-    if not self.fit.loss_check.windows_left: return
-    warning = self.fit.loss_check.compare()
+    "In some windows of a fit: warns if the mean over micro-batches is not the loss of all samples together"
+    check = self.fit.loss_check
+    if not check.windows_left:
+        check.skip_window()
+        return
+    warning = check.compare()
     if warning: warn(warning)
 
 @patch
@@ -462,9 +466,27 @@ def show_window_loss(self:WindowLoop):
 # %% ../../nbs/windows/15_loop.ipynb #d4c43762
 @patch
 def take_step(self:WindowLoop):
-    "fastai's step with its events. `hypers_of_step` hold from `before_step` until the step is taken"
+    "Takes the optimizer step; in the first one of a fit, prints how windows are made up, and looks for further passes"
     learn = self.learn
     if self.description.is_due: self.cb.print_description()
+    has_several = self.window.losses.samples > self.batches.current.samples  # loader batches
+    watched = warns_of_passes(learn.model) if has_several and not self.n_steps else nullcontext()
+    with watched: self.send_step()
+
+@contextmanager
+def warns_of_passes(model):
+    "In this context, warns if `model` runs: a callback that takes a second pass in the step does not see all samples"
+    def warn_of_pass(*args):
+        warn("the model runs during the optimizer step (a second pass, as for SAM?), in which learn.xb and yb are those "
+             "of the last loader batch only: load whole batches, and split them with micro_batch_size")
+    handle = model.register_forward_pre_hook(warn_of_pass)
+    try: yield
+    finally: handle.remove()
+
+@patch
+def send_step(self:WindowLoop):
+    "The step with its events. `hypers_of_step` hold from `before_step` until the step is taken"
+    learn = self.learn
     hypers = self.hypers_of_step()
     if not hypers:
         self.send.around(self.run_step, 'step', CancelStepException)

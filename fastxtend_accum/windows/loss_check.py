@@ -106,7 +106,9 @@ _warnings_of_changes = dict(
     replaced="a callback replaces the loss in after_loss: micro-batches are weighted by their samples; if it averages "
              "over something else, pass num_items",
     added="a callback adds to the loss in after_loss: what it adds is weighted like the loss; if both average over "
-          "something else, pass num_items")
+          "something else, pass num_items",
+    late="a callback replaces the loss in before_backward: it is weighted like the loss before; if it averages over "
+         "something else, replace it in after_loss and pass num_items")
 
 # verdict: 'same', 'differs' by an error, 'unknown' for a reason; or 'replaced' or 'added', by a callback
 Comparison = namedtuple('Comparison', 'verdict error reason', defaults=(0., ''))
@@ -114,17 +116,31 @@ Comparison = namedtuple('Comparison', 'verdict error reason', defaults=(0., ''))
 class LossCheck:
     "Compares the loss of a window, and its gradient, with those of its micro-batches, in the first windows of a fit"
     tolerance = 1e-5  # largest relative difference that is taken for rounding
-    n_windows = 16  # windows of a fit that are compared
+    n_windows = 16  # first windows of a fit, which are compared
+    first_late = 64  # so many windows later one more is compared, since a loss may change; then 4 times as many later
     max_bytes = 2**26  # of outputs and targets in a window; more are not kept
 
     def __init__(self, loss_func:Callable):
         self.loss_func = loss_func
         self.windows_left = self.n_windows
+        self.n_skipped = 0  # windows that were not compared since the first ones
+        self.next_late = self.first_late
+        self.is_over = False
         self.micro_batches = []  # of the current window
         self.n_bytes = 0  # of the current window, even if they are too many to be kept
         self.results = []
 
-    def stop(self): self.windows_left = 0
+    def stop(self):
+        self.windows_left = 0
+        self.is_over = True
+
+    def skip_window(self):
+        "Counts a window that is not compared"
+        if self.is_over: return
+        self.n_skipped += 1
+        if self.n_skipped < self.next_late: return
+        self.next_late *= 4
+        self.windows_left = 1
 
     def add(self,
         learn:Learner, # At the loss of a micro-batch
