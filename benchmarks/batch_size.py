@@ -1,9 +1,13 @@
-"""`python -m benchmarks.batch_size` measures what the page "Evidence" shows of batch sizes, and writes `batch_size.json` beside this file:
-the samples that each batch size needs to reach a loss, and its time per sample. Some 20 minutes on one core.
+"""`python -m benchmarks.batch_size` measures what the page "Evidence" shows of batch sizes, and writes
+`batch_size.json` beside this file: the samples that each batch size needs to reach a loss, and its time per sample.
+Some 20 minutes on one core.
 
 The searches for learning rates need hundreds of runs, so those that count samples are plain PyTorch loops; the steps of
 `GradientAccumulation` are the same, as its tests show"""
-import functools, json, sys, time
+import functools
+import json
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,181 +21,343 @@ from .text import docstrings, text_learner, text_modules
 
 file = Path(__file__).with_suffix('.json')
 sizes = [8, 16, 32, 64, 128, 256, 512]
-base_bs,loader_bs = 16,64 # Of the base recipe; of the DataLoader: larger sizes accumulate
+base_bs = 16  # of the base recipe
+loader_bs = 64  # of the DataLoader: larger sizes accumulate
 
-def new_learner(bs, model, xs, ys, n_valid, loss_func=None):
-    samples = list(zip(xs, ys))
-    dls = DataLoaders(DataLoader(samples[:-n_valid], bs=bs, shuffle=True), DataLoader(samples[-n_valid:], bs=256))
-    return Learner(dls, model, loss_func or nn.CrossEntropyLoss())
+
+# Small data sets, in memory
+
+def new_learner(bs, model, inputs, targets, n_valid, loss_func=None):
+    "Returns a Learner that validates on the last `n_valid` samples"
+    samples = list(zip(inputs, targets))
+    train = DataLoader(samples[:-n_valid], bs=bs, shuffle=True)
+    valid = DataLoader(samples[-n_valid:], bs=256)
+    return Learner(DataLoaders(train, valid), model, loss_func or nn.CrossEntropyLoss())
+
 
 def table_learner(bs):
     "Two classes of 20 made numbers, 4096 rows to train on and 1024 to validate"
-    x,y = make_classification(5120, 20, n_informative=12, n_redundant=4, n_clusters_per_class=8, flip_y=.02, random_state=0)
-    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 2))
+    settings = dict(n_informative=12, n_redundant=4, n_clusters_per_class=8, flip_y=.02)
+    x, y = make_classification(5120, 20, random_state=0, **settings)
+    model = nn.Sequential(
+        nn.Linear(20, 64),
+        nn.ReLU(),
+        nn.Linear(64, 32),
+        nn.ReLU(),
+        nn.Linear(32, 2))
     return new_learner(bs, model, tensor(x).float(), tensor(y), 1024)
+
 
 class Shapes(Module):
     "A small U-Net: one class for each pixel"
-    def __init__(self): self.fine,self.coarse,self.deep,self.out = [nn.Conv2d(*o, 3, padding=1) for o in ((1, 8), (8, 16), (16, 16), (24, 3))]
+    def __init__(self):
+        self.fine = nn.Conv2d(1, 8, 3, padding=1)
+        self.coarse = nn.Conv2d(8, 16, 3, padding=1)
+        self.deep = nn.Conv2d(16, 16, 3, padding=1)
+        self.out = nn.Conv2d(24, 3, 3, padding=1)
+
     def forward(self, x):
-        x = F.relu(self.fine(x))
-        y = F.relu(self.deep(F.relu(self.coarse(F.max_pool2d(x, 2)))))
-        return self.out(torch.cat([x, F.interpolate(y, scale_factor=2)], 1))
+        fine = F.relu(self.fine(x))
+        coarse = F.relu(self.coarse(F.max_pool2d(fine, 2)))
+        deep = F.relu(self.deep(coarse))
+        enlarged = F.interpolate(deep, scale_factor=2)
+        return self.out(torch.cat([fine, enlarged], 1))
+
 
 def shapes_learner(bs):
     "Discs, squares or ground, for each pixel of noisy images of 16x16; 1024 to train on and 128 to validate"
-    g = torch.Generator().manual_seed(0)
-    def draw(*shape): return torch.rand(*shape, generator=g)
-    n,at = 1152,torch.arange(16.)
-    (y,x,r),square = draw(3, n, 1, 1)*tensor(8, 8, 4).view(3, 1, 1, 1)+tensor(4, 4, 2).view(3, 1, 1, 1),draw(n, 1, 1) < .5
-    dy,dx = (at[:,None]-y).abs(),(at-x).abs()
-    inside = torch.where(square, torch.maximum(dy, dx) < .9*r, dy**2+dx**2 < r**2)
-    return new_learner(bs, Shapes(), (inside+torch.randn(n, 16, 16, generator=g))[:,None], inside*(1+square.long()), 128)
+    n = 1152
+    generator = torch.Generator().manual_seed(0)
+    y, x, radius = torch.rand(3, n, 1, 1, generator=generator)
+    y = y*8+4
+    x = x*8+4
+    radius = radius*4+2
+    is_square = torch.rand(n, 1, 1, generator=generator) < .5
+    at = torch.arange(16.)
+    dy = (at[:,None]-y).abs()
+    dx = (at-x).abs()
+    in_square = torch.maximum(dy, dx) < .9*radius
+    in_disc = dy**2+dx**2 < radius**2
+    inside = torch.where(is_square, in_square, in_disc)
+    images = inside+torch.randn(n, 16, 16, generator=generator)
+    classes = inside*(1+is_square.long())
+    return new_learner(bs, Shapes(), images[:,None], classes, 128)
+
 
 def pixels_learner(bs):
     "Handwritten digits as 64 numbers, 1408 to train on and 389 to validate"
-    x,y = load_digits(return_X_y=True)
+    x, y = load_digits(return_X_y=True)
     order = np.random.RandomState(0).permutation(len(y))
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    return new_learner(bs, model, tensor(x[order]/16).float(), tensor(y[order]), 389)
+    model = nn.Sequential(
+        nn.Linear(64, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10))
+    inputs = tensor(x[order]/16).float()
+    return new_learner(bs, model, inputs, tensor(y[order]), 389)
+
 
 def photos_learner(bs):
     "From which of two photographs a part of 12x12 is, 3072 parts to train on and 512 to validate"
-    g = np.random.RandomState(0)
-    def part(im):
-        y,x = g.randint(im.shape[0]-12),g.randint(im.shape[1]-12)
-        return im[y:y+12,x:x+12]
-    ys,images = g.randint(2, size=3584),load_sample_images().images
-    xs = tensor(np.stack([part(images[i]) for i in ys])).permute(0, 3, 1, 2).float()/255
-    def layer(i, o): return nn.Sequential(nn.Conv2d(i, o, 3, 2, 1), nn.ReLU())
-    model = nn.Sequential(layer(3, 16), layer(16, 32), nn.Flatten(), nn.Linear(288, 2))
-    return new_learner(bs, model, xs-.5, tensor(ys), 512)
+    random = np.random.RandomState(0)
+    images = load_sample_images().images
+    classes = random.randint(2, size=3584)
+    parts = []
+    for i in classes:
+        height, width, _ = images[i].shape
+        y = random.randint(height-12)
+        x = random.randint(width-12)
+        parts.append(images[i][y:y+12,x:x+12])
+    inputs = tensor(np.stack(parts)).permute(0, 3, 1, 2)
+    inputs = inputs.float()/255
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, 2, 1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, 2, 1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(288, 2))
+    return new_learner(bs, model, inputs-.5, tensor(classes), 512)
+
+
+def trigrams(codes):
+    "Returns a number below 4096 for each three characters"
+    res = []
+    for a, b, c in zip(codes, codes[1:], codes[2:]):
+        number = a*31**2 + b*31 + c
+        res.append(number%4096)
+    return res
+
 
 def topics_learner(bs):
-    "From which of six modules 96 characters of docstrings are, by their trigrams: 1480 passages to train on and 256 to validate"
-    texts = sorted((docstrings([o]).encode('ascii', 'replace') for o in text_modules), key=len)[-6:]
-    passages = [(text[i:i+96], k) for k,text in enumerate(texts) for i in range(0, len(text)-95, 96)]
-    chosen = [passages[i] for i in np.random.RandomState(0).permutation(len(passages))[:1736]]
-    xs = tensor([[(a*961+b*31+c)%4096 for a,b,c in zip(o, o[1:], o[2:])] for o,_ in chosen])
-    model = nn.Sequential(nn.EmbeddingBag(4096, 32), nn.ReLU(), nn.Linear(32, 6))
-    return new_learner(bs, model, xs, tensor([k for _,k in chosen]), 256)
+    """From which of six modules 96 characters of docstrings are, by their trigrams: 1480 passages to train on and 256
+    to validate"""
+    texts = [docstrings([o]).encode('ascii', 'replace') for o in text_modules]
+    passages = []
+    for k, text in enumerate(sorted(texts, key=len)[-6:]):
+        for i in range(0, len(text)-95, 96):
+            passages.append((text[i:i+96], k))
+    order = np.random.RandomState(0).permutation(len(passages))
+    chosen = [passages[i] for i in order[:1736]]
+    inputs = tensor([trigrams(text) for text, _ in chosen])
+    targets = tensor([k for _, k in chosen])
+    model = nn.Sequential(
+        nn.EmbeddingBag(4096, 32),
+        nn.ReLU(),
+        nn.Linear(32, 6))
+    return new_learner(bs, model, inputs, targets, 256)
+
 
 def friedman_learner(bs):
     "A function of ten numbers (Friedman, 1991), 4096 rows to train on and 1024 to validate"
-    x,y = make_friedman1(5120, noise=1., random_state=0)
-    model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
-    return new_learner(bs, model, tensor(x).float(), tensor((y-y.mean())/y.std()).float(), 1024, nn.MSELoss())
+    x, y = make_friedman1(5120, noise=1., random_state=0)
+    y = (y-y.mean())/y.std()
+    model = nn.Sequential(
+        nn.Linear(10, 64),
+        nn.ReLU(),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 1),
+        nn.Flatten(0))
+    inputs = tensor(x).float()
+    targets = tensor(y).float()
+    return new_learner(bs, model, inputs, targets, 1024, nn.MSELoss())
+
+
+# Tasks
+
+def reset_parameters(m):
+    if hasattr(m, 'reset_parameters'): m.reset_parameters()
+
 
 @dataclass
 class Task:
-    make:Callable # `make(bs)` is a Learner, on samples in memory
-    sgd:bool # SGD with momentum, not Adam
-    lr:float # Learning rate of the base recipe: batches of 16, a constant rate
-    targets:dict # By start, in epochs of the base recipe: after how many more epochs of it the target is reached
+    make: Callable  # `make(bs)` returns a Learner, on samples in memory
+    is_sgd: bool  # SGD with momentum, not Adam
+    lr: float  # learning rate of the base recipe: batches of 16, a constant rate
+    targets: dict  # by start, in epochs of the base recipe: after how many more epochs of it the target is reached
 
-    def rate(self, bs): return (linear_scale if self.sgd else sqrt_scale)(self.lr, bs/base_bs)
+    def rate(self, bs):
+        scale = linear_scale if self.is_sgd else sqrt_scale
+        return scale(self.lr, bs/base_bs)
 
     def learner(self, bs, cbs=None, seed=0):
-        "With weights and an order of samples of its own"
+        "Returns a Learner with weights and an order of samples by `seed`"
         learn = self.make(bs)
-        learn.opt_func = partial(SGD, mom=.9) if self.sgd else Adam
+        learn.opt_func = partial(SGD, mom=.9) if self.is_sgd else Adam
         set_seed(seed)
-        learn.model.apply(lambda m: m.reset_parameters() if hasattr(m, 'reset_parameters') else None)
+        learn.model.apply(reset_parameters)
         for dl in learn.dls.loaders: dl.rng.seed(seed)
         learn.add_cbs(cbs).remove_cb(ProgressCallback)
         learn.logger = noop
         return learn
 
-tasks = dict(digits=Task(digits_learner, True, .016, {0:2, 1:3}), text=Task(text_learner, False, 8e-3, {0:2, 1:2}),
-             table=Task(table_learner, False, 4e-3, {0:2, 1:3}), shapes=Task(shapes_learner, True, .03, {0:2, 1:3}))
-tasks |= dict(pixels=Task(pixels_learner, False, 8e-3, {0:2, 1:3}), photos=Task(photos_learner, True, .03, {0:2, 1:3}),
-              topics=Task(topics_learner, False, .016, {0:2, 1:3}), friedman=Task(friedman_learner, True, .016, {0:2, 1:3}))
+
+tasks = dict(
+    digits=Task(digits_learner, True, .016, {0: 2, 1: 3}),
+    text=Task(text_learner, False, 8e-3, {0: 2, 1: 2}),
+    table=Task(table_learner, False, 4e-3, {0: 2, 1: 3}),
+    shapes=Task(shapes_learner, True, .03, {0: 2, 1: 3}),
+    pixels=Task(pixels_learner, False, 8e-3, {0: 2, 1: 3}),
+    photos=Task(photos_learner, True, .03, {0: 2, 1: 3}),
+    topics=Task(topics_learner, False, .016, {0: 2, 1: 3}),
+    friedman=Task(friedman_learner, True, .016, {0: 2, 1: 3}))
+
+
+# The samples that a batch size needs
 
 def torch_opt(task, model):
-    "fastai's SGD or Adam as PyTorch's, with weight decay of all but biases"
-    if task.sgd: return torch.optim.SGD(model.parameters(), momentum=.9)
+    "Returns fastai's SGD or Adam as PyTorch's, with weight decay of all but biases"
+    if task.is_sgd: return torch.optim.SGD(model.parameters(), momentum=.9)
     biases = set(norm_bias_params(model, True))
-    groups = [dict(params=[p for p in model.parameters() if (p in biases) == o], weight_decay=0. if o else .01) for o in (False, True)]
+    others = [p for p in model.parameters() if p not in biases]
+    groups = [
+        dict(params=others, weight_decay=.01),
+        dict(params=[p for p in model.parameters() if p in biases], weight_decay=0.)]
     return torch.optim.AdamW(groups, betas=(.9, .99), eps=1e-5)
+
+
+def draw_batches(n, bs, seed):
+    "Yields the indices of batches of `bs`, each sample once before any comes again"
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.empty(0, dtype=torch.long)
+    while True:
+        while len(left) < bs:
+            left = torch.cat([left, torch.randperm(n, generator=generator)])
+        yield left[:bs]
+        left = left[bs:]
+
 
 class Run:
     "Training in a plain loop; `data` has inputs and targets of the training set, then of the validation set"
     def __init__(self, task, data, loss_func, model, state=None):
-        self.data,self.model = data,deepcopy(model)
-        self.loss,self.opt = lambda x, y: loss_func(self.model(x), y),torch_opt(task, self.model)
+        self.data = data
+        self.model = deepcopy(model)
+        self.loss_func = loss_func
+        self.opt = torch_opt(task, self.model)
         if state: self.opt.load_state_dict(state)
 
+    def loss(self, inputs, targets): return self.loss_func(self.model(inputs), targets)
+
     def train(self, bs, lr, seed, most, target=0.):
-        "Until the validation loss, averaged over the last fifth of the samples, is down at `target`: samples (inf at `most`) and that loss"
-        (x,y),valid = self.data
-        g,todo,seen,losses,next_look = torch.Generator().manual_seed(seed),torch.empty(0, dtype=torch.long),0,[],0
+        """Trains until the validation loss, averaged over the last fifth of the samples, is down at `target`. Returns
+        the samples that it took (inf at `most`), and that loss"""
+        (inputs, targets), valid = self.data
         for group in self.opt.param_groups: group['lr'] = lr
-        while seen < most:
-            while len(todo) < bs: todo = torch.cat([todo, torch.randperm(len(x), generator=g)])
-            idxs,todo = todo[:bs],todo[bs:]
+        n_seen = 0
+        losses = []
+        next_look = 0
+        for idxs in draw_batches(len(inputs), bs, seed):
+            if n_seen >= most: return math.inf, mean
             self.opt.zero_grad()
-            self.loss(x[idxs], y[idxs]).backward()
+            self.loss(inputs[idxs], targets[idxs]).backward()
             self.opt.step()
-            seen += bs
-            if seen < next_look: continue
-            with torch.no_grad(): losses.append((seen, self.loss(*valid).item()))
-            next_look,mean = max(seen*1.08, 256),np.mean([loss for at,loss in losses if at >= .8*seen])
-            if mean <= target or not np.isfinite(mean): return seen if mean <= target else math.inf,mean
-        return math.inf,mean
+            n_seen += bs
+            if n_seen < next_look: continue
+            next_look = max(n_seen*1.08, 256)
+            with torch.no_grad(): loss = self.loss(*valid).item()
+            losses.append((n_seen, loss))
+            recent = [loss for at, loss in losses if at >= .8*n_seen]
+            mean = np.mean(recent)
+            if mean <= target: return n_seen, mean
+            if not np.isfinite(mean): return math.inf, mean
+
 
 def best_factor(cost, k=0):
-    "The integer with the least `cost`, downhill from `k`: by how many factors of two a learning rate changes"
+    "Returns the integer with the least `cost`, downhill from `k`: by how many factors of two a learning rate changes"
     cost = functools.cache(cost)
-    while (better := min((k, k-1, k+1), key=cost)) != k: k = better
-    return k
+    while True:
+        better = min((k, k-1, k+1), key=cost)
+        if better == k: return k
+        k = better
+
 
 def samples_needed(task, start, n, horizon):
-    "That each size needs, at its best learning rate, to come where the base recipe comes after `horizon` epochs from `start()`"
-    target = float(np.mean([start().train(base_bs, task.lr, seed, horizon*n)[1] for seed in range(5)]))
-    k,res,most = 0,{},6*horizon*n
+    """Returns what each size needs, at its best learning rate, to come where the base recipe comes after `horizon`
+    epochs of `n` samples from `start()`"""
+    losses = []
+    for seed in range(5):
+        _, loss = start().train(base_bs, task.lr, seed, horizon*n)
+        losses.append(loss)
+    target = float(np.mean(losses))
+    most = 6*horizon*n
+    def needed(bs, factor, seeds):
+        "Returns the samples of runs with a learning rate that is `factor` factors of two off"
+        lr = task.rate(bs)*2.**factor
+        return [start().train(bs, lr, seed, most, target)[0] for seed in seeds]
+    factor = 0
+    res = {}
     for bs in sizes:
-        def runs(k, seeds): return [start().train(bs, task.rate(bs)*2.**k, seed, most, target)[0] for seed in seeds]
-        k = best_factor(lambda k: np.mean(runs(k, (20, 21))), k)  # other seeds choose the rate
-        res[bs] = dict(lr=task.rate(bs)*2.**k, samples=[o if math.isfinite(o) else None for o in runs(k, range(4))])
+        def cost(factor): return np.mean(needed(bs, factor, (20, 21)))  # other seeds choose the rate
+        factor = best_factor(cost, factor)
+        samples = needed(bs, factor, range(4))
+        samples = [o if math.isfinite(o) else None for o in samples]
+        res[bs] = dict(lr=task.rate(bs)*2.**factor, samples=samples)
     return dict(target=target, most=most, sizes=res)
 
+
+def stacked(dl): return tuple(torch.stack(o) for o in zip(*dl.dataset))
+
+
 def needed(task):
-    "From each start of one run of the base recipe"
-    learn,now,res = task.learner(base_bs),0,{}
-    data = [tuple(torch.stack(o) for o in zip(*dl.dataset)) for dl in learn.dls.loaders]
+    "Returns the samples needed from each start of one run of the base recipe"
+    learn = task.learner(base_bs)
+    data = [stacked(dl) for dl in learn.dls.loaders]
+    n = len(data[0][0])
     run = Run(task, data, learn.loss_func, learn.model)
-    for point,horizon in task.targets.items():
-        if point > now: run.train(base_bs, task.lr, 100, (point-now)*len(data[0][0]))
-        now,start = point,partial(Run, task, data, learn.loss_func, deepcopy(run.model), deepcopy(run.opt.state_dict()))
-        res[point] = samples_needed(task, start, len(data[0][0]), horizon)
+    now = 0  # epochs
+    res = {}
+    for point, horizon in task.targets.items():
+        if point > now: run.train(base_bs, task.lr, 100, (point-now)*n)
+        now = point
+        state = deepcopy(run.opt.state_dict())
+        start = partial(Run, task, data, learn.loss_func, deepcopy(run.model), state)
+        res[point] = samples_needed(task, start, n, horizon)
     return res
 
+
+# The time per sample
+
 class Clock(Callback):
-    "Microseconds of CPU time per sample of each epoch's training"
-    def __init__(self): self.us = []
+    "Notes the microseconds of CPU time per sample of each epoch's training"
+    def __init__(self): self.micros = []
     def before_train(self): self.began = time.process_time()
     def after_train(self):
-        self.us.append((time.process_time()-self.began)/len(self.dls.train_ds)*1e6)
+        seconds = time.process_time()-self.began
+        self.micros.append(seconds/len(self.dls.train_ds)*1e6)
         raise CancelEpochException
 
+
 def times(task, n_rounds=8):
-    """Microseconds per sample in a Learner's `fit`, by batch size: in one batch, and accumulated; the least of interleaved
-    rounds"""
-    learners = {('whole', bs):task.learner(bs, Clock()) for bs in sizes}
-    learners |= {('accumulated', bs):task.learner(loader_bs, [GradientAccumulation(bs), Clock()]) for bs in sizes if bs > loader_bs}
-    for _,learn in itertools.product(range(n_rounds), learners.values()): learn.fit(1, 1e-5)
-    least = {k:round(min(o.clock.us), 2) for k,o in learners.items()}
-    return {kind:{bs:us for (o,bs),us in least.items() if o == kind} for kind in ('whole', 'accumulated')}
+    """Returns microseconds per sample in a Learner's `fit`, by batch size: in one batch, and accumulated; the least of
+    interleaved rounds"""
+    learners = {}
+    for bs in sizes:
+        learners['whole',bs] = task.learner(bs, Clock())
+        if bs > loader_bs:
+            learners['accumulated',bs] = task.learner(loader_bs, [GradientAccumulation(bs), Clock()])
+    for _ in range(n_rounds):
+        for learn in learners.values(): learn.fit(1, 1e-5)
+    res = dict(whole={}, accumulated={})
+    for (kind, bs), learn in learners.items():
+        res[kind][bs] = round(min(learn.clock.micros), 2)
+    return res
+
+
+# The command
 
 parts = dict(times=times, needed=needed)
+
 
 def main(names):
     torch.set_num_threads(1)
     results = json.loads(file.read_text()) if file.exists() else {}
-    for (name,task),part in itertools.product(tasks.items(), names):
-        began = time.process_time()
-        results.setdefault(name, {})[part] = parts[part](task)
-        file.write_text(json.dumps(results, indent=1)+'\n')
-        print(f"{name}, {part}: {time.process_time()-began:.0f} s", file=sys.stderr)
+    for task_name, task in tasks.items():
+        for name in names:
+            began = time.process_time()
+            results.setdefault(task_name, {})[name] = parts[name](task)
+            file.write_text(json.dumps(results, indent=1)+'\n')
+            seconds = time.process_time()-began
+            print(f'{task_name}, {name}: {seconds:.0f} s', file=sys.stderr)
+
 
 if __name__ == '__main__': main(sys.argv[1:] or parts)

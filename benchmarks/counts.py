@@ -1,6 +1,8 @@
-"""What can be counted and need not be timed: operations, host syncs and Python calls per micro-batch, bytes kept; the
-same on every machine"""
-import gc, sys, weakref
+"""What can be counted and need not be timed: operations, host syncs and calls of functions per micro-batch, and bytes
+that are kept. It is the same on every machine"""
+import gc
+import sys
+import weakref
 from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
@@ -8,151 +10,232 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from fastxtend_accum.windows import loss_check
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from fastai.optimizer import Optimizer
 from fastxtend_accum.windows import losses
+from fastxtend_accum.windows.loss_check import LossCheck
 
 from .cases import Task
 
 package = str(Path(losses.__file__).parents[1])
-copies = {torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist}  # a CPU need not copy: only the call shows
 
-checked_once = patch.object(loss_check.LossCheck, 'n_windows', 1)  # the check ends after some windows: count without it
+# The check of the loss ends after 16 windows of a fit, and the counts are those of later ones
+checked_once = patch.object(LossCheck, 'n_windows', 1)
 
-def is_here(o:torch.Tensor):
-    "Whether `o` would be on the CPU on a machine with a GPU too"
+
+# Operations and host syncs, as they would be on a GPU
+
+copies = torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist
+
+
+def is_here(o):
+    "Returns whether `o` would be on the CPU on a machine with a GPU, too"
     return getattr(o, 'here', False)
 
-class LiveBytes(TorchDispatchMode):
-    """A context that counts the bytes of the tensors that are made in it and still alive, `now`, and the most at a
-    time, `peak`; not those of the weights of `model`, their gradients and its buffers"""
-    def __init__(self, model=None):
-        super().__init__()
-        self.sizes,self.peak = {},0
-        own = model.state_dict(keep_vars=True).values() if model else ()
-        for o in [*own, *(o.grad for o in own if o.grad is not None)]: self.count(o, 0)
-    def count(self, o, n_bytes):
-        "Count the storage of `o` as `n_bytes`, until it is freed"
-        storage = o.untyped_storage()
-        if storage._cdata not in self.sizes: weakref.finalize(storage, self.sizes.pop, storage._cdata, None)
-        self.sizes[storage._cdata] = n_bytes
-    @property
-    def now(self): return sum(self.sizes.values())
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for o in out if isinstance(out, (tuple,list)) else [out]:
-            if not isinstance(o, torch.Tensor) or o.untyped_storage()._cdata in self.sizes: continue
-            self.count(o, o.untyped_storage().nbytes())
-        self.peak = max(self.peak, self.now)
-        return out
 
 class Operations(TorchDispatchMode):
-    "Counts what PyTorch dispatches: a kernel each, but for views"
-    def __init__(self, counts, task): super().__init__(); self.counts,self.task = counts,task
+    "Counts what PyTorch dispatches, which is a kernel each, but for views"
+    def __init__(self, counts, task):
+        super().__init__()
+        self.counts = counts
+        self.task = task
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
         self.counts['ops'] += 1
-        if name == '_local_scalar_dense':  # item, float, bool, if
-            self.counts['syncs'] += not (self.task.is_step(args[0]) or is_here(args[0]))
+        reads_number = func.overloadpacket.__name__ == '_local_scalar_dense'  # item, float, bool, if
+        if reads_number and not is_here(args[0]) and not self.task.is_step(args[0]):
+            self.counts['syncs'] += 1
         return func(*args, **(kwargs or {}))
 
+
 class Copies(TorchFunctionMode):
-    "Counts what copies to the CPU; on it are tensors made of numbers, and what is computed from them alone"
-    def __init__(self, counts): super().__init__(); self.counts = counts
+    """Counts copies to the CPU, where only the call shows them. What was copied is on the CPU, and so is what was made
+    of numbers, or computed from such tensors alone"""
+    def __init__(self, counts):
+        super().__init__()
+        self.counts = counts
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        tensors,out = [o for o in args if isinstance(o, torch.Tensor)],func(*args, **kwargs)
-        here = all(map(is_here, tensors)) if tensors else func is torch.tensor and kwargs.get('device') is None
-        self.counts['syncs'] += func in copies and not here
-        if here and isinstance(out, torch.Tensor): out.here = True
+        out = func(*args, **kwargs)
+        tensors = [o for o in args if isinstance(o, torch.Tensor)]
+        is_made_of_numbers = func is torch.tensor and kwargs.get('device') is None
+        here = all(map(is_here, tensors)) if tensors else is_made_of_numbers
+        is_copy = func in copies and not here
+        if is_copy: self.counts['syncs'] += 1
+        if not isinstance(out, torch.Tensor): return out
+        if is_copy:
+            with _disable_current_modes(): out = out.clone()  # `cpu` has returned the tensor itself
+        if is_copy or here: out.here = True
         return out
 
+
 def in_windows(train, batches, k, start, stop):
-    """Train, with `start` called after the first window of `k` micro-batches and `stop` after the last but one;
-    micro-batches in between"""
-    asked = 0
-    last = batches.n//k*k - k
-    def ask():
-        nonlocal asked
-        if asked == k: start()
-        if asked == last: stop()
-        asked += 1
-    batches.ask = ask
+    """Trains, with `start` called after the first window of `k` micro-batches, and `stop` before the last one. Returns
+    the number of micro-batches between them"""
+    n_requested = 0
+    last = batches.n//k*k - k  # first micro-batch of the last window
+    def on_request():
+        nonlocal n_requested
+        if n_requested == k: start()
+        if n_requested == last: stop()
+        n_requested += 1
+    batches.on_request = on_request
     train()
     return last-k
 
+
 def count_operations(make, k):
-    "Operations and host syncs per micro-batch, as they would be on a GPU"
-    task,counts,marks = Task(6*k),Counter(),[]
+    "Returns operations and host syncs per micro-batch"
+    task = Task(6*k)
+    counts = Counter()
+    marks = []
     def mark(): marks.append(Counter(counts))
-    # `as_count` as it works on a GPU; on a CPU, item() waits for nothing
-    with patch.object(losses, 'as_count', lambda o: o), checked_once:
+    with counts_stay_tensors(), checked_once:
         train = make(task, k)
         with Operations(counts, task), Copies(counts): n = in_windows(train, task.batches, k, mark, mark)
-    return {name:(marks[1][name]-marks[0][name])/n for name in ('ops', 'syncs')}
+    before, after = marks
+    return {name: (after[name]-before[name])/n for name in ('ops', 'syncs')}
+
+
+def counts_stay_tensors():
+    "In this context, numbers of items are tensors, as on a GPU; on a CPU, `item` waits for nothing"
+    def as_on_a_gpu(o): return o
+    return patch.object(losses, 'as_count', as_on_a_gpu)
+
+
+# Calls of functions
 
 def profiler(counts):
-    "Counts the functions that are called: Python's, those of our package, and Python's with those in C"
+    "Returns a profiler that counts calls: of functions in Python, of those in this package, and of those in C, too"
     def profile(frame, event, arg):
-        if event not in ('call','c_call'): return
-        if frame.f_code.co_name.endswith('comp>'): return  # since Python 3.12 a comprehension is no call
+        if event not in ('call', 'c_call'): return
+        code = frame.f_code
+        if code.co_name.endswith('comp>'): return  # since Python 3.12 a comprehension is no call
         counts['with_c'] += 1
-        counts['calls'] += event == 'call'
-        counts['our_calls'] += event == 'call' and frame.f_code.co_filename.startswith(package)
+        if event == 'c_call': return
+        counts['calls'] += 1
+        if code.co_filename.startswith(package): counts['our_calls'] += 1
     return profile
 
+
 def count_calls(make, k, n=6):
-    "Functions called per micro-batch, in `n` windows"
-    task,counts = Task(n*k),Counter()
+    "Returns the calls per micro-batch in `n` windows"
+    task = Task(n*k)
+    counts = Counter()
     profile = profiler(counts)
+    def start(): sys.setprofile(profile)
+    def stop(): sys.setprofile(None)
     with checked_once:
         train = make(task, k)
         train()  # once before, for what is cached
-        n = in_windows(train, task.batches, k, lambda: sys.setprofile(profile), lambda: sys.setprofile(None))
-    return {name:counts[name]/n for name in ('calls', 'our_calls', 'with_c')}
+        n_counted = in_windows(train, task.batches, k, start, stop)
+    return {name: counts[name]/n_counted for name in ('calls', 'our_calls', 'with_c')}
+
 
 def count_first_calls(make, k, n=16):
-    """Calls of Python and C functions in the first `n` windows of a fit beyond those of as many later ones, in windows'
-    worth of these"""
-    for windows in 2,n+3:  # a short fit before, for what is cached
-        task,counts,marks = Task(windows*k),Counter(),[]
-        task.batches.ask = lambda: marks.append(counts['with_c'])
-        train = make(task, k)
-        sys.setprofile(profiler(counts))
-        train()
-        sys.setprofile(None)
-    first,later = marks[n*k]-marks[0],marks[(n+2)*k]-marks[(n+1)*k]
-    return first/later-n
+    "Returns the calls per micro-batch, with those in C, in the first `n` windows of a fit"
+    make(Task(2*k), k)()  # a short fit before, for what is cached
+    task = Task((n+1)*k)
+    counts = Counter()
+    marks = []
+    def mark(): marks.append(counts['with_c'])
+    task.batches.on_request = mark
+    train = make(task, k)
+    sys.setprofile(profiler(counts))
+    try: train()
+    finally: sys.setprofile(None)
+    return (marks[n*k]-marks[0])/(n*k)
+
+
+# Bytes
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that are made in this context and still alive, `now`, and the most at a time, `peak`.
+    The weights of `model`, their gradients and its buffers do not count"""
+    def __init__(self, model=None):
+        super().__init__()
+        self.sizes = {}  # bytes, by storage
+        self.peak = 0
+        own = model.state_dict(keep_vars=True).values() if model else ()
+        for o in own:
+            self.count(o, 0)
+            if o.grad is not None: self.count(o.grad, 0)
+
+    def count(self, o, n_bytes):
+        "Counts the storage of `o` as `n_bytes`, until it is freed"
+        storage = o.untyped_storage()
+        key = storage._cdata
+        if key not in self.sizes: weakref.finalize(storage, self.sizes.pop, key, None)
+        self.sizes[key] = n_bytes
+
+    @property
+    def now(self): return sum(self.sizes.values())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        outputs = out if isinstance(out, (tuple, list)) else [out]
+        for o in outputs:
+            if not isinstance(o, torch.Tensor): continue
+            storage = o.untyped_storage()
+            if storage._cdata not in self.sizes: self.count(o, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return out
+
 
 def storages(tensors):
-    "Bytes by storage"
-    strided = [o for o in tensors if o.layout == torch.strided and not isinstance(o, FakeTensor)]
-    return {o.untyped_storage().data_ptr():o.untyped_storage().nbytes() for o in strided}
+    "Returns the bytes of each storage"
+    res = {}
+    for o in tensors:
+        if o.layout != torch.strided or isinstance(o, FakeTensor): continue
+        storage = o.untyped_storage()
+        res[storage.data_ptr()] = storage.nbytes()
+    return res
+
+
+def state_tensors(opt):
+    "Returns the tensors in the state of an optimizer"
+    res = []
+    for state in opt.state.values():
+        res += [o for o in state.values() if isinstance(o, torch.Tensor)]
+    return res
+
 
 def kept_bytes():
-    "Bytes of all live tensors but parameters, their gradients and the state of optimizers"
-    import fastai.optimizer
+    "Returns the bytes of all live tensors but parameters, their gradients and the state of optimizers"
     gc.collect()
-    alive = gc.get_objects()
-    tensors = [o for o in alive if issubclass(type(o), torch.Tensor)]
-    params = [o for o in tensors if issubclass(type(o), torch.nn.Parameter)]
-    states = [o.state for o in alive if issubclass(type(o), (torch.optim.Optimizer, fastai.optimizer.Optimizer))]
-    state = [v for s in states for p in s.values() for v in p.values() if isinstance(v, torch.Tensor)]
-    known = storages(params + [p.grad for p in params if p.grad is not None] + state)
-    return sum(n for ptr,n in storages(tensors).items() if ptr not in known)
+    tensors = []
+    known = []
+    for o in gc.get_objects():
+        kind = type(o)
+        if issubclass(kind, (torch.optim.Optimizer, Optimizer)): known += state_tensors(o)
+        if not issubclass(kind, torch.Tensor): continue
+        tensors.append(o)
+        if not issubclass(kind, torch.nn.Parameter): continue
+        known.append(o)
+        if o.grad is not None: known.append(o.grad)
+    known = storages(known)
+    return sum(n for address, n in storages(tensors).items() if address not in known)
+
 
 def count_bytes(make, k):
-    """Bytes that training keeps from one micro-batch to the next, beyond parameters, gradients, optimizer state and the
-    data: the most of a window"""
+    """Returns the bytes that training keeps from one micro-batch to the next, the most of a window, beyond parameters,
+    gradients, the optimizer's state and the data; and those of the parameters"""
     task = Task(4*k)
-    before,most,asked = kept_bytes(),0,0
-    with checked_once: train = make(task, k)
-    def ask():
-        nonlocal most,asked
-        if k < asked <= 2*k: most = max(most, kept_bytes()-before)
-        asked += 1
-    task.batches.ask = ask
-    with checked_once: train()
+    before = kept_bytes()
+    most = 0
+    n_requested = 0
+    def on_request():
+        nonlocal most, n_requested
+        is_in_second_window = k < n_requested <= 2*k
+        if is_in_second_window: most = max(most, kept_bytes()-before)
+        n_requested += 1
+    with checked_once:
+        train = make(task, k)
+        task.batches.on_request = on_request
+        train()
     return dict(kept=most, parameters=sum(p.nbytes for p in task.model.parameters()))
 
-def count(make, k): return {**count_operations(make, k), **count_calls(make, k), **count_bytes(make, k)}
+
+def count(make, k):
+    return {**count_operations(make, k), **count_calls(make, k), **count_bytes(make, k)}

@@ -3,81 +3,118 @@ and the passes that fail until it has found its blocks"""
 import time
 
 import torch
+from fastai.basics import SGD, Callback, DataLoader, DataLoaders, Learner
+from fastai.vision.learner import create_unet_model, create_vision_model
+from fastai.vision.models import resnet18, resnet34
+from fastxtend_accum.all import ActivationCheckpointing
+from fastxtend_accum.demo import Activations
 
 from .cases import Batches
 
-shares = .9,.75,.5
+shares = 0.9, 0.75, 0.5  # of the memory that the activations of the batch take
+
 
 def make(name):
-    "A model, and a batch for it"
-    from fastai.vision.learner import create_unet_model, create_vision_model
-    from fastai.vision.models import resnet18, resnet34
+    "Returns a model and a batch for it"
     torch.manual_seed(0)
-    if name == 'resnet34': return create_vision_model(resnet34, 10, pretrained=False),torch.randn(32, 3, 64, 64)
-    if name == 'unet': return create_unet_model(resnet18, 3, (64, 64), pretrained=False),torch.randn(16, 3, 64, 64)
-    import timm
+    if name == 'resnet34':
+        return create_vision_model(resnet34, 10, pretrained=False), torch.randn(32, 3, 64, 64)
+    if name == 'unet':
+        return create_unet_model(resnet18, 3, (64, 64), pretrained=False), torch.randn(16, 3, 64, 64)
+    import timm  # which the tests do without
     vit = timm.create_model('vit_tiny_patch16_224', img_size=64, patch_size=8, num_classes=10, drop_path_rate=.1)
-    return vit,torch.randn(32, 3, 64, 64)
+    return vit, torch.randn(32, 3, 64, 64)
+
+
+def mean_of_squares(pred, targ): return pred.square().mean()
+
 
 def learner(name, *cbs):
-    "A Learner whose epoch is one batch"
-    from fastai.basics import SGD, DataLoader, DataLoaders, Learner
-    model,x = make(name)
-    dls = DataLoaders(DataLoader([(o,0) for o in x], bs=len(x)), [])
-    return Learner(dls, model, lambda pred, targ: pred.square().mean(), opt_func=SGD, cbs=[*cbs])
+    "Returns a Learner whose epoch is one batch"
+    model, inputs = make(name)
+    samples = [(o, 0) for o in inputs]
+    dls = DataLoaders(DataLoader(samples, bs=len(samples)), [])
+    return Learner(dls, model, mean_of_squares, opt_func=SGD, cbs=[*cbs])
+
 
 def step(learn, lr=1e-6):
     "A fit of one batch"
     with learn.no_bar(), learn.no_logging(): learn.fit(1, lr)
 
-def seconds(learn, lr=1e-6, n=4):
-    """Seconds of the last of `n` batches: in the fourth, nothing is checked, as in most of an epoch. Of the clock on a
-    GPU, else of the CPU"""
-    from fastai.basics import Callback
-    def now():
-        if torch.cuda.is_available(): torch.cuda.synchronize()
-        return (time.perf_counter if torch.cuda.is_available() else time.process_time)()
-    times = []
-    def note(self): times.append(now())
-    fit_batch(learn, n, lr, Callback(before_batch=note, after_batch=note))
-    return times[2*n-1]-times[2*n-2]
 
 def fit_batch(learn, n, lr, *cbs):
     "An epoch of `n` times the same batch"
     loaders = learn.dls.loaders
-    learn.dls.loaders = [Batches([next(iter(loaders[0]))], n), *loaders[1:]]
+    batch = next(iter(loaders[0]))
+    learn.dls.loaders = [Batches([batch], n), *loaders[1:]]
     with learn.no_bar(), learn.no_logging(): learn.fit(1, lr, cbs=cbs)
     learn.dls.loaders = loaders
 
+
+def now():
+    "Returns the seconds of the clock on a machine with a GPU, else those of the CPU"
+    if not torch.cuda.is_available(): return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class BatchTimes(Callback):
+    "Notes when each batch begins and ends"
+    def __init__(self):
+        self.begins = []
+        self.ends = []
+
+    def before_batch(self): self.begins.append(now())
+    def after_batch(self): self.ends.append(now())
+
+
+def seconds(learn, lr=1e-6, n=4):
+    "Returns the time of the last of `n` batches: in the fourth, nothing is checked, as in most of an epoch"
+    times = BatchTimes()
+    fit_batch(learn, n, lr, times)
+    return times.ends[n-1]-times.begins[n-1]
+
+
 def settle(learn, step=step):
-    """Take steps until they run as many blocks again as the one before, and none fails; returns how many passes have
-    failed"""
-    blocks,passes,steps,failed,level = learn.activation_checkpointing,[],0,0,None
-    hook = learn.model.register_forward_pre_hook(lambda m, args: passes.append(m.training))
+    """Takes steps until one recomputes as many blocks as the one before, and no pass fails. Returns how many passes
+    have failed"""
+    blocks = learn.activation_checkpointing
+    n_passes = 0
+    def count_pass(m, args):
+        nonlocal n_passes
+        if m.training: n_passes += 1
+    hook = learn.model.register_forward_pre_hook(count_pass)
+    n_steps = 0
+    n_failed = 0
+    level = None
     while True:
         step(learn)
-        steps += 1
-        if sum(passes)-steps == failed and blocks.level == level: break
-        failed,level = sum(passes)-steps,blocks.level
+        n_steps += 1
+        is_settled = n_passes-n_steps == n_failed and blocks.level == level
+        if is_settled: break
+        n_failed = n_passes-n_steps
+        level = blocks.level
     hook.remove()
-    return failed
+    return n_failed
+
 
 def measure(name, rounds):
-    "Seconds of a step, once a round, by kind; the passes that have failed for each share of memory, and what was found"
-    from fastxtend_accum.all import ActivationCheckpointing
-    from fastxtend_accum.demo import Activations
+    """Returns the seconds of a step, once a round, by kind; and for each share of memory the passes that have failed,
+    and what was found"""
     whole = learner(name, Activations())
     step(whole)
     learners = dict(whole=learner(name), blocks=learner(name, ActivationCheckpointing(adapt=False)))
-    failed,found = {},{}
+    failed = {}
+    found = {}
     for share in shares:
         limit = Activations(whole.activations.mb*share)
-        learn = learners[str(share)] = learner(name, limit, ActivationCheckpointing())
+        learn = learner(name, limit, ActivationCheckpointing())
         failed[str(share)] = settle(learn)
-        found[str(share)] = learn.activation_checkpointing.how()
+        found[str(share)] = learn.activation_checkpointing.describe_level()
         learn.remove_cb(Activations)  # it would take time
-    for o in learners.values(): step(o)  # the first step is slower
-    times = {k:[] for k in learners}
+        learners[str(share)] = learn
+    for learn in learners.values(): step(learn)  # the first step is slower
+    times = {kind: [] for kind in learners}
     for _ in range(rounds):
-        for k,o in learners.items(): times[k].append(seconds(o))
+        for kind, learn in learners.items(): times[kind].append(seconds(learn))
     return dict(times=times, failed=failed, found=found)

@@ -1,49 +1,64 @@
-import gc, os
+"Settings of all tests"
+import gc
+import os
 from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
 
-os.environ['OMP_NUM_THREADS'] = '1'  # before torch is imported: the models are so small that threads only wait for each other
+os.environ['OMP_NUM_THREADS'] = '1'  # before torch is imported: on small models, threads only wait for each other
 
-import matplotlib, pytest
+import matplotlib
+import pytest
 from fastcore.basics import num_cpus
 from hypothesis import settings
 
 matplotlib.use('agg')
 
 # How many cases a property test draws: `-m hypothesis --hypothesis-profile=long`, a step of .ci/run, has more
-for name,n in dict(quick=25, long=200).items(): settings.register_profile(name, max_examples=int(os.environ.get('DRAWS', n)))
+for name, n in dict(quick=25, long=200).items():
+    settings.register_profile(name, max_examples=int(os.environ.get('DRAWS', n)))
 settings.load_profile('quick')
 
-TOGETHER = 'processes', 'pages', 'project', 'resume'  # files that one process runs: several tests share what takes long to make
+TOGETHER = 'processes', 'pages', 'project', 'resume'  # one process runs such a file: its tests share what takes long
 ALONE = 'colab', 'release', 'libraries', 'gpu'  # one environment or one GPU for all tests of a mark
 
+
 def pytest_xdist_auto_num_workers(config):
-    "As many as `nbdev-test` has"
-    return 0 if config.option.markexpr in ALONE else min(num_cpus(), 8)
+    "Returns as many as `nbdev-test` has"
+    if config.option.markexpr in ALONE: return 0
+    return min(num_cpus(), 8)
+
 
 def pytest_xdist_make_scheduler(config, log):
-    "The files of TOGETHER come first, each in one process. `--dist loadgroup` does nothing with pytest 9.2: https://github.com/pytest-dev/pytest-xdist/issues/1386"
+    """The files of TOGETHER come first, each in one process. `--dist loadgroup` does nothing with pytest 9.2:
+    https://github.com/pytest-dev/pytest-xdist/issues/1386"""
     from xdist.scheduler import LoadScopeScheduling
+
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = nodeid.split('::')[0]
-            return file if Path(file).stem.removeprefix('test_') in TOGETHER else nodeid
+            is_together = Path(file).stem.removeprefix('test_') in TOGETHER
+            return file if is_together else nodeid
+
     return Scheduler(config, log)
+
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
-    "`thin(n)`: of the test's cases every `n`th runs always, beginning with the first, and the others are `long`"
+    "`thin(n)`: of the cases of a test, every `n`th runs always, beginning with the first, and the others are `long`"
     seen = Counter()
     for item in items:
         for mark in item.iter_markers('thin'):
-            if seen[item.parent, item.originalname] % mark.args[0]: item.add_marker('long')
-            seen[item.parent, item.originalname] += 1
+            test = item.parent, item.originalname
+            if seen[test] % mark.args[0]: item.add_marker('long')
+            seen[test] += 1
+
 
 def pytest_collection_finish():
-    "Whoever collects garbage need not go through a million objects of PyTorch, which takes longer than most tests"
+    "Collecting garbage need not go through a million objects of PyTorch, which takes longer than most tests"
     gc.collect()
     gc.freeze()
+
 
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
@@ -53,4 +68,4 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv('WANDB_MODE', 'offline')
     monkeypatch.setenv('WANDB_SILENT', 'true')
     torch.manual_seed(0)
-    with patch.dict(os.environ): yield  # W&B leaves the address of a process there, which writes into this test's folder
+    with patch.dict(os.environ): yield  # W&B leaves the address of a process there, which writes into this folder

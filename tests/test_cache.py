@@ -1,314 +1,690 @@
-"GradientCache: a loss over the whole batch, while the model sees micro-batches"
-import pytest
-from hypothesis import given, strategies as st
+"GradientCache: the loss compares all samples of a batch, while the model sees a micro-batch at a time"
+import gc
+import weakref
 
-from common import *
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from benchmarks.counts import LiveBytes
-from test_checkpointing import Moves, states
+from common import *
+from stateful import *
+from fastxtend_accum import cache
+from fastxtend_accum.cache import graph_between
+
+FLOAT32_LOSS = 1e-7  # the Recorder averages losses in float32
+ADAM_ROUNDING = 1e-9  # Adam's first steps are as large for gradients that are nothing but rounding
+
+
+# Losses over the batch
 
 def info_nce(pred, *targ, scale=10.):
     "Each row of one output is to find its partner in the other"
-    a,b = (F.normalize(o, dim=1) for o in pred)
-    return F.cross_entropy(scale*a@b.T, torch.arange(len(a))).float()
+    first_view, second_view = [F.normalize(o, dim=1) for o in pred]
+    similarity = scale*first_view@second_view.T
+    return F.cross_entropy(similarity, torch.arange(len(similarity))).float()
 
-class Temperature(nn.Module):
-    "CLIP's loss: both directions, with a temperature that only the loss uses"
-    def __init__(self): super().__init__(); self.logit_scale = nn.Parameter(torch.tensor(1., dtype=torch.float64))
-    def forward(self, pred, *targ): return sum(info_nce(o, scale=self.logit_scale.exp()) for o in (pred, pred[::-1]))/2
 
-def triplet(pred, *targ):
-    "The hardest in the batch, by the sign of the target"
-    z,label = pred[0],targ[0][:,0] > 0
-    d,same = torch.cdist(z, z),label[:,None] == label
-    return F.relu((d*same).max(1).values - d.masked_fill(same, 1e9).min(1).values + 1).mean().float()
+class ClipLoss(nn.Module):
+    "Both directions, with a temperature that only the loss has"
+    def __init__(self):
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(1., dtype=torch.float64))
 
-def batch_dice(pred, *targ):
-    p,t = pred[0].sigmoid(),(targ[0] > 0).double()
-    return (1-(2*(p*t).sum()+1)/((p+t).sum()+1)).float()
+    def forward(self, pred, *targ):
+        scale = self.logit_scale.exp()
+        there = info_nce(pred, scale=scale)
+        back = info_nce(pred[::-1], scale=scale)
+        return (there+back)/2
 
-batch_losses = dict(info_nce=lambda: info_nce, clip=Temperature, triplet=lambda: triplet, dice=lambda: batch_dice)
+
+def hardest_triplets(pred, targ):
+    "For each row, the hardest others in the batch. Classes are the signs of the targets"
+    rows, _ = pred
+    is_positive = targ[:, 0] > 0
+    is_same = is_positive[:, None] == is_positive
+    distance = torch.cdist(rows, rows)
+    farthest = (distance*is_same).max(1).values
+    nearest = distance.masked_fill(is_same, 1e9).min(1).values
+    return F.relu(farthest-nearest+1).mean().float()
+
+
+def batch_dice(pred, targ):
+    "The ratio of sums over the batch"
+    probability = pred[0].sigmoid()
+    truth = (targ > 0).double()
+    overlap = (probability*truth).sum()
+    total = probability.sum()+truth.sum()
+    dice = (2*overlap+1)/(total+1)
+    return (1-dice).float()
+
+
+def barlow_twins(pred, *targ):
+    "The correlation matrix of the outputs is to be the identity"
+    centered = pred-pred.mean(0)
+    normed = centered/(pred.std(0)+1e-3)
+    correlation = normed.T@normed/len(normed)
+    off = correlation-torch.eye(len(correlation))
+    return (off**2).sum()
+
+
+BATCH_LOSSES = dict(
+    info_nce=lambda: info_nce,
+    clip=ClipLoss,
+    triplets=lambda: hardest_triplets,
+    dice=lambda: batch_dice)
+
+
+# Models
+
+def encoder(dropout=0., norm=nn.LayerNorm):
+    torch.manual_seed(0)
+    first_layer = nn.Linear(5, 8)
+    last_layer = nn.Linear(8, 4)
+    m = nn.Sequential(first_layer, norm(8), nn.Tanh(), nn.Dropout(dropout), last_layer)
+    return m.double()
+
 
 class TwoOutputs(nn.Module):
-    def __init__(self, dropout=0., norm=False):
+    def __init__(self, **kwargs):
         super().__init__()
-        torch.manual_seed(0)
-        def encoder():
-            middle = nn.BatchNorm1d(8) if norm else nn.LayerNorm(8)
-            return nn.Sequential(nn.Linear(5, 8), middle, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 4))
-        self.a,self.b = encoder().double(),encoder().double()
-    def forward(self, x): return self.a(x),self.b(x)
+        self.a = encoder(**kwargs)
+        self.b = encoder(**kwargs)
+        nn.init.normal_(self.b[0].weight)  # not the same as `a`
 
-def all_params(learn): return torch.cat([p.detach().flatten() for pg in learn.opt.param_lists for p in pg])
-def assert_moved_from(learn, m): assert (weights(learn)-weights(m)).abs().max() > 1e-3
-def buffers(learn): return torch.cat([o.double().flatten() for o in learn.model.buffers()])
+    def forward(self, x): return self.a(x), self.b(x)
 
-def fit_over_batch(cbs=None, loss='info_nce', n=100, bs=32, opt_func=SGD, m=None, n_epoch=2, lr=.05, **kwargs):
-    loss_func,m = batch_losses[loss](),TwoOutputs() if m is None else m
-    extra = list(loss_func.parameters()) if isinstance(loss_func, nn.Module) else []
-    learn = make_learner(bs, n=n, m=m, loss_func=loss_func, opt_func=opt_func, cbs=cbs,
-                         splitter=lambda m: [list(m.parameters())+extra], **kwargs)
+
+def trained(cbs=None, loss='info_nce', make_model=TwoOutputs, n=100, bs=32, n_epoch=2, lr=.05, **kwargs):
+    "Returns a Learner that has trained its model, and the weights of its loss, if it has any"
+    loss_func = BATCH_LOSSES[loss]()
+
+    def all_params(m):
+        return [[*m.parameters(), *getattr(loss_func, 'parameters', list)()]]
+
+    learn = make_learner(bs, n=n, m=make_model(), loss_func=loss_func, cbs=cbs, splitter=all_params, **kwargs)
     return fit(learn, n_epoch, lr, method='fit_one_cycle')
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize('micro,opt_func', [*[(o, SGD) for o in (1, 8, 10, 32, 100)], (10, Adam)])
-@pytest.mark.parametrize('loss', batch_losses)
-def test_equals_the_whole_batch(loss, micro, opt_func):
+
+def trained_weights(learn):
+    "Returns all that the optimizer has trained, in one vector"
+    params = L(learn.opt.param_lists).concat()
+    return torch.cat([p.detach().flatten() for p in params])
+
+
+def buffers(learn):
+    return torch.cat([o.double().flatten() for o in learn.model.buffers()])
+
+
+def assert_moved_from(learn, m):
+    "Asserts that training has changed the weights of `m`"
+    assert (weights(learn)-weights(m)).abs().max() > 1e-3
+
+
+# The whole batch
+
+@pytest.mark.parametrize('loss,micro,opt_func,lr,tol', [
+    *[(loss, 10, SGD, .05, ROUNDING) for loss in BATCH_LOSSES],
+    *[('info_nce', micro, SGD, .05, ROUNDING) for micro in (1, 8, 32, 100)],
+    ('info_nce', 10, Adam, .001, ADAM_ROUNDING)])
+def test_training_equals_that_of_whole_batches(loss, micro, opt_func, lr, tol):
     "Weights of model and loss, and all that is logged"
-    lr = .05 if opt_func is SGD else .001  # Adam's steps are as large for gradients that are but rounding
-    big,small = (fit_over_batch(cbs, loss, opt_func=opt_func, lr=lr) for cbs in (None, GradientCache(micro)))
-    assert_moved_from(big, TwoOutputs())
-    assert_same(all_params(small), all_params(big), ROUNDING if opt_func is SGD else 1e-9)  # see above
-    for o in 'lrs','iters': assert_same(getattr(small.recorder, o), getattr(big.recorder, o))
-    assert_same(losses(small), losses(big), 1e-7)
-    assert_same(floats(small.recorder.values), floats(big.recorder.values), 1e-7)
-    assert len(losses(small)) == 8 and small.gradient_cache.micro_bs == micro
+    plain = trained(None, loss, opt_func=opt_func, lr=lr)
+    ours = trained(GradientCache(micro), loss, opt_func=opt_func, lr=lr)
+    assert_moved_from(plain, TwoOutputs())
+    assert_same(trained_weights(ours), trained_weights(plain), tol)
+    assert len(losses(ours)) == 8
+    assert_same(losses(ours), losses(plain), FLOAT32_LOSS)
+    assert_same(floats(ours.recorder.values), floats(plain.recorder.values), FLOAT32_LOSS)
+    assert_same(ours.recorder.lrs, plain.recorder.lrs)
+    assert ours.recorder.iters == plain.recorder.iters
+    assert ours.gradient_cache.micro_bs == micro
+
 
 @draws
-@given(n=st.integers(2, 40), bs=st.integers(2, 20), micro=st.integers(1, 24), loss=st.sampled_from([*batch_losses]))
-def test_any_sizes(n, bs, micro, loss):
-    "With clipped gradients"
-    def run(*cbs): return all_params(fit_over_batch([GradientClip(.1), *cbs], loss, n, bs, n_epoch=1))
-    assert_same(run(GradientCache(micro)), run(), ROUNDING)
+@given(
+    n=st.integers(2, 40),
+    bs=st.integers(2, 20),
+    micro=st.integers(1, 24),
+    loss=st.sampled_from(list(BATCH_LOSSES)))
+def test_any_sizes_and_clipped_gradients(n, bs, micro, loss):
+    sizes = dict(n=n, bs=bs, n_epoch=1)
+    plain = trained([GradientClip(.1)], loss, **sizes)
+    ours = trained([GradientClip(.1), GradientCache(micro)], loss, **sizes)
+    assert_same(trained_weights(ours), trained_weights(plain), ROUNDING)
 
-def test_windows_of_several_loader_batches():
-    "The mean of their losses; the last window has 36 of 64 samples"
+
+def test_a_window_has_the_mean_of_the_losses_of_its_batches():
+    "The last one has 36 of 64 samples"
     cbs = [GradientAccumulation(64), GradientCache(4)]
-    small,m,(x,_) = fit(make_learner(16, n=100, m=TwoOutputs(), loss_func=info_nce, cbs=cbs), 1),TwoOutputs(),data(100)
+    ours = make_learner(16, n=100, m=TwoOutputs(), loss_func=info_nce, cbs=cbs)
+    with pytest.warns(UserWarning, match='accumulation is not exact for this loss'): fit(ours, 1)
+    m = TwoOutputs()
     opt = sgd(m.parameters())
-    for window in [16]*4,[16, 16, 4]:
-        opt.param_groups[0]['lr'] = .1/sum(window)  # a loss of float32 would be rounded
+    inputs, _ = data(100)
+    for sizes in ([16, 16, 16, 16], [16, 16, 4]):
+        opt.param_groups[0]['lr'] = .1/sum(sizes)  # instead of a division of the loss, which is in float32
         opt.zero_grad()
-        for n in window:
-            (info_nce(m(x[:n]))*n).backward()
-            x = x[n:]
+        for size in sizes:
+            batch, inputs = inputs[:size], inputs[size:]
+            (info_nce(m(batch))*size).backward()
         opt.step()
-    assert_same(weights(small), weights(m), ROUNDING)
-    assert small.recorder.accum_bs == [64, 36]
-    assert_moved_from(small, TwoOutputs())
+    assert_same(weights(ours), weights(m), ROUNDING)
+    assert ours.recorder.accum_bs == [64, 36]
+    assert_moved_from(ours, TwoOutputs())
+
 
 # Structures
 
-class CLIP(nn.Module):
-    "Two encoders; the loss reads `model.logit_scale`, which a callback clamps"
+class Clip(nn.Module):
+    "Two encoders with nested inputs and outputs; the loss reads `logit_scale`, which a callback clamps"
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.image,self.text = nn.Linear(5, 4).double(),nn.Linear(1, 4).double()
-        self.logit_scale,self.sizes = nn.Parameter(torch.tensor(1.).double()),set()
-    def forward(self, b):
-        self.sizes.add(len(b['image']))
-        return {'pairs':(self.image(b['image']), self.text(torch.tensor(b['texts']).double())), 'nothing':None}
-    def loss(self, pred, *targ): return info_nce(pred['pairs'], scale=self.logit_scale.exp())
+        self.image = nn.Linear(5, 4)
+        self.text = nn.Linear(1, 4)
+        self.logit_scale = nn.Parameter(torch.tensor(1.))
+        self.sizes = set()
+        self.double()
 
-def test_clip_in_nested_structures():
-    x,y = data(96)
-    batches = [({'image':x[i:i+32], 'texts':y[i:i+32].tolist()}, y[i:i+32]) for i in (0, 32, 64)]
-    dls = DataLoaders(*[torch.utils.data.DataLoader(batches, batch_size=None)]*2)
-    for o in dls.loaders: o.bs = 32
-    def clamp(self): self.model.logit_scale.data.clamp_(0, 1.2)
-    def run(*cbs): return fit(Learner(dls, m := CLIP(), m.loss, opt_func=SGD, cbs=[Callback(after_step=clamp), *cbs]))
-    big,small = run(),run(GradientCache(8))
-    assert_same(weights(small), weights(big), ROUNDING)
-    assert_moved_from(big, CLIP())
-    assert_moved_from(run(GradientAccumulation(micro_batch_size=8)), big.model)
-    assert big.model.logit_scale != 1 and small.model.sizes == {8}
+    def forward(self, batch):
+        images = batch['images']
+        texts = torch.tensor(batch['texts']).double()
+        self.sizes.add(len(images))
+        pairs = self.image(images), self.text(texts)
+        return dict(pairs=pairs, nothing=None)
+
+    def loss(self, pred, *targ):
+        return info_nce(pred['pairs'], scale=self.logit_scale.exp())
+
+
+def clamp_logit_scale(cb):
+    cb.model.logit_scale.data.clamp_(0, 1.2)
+
+
+def trained_clip(*cbs):
+    inputs, targets = data(96)
+    batches = []
+    for images, texts in zip(inputs.split(32), targets.split(32)):
+        batches.append((dict(images=images, texts=texts.tolist()), texts))
+    dl = torch.utils.data.DataLoader(batches, batch_size=None)
+    dl.bs = 32
+    m = Clip()
+    clamp = Callback(after_step=clamp_logit_scale)
+    learn = Learner(DataLoaders(dl, dl), m, m.loss, opt_func=SGD, cbs=[clamp, *cbs])
+    return fit(learn)
+
+
+def test_clip_with_nested_inputs_and_outputs():
+    plain = trained_clip()
+    ours = trained_clip(GradientCache(8))
+    assert_same(weights(ours), weights(plain), ROUNDING)
+    assert ours.model.sizes == {8}
+    assert_moved_from(plain, Clip())
+    assert plain.model.logit_scale != 1
+    with pytest.warns(UserWarning, match='accumulation is not exact for this loss'):
+        splits_loss = trained_clip(GradientAccumulation(micro_batch_size=8))
+    assert_moved_from(splits_loss, plain.model)
+
 
 class Body(nn.Module):
-    "A body that sees two views, one after the other or `together`, and a head with BatchNorm"
-    def __init__(self, together=False):
+    "A body that sees two views of each sample, one after the other, and a head with BatchNorm"
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.together,self.body = together,nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8)).double()
-        self.head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
+        self.body = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8))
+        self.head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4))
+        self.double()
+
+    def views(self, x):
+        return self.body(x), self.body(-x)
+
     def forward(self, x):
-        if self.together: return tuple(map(self.head, self.body(torch.cat([x, -x])).chunk(2)))
-        return self.head(self.body(x)),self.head(self.body(-x))
+        first_view, second_view = self.views(x)
+        return self.head(first_view), self.head(second_view)
 
-@pytest.mark.parametrize('together,args,same', [(False, dict(part=lambda m: m.body), True), (False, {}, False),
-                                                (True, dict(part=lambda m: m.body, rows=2), True)])
-def test_only_the_body_is_split(together, args, same):
-    big,small = (fit_over_batch(cbs, m=Body(together), n=96) for cbs in (None, GradientCache(8, **args)))
-    if not same: assert (all_params(small)-all_params(big)).abs().max() > 1e-4
-    else:
-        assert_same(all_params(small), all_params(big), ROUNDING)
-        assert_same(buffers(small), buffers(big), ROUNDING)
-    assert not any('forward' in vars(m) for m in small.model.modules())
 
-def two_views(self):
-    "As KeremTurgutlu's SimCLR"
-    self.learn.xb,self.learn.yb = ((torch.cat([o*1.1, o*.9]),) for o in (self.x, self.y))
+class TogetherBody(Body):
+    "The body sees both views in one tensor"
+    def views(self, x):
+        both = torch.cat([x, -x])
+        return self.body(both).chunk(2)
 
-def test_simclr():
-    def run(*cbs):
+
+def body(m): return m.body
+
+
+@pytest.mark.parametrize('make_model,rows', [(Body, 1), (TogetherBody, 2)])
+def test_a_head_with_batch_norm_is_not_split_if_the_body_is_the_part(make_model, rows):
+    plain = trained(make_model=make_model, n=96)
+    ours = trained(GradientCache(8, part=body, rows=rows), make_model=make_model, n=96)
+    assert_moved_from(plain, Body())
+    assert_same(weights(ours), weights(plain), ROUNDING)
+    assert_same(buffers(ours), buffers(plain), ROUNDING)
+    assert not [m for m in ours.model.modules() if 'forward' in vars(m)]
+
+
+def test_a_head_with_batch_norm_differs_if_the_whole_model_is_split():
+    plain = trained(make_model=Body, n=96)
+    ours = trained(GradientCache(8), make_model=Body, n=96)
+    assert (weights(ours)-weights(plain)).abs().max() > 1e-4
+
+
+def test_a_callback_may_put_two_views_of_each_sample_into_the_batch():
+    "As for SimCLR"
+    def two_views(cb):
+        both = torch.cat([cb.x*1.1, cb.x*.9])
+        cb.learn.xb = (both,)
+        cb.learn.yb = (torch.cat([cb.y, cb.y]),)
+
+    def loss_of_views(pred, *targ): return info_nce(pred.chunk(2))
+
+    def simclr(*cbs):
         cbs = [Callback(before_batch=two_views), *cbs]
-        return fit(make_learner(32, loss_func=lambda pred, *targ: info_nce(pred.chunk(2)), m=TwoOutputs().a, cbs=cbs))
-    assert_same(weights(run(GradientCache(16))), weights(big := run()), ROUNDING)
-    assert_moved_from(big, TwoOutputs().a)
+        return fit(make_learner(32, loss_func=loss_of_views, m=encoder(), cbs=cbs))
 
-# What a forward pass draws and moves
+    plain = simclr()
+    assert_same(weights(simclr(GradientCache(16))), weights(plain), ROUNDING)
+    assert_moved_from(plain, encoder())
 
-layers = dict(dropout=partial(nn.Dropout, .5), norm=partial(nn.BatchNorm1d, 5), noise=partial(Moves, *states['python']),
-              buffer=partial(Moves, *states['new_buffer']),
-              spectral=lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(5, 5)))
 
-@pytest.mark.thin(5)
-@pytest.mark.parametrize('amp', [None, 'bf16', 'fp16'])
-@pytest.mark.parametrize('micro', [8, 7])
-@pytest.mark.parametrize('kind', layers)
-def test_each_micro_batch_counts_once(kind, micro, amp):
-    "As where all activations are kept; also of 7+7+6+6+6 samples"
-    def run(cached):
-        set_seed(0)
-        m = nn.Sequential(nn.Linear(5, 5), layers[kind](), nn.Tanh(), nn.Linear(5, 4)).float()
-        before,forward = [o.clone() for o in m.buffers()],m.forward
-        def kept(x): return torch.cat([forward(o) for o in x.tensor_split(-(-32//micro))]) if m.training else forward(x)
-        if not cached: m.forward = kept
-        cbs = [GradientCache(micro)]*cached + [CpuMixedPrecision(amp, init_scale=2.**8) for _ in range(bool(amp))]
-        learn = make_learner(32, m=m, loss_func=lambda p,*t: info_nce((p, p.roll(1, 0))), cbs=cbs)
-        set_seed(3)
-        fit(learn, 2, .05)
-        assert all((a-b).abs().max() > 1e-3 for a,b in zip(before, m.buffers(), strict=True))
-        state = torch.cat([o.double().flatten() for o in m.state_dict().values()])
-        return state,torch.tensor(losses(learn)),torch.rand(1),tensor(random.random()),tensor(np.random.rand())
-    for a,b in zip(run(True), run(False), strict=True): assert_same(a, b)
+# What a forward pass draws and changes
 
-def test_a_compiled_model():
-    "It keeps its own `forward`"
-    m = torch.compile(TwoOutputs(), backend='aot_eager')
+class InPieces(nn.Module):
+    "Runs `m` in pieces, and keeps the activations of all of them for the backward pass"
+    def __init__(self, m, most):
+        super().__init__()
+        self.m = m
+        self.most = most
+
+    def forward(self, x):
+        if not self.training: return self.m(x)
+        # Copies, as micro-batches are: products of matrices are rounded otherwise at another alignment in memory
+        n_pieces = math.ceil(len(x)/self.most)
+        pieces = [o.clone() for o in x.tensor_split(n_pieces)]
+        return torch.cat([self.m(o) for o in pieces])
+
+
+LAYERS = [
+    partial(nn.Dropout, .5),
+    partial(nn.BatchNorm1d, 5),
+    lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(5, 5)),
+    NewBuffer,
+    OnlyInTuple,
+    PythonNoise]
+FLOAT32_LAYERS = LAYERS[:3]  # which have no numbers in float64
+
+
+def state_after_fit(make_layer, micro, amp, is_cached):
+    "Returns weights, buffers and losses after a fit, and the next random numbers"
+    set_seed(0)
+    first_layer = nn.Linear(5, 5)
+    last_layer = nn.Linear(5, 4)
+    m = nn.Sequential(first_layer, make_layer(), nn.Tanh(), last_layer)
+    m = m.float() if amp else m.double()
+    before = weights(m)
+    cbs = [CpuMixedPrecision(amp, init_scale=256.)] if amp else []
+    if is_cached: cbs.append(GradientCache(micro))
+    def loss_func(pred, *targ): return info_nce((pred, pred.roll(1, 0)))
+    trained = m if is_cached else InPieces(m, micro)
+    learn = make_learner(32, m=trained, loss_func=loss_func, cbs=cbs)
+    set_seed(3)
+    fit(learn, 2, .05)
+    assert (weights(m)-before).abs().max() > 1e-3
+    next_numbers = [torch.rand(1).item(), random.random(), np.random.rand()]
+    return [*m.state_dict().values(), losses(learn), next_numbers]
+
+
+@pytest.mark.parametrize('make_layer,micro,amp', [
+    *[(layer, 8, None) for layer in LAYERS],
+    *[(layer, 7, None) for layer in LAYERS],  # 7+7+6+6+6 samples
+    *[(layer, 7, 'bf16') for layer in FLOAT32_LAYERS],
+    *[(layer, 7, 'fp16') for layer in FLOAT32_LAYERS]])
+def test_a_micro_batch_that_runs_twice_counts_once(make_layer, micro, amp):
+    "Bit for bit as where the activations of all micro-batches are kept"
+    ours = state_after_fit(make_layer, micro, amp, is_cached=True)
+    kept = state_after_fit(make_layer, micro, amp, is_cached=False)
+    for a, b in zip(ours, kept, strict=True): assert_same(a, b)
+
+
+@pytest.mark.xfail(strict=True, reason='the class of a compiled module has no forward, only the module has')
+def test_a_compiled_model_keeps_its_own_forward():
+    def compiled(): return torch.compile(TwoOutputs(), backend='aot_eager')
+    m = compiled()
     own = vars(m)['forward']
-    small,big = fit_over_batch(GradientCache(8), m=m, n_epoch=1),fit_over_batch(n_epoch=1)
-    assert_same(all_params(small), all_params(big), ROUNDING)
+    ours = trained(GradientCache(8), make_model=lambda: m, n_epoch=1)
+    plain = trained(n_epoch=1)
+    assert_moved_from(plain, TwoOutputs())
+    assert_same(weights(ours), weights(plain), ROUNDING)
     assert vars(m)['forward'] is own
+
 
 # Memory
 
-def correlations(pred, *targ):
-    "The outputs' correlation matrix should be the identity (Barlow Twins)"
-    z = (pred-pred.mean(0))/(pred.std(0)+1e-3)
-    return ((z.T@z/len(z)-torch.eye(z.shape[1]))**2).sum()
-
-def deep():
+def long_chain():
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(20)]
+    layers = []
+    for _ in range(20): layers += [nn.Linear(64, 64), nn.Tanh()]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16*64, 8))
 
+
 class Peak(Callback):
-    "The most bytes alive in a batch, until its step"
+    "The most bytes that are alive in the last batch, until its step"
     run_valid = False
-    def before_batch(self): self.live = LiveBytes(self.model).__enter__()
+
+    def before_batch(self):
+        self.live = LiveBytes(self.model)
+        self.live.__enter__()
+
     def before_step(self): self.live.__exit__(None, None, None)
 
-def test_live_bytes_are_those_of_a_micro_batch():
-    "Within 5% of accumulation in the same micro-batches"
-    ds = list(zip(torch.randn(256, 16, 64), torch.randn(256, 1)))
-    def peak(*cbs):
-        dls = DataLoaders(DataLoader(ds, bs=256), DataLoader(ds[:2], bs=2))
-        return fit(Learner(dls, deep(), correlations, opt_func=SGD, cbs=[Peak(), *cbs]), 1, 1e-3).peak.live.peak
-    whole = peak()
-    for n in 16,32,64:
-        cached,accumulated = peak(GradientCache(n)),peak(GradientAccumulation(micro_batch_size=n))
-        assert abs(cached/accumulated-1) < .05 and cached < (.15 if n == 16 else .5)*whole
 
-@pytest.mark.parametrize('cbs', [[], [CpuMixedPrecision('bf16')]])
-def test_auto(cbs):
-    "Sizes are tried under autocast, if training is"
+def peak_bytes(*cbs):
+    inputs = torch.randn(256, 16, 64)
+    samples = list(zip(inputs, torch.zeros(256, 1)))
+    train = DataLoader(samples, bs=256)
+    valid = DataLoader(samples[:2], bs=2)
+    learn = Learner(DataLoaders(train, valid), long_chain(), barlow_twins, opt_func=SGD, cbs=[Peak(), *cbs])
+    fit(learn, 1, 1e-3)
+    return learn.peak.live.peak
+
+
+@pytest.mark.filterwarnings('ignore:accumulation is not exact')
+@pytest.mark.parametrize('n,at_most', [(16, .15), (64, .5)])
+def test_memory_is_that_of_a_micro_batch(n, at_most):
+    "Within 5% of that of accumulation in the same micro-batches, where the loss sees each on its own"
+    cached = peak_bytes(GradientCache(n))
+    accumulated = peak_bytes(GradientAccumulation(micro_batch_size=n))
+    assert abs(cached/accumulated-1) < .05
+    assert cached < at_most*peak_bytes()
+
+
+class Limited(TwoOutputs):
+    "Has memory for 9 samples in training"
+    def __init__(self):
+        super().__init__(dropout=.3, norm=nn.BatchNorm1d)
+        self.float()
+        self.used_autocast = set()
+
+    def forward(self, x):
+        if self.training:
+            self.used_autocast.add(torch.is_autocast_enabled('cpu'))
+            if len(x) > 9: raise torch.OutOfMemoryError('CUDA out of memory')
+        return super().forward(x)
+
+
+@pytest.mark.parametrize('cb_type,uses_autocast', [(Callback, False), (partial(CpuMixedPrecision, 'bf16'), True)])
+def test_auto_finds_the_size_that_fits(cb_type, uses_autocast):
+    "Under autocast, if training is; and training is that with this size"
+    def trained_with(size):
+        return trained([cb_type(), GradientCache(size)], make_model=Limited)
+
+    auto = trained_with('auto')
+    fixed = trained_with(8)
+    assert auto.gradient_cache.micro_bs == 8
+    assert_moved_from(auto, Limited())
+    assert_same(weights(auto), weights(fixed))
+    assert_same(buffers(auto), buffers(fixed))
+    assert auto.model.used_autocast == {uses_autocast}
+    assert not torch.is_autocast_enabled('cpu')
+
+
+@pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'before_backward'])
+@pytest.mark.parametrize('exc', [KeyboardInterrupt, ValueError])
+def test_nothing_is_alive_after_an_error_between_forward_and_backward_pass(exc, event):
+    "The graph refers to what runs a micro-batch again, which Python's garbage collector cannot see"
+    cbs = [GradientCache(8), Fault(exc, event, nth=1, order=100)]
+    learn = make_learner(32, m=TwoOutputs(), loss_func=info_nce, cbs=cbs)
+    of_learner = weakref.ref(learn)
+    of_model = weakref.ref(learn.model)
+    with pytest.raises(exc): fit(learn, 1)
+    del learn
+    del cbs
+    gc.collect()
+    assert of_learner() is None
+    assert of_model() is None
+
+
+# Validation
+
+@pytest.mark.parametrize('part,sizes', [(None, [8, 8, 4]), (body, [16, 4])])
+def test_validation_and_prediction_give_the_results_of_whole_batches(part, sizes):
+    "Of 20 samples in batches of 16. With a part, the model sees them whole, and its part does not"
     seen = []
-    class Limited(TwoOutputs):
-        def forward(self, x):
-            seen.extend([torch.is_autocast_enabled('cpu')]*self.training)
-            if self.training and len(x) > 9: raise torch.OutOfMemoryError('CUDA out of memory')
-            return super().forward(x)
-    def run(micro): return fit_over_batch([*cbs, GradientCache(micro)], m=Limited(.3, True).float())
-    a,b = run('auto'),run(8)
-    assert a.gradient_cache.micro_bs == 8 and {*seen} == {len(cbs) > 0} and not torch.is_autocast_enabled('cpu')
-    assert_same(all_params(a), all_params(b))
-    assert_same(buffers(a), buffers(b))
 
-@pytest.mark.parametrize('part', [None, lambda m: m.body])
-def test_validation_and_prediction(part):
-    "The results of whole batches: 20 samples in batches of 16"
-    seen,res = [],[]
     class Sees(Body):
-        def forward(self, x): seen.append(len(x)); return super().forward(x)
+        def forward(self, x):
+            seen.append(len(x))
+            return super().forward(x)
+
+    def results():
+        seen.clear()
+        with quiet(learn):
+            preds, _ = learn.get_preds(act=noop)
+            return [*preds, learn.validate()[0]]
+
     learn = make_learner(32, m=Sees(), loss_func=info_nce, cbs=GradientCache(8, part=part))
     fit(learn, 1)
-    for sizes in ([8,8,4] if part is None else [16,4]),[16,4]:
-        seen.clear()
-        with quiet(learn): res.append([*learn.get_preds(act=noop)[0], tensor(learn.validate()[0])])
-        assert seen == sizes*2
-        learn.remove_cb(GradientCache)
-    for a,b in zip(*res, strict=True): assert_same(a, b, 1e-7)
+    ours = results()
+    assert seen == [*sizes, *sizes]
+    learn.remove_cb(GradientCache)
+    plain = results()
+    assert seen == [16, 4, 16, 4]
+    for a, b in zip(ours, plain, strict=True): assert_same(a, b, FLOAT32_LOSS)
+
+
+# Outputs that cannot be joined
+
+class MayReturnNumber(TwoOutputs):
+    "In training it may return one number for all rows, which is different for each micro-batch"
+    returns_number = True
+
+    def __init__(self):
+        super().__init__(dropout=.3, norm=nn.BatchNorm1d)
+
+    def forward(self, x):
+        views = super().forward(x)
+        if self.training and self.returns_number: return info_nce(views)
+        return views
+
+
+def number_or_info_nce(pred, *targ):
+    return pred if isinstance(pred, Tensor) else info_nce(pred)
+
+
+def learner_of_number(*cbs):
+    return make_learner(32, m=MayReturnNumber(), loss_func=number_or_info_nce, cbs=cbs)
+
+
+def test_a_batch_whose_outputs_cannot_be_joined_runs_whole():
+    "With one warning, and as if nobody had tried to split it: statistics and random numbers, too"
+    plain = learner_of_number()
+    ours = learner_of_number(GradientCache(8))
+    set_seed(0)
+    fit(plain)
+    set_seed(0)
+    with pytest.warns(UserWarning) as warned: fit(ours)
+    assert len(warned) == 1
+    says = r'GradientCache does not split batches: cannot join outputs of shape \(\) from a micro-batch of 8 samples'
+    assert re.match(says, str(warned[0].message))
+    assert_moved_from(plain, MayReturnNumber())
+    assert_same(weights(ours), weights(plain))
+    assert_same(buffers(ours), buffers(plain))
+    assert_same(losses(ours), losses(plain))
+
+
+def test_batches_are_split_again_once_the_model_is_repaired():
+    sizes = set()
+
+    def note(module, args):
+        if module.training: sizes.add(len(args[0]))
+
+    learn = learner_of_number(GradientCache(8))
+    learn.model.a.register_forward_pre_hook(note)
+    with pytest.warns(UserWarning, match='does not split batches'): fit(learn, 1)
+    assert sizes == {8, 32}
+    sizes.clear()
+    learn.model.returns_number = False
+    fit(learn, 1)
+    assert sizes == {8}
+
 
 # Errors
 
-class Scalar(TwoOutputs):
-    def forward(self, x): return super().forward(x)[0].sum()
+class BodyInList(Body):
+    "A list has no forward"
+    def __init__(self):
+        super().__init__()
+        self.body = nn.ModuleList([self.body])
 
-@pytest.mark.parametrize('m,args,cbs,says', [
-    (Scalar, {}, [], r'cannot join outputs of shape \(\) from a micro-batch of 8 samples'),
-    (partial(Body, True), dict(part=lambda m: m.body), [], 'several rows of each sample, set rows to their number'),
-    (TwoOutputs, dict(part=lambda m: nn.Tanh()), [], 'must return a module of the model that has a forward'),
-    (TwoOutputs, {}, [partial(GradientAccumulation, micro_batch_size=8)], 'both split batches: leave one')])
-def test_what_is_refused(m, args, cbs, says):
-    learn = make_learner(32, m=m(), loss_func=info_nce, cbs=[GradientCache(8, **args), *[o() for o in cbs]])
+
+@pytest.mark.parametrize('make_model,part,says', [
+    (TogetherBody, body, 'if a module sees several rows of each sample, set rows to their number'),
+    (BodyInList, body, 'part must return a module of the model that has a forward, not a ModuleList'),
+    (TwoOutputs, lambda m: nn.Tanh(), 'part must return a module of the model that has a forward, not a Tanh')])
+def test_a_part_that_cannot_be_split_is_an_error_before_the_first_step(make_model, part, says):
+    learn = make_learner(32, m=make_model(), loss_func=info_nce, cbs=GradientCache(8, part))
     before = weights(learn)
     with pytest.raises(ValueError, match=says): fit(learn, 1)
     assert_same(weights(learn), before)
 
+
+def test_only_one_callback_may_split_batches():
+    cbs = [GradientCache(8), GradientAccumulation(micro_batch_size=4)]
+    learn = make_learner(32, m=TwoOutputs(), loss_func=info_nce, cbs=cbs)
+    says = 'GradientCache and micro_batch_size=4 beside it both split batches: leave one of them out'
+    with pytest.raises(ValueError, match=says): fit(learn, 1)
+
+
 class TokensFirst(nn.Module):
-    "Its encoder sees [tokens, samples, 5]"
-    def __init__(self, n):
+    "Its body sees [tokens, samples, 5]"
+    def __init__(self, n_tokens):
         super().__init__()
         torch.manual_seed(0)
-        self.n,self.body = n,nn.TransformerEncoderLayer(5, 1, 8, dropout=0.).double()
-    def forward(self, x): return self.body(torch.stack([x.roll(i, 1) for i in range(self.n)])).mean(0),x
+        self.n_tokens = n_tokens
+        self.body = nn.TransformerEncoderLayer(5, 1, 8, dropout=0.).double()
 
-@pytest.mark.parametrize('n', [3, 16, 32])
-def test_tokens_first(n):
-    "The model may be split; a part that sees them is an error, unless it fits whole in validation"
-    def learner(*args): return make_learner(32, m=TokensFirst(n), loss_func=info_nce, cbs=GradientCache(*args))
-    assert_same(weights(fit(learner(8))), weights(big := fit(learner(32))), ROUNDING)
-    assert_moved_from(big, TokensFirst(n))
-    for f in (partial(fit, n_epoch=1),Learner.validate)[:1 if n < 8 else 2]:
-        learn = learner(8, lambda m: m.body)
-        with quiet(learn), pytest.raises(ValueError, match='cannot split a tensor of shape'): f(learn)
-        assert_same(weights(learn), weights(TokensFirst(n)))
-    if n < 8:
-        with quiet(plain := learner(32)), quiet(learn): assert_same([*learn.validate()], [*plain.validate()], 1e-6)
+    def forward(self, x):
+        tokens = torch.stack([x.roll(i, 1) for i in range(self.n_tokens)])
+        return self.body(tokens).mean(0), x
+
+
+def learner_of_tokens(n_tokens, *args):
+    return make_learner(32, m=TokensFirst(n_tokens), loss_func=info_nce, cbs=GradientCache(*args))
+
+
+@pytest.mark.parametrize('n_tokens', [3, 16, 32])
+def test_a_model_that_puts_tokens_first_may_be_split(n_tokens):
+    ours = fit(learner_of_tokens(n_tokens, 8))
+    whole = fit(learner_of_tokens(n_tokens, 32))
+    assert_same(weights(ours), weights(whole), ROUNDING)
+    assert_moved_from(whole, TokensFirst(n_tokens))
+
+
+@pytest.mark.parametrize('n_tokens', [3, 16, 32])
+def test_a_part_that_sees_tokens_first_is_an_error(n_tokens):
+    "Also if they are as many as the samples, in training or in validation"
+    learn = learner_of_tokens(n_tokens, 8, body)
+    with pytest.raises(ValueError, match='cannot split a tensor of shape'): fit(learn, 1)
+    assert_same(weights(learn), weights(TokensFirst(n_tokens)))
+
+
+@pytest.mark.parametrize('n_tokens', [16, 32])
+def test_a_part_that_sees_tokens_first_is_an_error_in_validation(n_tokens):
+    learn = learner_of_tokens(n_tokens, 8, body)
+    with quiet(learn), pytest.raises(ValueError, match='cannot split a tensor of shape'): learn.validate()
+
+
+def test_so_few_tokens_that_none_is_split_are_fine_in_validation():
+    ours = learner_of_tokens(3, 8, body)
+    whole = learner_of_tokens(3, 32)
+    with quiet(ours), quiet(whole):
+        loss_of_whole = whole.validate()
+        assert_same(ours.validate(), loss_of_whole)
+
 
 # A loss that reads what the model keeps, which is that of a micro-batch
 
 class Keeps(nn.Module):
-    "Keeps what it knows of its samples, and what they share"
+    "Keeps what it knows of its samples, and a number for all of them"
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.body,self.head = nn.Sequential(nn.Linear(5, 8), nn.Tanh()).double(),nn.Linear(8, 1).double()
-        self.log_scale = nn.Parameter(torch.zeros(()).double())
+        self.body = nn.Sequential(nn.Linear(5, 8), nn.Tanh())
+        self.head = nn.Linear(8, 1)
+        self.log_scale = nn.Parameter(torch.zeros(()))
+        self.double()
+
     def forward(self, x):
-        self.hidden,self.scale = self.body(x),self.log_scale.exp()
+        self.hidden = self.body(x)
+        self.scale = self.log_scale.exp()
         self.body.term = self.hidden.pow(2).mean()
         return self.head(self.hidden)*self.scale
+
+
+def trained_keeping(reads, *cbs):
+    def loss(pred, targ):
+        error = F.mse_loss(pred, targ)
+        return (error*(1+reads(m))).float()
+
+    m = Keeps()
+    return fit(make_learner(32, m=m, cbs=cbs, loss_func=loss), 2)
+
+
+def nothing(m): return 0.
+def hidden(m): return m.hidden.pow(2).mean()
+def term(m): return m.body.term
+def scale(m): return m.scale
+
 
 class AddsTerm(Callback):
     "As for distillation"
     def before_fit(self): self.hook = hook_output(self.model.body, detach=False)
-    def after_loss(self): self.learn.loss_grad = self.loss_grad+self.hook.stored.pow(2).mean().float()
 
-def keeping(*cbs, reads=lambda m: 1.):
-    def loss(pred, targ): return (F.mse_loss(pred, targ)*(1+reads(m))).float()
-    m = Keeps()
-    return fit(make_learner(32, m=m, cbs=[*cbs], loss_func=loss), 2)
+    def after_loss(self):
+        term = self.hook.stored.pow(2).mean()
+        self.learn.loss_grad = self.loss_grad+term.float()
 
-@pytest.mark.parametrize('reads', [lambda m: m.hidden.pow(2).mean(), lambda m: m.body.term, None])
-def test_a_loss_that_reads_what_the_model_keeps(reads):
-    "Or to which a callback adds it: an error"
-    cbs,args = ([], dict(reads=reads)) if reads else ([AddsTerm()], {})
-    with pytest.raises(ValueError, match='the loss reads what the model keeps'): keeping(GradientCache(8), *cbs, **args)
-    keeping(GradientCache(32), *cbs, **args)
 
-@pytest.mark.parametrize('reads', [lambda m: m.scale, lambda m: 1.])
-def test_a_loss_that_reads_what_all_samples_share(reads):
-    big,small = keeping(reads=reads),keeping(GradientCache(8), reads=reads)
-    assert_same(weights(small), weights(big), ROUNDING)
-    assert_moved_from(big, Keeps())
+@pytest.mark.filterwarnings('ignore:after_loss of AddsTerm')
+@pytest.mark.parametrize('reads,cb_type', [(hidden, Callback), (term, Callback), (nothing, AddsTerm)])
+def test_a_loss_that_reads_what_the_model_keeps_is_an_error(reads, cb_type):
+    "Or to which a callback adds it. Batches that are not split are fine"
+    says = 'the loss reads what the model keeps, and GradientCache has that of a micro-batch only'
+    with pytest.raises(ValueError, match=says):
+        trained_keeping(reads, GradientCache(8), cb_type())
+    trained_keeping(reads, GradientCache(32), cb_type())
+
+
+@pytest.mark.parametrize('reads', [scale, nothing])
+def test_a_loss_may_read_a_number_that_is_the_same_for_all_samples(reads):
+    plain = trained_keeping(reads)
+    ours = trained_keeping(reads, GradientCache(8))
+    assert_same(weights(ours), weights(plain), ROUNDING)
+    assert_moved_from(plain, Keeps())
+
+
+def test_the_graph_between_outputs_and_inputs():
+    "Without the operations that have computed the inputs, and without those that stand for weights"
+    weight = torch.ones(2, requires_grad=True)
+    before = weight*2
+    middle = before.exp()
+    after = middle.sin()+weight
+    names = [type(node).__name__ for node in graph_between([after], [before])]
+    assert sorted(names) == ['AddBackward0', 'ExpBackward0', 'SinBackward0']
+    assert graph_between([before], [before]) == set()
+
+
+def test_the_graph_is_searched_in_the_first_batch_of_an_epoch_only(monkeypatch):
+    "It has as many operations as the model"
+    searched = set()
+
+    def note(*args):
+        searched.add((learn.epoch, learn.iter))
+        return graph_between(*args)
+
+    monkeypatch.setattr(cache, 'graph_between', note)
+    learn = make_learner(32, m=TwoOutputs(), loss_func=info_nce, cbs=GradientCache(8))
+    fit(learn, 2)
+    assert len(losses(learn)) == 2*3
+    assert searched == {(0, 0), (1, 0)}

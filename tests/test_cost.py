@@ -1,153 +1,247 @@
-"What the callbacks cost, counted and never timed: host syncs, operations, calls of functions, bytes that are kept"
-from collections import Counter
-
+"What the callbacks cost, counted and never timed: host syncs, operations, calls of functions, and bytes that are kept"
 import pytest
-from benchmarks import costs, report
-from benchmarks.cases import Task, cases, training
-from benchmarks.counts import Copies, LiveBytes, Operations, count_bytes, count_calls, count_operations
+from benchmarks import costs
+from benchmarks.cases import cases, learner, training
+from benchmarks.counts import (Copies, LiveBytes, Operations, Task, count, count_bytes, count_calls, count_operations,
+                               counts_stay_tensors)
 
 from common import *
-from fastxtend_accum.windows.loss_check import LossCheck
 
 K = 8
 
+
 class Bare(Callback):
-    "The least that accumulates in a Learner: no weighing, no check, and the loss of each batch is logged"
-    order,run_valid = GradientAccumulation.order,False
+    "The least that accumulates in a Learner: it weighs and checks nothing, and the loss of each batch is logged"
+    order, run_valid = GradientAccumulation.order, False
     def after_backward(self):
         if (self.train_iter+1)%K: raise CancelBatchException
 
+
 def bare(task, k): return training(task, Bare())
 
-def fits(cb):
-    "The training of batches that fit, beside a callback that adapts to memory"
-    return lambda task, k: training(task, cb())
 
-adapting = [fits(lambda: GradientAccumulation(micro_batch_size='auto')), fits(ActivationCheckpointing)]
-ours = pytest.mark.parametrize('case', ['ours', 'ours_schedule'])
+def auto(task, k):
+    "Batches that fit are not split"
+    return training(task, GradientAccumulation(micro_batch_size='auto'))
+
+
+def checkpointing(task, k):
+    "Of batches that fit, no block runs again"
+    return training(task, ActivationCheckpointing())
+
+
+adapting = pytest.mark.parametrize('make', [auto, checkpointing])
+windows_and_schedule = pytest.mark.parametrize('case', ['ours', 'ours_schedule'])
+
+
+# Host syncs
 
 @pytest.mark.parametrize('case', ['ours', 'ours_schedule', 'ours_split', 'ours_cache'])
 def test_host_syncs(case):
     "One a window, for the loss and the items together; a Learner without accumulation copies every loss"
-    assert count_operations(cases['plain'], 1)['syncs'] == 1
-    for k in 1,K: assert count_operations(cases[case], k)['syncs'] == 1/k
+    plain = count_operations(cases['plain'], 1)
+    one = count_operations(cases[case], 1)
+    eight = count_operations(cases[case], K)
+    assert plain['syncs'] == one['syncs'] == 1
+    assert eight['syncs'] == 1/K
+
+
+def syncs_of_windows(case, loss_func, n):
+    "Returns the host syncs of each of the first `n` windows of a fit"
+    task = Task(n*K)
+    task.loss_func = loss_func
+    counts = Counter()
+    marks = []
+    def mark(): marks.append(counts['syncs'])
+    task.batches.on_request = mark
+    train = cases[case](task, K)
+    with counts_stay_tensors(), Operations(counts, task), Copies(counts): train()
+    ends = marks[::K]
+    return [end-start for start, end in zip(ends, ends[1:])]
+
 
 @pytest.mark.parametrize('loss_func', [nn.CrossEntropyLoss(), F.cross_entropy, nn.CrossEntropyLoss(reduction='sum')])
 @pytest.mark.parametrize('case', ['ours', 'ours_split'])
-def test_the_check_of_the_loss_adds_no_sync(case, loss_func, monkeypatch):
-    "In a whole fit of 4 windows: its numbers come with those of the window"
-    checks = []
-    def syncs():
-        task,counts = Task(4*K),Counter()
-        task.loss_func = loss_func
-        with monkeypatch.context() as m:
-            m.setattr('fastxtend_accum.windows.losses.as_count', lambda o: o)  # as on a GPU
-            train = cases[case](task, K)
-            with Operations(counts, task),Copies(counts): train()
-        return counts
-    compare = LossCheck.compare
-    monkeypatch.setattr(LossCheck, 'compare', lambda self: checks.append((compare(self), self.results[-1].verdict)))
-    checked = syncs()
-    assert checks == [(None, 'same')]*4
-    monkeypatch.setattr(LossCheck, 'n_windows', 0)
-    unchecked = syncs()
-    assert checked['ops'] > unchecked['ops'] and 4 <= checked['syncs'] <= unchecked['syncs']  # of a sum, one fewer
+def test_host_syncs_of_the_first_windows(case, loss_func, monkeypatch):
+    "The check of the loss waits once for its result, in each window that it compares; then a window has one sync"
+    monkeypatch.setattr(LossCheck, 'n_windows', 3)
+    observed, *later = syncs_of_windows(case, loss_func, 5)  # the first pass of a fit is observed
+    assert later == [2, 2, 1, 1]
+    assert observed > 2
 
-@ours
+
+# Operations
+
+@windows_and_schedule
 def test_operations(case):
-    "Beyond those of a Learner without accumulation, and beyond the least that accumulates"
-    assert count_operations(cases[case], 1)['ops']-count_operations(cases['plain'], 1)['ops'] == 13
-    assert count_operations(cases[case], K)['ops']-count_operations(bare, K)['ops'] == 14
+    """A window of one has 14 beyond those of a Learner without accumulation: it counts items (2), makes the loss 0 where
+    there are none (3), makes its weight (3), copies three numbers at once (5), and divides (1). In a window of eight, a
+    batch has as many beyond the least that accumulates"""
+    plain = count_operations(cases['plain'], 1)
+    one = count_operations(cases[case], 1)
+    assert one['ops'] == plain['ops']+14
+    least = count_operations(bare, K)
+    eight = count_operations(cases[case], K)
+    assert eight['ops'] == least['ops']+14
 
-def test_a_split_batch():
-    "Views of inputs, targets and the output without its graph beside loader batches; the joined output is kept"
-    windows,split = (count_operations(cases[o], K)|count_bytes(cases[o], K) for o in ('ours', 'ours_split'))
-    assert split['ops']-windows['ops'] == 4 and split['kept'] == 4*(K*16*10 + 6)
 
-@pytest.mark.parametrize('make', adapting)
+def test_operations_and_bytes_of_a_split_batch():
+    """A micro-batch has 5 operations beyond those of a loader batch: views of inputs and targets, and these and the
+    output without a graph; a window has 6, for the mean and the joined output, which is kept"""
+    loader_batches = count_operations(cases['ours'], K)
+    split = count_operations(cases['ours_split'], K)
+    assert split['ops'] == loader_batches['ops']+5+6/K
+    n_outputs = K*16*10
+    counts = count_bytes(cases['ours_split'], K)
+    assert counts['kept'] == 4*(n_outputs+5)
+
+
+@adapting
 def test_what_fits(make):
-    "No more syncs and operations than windows, and no more bytes are kept than without a callback"
-    assert count_operations(make, 1) == count_operations(cases['ours'], 1)
-    assert count_bytes(make, 1)['kept'] == count_bytes(cases['plain'], 1)['kept']
+    "What adapts to memory has the syncs and operations of windows, and keeps no more bytes than a plain Learner"
+    windows = count_operations(cases['ours'], 1)
+    assert count_operations(make, 1) == windows
+    plain = count_bytes(cases['plain'], 1)
+    assert count_bytes(make, 1) == plain
+
 
 # Calls of Python and C functions per micro-batch, relative to the plain Learner: with torch's SGD, with fastai's Adam
 
-limits = dict(windows={1:(1.06, 1.06), 8:(.68, .64), 64:(.63, .56)}, split={8:(.57, .52), 64:(.50, .44)},
-              checkpointing={1:(1.41, 1.37)})
+# With windows of one, .43 was the goal. In a loop that sends no events at all, fastai's optimizer, Recorder and loader
+# make .31 and .39 of the calls, and nothing can save these
+limits = {
+    ('windows', 1): (.45, .52),
+    ('windows', 8): (.24, .23),
+    ('windows', 64): (.22, .19),
+    ('split', 8): (.21, .20),
+    ('split', 64): (.16, .14),
+    ('checkpointing', 1): (.86, .88)}
+opts = pytest.mark.parametrize('opt', costs.opts)
 
-@pytest.mark.parametrize('opt', costs.opts)
-@pytest.mark.parametrize('kind,k', [(kind, k) for kind,ks in limits.items() for k in ks])
+
+@opts
+@pytest.mark.parametrize('kind,k', limits)
 def test_calls_of_a_micro_batch(kind, k, opt):
-    assert costs.calls(kind, k, opt) <= limits[kind][k][opt == 'adam']
+    limit_of_sgd, limit_of_adam = limits[kind,k]
+    limit = limit_of_sgd if opt == 'sgd' else limit_of_adam
+    assert costs.calls(kind, k, opt) <= limit
 
-@pytest.mark.parametrize('opt', costs.opts)
+
+@opts
 def test_calls_of_a_schedule(opt):
     "It is asked for the size of each window"
-    assert 0 < costs.calls('schedule', K, opt)-costs.calls('windows', K, opt) <= .04
+    windows = costs.calls('windows', K, opt)
+    assert windows < costs.calls('schedule', K, opt) <= windows+.01
+
+
+@opts
+@pytest.mark.parametrize('kind', ['windows', 'split'])
+def test_calls_of_the_first_windows(kind, opt):
+    "Even while the loss is checked, in the first 16 windows of a fit, a micro-batch takes much less than a plain batch"
+    first = costs.first_calls(kind, opt)
+    assert costs.calls(kind, K, opt) < first <= .38
+
+
+def batches_without_events(learn):
+    "fastai's loop without its events, but for the Recorder and the counter of batches"
+    loggers = [cb for cb in learn.cbs if isinstance(cb, (TrainEvalCallback, Recorder))]
+    for batch in learn.dl:
+        learn._split(learn._set_device(batch))
+        learn.pred = learn.model(*learn.xb)
+        learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
+        learn.loss = learn.loss_grad.clone()
+        learn._backward()
+        learn._step()
+        learn.opt.zero_grad()
+        for cb in loggers: cb.after_batch()
+
+
+@opts
+def test_calls_beyond_those_of_a_loop_without_events(opt):
+    "Our own loop and its events take a seventh of the plain Learner's calls"
+    def without_events(task, k):
+        learn = learner(task, opt_func=costs.opts[opt])
+        learn.n_iter = len(task.batches)
+        learn.all_batches = partial(batches_without_events, learn)
+        def train():
+            with quiet(learn): learn.fit(1)
+        return train
+    counts = count_calls(without_events, 1, costs.n_windows[1])
+    least = counts['with_c']/costs.plain_calls(opt)
+    ours = costs.calls('windows', 1, opt)
+    assert .3 < least < ours <= least+.14
+
 
 def test_calls_are_fewer_than_with_the_least_that_accumulates():
-    "Which logs each loader batch"
-    a,b,c = (count_calls(o, K)['with_c'] for o in (cases['ours'], bare, cases['plain']))
-    assert a < b < c
+    ours = count_calls(cases['ours'], K)
+    least = count_calls(bare, K)
+    plain = count_calls(cases['plain'], 1)
+    assert ours['with_c'] < least['with_c']/3
+    assert least['with_c'] < plain['with_c']
 
-@pytest.mark.parametrize('kind,most', [('windows', 3.), ('split', 3.6)])
-def test_calls_of_the_first_windows(kind, most):
-    "In windows' worth of later ones: those of the check of the loss in 16 windows, and of the look at what moves"
-    check,looks = costs.first_calls(kind).values()
-    assert 0 < check <= most and 0 < looks <= .1
 
-def test_nothing_is_searched(monkeypatch):
-    "What fastai asks for in each batch is found on the callback, and not by a search of Learner and model"
-    searches = []
-    def search(self, name):
-        searches.append(name)
-        return Callback.__getattr__(self, name)
-    monkeypatch.setattr(GradientAccumulation, '__getattr__', search, raising=False)
-    def searched(n):
-        searches.clear()
+def test_no_attribute_is_searched_in_a_batch(monkeypatch):
+    "fastai searches Learner and model for what a callback does not have; ours has what is asked for in each batch"
+    searched = []
+    search = Callback.__getattr__
+    def note_and_search(self, name):
+        if isinstance(self, GradientAccumulation): searched.append(name)
+        return search(self, name)
+    monkeypatch.setattr(Callback, '__getattr__', note_and_search, raising=False)
+    def searches_in_a_fit(n):
+        searched.clear()
         learn = fit(make_learner(8, n=n, cbs=GradientAccumulation(16)), 1)
         assert learn.train_iter == n//16
-        return list(searches)
-    assert searched(32) == searched(128) != []
+        return list(searched)
+    assert searches_in_a_fit(32) == searches_in_a_fit(128) != []
 
-@ours
+
+# Bytes
+
+@windows_and_schedule
 def test_bytes_kept(case):
-    "The last predictions, 16 times 10 numbers, and seven numbers beside them"
+    "The last outputs, 16 times 10 numbers, and seven numbers beside them"
     counts = count_bytes(cases[case], K)
-    assert counts['kept'] == 4*(16*10 + 7) < counts['parameters']
+    assert counts['kept'] == 4*(16*10+7)
+    assert counts['kept'] < counts['parameters']
+
 
 # The counts themselves
 
 class Wasteful(GradientAccumulation):
     "Costs a host sync with its operation, a call, and a buffer"
+    buffer = None
     def after_loss(self):
         self.learn.loss.item()
-        if 'buffer' not in vars(self): vars(self)['buffer'] = torch.zeros(10_000)
+        if self.buffer is None: self.buffer = torch.zeros(10_000)
+
+
+def wasteful(task, k): return training(task, Wasteful(k*task.batches.bs))
+
 
 def test_the_counts_see_what_is_added():
-    def wasteful(task, k): return training(task, Wasteful(k*task.batches.bs))
-    a,b = count_operations(cases['ours'], K),count_operations(wasteful, K)
-    assert b['syncs']-a['syncs'] == 1 and b['ops']-a['ops'] == 1
-    assert count_calls(wasteful, K)['calls']-count_calls(cases['ours'], K)['calls'] >= 1
-    assert count_bytes(wasteful, K)['kept']-count_bytes(cases['ours'], K)['kept'] == 40_000
+    ours = count(cases['ours'], K)
+    more = count(wasteful, K)
+    assert more['syncs'] == ours['syncs']+1
+    assert more['ops'] == ours['ops']+1
+    assert more['calls'] >= ours['calls']+1
+    assert more['kept'] == ours['kept']+40_000
 
-def test_live_bytes():
-    "A storage counts once, until it is freed, and the weights do not"
+
+def test_live_bytes_leave_out_weights():
     m = nn.Linear(10, 10)
     with LiveBytes(m) as live: m(torch.zeros(2, 10))
-    assert live.peak == 80+80
+    n_bytes = 4*2*10
+    assert live.peak == n_bytes+n_bytes  # input and output
+
+
+def test_live_bytes_count_a_storage_once_until_it_is_freed():
     with LiveBytes() as live:
         a = torch.zeros(100)  # 400 bytes
-        b = a[:50].view(5, 10)
-        c = a+1
-        assert live.now == 800
-        del c
-        d = a.double()
-    assert (live.now, live.peak) == (400+800, 400+800) and b.sum() == d.sum() == 0
-
-def test_a_label_for_every_contestant(): assert list(report.labels) == list(cases)
-
-def test_the_division_can_be_measured():
-    from benchmarks.measure import time_division
-    times = time_division('ours', 10**4)
-    assert times['parameters'] > 9000 and 0 < times['division'] < times['backward']
+        view = a[:50].view(5, 10)
+        b = a+1
+        assert live.now == 400+400
+        del b
+        doubles = a.double()
+    assert live.now == live.peak == 400+800
+    assert view.sum() == doubles.sum() == 0

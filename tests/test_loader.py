@@ -1,72 +1,675 @@
-"The training DataLoader in windows: what callbacks find in it, what it holds, and for how long"
-import gc, weakref
+"""windows/loader.py: what a DataLoader says of its batches, the windows they fill, and which batches come when: of
+fastai's loaders and PyTorch's, of batch samplers, streams, and loaders that use the memory of a batch again"""
+import gc
+import pickle
+import weakref
 
 import pytest
+from fastai.distributed import DistributedDL
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, SubsetRandomSampler
+from torch.utils.data import DataLoader as TorchDataLoader
 
 from common import *
+from fastxtend_accum.windows.loader import *
+from numbered_batches import *
 
-each_remainder = pytest.mark.parametrize('remainder', ['step','carry','drop'])
-def learner(remainder, *cbs, n=88, accum=32):
-    return make_learner(8, n=n, cbs=[GradientAccumulation(accum, remainder=remainder), *cbs])
+BOTH_LOGS = pytest.mark.parametrize('log', [True, False])
+EACH_REMAINDER = pytest.mark.parametrize('remainder', ['step', 'carry', 'drop'])
 
-@pytest.mark.parametrize('exc', [None, KeyboardInterrupt, CancelTrainException])
-@each_remainder
-def test_workers_end_with_their_epoch(remainder, exc):
-    "Without the garbage collector, which may take seconds to come"
-    left,learn = [],learner(remainder)
-    def count(self): left.append(len(multiprocessing.active_children()))
-    stop = Fault(exc, 'after_step', 3 if remainder == 'step' else 2, 0)  # in the second epoch
-    learn.dls = DataLoaders(DataLoader(list(zip(*data(40))), bs=8, num_workers=1), learn.dls.valid)
+
+# What a loader says of its batches
+
+def samples(n): return list(zip(*data(n)))
+
+
+SAMPLES = samples(20)
+
+
+class Stream(IterableDataset):
+    "Samples that come one after the other"
+    def __init__(self, n): self.samples = samples(n)
+    def __iter__(self): return iter(self.samples)
+
+
+class SizedStream(Stream):
+    "Announces how many there are, which may be wrong"
+    def __init__(self, n, announced):
+        super().__init__(n)
+        self.announced = announced
+
+    def __len__(self): return self.announced
+
+
+class LongestFirst:
+    "A batch sampler of one's own, which has no batch size"
+    def __len__(self): return 4
+    def __iter__(self): return iter([range(7), range(7, 10), range(10, 12), [12]])
+
+
+class Repeated(DataLoader):
+    "Announces each batch twice"
+    def __len__(self): return 2*super().__len__()
+
+
+class OfTwoProcesses(DistributedDL):
+    "The loader of the second one, which draws its samples without the first"
+    def __init__(self, **kwargs):
+        super().__init__(sized(**kwargs), rank=1, world_size=2)
+
+    def _broadcast(self, samples, rank): return samples
+
+
+def subset(n):
+    return SubsetRandomSampler(range(n), torch.Generator().manual_seed(0))
+
+
+def batch_sampler(drop_last=False):
+    sampler = BatchSampler(subset(12), 8, drop_last)
+    return TorchDataLoader(SAMPLES, batch_sampler=sampler)
+
+
+sized = partial(DataLoader, SAMPLES, bs=8)
+sized_torch = partial(TorchDataLoader, SAMPLES, 8)
+stream = partial(DataLoader, Stream(20), bs=8)
+
+
+def exactly(samples, bs=8):
+    return LoaderInfo(bs, states_batch_size=True, samples=samples, has_exact_length=True)
+
+
+def about(samples):
+    return LoaderInfo(8, states_batch_size=True, samples=samples, has_exact_length=False)
+
+
+def unknown(batches):
+    return LoaderInfo(None, states_batch_size=False, samples=batches, has_exact_length=False)
+
+
+LOADERS = dict(
+    fastai=(sized, exactly(20)),
+    fastai_drop_last=(partial(sized, drop_last=True), exactly(16)),
+    fastai_full_batches=(partial(sized, bs=10), exactly(20, bs=10)),
+    transformed=(partial(TfmdDL, SAMPLES, bs=8), exactly(20)),
+    distributed=(OfTwoProcesses, exactly(10)),
+    distributed_drop_last=(partial(OfTwoProcesses, drop_last=True), exactly(8)),
+    fastai_stream=(partial(stream, n=20), about(24)),
+    repeated=(partial(Repeated, SAMPLES, bs=8), about(48)),
+    torch=(sized_torch, exactly(20)),
+    torch_drop_last=(partial(sized_torch, drop_last=True), exactly(16)),
+    torch_sampler=(partial(sized_torch, sampler=subset(12)), exactly(12)),
+    batch_sampler=(batch_sampler, exactly(12)),
+    batch_sampler_drop_last=(partial(batch_sampler, drop_last=True), exactly(8)),
+    torch_stream=(partial(TorchDataLoader, SizedStream(20, 20), 8), about(24)),
+    own_batch_sampler=(partial(TorchDataLoader, SAMPLES, batch_sampler=LongestFirst()), unknown(4)),
+    batches=(partial(TorchDataLoader, range(4), batch_size=None), unknown(4)),
+    list_of_batches=(lambda: [None, None, None, None], unknown(4)))
+
+
+@pytest.mark.parametrize('name', LOADERS)
+def test_what_a_loader_says_of_its_batches(name):
+    make, expected = LOADERS[name]
+    assert loader_info(make()) == expected
+
+
+EXACT = [name for name, (_, info) in LOADERS.items() if info.has_exact_length]
+
+
+@pytest.mark.parametrize('name', EXACT)
+def test_a_length_that_is_exact_is_what_the_loader_yields(name):
+    make, _ = LOADERS[name]
+    info = loader_info(make())
+    sizes = [len(inputs) for inputs, _ in make()]
+    assert sizes == planned_batches(info)
+    assert sum(sizes) == info.samples
+
+
+def test_a_batch_size_is_taken_from_the_callback_only_if_the_loader_states_none():
+    batches = [None, None, None]
+    assert loader_info(batches, 4) == (4, False, 12, False)
+    assert loader_info(sized(), 4) == exactly(20)
+
+
+def test_batches_are_planned_where_nobody_knows_their_size():
+    "A batch of any size then advances the plan by one"
+    info = unknown(3)
+    assert planned_batches(info) == [1, 1, 1]
+    assert info.planned_samples(7) == 1
+
+
+def test_a_batch_advances_the_plan_by_its_samples_if_the_loader_states_a_size():
+    "Else by the size that was given, since the plan knows no smaller one"
+    given = LoaderInfo(4, states_batch_size=False, samples=12, has_exact_length=False)
+    assert exactly(20).planned_samples(4) == 4
+    assert given.planned_samples(3) == 4
+
+
+@pytest.mark.parametrize('bs', [-1, 2.5, '8'])
+def test_a_batch_size_that_is_no_size_is_an_error(bs):
+    dl = SimpleNamespace(bs=bs)
+    with pytest.raises((TypeError, ValueError), match='batch size'): loader_bs(dl)
+
+
+def test_a_loader_that_drops_the_last_batch():
+    assert drops_last(sized(drop_last=True))
+    assert drops_last(batch_sampler(drop_last=True))
+    assert not drops_last(batch_sampler())
+    assert not drops_last([])
+
+
+# The plan of an epoch
+
+@draws
+@given(
+    n=st.integers(1, 100),
+    bs=st.integers(1, 9),
+    k=st.integers(1, 5),
+    later_k=st.integers(1, 5),
+    n_epoch=st.integers(1, 4),
+    remainder=st.sampled_from(['step', 'carry', 'drop']))
+def test_any_plan(n, bs, k, later_k, n_epoch, remainder):
+    "Its windows have the sizes of those that plain loops make, and begin where they begin"
+    def size_at_pct(pct): return k*bs if pct < .37 else later_k*bs
+    info = loader_info(DataLoader(range(n), bs=bs))
+    sizes = []
+    pcts = []
+    carried = []
+    for epoch in range(n_epoch):
+        plan = EpochPlan(info, size_at_pct, epoch, n_epoch, remainder, carried)
+        for start, size in plan.windows:
+            sizes.append(size)
+            pcts.append(plan.pct_train(plan.position(start)))
+        carried = plan.left if remainder == 'carry' else []
+    expected = windows(n, bs, size_at_pct, remainder, n_epoch)
+    assert sizes == [len(samples) for samples, _ in expected]
+    assert_same(pcts, [pct for _, pct in expected], ROUNDING)
+
+
+def planned(sizes, window_size, remainder):
+    "Returns start and size of windows in batches of these sizes, and the sizes of those that are left"
+    return plan_windows(sizes, lambda start: window_size, remainder)
+
+
+def test_a_window_takes_batches_until_it_has_its_samples():
+    "A batch of any size fills a window of one"
+    batches = [8, 8, 5]
+    assert planned(batches, 16, 'step') == ([(0, 16), (16, 5)], [])
+    assert planned(batches, 16, 'carry') == ([(0, 16)], [5])
+    assert planned(batches, ONE_BATCH, 'drop') == ([(0, 8), (8, 8), (16, 5)], [])
+    assert planned([], 16, 'step') == ([], [])
+
+
+# The batches of an epoch
+
+def epoch_batches(dl, remainder='step', carried=(), size=16):
+    "Returns the batches of the first of two epochs"
+    info = loader_info(dl)
+    plan = EpochPlan(info, lambda pct: size, 0, 2, remainder, [o.samples for o in carried])
+    return EpochBatches(dl, plan, list(carried), None, len(plan.windows))
+
+
+def rows_read(batches):
+    "Returns how many rows each batch has"
+    res = []
+    while batches.advance(): res.append(batches.current.rows)
+    return res
+
+
+def test_carried_batches_come_first():
+    carried = LoaderBatch(data(3), samples=3, rows=3, missing=0)
+    batches = epoch_batches(sized(), 'carry', [carried])
+    assert batches.samples_left() == 23
+    with batches.reading(): assert rows_read(batches) == [3, 8, 8, 4]
+    assert batches.samples_left() == 0
+    assert batches.current is None
+
+
+@EACH_REMAINDER
+def test_the_last_batch_is_known_where_the_length_is_exact(remainder):
+    def are_last(dl):
+        res = []
+        batches = epoch_batches(dl, remainder)
+        with batches.reading():
+            while batches.advance(): res.append(batches.is_last())
+        return res
+    assert are_last(sized()) == [False, False, True]
+    assert are_last(stream(n=20)) == [False, False, False]
+
+
+READ_AHEAD = [(sized(), 'step', 0),
+              (sized(), 'carry', 0),
+              (sized(), 'drop', 0),
+              (stream(n=99), 'step', 0),
+              (stream(n=99), 'carry', 2),
+              (stream(n=99), 'drop', 2)]
+
+
+@pytest.mark.parametrize('dl, remainder, n_prefetched', READ_AHEAD)
+def test_a_stream_is_read_ahead_to_know_whether_a_window_is_filled(dl, remainder, n_prefetched):
+    "Unless the last window may be smaller; and a loader of exact length, never"
+    batches = epoch_batches(dl, remainder)
+    with batches.reading():
+        batches.prefetch(16)
+        assert len(batches.prefetched) == n_prefetched
+        assert batches.can_fill(16)
+        assert rows_read(batches) == [8, 8, 4]
+        batches.prefetch(16)
+        assert batches.can_fill(16) == (remainder == 'step')
+
+
+@pytest.mark.parametrize('remainder, n_carried', [('step', 0), ('carry', 3), ('drop', 0)])
+def test_what_an_epoch_leaves_is_carried_or_not(remainder, n_carried):
+    "An unfinished batch, and two that were not read"
+    batches = epoch_batches(sized(), remainder)
+    with batches.reading():
+        batches.advance()
+        batches.finish_epoch([batches.current])
+    assert len(batches.carry_over()) == n_carried
+
+
+def test_a_copy_of_a_batch_shares_no_memory_with_it():
+    image = torch.ones(2)
+    label = torch.ones(2)
+    batch = LoaderBatch((dict(image=image), [label]), samples=2, rows=2, missing=0)
+    copy = batch.copied()
+    image.zero_()
+    label.zero_()
+    inputs, (label,) = copy.data
+    assert_same(inputs['image'], torch.ones(2))
+    assert_same(label, torch.ones(2))
+    assert copy.samples == 2
+
+
+def test_batches_are_the_loader_to_callbacks():
+    "They find its attributes and its batches; `len` is that of fastai's loop, at least 1 if nobody knows"
+    dl = sized()
+    batches = epoch_batches(dl)
+    assert batches.bs == 8
+    assert batches.dataset is SAMPLES
+    assert [len(inputs) for inputs, _ in batches] == [8, 8, 4]
+    assert len(batches) == 2
+    assert len(epoch_batches(sized(n=0))) == 0
+    assert len(epoch_batches(stream(n=0))) == 1
+
+
+def test_a_running_loader_is_left_out_of_a_pickle():
+    pickled = pickle.dumps(epoch_batches(sized()))
+    assert pickle.loads(pickled) is None
+
+
+# Fits with loaders of all kinds
+
+def with_loader(train, *cbs):
+    dls = DataLoaders(train, sized(bs=16))
+    return Learner(dls, model(), mse, opt_func=SGD, cbs=cbs)
+
+
+def assert_fits_windows(learn, n, accum=32, remainder='step', drop_last=False):
+    "Trains, and asserts that the windows are those of `n` samples that come in order, eight at a time"
+    steps = windows(n, 8, accum, remainder, 3, drop_last)
+    expected, _ = reference(steps, n, sgd)
+    fit(learn, 3)
+    assert_moved(learn)
+    assert_same(weights(learn), expected, ROUNDING)
+    assert learn.recorder.accum_bs == [len(samples) for samples, _ in steps]
+
+
+def torch_loader(n, bs, **kwargs):
+    return TorchDataLoader(samples(n), bs, **kwargs)
+
+
+def torch_subset(n, bs, drop_last=False):
+    "Draws the first `n` samples of more"
+    sampler = BatchSampler(range(n), bs, drop_last)
+    return TorchDataLoader(samples(n)+SAMPLES, batch_sampler=sampler)
+
+
+@EACH_REMAINDER
+@pytest.mark.parametrize('make', [torch_loader, torch_subset])
+def test_a_loader_of_pytorch_or_a_batch_sampler(make, remainder):
+    "Where it drops the last batch, incomplete windows are dropped, too, unless something else is asked for"
+    learn = with_loader(make(100, 8), GradientAccumulation(32, remainder=remainder))
+    assert_fits_windows(learn, 100, remainder=remainder)
+    drops = make(100, 8, drop_last=True)
+    learn = with_loader(drops, GradientAccumulation(32))
+    assert_fits_windows(learn, 100, remainder='drop', drop_last=True)
+
+
+def drawn_at_random(bs, drop_last):
+    "Some samples of the data in random order, the same in each call"
+    sampler = BatchSampler(subset(84), bs, drop_last)
+    return TorchDataLoader(samples(104), batch_sampler=sampler)
+
+
+@pytest.mark.parametrize('drop_last, n_windows', [(False, 3), (True, 2)])
+def test_windows_have_the_samples_of_the_large_batches_of_a_random_sampler(drop_last, n_windows):
+    large = with_loader(drawn_at_random(32, drop_last))
+    small = with_loader(drawn_at_random(8, drop_last), GradientAccumulation(32))
+    for learn in (large, small): fit(learn, 2)
+    assert_moved(large)
+    assert_same(weights(small), weights(large), ROUNDING)
+    assert_same(losses(small), losses(large), 1e-6)
+    assert len(losses(small)) == 2*n_windows
+
+
+def test_batches_of_many_sizes():
+    "With micro_batch_size in the place of the batch size that nobody states, a window takes them until it is full"
+    train = TorchDataLoader(samples(13), batch_sampler=LongestFirst())
+    learn = with_loader(train, GradientAccumulation(8, micro_batch_size=4))
+    assert fit(learn, 2).recorder.accum_bs == [10, 3, 10, 3]
+    steps = [(range(10), 0), (range(10, 13), 0)]
+    expected, _ = reference(steps+steps, 13, sgd)
+    assert_same(weights(learn), expected, ROUNDING)
+
+
+@EACH_REMAINDER
+@pytest.mark.parametrize('n', [88, 104])
+def test_a_stream_of_fastais_may_be_shorter_than_it_announces(n, remainder):
+    dl = DataLoader(Stream(88), bs=8, n=n)
+    learn = with_loader(dl, GradientAccumulation(32, remainder=remainder))
+    assert_fits_windows(learn, 88, remainder=remainder)
+
+
+@pytest.mark.filterwarnings('ignore:Length of IterableDataset')
+@EACH_REMAINDER
+@pytest.mark.parametrize('n', [40, 88, 104])
+def test_a_stream_of_pytorchs_may_be_shorter_or_longer_than_it_announces(n, remainder):
+    dl = TorchDataLoader(SizedStream(88, n), 8)
+    learn = with_loader(dl, GradientAccumulation(32, remainder=remainder))
+    assert_fits_windows(learn, 88, remainder=remainder)
+
+
+def test_a_stream_that_announces_nothing_is_fastais_error():
+    dl = TorchDataLoader(Stream(88), 8)
+    for learn in (with_loader(dl), with_loader(dl, GradientAccumulation(32))):
+        with pytest.raises(TypeError, match='has no len'): fit(learn)
+
+
+# Loaders that use the memory of a batch again
+
+class OneBuffer:
+    "Writes each batch into the same tensors"
+    bs = 8
+    n_buffers = 1
+
+    def __init__(self, *data):
+        self.data = data  # inputs and targets
+        self.n = len(data[0])
+
+    def __len__(self): return math.ceil(self.n/self.bs)
+
+    def new_buffer(self):
+        return [self.new_memory(values[:self.bs]) for values in self.data]
+
+    def new_memory(self, values): return torch.empty_like(values)
+
+    def __iter__(self):
+        buffers = [self.new_buffer() for _ in range(self.n_buffers)]
+        for i, start in enumerate(range(0, self.n, self.bs)):
+            buffer = buffers[i%self.n_buffers]
+            yield self.written(start, buffer)
+
+    def written(self, start, buffer):
+        "Returns `buffer` with the values of a batch, which may be smaller"
+        res = []
+        for values, memory in zip(self.data, buffer):
+            batch = values[start:start+self.bs]
+            part = memory[:len(batch)]
+            part.copy_(batch)
+            res.append(part)
+        return tuple(res)
+
+
+class Ring(OneBuffer):
+    "Has three buffers, which it uses in turn"
+    n_buffers = 3
+
+
+class Shared(OneBuffer):
+    "Its buffer is an array of NumPy's"
+    def new_memory(self, values): return torch.from_numpy(np.empty_like(values.numpy()))
+
+
+class Erased(OneBuffer):
+    "Its buffer means nothing any more once the next batch is asked for"
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch
+            for o in batch: o.fill_(math.nan)
+
+
+class InDict(OneBuffer):
+    "Its inputs are in a dict"
+    def __iter__(self):
+        for inputs, targets in super().__iter__(): yield dict(x=inputs), targets
+
+
+class ReadsDict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, batch):
+        if isinstance(batch, dict): batch = batch['x']
+        return self.inner(batch)
+
+
+class Understated(OneBuffer):
+    "Announces fewer batches than it has, so that windows are read ahead"
+    def __len__(self): return 3
+
+
+KINDS_OF_BUFFERS = [OneBuffer, Ring, Shared, Erased, InDict]
+
+
+@EACH_REMAINDER
+@pytest.mark.parametrize('kind', [*KINDS_OF_BUFFERS, Understated])
+def test_a_loader_may_use_the_memory_of_a_batch_again(kind, remainder):
+    "What is carried or read ahead is a copy"
+    dl = kind(*data(88))
+    learn = with_loader(dl, GradientAccumulation(32, remainder=remainder))
+    learn.model = ReadsDict()
+    assert_fits_windows(learn, 88, remainder=remainder)
+
+
+@pytest.mark.parametrize('kind', KINDS_OF_BUFFERS)
+def test_a_loader_may_use_the_memory_of_a_batch_again_in_a_schedule(kind):
+    "Which carries batches unless something else is asked for"
+    def size_at_pct(pct): return 16 if pct < .4 else 48
+    accum = GradientAccumulationSchedule(**SchedSteps({0: 16, .4: 48}))
+    learn = with_loader(kind(*data(88)), accum)
+    learn.model = ReadsDict()
+    assert_fits_windows(learn, 88, accum=size_at_pct, remainder='carry')
+
+
+@pytest.mark.filterwarnings('ignore:could not check')  # see the test after the next one
+@pytest.mark.parametrize('kind', KINDS_OF_BUFFERS)
+def test_a_batch_that_has_run_may_be_written_over_before_it_runs_again(kind):
+    "In the next epoch, since the last batch of its window was cancelled"
+    n = 32
+    cancels = Fault(CancelBatchException, 'before_batch', 4, 5)
+    accum = GradientAccumulation(32, remainder='carry')
+    learn = with_loader(kind(*data(n)), accum, cancels)
+    learn.model = ReadsDict()
+    fit(learn, 2)
+    assert_trained_on(learn, n, '0120 123')
+
+
+def n_labels(learn): return (learn.y != -100).sum().item()
+
+
+@pytest.mark.xfail(strict=True, reason='the check of the loss keeps targets that the loader writes over')
+@pytest.mark.parametrize('kind', [OneBuffer, Ring])
+def test_the_check_of_the_loss_does_not_depend_on_memory_that_is_used_again(kind):
+    "It finds that the loss is exact, and does not warn"
+    accum = GradientAccumulation(24, num_items=n_labels)
+    learn = with_loader(kind(*tokens()), accum)
+    torch.manual_seed(0)
+    learn.model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 4))
+    learn.loss_func = CrossEntropyLossFlat(ignore_index=-100)
+    learn.dls = DataLoaders(learn.dls.train, learn.dls.train)
+    fit(learn, 1)
+    assert accum.loop.fit.loss_check.verdict() == 'same'
+
+
+# Which batches come in the next epoch
+
+@BOTH_LOGS
+@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'before_backward'])
+@pytest.mark.parametrize('cancelled, left', [('3', '45'), ('4', '35'), ('5', '34')])
+def test_a_cancelled_batch_is_not_carried(cancelled, left, event, log):
+    "The others of its window are"
+    notes = NotesBatches()
+    cancels = CancelsBatches(cancelled, event, epoch=0)
+    learn = accumulated_learner(48, [notes, cancels], 3, remainder='carry', log_accum_batch=log)
+    fit(learn, 2)
+    assert notes.epochs[1] == left+'012345'
+    assert_trained_on(learn, 48, f'012 {left}0 123 45')
+
+
+@pytest.mark.parametrize('exc', [CancelTrainException, CancelEpochException])
+def test_batches_that_were_carried_wait_if_a_callback_ends_the_epoch(exc):
+    "Those of a window that has begun are dropped with it; the others come first in the epoch after it"
+    notes = NotesBatches()
+    ends = Fault(exc, 'after_backward', 5, 20)  # the first of three batches that were carried
+    learn = accumulated_learner(56, [notes, ends], remainder='carry')
+    fit(learn, 3)
+    assert notes.epochs == ['0123', '4', '560123456']
+
+
+class NotesSteps(Callback):
+    "Notes the samples of each step"
+    def before_fit(self):
+        if not self.learn.lock.locked(): self.sizes = []
+    def after_step(self): self.sizes.append(self.gradient_accumulation.window.losses.samples)
+
+
+@EACH_REMAINDER
+def test_a_second_set_that_is_validated_is_no_new_fit(remainder):
+    "Batches are carried on, and counters go on"
+    def fitted(*cbs):
+        learn = accumulated_learner(88, [NotesSteps(), *cbs], remainder=remainder)
+        return fit(learn, 3)
+    def validate(cb): cb.learn.validate(dl=cb.dls.valid)
+    def predict(cb): cb.learn.get_preds(ds_idx=1)
+    expected = fitted()
+    assert_moved(expected)
+    sizes = expected.notes_steps.sizes
+    assert len(sizes) >= 6
+    for f in (validate, predict):
+        learn = fitted(Callback(after_train=f))
+        assert_same(weights(learn), weights(expected))
+        assert learn.notes_steps.sizes == sizes
+        assert learn.gradient_accumulation.opt_steps == len(sizes)
+
+
+# What a running loader holds
+
+def n_workers(): return len(multiprocessing.active_children())
+
+
+class CountsWorkers(Callback):
+    "Notes at the end of each epoch how many workers there are"
+    def before_fit(self): self.counts = []
+    def after_epoch(self): self.counts.append(n_workers())
+
+
+def fit_without_gc(learn):
     gc.disable()
-    try: fit(learn, 2, cbs=[Callback(after_epoch=count), *[stop]*bool(exc)])
+    try: fit(learn, 2)
     except KeyboardInterrupt: pass
     finally: gc.enable()
-    count(None)
-    assert len(left) == 3-(exc is KeyboardInterrupt) and not any(left) and learn.gradient_accumulation.opt_steps >= 2
 
-@each_remainder
-def test_batches_are_let_go(remainder):
-    "Also those that the epoch before has carried"
-    learn,batches,alive = learner(remainder, accum=48),[],[]
-    def keep(b): batches.append(weakref.ref(b[0])); return b
-    def count(self=None):
-        if not self or self.epoch and self.training: alive.append(sum(o() is not None for o in batches))
-    learn.dls.train.after_batch = keep
-    fit(learn, 2, cbs=Callback(after_batch=count))
+
+ENDS_OF_TRAINING = [(None, [0, 0]),
+                    (CancelTrainException, [0, 0]),
+                    (KeyboardInterrupt, [0])]
+
+
+@pytest.mark.parametrize('exc, counts', ENDS_OF_TRAINING)
+@EACH_REMAINDER
+def test_workers_end_with_their_epoch(remainder, exc, counts):
+    "Without the garbage collector, which may take seconds to come"
+    learn = accumulated_learner(64, [CountsWorkers()], remainder=remainder)
+    learn.dls.train = DataLoader(learn.dls.train.dataset, bs=BS, num_workers=1)
+    if exc: learn.add_cb(Fault(exc, 'after_step', 3, 0))  # in the second epoch
+    fit_without_gc(learn)
+    assert learn.counts_workers.counts == counts
+    assert n_workers() == 0
+    assert learn.gradient_accumulation.opt_steps >= 3
+
+
+class NotesAlive(Callback):
+    "Counts the batches of the loader that still exist"
+    run_valid = False
+
+    def __init__(self): self.refs = []
+
+    def before_fit(self):
+        self.counts = []
+        self.learn.dls.train.after_batch = self.note
+
+    def note(self, batch):
+        self.refs.append(weakref.ref(batch[0]))
+        return batch
+
+    def n_alive(self): return sum(ref() is not None for ref in self.refs)
+    def after_batch(self): self.counts.append(self.n_alive())
+
+
+@pytest.mark.parametrize('remainder, n_read', [('step', 22), ('carry', 22), ('drop', 12)])
+def test_batches_are_let_go(remainder, n_read):
+    "Also those that the epoch before has carried. What would be dropped is not even read"
+    notes = NotesAlive()
+    learn = accumulated_learner(88, [notes], 6, remainder=remainder)
+    fit(learn, 2)
     gc.collect()
-    count()
-    assert len(batches) == (12 if remainder == 'drop' else 22) and alive[-1] == 0 and max(alive[1:]) <= 3
+    assert len(notes.refs) == n_read
+    assert max(notes.counts) <= 3
+    assert notes.n_alive() == 0
 
-@pytest.mark.parametrize('event', ['before_train','after_train'])
-@each_remainder
-def test_a_callback_looks_at_the_data(remainder, event):
+
+class CountsEnds(DataLoader):
+    "Counts the epochs that it has ended by itself"
+    n_ends = 0
+    def after_iter(self): self.n_ends += 1
+
+
+@pytest.mark.parametrize('n, remainder', [(88, 'step'), (88, 'carry'), (96, 'drop')])
+def test_a_loader_that_is_read_to_its_end_is_told_so(n, remainder):
+    learn = accumulated_learner(n, remainder=remainder)
+    learn.dls.train = CountsEnds(learn.dls.train.dataset, bs=BS)
+    fit(learn, 3)
+    assert learn.dls.train.n_ends == 3
+
+
+# Callbacks and `learn.dl`
+
+class Reads(Callback):
+    "Reads the whole loader in `event`"
+    def __init__(self, event):
+        self.sizes = []
+        setattr(self, event, self.read)
+
+    def read(self):
+        for inputs, _ in self.learn.dl: self.sizes.append(len(inputs))
+
+
+@pytest.mark.parametrize('event', ['before_train', 'after_train'])
+@EACH_REMAINDER
+def test_a_callback_reads_the_loader_by_itself(remainder, event):
     "Before and after training it finds the loader batches of the whole epoch, and the fit is as ever"
-    seen = []
-    def look(self): seen.append(sum(len(o[0]) for o in self.learn.dl))
-    a,b = (fit(learner(remainder, *cbs, n=112), 2) for cbs in ([], [Callback(**{event:look})]))
-    assert seen == [112]*2
-    assert_same(weights(a), weights(b))
-    assert a.recorder.accum_bs == b.recorder.accum_bs and sum(a.recorder.accum_bs) == (192 if remainder == 'drop' else 224)
+    reads = Reads(event)
+    plain = accumulated_learner(112, remainder=remainder)
+    learn = accumulated_learner(112, [reads], remainder=remainder)
+    for o in (plain, learn): fit(o, 2)
+    assert len(reads.sizes) == 28
+    assert set(reads.sizes) == {8}
+    assert_moved(plain)
+    assert_same(weights(learn), weights(plain))
+    assert learn.recorder.accum_bs == plain.recorder.accum_bs
 
-class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self): return zip(*data(88))
-
-@pytest.mark.parametrize('announced', [88, 104])
-def test_the_length_of_a_stream_is_only_announced(announced):
-    "fastai's DataLoader takes it as `n`"
-    learn = learner('carry')
-    learn.dls = DataLoaders(*[DataLoader(Stream(), bs=8, n=announced)]*2)
-    assert fit(learn, 3).recorder.accum_bs == [32]*8 + [8]
-
-def test_a_second_set_is_validated_in_a_fit():
-    "It is no new fit: batches are carried on, and counters go on"
-    a = fit(learner('carry'))
-    for f in lambda self: self.learn.validate(dl=self.dls.valid), lambda self: self.learn.get_preds(ds_idx=1):
-        seen = []
-        def see(self): seen.append(self.gradient_accumulation.window.samples)
-        b = fit(learner('carry', Callback(after_train=f, after_step=see)))
-        assert seen == a.recorder.accum_bs == [32]*8 + [8] and b.gradient_accumulation.opt_steps == 9
-        assert_same(weights(a), weights(b))
 
 class Bar(GetAttr):
     "Such as a progress bar around a DataLoader"
@@ -75,14 +678,42 @@ class Bar(GetAttr):
     def __len__(self): return len(self.dl)
     def __iter__(self): yield from self.dl
 
-@each_remainder
-@pytest.mark.parametrize('order,n_losses', [(0, 9), (60, 36)])
-def test_a_callback_that_replaces_the_loader(order, n_losses, remainder, recwarn):
-    "Before the windows it is part of the data; after them nothing can be accumulated, and a warning says so"
-    def wrap(self): self.learn.dl = Bar(self.learn.dl)
-    cb = Callback(before_train=wrap)
-    cb.order = order
-    assert len(losses(fit(learner(remainder, cb, n=96)))) == n_losses
-    says = [o for o in recwarn if 'has replaced learn.dl' in str(o.message)]
-    assert len(says) == (order > 12) and all('with an order below 12' in str(o.message) for o in says)
-    assert not [o for o in recwarn if 'no optimizer step' in str(o.message)]
+
+class Wraps(Callback):
+    def __init__(self, order): self.order = order
+    def before_train(self): self.learn.dl = Bar(self.learn.dl)
+
+
+@EACH_REMAINDER
+def test_a_loader_that_is_replaced_before_the_windows_begin_is_the_data(remainder):
+    learn = fit(accumulated_learner(96, [Wraps(11)], remainder=remainder))
+    assert len(losses(learn)) == 9
+
+
+@EACH_REMAINDER
+def test_a_loader_that_replaces_the_windows_causes_a_warning(remainder):
+    "Nothing can be accumulated, and nobody says that no step was taken, since there were 36 of them"
+    learn = accumulated_learner(96, [Wraps(60)], remainder=remainder)
+    with pytest.warns(UserWarning, match='has replaced learn.dl after .* with an order below 12') as caught: fit(learn)
+    assert len(losses(learn)) == 36
+    assert not [o for o in caught if 'no optimizer step' in str(o.message)]
+
+
+# What is said of batches without a size
+
+@pytest.mark.xfail(strict=True, reason='the size of the last batch is forgotten with the batch')
+@pytest.mark.parametrize('micro_batch_size, micro_bs', [(4, 4), ('auto', 8)])
+def test_micro_bs_is_known_after_a_fit_with_a_loader_that_states_no_size(micro_batch_size, micro_bs):
+    accum = GradientAccumulation(micro_batch_size=micro_batch_size)
+    inputs, targets = data(32)
+    batches = list(zip(inputs.split(8), targets.split(8)))
+    fit(with_loader(batches, accum), 1)
+    assert accum.micro_bs == micro_bs
+
+
+@pytest.mark.xfail(strict=True, reason='the error speaks of a window of None')
+def test_an_empty_loader_has_no_window_of_none():
+    "If each batch is a window, there is nothing that it could not fill"
+    accum = GradientAccumulation(micro_batch_size=8, remainder='drop')
+    learn = fit(make_learner(BS, n=5, drop_last=True, cbs=accum), 1)
+    assert losses(learn) == []

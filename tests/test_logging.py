@@ -1,198 +1,433 @@
-"What loggers see: once a window what they see of a large batch, or each loader batch"
+"The promise about loggers: once a window they show what they show of a large batch, or else each loader batch"
 import importlib.util
-import fastai, pytest, wandb
-from packaging.version import Version
+import tempfile
+from importlib.metadata import version
+from itertools import chain
+
+import pytest
+import wandb
 from fastai.callback.tensorboard import TensorBoardCallback
 from fastai.callback.wandb import WandbCallback
+from packaging.version import Version
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common import *
-from fastxtend_accum.logging import fix_wandb
+from fastxtend_accum.logging import fix_wandb, plain_args, plot_sizes
 
-def sizes(learn): return learn.recorder.accum_bs
+FLOAT32 = 1e-6  # losses are logged in float32
+
+
+# What loggers have after a fit
 
 def wandb_rows(train):
-    "What W&B has after a real run, offline, by its step"
+    "Calls `train` in a real run of W&B, offline, and returns what it has logged at each step"
     rows = {}
     fix_wandb()  # also for a Learner without our callbacks
     with wandb.init(project='test', dir='.') as run:
-        send = wandb.log
-        def log(row, step=None):
+        log = wandb.log
+        def log_and_keep(row, step=None):
             if step is not None: rows.setdefault(step, {}).update(row)
-            send(row, step=step)
-        with override_attr(wandb, 'log', log): train()
-        assert run.step == len(rows) == max(rows)+1
-    return [*rows.values()]
+            log(row, step=step)
+        with override_attr(wandb, 'log', log_and_keep): train()
+        assert sorted(rows) == list(range(run.step))
+    return list(rows.values())
 
-def scalars(path, tag):
-    "Steps and values that TensorBoard has of `tag`"
-    board = EventAccumulator(path).Reload()
-    return [(o.step, o.value) for o in (board.Scalars(tag) if tag in board.Tags()['scalars'] else [])]
+
+def wandb_values(rows, name):
+    "Returns the values of `name` in all rows that have it"
+    return [row[name] for row in rows if name in row]
+
+
+def scalars(folder, name):
+    "Returns the steps and the values that TensorBoard has of `name`"
+    board = EventAccumulator(folder).Reload()
+    if name not in board.Tags()['scalars']: return [], []
+    events = board.Scalars(name)
+    return [o.step for o in events], [o.value for o in events]
+
+
+def flat(rows):
+    return list(chain(*rows))
+
 
 class Drawn(Callback):
-    "What the progress bar and its graph show"
-    order,run_valid = 64,False
-    def before_fit(self): self.bars,self.graphs = [],[]
-    def before_train(self): self.learn.progress.mbar.update_graph = lambda graphs,*args: self.graphs.extend(graphs)
-    def after_batch(self): self.bars.append([self.learn.progress.pbar.total])
+    "Notes what the progress bar and its graph show"
+    order = 64  # after both
+    run_valid = False
+    def before_fit(self):
+        self.bars = []
+        self.graphs = []
+
+    def before_train(self):
+        self.learn.progress.mbar.update_graph = self.note_graphs
+
+    def note_graphs(self, graphs, *bounds):
+        for x, y in graphs: self.graphs += [*x, *y]
+
+    def after_batch(self):
+        self.bars.append(self.learn.progress.pbar.total)
+
 
 class Position(Callback):
-    "What a callback of this order sees after a batch"
+    "Notes the position and the counters that a callback of this order sees after a training batch"
     run_valid = False
-    def __init__(self, order): self.order,self.seen = order,[]
-    def after_batch(self): self.seen.append([self.learn.pct_train, self.iter, self.train_iter, len(self.dl)])
+    def __init__(self, order):
+        self.order = order
+        self.seen = []
 
-def logged(folder, bs, *cbs, n=100):
-    "All that loggers show of a fit, by name; and the samples of its steps"
-    board = TensorBoardCallback(folder, trace_model=bs == 16, log_preds=False)
-    probes = [Position(o) for o in (-100, -9, 0, 7, 49, 61)]
-    cbs = [*probes, WandbCallback(log_preds=False), board, CSVLogger('a.csv'), ShowGraphCallback(), Drawn(), *cbs]
-    learn = make_learner(bs, n=n, cbs=cbs, metrics=AccumMetric(lambda p,t: (p*t).sum().float(), flatten=False))
-    rows = wandb_rows(lambda: learn.fit_one_cycle(2, .1))
-    rec,res = learn.recorder,{o:scalars(folder, o) for o in ('train_loss','valid_loss','lr_0')}
-    res |= {f'wandb {k}':[[float(o[k])] for o in rows] for k in ('raw_loss','train_loss','epoch','lr_0')}
-    res |= dict(recorder=floats(rec.values), losses=[losses(learn)], lrs=[rec.lrs], iters=[rec.iters],
-                bars=learn.drawn.bars, graphs=[o for xy in learn.drawn.graphs for o in xy],
-                positions=[o for probe in probes for o in probe.seen],
-                csv=[o[:4] for o in learn.csv_logger.read_log().values.tolist()])
-    samples = [o['accumulation_batch_size'] for o in rows if 'accumulation_batch_size' in o]
-    assert samples == [v for _,v in scalars(folder, 'accumulation_batch_size')] == getattr(rec, 'accum_bs', [])
-    return {k:torch.tensor([v for row in o for v in row], dtype=torch.float64) for k,o in res.items()},samples
+    def after_batch(self):
+        self.seen += [self.learn.pct_train, self.iter, self.train_iter, len(self.dl)]
 
-kinds = dict(windows=(8, partial(GradientAccumulation, 32, remainder='step')),
-             split=(32, partial(GradientAccumulation, micro_batch_size=8)),
-             both=(16, partial(GradientAccumulation, 32, remainder='step', micro_batch_size=8)),
-             schedule=(32, partial(GradientAccumulationSchedule, 32, 32, remainder='step', micro_batch_size=5)),
-             cache=(32, partial(GradientCache, 8)))
 
-@pytest.mark.parametrize('kind,log', [('windows', True), ('split', True), ('both', True), ('split', False)])
-def test_all_loggers_show_the_large_batch(kind, log):
-    "Recorder, W&B, TensorBoard, CSV, progress bar, graph and callbacks of any order; and the samples of each step"
-    bs,accum = kinds[kind]
-    (big,_),(small,samples) = logged('big', 32),logged('small', bs, accum(log_accum_batch=log))
-    for k,o in big.items(): assert_same(small[k], o, 0. if k == 'positions' else 1e-6)
-    assert len(big['losses']) == 8 and all(map(len, big.values())) and samples == [32, 32, 32, 4]*2*log
+def product_sum(pred, targ):
+    return (pred*targ).sum().float()
 
-def test_log_accum_batch_false():
-    "Each loader batch is logged, with its own loss and the window's learning rate; steps are the same"
-    raw = []
-    def note(self): self.training and raw.extend(map(mse, self.pred.detach().split(8), self.y.split(8)))
-    big,_ = logged('big', 32, Callback(after_pred=note))
-    small,samples = logged('small', 8, GradientAccumulation(32, remainder='step', log_accum_batch=False))
-    assert_same(small['wandb raw_loss'], raw, 1e-6)
-    for k in 'losses','wandb train_loss': assert_same(small[k], smoothed(raw), 1e-6)
-    counts = torch.tensor([4, 4, 4, 1]*2)
-    for k in 'lrs','wandb lr_0': assert_same(small[k], big['lrs'].repeat_interleave(counts), 1e-9)
-    assert_same(small['recorder'][1::3], big['recorder'][1::3], 1e-6)  # in validation
-    assert_same(small['wandb epoch'], np.arange(1, 27)/13, 1e-9)
-    assert small['iters'].tolist() == [13, 26] and not samples
 
-def test_loggers_show_the_rate_of_the_step():
-    "That of `scale`, and not the one before it"
-    def accum(scale): return GradientAccumulationSchedule(32, 64, start=.5, finish=.5, scale=scale)
-    (plain,_),(scaled,samples) = (logged(str(o), 8, accum(o), n=96) for o in (None, dict(lr=linear_scale)))
-    assert_same(scaled['lrs'], plain['lrs']*torch.tensor(samples)/32, ROUNDING)
-    assert_same(scaled['wandb lr_0'], scaled['lrs'])
-    assert_same(scaled['lr_0'][1::2].unique(), scaled['lrs'].unique(), 1e-6)
-    assert_same(scaled['wandb epoch'], np.cumsum(samples)/96, 1e-9)
-    assert samples == [32]*3 + [64, 32]
+class FitWithAllLoggers:
+    "Trains for two epochs with every logger; `shown` has what each of them shows, and `samples` those of the steps"
+    def __init__(self, bs, *cbs, n=100):
+        folder = tempfile.mkdtemp(dir='.')
+        drawn = Drawn()
+        positions = [Position(order) for order in (-100, -9, 0, 7, 49, 61)]
+        board = TensorBoardCallback(folder, trace_model=False, log_preds=False)
+        loggers = [WandbCallback(log_preds=False), board, CSVLogger('log.csv'), ShowGraphCallback(), drawn]
+        metric = AccumMetric(product_sum, flatten=False)
+        learn = make_learner(bs, n=n, cbs=[*positions, *loggers, *cbs], metrics=metric)
+        rows = wandb_rows(lambda: learn.fit_one_cycle(2, 0.1))
+        recorder = learn.recorder
+        log = learn.csv_logger.read_log()
+        self.shown = {
+            'values': flat(floats(recorder.values)),
+            'losses': losses(learn),
+            'lrs': recorder.lrs,
+            'iters': recorder.iters,
+            'csv': flat(log.drop(columns='time').values),
+            'bars': drawn.bars,
+            'graphs': drawn.graphs,
+            'positions': flat(position.seen for position in positions)}
+        for name in ('raw_loss', 'train_loss', 'epoch', 'lr_0'):
+            self.shown[f'wandb {name}'] = [float(o) for o in wandb_values(rows, name)]
+        for name in ('train_loss', 'valid_loss', 'lr_0'):
+            self.shown[f'tensorboard {name}'] = flat(scalars(folder, name))
+        self.samples = getattr(recorder, 'accum_bs', [])
+        assert wandb_values(rows, 'accumulation_batch_size') == self.samples
+        assert scalars(folder, 'accumulation_batch_size')[1] == self.samples
 
-@pytest.mark.parametrize('remainder,samples,epochs', [
-    ('step', [32, 32, 24]*2, [1/3, 2/3, 1, 4/3, 5/3, 2]), ('drop', [32]*4, [.5, 1, 1.5, 2]),
-    ('carry', [32]*5+[16], [32/88, 1, 96/88, 128/88, 160/88, 2])])  # fastai rounds at the end of an epoch
-def test_wandb_at_the_end_of_epochs(remainder, samples, epochs):
-    "Positions, and samples over the time of their window"
-    def slowly(self): time.sleep(.02*self.training)
-    learn = make_learner(8, n=88, cbs=[WandbCallback(log_preds=False), GradientAccumulation(32, remainder=remainder)])
-    rows = wandb_rows(lambda: fit(learn, 2, cbs=Callback(after_pred=slowly)))
-    assert [o['accumulation_batch_size'] for o in rows] == samples
-    assert_same([o['epoch'] for o in rows], epochs, 1e-9)
-    assert all(100 < o['train_samples_per_sec'] < 400 for o in rows)  # 8 samples in 20 ms and a little
+
+# Windows, and what is split: 32 samples each
+
+KINDS = dict(
+    windows=(8, partial(GradientAccumulation, 32, remainder='step')),
+    split=(32, partial(GradientAccumulation, micro_batch_size=8)),
+    both=(16, partial(GradientAccumulation, 32, remainder='step', micro_batch_size=8)),
+    schedule=(32, partial(GradientAccumulationSchedule, 32, 32, remainder='step', micro_batch_size=5)),
+    cache=(32, partial(GradientCache, 8)))
+
+
+@pytest.mark.parametrize('kind', ['windows', 'split', 'both'])
+def test_all_loggers_show_the_large_batch(kind):
+    "Recorder, W&B, TensorBoard, CSV, progress bar, graph, and callbacks of any order; and the samples of each step"
+    bs, accum = KINDS[kind]
+    large = FitWithAllLoggers(32)
+    small = FitWithAllLoggers(bs, accum())
+    for name, values in large.shown.items():
+        assert len(values), name
+        tol = 0. if name == 'positions' else FLOAT32
+        assert_same(small.shown[name], values, tol)
+    assert len(large.shown['losses']) == 8
+    assert small.samples == [32, 32, 32, 4, 32, 32, 32, 4]
+
+
+def test_a_batch_that_is_split_is_one_to_loggers_of_loader_batches():
+    large = FitWithAllLoggers(32)
+    small = FitWithAllLoggers(32, GradientAccumulation(micro_batch_size=8, log_accum_batch=False))
+    for name, values in large.shown.items(): assert_same(small.shown[name], values, FLOAT32)
+    assert small.samples == []
+
+
+class NotesPartLosses(Callback):
+    "Notes the losses of the parts of 8 samples in each training batch"
+    run_valid = False
+    def before_fit(self):
+        self.losses = []
+
+    def after_pred(self):
+        outputs = self.pred.detach().split(8)
+        targets = self.y.split(8)
+        self.losses += map(mse, outputs, targets)
+
+
+def test_loggers_of_loader_batches():
+    "With log_accum_batch=False each has its own loss and the learning rate of its window; steps are the same"
+    parts = NotesPartLosses()
+    large = FitWithAllLoggers(32, parts).shown
+    fit_of_batches = FitWithAllLoggers(8, GradientAccumulation(32, remainder='step', log_accum_batch=False))
+    small = fit_of_batches.shown
+    assert_same(small['wandb raw_loss'], parts.losses, FLOAT32)
+    assert_same(small['losses'], smoothed(parts.losses), FLOAT32)
+    assert_same(small['wandb train_loss'], smoothed(parts.losses), FLOAT32)
+    batches_per_step = tensor([4, 4, 4, 1, 4, 4, 4, 1])
+    rates = as_tensor(large['lrs']).repeat_interleave(batches_per_step)
+    assert_same(small['lrs'], rates, 1e-9)
+    assert_same(small['wandb lr_0'], rates, 1e-9)
+    valid_losses = slice(1, None, 3)  # of train_loss, valid_loss and product_sum
+    assert_same(small['values'][valid_losses], large['values'][valid_losses], FLOAT32)
+    assert_same(small['wandb epoch'], torch.arange(1, 27).double()/13, 1e-9)
+    assert small['iters'] == [13, 26]
+    assert fit_of_batches.samples == []
+
+
+def test_loggers_show_the_rate_that_a_rule_has_scaled():
+    "It is that of the step, which the optimizer has only while the step is taken"
+    schedule = partial(GradientAccumulationSchedule, 32, 64, start=0.5, finish=0.5)
+    plain = FitWithAllLoggers(8, schedule(), n=96)
+    scaled = FitWithAllLoggers(8, schedule(scale={'lr': linear_scale}), n=96)
+    samples = as_tensor(scaled.samples)
+    assert scaled.samples == [32, 32, 32, 64, 32]
+    rates = as_tensor(plain.shown['lrs'])*samples/32
+    assert_same(scaled.shown['lrs'], rates, ROUNDING)
+    assert_same(scaled.shown['wandb lr_0'], rates, ROUNDING)
+    _, of_board = as_tensor(scaled.shown['tensorboard lr_0']).chunk(2)  # steps and values
+    assert_same(of_board.unique(), rates.unique(), FLOAT32)  # in validation, TensorBoard logs the last one again
+    assert_same(scaled.shown['wandb epoch'], samples.cumsum(0)/96, 1e-9)
+
+
+# W&B and TensorBoard
+
+class Slow(Callback):
+    "Takes 20 ms for each loader batch of 8 samples"
+    run_valid = False
+    def after_pred(self):
+        time.sleep(0.02)
+
+
+WANDB_SAMPLES = dict(
+    step=[32, 32, 24, 32, 32, 24],
+    drop=[32, 32, 32, 32],
+    carry=[32, 32, 32, 32, 32, 16])
+WANDB_EPOCHS = dict(
+    step=torch.arange(1, 7).double()/3,  # by windows
+    drop=torch.arange(1, 5).double()/2,
+    carry=as_tensor([32, 88, 96, 128, 160, 176])/88)  # by samples; after an epoch fastai rounds 64 of 88
+
+
+@pytest.mark.parametrize('remainder', ['step', 'drop', 'carry'])
+def test_wandb_has_the_position_and_the_speed_of_windows(remainder):
+    accum = GradientAccumulation(32, remainder=remainder)
+    learn = make_learner(8, n=88, cbs=[WandbCallback(log_preds=False), accum, Slow()])
+    start = time.perf_counter()
+    rows = wandb_rows(lambda: fit(learn, 2))
+    most_seconds = time.perf_counter()-start
+    samples = WANDB_SAMPLES[remainder]
+    assert wandb_values(rows, 'accumulation_batch_size') == samples
+    assert_same(wandb_values(rows, 'epoch'), WANDB_EPOCHS[remainder], 1e-9)
+    speeds = wandb_values(rows, 'train_samples_per_sec')
+    assert max(speeds) < 8/0.02
+    seconds = as_tensor(samples)/as_tensor(speeds)
+    assert seconds.sum() < most_seconds
+
+
+def test_tensorboard_draws_the_model():
+    board = TensorBoardCallback('board', log_preds=False)
+    fit(make_learner(8, cbs=[GradientAccumulation(32, micro_batch_size=4), board]), 1)
+    assert EventAccumulator('board').Reload().Tags()['graph']
+
+
+def wandb_callback_of_fastai():
+    "Returns the module of WandbCallback as fastai has it, without our fix"
+    spec = importlib.util.find_spec('fastai.callback.wandb')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class WithArguments:
+    "Its arguments are what W&B logs of it"
+    def __init__(self, size, net, names):
+        store_attr()
+
 
 def test_fix_wandb_is_needed(monkeypatch):
-    "From fastai 2.8.9 on. When this fails, fastai has fixed it: take `fix_wandb` out"
-    fw = importlib.util.module_from_spec(spec := importlib.util.find_spec('fastai.callback.wandb'))
-    spec.loader.exec_module(fw)
-    monkeypatch.setitem(sys.modules, 'fastai.callback.wandb', fw)
-    if Version(fastai.__version__) >= Version('2.8.9'):
-        with pytest.raises(TypeError): fw._format_config_value(1)
+    "From fastai 2.8.9 on. When this test fails, fastai has fixed its bug: take `fix_wandb` out"
+    module = wandb_callback_of_fastai()
+    monkeypatch.setitem(sys.modules, 'fastai.callback.wandb', module)
+    has_bug = Version(version('fastai')) >= Version('2.8.9')
+    if not has_bug:
+        before = vars(module).copy()
+        fix_wandb()
+        assert vars(module) == before
+        return
+    with pytest.raises(TypeError): module._format_config_value(1)
     fix_wandb()
-    assert fw._format_config_value(1) == 1
+    assert module._format_config_value(1) == 1
+    assert module.init_args is plain_args
+    o = WithArguments(3, nn.Linear(1, 1), L('a'))
+    assert plain_args(o) == dict(size=3)
 
-@pytest.mark.parametrize('bs,accum', [(8, GradientAccumulation(32)), (32, GradientAccumulation(micro_batch_size=8))])
-def test_samples_in_the_steps_of_a_stream(bs, accum):
-    "Its loader knows no more than that 43 are announced"
-    class Stream(torch.utils.data.IterableDataset):
-        def __len__(self): return 43
-        def __iter__(self): return iter(list(zip(*data(43))))
-    learn = make_learner(8, cbs=[accum, TensorBoardCallback('tb', trace_model=False, log_preds=False)])
-    learn.dls = DataLoaders(torch.utils.data.DataLoader(Stream(), batch_size=bs), learn.dls.valid)
-    assert sizes(fit(learn, 2)) == [32, 11]*2
-    assert scalars('tb', 'accumulation_batch_size') == [*zip(range(1, 5), sizes(learn))]
 
-# Recorder
+# The Recorder
 
-def test_train_metrics_see_every_sample():
-    def mae(pred, targ): return (pred-targ).abs().mean().float()
-    def values(bs, *cbs):
-        learn = make_learner(bs, cbs=[Recorder(train_metrics=True), *cbs], metrics=mae)
-        return floats(fit(learn, 2, 0.).recorder.values)
-    for bs,accum in kinds.values(): assert_same(values(bs, accum()), values(32), 1e-6)
-    assert len(values(32)[0]) == 4
+class Stream(torch.utils.data.IterableDataset):
+    "43 samples, of which its loader knows no more than the number"
+    def __len__(self):
+        return 43
 
-def test_an_epoch_without_a_window():
-    "To fastai it is one without a batch"
-    learn = fit(make_learner(8, n=24, cbs=GradientAccumulation(48, remainder='carry')))
-    first,*trained = [o[0] for o in learn.recorder.values]
-    assert math.isnan(first) and trained == losses(learn) and not np.isnan(trained).any() and sizes(learn) == [48, 24]
+    def __iter__(self):
+        return iter(list(zip(*data(43))))
 
-def test_a_skipped_window_is_not_logged():
-    "As if its samples were not there"
-    def spoil(self):
-        if self.training and self.x[0,0] == data(112)[0][40,0]: self.learn.pred = self.pred*math.nan
+
+@pytest.mark.parametrize('bs, accum', [
+    (8, GradientAccumulation(32)),
+    (32, GradientAccumulation(micro_batch_size=8))])
+def test_the_samples_in_the_steps_of_a_stream(bs, accum):
+    board = TensorBoardCallback('board', trace_model=False, log_preds=False)
+    learn = make_learner(8, cbs=[accum, board])
+    train = torch.utils.data.DataLoader(Stream(), batch_size=bs)
+    learn.dls = DataLoaders(train, learn.dls.valid)
+    fit(learn, 2)
+    assert learn.recorder.accum_bs == [32, 11, 32, 11]
+    assert scalars('board', 'accumulation_batch_size') == ([1, 2, 3, 4], [32, 11, 32, 11])
+
+
+class Spoils(Callback):
+    "Spoils the outputs of one training batch in each epoch"
+    run_valid = False
+    def after_pred(self):
+        inputs, _ = data(112)
+        is_struck = torch.equal(self.x[0], inputs[40])
+        if is_struck: self.learn.pred = self.pred*math.nan
+
+
+def test_a_window_that_is_skipped_is_a_cancelled_batch_to_loggers():
+    "The Recorder leaves it out, as if its samples were not there; W&B sees a batch without a number of samples"
     accum = GradientAccumulation(32, skip_nonfinite=True, remainder='step')
-    learn,plain = make_learner(8, n=112, cbs=[accum, WandbCallback(log_preds=False)]),make_learner(32, n=112)
-    with pytest.warns(match='skipped'): rows = wandb_rows(lambda: fit(learn, 2, cbs=Callback(after_pred=spoil)))
-    samples = [o for i,o in enumerate(plain.dls.train.dataset) if not 32 <= i < 64]
+    learn = make_learner(8, n=112, cbs=[accum, Spoils(), WandbCallback(log_preds=False)])
+    with pytest.warns(UserWarning, match='skipped a step'): rows = wandb_rows(lambda: fit(learn, 2))
+    plain = make_learner(32, n=112)
+    samples = list(plain.dls.train.dataset)
+    del samples[32:64]
     plain.dls = DataLoaders(DataLoader(samples, bs=32), plain.dls.valid)
     fit(plain, 2)
-    assert sizes(learn) == [o['accumulation_batch_size'] for o in rows] == [32, 32, 16]*2 and accum.n_skipped == 2
-    assert_same(losses(learn), losses(plain), 1e-6)
+    assert accum.n_skipped == 2
+    assert learn.recorder.accum_bs == [32, 32, 16, 32, 32, 16]
+    of_wandb = [row.get('accumulation_batch_size') for row in rows]
+    assert of_wandb == [32, None, 32, 16, 32, None, 32, 16]
+    assert_moved(learn)
+    assert_same(losses(learn), losses(plain), FLOAT32)
     assert_same(weights(learn), weights(plain), ROUNDING)
 
-def test_plot_accum_bs():
-    "Of the last fit, if that has recorded any"
-    learn = make_learner(8, cbs=GradientAccumulation(32))
-    with pytest.raises(ValueError, match='has no batch sizes: fit'): learn.recorder.plot_accum_bs()
-    ax = fit(learn, 1).recorder.plot_accum_bs()
-    assert [[*o] for o in ax.patches[0].get_data()[:2]] == [[32]*3, [*range(4)]] and 'step' in ax.get_xlabel()
-    learn.remove_cb(GradientAccumulation)
-    for cbs in [], GradientAccumulation(32, log_accum_batch=False):
-        with pytest.raises(ValueError, match='log_accum_batch=True'): fit(learn, 1, cbs=cbs).recorder.plot_accum_bs()
+
+# Plots
+
+def test_plot_sizes():
+    "A line at the height of each size, on new axes or on given ones"
+    ax = plot_sizes([32, 64], [0, 1, 3], 'epochs')
+    drawn = ax.patches[0].get_data()
+    assert list(drawn.values) == [32, 64]
+    assert list(drawn.edges) == [0, 1, 3]
+    assert ax.get_xlabel() == 'epochs'
+    assert ax.get_ylim()[0] == 0
+    assert plot_sizes([8], [0, 1], 'epochs', ax) is ax
+    assert len(ax.patches) == 2
+
+
+def test_plot_accum_bs_shows_the_last_fit():
+    learn = fit(make_learner(8, cbs=GradientAccumulation(32)), 1)
+    ax = learn.recorder.plot_accum_bs()
+    drawn = ax.patches[0].get_data()
+    assert list(drawn.values) == [32, 32, 32]
+    assert list(drawn.edges) == [0, 1, 2, 3]
+    assert ax.get_xlabel() == 'optimizer steps'
+
+
+@pytest.mark.parametrize('cbs', [[], GradientAccumulation(32, log_accum_batch=False)])
+def test_plot_accum_bs_of_a_fit_without_sizes_is_an_error(cbs):
+    "Also if the fit before had some, or if there was no fit"
+    learn = make_learner(8)
+    says = 'has no batch sizes: fit with GradientAccumulation and log_accum_batch=True'
+    with pytest.raises(ValueError, match=says): learn.recorder.plot_accum_bs()
+    fit(learn, 1, cbs=GradientAccumulation(32))
+    fit(learn, 1, cbs=cbs)
+    with pytest.raises(ValueError, match=says): learn.recorder.plot_accum_bs()
+
 
 # lr_find
 
-@pytest.mark.parametrize('n,drop_last', [(96, False), (100, False), (100, True), (32, False)])
-@pytest.mark.parametrize('kind', kinds)
-def test_lr_find_is_the_large_batchs(kind, n, drop_last):
-    "Rates, losses, suggestion and length; and weights are put back"
-    def find(bs, *cbs):
-        learn = make_learner(bs, n=n, cbs=cbs, drop_last=drop_last)
-        with learn.no_bar(): found = learn.lr_find(num_it=40, stop_div=False, show_plot=False)
-        assert_same(weights(learn), weights(model()))
-        return [found.valley, learn.n_epoch, *learn.recorder.lrs],torch.tensor(losses(learn)).log()
-    bs,accum = kinds[kind]
-    (big,loss),(small,loss_) = find(32),find(bs, accum())
-    assert_same(small, big)
-    assert_same(loss_, loss, 1e-4)  # in float32, of losses that grow
-    assert len(loss) == 40
+def find_rate(learn, num_it):
+    with quiet(learn): return learn.lr_find(num_it=num_it, stop_div=False, show_plot=False)
 
-def few(learn): return 0 if learn.x[0,0] == data(44)[0][8,0] else 8
 
-@pytest.mark.parametrize('accum', [GradientAccumulation(16, remainder='carry'), GradientAccumulation(8, num_items=few)])
-def test_lr_find_gives_all_points(accum):
-    "Whatever the epoch, and where a window has no items"
-    learn = make_learner(8, n=44, cbs=accum)
-    with learn.no_bar(): learn.lr_find(num_it=20, stop_div=False, show_plot=False)
-    assert_same(learn.recorder.lrs, [SchedExp(1e-7, 10)(i/20) for i in range(20)], 1e-9)
-    assert len(losses(learn)) == 20
+def exponential(num_it):
+    "Returns the learning rates of `lr_find`"
+    curve = SchedExp(1e-7, 10)
+    return [curve(i/num_it) for i in range(num_it)]
+
+
+@pytest.mark.parametrize('n, drop_last', [
+    (96, False),
+    (100, False),
+    (100, True),
+    (32, False)])
+@pytest.mark.parametrize('kind', KINDS)
+def test_lr_find_is_that_of_the_large_batch(kind, n, drop_last):
+    "Suggestion, rates, losses and length; and weights are put back"
+    bs, accum = KINDS[kind]
+    large = make_learner(32, n=n, drop_last=drop_last)
+    small = make_learner(bs, n=n, drop_last=drop_last, cbs=accum())
+    assert find_rate(small, 40) == find_rate(large, 40)
+    assert small.n_epoch == large.n_epoch
+    assert len(losses(large)) == 40
+    assert_same(small.recorder.lrs, large.recorder.lrs)
+    relative_losses = as_tensor(losses(small))/as_tensor(losses(large))  # they grow
+    assert_same(relative_losses, torch.ones(40), 1e-4)
+    assert_same(weights(small), weights(model()))
+
+
+@pytest.mark.parametrize('n, bs, accum_bs, num_it', [
+    (44, 8, 16, 20),  # fewer loader batches than iterations
+    (88, 2, 32, 20),  # more
+    (96, 2, 32, 40),  # windows fill the epoch
+    (88, 2, 64, 7)])
+@pytest.mark.parametrize('remainder', ['step', 'carry'])
+def test_lr_find_has_all_its_iterations(remainder, n, bs, accum_bs, num_it):
+    "However many windows an epoch has"
+    accum = GradientAccumulation(accum_bs, remainder=remainder)
+    learn = make_learner(bs, n=n, cbs=accum)
+    find_rate(learn, num_it)
+    assert_same(learn.recorder.lrs, exponential(num_it), 1e-9)
+    assert len(losses(learn)) == num_it
+
+
+@pytest.mark.xfail(strict=True, reason='`extend_lr_find` counts at least one window an epoch, and here it takes two')
+def test_lr_find_has_all_its_iterations_in_windows_of_two_epochs():
+    learn = make_learner(8, n=24, cbs=GradientAccumulation(48, remainder='carry'))
+    find_rate(learn, 20)
+    assert_same(learn.recorder.lrs, exponential(20), 1e-9)
+
+
+def items_but_in_the_second_batch(learn):
+    "Returns 0 for one of six loader batches"
+    inputs, _ = data(44)
+    is_second = torch.equal(learn.x[0], inputs[8])
+    return 0 if is_second else 8
+
+
+def test_lr_find_leaves_out_windows_that_are_skipped():
+    "Like batches that are cancelled: each is an iteration without a point"
+    learn = make_learner(8, n=44, cbs=GradientAccumulation(8, num_items=items_but_in_the_second_batch))
+    with pytest.warns(UserWarning, match='skipped a step: its window has nothing to average over'):
+        find_rate(learn, 20)
+    kept = [rate for i, rate in enumerate(exponential(20)) if i%6 != 1]
+    assert len(kept) == 16
+    assert_same(learn.recorder.lrs, kept, 1e-9)
+    assert learn.train_iter == 20
+
+
+@pytest.mark.parametrize('n_epoch', [1, 2, 5])
+def test_a_fit_with_an_lr_finder_has_the_epochs_that_it_was_asked_for(n_epoch):
+    "They are extended for `lr_find` alone"
+    finder = LRFinder(1e-3, 0.1, num_it=100, stop_div=False)
+    learn = make_learner(8, n=96, cbs=GradientAccumulation(32))
+    fit(learn, n_epoch, cbs=finder)
+    assert learn.n_epoch == n_epoch
+    assert len(losses(learn)) == 3*n_epoch

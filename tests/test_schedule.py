@@ -1,305 +1,701 @@
-"A batch that changes: its sizes, its steps, its preview, and the rules that scale hyper-parameters with it"
+"A batch that changes in training: its sizes, its steps, its preview, and the rules that scale hyper-parameters with it"
 import pickle
+from collections import Counter
+from contextlib import suppress
+
 import pytest
 from hypothesis import given, strategies as st
 
 from common import *
+from fastxtend_accum.schedule import fraction_of_fit
+from same_fit import FLOAT32
 
-def sizes(learn): return learn.recorder.accum_bs
 
-def scheduled(*args, start_epoch=0, **kwargs):
-    "A fit of 4 epochs under a schedule"
-    return fit(make_learner(8, n=128, cbs=GradientAccumulationSchedule(*args, **kwargs)), 4, start_epoch=start_epoch)
+def sizes(learn):
+    "Returns the samples of each step of the last fit"
+    return learn.recorder.accum_bs
 
-def by_epoch(size_at, n, remainder, n_epoch, drop_last=False, bs=8):
-    "Of each epoch the windows that end in it, as (position, samples): each asks `size_at` when its first batch comes"
-    res,window,n = [],[],n//bs*bs if drop_last else n
-    for epoch in range(n_epoch):
-        done,at_end = [],remainder == 'step' or remainder == 'carry' and epoch == n_epoch-1
-        for i in range(0, n, bs):
-            if not window: pct = (epoch+i/n)/n_epoch
-            window += range(i, min(i+bs, n))
-            if len(window) >= size_at(pct) or at_end and i+bs >= n:
-                done.append((pct, window))
-                window = []
-        if remainder == 'drop': window = []
-        res.append(done)
-    return res
 
-# A plain Learner whose batch sampler yields these sizes
+def learner_of_128(*cbs, **kwargs):
+    "Returns a Learner whose epoch has 16 batches of 8 samples"
+    return make_learner(8, n=128, cbs=cbs, **kwargs)
 
-class Batches:
-    "A batch sampler that yields these batches, others in each epoch"
-    def __init__(self, epochs): self.epochs = epochs
-    def __len__(self): return len(self.epochs[0])
-    def __iter__(self): return iter(self.epochs.pop(0))
 
-def plain(epochs, n, sched):
-    "A fit without our callbacks, each window as one batch, with the rate of `sched` at its position"
-    positions = [pct for done in epochs for pct,_ in done]
-    def set_lr(self): self.training and self.opt.set_hyper('lr', sched(positions.pop(0)))
-    learn,batches = make_learner(8, n=n, cbs=Callback(before_batch=set_lr)),[[o for _,o in done] for done in epochs]
-    train = torch.utils.data.DataLoader(learn.dls.train.dataset, batch_sampler=Batches(batches))
+def repeated(counts):
+    "Returns each size as often as `counts` says"
+    return list(Counter(counts).elements())
+
+
+def scheduled_fit(*args, start_epoch=0, **kwargs):
+    "Trains for 4 epochs of 128 samples under a schedule, and returns the samples of each step"
+    learn = learner_of_128(GradientAccumulationSchedule(*args, **kwargs))
+    return sizes(fit(learn, 4, start_epoch=start_epoch))
+
+
+def test_a_batch_that_grows_along_a_line():
+    """In the second of four epochs, from 16 to 64 samples: after 0, 16, 40 and 72 of its 128 samples the line is at 16,
+    22, 31 and 43, and a window has the nearest multiple of 8"""
+    grown = scheduled_fit(16, 64, start=1, finish=2, schedule=SchedLin)
+    first_epoch = grown[:8]
+    second_epoch = grown[8:13]
+    assert set(first_epoch) == {16}
+    assert second_epoch == [16, 24, 32, 40, 56]
+    assert set(grown[13:]) == {64, 24}, 'the last window of the fit is incomplete'
+
+
+# The same fit by a plain Learner, whose batches have the sizes of the schedule
+
+def jumps(start, end):
+    def size_at(position): return start if position < 1/3 else (start+end)/2
+    return size_at
+
+
+def by_way_of_32(start, end):
+    return combine_scheds([0.5, 0.5], [SchedLin(start, 32), SchedCos(32, end)])
+
+
+ANNEALERS = dict(cos=SchedCos, lin=SchedLin, exp=SchedExp, jumps=jumps, combined=by_way_of_32)
+
+
+def by_epoch(steps, n_epoch):
+    "Returns the steps that are taken in each epoch"
+    epochs = [[] for _ in range(n_epoch)]
+    for samples, pct in steps:
+        epoch = int(pct*n_epoch+1e-9)
+        goes_on = samples[-1] < samples[0]  # with the first samples of the next epoch
+        if goes_on: epoch += 1
+        epochs[epoch].append(samples)
+    return epochs
+
+
+class PlannedBatches:
+    "A batch sampler that yields other batches in each epoch"
+    def __init__(self, epochs):
+        self.epochs = epochs
+
+    def __len__(self):
+        return len(self.epochs[0])
+
+    def __iter__(self):
+        return iter(self.epochs.pop(0))
+
+
+class SetsRates(Callback):
+    "Sets the learning rates of one training batch after the other"
+    run_valid = False
+    def __init__(self, rates):
+        self.rates = iter(rates)
+
+    def before_batch(self):
+        self.opt.set_hyper('lr', next(self.rates))
+
+
+def plain_fit(steps, n, n_epoch, rate):
+    "Trains a Learner without our callbacks on the samples of each step, with the rate at its position"
+    rates = [rate(pct) for _, pct in steps]
+    learn = make_learner(8, n=n, cbs=SetsRates(rates))
+    batches = PlannedBatches(by_epoch(steps, n_epoch))
+    train = torch.utils.data.DataLoader(learn.dls.train.dataset, batch_sampler=batches)
     learn.dls = DataLoaders(train, learn.dls.valid)
-    return fit(learn, len(epochs))
+    return fit(learn, n_epoch)
 
-annealers = dict(
-    cos=SchedCos, lin=SchedLin, exp=SchedExp, jumps=lambda a,b: lambda pos: a if pos < 1/3 else (a+b)/2,
-    combined=lambda a,b: combine_scheds([.5,.5], [SchedLin(a, 32), SchedCos(32, b)]))
 
 @pytest.mark.thin(11)
-@pytest.mark.parametrize('name', annealers)
+@pytest.mark.parametrize('annealer', ANNEALERS)
 @pytest.mark.parametrize('remainder', ['step', 'drop', 'carry'])
-@pytest.mark.parametrize('n,drop_last', [(128, False), (124, False), (124, True)])
-@pytest.mark.parametrize('ends', [(16, 64), (64, 16)])
-def test_a_fit_is_that_of_a_learner_with_these_batches(ends, n, drop_last, remainder, name):
-    "The same samples in each step of each epoch, learning rates, losses and weights; and the preview says so before"
-    (a,b),sched = ends,SchedCos(.1, .01)
+@pytest.mark.parametrize('n, drop_last', [(128, False), (124, False), (124, True)])
+@pytest.mark.parametrize('start, end', [(16, 64), (64, 16)])
+def test_a_fit_is_that_of_a_learner_with_these_batches(start, end, n, drop_last, remainder, annealer):
+    "The same samples in each step, learning rates, losses and weights; and the preview says so before"
+    curve = ANNEALERS[annealer](start, end)
     def size_at(pct):
-        size = annealers[name](a, b)(min(max(pct-.25, 0)*2, 1))
-        return b if pct >= .75 else int(size/8 + .5+1e-9)*8  # the nearest
-    epochs = by_epoch(size_at, n, remainder, 5, drop_last)
-    accum = GradientAccumulationSchedule(a, b, .25, .75, annealers[name], remainder=remainder)
-    learn = make_learner(8, n=n, cbs=[accum, ParamScheduler(dict(lr=sched))], drop_last=drop_last)
-    preview,planned = accum.preview(5, learn.dls),[(pct*5, len(idxs)) for done in epochs for pct,idxs in done]
-    fit(learn, 5)
-    assert sizes(learn) == [size for _,size in preview] == [size for _,size in planned]
-    assert_same([o for o,_ in preview], [o for o,_ in planned], 1e-9)
-    assert len(set(sizes(learn))) > 2 and preview[0][0] == 0
-    whole = plain(epochs, n, sched)
-    assert_same(weights(learn), weights(whole), ROUNDING)
+        "Returns the multiple of 8 that is nearest to the curve, from a quarter to three quarters of training"
+        if pct >= 0.75: return end
+        position = max(pct-0.25, 0)*2
+        return 8*int(curve(position)/8+0.5+1e-9)
+    rate = SchedCos(0.1, 0.01)
+    steps = windows(n, 8, size_at, remainder, 5, drop_last)
+    accum = GradientAccumulationSchedule(start, end, 0.25, 0.75, ANNEALERS[annealer], remainder=remainder)
+    learn = make_learner(8, n=n, cbs=accum, drop_last=drop_last)
+    preview = accum.preview(5, learn.dls)
+    fit(learn, 5, cbs=ParamScheduler({'lr': rate}))
+    plain = plain_fit(steps, n, 5, rate)
+    assert len(set(sizes(learn))) > 2
+    expected_sizes = [len(samples) for samples, _ in steps]
+    expected_starts = [pct*5 for _, pct in steps]
+    assert sizes(learn) == expected_sizes
+    assert [size for _, size in preview] == expected_sizes
+    assert_same([start for start, _ in preview], expected_starts, 1e-9)
     assert_moved(learn)
-    assert_same(learn.recorder.lrs, whole.recorder.lrs, ROUNDING)
-    assert_same(losses(learn), losses(whole), 1e-6)  # in float32
-    assert_same(floats(learn.recorder.values), floats(whole.recorder.values), 1e-6)
+    assert_same(weights(learn), weights(plain), ROUNDING)
+    assert_same(learn.recorder.lrs, plain.recorder.lrs, ROUNDING)
+    assert_same(losses(learn), losses(plain), FLOAT32)
+    assert_same(floats(learn.recorder.values), floats(plain.recorder.values), FLOAT32)
 
-def test_int_counts_epochs_and_float_is_a_fraction():
-    with pytest.warns(match='=1 means after 1 of the 4'):
-        assert sizes(scheduled(16, 64, start=1, finish=1)) == [16]*8 + [64]*6
-    assert sizes(scheduled(16, 64, start=.25, finish=.25)) == [16]*8 + [64]*6
-    assert sizes(scheduled(64, 8, start=4, finish=1.0)) == [64]*8
-    assert sizes(scheduled(16, 64, start=1, finish=3)) == sizes(scheduled(16, 64, start=.25, finish=.75))
 
-@pytest.mark.parametrize('n_epoch,name,kwargs', [
-    (4, 'finish', dict(finish=1)), (4, 'start', dict(start=1, finish=.5)), (1, None, dict(finish=1)),
-    (4, None, dict(finish=1.)), (4, None, dict(start=1, finish=2)), (4, None, SchedSteps({0: 16, 1: 64}))])
-def test_a_one_warns_which_it_is(n_epoch, name, kwargs):
-    "1 epoch or, as 1.0, all of training: in each fit, and not while a learning rate is looked for"
-    learn = make_learner(8, cbs=GradientAccumulationSchedule(**dict(start_accum_bs=16, final_accum_bs=64)|kwargs))
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter('always')
-        with learn.no_bar(): learn.lr_find(num_it=20, show_plot=False)
-        before = len(warned)
-        for _ in range(2): fit(learn, n_epoch)
-    says = f'{name}=1 means after 1 of the {n_epoch} epochs; {name}=1.0 means the end of training'
-    said = [(i >= before, str(o.message)) for i,o in enumerate(warned) if 'end of training' in str(o.message)]
-    assert said == [(True, says)]*2*bool(name)
+def test_an_int_counts_epochs_and_a_float_is_a_fraction():
+    in_epochs = scheduled_fit(16, 64, start=1, finish=3)
+    in_fractions = scheduled_fit(16, 64, start=0.25, finish=0.75)
+    assert in_epochs == in_fractions
+    to_the_end = scheduled_fit(64, 8, start=4, finish=1.0)
+    assert set(to_the_end) == {64}
+    jump = scheduled_fit(16, 64, start=0.25, finish=0.25)
+    assert jump == repeated({16: 8, 64: 6})
+    with pytest.warns(UserWarning, match='=1 means after 1 of the 4'):
+        assert scheduled_fit(16, 64, start=1, finish=1) == jump
+
+
+def warnings_of_one(n_epoch, accum):
+    "Returns what is said of 1 and 1.0 in `lr_find`, and then in two fits"
+    learn = make_learner(8, cbs=accum)
+    said = []
+    for train in (find_rate, fit, fit):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter('always')
+            train(learn, n_epoch)
+        texts = [str(o.message) for o in caught]
+        said.append([text for text in texts if 'end of training' in text])
+    return said
+
+
+def find_rate(learn, n_epoch=None):
+    "Returns what `lr_find` suggests"
+    with quiet(learn): return learn.lr_find(num_it=20, show_plot=False)
+
+
+@pytest.mark.parametrize('name, kwargs', [
+    ('finish', dict(finish=1)),
+    ('start', dict(start=1, finish=0.5))])
+def test_a_one_that_may_be_meant_as_a_fraction_causes_a_warning(name, kwargs):
+    "In each fit, and not while a learning rate is looked for"
+    text = f'{name}=1 means after 1 of the 4 epochs; {name}=1.0 means the end of training'
+    accum = GradientAccumulationSchedule(16, 64, **kwargs)
+    assert warnings_of_one(4, accum) == [[], [text], [text]]
+
+
+@pytest.mark.parametrize('n_epoch, kwargs', [
+    (1, dict(finish=1)),  # it is both
+    (4, dict(finish=1.)),
+    (4, dict(start=1, finish=2))])
+def test_a_one_that_is_clear_causes_none(n_epoch, kwargs):
+    accum = GradientAccumulationSchedule(16, 64, **kwargs)
+    assert warnings_of_one(n_epoch, accum) == [[], [], []]
+
 
 def test_a_resumed_fit_has_the_same_sizes():
-    whole,resumed = (sizes(scheduled(16, 64, finish=.9, remainder='step', start_epoch=o)) for o in (0, 2))
-    assert resumed == whole[-len(resumed):] and (sum(resumed), sum(whole)) == (2*128, 4*128)
+    whole = scheduled_fit(16, 64, finish=0.9, remainder='step')
+    resumed = scheduled_fit(16, 64, finish=0.9, remainder='step', start_epoch=2)
+    assert sum(whole) == 4*128
+    assert sum(resumed) == 2*128
+    assert whole[-len(resumed):] == resumed
 
-def test_the_last_window_is_carried_unless_a_model_carries_a_state():
-    "By default; and that is what the preview says"
-    class Stateful(nn.Sequential):
-        def reset(self): pass
-    for kind,expected in (nn.Sequential, [48]*5), (Stateful, [48, 48, 24]*2):
-        accum = GradientAccumulationSchedule(48, 48)
-        learn = make_learner(8, n=120, m=kind(*model()), cbs=accum)
-        preview = [o for _,o in accum.preview(2, learn.dls)]
-        assert preview == sizes(fit(learn, 2)) == expected
 
-scheds = st.sampled_from([SchedCos, SchedLin, SchedExp, SchedNo])
+class Stateful(nn.Sequential):
+    "Carries a state from batch to batch, as far as fastai can tell"
+    def reset(self):
+        pass
+
+
+@pytest.mark.parametrize('kind, expected', [
+    (nn.Sequential, [48, 48, 48, 48, 48]),
+    (Stateful, [48, 48, 24, 48, 48, 24])])
+def test_an_incomplete_window_is_carried_unless_the_model_carries_a_state(kind, expected):
+    "That is the default, and the preview says so"
+    accum = GradientAccumulationSchedule(48, 48)
+    learn = make_learner(8, n=120, m=kind(*model()), cbs=accum)
+    preview = accum.preview(2, learn.dls)
+    fit(learn, 2)
+    assert [size for _, size in preview] == expected
+    assert sizes(learn) == expected
+
+
+SCHEDULES = st.sampled_from([SchedCos, SchedLin, SchedExp, SchedNo])
+
 
 @draws
-@given(a=st.integers(1, 9), b=st.integers(1, 9), bs=st.integers(1, 33), start=st.floats(0, 1), width=st.floats(0, 1),
-       pct=st.floats(0, 1), sched=scheds)
-def test_any_size_is_a_multiple_between_the_ends(a, b, bs, start, width, pct, sched):
-    finish = min(1., start+width)
-    size = GradientAccumulationSchedule(a*bs, b*bs, start, finish, sched).size_at(pct, n_epoch=1, loader_bs=bs)
-    assert size%bs == 0 and min(a, b)*bs <= size <= max(a, b)*bs
-    if pct >= finish: assert size == b*bs
-    if pct < start-1e-5: assert size == a*bs
+@given(
+    n_start=st.integers(1, 9),  # loader batches
+    n_end=st.integers(1, 9),
+    bs=st.integers(1, 33),
+    start=st.floats(0, 1),
+    length=st.floats(0, 1),
+    pct=st.floats(0, 1),
+    schedule=SCHEDULES)
+def test_any_size_is_a_multiple_of_the_loader_batch_between_the_ends(n_start, n_end, bs, start, length, pct, schedule):
+    finish = min(1., start+length)
+    accum = GradientAccumulationSchedule(n_start*bs, n_end*bs, start, finish, schedule)
+    size = accum.window_size_at(pct, n_epoch=1, global_bs=bs)
+    n_batches, rest = divmod(size, bs)
+    assert rest == 0
+    assert min(n_start, n_end) <= n_batches <= max(n_start, n_end)
+    if pct >= finish: assert n_batches == n_end
+    elif pct < start-1e-5: assert n_batches == n_start
+
+
+# Points in training
+
+@pytest.mark.parametrize('point, n_epoch, expected', [
+    (0.3, None, 0.3),
+    (0.3, 4, 0.3),
+    (1.0, 4, 1.),
+    (1, 4, 0.25),
+    (np.int64(4), 4, 1.),
+    (3, None, 3.)])  # in epochs of a fit whose length is not known yet
+def test_where_a_point_lies(point, n_epoch, expected):
+    assert fraction_of_fit('start', point, n_epoch) == expected
+
+
+@pytest.mark.parametrize('point, n_epoch, error, says', [
+    (True, None, TypeError, r'start must be a float \(fraction of training\) or an int \(epochs\), not True'),
+    ('half', None, TypeError, "not 'half'"),
+    (-1, None, ValueError, 'start=-1 is outside of training: use .* .an int, 0 or more'),
+    (1.5, None, ValueError, 'a float from 0.0 to 1.0'),
+    (math.nan, None, ValueError, 'start=nan is outside of training'),
+    (5, 4, ValueError, 'start=5 is outside of training in a fit of 4 epochs: .* .an int, from 0 to 4'),
+    (2, 1, ValueError, 'in a fit of 1 epoch, as fine_tune begins')])
+def test_a_point_outside_of_training_is_an_error(point, n_epoch, error, says):
+    with pytest.raises(error, match=says): fraction_of_fit('start', point, n_epoch)
+
+
+@pytest.mark.parametrize('kwargs, error, says', [
+    (dict(start=0.5, finish=0.2), ValueError, 'start=0.5 is after finish=0.2: use a start of at most 0.2'),
+    (dict(schedule=64), TypeError, r'sizes by point as GradientAccumulationSchedule\(\*\*SchedSteps\('),
+    (dict(schedule=lambda start, end: end), TypeError, 'must return a function of the position, not 64'),
+    (dict(final_accum_bs=64.), TypeError, 'final_accum_bs counts samples')])
+def test_a_schedule_that_is_none_is_an_error(kwargs, error, says):
+    kwargs = dict(start_accum_bs=16, final_accum_bs=64) | kwargs
+    with pytest.raises(error, match=says): GradientAccumulationSchedule(**kwargs)
+
+
+# Settings that are changed after a fit
+
+def schedule_that_jumps(**kwargs):
+    "Returns one whose size jumps from 16 to 48 samples in the middle of training"
+    kwargs = dict(start=0.5, finish=0.5, remainder='step') | kwargs
+    return GradientAccumulationSchedule(16, 48, **kwargs)
+
+
+@pytest.mark.parametrize('name, value, expected', [
+    ('final_accum_bs', 24, [16, 16, 16, 24, 24]),
+    ('start_accum_bs', 24, [24, 24, 48]),
+    ('finish', 0.75, [16, 16, 16, 16, 32])])
+def test_a_setting_that_is_changed_acts_in_the_next_fit(name, value, expected):
+    accum = schedule_that_jumps()
+    learn = fit(make_learner(8, cbs=accum), 1)
+    assert sizes(learn) == [16, 16, 16, 48]
+    setattr(accum, name, value)
+    assert sizes(fit(learn, 1)) == expected
+
+
+@pytest.mark.parametrize('name, value, error, says', [
+    ('final_accum_bs', 20, ValueError, 'final_accum_bs=20 .* is not a multiple'),
+    ('final_accum_bs', 64., TypeError, 'final_accum_bs counts samples'),
+    ('start_accum_bs', 0, ValueError, 'start_accum_bs must be at least 1'),
+    ('start', 0.75, ValueError, 'start=0.75 is after finish=0.5')])
+def test_a_setting_that_is_changed_is_checked_in_the_next_fit(name, value, error, says):
+    accum = schedule_that_jumps()
+    learn = fit(make_learner(8, cbs=accum), 1)
+    before = weights(learn)
+    setattr(accum, name, value)
+    with pytest.raises(error, match=says): fit(learn, 1)
+    assert_same(weights(learn), before)
+
 
 # The preview
 
 @draws
-@given(a=st.integers(1, 9), b=st.integers(1, 9), start=st.floats(0, 1), width=st.floats(0, 1), n=st.integers(8, 80),
-       n_epoch=st.integers(1, 3), remainder=st.sampled_from(['step', 'drop', 'carry']), sched=scheds)
-def test_any_preview_is_what_training_does(a, b, start, width, n, n_epoch, remainder, sched):
+@given(
+    n_start=st.integers(1, 9),  # loader batches
+    n_end=st.integers(1, 9),
+    start=st.floats(0, 1),
+    length=st.floats(0, 1),
+    n=st.integers(8, 80),
+    n_epoch=st.integers(1, 3),
+    remainder=st.sampled_from(['step', 'drop', 'carry']),
+    schedule=SCHEDULES)
+@pytest.mark.filterwarnings('ignore:no optimizer step was taken')
+def test_any_preview_is_what_training_does(n_start, n_end, start, length, n, n_epoch, remainder, schedule):
     "In a second fit, too, which starts over"
-    accum = GradientAccumulationSchedule(a*8, b*8, start, min(1., start+width), sched, remainder=remainder)
+    finish = min(1., start+length)
+    accum = GradientAccumulationSchedule(n_start*8, n_end*8, start, finish, schedule, remainder=remainder)
     learn = make_learner(8, n=n, cbs=accum)
-    preview = [size for _,size in accum.preview(n_epoch, learn.dls)]
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # no window was filled
-        for _ in range(2): assert preview == sizes(fit(learn, n_epoch))
+    preview = [size for _, size in accum.preview(n_epoch, learn.dls)]
+    assert sizes(fit(learn, n_epoch)) == preview
+    assert sizes(fit(learn, n_epoch)) == preview
+
 
 class Untouchable:
-    "So many samples, of which none can be loaded"
-    def __init__(self, n): self.n = n
-    def __len__(self): return self.n
+    "`n` samples, of which none can be loaded"
+    def __init__(self, n):
+        self.n = n
 
-@pytest.mark.parametrize('dl', [DataLoader, lambda o, bs: torch.utils.data.DataLoader(o, bs)])
-def test_preview_of_millions_of_samples(dl):
-    "As many bytecodes a window for a million loader batches as for a thousand; and nothing is left behind"
-    def run(n):
-        accum,count,tracer = GradientAccumulationSchedule(n//100, n//10, finish=1., remainder='step'),0,sys.gettrace()
-        dls,before = DataLoaders(dl(Untouchable(n), bs=1)),{**vars(accum)}
-        def trace(frame, event, arg):
-            nonlocal count
-            frame.f_trace_opcodes,count = True,count + (event == 'opcode')
-            return trace
-        sys.settrace(trace)
-        try: windows = accum.preview(4, dls)
-        finally: sys.settrace(tracer)
-        assert sum(size for _,size in windows) == 4*n and vars(accum) == before
-        return count/len(windows)
-    assert 100 < run(1_000_000) < 1.05*run(1000)
+    def __len__(self):
+        return self.n
 
-def test_plot_shows_the_preview():
-    accum = GradientAccumulationSchedule(16, 64, finish=.9)
-    learn = make_learner(8, n=128, cbs=accum)
-    positions,planned = zip(*accum.preview(4, learn.dls))
-    ax = accum.plot(4, learn.dls)
-    data = ax.patches[0].get_data()
-    assert (*data.values,) == planned and (*data.edges,) == (*positions, 4)
-    assert (ax.get_title(), ax.get_xlabel()) == (f'{len(planned)} optimizer steps', 'epochs')
 
-def test_preview_refuses_what_training_refuses():
-    dls = make_learner(8, n=24).dls
-    for args in (20, 64), (16, 64, 0, 3), (16, 64, 2, .1):
-        accum = GradientAccumulationSchedule(*args)
-        with pytest.raises(ValueError) as preview: accum.plot(2, dls)
-        with pytest.raises(ValueError) as training: fit(make_learner(8, cbs=accum), 2)
-        assert str(preview.value) in str(training.value)
-    assert GradientAccumulationSchedule(64, 64, remainder='drop').plot(2, dls).get_title() == '0 optimizer steps'
+def opcodes_per_window(n, loader):
+    "Returns how many of Python's instructions a preview of `n` samples needs for each window"
+    accum = GradientAccumulationSchedule(n//100, n//10, finish=1., remainder='step')
+    dls = DataLoaders(loader(Untouchable(n)))
+    settings_before = dict(vars(accum))
+    n_opcodes = 0
+    def trace(frame, event, arg):
+        nonlocal n_opcodes
+        frame.f_trace_opcodes = True
+        if event == 'opcode': n_opcodes += 1
+        return trace
+    tracer = sys.gettrace()
+    sys.settrace(trace)
+    try: preview = accum.preview(4, dls)
+    finally: sys.settrace(tracer)
+    assert vars(accum) == settings_before
+    assert sum(size for _, size in preview) == 4*n
+    return n_opcodes/len(preview)
 
-# Rules for hyper-parameters, against loops by hand
 
-rules = dict(lr=sqrt_scale, mom=half_life_scale)
+@pytest.mark.parametrize('loader', [
+    partial(DataLoader, bs=1),
+    partial(torch.utils.data.DataLoader, batch_size=1)])
+def test_a_preview_of_millions_of_samples(loader):
+    "A window costs as much among a million loader batches as among a thousand. No sample is loaded"
+    of_thousands = opcodes_per_window(1000, loader)
+    of_millions = opcodes_per_window(1_000_000, loader)
+    assert 100 < of_millions < 1.05*of_thousands
 
-def jump(scale=None): return GradientAccumulationSchedule(16, 64, start=.5, finish=.5, scale=scale)
 
-def loop(opt, m, set_hypers):
-    "Weights after 4 epochs, one batch a window, each after `set_hypers(group, position, ratio)`"
-    x,y = data(128)
-    for pct,idxs in sum(by_epoch(lambda pct: 16 if pct < .5 else 64, 128, 'step', 4), []):
-        for g in opt.param_groups: set_hypers(g, pct, len(idxs)//16)
+def test_the_plot_shows_the_preview():
+    accum = GradientAccumulationSchedule(16, 64, finish=0.9)
+    dls = learner_of_128().dls
+    starts, planned = zip(*accum.preview(4, dls))
+    ax = accum.plot(4, dls)
+    drawn = ax.patches[0].get_data()
+    assert tuple(drawn.values) == planned
+    assert tuple(drawn.edges) == (*starts, 4)
+    assert ax.get_title() == f'{len(planned)} optimizer steps'
+    assert ax.get_xlabel() == 'epochs'
+
+
+def test_the_plot_of_a_fit_without_a_window():
+    accum = GradientAccumulationSchedule(64, 64, remainder='drop')
+    ax = accum.plot(2, make_learner(8, n=24).dls)
+    assert ax.get_title() == '0 optimizer steps'
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(start_accum_bs=20),
+    dict(start=0, finish=3),
+    dict(start=2, finish=0.1)])
+def test_a_preview_refuses_what_training_refuses(kwargs):
+    kwargs = dict(start_accum_bs=16, final_accum_bs=64) | kwargs
+    accum = GradientAccumulationSchedule(**kwargs)
+    learn = make_learner(8, cbs=accum)
+    with pytest.raises(ValueError) as in_preview: accum.plot(2, learn.dls)
+    with pytest.raises(ValueError) as in_training: fit(learn, 2)
+    assert str(in_preview.value) in str(in_training.value)
+
+
+# Rules that scale hyper-parameters, against loops by hand
+
+RATE_AND_MOMENTUM = dict(lr=sqrt_scale, mom=half_life_scale)
+
+
+def jumps_with(scale=None, **kwargs):
+    "Returns a schedule from 16 to 64 samples in the middle of training, with rules"
+    return GradientAccumulationSchedule(16, 64, start=0.5, finish=0.5, scale=scale, **kwargs)
+
+
+def train_by_hand(opt, m, set_hypers):
+    """Trains `m` for 4 epochs of 128 samples on the batches of `jumps_with`; before each step it calls
+    `set_hypers(group, pct, ratio)` for each parameter group"""
+    inputs, targets = data(128)
+    def size_at(pct): return 16 if pct < 0.5 else 64
+    for samples, pct in windows(128, 8, size_at, 'step', 4):
+        for group in opt.param_groups: set_hypers(group, pct, len(samples)/16)
         opt.zero_grad()
-        ((m(x[idxs])-y[idxs])**2).mean().backward()
+        errors = m(inputs[samples])-targets[samples]
+        errors.pow(2).mean().backward()
         opt.step()
     return weights(m)
 
-torch_sgd = partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=.9))
 
-@pytest.mark.parametrize('opt_func', [torch_sgd, partial(SGD, mom=.9)])
-def test_scaled_rate_and_momentum(opt_func):
-    "Beside a scheduler of both"
-    sched,lrs,m = dict(lr=SchedCos(.1, .01), mom=SchedLin(.9, .8)),[],model()
-    learn = fit(make_learner(8, n=128, cbs=[jump(rules), ParamScheduler(sched)], opt_func=opt_func), 4)
-    def set_hypers(g, pct, ratio):
-        g.update(lr=sched['lr'](pct)*ratio**.5, momentum=sched['mom'](pct)**ratio)
-        lrs.append(g['lr'])
-    assert_same(weights(learn), loop(torch.optim.SGD(m.parameters(), lr=.1), m, set_hypers), 1e-9)  # rounding adds up
-    assert_same(learn.recorder.lrs, lrs, 1e-12)
+torch_sgd = partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=0.9))
+ROUNDING_THAT_ADDS_UP = 1e-9
+
+
+@pytest.mark.parametrize('opt_func', [torch_sgd, partial(SGD, mom=0.9)])
+def test_a_scaled_rate_and_momentum(opt_func):
+    "Beside a scheduler of both: the rules act on what it sets"
+    rate = SchedCos(0.1, 0.01)
+    momentum = SchedLin(0.9, 0.8)
+    scheduler = ParamScheduler(dict(lr=rate, mom=momentum))
+    learn = learner_of_128(jumps_with(RATE_AND_MOMENTUM), scheduler, opt_func=opt_func)
+    fit(learn, 4)
+    rates = []
+    def set_hypers(group, pct, ratio):
+        group['lr'] = rate(pct)*ratio**0.5
+        group['momentum'] = momentum(pct)**ratio
+        rates.append(group['lr'])
+    m = model()
+    expected = train_by_hand(torch.optim.SGD(m.parameters(), lr=0.1), m, set_hypers)
     assert_moved(learn)
+    assert_same(weights(learn), expected, ROUNDING_THAT_ADDS_UP)
+    assert_same(learn.recorder.lrs, rates, ROUNDING)
 
-def test_scaled_weight_decay():
+
+def test_a_scaled_weight_decay():
     "fastai's Adam with a scaled `wd` is PyTorch's AdamW whose weight decay is multiplied where the batch is"
-    scale,m = dict(lr=sqrt_scale, wd=linear_scale),model()
-    learn = make_learner(8, n=128, cbs=jump(scale), opt_func=partial(Adam, sqr_mom=.99, eps=1e-5))
-    fit(learn, 4, .01, wd=.3)
-    groups = [dict(params=[p for p in m.parameters() if (p.ndim > 1) is o], decay=.3*o) for o in (True, False)]
-    def set_hypers(g, pct, ratio): g.update(lr=.01*ratio**.5, weight_decay=g['decay']*ratio)
-    assert_same(weights(learn), loop(torch.optim.AdamW(groups, betas=(.9, .99), eps=1e-5), m, set_hypers), 1e-9)
+    scale = dict(lr=sqrt_scale, wd=linear_scale)
+    adam = partial(Adam, sqr_mom=0.99, eps=1e-5)
+    learn = learner_of_128(jumps_with(scale), opt_func=adam)
+    fit(learn, 4, lr=0.01, wd=0.3)
+    m = model()
+    matrices = [p for p in m.parameters() if p.ndim > 1]
+    biases = [p for p in m.parameters() if p.ndim == 1]
+    groups = [dict(params=matrices, decay=0.3), dict(params=biases, decay=0.)]
+    def set_hypers(group, pct, ratio):
+        group['lr'] = 0.01*ratio**0.5
+        group['weight_decay'] = group['decay']*ratio
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-5)
+    expected = train_by_hand(adamw, m, set_hypers)
     assert_moved(learn)
+    assert_same(weights(learn), expected, ROUNDING_THAT_ADDS_UP)
+
+
+class NotesHyper(Callback):
+    "Notes a hyper-parameter of the optimizer in these events"
+    run_valid = False
+    def __init__(self, hyper, events):
+        self.hyper = hyper
+        self.seen = {event: [] for event in events}
+        for event in events: setattr(self, event, partial(self.note, event))
+
+    def note(self, event):
+        self.seen[event].append(self.opt.hypers[0][self.hyper])
+
 
 @pytest.mark.parametrize('opt_func', [Adam, partial(OptimWrapper, opt=torch.optim.AdamW)])
 def test_a_scaled_value_is_in_the_optimizer_for_the_step_alone(opt_func):
-    seen = {o:[] for o in ('before_batch', 'before_step', 'after_step', 'after_batch')}
-    def note(event): return lambda self: self.training and seen[event].append(self.opt.hypers[0]['sqr_mom'])
-    probe = Callback(**{o:note(o) for o in seen})
-    learn = fit(make_learner(8, n=128, cbs=[jump(dict(sqr_mom=half_life_scale)), probe], opt_func=opt_func), 4)
+    notes = NotesHyper('sqr_mom', ['before_batch', 'before_step', 'after_step', 'after_batch'])
+    accum = jumps_with(dict(sqr_mom=half_life_scale))
+    learn = learner_of_128(accum, notes, opt_func=opt_func)
+    fit(learn, 4)
     beta = learn.opt.hypers[0]['sqr_mom']
-    assert beta in (.99, .999)
-    assert_same(seen['before_step'], [beta]*16 + [beta**4]*4)
-    for o in 'before_batch', 'after_step', 'after_batch': assert set(seen[o]) == {beta} and len(seen[o]) >= 20
+    assert beta in (0.99, 0.999)
+    in_step = notes.seen.pop('before_step')
+    assert in_step == repeated({beta: 16, beta**4: 4})
+    for values in notes.seen.values():
+        assert len(values) >= 20
+        assert set(values) == {beta}
+
 
 def test_the_ratio_is_of_the_samples_in_the_step():
     "Of a short window, too, down to less than the start; and nothing compounds over fits with rates of their own"
-    accum = GradientAccumulationSchedule(16, 64, finish=.9, schedule=SchedLin, scale=rules, remainder='step')
+    accum = GradientAccumulationSchedule(
+        16, 64, finish=0.9, schedule=SchedLin, scale=RATE_AND_MOMENTUM, remainder='step')
     learn = make_learner(8, n=124, cbs=accum)
-    for lr in .1,.1,.03:
+    for lr in (0.1, 0.1, 0.03):
         fit(learn, 4, lr=lr)
-        assert len(set(sizes(learn))) > 4 and min(sizes(learn)) < 16 and learn.opt.hypers[0]['lr'] == lr
-        assert_same(learn.recorder.lrs, [lr*(o/16)**.5 for o in sizes(learn)], ROUNDING)
+        assert len(set(sizes(learn))) > 4
+        assert min(sizes(learn)) < 16
+        expected_rates = [lr*(size/16)**0.5 for size in sizes(learn)]
+        assert_same(learn.recorder.lrs, expected_rates, ROUNDING)
+        assert learn.opt.hypers[0]['lr'] == lr
+
+
+def always_40(start, end):
+    return lambda position: 40
+
+
+@pytest.mark.parametrize('kwargs, expected', [
+    (dict(start=0, finish=0), {64: 4}),
+    (dict(finish=1., schedule=always_40), {40: 6, 16: 1})])
+def test_the_ratio_is_to_the_starting_size_even_if_no_step_has_it(kwargs, expected):
+    accum = GradientAccumulationSchedule(16, 64, scale={'lr': linear_scale}, **kwargs)
+    learn = fit(make_learner(8, n=256, cbs=accum), 1)
+    assert sizes(learn) == repeated(expected)
+    expected_rates = [0.1*size/16 for size in sizes(learn)]
+    assert_same(learn.recorder.lrs, expected_rates, ROUNDING)
+
 
 @pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'before_step', 'after_step', 'after_batch'])
 def test_an_interrupt_leaves_no_scaled_value_for_the_next_fit(event):
-    def strike(self):
-        if self.train_iter == 18: raise KeyboardInterrupt  # at the larger size
-    learn = make_learner(8, n=128, cbs=jump(dict(mom=half_life_scale)), opt_func=partial(SGD, mom=.9))
-    with pytest.raises(KeyboardInterrupt): fit(learn, 4, cbs=Callback(**{event:strike}))
-    assert fit(learn, 4).opt.hypers[0]['mom'] == .9
+    def interrupt(self):
+        if self.train_iter == 18: raise KeyboardInterrupt
+    cb = Callback(**{event: interrupt})
+    accum = jumps_with(dict(mom=half_life_scale))
+    learn = learner_of_128(accum, opt_func=partial(SGD, mom=0.9))
+    with pytest.raises(KeyboardInterrupt): fit(learn, 4, cbs=cb)
+    assert max(sizes(learn)) == 64, 'the interrupt is to come where the value is scaled'
+    fit(learn, 4)
+    assert learn.opt.hypers[0]['mom'] == 0.9
+
 
 def test_lr_find_has_the_starting_size_and_rate():
-    def found(*args):
-        learn = make_learner(*args)
-        with learn.no_bar(): return learn.lr_find(num_it=20, show_plot=False),learn.recorder.lrs
-    assert found(8, 96, jump()) == found(8, 96, jump(rules)) == found(16, 96)
+    plain = make_learner(8, cbs=jumps_with())
+    scaled = make_learner(8, cbs=jumps_with(RATE_AND_MOMENTUM))
+    large = make_learner(16)
+    expected = find_rate(large)
+    for learn in (plain, scaled):
+        assert find_rate(learn) == expected
+        assert_same(learn.recorder.lrs, large.recorder.lrs)
 
-@pytest.mark.parametrize('scale,kind,words', [
+
+@pytest.mark.parametrize('scale, error, says', [
     (dict(learning_rate=sqrt_scale), ValueError, "no hyper-parameter 'learning_rate'.*'lr'"),
-    (sqrt_scale, TypeError, 'must be a dict'), (dict(lr=2.), TypeError, r'scale\[.lr.\] must be a rule'),
-    (dict(lr=lambda value,ratio: None), TypeError, 'must return a number')])
-def test_bad_rules(scale, kind, words):
-    learn = make_learner(8, cbs=jump(scale))
-    with pytest.raises(kind, match=words): fit(learn)
+    (sqrt_scale, TypeError, 'must be a dict'),
+    (dict(lr=2.), TypeError, r'scale\[.lr.\] must be a rule'),
+    (dict(lr=lambda value, ratio: None), TypeError, 'must return a number')])
+def test_a_rule_that_is_none_is_an_error(scale, error, says):
+    learn = make_learner(8, cbs=jumps_with(scale))
+    with pytest.raises(error, match=says): fit(learn)
     assert_same(weights(learn), weights(model()))
+
+
+def test_the_rules_by_hand():
+    "With a batch four times as large"
+    assert linear_scale(0.1, 4) == 0.4
+    assert sqrt_scale(0.1, 4) == 0.2
+    assert half_life_scale(0.9, 4) == 0.9**4
+
+
+# Loggers show the rate of the step, and then the optimizer's own again
+
+class CancelsLast(Callback):
+    "Cancels the last loader batch of an epoch of 88 samples"
+    run_valid = False
+    def __init__(self, event):
+        setattr(self, event, self.cancel)
+
+    def cancel(self):
+        inputs, _ = data(88)
+        is_last = torch.equal(self.x[0], inputs[80])
+        if is_last: raise CancelBatchException
+
+
+def scaled(**kwargs):
+    "Returns a schedule of 32 samples whose learning rate is four times that of 8"
+    return GradientAccumulationSchedule(8, 32, finish=0, scale={'lr': linear_scale}, **kwargs)
+
+
+def assert_logs_own_rate(learn):
+    "Asserts that loggers find the optimizer itself, and that a plain fit logs its learning rate"
+    assert learn.recorder.opt is learn.opt
+    learn.remove_cb(GradientAccumulationSchedule)
+    fit(learn, 1, lr=0.02)
+    assert set(learn.recorder.lrs) == {0.02}
+
+
+@pytest.mark.parametrize('remainder', ['step', 'carry'])
+@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward'])
+def test_the_scaled_rate_ends_with_a_last_batch_that_is_cancelled(event, remainder):
+    "Where loggers see loader batches, a window is open after the last of them"
+    accum = scaled(log_accum_batch=False, remainder=remainder)
+    learn = make_learner(8, n=88, cbs=[accum, CancelsLast(event)])
+    fit(learn, 2)
+    assert max(learn.recorder.lrs) == 0.4
+    assert_logs_own_rate(learn)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    "88 samples, of which 96 are announced"
+    def __len__(self):
+        return 96
+
+    def __iter__(self):
+        return iter(list(zip(*data(88))))
+
+
+def test_the_scaled_rate_ends_with_a_stream_that_is_shorter_than_announced():
+    "Nobody knows which of its batches is the last one"
+    learn = make_learner(8, cbs=scaled(log_accum_batch=False))
+    train = torch.utils.data.DataLoader(Stream(), batch_size=8)
+    learn.dls = DataLoaders(train, learn.dls.valid)
+    fit(learn, 2)
+    assert max(learn.recorder.lrs) == 0.4
+    assert_logs_own_rate(learn)
+
+
+@pytest.mark.parametrize('log_accum_batch', [True, False])
+@pytest.mark.parametrize('exc', [CancelTrainException, CancelEpochException, CancelFitException, KeyboardInterrupt])
+def test_the_scaled_rate_ends_with_an_epoch_that_ends_in_its_step(exc, log_accum_batch):
+    ends_epoch = Fault(exc, 'after_step', nth=2, order=0)
+    learn = make_learner(8, cbs=[scaled(log_accum_batch=log_accum_batch), ends_epoch])
+    with suppress(KeyboardInterrupt): fit(learn, 1)
+    assert 0.4 in learn.recorder.lrs
+    assert_logs_own_rate(learn)
+
+
+@pytest.mark.parametrize('event', ['after_step', 'after_batch'])
+def test_the_scaled_rate_ends_with_its_callback(event):
+    "Which another one removes in training"
+    accum = scaled()
+    def remove(self): self.learn.remove_cb(accum)
+    cb = Callback(**{event: remove})
+    learn = fit(make_learner(8, cbs=[accum, cb]), 1)
+    assert 0.4 in learn.recorder.lrs
+    assert_logs_own_rate(learn)
+
 
 # Steps
 
 @draws
-@given(points=st.lists(st.integers(1, 15), min_size=0, max_size=4, unique=True),
-       values=st.lists(st.integers(1, 9), min_size=5, max_size=5), epochs=st.booleans())
-def test_any_steps(points, values, epochs):
-    "At each position the size of the last point before it; also after pickle"
-    steps = {0:values[0]*8} | {(o if epochs else o/16):v*8 for o,v in zip(points, values[1:])}
-    accum = GradientAccumulationSchedule(**pickle.loads(pickle.dumps(SchedSteps(steps))))
-    by_hand = {o/16 if epochs else o:v for o,v in steps.items()}
-    for pct in np.arange(64)/64:
-        assert accum.size_at(pct, n_epoch=16, loader_bs=8) == by_hand[max(o for o in by_hand if o <= pct)]
+@given(
+    points=st.lists(st.integers(1, 15), max_size=4, unique=True),
+    n_batches=st.lists(st.integers(1, 9), min_size=5, max_size=5),
+    in_epochs=st.booleans())
+def test_any_steps(points, n_batches, in_epochs):
+    "At each position of 16 epochs a window has the size of the last point before it; also after pickle"
+    points = [0, *points]
+    named = points if in_epochs else [point/16 for point in points]
+    size_of = {point: 8*n for point, n in zip(points, n_batches)}
+    steps = dict(zip(named, size_of.values()))
+    kwargs = pickle.loads(pickle.dumps(SchedSteps(steps)))
+    accum = GradientAccumulationSchedule(**kwargs)
+    for quarter in range(64):
+        point = max(o for o in points if o <= quarter/4)
+        assert accum.window_size_at(quarter/64, n_epoch=16, global_bs=8) == size_of[point]
+
+
+def fit_with_steps(steps):
+    return scheduled_fit(**SchedSteps(steps))
+
 
 def test_steps_in_a_fit():
-    def steps(o): return sizes(scheduled(**SchedSteps(o)))
-    assert steps({0: 16, .5: 32, .75: 64}) == steps({3: 64, 0: 16, 2: 32}) == [16]*16 + [32]*4 + [64]*2
-    assert steps({0: 32}) == [32]*16 and steps({0: 64, 2: 32}) == [64]*4 + [32]*8
-    with pytest.raises(ValueError, match='outside'): steps({0: 16, 2: 32, 5: 64})
-    for point,bad in (.5, {0: 16, .5: 20, .75: 64}), (1, {0: 16, 2: 32, 1: 20}), (0, {0: 20, .5: 32}):
-        with pytest.raises(ValueError, match=rf'steps\[{point}\]=20 .*is not a multiple'): steps(bad)
+    in_fractions = fit_with_steps({0: 16, 0.5: 32, 0.75: 64})
+    in_epochs = fit_with_steps({3: 64, 0: 16, 2: 32})
+    assert in_fractions == in_epochs == repeated({16: 16, 32: 4, 64: 2})
+    shrinks = fit_with_steps({0: 64, 2: 32})
+    assert shrinks == repeated({64: 4, 32: 8})
+    assert set(fit_with_steps({0: 32})) == {32}
 
-@pytest.mark.parametrize('steps,words', [
-    ({.5: 64}, 'begins at 0'), ([64], 'must be a dict'), ({0: 64, .5: 128, 3: 8}, 'not both'),
-    ({0: 64, 1.5: 128}, '0.0 to 1.0'), ({0: 64, -1: 128}, 'an int from 0'), ({0: 64, .5: 0}, r'steps\[0.5\]'),
-    ({0: 64, 'x': 8}, 'must be a float')])
-def test_bad_steps(steps, words):
-    with pytest.raises((TypeError, ValueError), match=words): SchedSteps(steps)
 
-@pytest.mark.parametrize('kwargs,sizes', [
-    (dict(start=0, finish=0), [64]*4), (dict(finish=1., schedule=lambda a, b: lambda pos: 40), [40]*6+[16])])
-def test_rules_compare_with_the_starting_size(kwargs, sizes):
-    "Also where no step has it"
-    learn = make_learner(8, n=256, cbs=GradientAccumulationSchedule(16, 64, scale={'lr':linear_scale}, **kwargs))
-    fit(learn, 1)
-    assert learn.recorder.accum_bs == sizes
-    assert_same(learn.recorder.lrs, [.1*n/16 for n in sizes], 1e-12)
+def test_steps_at_1_mean_an_epoch_without_a_warning():
+    accum = GradientAccumulationSchedule(**SchedSteps({0: 16, 1: 64}))
+    assert warnings_of_one(4, accum) == [[], [], []]
 
-@pytest.mark.parametrize('event', ['after_step','after_batch'])
-def test_rules_end_with_their_callback(event):
-    "The Recorder logs the optimizer's own rate again"
-    def remove(self): self.learn.remove_cb(accum)
-    accum = GradientAccumulationSchedule(8, 32, finish=0, scale={'lr':linear_scale})
-    learn = fit(make_learner(8, cbs=accum), 1, cbs=Callback(**{event:remove}))
-    fit(learn, 1, .01)
-    assert {*learn.recorder.lrs} == {.01}
+
+@pytest.mark.parametrize('steps, says', [
+    ({0: 16, 2: 32, 5: 64}, 'a point in steps, 5, is outside of training in a fit of 4 epochs'),
+    ({0: 20, 0.5: 32}, r'steps\[0\]=20 .*is not a multiple'),
+    ({0: 16, 0.5: 20, 0.75: 64}, r'steps\[0.5\]=20 .*is not a multiple'),
+    ({0: 16, 2: 32, 1: 20}, r'steps\[1\]=20 .*is not a multiple')])
+def test_steps_that_do_not_fit_the_training_are_an_error(steps, says):
+    with pytest.raises(ValueError, match=says): fit_with_steps(steps)
+
+
+@pytest.mark.parametrize('steps, error, says', [
+    ({0.5: 64}, ValueError, 'begins at 0'),
+    ([64], ValueError, 'must be a dict'),
+    ({0: 64, 0.5: 128, 3: 8}, ValueError, 'not both'),
+    ({0: 64, 1.5: 128}, ValueError, '0.0 to 1.0'),
+    ({0: 64, -1: 128}, ValueError, 'an int, 0 or more'),
+    ({0: 64, 0.5: 0}, ValueError, r'steps\[0.5\] must be at least 1'),
+    ({0: 64, 'x': 8}, TypeError, 'must be a float')])
+def test_steps_that_are_none_are_an_error(steps, error, says):
+    with pytest.raises(error, match=says): SchedSteps(steps)
+
+
+def test_steps_without_asterisks_are_an_error():
+    "SchedSteps returns several arguments"
+    steps = SchedSteps({0: 16, 0.5: 32})
+    with pytest.raises(TypeError, match='with two asterisks'): GradientAccumulationSchedule(steps)

@@ -1,0 +1,202 @@
+"Layers that change something of their own in each forward pass in training. It shows if a pass runs twice, or in parts"
+from collections import Counter
+from collections import deque
+
+from common import *
+
+
+class Adds(nn.Module):
+    "In training, adds to its input what `step` returns; the base class of all layers here"
+    def __init__(self):
+        super().__init__()
+        self.set_up()
+
+    def set_up(self): pass
+    def step(self, x): return 0.
+
+    def forward(self, x):
+        return x+self.step(x) if self.training else x
+
+
+# A running mean of the inputs, in a tensor
+
+def zeros():
+    return torch.zeros(5, dtype=torch.float64)
+
+
+class BufferInPlace(Adds):
+    def set_up(self): self.register_buffer('mean', zeros())
+
+    def step(self, x):
+        with torch.no_grad(): self.mean.lerp_(x.mean(0), .1)
+        return self.mean.clone()
+
+
+class BufferByData(BufferInPlace):
+    def step(self, x):
+        self.mean.data.lerp_(x.detach().mean(0), .1)
+        return self.mean.clone()
+
+
+class NewBuffer(BufferInPlace):
+    "Replaces the buffer"
+    def step(self, x):
+        self.mean = .9*self.mean + .1*x.detach().mean(0)
+        return self.mean
+
+
+class FrozenInPlace(BufferInPlace):
+    def set_up(self): self.mean = nn.Parameter(zeros(), requires_grad=False)
+
+
+class FrozenByData(BufferByData):
+    def set_up(self): self.mean = nn.Parameter(zeros(), requires_grad=False)
+
+
+class AttributeInPlace(BufferInPlace):
+    def set_up(self): self.mean = zeros()
+
+
+class NewAttribute(NewBuffer):
+    def set_up(self): self.mean = zeros()
+
+
+class OnlyInTuple(Adds):
+    "The tensor is an item of a tuple, and nothing else refers to it"
+    def set_up(self): self.means = (zeros(),)
+
+    def step(self, x):
+        with torch.no_grad(): self.means[0].lerp_(x.mean(0), .1)
+        return self.means[0].clone()
+
+
+class BufferOfTwo(BufferInPlace):
+    "Reads the buffer from another module, which shares it"
+    def set_up(self):
+        super().set_up()
+        self.reader = nn.Module()
+        self.reader.register_buffer('mean', self.mean)
+
+    def step(self, x):
+        super().step(x)
+        return self.reader.mean.clone()
+
+
+class KeptForBackward(BufferInPlace):
+    "The backward pass needs the buffer, which the next pass changes in place"
+    def step(self, x):
+        super().step(x)
+        return x*self.mean
+
+
+class LastInputs(Adds):
+    "Keeps what it has computed last, in a tuple in a list"
+    def set_up(self): self.hidden = None
+
+    def step(self, x):
+        before = self.hidden[0][0] if self.hidden else 0.
+        self.hidden = [((x+before).detach().tanh(),)]
+        return before
+
+
+class SparseBuffer(Adds):
+    "Its tensor cannot be copied as others are. It is the only one here that nothing changes"
+    def set_up(self):
+        graph = torch.eye(5, dtype=torch.float64).to_sparse()
+        self.register_buffer('graph', graph, persistent=False)
+
+    def step(self, x): return .1*(self.graph @ x.detach().T).T
+
+
+# A count of the passes
+
+class Number(Adds):
+    def set_up(self): self.n = 0
+
+    def step(self, x):
+        self.n += 1
+        return .01*self.n
+
+
+class LengthOfList(Adds):
+    def set_up(self): self.passes = [1]
+
+    def step(self, x):
+        self.passes.append(1)
+        return .01*len(self.passes)
+
+
+class LastOfDeque(Adds):
+    def set_up(self): self.passes = deque([0], maxlen=3)
+
+    def step(self, x):
+        self.passes.append(self.passes[-1]+1)
+        return .01*self.passes[-1]
+
+
+class SizeOfSet(Adds):
+    def set_up(self): self.passes = set()
+
+    def step(self, x):
+        self.passes.add(len(self.passes))
+        return .01*len(self.passes)
+
+
+class ValueOfCounter(Adds):
+    "A dict of which `update` adds"
+    def set_up(self): self.counter = Counter(passes=0)
+
+    def step(self, x):
+        self.counter['passes'] += 1
+        return .01*self.counter['passes']
+
+
+class NumberInNamespace(Adds):
+    def set_up(self): self.namespace = SimpleNamespace(n=0)
+
+    def step(self, x):
+        self.namespace.n += 1
+        return .01*self.namespace.n
+
+
+class NumberInModules(Adds):
+    "Modules in a list, which PyTorch does not find"
+    def set_up(self): self.others = [Number()]
+    def step(self, x): return self.others[0].step(x)
+
+
+# Random numbers
+
+class TorchNoise(Adds):
+    def step(self, x): return torch.randn_like(x)
+
+
+class PythonNoise(Adds):
+    def step(self, x): return random.random()
+
+
+class NumpyNoise(Adds):
+    def step(self, x): return np.random.rand()
+
+
+class OwnTorchNoise(Adds):
+    def set_up(self): self.generator = torch.Generator()
+    def step(self, x): return torch.rand(1, generator=self.generator).double()
+
+
+class OwnPythonNoise(Adds):
+    def set_up(self): self.generator = random.Random(0)
+    def step(self, x): return self.generator.random()
+
+
+class OwnNumpyNoise(Adds):
+    def set_up(self): self.generators = [np.random.default_rng(0)]
+    def step(self, x): return self.generators[0].random()
+
+
+SHARED_NOISE = [TorchNoise, PythonNoise, NumpyNoise]  # from generators that all code shares
+OWN_NOISE = [OwnTorchNoise, OwnPythonNoise, OwnNumpyNoise]
+STATISTICS = [BufferInPlace, BufferByData, NewBuffer, FrozenInPlace, FrozenByData]  # PyTorch finds their tensors
+OTHER_TENSORS = [AttributeInPlace, NewAttribute, OnlyInTuple, BufferOfTwo, KeptForBackward, LastInputs]
+COUNTS = [Number, LengthOfList, LastOfDeque, SizeOfSet, ValueOfCounter, NumberInNamespace, NumberInModules]
+STATEFUL = [*STATISTICS, *OTHER_TENSORS, *COUNTS, *SHARED_NOISE, *OWN_NOISE]

@@ -1,0 +1,204 @@
+"Saved, copied, removed, fitted again, in the middle of a fit or after it: the Learner stays whole"
+import io
+import pickle
+from contextlib import redirect_stdout
+
+import pytest
+
+from all_kinds import *
+
+# A callback of this file comes late on purpose
+pytestmark = pytest.mark.filterwarnings('ignore:before_batch of .* is called once per window')
+
+
+@pytest.fixture(scope='module')
+def fresh():
+    "Returns what a fit of a new Learner leaves, by kind"
+    with redirect_stdout(io.StringIO()): return {kind: fit_from_start(new_learner(kind)) for kind in KINDS}
+
+
+class At(Callback):
+    "Calls `f(self)` at `event`"
+    def __init__(self, event, f, order=0):
+        self.order = order
+        setattr(self, event, partial(f, self))
+
+
+# Saved and copied in the middle of a fit: each returns a model
+
+def saved(learn):
+    learn.save('learner', with_opt=True)
+    return new_learner().load('learner', with_opt=False).model
+
+
+def pickled(learn): return pickle.loads(pickle.dumps(deepcopy(learn.model)))
+
+
+def exported(learn):
+    learn.export('learner.pkl')
+    return load_exported().model
+
+
+IN_TRAINING = ['before_train', 'before_batch', 'after_pred', 'after_backward', 'after_batch', 'after_train']
+IN_VALIDATION = ['before_batch', 'after_pred', 'after_batch', 'after_epoch']
+MOMENTS = [(event, True) for event in IN_TRAINING]+[(event, False) for event in IN_VALIDATION]
+COPIES = []
+for event, training in MOMENTS:
+    COPIES += [(event, training, saved), (event, training, pickled)]
+    # Elsewhere an export ends the fit, since it empties the batch that fastai goes on with
+    if event in ('after_batch', 'after_train', 'after_epoch'): COPIES.append((event, training, exported))
+
+
+@pytest.mark.thin(13)
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('event,training,copy', COPIES)
+def test_a_copy_that_is_made_in_a_fit_is_whole_and_the_fit_ends_as_without_it(fresh, kind, event, training, copy):
+    found = []
+    def copy_twice(self):
+        if self.training == training and len(found) < 2: found.append((copy(self.learn), weights(self.learn)))
+    learn = new_learner(kind)
+    fit(learn, 1, method='fit_one_cycle', cbs=At(event, copy_twice, order=100))
+    w = weights(learn)
+    assert_same(w, fresh[kind][:len(w)])
+    assert_whole(learn)
+    assert found
+    for copied, weights_then in found:
+        assert_same(weights(copied), weights_then)
+        assert not [m for m in copied.modules() if 'forward' in vars(m)]
+
+
+# Removed in the middle of a fit
+
+class Removes(Callback):
+    "Removes `cb` at the `nth` time that `event` comes"
+    def __init__(self, cb, event, nth, order):
+        self.cb = cb
+        self.nth = nth
+        self.order = order
+        self.n = 0
+        setattr(self, event, self.remove)
+
+    def remove(self):
+        self.n += 1
+        if self.n == self.nth: self.learn.remove_cb(self.cb)
+
+
+@pytest.mark.thin(23)
+@pytest.mark.filterwarnings('ignore:.* was removed from its Learner')  # which a removal in before_fit causes
+@pytest.mark.parametrize('kind', OURS)
+@pytest.mark.parametrize('order', [-100, 5.5, 6.5, 99, math.inf])
+@pytest.mark.parametrize('event', [o for o in EVENTS if o not in ('after_cancel_batch', 'after_fit')])
+def test_after_a_removal_in_a_fit_nothing_stays_replaced_and_the_next_fit_is_plain(fresh, kind, order, event):
+    for i in range(len(our_callbacks(new_learner(kind)))):
+        for nth in (1, 6):
+            learn = new_learner(kind)
+            cb = our_callbacks(learn)[i]
+            fit(learn, 1, cbs=Removes(cb, event, nth, order))
+            assert_whole(learn)
+            learn.remove_cbs(our_callbacks(learn))
+            assert_same(fit_from_start(learn), fresh['plain'])
+
+
+@pytest.mark.parametrize('event,nth,order', [
+    ('before_batch', 2, 5.5), ('before_batch', 2, 99), ('after_pred', 5, -100), ('after_backward', 6, 99),
+    ('before_step', 2, 5.5), ('after_step', 1, -100), ('after_batch', 2, 99), ('after_train', 1, 5.5),
+    ('before_train', 1, 99), ('before_epoch', 2, -100), ('before_train', 2, -100)])
+def test_a_removal_in_an_epoch_acts_from_the_next_one_on(event, nth, order):
+    "The first epoch keeps its windows of 32, and in the second one each loader batch has a step of its own"
+    learn = make_learner(8, cbs=GradientAccumulation(32))
+    fit(learn, 2, cbs=Removes(learn.gradient_accumulation, event, nth, order))
+    steps = windows(96, 8, 32, 'step', 1)+windows(96, 8, 8, 'step', 1)
+    expected, _ = reference(steps, 96, sgd)
+    assert_same(weights(learn), expected, ROUNDING)
+    assert len(learn.recorder.values) == 2
+
+
+def test_a_removal_after_our_callback_has_put_the_batches_into_windows_leaves_them_in_this_epoch():
+    "Before that, at an order below 12, it acts at once"
+    for order, size in [(5.5, 8), (99, 32)]:
+        learn = make_learner(8, cbs=GradientAccumulation(32))
+        fit(learn, 1, cbs=Removes(learn.gradient_accumulation, 'before_train', 1, order))
+        expected, _ = reference(windows(96, 8, size, 'step', 1), 96, sgd)
+        assert_same(weights(learn), expected, ROUNDING)
+
+
+# One callback in two Learners
+
+def fit_second(first, second, expected): assert_same(fit_from_start(second), expected)
+
+
+def fit_first(first, second, expected):
+    with pytest.raises(RuntimeError, match='belongs to another Learner: give each one of its own'): fit_from_start(first)
+
+
+@pytest.mark.parametrize('kind', OURS)
+@pytest.mark.parametrize('fits', [[fit_second], [fit_first], [fit_second, fit_first, fit_second]])
+def test_a_callback_works_in_the_learner_that_had_it_last_and_the_other_says_so(fresh, kind, fits):
+    first = new_learner(kind)
+    second = new_learner()
+    n_cbs = len(KINDS[kind]())
+    second.add_cbs(first.cbs[-n_cbs:])
+    for f in fits:
+        f(first, second, fresh[kind])
+        assert_whole(first)
+        assert_whole(second)
+    second.remove_cbs(our_callbacks(second))
+    assert_same(fit_from_start(second), fresh['plain'])
+
+
+# One fit after the other
+
+@pytest.mark.parametrize('kind', OURS)
+def test_before_the_first_fit_what_is_no_training_is_plain_and_an_export_fits(fresh, kind):
+    plain = new_learner()
+    learn = new_learner(kind)
+    with quiet(learn), quiet(plain):
+        assert_same(learn.validate(), plain.validate(), 1e-6)
+        assert_same(learn.tta()[0], plain.tta()[0], 1e-6)
+    go_on_with_exports(learn, fresh[kind], fresh['plain'])
+
+
+@pytest.mark.parametrize('make_other', [
+    Callback, SaveModelCallback, ActivationStats, lambda: EarlyStoppingCallback(patience=1, min_delta=10.)])
+def test_two_fits_are_those_of_the_large_batch(make_other):
+    "Beside fastai's callbacks, too"
+    big = make_learner(32, opt_func=Adam, cbs=make_other())
+    small = make_learner(8, opt_func=Adam, cbs=[make_other(), GradientAccumulation(32)])
+    for _ in range(2):
+        for learn in (big, small): fit(learn, 4, .01, method='fit_one_cycle')
+        assert_moved(big)
+        assert_same(weights(small), weights(big), ROUNDING)
+        assert_same(losses(small), losses(big), 1e-6)
+        assert small.gradient_accumulation.opt_steps == len(losses(big)) > 3
+
+
+def split_in_two(m): return [params(m[0]), params(m[2])]
+
+
+@pytest.mark.parametrize('remainder,n_steps', [('step', 6), ('carry', 6), ('drop', 4)])
+def test_the_frozen_phase_of_fine_tune_leaves_nothing_to_the_second(remainder, n_steps):
+    cb = GradientAccumulation(32, remainder=remainder)
+    learn = make_learner(8, n=88, cbs=cb, splitter=split_in_two)
+    with quiet(learn): learn.fine_tune(2, .1)
+    assert cb.opt_steps == n_steps
+    assert not any(g.any() for g in grads(learn))
+
+
+@pytest.mark.parametrize('make', [
+    lambda: GradientAccumulation(32, micro_batch_size='auto'),
+    lambda: GradientAccumulationSchedule(16, 32),
+    lambda: GradientCache(4),
+    all_blocks])
+def test_a_model_may_have_attributes_of_the_same_names_as_the_callback(make):
+    "fastai would warn that they are shadowed"
+    def fit_model(names):
+        m = model()
+        for name in names: setattr(m, name, 'of the model')
+        return weights(fit(make_learner(8, m=m, cbs=make()), 1))
+    names = [o for o in vars(make()) if o not in ('learn', 'training')]
+    names = [o for o in names if not hasattr(model(), o) and not hasattr(make_learner(8), o)]
+    assert len(names) > 2
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        found = fit_model(names)
+    assert_same(found, fit_model([]))

@@ -1,0 +1,590 @@
+"""windows/events.py: each event of a training batch goes to the callbacks that have it, as fastai's Learner sends it.
+
+Callbacks that record their events record the same in a plain Learner and with windows of one batch. In windows of
+several batches, they record what the table at the head of windows/loop.py says"""
+import pytest
+from fastai.callback.training import GradientAccumulation as FastaiAccumulation
+
+from common import *
+from fastxtend_accum.windows import events
+from own_learners import *
+
+ALL_EVENTS = [name for name in vars(event) if not name.startswith('_')]
+IN_A_FIT = [name for name in EVENTS if name not in ('after_cancel_batch', 'after_fit')]
+PASSES = ['after_pred', 'after_loss', 'before_backward', 'after_backward']
+STEP = ['before_step', 'after_step']
+IN_A_BATCH = ['before_batch', *PASSES, *STEP, 'after_batch']
+
+
+# Callbacks that record their events
+
+class Records(Callback):
+    "Notes its label, the event and the position in training, in a list that it shares with others"
+    def __init__(self, label, log, order=0):
+        self.label = label
+        self.log = log
+        self.order = order
+
+    def record(self, name):
+        position = [getattr(self.learn, o, None) for o in ('training', 'iter', 'train_iter', 'pct_train')]
+        self.log.append((self.label, name, *position))
+
+
+def recording(name):
+    "Returns a method that records the event `name`"
+    def method(self): self.record(name)
+    return method
+
+
+class ByClass(Records):
+    "Has a method for each event"
+
+
+for name in ALL_EVENTS: setattr(ByClass, name, recording(name))
+
+
+class ByInheritance(ByClass):
+    "Has its methods from a base class"
+
+
+class ByInstance(Records):
+    "Has its events as attributes of the object"
+    def __init__(self, label, log, order=0, names=ALL_EVENTS):
+        super().__init__(label, log, order)
+        for name in names: setattr(self, name, partial(self.record, name))
+
+
+class ByCall(Records):
+    "Gets all events by a `__call__` of its own"
+    def __call__(self, name): self.record(name)
+
+
+class ByGetattr(Records):
+    "Makes its methods up when they are looked for"
+    def __getattr__(self, name):
+        if name in ALL_EVENTS: return partial(self.record, name)
+        return super().__getattr__(name)
+
+
+def small_learner(cbs, cls=Learner, n=32):
+    "Returns a Learner with loader batches of 8 samples"
+    dls = make_learner(8, n=n).dls
+    return cls(dls, model(), mse, opt_func=SGD, cbs=cbs)
+
+
+def one_batch_windows(**kwargs):
+    return GradientAccumulation(8, verbose=False, **kwargs)
+
+
+def fit_until_error(learn):
+    "Trains two epochs; returns the class of the error that ends the fit, or None"
+    try: fit(learn, 2)
+    except Exception as e: return type(e)
+    return None
+
+
+# Windows of one batch, and a plain Learner
+
+@pytest.mark.parametrize('make', [one_batch_windows, partial(one_batch_windows, log_accum_batch=False), all_blocks])
+@pytest.mark.parametrize('kind', [ByClass, ByInheritance, ByInstance, ByCall, ByGetattr])
+def test_windows_of_one_batch_send_what_a_plain_learner_sends(kind, make):
+    "To callbacks of any kind and order, in training and in validation"
+    def recorded(*cbs):
+        log = []
+        recorders = [kind(order, log, order) for order in (-20, 12, 60)]
+        fit(small_learner([*recorders, *cbs]), 2)
+        return log
+    plain = recorded()
+    assert len(plain) > 200
+    assert recorded(make()) == plain
+
+
+class Changes(Callback):
+    "Does `change` to another callback when `event` comes for the first time"
+    order = 5
+
+    def __init__(self, event, change, other):
+        self.change = change
+        self.other = other
+        self.is_done = False
+        setattr(self, event, self.act)
+
+    def act(self):
+        if self.is_done: return
+        self.is_done = True
+        self.change(self.learn, self.other)
+
+
+def add(learn, other): learn.add_cb(other)
+def remove(learn, other): learn.remove_cb(other)
+def move(learn, other): other.order = -other.order
+def switch_off(learn, other): other.run = False
+def switch_off_in_training(learn, other): other.run_train = False
+def switch_off_in_validation(learn, other): other.run_valid = False
+
+
+CHANGES = [add, remove, move, switch_off, switch_off_in_training, switch_off_in_validation]
+
+
+class OwnCall(Learner):
+    "Sends events in a way of its own, which is fastai's"
+    def __call__(self, event_name): super().__call__(event_name)
+
+
+def recorded_with_change(event, change, cls, *cbs):
+    "Returns what callbacks record, of which one is changed when `event` comes for the first time"
+    log = []
+    first = ByClass('first', log, -10)
+    other = ByClass('other', log, 20)
+    last = ByClass('last', log, 60)
+    present = [first, last]
+    if change is not add: present.append(other)
+    fit(small_learner([*present, Changes(event, change, other), *cbs], cls, n=16), 2)
+    return log
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize('cls', [Learner, OwnCall])
+@pytest.mark.parametrize('change', CHANGES)
+@pytest.mark.parametrize('event', IN_A_FIT)
+def test_a_callback_that_is_changed_in_an_event(event, change, cls):
+    "Added, removed, moved or switched off: with windows of one batch this counts when it counts in a plain Learner"
+    plain = recorded_with_change(event, change, cls)
+    assert 'other' in [label for label, *_ in plain]
+    assert recorded_with_change(event, change, cls, one_batch_windows()) == plain
+
+
+# A Learner that sends events in its own way
+
+def sender(name, sent):
+    "Returns a method in the place of the Learner's method `name`, which notes in `sent` what it is to send"
+    fastais = getattr(Learner, name)
+    def method(self, *args):
+        what = args[1] if name == '_with_events' else args[0]
+        sent.append(what)
+        return fastais(self, *args)
+    return method
+
+
+SENDERS = ['__call__', '_call_one', '_with_events']
+OWN_WAYS = [*itertools.product(['_call_one', '_with_events'], PLACES),
+            ('__call__', in_class), ('__call__', as_patch)]  # Python looks for `__call__` in the class alone
+
+
+@pytest.mark.parametrize('name, place', OWN_WAYS)
+def test_a_learner_that_sends_events_in_its_own_way(name, place, monkeypatch):
+    "Sends those of windows of one batch as those of batches, and callbacks get the same"
+    def recorded(*cbs):
+        sent = []
+        log = []
+        learn = small_learner([ByClass('early', log, 0), ByClass('late', log, 60), *cbs])
+        method = sender(name, sent)
+        with monkeypatch.context() as patch:
+            place(learn, name, method, patch)
+            fit(learn, 2)
+        return sent, log
+    sent, log = recorded()
+    assert len(sent) > 20
+    assert recorded(one_batch_windows()) == (sent, log)
+
+
+class OwnWithEvents(Learner):
+    "Sends events in a way of its own, which is fastai's"
+    def _with_events(self, *args): super()._with_events(*args)
+
+
+def recorded_with_fault(exc, event, cls, *cbs):
+    "Returns what ends a fit, and what callbacks record, if one raises `exc` the second time that `event` comes"
+    log = []
+    recorders = [ByClass('early', log, 0), ByClass('late', log, 60)]
+    learn = small_learner([*recorders, Fault(exc, event, 2, 5), *cbs], cls)
+    return fit_until_error(learn), log
+
+
+@pytest.mark.thin(7)
+@pytest.mark.parametrize('cls', [Learner, OwnCall, OwnWithEvents])
+@pytest.mark.parametrize('exc', [*CANCELS, CancelBackwardException, CancelStepException, ValueError])
+@pytest.mark.parametrize('event', IN_A_BATCH)
+def test_what_a_callback_raises_in_an_event(event, exc, cls):
+    "In windows of one batch: it ends the same events as in a plain Learner"
+    plain = recorded_with_fault(exc, event, cls)
+    assert recorded_with_fault(exc, event, cls, one_batch_windows()) == plain
+
+
+WRONG_COUNT = 'a batch that is cancelled in before_batch is not counted if the Learner sends events in its own way'
+
+
+@pytest.mark.xfail(strict=True, reason=WRONG_COUNT)
+@pytest.mark.parametrize('cls', [OwnCall, OwnWithEvents])
+def test_a_cancelled_batch_counts_where_a_learner_sends_events_in_its_own_way(cls):
+    "As in a plain Learner, whose counters go on"
+    plain = recorded_with_fault(CancelBatchException, 'before_batch', cls)
+    assert recorded_with_fault(CancelBatchException, 'before_batch', cls, one_batch_windows()) == plain
+
+
+def recorded_and_sent(sent, *cbs):
+    "Returns what a callback records, and what the Learner has sent"
+    sent.clear()
+    log = []
+    fit(small_learner([ByClass('', log), *cbs]), 2)
+    return log, list(sent)
+
+
+def patch_before_import(name):
+    "Compares windows of one batch with a fit without them"
+    sent = []
+    package = import_after_patch(name, sender(name, sent))
+    accum = package.GradientAccumulation(8, verbose=False)
+    plain = recorded_and_sent(sent)
+    assert recorded_and_sent(sent, accum) == plain
+    assert accum.opt_steps == 8
+
+
+@pytest.mark.parametrize('name', SENDERS)
+def test_a_learner_that_was_patched_before_the_import(name):
+    "Sends events in its own way, too"
+    assert forked(patch_before_import, name) == 0
+
+
+# Errors
+
+def message_of_error(event, *cbs):
+    with pytest.raises(ValueError) as e: fit(small_learner([Fault(ValueError, event, 2, 5), *cbs]))
+    return str(e.value)
+
+
+@pytest.mark.parametrize('log_accum_batch', [True, False])
+@pytest.mark.parametrize('event', IN_A_BATCH)
+def test_an_error_names_the_callback_and_the_event(event, log_accum_batch):
+    "As in fastai's Learner, in windows of one batch and of several"
+    message = f'Exception occured in `Fault` when calling event `{event}`:\n\ton purpose'
+    assert message_of_error(event) == message
+    for size in (8, 16):
+        accum = GradientAccumulation(size, log_accum_batch=log_accum_batch)
+        assert message_of_error(event, accum) == message
+
+
+# When callbacks are looked up
+
+@pytest.mark.parametrize('size', [8, 16])
+def test_an_event_that_a_class_gets_in_mid_epoch_counts_from_the_next_epoch_on(size):
+    epochs = []
+
+    class Grows(Callback):
+        run_valid = False
+        def before_batch(self): type(self).after_pred = self.note_epoch
+        def note_epoch(self): epochs.append(self.epoch)
+
+    fit(small_learner([GradientAccumulation(size), Grows()]), 3)
+    assert epochs == [1, 1, 1, 1, 2, 2, 2, 2]
+
+
+# Windows of several batches: the table at the head of windows/loop.py
+
+GOES_ON = ['after_cancel_batch', 'after_batch']
+BATCH = ['before_batch', *PASSES]
+ENDS = [*STEP, 'after_batch']
+# Of a window of three batches, and of the two that are left at the end of an epoch
+PREPARING = [*BATCH, *GOES_ON, *BATCH, *GOES_ON, *BATCH, *ENDS,
+             *BATCH, *GOES_ON, *BATCH, *ENDS]
+WINDOWS = [*BATCH, *PASSES, *PASSES, *ENDS,
+           *BATCH, *PASSES, *ENDS]
+BATCHES = [*BATCH, 'after_batch', *BATCH, 'after_batch', *BATCH, *ENDS,
+           *BATCH, 'after_batch', *BATCH, *ENDS]
+
+
+OF_A_BATCH = [*BATCH, *STEP, *GOES_ON, 'after_cancel_backward', 'after_cancel_step']
+
+
+def events_of_an_epoch(order, cls=Learner, but=(), cb=None, also=(), **kwargs):
+    "Returns the events that a callback gets of five batches in windows of three, if it has all `but` some"
+    log = []
+    names = [name for name in OF_A_BATCH if name not in but]
+    accum = cb or GradientAccumulation(24, verbose=False, **kwargs)
+    fit(small_learner([ByInstance('', log, order, names), accum, *also], cls, n=40), 1)
+    return [name for _, name, training, *_ in log if training]
+
+
+LEARNERS = pytest.mark.parametrize('cls', [Learner, OwnCall, OwnWithEvents])
+
+
+@LEARNERS
+@pytest.mark.parametrize('order', [-20, 0, 49])
+def test_a_callback_that_prepares_batches_sees_each_of_them(order, cls):
+    assert events_of_an_epoch(order, cls) == PREPARING
+
+
+@LEARNERS
+@pytest.mark.parametrize('order', [50, 90])
+def test_a_late_callback_sees_windows(order, cls):
+    assert events_of_an_epoch(order, cls) == WINDOWS
+
+
+@LEARNERS
+@pytest.mark.parametrize('order', [-20, 0, 49, 50, 90])
+def test_all_callbacks_see_loader_batches_if_those_are_logged(order, cls):
+    assert events_of_an_epoch(order, cls, log_accum_batch=False) == BATCHES
+
+
+@pytest.mark.parametrize('order', [-20, 0, 49])
+def test_a_callback_without_before_batch_sees_windows(order):
+    "It is a logger: nothing of it is to be taken back after each loader batch"
+    expected = [name for name in WINDOWS if name != 'before_batch']
+    assert events_of_an_epoch(order, but=['before_batch']) == expected
+
+
+def test_a_callback_without_after_batch_sees_each_beginning():
+    "And no end that could be taken for a cancelled batch"
+    expected = [name for name in PREPARING if name not in GOES_ON]
+    assert events_of_an_epoch(0, but=['after_batch']) == expected
+
+
+@pytest.mark.parametrize('order', [7, 20, 49])
+def test_a_callback_that_prepares_batches_sees_what_it_sees_beside_fastais_accumulation(order):
+    "Which cancels the batches without a step in before_step, and is the reference for their events"
+    fastais = events_of_an_epoch(order, cb=FastaiAccumulation(24))
+    whole_window = PREPARING[:PREPARING.index('before_step')+len(ENDS)]
+    assert fastais[:len(whole_window)] == whole_window
+    assert events_of_an_epoch(order)[:len(whole_window)] == whole_window
+
+
+@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_loss'])
+@pytest.mark.parametrize('nth', [2, 3, 5])
+def test_a_late_callback_sees_nothing_of_a_cancelled_batch(nth, event):
+    "In the middle of a window, before its last batch and at the end of an epoch: to it, the window is one batch"
+    fault = Fault(CancelBatchException, event, nth, 5)
+    windows_of_3_and_1 = [*BATCH, *PASSES, *PASSES, *ENDS, *BATCH, *ENDS]
+    seen = events_of_an_epoch(60, but=PASSES[:2], also=[fault])
+    assert seen == [name for name in windows_of_3_and_1 if name not in PASSES[:2]]
+
+
+@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_loss'])
+def test_a_callback_that_prepares_batches_is_told_of_a_cancelled_batch(event):
+    "Also one without `before_batch` or `after_batch`"
+    fault = Fault(CancelBatchException, event, 2, 5)
+    assert events_of_an_epoch(0, but=[*BATCH, *ENDS], also=[fault]) == ['after_cancel_batch']
+
+
+# Callbacks that change in the middle of a window
+
+def recorded_in_windows(event, change):
+    """Returns what two callbacks record in windows of three batches, before and after a third one changes the other of
+    them, when `event` comes"""
+    log = []
+    first = ByClass('first', log, 0)
+    other = ByClass('other', log, 1)
+    present = [first] if change is add else [first, other]
+    changes = Changes(event, change, other)
+    fit(small_learner([*present, changes, GradientAccumulation(24, verbose=False)], n=48), 1)
+    return [record[:2] for record in log]
+
+
+def swap(records):
+    "Returns the records of two callbacks in the order of each other"
+    res = []
+    for one, other in zip(records[::2], records[1::2]): res += [other, one]
+    return res
+
+
+@pytest.mark.parametrize('change', [add, remove, switch_off, move])
+@pytest.mark.parametrize('event', IN_A_BATCH)
+def test_a_change_in_the_middle_of_a_window_counts_from_the_next_event_on(event, change):
+    "Up to it all is as without the change, and after it as if it had always been so"
+    def note_where(learn, other): where.append(len(other.log))
+    where = []
+    both = recorded_in_windows(event, note_where)
+    before, after = both[:where[0]], both[where[0]:]
+    first_alone = [record for record in after if record[0] == 'first']
+    expected = dict(add=[record for record in before if record[0] == 'first']+after,
+                    remove=before+first_alone,
+                    switch_off=before+first_alone,
+                    move=before+swap(after))
+    assert recorded_in_windows(event, change) == expected[change.__name__]
+
+
+# A callback that accumulates by itself
+
+class Accumulates(Callback):
+    "Takes a step in every second batch: it cancels the others after their backward pass, so that gradients stay"
+    order = 20
+
+    def before_fit(self): self.n = 0
+
+    def after_backward(self):
+        self.n += 1
+        if self.n%2: raise CancelBatchException
+
+
+@pytest.mark.parametrize('size', [8, 16, 32])
+def test_a_callback_that_accumulates_by_itself_gets_after_backward_once_per_window(size):
+    "It sums the means of two windows, as it would of two large batches"
+    large = make_learner(size, n=128, cbs=Accumulates())
+    small = make_learner(8, n=128, cbs=[Accumulates(), GradientAccumulation(size)])
+    fit(large, 2)
+    fit(small, 2)
+    assert_moved(large)
+    assert_same(weights(small), weights(large), ROUNDING)
+    assert small.accumulates.n == large.accumulates.n == 2*128//size
+    assert_same(small.recorder.lrs, large.recorder.lrs)
+    assert_same(losses(small), losses(large), 1e-6)
+
+
+@pytest.mark.parametrize('cls', [OwnCall, OwnWithEvents])
+def test_a_callback_cannot_accumulate_by_itself_if_the_learner_sends_events_in_its_own_way(cls):
+    learn = small_learner([Accumulates(), GradientAccumulation(16)], cls)
+    with pytest.raises(RuntimeError, match='Accumulates cancels batches after their backward pass'): fit(learn)
+    fit(small_learner([Accumulates(), GradientAccumulation(8)], cls))  # a window of one batch is a batch
+
+
+def test_a_callback_that_is_held_back_may_be_removed():
+    "Then it gets `after_backward` no more"
+    log = []
+    cb = ByInstance('', log, names=['after_backward'])
+    learn = small_learner([cb])
+    send = events.Events(learn)
+    send.hold_back(cb)
+    send('after_backward')
+    assert len(log) == 0
+    send.end_backward()
+    assert len(log) == 1
+    learn.remove_cb(cb)
+    send('after_pred')  # at which the callbacks are looked up again
+    send.end_backward()
+    assert len(log) == 1
+
+
+# Late callbacks that change the batch
+
+class Doubles(Callback):
+    "Changes the batch, and takes it back"
+    def __init__(self, order): self.order = order
+    def before_batch(self): self.learn.xb = (self.x*2,)
+    def after_pred(self): "Lets the loop look at what `before_batch` sets up, if a batch runs in several passes"
+    def after_batch(self): self.learn.xb = (self.x/2,)
+
+
+@pytest.mark.filterwarnings('ignore:after_pred of Doubles is called once per micro-batch')
+@pytest.mark.parametrize('micro_batch_size', [None, 'auto'])
+def test_a_warning_names_late_callbacks_that_change_the_batch(micro_batch_size):
+    "Once, and by their class, also where something stands for them in the list of callbacks"
+    accum = GradientAccumulation(16, micro_batch_size=micro_batch_size)
+    with pytest.warns(UserWarning, match='before_batch of Doubles changes the batch') as caught:
+        fit(small_learner([Doubles(50), accum]))
+    assert len([o for o in caught if 'changes the batch' in str(o.message)]) == 1
+
+
+@pytest.mark.parametrize('order, size', [(49, 16), (50, 8)])
+def test_no_warning_names_callbacks_that_see_each_batch(order, size, recwarn):
+    fit(small_learner([Doubles(order), GradientAccumulation(size)]))
+    assert not [o for o in recwarn if 'Doubles' in str(o.message)]
+
+
+@pytest.mark.parametrize('cls, expected', [(Learner, ['Doubles']), (OwnCall, [])])
+def test_late_changes_are_seen_where_events_are_sent_as_fastai_does(cls, expected):
+    learn = small_learner([Doubles(50), Doubles(49)], cls)
+    learn.xb, learn.yb = (torch.ones(2),), (torch.ones(2),)
+    assert events.Events(learn).before_batch_and_late_changes() == expected
+    assert_same(learn.xb[0], torch.full((2,), 4.))
+
+
+# What callbacks set up in before_batch, for each pass of a batch
+
+class InContext(Callback):
+    "Enters something in `before_batch`, and leaves it in `event`"
+    order = 10
+
+    def __init__(self, event, enter, leave):
+        self.enter = enter
+        self.n_entered = 0
+        setattr(self, event, partial(leave, self))
+
+    def before_batch(self):
+        self.n_entered += 1
+        self.enter(self)
+
+
+autocast_on_cpu = torch.autocast('cpu')  # not an attribute of the callback, which would be seen to change
+
+
+def enter_autocast(cb): autocast_on_cpu.__enter__()
+def leave_autocast(cb): autocast_on_cpu.__exit__(None, None, None)
+def scale_model(cb): cb.model.scale = 2.
+def unscale_model(cb): cb.model.scale = 1.
+def scale_loss(cb): cb.learn.loss_func.scale = 2.
+def unscale_loss(cb): cb.learn.loss_func.scale = 1.
+def note(cb): cb.where = 'in a batch'
+def forget(cb): cb.where = 'between batches'
+def scale_learner(cb): cb.learn.factor = 2.
+def unscale_learner(cb): cb.learn.factor = 1.
+def add_hook(cb): cb.handle = cb.model[0].register_forward_hook(lambda *args: None)
+def remove_hook(cb): cb.handle.remove()
+
+
+PAIRS = [(enter_autocast, leave_autocast), (scale_model, unscale_model), (scale_loss, unscale_loss),
+         (note, forget), (scale_learner, unscale_learner), (add_hook, remove_hook)]
+
+
+def n_set_up_in_two_passes(enter, leave, repeats=True):
+    "Sends the events of a batch that runs in two passes; returns how often `before_batch` was called"
+    cb = InContext('after_loss', enter, leave)
+    learn = small_learner([cb])
+    learn.loss_func = nn.MSELoss()
+    for begin in (unscale_model, unscale_loss, unscale_learner, forget): begin(cb)
+    learn.xb, learn.yb = (torch.ones(2),), (torch.ones(2),)
+    send = events.Events(learn)
+    if repeats: send.repeat_set_up_in_passes()
+    send('before_batch')
+    for _ in range(2):
+        send.repeat_set_up()
+        send.repeat_set_up()  # the second time there is nothing to do
+        send('after_loss')
+    return cb.n_entered
+
+
+@pytest.mark.parametrize('enter, leave', PAIRS)
+def test_what_is_taken_back_in_a_pass_is_set_up_again_before_the_next(enter, leave):
+    assert n_set_up_in_two_passes(enter, leave) == 2
+
+
+@pytest.mark.parametrize('enter, leave', PAIRS[1:])  # nobody would leave autocast
+def test_what_stays_as_it_was_set_up_is_not_set_up_again(enter, leave):
+    assert n_set_up_in_two_passes(enter, noop) == 1
+
+
+def test_nothing_is_set_up_again_unless_a_batch_may_run_in_several_passes():
+    assert n_set_up_in_two_passes(scale_model, unscale_model, repeats=False) == 1
+
+
+def test_a_callback_that_replaces_the_batch_is_not_called_again():
+    "It would prepare the batch twice"
+    def double(cb):
+        scale_model(cb)
+        cb.learn.xb = (cb.x*2,)
+    assert n_set_up_in_two_passes(double, unscale_model) == 1
+
+
+# The questions that the module asks
+
+def test_numbers_and_texts_are_the_same_by_value_and_all_else_by_identity():
+    assert events.is_same(1.5, 3/2)
+    assert events.is_same('ab', ''.join(['a', 'b']))
+    assert not events.is_same(1, True)
+    assert not events.is_same([], [])
+    assert not events.is_same(torch.ones(1), torch.ones(1))
+
+
+def test_a_callback_has_an_event_by_its_class_or_by_itself():
+    plain = Callback(after_pred=noop)
+    assert events.has_event(plain, 'after_pred')
+    assert not events.has_event(plain, 'after_loss')
+    assert events.has_event(Recorder(), 'after_batch')
+    assert not events.has_event(Recorder(), 'after_pred')
+    for kind in (ByCall, ByGetattr): assert events.has_event(kind('', []), 'after_loss')
+
+
+def test_what_comes_with_fastai_is_known_by_its_module():
+    class Own(Recorder): "A subclass of fastai's is not fastai's"
+    assert events.is_from_fastai(Recorder())
+    assert events.is_from_fastai(MixedPrecision())
+    assert not events.is_from_fastai(Own())
+    assert not events.is_from_fastai(GradientAccumulation())

@@ -1,0 +1,338 @@
+"""Batches and outputs of any layout in micro-batches: several views of each sample, lists of boxes, time first, nested
+outputs. They are those of whole batches, or there is an error; nothing is split along another dimension than samples"""
+import pytest
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from common import *
+from comparing import assert_different
+
+FLOAT32 = 1e-6  # rounding of float32 weights, and of the Recorder
+
+
+def split(n): return GradientAccumulation(micro_batch_size=n)
+
+
+each_saver = pytest.mark.parametrize('saver', [split, GradientCache])
+
+
+def validated(learn):
+    with quiet(learn): return list(learn.validate())
+
+
+# Several views of each sample
+
+class SumsViews(nn.Module):
+    "Sums over its views, however they come; those after the first count less"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin = nn.Linear(5, 1).double()
+
+    def forward(self, *views): return self.sum_of(views)
+
+    def sum_of(self, views):
+        if isinstance(views, Tensor): return self.lin(views).tanh()
+        if isinstance(views, dict): views = views.values()
+        return sum(self.sum_of(view)/(i+1) for i, view in enumerate(views))
+
+
+# Functions of a list of views and of the sample itself, which return the inputs
+def in_a_list(views, x): return (views,)
+def in_a_tuple(views, x): return (tuple(views),)
+def one_by_one(views, x): return tuple(views)
+def in_a_list_with_another(views, x): return views, x
+def in_a_dict(views, x): return ({str(i): view for i, view in enumerate(views)},)
+def nested(views, x): return (dict(views=views, one=x),)
+
+
+@pytest.mark.thin(5)
+@each_saver
+@pytest.mark.parametrize('layout', [
+    in_a_list,
+    in_a_tuple,
+    one_by_one,
+    in_a_list_with_another,
+    in_a_dict,
+    nested])
+@pytest.mark.parametrize('n_views,bs,micro', [
+    (2, 8, 1),
+    (3, 8, 2),
+    (4, 6, 3),
+    (2, 2, 1),
+    (4, 4, 3),
+    (3, 3, 1)])
+def test_views_are_split_along_their_samples(layout, saver, n_views, bs, micro):
+    "Also where there are as many views as samples: in the last batch, or in all"
+    def run(*cbs):
+        learn = view_learner(layout, n_views, bs, *cbs)
+        values = validated(learn)
+        fit(learn, 2)
+        values += validated(learn)
+        with quiet(learn): preds, _ = learn.get_preds()
+        return learn, values, preds
+    plain, expected, expected_preds = run()
+    assert_different(plain, SumsViews())
+    ours, values, preds = run(saver(micro))
+    assert_same(weights(ours), weights(plain), ROUNDING)
+    assert_same(preds, expected_preds, ROUNDING)
+    assert_same(values, expected, FLOAT32)
+
+
+def view_learner(layout, n_views, bs, *cbs):
+    "Has two batches, and one of as many samples as there are views"
+    samples = []
+    for x, y in zip(*data(2*bs+n_views)):
+        views = [x.roll(i)/(i+1) for i in range(n_views)]
+        samples.append((*layout(views, x), y))
+    dl = DataLoader(samples, bs=bs)
+    dls = DataLoaders(dl, dl)
+    dls.n_inp = len(samples[0])-1
+    return Learner(dls, SumsViews(), mse, opt_func=SGD, cbs=cbs)
+
+
+# Targets that are lists
+
+def always_4(i): return 4
+def from_1_to_5(i): return 1+i%5
+def once_as_many_as_samples(i): return 8 if i == 2 else 1+i%5
+
+
+def mse_of_boxes(pred, targ):
+    "Each sample has boxes of its own, over which its error is averaged"
+    errors = [(p-boxes).pow(2).mean() for p, boxes in zip(pred, targ, strict=True)]
+    return torch.stack(errors).mean().float()
+
+
+@pytest.mark.filterwarnings('ignore:accumulation is not exact')  # the check joins them as lists of inputs
+@pytest.mark.parametrize('n,bs,micro,n_boxes', [
+    (64, 8, 3, always_4),
+    (64, 4, 2, from_1_to_5),
+    (61, 8, 3, once_as_many_as_samples)])
+def test_targets_that_are_lists_of_boxes(n, bs, micro, n_boxes):
+    def collate(samples):
+        inputs, targets = zip(*samples)
+        boxes = [y.expand(n_boxes(i), 4) for i, y in enumerate(targets)]
+        return torch.stack(inputs), boxes
+
+    def run(*cbs):
+        dl = torch.utils.data.DataLoader(list(zip(*data(n))), batch_size=bs, collate_fn=collate)
+        return fit(Learner(DataLoaders(dl, dl), model(), mse_of_boxes, opt_func=SGD, cbs=cbs), 1)
+    plain = run()
+    ours = run(GradientAccumulation(bs, micro_batch_size=micro))
+    assert sum(ours.recorder.accum_bs) == n
+    assert_moved(plain)
+    assert_same(weights(ours), weights(plain), ROUNDING)
+
+
+# Outputs of texts
+
+BS = 16
+MICRO = 4
+
+
+def text_learner(n_steps, m, collate, loss_func, *cbs, ragged=False, **kwargs):
+    "A Learner of texts of `n_steps` and their labels; if `ragged`, most are shorter, and padded"
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(48, n_steps, 5, generator=generator)
+    is_positive = (inputs > 0).long()
+    labels = is_positive[..., 0] + 2*is_positive[..., 1]
+    lengths = torch.full((48,), n_steps)
+    if ragged:
+        for i in range(48):
+            if i%8: lengths[i] = 2+i%3
+    is_padding = torch.arange(n_steps) >= lengths[:, None]
+    labels[is_padding] = -100
+    samples = list(zip(inputs, lengths, labels))
+    train = DataLoader(samples, bs=BS, create_batch=collate)
+    valid = DataLoader(samples[:BS], bs=BS, create_batch=collate)
+    return Learner(DataLoaders(train, valid), m, loss_func, opt_func=SGD, cbs=cbs, **kwargs)
+
+
+class Tagger(nn.Module):
+    "Gives `wrap` the scores as [samples, steps, 4], and the last states as [layers, samples, 4]"
+    def __init__(self, wrap, n_layers):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn = nn.GRU(5, 4, n_layers, batch_first=True)
+        self.out = nn.Linear(4, 4)
+        self.wrap = wrap
+
+    def forward(self, batch):
+        packed = pack_padded_sequence(batch['x'], batch['n'], batch_first=True, enforce_sorted=False)
+        states, last = self.rnn(packed)
+        states, _ = pad_packed_sequence(states, batch_first=True)
+        return self.wrap(self.out(states), last)
+
+
+def samples_first(scores, last): return scores
+def list_of_steps(scores, last): return list(scores.transpose(0, 1))
+def time_first(scores, last): return scores.transpose(0, 1)
+def list_of_samples(scores, last): return list(scores)
+def with_states(scores, last): return scores, last
+
+
+def of_transformers(scores, last, loss=None):
+    from transformers.modeling_outputs import TokenClassifierOutput
+    return TokenClassifierOutput(loss=loss, logits=scores, hidden_states=(scores, scores*2))
+
+
+def with_a_number(scores, last): return of_transformers(scores, last, loss=scores.mean())
+
+
+read_scores = {
+    samples_first: noop,
+    list_of_steps: lambda pred: torch.stack(pred, 1),
+    time_first: lambda pred: pred.transpose(0, 1),
+    list_of_samples: torch.stack,
+    with_states: lambda pred: pred[0],
+    of_transformers: lambda pred: pred.logits,
+    with_a_number: lambda pred: pred.logits}
+
+
+def collate_named(samples):
+    inputs, lengths, labels = zip(*samples)
+    return dict(x=torch.stack(inputs), n=torch.stack(lengths)), torch.stack(labels)
+
+
+def tagging_learner(wrap, n_steps, *cbs, ragged=False, has_train_metrics=False):
+    read = read_scores[wrap]
+
+    def scores_and_labels(pred, targ):
+        "Without the padding that none of them has"
+        scores = read(pred)
+        return scores, targ[:, :scores.shape[1]]
+
+    def loss(pred, targ):
+        scores, labels = scores_and_labels(pred, targ)
+        return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+    def share_right(pred, targ):
+        scores, labels = scores_and_labels(pred, targ)
+        return (scores.argmax(2) == labels).float().mean()
+    n_layers = MICRO if n_steps == MICRO else 2  # the states could be samples, too
+    m = Tagger(wrap, n_layers)
+    learn = text_learner(n_steps, m, collate_named, loss, *cbs, ragged=ragged, metrics=share_right)
+    learn.recorder.train_metrics = has_train_metrics
+    return learn
+
+
+def split_by_labels(micro_batch_size):
+    def n_labels(learn): return (learn.y != -100).sum()
+    return GradientAccumulation(micro_batch_size=micro_batch_size, num_items=n_labels)
+
+
+def assert_equal_fits(ours, plain):
+    n_layers = plain.model.rnn.num_layers
+    assert_different(plain, Tagger(None, n_layers))
+    assert_same(weights(ours), weights(plain), FLOAT32)
+    assert_same(floats(ours.recorder.values), floats(plain.recorder.values), FLOAT32)
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize('saver', [split_by_labels, GradientCache])
+@pytest.mark.parametrize('wrap,n_steps', [
+    (samples_first, 6),
+    (samples_first, MICRO),  # as many steps as a micro-batch has samples
+    (list_of_steps, 6),
+    (list_of_steps, MICRO),
+    (of_transformers, 6),
+    (of_transformers, MICRO),
+    (list_of_samples, 6)])
+def test_outputs_with_a_row_for_each_sample_are_joined(wrap, n_steps, saver):
+    "Metrics in training and validation, and the loss of the cache, get those of the whole batch"
+    plain = fit(tagging_learner(wrap, n_steps, has_train_metrics=True), 2, .5)
+    ours = fit(tagging_learner(wrap, n_steps, saver(MICRO), has_train_metrics=True), 2, .5)
+    assert_equal_fits(ours, plain)
+
+
+cannot_be_joined = pytest.mark.parametrize('wrap,ragged', [
+    (time_first, False),
+    (with_states, False),
+    (with_a_number, False),
+    (samples_first, True),  # micro-batches are padded to other lengths
+    (list_of_steps, True),
+    (time_first, True),
+    (with_states, True),
+    (of_transformers, True)])
+validation_is_not_split = pytest.mark.filterwarnings('ignore:validation batches are not split')
+
+
+@validation_is_not_split
+@pytest.mark.thin(3)
+@cannot_be_joined
+def test_other_outputs_are_not_joined_if_batches_are_split(wrap, ragged):
+    "The loss does not need them, and metrics in validation get those of whole batches"
+    plain = fit(tagging_learner(wrap, 6, ragged=ragged), 2, .5)
+    ours = fit(tagging_learner(wrap, 6, split_by_labels(MICRO), ragged=ragged), 2, .5)
+    assert_equal_fits(ours, plain)
+
+
+@validation_is_not_split
+@cannot_be_joined
+def test_training_metrics_of_outputs_that_are_not_joined_are_an_error(wrap, ragged):
+    learn = tagging_learner(wrap, 6, split_by_labels(MICRO), ragged=ragged, has_train_metrics=True)
+    with pytest.raises(ValueError, match='training metrics need outputs that can be joined'): fit(learn, 1)
+
+
+@validation_is_not_split
+@pytest.mark.thin(3)
+@cannot_be_joined
+def test_the_cache_runs_whole_batches_of_outputs_that_cannot_be_joined(wrap, ragged):
+    "Its loss needs them; a warning says so"
+    plain = fit(tagging_learner(wrap, 6, ragged=ragged, has_train_metrics=True), 2, .5)
+    with pytest.warns(match='^GradientCache does not split batches: cannot join outputs'):
+        ours = fit(tagging_learner(wrap, 6, GradientCache(MICRO), ragged=ragged, has_train_metrics=True), 2, .5)
+    assert_equal_fits(ours, plain)
+
+
+# Inputs with time first
+
+class TimeFirst(nn.Module):
+    "Takes [steps, samples, 5], and gives scores for each step, or for each sample"
+    def __init__(self, per_step):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn = nn.GRU(5, 8)
+        self.out = nn.Linear(8, 4)
+        self.per_step = per_step
+
+    def forward(self, x):
+        states, _ = self.rnn(x)
+        return self.out(states if self.per_step else states[-1])
+
+
+def time_first_learner(per_step, n_steps, *cbs):
+    def collate(samples):
+        inputs, _, labels = zip(*samples)
+        x = torch.stack(inputs, 1)
+        if per_step: return x, torch.stack(labels, 1)
+        return x, torch.stack(labels)[:, -1]
+    return text_learner(n_steps, TimeFirst(per_step), collate, CrossEntropyLossFlat(), *cbs)
+
+
+time_first_cases = pytest.mark.parametrize('per_step,n_steps', [
+    (False, 6),
+    (True, 6),
+    (False, BS),  # the shape does not tell
+    (True, BS)])
+
+
+@each_saver
+@time_first_cases
+def test_time_first_is_an_error_where_a_batch_would_be_split(per_step, n_steps, saver):
+    "In training and in validation"
+    learn = time_first_learner(per_step, n_steps, saver(MICRO))
+    says = r'cannot split a tensor of shape .* (put the samples first|first dimension must be the samples)'
+    with pytest.raises(ValueError, match=says): fit(learn, 1)
+    with quiet(learn), pytest.raises(ValueError, match=says): learn.validate()
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize('size', [BS, 'auto'])
+@each_saver
+@time_first_cases
+def test_time_first_is_fine_where_whole_batches_fit(per_step, n_steps, saver, size):
+    plain = fit(time_first_learner(per_step, n_steps), 2)
+    ours = fit(time_first_learner(per_step, n_steps, saver(size)), 2)
+    assert_different(plain, TimeFirst(per_step))
+    assert_same(weights(ours), weights(plain), FLOAT32)

@@ -1,0 +1,291 @@
+"Recomputed blocks change nothing: weights, buffers, losses and metrics are those of the plain fit, bit for bit"
+import pytest
+from fastai.callback.mixup import MixUp
+
+from common import *
+from library_models import *
+from recomputed import *
+from stateful import *
+
+
+# Models of libraries, and small ones
+
+bf16 = partial(CpuMixedPrecision, 'bf16')
+fp16 = partial(CpuMixedPrecision, 'fp16')
+fine_tune = dict(method='fine_tune')  # first with a frozen body
+one_cycle = dict(method='fit_one_cycle', n_epoch=2)
+
+MODELS = {  # a Learner, its callbacks, and how it is trained
+    'resnet': (resnet, [MixUp], fine_tune),
+    'unet': (unet, [], one_cycle),
+    'regnet': (regnet, [], {}),
+    'densenet': (densenet, [], {}),
+    'convnext': (convnext, [MixUp], {}),
+    'vit': (vit, [], {}),
+    'text': (language_model, [], {}),
+    'text of one layer': (partial(language_model, 1), [], {}),
+    'batch norm': (with_batch_norm, [], one_cycle),
+    'fp16': (with_dropout, [fp16], {}),
+    'bf16': (with_dropout, [MixUp, bf16], one_cycle),
+    'contrastive': (contrastive, [], one_cycle)}
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_all_blocks_recomputed(name):
+    make, cb_types, training = MODELS[name]
+    plain, ours = trained_in_less(make, 1., *cb_types, ours=all_blocks, **training)
+    assert_same_fit(ours, plain)
+    assert ours.activation_checkpointing.level == len(ours.activation_checkpointing.found)
+
+
+@pytest.mark.filterwarnings('ignore:out of memory in training')  # a later batch may need more blocks
+@pytest.mark.thin(5)
+@pytest.mark.parametrize('share', [.8, .6])
+@pytest.mark.parametrize('name', MODELS)
+def test_as_many_blocks_as_a_share_of_the_memory_requires(name, share):
+    make, cb_types, training = MODELS[name]
+    plain, ours = trained_in_less(make, share, *cb_types, **training)
+    assert_same_fit(ours, plain)
+
+
+# Decoders of Transformers, to whose cache of keys and values both runs of a block would add
+
+SIZES = dict(vocab_size=11, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=16)
+DECODERS = dict(
+    GPT2LMHeadModel=dict(vocab_size=11, n_positions=16, n_embd=8, n_layer=2, n_head=2),
+    Qwen2ForCausalLM=dict(SIZES, intermediate_size=12, num_key_value_heads=1),
+    T5ForConditionalGeneration=dict(
+        vocab_size=11, d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2, decoder_start_token_id=0))
+
+
+class Decoder(nn.Module):
+    "A small model of Transformers, which takes numbers for tokens, some of them padded"
+    def __init__(self, name, attention, use_cache=True):
+        super().__init__()
+        import transformers
+        kind = getattr(transformers, name)
+        config = kind.config_class(**DECODERS[name], attn_implementation=attention, use_cache=use_cache)
+        self.m = kind(config).double()
+
+    def forward(self, x):
+        tokens = (x.abs()*7).long()%11
+        mask = torch.ones_like(tokens)
+        mask[::2, 3:] = 0
+        inputs = dict(input_ids=tokens, attention_mask=mask)
+        if self.m.config.is_encoder_decoder: inputs['decoder_input_ids'] = tokens.flip(1)
+        return self.m(**inputs).logits.mean((1, 2))[:, None]
+
+
+@pytest.mark.parametrize('attention', ['eager', 'sdpa'])
+@pytest.mark.parametrize('name', DECODERS)
+def test_a_decoder_keeps_no_cache_while_its_layers_are_recomputed(name, attention):
+    def make(use_cache): return regression(partial(Decoder, name, attention, use_cache), bs=12, n=36)
+    ours = trained(make(use_cache=True), all_blocks())
+    assert_same_fit(ours, trained(make(use_cache=False)))
+    assert len(ours.activation_checkpointing.found) >= 2
+    assert ours.model.m.config.use_cache, 'it is as before once the fit has ended'
+
+
+# Blocks with a state
+
+class SpectralBlock(Block):
+    "Its weight comes from buffers that each pass changes"
+    def __init__(self, norm):
+        super().__init__()
+        self[1] = norm(self[1])
+
+
+class TransposedBlock(Block):
+    "Its output is not contiguous, and the order in which PyTorch adds numbers depends on that"
+    def forward(self, x):
+        scaled = x/(1+x.var())
+        return super().forward(scaled).T.contiguous().T
+
+
+@pytest.mark.parametrize('kind', [*STATEFUL, SparseBuffer])
+def test_a_block_runs_again_from_the_state_in_which_it_began(kind):
+    "And leaves it as it was: what changes twice in a batch would show in the next one"
+    make = chain(partial(Block, kind))
+    assert_same_fit(trained(make, all_blocks(layers), n_epoch=2), trained(make, n_epoch=2))
+
+
+SPECIAL_BLOCKS = dict(
+    nested=lambda: nn.Sequential(Block(Number), Block(OwnTorchNoise)),
+    transposed=TransposedBlock,
+    spectral=partial(SpectralBlock, nn.utils.parametrizations.spectral_norm),
+    old_spectral=partial(SpectralBlock, nn.utils.spectral_norm))
+
+
+@pytest.mark.parametrize('offload', [False, True])
+@pytest.mark.parametrize('name', SPECIAL_BLOCKS)
+def test_inputs_on_the_cpu_change_nothing(name, offload):
+    make = chain(SPECIAL_BLOCKS[name])
+    assert_same_fit(trained(make, all_blocks(layers, offload), n_epoch=2), trained(make, n_epoch=2))
+
+
+# What a block is given
+
+class DenseBlock(nn.Module):
+    "Takes the list of all outputs so far, to which it adds its own for a while"
+    def __init__(self, n):
+        super().__init__()
+        self.layer = nn.Linear(n, 5)
+
+    def forward(self, outputs):
+        outputs.append(self.layer(torch.cat(outputs, 1)).tanh())
+        return outputs.pop()
+
+
+class Dense(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(DenseBlock(n) for n in (5, 10, 15))
+        self.head = nn.Linear(20, 1)
+        self.double()
+
+    def forward(self, x):
+        outputs = [x]
+        for layer in self.layers: outputs.append(layer(outputs))
+        return self.head(torch.cat(outputs, 1))
+
+
+class ScaledBlock(Block):
+    "Its argument is also one of PyTorch's `checkpoint`, and its configuration a dict with attributes"
+    config = AttrDict(use_cache=True)
+
+    def forward(self, x, debug=1): return super().forward(x)*debug
+
+
+class ChainOfScaled(Chain):
+    def call_layer(self, layer, x): return layer(x, debug=2)
+
+
+class BorrowingBlock(Block):
+    "Is given a module to run, whose state changes"
+    def forward(self, x, borrowed): return super().forward(borrowed(x))
+
+
+class ChainOfBorrowing(Chain):
+    def __init__(self, make_block):
+        super().__init__(make_block)
+        self.shared = NewBuffer()
+
+    def call_layer(self, layer, x): return layer(x, self.shared)
+
+
+ARGUMENTS = dict(
+    list=Dense,
+    keyword=partial(ChainOfScaled, ScaledBlock),
+    module=partial(ChainOfBorrowing, BorrowingBlock))
+
+
+@pytest.mark.parametrize('name', ARGUMENTS)
+def test_a_block_may_be_given_anything(name):
+    make = regression(ARGUMENTS[name])
+    assert_same_fit(trained(make, all_blocks(layers), n_epoch=2), trained(make, n_epoch=2))
+    assert ScaledBlock.config == dict(use_cache=True)
+
+
+# Beside other callbacks
+
+BESIDE = dict(
+    windows=lambda: [GradientAccumulation(32)],
+    micro_batches=lambda: [GradientAccumulation(32, micro_batch_size=5)],
+    auto=lambda: [auto_micro_batches()],
+    schedule=lambda: [GradientAccumulationSchedule(16, 64)],
+    cache=lambda: [GradientCache(5)],
+    cache_of_a_part=lambda: [GradientCache(5, part=lambda m: m.layers[0])],
+    auto_cache=lambda: [auto_cache()],
+    cache_and_windows=lambda: [GradientCache(5), GradientAccumulation(32)])
+
+
+@pytest.mark.parametrize('name', BESIDE)
+def test_beside_others_it_changes_nothing_either(name):
+    "Whichever was added first"
+    make = regression(Deep, bs=16, n=64)
+    plain = trained(make, *BESIDE[name](), n_epoch=2)
+    assert_same_fit(trained(make, all_blocks(), *BESIDE[name](), n_epoch=2), plain)
+    assert_same_fit(trained(make, *BESIDE[name](), all_blocks(), n_epoch=2), plain)
+
+
+# Memory runs out
+
+class CountsCalls(CrossEntropyLossFlat):
+    "Its state is the number of its calls in training, and the loss depends on it"
+    n_calls = 0
+
+    def __call__(self, pred, targ):
+        if pred.requires_grad: self.n_calls += 1
+        return super().__call__(pred, targ)*(1+1/(1+self.n_calls))
+
+
+ON_CPU = '4 of 4 blocks are recomputed, and what they keep is on the CPU'
+
+
+@pytest.mark.thin(7)
+@pytest.mark.parametrize('window', [32, 128])
+@pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'after_backward'])
+@pytest.mark.parametrize('times,level,how', [
+    ([1], 1, '1 of 4 blocks are recomputed'),
+    ([3], 1, '1 of 4 blocks are recomputed'),
+    ([4], 1, '1 of 4 blocks are recomputed'),
+    ([2, 3, 4, 5], 5, ON_CPU),
+    ([6, 7, 9], 4, '4 of 4 blocks are recomputed')])
+def test_a_batch_in_which_memory_runs_out_counts_once(times, level, how, event, window):
+    "It runs again with more blocks, whichever of its window it is; a warning says so"
+    def make(**kwargs):
+        return mlp(batch_norm, some_dropout, loss_func=CountsCalls(), n=256, **kwargs)
+    def accumulation(): return GradientAccumulation(window, verbose=False)
+
+    plain = trained(make, accumulation())
+    with pytest.warns(UserWarning, match='out of memory in training') as warned:
+        ours = trained(make, accumulation(), Fails(event, *times), ActivationCheckpointing())
+    assert_same_fit(ours, plain)
+    assert ours.loss_func.n_calls == plain.loss_func.n_calls == 256//32
+    assert ours.activation_checkpointing.level == level
+    assert str(warned[-1].message) == f'out of memory in training: from now on, {how}'
+    assert ours.recorder.accum_bs == plain.recorder.accum_bs
+
+
+@pytest.mark.filterwarnings('ignore:out of memory in training')  # that of length 32, after longer ones
+def test_short_texts_run_whole_where_long_ones_do_not_fit():
+    "In less than half of the memory of the longest"
+    lengths = [64, 8, 32, 16, 64, 8]
+
+    def make(**kwargs):
+        batches = [(torch.randint(50, (32, n)), torch.randint(3, (32, n))) for n in lengths]
+        dl = torch.utils.data.DataLoader(batches, batch_size=None)
+        blocks = []
+        for _ in range(8):
+            blocks.append(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)))
+        m = nn.Sequential(nn.Embedding(50, 16), *blocks, nn.Linear(16, 3))
+        return Learner(DataLoaders(dl, dl), m, CrossEntropyLossFlat(), **kwargs)
+
+    class Levels(Callback):
+        def before_fit(self): self.seen = []
+        def before_step(self): self.seen.append((self.x.shape[1], cb.level))
+
+    cb = ActivationCheckpointing()
+    plain, ours = trained_in_less(make, .45, Levels, ours=lambda: cb)
+    assert_same_fit(ours, plain)
+    assert [length for length, _ in ours.levels.seen] == lengths
+    for length, level in ours.levels.seen:
+        if length <= 16: assert level == 0
+        if length == 64: assert level > 0
+
+
+@pytest.mark.parametrize('ours', [all_blocks, ActivationCheckpointing])
+def test_lr_find_and_the_fit_after_it(ours):
+    found = []
+
+    def find_and_fit(learn, *args, **kwargs):
+        with quiet(learn): learn.lr_find(num_it=6, show_plot=False)
+        found.append(losses(learn))
+        set_seed(3)
+        fit(learn, *args, **kwargs)
+
+    plain, saving = trained_in_less(with_batch_norm, .6, ours=ours, fit=find_and_fit)
+    assert_same_fit(saving, plain)
+    losses_of_plain, losses_of_ours = found
+    assert_same(losses_of_ours, losses_of_plain)
+    assert len(losses_of_ours) == 6
