@@ -37,8 +37,8 @@ _sequences = tuple,list,set,deque,L
 _dicts = dict,OrderedDict,Counter
 
 def is_plain(o, of_model:Iterable=())->bool:
-    """Returns whether `o` is a number, a text, an array, a tensor outside of a graph, or a container of these. A tensor in
-    one of the storages `of_model` is not, since it comes back with the model"""
+    """Returns whether `o` is a number, a text, an array, a tensor outside of a graph, or a container of these. A tensor
+    in one of the storages `of_model` is not, since it comes back with the model"""
     kind = type(o)
     if kind in _numbers or isinstance(o, np.generic):
         return True
@@ -63,8 +63,8 @@ def subclasses(kind:type)->list:
 _stacked = 'a list of tensors as one'
 
 def packed(value):
-    """Returns a list of tensors of one shape, such as the losses of steps, as one tensor, which takes a hundredth of the
-    space; anything else as it is"""
+    """Returns a list of tensors of one shape, such as the losses of steps, as one tensor, which takes a hundredth of
+    the space; anything else as it is"""
     if type(value) is not list or set(map(type, value)) != {Tensor}:
         return value
     kinds = {(o.shape, o.dtype, o.device) for o in value}
@@ -111,11 +111,12 @@ def fingerprint(value)->int:
     return hash(pickle.dumps(value))
 
 def fingerprints(learn)->dict:
-    return {key:fingerprint(o) for key,o in attributes(holders(learn)).items() if is_plain(o)}
+    return {key:fingerprint(packed(o)) for key,o in attributes(holders(learn)).items() if is_plain(o)}
 
 def changed_attributes(learn, at_start:dict)->dict:
-    """Returns what callbacks, metrics and modules have learned since the `fingerprints` at the start: plain data that has
-    changed, and the states of what has a `state_dict`. What they were told, such as a `patience`, has not changed"""
+    """Returns what callbacks, metrics and modules have learned since the `fingerprints` at the start: plain data that
+    has changed, and the states of what has a `state_dict`. What they were told, such as a `patience`, has not
+    changed"""
     of_model = {o.untyped_storage().data_ptr() for o in tensors_of(learn).values()}
     res = {}
     for key,value in attributes(holders(learn)).items():
@@ -140,7 +141,7 @@ def restore_attributes(learn, changed:dict):
             restore_content(present, value)
         else: attrs[name] = value
 
-_no_state = Callable,Tensor,Path,DataLoaders,DataLoader,*generators
+_other = Callable,Tensor,Path,Metric,DataLoaders,DataLoader,*generators  # has no state, or is kept elsewhere
 
 def unkept(learn)->list:
     "Returns the attributes of the user's callbacks that may have a state, and are not kept"
@@ -149,7 +150,7 @@ def unkept(learn)->list:
         if is_from_fastai(cb) or isinstance(cb, WindowCallback):
             continue
         for name,o in vars(cb).items():
-            is_known = has_state_dict(o) or is_plain(o) or isinstance(o, _no_state)
+            is_known = has_state_dict(o) or is_plain(o) or isinstance(o, _other)
             if not is_known:
                 res.append(f'{type(cb).__name__}.{name}')
     return res
@@ -169,8 +170,8 @@ def model_state(learn)->dict:
         tensors=tensors_of(learn),
         opt=opt.state_dict(),
         frozen_idx=opt.frozen_idx,
-        # Callbacks may freeze layers. And where a gradient is 0, an optimizer takes a step, by momentum and weight decay;
-        # where there is none, it does not
+        # Callbacks may freeze layers. And where a gradient is 0, an optimizer takes a step, by momentum and weight
+        # decay; where there is none, it does not
         grads=[(p.requires_grad, p.grad is not None) for p in learn.model.parameters()])
 
 def restore_model(learn, state:dict):
@@ -217,8 +218,8 @@ def restore_generators(learn, states:dict):
 # The place in the DataLoader
 
 class Reader:
-    """Reads the DataLoader of an epoch from its beginning or, in a fit that goes on, after the batches that have run. The
-    beginning is repeated with the random numbers that it had, and leaves the generators as they are"""
+    """Reads the DataLoader of an epoch from its beginning or, in a fit that goes on, after the batches that have run.
+    The beginning is repeated with the random numbers that it had, and leaves the generators as they are"""
     def __init__(self, learn, n_batches:int, at_start:dict|None):
         self.learn = learn
         self.n_batches = n_batches  # that have run
@@ -234,8 +235,9 @@ class Reader:
         return batches_left(dl, self.n_batches, partial(restore_generators, self.learn, now))
 
 def batches_left(dl, n_batches:int, go_on:Callable)->Iterator:
-    """Yields the batches after the first `n_batches`, and calls `go_on` before it loads the first of them. Those that are
-    passed are not loaded, since what loading draws is restored; but by workers, which have generators of their own"""
+    """Yields the batches after the first `n_batches`, and calls `go_on` before it loads the first of them. Those that
+    are passed are not loaded, since what loading draws is restored; but by workers, which have generators of their
+    own"""
     batches = iter(dl)
     first_batch = []
     if makes_items(dl):
@@ -282,19 +284,19 @@ class ResumeFile:
     def __init__(self, path:Path):
         self.path = path
         self.previous = path.with_suffix('.previous.pth')
+        self.unfinished = path.with_suffix('.new')
 
     def save(self, state:dict):
         if not is_plain(state):
             raise TypeError('a batch that is carried, or the optimizer, is not plain data')
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_suffix('.new')
-        with open(unfinished, 'wb') as f:
+        with open(self.unfinished, 'wb') as f:
             torch.save(state, f)
             f.flush()
             os.fsync(f.fileno())
         if self.path.exists():
             self.path.replace(self.previous)
-        unfinished.replace(self.path)
+        self.unfinished.replace(self.path)
 
     def load(self, device)->dict|None:
         """Returns the newest state that is not damaged, with its tensors on `device`; None if there is none. Raises
@@ -305,8 +307,8 @@ class ResumeFile:
             except Exception as e:
                 warn(f'AutoResume cannot read {path}, which is damaged ({type(e).__name__})')
         if not paths: return None
-        raise ValueError(f"AutoResume cannot read {self.path}, nor the file before it: to start over, delete them, or pass "
-                         "restart=True")
+        raise ValueError(f"AutoResume cannot read {self.path}, nor the file before it: to start over, delete them, or "
+                         "pass restart=True")
 
     def read(self, path:Path, device)->dict:
         "Runs no code that somebody may have put into the file"
@@ -317,12 +319,13 @@ class ResumeFile:
             return torch.load(path, map_location=partial(moved, device), weights_only=True)
 
     def remove(self):
-        "The older one first: it must not come back if the process is killed in between"
-        self.previous.unlink(missing_ok=True)
-        self.path.unlink(missing_ok=True)
+        "The newest one last: an older one must not come back if the process is killed in between"
+        for path in (self.unfinished, self.previous, self.path):
+            path.unlink(missing_ok=True)
 
 def moved(device, storage, location:str):
-    "For `torch.load`: what was on a GPU goes to the `device` of this process; what was on the CPU, as generators, stays"
+    """For `torch.load`: what was on a GPU goes to the `device` of this process; what was on the CPU, as generators,
+    stays"""
     return default_restore_location(storage, 'cpu' if location == 'cpu' else str(device))
 
 # %% ../nbs/06_resume.ipynb #e7c0d0a6
@@ -370,7 +373,8 @@ def remove_files_at_exit():
 # %% ../nbs/06_resume.ipynb #5f532a42
 # Settings
 
-_points = 0.,.3,.6,1.  # of training, where schedules are compared
+_points = [i/50 for i in range(51)]  # of training, where schedules are compared
+_at_points = 'windows','schedule of'  # settings with a value at each of these
 
 def settings_of(learn, leader:WindowCallback)->dict:
     "Returns what must be the same in a fit that goes on, by the names that an error gives it"
@@ -392,19 +396,22 @@ def settings_of(learn, leader:WindowCallback)->dict:
         res[name] = [float(o.get(name, 0)) for o in learn.opt.hypers]
     scheduler = getattr(learn, 'param_scheduler', None)
     for name,f in getattr(scheduler, 'scheds', {}).items():
-        res[f'schedule of {name}'] = [str(f(o)) for o in _points]
+        # In float32: another machine may round differently
+        res[f'schedule of {name}'] = [str(np.float32(f(o))) for o in _points]
     return res
 
 def check_same(found:dict, now:dict, path:Path):
-    "Raises ValueError unless both settings are the same"
+    "Raises ValueError unless both settings are the same. Of a schedule, it names the first values that differ"
     differences = []
     for name in {**now, **found}:
         a,b = now.get(name),found.get(name)
-        if a != b:
-            differences.append(f'{name} {a}, not {b}')
+        if a == b: continue
+        if name.startswith(_at_points) and a and b:
+            a,b = first((x, y) for x,y in zip(a, b) if x != y)
+        differences.append(f'{name} {a}, not {b}')
     if not differences: return
-    raise ValueError(f"this fit cannot go on from {path}, since it has {'; '.join(differences)}: use the same settings, pass "
-                     "AutoResume(restart=True) to start over, or another fname to keep both")
+    raise ValueError(f"this fit cannot go on from {path}, since it has {'; '.join(differences)}: use the same "
+                     "settings, pass AutoResume(restart=True) to start over, or another fname to keep both")
 
 # %% ../nbs/06_resume.ipynb #6c2c84a5
 # One fit
@@ -458,14 +465,18 @@ def save_if_due(self:SavedFit):
     "Between two windows. It is due the first time, to see whether it is possible"
     loop = self.leader.loop
     if loop.leaves_grads: return  # a callback has cancelled the step, so the next one needs these gradients, too
-    is_due = self.rank == 0 and self.clock() >= self.next_save
-    if all_reduce_scalar(self.learn, is_due):
-        self.save(self.state(loop.state()))
+    is_due = self.clock() >= self.next_save
+    if not self.cb.every:
+        is_due = all_reduce_scalar(self.learn, self.rank == 0 and is_due)  # clocks differ
+    if is_due:
+        self.save(loop.state())
 
 @patch
-def save(self:SavedFit, state:dict):
-    "Writes the file in process 0; raises OSError if that is impossible the first time, and warns later"
+def save(self:SavedFit, place:dict|None):
+    """Writes the state at this `place` to the file, in process 0. Raises OSError if that is impossible the first time,
+    and warns later"""
     start = time.monotonic()
+    state = self.state(place)
     try:
         if self.rank == 0:
             self.file.save(state)
@@ -487,11 +498,12 @@ def begin(self:SavedFit)->int:
     found = self.found
     if found is None: return 0
     check_same(found['settings'], self.settings, self.file.path)
+    place = found['processes'][self.rank]['place']
     if self.cb.verbose and self.rank == 0:
-        print(f"AutoResume goes on in epoch {found['epoch']}, from {self.file.path}")
+        where = 'at the end of' if place is None else 'in'
+        print(f"AutoResume goes on {where} epoch {found['epoch']}, from {self.file.path}")
     self.rows = found['rows']
     self.show_rows()
-    place = found['processes'][self.rank]['place']
     if place is not None:
         self.leader.begin_epoch_at(place)
         return found['epoch']
@@ -534,7 +546,7 @@ def end(self:SavedFit):
     if self.found is not None:
         self.restore(self.found)
     elif self.reader is not None:
-        self.save(self.state(None))
+        self.save(None)
 
 # %% ../nbs/06_resume.ipynb #63437194
 class AutoResume(WindowCallback):
@@ -572,8 +584,8 @@ class AutoResume(WindowCallback):
             return
         replaced = own_loop(learn) if self.saved_fit else '_do_fit'
         if replaced:
-            raise ValueError(f"{type(learn).__name__} has its own {replaced}, or a second AutoResume, which cannot go on "
-                             "in mid-epoch: leave one of them out")
+            raise ValueError(f"{type(learn).__name__} has its own {replaced}, or a second AutoResume, which cannot go "
+                             "on in mid-epoch: leave one of them out")
         self.saved_fit.begin_epoch()
 
     def after_epoch(self):
@@ -614,6 +626,8 @@ def start(self:AutoResume)->int:
         raise ValueError('AutoResume cannot save a sharded model: use DistributedDataParallel')
     names = unkept(learn)
     if names: warn(f"AutoResume does not keep {', '.join(names)}: it keeps plain data, and what has a state_dict")
+    if getattr(learn.dls.train, 'persistent_workers', False):
+        warn('AutoResume does not keep the random numbers of persistent_workers: leave that out')
     path = (learn.path/learn.model_dir/self.fname).absolute()
     fits = _fits[path]
     number = fits.begin(learn)
