@@ -1,4 +1,4 @@
-"""Run the same script again after a kill: the fit goes on, and ends with the same weights
+"""Run the same script again after a kill: the fit goes on in the middle of the epoch, and ends with the same weights
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/resume.html.md"""
 
