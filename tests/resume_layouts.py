@@ -8,7 +8,7 @@ from common import *
 
 WIDTH = 6
 N = 100  # samples
-EVERY = 3  # optimizer steps from save to save
+EVERY = 2  # optimizer steps from save to save
 
 
 # Data
@@ -61,7 +61,7 @@ class Stream(TorchIterable):
 
 class Understated(TorchLoader):
     "Says that it has fewer batches than come"
-    def __len__(self): return 10
+    def __len__(self): return 20
 
 
 class BatchNoise:
@@ -78,18 +78,18 @@ def with_valid(train):
 
 
 def fastai_data(kind=list, **kwargs):
-    return with_valid(DataLoader(kind(samples()), bs=8, shuffle=True, **kwargs))
+    return with_valid(DataLoader(kind(samples()), bs=4, shuffle=True, **kwargs))
 
 
 def torch_data(kind=Noisy, **kwargs):
-    return with_valid(TorchLoader(kind(samples()), 8, shuffle=True, **kwargs))
+    return with_valid(TorchLoader(kind(samples()), 4, shuffle=True, **kwargs))
 
 
 def two_classes():
     inputs, targets = table()
     labels = (targets[:, 0] > 0).long()
     items = list(zip(inputs, labels))
-    return DataLoaders(DataLoader(items, bs=8, shuffle=True), DataLoader(items[:30], bs=16))
+    return DataLoaders(DataLoader(items, bs=4, shuffle=True), DataLoader(items[:30], bs=16))
 
 
 # Models
@@ -195,11 +195,11 @@ def auto(**kwargs):
     return AutoResume(every=EVERY, **kwargs)
 
 
-def accum(accum_bs=16, **kwargs):
+def accum(accum_bs=8, **kwargs):
     return GradientAccumulation(accum_bs, verbose=False, **kwargs)
 
 
-def schedule(start=16, end=40, **kwargs):
+def schedule(start=8, end=20, **kwargs):
     return GradientAccumulationSchedule(start, end, finish=.8, verbose=False, **kwargs)
 
 
@@ -209,7 +209,7 @@ def make(*cbs, dls=None, m=None, **kwargs):
     return Learner(dls, m, F.mse_loss, cbs=cbs, splitter=two_groups, path=Path(), **kwargs)
 
 
-def train(*cbs, n_epoch=3, lr=.02, resume=None, **kwargs):
+def train(*cbs, n_epoch=2, lr=.02, resume=None, **kwargs):
     "Makes a Learner and trains it"
     learn = make(*cbs, **kwargs)
     learn.fit_one_cycle(n_epoch, lr, cbs=resume or auto())
@@ -219,7 +219,7 @@ def train(*cbs, n_epoch=3, lr=.02, resume=None, **kwargs):
 def train_classifier(*cbs):
     m = mlp(n_out=2)
     learn = Learner(two_classes(), m, CrossEntropyLossFlat(), cbs=cbs, metrics=accuracy, path=Path())
-    learn.fit_one_cycle(3, .02, cbs=auto())
+    learn.fit_one_cycle(2, .02, cbs=auto())
     return learn
 
 
@@ -238,71 +238,71 @@ def plain(): return train()
 
 
 @layout
-def windows_of_two(): return train(accum(), n_epoch=4)
+def windows_of_two(): return train(accum(), n_epoch=3)
 
 
 @layout
-def windows_that_drop(): return train(accum(24, remainder='drop'), n_epoch=4)
+def windows_that_drop(): return train(accum(12, remainder='drop'), n_epoch=3)
 
 
 @layout
-def windows_that_carry(): return train(accum(24, remainder='carry'), n_epoch=4)
+def windows_that_carry(): return train(accum(12, remainder='carry'), n_epoch=3)
 
 
 @layout
-def loader_drops_last(): return train(accum(), dls=fastai_data(drop_last=True), n_epoch=4)
+def loader_drops_last(): return train(accum(), dls=fastai_data(drop_last=True), n_epoch=3)
 
 
 @layout
-def schedule_grows(): return train(schedule(8, 32), n_epoch=4)
+def schedule_grows(): return train(schedule(4, 12), n_epoch=3)
 
 
 @layout
-def schedule_that_steps(): return train(schedule(8, 32, remainder='step'), n_epoch=4)
+def schedule_that_steps(): return train(schedule(4, 12, remainder='step'), n_epoch=3)
 
 
 @layout
 def schedule_shrinks():
     "More batches are carried than a window takes"
     def falls(start, end): return lambda pct: start if pct < .3 else end
-    sizes = GradientAccumulationSchedule(72, 8, finish=1., schedule=falls, verbose=False)
-    return train(sizes, n_epoch=4, resume=AutoResume(every=1))
+    sizes = GradientAccumulationSchedule(36, 4, finish=1., schedule=falls, verbose=False)
+    return train(sizes, n_epoch=3, resume=AutoResume(every=1))
 
 
 @layout
 def schedule_scales_rates():
     rules = dict(lr=sqrt_scale, mom=half_life_scale)
-    return train(schedule(8, 32, scale=rules), CSVLogger(), n_epoch=4)
+    return train(schedule(4, 12, scale=rules), CSVLogger(), n_epoch=3)
 
 
 @layout
 def carry_by_minutes():
     "Files before the first window of an epoch hold carried batches"
-    return train(accum(40, remainder='carry'), n_epoch=8, resume=AutoResume(minutes=0))
+    return train(accum(20, remainder='carry'), n_epoch=5, resume=AutoResume(minutes=0))
 
 
 @layout
-def by_minutes(): return train(accum(), n_epoch=4, resume=AutoResume(minutes=.0002))
+def by_minutes(): return train(accum(), n_epoch=3, resume=AutoResume(minutes=.0002))
 
 
 @layout
-def logs_batches(): return train(accum(24, log_accum_batch=False))
+def logs_batches(): return train(accum(12, log_accum_batch=False))
 
 
 @layout
-def logs_batches_and_carries(): return train(accum(24, log_accum_batch=False, remainder='carry'))
+def logs_batches_and_carries(): return train(accum(12, log_accum_batch=False, remainder='carry'))
 
 
 @layout
-def logs_batches_of_schedule(): return train(schedule(16, 32, log_accum_batch=False))
+def logs_batches_of_schedule(): return train(schedule(8, 16, log_accum_batch=False))
 
 
 @layout
-def micro_batches(): return train(accum(micro_batch_size=3), n_epoch=4)
+def micro_batches(): return train(accum(micro_batch_size=3), n_epoch=3)
 
 
 @layout
-def fastai_accumulation(): return train(FastaiAccumulation(24))
+def fastai_accumulation(): return train(FastaiAccumulation(12))
 
 
 @layout
@@ -322,7 +322,7 @@ def workers(): return train(dls=fastai_data(Noisy, num_workers=2), n_epoch=2)
 
 
 @layout
-def workers_and_carry(): return train(schedule(8, 24), dls=fastai_data(Noisy, num_workers=2), n_epoch=2)
+def workers_and_carry(): return train(schedule(4, 12), dls=fastai_data(Noisy, num_workers=2), n_epoch=2)
 
 
 @layout
@@ -332,7 +332,7 @@ def torch_loader(): return train(dls=torch_data())
 @layout
 def torch_generator():
     generator = torch.Generator().manual_seed(5)
-    return train(accum(), dls=torch_data(generator=generator), n_epoch=4)
+    return train(accum(), dls=torch_data(generator=generator), n_epoch=3)
 
 
 @layout
@@ -341,20 +341,20 @@ def torch_workers(): return train(dls=torch_data(num_workers=2), n_epoch=2)
 
 @layout
 def torch_workers_and_carry():
-    return train(accum(24, remainder='carry'), dls=torch_data(num_workers=1), n_epoch=3, resume=AutoResume(every=2))
+    return train(accum(12, remainder='carry'), dls=torch_data(num_workers=1), n_epoch=3, resume=AutoResume(every=2))
 
 
 @layout
-def torch_iterable(): return train(dls=with_valid(Understated(Stream(), 8)))
+def torch_iterable(): return train(dls=with_valid(Understated(Stream(), 4)))
 
 
 @layout
 def torch_iterable_and_carry():
-    return train(accum(24, remainder='carry'), dls=with_valid(Understated(Stream(), 8)), n_epoch=4)
+    return train(accum(12, remainder='carry'), dls=with_valid(Understated(Stream(), 4)), n_epoch=3)
 
 
 @layout
-def fastai_iterable(): return train(accum(), dls=with_valid(DataLoader(Stream(), bs=8, n=N)), n_epoch=4)
+def fastai_iterable(): return train(accum(), dls=with_valid(DataLoader(Stream(), bs=4, n=N)), n_epoch=3)
 
 
 @layout
@@ -394,7 +394,7 @@ def several_fits():
 
 @layout
 def several_fits_with_windows():
-    learn = make(auto(), schedule(8, 24))
+    learn = make(auto(), schedule(4, 12))
     learn.fit_one_cycle(2, .02)
     learn.lr_find(num_it=6, show_plot=False)
     learn.fit_flat_cos(2, .01)
@@ -427,7 +427,7 @@ def saves_every_epoch(): return train(SaveModelCallback(every_epoch=True, with_o
 
 
 @layout
-def plateau(): return train(ReduceLROnPlateau(patience=1, min_delta=.1), n_epoch=4)
+def plateau(): return train(ReduceLROnPlateau(patience=1, min_delta=.1), n_epoch=3)
 
 
 @layout
@@ -435,7 +435,7 @@ def scaler(): return train(BFloat16())
 
 
 @layout
-def scaler_and_windows(): return train(BFloat16(), accum(), n_epoch=4)
+def scaler_and_windows(): return train(BFloat16(), accum(), n_epoch=3)
 
 
 @layout
@@ -444,7 +444,7 @@ def hidden_state(): return train(ModelResetter(), m=Carrying(Carries(), nn.Linea
 
 @layout
 def hidden_state_and_schedule():
-    return train(ModelResetter(), schedule(8, 24), m=Carrying(Carries(), nn.Linear(WIDTH, 1)))
+    return train(ModelResetter(), schedule(4, 12), m=Carrying(Carries(), nn.Linear(WIDTH, 1)))
 
 
 @layout
@@ -467,7 +467,7 @@ def plain_data_of_callback(): return train(Remembers())
 @layout
 def torch_optimizer():
     opt_func = partial(OptimWrapper, opt=torch.optim.AdamW)
-    return train(accum(), n_epoch=4, opt_func=opt_func)
+    return train(accum(), n_epoch=3, opt_func=opt_func)
 
 
 @layout

@@ -1,4 +1,6 @@
 "Scripts that are killed and go on: each layout many times, and what the harness sees if a part of the state is missing"
+import json
+
 import pytest
 
 from common import *
@@ -9,19 +11,36 @@ from resume_layouts import LAYOUTS
 KILLS = 8  # of each layout, or more
 
 
-def test_there_are_enough_layouts():
-    "Each test of a layout asserts its own kills, so that these are the totals"
-    assert len(LAYOUTS) >= 40
-    assert len(LAYOUTS)*KILLS >= 300
+def assert_totals(folder):
+    "The last layout that ends finds the figures of all"
+    figures = [json.loads(o.read_text()) for o in folder.glob('*.json')]
+    if len(figures) < len(LAYOUTS): return
+    kills, resumes, in_mid_epoch = map(sum, zip(*figures))
+    print(f'{kills} kills in {len(figures)} layouts, {in_mid_epoch} of {resumes} resumes in mid-epoch')
+    assert len(figures) >= 40
+    assert kills >= 300
+    assert in_mid_epoch >= .8*resumes
 
 
-@pytest.mark.parametrize('name', [pytest.param('windows_that_carry'), *[
-    pytest.param(o, marks=pytest.mark.long) for o in LAYOUTS if o != 'windows_that_carry']])
-def test_a_script_that_was_killed_ends_as_one_that_was_not(name, tmp_path):
+def case(name):
+    marks = [pytest.mark.long]
+    if name == 'missing_samples':
+        reason = 'samples that SkipItemException leaves out are not counted when batches are passed'
+        marks.append(pytest.mark.xfail(strict=True, reason=reason))
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize('name', map(case, LAYOUTS))
+def test_a_script_that_was_killed_ends_as_one_that_was_not(name, tmp_path, tmp_path_factory):
     report = kill_layout(name, LAYOUTS[name], tmp_path, KILLS)
     print(report)
+    folder = tmp_path_factory.getbasetemp().parent/'kills'
+    folder.mkdir(exist_ok=True)
+    figures = report.kills, report.resumes, report.in_mid_epoch
+    (folder/f'{name}.json').write_text(json.dumps(figures))
     assert report.differences == []
-    assert report.is_enough(KILLS), report
+    assert report.kills >= KILLS
+    assert_totals(folder)
 
 
 # Mutations: each takes a part of the state away, in the process that goes on
@@ -103,7 +122,7 @@ def test_the_harness_sees_what_is_missing(mutation, name, tmp_path):
     script = LAYOUTS[name]
     whole = Whole(script, tmp_path/'whole')
     found = []
-    for percent in (30, 45, 60, 75):
+    for percent in range(28, 80, 6):
         folder = tmp_path/f'killed-{percent}'
         folder.mkdir()
         killed = start(script, folder, 1, partial(event_kill, whole.n_events*percent//100))
