@@ -46,7 +46,7 @@ def test_a_script_that_was_killed_ends_as_one_that_was_not(name, tmp_path, tmp_p
 # Mutations: each takes a part of the state away, in the process that goes on
 
 def without_generators():
-    resume.restore_generators = lambda learn, states: None
+    resume.restore_generators = noop
 
 
 def without_carried_batches():
