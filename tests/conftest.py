@@ -19,7 +19,7 @@ for name, n in dict(quick=25, long=200).items():
     settings.register_profile(name, max_examples=int(os.environ.get('DRAWS', n)))
 settings.load_profile('quick')
 
-TOGETHER = 'processes', 'pages', 'project', 'resume'  # one process runs such a file: its tests share what takes long
+TOGETHER = 'processes', 'pages', 'project'  # one process runs such a file: its tests share what takes long
 ALONE = 'colab', 'release', 'libraries', 'gpu'  # one environment or one GPU for all tests of a mark
 
 

@@ -1,0 +1,337 @@
+"""Kills a script by SIGKILL, starts it again until it ends, and compares it with one that nobody has killed: without any
+tolerance. It knows nothing of how a fit goes on, but the name of the callback and of its files.
+
+`python tests/kill_harness.py [LAYOUT ...]` prints what it finds, with other random numbers each time"""
+import signal
+import sys
+import traceback
+from typing import NamedTuple
+
+from common import *
+
+LIMIT = 120  # seconds that one start of a script may take
+MOST_KILLS_OF_TRIAL = 4  # before the script may run to its end
+FILES = 'resume-*.pth'  # of AutoResume
+
+
+# What a script shows
+
+class Spy(Callback):
+    "Notes what a callback can see, in a list that is in no file"
+    order = 200
+    trace = []
+
+    def note(self, event, *more):
+        learn = self.learn
+        if learn.lock.locked() or hasattr(learn, 'lr_finder'): return
+        self.trace.append((event, learn.epoch, learn.train_iter, learn.pct_train, *more))
+
+    def before_epoch(self): self.note('before_epoch')
+    def before_train(self): self.note('before_train')
+
+    def after_batch(self):
+        learn = self.learn
+        if learn.training and not learn.lock.locked(): note_place(learn)
+        hypers = [sorted(o.items()) for o in learn.opt.hypers] if learn.opt else None
+        inputs = [o.double().sum().item() for o in learn.xb]
+        self.note('batch', learn.iter, learn.n_iter, str(hypers), inputs)
+
+    def after_train(self): self.note('after_train')
+    def after_validate(self): self.note('after_validate')
+    def after_epoch(self): self.note('after_epoch')
+    def after_fit(self): self.note('after_fit')
+
+
+def note_place(learn):
+    "The first batch of a process leaves its number in the epoch in a file, since the process may be killed"
+    place = Path('first_batch.txt')
+    if not place.exists() and not hasattr(learn, 'lr_finder'): place.write_text(str(learn.iter))
+
+
+def generators_now():
+    return [random.getstate(), np.random.get_state()[1], torch.get_rng_state()]
+
+
+def history():
+    "Returns the lines of CSVLogger's file, without the time of each epoch"
+    path = Path('history.csv')
+    if not path.exists(): return None
+    return [line.rpartition(',')[0] for line in path.read_text().splitlines()]
+
+
+def files():
+    "Returns what the script has saved by itself"
+    paths = [o for o in sorted(Path().glob('models/*.pth')) if not o.name.startswith('resume')]
+    return {o.name: torch.load(o, weights_only=False) for o in paths}
+
+
+def results_of(learn):
+    recorder, opt = learn.recorder, learn.opt
+    return dict(
+        weights=learn.model.state_dict(),
+        opt=opt.state_dict(),
+        losses=recorder.losses,
+        rates=recorder.lrs,
+        iters=recorder.iters,
+        values=[list(o) for o in recorder.values],
+        sizes=getattr(recorder, 'accum_bs', None),
+        hypers=getattr(recorder, 'hps', None),
+        best=[getattr(o, 'best', None) for o in learn.cbs],
+        frozen_idx=opt.frozen_idx,
+        has_grad=[p.grad is not None for p in learn.model.parameters()],
+        train_iter=learn.train_iter,
+        generators=generators_now(),
+        orders=[dl.rng.getstate() for dl in learn.dls.loaders if hasattr(dl, 'rng')],
+        history=history(),
+        files=files())
+
+
+# A kill
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Countdown:
+    "Kills this process at the `n`th call, if there is one"
+    def __init__(self, n):
+        self.n = n
+        self.count = 0
+
+    def __call__(self):
+        self.count += 1
+        if self.count == self.n: die()
+
+
+def count_events(countdown):
+    original = Callback.__call__
+
+    def call(self, event):
+        countdown()
+        return original(self, event)
+    Callback.__call__ = call
+
+
+def count_steps_of_saves(countdown):
+    "Before and after what a save consists of, and in the middle of a file"
+    for name in ('fsync', 'replace'): setattr(os, name, counted(getattr(os, name), countdown))
+    save = torch.save
+
+    def save_in_two_parts(state, f, **kwargs):
+        if FILES.partition('-')[0] not in str(getattr(f, 'name', f)):
+            save(state, f, **kwargs)
+            return
+        content = io.BytesIO()
+        save(state, content, **kwargs)
+        half = len(content.getvalue())//2
+        f.write(content.getvalue()[:half])
+        f.flush()
+        countdown()
+        f.write(content.getvalue()[half:])
+    torch.save = save_in_two_parts
+
+
+def counted(f, countdown):
+    def call(*args, **kwargs):
+        countdown()
+        res = f(*args, **kwargs)
+        countdown()
+        return res
+    return call
+
+
+# A process
+
+class Run(NamedTuple):
+    "How one start of a script ended"
+    code: int  # below 0: the signal that has killed it
+    first_batch: int|None  # the number in its epoch of the first batch that was trained; None if there was none
+    seconds: float
+
+
+def script_process(script, seed, prepare):
+    "Runs in a process of its own, in the present folder"
+    os.setpgid(0, 0)
+    sys.stdout = open('out.txt', 'a')
+    sys.stderr = open('err.txt', 'a')
+    warnings.simplefilter('ignore')
+    torch.set_num_threads(1)
+    count = prepare()
+    defaults.callbacks.append(Spy)
+    set_seed(seed)
+    learn = script()
+    torch.save(dict(results=results_of(learn), trace=Spy.trace, count=count), 'result.tmp')
+    os.rename('result.tmp', 'result.pt')
+
+
+def start(script, folder, seed, prepare=noop, limit=LIMIT):
+    "Runs `script` in a copy of this process, which has imported fastai; kills it after `limit` seconds"
+    place = folder/'first_batch.txt'
+    place.unlink(missing_ok=True)
+    begin = time.monotonic()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.chdir(folder)
+            script_process(script, seed, prepare)
+            os._exit(0)
+        except BaseException:
+            Path('error.txt').write_text(traceback.format_exc())
+            os._exit(1)
+    code = wait(pid, begin+limit)
+    first_batch = int(place.read_text() or 0) if place.exists() else None
+    return Run(code, first_batch, time.monotonic()-begin)
+
+
+def wait(pid, until):
+    "Returns the exit code, once the process has ended; kills what it leaves, such as workers"
+    ended = 0
+    while not ended:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if not ended and time.monotonic() > until: os.kill(pid, signal.SIGKILL)
+        time.sleep(.002)
+    try: os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError: pass
+    return os.waitstatus_to_exitcode(status)
+
+
+def event_kill(n=0):
+    "For a process: kills it at the `n`th event of a callback; returns what counts them"
+    countdown = Countdown(n)
+    count_events(countdown)
+    return countdown
+
+
+def save_kill(n=0):
+    countdown = Countdown(n)
+    count_steps_of_saves(countdown)
+    return countdown
+
+
+# Comparing
+
+def differences(a, b, name):
+    "Returns the names of the parts in which `a` and `b` are not equal; a NaN equals a NaN"
+    if type(a) is not type(b): return [f'{name}: {type(a).__name__} and {type(b).__name__}']
+    if isinstance(a, Tensor):
+        is_same = a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, 0, 0, equal_nan=True)
+        return [] if is_same else [name]
+    if isinstance(a, np.ndarray):
+        return [] if np.array_equal(a, b) else [name]
+    if isinstance(a, dict):
+        if list(a) != list(b): return [f'{name}: {list(a)} and {list(b)}']
+        return differences(list(a.values()), list(b.values()), name)
+    if isinstance(a, (list, tuple, L)):
+        if len(a) != len(b): return [f'{name}: {len(a)} and {len(b)} values']
+        res = []
+        for i, (left, right) in enumerate(zip(a, b)): res += differences(left, right, f'{name}[{i}]')
+        return res
+    is_nan = a != a and b != b
+    return [] if a == b or is_nan else [f'{name}: {a} and {b}']
+
+
+def named_differences(a, b):
+    res = []
+    for name in a: res += differences(a[name], b[name], name)
+    return res
+
+
+def trace_differences(whole, resumed):
+    """What callbacks saw in the last process is the end of what they see in a whole fit: nothing before it, but ends of
+    fits that had ended, and the beginning of one epoch, in which the state came back"""
+    events = [o[0] for o in resumed]
+    n_before = 0
+    while events[n_before:n_before+1] == ['after_fit']: n_before += 1
+    for name in ('before_epoch', 'before_train'):
+        if events[n_before:n_before+1] == [name]: n_before += 1
+    tail = resumed[n_before:]
+    expected = whole[len(whole)-len(tail):]
+    return differences(expected, tail, 'trace')
+
+
+# Trials
+
+class Report:
+    "What came of a layout"
+    def __init__(self, name):
+        self.name = name
+        self.kills = 0
+        self.resumes = 0  # processes that found a file, and trained a batch
+        self.in_mid_epoch = 0  # of them, those whose first batch was not the first one of an epoch
+        self.differences = []
+
+    def note(self, run, had_file):
+        if run.code == -signal.SIGKILL: self.kills += 1
+        if not had_file or run.first_batch is None: return
+        self.resumes += 1
+        if run.first_batch > 0: self.in_mid_epoch += 1
+
+    def __str__(self):
+        found = self.differences[:4] or 'no difference'
+        return f'{self.name}: {self.kills} kills, {self.in_mid_epoch} of {self.resumes} resumes in mid-epoch, {found}'
+
+
+def has_file(folder):
+    return any(folder.glob(f'models/{FILES}'))
+
+
+class Whole:
+    "A script that nobody kills"
+    def __init__(self, script, folder):
+        folder.mkdir()
+        run = start(script, folder, 1, event_kill)
+        assert run.code == 0, (folder/'error.txt').read_text()
+        found = torch.load(folder/'result.pt', weights_only=False)
+        self.results = found['results']
+        self.trace = found['trace']
+        self.seconds = run.seconds
+        self.n_events = found['count'].count
+
+    def differences_in(self, folder):
+        "Returns what differs in the files of another folder"
+        found = torch.load(folder/'result.pt', weights_only=False)
+        return named_differences(self.results, found['results'])+trace_differences(self.trace, found['trace'])
+
+
+def random_kill(rnd, whole):
+    "Returns arguments of `start` for a kill at a random event, at a random time, or within a save"
+    kind = rnd.choice(['event', 'event', 'time', 'save'])
+    if kind == 'time': return dict(limit=rnd.random()*whole.seconds)
+    if kind == 'save': return dict(prepare=partial(save_kill, rnd.randint(1, 30)))
+    return dict(prepare=partial(event_kill, rnd.randint(1, whole.n_events)))
+
+
+def trial(script, whole, folder, rnd, report):
+    "Kills a script up to a few times, lets it end, and compares"
+    folder.mkdir()
+    kills = [random_kill(rnd, whole) for _ in range(MOST_KILLS_OF_TRIAL)]
+    for attempt, kill in enumerate([*kills, {}]):
+        had_file = has_file(folder)
+        seed = 1000+attempt if had_file else 1  # nothing may hang on the seed of a script that goes on
+        run = start(script, folder, seed, **kill)
+        report.note(run, had_file)
+        if run.code != -signal.SIGKILL: break
+    if run.code: report.differences.append((folder/'error.txt').read_text())
+    else: report.differences += whole.differences_in(folder)
+
+
+def kill_layout(name, script, folder, n_kills, seed=0):
+    "Tries until there are `n_kills`; returns a report"
+    rnd = random.Random(f'{name} {seed}')
+    whole = Whole(script, folder/'whole')
+    report = Report(name)
+    for i in range(3*n_kills):
+        if report.differences or report.kills >= n_kills: break
+        trial(script, whole, folder/f'trial-{i}', rnd, report)
+    return report
+
+
+if __name__ == '__main__':
+    from resume_layouts import LAYOUTS
+    base = Path(tempfile.mkdtemp(prefix='kills-'))
+    for name in sys.argv[1:] or LAYOUTS:
+        (base/name).mkdir()
+        begin = time.monotonic()
+        report = kill_layout(name, LAYOUTS[name], base/name, 8, time.time())
+        print(f'{time.monotonic()-begin:5.1f} s {report}', flush=True)
+    print(base)

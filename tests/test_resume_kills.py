@@ -1,0 +1,136 @@
+"Scripts that are killed and go on: each layout many times, and what the harness sees if a part of the state is missing"
+import json
+
+import pytest
+
+from common import *
+from fastxtend_accum import resume
+from kill_harness import Whole, event_kill, kill_layout, start
+from resume_layouts import LAYOUTS
+
+KILLS = 8  # of each layout, or more
+
+
+def assert_totals(folder):
+    "The last layout that ends finds the figures of all"
+    figures = [json.loads(o.read_text()) for o in folder.glob('*.json')]
+    if len(figures) < len(LAYOUTS): return
+    kills, resumes, in_mid_epoch = map(sum, zip(*figures))
+    print(f'{kills} kills in {len(figures)} layouts, {in_mid_epoch} of {resumes} resumes in mid-epoch')
+    assert len(figures) >= 40
+    assert kills >= 300
+    assert in_mid_epoch >= .8*resumes
+
+
+def case(name):
+    marks = [pytest.mark.long]
+    if name == 'missing_samples':
+        reason = 'samples that SkipItemException leaves out are not counted when batches are passed'
+        marks.append(pytest.mark.xfail(strict=True, reason=reason))
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize('name', map(case, LAYOUTS))
+def test_a_script_that_was_killed_ends_as_one_that_was_not(name, tmp_path, tmp_path_factory):
+    report = kill_layout(name, LAYOUTS[name], tmp_path, KILLS)
+    print(report)
+    folder = tmp_path_factory.getbasetemp().parent/'kills'
+    folder.mkdir(exist_ok=True)
+    figures = report.kills, report.resumes, report.in_mid_epoch
+    (folder/f'{name}.json').write_text(json.dumps(figures))
+    assert report.differences == []
+    assert report.kills >= KILLS
+    assert_totals(folder)
+
+
+# Mutations: each takes a part of the state away, in the process that goes on
+
+def without_generators():
+    resume.restore_generators = noop
+
+
+def without_carried_batches():
+    restore = resume.WindowCallback.begin_epoch_at
+
+    def begin_without(self, place):
+        batches = dict(place['batches'], prefetched=[])
+        restore(self, dict(place, batches=batches))
+    resume.WindowCallback.begin_epoch_at = begin_without
+
+
+def without_has_grad():
+    restore = resume.restore_model
+
+    def restore_and_drop(learn, state):
+        restore(learn, state)
+        for p in learn.model.parameters(): p.grad = None
+    resume.restore_model = restore_and_drop
+
+
+def without_frozen_idx():
+    restore = resume.restore_model
+
+    def restore_other(learn, state):
+        restore(learn, dict(state, frozen_idx=learn.opt.frozen_idx))
+    resume.restore_model = restore_other
+
+
+def without_beginning_of_loader():
+    "The random numbers at the place stand in for those with which the DataLoader began"
+    init = resume.Reader.__init__
+
+    def init_with_others(self, learn, n_batches, at_start):
+        init(self, learn, n_batches, resume.generator_states(learn))
+    resume.Reader.__init__ = init_with_others
+
+
+def without_metrics():
+    holders = resume.holders
+
+    def all_but_metrics(learn):
+        return [o for o in holders(learn) if not isinstance(o, AvgMetric)]
+    resume.holders = all_but_metrics
+
+
+def without_callbacks():
+    holders = resume.holders
+
+    def all_but_callbacks(learn):
+        return [o for o in holders(learn) if type(o).__name__ != 'Remembers']
+    resume.holders = all_but_callbacks
+
+
+def end_of(script, whole, folder, prepare=noop):
+    "Returns what differs from the whole, after the script went on in `folder`"
+    run = start(script, folder, 1000, prepare)
+    if run.code: return [(folder/'error.txt').read_text()]
+    return whole.differences_in(folder)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('mutation, name', [
+    (without_generators, 'noisy_samples'),
+    (without_carried_batches, 'schedule_shrinks'),
+    (without_has_grad, 'unused_layer'),
+    (without_frozen_idx, 'unfreezes'),
+    (without_beginning_of_loader, 'torch_workers_and_carry'),
+    (without_beginning_of_loader, 'plain'),
+    (without_metrics, 'training_metrics'),
+    (without_callbacks, 'plain_data_of_callback')])
+def test_the_harness_sees_what_is_missing(mutation, name, tmp_path):
+    "The same kills: with the whole state nothing differs, without a part of it something does"
+    script = LAYOUTS[name]
+    whole = Whole(script, tmp_path/'whole')
+    found = []
+    for percent in range(28, 80, 6):
+        folder = tmp_path/f'killed-{percent}'
+        folder.mkdir()
+        killed = start(script, folder, 1, partial(event_kill, whole.n_events*percent//100))
+        assert killed.code < 0
+        mutated = tmp_path/f'mutated-{percent}'
+        shutil.copytree(folder, mutated)
+        assert end_of(script, whole, folder) == []
+        found += end_of(script, whole, mutated, mutation)
+    print(found[:3])
+    assert found != []
+    assert not any('Traceback' in o for o in found)
