@@ -1,7 +1,7 @@
 """`python -m benchmarks` measures everything, prints a table and the goals, writes `results.json` and the pictures.
 
 About 45 minutes on two cores, on which nothing else should run. `--quick` only counts, and writes nothing: what CI can
-do. The options `--fits`, `--costs`, `--learners`, `--ways`, `--lengths` and `--comparison` each measure a part alone,
+do. The options `--fits`, `--growing`, `--costs`, `--learners`, `--ways`, `--lengths` and `--comparison` each measure a part alone,
 and leave the rest of `results.json` as it is."""
 import argparse
 import json
@@ -24,6 +24,7 @@ batch_sizes = 16, 32, 64, 128, 256
 
 parts = dict(
     fits='the time of whole fits',
+    growing='the runs of the demo over ten seeds',
     costs='what the callbacks add, with two optimizers',
     learners="fastai's learners",
     ways='ActivationCheckpointing with less and less room',
@@ -99,6 +100,7 @@ def measure_part(part, rounds, before=None):
     "Returns the figures of a part; `before` are those that there were"
     if part == 'learners': return measure_learners(rounds, before or {})
     if part == 'comparison': return dict(machine=machine(), callbacks=measure('comparison', '-'))
+    if part == 'growing': return dict(machine=machine(), **measure('growing', '-'))
     if part in models_of_part: return dict(machine=machine(), rounds=rounds, models=measure_models(part, rounds))
     note_progress(part)
     return dict(machine=machine(), rounds=rounds, **measure(part, '-', rounds))

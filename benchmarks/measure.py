@@ -175,6 +175,11 @@ def comparison(case, size):
     return measure()
 
 
+def growing(case, size):
+    from .growing import measure
+    return measure()
+
+
 def one_process(kind, case, rounds):
     "`costs` and `lengths` measure all cases in one process"
     return import_module(f'.{kind}', __package__).measure(rounds)
@@ -194,7 +199,8 @@ kinds = dict(
     memory=peak_memory,
     counts=count_case,
     device=device,
-    comparison=comparison)
+    comparison=comparison,
+    growing=growing)
 kinds.update({kind: partial(one_process, kind) for kind in ('costs', 'lengths')})
 kinds.update({kind: partial(one_model, kind) for kind in ('fits', 'learners', 'ways')})
 

@@ -1,5 +1,5 @@
 "What the figures of `results.json` say: tables, the goals, and the pictures"
-from statistics import median
+from statistics import mean, median, stdev
 
 # pandas and matplotlib are imported where they are needed, so that `python -m benchmarks` needs little memory itself
 
@@ -159,6 +159,32 @@ def fits_table(results):
 
 
 def fits_run_on(results): return ran_on(results['fits'])
+
+
+def fits_in_words(results):
+    "Returns the time of a fit relative to the plain Learner, with its range, as a sentence"
+    parts = []
+    for model, label in fit_models.items():
+        one, eight = [spread(fit_ratios(results, model, k)) for k in fit_sizes]
+        parts.append(f'{one} and {eight} on {label}')
+    return f"With windows of one batch and of eight, a fit takes {'; '.join(parts)}."
+
+
+# The runs of the demo over ten seeds
+
+def mean_and_deviation(values, unit):
+    return f'{mean(values):{unit}} \u00b1 {stdev(values):{unit}}'
+
+
+def growing_table(results):
+    "Returns optimizer steps, accuracy and validation loss of each run, with the standard deviation over the seeds"
+    rows = {}
+    for name, o in results['growing']['runs'].items():
+        rows[name] = {
+            'optimizer steps': str(o['steps'][0]),
+            'accuracy': mean_and_deviation(o['accuracy'], '.1%'),
+            'validation loss': mean_and_deviation(o['loss'], '.3f')}
+    return as_table(rows)
 
 
 # fastai's learners

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fastai.basics import *
 
-from .events import Events,loss_node
+from .events import Events
 from .gradients import WindowParams
 from .losses import model_labels,n_items
 from .loss_check import LossCheck
@@ -149,7 +149,7 @@ def backward(fit:Fit, window:Window, contribution:Contribution, ends_window:bool
     a callback has cancelled the pass"""
     n_before = window.losses.n_micro
     is_alone = ends_window and not n_before
-    origin = loss_node(fit.learn)
+    origin = fit.learn.loss_grad.grad_fn
     def run():
         if not is_alone: check_late_changes(fit, origin)
         add_backward_pass(fit, window, contribution, is_alone)
@@ -174,7 +174,7 @@ def backward(fit:Fit, window:Window, contribution:Contribution, ends_window:bool
 def check_late_changes(fit:Fit, origin):
     """Warns if callbacks have replaced the loss in `before_backward`, after its weight was computed. A GradScaler
     multiplies it, which changes no weight. `origin` is where the loss was in the graph before"""
-    node = loss_node(fit.learn)
+    node = fit.learn.loss_grad.grad_fn
     if node is origin or is_summand(origin, node, may_be_scaled=True): return
     fit.loss_check.note_changed('late')
 

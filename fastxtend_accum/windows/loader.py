@@ -252,7 +252,7 @@ def advance(self:EpochBatches)->bool:
     "Goes on to the next batch, and returns True; returns False if there is none"
     batch = self.prefetched.popleft() if self.prefetched else next(self.source, None)
     if batch is None: return False
-    if self.is_last(): self.note_surplus()
+    if self.info.has_exact_length and self.n_read >= self.plan.n_batches: self.note_surplus()
     self.current = batch
     self.n_read += 1
     self.samples_read += self.info.planned_samples(batch.samples)
