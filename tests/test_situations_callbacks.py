@@ -1,4 +1,4 @@
-"Beside callbacks as other people write them, a fit is that of the large batch; or it warns, ends in an error, or the pages name it"
+"Beside others' callbacks, a fit is that of the large batch, or a warning, an error or a page says why not"
 from situation_callbacks import *
 
 # Where events come once a micro-batch, the fit says so for some that it does not matter to

@@ -1,4 +1,4 @@
-"A fit on a loader as other people write it is that of the large batch; or it warns, ends in an error, or the pages name it"
+"A fit on a loader as other people write it is that of the large batch, or a warning, an error or a page says why not"
 from situation_loaders import *
 
 FORMS = dict(
