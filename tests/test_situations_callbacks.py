@@ -1,44 +1,20 @@
-"Beside callbacks as other people write them, a fit is that of the large batch; or it warns, or ends in an error"
+"Beside others' callbacks, a fit is that of the large batch, or a warning, an error or a page says why not"
 from situation_callbacks import *
 
 # Where events come once a micro-batch, the fit says so for some that it does not matter to
 pytestmark = pytest.mark.filterwarnings('ignore:.* is called once per micro-batch')
 
 SAME = [
-    AddsNoise, SmoothsLabels, MasksInputs, KeepsMasked, DropsEasySamples, DoublesBatch, Repeats, Attacks,
-    AddsUnlabelled, GivesTeacher, ChangesLossLate, ScalesLoss, ShowsOtherLoss, AdaptiveClip, StepsTwice, FreezesAt,
-    UnfreezesHalfway, DecaysByPosition, AveragesWeights, StopsAtLoss, StopsAtNaN, FewBatches, SkipsStep, SwitchesOff,
-    ChoosesBatches, NotesBatches, NotesEpochs, NotesProgress, NotesNormsBeforeStep, CountsCorrect,
-    KeepsOutputsOfPasses, Times]
+    AddsNoise, SmoothsLabels, MasksInputs, KeepsMasked, DropsEasySamples, DropsSamplesOfAnyLoss, DoublesBatch,
+    DoublesBatchOfAnyLoss, Repeats, Attacks, AddsUnlabelled, GivesTeacher, ChangesLossLate, ScalesLoss, ShowsOtherLoss,
+    AdaptiveClip, StepsTwice, FreezesAt, UnfreezesHalfway, DecaysByPosition, AveragesWeights, StopsAtLoss, StopsAtNaN,
+    FewBatches, SkipsStep, SwitchesOff, ChoosesBatches, NotesBatches, NotesEpochs, NotesProgress, NotesNormsBeforeStep,
+    CountsCorrect, KeepsOutputsOfPasses, Times]
 
 # In split batches these see the whole batch; of windows, see below
 SAME_IF_SPLIT = [
-    AttacksByBackward, MixesNeighbours, Standardizes, AttacksWholeBatch, WeighsByRank, DropsSamplesOfAnyLoss,
-    DoublesBatchOfAnyLoss, ZeroesGradients, SharpnessAware, SchedulesByLoader, SchedulesAndTimes, CountsSamples,
-    KeepsOutputs, NotesHits]
-
-BATCH_OF_CALLBACK = 'a callback that lets samples of a batch act on each other sees a loader batch'
-LAST_BATCH = 'after the backward pass, the Learner holds the last loader batch of the window; the page says so'
-ONCE_A_PASS = 'these come once a micro-batch; the page says so'
-LARGER_SLOPE = 'the loss of a micro-batch has a larger gradient by each output than that of the window'
-SILENT = [
-    *silent(MixesNeighbours, BATCH_OF_CALLBACK, ['windows']),
-    *silent(Standardizes, BATCH_OF_CALLBACK, ['windows']),
-    *silent(AttacksWholeBatch, BATCH_OF_CALLBACK, ['windows']),
-    *silent(WeighsByRank, BATCH_OF_CALLBACK, ['windows']),
-    *silent(SharpnessAware, LAST_BATCH, ['windows']),
-    *silent(ClassCounts, LAST_BATCH, ['windows']),
-    *silent(CountsSamples, LAST_BATCH, ['windows']),
-    *silent(KeepsOutputs, LAST_BATCH, ['windows']),
-    *silent(NotesHits, LAST_BATCH, ['windows']),
-    *silent(SchedulesByLoader, 'len(learn.dls.train) counts loader batches', ['windows']),
-    *silent(SchedulesAndTimes, 'before_batch and after_batch of one callback come once a loader batch', ['windows']),
-    *silent(ReplacesLossLate, 'nobody looks whether before_backward has replaced the loss'),
-    *silent(LimitsSlopeOfOutputs, LARGER_SLOPE),
-    *silent(HooksGradientsLater, 'hooks on weights are looked for before training only'),
-    *silent(NotesNorms, ONCE_A_PASS),
-    *silent(NotesLossOfPass, ONCE_A_PASS),
-    *silent(WatchesActivations, ONCE_A_PASS)]
+    AttacksByBackward, MixesNeighbours, Standardizes, AttacksWholeBatch, WeighsByRank, ZeroesGradients, SharpnessAware,
+    SchedulesByLoader, SchedulesAndTimes, CountsSamples, KeepsOutputs, NotesHits]
 
 
 def name_of(o): return o.__name__ if isinstance(o, type) else None
@@ -53,10 +29,6 @@ def test_the_fit_is_that_of_the_large_batch(cls, way): assert_as_large(cls.learn
 def test_the_fit_is_that_of_the_large_batch_if_it_is_split(cls): assert_as_large(cls.learner, 'split')
 
 
-@pytest.mark.parametrize('cls,way', SILENT, ids=name_of)
-def test_the_fit_is_another_one_and_nobody_says_so(cls, way): assert_as_large(cls.learner, way)
-
-
 def test_weights_of_classes_that_change_after_each_batch_are_those_of_the_large_batch_if_it_is_split():
     float32 = 1e-8  # the loss is rounded before it is multiplied by the weight of a micro-batch
     assert_as_large(ClassCounts.learner, 'split', float32)
@@ -66,10 +38,12 @@ def test_weights_of_classes_that_change_after_each_batch_are_those_of_the_large_
 
 ADDS = 'adds to the loss in after_loss'
 REPLACES = 'replaces the loss in after_loss'
+REPLACES_LATE = 'a callback replaces the loss in before_backward'
+WEIGHTS_HAVE_HOOKS = 'parameters have hooks'
 UNCHECKED = 'could not check whether accumulation is exact'
 SAME_WITH_WARNING = {
     RunsTwice: ADDS, Distils: ADDS, PenalizesWeights: ADDS, PenalizesActivations: ADDS, PenalizesSlope: ADDS,
-    MeanTeacher: ADDS, PenalizesRarely: ADDS, MixesInTeacher: REPLACES, RewardsEntropy: REPLACES, Reduces: REPLACES}
+    MeanTeacher: ADDS, PenalizesRarely: ADDS, RewardsEntropy: ADDS, MixesInTeacher: REPLACES, Reduces: REPLACES}
 
 
 @pytest.mark.parametrize('way', WAYS)
@@ -83,10 +57,6 @@ def test_a_penalty_that_follows_the_loss_is_that_of_the_large_batch_and_a_warnin
     with pytest.warns(match=ADDS): assert_as_large(DualVariable.learner, 'windows', float32)
 
 
-def test_rows_that_a_callback_appends_are_those_of_the_large_batch_and_a_warning_says_what_is_unknown():
-    with pytest.warns(match=UNCHECKED): assert_as_large(DoublesBatchOfAnyLoss.learner, 'windows')
-
-
 @pytest.mark.parametrize('cls,way,warning', [
     (BalancesBatch, 'windows', ADDS),
     (BalancesBatch, 'split', ADDS),
@@ -96,9 +66,15 @@ def test_rows_that_a_callback_appends_are_those_of_the_large_batch_and_a_warning
     (NormalizesLoss, 'split', REPLACES),
     (KeepsMaskedOfAnyLoss, 'windows', UNCHECKED),
     (KeepsMaskedOfAnyLoss, 'split', UNCHECKED),
-    (DropsSamplesOfAnyLoss, 'windows', UNCHECKED),
-    (HooksGradients, 'windows', 'parameters have hooks'),
-    (HooksGradients, 'split', 'parameters have hooks'),
+    (ReplacesLossLate, 'windows', REPLACES_LATE),
+    (ReplacesLossLate, 'split', REPLACES_LATE),
+    (LimitsSlopeOfOutputs, 'windows', 'outputs have hooks'),
+    (LimitsSlopeOfOutputs, 'split', 'outputs have hooks'),
+    (HooksGradients, 'windows', WEIGHTS_HAVE_HOOKS),
+    (HooksGradients, 'split', WEIGHTS_HAVE_HOOKS),
+    (HooksGradientsLater, 'windows', WEIGHTS_HAVE_HOOKS),
+    (HooksGradientsLater, 'split', WEIGHTS_HAVE_HOOKS),
+    (SharpnessAware, 'windows', 'the model runs during the optimizer step'),
     (PerturbsWeights, 'split', 'after_backward of PerturbsWeights is called once per micro-batch'),
     (ChoosesBatchesLate, 'windows', 'nothing was accumulated')], ids=name_of)
 def test_the_fit_is_another_one_and_a_warning_says_so(cls, way, warning):
@@ -132,3 +108,33 @@ RAN_BACKWARD = 'a callback ran the backward pass itself'
 def test_what_cannot_be_done_in_a_window_is_an_error(cls, way, message):
     fit_large(cls.learner)
     with pytest.raises(RuntimeError, match=message): fit_small(cls.learner, way)
+
+
+# Limits that the pages name. If one of these tests fails, that limit is gone: take it off its page, too
+
+@pytest.mark.parametrize('cls', [MixesNeighbours, Standardizes, AttacksWholeBatch, WeighsByRank], ids=name_of)
+def test_limit_on_the_page_a_callback_that_lets_samples_act_on_each_other_sees_a_loader_batch(cls):
+    assert_other_weights(cls.learner, 'windows')
+
+
+@pytest.mark.parametrize('cls', [CountsSamples, KeepsOutputs, NotesHits], ids=name_of)
+def test_limit_on_the_page_after_the_backward_pass_a_callback_notes_the_last_loader_batch(cls):
+    assert_other_notes(cls.learner, 'windows')
+
+
+def test_limit_on_the_page_what_a_callback_trains_by_after_the_backward_pass_is_the_last_loader_batch():
+    assert_other_weights(ClassCounts.learner, 'windows')
+
+
+def test_limit_on_the_page_before_batch_and_after_batch_of_one_callback_come_once_a_loader_batch():
+    assert_other_weights(SchedulesAndTimes.learner, 'windows')
+
+
+def test_limit_on_the_page_the_length_of_the_loader_counts_loader_batches():
+    assert_other_weights(SchedulesByLoader.learner, 'windows')
+
+
+@pytest.mark.parametrize('way', WAYS)
+@pytest.mark.parametrize('cls', [NotesNorms, NotesLossOfPass, WatchesActivations], ids=name_of)
+def test_limit_on_the_page_events_of_a_pass_and_hooks_come_once_a_micro_batch(cls, way):
+    assert_other_notes(cls.learner, way)
