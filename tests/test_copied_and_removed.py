@@ -185,13 +185,9 @@ def test_the_frozen_phase_of_fine_tune_leaves_nothing_to_the_second(remainder, n
     assert not any(g.any() for g in grads(learn))
 
 
-writes_accum_bs = pytest.mark.xfail(
-    strict=True, raises=UserWarning, reason='it sets `recorder.accum_bs` in the way that fastai warns of')
-
-
 @pytest.mark.parametrize('make', [
-    pytest.param(lambda: GradientAccumulation(32, micro_batch_size='auto'), marks=writes_accum_bs),
-    pytest.param(lambda: GradientAccumulationSchedule(16, 32), marks=writes_accum_bs),
+    lambda: GradientAccumulation(32, micro_batch_size='auto'),
+    lambda: GradientAccumulationSchedule(16, 32),
     lambda: GradientCache(4),
     all_blocks])
 def test_a_model_may_have_attributes_of_the_same_names_as_the_callback(make):
