@@ -159,6 +159,30 @@ def test_a_window_of_cancelled_batches_is_one_cancelled_batch(event):
     assert_same_fit(small, large)
 
 
+class NotesCancelledWindows(Callback):
+    "Notes at the end of each round whether all batches of its window were cancelled"
+    order = 20
+    run_valid = False
+
+    def before_fit(self): self.seen = []
+    def after_batch(self): self.seen.append(self.gradient_accumulation.loop.is_cancelled())
+
+
+@pytest.mark.parametrize('event', ['before_batch', 'after_pred'])
+@pytest.mark.parametrize('cancelled, remainder, expected', [
+    ('4567', 'step', [False, True, False]),
+    ('456', 'step', [False, False]),  # the window begins with the next batch
+    ('89', 'step', [False, False, True]),  # fewer samples than fill the last window, which would have a step
+    ('89', 'drop', [False, False])])
+def test_a_window_is_cancelled_if_all_its_batches_are(cancelled, remainder, expected, event):
+    "Of ten batches, windows of four leave two"
+    notes = NotesCancelledWindows()
+    learn = accumulated_learner(80, [CancelsBatches(cancelled, event), notes], remainder=remainder)
+    fit(learn, 1)
+    ends_of_windows = notes.seen
+    assert ends_of_windows == expected
+
+
 @BOTH_LOGS
 @pytest.mark.parametrize('event', ['before_batch', 'after_pred'])
 def test_a_window_of_cancelled_batches_advances_schedules(event, log):
