@@ -308,7 +308,6 @@ class LateAugmentation(Callback):
         self.learn.xb = (self.x*2,)
 
 
-@pytest.mark.xfail(strict=True, reason='the warning does not look at log_accum_batch')
 def test_a_late_callback_sees_each_loader_batch_where_those_are_logged():
     "So there is nothing to warn of"
     large = fit(make_learner(32, cbs=LateAugmentation()))

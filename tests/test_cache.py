@@ -347,7 +347,6 @@ def test_a_micro_batch_that_runs_twice_counts_once(make_layer, micro, amp):
     for a, b in zip(ours, kept, strict=True): assert_same(a, b)
 
 
-@pytest.mark.xfail(strict=True, reason='the class of a compiled module has no forward, only the module has')
 def test_a_compiled_model_keeps_its_own_forward():
     def compiled(): return torch.compile(TwoOutputs(), backend='aot_eager')
     m = compiled()
@@ -539,9 +538,7 @@ class BodyInList(Body):
 
 
 @pytest.mark.parametrize('make_model,part,says', [
-    pytest.param(
-        TogetherBody, body, 'if a module sees several rows of each sample, set rows to their number',
-        marks=pytest.mark.xfail(strict=True, reason='the message has a line break, and spaces, in it')),
+    (TogetherBody, body, 'if a module sees several rows of each sample, set rows to their number, such as rows=2'),
     (BodyInList, body, 'part must return a module of the model that has a forward, not a ModuleList'),
     (TwoOutputs, lambda m: nn.Tanh(), 'part must return a module of the model that has a forward, not a Tanh')])
 def test_a_part_that_cannot_be_split_is_an_error_before_the_first_step(make_model, part, says):

@@ -120,8 +120,7 @@ def replace_loss(self): self.learn.loss_grad = self.pred.square().mean()
 @pytest.mark.filterwarnings('ignore:a callback replaces the loss in after_loss')
 @pytest.mark.parametrize('make_cb', [
     partial(At, 'after_loss', replace_loss),
-    pytest.param(partial(Callback, after_loss=replace_loss), marks=pytest.mark.xfail(
-        strict=True, reason="the class is fastai's Callback, so the loss is taken for one of fastai's callbacks"))])
+    partial(Callback, after_loss=replace_loss)])
 def test_a_loss_that_replaces_one_over_labels_is_weighed_by_rows(make_cb):
     "Also if it is a function in a plain Callback"
     learn = fit(labels_of(3, [make_cb(), GradientAccumulation(12)]), lr=1.)

@@ -138,7 +138,6 @@ def test_a_model_that_differs_in_nothing(capsys, bs, make_cbs, said):
     assert line_of(capsys, bs, *make_cbs()) == said
 
 
-@pytest.mark.xfail(strict=True, reason='the first window is asked, which is a single micro-batch')
 def test_a_schedule_that_begins_with_one_batch_names_what_differs_in_later_windows(capsys):
     line = line_of(capsys, 8, GradientAccumulationSchedule(8, 32), m=with_batch_norm())
     differences = '. As in one batch, except: BatchNorm1d (1 layer) sees 8 samples at a time.'
@@ -380,12 +379,11 @@ class ReplacesLoss(Callback):
 
 ADDED = 'what a callback adds to the loss is weighted like the loss'
 REPLACED = 'the loss that a callback sets is averaged by samples'
-of_fastai = pytest.mark.xfail(strict=True, reason='the loss is an alias of a sum, and `is_summand` knows only sums')
 
 
 @pytest.mark.parametrize('cb_type,loss_func,difference,warning', [
     (AddsPenalty, mse, ADDED, 'a callback adds to the loss'),
-    pytest.param(AddsPenalty, MSELossFlat(), ADDED, 'a callback adds to the loss', marks=of_fastai),
+    (AddsPenalty, MSELossFlat(), ADDED, 'a callback adds to the loss'),
     (ReplacesLoss, mse, REPLACED, 'a callback replaces the loss')])
 def test_a_loss_that_a_callback_changes(capsys, cb_type, loss_func, difference, warning):
     m = model().float()

@@ -211,17 +211,6 @@ def test_what_a_callback_raises_in_an_event(event, exc, cls):
     assert recorded_with_fault(exc, event, cls, one_batch_windows()) == plain
 
 
-WRONG_COUNT = 'a batch that is cancelled in before_batch is not counted if the Learner sends events in its own way'
-
-
-@pytest.mark.xfail(strict=True, reason=WRONG_COUNT)
-@pytest.mark.parametrize('cls', [OwnCall, OwnWithEvents])
-def test_a_cancelled_batch_counts_where_a_learner_sends_events_in_its_own_way(cls):
-    "As in a plain Learner, whose counters go on"
-    plain = recorded_with_fault(CancelBatchException, 'before_batch', cls)
-    assert recorded_with_fault(CancelBatchException, 'before_batch', cls, one_batch_windows()) == plain
-
-
 def recorded_and_sent(sent, *cbs):
     "Returns what a callback records, and what the Learner has sent"
     sent.clear()
@@ -582,9 +571,78 @@ def test_a_callback_has_an_event_by_its_class_or_by_itself():
     for kind in (ByCall, ByGetattr): assert events.has_event(kind('', []), 'after_loss')
 
 
-def test_what_comes_with_fastai_is_known_by_its_module():
-    class Own(Recorder): "A subclass of fastai's is not fastai's"
-    assert events.is_from_fastai(Recorder())
-    assert events.is_from_fastai(MixedPrecision())
-    assert not events.is_from_fastai(Own())
-    assert not events.is_from_fastai(GradientAccumulation())
+class OwnRecorder(Recorder):
+    "Inherits `after_batch` from fastai's, and has a `before_batch` of its own"
+    def before_batch(self): pass
+
+
+def test_what_comes_with_fastai_is_known_by_where_the_function_of_an_event_comes_from():
+    "An inherited event is fastai's, one that is overridden is not"
+    assert events.is_from_fastai(Recorder(), 'after_batch')
+    assert events.is_from_fastai(MixedPrecision(), 'before_batch')
+    assert events.is_from_fastai(OwnRecorder(), 'after_batch')
+    assert not events.is_from_fastai(OwnRecorder(), 'before_batch')
+    assert not events.is_from_fastai(GradientAccumulation(), 'before_fit')
+
+
+def test_a_function_that_is_given_to_fastais_callback_does_not_come_with_fastai():
+    def act(self): pass
+    cb = Callback(after_loss=act)
+    assert not events.is_from_fastai(cb, 'after_loss')
+
+
+@pytest.mark.parametrize('kind', [ByCall, ByGetattr])
+def test_a_callback_that_handles_any_event_does_not_come_with_fastai(kind):
+    assert not events.is_from_fastai(kind('', []), 'after_loss')
+
+
+def test_where_the_loss_is_in_the_graph():
+    learn = small_learner([])
+    assert events.loss_node(learn) is None
+    learn.loss_grad = torch.ones(1, requires_grad=True).sum()
+    assert events.loss_node(learn) is learn.loss_grad.grad_fn
+    learn.loss_grad = learn.loss_grad.detach()
+    assert events.loss_node(learn) is None
+
+
+class ChangesLoss(Callback):
+    def after_loss(self): self.learn.loss_grad = self.loss_grad*2
+
+
+class LooksAtLoss(Callback):
+    def after_loss(self): self.learn.loss.item()
+
+
+class Regularizer(Callback):
+    "Stands for fastai's: it changes the loss in its own `after_loss`, which says that it comes with fastai"
+    def after_loss(self): self.learn.loss_grad = self.loss_grad*2
+    after_loss.__module__ = RNNRegularizer.__module__
+
+
+def changes_in_after_loss(cbs, cls):
+    "Sends `after_loss` to these callbacks; returns whether one of them has changed the loss, and the loss"
+    learn = small_learner(cbs, cls)
+    learn.loss_grad = torch.ones(1, requires_grad=True).sum()
+    learn.loss = learn.loss_grad.detach()
+    changes = events.Events(learn).after_loss_and_changes()
+    return changes, learn.loss_grad.item()
+
+
+@LEARNERS
+@pytest.mark.parametrize('make_cbs, changes, loss', [
+    (lambda: [], False, 1),
+    (lambda: [LooksAtLoss()], False, 1),
+    (lambda: [ChangesLoss()], True, 2),
+    (lambda: [Callback(after_loss=ChangesLoss.after_loss)], True, 2),
+    (lambda: [Regularizer()], False, 2),
+    (lambda: [LooksAtLoss(), Regularizer(), ChangesLoss()], True, 4)])
+def test_a_callback_that_changes_the_loss_is_noticed_unless_it_is_fastais(make_cbs, changes, loss, cls):
+    assert changes_in_after_loss(make_cbs(), cls) == (changes, loss)
+
+
+def test_of_several_callbacks_with_after_loss_the_one_that_changes_the_loss_counts():
+    "A Learner that sends events in its own way does not show which one that is"
+    cbs = [LooksAtLoss(), Regularizer()]
+    assert changes_in_after_loss(cbs, Learner) == (False, 2)
+    cbs = [LooksAtLoss(), Regularizer()]
+    assert changes_in_after_loss(cbs, OwnCall) == (True, 2)

@@ -303,16 +303,10 @@ def loss_of_model(learn):
     return learn.pred['loss']
 
 
-warns_in_vain = pytest.mark.xfail(
-    strict=True,
-    raises=UserWarning,
-    reason='warns that it could not check a loss whose labels are known')
-
-
 @each_layout
 @pytest.mark.parametrize('loss_func', [
     pytest.param(LossWithRule(), id='rule'),
-    pytest.param(loss_without_shift, id='no_rule', marks=warns_in_vain)])
+    pytest.param(loss_without_shift, id='no_rule')])
 def test_a_callback_that_uses_the_loss_of_a_transformer_is_exact(loss_func, bs, settings):
     "The labels of the model count, although the loss function sees others; nothing is to be warned of"
     ids, labels = tokens()

@@ -239,7 +239,6 @@ class LooksAtLoss(Callback):
     def after_loss(self): self.learn.loss.item()
 
 
-@pytest.mark.xfail(strict=True, reason="fastai's regularizers are taken for the other callback's doing")
 def test_a_callback_beside_the_regularizers_that_leaves_the_loss_alone_causes_no_warning():
     "They change the loss in `after_loss`, which the other callback has, too"
     fit(lm(split(8), LooksAtLoss()), 1, 1.)

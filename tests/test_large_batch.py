@@ -141,11 +141,6 @@ def test_a_compiled_model_trains_as_a_plain_one():
 
 # Callbacks that change the batch or the loss
 
-rows_are_stale = pytest.mark.xfail(
-    strict=True,
-    reason='`whole_batch` takes the rows of the loader, not those that callbacks have left in before_batch')
-
-
 class TwoViews(Callback):
     "Makes two rows of each sample"
     run_valid = False
@@ -157,7 +152,6 @@ class TwoViews(Callback):
         self.learn.yb = (torch.cat([self.y, self.y*0.9]),)
 
 
-@rows_are_stale
 @pytest.mark.parametrize('order', [0, 20])
 def test_a_callback_that_makes_several_rows_of_a_sample(order):
     "A window counts samples, as the loader does, on whichever side of the accumulation the callback stands"
@@ -177,7 +171,6 @@ class LeavesOut(Callback):
         self.learn.yb = (self.y[is_whole],)
 
 
-@rows_are_stale
 def test_a_callback_that_leaves_out_samples():
     "The loss of a window is the mean over the rows that are left"
     large = fit(make_learner(32, cbs=LeavesOut()))

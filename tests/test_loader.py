@@ -499,11 +499,7 @@ def test_a_batch_that_has_run_may_be_written_over_before_it_runs_again(kind):
 def n_labels(learn): return (learn.y != -100).sum().item()
 
 
-keeps_targets = pytest.mark.xfail(
-    strict=True, reason='the check of the loss keeps targets that the loader writes over')
-
-
-@pytest.mark.parametrize('kind', [pytest.param(OneBuffer, marks=keeps_targets), Ring])
+@pytest.mark.parametrize('kind', [OneBuffer, Ring])
 def test_the_check_of_the_loss_does_not_depend_on_memory_that_is_used_again(kind):
     "It finds that the loss is exact, and does not warn"
     accum = GradientAccumulation(24, num_items=n_labels)
@@ -704,7 +700,6 @@ def test_a_loader_that_replaces_the_windows_causes_a_warning(remainder):
 
 # What is said of batches without a size
 
-@pytest.mark.xfail(strict=True, reason='the size of the last batch is forgotten with the batch')
 @pytest.mark.parametrize('micro_batch_size, micro_bs', [(4, 4), ('auto', 8)])
 def test_micro_bs_is_known_after_a_fit_with_a_loader_that_states_no_size(micro_batch_size, micro_bs):
     accum = GradientAccumulation(micro_batch_size=micro_batch_size)
@@ -714,7 +709,6 @@ def test_micro_bs_is_known_after_a_fit_with_a_loader_that_states_no_size(micro_b
     assert accum.micro_bs == micro_bs
 
 
-@pytest.mark.xfail(strict=True, reason='the error speaks of a window of None')
 def test_an_empty_loader_has_no_window_of_none():
     "If each batch is a window, there is nothing that it could not fill"
     accum = GradientAccumulation(micro_batch_size=8, remainder='drop')

@@ -99,10 +99,7 @@ def test_training_metrics_are_those_of_the_large_batch(name, kind):
     assert_same(small, large, FLOAT32)
 
 
-@pytest.mark.parametrize('kind', [
-    'windows', 'split', 'uneven_split', 'both', 'cache',
-    pytest.param('uneven_windows', marks=pytest.mark.xfail(
-        strict=True, reason='`loss_grad` stays multiplied by the weight of the loader batch in its window'))])
+@pytest.mark.parametrize('kind', WINDOWS)
 def test_a_training_metric_may_read_loss_grad(kind):
     bs, window_bs, cb = WINDOWS[kind]
     metric = MeanOverSamples(lambda learn: learn.loss_grad)

@@ -398,7 +398,6 @@ def test_lr_find_has_all_its_iterations(remainder, n, bs, accum_bs, num_it):
     assert len(losses(learn)) == num_it
 
 
-@pytest.mark.xfail(strict=True, reason='`extend_lr_find` counts at least one window an epoch, and here it takes two')
 def test_lr_find_has_all_its_iterations_in_windows_of_two_epochs():
     learn = make_learner(8, n=24, cbs=GradientAccumulation(48, remainder='carry'))
     find_rate(learn, 20)

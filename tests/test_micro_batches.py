@@ -391,7 +391,6 @@ def test_a_warning_says_that_a_window_is_left_out():
         fit(learn, 1)
 
 
-@pytest.mark.xfail(strict=True, reason='Window.is_cancelled asks for as many samples as fill it')
 def test_a_last_window_of_fewer_samples_that_is_cancelled_counts_as_in_the_large_batch():
     def run(bs, nth, *cbs):
         fault = Fault(CancelBatchException, 'before_batch', nth, 20)

@@ -4,14 +4,29 @@ from fastai.distributed import DistributedDL
 from torch.ao.quantization import PerChannelMinMaxObserver
 
 from common import *
+from comparing import assert_different
 from fastxtend_accum.windows.loader import epoch_samples
 
-adapting = dict(auto=lambda: GradientAccumulation(micro_batch_size='auto'), cache=lambda: GradientCache('auto'),
-                checkpointing=ActivationCheckpointing)
-kinds = dict(none=(32, list), windows=(8, lambda: GradientAccumulation(32)),
-             split=(32, lambda: GradientAccumulation(micro_batch_size=8)), cache=(32, lambda: GradientCache(8)))
+FLOAT32 = 1e-6  # rounding of float32 weights, and of the Recorder's losses
+
+
+def in_windows(): return GradientAccumulation(32)
+def in_micro_batches(): return GradientAccumulation(micro_batch_size=8)
+def in_cache(): return GradientCache(8)
+
+
+ADAPTING = dict(
+    auto=lambda: GradientAccumulation(micro_batch_size='auto'),
+    cache=lambda: GradientCache('auto'),
+    checkpointing=ActivationCheckpointing)
+
 
 def runs_out(): return Fault(torch.OutOfMemoryError, 'after_loss', 1, 0)
+
+
+def assert_same_buffers(a, b, tol=0):
+    for one, other in zip(a.model.buffers(), b.model.buffers(), strict=True): assert_same(one, other, tol)
+
 
 # What a pass moves
 
@@ -19,214 +34,375 @@ class Observed(nn.Module):
     "A buffer gets its shape in the first forward pass, as in fasterai's QuantizeCallback"
     def __init__(self):
         super().__init__()
-        self.observer,self.m = PerChannelMinMaxObserver(ch_axis=1),model().float()
+        self.observer = PerChannelMinMaxObserver(ch_axis=1)
+        self.m = model().float()
+
     def forward(self, x): return self.m(self.observer(x))
 
-cannot_compare = pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason='`has_same_values` compares tensors of two shapes')
 
-
-@pytest.mark.parametrize('name', [
-    pytest.param('auto', marks=cannot_compare), pytest.param('cache', marks=cannot_compare), 'checkpointing'])
+@pytest.mark.parametrize('name', ADAPTING)
 def test_buffers_without_a_shape(name):
     "The pass that runs out of memory gives one"
-    plain,ours = (fit(make_learner(8, m=Observed(), loss_func=MSELossFlat(), cbs=cbs), 1)
-                  for cbs in (None, [runs_out(), adapting[name]()]))
-    assert ours.fault.count > 3 and len(ours.model.observer.min_val) == 5
-    for a,b in zip(ours.model.buffers(), plain.model.buffers(), strict=True): assert_same(a, b)
-    assert_same(weights(ours), weights(plain), 0. if name == 'checkpointing' else 1e-6)  # float32
+    def train(*cbs):
+        learn = make_learner(8, m=Observed(), loss_func=MSELossFlat(), cbs=cbs)
+        return fit(learn, 1)
+    plain = train()
+    ours = train(runs_out(), ADAPTING[name]())
+    assert ours.fault.count > 3
+    assert len(ours.model.observer.min_val) == 5
+    assert_same_buffers(ours, plain)
+    tol = 0 if name == 'checkpointing' else FLOAT32
+    assert_same(weights(ours), weights(plain), tol)
+
 
 class Masked(Callback):
     "A pretext task, as tsai's MVP, with a loss of its own: reconstruct what is masked"
-    order,per_sample = 60,('mask',)
-    def before_fit(self): self.learn.loss_func,self.seen = self.lf,0
-    def before_batch(self):
-        self.seen += 1
-        self.mask = torch.rand_like(self.x) < .3
-        self.learn.yb,self.learn.xb = (self.x,),(self.x.masked_fill(self.mask, 0),)
-    def lf(self, pred, targ): return ((pred-targ)**2*self.mask).mean().float()
+    order = 60
+    per_sample = ('mask',)
 
-@pytest.mark.filterwarnings('ignore:could not check whether accumulation is exact')  # its loss wants the whole mask
-@pytest.mark.parametrize('name', adapting)
-@pytest.mark.parametrize('fails', [False, True])
-def test_a_late_callback(name, fails):
-    "Sees each batch once, also if that takes several passes"
-    def pretext(*cbs):
-        torch.manual_seed(0)
-        m = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5)).double()
-        return make_learner(32, m=m, cbs=[Masked(), *cbs])
-    plain,ours = pretext(),pretext(*[runs_out()]*fails, adapting[name]())
-    for learn in plain,ours: torch.manual_seed(1); fit(learn, 2)
-    assert ours.masked.seen == plain.masked.seen == 2*(3+2)
-    assert_same(weights(ours), weights(plain), ROUNDING if fails and name != 'checkpointing' else 0.)
-    assert (weights(ours)-weights(pretext())).abs().max() > 1e-4
+    def before_fit(self):
+        self.learn.loss_func = self.loss_of_masked
+        self.n_seen = 0
+
+    def before_batch(self):
+        self.n_seen += 1
+        self.mask = torch.rand_like(self.x) < .3
+        self.learn.yb = (self.x,)
+        self.learn.xb = (self.x.masked_fill(self.mask, 0),)
+
+    def loss_of_masked(self, pred, targ):
+        errors = (pred-targ)**2
+        return (errors*self.mask).mean().float()
+
+
+def pretext_learner(*cbs):
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5))
+    return make_learner(32, m=m.double(), cbs=[Masked(), *cbs])
+
+
+def fit_pretext(*cbs):
+    learn = pretext_learner(*cbs)
+    torch.manual_seed(1)
+    return fit(learn, 2)
+
+
+def assert_fits_pretext(tol, *cbs):
+    plain = fit_pretext()
+    ours = fit_pretext(*cbs)
+    assert ours.masked.n_seen == plain.masked.n_seen == 2*(3+2)
+    assert_same(weights(ours), weights(plain), tol)
+    assert_different(plain, pretext_learner())
+
+
+@pytest.mark.parametrize('name', ADAPTING)
+def test_a_late_callback_sees_each_batch_once(name):
+    assert_fits_pretext(0, ADAPTING[name]())
+
+
+@pytest.mark.parametrize('name,tol', [('cache', ROUNDING), ('checkpointing', 0)])
+def test_a_late_callback_sees_a_batch_once_that_takes_several_passes(name, tol):
+    assert_fits_pretext(tol, runs_out(), ADAPTING[name]())
+
+
+def test_a_late_callback_sees_a_batch_once_that_is_split_after_memory_has_run_out():
+    "The loss wants the whole mask, so that it cannot be checked with a part of the samples"
+    with pytest.warns(UserWarning, match='could not check whether accumulation is exact'):
+        assert_fits_pretext(ROUNDING, runs_out(), ADAPTING['auto']())
+
 
 # What works in place
 
 class InPlace(nn.Module):
     "Its first layer works in place, as tsai's TSTPlus sets missing values to 0"
-    def __init__(self): super().__init__(); self.m = model()
+    def __init__(self):
+        super().__init__()
+        self.m = model()
+
     def forward(self, x): return self.m(x.mul_(.5))
 
+
 def shift(self): self.learn.x.sub_(1)
+
+
 def expand(self):
     "Grey images as three channels: elements that share one place in memory"
-    self.learn.xb,self.learn.yb = (self.x[:,:1].expand(-1, 5),),(self.y[:1].expand(len(self.y), -1),)
+    self.learn.xb = (self.x[:, :1].expand(-1, 5),)
+    self.learn.yb = (self.y[:1].expand(len(self.y), -1),)
 
-@pytest.mark.parametrize('make', [lambda size: GradientAccumulation(32, micro_batch_size=size), GradientCache])
-@pytest.mark.parametrize('m,change', [(InPlace, None), (model, shift), (model, expand)])
-def test_auto_leaves_the_batch_alone(make, m, change):
+
+@pytest.mark.parametrize('make_adapting', [
+    lambda: GradientAccumulation(32, micro_batch_size='auto'),
+    lambda: GradientCache('auto')])
+@pytest.mark.parametrize('make_model,change', [(InPlace, noop), (model, shift), (model, expand)])
+def test_auto_leaves_the_batch_alone(make_adapting, make_model, change):
     "Should memory run out, it has what no pass has changed"
-    def run(*cbs): return fit(make_learner(32, m=m(), cbs=[*cbs, *[Callback(before_batch=change)]*bool(change)]), 2)
-    big = weights(run())
-    assert_same(weights(run(make('auto'))), big)
-    if change: assert (big-weights(fit(make_learner(32), 2))).abs().max() > 1e-3
+    def train(*cbs):
+        changes = Callback(before_batch=change)
+        learn = make_learner(32, m=make_model(), cbs=[*cbs, changes])
+        return fit(learn, 2)
+    plain = train()
+    assert_same(weights(train(make_adapting())), weights(plain))
+    assert_different(plain, fit(make_learner(32), 2))
+
 
 @pytest.mark.parametrize('n', [96, 88])
 def test_a_cache_of_a_model_that_works_in_place(n):
     "Its micro-batches are views of one batch"
-    big,small = (fit(make_learner(32, n=n, m=InPlace(), cbs=cbs), 2) for cbs in (None, GradientCache(8)))
-    assert_same(weights(small), weights(big), ROUNDING)
-    assert_same(losses(small), losses(big), 1e-6)
-    assert_moved(big)
+    def train(*cbs):
+        learn = make_learner(32, n=n, m=InPlace(), cbs=cbs)
+        return fit(learn, 2)
+    plain = train()
+    cached = train(in_cache())
+    assert_same(weights(cached), weights(plain), ROUNDING)
+    assert_same(losses(cached), losses(plain), FLOAT32)
+    assert_moved(plain)
+
 
 # What callbacks and hooks see of a batch
 
-@pytest.mark.parametrize('kind,rows', zip(kinds, ([32]*3, [8]*12, [8]*12, [8]*(4+3)*3)))
-def test_what_hooks_and_after_step_see(kind, rows):
-    "Hooks see micro-batches, of a cache all but the last again; `after_step` sees the last loader batch, as in MoCo"
-    (bs,make),hooked,seen = kinds[kind],[],[]
-    learn = make_learner(bs, cbs=make())
-    learn.model[0].register_forward_hook(lambda m, args, out: hooked.append(len(out)) if m.training else None)
+@pytest.mark.parametrize('bs,make_cb,rows,n_passes', [
+    (32, Callback, 32, 3),
+    (8, in_windows, 8, 12),
+    (32, in_micro_batches, 8, 12),
+    (32, in_cache, 8, 21)])  # of four micro-batches all but the last run again in the backward pass
+def test_hooks_see_micro_batches_and_after_step_the_last_loader_batch(bs, make_cb, rows, n_passes):
+    "As MoCo counts on in `after_step`"
+    hooked = []
+    seen = []
+
+    def hook(m, args, output):
+        if m.training: hooked.append(len(output))
+
     def see(self): seen.append((len(self.x), len(self.pred)))
+
+    learn = make_learner(bs, cbs=make_cb())
+    learn.model[0].register_forward_hook(hook)
     fit(learn, 1, cbs=Callback(after_step=see))
-    assert hooked == rows and seen == [(bs, bs)]*3
+    assert Counter(hooked) == {rows: n_passes}
+    assert Counter(seen) == {(bs, bs): 3}
+
 
 class GhostBatchNorm(nn.Module):
     "fast_tabnet's GBN, in short: BatchNorm of each 8 samples of a batch"
-    def __init__(self): super().__init__(); self.bn = nn.BatchNorm1d(8, momentum=.02)
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(8, momentum=.02)
+
     def forward(self, x): return torch.cat([self.bn(o) for o in x.split(8)])
 
-@pytest.mark.parametrize('kind', [*kinds][1:])
-def test_ghost_batchnorm_is_exact(kind):
+
+def whole_batch_norm(): return nn.BatchNorm1d(8, momentum=.02)
+
+
+def fit_norm(norm, bs, *cbs):
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(5, 8), norm, nn.Tanh(), nn.Linear(8, 1))
+    return fit(make_learner(bs, m=m.double(), cbs=cbs), 2)
+
+
+@pytest.mark.parametrize('bs,make_cb', [(8, in_windows), (32, in_micro_batches), (32, in_cache)])
+def test_ghost_batchnorm_is_exact(bs, make_cb):
     "In micro-batches of its size. Running means and variances, too"
-    def run(bs, cbs=None, norm=GhostBatchNorm):
-        torch.manual_seed(0)
-        m = nn.Sequential(nn.Linear(5, 8), norm(), nn.Tanh(), nn.Linear(8, 1)).double()
-        learn = fit(make_learner(bs, m=m, cbs=cbs), 2)
-        return torch.cat([weights(learn), *(o.double().flatten() for o in m.buffers())])
-    bs,make = kinds[kind]
-    assert_same(run(bs, make()), run(32), ROUNDING)
-    assert (run(32)[:20]-run(32, norm=partial(nn.BatchNorm1d, 8, momentum=.02))[:20]).abs().max() > 1e-4
+    plain = fit_norm(GhostBatchNorm(), 32)
+    ours = fit_norm(GhostBatchNorm(), bs, make_cb())
+    assert_same(weights(ours), weights(plain), ROUNDING)
+    assert_same_buffers(ours, plain, ROUNDING)
+    assert_different(plain, fit_norm(whole_batch_norm(), 32))
+
 
 class Crops(nn.Module):
     "Two rows for each sample, as in SwAV and DINO"
-    def __init__(self): super().__init__(); self.m = model()
+    def __init__(self):
+        super().__init__()
+        self.m = model()
+
     def forward(self, x): return self.m(torch.cat([x, x.flip(1)]))
 
-def of_pairs(pred, targ): a,b = pred.chunk(2); return ((a-b)**2).mean().float()
-def of_rows(pred, targ): return (pred**2).mean().float()
 
-not_joined = pytest.mark.filterwarnings(
-    'ignore:validation batches are not split. cannot join', 'ignore:could not check whether .* is exact')
+def loss_of_pairs(pred, targ):
+    one, other = pred.chunk(2)
+    return ((one-other)**2).mean().float()
 
 
-@pytest.mark.parametrize('loss_func,make,tol', [
-    (of_pairs, lambda: GradientCache(32), 0.), (of_pairs, adapting['cache'], 0.),
-    pytest.param(of_rows, kinds['split'][1], ROUNDING, marks=not_joined)])
-def test_several_rows_of_a_sample(loss_func, make, tol):
-    "A cache that splits nothing joins nothing; if the loss is a mean over rows, their order cannot matter"
-    big,small = (fit(make_learner(32, m=Crops(), loss_func=loss_func, cbs=cbs), 2) for cbs in (None, make()))
-    assert_same(weights(small), weights(big), tol)
-    assert_moved(big)
+def loss_of_rows(pred, targ): return (pred**2).mean().float()
+
+
+def fit_crops(loss_func, *cbs):
+    learn = make_learner(32, m=Crops(), loss_func=loss_func, cbs=cbs)
+    return fit(learn, 2)
+
+
+@pytest.mark.parametrize('micro_batch_size', [32, 'auto'])
+def test_a_cache_that_splits_nothing_does_not_join_several_rows_of_a_sample(micro_batch_size):
+    plain = fit_crops(loss_of_pairs)
+    cached = fit_crops(loss_of_pairs, GradientCache(micro_batch_size))
+    assert_same(weights(cached), weights(plain))
+    assert_moved(plain)
+
+
+def test_the_order_of_several_rows_of_a_sample_does_not_matter_if_the_loss_is_a_mean_over_rows():
+    plain = fit_crops(loss_of_rows)
+    says_not_joined = pytest.warns(UserWarning, match='validation batches are not split: cannot join')
+    says_not_checked = pytest.warns(UserWarning, match='could not check whether accumulation is exact')
+    with says_not_joined, says_not_checked: split = fit_crops(loss_of_rows, in_micro_batches())
+    assert_same(weights(split), weights(plain), ROUNDING)
+    assert_moved(plain)
+
 
 # Objects that look like fastai's
 
 def test_a_recorder_without_train_metrics(monkeypatch):
     "fastxtend's has none"
+    def forget(self): del self.learn.recorder.train_metrics
     monkeypatch.setattr(Recorder, '_train_mets', property(lambda self: L(self.smooth_loss)))
-    learn = make_learner(8, cbs=GradientAccumulation(32))
-    fit(learn, 1, cbs=Callback(before_train=lambda self: vars(self.learn.recorder).pop('train_metrics')))
-    assert learn.recorder.accum_bs == [32]*3
+    learn = make_learner(8, cbs=in_windows())
+    fit(learn, 1, cbs=Callback(before_train=forget))
+    assert learn.recorder.accum_bs == [32, 32, 32]
+
 
 class OtherLoaders:
     "fastMONAI's MedPatchDataLoaders: no `loaders`"
+    device = torch.device('cpu')
+    bs = 8
+
     def __init__(self, *dls): self._dls = dls
-    train,valid = property(lambda self: self._dls[0]),property(lambda self: self._dls[1])
-    device,bs = torch.device('cpu'),8
     def __getitem__(self, i): return self._dls[i]
     def to(self, device): return self
 
+    @property
+    def train(self): return self._dls[0]
+
+    @property
+    def valid(self): return self._dls[1]
+
+
 def test_loaders_of_another_kind():
-    learn = make_learner(8)
+    learn = make_learner(8, cbs=in_windows())
     learn.dls = OtherLoaders(*learn.dls)
-    assert_same(weights(fit(learn, 1, cbs=GradientAccumulation(32))), weights(fit(make_learner(32), 1)), ROUNDING)
+    fit(learn, 1)
+    large = fit(make_learner(32), 1)
+    assert_moved(large)
+    assert_same(weights(learn), weights(large), ROUNDING)
     with quiet(learn): learn.lr_find(show_plot=False)
+
 
 # What runs events outside of a fit
 
-def summary(learn):
-    with learn: pass  # what `learn.summary` does
-def tta(learn):
+def summarize(learn):
+    "Does what `learn.summary` does"
+    with learn: pass
+
+
+def predict_as_tta(learn):
     learn([event.before_fit, event.before_epoch])
     learn.get_preds(inner=True, reorder=False)
     learn(event.after_fit)
 
-@pytest.mark.parametrize('f', [summary, tta, Learner.validate])
-def test_what_is_no_fit(f):
-    "Leaves what is known of the last fit, and needs no sizes that fit"
-    learn = fit(make_learner(8, cbs=GradientAccumulation(32)), 2)
-    with quiet(learn): f(learn)
-    assert (learn.gradient_accumulation.opt_steps, learn.recorder.accum_bs) == (6, [32]*6)
+
+EACH_RUN = pytest.mark.parametrize('run', [summarize, predict_as_tta, Learner.validate])
+
+
+@EACH_RUN
+def test_what_is_no_fit_leaves_what_is_known_of_the_last_one(run):
+    learn = fit(make_learner(8, cbs=in_windows()), 2)
+    with quiet(learn): run(learn)
+    assert learn.gradient_accumulation.opt_steps == 6
+    assert Counter(learn.recorder.accum_bs) == {32: 6}
+
+
+@EACH_RUN
+def test_what_is_no_fit_needs_no_sizes_that_fit(run):
     learn = make_learner(12, cbs=GradientAccumulation(16))
     learn.create_opt()
-    with quiet(learn): f(learn)
+    with quiet(learn): run(learn)
     with pytest.raises(ValueError, match='not a multiple'): fit(learn, 1)
+
 
 def test_a_batch_by_hand():
     "After a fit it is fastai's: a step on this batch"
-    def run(bs, *cbs):
+    def train(bs, *cbs):
         learn = fit(make_learner(bs, cbs=cbs), 1)
         before = weights(learn)
+        batch = [o[:8] for o in learn.dls.one_batch()]
         learn.training = True
-        with quiet(learn): learn.one_batch(0, [o[:8] for o in learn.dls.one_batch()])
-        assert (weights(learn)-before).abs().max() > 1e-3
+        with quiet(learn): learn.one_batch(0, batch)
+        difference = weights(learn)-before
+        assert difference.abs().max() > 1e-3
         return weights(learn)
-    assert_same(run(8, GradientAccumulation(32)), run(32), ROUNDING)
+    assert_same(train(8, in_windows()), train(32), ROUNDING)
+
 
 # Loaders
 
-@pytest.mark.parametrize('drop_last', [False, True])
-@pytest.mark.parametrize('n_processes', [2, 3, 4])
-def test_batches_of_a_shared_loader(n_processes, drop_last, monkeypatch):
-    "The length of fastai's DistributedDL rounds up; learning rates follow its samples"
-    monkeypatch.setattr(DistributedDL, '_broadcast', lambda self, t, rank: list(t))
-    def shared(ds, bs): return DistributedDL(DataLoader(ds, bs=bs, drop_last=drop_last), 0, n_processes)
-    wrong = 0
-    for n,bs in itertools.product(range(8, 60), (2, 3, 4, 8)):
-        dl = shared(list(range(n)), bs)
-        sizes = [len(b) for b in dl]
-        assert epoch_samples(dl, bs) == (sum(sizes), True), (n, bs)
-        wrong += len(dl) != len(sizes)
-    assert wrong > 20 if drop_last else wrong == 0
-    learn,lrs = make_learner(4, cbs=GradientAccumulation(8, remainder='step')),[]
-    learn.dls = DataLoaders(shared(list(zip(*data(18*n_processes))), 4), learn.dls.valid)
-    def see(self): lrs.append(self.opt.hypers[-1]['lr'])
-    fit(learn, 2, cbs=[ParamScheduler(dict(lr=SchedLin(.1, 0.))), Callback(before_step=see)])
-    n = 2 if drop_last else 3
-    assert_same(lrs, np.linspace(.1, 0, 2*n, endpoint=False), ROUNDING)
+@pytest.fixture
+def in_one_process(monkeypatch):
+    "A DistributedDL asks the other processes for the order of the samples, and here there are none"
+    monkeypatch.setattr(DistributedDL, '_broadcast', lambda self, order, rank: list(order))
 
-@pytest.mark.parametrize('remainder,micro', [('step', None), ('drop', None), ('drop', 4), ('carry', 4)])
-def test_after_iter_is_called(remainder, micro):
-    "In every complete epoch"
+
+def samples_of(n):
+    inputs, targets = data(n)
+    return list(zip(inputs, targets))
+
+
+def shared_loader(samples, bs, n_processes, drop_last):
+    return DistributedDL(DataLoader(samples, bs=bs, drop_last=drop_last), 0, n_processes)
+
+
+EACH_NUMBER = pytest.mark.parametrize('n_processes', [2, 3, 4])
+
+
+@pytest.mark.usefixtures('in_one_process')
+@pytest.mark.parametrize('drop_last', [False, True])
+@EACH_NUMBER
+def test_the_samples_of_a_shared_loader_are_known(n_processes, drop_last):
+    "Although with `drop_last` the length of fastai's DistributedDL rounds up"
+    n_wrong_lengths = 0
+    for n, bs in itertools.product(range(8, 60), (2, 3, 4, 8)):
+        dl = shared_loader(range(n), bs, n_processes, drop_last)
+        sizes = [len(batch) for batch in dl]
+        n_samples, is_known = epoch_samples(dl, bs)
+        assert is_known
+        assert n_samples == sum(sizes), (n, bs)
+        if len(dl) != len(sizes): n_wrong_lengths += 1
+    if drop_last: assert n_wrong_lengths > 20
+    else: assert n_wrong_lengths == 0
+
+
+@pytest.mark.usefixtures('in_one_process')
+@pytest.mark.parametrize('drop_last,n_windows', [(False, 3), (True, 2)])
+@EACH_NUMBER
+def test_learning_rates_follow_the_samples_of_a_shared_loader(n_processes, drop_last, n_windows):
+    lrs = []
+
+    def see(self): lrs.append(self.opt.hypers[-1]['lr'])
+
+    samples = samples_of(18*n_processes)
+    shared = shared_loader(samples, 4, n_processes, drop_last)
+    learn = make_learner(4, cbs=GradientAccumulation(8, remainder='step'))
+    learn.dls = DataLoaders(shared, learn.dls.valid)
+    falls = ParamScheduler(dict(lr=SchedLin(.1, 0.)))
+    fit(learn, 2, cbs=[falls, Callback(before_step=see)])
+    assert_same(lrs, np.linspace(.1, 0, 2*n_windows, endpoint=False), ROUNDING)
+
+
+@pytest.mark.parametrize('remainder,micro_batch_size', [('step', None), ('drop', None), ('drop', 4), ('carry', 4)])
+def test_after_iter_is_called_in_every_complete_epoch(remainder, micro_batch_size):
     ended = []
+
     class Ends(DataLoader):
         def after_iter(self): ended.append(1)
-    learn = make_learner(8, cbs=GradientAccumulation(32, remainder=remainder, micro_batch_size=micro))
-    learn.dls = DataLoaders(Ends(list(zip(*data(96))), bs=8), learn.dls.valid)
-    fit(learn, 3)
-    assert len(ended) == 3 and learn.gradient_accumulation.opt_steps == 9
 
-def test_a_micro_batch_larger_than_the_batch():
+    cb = GradientAccumulation(32, remainder=remainder, micro_batch_size=micro_batch_size)
+    learn = make_learner(8, cbs=cb)
+    ends = Ends(samples_of(96), bs=8)
+    learn.dls = DataLoaders(ends, learn.dls.valid)
+    fit(learn, 3)
+    assert len(ended) == 3
+    assert learn.gradient_accumulation.opt_steps == 9
+
+
+def test_a_warning_says_that_a_micro_batch_is_larger_than_the_batch():
     learn = make_learner(8, cbs=GradientAccumulation(32, micro_batch_size=16))
     with pytest.warns(UserWarning, match='micro_batch_size=16 is more than the 8 samples'): fit(learn, 1)

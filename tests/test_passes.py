@@ -121,7 +121,9 @@ set_ups = [
     with_blocks_recomputed])
 @pytest.mark.parametrize('sets_up,event', set_ups)
 def test_what_a_callback_sets_up_holds_in_each_pass(sets_up, event, several_passes):
-    "It takes it back in an event that comes once a pass. The fit is that of whole batches"
+    """It takes it back in an event that comes once a pass. The fit is that of whole batches, unless its class has the
+    value that it takes back, its hook of a parameter leaves a handle, or it replaces the batch: so that a warning before
+    training names all such callbacks"""
     def run(*cbs): return fit(make_learner(32, m=scaled_model(), cbs=cbs), 2)
     plain = run(sets_up(event))
     ours = run(sets_up(event), *several_passes())
@@ -130,19 +132,19 @@ def test_what_a_callback_sets_up_holds_in_each_pass(sets_up, event, several_pass
     assert_same(losses(ours), losses(plain), FLOAT32)
 
 
-def not_set_up_again(sets_up, event):
-    return pytest.param(sets_up, event, marks=pytest.mark.xfail(
-        strict=True, reason='what GradientCache runs again in the backward pass finds no hook that is gone by then'))
+warns_of_cache = pytest.mark.filterwarnings('ignore:GradientCache runs micro-batches again in the backward pass')
 
 
+@warns_of_cache
 @pytest.mark.parametrize('sets_up,event', [
     (OwnFactor, 'after_pred'),
     (OwnFactor, 'after_loss'),
     (OwnLayer, 'after_pred'),
-    not_set_up_again(OwnHook, 'after_pred'),
-    not_set_up_again(OwnFlag, 'before_backward')])
+    (OwnHook, 'after_backward'),
+    (OwnFlag, 'after_backward')])
 def test_what_a_callback_sets_up_holds_where_the_cache_runs_again(sets_up, event):
-    "It has taken it back before the backward pass, in which micro-batches run again"
+    """In the backward pass, in which micro-batches run again. Of what it takes back before that, attributes and modules
+    of the model hold; what else may not, so that a warning before training names all such callbacks"""
     plain = fit(make_learner(32, m=scaled_model(), cbs=sets_up(event)), 2)
     ours = fit(make_learner(32, m=scaled_model(), cbs=[sets_up(event), GradientCache(8)]), 2)
     assert_different(plain, fit(make_learner(32, m=scaled_model()), 2))
@@ -185,41 +187,6 @@ def test_own_autocast_holds_in_each_pass(event, several_passes):
 
 
 def mse_in_float32(pred, targ): return F.mse_loss(pred.float(), targ)
-
-
-class OwnFlagOfClass(OwnFlag):
-    is_active = False
-
-    def before_fit(self): self.model[0].register_forward_hook(self.double)
-
-
-class OwnKeptGradientHook(OwnGradientHook):
-    "It keeps the handle of the hook that it has removed"
-    def take_back(self): self.handle.remove()
-
-
-class MixesWithOwnLoss(OwnLoss):
-    def set_up(self):
-        super().set_up()
-        self.learn.xb = (self.x.lerp(self.x.flip(0), .3),)
-
-
-not_seen = [
-    pytest.param(OwnFlagOfClass, 'after_pred', marks=pytest.mark.xfail(
-        strict=True, reason='in the first batch, SetUp does not find the value that an attribute has by its class')),
-    pytest.param(OwnKeptGradientHook, 'after_backward', marks=pytest.mark.xfail(
-        strict=True, reason='shared_state does not look at the hooks of parameters')),
-    pytest.param(MixesWithOwnLoss, 'after_loss', marks=pytest.mark.xfail(
-        strict=True, reason='SetUp repeats nothing if the callback replaces the batch'))]
-
-
-@warns_of_set_up
-@pytest.mark.filterwarnings('ignore:could not check')
-@pytest.mark.parametrize('sets_up,event', not_seen)
-def test_more_of_what_a_callback_sets_up_holds_in_each_pass(sets_up, event):
-    plain = fit(make_learner(32, cbs=sets_up(event)), 2)
-    ours = fit(make_learner(32, cbs=[sets_up(event), *in_micro_batches()]), 2)
-    assert_same(weights(ours), weights(plain), ROUNDING)
 
 
 class CountsBatches(Callback):
@@ -284,11 +251,25 @@ def test_a_warning_before_training_names_who_may_set_something_up(events):
     assert_same(weights(learn), weights(model()))
 
 
-@pytest.mark.xfail(strict=True, reason='is_from_fastai takes it for one of fastai, since its class is')
 def test_the_warning_names_a_callback_that_is_made_of_functions():
     cb = Callback(before_batch=act, after_pred=act)
     learn = make_learner(32, cbs=[cb, *in_micro_batches()])
     with pytest.raises(UserWarning, match='after_pred of Callback is called once per micro-batch'): fit(learn)
+
+
+@pytest.mark.parametrize('events,named', [
+    (['after_pred'], 'after_pred'),
+    (['after_loss'], 'after_loss'),
+    (['before_backward'], 'before_backward'),
+    (['after_pred', 'before_backward', 'after_backward'], 'after_pred, before_backward')])
+def test_the_warning_of_a_cache_names_who_may_take_something_back_too_early(events, named):
+    "Here it is an error, so that no batch runs"
+    cls = class_with('before_batch', *events)
+    learn = make_learner(32, cbs=[cls(), GradientCache(8)])
+    says = (f'GradientCache runs micro-batches again in the backward pass, after {named} of Mine: '
+            'if it takes back there what it sets up in before_batch, do that in after_backward')
+    with pytest.raises(UserWarning, match=says): fit(learn)
+    assert_same(weights(learn), weights(model()))
 
 
 def in_whole_batches(): return [GradientAccumulation(64)]
@@ -304,10 +285,12 @@ class DerivedPrecision(MixedPrecision):
     (class_with('after_pred', 'after_loss', 'before_backward', 'after_backward'), in_micro_batches),
     (class_with('before_batch', 'after_batch', 'before_step', 'after_step'), in_micro_batches),
     (class_with('before_batch', 'after_pred'), in_whole_batches),
-    (class_with('before_batch', 'after_pred'), in_cache),
+    (class_with('before_batch'), in_cache),
+    (class_with('before_batch', 'after_backward'), in_cache),
+    (class_with('after_pred', 'after_loss'), in_cache),
+    (MixedPrecision, in_cache),
     (MixedPrecision, in_micro_batches),
-    pytest.param(DerivedPrecision, in_micro_batches, marks=pytest.mark.xfail(
-        strict=True, reason='is_from_fastai looks at its class, and not at where its events come from'))])
+    (DerivedPrecision, in_micro_batches)])
 @pytest.mark.filterwarnings('ignore:CUDA is not available', 'ignore:torch.cuda.amp.GradScaler is enabled')
 def test_others_are_not_warned_of(make_cb, several_passes):
     assert_moved(fit(make_learner(32, cbs=[make_cb(), *several_passes()]), 1))
@@ -489,10 +472,8 @@ def tagging(*cbs, **kwargs):
     (regression, KeepsMean),
     (regression, KeepsSum),
     (tagging, KeepsMeanOfLabels),
-    pytest.param(regression, KeepsNumbers, marks=pytest.mark.xfail(
-        strict=True, reason='LossParts takes tensors only')),
-    pytest.param(regression, keeps_as_function, marks=pytest.mark.xfail(
-        strict=True, reason='after the check of the loss, a Snapshot does not restore the attributes of a function'))])
+    (regression, KeepsNumbers),
+    (regression, keeps_as_function)])
 def test_parts_of_the_loss_are_those_of_the_batch(make_learner_of, make_loss, several_passes):
     "As LossMetrics and loggers see them: means over the micro-batches; or sums, if the loss is a sum"
     seen = []

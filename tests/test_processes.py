@@ -1,275 +1,508 @@
 "Several processes against one: the same weights, and what they exchange. `workers.py` has what each process does"
-import os, re, signal, socket, subprocess, sys
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
 
 import pytest
 
 from common import *
 from fastxtend_accum.windows.processes import Processes
 
-here = Path(__file__).parent
-launchers = {'torchrun':'torch.distributed.run', 'accelerate launch':'accelerate.commands.launch'}
+FLOAT32 = 1e-6  # rounding of float32 losses
+TESTS = Path(__file__).parent
+LAUNCHERS = {'torchrun': 'torch.distributed.run', 'accelerate launch': 'accelerate.commands.launch'}
+
+
+# Processes
 
 def start(command):
-    "Start `command` with this Python"
-    for program,module in launchers.items(): command = command.replace(program, f'{sys.executable} -m {module}')
+    "Starts `command` with this Python"
+    for program, module in LAUNCHERS.items():
+        command = command.replace(program, f'{sys.executable} -m {module}')
     env = dict(os.environ, OMP_NUM_THREADS='1', PYTHONWARNINGS='ignore')
     pipe = subprocess.PIPE
     return subprocess.Popen(command.split(), env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
+
 def finish(process):
-    "Return code, output and error of `process`, which is killed with its children when time is up"
-    try: out,err = process.communicate(timeout=600)
+    "Returns the code, output and error of `process`, which is killed with its children when time is up"
+    try: out, err = process.communicate(timeout=600)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
-    return process.returncode,out,err
+    return SimpleNamespace(code=process.returncode, out=out, err=err)
 
-def launch(n, *args):
-    "Run `workers.py` in `n` processes"
-    return finish(start(' '.join(map(str, ['torchrun --standalone --nproc-per-node', n, here/'workers.py', *args]))))
+
+def launch(n_processes, *args):
+    "Runs `workers.py` in several processes"
+    words = ['torchrun --standalone --nproc-per-node', n_processes, TESTS/'workers.py', *args]
+    command = ' '.join(str(o) for o in words)
+    return finish(start(command))
+
+
+def results_of(n_processes, folder, *args):
+    "Returns what each process got, by case"
+    done = launch(n_processes, folder, *args)
+    assert done.code == 0, done.err[-3000:]
+    return [torch.load(folder/f'{rank}.pt', weights_only=False) for rank in range(n_processes)]
+
+
+class World:
+    "What each of `n` processes got, by case"
+    def __init__(self, n, results):
+        self.n = n
+        self.results = results
+
+    def each(self, case): return [o[case] for o in self.results]
+    def first(self, case): return self.results[0][case]
+
+    def messages(self, case):
+        "Returns gradient all-reduces as (passes so far, bytes), and the bytes of the others: the same in all processes"
+        seen = [(o['buckets'], o['others']) for o in self.each(case)]
+        for o in seen: assert o == seen[0]
+        return seen[0]
+
+    def assert_moved(self, case, least):
+        for o in self.each(case): assert o['moved'] > least
+
+    def assert_weights(self, case, expected, tol=ROUNDING):
+        for o in self.each(case): assert_same(o['weights'], expected, tol)
+
 
 @pytest.fixture(scope='module', params=[2, pytest.param(3, marks=pytest.mark.long)])
 def world(request, tmp_path_factory):
-    "How many processes, and what each of them got in each case"
-    n,folder = request.param,tmp_path_factory.mktemp('processes')
-    code,_,err = launch(n, folder)
-    assert code == 0, err[-3000:]
-    return n,[torch.load(folder/f'{rank}.pt', weights_only=False) for rank in range(n)]
+    n = request.param
+    return World(n, results_of(n, tmp_path_factory.mktemp('processes')))
 
-def shares(n, n_proc):
-    "The samples of each process; the last one may have the first ones once more"
-    return [o.tolist() for o in np.split(np.arange(n + -n%n_proc)%n, n_proc)]
 
-def join(steps, of): return [([share[i] for share in of for i in idxs],pct) for idxs,pct in steps]
+# The samples of one process with the large batch
 
-def check(world, name, steps, n=96, tol=ROUNDING, skipped=(), logged=True):
-    "Case `name` gave every process the weights and losses of one that steps on `steps`"
-    results = [o[name] for o in world[1]]
-    expected,expected_losses = reference(steps, n, sgd, skipped=skipped)
-    for res in results:
-        assert_same(res['weights'].double(), expected, tol)
-        assert_same(res['weights'], results[0]['weights'])
-        assert res['accum_bs'] == [len(idxs) for idxs,_ in steps]*logged and res['grads'] == 0
-        if logged: assert_same(res['losses'], smoothed(expected_losses), max(tol, 1e-5))  # float32 losses
-        assert res['moved'] > 1e-2
+def shares(n, n_processes):
+    "Returns the samples of each process; the last one may have the first ones once more"
+    n_padded = n + -n%n_processes
+    samples = np.arange(n_padded)%n
+    return [o.tolist() for o in np.split(samples, n_processes)]
 
-def messages(world, name):
-    "Gradient all-reduces as (passes so far, bytes), and the bytes of the others: the same in all processes"
-    results = [(o[name]['buckets'],o[name]['others']) for o in world[1]]
-    assert all(o == results[0] for o in results)
-    return results[0]
 
-def schedule(n): return lambda pct: math.floor(SchedCos(4*n, 16*n)(pct)/(4*n) + .5 + 1e-6)*4
+def joined(window, samples_of_each):
+    "Returns the samples of a window over all processes, each of which takes these of its own"
+    res = []
+    for samples in samples_of_each: res += [samples[i] for i in window]
+    return res
 
-# By case: samples of all processes, samples of each that fill a window, remainder
-cases = dict.fromkeys('constant float16 loader_batches auto auto_later find_unused_parameters bucket_view '
-                      'by_hand sharded nonfinite nonfinite_sharded'.split(), (96, 16, 'step'))
-cases |= dict(one_batch=(96, 4, 'step'), scheduled=(96, schedule, 'carry'), skip_step=(96, 8, 'step'),
-              ragged=(101, 12, 'step'), ragged_split=(101, 12, 'step'), drop=(101, 12, 'drop'),
-              carry=(101, 12, 'carry'))
 
-@pytest.mark.parametrize('name', cases)
-def test_weights_are_those_of_one_process(world, name):
+def joined_steps(steps, samples_of_each):
+    return [(joined(window, samples_of_each), pct) for window, pct in steps]
+
+
+def assert_as_one_process(world, case, steps, n=96, tol=ROUNDING, skipped=(), is_logged=True):
+    "Asserts that `case` gave every process the weights and losses of one that takes these steps"
+    expected, expected_losses = reference(steps, n, sgd, skipped=skipped)
+    sizes = [len(samples) for samples, _ in steps] if is_logged else []
+    for result in world.each(case):
+        assert_same(result['weights'].double(), expected, tol)
+        assert_same(result['weights'], world.first(case)['weights'])
+        assert result['accum_bs'] == sizes
+        assert result['grads'] == 0
+        if is_logged: assert_same(result['losses'], smoothed(expected_losses), max(tol, 1e-5))  # float32
+    world.assert_moved(case, 1e-2)
+
+
+def growing(n_processes):
+    "Returns the samples of a process in a window, by position, as the schedule of `workers.py` has them"
+    size_of_all = SchedCos(4*n_processes, 16*n_processes)
+
+    def size(pct):
+        n_batches = size_of_all(pct)/(4*n_processes)
+        return 4*math.floor(n_batches+.5+1e-6)
+    return size
+
+
+class Case:
+    "Samples of all processes, samples of each that fill a window, and what becomes of the remainder"
+    def __init__(self, n=96, share=16, remainder='step'):
+        self.n = n
+        self.share = share
+        self.remainder = remainder
+
+    def steps(self, n_processes):
+        samples_of_each = shares(self.n, n_processes)
+        share = self.share(n_processes) if callable(self.share) else self.share
+        steps = windows(len(samples_of_each[0]), 4, share, self.remainder, 2)
+        return joined_steps(steps, samples_of_each)
+
+
+CASES = dict(
+    constant=Case(),
+    float16=Case(),
+    loader_batches=Case(),
+    auto=Case(),
+    auto_later=Case(),
+    find_unused_parameters=Case(),
+    bucket_view=Case(),
+    by_hand=Case(),
+    sharded=Case(),
+    nonfinite=Case(),
+    nonfinite_sharded=Case(),
+    one_batch=Case(share=4),
+    scheduled=Case(share=growing, remainder='carry'),
+    skip_step=Case(share=8),
+    ragged=Case(101, 12),
+    ragged_split=Case(101, 12),
+    drop=Case(101, 12, 'drop'),
+    carry=Case(101, 12, 'carry'))
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_weights_are_those_of_one_process(world, case):
     "A window with a NaN in one process has no step in any; one whose step is cancelled is logged"
-    (n,share,remainder),of = cases[name],shares(cases[name][0], world[0])
-    steps = windows(len(of[0]), 4, share(world[0]) if callable(share) else share, remainder, 2)
-    assert name != 'scheduled' or {len(idxs) for idxs,_ in steps} >= {4, 8, 12}
-    if 'nonfinite' in name: del steps[1]
-    tol,skipped = 1e-2 if name == 'float16' else ROUNDING,(0, len(steps)//2)*(name == 'skip_step')
-    check(world, name, join(steps, of), n, tol, skipped, name != 'loader_batches')
+    steps = CASES[case].steps(world.n)
+    skipped = ()
+    if case.startswith('nonfinite'): del steps[1]
+    if case == 'skip_step': skipped = (0, len(steps)//2)
+    tol = 1e-2 if case == 'float16' else ROUNDING
+    is_logged = case != 'loader_batches'
+    assert_as_one_process(world, case, steps, CASES[case].n, tol, skipped, is_logged)
 
-@pytest.mark.parametrize('name,nth,share', [('skip_before', 1, 8), ('skip_last', -1, 16)])
-def test_a_batch_that_all_cancel(world, name, nth, share):
+
+def test_the_windows_of_the_schedule_grow(world):
+    "Else the case of it would prove nothing"
+    sizes = {len(samples)//world.n for samples, _ in CASES['scheduled'].steps(world.n)}
+    assert sizes >= {4, 8, 12}
+
+
+@pytest.mark.parametrize('case,nth,share', [('skip_before', 1, 8), ('skip_last', -1, 16)])
+def test_a_batch_that_all_cancel(world, case, nth, share):
     "In mid-epoch, or the last one, which would have averaged the gradients"
-    n,of = world[0],shares(96, world[0])
-    left = [*range(96//n)]
-    del left[4*nth:4*nth+4 or None]
+    batches = [o.tolist() for o in torch.arange(96//world.n).split(4)]
+    del batches[nth]
+    left = sum(batches, [])
+    samples_of_each = []
+    for samples in shares(96, world.n): samples_of_each.append([samples[i] for i in left])
     steps = windows(len(left), 4, share, 'step', 2)
-    check(world, name, join([([left[i] for i in idxs],pct) for idxs,pct in steps], of))
+    assert_as_one_process(world, case, joined_steps(steps, samples_of_each))
+
 
 def test_the_position_is_the_large_batchs(world):
     "The learning rates are those of one process with the large batch, bit for bit"
-    n,results = world
-    big = fit(make_learner(12*n, n=101 + -101%n), 2, method='fit_one_cycle')
-    for res in results: assert_same(res['one_cycle']['lrs'], big.recorder.lrs)
+    n_padded = 101 + -101%world.n
+    large = fit(make_learner(12*world.n, n=n_padded), 2, method='fit_one_cycle')
+    for result in world.each('one_cycle'): assert_same(result['lrs'], large.recorder.lrs)
 
-def test_each_process_takes_what_it_needs(world):
-    "In micro-batches, or in blocks, from the first batch on or later"
-    n,results = world
-    def adapted(name): return [o[name]['adapted'][0] for o in results]
-    assert adapted('auto') == adapted('cached_auto') == [8] + [4]*(n-1)
-    assert adapted('auto_later') == [16]*(n-1) + [4]
-    blocks,later = adapted('blocks'),adapted('blocks_later')
-    assert 0 < blocks[0] < blocks[1] == blocks[-1] and later[:-1] == [0]*(n-1) and later[-1] > 0
+
+# Memory
+
+def adapted(world, case):
+    "Returns the size of micro-batches, or the share of blocks, that each process has found"
+    return [o['adapted'][0] for o in world.each(case)]
+
+
+def test_each_process_finds_the_micro_batches_that_it_needs(world):
+    "From the first batch on, or later"
+    others = [4 for _ in range(world.n-1)]
+    assert adapted(world, 'auto') == [8, *others]
+    assert adapted(world, 'cached_auto') == [8, *others]
+    *before, last = adapted(world, 'auto_later')
+    assert set(before) == {16}
+    assert last == 4
+
+
+def test_each_process_recomputes_the_blocks_that_it_needs(world):
+    "From the first batch on, or later"
+    first, *others = adapted(world, 'blocks')
+    assert 0 < first < others[0]
+    assert len(set(others)) == 1
+    *before, last = adapted(world, 'blocks_later')
+    assert set(before) == {0}
+    assert last > 0
+
 
 def test_the_line_of_the_first_window_counts_processes(world):
-    n,(first,*others) = world
+    "The first process prints it"
+    n = world.n
     line = f'{4*n} = {n} processes x 2 x 2 samples'
     differs = 'BatchNorm1d (2 layers) sees 2 samples at a time; dropout draws different random numbers'
     normed = f'{line}. As in one batch of {4*n}, except: {differs}.'
-    assert first['lines'] == [line, f'{normed} ActivationCheckpointing() avoids this.']
-    assert first['lines_sharded'] == [line, normed]
-    assert all(o['lines'] == o['lines_sharded'] == [] for o in others)
+    first, *others = world.each('lines')
+    first_sharded, *others_sharded = world.each('lines_sharded')
+    assert first == [line, f'{normed} ActivationCheckpointing() avoids this.']
+    assert first_sharded == [line, normed]
+    for said in [*others, *others_sharded]: assert said == []
 
-@pytest.mark.parametrize('name,plain,tol', [
-    ('all_blocks', 'normed', 0), ('blocks', 'normed', 1e-11), ('blocks_later', 'normed', 1e-11),
-    ('synced_blocks', 'synced', 0), ('cached', 'whole', ROUNDING), ('cached_auto', 'whole', ROUNDING),
-    ('carries_split', 'carries', ROUNDING), ('carries_cached', 'carries', ROUNDING)])
-def test_the_plain_fit(world, name, plain, tol):
-    "Weights, losses and buffers are those of whole batches; the messages, too, unless something adapts"
-    n,results = world
-    if 'blocks' in name and n == 2: tol = 0  # DDP adds up three gradients in another order
-    for res in results:
-        ours,whole = res[name],res[plain]
+
+@pytest.mark.parametrize('case,plain,tol', [
+    ('all_blocks', 'normed', 0),
+    ('blocks', 'normed', 1e-11),  # DDP adds up three gradients in another order
+    ('blocks_later', 'normed', 1e-11),
+    ('synced_blocks', 'synced', 0),
+    ('cached', 'whole', ROUNDING),
+    ('cached_auto', 'whole', ROUNDING),
+    ('carries_split', 'carries', ROUNDING),
+    ('carries_cached', 'carries', ROUNDING)])
+def test_weights_losses_and_buffers_are_those_of_whole_batches(world, case, plain, tol):
+    if 'blocks' in case and world.n == 2: tol = 0
+    tol_of_losses = FLOAT32 if tol else 0
+    for ours, whole in zip(world.each(case), world.each(plain), strict=True):
         assert_same(ours['weights'], whole['weights'], tol)
-        assert_same(ours['losses'], whole['losses'], tol and 1e-6)
-        for a,b in zip(ours['buffers'], whole['buffers'], strict=True): assert_same(a, b, tol)
-        assert whole['moved'] > 1e-2 and (res['forgets']['weights']-res['carries']['weights']).abs().max() > 1e-4
-    if name in ('all_blocks','cached'): assert messages(world, name)[0] == messages(world, plain)[0] != []
+        assert_same(ours['losses'], whole['losses'], tol_of_losses)
+        for a, b in zip(ours['buffers'], whole['buffers'], strict=True): assert_same(a, b, tol)
+    world.assert_moved(plain, 1e-2)
 
-@pytest.mark.parametrize('name', ['sums','tokens','tokens_weighted','tokens_auto'])
-def test_every_item_counts_the_same(world, name):
-    "With very different numbers of labels, class weights, losses that are sums, and where one process splits"
-    n,results = world
-    if name == 'sums': m,(x,y),share = model(),data(96),16
-    else:
-        from workers import token_model
-        m,(x,y),share = token_model(),tokens(),8
-    weight = tensor([1., 2., 3., .5]).double() if name == 'tokens_weighted' else None
-    def loss_func(pred, targ):
-        if name == 'sums': return ((pred-targ)**2).sum()/64
-        return F.cross_entropy(pred.flatten(0, 1), targ.flatten(), weight)
-    opt,of = sgd(m.parameters()),shares(len(x), n)
-    for idxs,_ in join(windows(len(of[0]), 4, share, 'step', 2), of):
+
+def test_a_model_that_forgets_its_state_trains_otherwise(world):
+    "Else the cases of models that carry it would prove nothing"
+    difference = world.first('forgets')['weights']-world.first('carries')['weights']
+    assert difference.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize('case,plain', [('all_blocks', 'normed'), ('cached', 'whole')])
+def test_gradients_are_exchanged_as_those_of_whole_batches(world, case, plain):
+    "Unless something adapts"
+    buckets, _ = world.messages(case)
+    assert len(buckets) > 1
+    assert buckets == world.messages(plain)[0]
+
+
+# What the loss averages over
+
+def assert_as_large_batches(world, case, m, samples, share, loss_func, tol=ROUNDING):
+    "Asserts that every process has the weights of `m` after it has trained on windows of all processes' samples"
+    inputs, targets = samples
+    samples_of_each = shares(len(inputs), world.n)
+    opt = sgd(m.parameters())
+    for window, _ in windows(len(samples_of_each[0]), 4, share, 'step', 2):
+        idxs = joined(window, samples_of_each)
         opt.zero_grad()
-        loss_func(m(x[idxs]), y[idxs]).backward()
+        loss_func(m(inputs[idxs]), targets[idxs]).backward()
         opt.step()
-    for res in results:
-        assert_same(res[name]['weights'], weights(m), 1e-6 if name == 'sums' else ROUNDING)  # its loss is float32
-        assert res[name]['moved'] > 5e-3
+    world.assert_weights(case, weights(m), tol)
+    world.assert_moved(case, 5e-3)
+
+
+def test_a_loss_that_is_a_sum(world):
+    def loss_func(pred, targ): return ((pred-targ)**2).sum()/64
+    assert_as_large_batches(world, 'sums', model(), data(96), 16, loss_func, FLOAT32)
+
+
+@pytest.mark.parametrize('case', ['tokens', 'tokens_weighted', 'tokens_auto'])
+def test_every_label_counts_the_same(world, case):
+    "With very different numbers of labels, class weights, and where one process splits"
+    from workers import token_model  # which changes fastai for processes without a GPU
+    weight = tensor([1., 2., 3., .5]).double() if case == 'tokens_weighted' else None
+
+    def loss_func(pred, targ): return F.cross_entropy(pred.flatten(0, 1), targ.flatten(), weight)
+    assert_as_large_batches(world, case, token_model(), tokens(), 8, loss_func)
+
+
+# Gradients
 
 def test_gradients_that_only_some_have(world):
-    n,results = world
-    for everywhere,once,nowhere in (res['some_without_gradient'] for res in results):
-        assert_same(everywhere, [(n-1)/2]*2, 1e-6)
-        assert_same(once, [1/n]*2, 1e-6)
+    n = world.n
+    for everywhere, once, nowhere in world.each('some_without_gradient'):
+        assert_same(everywhere, [(n-1)/2, (n-1)/2], FLOAT32)
+        assert_same(once, [1/n, 1/n], FLOAT32)
         assert nowhere is None
 
-@pytest.mark.parametrize('name', ['clip','norm','norm_synced'])
-def test_gradient_clip_and_norms(world, name):
-    "Clipped is the mean gradient; a SyncBatchNorm sees the micro-batches of all processes, another norm its own"
-    n,results = world
-    from workers import norm_model
-    class Norm(nn.Module):
-        def forward(self, x): return (x-x.mean(0))/(x.var(0, unbiased=False)+1e-5).sqrt()
-    m,(x,y),of = model() if name == 'clip' else norm_model(Norm()),data(96),shares(96, n)
-    opt = sgd(m.parameters())
-    for idxs,_ in windows(96//n, 4, 16, 'step', 2):
-        opt.zero_grad()
-        for i in range(0, len(idxs), 4):
-            batches = [[share[j] for j in idxs[i:i+4]] for share in of]
-            for o in batches if name == 'norm' else [sum(batches, [])]:
-                (((m(x[o])-y[o])**2).sum()/len(idxs)/n).backward()
-        if name == 'clip': nn.utils.clip_grad_norm_(m.parameters(), .05)
-        opt.step()
-    for res in results: assert_same(res[name]['weights'], weights(m), ROUNDING)
-    assert results[0][name]['moved'] > 5e-3
 
-@pytest.mark.parametrize('name,share', [('bfloat16', 16), ('bfloat16_one_batch', 4)])
-def test_bfloat16_weights(world, name, share):
-    "The float32 sums of all processes, rounded once; DDP averages single batches. Sums of three have an order"
-    n,results = world
-    m,(x,y),of = model().bfloat16(),(o.bfloat16() for o in data(96)),shares(96, n)
+class PlainNorm(nn.Module):
+    "Knows nothing of processes"
+    def forward(self, x):
+        variance = x.var(0, unbiased=False)
+        return (x-x.mean(0))/(variance+1e-5).sqrt()
+
+
+def micro_batches(window, samples_of_each):
+    "Returns the samples of each process in each micro-batch of 4"
+    res = []
+    for i in range(0, len(window), 4):
+        res.append([joined(window[i:i+4], [samples]) for samples in samples_of_each])
+    return res
+
+
+@pytest.mark.parametrize('case', ['clip', 'norm', 'norm_synced'])
+def test_gradient_clip_and_norms(world, case):
+    "Clipped is the mean gradient; a SyncBatchNorm sees the micro-batches of all processes, another norm its own"
+    from workers import norm_model
+    m = model() if case == 'clip' else norm_model(PlainNorm())
+    inputs, targets = data(96)
+    samples_of_each = shares(96, world.n)
     opt = sgd(m.parameters())
-    for idxs,_ in windows(96//n, 4, share, 'step', 2):
-        sums = [torch.zeros_like(p, dtype=torch.float32) for p in m.parameters()]
-        for micro in [[s[j] for j in idxs[i:i+4]] for s in of for i in range(0, len(idxs), 4)]:
-            opt.zero_grad()
-            F.mse_loss(m(x[micro]).float(), y[micro].float()).backward()
-            for s,p in zip(sums, m.parameters()): s += p.grad
-        for s,p in zip(sums, m.parameters()): p.grad = (s/(len(idxs)//4*n)).bfloat16()
+    for window, _ in windows(96//world.n, 4, 16, 'step', 2):
+        opt.zero_grad()
+        for batches in micro_batches(window, samples_of_each):
+            seen = batches if case == 'norm' else [sum(batches, [])]
+            for idxs in seen:
+                errors = m(inputs[idxs])-targets[idxs]
+                loss = (errors**2).sum()/(len(window)*world.n)
+                loss.backward()
+        if case == 'clip': nn.utils.clip_grad_norm_(m.parameters(), .05)
         opt.step()
-    for res in results:
-        assert_same(res[name]['weights'], results[0][name]['weights'])
-        assert_same(res[name]['weights'].double(), weights(m).double(), 0. if n == 2 and share == 16 else .01)
-        assert res[name]['moved'] > 5e-3
-    assert len(messages(world, name)[0]) == len(results[0][name]['accum_bs'])*(share == 4)
+    world.assert_weights(case, weights(m))
+    world.assert_moved(case, 5e-3)
+
+
+def bfloat16_weights(n_processes, share):
+    "Returns weights that were trained with float32 sums of the gradients of all micro-batches, rounded once"
+    m = model().bfloat16()
+    inputs, targets = [o.bfloat16() for o in data(96)]
+    samples_of_each = shares(96, n_processes)
+    opt = sgd(m.parameters())
+    for window, _ in windows(96//n_processes, 4, share, 'step', 2):
+        batches = sum(micro_batches(window, samples_of_each), [])
+        sums = [torch.zeros_like(p, dtype=torch.float32) for p in m.parameters()]
+        for idxs in batches:
+            opt.zero_grad()
+            F.mse_loss(m(inputs[idxs]).float(), targets[idxs].float()).backward()
+            for total, p in zip(sums, m.parameters()): total += p.grad
+        for total, p in zip(sums, m.parameters()): p.grad = (total/len(batches)).bfloat16()
+        opt.step()
+    return weights(m)
+
+
+@pytest.mark.parametrize('case,share,n_averaged', [('bfloat16', 16, 0), ('bfloat16_one_batch', 4, 1)])
+def test_bfloat16_weights(world, case, share, n_averaged):
+    "Windows are summed in float32, and rounded once; a single batch is averaged by DDP. Sums of three have an order"
+    expected = bfloat16_weights(world.n, share)
+    is_exact = world.n == 2 and share == 16
+    for result in world.each(case):
+        assert_same(result['weights'], world.first(case)['weights'])
+        assert_same(result['weights'].double(), expected.double(), 0 if is_exact else .01)
+    world.assert_moved(case, 5e-3)
+    buckets, _ = world.messages(case)
+    assert len(buckets) == n_averaged*len(world.first(case)['accum_bs'])
+
 
 def test_512_bfloat16_gradients_of_1(world):
-    for res in world[1]: assert res['ones'] == [-1., -1.]
+    for with_ddp, sharded in world.each('ones'):
+        assert with_ddp == -1
+        assert sharded == -1
+
 
 def test_ddp_averages_again_after_an_interrupt(world):
     "In the fit, only in the last micro-batch of each window"
-    for res in world[1]: assert res['interrupted'] == ([False, False, False, True, False, False], True)
+    for in_passes, afterwards in world.each('interrupted'):
+        assert in_passes == [False, False, False, True, False, False]
+        assert afterwards
+
+
+# Errors
 
 def test_what_is_refused(world):
-    n,results = world
-    for res in results:
-        *said,synced,synced_auto = res['errors']
-        for o,expected in zip(said, [
-            f'accum_bs=4 counts samples, and is not a multiple of {4*n}, {n} processes', f'final_accum_bs={4*n+4} co',
-            'static_graph=True averages', 'GradientCache cannot split the forward pass of a sharded',
-            'a sharded FSDPSequential cannot adapt to memory', 'ActivationCheckpointing cannot run parts of a sharded'],
-            strict=True): assert o.startswith(expected)
-        assert f'use {4*n} or {8*n}' in said[1] and synced == synced_auto and 'SyncBatchNorm waits' in synced
+    n = world.n
+    expected = [
+        f'accum_bs=4 counts samples, and is not a multiple of {4*n}, {n} processes',
+        f'final_accum_bs={4*n+4} co',
+        'static_graph=True averages',
+        'GradientCache cannot split the forward pass of a sharded',
+        'a sharded FSDPSequential cannot adapt to memory',
+        'ActivationCheckpointing cannot run parts of a sharded']
+    for *said, synced, synced_auto in world.each('errors'):
+        for message, beginning in zip(said, expected, strict=True): assert message.startswith(beginning)
+        assert f'use {4*n} or {8*n}' in said[1]
+        assert 'SyncBatchNorm waits' in synced
+        assert synced_auto == synced
 
-def test_what_cannot_average_or_sum_in_half_precision():
+
+def check_model(m, has_half):
+    learn = SimpleNamespace(model=m)
+    processes = SimpleNamespace(learn=learn, n=2, passes_are_local=False)
+    Processes.check_model(processes, has_half)
+
+
+class FullyShardedDataParallel(nn.Module):
     "FSDP 1 has a `no_sync`, as DDP has"
-    class FullyShardedDataParallel(nn.Module):
-        def no_sync(self): pass
-    def check(m, has_half):
-        learn = SimpleNamespace(model=m)
-        processes = SimpleNamespace(learn=learn, n=2, passes_are_local=False)
-        Processes.check_model(processes, has_half)
+    def no_sync(self): pass
+
+
+def test_what_cannot_sum_in_half_precision():
     with pytest.raises(ValueError, match='FullyShardedDataParallel sums gradients in the precision of the weights'):
-        check(FullyShardedDataParallel(), True)
-    check(FullyShardedDataParallel(), False)
-    with pytest.raises(ValueError, match='a Sequential that does not average its gradients'): check(model(), False)
+        check_model(FullyShardedDataParallel(), has_half=True)
+    check_model(FullyShardedDataParallel(), has_half=False)
 
-apart = {'sharded','nonfinite','nonfinite_sharded','auto','auto_later','loader_batches'}
 
-@pytest.mark.parametrize('name', sorted(cases.keys()-apart | {'sums','tokens','clip','cached'}))
-def test_one_all_reduce_a_step(world, name):
+def test_what_cannot_average():
+    with pytest.raises(ValueError, match='a Sequential that does not average its gradients'):
+        check_model(model(), has_half=False)
+
+
+# What the processes exchange
+
+OTHERWISE = {'sharded', 'nonfinite', 'nonfinite_sharded', 'auto', 'auto_later', 'loader_batches'}
+BY_ALL_REDUCE = {'sums', 'tokens', 'clip', 'cached', *CASES}-OTHERWISE
+
+
+@pytest.mark.parametrize('case', sorted(BY_ALL_REDUCE))
+def test_one_all_reduce_a_step(world, case):
     "One bucket, in the last micro-batch of a window; 24 bytes beside it, and 8 bytes once, for the unit"
-    buckets,others = messages(world, name)
-    n_steps = len(world[1][0][name]['losses'])
+    buckets, others = world.messages(case)
+    n_steps = len(world.first(case)['losses'])
     assert len(buckets) == n_steps > 1
-    assert len({passes for passes,_ in buckets}) == n_steps and len({n_bytes for _,n_bytes in buckets}) == 1
-    assert others == [8]*(name != 'sums') + [24]*n_steps
+    passes = {n_passes for n_passes, _ in buckets}
+    sizes = {n_bytes for _, n_bytes in buckets}
+    assert len(passes) == n_steps
+    assert len(sizes) == 1
+    n_units = 0 if case == 'sums' else 1
+    for_units = others[:n_units]
+    for_steps = others[n_units:]
+    assert set(for_units) <= {8}
+    assert Counter(for_steps) == {24: n_steps}
+
+
+# Started for a case of their own
 
 @pytest.mark.long
 def test_a_process_that_fails_ends_all():
-    code,_,err = launch(2, 'folder', 'one_fails')
-    assert code != 0 and 'the disk is full' in err
+    done = launch(2, 'folder', 'one_fails')
+    assert done.code != 0
+    assert 'the disk is full' in done.err
+
 
 @pytest.mark.long
-@pytest.mark.parametrize('name', ['no_items','validation'])
-def test_one_process_that_runs_more_passes(name, tmp_path):
-    "They agree on the unit of a window without labels, and on buffers in validation"
-    code,_,err = launch(2, tmp_path, name)
-    assert code == 0, err[-3000:]
-    a,b = (torch.load(tmp_path/f'{rank}.pt', weights_only=False)[name] for rank in range(2))
-    if name == 'no_items':
-        assert_same(a['weights'], b['weights'])
-        assert a['moved'] > 1e-2
-    else: assert_same(a, b)
+def test_processes_agree_on_the_unit_of_a_window_without_labels(tmp_path):
+    "If one of them runs more passes"
+    one, other = World(2, results_of(2, tmp_path, 'no_items')).each('no_items')
+    assert_same(one['weights'], other['weights'])
+    assert one['moved'] > 1e-2
+
+
+@pytest.mark.long
+def test_processes_agree_on_buffers_in_validation(tmp_path):
+    "If one of them runs more passes"
+    one, other = World(2, results_of(2, tmp_path, 'validation')).each('validation')
+    assert len(one) > 0
+    assert_same(one, other)
+
 
 def free_port():
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
-        return s.getsockname()[1]
+        _, port = s.getsockname()
+        return port
 
-accelerate = 'accelerate launch --multi_gpu --num_processes 2 --main_process_port PORT'
-machine = f'{accelerate} --num_machines 2 --main_process_ip 127.0.0.1 --machine_rank'
+
+ACCELERATE = 'accelerate launch --multi_gpu --num_processes 2 --main_process_port PORT'
+MACHINE = f'{ACCELERATE} --num_machines 2 --main_process_ip 127.0.0.1 --machine_rank'
+
 
 @pytest.mark.long
-@pytest.mark.parametrize('commands', [['torchrun --standalone --nproc-per-node 2'], [accelerate],
-                                      [f'{machine} 0', f'{machine} 1']])
-def test_example(commands):
+@pytest.mark.parametrize('commands', [
+    ['torchrun --standalone --nproc-per-node 2'],
+    [ACCELERATE],
+    [f'{MACHINE} 0', f'{MACHINE} 1']])
+def test_the_example_trains_as_one_process(commands):
     port = str(free_port())
-    started = [start(f'{o} {here.parent}/examples/distributed.py'.replace('PORT', port)) for o in commands]
+    example = TESTS.parent/'examples/distributed.py'
+    started = []
+    for command in commands:
+        with_port = command.replace('PORT', port)
+        started.append(start(f'{with_port} {example}'))
     done = [finish(o) for o in started]
-    assert not any(code for code,_,_ in done), done[0][2][-3000:]
-    out = done[0][1]
-    assert '2 processes: 100 steps' in out and 'the weights are equal' in out
-    assert float(re.search(r'difference of the weights: (\S+)', out)[1]) < 1e-6
+    for o in done: assert o.code == 0, o.err[-3000:]
+    out = done[0].out
+    assert '2 processes: 100 steps' in out
+    assert 'the weights are equal' in out
+    difference = re.search(r'difference of the weights: (\S+)', out)[1]
+    assert float(difference) < 1e-6

@@ -140,14 +140,14 @@ def test_a_window_is_open_then_full_then_closed():
     assert not window.is_open
 
 
-def test_a_window_is_cancelled_if_none_of_its_samples_have_run():
+def test_a_window_counts_the_samples_that_were_cancelled():
+    "They do not make it open or full"
     window = Window(16)
     window.note_cancelled(batch_of(8))
-    assert not window.is_cancelled
     window.note_cancelled(batch_of(8))
-    assert window.is_cancelled
-    window.add_without_loss(8)
-    assert not window.is_cancelled
+    assert window.cancelled == 16
+    assert not window.is_open
+    assert not window.is_full
 
 
 @pytest.mark.parametrize('keeps_batches, expected', [(True, ['a copy of 8 samples']), (False, [])])
