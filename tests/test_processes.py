@@ -24,7 +24,8 @@ def start(command):
         command = command.replace(program, f'{sys.executable} -m {module}')
     env = dict(os.environ, OMP_NUM_THREADS='1', PYTHONWARNINGS='ignore')
     pipe = subprocess.PIPE
-    return subprocess.Popen(command.split(), env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    words = command.split()
+    return subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
 def finish(process):
@@ -47,7 +48,11 @@ def results_of(n_processes, folder, *args):
     "Returns what each process got, by case"
     done = launch(n_processes, folder, *args)
     assert done.code == 0, done.err[-3000:]
-    return [torch.load(folder/f'{rank}.pt', weights_only=False) for rank in range(n_processes)]
+    res = []
+    for rank in range(n_processes):
+        file = folder/f'{rank}.pt'
+        res.append(torch.load(file, weights_only=False))
+    return res
 
 
 class World:
@@ -72,10 +77,14 @@ class World:
         for o in self.each(case): assert_same(o['weights'], expected, tol)
 
 
-@pytest.fixture(scope='module', params=[2, pytest.param(3, marks=pytest.mark.long)])
+THREE = pytest.param(3, marks=pytest.mark.long)
+
+
+@pytest.fixture(scope='module', params=[2, THREE])
 def world(request, tmp_path_factory):
     n = request.param
-    return World(n, results_of(n, tmp_path_factory.mktemp('processes')))
+    folder = tmp_path_factory.mktemp('processes')
+    return World(n, results_of(n, folder))
 
 
 # The samples of one process with the large batch
@@ -170,18 +179,22 @@ def test_weights_are_those_of_one_process(world, case):
 
 def test_the_windows_of_the_schedule_grow(world):
     "Else the case of it would prove nothing"
-    sizes = {len(samples)//world.n for samples, _ in CASES['scheduled'].steps(world.n)}
+    steps = CASES['scheduled'].steps(world.n)
+    sizes = {len(samples)//world.n for samples, _ in steps}
     assert sizes >= {4, 8, 12}
 
 
 @pytest.mark.parametrize('case,nth,share', [('skip_before', 1, 8), ('skip_last', -1, 16)])
 def test_a_batch_that_all_cancel(world, case, nth, share):
     "In mid-epoch, or the last one, which would have averaged the gradients"
-    batches = [o.tolist() for o in torch.arange(96//world.n).split(4)]
+    samples_of_one = torch.arange(96//world.n)
+    batches = [o.tolist() for o in samples_of_one.split(4)]
     del batches[nth]
     left = sum(batches, [])
     samples_of_each = []
-    for samples in shares(96, world.n): samples_of_each.append([samples[i] for i in left])
+    for samples in shares(96, world.n):
+        kept = [samples[i] for i in left]
+        samples_of_each.append(kept)
     steps = windows(len(left), 4, share, 'step', 2)
     assert_as_one_process(world, case, joined_steps(steps, samples_of_each))
 
@@ -245,10 +258,13 @@ def test_the_line_of_the_first_window_counts_processes(world):
 def test_weights_losses_and_buffers_are_those_of_whole_batches(world, case, plain, tol):
     if 'blocks' in case and world.n == 2: tol = 0
     tol_of_losses = FLOAT32 if tol else 0
-    for ours, whole in zip(world.each(case), world.each(plain), strict=True):
+    ours_of_each = world.each(case)
+    whole_of_each = world.each(plain)
+    for ours, whole in zip(ours_of_each, whole_of_each, strict=True):
         assert_same(ours['weights'], whole['weights'], tol)
         assert_same(ours['losses'], whole['losses'], tol_of_losses)
-        for a, b in zip(ours['buffers'], whole['buffers'], strict=True): assert_same(a, b, tol)
+        buffers = zip(ours['buffers'], whole['buffers'], strict=True)
+        for a, b in buffers: assert_same(a, b, tol)
     world.assert_moved(plain, 1e-2)
 
 
@@ -291,19 +307,23 @@ def test_a_loss_that_is_a_sum(world):
 def test_every_label_counts_the_same(world, case):
     "With very different numbers of labels, class weights, and where one process splits"
     from workers import token_model  # which changes fastai for processes without a GPU
-    weight = tensor([1., 2., 3., .5]).double() if case == 'tokens_weighted' else None
+    weight = None
+    if case == 'tokens_weighted': weight = tensor([1., 2., 3., .5]).double()
 
-    def loss_func(pred, targ): return F.cross_entropy(pred.flatten(0, 1), targ.flatten(), weight)
+    def loss_func(pred, targ):
+        flat_pred = pred.flatten(0, 1)
+        return F.cross_entropy(flat_pred, targ.flatten(), weight)
     assert_as_large_batches(world, case, token_model(), tokens(), 8, loss_func)
 
 
 # Gradients
 
 def test_gradients_that_only_some_have(world):
-    n = world.n
+    mean_of_ranks = (world.n-1)/2
+    mean_of_one = 1/world.n
     for everywhere, once, nowhere in world.each('some_without_gradient'):
-        assert_same(everywhere, [(n-1)/2, (n-1)/2], FLOAT32)
-        assert_same(once, [1/n, 1/n], FLOAT32)
+        assert_same(everywhere, [mean_of_ranks, mean_of_ranks], FLOAT32)
+        assert_same(once, [mean_of_one, mean_of_one], FLOAT32)
         assert nowhere is None
 
 
@@ -318,7 +338,8 @@ def micro_batches(window, samples_of_each):
     "Returns the samples of each process in each micro-batch of 4"
     res = []
     for i in range(0, len(window), 4):
-        res.append([joined(window[i:i+4], [samples]) for samples in samples_of_each])
+        part = window[i:i+4]
+        res.append([joined(part, [samples]) for samples in samples_of_each])
     return res
 
 
@@ -355,9 +376,13 @@ def bfloat16_weights(n_processes, share):
         sums = [torch.zeros_like(p, dtype=torch.float32) for p in m.parameters()]
         for idxs in batches:
             opt.zero_grad()
-            F.mse_loss(m(inputs[idxs]).float(), targets[idxs].float()).backward()
+            pred = m(inputs[idxs]).float()
+            targ = targets[idxs].float()
+            F.mse_loss(pred, targ).backward()
             for total, p in zip(sums, m.parameters()): total += p.grad
-        for total, p in zip(sums, m.parameters()): p.grad = (total/len(batches)).bfloat16()
+        for total, p in zip(sums, m.parameters()):
+            mean = total/len(batches)
+            p.grad = mean.bfloat16()
         opt.step()
     return weights(m)
 
@@ -463,7 +488,8 @@ def test_a_process_that_fails_ends_all():
 @pytest.mark.long
 def test_processes_agree_on_the_unit_of_a_window_without_labels(tmp_path):
     "If one of them runs more passes"
-    one, other = World(2, results_of(2, tmp_path, 'no_items')).each('no_items')
+    world = World(2, results_of(2, tmp_path, 'no_items'))
+    one, other = world.each('no_items')
     assert_same(one['weights'], other['weights'])
     assert one['moved'] > 1e-2
 
@@ -471,7 +497,8 @@ def test_processes_agree_on_the_unit_of_a_window_without_labels(tmp_path):
 @pytest.mark.long
 def test_processes_agree_on_buffers_in_validation(tmp_path):
     "If one of them runs more passes"
-    one, other = World(2, results_of(2, tmp_path, 'validation')).each('validation')
+    world = World(2, results_of(2, tmp_path, 'validation'))
+    one, other = world.each('validation')
     assert len(one) > 0
     assert_same(one, other)
 
