@@ -74,7 +74,7 @@ class GradientAccumulation(WindowCallback):
         return self.loop.n_steps if self.loop else 0
     @property
     def micro_bs(self)->int|None:
-        "Samples that the model sees at a time; None if nobody knows: before a fit, or where the DataLoader does not say"
+        "Samples that the model sees at a time; None before a fit, and if the DataLoader does not say"
         if not self.loop or not self.loop.batches: return None
         bs = self.loader_bs()
         if not isinstance(self.strategy, MicroBatches): return bs  # it runs whole batches

@@ -252,7 +252,7 @@ def advance(self:EpochBatches)->bool:
     "Goes on to the next batch, and returns True; returns False if there is none"
     batch = self.prefetched.popleft() if self.prefetched else next(self.source, None)
     if batch is None: return False
-    if self.info.has_exact_length and self.n_read >= self.plan.n_batches: self.note_surplus()
+    if self.info.has_exact_length and self.n_read == self.plan.n_batches: self.note_surplus()
     self.current = batch
     self.n_read += 1
     self.samples_read += self.info.planned_samples(batch.samples)
@@ -260,8 +260,7 @@ def advance(self:EpochBatches)->bool:
 
 @patch
 def note_surplus(self:EpochBatches):
-    "The length of the DataLoader was wrong: from now on, nobody knows which batch is the last one"
-    self.info = self.info._replace(has_exact_length=False)
+    "Warns that the length of the DataLoader is wrong"
     warn(f"the DataLoader yields more than the {self.plan.n_batches} batches that its length announces, so the window "
          "that ended there may have fewer samples: let its length (for fastai's, n) count all of them")
 
@@ -298,7 +297,7 @@ def carry_over(self:EpochBatches)->list:
 @patch
 def is_last(self:EpochBatches)->bool:
     "Returns whether the current batch is the last one; False if nobody knows"
-    return self.info.has_exact_length and self.n_read >= self.plan.n_batches
+    return self.info.has_exact_length and self.n_read == self.plan.n_batches  # if there are more, nobody knows
 
 @patch
 def samples_left(self:EpochBatches)->int:

@@ -115,7 +115,6 @@ class WindowLoop:
         # Of the epoch
         self.batches = None
         self.progress = None
-        self.n_rounds = 0  # that have run
         self.between_windows = noop  # called before each window and after the last one, by what saves the fit
         self.watches_late_callbacks = False
         # Of the window
@@ -134,7 +133,6 @@ class WindowLoop:
         n_rounds = len(plan.windows) if self.settings.log_accum_batch else plan.n_batches
         self.batches = EpochBatches(dl, plan, carried, self, n_rounds)
         self.progress = Progress(self.learn, self.batches, self.loggers, counts_samples)
-        self.n_rounds = 0
         self.between_windows = noop
         self.watches_late_callbacks = watches_late_callbacks
         self.window = Window()
@@ -184,14 +182,15 @@ def open_window(self:WindowLoop)->bool:
     batches = self.batches
     size = batches.plan.size_at_pct(self.learn.pct_train)
     batches.prefetch(size)  # first, since the answers below count what was read ahead
-    self.replace_window(size, keeps_batches=batches.may_end_within(size))
+    # With log_accum_batch=False, each round asks for a window until a batch has run in it: cancelled ones add up
+    is_over = self.window.outcome is not None or self.is_cancelled()
+    cancelled = 0 if is_over else self.window.cancelled
+    self.replace_window(size, batches.may_end_within(size), cancelled)
     return batches.can_fill(size)
 
 @patch
 def run_round(self:WindowLoop):
     "Takes the place of fastai's `one_batch`, with `run_batches` in the place of `_do_one_batch`"
-    self.learn.iter = self.n_rounds
-    self.n_rounds += 1
     self.progress.begin_round()
     self.load_batch()
     try:
@@ -477,8 +476,8 @@ def take_step(self:WindowLoop):
 def warns_of_passes(model):
     "In this context, warns if `model` runs: a callback that takes a second pass in the step does not see all samples"
     def warn_of_pass(*args):
-        warn("the model runs during the optimizer step (a second pass, as for SAM?), in which learn.xb and yb are those "
-             "of the last loader batch only: load whole batches, and split them with micro_batch_size")
+        warn("the model runs during the optimizer step (a second pass, as for SAM?), in which learn.xb and yb are "
+             "those of the last loader batch only: load whole batches, and split them with micro_batch_size")
     handle = model.register_forward_pre_hook(warn_of_pass)
     try: yield
     finally: handle.remove()
@@ -535,11 +534,11 @@ def discard_window(self:WindowLoop):
     self.replace_window(window.size, window.keeps_batches)
 
 @patch
-def replace_window(self:WindowLoop, size:int, keeps_batches:bool):
+def replace_window(self:WindowLoop, size:int, keeps_batches:bool, cancelled:int=0):
     "Begins a window in place of one that is closed, or of which nothing is left but gradients from before it"
     if self.window.grads is not None:
         self.window.grads.add_earlier()
-    self.window = Window(size, keeps_batches)
+    self.window = Window(size, keeps_batches, cancelled)
 
 @patch
 def release_batch(self:WindowLoop):
@@ -564,12 +563,12 @@ def take_part(self:WindowLoop, between_windows:Callable, read:Callable):
 def state(self:WindowLoop)->dict:
     "Returns the place in the fit, between two windows, for `go_to` in another process"
     return dict(
-        counts=(self.n_steps, self.n_rounds, self.progress.n_closed),
+        counts=(self.n_steps, self.progress.n_closed, self.progress.n_rounds),
         batches=self.batches.state())
 
 @patch
 def go_to(self:WindowLoop, state:dict):
     "After `begin_epoch`, with the plan of the epoch of a `state`: goes on from there"
-    self.n_steps,self.n_rounds,n_closed = state['counts']
-    self.progress.go_to(n_closed)
+    self.n_steps,*progress = state['counts']
+    self.progress.go_to(*progress)
     self.batches.go_to(state['batches'])

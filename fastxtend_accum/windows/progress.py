@@ -31,6 +31,7 @@ class Progress:
         self.counts_samples = counts_samples
         self.n_windows = len(batches.plan.windows)
         self.n_closed = 0  # windows
+        self.n_rounds = 0  # that have begun
         # In each round fastai advances by 1/n_iter. That is right if each round is a window, and all advance by the
         # same
         has_window_per_round = len(batches) == self.n_windows
@@ -55,11 +56,15 @@ class Progress:
 
     def note_closed_window(self): self.n_closed += 1
 
-    def go_to(self, n_closed:int):
+    def go_to(self, n_closed:int, n_rounds:int):
         "After `begin_epoch`: goes on after so many windows. Whoever calls it has restored the position itself"
         self.n_closed = n_closed
+        self.n_rounds = n_rounds
 
     def begin_round(self):
+        "Counts a round, and notes the position before it"
+        self.learn.iter = self.n_rounds
+        self.n_rounds += 1
         self.pct_train_before = self.learn.pct_train
         self.train_iter_before = self.learn.train_iter
 

@@ -141,12 +141,13 @@ class Window:
     def __init__(self,
         size:int=1,
         keeps_batches:bool=False, # Whether batches are kept, since the epoch may end before the window is full
+        cancelled:int=0, # Samples of batches that callbacks have cancelled before it began
     ):
         self.size = size
         self.keeps_batches = keeps_batches
         self.batches = []  # those that are kept
         self.missing = 0  # samples that the DataLoader has announced, but not yielded
-        self.cancelled = 0  # samples of batches that a callback has cancelled
+        self.cancelled = cancelled  # samples of batches that a callback has cancelled
         self.losses = LossSums()
         self.grads = None  # a GradientSums, once a batch is about to run
         self.step_is_cancelled = False
