@@ -19,7 +19,6 @@ from fastai.basics import *
 from torch.serialization import default_restore_location,safe_globals
 
 from .windows.checks import check_flags,is_number
-from .windows.events import is_from_fastai
 from .windows.loop import own_loop
 from .windows.processes import all_reduce_scalar,is_sharded,n_processes
 from .windows.state import copy_content,generators,global_generators,restore_content,restore_tensor
@@ -147,11 +146,10 @@ def unkept(learn)->list:
     "Returns the attributes of the user's callbacks that may have a state, and are not kept"
     res = []
     for cb in learn.cbs:
-        if is_from_fastai(cb) or isinstance(cb, WindowCallback):
+        if isinstance(cb, WindowCallback) or type(cb).__module__.startswith('fastai.'):
             continue
         for name,o in vars(cb).items():
-            is_known = has_state_dict(o) or is_plain(o) or isinstance(o, _other)
-            if not is_known:
+            if not (has_state_dict(o) or is_plain(o) or isinstance(o, _other)):
                 res.append(f'{type(cb).__name__}.{name}')
     return res
 
@@ -219,43 +217,53 @@ def restore_generators(learn, states:dict):
 
 class Reader:
     """Reads the DataLoader of an epoch from its beginning or, in a fit that goes on, after the batches that have run.
-    The beginning is repeated with the random numbers that it had, and leaves the generators as they are"""
-    def __init__(self, learn, n_batches:int, at_start:dict|None):
+    The beginning is repeated with the random numbers that it had, and leaves the generators as they are. What is
+    passed is not loaded, since what loading draws is restored; but by workers, which have generators of their own"""
+    def __init__(self, learn, n_batches:int, at_start:dict|None=None, n_samples:int=0):
         self.learn = learn
         self.n_batches = n_batches  # that have run
         self.at_start = at_start  # states of the generators when the DataLoader began; None: it has not begun yet
+        self.n_samples = n_samples  # that fastai's DataLoader was asked for: those that are missing are in no batch
+
+    def state(self)->dict:
+        return dict(at_start=self.at_start, n_samples=self.n_samples)
 
     def __call__(self, dl)->Iterator:
         "Takes the place of `iter`"
         now = generator_states(self.learn)
-        if not self.n_batches:
-            self.at_start = now  # not earlier: with batches that are carried, a DataLoader begins in mid-window
-            return iter(dl)
-        restore_generators(self.learn, self.at_start)
-        return batches_left(dl, self.n_batches, partial(restore_generators, self.learn, now))
+        go_on = noop
+        if self.n_batches:
+            go_on = partial(restore_generators, self.learn, now)
+            restore_generators(self.learn, self.at_start)
+        else: self.at_start = now  # not earlier: with batches that are carried, a DataLoader begins in mid-window
+        if makes_items(dl):
+            return self.batches_of_items(dl, go_on)
+        return batches_left(dl, self.n_batches, go_on)
 
-def batches_left(dl, n_batches:int, go_on:Callable)->Iterator:
-    """Yields the batches after the first `n_batches`, and calls `go_on` before it loads the first of them. Those that
-    are passed are not loaded, since what loading draws is restored; but by workers, which have generators of their
-    own"""
-    batches = iter(dl)
-    first_batch = []
-    if makes_items(dl):
+    def batches_of_items(self, dl, go_on:Callable)->Iterator:
         sample = dl.sample
-        bs = dl.bs or 1
         def sample_rest():
-            "Called once the DataLoader has begun, before it asks for a sample"
+            "Begins once the DataLoader has begun, as it asks for the first sample"
+            samples = sample()
+            for _ in range(self.n_samples): next(samples)
             go_on()
-            return islice(sample(), n_batches*bs, None)
+            for o in samples:
+                self.n_samples += 1
+                yield o
+        batches = iter(dl)
         with override_attr(dl, 'sample', sample_rest):
             first_batch = list(islice(batches, 1))
-    else:
-        for _ in range(n_batches):
-            if makes_indices(dl):
-                batches._next_index()
-            else: next(batches, None)
-        go_on()
-    yield from first_batch
+        yield from first_batch
+        yield from batches
+
+def batches_left(dl, n_batches:int, go_on:Callable)->Iterator:
+    "Yields the batches after the first `n_batches`, and calls `go_on` before it loads the first of them"
+    batches = iter(dl)
+    for _ in range(n_batches):
+        if makes_indices(dl):
+            batches._next_index()
+        else: next(batches, None)
+    go_on()
     yield from batches
 
 def n_workers(dl)->int:
@@ -442,10 +450,10 @@ def state(self:SavedFit, place:dict|None)->dict:
     learn = self.learn
     own = dict(
         place=place,
-        at_start=self.reader.at_start,
+        reader=self.reader.state(),
         attributes=changed_attributes(learn, self.fingerprints),
         generators=generator_states(learn))
-    of_all = [own for _ in range(self.n_processes)]
+    of_all = [own]*self.n_processes
     if self.n_processes > 1:
         dist.all_gather_object(of_all, own)
     return dict(
@@ -532,12 +540,12 @@ def restore(self:SavedFit, found:dict):
 def begin_epoch(self:SavedFit):
     "After all callbacks have begun an epoch: takes part in the loop, which goes on where the process was killed"
     loop = self.leader.loop
-    at_start = None
+    reader = {}
     if self.found is not None:
-        at_start = self.found['processes'][self.rank]['at_start']
+        reader = self.found['processes'][self.rank]['reader']
         self.restore(self.found)
         self.found = None
-    self.reader = Reader(self.learn, loop.batches.n_loaded, at_start)
+    self.reader = Reader(self.learn, loop.batches.n_loaded, **reader)
     loop.take_part(self.save_if_due, self.reader)
 
 @patch
