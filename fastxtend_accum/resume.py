@@ -149,7 +149,8 @@ def unkept(learn)->list:
         if isinstance(cb, WindowCallback) or type(cb).__module__.startswith('fastai.'):
             continue
         for name,o in vars(cb).items():
-            if not (has_state_dict(o) or is_plain(o) or isinstance(o, _other)):
+            is_known = has_state_dict(o) or is_plain(o) or isinstance(o, _other)
+            if not is_known:
                 res.append(f'{type(cb).__name__}.{name}')
     return res
 
@@ -453,7 +454,7 @@ def state(self:SavedFit, place:dict|None)->dict:
         reader=self.reader.state(),
         attributes=changed_attributes(learn, self.fingerprints),
         generators=generator_states(learn))
-    of_all = [own]*self.n_processes
+    of_all = [own for _ in range(self.n_processes)]
     if self.n_processes > 1:
         dist.all_gather_object(of_all, own)
     return dict(
@@ -522,8 +523,7 @@ def begin(self:SavedFit)->int:
 @patch
 def show_rows(self:SavedFit):
     "Lets loggers have the rows of epochs that are left out, so that the epoch table and CSVLogger's file are whole"
-    bar = getattr(self.learn, 'progress', None)
-    bar = getattr(bar, 'mbar', None)
+    bar = nested_attr(self.learn, 'progress.mbar')
     if bar: bar.update(0)  # where a bar of fastprogress has to begin
     for row in self.rows:
         self.learn.logger(L(row))
