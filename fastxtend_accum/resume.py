@@ -105,30 +105,32 @@ def attributes(objects:list)->dict:
 def has_state_dict(o)->bool:
     return hasattr(type(o), 'load_state_dict')  # its class is asked, since a Callback passes on what its Learner has
 
-def fingerprint(value)->int:
-    "Returns a number that changes with plain data"
-    return hash(pickle.dumps(value))
-
-def fingerprints(learn)->dict:
-    return {key:fingerprint(packed(o)) for key,o in attributes(holders(learn)).items() if is_plain(o)}
-
-def changed_attributes(learn, at_start:dict)->dict:
-    """Returns what callbacks, metrics and modules have learned since the `fingerprints` at the start: plain data that
-    has changed, and the states of what has a `state_dict`. What they were told, such as a `patience`, has not
-    changed"""
+def kept_attributes(learn)->dict:
+    """Returns what is kept of callbacks, metrics and modules: plain data that does not come back with the model, and
+    the states of what has a `state_dict`"""
     of_model = {o.untyped_storage().data_ptr() for o in tensors_of(learn).values()}
     res = {}
     for key,value in attributes(holders(learn)).items():
         value = value.state_dict() if has_state_dict(value) else packed(value)
-        if not is_plain(value, of_model): continue
-        if at_start.get(key) != fingerprint(value):
+        if is_plain(value, of_model):
             res[key] = value
     return res
 
-def restore_attributes(learn, changed:dict):
-    "Sets attributes; lists and dicts in place, since somebody else may hold them, too"
+def pickled_attributes(learn)->dict:
+    return {key:pickle.dumps(o) for key,o in kept_attributes(learn).items()}
+
+def changed_attributes(learn, at_start:dict)->dict:
+    """Returns what callbacks, metrics and modules have learned since the `pickled_attributes` at the start. What they
+    were told, such as a `patience`, has not changed"""
+    return {key:o for key,o in kept_attributes(learn).items() if at_start.get(key) != pickle.dumps(o)}
+
+def restore_attributes(learn, changed:dict, at_start:dict):
+    """Sets what had `changed` when the file was written. What had not, or no longer, becomes what it was `at_start`:
+    the events before this place may have reset it. Sets lists and dicts in place, since somebody else may hold them"""
+    reset = changed_attributes(learn, at_start)
+    reset = {key:pickle.loads(at_start[key]) for key in reset if key in at_start}
     owners = numbered(holders(learn))
-    for (owner,name),value in changed.items():
+    for (owner,name),value in {**reset, **changed}.items():
         if owner not in owners: continue  # a callback was removed
         attrs = vars(owners[owner])
         present = attrs.get(name)
@@ -434,7 +436,7 @@ class SavedFit:
         self.fits = fits
         self.file = file
         self.settings = settings_of(self.learn, leader)
-        self.fingerprints = fingerprints(self.learn)
+        self.at_start = pickled_attributes(self.learn)
         self.n_processes = n_processes(self.learn)
         self.rank = dist.get_rank() if self.n_processes > 1 else 0  # process 0 writes for all
         self.found = file.load(next(self.learn.model.parameters()).device)  # until it is restored
@@ -452,7 +454,7 @@ def state(self:SavedFit, place:dict|None)->dict:
     own = dict(
         place=place,
         reader=self.reader.state(),
-        attributes=changed_attributes(learn, self.fingerprints),
+        attributes=changed_attributes(learn, self.at_start),
         generators=generator_states(learn))
     of_all = [own for _ in range(self.n_processes)]
     if self.n_processes > 1:
@@ -533,7 +535,7 @@ def restore(self:SavedFit, found:dict):
     "Restores all but the place in the epoch"
     own = found['processes'][self.rank]
     restore_model(self.learn, found['model'])
-    restore_attributes(self.learn, own['attributes'])
+    restore_attributes(self.learn, own['attributes'], self.at_start)
     restore_generators(self.learn, own['generators'])
 
 @patch

@@ -5,7 +5,7 @@ import pytest
 
 from common import *
 from fastxtend_accum import resume
-from kill_harness import Whole, event_kill, kill_layout, start
+from kill_harness import Whole, kill_at, kill_layout, start
 from resume_layouts import LAYOUTS
 
 KILLS = 8  # of each layout, or more
@@ -93,8 +93,11 @@ def without_callbacks():
     resume.holders = all_but_callbacks
 
 
-def end_of(script, whole, folder, prepare=noop):
+def end_of(script, whole, folder, mutate=noop):
     "Returns what differs from the whole, after the script went on in `folder`"
+    def prepare():
+        mutate()
+        return kill_at()
     run = start(script, folder, 1000, prepare)
     if run.code: return [(folder/'error.txt').read_text()]
     return whole.differences_in(folder)
@@ -118,7 +121,7 @@ def test_the_harness_sees_what_is_missing(mutation, name, tmp_path):
     for percent in range(28, 80, 6):
         folder = tmp_path/f'killed-{percent}'
         folder.mkdir()
-        killed = start(script, folder, 1, partial(event_kill, whole.n_events*percent//100))
+        killed = start(script, folder, 1, partial(kill_at, whole.n_events*percent//100))
         assert killed.code < 0
         mutated = tmp_path/f'mutated-{percent}'
         shutil.copytree(folder, mutated)
