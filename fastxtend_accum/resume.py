@@ -116,19 +116,22 @@ def kept_attributes(learn)->dict:
             res[key] = value
     return res
 
-def pickled_attributes(learn)->dict:
-    return {key:pickle.dumps(o) for key,o in kept_attributes(learn).items()}
-
 def changed_attributes(learn, at_start:dict)->dict:
-    """Returns what callbacks, metrics and modules have learned since the `pickled_attributes` at the start. What they
-    were told, such as a `patience`, has not changed"""
-    return {key:o for key,o in kept_attributes(learn).items() if at_start.get(key) != pickle.dumps(o)}
+    """Returns what callbacks, metrics and modules have learned since the start, of which `at_start` has the
+    attributes, pickled. What they were told, such as a `patience`, has not changed"""
+    res = {}
+    for key,value in kept_attributes(learn).items():
+        if at_start.get(key) != pickle.dumps(value):
+            res[key] = value
+    return res
 
 def restore_attributes(learn, changed:dict, at_start:dict):
     """Sets what had `changed` when the file was written. What had not, or no longer, becomes what it was `at_start`:
     the events before this place may have reset it. Sets lists and dicts in place, since somebody else may hold them"""
-    reset = changed_attributes(learn, at_start)
-    reset = {key:pickle.loads(at_start[key]) for key in reset if key in at_start}
+    reset = {}
+    for key in changed_attributes(learn, at_start):
+        if key in at_start:
+            reset[key] = pickle.loads(at_start[key])
     owners = numbered(holders(learn))
     for (owner,name),value in {**reset, **changed}.items():
         if owner not in owners: continue  # a callback was removed
@@ -222,52 +225,46 @@ class Reader:
     """Reads the DataLoader of an epoch from its beginning or, in a fit that goes on, after the batches that have run.
     The beginning is repeated with the random numbers that it had, and leaves the generators as they are. What is
     passed is not loaded, since what loading draws is restored; but by workers, which have generators of their own"""
-    def __init__(self, learn, n_batches:int, at_start:dict|None=None, n_samples:int=0):
+    def __init__(self, learn, n_batches:int, at_start=None, n_samples=0):
         self.learn = learn
         self.n_batches = n_batches  # that have run
         self.at_start = at_start  # states of the generators when the DataLoader began; None: it has not begun yet
         self.n_samples = n_samples  # that fastai's DataLoader was asked for: those that are missing are in no batch
 
-    def state(self)->dict:
-        return dict(at_start=self.at_start, n_samples=self.n_samples)
-
     def __call__(self, dl)->Iterator:
         "Takes the place of `iter`"
         now = generator_states(self.learn)
-        go_on = noop
-        if self.n_batches:
-            go_on = partial(restore_generators, self.learn, now)
-            restore_generators(self.learn, self.at_start)
-        else: self.at_start = now  # not earlier: with batches that are carried, a DataLoader begins in mid-window
-        if makes_items(dl):
-            return self.batches_of_items(dl, go_on)
-        return batches_left(dl, self.n_batches, go_on)
-
-    def batches_of_items(self, dl, go_on:Callable)->Iterator:
-        sample = dl.sample
-        def sample_rest():
-            "Begins once the DataLoader has begun, as it asks for the first sample"
-            samples = sample()
-            for _ in range(self.n_samples): next(samples)
-            go_on()
-            for o in samples:
-                self.n_samples += 1
-                yield o
+        if not self.n_batches:
+            self.at_start = now  # not earlier: with batches that are carried, a DataLoader begins in mid-window
+        restore_generators(self.learn, self.at_start)
+        first_batch = []
         batches = iter(dl)
-        with override_attr(dl, 'sample', sample_rest):
-            first_batch = list(islice(batches, 1))
+        if makes_items(dl):
+            with override_attr(dl, 'sample', partial(self.samples_left, dl.sample, now)):
+                first_batch = list(islice(batches, 1))
+        else:
+            for _ in range(self.n_batches):
+                if makes_indices(dl):
+                    batches._next_index()
+                else: next(batches, None)
+            self.go_on(now)
         yield from first_batch
         yield from batches
 
-def batches_left(dl, n_batches:int, go_on:Callable)->Iterator:
-    "Yields the batches after the first `n_batches`, and calls `go_on` before it loads the first of them"
-    batches = iter(dl)
-    for _ in range(n_batches):
-        if makes_indices(dl):
-            batches._next_index()
-        else: next(batches, None)
-    go_on()
-    yield from batches
+    def samples_left(self, sample, now)->Iterator:
+        "Begins once the DataLoader has begun, as it asks for the first sample"
+        samples = sample()
+        for _ in range(self.n_samples):
+            next(samples)
+        self.go_on(now)
+        for o in samples:
+            self.n_samples += 1
+            yield o
+
+    def go_on(self, now):
+        "What the DataLoader has drawn from its beginning on is drawn already, unless it begins only now"
+        if self.n_batches:
+            restore_generators(self.learn, now)
 
 def n_workers(dl)->int:
     return getattr(dl, 'fake_l', dl).num_workers
@@ -436,7 +433,7 @@ class SavedFit:
         self.fits = fits
         self.file = file
         self.settings = settings_of(self.learn, leader)
-        self.at_start = pickled_attributes(self.learn)
+        self.at_start = {key:pickle.dumps(o) for key,o in kept_attributes(self.learn).items()}
         self.n_processes = n_processes(self.learn)
         self.rank = dist.get_rank() if self.n_processes > 1 else 0  # process 0 writes for all
         self.found = file.load(next(self.learn.model.parameters()).device)  # until it is restored
@@ -453,7 +450,7 @@ def state(self:SavedFit, place:dict|None)->dict:
     learn = self.learn
     own = dict(
         place=place,
-        reader=self.reader.state(),
+        reader=(self.reader.at_start, self.reader.n_samples),
         attributes=changed_attributes(learn, self.at_start),
         generators=generator_states(learn))
     of_all = [own for _ in range(self.n_processes)]
@@ -542,12 +539,12 @@ def restore(self:SavedFit, found:dict):
 def begin_epoch(self:SavedFit):
     "After all callbacks have begun an epoch: takes part in the loop, which goes on where the process was killed"
     loop = self.leader.loop
-    reader = {}
+    reader = ()
     if self.found is not None:
         reader = self.found['processes'][self.rank]['reader']
         self.restore(self.found)
         self.found = None
-    self.reader = Reader(self.learn, loop.batches.n_loaded, **reader)
+    self.reader = Reader(self.learn, loop.batches.n_loaded, *reader)
     loop.take_part(self.save_if_due, self.reader)
 
 @patch
