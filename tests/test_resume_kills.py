@@ -106,7 +106,7 @@ def end_of(script, whole, folder, mutate=noop):
 @pytest.mark.long
 @pytest.mark.parametrize('mutation, name', [
     (without_generators, 'noisy_samples'),
-    (without_carried_batches, 'schedule_shrinks'),
+    (without_carried_batches, 'carry_with_saves_between_epochs'),
     (without_has_grad, 'unused_layer'),
     (without_frozen_idx, 'unfreezes'),
     (without_beginning_of_loader, 'torch_workers_and_carry'),
