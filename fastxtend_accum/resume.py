@@ -19,7 +19,6 @@ from fastai.basics import *
 from torch.serialization import default_restore_location,safe_globals
 
 from .windows.checks import check_flags,is_number
-from .windows.events import is_from_fastai
 from .windows.loop import own_loop
 from .windows.processes import all_reduce_scalar,is_sharded,n_processes
 from .windows.state import copy_content,generators,global_generators,restore_content,restore_tensor
@@ -106,30 +105,35 @@ def attributes(objects:list)->dict:
 def has_state_dict(o)->bool:
     return hasattr(type(o), 'load_state_dict')  # its class is asked, since a Callback passes on what its Learner has
 
-def fingerprint(value)->int:
-    "Returns a number that changes with plain data"
-    return hash(pickle.dumps(value))
-
-def fingerprints(learn)->dict:
-    return {key:fingerprint(packed(o)) for key,o in attributes(holders(learn)).items() if is_plain(o)}
-
-def changed_attributes(learn, at_start:dict)->dict:
-    """Returns what callbacks, metrics and modules have learned since the `fingerprints` at the start: plain data that
-    has changed, and the states of what has a `state_dict`. What they were told, such as a `patience`, has not
-    changed"""
+def kept_attributes(learn)->dict:
+    """Returns what is kept of callbacks, metrics and modules: plain data that does not come back with the model, and
+    the states of what has a `state_dict`"""
     of_model = {o.untyped_storage().data_ptr() for o in tensors_of(learn).values()}
     res = {}
     for key,value in attributes(holders(learn)).items():
         value = value.state_dict() if has_state_dict(value) else packed(value)
-        if not is_plain(value, of_model): continue
-        if at_start.get(key) != fingerprint(value):
+        if is_plain(value, of_model):
             res[key] = value
     return res
 
-def restore_attributes(learn, changed:dict):
-    "Sets attributes; lists and dicts in place, since somebody else may hold them, too"
+def changed_attributes(learn, at_start:dict)->dict:
+    """Returns what callbacks, metrics and modules have learned since the start, of which `at_start` has the
+    attributes, pickled. What they were told, such as a `patience`, has not changed"""
+    res = {}
+    for key,value in kept_attributes(learn).items():
+        if at_start.get(key) != pickle.dumps(value):
+            res[key] = value
+    return res
+
+def restore_attributes(learn, changed:dict, at_start:dict):
+    """Sets what had `changed` when the file was written. What had not, or no longer, becomes what it was `at_start`:
+    the events before this place may have reset it. Sets lists and dicts in place, since somebody else may hold them"""
+    reset = {}
+    for key in changed_attributes(learn, at_start):
+        if key in at_start:
+            reset[key] = pickle.loads(at_start[key])
     owners = numbered(holders(learn))
-    for (owner,name),value in changed.items():
+    for (owner,name),value in {**reset, **changed}.items():
         if owner not in owners: continue  # a callback was removed
         attrs = vars(owners[owner])
         present = attrs.get(name)
@@ -147,7 +151,7 @@ def unkept(learn)->list:
     "Returns the attributes of the user's callbacks that may have a state, and are not kept"
     res = []
     for cb in learn.cbs:
-        if is_from_fastai(cb) or isinstance(cb, WindowCallback):
+        if isinstance(cb, WindowCallback) or type(cb).__module__.startswith('fastai.'):
             continue
         for name,o in vars(cb).items():
             is_known = has_state_dict(o) or is_plain(o) or isinstance(o, _other)
@@ -219,44 +223,48 @@ def restore_generators(learn, states:dict):
 
 class Reader:
     """Reads the DataLoader of an epoch from its beginning or, in a fit that goes on, after the batches that have run.
-    The beginning is repeated with the random numbers that it had, and leaves the generators as they are"""
-    def __init__(self, learn, n_batches:int, at_start:dict|None):
+    The beginning is repeated with the random numbers that it had, and leaves the generators as they are. What is
+    passed is not loaded, since what loading draws is restored; but by workers, which have generators of their own"""
+    def __init__(self, learn, n_batches:int, at_start=None, n_samples=0):
         self.learn = learn
         self.n_batches = n_batches  # that have run
         self.at_start = at_start  # states of the generators when the DataLoader began; None: it has not begun yet
+        self.n_samples = n_samples  # that fastai's DataLoader was asked for: those that are missing are in no batch
 
     def __call__(self, dl)->Iterator:
         "Takes the place of `iter`"
         now = generator_states(self.learn)
         if not self.n_batches:
             self.at_start = now  # not earlier: with batches that are carried, a DataLoader begins in mid-window
-            return iter(dl)
         restore_generators(self.learn, self.at_start)
-        return batches_left(dl, self.n_batches, partial(restore_generators, self.learn, now))
+        first_batch = []
+        batches = iter(dl)
+        if makes_items(dl):
+            with override_attr(dl, 'sample', partial(self.samples_left, dl.sample, now)):
+                first_batch = list(islice(batches, 1))
+        else:
+            for _ in range(self.n_batches):
+                if makes_indices(dl):
+                    batches._next_index()
+                else: next(batches, None)
+            self.go_on(now)
+        yield from first_batch
+        yield from batches
 
-def batches_left(dl, n_batches:int, go_on:Callable)->Iterator:
-    """Yields the batches after the first `n_batches`, and calls `go_on` before it loads the first of them. Those that
-    are passed are not loaded, since what loading draws is restored; but by workers, which have generators of their
-    own"""
-    batches = iter(dl)
-    first_batch = []
-    if makes_items(dl):
-        sample = dl.sample
-        bs = dl.bs or 1
-        def sample_rest():
-            "Called once the DataLoader has begun, before it asks for a sample"
-            go_on()
-            return islice(sample(), n_batches*bs, None)
-        with override_attr(dl, 'sample', sample_rest):
-            first_batch = list(islice(batches, 1))
-    else:
-        for _ in range(n_batches):
-            if makes_indices(dl):
-                batches._next_index()
-            else: next(batches, None)
-        go_on()
-    yield from first_batch
-    yield from batches
+    def samples_left(self, sample, now)->Iterator:
+        "Begins once the DataLoader has begun, as it asks for the first sample"
+        samples = sample()
+        for _ in range(self.n_samples):
+            next(samples)
+        self.go_on(now)
+        for o in samples:
+            self.n_samples += 1
+            yield o
+
+    def go_on(self, now):
+        "What the DataLoader has drawn from its beginning on is drawn already, unless it begins only now"
+        if self.n_batches:
+            restore_generators(self.learn, now)
 
 def n_workers(dl)->int:
     return getattr(dl, 'fake_l', dl).num_workers
@@ -425,7 +433,7 @@ class SavedFit:
         self.fits = fits
         self.file = file
         self.settings = settings_of(self.learn, leader)
-        self.fingerprints = fingerprints(self.learn)
+        self.at_start = {key:pickle.dumps(o) for key,o in kept_attributes(self.learn).items()}
         self.n_processes = n_processes(self.learn)
         self.rank = dist.get_rank() if self.n_processes > 1 else 0  # process 0 writes for all
         self.found = file.load(next(self.learn.model.parameters()).device)  # until it is restored
@@ -442,8 +450,8 @@ def state(self:SavedFit, place:dict|None)->dict:
     learn = self.learn
     own = dict(
         place=place,
-        at_start=self.reader.at_start,
-        attributes=changed_attributes(learn, self.fingerprints),
+        reader=(self.reader.at_start, self.reader.n_samples),
+        attributes=changed_attributes(learn, self.at_start),
         generators=generator_states(learn))
     of_all = [own for _ in range(self.n_processes)]
     if self.n_processes > 1:
@@ -514,8 +522,7 @@ def begin(self:SavedFit)->int:
 @patch
 def show_rows(self:SavedFit):
     "Lets loggers have the rows of epochs that are left out, so that the epoch table and CSVLogger's file are whole"
-    bar = getattr(self.learn, 'progress', None)
-    bar = getattr(bar, 'mbar', None)
+    bar = nested_attr(self.learn, 'progress.mbar')
     if bar: bar.update(0)  # where a bar of fastprogress has to begin
     for row in self.rows:
         self.learn.logger(L(row))
@@ -525,19 +532,19 @@ def restore(self:SavedFit, found:dict):
     "Restores all but the place in the epoch"
     own = found['processes'][self.rank]
     restore_model(self.learn, found['model'])
-    restore_attributes(self.learn, own['attributes'])
+    restore_attributes(self.learn, own['attributes'], self.at_start)
     restore_generators(self.learn, own['generators'])
 
 @patch
 def begin_epoch(self:SavedFit):
     "After all callbacks have begun an epoch: takes part in the loop, which goes on where the process was killed"
     loop = self.leader.loop
-    at_start = None
+    reader = ()
     if self.found is not None:
-        at_start = self.found['processes'][self.rank]['at_start']
+        reader = self.found['processes'][self.rank]['reader']
         self.restore(self.found)
         self.found = None
-    self.reader = Reader(self.learn, loop.batches.n_loaded, at_start)
+    self.reader = Reader(self.learn, loop.batches.n_loaded, *reader)
     loop.take_part(self.save_if_due, self.reader)
 
 @patch

@@ -86,7 +86,7 @@ def results_of(learn):
         files=files())
 
 
-# A kill
+# Kills: most of them while batches are trained, since a kill between two epochs proves little
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -103,11 +103,22 @@ class Countdown:
         if self.count == self.n: die()
 
 
+BATCH_EVENTS = 'batch', 'pred', 'loss', 'backward', 'step'
+
+
+def trains_batch(cb, event):
+    "Returns whether this is an event of a batch that is trained in a fit"
+    learn = cb.learn
+    if not event.endswith(BATCH_EVENTS) or learn is None: return False
+    is_other = learn.lock.locked() or hasattr(learn, 'lr_finder')
+    return learn.training and not is_other
+
+
 def count_events(countdown):
     original = Callback.__call__
 
     def call(self, event):
-        countdown()
+        if trains_batch(self, event): countdown()
         return original(self, event)
     Callback.__call__ = call
 
@@ -140,13 +151,22 @@ def counted(f, countdown):
     return call
 
 
+def kill_at(event=0, step_of_save=0):
+    "For a process: kills it at this event of a batch, or at this step of its saves; returns what counts them"
+    events = Countdown(event)
+    steps = Countdown(step_of_save)
+    count_events(events)
+    count_steps_of_saves(steps)
+    return events, steps
+
+
 # A process
 
 class Run(NamedTuple):
     "How one start of a script ended"
     code: int  # below 0: the signal that has killed it
     first_batch: int|None  # the number in its epoch of the first batch that was trained; None if there was none
-    seconds: float
+    seconds: float  # since then
 
 
 def script_process(script, seed, prepare):
@@ -156,19 +176,20 @@ def script_process(script, seed, prepare):
     sys.stderr = open('err.txt', 'a')
     warnings.simplefilter('ignore')
     torch.set_num_threads(1)
-    count = prepare()
+    countdowns = prepare()
     defaults.callbacks.append(Spy)
     set_seed(seed)
     learn = script()
-    torch.save(dict(results=results_of(learn), trace=Spy.trace, count=count), 'result.tmp')
+    counts = [o.count for o in countdowns]
+    torch.save(dict(results=results_of(learn), trace=Spy.trace, counts=counts), 'result.tmp')
     os.rename('result.tmp', 'result.pt')
 
 
-def start(script, folder, seed, prepare=noop, limit=LIMIT):
-    "Runs `script` in a copy of this process, which has imported fastai; kills it after `limit` seconds"
+def start(script, folder, seed, prepare=kill_at, seconds=None):
+    """Runs `script` in a copy of this process, which has imported fastai; kills it some `seconds` after its first
+    batch"""
     place = folder/'first_batch.txt'
     place.unlink(missing_ok=True)
-    begin = time.monotonic()
     pid = os.fork()
     if not pid:
         try:
@@ -178,34 +199,29 @@ def start(script, folder, seed, prepare=noop, limit=LIMIT):
         except BaseException:
             Path('error.txt').write_text(traceback.format_exc())
             os._exit(1)
-    code = wait(pid, begin+limit)
+    code, trained = wait(pid, place, seconds)
     first_batch = int(place.read_text() or 0) if place.exists() else None
-    return Run(code, first_batch, time.monotonic()-begin)
+    return Run(code, first_batch, trained)
 
 
-def wait(pid, until):
-    "Returns the exit code, once the process has ended; kills what it leaves, such as workers"
+def wait(pid, place, seconds):
+    """Returns the exit code, and the seconds since the file `place` was there, once the process has ended; kills what it
+    leaves, such as workers"""
+    begin = time.monotonic()
+    end = begin+LIMIT
+    first = None
     ended = 0
     while not ended:
+        now = time.monotonic()
+        if first is None and place.exists():
+            first = now
+            if seconds is not None: end = now+seconds
+        if now > end: os.kill(pid, signal.SIGKILL)
+        time.sleep(.001)
         ended, status = os.waitpid(pid, os.WNOHANG)
-        if not ended and time.monotonic() > until: os.kill(pid, signal.SIGKILL)
-        time.sleep(.002)
     try: os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError: pass
-    return os.waitstatus_to_exitcode(status)
-
-
-def event_kill(n=0):
-    "For a process: kills it at the `n`th event of a callback; returns what counts them"
-    countdown = Countdown(n)
-    count_events(countdown)
-    return countdown
-
-
-def save_kill(n=0):
-    countdown = Countdown(n)
-    count_steps_of_saves(countdown)
-    return countdown
+    return os.waitstatus_to_exitcode(status), time.monotonic()-(first or begin)
 
 
 # Comparing
@@ -279,13 +295,13 @@ class Whole:
     "A script that nobody kills"
     def __init__(self, script, folder):
         folder.mkdir()
-        run = start(script, folder, 1, event_kill)
+        run = start(script, folder, 1)
         assert run.code == 0, (folder/'error.txt').read_text()
         found = torch.load(folder/'result.pt', weights_only=False)
         self.results = found['results']
         self.trace = found['trace']
         self.seconds = run.seconds
-        self.n_events = found['count'].count
+        self.n_events, self.n_steps_of_saves = found['counts']
 
     def differences_in(self, folder):
         "Returns what differs in the files of another folder"
@@ -294,11 +310,11 @@ class Whole:
 
 
 def random_kill(rnd, whole):
-    "Returns arguments of `start` for a kill at a random event, at a random time, or within a save"
+    "Returns arguments of `start` for a kill at an event of a batch, at a time in training, or within a save"
     kind = rnd.choice(['event', 'event', 'time', 'save'])
-    if kind == 'time': return dict(limit=rnd.random()*whole.seconds)
-    if kind == 'save': return dict(prepare=partial(save_kill, rnd.randint(1, 30)))
-    return dict(prepare=partial(event_kill, rnd.randint(1, whole.n_events)))
+    if kind == 'time': return dict(seconds=rnd.random()*whole.seconds)
+    if kind == 'save': return dict(prepare=partial(kill_at, 0, rnd.randint(1, whole.n_steps_of_saves)))
+    return dict(prepare=partial(kill_at, rnd.randint(1, whole.n_events)))
 
 
 def trial(script, whole, folder, rnd, report):
