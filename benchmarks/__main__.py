@@ -1,8 +1,8 @@
 """`python -m benchmarks` measures everything, prints a table and the goals, writes `results.json` and the pictures.
 
 About 45 minutes on two cores, on which nothing else should run. `--quick` only counts, and writes nothing: what CI can
-do. The options `--fits`, `--growing`, `--costs`, `--learners`, `--ways`, `--lengths` and `--comparison` each measure a part alone,
-and leave the rest of `results.json` as it is."""
+do. The options `--fits`, `--growing`, `--costs`, `--learners`, `--ways`, `--lengths` and `--comparison` each measure a
+part alone, and leave the rest of `results.json` as it is."""
 import argparse
 import json
 import os

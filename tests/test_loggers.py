@@ -259,7 +259,7 @@ def test_loggers_are_shown_other_hyper_parameters_for_a_while():
     loggers.show_hypers(hypers)
     hypers[0]['lr'] = 0.1
     for logger in (learn.recorder, learn.tensor_board): assert logger.opt.hypers == [dict(lr=0.5)]
-    loggers.show_optimizer()
+    loggers.hide_hypers()
     for logger in (learn.recorder, learn.tensor_board): assert logger.opt is learn.opt
 
 

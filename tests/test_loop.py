@@ -165,7 +165,7 @@ class NotesCancelledWindows(Callback):
     run_valid = False
 
     def before_fit(self): self.seen = []
-    def after_batch(self): self.seen.append(self.gradient_accumulation.loop.is_cancelled())
+    def after_batch(self): self.seen.append(self.gradient_accumulation.loop.all_are_cancelled())
 
 
 @pytest.mark.parametrize('event', ['before_batch', 'after_pred'])
