@@ -20,7 +20,7 @@ from .memory.hidden_state import state_owners
 from .memory.micro_batches import (MicroBatches,check_samples_first,chunk_bounds,
                                                   forward_in_micro_batches)
 from .memory.override import override_forward
-from .callback import WindowCallback,set_up_events
+from .callback import WindowCallback,take_back_events
 from .checkpointing import checkpointed
 
 # %% auto #0
@@ -139,7 +139,7 @@ class CachedForward:
 class GradientCache(WindowCallback, Halving):
     "Compute the loss on the DataLoader's whole batch, while the model processes `micro_batch_size` samples at a time"
     order = 11.5  # before a GradientAccumulation, which runs the batches
-    _stateattrs = 'loop','cached'  # fastai leaves these out of a copy or an export of the callback
+    _stateattrs = *WindowCallback._stateattrs,'cached'  # fastai leaves these out of a copy or an export of the callback
 
     def __init__(self,
         micro_batch_size:int|str, # Samples (or inputs, if a sample has several) at a time; 'auto': as many as fit
@@ -219,7 +219,7 @@ def check_others(self:GradientCache):
 def warn_of_set_up(self:GradientCache):
     "Warns of callbacks that may take back in the forward pass what they have set up for it in `before_batch`"
     for cb in self.learn.cbs:
-        events = [o for o in set_up_events(cb) if o != 'after_backward']
+        events = [o for o in take_back_events(cb) if o != 'after_backward']
         if not events: continue
         warn(f"GradientCache runs micro-batches again in the backward pass, after {', '.join(events)} of "
              f"{type(cb).__name__}: if it takes back there what it sets up in before_batch, do that in after_backward")

@@ -26,7 +26,7 @@ from .memory.out_of_memory import is_out_of_memory
 from .memory.retry import MemorySaver,RetryOnOutOfMemory
 
 # %% auto #0
-__all__ = ['WindowCallback', 'set_up_events']
+__all__ = ['WindowCallback', 'take_back_events']
 
 # %% ../nbs/05_callback.ipynb #ecdd7c4c
 class WindowCallback(Callback):
@@ -203,7 +203,7 @@ def loader_info_of(self:WindowCallback, dl)->LoaderInfo:
 
 @patch
 def global_bs(self:WindowCallback, plan:EpochPlan)->int:
-    "Returns the samples of one loader batch in each process"
+    "Returns the samples of one loader batch, summed over processes"
     return plan.info.planned_batch_size*self.loop.fit.processes.n
 
 @patch
@@ -259,12 +259,12 @@ def warn_of_late_callbacks(self:WindowCallback):
 def warn_of_set_up(self:WindowCallback):
     "Warns of callbacks with `before_batch`, which comes once a batch, and an event that comes once a micro-batch"
     for cb in self.learn.cbs:
-        events = set_up_events(cb)
+        events = take_back_events(cb)
         if not events: continue
         warn(f"{', '.join(events)} of {type(cb).__name__} is called once per micro-batch, before_batch once per loader "
              "batch: if it sets up in before_batch what it takes back there, set no micro_batch_size")
 
-def set_up_events(cb)->list[str]:
+def take_back_events(cb)->list[str]:
     """Returns the events of the passes in which `cb` may take back what it has set up in `before_batch`; none for
     fastai's callbacks and those of this package, which are known to work"""
     if isinstance(cb, WindowCallback) or not has_event(cb, 'before_batch'): return []
@@ -285,7 +285,7 @@ def after_epoch(self:WindowCallback):
 
 @patch
 def suggest_remedy(self:WindowCallback, e:BaseException):
-    "Warns of what can help if memory has run out in whole batches"
+    "Called by the loop when a batch raises `e`: warns of what can help if memory has run out in whole batches"
     loop = self.loop
     if loop.strategy is not whole_batch or not is_out_of_memory(e): return
     bs = loop.batches.info.batch_size

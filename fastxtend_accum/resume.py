@@ -267,7 +267,7 @@ class Reader:
             restore_generators(self.learn, now)
 
 def n_workers(dl)->int:
-    return getattr(dl, 'fake_l', dl).num_workers
+    return getattr(getattr(dl, 'fake_l', dl), 'num_workers', 0)
 
 def makes_items(dl)->bool:
     "Returns whether a fastai DataLoader makes batches of one sample after the other in this process"
@@ -587,9 +587,9 @@ class AutoResume(WindowCallback):
     def before_train(self):
         super().before_train()
         learn = self.learn
-        if hasattr(learn, 'lr_finder'):
-            return
-        replaced = own_loop(learn) if self.saved_fit else '_do_fit'
+        if not learn or hasattr(learn, 'lr_finder'): return  # it was removed; or it is no fit
+        replaced = own_loop(learn)
+        if not self.saved_fit: replaced = '_do_fit'  # `do_fit` has not called `start`
         if replaced:
             raise ValueError(f"{type(learn).__name__} has its own {replaced}, or a second AutoResume, which cannot go "
                              "on in mid-epoch: leave one of them out")
@@ -615,7 +615,7 @@ fastai_do_fit = Learner._do_fit
 
 def do_fit(self:Learner):
     "Runs the epochs of a fit. With an `AutoResume`, those that have run in a process that was killed are left out"
-    resume = first(o for o in self._grab_cbs(AutoResume) if o.run)
+    resume = first(o for o in self._grab_cbs(AutoResume) if o.run and o.learn)
     if not resume or hasattr(self, 'lr_finder'):
         fastai_do_fit(self)
         return

@@ -61,6 +61,7 @@ class AutoMicroBatches(MicroBatches, Halving):
     def __init__(self, size:int=_any_size):
         super().__init__(size)
         self.requested_size = 'auto'
+        self.micro_bs = None  # until a batch has run
 
     def context(self, loop, elements:int):
         "Chooses the size for this batch, whose passes need no context"

@@ -65,7 +65,8 @@ class BatchUndo:
         # What would be large to copy, and must not change: see `undo`
         frozen = [p for p in learn.model.parameters() if not p.requires_grad]
         self.versions = [(o, o._version) for o in (*frozen, *tensors_in(self.batch))]
-        # When a window begins, gradients that the optimizer knows are 0, and stay where they are
+        # When a window begins, gradients that the optimizer knows are 0, and stay where they are. Those that a cancelled
+        # batch has left were set aside by `GradientSums`
         zeros = set() if window.losses.n_micro else set(params_in(learn.opt))
         self.aside = {p:p.grad for p in loop.fit.params.all if p not in zeros}
         self.restart()
@@ -146,10 +147,10 @@ class RetryOnOutOfMemory:
             try:
                 while error := self.try_once(loop, elements):
                     batch.undo(error)
-                    how = self.reduce_memory(loop, elements)
-                    if not how and not reserve:
-                        raise NothingFits(self.adapting[-1].advice(loop)) from error
-                    if not how: reserve.clear()  # nothing takes less, but the optimizer may not need all of that
+                    less = self.reduce_memory(loop, elements)
+                    if less: how = less
+                    elif reserve: reserve.clear()  # the optimizer may not need all of that
+                    else: raise NothingFits(self.adapting[-1].advice(loop)) from error
                     free_memory()
             except CancelBatchException:
                 batch.drop_gradients()

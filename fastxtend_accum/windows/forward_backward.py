@@ -201,7 +201,8 @@ def let_it_see_windows(fit:Fit, e:CancelBatchException):
     from now on it gets `after_backward` once per window. Raises RuntimeError if it cannot be found, or sent events"""
     cb = callback_that_raised(e)
     if cb is None or not fit.send.as_fastai:
-        raise RuntimeError(f"{type(cb).__name__} cancels batches after their backward pass (does it accumulate, too?), "
+        name = 'something' if cb is None else type(cb).__name__
+        raise RuntimeError(f"{name} cancels batches after their backward pass (does it accumulate, too?), "
                            "which is not possible in a window of several micro-batches: remove it") from e
     fit.send.hold_back(cb)
 

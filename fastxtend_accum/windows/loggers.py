@@ -105,7 +105,7 @@ def show_hypers(self:Loggers, hypers:list):
         vars(cb)['opt'] = shown
 
 @patch
-def show_optimizer(self:Loggers):
+def hide_hypers(self:Loggers):
     "Ends `show_hypers`"
     for cb in self.all_loggers():
         vars(cb).pop('opt', None)

@@ -183,7 +183,7 @@ def open_window(self:WindowLoop)->bool:
     size = batches.plan.size_at_pct(self.learn.pct_train)
     batches.prefetch(size)  # first, since the answers below count what was read ahead
     # With log_accum_batch=False, each round asks for a window until a batch has run in it: cancelled ones add up
-    is_over = self.window.outcome is not None or self.is_cancelled()
+    is_over = self.window.outcome is not None or self.all_are_cancelled()
     cancelled = 0 if is_over else self.window.cancelled
     self.replace_window(size, batches.may_end_within(size), cancelled)
     return batches.can_fill(size)
@@ -209,7 +209,7 @@ def begin_batches(self:WindowLoop):
             self.note_cancelled()
             if self.is_late(callback_that_raised(e)): self.cancel_window()
             is_single = not self.settings.log_accum_batch
-            ends_round = is_single or self.is_cancelled()
+            ends_round = is_single or self.all_are_cancelled()
             if ends_round or not self.batches.advance():
                 self.progress.correct_before_fastai_counts()  # which `run_batches` does otherwise
                 raise
@@ -224,7 +224,7 @@ def is_late(self:WindowLoop, cb:Callback|None)->bool:
 @patch
 def cancel_window(self:WindowLoop):
     "Reads the other batches of a window whose first one was cancelled, and runs none of them"
-    while not self.is_cancelled() and self.batches.advance():
+    while not self.all_are_cancelled() and self.batches.advance():
         self.note_cancelled()
 
 @patch
@@ -259,7 +259,7 @@ def run_single(self:WindowLoop)->bool:
     """log_accum_batch=False: runs the batch that `learn` holds, and takes the step if it is the last one of its window;
     returns whether the batch counts. It does if the step is skipped, since loggers see the loss of each loader batch"""
     counts = self.run_batch()
-    ends_epoch = counts and self.batches.is_last() and not self.has_no_step()
+    ends_epoch = counts and self.ends_epoch_with_step()
     if not self.window.is_full and not ends_epoch: return counts
     return self.close_window() is not Outcome.CANCELLED
 
@@ -267,22 +267,22 @@ def run_single(self:WindowLoop)->bool:
 def end_round(self:WindowLoop):
     "After fastai's `after_batch`: takes back what loggers were shown, and logs the samples of a window that was closed"
     self.loggers.resume_train_metrics()
-    if self.settings.scale: self.loggers.show_optimizer()
+    if self.settings.scale: self.loggers.hide_hypers()
     if not self.settings.log_accum_batch: return
     window = self.window
     if window.outcome is Outcome.STEPPED:
         self.loggers.log_batch_size(window.total_samples)
     # fastai has counted each round. At the end of an epoch, one may have left its batches to the next epoch, or to none
-    has_window = window.outcome is not None or self.is_cancelled()
+    has_window = window.outcome is not None or self.all_are_cancelled()
     if not has_window: self.progress.uncount_round()
 
 @patch
 def is_done(self:WindowLoop)->bool:
     "Returns whether the window takes no more batches: it is full, or as many samples as it takes were cancelled"
-    return self.window.is_full or self.is_cancelled()
+    return self.window.is_full or self.all_are_cancelled()
 
 @patch
-def is_cancelled(self:WindowLoop)->bool:
+def all_are_cancelled(self:WindowLoop)->bool:
     """Returns whether callbacks have cancelled all batches of the window: then it is one cancelled batch to fastai's
     events"""
     window = self.window
@@ -324,12 +324,12 @@ def send_before_batch(self:WindowLoop):
 @patch
 def run_next_batch(self:WindowLoop, previous_counts:bool)->bool:
     "Runs the next batch of the window, after the events between two batches; returns whether it counts"
+    self.end_batch(was_cancelled=not previous_counts)
     try:
-        self.end_batch(was_cancelled=not previous_counts)
         self.load_batch()
         self.send.to_preparing('before_batch')
     except CancelBatchException:
-        self.window.note_cancelled(self.batches.current)
+        self.note_cancelled()
         return False
     return self.run_batch()
 
@@ -364,7 +364,7 @@ def run_batch(self:WindowLoop)->bool:
 def note_cancelled(self:WindowLoop):
     "Notes that a callback has cancelled the current batch. A window of cancelled batches advances the position, too"
     self.window.note_cancelled(self.batches.current)
-    if self.is_cancelled(): self.progress.note_closed_window()
+    if self.all_are_cancelled(): self.progress.note_closed_window()
 
 # %% ../../nbs/windows/15_loop.ipynb #17380d50
 @patch

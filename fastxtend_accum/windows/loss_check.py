@@ -72,10 +72,10 @@ KeptMicroBatch = namedtuple('KeptMicroBatch', 'args rows items')
 
 def shares_of(loss_func, micro_batches:list)->list:
     "Returns the share of each micro-batch in the loss of all; 1 for each if the loss is a sum"
-    counts = [o.items for o in micro_batches]
-    if counts[0] is None:
-        counts = [loss_items(loss_func, *o.args, rows=o.rows) for o in micro_batches]
-    if None in counts: return [1 for _ in counts]
+    has_num_items = micro_batches[0].items is not None
+    if has_num_items: counts = [o.items for o in micro_batches]
+    else: counts = [loss_items(loss_func, *o.args, rows=o.rows) for o in micro_batches]
+    if None in counts: return [1 for _ in counts]  # it is a sum
     total = sum(counts)
     if not isinstance(total, Tensor) and total == 0:
         total = 1  # all labels are ignored
@@ -110,7 +110,7 @@ _warnings_of_changes = dict(
     late="a callback replaces the loss in before_backward: it is weighted like the loss before; if it averages over "
          "something else, replace it in after_loss and pass num_items")
 
-# verdict: 'same', 'differs' by an error, 'unknown' for a reason; or 'replaced' or 'added', by a callback
+# verdict: 'same', 'differs' by an error, 'unknown' for a reason; or 'replaced', 'added' or 'late', by a callback
 Comparison = namedtuple('Comparison', 'verdict error reason', defaults=(0., ''))
 
 class LossCheck:
@@ -131,6 +131,8 @@ class LossCheck:
         self.results = []
 
     def stop(self):
+        "No window is compared any more"
+        self.micro_batches = []
         self.windows_left = 0
         self.is_over = True
 
@@ -160,7 +162,7 @@ class LossCheck:
         self.micro_batches = [*self.micro_batches, kept]  # a new list, since a retry restores the one before
 
     def note_changed(self, how:str):
-        "Notes that a callback has 'replaced' the loss, or 'added' to it; warns the first time"
+        "Notes `how` a callback has changed the loss, a key of `_warnings_of_changes`; warns the first time"
         self.stop()
         if any(o.verdict == how for o in self.results):
             return

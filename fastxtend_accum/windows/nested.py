@@ -64,8 +64,9 @@ def n_rows(
     b, # A batch of inputs and targets
     expected:int|None=None, # Samples of the batch, as the DataLoader counts them; None: it does not say
 )->int:
-    """Returns the rows of `b`: as many as its targets have, or else its first tensor, unless something else in it has
-    the `expected` number. Raises ValueError if it has no tensors and nobody expects a number"""
+    """Returns the rows of `b`: those of its targets, if they are one tensor, or else those of its first tensor. But if
+    that is not the `expected` number, and something else in `b` has it, it is the `expected` number. Raises ValueError
+    if `b` has no tensors and nobody expects a number"""
     fields = list(b) if isinstance(b, (tuple,list)) else [b]
     targets = fields[-1] if fields else None
     if isinstance(targets, Tensor) and targets.ndim:

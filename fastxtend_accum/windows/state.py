@@ -134,8 +134,10 @@ def restore_tensor(o:Tensor, content:Tensor):
 
 # %% ../../nbs/windows/01_state.ipynb #d1b90224
 class Snapshot:
-    """A copy of what running `objects` on the arguments `given` may modify, and of the random generators. `restore`
-    puts it back for good; a `with` block for a further run. Tensors in `given` are inputs, and are not copied"""
+    """A copy of what running `objects` on the arguments `given` may modify, and of the random generators. It has two
+    uses: `snapshot.restore()` undoes a run, so that the state is the old one from now on. `with snapshot:` repeats a
+    run: in the block the state is the old one, and after it what it was before the block. Tensors in `given` are
+    inputs, and are not copied"""
     # Not a generator with @contextmanager: PyTorch's `checkpoint` enters the same context in each backward pass
     def __init__(self, *objects, given:tuple=()):
         found = find_mutable_state(*objects)

@@ -30,7 +30,7 @@ def power_of_two(items:Count, samples:int=1)->Count:
     return 2.**(exponent-1)
 
 def zero_if_empty(items:Count|None, value:Tensor)->Tensor:
-    "Returns `value`, or 0 if there are no `items`, over which a mean and its gradient are 0/0"
+    "Returns `value`, or 0 if there are no `items`, over which a mean and its gradient are 0/0. Keeps the graph"
     if not isinstance(items, Tensor):
         if items != 0: return value
         items = value.new_tensor(0.)
@@ -86,12 +86,16 @@ class LossSums(NamedTuple):
         if isinstance(items, Tensor):
             items = items.to(torch.promote_types(loss.dtype, torch.float32))
         if unit is None and is_alone:
-            return Contribution(loss, 1, items, samples, items)
+            return Contribution(loss, 1, items, samples, items)  # the unit is what makes its weight 1
         if unit is None: unit = power_of_two(items, samples)
         return Contribution(loss, items/unit, items, samples, unit)
 
     def plus(self, new:Contribution)->LossSums:
         "Returns these sums with a micro-batch"
+        is_sum,was_sum = new.items is None,self.items is None
+        if self.n_micro and is_sum != was_sum:
+            raise RuntimeError("some losses of a window are sums, and others are means (does a callback replace the loss "
+                               "in some batches only?): let all of them be means, or pass num_items")
         loss = scaled(new.loss, new.weight)
         items = new.items
         if self.n_micro: loss = self.loss+loss
@@ -162,7 +166,8 @@ class Window:
     def is_full(self)->bool: return self.losses.samples >= self.size
 
     def begin(self, params:WindowParams, begins_with_grads:bool):
-        "Begins the gradients. If the first batches were cancelled, it is called again"
+        """Begins the gradients, before the first micro-batch. If that was cancelled, it is called again: gradients that were
+        set aside go back, to be set aside again"""
         if self.grads is not None: self.grads.add_earlier()
         self.grads = GradientSums(params, begins_with_grads)
 
@@ -199,4 +204,6 @@ class Window:
         "Sets what has become of the window, which needs neither its batches nor its gradients any more"
         self.outcome = outcome
         self.batches = []
+        has_earlier = self.grads is not None and self.grads.has_earlier()  # else `average` has added them
+        if has_earlier: self.grads.add_earlier()
         self.grads = None
