@@ -1,7 +1,7 @@
 "Errors, Ctrl-C and cancellations leave nothing behind: the Learner stays whole, and lets go of model and memory"
 import gc
-from itertools import product
 import io
+import itertools
 import weakref
 from contextlib import redirect_stdout
 
@@ -111,7 +111,7 @@ OF_FAILING = dict(
 
 # Not known why: an interrupt within the backward pass of a whole model in GradientCache leaves a cycle through
 # PyTorch's graph, which nothing frees
-FAULTS_AND_CBS = list(product(FAILING, OF_FAILING))
+FAULTS_AND_CBS = list(itertools.product(FAILING, OF_FAILING))
 FAULTS_AND_CBS.remove(('interrupted_in_backward', 'cache'))
 
 
