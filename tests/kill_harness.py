@@ -1,5 +1,5 @@
-"""Kills a script by SIGKILL, starts it again until it ends, and compares it with one that nobody has killed: without any
-tolerance. It knows nothing of how a fit goes on, but the name of the callback and of its files.
+"""Kills a script by SIGKILL, starts it again until it ends, and compares it with one that nobody has killed: without
+any tolerance. It knows nothing of how a fit goes on, but the name of the callback and of its files.
 
 `python tests/kill_harness.py [LAYOUT ...]` prints what it finds, with other random numbers each time"""
 import signal

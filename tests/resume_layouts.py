@@ -431,7 +431,8 @@ def mixup_and_carry(): return train_classifier(MixUp(), accum(remainder='carry')
 
 
 @layout
-def best_and_early(): return train(SaveModelCallback(with_opt=True), EarlyStoppingCallback(patience=2), n_epoch=6, lr=.3)
+def best_and_early():
+    return train(SaveModelCallback(with_opt=True), EarlyStoppingCallback(patience=2), n_epoch=6, lr=.3)
 
 
 @layout

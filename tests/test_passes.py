@@ -122,8 +122,8 @@ set_ups = [
 @pytest.mark.parametrize('sets_up,event', set_ups)
 def test_what_a_callback_sets_up_holds_in_each_pass(sets_up, event, several_passes):
     """It takes it back in an event that comes once a pass. The fit is that of whole batches, unless its class has the
-    value that it takes back, its hook of a parameter leaves a handle, or it replaces the batch: so that a warning before
-    training names all such callbacks"""
+    value that it takes back, its hook of a parameter leaves a handle, or it replaces the batch: so that a warning
+    before training names all such callbacks"""
     def run(*cbs): return fit(make_learner(32, m=scaled_model(), cbs=cbs), 2)
     plain = run(sets_up(event))
     ours = run(sets_up(event), *several_passes())
