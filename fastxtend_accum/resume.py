@@ -55,7 +55,7 @@ def safe_types()->list:
     makers = [o.__reduce__()[0] for o in (np.float64(), np.zeros(1))]
     return [np.ndarray, np.dtype, *dtypes, *makers, L, deque, *subclasses(Tensor)]
 
-def subclasses(kind:type)->list:
+def subclasses(kind):
     res = kind.__subclasses__()
     return [*res, *chain(*map(subclasses, res))]
 
@@ -102,7 +102,7 @@ def attributes(objects:list)->dict:
                 res[owner,name] = value
     return res
 
-def has_state_dict(o)->bool:
+def has_state_dict(o):
     return hasattr(type(o), 'load_state_dict')  # its class is asked, since a Callback passes on what its Learner has
 
 def kept_attributes(learn)->dict:
@@ -118,13 +118,14 @@ def kept_attributes(learn)->dict:
 
 def changed_attributes(learn, at_start:dict)->dict:
     """Returns what callbacks, metrics and modules have learned since the start, of which `at_start` has the
-    attributes, pickled. What they were told, such as a `patience`, has not changed"""
+    attributes, pickled. What was passed to them, such as a `patience`, has not changed"""
     res = {}
     for key,value in kept_attributes(learn).items():
         if at_start.get(key) != pickle.dumps(value):
             res[key] = value
     return res
 
+# %% ../nbs/06_resume.ipynb #77dec2ab
 def restore_attributes(learn, changed:dict, at_start:dict):
     """Sets what had `changed` when the file was written. What had not, or no longer, becomes what it was `at_start`:
     the events before this place may have reset it. Sets lists and dicts in place, since somebody else may hold them"""
@@ -225,14 +226,17 @@ class Reader:
     """Reads the DataLoader of an epoch from its beginning or, in a fit that goes on, after the batches that have run.
     The beginning is repeated with the random numbers that it had, and leaves the generators as they are. What is
     passed is not loaded, since what loading draws is restored; but by workers, which have generators of their own"""
-    def __init__(self, learn, n_batches:int, at_start=None, n_samples=0):
+    def __init__(self, learn, n_batches, at_start=None, n_samples=0):
         self.learn = learn
         self.n_batches = n_batches  # that have run
         self.at_start = at_start  # states of the generators when the DataLoader began; None: it has not begun yet
-        self.n_samples = n_samples  # that fastai's DataLoader was asked for: those that are missing are in no batch
+        # That fastai's DataLoader was asked for: those that are missing are in no batch. None: the DataLoader has ended
+        self.n_samples = n_samples
 
-    def __call__(self, dl)->Iterator:
+    def __call__(self, dl):
         "Takes the place of `iter`"
+        if self.n_samples is None:
+            return  # PyTorch's draws a random number at its end, too
         now = generator_states(self.learn)
         if not self.n_batches:
             self.at_start = now  # not earlier: with batches that are carried, a DataLoader begins in mid-window
@@ -242,31 +246,28 @@ class Reader:
         if makes_items(dl):
             with override_attr(dl, 'sample', partial(self.samples_left, dl.sample, now)):
                 first_batch = list(islice(batches, 1))
-        else:
+        elif self.n_batches:
             for _ in range(self.n_batches):
                 if makes_indices(dl):
                     batches._next_index()
                 else: next(batches, None)
-            self.go_on(now)
+            restore_generators(self.learn, now)
         yield from first_batch
         yield from batches
+        self.n_samples = None
 
-    def samples_left(self, sample, now)->Iterator:
+    def samples_left(self, sample, now):
         "Begins once the DataLoader has begun, as it asks for the first sample"
         samples = sample()
         for _ in range(self.n_samples):
             next(samples)
-        self.go_on(now)
+        if self.n_batches:
+            restore_generators(self.learn, now)
         for o in samples:
             self.n_samples += 1
             yield o
 
-    def go_on(self, now):
-        "What the DataLoader has drawn from its beginning on is drawn already, unless it begins only now"
-        if self.n_batches:
-            restore_generators(self.learn, now)
-
-def n_workers(dl)->int:
+def n_workers(dl):
     return getattr(getattr(dl, 'fake_l', dl), 'num_workers', 0)
 
 def makes_items(dl)->bool:

@@ -221,7 +221,8 @@ def wait(pid, place, seconds):
         ended, status = os.waitpid(pid, os.WNOHANG)
     try: os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError: pass
-    return os.waitstatus_to_exitcode(status), time.monotonic()-(first or begin)
+    if first is None: first = begin
+    return os.waitstatus_to_exitcode(status), time.monotonic()-first
 
 
 # Comparing

@@ -177,9 +177,15 @@ class Exports(Callback):
         if not Path('exported.pkl').exists(): self.learn.export('exported.pkl')
 
 
+class Exportable(list):
+    def new_empty(self): return Exportable()
+
+
 def test_a_learner_that_is_exported_in_mid_epoch():
     interrupt()
-    learn = train(seeded(Exports()))
+    train_dl = DataLoader(Exportable(samples()), bs=4, shuffle=True)
+    valid_dl = DataLoader(Exportable(samples(30, 1)), bs=16)
+    learn = train(seeded(Exports(), dls=DataLoaders(train_dl, valid_dl)))
     assert_same_end(learn, plain_fit())
     exported = load_learner('exported.pkl')
     assert (weights(exported)-weights(learn)).abs().max() > 0

@@ -1,12 +1,16 @@
 "Scripts that are killed and go on: each layout many times, and what the harness sees if a part of the state is missing"
 import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
+from fastai.distributed import *
 
 from common import *
 from fastxtend_accum import resume
-from kill_harness import Whole, kill_at, kill_layout, start
-from resume_layouts import LAYOUTS
+from kill_harness import Whole, kill_at, kill_layout, named_differences, start
+from resume_layouts import LAYOUTS, auto, make, schedule
 
 KILLS = 8  # of each layout, or more
 
@@ -130,3 +134,57 @@ def test_the_harness_sees_what_is_missing(mutation, name, tmp_path):
     print(found[:3])
     assert found != []
     assert not any('Traceback' in o for o in found)
+
+
+# Two processes
+
+def broadcast_on_cpu(self, numbers, rank):
+    "fastai's goes by the GPU"
+    numbers = LongTensor(numbers)
+    dist.broadcast(numbers, rank)
+    return numbers.tolist()
+
+
+def script_of(rank, port):
+    "Returns what one of two processes does; their Learners share the files of a folder"
+    def script():
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE='2', LOCAL_WORLD_SIZE='2')
+        os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), ACCELERATE_USE_CPU='true')
+        DistributedDL._broadcast = broadcast_on_cpu
+        dist.init_process_group('gloo')
+        learn = make(schedule(8, 24))
+        learn.path = Path('..')
+        with learn.no_bar(), learn.distrib_ctx(cpu=True, sync_bn=False): learn.fit_one_cycle(3, .02, cbs=auto())
+        return learn
+    return script
+
+
+def start_both(folder, seed, killed=None, event=0):
+    "Starts two processes, of which one may be `killed` at an event; returns their exit codes"
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+
+    def start_one(rank):
+        own = folder/f'{rank}'
+        own.mkdir(parents=True, exist_ok=True)
+        prepare = partial(kill_at, event) if rank == killed else kill_at
+        return start(script_of(rank, port), own, seed+rank, prepare).code
+    with ThreadPoolExecutor(2) as threads: return list(threads.map(start_one, range(2)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('killed', [0, 1])
+def test_one_of_two_processes_is_killed(killed, tmp_path):
+    "The other one fails, both are started again, and both end as in the fit that nobody has killed"
+    assert start_both(tmp_path/'whole', 1) == [0, 0]
+    whole = [torch.load(tmp_path/f'whole/{rank}/result.pt', weights_only=False) for rank in range(2)]
+    n_events = whole[killed]['counts'][0]
+    codes = start_both(tmp_path/'killed', 1, killed, n_events*6//10)
+    assert codes[killed] == -9
+    assert 0 not in codes
+    assert start_both(tmp_path/'killed', 1000) == [0, 0]
+    for rank in range(2):
+        found = torch.load(tmp_path/f'killed/{rank}/result.pt', weights_only=False)
+        assert int((tmp_path/f'killed/{rank}/first_batch.txt').read_text()) > 0
+        assert named_differences(whole[rank]['results'], found['results']) == []

@@ -65,8 +65,8 @@ class BatchUndo:
         # What would be large to copy, and must not change: see `undo`
         frozen = [p for p in learn.model.parameters() if not p.requires_grad]
         self.versions = [(o, o._version) for o in (*frozen, *tensors_in(self.batch))]
-        # When a window begins, gradients that the optimizer knows are 0, and stay where they are. Those that a cancelled
-        # batch has left were set aside by `GradientSums`
+        # When a window begins, gradients that the optimizer knows are 0, and stay where they are. Those that a
+        # cancelled batch has left were set aside by `GradientSums`
         zeros = set() if window.losses.n_micro else set(params_in(learn.opt))
         self.aside = {p:p.grad for p in loop.fit.params.all if p not in zeros}
         self.restart()

@@ -139,7 +139,7 @@ class WindowLoop:
         self.fit.begin_epoch()
 
 # %% ../../nbs/windows/15_loop.ipynb #10999feb
-# The main loop: an epoch, a round, and its batches
+# The main loop: an epoch, and its windows
 
 @patch
 def run_epoch(self:WindowLoop):
@@ -187,6 +187,9 @@ def open_window(self:WindowLoop)->bool:
     cancelled = 0 if is_over else self.window.cancelled
     self.replace_window(size, batches.may_end_within(size), cancelled)
     return batches.can_fill(size)
+
+# %% ../../nbs/windows/15_loop.ipynb #e0fbedc7
+# A round
 
 @patch
 def run_round(self:WindowLoop):

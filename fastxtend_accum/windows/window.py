@@ -166,8 +166,8 @@ class Window:
     def is_full(self)->bool: return self.losses.samples >= self.size
 
     def begin(self, params:WindowParams, begins_with_grads:bool):
-        """Begins the gradients, before the first micro-batch. If that was cancelled, it is called again: gradients that were
-        set aside go back, to be set aside again"""
+        """Begins the gradients, before the first micro-batch. If that was cancelled, it is called again: gradients that
+        were set aside go back, to be set aside again"""
         if self.grads is not None: self.grads.add_earlier()
         self.grads = GradientSums(params, begins_with_grads)
 
