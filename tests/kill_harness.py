@@ -205,8 +205,8 @@ def start(script, folder, seed, prepare=kill_at, seconds=None):
 
 
 def wait(pid, place, seconds):
-    """Returns the exit code, and the seconds since the file `place` was there, once the process has ended; kills what it
-    leaves, such as workers"""
+    """Returns the exit code, and the seconds since the file `place` was there, once the process has ended; kills
+    what it leaves, such as workers"""
     begin = time.monotonic()
     end = begin+LIMIT
     first = None
