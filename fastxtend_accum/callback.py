@@ -8,7 +8,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/callback.html.md"""
 from __future__ import annotations
 
 from fastai.basics import *
-from fastai.callback.core import _inner_loop
 from fastai.callback.schedule import LRFinder
 
 from .windows.checks import check_learner,warn_of_gradient_hooks
