@@ -18,7 +18,7 @@ from torch.serialization import default_restore_location,safe_globals
 from .windows.checks import check_flags,is_number
 from .windows.loop import own_loop
 from .windows.processes import all_reduce_scalar,is_sharded,n_processes
-from .windows.state import generators,global_generators,restore_content,restore_tensor
+from .windows.state import copy_content,generators,global_generators,restore_content,restore_tensor
 from .memory.override import override_attr
 from .callback import WindowCallback
 
