@@ -6,7 +6,10 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resume.html.md"""
 
 # %% ../nbs/06_resume.ipynb #d50796fe
 from __future__ import annotations
-import atexit,pickle,weakref,zipfile
+import atexit
+import pickle
+import weakref
+import zipfile
 from collections import OrderedDict,deque
 from copy import deepcopy
 from itertools import chain,islice
