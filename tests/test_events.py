@@ -646,3 +646,19 @@ def test_of_several_callbacks_with_after_loss_the_one_that_changes_the_loss_coun
     assert changes_in_after_loss(cbs, Learner) == (False, 2)
     cbs = [LooksAtLoss(), Regularizer()]
     assert changes_in_after_loss(cbs, OwnCall) == (True, 2)
+
+
+def test_the_depth_of_autocast_is_that_of_its_contexts():
+    "Also on a device that is not there"
+    assert events.autocast_depth() == 0
+    with torch.autocast('cpu', torch.bfloat16):
+        assert events.autocast_depth() == 1
+        with torch.autocast('cpu', enabled=False): assert events.autocast_depth() == 2
+    assert events.autocast_depth() == 0
+
+
+@pytest.mark.filterwarnings('ignore:CUDA is not available', 'ignore:torch.cuda.amp.GradScaler is enabled')
+def test_mixed_precision_leaves_as_many_contexts_as_it_enters_where_batches_are_split():
+    "Without a GPU its autocast does nothing, but PyTorch counts it"
+    fit(make_learner(32, cbs=[MixedPrecision(), GradientAccumulation(micro_batch_size=8)]), 1)
+    assert events.autocast_depth() == 0

@@ -11,7 +11,7 @@ from fastai.basics import *
 
 # %% auto #0
 __all__ = ['batch_events', 'pass_events', 'sends_as_fastai', 'has_event', 'is_from_fastai', 'Events', 'loss_node', 'shared_state',
-           'is_same', 'SetUp', 'with_set_ups']
+           'autocast_depth', 'is_same', 'SetUp', 'with_set_ups']
 
 # %% ../../nbs/windows/09_events.ipynb #760ae9a7
 batch_events = ('before_batch','after_pred','after_loss','before_backward','after_cancel_backward','after_backward',
@@ -179,12 +179,20 @@ def shared_state(cb, learn)->dict:
     res = {}
     for device in _devices:
         res[device] = f'{torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}'
+    res['depth'] = autocast_depth()
     for o in [cb, learn, learn.loss_func, *learn.model.modules()]:
         for name,value in getattr(o, '__dict__', {}).items():
             if name.endswith('hooks'):
                 value = str([*value])  # their ids: they are added to a dict in place
             res[id(o),name] = value
     return res
+
+def autocast_depth()->int:
+    """Returns how many autocast contexts are entered. PyTorch counts those of a device that is not there, too, and
+    clears its cache of weights in half precision when the last one ends"""
+    depth = torch.autocast_increment_nesting()-1
+    torch.autocast_decrement_nesting()
+    return depth
 
 def is_same(a, b)->bool:
     "Returns whether `a` is `b`, or an equal number or text"
