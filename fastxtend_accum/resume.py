@@ -562,6 +562,7 @@ class AutoResume(WindowCallback):
     order = 10_000  # after all others: what they have done is in the file
     sets_windows = False
     _stateattrs = ('loop','place','saved_fit')
+    saved_fit = None  # in a copy, too
     def __init__(self,
         every:int|None=None, # Optimizer steps from save to save; None: by `minutes`
         minutes:Real=5, # Minutes from save to save; more if that takes more than 5% of the time

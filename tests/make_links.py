@@ -20,6 +20,7 @@ def replace_links(path):
     "Lets all links to files of the repository lead to its present address"
     link = rf'https://github\.com/[^/]+/[^/]+/blob/{cfg.branch}/'
     text = re.sub(link, f'{cfg.git_url}/blob/{cfg.branch}/', path.read_text(encoding='utf-8'))
+    text = re.sub(r'https://github\.com/[^/]+/[^/]+/issues(?=\))', f'{cfg.git_url}/issues', text)
     path.write_text(text, encoding='utf-8')
 
 

@@ -4,7 +4,7 @@ from hypothesis import given, strategies as st
 
 from common import *
 from fastxtend_accum.windows.window import (
-    LossSums, Outcome, Window, power_of_two, scaled, zero_grads_if_empty, zero_if_empty)
+    Contribution, LossSums, Outcome, Window, power_of_two, scaled, zero_grads_if_empty, zero_if_empty)
 
 
 # Weights
@@ -345,3 +345,11 @@ def test_large_gradients_are_no_infinities():
     assert cb.n_skipped == 0
     assert cb.opt_steps == 3
     assert_moved(large)
+
+
+def test_the_mean_of_nothing_is_no_nan_in_the_sums():
+    "If a callback puts it into `learn.loss`, where the loop had set 0"
+    empty = Contribution(loss=tensor(math.nan), weight=0, items=0, samples=8, unit=8)
+    full = Contribution(loss=tensor(2.), weight=1., items=8, samples=8, unit=8)
+    sums = LossSums().plus(full).plus(empty)
+    assert sums.mean == 2

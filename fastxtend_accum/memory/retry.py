@@ -14,7 +14,7 @@ from ..windows.gradients import params_in,trained_params
 from ..windows.loop import whole_batch
 from ..windows.nested import tensors_in
 from ..windows.processes import inner_model
-from ..windows.state import Snapshot
+from ..windows.state import Snapshot,may_be_modified
 from .out_of_memory import (NothingFits,free_memory,is_out_of_memory,n_elements,reserve_for_step,
                                                   without_tracebacks)
 
@@ -60,10 +60,11 @@ class BatchUndo:
         self.batch = learn.xb,learn.yb
         self.loss = learn.loss
         self.losses = window.losses
+        self.step_is_cancelled = window.step_is_cancelled
         self.float32_grads = window.grads.float32
         self.loss_check_state = loop.fit.loss_check.state()
         # What would be large to copy, and must not change: see `undo`
-        frozen = [p for p in learn.model.parameters() if not p.requires_grad]
+        frozen = [p for p in learn.model.parameters() if not (p.requires_grad or may_be_modified(p))]
         self.versions = [(o, o._version) for o in (*frozen, *tensors_in(self.batch))]
         # When a window begins, gradients that the optimizer knows are 0, and stay where they are. Those that a
         # cancelled batch has left were set aside by `GradientSums`
@@ -76,7 +77,7 @@ class BatchUndo:
         self.loop.fit.loss_check.restore(self.loss_check_state)
         for p in self.aside: p.grad = None
         sums_in_float32 = self.float32_grads is not None
-        self.loop.window.restart_batch(self.losses, {} if sums_in_float32 else None)
+        self.loop.window.restart_batch(self.losses, self.step_is_cancelled, {} if sums_in_float32 else None)
 
     def undo(self, error:Exception):
         "Undoes everything; raises NothingFits if that is not possible"

@@ -96,7 +96,8 @@ class LossSums(NamedTuple):
         if self.n_micro and is_sum != was_sum:
             raise RuntimeError("some losses of a window are sums, and others are means (does a callback replace the loss "
                                "in some batches only?): let all of them be means, or pass num_items")
-        loss = scaled(new.loss, new.weight)
+        # A callback may have put the mean of nothing into `learn.loss`, which is NaN
+        loss = zero_if_empty(new.items, scaled(new.loss, new.weight))
         items = new.items
         if self.n_micro: loss = self.loss+loss
         if self.items is not None: items = self.items+items
@@ -187,12 +188,12 @@ class Window:
 
     def cancel_step(self): self.step_is_cancelled = True
 
-    def restart_batch(self, losses:LossSums, float32_grads:dict|None):
-        """For `BatchUndo`: makes the sums those from before the present batch, which is going to run again. The
-        gradients of earlier batches are set aside meanwhile, so that `float32_grads` begin empty; None: there are
-        none"""
+    def restart_batch(self, losses:LossSums, step_is_cancelled:bool, float32_grads:dict|None):
+        """For `BatchUndo`: makes the sums, and whether a callback has cancelled the step, those from before the present
+        batch, which is going to run again. The gradients of earlier batches are set aside meanwhile, so that
+        `float32_grads` begin empty; None: there are none"""
         self.losses = losses
-        self.step_is_cancelled = False
+        self.step_is_cancelled = step_is_cancelled
         self.grads.restart(float32_grads)
 
     def set_totals(self, losses:LossSums, samples:int):
