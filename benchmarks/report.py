@@ -158,18 +158,6 @@ def fits_table(results):
     return as_table(rows)
 
 
-def fits_run_on(results): return ran_on(results['fits'])
-
-
-def fits_in_words(results):
-    "Returns the time of a fit relative to the plain Learner, with its range, as a sentence"
-    parts = []
-    for model, label in fit_models.items():
-        one, eight = [spread(fit_ratios(results, model, k)) for k in fit_sizes]
-        parts.append(f'{one} and {eight} on {label}')
-    return f"With windows of one batch and of eight, a fit takes {'; '.join(parts)}."
-
-
 # The runs of the demo over ten seeds
 
 def mean_and_deviation(values, unit):

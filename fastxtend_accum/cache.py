@@ -179,7 +179,7 @@ class GradientCache(WindowCallback, Halving):
         self.differences = None
         if self.is_new_fit:
             self.joins = True  # the model may be another one
-            self.warn_of_set_up()
+            self.warn_of_further_pass()
         inside = set(self.module_to_split(model).modules())
         self.owners = [o for o in state_owners(model) if o in inside]
         super().before_train()
@@ -216,7 +216,7 @@ def check_others(self:GradientCache):
                          "batches: leave one of them out")
 
 @patch
-def warn_of_set_up(self:GradientCache):
+def warn_of_further_pass(self:GradientCache):
     "Warns of callbacks that may take back in the forward pass what they have set up for it in `before_batch`"
     for cb in self.learn.cbs:
         events = [o for o in take_back_events(cb) if o != 'after_backward']

@@ -108,6 +108,7 @@ def extend_lr_find(self:WindowCallback, finder:LRFinder):
     n_epoch_of_window = math.ceil(plan.size_at_pct(0.)/max(plan.info.samples, 1))
     learn.n_epoch = finder.num_it*n_epoch_of_window + 1
 
+# %% ../nbs/05_callback.ipynb #6f0aaeb2
 @patch
 def before_train(self:WindowCallback):
     "Plans the windows of this epoch; sets `learn.dl` to an `EpochBatches`, which makes `all_batches` run them"
@@ -123,13 +124,13 @@ def before_train(self:WindowCallback):
     carried = before.carry_over() if before is not None else []
     if place is not None: carried = stand_ins(place['batches'])
     plan = self.plan_epoch(learn.dl, loop.fit.processes.n, carried)
-    # A callback may change the DataLoader between epochs ...
+    # A callback may change the DataLoader between epochs, or add hooks to parameters
     needs_check = is_first or before.info.batch_size != plan.info.batch_size
     if needs_check: self.check(plan)
-    # ... or add hooks to parameters, of which `check` warns, too
-    elif self.joins_batches(plan) or self.micro_batch_size: warn_of_gradient_hooks(trained_params(learn.opt))
-    logs_windows = loop.settings.log_accum_batch and self.joins_batches(plan)
-    loop.begin_epoch(learn.dl, plan, carried, self.counts_samples(plan), is_first and logs_windows)
+    joins = self.joins_batches(plan)
+    if joins or self.micro_batch_size: warn_of_gradient_hooks(trained_params(learn.opt))
+    watches_late_callbacks = is_first and joins and loop.settings.log_accum_batch
+    loop.begin_epoch(learn.dl, plan, carried, self.counts_samples(plan), watches_late_callbacks)
     if own_loop(learn): return  # it runs whole batches, and `check` has made sure that nothing else is asked for
     if loop.strategy is not whole_batch: loop.strategy.begin_epoch(loop)
     learn.dl = loop.batches
@@ -226,15 +227,14 @@ def check(self:WindowCallback, plan:EpochPlan):
     "Raises ValueError if the callback does not fit its Learner, before training starts"
     learn,loop = self.learn,self.loop
     joins = self.joins_batches(plan)
-    splits = bool(self.micro_batch_size)
-    changes_loop = joins or splits or loop.strategy is not whole_batch
+    changes_loop = joins or self.micro_batch_size or loop.strategy is not whole_batch
     overruled = own_loop(learn)
     if overruled and changes_loop:
         kind = type(learn).__name__
         name = type(self).__name__
         raise ValueError(f"{kind} has its own {overruled}, which {name} would overrule: leave {name} out, or make a "
                          "callback of what it does")
-    check_learner(learn, self, joins, splits)
+    check_learner(learn, self)
     if joins and loop.settings.log_accum_batch: self.warn_of_late_callbacks()
     if isinstance(self.strategy, MicroBatches): self.warn_of_set_up()
     has_half = any(p.dtype in half for p in trained_params(learn.opt))

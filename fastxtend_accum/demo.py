@@ -59,6 +59,7 @@ class LossLog(Callback):
 
 growth = dict(start_accum_bs=32, final_accum_bs=512, finish=1.)
 
+# %% ../nbs/07_demo.ipynb #5274f0ae
 def demo_runs()->dict:
     "Returns the samples in a loader batch, and a callback or None, of each run"
     falling_rate = ParamScheduler({'lr':SchedCos(1e-2, 0)})
@@ -226,8 +227,10 @@ class Activations(Callback):
             self.kept[address] = storage.nbytes()/2**20
         return t.detach()  # an output that is kept as it is holds its own graph, which only a backward pass frees
 
-    def check(self, *args):
-        "Between layers: PyTorch hides an error that is raised in `keep`"
-        if sum(self.kept.values()) <= self.limit: return
-        self.in_forward.close()
-        raise torch.OutOfMemoryError(f'out of memory: more than {self.limit} MB of activations')
+# %% ../nbs/07_demo.ipynb #677634fa
+@patch
+def check(self:Activations, *args):
+    "Between layers: PyTorch hides an error that is raised in `keep`"
+    if sum(self.kept.values()) <= self.limit: return
+    self.in_forward.close()
+    raise torch.OutOfMemoryError(f'out of memory: more than {self.limit} MB of activations')

@@ -6,10 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resume.html.md"""
 
 # %% ../nbs/06_resume.ipynb #d50796fe
 from __future__ import annotations
-import atexit
-import pickle
-import weakref
-import zipfile
+import atexit,pickle,weakref,zipfile
 from collections import OrderedDict,deque
 from copy import deepcopy
 from itertools import chain,islice
@@ -26,7 +23,12 @@ from .memory.override import override_attr
 from .callback import WindowCallback
 
 # %% auto #0
-__all__ = ['AutoResume']
+__all__ = ['fastai_do_fit', 'is_plain', 'safe_types', 'subclasses', 'packed', 'holders', 'numbered', 'attributes',
+           'has_state_dict', 'kept_attributes', 'changed_attributes', 'restore_attributes', 'unkept', 'tensors_of',
+           'model_state', 'restore_model', 'parts_of_loader', 'find_generators', 'generator_states',
+           'restore_generators', 'Reader', 'n_workers', 'makes_items', 'makes_indices', 'ResumeFile', 'moved', 'Fits',
+           'file_of', 'remove_files', 'remove_files_at_exit', 'settings_of', 'check_same', 'SavedFit', 'AutoResume',
+           'do_fit']
 
 # %% ../nbs/06_resume.ipynb #b69519d2
 # Data, which a file can hold without code

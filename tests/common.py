@@ -136,6 +136,13 @@ def assert_same(a, b, tol=0.):
     assert (diff <= tol).all(), f'largest difference {diff.max()}, mean {diff.mean()}, allowed {tol}'
 
 
+def assert_apart(a, b, least=1e-3):
+    """Asserts that two Learners, models or vectors of weights differ by more than `least`, so that a proof of equal
+    ones proves something"""
+    a, b = [o if isinstance(o, torch.Tensor) else weights(o) for o in (a, b)]
+    assert (a-b).abs().max() > least
+
+
 def assert_moved(learn, seed=0):
     "Asserts that training has changed the weights of `model(seed)`"
     difference = weights(learn)-weights(model(seed))

@@ -2,12 +2,6 @@
 from common import *
 
 
-def assert_different(a, b):
-    "Asserts that two Learners or models have other weights, so that a proof of equal ones proves something"
-    difference = weights(a)-weights(b)
-    assert difference.abs().max() > 1e-3
-
-
 def assert_nothing_left(learn):
     "Asserts that neither the Learner nor a module has a method of ours any more"
     for name in ('all_batches', 'one_batch', '_do_one_batch', '_do_grad_opt', '_backward'):

@@ -37,9 +37,4 @@ def learner_of(samples, bs, cbs, loss_func, m=None, **kwargs):
     return Learner(DataLoaders(train, valid), m, loss_func, opt_func=opt_func, cbs=cbs, **kwargs)
 
 
-def assert_apart(a, b, least=1e-3):
-    "Asserts that two vectors of weights differ by more than `least`"
-    assert (a-b).abs().max() > least
-
-
 __all__ = [o for o in globals() if not o.startswith(('_', 'test'))]

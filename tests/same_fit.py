@@ -23,11 +23,5 @@ def assert_same_curves(small, large, rate_tol=0.):
     for name, values in expected_hypers.items(): assert_same(small.hps[name], values, rate_tol)
 
 
-def assert_apart(learn, other, least):
-    "Asserts that some weight of two models differs by more than `least`"
-    difference = weights(learn)-weights(other)
-    assert difference.abs().max() > least
-
-
 class TrainingFault(Fault): run_valid = False
 

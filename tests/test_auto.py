@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common import *
-from comparing import assert_different
 from fastxtend_accum.memory.auto import Halving
 from limited_memory import MemoryLimit, run_out_of_memory
 
@@ -199,7 +198,7 @@ def test_texts_of_many_lengths():
         return fit(learn, 1), memory.in_training
     plain, _ = run(math.inf)
     ours, sizes = run(320, split_auto())
-    assert_different(plain, MeanOfLayer(0))
+    assert_apart(plain, MeanOfLayer(0))
     assert_same(weights(ours), weights(plain), ROUNDING)
     of_20 = [32, 16, 16, 16, 16]  # the first batch is too large, and its halves fit
     of_40 = [8, 8, 8, 8, 8, 8, 8, 8]
@@ -234,7 +233,7 @@ texts = ['a' if i%2 else 'abc' for i in range(32)]
 def test_inputs_without_tensors_are_split_by_samples():
     def run(most, *cbs): return fit(of_inputs(texts, OfTexts(most), mse, *cbs), 1, .01)
     plain = run(16)
-    assert_different(plain, OfTexts(0))
+    assert_apart(plain, OfTexts(0))
     ours = run(5, split_auto())
     assert_same(weights(ours), weights(plain), ROUNDING)
 
@@ -294,7 +293,7 @@ def test_the_allocator_itself_fails():
     n, ours = torch.load('ours.pt')
     assert 8 <= n <= 256
     plain = fit(large_learner(), 1, .1)
-    assert_different(plain, large_learner())
+    assert_apart(plain, large_learner())
     assert_same(ours, weights(plain), FLOAT32)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from common import *
-from same_fit import FLOAT32, TrainingFault, assert_apart, assert_same_fit
+from same_fit import FLOAT32, TrainingFault, assert_same_fit
 
 
 def test_four_batches_of_8_train_as_one_of_32():

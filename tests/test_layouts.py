@@ -4,7 +4,6 @@ import pytest
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from common import *
-from comparing import assert_different
 
 FLOAT32 = 1e-6  # rounding of float32 weights, and of the Recorder
 
@@ -71,7 +70,7 @@ def test_views_are_split_along_their_samples(layout, saver, n_views, bs, micro):
         with quiet(learn): preds, _ = learn.get_preds()
         return learn, values, preds
     plain, expected, expected_preds = run()
-    assert_different(plain, SumsViews())
+    assert_apart(plain, SumsViews())
     ours, values, preds = run(saver(micro))
     assert_same(weights(ours), weights(plain), ROUNDING)
     assert_same(preds, expected_preds, ROUNDING)
@@ -223,7 +222,7 @@ def split_by_labels(micro_batch_size):
 
 def assert_equal_fits(ours, plain):
     n_layers = plain.model.rnn.num_layers
-    assert_different(plain, Tagger(None, n_layers))
+    assert_apart(plain, Tagger(None, n_layers))
     assert_same(weights(ours), weights(plain), FLOAT32)
     assert_same(floats(ours.recorder.values), floats(plain.recorder.values), FLOAT32)
 
@@ -334,5 +333,5 @@ def test_time_first_is_an_error_where_a_batch_would_be_split(per_step, n_steps, 
 def test_time_first_is_fine_where_whole_batches_fit(per_step, n_steps, saver, size):
     plain = fit(time_first_learner(per_step, n_steps), 2)
     ours = fit(time_first_learner(per_step, n_steps, saver(size)), 2)
-    assert_different(plain, TimeFirst(per_step))
+    assert_apart(plain, TimeFirst(per_step))
     assert_same(weights(ours), weights(plain), FLOAT32)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common import *
-from comparing import assert_different, assert_nothing_left
+from comparing import assert_nothing_left
 from fastxtend_accum.memory.micro_batches import LossParts, MicroBatches, chunk_bounds, per_sample_names
 from fastxtend_accum.windows.window import LossSums
 from small_learners import image_learner, over_all, seeded, spread
@@ -215,7 +215,7 @@ class OwnMix(Callback):
 def test_what_callbacks_draw_for_the_batch_is_split_with_it(mix, make_cb):
     plain = seeded(image_learner(mix()))
     ours = seeded(image_learner(mix(), make_cb()))
-    assert_different(plain, seeded(image_learner()))
+    assert_apart(plain, seeded(image_learner()))
     assert_same(weights(ours), weights(plain), FLOAT32)
     assert_same(losses(ours), losses(plain), FLOAT32)
     assert_same(floats(ours.recorder.values), floats(plain.recorder.values), FLOAT32)
@@ -456,5 +456,5 @@ def test_a_learner_with_a_method_of_its_own_is_an_error_that_names_it(cls, name,
 @pytest.mark.parametrize('cls,name', own_methods)
 def test_a_learner_with_a_method_of_its_own_may_have_windows_of_one_whole_batch(cls, name):
     plain = fit(learner_of(cls))
-    assert_different(plain, fit(learner_of(Learner)))
+    assert_apart(plain, fit(learner_of(Learner)))
     assert_same(weights(fit(learner_of(cls, GradientAccumulation(32)))), weights(plain))

@@ -4,7 +4,6 @@ from fastai.distributed import DistributedDL
 from torch.ao.quantization import PerChannelMinMaxObserver
 
 from common import *
-from comparing import assert_different
 from fastxtend_accum.windows.loader import epoch_samples
 
 FLOAT32 = 1e-6  # rounding of float32 weights, and of the Recorder's losses
@@ -92,7 +91,7 @@ def assert_fits_pretext(tol, *cbs):
     ours = fit_pretext(*cbs)
     assert ours.masked.n_seen == plain.masked.n_seen == 2*(3+2)
     assert_same(weights(ours), weights(plain), tol)
-    assert_different(plain, pretext_learner())
+    assert_apart(plain, pretext_learner())
 
 
 @pytest.mark.parametrize('name', ADAPTING)
@@ -143,7 +142,7 @@ def test_auto_leaves_the_batch_alone(make_adapting, make_model, change):
         return fit(learn, 2)
     plain = train()
     assert_same(weights(train(make_adapting())), weights(plain))
-    assert_different(plain, fit(make_learner(32), 2))
+    assert_apart(plain, fit(make_learner(32), 2))
 
 
 @pytest.mark.parametrize('n', [96, 88])
@@ -208,7 +207,7 @@ def test_ghost_batchnorm_is_exact(bs, make_cb):
     ours = fit_norm(GhostBatchNorm(), bs, make_cb())
     assert_same(weights(ours), weights(plain), ROUNDING)
     assert_same_buffers(ours, plain, ROUNDING)
-    assert_different(plain, fit_norm(whole_batch_norm(), 32))
+    assert_apart(plain, fit_norm(whole_batch_norm(), 32))
 
 
 class Crops(nn.Module):

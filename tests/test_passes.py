@@ -5,7 +5,6 @@ from fastai.metrics import LossMetrics
 from torch.utils._pytree import tree_flatten
 
 from common import *
-from comparing import assert_different
 from limited_memory import OutOfMemory
 
 FLOAT32 = 5e-6  # rounding of float32 weights, and of the Recorder
@@ -127,7 +126,7 @@ def test_what_a_callback_sets_up_holds_in_each_pass(sets_up, event, several_pass
     def run(*cbs): return fit(make_learner(32, m=scaled_model(), cbs=cbs), 2)
     plain = run(sets_up(event))
     ours = run(sets_up(event), *several_passes())
-    assert_different(plain, run())
+    assert_apart(plain, run())
     assert_same(weights(ours), weights(plain), ROUNDING)
     assert_same(losses(ours), losses(plain), FLOAT32)
 
@@ -147,7 +146,7 @@ def test_what_a_callback_sets_up_holds_where_the_cache_runs_again(sets_up, event
     of the model hold; what else may not, so that a warning before training names all such callbacks"""
     plain = fit(make_learner(32, m=scaled_model(), cbs=sets_up(event)), 2)
     ours = fit(make_learner(32, m=scaled_model(), cbs=[sets_up(event), GradientCache(8)]), 2)
-    assert_different(plain, fit(make_learner(32, m=scaled_model()), 2))
+    assert_apart(plain, fit(make_learner(32, m=scaled_model()), 2))
     assert_same(weights(ours), weights(plain), ROUNDING)
 
 

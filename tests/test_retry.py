@@ -6,7 +6,6 @@ import pytest
 from fastai.callback.mixup import MixUp
 
 from common import *
-from comparing import assert_different
 from fastxtend_accum.memory.out_of_memory import NothingFits, is_out_of_memory
 from fastxtend_accum.memory.retry import MemorySaver
 from limited_memory import MemoryLimit, OutOfMemory, run_out_of_memory
@@ -123,7 +122,7 @@ def assert_as_split_by_hand(saver, place, at, accum_bs, *cbs):
     assert all(strikes.counts[batch] >= nth for batch, nth in at.items())
     assert saver.micro_bs == 32 >> len(at)
     plain, drawn = split_by_hand(at, accum_bs)
-    assert_different(plain, Fragile())
+    assert_apart(plain, Fragile())
     assert_same(weights(learn), weights(plain), ROUNDING)
     for a, b in zip(learn.model.buffers(), plain.buffers(), strict=True):
         assert_same(a.double(), b.double(), ROUNDING)
@@ -222,7 +221,7 @@ def test_what_a_failed_pass_has_changed_is_put_back(first_layer, nth):
     plain = fit_with_state(first_layer())
     ours = fit_with_state(first_layer(), OutOfMemory('after_loss', nth), saver)
     assert saver.level
-    assert_different(plain.model[1:], model())
+    assert_apart(plain.model[1:], model())
     assert_same(weights(ours), weights(plain))
     assert_same(losses(ours), losses(plain))
     buffer = first(plain.model[0].buffers())
@@ -252,7 +251,7 @@ def test_sums_of_half_precision_weights_stand_aside(nth):
     plain = run()
     ours = run(OutOfMemory('after_loss', nth), saver)
     assert saver.level
-    assert_different(plain, model().bfloat16())
+    assert_apart(plain, model().bfloat16())
     assert_same(weights(ours), weights(plain))
 
 
@@ -264,7 +263,7 @@ def test_targets_that_a_callback_replaces_in_the_failed_pass_are_put_back(saver)
     def run(*cbs): return fit(make_learner(16, n=48, m=blocks_of_layers(), cbs=cbs), 1)
     smooths = Callback(after_pred=smooth)
     plain = run(smooths)
-    assert_different(plain, run())
+    assert_apart(plain, run())
     fails = OutOfMemory('after_loss', 2, order=5)
     ours = run(smooths, fails, saver())
     assert fails.count > 3
@@ -333,7 +332,7 @@ def test_no_callback_sees_that_memory_ran_out(event):
         ours = run(split_auto(), draws_once, Callback(**{event: fail}))
     assert len(set(draws_once.drawn)) == 8
     plain = run(DrawsOnce())
-    assert_different(plain, model().float())
+    assert_apart(plain, model().float())
     assert_same(weights(ours), weights(plain), FLOAT32)
     assert_same(losses(ours), losses(plain), FLOAT32)
 
@@ -368,7 +367,7 @@ def test_a_batch_that_is_cancelled_as_it_runs_again_is_left_out(event, saver, nt
     def run(*cbs): return fit(make_learner(8, n=32, m=blocks_of_layers(), cbs=[CountsEvents(), *cbs]), 1)
     plain = run(Fault(CancelBatchException, event, 2, order=20))
     ours = run(RunsOutThenCancels(event, nth), saver())
-    assert_different(plain, run())  # the cancelled batch has no step
+    assert_apart(plain, run())  # the cancelled batch has no step
     assert_same(weights(ours), weights(plain), ROUNDING)
     assert len(losses(ours)) == len(losses(plain)) == 4
     assert ours.counts_events.counts == plain.counts_events.counts == dict(cancelled=1, ended=4)

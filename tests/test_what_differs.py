@@ -13,7 +13,6 @@ from fastai.vision.all import (CategoryBlock, ImageBlock, PILImage, RandomErasin
 from sklearn.datasets import load_digits
 
 from common import *
-from same_fit import assert_apart
 
 
 # Layers that normalize

@@ -193,7 +193,7 @@ class MicroBatches:
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e7b434d7
 @patch
-def run_split(self:MicroBatches, loop, bounds:list[tuple[int,int]]):
+def run_split(self:MicroBatches, loop, bounds:list):
     "Runs one micro-batch after the other, and joins what they leave"
     learn = loop.learn
     samples = loop.batches.current.samples
@@ -239,7 +239,7 @@ def forward_in_micro_batches(
     forward:Callable, # Forward pass of a module
     args:tuple, # Its arguments, for all rows
     kwargs:dict,
-    bounds:list[tuple[int,int]], # Start and end of each micro-batch
+    bounds:list, # Start and end of each micro-batch
     owners:list, # Modules with a hidden state
     last_forward:Callable|None=None, # Forward pass for the last micro-batch, if that is another
 ):

@@ -105,8 +105,6 @@ def accumulates_gradients(cb)->bool:
 def check_learner(
     learn:Learner, # Has an optimizer and a model
     cb:Callback, # Runs the windows
-    joins_batches:bool, # Whether a window has several loader batches
-    splits_batches:bool, # Whether a loader batch has several micro-batches
 ):
     "Raises ValueError if something in `learn` would use, keep or change gradients before their sum is complete"
     check_callbacks(learn, cb)
@@ -117,7 +115,6 @@ def check_learner(
     if any(map(uses_cuda_graphs, learn.model.modules())):
         raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
                          "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
-    if joins_batches or splits_batches: warn_of_gradient_hooks(params)
 
 def warn_of_gradient_hooks(params:list):
     "Warns if `params` have hooks, since several micro-batches share an optimizer step"

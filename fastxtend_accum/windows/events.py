@@ -20,6 +20,7 @@ batch_events = ('before_batch','after_pred','after_loss','before_backward','afte
 # Methods by which fastai sends events. A Learner may have its own, as profilers do
 _senders = {name:getattr(Learner, name) for name in ('__call__','_call_one','_with_events')}
 
+# %% ../../nbs/windows/09_events.ipynb #c6c34d87
 def sends_as_fastai(learn)->bool:
     "Returns whether `learn` sends events by fastai's own methods"
     for name,method in _senders.items():
@@ -147,6 +148,7 @@ def before_batch_and_late_changes(self:Events)->list[str]:
             names.append(type(who).__name__)
     return names
 
+# %% ../../nbs/windows/09_events.ipynb #2c375791
 @patch
 def after_loss_and_changes(self:Events)->bool:
     """Sends `after_loss`; returns whether a callback has changed the loss, other than fastai's own, which change it in
@@ -200,6 +202,7 @@ def is_same(a, b)->bool:
     is_plain = type(a) is type(b) and isinstance(a, (int,float,str))
     return is_plain and a == b
 
+# %% ../../nbs/windows/09_events.ipynb #7bcec9a3
 class SetUp:
     """Stands for the callback `cb` at `before_batch`, and calls it again before a further pass of the batch if that is
     needed. For example, `MixedPrecision` enters autocast in `before_batch`, and leaves it in `after_loss`: without a
@@ -240,6 +243,7 @@ def with_set_ups(cbs:list, learn)->list:
         res.append(SetUp(cb, learn) if acts_in_passes else cb)
     return res
 
+# %% ../../nbs/windows/09_events.ipynb #4de75707
 @patch
 def repeat_set_up_in_passes(self:Events):
     "Called if a batch may run in several passes: from now on, each `before_batch` goes through a `SetUp`"

@@ -195,21 +195,22 @@ class GradientSums:
             p.grad = torch.zeros_like(p)
         return p.grad
 
-    # For `BatchUndo`, which runs a batch again if memory runs out
+# %% ../../nbs/windows/02_gradients.ipynb #35c11ed2
+@patch
+def restart(self:GradientSums, float32:dict|None):
+    """Goes on with the gradients as they are now, and these sums in float32, since those of earlier batches were
+    set aside"""
+    self.float32 = float32
+    if self.guard is not None:
+        self.guard = GradientGuard(self.params.guarded)
 
-    def restart(self, float32:dict|None):
-        """Goes on with the gradients as they are now, and these sums in float32, since those of earlier batches were
-        set aside"""
-        self.float32 = float32
-        if self.guard is not None:
-            self.guard = GradientGuard(self.params.guarded)
-
-    def add_float32(self, aside:dict|None):
-        "Adds to the sums in float32 those that were `aside`. `BatchUndo` has done so with `.grad`"
-        if aside is None:
-            self.restart(self.float32)
-            return
-        for p,grad in self.float32.items():
-            if p in aside: grad = aside[p]+grad
-            aside[p] = grad
-        self.restart(aside)
+@patch
+def add_float32(self:GradientSums, aside:dict|None):
+    "Adds to the sums in float32 those that were `aside`. `BatchUndo` has done so with `.grad`"
+    if aside is None:
+        self.restart(self.float32)
+        return
+    for p,grad in self.float32.items():
+        if p in aside: grad = aside[p]+grad
+        aside[p] = grad
+    self.restart(aside)

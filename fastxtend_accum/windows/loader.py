@@ -213,7 +213,7 @@ class EpochBatches(GetAttr):
         if self.info.has_exact_length: return self.n_rounds
         return max(self.n_rounds, 1)  # there may be a batch, although none was announced
 
-# %% ../../nbs/windows/08_loader.ipynb #d04abed3
+# %% ../../nbs/windows/08_loader.ipynb #53f9bf04
 # Commands
 
 @patch
@@ -264,6 +264,7 @@ def note_surplus(self:EpochBatches):
     warn(f"the DataLoader yields more than the {self.plan.n_batches} batches that its length announces, so the window "
          "that ended there may have fewer samples: let its length (for fastai's, n) count all of them")
 
+# %% ../../nbs/windows/08_loader.ipynb #ff3d4b42
 @patch
 def prefetch(self:EpochBatches, samples:int):
     """Before a window: reads ahead until there are `samples`, so that `can_fill` knows whether it is going to be full.

@@ -266,6 +266,7 @@ def run_single(self:WindowLoop)->bool:
     if not self.window.is_full and not ends_epoch: return counts
     return self.close_window() is not Outcome.CANCELLED
 
+# %% ../../nbs/windows/15_loop.ipynb #b79d3458
 @patch
 def end_round(self:WindowLoop):
     "After fastai's `after_batch`: takes back what loggers were shown, and logs the samples of a window that was closed"
@@ -344,6 +345,7 @@ def end_batch(self:WindowLoop, was_cancelled:bool):
     else: self.send.to_preparing('after_cancel_batch', only_with=('before_batch','after_batch'))
     self.send.to_preparing('after_batch', only_with=('before_batch',))
 
+# %% ../../nbs/windows/15_loop.ipynb #4495dc52
 @patch
 def run_batch(self:WindowLoop)->bool:
     "Runs the batch that `learn` holds; returns whether it counts, which it does not if a callback cancels it"
@@ -428,6 +430,7 @@ def close_window(self:WindowLoop)->Outcome:
     self.leaves_grads = False
     return outcome
 
+# %% ../../nbs/windows/15_loop.ipynb #541dd1f5
 @patch
 def finalize_gradients(self:WindowLoop)->Outcome:
     "Makes means of the sums of the window, over all processes, and returns what is to become of it"
@@ -566,7 +569,7 @@ def take_part(self:WindowLoop, between_windows:Callable, read:Callable):
 def state(self:WindowLoop)->dict:
     "Returns the place in the fit, between two windows, for `go_to` in another process"
     return dict(
-        counts=(self.n_steps, self.progress.n_closed, self.progress.n_rounds),
+        counts=(self.n_steps, self.progress.n_closed, self.progress.n_begun),
         batches=self.batches.state())
 
 @patch

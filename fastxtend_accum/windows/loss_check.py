@@ -113,6 +113,7 @@ _warnings_of_changes = dict(
 # verdict: 'same', 'differs' by an error, 'unknown' for a reason; or 'replaced', 'added' or 'late', by a callback
 Comparison = namedtuple('Comparison', 'verdict error reason', defaults=(0., ''))
 
+# %% ../../nbs/windows/06_loss_check.ipynb #5e10d8fa
 class LossCheck:
     "Compares the loss of a window, and its gradient, with those of its micro-batches, in the first windows of a fit"
     tolerance = 1e-5  # largest relative difference that is taken for rounding
@@ -135,14 +136,6 @@ class LossCheck:
         self.micro_batches = []
         self.windows_left = 0
         self.is_over = True
-
-    def skip_window(self):
-        "Counts a window that is not compared"
-        if self.is_over: return
-        self.n_skipped += 1
-        if self.n_skipped < self.next_late: return
-        self.next_late *= 4
-        self.windows_left = 1
 
     def add(self,
         learn:Learner, # At the loss of a micro-batch
@@ -178,6 +171,16 @@ class LossCheck:
 
     def verdict(self)->str|None:
         return self.results[-1].verdict if self.results else None
+
+# %% ../../nbs/windows/06_loss_check.ipynb #e13d900d
+@patch
+def skip_window(self:LossCheck):
+    "Counts a window that is not compared"
+    if self.is_over: return
+    self.n_skipped += 1
+    if self.n_skipped < self.next_late: return
+    self.next_late *= 4
+    self.windows_left = 1
 
 # %% ../../nbs/windows/06_loss_check.ipynb #2fe6890c
 @patch

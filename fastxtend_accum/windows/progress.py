@@ -15,7 +15,7 @@ from .loggers import Loggers
 # %% auto #0
 __all__ = ['Progress']
 
-# %% ../../nbs/windows/12_progress.ipynb #a6358659
+# %% ../../nbs/windows/12_progress.ipynb #d6f53378
 class Progress:
     "Keeps `learn.pct_train` and `learn.train_iter` right in one epoch"
     def __init__(self,
@@ -31,7 +31,7 @@ class Progress:
         self.counts_samples = counts_samples
         self.n_windows = len(batches.plan.windows)
         self.n_closed = 0  # windows
-        self.n_rounds = 0  # that have begun
+        self.n_begun = 0  # rounds
         # In each round fastai advances by 1/n_iter. That is right if each round is a window, and all advance by the
         # same
         has_window_per_round = len(batches) == self.n_windows
@@ -56,15 +56,15 @@ class Progress:
 
     def note_closed_window(self): self.n_closed += 1
 
-    def go_to(self, n_closed:int, n_rounds:int):
+    def go_to(self, n_closed:int, n_begun:int):
         "After `begin_epoch`: goes on after so many windows. Whoever calls it has restored the position itself"
         self.n_closed = n_closed
-        self.n_rounds = n_rounds
+        self.n_begun = n_begun
 
     def begin_round(self):
         "Counts a round, and notes the position before it"
-        self.learn.iter = self.n_rounds
-        self.n_rounds += 1
+        self.learn.iter = self.n_begun
+        self.n_begun += 1
         self.pct_train_before = self.learn.pct_train
         self.train_iter_before = self.learn.train_iter
 
@@ -79,9 +79,11 @@ class Progress:
         if self.counts_samples:
             self.loggers.shift_wandb_epoch((learn.pct_train-before)*learn.n_epoch)
 
-    def uncount_round(self):
-        "After `after_batch` of a round in which no window was closed: takes back what fastai has counted"
-        learn = self.learn
-        learn.train_iter = self.train_iter_before
-        if self.counts_samples: learn.pct_train = self.pct_train()  # samples that were read advance it
-        else: learn.pct_train = self.pct_train_before
+# %% ../../nbs/windows/12_progress.ipynb #e6b715da
+@patch
+def uncount_round(self:Progress):
+    "After `after_batch` of a round in which no window was closed: takes back what fastai has counted"
+    learn = self.learn
+    learn.train_iter = self.train_iter_before
+    if self.counts_samples: learn.pct_train = self.pct_train()  # samples that were read advance it
+    else: learn.pct_train = self.pct_train_before

@@ -61,6 +61,7 @@ class Contribution(NamedTuple):
     samples:int
     unit:Count|None  # of the weight
 
+# %% ../../nbs/windows/04_window.ipynb #caba095c
 class LossSums(NamedTuple):
     """Sums over micro-batches. Each loss is weighted by its items/`unit`. The unit is a power of two near the items of
     the first micro-batch: weights are near 1, so that a sum stays about as large as a mean, and float16 does not
@@ -121,15 +122,17 @@ class LossSums(NamedTuple):
         if self.items is None: return self.loss
         return zero_if_empty(self.items, self.loss/self.weight)
 
-    def on_host(self)->LossSums:
-        "Returns the sums on the CPU, all in one transfer, since each transfer waits for the GPU"
-        if not isinstance(self.items, Tensor):
-            return self._replace(loss=self.loss.cpu())
-        loss_sum = self.loss.as_subclass(Tensor)
-        unit = torch.as_tensor(self.unit, device=loss_sum.device)
-        values = [o.reshape(1) for o in (loss_sum, self.items, unit)]
-        loss,items,unit = torch.cat(values).tolist()
-        return self._replace(loss=torch.tensor(loss, dtype=loss_sum.dtype), items=items, unit=unit)
+# %% ../../nbs/windows/04_window.ipynb #d3597666
+@patch
+def on_host(self:LossSums)->LossSums:
+    "Returns the sums on the CPU, all in one transfer, since each transfer waits for the GPU"
+    if not isinstance(self.items, Tensor):
+        return self._replace(loss=self.loss.cpu())
+    loss_sum = self.loss.as_subclass(Tensor)
+    unit = torch.as_tensor(self.unit, device=loss_sum.device)
+    values = [o.reshape(1) for o in (loss_sum, self.items, unit)]
+    loss,items,unit = torch.cat(values).tolist()
+    return self._replace(loss=torch.tensor(loss, dtype=loss_sum.dtype), items=items, unit=unit)
 
 # %% ../../nbs/windows/04_window.ipynb #a461bdcd
 class Outcome(Enum):
@@ -140,6 +143,7 @@ class Outcome(Enum):
     NONFINITE = auto()  # its gradient contains NaN or infinity
     CANCELLED = auto()  # a callback has cancelled it after a backward pass: its gradient stays, as in fastai
 
+# %% ../../nbs/windows/04_window.ipynb #57e85ef5
 class Window:
     """The loader batches of one optimizer step, `size` samples in this process or more, and the sums over them. Once a
     batch has run, it is open; with `size` samples it is full; with an `outcome` it is closed"""
