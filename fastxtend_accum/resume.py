@@ -27,8 +27,7 @@ __all__ = ['fastai_do_fit', 'is_plain', 'safe_types', 'subclasses', 'packed', 'h
            'has_state_dict', 'kept_attributes', 'changed_attributes', 'restore_attributes', 'unkept', 'tensors_of',
            'model_state', 'restore_model', 'parts_of_loader', 'find_generators', 'generator_states',
            'restore_generators', 'Reader', 'n_workers', 'makes_items', 'makes_indices', 'ResumeFile', 'moved', 'Fits',
-           'file_of', 'remove_files', 'remove_files_at_exit', 'settings_of', 'check_same', 'SavedFit', 'AutoResume',
-           'do_fit']
+           'remove_files', 'remove_files_at_exit', 'settings_of', 'check_same', 'SavedFit', 'AutoResume', 'do_fit']
 
 # %% ../nbs/06_resume.ipynb #b69519d2
 # Data, which a file can hold without code
@@ -128,15 +127,16 @@ def changed_attributes(learn, at_start:dict)->dict:
     return res
 
 # %% ../nbs/06_resume.ipynb #77dec2ab
-def restore_attributes(learn, changed:dict, at_start:dict):
-    """Sets what had `changed` when the file was written. What had not, or no longer, becomes what it was `at_start`:
-    the events before this place may have reset it. Sets lists and dicts in place, since somebody else may hold them"""
+def restore_attributes(learn, killed:dict, at_start:dict):
+    """Sets what had changed in the process that was `killed`. What had not, or no longer, becomes what it was
+    `at_start`: the events before this place may have reset it. What that process did not know, such as a callback that
+    has been added, stays. Sets lists and dicts in place, since somebody else may hold them"""
     reset = {}
     for key in changed_attributes(learn, at_start):
-        if key in at_start:
+        if key in at_start and key in killed['known']:
             reset[key] = pickle.loads(at_start[key])
     owners = numbered(holders(learn))
-    for (owner,name),value in {**reset, **changed}.items():
+    for (owner,name),value in {**reset, **killed['changed']}.items():
         if owner not in owners: continue  # a callback was removed
         attrs = vars(owners[owner])
         present = attrs.get(name)
@@ -151,15 +151,16 @@ def restore_attributes(learn, changed:dict, at_start:dict):
 _other = Callable,Tensor,Path,Metric,DataLoaders,DataLoader,*generators  # has no state, or is kept elsewhere
 
 def unkept(learn)->list:
-    "Returns the attributes of the user's callbacks that may have a state, and are not kept"
+    "Returns what may have a state and is not kept: attributes of the user's callbacks, and random numbers"
     res = []
+    if getattr(learn.dls.train, 'persistent_workers', False):
+        res.append('the random numbers of persistent_workers')
     for cb in learn.cbs:
         if isinstance(cb, WindowCallback) or type(cb).__module__.startswith('fastai.'):
             continue
         for name,o in vars(cb).items():
-            is_known = has_state_dict(o) or is_plain(o) or isinstance(o, _other)
-            if not is_known:
-                res.append(f'{type(cb).__name__}.{name}')
+            if has_state_dict(o) or is_plain(o) or isinstance(o, _other): continue
+            res.append(f'{type(cb).__name__}.{name}')
     return res
 
 # %% ../nbs/06_resume.ipynb #bb683023
@@ -292,10 +293,13 @@ def makes_indices(dl)->bool:
 
 class ResumeFile:
     "A state in `path`, and the one before in `previous`: one of them is whole, whenever the process is killed"
-    def __init__(self, path:Path):
-        self.path = path
-        self.previous = path.with_suffix('.previous.pth')
-        self.unfinished = path.with_suffix('.new')
+    def __init__(self,
+        name:Path, # `learn.path/learn.model_dir/fname`
+        number:int, # Of the fit, in the process
+    ):
+        self.path = name.with_name(f'{name.name}-{number}.pth')
+        self.previous = self.path.with_suffix('.previous.pth')
+        self.unfinished = self.path.with_suffix('.new')
 
     def save(self, state:dict):
         if not is_plain(state):
@@ -309,10 +313,14 @@ class ResumeFile:
             self.path.replace(self.previous)
         self.unfinished.replace(self.path)
 
+    def written(self)->list:
+        "Returns the paths of the files that are there, the newest first"
+        return [o for o in (self.path, self.previous) if o.exists()]
+
     def load(self, device)->dict|None:
         """Returns the newest state that is not damaged, with its tensors on `device`; None if there is none. Raises
         ValueError if all are damaged"""
-        paths = [o for o in (self.path, self.previous) if o.exists()]
+        paths = self.written()
         for path in paths:
             try: return self.read(path, device)
             except Exception as e:
@@ -362,17 +370,12 @@ class Fits:
 
 _fits = defaultdict(Fits)  # by path
 
-def file_of(path:Path, number:int)->ResumeFile:
-    "Returns the file of the fit with this number"
-    return ResumeFile(path.with_name(f'{path.name}-{number}.pth'))
-
 def remove_files(path:Path, number:int=0):
     "Removes the files of the fits from this number on"
-    file = file_of(path, number)
-    while file.path.exists() or file.previous.exists():
+    file = ResumeFile(path, number)
+    if file.written():
         file.remove()
-        number += 1
-        file = file_of(path, number)
+        remove_files(path, number+1)
 
 @atexit.register
 def remove_files_at_exit():
@@ -384,7 +387,7 @@ def remove_files_at_exit():
 # %% ../nbs/06_resume.ipynb #5f532a42
 # Settings
 
-_points = [i/50 for i in range(51)]  # of training, where schedules are compared
+_points = np.linspace(0, 1, 51).tolist()  # of training, where schedules are compared
 _at_points = 'windows','schedule of'  # settings with a value at each of these
 
 def settings_of(learn, leader:WindowCallback)->dict:
@@ -405,8 +408,7 @@ def settings_of(learn, leader:WindowCallback)->dict:
         log_accum_batch=leader.settings().log_accum_batch)
     for name in ('lr','wd'):
         res[name] = [float(o.get(name, 0)) for o in learn.opt.hypers]
-    scheduler = getattr(learn, 'param_scheduler', None)
-    for name,f in getattr(scheduler, 'scheds', {}).items():
+    for name,f in nested_attr(learn, 'param_scheduler.scheds', {}).items():
         # In float32: another machine may round differently
         res[f'schedule of {name}'] = [str(np.float32(f(o))) for o in _points]
     return res
@@ -454,7 +456,8 @@ def state(self:SavedFit, place:dict|None)->dict:
     own = dict(
         place=place,
         reader=(self.reader.at_start, self.reader.n_samples),
-        attributes=changed_attributes(learn, self.at_start),
+        known=list(self.at_start),
+        changed=changed_attributes(learn, self.at_start),
         generators=generator_states(learn))
     of_all = [own for _ in range(self.n_processes)]
     if self.n_processes > 1:
@@ -525,8 +528,7 @@ def begin(self:SavedFit)->int:
 @patch
 def show_rows(self:SavedFit):
     "Lets loggers have the rows of epochs that are left out, so that the epoch table and CSVLogger's file are whole"
-    bar = nested_attr(self.learn, 'progress.mbar')
-    if bar: bar.update(0)  # where a bar of fastprogress has to begin
+    if bar := nested_attr(self.learn, 'progress.mbar'): bar.update(0)  # where a bar of fastprogress has to begin
     for row in self.rows:
         self.learn.logger(L(row))
 
@@ -535,7 +537,7 @@ def restore(self:SavedFit, found:dict):
     "Restores all but the place in the epoch"
     own = found['processes'][self.rank]
     restore_model(self.learn, found['model'])
-    restore_attributes(self.learn, own['attributes'], self.at_start)
+    restore_attributes(self.learn, own, self.at_start)
     restore_generators(self.learn, own['generators'])
 
 @patch
@@ -637,13 +639,11 @@ def start(self:AutoResume)->int:
         raise ValueError('AutoResume cannot save a sharded model: use DistributedDataParallel')
     names = unkept(learn)
     if names: warn(f"AutoResume does not keep {', '.join(names)}: it keeps plain data, and what has a state_dict")
-    if getattr(learn.dls.train, 'persistent_workers', False):
-        warn('AutoResume does not keep the random numbers of persistent_workers: leave that out')
     path = (learn.path/learn.model_dir/self.fname).absolute()
     fits = _fits[path]
     number = fits.begin(learn)
     if self.restart:
         remove_files(path, number)
     leader = first(learn._grab_cbs(WindowCallback), WindowCallback.is_leader)
-    self.saved_fit = SavedFit(self, leader, fits, file_of(path, number))
+    self.saved_fit = SavedFit(self, leader, fits, ResumeFile(path, number))
     return self.saved_fit.begin()

@@ -69,3 +69,15 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv('WANDB_SILENT', 'true')
     torch.manual_seed(0)
     with patch.dict(os.environ): yield  # W&B leaves the address of a process there, which writes into this folder
+
+
+@pytest.fixture(scope='module')
+def cuda():
+    "Without a GPU there is one message, and no success"
+    import torch
+    if not torch.cuda.is_available():
+        pytest.exit('pytest -m gpu needs a GPU, and torch.cuda.is_available() is False here', returncode=1)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False

@@ -5,16 +5,8 @@ import pytest
 
 from common import *
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures('cuda')]
 gpu = 'cuda'
-
-@pytest.fixture(scope='module', autouse=True)
-def cuda():
-    "Without a GPU there is one message, and no success"
-    if not torch.cuda.is_available():
-        pytest.exit('pytest -m gpu needs a GPU, and torch.cuda.is_available() is False here', returncode=1)
-    torch.backends.cudnn.deterministic,torch.backends.cudnn.benchmark = True,False
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
 
 @pytest.fixture(autouse=True)
 def all_memory():
