@@ -107,11 +107,11 @@ def test_what_fits(make):
 
 # Calls of Python and C functions per micro-batch, relative to the plain Learner: with torch's SGD, with fastai's Adam
 
-# With windows of one, .43 was the goal. In a loop that sends no events at all, fastai's optimizer, Recorder and loader
-# make .31 and .39 of the calls, and nothing can save these
+# With windows of one, fastai's optimizer, callbacks and loader alone make .36 and .44 of the calls: see the test of a
+# loop without events
 limits = {
-    ('windows', 1): (.455, .52),
-    ('windows', 8): (.25, .23),
+    ('windows', 1): (.45, .515),
+    ('windows', 8): (.245, .23),
     ('windows', 64): (.22, .20),
     ('split', 8): (.22, .21),
     ('split', 64): (.17, .15),
@@ -143,10 +143,11 @@ def test_calls_of_the_first_windows(kind, opt):
 
 
 def batches_without_events(learn):
-    "fastai's loop without its events, but for the Recorder and the counter of batches"
+    "fastai's loop, in which the callbacks that every Learner has do their work, and no event is sent"
     loggers = [cb for cb in learn.cbs if isinstance(cb, (TrainEvalCallback, Recorder))]
     for batch in learn.dl:
         learn._split(learn._set_device(batch))
+        learn.cast_to_tensor.before_batch()
         learn.pred = learn.model(*learn.xb)
         learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
         learn.loss = learn.loss_grad.clone()
@@ -158,7 +159,7 @@ def batches_without_events(learn):
 
 @opts
 def test_calls_beyond_those_of_a_loop_without_events(opt):
-    "Our own loop and its events take a seventh of the plain Learner's calls"
+    "Our loop and the way of each event take a ninth of the plain Learner's calls; what fastai does takes .34 and .42"
     def without_events(task, k):
         learn = learner(task, opt_func=costs.opts[opt])
         learn.n_iter = len(task.batches)
@@ -169,7 +170,7 @@ def test_calls_beyond_those_of_a_loop_without_events(opt):
     counts = count_calls(without_events, 1, costs.n_windows[1])
     least = counts['with_c']/costs.plain_calls(opt)
     ours = costs.calls('windows', 1, opt)
-    assert .3 < least < ours <= least+.15
+    assert .3 < least < ours <= least+.11
 
 
 def test_calls_are_fewer_than_with_the_least_that_accumulates():

@@ -21,9 +21,10 @@ batch_events = ('before_batch','after_pred','after_loss','before_backward','afte
 _senders = {name:getattr(Learner, name) for name in ('__call__','_call_one','_with_events')}
 
 # %% ../../nbs/windows/09_events.ipynb #c6c34d87
-def sends_as_fastai(learn)->bool:
-    "Returns whether `learn` sends events by fastai's own methods"
-    for name,method in _senders.items():
+def sends_as_fastai(learn, *names:str)->bool:
+    "Returns whether the methods of `learn` with these `names`, of those that send events, are fastai's own"
+    for name in names:
+        method = _senders[name]
         if getattr(type(learn), name) is not method or name in vars(learn):
             return False
         if method.__module__ != 'fastai.learner': return False  # it was patched before this module was imported
@@ -48,7 +49,8 @@ class Events:
     "Sends the events of training batches to the callbacks of `learn` that have them, in the order of fastai"
     def __init__(self, learn):
         self.learn = learn
-        self.as_fastai = sends_as_fastai(learn)
+        self.as_fastai = sends_as_fastai(learn, *_senders)
+        self.surrounds_as_fastai = sends_as_fastai(learn, '_with_events')
         self.cbs = []  # the callbacks when they were last looked up
         self.orders = []  # and their orders
         self.table = {}  # callbacks by event
@@ -89,9 +91,9 @@ class Events:
         before:Callable|None=None, # Sends `before_{kind}` in a way of its own
         cancelled:Callable|None=None, # Called before `after_cancel_{kind}`
     ):
-        """fastai's `_with_events`: calls `f` between `before_{kind}` and `after_{kind}`. If the Learner has its own way
-        to send events, that is used, and `before` and `cancelled` are not"""
-        if not self.as_fastai:
+        """Does what fastai's `_with_events` does: calls `f` between `before_{kind}` and `after_{kind}`. A Learner's own
+        `_with_events` takes its place, and then `before` and `cancelled` are not called"""
+        if not self.surrounds_as_fastai:
             self.learn._with_events(f, kind, exception)
             return
         try:

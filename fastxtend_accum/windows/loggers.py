@@ -53,7 +53,7 @@ class Loggers:
             n_new = len(rec.losses)-len(rec.accum_bs)
             if n_new < 1: continue  # this Recorder has left the window out
             # 0 for each batch that a callback has cancelled since the last window, since the Recorder logs its loss
-            rec.accum_bs.extend(0 for _ in range(n_new-1))
+            for _ in range(n_new-1): rec.accum_bs.append(0)
             rec.accum_bs.append(samples)
         for cb in self.tensorboard:
             cb.writer.add_scalar('accumulation_batch_size', samples, self.learn.train_iter)

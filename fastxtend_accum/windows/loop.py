@@ -475,8 +475,10 @@ def take_step(self:WindowLoop):
     learn = self.learn
     if self.description.is_due: self.cb.print_description()
     has_several = self.window.losses.samples > self.batches.current.samples  # loader batches
-    watched = warns_of_passes(learn.model) if has_several and not self.n_steps else nullcontext()
-    with watched: self.send_step()
+    if self.n_steps or not has_several:
+        self.send_step()
+        return
+    with warns_of_passes(learn.model): self.send_step()
 
 @contextmanager
 def warns_of_passes(model):
