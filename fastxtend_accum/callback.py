@@ -129,8 +129,7 @@ def before_train(self:WindowCallback):
     if needs_check: self.check(plan)
     joins = self.joins_batches(plan)
     if joins or self.micro_batch_size: warn_of_gradient_hooks(trained_params(learn.opt))
-    watches_late_callbacks = is_first and joins and loop.settings.log_accum_batch
-    loop.begin_epoch(learn.dl, plan, carried, self.counts_samples(plan), watches_late_callbacks)
+    loop.begin_epoch(learn.dl, plan, carried, self.counts_samples(plan), watches_changes=is_first and joins)
     if own_loop(learn): return  # it runs whole batches, and `check` has made sure that nothing else is asked for
     if loop.strategy is not whole_batch: loop.strategy.begin_epoch(loop)
     learn.dl = loop.batches

@@ -474,11 +474,12 @@ def test_no_warning_names_callbacks_that_see_each_batch(order, size, recwarn):
     assert not [o for o in recwarn if 'Doubles' in str(o.message)]
 
 
-@pytest.mark.parametrize('cls, expected', [(Learner, ['Doubles']), (OwnCall, [])])
-def test_late_changes_are_seen_where_events_are_sent_as_fastai_does(cls, expected):
+@pytest.mark.parametrize('cls, expected', [(Learner, [49, 50]), (OwnCall, [])])
+def test_changes_are_seen_where_events_are_sent_as_fastai_does(cls, expected):
     learn = small_learner([Doubles(50), Doubles(49)], cls)
     learn.xb, learn.yb = (torch.ones(2),), (torch.ones(2),)
-    assert events.Events(learn).before_batch_and_late_changes() == expected
+    changing = events.Events(learn).before_batch_and_changes()
+    assert [cb.order for cb in changing] == expected
     assert_same(learn.xb[0], torch.full((2,), 4.))
 
 

@@ -112,9 +112,29 @@ def test_what_cannot_be_done_in_a_window_is_an_error(cls, way, message):
 
 # Limits that the pages name. If one of these tests fails, that limit is gone: take it off its page, too
 
-@pytest.mark.parametrize('cls', [MixesNeighbours, Standardizes, AttacksWholeBatch, WeighsByRank], ids=name_of)
+ACTS_ON_BATCH = [MixesNeighbours, Standardizes, AttacksWholeBatch, WeighsByRank]
+
+
+@pytest.mark.parametrize('cls', ACTS_ON_BATCH, ids=name_of)
 def test_limit_on_the_page_a_callback_that_lets_samples_act_on_each_other_sees_a_loader_batch(cls):
     assert_other_weights(cls.learner, 'windows')
+
+
+@pytest.mark.parametrize('log_accum_batch', [True, False])
+@pytest.mark.parametrize('cls', ACTS_ON_BATCH, ids=name_of)
+def test_the_line_of_a_fit_names_a_callback_that_changes_each_loader_batch(cls, log_accum_batch, capsys):
+    fit_aloud(cls.learner(8, [GradientAccumulation(LARGE, log_accum_batch=log_accum_batch)]), 1)
+    differences = f'As in one batch of 32, except: {cls.__name__} changes 8 samples at a time.'
+    assert f'32 = 4 x 8 samples. {differences}' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('cls', ACTS_ON_BATCH, ids=name_of)
+def test_the_line_of_a_fit_does_not_name_a_callback_that_changes_the_whole_batch(cls, capsys):
+    "Split batches are whole when a callback changes them"
+    fit_aloud(cls.learner(LARGE, [GradientAccumulation(micro_batch_size=8)]), 1)
+    assert '32 = 4 x 8 samples' in capsys.readouterr().out
+    fit_aloud(cls.learner(LARGE, []), 1)
+    assert cls.__name__ not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('cls', [CountsSamples, KeepsOutputs, NotesHits], ids=name_of)

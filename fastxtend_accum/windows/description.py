@@ -94,6 +94,7 @@ class Description:
         self.model = model
         self.is_due = False
         self.differences = None  # between micro-batches and one batch; None: no forward pass has shown them yet
+        self.changing = []  # what callbacks do in `before_batch` to each loader batch
 
     def set_due(self, is_due:bool):
         """Sets whether the line is to be printed at the next step. If so, the next forward pass is observed again,
@@ -109,11 +110,15 @@ class Description:
         "Notes what a forward pass of `n` samples has changed"
         self.differences = describe_changes(changes, self.model, n)
 
+    def note_changing(self, cbs:list, n:int):
+        "Notes the callbacks that have changed a loader batch of `n` samples, such as MixUp"
+        for cb in cbs: self.changing.append(f'{type(cb).__name__} changes {n} samples at a time')
+
     def note_differences(self, differences:list[str]): self.differences = differences
 
     def all_differences(self, verdict:str|None=None)->list[str]:
         "Returns the differences, with that of the loss by the `verdict` of a `LossCheck`"
-        res = list(self.differences or ())
+        res = [*(self.differences or ()), *self.changing]
         if verdict in _about_loss: res.append(_about_loss[verdict])
         return res
 

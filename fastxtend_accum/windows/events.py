@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from fastai.basics import *
 
+from .nested import tensors_in
+
 # %% auto #0
-__all__ = ['batch_events', 'pass_events', 'sends_as_fastai', 'has_event', 'is_from_fastai', 'Events', 'loss_node', 'shared_state',
-           'autocast_depth', 'is_same', 'SetUp', 'with_set_ups']
+__all__ = ['batch_events', 'pass_events', 'sends_as_fastai', 'has_event', 'is_from_fastai', 'Events', 'places_of_batch',
+           'loss_node', 'shared_state', 'autocast_depth', 'is_same', 'SetUp', 'with_set_ups']
 
 # %% ../../nbs/windows/09_events.ipynb #760ae9a7
 batch_events = ('before_batch','after_pred','after_loss','before_backward','after_cancel_backward','after_backward',
@@ -133,22 +135,23 @@ def to_preparing(self:Events,
             cb(event)
 
 @patch
-def before_batch_and_late_changes(self:Events)->list[str]:
-    """Sends `before_batch`; returns the names of late callbacks, of order 50 or more, that have replaced inputs or
-    targets"""
+def before_batch_and_changes(self:Events)->list:
+    """Sends `before_batch`; returns the callbacks that have put other data in the place of inputs or targets. fastai's
+    CastToTensor, which only gives them another class, is none of them"""
     if not self.as_fastai:
         self.learn('before_batch')
         return []
-    learn = self.learn
-    names = []
+    res = []
     for cb in self.having('before_batch'):
-        inputs,targets = learn.xb,learn.yb
+        before = places_of_batch(self.learn)
         cb('before_batch')
-        has_replaced = learn.xb is not inputs or learn.yb is not targets
-        who = cb.cb if isinstance(cb, SetUp) else cb
-        if has_replaced and cb.order >= Recorder.order:
-            names.append(type(who).__name__)
-    return names
+        if places_of_batch(self.learn) != before:
+            res.append(cb.cb if isinstance(cb, SetUp) else cb)
+    return res
+
+def places_of_batch(learn)->list:
+    "Returns where in memory the inputs and targets are, and their shapes"
+    return [(o.data_ptr(), o.shape) for o in tensors_in((learn.xb, learn.yb))]
 
 # %% ../../nbs/windows/09_events.ipynb #2c375791
 @patch

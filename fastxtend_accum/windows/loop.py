@@ -116,7 +116,7 @@ class WindowLoop:
         self.batches = None
         self.progress = None
         self.between_windows = noop  # called before each window and after the last one, by what saves the fit
-        self.watches_late_callbacks = False
+        self.watches_changes = False
         # Of the window
         self.window = Window()
         self.first_hypers = {}  # hyper-parameters as they were in its first batch, if they may change within it
@@ -127,14 +127,14 @@ class WindowLoop:
         plan:EpochPlan,
         carried:list, # Batches of the epoch before, which come first
         counts_samples:bool, # Whether the position in training is measured in samples, since windows differ in size
-        watches_late_callbacks:bool, # Whether to warn of late callbacks that change the batch
+        watches_changes:bool, # Whether to look which callbacks change the first batch, of several in a window
     ):
         "Takes the loader and the plan of an epoch, in which no window has begun yet"
         n_rounds = len(plan.windows) if self.settings.log_accum_batch else plan.n_batches
         self.batches = EpochBatches(dl, plan, carried, self, n_rounds)
         self.progress = Progress(self.learn, self.batches, self.loggers, counts_samples)
         self.between_windows = noop
-        self.watches_late_callbacks = watches_late_callbacks
+        self.watches_changes = watches_changes
         self.window = Window()
         self.fit.begin_epoch()
 
@@ -314,16 +314,20 @@ def load_batch(self:WindowLoop):
 
 @patch
 def send_before_batch(self:WindowLoop):
-    """Sends `before_batch`; warns, once in a fit, of late callbacks that change the batch, since they do not see all of
-    them"""
-    if not self.watches_late_callbacks:
+    """Sends `before_batch`. The first time, notes which callbacks change the batch, for the line that a fit prints:
+    they see one loader batch at a time. Warns of late ones, which do not even see all of them"""
+    if not self.watches_changes:
         self.send('before_batch')
         return
-    self.watches_late_callbacks = False
-    names = self.send.before_batch_and_late_changes()
-    if names:
-        warn(f"before_batch of {', '.join(names)} changes the batch, but is called once per window, since its order is "
-             "50 or more: set its order to less, such as cb.order = 45")
+    self.watches_changes = False
+    changing = self.send.before_batch_and_changes()
+    late = [cb for cb in changing if self.is_late(cb)]
+    early = [cb for cb in changing if cb not in late]
+    self.description.note_changing(early, self.batches.current.samples)
+    if late:
+        names = ', '.join(type(cb).__name__ for cb in late)
+        warn(f"before_batch of {names} changes the batch, but is called once per window, since its order is 50 or "
+             "more: set its order to less, such as cb.order = 45")
 
 @patch
 def run_next_batch(self:WindowLoop, previous_counts:bool)->bool:
