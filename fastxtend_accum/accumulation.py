@@ -33,12 +33,12 @@ class GradientAccumulation(WindowCallback):
     "Accumulate gradients over `accum_bs` samples, then step as for one batch of that size"
     scale = None  # of a schedule
     def __init__(self,
-        accum_bs:int|None=None, # Samples per step, over all processes; None: 32, or a loader batch if it is split
+        accum_bs:int|None=None, # Samples per step, over all processes; None: 32, or the loader's bs if that is split
         n_acc:int|None=None, # fastai's name for `accum_bs`; pass only one of the two
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, loader batches (False)
         micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': as many as fit
         *,
-        remainder:str|None=None, # Incomplete last window: 'step', 'carry' or 'drop'; None: as the loader's `drop_last`
+        remainder:str|None=None, # Incomplete last window: 'step', 'carry' or 'drop'; None: by the loader's `drop_last`
         num_items:Callable|None=None, # `f(learn)` returns the number of elements that the loss averages over
         skip_nonfinite:bool=False, # Skip the step of a window whose gradient contains NaN or infinity
         verbose:bool=True, # Print a line that says how windows are made up, and what differs from one batch
@@ -92,7 +92,8 @@ class GradientAccumulation(WindowCallback):
 
 @patch
 def read_settings(self:GradientAccumulation):
-    "Raises TypeError or ValueError on settings that are not valid, alone or together; makes what runs micro-batches"
+    """Raises TypeError or ValueError if a setting or a combination of settings is invalid; creates the object that runs
+    the micro-batches"""
     if self.accum_bs is not None:
         self.accum_bs = check_size(self.size_name, self.accum_bs)
     self.micro_batch_size = check_micro_batch_size(self.micro_batch_size)
@@ -106,8 +107,8 @@ def read_settings(self:GradientAccumulation):
 
 @patch
 def make_strategies(self:GradientAccumulation):
-    """Makes what runs batches in training and validation, if `micro_batch_size` has changed since the last fit. If not,
-    the size that 'auto' has found is kept"""
+    """Creates the objects that run batches in training and validation, if `micro_batch_size` has changed since the last
+    fit. If not, the size that 'auto' has found is kept"""
     size = self.micro_batch_size
     made_for = getattr(self.strategy, 'requested_size', None)  # `whole_batch` has none
     if size == made_for: return
@@ -142,7 +143,7 @@ def remainder_for(self:GradientAccumulation, dl)->str:
 # %% ../nbs/00_accumulation.ipynb #2f796976
 @patch
 def check(self:GradientAccumulation, plan:EpochPlan):
-    "Raises ValueError if the callback does not fit its Learner"
+    "Raises ValueError if the callback is not compatible with its Learner"
     info,n = plan.info,self.loop.fit.processes.n
     sizes = self.window_sizes(self.global_bs(plan))
     if self.accum_bs:
@@ -178,7 +179,7 @@ def new_loggers(self:GradientAccumulation)->Loggers: return Loggers(self.learn)
 
 @patch
 def print_description(self:GradientAccumulation):
-    "Prints how windows are made up, unless it is what was printed last"
+    "Prints a line that says how windows are made up, unless it repeats the last one printed"
     loop = self.loop
     bs = self.loader_bs()
     n = loop.fit.processes.n
@@ -197,8 +198,8 @@ def print_description(self:GradientAccumulation):
 
 @patch
 def loss_verdict(self:GradientAccumulation)->str|None:
-    """Returns what the check of the loss has found, for the description. If it could not compare, that is no reason for
-    doubt where the items of the loss are known: then None"""
+    """Returns what the loss check has found, for the line that the fit prints. Returns None if the check could not
+    compare anything, but the number of elements that the loss averages over is known"""
     verdict = self.loop.fit.loss_check.verdict()
     is_known = self.num_items or has_rule(self.loop.learn.loss_func)
     return None if verdict == 'unknown' and is_known else verdict
@@ -218,15 +219,15 @@ def report_skipped(self:GradientAccumulation, outcome:Outcome):
 # %% ../nbs/00_accumulation.ipynb #d9a3b6bf
 @patch
 def after_cancel_step(self:GradientAccumulation):
-    "Counts a step that the GradScaler skips like one that `skip_nonfinite` skips"
+    "Counts a step that the GradScaler skips as if `skip_nonfinite` had skipped it"
     if not self.learn or not self.skip_nonfinite: return
     if any(getattr(o, 'skipped', False) for o in self.learn._grab_cbs(MixedPrecision)):
         self.report_skipped(Outcome.NONFINITE)
 
 @patch
 def after_train(self:GradientAccumulation):
-    """Warns if no window was run: in the place of the windows there is another callback's loader; or, at the end of the
-    fit, if no epoch has filled one"""
+    """Warns if no window ran because another callback has replaced the loader. At the end of the fit, also warns if no
+    epoch filled a window"""
     learn,loop = self.learn,self.loop
     if not learn or self.is_new_fit or own_loop(learn): return
     has_run = loop.n_steps or loop.progress.n_closed  # all steps may have been skipped
@@ -243,7 +244,7 @@ def after_train(self:GradientAccumulation):
 
 @patch
 def after_epoch(self:GradientAccumulation):
-    "At the end of a fit: warns if the loss could not be checked"
+    "Warns at the end of a fit if the loss could not be checked"
     WindowCallback.after_epoch(self)
     learn = self.learn
     if not learn or self.is_new_fit or learn.lock.locked(): return

@@ -30,7 +30,7 @@ __all__ = ['graph_between', 'CachedForward', 'GradientCache']
 # The forward pass of one batch
 
 def graph_between(outputs:list, inputs:list=())->set:
-    "Returns the operations in the graph that have computed `outputs`, but for those that have computed `inputs`"
+    "Returns the operations in the graph that have computed `outputs`, except the ones that have computed `inputs`"
     seen = {None, *[o.grad_fn for o in inputs]}
     to_visit = [o.grad_fn for o in outputs]
     res = set()
@@ -46,13 +46,14 @@ def graph_between(outputs:list, inputs:list=())->set:
 # %% ../nbs/04_cache.ipynb #a14517df
 class CachedForward:
     """Runs the forward pass of `module` in micro-batches. All but the last run again in the backward pass, so that the
-    graph holds one of them at a time. It does not refer to the Learner, since the graph refers to it"""
+    graph holds one of them at a time. This object keeps no reference to the Learner, because the graph keeps a
+    reference to this object"""
     def __init__(self,
         module, # The model or a part of it, which may run several times in a forward pass of the model
-        n_rows:int, # That it sees
-        micro_rows:int, # That it sees at a time
+        n_rows:int, # Rows that the module sees
+        micro_rows:int, # Rows that the module sees at a time
         rows_per_sample:int,
-        samples:int, # In the batch
+        samples:int, # Samples in the batch
         owners:list, # Modules that carry a hidden state
     ):
         self.module = module
@@ -217,7 +218,7 @@ def check_others(self:GradientCache):
 
 @patch
 def warn_of_further_pass(self:GradientCache):
-    "Warns of callbacks that may take back in the forward pass what they have set up for it in `before_batch`"
+    "Warns of callbacks that set something up in `before_batch` for the forward pass, and may undo it there"
     for cb in self.learn.cbs:
         events = [o for o in take_back_events(cb) if o != 'after_backward']
         if not events: continue
@@ -226,8 +227,8 @@ def warn_of_further_pass(self:GradientCache):
 
 @patch
 def n_to_split(self:GradientCache, loop)->int:
-    """Returns the rows that the module sees. The model sees those of the inputs, which may be several of each target,
-    such as two views of an image; a `part` sees as many as `rows` says"""
+    """Returns the number of rows that the module sees. The whole model sees the rows of the inputs, and there may be
+    several for each target, such as two views of an image; a `part` sees `rows` rows per sample"""
     learn = loop.learn
     n = n_rows((*learn.xb, *learn.yb), loop.batches.current.rows)
     lengths = {len(o) for o in tensors_in(learn.xb)}
@@ -238,7 +239,7 @@ def n_to_split(self:GradientCache, loop)->int:
 
 @patch
 def context(self:GradientCache, loop, elements:int):
-    "Returns a context in which the module runs in micro-batches; None if the batch is a single one"
+    "Returns a context in which the module runs in micro-batches, or None if the batch is a single micro-batch"
     n = self.n_to_split(loop)
     self.size = min(self.size_for(n, elements), n)
     self.cached = None
@@ -253,14 +254,14 @@ def context(self:GradientCache, loop, elements:int):
 # %% ../nbs/04_cache.ipynb #d1bb8351
 @patch
 def before_backward(self:GradientCache):
-    "Checks what the loss of the first batch of an epoch comes from"
+    "Checks, in the first batch of an epoch, what the loss is computed from"
     if self.learn and self.cached:
         self.cached.check_loss(self.learn.loss_grad)
 
 @patch
 def report(self:GradientCache, loop, elements:int, is_largest:bool):
-    """Notes what the batch has shown; prints the size of micro-batches, and what differs from a whole batch, if that is
-    new"""
+    """Records what was learned from the batch; if they have changed, prints the micro-batch size and the differences
+    from a whole batch"""
     self.note_batch(loop)
     if not is_largest: return
     # A GradientAccumulation beside it has the differences in its line, but not the size that 'auto' has found

@@ -32,11 +32,11 @@ __all__ = ['checkpointed', 'checked', 'tensor_leaves', 'sample_of', 'is_repeated
 
 def checkpointed(
     module,
-    forward:Callable, # Its forward pass
+    forward:Callable, # The forward pass to run again
     check:bool=False, # Whether to raise an error if a further run does not repeat the first one
 )->Callable:
-    """Returns a function that runs `forward`, keeps its inputs only, and runs it again in the backward pass. It runs
-    again from the state in which the first run began, and leaves everything as it was"""
+    """Returns a function that runs `forward`, keeps its inputs only, and runs it again in the backward pass. The second
+    run starts from the state in which the first one began, and leaves everything as it was"""
     def run(*args, **kwargs):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -57,7 +57,8 @@ def checkpointed(
     return run
 
 def checked(module, forward:Callable)->Callable:
-    "Returns `forward`, of which each further run raises RuntimeError unless it returns the same as the one before"
+    """Returns `forward`, wrapped so that every run after the first raises RuntimeError unless it returns the same as
+    the previous run"""
     before = []
     def run(*args, **kwargs):
         versions = [(o, o._version) for o in tensor_leaves((args, kwargs))]
@@ -78,13 +79,14 @@ def tensor_leaves(o)->list:
     return [t for t in tree_leaves(o) if isinstance(t, Tensor)]
 
 def sample_of(o:Tensor)->Tensor:
-    "Returns at most 1000 numbers of `o`, at a distance that is odd, so that they are not all of one column"
+    "Returns at most 1000 numbers from `o`, taken with an odd stride, so that they do not all come from one column"
     step = o.numel()//1000 + 1
     if step%2 == 0: step += 1
     return o.detach().flatten()[::step].clone()
 
 def is_repeated(a:Tensor, b:Tensor)->bool:
-    "Returns whether two runs gave the same; on a GPU, sums may be rounded in another order"
+    """Returns whether two runs gave the same result; allows for rounding, because a GPU may add numbers in a different
+    order"""
     if a.shape != b.shape: return False
     is_exact = a.is_cpu or not a.is_floating_point()
     tolerance = 0 if is_exact else torch.finfo(a.dtype).eps**.5
@@ -92,8 +94,8 @@ def is_repeated(a:Tensor, b:Tensor)->bool:
 
 # %% ../nbs/03_checkpointing.ipynb #a19c05ce
 class ActivationCheckpointing(WindowCallback, MemorySaver):
-    """If a loader batch does not fit in memory, keep only the inputs of as few of the model's blocks as necessary, and
-    recompute these blocks in the backward pass: batches stay whole, and results stay the same"""
+    """If a loader batch does not fit in memory, recompute as few of the model's blocks as necessary in the backward
+    pass, and keep only their inputs. Batches stay whole, and results stay the same"""
     order = 11.5  # before a GradientAccumulation, which runs the batches
 
     def __init__(self,
@@ -163,7 +165,7 @@ def levels_of(n:int, offload:bool)->list[int]:
     return res
 
 def why_not_checkpointable(model)->str|None:
-    "Returns why no part of `model` can run again; None if it can"
+    "Returns why no part of `model` can run again, or None if some part can"
     if isinstance(model, nn.DataParallel) or is_sharded(model):
         kind = 'sharded or replicated'
         remedy = 'use DistributedDataParallel'
@@ -178,7 +180,8 @@ def is_compiled(m)->bool:
     return hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) is not None
 
 def to_cpu(t:Tensor)->tuple:
-    "Returns a copy of `t` in its memory layout, which PyTorch's `save_on_cpu` would lose, and its device"
+    """Returns two values: a copy of `t` on the CPU that keeps its memory layout, which PyTorch's `save_on_cpu` would
+    lose, and the device of `t`"""
     copied = torch.empty_like(t, device='cpu', pin_memory=t.is_cuda)
     copied.copy_(t, non_blocking=t.is_cuda)
     return copied,t.device
@@ -192,7 +195,8 @@ def from_cpu(copied_and_device:tuple)->Tensor:
 
 @patch
 def context(self:ActivationCheckpointing, loop, elements:int):
-    "Returns a context in which as many blocks run again as a batch of so many `elements` needs; None if it needs none"
+    """Returns a context that reruns the number of blocks that a batch with this many `elements` needs, or None if it
+    needs none"""
     if self.adapt: self.level = self.level_for(elements)
     if not self.level: return None
     is_first_round = not loop.learn.iter  # of the epoch: it checks the blocks
@@ -203,8 +207,8 @@ def context(self:ActivationCheckpointing, loop, elements:int):
 
 @patch
 def forward_of_block(self:ActivationCheckpointing, block, check:bool)->Callable:
-    """Returns the forward pass of `block`, which runs again in the backward pass; what it keeps is on the CPU if that
-    is due"""
+    """Returns a forward pass for `block` that runs again in the backward pass; if offloading is on, what it keeps is on
+    the CPU"""
     run = checkpointed(block, block.forward, check)
     if not self.is_offloading: return run
     def run_offloaded(*args, **kwargs):
@@ -217,7 +221,7 @@ def is_offloading(self:ActivationCheckpointing)->bool:
     return self.offload or self.level > len(self.found)
 
 def configs_with_cache(model)->list:
-    "Returns the configurations of Transformers' models with a cache of keys and values, to which both runs would add"
+    "Returns the configurations of Transformers models that use a key-value cache, to which both runs would append"
     configs = {}
     for m in model.modules():
         config = getattr(m, 'config', None)
@@ -236,7 +240,7 @@ def before_validate(self:ActivationCheckpointing):
 
 @patch
 def level_for(self:ActivationCheckpointing, elements:int)->int:
-    "Returns the first level above those that have failed with as many elements, or fewer"
+    "Returns the first level above all levels that have failed with this many elements or fewer"
     failed = [level for level,fewest in self.failed.items() if fewest <= elements]
     highest = max(failed, default=-1)
     return first(o for o in self.levels if o > highest)
@@ -257,7 +261,7 @@ def describe_level(self:ActivationCheckpointing)->str:
 
 @patch
 def report(self:ActivationCheckpointing, loop, elements:int, is_largest:bool):
-    "Prints how many blocks the largest batch takes, when that changes"
+    "Prints how many blocks are recomputed for the largest batch, whenever that number changes"
     if not self.adapt or not is_largest: return
     fits = f'fits if {self.describe_level()}' if self.level else 'fits in memory'
     log_once(self, f'ActivationCheckpointing: each batch of {loop.batches.current.samples} {fits}')

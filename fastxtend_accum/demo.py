@@ -1,4 +1,4 @@
-"""`python -m fastxtend_accum` compares batches of 512 with 16 x 32, and with a batch that grows from 32 to 512
+"""`python -m fastxtend_accum` compares batches of 512 with 16 accumulated batches of 32, and with a batch that grows from 32 to 512
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/demo.html.md"""
 
@@ -23,7 +23,7 @@ __all__ = ['growth', 'digits_dls', 'digits_learner', 'LossLog', 'demo_runs', 'tr
 
 # %% ../nbs/07_demo.ipynb #71b15bdb
 def digits_dls(bs:int, seed:int=42)->DataLoaders:
-    "Returns scikit-learn's handwritten digits of 8x8 pixels, 1536 to train on and 261 to validate"
+    "Returns scikit-learn's handwritten digits of 8x8 pixels, 1536 for training and 261 for validation"
     set_seed(seed)
     digits = load_digits()
     images = torch.tensor(digits.images[:,None]/16, dtype=torch.float32)
@@ -61,7 +61,7 @@ growth = dict(start_accum_bs=32, final_accum_bs=512, finish=1.)
 
 # %% ../nbs/07_demo.ipynb #5274f0ae
 def demo_runs()->dict:
-    "Returns the samples in a loader batch, and a callback or None, of each run"
+    "Returns, for each run, the number of samples in a loader batch, and a callback or None"
     falling_rate = ParamScheduler({'lr':SchedCos(1e-2, 0)})
     return {
         'batches of 32': (32, None),
@@ -126,7 +126,7 @@ def plot_sizes_on_cosine(ax, grown:Learner):
     ax.legend()
 
 def plot_losses(ax, large:Learner, small:Learner):
-    "The loss of 16 x 32 on that of batches of 512"
+    "Plots the loss of 16 x 32 over the loss of batches of 512"
     ax.plot(large.loss_log.losses, color=_gold, lw=5, label='batches of 512')
     ax.plot(small.loss_log.losses, color=_blue, label='16 x 32, accumulated')
     ax.set(xlabel='optimizer steps', ylabel='training loss')
@@ -156,7 +156,7 @@ def plot_results(learners:dict[str,Learner])->plt.Figure:
 def main():
     "Runs the demo, prints its table and saves its picture as accumulation.png"
     plt.switch_backend('agg')
-    torch.set_num_threads(1)  # on so small a network, more of them only wait for each other
+    torch.set_num_threads(1)  # on such a small network, more threads only wait for each other
     learners = run_demo()
     print('\n'+results(learners).to_string(index=False))
     off = weight_difference(learners['16 x 32'], learners['batches of 512'])
@@ -169,7 +169,7 @@ def main():
 
 # %% ../nbs/07_demo.ipynb #04248654
 class Activations(Callback):
-    """Measures what a forward pass of the model keeps for its backward pass: `mb` is the most MB. Above `limit` it
+    """Measures what a forward pass of the model keeps for its backward pass: `mb` is the peak in MB. Above `limit` it
     raises PyTorch's error, so that memory runs out on any machine, as it would on a small GPU"""
     order = -5  # before callbacks that run the forward pass in another way
 
@@ -225,12 +225,12 @@ class Activations(Callback):
         address = storage.data_ptr()
         if address not in self.own:
             self.kept[address] = storage.nbytes()/2**20
-        return t.detach()  # an output that is kept as it is holds its own graph, which only a backward pass frees
+        return t.detach()  # without detach, an output would hold its own graph, which only a backward pass frees
 
 # %% ../nbs/07_demo.ipynb #677634fa
 @patch
 def check(self:Activations, *args):
-    "Between layers: PyTorch hides an error that is raised in `keep`"
+    "Checks the limit between layers, since PyTorch hides an error that is raised in `keep`"
     if sum(self.kept.values()) <= self.limit: return
     self.in_forward.close()
     raise torch.OutOfMemoryError(f'out of memory: more than {self.limit} MB of activations')

@@ -1,4 +1,4 @@
-"""Run the same script again after a kill: the fit goes on in the middle of the epoch, and ends with the same weights
+"""If your script is killed, run it again: the fit continues in the middle of the epoch, and ends with the same weights
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/resume.html.md"""
 
@@ -37,8 +37,8 @@ _sequences = tuple,list,set,deque,L
 _dicts = dict,OrderedDict,Counter
 
 def is_plain(o, of_model:Iterable=())->bool:
-    """Returns whether `o` is a number, a text, an array, a tensor outside of a graph, or a container of these. A tensor
-    in one of the storages `of_model` is not, since it comes back with the model"""
+    """Returns whether `o` is a number, a string, an array, a tensor outside of a graph, or a container of these. A
+    tensor whose storage is in `of_model` does not count, since it is restored with the model"""
     kind = type(o)
     if kind in _numbers or isinstance(o, np.generic):
         return True
@@ -51,7 +51,7 @@ def is_plain(o, of_model:Iterable=())->bool:
     return all(is_plain(part, of_model) for part in o)
 
 def safe_types()->list:
-    "Returns what a file may hold, beside of what PyTorch allows: arrays, and the lists and tensors of fastai"
+    "Returns what a file may hold in addition to what PyTorch allows: arrays, and fastai's lists and tensors"
     dtypes = [getattr(np.dtypes, name) for name in np.dtypes.__all__]
     makers = [o.__reduce__()[0] for o in (np.float64(), np.zeros(1))]
     return [np.ndarray, np.dtype, *dtypes, *makers, L, deque, *subclasses(Tensor)]
@@ -63,8 +63,8 @@ def subclasses(kind):
 _stacked = 'a list of tensors as one'
 
 def packed(value):
-    """Returns a list of tensors of one shape, such as the losses of steps, as one tensor, which takes a hundredth of
-    the space; anything else as it is"""
+    """Returns a list of tensors of one shape, such as the losses of all steps, as one tensor, which takes a hundredth
+    of the space; returns anything else unchanged"""
     if type(value) is not list or set(map(type, value)) != {Tensor}:
         return value
     kinds = {(o.shape, o.dtype, o.device) for o in value}
@@ -78,14 +78,15 @@ _left_out = {'learn', 'model', 'opt', 'xb', 'yb', 'pred', 'loss_grad', 'start_ep
 _left_out.remove('training')
 
 def holders(learn)->list:
-    "Returns the objects of which attributes may change in a fit"
+    "Returns the objects whose attributes may change during a fit"
     res = [learn, learn.loss_func, *learn.metrics, *learn.cbs, *get_model(learn.model).modules()]
     for cb in learn.cbs:
         res += [o for o in vars(cb).values() if isinstance(o, Metric)]
     return res
 
 def numbered(objects:list)->dict:
-    "Returns each object by a name that is the same in another process: its class, and its number in this class"
+    """Returns the objects, keyed by a name that is the same in every process: the class, and the object's number among
+    the objects of that class"""
     res = {}
     counts = Counter()
     for o in objects:
@@ -95,7 +96,7 @@ def numbered(objects:list)->dict:
     return res
 
 def attributes(objects:list)->dict:
-    "Returns the attributes of all objects, by the name of the object and of the attribute"
+    "Returns the attributes of all objects, keyed by the names of the object and the attribute"
     res = {}
     for owner,o in numbered(objects).items():
         for name,value in getattr(o, '__dict__', {}).items():
@@ -107,8 +108,8 @@ def has_state_dict(o):
     return hasattr(type(o), 'load_state_dict')  # its class is asked, since a Callback passes on what its Learner has
 
 def kept_attributes(learn)->dict:
-    """Returns what is kept of callbacks, metrics and modules: plain data that does not come back with the model, and
-    the states of what has a `state_dict`"""
+    """Returns the attributes of callbacks, metrics and modules that are saved: plain data that is not restored with the
+    model, and the state of everything that has a `state_dict`"""
     of_model = {o.untyped_storage().data_ptr() for o in tensors_of(learn).values()}
     res = {}
     for key,value in attributes(holders(learn)).items():
@@ -118,8 +119,9 @@ def kept_attributes(learn)->dict:
     return res
 
 def changed_attributes(learn, at_start:dict)->dict:
-    """Returns what callbacks, metrics and modules have learned since the start, of which `at_start` has the
-    attributes, pickled. What was passed to them, such as a `patience`, has not changed"""
+    """Returns the attributes of callbacks, metrics and modules that have changed since the start; `at_start` holds the
+    pickled attributes from then. Leaves out arguments that were passed to them, such as a `patience`, since these have
+    not changed"""
     res = {}
     for key,value in kept_attributes(learn).items():
         if at_start.get(key) != pickle.dumps(value):
@@ -128,9 +130,9 @@ def changed_attributes(learn, at_start:dict)->dict:
 
 # %% ../nbs/06_resume.ipynb #77dec2ab
 def restore_attributes(learn, killed:dict, at_start:dict):
-    """Sets what had changed in the process that was `killed`. What had not, or no longer, becomes what it was
-    `at_start`: the events before this place may have reset it. What that process did not know, such as a callback that
-    has been added, stays. Sets lists and dicts in place, since somebody else may hold them"""
+    """Restores the attributes that had changed in the process that was `killed`. Every other attribute that it knew
+    becomes what it was `at_start`, since events before this place may have changed it. What it did not know stays, such
+    as a callback that has been added. Sets lists and dicts in place, since other objects may refer to them"""
     reset = {}
     for key in changed_attributes(learn, at_start):
         if key in at_start and key in killed['known']:
@@ -151,7 +153,7 @@ def restore_attributes(learn, killed:dict, at_start:dict):
 _other = Callable,Tensor,Path,Metric,DataLoaders,DataLoader,*generators  # has no state, or is kept elsewhere
 
 def unkept(learn)->list:
-    "Returns what may have a state and is not kept: attributes of the user's callbacks, and random numbers"
+    "Returns what may hold state but is not saved: attributes of the user's callbacks, and random numbers"
     res = []
     if getattr(learn.dls.train, 'persistent_workers', False):
         res.append('the random numbers of persistent_workers')
@@ -167,7 +169,7 @@ def unkept(learn)->list:
 # Model, optimizer and random generators
 
 def tensors_of(learn)->dict:
-    "Returns the parameters and buffers of the model, also those that a `state_dict` leaves out"
+    "Returns the parameters and buffers of the model, including any that a `state_dict` leaves out"
     model = get_model(learn.model)
     found = chain(model.named_parameters(), model.named_buffers())
     return {name:o.detach() for name,o in found}
@@ -201,8 +203,9 @@ def parts_of_loader(dl)->list:
     return res
 
 def find_generators(learn)->dict:
-    """Returns the random generators that a fit may draw from, by names that are the same in another process. A fastai
-    DataLoader makes a new one in each epoch, and one of texts shuffles their last order, which counts as a generator"""
+    """Returns the random generators that a fit may draw from, keyed by names that are the same in every process. A
+    fastai DataLoader makes a new generator in each epoch. One for texts shuffles the order of the previous epoch, so
+    that order is returned as well"""
     res = dict(enumerate(global_generators()))
     owners = holders(learn)
     for dl in learn.dls.loaders:
@@ -226,9 +229,10 @@ def restore_generators(learn, states:dict):
 # The place in the DataLoader
 
 class Reader:
-    """Reads the DataLoader of an epoch from its beginning or, in a fit that goes on, after the batches that have run.
-    The beginning is repeated with the random numbers that it had, and leaves the generators as they are. What is
-    passed is not loaded, since what loading draws is restored; but by workers, which have generators of their own"""
+    """Reads an epoch's DataLoader from the beginning or, in a resumed fit, from the first batch that has not run. The
+    start of the epoch is repeated with its original random numbers, without changing the generators. Skipped batches
+    are not loaded, because the random state that loading would have left is restored. Only workers load them again,
+    because they have generators of their own"""
     def __init__(self, learn, n_batches, at_start=None, n_samples=0):
         self.learn = learn
         self.n_batches = n_batches  # that have run
@@ -274,7 +278,7 @@ def n_workers(dl):
     return getattr(getattr(dl, 'fake_l', dl), 'num_workers', 0)
 
 def makes_items(dl)->bool:
-    "Returns whether a fastai DataLoader makes batches of one sample after the other in this process"
+    "Returns whether a fastai DataLoader builds its batches sample by sample in this process"
     inner = vars(dl).get('dl', dl)  # which a DistributedDL asks for batches
     if not isinstance(inner, DataLoader) or n_workers(dl):
         return False
@@ -284,7 +288,7 @@ def makes_items(dl)->bool:
     return inner.indexed
 
 def makes_indices(dl)->bool:
-    "Returns whether a DataLoader of PyTorch's knows which samples are next, and loads them in this process"
+    "Returns whether a PyTorch DataLoader knows which samples are next, and loads them in this process"
     is_torchs = type(dl) is torch.utils.data.DataLoader
     return is_torchs and not n_workers(dl) and not isinstance(dl.dataset, IterableDataset)
 
@@ -292,7 +296,8 @@ def makes_indices(dl)->bool:
 # The file of a fit
 
 class ResumeFile:
-    "A state in `path`, and the one before in `previous`: one of them is whole, whenever the process is killed"
+    """A saved state in `path`, and the one before it in `previous`: no matter when the process is killed, at least one
+    of them is intact"""
     def __init__(self,
         name:Path, # `learn.path/learn.model_dir/fname`
         number:int, # Of the fit, in the process
@@ -343,8 +348,8 @@ class ResumeFile:
             path.unlink(missing_ok=True)
 
 def moved(device, storage, location:str):
-    """For `torch.load`: what was on a GPU goes to the `device` of this process; what was on the CPU, as generators,
-    stays"""
+    """For `torch.load`: moves what was on a GPU to the `device` of this process, and leaves what was on the CPU, such
+    as generators, there"""
     return default_restore_location(storage, 'cpu' if location == 'cpu' else str(device))
 
 # %% ../nbs/06_resume.ipynb #e7c0d0a6
@@ -379,7 +384,7 @@ def remove_files(path:Path, number:int=0):
 
 @atexit.register
 def remove_files_at_exit():
-    "The process ends, and was not killed: the next one begins with its first fit"
+    "Removes the files when the process ends without being killed, so that the next process begins with its first fit"
     for path,fits in _fits.items():
         if fits.unfinished is None:
             remove_files(path)
@@ -391,7 +396,7 @@ _points = np.linspace(0, 1, 51).tolist()  # of training, where schedules are com
 _at_points = 'windows','schedule of'  # settings with a value at each of these
 
 def settings_of(learn, leader:WindowCallback)->dict:
-    "Returns what must be the same in a fit that goes on, by the names that an error gives it"
+    "Returns the settings that must be the same in a resumed fit, keyed by the names that error messages use"
     dl = learn.dls.train
     n = n_processes(learn)
     plan = leader.plan_epoch(dl, n)
@@ -414,7 +419,7 @@ def settings_of(learn, leader:WindowCallback)->dict:
     return res
 
 def check_same(found:dict, now:dict, path:Path):
-    "Raises ValueError unless both settings are the same. Of a schedule, it names the first values that differ"
+    "Raises ValueError unless both settings are the same. For a schedule, the error names the first values that differ"
     differences = []
     for name in {**now, **found}:
         a,b = now.get(name),found.get(name)
@@ -451,7 +456,7 @@ class SavedFit:
 
 @patch
 def state(self:SavedFit, place:dict|None)->dict:
-    "Returns the whole state; `place` is that of the loop, None at the end of the fit"
+    "Returns the whole state; `place` is the position of the loop, or None at the end of the fit"
     learn = self.learn
     own = dict(
         place=place,
@@ -476,7 +481,7 @@ def clock(self:SavedFit)->Real:
 
 @patch
 def save_if_due(self:SavedFit):
-    "Between two windows. It is due the first time, to see whether it is possible"
+    "Saves between two windows, if a save is due. The first save is due at once, to see whether saving is possible"
     loop = self.leader.loop
     if loop.leaves_grads: return  # a callback has cancelled the step, so the next one needs these gradients, too
     is_due = self.clock() >= self.next_save
@@ -487,8 +492,8 @@ def save_if_due(self:SavedFit):
 
 @patch
 def save(self:SavedFit, place:dict|None):
-    """Writes the state at this `place` to the file, in process 0. Raises OSError if that is impossible the first time,
-    and warns later"""
+    """Writes the state at this `place` to the file, in process 0. Raises OSError if the first save is impossible, and
+    warns if a later one is"""
     start = time.monotonic()
     state = self.state(place)
     try:
@@ -508,7 +513,7 @@ def save(self:SavedFit, place:dict|None):
 
 @patch
 def begin(self:SavedFit)->int:
-    "Before the first epoch that is run; returns it"
+    "Runs before the first epoch of this process, and returns the number of that epoch"
     found = self.found
     if found is None: return 0
     check_same(found['settings'], self.settings, self.file.path)
@@ -527,14 +532,14 @@ def begin(self:SavedFit)->int:
 
 @patch
 def show_rows(self:SavedFit):
-    "Lets loggers have the rows of epochs that are left out, so that the epoch table and CSVLogger's file are whole"
+    "Gives loggers the rows of skipped epochs, so that the epoch table and CSVLogger's file are complete"
     if bar := nested_attr(self.learn, 'progress.mbar'): bar.update(0)  # where a bar of fastprogress has to begin
     for row in self.rows:
         self.learn.logger(L(row))
 
 @patch
 def restore(self:SavedFit, found:dict):
-    "Restores all but the place in the epoch"
+    "Restores everything except the position in the epoch"
     own = found['processes'][self.rank]
     restore_model(self.learn, found['model'])
     restore_attributes(self.learn, own, self.at_start)
@@ -542,7 +547,7 @@ def restore(self:SavedFit, found:dict):
 
 @patch
 def begin_epoch(self:SavedFit):
-    "After all callbacks have begun an epoch: takes part in the loop, which goes on where the process was killed"
+    "After all callbacks have begun an epoch, hooks into the loop, so that it continues where the process was killed"
     loop = self.leader.loop
     reader = ()
     if self.found is not None:
@@ -554,7 +559,7 @@ def begin_epoch(self:SavedFit):
 
 @patch
 def end(self:SavedFit):
-    "After the fit: saves its end, in case that the process is killed in a later one; or restores it"
+    "After the fit, saves the final state, in case the process is killed in a later fit; or restores that state"
     if self.found is not None:
         self.restore(self.found)
     elif self.reader is not None:
@@ -562,17 +567,18 @@ def end(self:SavedFit):
 
 # %% ../nbs/06_resume.ipynb #63437194
 class AutoResume(WindowCallback):
-    "Save a fit while it runs. If it is killed, the same line goes on in mid-epoch, and ends with the same weights"
+    """Save a fit while it runs. If the process is killed, the same line continues the fit in mid-epoch, and the final
+    weights are the same"""
     order = 10_000  # after all others: what they have done is in the file
     sets_windows = False
     _stateattrs = ('loop','place','saved_fit')
     saved_fit = None  # in a copy, too
     def __init__(self,
         every:int|None=None, # Optimizer steps from save to save; None: by `minutes`
-        minutes:Real=5, # Minutes from save to save; more if that takes more than 5% of the time
-        fname:str='resume', # Name of the files in `learn.path/learn.model_dir`: one for each script that runs
-        restart:bool=False, # Start over, whatever the files have
-        verbose:bool=True, # Print where a fit goes on
+        minutes:Real=5, # Minutes from save to save; more if saving takes more than 5% of the time
+        fname:str='resume', # Name of the files in `learn.path/learn.model_dir`: a different one for each script
+        restart:bool=False, # Start over, whatever the files contain
+        verbose:bool=True, # Print where a fit resumes
     ):
         store_attr()
         self.saved_fit = None  # while a fit runs
@@ -620,7 +626,7 @@ class AutoResume(WindowCallback):
 fastai_do_fit = Learner._do_fit
 
 def do_fit(self:Learner):
-    "Runs the epochs of a fit. With an `AutoResume`, those that have run in a process that was killed are left out"
+    "Runs the epochs of a fit. With an `AutoResume`, skips epochs that have already run in a killed process"
     resume = first(o for o in self._grab_cbs(AutoResume) if o.run and o.learn)
     if not resume or hasattr(self, 'lr_finder'):
         fastai_do_fit(self)
@@ -633,7 +639,8 @@ Learner._do_fit = do_fit
 
 @patch
 def start(self:AutoResume)->int:
-    "Finds out whether this fit begins, goes on, or has ended in a process that was killed; returns its first epoch"
+    """Finds out whether this fit is new, is resumed, or was finished by a process that was killed later; returns its
+    first epoch"""
     learn = self.learn
     if is_sharded(learn.model):
         raise ValueError('AutoResume cannot save a sharded model: use DistributedDataParallel')

@@ -30,8 +30,8 @@ def fraction_of_fit(
     point:Numeric, # A fraction of training (float), or a number of epochs (int)
     n_epoch:int|None=None, # Length of the fit, in epochs; None: not known yet
 )->float:
-    """Returns where `point` lies in a fit, from 0 to 1; `point` itself, if it is in epochs and the length of the fit is
-    not known. Raises TypeError or ValueError if it lies outside"""
+    """Returns where `point` lies in a fit, from 0 to 1, or `point` itself if it is in epochs and the length of the fit
+    is not known. Raises TypeError or ValueError if it lies outside"""
     if isinstance(point, bool) or not isinstance(point, Real):
         raise TypeError(f"{name} must be a float (fraction of training) or an int (epochs), not {point!r}")
     is_in_epochs = isinstance(point, Integral)
@@ -68,7 +68,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
     @delegates(GradientAccumulation.__init__, but=['accum_bs','n_acc'])
     def __init__(self,
         start_accum_bs:int, # Samples per step until `start`; a multiple of the loader's batch size
-        final_accum_bs:int=None, # Samples per step from `finish` on; a multiple, too, and below the first one to shrink
+        final_accum_bs:int=None, # Samples per step from `finish` on, also a multiple; less than the start to shrink
         start:Numeric=0, # Where the schedule starts: a fraction of training (float) or a number of epochs (int)
         finish:Numeric=0.3, # Where it ends: 1.0 (float) is the end of training, 1 (int) the end of the first epoch
         schedule:Callable=SchedCos, # fastai annealer, or any `f(start, end)` that returns a function of `pos`
@@ -106,21 +106,21 @@ class GradientAccumulationSchedule(GradientAccumulation):
 # %% ../nbs/01_schedule.ipynb #55f931d1
 @patch
 def window_sizes(self:GradientAccumulationSchedule, global_bs:int)->dict[str,int]:
-    "Returns the sizes that must be multiples of the loader's batch, by the argument that sets each"
+    "Returns the sizes that must be multiples of the loader's batch size, keyed by the argument that sets them"
     sizes = dict(self.schedule.named_sizes) if isinstance(self.schedule, _Steps) else {}
     return sizes | dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)
 
 @patch
 def remainder_for(self:GradientAccumulationSchedule, dl)->str:
-    """Returns `remainder`, or else 'carry'. The batches of a model that carries a state from batch to batch, such as an
-    AWD_LSTM, belong to their epoch: then it is 'step'"""
+    """Returns `remainder`, or else 'carry'. For a model that carries state from batch to batch, such as AWD_LSTM,
+    returns 'step', so that no window spans two epochs"""
     if self.remainder: return self.remainder
     is_stateful = self.learn and hasattr(inner_model(self.learn.model), 'reset')
     return 'step' if is_stateful else 'carry'
 
 @patch
 def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:int, global_bs:int)->int:
-    "Returns the samples in a window that begins at `pct_train` of a fit, a multiple of `global_bs`"
+    "Returns the number of samples, a multiple of `global_bs`, in a window that begins at `pct_train` of a fit"
     if hasattr(self.learn, 'lr_finder'): return self.start_accum_bs  # the rate is found for the size at the start
     is_steps = isinstance(self.schedule, _Steps)
     start = fraction_of_fit('a point in steps' if is_steps else 'start', self.start, n_epoch)
@@ -140,7 +140,7 @@ def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:i
 # %% ../nbs/01_schedule.ipynb #94b727d4
 @patch
 def check(self:GradientAccumulationSchedule, plan:EpochPlan):
-    "Raises ValueError if the schedule does not fit its Learner; warns if 1 may have been meant as 1.0"
+    "Raises ValueError if the schedule is not compatible with its Learner; warns if 1 may have been meant as 1.0"
     GradientAccumulation.check(self, plan)
     n_epoch = self.learn.n_epoch
     global_bs = self.global_bs(plan)
@@ -163,7 +163,7 @@ def is_integer_one(point:Numeric)->bool:
 def preview(self:GradientAccumulationSchedule,
     n_epoch:int, # Length of the fit, in epochs
     dls:DataLoaders, # The data of the fit
-)->list: # For each optimizer step, the position of its window's start in epochs, and its samples
+)->list: # For each optimizer step, where its window starts, in epochs, and its number of samples
     "List the windows that a fit will run, before training; raises ValueError if the sizes do not suit the data"
     info = self.loader_info_of(dls.train)
     global_bs = info.batch_size
@@ -185,7 +185,7 @@ def plot(self:GradientAccumulationSchedule,
     dls:DataLoaders, # The data of the fit; nothing is loaded
     ax:plt.Axes|None=None, # Axes to draw on; None: new ones
 ):
-    "Plot the batch size over a fit before training, with the number of optimizer steps; returns the axes"
+    "Before training, plot the batch size over a fit, with the number of optimizer steps, and return the axes"
     windows = self.preview(n_epoch, dls)
     starts = [start for start,_ in windows]
     sizes = [size for _,size in windows]
