@@ -114,7 +114,8 @@ class CachedForward:
     def run_last(self, *args, **kwargs):
         res = self.run_micro_batch(*args, **kwargs)
         if self.observes:
-            self.last_nodes = graph_between(tensors_in(res), tensors_in((args, kwargs)))
+            # A module may run several times in a pass, as two towers do
+            self.last_nodes |= graph_between(tensors_in(res), tensors_in((args, kwargs)))
         return res
 
     def check_rows(self, batch):
@@ -279,12 +280,22 @@ def note_batch(self:GradientCache, loop):
     cached = self.cached
     self.cached = None  # it refers to the graph
     if cached is None: return
-    if not cached.joins: self.joins = False
+    if not cached.joins:
+        self.joins = False
+        return
     if not cached.changes or self.differences is not None: return
     self.differences = describe_changes(cached.changes, cached.module, self.size)
     loop.description.note_differences(self.differences)
 
 @patch
 def reduce_memory(self:GradientCache, loop, elements:int)->str|None:
+    if self.cached is not None and not self.cached.joins: self.joins = False
+    if not self.joins: return None  # the batch runs whole
     self.differences = None  # micro-batches are going to have another size
     return Halving.reduce_memory(self, loop, elements)
+
+@patch
+def advice(self:GradientCache, loop)->str:
+    if self.joins: return Halving.advice(self, loop)
+    return ("out of memory with a whole batch, since the outputs of micro-batches cannot be joined: let the model "
+            "return a row for each sample, or use ActivationCheckpointing()")

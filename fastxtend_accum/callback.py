@@ -113,7 +113,9 @@ def extend_lr_find(self:WindowCallback, finder:LRFinder):
 def before_train(self:WindowCallback):
     "Plans the windows of this epoch; sets `learn.dl` to an `EpochBatches`, which makes `all_batches` run them"
     learn = self.learn
-    if not self.is_leader(): return
+    if not self.is_leader():
+        self.is_new_fit = False
+        return
     self.check_ownership()
     if learn.opt is None: return  # it is no fit
     is_first = self.is_new_fit or self.loop is None  # epoch of the fit

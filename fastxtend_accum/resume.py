@@ -171,13 +171,12 @@ def unkept(learn)->list:
 def tensors_of(learn)->dict:
     "Returns the parameters and buffers of the model, including any that a `state_dict` leaves out"
     model = get_model(learn.model)
-    found = chain(model.named_parameters(), model.named_buffers())
-    return {name:o.detach() for name,o in found}
+    return dict(chain(model.named_parameters(), model.named_buffers()))
 
 def model_state(learn)->dict:
     opt = learn.opt
     return dict(
-        tensors=tensors_of(learn),
+        tensors={name:o.detach() for name,o in tensors_of(learn).items()},
         opt=opt.state_dict(),
         frozen_idx=opt.frozen_idx,
         # Callbacks may freeze layers. And where a gradient is 0, an optimizer takes a step, by momentum and weight

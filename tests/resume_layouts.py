@@ -139,6 +139,18 @@ class Sometimes(nn.Module):
         return res+self.rarely(x) if self.n in (2, 3) else res
 
 
+class Grows(nn.Module):
+    "Has a buffer that becomes longer with each batch"
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 1)
+        self.register_buffer('means', torch.zeros(1))
+
+    def forward(self, x):
+        if self.training: self.means = torch.cat([self.means, x.detach().mean().reshape(1)])
+        return self.linear(x)+self.means.sum()/10
+
+
 # Callbacks
 
 class Average(Callback):
@@ -458,6 +470,10 @@ def hidden_state(): return train(ModelResetter(), m=Carrying(Carries(), nn.Linea
 @layout
 def hidden_state_and_schedule():
     return train(ModelResetter(), schedule(4, 12), m=Carrying(Carries(), nn.Linear(WIDTH, 1)))
+
+
+@layout
+def growing_buffer(): return train(accum(), m=nn.Sequential(nn.Linear(WIDTH, WIDTH), Grows()))
 
 
 @layout

@@ -512,6 +512,47 @@ def test_a_batch_whose_outputs_cannot_be_joined_runs_whole():
     assert_same(losses(ours), losses(plain))
 
 
+@pytest.mark.filterwarnings('ignore:GradientCache does not split batches')
+@pytest.mark.parametrize('size', [8, 'auto'])
+def test_a_batch_that_runs_whole_is_not_said_to_be_split(size, capsys):
+    fit_aloud(learner_of_number(GradientCache(size)), 1)
+    assert 'is split into' not in capsys.readouterr().out
+
+
+sizes_of_runs = []  # not in the model, whose state is put back after a run without success
+
+
+class NeverFits(MayReturnNumber):
+    "Has memory for 9 samples in training, and returns one number for all rows"
+    def forward(self, x):
+        sizes_of_runs.append(len(x))
+        if self.training and len(x) > 9: raise torch.OutOfMemoryError('CUDA out of memory')
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings('ignore:GradientCache does not split batches')
+def test_a_batch_that_cannot_be_split_is_not_split_further_if_memory_runs_out():
+    """32 and 16 samples do not fit, and the outputs of micro-batches of 8 cannot be joined. So the batch runs whole,
+    and once more without keeping room for the optimizer"""
+    sizes_of_runs.clear()
+    learn = make_learner(32, m=NeverFits(), loss_func=number_or_info_nce, cbs=GradientCache('auto'))
+    with pytest.raises(RuntimeError, match='cannot be joined: let the model return a row for each sample'): fit(learn, 1)
+    assert sizes_of_runs == [32, 16, 8, 8, 8, 8, 32, 32]
+
+
+class SetsUpForPass(Callback):
+    def before_batch(self): "Sets something up"
+    def after_pred(self): "Takes it back"
+
+
+def test_the_warning_of_what_is_set_up_for_a_pass_comes_once_in_a_fit():
+    "Also where another callback runs the batches"
+    learn = make_learner(32, cbs=[SetsUpForPass(), GradientCache(8), GradientAccumulation(32)])
+    with pytest.warns(UserWarning) as warned: fit(learn, 3)
+    says = 'GradientCache runs micro-batches again in the backward pass, after after_pred of SetsUpForPass'
+    assert len([o for o in warned if says in str(o.message)]) == 1
+
+
 def test_batches_are_split_again_once_the_model_is_repaired():
     sizes = set()
 
@@ -653,6 +694,40 @@ def test_a_loss_that_reads_what_the_model_keeps_is_an_error(reads, cb_type):
     with pytest.raises(ValueError, match=says):
         trained_keeping(reads, GradientCache(8), cb_type())
     trained_keeping(reads, GradientCache(32), cb_type())
+
+
+class TwoRuns(nn.Module):
+    "Its body runs twice, and keeps what it knows from the run that is `kept`"
+    def __init__(self, kept):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = KeepsRun(kept)
+        self.double()
+
+    def forward(self, x):
+        self.body.n_runs = 0
+        return self.body(x)+self.body(x.flip(1))
+
+
+class KeepsRun(nn.Module):
+    def __init__(self, kept):
+        super().__init__()
+        self.kept = kept
+        self.layer = nn.Linear(5, 1)
+
+    def forward(self, x):
+        res = self.layer(x)
+        if self.n_runs//4 == self.kept: self.term = res.pow(2).mean()  # of four micro-batches
+        self.n_runs += 1
+        return res
+
+
+@pytest.mark.parametrize('kept', [0, 1])
+def test_a_loss_that_reads_what_any_run_of_a_module_keeps_is_an_error(kept):
+    m = TwoRuns(kept)
+    def loss(pred, targ): return (F.mse_loss(pred, targ)+m.body.term).float()
+    learn = make_learner(32, m=m, loss_func=loss, cbs=GradientCache(8, part=lambda m: m.body))
+    with pytest.raises(ValueError, match='the loss reads what the model keeps'): fit(learn, 1)
 
 
 @pytest.mark.parametrize('reads', [scale, nothing])

@@ -227,6 +227,38 @@ def test_the_gradient_that_stays_is_not_lost_if_the_next_window_begins_with_canc
     assert_same(weights(learn), weights(big), ROUNDING)
 
 
+def fit_that_ends_an_epoch(bs, n_batches, *cbs):
+    """Three epochs: a callback cancels the last batch of the first one in `after_backward`, so that its gradient stays,
+    and another one ends the second epoch in its first pass"""
+    cancels = Fault(CancelBatchException, 'after_backward', n_batches, order=0)
+    ends = Fault(CancelEpochException, 'after_pred', n_batches+1, order=0)
+    ends.run_valid = False
+    learn = make_learner(bs, n=N, cbs=[cancels, ends, *cbs])
+    return fit(learn, 3)
+
+
+def test_the_gradient_that_stays_is_not_lost_if_the_next_epoch_ends_in_its_first_pass():
+    learn = fit_that_ends_an_epoch(8, 20, accumulation())
+    big = fit_that_ends_an_epoch(32, 5)
+    assert_moved(big)
+    assert_same(weights(learn), weights(big), ROUNDING)
+
+
+class CountsCancelled(Callback):
+    "Counts the batches that were cancelled"
+    order = 10
+    n = 0
+    def after_cancel_batch(self): self.n += 1
+
+
+@pytest.mark.parametrize('event', BEFORE_PASS)
+@pytest.mark.parametrize('cancelled', [[3], [19], [18, 19], [3, 19], [16, 17, 18, 19]])
+def test_who_prepares_batches_hears_of_each_that_is_cancelled(cancelled, event):
+    counts = CountsCancelled()
+    fit(make_learner(8, n=N, cbs=[accumulation(), CancelsBatches(event, cancelled), counts]), 1)
+    assert counts.n == len(cancelled)
+
+
 class DividesLoss(Callback):
     "Accumulates over four batches: divides the loss, and cancels what follows the backward pass of three of them"
     run_valid = False

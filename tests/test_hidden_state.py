@@ -438,14 +438,27 @@ def test_a_model_sees_the_states_of_its_rows_and_leaves_those_of_all():
     assert holder.n == 3
 
 
+class RowsFirst(Holder): "Has its rows in dimension 0, where a part of them is a view"
+
+
+hidden_state.register(RowsFirst, lambda m, n: dict(state=0, n=0))
+
+
+@pytest.mark.parametrize('kind,n', [(Holder, 3), (RowsFirst, 2)])
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt])
-def test_an_exception_restores_the_states_from_before(error):
-    holder = Holder()
+def test_an_exception_restores_the_states_from_before(error, kind, n):
+    "Also if the model has changed its states in place"
+    holder = kind()
+    holder.n = n
     before = holder.state
-    hidden = HiddenState([holder], 3)
-    with pytest.raises(error), hidden.at(0, 2): raise error
+    values = before.tolist()
+    hidden = HiddenState([holder], n)
+    with pytest.raises(error), hidden.at(0, n-1):
+        holder.state += 1
+        raise error
     assert holder.state is before
-    assert holder.n == 3
+    assert holder.state.tolist() == values
+    assert holder.n == n
 
 
 def test_a_registered_class_and_its_subclasses_own_states():

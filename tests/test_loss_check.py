@@ -99,6 +99,15 @@ def test_what_it_cannot_compare_is_unknown(loss_func, preds, why):
     assert why in found.reason
 
 
+def test_what_has_no_rows_is_unknown():
+    check = LossCheck(mean_square)
+    learn = SimpleNamespace(loss_func=mean_square, loss_grad=None, xb=(), pred=tensor(1.), yb=(tensor(2.),))
+    for _ in range(2): check.add(learn, 1, None)
+    check.compare()
+    assert check.results[0].verdict == 'unknown'
+    assert 'have rows' in check.results[0].reason
+
+
 @pytest.mark.parametrize('loss_func', [
     nn.CrossEntropyLoss(),
     CrossEntropyLossFlat(weight=CLASS_WEIGHTS),

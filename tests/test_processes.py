@@ -494,6 +494,14 @@ def test_processes_agree_on_the_unit_of_a_window_without_labels(tmp_path):
     assert one['moved'] > 1e-2
 
 
+def test_a_model_whose_parameters_are_all_frozen_has_no_gradients_to_average():
+    "The loss may have parameters of its own"
+    learn = make_learner(8)
+    learn.freeze()
+    for p in learn.model.parameters(): p.requires_grad_(False)
+    assert Processes(learn).average_grads(None) is None
+
+
 @pytest.mark.long
 def test_processes_agree_on_buffers_in_validation(tmp_path):
     "If one of them runs more passes"

@@ -107,7 +107,8 @@ class HiddenState:
         def rows(t):
             shape = tuple(t.shape)
             if shape[dim:dim+1] == (self.n,):
-                return t.narrow(dim, start, end-start).contiguous()
+                # A copy, since the module may change its state in place
+                return t.narrow(dim, start, end-start).clone(memory_format=torch.contiguous_format)
             where = f'{type(m).__name__}.{name}'
             raise ValueError(f"{where} has shape {shape}, where {self.n} rows should be dimension {dim}: correct its "
                              "entry in hidden_state")

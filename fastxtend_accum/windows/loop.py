@@ -135,7 +135,7 @@ class WindowLoop:
         self.progress = Progress(self.learn, self.batches, self.loggers, counts_samples)
         self.between_windows = noop
         self.watches_changes = watches_changes
-        self.window = Window()
+        self.replace_window(1, keeps_batches=False)  # the last one may have set gradients aside
         self.fit.begin_epoch()
 
 # %% ../../nbs/windows/15_loop.ipynb #10999feb
@@ -250,7 +250,10 @@ def run_window(self:WindowLoop)->bool:
         counts = self.run_next_batch(counts)
     if not self.window.losses.samples: return False  # all were cancelled: loggers see one cancelled batch, as in fastai
     outcome = None if self.has_no_step() else self.close_window()
-    if outcome in (Outcome.STEPPED, Outcome.NO_TARGETS): return True
+    if outcome in (Outcome.STEPPED, Outcome.NO_TARGETS):
+        # The window counts; its last batch was cancelled, which nobody has heard of yet
+        if not counts: self.send.to_preparing('after_cancel_batch')
+        return True
     if outcome is Outcome.CANCELLED: return False  # loggers see its loss, as in fastai
     # The step was skipped, or the batches are dropped or carried: loggers see no loss of them
     learn.yb = ()  # the Recorder leaves out a batch without targets

@@ -218,7 +218,9 @@ def compare_in_any_precision(self:LossCheck, micro_batches:list)->Comparison:
 @patch
 def compare_in(self:LossCheck, dtype:torch.dtype, micro_batches:list)->list:
     "See `compare_losses`. Leaves autocast out, and no trace in the state of the loss function"
-    device = tensors_in(micro_batches)[0].device
+    tensors = tensors_in(micro_batches)
+    if not tensors: raise CannotCompare('neither outputs nor targets have rows')
+    device = tensors[0].device
     snapshot = Snapshot(self.loss_func)
     try:
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):

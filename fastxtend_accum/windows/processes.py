@@ -133,6 +133,7 @@ def average_grads(self:Processes, grads:GradientSums):
     "Averages what DDP would: the gradients of all parameters of the model that have one in any process"
     model = self.learn.model
     params = [p for p in model.parameters() if p.requires_grad]
+    if not params: return  # only the loss is trained
     has_gradient = torch.tensor([grads.has_gradient(p) for p in params], dtype=torch.long, device=params[0].device)
     for p,n in zip(params, all_reduce(model, has_gradient).tolist()):
         if n:
