@@ -536,7 +536,8 @@ def test_a_batch_that_cannot_be_split_is_not_split_further_if_memory_runs_out():
     and once more without keeping room for the optimizer"""
     sizes_of_runs.clear()
     learn = make_learner(32, m=NeverFits(), loss_func=number_or_info_nce, cbs=GradientCache('auto'))
-    with pytest.raises(RuntimeError, match='cannot be joined: let the model return a row for each sample'): fit(learn, 1)
+    says = 'cannot be joined: let the model return a row for each sample'
+    with pytest.raises(RuntimeError, match=says): fit(learn, 1)
     assert sizes_of_runs == [32, 16, 8, 8, 8, 8, 32, 32]
 
 
