@@ -11,7 +11,7 @@ from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 
 from .windows.checks import check_learner,warn_of_gradient_hooks
-from .windows.events import has_event,is_from_fastai,pass_events
+from .windows.events import has_event,is_from_fastai,pass_events,reads_batch,window_events
 from .windows.forward_backward import Fit,Settings
 from .windows.gradients import half,trained_params
 from .windows.loader import ONE_BATCH,EpochPlan,LoaderInfo,loader_info,stand_ins
@@ -236,7 +236,9 @@ def check(self:WindowCallback, plan:EpochPlan):
         raise ValueError(f"{kind} has its own {overruled}, which {name} would overrule: leave {name} out, or make a "
                          "callback of what it does")
     check_learner(learn, self)
-    if joins and loop.settings.log_accum_batch: self.warn_of_late_callbacks()
+    if joins and loop.settings.log_accum_batch:
+        self.warn_of_late_callbacks()
+        self.warn_of_late_reads()
     if isinstance(self.strategy, MicroBatches): self.warn_of_set_up()
     has_half = any(p.dtype in half for p in trained_params(learn.opt))
     loop.fit.processes.check_model(has_half)
@@ -254,6 +256,16 @@ def warn_of_late_callbacks(self:WindowCallback):
     if not late: return
     warn(f"before_batch of {', '.join(late)} is called once per window, since its order is 50 or more: if it prepares "
          "batches, set its order to less, such as cb.order = 45")
+
+@patch
+def warn_of_late_reads(self:WindowCallback):
+    "Warns of callbacks that read the batch where it is the last loader batch of a window. fastai's are on our pages"
+    for cb in self.learn.cbs:
+        for event in window_events:
+            ends_each_batch = event == 'after_batch' and cb.order < Recorder.order and has_event(cb, 'before_batch')
+            if ends_each_batch or is_from_fastai(cb, event) or not reads_batch(cb, event): continue
+            warn(f"{event} of {type(cb).__name__} reads the batch, which there is the last loader batch of a window: "
+                 "collect in after_loss what it needs, or load whole batches, and split them with micro_batch_size")
 
 @patch
 def warn_of_set_up(self:WindowCallback):

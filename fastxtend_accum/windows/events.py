@@ -12,8 +12,9 @@ from fastai.basics import *
 from .nested import tensors_in
 
 # %% auto #0
-__all__ = ['batch_events', 'pass_events', 'sends_as_fastai', 'has_event', 'is_from_fastai', 'Events', 'places_of_batch',
-           'loss_node', 'shared_state', 'autocast_depth', 'is_same', 'SetUp', 'with_set_ups']
+__all__ = ['batch_events', 'window_events', 'pass_events', 'sends_as_fastai', 'has_event', 'is_from_fastai', 'reads_batch',
+           'Events', 'places_of_batch', 'loss_node', 'shared_state', 'autocast_depth', 'is_same', 'SetUp',
+           'with_set_ups']
 
 # %% ../../nbs/windows/09_events.ipynb #760ae9a7
 batch_events = ('before_batch','after_pred','after_loss','before_backward','after_cancel_backward','after_backward',
@@ -45,6 +46,16 @@ def is_from_fastai(cb, event:str)->bool:
     does = vars(cb).get(event) or getattr(type(cb), event, None) or type(cb)
     module = getattr(does, '__module__', None) or ''
     return module.partition('.')[0] == 'fastai'
+
+# %% ../../nbs/windows/09_events.ipynb #36854599
+window_events = 'before_step','after_step','after_batch'
+_of_batch = {'x','y','xb','yb','pred'}
+
+def reads_batch(cb, event:str)->bool:
+    "Returns whether the code of `cb` for `event` names inputs, targets or outputs; not what functions that it calls do"
+    does = vars(cb).get(event) or getattr(type(cb), event, None)
+    code = getattr(does, '__code__', None)
+    return code is not None and not _of_batch.isdisjoint(code.co_names)
 
 # %% ../../nbs/windows/09_events.ipynb #efb7f885
 class Events:
