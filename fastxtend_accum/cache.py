@@ -145,7 +145,7 @@ class GradientCache(WindowCallback, Halving):
 
     def __init__(self,
         micro_batch_size:int|str, # Samples (or inputs, if a sample has several) at a time; 'auto': as many as fit
-        part:Callable|None=None, # Submodule that sees micro-batches, such as `lambda m: m[0]`; None: the whole model
+        part:Callable|None=None, # Returns the submodule that sees micro-batches, as in `lambda m: m[0]`; None: all
         rows:int=1, # Inputs per sample that the model, or its `part`, sees, such as 2 for two views in one tensor
     ):
         store_attr()

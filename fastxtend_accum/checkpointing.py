@@ -100,7 +100,7 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
 
     def __init__(self,
         blocks:Callable|str|None=None, # `blocks(model)` returns what may be recomputed; None or 'auto': found for you
-        offload:bool=False, # Keep the inputs of these blocks on the CPU; False: only if nothing else fits
+        offload:bool=False, # Keep the inputs of these blocks on the CPU; False: only if that is necessary
         adapt:bool=True, # Recompute as few blocks as memory requires; False: all
     ):
         store_attr()

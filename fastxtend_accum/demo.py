@@ -34,7 +34,7 @@ def digits_dls(bs:int, seed:int=42)->DataLoaders:
     return DataLoaders(train, valid)
 
 def digits_learner(bs:int, cbs=None, seed:int=42)->Learner:
-    "Returns a small convolutional network for the digits, with the same weights for the same seed"
+    "Returns a Learner with a small convolutional network for the digits, with the same weights for the same seed"
     dls = digits_dls(bs, seed)
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -126,7 +126,7 @@ def plot_sizes_on_cosine(ax, grown:Learner):
     ax.legend()
 
 def plot_losses(ax, large:Learner, small:Learner):
-    "Plots the loss of 16 x 32 over the loss of batches of 512"
+    "Plots the loss of 16 x 32 on top of the loss of batches of 512"
     ax.plot(large.loss_log.losses, color=_gold, lw=5, label='batches of 512')
     ax.plot(small.loss_log.losses, color=_blue, label='16 x 32, accumulated')
     ax.set(xlabel='optimizer steps', ylabel='training loss')

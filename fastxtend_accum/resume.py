@@ -566,15 +566,15 @@ def end(self:SavedFit):
 
 # %% ../nbs/06_resume.ipynb #63437194
 class AutoResume(WindowCallback):
-    """Save a fit while it runs. If the process is killed, the same line continues the fit in mid-epoch, and the final
-    weights are the same"""
+    """Save a fit while it runs. If the process is killed, run the script again: the same line continues the fit in
+    mid-epoch, and the final weights are the same"""
     order = 10_000  # after all others: what they have done is in the file
     sets_windows = False
     _stateattrs = ('loop','place','saved_fit')
     saved_fit = None  # in a copy, too
     def __init__(self,
-        every:int|None=None, # Optimizer steps from save to save; None: by `minutes`
-        minutes:Real=5, # Minutes from save to save; more if saving takes more than 5% of the time
+        every:int|None=None, # Optimizer steps between saves; None: go by `minutes`
+        minutes:Real=5, # Minutes between saves; more if saving takes more than 5% of the time
         fname:str='resume', # Name of the files in `learn.path/learn.model_dir`: a different one for each script
         restart:bool=False, # Start over, whatever the files contain
         verbose:bool=True, # Print where a fit resumes

@@ -68,14 +68,14 @@ class GradientAccumulationSchedule(GradientAccumulation):
     @delegates(GradientAccumulation.__init__, but=['accum_bs','n_acc'])
     def __init__(self,
         start_accum_bs:int, # Samples per step until `start`; a multiple of the loader's batch size
-        final_accum_bs:int=None, # Samples per step from `finish` on, also a multiple; less than the start to shrink
+        final_accum_bs:int=None, # Samples per step from `finish` on, also a multiple; less than at the start to shrink
         start:Numeric=0, # Where the schedule starts: a fraction of training (float) or a number of epochs (int)
         finish:Numeric=0.3, # Where it ends: 1.0 (float) is the end of training, 1 (int) the end of the first epoch
         schedule:Callable=SchedCos, # fastai annealer, or any `f(start, end)` that returns a function of `pos`
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, loader batches (False)
         micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': as many as fit
         *,
-        remainder:str|None=None, # Incomplete last window; None: 'step' if the model has a `reset`, otherwise 'carry'
+        remainder:str|None=None, # For an incomplete last window; None: 'carry', or 'step' if the model has a `reset` method
         scale:dict[str,Callable]|None=None, # Rules `f(value, ratio)` by hyper-parameter, such as `{'lr':sqrt_scale}`
         **kwargs, # Further arguments of `GradientAccumulation`
     ):
@@ -164,7 +164,7 @@ def preview(self:GradientAccumulationSchedule,
     n_epoch:int, # Length of the fit, in epochs
     dls:DataLoaders, # The data of the fit
 )->list: # For each optimizer step, where its window starts, in epochs, and its number of samples
-    "List the windows that a fit will run, before training; raises ValueError if the sizes do not suit the data"
+    "Before training, list the windows that a fit will run; raise ValueError if the sizes do not suit the data"
     info = self.loader_info_of(dls.train)
     global_bs = info.batch_size
     for name,size in self.window_sizes(global_bs).items():
