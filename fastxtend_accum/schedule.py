@@ -75,7 +75,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, loader batches (False)
         micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': as many as fit
         *,
-        remainder:str|None=None, # For an incomplete last window; None: 'carry', or 'step' if the model has a `reset` method
+        remainder:str|None=None, # For an incomplete last window; None: 'carry', or 'step' if the model has a `reset`
         scale:dict[str,Callable]|None=None, # Rules `f(value, ratio)` by hyper-parameter, such as `{'lr':sqrt_scale}`
         **kwargs, # Further arguments of `GradientAccumulation`
     ):
