@@ -359,6 +359,43 @@ def test_a_late_callback_that_may_prepare_batches_is_named():
     assert said.startswith('before_batch of Prepares is called once per window, since its order is 50 or more')
 
 
+class ReadsOutputs(Callback):
+    def after_batch(self): self.n_outputs = len(self.pred)
+
+
+class ReadsTargets(Callback):
+    def after_step(self): self.mean = self.y.mean()
+
+
+class ReadsInputsEarly(ReadsOutputs):
+    def before_batch(self): self.n_inputs = len(self.x)
+
+
+def count_inputs(self): self.n_inputs = len(self.x)
+def count_batches(self): self.n = self.iter
+
+
+@pytest.mark.parametrize('cb,order,event', [
+    (ReadsOutputs(), 60, 'after_batch'),
+    (ReadsOutputs(), 0, 'after_batch'),
+    (ReadsTargets(), 60, 'after_step'),
+    (Callback(after_batch=count_inputs), 60, 'after_batch'),
+    (ReadsInputsEarly(), 60, 'after_batch')])
+def test_a_callback_that_reads_the_last_loader_batch_of_a_window_is_named(cb, order, event):
+    said, = warnings_of_fit(cb, order)
+    assert said.startswith(f'{event} of {type(cb).__name__} reads the batch, which there is the last loader batch')
+
+
+@pytest.mark.parametrize('cb,order,args', [
+    (ReadsInputsEarly(), 49, {}),  # both of its events come for each loader batch
+    (ReadsOutputs(), 60, dict(bs=32)),
+    (ReadsOutputs(), 60, dict(bs=32, micro_batch_size=8)),
+    (ReadsOutputs(), 60, dict(log_accum_batch=False)),
+    (Callback(after_batch=count_batches), 60, {})])
+def test_who_reads_each_loader_batch_or_nothing_is_not_named(cb, order, args):
+    assert warnings_of_fit(cb, order, **args) == []
+
+
 @pytest.mark.parametrize('cb,order,bs', [(Prepares(), 49, 8), (Prepares(), 50, 32), (Logs(), 50, 8)])
 def test_who_comes_early_or_logs_or_sees_each_loader_batch_anyway_is_not_named(cb, order, bs):
     assert not warnings_of_fit(cb, order, bs)

@@ -110,6 +110,9 @@ def test_what_cannot_be_done_in_a_window_is_an_error(cls, way, message):
     with pytest.raises(RuntimeError, match=message): fit_small(cls.learner, way)
 
 
+READS = 'reads the batch, which there is the last loader batch of a window'
+
+
 # Limits that the pages name. If one of these tests fails, that limit is gone: take it off its page, too
 
 ACTS_ON_BATCH = [MixesNeighbours, Standardizes, AttacksWholeBatch, WeighsByRank]
@@ -138,12 +141,12 @@ def test_the_line_of_a_fit_does_not_name_a_callback_that_changes_the_whole_batch
 
 
 @pytest.mark.parametrize('cls', [CountsSamples, KeepsOutputs, NotesHits], ids=name_of)
-def test_limit_on_the_page_after_the_backward_pass_a_callback_notes_the_last_loader_batch(cls):
-    assert_other_notes(cls.learner, 'windows')
+def test_a_warning_says_that_a_callback_notes_the_last_loader_batch_after_the_backward_pass(cls):
+    with pytest.warns(match=f'of {cls.__name__} {READS}'): assert_other_notes(cls.learner, 'windows')
 
 
-def test_limit_on_the_page_what_a_callback_trains_by_after_the_backward_pass_is_the_last_loader_batch():
-    assert_other_weights(ClassCounts.learner, 'windows')
+def test_a_warning_says_that_a_callback_trains_by_the_last_loader_batch_after_the_backward_pass():
+    with pytest.warns(match=f'of ClassCounts {READS}'): assert_other_weights(ClassCounts.learner, 'windows')
 
 
 def test_limit_on_the_page_before_batch_and_after_batch_of_one_callback_come_once_a_loader_batch():
