@@ -33,12 +33,12 @@ class GradientAccumulation(WindowCallback):
     "Accumulate gradients over `accum_bs` samples, then step as for one batch of that size"
     scale = None  # of a schedule
     def __init__(self,
-        accum_bs:int|None=None, # Samples per step, over all processes; None: 32, or the loader's if that is to be split
+        accum_bs:int|None=None, # Samples per step, over all processes; None: 32, or `bs` when splitting loader batches
         n_acc:int|None=None, # fastai's name for `accum_bs`; pass only one of the two
         log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, loader batches (False)
         micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': as many as fit
         *,
-        remainder:str|None=None, # For an incomplete last window: 'step', 'carry' or 'drop'; None: as the loader does
+        remainder:str|None=None, # Incomplete last window: 'step', 'carry' or 'drop'; None: as `drop_last` says
         num_items:Callable|None=None, # `f(learn)` returns the number of elements that the loss averages over
         skip_nonfinite:bool=False, # Skip the step of a window whose gradient contains NaN or infinity
         verbose:bool=True, # Print a line that says how windows are made up, and what differs from one batch

@@ -1,4 +1,4 @@
-"""Keep your batch size when it does not fit: smaller loader batches, micro-batches, or activation checkpointing
+"""Keep your batch size when the batch does not fit: smaller loader batches, micro-batches, or activation checkpointing
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/checkpointing.html.md"""
 

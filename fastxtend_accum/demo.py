@@ -94,7 +94,7 @@ def weight_difference(a:Learner, b:Learner)->float:
     return max((p-q).abs().max().item() for p,q in pairs)
 
 def results(learners:dict[str,Learner])->pd.DataFrame:
-    "Returns for each run: the loader batch, forward passes, optimizer steps, log entries and accuracy"
+    "Returns, for each run, the loader batch, forward passes, optimizer steps, log entries and accuracy"
     rows = []
     for name,learn in learners.items():
         log = learn.loss_log
@@ -170,7 +170,7 @@ def main():
 # %% ../nbs/07_demo.ipynb #04248654
 class Activations(Callback):
     """Measures what a forward pass of the model keeps for its backward pass: `mb` is the peak in MB. Above `limit` it
-    raises PyTorch's error, so that memory runs out on any machine, as it would on a small GPU"""
+    raises PyTorch's out-of-memory error, so that any machine can stand in for a small GPU"""
     order = -5  # before callbacks that run the forward pass in another way
 
     def __init__(self, limit:float=math.inf):

@@ -68,7 +68,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
     @delegates(GradientAccumulation.__init__, but=['accum_bs','n_acc'])
     def __init__(self,
         start_accum_bs:int, # Samples per step until `start`; a multiple of the loader's batch size
-        final_accum_bs:int=None, # Samples per step from `finish` on, also a multiple; less than at the start to shrink
+        final_accum_bs:int=None, # Samples per step from `finish` on, also a multiple; if smaller, the batch shrinks
         start:Numeric=0, # Where the schedule starts: a fraction of training (float) or a number of epochs (int)
         finish:Numeric=0.3, # Where it ends: 1.0 (float) is the end of training, 1 (int) the end of the first epoch
         schedule:Callable=SchedCos, # fastai annealer, or any `f(start, end)` that returns a function of `pos`
