@@ -350,6 +350,7 @@ LOSSES = {
 
 @pytest.mark.thin(3)
 @pytest.mark.filterwarnings('ignore:a callback replaces the loss in before_backward')
+@pytest.mark.filterwarnings('ignore:after_batch of Probe reads the batch')
 @pytest.mark.parametrize('layout', LAYOUTS)
 @pytest.mark.parametrize('name', LOSSES)
 def test_a_loss_that_a_callback_changes_is_the_one_of_the_large_batch(name, layout):

@@ -160,6 +160,7 @@ def test_a_cache_of_a_model_that_works_in_place(n):
 
 # What callbacks and hooks see of a batch
 
+@pytest.mark.filterwarnings('ignore:after_step of Callback reads the batch')
 @pytest.mark.parametrize('bs,make_cb,rows,n_passes', [
     (32, Callback, 32, 3),
     (8, in_windows, 8, 12),
