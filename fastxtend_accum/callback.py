@@ -244,6 +244,9 @@ def check(self:WindowCallback, plan:EpochPlan):
     loop.fit.processes.check_model(has_half)
     loop.description.set_due(self.verbose)
 
+# %% ../nbs/05_callback.ipynb #558a3734
+# Warnings
+
 @patch
 def warn_of_late_callbacks(self:WindowCallback):
     "Warns of callbacks that may prepare batches, and see windows, since they come after the Recorder"

@@ -6,7 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/loop.html.md"""
 
 # %% ../../nbs/windows/15_loop.ipynb #8c8441d3
 from __future__ import annotations
-from contextlib import nullcontext
 
 from fastai.basics import *
 
