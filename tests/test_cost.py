@@ -107,7 +107,7 @@ def test_what_fits(make):
 
 # Calls of Python and C functions per micro-batch, relative to the plain Learner: with torch's SGD, with fastai's Adam
 
-# With windows of one, fastai's optimizer, callbacks and loader alone make .36 and .44 of the calls: see the test of a
+# With windows of one, fastai's optimizer, callbacks and loader alone make .34 and .42 of the calls: see the test of a
 # loop without events
 limits = {
     ('windows', 1): (.45, .515),
