@@ -2,6 +2,7 @@
 import pytest
 
 from callback_fits import *
+from same_fit import TrainingFault
 
 N = 160  # samples in 20 loader batches
 BEFORE_PASS = ['before_batch', 'after_pred', 'after_loss', 'before_backward']  # events before the backward pass
@@ -231,8 +232,7 @@ def fit_that_ends_an_epoch(bs, n_batches, *cbs):
     """Three epochs: a callback cancels the last batch of the first one in `after_backward`, so that its gradient stays,
     and another one ends the second epoch in its first pass"""
     cancels = Fault(CancelBatchException, 'after_backward', n_batches, order=0)
-    ends = Fault(CancelEpochException, 'after_pred', n_batches+1, order=0)
-    ends.run_valid = False
+    ends = TrainingFault(CancelEpochException, 'after_pred', n_batches+1, order=0)
     learn = make_learner(bs, n=N, cbs=[cancels, ends, *cbs])
     return fit(learn, 3)
 

@@ -7,17 +7,12 @@ import pytest
 from common import *
 from fastxtend_accum import resume
 from resume_layouts import WIDTH, accum, fastai_data, make, samples, with_valid
+from same_fit import TrainingFault
 
 
-class Stop(Callback):
+def stop(nth):
     "Interrupts training after its `nth` window"
-    order = 300
-    def __init__(self, nth): self.left = nth
-
-    def after_batch(self):
-        if not self.training: return
-        self.left -= 1
-        if not self.left: raise KeyboardInterrupt
+    return TrainingFault(KeyboardInterrupt, 'after_batch', nth, order=300)
 
 
 def seeded(*cbs, seed=1, **kwargs):
@@ -32,7 +27,7 @@ def train(learn, *cbs, n_epoch=3, lr=.02, **kwargs):
 def interrupt(*cbs, nth=17, **kwargs):
     "In the second of three epochs, each of which has 13 windows, and one window after a save"
     learn = seeded(*cbs, **kwargs)
-    with pytest.raises(KeyboardInterrupt): train(learn, Stop(nth))
+    with pytest.raises(KeyboardInterrupt): train(learn, stop(nth))
     return learn
 
 

@@ -8,6 +8,7 @@ from fastai.vision.all import CategoryBlock, DataBlock, ImageBlock, IndexSplitte
 from fastai.vision.all import aug_transforms, resnet18, vision_learner
 
 from common import *
+from same_fit import TrainingFault
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures('cuda')]
 device = torch.device('cuda')
@@ -20,17 +21,6 @@ def deterministic(monkeypatch):
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-class Stop(Callback):
-    "Interrupts training after its `nth` step"
-    order = 300
-    def __init__(self, nth): self.left = nth
-
-    def after_batch(self):
-        if not self.training: return
-        self.left -= 1
-        if not self.left: raise KeyboardInterrupt
 
 
 class Draws(Callback):
@@ -60,7 +50,8 @@ def assert_goes_on(make, nth):
     "Returns the Learner that has gone on after `nth` windows, which is within the second epoch"
     expected = train(make)
     assert_same(state(train(make)), state(expected))  # without AutoResume: the machine itself is deterministic
-    with pytest.raises(KeyboardInterrupt): train(make, *resume(Stop(nth)))
+    stop = TrainingFault(KeyboardInterrupt, 'after_batch', nth, order=300)
+    with pytest.raises(KeyboardInterrupt): train(make, *resume(stop))
     learn = train(make, *resume(), seed=9)
     n_windows = len(losses(learn))//2
     assert n_windows < nth < 2*n_windows

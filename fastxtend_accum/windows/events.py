@@ -12,9 +12,9 @@ from fastai.basics import *
 from .nested import tensors_in
 
 # %% auto #0
-__all__ = ['batch_events', 'window_events', 'pass_events', 'sends_as_fastai', 'has_event', 'is_from_fastai', 'reads_batch',
-           'Events', 'places_of_batch', 'loss_node', 'shared_state', 'autocast_depth', 'is_same', 'SetUp',
-           'with_set_ups']
+__all__ = ['batch_events', 'window_events', 'pass_events', 'sends_as_fastai', 'has_event', 'handler_of', 'is_from_fastai',
+           'reads_batch', 'Events', 'places_of_batch', 'loss_node', 'shared_state', 'autocast_depth', 'is_same',
+           'SetUp', 'with_set_ups']
 
 # %% ../../nbs/windows/09_events.ipynb #760ae9a7
 batch_events = ('before_batch','after_pred','after_loss','before_backward','after_cancel_backward','after_backward',
@@ -41,10 +41,13 @@ def has_event(cb, event:str)->bool:
     return handles_any or hasattr(kind, event) or event in vars(cb)
 
 # %% ../../nbs/windows/09_events.ipynb #d1003997
+def handler_of(cb, event:str)->Callable|None:
+    "Returns what `cb` does at `event`: an attribute of its own, or a method of its class; None if there is neither"
+    return vars(cb).get(event) or getattr(type(cb), event, None)
+
 def is_from_fastai(cb, event:str)->bool:
     "Returns whether what `cb` does at `event` comes with fastai, and not from a subclass or a function of the user's"
-    does = vars(cb).get(event) or getattr(type(cb), event, None) or type(cb)
-    module = getattr(does, '__module__', None) or ''
+    module = getattr(handler_of(cb, event) or type(cb), '__module__', None) or ''
     return module.partition('.')[0] == 'fastai'
 
 # %% ../../nbs/windows/09_events.ipynb #36854599
@@ -53,8 +56,7 @@ _of_batch = {'x','y','xb','yb','pred'}
 
 def reads_batch(cb, event:str)->bool:
     "Returns whether the code of `cb` for `event` names inputs, targets or outputs; not what functions that it calls do"
-    does = vars(cb).get(event) or getattr(type(cb), event, None)
-    code = getattr(does, '__code__', None)
+    code = getattr(handler_of(cb, event), '__code__', None)
     return code is not None and not _of_batch.isdisjoint(code.co_names)
 
 # %% ../../nbs/windows/09_events.ipynb #efb7f885
