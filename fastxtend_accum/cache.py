@@ -275,21 +275,24 @@ def report(self:GradientCache, loop, elements:int, is_largest:bool):
     log_once(self, with_differences(made_up, n, self.differences or []))
 
 @patch
+def note_joins(self:GradientCache):
+    "Notes if the outputs of the present batch could not be joined"
+    if self.cached is not None and not self.cached.joins: self.joins = False
+
+@patch
 def note_batch(self:GradientCache, loop):
     "Notes whether outputs could be joined, and what the passes have changed in the module, if they were observed"
+    self.note_joins()
     cached = self.cached
     self.cached = None  # it refers to the graph
-    if cached is None: return
-    if not cached.joins:
-        self.joins = False
-        return
+    if cached is None or not self.joins: return
     if not cached.changes or self.differences is not None: return
     self.differences = describe_changes(cached.changes, cached.module, self.size)
     loop.description.note_differences(self.differences)
 
 @patch
 def reduce_memory(self:GradientCache, loop, elements:int)->str|None:
-    if self.cached is not None and not self.cached.joins: self.joins = False
+    self.note_joins()
     if not self.joins: return None  # the batch runs whole
     self.differences = None  # micro-batches are going to have another size
     return Halving.reduce_memory(self, loop, elements)
