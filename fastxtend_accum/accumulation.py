@@ -12,25 +12,26 @@ from fastai.callback.fp16 import MixedPrecision
 
 from .windows.checks import (check_callable,check_flags,check_micro_batch_size,check_multiple,
                                             check_rules,check_size)
-from .windows.description import how_made_up,log_once,with_differences
+from .windows.description import how_made_up,how_split,log_once
 from .windows.forward_backward import Settings
-from .windows.loader import EpochPlan,drops_last,remainders
+from .windows.loader import EpochPlan,LoaderInfo,drops_last,fitting_size,is_distributed,loader_bs,remainders
 from .windows.loggers import Loggers
 from .windows.loop import own_loop,whole_batch
-from .windows.losses import has_rule
 from .windows.processes import is_sharded
 from .windows.window import Outcome,Window
 from .memory.auto import AutoMicroBatches
 from .memory.micro_batches import MicroBatches
+from .memory.retry import MemorySaver
 from .callback import WindowCallback
 from .logging import fix_wandb
 
 # %% auto #0
-__all__ = ['GradientAccumulation', 'new_micro_batches']
+__all__ = []
 
 # %% ../nbs/00_accumulation.ipynb #d094627a
 class GradientAccumulation(WindowCallback):
     "Accumulate gradients over `accum_bs` samples, then step as for one batch of that size"
+    rank = 0
     scale = None  # of a schedule
     def __init__(self,
         accum_bs:int|None=None, # Samples per step, over all processes; None: 32, or `bs` when splitting loader batches
@@ -54,7 +55,6 @@ class GradientAccumulation(WindowCallback):
         self.n_skipped = 0  # windows of this fit, or of the last one
         self.warned_outcomes = set()
         self.last_message = None  # what was printed last
-        self.valid_strategy = None
         self.read_settings()
 
     @property
@@ -74,18 +74,14 @@ class GradientAccumulation(WindowCallback):
         return self.loop.n_steps if self.loop else 0
     @property
     def micro_bs(self)->int|None:
-        "Samples that the model sees at a time; None before a fit, and if the DataLoader does not say"
-        if not self.loop or not self.loop.batches: return None
-        bs = self.loader_bs()
-        if not isinstance(self.strategy, MicroBatches): return bs  # it runs whole batches
-        size = self.strategy.micro_bs or bs  # None: 'auto' has not run a batch yet
-        return min(size, bs) if bs else size
-
-    def loader_bs(self)->int|None:
-        "Returns the samples in a loader batch; if the DataLoader states no number, those in the current one, if any"
-        batches = self.loop.batches
-        if batches.info.batch_size: return batches.info.batch_size
-        return batches.current.samples if batches.current else None
+        "Samples that the model sees at a time, at most; None before a fit, and if the DataLoader does not say"
+        if self.loop is None or self.loop.batches is None: return None
+        plan = self.loop.batches.plan
+        bs = plan.info.batch_size
+        if plan.has_pieces: bs = max(plan.sizes, default=bs)
+        splitting = [self.strategy, *self.learn._grab_cbs(MemorySaver)]
+        sizes = [bs, *[getattr(o, 'size', None) for o in splitting]]
+        return min([o for o in sizes if o], default=None)
 
 # %% ../nbs/00_accumulation.ipynb #1f3f92d9
 # Settings
@@ -103,29 +99,24 @@ def read_settings(self:GradientAccumulation):
         raise ValueError(f"remainder must be one of {remainders} or None, not {self.remainder!r}")
     if self.remainder == 'carry' and not self.accum_bs:
         raise ValueError("remainder='carry' is for windows of several batches: pass accum_bs, or leave remainder out")
-    self.make_strategies()
+    self.make_strategy()
 
 @patch
-def make_strategies(self:GradientAccumulation):
-    """Creates the objects that run batches in training and validation, if `micro_batch_size` has changed since the last
-    fit. If not, the size that 'auto' has found is kept"""
+def make_strategy(self:GradientAccumulation):
+    """Creates the object that runs batches, if `micro_batch_size` has changed since the last fit. If not, the size that
+    'auto' has found is kept"""
     size = self.micro_batch_size
     made_for = getattr(self.strategy, 'requested_size', None)  # `whole_batch` has none
     if size == made_for: return
-    if size is None:
-        self.strategy = whole_batch
-        self.valid_strategy = None
-    else:
-        self.strategy = new_micro_batches(size)
-        self.valid_strategy = new_micro_batches(size)
-
-def new_micro_batches(size:int|str)->MicroBatches:
-    return AutoMicroBatches() if size == 'auto' else MicroBatches(size)
+    if size is None: self.strategy = whole_batch
+    elif size == 'auto': self.strategy = AutoMicroBatches()
+    else: self.strategy = MicroBatches(size)
 
 @patch
 def settings(self:GradientAccumulation)->Settings:
     return Settings(
-        log_accum_batch=self.log_accum_batch,
+        # `lr_find` counts batches of which each has one rate, so they have to be windows
+        log_accum_batch=self.log_accum_batch or hasattr(self.learn, 'lr_finder'),
         num_items=self.num_items,
         skip_nonfinite=self.skip_nonfinite,
         scale=self.scale,
@@ -142,23 +133,36 @@ def remainder_for(self:GradientAccumulation, dl)->str:
 
 # %% ../nbs/00_accumulation.ipynb #2f796976
 @patch
+def check_sizes(self:GradientAccumulation, plan:EpochPlan):
+    "Raises ValueError if the windows do not suit the DataLoader, or if the epoch has none"
+    if not self.accum_bs: return
+    info,n = plan.info,self.loop.fit.processes.n
+    self.check_multiples(info, n)
+    has_one_size = len(self.window_sizes(self.global_bs(plan))) == 1  # a schedule may have smaller windows later
+    is_certain = info.has_exact_length and has_one_size
+    if plan.remainder == 'drop' and is_certain and not plan.windows:
+        raise ValueError(f"an epoch has {info.samples*n} samples, which do not fill one window of {self.accum_bs}, and "
+                         "incomplete windows are dropped: use a smaller accum_bs, or remainder='step'")
+
+@patch
+def check_multiples(self:GradientAccumulation, info:LoaderInfo, n_processes:int=1):
+    "Raises ValueError unless loader batches can be joined to windows, or cut into them"
+    bs = info.batch_size
+    for name,size in self.window_sizes(bs*n_processes).items():
+        check_multiple(name, size, bs, n_processes)
+        if info.states_batch_size or size >= bs: continue
+        raise ValueError(f"{name}={size} is less than micro_batch_size={bs}, the batch of a DataLoader that states no "
+                         f"size, and cannot be cut: use {bs} or more")
+
+@patch
 def check(self:GradientAccumulation, plan:EpochPlan):
     "Raises ValueError if the callback is not compatible with its Learner"
-    info,n = plan.info,self.loop.fit.processes.n
-    sizes = self.window_sizes(self.global_bs(plan))
-    if self.accum_bs:
-        for name,size in sizes.items():
-            check_multiple(name, size, info.batch_size, n)
     WindowCallback.check(self, plan)
     check_rules(self.scale, self.learn.opt)
-    m = self.micro_batch_size
+    info,m = plan.info,self.micro_batch_size
     if m not in (None, 'auto') and info.states_batch_size and info.batch_size < m:
         warn(f"micro_batch_size={m} is more than the {info.batch_size} samples that the DataLoader yields: it splits "
              "nothing")
-    is_certain = info.has_exact_length and len(sizes) == 1  # a schedule may have smaller windows in other epochs
-    if self.accum_bs and plan.remainder == 'drop' and is_certain and not plan.windows:
-        raise ValueError(f"an epoch has {info.samples*n} samples, which do not fill one window of {self.accum_bs}, and "
-                         "incomplete windows are dropped: use a smaller accum_bs, or remainder='step'")
 
 # %% ../nbs/00_accumulation.ipynb #9be77065
 # What it tells
@@ -179,30 +183,27 @@ def new_loggers(self:GradientAccumulation)->Loggers: return Loggers(self.learn)
 
 @patch
 def print_description(self:GradientAccumulation):
-    "Prints a line that says how windows are made up, unless it repeats the last one printed"
+    "Prints a line that says how windows are made up, and what differs from one batch, unless it was printed last"
     loop = self.loop
-    bs = self.loader_bs()
-    n = loop.fit.processes.n
-    loop.description.set_due(False)
-    sizes = [*self.window_sizes(bs*n).values()]
-    made_up = how_made_up(sizes, bs, self.micro_bs, n, self.micro_batch_size == 'auto')
+    fit = loop.fit
+    fit.set_line_due(False)
+    n = fit.processes.n
+    bs = loop.batches.info.batch_size or loop.batches.current.samples
+    micro_bs = self.micro_bs or bs
+    sizes = [fitting_size(o, bs*n) for o in self.window_sizes(bs*n).values()]
+    least,most = min(sizes),max(sizes)
+    line = how_made_up(least, most, bs, micro_bs, n)
+    is_auto = self.micro_batch_size == 'auto'
+    if is_auto: line = f"micro_batch_size='auto': each batch of {bs} {how_split(bs, micro_bs)}; {line}"
     # Micro-batches: those of this window, or of the larger ones of a schedule
-    has_several = loop.window.losses.n_micro > 1 or max(sizes) > self.micro_bs*n
-    differences = loop.description.all_differences(self.loss_verdict()) if has_several else []
-    message = with_differences(made_up, sizes[0] if len(set(sizes)) == 1 else None, differences)
-    # A window that is one loader batch can run whole in the same memory
-    splits_batch = has_several and max(sizes) == bs*n
-    if splits_batch and loop.description.differences and not is_sharded(loop.learn.model):
-        message += ' ActivationCheckpointing() avoids this.'
-    log_once(self, message)
-
-@patch
-def loss_verdict(self:GradientAccumulation)->str|None:
-    """Returns what the loss check has found, for the line that the fit prints. Returns None if the check could not
-    compare anything, but the number of elements that the loss averages over is known"""
-    verdict = self.loop.fit.loss_check.verdict()
-    is_known = self.num_items or has_rule(self.loop.learn.loss_func)
-    return None if verdict == 'unknown' and is_known else verdict
+    has_several = loop.window.losses.n_micro > 1 or most > micro_bs*n
+    differences = fit.differences.described(micro_bs) if has_several and fit.differences else ''
+    if differences:
+        batch = f'one batch of {most}' if least == most else 'one batch'
+        line += f'. As in {batch}, except: {differences}.'
+        # A window that is one loader batch can run whole in the same memory
+        if most == bs*n and not is_sharded(loop.learn.model): line += ' ActivationCheckpointing() avoids this.'
+    log_once(self, line)
 
 _messages = {
     Outcome.NO_ITEMS: "skipped a step: its window has nothing to average over (are all labels ignored?)",
@@ -221,35 +222,45 @@ def report_skipped(self:GradientAccumulation, outcome:Outcome):
 def after_cancel_step(self:GradientAccumulation):
     "Counts a step that the GradScaler skips as if `skip_nonfinite` had skipped it"
     if not self.learn or not self.skip_nonfinite: return
-    if any(getattr(o, 'skipped', False) for o in self.learn._grab_cbs(MixedPrecision)):
-        self.report_skipped(Outcome.NONFINITE)
+    for cb in self.learn._grab_cbs(MixedPrecision):
+        is_skipped = vars(cb).get('skipped', False)
+        cb.skipped = False  # another callback may cancel the next step, before `cb` sets it
+        if is_skipped: self.report_skipped(Outcome.NONFINITE)
 
 @patch
 def after_train(self:GradientAccumulation):
     """Warns if no window ran because another callback has replaced the loader. At the end of the fit, also warns if no
     epoch filled a window"""
     learn,loop = self.learn,self.loop
-    if not learn or self.is_new_fit or own_loop(learn): return
-    has_run = loop.n_steps or loop.progress.n_closed  # all steps may have been skipped
-    if has_run: return
+    is_own_fit = learn and self.is_leader() and learn.opt is not None
+    if not is_own_fit or loop.n_steps or own_loop(learn): return
     plan = loop.batches.plan
     is_replaced = learn.dl is not loop.batches and learn.dl is not None  # None: after an export
     if is_replaced:
         warn(f"nothing was accumulated, since a callback has replaced learn.dl after {type(self).__name__} had put the "
              f"batches into windows: it must do that in before_train, with an order below {self.order}")
-    elif learn.epoch == learn.n_epoch-1 and plan.n_batches and plan.remainder != 'step':
+        return
+    is_last_epoch = learn.epoch == learn.n_epoch-1
+    leaves_batches = plan.sizes and plan.remainder != 'step'
+    if is_last_epoch and leaves_batches and not self.n_skipped:
         size = plan.size_at_pct(0.)*loop.fit.processes.n
         warn(f"no optimizer step was taken in this fit: no epoch fills a window of {size} samples; use a smaller "
              f"accum_bs or remainder='step', not {plan.remainder!r}")
 
+# %% ../nbs/00_accumulation.ipynb #5c0a7be2
+# Validation
+
 @patch
-def after_epoch(self:GradientAccumulation):
-    "Warns at the end of a fit if the loss could not be checked"
-    WindowCallback.after_epoch(self)
+def before_validate(self:GradientAccumulation):
+    """Lets fastai's DataLoader yield validation batches of the size that the model sees in training, if that is smaller.
+    Other loaders stay whole, and so do batches of texts that continue each other"""
     learn = self.learn
-    if not learn or self.is_new_fit or learn.lock.locked(): return
-    is_last_epoch = learn.epoch == learn.n_epoch-1
-    needs_no_check = self.num_items or hasattr(learn, 'lr_finder')
-    if needs_no_check or not is_last_epoch: return
-    warning = self.loop.fit.loss_check.warning_at_end()
-    if warning: warn(warning)
+    if not learn or self.micro_batch_size is None: return
+    dl,size = learn.dl,self.micro_bs
+    is_smaller = size is not None and size < (loader_bs(dl) or 0)
+    is_stateful = hasattr(learn.model, 'reset') or type(dl).__name__ == 'LMDataLoader'
+    can_be_new = isinstance(dl, DataLoader) and not is_distributed(dl) and not is_stateful
+    if not is_smaller or not can_be_new: return
+    state = random.getstate()  # a new loader draws a seed
+    learn.dl = dl.new(bs=size)
+    random.setstate(state)

@@ -9,190 +9,120 @@ from __future__ import annotations
 
 from fastai.basics import *
 
-from .windows.checks import check_callable,check_micro_batch_size,check_size
-from .windows.description import describe_changes,how_split,log_once,with_differences
-from .windows.nested import CannotJoin,each_tensor,n_rows,tensors_in
+from .windows.checks import check_callable,check_micro_batch_size
+from .windows.description import how_split,log_once
+from .windows.nested import each_tensor,join,slice_batch,slice_item,tensors_in
 from .windows.processes import inner_model,is_sharded
-from .windows.state import Snapshot,StateChanges
-from .memory.auto import AutoMicroBatches,Halving
+from .windows.state import Snapshot
+from .memory.auto import advice_for_single_samples,smaller_size
 from .memory.blocks import class_forward
-from .memory.hidden_state import state_owners
-from .memory.micro_batches import (MicroBatches,check_samples_first,chunk_bounds,
-                                                  forward_in_micro_batches)
-from .memory.override import override_forward
-from .callback import WindowCallback,take_back_events
+from .memory.hidden_state import HiddenState,state_owners
+from .memory.micro_batches import check_samples_first,chunk_bounds
+from .memory.override import override_attr
+from .memory.retry import MemorySaver
+from .callback import WindowCallback
 from .checkpointing import checkpointed
 
 # %% auto #0
-__all__ = ['graph_between', 'CachedForward', 'GradientCache']
-
-# %% ../nbs/04_cache.ipynb #ad4c1053
-# The forward pass of one batch
-
-def graph_between(outputs:list, inputs:list=())->set:
-    "Returns the operations in the graph that have computed `outputs`, except the ones that have computed `inputs`"
-    seen = {None, *[o.grad_fn for o in inputs]}
-    to_visit = [o.grad_fn for o in outputs]
-    res = set()
-    while to_visit:
-        node = to_visit.pop()
-        if node in seen: continue
-        seen.add(node)
-        if not node.next_functions: continue  # it stands for a parameter
-        res.add(node)
-        to_visit += [before for before,_ in node.next_functions]
-    return res
+__all__ = []
 
 # %% ../nbs/04_cache.ipynb #a14517df
-class CachedForward:
-    """Runs the forward pass of `module` in micro-batches. All but the last run again in the backward pass, so that the
-    graph holds one of them at a time. This object keeps no reference to the Learner, because the graph keeps a
-    reference to this object"""
-    def __init__(self,
-        module, # The model or a part of it, which may run several times in a forward pass of the model
-        n_rows:int, # Rows that the module sees
-        micro_rows:int, # Rows that the module sees at a time
-        rows_per_sample:int,
-        samples:int, # Samples in the batch
-        owners:list, # Modules that carry a hidden state
-    ):
-        self.module = module
-        self.forward = module.forward
-        self.n_rows = n_rows
-        self.rows_per_sample = rows_per_sample
-        self.samples = samples
-        self.bounds = chunk_bounds(n_rows, micro_rows)
-        self.owners = owners
-        self.observes = False  # whether to find out what differs from a whole batch, and what the loss reads
-        self.changes = None  # in the module, by the forward pass
-        self.last_nodes = frozenset()  # operations of the last micro-batch
-        self.joined = []  # outputs for all rows
-        self.joins = True  # until outputs cannot be joined
-
-    @contextmanager
-    def as_forward(self):
-        "In this context, the module runs in this way"
-        # A plain function: a `Snapshot` of the module would follow a bound method to `self`, and copy what it holds
-        def run(*args, **kwargs): return self.run_or_give_up(args, kwargs)
-        try:
-            with override_forward(self.module, run): yield
-        finally:
-            self.joined = []  # this and the nodes refer to the graph, which refers to `self`
-            self.last_nodes = frozenset()
-
-    def observe(self):
-        "Finds out in the passes what differs from a whole batch, and what the loss reads"
-        self.observes = True
-
-    def run_or_give_up(self, args:tuple, kwargs:dict):
-        "Returns the output for all rows. If those of micro-batches cannot be joined, the whole batch runs at once"
-        # What can be joined in the first batch can be joined later, so only that is worth a copy of the state
-        snapshot = Snapshot(self.module) if self.observes else None
-        try: return self.run(args, kwargs)
-        except CannotJoin as e:
-            if snapshot is None: raise
-            snapshot.restore()
-            self.joins = False
-            warn(f"GradientCache does not split batches: {e}")
-            return self.forward(*args, **kwargs)
-
-    def run(self, args:tuple, kwargs:dict):
-        "Returns the output for all rows; raises CannotJoin, or ValueError on a batch that cannot be split"
-        self.check_rows((args, kwargs))
-        if self.observes and self.changes is None:
-            self.changes = StateChanges(self.module)
-        run_again = checkpointed(self.module, self.run_micro_batch)
-        with check_samples_first(self.module, (args, kwargs), self.n_rows, self.samples):
-            res = forward_in_micro_batches(run_again, args, kwargs, self.bounds, self.owners, self.run_last)
-        if self.last_nodes: self.joined += tensors_in(res)
-        return res
-
-    def run_micro_batch(self, *args, **kwargs):
+def cached_forward(
+    module, # The model or a part of it, which may run several times in a forward pass of the model
+    samples:int, # Samples of the batch
+    size:int, # Rows that the module sees at a time, at most
+    owners:list, # Modules that carry a hidden state
+    check:bool, # Whether to make sure that outputs have the rows first
+)->Callable:
+    """Returns a forward pass for `module` that runs in micro-batches. All but the last run again in the backward pass, so
+    that the graph holds one of them at a time"""
+    forward = module.forward
+    def run_some(*args, **kwargs):
         args,kwargs = each_tensor(torch.clone, (args, kwargs))  # the model may work in place
-        return self.forward(*args, **kwargs)
+        return forward(*args, **kwargs)
+    # A plain function, not a method: the graph keeps a reference to it, and must keep none to the Learner
+    def run(*args, **kwargs):
+        n = n_rows_of((args, kwargs))
+        if n <= size: return forward(*args, **kwargs)
+        check_samples_first(tensors_in((args, kwargs)), n, samples)
+        hidden = HiddenState(owners, n)
+        run_again = checkpointed(module, run_some)
+        outputs = []
+        bounds = chunk_bounds(n, size)
+        for start,end in bounds:
+            some_args = slice_batch(args, start, end, n)
+            some_kwargs = slice_item(kwargs, start, end, n)
+            run_part = run_some if end == n else run_again
+            with hidden.at(start, end): outputs.append(run_part(*some_args, **some_kwargs))
+        if check: check_rows_first(module, run_some, some_args, some_kwargs, outputs[-1])
+        return join(outputs, [end-start for start,end in bounds])
+    return run
 
-    def run_last(self, *args, **kwargs):
-        res = self.run_micro_batch(*args, **kwargs)
-        if self.observes:
-            # A module may run several times in a pass, as two towers do
-            self.last_nodes |= graph_between(tensors_in(res), tensors_in((args, kwargs)))
-        return res
+def n_rows_of(args)->int:
+    "Returns the rows of the arguments of a forward pass; 0 if they have no tensors. Raises ValueError if they differ"
+    shapes = [tuple(o.shape) for o in tensors_in(args)]
+    n = max((shape[0] for shape in shapes), default=0)
+    for shape in shapes:
+        if shape[0] == n: continue
+        raise ValueError(f"GradientCache cannot split a tensor of shape {shape} beside one with {n} rows: the first "
+                         "dimension must be the samples")
+    return n
 
-    def check_rows(self, batch):
-        "Raises ValueError unless all tensors have `n_rows` rows"
-        for o in tensors_in(batch):
-            if len(o) == self.n_rows: continue
-            shape = tuple(o.shape)
-            n = self.n_rows//self.rows_per_sample
-            raise ValueError(f"GradientCache cannot split a tensor of shape {shape} in a batch of {n} samples: its first "
-                             "dimension must be the samples; if a module sees several rows of each sample, set rows to "
-                             "their number, such as rows=2")
-
-    def check_loss(self, loss:Tensor):
-        "Raises ValueError if `loss` comes from the last micro-batch otherwise than by the joined output"
-        if not self.last_nodes: return  # they were observed in the first batch only
-        for node in self.last_nodes & graph_between([loss], self.joined):
-            is_number = not any(o.shape for o in node._input_metadata)
-            if is_number: continue  # such as a temperature, which is the same for all micro-batches
-            raise ValueError("the loss reads what the model keeps, and GradientCache has that of a micro-batch only: "
-                             "let the model return it, a row for each sample, or use ActivationCheckpointing()")
+def check_rows_first(module, forward:Callable, args:tuple, kwargs:dict, output):
+    """Raises ValueError if the first dimension of the output is not the rows, which its shape does not tell if the second
+    one is as long: then it runs one row less"""
+    n = n_rows_of((args, kwargs))
+    is_unclear = any(o.shape[:2] == (n, n) for o in tensors_in(output))
+    if n < 2 or not is_unclear: return
+    with torch.no_grad(), Snapshot(module):
+        fewer = forward(*slice_batch(args, 1, n, n), **slice_item(kwargs, 1, n, n))
+    for o,one_less in zip(tensors_in(output), tensors_in(fewer)):
+        if len(o) == n and len(one_less) == n:
+            raise ValueError(f"cannot join outputs of shape {tuple(o.shape)}: their first dimension must be the samples")
 
 # %% ../nbs/04_cache.ipynb #7681a838
-class GradientCache(WindowCallback, Halving):
+class GradientCache(WindowCallback, MemorySaver):
     "Compute the loss on the DataLoader's whole batch, while the model processes `micro_batch_size` samples at a time"
     order = 11.5  # before a GradientAccumulation, which runs the batches
-    _stateattrs = *WindowCallback._stateattrs,'cached'  # fastai leaves these out of a copy or an export of the callback
+    rank = 2
+    verbose = True  # it prints what differs from a whole batch
+    _stateattrs = *WindowCallback._stateattrs,'owners'  # fastai leaves these out of a copy or an export of the callback
 
     def __init__(self,
         micro_batch_size:int|str, # Samples (or inputs, if a sample has several) at a time; 'auto': as many as fit
         part:Callable|None=None, # Returns the submodule that sees micro-batches, as in `lambda m: m[0]`; None: all
-        rows:int=1, # Inputs per sample that the model, or its `part`, sees, such as 2 for two views in one tensor
     ):
         store_attr()
-        self.valid_strategy = None
+        self.size = None  # rows that the module sees at a time; None: all
         self.owners = []  # modules that carry a hidden state
-        self.cached = None  # the `CachedForward` of the present batch
-        self.joins = True  # until outputs cannot be joined
-        self.differences = None  # from a whole batch; None: no forward pass has shown them yet
         self.last_message = None
         self.read_settings()
 
     @property
     def adapts(self)->bool: return self.micro_batch_size == 'auto'
 
+    @property
+    def micro_bs(self)->int|None: return self.size
+
     def read_settings(self):
         if self.micro_batch_size is None:
             raise TypeError("micro_batch_size must be a number of samples or 'auto', not None")
         self.micro_batch_size = check_micro_batch_size(self.micro_batch_size)
-        self.rows = check_size('rows', self.rows)
         check_callable('part', self.part, 'a function of the model')
-        size = self.micro_batch_size
-        made_for = getattr(self.valid_strategy, 'requested_size', None)
-        if size == made_for: return  # the size that 'auto' has found is kept
-        self.valid_strategy = AutoMicroBatches() if self.adapts else MicroBatches(size)
-        self.micro_bs = None if self.adapts else size
+        if not self.adapts: self.size = self.micro_batch_size
 
     def before_train(self):
         "Raises ValueError if the model cannot run in micro-batches"
         if not self.learn: return  # it was removed
-        model = self.learn.model
-        self.check_model(model)
+        self.check_model(self.learn.model)
         self.check_others()
-        self.differences = None
-        if self.is_new_fit:
-            self.joins = True  # the model may be another one
-            self.warn_of_further_pass()
-        inside = set(self.module_to_split(model).modules())
-        self.owners = [o for o in state_owners(model) if o in inside]
+        inside = set(self.module_to_split().modules())
+        self.owners = [o for o in state_owners(self.learn.model) if o in inside]
         super().before_train()
 
-    def module_to_split(self, model)->nn.Module:
-        inner = inner_model(model)
+    def module_to_split(self)->nn.Module:
+        inner = inner_model(self.learn.model)
         return self.part(inner) if self.part else inner
-
-    def size_for(self, n:int, elements:int)->int:
-        if not self.adapts: return self.micro_batch_size
-        return super().size_for(n, elements)
 
 # %% ../nbs/04_cache.ipynb #9e09f036
 @patch
@@ -200,7 +130,7 @@ def check_model(self:GradientCache, model):
     if is_sharded(model):
         raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: "
                          "use DistributedDataParallel")
-    part = self.module_to_split(model)
+    part = self.module_to_split()
     is_own = any(part is m for m in model.modules())
     # A ModuleList has no forward pass; a compiled module has its own, which its class has not
     has_forward = 'forward' in vars(part) or class_forward(part) is not nn.Module.forward
@@ -218,87 +148,32 @@ def check_others(self:GradientCache):
                          "batches: leave one of them out")
 
 @patch
-def warn_of_further_pass(self:GradientCache):
-    "Warns of callbacks that set something up in `before_batch` for the forward pass, and may undo it there"
-    for cb in self.learn.cbs:
-        events = [o for o in take_back_events(cb) if o != 'after_backward']
-        if not events: continue
-        warn(f"GradientCache runs micro-batches again in the backward pass, after {', '.join(events)} of "
-             f"{type(cb).__name__}: if it takes back there what it sets up in before_batch, do that in after_backward")
-
-@patch
-def n_to_split(self:GradientCache, loop)->int:
-    """Returns the number of rows that the module sees. The whole model sees the rows of the inputs, and there may be
-    several for each target, such as two views of an image; a `part` sees `rows` rows per sample"""
-    learn = loop.learn
-    n = n_rows((*learn.xb, *learn.yb), loop.batches.current.rows)
-    lengths = {len(o) for o in tensors_in(learn.xb)}
-    if self.part or len(lengths) != 1:
-        return n*self.rows
-    views = lengths.pop()//n
-    return n*max(views, self.rows)
-
-@patch
-def context(self:GradientCache, loop, elements:int):
+def context(self:GradientCache, loop):
     "Returns a context in which the module runs in micro-batches, or None if the batch is a single micro-batch"
-    n = self.n_to_split(loop)
-    self.size = min(self.size_for(n, elements), n)
-    self.cached = None
-    if self.size == n or not self.joins: return None
-    module = self.module_to_split(loop.learn.model)
-    cached = CachedForward(module, n, self.size, self.rows, loop.batches.current.samples, self.owners)
+    if self.size is None: return None
+    module = self.module_to_split()
     is_first_round = not loop.learn.iter  # of the epoch
-    if is_first_round or self.differences is None: cached.observe()
-    self.cached = cached
-    return cached.as_forward()
+    forward = cached_forward(module, loop.batches.current.samples, self.size, self.owners, is_first_round)
+    return override_attr(module, 'forward', forward)
 
 # %% ../nbs/04_cache.ipynb #d1bb8351
 @patch
-def before_backward(self:GradientCache):
-    "Checks, in the first batch of an epoch, what the loss is computed from"
-    if self.learn and self.cached:
-        self.cached.check_loss(self.learn.loss_grad)
+def reduce_memory(self:GradientCache, loop)->bool:
+    n = loop.batches.current.rows
+    size = smaller_size(n, self.size or n)
+    if size is None: return False
+    self.size = size
+    return True
 
 @patch
-def report(self:GradientCache, loop, elements:int, is_largest:bool):
-    """Records what was learned from the batch; if they have changed, prints the micro-batch size and the differences
-    from a whole batch"""
-    self.note_batch(loop)
-    if not is_largest: return
-    # A GradientAccumulation beside it has the differences in its line, but not the size that 'auto' has found
-    is_in_other_line = not self.differences or not self.is_leader()
-    if is_in_other_line and not self.adapts: return
-    if self.adapts: self.micro_bs = self.size
-    label = "micro_batch_size='auto'" if self.adapts else 'GradientCache'
-    n = self.n_to_split(loop)
-    made_up = f'{label}: each batch of {n} {how_split(n, self.micro_bs)}'
-    log_once(self, with_differences(made_up, n, self.differences or []))
+def report(self:GradientCache, loop):
+    "Prints the micro-batch size and, unless a GradientAccumulation does so, the differences from a whole batch"
+    n = loop.batches.current.rows
+    size = min(self.size or n, n)
+    line = f'GradientCache: each batch of {n} {how_split(n, size)}; validation batches are not split'
+    differences = loop.fit.differences.described(size) if loop.fit.differences else ''
+    if differences: line += f'. As in one batch of {n}, except: {differences}.'
+    log_once(self, line)
 
 @patch
-def note_joins(self:GradientCache):
-    "Notes if the outputs of the present batch could not be joined"
-    if self.cached is not None and not self.cached.joins: self.joins = False
-
-@patch
-def note_batch(self:GradientCache, loop):
-    "Notes whether outputs could be joined, and what the passes have changed in the module, if they were observed"
-    self.note_joins()
-    cached = self.cached
-    self.cached = None  # it refers to the graph
-    if cached is None or not self.joins: return
-    if not cached.changes or self.differences is not None: return
-    self.differences = describe_changes(cached.changes, cached.module, self.size)
-    loop.description.note_differences(self.differences)
-
-@patch
-def reduce_memory(self:GradientCache, loop, elements:int)->str|None:
-    self.note_joins()
-    if not self.joins: return None  # the batch runs whole
-    self.differences = None  # micro-batches are going to have another size
-    return Halving.reduce_memory(self, loop, elements)
-
-@patch
-def advice(self:GradientCache, loop)->str:
-    if self.joins: return Halving.advice(self, loop)
-    return ("out of memory with a whole batch, since the outputs of micro-batches cannot be joined: let the model "
-            "return a row for each sample, or use ActivationCheckpointing()")
+def advice(self:GradientCache, loop)->str: return advice_for_single_samples

@@ -1,4 +1,4 @@
-"""The callback that runs the training batches of a Learner as windows, and its validation batches in micro-batches
+"""The callback that runs the training batches of a Learner as windows
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/callback.html.md"""
 
@@ -11,33 +11,30 @@ from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 
 from .windows.checks import check_learner,warn_of_gradient_hooks
-from .windows.events import has_event,is_from_fastai,pass_events,reads_batch,window_events
+from .windows.events import has_event,is_from_fastai,prepares
 from .windows.forward_backward import Fit,Settings
 from .windows.gradients import half,trained_params
-from .windows.loader import ONE_BATCH,EpochPlan,LoaderInfo,loader_info,stand_ins
+from .windows.loader import EpochPlan,LoaderInfo,fitting_size,loader_info,stand_ins
 from .windows.loggers import Loggers
 from .windows.loop import WindowLoop,own_loop,whole_batch
-from .windows.processes import Processes,inner_model
+from .windows.processes import Processes
 from .windows.window import Outcome
-from .memory.auto import AutoMicroBatches,Halving
-from .memory.micro_batches import MicroBatches,SplitLoader
 from .memory.out_of_memory import is_out_of_memory
 from .memory.retry import MemorySaver,RetryOnOutOfMemory
 
 # %% auto #0
-__all__ = ['WindowCallback', 'take_back_events']
+__all__ = []
 
 # %% ../nbs/05_callback.ipynb #ecdd7c4c
 class WindowCallback(Callback):
     "Base class of callbacks that run the batches of a Learner as windows. By default each loader batch is a window"
     order = 12  # after DistributedTrainer has wrapped the DataLoader, before ProgressCallback sees it
+    rank = 3  # of several in a Learner, the one of the lowest rank leads; savers of memory are asked by their rank, too
     run_valid = False
     accum_bs = None  # samples in a window, None: each loader batch is one
     micro_batch_size = None  # see GradientAccumulation
     verbose = False
-    sets_windows = True  # False: it takes part in windows that another callback runs, see `is_leader`
     strategy = staticmethod(whole_batch)  # runs a loader batch in training
-    valid_strategy = None  # and in validation; None: whole, by fastai
 
     loop = None  # the `WindowLoop` of this fit, or of the last one
     place = None  # of the next epoch in a fit that was killed: the `state` of its loop
@@ -47,13 +44,8 @@ class WindowCallback(Callback):
     __setattr__ = object.__setattr__  # fastai's warns of each name that the model has, too
 
     def is_leader(self)->bool:
-        """Returns whether this callback runs the batches, of all that could: the first one that sets windows; if none
-        does, the first one that saves memory; else the first one"""
-        if not self.learn: return False  # it was removed
-        running = [o for o in self.learn.cbs if isinstance(o, WindowCallback) and o.run]
-        savers = [o for o in running if isinstance(o, MemorySaver)]
-        set_windows = [o for o in running if o.sets_windows and o not in savers]
-        return first(set_windows or savers or running) is self
+        "Returns whether this callback runs the batches, of all that could"
+        return self.learn is not None and leader_of(self.learn) is self
 
     # What a subclass may change
     def read_settings(self):
@@ -66,14 +58,20 @@ class WindowCallback(Callback):
         """Returns the sizes of windows, in samples of all processes, by the name of the argument that sets each, for
         errors"""
         return dict(accum_bs=global_bs)  # no argument does: each loader batch is a window
-    def window_size_at(self, pct_train:float, n_epoch:int, global_bs:int)->int:
-        "Returns the samples in a window that begins at `pct_train` of a fit"
-        return self.accum_bs or ONE_BATCH
+    def window_size_at(self, pct_train:float, n_epoch:int, global_bs:int)->float:
+        """Returns the samples, in all processes, that a window is to have which begins at `pct_train` of a fit. It gets
+        the nearest size that loader batches, of `global_bs` samples in all processes, can be joined or cut to"""
+        return self.accum_bs or global_bs
     def new_loggers(self)->Loggers: return Loggers()
 
     # What the loop tells it
-    def print_description(self): pass
+    def print_description(self): self.loop.fit.set_line_due(False)
     def report_skipped(self, outcome:Outcome): pass
+
+def leader_of(learn)->WindowCallback|None:
+    "Returns the callback that runs the batches of `learn` as windows: of those that run, the first of the lowest rank"
+    running = [o for o in learn.cbs if isinstance(o, WindowCallback) and o.run]
+    return min(running, key=lambda o: o.rank, default=None)
 
 # %% ../nbs/05_callback.ipynb #848e5602
 # A fit
@@ -93,45 +91,36 @@ def before_fit(self:WindowCallback):
 @patch
 def extend_lr_find(self:WindowCallback, finder:LRFinder):
     """`lr_find` has set `n_epoch` so that its iterations fit, each of which it takes for a loader batch. Windows are
-    fewer, so it needs more epochs"""
+    fewer, so it needs more epochs; it ends by itself"""
     learn = self.learn
-    n_batches = len(learn.dls.train)
-    is_lr_find = learn.n_epoch == finder.num_it//n_batches + 1  # as `Learner.lr_find` sets it
+    is_lr_find = learn.n_epoch == finder.num_it//len(learn.dls.train) + 1  # as `Learner.lr_find` sets it
     if not is_lr_find: return  # a fit with an LRFinder, which runs for its own epochs
-    plan = self.plan_epoch(learn.dls.train, n_processes=1)  # fastai has not shared out the samples yet
-    n_windows = len(plan.windows)
-    if plan.is_carried: n_windows -= 1  # the last one may be carried
-    if n_windows > 0:
-        learn.n_epoch = finder.num_it//n_windows + 1
-        return
-    # A window takes one epoch, or several
-    n_epoch_of_window = math.ceil(plan.size_at_pct(0.)/max(plan.info.samples, 1))
-    learn.n_epoch = finder.num_it*n_epoch_of_window + 1
+    plan = self.plan_of(learn.dls.train, 0, learn.n_epoch)
+    has_same_windows = len(plan.windows) > 0 and not plan.is_carried  # in each epoch
+    if has_same_windows: n_epoch = finder.num_it//len(plan.windows)
+    else: n_epoch = math.ceil(finder.num_it*plan.size_at_pct(0.)/max(plan.info.samples, 1))
+    learn.n_epoch = n_epoch+1
 
 # %% ../nbs/05_callback.ipynb #6f0aaeb2
 @patch
 def before_train(self:WindowCallback):
     "Plans the windows of this epoch; sets `learn.dl` to an `EpochBatches`, which makes `all_batches` run them"
     learn = self.learn
-    if not self.is_leader():
-        self.is_new_fit = False
-        return
+    is_first = self.is_new_fit or self.loop is None  # epoch of the fit
+    self.is_new_fit = False
+    if not self.is_leader(): return
     self.check_ownership()
     if learn.opt is None: return  # it is no fit
-    is_first = self.is_new_fit or self.loop is None  # epoch of the fit
     if is_first: self.begin_fit()
     loop,place = self.loop,self.place
     self.place = None
-    before = loop.batches  # of the epoch before
-    carried = before.carry_over() if before is not None else []
+    carried = loop.batches.carry_over() if loop.batches is not None else []
     if place is not None: carried = stand_ins(place['batches'])
     plan = self.plan_epoch(learn.dl, loop.fit.processes.n, carried)
-    # A callback may change the DataLoader between epochs, or add hooks to parameters
-    needs_check = is_first or before.info.batch_size != plan.info.batch_size
-    if needs_check: self.check(plan)
-    joins = self.joins_batches(plan)
-    if joins or self.micro_batch_size: warn_of_gradient_hooks(trained_params(learn.opt))
-    loop.begin_epoch(learn.dl, plan, carried, self.counts_samples(plan), watches_changes=is_first and joins)
+    self.check_sizes(plan)  # a callback may change them, or the DataLoader, between epochs
+    if is_first: self.check(plan)
+    if self.takes_several_passes(plan): warn_of_gradient_hooks(trained_params(learn.opt))
+    loop.begin_epoch(learn.dl, plan, carried)
     if own_loop(learn): return  # it runs whole batches, and `check` has made sure that nothing else is asked for
     if loop.strategy is not whole_batch: loop.strategy.begin_epoch(loop)
     learn.dl = loop.batches
@@ -158,7 +147,9 @@ def begin_fit(self:WindowCallback):
     "Makes the loop of a fit, with nothing left of one that was interrupted"
     learn = self.learn
     self.is_new_fit = False
-    savers = self.memory_savers()
+    parts = [o for o in learn.cbs if o.run]
+    savers = [o for o in [*parts, self.strategy] if isinstance(o, MemorySaver)]
+    savers.sort(key=lambda o: o.rank)
     strategy = RetryOnOutOfMemory(self.strategy, savers) if savers else self.strategy
     processes = Processes(learn, may_retry=any(o.adapts for o in savers))
     loggers = self.new_loggers()
@@ -166,29 +157,31 @@ def begin_fit(self:WindowCallback):
     learn.opt.zero_grad()
     self.loop = WindowLoop(Fit(learn, self.settings(), processes), self, strategy, loggers)
 
-@patch
-def memory_savers(self:WindowCallback)->list[MemorySaver]:
-    "Returns what may take less memory in this fit: first what recomputes blocks, then what splits batches"
-    parts = [o for o in self.learn.cbs if o.run]
-    savers = [o for o in [*parts, self.strategy] if isinstance(o, MemorySaver)]
-    return sorted(savers, key=lambda o: isinstance(o, Halving))
-
 # %% ../nbs/05_callback.ipynb #d4a17a9a
 # The plan of an epoch
 
 @patch
 def plan_epoch(self:WindowCallback, dl, n_processes:int, carried:list=())->EpochPlan:
-    "Returns the windows of `dl` in the present epoch"
-    learn = self.learn
+    "Returns the windows of `dl` in the present epoch, after the batches that were carried into it"
+    return self.plan_of(dl, self.learn.epoch, self.learn.n_epoch, n_processes, carried)
+
+@patch
+def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, carried:list=())->EpochPlan:
+    "Returns the windows of `dl` in an epoch of a fit"
     info = self.loader_info_of(dl)
     global_bs = info.planned_batch_size*n_processes
-    n_epoch = learn.n_epoch
     def size_at_pct(pct_train):
         "Samples in this process"
         size = self.window_size_at(pct_train, n_epoch, global_bs)
-        return max(size//n_processes, ONE_BATCH)
-    sizes = [info.planned_samples(o.samples) for o in carried]
-    return EpochPlan(info, size_at_pct, learn.epoch, n_epoch, self.remainder_for(dl), sizes)
+        return max(fitting_size(size, global_bs)//n_processes, 1)
+    sizes = self.window_sizes(global_bs).values()
+    remainder = self.remainder_for(dl)
+    # Windows differ in size in a schedule, if they begin in the epoch before, or if batches do
+    batches_vary = bool(self.accum_bs) and not info.states_batch_size
+    return EpochPlan(
+        info, size_at_pct, epoch, n_epoch, remainder, carried,
+        has_pieces=min(sizes) < global_bs,
+        counts_samples=len(sizes) > 1 or remainder == 'carry' or batches_vary)
 
 @patch
 def loader_info_of(self:WindowCallback, dl)->LoaderInfo:
@@ -214,35 +207,35 @@ def joins_batches(self:WindowCallback, plan:EpochPlan)->bool:
     return max(self.window_sizes(global_bs).values()) > global_bs
 
 @patch
-def counts_samples(self:WindowCallback, plan:EpochPlan)->bool:
-    "Returns whether the position in training is measured in samples, since windows may differ in size; else in windows"
-    n_sizes = len(self.window_sizes(self.global_bs(plan)))
-    if n_sizes > 1 or plan.is_carried: return True  # a schedule, or a window that begins in the epoch before
-    return bool(self.accum_bs) and not plan.info.states_batch_size  # batches may differ in size
+def takes_several_passes(self:WindowCallback, plan:EpochPlan)->bool:
+    "Returns whether an optimizer step may have several micro-batches"
+    return self.joins_batches(plan) or self.micro_batch_size is not None
 
 # %% ../nbs/05_callback.ipynb #b447f6f4
 # Checks
 
 @patch
+def check_sizes(self:WindowCallback, plan:EpochPlan):
+    "Raises ValueError if the windows do not suit the DataLoader"
+
+@patch
 def check(self:WindowCallback, plan:EpochPlan):
     "Raises ValueError if the callback does not fit its Learner, before training starts"
     learn,loop = self.learn,self.loop
-    joins = self.joins_batches(plan)
-    changes_loop = joins or self.micro_batch_size or loop.strategy is not whole_batch
     overruled = own_loop(learn)
-    if overruled and changes_loop:
+    sizes = self.window_sizes(self.global_bs(plan)).values()
+    is_one_batch = set(sizes) == {self.global_bs(plan)} and loop.strategy is whole_batch
+    if overruled and not is_one_batch:
         kind = type(learn).__name__
         name = type(self).__name__
         raise ValueError(f"{kind} has its own {overruled}, which {name} would overrule: leave {name} out, or make a "
                          "callback of what it does")
     check_learner(learn, self)
-    if joins and loop.settings.log_accum_batch:
-        self.warn_of_late_callbacks()
-        self.warn_of_late_reads()
-    if isinstance(self.strategy, MicroBatches): self.warn_of_set_up()
+    if self.joins_batches(plan) and loop.settings.log_accum_batch: self.warn_of_late_callbacks()
+    if self.micro_batch_size: self.warn_of_set_up()
     has_half = any(p.dtype in half for p in trained_params(learn.opt))
     loop.fit.processes.check_model(has_half)
-    loop.description.set_due(self.verbose)
+    loop.fit.set_line_due(self.verbose)
 
 # %% ../nbs/05_callback.ipynb #558a3734
 # Warnings
@@ -250,80 +243,33 @@ def check(self:WindowCallback, plan:EpochPlan):
 @patch
 def warn_of_late_callbacks(self:WindowCallback):
     "Warns of callbacks that may prepare batches, and see windows, since they come after the Recorder"
-    late = []
-    for cb in self.learn.cbs:
-        if cb.order < Recorder.order or not has_event(cb, 'before_batch'):
-            continue
-        if not has_event(cb, 'after_batch'):
-            late.append(type(cb).__name__)  # with both events, it may be a logger
-    if not late: return
-    warn(f"before_batch of {', '.join(late)} is called once per window, since its order is 50 or more: if it prepares "
+    late = [cb for cb in self.learn.cbs if not prepares(cb) and has_event(cb, 'before_batch')]
+    names = [type(cb).__name__ for cb in late if not is_from_fastai(cb, 'before_batch')]
+    if not names: return
+    warn(f"before_batch of {', '.join(names)} is called once per window, since its order is 50 or more: if it prepares "
          "batches, set its order to less, such as cb.order = 45")
 
-@patch
-def warn_of_late_reads(self:WindowCallback):
-    "Warns of callbacks that read the batch where it is the last loader batch of a window. fastai's are on our pages"
-    for cb in self.learn.cbs:
-        for event in window_events:
-            ends_each_batch = event == 'after_batch' and cb.order < Recorder.order and has_event(cb, 'before_batch')
-            if ends_each_batch or is_from_fastai(cb, event) or not reads_batch(cb, event): continue
-            warn(f"{event} of {type(cb).__name__} reads the batch, which there is the last loader batch of a window: "
-                 "collect in after_loss what it needs, or load whole batches, and split them with micro_batch_size")
+pass_events = 'after_pred','after_loss','before_backward','after_backward'
 
 @patch
 def warn_of_set_up(self:WindowCallback):
     "Warns of callbacks with `before_batch`, which comes once a batch, and an event that comes once a micro-batch"
     for cb in self.learn.cbs:
-        events = take_back_events(cb)
-        if not events: continue
+        if isinstance(cb, WindowCallback) or not has_event(cb, 'before_batch'): continue
+        events = [o for o in pass_events if has_event(cb, o)]
+        is_known = all(is_from_fastai(cb, o) for o in ['before_batch', *events])
+        if is_known or not events: continue
         warn(f"{', '.join(events)} of {type(cb).__name__} is called once per micro-batch, before_batch once per loader "
              "batch: if it sets up in before_batch what it takes back there, set no micro_batch_size")
 
-def take_back_events(cb)->list[str]:
-    """Returns the events of the passes in which `cb` may take back what it has set up in `before_batch`; none for
-    fastai's callbacks and those of this package, which are known to work"""
-    if isinstance(cb, WindowCallback) or not has_event(cb, 'before_batch'): return []
-    events = [o for o in pass_events if has_event(cb, o)]
-    is_known = all(is_from_fastai(cb, o) for o in ['before_batch', *events])
-    return [] if is_known else events
-
 # %% ../nbs/05_callback.ipynb #a2dde2a6
-# The end of an epoch, and errors
+# Errors, and validation
 
 @patch
-def after_epoch(self:WindowCallback):
-    "Fills in the metrics of an epoch without a batch, before the Recorder, whose order is higher, shows them"
-    if not self.learn: return
-    is_fit = self.loop and not self.is_new_fit and not self.learn.lock.locked()
-    if is_fit and self.is_leader():
-        self.loop.loggers.fill_missing_metrics()
-
-@patch
-def suggest_remedy(self:WindowCallback, e:BaseException):
-    "Called by the loop when a batch raises `e`: warns of what can help if memory has run out in whole batches"
+def suggest_remedy(self:WindowCallback, e:Exception):
+    "Called by the loop when the passes of a batch raise `e`: warns of what can help if memory has run out"
     loop = self.loop
     if loop.strategy is not whole_batch or not is_out_of_memory(e): return
     bs = loop.batches.info.batch_size
     batches = f'batches of {bs} samples' if bs else 'these batches'
     warn(f"out of memory with {batches}: a smaller bs, micro_batch_size='auto' or ActivationCheckpointing() takes less")
-
-# %% ../nbs/05_callback.ipynb #d6d9452d
-# Validation
-
-@patch
-def module_to_split(self:WindowCallback, model)->nn.Module:
-    "Returns the module that runs in micro-batches in validation. It is inside of DDP, which communicates in each pass"
-    return inner_model(model)
-
-@patch
-def before_validate(self:WindowCallback):
-    "Lets the model run validation batches in micro-batches"
-    learn,strategy = self.learn,self.valid_strategy
-    if not learn or not strategy: return
-    model = self.module_to_split(learn.model)
-    # Hooks on layers, such as those of `hook_outputs`, are to see whole batches, which are split only if memory runs
-    # out
-    has_hooks = any(m._forward_hooks for m in model.modules() if m is not model)
-    if has_hooks: strategy = AutoMicroBatches()
-    strategy.find_state_owners(model)
-    learn.dl = SplitLoader(learn.dl, model, strategy)

@@ -6,97 +6,55 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/checkpointing.html.md"""
 
 # %% ../nbs/03_checkpointing.ipynb #e13e4951
 from __future__ import annotations
-from contextlib import nullcontext,suppress
+from contextlib import nullcontext
 
 from fastai.basics import *
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint,set_checkpoint_early_stop
+from torch.utils._pytree import tree_leaves,tree_map
+from torch.utils.checkpoint import checkpoint
 
 from .windows.checks import check_callable,check_flags
 from .windows.description import log_once
 from .windows.processes import inner_model,is_sharded
 from .windows.state import Snapshot
-from .memory.auto import AutoMicroBatches
 from .memory.blocks import check_blocks,find_blocks
-from .memory.override import override_attr,override_forward
+from .memory.override import override_attr
 from .memory.retry import MemorySaver
 from .callback import WindowCallback
 
 # %% auto #0
-__all__ = ['checkpointed', 'checked', 'tensor_leaves', 'sample_of', 'is_repeated', 'ActivationCheckpointing', 'levels_of',
-           'why_not_checkpointable', 'is_compiled', 'to_cpu', 'from_cpu', 'configs_with_cache']
+__all__ = []
 
 # %% ../nbs/03_checkpointing.ipynb #7c2c5691
 # A block that runs again in the backward pass
 
-def checkpointed(
-    module,
-    forward:Callable, # The forward pass to run again
-    check:bool=False, # Whether to raise an error if a further run does not repeat the first one
-)->Callable:
-    """Returns a function that runs `forward`, keeps its inputs only, and runs it again in the backward pass. The second
-    run starts from the state in which the first one began, and leaves everything as it was"""
+def checkpointed(module, forward:Callable)->Callable:
+    """Returns a function that runs `forward`, the forward pass of `module`, keeps its inputs only, and runs it again in
+    the backward pass. The second run starts from the state in which the first one began, and leaves everything as it
+    was"""
     def run(*args, **kwargs):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        args,kwargs = tree_map(noop, (args, kwargs))  # copies of lists, which the caller may extend, as a DenseNet does
         # An argument may be a module, such as a shared embedding, of which the block changes the state, too
         modules = [o for o in tree_leaves((args, kwargs)) if isinstance(o, nn.Module)]
         def contexts():
             "Of the first run, and of those in the backward pass"
-            return nullcontext(),Snapshot(module, *modules, given=(args, kwargs))
-        f = checked(module, forward) if check else forward
-        # A further run stops once the backward pass has what it needs; to be checked, it has to reach its outputs
-        with set_checkpoint_early_stop(not check):
-            return checkpoint(
-                partial(f, **kwargs), # `checkpoint` has keyword arguments of its own
-                *args,
-                use_reentrant=False,
-                preserve_rng_state=False, # the snapshot has it
-                context_fn=contexts)
+            return nullcontext(),Snapshot(module, *modules)
+        return checkpoint(
+            partial(forward, **kwargs), # `checkpoint` has keyword arguments of its own
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False, # the snapshot has it
+            context_fn=contexts)
     return run
-
-def checked(module, forward:Callable)->Callable:
-    """Returns `forward`, wrapped so that every run after the first raises RuntimeError unless it returns the same as
-    the previous run"""
-    before = []
-    def run(*args, **kwargs):
-        versions = [(o, o._version) for o in tensor_leaves((args, kwargs))]
-        res = forward(*args, **kwargs)
-        if any(o._version != version for o,version in versions):
-            raise RuntimeError(f"{type(module).__name__} cannot be run again, since it changes its input in place: set "
-                               "inplace=False there, or leave it out with blocks=...")
-        samples = [sample_of(o) for o in tensor_leaves(res)]
-        if not all(map(is_repeated, before, samples)):  # in the first run, `before` is empty
-            raise RuntimeError(f"{type(module).__name__} returns other outputs when it is run again, since it depends "
-                               "on what it changes outside of itself: make that a buffer, or leave it out with "
-                               "blocks=...")
-        before[:] = samples
-        return res
-    return run
-
-def tensor_leaves(o)->list:
-    return [t for t in tree_leaves(o) if isinstance(t, Tensor)]
-
-def sample_of(o:Tensor)->Tensor:
-    "Returns at most 1000 numbers from `o`, taken with an odd stride, so that they do not all come from one column"
-    step = o.numel()//1000 + 1
-    if step%2 == 0: step += 1
-    return o.detach().flatten()[::step].clone()
-
-def is_repeated(a:Tensor, b:Tensor)->bool:
-    """Returns whether two runs gave the same result; allows for rounding, because a GPU may add numbers in a different
-    order"""
-    if a.shape != b.shape: return False
-    is_exact = a.is_cpu or not a.is_floating_point()
-    tolerance = 0 if is_exact else torch.finfo(a.dtype).eps**.5
-    return torch.allclose(a, b, tolerance, tolerance, equal_nan=True)
 
 # %% ../nbs/03_checkpointing.ipynb #a19c05ce
 class ActivationCheckpointing(WindowCallback, MemorySaver):
     """If a loader batch does not fit in memory, recompute as few of the model's blocks as necessary in the backward
     pass, and keep only their inputs. Batches stay whole, and results stay the same"""
     order = 11.5  # before a GradientAccumulation, which runs the batches
+    rank = 1
 
     def __init__(self,
         blocks:Callable|str|None=None, # `blocks(model)` returns what may be recomputed; None or 'auto': found for you
@@ -104,66 +62,46 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
         adapt:bool=True, # Recompute as few blocks as memory requires; False: all
     ):
         store_attr()
-        self.valid_strategy = AutoMicroBatches()
         self.found = []  # blocks
         self.groups = {}  # each nn.Sequential around them, and its grouped form
         self.why_none = None  # why there are no blocks
-        self.levels = [0]  # of how many blocks are recomputed; see `levels_of`
-        self.level = 0
-        self.failed = {}  # by level: the fewest elements of a batch that did not fit
+        self.level = 0  # how many blocks are recomputed; one more than there are: all, with their inputs on the CPU
         self.last_message = None
         self.read_settings()
 
     @property
     def adapts(self)->bool: return self.adapt
 
+    @property
+    def is_offloading(self)->bool: return self.offload or self.level > len(self.found)
+
     def read_settings(self):
         check_flags(offload=self.offload, adapt=self.adapt)
         if self.blocks != 'auto':
             check_callable('blocks', self.blocks, "a function of the model, or 'auto'")
 
-    def reset(self): self.failed = {}
-
     def before_train(self):
         "Finds the blocks; raises ValueError if every block must be recomputed but cannot be"
         if not self.learn: return  # it was removed
-        self.found,self.groups,self.why_none = self.find()
+        self.why_none = why_not_checkpointable(self.learn.model)
+        self.found,self.groups = ([], {}) if self.why_none else self.find_blocks()
         # If it adapts, whole batches may fit. If they do not, a sharded model could not even try again
         is_needed = not self.adapt or is_sharded(self.learn.model)
         if self.why_none and is_needed: raise ValueError(self.why_none)
-        levels = levels_of(len(self.found), self.offload)
-        if levels != self.levels: self.reset()
-        self.levels = levels
-        self.level = 0 if self.adapt else len(self.found)
+        if not self.adapt: self.level = len(self.found)
         super().before_train()
 
-    def find(self)->tuple[list,dict,str|None]:
-        "Returns the blocks, the lists around them in grouped form, and the reason if there are none"
+    def find_blocks(self)->tuple[list,dict]:
+        "Returns the blocks, and the lists around them in grouped form; if there are none, notes why"
         model = inner_model(self.learn.model)
-        why_none = why_not_checkpointable(self.learn.model)
-        if why_none: return [],{},why_none
-        if callable(self.blocks):
-            found,groups = check_blocks(self.blocks(model), model),{}
-        else: found,groups = find_blocks(model)
-        if not found:
-            why_none = (f"ActivationCheckpointing finds no blocks in {type(model).__name__}: name modules with "
-                        "blocks=lambda model: [...]")
-        return found,groups,why_none
+        if callable(self.blocks): return check_blocks(self.blocks(model), model),{}
+        blocks,groups = find_blocks(model)
+        if not blocks:
+            self.why_none = (f"ActivationCheckpointing finds no blocks in {type(model).__name__}: name modules with "
+                             "blocks=lambda model: [...]")
+        return blocks,groups
 
 # %% ../nbs/03_checkpointing.ipynb #035684f9
-def levels_of(n:int, offload:bool)->list[int]:
-    """Returns how many of `n` blocks may be recomputed: 0, 1, 2, 4, ... and all; `n+1`: all, with their inputs on the
-    CPU"""
-    res = [0]
-    count = 1
-    while count < n:
-        res.append(count)
-        count *= 2
-    if not n: return res
-    res.append(n)
-    if not offload: res.append(n+1)  # else they are on the CPU at every level
-    return res
-
 def why_not_checkpointable(model)->str|None:
     "Returns why no part of `model` can run again, or None if some part can"
     if isinstance(model, nn.DataParallel) or is_sharded(model):
@@ -194,31 +132,24 @@ def from_cpu(copied_and_device:tuple)->Tensor:
 # The passes of a batch
 
 @patch
-def context(self:ActivationCheckpointing, loop, elements:int):
-    """Returns a context that reruns the number of blocks that a batch with this many `elements` needs, or None if it
-    needs none"""
-    if self.adapt: self.level = self.level_for(elements)
+def context(self:ActivationCheckpointing, loop):
+    "Returns a context in which blocks run again in the backward pass, or None if all fits"
     if not self.level: return None
-    is_first_round = not loop.learn.iter  # of the epoch: it checks the blocks
     res = [override_attr(o, 'use_cache', False) for o in configs_with_cache(loop.learn.model)]
-    res += [override_forward(m, group.forward) for m,group in self.groups.items()]
-    res += [override_forward(m, self.forward_of_block(m, is_first_round)) for m in self.found[:self.level]]
+    res += [override_attr(m, 'forward', group.forward) for m,group in self.groups.items()]
+    res += [override_attr(m, 'forward', self.forward_of_block(m)) for m in self.found[:self.level]]
     return ContextManagers(res)
 
 @patch
-def forward_of_block(self:ActivationCheckpointing, block, check:bool)->Callable:
+def forward_of_block(self:ActivationCheckpointing, block)->Callable:
     """Returns a forward pass for `block` that runs again in the backward pass; if offloading is on, what it keeps is on
     the CPU"""
-    run = checkpointed(block, block.forward, check)
+    run = checkpointed(block, block.forward)
     if not self.is_offloading: return run
     def run_offloaded(*args, **kwargs):
         with saved_tensors_hooks(to_cpu, from_cpu):
             return run(*args, **kwargs)
     return run_offloaded
-
-@patch(as_prop=True)
-def is_offloading(self:ActivationCheckpointing)->bool:
-    return self.offload or self.level > len(self.found)
 
 def configs_with_cache(model)->list:
     "Returns the configurations of Transformers models that use a key-value cache, to which both runs would append"
@@ -229,42 +160,28 @@ def configs_with_cache(model)->list:
             configs[id(config)] = config
     return list(configs.values())
 
-@patch
-def before_validate(self:ActivationCheckpointing):
-    "Splits validation batches that do not fit"
-    # A model with a state that nobody has registered is a ValueError: then they stay whole
-    with suppress(ValueError): WindowCallback.before_validate(self)
-
 # %% ../nbs/03_checkpointing.ipynb #b4280899
 # More blocks, once memory runs out
 
 @patch
-def level_for(self:ActivationCheckpointing, elements:int)->int:
-    "Returns the first level above all levels that have failed with this many elements or fewer"
-    failed = [level for level,fewest in self.failed.items() if fewest <= elements]
-    highest = max(failed, default=-1)
-    return first(o for o in self.levels if o > highest)
-
-@patch
-def reduce_memory(self:ActivationCheckpointing, loop, elements:int)->str|None:
-    if self.level == self.levels[-1]: return None
-    fewest = self.failed.get(self.level, elements)
-    self.failed[self.level] = min(elements, fewest)
-    self.level = self.level_for(elements)
-    return self.describe_level()
-
-@patch
-def describe_level(self:ActivationCheckpointing)->str:
+def reduce_memory(self:ActivationCheckpointing, loop)->bool:
+    "Recomputes 1, 2, 4, ... and all blocks; at last, keeps their inputs on the CPU"
     n = len(self.found)
-    res = f'{min(self.level, n)} of {n} blocks are recomputed'
-    return f'{res}, and what they keep is on the CPU' if self.is_offloading else res
+    last_level = n if self.offload or not n else n+1  # with `offload`, inputs are on the CPU at every level
+    if self.level >= last_level: return False
+    if self.level == n: self.level = n+1
+    else: self.level = min(max(2*self.level, 1), n)
+    return True
 
 @patch
-def report(self:ActivationCheckpointing, loop, elements:int, is_largest:bool):
-    "Prints how many blocks are recomputed for the largest batch, whenever that number changes"
-    if not self.adapt or not is_largest: return
-    fits = f'fits if {self.describe_level()}' if self.level else 'fits in memory'
-    log_once(self, f'ActivationCheckpointing: each batch of {loop.batches.current.samples} {fits}')
+def report(self:ActivationCheckpointing, loop):
+    "Prints how many blocks are recomputed, whenever that number changes"
+    if not self.adapt: return
+    n = len(self.found)
+    how = 'fits in memory'
+    if self.level: how = f'fits if {min(self.level, n)} of {n} blocks are recomputed'
+    if self.level and self.is_offloading: how += ', and what they keep is on the CPU'
+    log_once(self, f'ActivationCheckpointing: each batch of {loop.batches.current.samples} {how}')
 
 @patch
 def advice(self:ActivationCheckpointing, loop)->str:

@@ -13,13 +13,12 @@ from fastai.callback.all import *
 from fastprogress.fastprogress import progress_bar
 from sklearn.datasets import load_digits
 
-from .memory.override import override_forward
+from .memory.override import override_attr
 from .accumulation import GradientAccumulation
 from .schedule import GradientAccumulationSchedule
 
 # %% auto #0
-__all__ = ['growth', 'digits_dls', 'digits_learner', 'LossLog', 'demo_runs', 'train', 'run_demo', 'weight_difference', 'results',
-           'plot_sizes_on_cosine', 'plot_losses', 'plot_logs', 'plot_results', 'main', 'Activations']
+__all__ = []
 
 # %% ../nbs/07_demo.ipynb #71b15bdb
 def digits_dls(bs:int, seed:int=42)->DataLoaders:
@@ -191,7 +190,7 @@ class Activations(Callback):
             except BaseException:  # Ctrl-C, too
                 self.in_forward.close()
                 raise
-        self.in_fit.enter_context(override_forward(model, run))
+        self.in_fit.enter_context(override_attr(model, 'forward', run))
         self.in_fit.callback(model.register_forward_pre_hook(self.begin_forward).remove)
         self.in_fit.callback(model.register_forward_hook(self.end_forward).remove)
 

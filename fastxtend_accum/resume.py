@@ -18,18 +18,55 @@ from torch.serialization import default_restore_location,safe_globals
 from .windows.checks import check_flags,is_number
 from .windows.loop import own_loop
 from .windows.processes import all_reduce_scalar,is_sharded,n_processes
-from .windows.state import copy_content,generators,global_generators,restore_content,restore_tensor
+from .windows.state import global_generators,restore_tensor
 from .memory.override import override_attr
 from .callback import WindowCallback
 
 # %% auto #0
-__all__ = ['fastai_do_fit', 'is_plain', 'safe_types', 'subclasses', 'packed', 'holders', 'numbered', 'attributes',
-           'has_state_dict', 'kept_attributes', 'changed_attributes', 'restore_attributes', 'unkept', 'tensors_of',
-           'model_state', 'restore_model', 'parts_of_loader', 'find_generators', 'generator_states',
-           'restore_generators', 'Reader', 'n_workers', 'makes_items', 'makes_indices', 'ResumeFile', 'moved', 'Fits',
-           'remove_files', 'remove_files_at_exit', 'settings_of', 'check_same', 'SavedFit', 'AutoResume', 'do_fit']
+__all__ = ['generators', 'fastai_do_fit', 'copy_content', 'restore_content', 'restore_dict', 'restore_container', 'is_plain',
+           'safe_types', 'subclasses', 'packed', 'holders', 'numbered', 'attributes', 'has_state_dict',
+           'kept_attributes', 'changed_attributes', 'restore_attributes', 'unkept', 'tensors_of', 'model_state',
+           'restore_model', 'parts_of_loader', 'find_generators', 'generator_states', 'restore_generators', 'Reader',
+           'n_workers', 'makes_items', 'makes_indices', 'ResumeFile', 'moved', 'Fits', 'remove_files',
+           'remove_files_at_exit', 'settings_of', 'check_same', 'SavedFit', 'AutoResume', 'do_fit']
 
 # %% ../nbs/06_resume.ipynb #b69519d2
+generators = random.Random,np.random.Generator,np.random.RandomState,torch.Generator
+_containers = list,set,deque
+def copy_content(o):
+    "Returns a copy of what `o` contains, or the state of a random generator"
+    if isinstance(o, dict): return dict(o)
+    if isinstance(o, _containers): return list(o)
+    if isinstance(o, Tensor): return o.detach().clone()
+    if isinstance(o, np.random.Generator): return o.bit_generator.state
+    get_state = getattr(o, 'getstate', None) or o.get_state
+    return get_state()
+
+def restore_content(o, content):
+    "Restores, in place, what `copy_content` has returned"
+    if isinstance(o, dict): restore_dict(o, content)
+    elif isinstance(o, _containers): restore_container(o, content)
+    elif isinstance(o, Tensor): restore_tensor(o, content)
+    elif isinstance(o, np.random.Generator):
+        o.bit_generator.state = content
+    else:
+        set_state = getattr(o, 'setstate', None) or o.set_state
+        set_state(content)
+
+def restore_dict(o:dict, content:dict):
+    for k in o.keys()-content.keys():
+        del o[k]
+    for k,v in content.items():
+        o[k] = v  # not `update`, which adds to a Counter
+
+def restore_container(o, items:list):
+    # If it is the same, nothing is done: somebody may iterate over it, and a set or deque must not be changed meanwhile
+    if list(map(id, o)) == list(map(id, items)):
+        return
+    o.clear()
+    if isinstance(o, set): o.update(items)
+    else: o.extend(items)
+
 # Data, which a file can hold without code
 
 _numbers = type(None),bool,int,float,str,bytes
@@ -482,7 +519,6 @@ def clock(self:SavedFit)->Real:
 def save_if_due(self:SavedFit):
     "Saves between two windows, if a save is due. The first save is due at once, to see whether saving is possible"
     loop = self.leader.loop
-    if loop.leaves_grads: return  # a callback has cancelled the step, so the next one needs these gradients, too
     is_due = self.clock() >= self.next_save
     if not self.cb.every:
         is_due = all_reduce_scalar(self.learn, self.rank == 0 and is_due)  # clocks differ
@@ -569,7 +605,6 @@ class AutoResume(WindowCallback):
     """Save a fit while it runs. If the process is killed, run the script again: the same line continues the fit in
     mid-epoch, and the final weights are the same"""
     order = 10_000  # after all others: what they have done is in the file
-    sets_windows = False
     _stateattrs = ('loop','place','saved_fit')
     saved_fit = None  # in a copy, too
     def __init__(self,

@@ -11,15 +11,14 @@ from numbers import Integral
 from fastai.basics import *
 from fastai.callback.schedule import SchedCos
 
-from .windows.checks import check_multiple,check_size
+from .windows.checks import check_size
 from .windows.loader import EpochPlan
 from .windows.processes import inner_model
 from .accumulation import GradientAccumulation
 from .logging import plot_sizes
 
 # %% auto #0
-__all__ = ['Numeric', 'fraction_of_fit', 'check_order', 'check_annealer', 'GradientAccumulationSchedule', 'is_integer_one',
-           'linear_scale', 'sqrt_scale', 'half_life_scale', 'SchedSteps']
+__all__ = []
 
 # %% ../nbs/01_schedule.ipynb #117e3773
 Numeric = int|float
@@ -41,26 +40,15 @@ def fraction_of_fit(
     if 0 <= point <= length:
         has_length = is_in_epochs and n_epoch
         return point/n_epoch if has_length else float(point)
-    what = f'{name}={point}' if name.isidentifier() else f'{name}, {point},'
-    fit = f' in a fit of {n_epoch} epochs' if n_epoch else ''
-    if n_epoch == 1: fit = ' in a fit of 1 epoch, as fine_tune begins'
-    epochs = f'from 0 to {n_epoch}' if n_epoch else '0 or more'
-    raise ValueError(f"{what} is outside of training{fit}: use a fraction of it (a float from 0.0 to 1.0), or a number "
-                     f"of epochs (an int, {epochs})")
+    where = f'from 0 to {n_epoch}' if n_epoch else '0 or more'
+    fit = ' of 1 epoch, as fine_tune begins' if n_epoch == 1 else ''
+    raise ValueError(f"{name}={point} is outside of training{fit}: use a fraction of it (a float from 0.0 to 1.0), or a number "
+                     f"of epochs (an int, {where})")
 
 def check_order(start:Numeric, finish:Numeric):
     "Raises ValueError unless `start` comes first"
     if start > finish:
         raise ValueError(f"start={start} is after finish={finish}: use a start of at most {finish}")
-
-def check_annealer(schedule:Callable, start:int, end:int):
-    "Raises TypeError unless `schedule(start, end)` returns a function"
-    try: f = schedule(start, end)
-    except TypeError as e:
-        raise TypeError(f"schedule={schedule!r} cannot be called with (start, end): {e}; give other arguments with "
-                        "partial, and sizes by point as GradientAccumulationSchedule(**SchedSteps(...))") from e
-    if not callable(f):
-        raise TypeError(f"schedule={schedule!r} must return a function of the position, not {f!r}")
 
 # %% ../nbs/01_schedule.ipynb #fb5cbf3c
 class GradientAccumulationSchedule(GradientAccumulation):
@@ -68,7 +56,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
     @delegates(GradientAccumulation.__init__, but=['accum_bs','n_acc'])
     def __init__(self,
         start_accum_bs:int, # Samples per step until `start`; a multiple of the loader's batch size
-        final_accum_bs:int=None, # Samples per step from `finish` on, also a multiple; if smaller, the batch shrinks
+        final_accum_bs:int, # Samples per step from `finish` on, also a multiple; if smaller, the batch shrinks
         start:Numeric=0, # Where the schedule starts: a fraction of training (float) or a number of epochs (int)
         finish:Numeric=0.3, # Where it ends: 1.0 (float) is the end of training, 1 (int) the end of the first epoch
         schedule:Callable=SchedCos, # fastai annealer, or any `f(start, end)` that returns a function of `pos`
@@ -96,7 +84,6 @@ class GradientAccumulationSchedule(GradientAccumulation):
         self.final_accum_bs = check_size('final_accum_bs', self.final_accum_bs)
         fraction_of_fit('start', self.start)
         fraction_of_fit('finish', self.finish)
-        check_annealer(self.schedule, self.start_accum_bs, self.final_accum_bs)
         # If one is in epochs and the other a fraction, the length of the fit decides
         if isinstance(self.start, Integral) == isinstance(self.finish, Integral):
             check_order(self.start, self.finish)
@@ -119,12 +106,11 @@ def remainder_for(self:GradientAccumulationSchedule, dl)->str:
     return 'step' if is_stateful else 'carry'
 
 @patch
-def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:int, global_bs:int)->int:
-    "Returns the number of samples, a multiple of `global_bs`, in a window that begins at `pct_train` of a fit"
+def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:int, global_bs:int)->float:
+    "Returns the samples that a window is to have which begins at `pct_train` of a fit"
     if hasattr(self.learn, 'lr_finder'): return self.start_accum_bs  # the rate is found for the size at the start
-    is_steps = isinstance(self.schedule, _Steps)
-    start = fraction_of_fit('a point in steps' if is_steps else 'start', self.start, n_epoch)
-    finish = fraction_of_fit('a point in steps' if is_steps else 'finish', self.finish, n_epoch)
+    start = fraction_of_fit('start', self.start, n_epoch)
+    finish = fraction_of_fit('finish', self.finish, n_epoch)
     check_order(start, finish)
     if pct_train >= finish-_tiny: return self.final_accum_bs
     if pct_train < start-_tiny: return self.start_accum_bs
@@ -134,8 +120,7 @@ def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:i
     if not 1 <= size < math.inf:
         raise ValueError(f"the schedule gives a batch size of {size} at {pct_train:.3f} of training: it must be 1 or "
                          "more")
-    n_batches = math.floor(size/global_bs + 0.5 + _tiny)  # a half is rounded up
-    return max(1, n_batches)*global_bs
+    return size
 
 # %% ../nbs/01_schedule.ipynb #94b727d4
 @patch
@@ -143,20 +128,17 @@ def check(self:GradientAccumulationSchedule, plan:EpochPlan):
     "Raises ValueError if the schedule is not compatible with its Learner; warns if 1 may have been meant as 1.0"
     GradientAccumulation.check(self, plan)
     n_epoch = self.learn.n_epoch
-    global_bs = self.global_bs(plan)
     for pct in np.linspace(0, 1, 101):
-        self.window_size_at(pct, n_epoch, global_bs)  # raises ValueError if it is none
-    if n_epoch == 1 or hasattr(self.learn, 'lr_finder') or isinstance(self.schedule, _Steps):
-        return
-    # A start after 1 epoch is meant if the schedule finishes after more than 1
-    if is_integer_one(self.finish): name = 'finish'
-    elif is_integer_one(self.start) and self.finish <= 1:
-        name = 'start'
-    else: return
-    warn(f"{name}=1 means after 1 of the {n_epoch} epochs; {name}=1.0 means the end of training")
-
-def is_integer_one(point:Numeric)->bool:
-    return isinstance(point, Integral) and point == 1
+        self.window_size_at(pct, n_epoch, self.global_bs(plan))  # raises ValueError if it is none
+    is_exempt = n_epoch == 1 or hasattr(self.learn, 'lr_finder') or isinstance(self.schedule, _Steps)
+    if is_exempt: return
+    for name in ('start', 'finish'):
+        point = getattr(self, name)
+        is_integer_one = isinstance(point, Integral) and point == 1
+        # A start after 1 epoch is meant if the schedule finishes after more than 1
+        may_be_meant = name == 'start' and self.finish > 1
+        if is_integer_one and not may_be_meant:
+            warn(f"{name}=1 means after 1 of the {n_epoch} epochs; {name}=1.0 means the end of training")
 
 # %% ../nbs/01_schedule.ipynb #41d13a3e
 @patch
@@ -165,15 +147,11 @@ def preview(self:GradientAccumulationSchedule,
     dls:DataLoaders, # The data of the fit
 )->list: # For each optimizer step, where its window starts, in epochs, and its number of samples
     "Before training, list the windows that a fit will run; raise ValueError if the sizes do not suit the data"
-    info = self.loader_info_of(dls.train)
-    global_bs = info.batch_size
-    for name,size in self.window_sizes(global_bs).items():
-        check_multiple(name, size, global_bs)
-    size_at_pct = partial(self.window_size_at, n_epoch=n_epoch, global_bs=global_bs)
+    self.check_multiples(self.loader_info_of(dls.train))
     res = []
     carried = []
     for epoch in range(n_epoch):
-        plan = EpochPlan(info, size_at_pct, epoch, n_epoch, self.remainder_for(dls.train), carried)
+        plan = self.plan_of(dls.train, epoch, n_epoch, carried=carried)
         res += [(epoch+plan.position(start), size) for start,size in plan.windows]
         carried = plan.left if plan.remainder == 'carry' else []
     return res

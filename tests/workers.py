@@ -156,8 +156,6 @@ class Carries(nn.Module):
         self.state = state.detach()
         return self.out(y[:,0])
 
-hidden_state.register(Carries, lambda m, n: dict(state=1))
-
 def carries(*cbs): return small(ModelResetter(), *cbs, bs=16, m=Carries())
 
 def normed(norm=nn.BatchNorm1d):

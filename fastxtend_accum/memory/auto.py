@@ -6,83 +6,46 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/memory/auto.html.md"""
 
 # %% ../../nbs/memory/05_auto.ipynb #20027a2a
 from __future__ import annotations
-from fractions import Fraction
 
 from fastai.basics import *
 
-from ..windows.nested import rows_of_first_tensor
-from .hidden_state import HiddenState
 from .micro_batches import MicroBatches
-from .out_of_memory import free_memory,is_out_of_memory,without_tracebacks
 from .retry import MemorySaver
 
 # %% auto #0
-__all__ = ['Halving', 'AutoMicroBatches']
+__all__ = []
 
 # %% ../../nbs/memory/05_auto.ipynb #cbac1d5b
-class Halving(MemorySaver):
-    "Base class of what splits batches: once memory runs out, it runs half as many samples at a time"
-    max_elements = math.inf  # that run at a time
-    size = None  # samples that run at a time in the present batch
-    micro_bs = None  # and in the largest batch so far
-
-    def reset(self): self.max_elements = math.inf
-
-    def n_to_split(self, loop)->int:
-        "Returns the samples of the present batch, or the rows, if those are what is split"
-        return loop.batches.current.samples
-
-    def size_for(self, n:int, elements:int)->int:
-        "Returns how many of `n` samples with so many `elements` run at a time, at least 1"
-        if elements <= self.max_elements: return n
-        return max(int(self.max_elements*n//elements), 1)
-
-    def report(self, loop, elements:int, is_largest:bool):
-        if is_largest: self.micro_bs = self.size
-
-    def reduce_memory(self, loop, elements:int)->str|None:
-        n = self.n_to_split(loop)
-        size = self.size_for(n, elements)
-        if size == 1: return None
-        half = math.ceil(size/2)
-        self.max_elements = Fraction(elements*half, n)  # exact, so that `size_for` returns `half`
-        return f'micro-batches have {half} samples'
-
-    def advice(self, loop)->str:
-        return ("out of memory with a single sample: use smaller inputs, a smaller model, mixed precision, or "
-                "ActivationCheckpointing()")
-
-# %% ../../nbs/memory/05_auto.ipynb #3e360b04
 _any_size = 2**40  # more samples than any batch has
 
-class AutoMicroBatches(MicroBatches, Halving):
-    """Runs a loader batch in as few micro-batches as memory allows: `Halving` chooses `size` for each batch, and
-    `MicroBatches` splits it"""
+def smaller_size(n:int, size:int)->int|None:
+    """Returns the next smaller size of micro-batches for a batch of `n` samples; None if `size` is 1. It goes from 1 part
+    to 2, 3, 4, 6, 9, ...: half as many more parts each time, and at least one"""
+    size = min(size, n)
+    if size == 1: return None
+    n_parts = math.ceil(n/size)
+    more_parts = n_parts+max(n_parts//2, 1)
+    return min(math.ceil(n/more_parts), size-1)
+
+advice_for_single_samples = ("out of memory with a single sample: use smaller inputs, a smaller model, mixed precision, or "
+                             "ActivationCheckpointing()")
+
+# %% ../../nbs/memory/05_auto.ipynb #3e360b04
+class AutoMicroBatches(MicroBatches, MemorySaver):
+    "Runs a loader batch in as few micro-batches as memory allows: in more of them each time it runs out"
     def __init__(self, size:int=_any_size):
         super().__init__(size)
         self.requested_size = 'auto'
-        self.micro_bs = None  # until a batch has run
 
-    def context(self, loop, elements:int):
-        "Chooses the size for this batch, whose passes need no context"
-        self.size = self.size_for(loop.batches.current.samples, elements)
+    def reduce_memory(self, loop)->bool:
+        size = smaller_size(loop.batches.current.samples, self.size)
+        if size is None: return False
+        self.size = size
+        return True
 
-    def reduce_memory(self, loop, elements:int)->str|None:
-        loop.description.set_due(loop.cb.verbose)  # the line that describes windows has to show another size
-        return super().reduce_memory(loop, elements)
+    def report(self, loop):
+        "Lets the next step print the line that describes windows, which has to show another size"
+        loop.fit.set_line_due(loop.cb.verbose)
 
-    def split_forward(self, model, forward:Callable, samples:int|None, args:tuple, kwargs:dict):
-        "See `MicroBatches`; takes half as many samples each time memory runs out"
-        n = rows_of_first_tensor((args, kwargs))
-        hidden = HiddenState(self.owners, n)
-        while True:
-            try: return super().split_forward(model, forward, samples, args, kwargs)
-            except Exception as e:
-                hidden.restore()
-                size = min(self.size, n)
-                can_split = self.joins and size > 1
-                if not can_split or not is_out_of_memory(e): raise
-                without_tracebacks(e)
-            # After the `except` block, whose error holds the tensors
-            self.size = math.ceil(size/2)
-            free_memory()
+    def advice(self, loop)->str: return advice_for_single_samples
+

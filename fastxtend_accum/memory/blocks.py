@@ -6,12 +6,12 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/memory/blocks.html.md"""
 
 # %% ../../nbs/memory/06_blocks.ipynb #556e0d5d
 from __future__ import annotations
+from collections import Counter
 
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['containers', 'is_layer', 'n_layers', 'is_long', 'grouped', 'one_module', 'parts_of', 'class_forward', 'find_blocks',
-           'least_layers', 'check_blocks']
+__all__ = []
 
 # %% ../../nbs/memory/06_blocks.ipynb #32c087de
 containers = nn.Sequential,nn.ModuleList,nn.ModuleDict
@@ -20,17 +20,16 @@ def is_layer(m)->bool:
     "Returns whether `m` has a weight of its own; that of a norm, a vector, does not count"
     return any(p.ndim > 1 for p in m.parameters(recurse=False))
 
-def n_layers(m)->int:
-    return sum(map(is_layer, m.modules()))
+def n_layers(m)->int: return sum(map(is_layer, m.modules()))
 
-def is_long(m)->bool:
-    """Returns whether `m` is a list that is too long for one block: more than four parts with layers, or two with
-    several. See `find_blocks` for these numbers"""
-    if not isinstance(m, containers): return False
-    counts = [n_layers(o) for o in m.children()]
-    n_parts = sum(n > 0 for n in counts)
-    n_nested = sum(n > 1 for n in counts)
-    return n_parts > 4 or n_nested > 1
+def class_forward(m):
+    "Returns the forward pass of the class of `m`, which may have another one for now"
+    return getattr(type(m), 'forward', None)
+
+def can_be_block(m)->bool:
+    "Returns whether `m` has a forward pass of several modules. A single module keeps its inputs anyway"
+    has_children = next(m.children(), None) is not None
+    return has_children and class_forward(m) is not nn.Module.forward
 
 def grouped(m:nn.Sequential)->nn.Sequential:
     """Returns the same computation, where a layer and what follows it without a weight, such as a norm and an
@@ -38,60 +37,39 @@ def grouped(m:nn.Sequential)->nn.Sequential:
     groups = []
     for o in m:
         follows_layer = groups and n_layers(groups[-1][0]) == 1
-        if follows_layer and not n_layers(o):
-            groups[-1].append(o)
+        if follows_layer and not n_layers(o): groups[-1].append(o)
         else: groups.append([o])
-    return nn.Sequential(*map(one_module, groups))
+    return nn.Sequential(*[group[0] if len(group) == 1 else nn.Sequential(*group) for group in groups])
 
-def one_module(group:list)->nn.Module:
-    if len(group) == 1: return group[0]
-    return nn.Sequential(*group)
-
-def parts_of(m)->list:
-    "Returns the children of `m`, but for the parametrizations that make its weights"
-    return [o for name,o in m.named_children() if name != 'parametrizations']
-
-def class_forward(m):
-    "Returns the forward pass of the class of `m`, which may have another one for now"
-    return getattr(type(m), 'forward', None)
+def is_list(m)->bool:
+    "Returns whether `m` is a list of blocks: a container, or a module with three large children of one kind"
+    kinds = Counter(type(o) for o in m.children() if n_layers(o) > 1)
+    return isinstance(m, containers) or max(kinds.values(), default=0) > 2
 
 # %% ../../nbs/memory/06_blocks.ipynb #8030ce3f
 def find_blocks(model)->tuple[list,dict]:
-    """Returns the blocks of `model`, none inside another; and, by each `nn.Sequential` around them, its grouped form.
-
-    A child of a list is a block, and elsewhere a child that repeats. A long one is taken apart, unless that yields
-    hardly any blocks. The numbers in here were found by trials: with simpler rules, the largest block of a DenseNet
-    held 31% of the activations, not 7%, that of BERT 41%, not 22%, and an AWD_LSTM was a single block."""
+    """Returns the blocks of `model`, none inside another, such as the layers of a Transformer; and, by each
+    `nn.Sequential` around them, its grouped form"""
     groups = {}
-    def blocks_in(m):
-        "Returns the blocks inside `m`"
-        if class_forward(m) is nn.Sequential.forward:
-            groups[m] = grouped(m)
-            m = groups[m]
-        least = least_layers(m)
-        is_list = isinstance(m, containers)
-        res = []
-        for o in parts_of(m):
-            count = n_layers(o)
-            # Without children it keeps its inputs anyway; and a ModuleList has no forward pass
-            can_run = parts_of(o) and class_forward(o) is not nn.Module.forward
-            can_be_block = can_run and count >= least
-            is_short = can_be_block and is_list and not any(map(is_long, o.modules()))
-            inner = [] if is_short and count <= 8 else blocks_in(o)
-            saves_little = is_short and len(inner) <= 3  # to take it apart
-            is_block = saves_little or not inner
-            if can_be_block and is_block: res.append(o)
-            else: res += inner
-        return res
-    return list(dict.fromkeys(blocks_in(model))),groups
+    blocks = blocks_in(model, groups)
+    return list(dict.fromkeys(blocks)),groups  # each once
 
-def least_layers(m)->float:
-    """Returns how many layers a child of `m` needs to be a block: 1 in a list; elsewhere 2, if children repeat, as the
-    layers of a Transformer do. If they do not, no child is a block, and it is infinite"""
-    if isinstance(m, containers): return 1
-    kinds = [type(o) for o in m.children() if n_layers(o) > 1]
-    repeats = len(set(kinds)) < len(kinds)
-    return 2 if repeats else math.inf
+def blocks_in(m, groups:dict)->list:
+    """Returns the blocks inside `m`: the children of lists. A child that is itself made of several blocks, such as a
+    stage of a ConvNeXt, is taken apart. Adds what it groups to `groups`"""
+    own = set(m.children())
+    if class_forward(m) is nn.Sequential.forward:
+        groups[m] = grouped(m)
+        m = groups[m]
+    res = []
+    for o in m.children():
+        if not n_layers(o): continue
+        inner = blocks_in(o, groups) if o in own else []  # a group holds a single layer
+        n_inner = sum(n_layers(part) > 1 for part in inner)  # a convolution with its norm is no block inside of another
+        is_block = is_list(m) and can_be_block(o) and n_inner < 2
+        if is_block: res.append(o)
+        else: res += inner
+    return res
 
 # %% ../../nbs/memory/06_blocks.ipynb #9a1d41ac
 def check_blocks(blocks, model)->list:
@@ -99,14 +77,12 @@ def check_blocks(blocks, model)->list:
     if isinstance(blocks, containers): blocks = blocks.children()
     elif isinstance(blocks, nn.Module) or not is_iter(blocks):
         blocks = [blocks]
-    blocks = list(blocks)
-    own = {id(m) for m in model.modules()}
-    ids = {id(o) for o in blocks}
+    blocks = list(dict.fromkeys(blocks))  # each once
+    own = set(model.modules())
     for o in blocks:
-        is_own = id(o) in own
-        inner = [m for m in o.modules() if m is not o] if is_own else []
-        if is_own and not any(id(m) in ids for m in inner):
-            continue
+        is_own = o in own
+        is_separate = is_own and not any(m in blocks for m in o.modules() if m is not o)
+        if is_separate: continue
         raise ValueError(f"blocks must return modules of the model, none inside another, not {type(o).__name__}: as "
                          "lambda m: list(m.layers); a slice of an nn.Sequential, for example, is a new module")
-    return list(dict.fromkeys(blocks))  # each once
+    return blocks

@@ -1,4 +1,4 @@
-"""Split batches of a stateful RNN: each row continues from its own hidden state
+"""Split batches of fastai's AWD_LSTM: each row continues from its own hidden state
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/memory/hidden_state.html.md"""
 
@@ -6,7 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/memory/hidden_state.html
 
 # %% ../../nbs/memory/01_hidden_state.ipynb #8a686f94
 from __future__ import annotations
-from functools import singledispatch
 
 from fastai.basics import *
 from torch.utils._pytree import tree_map
@@ -14,112 +13,52 @@ from torch.utils._pytree import tree_map
 from ..windows.nested import each_tensor
 
 # %% auto #0
-__all__ = ['hidden_state', 'register_awd_lstm', 'is_registered', 'state_owners', 'check_resets', 'HiddenState']
+__all__ = []
 
 # %% ../../nbs/memory/01_hidden_state.ipynb #38e82fc0
-@singledispatch
-def hidden_state(
-    module:nn.Module, # Carries a state from batch to batch
-    n:int, # Rows of the next batch, to which a module may have to adapt its state
-)->dict[str,int]: # The dimension of rows in each attribute; 0 for an int that counts rows
-    """The attributes in which `module` keeps its state. Registered by type: with `hidden_state.register(MyRNN, lambda
-    m, n: dict(state=1))`, `m.state` has the rows in dimension 1"""
-    return {}
-
-def _awd_lstm(module, n):
-    if module.bs != n: module._change_hidden(n)  # as its forward pass would
-    return dict(hidden=1, bs=0)
-
-def register_awd_lstm():
-    "Registers fastai's AWD_LSTM if somebody has imported it, which takes seconds"
-    text = sys.modules.get('fastai.text.models.awdlstm')
-    if text and text.AWD_LSTM not in hidden_state.registry:
-        hidden_state.register(text.AWD_LSTM, _awd_lstm)
-
-def is_registered(m)->bool:
-    return hidden_state.dispatch(type(m)) is not hidden_state.dispatch(object)
-
 def state_owners(model)->list:
-    """Returns the modules of `model` whose state `hidden_state` knows; none of fastai's text classifiers, which reset
-    their own state. Raises ValueError if another module carries a state"""
-    register_awd_lstm()
-    if any(type(m).__name__ == 'SentenceEncoder' for m in model.modules()):
-        return []
-    owners = [m for m in model.modules() if is_registered(m)]
-    check_resets(model, owners)
-    return owners
-
-def check_resets(model, owners:list):
-    """Raises ValueError if `model` carries a state that nobody has registered. fastai calls its `reset` if it has one;
-    so a module with a `reset` has a state of its own, or that of an owner inside of it or around it"""
+    """Returns the modules of `model` that carry a hidden state from batch to batch: its `AWD_LSTM`; none in fastai's text
+    classifiers, which reset it in each batch. Raises ValueError if another module carries a state"""
     model = getattr(model, 'module', model)  # fastai gives DistributedDataParallel a `reset` of its own
-    if not hasattr(model, 'reset'): return
-    known = set()
-    for o in owners: known.update(o.modules())
-    for m in model.modules():
-        if not hasattr(m, 'reset') or not known.isdisjoint(m.modules()):
-            continue
-        name = type(m).__name__
-        raise ValueError(
-            f"{name} carries its state from batch to batch (it has a `reset`), so a batch cannot be split: say where "
-            f"that is, as by hidden_state.register({name}, lambda m, n: dict(state=1)) if m.state has the rows in "
-            "dimension 1; or use smaller batches and no micro_batch_size")
+    resets_itself = any(type(m).__name__ == 'SentenceEncoder' for m in model.modules())
+    if not hasattr(model, 'reset') or resets_itself: return []
+    text = sys.modules.get('fastai.text.models.awdlstm')  # importing it takes seconds
+    owners = [m for m in model.modules() if text and isinstance(m, text.AWD_LSTM)]
+    if owners: return owners
+    raise ValueError(f"{type(model).__name__} carries its state from batch to batch (it has a `reset`), so a batch cannot "
+                     "be split: use smaller batches and no micro_batch_size")
 
 # %% ../../nbs/memory/01_hidden_state.ipynb #bd1daa6b
 class HiddenState:
-    "The states that `owners` carry into a batch of `n` rows, and out of it, while it runs in micro-batches"
+    """The states that AWD_LSTMs carry into a batch of `n` rows, and out of it, while it runs in micro-batches. Their
+    tensors have the rows in dimension 1"""
     def __init__(self, owners:list, n:int):
+        self.owners = owners
         self.n = n
-        self.places = []  # module, attribute, dimension of rows
         for m in owners:
-            self.places += [(m, name, dim) for name,dim in hidden_state(m, n).items()]
-        self.before = self.current()
+            if m.bs != n: m._change_hidden(n)  # as its forward pass would
+        self.before = [m.hidden for m in owners]
         self.after = []  # of each micro-batch
 
-    def current(self)->list:
-        return [getattr(m, name) for m,name,_ in self.places]
-
-    def assign(self, states:list):
-        for (m,name,_),state in zip(self.places, states):
-            setattr(m, name, state)
-
-    def restore(self):
-        "Gives the owners the states from before the batch"
-        self.assign(self.before)
+    def assign(self, states:list, n:int):
+        "Gives the owners these states of `n` rows"
+        for m,state in zip(self.owners, states, strict=True):
+            m.hidden = state
+            m.bs = n
 
     @contextmanager
     def at(self, start:int, end:int):
         "A context for running the model on these rows. After the last ones, the owners have the states of all rows"
-        states = zip(self.places, self.before)
-        self.assign([self.rows_of(place, state, start, end) for place,state in states])
+        def rows(t): return t[:,start:end].contiguous()
+        self.assign([each_tensor(rows, o) for o in self.before], end-start)
         try: yield
         except BaseException:
-            self.restore()
+            self.assign(self.before, self.n)
             raise
-        self.after.append(self.current())
-        if end == self.n:
-            self.assign(self.joined())
-
-    def rows_of(self, place:tuple, state, start:int, end:int):
-        "Returns the rows from `start` to `end` of a state"
-        if isinstance(state, int): return end-start
-        m,name,dim = place
-        def rows(t):
-            shape = tuple(t.shape)
-            if shape[dim:dim+1] == (self.n,):
-                # A copy, since the module may change its state in place
-                return t.narrow(dim, start, end-start).clone(memory_format=torch.contiguous_format)
-            where = f'{type(m).__name__}.{name}'
-            raise ValueError(f"{where} has shape {shape}, where {self.n} rows should be dimension {dim}: correct its "
-                             "entry in hidden_state")
-        return each_tensor(rows, state)
+        self.after.append([m.hidden for m in self.owners])
+        if end == self.n: self.assign(self.joined(), self.n)
 
     def joined(self)->list:
         "Returns the states of all rows, from those of the micro-batches"
-        res = []
-        for (_,_,dim),*states in zip(self.places, *self.after):
-            def cat(*tensors): return torch.cat(tensors, dim)
-            if isinstance(states[0], int):
-                res.append(sum(states))
-            else: res.append(tree_map(cat, *states))
-        return res
+        def cat(*tensors): return torch.cat(tensors, 1)
+        return [tree_map(cat, *states) for states in zip(*self.after)]

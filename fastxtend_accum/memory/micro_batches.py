@@ -6,21 +6,15 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/memory/micro_batches.htm
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #2fc40431
 from __future__ import annotations
-from contextlib import nullcontext
 
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 
-from ..windows.loader import epoch_samples,loader_bs
-from ..windows.nested import (CannotJoin,each_tensor,join,n_rows,rows_of_first_tensor,
-                                            slice_batch,tensors_in)
-from ..windows.window import LossSums
+from ..windows.nested import CannotJoin,each_tensor,join,n_rows,slice_batch,slice_item,tensors_in
 from .hidden_state import HiddenState,state_owners
-from .override import override_forward
 
 # %% auto #0
-__all__ = ['per_sample_names', 'SampleSlices', 'LossParts', 'chunk_bounds', 'check_samples_first', 'time_first_error',
-           'MicroBatches', 'forward_in_micro_batches', 'SplitLoader']
+__all__ = []
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #bfa7b934
 def per_sample_names(cb)->list[str]:
@@ -36,116 +30,50 @@ class SampleSlices:
     def __init__(self, learn, n:int):
         self.learn = learn
         self.n = n
-        self.values = [(learn, name, getattr(learn, name)) for name in ('xb', 'yb')]
+        self.xb = learn.xb
+        self.yb = learn.yb
+        self.kept = []  # callback, name of the attribute, value
         for cb in learn.cbs:
             for name in per_sample_names(cb):
-                self.values.append((cb, name, vars(cb)[name]))
-        self.held = ()  # the slices of inputs and targets that `learn` was given
-        self.left = dict(xb=[], yb=[])  # inputs and targets as the passes have left them, of each micro-batch
-        self.replaced = set()  # names of those that a callback has replaced
-        self.sizes = []
+                value = vars(cb)[name]
+                is_shared = isinstance(value, Tensor) and value.shape[:1] != (n,)  # one for all rows
+                if not is_shared: self.kept.append((cb, name, value))
 
     def hold(self, start:int, end:int):
         "Lets `learn` and its callbacks hold these rows"
-        for o,name,value in self.values:
-            is_shared = isinstance(value, Tensor) and value.shape[:1] != (self.n,)  # one for all rows
-            if not is_shared:
-                vars(o)[name] = slice_batch(value, start, end, self.n, depth=1)
-        self.held = self.learn.xb,self.learn.yb
-        self.sizes.append(end-start)
-
-    def note(self):
-        "After the passes of a micro-batch: keeps its inputs and targets, which a callback may have replaced"
-        for name,held in zip(self.left, self.held):
-            now = getattr(self.learn, name)
-            self.left[name].append(each_tensor(Tensor.detach, now))  # in general these are views of the batch
-            if now is not held: self.replaced.add(name)
+        self.learn.xb = slice_batch(self.xb, start, end, self.n)
+        self.learn.yb = slice_batch(self.yb, start, end, self.n)
+        for cb,name,value in self.kept:
+            vars(cb)[name] = slice_item(value, start, end, self.n)
 
     def hold_all(self):
-        for o,name,value in self.values:
-            vars(o)[name] = value
-
-    def hold_all_as_left(self):
-        "Lets `learn` hold the whole batch, with the inputs and targets that callbacks have put in place of its own"
-        last = {name:getattr(self.learn, name) for name in self.replaced}
-        self.hold_all()
-        for name in self.replaced:
-            try:
-                vars(self.learn)[name] = join(self.left[name], self.sizes)
-            except CannotJoin:
-                vars(self.learn)[name] = last[name]
-
-# %% ../../nbs/memory/02_micro_batches.ipynb #397c6959
-class LossParts:
-    "Numbers that the loss function keeps of its last call, such as the parts of a loss that `LossMetrics` show"
-    def __init__(self, loss_func):
-        self.loss_func = loss_func
-        self.before = self.current()
-        self.sums = {}
-        self.total_weight = 0
-
-    def current(self)->dict:
-        res = {}
-        for name,o in getattr(self.loss_func, '__dict__', {}).items():
-            is_number = isinstance(o, float)
-            if isinstance(o, Tensor): is_number = not o.ndim and o.is_floating_point()
-            if is_number: res[name] = o
-        return res
-
-    def add(self, earlier:LossSums, now:LossSums):
-        "Adds those of the micro-batch by which the sums of the window have grown, weighted like its loss"
-        new = {name:value for name,value in self.current().items() if value is not self.before.get(name)}
-        if not new: return
-        items = now.since(earlier).items
-        for name,value in new.items():
-            if isinstance(value, Tensor): value = value.detach()
-            if items is not None: value = value*items
-            self.sums[name] = self.sums.get(name, 0)+value
-        if items is not None: self.total_weight += items
-
-    def set_totals(self):
-        "Lets the loss function keep the means over the micro-batches; or the sums, if its loss is a sum"
-        for name,value in self.sums.items():
-            if self.total_weight: value = value/self.total_weight
-            setattr(self.loss_func, name, value)
+        "Lets them hold all rows. Targets that a callback has hidden, and put back for loggers, stay"
+        self.learn.xb = self.xb
+        if len(self.yb) or not len(self.learn.yb): self.learn.yb = self.yb
+        for cb,name,value in self.kept: vars(cb)[name] = value
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #0c4dc734
 def chunk_bounds(n:int, most:int)->list[tuple[int,int]]:
     "Returns start and end of each micro-batch of `n` rows: as few as possible of at most `most`, of nearly equal size"
-    res = []
-    start = 0
-    while start < n:
-        n_parts = math.ceil((n-start)/most)
-        end = start+math.ceil((n-start)/n_parts)
-        res.append((start, end))
-        start = end
-    return res
+    n_parts = math.ceil(n/most)
+    edges = [math.ceil(n*i/n_parts) for i in range(n_parts+1)]
+    return list(zip(edges, edges[1:]))
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #2742d7f0
-def check_samples_first(model, batch, n:int, samples:int|None):
-    """Raises ValueError if `batch`, of `n` rows, has time in dimension 0 and its samples in dimension 1, since a split
-    would cut time into parts. Returns a context for the forward passes, which raises the error if the shapes alone
-    do not tell"""
-    tensors = tensors_in(batch)
-    expected = samples or n
-    has_samples_second = bool(tensors) and all(o.shape[1:2] == (expected,) for o in tensors)
-    # A callback makes a whole number of rows of each sample. Another number of rows counts steps of time
-    if has_samples_second and n%expected:
-        raise time_first_error(tensors[0].shape)
-    is_ambiguous = any(o.shape[:2] == (n, expected) for o in tensors)  # as many steps as samples, or twice as many, ...
-    if not is_ambiguous: return nullcontext()
-    # A micro-batch has fewer rows than the batch. If a layer with time first sees all samples in dimension 1, what was
-    # split is time
-    def check_input(module, args):
-        shape = getattr(args[0], 'shape', ()) if args else ()
-        if shape[1:2] == (expected,):
-            raise time_first_error(shape)
-    layers = [m for m in model.modules() if vars(m).get('batch_first') is False]
-    return ContextManagers([m.register_forward_pre_hook(check_input) for m in layers])
+def check_samples_first(tensors:list, n:int, samples:int):
+    """Raises ValueError if a batch of `n` rows has time in dimension 0 and its samples in dimension 1, since a split
+    would cut time into parts"""
+    has_samples_second = bool(tensors) and all(o.shape[1:2] == (samples,) for o in tensors)
+    if n == samples or not has_samples_second: return
+    raise ValueError(f"cannot split a tensor of shape {tuple(tensors[0].shape)} in a batch of {samples} samples: put the "
+                     "samples first, not time, or leave micro_batch_size out")
 
-def time_first_error(shape)->ValueError:
-    return ValueError(f"cannot split a tensor of shape {tuple(shape)}, where time comes first: put the samples first, "
-                      "or leave micro_batch_size out")
+def check_rows(outputs, n:int):
+    "Raises ValueError unless the outputs of a micro-batch have `n` rows"
+    for o in tensors_in(outputs):
+        if len(o) == n: continue
+        raise ValueError(f"the model returns a tensor of shape {tuple(o.shape)} for a micro-batch of {n} samples: its first "
+                         "dimension must be the samples, or leave micro_batch_size out")
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e39c522b
 class MicroBatches:
@@ -153,43 +81,27 @@ class MicroBatches:
     def __init__(self, size:int):
         self.requested_size = size  # a subclass may be asked for 'auto'
         self.size = size
-        self.micro_bs = size  # samples of a micro-batch in the largest batch
         self.owners = []  # modules that carry a hidden state
-        self.joins = True  # until outputs in validation cannot be joined
 
     def __reduce__(self):
         "A copy begins anew, since it may not refer to modules of this model"
         return type(self),(self.size,)
 
-    def begin_epoch(self, loop):
-        "Finds what each micro-batch has to begin with: hidden states, and what callbacks set up in `before_batch`"
-        self.find_state_owners(loop.learn.model)
-        loop.send.repeat_set_up_in_passes()
-
-    def find_state_owners(self, model):
-        self.owners = state_owners(model)
-        self.joins = True  # the model may be another one
-
-    def bounds(self, n:int, samples:int|None=None)->list[tuple[int,int]]:
-        """Returns start and end of each micro-batch of `n` rows. `size` counts samples: if the batch has several rows
-        of each, a micro-batch has as many times more rows"""
-        size = self.size
-        if samples and samples < n:
-            size = math.ceil(size*n/samples)
-        return chunk_bounds(n, size)
+    def begin_epoch(self, loop): self.owners = state_owners(loop.learn.model)
 
     def __call__(self, loop):
         "Runs the loader batch that `loop.learn` holds; afterwards the Learner holds the whole batch and its mean loss"
-        batch = loop.batches.current
-        learn = loop.learn
+        learn,batches = loop.learn,loop.batches
+        samples = batches.current.samples
         data = *learn.xb,*learn.yb
-        n = n_rows(data, batch.rows)  # a callback may have changed it
-        bounds = self.bounds(n, batch.samples)
-        if len(bounds) < 2:
-            loop.run_micro_batch(batch.samples, n)
-        else:
-            with check_samples_first(learn.model, data, n, batch.samples):
-                self.run_split(loop, bounds)
+        n = n_rows(data, batches.current.rows)  # a callback may have changed it
+        rows_per_sample = max(n/samples, 1)  # `size` counts samples, of which each may have several rows
+        bounds = chunk_bounds(n, math.ceil(self.size*rows_per_sample))
+        if len(bounds) == 1:
+            loop.run_micro_batch(samples, n)
+            return
+        if batches.info.has_exact_length: check_samples_first(tensors_in(data), n, samples)
+        self.run_split(loop, bounds)
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e7b434d7
 @patch
@@ -198,109 +110,30 @@ def run_split(self:MicroBatches, loop, bounds:list):
     learn = loop.learn
     samples = loop.batches.current.samples
     n = bounds[-1][1]
-    before_batch = loop.window.losses
+    before = loop.window.losses
     slices = SampleSlices(learn, n)
     hidden = HiddenState(self.owners, n)
-    loss_parts = LossParts(learn.loss_func)
     outputs = []
     try:
         for start,end in bounds:
-            before = loop.window.losses
             slices.hold(start, end)
             part = end*samples//n - start*samples//n  # so that the parts add up to `samples`
             with hidden.at(start, end):
                 loop.run_micro_batch(part, end-start, ends_batch=end == n)
+            check_rows(learn.pred, end-start)
             outputs.append(each_tensor(Tensor.detach, learn.pred))
-            slices.note()
-            loss_parts.add(before, loop.window.losses)
-    except BaseException:  # Ctrl-C, too; `hidden` restores the states itself
-        slices.hold_all()
-        raise
-    slices.hold_all_as_left()
-    loss_parts.set_totals()
-    has_loss = loop.window.losses.n_micro > before_batch.n_micro  # not without targets
+    finally: slices.hold_all()
+    has_loss = loop.window.losses.n_micro > before.n_micro  # not without targets
     if has_loss:
-        learn.loss = loop.window.losses.since(before_batch).mean
+        learn.loss = loop.window.losses.since(before).mean
         learn.loss_grad = learn.loss
-    self.show_outputs(learn, outputs, slices.sizes)
+    show_outputs(learn, outputs, [end-start for start,end in bounds])
 
-@patch
-def show_outputs(self:MicroBatches, learn, outputs:list, sizes:list[int]):
-    """Joins the outputs into `learn.pred`. If that is impossible, it is that of the last micro-batch; raises ValueError
-    if training metrics would take it for the whole batch"""
+def show_outputs(learn, outputs:list, sizes:list[int]):
+    """Joins the outputs of micro-batches into `learn.pred`. If that is impossible, it is that of the last one; raises
+    ValueError if training metrics would take it for the whole batch"""
     try: learn.pred = join(outputs, sizes)
     except CannotJoin as e:
         has_train_metrics = any(vars(o).get('train_metrics') for o in learn._grab_cbs(Recorder))
         if not learn.metrics or not has_train_metrics: return
         raise ValueError(f"training metrics need outputs that can be joined: {e}; or no train_metrics") from e
-
-# %% ../../nbs/memory/02_micro_batches.ipynb #bbddcc73
-def forward_in_micro_batches(
-    forward:Callable, # Forward pass of a module
-    args:tuple, # Its arguments, for all rows
-    kwargs:dict,
-    bounds:list, # Start and end of each micro-batch
-    owners:list, # Modules with a hidden state
-    last_forward:Callable|None=None, # Forward pass for the last micro-batch, if that is another
-):
-    "Returns the joined output of a forward pass in micro-batches; raises CannotJoin, with hidden states as before"
-    n = bounds[-1][1]
-    hidden = HiddenState(owners, n)
-    outputs = []
-    for start,end in bounds:
-        some_args,some_kwargs = slice_batch((args, kwargs), start, end, n)
-        if last_forward and end == n: forward = last_forward
-        with hidden.at(start, end):
-            outputs.append(forward(*some_args, **some_kwargs))
-    try:
-        return join(outputs, [end-start for start,end in bounds])
-    except CannotJoin:
-        hidden.restore()
-        raise
-
-@patch
-def split_forward(self:MicroBatches,
-    model,
-    forward:Callable, # Its own forward pass
-    samples:int|None, # Samples in the batch; None: the DataLoader does not say
-    args:tuple, # Arguments of `forward`
-    kwargs:dict,
-):
-    """Returns the output for a validation batch, which runs in micro-batches; or all at once, if outputs cannot be
-    joined"""
-    n = rows_of_first_tensor((args, kwargs))
-    bounds = self.bounds(n)
-    if len(bounds) > 1 and self.joins:
-        try:
-            with check_samples_first(model, (args, kwargs), n, samples):
-                return forward_in_micro_batches(forward, args, kwargs, bounds, self.owners)
-        except CannotJoin as e:
-            self.joins = False
-            warn(f"validation batches are not split: {e}; if memory runs out, pass a smaller val_bs to DataLoaders")
-    return forward(*args, **kwargs)
-
-# %% ../../nbs/memory/02_micro_batches.ipynb #17aefef6
-class SplitLoader(GetAttr):
-    "The batches of `dl`, in each of which `model` runs in micro-batches"
-    _default = 'dl'
-    def __init__(self, dl, model, strategy:MicroBatches):
-        self.dl = dl
-        self.model = model
-        self.strategy = strategy
-
-    def __len__(self)->int: return len(self.dl)
-
-    def __iter__(self)->Iterator:
-        forward = self.model.forward
-        bs = loader_bs(self.dl) or 0
-        left,is_known = epoch_samples(self.dl, bs) if bs else (0, False)
-        for batch in self.dl:
-            samples = min(bs, left) if is_known else None  # the last batch may be smaller
-            def split(*args, **kwargs):
-                return self.strategy.split_forward(self.model, forward, samples, args, kwargs)
-            with override_forward(self.model, split): yield batch
-            left -= bs
-
-    def __reduce__(self):
-        "A Learner that is copied or exported in validation gets None: an iterator cannot be pickled"
-        return type(None),()

@@ -10,11 +10,8 @@ import gc
 
 from fastai.basics import *
 
-from ..windows.gradients import trained_params
-from ..windows.nested import tensors_in
-
 # %% auto #0
-__all__ = ['NothingFits', 'is_out_of_memory', 'without_tracebacks', 'free_memory', 'n_elements', 'reserve_for_step', 'has_state']
+__all__ = []
 
 # %% ../../nbs/memory/03_out_of_memory.ipynb #2ed991f1
 _messages = (
@@ -46,28 +43,3 @@ def free_memory():
     gc.collect()
     if torch.cuda.is_available(): torch.cuda.empty_cache()
     elif torch.backends.mps.is_available(): torch.mps.empty_cache()
-
-def n_elements(batch)->int:
-    return sum(o.numel() for o in tensors_in(batch))
-
-# %% ../../nbs/memory/03_out_of_memory.ipynb #6c25177f
-def reserve_for_step(opt)->list:
-    """Returns two tensors like each trained parameter that has no state yet, as Adam allocates in its first step. Hold
-    them while the first batch runs. The list is empty if not even they fit, since the batch is going to run out of
-    memory then"""
-    states = getattr(opt, 'opt', opt).state
-    res = []
-    try:
-        for p in trained_params(opt):
-            if has_state(p, states.get(p, {})): continue
-            res.append(torch.empty_like(p))
-            res.append(torch.empty_like(p))
-        return res
-    except Exception as e:
-        if not is_out_of_memory(e): raise
-    return []
-
-def has_state(p:Tensor, state:dict)->bool:
-    "Returns whether the `state` of an optimizer has a tensor of the shape of the parameter `p`"
-    tensors = [o for o in state.values() if isinstance(o, Tensor)]
-    return any(o.shape == p.shape for o in tensors)

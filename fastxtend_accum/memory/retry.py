@@ -10,39 +10,28 @@ from contextlib import ExitStack
 
 from fastai.basics import *
 
-from ..windows.gradients import params_in,trained_params
 from ..windows.loop import whole_batch
-from ..windows.nested import tensors_in
 from ..windows.processes import inner_model
-from ..windows.state import Snapshot,may_be_modified
-from .out_of_memory import (NothingFits,free_memory,is_out_of_memory,n_elements,reserve_for_step,
-                                                  without_tracebacks)
+from ..windows.state import Snapshot
+from .out_of_memory import NothingFits,free_memory,is_out_of_memory,without_tracebacks
 
 # %% auto #0
-__all__ = ['MemorySaver', 'BatchUndo', 'RetryOnOutOfMemory']
+__all__ = []
 
 # %% ../../nbs/memory/04_retry.ipynb #869a27cb
 class MemorySaver:
-    """Base class of what can save memory in the passes of a loader batch. `elements`, the count of numbers in the
-    inputs of a batch, stands for the memory that it takes: its samples may differ in size from those of another
-    batch"""
+    "Base class of what can save memory in the passes of a loader batch"
     adapts = True  # whether it saves more once memory runs out
-    n_trained = None  # weights that were trained when it last began anew
+    size = None  # samples that the model sees at a time, at most; None: the whole batch
+    rank = 2  # of several savers, the one of the lowest rank takes less first
 
-    def note_trained(self, n_trained:int):
-        "Begins anew if more or fewer weights are trained, as after `unfreeze`, since what did not fit may fit now"
-        if n_trained == self.n_trained: return
-        self.n_trained = n_trained
-        self.reset()
+    def context(self, loop): "Returns a context for the passes of a batch, or None"
 
-    def reset(self): "Begins as if everything fitted"
+    def reduce_memory(self, loop)->bool:
+        "Takes less memory from now on; returns False if it cannot"
+        return False
 
-    def context(self, loop, elements:int): "Returns a context for the passes of a batch, or None"
-
-    def reduce_memory(self, loop, elements:int)->str|None:
-        "Takes less memory from now on, and returns how; None if it cannot"
-
-    def report(self, loop, elements:int, is_largest:bool): "Is called after a batch has run"
+    def report(self, loop): "Is called after the first batch of a fit, and after each in which memory ran out"
 
     def advice(self, loop)->str: "Returns what to do if nothing takes less"
 
@@ -52,51 +41,35 @@ class BatchUndo:
     window, and gradients. The gradients of earlier batches in the window are set aside, without a copy, and added
     back"""
     def __init__(self, loop):
-        learn = loop.learn
-        window = loop.window
-        window.grads.check()  # that nobody has changed the sums, before they are set aside
+        learn,window,params = loop.learn,loop.window,loop.fit.params
         self.loop = loop
         self.snapshot = Snapshot(inner_model(learn.model), learn.loss_func)
-        self.batch = learn.xb,learn.yb
-        self.loss = learn.loss
+        self.held = {name:vars(learn).get(name) for name in ('xb','yb','loss')}
         self.losses = window.losses
-        self.step_is_cancelled = window.step_is_cancelled
-        self.float32_grads = window.grads.float32
-        self.loss_check_state = loop.fit.loss_check.state()
-        # What would be large to copy, and must not change: see `undo`
-        frozen = [p for p in learn.model.parameters() if not (p.requires_grad or may_be_modified(p))]
-        self.versions = [(o, o._version) for o in (*frozen, *tensors_in(self.batch))]
-        # When a window begins, gradients that the optimizer knows are 0, and stay where they are. Those that a
-        # cancelled batch has left were set aside by `GradientSums`
-        zeros = set() if window.losses.n_micro else set(params_in(learn.opt))
-        self.aside = {p:p.grad for p in loop.fit.params.all if p not in zeros}
-        self.restart()
+        self.n_kept = len(loop.fit.loss_check.kept)
+        if window.grads is not None: window.grads.check()  # that nobody has changed the sums, before they are set aside
+        self.without_grad = [p for p in params.all if p.grad is None]
+        # When a window begins, the gradients that the optimizer knows are 0, and stay where they are
+        summed = params.all if window.losses.n_micro else params.extra
+        self.aside = {p:p.grad for p in summed if p.grad is not None}
+        self.set_aside()
 
-    def restart(self):
-        "Makes the window as it was before the batch, without the gradients that are set aside"
-        self.loop.fit.loss_check.restore(self.loss_check_state)
+    def set_aside(self):
         for p in self.aside: p.grad = None
-        sums_in_float32 = self.float32_grads is not None
-        self.loop.window.restart_batch(self.losses, self.step_is_cancelled, {} if sums_in_float32 else None)
+        if self.loop.window.grads is not None: self.loop.window.grads.note_backward()
 
-    def undo(self, error:Exception):
-        "Undoes everything; raises NothingFits if that is not possible"
-        learn = self.loop.learn
-        learn.xb,learn.yb = self.batch
-        learn.loss = self.loss
+    def undo(self):
+        "Undoes everything"
+        learn,window = self.loop.learn,self.loop.window
+        for name,value in self.held.items(): setattr(learn, name, value)
         learn.loss_grad = None  # this and `pred` hold the graph
         learn.pred = None
         self.snapshot.restore()
-        self.drop_gradients()
-        if all(o._version == version for o,version in self.versions):
-            return
-        raise NothingFits("memory ran out in a pass that cannot be undone, since it has changed its input or a "
-                          "frozen parameter in place: set micro_batch_size to a number that fits") from error
-
-    def drop_gradients(self):
-        "Drops the gradients of the batch, which does not count"
-        self.loop.learn.opt.zero_grad()
-        self.restart()
+        self.loop.fit.loss_check.drop_after(self.n_kept)
+        window.restart_batch(self.losses)
+        learn.opt.zero_grad()
+        for p in self.without_grad: p.grad = None
+        self.set_aside()
 
 # %% ../../nbs/memory/04_retry.ipynb #289fcc7b
 @patch
@@ -104,10 +77,9 @@ class BatchUndo:
 def add_aside(self:BatchUndo):
     "Adds the gradients of the batch to those that were set aside, which are the sums of the window again"
     for p,grad in self.aside.items():
-        if grad is None: continue
-        if p.grad is not None: grad.add_(p.grad)
+        if p.grad is not None: grad = grad.add_(p.grad)
         p.grad = grad
-    self.loop.window.grads.add_float32(self.float32_grads)
+    if self.loop.window.grads is not None: self.loop.window.grads.note_backward()
 
 # %% ../../nbs/memory/04_retry.ipynb #b7fc0e06
 class RetryOnOutOfMemory:
@@ -115,75 +87,59 @@ class RetryOnOutOfMemory:
     def __init__(self, strategy:Callable, savers:list[MemorySaver]):
         self.strategy = strategy
         self.savers = savers
-        self.largest = 0  # elements of the largest batch that has run in this fit
-
-    @property
-    def adapting(self)->list[MemorySaver]:
-        return [o for o in self.savers if o.adapts]
+        self.has_run = False  # whether a batch has run in this fit
 
     def begin_epoch(self, loop):
         if self.strategy is not whole_batch: self.strategy.begin_epoch(loop)
-        loop.send.repeat_set_up_in_passes()  # a retry is a further pass of the batch
-        n_trained = sum(p.numel() for p in trained_params(loop.learn.opt))
-        for o in self.savers: o.note_trained(n_trained)
 
     def __call__(self, loop):
         "Runs the loader batch that `loop.learn` holds"
         # A callback that was removed has no Learner any more
-        self.savers = [o for o in self.savers if getattr(o, 'learn', True)]
-        elements = n_elements(loop.learn.xb) or loop.batches.current.samples
-        if self.adapting: self.run_until_it_fits(loop, elements)
-        else: self.run_once(loop, elements)
-        self.largest = max(self.largest, elements)
-        for o in self.savers:
-            o.report(loop, elements, is_largest=elements == self.largest)
+        savers = [o for o in self.savers if getattr(o, 'learn', True)]
+        ran_out = False
+        if any(o.adapts for o in savers): ran_out = self.run_until_it_fits(loop, savers)
+        else: self.run_once(loop, savers)
+        if self.has_run and not ran_out: return
+        self.has_run = True
+        for o in savers: o.report(loop)
 
-    def run_until_it_fits(self, loop, elements:int):
-        "Runs the batch, again and again with less memory; raises NothingFits if nothing takes less"
-        how = None
+    def run_until_it_fits(self, loop, savers:list)->bool:
+        """Runs the batch, again and again with less memory; returns whether memory ran out. Raises NothingFits if
+        nothing takes less"""
+        ran_out = False
         with loop.fit.processes.local_passes():
             batch = BatchUndo(loop)
-            # If only the step had no room, memory would run out where nothing can be undone
-            reserve = [] if self.largest else reserve_for_step(loop.learn.opt)
             try:
-                while error := self.try_once(loop, elements):
-                    batch.undo(error)
-                    less = self.reduce_memory(loop, elements)
-                    if less: how = less
-                    elif reserve: reserve.clear()  # the optimizer may not need all of that
-                    else: raise NothingFits(self.adapting[-1].advice(loop)) from error
+                while error := self.try_once(loop, savers):
+                    ran_out = True
+                    batch.undo()
+                    self.reduce_memory(loop, savers, error)
                     free_memory()
-            except CancelBatchException:
-                batch.drop_gradients()
-                raise
             finally: batch.add_aside()
-        # Of a batch larger than all before, its saver reports how it fits
-        if how and elements <= self.largest:
-            warn(f"out of memory in training: from now on, {how}")
+        return ran_out
 
 # %% ../../nbs/memory/04_retry.ipynb #a30a77ff
 @patch
-def reduce_memory(self:RetryOnOutOfMemory, loop, elements:int)->str|None:
-    "Lets the first saver that can take less memory, and returns how; None if there is none"
-    for o in self.adapting:
-        how = o.reduce_memory(loop, elements)
-        if how: return how
-    return None
+def reduce_memory(self:RetryOnOutOfMemory, loop, savers:list, error:Exception):
+    "Lets the first saver that can take less memory; raises NothingFits if there is none"
+    adapting = [o for o in savers if o.adapts]
+    if any(o.reduce_memory(loop) for o in adapting): return
+    raise NothingFits(adapting[-1].advice(loop)) from error
 
 @patch
-def try_once(self:RetryOnOutOfMemory, loop, elements:int)->Exception|None:
+def try_once(self:RetryOnOutOfMemory, loop, savers:list)->Exception|None:
     "Runs the batch; returns the error if memory runs out"
-    try: self.run_once(loop, elements)
+    try: self.run_once(loop, savers)
     except Exception as e:
         if not is_out_of_memory(e): raise
         return without_tracebacks(e)
     return None
 
 @patch
-def run_once(self:RetryOnOutOfMemory, loop, elements:int):
+def run_once(self:RetryOnOutOfMemory, loop, savers:list):
     "Runs the batch in the contexts of all savers"
     with ExitStack() as stack:
-        for o in self.savers:  # each finds the model as those before it have left it
-            context = o.context(loop, elements)
+        for o in savers:  # each finds the model as those before it have left it
+            context = o.context(loop)
             if context: stack.enter_context(context)
         self.strategy(loop)

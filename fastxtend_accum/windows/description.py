@@ -10,31 +10,11 @@ from collections import Counter
 
 from fastai.basics import *
 
-from .state import StateChanges
+from .gradients import half,sums_in_float32
+from .state import Snapshot
 
 # %% auto #0
-__all__ = ['name_of', 'describe_changes', 'up_to', 'how_split', 'how_made_up', 'with_differences', 'Description', 'log_once']
-
-# %% ../../nbs/windows/11_description.ipynb #767aa03f
-def name_of(m)->str:
-    "Returns the name of a module as its user knows it: that of its hook, such as SpectralNorm, or of its class"
-    for hook in m._forward_pre_hooks.values():
-        kind = type(hook)
-        if kind.__module__.startswith('torch.nn.utils'): return kind.__name__
-    return type(m).__name__.lstrip('_')
-
-def describe_changes(changes:StateChanges, model, n:int)->list[str]:
-    """Returns in which layers the number of samples in a pass matters, as "BatchNorm2d (20 layers) sees 32 samples at a
-    time", by what a pass of `n` samples has changed"""
-    res = []
-    counts = Counter(map(name_of, changes.changed_modules()))
-    for name,count in counts.items():
-        layers = 'layer' if count == 1 else 'layers'
-        res.append(f'{name} ({count} {layers}) sees {n} samples at a time')
-    if not changes.has_drawn_random_numbers(): return res
-    has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules())
-    who = 'dropout' if has_dropout else 'the model'
-    return [*res, f'{who} draws different random numbers']
+__all__ = []
 
 # %% ../../nbs/windows/11_description.ipynb #3a819522
 def up_to(size:int, n:int)->str:
@@ -47,80 +27,54 @@ def how_split(n:int, size:int)->str:
     return f'is split into {math.ceil(n/size)} micro-batches of {up_to(size, n)}'
 
 def how_made_up(
-    sizes:list[int], # Samples in a window of all processes; of a schedule, the smallest and the largest come up
-    bs:int, # Samples in a loader batch
-    micro_bs:int, # Samples in a micro-batch
+    least:int, # Samples in the smallest window, in all processes
+    most:int, # Samples in the largest window
+    bs:int, # Samples in a loader batch of one process
+    micro_bs:int, # Samples in a micro-batch, at most
     n_processes:int,
-    is_auto:bool, # Whether `micro_batch_size` is 'auto'
 )->str:
-    """Describes windows by their loader batches and micro-batches, as '256 = 2 processes x 4 x 32 samples', '32 to 512
-    samples, 32 at a time', or "micro_batch_size='auto': each batch of 64 is split into 2 micro-batches of 32" """
-    least,most = min(sizes),max(sizes)
+    """Describes windows, as '256 = 2 processes x 4 x 32 samples', '32 to 512 samples, 32 at a time', or '32 samples: each
+    batch of 256 makes 8 optimizer steps'"""
     batch = bs*n_processes
-    n_micro = most//batch*math.ceil(bs/micro_bs)  # micro-batches of each process in a window
-    parts = []
-    if is_auto:
-        parts.append(f"micro_batch_size='auto': each batch of {bs} {how_split(bs, micro_bs)}")
-    accumulates = n_micro*n_processes > 1
-    if not accumulates and not is_auto: return f'{most} samples are one batch: a smaller micro_batch_size splits it'
-    if not accumulates: return parts[0]
-    joins_batches = most > batch
     if least < most:
-        parts.append(f'{least} to {most} samples, {micro_bs} at a time')
-    elif joins_batches or not is_auto:  # else the line on 'auto' has said all
-        factors = [f'{n_micro}', f'{up_to(micro_bs, bs)} samples']
-        if n_processes > 1:
-            factors.insert(0, f'{n_processes} processes')
-        parts.append(f"{most} = {' x '.join(factors)}")
-    return '; '.join(parts)
+        return f'{least} to {most} samples, {micro_bs} at a time'
+    if most < batch:
+        return f'{most} samples: each batch of {batch} makes {math.ceil(batch/most)} optimizer steps'
+    n_micro = most//batch*math.ceil(bs/micro_bs)
+    if n_micro*n_processes == 1: return f'{most} samples are one batch: a smaller micro_batch_size splits it'
+    factors = [f'{n_micro}', f'{up_to(micro_bs, bs)} samples']
+    if n_processes > 1:
+        factors.insert(0, f'{n_processes} processes')
+    return f"{most} = {' x '.join(factors)}"
 
-def with_differences(made_up:str, size:int|None, differences:list[str])->str:
-    "Returns the whole line; `size` is that of one batch, None if a schedule has several"
-    if not differences: return made_up
-    batch = f'one batch of {size}' if size else 'one batch'
-    return f"{made_up}. As in {batch}, except: {'; '.join(differences)}."
+# %% ../../nbs/windows/11_description.ipynb #767aa03f
+def name_of(m)->str:
+    "Returns the name of a module as its user knows it: that of its hook, such as SpectralNorm, or of its class"
+    hooks = [type(o) for o in m._forward_pre_hooks.values()]
+    kinds = [o for o in hooks if o.__module__.startswith('torch.nn.utils')]
+    return first(kinds or [type(m)]).__name__.lstrip('_')
 
-_about_loss = dict(
-    differs='the loss is not averaged in the same way',
-    unknown='the loss may not be averaged in the same way',
-    replaced='the loss that a callback sets is averaged by samples',
-    added='what a callback adds to the loss is weighted like the loss',
-    late='the loss that a callback sets is weighted like the one before')
+class Differences:
+    "What makes the forward pass of a micro-batch differ from one of the whole batch"
+    def __init__(self, model, before:Snapshot):
+        "Compares the `model`, after its forward pass, with a snapshot from before it"
+        self.layers = Counter(map(name_of, before.changed_modules()))
+        self.draws = before.has_drawn()
+        self.has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules())
+        is_half = any(p.dtype in half for p in model.parameters())
+        self.rounds = is_half and not sums_in_float32
 
-# %% ../../nbs/windows/11_description.ipynb #6032f053
-class Description:
-    "What a fit has to say of its windows, and whether it is due"
-    def __init__(self, model):
-        self.model = model
-        self.is_due = False
-        self.differences = None  # between micro-batches and one batch; None: no forward pass has shown them yet
-        self.changing = []  # what callbacks do in `before_batch` to each loader batch
-
-    def set_due(self, is_due:bool):
-        """Sets whether the line is to be printed at the next step. If so, the next forward pass is observed again,
-        since sizes may have changed"""
-        self.is_due = is_due
-        if is_due: self.differences = None
-
-    def needs_a_look(self)->bool:
-        "Returns whether the next forward pass has to be observed"
-        return self.is_due and self.differences is None
-
-    def note(self, changes:StateChanges, n:int):
-        "Notes what a forward pass of `n` samples has changed"
-        self.differences = describe_changes(changes, self.model, n)
-
-    def note_changing(self, cbs:list, n:int):
-        "Notes the callbacks that have changed a loader batch of `n` samples, such as MixUp"
-        for cb in cbs: self.changing.append(f'{type(cb).__name__} changes {n} samples at a time')
-
-    def note_differences(self, differences:list[str]): self.differences = differences
-
-    def all_differences(self, verdict:str|None=None)->list[str]:
-        "Returns the differences, with that of the loss by the `verdict` of a `LossCheck`"
-        res = [*(self.differences or ()), *self.changing]
-        if verdict in _about_loss: res.append(_about_loss[verdict])
-        return res
+    def described(self, n:int)->str:
+        "Returns a list in words, for micro-batches of `n` samples; empty if there are no differences"
+        res = []
+        for name,count in self.layers.items():
+            layers = 'layer' if count == 1 else 'layers'
+            res.append(f'{name} ({count} {layers}) sees {n} samples at a time')
+        if self.draws:
+            who = 'dropout' if self.has_dropout else 'the model'
+            res.append(f'{who} draws different random numbers')
+        if self.rounds: res.append('gradients add up in half precision, which PyTorch 2.10 avoids')
+        return '; '.join(res)
 
 # %% ../../nbs/windows/11_description.ipynb #9aa64dd8
 def log_once(cb, message:str):

@@ -9,29 +9,20 @@ from __future__ import annotations
 
 from fastai.basics import *
 
-from .nested import tensors_in
-
 # %% auto #0
-__all__ = ['batch_events', 'window_events', 'pass_events', 'sends_as_fastai', 'has_event', 'handler_of', 'is_from_fastai',
-           'reads_batch', 'Events', 'places_of_batch', 'loss_node', 'shared_state', 'autocast_depth', 'is_same',
-           'SetUp', 'with_set_ups']
+__all__ = []
 
 # %% ../../nbs/windows/09_events.ipynb #760ae9a7
 batch_events = ('before_batch','after_pred','after_loss','before_backward','after_cancel_backward','after_backward',
                 'before_step','after_cancel_step','after_step','after_cancel_batch','after_batch')
 
-# Methods by which fastai sends events. A Learner may have its own, as profilers do
-_senders = {name:getattr(Learner, name) for name in ('__call__','_call_one','_with_events')}
-
 # %% ../../nbs/windows/09_events.ipynb #c6c34d87
-def sends_as_fastai(learn, *names:str)->bool:
-    "Returns whether the methods of `learn` with these `names`, of those that send events, are fastai's own"
-    for name in names:
-        method = _senders[name]
-        if getattr(type(learn), name) is not method or name in vars(learn):
-            return False
-        if method.__module__ != 'fastai.learner': return False  # it was patched before this module was imported
-    return True
+_senders = '__call__','_call_one','_with_events'  # by which fastai sends events; a profiler may have its own
+
+def sends_as_fastai(learn)->bool:
+    "Returns whether the methods by which `learn` sends events are fastai's own"
+    is_own = [name in vars(learn) or getattr(type(learn), name).__module__ != 'fastai.learner' for name in _senders]
+    return not any(is_own)
 
 def has_event(cb, event:str)->bool:
     "Returns whether `cb` does something at `event`: by a method of its class, or an attribute of its own"
@@ -40,37 +31,21 @@ def has_event(cb, event:str)->bool:
     handles_any = kind.__call__ is not Callback.__call__ or kind.__getattr__ is not Callback.__getattr__
     return handles_any or hasattr(kind, event) or event in vars(cb)
 
-# %% ../../nbs/windows/09_events.ipynb #d1003997
-def handler_of(cb, event:str)->Callable|None:
-    "Returns what `cb` does at `event`: an attribute of its own, or a method of its class; None if there is neither"
-    return vars(cb).get(event) or getattr(type(cb), event, None)
-
 def is_from_fastai(cb, event:str)->bool:
     "Returns whether what `cb` does at `event` comes with fastai, and not from a subclass or a function of the user's"
-    module = getattr(handler_of(cb, event) or type(cb), '__module__', None) or ''
+    handler = vars(cb).get(event) or getattr(type(cb), event, None) or type(cb)
+    module = getattr(handler, '__module__', None) or ''
     return module.partition('.')[0] == 'fastai'
-
-# %% ../../nbs/windows/09_events.ipynb #36854599
-window_events = 'before_step','after_step','after_batch'
-_of_batch = {'x','y','xb','yb','pred'}
-
-def reads_batch(cb, event:str)->bool:
-    "Returns whether the code of `cb` for `event` names inputs, targets or outputs; not what functions that it calls do"
-    code = getattr(handler_of(cb, event), '__code__', None)
-    return code is not None and not _of_batch.isdisjoint(code.co_names)
 
 # %% ../../nbs/windows/09_events.ipynb #efb7f885
 class Events:
     "Sends the events of training batches to the callbacks of `learn` that have them, in the order of fastai"
     def __init__(self, learn):
         self.learn = learn
-        self.as_fastai = sends_as_fastai(learn, *_senders)
-        self.surrounds_as_fastai = sends_as_fastai(learn, '_with_events')
+        self.as_fastai = sends_as_fastai(learn)
         self.cbs = []  # the callbacks when they were last looked up
         self.orders = []  # and their orders
         self.table = {}  # callbacks by event
-        self.accumulating = []  # callbacks that get `after_backward` once per window, see `hold_back`
-        self.repeats_set_up = False  # whether `before_batch` goes through a `SetUp`
 
     def __call__(self, event:str):
         "Sends one event"
@@ -95,182 +70,89 @@ class Events:
         self.table = {}
         for event in batch_events:
             self.table[event] = [o for o in in_order if has_event(o, event)]
-        self.table['after_backward'] = [o for o in self.table['after_backward'] if o not in self.accumulating]
-        if self.repeats_set_up:
-            self.table['before_batch'] = with_set_ups(self.table['before_batch'], self.learn)
 
     def around(self,
         f:Callable, # Does what the events are about
         kind:str, # 'batch', 'backward' or 'step'
         exception:type, # Raised to cancel it
         before:Callable|None=None, # Sends `before_{kind}` in a way of its own
-        cancelled:Callable|None=None, # Called before `after_cancel_{kind}`
+        cancelled:Callable|None=None, # Called with the exception, before `after_cancel_{kind}`
     ):
         """Does what fastai's `_with_events` does: calls `f` between `before_{kind}` and `after_{kind}`. A Learner's own
         `_with_events` takes its place, and then `before` and `cancelled` are not called"""
-        if not self.surrounds_as_fastai:
+        if not self.as_fastai:
             self.learn._with_events(f, kind, exception)
             return
         try:
             if before is None: self(f'before_{kind}')
             else: before()
             f()
-        except exception:
-            if cancelled is not None: cancelled()
+        except exception as e:
+            if cancelled is not None: cancelled(e)
             self(f'after_cancel_{kind}')
         self(f'after_{kind}')
 
-# %% ../../nbs/windows/09_events.ipynb #adc5b7a7
-@patch
-def hold_back(self:Events, cb):
-    """Sends `after_backward` to `cb` once per window from now on. It has cancelled a batch after its backward pass, so
-    it accumulates gradients by itself, and to it a window is one batch"""
-    if cb not in self.accumulating: self.accumulating.append(cb)
-    self.look_up()
-
-@patch
-def end_backward(self:Events):
-    "Sends `after_backward` to those that were held back, at the end of a window"
-    for cb in self.accumulating:
-        if cb in self.cbs: cb('after_backward')
-
 # %% ../../nbs/windows/09_events.ipynb #7d2d3d96
+def prepares(cb)->bool:
+    "Returns whether `cb` prepares loader batches: those of a lower order than the Recorder's, 50. Others see windows"
+    return cb.order < Recorder.order
+
 @patch
 def to_preparing(self:Events,
     event:str,
     only_with:tuple=(), # Leave out callbacks that do not have all of these events
 ):
-    """Sends `event` to the callbacks that prepare batches: those with an order below 50, the Recorder's. It is an event
-    within a window, of which no Learner with its own way to send events knows"""
+    "Sends `event`, which is one within a window, to the callbacks that prepare batches"
     for cb in self.having(event):  # by their order
-        if cb.order >= Recorder.order: return
-        if all(has_event(cb, o) for o in only_with):
-            cb(event)
-
-@patch
-def before_batch_and_changes(self:Events)->list:
-    """Sends `before_batch`; returns the callbacks that have put other data in the place of inputs or targets. fastai's
-    CastToTensor, which only gives them another class, is none of them"""
-    if not self.as_fastai:
-        self.learn('before_batch')
-        return []
-    res = []
-    for cb in self.having('before_batch'):
-        before = places_of_batch(self.learn)
-        cb('before_batch')
-        if places_of_batch(self.learn) != before:
-            res.append(cb.cb if isinstance(cb, SetUp) else cb)
-    return res
-
-def places_of_batch(learn)->list:
-    "Returns where in memory the inputs and targets are, and their shapes"
-    return [(o.data_ptr(), o.shape) for o in tensors_in((learn.xb, learn.yb))]
+        if not prepares(cb): return
+        if all(has_event(cb, o) for o in only_with): cb(event)
 
 # %% ../../nbs/windows/09_events.ipynb #2c375791
-@patch
-def after_loss_and_changes(self:Events)->bool:
-    """Sends `after_loss`; returns whether a callback has changed the loss, other than fastai's own, which change it in
-    a way that leaves what it averages over"""
-    learn = self.learn
-    cbs = self.having('after_loss')
-    if not self.as_fastai:
-        before = loss_node(learn)
-        learn('after_loss')
-        is_changed = loss_node(learn) is not before
-        return is_changed and any(not is_from_fastai(cb, 'after_loss') for cb in cbs)
-    changes = False
-    for cb in cbs:
-        before = loss_node(learn)
-        cb('after_loss')
-        if loss_node(learn) is not before and not is_from_fastai(cb, 'after_loss'): changes = True
-    return changes
-
 def loss_node(learn):
     "Returns where the loss is in the graph; None without a loss"
     return getattr(vars(learn).get('loss_grad'), 'grad_fn', None)
 
+@patch
+def find_change_of_loss(self:Events, event:str)->str|None:
+    """Sends `event`; returns the class of a callback that has put another loss in the place of the Learner's. fastai's
+    own do so in a way that leaves what the loss averages over"""
+    if not self.as_fastai:
+        self.learn(event)
+        return None
+    changed_by = None
+    for cb in self.having(event):
+        before = loss_node(self.learn)
+        cb(event)
+        is_changed = loss_node(self.learn) is not before
+        if is_changed and not is_from_fastai(cb, event): changed_by = type(cb).__name__
+    return changed_by
+
 # %% ../../nbs/windows/09_events.ipynb #e5f4d17b
-pass_events = 'after_pred','after_loss','before_backward','after_backward'
-_devices = 'cpu','cuda','mps'
-
-def shared_state(cb, learn)->dict:
-    """Returns what `cb` may set up for the passes of a batch, to be compared: the attributes of `cb`, the Learner, the
-    loss and all modules, by id and name; and whether autocast is on, by device"""
-    res = {}
-    for device in _devices:
-        res[device] = f'{torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}'
-    res['depth'] = autocast_depth()
-    for o in [cb, learn, learn.loss_func, *learn.model.modules()]:
-        for name,value in getattr(o, '__dict__', {}).items():
-            if name.endswith('hooks'):
-                value = str([*value])  # their ids: they are added to a dict in place
-            res[id(o),name] = value
-    return res
-
 def autocast_depth()->int:
-    """Returns how many autocast contexts are entered. PyTorch counts those of a device that is not there, too, and
-    clears its cache of weights in half precision when the last one ends"""
+    "Returns how many autocast contexts are entered"
     depth = torch.autocast_increment_nesting()-1
     torch.autocast_decrement_nesting()
     return depth
 
-def is_same(a, b)->bool:
-    "Returns whether `a` is `b`, or an equal number or text"
-    if a is b: return True
-    is_plain = type(a) is type(b) and isinstance(a, (int,float,str))
-    return is_plain and a == b
-
-# %% ../../nbs/windows/09_events.ipynb #7bcec9a3
 class SetUp:
-    """Stands for the callback `cb` at `before_batch`, and calls it again before a further pass of the batch if that is
-    needed. For example, `MixedPrecision` enters autocast in `before_batch`, and leaves it in `after_loss`: without a
-    second call, the second micro-batch of a batch would run in float32"""
-    def __init__(self, cb, learn):
-        self.cb = cb
-        self.learn = learn
-        self.order = cb.order
-        self.was = {}  # what it has changed: values before, by the keys of `shared_state`
-        self.replaces_batch = False
+    """The callbacks that enter autocast in `before_batch`, and leave it in the pass, as `MixedPrecision` does in
+    `after_loss`. Without a second call, the second micro-batch of a batch would run in float32"""
+    def __init__(self, send:Events):
+        self.send = send
+        self.depth = 0  # of autocast, after `before_batch`
+        self.cbs = []
 
-    def __call__(self, event:str):
-        before = shared_state(self.cb, self.learn)
-        inputs,targets = self.learn.xb,self.learn.yb
-        self.cb(event)
-        after = shared_state(self.cb, self.learn)
-        self.was = {}
-        for key,value in after.items():
-            value_before = before.get(key)
-            if not is_same(value_before, value):
-                self.was[key] = value_before
-        self.replaces_batch = self.learn.xb is not inputs or self.learn.yb is not targets
+    def before_batch(self, to_all:bool):
+        "Sends `before_batch`, to all callbacks or to those that prepare batches"
+        self.cbs = []
+        for cb in self.send.having('before_batch'):
+            if not to_all and not prepares(cb): break
+            before = autocast_depth()
+            cb('before_batch')
+            if autocast_depth() > before: self.cbs.append(cb)
+        self.depth = autocast_depth()
 
-    def repeat_if_taken_back(self):
-        """Calls `before_batch` again if something that it has changed is as it was before. Not if it replaces the
-        batch, since a second call would prepare that twice"""
-        if not self.was or self.replaces_batch: return
-        now = shared_state(self.cb, self.learn)
-        is_taken_back = [is_same(now.get(key), value) for key,value in self.was.items()]
-        if any(is_taken_back): self('before_batch')
-
-def with_set_ups(cbs:list, learn)->list:
-    """Returns `cbs` with a `SetUp` in place of each that has an event in the passes, too, where it may take something
-    back"""
-    res = []
-    for cb in cbs:
-        acts_in_passes = any(has_event(cb, event) for event in pass_events)
-        res.append(SetUp(cb, learn) if acts_in_passes else cb)
-    return res
-
-# %% ../../nbs/windows/09_events.ipynb #4de75707
-@patch
-def repeat_set_up_in_passes(self:Events):
-    "Called if a batch may run in several passes: from now on, each `before_batch` goes through a `SetUp`"
-    self.repeats_set_up = True
-    self.look_up()
-
-@patch
-def repeat_set_up(self:Events):
-    "Before a further pass of a batch: lets callbacks set up again what they have taken back in the pass before"
-    if not self.repeats_set_up or not self.as_fastai: return
-    for o in self.having('before_batch'):
-        if isinstance(o, SetUp): o.repeat_if_taken_back()
+    def repeat(self):
+        "Before a further pass of the batch: enters autocast again, if it was left"
+        if autocast_depth() == self.depth: return
+        for cb in self.cbs: cb('before_batch')

@@ -11,17 +11,18 @@ from typing import NamedTuple
 
 from fastai.basics import *
 
+from .description import Differences
 from .events import Events
 from .gradients import WindowParams
 from .losses import model_labels,n_items
 from .loss_check import LossCheck
 from .nested import tensors_in
 from .processes import Processes
-from .window import Contribution,Window,scaled,zero_grads_if_empty,zero_if_empty
+from .state import Snapshot
+from .window import Contribution,Count,Window,scaled,zero_grads_if_empty,zero_if_empty
 
 # %% auto #0
-__all__ = ['Settings', 'Fit', 'MicroBatch', 'forward_backward', 'items_of_changed_loss', 'is_summand', 'warn_of_output_hooks',
-           'backward', 'check_late_changes', 'add_backward_pass', 'let_it_see_windows', 'callback_that_raised']
+__all__ = []
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #bf1f6dd7
 class Settings(NamedTuple):
@@ -41,144 +42,139 @@ class Fit:
         self.send = Events(learn)
         self.loss_check = LossCheck(learn.loss_func)
         self.params = None
+        self.line_is_due = False  # whether the next step prints how windows are made up
+        self.differences = None  # between a micro-batch and the whole batch; None: no forward pass has shown them yet
+        self.warnings = set()  # that were given in this fit
 
     def begin_epoch(self):
-        "Looks up again what a callback may have replaced between epochs: callbacks, parameters and the loss function"
-        learn = self.learn
+        "Looks up again what a callback may have replaced between epochs: callbacks and parameters"
         self.send.look_up()
-        self.params = WindowParams(learn)
-        # Not `is not`, since a bound method is a new object each time
-        if self.loss_check.loss_func != learn.loss_func:
-            self.loss_check = LossCheck(learn.loss_func)
-        if hasattr(learn, 'lr_finder'): self.loss_check.stop()  # the fit that follows is going to check
+        self.params = WindowParams(self.learn)
+        if hasattr(self.learn, 'lr_finder'): self.loss_check.stop()  # the fit that follows is going to check
 
     def update_params(self):
         "Looks up the parameters again if a callback has replaced the optimizer, as pruning does"
         if not self.params.is_current(self.learn):
             self.params = WindowParams(self.learn)
 
+    def update_loss_check(self):
+        "Begins a new check if a callback has replaced the loss function"
+        loss_func = self.learn.loss_func
+        if self.loss_check.loss_func != loss_func:  # not `is not`, since a bound method is a new object each time
+            self.loss_check = LossCheck(loss_func)
+
+    def set_line_due(self, is_due:bool):
+        "If the line is due, the next forward pass is observed again, since sizes may have changed"
+        self.line_is_due = is_due
+        if is_due: self.differences = None
+
+    def note_differences(self, differences:Differences): self.differences = differences
+
+    def warn_once(self, message:str):
+        if message in self.warnings: return
+        self.warnings.add(message)
+        warn(message)
+
 class MicroBatch(NamedTuple):
     "What `learn` holds: a loader batch, or a part of one"
     samples:int  # as the DataLoader counts them
     rows:int  # of its tensors
     ends_window:bool
+    is_alone:bool  # whether it is the whole window: then it is computed exactly as in fastai, without sums
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #72fc9d2b
 def forward_backward(fit:Fit, window:Window, micro_batch:MicroBatch):
     """fastai's `_do_one_batch` without the step, for the micro-batch that the Learner holds. Afterwards its weighted
     loss and gradient are in the sums of `window`"""
-    learn,send = fit.learn,fit.send
-    num_items = fit.settings.num_items
-    samples,rows,ends_window = micro_batch
-    is_first = not window.losses.n_micro
-    is_alone = is_first and ends_window
-    if is_first and not is_alone: window.grads.begin_float32()
+    learn = fit.learn
+    samples,rows,ends_window,is_alone = micro_batch
     fit.processes.before_forward(window, ends_window)
-    learn.pred = learn.model(*learn.xb)
-    send('after_pred')
-    origin = None  # where the loss of the loss function is in the graph
-    items = None
+    run_model(fit)
+    fit.send('after_pred')
+    items = rows
     has_targets = len(learn.yb) > 0
     if has_targets:
         learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
-        origin = learn.loss_grad.grad_fn
-        items = n_items(learn, num_items, rows)
+        items = n_items(learn, fit.settings.num_items, rows)
         learn.loss = zero_if_empty(items, learn.loss_grad.clone())
-    changes_loss = send.after_loss_and_changes()
-    if not len(learn.yb):  # fastai asks here, too: a callback may have set the targets in `after_loss`
+        if not is_alone: keep_for_check(fit, rows, items)
+    changed_by = None
+    if is_alone: fit.send('after_loss')
+    else: changed_by = fit.send.find_change_of_loss('after_loss')
+    has_loss = learn.training and len(learn.yb) > 0  # fastai asks here, too: a callback may have set the targets
+    if not has_loss:
         window.add_without_loss(samples)
         return
-    if changes_loss or not has_targets:
-        items = items_of_changed_loss(fit, origin, items, rows, is_alone)
-    elif fit.loss_check.windows_left and not is_alone:
-        fit.loss_check.add(learn, rows, items if num_items else None)
-        warn_of_output_hooks(fit)
-    unit = fit.processes.common_unit(items, window.size)
-    contribution = window.losses.weigh(learn.loss, items, samples, is_alone, unit)
-    backward(fit, window, contribution, ends_window)
+    is_of_callback = changed_by or not has_targets
+    if is_of_callback and not is_alone: items = items_of_callbacks_loss(fit, items, rows, changed_by)
+    contribution = window.weigh(learn.loss, items, samples, is_alone and fit.processes.n == 1)
+    backward(fit, window, contribution, is_alone)
+
+def run_model(fit:Fit):
+    "Runs the forward pass; if the line is due that says so, notes what differs from a pass of the whole batch"
+    learn = fit.learn
+    is_observed = fit.line_is_due and fit.differences is None
+    before = Snapshot(learn.model) if is_observed else None
+    learn.pred = learn.model(*learn.xb)
+    if is_observed: fit.note_differences(Differences(learn.model, before))
+
+def keep_for_check(fit:Fit, rows:int, items):
+    "Keeps predictions and targets for the check of the loss. A loss that the model computes itself was counted by labels"
+    learn = fit.learn
+    fit.update_loss_check()
+    if not fit.loss_check.windows_left: return
+    if model_labels(learn) is not None: fit.loss_check.stop()
+    else: fit.loss_check.add(learn.pred, learn.yb, rows, items)
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #d914f600
-def items_of_changed_loss(
+def items_of_callbacks_loss(
     fit:Fit,
-    origin, # Where the loss of the loss function is in the graph; None: it was not called
-    items:Real|Tensor|None, # What that loss averages over
+    items:Count|None, # What the loss averages over without these callbacks; rows, if there is none
     rows:int, # Of the micro-batch
-    is_alone:bool,
-)->Real|Tensor|None:
-    """Returns what a loss averages over that callbacks have changed in `after_loss`: by `num_items`, or else the labels
-    of the model. Else it is taken from the loss that they have added to, or it is rows, and a warning says so once
-    in a fit"""
-    learn,num_items = fit.learn,fit.settings.num_items
-    labels = model_labels(learn)
-    if num_items or labels is not None:
-        fit.loss_check.stop()  # it would check the loss function
-        return n_items(learn, num_items, rows)
-    is_added = origin is not None and is_summand(origin, learn.loss_grad.grad_fn)
-    if not is_alone:
-        fit.loss_check.note_changed('added' if is_added else 'replaced')
-    return items if is_added else rows
+    changed_by:str|None, # The callback that has changed the loss in `after_loss`
+)->Count|None:
+    """Returns what a loss averages over that callbacks have computed or changed: by `num_items`, or the labels of the
+    model. Else it is weighted as the loss before, and a warning says so"""
+    fit.loss_check.stop()  # it would check the loss function
+    num_items = fit.settings.num_items
+    if num_items: return n_items(fit.learn, num_items, rows)
+    labels = model_labels(fit.learn)
+    if labels is not None: return labels
+    if changed_by: warn_of_changed_loss(fit, changed_by)
+    return items
 
-def is_summand(origin, node, may_be_scaled:bool=False)->bool:
-    """Returns whether `node` of the graph is a sum or difference, or one of such, of which `origin` is a summand; or a
-    factor, if it `may_be_scaled`"""
-    kinds = 'Add','Alias','ToCopy'  # Alias: fastai's losses return a TensorBase. ToCopy: `loss.float()`
-    if may_be_scaled: kinds += 'Mul','Div'
-    to_visit = [node]
-    seen = set()
-    while to_visit:
-        node = to_visit.pop()
-        if node is origin: return True
-        if node is None or node in seen: continue
-        seen.add(node)
-        before = [o for o,_ in node.next_functions]
-        kind = type(node).__name__.partition('Backward')[0]
-        if kind in kinds: to_visit += before
-        if kind == 'Sub': to_visit.append(before[0])  # what is subtracted is not added to the loss
-    return False
-
-def warn_of_output_hooks(fit:Fit):
-    "In the first window: warns if the outputs have hooks, which see the gradient of the mean over a micro-batch"
-    if fit.loss_check.results: return
-    if any(o._backward_hooks for o in tensors_in(fit.learn.pred)):
-        warn("outputs have hooks (pred.register_hook), which see the gradient of each micro-batch, larger than that of "
-             "the window's mean: limit gradients in a callback's before_step")
+def warn_of_changed_loss(fit:Fit, changed_by:str):
+    fit.warn_once(f"{changed_by} changes the loss, which micro-batches are weighted for: if it averages over something "
+                  "else now, pass num_items")
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #03b0af1b
-def backward(fit:Fit, window:Window, contribution:Contribution, ends_window:bool):
+def backward(fit:Fit, window:Window, contribution:Contribution, is_alone:bool):
     """fastai's backward pass with its events, for the weighted loss. Afterwards the contribution is in the sums, unless
     a callback has cancelled the pass"""
     n_before = window.losses.n_micro
-    is_alone = ends_window and not n_before
-    origin = fit.learn.loss_grad.grad_fn
-    def run():
-        if not is_alone: check_late_changes(fit, origin)
-        add_backward_pass(fit, window, contribution, is_alone)
-    try:
-        fit.send.around(run, 'backward', CancelBackwardException)
-        if ends_window and not window.step_is_cancelled: fit.send.end_backward()
+    run = partial(add_backward_pass, fit, window, contribution)
+    before = None if is_alone else partial(send_before_backward, fit)
+    cancelled = None if is_alone else partial(warn_of_cancelled_pass, fit)
+    try: fit.send.around(run, 'backward', CancelBackwardException, before, cancelled)
     except CancelBatchException as e:
         was_added = window.losses.n_micro > n_before
-        if not was_added: raise  # it was cancelled before the pass
-        # As fastai keeps the gradient of a batch that is cancelled after its pass, the window keeps it, and has no step
-        window.cancel_step()
-        if not ends_window: let_it_see_windows(fit, e)
+        if was_added and not is_alone: raise accumulates_itself(e) from e
+        raise
     was_added = window.losses.n_micro > n_before
     if was_added: return
-    # A callback has cancelled the pass (CancelBackwardException), and may have run one of its own. If the micro-batch
-    # is alone, its gradient is used as it is, as in fastai; in a sum its weight would be unknown
+    # A callback has cancelled the pass, and may have run one of its own. If the micro-batch is alone, its gradient is
+    # used as it is, as in fastai; in a sum its weight would be unknown
     if is_alone: window.add(contribution)
-    elif not window.grads.is_as_before():
+    elif not window.grads.is_intact():
         raise RuntimeError("a callback ran the backward pass itself (CancelBackwardException) in a window of several "
                            "micro-batches, so its gradient has no weight: let fastai run it, or use windows of one")
 
-def check_late_changes(fit:Fit, origin):
-    """Warns if callbacks have replaced the loss in `before_backward`, after its weight was computed. A GradScaler
-    multiplies it, which changes no weight. `origin` is where the loss was in the graph before"""
-    node = fit.learn.loss_grad.grad_fn
-    if node is origin or is_summand(origin, node, may_be_scaled=True): return
-    fit.loss_check.note_changed('late')
+def send_before_backward(fit:Fit):
+    "A loss that is exchanged now was weighted already"
+    changed_by = fit.send.find_change_of_loss('before_backward')
+    if changed_by and not fit.settings.num_items: warn_of_changed_loss(fit, changed_by)
 
-def add_backward_pass(fit:Fit, window:Window, contribution:Contribution, is_alone:bool):
+def add_backward_pass(fit:Fit, window:Window, contribution:Contribution):
     "Runs the backward pass of the weighted loss, and adds the contribution to the sums"
     learn = fit.learn
     weight = contribution.weight
@@ -193,22 +189,22 @@ def add_backward_pass(fit:Fit, window:Window, contribution:Contribution, is_alon
     learn.loss_grad = loss  # training metrics may read it
     window.add(contribution)
     fit.processes.after_backward()
-    if not is_alone: window.grads.note_backward()
+    window.grads.note_backward()
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #90ba37f7
-def let_it_see_windows(fit:Fit, e:CancelBatchException):
-    """A callback that cancels batches after their backward pass accumulates by itself, and a window is one batch to it:
-    from now on it gets `after_backward` once per window. Raises RuntimeError if it cannot be found, or sent events"""
-    cb = callback_that_raised(e)
-    if cb is None or not fit.send.as_fastai:
-        name = 'something' if cb is None else type(cb).__name__
-        raise RuntimeError(f"{name} cancels batches after their backward pass (does it accumulate, too?), "
-                           "which is not possible in a window of several micro-batches: remove it") from e
-    fit.send.hold_back(cb)
+def warn_of_cancelled_pass(fit:Fit, e:CancelBackwardException):
+    name = callback_that_raised(e)
+    fit.warn_once(f"{name} cancels a backward pass (CancelBackwardException): its micro-batch is left out of the window")
 
-def callback_that_raised(e:BaseException)->Callback|None:
-    "Returns the callback in whose event `e` was raised"
+def accumulates_itself(e:CancelBatchException)->RuntimeError:
+    "Returns the error for a callback that cancels a batch after its backward pass: its gradient cannot be taken back"
+    name = callback_that_raised(e)
+    return RuntimeError(f"{name} cancels a batch after its backward pass (does it accumulate, too?), in a window of "
+                        "several micro-batches: remove it, or use windows of one batch")
+
+def callback_that_raised(e:BaseException)->str:
+    "Returns the class of the callback in whose event `e` was raised"
     for frame,_ in walk_tb(e.__traceback__):
         if frame.f_code is Callback.__call__.__code__:
-            return frame.f_locals['self']
-    return None
+            return type(frame.f_locals['self']).__name__
+    return 'something'

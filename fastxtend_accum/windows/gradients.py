@@ -6,19 +6,15 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/gradients.html.m
 
 # %% ../../nbs/windows/02_gradients.ipynb #137a1b33
 from __future__ import annotations
+from collections.abc import Mapping
 from itertools import chain
 
 from fastai.basics import *
 
-from .state import optimizers
-
 # %% auto #0
-__all__ = ['half', 'params_in', 'trained_params', 'unique', 'extra_params', 'WindowParams', 'param_lists_of', 'gradients',
-           'average_gradients', 'is_finite', 'add_in_float32', 'GradientGuard', 'GradientSums']
+__all__ = []
 
 # %% ../../nbs/windows/02_gradients.ipynb #b69c2daa
-half = torch.bfloat16,torch.float16
-
 def params_in(opt)->list:
     "Returns the parameters of all groups of `opt`"
     return list(chain(*opt.param_lists))
@@ -33,11 +29,20 @@ def extra_params(learn)->list:
     "Returns the parameters of the loss function, and of optimizers that callbacks hold, as for a center loss"
     res = []
     for cb in learn.cbs:
-        for opt in vars(cb).values():
-            if not isinstance(opt, optimizers): continue
+        for opt in optimizers_of(cb):
             for group in opt.param_groups: res += group['params']
     if hasattr(learn.loss_func, 'parameters'):
         res += learn.loss_func.parameters()
+    return res
+
+def optimizers_of(cb)->list:
+    "Returns the optimizers that are attributes of `cb`, or items of a list or dict that is one"
+    res = []
+    for value in vars(cb).values():
+        if isinstance(value, Mapping): items = value.values()
+        elif isinstance(value, (list,tuple,L)): items = value
+        else: items = [value]
+        res += [o for o in items if isinstance(o, (Optimizer,OptimWrapper,torch.optim.Optimizer))]
     return res
 
 class WindowParams:
@@ -51,7 +56,7 @@ class WindowParams:
         # These are summed and averaged. The optimizers of `extra` belong to callbacks, which may zero them when they
         # like
         self.all = unique([*self.guarded, *self.extra])
-        self.has_half = any(p.dtype in half for p in self.all)
+        self.half = [p for p in self.all if p.dtype in half]
 
     def is_current(self, learn)->bool:
         "Returns whether `learn` still has this optimizer with these parameters: pruning, for example, makes others"
@@ -78,19 +83,6 @@ def gradients(params:Iterable)->list:
         res.append(grad)
     return res
 
-def average_gradients(
-    params:Iterable,
-    divisor:Real,
-    float32_grads:dict|None=None, # Sums from `add_in_float32`, by parameter. It is left empty
-):
-    "Divides the gradients of `params` in place; makes sums in float32 gradients, rounded once"
-    if divisor != 1:
-        grads = gradients(params)
-        if grads: torch._foreach_div_(grads, divisor)
-    while float32_grads:
-        p,grad = float32_grads.popitem()  # one at a time, so that not all exist in both precisions
-        p.grad = grad.div_(divisor).to(p.dtype)
-
 def is_finite(params:Iterable)->bool:
     "Returns whether no gradient of `params` contains NaN or infinity. Waits for the GPU"
     grads = [g for g in gradients(params) if g.numel()]
@@ -98,119 +90,60 @@ def is_finite(params:Iterable)->bool:
     return bool(largest.isfinite())
 
 # %% ../../nbs/windows/02_gradients.ipynb #3c0df670
-def add_in_float32(params:Iterable, float32_grads:dict):
-    "Moves the gradients of bfloat16 and float16 weights into `float32_grads`, which sums them by parameter"
-    for p in params:
-        if p.grad is None or p.dtype not in half: continue
-        if p in float32_grads: float32_grads[p] += p.grad
-        else: float32_grads[p] = p.grad.float()
-        p.grad = None
+half = torch.bfloat16,torch.float16
+sums_in_float32 = hasattr(Tensor, 'grad_dtype')  # since PyTorch 2.10, a gradient may have another type than its weight
 
-# %% ../../nbs/windows/02_gradients.ipynb #eb52b6e5
-class GradientGuard:
-    "Remembers the gradients of `params`, to find out whether somebody else changes the sums of a window"
-    def __init__(self, params:list):
+# %% ../../nbs/windows/02_gradients.ipynb #304dcb7d
+class GradientSums:
+    """The gradients of a window, which PyTorch sums in `.grad`. If a window is a single micro-batch, they are no sum,
+    and nobody touches them. Else those of half-precision weights are summed in float32, and a callback that changes the
+    sum in the middle of a window is an error"""
+    def __init__(self, params:WindowParams, is_sum:bool):
         self.params = params
-        self.grads = [p.grad for p in params]
-        self.states = self.current_states()
+        self.is_sum = is_sum
+        self.stamps = ()  # what the gradients were after the last backward pass
+        self.are_in_float32 = is_sum and sums_in_float32 and bool(params.half)
+        if self.are_in_float32: self.set_dtype(torch.float32)
+        self.note_backward()
 
-    def current_states(self)->list:
-        "Returns for each parameter whether it is trained, and how often its gradient was changed in place"
-        return [(p.requires_grad, p.grad._version if p.grad is not None else None) for p in self.params]
+    def set_dtype(self, dtype:torch.dtype|None):
+        "Gives gradients of half-precision weights this type, from now on; None: that of their weights"
+        for p in self.params.half:
+            grad = p.grad
+            p.grad = None
+            p.grad_dtype = dtype or p.dtype
+            if grad is not None: p.grad = grad.to(p.grad_dtype)
+
+    def current_stamps(self)->tuple:
+        "Returns the gradients; and for each parameter whether it is trained, and how often its gradient was changed"
+        params = self.params.guarded
+        grads = [p.grad for p in params]
+        return grads,[(p.requires_grad, p.grad._version if p.grad is not None else None) for p in params]
+
+    def note_backward(self):
+        "After a backward pass, which has added to the sums: until the next one, nobody else may change them"
+        if self.is_sum: self.stamps = self.current_stamps()
 
     def is_intact(self)->bool:
-        is_same = all(p.grad is grad for p,grad in zip(self.params, self.grads))
-        return is_same and self.states == self.current_states()
+        "Returns whether the sums are as they were after the last backward pass"
+        if not self.is_sum: return True
+        (grads,states),(grads_now,states_now) = self.stamps,self.current_stamps()
+        is_same = all(a is b for a,b in zip(grads, grads_now))
+        return is_same and states == states_now
 
     def check(self):
-        "Raises RuntimeError if somebody has changed the gradients, since their sum would be wrong"
+        "Raises RuntimeError if somebody has changed the sums"
         if self.is_intact(): return
         raise RuntimeError("a gradient was zeroed, replaced or changed, or a parameter frozen, in the middle of a "
                            "window (by an attack, clipping, a GANTrainer?): do this in before_step, or use windows "
                            "of one batch")
 
-# %% ../../nbs/windows/02_gradients.ipynb #304dcb7d
-class GradientSums:
-    """The gradients of a window. PyTorch sums them in `.grad`; those of half-precision weights are summed in float32
-    beside it.
-
-    If a callback cancels a batch after its backward pass, fastai takes no step and zeroes no gradients, and the next
-    batch adds to them. A window that follows such a batch sets these `earlier` gradients aside, since they have no
-    weight, and adds them to its mean"""
-    def __init__(self, params:WindowParams, begins_with_grads:bool=False):
-        self.params = params
-        self.float32 = None  # the sums in float32, by parameter
-        self.guard = None  # a GradientGuard of the sums; None: there is no sum, but a single gradient
-        self.earlier = []  # parameters, with their gradients from before the window
-        if not begins_with_grads: return
-        self.earlier = [(p, p.grad) for p in params.all if p.grad is not None]
-        for p,_ in self.earlier: p.grad = None
-
-    def has_earlier(self)->bool: return bool(self.earlier)
-
-    def add_earlier(self):
-        "Adds the gradients from before the window to `.grad`"
-        for p,grad in self.earlier:
-            if p.grad is not None: grad = grad+p.grad
-            p.grad = grad
-        self.earlier = []
-
-    def begin_float32(self):
-        "Of a window of several micro-batches: from here on, gradients of half-precision weights are summed in float32"
-        if self.params.has_half: self.float32 = {}
-
-    def check(self):
-        "Raises RuntimeError if somebody else has changed the sums"
-        if self.guard is not None: self.guard.check()
-
-    def note_backward(self):
-        "After a backward pass, which has added to the sums: until the next one, nobody else may change them"
-        if self.float32 is not None:
-            add_in_float32(self.params.all, self.float32)
-        self.guard = GradientGuard(self.params.guarded)
-
     def average(self, divisor:Real):
-        "Turns sums into means, and adds the gradients from before the window"
-        average_gradients(self.params.all, divisor, self.float32)
-        self.add_earlier()
+        "Turns sums into means"
+        if divisor == 1: return
+        grads = gradients(self.params.all)
+        if grads: torch._foreach_div_(grads, divisor)
 
-    def is_as_before(self)->bool:
-        "Returns whether a callback that has cancelled the backward pass has added no gradient, either"
-        if self.guard is not None: return self.guard.is_intact()
-        grads = gradients(trained_params(self.params.opt))  # None or 0, since it is the first pass of the window
-        return not any(g.any() for g in grads)
-
-    def has_gradient(self, p)->bool:
-        "Returns whether `p` has a gradient, in `.grad` or in float32"
-        if p.grad is not None: return True
-        return self.float32 is not None and p in self.float32
-
-    def gradient_of(self, p)->Tensor:
-        "Returns the sum of gradients of `p`, in float32 or in `.grad`; zeros, which are stored there, if it has none"
-        if self.float32 is not None and p.dtype in half:
-            if p not in self.float32:
-                self.float32[p] = torch.zeros_like(p, dtype=torch.float32)
-            return self.float32[p]
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        return p.grad
-
-# %% ../../nbs/windows/02_gradients.ipynb #35c11ed2
-@patch
-def restart(self:GradientSums, float32:dict|None):
-    """Goes on with the gradients as they are now, and these sums in float32, since those of earlier batches were
-    set aside"""
-    self.float32 = float32
-    if self.guard is not None:
-        self.guard = GradientGuard(self.params.guarded)
-
-@patch
-def add_float32(self:GradientSums, aside:dict|None):
-    "Adds to the sums in float32 those that were `aside`. `BatchUndo` has done so with `.grad`"
-    if aside is None:
-        self.restart(self.float32)
-        return
-    for p,grad in self.float32.items():
-        if p in aside: grad = aside[p]+grad
-        aside[p] = grad
-    self.restart(aside)
+    def end(self):
+        "Ends the sums: those in float32 are rounded, once, to the type of their weights"
+        if self.are_in_float32: self.set_dtype(None)

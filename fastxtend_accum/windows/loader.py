@@ -14,12 +14,10 @@ from typing import NamedTuple
 from fastai.basics import *
 
 from .checks import check_size
-from .nested import each_tensor,n_rows
+from .nested import each_tensor,n_rows,slice_batch
 
 # %% auto #0
-__all__ = ['remainders', 'ONE_BATCH', 'batch_source', 'loader_bs', 'drops_last', 'is_distributed', 'length_of', 'dataset_size',
-           'epoch_samples', 'LoaderInfo', 'loader_info', 'planned_batches', 'plan_windows', 'EpochPlan', 'LoaderBatch',
-           'EpochBatches', 'stand_ins']
+__all__ = []
 
 # %% ../../nbs/windows/08_loader.ipynb #e740c629
 def batch_source(dl):
@@ -102,32 +100,49 @@ def loader_info(
 
 # %% ../../nbs/windows/08_loader.ipynb #3ce99625
 remainders = 'step','carry','drop'  # what becomes of batches at the end of an epoch that do not fill a window
-ONE_BATCH = 1  # the size of a window that any loader batch fills, since a batch has at least one sample
 
-def planned_batches(info:LoaderInfo)->list[int]:
-    "Returns the samples of each batch in an epoch"
-    n,rest = divmod(info.samples, info.planned_batch_size)
-    sizes = [*repeat(info.planned_batch_size, n)]
-    return [*sizes, rest] if rest else sizes
+def fitting_size(size:float, bs:int)->int:
+    """Returns the size nearest to `size` that windows can have: a multiple of the loader's batch of `bs` samples, or a
+    part of it, if that makes several windows. 100 of 256 become 85, since 256 = 86 + 85 + 85"""
+    if size >= bs: return math.floor(size/bs+.5+_tiny)*bs
+    n_windows = math.floor(bs/size+.5+_tiny)
+    return bs//n_windows
 
-def plan_windows(
-    sizes:list[int], # Samples of each batch
-    size_at_sample:Callable, # Samples in a window that begins after so many samples of the epoch
-    remainder:str='step',
-)->tuple[list,list]:
-    "Returns the windows that batches fill, as (start, size) in samples, and the sizes of the batches that are left"
-    ends = [0, *accumulate(sizes)]  # samples before each batch, and after the last
-    windows = []
-    first = 0  # batch of the window
-    while first < len(sizes):
-        start = ends[first]
-        end = bisect_left(ends, start+size_at_sample(start), first+1)  # the batch that fills the window ends here
-        if end > len(sizes):  # the epoch ends before the window is full
-            if remainder != 'step': break
-            end = len(sizes)
-        windows.append((start, ends[end]-start))
-        first = end
-    return windows,sizes[first:]
+_tiny = 1e-6  # curves are computed: a half, which is rounded up, may be .49999999999999994
+
+class LoaderBatch(NamedTuple):
+    "What the DataLoader yields at a time; or a piece of it, if it makes several windows"
+    data:tuple
+    samples:int  # as the DataLoader counts them
+    rows:int  # of its tensors, which may have several for each sample
+    window_size:int|None = None  # samples in each of the windows that the loader batch makes; None: it is not cut
+
+    def without_data(self)->LoaderBatch: return self._replace(data=())
+
+    def copied(self)->LoaderBatch:
+        "Returns the batch with copies of its tensors, since a loader may use their memory again for a later batch"
+        return self._replace(data=each_tensor(torch.clone, self.data))
+
+    def cut(self,
+        window_size:int, # Samples in a window, a `fitting_size`
+        bs:int, # Samples in a full loader batch
+    )->list[LoaderBatch]:
+        """Returns the pieces of the batch, each of which fills a window; or the batch, if it makes one window or a part
+        of one. A batch with fewer samples than `bs` is cut at the same places. Raises ValueError if it cannot be sliced"""
+        n_pieces = bs//window_size
+        if n_pieces < 2: return [self]
+        starts = [math.ceil(bs*i/n_pieces) for i in range(n_pieces)]
+        res = []
+        for start,end in zip(starts, [*starts[1:], bs]):
+            end = min(end, self.samples)
+            if start < end: res.append(self.piece(start, end, window_size))
+        return res
+
+    def piece(self, start:int, end:int, window_size:int)->LoaderBatch:
+        "Returns the samples from `start` to `end`"
+        first = self.rows*start//self.samples
+        last = self.rows*end//self.samples
+        return LoaderBatch(slice_batch(self.data, first, last, self.rows), end-start, last-first, window_size)
 
 # %% ../../nbs/windows/08_loader.ipynb #75b1f819
 class EpochPlan:
@@ -138,7 +153,9 @@ class EpochPlan:
         epoch:int,
         n_epoch:int,
         remainder:str, # One of `remainders`, as requested
-        carried:list[int], # Sizes of the batches that the epoch before has left, which come first
+        carried:list[LoaderBatch], # The epoch before has left them, and they come first
+        has_pieces:bool, # Whether some windows of the fit are smaller than a loader batch
+        counts_samples:bool, # Whether the position in training is measured in samples, since windows differ in size
     ):
         self.info = info
         self.size_at_pct = size_at_pct
@@ -147,36 +164,74 @@ class EpochPlan:
         self.is_carried = remainder == 'carry'  # also in the last epoch, which carries nothing on
         is_last_epoch = epoch+1 >= n_epoch
         self.remainder = 'step' if self.is_carried and is_last_epoch else remainder
-        self.carried = carried
-        self.carried_samples = sum(carried)
-        sizes = [*carried, *planned_batches(info)]
-        self.n_batches = len(sizes)
-        self.windows,self.left = plan_windows(sizes, self.size_at_sample, self.remainder)
-
-    def position(self, samples:int)->float:
-        "Returns the fraction of the epoch after so many `samples`. It is negative while carried batches are read"
-        return (samples-self.carried_samples)/max(self.info.samples, 1)
+        self.has_pieces = has_pieces
+        self.counts_samples = counts_samples
+        self.carried = [o.without_data() for o in carried]
+        self.carried_samples = sum(info.planned_samples(o.samples) for o in carried)
+        self.sizes = []  # samples of each batch
+        self.piece_sizes = {}  # by the index of a batch that is a piece: the window size that it was cut for
+        self.plan_batches()
+        self.windows,self.left = self.planned_windows()  # windows as (start, size) in samples; batches that are left
 
     def pct_train(self, position:float)->float:
         "Returns the fraction of the fit at a `position` in this epoch"
         return (self.epoch+position)/self.n_epoch
 
-    def size_at_sample(self, samples:int)->int:
+    def position(self, samples:int)->float:
+        "Returns the fraction of the epoch after so many `samples`. It is negative while carried batches are read"
+        return (samples-self.carried_samples)/max(self.info.samples, 1)
+
+    def window_size(self, samples:int)->int:
         "Returns the size of a window that begins after so many `samples` of the epoch"
         position = self.position(samples)
         return self.size_at_pct(self.pct_train(position))
 
+    def cut(self, batch:LoaderBatch, start:int)->list[LoaderBatch]:
+        "Returns the pieces of a loader batch that begins after `start` samples; or the batch, if it makes one window"
+        if not self.has_pieces: return [batch]
+        return batch.cut(self.window_size(start), self.info.planned_batch_size)
+
+# %% ../../nbs/windows/08_loader.ipynb #a3c1d5e7
+@patch
+def plan_batches(self:EpochPlan):
+    "Plans the batches that were carried, and the loader batches of the epoch or their pieces"
+    for o in self.carried: self.plan_batch(o)
+    bs = self.info.planned_batch_size
+    n_full,rest = divmod(self.info.samples, bs)
+    if not self.has_pieces:
+        self.sizes += [*repeat(bs, n_full)]  # there may be millions
+        if rest: self.sizes.append(rest)
+        return
+    for start in range(0, self.info.samples, bs):
+        samples = min(bs, self.info.samples-start)
+        batch = LoaderBatch((), samples, samples)
+        for o in self.cut(batch, self.carried_samples+start): self.plan_batch(o)
+
+@patch
+def plan_batch(self:EpochPlan, batch:LoaderBatch):
+    if batch.window_size: self.piece_sizes[len(self.sizes)] = batch.window_size
+    self.sizes.append(self.info.planned_samples(batch.samples))
+
+@patch
+def planned_windows(self:EpochPlan)->tuple[list,list]:
+    "Returns the windows that batches fill, as (start, size) in samples, and the batches that are left"
+    n = len(self.sizes)
+    edges = [0, *accumulate(self.sizes)]  # samples before each batch, and after the last
+    windows = []
+    first = 0  # batch of the window
+    while first < n:
+        start = edges[first]
+        size = self.piece_sizes.get(first) or self.window_size(start)
+        last = bisect_left(edges, start+size, first+1)  # the window is full at this edge
+        if last > n:  # the epoch ends before the window is full
+            if self.remainder != 'step': break
+            last = n
+        windows.append((start, edges[last]-start))
+        first = last
+    left = [LoaderBatch((), self.sizes[i], self.sizes[i], self.piece_sizes.get(i)) for i in range(first, n)]
+    return windows,left
+
 # %% ../../nbs/windows/08_loader.ipynb #df804201
-class LoaderBatch(NamedTuple):
-    data:tuple
-    samples:int  # as the DataLoader counts them
-    rows:int  # of its tensors, which may have several for each sample
-    missing:int  # samples that an IterableDataset has announced, and not yielded
-
-    def copied(self)->LoaderBatch:
-        "Returns the batch with copies of its tensors, since a loader may use their memory again for a later batch"
-        return self._replace(data=each_tensor(torch.clone, self.data))
-
 class EpochBatches(GetAttr):
     "The training batches of an epoch, those carried from the epoch before first. To callbacks it is `learn.dl`"
     _default = 'dl'
@@ -192,7 +247,7 @@ class EpochBatches(GetAttr):
         self.info = plan.info
         self.loop = loop
         self.n_rounds = n_rounds
-        self.prefetched = deque(carried)  # batches that were read, but not run
+        self.waiting = deque(carried)  # batches that were read, but not run
         self.unfinished = []  # batches that have run, but whose window had no step
         self.read = iter  # `read(dl)` yields the batches that are left: all, but in a fit that goes on after a kill
         self.source = None  # yields them with their counts, while the epoch runs
@@ -242,49 +297,57 @@ def with_counts(self:EpochBatches)->Iterator[LoaderBatch]:
             rows = n_rows(data, info.batch_size)
             samples = rows
         left -= samples
-        # The last batch of an IterableDataset may be smaller, too, and nobody knows in advance which one it is
-        missing = 0 if info.has_exact_length else max(samples-rows, 0)
         self.n_loaded += 1
-        yield LoaderBatch(data, samples, rows, missing)
+        yield LoaderBatch(data, samples, rows)
+
+@patch
+def load(self:EpochBatches)->list[LoaderBatch]:
+    "Returns the next batch of the DataLoader, cut into pieces if it makes several windows; no batch if it has ended"
+    batch = next(self.source, None)
+    if batch is None: return []
+    return self.plan.cut(batch, self.samples_read+self.waiting_samples())
 
 @patch
 def advance(self:EpochBatches)->bool:
     "Goes on to the next batch, and returns True; returns False if there is none"
-    batch = self.prefetched.popleft() if self.prefetched else next(self.source, None)
-    if batch is None: return False
-    if self.info.has_exact_length and self.n_read == self.plan.n_batches: self.note_surplus()
-    self.current = batch
+    if not self.waiting: self.waiting.extend(self.load())
+    if not self.waiting: return False
+    self.current = self.waiting.popleft()
     self.n_read += 1
-    self.samples_read += self.info.planned_samples(batch.samples)
+    self.samples_read += self.info.planned_samples(self.current.samples)
     return True
 
 @patch
-def note_surplus(self:EpochBatches):
-    "Warns that the length of the DataLoader is wrong"
-    warn(f"the DataLoader yields more than the {self.plan.n_batches} batches that its length announces, so the window "
-         "that ended there may have fewer samples: let its length (for fastai's, n) count all of them")
+def next_window_size(self:EpochBatches, pct_train:float)->int:
+    "Returns the size of a window that begins now. The pieces of a loader batch have the size that they were cut for"
+    size = self.waiting[0].window_size if self.waiting else None
+    return size or self.plan.size_at_pct(pct_train)
+
+@patch
+def copy_current(self:EpochBatches): self.current = self.current.copied()
 
 # %% ../../nbs/windows/08_loader.ipynb #ff3d4b42
 @patch
-def prefetch(self:EpochBatches, samples:int):
+def read_ahead(self:EpochBatches, samples:int):
     """Before a window: reads ahead until there are `samples`, so that `can_fill` knows whether it is going to be full.
     It knows without if the length is exact, and need not know if the last window may be smaller"""
     if self.plan.remainder == 'step' or self.info.has_exact_length: return
     while self.samples_left() < samples:
-        batch = next(self.source, None)
-        if batch is None: return
-        self.prefetched.append(batch.copied())
+        batches = self.load()
+        if not batches: return
+        self.waiting.extend(o.copied() for o in batches)
 
 @patch
 def finish_epoch(self:EpochBatches, unfinished:list):
     """After the last round: keeps the batches of the `unfinished` window, and those that are left, if they are to be
-    carried"""
+    carried. Lets the DataLoader end as fastai does, with `after_iter`"""
     if self.plan.remainder == 'carry':
         self.unfinished = unfinished
-        self.prefetched.extend(o.copied() for o in self.source)
-    # One more request lets a DataLoader that has no batch left end by itself, and call its `after_iter`
-    elif self.samples_left() <= 0:
-        next(self.source, None)
+        while batches := self.load(): self.waiting.extend(o.copied() for o in batches)
+        return
+    leaves_batches = self.info.has_exact_length and self.samples_left() > 0
+    if not leaves_batches: next(self.source, None)  # one more request, and the DataLoader ends by itself
+    elif hasattr(self.dl, 'after_iter'): self.dl.after_iter()  # batches that are dropped are not loaded
 
 # %% ../../nbs/windows/08_loader.ipynb #917408b2
 # Questions
@@ -293,33 +356,26 @@ def finish_epoch(self:EpochBatches, unfinished:list):
 def carry_over(self:EpochBatches)->list:
     "Returns the batches that come first in the next epoch"
     if self.plan.remainder != 'carry': return []
-    return [*self.unfinished, *self.prefetched]
+    return [*self.unfinished, *self.waiting]
 
 @patch
 def is_last(self:EpochBatches)->bool:
     "Returns whether the current batch is the last one; False if nobody knows"
-    return self.info.has_exact_length and self.n_read == self.plan.n_batches  # if there are more, nobody knows
+    return self.info.has_exact_length and self.n_read == len(self.plan.sizes)  # if there are more, nobody knows
+
+@patch
+def waiting_samples(self:EpochBatches)->int: return sum(o.samples for o in self.waiting)
 
 @patch
 def samples_left(self:EpochBatches)->int:
-    "Returns the samples after the current batch; if the length is not exact, those that `prefetch` has read"
-    if not self.info.has_exact_length:
-        return sum(o.samples for o in self.prefetched)
+    "Returns the samples after the current batch; if the length is not exact, those that were read ahead"
+    if not self.info.has_exact_length: return self.waiting_samples()
     return self.info.samples+self.plan.carried_samples-self.samples_read
 
 @patch
 def can_fill(self:EpochBatches, size:int)->bool:
     "Returns whether a window of `size` samples may begin: if fewer are left, only the remainder 'step' allows it"
     return self.plan.remainder == 'step' or self.samples_left() >= size
-
-@patch
-def may_end_within(self:EpochBatches, size:int)->bool:
-    """Returns whether the epoch may end before a window of `size` samples is full, so that its batches are kept, to be
-    carried. They are copied, so those of other windows are not kept"""
-    if self.plan.remainder != 'carry': return False
-    if not self.info.has_exact_length: return True
-    samples_after = self.samples_left()-size
-    return samples_after < size  # a callback may cancel some batches of the window, for which later ones are taken
 
 # %% ../../nbs/windows/08_loader.ipynb #0fee206d
 # The place in an epoch
@@ -329,18 +385,18 @@ def read_by(self:EpochBatches, read:Callable): self.read = read
 
 @patch
 def state(self:EpochBatches)->dict:
-    "Returns the place between two windows, for `go_to`; with batches that were read ahead, or are carried"
+    "Returns the place between two windows, for `go_to`; with batches that were read, or are carried, and have not run"
     return dict(
-        carried=self.plan.carried,
-        prefetched=[tuple(o) for o in self.prefetched],
+        carried=[tuple(o) for o in self.plan.carried],
+        waiting=[tuple(o) for o in self.waiting],
         counts=(self.samples_read, self.n_read, self.n_loaded))
 
 @patch
 def go_to(self:EpochBatches, state:dict):
     "Goes to the place of a `state`, before a batch was read, in an epoch with the same plan"
-    self.prefetched = deque(LoaderBatch(*o) for o in state['prefetched'])
+    self.waiting = deque(LoaderBatch(*o) for o in state['waiting'])
     self.samples_read,self.n_read,self.n_loaded = state['counts']
 
 def stand_ins(state:dict)->list[LoaderBatch]:
-    "Returns batches without data, as many as were carried into the epoch of a `state`, since a plan needs their sizes"
-    return [LoaderBatch((), samples, samples, 0) for samples in state['carried']]
+    "Returns the batches that were carried into the epoch of a `state`, without data, since a plan needs their sizes"
+    return [LoaderBatch(*o) for o in state['carried']]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['running_callbacks', 'Loggers']
+__all__ = []
 
 # %% ../../nbs/windows/10_loggers.ipynb #d9b20fbc
 def running_callbacks(learn, module:str, name:str)->list:
@@ -23,7 +23,7 @@ class Loggers:
     """The Recorder, W&B and TensorBoard callbacks of `learn`, and what they see of each window. Without a Learner,
     there are none"""
     # It writes these attributes of theirs: `accum_bs`, `accum_bs_of`, `_wandb_epoch`; and until the end of a round
-    # `opt`, and `accumulate` of training metrics
+    # `opt`, `run` and, of training metrics, `accumulate`
     def __init__(self, learn=None):
         self.learn = learn
         self.recorders = []
@@ -76,36 +76,31 @@ def update_train_metrics(self:Loggers):
 
 @patch
 def pause_train_metrics(self:Loggers):
-    "Lets the training metrics see nothing in the `after_batch` that comes next"
+    "Until the end of the round, training metrics see nothing"
     for rec in self.with_train_metrics:
         for metric in rec.metrics: metric.accumulate = noop
 
 @patch
-def resume_train_metrics(self:Loggers):
-    for rec in self.with_train_metrics:
-        for metric in rec.metrics:
-            vars(metric).pop('accumulate', None)
+def pause_recorders(self:Loggers):
+    "Until the end of the round, Recorders see nothing"
+    # By `vars`, since it hides the attribute of the class for a while
+    for rec in self.recorders: vars(rec)['run'] = False
 
-@patch
-def fill_missing_metrics(self:Loggers):
-    "Training metrics of an epoch without a batch are None, which trackers cannot compare: makes them NaN"
-    for rec in self.recorders:
-        n_train = len(rec._train_mets)
-        epoch,*values = rec.log
-        train,valid = values[:n_train],values[n_train:]
-        rec.log = L(epoch, *[math.nan if o is None else o for o in train], *valid)
-
-# %% ../../nbs/windows/10_loggers.ipynb #27c52319
 @patch
 def show_hypers(self:Loggers, hypers:list):
-    "Lets loggers find `hypers`, as they are now, in their `opt.hypers`: they log after the optimizer has its own back"
+    """Until the end of the round, loggers find `hypers` in their `opt.hypers`: they log after the optimizer has its own
+    back"""
     shown = SimpleNamespace(hypers=[dict(o) for o in hypers])
-    # An attribute of the callback hides that of the Learner; by `vars`, since fastai warns of such attributes
+    # An attribute of the callback hides that of the Learner
     for cb in self.all_loggers():
         vars(cb)['opt'] = shown
 
 @patch
-def hide_hypers(self:Loggers):
-    "Ends `show_hypers`"
+def end_round(self:Loggers):
+    "Takes back what holds until the end of the round"
+    for rec in self.recorders: vars(rec).pop('run', None)
+    for rec in self.with_train_metrics:
+        for metric in rec.metrics:
+            vars(metric).pop('accumulate', None)
     for cb in self.all_loggers():
         vars(cb).pop('opt', None)

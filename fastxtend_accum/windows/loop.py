@@ -9,45 +9,42 @@ from __future__ import annotations
 
 from fastai.basics import *
 
-from .description import Description
+from .events import SetUp
 from .forward_backward import Fit,MicroBatch,callback_that_raised,forward_backward
-from .gradients import is_finite,trained_params
+from .gradients import GradientSums,is_finite,trained_params
 from .loader import EpochBatches,EpochPlan
 from .loggers import Loggers
 from .nested import n_rows
 from .processes import all_reduce_scalar,enable_gradient_sync
 from .progress import Progress
-from .state import StateChanges
-from .step import StepHypers,hypers_of,scaled_hypers,scales_loss
+from .step import ScaledHypers,scales_loss
 from .window import Outcome,Window
 
 # %% auto #0
-__all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'own_loop', 'whole_batch', 'WindowLoop', 'warns_of_passes']
+__all__ = []
 
 # %% ../../nbs/windows/15_loop.ipynb #01e1051f
 # sample        an item of the data set, as the DataLoader counts them
 # row           an entry of a batch's tensors; a callback may make several rows of a sample
 # item          what a loss averages over: samples, labels, elements, ...
-# loader batch  what the DataLoader yields at a time
+# loader batch  what the DataLoader yields at a time; or a piece of it, if it makes several windows
 # micro-batch   what the model sees at a time: a loader batch, or a part of one
 # window        the loader batches of one optimizer step. It is open once a batch has run in it, full once it has its
 #               samples, and closed once it has an `Outcome`: at once if it is full, or else at the end of the epoch
 # alone         a micro-batch is alone if it is a whole window: it is computed exactly as in fastai, without sums
 # round         what fastai takes for a batch: a window or, with log_accum_batch=False, a loader batch
-# counts        a loader batch counts if it has run, so that its gradient is in the window; a round counts if loggers
-#               are to see it
+# counts        a loader batch counts if it has run, so that its gradient is in the window. One that a callback cancels
+#               leaves nothing, and the window takes the next one in its place
 # preparing     a callback prepares batches if its order is below 50, the Recorder's: it may see each loader batch
-# late          a callback is late if its order is 50 or more: with log_accum_batch=True it sees windows
 
 # run_epoch                      takes the place of fastai's all_batches
 #   open_window
 #   run_round                    takes the place of one_batch
 #     begin_batches              sends before_batch
 #     run_batches                takes the place of _do_one_batch
-#       run_window, run_single   with log_accum_batch=True, with False
-#         run_batch              once per loader batch, by the strategy
-#           run_micro_batch      forward and backward pass, by forward_backward
-#         close_window           finalize_gradients, then take_step
+#       run_batch                once per loader batch, by the strategy
+#         run_micro_batch        forward and backward pass, by forward_backward
+#       close_window             finalize_gradients, then take_step
 #     end_round                  after after_batch
 
 # The events of a window of three loader batches. With log_accum_batch=True, preparing callbacks see each loader batch
@@ -65,7 +62,8 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'own_loop', 'whole_ba
 #
 # after_cancel_batch stands there since fastai's own GradientAccumulation ends batches without a step in this way.
 
-fastai_all_batches = Learner.all_batches
+# If this module is loaded again, it finds its own function, which knows what that has replaced
+fastai_all_batches = getattr(Learner.all_batches, 'replaced', Learner.all_batches)
 
 def all_batches(self:Learner):
     "Runs the batches of `learn.dl`: an `EpochBatches` by the loop over windows, any other loader by fastai's loop"
@@ -73,17 +71,17 @@ def all_batches(self:Learner):
         self.dl.loop.run_epoch()
     else: fastai_all_batches(self)
 
+all_batches.replaced = fastai_all_batches
 Learner.all_batches = all_batches
 
 def own_loop(learn)->str|None:
     """Returns the name of the first method of fastai's loop that somebody has replaced, as for SAM; None if nobody has.
     It may be an attribute of `learn`, a method of its class, or a patch of `Learner`"""
     for name in ('all_batches', 'one_batch', '_do_one_batch', '_do_grad_opt', '_backward'):
+        if name in vars(learn): return name
         method = getattr(type(learn), name)
-        is_known = method is all_batches or method.__module__ == 'fastai.learner'
-        if name in vars(learn) or not is_known: return name
-    # What this module has replaced may itself have been a patch, made before the import
-    if fastai_all_batches.__module__ != 'fastai.learner': return 'all_batches'
+        method = getattr(method, 'replaced', method)  # what this module has replaced may itself have been a patch
+        if method.__module__ != 'fastai.learner': return name
     return None
 
 def whole_batch(loop:WindowLoop):
@@ -109,32 +107,28 @@ class WindowLoop:
         self.cb = cb
         self.strategy = strategy
         self.loggers = loggers
-        self.description = Description(fit.learn.model)
         self.n_steps = 0
+        # If a batch may run in several passes, callbacks that set something up for a pass get `before_batch` by this
+        may_repeat = strategy is not whole_batch and fit.send.as_fastai
+        self.set_up = SetUp(fit.send) if may_repeat else None
         # Of the epoch
         self.batches = None
         self.progress = None
         self.between_windows = noop  # called before each window and after the last one, by what saves the fit
-        self.watches_changes = False
         # Of the window
         self.window = Window()
-        self.first_hypers = {}  # hyper-parameters as they were in its first batch, if they may change within it
-        self.leaves_grads = False  # whether a callback has cancelled the step, so that gradients stay, as in fastai
 
     def begin_epoch(self,
         dl, # Its batches are run
         plan:EpochPlan,
         carried:list, # Batches of the epoch before, which come first
-        counts_samples:bool, # Whether the position in training is measured in samples, since windows differ in size
-        watches_changes:bool, # Whether to look which callbacks change the first batch, of several in a window
     ):
         "Takes the loader and the plan of an epoch, in which no window has begun yet"
-        n_rounds = len(plan.windows) if self.settings.log_accum_batch else plan.n_batches
+        n_rounds = len(plan.windows) if self.settings.log_accum_batch else len(plan.sizes)
         self.batches = EpochBatches(dl, plan, carried, self, n_rounds)
-        self.progress = Progress(self.learn, self.batches, self.loggers, counts_samples)
+        self.progress = Progress(self.learn, self.batches, self.loggers)
         self.between_windows = noop
-        self.watches_changes = watches_changes
-        self.replace_window(1, keeps_batches=False)  # the last one may have set gradients aside
+        self.window = Window()
         self.fit.begin_epoch()
 
 # %% ../../nbs/windows/15_loop.ipynb #10999feb
@@ -155,12 +149,10 @@ def run_epoch(self:WindowLoop):
                     if not self.open_window(): break
                 if not batches.advance(): break
                 self.run_round()
-            if self.window.is_open and not self.has_no_step():
-                self.close_after_rounds()
+            if self.window.is_open and batches.plan.remainder == 'step': self.close_after_rounds()
             batches.finish_epoch(self.window.batches)
     except (CancelTrainException, CancelEpochException, CancelFitException): raise  # no error: a callback ends training
-    except BaseException as e:  # Ctrl-C, too
-        self.cb.suggest_remedy(e)
+    except BaseException:  # Ctrl-C, too
         self.release_batch()
         raise
     finally:
@@ -168,24 +160,22 @@ def run_epoch(self:WindowLoop):
         enable_gradient_sync(learn.model)
 
 @patch
+def open_window(self:WindowLoop)->bool:
+    "Begins a window; returns False if what is left of the epoch does not fill it, and is to be dropped or carried"
+    batches = self.batches
+    size = batches.next_window_size(self.learn.pct_train)
+    self.window = Window(size)
+    if not self.settings.log_accum_batch: self.progress.begin_window()
+    batches.read_ahead(size)
+    return batches.can_fill(size)
+
+@patch
 def close_after_rounds(self:WindowLoop):
     """Closes a window that the last round has left open: with log_accum_batch=False, if nobody knew that its batch was
     the last one, or if a callback has cancelled that batch"""
     try: self.close_window()
-    except CancelBatchException: pass  # no batch is left that could be cancelled; the gradient stays, as in fastai
+    except CancelBatchException: pass  # no batch is left that could be cancelled
     finally: self.end_round()
-
-@patch
-def open_window(self:WindowLoop)->bool:
-    "Begins a window; returns False if what is left of the epoch does not fill it, and is to be dropped or carried"
-    batches = self.batches
-    size = batches.plan.size_at_pct(self.learn.pct_train)
-    batches.prefetch(size)  # first, since the answers below count what was read ahead
-    # With log_accum_batch=False, each round asks for a window until a batch has run in it: cancelled ones add up
-    is_over = self.window.outcome is not None or self.all_are_cancelled()
-    cancelled = 0 if is_over else self.window.cancelled
-    self.replace_window(size, batches.may_end_within(size), cancelled)
-    return batches.can_fill(size)
 
 # %% ../../nbs/windows/15_loop.ipynb #e0fbedc7
 # A round
@@ -196,104 +186,79 @@ def run_round(self:WindowLoop):
     self.progress.begin_round()
     self.load_batch()
     try:
-        self.send.around(self.run_batches, 'batch', CancelBatchException, before=self.begin_batches)
+        self.send.around(self.run_batches, 'batch', CancelBatchException, self.begin_batches, self.correct_position)
     finally: self.end_round()  # also if a callback ends the epoch or the fit in `after_batch`
+
+@patch
+def correct_position(self:WindowLoop, e:CancelBatchException|None=None):
+    goes_on = not self.settings.log_accum_batch and self.window.is_open
+    self.progress.correct_before_fastai_counts(goes_on)
 
 @patch
 def begin_batches(self:WindowLoop):
     """Sends `before_batch`. If a callback cancels the first batch of a window, the next one takes its place in the same
-    round, so that no logger sees a window that is cancelled in part"""
+    round, so that loggers see each window once"""
     while True:
         try:
-            self.send_before_batch()
+            self.send_before_batch(to_all=True)
             return
-        except CancelBatchException as e:
+        except CancelBatchException:
             self.note_cancelled()
-            if self.is_late(callback_that_raised(e)): self.cancel_window()
-            is_single = not self.settings.log_accum_batch
-            ends_round = is_single or self.all_are_cancelled()
-            if ends_round or not self.batches.advance():
-                self.progress.correct_before_fastai_counts()  # which `run_batches` does otherwise
-                raise
+            ends_round = not self.settings.log_accum_batch or self.is_complete()
+            if ends_round or not self.batches.advance(): raise
             self.end_batch(was_cancelled=True)
             self.load_batch()
-
-@patch
-def is_late(self:WindowLoop, cb:Callback|None)->bool:
-    "Returns whether windows are batches to `cb`, so that it cancels a whole window"
-    return self.settings.log_accum_batch and cb is not None and cb.order >= Recorder.order
-
-@patch
-def cancel_window(self:WindowLoop):
-    "Reads the other batches of a window whose first one was cancelled, and runs none of them"
-    while not self.all_are_cancelled() and self.batches.advance():
-        self.note_cancelled()
 
 @patch
 def run_batches(self:WindowLoop):
     "Runs the batches of a round. One that does not count ends as fastai's cancelled batch, with `after_cancel_batch`"
     try:
         counts = self.run_window() if self.settings.log_accum_batch else self.run_single()
-    finally: self.progress.correct_before_fastai_counts()  # also before a callback ends the epoch
+    finally: self.correct_position()  # also before a callback ends the epoch
     if not counts: raise CancelBatchException  # `send.around` catches it
 
 # %% ../../nbs/windows/15_loop.ipynb #66732a29
+skipped = Outcome.NO_ITEMS,Outcome.NONFINITE
+
 @patch
 def run_window(self:WindowLoop)->bool:
     """log_accum_batch=True: runs the batch that `learn` holds and the others of its window, and takes the step; returns
     whether the round counts"""
-    learn = self.learn
-    loss_before = learn.loss
+    loss_before = self.learn.loss
     counts = self.run_batch()
-    while not self.is_done() and self.batches.advance():
+    while not self.is_complete() and self.batches.advance():
         counts = self.run_next_batch(counts)
     if not self.window.losses.samples: return False  # all were cancelled: loggers see one cancelled batch, as in fastai
     outcome = None if self.has_no_step() else self.close_window()
-    if outcome in (Outcome.STEPPED, Outcome.NO_TARGETS):
-        # The window counts; its last batch was cancelled, which nobody has heard of yet
-        if not counts: self.send.to_preparing('after_cancel_batch')
-        return True
-    if outcome is Outcome.CANCELLED: return False  # loggers see its loss, as in fastai
-    # The step was skipped, or the batches are dropped or carried: loggers see no loss of them
-    learn.yb = ()  # the Recorder leaves out a batch without targets
-    learn.loss = loss_before
-    return False
+    has_no_loss = outcome is None or outcome in skipped
+    if has_no_loss:
+        # The batches are dropped or carried, or the step was skipped
+        self.loggers.pause_recorders()
+        self.learn.loss = loss_before
+        return False
+    if not counts: self.send.to_preparing('after_cancel_batch')  # of the last batch: nobody has heard of it yet
+    return True
 
 @patch
 def run_single(self:WindowLoop)->bool:
     """log_accum_batch=False: runs the batch that `learn` holds, and takes the step if it is the last one of its window;
     returns whether the batch counts. It does if the step is skipped, since loggers see the loss of each loader batch"""
     counts = self.run_batch()
-    ends_epoch = counts and self.ends_epoch_with_step()
-    if not self.window.is_full and not ends_epoch: return counts
-    return self.close_window() is not Outcome.CANCELLED
+    if counts and self.is_complete(): self.close_window()
+    return counts
 
 # %% ../../nbs/windows/15_loop.ipynb #b79d3458
 @patch
 def end_round(self:WindowLoop):
     "After fastai's `after_batch`: takes back what loggers were shown, and logs the samples of a window that was closed"
-    self.loggers.resume_train_metrics()
-    if self.settings.scale: self.loggers.hide_hypers()
-    if not self.settings.log_accum_batch: return
-    window = self.window
-    if window.outcome is Outcome.STEPPED:
-        self.loggers.log_batch_size(window.total_samples)
-    # fastai has counted each round. At the end of an epoch, one may have left its batches to the next epoch, or to none
-    has_window = window.outcome is not None or self.all_are_cancelled()
-    if not has_window: self.progress.uncount_round()
+    self.loggers.end_round()
+    has_step = self.window.outcome is Outcome.STEPPED
+    if self.settings.log_accum_batch and has_step: self.loggers.log_batch_size(self.window.seen_samples)
 
 @patch
-def is_done(self:WindowLoop)->bool:
-    "Returns whether the window takes no more batches: it is full, or as many samples as it takes were cancelled"
-    return self.window.is_full or self.all_are_cancelled()
-
-@patch
-def all_are_cancelled(self:WindowLoop)->bool:
-    """Returns whether callbacks have cancelled all batches of the window: then it is one cancelled batch to fastai's
-    events"""
-    window = self.window
-    if window.losses.samples or not window.cancelled: return False
-    return window.cancelled >= window.size or self.ends_epoch_with_step()
+def is_complete(self:WindowLoop)->bool:
+    "Returns whether the window takes no more batches"
+    return self.window.is_full or self.window.is_cancelled or self.ends_epoch_with_step()
 
 @patch
 def ends_epoch_with_step(self:WindowLoop)->bool:
@@ -311,33 +276,25 @@ def has_no_step(self:WindowLoop)->bool:
 @patch
 def load_batch(self:WindowLoop):
     "Lets `learn` hold the current batch"
-    learn = self.learn
-    learn._split(learn._set_device(self.batches.current.data))
+    learn,batches = self.learn,self.batches
+    data = batches.current.data
+    is_carried = batches.plan.remainder == 'carry' and self.window.size > batches.current.samples
+    if is_carried: batches.copy_current()  # before callbacks change it: the epoch may end before the window is full
+    learn._split(learn._set_device(data))
 
 @patch
-def send_before_batch(self:WindowLoop):
-    """Sends `before_batch`. The first time, notes which callbacks change the batch, for the line that a fit prints:
-    they see one loader batch at a time. Warns of late ones, which do not even see all of them"""
-    if not self.watches_changes:
-        self.send('before_batch')
-        return
-    self.watches_changes = False
-    changing = self.send.before_batch_and_changes()
-    late = [cb for cb in changing if self.is_late(cb)]
-    early = [cb for cb in changing if cb not in late]
-    self.description.note_changing(early, self.batches.current.samples)
-    if late:
-        names = ', '.join(type(cb).__name__ for cb in late)
-        warn(f"before_batch of {names} changes the batch, but is called once per window, since its order is 50 or "
-             "more: set its order to less, such as cb.order = 45")
+def send_before_batch(self:WindowLoop, to_all:bool):
+    "Sends `before_batch`, to all callbacks or to those that prepare batches"
+    if self.set_up is not None: self.set_up.before_batch(to_all)
+    elif to_all: self.send('before_batch')
+    else: self.send.to_preparing('before_batch')
 
 @patch
 def run_next_batch(self:WindowLoop, previous_counts:bool)->bool:
     "Runs the next batch of the window, after the events between two batches; returns whether it counts"
     self.end_batch(was_cancelled=not previous_counts)
-    try:
-        self.load_batch()
-        self.send.to_preparing('before_batch')
+    self.load_batch()
+    try: self.send_before_batch(to_all=False)
     except CancelBatchException:
         self.note_cancelled()
         return False
@@ -347,77 +304,82 @@ def run_next_batch(self:WindowLoop, previous_counts:bool)->bool:
 def end_batch(self:WindowLoop, was_cancelled:bool):
     """Sends the events at the end of a batch after which its window goes on: to preparing callbacks that have seen its
     beginning. One with `after_batch` alone is a logger, and waits for the end of the window"""
-    if was_cancelled: self.send.to_preparing('after_cancel_batch')  # everybody sees that
+    if was_cancelled: self.send.to_preparing('after_cancel_batch')
     else: self.send.to_preparing('after_cancel_batch', only_with=('before_batch','after_batch'))
     self.send.to_preparing('after_batch', only_with=('before_batch',))
 
 # %% ../../nbs/windows/15_loop.ipynb #4495dc52
 @patch
 def run_batch(self:WindowLoop)->bool:
-    "Runs the batch that `learn` holds; returns whether it counts, which it does not if a callback cancels it"
+    """Runs the batch that `learn` holds; returns whether it counts. If a callback cancels it, it does not, or, if it is
+    the whole window, the CancelBatchException goes on as in fastai"""
     batch,window = self.batches.current,self.window
     n_before = window.losses.n_micro
-    if not n_before: self.prepare_window()
+    samples_before = window.losses.samples
+    if not n_before: self.fit.update_params()
     try: self.strategy(self)
     except CancelBatchException:
-        has_run_in_part = window.losses.n_micro > n_before  # some of its micro-batches
-        if has_run_in_part:
-            # What is in the sums cannot be taken out of them: the window starts over
-            if n_before: warn("a callback has cancelled a part of a batch: its whole window is left out")
-            self.discard_window()
+        is_alone = not window.grads.is_sum
+        is_in_sums = window.losses.n_micro > n_before  # a part of it
+        if is_alone: self.window = Window(window.size)  # its gradient stays, as in fastai
+        elif is_in_sums: self.discard_part(n_before)
+        self.note_cancelled()
+        if is_alone: raise
+        return False
+    except Exception as e:
+        self.cb.suggest_remedy(e)
+        raise
+    if window.losses.samples == samples_before:  # its backward pass was cancelled
         self.note_cancelled()
         return False
-    window.keep(batch)
+    window.note_seen(min(batch.samples, batch.rows))  # the last one of an IterableDataset may have fewer rows
+    if self.batches.plan.remainder == 'carry': window.keep(batch)
     if self.settings.log_accum_batch: self.loggers.update_train_metrics()
     return True
 
 @patch
+def discard_part(self:WindowLoop, n_before:int):
+    "Discards a window with a part of a batch that was cancelled, since that cannot be taken out of the sums"
+    if n_before: warn("a callback has cancelled a part of a batch: its whole window is left out")
+    self.discard_window()
+
+@patch
 def note_cancelled(self:WindowLoop):
-    "Notes that a callback has cancelled the current batch. A window of cancelled batches advances the position, too"
-    self.window.note_cancelled(self.batches.current)
-    if self.all_are_cancelled(): self.progress.note_closed_window()
+    "Notes that a callback has cancelled the current batch, which advances the position, too"
+    window = self.window
+    before = window.cancelled_samples
+    window.note_cancelled(self.batches.current.samples)
+    now = window.cancelled_samples
+    is_lost = self.is_complete() and not window.losses.samples
+    if is_lost: now = window.size  # the last window may be smaller, and counts as one batch
+    self.progress.note_cancelled((now-before)/window.size)
 
 # %% ../../nbs/windows/15_loop.ipynb #17380d50
-@patch
-def prepare_window(self:WindowLoop):
-    "Before the first micro-batch of a window: notes hyper-parameters, and begins its gradients"
-    # The step uses those of the first batch, as with the large batch. With log_accum_batch=False, schedulers may set
-    # others in each batch of the window
-    if not self.settings.log_accum_batch:
-        self.first_hypers = hypers_of(self.learn.opt)
-    self.fit.update_params()
-    self.window.begin(self.fit.params, begins_with_grads=self.leaves_grads)
-
 @patch
 def run_micro_batch(self:WindowLoop,
     samples:int, # As the DataLoader counts them
     rows:int, # Of the tensors that `learn` holds
     ends_batch:bool=True,
 ):
-    """Runs the forward and backward pass of what `learn` holds. The first one of a fit is observed, for the line that
-    says what differs from one batch"""
-    fills_window = self.window.losses.samples+samples >= self.window.size
+    "Runs the forward and backward pass of what `learn` holds"
+    window = self.window
+    fills_window = window.losses.samples+samples >= window.size
     completes_window = fills_window or self.ends_epoch_with_step()
     ends_window = ends_batch and completes_window
-    micro_batch = MicroBatch(samples, rows, ends_window)
-    self.send.repeat_set_up()  # what callbacks have set up in `before_batch`, and taken back in the pass before
-    if not self.description.needs_a_look():
-        forward_backward(self.fit, self.window, micro_batch)
-        return
-    changes = StateChanges(self.learn.model)
-    forward_backward(self.fit, self.window, micro_batch)
-    self.description.note(changes, rows)
+    is_alone = ends_window and window.grads is None
+    if window.grads is None: window.begin(GradientSums(self.fit.params, is_sum=not is_alone))
+    if self.set_up is not None: self.set_up.repeat()  # what callbacks have taken back in the pass before
+    forward_backward(self.fit, window, MicroBatch(samples, rows, ends_window, is_alone))
 
 # %% ../../nbs/windows/15_loop.ipynb #085665cc
 # The step
-
-skipped = Outcome.NO_ITEMS,Outcome.NONFINITE
 
 @patch
 def close_window(self:WindowLoop)->Outcome:
     """Turns the sums of the window into means, and takes its step unless there is a reason against it; returns the
     outcome"""
     learn,window = self.learn,self.window
+    is_sum = window.losses.n_micro > 1
     outcome = self.finalize_gradients() if window.losses.n_micro else Outcome.NO_TARGETS
     window.close(outcome)  # before the step, in which a callback may raise an exception
     self.progress.note_closed_window()
@@ -427,28 +389,23 @@ def close_window(self:WindowLoop)->Outcome:
         self.fit.params.drop_extra_grads()
     else:
         if self.settings.log_accum_batch: self.show_window_loss()
-        # If a callback has cancelled the batch, or does so in an event of the step, fastai zeroes no gradients, and
-        # adds those of the next batch to them
-        self.leaves_grads = True
-        if outcome is Outcome.CANCELLED: return outcome
-        self.take_step()
+        try: self.take_step()
+        except CancelBatchException as e:
+            if is_sum: self.drop_cancelled(e)  # a single gradient stays, as in fastai
+            raise
     learn.opt.zero_grad()
-    self.leaves_grads = False
     return outcome
 
-# %% ../../nbs/windows/15_loop.ipynb #541dd1f5
 @patch
 def finalize_gradients(self:WindowLoop)->Outcome:
     "Makes means of the sums of the window, over all processes, and returns what is to become of it"
-    learn,window = self.learn,self.window
-    processes = self.fit.processes
+    learn,window,processes = self.learn,self.window,self.fit.processes
     window.grads.check()
     if window.losses.n_micro > 1: self.check_loss()
     processes.reduce_window(window)
     if window.losses.items == 0: return Outcome.NO_ITEMS
     # A gradient is the sum over processes, divided by `n`, and has to be that sum, divided by the weight of all
     window.grads.average(window.losses.weight/processes.n)
-    if window.step_is_cancelled: return Outcome.CANCELLED
     if not self.settings.skip_nonfinite: return Outcome.STEPPED
     if scales_loss(learn): return Outcome.STEPPED  # a GradScaler finds and skips such a step itself
     params = [*trained_params(learn.opt), *self.fit.params.extra]  # a loss may have parameters, too
@@ -457,12 +414,9 @@ def finalize_gradients(self:WindowLoop)->Outcome:
 
 @patch
 def check_loss(self:WindowLoop):
-    "In some windows of a fit: warns if the mean over micro-batches is not the loss of all samples together"
+    "In the first windows of a fit: warns if the mean over micro-batches is not the loss of all samples together"
     check = self.fit.loss_check
-    if not check.windows_left:
-        check.skip_window()
-        return
-    warning = check.compare()
+    warning = check.compare() if check.windows_left else None
     if warning: warn(warning)
 
 @patch
@@ -474,56 +428,34 @@ def show_window_loss(self:WindowLoop):
     # A micro-batch that is alone leaves `loss_grad` as fastai does, with its graph
     if window.losses.n_micro > 1: learn.loss_grad = learn.loss
 
+@patch
+def drop_cancelled(self:WindowLoop, e:CancelBatchException):
+    "Drops the gradient of a window that a callback cancels at its step"
+    self.fit.warn_once(f"{callback_that_raised(e)} cancels a window at its step (CancelBatchException): its gradient is "
+                       "dropped, and adds to no other. To skip a step, raise CancelStepException")
+    self.learn.opt.zero_grad()
+    self.fit.params.drop_extra_grads()
+
 # %% ../../nbs/windows/15_loop.ipynb #d4c43762
 @patch
 def take_step(self:WindowLoop):
-    "Takes the optimizer step; in the first one of a fit, prints how windows are made up, and looks for further passes"
-    learn = self.learn
-    if self.description.is_due: self.cb.print_description()
-    has_several = self.window.losses.samples > self.batches.current.samples  # loader batches
-    if self.n_steps or not has_several:
-        self.send_step()
-        return
-    with warns_of_passes(learn.model): self.send_step()
-
-@contextmanager
-def warns_of_passes(model):
-    "In this context, warns if `model` runs: a callback that takes a second pass in the step does not see all samples"
-    def warn_of_pass(*args):
-        warn("the model runs during the optimizer step (a second pass, as for SAM?), in which learn.xb and yb are "
-             "those of the last loader batch only: load whole batches, and split them with micro_batch_size")
-    handle = model.register_forward_pre_hook(warn_of_pass)
-    try: yield
-    finally: handle.remove()
-
-@patch
-def send_step(self:WindowLoop):
-    "The step with its events. `hypers_of_step` hold from `before_step` until the step is taken"
-    learn = self.learn
-    hypers = self.hypers_of_step()
-    if not hypers:
+    "The step with its events. The rules of `scale` hold from `before_step` until it is taken"
+    learn,settings = self.learn,self.settings
+    if self.fit.line_is_due: self.cb.print_description()
+    if not settings.scale:
         self.send.around(self.run_step, 'step', CancelStepException)
         return
-    step_hypers = StepHypers(learn.opt, hypers)
-    step_hypers.apply()
+    ratio = self.window.seen_samples/settings.start_accum_bs
+    hypers = ScaledHypers(learn.opt, settings.scale, ratio)
+    hypers.apply()
     def step_and_restore():
         "Callbacks find the values from before in `after_step`; loggers go on seeing those of the step"
         self.run_step()
-        if self.settings.scale:
-            self.loggers.show_hypers(learn.opt.hypers)
-        step_hypers.restore()
-    try:
-        self.send.around(step_and_restore, 'step', CancelStepException, cancelled=step_hypers.restore)
-    finally: step_hypers.restore()  # after any other exception; else it does nothing
-
-@patch
-def hypers_of_step(self:WindowLoop)->dict:
-    """Returns the hyper-parameters that the step uses in place of the optimizer's, by name; empty if it uses those.
-    They are those of the window's first batch, changed by the rules of `scale`"""
-    settings = self.settings
-    if not settings.scale: return self.first_hypers
-    ratio = self.window.total_samples/settings.start_accum_bs
-    return scaled_hypers(self.learn.opt, self.first_hypers, settings.scale, ratio)
+        self.loggers.show_hypers(learn.opt.hypers)
+        hypers.restore()
+    def restore(e): hypers.restore()
+    try: self.send.around(step_and_restore, 'step', CancelStepException, cancelled=restore)
+    finally: hypers.restore()  # after any other exception; else it does nothing
 
 @patch
 def run_step(self:WindowLoop):
@@ -535,24 +467,14 @@ def run_step(self:WindowLoop):
 
 @patch
 def discard_window(self:WindowLoop):
-    """Drops a window that has run in part, with its gradients, since their sum without a step means nothing. Does
-    nothing if the window is closed, or has not begun"""
+    "Drops a window that is not closed. The gradient of a micro-batch that is alone stays, as in fastai"
     window = self.window
-    if window.outcome is not None or not window.losses.n_micro: return
-    # A single gradient, to which no other was added, is what fastai leaves of an interrupted batch, too
-    is_sum = window.grads.guard is not None
-    if is_sum:
+    if window.grads is None: return  # it is closed, or has not begun
+    window.grads.end()
+    if window.grads.is_sum:
         self.learn.opt.zero_grad()
         self.fit.params.drop_extra_grads()
-    self.leaves_grads = not is_sum or window.grads.has_earlier()
-    self.replace_window(window.size, window.keeps_batches)
-
-@patch
-def replace_window(self:WindowLoop, size:int, keeps_batches:bool, cancelled:int=0):
-    "Begins a window in place of one that is closed, or of which nothing is left but gradients from before it"
-    if self.window.grads is not None:
-        self.window.grads.add_earlier()
-    self.window = Window(size, keeps_batches, cancelled)
+    self.window = Window(window.size)
 
 @patch
 def release_batch(self:WindowLoop):
@@ -576,13 +498,11 @@ def take_part(self:WindowLoop, between_windows:Callable, read:Callable):
 @patch
 def state(self:WindowLoop)->dict:
     "Returns the place in the fit, between two windows, for `go_to` in another process"
-    return dict(
-        counts=(self.n_steps, self.progress.n_closed, self.progress.n_begun),
-        batches=self.batches.state())
+    return dict(counts=(self.n_steps, *self.progress.counts()), batches=self.batches.state())
 
 @patch
 def go_to(self:WindowLoop, state:dict):
     "After `begin_epoch`, with the plan of the epoch of a `state`: goes on from there"
-    self.n_steps,*progress = state['counts']
-    self.progress.go_to(*progress)
+    self.n_steps,*counts = state['counts']
+    self.progress.go_to(counts)
     self.batches.go_to(state['batches'])

@@ -6,232 +6,126 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/loss_check.html.
 
 # %% ../../nbs/windows/06_loss_check.ipynb #8fe47ebb
 from __future__ import annotations
+from typing import NamedTuple
 
 from fastai.basics import *
 
-from .losses import has_rule,loss_items,model_labels
 from .nested import CannotJoin,each_tensor,join,tensors_in
 from .state import Snapshot
-from .window import zero_if_empty
+from .window import Count,zero_if_empty
 
 # %% auto #0
-__all__ = ['KeptMicroBatch', 'Comparison', 'CannotCompare', 'loss_and_grads', 'norm_over_samples', 'max_relative_error',
-           'shares_of', 'compare_losses', 'LossCheck']
+__all__ = []
 
 # %% ../../nbs/windows/06_loss_check.ipynb #b531ea4c
-class CannotCompare(Exception): "The loss function does not accept what a comparison has to pass to it"
+class CannotCompare(Exception): "The loss function does not accept what a comparison passes to it"
 
 def loss_and_grads(
     loss_func:Callable,
     args:tuple, # Predictions and targets
-    dtype:torch.dtype, # Precision of the computation
-)->list:
-    "Returns the loss and its gradients by the predictions; raises CannotCompare if `loss_func` raises an error"
+)->list[Tensor]:
+    """Returns the loss, in float32 or better, and its gradients by the predictions; raises CannotCompare if `loss_func`
+    raises an error"""
     def copied(o):
         if not o.is_floating_point(): return o.clone()
-        return o.to(torch.promote_types(o.dtype, dtype), copy=True)
-    pred,*targ = each_tensor(copied, args)
+        return o.detach().to(torch.promote_types(o.dtype, torch.float32), copy=True)
+    pred,*targets = each_tensor(copied, args)
     leaves = [o.requires_grad_() for o in tensors_in(pred) if o.is_floating_point()]
     outputs = each_tensor(torch.clone, pred)  # the loss may work in place, which a leaf does not allow
-    try:
-        loss = loss_func(outputs, *targ)
-        grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
-    except Exception as e:  # a loss may raise any error
-        raise CannotCompare(str(e).strip().partition('\n')[0]) from e
-    return [loss.as_subclass(Tensor).detach(), *grads]
-
-def norm_over_samples(o:Tensor)->Tensor:
-    "Returns the norm of each column of `o`, which has a row for each sample and a column for each number per sample"
-    return o.reshape(len(o), -1).norm(dim=0)
-
-_rounding = 1e6  # times the precision: in float64, columns from 2e-10 of all gradients count, in float32 from 12%
-
-def max_relative_error(
-    a:list, # A loss, and its gradients by the predictions
-    b:list, # The same, computed in another way
-    size:Real|Tensor=0, # The largest part that was added up to the loss in `b`
-)->Tensor:
-    "Returns the largest relative difference of the losses, or of a column of the gradients; NaN if all gradients are 0"
-    loss,*grads = a
-    other_loss,*other_grads = b
-    precision = torch.finfo(loss.dtype)
-    # A loss near 0 is compared with its parts; `tiny` avoids a division by 0
-    scale = loss.abs().maximum(torch.as_tensor(size)).clamp_min(precision.tiny)
-    errors = [((loss-other_loss).abs()/scale)[None]]
-    # A column that is tiny, compared with all, may consist of rounding errors, and is compared with `least`
-    all_norms = torch.cat([o.flatten() for o in grads]).norm()
-    least = all_norms*min(1, _rounding*precision.eps)
-    for grad,other in zip(grads, other_grads):
-        scale = norm_over_samples(grad).maximum(least)
-        errors.append(norm_over_samples(grad-other)/scale)
-    return torch.cat(errors).max()
+    if not leaves: raise CannotCompare
+    with torch.enable_grad(), torch.autocast(leaves[0].device.type, enabled=False):
+        try:
+            loss = loss_func(outputs, *targets)
+            grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
+        except Exception as e: raise CannotCompare from e  # a loss may raise any error
+    return [loss.as_subclass(Tensor).detach().flatten(), *grads]
 
 # %% ../../nbs/windows/06_loss_check.ipynb #df322578
-# args: predictions and targets; items: those by `num_items`, None if it was not given
-KeptMicroBatch = namedtuple('KeptMicroBatch', 'args rows items')
+class KeptMicroBatch(NamedTuple):
+    args:tuple  # predictions and targets, as the loss function got them
+    rows:int  # of its tensors
+    items:Count|None  # what its loss averages over; None: it is a sum
 
-def shares_of(loss_func, micro_batches:list)->list:
+def shares_of(micro_batches:list[KeptMicroBatch])->list[Count]:
     "Returns the share of each micro-batch in the loss of all; 1 for each if the loss is a sum"
-    has_num_items = micro_batches[0].items is not None
-    if has_num_items: counts = [o.items for o in micro_batches]
-    else: counts = [loss_items(loss_func, *o.args, rows=o.rows) for o in micro_batches]
-    if None in counts: return [1 for _ in counts]  # it is a sum
+    counts = [o.items for o in micro_batches]
+    if None in counts: return [1 for _ in counts]
     total = sum(counts)
-    if not isinstance(total, Tensor) and total == 0:
-        total = 1  # all labels are ignored
     return [o/total for o in counts]
 
-def compare_losses(loss_func, micro_batches:list, dtype:torch.dtype)->tuple:
-    """Computes the loss of all samples together, and its gradients. Returns how far they are off when they are computed
-    again, which shows a loss that is random; and how far the weighted sums over micro-batches are off"""
-    whole = join([o.args for o in micro_batches], [o.rows for o in micro_batches])
-    joint = loss_and_grads(loss_func, whole, dtype)
-    again = loss_and_grads(loss_func, whole, dtype)
-    losses = []
-    grads = []
-    for o,share in zip(micro_batches, shares_of(loss_func, micro_batches)):
-        part = loss_and_grads(loss_func, o.args, dtype)
-        weighted_loss,*weighted_grads = [zero_if_empty(share, value*share) for value in part]
-        losses.append(weighted_loss)
-        grads.append(weighted_grads)
-    parts_of_grads = zip(*grads)  # for each tensor of predictions, the gradients of all micro-batches
-    summed = [sum(losses), *map(torch.cat, parts_of_grads)]
-    if [o.shape for o in summed] != [o.shape for o in joint]:
-        raise CannotCompare('outputs cannot be joined by samples')
-    largest = torch.stack(losses).abs().max()
-    return max_relative_error(joint, again),max_relative_error(joint, summed, largest)
+_tolerance = 1e-4  # largest relative difference that is taken for rounding
+
+def largest_difference(a:list[Tensor], b:list[Tensor], parts:list[list]=())->Tensor:
+    """Returns the largest relative difference of two computations of a loss and its gradients. It is relative to `a`, or
+    to the largest of the `parts` that add up to `b`, since these may cancel each other out"""
+    res = []
+    for i,(x,y) in enumerate(zip(a, b, strict=True)):
+        sizes = torch.stack([o[i].norm() for o in (a, *parts)])
+        smallest = torch.finfo(x.dtype).tiny  # avoids a division by 0
+        res.append((x-y).norm()/sizes.max().clamp_min(smallest))
+    return torch.stack([o.float() for o in res]).max()
 
 # %% ../../nbs/windows/06_loss_check.ipynb #bb683774
-_warnings_of_changes = dict(
-    replaced="a callback replaces the loss in after_loss: micro-batches are weighted by their samples; if it averages "
-             "over something else, pass num_items",
-    added="a callback adds to the loss in after_loss: what it adds is weighted like the loss; if both average over "
-          "something else, pass num_items",
-    late="a callback replaces the loss in before_backward: it is weighted like the loss before; if it averages over "
-         "something else, replace it in after_loss and pass num_items")
+def loss_adds_up(loss_func:Callable, micro_batches:list[KeptMicroBatch])->bool:
+    """Returns whether the loss of all samples together, and its gradients, are the weighted sums over micro-batches;
+    also if nobody can tell, since the loss is random, or accepts no other batches. Leaves no trace in its state"""
+    snapshot = Snapshot(loss_func)
+    try: differences = compare_losses(loss_func, micro_batches)
+    except (CannotCompare, CannotJoin): return True
+    finally: snapshot.restore()
+    again,summed = torch.stack(differences).tolist()
+    is_random = not again <= _tolerance  # also if it is NaN
+    return is_random or summed <= _tolerance
 
-# verdict: 'same', 'differs' by an error, 'unknown' for a reason; or 'replaced', 'added' or 'late', by a callback
-Comparison = namedtuple('Comparison', 'verdict error reason', defaults=(0., ''))
+def compare_losses(loss_func:Callable, micro_batches:list[KeptMicroBatch])->tuple[Tensor,Tensor]:
+    """Returns how far the loss of all samples is off if it is computed again, and how far the weighted sums are off;
+    raises CannotCompare, or CannotJoin"""
+    whole = join([o.args for o in micro_batches], [o.rows for o in micro_batches])
+    joint = loss_and_grads(loss_func, whole)
+    again = loss_and_grads(loss_func, whole)
+    parts = []
+    for o,share in zip(micro_batches, shares_of(micro_batches)):
+        part = loss_and_grads(loss_func, o.args)
+        parts.append([zero_if_empty(share, value*share) for value in part])
+    losses,*grads = zip(*parts)
+    summed = [sum(losses), *map(torch.cat, grads)]
+    if [o.shape for o in summed] != [o.shape for o in joint]: raise CannotCompare  # outputs have no row for each sample
+    return largest_difference(joint, again),largest_difference(joint, summed, parts)
 
 # %% ../../nbs/windows/06_loss_check.ipynb #5e10d8fa
 class LossCheck:
     "Compares the loss of a window, and its gradient, with those of its micro-batches, in the first windows of a fit"
-    tolerance = 1e-5  # largest relative difference that is taken for rounding
-    n_windows = 16  # first windows of a fit, which are compared
-    first_late = 64  # so many windows later one more is compared, since a loss may change; then 4 times as many later
+    n_windows = 4  # that are compared
     max_bytes = 2**26  # of outputs and targets in a window; more are not kept
 
     def __init__(self, loss_func:Callable):
         self.loss_func = loss_func
         self.windows_left = self.n_windows
-        self.n_skipped = 0  # windows that were not compared since the first ones
-        self.next_late = self.first_late
-        self.is_over = False
-        self.micro_batches = []  # of the current window
-        self.n_bytes = 0  # of the current window, even if they are too many to be kept
-        self.results = []
+        self.kept = []  # micro-batches of the current window
 
     def stop(self):
         "No window is compared any more"
-        self.micro_batches = []
         self.windows_left = 0
-        self.is_over = True
+        self.kept = []
 
-    def add(self,
-        learn:Learner, # At the loss of a micro-batch
-        rows:int, # Rows of its tensors
-        items:Real|Tensor|None=None, # What its loss averages over, if `num_items` was given
-    ):
+    def add(self, pred, targets:tuple, rows:int, items:Count|None):
         "Keeps a micro-batch"
-        if model_labels(learn) is not None:  # the model computes the loss, and its labels were counted
-            self.stop()
-            return
-        args = learn.pred,*learn.yb
-        self.n_bytes += sum(o.nbytes for o in tensors_in(args))
-        if self.n_bytes > self.max_bytes: return
-        pred = each_tensor(Tensor.detach, learn.pred)
-        targets = each_tensor(torch.clone, learn.yb)  # a loader may use their memory again
-        kept = KeptMicroBatch((pred, *targets), rows, items)
-        self.micro_batches = [*self.micro_batches, kept]  # a new list, since a retry restores the one before
+        args = each_tensor(lambda o: o.detach().clone(), (pred, *targets))  # others may use their memory again
+        self.kept.append(KeptMicroBatch(args, rows, items))
+        tensors = tensors_in([o.args for o in self.kept])
+        if sum(o.nbytes for o in tensors) > self.max_bytes: self.stop()
 
-    def note_changed(self, how:str):
-        "Notes `how` a callback has changed the loss, a key of `_warnings_of_changes`; warns the first time"
+    def drop_after(self, n:int):
+        "Drops micro-batches after the first `n`, since they are going to run again"
+        del self.kept[n:]
+
+    def compare(self)->str|None:
+        "Compares what was added in this window; returns a warning if accumulation is not exact for this loss"
+        kept = self.kept
+        self.kept = []
+        self.windows_left -= 1
+        if len(kept) < 2 or loss_adds_up(self.loss_func, kept): return None
         self.stop()
-        if any(o.verdict == how for o in self.results):
-            return
-        self.results.append(Comparison(how))
-        warn(_warnings_of_changes[how])
-
-    def state(self)->dict:
-        """Returns all attributes, for `restore` by a retry. What is added to `results` meanwhile stays there, so that
-        no warning comes twice"""
-        return dict(vars(self))
-
-    def restore(self, state:dict): vars(self).update(state)
-
-    def verdict(self)->str|None:
-        return self.results[-1].verdict if self.results else None
-
-# %% ../../nbs/windows/06_loss_check.ipynb #e13d900d
-@patch
-def skip_window(self:LossCheck):
-    "Counts a window that is not compared"
-    if self.is_over: return
-    self.n_skipped += 1
-    if self.n_skipped < self.next_late: return
-    self.next_late *= 4
-    self.windows_left = 1
-
-# %% ../../nbs/windows/06_loss_check.ipynb #2fe6890c
-@patch
-def compare(self:LossCheck)->str|None:
-    "Compares what was added in this window; returns a warning if accumulation is not exact for this loss"
-    micro_batches = self.micro_batches
-    self.micro_batches = []
-    self.n_bytes = 0
-    self.windows_left -= 1
-    result = self.compare_in_any_precision(micro_batches)
-    self.results.append(result)
-    if result.verdict != 'differs': return None
-    self.stop()
-    size = f'off by {result.error:.2g} of its size'
-    if not result.error < 1: size = 'another one altogether'
-    return (f"accumulation is not exact for this loss: a window's loss or gradient is {size}. "
-            "Pass num_items (what the loss averages over), set reduction='sum' on a loss that sums, or use "
-            "GradientCache, or a larger bs")
-
-@patch
-def compare_in_any_precision(self:LossCheck, micro_batches:list)->Comparison:
-    "Compares in float64 or, if the loss function does not accept that, in float32"
-    if len(micro_batches) < 2:
-        return Comparison('unknown', reason='only one micro-batch was kept, or they are too large')
-    try: again,error = self.compare_in(torch.float64, micro_batches)
-    except (CannotCompare, CannotJoin):
-        try: again,error = self.compare_in(torch.float32, micro_batches)
-        except (CannotCompare, CannotJoin) as e:
-            return Comparison('unknown', reason=str(e))
-    if not math.isfinite(again):
-        return Comparison('unknown', reason='a gradient is 0, NaN or infinite')
-    if again > self.tolerance: return Comparison('unknown', reason='called again, it returns something else')
-    return Comparison('same' if error <= self.tolerance else 'differs', error)
-
-@patch
-def compare_in(self:LossCheck, dtype:torch.dtype, micro_batches:list)->list:
-    "See `compare_losses`. Leaves autocast out, and no trace in the state of the loss function"
-    tensors = tensors_in(micro_batches)
-    if not tensors: raise CannotCompare('neither outputs nor targets have rows')
-    device = tensors[0].device
-    snapshot = Snapshot(self.loss_func)
-    try:
-        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            errors = compare_losses(self.loss_func, micro_batches, dtype)
-        return torch.stack(errors).tolist()
-    finally: snapshot.restore()
-
-@patch
-def warning_at_end(self:LossCheck)->str|None:
-    "Returns a warning if no window of a fit could be compared, and the loss has no rule"
-    is_unknown = self.results and all(o.verdict == 'unknown' for o in self.results)
-    if not is_unknown or has_rule(self.loss_func): return None
-    return ("could not check whether accumulation is exact for this loss: pass num_items if you know what it "
-            f"averages over, or use GradientCache ({self.results[0].reason})")
+        return ("accumulation is not exact for this loss: a window's loss or gradient differs from that of all its "
+                "samples together. Pass num_items (what the loss averages over), set reduction='sum' on a loss that "
+                "sums, or use GradientCache, or a larger bs")

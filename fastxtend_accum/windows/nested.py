@@ -13,8 +13,7 @@ from fastai.basics import *
 from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
-__all__ = ['children', 'rebuilt', 'each_tensor', 'tensors_in', 'lengths', 'n_rows', 'rows_of_first_tensor',
-           'has_entry_per_sample', 'slice_batch', 'CannotJoin', 'join', 'join_tensors', 'join_items']
+__all__ = []
 
 # %% ../../nbs/windows/00_nested.ipynb #45667e7f
 def children(b)->list|None:
@@ -81,27 +80,26 @@ def n_rows(
     known = set().union(*map(lengths, fields))
     return expected if expected in known else rows
 
-def rows_of_first_tensor(b)->int:
-    "Returns the rows of the first tensor in `b`, such as the arguments of a forward pass; 0 if there is none"
-    found = tensors_in(b)
-    return len(found[0]) if found else 0
-
 # %% ../../nbs/windows/00_nested.ipynb #0dbca7fe
 _same_for_all = str,bytes,Number,type(None)
 
 def has_entry_per_sample(b:list|tuple, n:int)->bool:
     """Returns whether `b` has an entry for each of `n` samples, such as the boxes in each image. `n` tensors that have
     `n` rows each are taken for `n` inputs, each of which has a row for each sample"""
-    return len(b) == n and {len(o) for o in tensors_in(b)} != {n}
+    if len(b) != n: return False
+    return {len(o) for o in tensors_in(b)} != {n}
 
 def slice_batch(
-    b, # Nested batch, such as `(inputs, targets)`
+    b, # Inputs and targets, or the arguments of a forward pass
     start:int, # First row
     end:int, # Row after the last one
     n:int, # Rows of `b`
-    depth:int=0, # Of `b` in the batch: at 0 and 1, it lists inputs and targets, and not samples, however many they are
-):
-    "Returns the rows from `start` to `end`, in the same structure and types; raises ValueError if it cannot slice `b`"
+)->tuple:
+    "Returns the rows from `start` to `end` of each item of `b`; raises ValueError if it cannot slice one"
+    return tuple(slice_item(o, start, end, n) for o in b)
+
+def slice_item(b, start:int, end:int, n:int):
+    "See `slice_batch`; keeps structure and types"
     if isinstance(b, _same_for_all): return b
     if isinstance(b, Tensor) and b.layout == torch.strided:
         if not b.ndim: return b  # one number for all samples
@@ -112,64 +110,54 @@ def slice_batch(
     items = children(b)
     if items is None:
         raise ValueError(f"cannot split a {type(b).__name__}: use tensors, or a DataLoader that yields smaller batches")
-    may_list_samples = depth > 1 and not isinstance(b, Mapping)
-    if may_list_samples and has_entry_per_sample(b, n):
-        items = items[start:end]
-    else: items = [slice_batch(o, start, end, n, depth+1) for o in items]
+    lists_samples = not isinstance(b, Mapping) and has_entry_per_sample(b, n)
+    if lists_samples: items = items[start:end]
+    else: items = [slice_item(o, start, end, n) for o in items]
     return rebuilt(b, items)
 
 # %% ../../nbs/windows/00_nested.ipynb #3ae69da2
-class CannotJoin(ValueError): "The outputs of micro-batches are not those of a batch"
+class CannotJoin(ValueError): "The outputs of micro-batches cannot be concatenated"
 
 def join(
-    outputs:list, # Of micro-batches. The list is emptied, so that each output is freed once it is joined
+    outputs:list, # Of micro-batches
     sizes:list, # Rows of each micro-batch
 ):
     "Returns the outputs joined along their rows; raises CannotJoin, a ValueError, unless all have the same structure"
-    if len(outputs) == 1: return outputs.pop()
-    kind = type(outputs[0])  # no output gets a name, which would keep it from being freed
-    if all(type(o) is kind for o in outputs):
-        if issubclass(kind, Tensor): return join_tensors(outputs, sizes)
-        if children(outputs[0]) is not None:
-            return join_items(outputs, sizes)
-        if issubclass(kind, _same_for_all) and len(set(outputs)) == 1:
-            return outputs[0]
-    raise CannotJoin(f"cannot join outputs of type {kind.__name__}: let the model return tensors, or tuples, lists "
-                     "and dicts of them")
+    one = outputs[0]
+    if len(outputs) == 1: return one
+    kind = type(one)
+    if any(type(o) is not kind for o in outputs): raise cannot_join(kind)
+    if isinstance(one, Tensor): return join_tensors(outputs, sizes)
+    if children(one) is not None: return join_items(outputs, sizes)
+    if isinstance(one, _same_for_all) and len(set(outputs)) == 1:
+        return one
+    raise cannot_join(kind)
+
+def cannot_join(kind:type)->CannotJoin:
+    return CannotJoin(f"cannot join outputs of type {kind.__name__}: let the model return tensors, or tuples, lists and "
+                      "dicts of them, of the same structure for each micro-batch")
 
 def join_tensors(outputs:list, sizes:list)->Tensor:
     "See `join`. A tensor without dimensions must be the same in all micro-batches"
-    first_one = outputs[0]
-    if not first_one.ndim and all(torch.equal(o, first_one) for o in outputs):
-        return outputs.pop()
+    one = outputs[0]
+    if not one.ndim and all(torch.equal(o, one) for o in outputs):
+        return one
     for o,n in zip(outputs, sizes, strict=True):
-        if o.shape == (n, *first_one.shape[1:]):
+        if o.shape == (n, *one.shape[1:]):
             continue
-        shapes = f'{tuple(o.shape)} from a micro-batch of {n} samples'
-        if o is not first_one:
-            shapes += f' and {tuple(first_one.shape)} from one of {sizes[0]}'
-        raise CannotJoin(f"cannot join outputs of shape {shapes}: their first dimension must be the samples, and the "
-                         "others the same in all")
-    res = torch.cat(outputs)
-    outputs.clear()
-    return res
+        raise CannotJoin(f"cannot join outputs of shape {tuple(o.shape)} from a micro-batch of {n} samples and "
+                         f"{tuple(one.shape)} from one of {sizes[0]}: their first dimension must be the samples, and "
+                         "the others the same in all")
+    return torch.cat(outputs)
 
 # %% ../../nbs/windows/00_nested.ipynb #3e037f4c
 def join_items(outputs:list, sizes:list):
     "See `join`. Joins the items of tuples, lists or mappings one after the other"
-    kind = type(outputs[0])
-    lists_samples = issubclass(kind, list) and all(map(has_entry_per_sample, outputs, sizes))
-    if lists_samples: return kind(chain(*outputs))
-    keys = [tuple(o) if isinstance(o, Mapping) else len(o) for o in outputs]
-    for other in keys:
-        if other != keys[0]:
-            raise CannotJoin(f"cannot join outputs of {keys[0]} and {other} entries")
-    columns = [list(o) for o in zip(*map(children, outputs))]
-    # Outputs are let go of before their tensors are joined: one of their type, with zeros in the place of tensors, is
-    # made first. Not with None, which outputs of Transformers leave out
-    empty = rebuilt(outputs[0], [0 for _ in columns])
-    outputs.clear()
-    joined = []
-    while columns:
-        joined.append(join(columns.pop(0), sizes))  # a column is freed once it is joined
-    return rebuilt(empty, joined)
+    one = outputs[0]
+    lists_samples = isinstance(one, list) and all(map(has_entry_per_sample, outputs, sizes))
+    if lists_samples: return type(one)(chain(*outputs))
+    for o in outputs:
+        has_same_keys = tuple(o) == tuple(one) if isinstance(one, Mapping) else len(o) == len(one)
+        if not has_same_keys: raise cannot_join(type(one))
+    columns = zip(*map(children, outputs))
+    return rebuilt(one, [join(list(column), sizes) for column in columns])

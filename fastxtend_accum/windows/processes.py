@@ -11,12 +11,10 @@ from fastai.basics import *
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from .gradients import GradientSums
-from .window import Count,Window,power_of_two
+from .window import Count,Window
 
 # %% auto #0
-__all__ = ['averages_gradients', 'is_sharded', 'inner_model', 'group_of', 'n_processes', 'all_reduce', 'all_reduce_scalar',
-           'enable_gradient_sync', 'Processes']
+__all__ = []
 
 # %% ../../nbs/windows/07_processes.ipynb #2b7db68b
 def averages_gradients(model)->bool:
@@ -69,26 +67,16 @@ class Processes:
         self.n = n_processes(learn)
         # A process that retries would leave the others waiting, so passes must not communicate
         self.passes_are_local = may_retry
-        self.weight_unit = None  # of this fit, the same in all processes
         self.has_averaged = False  # whether DDP has averaged the gradients of the window
 
     def before_forward(self, window:Window, ends_window:bool):
         "Lets DDP average gradients in the last micro-batch of a window only"
         if self.n == 1: return
-        # DDP averages `.grad`, where sums in float32 are not; and a retry must not communicate. Then `reduce_window`
-        # averages
-        sums_in_float32 = window.grads.float32 is not None
-        is_due = ends_window and not sums_in_float32 and not self.passes_are_local
+        # DDP's buffers have the type of the weights, unlike sums in float32; and a retry must not communicate. Then
+        # `reduce_window` averages
+        is_due = ends_window and not window.grads.are_in_float32 and not self.passes_are_local
         enable_gradient_sync(self.learn.model, is_due)
         self.has_averaged = False
-
-    def common_unit(self, items:Count|None, samples:int)->float|None:
-        """Returns the unit of all weights in this fit, the same in all processes, so that their sums can be added: near
-        the most items in a first micro-batch, or near `samples` if there are none. None for one process, in which
-        each window has its own"""
-        if self.n > 1 and self.weight_unit is None and items is not None:
-            self.weight_unit = power_of_two(all_reduce_scalar(self.learn, items), samples)
-        return self.weight_unit
 
     def after_backward(self):
         if self.n > 1:
@@ -111,33 +99,33 @@ class Processes:
 def reduce_window(self:Processes, window:Window):
     "Makes the sums of `window` those of all processes, and its gradients the mean over processes"
     losses = window.losses
-    samples = losses.samples-window.missing
     if self.n == 1:
-        window.set_totals(losses.on_host(), samples)
+        window.set_totals(losses.on_host(), window.seen_samples)
         return
     model = self.learn.model
-    if not self.has_averaged and not is_sharded(model):
-        self.average_grads(window.grads)
+    if not self.has_averaged and not is_sharded(model): self.average_grads()
     loss = losses.loss.as_subclass(Tensor)
     sums = torch.zeros(3, dtype=torch.float64, device=loss.device)  # 24 bytes, in one message
     sums[0] = loss
     sums[1] = losses.items or 0
-    sums[2] = samples
+    sums[2] = window.seen_samples
     loss_sum,items,samples = all_reduce(model, sums).tolist()
-    if losses.items is None: items = None
-    losses = losses._replace(loss=torch.tensor(loss_sum, dtype=loss.dtype), items=items)
+    losses = losses._replace(loss=torch.tensor(loss_sum, dtype=loss.dtype))
+    if losses.items is not None: losses = losses._replace(items=items, weight=items/window.unit)
     window.set_totals(losses, int(samples))
 
 @patch
-def average_grads(self:Processes, grads:GradientSums):
+def average_grads(self:Processes):
     "Averages what DDP would: the gradients of all parameters of the model that have one in any process"
     model = self.learn.model
     params = [p for p in model.parameters() if p.requires_grad]
     if not params: return  # only the loss is trained
-    has_gradient = torch.tensor([grads.has_gradient(p) for p in params], dtype=torch.long, device=params[0].device)
+    has_gradient = torch.tensor([p.grad is not None for p in params], dtype=torch.long, device=params[0].device)
     for p,n in zip(params, all_reduce(model, has_gradient).tolist()):
-        if n:
-            all_reduce(model, grads.gradient_of(p)).div_(self.n)
+        if not n: continue
+        if p.grad is None:
+            p.grad = torch.zeros_like(p, dtype=getattr(p, 'grad_dtype', p.dtype))
+        all_reduce(model, p.grad).div_(self.n)
 
 # %% ../../nbs/windows/07_processes.ipynb #bef79b5d
 @patch

@@ -13,32 +13,22 @@ from .loader import EpochBatches
 from .loggers import Loggers
 
 # %% auto #0
-__all__ = ['Progress']
+__all__ = []
 
 # %% ../../nbs/windows/12_progress.ipynb #d6f53378
 class Progress:
-    "Keeps `learn.pct_train` and `learn.train_iter` right in one epoch"
-    def __init__(self,
-        learn,
-        batches:EpochBatches,
-        loggers:Loggers,
-        counts_samples:bool, # Whether the position is measured in samples, since windows differ in size
-    ):
+    """Keeps `learn.pct_train` right in one epoch. fastai advances it by the same amount in each round, which is right
+    unless windows differ in size, begin in the epoch before, take several rounds, or lose batches that are cancelled"""
+    def __init__(self, learn, batches:EpochBatches, loggers:Loggers):
         self.learn = learn
         self.batches = batches
         self.plan = batches.plan
         self.loggers = loggers
-        self.counts_samples = counts_samples
-        self.n_windows = len(batches.plan.windows)
+        self.rounds_are_batches = len(batches) == len(self.plan.sizes)
+        self.n_rounds = 0  # that have begun
         self.n_closed = 0  # windows
-        self.n_begun = 0  # rounds
-        # In each round fastai advances by 1/n_iter. That is right if each round is a window, and all advance by the
-        # same
-        has_window_per_round = len(batches) == self.n_windows
-        self.fastai_counts_right = has_window_per_round and not counts_samples
-        # When the round began
-        self.pct_train_before = 0.
-        self.train_iter_before = 0
+        self.n_cancelled = 0.  # windows that cancelled batches would have filled
+        self.before_window = 0.  # the position at which the present window began
 
     def begin_epoch(self):
         """After fastai has set the position to the beginning of the epoch: moves it back by the batches that were
@@ -47,43 +37,45 @@ class Progress:
         self.learn.pct_train += position/self.learn.n_epoch
         self.loggers.shift_wandb_epoch(position)
 
-    def pct_train(self)->float:
-        "Returns the fraction of the fit after the windows so far"
-        if self.counts_samples:
-            position = self.plan.position(self.batches.samples_read)
-        else: position = self.n_closed/max(self.n_windows, 1)
-        return self.plan.pct_train(position)
+    def go_to(self, counts:tuple):
+        "After `begin_epoch`: goes on from these `counts`. Whoever calls it has restored the position itself"
+        self.n_rounds,self.n_closed,self.n_cancelled = counts
+
+    def counts(self)->tuple: return self.n_rounds,self.n_closed,self.n_cancelled
+
+    def position(self)->float:
+        """Returns the fraction of the epoch that was read. If all windows have the same size it is measured in windows,
+        as fastai counts batches: the last one may be smaller, and some samples may be in none"""
+        if self.plan.counts_samples: return self.plan.position(self.batches.samples_read)
+        n = max(len(self.plan.windows), 1)
+        is_over = self.n_closed+self.n_cancelled > n
+        if is_over: return max(self.n_closed/n, 1.)  # more windows than 1, if the DataLoader yields more than it announces
+        return (self.n_closed+self.n_cancelled)/n
+
+    def begin_window(self): self.before_window = self.position()
 
     def note_closed_window(self): self.n_closed += 1
 
-    def go_to(self, n_closed:int, n_begun:int):
-        "After `begin_epoch`: goes on after so many windows. Whoever calls it has restored the position itself"
-        self.n_closed = n_closed
-        self.n_begun = n_begun
+    def note_cancelled(self, share:float):
+        "Notes that a callback has cancelled a batch which would have filled this share of a window"
+        self.n_cancelled += share
 
     def begin_round(self):
-        "Counts a round, and notes the position before it"
-        self.learn.iter = self.n_begun
-        self.n_begun += 1
-        self.pct_train_before = self.learn.pct_train
-        self.train_iter_before = self.learn.train_iter
+        self.learn.iter = self.n_rounds
+        self.n_rounds += 1
 
-    def correct_before_fastai_counts(self):
+    def correct_before_fastai_counts(self, window_goes_on:bool):
         """After the batches of a round, and before `after_batch`, in which TrainEvalCallback comes first and advances
-        `pct_train`: takes that off in advance, so that all other callbacks find the right position"""
-        if self.fastai_counts_right: return
+        `pct_train`: takes that off in advance, so that all other callbacks find the right position. While a window goes
+        on, it is where the window began, so that schedulers set the same for all its batches"""
         learn = self.learn
-        before = learn.pct_train
+        position = self.before_window if window_goes_on else self.position()
         fastais_increment = 1/(learn.n_iter*learn.n_epoch)
-        learn.pct_train = self.pct_train()-fastais_increment
-        if self.counts_samples:
-            self.loggers.shift_wandb_epoch((learn.pct_train-before)*learn.n_epoch)
+        right = self.plan.pct_train(position)-fastais_increment
+        correction = right-learn.pct_train
+        if abs(correction) < _rounding: return  # fastai's own numbers, bit for bit, where they are right
+        learn.pct_train = right
+        # W&B counts its epoch by rounds
+        if not self.rounds_are_batches: self.loggers.shift_wandb_epoch(correction*learn.n_epoch)
 
-# %% ../../nbs/windows/12_progress.ipynb #e6b715da
-@patch
-def uncount_round(self:Progress):
-    "After `after_batch` of a round in which no window was closed: takes back what fastai has counted"
-    learn = self.learn
-    learn.train_iter = self.train_iter_before
-    if self.counts_samples: learn.pct_train = self.pct_train()  # samples that were read advance it
-    else: learn.pct_train = self.pct_train_before
+_rounding = 1e-9

@@ -1,4 +1,4 @@
-"""What running a model or a loss can change: find it, copy it, restore it
+"""A copy of what running a model or a loss changes: restore it, or find out what has changed
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/state.html.md"""
 
@@ -6,34 +6,14 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/state.html.md"""
 
 # %% ../../nbs/windows/01_state.ipynb #9c9cf33e
 from __future__ import annotations
-from collections import deque
-from itertools import chain
 import pickle
 
 from fastai.basics import *
-from torch.nn.parameter import is_lazy
-
-from .nested import each_tensor,tensors_in
 
 # %% auto #0
-__all__ = ['generators', 'optimizers', 'global_generators', 'may_be_modified', 'find_mutable_state', 'referred_to',
-           'copy_content', 'restore_content', 'restore_dict', 'restore_container', 'restore_tensor', 'Snapshot',
-           'with_copies', 'StateChanges', 'copies_of_tensors', 'has_same_values', 'is_equal', 'generator_states']
+__all__ = []
 
 # %% ../../nbs/windows/01_state.ipynb #4f942e21
-generators = random.Random,np.random.Generator,np.random.RandomState,torch.Generator
-optimizers = Optimizer,OptimWrapper,torch.optim.Optimizer
-_containers = list,set,deque
-_immutable = str,int,float,type(None)
-
-# Nothing inside these is searched: data, optimizers and Learners are not part of a model or a loss
-_not_searched = (*_immutable, type, types.ModuleType, Learner, DataLoaders, DataLoader, torch.utils.data.DataLoader,
-                 torch.utils.data.Dataset, *optimizers)
-
-# Attributes of every module that a pass does not change
-_module_internals = {name for name in vars(nn.Module()) if 'hooks' in name}
-_module_internals.add('_non_persistent_buffers_set')
-
 class _MPSGenerator:
     "The random generator of Apple's GPUs, which PyTorch makes accessible by functions only"
     getstate = staticmethod(torch.mps.get_rng_state)
@@ -45,86 +25,28 @@ def global_generators()->list:
     if torch.backends.mps.is_available(): res.append(_MPSGenerator)
     return res
 
-def may_be_modified(o:Tensor)->bool:
-    "Returns whether a forward pass may modify `o`, as it does a buffer"
-    if o.requires_grad or o.layout != torch.strided: return False
-    if is_lazy(o): return False  # it has no values yet
-    # Some modules count in small parameters without gradients. Large ones are frozen weights, which are taken as
-    # constant: a copy would need as much memory again
-    return not isinstance(o, nn.Parameter) or o.numel() <= 1024
-
-# %% ../../nbs/windows/01_state.ipynb #1f60037e
-def find_mutable_state(*objects)->list:
-    "Returns what running `objects` may modify, at any depth: containers, random generators and tensors"
-    to_visit = list(objects)
-    seen = set()
+def random_states()->list:
+    "Returns the states of the global random generators"
     res = []
-    for o in to_visit:  # grows in the loop
-        if id(o) in seen or isinstance(o, _not_searched):
-            continue
-        seen.add(id(o))
-        if isinstance(o, Tensor):
-            if may_be_modified(o): res.append(o)
-            continue
-        has_state = not isinstance(o, random.SystemRandom)
-        if isinstance(o, (dict, *_containers, *generators)) and has_state:
-            res.append(o)
-        to_visit += referred_to(o)
+    for o in global_generators():
+        get_state = getattr(o, 'getstate', None) or o.get_state  # `random` has the one, the others have the other
+        res.append(get_state())
     return res
 
-def referred_to(o)->list:
-    """Returns what `o` refers to: items, attributes, the object of a bound method, or the function and arguments of a
-    `partial`. What other functions refer to is not found"""
-    if isinstance(o, dict):
-        return [v for k,v in o.items() if k not in _module_internals and not isinstance(v, _immutable)]
-    if isinstance(o, (tuple, *_containers)):
-        return list(o)
-    if isinstance(o, generators): return []
-    if isinstance(o, types.MethodType): return [o.__self__]
-    if isinstance(o, partial):
-        return [o.func, o.args, o.keywords]
-    if isinstance(o, types.FunctionType): return [vars(o)]  # a loss function may keep its parts there
-    if not hasattr(o, '__dict__'): return []
-    library = type(o).__module__.partition('.')[0]
-    is_of_python = library in sys.stdlib_module_names and not isinstance(o, SimpleNamespace)  # such as a lock
-    return [] if is_of_python else [vars(o)]
+def set_random_states(states:list):
+    for o,state in zip(global_generators(), states, strict=True):
+        set_state = getattr(o, 'setstate', None) or o.set_state
+        set_state(state)
 
 # %% ../../nbs/windows/01_state.ipynb #d6347522
-def copy_content(o):
-    "Returns a copy of what `o` contains, or the state of a random generator"
-    if isinstance(o, dict): return dict(o)
-    if isinstance(o, _containers): return list(o)
-    if isinstance(o, Tensor): return o.detach().clone()
-    if isinstance(o, np.random.Generator): return o.bit_generator.state
-    get_state = getattr(o, 'getstate', None) or o.get_state
-    return get_state()
-
-def restore_content(o, content):
-    "Restores, in place, what `copy_content` has returned"
-    if isinstance(o, dict): restore_dict(o, content)
-    elif isinstance(o, _containers): restore_container(o, content)
-    elif isinstance(o, Tensor): restore_tensor(o, content)
-    elif isinstance(o, np.random.Generator):
-        o.bit_generator.state = content
-    else:
-        set_state = getattr(o, 'setstate', None) or o.set_state
-        set_state(content)
-
 def restore_dict(o:dict, content:dict):
+    "Gives `o` these items and no others"
     for k in o.keys()-content.keys():
         del o[k]
-    for k,v in content.items():
-        o[k] = v  # not `update`, which adds to a Counter
-
-def restore_container(o, items:list):
-    # If it is the same, nothing is done: somebody may iterate over it, and a set or deque must not be changed meanwhile
-    if list(map(id, o)) == list(map(id, items)):
-        return
-    o.clear()
-    if isinstance(o, set): o.update(items)
-    else: o.extend(items)
+    o.update(content)
 
 def restore_tensor(o:Tensor, content:Tensor):
+    "Gives `o` these values"
     # By `data`, since a backward pass refuses tensors that were changed otherwise
     if o.shape != content.shape:
         o.data = content.clone()
@@ -132,90 +54,78 @@ def restore_tensor(o:Tensor, content:Tensor):
     elif not torch.equal(o, content):
         o.data.copy_(content)
 
+# %% ../../nbs/windows/01_state.ipynb #1f60037e
+def attributes_of(o)->list[dict]:
+    "Returns the dicts that hold the attributes of `o`: with those of all modules in it and their buffers, if it is one"
+    if not isinstance(o, nn.Module): return [vars(o)] if hasattr(o, '__dict__') else []
+    res = []
+    for m in o.modules():
+        res.append(vars(m))
+        if m._buffers: res.append(m._buffers)
+    return res
+
 # %% ../../nbs/windows/01_state.ipynb #d1b90224
 class Snapshot:
-    """A copy of what running `objects` on the arguments `given` may modify, and of the random generators. It has two
-    uses: `snapshot.restore()` undoes a run, so that the state is the old one from now on. `with snapshot:` repeats a
-    run: in the block the state is the old one, and after it what it was before the block. Tensors in `given` are
-    inputs, and are not copied"""
+    """A copy of the attributes and buffers of `objects`, such as a model and a loss function, and of the random
+    generators. It has three uses. `snapshot.restore()` undoes a run. `with snapshot:` repeats a run: in the block the
+    state is the old one, and after it what it was before the block. `changed_modules` and `has_drawn` say what a run
+    has changed. What an attribute refers to, such as the items of a list, is not copied"""
     # Not a generator with @contextmanager: PyTorch's `checkpoint` enters the same context in each backward pass
-    def __init__(self, *objects, given:tuple=()):
-        found = find_mutable_state(*objects)
-        found += [o for o in find_mutable_state(*given) if not isinstance(o, Tensor)]
-        found += global_generators()
-        self.contents = [(o, copy_content(o)) for o in found]
-        self.outside = []  # what the objects contain outside of the context
+    def __init__(self, *objects):
+        self.objects = objects
+        self.attributes = []
+        for o in objects:
+            self.attributes += [(attrs, dict(attrs)) for attrs in attributes_of(o)]
+        self.buffers = [(o, o.detach().clone()) for o in self.untrained_tensors()]
+        self.random_states = random_states()
+        self.outside = []  # attributes as they are outside of the context
+        self.outside_random_states = []
+
+    def untrained_tensors(self)->list[Tensor]:
+        "Returns the buffers, and other attributes that are tensors without a gradient"
+        res = []
+        for _,content in self.attributes:
+            for o in content.values():
+                is_strided = isinstance(o, Tensor) and o.layout == torch.strided
+                if is_strided and not o.requires_grad: res.append(o)
+        return res
 
     def restore(self):
         "Restores everything in place, as it was when the snapshot was made"
-        for o,content in self.contents: restore_content(o, content)
+        for o,content in self.attributes: restore_dict(o, content)
+        for o,value in self.buffers: restore_tensor(o, value)
+        set_random_states(self.random_states)
 
     def __enter__(self):
         """Restores everything for a further run, until the end of the context. No tensor is written to, since the
-        backward pass may still need those of the first run: the dicts and lists that hold a tensor get a copy of it"""
-        copies = {}
-        rest = []
-        for o,content in self.contents:
-            if isinstance(o, Tensor):
-                copies[id(o)] = content.clone()
-            else: rest.append((o, content))
-        self.outside = [(o, copy_content(o)) for o,_ in rest]
-        try:
-            for o,content in rest:
-                restore_content(o, with_copies(content, copies))
-        except BaseException:  # such as Ctrl-C
-            self.__exit__()
-            raise
+        backward pass may still need those of the first run: copies take their places"""
+        self.outside = [(o, dict(o)) for o,_ in self.attributes]
+        self.outside_random_states = random_states()
+        copies = {id(o):value.clone() for o,value in self.buffers}
+        for o,content in self.attributes:
+            restore_dict(o, {k:copies.get(id(v), v) for k,v in content.items()})
+        set_random_states(self.random_states)
 
     def __exit__(self, *args):
         "Leaves everything as it was before the context"
-        for o,content in self.outside: restore_content(o, content)
+        for o,content in self.outside: restore_dict(o, content)
+        set_random_states(self.outside_random_states)
         self.outside = []
 
-def with_copies(content, copies:dict):
-    "Returns the content of a dict or container with its tensors replaced by their `copies`, which are found by `id`"
-    def copy_of(o):
-        if isinstance(o, tuple) and tensors_in(o):
-            return each_tensor(copy_of, o)  # nothing can be put into a tuple
-        return copies.get(id(o), o)
-    if isinstance(content, dict):
-        return {k:copy_of(v) for k,v in content.items()}
-    if isinstance(content, list):
-        return list(map(copy_of, content))
-    return content  # the state of a random generator
-
 # %% ../../nbs/windows/01_state.ipynb #857d023c
-class StateChanges:
-    "Finds what forward passes of `model` change, from now on: buffers, small frozen parameters, random generators"
-    def __init__(self, model):
-        self.modules = list(model.modules())
-        self.tensors = [copies_of_tensors(m) for m in self.modules]
-        self.generators = generator_states()
+@patch
+def changed_modules(self:Snapshot)->list[nn.Module]:
+    "Returns the modules of the first object, a model, of which a buffer has another value than in the snapshot"
+    values = {id(o):value for o,value in self.buffers}
+    res = []
+    for m in self.objects[0].modules():
+        buffers = m.buffers(recurse=False)
+        is_same = [id(o) in values and torch.equal(o, values[id(o)]) for o in buffers]
+        if not all(is_same): res.append(m)
+    return res
 
-    def changed_modules(self)->list:
-        "Returns the modules of which a tensor has another value than before"
-        changed = []
-        for m,before in zip(self.modules, self.tensors):
-            if not has_same_values(before, copies_of_tensors(m)):
-                changed.append(m)
-        return changed
-
-    def has_drawn_random_numbers(self)->bool: return generator_states() != self.generators
-
-def copies_of_tensors(m)->dict:
-    "Returns copies of the tensors of `m` itself, without its children, that a forward pass may modify"
-    own = chain(m.buffers(recurse=False), m.parameters(recurse=False))
-    return {o:copy_content(o) for o in own if may_be_modified(o)}
-
-def has_same_values(a:dict, b:dict)->bool:
-    if a.keys() != b.keys(): return False
-    return all(is_equal(o, b[k]) for k,o in a.items())
-
-def is_equal(a:Tensor, b:Tensor)->bool:
-    "Returns whether both have the same shape and values, where NaN equals NaN"
-    return a.shape == b.shape and torch.allclose(a, b, 0, 0, equal_nan=True)
-
-def generator_states()->list:
-    "Returns the states of the global random generators, in a form that `==` compares"
-    states = [copy_content(o) for o in global_generators()]
-    return [o.tolist() if isinstance(o, Tensor) else pickle.dumps(o) for o in states]
+@patch
+def has_drawn(self:Snapshot)->bool:
+    "Returns whether random numbers were drawn since the snapshot"
+    def comparable(states): return [o.tolist() if isinstance(o, Tensor) else pickle.dumps(o) for o in states]
+    return comparable(random_states()) != comparable(self.random_states)

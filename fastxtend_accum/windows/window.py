@@ -11,23 +11,17 @@ from typing import NamedTuple
 
 from fastai.basics import *
 
-from .gradients import GradientSums,WindowParams
+from .gradients import GradientSums
 
 # %% auto #0
-__all__ = ['Count', 'power_of_two', 'zero_if_empty', 'scaled', 'zero_grads_if_empty', 'Contribution', 'LossSums', 'Outcome',
-           'Window']
+__all__ = []
 
 # %% ../../nbs/windows/04_window.ipynb #b66a5093
 Count = Real|Tensor  # a tensor if it is on a GPU: reading its value would wait for the GPU
 
-def power_of_two(items:Count, samples:int=1)->Count:
-    """Returns the largest power of two that is at most `items`; or at most `samples`, if there are no items. As a
-    divisor it rounds nothing"""
-    if isinstance(items, Tensor):
-        power = torch.exp2(items.log2().floor())
-        return torch.where(items > 0, power, power_of_two(samples))
-    _,exponent = math.frexp(items or samples or 1)  # a number is fraction*2**exponent, with a fraction from 0.5 to 1
-    return 2.**(exponent-1)
+def power_of_two(n:int)->int:
+    "Returns the largest power of two that is at most `n`. As a divisor it rounds nothing"
+    return 2**(n.bit_length()-1)
 
 def zero_if_empty(items:Count|None, value:Tensor)->Tensor:
     "Returns `value`, or 0 if there are no `items`, over which a mean and its gradient are 0/0. Keeps the graph"
@@ -56,69 +50,44 @@ def zero_grads_if_empty(outputs:list, weight:Count):
 class Contribution(NamedTuple):
     "What one micro-batch adds to the sums of its window"
     loss:Tensor  # without a graph
-    weight:Count
+    weight:Count  # the loss and its gradient are multiplied by it
     items:Count|None  # what the loss averages over; None: it is a sum
     samples:int
-    unit:Count|None  # of the weight
 
 # %% ../../nbs/windows/04_window.ipynb #caba095c
 class LossSums(NamedTuple):
-    """Sums over micro-batches. Each loss is weighted by its items/`unit`. The unit is a power of two near the items of
-    the first micro-batch: weights are near 1, so that a sum stays about as large as a mean, and float16 does not
-    overflow"""
+    "Sums over micro-batches. Each loss, and its gradient, is weighted: `weight` is the sum of these weights"
     n_micro:int = 0
     samples:int = 0
     loss:Tensor|None = None  # the weighted sum
     items:Count|None = None  # None: the losses are sums
-    unit:Count|None = None
-
-    def weigh(self,
-        loss:Tensor,
-        items:Count|None, # What the loss averages over; None: it is a sum
-        samples:int,
-        is_alone:bool, # Whether the micro-batch is the whole window
-        common_unit:float|None=None, # The unit of several processes
-    )->Contribution:
-        "Returns what a micro-batch is going to add to these sums. The weight of one that is alone, or of a sum, is 1"
-        unit = common_unit or self.unit
-        loss = loss.detach()
-        if items is None:
-            return Contribution(loss, 1, None, samples, unit)
-        if isinstance(items, Tensor):
-            items = items.to(torch.promote_types(loss.dtype, torch.float32))
-        if unit is None and is_alone:
-            return Contribution(loss, 1, items, samples, items)  # the unit is what makes its weight 1
-        if unit is None: unit = power_of_two(items, samples)
-        return Contribution(loss, items/unit, items, samples, unit)
+    weight:Count = 1  # that the sums are divided by to become means
 
     def plus(self, new:Contribution)->LossSums:
-        "Returns these sums with a micro-batch"
-        is_sum,was_sum = new.items is None,self.items is None
-        if self.n_micro and is_sum != was_sum:
-            raise RuntimeError("some losses of a window are sums, and others are means (does a callback replace the loss "
-                               "in some batches only?): let all of them be means, or pass num_items")
+        "Returns these sums with a micro-batch; raises RuntimeError if one of both losses is a sum, the other a mean"
         # A callback may have put the mean of nothing into `learn.loss`, which is NaN
         loss = zero_if_empty(new.items, scaled(new.loss, new.weight))
-        items = new.items
-        if self.n_micro: loss = self.loss+loss
-        if self.items is not None: items = self.items+items
-        return LossSums(self.n_micro+1, self.samples+new.samples, loss, items, new.unit)
+        samples = self.samples+new.samples
+        if not self.n_micro: return LossSums(1, samples, loss, new.items, new.weight)
+        is_sum,was_sum = new.items is None,self.items is None
+        if is_sum != was_sum:
+            raise RuntimeError("some losses of a window are sums, and others are means (does a callback replace the loss "
+                               "in some batches only?): let all of them be means, or pass num_items")
+        loss = self.loss+loss
+        if is_sum: return LossSums(self.n_micro+1, samples, loss)
+        return LossSums(self.n_micro+1, samples, loss, self.items+new.items, self.weight+new.weight)
 
     def since(self, before:LossSums)->LossSums:
         "Returns the sums over the micro-batches that were added after `before`"
-        loss = self.loss
-        items = self.items
-        if before.loss is not None: loss = loss-before.loss
-        if before.items is not None: items = items-before.items
-        return LossSums(self.n_micro-before.n_micro, self.samples-before.samples, loss, items, self.unit)
-
-    @property
-    def weight(self)->Count:
-        return 1 if self.items is None else self.items/self.unit
+        if not before.n_micro: return self
+        n_micro,samples = self.n_micro-before.n_micro,self.samples-before.samples
+        loss = self.loss-before.loss
+        if self.items is None: return LossSums(n_micro, samples, loss)
+        return LossSums(n_micro, samples, loss, self.items-before.items, self.weight-before.weight)
 
     @property
     def mean(self)->Tensor:
-        "The mean loss; 0 if there are no items"
+        "The mean loss; 0 if there are no items. If the losses are sums, it is their sum"
         if self.items is None: return self.loss
         return zero_if_empty(self.items, self.loss/self.weight)
 
@@ -129,10 +98,9 @@ def on_host(self:LossSums)->LossSums:
     if not isinstance(self.items, Tensor):
         return self._replace(loss=self.loss.cpu())
     loss_sum = self.loss.as_subclass(Tensor)
-    unit = torch.as_tensor(self.unit, device=loss_sum.device)
-    values = [o.reshape(1) for o in (loss_sum, self.items, unit)]
-    loss,items,unit = torch.cat(values).tolist()
-    return self._replace(loss=torch.tensor(loss, dtype=loss_sum.dtype), items=items, unit=unit)
+    weight = self.weight*self.items.new_ones(1)  # a number, if the micro-batch is alone
+    loss,items,weight = torch.cat([loss_sum.reshape(1), self.items.reshape(1), weight]).tolist()
+    return self._replace(loss=torch.tensor(loss, dtype=loss_sum.dtype), items=items, weight=weight)
 
 # %% ../../nbs/windows/04_window.ipynb #a461bdcd
 class Outcome(Enum):
@@ -141,47 +109,59 @@ class Outcome(Enum):
     NO_TARGETS = auto()  # its batches had no targets, so there was no loss and, as in fastai, no step
     NO_ITEMS = auto()  # its losses had nothing to average over, for example because all labels are ignored
     NONFINITE = auto()  # its gradient contains NaN or infinity
-    CANCELLED = auto()  # a callback has cancelled it after a backward pass: its gradient stays, as in fastai
 
 # %% ../../nbs/windows/04_window.ipynb #57e85ef5
 class Window:
     """The loader batches of one optimizer step, `size` samples in this process or more, and the sums over them. Once a
     batch has run, it is open; with `size` samples it is full; with an `outcome` it is closed"""
-    def __init__(self,
-        size:int=1,
-        keeps_batches:bool=False, # Whether batches are kept, since the epoch may end before the window is full
-        cancelled:int=0, # Samples of batches that callbacks have cancelled before it began
-    ):
+    def __init__(self, size:int=1):
         self.size = size
-        self.keeps_batches = keeps_batches
-        self.batches = []  # those that are kept
-        self.missing = 0  # samples that the DataLoader has announced, but not yielded
-        self.cancelled = cancelled  # samples of batches that a callback has cancelled
+        self.batches = []  # copies of those that have run, if the epoch may end before the window is full
+        self.seen_samples = 0  # that the loader has yielded: fewer than announced, if it leaves some out
+        self.cancelled_samples = 0  # of batches that callbacks have cancelled
         self.losses = LossSums()
         self.grads = None  # a GradientSums, once a batch is about to run
-        self.step_is_cancelled = False
-        self.total_samples = 0  # of all processes, once it is closed
         self.outcome = None  # an Outcome, once it is closed
 
+    @property
+    def unit(self)->int:
+        "The unit of the weights: near the samples of a window, and the same in all processes"
+        return power_of_two(self.size)
     @property
     def is_open(self)->bool:
         "Whether a batch has run in it, and it is not closed. Until then, it may be replaced by one of another size"
         return self.losses.samples > 0 and self.outcome is None
     @property
     def is_full(self)->bool: return self.losses.samples >= self.size
+    @property
+    def is_cancelled(self)->bool:
+        "Whether callbacks have cancelled as many samples as it takes, and none has run: it is a cancelled batch, then"
+        return self.losses.samples == 0 and self.cancelled_samples >= self.size
 
-    def begin(self, params:WindowParams, begins_with_grads:bool):
-        """Begins the gradients, before the first micro-batch. If that was cancelled, it is called again: gradients that
-        were set aside go back, to be set aside again"""
-        if self.grads is not None: self.grads.add_earlier()
-        self.grads = GradientSums(params, begins_with_grads)
+    def weigh(self,
+        loss:Tensor, # Of a micro-batch
+        items:Count|None, # What it averages over; None: it is a sum
+        samples:int,
+        is_alone:bool, # Whether the micro-batch is the whole window, in all processes
+    )->Contribution:
+        """Returns what a micro-batch is going to add: its loss is weighted by its items. As a multiple of `unit` the
+        weights are near 1, so that a sum stays about as large as a mean, and float16 does not overflow"""
+        loss = loss.detach()
+        if isinstance(items, Tensor):
+            items = items.to(torch.promote_types(loss.dtype, torch.float32))  # float16 counts up to 2048 only
+        has_weight = not is_alone and items is not None
+        weight = items/self.unit if has_weight else 1
+        return Contribution(loss, weight, items, samples)
+
+    def begin(self, grads:GradientSums): self.grads = grads
 
     def keep(self, batch):
-        "Notes a loader batch that has run"
-        self.missing += batch.missing
-        if self.keeps_batches: self.batches.append(batch.copied())
+        "Keeps a loader batch, to be carried into the next epoch"
+        self.batches.append(batch)
 
-    def note_cancelled(self, batch): self.cancelled += batch.samples
+    def note_seen(self, samples:int): self.seen_samples += samples
+
+    def note_cancelled(self, samples:int): self.cancelled_samples += samples
 
     def add(self, contribution:Contribution):
         "Adds a micro-batch, after its backward pass"
@@ -190,25 +170,22 @@ class Window:
     def add_without_loss(self, samples:int):
         self.losses = self.losses._replace(samples=self.losses.samples+samples)
 
-    def cancel_step(self): self.step_is_cancelled = True
-
-    def restart_batch(self, losses:LossSums, step_is_cancelled:bool, float32_grads:dict|None):
-        """For `BatchUndo`: makes the sums, and whether a callback has cancelled the step, those from before the present
-        batch, which is going to run again. The gradients of earlier batches are set aside meanwhile, so that
-        `float32_grads` begin empty; None: there are none"""
+    def restart_batch(self, losses:LossSums):
+        """For `BatchUndo`: the sums are those from before the present batch, which is going to run again. If it is the
+        first one, it may be alone, or have several micro-batches the next time"""
         self.losses = losses
-        self.step_is_cancelled = step_is_cancelled
-        self.grads.restart(float32_grads)
+        if losses.n_micro: return
+        if self.grads is not None: self.grads.end()
+        self.grads = None
 
     def set_totals(self, losses:LossSums, samples:int):
         "Sets the sums over all processes, on the CPU"
         self.losses = losses
-        self.total_samples = samples
+        self.seen_samples = samples
 
     def close(self, outcome:Outcome):
         "Sets what has become of the window, which needs neither its batches nor its gradients any more"
+        if self.grads is not None: self.grads.end()
         self.outcome = outcome
         self.batches = []
-        has_earlier = self.grads is not None and self.grads.has_earlier()  # else `average` has added them
-        if has_earlier: self.grads.add_earlier()
         self.grads = None
