@@ -26,7 +26,7 @@ from .callback import WindowCallback
 from .logging import fix_wandb
 
 # %% auto #0
-__all__ = []
+__all__ = ['GradientAccumulation']
 
 # %% ../nbs/00_accumulation.ipynb #d094627a
 class GradientAccumulation(WindowCallback):

@@ -24,7 +24,7 @@ from .callback import WindowCallback
 from .checkpointing import checkpointed
 
 # %% auto #0
-__all__ = []
+__all__ = ['cached_forward', 'n_rows_of', 'check_rows_first', 'GradientCache']
 
 # %% ../nbs/04_cache.ipynb #a14517df
 def cached_forward(

@@ -23,7 +23,8 @@ from .memory.retry import MemorySaver
 from .callback import WindowCallback
 
 # %% auto #0
-__all__ = []
+__all__ = ['checkpointed', 'ActivationCheckpointing', 'why_not_checkpointable', 'is_compiled', 'to_cpu', 'from_cpu',
+           'configs_with_cache']
 
 # %% ../nbs/03_checkpointing.ipynb #7c2c5691
 # A block that runs again in the backward pass

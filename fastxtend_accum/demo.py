@@ -18,7 +18,8 @@ from .accumulation import GradientAccumulation
 from .schedule import GradientAccumulationSchedule
 
 # %% auto #0
-__all__ = []
+__all__ = ['growth', 'digits_dls', 'digits_learner', 'LossLog', 'demo_runs', 'train', 'run_demo', 'weight_difference', 'results',
+           'plot_sizes_on_cosine', 'plot_losses', 'plot_logs', 'plot_results', 'main', 'Activations']
 
 # %% ../nbs/07_demo.ipynb #71b15bdb
 def digits_dls(bs:int, seed:int=42)->DataLoaders:

@@ -18,7 +18,8 @@ from .accumulation import GradientAccumulation
 from .logging import plot_sizes
 
 # %% auto #0
-__all__ = []
+__all__ = ['Numeric', 'fraction_of_fit', 'check_order', 'GradientAccumulationSchedule', 'linear_scale', 'sqrt_scale',
+           'half_life_scale', 'SchedSteps']
 
 # %% ../nbs/01_schedule.ipynb #117e3773
 Numeric = int|float

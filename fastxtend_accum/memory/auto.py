@@ -13,7 +13,7 @@ from .micro_batches import MicroBatches
 from .retry import MemorySaver
 
 # %% auto #0
-__all__ = []
+__all__ = ['advice_for_single_samples', 'smaller_size', 'AutoMicroBatches']
 
 # %% ../../nbs/memory/05_auto.ipynb #cbac1d5b
 _any_size = 2**40  # more samples than any batch has
@@ -48,4 +48,3 @@ class AutoMicroBatches(MicroBatches, MemorySaver):
         loop.fit.set_line_due(loop.cb.verbose)
 
     def advice(self, loop)->str: return advice_for_single_samples
-

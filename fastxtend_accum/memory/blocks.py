@@ -11,7 +11,8 @@ from collections import Counter
 from fastai.basics import *
 
 # %% auto #0
-__all__ = []
+__all__ = ['containers', 'is_layer', 'n_layers', 'class_forward', 'can_be_block', 'grouped', 'is_list', 'find_blocks',
+           'blocks_in', 'check_blocks']
 
 # %% ../../nbs/memory/06_blocks.ipynb #32c087de
 containers = nn.Sequential,nn.ModuleList,nn.ModuleDict

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from ..windows.nested import each_tensor
 
 # %% auto #0
-__all__ = []
+__all__ = ['state_owners', 'HiddenState']
 
 # %% ../../nbs/memory/01_hidden_state.ipynb #38e82fc0
 def state_owners(model)->list:

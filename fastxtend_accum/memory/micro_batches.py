@@ -14,7 +14,8 @@ from ..windows.nested import CannotJoin,each_tensor,join,n_rows,slice_batch,slic
 from .hidden_state import HiddenState,state_owners
 
 # %% auto #0
-__all__ = []
+__all__ = ['per_sample_names', 'SampleSlices', 'chunk_bounds', 'check_samples_first', 'check_rows', 'MicroBatches',
+           'show_outputs']
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #bfa7b934
 def per_sample_names(cb)->list[str]:

@@ -11,7 +11,7 @@ import gc
 from fastai.basics import *
 
 # %% auto #0
-__all__ = []
+__all__ = ['NothingFits', 'is_out_of_memory', 'without_tracebacks', 'free_memory']
 
 # %% ../../nbs/memory/03_out_of_memory.ipynb #2ed991f1
 _messages = (

@@ -16,7 +16,7 @@ from ..windows.state import Snapshot
 from .out_of_memory import NothingFits,free_memory,is_out_of_memory,without_tracebacks
 
 # %% auto #0
-__all__ = []
+__all__ = ['MemorySaver', 'BatchUndo', 'RetryOnOutOfMemory']
 
 # %% ../../nbs/memory/04_retry.ipynb #869a27cb
 class MemorySaver:

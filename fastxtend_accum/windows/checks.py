@@ -14,7 +14,8 @@ from fastai.callback.fp16 import NonNativeMixedPrecision
 from .gradients import trained_params
 
 # %% auto #0
-__all__ = []
+__all__ = ['check_size', 'check_micro_batch_size', 'check_flags', 'check_callable', 'check_multiple', 'is_number', 'check_rules',
+           'accumulates_gradients', 'check_learner', 'warn_of_gradient_hooks', 'check_callbacks', 'uses_cuda_graphs']
 
 # %% ../../nbs/windows/03_checks.ipynb #f481c0a6
 def check_size(name:str, size:int)->int:

@@ -14,7 +14,36 @@ from .gradients import half,sums_in_float32
 from .state import Snapshot
 
 # %% auto #0
-__all__ = []
+__all__ = ['name_of', 'Differences', 'up_to', 'how_split', 'how_made_up', 'log_once']
+
+# %% ../../nbs/windows/11_description.ipynb #767aa03f
+def name_of(m)->str:
+    "Returns the name of a module as its user knows it: that of its hook, such as SpectralNorm, or of its class"
+    hooks = [type(o) for o in m._forward_pre_hooks.values()]
+    kinds = [o for o in hooks if o.__module__.startswith('torch.nn.utils')]
+    return first(kinds or [type(m)]).__name__.lstrip('_')
+
+class Differences:
+    "What makes the forward pass of a micro-batch differ from one of the whole batch"
+    def __init__(self, model, before:Snapshot):
+        "Compares the `model`, after its forward pass, with a snapshot from before it"
+        self.layers = Counter(map(name_of, before.changed_modules()))
+        self.draws = before.has_drawn()
+        self.has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules())
+        is_half = any(p.dtype in half for p in model.parameters())
+        self.rounds = is_half and not sums_in_float32
+
+    def described(self, n:int)->str:
+        "Returns a list in words, for micro-batches of `n` samples; empty if there are no differences"
+        res = []
+        for name,count in self.layers.items():
+            layers = 'layer' if count == 1 else 'layers'
+            res.append(f'{name} ({count} {layers}) sees {n} samples at a time')
+        if self.draws:
+            who = 'dropout' if self.has_dropout else 'the model'
+            res.append(f'{who} draws different random numbers')
+        if self.rounds: res.append('gradients add up in half precision, which PyTorch 2.10 avoids')
+        return '; '.join(res)
 
 # %% ../../nbs/windows/11_description.ipynb #3a819522
 def up_to(size:int, n:int)->str:
@@ -46,35 +75,6 @@ def how_made_up(
     if n_processes > 1:
         factors.insert(0, f'{n_processes} processes')
     return f"{most} = {' x '.join(factors)}"
-
-# %% ../../nbs/windows/11_description.ipynb #767aa03f
-def name_of(m)->str:
-    "Returns the name of a module as its user knows it: that of its hook, such as SpectralNorm, or of its class"
-    hooks = [type(o) for o in m._forward_pre_hooks.values()]
-    kinds = [o for o in hooks if o.__module__.startswith('torch.nn.utils')]
-    return first(kinds or [type(m)]).__name__.lstrip('_')
-
-class Differences:
-    "What makes the forward pass of a micro-batch differ from one of the whole batch"
-    def __init__(self, model, before:Snapshot):
-        "Compares the `model`, after its forward pass, with a snapshot from before it"
-        self.layers = Counter(map(name_of, before.changed_modules()))
-        self.draws = before.has_drawn()
-        self.has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules())
-        is_half = any(p.dtype in half for p in model.parameters())
-        self.rounds = is_half and not sums_in_float32
-
-    def described(self, n:int)->str:
-        "Returns a list in words, for micro-batches of `n` samples; empty if there are no differences"
-        res = []
-        for name,count in self.layers.items():
-            layers = 'layer' if count == 1 else 'layers'
-            res.append(f'{name} ({count} {layers}) sees {n} samples at a time')
-        if self.draws:
-            who = 'dropout' if self.has_dropout else 'the model'
-            res.append(f'{who} draws different random numbers')
-        if self.rounds: res.append('gradients add up in half precision, which PyTorch 2.10 avoids')
-        return '; '.join(res)
 
 # %% ../../nbs/windows/11_description.ipynb #9aa64dd8
 def log_once(cb, message:str):

@@ -10,7 +10,8 @@ from __future__ import annotations
 from fastai.basics import *
 
 # %% auto #0
-__all__ = []
+__all__ = ['batch_events', 'sends_as_fastai', 'has_event', 'is_from_fastai', 'Events', 'prepares', 'loss_node', 'autocast_depth',
+           'SetUp']
 
 # %% ../../nbs/windows/09_events.ipynb #760ae9a7
 batch_events = ('before_batch','after_pred','after_loss','before_backward','after_cancel_backward','after_backward',

@@ -22,7 +22,9 @@ from .state import Snapshot
 from .window import Contribution,Count,Window,scaled,zero_grads_if_empty,zero_if_empty
 
 # %% auto #0
-__all__ = []
+__all__ = ['Settings', 'Fit', 'MicroBatch', 'forward_backward', 'run_model', 'keep_for_check', 'items_of_callbacks_loss',
+           'warn_of_changed_loss', 'backward', 'send_before_backward', 'add_backward_pass', 'warn_of_cancelled_pass',
+           'accumulates_itself', 'callback_that_raised']
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #bf1f6dd7
 class Settings(NamedTuple):

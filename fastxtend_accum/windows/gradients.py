@@ -12,7 +12,8 @@ from itertools import chain
 from fastai.basics import *
 
 # %% auto #0
-__all__ = []
+__all__ = ['half', 'sums_in_float32', 'params_in', 'trained_params', 'unique', 'extra_params', 'optimizers_of', 'WindowParams',
+           'param_lists_of', 'gradients', 'is_finite', 'GradientSums']
 
 # %% ../../nbs/windows/02_gradients.ipynb #b69c2daa
 def params_in(opt)->list:

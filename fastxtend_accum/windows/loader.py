@@ -17,7 +17,9 @@ from .checks import check_size
 from .nested import each_tensor,n_rows,slice_batch
 
 # %% auto #0
-__all__ = []
+__all__ = ['remainders', 'batch_source', 'loader_bs', 'drops_last', 'is_distributed', 'length_of', 'dataset_size',
+           'epoch_samples', 'LoaderInfo', 'loader_info', 'fitting_size', 'LoaderBatch', 'EpochPlan', 'EpochBatches',
+           'stand_ins']
 
 # %% ../../nbs/windows/08_loader.ipynb #e740c629
 def batch_source(dl):

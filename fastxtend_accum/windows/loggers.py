@@ -10,7 +10,7 @@ from __future__ import annotations
 from fastai.basics import *
 
 # %% auto #0
-__all__ = []
+__all__ = ['running_callbacks', 'Loggers']
 
 # %% ../../nbs/windows/10_loggers.ipynb #d9b20fbc
 def running_callbacks(learn, module:str, name:str)->list:

@@ -21,7 +21,7 @@ from .step import ScaledHypers,scales_loss
 from .window import Outcome,Window
 
 # %% auto #0
-__all__ = []
+__all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'own_loop', 'whole_batch', 'WindowLoop']
 
 # %% ../../nbs/windows/15_loop.ipynb #01e1051f
 # sample        an item of the data set, as the DataLoader counts them

@@ -15,7 +15,8 @@ from .state import Snapshot
 from .window import Count,zero_if_empty
 
 # %% auto #0
-__all__ = []
+__all__ = ['CannotCompare', 'loss_and_grads', 'KeptMicroBatch', 'shares_of', 'largest_difference', 'loss_adds_up',
+           'compare_losses', 'LossCheck']
 
 # %% ../../nbs/windows/06_loss_check.ipynb #b531ea4c
 class CannotCompare(Exception): "The loss function does not accept what a comparison passes to it"

@@ -13,7 +13,8 @@ from fastai.basics import *
 from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
-__all__ = []
+__all__ = ['children', 'rebuilt', 'each_leaf', 'each_tensor', 'leaves_in', 'tensors_in', 'lengths', 'n_rows',
+           'has_entry_per_sample', 'slice_batch', 'slice_item', 'CannotJoin', 'join', 'join_leaves']
 
 # %% ../../nbs/windows/00_nested.ipynb #45667e7f
 def children(b)->list|None:
@@ -33,20 +34,24 @@ def rebuilt(b, items:list):
     if hasattr(kind, '_fields'): return kind(*items)  # a namedtuple
     return kind(items)
 
+def each_leaf(f:Callable, b):
+    "Returns `b` with `f` applied to what it contains at any depth: tensors, numbers, texts"
+    items = children(b)
+    if items is None: return f(b)
+    return rebuilt(b, [each_leaf(f, o) for o in items])
+
 def each_tensor(f:Callable, b):
     "Returns `b` with `f` applied to each of its tensors"
-    if isinstance(b, Tensor): return f(b)
+    return each_leaf(lambda o: f(o) if isinstance(o, Tensor) else o, b)
+
+def leaves_in(b)->list:
     items = children(b)
-    if items is None: return b
-    return rebuilt(b, [each_tensor(f, o) for o in items])
+    if items is None: return [b]
+    return list(chain(*map(leaves_in, items)))
 
 def tensors_in(b)->list:
     "Returns the tensors of a nested batch in order, but for those without dimensions, which have no rows"
-    if isinstance(b, Tensor):
-        return [b] if b.ndim else []
-    items = children(b)
-    if items is None: return []
-    return list(chain(*map(tensors_in, items)))
+    return [o for o in leaves_in(b) if isinstance(o, Tensor) and o.ndim]
 
 # %% ../../nbs/windows/00_nested.ipynb #0f2993d3
 def lengths(b)->set:
@@ -125,39 +130,24 @@ def join(
     "Returns the outputs joined along their rows; raises CannotJoin, a ValueError, unless all have the same structure"
     one = outputs[0]
     if len(outputs) == 1: return one
-    kind = type(one)
-    if any(type(o) is not kind for o in outputs): raise cannot_join(kind)
-    if isinstance(one, Tensor): return join_tensors(outputs, sizes)
-    if children(one) is not None: return join_items(outputs, sizes)
-    if isinstance(one, _same_for_all) and len(set(outputs)) == 1:
-        return one
-    raise cannot_join(kind)
-
-def cannot_join(kind:type)->CannotJoin:
-    return CannotJoin(f"cannot join outputs of type {kind.__name__}: let the model return tensors, or tuples, lists and "
-                      "dicts of them, of the same structure for each micro-batch")
-
-def join_tensors(outputs:list, sizes:list)->Tensor:
-    "See `join`. A tensor without dimensions must be the same in all micro-batches"
-    one = outputs[0]
-    if not one.ndim and all(torch.equal(o, one) for o in outputs):
-        return one
-    for o,n in zip(outputs, sizes, strict=True):
-        if o.shape == (n, *one.shape[1:]):
-            continue
-        raise CannotJoin(f"cannot join outputs of shape {tuple(o.shape)} from a micro-batch of {n} samples and "
-                         f"{tuple(one.shape)} from one of {sizes[0]}: their first dimension must be the samples, and "
-                         "the others the same in all")
-    return torch.cat(outputs)
-
-# %% ../../nbs/windows/00_nested.ipynb #3e037f4c
-def join_items(outputs:list, sizes:list):
-    "See `join`. Joins the items of tuples, lists or mappings one after the other"
-    one = outputs[0]
     lists_samples = isinstance(one, list) and all(map(has_entry_per_sample, outputs, sizes))
     if lists_samples: return type(one)(chain(*outputs))
-    for o in outputs:
-        has_same_keys = tuple(o) == tuple(one) if isinstance(one, Mapping) else len(o) == len(one)
-        if not has_same_keys: raise cannot_join(type(one))
-    columns = zip(*map(children, outputs))
-    return rebuilt(one, [join(list(column), sizes) for column in columns])
+    leaves = [leaves_in(o) for o in outputs]
+    if len(set(map(len, leaves))) > 1: raise CannotJoin("cannot join outputs of micro-batches: they differ in structure")
+    joined = iter([join_leaves(o, sizes) for o in zip(*leaves)])
+    return each_leaf(lambda _: next(joined), one)
+
+def join_leaves(leaves:tuple, sizes:list):
+    "Returns tensors joined along their rows; or what has no rows, if it is the same in all micro-batches"
+    one = leaves[0]
+    has_rows = isinstance(one, Tensor) and one.ndim > 0
+    if not has_rows:
+        if all(o is one or o == one for o in leaves): return one
+        raise CannotJoin(f"cannot join outputs of type {type(one).__name__}, which differ: let the model return tensors "
+                         "with a row for each sample")
+    for o,n in zip(leaves, sizes, strict=True):
+        if isinstance(o, Tensor) and o.shape == (n, *one.shape[1:]): continue
+        raise CannotJoin(f"cannot join outputs of shape {tuple(getattr(o, 'shape', ()))} from a micro-batch of {n} samples and "
+                         f"{tuple(one.shape)} from one of {sizes[0]}: their first dimension must be the samples, and "
+                         "the others the same in all")
+    return torch.cat(leaves)

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .window import Count,Window
 
 # %% auto #0
-__all__ = []
+__all__ = ['averages_gradients', 'is_sharded', 'inner_model', 'group_of', 'n_processes', 'all_reduce', 'all_reduce_scalar',
+           'enable_gradient_sync', 'Processes']
 
 # %% ../../nbs/windows/07_processes.ipynb #2b7db68b
 def averages_gradients(model)->bool:

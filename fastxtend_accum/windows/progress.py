@@ -13,7 +13,7 @@ from .loader import EpochBatches
 from .loggers import Loggers
 
 # %% auto #0
-__all__ = []
+__all__ = ['Progress']
 
 # %% ../../nbs/windows/12_progress.ipynb #d6f53378
 class Progress:

@@ -11,7 +11,8 @@ import pickle
 from fastai.basics import *
 
 # %% auto #0
-__all__ = []
+__all__ = ['global_generators', 'random_states', 'set_random_states', 'attributes_of', 'restore_dict', 'restore_tensor',
+           'Snapshot']
 
 # %% ../../nbs/windows/01_state.ipynb #4f942e21
 class _MPSGenerator:
@@ -38,6 +39,16 @@ def set_random_states(states:list):
         set_state = getattr(o, 'setstate', None) or o.set_state
         set_state(state)
 
+# %% ../../nbs/windows/01_state.ipynb #1f60037e
+def attributes_of(o)->list[dict]:
+    "Returns the dicts that hold the attributes of `o`: with those of all modules in it and their buffers, if it is one"
+    if not isinstance(o, nn.Module): return [vars(o)] if hasattr(o, '__dict__') else []
+    res = []
+    for m in o.modules():
+        res.append(vars(m))
+        if m._buffers: res.append(m._buffers)
+    return res
+
 # %% ../../nbs/windows/01_state.ipynb #d6347522
 def restore_dict(o:dict, content:dict):
     "Gives `o` these items and no others"
@@ -53,16 +64,6 @@ def restore_tensor(o:Tensor, content:Tensor):
     # If it is the same, nothing is done: an expanded tensor, for example, cannot be written to
     elif not torch.equal(o, content):
         o.data.copy_(content)
-
-# %% ../../nbs/windows/01_state.ipynb #1f60037e
-def attributes_of(o)->list[dict]:
-    "Returns the dicts that hold the attributes of `o`: with those of all modules in it and their buffers, if it is one"
-    if not isinstance(o, nn.Module): return [vars(o)] if hasattr(o, '__dict__') else []
-    res = []
-    for m in o.modules():
-        res.append(vars(m))
-        if m._buffers: res.append(m._buffers)
-    return res
 
 # %% ../../nbs/windows/01_state.ipynb #d1b90224
 class Snapshot:

@@ -14,7 +14,8 @@ from fastai.basics import *
 from .gradients import GradientSums
 
 # %% auto #0
-__all__ = []
+__all__ = ['Count', 'power_of_two', 'zero_if_empty', 'scaled', 'zero_grads_if_empty', 'Contribution', 'LossSums', 'Outcome',
+           'Window']
 
 # %% ../../nbs/windows/04_window.ipynb #b66a5093
 Count = Real|Tensor  # a tensor if it is on a GPU: reading its value would wait for the GPU
