@@ -12,11 +12,13 @@ from fastai.callback.fp16 import MixedPrecision
 
 from .windows.checks import (check_callable,check_flags,check_micro_batch_size,check_multiple,
                                             check_rules,check_size)
-from .windows.description import how_made_up,how_split,log_once
+from .windows.description import how_made_up,how_split,largest_part
+from .windows.events import is_finding_rate
 from .windows.forward_backward import Settings
-from .windows.loader import EpochPlan,LoaderInfo,drops_last,fitting_size,is_distributed,loader_bs,remainders
+from .windows.loader import (EpochPlan,LoaderInfo,dataset_size,drops_last,is_distributed,length_of,
+                                            loader_bs,nearest_shape,remainders)
 from .windows.loggers import Loggers
-from .windows.loop import own_loop,whole_batch
+from .windows.loop import WholeBatch,replaced_method
 from .windows.processes import is_sharded
 from .windows.window import Outcome,Window
 from .memory.auto import AutoMicroBatches
@@ -26,13 +28,12 @@ from .callback import WindowCallback
 from .logging import fix_wandb
 
 # %% auto #0
-__all__ = ['GradientAccumulation']
+__all__ = ['GradientAccumulation', 'can_be_smaller']
 
 # %% ../nbs/00_accumulation.ipynb #d094627a
 class GradientAccumulation(WindowCallback):
     "Accumulate gradients over `accum_bs` samples, then step as for one batch of that size"
-    rank = 0
-    scale = None  # of a schedule
+    lead_rank = 0
     def __init__(self,
         accum_bs:int|None=None, # Samples per step, over all processes; None: 32, or `bs` when splitting loader batches
         n_acc:int|None=None, # fastai's name for `accum_bs`; pass only one of the two
@@ -48,13 +49,12 @@ class GradientAccumulation(WindowCallback):
             raise ValueError(f"accum_bs={accum_bs} and n_acc={n_acc} both set the samples in a window: pass one of "
                              f"them; micro_batch_size={n_acc} would split batches")
         self.accum_bs = n_acc if accum_bs is None else accum_bs
-        self.size_name = 'accum_bs' if n_acc is None else 'n_acc'  # of the argument, for errors
         if self.accum_bs is None and micro_batch_size is None:
             self.accum_bs = 32  # fastai's default
         store_attr('log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite,verbose')
         self.n_skipped = 0  # windows of this fit, or of the last one
         self.warned_outcomes = set()
-        self.last_message = None  # what was printed last
+        self.line_is_due = False  # whether the next step prints how windows are made up
         self.read_settings()
 
     @property
@@ -74,14 +74,17 @@ class GradientAccumulation(WindowCallback):
         return self.loop.n_steps if self.loop else 0
     @property
     def micro_bs(self)->int|None:
-        "Samples that the model sees at a time, at most; None before a fit, and if the DataLoader does not say"
-        if self.loop is None or self.loop.batches is None: return None
-        plan = self.loop.batches.plan
+        "Samples that the model sees at a time, at most; None before a fit, and if the DataLoader states no batch size"
+        loop = self.loop
+        if loop is None or loop.batches is None: return None
+        plan = loop.batches.plan
         bs = plan.info.batch_size
-        if plan.has_pieces: bs = max(plan.sizes, default=bs)
-        splitting = [self.strategy, *self.learn._grab_cbs(MemorySaver)]
-        sizes = [bs, *[getattr(o, 'size', None) for o in splitting]]
-        return min([o for o in sizes if o], default=None)
+        if bs is None: return self.strategy.size
+        n_pieces = plan.shape_at_pct(loop.learn.pct_train).n_pieces
+        batch = math.ceil(bs/n_pieces)
+        sizes = [self.strategy.size, *[o.size for o in loop.learn._grab_cbs(MemorySaver)]]
+        limits = [o for o in sizes if o is not None]
+        return largest_part(batch, min([batch, *limits]))
 
 # %% ../nbs/00_accumulation.ipynb #1f3f92d9
 # Settings
@@ -91,7 +94,7 @@ def read_settings(self:GradientAccumulation):
     """Raises TypeError or ValueError if a setting or a combination of settings is invalid; creates the object that runs
     the micro-batches"""
     if self.accum_bs is not None:
-        self.accum_bs = check_size(self.size_name, self.accum_bs)
+        self.accum_bs = check_size('accum_bs', self.accum_bs)
     self.micro_batch_size = check_micro_batch_size(self.micro_batch_size)
     check_flags(log_accum_batch=self.log_accum_batch, skip_nonfinite=self.skip_nonfinite, verbose=self.verbose)
     check_callable('num_items', self.num_items, 'a function of the Learner')
@@ -106,25 +109,23 @@ def make_strategy(self:GradientAccumulation):
     """Creates the object that runs batches, if `micro_batch_size` has changed since the last fit. If not, the size that
     'auto' has found is kept"""
     size = self.micro_batch_size
-    made_for = getattr(self.strategy, 'requested_size', None)  # `whole_batch` has none
-    if size == made_for: return
-    if size is None: self.strategy = whole_batch
+    if size == self.strategy.requested_size: return
+    if size is None: self.strategy = WholeBatch()
     elif size == 'auto': self.strategy = AutoMicroBatches()
     else: self.strategy = MicroBatches(size)
 
 @patch
 def settings(self:GradientAccumulation)->Settings:
+    "Returns the settings of a fit. `lr_find` tries one rate for each batch that it sees, so these have to be windows"
     return Settings(
-        # `lr_find` counts batches of which each has one rate, so they have to be windows
-        log_accum_batch=self.log_accum_batch or hasattr(self.learn, 'lr_finder'),
+        log_accum_batch=self.log_accum_batch or is_finding_rate(self.learn),
         num_items=self.num_items,
         skip_nonfinite=self.skip_nonfinite,
-        scale=self.scale,
-        start_accum_bs=self.accum_bs)  # which a schedule sets to its first size
+        describes=self.verbose)
 
 @patch
-def window_sizes(self:GradientAccumulation, global_bs:int)->dict[str,int]:
-    return {self.size_name: self.accum_bs or global_bs}
+def sizes_by_argument(self:GradientAccumulation, global_bs:int)->dict[str,int]:
+    return dict(accum_bs=self.accum_bs or global_bs)
 
 @patch
 def remainder_for(self:GradientAccumulation, dl)->str:
@@ -132,48 +133,47 @@ def remainder_for(self:GradientAccumulation, dl)->str:
     return 'drop' if self.accum_bs and drops_last(dl) else 'step'
 
 # %% ../nbs/00_accumulation.ipynb #2f796976
+# Checks
+
 @patch
 def check_sizes(self:GradientAccumulation, plan:EpochPlan):
-    "Raises ValueError if the windows do not suit the DataLoader, or if the epoch has none"
+    "Raises ValueError if loader batches cannot be joined to windows, or cut into them, or if they fill no window"
     if not self.accum_bs: return
-    info,n = plan.info,self.loop.fit.processes.n
-    self.check_multiples(info, n)
-    has_one_size = len(self.window_sizes(self.global_bs(plan))) == 1  # a schedule may have smaller windows later
-    is_certain = info.has_exact_length and has_one_size
+    n_processes = self.loop.fit.processes.n
+    self.check_multiples(plan.info, n_processes)
+    # If sizes vary, there may be windows in later epochs
+    is_certain = plan.info.has_exact_length and not plan.sizes_vary
     if plan.remainder == 'drop' and is_certain and not plan.windows:
-        raise ValueError(f"an epoch has {info.samples*n} samples, which do not fill one window of {self.accum_bs}, and "
-                         "incomplete windows are dropped: use a smaller accum_bs, or remainder='step'")
+        raise ValueError(f"an epoch has {plan.info.n_planned*n_processes} samples, which do not fill one window of "
+                         f"{self.accum_bs}, and incomplete windows are dropped: use a smaller accum_bs, or remainder='step'")
 
 @patch
 def check_multiples(self:GradientAccumulation, info:LoaderInfo, n_processes:int=1):
     "Raises ValueError unless loader batches can be joined to windows, or cut into them"
     bs = info.batch_size
-    for name,size in self.window_sizes(bs*n_processes).items():
+    global_bs = bs*n_processes
+    for name,size in self.sizes_by_argument(global_bs).items():
         check_multiple(name, size, bs, n_processes)
-        if info.states_batch_size or size >= bs: continue
-        raise ValueError(f"{name}={size} is less than micro_batch_size={bs}, the batch of a DataLoader that states no "
-                         f"size, and cannot be cut: use {bs} or more")
+        is_cut = size < global_bs
+        if is_cut and not info.states_batch_size:
+            raise ValueError(f"{name}={size} is less than {global_bs}, the batch by micro_batch_size={bs}, and a DataLoader "
+                             f"that states no batch size cannot be cut: use {global_bs} or more")
 
 @patch
 def check(self:GradientAccumulation, plan:EpochPlan):
-    "Raises ValueError if the callback is not compatible with its Learner"
     WindowCallback.check(self, plan)
-    check_rules(self.scale, self.learn.opt)
-    info,m = plan.info,self.micro_batch_size
-    if m not in (None, 'auto') and info.states_batch_size and info.batch_size < m:
-        warn(f"micro_batch_size={m} is more than the {info.batch_size} samples that the DataLoader yields: it splits "
+    info,size = plan.info,self.micro_batch_size
+    if size not in (None, 'auto') and info.states_batch_size and info.batch_size < size:
+        warn(f"micro_batch_size={size} is more than the {info.batch_size} samples that the DataLoader yields, so it splits "
              "nothing")
+    self.line_is_due = self.verbose and not replaced_method(self.learn)
 
 # %% ../nbs/00_accumulation.ipynb #9be77065
-# What it tells
-
-@patch
-def before_fit(self:GradientAccumulation):
-    fix_wandb()
-    WindowCallback.before_fit(self)
+# A fit
 
 @patch
 def begin_fit(self:GradientAccumulation):
+    fix_wandb()
     self.n_skipped = 0
     self.warned_outcomes = set()
     WindowCallback.begin_fit(self)
@@ -181,86 +181,116 @@ def begin_fit(self:GradientAccumulation):
 @patch
 def new_loggers(self:GradientAccumulation)->Loggers: return Loggers(self.learn)
 
-@patch
-def print_description(self:GradientAccumulation):
-    "Prints a line that says how windows are made up, and what differs from one batch, unless it was printed last"
-    loop = self.loop
-    fit = loop.fit
-    fit.set_line_due(False)
-    n = fit.processes.n
-    bs = loop.batches.info.batch_size or loop.batches.current.samples
-    micro_bs = self.micro_bs or bs
-    sizes = [fitting_size(o, bs*n) for o in self.window_sizes(bs*n).values()]
-    least,most = min(sizes),max(sizes)
-    line = how_made_up(least, most, bs, micro_bs, n)
-    is_auto = self.micro_batch_size == 'auto'
-    if is_auto: line = f"micro_batch_size='auto': each batch of {bs} {how_split(bs, micro_bs)}; {line}"
-    # Micro-batches: those of this window, or of the larger ones of a schedule
-    has_several = loop.window.losses.n_micro > 1 or most > micro_bs*n
-    differences = fit.differences.described(micro_bs) if has_several and fit.differences else ''
-    if differences:
-        batch = f'one batch of {most}' if least == most else 'one batch'
-        line += f'. As in {batch}, except: {differences}.'
-        # A window that is one loader batch can run whole in the same memory
-        if most == bs*n and not is_sharded(loop.learn.model): line += ' ActivationCheckpointing() avoids this.'
-    log_once(self, line)
-
 _messages = {
     Outcome.NO_ITEMS: "skipped a step: its window has nothing to average over (are all labels ignored?)",
     Outcome.NONFINITE: "skipped a step: its gradient contains NaN or infinity"}
 
 @patch
 def report_skipped(self:GradientAccumulation, outcome:Outcome):
-    "Counts a window that is skipped, and warns of the first one in a fit"
+    "Counts a window whose step is skipped, and warns of the first one in a fit"
     self.n_skipped += 1
     if outcome in self.warned_outcomes: return
     self.warned_outcomes.add(outcome)
     warn(f"{_messages[outcome]}. Later ones are skipped without a warning; n_skipped counts them")
 
-# %% ../nbs/00_accumulation.ipynb #d9a3b6bf
 @patch
 def after_cancel_step(self:GradientAccumulation):
     "Counts a step that the GradScaler skips as if `skip_nonfinite` had skipped it"
     if not self.learn or not self.skip_nonfinite: return
     for cb in self.learn._grab_cbs(MixedPrecision):
+        # In `before_step` it sets `skipped`, lets the GradScaler try, which resets it, and cancels the step if it is still set
         is_skipped = vars(cb).get('skipped', False)
-        cb.skipped = False  # another callback may cancel the next step, before `cb` sets it
+        cb.skipped = False  # because another callback may cancel the next step, before `cb` gets there
         if is_skipped: self.report_skipped(Outcome.NONFINITE)
+
+# %% ../nbs/00_accumulation.ipynb #3c9d1e58
+# The line that says how windows are made up
+
+@patch
+def before_step(self:GradientAccumulation):
+    "Prints the line if it is due, once the forward pass has shown what differs from one batch"
+    if self.line_is_due: self.log_once(self.description())
+    self.line_is_due = False
+
+@patch
+def description(self:GradientAccumulation)->str:
+    "Returns a line that says how windows are made up, and what differs from one batch"
+    loop = self.loop
+    n = loop.fit.processes.n
+    bs = loop.batches.info.batch_size or loop.batches.current.samples
+    micro_bs = self.micro_bs or bs
+    sizes = self.sizes_by_argument(bs*n).values()
+    smallest = nearest_shape(min(sizes)/n, bs)
+    largest = nearest_shape(max(sizes)/n, bs)
+    line = how_made_up(smallest, largest, bs, micro_bs, n)
+    if self.micro_batch_size == 'auto':
+        line = f"micro_batch_size='auto': each batch of {bs} {how_split(bs, micro_bs)}; {line}"
+    # Micro-batches of this window, or of the larger ones of a schedule
+    has_several = not loop.window.is_single or largest.samples(bs) > micro_bs
+    differences = loop.fit.differences.described(micro_bs) if has_several and loop.fit.differences else ''
+    if differences:
+        batch = f'one batch of {largest.samples(bs*n)}' if smallest == largest else 'one batch'
+        line += f'. As in {batch}, except: {differences}.'
+        if self.could_checkpoint(largest == (1, 1)): line += ' ActivationCheckpointing() avoids this.'
+    return line
+
+@patch
+def could_checkpoint(self:GradientAccumulation, is_loader_batch:bool)->bool:
+    "Returns whether a window, if it is one loader batch, could run whole in the same memory"
+    learn = self.loop.learn
+    return is_loader_batch and not is_sharded(learn.model) and not learn._grab_cbs(MemorySaver)
+
+# %% ../nbs/00_accumulation.ipynb #d9a3b6bf
+# After training
 
 @patch
 def after_train(self:GradientAccumulation):
-    """Warns if no window ran because another callback has replaced the loader. At the end of the fit, also warns if no
-    epoch filled a window"""
+    "If no batch has run in this fit, warns of the reason"
     learn,loop = self.learn,self.loop
-    is_own_fit = learn and self.is_leader() and learn.opt is not None
-    if not is_own_fit or loop.n_steps or own_loop(learn): return
-    plan = loop.batches.plan
-    is_replaced = learn.dl is not loop.batches and learn.dl is not None  # None: after an export
-    if is_replaced:
-        warn(f"nothing was accumulated, since a callback has replaced learn.dl after {type(self).__name__} had put the "
-             f"batches into windows: it must do that in before_train, with an order below {self.order}")
-        return
+    is_fit = learn and learn.opt is not None and self.is_leader()
+    if not is_fit or loop is None or replaced_method(learn): return
+    has_run = loop.n_steps or loop.progress.n_rounds
+    if has_run: return
+    is_replaced = learn.dl is not loop.batches and learn.dl is not None  # None: a callback has exported the Learner
     is_last_epoch = learn.epoch == learn.n_epoch-1
-    leaves_batches = plan.sizes and plan.remainder != 'step'
-    if is_last_epoch and leaves_batches and not self.n_skipped:
-        size = plan.size_at_pct(0.)*loop.fit.processes.n
-        warn(f"no optimizer step was taken in this fit: no epoch fills a window of {size} samples; use a smaller "
-             f"accum_bs or remainder='step', not {plan.remainder!r}")
+    if is_replaced: self.warn_of_replaced_loader()
+    elif is_last_epoch: self.warn_of_no_window()
+
+@patch
+def warn_of_replaced_loader(self:GradientAccumulation):
+    warn(f"nothing was accumulated, because a callback replaced learn.dl after {type(self).__name__} had put its batches "
+         f"into windows: it must do that in before_train, with an order below {self.order}")
+
+@patch
+def warn_of_no_window(self:GradientAccumulation):
+    "Warns if no epoch has filled a window"
+    plan = self.loop.batches.plan
+    if not plan.n_batches or plan.remainder == 'step': return
+    size = max(self.sizes_by_argument(self.global_bs(plan)).values())
+    warn(f"no optimizer step was taken in this fit: no epoch fills a window of {size} samples; use a smaller accum_bs or "
+         f"remainder='step', not {plan.remainder!r}")
 
 # %% ../nbs/00_accumulation.ipynb #5c0a7be2
 # Validation
 
 @patch
 def before_validate(self:GradientAccumulation):
-    """Lets fastai's DataLoader yield validation batches of the size that the model sees in training, if that is smaller.
-    Other loaders stay whole, and so do batches of texts that continue each other"""
+    """Makes fastai's DataLoader yield validation batches that fit in the same memory: of the size that the model sees in
+    training, if that is smaller"""
     learn = self.learn
     if not learn or self.micro_batch_size is None: return
     dl,size = learn.dl,self.micro_bs
-    is_smaller = size is not None and size < (loader_bs(dl) or 0)
-    is_stateful = hasattr(learn.model, 'reset') or type(dl).__name__ == 'LMDataLoader'
-    can_be_new = isinstance(dl, DataLoader) and not is_distributed(dl) and not is_stateful
-    if not is_smaller or not can_be_new: return
+    if size is None or not can_be_smaller(dl, size): return
+    is_stateful = hasattr(learn.model, 'reset') or type(dl).__name__ == 'LMDataLoader'  # its batches continue each other
+    if is_stateful: return
     state = random.getstate()  # a new loader draws a seed
-    learn.dl = dl.new(bs=size)
+    learn.dl = dl.new(bs=size)  # until fastai sets it for the next epoch
     random.setstate(state)
+
+def can_be_smaller(dl, bs:int)->bool:
+    "Returns whether `dl` is a loader of fastai's that yields the same samples in batches of `bs`, which is smaller"
+    is_from_fastai = isinstance(dl, DataLoader) and type(dl).__module__.startswith('fastai.')
+    if not is_from_fastai or is_distributed(dl): return False
+    # `new` would leave out what somebody has set apart from the data set
+    yields_all = not drops_last(dl) and dataset_size(dl) == length_of(dl, 'dataset')
+    return yields_all and bs < (loader_bs(dl) or 0)

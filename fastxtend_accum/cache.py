@@ -10,56 +10,62 @@ from __future__ import annotations
 from fastai.basics import *
 
 from .windows.checks import check_callable,check_micro_batch_size
-from .windows.description import how_split,log_once
-from .windows.nested import each_tensor,join,slice_batch,slice_item,tensors_in
+from .windows.description import how_split,largest_part
+from .windows.nested import join,map_tensors,part_bounds,slice_fields,slice_rows,tensors_in
 from .windows.processes import inner_model,is_sharded
 from .windows.state import Snapshot
 from .memory.auto import advice_for_single_samples,smaller_size
 from .memory.blocks import class_forward
 from .memory.hidden_state import HiddenState,state_owners
-from .memory.micro_batches import check_samples_first,chunk_bounds
+from .memory.micro_batches import check_samples_first
 from .memory.override import override_attr
 from .memory.retry import MemorySaver
 from .callback import WindowCallback
 from .checkpointing import checkpointed
 
 # %% auto #0
-__all__ = ['cached_forward', 'n_rows_of', 'check_rows_first', 'GradientCache']
+__all__ = ['cached_forward', 'slice_args', 'n_rows_of', 'check_rows_first', 'GradientCache']
 
 # %% ../nbs/04_cache.ipynb #a14517df
+# A forward pass in micro-batches
+
 def cached_forward(
     module, # The model or a part of it, which may run several times in a forward pass of the model
     samples:int, # Samples of the batch
     size:int, # Rows that the module sees at a time, at most
-    owners:list, # Modules that carry a hidden state
+    owners:list[nn.Module], # Modules that carry a hidden state
     check:bool, # Whether to make sure that outputs have the rows first
 )->Callable:
     """Returns a forward pass for `module` that runs in micro-batches. All but the last run again in the backward pass, so
     that the graph holds one of them at a time"""
     forward = module.forward
     def run_some(*args, **kwargs):
-        args,kwargs = each_tensor(torch.clone, (args, kwargs))  # the model may work in place
+        args,kwargs = map_tensors(torch.clone, (args, kwargs))  # the model may work in place
         return forward(*args, **kwargs)
+    run_again = checkpointed(module, run_some)
     # A plain function, not a method: the graph keeps a reference to it, and must keep none to the Learner
     def run(*args, **kwargs):
         n = n_rows_of((args, kwargs))
         if n <= size: return forward(*args, **kwargs)
         check_samples_first(tensors_in((args, kwargs)), n, samples)
         hidden = HiddenState(owners, n)
-        run_again = checkpointed(module, run_some)
-        outputs = []
-        bounds = chunk_bounds(n, size)
-        for start,end in bounds:
-            some_args = slice_batch(args, start, end, n)
-            some_kwargs = slice_item(kwargs, start, end, n)
+        outputs,sizes = [],[]
+        for start,end in part_bounds(n, math.ceil(n/size)):
+            some_args,some_kwargs = slice_args(args, kwargs, start, end, n)
             run_part = run_some if end == n else run_again
             with hidden.at(start, end): outputs.append(run_part(*some_args, **some_kwargs))
-        if check: check_rows_first(module, run_some, some_args, some_kwargs, outputs[-1])
-        return join(outputs, [end-start for start,end in bounds])
+            sizes.append(end-start)
+        if check: check_rows_first(module, run_some, some_args, some_kwargs, outputs[-1])  # of the last micro-batch
+        return join(outputs, sizes)
     return run
 
+def slice_args(args:tuple, kwargs:dict, start:int, end:int, n:int)->tuple[tuple,dict]:
+    "Returns the rows from `start` to `end` of the arguments of a forward pass, which have `n`"
+    return slice_fields(args, start, end, n),slice_rows(kwargs, start, end, n)
+
 def n_rows_of(args)->int:
-    "Returns the rows of the arguments of a forward pass; 0 if they have no tensors. Raises ValueError if they differ"
+    """Returns the rows of the arguments of a forward pass, 0 if they have no tensors. Raises ValueError if their tensors
+    differ in the number of rows"""
     shapes = [tuple(o.shape) for o in tensors_in(args)]
     n = max((shape[0] for shape in shapes), default=0)
     for shape in shapes:
@@ -69,52 +75,56 @@ def n_rows_of(args)->int:
     return n
 
 def check_rows_first(module, forward:Callable, args:tuple, kwargs:dict, output):
-    """Raises ValueError if the first dimension of the output is not the rows, which its shape does not tell if the second
-    one is as long: then it runs one row less"""
+    """Raises ValueError if the first dimension of the output is not the rows. If the first two are as long, its shape does
+    not show that: then the module runs once more, with one row fewer, and the first dimension must be shorter"""
     n = n_rows_of((args, kwargs))
     is_unclear = any(o.shape[:2] == (n, n) for o in tensors_in(output))
     if n < 2 or not is_unclear: return
-    with torch.no_grad(), Snapshot(module):
-        fewer = forward(*slice_batch(args, 1, n, n), **slice_item(kwargs, 1, n, n))
-    for o,one_less in zip(tensors_in(output), tensors_in(fewer)):
-        if len(o) == n and len(one_less) == n:
+    some_args,some_kwargs = slice_args(args, kwargs, 1, n, n)
+    with torch.no_grad(), Snapshot(module): output_of_fewer = forward(*some_args, **some_kwargs)
+    for o,of_fewer in zip(tensors_in(output), tensors_in(output_of_fewer)):
+        if len(o) == n and len(of_fewer) == n:
             raise ValueError(f"cannot join outputs of shape {tuple(o.shape)}: their first dimension must be the samples")
 
 # %% ../nbs/04_cache.ipynb #7681a838
 class GradientCache(WindowCallback, MemorySaver):
     "Compute the loss on the DataLoader's whole batch, while the model processes `micro_batch_size` samples at a time"
     order = 11.5  # before a GradientAccumulation, which runs the batches
-    rank = 2
+    lead_rank = 1
     verbose = True  # it prints what differs from a whole batch
-    _stateattrs = *WindowCallback._stateattrs,'owners'  # fastai leaves these out of a copy or an export of the callback
+    _stateattrs = *WindowCallback._stateattrs,'owners'  # fastai leaves these out of a copy or an export
 
     def __init__(self,
         micro_batch_size:int|str, # Samples (or inputs, if a sample has several) at a time; 'auto': as many as fit
         part:Callable|None=None, # Returns the submodule that sees micro-batches, as in `lambda m: m[0]`; None: all
     ):
         store_attr()
-        self.size = None  # rows that the module sees at a time; None: all
+        self.size = None  # rows that the module sees at a time, at most; None: all
+        self.requested_size = None  # the `micro_batch_size` that `size` was set for
         self.owners = []  # modules that carry a hidden state
-        self.last_message = None
         self.read_settings()
 
     @property
     def adapts(self)->bool: return self.micro_batch_size == 'auto'
 
     @property
-    def micro_bs(self)->int|None: return self.size
+    def micro_bs(self)->int|None:
+        "Samples that the model sees at a time, at most; None: the whole batch"
+        return self.size
 
     def read_settings(self):
         if self.micro_batch_size is None:
             raise TypeError("micro_batch_size must be a number of samples or 'auto', not None")
         self.micro_batch_size = check_micro_batch_size(self.micro_batch_size)
         check_callable('part', self.part, 'a function of the model')
-        if not self.adapts: self.size = self.micro_batch_size
+        if self.micro_batch_size == self.requested_size: return  # the size that 'auto' has found is kept
+        self.requested_size = self.micro_batch_size
+        self.size = None if self.adapts else self.micro_batch_size
 
     def before_train(self):
         "Raises ValueError if the model cannot run in micro-batches"
         if not self.learn: return  # it was removed
-        self.check_model(self.learn.model)
+        self.check_model()
         self.check_others()
         inside = set(self.module_to_split().modules())
         self.owners = [o for o in state_owners(self.learn.model) if o in inside]
@@ -126,24 +136,26 @@ class GradientCache(WindowCallback, MemorySaver):
 
 # %% ../nbs/04_cache.ipynb #9e09f036
 @patch
-def check_model(self:GradientCache, model):
+def check_model(self:GradientCache):
+    model = self.learn.model
     if is_sharded(model):
         raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: "
                          "use DistributedDataParallel")
     part = self.module_to_split()
-    is_own = any(part is m for m in model.modules())
-    # A ModuleList has no forward pass; a compiled module has its own, which its class has not
-    has_forward = 'forward' in vars(part) or class_forward(part) is not nn.Module.forward
-    can_run = is_own and has_forward
-    if not can_run:
+    is_inside = any(part is m for m in model.modules())
+    # A ModuleList has no forward pass. That of a compiled module is an attribute of the module, not of its class
+    has_forward = class_forward(part) is not nn.Module.forward or 'forward' in vars(part)
+    if not is_inside or not has_forward:
         raise ValueError(f"part must return a module of the model that has a forward, not a {type(part).__name__}: "
                          "such as lambda m: m[0]")
 
 @patch
 def check_others(self:GradientCache):
+    "Raises ValueError if another callback splits batches, too"
     for cb in self.learn.cbs:
-        if not isinstance(cb, WindowCallback) or not cb.micro_batch_size or cb is self:
-            continue
+        is_other = isinstance(cb, WindowCallback) and cb is not self
+        splits = is_other and cb.run and cb.micro_batch_size
+        if not splits: continue
         raise ValueError(f"GradientCache and micro_batch_size={cb.micro_batch_size!r} beside it both split "
                          "batches: leave one of them out")
 
@@ -152,8 +164,8 @@ def context(self:GradientCache, loop):
     "Returns a context in which the module runs in micro-batches, or None if the batch is a single micro-batch"
     if self.size is None: return None
     module = self.module_to_split()
-    is_first_round = not loop.learn.iter  # of the epoch
-    forward = cached_forward(module, loop.batches.current.samples, self.size, self.owners, is_first_round)
+    is_first_round = loop.progress.n_rounds == 1  # of the epoch
+    forward = cached_forward(module, loop.batches.current.samples, self.size, self.owners, check=is_first_round)
     return override_attr(module, 'forward', forward)
 
 # %% ../nbs/04_cache.ipynb #d1bb8351
@@ -169,11 +181,13 @@ def reduce_memory(self:GradientCache, loop)->bool:
 def report(self:GradientCache, loop):
     "Prints the micro-batch size and, unless a GradientAccumulation does so, the differences from a whole batch"
     n = loop.batches.current.rows
-    size = min(self.size or n, n)
-    line = f'GradientCache: each batch of {n} {how_split(n, size)}; validation batches are not split'
+    size = largest_part(n, min(self.size or n, n))
+    how = f'each batch of {n} {how_split(n, size)}'
+    if self.part and self.size: how = f'{type(self.module_to_split()).__name__} sees {self.size} rows at a time, at most'
+    line = f'GradientCache: {how}; validation batches are not split'
     differences = loop.fit.differences.described(size) if loop.fit.differences else ''
     if differences: line += f'. As in one batch of {n}, except: {differences}.'
-    log_once(self, line)
+    self.log_once(line)
 
 @patch
 def advice(self:GradientCache, loop)->str: return advice_for_single_samples

@@ -10,35 +10,37 @@ from __future__ import annotations
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 
-from .windows.checks import check_learner,warn_of_gradient_hooks
+from .windows.checks import check_learner,have_hooks,hooks_warning
+from .windows.description import log_message
 from .windows.events import has_event,is_from_fastai,prepares
-from .windows.forward_backward import Fit,Settings
+from .windows.forward_backward import FitContext,Settings
 from .windows.gradients import half,trained_params
-from .windows.loader import EpochPlan,LoaderInfo,fitting_size,loader_info,stand_ins
+from .windows.loader import EpochPlan,LoaderBatch,LoaderInfo,WindowShape,carried_sizes,loader_info,nearest_shape
 from .windows.loggers import Loggers
-from .windows.loop import WindowLoop,own_loop,whole_batch
+from .windows.loop import WholeBatch,WindowLoop,replaced_method
 from .windows.processes import Processes
 from .windows.window import Outcome
 from .memory.out_of_memory import is_out_of_memory
 from .memory.retry import MemorySaver,RetryOnOutOfMemory
 
 # %% auto #0
-__all__ = ['pass_events', 'WindowCallback', 'leader_of']
+__all__ = ['pass_events', 'WindowCallback', 'leader_of', 'is_lr_find']
 
 # %% ../nbs/05_callback.ipynb #ecdd7c4c
 class WindowCallback(Callback):
     "Base class of callbacks that run the batches of a Learner as windows. By default each loader batch is a window"
     order = 12  # after DistributedTrainer has wrapped the DataLoader, before ProgressCallback sees it
-    rank = 3  # of several in a Learner, the one of the lowest rank leads; savers of memory are asked by their rank, too
+    lead_rank = 2  # of several in a Learner, the one of the lowest rank runs the batches: GradientAccumulation has 0
     run_valid = False
     accum_bs = None  # samples in a window, None: each loader batch is one
     micro_batch_size = None  # see GradientAccumulation
     verbose = False
-    strategy = staticmethod(whole_batch)  # runs a loader batch in training
+    strategy = WholeBatch()  # runs a loader batch in training
 
     loop = None  # the `WindowLoop` of this fit, or of the last one
     place = None  # of the next epoch in a fit that was killed: the `state` of its loop
     is_new_fit = True  # from `before_fit` to the first `before_train`
+    last_message = None  # that was printed
     _stateattrs = ('loop','place')  # fastai leaves these out of a copy or an export of the callback
 
     __setattr__ = object.__setattr__  # fastai's warns of each name that the model has, too
@@ -47,31 +49,32 @@ class WindowCallback(Callback):
         "Returns whether this callback runs the batches, of all that could"
         return self.learn is not None and leader_of(self.learn) is self
 
+    def log_once(self, message:str):
+        "Sends `message` to the logger of the Learner, unless it is the same as the last one"
+        if message != self.last_message: log_message(self.learn, message)
+        self.last_message = message
+
     # What a subclass may change
     def read_settings(self):
         "Checks the attributes that set how the callback works; raises TypeError or ValueError"
-    def settings(self)->Settings: return Settings()
+    def settings(self)->Settings: return Settings(describes=self.verbose)
     def remainder_for(self, dl)->str:
         "Returns what becomes of batches at the end of an epoch that do not fill a window: 'step', 'carry' or 'drop'"
         return 'step'
-    def window_sizes(self, global_bs:int)->dict[str,int]:
-        """Returns the sizes of windows, in samples of all processes, by the name of the argument that sets each, for
-        errors"""
-        return dict(accum_bs=global_bs)  # no argument does: each loader batch is a window
+    def sizes_by_argument(self, global_bs:int)->dict[str,int]:
+        """Returns the sizes of windows, in samples of all processes, by the name of the argument that sets each. `global_bs`
+        is the size of a loader batch, summed over processes"""
+        return dict(accum_bs=global_bs)  # no argument sets it: each loader batch is a window
     def window_size_at(self, pct_train:float, n_epoch:int, global_bs:int)->float:
-        """Returns the samples, in all processes, that a window is to have which begins at `pct_train` of a fit. It gets
-        the nearest size that loader batches, of `global_bs` samples in all processes, can be joined or cut to"""
+        "Returns the wanted size of a window that begins at `pct_train` of a fit, in samples of all processes"
         return self.accum_bs or global_bs
     def new_loggers(self)->Loggers: return Loggers()
-
-    # What the loop tells it
-    def print_description(self): self.loop.fit.set_line_due(False)
-    def report_skipped(self, outcome:Outcome): pass
+    def report_skipped(self, outcome:Outcome): "The loop calls it for each window whose step is skipped"
 
 def leader_of(learn)->WindowCallback|None:
-    "Returns the callback that runs the batches of `learn` as windows: of those that run, the first of the lowest rank"
+    "Returns the callback that runs the batches of `learn` as windows: of those with `run`, the first of the lowest rank"
     running = [o for o in learn.cbs if isinstance(o, WindowCallback) and o.run]
-    return min(running, key=lambda o: o.rank, default=None)
+    return min(running, key=lambda o: o.lead_rank, default=None)
 
 # %% ../nbs/05_callback.ipynb #848e5602
 # A fit
@@ -82,24 +85,30 @@ def before_fit(self:WindowCallback):
     if not self.learn:
         warn(f"{type(self).__name__} was removed from its Learner, and does nothing: make one for each Learner")
         return
-    if self.learn.lock.locked(): return  # it is `validate` or `get_preds`, perhaps in the middle of a fit
+    is_validation = self.learn.lock.locked()  # `validate` or `get_preds`, perhaps in the middle of a fit
+    if is_validation: return
     self.is_new_fit = True
     self.read_settings()
     finder = first(self.learn._grab_cbs(LRFinder))
-    if finder and self.is_leader(): self.extend_lr_find(finder)
+    if finder and self.is_leader() and is_lr_find(self.learn, finder): self.extend_lr_find(finder.num_it)
+
+def is_lr_find(learn, finder:LRFinder)->bool:
+    """Returns whether `learn` runs `lr_find`, by the number of epochs that it sets. Other fits with an LRFinder run for
+    their own epochs"""
+    n = len(learn.dls.train)
+    least = finder.num_it if finder.num_it > 6 else 1  # LRFinder makes 6 of less
+    return least//n+1 <= learn.n_epoch <= finder.num_it//n+1
 
 @patch
-def extend_lr_find(self:WindowCallback, finder:LRFinder):
-    """`lr_find` has set `n_epoch` so that its iterations fit, each of which it takes for a loader batch. Windows are
-    fewer, so it needs more epochs; it ends by itself"""
+def extend_lr_find(self:WindowCallback, num_it:int):
+    """`lr_find` has set `n_epoch` so that `num_it` loader batches fit. Windows are fewer, so they need more epochs. It ends
+    by itself"""
     learn = self.learn
-    is_lr_find = learn.n_epoch == finder.num_it//len(learn.dls.train) + 1  # as `Learner.lr_find` sets it
-    if not is_lr_find: return  # a fit with an LRFinder, which runs for its own epochs
     plan = self.plan_of(learn.dls.train, 0, learn.n_epoch)
-    has_same_windows = len(plan.windows) > 0 and not plan.is_carried  # in each epoch
-    if has_same_windows: n_epoch = finder.num_it//len(plan.windows)
-    else: n_epoch = math.ceil(finder.num_it*plan.size_at_pct(0.)/max(plan.info.samples, 1))
-    learn.n_epoch = n_epoch+1
+    n_windows = len(plan.windows)
+    if plan.sizes_vary: # or if they are carried, so that epochs differ in their number
+        n_windows = plan.info.n_planned/plan.shape_at_pct(0.).samples(plan.info.planned_batch_size)
+    learn.n_epoch = math.ceil(num_it/max(n_windows, 1))+1
 
 # %% ../nbs/05_callback.ipynb #6f0aaeb2
 @patch
@@ -110,26 +119,25 @@ def before_train(self:WindowCallback):
     self.is_new_fit = False
     if not self.is_leader(): return
     self.check_ownership()
-    if learn.opt is None: return  # it is no fit
+    if learn.opt is None: return  # `validate`, without a fit
     if is_first: self.begin_fit()
     loop,place = self.loop,self.place
-    self.place = None
-    carried = loop.batches.carry_over() if loop.batches is not None else []
-    if place is not None: carried = stand_ins(place['batches'])
+    carried = loop.batches.left_over if loop.batches is not None else []
+    if place is not None: carried = carried_sizes(place['batches'])
     plan = self.plan_epoch(learn.dl, loop.fit.processes.n, carried)
     self.check_sizes(plan)  # a callback may change them, or the DataLoader, between epochs
     if is_first: self.check(plan)
-    if self.takes_several_passes(plan): warn_of_gradient_hooks(trained_params(learn.opt))
+    self.warn_of_hooks(plan)
     loop.begin_epoch(learn.dl, plan, carried)
-    if own_loop(learn): return  # it runs whole batches, and `check` has made sure that nothing else is asked for
-    if loop.strategy is not whole_batch: loop.strategy.begin_epoch(loop)
+    if replaced_method(learn): return  # it runs whole batches, and `check` has made sure that nothing else is asked for
     learn.dl = loop.batches
     loop.progress.begin_epoch()
     if place is not None: loop.go_to(place)
+    self.place = None
 
 @patch
 def begin_epoch_at(self:WindowCallback, place:dict):
-    "Lets the next epoch begin where the `state` of a loop was made"
+    "Makes the next epoch begin where the `state` of a loop was made"
     self.place = place
 
 # %% ../nbs/05_callback.ipynb #8b1df9a5
@@ -137,7 +145,8 @@ def begin_epoch_at(self:WindowCallback, place:dict):
 def check_ownership(self:WindowCallback):
     "Raises an error if this callback was added twice, or to another Learner"
     learn,name = self.learn,type(self).__name__
-    if getattr(learn, 'dl', None) is None:
+    is_running = getattr(learn, 'dl', None) is not None  # fastai sets `dl` of the Learner that runs
+    if not is_running:
         raise RuntimeError(f"this {name} belongs to another Learner: give each one of its own")
     if sum(o is self for o in learn.cbs) > 1:
         raise ValueError(f"this {name} was added to its Learner twice: take it out once, with remove_cb")
@@ -147,53 +156,63 @@ def begin_fit(self:WindowCallback):
     "Makes the loop of a fit, with nothing left of one that was interrupted"
     learn = self.learn
     self.is_new_fit = False
-    parts = [o for o in learn.cbs if o.run]
-    savers = [o for o in [*parts, self.strategy] if isinstance(o, MemorySaver)]
-    savers.sort(key=lambda o: o.rank)
+    savers = self.memory_savers()
     strategy = RetryOnOutOfMemory(self.strategy, savers) if savers else self.strategy
     processes = Processes(learn, may_retry=any(o.adapts for o in savers))
     loggers = self.new_loggers()
     loggers.begin_fit()
     learn.opt.zero_grad()
-    self.loop = WindowLoop(Fit(learn, self.settings(), processes), self, strategy, loggers)
+    self.loop = WindowLoop(FitContext(learn, self.settings(), processes), self, strategy, loggers)
+
+@patch
+def memory_savers(self:WindowCallback)->list[MemorySaver]:
+    "Returns what saves memory in this fit: callbacks, or the strategy; first the one that is to save more first"
+    candidates = [o for o in self.learn.cbs if o.run]
+    candidates.append(self.strategy)
+    savers = [o for o in candidates if isinstance(o, MemorySaver)]
+    return sorted(savers, key=lambda o: o.saver_rank)
 
 # %% ../nbs/05_callback.ipynb #d4a17a9a
 # The plan of an epoch
 
 @patch
-def plan_epoch(self:WindowCallback, dl, n_processes:int, carried:list=())->EpochPlan:
+def plan_epoch(self:WindowCallback, dl, n_processes:int, carried:list[LoaderBatch]=())->EpochPlan:
     "Returns the windows of `dl` in the present epoch, after the batches that were carried into it"
     return self.plan_of(dl, self.learn.epoch, self.learn.n_epoch, n_processes, carried)
 
 @patch
-def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, carried:list=())->EpochPlan:
+def plan_of(self:WindowCallback,
+    dl,
+    epoch:int,
+    n_epoch:int,
+    n_processes:int=1,
+    carried:list[LoaderBatch]=(),
+)->EpochPlan:
     "Returns the windows of `dl` in an epoch of a fit"
     info = self.loader_info_of(dl)
-    global_bs = info.planned_batch_size*n_processes
-    def size_at_pct(pct_train):
-        "Samples in this process"
+    bs = info.planned_batch_size
+    global_bs = bs*n_processes
+    def shape_at_pct(pct_train:float)->WindowShape:
         size = self.window_size_at(pct_train, n_epoch, global_bs)
-        return max(fitting_size(size, global_bs)//n_processes, 1)
-    sizes = self.window_sizes(global_bs).values()
+        return nearest_shape(size/n_processes, bs)
+    sizes = self.sizes_by_argument(global_bs).values()
     remainder = self.remainder_for(dl)
-    # Windows differ in size in a schedule, if they begin in the epoch before, or if batches do
     batches_vary = bool(self.accum_bs) and not info.states_batch_size
     return EpochPlan(
-        info, size_at_pct, epoch, n_epoch, remainder, carried,
+        info, shape_at_pct, epoch, n_epoch, remainder, carried,
         has_pieces=min(sizes) < global_bs,
-        counts_samples=len(sizes) > 1 or remainder == 'carry' or batches_vary)
+        sizes_vary=len(sizes) > 1 or remainder == 'carry' or batches_vary)
 
 @patch
 def loader_info_of(self:WindowCallback, dl)->LoaderInfo:
-    """Returns what `dl` says of itself. If it states no batch size, `micro_batch_size` is taken for it; raises
-    ValueError if windows of several batches need one, and there is neither"""
-    given = None
-    if self.accum_bs and self.micro_batch_size != 'auto':
-        given = self.micro_batch_size
-    info = loader_info(dl, given)
-    if info.batch_size or not self.accum_bs: return info
-    raise ValueError(f"cannot find the batch size of {type(dl).__name__}, which has no bs or batch_size: pass "
-                     "micro_batch_size, the number of samples it yields at a time")
+    """Returns what `dl` says of itself. If it states no batch size, `micro_batch_size` is taken for it. Raises ValueError if
+    windows of several batches need a size, and there is neither"""
+    given = self.micro_batch_size if self.accum_bs else None
+    info = loader_info(dl, None if given == 'auto' else given)
+    if self.accum_bs and not info.batch_size:
+        raise ValueError(f"cannot find the batch size of {type(dl).__name__}, which has no bs or batch_size: pass "
+                         "micro_batch_size, the number of samples it yields at a time")
+    return info
 
 @patch
 def global_bs(self:WindowCallback, plan:EpochPlan)->int:
@@ -204,50 +223,55 @@ def global_bs(self:WindowCallback, plan:EpochPlan)->int:
 def joins_batches(self:WindowCallback, plan:EpochPlan)->bool:
     "Returns whether a window has several loader batches"
     global_bs = self.global_bs(plan)
-    return max(self.window_sizes(global_bs).values()) > global_bs
-
-@patch
-def takes_several_passes(self:WindowCallback, plan:EpochPlan)->bool:
-    "Returns whether an optimizer step may have several micro-batches"
-    return self.joins_batches(plan) or self.micro_batch_size is not None
+    return max(self.sizes_by_argument(global_bs).values()) > global_bs
 
 # %% ../nbs/05_callback.ipynb #b447f6f4
 # Checks
 
 @patch
 def check_sizes(self:WindowCallback, plan:EpochPlan):
-    "Raises ValueError if the windows do not suit the DataLoader"
+    "Raises ValueError if loader batches cannot be joined to windows, or cut into them"
 
 @patch
 def check(self:WindowCallback, plan:EpochPlan):
-    "Raises ValueError if the callback does not fit its Learner, before training starts"
+    "Before training starts: raises ValueError if the callback does not suit its Learner; warns of what may surprise"
     learn,loop = self.learn,self.loop
-    overruled = own_loop(learn)
-    sizes = self.window_sizes(self.global_bs(plan)).values()
-    is_one_batch = set(sizes) == {self.global_bs(plan)} and loop.strategy is whole_batch
-    if overruled and not is_one_batch:
-        kind = type(learn).__name__
-        name = type(self).__name__
-        raise ValueError(f"{kind} has its own {overruled}, which {name} would overrule: leave {name} out, or make a "
-                         "callback of what it does")
     check_learner(learn, self)
-    if self.joins_batches(plan) and loop.settings.log_accum_batch: self.warn_of_late_callbacks()
-    if self.micro_batch_size: self.warn_of_set_up()
+    self.check_loop(plan)
     has_half = any(p.dtype in half for p in trained_params(learn.opt))
     loop.fit.processes.check_model(has_half)
-    loop.fit.set_line_due(self.verbose)
+    if self.joins_batches(plan) and loop.settings.log_accum_batch: self.warn_of_late_callbacks()
+    if self.micro_batch_size: self.warn_of_set_up()
+
+@patch
+def check_loop(self:WindowCallback, plan:EpochPlan):
+    "Raises ValueError if somebody has replaced a method of fastai's loop, unless windows are whole batches"
+    replaced = replaced_method(self.learn)
+    if not replaced: return
+    global_bs = self.global_bs(plan)
+    has_one_size = set(self.sizes_by_argument(global_bs).values()) == {global_bs}
+    if has_one_size and not self.loop.strategy.may_repeat: return
+    name = type(self).__name__
+    raise ValueError(f"{type(self.learn).__name__} has its own {replaced}, which {name} would overrule: leave {name} out, or "
+                     "make a callback of what it does")
 
 # %% ../nbs/05_callback.ipynb #558a3734
 # Warnings
 
 @patch
+def warn_of_hooks(self:WindowCallback, plan:EpochPlan):
+    "Warns of hooks on parameters if an optimizer step may have several micro-batches"
+    takes_several_passes = self.joins_batches(plan) or self.micro_batch_size is not None
+    if takes_several_passes and have_hooks(trained_params(self.learn.opt)): self.loop.fit.warn_once(hooks_warning)
+
+@patch
 def warn_of_late_callbacks(self:WindowCallback):
-    "Warns of callbacks that may prepare batches, and see windows, since they come after the Recorder"
+    "Warns of callbacks that may prepare batches, but see windows, because they come after the Recorder"
     late = [cb for cb in self.learn.cbs if not prepares(cb) and has_event(cb, 'before_batch')]
     names = [type(cb).__name__ for cb in late if not is_from_fastai(cb, 'before_batch')]
     if not names: return
-    warn(f"before_batch of {', '.join(names)} is called once per window, since its order is 50 or more: if it prepares "
-         "batches, set its order to less, such as cb.order = 45")
+    warn(f"before_batch of {', '.join(names)} is called once per window, because its order is 50 or more: if it prepares "
+         "batches, set a lower order, such as cb.order = 45")
 
 pass_events = 'after_pred','after_loss','before_backward','after_backward'
 
@@ -259,17 +283,18 @@ def warn_of_set_up(self:WindowCallback):
         events = [o for o in pass_events if has_event(cb, o)]
         is_known = all(is_from_fastai(cb, o) for o in ['before_batch', *events])
         if is_known or not events: continue
-        warn(f"{', '.join(events)} of {type(cb).__name__} is called once per micro-batch, before_batch once per loader "
-             "batch: if it sets up in before_batch what it takes back there, set no micro_batch_size")
+        warn(f"{type(cb).__name__}: {', '.join(events)} is called once per micro-batch, but before_batch once per loader "
+             "batch. If it undoes there what before_batch sets up, as autocast is left, leave micro_batch_size out")
 
 # %% ../nbs/05_callback.ipynb #a2dde2a6
-# Errors, and validation
+# Errors
 
 @patch
 def suggest_remedy(self:WindowCallback, e:Exception):
-    "Called by the loop when the passes of a batch raise `e`: warns of what can help if memory has run out"
+    "The loop calls it if the passes of a batch raise `e`: warns of what can help if memory has run out"
     loop = self.loop
-    if loop.strategy is not whole_batch or not is_out_of_memory(e): return
+    if loop.strategy.may_repeat or not is_out_of_memory(e): return
     bs = loop.batches.info.batch_size
     batches = f'batches of {bs} samples' if bs else 'these batches'
-    warn(f"out of memory with {batches}: a smaller bs, micro_batch_size='auto' or ActivationCheckpointing() takes less")
+    warn(f"out of memory with {batches}: a smaller bs, micro_batch_size='auto' or ActivationCheckpointing() needs less "
+         "memory")

@@ -10,11 +10,10 @@ from contextlib import nullcontext
 
 from fastai.basics import *
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves,tree_map
+from torch.utils._pytree import tree_flatten,tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from .windows.checks import check_callable,check_flags
-from .windows.description import log_once
 from .windows.processes import inner_model,is_sharded
 from .windows.state import Snapshot
 from .memory.blocks import check_blocks,find_blocks
@@ -23,84 +22,34 @@ from .memory.retry import MemorySaver
 from .callback import WindowCallback
 
 # %% auto #0
-__all__ = ['checkpointed', 'ActivationCheckpointing', 'why_not_checkpointable', 'is_compiled', 'to_cpu', 'from_cpu',
-           'configs_with_cache']
+__all__ = ['checkpointed', 'why_not_checkpointable', 'is_compiled', 'to_cpu', 'from_cpu', 'configs_with_cache',
+           'ActivationCheckpointing']
 
 # %% ../nbs/03_checkpointing.ipynb #7c2c5691
 # A block that runs again in the backward pass
 
 def checkpointed(module, forward:Callable)->Callable:
-    """Returns a function that runs `forward`, the forward pass of `module`, keeps its inputs only, and runs it again in
-    the backward pass. The second run starts from the state in which the first one began, and leaves everything as it
-    was"""
+    """Returns a function that runs `forward`, the forward pass of `module`, but keeps its inputs only: it runs again in the
+    backward pass. The second run begins in the state in which the first one began, and leaves everything as it was"""
     def run(*args, **kwargs):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        args,kwargs = tree_map(noop, (args, kwargs))  # copies of lists, which the caller may extend, as a DenseNet does
-        # An argument may be a module, such as a shared embedding, of which the block changes the state, too
-        modules = [o for o in tree_leaves((args, kwargs)) if isinstance(o, nn.Module)]
+        # One by one, so that `saved_tensors_hooks` see all tensors. The caller may extend a list later, as a DenseNet does
+        inputs,structure = tree_flatten((args, kwargs))
+        def forward_of_inputs(*inputs):
+            args,kwargs = tree_unflatten(inputs, structure)
+            return forward(*args, **kwargs)
+        # An input may be a module, such as a shared embedding, of which the block changes the state, too
+        modules = [o for o in inputs if isinstance(o, nn.Module)]
         def contexts():
             "Of the first run, and of those in the backward pass"
             return nullcontext(),Snapshot(module, *modules)
         return checkpoint(
-            partial(forward, **kwargs), # `checkpoint` has keyword arguments of its own
-            *args,
+            forward_of_inputs, *inputs,
             use_reentrant=False,
             preserve_rng_state=False, # the snapshot has it
             context_fn=contexts)
     return run
-
-# %% ../nbs/03_checkpointing.ipynb #a19c05ce
-class ActivationCheckpointing(WindowCallback, MemorySaver):
-    """If a loader batch does not fit in memory, recompute as few of the model's blocks as necessary in the backward
-    pass, and keep only their inputs. Batches stay whole, and results stay the same"""
-    order = 11.5  # before a GradientAccumulation, which runs the batches
-    rank = 1
-
-    def __init__(self,
-        blocks:Callable|str|None=None, # `blocks(model)` returns what may be recomputed; None or 'auto': found for you
-        offload:bool=False, # Keep the inputs of these blocks on the CPU; False: only if that is necessary
-        adapt:bool=True, # Recompute as few blocks as memory requires; False: all
-    ):
-        store_attr()
-        self.found = []  # blocks
-        self.groups = {}  # each nn.Sequential around them, and its grouped form
-        self.why_none = None  # why there are no blocks
-        self.level = 0  # how many blocks are recomputed; one more than there are: all, with their inputs on the CPU
-        self.last_message = None
-        self.read_settings()
-
-    @property
-    def adapts(self)->bool: return self.adapt
-
-    @property
-    def is_offloading(self)->bool: return self.offload or self.level > len(self.found)
-
-    def read_settings(self):
-        check_flags(offload=self.offload, adapt=self.adapt)
-        if self.blocks != 'auto':
-            check_callable('blocks', self.blocks, "a function of the model, or 'auto'")
-
-    def before_train(self):
-        "Finds the blocks; raises ValueError if every block must be recomputed but cannot be"
-        if not self.learn: return  # it was removed
-        self.why_none = why_not_checkpointable(self.learn.model)
-        self.found,self.groups = ([], {}) if self.why_none else self.find_blocks()
-        # If it adapts, whole batches may fit. If they do not, a sharded model could not even try again
-        is_needed = not self.adapt or is_sharded(self.learn.model)
-        if self.why_none and is_needed: raise ValueError(self.why_none)
-        if not self.adapt: self.level = len(self.found)
-        super().before_train()
-
-    def find_blocks(self)->tuple[list,dict]:
-        "Returns the blocks, and the lists around them in grouped form; if there are none, notes why"
-        model = inner_model(self.learn.model)
-        if callable(self.blocks): return check_blocks(self.blocks(model), model),{}
-        blocks,groups = find_blocks(model)
-        if not blocks:
-            self.why_none = (f"ActivationCheckpointing finds no blocks in {type(model).__name__}: name modules with "
-                             "blocks=lambda model: [...]")
-        return blocks,groups
 
 # %% ../nbs/03_checkpointing.ipynb #035684f9
 def why_not_checkpointable(model)->str|None:
@@ -118,9 +67,8 @@ def is_compiled(m)->bool:
     "Returns whether `m` was compiled, by `torch.compile(m)` or `m.compile()`"
     return hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) is not None
 
-def to_cpu(t:Tensor)->tuple:
-    """Returns two values: a copy of `t` on the CPU that keeps its memory layout, which PyTorch's `save_on_cpu` would
-    lose, and the device of `t`"""
+def to_cpu(t:Tensor)->tuple[Tensor,torch.device]:
+    "Returns a copy of `t` on the CPU in the same memory layout, which PyTorch's `save_on_cpu` would lose, and its device"
     copied = torch.empty_like(t, device='cpu', pin_memory=t.is_cuda)
     copied.copy_(t, non_blocking=t.is_cuda)
     return copied,t.device
@@ -129,17 +77,84 @@ def from_cpu(copied_and_device:tuple)->Tensor:
     copied,device = copied_and_device
     return copied.to(device, non_blocking=True)
 
+def configs_with_cache(model)->list:
+    "Returns the configurations of Transformers models that use a key-value cache, to which both runs would append"
+    configs = {}
+    for m in model.modules():
+        config = getattr(m, 'config', None)
+        if getattr(config, '__dict__', {}).get('use_cache'):
+            configs[id(config)] = config
+    return list(configs.values())
+
+# %% ../nbs/03_checkpointing.ipynb #a19c05ce
+class ActivationCheckpointing(WindowCallback, MemorySaver):
+    """If a loader batch does not fit in memory, recompute as few of the model's blocks as necessary in the backward
+    pass, and keep only their inputs. Batches stay whole, and results stay the same"""
+    order = 11.5  # before a GradientAccumulation, which runs the batches
+    saver_rank = 1
+    _stateattrs = *WindowCallback._stateattrs,'found','groups'  # fastai leaves these out of a copy or an export
+
+    def __init__(self,
+        blocks:Callable|str|None=None, # `blocks(model)` returns what may be recomputed; None or 'auto': found for you
+        offload:bool=False, # Keep the inputs of these blocks on the CPU; False: only if that is necessary
+        adapt:bool=True, # Recompute as few blocks as memory requires; False: all
+    ):
+        store_attr()
+        self.found = []  # blocks
+        self.groups = {}  # each nn.Sequential around them, and its grouped form
+        self.why_none = None  # why there are no blocks
+        self.n_recomputed = 0  # blocks, the first ones
+        self.needs_cpu = False  # whether memory ran out with all blocks recomputed, so that their inputs go to the CPU
+        self.read_settings()
+
+    @property
+    def adapts(self)->bool: return self.adapt
+
+    @property
+    def is_offloading(self)->bool: return self.offload or self.needs_cpu
+
+    def read_settings(self):
+        check_flags(offload=self.offload, adapt=self.adapt)
+        if self.blocks != 'auto':
+            check_callable('blocks', self.blocks, "a function of the model, or 'auto'")
+
+    def before_train(self):
+        "Finds the blocks; raises ValueError if there are none, and recomputing them was asked for"
+        if not self.learn: return  # it was removed
+        model = self.learn.model
+        self.found,self.groups = [],{}
+        self.why_none = why_not_checkpointable(model)
+        if self.why_none is None: self.find_blocks(inner_model(model))
+        # If it adapts, whole batches may fit
+        is_needed = not self.adapt or is_sharded(model)
+        if self.why_none and is_needed: raise ValueError(self.why_none)
+        n = len(self.found)
+        if not self.adapt: self.n_recomputed = n
+        if n < self.n_recomputed: self.n_recomputed = n  # of the fit before, in which the model had other blocks
+        super().before_train()
+
+    def find_blocks(self, model):
+        "Sets the blocks, and the lists around them in grouped form; or why there are none"
+        if callable(self.blocks):
+            self.found = check_blocks(self.blocks(model), model)
+            return
+        self.found,self.groups = find_blocks(model)
+        if not self.found:
+            self.why_none = (f"ActivationCheckpointing finds no blocks in {type(model).__name__}: choose modules with "
+                             "blocks=lambda model: [...]")
+
 # %% ../nbs/03_checkpointing.ipynb #04b61e59
 # The passes of a batch
 
 @patch
 def context(self:ActivationCheckpointing, loop):
     "Returns a context in which blocks run again in the backward pass, or None if all fits"
-    if not self.level: return None
-    res = [override_attr(o, 'use_cache', False) for o in configs_with_cache(loop.learn.model)]
-    res += [override_attr(m, 'forward', group.forward) for m,group in self.groups.items()]
-    res += [override_attr(m, 'forward', self.forward_of_block(m)) for m in self.found[:self.level]]
-    return ContextManagers(res)
+    if not self.n_recomputed: return None
+    contexts = [override_attr(o, 'use_cache', False) for o in configs_with_cache(loop.learn.model)]
+    # Some blocks are groups of layers, which run as one module in the grouped form only
+    contexts += [override_attr(m, 'forward', group.forward) for m,group in self.groups.items()]
+    contexts += [override_attr(m, 'forward', self.forward_of_block(m)) for m in self.found[:self.n_recomputed]]
+    return ContextManagers(contexts)
 
 @patch
 def forward_of_block(self:ActivationCheckpointing, block)->Callable:
@@ -152,15 +167,6 @@ def forward_of_block(self:ActivationCheckpointing, block)->Callable:
             return run(*args, **kwargs)
     return run_offloaded
 
-def configs_with_cache(model)->list:
-    "Returns the configurations of Transformers models that use a key-value cache, to which both runs would append"
-    configs = {}
-    for m in model.modules():
-        config = getattr(m, 'config', None)
-        if getattr(config, '__dict__', {}).get('use_cache'):
-            configs[id(config)] = config
-    return list(configs.values())
-
 # %% ../nbs/03_checkpointing.ipynb #b4280899
 # More blocks, once memory runs out
 
@@ -168,21 +174,21 @@ def configs_with_cache(model)->list:
 def reduce_memory(self:ActivationCheckpointing, loop)->bool:
     "Recomputes 1, 2, 4, ... and all blocks; at last, keeps their inputs on the CPU"
     n = len(self.found)
-    last_level = n if self.offload or not n else n+1  # with `offload`, inputs are on the CPU at every level
-    if self.level >= last_level: return False
-    if self.level == n: self.level = n+1
-    else: self.level = min(max(2*self.level, 1), n)
+    if self.n_recomputed < n:
+        self.n_recomputed = min(max(2*self.n_recomputed, 1), n)
+        return True
+    if not n or self.is_offloading: return False
+    self.needs_cpu = True
     return True
 
 @patch
 def report(self:ActivationCheckpointing, loop):
     "Prints how many blocks are recomputed, whenever that number changes"
     if not self.adapt: return
-    n = len(self.found)
     how = 'fits in memory'
-    if self.level: how = f'fits if {min(self.level, n)} of {n} blocks are recomputed'
-    if self.level and self.is_offloading: how += ', and what they keep is on the CPU'
-    log_once(self, f'ActivationCheckpointing: each batch of {loop.batches.current.samples} {how}')
+    if self.n_recomputed: how = f'fits if {self.n_recomputed} of {len(self.found)} blocks are recomputed'
+    if self.n_recomputed and self.is_offloading: how += ', and what they keep is on the CPU'
+    self.log_once(f'ActivationCheckpointing: each batch of {loop.batches.current.samples} {how}')
 
 @patch
 def advice(self:ActivationCheckpointing, loop)->str:

@@ -16,7 +16,7 @@ from fastai.basics import *
 from torch.serialization import default_restore_location,safe_globals
 
 from .windows.checks import check_flags,is_number
-from .windows.loop import own_loop
+from .windows.loop import replaced_method as own_loop
 from .windows.processes import all_reduce_scalar,is_sharded,n_processes
 from .windows.state import global_generators,restore_tensor
 from .memory.override import override_attr

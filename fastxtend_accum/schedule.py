@@ -11,45 +11,39 @@ from numbers import Integral
 from fastai.basics import *
 from fastai.callback.schedule import SchedCos
 
-from .windows.checks import check_size
+from .windows.checks import check_rules,check_size
+from .windows.events import is_finding_rate
+from .windows.forward_backward import Settings
 from .windows.loader import EpochPlan
 from .windows.processes import inner_model
 from .accumulation import GradientAccumulation
 from .logging import plot_sizes
 
 # %% auto #0
-__all__ = ['Numeric', 'fraction_of_fit', 'check_order', 'GradientAccumulationSchedule', 'linear_scale', 'sqrt_scale',
+__all__ = ['Numeric', 'check_point', 'fraction_of_fit', 'GradientAccumulationSchedule', 'linear_scale', 'sqrt_scale',
            'half_life_scale', 'SchedSteps']
 
 # %% ../nbs/01_schedule.ipynb #117e3773
 Numeric = int|float
 _tiny = 1e-6  # positions are sums of many fractions: .3 may be .29999999999999993
 
-def fraction_of_fit(
-    name:str, # What `point` is, for errors: an argument's name, or a description
-    point:Numeric, # A fraction of training (float), or a number of epochs (int)
-    n_epoch:int|None=None, # Length of the fit, in epochs; None: not known yet
-)->float:
-    """Returns where `point` lies in a fit, from 0 to 1, or `point` itself if it is in epochs and the length of the fit
-    is not known. Raises TypeError or ValueError if it lies outside"""
+def check_point(name:str, point:Numeric, n_epoch:int|None=None):
+    """Raises TypeError or ValueError unless `point` is a fraction of training (float), or a number of epochs (int) in a fit
+    of `n_epoch`, if that is known; `name` is what to call it"""
     if isinstance(point, bool) or not isinstance(point, Real):
         raise TypeError(f"{name} must be a float (fraction of training) or an int (epochs), not {point!r}")
-    is_in_epochs = isinstance(point, Integral)
-    if not is_in_epochs: length = 1
-    elif n_epoch: length = n_epoch
-    else: length = math.inf
-    if 0 <= point <= length:
-        has_length = is_in_epochs and n_epoch
-        return point/n_epoch if has_length else float(point)
-    where = f'from 0 to {n_epoch}' if n_epoch else '0 or more'
-    fit = ' of 1 epoch, as fine_tune begins' if n_epoch == 1 else ''
+    largest = 1.
+    if isinstance(point, Integral): largest = n_epoch or math.inf
+    if 0 <= point <= largest: return
+    epochs = f'from 0 to {n_epoch}' if n_epoch else '0 or more'
+    fit = ' of 1 epoch (fine_tune begins with one)' if n_epoch == 1 else ''
     raise ValueError(f"{name}={point} is outside of training{fit}: use a fraction of it (a float from 0.0 to 1.0), or a number "
-                     f"of epochs (an int, {where})")
+                     f"of epochs (an int, {epochs})")
 
-def check_order(start:Numeric, finish:Numeric):
-    "Raises ValueError unless `start` comes first"
-    if start > finish:
-        raise ValueError(f"start={start} is after finish={finish}: use a start of at most {finish}")
+def fraction_of_fit(name:str, point:Numeric, n_epoch:int)->float:
+    "Returns where `point` lies in a fit of `n_epoch` epochs, from 0 to 1; raises ValueError if it lies outside"
+    check_point(name, point, n_epoch)
+    return point/n_epoch if isinstance(point, Integral) else float(point)
 
 # %% ../nbs/01_schedule.ipynb #fb5cbf3c
 class GradientAccumulationSchedule(GradientAccumulation):
@@ -83,20 +77,27 @@ class GradientAccumulationSchedule(GradientAccumulation):
                             "GradientAccumulationSchedule(**SchedSteps(...)), with two asterisks")
         self.start_accum_bs = check_size('start_accum_bs', self.start_accum_bs)
         self.final_accum_bs = check_size('final_accum_bs', self.final_accum_bs)
-        fraction_of_fit('start', self.start)
-        fraction_of_fit('finish', self.finish)
-        # If one is in epochs and the other a fraction, the length of the fit decides
-        if isinstance(self.start, Integral) == isinstance(self.finish, Integral):
-            check_order(self.start, self.finish)
+        check_point('start', self.start)
+        check_point('finish', self.finish)
+        have_one_unit = isinstance(self.start, Integral) == isinstance(self.finish, Integral)
+        if have_one_unit: self.check_order(self.start, self.finish)  # if not, the length of the fit decides
         self.accum_bs = self.start_accum_bs
         super().read_settings()
 
+    def check_order(self, start:Numeric, finish:Numeric):
+        "Raises ValueError unless `start` comes first"
+        if start > finish:
+            raise ValueError(f"start={self.start} is after finish={self.finish}: use an earlier start or a later finish")
+
+    def settings(self)->Settings:
+        return super().settings()._replace(scale=self.scale, start_accum_bs=self.start_accum_bs)
+
 # %% ../nbs/01_schedule.ipynb #55f931d1
 @patch
-def window_sizes(self:GradientAccumulationSchedule, global_bs:int)->dict[str,int]:
-    "Returns the sizes that must be multiples of the loader's batch size, keyed by the argument that sets them"
-    sizes = dict(self.schedule.named_sizes) if isinstance(self.schedule, _Steps) else {}
-    return sizes | dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)
+def sizes_by_argument(self:GradientAccumulationSchedule, global_bs:int)->dict[str,int]:
+    sizes = dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)
+    if isinstance(self.schedule, _Steps): sizes = self.schedule.sizes_by_point | sizes
+    return sizes
 
 @patch
 def remainder_for(self:GradientAccumulationSchedule, dl)->str:
@@ -108,38 +109,41 @@ def remainder_for(self:GradientAccumulationSchedule, dl)->str:
 
 @patch
 def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:int, global_bs:int)->float:
-    "Returns the samples that a window is to have which begins at `pct_train` of a fit"
-    if hasattr(self.learn, 'lr_finder'): return self.start_accum_bs  # the rate is found for the size at the start
+    "Returns the wanted size of a window that begins at `pct_train` of a fit, in samples of all processes"
+    is_finding = self.learn is not None and is_finding_rate(self.learn)
+    if is_finding: return self.start_accum_bs  # the rate is found for the size at the start
     start = fraction_of_fit('start', self.start, n_epoch)
     finish = fraction_of_fit('finish', self.finish, n_epoch)
-    check_order(start, finish)
+    self.check_order(start, finish)
     if pct_train >= finish-_tiny: return self.final_accum_bs
     if pct_train < start-_tiny: return self.start_accum_bs
-    curve = self.schedule(self.start_accum_bs, self.final_accum_bs)
     position = max(0., pct_train-start)/(finish-start)
+    curve = self.schedule(self.start_accum_bs, self.final_accum_bs)
     size = float(curve(position))
     if not 1 <= size < math.inf:
-        raise ValueError(f"the schedule gives a batch size of {size} at {pct_train:.3f} of training: it must be 1 or "
-                         "more")
+        raise ValueError(f"the schedule gives a batch size of {size} at {pct_train:.3f} of training: it must be 1 or more")
     return size
 
 # %% ../nbs/01_schedule.ipynb #94b727d4
 @patch
 def check(self:GradientAccumulationSchedule, plan:EpochPlan):
-    "Raises ValueError if the schedule is not compatible with its Learner; warns if 1 may have been meant as 1.0"
+    "Raises ValueError if the schedule does not suit its Learner; warns if 1 may have been meant as 1.0"
     GradientAccumulation.check(self, plan)
+    check_rules(self.scale, self.learn.opt)
     n_epoch = self.learn.n_epoch
     for pct in np.linspace(0, 1, 101):
-        self.window_size_at(pct, n_epoch, self.global_bs(plan))  # raises ValueError if it is none
-    is_exempt = n_epoch == 1 or hasattr(self.learn, 'lr_finder') or isinstance(self.schedule, _Steps)
-    if is_exempt: return
-    for name in ('start', 'finish'):
-        point = getattr(self, name)
-        is_integer_one = isinstance(point, Integral) and point == 1
-        # A start after 1 epoch is meant if the schedule finishes after more than 1
-        may_be_meant = name == 'start' and self.finish > 1
-        if is_integer_one and not may_be_meant:
-            warn(f"{name}=1 means after 1 of the {n_epoch} epochs; {name}=1.0 means the end of training")
+        self.window_size_at(pct, n_epoch, self.global_bs(plan))  # it raises ValueError if the curve leaves the valid sizes
+    # In a fit of one epoch 1 and 1.0 are the same
+    if n_epoch > 1 and not is_finding_rate(self.learn) and not isinstance(self.schedule, _Steps): self.warn_of_one_epoch()
+
+@patch
+def warn_of_one_epoch(self:GradientAccumulationSchedule):
+    "Warns if `start` or `finish` is the int 1, which may have been meant as 1.0"
+    for name,point in dict(start=self.start, finish=self.finish).items():
+        is_one_epoch = isinstance(point, Integral) and point == 1
+        is_meant = name == 'start' and self.finish > 1  # since the schedule finishes after more than 1 epoch
+        if is_one_epoch and not is_meant:
+            warn(f"{name}=1 means after 1 of the {self.learn.n_epoch} epochs; {name}=1.0 means the end of training")
 
 # %% ../nbs/01_schedule.ipynb #41d13a3e
 @patch
@@ -147,7 +151,8 @@ def preview(self:GradientAccumulationSchedule,
     n_epoch:int, # Length of the fit, in epochs
     dls:DataLoaders, # The data of the fit
 )->list: # For each optimizer step, where its window starts, in epochs, and its number of samples
-    "Before training, list the windows that a fit will run; raise ValueError if the sizes do not suit the data"
+    """Before training, list the windows that a fit in one process will run; raise ValueError if the sizes do not suit the
+    data. For a model with a `reset`, create the Learner first"""
     self.check_multiples(self.loader_info_of(dls.train))
     res = []
     carried = []
@@ -204,9 +209,10 @@ def SchedSteps(
     if not isinstance(steps, dict) or 0 not in steps:
         raise ValueError(f"steps must be a dict that begins at 0, such as {{0: 64, .5: 128}}, not {steps!r}")
     for point,size in steps.items():
-        fraction_of_fit('a point in steps', point)
+        check_point('a point in steps', point)
         check_size(f'steps[{point}]', size)
-    if len({isinstance(o, Integral) for o in steps if o}) > 1:
+    units = {isinstance(o, Integral) for o in steps if o != 0}  # 0 is the same in both
+    if len(units) > 1:
         raise ValueError(f"the points in steps must be fractions (float) or epochs (int), not both: {[*steps]}")
     points,sizes = zip(*sorted(steps.items()))
     return dict(
@@ -218,15 +224,15 @@ def SchedSteps(
 
 # %% ../nbs/01_schedule.ipynb #90fc0ba8
 class _Steps:
-    "The annealer of `SchedSteps`: `sizes` from each of `points` on, of which the last is the end"
+    "The annealer of `SchedSteps`: the batch size is that of the last of the `points` that was passed"
     def __init__(self, points:list, sizes:list):
         last = points[-1] or 1  # 0: there is one point only
-        self.positions = [o/last for o in points]  # in fractions of the last one, as annealers are asked
+        self.positions = [o/last for o in points]  # annealers get positions from 0 to 1, of which 1 is the last point
         self.sizes = sizes
-        self.named_sizes = {f'steps[{o}]':size for o,size in zip(points, sizes)}  # as errors name them
+        self.sizes_by_point = {f'steps[{o}]':size for o,size in zip(points, sizes)}  # as errors name them
 
     def __call__(self, start:int, end:int)->Callable:
-        "Returns the curve, as fastai's annealers do. `start` and `end` are its first and last size anyway"
+        "Returns the curve, as fastai's annealers do. It has `start` and `end` already, as its first and last size"
         return self.at
 
     def at(self, position:float)->int:

@@ -19,8 +19,8 @@ __all__ = ['advice_for_single_samples', 'smaller_size', 'AutoMicroBatches']
 _any_size = 2**40  # more samples than any batch has
 
 def smaller_size(n:int, size:int)->int|None:
-    """Returns the next smaller size of micro-batches for a batch of `n` samples; None if `size` is 1. It goes from 1 part
-    to 2, 3, 4, 6, 9, ...: half as many more parts each time, and at least one"""
+    """Returns the next smaller size of micro-batches for a batch of `n` samples; None if `size` is 1. The batch is split
+    into 2, 3, 4, 6, 9, 13, ... parts: each time into half as many more, and at least one more"""
     size = min(size, n)
     if size == 1: return None
     n_parts = math.ceil(n/size)
@@ -44,7 +44,7 @@ class AutoMicroBatches(MicroBatches, MemorySaver):
         return True
 
     def report(self, loop):
-        "Lets the next step print the line that describes windows, which has to show another size"
-        loop.fit.set_line_due(loop.cb.verbose)
+        "Makes the next step print how windows are made up"
+        loop.cb.line_is_due = loop.cb.verbose
 
     def advice(self, loop)->str: return advice_for_single_samples

@@ -11,8 +11,8 @@ from collections import Counter
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['containers', 'is_layer', 'n_layers', 'class_forward', 'can_be_block', 'grouped', 'is_list', 'find_blocks',
-           'blocks_in', 'check_blocks']
+__all__ = ['containers', 'is_layer', 'n_layers', 'class_forward', 'is_plain_sequential', 'can_be_block', 'grouped', 'is_list',
+           'find_blocks', 'blocks_in', 'check_blocks']
 
 # %% ../../nbs/memory/06_blocks.ipynb #32c087de
 containers = nn.Sequential,nn.ModuleList,nn.ModuleDict
@@ -23,9 +23,13 @@ def is_layer(m)->bool:
 
 def n_layers(m)->int: return sum(map(is_layer, m.modules()))
 
-def class_forward(m):
-    "Returns the forward pass of the class of `m`, which may have another one for now"
+def class_forward(m)->Callable|None:
+    "Returns the forward pass of the class of `m`, which an attribute of `m` may replace for a while"
     return getattr(type(m), 'forward', None)
+
+def is_plain_sequential(m)->bool:
+    "Returns whether the forward pass of `m` is that of nn.Sequential"
+    return class_forward(m) is nn.Sequential.forward
 
 def can_be_block(m)->bool:
     "Returns whether `m` has a forward pass of several modules. A single module keeps its inputs anyway"
@@ -33,17 +37,18 @@ def can_be_block(m)->bool:
     return has_children and class_forward(m) is not nn.Module.forward
 
 def grouped(m:nn.Sequential)->nn.Sequential:
-    """Returns the same computation, where a layer and what follows it without a weight, such as a norm and an
-    activation, are one child: as a block, it need not keep what is between them"""
+    """Returns the same computation, in which a layer and what follows it without a weight, such as a norm and an activation,
+    are one child: as a block, it need not keep what is between them"""
     groups = []
     for o in m:
-        follows_layer = groups and n_layers(groups[-1][0]) == 1
+        follows_layer = groups and n_layers(groups[-1][0]) == 1  # a group begins with its layer
         if follows_layer and not n_layers(o): groups[-1].append(o)
         else: groups.append([o])
     return nn.Sequential(*[group[0] if len(group) == 1 else nn.Sequential(*group) for group in groups])
 
 def is_list(m)->bool:
-    "Returns whether `m` is a list of blocks: a container, or a module with three large children of one kind"
+    """Returns whether the children of `m` are blocks: it is a container, or has three large children of one kind, as a
+    Transformer has that lists its layers as attributes. Two may be an encoder and a decoder"""
     kinds = Counter(type(o) for o in m.children() if n_layers(o) > 1)
     return isinstance(m, containers) or max(kinds.values(), default=0) > 2
 
@@ -56,18 +61,19 @@ def find_blocks(model)->tuple[list,dict]:
     return list(dict.fromkeys(blocks)),groups  # each once
 
 def blocks_in(m, groups:dict)->list:
-    """Returns the blocks inside `m`: the children of lists. A child that is itself made of several blocks, such as a
-    stage of a ConvNeXt, is taken apart. Adds what it groups to `groups`"""
-    own = set(m.children())
-    if class_forward(m) is nn.Sequential.forward:
-        groups[m] = grouped(m)
-        m = groups[m]
+    """Returns the blocks inside `m`: the children of lists. A child that is itself made of several blocks is taken apart:
+    of the stages of a ResNet, an nn.Sequential each, the blocks inside. Adds what it groups to `groups`"""
+    parts = m
+    if is_plain_sequential(m):
+        parts = grouped(m)
+        groups[m] = parts
+    own = set(m.children())  # the other parts are groups, of a single layer each
     res = []
-    for o in m.children():
+    for o in parts.children():
         if not n_layers(o): continue
-        inner = blocks_in(o, groups) if o in own else []  # a group holds a single layer
-        n_inner = sum(n_layers(part) > 1 for part in inner)  # a convolution with its norm is no block inside of another
-        is_block = is_list(m) and can_be_block(o) and n_inner < 2
+        inner = blocks_in(o, groups) if o in own else []
+        n_large = sum(n_layers(block) > 1 for block in inner)  # a convolution with its norm is too small to be a block
+        is_block = is_list(m) and can_be_block(o) and n_large < 2
         if is_block: res.append(o)
         else: res += inner
     return res
@@ -75,15 +81,18 @@ def blocks_in(m, groups:dict)->list:
 # %% ../../nbs/memory/06_blocks.ipynb #9a1d41ac
 def check_blocks(blocks, model)->list:
     "Returns `blocks` as a list; raises ValueError unless they are separate modules of `model`"
-    if isinstance(blocks, containers): blocks = blocks.children()
-    elif isinstance(blocks, nn.Module) or not is_iter(blocks):
-        blocks = [blocks]
+    if isinstance(blocks, nn.Module):
+        is_container = is_plain_sequential(blocks) or class_forward(blocks) is nn.Module.forward
+        blocks = blocks.children() if is_container else [blocks]
+    if not is_iter(blocks): blocks = [blocks]
     blocks = list(dict.fromkeys(blocks))  # each once
+    if not blocks:
+        raise ValueError("blocks returned no modules: return those that are to be recomputed, such as "
+                         "lambda m: list(m.layers)")
     own = set(model.modules())
     for o in blocks:
-        is_own = o in own
-        is_separate = is_own and not any(m in blocks for m in o.modules() if m is not o)
+        is_separate = o in own and not any(m in blocks for m in o.modules() if m is not o)
         if is_separate: continue
-        raise ValueError(f"blocks must return modules of the model, none inside another, not {type(o).__name__}: as "
+        raise ValueError(f"blocks must return modules of the model, none inside another, not {type(o).__name__}: such as "
                          "lambda m: list(m.layers); a slice of an nn.Sequential, for example, is a new module")
     return blocks

@@ -10,28 +10,29 @@ from __future__ import annotations
 from fastai.basics import *
 from torch.utils._pytree import tree_map
 
-from ..windows.nested import each_tensor
+from ..windows.nested import map_tensors
+from ..windows.processes import inner_model
 
 # %% auto #0
 __all__ = ['state_owners', 'HiddenState']
 
 # %% ../../nbs/memory/01_hidden_state.ipynb #38e82fc0
-def state_owners(model)->list:
-    """Returns the modules of `model` that carry a hidden state from batch to batch: its `AWD_LSTM`; none in fastai's text
-    classifiers, which reset it in each batch. Raises ValueError if another module carries a state"""
-    model = getattr(model, 'module', model)  # fastai gives DistributedDataParallel a `reset` of its own
+def state_owners(model)->list[nn.Module]:
+    """Returns the modules of `model` that carry a hidden state from batch to batch: every `AWD_LSTM` of fastai's; none in a
+    text classifier, which resets it in each batch. Raises ValueError if another module carries a state"""
+    model = inner_model(model)
     resets_itself = any(type(m).__name__ == 'SentenceEncoder' for m in model.modules())
-    if not hasattr(model, 'reset') or resets_itself: return []
+    if resets_itself: return []
     text = sys.modules.get('fastai.text.models.awdlstm')  # importing it takes seconds
     owners = [m for m in model.modules() if text and isinstance(m, text.AWD_LSTM)]
-    if owners: return owners
-    raise ValueError(f"{type(model).__name__} carries its state from batch to batch (it has a `reset`), so a batch cannot "
-                     "be split: use smaller batches and no micro_batch_size")
+    if owners or not hasattr(model, 'reset'): return owners
+    raise ValueError(f"{type(model).__name__} carries its state from batch to batch (it has a `reset`), so a batch cannot be "
+                     "split: use a smaller bs, and leave micro_batch_size out")
 
 # %% ../../nbs/memory/01_hidden_state.ipynb #bd1daa6b
 class HiddenState:
-    """The states that AWD_LSTMs carry into a batch of `n` rows, and out of it, while it runs in micro-batches. Their
-    tensors have the rows in dimension 1"""
+    """While a batch of `n` rows runs in micro-batches: the states that AWD_LSTMs carry into it, and those that they carry
+    on. The tensors have shape (layers, rows, features)"""
     def __init__(self, owners:list, n:int):
         self.owners = owners
         self.n = n
@@ -41,16 +42,16 @@ class HiddenState:
         self.after = []  # of each micro-batch
 
     def assign(self, states:list, n:int):
-        "Gives the owners these states of `n` rows"
+        "Gives each owner its state, of `n` rows"
         for m,state in zip(self.owners, states, strict=True):
             m.hidden = state
             m.bs = n
 
     @contextmanager
     def at(self, start:int, end:int):
-        "A context for running the model on these rows. After the last ones, the owners have the states of all rows"
-        def rows(t): return t[:,start:end].contiguous()
-        self.assign([each_tensor(rows, o) for o in self.before], end-start)
+        "In this context the model runs on these rows. After the last ones, the owners have the states of all rows"
+        def part(t): return t[:,start:end].contiguous()
+        self.assign([map_tensors(part, o) for o in self.before], end-start)
         try: yield
         except BaseException:
             self.assign(self.before, self.n)

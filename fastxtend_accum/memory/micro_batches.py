@@ -1,4 +1,4 @@
-"""Run a loader batch in micro-batches; to all but the model and the loss it stays whole
+"""Run a loader batch in micro-batches, which only the model, the loss and their events see
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/memory/micro_batches.html.md"""
 
@@ -10,17 +10,17 @@ from __future__ import annotations
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 
-from ..windows.nested import CannotJoin,each_tensor,join,n_rows,slice_batch,slice_item,tensors_in
+from ..windows.loop import WholeBatch,WindowLoop
+from ..windows.nested import CannotJoin,check_rows,join,map_tensors,n_rows,part_bounds,slice_fields,slice_rows,tensors_in
 from .hidden_state import HiddenState,state_owners
 
 # %% auto #0
-__all__ = ['per_sample_names', 'SampleSlices', 'chunk_bounds', 'check_samples_first', 'check_rows', 'MicroBatches',
-           'show_outputs']
+__all__ = ['per_sample_names', 'SampleSlices', 'chunk_bounds', 'check_samples_first', 'MicroBatches', 'show_outputs']
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #bfa7b934
 def per_sample_names(cb)->list[str]:
-    """Returns the attributes of `cb` that have a value for each sample: those in its `per_sample`, or the partners of
-    MixUp"""
+    """Returns the attributes of `cb` that have a value for each sample: for MixUp and CutMix the partner of each sample,
+    for other callbacks those that their class names in `per_sample`, as in `per_sample = ('weights',)`"""
     partners = ('yb1', 'lam') if isinstance(cb, MixHandler) else ()
     names = getattr(type(cb), 'per_sample', partners)
     return [name for name in names if name in vars(cb)]
@@ -41,100 +41,104 @@ class SampleSlices:
                 if not is_shared: self.kept.append((cb, name, value))
 
     def hold(self, start:int, end:int):
-        "Lets `learn` and its callbacks hold these rows"
-        self.learn.xb = slice_batch(self.xb, start, end, self.n)
-        self.learn.yb = slice_batch(self.yb, start, end, self.n)
+        "Makes `learn` and its callbacks hold these rows"
+        self.learn.xb = slice_fields(self.xb, start, end, self.n)
+        self.learn.yb = slice_fields(self.yb, start, end, self.n)
         for cb,name,value in self.kept:
-            vars(cb)[name] = slice_item(value, start, end, self.n)
+            vars(cb)[name] = slice_rows(value, start, end, self.n)
 
     def hold_all(self):
-        "Lets them hold all rows. Targets that a callback has hidden, and put back for loggers, stay"
+        "Makes them hold all rows"
         self.learn.xb = self.xb
-        if len(self.yb) or not len(self.learn.yb): self.learn.yb = self.yb
+        # A callback that computes the loss itself hides targets in `before_batch`, and sets them in `after_loss`
+        sets_targets = not len(self.yb) and len(self.learn.yb)
+        if not sets_targets: self.learn.yb = self.yb
         for cb,name,value in self.kept: vars(cb)[name] = value
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #0c4dc734
-def chunk_bounds(n:int, most:int)->list[tuple[int,int]]:
-    "Returns start and end of each micro-batch of `n` rows: as few as possible of at most `most`, of nearly equal size"
-    n_parts = math.ceil(n/most)
-    edges = [math.ceil(n*i/n_parts) for i in range(n_parts+1)]
-    return list(zip(edges, edges[1:]))
+def chunk_bounds(
+    n:int, # Rows
+    most:int, # Samples in a part, at most
+    samples:int, # Samples in all rows. Each may have several, which stay together
+)->list[tuple[int,int]]: # In rows
+    "Returns start and end of each micro-batch: as few as possible, of nearly equal size"
+    rows_per_sample = 1 if n%samples else n//samples
+    n_units = n//rows_per_sample
+    bounds = part_bounds(n_units, math.ceil(n_units/most))
+    return [(start*rows_per_sample, end*rows_per_sample) for start,end in bounds]
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #2742d7f0
-def check_samples_first(tensors:list, n:int, samples:int):
-    """Raises ValueError if a batch of `n` rows has time in dimension 0 and its samples in dimension 1, since a split
-    would cut time into parts"""
+def check_samples_first(tensors:list[Tensor], n:int, samples:int):
+    """Raises ValueError if dimension 1 of all tensors, and not dimension 0, is as long as the batch: then that is probably
+    time, and a split would cut each sample into parts"""
     has_samples_second = bool(tensors) and all(o.shape[1:2] == (samples,) for o in tensors)
     if n == samples or not has_samples_second: return
     raise ValueError(f"cannot split a tensor of shape {tuple(tensors[0].shape)} in a batch of {samples} samples: put the "
                      "samples first, not time, or leave micro_batch_size out")
 
-def check_rows(outputs, n:int):
-    "Raises ValueError unless the outputs of a micro-batch have `n` rows"
-    for o in tensors_in(outputs):
-        if len(o) == n: continue
-        raise ValueError(f"the model returns a tensor of shape {tuple(o.shape)} for a micro-batch of {n} samples: its first "
-                         "dimension must be the samples, or leave micro_batch_size out")
-
 # %% ../../nbs/memory/02_micro_batches.ipynb #e39c522b
-class MicroBatches:
-    "Runs a loader batch in micro-batches of at most `size` samples"
+class MicroBatches(WholeBatch):
+    "A strategy that runs a loader batch in micro-batches of at most `size` samples"
+    may_repeat = True
     def __init__(self, size:int):
         self.requested_size = size  # a subclass may be asked for 'auto'
         self.size = size
         self.owners = []  # modules that carry a hidden state
 
     def __reduce__(self):
-        "A copy begins anew, since it may not refer to modules of this model"
+        "A copy begins anew, because it must not refer to modules of this model"
         return type(self),(self.size,)
 
-    def begin_epoch(self, loop): self.owners = state_owners(loop.learn.model)
+    def begin_epoch(self, loop:WindowLoop): self.owners = state_owners(loop.learn.model)
 
-    def __call__(self, loop):
-        "Runs the loader batch that `loop.learn` holds; afterwards the Learner holds the whole batch and its mean loss"
+    def __call__(self, loop:WindowLoop)->bool:
+        """Runs the loader batch that `loop.learn` holds; returns whether it counts. Afterwards the Learner holds the whole
+        batch and its mean loss"""
         learn,batches = loop.learn,loop.batches
         samples = batches.current.samples
         data = *learn.xb,*learn.yb
         n = n_rows(data, batches.current.rows)  # a callback may have changed it
-        rows_per_sample = max(n/samples, 1)  # `size` counts samples, of which each may have several rows
-        bounds = chunk_bounds(n, math.ceil(self.size*rows_per_sample))
-        if len(bounds) == 1:
-            loop.run_micro_batch(samples, n)
-            return
+        bounds = chunk_bounds(n, self.size, samples)
+        if len(bounds) == 1: return loop.run_micro_batch(samples, n)
         if batches.info.has_exact_length: check_samples_first(tensors_in(data), n, samples)
-        self.run_split(loop, bounds)
+        return self.run_split(loop, bounds)
+
+    def run_split(self, loop:WindowLoop, bounds:list[tuple[int,int]])->bool:
+        "Runs one micro-batch after the other; returns whether one of them counts"
+        learn,before = loop.learn,loop.window.losses
+        n = bounds[-1][1]
+        slices = SampleSlices(learn, n)
+        hidden = HiddenState(self.owners, n)
+        outputs = []
+        n_counting = 0
+        try:
+            for start,end in bounds:
+                slices.hold(start, end)
+                with hidden.at(start, end): n_counting += self.run_part(loop, start, end, n)
+                outputs.append(map_tensors(Tensor.detach, learn.pred))
+        finally: slices.hold_all()
+        losses = loop.window.losses.since(before)
+        if losses.n_micro: # not without targets
+            learn.loss = losses.mean
+            learn.loss_grad = learn.loss
+        show_outputs(learn, outputs, [end-start for start,end in bounds])
+        return n_counting > 0
+
+    def run_part(self, loop:WindowLoop, start:int, end:int, n:int)->bool:
+        "Runs the rows that `learn` holds, from `start` to `end` of `n`; returns whether they count"
+        samples = loop.batches.current.samples
+        part = end*samples//n - start*samples//n  # so that the parts add up to `samples`
+        counts = loop.run_micro_batch(part, end-start, ends_batch=end == n)
+        check_rows(loop.learn.pred, end-start)
+        return counts
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e7b434d7
-@patch
-def run_split(self:MicroBatches, loop, bounds:list):
-    "Runs one micro-batch after the other, and joins what they leave"
-    learn = loop.learn
-    samples = loop.batches.current.samples
-    n = bounds[-1][1]
-    before = loop.window.losses
-    slices = SampleSlices(learn, n)
-    hidden = HiddenState(self.owners, n)
-    outputs = []
-    try:
-        for start,end in bounds:
-            slices.hold(start, end)
-            part = end*samples//n - start*samples//n  # so that the parts add up to `samples`
-            with hidden.at(start, end):
-                loop.run_micro_batch(part, end-start, ends_batch=end == n)
-            check_rows(learn.pred, end-start)
-            outputs.append(each_tensor(Tensor.detach, learn.pred))
-    finally: slices.hold_all()
-    has_loss = loop.window.losses.n_micro > before.n_micro  # not without targets
-    if has_loss:
-        learn.loss = loop.window.losses.since(before).mean
-        learn.loss_grad = learn.loss
-    show_outputs(learn, outputs, [end-start for start,end in bounds])
-
 def show_outputs(learn, outputs:list, sizes:list[int]):
-    """Joins the outputs of micro-batches into `learn.pred`. If that is impossible, it is that of the last one; raises
-    ValueError if training metrics would take it for the whole batch"""
+    """Joins the outputs of micro-batches into `learn.pred`. If they cannot be joined, that stays the last one; raises
+    ValueError if training metrics would take it for the output of the whole batch"""
     try: learn.pred = join(outputs, sizes)
     except CannotJoin as e:
         has_train_metrics = any(vars(o).get('train_metrics') for o in learn._grab_cbs(Recorder))
         if not learn.metrics or not has_train_metrics: return
-        raise ValueError(f"training metrics need outputs that can be joined: {e}; or no train_metrics") from e
+        raise ValueError(f"training metrics need the outputs of the whole batch: {e}. Otherwise, leave train_metrics "
+                         "out") from e

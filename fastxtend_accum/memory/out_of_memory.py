@@ -11,7 +11,7 @@ import gc
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['NothingFits', 'is_out_of_memory', 'without_tracebacks', 'free_memory']
+__all__ = ['NothingFits', 'reason_of', 'is_out_of_memory', 'without_tracebacks', 'free_memory']
 
 # %% ../../nbs/memory/03_out_of_memory.ipynb #2ed991f1
 _messages = (
@@ -21,25 +21,32 @@ _messages = (
     'valid cuDNN algorithm', 'unable to find an engine to execute',  # no algorithm of cuDNN works in the room there is
     'could not create a primitive', 'could not execute a primitive', 'could not create a memory object')  # oneDNN
 
-class NothingFits(RuntimeError): "Memory ran out, and there is no way left that takes less"
+class NothingFits(RuntimeError): "Memory ran out, and there is no way left to use less"
+
+def reason_of(e:BaseException)->BaseException|None:
+    "Returns the error that led to `e`"
+    if e.__cause__ is not None or e.__suppress_context__: return e.__cause__
+    return e.__context__
 
 def is_out_of_memory(e:BaseException|None)->bool:
-    "Returns whether `e`, or an error that caused it, says that memory ran out"
+    "Returns whether `e`, or an error that led to it, says that memory ran out"
     if e is None or isinstance(e, NothingFits): return False
     if isinstance(e, (torch.OutOfMemoryError, MemoryError)): return True
     if isinstance(e, RuntimeError) and any(o in str(e) for o in _messages):
         return True
-    return is_out_of_memory(e.__cause__)
+    return is_out_of_memory(reason_of(e))
 
 # %% ../../nbs/memory/03_out_of_memory.ipynb #d92a0d35
 def without_tracebacks(e:BaseException)->BaseException:
-    "Returns `e`, without the frames of it and of the errors that led to it, which hold tensors"
-    for before in (e.__cause__, e.__context__):
-        if before: without_tracebacks(before)
-    return e.with_traceback(None)
+    "Returns `e`, without the stack frames of it and of the errors that led to it, which hold tensors"
+    error = e
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__ or error.__cause__  # the context is set, too, if there is a cause
+    return e
 
 def free_memory():
-    "Gives unused memory back. Call it outside of an `except` block, since its traceback still holds the tensors"
+    "Gives unused memory back. Call it outside of an `except` block, in which the traceback still holds the tensors"
     gc.collect()
     if torch.cuda.is_available(): torch.cuda.empty_cache()
     elif torch.backends.mps.is_available(): torch.mps.empty_cache()

@@ -1,4 +1,4 @@
-"""Run a loader batch; if memory runs out, undo it, take less memory, and run it again
+"""Run a loader batch; if memory runs out, undo it, and run it again with less
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/memory/retry.html.md"""
 
@@ -10,136 +10,143 @@ from contextlib import ExitStack
 
 from fastai.basics import *
 
-from ..windows.loop import whole_batch
+from ..windows.loop import WholeBatch,WindowLoop
 from ..windows.processes import inner_model
 from ..windows.state import Snapshot
 from .out_of_memory import NothingFits,free_memory,is_out_of_memory,without_tracebacks
 
 # %% auto #0
-__all__ = ['MemorySaver', 'BatchUndo', 'RetryOnOutOfMemory']
+__all__ = ['MemorySaver', 'BatchUndo', 'RetryOnOutOfMemory', 'try_once', 'use_less_memory']
 
 # %% ../../nbs/memory/04_retry.ipynb #869a27cb
 class MemorySaver:
-    "Base class of what can save memory in the passes of a loader batch"
+    "Base class of what can save memory in the passes of a loader batch: a callback, or a strategy"
     adapts = True  # whether it saves more once memory runs out
     size = None  # samples that the model sees at a time, at most; None: the whole batch
-    rank = 2  # of several savers, the one of the lowest rank takes less first
+    saver_rank = 2  # of several savers, the one of the lowest rank saves more first: ActivationCheckpointing has 1
 
-    def context(self, loop): "Returns a context for the passes of a batch, or None"
+    def context(self, loop:WindowLoop): "Returns a context for the passes of a batch, or None"
 
-    def reduce_memory(self, loop)->bool:
-        "Takes less memory from now on; returns False if it cannot"
+    def reduce_memory(self, loop:WindowLoop)->bool:
+        "Uses less memory from now on; returns False if it cannot"
         return False
 
-    def report(self, loop): "Is called after the first batch of a fit, and after each in which memory ran out"
+    def report(self, loop:WindowLoop): "Is called after the first batch of a fit, and after each in which memory ran out"
 
-    def advice(self, loop)->str: "Returns what to do if nothing takes less"
+    def advice(self, loop:WindowLoop)->str:
+        "Returns what the user can do if nothing uses less memory"
+        return ''
 
 # %% ../../nbs/memory/04_retry.ipynb #ca9ffbee
 class BatchUndo:
-    """Undoes what the present batch changes: the state of the model, the loss and random generators, the sums of the
-    window, and gradients. The gradients of earlier batches in the window are set aside, without a copy, and added
-    back"""
-    def __init__(self, loop):
-        learn,window,params = loop.learn,loop.window,loop.fit.params
+    """Undoes what the passes of the present batch change: the state of the model, the loss and random generators, the sums
+    of the window, and gradients. Until the batch fits, the gradients of earlier batches in the window are set aside"""
+    def __init__(self, loop:WindowLoop):
+        learn,window = loop.learn,loop.window
+        params = loop.fit.params
         self.loop = loop
         self.snapshot = Snapshot(inner_model(learn.model), learn.loss_func)
         self.held = {name:vars(learn).get(name) for name in ('xb','yb','loss')}
         self.losses = window.losses
-        self.n_kept = len(loop.fit.loss_check.kept)
-        if window.grads is not None: window.grads.check()  # that nobody has changed the sums, before they are set aside
-        self.without_grad = [p for p in params.all if p.grad is None]
-        # When a window begins, the gradients that the optimizer knows are 0, and stay where they are
-        summed = params.all if window.losses.n_micro else params.extra
-        self.aside = {p:p.grad for p in summed if p.grad is not None}
+        if window.grads is not None: window.grads.check()  # as they are before they are set aside
+        self.without_grad = [p for p in params.summed if p.grad is None]
+        # Before a window has begun, the optimizer has set the gradients of its parameters to 0, and 0 need not be kept
+        to_keep = params.summed if window.losses.n_micro else params.extra
+        self.aside = {p:p.grad for p in to_keep if p.grad is not None}
         self.set_aside()
 
     def set_aside(self):
         for p in self.aside: p.grad = None
-        if self.loop.window.grads is not None: self.loop.window.grads.note_backward()
+        self.accept_gradients()
+
+    def accept_gradients(self):
+        "Tells the window that this change of its gradients is meant"
+        grads = self.loop.window.grads
+        if grads is not None: grads.accept()
 
     def undo(self):
-        "Undoes everything"
+        "Undoes what has happened since this object was made"
         learn,window = self.loop.learn,self.loop.window
         for name,value in self.held.items(): setattr(learn, name, value)
-        learn.loss_grad = None  # this and `pred` hold the graph
+        # These hold the graph, and with it the memory of the batch
+        learn.loss_grad = None
         learn.pred = None
         self.snapshot.restore()
-        self.loop.fit.loss_check.drop_after(self.n_kept)
         window.restart_batch(self.losses)
         learn.opt.zero_grad()
         for p in self.without_grad: p.grad = None
         self.set_aside()
 
-# %% ../../nbs/memory/04_retry.ipynb #289fcc7b
-@patch
-@torch.no_grad()
-def add_aside(self:BatchUndo):
-    "Adds the gradients of the batch to those that were set aside, which are the sums of the window again"
-    for p,grad in self.aside.items():
-        if p.grad is not None: grad = grad.add_(p.grad)
-        p.grad = grad
-    if self.loop.window.grads is not None: self.loop.window.grads.note_backward()
+    @torch.no_grad()
+    def add_aside(self):
+        "Adds the gradients that were set aside to those of the batch, without a copy: both are then the sums of the window"
+        for p,grad in self.aside.items():
+            if p.grad is not None: grad = grad.add_(p.grad)
+            p.grad = grad
+        self.accept_gradients()
 
 # %% ../../nbs/memory/04_retry.ipynb #b7fc0e06
-class RetryOnOutOfMemory:
-    "Runs a loader batch by another `strategy`; if memory runs out, the first of the `savers` that can takes less"
-    def __init__(self, strategy:Callable, savers:list[MemorySaver]):
+class RetryOnOutOfMemory(WholeBatch):
+    "A strategy that runs a loader batch by another `strategy`, again and again with less memory if it runs out"
+    may_repeat = True
+    def __init__(self, strategy:WholeBatch, savers:list[MemorySaver]):
         self.strategy = strategy
         self.savers = savers
-        self.has_run = False  # whether a batch has run in this fit
+        self.has_reported = False
 
-    def begin_epoch(self, loop):
-        if self.strategy is not whole_batch: self.strategy.begin_epoch(loop)
+    def begin_epoch(self, loop:WindowLoop): self.strategy.begin_epoch(loop)
 
-    def __call__(self, loop):
-        "Runs the loader batch that `loop.learn` holds"
-        # A callback that was removed has no Learner any more
-        savers = [o for o in self.savers if getattr(o, 'learn', True)]
-        ran_out = False
-        if any(o.adapts for o in savers): ran_out = self.run_until_it_fits(loop, savers)
-        else: self.run_once(loop, savers)
-        if self.has_run and not ran_out: return
-        self.has_run = True
-        for o in savers: o.report(loop)
+    def __call__(self, loop:WindowLoop)->bool:
+        "Runs the loader batch that `loop.learn` holds; returns whether it counts"
+        # A callback that was removed in the middle of the fit has no Learner
+        savers = [o for o in self.savers if not isinstance(o, Callback) or o.learn]
+        adapting = [o for o in savers if o.adapts]
+        run_once = partial(self.run_once, loop, savers)
+        if adapting: counts,ran_out = self.run_until_it_fits(loop, adapting, run_once)
+        else: counts,ran_out = run_once(),False
+        if ran_out or not self.has_reported:
+            for o in savers: o.report(loop)
+        self.has_reported = True
+        return counts
 
-    def run_until_it_fits(self, loop, savers:list)->bool:
-        """Runs the batch, again and again with less memory; returns whether memory ran out. Raises NothingFits if
-        nothing takes less"""
-        ran_out = False
-        with loop.fit.processes.local_passes():
-            batch = BatchUndo(loop)
-            try:
-                while error := self.try_once(loop, savers):
-                    ran_out = True
-                    batch.undo()
-                    self.reduce_memory(loop, savers, error)
-                    free_memory()
-            finally: batch.add_aside()
-        return ran_out
+    def run_once(self, loop:WindowLoop, savers:list[MemorySaver])->bool:
+        "Runs the batch in the contexts of all savers; returns whether it counts"
+        with ExitStack() as stack:
+            for o in savers:  # each finds the model as those before it have left it
+                context = o.context(loop)
+                if context is not None: stack.enter_context(context)
+            return self.strategy(loop)
 
 # %% ../../nbs/memory/04_retry.ipynb #a30a77ff
 @patch
-def reduce_memory(self:RetryOnOutOfMemory, loop, savers:list, error:Exception):
-    "Lets the first saver that can take less memory; raises NothingFits if there is none"
-    adapting = [o for o in savers if o.adapts]
-    if any(o.reduce_memory(loop) for o in adapting): return
-    raise NothingFits(adapting[-1].advice(loop)) from error
+def run_until_it_fits(self:RetryOnOutOfMemory,
+    loop:WindowLoop,
+    adapting:list[MemorySaver],
+    run_once:Callable, # `run_once()` runs the batch and returns whether it counts
+)->tuple[bool,bool]:
+    "Returns whether the batch counts, and whether memory ran out. Raises NothingFits if no saver can use less"
+    ran_out = False
+    with loop.fit.processes.local_passes():
+        batch = BatchUndo(loop)
+        try:
+            while True:
+                counts,error = try_once(run_once)
+                if error is None: return counts,ran_out
+                ran_out = True
+                batch.undo()
+                use_less_memory(loop, adapting, error)
+                free_memory()
+        finally: batch.add_aside()
 
-@patch
-def try_once(self:RetryOnOutOfMemory, loop, savers:list)->Exception|None:
-    "Runs the batch; returns the error if memory runs out"
-    try: self.run_once(loop, savers)
+def try_once(run_once:Callable)->tuple[bool,Exception|None]:
+    "Returns the result of `run_once()`, and the error if memory runs out"
+    try: return run_once(),None
     except Exception as e:
         if not is_out_of_memory(e): raise
-        return without_tracebacks(e)
-    return None
+        return False,without_tracebacks(e)
 
-@patch
-def run_once(self:RetryOnOutOfMemory, loop, savers:list):
-    "Runs the batch in the contexts of all savers"
-    with ExitStack() as stack:
-        for o in savers:  # each finds the model as those before it have left it
-            context = o.context(loop)
-            if context: stack.enter_context(context)
-        self.strategy(loop)
+def use_less_memory(loop:WindowLoop, adapting:list[MemorySaver], error:Exception):
+    "Makes the first saver that can use less memory; raises NothingFits if there is none"
+    for o in adapting:
+        if o.reduce_memory(loop): return
+    raise NothingFits(adapting[-1].advice(loop)) from error

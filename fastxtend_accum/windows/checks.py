@@ -14,8 +14,9 @@ from fastai.callback.fp16 import NonNativeMixedPrecision
 from .gradients import trained_params
 
 # %% auto #0
-__all__ = ['check_size', 'check_micro_batch_size', 'check_flags', 'check_callable', 'check_multiple', 'is_number', 'check_rules',
-           'accumulates_gradients', 'check_learner', 'warn_of_gradient_hooks', 'check_callbacks', 'uses_cuda_graphs']
+__all__ = ['hooks_warning', 'check_size', 'check_micro_batch_size', 'check_flags', 'check_callable', 'check_multiple',
+           'is_number', 'check_rules', 'accumulates_gradients', 'check_learner', 'have_hooks', 'check_callbacks',
+           'uses_cuda_graphs']
 
 # %% ../../nbs/windows/03_checks.ipynb #f481c0a6
 def check_size(name:str, size:int)->int:
@@ -51,16 +52,16 @@ def check_multiple(
     bs:int, # Samples in a loader batch
     n_processes:int=1, # Each of which loads such a batch
 ):
-    """Raises ValueError if a window is larger than a loader batch, and no whole number of them in every process;
-    suggests sizes that are"""
+    """Raises ValueError if a window is larger than a loader batch, but is not a whole number of them in every process;
+    suggests sizes that are. A smaller window is a part of a loader batch"""
     batch = bs*n_processes
     if accum_bs < batch or accum_bs%batch == 0: return
     what = f"the DataLoader's batch of {bs}"
     if n_processes > 1:
         what = f'{batch}, {n_processes} processes times {what}'
     below = accum_bs//batch*batch
-    raise ValueError(f"{name}={accum_bs} counts samples, and is not a multiple of {what}: use {below} or {below+batch}, "
-                     "or another batch size")
+    raise ValueError(f"{name}={accum_bs} is a number of samples, but not a multiple of {what}: use {below} or "
+                     f"{below+batch}, or another batch size")
 
 def is_number(o)->bool:
     return isinstance(o, Real) and not isinstance(o, bool)
@@ -79,15 +80,15 @@ def check_rules(rules:dict|None, opt):
 
 # %% ../../nbs/windows/03_checks.ipynb #4ebf1c9b
 def accumulates_gradients(cb)->bool:
-    """Returns whether `cb` accumulates gradients. It goes by the name of the class: fastai's callback, fastxtend's and
-    that of this package have the same, and no base class in common"""
+    """Returns whether `cb` accumulates gradients: a class of it has the name `GradientAccumulation`, which the callbacks of
+    fastai, fastxtend and this package share"""
     return 'GradientAccumulation' in [o.__name__ for o in type(cb).__mro__]
 
 def check_learner(
     learn:Learner, # Has an optimizer and a model
     cb:Callback, # Runs the windows
 ):
-    "Raises ValueError if something in `learn` would use, keep or change gradients before their sum is complete"
+    "Raises ValueError if something in `learn` would read or change gradients before their sum is complete"
     check_callbacks(learn, cb)
     params = trained_params(learn.opt)
     if any(getattr(p, '_post_accumulate_grad_hooks', None) for p in params):
@@ -97,26 +98,28 @@ def check_learner(
         raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
                          "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
 
-def warn_of_gradient_hooks(params:list):
-    "Warns if `params` have hooks, since several micro-batches share an optimizer step"
-    if any(p._backward_hooks for p in params):
-        warn("parameters have hooks (p.register_hook, wandb.watch), which see the gradient of each micro-batch: masks "
-             "are exact; clipping is not, and belongs in a callback's before_step")
+hooks_warning = ("parameters have hooks (p.register_hook, wandb.watch), which see the gradient of each micro-batch: a hook "
+                 "that masks gradients is exact, but one that clips them is not; clip in before_step of a callback")
+
+def have_hooks(params:list)->bool: return any(p._backward_hooks for p in params)
 
 def check_callbacks(learn, cb):
-    "Raises ValueError if another callback of `learn` accumulates gradients, or keeps them in another precision"
+    """Raises ValueError if another callback of `learn` accumulates gradients, too, or keeps them in another precision; `cb`
+    runs the windows"""
     others = [o for o in learn.cbs if o is not cb and o.run and accumulates_gradients(o)]
     # Without `accum_bs`, windows are single batches, in which another callback may accumulate
     if others and cb.accum_bs:
         kind = type(others[0])
-        raise ValueError(f"{kind.__module__}.{kind.__name__} accumulates, too: remove it, or {type(cb).__name__} "
-                         "(learn.remove_cb)")
+        raise ValueError(f"{kind.__module__}.{kind.__name__} also accumulates gradients: remove it, or "
+                         f"{type(cb).__name__}, with learn.remove_cb")
     if learn._grab_cbs(NonNativeMixedPrecision):
         raise ValueError("NonNativeMixedPrecision keeps gradients that cannot be averaged here: use learn.to_fp16()")
 
 def uses_cuda_graphs(m)->bool:
-    "Returns whether `m` was compiled with CUDA graphs, by `torch.compile(m)` or `m.compile()`"
-    for o in (m, getattr(m, '_compiled_call_impl', None)):
+    "Returns whether `m` was compiled with CUDA graphs"
+    compiled_by_function = m  # by `torch.compile(m)`
+    compiled_in_place = getattr(m, '_compiled_call_impl', None)  # by `m.compile()`
+    for o in (compiled_by_function, compiled_in_place):
         if not hasattr(o, 'get_compiler_config'): continue
         config = o.get_compiler_config() or {}
         if config.get('triton.cudagraphs'): return True

@@ -10,28 +10,110 @@ from collections import Counter
 
 from fastai.basics import *
 
-from .gradients import half,sums_in_float32
-from .state import Snapshot
+from .gradients import can_sum_in_float32,half
+from .loader import WindowShape
+from .nested import part_bounds
+from .state import random_states
 
 # %% auto #0
-__all__ = ['name_of', 'Differences', 'up_to', 'how_split', 'how_made_up', 'log_once']
+__all__ = ['largest_part', 'up_to', 'how_split', 'how_made_up', 'buffers_of', 'ModelState', 'as_bytes', 'equals', 'name_of',
+           'Differences', 'log_message']
+
+# %% ../../nbs/windows/11_description.ipynb #3a819522
+# How a window is made up
+
+def largest_part(n:int, most:int)->int:
+    "Returns the size of the largest part if `n` samples are split into as few parts of at most `most` as possible"
+    start,end = part_bounds(n, math.ceil(n/most))[0]
+    return end-start
+
+def up_to(n:int, n_parts:int)->str:
+    "Returns the size of the parts of `n` samples in words: '32' if all are as large, 'up to 33' if some are smaller"
+    size = math.ceil(n/n_parts)
+    return f'up to {size}' if n%n_parts else f'{size}'
+
+def how_split(n:int, most:int)->str:
+    "Describes a batch of `n` samples in micro-batches of at most `most`"
+    n_parts = math.ceil(n/most)
+    if n_parts <= 1: return 'fits in memory'
+    return f'is split into {n_parts} micro-batches of {up_to(n, n_parts)}'
+
+def how_made_up(
+    smallest:WindowShape, # Of a fit
+    largest:WindowShape,
+    bs:int, # Samples in a loader batch of one process
+    micro_bs:int, # Samples in a micro-batch, at most
+    n_processes:int,
+)->str:
+    """Describes windows, as '256 = 2 processes x 4 x 32 samples', '32 to 512 samples, 32 at a time', or '32 samples: each
+    batch of 256 makes 8 optimizer steps'"""
+    batch = bs*n_processes
+    least,most = smallest.samples(batch),largest.samples(batch)
+    if least < most:
+        return f'{least} to {most} samples, {micro_bs} at a time'
+    n_steps = largest.n_pieces
+    if n_steps > 1: return f'{up_to(batch, n_steps)} samples: each batch of {batch} makes {n_steps} optimizer steps'
+    n_parts = math.ceil(bs/micro_bs)  # of a loader batch
+    n_micro = largest.n_batches*n_parts
+    if n_micro*n_processes == 1: return f'{most} samples are one batch'
+    parts = f'{n_micro} x {bs//n_parts} samples'
+    if bs%n_parts: parts = f'{n_micro} micro-batches of {up_to(bs, n_parts)} samples'
+    if n_processes > 1: parts = f'{n_processes} processes x {parts}'
+    return f'{most} = {parts}'
 
 # %% ../../nbs/windows/11_description.ipynb #767aa03f
+# What differs from one batch
+
+def buffers_of(m)->list[Tensor]: return list(m.buffers(recurse=False))
+
+class ModelState:
+    "Copies of the buffers of `model`, and the states of random generators"
+    def __init__(self, model):
+        self.model = model
+        self.copies = {}  # by module
+        for m in model.modules():
+            self.copies[m] = [o.detach().clone() for o in buffers_of(m)]
+        self.random_states = random_states()
+
+    def changed_modules(self)->list[nn.Module]:
+        "Returns the modules with a buffer that has changed"
+        res = []
+        for m in self.model.modules():
+            now,before = buffers_of(m),self.copies.get(m, [])
+            is_same = len(now) == len(before) and all(map(equals, now, before))
+            if not is_same: res.append(m)
+        return res
+
+    def has_drawn(self)->bool:
+        "Returns whether random numbers were drawn"
+        return list(map(as_bytes, random_states())) != list(map(as_bytes, self.random_states))
+
+def as_bytes(random_state)->bytes:
+    if isinstance(random_state, Tensor): return random_state.numpy().tobytes()
+    return pickle.dumps(random_state)
+
+def equals(x:Tensor, y:Tensor)->bool:
+    "Returns whether both have the same values; NaN equals NaN"
+    if x.shape != y.shape: return False
+    if x.is_sparse: x,y = x.to_dense(),y.to_dense()
+    return torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
+
+# %% ../../nbs/windows/11_description.ipynb #5b7e2c91
 def name_of(m)->str:
-    "Returns the name of a module as its user knows it: that of its hook, such as SpectralNorm, or of its class"
+    "Returns the name of a module as users know it: its class, or a hook of PyTorch's that keeps state in it (SpectralNorm)"
     hooks = [type(o) for o in m._forward_pre_hooks.values()]
     kinds = [o for o in hooks if o.__module__.startswith('torch.nn.utils')]
     return first(kinds or [type(m)]).__name__.lstrip('_')
 
 class Differences:
     "What makes the forward pass of a micro-batch differ from one of the whole batch"
-    def __init__(self, model, before:Snapshot):
-        "Compares the `model`, after its forward pass, with a snapshot from before it"
+    def __init__(self, before:ModelState):
+        "Is called after a forward pass, with the state from before it"
+        modules = list(before.model.modules())
         self.layers = Counter(map(name_of, before.changed_modules()))
         self.draws = before.has_drawn()
-        self.has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules())
-        is_half = any(p.dtype in half for p in model.parameters())
-        self.rounds = is_half and not sums_in_float32
+        self.has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in modules)
+        self.has_half = any(p.dtype in half for p in before.model.parameters())
 
     def described(self, n:int)->str:
         "Returns a list in words, for micro-batches of `n` samples; empty if there are no differences"
@@ -42,49 +124,15 @@ class Differences:
         if self.draws:
             who = 'dropout' if self.has_dropout else 'the model'
             res.append(f'{who} draws different random numbers')
-        if self.rounds: res.append('gradients add up in half precision, which PyTorch 2.10 avoids')
+        if self.has_half and not can_sum_in_float32:
+            res.append('gradients add up in half precision, which needs PyTorch 2.10 or later to avoid')
         return '; '.join(res)
 
-# %% ../../nbs/windows/11_description.ipynb #3a819522
-def up_to(size:int, n:int)->str:
-    "Returns '32' if `n` samples fill parts of 32, and 'up to 32' if the last part is smaller"
-    return f'up to {size}' if n%size else f'{size}'
-
-def how_split(n:int, size:int)->str:
-    "Describes a batch of `n` samples in micro-batches of at most `size`"
-    if size >= n: return 'fits in memory'
-    return f'is split into {math.ceil(n/size)} micro-batches of {up_to(size, n)}'
-
-def how_made_up(
-    least:int, # Samples in the smallest window, in all processes
-    most:int, # Samples in the largest window
-    bs:int, # Samples in a loader batch of one process
-    micro_bs:int, # Samples in a micro-batch, at most
-    n_processes:int,
-)->str:
-    """Describes windows, as '256 = 2 processes x 4 x 32 samples', '32 to 512 samples, 32 at a time', or '32 samples: each
-    batch of 256 makes 8 optimizer steps'"""
-    batch = bs*n_processes
-    if least < most:
-        return f'{least} to {most} samples, {micro_bs} at a time'
-    if most < batch:
-        return f'{most} samples: each batch of {batch} makes {math.ceil(batch/most)} optimizer steps'
-    n_micro = most//batch*math.ceil(bs/micro_bs)
-    if n_micro*n_processes == 1: return f'{most} samples are one batch: a smaller micro_batch_size splits it'
-    factors = [f'{n_micro}', f'{up_to(micro_bs, bs)} samples']
-    if n_processes > 1:
-        factors.insert(0, f'{n_processes} processes')
-    return f"{most} = {' x '.join(factors)}"
-
 # %% ../../nbs/windows/11_description.ipynb #9aa64dd8
-def log_once(cb, message:str):
-    "Sends `message` to the logger of the Learner, in one process, unless `cb` has sent the same before"
-    learn = cb.learn
-    if not learn or learn.logger is noop or message == cb.last_message:
-        return
-    cb.last_message = message
-    if rank_distrib() > 0: return
-    logs_rows = isinstance(getattr(learn.logger, '__self__', None), Callback)  # ProgressCallback writes a table
-    if not logs_rows: learn.logger(message)
+def log_message(learn, message:str):
+    "Sends `message` to the logger of the Learner, in one of its processes"
+    if rank_distrib() > 0 or learn.logger is noop: return
+    is_table = isinstance(getattr(learn.logger, '__self__', None), Callback)  # the one that ProgressCallback writes
+    if not is_table: learn.logger(message)
     elif IN_NOTEBOOK: print(message)
     else: print(f'\r{message:<80}')  # over the text of the progress bar, which ends without a new line

@@ -8,17 +8,18 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/events.html.md""
 from __future__ import annotations
 
 from fastai.basics import *
+from fastai.callback.schedule import LRFinder
 
 # %% auto #0
-__all__ = ['batch_events', 'sends_as_fastai', 'has_event', 'is_from_fastai', 'Events', 'prepares', 'loss_node', 'autocast_depth',
-           'SetUp']
+__all__ = ['batch_events', 'sends_as_fastai', 'has_event', 'is_from_fastai', 'is_finding_rate', 'Events', 'prepares', 'loss_node',
+           'autocast_depth', 'AutocastRepeater']
 
 # %% ../../nbs/windows/09_events.ipynb #760ae9a7
 batch_events = ('before_batch','after_pred','after_loss','before_backward','after_cancel_backward','after_backward',
                 'before_step','after_cancel_step','after_step','after_cancel_batch','after_batch')
 
 # %% ../../nbs/windows/09_events.ipynb #c6c34d87
-_senders = '__call__','_call_one','_with_events'  # by which fastai sends events; a profiler may have its own
+_senders = '__call__','_call_one','_with_events'  # by which fastai sends events; a profiler may replace them
 
 def sends_as_fastai(learn)->bool:
     "Returns whether the methods by which `learn` sends events are fastai's own"
@@ -28,15 +29,21 @@ def sends_as_fastai(learn)->bool:
 def has_event(cb, event:str)->bool:
     "Returns whether `cb` does something at `event`: by a method of its class, or an attribute of its own"
     kind = type(cb)
-    # A class with one of these may handle any event, without a method of that name
-    handles_any = kind.__call__ is not Callback.__call__ or kind.__getattr__ is not Callback.__getattr__
-    return handles_any or hasattr(kind, event) or event in vars(cb)
+    # With a `__call__` or `__getattr__` of its own, a class may handle any event without a method of that name
+    has_own_call = kind.__call__ is not Callback.__call__
+    has_own_getattr = kind.__getattr__ is not Callback.__getattr__
+    if has_own_call or has_own_getattr: return True
+    return hasattr(kind, event) or event in vars(cb)
 
 def is_from_fastai(cb, event:str)->bool:
-    "Returns whether what `cb` does at `event` comes with fastai, and not from a subclass or a function of the user's"
+    "Returns whether fastai's own code handles `event` for `cb`, and not a subclass or a function of the user's"
     handler = vars(cb).get(event) or getattr(type(cb), event, None) or type(cb)
     module = getattr(handler, '__module__', None) or ''
     return module.partition('.')[0] == 'fastai'
+
+def is_finding_rate(learn)->bool:
+    "Returns whether `learn` runs `lr_find`, or another fit with an LRFinder"
+    return len(learn._grab_cbs(LRFinder)) > 0
 
 # %% ../../nbs/windows/09_events.ipynb #efb7f885
 class Events:
@@ -63,8 +70,8 @@ class Events:
         return self.table[event]
 
     def look_up(self):
-        """Makes the table for the callbacks as they are now, with new lists: an event may be on its way through an old
-        one"""
+        "Makes the table for the callbacks as they are now"
+        # With new lists, because a callback may be removed during an event, while `__call__` goes through an old list
         self.cbs = list(self.learn.cbs)
         self.orders = [o.order for o in self.cbs]
         in_order = self.learn.cbs.sorted('order')
@@ -79,8 +86,8 @@ class Events:
         before:Callable|None=None, # Sends `before_{kind}` in a way of its own
         cancelled:Callable|None=None, # Called with the exception, before `after_cancel_{kind}`
     ):
-        """Does what fastai's `_with_events` does: calls `f` between `before_{kind}` and `after_{kind}`. A Learner's own
-        `_with_events` takes its place, and then `before` and `cancelled` are not called"""
+        """Does what fastai's `_with_events` does: calls `f` between `before_{kind}` and `after_{kind}`. If the Learner has
+        a `_with_events` of its own, calls that, and neither `before` nor `cancelled`"""
         if not self.as_fastai:
             self.learn._with_events(f, kind, exception)
             return
@@ -95,7 +102,7 @@ class Events:
 
 # %% ../../nbs/windows/09_events.ipynb #7d2d3d96
 def prepares(cb)->bool:
-    "Returns whether `cb` prepares loader batches: those of a lower order than the Recorder's, 50. Others see windows"
+    "Returns whether `cb` may prepare loader batches: its order is lower than the Recorder's, 50"
     return cb.order < Recorder.order
 
 @patch
@@ -103,20 +110,20 @@ def to_preparing(self:Events,
     event:str,
     only_with:tuple=(), # Leave out callbacks that do not have all of these events
 ):
-    "Sends `event`, which is one within a window, to the callbacks that prepare batches"
-    for cb in self.having(event):  # by their order
-        if not prepares(cb): return
+    "Sends `event`, between two loader batches of a window, to the callbacks that prepare batches"
+    for cb in self.having(event):
+        if not prepares(cb): return  # nor do those after it, which have a higher order
         if all(has_event(cb, o) for o in only_with): cb(event)
 
 # %% ../../nbs/windows/09_events.ipynb #2c375791
 def loss_node(learn):
-    "Returns where the loss is in the graph; None without a loss"
+    "Returns the node of the loss in the graph of autograd; None without a loss"
     return getattr(vars(learn).get('loss_grad'), 'grad_fn', None)
 
 @patch
 def find_change_of_loss(self:Events, event:str)->str|None:
-    """Sends `event`; returns the class of a callback that has put another loss in the place of the Learner's. fastai's
-    own do so in a way that leaves what the loss averages over"""
+    """Sends `event`; returns the class of a callback that replaces the loss of the Learner, if it is not one of fastai's.
+    Of these, `GradScaler`, `RNNRegularizer` and others only multiply the loss or add a term, which changes no weight"""
     if not self.as_fastai:
         self.learn(event)
         return None
@@ -131,17 +138,18 @@ def find_change_of_loss(self:Events, event:str)->str|None:
 # %% ../../nbs/windows/09_events.ipynb #e5f4d17b
 def autocast_depth()->int:
     "Returns how many autocast contexts are entered"
+    # PyTorch has no function that reads the depth
     depth = torch.autocast_increment_nesting()-1
     torch.autocast_decrement_nesting()
     return depth
 
-class SetUp:
-    """The callbacks that enter autocast in `before_batch`, and leave it in the pass, as `MixedPrecision` does in
-    `after_loss`. Without a second call, the second micro-batch of a batch would run in float32"""
+class AutocastRepeater:
+    """Sends `before_batch`. If a batch runs in several passes, sends it again, to the callbacks that enter autocast there
+    and leave it in the pass, as `MixedPrecision` does: without that, all passes but the first would run in float32"""
     def __init__(self, send:Events):
         self.send = send
+        self.cbs = []  # that enter autocast
         self.depth = 0  # of autocast, after `before_batch`
-        self.cbs = []
 
     def before_batch(self, to_all:bool):
         "Sends `before_batch`, to all callbacks or to those that prepare batches"
@@ -153,7 +161,7 @@ class SetUp:
             if autocast_depth() > before: self.cbs.append(cb)
         self.depth = autocast_depth()
 
-    def repeat(self):
-        "Before a further pass of the batch: enters autocast again, if it was left"
+    def before_pass(self):
+        "Enters autocast again, if it was left in the pass before"
         if autocast_depth() == self.depth: return
         for cb in self.cbs: cb('before_batch')

@@ -11,20 +11,19 @@ from typing import NamedTuple
 
 from fastai.basics import *
 
-from .description import Differences
-from .events import Events
+from .description import Differences,ModelState
+from .events import Events,is_finding_rate
 from .gradients import WindowParams
-from .losses import model_labels,n_items
+from .losses import ModelLabels,check_items,loss_items
 from .loss_check import LossCheck
 from .nested import tensors_in
 from .processes import Processes
-from .state import Snapshot
 from .window import Contribution,Count,Window,scaled,zero_grads_if_empty,zero_if_empty
 
 # %% auto #0
-__all__ = ['Settings', 'Fit', 'MicroBatch', 'forward_backward', 'run_model', 'keep_for_check', 'items_of_callbacks_loss',
-           'warn_of_changed_loss', 'backward', 'send_before_backward', 'add_backward_pass', 'warn_of_cancelled_pass',
-           'accumulates_itself', 'callback_that_raised']
+__all__ = ['Settings', 'FitContext', 'MicroBatch', 'forward_backward', 'run_model', 'compute_loss', 'n_items', 'has_loss',
+           'run_single', 'run_in_sum', 'keep_for_check', 'items_of_callbacks_loss', 'warn_of_changed_loss',
+           'BackwardPass', 'backward_in_sum', 'callback_that_raised']
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #bf1f6dd7
 class Settings(NamedTuple):
@@ -34,25 +33,26 @@ class Settings(NamedTuple):
     skip_nonfinite:bool = False
     scale:dict|None = None  # rules for hyper-parameters, by name
     start_accum_bs:int|None = None  # the size that these rules compare with
+    describes:bool = False  # whether differences from one batch are to be found
 
-class Fit:
-    "What the parts of this package share in one fit: the Learner, the settings, the events, and the parameters"
+class FitContext:
+    "What the parts of this package share in one fit"
     def __init__(self, learn, settings:Settings, processes:Processes):
         self.learn = learn
         self.settings = settings
         self.processes = processes
         self.send = Events(learn)
+        self.model_labels = ModelLabels()
         self.loss_check = LossCheck(learn.loss_func)
         self.params = None
-        self.line_is_due = False  # whether the next step prints how windows are made up
-        self.differences = None  # between a micro-batch and the whole batch; None: no forward pass has shown them yet
-        self.warnings = set()  # that were given in this fit
+        self.differences = None  # of a micro-batch from the whole batch, once a forward pass has shown them
+        self.warnings = set()  # that were given
 
     def begin_epoch(self):
-        "Looks up again what a callback may have replaced between epochs: callbacks and parameters"
+        "Looks up again what a callback may replace between epochs: callbacks and parameters"
         self.send.look_up()
         self.params = WindowParams(self.learn)
-        if hasattr(self.learn, 'lr_finder'): self.loss_check.stop()  # the fit that follows is going to check
+        if is_finding_rate(self.learn): self.loss_check.stop()  # the fit that follows is going to check
 
     def update_params(self):
         "Looks up the parameters again if a callback has replaced the optimizer, as pruning does"
@@ -62,147 +62,169 @@ class Fit:
     def update_loss_check(self):
         "Begins a new check if a callback has replaced the loss function"
         loss_func = self.learn.loss_func
-        if self.loss_check.loss_func != loss_func:  # not `is not`, since a bound method is a new object each time
+        if self.loss_check.loss_func != loss_func:  # not `is not`, because a bound method is a new object each time
             self.loss_check = LossCheck(loss_func)
-
-    def set_line_due(self, is_due:bool):
-        "If the line is due, the next forward pass is observed again, since sizes may have changed"
-        self.line_is_due = is_due
-        if is_due: self.differences = None
-
-    def note_differences(self, differences:Differences): self.differences = differences
 
     def warn_once(self, message:str):
         if message in self.warnings: return
         self.warnings.add(message)
         warn(message)
 
+# %% ../../nbs/windows/14_forward_backward.ipynb #72fc9d2b
 class MicroBatch(NamedTuple):
     "What `learn` holds: a loader batch, or a part of one"
     samples:int  # as the DataLoader counts them
     rows:int  # of its tensors
     ends_window:bool
-    is_alone:bool  # whether it is the whole window: then it is computed exactly as in fastai, without sums
 
-# %% ../../nbs/windows/14_forward_backward.ipynb #72fc9d2b
-def forward_backward(fit:Fit, window:Window, micro_batch:MicroBatch):
-    """fastai's `_do_one_batch` without the step, for the micro-batch that the Learner holds. Afterwards its weighted
-    loss and gradient are in the sums of `window`"""
-    learn = fit.learn
-    samples,rows,ends_window,is_alone = micro_batch
-    fit.processes.before_forward(window, ends_window)
+def forward_backward(fit:FitContext, window:Window, micro_batch:MicroBatch)->bool:
+    """fastai's `_do_one_batch` without the step, for the micro-batch that the Learner holds. Its loss and gradient go into
+    the sums of `window`. Returns whether it counts: False if a callback has cancelled its backward pass"""
+    fit.processes.before_forward(window, micro_batch.ends_window)
     run_model(fit)
     fit.send('after_pred')
-    items = rows
-    has_targets = len(learn.yb) > 0
-    if has_targets:
-        learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
-        items = n_items(learn, fit.settings.num_items, rows)
-        learn.loss = zero_if_empty(items, learn.loss_grad.clone())
-        if not is_alone: keep_for_check(fit, rows, items)
-    changed_by = None
-    if is_alone: fit.send('after_loss')
-    else: changed_by = fit.send.find_change_of_loss('after_loss')
-    has_loss = learn.training and len(learn.yb) > 0  # fastai asks here, too: a callback may have set the targets
-    if not has_loss:
-        window.add_without_loss(samples)
-        return
-    is_of_callback = changed_by or not has_targets
-    if is_of_callback and not is_alone: items = items_of_callbacks_loss(fit, items, rows, changed_by)
-    contribution = window.weigh(learn.loss, items, samples, is_alone and fit.processes.n == 1)
-    backward(fit, window, contribution, is_alone)
+    if window.is_single: return run_single(fit, window, micro_batch)
+    return run_in_sum(fit, window, micro_batch)
 
-def run_model(fit:Fit):
-    "Runs the forward pass; if the line is due that says so, notes what differs from a pass of the whole batch"
+def run_model(fit:FitContext):
+    "Runs the forward pass. Of the first one in a fit, notes what differs from a pass of the whole batch"
     learn = fit.learn
-    is_observed = fit.line_is_due and fit.differences is None
-    before = Snapshot(learn.model) if is_observed else None
+    is_observed = fit.settings.describes and fit.differences is None
+    before = ModelState(learn.model) if is_observed else None
     learn.pred = learn.model(*learn.xb)
-    if is_observed: fit.note_differences(Differences(learn.model, before))
+    if is_observed: fit.differences = Differences(before)
 
-def keep_for_check(fit:Fit, rows:int, items):
-    "Keeps predictions and targets for the check of the loss. A loss that the model computes itself was counted by labels"
+def compute_loss(fit:FitContext, rows:int)->Count|None:
+    "Computes the loss as fastai does; returns what it averages over. Without targets there is no loss, and `rows` is returned"
+    learn = fit.learn
+    if not len(learn.yb): return rows
+    learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
+    items = n_items(fit, rows)
+    learn.loss = zero_if_empty(items, learn.loss_grad.clone())
+    return items
+
+def n_items(fit:FitContext, rows:int)->Count|None:
+    "Returns what the loss averages over, by `num_items`, the labels of the model or the loss function; None: it is a sum"
+    learn,num_items = fit.learn,fit.settings.num_items
+    if num_items is not None: return check_items(num_items(learn))
+    labels = fit.model_labels.count(learn)
+    if labels is not None: return labels
+    return loss_items(learn.loss_func, learn.pred, *learn.yb, rows=rows)
+
+def has_loss(learn)->bool:
+    "Returns whether fastai would run a backward pass. A callback may have set the targets in `after_loss`"
+    return learn.training and len(learn.yb) > 0
+
+# %% ../../nbs/windows/14_forward_backward.ipynb #d914f600
+# A window of one micro-batch is computed exactly as fastai does, without sums
+
+def run_single(fit:FitContext, window:Window, micro_batch:MicroBatch)->bool:
+    "See `forward_backward`. If a callback cancels the backward pass, the gradient is used as it is, as in fastai"
+    learn = fit.learn
+    items = compute_loss(fit, micro_batch.rows)
+    fit.send('after_loss')
+    if not has_loss(learn):
+        window.add_without_loss(micro_batch.samples)
+        return True
+    is_whole = fit.processes.n == 1
+    contribution = window.weigh(learn.loss, items, micro_batch.samples, needs_weight=not is_whole)
+    backward = BackwardPass(fit, window, contribution)
+    fit.send.around(backward.run, 'backward', CancelBackwardException)
+    if not backward.has_run: window.add(contribution)
+    return True
+
+# %% ../../nbs/windows/14_forward_backward.ipynb #03b0af1b
+# A window of several micro-batches is a sum, in which each has its weight
+
+def run_in_sum(fit:FitContext, window:Window, micro_batch:MicroBatch)->bool:
+    "See `forward_backward`"
+    learn,rows = fit.learn,micro_batch.rows
+    has_targets = len(learn.yb) > 0
+    items = compute_loss(fit, rows)
+    if has_targets: keep_for_check(fit, window, rows, items)
+    changed_by = fit.send.find_change_of_loss('after_loss')
+    if not has_loss(learn):
+        window.add_without_loss(micro_batch.samples)
+        return True
+    is_of_callback = changed_by is not None or not has_targets
+    if is_of_callback: items = items_of_callbacks_loss(fit, items, rows, changed_by)
+    contribution = window.weigh(learn.loss, items, micro_batch.samples, needs_weight=True)
+    return backward_in_sum(fit, window, contribution)
+
+def keep_for_check(fit:FitContext, window:Window, rows:int, items:Count|None):
+    "Keeps predictions and targets for the check of the loss; not if the model computes the loss, which cannot be repeated"
     learn = fit.learn
     fit.update_loss_check()
     if not fit.loss_check.windows_left: return
-    if model_labels(learn) is not None: fit.loss_check.stop()
-    else: fit.loss_check.add(learn.pred, learn.yb, rows, items)
+    if fit.model_labels.count(learn) is not None: fit.loss_check.stop()
+    else: fit.loss_check.keep(window.kept, learn.pred, learn.yb, rows, items)
 
-# %% ../../nbs/windows/14_forward_backward.ipynb #d914f600
 def items_of_callbacks_loss(
-    fit:Fit,
+    fit:FitContext,
     items:Count|None, # What the loss averages over without these callbacks; rows, if there is none
     rows:int, # Of the micro-batch
     changed_by:str|None, # The callback that has changed the loss in `after_loss`
 )->Count|None:
-    """Returns what a loss averages over that callbacks have computed or changed: by `num_items`, or the labels of the
-    model. Else it is weighted as the loss before, and a warning says so"""
+    """Returns what a loss averages over that callbacks have computed or changed. `num_items` or the labels of a
+    Transformers model tell. If not, the loss keeps its weight, and a warning says so"""
     fit.loss_check.stop()  # it would check the loss function
-    num_items = fit.settings.num_items
-    if num_items: return n_items(fit.learn, num_items, rows)
-    labels = model_labels(fit.learn)
+    if fit.settings.num_items: return n_items(fit, rows)
+    labels = fit.model_labels.count(fit.learn)
     if labels is not None: return labels
     if changed_by: warn_of_changed_loss(fit, changed_by)
     return items
 
-def warn_of_changed_loss(fit:Fit, changed_by:str):
-    fit.warn_once(f"{changed_by} changes the loss, which micro-batches are weighted for: if it averages over something "
-                  "else now, pass num_items")
+def warn_of_changed_loss(fit:FitContext, changed_by:str):
+    fit.warn_once(f"{changed_by} changes the loss, but micro-batches keep the weights of the loss before it: if the new one "
+                  "averages over something else, pass num_items")
 
-# %% ../../nbs/windows/14_forward_backward.ipynb #03b0af1b
-def backward(fit:Fit, window:Window, contribution:Contribution, is_alone:bool):
-    """fastai's backward pass with its events, for the weighted loss. Afterwards the contribution is in the sums, unless
-    a callback has cancelled the pass"""
-    n_before = window.losses.n_micro
-    run = partial(add_backward_pass, fit, window, contribution)
-    before = None if is_alone else partial(send_before_backward, fit)
-    cancelled = None if is_alone else partial(warn_of_cancelled_pass, fit)
-    try: fit.send.around(run, 'backward', CancelBackwardException, before, cancelled)
-    except CancelBatchException as e:
-        was_added = window.losses.n_micro > n_before
-        if was_added and not is_alone: raise accumulates_itself(e) from e
-        raise
-    was_added = window.losses.n_micro > n_before
-    if was_added: return
-    # A callback has cancelled the pass, and may have run one of its own. If the micro-batch is alone, its gradient is
-    # used as it is, as in fastai; in a sum its weight would be unknown
-    if is_alone: window.add(contribution)
-    elif not window.grads.is_intact():
-        raise RuntimeError("a callback ran the backward pass itself (CancelBackwardException) in a window of several "
-                           "micro-batches, so its gradient has no weight: let fastai run it, or use windows of one")
+# %% ../../nbs/windows/14_forward_backward.ipynb #5e8a1c7d
+class BackwardPass:
+    "The backward pass of a micro-batch, and its events"
+    def __init__(self, fit:FitContext, window:Window, contribution:Contribution):
+        self.fit = fit
+        self.window = window
+        self.contribution = contribution
+        self.has_run = False
 
-def send_before_backward(fit:Fit):
-    "A loss that is exchanged now was weighted already"
-    changed_by = fit.send.find_change_of_loss('before_backward')
-    if changed_by and not fit.settings.num_items: warn_of_changed_loss(fit, changed_by)
-
-def add_backward_pass(fit:Fit, window:Window, contribution:Contribution):
-    "Runs the backward pass of the weighted loss, and adds the contribution to the sums"
-    learn = fit.learn
-    weight = contribution.weight
-    window.grads.check()  # before this pass changes the gradients
-    loss = learn.loss_grad  # after `before_backward`, in which a GradScaler scales it
-    learn.loss_grad = scaled(loss, weight)
-    may_be_empty = isinstance(weight, Tensor) or not weight  # a tensor is not read, since that would wait for the GPU
-    if may_be_empty:
-        outputs = [*tensors_in(learn.pred), *fit.params.extra]  # a loss has its own parameters beside the outputs
+    def run(self):
+        "Runs the backward pass of the weighted loss, and adds the contribution to the sums"
+        learn,weight = self.fit.learn,self.contribution.weight
+        if self.window.grads is not None: self.window.grads.check()  # before this pass changes the gradients
+        loss = learn.loss_grad  # after `before_backward`, in which a GradScaler scales it
+        learn.loss_grad = scaled(loss, weight)
+        # Of a tensor, the value is not known here, because reading it would wait for the GPU
+        may_be_empty = isinstance(weight, Tensor) or weight == 0
+        outputs = [*tensors_in(learn.pred), *self.fit.params.extra] if may_be_empty else []
         with zero_grads_if_empty(outputs, weight): learn._backward()
-    else: learn._backward()
-    learn.loss_grad = loss  # training metrics may read it
-    window.add(contribution)
-    fit.processes.after_backward()
-    window.grads.note_backward()
+        learn.loss_grad = loss  # training metrics may read it
+        self.window.add(self.contribution)
+        self.fit.processes.after_backward()
+        self.has_run = True
 
-# %% ../../nbs/windows/14_forward_backward.ipynb #90ba37f7
-def warn_of_cancelled_pass(fit:Fit, e:CancelBackwardException):
-    name = callback_that_raised(e)
-    fit.warn_once(f"{name} cancels a backward pass (CancelBackwardException): its micro-batch is left out of the window")
+    def before(self):
+        "Sends `before_backward` in a sum, in which the loss already has its weight"
+        changed_by = self.fit.send.find_change_of_loss('before_backward')
+        if changed_by and not self.fit.settings.num_items: warn_of_changed_loss(self.fit, changed_by)
 
-def accumulates_itself(e:CancelBatchException)->RuntimeError:
-    "Returns the error for a callback that cancels a batch after its backward pass: its gradient cannot be taken back"
-    name = callback_that_raised(e)
-    return RuntimeError(f"{name} cancels a batch after its backward pass (does it accumulate, too?), in a window of "
-                        "several micro-batches: remove it, or use windows of one batch")
+    def cancelled(self, e:CancelBackwardException):
+        "Warns of a pass that a callback cancels in a sum"
+        self.fit.warn_once(f"{callback_that_raised(e)} cancels a backward pass (CancelBackwardException): its micro-batch is "
+                           "left out of the window")
+
+def backward_in_sum(fit:FitContext, window:Window, contribution:Contribution)->bool:
+    """Runs the backward pass with its events; returns whether it has run. Raises RuntimeError if a callback has added a
+    gradient whose weight is not known, or may want to take one back"""
+    backward = BackwardPass(fit, window, contribution)
+    try: fit.send.around(backward.run, 'backward', CancelBackwardException, backward.before, backward.cancelled)
+    except CancelBatchException as e:
+        if not backward.has_run: raise
+        raise RuntimeError(f"{callback_that_raised(e)} cancels a batch after its backward pass (does it accumulate "
+                           "gradients?), in a window of several micro-batches: remove it, or use windows of one batch") from e
+    if not backward.has_run and not window.grads.is_intact():
+        raise RuntimeError("a callback ran the backward pass itself (CancelBackwardException), in a window of several "
+                           "micro-batches, so its gradient has no weight: let fastai run it, or use windows of one batch")
+    return backward.has_run
 
 def callback_that_raised(e:BaseException)->str:
     "Returns the class of the callback in whose event `e` was raised"

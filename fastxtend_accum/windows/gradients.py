@@ -12,12 +12,14 @@ from itertools import chain
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['half', 'sums_in_float32', 'params_in', 'trained_params', 'unique', 'extra_params', 'optimizers_of', 'WindowParams',
-           'param_lists_of', 'gradients', 'is_finite', 'GradientSums']
+__all__ = ['half', 'can_sum_in_float32', 'params_in', 'trained_params', 'unique', 'optimizers_of', 'extra_params', 'WindowParams',
+           'gradients', 'is_finite', 'GradientSums', 'divide_gradients']
 
 # %% ../../nbs/windows/02_gradients.ipynb #b69c2daa
+# The parameters
+
 def params_in(opt)->list:
-    "Returns the parameters of all groups of `opt`"
+    "Returns the parameters in all groups of `opt`"
     return list(chain(*opt.param_lists))
 
 def trained_params(opt)->list:
@@ -26,18 +28,8 @@ def trained_params(opt)->list:
 
 def unique(params:list)->list: return list(dict.fromkeys(params))
 
-def extra_params(learn)->list:
-    "Returns the parameters of the loss function, and of optimizers that callbacks hold, as for a center loss"
-    res = []
-    for cb in learn.cbs:
-        for opt in optimizers_of(cb):
-            for group in opt.param_groups: res += group['params']
-    if hasattr(learn.loss_func, 'parameters'):
-        res += learn.loss_func.parameters()
-    return res
-
 def optimizers_of(cb)->list:
-    "Returns the optimizers that are attributes of `cb`, or items of a list or dict that is one"
+    "Returns the optimizers that `cb` holds in an attribute, or in a list or dict that is an attribute"
     res = []
     for value in vars(cb).values():
         if isinstance(value, Mapping): items = value.values()
@@ -46,35 +38,49 @@ def optimizers_of(cb)->list:
         res += [o for o in items if isinstance(o, (Optimizer,OptimWrapper,torch.optim.Optimizer))]
     return res
 
+def extra_params(learn)->list:
+    """Returns the parameters that the Learner's optimizer does not have: those of the loss, as in a center loss, and of
+    optimizers that callbacks hold"""
+    res = []
+    for cb in learn.cbs:
+        for opt in optimizers_of(cb):
+            for group in opt.param_groups: res += group['params']
+    if hasattr(learn.loss_func, 'parameters'):
+        res += learn.loss_func.parameters()
+    return res
+
+half = torch.bfloat16,torch.float16
+
 class WindowParams:
     "The parameters of `learn` whose gradients a window sums"
     def __init__(self, learn):
         self.opt = learn.opt
-        self.param_lists = param_lists_of(learn.opt)
-        self.extra = extra_params(learn)  # not in the optimizer of the Learner
-        # Nobody else may change these gradients in the middle of a window
+        self.param_lists = self.lists_of(learn.opt)
+        # While a window runs, nobody else may change these gradients
         self.guarded = unique([*params_in(learn.opt), *learn.model.parameters()])
-        # These are summed and averaged. The optimizers of `extra` belong to callbacks, which may zero them when they
-        # like
-        self.all = unique([*self.guarded, *self.extra])
-        self.half = [p for p in self.all if p.dtype in half]
+        # The optimizers of these belong to callbacks, which may zero their gradients at any time
+        self.extra = extra_params(learn)
+        self.summed = unique([*self.guarded, *self.extra])
+        self.half = [p for p in self.summed if p.dtype in half]
+
+    def lists_of(self, opt):
+        """Returns the list of parameter groups, to be compared by identity. None for an OptimWrapper, which makes a new list
+        each time"""
+        return None if isinstance(opt, OptimWrapper) else opt.param_lists
 
     def is_current(self, learn)->bool:
-        "Returns whether `learn` still has this optimizer with these parameters: pruning, for example, makes others"
-        return learn.opt is self.opt and param_lists_of(learn.opt) is self.param_lists
+        "Returns whether `learn` still has this optimizer with these parameters. Pruning, for example, replaces them"
+        return learn.opt is self.opt and self.lists_of(learn.opt) is self.param_lists
 
     def drop_extra_grads(self):
-        "Drops the gradients of `extra` where a step is left out, since `opt.zero_grad` does not reach them"
+        "Drops the gradients that `opt.zero_grad` does not reach"
         for p in self.extra: p.grad = None
 
-def param_lists_of(opt):
-    """Returns the list of parameter groups of an optimizer, to be compared by identity. None for an OptimWrapper, which
-    makes a new list each time: a change in its groups goes unnoticed"""
-    return vars(opt).get('param_lists')
-
 # %% ../../nbs/windows/02_gradients.ipynb #881cf74d
+# Their gradients
+
 def gradients(params:Iterable)->list:
-    "Returns the gradients of `params`: the values of a sparse one, and this process' shard of a sharded one"
+    "Returns the gradients of `params`: of a sparse gradient its values, of a sharded one the shard of this process"
     res = []
     for p in params:
         grad = p.grad
@@ -85,66 +91,66 @@ def gradients(params:Iterable)->list:
     return res
 
 def is_finite(params:Iterable)->bool:
-    "Returns whether no gradient of `params` contains NaN or infinity. Waits for the GPU"
+    "Returns whether all gradients of `params` are free of NaN and infinity. Waits for the GPU"
     grads = [g for g in gradients(params) if g.numel()]
     largest = torch.nn.utils.get_total_norm(grads, float('inf'))
     return bool(largest.isfinite())
 
 # %% ../../nbs/windows/02_gradients.ipynb #3c0df670
-half = torch.bfloat16,torch.float16
-sums_in_float32 = hasattr(Tensor, 'grad_dtype')  # since PyTorch 2.10, a gradient may have another type than its weight
+# Since PyTorch 2.10, `p.grad_dtype` allows a gradient to have another type than its weight
+can_sum_in_float32 = hasattr(Tensor, 'grad_dtype')
 
 # %% ../../nbs/windows/02_gradients.ipynb #304dcb7d
 class GradientSums:
-    """The gradients of a window, which PyTorch sums in `.grad`. If a window is a single micro-batch, they are no sum,
-    and nobody touches them. Else those of half-precision weights are summed in float32, and a callback that changes the
-    sum in the middle of a window is an error"""
-    def __init__(self, params:WindowParams, is_sum:bool):
+    """The gradients of a window with several micro-batches. PyTorch sums them in `.grad`. The gradients of half-precision
+    weights are summed in float32. If a callback changes a sum while the window runs, that is an error"""
+    def __init__(self, params:WindowParams):
         self.params = params
-        self.is_sum = is_sum
-        self.stamps = ()  # what the gradients were after the last backward pass
-        self.are_in_float32 = is_sum and sums_in_float32 and bool(params.half)
-        if self.are_in_float32: self.set_dtype(torch.float32)
-        self.note_backward()
+        self.are_in_float32 = can_sum_in_float32 and bool(params.half)
+        if self.are_in_float32: self.set_dtypes(torch.float32)
+        self.stamps = self.current_stamps()
 
-    def set_dtype(self, dtype:torch.dtype|None):
-        "Gives gradients of half-precision weights this type, from now on; None: that of their weights"
+    def set_dtypes(self, dtype:torch.dtype|None):
+        "Gives the gradients of half-precision weights this type; None: the type of their weights"
         for p in self.params.half:
             grad = p.grad
-            p.grad = None
+            p.grad = None  # the type can be set only without a gradient
             p.grad_dtype = dtype or p.dtype
             if grad is not None: p.grad = grad.to(p.grad_dtype)
 
-    def current_stamps(self)->tuple:
-        "Returns the gradients; and for each parameter whether it is trained, and how often its gradient was changed"
-        params = self.params.guarded
-        grads = [p.grad for p in params]
-        return grads,[(p.requires_grad, p.grad._version if p.grad is not None else None) for p in params]
+    def current_stamps(self)->list[tuple]:
+        """Returns for each parameter its gradient, how often that was changed in place, and whether the parameter is
+        trained"""
+        res = []
+        for p in self.params.guarded:
+            grad = p.grad
+            version = None if grad is None else grad._version
+            res += [(grad, version, p.requires_grad)]
+        return res
 
-    def note_backward(self):
-        "After a backward pass, which has added to the sums: until the next one, nobody else may change them"
-        if self.is_sum: self.stamps = self.current_stamps()
+    def accept(self):
+        "Accepts the gradients as they are now, for example after a backward pass has added to them"
+        self.stamps = self.current_stamps()
 
     def is_intact(self)->bool:
-        "Returns whether the sums are as they were after the last backward pass"
-        if not self.is_sum: return True
-        (grads,states),(grads_now,states_now) = self.stamps,self.current_stamps()
-        is_same = all(a is b for a,b in zip(grads, grads_now))
-        return is_same and states == states_now
+        "Returns whether the gradients are as they were when they were accepted"
+        for (grad,*state),(grad_now,*state_now) in zip(self.stamps, self.current_stamps()):
+            if grad is not grad_now or state != state_now: return False
+        return True
 
     def check(self):
         "Raises RuntimeError if somebody has changed the sums"
         if self.is_intact(): return
-        raise RuntimeError("a gradient was zeroed, replaced or changed, or a parameter frozen, in the middle of a "
-                           "window (by an attack, clipping, a GANTrainer?): do this in before_step, or use windows "
-                           "of one batch")
-
-    def average(self, divisor:Real):
-        "Turns sums into means"
-        if divisor == 1: return
-        grads = gradients(self.params.all)
-        if grads: torch._foreach_div_(grads, divisor)
+        raise RuntimeError("a callback zeroed, replaced or changed a gradient, or froze a parameter, in the middle of a "
+                           "window (clipping, a GANTrainer, an attack?): do this in before_step, or use windows of one "
+                           "batch")
 
     def end(self):
-        "Ends the sums: those in float32 are rounded, once, to the type of their weights"
-        if self.are_in_float32: self.set_dtype(None)
+        "Rounds sums in float32 to the type of their weights"
+        if self.are_in_float32: self.set_dtypes(None)
+
+def divide_gradients(params:Iterable, divisor:Real):
+    "Divides the gradients of `params` in place"
+    if divisor == 1: return
+    grads = gradients(params)
+    if grads: torch._foreach_div_(grads, divisor)

@@ -1,4 +1,4 @@
-"""The training DataLoader in one epoch: what it says of its batches, the windows they fill, and the batches themselves
+"""The batches of the training DataLoader in one epoch, and the windows that they fill
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/loader.html.md"""
 
@@ -6,24 +6,22 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/loader.html.md""
 
 # %% ../../nbs/windows/08_loader.ipynb #f9c6e29e
 from __future__ import annotations
-from bisect import bisect_left
 from collections import deque
-from itertools import accumulate,repeat
 from typing import NamedTuple
 
 from fastai.basics import *
 
 from .checks import check_size
-from .nested import each_tensor,n_rows,slice_batch
+from .nested import map_tensors,n_rows,part_bounds,slice_fields
 
 # %% auto #0
 __all__ = ['remainders', 'batch_source', 'loader_bs', 'drops_last', 'is_distributed', 'length_of', 'dataset_size',
-           'epoch_samples', 'LoaderInfo', 'loader_info', 'fitting_size', 'LoaderBatch', 'EpochPlan', 'EpochBatches',
-           'stand_ins']
+           'epoch_samples', 'LoaderInfo', 'loader_info', 'WindowShape', 'nearest_shape', 'LoaderBatch', 'EpochPlan',
+           'EpochBatches', 'carried_sizes']
 
 # %% ../../nbs/windows/08_loader.ipynb #e740c629
 def batch_source(dl):
-    "Returns the object that makes batches of the samples of `dl`: a `BatchSampler` of PyTorch's, or `dl` itself"
+    "Returns what makes batches of the samples of `dl`: PyTorch's `BatchSampler`, or `dl` itself"
     sampler = getattr(dl, 'batch_sampler', None)
     return sampler if type(sampler) is torch.utils.data.BatchSampler else dl
 
@@ -35,6 +33,7 @@ def loader_bs(dl)->int|None:
     return check_size('batch size', bs) if bs else None
 
 def drops_last(dl)->bool:
+    "Returns whether `dl` drops an incomplete last batch"
     return bool(getattr(batch_source(dl), 'drop_last', False))
 
 def is_distributed(dl)->bool:
@@ -43,20 +42,21 @@ def is_distributed(dl)->bool:
     return distributed is not None and isinstance(dl, distributed.DistributedDL)
 
 def length_of(o, name:str)->int|None:
+    "Returns the length of an attribute of `o`; None if it has no such attribute, or that has no length"
     try: return len(getattr(o, name))
     except (AttributeError, TypeError): return None
 
 def dataset_size(dl)->int|None:
-    "Returns the samples that `dl` draws in an epoch, in this process; None if it does not say"
+    "Returns the samples that `dl` draws in an epoch, in this process; None if that is not known"
     if is_distributed(dl):
         n = dataset_size(dl.dl)
-        return n and math.ceil(n/dl.world_size)
-    if isinstance(getattr(dl, 'dataset', None), IterableDataset): return None  # it announces a length, and may break it
-    n = getattr(dl, 'n', None)
-    if n is None:
-        n = length_of(batch_source(dl), 'sampler')
-    if n is None: n = length_of(dl, 'dataset')
-    return n
+        return None if n is None else math.ceil(n/dl.world_size)
+    if isinstance(getattr(dl, 'dataset', None), IterableDataset): return None  # its length is a promise it may break
+    of_fastai = getattr(dl, 'n', None)
+    if of_fastai is not None: return of_fastai
+    of_torch = length_of(batch_source(dl), 'sampler')
+    if of_torch is not None: return of_torch
+    return length_of(dl, 'dataset')
 
 def epoch_samples(dl, bs:int)->tuple[int,bool]:
     """Returns the samples that `dl` yields in an epoch, in this process; and whether that is exact. For an
@@ -65,28 +65,28 @@ def epoch_samples(dl, bs:int)->tuple[int,bool]:
     n = dataset_size(dl)
     if n is None: return n_batches*bs,False
     n_full = n//bs
-    if is_distributed(dl) and dl.drop_last: n_batches = n_full  # its length counts the incomplete batch, too
+    if is_distributed(dl) and dl.drop_last: n_batches = n_full  # its length also counts the incomplete batch
+    # By the number of batches, because samplers and wrappers need not have a `drop_last`
     takes_all = n_batches == math.ceil(n/bs)
     drops_rest = n_batches == n_full
     if takes_all: return n,True
     if drops_rest: return n_full*bs,True
-    return n_batches*bs,False  # the length of the loader does not fit its data set
+    return n_batches*bs,False
 
 # %% ../../nbs/windows/08_loader.ipynb #bc7dde7c
 class LoaderInfo(NamedTuple):
-    """What a DataLoader says of the batches of an epoch, in this process. If nobody knows a batch size, batches are
-    planned"""
-    batch_size:int|None  # None: unknown, and not needed, since each batch is a window
-    states_batch_size:bool  # False: `batch_size` is unknown, or it is the callback's `micro_batch_size`
-    samples:int  # in the epoch; batches, if `batch_size` is None
+    """What is known of the batches of an epoch, in this process, before they are loaded. Plans count `planned` samples:
+    if the DataLoader states no batch size, its batches may differ in size, and a plan takes all of them for equal"""
+    batch_size:int|None  # None: unknown, and not needed, because each batch is a window
+    states_batch_size:bool  # False: `batch_size` is unknown, or the callback's `micro_batch_size` is taken for it
+    n_planned:int  # samples in the epoch; if `batch_size` is None, batches
     has_exact_length:bool  # False: there may be more or fewer
 
     @property
     def planned_batch_size(self)->int: return self.batch_size or 1
 
-    def planned_samples(self, samples:int)->int:
-        """Returns by how many samples a batch of `samples` advances the plan: by a whole batch if the loader states no
-        size, since the plan then knows of no smaller ones"""
+    def planned(self, samples:int)->int:
+        "Returns how many samples of the plan a batch of `samples` stands for"
         return samples if self.states_batch_size else self.planned_batch_size
 
 def loader_info(
@@ -103,135 +103,144 @@ def loader_info(
 # %% ../../nbs/windows/08_loader.ipynb #3ce99625
 remainders = 'step','carry','drop'  # what becomes of batches at the end of an epoch that do not fill a window
 
-def fitting_size(size:float, bs:int)->int:
-    """Returns the size nearest to `size` that windows can have: a multiple of the loader's batch of `bs` samples, or a
-    part of it, if that makes several windows. 100 of 256 become 85, since 256 = 86 + 85 + 85"""
-    if size >= bs: return math.floor(size/bs+.5+_tiny)*bs
-    n_windows = math.floor(bs/size+.5+_tiny)
-    return bs//n_windows
+_tiny = 1e-6  # sizes on a curve are computed: a half, which is rounded up, may be .49999999999999994
 
-_tiny = 1e-6  # curves are computed: a half, which is rounded up, may be .49999999999999994
+class WindowShape(NamedTuple):
+    "A window has `n_batches` loader batches, or it is one of the `n_pieces` into which a loader batch is cut"
+    n_batches:int = 1
+    n_pieces:int = 1
 
+    def samples(self, bs:int)->int:
+        "Returns the samples in a window, at least, for full batches of `bs`"
+        return bs*self.n_batches//self.n_pieces
+
+def nearest_shape(size:float, bs:int)->WindowShape:
+    "Returns the windows that come nearest to `size` samples, for loader batches of `bs`"
+    if size >= bs: return WindowShape(n_batches=math.floor(size/bs+.5+_tiny))
+    fewer = math.floor(bs/size)
+    more = fewer+1
+    is_nearer = size-bs/more < bs/fewer-size-_tiny  # of two windows as near, the larger one is taken
+    return WindowShape(n_pieces=more if is_nearer else fewer)
+
+# %% ../../nbs/windows/08_loader.ipynb #5f0c9a4e
 class LoaderBatch(NamedTuple):
     "What the DataLoader yields at a time; or a piece of it, if it makes several windows"
     data:tuple
     samples:int  # as the DataLoader counts them
     rows:int  # of its tensors, which may have several for each sample
-    window_size:int|None = None  # samples in each of the windows that the loader batch makes; None: it is not cut
+    window_size:int|None = None  # of a piece: the samples that fill its window
 
     def without_data(self)->LoaderBatch: return self._replace(data=())
 
     def copied(self)->LoaderBatch:
-        "Returns the batch with copies of its tensors, since a loader may use their memory again for a later batch"
-        return self._replace(data=each_tensor(torch.clone, self.data))
+        "Returns the batch with copies of its tensors, because a loader may use their memory again for a later batch"
+        return self._replace(data=map_tensors(torch.clone, self.data))
 
     def cut(self,
-        window_size:int, # Samples in a window, a `fitting_size`
+        n_pieces:int,
         bs:int, # Samples in a full loader batch
     )->list[LoaderBatch]:
-        """Returns the pieces of the batch, each of which fills a window; or the batch, if it makes one window or a part
-        of one. A batch with fewer samples than `bs` is cut at the same places. Raises ValueError if it cannot be sliced"""
-        n_pieces = bs//window_size
-        if n_pieces < 2: return [self]
-        starts = [math.ceil(bs*i/n_pieces) for i in range(n_pieces)]
+        """Returns the pieces of the batch. A batch of fewer samples than `bs` is cut at the same places. Raises ValueError
+        if it cannot be sliced"""
+        if n_pieces == 1: return [self]
         res = []
-        for start,end in zip(starts, [*starts[1:], bs]):
+        for start,end in part_bounds(bs, n_pieces):
             end = min(end, self.samples)
-            if start < end: res.append(self.piece(start, end, window_size))
+            if start < end: res.append(self.piece(start, end, window_size=bs//n_pieces))
         return res
 
     def piece(self, start:int, end:int, window_size:int)->LoaderBatch:
         "Returns the samples from `start` to `end`"
         first = self.rows*start//self.samples
         last = self.rows*end//self.samples
-        return LoaderBatch(slice_batch(self.data, first, last, self.rows), end-start, last-first, window_size)
+        data = slice_fields(self.data, first, last, self.rows) if self.data else ()
+        return LoaderBatch(data, end-start, last-first, window_size)
 
 # %% ../../nbs/windows/08_loader.ipynb #75b1f819
 class EpochPlan:
     "The windows of one epoch, as far as they are known before it begins"
     def __init__(self,
         info:LoaderInfo,
-        size_at_pct:Callable, # Samples, in this process, of a window that begins at `pct_train`
+        shape_at_pct:Callable, # `f(pct_train)` returns the `WindowShape` of a window that begins there
         epoch:int,
         n_epoch:int,
-        remainder:str, # One of `remainders`, as requested
+        remainder:str, # One of `remainders`
         carried:list[LoaderBatch], # The epoch before has left them, and they come first
-        has_pieces:bool, # Whether some windows of the fit are smaller than a loader batch
-        counts_samples:bool, # Whether the position in training is measured in samples, since windows differ in size
+        has_pieces:bool, # Whether a loader batch may make several windows
+        sizes_vary:bool, # Whether windows may differ in size, apart from the last one
     ):
         self.info = info
-        self.size_at_pct = size_at_pct
+        self.shape_at_pct = shape_at_pct
         self.epoch = epoch
         self.n_epoch = n_epoch
-        self.is_carried = remainder == 'carry'  # also in the last epoch, which carries nothing on
         is_last_epoch = epoch+1 >= n_epoch
-        self.remainder = 'step' if self.is_carried and is_last_epoch else remainder
+        self.remainder = 'step' if remainder == 'carry' and is_last_epoch else remainder
         self.has_pieces = has_pieces
-        self.counts_samples = counts_samples
+        self.sizes_vary = sizes_vary
         self.carried = [o.without_data() for o in carried]
-        self.carried_samples = sum(info.planned_samples(o.samples) for o in carried)
-        self.sizes = []  # samples of each batch
-        self.piece_sizes = {}  # by the index of a batch that is a piece: the window size that it was cut for
-        self.plan_batches()
-        self.windows,self.left = self.planned_windows()  # windows as (start, size) in samples; batches that are left
+        self.n_carried = sum(info.planned(o.samples) for o in carried)  # samples
+        self.windows = []  # as (start, size), both in samples
+        self.n_batches = 0  # loader batches, or pieces
+        self.left = []  # batches that fill no window
+        self.plan_windows()
+        self.ends = np.array([0, *[start+size for start,size in self.windows]])  # of windows, in samples
+        self.n_ended = np.arange(len(self.ends))  # windows, at each of these
 
     def pct_train(self, position:float)->float:
         "Returns the fraction of the fit at a `position` in this epoch"
         return (self.epoch+position)/self.n_epoch
 
-    def position(self, samples:int)->float:
+    def fraction_read(self, samples:int)->float:
         "Returns the fraction of the epoch after so many `samples`. It is negative while carried batches are read"
-        return (samples-self.carried_samples)/max(self.info.samples, 1)
+        return (samples-self.n_carried)/max(self.info.n_planned, 1)
 
-    def window_size(self, samples:int)->int:
-        "Returns the size of a window that begins after so many `samples` of the epoch"
-        position = self.position(samples)
-        return self.size_at_pct(self.pct_train(position))
+    def position(self, samples:int)->float:
+        """Returns the position in the epoch, from 0 to 1, after so many `samples`. If windows do not vary, each advances it
+        by the same amount, as each batch does in fastai, although the last window may be smaller or dropped"""
+        n = len(self.windows)
+        if self.sizes_vary or not n: return self.fraction_read(samples)
+        return float(np.interp(samples, self.ends, self.n_ended))/n
 
-    def cut(self, batch:LoaderBatch, start:int)->list[LoaderBatch]:
-        "Returns the pieces of a loader batch that begins after `start` samples; or the batch, if it makes one window"
-        if not self.has_pieces: return [batch]
-        return batch.cut(self.window_size(start), self.info.planned_batch_size)
+    def shape(self, samples:int)->WindowShape:
+        "Returns the shape of a window that begins after so many `samples`"
+        return self.shape_at_pct(self.pct_train(self.fraction_read(samples)))
 
 # %% ../../nbs/windows/08_loader.ipynb #a3c1d5e7
 @patch
-def plan_batches(self:EpochPlan):
-    "Plans the batches that were carried, and the loader batches of the epoch or their pieces"
-    for o in self.carried: self.plan_batch(o)
+def cut(self:EpochPlan, batch:LoaderBatch, start:int)->list[LoaderBatch]:
+    "Returns the pieces of a loader batch that begins after `start` samples; or the batch, if it is not cut"
+    if not self.has_pieces: return [batch]
+    return batch.cut(self.shape(start).n_pieces, self.info.planned_batch_size)
+
+@patch
+def planned_batches(self:EpochPlan)->Iterator[LoaderBatch]:
+    "Yields the batches that were carried, and the loader batches of the epoch or their pieces, all without data"
+    yield from self.carried
+    n,bs = self.info.n_planned,self.info.planned_batch_size
+    for start in range(0, n, bs):
+        samples = min(bs, n-start)
+        yield from self.cut(LoaderBatch((), samples, samples), self.n_carried+start)
+
+@patch
+def plan_windows(self:EpochPlan):
+    "Fills windows with the batches of the epoch"
     bs = self.info.planned_batch_size
-    n_full,rest = divmod(self.info.samples, bs)
-    if not self.has_pieces:
-        self.sizes += [*repeat(bs, n_full)]  # there may be millions
-        if rest: self.sizes.append(rest)
-        return
-    for start in range(0, self.info.samples, bs):
-        samples = min(bs, self.info.samples-start)
-        batch = LoaderBatch((), samples, samples)
-        for o in self.cut(batch, self.carried_samples+start): self.plan_batch(o)
-
-@patch
-def plan_batch(self:EpochPlan, batch:LoaderBatch):
-    if batch.window_size: self.piece_sizes[len(self.sizes)] = batch.window_size
-    self.sizes.append(self.info.planned_samples(batch.samples))
-
-@patch
-def planned_windows(self:EpochPlan)->tuple[list,list]:
-    "Returns the windows that batches fill, as (start, size) in samples, and the batches that are left"
-    n = len(self.sizes)
-    edges = [0, *accumulate(self.sizes)]  # samples before each batch, and after the last
-    windows = []
-    first = 0  # batch of the window
-    while first < n:
-        start = edges[first]
-        size = self.piece_sizes.get(first) or self.window_size(start)
-        last = bisect_left(edges, start+size, first+1)  # the window is full at this edge
-        if last > n:  # the epoch ends before the window is full
-            if self.remainder != 'step': break
-            last = n
-        windows.append((start, edges[last]-start))
-        first = last
-    left = [LoaderBatch((), self.sizes[i], self.sizes[i], self.piece_sizes.get(i)) for i in range(first, n)]
-    return windows,left
+    start = 0  # of the window
+    filled = 0  # samples in it
+    size = 0  # samples that fill it
+    for batch in self.planned_batches():
+        if not self.left: size = batch.window_size or self.shape(start).samples(bs)
+        self.n_batches += 1
+        self.left.append(batch)
+        filled += self.info.planned(batch.samples)
+        if filled < size: continue
+        self.windows.append((start, filled))
+        self.left = []
+        start += filled
+        filled = 0
+    if self.left and self.remainder == 'step':
+        self.windows.append((start, filled))
+        self.left = []
 
 # %% ../../nbs/windows/08_loader.ipynb #df804201
 class EpochBatches(GetAttr):
@@ -240,7 +249,7 @@ class EpochBatches(GetAttr):
     def __init__(self,
         dl, # The DataLoader
         plan:EpochPlan,
-        carried:list, # Batches that the epoch before has left
+        carried:list[LoaderBatch], # The epoch before has left them
         loop, # The `WindowLoop` that runs them
         n_rounds:int, # Rounds of fastai's loop
     ):
@@ -249,18 +258,18 @@ class EpochBatches(GetAttr):
         self.info = plan.info
         self.loop = loop
         self.n_rounds = n_rounds
-        self.waiting = deque(carried)  # batches that were read, but not run
-        self.unfinished = []  # batches that have run, but whose window had no step
-        self.read = iter  # `read(dl)` yields the batches that are left: all, but in a fit that goes on after a kill
-        self.source = None  # yields them with their counts, while the epoch runs
-        self.current = None
-        self.samples_read = 0
-        self.n_read = 0
-        self.n_loaded = 0  # batches that the DataLoader has yielded, of which some may not have been read yet
+        self.read = iter  # `read(dl)` yields the batches of `dl` that are left: all, unless a killed fit goes on
+        self.source = None  # while the epoch runs: yields them as LoaderBatches
+        self.waiting = deque(carried)  # batches that were loaded, or carried, and have not run
+        self.current = None  # the batch that runs
+        self.left_over = []  # once the epoch is over: batches that are carried into the next one
+        self.n_loaded = 0  # batches that the DataLoader has yielded
+        self.n_read = 0  # batches, or pieces, up to the current one
+        self.samples_read = 0  # planned samples in these
 
     def __reduce__(self):
         "A Learner that is copied or exported in the middle of a fit gets None: a running DataLoader cannot be pickled"
-        return type(None),()
+        return type(None),()  # which makes None
 
     def __iter__(self)->Iterator:
         "For callbacks that read `learn.dl` by themselves. The loop uses `advance`"
@@ -271,43 +280,53 @@ class EpochBatches(GetAttr):
         return max(self.n_rounds, 1)  # there may be a batch, although none was announced
 
 # %% ../../nbs/windows/08_loader.ipynb #53f9bf04
-# Commands
+# Reading the DataLoader
 
 @patch
 @contextmanager
 def reading(self:EpochBatches):
     "In this context the DataLoader runs"
-    self.source = self.with_counts()
+    self.source = self.loader_batches()
     try: yield
     finally:
         self.source.close()  # its workers end
         self.current = None
 
 @patch
-def with_counts(self:EpochBatches)->Iterator[LoaderBatch]:
-    """Yields the batches of the DataLoader with their counts. If it states a batch size, samples go by that, since its
-    batches may have several rows of each sample; if not, each row is a sample"""
-    info = self.info
-    left = info.samples - self.n_loaded*info.planned_batch_size
+def loader_batches(self:EpochBatches)->Iterator[LoaderBatch]:
+    "Yields the batches of the DataLoader with their counts"
+    left = self.info.n_planned - self.n_loaded*self.info.planned_batch_size
     for data in self.read(self.dl):
-        if info.states_batch_size:
-            samples = info.batch_size
-            if info.has_exact_length and left > 0:
-                samples = min(samples, left)  # the last batch may be smaller
-            rows = n_rows(data, samples)
-        else:
-            rows = n_rows(data, info.batch_size)
-            samples = rows
-        left -= samples
+        batch = self.counted(data, left)
+        left -= batch.samples
         self.n_loaded += 1
-        yield LoaderBatch(data, samples, rows)
+        yield batch
+
+@patch
+def counted(self:EpochBatches,
+    data:tuple,
+    left:int, # Samples that the loader has left
+)->LoaderBatch:
+    """Counts a batch. Its samples go by the size that the DataLoader states, because it may have several rows of each; if
+    it states none, each row is a sample"""
+    info = self.info
+    if not info.states_batch_size:
+        rows = n_rows(data, info.batch_size)
+        return LoaderBatch(data, rows, rows)
+    samples = info.batch_size
+    if info.has_exact_length and left > 0:
+        samples = min(samples, left)  # the last batch may be smaller
+    return LoaderBatch(data, samples, n_rows(data, samples))
 
 @patch
 def load(self:EpochBatches)->list[LoaderBatch]:
-    "Returns the next batch of the DataLoader, cut into pieces if it makes several windows; no batch if it has ended"
+    "Returns the next batch of the DataLoader, or its pieces; no batch if it has ended"
     batch = next(self.source, None)
     if batch is None: return []
     return self.plan.cut(batch, self.samples_read+self.waiting_samples())
+
+# %% ../../nbs/windows/08_loader.ipynb #2d8e6b17
+# Running the batches
 
 @patch
 def advance(self:EpochBatches)->bool:
@@ -316,63 +335,60 @@ def advance(self:EpochBatches)->bool:
     if not self.waiting: return False
     self.current = self.waiting.popleft()
     self.n_read += 1
-    self.samples_read += self.info.planned_samples(self.current.samples)
+    self.samples_read += self.info.planned(self.current.samples)
     return True
 
 @patch
 def next_window_size(self:EpochBatches, pct_train:float)->int:
-    "Returns the size of a window that begins now. The pieces of a loader batch have the size that they were cut for"
+    "Returns the samples of a window that begins at `pct_train`. A piece has the size that it was cut for"
     size = self.waiting[0].window_size if self.waiting else None
-    return size or self.plan.size_at_pct(pct_train)
+    return size or self.plan.shape_at_pct(pct_train).samples(self.info.planned_batch_size)
 
 @patch
 def copy_current(self:EpochBatches): self.current = self.current.copied()
 
-# %% ../../nbs/windows/08_loader.ipynb #ff3d4b42
 @patch
-def read_ahead(self:EpochBatches, samples:int):
-    """Before a window: reads ahead until there are `samples`, so that `can_fill` knows whether it is going to be full.
-    It knows without if the length is exact, and need not know if the last window may be smaller"""
-    if self.plan.remainder == 'step' or self.info.has_exact_length: return
-    while self.samples_left() < samples:
-        batches = self.load()
-        if not batches: return
-        self.waiting.extend(o.copied() for o in batches)
+def keep_all(self:EpochBatches, batches:list[LoaderBatch]):
+    "Lets `batches` wait, while further ones are loaded"
+    self.waiting.extend(o.copied() for o in batches)
 
 @patch
-def finish_epoch(self:EpochBatches, unfinished:list):
-    """After the last round: keeps the batches of the `unfinished` window, and those that are left, if they are to be
-    carried. Lets the DataLoader end as fastai does, with `after_iter`"""
+def read_ahead(self:EpochBatches, samples:int):
+    "Before a window: loads batches until `samples` are waiting, if only that shows whether the window is going to be full"
+    if self.plan.remainder == 'step' or self.info.has_exact_length: return
+    while self.waiting_samples() < samples:
+        batches = self.load()
+        if not batches: return
+        self.keep_all(batches)
+
+@patch
+def finish_epoch(self:EpochBatches, unfinished:list[LoaderBatch]):
+    """After the last round: keeps the batches that are to be carried, first those of the `unfinished` window. Ends the
+    DataLoader as fastai does, with `after_iter`"""
     if self.plan.remainder == 'carry':
-        self.unfinished = unfinished
-        while batches := self.load(): self.waiting.extend(o.copied() for o in batches)
+        while batches := self.load(): self.keep_all(batches)
+        self.left_over = [*unfinished, *self.waiting]
         return
     leaves_batches = self.info.has_exact_length and self.samples_left() > 0
-    if not leaves_batches: next(self.source, None)  # one more request, and the DataLoader ends by itself
+    if not leaves_batches: next(self.source, None)  # the DataLoader finds its end by itself
     elif hasattr(self.dl, 'after_iter'): self.dl.after_iter()  # batches that are dropped are not loaded
 
 # %% ../../nbs/windows/08_loader.ipynb #917408b2
 # Questions
 
 @patch
-def carry_over(self:EpochBatches)->list:
-    "Returns the batches that come first in the next epoch"
-    if self.plan.remainder != 'carry': return []
-    return [*self.unfinished, *self.waiting]
-
-@patch
 def is_last(self:EpochBatches)->bool:
-    "Returns whether the current batch is the last one; False if nobody knows"
-    return self.info.has_exact_length and self.n_read == len(self.plan.sizes)  # if there are more, nobody knows
+    "Returns whether it is certain that the current batch is the last one"
+    return self.info.has_exact_length and self.n_read == self.plan.n_batches
 
 @patch
 def waiting_samples(self:EpochBatches)->int: return sum(o.samples for o in self.waiting)
 
 @patch
 def samples_left(self:EpochBatches)->int:
-    "Returns the samples after the current batch; if the length is not exact, those that were read ahead"
+    "Returns the planned samples after the current batch; if the length is not exact, those that are waiting"
     if not self.info.has_exact_length: return self.waiting_samples()
-    return self.info.samples+self.plan.carried_samples-self.samples_read
+    return self.info.n_planned+self.plan.n_carried-self.samples_read
 
 @patch
 def can_fill(self:EpochBatches, size:int)->bool:
@@ -380,14 +396,11 @@ def can_fill(self:EpochBatches, size:int)->bool:
     return self.plan.remainder == 'step' or self.samples_left() >= size
 
 # %% ../../nbs/windows/08_loader.ipynb #0fee206d
-# The place in an epoch
-
-@patch
-def read_by(self:EpochBatches, read:Callable): self.read = read
+# The place in an epoch, for AutoResume
 
 @patch
 def state(self:EpochBatches)->dict:
-    "Returns the place between two windows, for `go_to`; with batches that were read, or are carried, and have not run"
+    "Returns the place between two windows; with batches that were loaded, or carried, and have not run"
     return dict(
         carried=[tuple(o) for o in self.plan.carried],
         waiting=[tuple(o) for o in self.waiting],
@@ -395,10 +408,10 @@ def state(self:EpochBatches)->dict:
 
 @patch
 def go_to(self:EpochBatches, state:dict):
-    "Goes to the place of a `state`, before a batch was read, in an epoch with the same plan"
+    "Before a batch was read, in an epoch with the same plan: goes to the place of a `state`"
     self.waiting = deque(LoaderBatch(*o) for o in state['waiting'])
     self.samples_read,self.n_read,self.n_loaded = state['counts']
 
-def stand_ins(state:dict)->list[LoaderBatch]:
-    "Returns the batches that were carried into the epoch of a `state`, without data, since a plan needs their sizes"
+def carried_sizes(state:dict)->list[LoaderBatch]:
+    "Returns the batches that were carried into the epoch of a `state`, without data, since a plan needs their sizes only"
     return [LoaderBatch(*o) for o in state['carried']]

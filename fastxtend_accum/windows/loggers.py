@@ -14,14 +14,14 @@ __all__ = ['running_callbacks', 'Loggers']
 
 # %% ../../nbs/windows/10_loggers.ipynb #d9b20fbc
 def running_callbacks(learn, module:str, name:str)->list:
-    "Returns the callbacks of the class `name` in `fastai.callback.{module}` that run; none if nobody has imported it"
+    "Returns the callbacks of the class `name` in `fastai.callback.{module}` that run; none if it is not imported"
     found = sys.modules.get(f'fastai.callback.{module}')
     if found is None: return []
     return [cb for cb in learn._grab_cbs(getattr(found, name)) if cb.run]
 
 class Loggers:
-    """The Recorder, W&B and TensorBoard callbacks of `learn`, and what they see of each window. Without a Learner,
-    there are none"""
+    """The Recorder, W&B and TensorBoard callbacks of `learn`: what they see of each window. Without a Learner, there are
+    none"""
     # It writes these attributes of theirs: `accum_bs`, `accum_bs_of`, `_wandb_epoch`; and until the end of a round
     # `opt`, `run` and, of training metrics, `accumulate`
     def __init__(self, learn=None):
@@ -29,9 +29,10 @@ class Loggers:
         self.recorders = []
         self.wandb = []
         self.tensorboard = []
-        self.with_train_metrics = []  # Recorders
+        self.train_metrics = []  # of all Recorders
+        self.paused = []  # Recorders, until the end of the round
         if learn is None: return
-        self.recorders = list(learn._grab_cbs(Recorder))
+        self.recorders = [cb for cb in learn._grab_cbs(Recorder) if cb.run]
         self.wandb = running_callbacks(learn, 'wandb', 'WandbCallback')
         self.tensorboard = running_callbacks(learn, 'tensorboard', 'TensorBoardCallback')
 
@@ -40,20 +41,21 @@ class Loggers:
 
     def begin_fit(self):
         "Begins new lists of batch sizes, as the Recorder begins new lists of losses"
+        # By `vars` here and below, because fastai warns of attributes whose names the model has, too; and because
+        # fastxtend's Recorder has no `train_metrics`, and would look for it in the model
         for rec in self.recorders:
-            # By `vars`, since fastai warns of attributes whose names the model has, too
-            vars(rec)['accum_bs'] = []
-            vars(rec)['accum_bs_of'] = rec.losses  # lets `plot_accum_bs` know that both are of one fit
-        # By `vars`, since fastxtend's Recorder has no such attribute, and would look for it in the model
-        self.with_train_metrics = [rec for rec in self.recorders if vars(rec).get('train_metrics')]
+            attrs = vars(rec)
+            attrs['accum_bs'] = []
+            attrs['accum_bs_of'] = rec.losses  # shows `plot_accum_bs` that both are of one fit
+            if attrs.get('train_metrics'): self.train_metrics += rec.metrics
 
     def log_batch_size(self, samples:int):
         "After `after_batch` of a window: logs its samples beside what the loggers have logged of it"
         for rec in self.recorders:
             n_new = len(rec.losses)-len(rec.accum_bs)
-            if n_new < 1: continue  # this Recorder has left the window out
-            # 0 for each batch that a callback has cancelled since the last window, since the Recorder logs its loss
-            for _ in range(n_new-1): rec.accum_bs.append(0)
+            if n_new < 1: continue  # this Recorder left the window out
+            # The Recorder also logs the loss of each batch that a callback cancelled since the last window
+            rec.accum_bs += [0 for _ in range(n_new-1)]
             rec.accum_bs.append(samples)
         for cb in self.tensorboard:
             cb.writer.add_scalar('accumulation_batch_size', samples, self.learn.train_iter)
@@ -63,33 +65,30 @@ class Loggers:
             sys.modules['wandb'].log(values, step=cb._wandb_step)
 
     def shift_wandb_epoch(self, epochs:float):
-        "Corrects the epoch that W&B logs, which advances by the same amount for every window"
+        "Corrects the epoch that W&B logs, which it advances by the same amount in each round"
         for cb in self.wandb: cb._wandb_epoch += epochs
 
 # %% ../../nbs/windows/10_loggers.ipynb #050f4363
 @patch
 def update_train_metrics(self:Loggers):
-    "Lets the training metrics see the loader batch that `learn` holds"
-    for rec in self.with_train_metrics:
-        _,*metrics = rec._train_mets  # the first one is the smoothed loss, which is that of windows
-        for metric in metrics: metric.accumulate(self.learn)
+    "Shows the loader batch that `learn` holds to the training metrics; not one without targets, as in fastai"
+    if not self.train_metrics or not len(self.learn.yb): return
+    for metric in self.train_metrics: metric.accumulate(self.learn)
 
 @patch
 def pause_train_metrics(self:Loggers):
     "Until the end of the round, training metrics see nothing"
-    for rec in self.with_train_metrics:
-        for metric in rec.metrics: metric.accumulate = noop
+    for metric in self.train_metrics: metric.accumulate = noop
 
 @patch
 def pause_recorders(self:Loggers):
     "Until the end of the round, Recorders see nothing"
-    # By `vars`, since it hides the attribute of the class for a while
-    for rec in self.recorders: vars(rec)['run'] = False
+    self.paused = [rec for rec in self.recorders if rec.run]
+    for rec in self.paused: vars(rec)['run'] = False
 
 @patch
-def show_hypers(self:Loggers, hypers:list):
-    """Until the end of the round, loggers find `hypers` in their `opt.hypers`: they log after the optimizer has its own
-    back"""
+def show_hypers(self:Loggers, hypers:list[dict]):
+    "Until the end of the round, loggers find `hypers` in their `opt.hypers`, although the optimizer no longer has them"
     shown = SimpleNamespace(hypers=[dict(o) for o in hypers])
     # An attribute of the callback hides that of the Learner
     for cb in self.all_loggers():
@@ -97,10 +96,8 @@ def show_hypers(self:Loggers, hypers:list):
 
 @patch
 def end_round(self:Loggers):
-    "Takes back what holds until the end of the round"
-    for rec in self.recorders: vars(rec).pop('run', None)
-    for rec in self.with_train_metrics:
-        for metric in rec.metrics:
-            vars(metric).pop('accumulate', None)
-    for cb in self.all_loggers():
-        vars(cb).pop('opt', None)
+    "Undoes what holds until the end of the round"
+    for rec in self.paused: vars(rec)['run'] = True
+    self.paused = []
+    for metric in self.train_metrics: vars(metric).pop('accumulate', None)
+    for cb in self.all_loggers(): vars(cb).pop('opt', None)

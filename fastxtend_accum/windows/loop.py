@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from fastai.basics import *
 
-from .events import SetUp
-from .forward_backward import Fit,MicroBatch,callback_that_raised,forward_backward
-from .gradients import GradientSums,is_finite,trained_params
-from .loader import EpochBatches,EpochPlan
+from .events import AutocastRepeater
+from .forward_backward import FitContext,MicroBatch,callback_that_raised,forward_backward
+from .gradients import divide_gradients,is_finite,trained_params
+from .loader import EpochBatches,EpochPlan,LoaderBatch
 from .loggers import Loggers
 from .nested import n_rows
 from .processes import all_reduce_scalar,enable_gradient_sync
@@ -21,7 +21,7 @@ from .step import ScaledHypers,scales_loss
 from .window import Outcome,Window
 
 # %% auto #0
-__all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'own_loop', 'whole_batch', 'WindowLoop']
+__all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'WholeBatch', 'WindowLoop']
 
 # %% ../../nbs/windows/15_loop.ipynb #01e1051f
 # sample        an item of the data set, as the DataLoader counts them
@@ -30,15 +30,15 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'own_loop', 'whole_ba
 # loader batch  what the DataLoader yields at a time; or a piece of it, if it makes several windows
 # micro-batch   what the model sees at a time: a loader batch, or a part of one
 # window        the loader batches of one optimizer step. It is open once a batch has run in it, full once it has its
-#               samples, and closed once it has an `Outcome`: at once if it is full, or else at the end of the epoch
-# alone         a micro-batch is alone if it is a whole window: it is computed exactly as in fastai, without sums
+#               samples, and closed once it has an `Outcome`: as soon as it is full, or else at the end of the epoch
+# single        a window is single if it is one micro-batch: it is computed exactly as fastai does, without sums
 # round         what fastai takes for a batch: a window or, with log_accum_batch=False, a loader batch
 # counts        a loader batch counts if it has run, so that its gradient is in the window. One that a callback cancels
 #               leaves nothing, and the window takes the next one in its place
 # preparing     a callback prepares batches if its order is below 50, the Recorder's: it may see each loader batch
 
 # run_epoch                      takes the place of fastai's all_batches
-#   open_window
+#   begin_window
 #   run_round                    takes the place of one_batch
 #     begin_batches              sends before_batch
 #     run_batches                takes the place of _do_one_batch
@@ -62,7 +62,7 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'own_loop', 'whole_ba
 #
 # after_cancel_batch stands there since fastai's own GradientAccumulation ends batches without a step in this way.
 
-# If this module is loaded again, it finds its own function, which knows what that has replaced
+# If this module is loaded again, as `%autoreload` does, it finds its own function, which knows what that has replaced
 fastai_all_batches = getattr(Learner.all_batches, 'replaced', Learner.all_batches)
 
 def all_batches(self:Learner):
@@ -74,8 +74,8 @@ def all_batches(self:Learner):
 all_batches.replaced = fastai_all_batches
 Learner.all_batches = all_batches
 
-def own_loop(learn)->str|None:
-    """Returns the name of the first method of fastai's loop that somebody has replaced, as for SAM; None if nobody has.
+def replaced_method(learn)->str|None:
+    """Returns the name of the first method of fastai's loop that somebody has replaced, as SAM does; None if there is none.
     It may be an attribute of `learn`, a method of its class, or a patch of `Learner`"""
     for name in ('all_batches', 'one_batch', '_do_one_batch', '_do_grad_opt', '_backward'):
         if name in vars(learn): return name
@@ -84,17 +84,25 @@ def own_loop(learn)->str|None:
         if method.__module__ != 'fastai.learner': return name
     return None
 
-def whole_batch(loop:WindowLoop):
-    "Runs the loader batch that `learn` holds as one micro-batch. Other strategies take less memory"
-    learn,batch = loop.learn,loop.batches.current
-    rows = n_rows((*learn.xb, *learn.yb), batch.rows)  # a callback may have changed them in `before_batch`
-    loop.run_micro_batch(batch.samples, rows)
+class WholeBatch:
+    "A strategy that runs a loader batch as one micro-batch. Others run it in several, or again with less memory"
+    requested_size = None  # the `micro_batch_size` that it was made for
+    size = None  # samples in a micro-batch, at most; None: the whole batch
+    may_repeat = False  # whether a loader batch may have several forward passes
+
+    def begin_epoch(self, loop:WindowLoop): pass
+
+    def __call__(self, loop:WindowLoop)->bool:
+        "Runs the loader batch that `loop.learn` holds; returns whether it counts"
+        learn,batch = loop.learn,loop.batches.current
+        rows = n_rows((*learn.xb, *learn.yb), batch.rows)  # a callback may have changed them in `before_batch`
+        return loop.run_micro_batch(batch.samples, rows)
 
 # %% ../../nbs/windows/15_loop.ipynb #4173aa1f
 class WindowLoop:
     "Runs the training batches of one fit"
     def __init__(self,
-        fit:Fit,
+        fit:FitContext,
         cb:Callback, # It reports what becomes of windows
         strategy:Callable, # `strategy(loop)` runs a loader batch: it calls `run_micro_batch` for each of its parts
         loggers:Loggers,
@@ -108,71 +116,69 @@ class WindowLoop:
         self.strategy = strategy
         self.loggers = loggers
         self.n_steps = 0
-        # If a batch may run in several passes, callbacks that set something up for a pass get `before_batch` by this
-        may_repeat = strategy is not whole_batch and fit.send.as_fastai
-        self.set_up = SetUp(fit.send) if may_repeat else None
+        self.repeater = AutocastRepeater(fit.send) if strategy.may_repeat else None
         # Of the epoch
         self.batches = None
         self.progress = None
-        self.between_windows = noop  # called before each window and after the last one, by what saves the fit
+        self.between_windows = noop  # called before each window and after the last one, by AutoResume
         # Of the window
         self.window = Window()
 
     def begin_epoch(self,
         dl, # Its batches are run
         plan:EpochPlan,
-        carried:list, # Batches of the epoch before, which come first
+        carried:list[LoaderBatch], # The epoch before has left them, and they come first
     ):
         "Takes the loader and the plan of an epoch, in which no window has begun yet"
-        n_rounds = len(plan.windows) if self.settings.log_accum_batch else len(plan.sizes)
+        n_rounds = len(plan.windows) if self.settings.log_accum_batch else plan.n_batches
         self.batches = EpochBatches(dl, plan, carried, self, n_rounds)
         self.progress = Progress(self.learn, self.batches, self.loggers)
         self.between_windows = noop
         self.window = Window()
         self.fit.begin_epoch()
+        self.strategy.begin_epoch(self)
 
 # %% ../../nbs/windows/15_loop.ipynb #10999feb
 # The main loop: an epoch, and its windows
 
 @patch
 def run_epoch(self:WindowLoop):
-    """Takes the place of fastai's `all_batches`: runs rounds until the loader ends, or until what is left fills no
-    window and has no step"""
-    learn,batches = self.learn,self.batches
-    learn.n_iter = len(batches)
+    "Takes the place of fastai's `all_batches`"
+    self.learn.n_iter = len(self.batches)
     try:
-        with batches.reading():
-            while True:
-                # With log_accum_batch=False, a window stays open over several rounds
-                if not self.window.is_open:
-                    self.between_windows()
-                    if not self.open_window(): break
-                if not batches.advance(): break
-                self.run_round()
-            if self.window.is_open and batches.plan.remainder == 'step': self.close_after_rounds()
-            batches.finish_epoch(self.window.batches)
+        with self.batches.reading():
+            while self.next_round(): self.run_round()
+            if self.window.is_open and self.batches.plan.remainder == 'step': self.close_after_rounds()
+            self.batches.finish_epoch(self.window.batches)
     except (CancelTrainException, CancelEpochException, CancelFitException): raise  # no error: a callback ends training
     except BaseException:  # Ctrl-C, too
         self.release_batch()
         raise
     finally:
         self.discard_window()
-        enable_gradient_sync(learn.model)
+        enable_gradient_sync(self.learn.model)
 
 @patch
-def open_window(self:WindowLoop)->bool:
-    "Begins a window; returns False if what is left of the epoch does not fill it, and is to be dropped or carried"
-    batches = self.batches
-    size = batches.next_window_size(self.learn.pct_train)
+def next_round(self:WindowLoop)->bool:
+    """Goes on to the first batch of the next round, and begins a window unless one is open, as after a round of
+    log_accum_batch=False. Returns False if the epoch is over, or if the batches that are left make no window"""
+    if not self.window.is_open:
+        self.between_windows()
+        self.begin_window()
+        if not self.batches.can_fill(self.window.size): return False
+    return self.batches.advance()
+
+@patch
+def begin_window(self:WindowLoop):
+    size = self.batches.next_window_size(self.learn.pct_train)
     self.window = Window(size)
-    if not self.settings.log_accum_batch: self.progress.begin_window()
-    batches.read_ahead(size)
-    return batches.can_fill(size)
+    self.progress.begin_window()
+    self.batches.read_ahead(size)
 
 @patch
 def close_after_rounds(self:WindowLoop):
-    """Closes a window that the last round has left open: with log_accum_batch=False, if nobody knew that its batch was
-    the last one, or if a callback has cancelled that batch"""
+    """Closes a window that the last round has left open, with log_accum_batch=False: its batch was not known to be the last
+    one, or a callback has cancelled that batch"""
     try: self.close_window()
     except CancelBatchException: pass  # no batch is left that could be cancelled
     finally: self.end_round()
@@ -186,13 +192,20 @@ def run_round(self:WindowLoop):
     self.progress.begin_round()
     self.load_batch()
     try:
-        self.send.around(self.run_batches, 'batch', CancelBatchException, self.begin_batches, self.correct_position)
+        self.send.around(
+            self.run_batches, 'batch', CancelBatchException,
+            before=self.begin_batches,
+            cancelled=self.batch_cancelled)
     finally: self.end_round()  # also if a callback ends the epoch or the fit in `after_batch`
 
 @patch
-def correct_position(self:WindowLoop, e:CancelBatchException|None=None):
+def batch_cancelled(self:WindowLoop, e:CancelBatchException): self.correct_pct_train()
+
+@patch
+def correct_pct_train(self:WindowLoop):
+    "After the batches of a round. A second call in a round does nothing"
     goes_on = not self.settings.log_accum_batch and self.window.is_open
-    self.progress.correct_before_fastai_counts(goes_on)
+    self.progress.correct_pct_train(goes_on)
 
 @patch
 def begin_batches(self:WindowLoop):
@@ -204,18 +217,21 @@ def begin_batches(self:WindowLoop):
             return
         except CancelBatchException:
             self.note_cancelled()
-            ends_round = not self.settings.log_accum_batch or self.is_complete()
-            if ends_round or not self.batches.advance(): raise
-            self.end_batch(was_cancelled=True)
+            is_round_over = not self.settings.log_accum_batch or self.is_complete()
+            if is_round_over: raise
+            has_next = self.batches.advance()
+            if not has_next: raise
+            # The events that the cancelled batch still lacks, before the next one begins
+            self.end_batch(counts=False)
             self.load_batch()
 
 @patch
 def run_batches(self:WindowLoop):
-    "Runs the batches of a round. One that does not count ends as fastai's cancelled batch, with `after_cancel_batch`"
+    "Runs the batches of a round. One that does not count ends as a cancelled batch does in fastai: `around` catches this"
     try:
-        counts = self.run_window() if self.settings.log_accum_batch else self.run_single()
-    finally: self.correct_position()  # also before a callback ends the epoch
-    if not counts: raise CancelBatchException  # `send.around` catches it
+        counts = self.run_window() if self.settings.log_accum_batch else self.run_one_of_window()
+    finally: self.correct_pct_train()  # also before a callback ends the epoch
+    if not counts: raise CancelBatchException
 
 # %% ../../nbs/windows/15_loop.ipynb #66732a29
 skipped = Outcome.NO_ITEMS,Outcome.NONFINITE
@@ -225,24 +241,24 @@ def run_window(self:WindowLoop)->bool:
     """log_accum_batch=True: runs the batch that `learn` holds and the others of its window, and takes the step; returns
     whether the round counts"""
     loss_before = self.learn.loss
-    counts = self.run_batch()
+    last_counts = self.run_batch()
     while not self.is_complete() and self.batches.advance():
-        counts = self.run_next_batch(counts)
+        self.end_batch(last_counts)
+        last_counts = self.run_next_batch()
     if not self.window.losses.samples: return False  # all were cancelled: loggers see one cancelled batch, as in fastai
-    outcome = None if self.has_no_step() else self.close_window()
-    has_no_loss = outcome is None or outcome in skipped
-    if has_no_loss:
-        # The batches are dropped or carried, or the step was skipped
+    is_dropped = self.batches.plan.remainder != 'step' and not self.window.is_full  # or carried, so there is no step
+    if is_dropped or self.close_window() in skipped:
+        # The window has no loss
         self.loggers.pause_recorders()
         self.learn.loss = loss_before
         return False
-    if not counts: self.send.to_preparing('after_cancel_batch')  # of the last batch: nobody has heard of it yet
+    if not last_counts: self.send.to_preparing('after_cancel_batch')  # which the last batch still lacks
     return True
 
 @patch
-def run_single(self:WindowLoop)->bool:
+def run_one_of_window(self:WindowLoop)->bool:
     """log_accum_batch=False: runs the batch that `learn` holds, and takes the step if it is the last one of its window;
-    returns whether the batch counts. It does if the step is skipped, since loggers see the loss of each loader batch"""
+    returns whether the batch counts. It does if the step is skipped, because loggers see the loss of each loader batch"""
     counts = self.run_batch()
     if counts and self.is_complete(): self.close_window()
     return counts
@@ -250,49 +266,49 @@ def run_single(self:WindowLoop)->bool:
 # %% ../../nbs/windows/15_loop.ipynb #b79d3458
 @patch
 def end_round(self:WindowLoop):
-    "After fastai's `after_batch`: takes back what loggers were shown, and logs the samples of a window that was closed"
+    "After fastai's `after_batch`: undoes what was done for loggers, and logs the samples of a window that had a step"
     self.loggers.end_round()
     has_step = self.window.outcome is Outcome.STEPPED
     if self.settings.log_accum_batch and has_step: self.loggers.log_batch_size(self.window.seen_samples)
 
 @patch
 def is_complete(self:WindowLoop)->bool:
-    "Returns whether the window takes no more batches"
-    return self.window.is_full or self.window.is_cancelled or self.ends_epoch_with_step()
+    "Returns whether the window takes no more batches: it is full, or callbacks cancelled all of them, or the epoch ends"
+    window = self.window
+    is_cancelled = not window.losses.samples and window.cancelled_samples >= window.size
+    return window.is_full or is_cancelled or self.ends_epoch_with_step()
 
 @patch
 def ends_epoch_with_step(self:WindowLoop)->bool:
-    "Returns whether the current batch is the last one, and a window that it does not fill has a step, too"
+    "Returns whether the current batch is the last one, and the window has a step, even if it is not full"
     return self.batches.is_last() and self.batches.plan.remainder == 'step'
-
-@patch
-def has_no_step(self:WindowLoop)->bool:
-    "Returns whether the window would have no step if the epoch ended now: its batches are dropped or carried"
-    return self.batches.plan.remainder != 'step' and not self.window.is_full
 
 # %% ../../nbs/windows/15_loop.ipynb #f6411dbe
 # A loader batch
 
 @patch
 def load_batch(self:WindowLoop):
-    "Lets `learn` hold the current batch"
+    "Makes `learn` hold the current batch"
     learn,batches = self.learn,self.batches
-    data = batches.current.data
-    is_carried = batches.plan.remainder == 'carry' and self.window.size > batches.current.samples
-    if is_carried: batches.copy_current()  # before callbacks change it: the epoch may end before the window is full
-    learn._split(learn._set_device(data))
+    if self.may_be_carried(): batches.copy_current()  # before callbacks change it
+    learn._split(learn._set_device(batches.current.data))
+
+@patch
+def may_be_carried(self:WindowLoop)->bool:
+    "Returns whether the epoch may end before the window of the current batch is full, so that the batch runs again"
+    batches = self.batches
+    return batches.plan.remainder == 'carry' and self.window.size > batches.current.samples
 
 @patch
 def send_before_batch(self:WindowLoop, to_all:bool):
     "Sends `before_batch`, to all callbacks or to those that prepare batches"
-    if self.set_up is not None: self.set_up.before_batch(to_all)
+    if self.repeater is not None: self.repeater.before_batch(to_all)
     elif to_all: self.send('before_batch')
     else: self.send.to_preparing('before_batch')
 
 @patch
-def run_next_batch(self:WindowLoop, previous_counts:bool)->bool:
-    "Runs the next batch of the window, after the events between two batches; returns whether it counts"
-    self.end_batch(was_cancelled=not previous_counts)
+def run_next_batch(self:WindowLoop)->bool:
+    "Runs the next batch of the window; returns whether it counts"
     self.load_batch()
     try: self.send_before_batch(to_all=False)
     except CancelBatchException:
@@ -301,58 +317,44 @@ def run_next_batch(self:WindowLoop, previous_counts:bool)->bool:
     return self.run_batch()
 
 @patch
-def end_batch(self:WindowLoop, was_cancelled:bool):
+def end_batch(self:WindowLoop, counts:bool):
     """Sends the events at the end of a batch after which its window goes on: to preparing callbacks that have seen its
     beginning. One with `after_batch` alone is a logger, and waits for the end of the window"""
-    if was_cancelled: self.send.to_preparing('after_cancel_batch')
-    else: self.send.to_preparing('after_cancel_batch', only_with=('before_batch','after_batch'))
+    if counts: self.send.to_preparing('after_cancel_batch', only_with=('before_batch','after_batch'))
+    else: self.send.to_preparing('after_cancel_batch')
     self.send.to_preparing('after_batch', only_with=('before_batch',))
 
 # %% ../../nbs/windows/15_loop.ipynb #4495dc52
 @patch
 def run_batch(self:WindowLoop)->bool:
-    """Runs the batch that `learn` holds; returns whether it counts. If a callback cancels it, it does not, or, if it is
-    the whole window, the CancelBatchException goes on as in fastai"""
-    batch,window = self.batches.current,self.window
-    n_before = window.losses.n_micro
-    samples_before = window.losses.samples
-    if not n_before: self.fit.update_params()
-    try: self.strategy(self)
+    """Runs the passes of the batch that `learn` holds; returns whether it counts. If a callback cancels it, it does not; or,
+    in a window of a single micro-batch, the CancelBatchException goes on as in fastai"""
+    n_before = self.window.losses.n_micro
+    if not self.window.has_begun: self.fit.update_params()
+    try: counts = self.strategy(self)
     except CancelBatchException:
-        is_alone = not window.grads.is_sum
-        is_in_sums = window.losses.n_micro > n_before  # a part of it
-        if is_alone: self.window = Window(window.size)  # its gradient stays, as in fastai
-        elif is_in_sums: self.discard_part(n_before)
+        is_single = self.window.is_single
+        is_in_part = self.window.losses.n_micro > n_before
+        if is_in_part and n_before: warn("a callback has cancelled a part of a batch: its whole window is left out")
+        if is_single or is_in_part: self.discard_window()
         self.note_cancelled()
-        if is_alone: raise
+        if is_single: raise
         return False
     except Exception as e:
         self.cb.suggest_remedy(e)
         raise
-    if window.losses.samples == samples_before:  # its backward pass was cancelled
-        self.note_cancelled()
-        return False
-    window.note_seen(min(batch.samples, batch.rows))  # the last one of an IterableDataset may have fewer rows
-    if self.batches.plan.remainder == 'carry': window.keep(batch)
+    if counts: self.note_run()
+    else: self.note_cancelled()
+    return counts
+
+@patch
+def note_cancelled(self:WindowLoop): self.window.note_cancelled(self.batches.current.samples)
+
+@patch
+def note_run(self:WindowLoop):
+    "Notes that the current batch has run, and is in the sums"
+    self.window.note_batch(self.batches.current, self.may_be_carried())
     if self.settings.log_accum_batch: self.loggers.update_train_metrics()
-    return True
-
-@patch
-def discard_part(self:WindowLoop, n_before:int):
-    "Discards a window with a part of a batch that was cancelled, since that cannot be taken out of the sums"
-    if n_before: warn("a callback has cancelled a part of a batch: its whole window is left out")
-    self.discard_window()
-
-@patch
-def note_cancelled(self:WindowLoop):
-    "Notes that a callback has cancelled the current batch, which advances the position, too"
-    window = self.window
-    before = window.cancelled_samples
-    window.note_cancelled(self.batches.current.samples)
-    now = window.cancelled_samples
-    is_lost = self.is_complete() and not window.losses.samples
-    if is_lost: now = window.size  # the last window may be smaller, and counts as one batch
-    self.progress.note_cancelled((now-before)/window.size)
 
 # %% ../../nbs/windows/15_loop.ipynb #17380d50
 @patch
@@ -360,29 +362,26 @@ def run_micro_batch(self:WindowLoop,
     samples:int, # As the DataLoader counts them
     rows:int, # Of the tensors that `learn` holds
     ends_batch:bool=True,
-):
-    "Runs the forward and backward pass of what `learn` holds"
+)->bool:
+    "Runs the forward and backward pass of what `learn` holds; returns whether it counts"
     window = self.window
     fills_window = window.losses.samples+samples >= window.size
     completes_window = fills_window or self.ends_epoch_with_step()
     ends_window = ends_batch and completes_window
-    is_alone = ends_window and window.grads is None
-    if window.grads is None: window.begin(GradientSums(self.fit.params, is_sum=not is_alone))
-    if self.set_up is not None: self.set_up.repeat()  # what callbacks have taken back in the pass before
-    forward_backward(self.fit, window, MicroBatch(samples, rows, ends_window, is_alone))
+    if not window.has_begun: window.begin(self.fit.params, is_single=ends_window)
+    if self.repeater is not None: self.repeater.before_pass()
+    return forward_backward(self.fit, window, MicroBatch(samples, rows, ends_window))
 
 # %% ../../nbs/windows/15_loop.ipynb #085665cc
 # The step
 
 @patch
 def close_window(self:WindowLoop)->Outcome:
-    """Turns the sums of the window into means, and takes its step unless there is a reason against it; returns the
+    """Turns the sums of the window into means, and takes its step unless something speaks against it; returns the
     outcome"""
     learn,window = self.learn,self.window
-    is_sum = window.losses.n_micro > 1
     outcome = self.finalize_gradients() if window.losses.n_micro else Outcome.NO_TARGETS
     window.close(outcome)  # before the step, in which a callback may raise an exception
-    self.progress.note_closed_window()
     if outcome is Outcome.NO_TARGETS: return outcome
     if outcome in skipped:
         self.cb.report_skipped(outcome)
@@ -391,42 +390,41 @@ def close_window(self:WindowLoop)->Outcome:
         if self.settings.log_accum_batch: self.show_window_loss()
         try: self.take_step()
         except CancelBatchException as e:
-            if is_sum: self.drop_cancelled(e)  # a single gradient stays, as in fastai
+            if not window.is_single: self.drop_cancelled(e)  # a single gradient stays, as in fastai
             raise
     learn.opt.zero_grad()
     return outcome
 
 @patch
 def finalize_gradients(self:WindowLoop)->Outcome:
-    "Makes means of the sums of the window, over all processes, and returns what is to become of it"
-    learn,window,processes = self.learn,self.window,self.fit.processes
-    window.grads.check()
-    if window.losses.n_micro > 1: self.check_loss()
+    "Makes the sums of the window means, over all processes, and returns what is to become of it"
+    window,processes = self.window,self.fit.processes
+    if window.grads is not None: window.grads.check()
+    warning = self.fit.loss_check.check(window.kept)
+    if warning: warn(warning)
     processes.reduce_window(window)
     if window.losses.items == 0: return Outcome.NO_ITEMS
-    # A gradient is the sum over processes, divided by `n`, and has to be that sum, divided by the weight of all
-    window.grads.average(window.losses.weight/processes.n)
-    if not self.settings.skip_nonfinite: return Outcome.STEPPED
-    if scales_loss(learn): return Outcome.STEPPED  # a GradScaler finds and skips such a step itself
-    params = [*trained_params(learn.opt), *self.fit.params.extra]  # a loss may have parameters, too
-    is_nonfinite = not is_finite(params)
-    return Outcome.NONFINITE if all_reduce_scalar(learn, is_nonfinite) else Outcome.STEPPED
+    # Each gradient is now the sum over all micro-batches, divided by the number of processes
+    divide_gradients(self.fit.params.summed, window.losses.weight/processes.n)
+    return Outcome.NONFINITE if self.skips_nonfinite() else Outcome.STEPPED
 
 @patch
-def check_loss(self:WindowLoop):
-    "In the first windows of a fit: warns if the mean over micro-batches is not the loss of all samples together"
-    check = self.fit.loss_check
-    warning = check.compare() if check.windows_left else None
-    if warning: warn(warning)
+def skips_nonfinite(self:WindowLoop)->bool:
+    "Returns whether NaN or infinity in a gradient of any process is a reason to skip the step"
+    learn = self.learn
+    if not self.settings.skip_nonfinite: return False
+    if scales_loss(learn): return False  # a GradScaler finds and skips such a step itself
+    params = [*trained_params(learn.opt), *self.fit.params.extra]
+    return bool(all_reduce_scalar(learn, not is_finite(params)))
 
 @patch
 def show_window_loss(self:WindowLoop):
-    "Lets loggers see the mean loss of the window. Training metrics pause, since they have seen each loader batch"
+    "Makes loggers see the mean loss of the window. Training metrics pause, because they have seen each loader batch"
     learn,window = self.learn,self.window
     self.loggers.pause_train_metrics()
     learn.loss = window.losses.mean
-    # A micro-batch that is alone leaves `loss_grad` as fastai does, with its graph
-    if window.losses.n_micro > 1: learn.loss_grad = learn.loss
+    # A single micro-batch leaves `loss_grad` as fastai does, with its graph
+    if not window.is_single: learn.loss_grad = learn.loss
 
 @patch
 def drop_cancelled(self:WindowLoop, e:CancelBatchException):
@@ -440,20 +438,19 @@ def drop_cancelled(self:WindowLoop, e:CancelBatchException):
 @patch
 def take_step(self:WindowLoop):
     "The step with its events. The rules of `scale` hold from `before_step` until it is taken"
-    learn,settings = self.learn,self.settings
-    if self.fit.line_is_due: self.cb.print_description()
+    settings = self.settings
     if not settings.scale:
         self.send.around(self.run_step, 'step', CancelStepException)
         return
     ratio = self.window.seen_samples/settings.start_accum_bs
-    hypers = ScaledHypers(learn.opt, settings.scale, ratio)
+    hypers = ScaledHypers(self.learn.opt, settings.scale, ratio)
     hypers.apply()
     def step_and_restore():
         "Callbacks find the values from before in `after_step`; loggers go on seeing those of the step"
         self.run_step()
-        self.loggers.show_hypers(learn.opt.hypers)
+        self.loggers.show_hypers(self.learn.opt.hypers)
         hypers.restore()
-    def restore(e): hypers.restore()
+    def restore(e:CancelStepException): hypers.restore()
     try: self.send.around(step_and_restore, 'step', CancelStepException, cancelled=restore)
     finally: hypers.restore()  # after any other exception; else it does nothing
 
@@ -467,18 +464,18 @@ def run_step(self:WindowLoop):
 
 @patch
 def discard_window(self:WindowLoop):
-    "Drops a window that is not closed. The gradient of a micro-batch that is alone stays, as in fastai"
+    "Drops a window that is not closed. The gradient of a single micro-batch stays, as in fastai"
     window = self.window
-    if window.grads is None: return  # it is closed, or has not begun
-    window.grads.end()
-    if window.grads.is_sum:
+    if window.outcome is not None: return
+    if window.grads is not None:
+        window.end_gradients()
         self.learn.opt.zero_grad()
         self.fit.params.drop_extra_grads()
     self.window = Window(window.size)
 
 @patch
 def release_batch(self:WindowLoop):
-    "Lets go of the graph of an interrupted batch, which may hold the model, and of its gradients"
+    "Drops the graph of an interrupted batch, which may hold the model, and its gradients"
     learn = self.learn
     learn.opt.zero_grad()
     learn.pred = None
@@ -490,19 +487,18 @@ def release_batch(self:WindowLoop):
 # After a kill
 
 @patch
-def take_part(self:WindowLoop, between_windows:Callable, read:Callable):
-    "For what saves the fit: in this epoch, it is called between windows, and reads the DataLoader"
+def hook_in(self:WindowLoop, between_windows:Callable, read:Callable):
+    "For AutoResume: in this epoch, `between_windows()` is called between windows, and `read(dl)` reads the DataLoader"
     self.between_windows = between_windows
-    self.batches.read_by(read)
+    self.batches.read = read
 
 @patch
 def state(self:WindowLoop)->dict:
     "Returns the place in the fit, between two windows, for `go_to` in another process"
-    return dict(counts=(self.n_steps, *self.progress.counts()), batches=self.batches.state())
+    return dict(counts=(self.n_steps, self.progress.n_rounds), batches=self.batches.state())
 
 @patch
 def go_to(self:WindowLoop, state:dict):
     "After `begin_epoch`, with the plan of the epoch of a `state`: goes on from there"
-    self.n_steps,*counts = state['counts']
-    self.progress.go_to(counts)
+    self.n_steps,self.progress.n_rounds = state['counts']
     self.batches.go_to(state['batches'])

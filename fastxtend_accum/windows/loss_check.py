@@ -10,35 +10,35 @@ from typing import NamedTuple
 
 from fastai.basics import *
 
-from .nested import CannotJoin,each_tensor,join,tensors_in
+from .nested import CannotJoin,join,map_tensors,tensors_in
 from .state import Snapshot
 from .window import Count,zero_if_empty
 
 # %% auto #0
-__all__ = ['CannotCompare', 'loss_and_grads', 'KeptMicroBatch', 'shares_of', 'largest_difference', 'loss_adds_up',
-           'compare_losses', 'LossCheck']
+__all__ = ['tolerance', 'CannotCompare', 'loss_and_grads', 'KeptMicroBatch', 'shares_of', 'relative_difference', 'compare_losses',
+           'is_inexact', 'LossCheck']
 
 # %% ../../nbs/windows/06_loss_check.ipynb #b531ea4c
-class CannotCompare(Exception): "The loss function does not accept what a comparison passes to it"
+class CannotCompare(Exception): "The loss of all samples together cannot be compared with that of the micro-batches"
 
 def loss_and_grads(
     loss_func:Callable,
     args:tuple, # Predictions and targets
 )->list[Tensor]:
-    """Returns the loss, in float32 or better, and its gradients by the predictions; raises CannotCompare if `loss_func`
-    raises an error"""
-    def copied(o):
+    """Returns the loss, in float32 or better, and its gradients with respect to the predictions; raises CannotCompare if
+    `loss_func` raises an error"""
+    def as_float32(o):
         if not o.is_floating_point(): return o.clone()
         return o.detach().to(torch.promote_types(o.dtype, torch.float32), copy=True)
-    pred,*targets = each_tensor(copied, args)
+    pred,*targets = map_tensors(as_float32, args)
     leaves = [o.requires_grad_() for o in tensors_in(pred) if o.is_floating_point()]
-    outputs = each_tensor(torch.clone, pred)  # the loss may work in place, which a leaf does not allow
-    if not leaves: raise CannotCompare
+    if not leaves: raise CannotCompare('there are no predictions with a gradient')
+    outputs = map_tensors(torch.clone, pred)  # the loss may work in place, which autograd forbids on `leaves`
     with torch.enable_grad(), torch.autocast(leaves[0].device.type, enabled=False):
         try:
             loss = loss_func(outputs, *targets)
             grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
-        except Exception as e: raise CannotCompare from e  # a loss may raise any error
+        except Exception as e: raise CannotCompare('the loss does not accept these arguments') from e
     return [loss.as_subclass(Tensor).detach().flatten(), *grads]
 
 # %% ../../nbs/windows/06_loss_check.ipynb #df322578
@@ -48,39 +48,24 @@ class KeptMicroBatch(NamedTuple):
     items:Count|None  # what its loss averages over; None: it is a sum
 
 def shares_of(micro_batches:list[KeptMicroBatch])->list[Count]:
-    "Returns the share of each micro-batch in the loss of all; 1 for each if the loss is a sum"
+    "Returns the share of each micro-batch in the loss of the window; 1 for each if the loss is a sum"
     counts = [o.items for o in micro_batches]
     if None in counts: return [1 for _ in counts]
     total = sum(counts)
+    if not isinstance(total, Tensor) and total == 0: raise CannotCompare('there is nothing to average over')
     return [o/total for o in counts]
 
-_tolerance = 1e-4  # largest relative difference that is taken for rounding
-
-def largest_difference(a:list[Tensor], b:list[Tensor], parts:list[list]=())->Tensor:
-    """Returns the largest relative difference of two computations of a loss and its gradients. It is relative to `a`, or
-    to the largest of the `parts` that add up to `b`, since these may cancel each other out"""
-    res = []
-    for i,(x,y) in enumerate(zip(a, b, strict=True)):
-        sizes = torch.stack([o[i].norm() for o in (a, *parts)])
-        smallest = torch.finfo(x.dtype).tiny  # avoids a division by 0
-        res.append((x-y).norm()/sizes.max().clamp_min(smallest))
-    return torch.stack([o.float() for o in res]).max()
+def relative_difference(x:Tensor, y:Tensor, parts:list[Tensor])->Tensor:
+    """Returns the norm of `x-y` relative to the norm of `x`; or to the norm of the largest of the `parts` that add up to
+    `y`, because these may cancel each other out"""
+    sizes = torch.stack([o.norm() for o in (x, *parts)])
+    smallest = torch.finfo(x.dtype).tiny  # avoids a division by 0
+    return ((x-y).norm()/sizes.max().clamp_min(smallest)).float()
 
 # %% ../../nbs/windows/06_loss_check.ipynb #bb683774
-def loss_adds_up(loss_func:Callable, micro_batches:list[KeptMicroBatch])->bool:
-    """Returns whether the loss of all samples together, and its gradients, are the weighted sums over micro-batches;
-    also if nobody can tell, since the loss is random, or accepts no other batches. Leaves no trace in its state"""
-    snapshot = Snapshot(loss_func)
-    try: differences = compare_losses(loss_func, micro_batches)
-    except (CannotCompare, CannotJoin): return True
-    finally: snapshot.restore()
-    again,summed = torch.stack(differences).tolist()
-    is_random = not again <= _tolerance  # also if it is NaN
-    return is_random or summed <= _tolerance
-
-def compare_losses(loss_func:Callable, micro_batches:list[KeptMicroBatch])->tuple[Tensor,Tensor]:
-    """Returns how far the loss of all samples is off if it is computed again, and how far the weighted sums are off;
-    raises CannotCompare, or CannotJoin"""
+def compare_losses(loss_func:Callable, micro_batches:list[KeptMicroBatch])->tuple[float,float]:
+    """Returns two relative differences from the loss of all samples together and its gradients: when that is computed
+    again, and of the weighted sum over the micro-batches. Raises CannotCompare, or CannotJoin"""
     whole = join([o.args for o in micro_batches], [o.rows for o in micro_batches])
     joint = loss_and_grads(loss_func, whole)
     again = loss_and_grads(loss_func, whole)
@@ -89,44 +74,55 @@ def compare_losses(loss_func:Callable, micro_batches:list[KeptMicroBatch])->tupl
         part = loss_and_grads(loss_func, o.args)
         parts.append([zero_if_empty(share, value*share) for value in part])
     losses,*grads = zip(*parts)
-    summed = [sum(losses), *map(torch.cat, grads)]
-    if [o.shape for o in summed] != [o.shape for o in joint]: raise CannotCompare  # outputs have no row for each sample
-    return largest_difference(joint, again),largest_difference(joint, summed, parts)
+    summed = [sum(losses)]
+    for o in grads: summed.append(torch.cat(o))
+    if [o.shape for o in summed] != [o.shape for o in joint]:
+        raise CannotCompare('predictions do not have one row for each sample')
+    off_again = [relative_difference(x, y, []) for x,y in zip(joint, again)]
+    off_summed = [relative_difference(*o) for o in zip(joint, summed, zip(*parts))]
+    return torch.stack([torch.stack(off_again).max(), torch.stack(off_summed).max()]).tolist()
+
+tolerance = 1e-4  # largest relative difference that is taken for rounding
+
+def is_inexact(loss_func:Callable, micro_batches:list[KeptMicroBatch])->bool:
+    """Returns whether the weighted sum over micro-batches is another loss, or has another gradient, than all samples
+    together. False if that cannot be found out. The state of `loss_func` stays as it is"""
+    snapshot = Snapshot(loss_func)
+    try: again,summed = compare_losses(loss_func, micro_batches)
+    except (CannotCompare, CannotJoin): return False
+    finally: snapshot.restore()
+    is_repeatable = again <= tolerance  # not if the loss is random, or NaN
+    return is_repeatable and not summed <= tolerance
 
 # %% ../../nbs/windows/06_loss_check.ipynb #5e10d8fa
 class LossCheck:
-    "Compares the loss of a window, and its gradient, with those of its micro-batches, in the first windows of a fit"
-    n_windows = 4  # that are compared
-    max_bytes = 2**26  # of outputs and targets in a window; more are not kept
+    "Checks the first windows of a fit: is accumulation exact for this loss?"
+    n_windows = 4  # that are checked
+    max_bytes = 2**26  # of predictions and targets in a window; larger ones are not kept
 
     def __init__(self, loss_func:Callable):
         self.loss_func = loss_func
         self.windows_left = self.n_windows
-        self.kept = []  # micro-batches of the current window
 
     def stop(self):
-        "No window is compared any more"
+        "No further window is checked"
         self.windows_left = 0
-        self.kept = []
 
-    def add(self, pred, targets:tuple, rows:int, items:Count|None):
-        "Keeps a micro-batch"
-        args = each_tensor(lambda o: o.detach().clone(), (pred, *targets))  # others may use their memory again
-        self.kept.append(KeptMicroBatch(args, rows, items))
-        tensors = tensors_in([o.args for o in self.kept])
-        if sum(o.nbytes for o in tensors) > self.max_bytes: self.stop()
+    def keep(self, kept:list, pred, targets:tuple, rows:int, items:Count|None):
+        "Adds a micro-batch to those that a window has `kept`"
+        args = map_tensors(lambda o: o.detach().clone(), (pred, *targets))  # others may use their memory again
+        kept.append(KeptMicroBatch(args, rows, items))
+        tensors = tensors_in([o.args for o in kept])
+        if sum(o.nbytes for o in tensors) <= self.max_bytes: return
+        self.stop()
+        kept.clear()
 
-    def drop_after(self, n:int):
-        "Drops micro-batches after the first `n`, since they are going to run again"
-        del self.kept[n:]
-
-    def compare(self)->str|None:
-        "Compares what was added in this window; returns a warning if accumulation is not exact for this loss"
-        kept = self.kept
-        self.kept = []
+    def check(self, micro_batches:list[KeptMicroBatch])->str|None:
+        "Checks a window; returns a warning if accumulation is not exact for this loss"
+        if not self.windows_left: return None
         self.windows_left -= 1
-        if len(kept) < 2 or loss_adds_up(self.loss_func, kept): return None
+        if len(micro_batches) < 2 or not is_inexact(self.loss_func, micro_batches): return None
         self.stop()
         return ("accumulation is not exact for this loss: a window's loss or gradient differs from that of all its "
                 "samples together. Pass num_items (what the loss averages over), set reduction='sum' on a loss that "
-                "sums, or use GradientCache, or a larger bs")
+                "sums, or use GradientCache, or a larger bs. learn.check_accum() measures it")

@@ -13,141 +13,153 @@ from fastai.basics import *
 from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
-__all__ = ['children', 'rebuilt', 'each_leaf', 'each_tensor', 'leaves_in', 'tensors_in', 'lengths', 'n_rows',
-           'has_entry_per_sample', 'slice_batch', 'slice_item', 'CannotJoin', 'join', 'join_leaves']
+__all__ = ['children', 'rebuilt', 'map_leaves', 'map_tensors', 'leaves_in', 'tensors_in', 'n_rows', 'lengths', 'part_bounds',
+           'lists_samples', 'slice_fields', 'slice_rows', 'CannotJoin', 'check_rows', 'join', 'join_leaves',
+           'describe_leaves']
 
 # %% ../../nbs/windows/00_nested.ipynb #45667e7f
+# A batch, and what a model returns, are nested: tuples, lists and mappings of tensors and other leaves
+
 def children(b)->list|None:
-    "Returns the items of a tuple, list or mapping, such as Hugging Face's BatchEncoding; None if `b` is none of these"
-    if isinstance(b, PackedSequence): return None  # a namedtuple, of which no tensor has a row for each sample
-    if isinstance(b, (tuple,list)): return list(b)
+    "Returns the items of a tuple, list or mapping, such as Hugging Face's BatchEncoding; None if `b` is a leaf"
+    if isinstance(b, PackedSequence): return None  # a namedtuple in which no tensor has one row per sample
+    if isinstance(b, (tuple,list,L)): return list(b)
     if isinstance(b, Mapping): return list(b.values())
     return None
 
 def rebuilt(b, items:list):
-    "Returns a tuple, list or mapping of the type of `b`, with these `items`"
+    "Returns a tuple, list or mapping of the type of `b` that contains `items`"
     kind = type(b)
-    if isinstance(b, Mapping):
-        named = dict(zip(b, items))
-        try: return kind(named)
-        except TypeError: return kind(**named)  # Hugging Face's outputs are dataclasses
+    if isinstance(b, Mapping): return kind(dict(zip(b, items)))
     if hasattr(kind, '_fields'): return kind(*items)  # a namedtuple
     return kind(items)
 
-def each_leaf(f:Callable, b):
-    "Returns `b` with `f` applied to what it contains at any depth: tensors, numbers, texts"
+def map_leaves(f:Callable, b):
+    "Returns `b` with `f` applied to each leaf"
     items = children(b)
     if items is None: return f(b)
-    return rebuilt(b, [each_leaf(f, o) for o in items])
+    return rebuilt(b, [map_leaves(f, o) for o in items])
 
-def each_tensor(f:Callable, b):
-    "Returns `b` with `f` applied to each of its tensors"
-    return each_leaf(lambda o: f(o) if isinstance(o, Tensor) else o, b)
+def map_tensors(f:Callable, b):
+    "Returns `b` with `f` applied to each tensor"
+    return map_leaves(lambda o: f(o) if isinstance(o, Tensor) else o, b)
 
 def leaves_in(b)->list:
+    "Returns the leaves of `b`, in the order of `map_leaves`"
     items = children(b)
     if items is None: return [b]
     return list(chain(*map(leaves_in, items)))
 
 def tensors_in(b)->list:
-    "Returns the tensors of a nested batch in order, but for those without dimensions, which have no rows"
+    "Returns the tensors in `b` that have rows, which means at least one dimension"
     return [o for o in leaves_in(b) if isinstance(o, Tensor) and o.ndim]
 
 # %% ../../nbs/windows/00_nested.ipynb #0f2993d3
-def lengths(b)->set:
-    "Returns the first dimension of each tensor in `b`, and the length of each list: candidates for the number of rows"
-    items = children(b)
-    if items is None:
-        return {len(o) for o in tensors_in(b)}
-    res = set().union(*map(lengths, items))
-    if not isinstance(b, Mapping):
-        res.add(len(b))
-    return res
-
 def n_rows(
     b, # A batch of inputs and targets
-    expected:int|None=None, # Samples of the batch, as the DataLoader counts them; None: it does not say
+    expected:int|None=None, # Number of samples, as the DataLoader counts them; None: unknown
 )->int:
-    """Returns the rows of `b`: those of its targets, if they are one tensor, or else those of its first tensor. But if
-    that is not the `expected` number, and something else in `b` has it, it is the `expected` number. Raises ValueError
-    if `b` has no tensors and nobody expects a number"""
+    """Returns the number of rows in `b`. It is `expected` if a tensor or a list in `b` has that length. Otherwise it is
+    the length of the targets, or of the first tensor. Raises ValueError if there is neither a tensor nor an `expected`
+    number"""
     fields = list(b) if isinstance(b, (tuple,list)) else [b]
     targets = fields[-1] if fields else None
-    if isinstance(targets, Tensor) and targets.ndim:
-        found = [targets]
-    else: found = tensors_in(b)
-    rows = found[0].shape[0] if found else expected  # `len` of a tensor takes five calls
+    has_tensor_targets = isinstance(targets, Tensor) and targets.ndim > 0
+    found = [targets] if has_tensor_targets else tensors_in(b)
+    rows = found[0].shape[0] if found else expected
     if rows is None:
-        raise ValueError("cannot find the samples of a batch without tensors: let the DataLoader yield some, not "
-                         f"{b!r}")
+        raise ValueError(f"cannot count the samples in a batch without tensors: {b!r}; make the DataLoader yield tensors")
     if expected in (None, rows): return rows
-    # The first tensor may hold something else, such as a setting, or the boxes of the first image of a list
-    known = set().union(*map(lengths, fields))
-    return expected if expected in known else rows
+    # The first tensor may hold something else, such as the boxes of the first image in a list
+    return expected if expected in lengths(fields) else rows
+
+def lengths(b)->set:
+    "Returns the lengths of all tensors in `b`, and of all lists and tuples"
+    items = children(b)
+    if items is None: return {len(o) for o in tensors_in(b)}
+    res = set().union(*map(lengths, items))
+    if not isinstance(b, Mapping): res.add(len(b))
+    return res
+
+# %% ../../nbs/windows/00_nested.ipynb #c1a4f0d3
+def part_bounds(n:int, n_parts:int)->list[tuple[int,int]]:
+    "Returns start and end of each of `n_parts` of `n` rows. They are of nearly equal size; none is larger than the first"
+    edges = [math.ceil(n*i/n_parts) for i in range(n_parts+1)]
+    return list(zip(edges, edges[1:]))
 
 # %% ../../nbs/windows/00_nested.ipynb #0dbca7fe
-_same_for_all = str,bytes,Number,type(None)
+_shared_kinds = str,bytes,Number,type(None)  # leaves that are the same for all samples
 
-def has_entry_per_sample(b:list|tuple, n:int)->bool:
-    """Returns whether `b` has an entry for each of `n` samples, such as the boxes in each image. `n` tensors that have
-    `n` rows each are taken for `n` inputs, each of which has a row for each sample"""
-    if len(b) != n: return False
-    return {len(o) for o in tensors_in(b)} != {n}
+def lists_samples(b, n:int)->bool:
+    """Returns whether `b` is a list or tuple with one entry for each of `n` samples, such as the boxes in each image. `n`
+    tensors with `n` rows each are taken for `n` inputs, and `n` numbers in a tuple for a setting, such as (224, 224)"""
+    if isinstance(b, Mapping) or len(b) != n: return False
+    found = {len(o) for o in tensors_in(b)}
+    if not found: return isinstance(b, list)  # of texts, for example
+    return found != {n}
 
-def slice_batch(
-    b, # Inputs and targets, or the arguments of a forward pass
+def slice_fields(
+    fields:Iterable, # Inputs and targets, or the arguments of a forward pass
     start:int, # First row
     end:int, # Row after the last one
-    n:int, # Rows of `b`
+    n:int, # Rows of each field
 )->tuple:
-    "Returns the rows from `start` to `end` of each item of `b`; raises ValueError if it cannot slice one"
-    return tuple(slice_item(o, start, end, n) for o in b)
+    "Returns the rows from `start` to `end` of each field; raises ValueError if a field cannot be sliced"
+    return tuple(slice_rows(o, start, end, n) for o in fields)
 
-def slice_item(b, start:int, end:int, n:int):
-    "See `slice_batch`; keeps structure and types"
-    if isinstance(b, _same_for_all): return b
+def slice_rows(b, start:int, end:int, n:int):
+    "Returns the rows from `start` to `end` of `b`, which has `n`, in the same structure; raises ValueError if it cannot"
+    if isinstance(b, _shared_kinds): return b
     if isinstance(b, Tensor) and b.layout == torch.strided:
         if not b.ndim: return b  # one number for all samples
-        if len(b) == n:
-            return b[start:end]
+        if len(b) == n: return b[start:end]
         raise ValueError(f"cannot split a tensor of shape {tuple(b.shape)} in a batch of {n} samples: "
                          "its first dimension must be the samples")
     items = children(b)
     if items is None:
         raise ValueError(f"cannot split a {type(b).__name__}: use tensors, or a DataLoader that yields smaller batches")
-    lists_samples = not isinstance(b, Mapping) and has_entry_per_sample(b, n)
-    if lists_samples: items = items[start:end]
-    else: items = [slice_item(o, start, end, n) for o in items]
-    return rebuilt(b, items)
+    if lists_samples(b, n): return rebuilt(b, items[start:end])
+    return rebuilt(b, [slice_rows(o, start, end, n) for o in items])
 
 # %% ../../nbs/windows/00_nested.ipynb #3ae69da2
 class CannotJoin(ValueError): "The outputs of micro-batches cannot be concatenated"
+
+def check_rows(b, n:int):
+    "Raises CannotJoin, a ValueError, unless each tensor in an output `b` has one row for each of `n` samples"
+    items = children(b)
+    if isinstance(b, Tensor) and b.ndim and len(b) != n:
+        raise CannotJoin(f"the model returns a tensor of shape {tuple(b.shape)} for {n} samples: its first dimension must "
+                         "be the samples if a batch is split")
+    if items is None or lists_samples(b, n): return
+    for o in items: check_rows(o, n)
 
 def join(
     outputs:list, # Of micro-batches
     sizes:list, # Rows of each micro-batch
 ):
-    "Returns the outputs joined along their rows; raises CannotJoin, a ValueError, unless all have the same structure"
+    "Returns the outputs concatenated along their rows; raises CannotJoin unless all have the same structure"
+    for o,n in zip(outputs, sizes, strict=True): check_rows(o, n)
     one = outputs[0]
-    if len(outputs) == 1: return one
-    lists_samples = isinstance(one, list) and all(map(has_entry_per_sample, outputs, sizes))
-    if lists_samples: return type(one)(chain(*outputs))
+    have_entries = [isinstance(o, list) and lists_samples(o, n) for o,n in zip(outputs, sizes)]
+    if all(have_entries): return type(one)(chain(*outputs))
     leaves = [leaves_in(o) for o in outputs]
-    if len(set(map(len, leaves))) > 1: raise CannotJoin("cannot join outputs of micro-batches: they differ in structure")
-    joined = iter([join_leaves(o, sizes) for o in zip(*leaves)])
-    return each_leaf(lambda _: next(joined), one)
+    if len(set(map(len, leaves))) > 1: raise CannotJoin("the outputs of micro-batches differ in structure")
+    joined = iter([join_leaves(o) for o in zip(*leaves)])
+    def next_joined(leaf): return next(joined)
+    return map_leaves(next_joined, one)  # in the order of `leaves_in`
 
-def join_leaves(leaves:tuple, sizes:list):
-    "Returns tensors joined along their rows; or what has no rows, if it is the same in all micro-batches"
+def join_leaves(leaves:tuple):
+    "Returns tensors concatenated; or what has no rows, if it is the same in all micro-batches"
     one = leaves[0]
-    has_rows = isinstance(one, Tensor) and one.ndim > 0
-    if not has_rows:
-        if all(o is one or o == one for o in leaves): return one
-        raise CannotJoin(f"cannot join outputs of type {type(one).__name__}, which differ: let the model return tensors "
-                         "with a row for each sample")
-    for o,n in zip(leaves, sizes, strict=True):
-        if isinstance(o, Tensor) and o.shape == (n, *one.shape[1:]): continue
-        raise CannotJoin(f"cannot join outputs of shape {tuple(getattr(o, 'shape', ()))} from a micro-batch of {n} samples and "
-                         f"{tuple(one.shape)} from one of {sizes[0]}: their first dimension must be the samples, and "
-                         "the others the same in all")
-    return torch.cat(leaves)
+    if all(isinstance(o, Tensor) for o in leaves):
+        same_shape = len({o.shape[1:] for o in leaves}) == 1
+        if one.ndim and same_shape: return torch.cat(leaves)
+        if not one.ndim and all(torch.equal(o, one) for o in leaves): return one
+    is_shared = all(isinstance(o, _shared_kinds) for o in leaves)
+    if is_shared and len(set(leaves)) == 1: return one
+    raise CannotJoin(f"the outputs of micro-batches cannot be concatenated: {describe_leaves(leaves)}; all dimensions but "
+                     "the first must be the same, and numbers, too")
+
+def describe_leaves(leaves:tuple)->str:
+    "Returns shapes, or types, for an error"
+    return ' and '.join(f'{tuple(o.shape)}' if isinstance(o, Tensor) else type(o).__name__ for o in leaves[:2])

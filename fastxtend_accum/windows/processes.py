@@ -1,4 +1,4 @@
-"""Several processes train one model: the weights of a single process, and gradients that are exchanged once per optimizer step
+"""Train one model in several processes: they exchange gradients once per optimizer step, and get the weights of a single process
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/processes.html.md"""
 
@@ -19,15 +19,15 @@ __all__ = ['averages_gradients', 'is_sharded', 'inner_model', 'group_of', 'n_pro
 
 # %% ../../nbs/windows/07_processes.ipynb #2b7db68b
 def averages_gradients(model)->bool:
-    """Returns whether `model` averages its gradients over processes: in DistributedDataParallel, or sharded by FSDP 1
-    or 2"""
+    "Returns whether `model` averages its gradients over processes: DistributedDataParallel (DDP), FSDP 1 or FSDP 2"
     return hasattr(model, 'no_sync') or hasattr(model, 'set_requires_gradient_sync')
 
 def is_sharded(model)->bool:
+    "Returns whether FSDP 1 or FSDP 2 shards `model`"
     return averages_gradients(model) and not isinstance(model, DistributedDataParallel)
 
 def inner_model(model)->nn.Module:
-    "Returns the model without its DDP wrapper, whose forward pass would wait for other processes"
+    "Returns the model inside DDP, whose forward pass waits for no other process"
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 def group_of(model): return getattr(model, 'process_group', None)
@@ -41,12 +41,12 @@ def n_processes(learn)->int:
 
 # %% ../../nbs/windows/07_processes.ipynb #d94da8be
 def all_reduce(model, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
-    "Combines `o` over the processes of `model`, in place, and returns it"
+    "Combines `o` over the processes of `model` by `op`, in place, and returns it"
     dist.all_reduce(o, op, group=group_of(model))
     return o
 
 def all_reduce_scalar(learn, value:Count, op=dist.ReduceOp.MAX)->Real:
-    "Returns the largest `value` of all processes: a flag is true if it is true in one of them. `op` combines otherwise"
+    "Returns the largest `value` of all processes, so a flag is True if it is True in one of them; or what `op` computes"
     if n_processes(learn) == 1: return value
     device = next(learn.model.parameters()).device
     value = torch.as_tensor(value, dtype=torch.float64, device=device).clone()
@@ -58,34 +58,33 @@ def enable_gradient_sync(model, enabled:bool=True):
 
 # %% ../../nbs/windows/07_processes.ipynb #99153bf0
 class Processes:
-    """The processes that train the model of `learn` together: when they exchange gradients, and the sums over all of
-    them"""
+    "The processes that train the model of `learn` together: what they exchange, and when"
     def __init__(self,
         learn,
-        may_retry:bool=False, # Whether a pass may run again in one process alone, where memory has run out
+        may_retry:bool=False, # Whether one process alone may run a pass again, after its memory ran out
     ):
         self.learn = learn
         self.n = n_processes(learn)
-        # A process that retries would leave the others waiting, so passes must not communicate
+        # A process that runs a pass again would leave the others waiting in it, so passes must not communicate
         self.passes_are_local = may_retry
-        self.has_averaged = False  # whether DDP has averaged the gradients of the window
+        self.has_averaged = False  # whether DDP averaged the gradients in the last backward pass
 
     def before_forward(self, window:Window, ends_window:bool):
-        "Lets DDP average gradients in the last micro-batch of a window only"
+        "Before each micro-batch: makes DDP average gradients in the last one of a window only"
         if self.n == 1: return
-        # DDP's buffers have the type of the weights, unlike sums in float32; and a retry must not communicate. Then
-        # `reduce_window` averages
-        is_due = ends_window and not window.grads.are_in_float32 and not self.passes_are_local
-        enable_gradient_sync(self.learn.model, is_due)
+        # DDP exchanges gradients in the type of the weights, so sums in float32 wait for `reduce_window`
+        is_in_float32 = window.grads is not None and window.grads.are_in_float32
+        averages_now = ends_window and not is_in_float32 and not self.passes_are_local
+        enable_gradient_sync(self.learn.model, averages_now)
         self.has_averaged = False
 
     def after_backward(self):
-        if self.n > 1:
-            self.has_averaged = getattr(self.learn.model, 'require_backward_grad_sync', False)
+        "After a backward pass, which a callback may have cancelled: then this is not called"
+        if self.n > 1: self.has_averaged = getattr(self.learn.model, 'require_backward_grad_sync', False)
 
     @contextmanager
     def local_passes(self):
-        "In this context forward passes wait for no other process. Buffers are shared once, as DDP does before a pass"
+        "In this context forward passes wait for no other process. As DDP does before each pass, shares buffers, but once"
         model = self.learn.model
         if not isinstance(model, DistributedDataParallel):
             yield
@@ -98,7 +97,7 @@ class Processes:
 # %% ../../nbs/windows/07_processes.ipynb #885f686c
 @patch
 def reduce_window(self:Processes, window:Window):
-    "Makes the sums of `window` those of all processes, and its gradients the mean over processes"
+    "Makes the sums of `window` the sums over all processes, and its gradients the mean over processes"
     losses = window.losses
     if self.n == 1:
         window.set_totals(losses.on_host(), window.seen_samples)
@@ -117,35 +116,37 @@ def reduce_window(self:Processes, window:Window):
 
 @patch
 def average_grads(self:Processes):
-    "Averages what DDP would: the gradients of all parameters of the model that have one in any process"
-    model = self.learn.model
-    params = [p for p in model.parameters() if p.requires_grad]
+    "Averages gradients as DDP does: of all parameters of the model that have one in any process"
+    params = [p for p in self.learn.model.parameters() if p.requires_grad]
     if not params: return  # only the loss is trained
-    has_gradient = torch.tensor([p.grad is not None for p in params], dtype=torch.long, device=params[0].device)
-    for p,n in zip(params, all_reduce(model, has_gradient).tolist()):
-        if not n: continue
+    has_gradient = [p.grad is not None for p in params]
+    counts = torch.tensor(has_gradient, dtype=torch.long, device=params[0].device)
+    for p,n_with_gradient in zip(params, all_reduce(self.learn.model, counts).tolist()):
+        if not n_with_gradient: continue
         if p.grad is None:
             p.grad = torch.zeros_like(p, dtype=getattr(p, 'grad_dtype', p.dtype))
-        all_reduce(model, p.grad).div_(self.n)
+        all_reduce(self.learn.model, p.grad).div_(self.n)
 
 # %% ../../nbs/windows/07_processes.ipynb #bef79b5d
 @patch
 def check_model(self:Processes, has_half:bool):
-    "Raises ValueError if the model cannot average gradients; or, with weights in half precision, sum them in float32"
+    "Raises ValueError if the model cannot average gradients; or cannot sum those of half-precision weights in float32"
     model = self.learn.model
     name = type(model).__name__
+    is_fsdp1 = is_sharded(model) and hasattr(model, 'no_sync')
     if self.n > 1 and not averages_gradients(model):
         raise ValueError(f"several processes train a {name} that does not average its gradients: "
                          "train inside `with learn.distrib_ctx():`, or wrap the model in DistributedDataParallel")
     if getattr(model, 'static_graph', False):
-        raise ValueError("static_graph=True averages gradients in passes of its own choice: leave it out")
-    if has_half and is_sharded(model) and hasattr(model, 'no_sync'):
+        raise ValueError("DistributedDataParallel(static_graph=True) decides itself when it averages gradients: leave "
+                         "static_graph out")
+    if has_half and is_fsdp1:
         raise ValueError(f"{name} sums gradients in the precision of the weights: use fully_shard, or float32")
     if self.passes_are_local: self.check_retry()
 
 @patch
 def check_retry(self:Processes):
-    "Raises ValueError if a pass of the model cannot run again in one process alone"
+    "Raises ValueError if one process alone cannot run a pass of the model again"
     model = self.learn.model
     if is_sharded(model):
         raise ValueError(f"a sharded {type(model).__name__} cannot adapt to memory: set micro_batch_size to a number")

@@ -24,53 +24,36 @@ class Progress:
         self.batches = batches
         self.plan = batches.plan
         self.loggers = loggers
-        self.rounds_are_batches = len(batches) == len(self.plan.sizes)
+        self.rounds_are_batches = len(batches) == self.plan.n_batches
         self.n_rounds = 0  # that have begun
-        self.n_closed = 0  # windows
-        self.n_cancelled = 0.  # windows that cancelled batches would have filled
         self.before_window = 0.  # the position at which the present window began
 
     def begin_epoch(self):
-        """After fastai has set the position to the beginning of the epoch: moves it back by the batches that were
-        carried, which come first"""
+        """After fastai has set the position to the beginning of the epoch: moves it back by the batches that were carried,
+        which come first"""
         position = self.plan.position(0)  # 0 or negative
         self.learn.pct_train += position/self.learn.n_epoch
         self.loggers.shift_wandb_epoch(position)
 
-    def go_to(self, counts:tuple):
-        "After `begin_epoch`: goes on from these `counts`. Whoever calls it has restored the position itself"
-        self.n_rounds,self.n_closed,self.n_cancelled = counts
-
-    def counts(self)->tuple: return self.n_rounds,self.n_closed,self.n_cancelled
-
     def position(self)->float:
-        """Returns the fraction of the epoch that was read. If all windows have the same size it is measured in windows,
-        as fastai counts batches: the last one may be smaller, and some samples may be in none"""
-        if self.plan.counts_samples: return self.plan.position(self.batches.samples_read)
-        n = max(len(self.plan.windows), 1)
-        is_over = self.n_closed+self.n_cancelled > n
-        if is_over: return max(self.n_closed/n, 1.)  # more windows than 1, if the DataLoader yields more than it announces
-        return (self.n_closed+self.n_cancelled)/n
+        "Returns the position in the epoch after the current batch"
+        # There may be more batches than were announced. Schedulers know no position beyond the end
+        return min(self.plan.position(self.batches.samples_read), 1.)
 
     def begin_window(self): self.before_window = self.position()
-
-    def note_closed_window(self): self.n_closed += 1
-
-    def note_cancelled(self, share:float):
-        "Notes that a callback has cancelled a batch which would have filled this share of a window"
-        self.n_cancelled += share
 
     def begin_round(self):
         self.learn.iter = self.n_rounds
         self.n_rounds += 1
 
-    def correct_before_fastai_counts(self, window_goes_on:bool):
-        """After the batches of a round, and before `after_batch`, in which TrainEvalCallback comes first and advances
-        `pct_train`: takes that off in advance, so that all other callbacks find the right position. While a window goes
-        on, it is where the window began, so that schedulers set the same for all its batches"""
+    def correct_pct_train(self, window_goes_on:bool):
+        """Sets the position after the batches of a round. While a window goes on, it is where the window began, so that
+        schedulers set the same for all its batches. The second call in a round does nothing"""
+        # `after_batch` follows, in which TrainEvalCallback comes first and adds this increment; then come all others,
+        # which have to find the right position
         learn = self.learn
-        position = self.before_window if window_goes_on else self.position()
         fastais_increment = 1/(learn.n_iter*learn.n_epoch)
+        position = self.before_window if window_goes_on else self.position()
         right = self.plan.pct_train(position)-fastais_increment
         correction = right-learn.pct_train
         if abs(correction) < _rounding: return  # fastai's own numbers, bit for bit, where they are right

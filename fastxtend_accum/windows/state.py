@@ -1,4 +1,4 @@
-"""A copy of what running a model or a loss changes: restore it, or find out what has changed
+"""A copy of what running a model or a loss changes, to restore it
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/state.html.md"""
 
@@ -6,84 +6,86 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/state.html.md"""
 
 # %% ../../nbs/windows/01_state.ipynb #9c9cf33e
 from __future__ import annotations
-import pickle
 
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['global_generators', 'random_states', 'set_random_states', 'attributes_of', 'restore_dict', 'restore_tensor',
+__all__ = ['global_generators', 'random_states', 'set_random_states', 'attribute_dicts', 'restore_dict', 'restore_tensor',
            'Snapshot']
 
 # %% ../../nbs/windows/01_state.ipynb #4f942e21
+# The random generators that all code shares
+
 class _MPSGenerator:
-    "The random generator of Apple's GPUs, which PyTorch makes accessible by functions only"
-    getstate = staticmethod(torch.mps.get_rng_state)
-    setstate = staticmethod(torch.mps.set_rng_state)
+    "The generator of Apple's GPUs, which PyTorch makes accessible by functions only"
+    get_state = staticmethod(torch.mps.get_rng_state)
+    set_state = staticmethod(torch.mps.set_rng_state)
 
 def global_generators()->list:
-    "Returns the random generators of Python, NumPy and PyTorch that all code shares"
-    res = [random, np.random, torch.default_generator, *torch.cuda.default_generators]
-    if torch.backends.mps.is_available(): res.append(_MPSGenerator)
-    return res
+    "Returns the generators of NumPy and PyTorch that all code shares. Those of GPUs come last: they appear when CUDA starts"
+    mps = [_MPSGenerator] if torch.backends.mps.is_available() else []
+    return [np.random, torch.default_generator, *mps, *torch.cuda.default_generators]
 
 def random_states()->list:
-    "Returns the states of the global random generators"
-    res = []
-    for o in global_generators():
-        get_state = getattr(o, 'getstate', None) or o.get_state  # `random` has the one, the others have the other
-        res.append(get_state())
-    return res
+    "Returns the states of Python's generator and of the `global_generators`"
+    return [random.getstate(), *[o.get_state() for o in global_generators()]]
 
 def set_random_states(states:list):
-    for o,state in zip(global_generators(), states, strict=True):
-        set_state = getattr(o, 'setstate', None) or o.set_state
-        set_state(state)
+    "Restores what `random_states` has returned"
+    of_python,*others = states
+    random.setstate(of_python)
+    for o,state in zip(global_generators(), others): o.set_state(state)
 
 # %% ../../nbs/windows/01_state.ipynb #1f60037e
-def attributes_of(o)->list[dict]:
-    "Returns the dicts that hold the attributes of `o`: with those of all modules in it and their buffers, if it is one"
-    if not isinstance(o, nn.Module): return [vars(o)] if hasattr(o, '__dict__') else []
+# Attributes and buffers
+
+def attribute_dicts(o)->list[dict]:
+    """Returns the dicts that hold the attributes of `o`. If it is a module, these are those of all modules inside, and
+    their buffers. If it wraps another object in `func`, as a `partial` or fastai's BaseLoss does, the dicts of that, too"""
     res = []
-    for m in o.modules():
-        res.append(vars(m))
-        if m._buffers: res.append(m._buffers)
+    modules = o.modules() if isinstance(o, nn.Module) else [o]
+    for m in modules:
+        res += [attrs for attrs in (getattr(m, '__dict__', None), getattr(m, '_buffers', None)) if attrs is not None]
+    if hasattr(o, 'func'): res += attribute_dicts(o.func)
     return res
 
-# %% ../../nbs/windows/01_state.ipynb #d6347522
 def restore_dict(o:dict, content:dict):
-    "Gives `o` these items and no others"
+    "Makes `o` equal to `content`"
     for k in o.keys()-content.keys():
         del o[k]
     o.update(content)
 
-def restore_tensor(o:Tensor, content:Tensor):
-    "Gives `o` these values"
-    # By `data`, since a backward pass refuses tensors that were changed otherwise
-    if o.shape != content.shape:
-        o.data = content.clone()
-    # If it is the same, nothing is done: an expanded tensor, for example, cannot be written to
-    elif not torch.equal(o, content):
-        o.data.copy_(content)
+def restore_tensor(o:Tensor, value:Tensor):
+    "Writes `value` into `o`"
+    # Through `data`, because a backward pass refuses tensors that were modified in another way
+    if o.shape != value.shape:
+        o.data = value.clone()
+    # An expanded tensor, for example, cannot be written to, and need not be if it is unchanged
+    elif not torch.equal(o, value):
+        o.data.copy_(value)
 
 # %% ../../nbs/windows/01_state.ipynb #d1b90224
 class Snapshot:
-    """A copy of the attributes and buffers of `objects`, such as a model and a loss function, and of the random
-    generators. It has three uses. `snapshot.restore()` undoes a run. `with snapshot:` repeats a run: in the block the
-    state is the old one, and after it what it was before the block. `changed_modules` and `has_drawn` say what a run
-    has changed. What an attribute refers to, such as the items of a list, is not copied"""
+    """A copy of the attributes and buffers of some objects, such as a model and a loss function, and of the random
+    generators. There are two ways to use it:
+
+    - `snapshot.restore()` undoes a run. From then on, everything is as it was when the snapshot was taken.
+    - `with snapshot:` repeats a run. Inside the block everything is as it was when the snapshot was taken; after the
+      block, it is again as it was before the block.
+
+    The copy is shallow: what an attribute refers to, such as the items in a list, is not copied"""
     # Not a generator with @contextmanager: PyTorch's `checkpoint` enters the same context in each backward pass
     def __init__(self, *objects):
-        self.objects = objects
-        self.attributes = []
+        self.attributes = []  # each dict, with a copy
         for o in objects:
-            self.attributes += [(attrs, dict(attrs)) for attrs in attributes_of(o)]
-        self.buffers = [(o, o.detach().clone()) for o in self.untrained_tensors()]
+            self.attributes += [(attrs, dict(attrs)) for attrs in attribute_dicts(o)]
+        self.values = [(o, o.detach().clone()) for o in self.untrained_tensors()]
         self.random_states = random_states()
-        self.outside = []  # attributes as they are outside of the context
-        self.outside_random_states = []
+        self.attributes_outside = []  # of the context
+        self.random_states_outside = []
 
     def untrained_tensors(self)->list[Tensor]:
-        "Returns the buffers, and other attributes that are tensors without a gradient"
+        "Returns the buffers, and attributes that are tensors without a gradient"
         res = []
         for _,content in self.attributes:
             for o in content.values():
@@ -92,41 +94,22 @@ class Snapshot:
         return res
 
     def restore(self):
-        "Restores everything in place, as it was when the snapshot was made"
-        for o,content in self.attributes: restore_dict(o, content)
-        for o,value in self.buffers: restore_tensor(o, value)
+        "Undoes everything that has happened since the snapshot was taken"
+        for attrs,content in self.attributes: restore_dict(attrs, content)
+        for o,value in self.values: restore_tensor(o, value)
         set_random_states(self.random_states)
 
     def __enter__(self):
-        """Restores everything for a further run, until the end of the context. No tensor is written to, since the
-        backward pass may still need those of the first run: copies take their places"""
-        self.outside = [(o, dict(o)) for o,_ in self.attributes]
-        self.outside_random_states = random_states()
-        copies = {id(o):value.clone() for o,value in self.buffers}
-        for o,content in self.attributes:
-            restore_dict(o, {k:copies.get(id(v), v) for k,v in content.items()})
+        "Begins a further run. No tensor is written to, because the backward pass may still need its present values"
+        self.attributes_outside = [(attrs, dict(attrs)) for attrs,_ in self.attributes]
+        self.random_states_outside = random_states()
+        # A tensor is known by its id. In the dicts that hold it, a copy with the old value takes its place
+        copies = {id(o):value.clone() for o,value in self.values}
+        for attrs,content in self.attributes:
+            restore_dict(attrs, {name:copies.get(id(o), o) for name,o in content.items()})
         set_random_states(self.random_states)
 
     def __exit__(self, *args):
-        "Leaves everything as it was before the context"
-        for o,content in self.outside: restore_dict(o, content)
-        set_random_states(self.outside_random_states)
-        self.outside = []
-
-# %% ../../nbs/windows/01_state.ipynb #857d023c
-@patch
-def changed_modules(self:Snapshot)->list[nn.Module]:
-    "Returns the modules of the first object, a model, of which a buffer has another value than in the snapshot"
-    values = {id(o):value for o,value in self.buffers}
-    res = []
-    for m in self.objects[0].modules():
-        buffers = m.buffers(recurse=False)
-        is_same = [id(o) in values and torch.equal(o, values[id(o)]) for o in buffers]
-        if not all(is_same): res.append(m)
-    return res
-
-@patch
-def has_drawn(self:Snapshot)->bool:
-    "Returns whether random numbers were drawn since the snapshot"
-    def comparable(states): return [o.tolist() if isinstance(o, Tensor) else pickle.dumps(o) for o in states]
-    return comparable(random_states()) != comparable(self.random_states)
+        for attrs,content in self.attributes_outside: restore_dict(attrs, content)
+        set_random_states(self.random_states_outside)
+        self.attributes_outside = []

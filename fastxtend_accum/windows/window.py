@@ -11,36 +11,42 @@ from typing import NamedTuple
 
 from fastai.basics import *
 
-from .gradients import GradientSums
+from .gradients import GradientSums,WindowParams
 
 # %% auto #0
 __all__ = ['Count', 'power_of_two', 'zero_if_empty', 'scaled', 'zero_grads_if_empty', 'Contribution', 'LossSums', 'Outcome',
            'Window']
 
 # %% ../../nbs/windows/04_window.ipynb #b66a5093
-Count = Real|Tensor  # a tensor if it is on a GPU: reading its value would wait for the GPU
+# The loss of a micro-batch is a mean over some items: samples, labels, elements. The mean over a window is the sum of
+# loss*items over its micro-batches, divided by the sum of items. Each loss is multiplied by items/unit, its weight, before
+# its backward pass. The unit makes weights near 1, so that a sum is about as large as a mean, and float16 does not
+# overflow. It is a power of two, because dividing by one rounds nothing, and it is the same in all processes.
+
+Count = Real|Tensor  # a tensor if it is on a GPU, because reading its value would wait for the GPU
 
 def power_of_two(n:int)->int:
-    "Returns the largest power of two that is at most `n`. As a divisor it rounds nothing"
+    "Returns the largest power of two that is at most `n`"
     return 2**(n.bit_length()-1)
 
-def zero_if_empty(items:Count|None, value:Tensor)->Tensor:
-    "Returns `value`, or 0 if there are no `items`, over which a mean and its gradient are 0/0. Keeps the graph"
-    if not isinstance(items, Tensor):
-        if items != 0: return value
-        items = value.new_tensor(0.)
-    return torch.where(items > 0, value, 0.)
+def zero_if_empty(count:Count|None, value:Tensor)->Tensor:
+    """Returns `value`, or 0 if `count` is 0, because a mean over nothing and its gradient are 0/0. Keeps the graph. A
+    `count` of None stands for a loss that is a sum"""
+    if count is None: return value
+    if not isinstance(count, Tensor):
+        if count: return value
+        count = value.new_tensor(0.)
+    return torch.where(count > 0, value, 0.)
 
 def scaled(loss:Tensor, weight:Count)->Tensor:
-    "Returns `loss*weight`. With the number 1, it is `loss` itself, so that a single batch is computed as in fastai"
-    if not isinstance(weight, Tensor) and weight == 1:
-        return loss
-    return loss*weight
+    "Returns `loss*weight`; if that is the number 1, `loss` itself, so that a single batch is computed as fastai does"
+    is_one = not isinstance(weight, Tensor) and weight == 1
+    return loss if is_one else loss*weight
 
 @contextmanager
 def zero_grads_if_empty(outputs:list, weight:Count):
     """In this context, gradients that flow back through `outputs` are 0 if `weight` is 0. Multiplying the loss by 0 is
-    not enough: the gradient of the mean of nothing is NaN, and NaN*0 is NaN"""
+    not enough: the gradient of a mean over nothing is NaN, and NaN*0 is NaN"""
     hook = partial(zero_if_empty, weight)
     handles = [o.register_hook(hook) for o in outputs if o.requires_grad]
     try: yield
@@ -51,142 +57,146 @@ def zero_grads_if_empty(outputs:list, weight:Count):
 class Contribution(NamedTuple):
     "What one micro-batch adds to the sums of its window"
     loss:Tensor  # without a graph
-    weight:Count  # the loss and its gradient are multiplied by it
+    weight:Count  # the loss, and so its gradient, are multiplied by it
     items:Count|None  # what the loss averages over; None: it is a sum
     samples:int
 
 # %% ../../nbs/windows/04_window.ipynb #caba095c
 class LossSums(NamedTuple):
-    "Sums over micro-batches. Each loss, and its gradient, is weighted: `weight` is the sum of these weights"
+    "Sums over micro-batches"
     n_micro:int = 0
     samples:int = 0
-    loss:Tensor|None = None  # the weighted sum
+    loss:Tensor|None = None  # of the weighted losses
     items:Count|None = None  # None: the losses are sums
-    weight:Count = 1  # that the sums are divided by to become means
+    weight:Count = 1  # the sum of all weights, which turns the sums into means; 1 if the losses are sums
 
     def plus(self, new:Contribution)->LossSums:
-        "Returns these sums with a micro-batch; raises RuntimeError if one of both losses is a sum, the other a mean"
+        "Returns these sums with a micro-batch; raises RuntimeError if one loss is a sum and another one a mean"
         # A callback may have put the mean of nothing into `learn.loss`, which is NaN
         loss = zero_if_empty(new.items, scaled(new.loss, new.weight))
-        samples = self.samples+new.samples
-        if not self.n_micro: return LossSums(1, samples, loss, new.items, new.weight)
-        is_sum,was_sum = new.items is None,self.items is None
-        if is_sum != was_sum:
-            raise RuntimeError("some losses of a window are sums, and others are means (does a callback replace the loss "
-                               "in some batches only?): let all of them be means, or pass num_items")
-        loss = self.loss+loss
-        if is_sum: return LossSums(self.n_micro+1, samples, loss)
-        return LossSums(self.n_micro+1, samples, loss, self.items+new.items, self.weight+new.weight)
+        if not self.n_micro: return LossSums(1, self.samples+new.samples, loss, new.items, new.weight)
+        is_sum = new.items is None
+        if is_sum != (self.items is None):
+            raise RuntimeError("some losses in a window are sums, and others are means (does a callback replace the loss "
+                               "in some batches only?): make all of them means, or pass num_items")
+        res = self._replace(n_micro=self.n_micro+1, samples=self.samples+new.samples, loss=self.loss+loss)
+        if is_sum: return res
+        return res._replace(items=self.items+new.items, weight=self.weight+new.weight)
 
     def since(self, before:LossSums)->LossSums:
         "Returns the sums over the micro-batches that were added after `before`"
         if not before.n_micro: return self
-        n_micro,samples = self.n_micro-before.n_micro,self.samples-before.samples
-        loss = self.loss-before.loss
-        if self.items is None: return LossSums(n_micro, samples, loss)
-        return LossSums(n_micro, samples, loss, self.items-before.items, self.weight-before.weight)
+        res = self._replace(
+            n_micro=self.n_micro-before.n_micro,
+            samples=self.samples-before.samples,
+            loss=self.loss-before.loss)
+        if self.items is None: return res
+        return res._replace(items=self.items-before.items, weight=self.weight-before.weight)
 
     @property
     def mean(self)->Tensor:
-        "The mean loss; 0 if there are no items. If the losses are sums, it is their sum"
+        "The mean loss, 0 if there are no items; or the sum, if the losses are sums"
         if self.items is None: return self.loss
         return zero_if_empty(self.items, self.loss/self.weight)
 
-# %% ../../nbs/windows/04_window.ipynb #d3597666
-@patch
-def on_host(self:LossSums)->LossSums:
-    "Returns the sums on the CPU, all in one transfer, since each transfer waits for the GPU"
-    if not isinstance(self.items, Tensor):
-        return self._replace(loss=self.loss.cpu())
-    loss_sum = self.loss.as_subclass(Tensor)
-    weight = self.weight*self.items.new_ones(1)  # a number, if the micro-batch is alone
-    loss,items,weight = torch.cat([loss_sum.reshape(1), self.items.reshape(1), weight]).tolist()
-    return self._replace(loss=torch.tensor(loss, dtype=loss_sum.dtype), items=items, weight=weight)
+    def on_host(self)->LossSums:
+        "Returns the sums on the CPU. All travel at once, because each transfer waits for the GPU"
+        if not isinstance(self.items, Tensor): return self._replace(loss=self.loss.cpu())
+        loss = self.loss.as_subclass(Tensor)
+        weight = torch.as_tensor(self.weight, device=loss.device)  # a number, if a micro-batch is alone
+        loss_sum,items,weight = torch.stack([loss.reshape(()), self.items, weight]).tolist()
+        return self._replace(loss=torch.tensor(loss_sum, dtype=loss.dtype), items=items, weight=weight)
 
 # %% ../../nbs/windows/04_window.ipynb #a461bdcd
 class Outcome(Enum):
     "What becomes of a window"
     STEPPED = auto()
-    NO_TARGETS = auto()  # its batches had no targets, so there was no loss and, as in fastai, no step
-    NO_ITEMS = auto()  # its losses had nothing to average over, for example because all labels are ignored
+    NO_TARGETS = auto()  # its batches have no targets, so there is no loss and, as in fastai, no step
+    NO_ITEMS = auto()  # its losses have nothing to average over, for example because all labels are ignored
     NONFINITE = auto()  # its gradient contains NaN or infinity
 
 # %% ../../nbs/windows/04_window.ipynb #57e85ef5
 class Window:
-    """The loader batches of one optimizer step, `size` samples in this process or more, and the sums over them. Once a
-    batch has run, it is open; with `size` samples it is full; with an `outcome` it is closed"""
+    """The loader batches of one optimizer step: at least `size` samples in this process, unless the epoch ends earlier.
+    It begins with its first micro-batch, and is closed once it has an `outcome`"""
     def __init__(self, size:int=1):
         self.size = size
-        self.batches = []  # copies of those that have run, if the epoch may end before the window is full
-        self.seen_samples = 0  # that the loader has yielded: fewer than announced, if it leaves some out
-        self.cancelled_samples = 0  # of batches that callbacks have cancelled
         self.losses = LossSums()
-        self.grads = None  # a GradientSums, once a batch is about to run
+        self.is_single = False  # whether it is one micro-batch, computed exactly as fastai does; known once it begins
+        self.grads = None  # a GradientSums, once it has begun with several micro-batches
+        self.kept = []  # micro-batches for the check of the loss
+        self.batches = []  # copies of those that have run, if the epoch may end before the window is full
+        self.seen_samples = 0  # that the loader has yielded; in all processes, once it is closed
+        self.cancelled_samples = 0  # in batches that callbacks have cancelled
         self.outcome = None  # an Outcome, once it is closed
 
     @property
-    def unit(self)->int:
-        "The unit of the weights: near the samples of a window, and the same in all processes"
-        return power_of_two(self.size)
+    def has_begun(self)->bool: return self.is_single or self.grads is not None
     @property
     def is_open(self)->bool:
-        "Whether a batch has run in it, and it is not closed. Until then, it may be replaced by one of another size"
+        "Whether a batch has run in it, and it is not closed"
         return self.losses.samples > 0 and self.outcome is None
     @property
-    def is_full(self)->bool: return self.losses.samples >= self.size
+    def unit(self)->int: return power_of_two(self.size)
     @property
-    def is_cancelled(self)->bool:
-        "Whether callbacks have cancelled as many samples as it takes, and none has run: it is a cancelled batch, then"
-        return self.losses.samples == 0 and self.cancelled_samples >= self.size
+    def is_full(self)->bool: return self.losses.samples >= self.size
+
+    def begin(self, params:WindowParams, is_single:bool):
+        "Begins the first micro-batch"
+        self.is_single = is_single
+        if not is_single: self.grads = GradientSums(params)
 
     def weigh(self,
         loss:Tensor, # Of a micro-batch
         items:Count|None, # What it averages over; None: it is a sum
         samples:int,
-        is_alone:bool, # Whether the micro-batch is the whole window, in all processes
+        needs_weight:bool, # False: the micro-batch is the whole window, in all processes
     )->Contribution:
-        """Returns what a micro-batch is going to add: its loss is weighted by its items. As a multiple of `unit` the
-        weights are near 1, so that a sum stays about as large as a mean, and float16 does not overflow"""
+        "Returns what a micro-batch is going to add"
         loss = loss.detach()
         if isinstance(items, Tensor):
-            items = items.to(torch.promote_types(loss.dtype, torch.float32))  # float16 counts up to 2048 only
-        has_weight = not is_alone and items is not None
-        weight = items/self.unit if has_weight else 1
+            items = items.to(torch.promote_types(loss.dtype, torch.float32))  # float16 cannot count beyond 2048
+        weight = 1
+        if needs_weight and items is not None: weight = items/self.unit
         return Contribution(loss, weight, items, samples)
-
-    def begin(self, grads:GradientSums): self.grads = grads
-
-    def keep(self, batch):
-        "Keeps a loader batch, to be carried into the next epoch"
-        self.batches.append(batch)
-
-    def note_seen(self, samples:int): self.seen_samples += samples
-
-    def note_cancelled(self, samples:int): self.cancelled_samples += samples
 
     def add(self, contribution:Contribution):
         "Adds a micro-batch, after its backward pass"
         self.losses = self.losses.plus(contribution)
+        if self.grads is not None: self.grads.accept()
 
     def add_without_loss(self, samples:int):
+        "Adds a micro-batch without targets"
         self.losses = self.losses._replace(samples=self.losses.samples+samples)
 
-    def restart_batch(self, losses:LossSums):
-        """For `BatchUndo`: the sums are those from before the present batch, which is going to run again. If it is the
-        first one, it may be alone, or have several micro-batches the next time"""
-        self.losses = losses
-        if losses.n_micro: return
-        if self.grads is not None: self.grads.end()
-        self.grads = None
+    def note_batch(self, batch, is_carried:bool):
+        "Counts the samples of a loader batch that has run; keeps it, if it may be carried into the next epoch"
+        self.seen_samples += min(batch.samples, batch.rows)  # the last one of an IterableDataset may have fewer rows
+        if is_carried: self.batches.append(batch)
+
+    def note_cancelled(self, samples:int): self.cancelled_samples += samples
 
     def set_totals(self, losses:LossSums, samples:int):
         "Sets the sums over all processes, on the CPU"
         self.losses = losses
         self.seen_samples = samples
 
+    def restart_batch(self, losses:LossSums):
+        """Goes back to the sums from before the present batch, which ran out of memory and is going to run again. If it is
+        the first batch, the window begins again, perhaps with another number of micro-batches"""
+        self.losses = losses
+        del self.kept[losses.n_micro:]
+        if not losses.n_micro: self.end_gradients()
+
+    def end_gradients(self):
+        if self.grads is not None: self.grads.end()
+        self.grads = None
+        self.is_single = False
+
     def close(self, outcome:Outcome):
-        "Sets what has become of the window, which needs neither its batches nor its gradients any more"
+        "Sets what has become of the window, which no longer needs its batches and gradients"
         if self.grads is not None: self.grads.end()
         self.outcome = outcome
+        self.kept = []
         self.batches = []
         self.grads = None
