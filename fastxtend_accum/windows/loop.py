@@ -290,8 +290,9 @@ def ends_epoch_with_step(self:WindowLoop)->bool:
 def load_batch(self:WindowLoop):
     "Makes `learn` hold the current batch"
     learn,batches = self.learn,self.batches
-    if self.may_be_carried(): batches.copy_current()  # before callbacks change it
-    learn._split(learn._set_device(batches.current.data))
+    data = batches.current.data
+    if self.may_be_carried(): batches.copy_current()  # callbacks may change the tensors of `data` in place
+    learn._split(learn._set_device(data))
 
 @patch
 def may_be_carried(self:WindowLoop)->bool:
@@ -382,6 +383,7 @@ def close_window(self:WindowLoop)->Outcome:
     learn,window = self.learn,self.window
     outcome = self.finalize_gradients() if window.losses.n_micro else Outcome.NO_TARGETS
     window.close(outcome)  # before the step, in which a callback may raise an exception
+    self.progress.note_closed_window()
     if outcome is Outcome.NO_TARGETS: return outcome
     if outcome in skipped:
         self.cb.report_skipped(outcome)
@@ -495,10 +497,12 @@ def hook_in(self:WindowLoop, between_windows:Callable, read:Callable):
 @patch
 def state(self:WindowLoop)->dict:
     "Returns the place in the fit, between two windows, for `go_to` in another process"
-    return dict(counts=(self.n_steps, self.progress.n_rounds), batches=self.batches.state())
+    progress = self.progress
+    return dict(counts=(self.n_steps, progress.n_rounds, progress.n_closed), batches=self.batches.state())
 
 @patch
 def go_to(self:WindowLoop, state:dict):
     "After `begin_epoch`, with the plan of the epoch of a `state`: goes on from there"
-    self.n_steps,self.progress.n_rounds = state['counts']
+    self.n_steps,*counts = state['counts']
+    self.progress.go_to(counts)
     self.batches.go_to(state['batches'])

@@ -26,6 +26,7 @@ class Progress:
         self.loggers = loggers
         self.rounds_are_batches = len(batches) == self.plan.n_batches
         self.n_rounds = 0  # that have begun
+        self.n_closed = 0  # windows
         self.before_window = 0.  # the position at which the present window began
 
     def begin_epoch(self):
@@ -35,12 +36,22 @@ class Progress:
         self.learn.pct_train += position/self.learn.n_epoch
         self.loggers.shift_wandb_epoch(position)
 
+    def go_to(self, counts:tuple):
+        "After `begin_epoch`: goes on from these counts. Its caller restores `learn.pct_train`"
+        self.n_rounds,self.n_closed = counts
+
     def position(self)->float:
         "Returns the position in the epoch after the current batch"
-        # There may be more batches than were announced. Schedulers know no position beyond the end
-        return min(self.plan.position(self.batches.samples_read), 1.)
+        by_samples = self.plan.position(self.batches.samples_read)
+        if self.plan.sizes_vary: return by_samples
+        by_windows = self.n_closed/max(len(self.plan.windows), 1)
+        if not self.plan.info.has_exact_length: return by_windows
+        # More by samples, if callbacks cancel batches; more by windows, if fastai's DataLoader skips broken samples
+        return max(by_samples, by_windows)
 
     def begin_window(self): self.before_window = self.position()
+
+    def note_closed_window(self): self.n_closed += 1
 
     def begin_round(self):
         self.learn.iter = self.n_rounds
