@@ -277,12 +277,12 @@ def lengths_table(results):
 
 contestants = dict(ours='GradientAccumulation', fastai="fastai's", fastxtend="fastxtend's", own='20 lines of your own')
 comparison_labels = dict(  # and the format of the figures
-    whole=('weights off, whole windows', '.0e'),
-    ragged=('weights off, ragged epochs', '.0e'),
-    padded=('gradient off, padded texts', '.0%'),
+    whole=('largest weight difference, full windows', '.0e'),
+    ragged=('largest weight difference, incomplete last window', '.0e'),
+    padded=('gradient error, padded texts', '.0%'),
     ones=('mean of 512 bfloat16 gradients of 1', 'g'),
     syncs=('syncs per step, two processes', 'g'),
-    entries=("entries of another's logger, 15 steps", 'g'))
+    entries=("entries of a custom logger in 15 steps", 'g'))
 
 
 class Markdown(str):

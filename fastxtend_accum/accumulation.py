@@ -11,7 +11,7 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 
 from .windows.checks import (check_callable,check_flags,check_micro_batch_size,check_multiple,
-                                            check_rules,check_size)
+                             check_rules,check_size,warn_user)
 from .windows.description import how_made_up,how_split,largest_part
 from .windows.events import is_finding_rate
 from .windows.forward_backward import Settings
@@ -164,8 +164,8 @@ def check(self:GradientAccumulation, plan:EpochPlan):
     WindowCallback.check(self, plan)
     info,size = plan.info,self.micro_batch_size
     if size not in (None, 'auto') and info.states_batch_size and info.batch_size < size:
-        warn(f"micro_batch_size={size} is more than the {info.batch_size} samples that the DataLoader yields, so it splits "
-             "nothing")
+        warn_user(f"micro_batch_size={size} is more than the {info.batch_size} samples that the DataLoader yields, so it "
+                  "splits nothing")
     self.line_is_due = self.verbose and not replaced_method(self.learn)
 
 # %% ../nbs/00_accumulation.ipynb #9be77065
@@ -191,7 +191,7 @@ def report_skipped(self:GradientAccumulation, outcome:Outcome):
     self.n_skipped += 1
     if outcome in self.warned_outcomes: return
     self.warned_outcomes.add(outcome)
-    warn(f"{_messages[outcome]}. Later ones are skipped without a warning; n_skipped counts them")
+    warn_user(f"{_messages[outcome]}. Later ones are skipped without a warning; n_skipped counts them")
 
 @patch
 def after_cancel_step(self:GradientAccumulation):
@@ -258,8 +258,8 @@ def after_train(self:GradientAccumulation):
 
 @patch
 def warn_of_replaced_loader(self:GradientAccumulation):
-    warn(f"nothing was accumulated, because a callback replaced learn.dl after {type(self).__name__} had put its batches "
-         f"into windows: it must do that in before_train, with an order below {self.order}")
+    warn_user(f"nothing was accumulated, because a callback replaced learn.dl after {type(self).__name__} had put its "
+              f"batches into windows: it must do that in before_train, with an order below {self.order}")
 
 @patch
 def warn_of_no_window(self:GradientAccumulation):
@@ -267,8 +267,8 @@ def warn_of_no_window(self:GradientAccumulation):
     plan = self.loop.batches.plan
     if not plan.n_batches or plan.remainder == 'step': return
     size = max(self.sizes_by_argument(self.global_bs(plan)).values())
-    warn(f"no optimizer step was taken in this fit: no epoch fills a window of {size} samples; use a smaller accum_bs or "
-         f"remainder='step', not {plan.remainder!r}")
+    warn_user(f"no optimizer step was taken in this fit: no epoch fills a window of {size} samples; use a smaller accum_bs "
+              f"or remainder='step', not {plan.remainder!r}")
 
 # %% ../nbs/00_accumulation.ipynb #5c0a7be2
 # Validation

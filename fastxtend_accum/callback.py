@@ -10,7 +10,7 @@ from __future__ import annotations
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 
-from .windows.checks import check_learner,have_hooks,hooks_warning
+from .windows.checks import check_learner,have_hooks,hooks_warning,warn_user
 from .windows.description import log_message
 from .windows.events import has_event,is_from_fastai,prepares
 from .windows.forward_backward import FitContext,Settings
@@ -83,7 +83,7 @@ def leader_of(learn)->WindowCallback|None:
 def before_fit(self:WindowCallback):
     "Reads the settings, which may have changed since the last fit"
     if not self.learn:
-        warn(f"{type(self).__name__} was removed from its Learner, and does nothing: make one for each Learner")
+        warn_user(f"{type(self).__name__} was removed from its Learner, and does nothing: make one for each Learner")
         return
     is_validation = self.learn.lock.locked()  # `validate` or `get_preds`, perhaps in the middle of a fit
     if is_validation: return
@@ -270,8 +270,8 @@ def warn_of_late_callbacks(self:WindowCallback):
     late = [cb for cb in self.learn.cbs if not prepares(cb) and has_event(cb, 'before_batch')]
     names = [type(cb).__name__ for cb in late if not is_from_fastai(cb, 'before_batch')]
     if not names: return
-    warn(f"before_batch of {', '.join(names)} is called once per window, because its order is 50 or more: if it prepares "
-         "batches, set a lower order, such as cb.order = 45")
+    warn_user(f"before_batch of {', '.join(names)} is called once per window, because its order is 50 or more: if it "
+              "prepares batches, set a lower order, such as cb.order = 45")
 
 pass_events = 'after_pred','after_loss','before_backward','after_backward'
 
@@ -283,8 +283,8 @@ def warn_of_set_up(self:WindowCallback):
         events = [o for o in pass_events if has_event(cb, o)]
         is_known = all(is_from_fastai(cb, o) for o in ['before_batch', *events])
         if is_known or not events: continue
-        warn(f"{type(cb).__name__}: {', '.join(events)} is called once per micro-batch, but before_batch once per loader "
-             "batch. If it undoes there what before_batch sets up, as autocast is left, leave micro_batch_size out")
+        warn_user(f"{type(cb).__name__}: {', '.join(events)} is called once per micro-batch, but before_batch once per "
+                  "loader batch. If it undoes there what before_batch sets up, as autocast is left, leave micro_batch_size out")
 
 # %% ../nbs/05_callback.ipynb #a2dde2a6
 # Errors
@@ -296,5 +296,5 @@ def suggest_remedy(self:WindowCallback, e:Exception):
     if loop.strategy.may_repeat or not is_out_of_memory(e): return
     bs = loop.batches.info.batch_size
     batches = f'batches of {bs} samples' if bs else 'these batches'
-    warn(f"out of memory with {batches}: a smaller bs, micro_batch_size='auto' or ActivationCheckpointing() needs less "
-         "memory")
+    warn_user(f"out of memory with {batches}: a smaller bs, micro_batch_size='auto' or ActivationCheckpointing() needs "
+              "less memory")

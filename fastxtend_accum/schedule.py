@@ -11,7 +11,7 @@ from numbers import Integral
 from fastai.basics import *
 from fastai.callback.schedule import SchedCos
 
-from .windows.checks import check_rules,check_size
+from .windows.checks import check_rules,check_size,warn_user
 from .windows.events import is_finding_rate
 from .windows.forward_backward import Settings
 from .windows.loader import EpochPlan
@@ -143,7 +143,7 @@ def warn_of_one_epoch(self:GradientAccumulationSchedule):
         is_one_epoch = isinstance(point, Integral) and point == 1
         is_meant = name == 'start' and self.finish > 1  # since the schedule finishes after more than 1 epoch
         if is_one_epoch and not is_meant:
-            warn(f"{name}=1 means after 1 of the {self.learn.n_epoch} epochs; {name}=1.0 means the end of training")
+            warn_user(f"{name}=1 means after 1 of the {self.learn.n_epoch} epochs; {name}=1.0 means the end of training")
 
 # %% ../nbs/01_schedule.ipynb #41d13a3e
 @patch

@@ -6,6 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/checks.html.md""
 
 # %% ../../nbs/windows/03_checks.ipynb #3e6866de
 from __future__ import annotations
+import warnings
 from numbers import Integral
 
 from fastai.basics import *
@@ -14,11 +15,18 @@ from fastai.callback.fp16 import NonNativeMixedPrecision
 from .gradients import trained_params
 
 # %% auto #0
-__all__ = ['hooks_warning', 'check_size', 'check_micro_batch_size', 'check_flags', 'check_callable', 'check_multiple',
-           'is_number', 'check_rules', 'accumulates_gradients', 'check_learner', 'have_hooks', 'check_callbacks',
-           'uses_cuda_graphs']
+__all__ = ['hooks_warning', 'AccumWarning', 'warn_user', 'check_size', 'check_micro_batch_size', 'check_flags', 'check_callable',
+           'check_multiple', 'is_number', 'check_rules', 'accumulates_gradients', 'check_learner', 'have_hooks',
+           'check_callbacks', 'uses_cuda_graphs']
 
 # %% ../../nbs/windows/03_checks.ipynb #f481c0a6
+class AccumWarning(UserWarning):
+    "Any warning of this package: filter by it to silence them all, or to turn them into errors"
+
+def warn_user(message:str):
+    "Warns with an `AccumWarning`"
+    warnings.warn(message, AccumWarning, stacklevel=2)
+
 def check_size(name:str, size:int)->int:
     "Returns `size` if it is a whole number of samples and at least 1; raises TypeError or ValueError otherwise"
     if isinstance(size, bool) or not isinstance(size, Integral):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from fastai.basics import *
 
+from .checks import warn_user
 from .description import Differences,ModelState
 from .events import Events,is_finding_rate
 from .gradients import WindowParams
@@ -68,7 +69,7 @@ class FitContext:
     def warn_once(self, message:str):
         if message in self.warnings: return
         self.warnings.add(message)
-        warn(message)
+        warn_user(message)
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #72fc9d2b
 class MicroBatch(NamedTuple):

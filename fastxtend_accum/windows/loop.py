@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from fastai.basics import *
 
+from .checks import warn_user
 from .events import AutocastRepeater
 from .forward_backward import FitContext,MicroBatch,callback_that_raised,forward_backward
 from .gradients import divide_gradients,is_finite,trained_params
@@ -336,7 +337,7 @@ def run_batch(self:WindowLoop)->bool:
     except CancelBatchException:
         is_single = self.window.is_single
         is_in_part = self.window.losses.n_micro > n_before
-        if is_in_part and n_before: warn("a callback has cancelled a part of a batch: its whole window is left out")
+        if is_in_part and n_before: warn_user("a callback has cancelled a part of a batch: its whole window is left out")
         if is_single or is_in_part: self.discard_window()
         self.note_cancelled()
         if is_single: raise
@@ -403,7 +404,7 @@ def finalize_gradients(self:WindowLoop)->Outcome:
     window,processes = self.window,self.fit.processes
     if window.grads is not None: window.grads.check()
     warning = self.fit.loss_check.check(window.kept)
-    if warning: warn(warning)
+    if warning: warn_user(warning)
     processes.reduce_window(window)
     if window.losses.items == 0: return Outcome.NO_ITEMS
     # Each gradient is now the sum over all micro-batches, divided by the number of processes
