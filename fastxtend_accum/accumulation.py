@@ -145,7 +145,7 @@ def check_sizes(self:GradientAccumulation, plan:EpochPlan):
     is_certain = plan.info.has_exact_length and not plan.sizes_vary
     if plan.remainder == 'drop' and is_certain and not plan.windows:
         raise ValueError(f"an epoch has {plan.info.n_planned*n_processes} samples, which do not fill one window of "
-                         f"{self.accum_bs}, and incomplete windows are dropped: use a smaller accum_bs, or remainder='step'")
+                         f"{self.accum_bs}, and incomplete windows are dropped: lower accum_bs, or use remainder='step'")
 
 @patch
 def check_multiples(self:GradientAccumulation, info:LoaderInfo, n_processes:int=1):
@@ -156,16 +156,16 @@ def check_multiples(self:GradientAccumulation, info:LoaderInfo, n_processes:int=
         check_multiple(name, size, bs, n_processes)
         is_cut = size < global_bs
         if is_cut and not info.states_batch_size:
-            raise ValueError(f"{name}={size} is less than {global_bs}, the batch by micro_batch_size={bs}, and a DataLoader "
-                             f"that states no batch size cannot be cut: use {global_bs} or more")
+            raise ValueError(f"{name}={size} is less than {global_bs}, the batch by micro_batch_size={bs}, and a "
+                             f"DataLoader that states no batch size cannot be cut: use {global_bs} or more")
 
 @patch
 def check(self:GradientAccumulation, plan:EpochPlan):
     WindowCallback.check(self, plan)
     info,size = plan.info,self.micro_batch_size
     if size not in (None, 'auto') and info.states_batch_size and info.batch_size < size:
-        warn_user(f"micro_batch_size={size} is more than the {info.batch_size} samples that the DataLoader yields, so it "
-                  "splits nothing")
+        warn_user(f"micro_batch_size={size} is more than the {info.batch_size} samples that the DataLoader yields, so "
+                  "it splits nothing")
     self.line_is_due = self.verbose and not replaced_method(self.learn)
 
 # %% ../nbs/00_accumulation.ipynb #9be77065
@@ -198,7 +198,7 @@ def after_cancel_step(self:GradientAccumulation):
     "Counts a step that the GradScaler skips as if `skip_nonfinite` had skipped it"
     if not self.learn or not self.skip_nonfinite: return
     for cb in self.learn._grab_cbs(MixedPrecision):
-        # In `before_step` it sets `skipped`, lets the GradScaler try, which resets it, and cancels the step if it is still set
+        # In `before_step` it sets `skipped`, lets the GradScaler try, which resets it; if not, it cancels the step
         is_skipped = vars(cb).get('skipped', False)
         cb.skipped = False  # because another callback may cancel the next step, before `cb` gets there
         if is_skipped: self.report_skipped(Outcome.NONFINITE)
@@ -267,21 +267,22 @@ def warn_of_no_window(self:GradientAccumulation):
     plan = self.loop.batches.plan
     if not plan.n_batches or plan.remainder == 'step': return
     size = max(self.sizes_by_argument(self.global_bs(plan)).values())
-    warn_user(f"no optimizer step was taken in this fit: no epoch fills a window of {size} samples; use a smaller accum_bs "
-              f"or remainder='step', not {plan.remainder!r}")
+    warn_user(f"no optimizer step was taken in this fit: no epoch fills a window of {size} samples; use a smaller "
+              f"accum_bs or remainder='step', not {plan.remainder!r}")
 
 # %% ../nbs/00_accumulation.ipynb #5c0a7be2
 # Validation
 
 @patch
 def before_validate(self:GradientAccumulation):
-    """Makes fastai's DataLoader yield validation batches that fit in the same memory: of the size that the model sees in
-    training, if that is smaller"""
+    """Makes fastai's DataLoader yield validation batches that fit in the same memory: of the size that the model sees
+    in training, if that is smaller"""
     learn = self.learn
     if not learn or self.micro_batch_size is None: return
     dl,size = learn.dl,self.micro_bs
     if size is None or not can_be_smaller(dl, size): return
-    is_stateful = hasattr(learn.model, 'reset') or type(dl).__name__ == 'LMDataLoader'  # its batches continue each other
+    # Batches of a language model continue each other
+    is_stateful = hasattr(learn.model, 'reset') or type(dl).__name__ == 'LMDataLoader'
     if is_stateful: return
     state = random.getstate()  # a new loader draws a seed
     learn.dl = dl.new(bs=size)  # until fastai sets it for the next epoch

@@ -36,8 +36,8 @@ def cached_forward(
     owners:list[nn.Module], # Modules that carry a hidden state
     check:bool, # Whether to make sure that outputs have the rows first
 )->Callable:
-    """Returns a forward pass for `module` that runs in micro-batches. All but the last run again in the backward pass, so
-    that the graph holds one of them at a time"""
+    """Returns a forward pass for `module` that runs in micro-batches. All but the last run again in the backward pass,
+    so that the graph holds one of them at a time"""
     forward = module.forward
     def run_some(*args, **kwargs):
         args,kwargs = map_tensors(torch.clone, (args, kwargs))  # the model may work in place
@@ -64,8 +64,8 @@ def slice_args(args:tuple, kwargs:dict, start:int, end:int, n:int)->tuple[tuple,
     return slice_fields(args, start, end, n),slice_rows(kwargs, start, end, n)
 
 def n_rows_of(args)->int:
-    """Returns the rows of the arguments of a forward pass, 0 if they have no tensors. Raises ValueError if their tensors
-    differ in the number of rows"""
+    """Returns the rows of the arguments of a forward pass, 0 if they have no tensors. Raises ValueError if their
+    tensors differ in the number of rows"""
     shapes = [tuple(o.shape) for o in tensors_in(args)]
     n = max((shape[0] for shape in shapes), default=0)
     for shape in shapes:
@@ -75,8 +75,8 @@ def n_rows_of(args)->int:
     return n
 
 def check_rows_first(module, forward:Callable, args:tuple, kwargs:dict, output):
-    """Raises ValueError if the first dimension of the output is not the rows. If the first two are as long, its shape does
-    not show that: then the module runs once more, with one row fewer, and the first dimension must be shorter"""
+    """Raises ValueError if the first dimension of the output is not the rows. If the first two are as long, its shape
+    does not show that: then the module runs once more, with one row fewer, and the first dimension must be shorter"""
     n = n_rows_of((args, kwargs))
     is_unclear = any(o.shape[:2] == (n, n) for o in tensors_in(output))
     if n < 2 or not is_unclear: return
@@ -84,7 +84,7 @@ def check_rows_first(module, forward:Callable, args:tuple, kwargs:dict, output):
     with torch.no_grad(), Snapshot(module): output_of_fewer = forward(*some_args, **some_kwargs)
     for o,of_fewer in zip(tensors_in(output), tensors_in(output_of_fewer)):
         if len(o) == n and len(of_fewer) == n:
-            raise ValueError(f"cannot join outputs of shape {tuple(o.shape)}: their first dimension must be the samples")
+            raise ValueError(f"cannot join outputs of shape {tuple(o.shape)}: the first dimension must be the samples")
 
 # %% ../nbs/04_cache.ipynb #7681a838
 class GradientCache(WindowCallback, MemorySaver):
@@ -183,7 +183,7 @@ def report(self:GradientCache, loop):
     n = loop.batches.current.rows
     size = largest_part(n, min(self.size or n, n))
     how = f'each batch of {n} {how_split(n, size)}'
-    if self.part and self.size: how = f'{type(self.module_to_split()).__name__} sees {self.size} rows at a time, at most'
+    if self.part and self.size: how = f'{type(self.module_to_split()).__name__} sees at most {self.size} rows at a time'
     line = f'GradientCache: {how}; validation batches are not split'
     differences = loop.fit.differences.described(size) if loop.fit.differences else ''
     if differences: line += f'. As in one batch of {n}, except: {differences}.'

@@ -62,8 +62,8 @@ class WindowCallback(Callback):
         "Returns what becomes of batches at the end of an epoch that do not fill a window: 'step', 'carry' or 'drop'"
         return 'step'
     def sizes_by_argument(self, global_bs:int)->dict[str,int]:
-        """Returns the sizes of windows, in samples of all processes, by the name of the argument that sets each. `global_bs`
-        is the size of a loader batch, summed over processes"""
+        """Returns the sizes of windows, in samples of all processes, by the name of the argument that sets each.
+        `global_bs` is the size of a loader batch, summed over processes"""
         return dict(accum_bs=global_bs)  # no argument sets it: each loader batch is a window
     def window_size_at(self, pct_train:float, n_epoch:int, global_bs:int)->float:
         "Returns the wanted size of a window that begins at `pct_train` of a fit, in samples of all processes"
@@ -72,7 +72,8 @@ class WindowCallback(Callback):
     def report_skipped(self, outcome:Outcome): "The loop calls it for each window whose step is skipped"
 
 def leader_of(learn)->WindowCallback|None:
-    "Returns the callback that runs the batches of `learn` as windows: of those with `run`, the first of the lowest rank"
+    """Returns the callback that runs the batches of `learn` as windows: of those with `run`, the first of the lowest
+    rank"""
     running = [o for o in learn.cbs if isinstance(o, WindowCallback) and o.run]
     return min(running, key=lambda o: o.lead_rank, default=None)
 
@@ -101,8 +102,8 @@ def is_lr_find(learn, finder:LRFinder)->bool:
 
 @patch
 def extend_lr_find(self:WindowCallback, num_it:int):
-    """`lr_find` has set `n_epoch` so that `num_it` loader batches fit. Windows are fewer, so they need more epochs. It ends
-    by itself"""
+    """`lr_find` has set `n_epoch` so that `num_it` loader batches fit. Windows are fewer, so they need more epochs. It
+    ends by itself"""
     learn = self.learn
     plan = self.plan_of(learn.dls.train, 0, learn.n_epoch)
     n_windows = len(plan.windows)
@@ -205,8 +206,8 @@ def plan_of(self:WindowCallback,
 
 @patch
 def loader_info_of(self:WindowCallback, dl)->LoaderInfo:
-    """Returns what `dl` says of itself. If it states no batch size, `micro_batch_size` is taken for it. Raises ValueError if
-    windows of several batches need a size, and there is neither"""
+    """Returns what `dl` says of itself. If it states no batch size, `micro_batch_size` is taken for it. Raises
+    ValueError if windows of several batches need a size, and there is neither"""
     given = self.micro_batch_size if self.accum_bs else None
     info = loader_info(dl, None if given == 'auto' else given)
     if self.accum_bs and not info.batch_size:
@@ -252,8 +253,8 @@ def check_loop(self:WindowCallback, plan:EpochPlan):
     has_one_size = set(self.sizes_by_argument(global_bs).values()) == {global_bs}
     if has_one_size and not self.loop.strategy.may_repeat: return
     name = type(self).__name__
-    raise ValueError(f"{type(self.learn).__name__} has its own {replaced}, which {name} would overrule: leave {name} out, or "
-                     "make a callback of what it does")
+    raise ValueError(f"{type(self.learn).__name__} has its own {replaced}, which {name} would overrule: leave {name} "
+                     "out, or make a callback of what it does")
 
 # %% ../nbs/05_callback.ipynb #558a3734
 # Warnings
@@ -284,7 +285,7 @@ def warn_of_set_up(self:WindowCallback):
         is_known = all(is_from_fastai(cb, o) for o in ['before_batch', *events])
         if is_known or not events: continue
         warn_user(f"{type(cb).__name__}: {', '.join(events)} is called once per micro-batch, but before_batch once per "
-                  "loader batch. If it undoes there what before_batch sets up, as autocast is left, leave micro_batch_size out")
+                  "loader batch. If it undoes there what before_batch sets up, leave micro_batch_size out")
 
 # %% ../nbs/05_callback.ipynb #a2dde2a6
 # Errors

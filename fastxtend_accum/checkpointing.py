@@ -29,12 +29,13 @@ __all__ = ['checkpointed', 'why_not_checkpointable', 'is_compiled', 'to_cpu', 'f
 # A block that runs again in the backward pass
 
 def checkpointed(module, forward:Callable)->Callable:
-    """Returns a function that runs `forward`, the forward pass of `module`, but keeps its inputs only: it runs again in the
-    backward pass. The second run begins in the state in which the first one began, and leaves everything as it was"""
+    """Returns a function that runs `forward`, the forward pass of `module`, but keeps its inputs only: it runs again in
+    the backward pass. The second run begins in the state in which the first one began, and leaves everything as it
+    was"""
     def run(*args, **kwargs):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # One by one, so that `saved_tensors_hooks` see all tensors. The caller may extend a list later, as a DenseNet does
+        # One by one, so that `saved_tensors_hooks` see all tensors. A DenseNet extends its list later
         inputs,structure = tree_flatten((args, kwargs))
         def forward_of_inputs(*inputs):
             args,kwargs = tree_unflatten(inputs, structure)
@@ -68,7 +69,8 @@ def is_compiled(m)->bool:
     return hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) is not None
 
 def to_cpu(t:Tensor)->tuple[Tensor,torch.device]:
-    "Returns a copy of `t` on the CPU in the same memory layout, which PyTorch's `save_on_cpu` would lose, and its device"
+    """Returns a copy of `t` on the CPU in the same memory layout, which PyTorch's `save_on_cpu` would lose, and its
+    device"""
     copied = torch.empty_like(t, device='cpu', pin_memory=t.is_cuda)
     copied.copy_(t, non_blocking=t.is_cuda)
     return copied,t.device

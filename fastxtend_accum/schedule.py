@@ -28,8 +28,8 @@ Numeric = int|float
 _tiny = 1e-6  # positions are sums of many fractions: .3 may be .29999999999999993
 
 def check_point(name:str, point:Numeric, n_epoch:int|None=None):
-    """Raises TypeError or ValueError unless `point` is a fraction of training (float), or a number of epochs (int) in a fit
-    of `n_epoch`, if that is known; `name` is what to call it"""
+    """Raises TypeError or ValueError unless `point` is a fraction of training (float), or a number of epochs (int) in a
+    fit of `n_epoch`, if that is known; `name` is what to call it"""
     if isinstance(point, bool) or not isinstance(point, Real):
         raise TypeError(f"{name} must be a float (fraction of training) or an int (epochs), not {point!r}")
     largest = 1.
@@ -37,8 +37,8 @@ def check_point(name:str, point:Numeric, n_epoch:int|None=None):
     if 0 <= point <= largest: return
     epochs = f'from 0 to {n_epoch}' if n_epoch else '0 or more'
     fit = ' of 1 epoch (fine_tune begins with one)' if n_epoch == 1 else ''
-    raise ValueError(f"{name}={point} is outside of training{fit}: use a fraction of it (a float from 0.0 to 1.0), or a number "
-                     f"of epochs (an int, {epochs})")
+    raise ValueError(f"{name}={point} is outside of training{fit}: use a fraction of it (a float from 0.0 to 1.0), or "
+                     f"a number of epochs (an int, {epochs})")
 
 def fraction_of_fit(name:str, point:Numeric, n_epoch:int)->float:
     "Returns where `point` lies in a fit of `n_epoch` epochs, from 0 to 1; raises ValueError if it lies outside"
@@ -87,7 +87,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
     def check_order(self, start:Numeric, finish:Numeric):
         "Raises ValueError unless `start` comes first"
         if start > finish:
-            raise ValueError(f"start={self.start} is after finish={self.finish}: use an earlier start or a later finish")
+            raise ValueError(f"start={self.start} is after finish={self.finish}: start earlier or finish later")
 
     def settings(self)->Settings:
         return super().settings()._replace(scale=self.scale, start_accum_bs=self.start_accum_bs)
@@ -121,7 +121,7 @@ def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:i
     curve = self.schedule(self.start_accum_bs, self.final_accum_bs)
     size = float(curve(position))
     if not 1 <= size < math.inf:
-        raise ValueError(f"the schedule gives a batch size of {size} at {pct_train:.3f} of training: it must be 1 or more")
+        raise ValueError(f"the schedule gives a batch size of {size} at {pct_train:.3f} of training, not 1 or more")
     return size
 
 # %% ../nbs/01_schedule.ipynb #94b727d4
@@ -132,9 +132,10 @@ def check(self:GradientAccumulationSchedule, plan:EpochPlan):
     check_rules(self.scale, self.learn.opt)
     n_epoch = self.learn.n_epoch
     for pct in np.linspace(0, 1, 101):
-        self.window_size_at(pct, n_epoch, self.global_bs(plan))  # it raises ValueError if the curve leaves the valid sizes
+        self.window_size_at(pct, n_epoch, self.global_bs(plan))  # raises ValueError if a size is invalid
     # In a fit of one epoch 1 and 1.0 are the same
-    if n_epoch > 1 and not is_finding_rate(self.learn) and not isinstance(self.schedule, _Steps): self.warn_of_one_epoch()
+    is_curve = not isinstance(self.schedule, _Steps)
+    if n_epoch > 1 and is_curve and not is_finding_rate(self.learn): self.warn_of_one_epoch()
 
 @patch
 def warn_of_one_epoch(self:GradientAccumulationSchedule):
@@ -143,7 +144,7 @@ def warn_of_one_epoch(self:GradientAccumulationSchedule):
         is_one_epoch = isinstance(point, Integral) and point == 1
         is_meant = name == 'start' and self.finish > 1  # since the schedule finishes after more than 1 epoch
         if is_one_epoch and not is_meant:
-            warn_user(f"{name}=1 means after 1 of the {self.learn.n_epoch} epochs; {name}=1.0 means the end of training")
+            warn_user(f"{name}=1 means after 1 of the {self.learn.n_epoch} epochs; {name}=1.0 is the end of training")
 
 # %% ../nbs/01_schedule.ipynb #41d13a3e
 @patch
@@ -151,8 +152,8 @@ def preview(self:GradientAccumulationSchedule,
     n_epoch:int, # Length of the fit, in epochs
     dls:DataLoaders, # The data of the fit
 )->list: # For each optimizer step, where its window starts, in epochs, and its number of samples
-    """Before training, list the windows that a fit in one process will run; raise ValueError if the sizes do not suit the
-    data. For a model with a `reset`, create the Learner first"""
+    """Before training, list the windows that a fit in one process will run; raise ValueError if the sizes do not suit
+    the data. For a model with a `reset`, create the Learner first"""
     self.check_multiples(self.loader_info_of(dls.train))
     res = []
     carried = []

@@ -19,16 +19,16 @@ __all__ = ['advice_for_single_samples', 'smaller_size', 'AutoMicroBatches']
 _any_size = 2**40  # more samples than any batch has
 
 def smaller_size(n:int, size:int)->int|None:
-    """Returns the next smaller size of micro-batches for a batch of `n` samples; None if `size` is 1. The batch is split
-    into 2, 3, 4, 6, 9, 13, ... parts: each time into half as many more, and at least one more"""
+    """Returns the next smaller size of micro-batches for a batch of `n` samples; None if `size` is 1. The batch is
+    split into 2, 3, 4, 6, 9, 13, ... parts: each time into half as many more, and at least one more"""
     size = min(size, n)
     if size == 1: return None
     n_parts = math.ceil(n/size)
     more_parts = n_parts+max(n_parts//2, 1)
     return min(math.ceil(n/more_parts), size-1)
 
-advice_for_single_samples = ("out of memory with a single sample: use smaller inputs, a smaller model, mixed precision, or "
-                             "ActivationCheckpointing()")
+advice_for_single_samples = ("out of memory with a single sample: use smaller inputs, a smaller model, mixed "
+                             "precision, or ActivationCheckpointing()")
 
 # %% ../../nbs/memory/05_auto.ipynb #3e360b04
 class AutoMicroBatches(MicroBatches, MemorySaver):

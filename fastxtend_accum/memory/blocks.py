@@ -37,8 +37,8 @@ def can_be_block(m)->bool:
     return has_children and class_forward(m) is not nn.Module.forward
 
 def grouped(m:nn.Sequential)->nn.Sequential:
-    """Returns the same computation, in which a layer and what follows it without a weight, such as a norm and an activation,
-    are one child: as a block, it need not keep what is between them"""
+    """Returns the same computation, in which a layer and what follows it without a weight, such as a norm and an
+    activation, are one child: as a block, it need not keep what is between them"""
     groups = []
     for o in m:
         follows_layer = groups and n_layers(groups[-1][0]) == 1  # a group begins with its layer
@@ -61,8 +61,8 @@ def find_blocks(model)->tuple[list,dict]:
     return list(dict.fromkeys(blocks)),groups  # each once
 
 def blocks_in(m, groups:dict)->list:
-    """Returns the blocks inside `m`: the children of lists. A child that is itself made of several blocks is taken apart:
-    of the stages of a ResNet, an nn.Sequential each, the blocks inside. Adds what it groups to `groups`"""
+    """Returns the blocks inside `m`: the children of lists. A child that is itself made of several blocks is taken
+    apart: of the stages of a ResNet, an nn.Sequential each, the blocks inside. Adds what it groups to `groups`"""
     parts = m
     if is_plain_sequential(m):
         parts = grouped(m)
@@ -93,6 +93,6 @@ def check_blocks(blocks, model)->list:
     for o in blocks:
         is_separate = o in own and not any(m in blocks for m in o.modules() if m is not o)
         if is_separate: continue
-        raise ValueError(f"blocks must return modules of the model, none inside another, not {type(o).__name__}: such as "
-                         "lambda m: list(m.layers); a slice of an nn.Sequential, for example, is a new module")
+        raise ValueError(f"blocks must return modules of the model, none inside another, not {type(o).__name__}: such "
+                         "as lambda m: list(m.layers); a slice of an nn.Sequential, for example, is a new module")
     return blocks

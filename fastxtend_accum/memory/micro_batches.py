@@ -11,7 +11,8 @@ from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 
 from ..windows.loop import WholeBatch,WindowLoop
-from ..windows.nested import CannotJoin,check_rows,join,map_tensors,n_rows,part_bounds,slice_fields,slice_rows,tensors_in
+from ..windows.nested import (CannotJoin,check_rows,join,map_tensors,n_rows,part_bounds,slice_fields,slice_rows,
+                              tensors_in)
 from .hidden_state import HiddenState,state_owners
 
 # %% auto #0
@@ -19,8 +20,8 @@ __all__ = ['per_sample_names', 'SampleSlices', 'chunk_bounds', 'check_samples_fi
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #bfa7b934
 def per_sample_names(cb)->list[str]:
-    """Returns the attributes of `cb` that have a value for each sample: for MixUp and CutMix the partner of each sample,
-    for other callbacks those that their class names in `per_sample`, as in `per_sample = ('weights',)`"""
+    """Returns the attributes of `cb` that have a value for each sample: for MixUp and CutMix the partner of each
+    sample, for other callbacks those that their class names in `per_sample`, as in `per_sample = ('weights',)`"""
     partners = ('yb1', 'lam') if isinstance(cb, MixHandler) else ()
     names = getattr(type(cb), 'per_sample', partners)
     return [name for name in names if name in vars(cb)]
@@ -69,12 +70,12 @@ def chunk_bounds(
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #2742d7f0
 def check_samples_first(tensors:list[Tensor], n:int, samples:int):
-    """Raises ValueError if dimension 1 of all tensors, and not dimension 0, is as long as the batch: then that is probably
-    time, and a split would cut each sample into parts"""
+    """Raises ValueError if dimension 1 of all tensors, and not dimension 0, is as long as the batch: then that is
+    probably time, and a split would cut each sample into parts"""
     has_samples_second = bool(tensors) and all(o.shape[1:2] == (samples,) for o in tensors)
     if n == samples or not has_samples_second: return
-    raise ValueError(f"cannot split a tensor of shape {tuple(tensors[0].shape)} in a batch of {samples} samples: put the "
-                     "samples first, not time, or leave micro_batch_size out")
+    raise ValueError(f"cannot split a tensor of shape {tuple(tensors[0].shape)} in a batch of {samples} samples: put "
+                     "the samples first, not time, or leave micro_batch_size out")
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e39c522b
 class MicroBatches(WholeBatch):
@@ -92,8 +93,8 @@ class MicroBatches(WholeBatch):
     def begin_epoch(self, loop:WindowLoop): self.owners = state_owners(loop.learn.model)
 
     def __call__(self, loop:WindowLoop)->bool:
-        """Runs the loader batch that `loop.learn` holds; returns whether it counts. Afterwards the Learner holds the whole
-        batch and its mean loss"""
+        """Runs the loader batch that `loop.learn` holds; returns whether it counts. Afterwards the Learner holds the
+        whole batch and its mean loss"""
         learn,batches = loop.learn,loop.batches
         samples = batches.current.samples
         data = *learn.xb,*learn.yb

@@ -31,7 +31,7 @@ class MemorySaver:
         "Uses less memory from now on; returns False if it cannot"
         return False
 
-    def report(self, loop:WindowLoop): "Is called after the first batch of a fit, and after each in which memory ran out"
+    def report(self, loop:WindowLoop): "Is called after the first batch of a fit, and after each that ran out of memory"
 
     def advice(self, loop:WindowLoop)->str:
         "Returns what the user can do if nothing uses less memory"
@@ -39,8 +39,9 @@ class MemorySaver:
 
 # %% ../../nbs/memory/04_retry.ipynb #ca9ffbee
 class BatchUndo:
-    """Undoes what the passes of the present batch change: the state of the model, the loss and random generators, the sums
-    of the window, and gradients. Until the batch fits, the gradients of earlier batches in the window are set aside"""
+    """Undoes what the passes of the present batch change: the state of the model, the loss and random generators, the
+    sums of the window, and gradients. Until the batch fits, the gradients of earlier batches in the window are set
+    aside"""
     def __init__(self, loop:WindowLoop):
         learn,window = loop.learn,loop.window
         params = loop.fit.params
@@ -79,7 +80,8 @@ class BatchUndo:
 
     @torch.no_grad()
     def add_aside(self):
-        "Adds the gradients that were set aside to those of the batch, without a copy: both are then the sums of the window"
+        """Adds the gradients that were set aside to those of the batch, without a copy: both are then the sums of the
+        window"""
         for p,grad in self.aside.items():
             if p.grad is not None: grad = grad.add_(p.grad)
             p.grad = grad

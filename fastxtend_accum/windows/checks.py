@@ -88,8 +88,8 @@ def check_rules(rules:dict|None, opt):
 
 # %% ../../nbs/windows/03_checks.ipynb #4ebf1c9b
 def accumulates_gradients(cb)->bool:
-    """Returns whether `cb` accumulates gradients: a class of it has the name `GradientAccumulation`, which the callbacks of
-    fastai, fastxtend and this package share"""
+    """Returns whether `cb` accumulates gradients: a class of it has the name `GradientAccumulation`, which the
+    callbacks of fastai, fastxtend and this package share"""
     return 'GradientAccumulation' in [o.__name__ for o in type(cb).__mro__]
 
 def check_learner(
@@ -106,14 +106,14 @@ def check_learner(
         raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
                          "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
 
-hooks_warning = ("parameters have hooks (p.register_hook, wandb.watch), which see the gradient of each micro-batch: a hook "
-                 "that masks gradients is exact, but one that clips them is not; clip in before_step of a callback")
+hooks_warning = ("parameters have hooks (p.register_hook, wandb.watch), which see the gradient of each micro-batch: a "
+                 "hook that masks gradients is exact, but one that clips is not; clip in before_step of a callback")
 
 def have_hooks(params:list)->bool: return any(p._backward_hooks for p in params)
 
 def check_callbacks(learn, cb):
-    """Raises ValueError if another callback of `learn` accumulates gradients, too, or keeps them in another precision; `cb`
-    runs the windows"""
+    """Raises ValueError if another callback of `learn` accumulates gradients, too, or keeps them in another precision;
+    `cb` runs the windows"""
     others = [o for o in learn.cbs if o is not cb and o.run and accumulates_gradients(o)]
     # Without `accum_bs`, windows are single batches, in which another callback may accumulate
     if others and cb.accum_bs:

@@ -45,8 +45,8 @@ def how_made_up(
     micro_bs:int, # Samples in a micro-batch, at most
     n_processes:int,
 )->str:
-    """Describes windows, as '256 = 2 processes x 4 x 32 samples', '32 to 512 samples, 32 at a time', or '32 samples: each
-    batch of 256 makes 8 optimizer steps'"""
+    """Describes windows, as '256 = 2 processes x 4 x 32 samples', '32 to 512 samples, 32 at a time', or '32 samples:
+    each batch of 256 makes 8 optimizer steps'"""
     batch = bs*n_processes
     least,most = smallest.samples(batch),largest.samples(batch)
     if least < most:
@@ -100,7 +100,8 @@ def equals(x:Tensor, y:Tensor)->bool:
 
 # %% ../../nbs/windows/11_description.ipynb #5b7e2c91
 def name_of(m)->str:
-    "Returns the name of a module as users know it: its class, or a hook of PyTorch's that keeps state in it (SpectralNorm)"
+    """Returns the name of a module as users know it: its class, or a hook of PyTorch's that keeps state in it
+    (SpectralNorm)"""
     hooks = [type(o) for o in m._forward_pre_hooks.values()]
     kinds = [o for o in hooks if o.__module__.startswith('torch.nn.utils')]
     return first(kinds or [type(m)]).__name__.lstrip('_')

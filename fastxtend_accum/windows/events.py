@@ -86,8 +86,8 @@ class Events:
         before:Callable|None=None, # Sends `before_{kind}` in a way of its own
         cancelled:Callable|None=None, # Called with the exception, before `after_cancel_{kind}`
     ):
-        """Does what fastai's `_with_events` does: calls `f` between `before_{kind}` and `after_{kind}`. If the Learner has
-        a `_with_events` of its own, calls that, and neither `before` nor `cancelled`"""
+        """Does what fastai's `_with_events` does: calls `f` between `before_{kind}` and `after_{kind}`. If the Learner
+        has a `_with_events` of its own, calls that, and neither `before` nor `cancelled`"""
         if not self.as_fastai:
             self.learn._with_events(f, kind, exception)
             return
@@ -122,8 +122,9 @@ def loss_node(learn):
 
 @patch
 def find_change_of_loss(self:Events, event:str)->str|None:
-    """Sends `event`; returns the class of a callback that replaces the loss of the Learner, if it is not one of fastai's.
-    Of these, `GradScaler`, `RNNRegularizer` and others only multiply the loss or add a term, which changes no weight"""
+    """Sends `event`; returns the class of a callback that replaces the loss of the Learner, if it is not one of
+    fastai's. Of these, `GradScaler`, `RNNRegularizer` and others only multiply the loss or add a term, which changes no
+    weight"""
     if not self.as_fastai:
         self.learn(event)
         return None
@@ -144,8 +145,9 @@ def autocast_depth()->int:
     return depth
 
 class AutocastRepeater:
-    """Sends `before_batch`. If a batch runs in several passes, sends it again, to the callbacks that enter autocast there
-    and leave it in the pass, as `MixedPrecision` does: without that, all passes but the first would run in float32"""
+    """Sends `before_batch`. If a batch runs in several passes, sends it again, to the callbacks that enter autocast
+    there and leave it in the pass, as `MixedPrecision` does: without that, all passes but the first would run in
+    float32"""
     def __init__(self, send:Events):
         self.send = send
         self.cbs = []  # that enter autocast

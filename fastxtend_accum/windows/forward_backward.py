@@ -79,8 +79,8 @@ class MicroBatch(NamedTuple):
     ends_window:bool
 
 def forward_backward(fit:FitContext, window:Window, micro_batch:MicroBatch)->bool:
-    """fastai's `_do_one_batch` without the step, for the micro-batch that the Learner holds. Its loss and gradient go into
-    the sums of `window`. Returns whether it counts: False if a callback has cancelled its backward pass"""
+    """fastai's `_do_one_batch` without the step, for the micro-batch that the Learner holds. Its loss and gradient go
+    into the sums of `window`. Returns whether it counts: False if a callback has cancelled its backward pass"""
     fit.processes.before_forward(window, micro_batch.ends_window)
     run_model(fit)
     fit.send('after_pred')
@@ -96,7 +96,8 @@ def run_model(fit:FitContext):
     if is_observed: fit.differences = Differences(before)
 
 def compute_loss(fit:FitContext, rows:int)->Count|None:
-    "Computes the loss as fastai does; returns what it averages over. Without targets there is no loss, and `rows` is returned"
+    """Computes the loss as fastai does; returns what it averages over. Without targets there is no loss, and `rows` is
+    returned"""
     learn = fit.learn
     if not len(learn.yb): return rows
     learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
@@ -105,7 +106,8 @@ def compute_loss(fit:FitContext, rows:int)->Count|None:
     return items
 
 def n_items(fit:FitContext, rows:int)->Count|None:
-    "Returns what the loss averages over, by `num_items`, the labels of the model or the loss function; None: it is a sum"
+    """Returns what the loss averages over, by `num_items`, the labels of the model or the loss function; None: it is a
+    sum"""
     learn,num_items = fit.learn,fit.settings.num_items
     if num_items is not None: return check_items(num_items(learn))
     labels = fit.model_labels.count(learn)
@@ -153,7 +155,8 @@ def run_in_sum(fit:FitContext, window:Window, micro_batch:MicroBatch)->bool:
     return backward_in_sum(fit, window, contribution)
 
 def keep_for_check(fit:FitContext, window:Window, rows:int, items:Count|None):
-    "Keeps predictions and targets for the check of the loss; not if the model computes the loss, which cannot be repeated"
+    """Keeps predictions and targets for the check of the loss; not if the model computes the loss, which cannot be
+    repeated"""
     learn = fit.learn
     fit.update_loss_check()
     if not fit.loss_check.windows_left: return
@@ -176,8 +179,8 @@ def items_of_callbacks_loss(
     return items
 
 def warn_of_changed_loss(fit:FitContext, changed_by:str):
-    fit.warn_once(f"{changed_by} changes the loss, but micro-batches keep the weights of the loss before it: if the new one "
-                  "averages over something else, pass num_items")
+    fit.warn_once(f"{changed_by} changes the loss, but micro-batches keep the weights of the loss before it: if the "
+                  "new one averages over something else, pass num_items")
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #5e8a1c7d
 class BackwardPass:
@@ -210,8 +213,8 @@ class BackwardPass:
 
     def cancelled(self, e:CancelBackwardException):
         "Warns of a pass that a callback cancels in a sum"
-        self.fit.warn_once(f"{callback_that_raised(e)} cancels a backward pass (CancelBackwardException): its micro-batch is "
-                           "left out of the window")
+        self.fit.warn_once(f"{callback_that_raised(e)} cancels a backward pass (CancelBackwardException): its "
+                           "micro-batch is left out of the window")
 
 def backward_in_sum(fit:FitContext, window:Window, contribution:Contribution)->bool:
     """Runs the backward pass with its events; returns whether it has run. Raises RuntimeError if a callback has added a
@@ -221,10 +224,10 @@ def backward_in_sum(fit:FitContext, window:Window, contribution:Contribution)->b
     except CancelBatchException as e:
         if not backward.has_run: raise
         raise RuntimeError(f"{callback_that_raised(e)} cancels a batch after its backward pass (does it accumulate "
-                           "gradients?), in a window of several micro-batches: remove it, or use windows of one batch") from e
+                           "gradients?), in a window of several micro-batches: remove it, or use windows of one") from e
     if not backward.has_run and not window.grads.is_intact():
         raise RuntimeError("a callback ran the backward pass itself (CancelBackwardException), in a window of several "
-                           "micro-batches, so its gradient has no weight: let fastai run it, or use windows of one batch")
+                           "micro-batches, so its gradient has no weight: let fastai run it, or use windows of one")
     return backward.has_run
 
 def callback_that_raised(e:BaseException)->str:

@@ -64,8 +64,8 @@ class WindowParams:
         self.half = [p for p in self.summed if p.dtype in half]
 
     def lists_of(self, opt):
-        """Returns the list of parameter groups, to be compared by identity. None for an OptimWrapper, which makes a new list
-        each time"""
+        """Returns the list of parameter groups, to be compared by identity. None for an OptimWrapper, which makes a new
+        list each time"""
         return None if isinstance(opt, OptimWrapper) else opt.param_lists
 
     def is_current(self, learn)->bool:
@@ -102,8 +102,8 @@ can_sum_in_float32 = hasattr(Tensor, 'grad_dtype')
 
 # %% ../../nbs/windows/02_gradients.ipynb #304dcb7d
 class GradientSums:
-    """The gradients of a window with several micro-batches. PyTorch sums them in `.grad`. The gradients of half-precision
-    weights are summed in float32. If a callback changes a sum while the window runs, that is an error"""
+    """The gradients of a window with several micro-batches. PyTorch sums them in `.grad`. The gradients of
+    half-precision weights are summed in float32. If a callback changes a sum while the window runs, that is an error"""
     def __init__(self, params:WindowParams):
         self.params = params
         self.are_in_float32 = can_sum_in_float32 and bool(params.half)
@@ -141,9 +141,9 @@ class GradientSums:
     def check(self):
         "Raises RuntimeError if somebody has changed the sums"
         if self.is_intact(): return
-        raise RuntimeError("a callback zeroed, replaced or changed a gradient, or froze a parameter, in the middle of a "
-                           "window (clipping, a GANTrainer, an attack?): do this in before_step, or use windows of one "
-                           "batch")
+        raise RuntimeError("a callback zeroed, replaced or changed a gradient, or froze a parameter, in the middle of "
+                           "a window (clipping, a GANTrainer, an attack?): do this in before_step, or use windows of "
+                           "one batch")
 
     def end(self):
         "Rounds sums in float32 to the type of their weights"

@@ -140,8 +140,8 @@ class LoaderBatch(NamedTuple):
         n_pieces:int,
         bs:int, # Samples in a full loader batch
     )->list[LoaderBatch]:
-        """Returns the pieces of the batch. A batch of fewer samples than `bs` is cut at the same places. Raises ValueError
-        if it cannot be sliced"""
+        """Returns the pieces of the batch. A batch of fewer samples than `bs` is cut at the same places. Raises
+        ValueError if it cannot be sliced"""
         if n_pieces == 1: return [self]
         res = []
         for start,end in part_bounds(bs, n_pieces):
@@ -195,8 +195,9 @@ class EpochPlan:
         return (samples-self.n_carried)/max(self.info.n_planned, 1)
 
     def position(self, samples:int)->float:
-        """Returns the position in the epoch, from 0 to 1, after so many `samples`. If windows do not vary, each advances it
-        by the same amount, as each batch does in fastai, although the last window may be smaller or dropped"""
+        """Returns the position in the epoch, from 0 to 1, after so many `samples`. If windows do not vary, each
+        advances it by the same amount, as each batch does in fastai, although the last window may be smaller or
+        dropped"""
         n = len(self.windows)
         if self.sizes_vary or not n: return self.fraction_read(samples)
         return float(np.interp(samples, self.ends, self.n_ended))/n
@@ -307,8 +308,8 @@ def counted(self:EpochBatches,
     data:tuple,
     left:int, # Samples that the loader has left
 )->LoaderBatch:
-    """Counts a batch. Its samples go by the size that the DataLoader states, because it may have several rows of each; if
-    it states none, each row is a sample"""
+    """Counts a batch. Its samples go by the size that the DataLoader states, because it may have several rows of each;
+    if it states none, each row is a sample"""
     info = self.info
     if not info.states_batch_size:
         rows = n_rows(data, info.batch_size)
@@ -354,7 +355,8 @@ def keep_all(self:EpochBatches, batches:list[LoaderBatch]):
 
 @patch
 def read_ahead(self:EpochBatches, samples:int):
-    "Before a window: loads batches until `samples` are waiting, if only that shows whether the window is going to be full"
+    """Before a window: loads batches until `samples` are waiting, if only that shows whether the window is going to be
+    full"""
     if self.plan.remainder == 'step' or self.info.has_exact_length: return
     while self.waiting_samples() < samples:
         batches = self.load()
@@ -413,5 +415,6 @@ def go_to(self:EpochBatches, state:dict):
     self.samples_read,self.n_read,self.n_loaded = state['counts']
 
 def carried_sizes(state:dict)->list[LoaderBatch]:
-    "Returns the batches that were carried into the epoch of a `state`, without data, since a plan needs their sizes only"
+    """Returns the batches that were carried into the epoch of a `state`, without data, since a plan needs their sizes
+    only"""
     return [LoaderBatch(*o) for o in state['carried']]

@@ -20,8 +20,8 @@ def running_callbacks(learn, module:str, name:str)->list:
     return [cb for cb in learn._grab_cbs(getattr(found, name)) if cb.run]
 
 class Loggers:
-    """The Recorder, W&B and TensorBoard callbacks of `learn`: what they see of each window. Without a Learner, there are
-    none"""
+    """The Recorder, W&B and TensorBoard callbacks of `learn`: what they see of each window. Without a Learner, there
+    are none"""
     # It writes these attributes of theirs: `accum_bs`, `accum_bs_of`, `_wandb_epoch`; and until the end of a round
     # `opt`, `run` and, of training metrics, `accumulate`
     def __init__(self, learn=None):

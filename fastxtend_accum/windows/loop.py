@@ -76,8 +76,8 @@ all_batches.replaced = fastai_all_batches
 Learner.all_batches = all_batches
 
 def replaced_method(learn)->str|None:
-    """Returns the name of the first method of fastai's loop that somebody has replaced, as SAM does; None if there is none.
-    It may be an attribute of `learn`, a method of its class, or a patch of `Learner`"""
+    """Returns the name of the first method of fastai's loop that somebody has replaced, as SAM does; None if there is
+    none. It may be an attribute of `learn`, a method of its class, or a patch of `Learner`"""
     for name in ('all_batches', 'one_batch', '_do_one_batch', '_do_grad_opt', '_backward'):
         if name in vars(learn): return name
         method = getattr(type(learn), name)
@@ -178,8 +178,8 @@ def begin_window(self:WindowLoop):
 
 @patch
 def close_after_rounds(self:WindowLoop):
-    """Closes a window that the last round has left open, with log_accum_batch=False: its batch was not known to be the last
-    one, or a callback has cancelled that batch"""
+    """Closes a window that the last round has left open, with log_accum_batch=False: its batch was not known to be the
+    last one, or a callback has cancelled that batch"""
     try: self.close_window()
     except CancelBatchException: pass  # no batch is left that could be cancelled
     finally: self.end_round()
@@ -228,7 +228,8 @@ def begin_batches(self:WindowLoop):
 
 @patch
 def run_batches(self:WindowLoop):
-    "Runs the batches of a round. One that does not count ends as a cancelled batch does in fastai: `around` catches this"
+    """Runs the batches of a round. One that does not count ends as a cancelled batch does in fastai: `around` catches
+    this"""
     try:
         counts = self.run_window() if self.settings.log_accum_batch else self.run_one_of_window()
     finally: self.correct_pct_train()  # also before a callback ends the epoch
@@ -259,7 +260,8 @@ def run_window(self:WindowLoop)->bool:
 @patch
 def run_one_of_window(self:WindowLoop)->bool:
     """log_accum_batch=False: runs the batch that `learn` holds, and takes the step if it is the last one of its window;
-    returns whether the batch counts. It does if the step is skipped, because loggers see the loss of each loader batch"""
+    returns whether the batch counts. It does if the step is skipped, because loggers see the loss of each loader
+    batch"""
     counts = self.run_batch()
     if counts and self.is_complete(): self.close_window()
     return counts
@@ -274,7 +276,8 @@ def end_round(self:WindowLoop):
 
 @patch
 def is_complete(self:WindowLoop)->bool:
-    "Returns whether the window takes no more batches: it is full, or callbacks cancelled all of them, or the epoch ends"
+    """Returns whether the window takes no more batches: it is full, or callbacks cancelled all of them, or the epoch
+    ends"""
     window = self.window
     is_cancelled = not window.losses.samples and window.cancelled_samples >= window.size
     return window.is_full or is_cancelled or self.ends_epoch_with_step()
@@ -329,15 +332,16 @@ def end_batch(self:WindowLoop, counts:bool):
 # %% ../../nbs/windows/15_loop.ipynb #4495dc52
 @patch
 def run_batch(self:WindowLoop)->bool:
-    """Runs the passes of the batch that `learn` holds; returns whether it counts. If a callback cancels it, it does not; or,
-    in a window of a single micro-batch, the CancelBatchException goes on as in fastai"""
+    """Runs the passes of the batch that `learn` holds; returns whether it counts. If a callback cancels it, it does
+    not; or, in a window of a single micro-batch, the CancelBatchException goes on as in fastai"""
     n_before = self.window.losses.n_micro
     if not self.window.has_begun: self.fit.update_params()
     try: counts = self.strategy(self)
     except CancelBatchException:
         is_single = self.window.is_single
         is_in_part = self.window.losses.n_micro > n_before
-        if is_in_part and n_before: warn_user("a callback has cancelled a part of a batch: its whole window is left out")
+        if is_in_part and n_before:
+            warn_user("a callback has cancelled a part of a batch: its whole window is left out")
         if is_single or is_in_part: self.discard_window()
         self.note_cancelled()
         if is_single: raise
@@ -432,8 +436,8 @@ def show_window_loss(self:WindowLoop):
 @patch
 def drop_cancelled(self:WindowLoop, e:CancelBatchException):
     "Drops the gradient of a window that a callback cancels at its step"
-    self.fit.warn_once(f"{callback_that_raised(e)} cancels a window at its step (CancelBatchException): its gradient is "
-                       "dropped, and adds to no other. To skip a step, raise CancelStepException")
+    self.fit.warn_once(f"{callback_that_raised(e)} cancels a window at its step (CancelBatchException): its gradient "
+                       "is dropped, and adds to no other. To skip a step, raise CancelStepException")
     self.learn.opt.zero_grad()
     self.fit.params.drop_extra_grads()
 

@@ -25,8 +25,8 @@ def loss_and_grads(
     loss_func:Callable,
     args:tuple, # Predictions and targets
 )->list[Tensor]:
-    """Returns the loss, in float32 or better, and its gradients with respect to the predictions; raises CannotCompare if
-    `loss_func` raises an error"""
+    """Returns the loss, in float32 or better, and its gradients with respect to the predictions; raises CannotCompare
+    if `loss_func` raises an error"""
     def as_float32(o):
         if not o.is_floating_point(): return o.clone()
         return o.detach().to(torch.promote_types(o.dtype, torch.float32), copy=True)
@@ -56,8 +56,8 @@ def shares_of(micro_batches:list[KeptMicroBatch])->list[Count]:
     return [o/total for o in counts]
 
 def relative_difference(x:Tensor, y:Tensor, parts:list[Tensor])->Tensor:
-    """Returns the norm of `x-y` relative to the norm of `x`; or to the norm of the largest of the `parts` that add up to
-    `y`, because these may cancel each other out"""
+    """Returns the norm of `x-y` relative to the norm of `x`; or to the norm of the largest of the `parts` that add up
+    to `y`, because these may cancel each other out"""
     sizes = torch.stack([o.norm() for o in (x, *parts)])
     smallest = torch.finfo(x.dtype).tiny  # avoids a division by 0
     return ((x-y).norm()/sizes.max().clamp_min(smallest)).float()

@@ -68,7 +68,7 @@ def n_rows(
     found = [targets] if has_tensor_targets else tensors_in(b)
     rows = found[0].shape[0] if found else expected
     if rows is None:
-        raise ValueError(f"cannot count the samples in a batch without tensors: {b!r}; make the DataLoader yield tensors")
+        raise ValueError(f"cannot count the samples in a batch without tensors: {b!r}; the DataLoader must yield tensors")
     if expected in (None, rows): return rows
     # The first tensor may hold something else, such as the boxes of the first image in a list
     return expected if expected in lengths(fields) else rows
@@ -83,7 +83,8 @@ def lengths(b)->set:
 
 # %% ../../nbs/windows/00_nested.ipynb #c1a4f0d3
 def part_bounds(n:int, n_parts:int)->list[tuple[int,int]]:
-    "Returns start and end of each of `n_parts` of `n` rows. They are of nearly equal size; none is larger than the first"
+    """Returns start and end of each of `n_parts` of `n` rows. They are of nearly equal size; none is larger than the
+    first"""
     edges = [math.ceil(n*i/n_parts) for i in range(n_parts+1)]
     return list(zip(edges, edges[1:]))
 
@@ -91,8 +92,9 @@ def part_bounds(n:int, n_parts:int)->list[tuple[int,int]]:
 _shared_kinds = str,bytes,Number,type(None)  # leaves that are the same for all samples
 
 def lists_samples(b, n:int)->bool:
-    """Returns whether `b` is a list or tuple with one entry for each of `n` samples, such as the boxes in each image. `n`
-    tensors with `n` rows each are taken for `n` inputs, and `n` numbers in a tuple for a setting, such as (224, 224)"""
+    """Returns whether `b` is a list or tuple with one entry for each of `n` samples, such as the boxes in each image.
+    `n` tensors with `n` rows each are taken for `n` inputs, and `n` numbers in a tuple for a setting, such as (224,
+    224)"""
     if isinstance(b, Mapping) or len(b) != n: return False
     found = {len(o) for o in tensors_in(b)}
     if not found: return isinstance(b, list)  # of texts, for example
@@ -108,7 +110,8 @@ def slice_fields(
     return tuple(slice_rows(o, start, end, n) for o in fields)
 
 def slice_rows(b, start:int, end:int, n:int):
-    "Returns the rows from `start` to `end` of `b`, which has `n`, in the same structure; raises ValueError if it cannot"
+    """Returns the rows from `start` to `end` of `b`, which has `n`, in the same structure; raises ValueError if it
+    cannot"""
     if isinstance(b, _shared_kinds): return b
     if isinstance(b, Tensor) and b.layout == torch.strided:
         if not b.ndim: return b  # one number for all samples
@@ -128,8 +131,8 @@ def check_rows(b, n:int):
     "Raises CannotJoin, a ValueError, unless each tensor in an output `b` has one row for each of `n` samples"
     items = children(b)
     if isinstance(b, Tensor) and b.ndim and len(b) != n:
-        raise CannotJoin(f"the model returns a tensor of shape {tuple(b.shape)} for {n} samples: its first dimension must "
-                         "be the samples if a batch is split")
+        raise CannotJoin(f"the model returns a tensor of shape {tuple(b.shape)} for {n} samples: its first dimension "
+                         "must be the samples if a batch is split")
     if items is None or lists_samples(b, n): return
     for o in items: check_rows(o, n)
 
@@ -157,8 +160,8 @@ def join_leaves(leaves:tuple):
         if not one.ndim and all(torch.equal(o, one) for o in leaves): return one
     is_shared = all(isinstance(o, _shared_kinds) for o in leaves)
     if is_shared and len(set(leaves)) == 1: return one
-    raise CannotJoin(f"the outputs of micro-batches cannot be concatenated: {describe_leaves(leaves)}; all dimensions but "
-                     "the first must be the same, and numbers, too")
+    raise CannotJoin(f"the outputs of micro-batches cannot be concatenated: {describe_leaves(leaves)}; all dimensions "
+                     "but the first must be the same, and numbers, too")
 
 def describe_leaves(leaves:tuple)->str:
     "Returns shapes, or types, for an error"

@@ -46,7 +46,8 @@ def all_reduce(model, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
     return o
 
 def all_reduce_scalar(learn, value:Count, op=dist.ReduceOp.MAX)->Real:
-    "Returns the largest `value` of all processes, so a flag is True if it is True in one of them; or what `op` computes"
+    """Returns the largest `value` of all processes, so a flag is True if it is True in one of them; or what `op`
+    computes"""
     if n_processes(learn) == 1: return value
     device = next(learn.model.parameters()).device
     value = torch.as_tensor(value, dtype=torch.float64, device=device).clone()
@@ -84,7 +85,8 @@ class Processes:
 
     @contextmanager
     def local_passes(self):
-        "In this context forward passes wait for no other process. As DDP does before each pass, shares buffers, but once"
+        """In this context forward passes wait for no other process. As DDP does before each pass, shares buffers, but
+        once"""
         model = self.learn.model
         if not isinstance(model, DistributedDataParallel):
             yield

@@ -30,8 +30,8 @@ class Progress:
         self.before_window = 0.  # the position at which the present window began
 
     def begin_epoch(self):
-        """After fastai has set the position to the beginning of the epoch: moves it back by the batches that were carried,
-        which come first"""
+        """After fastai has set the position to the beginning of the epoch: moves it back by the batches that were
+        carried, which come first"""
         position = self.plan.position(0)  # 0 or negative
         self.learn.pct_train += position/self.learn.n_epoch
         self.loggers.shift_wandb_epoch(position)

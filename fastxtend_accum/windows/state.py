@@ -22,7 +22,8 @@ class _MPSGenerator:
     set_state = staticmethod(torch.mps.set_rng_state)
 
 def global_generators()->list:
-    "Returns the generators of NumPy and PyTorch that all code shares. Those of GPUs come last: they appear when CUDA starts"
+    """Returns the generators of NumPy and PyTorch that all code shares. Those of GPUs come last: they appear when CUDA
+    starts"""
     mps = [_MPSGenerator] if torch.backends.mps.is_available() else []
     return [np.random, torch.default_generator, *mps, *torch.cuda.default_generators]
 
@@ -41,7 +42,8 @@ def set_random_states(states:list):
 
 def attribute_dicts(o)->list[dict]:
     """Returns the dicts that hold the attributes of `o`. If it is a module, these are those of all modules inside, and
-    their buffers. If it wraps another object in `func`, as a `partial` or fastai's BaseLoss does, the dicts of that, too"""
+    their buffers. If it wraps another object in `func`, as a `partial` or fastai's BaseLoss does, the dicts of that,
+    too"""
     res = []
     modules = o.modules() if isinstance(o, nn.Module) else [o]
     for m in modules:

@@ -19,9 +19,9 @@ __all__ = ['Count', 'power_of_two', 'zero_if_empty', 'scaled', 'zero_grads_if_em
 
 # %% ../../nbs/windows/04_window.ipynb #b66a5093
 # The loss of a micro-batch is a mean over some items: samples, labels, elements. The mean over a window is the sum of
-# loss*items over its micro-batches, divided by the sum of items. Each loss is multiplied by items/unit, its weight, before
-# its backward pass. The unit makes weights near 1, so that a sum is about as large as a mean, and float16 does not
-# overflow. It is a power of two, because dividing by one rounds nothing, and it is the same in all processes.
+# loss*items over its micro-batches, divided by the sum of items. Each loss is multiplied by items/unit, its weight,
+# before its backward pass. The unit makes weights near 1, so that a sum is about as large as a mean, and float16 does
+# not overflow. It is a power of two, because dividing by one rounds nothing, and it is the same in all processes.
 
 Count = Real|Tensor  # a tensor if it is on a GPU, because reading its value would wait for the GPU
 
@@ -77,8 +77,8 @@ class LossSums(NamedTuple):
         if not self.n_micro: return LossSums(1, self.samples+new.samples, loss, new.items, new.weight)
         is_sum = new.items is None
         if is_sum != (self.items is None):
-            raise RuntimeError("some losses in a window are sums, and others are means (does a callback replace the loss "
-                               "in some batches only?): make all of them means, or pass num_items")
+            raise RuntimeError("some losses in a window are sums, and others are means (does a callback replace the "
+                               "loss in some batches only?): make all of them means, or pass num_items")
         res = self._replace(n_micro=self.n_micro+1, samples=self.samples+new.samples, loss=self.loss+loss)
         if is_sum: return res
         return res._replace(items=self.items+new.items, weight=self.weight+new.weight)
@@ -182,8 +182,8 @@ class Window:
         self.seen_samples = samples
 
     def restart_batch(self, losses:LossSums):
-        """Goes back to the sums from before the present batch, which ran out of memory and is going to run again. If it is
-        the first batch, the window begins again, perhaps with another number of micro-batches"""
+        """Goes back to the sums from before the present batch, which ran out of memory and is going to run again. If it
+        is the first batch, the window begins again, perhaps with another number of micro-batches"""
         self.losses = losses
         del self.kept[losses.n_micro:]
         if not losses.n_micro: self.end_gradients()
