@@ -30,6 +30,7 @@ setup(
     long_description_content_type='text/markdown',
     python_requires='>='+pythons[0],
     packages=find_packages(include=['fastxtend_accum*']),
+    package_data={'fastxtend_accum': ['py.typed']},
     install_requires=cfg['requirements'].split(),
     extras_require=dict(loggers=loggers, examples=examples, dev=cfg['dev_requirements'].split()+loggers+examples,
                         bench=cfg['bench_requirements'].split()),
