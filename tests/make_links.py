@@ -1,5 +1,5 @@
 """`python tests/make_links.py` writes the repository's URLs of pyproject.toml wherever they have to be repeated: in the
-badges and the links to files, in _quarto.yml, in README.md, and in the modules"""
+badges and the links to files, in _quarto.yml, CITATION.cff, README.md and an issue template, and in the modules"""
 import re
 
 from nbdev.doclinks import nbdev_export
@@ -30,6 +30,9 @@ def main():
         replace_links(path)
     for name in ('_quarto.yml', 'nbs/_quarto.yml'):  # a link; in an sdist a copy
         replace(root/name, r'(?<=icon: github, href: )[^,]+', cfg.git_url)
+    replace(root/'CITATION.cff', r'(?<=repository-code: ")[^"]+', cfg.git_url)
+    replace(root/'CITATION.cff', r'(?<=\nurl: ")[^"]+', cfg.doc_url)
+    replace(root/'.github/ISSUE_TEMPLATE/config.yml', r'https://\S+(?=guides/faq)', cfg.doc_url)
     write_readme()
     nbdev_export()
 

@@ -117,6 +117,8 @@ def text_without_repeats(name):
     if page in repeats: text = text.replace(repeats[page], '', 1)
     derived = [f'{cfg.git_url}/blob/{cfg.branch}/', f'{cfg.git_url}/issues']
     if name == 'README.md': derived += [make_readme.badges(), cfg.doc_url]
+    if name == 'CITATION.cff': derived += [cfg.git_url, cfg.doc_url]
+    if name == '.github/ISSUE_TEMPLATE/config.yml': derived.append(cfg.doc_url)
     for o in derived: text = text.replace(o, '')
     return text
 
