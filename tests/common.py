@@ -3,7 +3,6 @@ import math
 import multiprocessing
 import os
 from contextlib import contextmanager
-from itertools import zip_longest
 
 import torch
 from hypothesis import settings
@@ -13,6 +12,7 @@ from fastai.callback.all import *
 from fastxtend_accum.all import *
 from fastxtend_accum.memory.override import override_attr
 from fastxtend_accum.windows.loss_check import LossCheck
+from fastxtend_accum.windows.losses import loss_items
 from fastxtend_accum.windows.nested import n_rows
 
 ROUNDING = 1e-12  # float64: the sums of a window are added up in another order than those of one batch
@@ -160,14 +160,16 @@ def forked(f, *args):
     return process.exitcode
 
 
-def check_loss(loss_func, parts, items=()):
-    "Returns what the check of the loss finds for micro-batches, which are tuples of outputs and targets"
+def check_loss(loss_func, parts):
+    """Returns the warning of the check of the loss for a window of micro-batches, which are tuples of outputs and
+    targets; None if accumulation is exact"""
     check = LossCheck(loss_func)
-    for (pred, *targ), n in zip_longest(parts, items):
-        learn = SimpleNamespace(loss_func=loss_func, loss_grad=None, xb=(), pred=pred, yb=targ)
-        check.add(learn, n_rows((pred, *targ)), n)
-    check.compare()
-    return check.results[0]
+    kept = []
+    for pred, *targ in parts:
+        rows = n_rows((pred, *targ))
+        items = loss_items(loss_func, pred, *targ, rows=rows)
+        check.keep(kept, pred, targ, rows, items)
+    return check.check(kept)
 
 
 # Faults

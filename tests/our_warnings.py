@@ -1,5 +1,6 @@
 "What this package warns of in a fit"
 from common import *
+from fastxtend_accum.windows.checks import AccumWarning
 
 
 def warnings_of(learn, n_epoch=1, lr=0.01):
@@ -7,4 +8,4 @@ def warnings_of(learn, n_epoch=1, lr=0.01):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         fit(learn, n_epoch, lr)
-    return [str(o.message) for o in caught if 'fastxtend_accum' in o.filename]
+    return [str(o.message) for o in caught if issubclass(o.category, AccumWarning)]
