@@ -1,7 +1,4 @@
 "Layers that change something of their own in each forward pass in training. It shows if a pass runs twice, or in parts"
-from collections import Counter
-from collections import deque
-
 from common import *
 
 
@@ -43,14 +40,6 @@ class NewBuffer(BufferInPlace):
     def step(self, x):
         self.mean = .9*self.mean + .1*x.detach().mean(0)
         return self.mean
-
-
-class FrozenInPlace(BufferInPlace):
-    def set_up(self): self.mean = nn.Parameter(zeros(), requires_grad=False)
-
-
-class FrozenByData(BufferByData):
-    def set_up(self): self.mean = nn.Parameter(zeros(), requires_grad=False)
 
 
 class AttributeInPlace(BufferInPlace):
@@ -108,61 +97,13 @@ class SparseBuffer(Adds):
     def step(self, x): return .1*(self.graph @ x.detach().T).T
 
 
-# A count of the passes
-
 class Number(Adds):
+    "Counts its passes"
     def set_up(self): self.n = 0
 
     def step(self, x):
         self.n += 1
         return .01*self.n
-
-
-class LengthOfList(Adds):
-    def set_up(self): self.passes = [1]
-
-    def step(self, x):
-        self.passes.append(1)
-        return .01*len(self.passes)
-
-
-class LastOfDeque(Adds):
-    def set_up(self): self.passes = deque([0], maxlen=3)
-
-    def step(self, x):
-        self.passes.append(self.passes[-1]+1)
-        return .01*self.passes[-1]
-
-
-class SizeOfSet(Adds):
-    def set_up(self): self.passes = set()
-
-    def step(self, x):
-        self.passes.add(len(self.passes))
-        return .01*len(self.passes)
-
-
-class ValueOfCounter(Adds):
-    "A dict of which `update` adds"
-    def set_up(self): self.counter = Counter(passes=0)
-
-    def step(self, x):
-        self.counter['passes'] += 1
-        return .01*self.counter['passes']
-
-
-class NumberInNamespace(Adds):
-    def set_up(self): self.namespace = SimpleNamespace(n=0)
-
-    def step(self, x):
-        self.namespace.n += 1
-        return .01*self.namespace.n
-
-
-class NumberInModules(Adds):
-    "Modules in a list, which PyTorch does not find"
-    def set_up(self): self.others = [Number()]
-    def step(self, x): return self.others[0].step(x)
 
 
 # Random numbers
@@ -184,19 +125,8 @@ class OwnTorchNoise(Adds):
     def step(self, x): return torch.rand(1, generator=self.generator).double()
 
 
-class OwnPythonNoise(Adds):
-    def set_up(self): self.generator = random.Random(0)
-    def step(self, x): return self.generator.random()
-
-
-class OwnNumpyNoise(Adds):
-    def set_up(self): self.generators = [np.random.default_rng(0)]
-    def step(self, x): return self.generators[0].random()
-
-
+STATISTICS = [BufferInPlace, BufferByData, NewBuffer]
+OTHER_TENSORS = [AttributeInPlace, NewAttribute, BufferOfTwo, KeptForBackward, LastInputs]
 SHARED_NOISE = [TorchNoise, PythonNoise, NumpyNoise]  # from generators that all code shares
-OWN_NOISE = [OwnTorchNoise, OwnPythonNoise, OwnNumpyNoise]
-STATISTICS = [BufferInPlace, BufferByData, NewBuffer, FrozenInPlace, FrozenByData]  # PyTorch finds their tensors
-OTHER_TENSORS = [AttributeInPlace, NewAttribute, OnlyInTuple, BufferOfTwo, KeptForBackward, LastInputs]
-COUNTS = [Number, LengthOfList, LastOfDeque, SizeOfSet, ValueOfCounter, NumberInNamespace, NumberInModules]
-STATEFUL = [*STATISTICS, *OTHER_TENSORS, *COUNTS, *SHARED_NOISE, *OWN_NOISE]
+STATEFUL = [*STATISTICS, *OTHER_TENSORS, Number, *SHARED_NOISE]  # what a Snapshot holds
+OUT_OF_REACH = [OnlyInTuple, OwnTorchNoise]  # what it does not
