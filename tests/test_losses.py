@@ -1,6 +1,4 @@
 "What a loss averages over: windows of any loss equal the large batch, and each rule counts the items of its loss"
-import weakref
-
 import pytest
 import transformers
 from fastai.callback.mixup import CutMix, MixUp
@@ -12,7 +10,7 @@ from labels import *
 from layouts import each_layout
 from loss_table import *
 from our_warnings import warnings_of
-from fastxtend_accum.windows.losses import check_items, counted_labels, has_rule
+from fastxtend_accum.windows.losses import ModelLabels, check_items, loss_rules
 
 transformers.utils.logging.set_verbosity_error()
 
@@ -46,12 +44,9 @@ def token_samples(n, seed=3, empty=()):
 
 
 @pytest.mark.parametrize('name', TOKEN_LOSSES)
-@pytest.mark.parametrize('n, empty', [
-    (36, []),
-    (29, [0, 1, 2, 3, 16, 17, 18, 19])])
-def test_windows_of_tokens_equal_the_large_batch(name, n, empty):
+def test_windows_of_tokens_equal_the_large_batch(name):
     "29 sequences leave a window of 5, whose last batch has 1; two batches have no labels, and add nothing"
-    samples = token_samples(n, empty=empty)
+    samples = token_samples(29, empty=[0, 1, 2, 3, 16, 17, 18, 19])
     lr = 0.01 if name == 'sum' else 0.1
 
     def train(bs, *cbs):
@@ -60,25 +55,14 @@ def test_windows_of_tokens_equal_the_large_batch(name, n, empty):
 
     big = train(12)
     assert_apart(weights(big), weights(classifier_model()))
-    sizes = [12, 12, n-24]
     in_windows = train(4, GradientAccumulation(12))
     split = train(12, GradientAccumulation(micro_batch_size=4))
     # Class weights put numbers into float32, which the loss has for the Recorder's sake
     tol = 1e-6 if name == 'weighted' else ROUNDING
     for learn in (in_windows, split):
-        assert learn.recorder.accum_bs == sizes+sizes
+        assert learn.recorder.accum_bs == [12, 12, 5, 12, 12, 5]
         assert_same(weights(learn), weights(big), tol)
         assert_same(losses(learn), losses(big), 1e-5)
-
-
-@pytest.mark.parametrize('name', TOKEN_LOSSES)
-def test_a_wrong_count_of_tokens_is_announced(name):
-    samples = token_samples(36)
-    big = fit(learner_of(samples, 12, [], TOKEN_LOSSES[name]), 1, 0.01)
-    cb = GradientAccumulation(12, num_items=lambda learn: len(learn.y))
-    wrong = learner_of(samples, 4, cb, TOKEN_LOSSES[name])
-    assert [o[:25] for o in warnings_of(wrong)] == ['accumulation is not exact']
-    assert_apart(weights(wrong), weights(big), 1e-5)
 
 
 def train_on_tokens_by_hand(samples, name, steps):
@@ -238,21 +222,20 @@ def test_mixed_labels_equal_the_large_batch(mix, make_loss):
 
 # Models that compute their own loss
 
+SIZES = dict(vocab_size=11, num_labels=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+BART_SIZES = dict(d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+                  encoder_ffn_dim=8, decoder_ffn_dim=8)
+DROPOUTS = ['dropout', 'attention_dropout', 'hidden_dropout_prob', 'attention_probs_dropout_prob', 'resid_pdrop',
+            'embd_pdrop', 'attn_pdrop']
+
+
 def transformer(kind):
-    "Returns a small model that takes its dict as one argument"
+    "Returns a small model without dropout, which takes its dict as one argument"
     torch.manual_seed(0)
-    settings = dict(
-        num_labels=4,
-        vocab_size=11,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8)
-    dropouts = ['hidden_dropout_prob', 'attention_probs_dropout_prob', 'resid_pdrop', 'embd_pdrop', 'attn_pdrop']
-    settings.update(dict.fromkeys(dropouts, 0.))
-    is_gpt = kind.startswith('GPT2')
-    config = transformers.GPT2Config if is_gpt else transformers.BertConfig
-    m = getattr(transformers, kind)(config(**settings))
+    settings = SIZES | dict.fromkeys(DROPOUTS, 0.)
+    if kind.startswith('Bart'): settings.update(BART_SIZES)
+    m = getattr(transformers, kind)
+    m = m(m.config_class(**settings))
     m.forward = partial(forward_of_dict, m.forward)
     return m
 
@@ -274,7 +257,11 @@ def train_transformer(kind, bs, cb=None):
     return weights(fit(learn, 2))
 
 
-@pytest.mark.parametrize('kind', ['GPT2LMHeadModel', 'BertForTokenClassification', 'BertForSequenceClassification'])
+# The first predicts the next token, and so not the first one; the others predict the label of each token, or of a text
+OF_TOKENS = ['GPT2LMHeadModel', 'BartForConditionalGeneration', 'BertForTokenClassification']
+
+
+@pytest.mark.parametrize('kind', [*OF_TOKENS, 'BertForSequenceClassification'])
 def test_the_labels_of_a_transformer_count_without_num_items(kind):
     "It computes its loss, for which the loss function has no rule, and there is nothing to warn of"
     big = train_transformer(kind, 12)
@@ -285,7 +272,7 @@ def test_the_labels_of_a_transformer_count_without_num_items(kind):
     assert_same(in_windows, big, 1e-6)
 
 
-@pytest.mark.parametrize('kind', ['GPT2LMHeadModel', 'BertForTokenClassification'])
+@pytest.mark.parametrize('kind', OF_TOKENS)
 def test_the_labels_of_a_transformer_are_unevenly_ignored(kind):
     "Or the test above would prove nothing: with samples as weights the result is another one"
     big = train_transformer(kind, 12)
@@ -293,64 +280,52 @@ def test_the_labels_of_a_transformer_are_unevenly_ignored(kind):
     assert_apart(train_transformer(kind, 12, cb), big, 1e-4)
 
 
-class CausalLMOutput(dict): "The name of its class says that the first token of a text has no prediction"
-
-
-LOGITS_OF_4 = torch.zeros(2, 3, 4)
+LOGITS_OF_4 = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
 KEPT_AND_IGNORED = tensor([[1, 2, MISSING], [3, MISSING, MISSING]])
+ALL_IGNORED = torch.full((2, 3), MISSING)
 
 
-@pytest.mark.parametrize('out, labels, expected', [
-    (dict(logits=LOGITS_OF_4), KEPT_AND_IGNORED, 3),
-    (CausalLMOutput(logits=LOGITS_OF_4), KEPT_AND_IGNORED, 1),
-    (dict(boxes=LOGITS_OF_4), KEPT_AND_IGNORED, None),
-    (dict(logits=[LOGITS_OF_4]), KEPT_AND_IGNORED, None),
-    (dict(logits=LOGITS_OF_4), [dict(boxes=LOGITS_OF_4)], None),
-    (dict(logits=LOGITS_OF_4), tensor([1, 2]), None),
-    (dict(logits=LOGITS_OF_4), torch.zeros(2, 3), None)])
-def test_labels_count_if_they_are_classes_of_the_logits(out, labels, expected):
+def loss_of_labels(logits, labels):
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+
+def loss_of_next_labels(logits, labels):
+    return loss_of_labels(logits[:, :-1], labels[:, 1:])
+
+
+def labelled_pass(loss, labels, **outputs):
+    "Returns what a Learner holds after a pass of a model that takes labels, and returns its loss"
+    out = dict(loss=loss, **outputs)
+    return SimpleNamespace(pred=out, loss_grad=loss, xb=(dict(labels=labels),))
+
+
+@pytest.mark.parametrize('loss_func, expected', [(loss_of_labels, 3), (loss_of_next_labels, 1)])
+def test_whether_labels_are_shifted_is_measured_once_there_are_labels(loss_func, expected):
+    "The name of the model does not tell: BART's decoder predicts the label of each token, GPT that of the next one"
+    model_labels = ModelLabels()
+    counts = []
+    for labels in (ALL_IGNORED, KEPT_AND_IGNORED, ALL_IGNORED):
+        learn = labelled_pass(loss_func(LOGITS_OF_4, labels), labels, logits=LOGITS_OF_4)
+        counts.append(model_labels.count(learn))
+    assert counts == [0, expected, 0]
+
+
+@pytest.mark.parametrize('labels, outputs', [
+    (KEPT_AND_IGNORED, dict(boxes=LOGITS_OF_4)),
+    (KEPT_AND_IGNORED, dict(logits=[LOGITS_OF_4])),
+    ([dict(boxes=LOGITS_OF_4)], dict(logits=LOGITS_OF_4)),
+    (tensor([1, 2]), dict(logits=LOGITS_OF_4)),
+    (torch.zeros(2, 3), dict(logits=LOGITS_OF_4))])
+def test_labels_do_not_count_unless_they_are_classes_of_the_logits(labels, outputs):
     "Not those of a model without logits, lists of boxes, labels of another shape, or real numbers"
-    assert counted_labels(out, labels) == expected
+    learn = labelled_pass(tensor(1.), labels, **outputs)
+    assert ModelLabels().count(learn) is None
 
 
-class Detector(nn.Module):
-    "Takes its labels as a list with a dict for each image, and gives its loss without logits"
-    def __init__(self):
-        super().__init__()
-        self.layer = classifier_model()
-
-    def forward(self, batch):
-        labels = torch.stack([o['box'] for o in batch['labels']])
-        boxes = self.layer(batch['image'])
-        loss = F.mse_loss(boxes, labels).float()
-        return dict(loss=loss, boxes=boxes)
-
-
-def collate_images(samples):
-    images = torch.stack([o['image'] for o in samples])
-    labels = [dict(box=o['box']) for o in samples]
-    targets = torch.arange(len(samples))
-    return dict(image=images, labels=labels), targets
-
-
-def loss_of_detector(out, targ):
-    return out['loss']
-
-
-@pytest.mark.filterwarnings('ignore:could not check')  # since losses cannot be joined
-def test_a_detector_that_has_labels_but_no_logits_goes_by_samples():
-    inputs, boxes = labelled(48, width=[4])
-    samples = [dict(image=image, box=box) for image, box in zip(inputs, boxes)]
-
-    def train(bs, cb=None):
-        dl = DataLoader(samples, bs=bs, create_batch=collate_images)
-        cbs = [SkipValidation(), *L(cb)]
-        learn = Learner(DataLoaders(dl, dl), Detector(), loss_of_detector, opt_func=SGD, cbs=cbs)
-        return weights(fit(learn, 2))
-
-    big = train(16)
-    assert_apart(big, weights(classifier_model()))
-    assert_same(train(4, GradientAccumulation(16)), big, 1e-6)  # float32
+def test_labels_do_not_count_for_another_loss_than_that_of_the_model():
+    learn = labelled_pass(tensor(1.), KEPT_AND_IGNORED, logits=LOGITS_OF_4)
+    learn.loss_grad = tensor(1.)
+    assert ModelLabels().count(learn) is None
 
 
 # The table of losses, and the rules
@@ -413,33 +388,23 @@ def test_a_rule_adds_up_the_weights_of_classes(name):
     assert found == pytest.approx(expected, rel=1e-6)  # float32, in another order
 
 
-@pytest.mark.parametrize('loss_func, expected', [
-    (partial(nn.MSELoss()), True),
-    (partial(F.l1_loss, reduction='sum'), True),
-    (CrossEntropyLossFlat(), True),
-    (OwnRule(weighted_mean), True),
-    (plain_sum, False),
-    (partial(plain_sum), False),
-    (DiceLoss(), False),
-    (partial(F.l1_loss, reduction='none'), False),
-    (CrossEntropyLossFlat(reduction='none'), False),
-    (OwnWeights(weighted_mean), False)])
-def test_which_losses_have_a_rule(loss_func, expected):
-    "Those without a reduction do not average by themselves, and none is known"
-    assert has_rule(loss_func) == expected
+@pytest.mark.parametrize('loss_func', [
+    plain_sum,
+    partial(plain_sum),
+    DiceLoss(reduction='mean'),
+    partial(F.l1_loss, reduction='none'),
+    CrossEntropyLossFlat(reduction='none'),
+    OwnWeights(weighted_mean)])
+def test_a_loss_without_a_rule_goes_by_rows(loss_func):
+    "Those without a reduction do not average by themselves, and nobody knows over what they do"
+    assert loss_items(loss_func, VALUES, BINARY, rows=5) == 5
 
 
-def test_a_rule_for_a_function_holds_for_a_partial_of_it():
-    def kept(pred, targ):
-        return F.cross_entropy(pred, targ.long()).float()
-
-    loss_items.register(kept, lambda settings, pred, targ: int(n_kept(targ)))
-    samples = labelled(100, missing_share=0.3)
-    big = weights(fit(learner_of(samples, 16, None, kept), 1))
-    assert_apart(big, weights(classifier_model()))
-    for loss_func in (kept, partial(kept)):
-        small = fit(learner_of(samples, 8, GradientAccumulation(16), loss_func), 1)
-        assert_same(weights(small), big, ROUNDING)
+def test_a_rule_for_a_function_holds_for_a_partial_of_it(monkeypatch):
+    def kept(pred, targ, weight=None): pass
+    monkeypatch.setitem(loss_rules, kept, lambda settings, pred, targ: len(settings.weight))
+    loss_func = partial(kept, weight=[1., 2.])  # settings need not be hashable
+    assert loss_items(loss_func, LOGITS, LABELS) == 2
 
 
 @pytest.mark.parametrize('items', [0, 7, 2.5, np.float32(2.5), tensor(3), tensor([[3.]])], ids=repr)
@@ -456,53 +421,5 @@ def test_num_items_that_returns_no_count_is_an_error(items):
         check_items(items)
 
 
-LABELS_OF_3 = tensor([0, 1, 1])
-
-
-def test_settings_in_a_partial_need_not_be_hashable():
-    def weighted(pred, targ, weight):
-        return F.cross_entropy(pred, targ, weight=torch.tensor(weight))
-
-    loss_func = partial(weighted, weight=[1., 2.])
-    assert loss_items(loss_func, torch.randn(3, 2), LABELS_OF_3) == 3  # samples
-
-
-def test_weights_in_a_partial_are_not_kept_alive():
-    class_weights = tensor([1., 2.])
-    alive = weakref.ref(class_weights)
-    loss_func = partial(F.cross_entropy, weight=class_weights)
-    assert loss_items(loss_func, torch.randn(3, 2), LABELS_OF_3) == 1+2+2
-    del class_weights, loss_func
-    assert alive() is None
-
-
 def test_an_unknown_loss_of_a_target_that_is_one_number_goes_by_rows():
-    pred = torch.zeros(8, 7)
-    assert loss_items(mean_error, pred, tensor(1.5), rows=8) == 8
-
-
-class OneTarget(DataLoader):
-    "Yields one number as the target of all samples"
-    def __iter__(self):
-        for inputs, targets in super().__iter__():
-            yield inputs, targets.new_tensor(0.5)
-
-
-def mse_of_one_target(pred, targ):
-    "Has no rule"
-    return (pred-targ).pow(2).mean().float()
-
-
-def test_a_target_that_is_one_number_for_all_samples_equals_the_large_batch():
-    inputs, targets = data(88)
-
-    def train(bs, *cbs):
-        dl = OneTarget(list(zip(inputs, targets)), bs=bs)
-        cbs = [SkipValidation(), *cbs]
-        learn = Learner(DataLoaders(dl, dl), model(), mse_of_one_target, opt_func=SGD, cbs=cbs)
-        return fit(learn, 2)
-
-    big = train(32)
-    assert_moved(big)
-    small = train(8, GradientAccumulation(32))
-    assert_same(weights(small), weights(big), ROUNDING)
+    assert loss_items(mean_error, VALUES[:8], tensor(1.5), rows=8) == 8
