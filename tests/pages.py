@@ -235,7 +235,7 @@ def link_faults(name, pages, files=()):
 # Pages for users
 
 def is_for_users(name):
-    return not re.match(r'windows/|memory/|0[578]_|guides/06_', name)
+    return not re.match(r'windows/|memory/|resuming/|0[578]_|guides/06_', name)
 
 
 def words(cells):
