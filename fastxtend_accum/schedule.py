@@ -50,8 +50,8 @@ class GradientAccumulationSchedule(GradientAccumulation):
     "`GradientAccumulation` with a batch that changes from `start_accum_bs` to `final_accum_bs` samples"
     @delegates(GradientAccumulation.__init__, but=['accum_bs','n_acc'])
     def __init__(self,
-        start_accum_bs:int, # Samples per step until `start`; a multiple of the loader's batch size
-        final_accum_bs:int, # Samples per step from `finish` on, also a multiple; if smaller, the batch shrinks
+        start_accum_bs:int, # Samples per step until `start`: a multiple of the loader's batch, or any smaller size
+        final_accum_bs:int|None=None, # Samples per step from `finish` on; if less than at the start, the batch shrinks
         start:Numeric=0, # Where the schedule starts: a fraction of training (float) or a number of epochs (int)
         finish:Numeric=0.3, # Where it ends: 1.0 (float) is the end of training, 1 (int) the end of the first epoch
         schedule:Callable=SchedCos, # fastai annealer, or any `f(start, end)` that returns a function of `pos`

@@ -1,47 +1,42 @@
-"""GradientAccumulation itself: its arguments and attributes, settings that change between fits, and what it warns of.
+"""GradientAccumulation itself: its arguments and attributes, what it warns of, and how it validates.
 
-That it trains as the large batch does is in test_large_batch.py"""
+That it trains as the large batch does is in test_large_batch.py, what it reads before each fit in test_callback.py"""
 import pytest
+from fastai.text.data import LMDataLoader
 
 from common import *
+from fastxtend_accum.accumulation import can_be_smaller
 from fastxtend_accum.memory.auto import AutoMicroBatches
 from fastxtend_accum.memory.micro_batches import MicroBatches
+from our_warnings import warnings_of
 
 
 class NotesSizes(Callback):
-    "Notes the samples of each forward pass in training, and those that loggers see at a time"
-    order = 60
-    run_valid = False
+    "Notes the samples of each forward pass, in training and in validation"
     def before_fit(self):
-        self.passes = []
-        self.n_logged = 0
+        self.in_training = []
+        self.in_validation = []
 
     def after_pred(self):
-        self.passes.append(len(self.pred))
-
-    def after_batch(self):
-        self.n_logged += 1
+        sizes = self.in_training if self.training else self.in_validation
+        sizes.append(len(self.pred))
 
 
 # Arguments and attributes
 
 def test_the_arguments_of_fastai():
-    "Its callback has the same name, and 32 samples by default"
+    "Its callback has the same name, and 32 samples by default; `n_acc` is its name for `accum_bs`"
     assert GradientAccumulation().accum_bs == 32
     assert GradientAccumulation(64).accum_bs == 64
-    assert GradientAccumulation(n_acc=64).accum_bs == 64
-
-
-def test_n_acc_is_another_name_of_accum_bs():
-    accum = GradientAccumulation(64)
-    assert accum.n_acc == 64
+    accum = GradientAccumulation(n_acc=64)
+    assert accum.accum_bs == accum.n_acc == 64
     accum.n_acc = 32
     assert accum.accum_bs == 32
 
 
 @pytest.mark.parametrize('make, error, says', [
     (lambda: GradientAccumulation(64, 8), ValueError, 'accum_bs=64 and n_acc=8 both set'),
-    (lambda: GradientAccumulation(n_acc=0), ValueError, 'n_acc must be at least 1 sample'),
+    (lambda: GradientAccumulation(n_acc=0), ValueError, 'accum_bs must be at least 1 sample'),
     (lambda: GradientAccumulation(32, accum=3), TypeError, "unexpected keyword argument 'accum'"),
     (lambda: GradientAccumulation(32, remainder='keep'), ValueError, "must be one of .* or None, not 'keep'"),
     (lambda: GradientAccumulation(micro_batch_size=8, remainder='carry'), ValueError, 'windows of several batches')])
@@ -61,46 +56,36 @@ def test_what_other_callbacks_find_in_a_fit():
     "The steps so far, and the samples of the present window"
     accum = GradientAccumulation(32)
     seen = []
-    def note(self): seen.append([accum.opt_steps, accum.window.total_samples])
+    def note(self): seen.append([accum.opt_steps, accum.window.seen_samples])
     fit(make_learner(8, n=88, cbs=[accum, Callback(before_step=note, after_step=note)]), 1)
     assert seen == [[0, 32], [1, 32], [1, 32], [2, 32], [2, 24], [3, 24]]
     assert accum.opt_steps == 3
 
 
-@pytest.mark.parametrize('micro_batch_size, expected', [(None, 8), (3, 3), ('auto', 8)])
-def test_micro_bs_is_what_the_model_sees_at_a_time(micro_batch_size, expected):
-    accum = GradientAccumulation(32, micro_batch_size=micro_batch_size)
+@pytest.mark.parametrize('bs, accum, expected', [
+    (8, GradientAccumulation(32), 8),
+    (8, GradientAccumulation(32, micro_batch_size=3), 3),
+    (8, GradientAccumulation(32, micro_batch_size='auto'), 8),
+    (32, GradientAccumulation(8), 8),
+    (32, GradientAccumulation(16, micro_batch_size=6), 6)])
+def test_micro_bs_is_what_the_model_sees_at_a_time(bs, accum, expected):
     notes = NotesSizes()
-    fit(make_learner(8, cbs=[accum, notes]), 1)
+    fit(make_learner(bs, cbs=[accum, notes]), 1)
     assert accum.micro_bs == expected
-    assert max(notes.passes) == expected
-
-
-def test_micro_bs_of_a_loader_that_states_no_size_is_that_of_its_batches():
-    batches = list(zip(*[o.split(8) for o in data(32)]))
-    accum = GradientAccumulation(16, micro_batch_size=8)
-    fit(Learner(DataLoaders(batches, batches), model(), mse, opt_func=SGD, cbs=accum), 1)
-    assert accum.micro_bs == 8
-    assert accum.opt_steps == 2
+    assert max(notes.in_training) == expected
 
 
 # The end of an epoch
 
-@pytest.mark.parametrize('drop_last, kwargs, expected', [
-    (False, {}, 'step'),
-    (True, {}, 'drop'),
-    (True, dict(remainder='step'), 'step'),
-    (False, dict(remainder='carry'), 'carry')])
-def test_an_incomplete_window_follows_the_loader_unless_remainder_says_otherwise(drop_last, kwargs, expected):
+@pytest.mark.parametrize('drop_last, accum, expected', [
+    (False, GradientAccumulation(32), 'step'),
+    (True, GradientAccumulation(32), 'drop'),
+    (True, GradientAccumulation(32, remainder='step'), 'step'),
+    (False, GradientAccumulation(32, remainder='carry'), 'carry'),
+    (True, GradientAccumulation(micro_batch_size=4), 'step')])  # a window is one batch
+def test_an_incomplete_window_follows_the_loader_unless_remainder_says_otherwise(drop_last, accum, expected):
     learn = make_learner(8, drop_last=drop_last)
-    accum = GradientAccumulation(32, **kwargs)
     assert accum.remainder_for(learn.dls.train) == expected
-
-
-def test_a_window_of_one_batch_has_its_step_whatever_the_loader_drops():
-    learn = make_learner(8, drop_last=True)
-    accum = GradientAccumulation(micro_batch_size=4)
-    assert accum.remainder_for(learn.dls.train) == 'step'
 
 
 class NotesBars(Callback):
@@ -127,10 +112,11 @@ def test_what_is_dropped_is_neither_loaded_nor_computed(make):
     learn = make_learner(8, n=100, cbs=[make(32, remainder='drop'), sizes, bars])
     learn.dls.train.after_batch = note
     with learn.no_logging(): learn.fit(2, 0.1)
-    assert len(loaded) == len(sizes.passes) == 24
-    assert set(loaded) == set(sizes.passes) == {8}
+    assert loaded == sizes.in_training == [8 for _ in range(24)]
     assert bars.seen == [[3, 3, 3, 3], [3, 3, 3, 6]]
 
+
+# Fits without a step
 
 def test_an_epoch_that_fills_no_window_is_an_error_if_windows_are_dropped():
     learn = make_learner(8, n=44, cbs=GradientAccumulation(48, remainder='drop'))
@@ -147,13 +133,50 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(list(zip(*data(40))))
 
 
-def test_a_fit_without_a_step_causes_a_warning():
-    "If nobody could know before"
-    learn = make_learner(8, cbs=GradientAccumulation(48, remainder='drop'))
+def stream_learner(*cbs):
+    learn = make_learner(8, cbs=cbs)
     train = torch.utils.data.DataLoader(Stream(), batch_size=8)
     learn.dls = DataLoaders(train, learn.dls.valid)
-    with pytest.warns(UserWarning, match='no epoch fills a window of 48 samples; use a smaller accum_bs'): fit(learn, 2)
+    return learn
+
+
+def test_a_fit_without_a_step_causes_a_warning_if_nobody_could_know_before():
+    learn = stream_learner(GradientAccumulation(48, remainder='drop'))
+    said, = warnings_of(learn, n_epoch=2)
+    assert said.startswith('no optimizer step was taken in this fit: no epoch fills a window of 48 samples; use a')
     assert_same(weights(learn), weights(model()))
+
+
+class ReplacesLoader(Callback):
+    "Wraps the training loader, in a way that fastai allows"
+    run_valid = False
+    def __init__(self, order):
+        self.order = order
+
+    def before_train(self):
+        self.learn.dl = self.dls.train.new()
+
+
+@pytest.mark.parametrize('order, expected', [(GradientAccumulation.order-1, 3), (GradientAccumulation.order+1, 0)])
+def test_a_loader_that_is_replaced_too_late_causes_a_warning(order, expected):
+    "The batches of the other loader run without accumulation, as fastai runs them"
+    accum = GradientAccumulation(32)
+    learn = make_learner(8, cbs=[accum, ReplacesLoader(order)])
+    said = warnings_of(learn)
+    assert accum.opt_steps == expected
+    if expected:
+        assert said == []
+        return
+    assert said == ['nothing was accumulated, because a callback replaced learn.dl after GradientAccumulation had put '
+                    'its batches into windows: it must do that in before_train, with an order below 12']
+    assert_same(weights(learn), weights(fit(make_learner(8), 1, lr=0.01)))
+
+
+@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_batch'])
+def test_a_fit_that_a_callback_ends_before_its_first_step_causes_none(event):
+    def end(self): raise CancelFitException
+    learn = make_learner(8, cbs=[GradientAccumulation(32), Callback(**{event: end})])
+    assert warnings_of(learn) == []
 
 
 def test_a_micro_batch_that_is_larger_than_the_loaders_batch_causes_a_warning():
@@ -163,86 +186,37 @@ def test_a_micro_batch_that_is_larger_than_the_loaders_batch_causes_a_warning():
     assert accum.micro_bs == 8
 
 
-# Settings that are changed between fits
+# Sizes that do not fit the loader
 
-def sizes_after_change(name, value, **kwargs):
-    "Trains, sets the attribute of the callback, trains again, and returns what the second fit has shown"
-    accum = GradientAccumulation(32, **kwargs)
-    notes = NotesSizes()
-    learn = fit(make_learner(8, cbs=[accum, notes]), 1)
-    setattr(accum, name, value)
-    fit(learn, 1)
-    return accum, notes
-
-
-@pytest.mark.parametrize('name', ['accum_bs', 'n_acc'])
-def test_another_window_acts_in_the_next_fit(name):
-    accum, notes = sizes_after_change(name, 48)
-    assert accum.opt_steps == notes.n_logged == 2
-    assert accum.learn.recorder.accum_bs == [48, 48]
+@pytest.mark.parametrize('bs, size, says', [
+    (8, 20, "accum_bs=20 is a number of samples, but not a multiple of the DataLoader's batch of 8: use 16 or 24"),
+    (32, 100, 'use 96 or 128')])
+def test_a_window_of_no_whole_number_of_batches_is_an_error(bs, size, says):
+    learn = make_learner(bs, cbs=GradientAccumulation(size))
+    with pytest.raises(ValueError, match=says): fit(learn)
+    assert_same(weights(learn), weights(model()))
 
 
-def test_another_micro_batch_acts_in_the_next_fit():
-    accum, notes = sizes_after_change('micro_batch_size', 4)
-    assert set(notes.passes) == {4}
-    assert accum.opt_steps == 3
+@pytest.mark.parametrize('size, expected', [
+    (32, [32, 32, 32]),
+    (16, [16, 16, 16, 16, 16, 16]),
+    (10, [10, 11, 11, 10, 11, 11, 10, 11, 11]),
+    (20, [16, 16, 16, 16, 16, 16])])  # 32 is as near a multiple of it as 16, and nearer to none
+def test_a_window_may_be_a_part_of_a_batch(size, expected):
+    "The nearest size of which a loader batch has a whole number"
+    learn = fit(make_learner(32, cbs=GradientAccumulation(size)), 1)
+    assert sorted(learn.recorder.accum_bs) == sorted(expected)
 
 
-def test_no_micro_batch_acts_in_the_next_fit():
-    accum, notes = sizes_after_change('micro_batch_size', None, micro_batch_size=4)
-    assert set(notes.passes) == {8}
-    assert accum.valid_strategy is None
+def test_a_batch_of_unknown_size_is_not_cut():
+    batches = list(zip(*[o.split(8) for o in data(32)]))
+    learn = Learner(DataLoaders(batches, batches), model(), mse, cbs=GradientAccumulation(4, micro_batch_size=8))
+    with pytest.raises(ValueError, match='accum_bs=4 is less than 8.*states no batch size cannot be cut'): fit(learn)
 
 
-def test_loader_batches_are_logged_in_the_next_fit():
-    accum, notes = sizes_after_change('log_accum_batch', False)
-    assert notes.n_logged == 12
-    assert accum.opt_steps == 3
+# The strategy, and the line
 
-
-def test_another_remainder_acts_in_the_next_fit():
-    accum = GradientAccumulation(40)
-    learn = fit(make_learner(8, cbs=accum), 1)
-    assert learn.recorder.accum_bs == [40, 40, 16]
-    accum.remainder = 'drop'
-    assert fit(learn, 1).recorder.accum_bs == [40, 40]
-
-
-def test_another_count_of_items_acts_in_the_next_fit():
-    accum = GradientAccumulation(32)
-    learn = fit(make_learner(8, cbs=accum), 1)
-    def none(learn): return 0
-    accum.num_items = none
-    before = weights(learn)
-    with pytest.warns(UserWarning, match='nothing to average over'): fit(learn, 1)
-    assert_same(weights(learn), before)
-    assert accum.n_skipped == 3
-
-
-@pytest.mark.parametrize('name, value, error, says', [
-    ('accum_bs', 20, ValueError, "accum_bs=20 counts samples, and is not a multiple of the DataLoader's batch of 8"),
-    ('accum_bs', 0, ValueError, 'must be at least 1 sample'),
-    ('n_acc', 32., TypeError, 'counts samples, so it must be an int'),
-    ('micro_batch_size', 'half', ValueError, "micro_batch_size must be a number of samples or 'auto'"),
-    ('log_accum_batch', 1, TypeError, 'log_accum_batch must be True or False'),
-    ('remainder', 'keep', ValueError, 'remainder must be one of'),
-    ('num_items', 5, TypeError, 'num_items must be a function of the Learner')])
-def test_another_setting_is_checked_in_the_next_fit(name, value, error, says):
-    "Before anything is trained; a valid one makes the fit after that"
-    accum = GradientAccumulation(32)
-    learn = fit(make_learner(8, cbs=accum), 1)
-    before = weights(learn)
-    valid = getattr(accum, name)
-    setattr(accum, name, value)
-    with pytest.raises(error, match=says): fit(learn, 1)
-    assert_same(weights(learn), before)
-    setattr(accum, name, valid)
-    fit(learn, 1)
-    assert accum.opt_steps == 3
-
-
-def test_the_size_that_auto_has_found_is_kept():
-    "Unless micro_batch_size changes"
+def test_the_size_that_auto_has_found_is_kept_unless_micro_batch_size_changes():
     accum = GradientAccumulation(32, micro_batch_size='auto')
     learn = fit(make_learner(8, cbs=accum), 1)
     strategy = accum.strategy
@@ -257,23 +231,13 @@ def test_the_size_that_auto_has_found_is_kept():
 def test_the_line_is_printed_again_if_it_has_changed(capsys):
     accum = GradientAccumulation(32)
     learn = make_learner(8, cbs=accum)
-    fit_aloud(learn, 1)
-    assert capsys.readouterr().out == '32 = 4 x 8 samples\n'
-    fit_aloud(learn, 1)
-    assert capsys.readouterr().out == ''
-    accum.accum_bs = 48
-    fit_aloud(learn, 1)
-    assert capsys.readouterr().out == '48 = 6 x 8 samples\n'
-    assert accum.last_message == '48 = 6 x 8 samples'
-
-
-def test_the_line_says_what_differs_from_one_batch(capsys):
-    layers = [nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1)]
-    m = nn.Sequential(*layers).double()
-    fit_aloud(make_learner(8, m=m, cbs=GradientAccumulation(32)), 1)
-    assert capsys.readouterr().out == (
-        '32 = 4 x 8 samples. As in one batch of 32, except: BatchNorm1d (1 layer) sees 8 samples at a time; '
-        'dropout draws different random numbers.\n')
+    said = []
+    for size in (32, 32, 48, 4):
+        accum.accum_bs = size
+        fit_aloud(learn, 1)
+        said.append(capsys.readouterr().out)
+    assert said == ['32 = 4 x 8 samples\n', '', '48 = 6 x 8 samples\n',
+                    '4 samples: each batch of 8 makes 2 optimizer steps\n']
 
 
 # Steps that are skipped
@@ -288,13 +252,12 @@ class Spoils(Callback):
 def test_skipped_steps_are_counted_and_said_once_in_each_fit():
     accum = GradientAccumulation(32, skip_nonfinite=True)
     learn = make_learner(8, cbs=[accum, Spoils()])
-    says = 'skipped a step: its gradient contains NaN or infinity. Later ones are skipped without a warning'
     for n_epoch in (3, 2):
-        with pytest.warns(UserWarning, match=says) as said: fit(learn, n_epoch)
-        assert len(said) == 1
+        said, = warnings_of(learn, n_epoch)
+        assert said.startswith('skipped a step: its gradient contains NaN or infinity. Later ones are skipped without')
         assert accum.n_skipped == 3*(n_epoch-1)
         assert accum.opt_steps == 3
-    fit(learn, 1)
+    assert warnings_of(learn) == []
     assert accum.n_skipped == 0
 
 
@@ -313,3 +276,70 @@ def test_a_late_callback_sees_each_loader_batch_where_those_are_logged():
     large = fit(make_learner(32, cbs=LateAugmentation()))
     small = fit(make_learner(8, cbs=[LateAugmentation(), GradientAccumulation(32, log_accum_batch=False)]))
     assert_same(weights(small), weights(large), ROUNDING)
+
+
+# Validation
+
+SAMPLES = list(zip(*data(20)))
+
+
+class OwnLoader(DataLoader): "Whatever it does, a copy of it might not"
+
+
+@pytest.mark.parametrize('accum, sizes', [
+    (GradientAccumulation(micro_batch_size=6), [4, 4, 4, 4, 4]),  # in training, 8 are split into 4 and 4
+    (GradientAccumulation(32, micro_batch_size=8), [8, 8, 4]),
+    (GradientAccumulation(micro_batch_size='auto'), [8, 8, 4]),
+    (GradientAccumulation(32), [16, 4])])
+def test_validation_has_the_batches_that_the_model_sees_in_training(accum, sizes):
+    notes = NotesSizes()
+    learn = fit(make_learner(8, cbs=[accum, notes]), 1)
+    assert notes.in_validation == sizes
+    notes = NotesSizes()
+    plain = make_learner(8, cbs=notes)
+    plain.model.load_state_dict(learn.model.state_dict())
+    with quiet(plain): loss, = plain.validate()
+    assert notes.in_validation == [16, 4]
+    assert float(learn.final_record[-1]) == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize('valid', [
+    OwnLoader(SAMPLES, bs=16),
+    torch.utils.data.DataLoader(SAMPLES, batch_size=16)])
+def test_validation_stays_as_it_is_with_a_loader_that_is_not_fastais_own(valid):
+    notes = NotesSizes()
+    learn = make_learner(8, cbs=[GradientAccumulation(micro_batch_size=4), notes])
+    learn.dls = DataLoaders(learn.dls.train, valid)
+    fit(learn, 1)
+    assert notes.in_validation == [16, 4]
+    assert learn.dls.valid is valid
+
+
+def changed(**attributes):
+    "Returns a loader of fastai's with attributes that somebody has set"
+    dl = DataLoader(SAMPLES, bs=16)
+    vars(dl).update(attributes)
+    return dl
+
+
+@pytest.mark.parametrize('dl, bs, expected', [
+    (DataLoader(SAMPLES, bs=16), 6, True),
+    (TfmdDL(SAMPLES, bs=16), 6, True),
+    (LMDataLoader([torch.arange(100)], bs=4, seq_len=5), 2, False),  # its batches continue each other
+    (DataLoader(SAMPLES, bs=16), 16, False),
+    (DataLoader(SAMPLES, bs=16, drop_last=True), 6, False),
+    (changed(n=10), 6, False),
+    (OwnLoader(SAMPLES, bs=16), 6, False),
+    (SAMPLES, 6, False)])
+def test_which_loaders_can_be_smaller(dl, bs, expected):
+    assert can_be_smaller(dl, bs) == expected
+
+
+def test_smaller_batches_for_validation_draw_no_random_number():
+    "A loader of fastai's draws a seed when it is made"
+    seen = []
+    def note(self): seen.append(random.random())
+    for cbs in ([], [GradientAccumulation(micro_batch_size=4)]):
+        random.seed(1)
+        fit(make_learner(8, cbs=[*cbs, Callback(after_validate=note)]), 1)
+    assert seen[0] == seen[1]

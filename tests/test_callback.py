@@ -1,32 +1,24 @@
-"The callback that runs the batches: which one does, what it reads before a fit and refuses, how validation is split"
+"The callback that runs the batches: which one does, what it reads before a fit, what it refuses and what it warns of"
 import pytest
-from fastai.callback.hook import Hook
 
 from common import *
 from fastxtend_accum.callback import WindowCallback
+from fastxtend_accum.windows.checks import hooks_warning
+from our_warnings import warnings_of
+
+G = GradientAccumulation
+S = GradientAccumulationSchedule
 
 
 class Counts(Callback):
     "Counts the times that `event` comes in training"
     run_valid = False
-    def __init__(self, event, order=0):
-        self.order = order
+    def __init__(self, event):
         self.n = 0
         setattr(self, event, self.count)
 
-    def count(self): self.n += 1
-
-
-class Sizes(nn.Module):
-    "Notes how many samples it sees at a time"
-    def __init__(self):
-        super().__init__()
-        self.inner = model()
-        self.sizes = []
-
-    def forward(self, x):
-        self.sizes.append(len(x))
-        return self.inner(x)
+    def count(self):
+        self.n += 1
 
 
 # Which callback runs the batches
@@ -41,34 +33,22 @@ def test_without_windows_a_loader_batch_is_a_window_and_the_fit_is_fastais():
     assert learn.recorder.values == plain.recorder.values
 
 
-@pytest.mark.parametrize('cbs,leader', [
-    ([GradientAccumulation(32)], 0),
-    ([ActivationCheckpointing(), GradientAccumulation(32)], 1),
-    ([GradientAccumulation(32), ActivationCheckpointing()], 0),
-    ([ActivationCheckpointing(), GradientCache(4)], 0),
-    ([GradientCache(4), ActivationCheckpointing()], 0),
-    ([GradientCache(4), ActivationCheckpointing(), GradientAccumulation(micro_batch_size='auto')], 2)])
-def test_the_first_callback_that_sets_windows_leads_or_else_the_first_one(cbs, leader):
+@pytest.mark.parametrize('cbs, leader', [
+    ([G(32)], 0),
+    ([ActivationCheckpointing(), G(32)], 1),
+    ([G(32), ActivationCheckpointing()], 0),
+    ([ActivationCheckpointing(), GradientCache(4)], 1),
+    ([WindowCallback(), WindowCallback()], 0),
+    ([GradientCache(4), ActivationCheckpointing(), S(8, 32)], 2)])
+def test_the_callback_of_the_lowest_rank_leads(cbs, leader):
+    "GradientAccumulation, then GradientCache, then any other; of equals, the first"
     make_learner(8, cbs=cbs)
-    assert [o.is_leader() for o in cbs] == [i == leader for i in range(len(cbs))]
-
-
-def test_a_callback_that_does_not_run_does_not_lead():
-    "`run` is fastai's switch, which it turns on again after the fit"
-    accumulation = GradientAccumulation(32)
-    blocks = all_blocks()
-    learn = make_learner(8, cbs=[accumulation, blocks])
-    accumulation.run = False
-    assert blocks.is_leader()
-    fit(learn, 1)
-    assert len(losses(learn)) == 12
-    assert accumulation.is_leader()
-    fit(learn, 1)
-    assert len(losses(learn)) == 3
+    assert [o.is_leader() for o in cbs].index(True) == leader
+    assert sum(o.is_leader() for o in cbs) == 1
 
 
 def test_a_callback_without_a_learner_does_not_lead():
-    cb = GradientAccumulation(32)
+    cb = G(32)
     assert not cb.is_leader()
     learn = make_learner(8, cbs=cb)
     assert cb.is_leader()
@@ -76,88 +56,69 @@ def test_a_callback_without_a_learner_does_not_lead():
     assert not cb.is_leader()
 
 
-def test_of_what_saves_memory_that_which_splits_batches_comes_last():
+@pytest.mark.parametrize('make_splitting', [partial(GradientCache, 'auto'), partial(G, 32, micro_batch_size='auto')])
+def test_of_what_saves_memory_what_splits_batches_comes_last(make_splitting):
     "Since recomputed blocks leave results as they are, they are tried first"
-    cache = GradientCache('auto')
+    splitting = make_splitting()
     blocks = ActivationCheckpointing()
-    learn = make_learner(8, cbs=[cache, blocks])
-    assert cache.memory_savers() == [blocks, cache]
-    auto = GradientAccumulation(32, micro_batch_size='auto')
-    learn.remove_cb(cache)
-    learn.add_cb(auto)
-    assert auto.memory_savers() == [blocks, auto.strategy]
+    make_learner(8, cbs=[splitting, blocks])
+    first_saver, second_saver = splitting.memory_savers()
+    assert first_saver is blocks
+    assert second_saver in (splitting, splitting.strategy)
 
 
 # To whom it belongs
 
 def test_a_callback_that_was_given_to_a_second_learner_says_so_in_the_first():
-    cb = GradientAccumulation(32)
+    cb = G(32)
     first = make_learner(8, cbs=cb)
     second = make_learner(8, cbs=cb)
     assert len(losses(fit(second, 1))) == 3
     with pytest.raises(RuntimeError, match='this GradientAccumulation belongs to another Learner'): fit(first, 1)
 
 
-@pytest.mark.parametrize('add', [
-    lambda learn, cb: fit(learn.add_cb(cb), 1),
-    lambda learn, cb: fit(learn, 1, cbs=cb)])
-def test_a_callback_that_was_added_twice_says_so(add):
-    cb = GradientAccumulation(32)
-    with pytest.raises(ValueError, match='this GradientAccumulation was added to its Learner twice'):
-        add(make_learner(8, cbs=cb), cb)
-
-
-@pytest.mark.parametrize('make', [
-    partial(GradientAccumulation, 32), ActivationCheckpointing, partial(GradientCache, 4)])
-def test_a_callback_that_was_removed_by_the_fit_of_another_learner_says_so(make):
-    "fastai leaves it in the list of the first one"
-    cb = make()
-    first = make_learner(8, cbs=cb)
-    fit(make_learner(8), 1, cbs=cb)
-    with pytest.warns(UserWarning, match=f'{type(cb).__name__} was removed from its Learner, and does nothing'):
-        fit(first, 1)
-    assert_same(weights(first), weights(fit(make_learner(8), 1)))
+def test_a_callback_that_is_passed_to_one_fit_after_the_other():
+    "Of one Learner, and then of another one: `fit(cbs=...)` adds it, and takes it out at the end"
+    cb = G(32, micro_batch_size=4)
+    large = make_learner(32)
+    learn = make_learner(8)
+    for n_epoch in (1, 2):
+        fit(learn, n_epoch, cbs=cb)
+        fit(large, n_epoch)
+        assert cb not in learn.cbs
+        assert cb.opt_steps == 3*n_epoch
+    assert_same(weights(learn), weights(large), ROUNDING)
+    other = fit(make_learner(16), 3, cbs=cb)
+    assert_same(weights(other), weights(large), ROUNDING)
+    assert_moved(large)
 
 
 # Its own events
 
-def counted(learn): learn.n_counted = getattr(learn, 'n_counted', 0)+1
+def counted(learn):
+    learn.n_counted = getattr(learn, 'n_counted', 0)+1
 
 
-class OwnEvents(GradientAccumulation):
+class OwnEvents(G):
     "Has events in its class"
     def after_pred(self): counted(self.learn)
     def before_step(self): counted(self.learn)
     def after_batch(self): counted(self.learn)
 
 
-class Patched(GradientAccumulation): "Gets events by fastcore's `patch`"
-
-
-@patch
-def after_pred(self:Patched): counted(self.learn)
-@patch
-def before_step(self:Patched): counted(self.learn)
-@patch
-def after_batch(self:Patched): counted(self.learn)
-
-
 class OwnEventsOfBlocks(ActivationCheckpointing):
-    def after_pred(self): counted(self.learn)
-    def before_step(self): counted(self.learn)
-    def after_batch(self): counted(self.learn)
+    after_pred = before_step = after_batch = OwnEvents.after_pred
 
 
 def with_events_of_its_own():
-    cb = GradientAccumulation(32)
+    cb = G(32)
     for event in ('after_pred', 'before_step', 'after_batch'):
         setattr(cb, event, lambda: counted(cb.learn))
     return cb
 
 
-@pytest.mark.parametrize('make,n_expected', [
+@pytest.mark.parametrize('make, n_expected', [
     (partial(OwnEvents, 32), 12+3+3),
-    (partial(Patched, 32), 12+3+3),
     (with_events_of_its_own, 12+3+3),
     (OwnEventsOfBlocks, 12+12+12)])
 def test_batch_events_of_a_subclass_or_of_the_object_come_in_training(make, n_expected):
@@ -169,19 +130,21 @@ def test_batch_events_of_a_subclass_or_of_the_object_come_in_training(make, n_ex
 
 # Settings, which a fit reads when it begins
 
-G = GradientAccumulation
-S = GradientAccumulationSchedule
+def no_items(learn): return 0
 
 
-@pytest.mark.parametrize('cb,changes,new', [
+@pytest.mark.parametrize('cb, changes, new', [
     (G(32), dict(accum_bs=16), G(16)),
+    (G(32), dict(accum_bs=4), G(4)),
     (G(32), dict(n_acc=48), G(48)),
     (G(32), dict(micro_batch_size=3), G(32, micro_batch_size=3)),
     (G(32, micro_batch_size=3), dict(micro_batch_size=None), G(32)),
     (G(32), dict(log_accum_batch=False), G(32, log_accum_batch=False)),
     (G(32), dict(remainder='drop'), G(32, remainder='drop')),
     (S(8, 32), dict(start_accum_bs=16), S(16, 32)),
-    (S(8, 32), dict(final_accum_bs=24, finish=1.), S(8, 24, finish=1.))])
+    (S(8, 32), dict(final_accum_bs=24, finish=1.), S(8, 24, finish=1.)),
+    (S(8, 32), dict(scale={'lr': sqrt_scale}), S(8, 32, scale={'lr': sqrt_scale})),
+    (all_blocks(), dict(blocks=lambda m: [m[0]]), all_blocks(lambda m: [m[0]]))])
 def test_settings_that_were_changed_since_the_last_fit_are_those_of_a_new_callback(cb, changes, new):
     learn = fit(make_learner(8, n=88, cbs=cb), 1)
     for name, value in changes.items(): setattr(cb, name, value)
@@ -191,29 +154,46 @@ def test_settings_that_were_changed_since_the_last_fit_are_those_of_a_new_callba
     assert_moved(learn)
     assert_same(weights(learn), weights(expected))
     assert losses(learn) == losses(expected)
-    assert cb.micro_bs == new.micro_bs
+    assert cb.strategy.size == new.strategy.size
 
 
-@pytest.mark.parametrize('cb,changes,says', [
-    (G(32), dict(accum_bs=0), 'accum_bs must be at least 1 sample, not 0'),
-    (G(32), dict(accum_bs=20), 'accum_bs=20 counts samples, and is not a multiple'),
-    (G(n_acc=32), dict(n_acc=-8), 'n_acc must be at least 1 sample, not -8'),
-    (G(32), dict(micro_batch_size='half'), "micro_batch_size must be a number of samples or 'auto'"),
-    (G(32), dict(remainder='keep'), "remainder must be one of"),
-    (G(32), dict(log_accum_batch=1), 'log_accum_batch must be True or False'),
-    (S(8, 32), dict(start=.5), 'start=0.5 is after finish=0.3'),
-    (all_blocks(), dict(blocks='body'), "blocks must be a function of the model, or 'auto'"),
-    (GradientCache(4), dict(rows=0), 'rows must be at least 1')])
-def test_settings_that_were_changed_are_checked_before_training(cb, changes, says):
+def test_a_count_of_items_that_was_changed_since_the_last_fit():
+    cb = G(32)
+    learn = fit(make_learner(8, cbs=cb), 1)
+    cb.num_items = no_items
+    before = weights(learn)
+    with pytest.warns(UserWarning, match='nothing to average over'): fit(learn, 1)
+    assert_same(weights(learn), before)
+    assert cb.n_skipped == 3
+
+
+@pytest.mark.parametrize('cb, name, value, says', [
+    (G(32), 'accum_bs', 0, 'accum_bs must be at least 1 sample, not 0'),
+    (G(32), 'accum_bs', 20, 'accum_bs=20 is a number of samples, but not a multiple'),
+    (G(32), 'n_acc', 32., 'accum_bs counts samples, so it must be an int'),
+    (G(32), 'micro_batch_size', 'half', "micro_batch_size must be a number of samples or 'auto'"),
+    (G(32), 'remainder', 'keep', 'remainder must be one of'),
+    (G(32), 'num_items', 5, 'num_items must be a function of the Learner'),
+    (G(32), 'log_accum_batch', 1, 'log_accum_batch must be True or False'),
+    (S(8, 32), 'start', .5, 'start=0.5 is after finish=0.3'),
+    (S(8, 32), 'final_accum_bs', 20, 'final_accum_bs=20 is a number of samples, but not a multiple'),
+    (S(8, 32), 'start_accum_bs', 0, 'start_accum_bs must be at least 1'),
+    (all_blocks(), 'blocks', 'body', "blocks must be a function of the model, or 'auto'"),
+    (GradientCache(4), 'micro_batch_size', 0, 'micro_batch_size must be at least 1')])
+def test_settings_that_were_changed_are_checked_before_training(cb, name, value, says):
+    "A valid one makes the fit after that"
     learn = fit(make_learner(8, cbs=cb), 1)
     before = weights(learn)
-    for name, value in changes.items(): setattr(cb, name, value)
+    valid = getattr(cb, name)
+    setattr(cb, name, value)
     with pytest.raises((TypeError, ValueError)) as e: fit(learn, 1)
     assert says in str(e.value)
     assert_same(weights(learn), before)
+    setattr(cb, name, valid)
+    assert_apart(fit(learn, 1), before)
 
 
-@pytest.mark.parametrize('cb,large_bs', [(G(32), 32), (G(micro_batch_size=4), 8), (all_blocks(), 8)])
+@pytest.mark.parametrize('cb, large_bs', [(G(32), 32), (G(micro_batch_size=4), 8), (all_blocks(), 8)])
 def test_a_fit_begins_without_the_gradients_that_are_there(cb, large_bs):
     learn = fit(make_learner(8, cbs=cb), 0)
     inputs, targets = data(96)
@@ -227,16 +207,7 @@ def test_a_fit_begins_without_the_gradients_that_are_there(cb, large_bs):
 
 # lr_find
 
-@pytest.mark.parametrize('num_it', [6, 20])
-@pytest.mark.parametrize('make', [partial(G, 32), partial(G, 32, remainder='carry'), partial(G, micro_batch_size=4)])
-def test_lr_find_takes_as_many_windows_as_asked_for(make, num_it):
-    steps = Counts('after_step')
-    learn = make_learner(8, n=88, cbs=[make(), steps])
-    with learn.no_bar(): learn.lr_find(num_it=num_it, stop_div=False, show_plot=False)
-    assert steps.n == num_it
-
-
-@pytest.mark.parametrize('n_epoch,num_it', [(2, 100), (3, 20)])
+@pytest.mark.parametrize('n_epoch, num_it', [(1, 100), (2, 100), (3, 20)])
 @pytest.mark.parametrize('is_in_fit', [True, False])
 def test_a_fit_with_an_lr_finder_has_the_epochs_that_were_asked_for(n_epoch, num_it, is_in_fit):
     "Unless these happen to be as many as `lr_find` would ask for with its number of iterations"
@@ -251,23 +222,25 @@ def test_a_fit_with_an_lr_finder_has_the_epochs_that_were_asked_for(n_epoch, num
 # What a plan is made of
 
 class Unsized:
-    "Yields batches of 8, and does not say so"
-    def __init__(self, n=32): self.batches = [*zip(*[o.split(8) for o in data(n)])]
-    def __iter__(self): return iter(self.batches)
-    def __len__(self): return len(self.batches)
+    "Yields 4 batches of 8, and does not say so"
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return zip(*[o.split(8) for o in data(32)])
 
 
-def unsized_learner(cb):
-    return Learner(DataLoaders(Unsized(), Unsized()), model(), mse, opt_func=SGD, cbs=cb)
+def unsized_learner(cb, m=None):
+    return Learner(DataLoaders(Unsized(), Unsized()), m or model(), mse, opt_func=SGD, cbs=cb)
 
 
-@pytest.mark.parametrize('cb,batch_size', [
-    (G(16, micro_batch_size=8), 8),  # taken for what the loader yields
-    (G(micro_batch_size=4), None),  # each loader batch is a window, of whatever size
-    (WindowCallback(), None)])
-def test_the_batch_size_of_a_loader_that_states_none(cb, batch_size):
+@pytest.mark.parametrize('cb, batch_size, micro_bs', [
+    (G(16, micro_batch_size=8), 8, 8),  # taken for what the loader yields
+    (G(micro_batch_size=4), None, 4)])  # each loader batch is a window, of whatever size
+def test_the_batch_size_of_a_loader_that_states_none(cb, batch_size, micro_bs):
     learn = fit(unsized_learner(cb), 1)
     assert cb.loader_info_of(learn.dls.train).batch_size == batch_size
+    assert cb.micro_bs == micro_bs
     n_samples = cb.accum_bs or 8
     assert len(losses(learn)) == 32//n_samples
 
@@ -278,19 +251,22 @@ def test_without_a_batch_size_windows_of_several_batches_are_an_error(cb):
         fit(unsized_learner(cb), 1)
 
 
-@pytest.mark.parametrize('cb,joins,counts_samples', [
-    (G(32), True, False),
-    (G(8), False, False),
-    (G(micro_batch_size=4), False, False),
-    (G(32, remainder='carry'), True, True),
-    (S(8, 32), True, True),
-    (S(8, 8), False, True),
-    (all_blocks(), False, False)])
-def test_a_plan_tells_whether_windows_join_batches_and_differ_in_size(cb, joins, counts_samples):
+@pytest.mark.parametrize('cb, joins_batches, has_pieces, sizes_vary', [
+    (G(32), True, False, False),
+    (G(8), False, False, False),
+    (G(4), False, True, False),
+    (G(micro_batch_size=4), False, False, False),
+    (G(32, remainder='carry'), True, False, True),
+    (S(8, 32), True, False, True),
+    (S(4, 32), True, True, True),
+    (S(8, 8), False, False, True),
+    (all_blocks(), False, False, False)])
+def test_a_plan_tells_how_windows_differ_from_batches(cb, joins_batches, has_pieces, sizes_vary):
     fit(make_learner(8, cbs=cb), 1)
     plan = cb.loop.batches.plan
-    assert cb.joins_batches(plan) == joins
-    assert cb.counts_samples(plan) == counts_samples
+    assert cb.joins_batches(plan) == joins_batches
+    assert plan.has_pieces == has_pieces
+    assert plan.sizes_vary == sizes_vary
 
 
 def test_a_loader_that_is_replaced_between_epochs_is_checked_again():
@@ -300,12 +276,12 @@ def test_a_loader_that_is_replaced_between_epochs_is_checked_again():
         if self.epoch == 1: self.learn.dls = DataLoaders(other, self.dls.valid)
     steps = Counts('after_step')
     learn.add_cbs([Callback(before_epoch=replace), steps])
-    with pytest.raises(ValueError, match="accum_bs=32 .* is not a multiple of the DataLoader's batch of 20"):
+    with pytest.raises(ValueError, match="accum_bs=32 .* not a multiple of the DataLoader's batch of 20"):
         fit(learn, 2)
     assert steps.n == 3
 
 
-# What it refuses, or warns of, before training
+# Learners with a loop of their own
 
 class OwnBatch(Learner):
     def one_batch(self, i, b): super().one_batch(i, b)
@@ -315,13 +291,12 @@ class OwnStep(Learner):
     def _do_grad_opt(self): super()._do_grad_opt()
 
 
-@pytest.mark.parametrize('cls,name', [(OwnBatch, 'one_batch'), (OwnStep, '_do_grad_opt')])
-@pytest.mark.parametrize('cb', [G(32), G(micro_batch_size=4), all_blocks()])
+@pytest.mark.parametrize('cls, name', [(OwnBatch, 'one_batch'), (OwnStep, '_do_grad_opt')])
+@pytest.mark.parametrize('cb', [G(32), G(4), G(micro_batch_size=4), all_blocks()])
 def test_a_learner_with_a_loop_of_its_own_is_refused_where_it_would_be_overruled(cls, name, cb):
     learn = cls(make_learner(8).dls, model(), mse, opt_func=SGD, cbs=cb)
     says = f'{cls.__name__} has its own {name}, which {type(cb).__name__} would overrule'
-    with pytest.raises(ValueError, match=says):
-        fit(learn, 1)
+    with pytest.raises(ValueError, match=says): fit(learn, 1)
     assert_same(weights(learn), weights(model()))
 
 
@@ -333,174 +308,90 @@ def test_a_learner_with_a_loop_of_its_own_runs_whole_batches_by_it(cls):
     assert_same(weights(learn), weights(plain))
 
 
-class Prepares(Callback):
-    def before_batch(self): pass
+# What it warns of
+
+class Idle(Callback):
+    "Does nothing at these events"
+    def __init__(self, order, *events):
+        self.order = order
+        for event in events: setattr(self, event, self.do_nothing)
+
+    def do_nothing(self): pass
 
 
-class Logs(Prepares):
-    def after_batch(self): pass
+LATE = ['before_batch of Idle is called once per window, because its order is 50 or more: if it prepares batches, set '
+        'a lower order, such as cb.order = 45']
+SETS_UP = ['Idle: after_loss is called once per micro-batch, but before_batch once per loader batch. If it undoes there '
+           'what before_batch sets up, leave micro_batch_size out']
 
 
-class SetsUpPasses(Prepares):
-    def after_loss(self): pass
+@pytest.mark.parametrize('cb, bs, kwargs, says', [
+    (Idle(50, 'before_batch'), 8, {}, LATE),
+    (Idle(49, 'before_batch'), 8, {}, []),
+    (Idle(50, 'after_batch'), 8, {}, []),
+    (Idle(50, 'before_batch'), 32, {}, []),
+    (Idle(50, 'before_batch'), 8, dict(log_accum_batch=False), []),
+    (Idle(0, 'before_batch', 'after_loss'), 8, dict(micro_batch_size=4), SETS_UP),
+    (Idle(0, 'before_batch', 'after_loss'), 8, dict(micro_batch_size='auto'), SETS_UP),
+    (Idle(0, 'before_batch', 'after_loss'), 8, {}, []),
+    (Idle(0, 'before_batch', 'after_batch'), 8, dict(micro_batch_size=4), []),
+    (Idle(0, 'after_loss'), 8, dict(micro_batch_size=4), [])])
+def test_callbacks_that_may_do_what_they_would_not_do_in_a_batch_are_named(cb, bs, kwargs, says):
+    "One that prepares batches, and sees windows; and one that may undo in a micro-batch what it sets up for a batch"
+    assert warnings_of(make_learner(bs, cbs=[cb, G(32, **kwargs)])) == says
 
 
-def warnings_of_fit(cb, order, bs=8, **args):
-    "Returns what is said before training about `cb`"
-    cb.order = order
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter('always')
-        fit(make_learner(bs, cbs=[cb, G(32, **args)]), 1)
-    return [str(o.message) for o in said if type(cb).__name__ in str(o.message)]
+@pytest.mark.parametrize('bs, cb, says', [
+    (8, G(32), [hooks_warning]),
+    (8, G(micro_batch_size=4), [hooks_warning]),
+    (32, G(32), []),
+    (32, G(8), [])])
+def test_hooks_on_parameters_are_named_once_in_a_fit(bs, cb, says):
+    "Also if they are registered in a later epoch; not if each step has one micro-batch"
+    learn = make_learner(bs, cbs=cb)
+    weight = learn.model[0].weight
+    def register(self):
+        if self.epoch == 1: weight.register_hook(noop)
+    registers = Callback(before_epoch=register)
+    learn.add_cb(registers)
+    assert warnings_of(learn, n_epoch=3) == says
+    learn.remove_cb(registers)
+    assert warnings_of(learn, n_epoch=2) == says
 
 
-def test_a_late_callback_that_may_prepare_batches_is_named():
-    said, = warnings_of_fit(Prepares(), order=50)
-    assert said.startswith('before_batch of Prepares is called once per window, since its order is 50 or more')
-
-
-class ReadsOutputs(Callback):
-    def after_batch(self): self.n_outputs = len(self.pred)
-
-
-class ReadsTargets(Callback):
-    def after_step(self): self.mean = self.y.mean()
-
-
-class ReadsInputsEarly(ReadsOutputs):
-    def before_batch(self): self.n_inputs = len(self.x)
-
-
-def count_inputs(self): self.n_inputs = len(self.x)
-def count_batches(self): self.n = self.iter
-
-
-@pytest.mark.parametrize('cb,order,event', [
-    (ReadsOutputs(), 60, 'after_batch'),
-    (ReadsOutputs(), 0, 'after_batch'),
-    (ReadsTargets(), 60, 'after_step'),
-    (Callback(after_batch=count_inputs), 60, 'after_batch'),
-    (ReadsInputsEarly(), 60, 'after_batch')])
-def test_a_callback_that_reads_the_last_loader_batch_of_a_window_is_named(cb, order, event):
-    said, = warnings_of_fit(cb, order)
-    assert said.startswith(f'{event} of {type(cb).__name__} reads the batch, which there is the last loader batch')
-
-
-@pytest.mark.parametrize('cb,order,args', [
-    (ReadsInputsEarly(), 49, {}),  # both of its events come for each loader batch
-    (ReadsOutputs(), 60, dict(bs=32)),
-    (ReadsOutputs(), 60, dict(bs=32, micro_batch_size=8)),
-    (ReadsOutputs(), 60, dict(log_accum_batch=False)),
-    (Callback(after_batch=count_batches), 60, {})])
-def test_who_reads_each_loader_batch_or_nothing_is_not_named(cb, order, args):
-    assert warnings_of_fit(cb, order, **args) == []
-
-
-@pytest.mark.parametrize('cb,order,bs', [(Prepares(), 49, 8), (Prepares(), 50, 32), (Logs(), 50, 8)])
-def test_who_comes_early_or_logs_or_sees_each_loader_batch_anyway_is_not_named(cb, order, bs):
-    assert not warnings_of_fit(cb, order, bs)
-
-
-@pytest.mark.parametrize('micro_batch_size', [4, 'auto'])
-def test_a_callback_that_may_take_back_in_a_pass_what_it_sets_up_is_named(micro_batch_size):
-    said, = warnings_of_fit(SetsUpPasses(), 0, micro_batch_size=micro_batch_size)
-    expected = 'after_loss of SetsUpPasses is called once per micro-batch, before_batch once per loader batch'
-    assert said.startswith(expected)
-
-
-@pytest.mark.parametrize('cb,args', [(SetsUpPasses(), {}), (Logs(), dict(micro_batch_size=4))])
-def test_without_micro_batches_or_such_an_event_it_is_not_named(cb, args):
-    assert not warnings_of_fit(cb, 10, **args)
-
-
-# The end of an epoch
-
-def test_training_metrics_of_an_epoch_without_a_batch_are_nan():
-    "Trackers cannot compare None"
-    recorder = Recorder(train_metrics=True)
-    learn = make_learner(8, n=5, drop_last=True, metrics=[mse], cbs=G(32, remainder='carry'))
-    learn.remove_cb(learn.recorder)
-    learn.add_cb(recorder)
-    fit(learn, 1)
-    row, = recorder.values
-    n_train = 2  # the loss and the metric
-    assert all(math.isnan(o) for o in row[:n_train])
-    assert not any(math.isnan(o) for o in row[n_train:])
-
+# Memory runs out
 
 class RunsOut(nn.Module):
     "Runs out of memory in training with more than `limit` samples"
-    def __init__(self, limit, message='out of memory'):
+    def __init__(self, limit, error=torch.OutOfMemoryError('out of memory')):
         super().__init__()
         self.inner = model()
         self.limit = limit
-        self.message = message
+        self.error = error
 
     def forward(self, x):
-        if self.training and len(x) > self.limit: raise torch.OutOfMemoryError(self.message)
+        if self.training and len(x) > self.limit: raise self.error
         return self.inner(x)
 
 
-@pytest.mark.parametrize('cb', [G(32), WindowCallback()])
-def test_a_remedy_is_named_where_whole_batches_run_out_of_memory(cb):
-    says = "out of memory with batches of 8 samples: a smaller bs, micro_batch_size='auto'"
-    with pytest.warns(UserWarning, match=says):
-        with pytest.raises(torch.OutOfMemoryError): fit(make_learner(8, m=RunsOut(4), cbs=cb), 1)
+REMEDY = ("out of memory with {}: a smaller bs, micro_batch_size='auto' or ActivationCheckpointing() needs less memory")
 
 
-def test_a_remedy_is_named_for_batches_of_an_unknown_size_too():
-    learn = unsized_learner(WindowCallback())
-    learn.model = RunsOut(4)
-    with pytest.warns(UserWarning, match='out of memory with these batches: a smaller bs'):
+@pytest.mark.parametrize('make, cb, batches', [
+    (make_learner, G(32), 'batches of 8 samples'),
+    (make_learner, WindowCallback(), 'batches of 8 samples'),
+    (unsized_learner, WindowCallback(), 'these batches')])
+def test_a_remedy_is_named_where_whole_batches_run_out_of_memory(make, cb, batches):
+    if make is make_learner: learn = make_learner(8, m=RunsOut(4), cbs=cb)
+    else: learn = unsized_learner(cb, RunsOut(4))
+    with pytest.warns(UserWarning) as said:
         with pytest.raises(torch.OutOfMemoryError): fit(learn, 1)
+    assert [str(o.message) for o in said] == [REMEDY.format(batches)]
 
 
-class Fails(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = model()
-
-    def forward(self, x): raise RuntimeError('on purpose')
-
-
-@pytest.mark.parametrize('cb,m,error', [
-    (G(32), Fails(), 'on purpose'), (G(micro_batch_size=4), RunsOut(2), 'out of memory')])
+@pytest.mark.parametrize('cb, m, error', [
+    (G(32), RunsOut(0, RuntimeError('on purpose')), 'on purpose'),
+    (G(micro_batch_size=4), RunsOut(2), 'out of memory')])
 def test_no_remedy_is_named_for_another_error_or_where_batches_are_split_already(cb, m, error):
     "A warning would be an error here"
     with pytest.raises(RuntimeError, match=error): fit(make_learner(8, m=m, cbs=cb), 1)
-
-
-# Validation
-
-@pytest.mark.parametrize('cb,sizes', [
-    (G(micro_batch_size=6), [6, 5, 5, 4]),  # validation batches have 16 and 4 samples
-    (GradientCache(6), [6, 5, 5, 4]),
-    (G(micro_batch_size='auto'), [16, 4]),
-    (all_blocks(lambda m: [m.inner]), [16, 4]),
-    (G(32), [16, 4])])
-def test_validation_runs_in_micro_batches_where_training_does(cb, sizes):
-    learn = make_learner(8, m=Sizes(), cbs=cb)
-    with quiet(learn): loss, = learn.validate()
-    assert learn.model.sizes == sizes
-    with quiet(make_learner(8)) as plain: expected, = plain.validate()
-    assert loss == pytest.approx(expected, rel=1e-6)
-
-
-def test_only_the_part_is_split_in_validation():
-    m = nn.Sequential(Sizes(), Sizes())
-    m[1].inner = nn.Tanh()
-    learn = make_learner(8, m=m, cbs=GradientCache(6, part=lambda m: m[0]))
-    with quiet(learn): learn.validate()
-    assert m[0].sizes == [6, 5, 5, 4]
-    assert m[1].sizes == [16, 4]
-
-
-def test_hooks_on_layers_see_whole_validation_batches():
-    "As `hook_outputs` needs it; they are split only if memory runs out"
-    learn = make_learner(8, m=Sizes(), cbs=G(micro_batch_size=6))
-    seen = []
-    with Hook(learn.model.inner, lambda m, i, o: seen.append(len(o))):
-        with quiet(learn): learn.validate()
-    assert seen == [16, 4]
-    with quiet(learn): learn.validate()
-    assert learn.model.sizes == [16, 4, 6, 5, 5, 4]
