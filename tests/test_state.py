@@ -146,8 +146,14 @@ class CountsCalls:
         self.last = 'call'
         del self.is_new
 
+    def method(self): self()
 
-@pytest.mark.parametrize('wrap', [noop, partial, lambda o: partial(partial(o))], ids=['itself', 'partial', 'twice'])
+
+@pytest.mark.parametrize('wrap', [
+    noop,
+    partial,
+    lambda o: o.method,
+    lambda o: partial(o.method)])
 def test_the_attributes_of_a_loss_are_restored_through_what_wraps_it(wrap):
     loss = CountsCalls()
     snapshot = Snapshot(wrap(loss), mse)

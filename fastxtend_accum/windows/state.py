@@ -42,13 +42,14 @@ def set_random_states(states:list):
 
 def attribute_dicts(o)->list[dict]:
     """Returns the dicts that hold the attributes of `o`. If it is a module, these are those of all modules inside, and
-    their buffers. If it wraps another object in `func`, as a `partial` or fastai's BaseLoss does, the dicts of that,
-    too"""
+    their buffers. The dicts of another object inside follow: of `func`, which a `partial` or fastai's BaseLoss wraps,
+    or of the object whose method `o` is"""
     res = []
     modules = o.modules() if isinstance(o, nn.Module) else [o]
     for m in modules:
         res += [attrs for attrs in (getattr(m, '__dict__', None), getattr(m, '_buffers', None)) if attrs is not None]
     if hasattr(o, 'func'): res += attribute_dicts(o.func)
+    if isinstance(o, types.MethodType): res += attribute_dicts(o.__self__)
     return res
 
 def restore_dict(o:dict, content:dict):
