@@ -6,6 +6,7 @@ from fastai.optimizer import sgd_step
 
 from common import *
 from fastxtend_accum.callback import WindowCallback
+from limited_memory import run_out_of_memory
 
 N = 64  # samples to train on, in batches of 8
 
@@ -84,8 +85,8 @@ def rows_of_targets(learn): return len(learn.y)
 class NeedsBlocks(Callback):
     "Memory runs out as long as no block is recomputed"
     def after_loss(self):
-        levels = [o.level for o in self.learn._grab_cbs(ActivationCheckpointing)]
-        if self.training and 0 in levels: raise torch.OutOfMemoryError('out of memory')
+        adapting = self.learn._grab_cbs(ActivationCheckpointing)
+        if self.training and not all(o.n_recomputed for o in adapting): run_out_of_memory()
 
 
 KINDS = dict(

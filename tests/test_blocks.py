@@ -13,10 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torchvision.models import vgg11
 
 from common import *
-from fastxtend_accum.memory.blocks import check_blocks
-from fastxtend_accum.memory.blocks import find_blocks
-from fastxtend_accum.memory.blocks import grouped
-from fastxtend_accum.memory.blocks import n_layers
+from fastxtend_accum.memory.blocks import check_blocks, find_blocks, grouped, n_layers
 
 
 def kinds_of_blocks(m):
@@ -42,6 +39,14 @@ def two_layers():
     return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
 
 
+class Residual(nn.Sequential):
+    "A list of layers with a forward pass of its own"
+    def forward(self, x): return x+super().forward(x)
+
+
+def residual(): return Residual(*two_layers())
+
+
 @pytest.mark.parametrize('layer', [noop, weight_norm])
 def test_a_parametrization_is_no_block(layer):
     "It makes a weight; the blocks are those of the same model without it"
@@ -60,6 +65,15 @@ def test_a_layer_and_what_follows_it_without_a_matrix_are_grouped():
     assert_same(grouped(m)(inputs), m(inputs))
 
 
+def test_a_sequential_with_a_forward_pass_of_its_own_is_not_grouped():
+    "It is a block, and so are the children of a large one"
+    m = nn.Sequential(residual(), residual())
+    _, groups = find_blocks(m)
+    assert list(groups) == [m]
+    assert kinds_of_blocks(m) == ['Residual', 'Residual']
+    assert kinds_of_blocks(Residual(two_layers(), two_layers())) == ['Sequential', 'Sequential']
+
+
 def test_a_module_that_occurs_twice_is_one_block():
     shared = two_layers()
     blocks, _ = find_blocks(nn.Sequential(shared, shared, nn.Linear(5, 1)))
@@ -67,23 +81,11 @@ def test_a_module_that_occurs_twice_is_one_block():
 
 
 def test_a_layer_has_a_matrix_of_its_own():
-    m = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Conv2d(3, 4, 1))
-    assert n_layers(m) == 2
-
-
-def test_a_single_layer_has_no_blocks():
+    assert n_layers(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Conv2d(3, 4, 1))) == 2
     assert not kinds_of_blocks(nn.Linear(5, 1))
 
 
 # Models of libraries
-
-def test_a_resnet_has_its_residual_blocks_between_stem_and_head():
-    assert count_kinds(create_vision_model, resnet18, 3, pretrained=False) == dict(BasicBlock=8, Sequential=2)
-
-
-def test_a_long_list_of_layers_is_taken_apart():
-    assert sum(count_kinds(vgg11).values()) == 8+2  # convolutions, linear layers; the last of these keeps nothing
-
 
 def test_a_unet_has_the_blocks_of_its_decoder():
     encoder = create_vision_model(resnet18, 3, pretrained=False)[0]
@@ -92,73 +94,83 @@ def test_a_unet_has_the_blocks_of_its_decoder():
     assert kinds[-3:] == ['PixelShuffle_ICNR', 'ResBlock', 'ConvLayer']
 
 
-def test_a_language_model_has_a_block_for_each_layer_and_for_its_decoder():
-    config = awd_lstm_lm_config | dict(emb_sz=8, n_hid=12, n_layers=3)
-    assert count_kinds(get_language_model, AWD_LSTM, 20, config) == dict(WeightDropout=3, LinearDecoder=1)
-
-
-def test_a_transformer_has_its_layers():
+def small_bert():
     from transformers import BertConfig
     from transformers import BertModel
-    config = BertConfig(num_hidden_layers=3, hidden_size=24, num_attention_heads=2, intermediate_size=32)
-    assert count_kinds(BertModel, config) == dict(BertLayer=3)
+    return BertModel(BertConfig(num_hidden_layers=3, hidden_size=24, num_attention_heads=2, intermediate_size=32))
+
+
+def small_language_model():
+    config = awd_lstm_lm_config | dict(emb_sz=8, n_hid=12, n_layers=3)
+    return get_language_model(AWD_LSTM, 20, config)
+
+
+MODELS = dict(
+    resnet=(partial(create_vision_model, resnet18, 3, pretrained=False), dict(BasicBlock=8, Sequential=2)),
+    language_model=(small_language_model, dict(WeightDropout=3, LinearDecoder=1)),
+    bert=(small_bert, dict(BertLayer=3)),
+    regnetx_002=(partial(timm.create_model, 'regnetx_002'), dict(
+        ConvNormAct=1, RegStage=2, Bottleneck=11, ClassifierHead=1)),  # a stage with a single block is a block
+    inception_v3=(partial(timm.create_model, 'inception_v3'), dict(
+        ConvNormAct=5, InceptionA=3, InceptionB=1, InceptionC=4, InceptionD=1, InceptionE=2)))
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_blocks_of_models_by_class(name):
+    make, expected = MODELS[name]
+    assert count_kinds(make) == expected
 
 
 @pytest.mark.parametrize('name,kind,n', [
     ('convnext_atto', 'ConvNeXtBlock', 2+2+6+2),
     ('vit_tiny_patch16_224', 'Block', 12),
-    ('densenet121', 'DenseLayer', 6+12+24+16)])
+    ('densenet121', 'DenseLayer', 6+12+24+16),
+    ('hrnet_w18_small', 'ModuleList', 0)])  # its branches are lists that are never called
 def test_stages_of_timm_are_taken_apart(name, kind, n):
-    assert count_kinds(timm.create_model, name)[kind] == n
-
-
-def test_a_stage_with_a_single_block_is_a_block():
-    assert count_kinds(timm.create_model, 'regnetx_002') == dict(RegStage=2, Bottleneck=11)
-
-
-def test_modules_of_several_classes_are_blocks():
-    counts = count_kinds(timm.create_model, 'inception_v3')
-    assert counts == dict(InceptionA=3, InceptionB=1, InceptionC=4, InceptionD=1, InceptionE=2)
-
-
-def test_a_list_that_is_never_called_is_no_block():
-    "As those of the branches of an HRNet"
-    counts = count_kinds(timm.create_model, 'hrnet_w18_small')
+    counts = count_kinds(timm.create_model, name)
     assert counts
-    assert 'ModuleList' not in counts
+    assert counts[kind] == n
+
+
+def test_a_long_list_of_layers_is_taken_apart():
+    assert sum(count_kinds(vgg11).values()) == 8+2  # convolutions, linear layers; the last of these keeps nothing
 
 
 # Blocks that a user names
 
 @pytest.fixture
 def nested():
-    return nn.Sequential(two_layers(), two_layers(), nn.Linear(5, 1))
+    return nn.Sequential(two_layers(), residual(), nn.Linear(5, 1))
 
 
-def test_a_list_means_its_children(nested):
-    first_layer, second_layer = nested[0]
-    assert check_blocks(nested[0], nested) == [first_layer, second_layer]
-    named = nn.ModuleDict(dict(body=nested[0], head=nested[2]))
-    assert check_blocks(named, nested) == [nested[0], nested[2]]
-
-
-def test_an_iterator_may_name_blocks_more_than_once(nested):
-    body, _, head = nested
-    assert check_blocks(iter([body, head, body]), nested) == [body, head]
-
-
-def test_a_single_module_is_one_block(nested):
-    assert check_blocks(nested[2], nested) == [nested[2]]
+@pytest.mark.parametrize('choose,expected', [
+    (lambda m: m[0], lambda m: [m[0][0], m[0][1]]),  # a list means its children
+    (lambda m: nn.ModuleDict(dict(body=m[0], head=m[2])), lambda m: [m[0], m[2]]),
+    (lambda m: m[1], lambda m: [m[1]]),  # it has a forward pass of its own
+    (lambda m: m[2], lambda m: [m[2]]),
+    (lambda m: iter([m[0], m[2], m[0]]), lambda m: [m[0], m[2]])])
+def test_blocks_that_a_user_names(nested, choose, expected):
+    assert check_blocks(choose(nested), nested) == expected(nested)
 
 
 @pytest.mark.parametrize('choose,name', [
     (lambda m: None, 'NoneType'),
     (lambda m: [1], 'int'),
     (lambda m: [m[0], []], 'list'),  # it has no hash
-    (lambda m: [m[0], {}], 'dict'),
     (lambda m: [nn.Linear(1, 1)], 'Linear'),
     (lambda m: [m[0], m[0][0]], 'Sequential'),
     (lambda m: [m[:2]], 'Sequential')])
 def test_what_is_not_a_list_of_separate_modules_of_the_model_is_an_error(nested, choose, name):
-    with pytest.raises(ValueError, match=f'modules of the model, none inside another, not {name}: as lambda m'):
+    with pytest.raises(ValueError, match=f'modules of the model, none inside another, not {name}: such as lambda m'):
         check_blocks(choose(nested), nested)
+
+
+def test_a_list_of_modules_without_a_forward_pass_is_no_block():
+    m = nn.Module()
+    m.layers = nn.ModuleList(two_layers())
+    with pytest.raises(ValueError, match='not ModuleList: such as lambda m'): check_blocks([m.layers], m)
+
+
+def test_no_blocks_are_an_error(nested):
+    with pytest.raises(ValueError, match='blocks returned no modules: return those that are to be recomputed'):
+        check_blocks([], nested)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from common import *
 from comparing import assert_nothing_left
-from fastxtend_accum.memory.micro_batches import LossParts, MicroBatches, chunk_bounds, per_sample_names
-from fastxtend_accum.windows.window import LossSums
+from fastxtend_accum.memory.micro_batches import chunk_bounds, per_sample_names
+from limited_memory import MemoryLimit
 from small_learners import image_learner, over_all, seeded, spread
 
 FLOAT32 = 5e-6  # rounding of float32 weights, and of the Recorder
@@ -18,7 +18,6 @@ FLOAT32 = 5e-6  # rounding of float32 weights, and of the Recorder
 def split(n): return GradientAccumulation(micro_batch_size=n)
 
 
-each_saver = pytest.mark.parametrize('saver', [split, GradientCache])
 each_way_to_split = pytest.mark.parametrize('make_cb', [
     partial(split, 8),
     partial(GradientAccumulation, 32, micro_batch_size=7),
@@ -29,26 +28,21 @@ each_way_to_split = pytest.mark.parametrize('make_cb', [
 # The parts of a batch
 
 @draws
-@given(st.integers(1, 200), st.integers(1, 50))
-def test_micro_batches_are_few_and_of_nearly_equal_size(n, most):
-    bounds = chunk_bounds(n, most)
+@given(st.integers(1, 200), st.integers(1, 50), st.integers(1, 3))
+def test_micro_batches_are_few_and_of_nearly_equal_size(samples, most, rows):
+    "The rows of a sample stay together"
+    bounds = chunk_bounds(samples*rows, most, samples)
     starts, ends = zip(*bounds)
-    sizes = [end-start for start, end in bounds]
-    assert [*starts, n] == [0, *ends]  # each begins where the one before ends
+    sizes = [(end-start)/rows for start, end in bounds]
+    assert [*starts, samples*rows] == [0, *ends]  # each begins where the one before ends
+    assert all(o.is_integer() for o in sizes)
     assert max(sizes) <= most
     assert max(sizes)-min(sizes) <= 1
-    assert len(bounds) == math.ceil(n/most)
+    assert len(bounds) == math.ceil(samples/most)
 
 
-@pytest.mark.parametrize('n,samples,first_end', [
-    (32, 32, 8),
-    (32, None, 8),
-    (64, 32, 16),  # two rows of each sample
-    (30, 32, 8)])  # a callback has left samples out
-def test_the_size_of_a_micro_batch_counts_samples(n, samples, first_end):
-    bounds = MicroBatches(8).bounds(n, samples)
-    assert bounds[0] == (0, first_end)
-    assert bounds[-1][1] == n
+def test_a_callback_may_leave_samples_out():
+    assert chunk_bounds(30, 8, samples=32) == [(0, 8), (8, 15), (15, 23), (23, 30)]
 
 
 class DrawsForEachSample(Callback):
@@ -65,31 +59,6 @@ def test_callbacks_say_what_they_keep_for_each_sample():
     mixup.lam = tensor(.3)
     assert per_sample_names(mixup) == ['lam']
     assert per_sample_names(Callback()) == []
-
-
-def sums(n_micro, loss, items): return LossSums(n_micro, n_micro*8, tensor(loss), items, 1)
-
-
-def test_parts_of_a_mean_loss_are_weighted_by_the_items_of_each_micro_batch():
-    loss_func = SimpleNamespace(setting=tensor(7.))
-    parts = LossParts(loss_func)
-    loss_func.error = tensor(1.)
-    parts.add(sums(0, 0., 0), sums(1, 0., 3))
-    loss_func.error = tensor(5.)
-    parts.add(sums(1, 0., 3), sums(2, 0., 4))
-    parts.set_totals()
-    assert loss_func.error == (3*1+1*5)/4
-    assert loss_func.setting == 7
-
-
-def test_parts_of_a_summed_loss_are_added():
-    loss_func = SimpleNamespace()
-    parts = LossParts(loss_func)
-    for n in range(3):
-        loss_func.error = tensor(2.)
-        parts.add(sums(n, 0., None), sums(n+1, 0., None))
-    parts.set_totals()
-    assert loss_func.error == 6
 
 
 # Weights, rates, logs
@@ -135,54 +104,52 @@ def test_any_split_equals_the_large_batch(n, bs, micro, k, drop_last):
     assert_same(notes.positions, notes_of_large.positions, ROUNDING)
     assert max(notes.sizes) <= micro
     assert sum(notes.sizes) == sum(small.recorder.accum_bs)
-    assert accum.micro_bs == min(micro, bs)
+    assert accum.micro_bs == math.ceil(bs/math.ceil(bs/micro))
 
 
-@pytest.mark.parametrize('micro', [8, 5, 1])
-def test_a_schedule_has_the_windows_of_whole_batches(micro):
-    def run(micro_batch_size):
-        cb = GradientAccumulationSchedule(16, 64, finish=.8, micro_batch_size=micro_batch_size)
-        return fit(make_learner(16, n=100, cbs=cb), 3, method='fit_one_cycle')
-    whole = run(None)
-    ours = run(micro)
-    assert len(set(whole.recorder.accum_bs)) > 3
-    assert ours.recorder.accum_bs == whole.recorder.accum_bs
-    assert_same(ours.recorder.lrs, whole.recorder.lrs)
-    assert_same(weights(ours), weights(whole), ROUNDING)
+def assert_windows_of_whole_batches(make_cb, bs, sizes=None, **kwargs):
+    whole = fit(make_learner(bs, cbs=make_cb(None), **kwargs), 3, method='fit_one_cycle')
+    assert len(set(whole.recorder.accum_bs)) > 1
+    for micro in (8, 5, 1):
+        ours = fit(make_learner(bs, cbs=make_cb(micro), **kwargs), 3, method='fit_one_cycle')
+        assert ours.recorder.accum_bs == whole.recorder.accum_bs == (sizes or whole.recorder.accum_bs)
+        assert_same(ours.recorder.lrs, whole.recorder.lrs)
+        assert_same(weights(ours), weights(whole), ROUNDING)
+    assert_moved(whole)
+
+
+def test_a_schedule_has_the_windows_of_whole_batches():
+    def schedule(micro): return GradientAccumulationSchedule(16, 64, finish=.8, micro_batch_size=micro)
+    assert_windows_of_whole_batches(schedule, 16, n=100)
 
 
 @pytest.mark.parametrize('remainder,sizes', [
-    ('step', [64, 24, 64, 24]),
-    ('carry', [64, 24+64, 24]),
-    ('drop', [64, 64])])
+    ('step', [64, 24, 64, 24, 64, 24]),
+    ('carry', [64, 24+64, 24+64, 24])])
 def test_a_window_ends_with_a_loader_batch(remainder, sizes):
     "What is left at the end of an epoch is that of whole batches"
-    def run(micro_batch_size):
-        cb = GradientAccumulation(64, micro_batch_size=micro_batch_size, remainder=remainder)
-        return fit(make_learner(32, n=88, cbs=cb), 2)
-    whole = run(None)
-    ours = run(8)
-    assert ours.recorder.accum_bs == whole.recorder.accum_bs == sizes
-    assert_moved(ours)
-    assert_same(weights(ours), weights(whole), ROUNDING)
+    def accumulation(micro): return GradientAccumulation(64, micro_batch_size=micro, remainder=remainder)
+    assert_windows_of_whole_batches(accumulation, 32, sizes, n=88)
 
 
-def test_without_accum_bs_each_loader_batch_is_a_window():
-    learn = make_learner(32, cbs=split(8))
-    assert fit(learn, 1).recorder.accum_bs == [32, 32, 32]
+def test_settings_may_change_between_fits():
+    "Also those of a callback that was passed to a fit. Without `accum_bs`, each loader batch is a window"
+    learn = make_learner(32)
+    memory = MemoryLimit(learn.model)
+    cb = split(8)
+    for micro_batch_size, expected in [(8, 8), (4, 4), ('auto', 32), (None, 32), (16, 16)]:
+        cb.micro_batch_size = micro_batch_size
+        memory.in_training.clear()
+        fit(learn, 1, cbs=cb)
+        assert set(memory.in_training) == {expected}
+        assert learn.recorder.accum_bs == [32, 32, 32]
     learn.dls = make_learner(48).dls
-    assert fit(learn, 1).recorder.accum_bs == [48, 48]
+    assert fit(learn, 1, cbs=cb).recorder.accum_bs == [48, 48]
+    cb.accum_bs = 64
+    with pytest.raises(ValueError, match='accum_bs=64 .* not a multiple .* batch of 48'): fit(learn, 1, cbs=cb)
 
 
-def test_accum_bs_is_checked_again_when_a_fit_begins():
-    learn = make_learner(48, cbs=split(8))
-    fit(learn, 1)
-    learn.gradient_accumulation.accum_bs = 16
-    with pytest.raises(ValueError, match='accum_bs=16 .* not a multiple .* batch of 48: .* to 16'): fit(learn, 1)
-
-
-# What draws random numbers once a batch
-
+# What callbacks draw once a batch
 
 class OwnMix(Callback):
     "Keeps a partner and a share of its own for each sample, which its loss needs"
@@ -269,7 +236,7 @@ for event in ('before_batch', *pass_events, *step_events, 'after_batch'):
 def with_size(events, n): return [(event, {n}) for event in events]
 
 
-@pytest.mark.filterwarnings('ignore:.* of SeesSizes is called once per micro-batch, before_batch once per')
+@pytest.mark.filterwarnings('ignore:.*SeesSizes')
 @pytest.mark.parametrize('order', [5, 99])
 def test_events_of_the_passes_see_micro_batches_and_all_others_the_loader_batch(order):
     "A window of two batches of 33 samples. A callback that comes before the Recorder sees both begin and end"
@@ -288,7 +255,6 @@ def test_events_of_the_passes_see_micro_batches_and_all_others_the_loader_batch(
 
 @pytest.mark.parametrize('accum_bs,logs_windows,event', [
     (32, True, 'before_step'),
-    (32, True, 'after_step'),
     (32, True, 'after_batch'),
     (96, False, 'after_batch')])
 def test_after_its_passes_the_learner_has_the_loss_and_the_outputs_of_the_batch(accum_bs, logs_windows, event):
@@ -309,54 +275,59 @@ def test_after_its_passes_the_learner_has_the_loss_and_the_outputs_of_the_batch(
     assert_same(seen_outputs, expected_outputs, ROUNDING)
 
 
-@each_way_to_split
-def test_metrics_and_the_position_of_training_are_those_of_whole_batches(make_cb):
-    "Training metrics, too"
-    def run(*cbs):
-        positions = []
+class Positions(Callback):
+    run_valid = False
 
-        def see(self): positions.append((self.iter, self.n_iter, self.train_iter, self.learn.pct_train))
-        learn = make_learner(32, metrics=[spread, over_all()], cbs=[*cbs, Callback(before_batch=see)])
+    def before_fit(self): self.seen = []
+
+    def before_batch(self):
+        learn = self.learn
+        self.seen.append((len(self.x), learn.iter, learn.n_iter, learn.train_iter, learn.pct_train))
+
+
+@each_way_to_split
+def test_training_metrics_and_the_position_of_training_are_those_of_whole_batches(make_cb):
+    def run(*cbs):
+        learn = make_learner(32, metrics=[spread, over_all()], cbs=[*cbs, Positions()])
         learn.recorder.train_metrics = True
-        return floats(fit(learn, 2).recorder.values), positions
-    expected, expected_positions = run()
-    values, positions = run(make_cb())
-    assert len(expected_positions) == 2*(3+2)
-    assert len(expected[0]) == 6
-    assert_same(values, expected, FLOAT32)
-    assert_same(positions, expected_positions, ROUNDING)  # a schedule counts samples
+        return fit(learn, 2)
+    plain = run()
+    ours = run(make_cb())
+    assert len(plain.positions.seen) == 6
+    assert_same(ours.positions.seen, plain.positions.seen, ROUNDING)  # a schedule counts samples
+    for row, expected in zip(floats(ours.recorder.values), floats(plain.recorder.values), strict=True):
+        *of_training, loss, _, over_all_samples = row
+        *expected_of_training, expected_loss, _, expected_over_all = expected
+        assert len(of_training) == 3
+        assert_same(of_training, expected_of_training, FLOAT32)
+        assert_same([loss, over_all_samples], [expected_loss, expected_over_all], FLOAT32)
 
 
 @each_way_to_split
 def test_batches_without_targets_have_no_loss_and_no_step_as_in_fastai(make_cb):
     "Log and position are the same, and there is no warning"
     def run(*cbs):
-        positions = []
         lines = []
 
-        def see(self): positions.append((len(self.x), self.train_iter, self.pct_train))
-        def log(o): lines.append(str(o[:3]))
+        def log(o):
+            if not isinstance(o, str): lines.append(str(o[:3]))
         inputs, _ = data(96)
         dl = DataLoader([(o,) for o in inputs], bs=32)
-        cbs = [Callback(after_batch=see), *cbs]
-        learn = Learner(DataLoaders(dl, dl), model(), mse, opt_func=SGD, cbs=cbs)
+        learn = Learner(DataLoaders(dl, dl), model(), mse, opt_func=SGD, cbs=[Positions(), *cbs])
         learn.logger = log
         with learn.no_bar(): learn.fit(2)
         assert_same(weights(learn), weights(model()))
-        return positions, lines
+        return learn.positions.seen, lines
     expected, expected_lines = run()
     positions, lines = run(make_cb())
-    assert len(expected) == 12
+    assert len(expected) == 6
     assert_same(positions, expected, ROUNDING)
     assert lines == expected_lines
 
 
 # Cancelled batches
 
-part_is_cancelled = pytest.mark.filterwarnings('ignore:a callback has cancelled a part of a batch')
-
-
-@part_is_cancelled
+@pytest.mark.filterwarnings('ignore:a callback has cancelled a part of a batch')
 @pytest.mark.thin(5)
 @pytest.mark.parametrize('accum_bs,nth,windows_of_batches', [
     (32, 1, [[1], [2], [3], [4]]),
@@ -371,7 +342,6 @@ def test_a_batch_that_is_cancelled_in_a_micro_batch_is_left_out_whole(order, eve
     "Five batches of 32 samples have four micro-batches each, of which the nth is cancelled"
     cb = GradientAccumulation(accum_bs, micro_batch_size=8)
     learn = fit(make_learner(32, n=160, cbs=[cb, Fault(CancelBatchException, event, nth, order)]), 1)
-    inputs, _ = data(160)
     batches = torch.arange(160).split(32)
     steps = []
     for window in windows_of_batches:
@@ -391,70 +361,25 @@ def test_a_warning_says_that_a_window_is_left_out():
         fit(learn, 1)
 
 
-def test_a_last_window_of_fewer_samples_that_is_cancelled_counts_as_in_the_large_batch():
-    def run(bs, nth, *cbs):
-        fault = Fault(CancelBatchException, 'before_batch', nth, 20)
-        return fit(make_learner(bs, n=160, cbs=[*cbs, fault]), 1)
-    large = run(64, 3)
-    ours = run(32, 5, GradientAccumulation(64, micro_batch_size=8))
-    assert len(losses(ours)) == len(losses(large)) == 3
-    assert ours.train_iter == large.train_iter
+# Outputs that cannot be joined
+
+class ReturnsLoss(nn.Module):
+    "Computes the loss itself"
+    def __init__(self):
+        super().__init__()
+        self.m = model()
+
+    def forward(self, x): return self.m(x).square().mean()
 
 
-# A Learner with a loop of its own
-
-def shrink(m):
-    for p in m.parameters(): p.data.mul_(.9)
+def own_loss(pred, targ): return pred.float()
 
 
-class OwnBatch(Learner):
-    def _do_one_batch(self):
-        super()._do_one_batch()
-        shrink(self.model)
-
-
-class OwnBackward(Learner):
-    def _backward(self):
-        regularizer = self.model(*self.xb).square().mean()
-        (self.loss_grad+.3*regularizer).backward()
-
-
-class OwnStep(Learner):
-    def _do_grad_opt(self):
-        super()._do_grad_opt()
-        shrink(self.model)
-
-
-def learner_of(cls, *cbs): return cls(make_learner(32).dls, model(), mse, opt_func=SGD, cbs=cbs)
-
-
-own_methods = [
-    (OwnBatch, '_do_one_batch'),
-    (OwnBackward, '_backward'),
-    (OwnStep, '_do_grad_opt')]
-
-
-@pytest.mark.parametrize('make_cb', [
-    partial(split, 8),
-    partial(split, 'auto'),
-    partial(GradientCache, 8),
-    partial(GradientAccumulation, 64),
-    partial(GradientAccumulationSchedule, 32, 32, micro_batch_size=5),
-    partial(all_blocks, lambda m: [m[0]])])
-@pytest.mark.parametrize('cls,name', own_methods)
-def test_a_learner_with_a_method_of_its_own_is_an_error_that_names_it(cls, name, make_cb):
-    "It may be one of its class, or be set in the Learner"
-    of_class = learner_of(cls, make_cb())
-    of_instance = learner_of(Learner, make_cb())
-    method = getattr(cls, name)
-    setattr(of_instance, name, partial(method, of_instance))
-    for learn in of_class, of_instance:
-        with pytest.raises(ValueError, match=rf'{name}\b'): fit(learn, 1)
-        assert_same(weights(learn), weights(model()))
-
-
-@pytest.mark.parametrize('cls,name', own_methods)
-def test_a_learner_with_a_method_of_its_own_may_have_windows_of_one_whole_batch(cls, name):
-    plain = fit(learner_of(cls))
-    assert_apart(plain, fit(learner_of(Learner)))
-    assert_same(weights(fit(learner_of(cls, GradientAccumulation(32)))), weights(plain))
+def test_outputs_that_cannot_be_joined_matter_to_training_metrics_only():
+    def learner(*cbs): return make_learner(32, m=ReturnsLoss(), loss_func=own_loss, metrics=own_loss, cbs=cbs)
+    cb = GradientAccumulation(micro_batch_size=8, num_items=lambda learn: len(learn.x))
+    ours = fit(learner(cb))
+    assert_same(weights(ours), weights(fit(learner())), ROUNDING)
+    assert_moved(ours.model.m)
+    ours.recorder.train_metrics = True
+    with pytest.raises(ValueError, match='training metrics need the outputs of the whole batch'): fit(ours, 1)

@@ -84,15 +84,15 @@ def check_blocks(blocks, model)->list:
     if isinstance(blocks, nn.Module):
         is_container = is_plain_sequential(blocks) or class_forward(blocks) is nn.Module.forward
         blocks = blocks.children() if is_container else [blocks]
-    if not is_iter(blocks): blocks = [blocks]
-    blocks = list(dict.fromkeys(blocks))  # each once
+    blocks = list(blocks) if is_iter(blocks) else [blocks]
     if not blocks:
         raise ValueError("blocks returned no modules: return those that are to be recomputed, such as "
                          "lambda m: list(m.layers)")
     own = set(model.modules())
     for o in blocks:
-        is_separate = o in own and not any(m in blocks for m in o.modules() if m is not o)
-        if is_separate: continue
+        if isinstance(o, nn.Module) and o in own:
+            is_separate = not any(m in blocks for m in o.modules() if m is not o)
+            if is_separate and class_forward(o) is not nn.Module.forward: continue
         raise ValueError(f"blocks must return modules of the model, none inside another, not {type(o).__name__}: such "
                          "as lambda m: list(m.layers); a slice of an nn.Sequential, for example, is a new module")
-    return blocks
+    return list(dict.fromkeys(blocks))  # each once

@@ -39,10 +39,9 @@ def is_out_of_memory(e:BaseException|None)->bool:
 # %% ../../nbs/memory/03_out_of_memory.ipynb #d92a0d35
 def without_tracebacks(e:BaseException)->BaseException:
     "Returns `e`, without the stack frames of it and of the errors that led to it, which hold tensors"
-    error = e
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__context__ or error.__cause__  # the context is set, too, if there is a cause
+    e.__traceback__ = None
+    for error in {e.__cause__, e.__context__}-{None}:  # often the same error
+        without_tracebacks(error)
     return e
 
 def free_memory():

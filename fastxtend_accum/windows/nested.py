@@ -97,7 +97,8 @@ def lists_samples(b, n:int)->bool:
     224)"""
     if isinstance(b, Mapping) or len(b) != n: return False
     found = {len(o) for o in tensors_in(b)}
-    if not found: return isinstance(b, list)  # of texts, for example
+    if not found:
+        return isinstance(b, list) or all(isinstance(o, str) for o in b)  # PyTorch collates texts to a tuple
     return found != {n}
 
 def slice_fields(
