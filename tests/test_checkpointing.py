@@ -3,78 +3,38 @@ import gc
 import weakref
 
 import pytest
-from fastai.callback.rnn import rnn_cbs
-from fastai.text.all import AWD_LSTM
-from fastai.text.all import awd_lstm_clas_config
-from fastai.text.all import get_text_classifier
 from fastai.text.models.awdlstm import WeightDropout
 
 from benchmarks.counts import LiveBytes
 from common import *
 from library_models import *
+from limited_memory import OutOfMemory
 from recomputed import *
-from fastxtend_accum.checkpointing import checked
-from fastxtend_accum.checkpointing import checkpointed
-from fastxtend_accum.checkpointing import configs_with_cache
-from fastxtend_accum.checkpointing import from_cpu
-from fastxtend_accum.checkpointing import levels_of
-from fastxtend_accum.checkpointing import sample_of
-from fastxtend_accum.checkpointing import to_cpu
+from fastxtend_accum.checkpointing import checkpointed, configs_with_cache, from_cpu, to_cpu
 
 
 # A block that runs again
 
 def test_a_block_runs_again_in_the_backward_pass_only():
-    n_runs = itertools.count(1)
-    layer = nn.Linear(5, 5)
+    n_runs = 0
 
-    def forward(x):
-        n.append(next(n_runs))
-        return layer(x)
+    def forward(inputs, bias=0.):
+        nonlocal n_runs
+        n_runs += 1
+        (x, w), = inputs.values()
+        return [x.tanh()*w+bias]
 
-    n = []
-    run = checkpointed(layer, forward)
-    x = torch.randn(4, 5)
-    with torch.no_grad(): run(x)
-    assert n == [1]
-    output = run(x)
-    assert n == [1, 2]
+    run = checkpointed(nn.Tanh(), forward)
+    x, w, bias = torch.randn(3, 4, 5)
+    w.requires_grad_()
+    expected, = torch.autograd.grad((x.tanh()*w).sum(), w)
+    with torch.no_grad(): run(dict(a=(x, w)))
+    assert n_runs == 1
+    output, = run(dict(a=(x, w)), bias=bias)
+    assert n_runs == 2
     output.sum().backward()
-    assert n == [1, 2, 3]
-
-
-SAME = torch.tensor([1, -3, 0, math.nan, math.inf])
-
-
-def run_twice(first_output, second_output):
-    "Returns two outputs of a block that is checked"
-    outputs = iter([first_output, second_output])
-    run = checked(nn.Tanh(), lambda: next(outputs))
-    run()
-    run()
-
-
-def test_equal_outputs_may_contain_nan_and_infinity():
-    run_twice(SAME, SAME.clone())
-
-
-@pytest.mark.parametrize('other', [
-    SAME.nextafter(torch.tensor(9.)),
-    SAME.nan_to_num(nan=1.),
-    SAME[:3]])
-def test_outputs_are_compared_bit_for_bit(other):
-    "On the CPU"
-    with pytest.raises(RuntimeError, match='Tanh returns other outputs when it is run again'):
-        run_twice(SAME, other)
-
-
-@pytest.mark.parametrize('shape', [(), (3,), (1000, 2), (2000, 4, 8)])
-def test_of_a_large_output_a_sample_of_each_column_is_compared(shape):
-    columns = torch.zeros(shape)
-    if shape: columns += torch.arange(shape[-1])
-    sample = sample_of(columns)
-    assert len(sample) <= 1000
-    assert set(sample.tolist()) == set(columns.flatten().tolist())
+    assert n_runs == 3
+    assert_same(w.grad, expected)
 
 
 @pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
@@ -86,23 +46,11 @@ def test_a_copy_on_the_cpu_has_the_memory_layout_of_the_input(layout):
     assert back.data_ptr() != t.data_ptr()
 
 
-@pytest.mark.parametrize('n,offload,levels', [
-    (0, False, [0]),
-    (1, False, [0, 1, 2]),
-    (4, False, [0, 1, 2, 4, 5]),
-    (5, False, [0, 1, 2, 4, 5, 6]),
-    (5, True, [0, 1, 2, 4, 5])])
-def test_levels_double_up_to_all_blocks_and_then_their_inputs_are_on_the_cpu(n, offload, levels):
-    assert levels_of(n, offload) == levels
-
-
 def test_configurations_with_a_cache_are_found_once():
     keeps = SimpleNamespace(use_cache=True)
     m = nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh(), nn.Tanh())
-    m[0].config = keeps
-    m[1].config = keeps
-    m[2].config = SimpleNamespace(use_cache=False)
-    m[3].config = dict(use_cache=True)
+    for layer, config in zip(m, (keeps, keeps, SimpleNamespace(use_cache=False), dict(use_cache=True))):
+        setattr(layer, 'config', config)
     assert configs_with_cache(m) == [keeps]
 
 
@@ -126,8 +74,8 @@ def compiled_in_place():
 
 
 @pytest.mark.parametrize('make_model,blocks,says', [
-    (flat, None, r'finds no blocks in Linear: name modules with blocks=lambda model: \[...\]'),
-    (Deep, lambda m: [], 'no blocks in Deep: name modules with blocks='),
+    (flat, None, r'finds no blocks in Linear: choose modules with blocks=lambda model: \[...\]'),
+    (Deep, lambda m: [], 'blocks returned no modules'),
     (Deep, lambda m: [nn.Linear(1, 1)], 'blocks must return modules of the model, none inside another, not Linear'),
     (lambda: nn.DataParallel(Deep()), None, 'replicated DataParallel again: use DistributedDataParallel'),
     (lambda: torch.compile(Deep()), None, 'compiled OptimizedModule again: leave out torch.compile'),
@@ -139,61 +87,31 @@ def test_a_model_whose_blocks_cannot_run_again_is_an_error_before_training(make_
     assert_same(weights(learn), before)
 
 
-class OutsideCount(Block):
-    "Depends on a count that is no part of the model, and moves in all epochs from `first_epoch` on"
-    count = 0
-    first_epoch = 0
-    epoch = 0
-
-    def forward(self, x):
-        if OutsideCount.epoch >= OutsideCount.first_epoch: OutsideCount.count += 1
-        return super().forward(x/(1+OutsideCount.count))
-
-
-class InPlace(Block):
-    "Changes its input, which it adds to its output, too"
-    def forward(self, x): return x+super().forward(F.relu_(x))
-
-
-OTHER_OUTPUTS = ('OutsideCount returns other outputs when it is run again, since it depends on what it changes '
-                 'outside of itself: make that a buffer, or leave it out with blocks=')
-OTHER_INPUT = ('InPlace cannot be run again, since it changes its input in place: set inplace=False there, or leave '
-               'it out with blocks=')
-
-
-@pytest.mark.parametrize('offload', [False, True])
-@pytest.mark.parametrize('kind,says', [(OutsideCount, OTHER_OUTPUTS), (InPlace, OTHER_INPUT)])
-def test_a_block_that_does_not_repeat_itself_is_an_error_before_the_first_step(kind, says, offload):
-    make = chain(kind)
-    trained(make)  # PyTorch can train it
-    learn = make(cbs=all_blocks(layers, offload))
-    before = weights(learn)
-    with pytest.raises(RuntimeError, match=f'^{says}'): fit(learn, 1)
-    assert_same(weights(learn), before)
-
-
-def test_blocks_are_checked_in_each_epoch(monkeypatch):
-    monkeypatch.setattr(OutsideCount, 'first_epoch', 1)
-
-    def set_epoch(cb): OutsideCount.epoch = cb.epoch
-
-    learn = chain(OutsideCount)(cbs=[all_blocks(layers), Callback(before_epoch=set_epoch)])
-    with pytest.raises(RuntimeError, match=OTHER_OUTPUTS): fit(learn, 3)
-    assert learn.epoch == 1
-    assert learn.iter == 0
-    assert len(losses(learn)) == 3, 'the first epoch has run'
-
-
 # Which blocks run again
 
-@pytest.mark.parametrize('blocks', [
-    layers,
-    lambda m: m.layers[1:3],
-    lambda m: m,
-    lambda m: (layer[0] for layer in m.layers),
-    lambda m: nn.ModuleDict(dict(a=m.layers[0], b=m.layers[2]))])
-def test_blocks_that_a_user_names(blocks):
-    assert_same_fit(trained(deep, all_blocks(blocks)), trained(deep))
+class ResidualList(nn.Sequential):
+    "A list of layers with a forward pass of its own"
+    def forward(self, x): return x+super().forward(x)
+
+
+def deep_in_lists():
+    torch.manual_seed(0)
+    layers = [ResidualList(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(3)]
+    return nn.Sequential(ResidualList(*layers), nn.Linear(5, 1)).double()
+
+
+@pytest.mark.parametrize('make_model,blocks', [
+    (Deep, layers),
+    (Deep, lambda m: m),
+    (Deep, lambda m: (layer[0] for layer in m.layers)),
+    (Deep, lambda m: nn.ModuleDict(dict(a=m.layers[0], b=m.layers[2]))),
+    (deep_in_lists, None),
+    (deep_in_lists, lambda m: m[0])])
+def test_blocks_that_a_user_names_or_that_are_found(make_model, blocks):
+    make = regression(make_model)
+    ours = trained(make, all_blocks(blocks))
+    assert ours.activation_checkpointing.n_recomputed
+    assert_same_fit(ours, trained(make))
 
 
 @pytest.mark.parametrize('trains,n_runs', [(True, 2), (False, 1)])
@@ -213,16 +131,16 @@ def test_a_block_runs_twice_unless_it_is_frozen(trains, n_runs):
 
 
 def test_other_blocks_in_the_next_fit():
-    "It begins anew, since the levels are others"
+    "It recomputes no more of them than there are"
     cb = ActivationCheckpointing()
     learn = mlp(cbs=cb, n_layers=8)
-    fit(learn, 1, cbs=Fails('after_loss', 0, 1, 2, 3))
-    assert (cb.level, len(cb.found)) == (8, 8)
+    fit(learn, 1, cbs=OutOfMemory('after_loss', 1, 2, 3, 4))
+    assert (cb.n_recomputed, len(cb.found)) == (8, 8)
 
     def first_two(m): return m[:2].children()
     cb.blocks = first_two
-    fit(learn, 1, cbs=Fails('after_loss', 0))
-    assert (cb.level, len(cb.found)) == (1, 2)
+    fit(learn, 1)
+    assert (cb.n_recomputed, len(cb.found)) == (2, 2)
 
 
 # As few as memory requires
@@ -236,31 +154,31 @@ def fits(make, limit, n_blocks):
     return True
 
 
-@pytest.mark.parametrize('share', [.97, .8, .6, .2])
-def test_the_first_level_that_suffices_is_found(share):
-    "After a pass that fails for each level below it, and then it is kept"
+STEPS = [0, 1, 2, 4, 8, 16, 20]  # blocks that are recomputed of 20
+
+
+@pytest.mark.parametrize('share', [.97, .6, .2])
+def test_the_first_number_of_blocks_that_suffices_is_found(share):
+    "After a pass that fails for each number below it, and then it is kept; at last, inputs are on the CPU"
     make = partial(mlp, batch_norm, nn.Tanh, n_layers=20)
     plain, ours = trained_in_less(make, share, Passes)
     assert_same_fit(ours, plain)
     cb = ours.activation_checkpointing
-    assert cb.levels == [0, 1, 2, 4, 8, 16, 20, 21]
-    n_failed = cb.levels.index(cb.level)
+    n_failed = STEPS.index(cb.n_recomputed)+cb.needs_cpu
     n_batches = 2
     assert len(plain.passes.sizes) == n_batches
     assert len(ours.passes.sizes) == n_batches+n_failed
     limit = share*plain.activations.mb
-    assert not fits(make, limit, cb.levels[n_failed-1])
-    is_on_cpu = cb.level == 21
-    assert is_on_cpu == (share == .2)
-    assert is_on_cpu or fits(make, limit, cb.level)
+    assert not fits(make, limit, STEPS[n_failed-1])
+    assert cb.needs_cpu == (share == .2)
+    assert cb.needs_cpu or fits(make, limit, cb.n_recomputed)
 
 
 @pytest.mark.parametrize('make_cb', [ActivationCheckpointing, auto_micro_batches, auto_cache])
-@pytest.mark.parametrize('make', [with_batch_norm, contrastive])
-def test_where_all_fits_nothing_changes(make, make_cb):
+def test_where_all_fits_nothing_changes(make_cb):
     "As many passes as in the plain fit, and the same random numbers afterwards"
     def fitted(*cbs):
-        learn = trained(make, Passes(), *cbs, n_epoch=2)
+        learn = trained(contrastive, Passes(), *cbs, n_epoch=2)
         return learn, [torch.rand(1).item(), random.random(), np.random.rand()]
 
     plain, next_numbers = fitted()
@@ -287,7 +205,7 @@ def test_blocks_are_recomputed_before_batches_are_split(make_cb):
     for comes_first in (True, False):
         adapting = ActivationCheckpointing()
         assert micro_bs(adapting, comes_first=comes_first) >= size
-        assert adapting.level >= 8
+        assert adapting.n_recomputed >= 8
 
 
 # What it says
@@ -303,37 +221,19 @@ def said(learn, capsys):
     (.9, lambda m: [m[2], m[3]], 'fits if 1 of 2 blocks are recomputed'),
     (.3, None, 'fits if 4 of 4 blocks are recomputed, and what they keep is on the CPU')])
 def test_one_line_says_how_a_batch_fits(share, blocks, says, capsys):
+    "A further fit tries nothing, and says nothing"
     limit = share*trained(with_batch_norm, Activations()).activations.mb
-    learn = with_batch_norm(cbs=[Activations(limit), ActivationCheckpointing(blocks)])
-    assert re.fullmatch(f'ActivationCheckpointing: each batch of 32 {says}\n', said(learn, capsys))
-    assert said(learn, capsys) == '', 'nothing has changed'
-
-
-def test_a_later_fit_searches_again_only_if_other_weights_are_trained(capsys):
-    limit = .6*trained(with_batch_norm, Activations()).activations.mb
     passes = Passes()
-    learn = with_batch_norm(
-        cbs=[Activations(limit), ActivationCheckpointing(), passes],
-        splitter=lambda m: [params(m[:2]), params(m[2:])])
-
-    def n_failed():
-        fit(learn, 2)
-        return len(passes.sizes)-4
-
-    n_searching = n_failed()
-    assert n_searching > 0
-    assert n_failed() == 0
-    learn.freeze()
-    assert n_failed() > 0
-    assert n_failed() == 0
-    learn.unfreeze()
-    assert n_failed() == n_searching
-    assert n_failed() == 0
+    learn = with_batch_norm(cbs=[Activations(limit), ActivationCheckpointing(blocks), passes])
+    assert re.fullmatch(f'ActivationCheckpointing: each batch of 32 {says}\n', said(learn, capsys))
+    assert (len(passes.sizes) > 4) == (share < 1)
+    assert said(learn, capsys) == ''
+    assert len(passes.sizes) == 4
 
 
 @pytest.mark.parametrize('make,says', [
     (with_batch_norm, 'not even with all blocks recomputed and their inputs on the CPU'),
-    (regression(flat), 'ActivationCheckpointing finds no blocks in Linear: name modules with blocks=')])
+    (regression(flat), 'ActivationCheckpointing finds no blocks in Linear: choose modules with blocks=')])
 def test_an_error_says_what_else_makes_a_batch_fit(make, says):
     "It comes before the first step, and leaves nothing behind"
     learn = make(cbs=[Activations(1e-6), ActivationCheckpointing()])
@@ -373,23 +273,40 @@ def test_a_forward_pass_keeps_a_share_of_the_bytes(make, at_most):
     assert ours.peak < plain.peak
 
 
+class KeywordBlock(nn.Module):
+    "Takes its inputs by name, in a dict"
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, *, inputs): return self.layer(inputs['x']).tanh()
+
+
+class ChainOfKeywords(Chain):
+    def call_layer(self, layer, x): return layer(inputs=dict(x=x))
+
+
+def input_of(args, kwargs): return kwargs['inputs']['x'] if kwargs else args[0]
+
+
 @pytest.mark.parametrize('offload', [False, True])
-def test_offloaded_inputs_are_not_on_the_device(offload):
+@pytest.mark.parametrize('make', [deep, regression(partial(ChainOfKeywords, KeywordBlock))])
+def test_offloaded_inputs_are_not_on_the_device(make, offload):
     "Nothing refers to what a block was given but its copy on the CPU"
     inputs = []
     is_alive = []
 
-    def note(module, args):
-        inputs.append(weakref.ref(args[0].untyped_storage()))
+    def note(module, args, kwargs):
+        inputs.append(weakref.ref(input_of(args, kwargs).untyped_storage()))
 
     def look(cb):
         is_alive.extend(o() is not None for o in inputs)
         raise CancelFitException
 
-    learn = deep(cbs=[all_blocks(layers, offload), Callback(after_loss=look)])
-    for layer in learn.model.layers: layer.register_forward_pre_hook(note)
+    learn = make(cbs=[all_blocks(layers, offload), Callback(after_loss=look)])
+    for layer in learn.model.layers: layer.register_forward_pre_hook(note, with_kwargs=True)
     fit(learn, 1)
-    assert len(is_alive) == 4
+    assert len(is_alive) == len(learn.model.layers)
     assert set(is_alive) == {not offload}
 
 
@@ -458,7 +375,7 @@ def test_nothing_of_earlier_passes_is_kept(make_cb):
     auto_cache])
 def test_nothing_of_a_pass_is_kept_in_which_memory_ran_out(make_cb):
     gc.freeze()
-    learn = trained(recurrent, make_cb(), MadeWeights(), Fails('after_loss', 0, 1))
+    learn = trained(recurrent, make_cb(), MadeWeights(), OutOfMemory('after_loss', 1, 2))
     n_alive = learn.made_weights.n_alive
     assert n_alive[:3] == [0, 0, 0], 'two passes have failed before the third one'
     assert len(n_alive) >= 8+2
@@ -477,59 +394,3 @@ def test_an_interrupt_while_a_block_runs_again_leaves_nothing():
     learn.model.layers[1].register_forward_hook(interrupt_the_second_run)
     with pytest.raises(KeyboardInterrupt): fit(learn, 1)
     assert_own_forward(learn)
-
-
-IN_A_BATCH = EVENTS[3:10]
-
-
-class ZeroesGradients(Callback):
-    "fastai keeps those of a fit that has ended early"
-    def before_fit(self): self.opt.zero_grad()
-
-
-@pytest.mark.thin(5)
-@pytest.mark.parametrize('event', EVENTS)
-@pytest.mark.parametrize('exc', [KeyboardInterrupt, *CANCELS, CancelStepException, CancelBackwardException])
-def test_a_fault_leaves_nothing_to_the_next_fit(exc, event):
-    def fitted_after_a_fault(*cbs):
-        set_seed(0)
-        make = regression(partial(Deep, p=0., n=2), n=64)
-        nth = 2 if event in IN_A_BATCH else 1
-        fault = Fault(exc, event, nth, order=7)
-        learn = make(cbs=[*cbs, fault])
-        try: fit(learn, 1)
-        except BaseException: pass
-        assert_own_forward(learn)
-        assert fault.count >= nth or event == 'after_cancel_batch'
-        learn.remove_cb(fault)
-        return fit(learn, 1)
-
-    assert_same_fit(fitted_after_a_fault(all_blocks()), fitted_after_a_fault(ZeroesGradients()))
-
-
-# Validation
-
-def test_validation_batches_are_split_if_memory_runs_out():
-    "A text classifier has a `reset`, but puts its own state in order"
-    def trained_with_room_for(most):
-        def fail_above(module, args):
-            tokens = args[0][0]
-            if not module.training and len(tokens) > most: raise torch.OutOfMemoryError('CUDA out of memory')
-
-        torch.manual_seed(0)
-        texts = torch.randint(2, 20, (32, 12))
-        labels = torch.randint(2, (32,))
-        samples = list(zip(texts, labels))
-        dls = DataLoaders(DataLoader(samples, bs=8), DataLoader(samples, bs=16))
-        config = awd_lstm_clas_config | dict(n_layers=1, emb_sz=8, n_hid=12)
-        m = get_text_classifier(AWD_LSTM, 20, 2, seq_len=6, config=config)
-        m[1].register_forward_pre_hook(fail_above)
-        cbs = [*rnn_cbs(2, 1), ActivationCheckpointing()]
-        return fit(Learner(dls, m, CrossEntropyLossFlat(), cbs=cbs), 1)
-
-    float32 = 1e-6
-    whole = trained_with_room_for(16)
-    split = trained_with_room_for(8)
-    assert_same(floats(split.recorder.values), floats(whole.recorder.values), float32)
-    with quiet(split), quiet(whole):
-        assert_same(split.get_preds()[0], whole.get_preds()[0], float32)
