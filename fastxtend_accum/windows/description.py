@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from fastai.basics import *
+from torch.nn.parameter import is_lazy
 
 from .gradients import can_sum_in_float32,half
 from .loader import WindowShape
@@ -64,7 +65,9 @@ def how_made_up(
 # %% ../../nbs/windows/11_description.ipynb #767aa03f
 # What differs from one batch
 
-def buffers_of(m)->list[Tensor]: return list(m.buffers(recurse=False))
+def buffers_of(m)->list[Tensor]:
+    "Returns the buffers of `m` itself; not those that get their shape in the first forward pass"
+    return [o for o in m.buffers(recurse=False) if not is_lazy(o)]
 
 class ModelState:
     "Copies of the buffers of `model`, and the states of random generators"

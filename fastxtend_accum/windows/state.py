@@ -8,6 +8,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/state.html.md"""
 from __future__ import annotations
 
 from fastai.basics import *
+from torch.nn.parameter import is_lazy
 
 # %% auto #0
 __all__ = ['global_generators', 'random_states', 'set_random_states', 'attribute_dicts', 'restore_dict', 'restore_tensor',
@@ -88,12 +89,12 @@ class Snapshot:
         self.random_states_outside = []
 
     def untrained_tensors(self)->list[Tensor]:
-        "Returns the buffers, and attributes that are tensors without a gradient"
+        "Returns the buffers, and attributes that are tensors without a gradient; not those that have no shape yet"
         res = []
         for _,content in self.attributes:
             for o in content.values():
-                is_strided = isinstance(o, Tensor) and o.layout == torch.strided
-                if is_strided and not o.requires_grad: res.append(o)
+                has_values = isinstance(o, Tensor) and not is_lazy(o) and o.layout == torch.strided
+                if has_values and not o.requires_grad: res.append(o)
         return res
 
     def restore(self):
