@@ -122,6 +122,8 @@ class MicroBatches(WholeBatch):
         if losses.n_micro: # not without targets
             learn.loss = losses.mean
             learn.loss_grad = learn.loss
+            # If the backward pass of a part was cancelled, no other batch takes its place
+            loop.window.add_without_loss(loop.batches.current.samples-losses.samples)
         show_outputs(learn, outputs, [end-start for start,end in bounds])
         return n_counting > 0
 
