@@ -210,8 +210,10 @@ class EpochPlan:
 @patch
 def cut(self:EpochPlan, batch:LoaderBatch, start:int)->list[LoaderBatch]:
     "Returns the pieces of a loader batch that begins after `start` samples; or the batch, if it is not cut"
-    if not self.has_pieces: return [batch]
-    return batch.cut(self.shape(start).n_pieces, self.info.planned_batch_size)
+    n_pieces = self.shape(start).n_pieces if self.has_pieces else 1
+    if n_pieces > 1 and not self.info.has_exact_length:
+        batch = batch._replace(samples=min(batch.samples, batch.rows))  # the last one of a stream may have fewer
+    return batch.cut(n_pieces, self.info.planned_batch_size)
 
 @patch
 def planned_batches(self:EpochPlan)->Iterator[LoaderBatch]:

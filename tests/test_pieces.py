@@ -1,0 +1,279 @@
+"""Windows smaller than a loader batch, which is cut into pieces: the fit is the one of a plain Learner with a smaller
+loader, bit for bit, whatever the loader, the form of its batches, the schedule and the end of an epoch"""
+import pytest
+import torch.utils.data as tud
+from hypothesis import given
+from hypothesis import strategies as st
+
+from numbered_batches import *
+
+
+def fastai_loader(n, bs, collate=None, **kwargs):
+    samples = list(zip(*data(n)))
+    return DataLoader(samples, bs=bs, create_batch=collate, **kwargs)
+
+
+def torch_loader(n, bs, collate=None, shuffle=False, **kwargs):
+    samples = list(zip(*data(n)))
+    generator = torch.Generator().manual_seed(4)
+    return tud.DataLoader(samples, bs, shuffle, collate_fn=collate, generator=generator, **kwargs)
+
+
+class Stream(tud.IterableDataset):
+    "Samples that come one after the other"
+    def __init__(self, n): self.n = n
+    def __len__(self): return self.n
+    def __iter__(self): return iter(list(zip(*data(self.n))))
+
+
+def stream(n, bs): return tud.DataLoader(Stream(n), bs)
+
+
+class SeesBatches(Callback):
+    "Notes the number of batches, and in each event of a training batch its size and the position"
+    order = 40
+    run_valid = False
+    def before_fit(self): self.seen = []
+    def note(self, event): self.seen.append((event, len(self.learn.yb[0]), self.train_iter, self.learn.pct_train))
+
+    def before_batch(self):
+        self.seen.append((len(self.learn.dl), self.n_iter))
+        self.note('before_batch')
+
+    def after_pred(self): self.note('after_pred')
+    def before_step(self): self.note('before_step')
+    def after_batch(self): self.note('after_batch')
+
+
+def learner_on(train, *cbs, m=None, **kwargs):
+    valid = DataLoader(list(zip(*data(8))), bs=8)
+    return Learner(DataLoaders(train, valid), m or model(), mse, cbs=[SeesBatches(), *cbs], **kwargs)
+
+
+def fitted(train, *cbs, m=None):
+    "Trains on a loader, with a momentum and a rate that change, and returns the Learner"
+    learn = learner_on(train, *cbs, m=m, opt_func=partial(SGD, mom=.9))
+    set_seed(1)
+    return fit(learn, 2, method='fit_one_cycle')
+
+
+def assert_bit_for_bit(ours, plain):
+    "Asserts the same weights, rates, losses and events"
+    assert len(losses(plain)) > 1
+    assert_same(weights(ours), weights(plain))
+    assert ours.recorder.lrs == plain.recorder.lrs
+    assert losses(ours) == losses(plain)
+    assert ours.sees_batches.seen == plain.sees_batches.seen
+
+
+# The fit with the small loader
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize('log', [True, False])
+@pytest.mark.parametrize('loader', [fastai_loader, torch_loader])
+@pytest.mark.parametrize('n', [96, 100, 103])
+@pytest.mark.parametrize('bs, size', [(24, 8), (24, 24), (32, 4), (32, 16), (96, 12)])
+def test_the_fit_is_the_one_with_the_small_loader(bs, size, n, loader, log):
+    "Also where the last loader batch is smaller, or has fewer samples than a piece"
+    plain = fitted(loader(n, size))
+    ours = fitted(loader(n, bs), GradientAccumulation(size, log_accum_batch=log))
+    assert_moved(plain)
+    assert_bit_for_bit(ours, plain)
+
+
+@pytest.mark.parametrize('n, bs, size', [(100, 32, 16), (103, 24, 8), (96, 96, 12)])
+def test_a_piece_that_is_not_full_is_dropped_on_demand(n, bs, size):
+    plain = fitted(fastai_loader(n, size, drop_last=True))
+    assert_bit_for_bit(fitted(fastai_loader(n, bs), GradientAccumulation(size, remainder='drop')), plain)
+
+
+@pytest.mark.parametrize('loader', [fastai_loader, torch_loader])
+def test_shuffled_samples_are_those_of_the_small_loader(loader):
+    plain = fitted(loader(96, 8, shuffle=True))
+    assert_apart(plain, fitted(loader(96, 8)))
+    assert_bit_for_bit(fitted(loader(96, 32, shuffle=True), GradientAccumulation(8)), plain)
+
+
+@pytest.mark.filterwarnings('ignore:Length of IterableDataset')
+@pytest.mark.parametrize('n', [96, 100])
+def test_a_stream_is_cut(n):
+    "Also its last loader batch, of which nobody knows how large it is"
+    plain = fitted(stream(n, 8))
+    ours = fitted(stream(n, 32), GradientAccumulation(8))
+    assert_moved(plain)
+    assert_same(weights(ours), weights(plain), ROUNDING)  # nobody knows that the last piece is the last one
+
+
+@pytest.mark.parametrize('exc', [CancelBatchException, CancelBackwardException, CancelStepException])
+@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'before_backward', 'after_backward', 'before_step'])
+def test_a_piece_is_cancelled_as_a_batch_of_the_small_loader(event, exc):
+    "fastai's own rules hold, and its own errors"
+    def run(bs, *cbs):
+        learn = learner_on(fastai_loader(96, bs), Fault(exc, event, 4, 5), *cbs, opt_func=SGD)
+        try: fit(learn, 2)
+        except exc: pass
+        return learn
+    assert_bit_for_bit(run(32, GradientAccumulation(8)), run(8))
+
+
+def test_lr_find_tries_the_same_rates_on_pieces():
+    def find(bs, *cbs):
+        learn = learner_on(fastai_loader(96, bs), *cbs, opt_func=SGD)
+        with quiet(learn): learn.lr_find(num_it=20, show_plot=False)
+        return learn.recorder
+    plain = find(8)
+    ours = find(32, GradientAccumulation(8))
+    assert len(plain.lrs) == 20
+    assert ours.lrs == plain.lrs
+    assert_same(ours.losses, plain.losses)
+
+
+# Batches of any form
+
+def as_dict(samples):
+    inputs, targets = map(torch.stack, zip(*samples))
+    return dict(x=inputs), targets
+
+
+def nested(samples):
+    "Puts names and a number for the whole batch beside the inputs"
+    inputs, targets = map(torch.stack, zip(*samples))
+    names = [f'{float(o):.3f}' for o in targets]
+    return dict(parts=[(inputs[:, :2], inputs[:, 2:]), names], scale=torch.tensor(.5)), targets
+
+
+class Reads(nn.Module):
+    "Finds its inputs in a dict"
+    def __init__(self):
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, batch):
+        if isinstance(batch, Tensor): return self.inner(batch)  # in validation
+        if 'x' in batch: return self.inner(batch['x'])
+        parts, names = batch['parts']
+        assert len(names) == len(parts[0])
+        return self.inner(torch.cat(parts, 1))*batch['scale']
+
+
+@pytest.mark.parametrize('collate', [as_dict, nested])
+@pytest.mark.parametrize('loader', [fastai_loader, torch_loader])
+def test_dicts_and_nested_batches_are_cut(loader, collate):
+    plain = fitted(loader(100, 8, collate), m=Reads())
+    assert_bit_for_bit(fitted(loader(100, 32, collate), GradientAccumulation(8), m=Reads()), plain)
+
+
+def as_set(samples):
+    inputs, targets = map(torch.stack, zip(*samples))
+    return {inputs}, targets
+
+
+def test_a_batch_that_cannot_be_sliced_is_an_error_before_training():
+    learn = learner_on(fastai_loader(96, 32, as_set), GradientAccumulation(8))
+    with pytest.raises(ValueError, match='cannot split a set: use tensors'): fit(learn)
+    assert learn.sees_batches.seen == []
+
+
+def test_a_loader_that_states_no_batch_size_cannot_be_cut():
+    inputs, targets = data(64)
+    batches = list(zip(inputs.split(16), targets.split(16)))
+    learn = learner_on(batches, GradientAccumulation(8, micro_batch_size=16))
+    with pytest.raises(ValueError, match='accum_bs=8 is less than 16, .* states no batch size cannot be cut'): fit(learn)
+
+
+# Pieces of any size, against plain PyTorch
+
+def steps_of_pieces(n, bs, n_pieces, remainder, n_epoch):
+    "Returns the samples of each step, if each loader batch is cut at the same places"
+    edges = [math.ceil(bs*i/n_pieces) for i in range(n_pieces+1)]
+    steps = []
+    window = []
+    for epoch in range(n_epoch):
+        for start in range(0, n, bs):
+            for first, last in zip(edges, edges[1:]):
+                window = [*window, *range(start+first, min(start+last, n))]
+                if len(window) < bs//n_pieces: continue
+                steps.append((window, 0))
+                window = []
+        if window and (remainder == 'step' or remainder == 'carry' and epoch == n_epoch-1): steps.append((window, 0))
+        if remainder != 'carry': window = []
+    return steps
+
+
+@draws
+@given(
+    n=st.integers(1, 80),
+    bs=st.integers(2, 16),
+    n_pieces=st.integers(2, 16),
+    remainder=st.sampled_from(['step', 'carry', 'drop']),
+    n_epoch=st.integers(1, 3),
+    log=st.booleans(),
+    micro_batch_size=st.sampled_from([None, 3]))
+def test_any_pieces(n, bs, n_pieces, remainder, n_epoch, log, micro_batch_size):
+    "Each is a step, and what an epoch leaves takes one, is carried or dropped"
+    size = math.ceil(bs/min(n_pieces, bs))
+    n_pieces = min(range(1, bs+1), key=lambda k: abs(bs/k-size))  # the larger of two pieces as near
+    steps = steps_of_pieces(n, bs, n_pieces, remainder, n_epoch)
+    if remainder == 'drop' and not steps: return  # an error: no window is filled
+    accum = GradientAccumulation(size, remainder=remainder, log_accum_batch=log, micro_batch_size=micro_batch_size)
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', 'micro_batch_size=3 is more than')
+        learn = fit(make_learner(bs, n=n, cbs=accum), n_epoch)
+    expected, _ = reference(steps, n, sgd)
+    assert_same(weights(learn), expected, ROUNDING)
+    assert accum.opt_steps == len(steps)
+    if log: assert learn.recorder.accum_bs == [len(samples) for samples, _ in steps]
+
+
+@pytest.mark.parametrize('size, n_pieces', [(45, 2), (48, 1), (5, 13), (1, 64)])
+def test_a_size_that_does_not_divide_the_batch_is_rounded(size, n_pieces):
+    "To pieces of nearly equal size: 5 of 64 makes 13 windows of 4 or 5 samples"
+    accum = GradientAccumulation(size)
+    learn = fit(make_learner(64, n=128, cbs=accum), 1)
+    sizes = learn.recorder.accum_bs
+    assert len(sizes) == accum.opt_steps == 2*n_pieces
+    assert sum(sizes) == 128
+    assert max(sizes)-min(sizes) <= 1
+    assert accum.micro_bs == max(sizes)
+
+
+# Schedules that cross the loader's batch
+
+@pytest.mark.parametrize('log', [True, False])
+@pytest.mark.parametrize('remainder', ['step', 'carry', 'drop'])
+@pytest.mark.parametrize('sizes', [(8, 32, 64), (64, 16, 32), (4, 8, 16)])
+def test_a_schedule_goes_below_and_above_the_batch(sizes, remainder, log):
+    first, second, third = sizes
+    def size_at(pct):
+        if pct < 1/3-1e-9: return first
+        return second if pct < 2/3-1e-9 else third
+    steps = windows(96, 4, size_at, remainder, 2)
+    expected, _ = reference(steps, 96, sgd)
+    accum = GradientAccumulationSchedule(
+        **SchedSteps({0: first, 1/3: second, 2/3: third}), remainder=remainder, log_accum_batch=log)
+    learn = make_learner(32, cbs=accum)
+    previewed = [size for _, size in accum.preview(2, learn.dls)]
+    fit(learn, 2)
+    assert previewed == [len(samples) for samples, _ in steps]
+    assert_moved(learn)
+    assert_same(weights(learn), expected, ROUNDING)
+
+
+class CountsPasses(Callback):
+    "Counts the batches that the DataLoader yields in training"
+    run_valid = False
+    def before_fit(self): self.n = 0
+    def after_pred(self): self.n += 1
+
+
+def test_growing_on_a_loader_of_the_final_size_takes_as_many_steps_in_a_third_of_the_passes():
+    counts = []
+    for bs in (32, 512):
+        accum = GradientAccumulationSchedule(32, 512)
+        learn = make_learner(bs, n=2048, cbs=[accum, CountsPasses()])
+        fit(learn, 8)
+        counts.append((accum.opt_steps, learn.counts_passes.n))
+    (steps, passes), (steps_of_large, passes_of_large) = counts
+    assert passes == 512
+    assert abs(steps_of_large-steps) <= .1*steps
+    assert passes_of_large <= .35*passes
