@@ -421,7 +421,6 @@ def test_the_size_may_change_between_fits():
     "From a number to 'auto', which begins with the whole batch, and keeps what it finds"
     learn = learner_of_views(TwoOutputs(), GradientCache(8))
     cb = learn.gradient_cache
-    memory = MemoryLimit(learn.model)
     inner = MemoryLimit(learn.model.a)
     fit(learn, 1)
     assert set(inner.in_training) == {8}
@@ -434,11 +433,10 @@ def test_the_size_may_change_between_fits():
     assert cb.micro_bs == 16
     fit(learn, 1)
     assert cb.micro_bs == 16
-    cb.micro_batch_size = 4
+    cb.micro_batch_size = 2
     inner.in_training.clear()
     fit(learn, 1)
-    assert set(inner.in_training) == {4}
-    assert set(memory.in_training) >= {32}
+    assert set(inner.in_training) == {2}
 
 
 @pytest.mark.parametrize('exc,event', [(KeyboardInterrupt, 'after_pred'), (ValueError, 'before_backward')])
@@ -500,8 +498,8 @@ def test_only_one_callback_may_split_batches():
     with pytest.raises(ValueError, match=says): fit(learn, 1)
 
 
-@pytest.mark.parametrize('size,error', [(None, TypeError), (0, ValueError), ('some', ValueError), (2.5, TypeError)])
-def test_a_size_that_is_none_is_an_error(size, error):
+@pytest.mark.parametrize('size,error', [(None, TypeError), (0, ValueError), ('some', ValueError)])
+def test_what_is_no_size_is_an_error(size, error):
     with pytest.raises(error, match='micro_batch_size must be'): GradientCache(size)
 
 
@@ -518,21 +516,13 @@ class TokensFirst(nn.Module):
         return self.body(tokens).mean(0), x
 
 
-each_number_of_tokens = pytest.mark.parametrize('n_tokens', [3, 16, 32])
-
-
-@each_number_of_tokens
-def test_a_model_that_puts_tokens_first_may_be_split(n_tokens):
+@pytest.mark.parametrize('n_tokens', [3, 16])
+def test_tokens_come_first_inside_a_model_that_is_split_but_not_in_its_part(n_tokens):
+    plain = TokensFirst(n_tokens)
     ours = fit(learner_of_views(TokensFirst(n_tokens), GradientCache(8)))
     whole = fit(learner_of_views(TokensFirst(n_tokens)))
     assert_same(weights(ours), weights(whole), ROUNDING)
-    assert_apart(whole, TokensFirst(n_tokens))
-
-
-@each_number_of_tokens
-def test_a_part_that_sees_tokens_first_is_an_error(n_tokens):
-    "Also if they are as many as the samples"
+    assert_apart(whole, plain)
     learn = learner_of_views(TokensFirst(n_tokens), GradientCache(2, body))
-    says = 'cannot split a tensor of shape|cannot join outputs of shape'
-    with pytest.raises(ValueError, match=says): fit(learn, 1)
-    assert_same(weights(learn), weights(TokensFirst(n_tokens)))
+    with pytest.raises(ValueError, match='cannot split a tensor of shape'): fit(learn, 1)
+    assert_same(weights(learn), weights(plain))
