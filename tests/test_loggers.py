@@ -14,14 +14,6 @@ def absolute_error(pred, targ):
     return (pred-targ).abs().mean().float()
 
 
-class TwoParts:
-    "Keeps the two parts of the loss as attributes, for fastai's LossMetric"
-    def __call__(self, pred, targ):
-        self.error = F.mse_loss(pred, targ)
-        self.size = pred.abs().mean()
-        return (self.error+0.1*self.size).float()
-
-
 class MeanOverSamples(Metric):
     "The mean of what `read` finds in the Learner, over samples"
     def __init__(self, read):
@@ -64,8 +56,8 @@ METRICS = dict(
     outputs=lambda: AvgMetric(absolute_error),
     perplexity=Perplexity,
     avg_loss=AvgLoss,
-    parts=lambda: LossMetrics('error,size'),
     loss=lambda: MeanOverSamples(lambda learn: learn.loss),
+    loss_grad=lambda: MeanOverSamples(lambda learn: learn.loss_grad),
     largest=LargestLoss)
 
 # By name, samples in a loader batch and in a window, and what makes windows of them
@@ -82,7 +74,7 @@ WINDOWS = dict(
 def epoch_values(bs, metrics, *cbs):
     "Trains on 100 samples for two epochs with training metrics, and returns the values of each"
     recorder = Recorder(train_metrics=True)
-    learn = make_learner(bs, n=100, cbs=[recorder, *cbs], metrics=metrics, loss_func=TwoParts())
+    learn = make_learner(bs, n=100, cbs=[recorder, *cbs], metrics=metrics)
     fit(learn, 2)
     assert_moved(learn)
     return floats(learn.recorder.values)
@@ -96,15 +88,6 @@ def test_training_metrics_are_those_of_the_large_batch(name, kind):
     make_metrics = METRICS[name]
     small = epoch_values(bs, make_metrics(), deepcopy(cb))
     large = epoch_values(window_bs, make_metrics())
-    assert_same(small, large, FLOAT32)
-
-
-@pytest.mark.parametrize('kind', WINDOWS)
-def test_a_training_metric_may_read_loss_grad(kind):
-    bs, window_bs, cb = WINDOWS[kind]
-    metric = MeanOverSamples(lambda learn: learn.loss_grad)
-    small = epoch_values(bs, metric, deepcopy(cb))
-    large = epoch_values(window_bs, metric)
     assert_same(small, large, FLOAT32)
 
 
@@ -140,95 +123,36 @@ def test_training_metrics_go_on_after_an_interrupt(event):
     assert 'accumulate' not in vars(metric)
 
 
-# Epochs without a step
-
-class NeverKnown(Metric):
-    "Has no value"
+class CountsBatches(Metric):
+    "The number of batches that it sees"
     def reset(self):
-        pass
+        self.n = 0
 
     def accumulate(self, learn):
-        pass
+        self.n += 1
 
     @property
     def value(self):
-        return None
-
-    @property
-    def name(self):
-        return 'never_known'
+        return self.n
 
 
-def learner_of_long_windows(metrics, *cbs):
-    "Returns a Learner with windows of two epochs, so that every other epoch has no step"
-    accum = GradientAccumulation(48, remainder='carry')
-    return make_learner(8, n=24, cbs=[Recorder(train_metrics=True), accum, *cbs], metrics=metrics)
+@pytest.mark.parametrize('bs, cb', [
+    (32, None),
+    (8, GradientAccumulation(32)),
+    (32, GradientAccumulation(micro_batch_size=8))])
+def test_training_metrics_do_not_see_a_batch_without_targets(bs, cb):
+    "As in fastai: the second window of 32 has none"
+    def drop_targets(self):
+        if self.training and self.iter == 1: self.learn.yb = ()
 
-
-def test_training_metrics_of_an_epoch_without_a_step_are_nan():
-    "Validation of the epoch is that of the model as it is"
-    learn = learner_of_long_windows(absolute_error)
-    validated = learn.validate()
-    fit(learn, 2)
-    without_step, with_step = floats(learn.recorder.values)
-    assert np.isnan(without_step[:2]).all()
-    assert_same(without_step[2:], validated)
-    assert np.isfinite(with_step).all()
-    assert learn.recorder.accum_bs == [48]
-    assert losses(learn) == with_step[:1]
-
-
-def kind_of(value):
-    if value is None: return None
-    return 'nan' if math.isnan(value) else 'number'
-
-
-@pytest.mark.parametrize('exc, event, expected', [
-    (None, None, ['nan', 'nan', 'number', None]),
-    (CancelTrainException, 'before_train', ['number', None]),  # the Recorder leaves out training
-    (CancelValidException, 'before_validate', ['nan', 'nan']),
-    (CancelEpochException, 'before_train', []),
-    (CancelEpochException, 'after_train', ['nan', 'nan']),
-    (CancelEpochException, 'after_validate', ['nan', 'nan', 'number', None])])
-def test_a_metric_without_a_value_stays_none_in_validation(exc, event, expected):
-    "Whatever a callback leaves out of the epoch without a step; the values are training and validation loss and metric"
-    faults = [Fault(exc, event, nth=1, order=99)] if exc else []
-    learn = fit(learner_of_long_windows(NeverKnown(), *faults), 2)
-    without_step, _ = learn.recorder.values
-    assert [kind_of(o) for o in without_step] == expected
-
-
-@pytest.mark.parametrize('monitor', ['train_loss', 'train_absolute_error'])
-def test_a_tracker_compares_epochs_without_a_step(monitor):
-    "The best one has a step"
-    tracker = SaveModelCallback(monitor=monitor)
-    learn = learner_of_long_windows(absolute_error, tracker)
-    fit(learn, 4)
-    column = learn.recorder.metric_names[1:].index(monitor)
-    values = [row[column] for row in learn.recorder.values]
-    assert tracker.best == min(values[1], values[3])
+    cbs = [Recorder(train_metrics=True), Callback(before_batch=drop_targets), *L(cb)]
+    learn = fit(make_learner(bs, cbs=cbs, metrics=CountsBatches()), 1)
+    _, n_in_training, _, n_in_validation = floats(learn.recorder.values)[0]
+    assert n_in_training == 2*32/bs
+    assert n_in_validation >= 2
 
 
 # Samples in each window
-
-class CancelsWindow(Callback):
-    "Cancels the batches with the samples 32 to 63 of each epoch"
-    run_valid = False
-    def after_pred(self):
-        inputs, _ = data(96)
-        is_struck = (inputs[32:64] == self.x[0]).all(1).any()
-        if is_struck: raise CancelBatchException
-
-
-def test_a_window_that_is_cancelled_has_no_samples():
-    "The Recorder logs a loss of it, as of a batch that is cancelled, and the number of samples beside it is 0"
-    large = fit(make_learner(32, cbs=CancelsWindow()), 2)
-    small = fit(make_learner(8, cbs=[CancelsWindow(), GradientAccumulation(32)]), 2)
-    assert small.recorder.accum_bs == [32, 0, 32, 32, 0, 32]
-    assert_same(losses(small), losses(large), FLOAT32)
-    assert_same(weights(small), weights(large), ROUNDING)
-    assert_moved(large)
-
 
 class AnotherRecorder(Recorder): "Some loggers add one of their own"
 
@@ -259,7 +183,7 @@ def test_loggers_are_shown_other_hyper_parameters_for_a_while():
     loggers.show_hypers(hypers)
     hypers[0]['lr'] = 0.1
     for logger in (learn.recorder, learn.tensor_board): assert logger.opt.hypers == [dict(lr=0.5)]
-    loggers.hide_hypers()
+    loggers.end_round()
     for logger in (learn.recorder, learn.tensor_board): assert logger.opt is learn.opt
 
 
