@@ -1,20 +1,15 @@
 "The line that a fit prints: how a window is made up, and what differs from one batch of its size"
 import pytest
-from fastai.layers import ConvLayer
-from fastai.layers import NormType
+from fastai.layers import ConvLayer, NormType
 from torch.ao.quantization import MovingAverageMinMaxObserver
-from torch.nn.utils import parametrizations
-from torch.nn.utils import spectral_norm
-from torch.nn.utils import weight_norm
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from common import *
 from stateful import *
-from fastxtend_accum.windows import loop
-from fastxtend_accum.windows.description import describe_changes
-from fastxtend_accum.windows.description import how_made_up
-from fastxtend_accum.windows.description import how_split
-from fastxtend_accum.windows.description import with_differences
-from fastxtend_accum.windows.state import StateChanges
+from fastxtend_accum.windows import forward_backward
+from fastxtend_accum.windows.description import (Differences, ModelState, how_made_up, how_split, largest_part,
+                                                 log_message, up_to)
+from fastxtend_accum.windows.loader import WindowShape
 
 
 def around(*layers):
@@ -48,7 +43,7 @@ def line_of(capsys, bs, *cbs, m=None, n=128, n_epoch=1, **kwargs):
 
 # The words
 
-@pytest.mark.parametrize('n,size,words', [
+@pytest.mark.parametrize('n, size, words', [
     (32, 32, 'fits in memory'),
     (32, 8, 'is split into 4 micro-batches of 8'),
     (50, 13, 'is split into 4 micro-batches of up to 13')])
@@ -56,56 +51,81 @@ def test_how_a_batch_is_split(n, size, words):
     assert how_split(n, size) == words
 
 
-@pytest.mark.parametrize('sizes,bs,micro_bs,n_processes,words', [
-    ([256], 32, 32, 1, '256 = 8 x 32 samples'),
-    ([256], 64, 32, 1, '256 = 8 x 32 samples'),
-    ([64], 32, 7, 1, '64 = 10 x up to 7 samples'),
-    ([32], 32, 8, 1, '32 = 4 x 8 samples'),
-    ([256], 32, 32, 2, '256 = 2 processes x 4 x 32 samples'),
-    ([64], 32, 32, 2, '64 = 2 processes x 1 x 32 samples'),
-    ([32], 32, 32, 1, '32 samples are one batch: a smaller micro_batch_size splits it'),
-    ([32, 512], 32, 32, 1, '32 to 512 samples, 32 at a time'),
-    ([512, 32], 32, 16, 1, '32 to 512 samples, 16 at a time')])
-def test_how_a_window_is_made_up(sizes, bs, micro_bs, n_processes, words):
-    assert how_made_up(sizes, bs, micro_bs, n_processes, is_auto=False) == words
+def test_the_largest_part():
+    assert largest_part(100, 32) == 25
+    assert largest_part(50, 15) == 13
+    assert up_to(100, 4) == '25'
+    assert up_to(50, 4) == 'up to 13'
 
 
-@pytest.mark.parametrize('sizes,micro_bs,words', [
-    ([32], 32, "micro_batch_size='auto': each batch of 32 fits in memory"),
-    ([32], 8, "micro_batch_size='auto': each batch of 32 is split into 4 micro-batches of 8"),
-    ([64], 32, "micro_batch_size='auto': each batch of 32 fits in memory; 64 = 2 x 32 samples"),
-    ([32, 64], 32, "micro_batch_size='auto': each batch of 32 fits in memory; 32 to 64 samples, 32 at a time")])
-def test_with_auto_the_size_that_fits_comes_first(sizes, micro_bs, words):
-    assert how_made_up(sizes, 32, micro_bs, n_processes=1, is_auto=True) == words
+def batches(n): return WindowShape(n, 1)
+def pieces(n): return WindowShape(1, n)
 
 
-def test_differences_are_those_from_one_batch():
-    differences = ['BatchNorm2d (20 layers) sees 32 samples at a time', 'dropout draws different random numbers']
-    assert with_differences('256 = 8 x 32 samples', 256, differences) == (
-        '256 = 8 x 32 samples. As in one batch of 256, except: BatchNorm2d (20 layers) sees 32 samples at a time; '
-        'dropout draws different random numbers.')
-    line = with_differences('32 to 512 samples', None, ['a', 'b'])
-    assert line == '32 to 512 samples. As in one batch, except: a; b.'
-    assert with_differences('256 = 8 x 32 samples', 256, []) == '256 = 8 x 32 samples'
+@pytest.mark.parametrize('shapes, bs, micro_bs, n_processes, words', [
+    ([batches(8)], 32, 32, 1, '256 = 8 x 32 samples'),
+    ([batches(4)], 64, 32, 1, '256 = 8 x 32 samples'),
+    ([batches(2)], 32, 7, 1, '64 = 10 micro-batches of up to 7 samples'),
+    ([batches(1)], 32, 8, 1, '32 = 4 x 8 samples'),
+    ([batches(4)], 32, 32, 2, '256 = 2 processes x 4 x 32 samples'),
+    ([batches(1)], 32, 32, 2, '64 = 2 processes x 1 x 32 samples'),
+    ([batches(1)], 32, 32, 1, '32 samples are one batch'),
+    ([pieces(8)], 256, 32, 1, '32 samples: each batch of 256 makes 8 optimizer steps'),
+    ([pieces(3)], 256, 86, 1, 'up to 86 samples: each batch of 256 makes 3 optimizer steps'),
+    ([batches(1), batches(16)], 32, 16, 1, '32 to 512 samples, 16 at a time'),
+    ([pieces(8), batches(2)], 256, 256, 1, '32 to 512 samples, 256 at a time')])
+def test_how_a_window_is_made_up(shapes, bs, micro_bs, n_processes, words):
+    assert how_made_up(shapes[0], shapes[-1], bs, micro_bs, n_processes) == words
 
 
 def test_changes_are_counted_by_the_class_of_the_layer():
     spectral = spectral_norm(nn.Linear(5, 5))
     m = nn.Sequential(nn.BatchNorm1d(5), nn.BatchNorm1d(5), nn.Dropout(), spectral)
-    changes = StateChanges(m)
-    assert describe_changes(changes, m, 8) == []
+    before = ModelState(m)
+    assert Differences(before).described(8) == ''
     m(torch.randn(8, 5))
-    assert describe_changes(changes, m, 8) == [
-        'BatchNorm1d (2 layers) sees 8 samples at a time',
-        'SpectralNorm (1 layer) sees 8 samples at a time',
-        'dropout draws different random numbers']
+    assert Differences(before).described(8) == (
+        'BatchNorm1d (2 layers) sees 8 samples at a time; SpectralNorm (1 layer) sees 8 samples at a time; dropout '
+        'draws different random numbers')
+
+
+def test_half_precision_is_named_if_gradients_cannot_add_up_in_float32(monkeypatch):
+    "As with PyTorch before 2.10"
+    differences = Differences(ModelState(model().bfloat16()))
+    assert differences.described(8) == ''
+    monkeypatch.setattr('fastxtend_accum.windows.description.can_sum_in_float32', False)
+    assert differences.described(8).startswith('gradients add up in half precision')
+
+
+@pytest.mark.parametrize('kind', STATEFUL)
+def test_which_modules_have_changed_and_whether_random_numbers_were_drawn(kind):
+    "Buffers count, but neither those of modules around them, nor other attributes"
+    changed = kind()
+    m = nn.Sequential(nn.Sequential(changed), SparseBuffer(), nn.LayerNorm(5).double())
+    state = ModelState(m)
+    assert state.changed_modules() == []
+    assert not state.has_drawn()
+    m(data(6)[0])
+    keeps_buffer = bool(list(changed.buffers(recurse=False)))
+    assert state.changed_modules() == ([changed] if keeps_buffer else [])
+    assert state.has_drawn() == (kind in SHARED_NOISE)
+
+
+def test_nan_in_a_buffer_is_no_change():
+    m = nn.Module()
+    m.register_buffer('mask', torch.tensor([math.nan, 1.]))
+    state = ModelState(m)
+    assert state.changed_modules() == []
+    m.mask[1] = math.nan
+    assert state.changed_modules() == [m]
 
 
 # The line of a fit
 
 LINE_OF_4 = '32 = 4 x 8 samples'
 SPLIT_IN_4 = 'each batch of 32 is split into 4 micro-batches of 8'
-FITS = "micro_batch_size='auto': each batch of 32 fits in memory"
+FITS = "micro_batch_size='auto': each batch of 32 fits in memory; "
+NOT_SPLIT = '; validation batches are not split'
 REMEDY = ' ActivationCheckpointing() avoids this.'
 
 
@@ -114,28 +134,29 @@ def differences(batch, size):
             'different random numbers.')
 
 
-@pytest.mark.parametrize('bs,make_cbs,line', [
+@pytest.mark.parametrize('bs, make_cbs, line', [
     (8, lambda: [GradientAccumulation(32)], LINE_OF_4+differences(32, 8)),
     (32, lambda: [GradientAccumulation(32, micro_batch_size=8)], LINE_OF_4+differences(32, 8)+REMEDY),
     (32, lambda: [GradientAccumulation(64, micro_batch_size=8)], '64 = 8 x 8 samples'+differences(64, 8)),
-    (32, lambda: [GradientAccumulation(64), GradientCache(8)], '64 = 2 x 32 samples'+differences(64, 8)),
-    (32, lambda: [GradientCache(8)], f'GradientCache: {SPLIT_IN_4}'+differences(32, 8)),
-    (32, lambda: [GradientAccumulation(micro_batch_size='auto')], FITS),
-    (32, lambda: [GradientCache('auto')], FITS),
+    (32, lambda: [GradientAccumulation(8)], '8 samples: each batch of 32 makes 4 optimizer steps'),
+    (32, lambda: [GradientAccumulation(64), GradientCache(8)], '64 = 8 x 8 samples'+differences(64, 8)),
+    (32, lambda: [GradientCache(8)], f'GradientCache: {SPLIT_IN_4}{NOT_SPLIT}'+differences(32, 8)),
+    (32, lambda: [GradientAccumulation(micro_batch_size='auto')], FITS+'32 samples are one batch'),
+    (32, lambda: [GradientCache('auto')], f'GradientCache: each batch of 32 fits in memory{NOT_SPLIT}'),
     (32, lambda: [ActivationCheckpointing()], 'ActivationCheckpointing: each batch of 32 fits in memory')])
 def test_a_model_with_batch_norm_and_dropout(capsys, bs, make_cbs, line):
     "Recomputed blocks avoid the differences only where a window is one loader batch"
     assert line_of(capsys, bs, *make_cbs(), m=with_both()) == line+'\n'
 
 
-@pytest.mark.parametrize('bs,make_cbs,said', [
-    (8, lambda: [GradientAccumulation(32)], LINE_OF_4+'\n'),
-    (32, lambda: [GradientAccumulation(64, micro_batch_size=7)], '64 = 10 x up to 7 samples\n'),
-    (32, lambda: [GradientAccumulation(64, micro_batch_size='auto')], FITS+'; 64 = 2 x 32 samples\n'),
-    (8, lambda: [GradientAccumulationSchedule(8, 32)], '8 to 32 samples, 8 at a time\n'),
-    (32, lambda: [GradientCache(8)], '')])
-def test_a_model_that_differs_in_nothing(capsys, bs, make_cbs, said):
-    assert line_of(capsys, bs, *make_cbs()) == said
+@pytest.mark.parametrize('bs, make_cb, line', [
+    (8, lambda: GradientAccumulation(32), LINE_OF_4),
+    (32, lambda: GradientAccumulation(64, micro_batch_size=7), '64 = 10 micro-batches of up to 7 samples'),
+    (32, lambda: GradientAccumulation(64, micro_batch_size='auto'), FITS+'64 = 2 x 32 samples'),
+    (8, lambda: GradientAccumulationSchedule(8, 32), '8 to 32 samples, 8 at a time'),
+    (32, lambda: GradientCache(8), f'GradientCache: {SPLIT_IN_4}{NOT_SPLIT}')])
+def test_a_model_that_differs_in_nothing(capsys, bs, make_cb, line):
+    assert line_of(capsys, bs, make_cb()) == line+'\n'
 
 
 def test_a_schedule_that_begins_with_one_batch_names_what_differs_in_later_windows(capsys):
