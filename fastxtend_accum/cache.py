@@ -185,8 +185,10 @@ def report(self:GradientCache, loop):
     how = f'each batch of {n} {how_split(n, size)}'
     if self.part and self.size: how = f'{type(self.module_to_split()).__name__} sees at most {self.size} rows at a time'
     line = f'GradientCache: {how}; validation batches are not split'
-    differences = loop.fit.differences.described(size) if loop.fit.differences else ''
-    if differences: line += f'. As in one batch of {n}, except: {differences}.'
+    found = loop.fit.differences
+    if found and self.is_leader() and size < n:
+        differences = found.described(size, self.module_to_split())
+        if differences: line += f'. As in one batch of {n}, except: {differences}.'
     self.log_once(line)
 
 @patch

@@ -51,8 +51,8 @@ class WindowCallback(Callback):
 
     def log_once(self, message:str):
         "Sends `message` to the logger of the Learner, unless it is the same as the last one"
-        if message != self.last_message: log_message(self.learn, message)
-        self.last_message = message
+        if message == self.last_message: return
+        if log_message(self.learn, message): self.last_message = message  # `lr_find`, for example, is silent
 
     # What a subclass may change
     def read_settings(self):

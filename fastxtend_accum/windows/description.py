@@ -114,17 +114,20 @@ class Differences:
     def __init__(self, before:ModelState):
         "Is called after a forward pass, with the state from before it"
         modules = list(before.model.modules())
-        self.layers = Counter(map(name_of, before.changed_modules()))
+        self.changed = before.changed_modules()
         self.draws = before.has_drawn()
         self.has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in modules)
         self.has_half = any(p.dtype in half for p in before.model.parameters())
 
-    def described(self, n:int)->str:
-        "Returns a list in words, for micro-batches of `n` samples; empty if there are no differences"
+    def described(self, n:int, part:nn.Module|None=None)->str:
+        """Returns a list in words, for micro-batches of `n` samples; empty if there are no differences. If only a
+        `part` of the model sees micro-batches, only its layers are named"""
+        inside = set(part.modules()) if part is not None else set(self.changed)
+        layers = Counter(name_of(o) for o in self.changed if o in inside)
         res = []
-        for name,count in self.layers.items():
-            layers = 'layer' if count == 1 else 'layers'
-            res.append(f'{name} ({count} {layers}) sees {n} samples at a time')
+        for name,count in layers.items():
+            unit = 'layer' if count == 1 else 'layers'
+            res.append(f'{name} ({count} {unit}) sees {n} samples at a time')
         if self.draws:
             who = 'dropout' if self.has_dropout else 'the model'
             res.append(f'{who} draws different random numbers')
@@ -133,10 +136,11 @@ class Differences:
         return '; '.join(res)
 
 # %% ../../nbs/windows/11_description.ipynb #9aa64dd8
-def log_message(learn, message:str):
-    "Sends `message` to the logger of the Learner, in one of its processes"
-    if rank_distrib() > 0 or learn.logger is noop: return
+def log_message(learn, message:str)->bool:
+    "Sends `message` to the logger of the Learner, in one of its processes; returns whether it has a logger"
+    if rank_distrib() > 0 or learn.logger is noop: return False
     is_table = isinstance(getattr(learn.logger, '__self__', None), Callback)  # the one that ProgressCallback writes
     if not is_table: learn.logger(message)
     elif IN_NOTEBOOK: print(message)
     else: print(f'\r{message:<80}')  # over the text of the progress bar, which ends without a new line
+    return True
