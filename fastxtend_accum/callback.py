@@ -105,11 +105,12 @@ def extend_lr_find(self:WindowCallback, num_it:int):
     """`lr_find` has set `n_epoch` so that `num_it` loader batches fit. Windows are fewer, so they need more epochs. It
     ends by itself"""
     learn = self.learn
-    plan = self.plan_of(learn.dls.train, 0, learn.n_epoch)
+    dl = learn.dls.train
+    plan = self.plan_of(dl, 0, learn.n_epoch)
     n_windows = len(plan.windows)
-    if plan.sizes_vary: # or if they are carried, so that epochs differ in their number
+    if self.remainder_for(dl) == 'carry': # then epochs differ in their number
         n_windows = plan.info.n_planned/plan.shape_at_pct(0.).samples(plan.info.planned_batch_size)
-    learn.n_epoch = math.ceil(num_it/max(n_windows, 1))+1
+    learn.n_epoch = int(num_it//max(n_windows, 1))+1
 
 # %% ../nbs/05_callback.ipynb #6f0aaeb2
 @patch
