@@ -1,4 +1,4 @@
-"""`python -m fastxtend_accum` compares batches of 512 with 16 accumulated batches of 32, and with a batch that grows from 32 to 512
+"""`python -m fastxtend_accum` compares a batch that grows from 32 to 512 with constant batches, and 16 accumulated batches of 32 with one of 512
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/demo.html.md"""
 
@@ -6,11 +6,11 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/demo.html.md"""
 
 # %% ../nbs/07_demo.ipynb #7ea13e98
 from __future__ import annotations
+from collections import Counter
 from contextlib import ExitStack
 
 from fastai.basics import *
 from fastai.callback.all import *
-from fastprogress.fastprogress import progress_bar
 from sklearn.datasets import load_digits
 
 from .memory.override import override_attr
@@ -18,17 +18,110 @@ from .accumulation import GradientAccumulation
 from .schedule import GradientAccumulationSchedule
 
 # %% auto #0
-__all__ = ['growth', 'digits_dls', 'digits_learner', 'LossLog', 'demo_runs', 'train', 'run_demo', 'weight_difference', 'results',
-           'plot_sizes_on_cosine', 'plot_losses', 'plot_logs', 'plot_results', 'main', 'Activations']
+__all__ = ['linear_learner', 'Counts', 'train', 'demo_runs', 'run_demo', 'results', 'plot_results', 'weight_difference', 'main',
+           'digits_dls', 'digits_learner', 'Activations']
+
+# %% ../nbs/07_demo.ipynb #25d42ae1
+def linear_learner(bs:int, cbs=None, seed:int=42)->Learner:
+    "Returns a Learner with a linear model and SGD; its 200 inputs have the variances 1, 1/2, 1/3 and so on"
+    set_seed(seed)
+    inputs = torch.randn(4096+32768, 200)*torch.arange(1, 201)**-.5
+    targets = inputs.sum(1, keepdim=True)
+    targets[4096:] += torch.randn(32768, 1)
+    samples = [*zip(inputs, targets)]
+    valid = DataLoader(samples[:4096], bs=4096)
+    train = DataLoader(samples[4096:], bs=bs, shuffle=True)
+    model = nn.Linear(200, 1, bias=False)
+    return Learner(DataLoaders(train, valid), model, MSELossFlat(), opt_func=SGD, cbs=cbs)
+
+# %% ../nbs/07_demo.ipynb #8cd65b1b
+class Counts(Callback):
+    "Counts forward passes and optimizer steps"
+    run_valid = False
+
+    def before_fit(self): self.n = Counter()
+    def after_pred(self): self.n['forward passes'] += 1
+    def after_step(self): self.n['optimizer steps'] += 1
+
+def train(
+    make_learner, # Function of a batch size, callbacks and a seed
+    bs, # Samples in a loader batch
+    lr,
+    pct_start=.75, # Where the learning rate begins to fall
+    cb=None,
+    n_epoch=1,
+    seed=42,
+)->Learner:
+    "Returns a trained Learner, whose `counts.n` also has its validation loss and the CPU time of the fit"
+    learn = make_learner(bs, [Counts(), *L(cb)], seed)
+    start = time.process_time()
+    with learn.no_bar(), learn.no_logging():
+        learn.fit_flat_cos(n_epoch, lr, pct_start=pct_start)
+    figures = learn.counts.n
+    figures['seconds'] = time.process_time()-start
+    figures['validation loss'] = learn.recorder.values[-1][1]
+    return learn
+
+# %% ../nbs/07_demo.ipynb #5274f0ae
+def demo_runs()->dict:
+    "Returns functions that train a Learner each"
+    def run(*args): return partial(train, linear_learner, *args)
+    return {
+        'batches of 32': run(32, .5, 0.),
+        'batches of 64': run(64, .9, 0.),
+        'batches of 127': run(127, .9, .6),
+        'batches of 512': run(512, 1., .9),
+        '32 to 512': run(512, .85, .75, GradientAccumulationSchedule(32, 512, finish=1.)),
+        '16 x 32': run(32, 1., .9, GradientAccumulation(512))}
+
+def run_demo()->dict:
+    return {name:run() for name,run in demo_runs().items()}
+
+# %% ../nbs/07_demo.ipynb #621ccb14
+def results(learners:dict)->pd.DataFrame:
+    "Returns the counts of each run, CPU seconds and validation loss"
+    figures = {name:learn.counts.n for name,learn in learners.items()}
+    return pd.DataFrame.from_dict(figures, 'index').round(4)
+
+# %% ../nbs/07_demo.ipynb #167a7081
+def plot_results(learners:dict)->plt.Figure:
+    "Draws the sizes of the batch that grows; and the losses of constant batches and of that one over their steps"
+    fig,(sizes,losses) = plt.subplots(2, figsize=(6, 5), layout='constrained')
+    learners['32 to 512'].recorder.plot_accum_bs(sizes)
+    x = 'optimizer steps'
+    y = 'validation loss'
+    table = results(learners)
+    table[:4].plot(x, y, ax=losses, loglog=True, style='o-', color='#E69F00', label='constant: 512, 127, 64 and 32')
+    table[4:5].plot(x, y, ax=losses, ylabel=y, style='*', ms=14, color='#0072B2', label='growing from 32 to 512')
+    return fig
+
+# %% ../nbs/07_demo.ipynb #8e76a7b2
+def weight_difference(a:Learner, b:Learner)->float:
+    "Returns the largest difference between two Learners' weights"
+    pairs = zip(a.model.parameters(), b.model.parameters(), strict=True)
+    return max((p-q).abs().max().item() for p,q in pairs)
+
+# %% ../nbs/07_demo.ipynb #7df90b19
+def main():
+    "Runs the demo, prints its table and saves its picture as accumulation.png"
+    torch.set_num_threads(1)  # on such a small model, more threads only wait for each other
+    learners = run_demo()
+    print(results(learners).to_string())
+    off = weight_difference(learners['16 x 32'], learners['batches of 512'])
+    print(f'Largest difference of a weight between 16 x 32 and batches of 512: {off:.0e}')
+    print('This is one seed. The page "Evidence" has ten, and shows where a growing batch is of no use.')
+    plot_results(learners).savefig('accumulation.png', dpi=150)
+    print('The picture accumulation.png shows batch sizes and losses.')
 
 # %% ../nbs/07_demo.ipynb #71b15bdb
 def digits_dls(bs:int, seed:int=42)->DataLoaders:
     "Returns scikit-learn's handwritten digits of 8x8 pixels, 1536 for training and 261 for validation"
     set_seed(seed)
     digits = load_digits()
-    images = torch.tensor(digits.images[:,None]/16, dtype=torch.float32)
+    images = torch.tensor(digits.images[:,None]/16).float()
     labels = torch.tensor(digits.target)
-    samples = [(images[i], labels[i]) for i in torch.randperm(len(labels))]
+    order = torch.randperm(len(labels))
+    samples = [*zip(images[order], labels[order])]
     train = DataLoader(samples[:1536], bs=bs, shuffle=True)
     valid = DataLoader(samples[1536:], bs=261)
     return DataLoaders(train, valid)
@@ -37,135 +130,14 @@ def digits_learner(bs:int, cbs=None, seed:int=42)->Learner:
     "Returns a Learner with a small convolutional network for the digits, with the same weights for the same seed"
     dls = digits_dls(bs, seed)
     model = nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(512, 10))
     return Learner(dls, model, CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs)
-
-# %% ../nbs/07_demo.ipynb #8cd65b1b
-class LossLog(Callback):
-    "Logs the loss once per batch, as a logger does, and counts forward passes and optimizer steps"
-    order = Recorder.order+1
-    run_valid = False
-
-    def before_fit(self):
-        self.losses = []
-        self.n_passes = 0
-        self.n_steps = 0
-
-    def after_pred(self): self.n_passes += 1
-    def after_step(self): self.n_steps += 1
-    def after_batch(self):
-        self.losses.append(self.learn.loss.item())
-
-growth = dict(start_accum_bs=32, final_accum_bs=512, finish=1.)
-
-# %% ../nbs/07_demo.ipynb #5274f0ae
-def demo_runs()->dict:
-    "Returns, for each run, the number of samples in a loader batch, and a callback or None"
-    falling_rate = ParamScheduler({'lr':SchedCos(1e-2, 0)})
-    return {
-        'batches of 32': (32, None),
-        'batches of 32, rate falls': (32, falling_rate),
-        'batches of 512': (512, None),
-        '16 x 32': (32, GradientAccumulation(512)),
-        '32 to 512': (32, GradientAccumulationSchedule(**growth)),
-        'log_accum_batch=False': (32, GradientAccumulationSchedule(**growth, log_accum_batch=False))}
-
-def train(bs:int, cb, n_epoch:int=12, seed:int=42, after_epoch:Callable=noop)->Learner:
-    "Trains one Learner at a constant learning rate, unless `cb` sets it"
-    learn = digits_learner(bs, [LossLog(), *L(cb)], seed)
-    with learn.no_bar(), learn.no_logging():
-        learn.fit(n_epoch, 1e-2, cbs=Callback(after_epoch=after_epoch))
-    return learn
-
-def run_demo(n_epoch:int=12)->dict[str,Learner]:
-    "Trains all runs, and shows their progress in a terminal"
-    runs = demo_runs()
-    bar = progress_bar(range(len(runs)*n_epoch)) if sys.stdout.isatty() else SimpleNamespace(update=noop)
-    bar.update(0)
-    n_epochs = itertools.count(1)
-    def advance(cb): bar.update(next(n_epochs))
-    return {name:train(bs, cb, n_epoch, after_epoch=advance) for name,(bs,cb) in runs.items()}
-
-# %% ../nbs/07_demo.ipynb #621ccb14
-def weight_difference(a:Learner, b:Learner)->float:
-    "Returns the largest difference between two Learners' weights"
-    pairs = zip(a.model.parameters(), b.model.parameters(), strict=True)
-    return max((p-q).abs().max().item() for p,q in pairs)
-
-def results(learners:dict[str,Learner])->pd.DataFrame:
-    "Returns, for each run, the loader batch, forward passes, optimizer steps, log entries and accuracy"
-    rows = []
-    for name,learn in learners.items():
-        log = learn.loss_log
-        accuracy = learn.recorder.values[-1][-1]
-        rows.append({
-            'run': name,
-            'loader batch': learn.dls.train.bs,
-            'forward passes': log.n_passes,
-            'optimizer steps': log.n_steps,
-            'log entries': len(log.losses),
-            'accuracy': f'{accuracy:.1%}'})
-    return pd.DataFrame(rows)
-
-# %% ../nbs/07_demo.ipynb #8e76a7b2
-_gold = '#E69F00'
-_blue = '#0072B2'
-_gray = '#999999'
-
-def plot_sizes_on_cosine(ax, grown:Learner):
-    "Samples per optimizer step, beside the cosine that they follow"
-    n_epoch = grown.n_epoch
-    sizes = grown.recorder.accum_bs
-    ends = np.cumsum([0, *sizes])/len(grown.dls.train_ds)
-    curve = SchedCos(growth['start_accum_bs'], growth['final_accum_bs'])
-    position = np.linspace(0, 1, 200)
-    ax.plot(position*n_epoch, [curve(o) for o in position], '--', color=_gray, label='cosine, finish=1.0')
-    ax.stairs(sizes, ends, baseline=None, color=_blue, label='samples per optimizer step')
-    ax.set(xlabel='epochs', ylabel='batch size', yticks=[32, 128, 256, 512])
-    ax.legend()
-
-def plot_losses(ax, large:Learner, small:Learner):
-    "Plots the loss of 16 x 32 on top of the loss of batches of 512"
-    ax.plot(large.loss_log.losses, color=_gold, lw=5, label='batches of 512')
-    ax.plot(small.loss_log.losses, color=_blue, label='16 x 32, accumulated')
-    ax.set(xlabel='optimizer steps', ylabel='training loss')
-    ax.legend()
-
-def plot_logs(ax, grown:Learner, raw:Learner):
-    "The loss as it is logged, with both values of log_accum_batch"
-    n_epoch = grown.n_epoch
-    ends = np.cumsum(grown.recorder.accum_bs)/len(grown.dls.train_ds)
-    n = len(raw.loss_log.losses)
-    n_steps = len(grown.loss_log.losses)
-    at = np.arange(1, n+1)*n_epoch/n
-    ax.plot(at, raw.loss_log.losses, '.', ms=3, color=_gray, label=f'log_accum_batch=False: {n} entries')
-    ax.plot(ends, grown.loss_log.losses, '.-', lw=1, color=_blue, label=f'log_accum_batch=True: {n_steps} entries')
-    ax.set(xlabel='epochs', ylabel='logged loss')
-    ax.legend()
-
-def plot_results(learners:dict[str,Learner])->plt.Figure:
-    "Draws batch sizes, losses and logs"
-    fig,(sizes,losses,logs) = plt.subplots(3, 1, figsize=(6, 7), layout='constrained')
-    plot_sizes_on_cosine(sizes, learners['32 to 512'])
-    plot_losses(losses, learners['batches of 512'], learners['16 x 32'])
-    plot_logs(logs, learners['32 to 512'], learners['log_accum_batch=False'])
-    return fig
-
-# %% ../nbs/07_demo.ipynb #7df90b19
-def main():
-    "Runs the demo, prints its table and saves its picture as accumulation.png"
-    plt.switch_backend('agg')
-    torch.set_num_threads(1)  # on such a small network, more threads only wait for each other
-    learners = run_demo()
-    print('\n'+results(learners).to_string(index=False))
-    off = weight_difference(learners['16 x 32'], learners['batches of 512'])
-    print('\nThis is one seed: over ten, the standard deviation of an accuracy is 0.6 to 1.0 points')
-    print(f'largest difference of a weight between 16 x 32 and batches of 512: {off:.0e}')
-    print('samples in each step of 32 to 512:', *learners['32 to 512'].recorder.accum_bs)
-    path = Path('accumulation.png').absolute()
-    plot_results(learners).savefig(path, dpi=150)
-    print(f'\nbatch sizes and losses: {path}')
 
 # %% ../nbs/07_demo.ipynb #04248654
 class Activations(Callback):
@@ -177,60 +149,35 @@ class Activations(Callback):
         self.limit = limit
         self.mb = 0
         self.kept = {}  # MB of each tensor's memory, by its address
-        self.own = set()  # addresses of the model's parameters
-        self.in_forward = ExitStack()
         self.in_fit = ExitStack()
 
     def before_train(self):
-        self.end()  # of the epoch before, or of a fit that was interrupted
+        self.in_fit.close()  # of the epoch before, or of a fit that was interrupted
         model = getattr(self.model, 'module', self.model)  # which also runs without its DDP wrapper
-        forward = model.forward
-        def run(*args, **kwargs):
-            "PyTorch calls no forward hook after an error, so the measurement ends here"
-            try: return forward(*args, **kwargs)
-            except BaseException:  # Ctrl-C, too
-                self.in_forward.close()
-                raise
-        self.in_fit.enter_context(override_attr(model, 'forward', run))
-        self.in_fit.callback(model.register_forward_pre_hook(self.begin_forward).remove)
-        self.in_fit.callback(model.register_forward_hook(self.end_forward).remove)
+        measured = partial(self.measured, model.forward)
+        self.in_fit.enter_context(override_attr(model, 'forward', measured))
 
-    def after_fit(self): self.end()
-
-    def end(self):
-        self.in_forward.close()
+    def after_fit(self):
         self.in_fit.close()
 
-    def begin_forward(self, *args):
-        "Before each forward pass of the model"
-        self.in_forward.close()
-        if not self.learn:  # it was removed
-            self.end()
-            return
-        if not self.training: return
-        self.kept = {}
-        self.own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
-        self.in_forward.enter_context(torch.autograd.graph.saved_tensors_hooks(self.keep, noop))
-        self.in_forward.callback(nn.modules.module.register_module_forward_pre_hook(self.check).remove)
-
-    def end_forward(self, *args):
-        "After each forward pass of the model"
-        self.in_forward.close()
+    def measured(self, forward:Callable, *args, **kwargs):
+        "Returns what `forward` does, and measures what it keeps: in validation, nothing"
+        weights = [p.untyped_storage() for p in self.model.parameters()]
+        self.kept = {o.data_ptr():0 for o in weights}  # they are in memory anyway
+        between_layers = nn.modules.module.register_module_forward_pre_hook(self.check)
+        with between_layers, torch.autograd.graph.saved_tensors_hooks(self.keep, noop):
+            output = forward(*args, **kwargs)
         self.check()
         self.mb = max(self.mb, sum(self.kept.values()))
+        return output
 
-    def keep(self, t):
+    def keep(self, t:Tensor):
+        "Counts the memory of a tensor once, however many layers keep it"
         storage = t.untyped_storage()
-        # Once, however many layers keep it
-        address = storage.data_ptr()
-        if address not in self.own:
-            self.kept[address] = storage.nbytes()/2**20
+        self.kept.setdefault(storage.data_ptr(), storage.nbytes()/2**20)
         return t.detach()  # without detach, an output would hold its own graph, which only a backward pass frees
 
-# %% ../nbs/07_demo.ipynb #677634fa
-@patch
-def check(self:Activations, *args):
-    "Checks the limit between layers, since PyTorch hides an error that is raised in `keep`"
-    if sum(self.kept.values()) <= self.limit: return
-    self.in_forward.close()
-    raise torch.OutOfMemoryError(f'out of memory: more than {self.limit} MB of activations')
+    def check(self, *args):
+        "Runs between layers, since PyTorch hides an error that is raised in `keep`"
+        if sum(self.kept.values()) <= self.limit: return
+        raise torch.OutOfMemoryError(f'out of memory: more than {self.limit} MB of activations')
