@@ -1,10 +1,9 @@
-"The contestants: one function each, which makes the training of the same model on the same batches"
-import logging
-
+"A small task, and a function for each way of training on it, with the same model and the same batches"
 import torch
+from fastai.basics import DataLoaders, Learner
+from fastai.callback.all import *
 from torch import nn
-
-# Each contestant imports its library itself, so that the others are measured without it
+from fastxtend_accum.all import GradientAccumulation, GradientAccumulationSchedule, GradientCache
 
 
 # The task
@@ -16,7 +15,7 @@ class Batches:
     "A loader whose batches wait in memory, so that the loop is timed and not a loader"
     def __init__(self, batches, n):
         self.batches = batches
-        self.n = n  # batches in an epoch, before `join`
+        self.n_batches = n  # in an epoch, before `join`
         self.joined = 1  # batches that are yielded as one
         self.bs = len(batches[0][1]) if batches else 1
         self.on_request = do_nothing  # called for each batch, and once more at the end
@@ -32,9 +31,9 @@ class Batches:
         self.joined = k
         self.bs *= k
 
-    def to(self, device): "Does nothing, since they are made on the device"
+    def to(self, device): "Does nothing, since they are made on the CPU"
 
-    def __len__(self): return self.n//self.joined
+    def __len__(self): return self.n_batches//self.joined
 
     def __iter__(self):
         for i in range(len(self)):
@@ -45,55 +44,23 @@ class Batches:
 
 class Task:
     "What is learned: three linear layers, a loss function, and `n` batches of 16 samples"
-    def __init__(self, n, device='cpu', seed=0):
+    def __init__(self, n, seed=0):
         torch.manual_seed(seed)
         self.model = nn.Sequential(
             nn.Linear(32, 64), nn.ReLU(),
             nn.Linear(64, 64), nn.ReLU(),
-            nn.Linear(64, 10)).to(device)
+            nn.Linear(64, 10))
         self.loss_func = nn.CrossEntropyLoss()
-        self.lr = 1e-3
-        self.device = device
-        self.opt = None  # PyTorch's, of the contestants without a Learner
-        self.batches = Batches([self.random_batch() for _ in range(64)], n)
-
-    def random_batch(self):
-        inputs = torch.randn(16, 32, device=self.device)
-        targets = torch.randint(10, (16,), device=self.device)
-        return inputs, targets
-
-    def torch_adam(self):
-        self.opt = torch.optim.Adam(self.model.parameters(), self.lr)
-        return self.opt
-
-    def is_step(self, o):
-        "Returns whether `o` is a step counter of PyTorch's Adam, which keeps it on the CPU on every machine"
-        if self.opt is None: return False
-        return any(o is state['step'] for state in self.opt.state.values())
+        batches = [(torch.randn(16, 32), torch.randint(10, (16,))) for _ in range(64)]
+        self.batches = Batches(batches, n)
 
 
-class Stack(Task):
-    "Four square layers with `n_params` parameters in all, and batches of 16 samples of 64 tokens"
-    def __init__(self, n_params, n):
-        super().__init__(n)
-        width = round((n_params/4)**.5)
-        layers = [nn.Linear(width, width, bias=False) for _ in range(4)]
-        self.model = nn.Sequential(*layers)
-        inputs = torch.randn(16, 64, width)
-        targets = torch.randn(16, 64, width)
-        self.batches.batches = [(inputs, targets)]
-        self.loss_func = nn.MSELoss()
-
-
-# Learners
+# Ways of training: each takes the task, and the number of its batches in a window
 
 def learner(task, *cbs, **kwargs):
-    "Returns a Learner with its defaults, Adam among them; without a progress bar, and nothing to validate on"
-    import fastai.callback.progress  # it patches Learner, as the next one does
-    import fastai.callback.schedule
-    from fastai.basics import DataLoaders, Learner
-    dls = DataLoaders(task.batches, Batches([], 0), device=task.device)
-    return Learner(dls, task.model, task.loss_func, lr=task.lr, cbs=cbs, **kwargs)
+    "Returns a Learner with its defaults, Adam among them, and nothing to validate on"
+    dls = DataLoaders(task.batches, Batches([], 0), device='cpu')
+    return Learner(dls, task.model, task.loss_func, cbs=cbs, **kwargs)
 
 
 def training(task, *cbs, **kwargs):
@@ -107,14 +74,11 @@ def training(task, *cbs, **kwargs):
 def plain(task, k): return training(task)
 
 
-def ours(task, k):
-    from fastxtend_accum.all import GradientAccumulation
-    return training(task, GradientAccumulation(k*task.batches.bs))
+def ours(task, k): return training(task, GradientAccumulation(k*task.batches.bs))
 
 
 def ours_split(task, k):
     "The loader yields the whole window, which is split"
-    from fastxtend_accum.all import GradientAccumulation
     bs = task.batches.bs
     task.batches.join(k)
     return training(task, GradientAccumulation(micro_batch_size=bs))
@@ -122,7 +86,6 @@ def ours_split(task, k):
 
 def ours_cache(task, k):
     "The same micro-batches, and one loss over all of them"
-    from fastxtend_accum.all import GradientCache
     bs = task.batches.bs
     task.batches.join(k)
     return training(task, GradientCache(bs))
@@ -130,72 +93,8 @@ def ours_cache(task, k):
 
 def ours_schedule(task, k):
     "The schedule is asked for a size at every window, but keeps to one: the windows are those of the others"
-    from fastxtend_accum.all import GradientAccumulationSchedule
     size = k*task.batches.bs
     return training(task, GradientAccumulationSchedule(size, size, finish=1.))
 
 
-def fastai(task, k):
-    from fastai.callback.training import GradientAccumulation
-    return training(task, GradientAccumulation(k*task.batches.bs))
-
-
-def fastxtend(task, k):
-    from fastxtend.callback.gradaccum import GradientAccumulation
-    return training(task, GradientAccumulation(k*task.batches.bs))
-
-
-# Without fastai
-
-def lightning(task, k):
-    import lightning as L
-    logging.getLogger('lightning.pytorch').setLevel(logging.ERROR)
-    class Module(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = task.model
-        def training_step(self, batch, i):
-            inputs, targets = batch
-            return task.loss_func(self.model(inputs), targets)
-        def configure_optimizers(self): return task.torch_adam()
-    settings = dict(
-        devices=1,
-        accelerator='gpu' if task.device == 'cuda' else 'cpu',
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False)
-    def train():
-        trainer = L.Trainer(max_epochs=1, accumulate_grad_batches=k, **settings)
-        trainer.fit(Module(), task.batches)
-    return train
-
-
-def accelerate(task, k):
-    from accelerate import Accelerator
-    accelerator = Accelerator(gradient_accumulation_steps=k, cpu=task.device == 'cpu')
-    model, opt = accelerator.prepare(task.model, task.torch_adam())
-    def train():
-        for inputs, targets in task.batches:
-            with accelerator.accumulate(model):
-                loss = task.loss_func(model(inputs), targets)
-                accelerator.backward(loss)
-                opt.step()
-                opt.zero_grad()
-    return train
-
-
-def by_hand(task, k):
-    opt = task.torch_adam()
-    def train():
-        for i, (inputs, targets) in enumerate(task.batches):
-            loss = task.loss_func(task.model(inputs), targets)
-            (loss/k).backward()
-            if (i+1)%k == 0:
-                opt.step()
-                opt.zero_grad()
-    return train
-
-
-contestants = plain, ours, ours_split, ours_cache, ours_schedule, fastai, fastxtend, lightning, accelerate, by_hand
-cases = {f.__name__: f for f in contestants}
+cases = {f.__name__: f for f in (plain, ours, ours_split, ours_cache, ours_schedule)}

@@ -1,17 +1,9 @@
 """8 x 32 samples in a step against batches of 256: with this package's callback, fastai's, fastxtend's, and one of
 one's own. `report.comparison_labels` says what each figure is"""
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
-import torch.distributed as dist
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai.callback.training import GradientAccumulation as Fastais
 from fastxtend.callback.gradaccum import GradientAccumulation as Fastxtends
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from fastxtend_accum.all import *
 from fastxtend_accum.demo import weight_difference
 
@@ -37,8 +29,8 @@ class TwentyLines(Callback):
 
 
 def callback(name, accum_bs, bs):
-    "Returns the callback `name` for `accum_bs` samples of each process in a window, and a loader that yields `bs`"
-    if name == 'ours': return GradientAccumulation(accum_bs*max(num_distrib(), 1))
+    "Returns the callback `name` for `accum_bs` samples in a window, and a loader that yields `bs`"
+    if name == 'ours': return GradientAccumulation(accum_bs)
     if name == 'fastai': return Fastais(accum_bs)
     if name == 'fastxtend': return Fastxtends(accum_bs, drop_last=False)
     return TwentyLines(accum_bs//bs)
@@ -111,26 +103,6 @@ def padded(name):
     return ((whole-one_at_a_time).norm()/whole.norm()).item()
 
 
-class Times(nn.Module):
-    "One bfloat16 weight, whose gradient is the mean of the inputs"
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-    def forward(self, x): return self.w*x
-
-
-def mean_of_outputs(pred, targ): return pred.float().mean()
-
-
-def ones(name):
-    "Returns the mean of 512 bfloat16 gradients of 1"
-    sample = torch.ones(1, dtype=torch.bfloat16), torch.zeros(1)
-    samples = [sample for _ in range(512)]
-    cbs = [KeepGrad(), callback(name, 512, 1)]
-    learn = make_learner(samples, 1, cbs, Times, mean_of_outputs, SGD)
-    return fit(learn, lr=0.).keep_grad.grad.item()
-
-
 class Log(Callback):
     "A logger of one's own"
     order, run_valid = 60, False
@@ -144,52 +116,13 @@ def entries(name):
     return fit(make_learner(regression(1280), 32, cbs), 3).log.n
 
 
-# Two processes
-
-def syncs(name):
-    "Returns how often two processes average their gradients in a step of 8 x 32 samples, four batches from each"
-    torchrun = f'{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2'
-    command = f'{torchrun} -m benchmarks.comparison {name}'
-    env = dict(os.environ, OMP_NUM_THREADS='1')
-    root = Path(__file__).parents[1]
-    run = subprocess.run(command.split(), cwd=root, env=env, timeout=600, capture_output=True, text=True)
-    found = re.search(r'syncs: (\S+)', run.stdout)
-    if not found: raise RuntimeError(run.stderr[-2000:])
-    return float(found[1])
-
-
-def count_syncs(name):
-    "What each of the two processes does"
-    dist.init_process_group('gloo')
-    n_syncs = 0
-    def count(state, bucket):
-        nonlocal n_syncs
-        n_syncs += 1
-        return allreduce_hook(None, bucket)
-    def model():
-        model = nn.parallel.DistributedDataParallel(nn.Linear(5, 1))
-        model.register_comm_hook(None, count)
-        return model
-    samples = regression(1280)[rank_distrib()::2]
-    fit(make_learner(samples, 32, callback(name, 128, 32), model))
-    n_steps = 5
-    if rank_distrib() == 0: print(f'syncs: {n_syncs/n_steps}', flush=True)
-    time.sleep(1)  # https://github.com/pytorch/pytorch/issues/190489
-    dist.destroy_process_group()
-
-
 def figures(name):
     "Returns the figures of one callback, by `report.comparison_labels`"
     return dict(
         whole=weights_off(name, 1280),
         ragged=weights_off(name, 1400),
         padded=padded(name),
-        ones=ones(name),
-        syncs=syncs(name),
         entries=entries(name))
 
 
-def measure(): return {name: figures(name) for name in contestants}
-
-
-if __name__ == '__main__': count_syncs(*sys.argv[1:])
+def measure(): return dict(callbacks={name: figures(name) for name in contestants})

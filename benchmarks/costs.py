@@ -87,7 +87,4 @@ def measure_cells(opt, rounds, n):
 
 
 def measure(rounds, n=512):
-    "Returns the cells of each optimizer, and the calls in the first windows of a fit"
-    by_opt = {opt: measure_cells(opt, rounds, n) for opt in opts}
-    first = {kind: first_calls(kind) for kind in ('windows', 'split')}
-    return dict(by_opt=by_opt, first=first)
+    return dict(by_opt={opt: measure_cells(opt, rounds, n) for opt in opts})

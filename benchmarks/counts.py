@@ -4,7 +4,6 @@ import gc
 import sys
 import weakref
 from collections import Counter
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -16,8 +15,6 @@ from fastxtend_accum.windows import losses
 from fastxtend_accum.windows.loss_check import LossCheck
 
 from .cases import Task
-
-package = str(Path(losses.__file__).parents[1])
 
 # The check of the loss ends after 16 windows of a fit, and the counts are those of later ones
 checked_once = patch.object(LossCheck, 'n_windows', 1)
@@ -35,16 +32,14 @@ def is_here(o):
 
 class Operations(TorchDispatchMode):
     "Counts what PyTorch dispatches, which is a kernel each, but for views"
-    def __init__(self, counts, task):
+    def __init__(self, counts):
         super().__init__()
         self.counts = counts
-        self.task = task
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.counts['ops'] += 1
         reads_number = func.overloadpacket.__name__ == '_local_scalar_dense'  # item, float, bool, if
-        if reads_number and not is_here(args[0]) and not self.task.is_step(args[0]):
-            self.counts['syncs'] += 1
+        if reads_number and not is_here(args[0]): self.counts['syncs'] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -74,7 +69,7 @@ def in_windows(train, batches, k, start, stop):
     """Trains, with `start` called after the first window of `k` micro-batches, and `stop` before the last one. Returns
     the number of micro-batches between them"""
     n_requested = 0
-    last = batches.n//k*k - k  # first micro-batch of the last window
+    last = batches.n_batches//k*k - k  # first micro-batch of the last window
     def on_request():
         nonlocal n_requested
         if n_requested == k: start()
@@ -93,7 +88,7 @@ def count_operations(make, k):
     def mark(): marks.append(Counter(counts))
     with counts_stay_tensors(), checked_once:
         train = make(task, k)
-        with Operations(counts, task), Copies(counts): n = in_windows(train, task.batches, k, mark, mark)
+        with Operations(counts), Copies(counts): n = in_windows(train, task.batches, k, mark, mark)
     before, after = marks
     return {name: (after[name]-before[name])/n for name in ('ops', 'syncs')}
 
@@ -107,15 +102,13 @@ def counts_stay_tensors():
 # Calls of functions
 
 def profiler(counts):
-    "Returns a profiler that counts calls: of functions in Python, of those in this package, and of those in C, too"
+    "Returns a profiler that counts calls of functions: in Python, and with those in C"
     def profile(frame, event, arg):
         if event not in ('call', 'c_call'): return
         code = frame.f_code
         if code.co_name.endswith('comp>'): return  # since Python 3.12 a comprehension is no call
         counts['with_c'] += 1
-        if event == 'c_call': return
-        counts['calls'] += 1
-        if code.co_filename.startswith(package): counts['our_calls'] += 1
+        if event == 'call': counts['calls'] += 1
     return profile
 
 
@@ -130,7 +123,7 @@ def count_calls(make, k, n=6):
         train = make(task, k)
         train()  # once before, for what is cached
         n_counted = in_windows(train, task.batches, k, start, stop)
-    return {name: counts[name]/n_counted for name in ('calls', 'our_calls', 'with_c')}
+    return {name: counts[name]/n_counted for name in ('calls', 'with_c')}
 
 
 def count_first_calls(make, k, n=16):

@@ -59,9 +59,8 @@ def seconds(learn):
     return time.process_time()-start
 
 
-def measure(name, rounds, n=None):
+def measure_model(name, rounds, n):
     "Returns the seconds of a fit of `n` loader batches, once a round: plain, and by loader batches in a window"
-    if n is None: n = n_batches[name]
     learners = {'plain': makers[name](n)}
     for k in fit_sizes:
         learn = makers[name](n)
@@ -72,3 +71,7 @@ def measure(name, rounds, n=None):
     for _ in range(rounds):
         for kind, learn in learners.items(): times[kind].append(seconds(learn))
     return dict(batches=n, times=times)
+
+
+def measure(rounds):
+    return dict(models={name: measure_model(name, rounds, n) for name, n in n_batches.items()})

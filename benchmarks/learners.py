@@ -1,11 +1,9 @@
-"""A training step of fastai's learners, of each kind: the most bytes alive, time, and how far the gradient is off
-
-On a GPU if there is one, of 12 GB, with larger inputs. Weights are random: nothing is downloaded."""
+"""A training step of fastai's learners, of each kind: the most bytes alive, and time. Weights are random: nothing is
+downloaded"""
+import time
 from contextlib import ExitStack
 from unittest.mock import patch
 
-import numpy as np
-import pandas as pd
 import torch
 from fastai.basics import SGD, Callback, DataLoader, DataLoaders, Learner, set_seed
 from fastai.tabular.all import CategoryBlock, Categorify, Normalize, TabularDataLoaders, tabular_learner
@@ -19,27 +17,26 @@ from fastxtend_accum import checkpointing
 from fastxtend_accum.all import ActivationCheckpointing, GradientAccumulation
 from fastxtend_accum.demo import Activations
 
+from .cases import Batches
 from .counts import LiveBytes
+from .fits import random_table
 from .report import learner_kinds, learner_names
-from .ways import fit_batch, seconds, settle, step as fit_step
 
 kinds = 'whole', *learner_kinds
-on_gpu = torch.cuda.is_available()
-device = torch.device('cuda' if on_gpu else 'cpu')
-bs = 32 if on_gpu else 16
-pixels = 224 if on_gpu else 64
-n_words = 400 if on_gpu else 144  # of a text
+bs = 16
+pixels = 64
+n_words = 144  # of a text
 seq_len = 72  # fastai's default
 n_vocab = 2000
 
 
-# Batches, which wait on the device, so that the model is timed and not a loader
+# Batches, which wait in memory, so that the model is timed and not a loader
 
 def loaders(inputs, targets):
     "Returns DataLoaders with a batch to train on, and none to validate"
-    samples = list(zip(inputs.to(device), targets.to(device)))
+    samples = list(zip(inputs, targets))
     train = DataLoader(samples, bs=len(samples))
-    return DataLoaders(train, DataLoader([], bs=len(samples)), device=device)
+    return DataLoaders(train, DataLoader([], bs=len(samples)))
 
 
 def random_images(): return torch.randn(bs, 3, pixels, pixels)
@@ -55,7 +52,7 @@ def classifier(arch, **kwargs):
 
 
 def resnet34(**kwargs): return classifier(models.resnet34, **kwargs)
-def convnext(**kwargs): return classifier('convnext_tiny' if on_gpu else 'convnext_atto', **kwargs)
+def convnext(**kwargs): return classifier('convnext_atto', **kwargs)
 
 
 def unet(**kwargs):
@@ -75,22 +72,17 @@ def text(**kwargs):
 def language(**kwargs):
     words = TensorText(random_words(bs*(seq_len+1)))
     dl = LMDataLoader([words], bs=bs, seq_len=seq_len)
-    dls = DataLoaders(dl, dl, device=device)
+    dls = DataLoaders(dl, dl)
     dls.vocab = vocab()
     return language_learner(dls, AWD_LSTM, pretrained=False, **kwargs)
 
 
 def tabular(**kwargs):
     n = bs*64
-    rng = np.random.default_rng(0)
-    table = pd.DataFrame({
-        'kind': rng.choice(list('abcdef'), n),
-        'a': rng.normal(size=n),
-        'b': rng.normal(size=n),
-        'y': rng.choice(list('uv'), n)})
+    table = random_table(n)
     dls = TabularDataLoaders.from_df(
         table, procs=[Categorify, Normalize], cat_names=['kind'], cont_names=['a', 'b'],
-        y_names='y', y_block=CategoryBlock(), valid_idx=[0], bs=n-1, device=device)
+        y_names='y', y_block=CategoryBlock(), valid_idx=[0], bs=n-1, device='cpu')
     return tabular_learner(dls, **kwargs)
 
 
@@ -99,8 +91,7 @@ class TwoViews(nn.Module):
     def __init__(self):
         super().__init__()
         import timm  # which the tests do without
-        name = 'convnext_tiny' if on_gpu else 'convnext_atto'
-        self.encoder = timm.create_model(name, num_classes=128)
+        self.encoder = timm.create_model('convnext_atto', num_classes=128)
 
     def forward(self, x):
         features = self.encoder(x.flatten(0, 1))
@@ -137,48 +128,49 @@ def make(name, kind):
     "Returns a Learner whose epoch is one batch, with the same weights each time, all of them trained"
     set_seed(0)
     learn = makers[name](opt_func=SGD)
-    learn.model.to(device)
     learn.unfreeze()
     learn.add_cbs(callbacks(kind, learn.dls.train.bs))
     for p in learn.model.parameters(): p.grad = torch.zeros_like(p)
     return learn
 
 
-def step(learn):
-    "A fit of one batch. All steps begin with the same weights, which a learning rate of 0 leaves as they are"
+# Steps: all begin with the same weights, which a learning rate of 0 leaves as they are
+
+def fit_batch(learn, n=1, *cbs):
+    "An epoch of `n` times the same batch"
     set_seed(0)
-    fit_step(learn, 0.)
+    loaders = learn.dls.loaders
+    batch = next(iter(loaders[0]))
+    learn.dls.loaders = [Batches([batch], n), *loaders[1:]]
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, 0., cbs=cbs)
+    learn.dls.loaders = loaders
 
 
-def kept(learn):
-    "Returns the MB that the forward pass keeps for the backward pass"
-    learn.add_cb(Activations())
-    step(learn)
-    mb = learn.activations.mb
-    learn.remove_cb(Activations)
-    return mb
+class BatchTimes(Callback):
+    "Notes the CPU seconds of each batch"
+    def __init__(self): self.seconds = []
+    def before_batch(self): self.begin = time.process_time()
+    def after_batch(self): self.seconds.append(time.process_time()-self.begin)
+
+
+def seconds(learn):
+    "Returns the time of a batch: of the fourth in a row, in which nothing is checked, as in most of an epoch"
+    times = BatchTimes()
+    fit_batch(learn, 4, times)
+    return times.seconds[3]
 
 
 def search(learn, mb):
-    """Lets ActivationCheckpointing find how many blocks the batch takes where activations have room for `mb` MB, which
-    holds afterwards as well; returns that in words"""
+    "Lets ActivationCheckpointing find how many blocks the batch takes where activations have room for `mb` MB"
     learn.add_cb(Activations(mb))
-    settle(learn, step)
+    level = None
+    while learn.activation_checkpointing.level != level:
+        level = learn.activation_checkpointing.level
+        fit_batch(learn)
     learn.remove_cb(Activations)
-    return learn.activation_checkpointing.describe_level()
 
 
 # Figures
-
-def gradient(learn):
-    "Returns the gradient with which the optimizer would step"
-    grads = []
-    def keep():
-        for p in learn.model.parameters():
-            grads.append(p.grad.detach().flatten().cpu().double())
-    with patch.object(learn.opt, 'step', keep): step(learn)
-    return torch.cat(grads)
-
 
 def as_on_a_gpu(live):
     "In this context, what `offload` moves to the CPU does not count, and what comes back is a copy, as on a GPU"
@@ -199,33 +191,30 @@ class SecondBatch(Callback):
 
 def peak(learn):
     "Returns the most bytes that are alive in a step, without the weights, their gradients and the buffers"
-    if on_gpu:
-        before = torch.cuda.memory_allocated()
-        fit_batch(learn, 2, 0., SecondBatch(torch.cuda.reset_peak_memory_stats))
-        return torch.cuda.max_memory_allocated()-before
     live = LiveBytes(learn.model)
     def reset_peak(): live.peak = live.now
     with ExitStack() as stack:
         stack.enter_context(live)
         stack.enter_context(as_on_a_gpu(live))
-        fit_batch(learn, 2, 0., SecondBatch(reset_peak))
+        fit_batch(learn, 2, SecondBatch(reset_peak))
     return live.peak
 
 
-def measure(name, rounds):
-    """Returns the figures of each kind: peak bytes, seconds once a round, and how far the gradient is off, relative to
-    the whole batch"""
+def measure_learner(name, rounds):
+    "Returns the figures of each kind of training: peak bytes, and seconds once a round"
     learners = {kind: make(name, kind) for kind in kinds}
-    room = kept(learners['whole'])/2
-    how = search(learners['checkpointing'], room)
-    for learn in learners.values(): step(learn)  # the first step is slower
-    whole = gradient(learners['whole'])
-    off = {}
-    for kind, learn in learners.items():
-        difference = (gradient(learn)-whole).norm()
-        off[kind] = float(difference/whole.norm())
+    learners['whole'].add_cb(Activations())
+    fit_batch(learners['whole'])
+    room = learners['whole'].activations.mb/2
+    learners['whole'].remove_cb(Activations)
+    search(learners['checkpointing'], room)
+    for learn in learners.values(): fit_batch(learn)  # the first step is slower
     live = {kind: peak(learn) for kind, learn in learners.items()}
     times = {kind: [] for kind in kinds}
     for _ in range(rounds):
-        for kind, learn in learners.items(): times[kind].append(seconds(learn, 0.))
-    return dict(bs=learners['whole'].dls.train.bs, how=how, off=off, live=live, time=times)
+        for kind, learn in learners.items(): times[kind].append(seconds(learn))
+    return dict(live=live, time=times)
+
+
+def measure(rounds):
+    return dict(models={name: measure_learner(name, rounds) for name in learner_names})

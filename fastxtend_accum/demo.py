@@ -69,7 +69,7 @@ def demo_runs()->dict:
     return {
         'batches of 32': run(32, .5, 0.),
         'batches of 64': run(64, .9, 0.),
-        'batches of 127': run(127, .9, .6),
+        'batches of 127': run(127, .95, .5),
         'batches of 512': run(512, 1., .9),
         '32 to 512': run(512, .85, .75, GradientAccumulationSchedule(32, 512, finish=1.)),
         '16 x 32': run(32, 1., .9, GradientAccumulation(512))}

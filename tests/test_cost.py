@@ -55,7 +55,7 @@ def syncs_of_windows(case, loss_func, n):
     def mark(): marks.append(counts['syncs'])
     task.batches.on_request = mark
     train = cases[case](task, K)
-    with counts_stay_tensors(), Operations(counts, task), Copies(counts): train()
+    with counts_stay_tensors(), Operations(counts), Copies(counts): train()
     ends = marks[::K]
     return [end-start for start, end in zip(ends, ends[1:])]
 
