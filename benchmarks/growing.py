@@ -45,7 +45,7 @@ def measure_runs(make_runs, seeds):
             figures['passes'] = counts['forward passes']
             figures['seconds'].append(counts['seconds'])
             figures['loss'].append(counts['validation loss'])
-            figures['accuracy'] += learn.recorder.values[-1][2:]
+            figures['accuracy'].extend(learn.recorder.values[-1][2:])
     return res
 
 
