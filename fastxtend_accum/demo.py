@@ -68,11 +68,11 @@ def demo_runs()->dict:
     def run(*args): return partial(train, linear_learner, *args)
     return {
         'batches of 32': run(32, .5, 0.),
-        'batches of 64': run(64, .9, 0.),
-        'batches of 127': run(127, .95, .5),
-        'batches of 512': run(512, 1., .9),
-        '32 to 512': run(512, .85, .75, GradientAccumulationSchedule(32, 512, finish=1.)),
-        '16 x 32': run(32, 1., .9, GradientAccumulation(512))}
+        'batches of 64': run(64, .95, 0.),
+        'batches of 123': run(123, .95, .5),
+        'batches of 512': run(512, .95, .95),
+        '32 to 512': run(512, .9, .75, GradientAccumulationSchedule(32, 512, finish=1.)),
+        '16 x 32': run(32, .95, .95, GradientAccumulation(512))}
 
 def run_demo()->dict:
     return {name:run() for name,run in demo_runs().items()}
@@ -91,7 +91,7 @@ def plot_results(learners:dict)->plt.Figure:
     x = 'optimizer steps'
     y = 'validation loss'
     table = results(learners)
-    table[:4].plot(x, y, ax=losses, loglog=True, style='o-', color='#E69F00', label='constant: 512, 127, 64 and 32')
+    table[:4].plot(x, y, ax=losses, loglog=True, style='o-', color='#E69F00', label='constant: 512, 123, 64 and 32')
     table[4:5].plot(x, y, ax=losses, ylabel=y, style='*', ms=14, color='#0072B2', label='growing from 32 to 512')
     return fig
 

@@ -23,21 +23,21 @@ def test_the_table_counts_passes_and_steps(table):
     assert dict(zip(table.index, counts)) == {
         'batches of 32': [1024, 1024],
         'batches of 64': [512, 512],
-        'batches of 127': [259, 259],
+        'batches of 123': [267, 267],
         'batches of 512': [64, 64],
-        '32 to 512': [259, 259],
+        '32 to 512': [266, 266],
         '16 x 32': [1024, 64]}
     assert table['seconds'].min() > 0
 
 
 def test_a_window_grows_along_a_cosine(learners):
-    "A loader batch of 512 makes as many windows as the size on the curve goes into it, rounded"
+    "A loader batch of 512 makes as many windows as bring their size nearest to the curve"
     sizes = learners['32 to 512'].recorder.accum_bs
     assert sum(sizes) == 32768
     curve = SchedCos(32, 512)
     expected = []
     for i in range(64):
-        n_windows = int(512/curve(i/64)+.5)
+        n_windows = min(range(1, 17), key=lambda n: abs(512/n-curve(i/64)))
         expected += [512/n_windows for _ in range(n_windows)]
     assert len(sizes) == len(expected)
     for size, nominal in zip(sizes, expected): assert abs(size-nominal) < 1
@@ -48,26 +48,27 @@ def test_growing_has_the_loss_of_small_batches_in_a_quarter_of_their_steps(table
     "And a constant batch with as many steps has not"
     loss = table['validation loss']
     assert loss['32 to 512'] < loss['batches of 32']*1.1
-    assert loss['batches of 127'] > loss['32 to 512']*1.25
+    assert loss['batches of 123'] > loss['32 to 512']*1.25
     assert loss['batches of 512'] > loss['32 to 512']*10
 
 
 def test_accumulated_batches_give_the_weights_of_the_large_batch(learners):
     large = learners['batches of 512']
     assert demo.weight_difference(learners['16 x 32'], large) < 1e-5
-    assert demo.weight_difference(learners['batches of 127'], large) > 1e-2
+    assert demo.weight_difference(learners['batches of 123'], large) > 1e-2
 
 
 def test_the_learning_rate_falls_from_pct_start_on(learners):
     for name, run in demo.demo_runs().items():
         _, _, lr, pct_start, *_ = run.args
         rates = learners[name].recorder.lrs
-        assert rates[0] == lr
         assert rates == sorted(rates, reverse=True)
-        assert rates[-1] < lr/10
-        n_steps_before = np.sum(np.array(rates) == lr)
-        if name != '32 to 512':
-            assert abs(n_steps_before/len(rates)-pct_start) < .02
+        assert rates[0] == lr > rates[-1]
+        if name == '32 to 512': continue  # whose steps take up different parts of the epoch
+        positions = np.arange(len(rates))/len(rates)
+        has_fallen = np.maximum(positions-pct_start, 0)/(1-pct_start)
+        curve = SchedCos(lr, lr/1e5)
+        np.testing.assert_allclose(rates, [curve(o) for o in has_fallen])
 
 
 def test_the_picture_shows_sizes_and_losses(learners, table):
