@@ -19,6 +19,7 @@ def linear_runs():
     runs = demo_runs()
     del runs['16 x 32']
     runs[on_small_loader] = partial(train, linear_learner, 32, .85, .75, growing())
+    runs['batches of 32, constant rate'] = partial(train, linear_learner, 32, .15, 1.)
     return runs
 
 
@@ -76,13 +77,14 @@ def step_sizes(bs, cb=None):
 
 def expected():
     "Returns for each run of the linear model the expected loss, and the least one over many rates and ways to fall"
-    rates = 2.**np.arange(-2, 1, 1/8)
+    rates = np.arange(1, 25)*.05
+    fractions = np.arange(20)*.05  # of training, before the rate falls
     res = {}
     for name, run in linear_runs().items():
         _, bs, rate, pct_start, *cbs = run.args
         sizes = step_sizes(bs, *cbs)
         with np.errstate(over='ignore', invalid='ignore'):  # a rate may be too high
-            losses = [expected_losses(sizes, rates, o) for o in np.linspace(0, 1, 11)]
+            losses = [expected_losses(sizes, rates, o) for o in fractions]
         loss = expected_losses(sizes, [rate], pct_start)
         res[name] = dict(loss=loss.item(), least=np.nanmin(losses))
     return res

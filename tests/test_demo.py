@@ -68,7 +68,8 @@ def test_the_learning_rate_falls_from_pct_start_on(learners):
         positions = np.arange(len(rates))/len(rates)
         has_fallen = np.maximum(positions-pct_start, 0)/(1-pct_start)
         curve = SchedCos(lr, lr/1e5)
-        np.testing.assert_allclose(rates, [curve(o) for o in has_fallen])
+        # fastai keeps `pct_start` in float32
+        np.testing.assert_allclose(rates, [curve(o) for o in has_fallen], rtol=1e-6)
 
 
 def test_the_picture_shows_sizes_and_losses(learners, table):
