@@ -2,6 +2,7 @@
 import pytest
 
 from callback_fits import *
+from our_warnings import warnings_of
 
 pytestmark = pytest.mark.filterwarnings('ignore:.* is called once per micro-batch')  # which is not the point here
 
@@ -48,11 +49,13 @@ class ReturnsLoss(nn.Module):
 
 class OnlyReturnsLoss(ReturnsLoss):
     "Returns nothing but its loss"
-    def forward(self, inputs, targets): return mse(self.model(inputs), targets)
+    def forward(self, inputs, targets):
+        return mse(self.model(inputs), targets)
 
 
 class TakesOutputForLoss(GivesTargetsToModel):
-    def after_pred(self): self.learn.loss_grad = self.pred
+    def after_pred(self):
+        self.learn.loss_grad = self.pred
 
 
 class Reconstructs(Callback):
@@ -82,52 +85,28 @@ def fit_large(who):
     return big
 
 
-@pytest.mark.filterwarnings('ignore:validation batches are not split')  # since outputs are losses
 @pytest.mark.parametrize('bs,args', [
     (8, dict(accum_bs=32)), (32, dict(micro_batch_size=8)), (16, dict(accum_bs=32, micro_batch_size=5))])
 @pytest.mark.parametrize('who', WHO_HAS_THE_LOSS)
 def test_targets_and_losses_that_come_in_after_loss_train_as_with_the_large_batch(who, bs, args):
-    "A warning says that their weights are rows"
-    learn = WHO_HAS_THE_LOSS[who](bs, [GradientAccumulation(**args)])
-    with pytest.warns(UserWarning, match='a callback replaces the loss in after_loss'): fit(learn, 2)
+    "Their weights are rows. A warning says so where a callback sets the loss in after_loss, unless `num_items` is given"
     big = fit_large(who)
-    assert_same(weights(learn), weights(big), ROUNDING)
-    assert_same(losses(learn), losses(big), FLOAT32)
+    is_set_in_after_loss = who in ('callback', 'inputs')
+    for num_items in (None, lambda learn: len(learn.y)):
+        learn = WHO_HAS_THE_LOSS[who](bs, [GradientAccumulation(num_items=num_items, **args)])
+        said = [o for o in warnings_of(learn, 2, .1) if 'changes the loss' in o]
+        assert len(said) == int(is_set_in_after_loss and num_items is None)
+        assert_same(weights(learn), weights(big), ROUNDING)
+        assert_same(losses(learn), losses(big), FLOAT32)
 
 
-@pytest.mark.parametrize('make_cb', [ActivationCheckpointing, all_blocks, partial(GradientAccumulation, 32)])
+@pytest.mark.parametrize('make_cb', [all_blocks, partial(GradientAccumulation, 32)])
 @pytest.mark.parametrize('who', WHO_HAS_THE_LOSS)
 def test_targets_and_losses_that_come_in_after_loss_train_where_batches_run_whole(who, make_cb):
     learn = fit(WHO_HAS_THE_LOSS[who](32, [make_cb()]), 2)
     big = fit_large(who)
     assert_same(weights(learn), weights(big))
     assert_same(losses(learn), losses(big))
-
-
-def labels_of(bs, cbs):
-    "Returns a Learner of sequences of labels, most of which its loss function ignores"
-    inputs, labels = tokens()
-    samples = list(zip(inputs, labels))
-    torch.manual_seed(0)
-    tagger = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 4)).double()
-    dls = DataLoaders(DataLoader(samples, bs=bs), DataLoader(samples, bs=12))
-    return Learner(dls, tagger, loss_func=CrossEntropyLossFlat(), opt_func=SGD, cbs=cbs)
-
-
-def replace_loss(self): self.learn.loss_grad = self.pred.square().mean()
-
-
-@pytest.mark.filterwarnings('ignore:a callback replaces the loss in after_loss')
-@pytest.mark.parametrize('make_cb', [
-    partial(At, 'after_loss', replace_loss),
-    partial(Callback, after_loss=replace_loss)])
-def test_a_loss_that_replaces_one_over_labels_is_weighed_by_rows(make_cb):
-    "Also if it is a function in a plain Callback"
-    learn = fit(labels_of(3, [make_cb(), GradientAccumulation(12)]), lr=1.)
-    first = weights(labels_of(12, []))
-    big = fit(labels_of(12, [make_cb()]), lr=1.)
-    assert (weights(big)-first).abs().max() > 1e-3
-    assert_same(weights(learn), weights(big), ROUNDING)
 
 
 # Late callbacks, which see the first loader batch of a window only
@@ -138,34 +117,31 @@ class RestoresInputs(Callback):
         self.kept = self.xb
         self.learn.xb = self.x*2-1,
 
-    def after_batch(self): self.learn.xb = self.kept
+    def after_batch(self):
+        self.learn.xb = self.kept
 
 
 class SmoothsTargets(Callback):
     "Makes targets smaller; counts batches"
     n = 0
-    def before_batch(self): self.learn.yb = .9*self.y,
-    def after_batch(self): self.n += 1
-
-
-class Shuffles(Callback):
-    "Changes the order of the samples, in inputs and targets"
     def before_batch(self):
-        self.learn.xb = self.x.flip(0),
-        self.learn.yb = self.y.flip(0),
-
-    def after_batch(self): self.learn.pred = self.pred.flip(0)
+        self.learn.yb = .9*self.y,
+    def after_batch(self):
+        self.n += 1
 
 
 class AddsTargets(Callback):
     "Adds the targets to the inputs, and looks at the loss, an event of each pass"
     n = 0
-    def before_batch(self): self.learn.xb = self.x+self.y,
-    def after_loss(self): self.n += 1
-    def after_batch(self): self.n = 0
+    def before_batch(self):
+        self.learn.xb = self.x+self.y,
+    def after_loss(self):
+        self.n += 1
+    def after_batch(self):
+        self.n = 0
 
 
-PREPARING = [RestoresInputs, SmoothsTargets, Shuffles, AddsTargets]
+PREPARING = [RestoresInputs, SmoothsTargets, AddsTargets]
 
 
 def with_order(cls, order):
@@ -174,25 +150,18 @@ def with_order(cls, order):
     return cb
 
 
-@pytest.mark.parametrize('micro_batch_size', [None, 3, 'auto'])
-@pytest.mark.parametrize('cls', PREPARING)
-def test_a_late_callback_that_prepares_batches_is_named_in_each_fit(cls, micro_batch_size):
-    "By its own class, also where batches may run again"
-    cbs = [with_order(cls, 50), GradientAccumulation(32, micro_batch_size=micro_batch_size)]
-    learn = make_learner(8, cbs=cbs)
-    for _ in range(2):
-        with pytest.warns(UserWarning, match=f'before_batch of {cls.__name__} changes the batch') as said: fit(learn, 1)
-        assert len(of_late_callbacks(said)) == 1
+LATE = 'is called once per window, because its order is 50 or more'
 
 
-def of_late_callbacks(said):
-    return [o for o in said if 'changes the batch' in str(o.message)]
-
-
-def test_several_late_callbacks_are_named_together():
-    cbs = [with_order(Shuffles, 90), with_order(SmoothsTargets, 55), GradientAccumulation(32)]
-    learn = make_learner(8, cbs=cbs)
-    with pytest.warns(UserWarning, match='before_batch of SmoothsTargets, Shuffles changes'): fit(learn, 1)
+def test_late_callbacks_with_before_batch_are_named_together_once_in_each_fit():
+    "Where a window is one loader batch nobody is late"
+    late = [with_order(AddsTargets, 90), with_order(SmoothsTargets, 50)]
+    for size, n_said in [(32, 1), (8, 0)]:
+        learn = make_learner(8, cbs=[*late, with_order(RestoresInputs, 49), GradientAccumulation(size)])
+        for _ in range(2):
+            said = warnings_of(learn)
+            assert len(said) == n_said
+            assert all(o.startswith(f'before_batch of AddsTargets, SmoothsTargets {LATE}') for o in said)
 
 
 @pytest.mark.parametrize('micro_batch_size', [None, 'auto'])
@@ -204,11 +173,3 @@ def test_with_the_order_that_the_warning_advises_the_batches_are_prepared_as_the
     big = fit(make_learner(32, cbs=with_order(cls, 45)))
     assert_moved(big)
     assert_same(weights(learn), weights(big), ROUNDING)
-
-
-@pytest.mark.parametrize('cls', PREPARING)
-def test_where_a_window_is_one_loader_batch_no_callback_is_late(cls):
-    learn = fit(make_learner(32, cbs=[with_order(cls, 90), GradientAccumulation(32)]))
-    big = fit(make_learner(32, cbs=with_order(cls, 90)))
-    assert_moved(big)
-    assert_same(weights(learn), weights(big))

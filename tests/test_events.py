@@ -11,6 +11,9 @@ from common import *
 from fastxtend_accum.windows import events
 from own_learners import *
 
+# Late callbacks that see windows are the point here
+pytestmark = pytest.mark.filterwarnings('ignore:before_batch of .* is called once per window')
+
 ALL_EVENTS = [name for name in vars(event) if not name.startswith('_')]
 IN_A_FIT = [name for name in EVENTS if name not in ('after_cancel_batch', 'after_fit')]
 PASSES = ['after_pred', 'after_loss', 'before_backward', 'after_backward']
@@ -42,18 +45,16 @@ class ByClass(Records):
     "Has a method for each event"
 
 
-for name in ALL_EVENTS: setattr(ByClass, name, recording(name))
-
-
-class ByInheritance(ByClass):
-    "Has its methods from a base class"
+for name in ALL_EVENTS:
+    setattr(ByClass, name, recording(name))
 
 
 class ByInstance(Records):
     "Has its events as attributes of the object"
     def __init__(self, label, log, order=0, names=ALL_EVENTS):
         super().__init__(label, log, order)
-        for name in names: setattr(self, name, partial(self.record, name))
+        for name in names:
+            setattr(self, name, partial(self.record, name))
 
 
 class ByCall(Records):
@@ -88,7 +89,7 @@ def fit_until_error(learn):
 # Windows of one batch, and a plain Learner
 
 @pytest.mark.parametrize('make', [one_batch_windows, partial(one_batch_windows, log_accum_batch=False), all_blocks])
-@pytest.mark.parametrize('kind', [ByClass, ByInheritance, ByInstance, ByCall, ByGetattr])
+@pytest.mark.parametrize('kind', [ByClass, ByInstance, ByCall, ByGetattr])
 def test_windows_of_one_batch_send_what_a_plain_learner_sends(kind, make):
     "To callbacks of any kind and order, in training and in validation"
     def recorded(*cbs):
@@ -244,7 +245,8 @@ def test_a_learner_that_was_patched_before_the_import(name):
 # Errors
 
 def message_of_error(event, *cbs):
-    with pytest.raises(ValueError) as e: fit(small_learner([Fault(ValueError, event, 2, 5), *cbs]))
+    with pytest.raises(ValueError) as e:
+        fit(small_learner([Fault(ValueError, event, 2, 5), *cbs]))
     return str(e.value)
 
 
@@ -304,37 +306,26 @@ LEARNERS = pytest.mark.parametrize('cls', [Learner, OwnCall, OwnWithEvents])
 
 
 @LEARNERS
-@pytest.mark.parametrize('order', [-20, 0, 49])
-def test_a_callback_that_prepares_batches_sees_each_of_them(order, cls):
-    assert events_of_an_epoch(order, cls) == PREPARING
+@pytest.mark.parametrize('order, log_accum_batch, expected', [
+    (-20, True, PREPARING),
+    (49, True, PREPARING),
+    (50, True, WINDOWS),
+    (-20, False, BATCHES),
+    (50, False, BATCHES)])
+def test_a_callback_that_prepares_batches_sees_each_and_a_late_one_windows(order, log_accum_batch, expected, cls):
+    "All see loader batches if those are logged"
+    assert events_of_an_epoch(order, cls, log_accum_batch=log_accum_batch) == expected
 
 
-@LEARNERS
-@pytest.mark.parametrize('order', [50, 90])
-def test_a_late_callback_sees_windows(order, cls):
-    assert events_of_an_epoch(order, cls) == WINDOWS
+def test_a_callback_without_before_batch_sees_windows_and_one_without_after_batch_each_beginning():
+    "The first is a logger: nothing of it is to be taken back. The second sees no end that a cancelled batch could have"
+    of_logger = [name for name in WINDOWS if name != 'before_batch']
+    assert events_of_an_epoch(0, but=['before_batch']) == of_logger
+    beginnings = [name for name in PREPARING if name not in GOES_ON]
+    assert events_of_an_epoch(0, but=['after_batch']) == beginnings
 
 
-@LEARNERS
-@pytest.mark.parametrize('order', [-20, 0, 49, 50, 90])
-def test_all_callbacks_see_loader_batches_if_those_are_logged(order, cls):
-    assert events_of_an_epoch(order, cls, log_accum_batch=False) == BATCHES
-
-
-@pytest.mark.parametrize('order', [-20, 0, 49])
-def test_a_callback_without_before_batch_sees_windows(order):
-    "It is a logger: nothing of it is to be taken back after each loader batch"
-    expected = [name for name in WINDOWS if name != 'before_batch']
-    assert events_of_an_epoch(order, but=['before_batch']) == expected
-
-
-def test_a_callback_without_after_batch_sees_each_beginning():
-    "And no end that could be taken for a cancelled batch"
-    expected = [name for name in PREPARING if name not in GOES_ON]
-    assert events_of_an_epoch(0, but=['after_batch']) == expected
-
-
-@pytest.mark.parametrize('order', [7, 20, 49])
+@pytest.mark.parametrize('order', [7, 49])
 def test_a_callback_that_prepares_batches_sees_what_it_sees_beside_fastais_accumulation(order):
     "Which cancels the batches without a step in before_step, and is the reference for their events"
     fastais = events_of_an_epoch(order, cb=FastaiAccumulation(24))
@@ -377,7 +368,8 @@ def recorded_in_windows(event, change):
 def swap(records):
     "Returns the records of two callbacks in the order of each other"
     res = []
-    for one, other in zip(records[::2], records[1::2]): res += [other, one]
+    for one, other in zip(records[::2], records[1::2]):
+        res += [other, one]
     return res
 
 
@@ -397,177 +389,7 @@ def test_a_change_in_the_middle_of_a_window_counts_from_the_next_event_on(event,
     assert recorded_in_windows(event, change) == expected[change.__name__]
 
 
-# A callback that accumulates by itself
-
-class Accumulates(Callback):
-    "Takes a step in every second batch: it cancels the others after their backward pass, so that gradients stay"
-    order = 20
-
-    def before_fit(self): self.n = 0
-
-    def after_backward(self):
-        self.n += 1
-        if self.n%2: raise CancelBatchException
-
-
-@pytest.mark.parametrize('size', [8, 16, 32])
-def test_a_callback_that_accumulates_by_itself_gets_after_backward_once_per_window(size):
-    "It sums the means of two windows, as it would of two large batches"
-    large = make_learner(size, n=128, cbs=Accumulates())
-    small = make_learner(8, n=128, cbs=[Accumulates(), GradientAccumulation(size)])
-    fit(large, 2)
-    fit(small, 2)
-    assert_moved(large)
-    assert_same(weights(small), weights(large), ROUNDING)
-    assert small.accumulates.n == large.accumulates.n == 2*128//size
-    assert_same(small.recorder.lrs, large.recorder.lrs)
-    assert_same(losses(small), losses(large), 1e-6)
-
-
-@pytest.mark.parametrize('cls', [OwnCall, OwnWithEvents])
-def test_a_callback_cannot_accumulate_by_itself_if_the_learner_sends_events_in_its_own_way(cls):
-    learn = small_learner([Accumulates(), GradientAccumulation(16)], cls)
-    with pytest.raises(RuntimeError, match='Accumulates cancels batches after their backward pass'): fit(learn)
-    fit(small_learner([Accumulates(), GradientAccumulation(8)], cls))  # a window of one batch is a batch
-
-
-def test_a_callback_that_is_held_back_may_be_removed():
-    "Then it gets `after_backward` no more"
-    log = []
-    cb = ByInstance('', log, names=['after_backward'])
-    learn = small_learner([cb])
-    send = events.Events(learn)
-    send.hold_back(cb)
-    send('after_backward')
-    assert len(log) == 0
-    send.end_backward()
-    assert len(log) == 1
-    learn.remove_cb(cb)
-    send('after_pred')  # at which the callbacks are looked up again
-    send.end_backward()
-    assert len(log) == 1
-
-
-# Late callbacks that change the batch
-
-class Doubles(Callback):
-    "Changes the batch, and takes it back"
-    def __init__(self, order): self.order = order
-    def before_batch(self): self.learn.xb = (self.x*2,)
-    def after_pred(self): "Lets the loop look at what `before_batch` sets up, if a batch runs in several passes"
-    def after_batch(self): self.learn.xb = (self.x/2,)
-
-
-@pytest.mark.filterwarnings('ignore:after_pred of Doubles is called once per micro-batch')
-@pytest.mark.parametrize('micro_batch_size', [None, 'auto'])
-def test_a_warning_names_late_callbacks_that_change_the_batch(micro_batch_size):
-    "Once, and by their class, also where something stands for them in the list of callbacks"
-    accum = GradientAccumulation(16, micro_batch_size=micro_batch_size)
-    with pytest.warns(UserWarning, match='before_batch of Doubles changes the batch') as caught:
-        fit(small_learner([Doubles(50), accum]))
-    assert len([o for o in caught if 'changes the batch' in str(o.message)]) == 1
-
-
-@pytest.mark.parametrize('order, size', [(49, 16), (50, 8)])
-def test_no_warning_names_callbacks_that_see_each_batch(order, size, recwarn):
-    fit(small_learner([Doubles(order), GradientAccumulation(size)]))
-    assert not [o for o in recwarn if 'Doubles' in str(o.message)]
-
-
-@pytest.mark.parametrize('cls, expected', [(Learner, [49, 50]), (OwnCall, [])])
-def test_changes_are_seen_where_events_are_sent_as_fastai_does(cls, expected):
-    learn = small_learner([Doubles(50), Doubles(49)], cls)
-    learn.xb, learn.yb = (torch.ones(2),), (torch.ones(2),)
-    changing = events.Events(learn).before_batch_and_changes()
-    assert [cb.order for cb in changing] == expected
-    assert_same(learn.xb[0], torch.full((2,), 4.))
-
-
-# What callbacks set up in before_batch, for each pass of a batch
-
-class InContext(Callback):
-    "Enters something in `before_batch`, and leaves it in `event`"
-    order = 10
-
-    def __init__(self, event, enter, leave):
-        self.enter = enter
-        self.n_entered = 0
-        setattr(self, event, partial(leave, self))
-
-    def before_batch(self):
-        self.n_entered += 1
-        self.enter(self)
-
-
-autocast_on_cpu = torch.autocast('cpu')  # not an attribute of the callback, which would be seen to change
-
-
-def enter_autocast(cb): autocast_on_cpu.__enter__()
-def leave_autocast(cb): autocast_on_cpu.__exit__(None, None, None)
-def scale_model(cb): cb.model.scale = 2.
-def unscale_model(cb): cb.model.scale = 1.
-def scale_loss(cb): cb.learn.loss_func.scale = 2.
-def unscale_loss(cb): cb.learn.loss_func.scale = 1.
-def note(cb): cb.where = 'in a batch'
-def forget(cb): cb.where = 'between batches'
-def scale_learner(cb): cb.learn.factor = 2.
-def unscale_learner(cb): cb.learn.factor = 1.
-def add_hook(cb): cb.handle = cb.model[0].register_forward_hook(lambda *args: None)
-def remove_hook(cb): cb.handle.remove()
-
-
-PAIRS = [(enter_autocast, leave_autocast), (scale_model, unscale_model), (scale_loss, unscale_loss),
-         (note, forget), (scale_learner, unscale_learner), (add_hook, remove_hook)]
-
-
-def n_set_up_in_two_passes(enter, leave, repeats=True):
-    "Sends the events of a batch that runs in two passes; returns how often `before_batch` was called"
-    cb = InContext('after_loss', enter, leave)
-    learn = small_learner([cb])
-    learn.loss_func = nn.MSELoss()
-    for begin in (unscale_model, unscale_loss, unscale_learner, forget): begin(cb)
-    learn.xb, learn.yb = (torch.ones(2),), (torch.ones(2),)
-    send = events.Events(learn)
-    if repeats: send.repeat_set_up_in_passes()
-    send('before_batch')
-    for _ in range(2):
-        send.repeat_set_up()
-        send.repeat_set_up()  # the second time there is nothing to do
-        send('after_loss')
-    return cb.n_entered
-
-
-@pytest.mark.parametrize('enter, leave', PAIRS)
-def test_what_is_taken_back_in_a_pass_is_set_up_again_before_the_next(enter, leave):
-    assert n_set_up_in_two_passes(enter, leave) == 2
-
-
-@pytest.mark.parametrize('enter, leave', PAIRS[1:])  # nobody would leave autocast
-def test_what_stays_as_it_was_set_up_is_not_set_up_again(enter, leave):
-    assert n_set_up_in_two_passes(enter, noop) == 1
-
-
-def test_nothing_is_set_up_again_unless_a_batch_may_run_in_several_passes():
-    assert n_set_up_in_two_passes(scale_model, unscale_model, repeats=False) == 1
-
-
-def test_a_callback_that_replaces_the_batch_is_not_called_again():
-    "It would prepare the batch twice"
-    def double(cb):
-        scale_model(cb)
-        cb.learn.xb = (cb.x*2,)
-    assert n_set_up_in_two_passes(double, unscale_model) == 1
-
-
 # The questions that the module asks
-
-def test_numbers_and_texts_are_the_same_by_value_and_all_else_by_identity():
-    assert events.is_same(1.5, 3/2)
-    assert events.is_same('ab', ''.join(['a', 'b']))
-    assert not events.is_same(1, True)
-    assert not events.is_same([], [])
-    assert not events.is_same(torch.ones(1), torch.ones(1))
-
 
 def test_a_callback_has_an_event_by_its_class_or_by_itself():
     plain = Callback(after_pred=noop)
@@ -575,7 +397,8 @@ def test_a_callback_has_an_event_by_its_class_or_by_itself():
     assert not events.has_event(plain, 'after_loss')
     assert events.has_event(Recorder(), 'after_batch')
     assert not events.has_event(Recorder(), 'after_pred')
-    for kind in (ByCall, ByGetattr): assert events.has_event(kind('', []), 'after_loss')
+    for kind in (ByCall, ByGetattr):
+        assert events.has_event(kind('', []), 'after_loss')
 
 
 class OwnRecorder(Recorder):
@@ -593,14 +416,10 @@ def test_what_comes_with_fastai_is_known_by_where_the_function_of_an_event_comes
 
 
 def test_a_function_that_is_given_to_fastais_callback_does_not_come_with_fastai():
+    "Nor does one that handles any event"
     def act(self): pass
-    cb = Callback(after_loss=act)
-    assert not events.is_from_fastai(cb, 'after_loss')
-
-
-@pytest.mark.parametrize('kind', [ByCall, ByGetattr])
-def test_a_callback_that_handles_any_event_does_not_come_with_fastai(kind):
-    assert not events.is_from_fastai(kind('', []), 'after_loss')
+    for cb in (Callback(after_loss=act), ByCall('', []), ByGetattr('', [])):
+        assert not events.is_from_fastai(cb, 'after_loss')
 
 
 def test_where_the_loss_is_in_the_graph():
@@ -626,33 +445,20 @@ class Regularizer(Callback):
     after_loss.__module__ = RNNRegularizer.__module__
 
 
-def changes_in_after_loss(cbs, cls):
-    "Sends `after_loss` to these callbacks; returns whether one of them has changed the loss, and the loss"
-    learn = small_learner(cbs, cls)
-    learn.loss_grad = torch.ones(1, requires_grad=True).sum()
-    learn.loss = learn.loss_grad.detach()
-    changes = events.Events(learn).after_loss_and_changes()
-    return changes, learn.loss_grad.item()
-
-
-@LEARNERS
-@pytest.mark.parametrize('make_cbs, changes, loss', [
-    (lambda: [], False, 1),
-    (lambda: [LooksAtLoss()], False, 1),
-    (lambda: [ChangesLoss()], True, 2),
-    (lambda: [Callback(after_loss=ChangesLoss.after_loss)], True, 2),
-    (lambda: [Regularizer()], False, 2),
-    (lambda: [LooksAtLoss(), Regularizer(), ChangesLoss()], True, 4)])
-def test_a_callback_that_changes_the_loss_is_noticed_unless_it_is_fastais(make_cbs, changes, loss, cls):
-    assert changes_in_after_loss(make_cbs(), cls) == (changes, loss)
-
-
-def test_of_several_callbacks_with_after_loss_the_one_that_changes_the_loss_counts():
+@pytest.mark.parametrize('make_cbs, changed_by, loss', [
+    (lambda: [], None, 1),
+    (lambda: [LooksAtLoss()], None, 1),
+    (lambda: [Regularizer()], None, 2),
+    (lambda: [LooksAtLoss(), Regularizer(), ChangesLoss()], 'ChangesLoss', 4),
+    (lambda: [Callback(after_loss=ChangesLoss.after_loss)], 'Callback', 2)])
+def test_a_callback_that_changes_the_loss_is_noticed_unless_it_is_fastais(make_cbs, changed_by, loss):
     "A Learner that sends events in its own way does not show which one that is"
-    cbs = [LooksAtLoss(), Regularizer()]
-    assert changes_in_after_loss(cbs, Learner) == (False, 2)
-    cbs = [LooksAtLoss(), Regularizer()]
-    assert changes_in_after_loss(cbs, OwnCall) == (True, 2)
+    for cls, expected in [(Learner, changed_by), (OwnCall, None)]:
+        learn = small_learner(make_cbs(), cls)
+        learn.loss_grad = torch.ones(1, requires_grad=True).sum()
+        learn.loss = learn.loss_grad.detach()
+        assert events.Events(learn).find_change_of_loss('after_loss') == expected
+        assert learn.loss_grad.item() == loss
 
 
 def test_the_depth_of_autocast_is_that_of_its_contexts():
@@ -660,12 +466,42 @@ def test_the_depth_of_autocast_is_that_of_its_contexts():
     assert events.autocast_depth() == 0
     with torch.autocast('cpu', torch.bfloat16):
         assert events.autocast_depth() == 1
-        with torch.autocast('cpu', enabled=False): assert events.autocast_depth() == 2
+        with torch.autocast('cpu', enabled=False):
+            assert events.autocast_depth() == 2
     assert events.autocast_depth() == 0
 
 
-@pytest.mark.filterwarnings('ignore:CUDA is not available', 'ignore:torch.cuda.amp.GradScaler is enabled')
-def test_mixed_precision_leaves_as_many_contexts_as_it_enters_where_batches_are_split():
-    "Without a GPU its autocast does nothing, but PyTorch counts it"
-    fit(make_learner(32, cbs=[MixedPrecision(), GradientAccumulation(micro_batch_size=8)]), 1)
-    assert events.autocast_depth() == 0
+class EntersAutocast(Callback):
+    "Enters it in `before_batch`, and leaves it in `after_loss`"
+    def __init__(self):
+        self.n_entered = 0
+        self.autocast = torch.autocast('cpu')
+
+    def before_batch(self):
+        self.n_entered += 1
+        self.autocast.__enter__()
+
+    def after_loss(self): self.autocast.__exit__(None, None, None)
+
+
+def test_autocast_that_is_left_in_a_pass_is_entered_again_before_the_next():
+    "`before_batch` of others is sent once"
+    cb = EntersAutocast()
+    log = []
+    learn = small_learner([cb, ByInstance('', log, names=['before_batch'])])
+    learn.xb = learn.yb = ()
+    send = events.Events(learn)
+    repeater = events.AutocastRepeater(send)
+    repeater.before_batch(to_all=True)
+    for _ in range(2):
+        repeater.before_pass()
+        repeater.before_pass()  # the second time there is nothing to do
+        assert events.autocast_depth() == 1
+        send('after_loss')
+    assert cb.n_entered == 2
+    assert len(log) == 1
+
+
+def test_a_learner_is_finding_a_rate_if_it_has_an_lr_finder():
+    assert not events.is_finding_rate(small_learner([]))
+    assert events.is_finding_rate(small_learner([LRFinder()]))

@@ -17,7 +17,8 @@ KEEPS_WEIGHTS = 'changes the loss, but micro-batches keep the weights of the los
 
 class ReplacesLoss(Callback):
     "Uses `loss_of(learn)` in the place of the loss function's"
-    def __init__(self, loss_of): self.loss_of = loss_of
+    def __init__(self, loss_of):
+        self.loss_of = loss_of
 
     def after_loss(self):
         loss = self.loss_of(self.learn).float()  # since the Recorder averages that
@@ -26,14 +27,16 @@ class ReplacesLoss(Callback):
 
 
 class AddsToLoss(Callback):
-    def __init__(self, term_of): self.term_of = term_of
+    def __init__(self, term_of):
+        self.term_of = term_of
 
     def after_loss(self):
         term = self.term_of(self.learn).float()
         self.learn.loss_grad = self.learn.loss_grad+term
 
 
-def n_positives(learn): return (learn.y < 2).sum()
+def n_positives(learn):
+    return (learn.y < 2).sum()
 
 
 def loss_of_detector(learn):
@@ -49,7 +52,8 @@ def hardness(learn):
     return 1-probabilities[rows, learn.y]
 
 
-def total_hardness(learn): return hardness(learn).sum()
+def total_hardness(learn):
+    return hardness(learn).sum()
 
 
 def loss_of_hard_samples(learn):
@@ -57,7 +61,8 @@ def loss_of_hard_samples(learn):
     return (errors*hardness(learn)).sum()/total_hardness(learn)
 
 
-def n_masked(learn): return (learn.x[:, :4] > .5).sum()
+def n_masked(learn):
+    return (learn.x[:, :4] > .5).sum()
 
 
 def loss_of_masked_autoencoder(learn):
@@ -83,7 +88,8 @@ def mse_of_positives(pred, targ):
     return F.mse_loss(pred[is_positive, 0], targ[is_positive].double()).float()
 
 
-def n_labels(settings, pred, targ): return int((targ != MISSING).sum())
+def n_labels(settings, pred, targ):
+    return int((targ != MISSING).sum())
 
 
 loss_rules[cross_entropy] = n_labels
@@ -111,8 +117,10 @@ def test_a_changed_loss_is_exact_with_num_items(change, loss_func, num_items, bs
     assert_same(losses(small), losses(big), 1e-5)
 
 
-def autoencoder(learn): return F.mse_loss(learn.pred, learn.x[:, :4])
-def l1_of_weights(learn): return sum(p.abs().sum() for p in learn.model.parameters())/100
+def autoencoder(learn):
+    return F.mse_loss(learn.pred, learn.x[:, :4])
+def l1_of_weights(learn):
+    return sum(p.abs().sum() for p in learn.model.parameters())/100
 
 
 def z_loss(learn):
@@ -140,7 +148,8 @@ def test_a_changed_loss_keeps_its_weight_and_one_warning_names_the_callback(chan
 def test_a_loss_over_other_items_is_not_exact_without_num_items_and_a_warning_says_so():
     replaces = ReplacesLoss(loss_of_detector)
     small = classifier(8, replaces, GradientAccumulation(32), missing_share=0.)
-    with pytest.warns(AccumWarning, match='if the new one averages over something else, pass num_items'): fit(small, 2)
+    with pytest.warns(AccumWarning, match='if the new one averages over something else, pass num_items'):
+        fit(small, 2)
     big = fit(classifier(32, replaces, missing_share=0.), 2)
     assert_apart(small, big, 1e-4)
 
@@ -154,7 +163,8 @@ def test_a_window_of_one_batch_has_nothing_to_warn_of():
 
 
 class ReadsLoss(Callback):
-    def after_loss(self): self.seen = self.learn.loss_grad.item()
+    def after_loss(self):
+        self.seen = self.learn.loss_grad.item()
 
 
 def test_a_callback_that_only_reads_the_loss_causes_no_warning():
@@ -176,7 +186,8 @@ class States(nn.Module):
         return self.head(states), states, states
 
 
-def loss_of_steps(pred, targ): return cross_entropy(pred.flatten(0, 1), targ.flatten())
+def loss_of_steps(pred, targ):
+    return cross_entropy(pred.flatten(0, 1), targ.flatten())
 
 
 @each_layout
@@ -213,8 +224,10 @@ class LanguageModel(nn.Module):
         return CausalLMOutput(loss=loss.float(), logits=logits)
 
 
-def loss_without_shift(out, targ): return cross_entropy(out['logits'].flatten(0, 1), targ.flatten())
-def loss_of_model(learn): return learn.pred['loss']
+def loss_without_shift(out, targ):
+    return cross_entropy(out['logits'].flatten(0, 1), targ.flatten())
+def loss_of_model(learn):
+    return learn.pred['loss']
 
 
 @each_layout
@@ -244,21 +257,25 @@ class RunsBackward(Callback):
 
     def before_backward(self):
         self.n += 1
-        if self.n <= self.begin: return
+        if self.n <= self.begin:
+            return
         self.how(self.learn.loss_grad, list(self.learn.model.parameters()))
         raise CancelBackwardException
 
 
-def by_backward(loss, params): loss.backward()
+def by_backward(loss, params):
+    loss.backward()
 
 
 def by_new_tensors(loss, params):
-    for p, grad in zip(params, torch.autograd.grad(loss, params)): p.grad = grad.clone()
+    for p, grad in zip(params, torch.autograd.grad(loss, params)):
+        p.grad = grad.clone()
 
 
 def in_place(loss, params):
     for p, grad in zip(params, torch.autograd.grad(loss, params)):
-        if p.grad is None: p.grad = torch.zeros_like(p)
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
         p.grad.copy_(grad)
 
 
@@ -303,7 +320,8 @@ def test_a_backward_pass_of_ones_own_in_a_window_of_several_is_an_error(bs, sett
     "Before the first step, also if it comes in the middle of the window"
     learn = make_learner(bs, n=88, cbs=[GradientAccumulation(**settings), RunsBackward(how, begin)])
     says = 'ran the backward pass itself .*let fastai run it, or use windows of one'
-    with pytest.raises(RuntimeError, match=says): fit(learn, 2)
+    with pytest.raises(RuntimeError, match=says):
+        fit(learn, 2)
     assert_same(weights(learn), weights(model()))
 
 
@@ -317,7 +335,8 @@ class SkipsBackward(Callback):
 
     def before_backward(self):
         self.n += 1
-        if self.nth in (None, self.n): raise CancelBackwardException
+        if self.nth in (None, self.n):
+            raise CancelBackwardException
 
 
 @pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'after_cancel_backward'])
@@ -325,7 +344,8 @@ class SkipsBackward(Callback):
 def test_a_backward_pass_of_ones_own_may_run_before_or_afterwards(make, event):
     "Here with a loss of its own"
     def run_backward(self):
-        if self.training: (self.pred-self.y).abs().mean().backward()
+        if self.training:
+            (self.pred-self.y).abs().mean().backward()
     def train(*cbs):
         own = Callback(**{event: run_backward})
         return fit(make_learner(32, n=88, cbs=[*cbs, SkipsBackward(), own]), 2)
@@ -353,9 +373,12 @@ def test_a_micro_batch_without_a_backward_pass_is_left_out_with_one_warning(bs, 
 
 
 def test_who_has_raised_an_exception_in_an_event():
-    def fail(self): raise CancelBatchException
+    def fail(self):
+        raise CancelBatchException
     cb = Callback(after_backward=fail)
-    with pytest.raises(CancelBatchException) as caught: cb('after_backward')
+    with pytest.raises(CancelBatchException) as caught:
+        cb('after_backward')
     assert callback_that_raised(caught.value) == 'Callback'
-    with pytest.raises(CancelBatchException) as caught: fail(cb)
+    with pytest.raises(CancelBatchException) as caught:
+        fail(cb)
     assert callback_that_raised(caught.value) == 'something'

@@ -34,7 +34,8 @@ def test_sums_in_float32_of_gradients_that_are_sparse_or_come_in_some_batches_on
     sums = sums_of(m)
     for i in range(512):
         loss = m.embedding(tensor([3, 3, 7])).sum()
-        if i%2 == 0: loss = loss+2*m.weight
+        if i%2 == 0:
+            loss = loss+2*m.weight
         loss.backward()
     assert m.weight.grad.dtype is torch.float32
     divide_gradients(m.parameters(), 512)
@@ -53,7 +54,8 @@ def test_sums_are_intact_until_somebody_else_changes_them():
     sums.accept()
     sums.check()
     m[0].weight.grad.clamp_(max=.5)
-    with pytest.raises(RuntimeError, match='zeroed, replaced or changed'): sums.check()
+    with pytest.raises(RuntimeError, match='zeroed, replaced or changed'):
+        sums.check()
 
 
 @pytest.mark.parametrize('value, expected', [(3e38, True), (math.inf, False), (math.nan, False)])
@@ -76,20 +78,28 @@ class ChangesGradient(Callback):
 
     def after_backward(self):
         self.n += 1
-        if self.nth in (None, self.n): self.change(self.learn)
+        if self.nth in (None, self.n):
+            self.change(self.learn)
 
 
-def zero(learn): learn.opt.zero_grad()
-def set_to_none(learn): learn.model.zero_grad()
-def clip(learn): nn.utils.clip_grad_norm_(learn.model.parameters(), 1e-3)
-def clip_head_by_value(learn): nn.utils.clip_grad_value_(learn.model[-1].parameters(), 1e-3)
-def attack(learn): F.mse_loss(learn.model(learn.x+.01), learn.y).backward()
-def freeze(learn): learn.model[0].requires_grad_(False)
+def zero(learn):
+    learn.opt.zero_grad()
+def set_to_none(learn):
+    learn.model.zero_grad()
+def clip(learn):
+    nn.utils.clip_grad_norm_(learn.model.parameters(), 1e-3)
+def clip_head_by_value(learn):
+    nn.utils.clip_grad_value_(learn.model[-1].parameters(), 1e-3)
+def attack(learn):
+    F.mse_loss(learn.model(learn.x+.01), learn.y).backward()
+def freeze(learn):
+    learn.model[0].requires_grad_(False)
 
 
 def replace_by_centred(learn):
     for p in learn.model.parameters():
-        if p.ndim > 1: p.grad = p.grad-p.grad.mean(0)
+        if p.ndim > 1:
+            p.grad = p.grad-p.grad.mean(0)
 
 
 CHANGES = [zero, set_to_none, replace_by_centred, clip, clip_head_by_value, attack, freeze]
@@ -102,7 +112,8 @@ def test_a_gradient_changed_in_mid_window_is_an_error(change, bs, settings):
     cbs = [GradientAccumulation(**settings), ChangesGradient(change)]
     learn = make_learner(bs, cbs=cbs, opt_func=TORCH_SGD)
     says = 'zeroed, replaced or changed.*in before_step, or use windows of one batch'
-    with pytest.raises(RuntimeError, match=says): fit(learn, 1)
+    with pytest.raises(RuntimeError, match=says):
+        fit(learn, 1)
     assert_same(weights(learn), weights(model()))
 
 
@@ -110,7 +121,8 @@ def test_a_gradient_changed_in_mid_window_is_an_error(change, bs, settings):
 def test_a_gradient_changed_after_the_last_micro_batch_is_an_error(bs, settings):
     "It is not averaged yet: a sum of four would be clipped as if it were the mean"
     cbs = [GradientAccumulation(**settings), ChangesGradient(clip, nth=4)]
-    with pytest.raises(RuntimeError, match='in the middle of a window'): fit(make_learner(bs, cbs=cbs), 1)
+    with pytest.raises(RuntimeError, match='in the middle of a window'):
+        fit(make_learner(bs, cbs=cbs), 1)
 
 
 @pytest.mark.parametrize('change', CHANGES)
@@ -119,18 +131,21 @@ def test_a_gradient_changed_in_a_window_of_one_batch_is_the_plain_fit(change):
         learn = make_learner(32, cbs=[*cbs, ChangesGradient(change)], opt_func=TORCH_SGD)
         return weights(fit(learn, 1))
     plain = train()
-    for cb in (GradientAccumulation(32), ActivationCheckpointing()): assert_same(train(cb), plain)
+    for cb in (GradientAccumulation(32), ActivationCheckpointing()):
+        assert_same(train(cb), plain)
 
 
 # Hooks on parameters
 
-def masked(grad): return grad if grad.ndim > 1 else torch.zeros_like(grad)
+def masked(grad):
+    return grad if grad.ndim > 1 else torch.zeros_like(grad)
 
 
 def train_with_hooks(bs, cb=None):
     "Trains weight matrices only"
     m = model()
-    for p in m.parameters(): p.register_hook(masked)
+    for p in m.parameters():
+        p.register_hook(masked)
     return fit(make_learner(bs, m=m, cbs=cb), 1)
 
 
@@ -148,7 +163,8 @@ def test_a_warning_of_hooks_that_act_on_several_micro_batches(bs, settings):
 
 # Networks that take turns
 
-def network(n_out): return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, n_out))
+def network(n_out):
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, n_out))
 
 
 def gan(bs, *cbs, switcher):
@@ -233,9 +249,12 @@ class WatchesGradients(Callback):
         self.refs = []
         self.alive = []
 
-    def before_step(self): self.refs += [weakref.ref(g) for g in grads(self.learn)]
-    def after_step(self): self.learn.opt.zero_grad()
-    def after_loss(self): self.alive.append(any(o() is not None for o in self.refs))
+    def before_step(self):
+        self.refs += [weakref.ref(g) for g in grads(self.learn)]
+    def after_step(self):
+        self.learn.opt.zero_grad()
+    def after_loss(self):
+        self.alive.append(any(o() is not None for o in self.refs))
 
 
 @each_layout
@@ -275,7 +294,8 @@ class LearnedScale(nn.Module):
 
 class TrainsLoss(Callback):
     "Has an optimizer for the parameters of the loss, as PyTorch Metric Learning advises"
-    def before_fit(self): self.loss_opt = sgd(self.learn.loss_func.parameters())
+    def before_fit(self):
+        self.loss_opt = sgd(self.learn.loss_func.parameters())
 
     def after_step(self):
         self.loss_opt.step()
@@ -286,11 +306,13 @@ class NaNLoss(Callback):
     "Makes the last loss of the second window NaN"
     run_valid = False
 
-    def before_fit(self): self.n = 0
+    def before_fit(self):
+        self.n = 0
 
     def before_backward(self):
         self.n += 1
-        if self.n == 8: self.learn.loss_grad = self.loss_grad*math.nan
+        if self.n == 8:
+            self.learn.loss_grad = self.loss_grad*math.nan
 
 
 def train_scale(learn):
