@@ -6,14 +6,13 @@ import timm
 from fastai.text.all import AWD_LSTM
 from fastai.text.all import awd_lstm_lm_config
 from fastai.text.all import get_language_model
-from fastai.vision.all import DynamicUnet
 from fastai.vision.all import create_vision_model
 from fastai.vision.all import resnet18
 from torch.nn.utils.parametrizations import weight_norm
 from torchvision.models import vgg11
 
 from common import *
-from fastxtend_accum.memory.blocks import check_blocks, find_blocks, grouped, n_layers
+from fastxtend_accum.memory.blocks import check_blocks, find_blocks, grouped
 
 
 def kinds_of_blocks(m):
@@ -80,18 +79,7 @@ def test_a_module_that_occurs_twice_is_one_block():
     assert blocks == [shared]
 
 
-def test_a_layer_has_a_matrix_of_its_own():
-    assert n_layers(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Conv2d(3, 4, 1))) == 2
-    assert not kinds_of_blocks(nn.Linear(5, 1))
-
-
 # Models of libraries
-
-def test_a_unet_has_the_blocks_of_its_decoder():
-    encoder = create_vision_model(resnet18, 3, pretrained=False)[0]
-    kinds = kinds_of_blocks(DynamicUnet(encoder, 3, (32, 32)))
-    assert kinds.count('UnetBlock') == 4
-    assert kinds[-3:] == ['PixelShuffle_ICNR', 'ResBlock', 'ConvLayer']
 
 
 def small_bert():

@@ -38,17 +38,6 @@ class ClipLoss(nn.Module):
         return (there+back)/2
 
 
-def hardest_triplets(pred, targ):
-    "For each row, the hardest others in the batch. Classes are the signs of the targets"
-    rows, _ = pred
-    is_positive = targ[:, 0] > 0
-    is_same = is_positive[:, None] == is_positive
-    distance = torch.cdist(rows, rows)
-    farthest = (distance*is_same).max(1).values
-    nearest = distance.masked_fill(is_same, 1e9).min(1).values
-    return F.relu(farthest-nearest+1).mean().float()
-
-
 def barlow_twins(pred, *targ):
     "The correlation matrix of the outputs is to be the identity"
     centered = pred-pred.mean(0)
@@ -60,8 +49,7 @@ def barlow_twins(pred, *targ):
 
 BATCH_LOSSES = dict(
     info_nce=lambda: info_nce,
-    clip=ClipLoss,
-    triplets=lambda: hardest_triplets)
+    clip=ClipLoss)
 
 
 # Models
@@ -163,50 +151,6 @@ def test_a_window_has_the_mean_of_the_losses_of_its_batches():
 
 # Structures
 
-class Clip(nn.Module):
-    "Two encoders with nested inputs and outputs; the loss reads `logit_scale`, which a callback clamps"
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.image = nn.Linear(5, 4)
-        self.text = nn.Linear(1, 4)
-        self.logit_scale = nn.Parameter(torch.tensor(1.))
-        self.double()
-
-    def forward(self, batch):
-        texts = torch.tensor(batch['texts']).double()
-        pairs = self.image(batch['images']), self.text(texts)
-        return dict(pairs=pairs, nothing=None)
-
-    def loss(self, pred, *targ):
-        return info_nce(pred['pairs'], scale=self.logit_scale.exp())
-
-
-def clamp_logit_scale(cb):
-    cb.model.logit_scale.data.clamp_(0, 1.2)
-
-
-def trained_clip(*cbs):
-    inputs, targets = data(96)
-    batches = []
-    for images, texts in zip(inputs.split(32), targets.split(32)):
-        batches.append((dict(images=images, texts=texts.tolist()), texts))
-    dl = torch.utils.data.DataLoader(batches, batch_size=None)
-    m = Clip()
-    sizes = MemoryLimit(m.image)
-    clamp = Callback(after_step=clamp_logit_scale)
-    learn = fit(Learner(DataLoaders(dl, dl), m, m.loss, opt_func=SGD, cbs=[clamp, *cbs]))
-    return learn, set(sizes.in_training)
-
-
-def test_clip_with_nested_inputs_and_outputs():
-    plain, _ = trained_clip()
-    ours, sizes = trained_clip(GradientCache(8))
-    assert_same(weights(ours), weights(plain), ROUNDING)
-    assert sizes == {8}
-    assert_apart(plain, Clip())
-    assert plain.model.logit_scale != 1
-
 
 class Body(nn.Module):
     "A body that sees two views of each sample, one after the other, and a head with BatchNorm"
@@ -261,24 +205,6 @@ def test_a_head_with_batch_norm_is_not_split_if_the_body_is_the_part(make_model)
     assert_same(buffers(ours), buffers(plain), ROUNDING)
     assert not [m for m in ours.model.modules() if 'forward' in vars(m)]
     assert_apart(trained(GradientCache(8), make_model=make_model, n=96), plain, 1e-4)  # the whole model is split
-
-
-def test_a_callback_may_put_two_views_of_each_sample_into_the_batch():
-    "As for SimCLR"
-    def two_views(cb):
-        both = torch.cat([cb.x*1.1, cb.x*.9])
-        cb.learn.xb = (both,)
-        cb.learn.yb = (torch.cat([cb.y, cb.y]),)
-
-    def loss_of_views(pred, *targ): return info_nce(pred.chunk(2))
-
-    def simclr(*cbs):
-        cbs = [Callback(before_batch=two_views), *cbs]
-        return fit(make_learner(32, loss_func=loss_of_views, m=encoder(), cbs=cbs))
-
-    plain = simclr()
-    assert_same(weights(simclr(GradientCache(16))), weights(plain), ROUNDING)
-    assert_apart(plain, encoder())
 
 
 # What a forward pass draws and changes
@@ -389,32 +315,6 @@ def test_memory_is_that_of_a_micro_batch(n, at_most):
     accumulated = peak_bytes(GradientAccumulation(micro_batch_size=n))
     assert abs(cached/accumulated-1) < .05
     assert cached < at_most*peak_bytes()
-
-
-def stateful_views(): return TwoOutputs(dropout=.3, norm=nn.BatchNorm1d).float()
-
-
-@pytest.mark.parametrize('cb_type,uses_autocast', [(Callback, False), (partial(CpuMixedPrecision, 'bf16'), True)])
-def test_auto_finds_the_size_that_fits(cb_type, uses_autocast):
-    "Under autocast, if training is; and training is that with this size"
-    used_autocast = set()
-
-    def note(*args): used_autocast.add(torch.is_autocast_enabled('cpu'))
-
-    def trained_with(size, most):
-        m = stateful_views()
-        MemoryLimit(m.a[1], most)
-        m.a.register_forward_pre_hook(note)
-        return trained([cb_type(), GradientCache(size)], make_model=lambda: m)
-
-    auto = trained_with('auto', 19)
-    fixed = trained_with(16, 32)
-    assert auto.gradient_cache.micro_bs == 16
-    assert_apart(auto, stateful_views())
-    assert_same(weights(auto), weights(fixed))
-    assert_same(buffers(auto), buffers(fixed))
-    assert uses_autocast in used_autocast
-    assert not torch.is_autocast_enabled('cpu')
 
 
 def test_the_size_may_change_between_fits():

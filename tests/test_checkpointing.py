@@ -189,25 +189,6 @@ def test_where_all_fits_nothing_changes(make_cb):
     assert len(plain.passes.sizes) == 4
 
 
-@pytest.mark.parametrize('make_cb', [auto_micro_batches, auto_cache])
-def test_blocks_are_recomputed_before_batches_are_split(make_cb):
-    "So that more samples fit at a time, in whichever order the callbacks were added"
-    make = regression(partial(Deep, width=64, n=8), bs=64, n=64)
-
-    def micro_bs(*others, comes_first=True):
-        cb = make_cb()
-        cbs = [cb, *others] if comes_first else [*others, cb]
-        trained(make, Activations(limit=.2), *cbs)
-        return cb.micro_bs or 64  # None: the whole batch
-
-    size = micro_bs(all_blocks())
-    assert micro_bs() < size
-    for comes_first in (True, False):
-        adapting = ActivationCheckpointing()
-        assert micro_bs(adapting, comes_first=comes_first) >= size
-        assert adapting.n_recomputed >= 8
-
-
 # What it says
 
 def said(learn, capsys):
@@ -367,30 +348,3 @@ def test_nothing_of_earlier_passes_is_kept(make_cb):
     made.after_pred()
     assert len(made.weights) > 10
     assert made.n_alive[-1] <= 4  # those of the last pass, too
-
-
-@pytest.mark.parametrize('make_cb', [
-    partial(ActivationCheckpointing, both_layers),
-    auto_micro_batches,
-    auto_cache])
-def test_nothing_of_a_pass_is_kept_in_which_memory_ran_out(make_cb):
-    gc.freeze()
-    learn = trained(recurrent, make_cb(), MadeWeights(), OutOfMemory('after_loss', 1, 2))
-    n_alive = learn.made_weights.n_alive
-    assert n_alive[:3] == [0, 0, 0], 'two passes have failed before the third one'
-    assert len(n_alive) >= 8+2
-    assert max(n_alive) <= 4
-
-
-# Faults
-
-def test_an_interrupt_while_a_block_runs_again_leaves_nothing():
-    learn = deep(cbs=all_blocks(layers))
-    n_runs = itertools.count()
-
-    def interrupt_the_second_run(*args):
-        if next(n_runs): raise KeyboardInterrupt
-
-    learn.model.layers[1].register_forward_hook(interrupt_the_second_run)
-    with pytest.raises(KeyboardInterrupt): fit(learn, 1)
-    assert_own_forward(learn)

@@ -7,7 +7,7 @@ from fastai.text.all import (AWD_LSTM, LMDataLoader, LMTensorText, awd_lstm_clas
                              get_text_classifier, language_model_learner)
 
 from common import *
-from fastxtend_accum.memory.hidden_state import HiddenState, state_owners
+from fastxtend_accum.memory.hidden_state import state_owners
 from limited_memory import run_out_of_memory
 
 FLOAT32 = 2e-5  # rounding of float32 weights
@@ -238,38 +238,6 @@ class LooksAtLoss(Callback):
 def test_a_callback_beside_the_regularizers_that_leaves_the_loss_alone_causes_no_warning():
     "They change the loss in `after_loss`, which the other callback has, too"
     fit(lm(split(8), LooksAtLoss()), 1, 1.)
-
-
-# The states of rows, at the level of the module
-
-def encoder_of_3_rows():
-    m = AWD_LSTM(VOCAB, **SIZES)
-    m._change_hidden(3)
-    m.hidden = [tuple(torch.arange(3.).expand(1, 2, 3).mT for _ in range(2))]  # each row has its number
-    return m
-
-
-def rows_of(m): return [o[0, :, 0].tolist() for o in m.hidden[0]]
-
-
-def test_a_model_sees_the_states_of_its_rows_and_leaves_those_of_all():
-    m = encoder_of_3_rows()
-    hidden = HiddenState([m], 3)
-    with hidden.at(0, 2):
-        assert (rows_of(m), m.bs) == ([[0, 1], [0, 1]], 2)
-        m.hidden = [tuple(o+10 for o in m.hidden[0])]
-    with hidden.at(2, 3): assert (rows_of(m), m.bs) == ([[2], [2]], 1)
-    assert (rows_of(m), m.bs) == ([[10, 11, 2], [10, 11, 2]], 3)
-
-
-@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt])
-def test_an_exception_restores_the_states_from_before(error):
-    m = encoder_of_3_rows()
-    hidden = HiddenState([m], 3)
-    with pytest.raises(error), hidden.at(0, 2):
-        m.hidden = []
-        raise error
-    assert (rows_of(m), m.bs) == ([[0, 1, 2], [0, 1, 2]], 3)
 
 
 # Which models carry a state

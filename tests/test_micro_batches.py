@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from common import *
 from comparing import assert_nothing_left
-from fastxtend_accum.memory.micro_batches import chunk_bounds, per_sample_names
+from fastxtend_accum.memory.micro_batches import chunk_bounds
 from limited_memory import MemoryLimit
 from small_learners import image_learner, over_all, seeded, spread
 
@@ -39,26 +39,6 @@ def test_micro_batches_are_few_and_of_nearly_equal_size(samples, most, rows):
     assert max(sizes) <= most
     assert max(sizes)-min(sizes) <= 1
     assert len(bounds) == math.ceil(samples/most)
-
-
-def test_a_callback_may_leave_samples_out():
-    assert chunk_bounds(30, 8, samples=32) == [(0, 8), (8, 15), (15, 23), (23, 30)]
-
-
-class DrawsForEachSample(Callback):
-    per_sample = 'share', 'partner'
-
-
-def test_callbacks_say_what_they_keep_for_each_sample():
-    "Of the names of a class, those that the callback has at the moment"
-    cb = DrawsForEachSample()
-    assert per_sample_names(cb) == []
-    cb.share = tensor([.3, .5])
-    assert per_sample_names(cb) == ['share']
-    mixup = MixUp()
-    mixup.lam = tensor(.3)
-    assert per_sample_names(mixup) == ['lam']
-    assert per_sample_names(Callback()) == []
 
 
 # Weights, rates, logs
@@ -253,28 +233,6 @@ def test_events_of_the_passes_see_micro_batches_and_all_others_the_loader_batch(
         *with_size(['after_batch'], 33)]
 
 
-@pytest.mark.parametrize('accum_bs,logs_windows,event', [
-    (32, True, 'before_step'),
-    (32, True, 'after_batch'),
-    (96, False, 'after_batch')])
-def test_after_its_passes_the_learner_has_the_loss_and_the_outputs_of_the_batch(accum_bs, logs_windows, event):
-    def run(*cbs):
-        seen_losses = []
-        seen_outputs = []
-
-        def see(self):
-            if not self.training: return
-            seen_losses.append(self.loss.item())
-            seen_outputs.append(self.pred.detach())
-        fit(make_learner(32, cbs=[*cbs, Callback(**{event: see})]), 1, lr=0.)
-        return seen_losses, torch.cat(seen_outputs)
-    expected_losses, expected_outputs = run()
-    seen_losses, seen_outputs = run(GradientAccumulation(accum_bs, None, logs_windows, 5))
-    assert len(expected_losses) == 3
-    assert_same(seen_losses, expected_losses, FLOAT32)
-    assert_same(seen_outputs, expected_outputs, ROUNDING)
-
-
 class Positions(Callback):
     run_valid = False
 
@@ -352,13 +310,6 @@ def test_a_batch_that_is_cancelled_in_a_micro_batch_is_left_out_whole(order, eve
     assert_same(weights(learn), expected, ROUNDING)
     n_cancelled = 1 if accum_bs == 32 else 0  # fastai logs a cancelled batch, which here is a window
     assert len(losses(learn)) == len(steps)+n_cancelled
-
-
-def test_a_warning_says_that_a_window_is_left_out():
-    cb = GradientAccumulation(64, micro_batch_size=8)
-    learn = make_learner(32, cbs=[cb, Fault(CancelBatchException, 'after_pred', 7, 0)])
-    with pytest.warns(match='^a callback has cancelled a part of a batch: its whole window is left out$'):
-        fit(learn, 1)
 
 
 # Outputs that cannot be joined

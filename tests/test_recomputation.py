@@ -4,7 +4,6 @@ from fastai.callback.mixup import MixUp
 
 from common import *
 from library_models import *
-from limited_memory import OutOfMemory
 from recomputed import *
 from stateful import *
 
@@ -211,38 +210,6 @@ def test_beside_others_it_changes_nothing_either(name):
     plain = trained(make, *BESIDE[name](), n_epoch=2)
     assert_same_fit(trained(make, all_blocks(), *BESIDE[name](), n_epoch=2), plain)
     assert_same_fit(trained(make, *BESIDE[name](), all_blocks(), n_epoch=2), plain)
-
-
-# Memory runs out
-
-class CountsCalls(CrossEntropyLossFlat):
-    "Its state is the number of its calls in training, and the loss depends on it"
-    n_calls = 0
-
-    def __call__(self, pred, targ):
-        if pred.requires_grad: self.n_calls += 1
-        return super().__call__(pred, targ)*(1+1/(1+self.n_calls))
-
-
-@pytest.mark.parametrize('window', [32, 128])
-@pytest.mark.parametrize('event,times,n_recomputed,needs_cpu', [
-    ('after_pred', [1], 1, False),
-    ('after_loss', [4], 1, False),
-    ('after_backward', [2, 3, 4, 5], 4, True),
-    ('after_loss', [6, 7, 9], 4, False)])
-def test_a_batch_in_which_memory_runs_out_counts_once(event, times, n_recomputed, needs_cpu, window):
-    "It runs again with more blocks, whichever of its window it is"
-    def run(*cbs):
-        make = partial(mlp, batch_norm, some_dropout, loss_func=CountsCalls(), n=256)
-        return trained(make, GradientAccumulation(window, verbose=False), *cbs)
-
-    plain = run()
-    ours = run(OutOfMemory(event, *times), ActivationCheckpointing())
-    assert_same_fit(ours, plain)
-    assert ours.loss_func.n_calls == plain.loss_func.n_calls == 256//32
-    cb = ours.activation_checkpointing
-    assert (cb.n_recomputed, cb.needs_cpu) == (n_recomputed, needs_cpu)
-    assert ours.recorder.accum_bs == plain.recorder.accum_bs
 
 
 @pytest.mark.parametrize('ours', [all_blocks, ActivationCheckpointing])

@@ -3,13 +3,11 @@ import weakref
 from collections import Counter
 
 import pytest
-from fastai.callback.mixup import MixUp
 
 from common import *
 from fastxtend_accum.memory.out_of_memory import NothingFits, is_out_of_memory
 from limited_memory import MemoryLimit, OutOfMemory, run_out_of_memory
 
-FLOAT32 = 5e-6  # rounding of float32 weights, and of the Recorder
 each_place = pytest.mark.parametrize('place', ['start', 'forward', 'loss', 'backward'])
 
 
@@ -266,36 +264,7 @@ def test_the_failed_pass_lets_go_of_its_tensors():
     assert max(n_alive) == 0
 
 
-# Callbacks
-
-class DrawsOnce(Callback):
-    "Draws a random number for each batch, and sees the whole of it at its end"
-    run_valid = False
-
-    def __init__(self): self.drawn = []
-    def before_batch(self): self.drawn.append(random.random())
-    def after_batch(self): assert len(self.pred) == len(self.y) == 32
-
-
-@pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'before_backward'])
-def test_no_callback_sees_that_memory_ran_out(event):
-    "Each batch begins and ends once, with random numbers of its own, also for MixUp"
-    draws_once = DrawsOnce()
-
-    def fail(self):
-        is_later = len(draws_once.drawn) > 5
-        if is_later and self.training and len(self.x) > 8: run_out_of_memory()
-
-    def run(*cbs):
-        set_seed(5)
-        return fit(make_learner(32, n=256, m=model().float(), loss_func=MSELossFlat(), cbs=[MixUp(), *cbs]), 1)
-    ours = run(split_auto(), draws_once, Callback(**{event: fail}))
-    assert len(set(draws_once.drawn)) == 8
-    assert ours.gradient_accumulation.micro_bs == 8
-    plain = run(DrawsOnce())
-    assert_apart(plain, model().float())
-    assert_same(weights(ours), weights(plain), FLOAT32)
-    assert_same(losses(ours), losses(plain), FLOAT32)
+# Cancelled batches
 
 
 class RunsOutThenCancels(Fault):
