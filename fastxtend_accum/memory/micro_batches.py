@@ -104,7 +104,7 @@ class MicroBatches(WholeBatch):
         if batches.info.has_exact_length: check_samples_first(tensors_in(data), n, samples)
         return self.run_split(loop, bounds)
 
-    def run_split(self, loop:WindowLoop, bounds:list[tuple[int,int]])->bool:
+    def run_split(self, loop:WindowLoop, bounds:list[tuple])->bool:
         "Runs one micro-batch after the other; returns whether one of them counts"
         learn,before = loop.learn,loop.window.losses
         n = bounds[-1][1]
