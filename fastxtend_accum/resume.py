@@ -41,9 +41,11 @@ class AutoResume(WindowCallback):
         self.read_settings()
 
     def read_settings(self):
-        for value in (self.every or 1, self.minutes):
-            if not is_number(value) or not 0 < value < math.inf:
-                raise ValueError(f'every and minutes must be numbers above 0, not {value!r}')
+        every = 1 if self.every is None else self.every
+        if not is_number(every) or every < 1 or every%1:
+            raise ValueError(f'every must be a whole number of steps, not {self.every!r}: pass a number such as 100')
+        if not is_number(self.minutes) or not 0 < self.minutes < math.inf:
+            raise ValueError(f'minutes must be a number above 0, not {self.minutes!r}: pass a number such as 5')
         check_flags(restart=self.restart, verbose=self.verbose)
 
     def is_in_fit(self)->bool:

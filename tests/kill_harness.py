@@ -11,7 +11,7 @@ from common import *
 
 LIMIT = 120  # seconds that one start of a script may take
 MOST_KILLS_OF_TRIAL = 4  # before the script may run to its end
-FILES = 'resume-*.pth'  # of AutoResume
+FILES = 'models/resume/*.pth'  # of AutoResume
 
 
 # What a script shows
@@ -61,8 +61,7 @@ def history():
 
 def files():
     "Returns what the script has saved by itself"
-    paths = [o for o in sorted(Path().glob('models/*.pth')) if not o.name.startswith('resume')]
-    return {o.name: torch.load(o, weights_only=False) for o in paths}
+    return {o.name: torch.load(o, weights_only=False) for o in sorted(Path().glob('models/*.pth'))}
 
 
 def results_of(learn):
@@ -128,12 +127,12 @@ def count_steps_of_saves(countdown):
     for name in ('fsync', 'replace'): setattr(os, name, counted(getattr(os, name), countdown))
     save = torch.save
 
-    def save_in_two_parts(state, f, **kwargs):
-        if FILES.partition('-')[0] not in str(getattr(f, 'name', f)):
-            save(state, f, **kwargs)
+    def save_in_two_parts(state, f, *args, **kwargs):
+        if not Path(str(getattr(f, 'name', f))).match('models/resume/*'):
+            save(state, f, *args, **kwargs)
             return
         content = io.BytesIO()
-        save(state, content, **kwargs)
+        save(state, content, *args, **kwargs)
         half = len(content.getvalue())//2
         f.write(content.getvalue()[:half])
         f.flush()
@@ -289,7 +288,7 @@ class Report:
 
 
 def has_file(folder):
-    return any(folder.glob(f'models/{FILES}'))
+    return any(folder.glob(FILES))
 
 
 class Whole:

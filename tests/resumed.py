@@ -1,0 +1,69 @@
+"Fits that are interrupted, and go on as if in a new process"
+import pytest
+
+from common import *
+from fastxtend_accum.resuming.files import folders
+from resume_layouts import accum, make
+
+N_STEPS = 39  # of a fit: 3 epochs of 13 windows
+
+
+class Stops(Callback):
+    "Raises an error after the step whose number the class has, where no file holds it"
+    order = 60
+    at = None
+    n = 0
+
+    def after_step(self):
+        Stops.n += 1
+        if Stops.n == Stops.at: raise KeyboardInterrupt
+
+
+def new_process(seed=9):
+    "As if this process had just begun: it has no fits yet"
+    for folder in folders.values(): folder.lock.release(force=True)
+    folders.clear()
+    set_seed(seed)
+    Stops.n = 0
+    Stops.at = None
+
+
+def learner(*cbs, **kwargs):
+    return make(accum(), Stops(), *cbs, **kwargs)
+
+
+def train(learn, *cbs, n_epoch=3, lr=.02, **kwargs):
+    return fit(learn, n_epoch, lr, 'fit_one_cycle', cbs=[AutoResume(every=4, verbose=False, **kwargs), *cbs])
+
+
+def stop(script, at=17):
+    "Runs `script()` until its error in the second epoch, one step after a save of every fourth; what follows is like a new process"
+    new_process(seed=1)
+    Stops.at = at
+    with pytest.raises(KeyboardInterrupt): script()
+    new_process()
+
+
+def whole(script):
+    "Runs `script()` without saving anything"
+    new_process(seed=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AutoResume, 'run', False)
+        return script()
+
+
+def assert_same_end(learn, expected):
+    assert len(expected.recorder.losses) == N_STEPS
+    assert_same(weights(learn), weights(expected))
+    assert_same(losses(learn), losses(expected))
+    assert learn.recorder.lrs == expected.recorder.lrs
+
+
+def assert_goes_on(script, at=17):
+    "Returns the Learner that went on, by a script that returns one"
+    expected = whole(script)
+    stop(script, at)
+    learn = script()
+    assert Stops.n <= N_STEPS-at+4  # it has not begun again
+    assert_same_end(learn, expected)
+    return learn

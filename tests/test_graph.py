@@ -1,0 +1,285 @@
+"What a fit keeps: the state of all that its Learner reaches, in whatever place"
+import pytest
+from fastcore.basics import GetAttr
+from torch.utils.data import DataLoader as TorchLoader
+
+from common import *
+from fastxtend_accum.resuming.graph import Graph
+from resume_layouts import WIDTH, fastai_data, mlp, samples, torch_data, with_valid
+from resumed import assert_goes_on, learner, stop, train
+
+SITUATIONS = {}
+
+
+def situation(f):
+    SITUATIONS[f.__name__] = f
+    return f
+
+
+# Callbacks
+
+class Weighs(Callback):
+    "Changes in place a tensor that the loss refers to"
+    def __init__(self): self.weight = torch.ones(1)
+    def after_step(self): self.weight *= 1.01
+
+
+@situation
+def tensor_shared_with_the_loss():
+    cb = Weighs()
+    def loss(pred, targ): return (cb.weight*(pred-targ)**2).mean()
+    return train(learner(cb, loss_func=loss))
+
+
+class Clips(Callback):
+    "Holds the weights, as WGAN does"
+    def before_fit(self): self.weights = [p.data for p in self.model.parameters()]
+
+    def after_step(self):
+        for o in self.weights: o.clamp_(-.3, .3)
+
+
+@situation
+def list_of_weights(): return train(learner(Clips()))
+
+
+class OwnOptimizer(Callback):
+    "A trained tensor with an optimizer, which has the name of the Learner's own"
+    def __init__(self):
+        self.center = torch.zeros(1, requires_grad=True)
+        self.opt = torch.optim.SGD([self.center], lr=.1, momentum=.9)
+
+    def after_loss(self):
+        if self.training: self.learn.loss_grad = self.learn.loss_grad+(self.pred.mean()-self.center).pow(2).sum()
+
+    def after_step(self):
+        self.opt.step()
+        self.opt.zero_grad()
+
+
+@situation
+@pytest.mark.filterwarnings('ignore')
+def optimizer_of_a_callback():
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # of a loss that a callback changes
+        return train(learner(OwnOptimizer()))
+
+
+class Teacher(nn.Module):
+    "Shares a layer with the model; has a counter in plain Python"
+    def __init__(self, shared):
+        super().__init__()
+        self.shared = shared
+        self.own = nn.Linear(WIDTH, 12)
+        self.n = 0
+
+
+class Teaches(Callback):
+    def before_fit(self):
+        if not hasattr(self, 'teacher'): self.teacher = Teacher(self.learn.model[0][0])
+
+    def after_step(self):
+        teacher = self.teacher
+        teacher.n += 1
+        with torch.no_grad():
+            teacher.own.weight.lerp_(teacher.shared.weight, 1/teacher.n)
+            teacher.shared.weight.lerp_(teacher.own.weight, .1)
+
+
+@situation
+def module_that_shares_a_layer(): return train(learner(Teaches()))
+
+
+class Recent(Callback):
+    "Multiplies inputs by what a deque, a defaultdict and a list that contains itself have counted"
+    def __init__(self):
+        self.recent = collections.deque(maxlen=3)
+        self.counts = defaultdict(int)
+        self.loop = []
+        self.loop.append(self.loop)
+
+    def before_batch(self):
+        if not self.training: return
+        self.recent.append(float(self.x.mean()))
+        self.counts['n'] += 1
+        self.learn.xb = (self.x*(1+.01*sum(self.recent)+.01*self.counts['n']),)
+
+
+@situation
+def containers_of_all_kinds(): return train(learner(Recent()))
+
+
+class Marked(Callback):
+    "A tensor with an attribute, a sparse one, texts in an array"
+    def __init__(self):
+        self.mean = torch.zeros(())
+        self.mean.origin = Path('data')
+        self.sparse = torch.eye(3).to_sparse()
+        self.names = np.array(['a', 'b'])
+
+    def before_batch(self):
+        if not self.training: return
+        self.mean += self.x.mean()
+        self.sparse = self.sparse*1.1
+        self.learn.xb = (self.x+.01*self.mean+.001*self.sparse.to_dense().sum(),)
+
+
+@situation
+def tensors_of_all_kinds(): return train(learner(Marked()))
+
+
+class TwoOfAKind(Callback):
+    def __init__(self, factor):
+        self.factor = factor
+        self.n = 0
+
+    def before_batch(self):
+        self.n += self.training
+        self.learn.xb = (self.x*(1+self.n*self.factor),)
+
+
+@situation
+def two_callbacks_of_a_class(): return train(learner(TwoOfAKind(.01), TwoOfAKind(-.005)))
+
+
+class Switches(Callback):
+    "Sets another DataLoader, loss and rate, and remembers what was there"
+    def before_epoch(self):
+        if self.epoch != 1: return
+        self.before = self.learn.loss_func
+        self.learn.loss_func = F.l1_loss
+        self.learn.dls.train.bs = 2
+
+    def after_epoch(self):
+        if self.epoch == 1: self.learn.loss_func = self.before
+
+
+@situation
+def settings_that_change_in_an_epoch():
+    return train(learner(Switches()), n_epoch=3)
+
+
+# Loss, modules and data
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mean = 0.
+
+    def forward(self, pred, targ):
+        loss = F.mse_loss(pred, targ)
+        self.mean = .9*self.mean+.1*loss.item()
+        return loss*(1+self.mean)
+
+
+@situation
+def loss_with_memory():
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # a loss that is no mean of its samples
+        return train(learner(loss_func=Remembering()))
+
+
+class Adds:
+    def __init__(self): self.rng = np.random.default_rng(3)
+
+    def __call__(self, x): return x+.1*float(self.rng.normal())
+
+
+class Transformed(list):
+    def __init__(self, items):
+        super().__init__(items)
+        self.transform = Adds()
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return self.transform(x), y
+
+
+@situation
+def generator_of_a_transform(): return train(learner(dls=fastai_data(Transformed)))
+
+
+@situation
+def generator_of_a_collate_function():
+    rng = np.random.default_rng(4)
+    def collate(items): return tuple(torch.stack(o)+.1*float(rng.normal()) for o in zip(*items))
+    dl = TorchLoader(samples(), 4, shuffle=True, collate_fn=collate)
+    return train(learner(dls=with_valid(dl)))
+
+
+@situation
+def generator_of_a_batch_sampler():
+    items = samples()
+    order = torch.utils.data.RandomSampler(items, generator=torch.Generator().manual_seed(6))
+    dl = TorchLoader(items, batch_sampler=torch.utils.data.BatchSampler(order, 4, False))
+    return train(learner(dls=with_valid(dl)))
+
+
+class EpochSampler(torch.utils.data.Sampler):
+    "Shuffles by the number of the epoch, which somebody sets"
+    epoch = 0
+    def __init__(self): pass
+    def __len__(self): return 100
+    def __iter__(self): return iter(torch.randperm(100, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class SetsEpoch(Callback):
+    def before_epoch(self): self.learn.dls.train.sampler.epoch += 1
+
+
+@situation
+def sampler_that_counts_epochs():
+    dl = TorchLoader(samples(), 4, sampler=EpochSampler())
+    return train(learner(SetsEpoch(), dls=with_valid(dl)))
+
+
+class Projects(nn.Module):
+    "Has a random tensor that is neither a parameter nor a buffer"
+    def __init__(self):
+        super().__init__()
+        self.projection = torch.randn(WIDTH, WIDTH)
+
+    def forward(self, x): return x@self.projection
+
+
+@situation
+def random_tensor_of_a_module():
+    return train(learner(m=nn.Sequential(nn.Sequential(Projects(), mlp()[0]), nn.Linear(12, 1))))
+
+
+@pytest.mark.parametrize('name', SITUATIONS)
+def test_a_fit_goes_on(name): assert_goes_on(SITUATIONS[name])
+
+
+# What is not kept
+
+class Holds(Callback):
+    "What no file can hold"
+    def __init__(self): self.numbers = iter(range(1000))
+    def before_batch(self): next(self.numbers)
+
+
+def test_what_is_not_kept_is_named():
+    with pytest.warns(UserWarning, match='does not keep Holds.numbers'): train(learner(Holds()), n_epoch=1)
+
+
+class GrowsLarge(Callback):
+    def before_fit(self): self.learn.dls.train.dataset.noise = torch.zeros(2**21)
+    def after_step(self): self.learn.dls.train.dataset.noise += 1
+
+
+class WithNoise(list): pass
+
+
+def test_large_data_that_change_are_named():
+    with pytest.warns(UserWarning, match='noise .*it is large'):
+        train(learner(GrowsLarge(), dls=fastai_data(WithNoise)), n_epoch=1)
+
+
+def test_shared_objects_have_one_path():
+    learn = train(learner(), n_epoch=1)
+    shared = [1]
+    learn.one = SimpleNamespace(items=shared)
+    learn.other = learn.one
+    graph = Graph(learn)
+    assert [path for path, o in graph.objects.items() if o is learn.one] == ['learn.one']
