@@ -227,10 +227,10 @@ def schedule(start=8, end=20, **kwargs):
     return GradientAccumulationSchedule(start, end, finish=.8, verbose=False, **kwargs)
 
 
-def make(*cbs, dls=None, m=None, **kwargs):
+def make(*cbs, dls=None, m=None, loss_func=F.mse_loss, **kwargs):
     if dls is None: dls = fastai_data()
     if m is None: m = mlp()
-    return Learner(dls, m, F.mse_loss, cbs=cbs, splitter=two_groups, path=Path(), **kwargs)
+    return Learner(dls, m, loss_func, cbs=cbs, splitter=two_groups, path=Path(), **kwargs)
 
 
 def train(*cbs, n_epoch=2, lr=.02, resume=None, **kwargs):

@@ -64,6 +64,7 @@ class Graph(Comparing):
         super().__init__()
         self.objects = {}
         self.paths = {}
+        self.owners = {}
         self.names = safe_names()
         self.begun = {}  # digests of parts when the fit began
         self.place = ''  # of the part that is pickled while objects are found
@@ -74,7 +75,7 @@ class Graph(Comparing):
                 self.place = '.'.join(part)
                 with suppress(Exception): self.begun[part] = self.digest(path, value)
         self.place = None
-        known = dict(paths=self.paths, names=self.names)
+        known = dict(paths=self.paths, names=self.names, owners=self.owners)
         self.pickling = SimpleNamespace(__name__='pickle', Pickler=type('Pickler', (PartPickler,), known))
 
     def add(self, path:str, o):
@@ -112,6 +113,8 @@ def compare(self:Graph, wanted:Callable=lambda path: True)->tuple:
     parts = {}
     digests = {}
     lost = {}
+    self.owners.clear()
+    self.owners.update({memory_of(o):o for o in self.objects.values() if memory_of(o)})
     for path in filter(wanted, self.objects): parts.update(parts_of(path, self.objects[path]))
     for part,value in parts.items():
         try: digests[part] = self.digest(part[0], value)

@@ -13,7 +13,7 @@ from fastai.data.load import _FakeLoader
 
 # %% auto #0
 __all__ = ['generators', 'library_of', 'is_of_package', 'has_no_state', 'attributes_of', 'cells_of', 'set_attribute',
-           'content_of', 'set_content', 'content_of_weight', 'set_weight']
+           'content_of', 'set_content', 'Values', 'content_of_weight', 'set_weight']
 
 # %% ../../nbs/resuming/00_parts.ipynb #75851d9e
 generators = random.Random,np.random.RandomState,np.random.Generator,torch.Generator
@@ -106,14 +106,18 @@ def set_content(o, content):
         o.clear()
         o.update(content)
 
+class Values(Tensor):
+    "The values of a weight, which are written, while other tensors in its memory are written as views of the weight"
+
 def content_of_weight(o:Tensor)->tuple:
     "Returns its values, whether it is trained, and its gradient: None, 0 for zeros, or its values"
     # Where a gradient is 0, an optimizer takes a step, by momentum and weight decay; where there is none, it does not
     has_zeros = o.grad is not None and not o.grad.any()
-    return o.detach(),o.requires_grad,0 if has_zeros else o.grad
+    return o.detach().as_subclass(Values),o.requires_grad,0 if has_zeros else o.grad
 
 # %% ../../nbs/resuming/00_parts.ipynb #79eec1a6
 def set_weight(o:Tensor, values:Tensor, requires_grad:bool, grad:Tensor|int|None):
+    values = values.as_subclass(Tensor)
     # By `data`, since a backward pass refuses tensors that were changed otherwise
     if o.shape != values.shape or o.layout != torch.strided:
         o.data = values

@@ -17,9 +17,12 @@ from torch._weights_only_unpickler import _get_allowed_globals
 from torch.storage import TypedStorage,UntypedStorage
 from torch.utils.hooks import RemovableHandle
 
+from .parts import Values
+
 # %% auto #0
 __all__ = ['objects', 'missing', 'LONG', 'LARGE', 'SAMPLE', 'is_value', 'named_by', 'is_found_by_name', 'object_at', 'method_of',
-           'made_array', 'subclasses', 'safe_names', 'PartPickler', 'reduced_array', 'Comparing']
+           'view_of', 'made_array', 'memory_of', 'subclasses', 'safe_names', 'PartPickler', 'reduced_array',
+           'Comparing']
 
 # %% ../../nbs/resuming/01_pickles.ipynb #ae7512fa
 # What is pickled by its value
@@ -72,8 +75,17 @@ def method_of(o, name:str):
     "Returns a method that `o` has from its class"
     return getattr(type(o), name).__get__(o)
 
+def view_of(o:Tensor, shape:tuple, stride:tuple, offset:int)->Tensor:
+    "Returns a tensor that shares the memory of `o`"
+    return o.detach().as_strided(shape, stride, offset)
+
 def made_array(values:Tensor)->np.ndarray:
     return values.numpy()
+
+def memory_of(o)->int|None:
+    "Returns the address of the memory of a tensor; None if it has none, or if `o` is something else"
+    if not isinstance(o, Tensor) or isinstance(o, Values) or o.layout != torch.strided: return None
+    return o.untyped_storage().data_ptr() or None
 
 def subclasses(kind:type)->list:
     res = kind.__subclasses__()
@@ -82,7 +94,7 @@ def subclasses(kind:type)->list:
 
 def safe_names()->set:
     "Returns the classes and functions that any pickle may name, besides those that PyTorch calls safe"
-    return {object_at, method_of, made_array, np.array, *_containers, *np.ScalarType, *subclasses(Tensor), random.Random,
+    return {object_at, method_of, view_of, made_array, np.array, *_containers, *np.ScalarType, *subclasses(Tensor), random.Random,
             object, range, slice, Fraction, L, SimpleNamespace, type(Path()), RemovableHandle}
 
 # %% ../../nbs/resuming/01_pickles.ipynb #0c12a0a5
@@ -91,6 +103,7 @@ def safe_names()->set:
 class PartPickler(pickle.Pickler):
     "Pickles parts of the objects of a Learner"
     paths = {}  # of the objects, by id
+    owners = {}  # tensors that have a path, by the address of their memory, which others may share
     names = set()  # classes and functions that the pickle may name
 
     def path_of(self, o)->str|None:
@@ -99,11 +112,14 @@ class PartPickler(pickle.Pickler):
     def reducer_override(self, o):
         "Called for all but Python's numbers, texts and containers. Returns a function that makes `o`, and arguments"
         kind = type(o)
+        if hasattr(kind, '__next__'): raise pickle.PicklingError('it is an iterator')
         path = self.path_of(o)
         if path:
             return object_at,(path, kind.__qualname__)
+        owner = self.owners.get(memory_of(o))
+        if owner is not None:
+            return view_of,(owner, o.shape, o.stride(), o.storage_offset())
         if isinstance(o, (type,types.FunctionType)): self.check_name(o)
-        if hasattr(kind, '__next__'): raise pickle.PicklingError('it is an iterator')
         if kind is types.MethodType:
             return method_of,(o.__self__, o.__name__)
         # PyTorch's `load` appends to lists and dicts only
