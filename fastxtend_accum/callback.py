@@ -108,9 +108,9 @@ def extend_lr_find(self:WindowCallback, num_it:int):
     dl = learn.dls.train
     plan = self.plan_of(dl, 0, learn.n_epoch)
     n_windows = len(plan.windows)
-    if self.remainder_for(dl) == 'carry': # then epochs differ in their number
+    if self.remainder_for(dl) == 'carry': # then it is a fraction, and less than 1 if a window needs several epochs
         n_windows = plan.info.n_planned/plan.shape_at_pct(0.).samples(plan.info.planned_batch_size)
-    learn.n_epoch = int(num_it//max(n_windows, 1))+1
+    learn.n_epoch = int(num_it//(n_windows or 1))+1
 
 # %% ../nbs/05_callback.ipynb #6f0aaeb2
 @patch

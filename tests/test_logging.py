@@ -12,7 +12,7 @@ from packaging.version import Version
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common import *
-from fastxtend_accum.logging import fix_wandb, plain_args, plot_sizes
+from fastxtend_accum.logging import fix_wandb, plain_args
 
 FLOAT32 = 1e-6  # losses are logged in float32
 
@@ -93,6 +93,8 @@ class FitWithAllLoggers:
         loggers = [WandbCallback(log_preds=False), board, CSVLogger('log.csv'), ShowGraphCallback(), drawn]
         metric = AccumMetric(product_sum, flatten=False)
         learn = make_learner(bs, n=n, cbs=[*positions, *loggers, *cbs], metrics=metric)
+        valid = learn.dls.valid.new(bs=8)  # so that `micro_batch_size` need not make it smaller
+        learn.dls = DataLoaders(learn.dls.train, valid)
         rows = wandb_rows(lambda: learn.fit_one_cycle(2, 0.1))
         recorder = learn.recorder
         log = learn.csv_logger.read_log()
@@ -118,31 +120,32 @@ class FitWithAllLoggers:
 
 KINDS = dict(
     windows=(8, partial(GradientAccumulation, 32, remainder='step')),
+    pieces=(96, partial(GradientAccumulation, 32, remainder='step')),
     split=(32, partial(GradientAccumulation, micro_batch_size=8)),
     both=(16, partial(GradientAccumulation, 32, remainder='step', micro_batch_size=8)),
     schedule=(32, partial(GradientAccumulationSchedule, 32, 32, remainder='step', micro_batch_size=5)),
     cache=(32, partial(GradientCache, 8)))
 
 
-@pytest.mark.parametrize('kind', ['windows', 'split', 'both'])
-def test_all_loggers_show_the_large_batch(kind):
+@pytest.mark.parametrize('kind, log_accum_batch', [
+    ('windows', True),
+    ('both', True),
+    ('pieces', True),
+    ('pieces', False),  # a piece is a loader batch to others
+    ('split', True),
+    ('split', False)])
+def test_all_loggers_show_batches_of_32(kind, log_accum_batch):
     "Recorder, W&B, TensorBoard, CSV, progress bar, graph, and callbacks of any order; and the samples of each step"
     bs, accum = KINDS[kind]
     large = FitWithAllLoggers(32)
-    small = FitWithAllLoggers(bs, accum())
+    small = FitWithAllLoggers(bs, accum(log_accum_batch=log_accum_batch))
     for name, values in large.shown.items():
         assert len(values), name
         tol = 0. if name == 'positions' else FLOAT32
         assert_same(small.shown[name], values, tol)
     assert len(large.shown['losses']) == 8
-    assert small.samples == [32, 32, 32, 4, 32, 32, 32, 4]
-
-
-def test_a_batch_that_is_split_is_one_to_loggers_of_loader_batches():
-    large = FitWithAllLoggers(32)
-    small = FitWithAllLoggers(32, GradientAccumulation(micro_batch_size=8, log_accum_batch=False))
-    for name, values in large.shown.items(): assert_same(small.shown[name], values, FLOAT32)
-    assert small.samples == []
+    samples = [32, 32, 32, 4, 32, 32, 32, 4]
+    assert small.samples == (samples if log_accum_batch else [])
 
 
 class NotesPartLosses(Callback):
@@ -201,26 +204,18 @@ class Slow(Callback):
         time.sleep(0.02)
 
 
-WANDB_SAMPLES = dict(
-    step=[32, 32, 24, 32, 32, 24],
-    drop=[32, 32, 32, 32],
-    carry=[32, 32, 32, 32, 32, 16])
-WANDB_EPOCHS = dict(
-    step=torch.arange(1, 7).double()/3,  # by windows
-    drop=torch.arange(1, 5).double()/2,
-    carry=as_tensor([32, 88, 96, 128, 160, 176])/88)  # by samples; after an epoch fastai rounds 64 of 88
-
-
-@pytest.mark.parametrize('remainder', ['step', 'drop', 'carry'])
-def test_wandb_has_the_position_and_the_speed_of_windows(remainder):
+@pytest.mark.parametrize('remainder, samples, ends', [
+    ('step', [32, 32, 24, 32, 32, 24], [1/3, 2/3, 1, 4/3, 5/3, 2]),  # by windows
+    ('drop', [32, 32, 32, 32], [1/2, 1, 3/2, 2]),
+    ('carry', [32, 32, 32, 32, 32, 16], [32/88, 1, 96/88, 128/88, 160/88, 2])])  # by samples; fastai rounds 64 of 88
+def test_wandb_has_the_position_and_the_speed_of_windows(remainder, samples, ends):
     accum = GradientAccumulation(32, remainder=remainder)
     learn = make_learner(8, n=88, cbs=[WandbCallback(log_preds=False), accum, Slow()])
     start = time.perf_counter()
     rows = wandb_rows(lambda: fit(learn, 2))
     most_seconds = time.perf_counter()-start
-    samples = WANDB_SAMPLES[remainder]
     assert wandb_values(rows, 'accumulation_batch_size') == samples
-    assert_same(wandb_values(rows, 'epoch'), WANDB_EPOCHS[remainder], 1e-9)
+    assert_same(wandb_values(rows, 'epoch'), as_tensor(ends), 1e-9)
     speeds = wandb_values(rows, 'train_samples_per_sec')
     assert max(speeds) < 8/0.02
     seconds = as_tensor(samples)/as_tensor(speeds)
@@ -319,18 +314,6 @@ def test_a_window_that_is_skipped_is_a_cancelled_batch_to_loggers():
 
 # Plots
 
-def test_plot_sizes():
-    "A line at the height of each size, on new axes or on given ones"
-    ax = plot_sizes([32, 64], [0, 1, 3], 'epochs')
-    drawn = ax.patches[0].get_data()
-    assert list(drawn.values) == [32, 64]
-    assert list(drawn.edges) == [0, 1, 3]
-    assert ax.get_xlabel() == 'epochs'
-    assert ax.get_ylim()[0] == 0
-    assert plot_sizes([8], [0, 1], 'epochs', ax) is ax
-    assert len(ax.patches) == 2
-
-
 def test_plot_accum_bs_shows_the_last_fit():
     learn = fit(make_learner(8, cbs=GradientAccumulation(32)), 1)
     ax = learn.recorder.plot_accum_bs()
@@ -338,6 +321,9 @@ def test_plot_accum_bs_shows_the_last_fit():
     assert list(drawn.values) == [32, 32, 32]
     assert list(drawn.edges) == [0, 1, 2, 3]
     assert ax.get_xlabel() == 'optimizer steps'
+    assert ax.get_ylim()[0] == 0
+    assert learn.recorder.plot_accum_bs(ax) is ax
+    assert len(ax.patches) == 2
 
 
 @pytest.mark.parametrize('cbs', [[], GradientAccumulation(32, log_accum_batch=False)])
@@ -387,7 +373,9 @@ def test_lr_find_is_that_of_the_large_batch(kind, n, drop_last):
     (44, 8, 16, 20),  # fewer loader batches than iterations
     (88, 2, 32, 20),  # more
     (96, 2, 32, 40),  # windows fill the epoch
-    (88, 2, 64, 7)])
+    (88, 16, 4, 20),  # windows are parts of a batch
+    (88, 2, 64, 7),
+    (24, 8, 48, 20)])  # a window needs two epochs
 @pytest.mark.parametrize('remainder', ['step', 'carry'])
 def test_lr_find_has_all_its_iterations(remainder, n, bs, accum_bs, num_it):
     "However many windows an epoch has"
@@ -396,12 +384,6 @@ def test_lr_find_has_all_its_iterations(remainder, n, bs, accum_bs, num_it):
     find_rate(learn, num_it)
     assert_same(learn.recorder.lrs, exponential(num_it), 1e-9)
     assert len(losses(learn)) == num_it
-
-
-def test_lr_find_has_all_its_iterations_in_windows_of_two_epochs():
-    learn = make_learner(8, n=24, cbs=GradientAccumulation(48, remainder='carry'))
-    find_rate(learn, 20)
-    assert_same(learn.recorder.lrs, exponential(20), 1e-9)
 
 
 def items_but_in_the_second_batch(learn):
@@ -420,13 +402,3 @@ def test_lr_find_leaves_out_windows_that_are_skipped():
     assert len(kept) == 16
     assert_same(learn.recorder.lrs, kept, 1e-9)
     assert learn.train_iter == 20
-
-
-@pytest.mark.parametrize('n_epoch', [1, 2, 5])
-def test_a_fit_with_an_lr_finder_has_the_epochs_that_it_was_asked_for(n_epoch):
-    "They are extended for `lr_find` alone"
-    finder = LRFinder(1e-3, 0.1, num_it=100, stop_div=False)
-    learn = make_learner(8, n=96, cbs=GradientAccumulation(32))
-    fit(learn, n_epoch, cbs=finder)
-    assert learn.n_epoch == n_epoch
-    assert len(losses(learn)) == 3*n_epoch
