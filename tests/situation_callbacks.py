@@ -1,6 +1,5 @@
 "Callbacks as other people write them, each in a few lines"
 import csv
-import json
 
 from situations import *
 
@@ -50,13 +49,6 @@ class AddsNoise(OnTargets):
         self.learn.xb = (self.x+.1*torch.sin(1e3*self.x),)
 
 
-class SmoothsLabels(OnLabels):
-    "Makes smoothed probabilities of the labels"
-    def before_batch(self):
-        one_hot = F.one_hot(self.y, 3).double()
-        self.learn.yb = (one_hot*.9+.1/3,)
-
-
 class MasksInputs(OnLabels):
     "Hides large inputs, and lets the model predict these alone"
     def before_batch(self):
@@ -82,11 +74,6 @@ class DropsEasySamples(OnTargets):
         self.learn.yb = (self.y[is_kept],)
 
 
-class KeepsMaskedOfAnyLoss(KeepsMasked):
-    "Does so where nobody knows what the loss averages over"
-    make_loss = staticmethod(any_loss)
-
-
 class DropsSamplesOfAnyLoss(DropsEasySamples):
     "Does so where nobody knows what the loss averages over"
     make_loss = staticmethod(any_loss)
@@ -97,11 +84,6 @@ class DoublesBatch(OnTargets):
     def before_batch(self):
         self.learn.xb = (torch.cat([self.x, -self.x]),)
         self.learn.yb = (torch.cat([self.y, self.y]),)
-
-
-class DoublesBatchOfAnyLoss(DoublesBatch):
-    "Does so where nobody knows what the loss averages over"
-    make_loss = staticmethod(any_loss)
 
 
 class Repeats(OnTargets):
@@ -121,15 +103,6 @@ class Attacks(OnTargets):
         self.learn.xb = (self.x+.05*slope.sign(),)
 
 
-class AttacksByBackward(OnTargets):
-    "Does the same by a backward pass, after which it zeroes the gradients of the model"
-    def before_batch(self):
-        inputs = self.x.clone().requires_grad_()
-        F.mse_loss(self.model(inputs), self.y).backward()
-        self.model.zero_grad()
-        self.learn.xb = (self.x+.05*inputs.grad.sign(),)
-
-
 class MixesNeighbours(OnTargets):
     "Mixes each sample with the next one of its batch"
     def before_batch(self):
@@ -141,13 +114,6 @@ class Standardizes(OnTargets):
     "Takes the mean of the batch from the inputs"
     def before_batch(self):
         self.learn.xb = (self.x-self.x.mean(0),)
-
-
-class AddsUnlabelled(OnTargets):
-    "Appends as many samples from a loader of its own"
-    def before_batch(self):
-        self.learn.xb = (torch.cat([self.x, self.x*.5]),)
-        self.learn.yb = (torch.cat([self.y, self.y*.5]),)
 
 
 class WithTeacher(nn.Module):
@@ -163,7 +129,8 @@ class GivesTeacher(OnLabels):
     def before_fit(self): self.teacher = classifier(seed=5)
 
     def before_batch(self):
-        with torch.no_grad(): outputs = self.teacher(self.x)
+        with torch.no_grad():
+            outputs = self.teacher(self.x)
         self.learn.yb = (*self.yb, outputs)
 
 
@@ -184,34 +151,12 @@ class Distils(OnLabels):
     def before_fit(self): self.teacher = classifier(seed=5)
 
     def after_loss(self):
-        with torch.no_grad(): targets = self.teacher(self.x).softmax(1)
+        with torch.no_grad():
+            targets = self.teacher(self.x).softmax(1)
         shares = self.pred.log_softmax(1)
         divergence = F.kl_div(shares, targets, reduction='batchmean')
         self.learn.loss_grad += .5*divergence
         self.learn.loss += .5*divergence.detach()
-
-
-class MixesInTeacher(Distils):
-    "Weighs the loss against that of a teacher"
-    def after_loss(self):
-        with torch.no_grad(): targets = self.teacher(self.x).softmax(1)
-        shares = self.pred.log_softmax(1)
-        divergence = F.kl_div(shares, targets, reduction='batchmean')
-        self.use(.3*self.loss_grad+.7*divergence)
-
-
-class PenalizesWeights(OnTargets):
-    "Adds the size of all weights"
-    def after_loss(self):
-        size = sum(p.abs().sum() for p in self.params)
-        self.use(self.loss_grad+1e-2*size)
-
-
-class RewardsEntropy(OnLabels):
-    "Takes the mean entropy of the predictions from the loss"
-    def after_loss(self):
-        entropy = torch.distributions.Categorical(logits=self.pred).entropy().mean()
-        self.use(self.loss_grad-.1*entropy)
 
 
 class BalancesBatch(OnLabels):
@@ -278,7 +223,8 @@ class ScalesLoss(OnTargets):
     def before_backward(self): self.learn.loss_grad = self.loss_grad*1024
 
     def before_step(self):
-        for p in self.params: p.grad /= 1024
+        for p in self.params:
+            p.grad /= 1024
 
 
 class ShowsOtherLoss(OnTargets):
@@ -297,39 +243,7 @@ class PenalizesSlope(OnTargets):
         self.learn.loss_grad = self.loss_grad+slope.norm(dim=1).sum()
 
 
-class AttacksWholeBatch(OnTargets):
-    "Moves the inputs by a step of a given length for the whole batch"
-    def before_batch(self):
-        inputs = self.x.clone().requires_grad_()
-        slope, = torch.autograd.grad(F.mse_loss(self.model(inputs), self.y), inputs)
-        self.learn.xb = (self.x+slope/slope.norm(),)
-
-
-class WeighsByRank(OnTargets):
-    "Scales inputs by a softmax over the batch"
-    def before_batch(self):
-        shares = self.x.sum(1, keepdim=True).softmax(0)
-        self.learn.xb = (self.x*(1+shares),)
-
-
-class LimitsSlopeOfOutputs(OnTargets):
-    "Limits the gradient that flows back through the outputs"
-    def after_pred(self):
-        self.pred.register_hook(lambda grad: grad.clamp(-.02, .02))
-
-
 # They change gradients, weights and rates
-
-class ClipsInBackward(OnTargets):
-    "Clips after the backward pass"
-    def after_backward(self): nn.utils.clip_grad_norm_(self.params, .1)
-
-
-class CentersInBackward(OnTargets):
-    "Centres gradients after the backward pass"
-    def after_backward(self):
-        for p in self.params: p.grad.sub_(p.grad.mean())
-
 
 class AdaptiveClip(OnTargets):
     "Clips each gradient to a share of its weight before the step"
@@ -339,32 +253,19 @@ class AdaptiveClip(OnTargets):
             p.grad.mul_((most/p.grad.norm()).clamp(max=1))
 
 
-class ZeroesGradients(OnTargets):
-    "Zeroes gradients in the beginning of a batch, as in a loop of one's own"
-    def before_batch(self): self.opt.zero_grad()
-
-
-def take_gradient_nearby(cb):
-    "Computes the gradient once more, at weights that are worse"
-    moves = []
-    norm = torch.stack([p.grad.norm() for p in cb.params]).norm()
-    for p in cb.params:
-        move = .05*p.grad/norm
-        p.data.add_(move)
-        p.grad.zero_()
-        moves.append(move)
-    cb.learn.loss_func(cb.model(*cb.xb), *cb.yb).backward()
-    for p, move in zip(cb.params, moves): p.data.sub_(move)
-
-
 class SharpnessAware(OnTargets):
-    "Does so before the step"
-    def before_step(self): take_gradient_nearby(self)
-
-
-class SharpnessAwareInBackward(OnTargets):
-    "Does so after the backward pass"
-    def after_backward(self): take_gradient_nearby(self)
+    "Computes the gradient once more before the step, at weights that are worse"
+    def before_step(self):
+        moves = []
+        norm = torch.stack([p.grad.norm() for p in self.params]).norm()
+        for p in self.params:
+            move = .05*p.grad/norm
+            p.data.add_(move)
+            p.grad.zero_()
+            moves.append(move)
+        self.learn.loss_func(self.model(*self.xb), *self.yb).backward()
+        for p, move in zip(self.params, moves):
+            p.data.sub_(move)
 
 
 class StepsTwice(OnTargets):
@@ -374,7 +275,8 @@ class StepsTwice(OnTargets):
 
     def before_step(self):
         self.own.step()
-        for p in self.model[2].parameters(): p.grad.zero_()
+        for p in self.model[2].parameters():
+            p.grad.zero_()
 
 
 class PerturbsWeights(OnTargets):
@@ -383,24 +285,17 @@ class PerturbsWeights(OnTargets):
     def after_backward(self): self.move(1/1.1)
 
     def move(self, factor):
-        for p in self.params: p.data.mul_(factor)
-
-
-def limit_gradients(m):
-    "Limits the gradients of all weights by hooks"
-    limit = partial(torch.clamp, min=-.02, max=.02)
-    for p in m.parameters(): p.register_hook(limit)
-
-
-class HooksGradients(OnTargets):
-    "Does so before training"
-    def before_fit(self): limit_gradients(self.model)
+        for p in self.params:
+            p.data.mul_(factor)
 
 
 class HooksGradientsLater(OnTargets):
-    "Does so after the first batch"
+    "Limits the gradients of all weights by hooks after the first batch"
     def after_batch(self):
-        if self.train_iter == 1: limit_gradients(self.model)
+        if self.train_iter != 1: return
+        limit = partial(torch.clamp, min=-.02, max=.02)
+        for p in self.params:
+            p.register_hook(limit)
 
 
 class SchedulesByLoader(OnTargets):
@@ -446,31 +341,12 @@ class ChoosesBatchesLate(ChoosesBatches):
     order = 20
 
 
-class PenalizesRarely(OnTargets):
-    "Adds a penalty at every third iteration"
-    def after_loss(self):
-        if self.iter%3: return
-        self.learn.loss_grad = self.loss_grad+1e-2*self.model[0].weight.pow(2).sum()
-
-
-class FreezesAt(OnTargets):
-    "Freezes a layer from an iteration on"
-    def before_batch(self):
-        if self.train_iter == 3: self.model[0].requires_grad_(False)
-
-
 class UnfreezesHalfway(OnTargets):
     "Trains the first layer from the middle of the fit on"
     def before_fit(self): self.model[0].requires_grad_(False)
 
     def after_batch(self):
         if self.learn.pct_train > .4: self.model[0].requires_grad_(True)
-
-
-class FreezesInBackward(OnTargets):
-    "Freezes and unfreezes a layer in turn after the backward pass"
-    def after_backward(self):
-        self.model[0].requires_grad_(self.train_iter%2 == 0)
 
 
 class DecaysByPosition(OnTargets):
@@ -487,28 +363,13 @@ class MeanTeacher(OnTargets):
     def before_fit(self): self.teacher = deepcopy(self.model)
 
     def after_loss(self):
-        with torch.no_grad(): targets = self.teacher(self.x)
+        with torch.no_grad():
+            targets = self.teacher(self.x)
         self.learn.loss_grad += F.mse_loss(self.pred, targets)
 
     def after_step(self):
         for slow, p in zip(self.teacher.parameters(), self.params):
             slow.data.lerp_(p.data, .5)
-
-
-class AveragesWeights(OnTargets):
-    "Averages the weights after every second step, and lets the average be the model at the end"
-    def before_fit(self):
-        self.sums = [torch.zeros_like(p) for p in self.params]
-        self.n = 0
-
-    def after_step(self):
-        if self.train_iter%2: return
-        self.n += 1
-        for o, p in zip(self.sums, self.params): o.add_(p.data)
-
-    def after_fit(self):
-        for o, p in zip(self.sums, self.params):
-            p.data.copy_(o/self.n)
 
 
 class DualVariable(OnTargets):
@@ -532,26 +393,12 @@ class ClassCounts(OnLabels):
         self.learn.loss_func.weight = self.counts.sum()/(3*self.counts)
 
 
-class ProjectsGradients(OnTargets):
-    "Runs the backward pass by itself, and leaves out that of fastai"
-    def before_backward(self):
-        self.loss_grad.backward()
-        raise CancelBackwardException
-
-
 # They stop
 
 class StopsAtLoss(OnTargets):
     "Ends the fit once the loss is low"
     def after_batch(self):
         if self.loss < .75: raise CancelFitException
-
-
-class StopsAtNaN(OnTargets):
-    "Ends the fit at a loss that is not a number"
-    order = -9
-    def after_batch(self):
-        if not torch.isfinite(self.loss): raise CancelFitException
 
 
 class FewBatches(OnTargets):
@@ -576,37 +423,15 @@ class SwitchesOff(OnTargets):
 
 # They note
 
-def norms(params):
-    return [p.grad.norm().item() for p in params]
-
-
 class NotesBatches(OnTargets):
     "Writes the loss and the rate of each batch to a file"
     def before_fit(self): self.rows = []
 
     def after_batch(self):
         row = [self.train_iter, self.loss.item(), self.opt.hypers[-1]['lr']]
-        with open('batches.csv', 'a') as f: csv.writer(f).writerow(row)
+        with open('batches.csv', 'a') as f:
+            csv.writer(f).writerow(row)
         self.rows.append(row)
-
-
-class NotesEpochs(OnTargets):
-    "Writes what the Recorder has of each epoch to a file"
-    order = 60
-    def before_fit(self): self.rows = []
-
-    def after_epoch(self):
-        values = [float(o) for o in self.recorder.log if not isinstance(o, str)]
-        Path('epochs.json').write_text(json.dumps(values))
-        self.rows.append(json.loads(Path('epochs.json').read_text()))
-
-
-class NotesProgress(OnTargets):
-    "Notes the progress of an epoch"
-    def before_fit(self): self.rows = []
-
-    def after_batch(self):
-        self.rows.append([self.iter, self.n_iter, self.learn.pct_train])
 
 
 class NotesHits(OnTargets):
@@ -617,24 +442,10 @@ class NotesHits(OnTargets):
         self.rows.append([(self.pred-self.y).abs().mean().item()])
 
 
-class NotesNormsBeforeStep(OnTargets):
-    "Notes the norm of the gradient before the step"
-    def before_fit(self): self.rows = []
-    def before_step(self): self.rows.append(norms(self.params))
-
-
 class NotesNorms(OnTargets):
     "Notes the norm of the gradient after the backward pass"
     def before_fit(self): self.rows = []
-    def after_backward(self): self.rows.append(norms(self.params))
-
-
-class NotesLossOfPass(OnTargets):
-    "Notes the loss in after_loss"
-    def before_fit(self): self.rows = []
-
-    def after_loss(self):
-        self.rows.append([self.loss.item()])
+    def after_backward(self): self.rows.append([p.grad.norm().item() for p in self.params])
 
 
 class CountsCorrect(OnLabels):
@@ -654,14 +465,6 @@ class CountsSamples(OnTargets):
     def before_train(self): self.n = 0
     def after_batch(self): self.n += len(self.x)
     def after_train(self): self.rows.append([self.n])
-
-
-class KeepsOutputs(OnTargets):
-    "Collects the outputs of an epoch in after_batch"
-    def before_fit(self): self.rows = []
-
-    def after_batch(self):
-        self.rows.append(self.pred.detach().flatten().tolist())
 
 
 class KeepsOutputsOfPasses(OnTargets):

@@ -5,6 +5,7 @@ from callback_fits import *
 
 PASS_EVENTS = ['after_pred', 'after_loss', 'before_backward', 'after_backward']
 LOSS_EVENTS = ['before_step', 'after_step', 'after_batch']  # that come once a window, when its loss is known
+SPLIT = ['split', 'both']  # layouts in which validation has smaller batches, too
 CANCEL_EVENTS = ['after_cancel_backward', 'after_cancel_step', 'after_cancel_train', 'after_cancel_epoch']
 ALL_EVENTS = [*EVENTS, *CANCEL_EVENTS]
 
@@ -23,7 +24,8 @@ class Moment(NamedTuple):
     weights: float
 
     @property
-    def is_training(self): return self.position[0]
+    def is_training(self):
+        return self.position[0]
 
 
 class Sees(Callback):
@@ -32,7 +34,8 @@ class Sees(Callback):
         self.order = order
         self.moments = {event: [] for event in events}
         self.losses = []  # in training
-        for event in events: setattr(self, event, partial(self.note, event))
+        for event in events:
+            setattr(self, event, partial(self.note, event))
 
     def note(self, event):
         learn = self.learn
@@ -61,15 +64,25 @@ def see_all():
     return res
 
 
+def n_valid(layout):
+    "Returns the batches of a validation of 20 samples: 16 at a time, or as many as the model sees in training"
+    bs = LAYOUTS[layout].bs
+    n_parts = math.ceil(bs/LAYOUTS[layout].micro_bs)
+    size = math.ceil(bs/n_parts) if layout in SPLIT else 16
+    return math.ceil(20/size)
+
+
 def n_expected(layout, event, order, n_large):
     "Returns how often `event` comes to a callback of `order`, if with the large batch it comes `n_large` times"
+    n_batches, n_micro = LAYOUTS[layout].n_batches, LAYOUTS[layout].n_micro
     if event == 'before_batch' and order < Recorder.order:
-        return N_EPOCH*(layout.n_batches+N_VALID)
+        return N_EPOCH*(n_batches+n_valid(layout))
     if event in ('after_pred', 'after_loss'):
-        return N_EPOCH*(layout.n_micro+N_VALID)
+        return N_EPOCH*(n_micro+n_valid(layout))
     if event in PASS_EVENTS:
-        return N_EPOCH*layout.n_micro
-    return n_large
+        return N_EPOCH*n_micro
+    is_batch_event = event in ('before_batch', 'after_batch')
+    return n_large+N_EPOCH*(n_valid(layout)-N_VALID) if is_batch_event else n_large
 
 
 def without_repeats(moments):
@@ -78,7 +91,8 @@ def without_repeats(moments):
     res = []
     for o in moments:
         is_repeated = res and (o.position, o.weights) == (res[-1].position, res[-1].weights)
-        if not is_repeated: res.append(o)
+        if not is_repeated:
+            res.append(o)
     return res
 
 
@@ -90,6 +104,11 @@ def test_each_event_finds_the_position_rates_and_weights_of_the_large_batch(layo
         for event in b.moments:
             found = without_repeats(a.moments[event])
             expected = without_repeats(b.moments[event])
+            if layout in SPLIT and event == 'before_train':
+                continue  # counters are those of validation
+            if layout in SPLIT:
+                found = [o for o in found if o.is_training]
+                expected = [o for o in expected if o.is_training]
             assert len(found) == len(expected), (event, a.order)
             assert_same(flat(o.position for o in found), flat(o.position for o in expected), ROUNDING)
             assert_same(flat(o.hypers for o in found), flat(o.hypers for o in expected), ROUNDING)
@@ -106,7 +125,7 @@ def test_each_event_comes_once_a_window_a_loader_batch_or_a_micro_batch(layout):
     big = run(layout, see_all, is_large=True)
     for a, b in zip(small.others, big.others):
         for event, moments in b.moments.items():
-            n = n_expected(LAYOUTS[layout], event, a.order, len(moments))
+            n = n_expected(layout, event, a.order, len(moments))
             assert len(a.moments[event]) == n, (event, a.order)
             assert ('cancel' in event) == (n == 0)
 
@@ -123,7 +142,8 @@ class SetsUp(Callback):
         self.is_set_up = True
         self.events.append('before')
 
-    def after_cancel_batch(self): self.events.append('cancel')
+    def after_cancel_batch(self):
+        self.events.append('cancel')
 
     def after_batch(self):
         assert self.is_set_up
@@ -133,7 +153,8 @@ class SetsUp(Callback):
 
 def repeated(values, n):
     res = []
-    for _ in range(n): res += values
+    for _ in range(n):
+        res += values
     return res
 
 
@@ -145,9 +166,10 @@ def test_who_sets_up_and_takes_down_sees_each_loader_batch_or_from_the_recorder_
     for epoch in LAYOUTS[layout].epochs():
         for samples in epoch:
             n_batches = math.ceil(len(samples)/LAYOUTS[layout].bs)
-            if order < Recorder.order: expected += repeated(['before', 'cancel', 'after'], n_batches-1)
+            if order < Recorder.order:
+                expected += repeated(['before', 'cancel', 'after'], n_batches-1)
             expected += ['before', 'after']
-        expected += repeated(['before', 'after'], N_VALID)
+        expected += repeated(['before', 'after'], n_valid(layout))
     sets_up, = run(layout, partial(SetsUp, order)).others
     assert sets_up.events == expected
 
@@ -156,7 +178,8 @@ def test_who_sets_up_and_takes_down_sees_each_loader_batch_or_from_the_recorder_
 
 def note_losses(self):
     "After every second batch: what the Recorder has logged, too, to those that come after it"
-    if self.train_iter%2 == 0: return
+    if self.train_iter%2 == 0:
+        return
     row = [self.train_iter, self.iter, self.loss.item()]
     if self.order > Recorder.order:
         row += [self.learn.smooth_loss, self.recorder.losses[-1], self.recorder.lrs[-1]]
@@ -167,13 +190,9 @@ def note_epoch(self):
     self.rows.append([self.train_iter, self.learn.pct_train, self.loss, len(self.recorder.losses)])
 
 
-def note_norms(self):
-    self.rows.append([p.grad.norm() for p in self.model.parameters()])
-
-
 def named(name):
     "Returns a callback with the name of a known class, to which it is not related"
-    attrs = dict(order=51, run_valid=True, rows=[], after_batch=note_losses)
+    attrs = dict(order=51, run_valid=False, rows=[], after_batch=note_losses)
     return type(name, (Callback,), attrs)()
 
 
@@ -185,12 +204,14 @@ class AnotherRecorder(Recorder):
 
     def after_batch(self):
         super().after_batch()
-        if self.training: self.rows.append([m.value for m in self._train_mets])
+        if self.training:
+            self.rows.append([m.value for m in self._train_mets])
 
 
 def save_often(self):
     "Saves the model and the optimizer after every third batch, and notes what is in the file"
-    if self.train_iter%3: return
+    if self.train_iter%3:
+        return
     path = self.learn.save(f'at_{self.train_iter}', with_opt=True)
     saved = torch.load(path, weights_only=False)
     sums = [o.sum() for o in saved['model'].values()]
@@ -199,7 +220,8 @@ def save_often(self):
 
 def validate_often(self):
     "Validates in the middle of an epoch, and puts back what fastai's `validate` leaves changed"
-    if self.train_iter%4 != 1: return
+    if self.train_iter%4 != 1:
+        return
     learn = self.learn
     of_learner = ['dl', 'iter', 'n_iter', 'xb', 'yb', 'pred', 'loss', 'epoch', 'train_iter', 'pct_train']
     of_recorder = ['lrs', 'losses', 'iters', 'values', 'log']
@@ -217,25 +239,17 @@ def count_samples(self):
 
 
 NOTES = {
-    'losses, first of all': partial(At, 'after_batch', note_losses, -20),
     'losses, as by default': partial(At, 'after_batch', note_losses, 0),
     'losses, after the Recorder': partial(At, 'after_batch', note_losses, 55),
-    'losses, last of all': partial(At, 'after_batch', note_losses, 90),
-    'losses before the step': partial(At, 'before_step', note_losses, 20),
     'losses after the step': partial(At, 'after_step', note_losses, 20),
-    'norms of gradients': partial(At, 'before_step', note_norms, 20),
-    'the epoch after training': partial(At, 'after_train', note_epoch, 60),
     'the epoch at its end': partial(At, 'after_epoch', note_epoch, 60),
     'own class of the name WandbCallback': partial(named, 'WandbCallback'),
-    'own class of the name TensorBoardCallback': partial(named, 'TensorBoardCallback'),
     'own class of the name ParamScheduler': partial(named, 'ParamScheduler'),
     'another Recorder': AnotherRecorder,
     'saves after the step': partial(At, 'after_step', save_often, 0),
     'saves after the batch': partial(At, 'after_batch', save_often, 90),
-    'validates, as by default': partial(At, 'after_batch', validate_often, 0),
     'validates, last of all': partial(At, 'after_batch', validate_often, 90),
     'reads the loader before training': partial(At, 'before_train', count_samples, 60),
-    'reads the loader before a batch': partial(At, 'before_batch', count_samples, 60),
     'reads the loader after a batch': partial(At, 'after_batch', count_samples, 60)}
 
 
@@ -254,7 +268,8 @@ def test_what_a_callback_notes_is_what_it_notes_of_the_large_batch(name, layout)
 def each_repeated(values, counts):
     "Returns each of `values` as often as the one of `counts` beside it says"
     res = []
-    for value, n in zip(values, counts, strict=True): res += repeated([value], n)
+    for value, n in zip(values, counts, strict=True):
+        res += repeated([value], n)
     return res
 
 
@@ -269,7 +284,8 @@ def batches_of_windows(layout):
 def see_batches():
     "Returns callbacks of each order that see the beginning of a batch, or its end"
     res = []
-    for order in ORDERS: res += [Sees(order, ['before_batch']), Sees(order, ['after_batch'])]
+    for order in ORDERS:
+        res += [Sees(order, ['before_batch']), Sees(order, ['after_batch'])]
     return res
 
 
@@ -287,7 +303,8 @@ def test_where_loader_batches_are_logged_each_has_its_own_loss_and_the_rate_of_i
     bs = LAYOUTS[layout].bs
     own_losses = []
     def split_losses(self):
-        for pred, targ in zip(self.pred.detach().split(bs), self.y.split(bs)): own_losses.append(mse(pred, targ))
+        for pred, targ in zip(self.pred.detach().split(bs), self.y.split(bs)):
+            own_losses.append(mse(pred, targ))
     big = run(layout, lambda: At('after_pred', split_losses), is_large=True, method='fit_one_cycle')
     small, _ = fit_with_logged_batches(layout, rates_used, method='fit_one_cycle')
     assert len(own_losses) == N_EPOCH*LAYOUTS[layout].n_batches
@@ -296,7 +313,7 @@ def test_where_loader_batches_are_logged_each_has_its_own_loss_and_the_rate_of_i
 
 
 @pytest.mark.parametrize('layout', CONSTANT)
-def test_where_loader_batches_are_logged_counters_and_the_length_of_the_loader_go_by_them(layout):
+def test_where_loader_batches_are_logged_counters_go_by_them_and_the_position_is_that_of_their_window(layout):
     n_batches = LAYOUTS[layout].n_batches
     small, big = fit_with_logged_batches(layout, see_batches, method='fit_one_cycle')
     for a, b in zip(small.others, big.others):
@@ -309,60 +326,19 @@ def test_where_loader_batches_are_logged_counters_and_the_length_of_the_loader_g
             expected.append((i//n_batches, i%n_batches, n_batches, train_iter))
         assert [o[1:5] for o in found] == expected
         assert {o[6] for o in found} == {n_batches}
-
-
-@pytest.mark.parametrize('layout', CONSTANT)
-def test_where_loader_batches_are_logged_the_position_is_that_of_their_window(layout):
-    small, big = fit_with_logged_batches(layout, see_batches, method='fit_one_cycle')
-    for a, b in zip(small.others, big.others):
-        if 'before_batch' not in a.moments: continue
-        found = [o.position[5] for o in a.moments['before_batch'] if o.is_training]
-        of_windows = [o.position[5] for o in b.moments['before_batch'] if o.is_training]
-        assert_same(found, each_repeated(of_windows, batches_of_windows(layout)))
-
-
-@pytest.mark.parametrize('order', ORDERS)
-@pytest.mark.parametrize('event', ['before_batch', 'after_batch'])
-def test_where_loader_batches_are_logged_the_step_has_the_rate_of_its_first_one(event, order):
-    "A scheduler that counts loader batches goes on in the middle of the window"
-    def set_rate(self): self.opt.set_hyper('lr', .1-.003*self.train_iter)
-    rates = rates_used()
-    cbs = [GradientAccumulation(32, log_accum_batch=False), At(event, set_rate, order), rates]
-    fit(make_learner(8, n=100, cbs=cbs), 2)
-    is_before_fastai_counts = event == 'after_batch' and order < TrainEvalCallback.order
-    n_behind = int(is_before_fastai_counts)
-    first_batches = [0, 4, 8, 12, 13, 17, 21, 25]  # of windows: there are 13 batches in an epoch
-    expected = [.1-.003*max(i-n_behind, 0) for i in first_batches]
-    assert_same(flat(rates.rows), expected, ROUNDING)
+        if event == 'before_batch':
+            of_windows = [o.position[5] for o in b.moments[event] if o.is_training]
+            assert_same([o[5] for o in found], each_repeated(of_windows, batches_of_windows(layout)))
 
 
 @pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_batch'])
 def test_where_loader_batches_are_logged_a_fit_that_is_stopped_has_the_steps_of_full_windows(event):
     def stop_early(self):
-        if self.train_iter == 6: raise CancelFitException
+        if self.train_iter == 6:
+            raise CancelFitException
     learn = make_learner(8, cbs=[GradientAccumulation(32, log_accum_batch=False), At(event, stop_early)])
     fit(learn, 2)
     assert_same(weights(learn), reference([(range(32), 0)], 96, sgd)[0], ROUNDING)
     n_logged = 5 if event == 'after_batch' else 6
     assert len(losses(learn)) == n_logged
     assert not any(g.any() for g in grads(learn))
-
-
-# Loaders
-
-@pytest.mark.parametrize('drop_last', [False, True])
-def test_windows_of_a_batch_sampler_of_pytorch_equal_its_large_batches(drop_last):
-    "It has a size, and drops the last batch or not; here it draws some samples of the data"
-    tud = torch.utils.data
-    def go(bs, cbs):
-        sampler = tud.SubsetRandomSampler(range(8, 92), torch.Generator().manual_seed(0))
-        batch_sampler = tud.BatchSampler(sampler, bs, drop_last)
-        train = tud.DataLoader([*zip(*data(104))], batch_sampler=batch_sampler)
-        return fit(Learner(DataLoaders(train, train), model(), mse, opt_func=SGD, cbs=cbs), 2)
-    big = go(32, [])
-    small = go(8, [GradientAccumulation(32)])
-    assert_moved(big)
-    assert_same(weights(small), weights(big), ROUNDING)
-    assert_same(losses(small), losses(big), FLOAT32)
-    n_per_epoch = 2 if drop_last else 3
-    assert len(losses(big)) == 2*n_per_epoch

@@ -89,7 +89,8 @@ def fit_large(who):
     (8, dict(accum_bs=32)), (32, dict(micro_batch_size=8)), (16, dict(accum_bs=32, micro_batch_size=5))])
 @pytest.mark.parametrize('who', WHO_HAS_THE_LOSS)
 def test_targets_and_losses_that_come_in_after_loss_train_as_with_the_large_batch(who, bs, args):
-    "Their weights are rows. A warning says so where a callback sets the loss in after_loss, unless `num_items` is given"
+    """Their weights are rows. A warning says so where a callback sets the loss in after_loss, unless `num_items` is
+    given"""
     big = fit_large(who)
     is_set_in_after_loss = who in ('callback', 'inputs')
     for num_items in (None, lambda learn: len(learn.y)):

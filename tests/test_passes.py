@@ -141,7 +141,8 @@ def class_with(*events):
 def test_a_warning_before_training_names_who_may_set_something_up(cb, says):
     "Here it is an error, so that no batch runs"
     learn = make_learner(32, cbs=[cb, *in_micro_batches()])
-    with pytest.raises(UserWarning, match=f'{says} called once per micro-batch, but before_batch once per loader batch'):
+    says += ' called once per micro-batch, but before_batch once per loader batch'
+    with pytest.raises(UserWarning, match=says):
         fit(learn)
     assert_same(weights(learn), weights(model()))
 
