@@ -207,6 +207,25 @@ def test_a_head_with_batch_norm_is_not_split_if_the_body_is_the_part(make_model)
     assert_apart(trained(GradientCache(8), make_model=make_model, n=96), plain, 1e-4)  # the whole model is split
 
 
+def test_views_that_a_callback_puts_into_the_batch_count(capsys):
+    "As for SimCLR"
+    def two_views(cb):
+        cb.learn.xb = (torch.cat([cb.x*1.1, cb.x*.9]),)
+        cb.learn.yb = (torch.cat([cb.y, cb.y]),)
+
+    def loss_of_views(pred, *targ): return info_nce(pred.chunk(2))
+
+    def simclr(size, *cbs):
+        cbs = [Callback(before_batch=two_views), GradientCache(size), *cbs]
+        return fit_aloud(make_learner(32, loss_func=loss_of_views, m=encoder(), cbs=cbs))
+
+    whole = simclr(64)
+    assert 'each batch of 64 fits in memory' in capsys.readouterr().out
+    assert_same(weights(simclr('auto', OutOfMemory('after_loss', 1))), weights(whole), ROUNDING)
+    assert 'each batch of 64 is split into 2 micro-batches of 32' in capsys.readouterr().out
+    assert_apart(whole, encoder())
+
+
 # What a forward pass draws and changes
 
 class InPieces(nn.Module):
