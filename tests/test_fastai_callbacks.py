@@ -13,8 +13,8 @@ from fastai.callback.training import BnFreeze
 
 from callback_fits import *
 
-ANY_KIND = ['whole', 'ragged', 'both', 'carry']  # of layout
-OF_RNN = ['whole', 'ragged', 'step']  # its state begins with an epoch, and no batch is carried into the next one
+ANY_KIND = ['ragged', 'both', 'carry']  # of layout
+OF_RNN = ['ragged', 'step']  # its state begins with an epoch, and no batch is carried into the next one
 
 
 # What they need
@@ -37,7 +37,8 @@ class Frozen(Scaled):
 
 class DropsInValidation(nn.Dropout):
     "Draws numbers where MCDropoutCallback lets it, and none in training"
-    def forward(self, x): return F.dropout(x, .5, self.training and not torch.is_grad_enabled())
+    def forward(self, x):
+        return F.dropout(x, .5, self.training and not torch.is_grad_enabled())
 
 
 class Recurrent(nn.Module):
@@ -50,7 +51,8 @@ class Recurrent(nn.Module):
         self.n_resets = 0
         self.double()
 
-    def reset(self): self.n_resets += 1
+    def reset(self):
+        self.n_resets += 1
 
     def forward(self, x):
         hidden, _ = self.rnn(x[..., None])
@@ -61,17 +63,20 @@ def convolutions():
     return Scaled(nn.Unflatten(1, (1, 1, 5)), nn.Conv2d(1, 4, (1, 3)), nn.Flatten(), nn.Linear(12, 1)).double()
 
 
-def make_images(self): self.learn.xb = (self.x[:, None, None],)
+def make_images(self):
+    self.learn.xb = (self.x[:, None, None],)
 
 
 class Images(Callback):
     "CutMix needs images"
     order = -1
-    def before_batch(self): make_images(self)
+    def before_batch(self):
+        make_images(self)
 
 
 def spoil_loss(self):
-    if self.train_iter == 2: self.learn.loss = self.loss*math.nan
+    if self.train_iter == 2:
+        self.learn.loss = self.loss*math.nan
 
 
 def hook_outputs():
@@ -151,7 +156,8 @@ def base_names(folder):
     for module in pkgutil.iter_modules([folder]):
         tree = ast.parse((Path(folder)/f'{module.name}.py').read_text())
         for node in tree.body:
-            if isinstance(node, ast.ClassDef): res[node.name] = [ast.unparse(o) for o in node.bases]
+            if isinstance(node, ast.ClassDef):
+                res[node.name] = [ast.unparse(o) for o in node.bases]
     return res
 
 
@@ -167,7 +173,8 @@ def test_every_callback_of_fastai_is_tried_or_has_a_reason_why_not():
 
 
 CASES = []
-for name, (layouts, _, _) in TRIED.items(): CASES += [(name, layout) for layout in layouts]
+for name, (layouts, _, _) in TRIED.items():
+    CASES += [(name, layout) for layout in layouts]
 
 
 @pytest.mark.thin(3)
@@ -177,3 +184,40 @@ def test_a_callback_of_fastai_leaves_behind_what_it_leaves_beside_the_large_batc
     small, _ = fit_both(layout, make, **args)
     has_notes = hasattr(type(small.others[0]), 'rows')
     assert rows_of(small.others[0]) or not has_notes
+
+
+# lr_find
+
+class OwnFinder(LRFinder):
+    "Somebody's own"
+
+
+def find_rates(bs, num_it, *cbs):
+    learn = make_learner(bs, n=100, cbs=cbs)
+    with quiet(learn):
+        learn.lr_find(1e-3, 1, num_it, stop_div=False, show_plot=False)
+    return learn
+
+
+@pytest.mark.parametrize('num_it', [5, 12, 100])
+@pytest.mark.parametrize('make_cb', [accumulation, partial(GradientAccumulationSchedule, 32, 64, remainder='step')])
+def test_lr_find_tries_a_rate_for_each_window(make_cb, num_it):
+    "LRFinder makes 6 of less. A schedule stays at its first size"
+    big = find_rates(32, num_it)
+    small = find_rates(8, num_it, make_cb())
+    n = max(num_it, 6)
+    assert len(losses(small)) == len(losses(big)) == n
+    assert_same(losses(small), losses(big), FLOAT32)
+    assert_same(small.recorder.lrs, big.recorder.lrs)
+
+
+@pytest.mark.parametrize('finder', [LRFinder, OwnFinder])
+def test_a_fit_with_an_lr_finder_runs_for_its_own_epochs_with_windows_of_the_first_size(finder):
+    def run(bs, *cbs):
+        args = dict(start_lr=1e-3, end_lr=1, num_it=20, stop_div=False)
+        return fit(make_learner(bs, cbs=[finder(**args), *cbs]), 3)
+    big = run(32)
+    small = run(8, GradientAccumulationSchedule(32, 64))
+    assert len(losses(small)) == len(losses(big)) == 9
+    assert_same(losses(small), losses(big), FLOAT32)
+    assert_same(small.recorder.lrs, big.recorder.lrs)

@@ -55,7 +55,7 @@ class Loggers:
             n_new = len(rec.losses)-len(rec.accum_bs)
             if n_new < 1: continue  # this Recorder left the window out
             # The Recorder also logs the loss of each batch that a callback cancelled since the last window
-            rec.accum_bs += [0 for _ in range(n_new-1)]
+            rec.accum_bs.extend(0 for _ in range(n_new-1))
             rec.accum_bs.append(samples)
         for cb in self.tensorboard:
             cb.writer.add_scalar('accumulation_batch_size', samples, self.learn.train_iter)
