@@ -69,7 +69,7 @@ def test_a_loader_without_a_length_is_the_error_of_fastai(way):
     with pytest.raises(TypeError, match='has no len'): fit_situation(situation, 8, cbs)
 
 
-YIELDS_MORE = 'the DataLoader yields more than the .* batches that its length announces'
+YIELDS_MORE = 'the DataLoader yields more than the .* samples that its length announces'
 
 
 @pytest.mark.parametrize('make_loader', WITH_UNANNOUNCED, ids=name_of)

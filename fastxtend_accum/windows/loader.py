@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fastai.basics import *
 
-from .checks import check_size
+from .checks import check_size,warn_user
 from .nested import map_tensors,n_rows,part_bounds,slice_fields
 
 # %% auto #0
@@ -300,10 +300,16 @@ def loader_batches(self:EpochBatches)->Iterator[LoaderBatch]:
     "Yields the batches of the DataLoader with their counts"
     left = self.info.n_planned - self.n_loaded*self.info.planned_batch_size
     for data in self.read(self.dl):
+        if self.info.has_exact_length and left == 0: self.warn_of_surplus()
         batch = self.counted(data, left)
         left -= batch.samples
         self.n_loaded += 1
         yield batch
+
+@patch
+def warn_of_surplus(self:EpochBatches):
+    warn_user(f"the DataLoader yields more than the {self.info.n_planned} samples that its length announces, so a "
+              "window may end early: let its length (for fastai's, n) count all of them")
 
 @patch
 def counted(self:EpochBatches,
