@@ -126,12 +126,12 @@ class GradientCache(WindowCallback, MemorySaver):
         if not self.learn: return  # it was removed
         self.check_model()
         self.check_others()
-        inside = set(self.module_to_split().modules())
+        inside = set(self.module_to_split(self.learn.model).modules())
         self.owners = [o for o in state_owners(self.learn.model) if o in inside]
         super().before_train()
 
-    def module_to_split(self)->nn.Module:
-        inner = inner_model(self.learn.model)
+    def module_to_split(self, model)->nn.Module:
+        inner = inner_model(model)
         return self.part(inner) if self.part else inner
 
 # %% ../nbs/04_cache.ipynb #9e09f036
@@ -141,7 +141,7 @@ def check_model(self:GradientCache):
     if is_sharded(model):
         raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: "
                          "use DistributedDataParallel")
-    part = self.module_to_split()
+    part = self.module_to_split(model)
     is_inside = any(part is m for m in model.modules())
     # A ModuleList has no forward pass. That of a compiled module is an attribute of the module, not of its class
     has_forward = class_forward(part) is not nn.Module.forward or 'forward' in vars(part)
@@ -163,7 +163,7 @@ def check_others(self:GradientCache):
 def context(self:GradientCache, loop):
     "Returns a context in which the module runs in micro-batches, or None if the batch is a single micro-batch"
     if self.size is None: return None
-    module = self.module_to_split()
+    module = self.module_to_split(loop.learn.model)  # not `self.learn`, which is None once it is removed
     is_first_round = loop.progress.n_rounds == 1  # of the epoch
     forward = cached_forward(module, loop.batches.current.samples, self.size, self.owners, check=is_first_round)
     return override_attr(module, 'forward', forward)
@@ -189,11 +189,12 @@ def report(self:GradientCache, loop):
     n = self.rows_of_batch(loop)
     size = largest_part(n, min(self.size or n, n))
     how = f'each batch of {n} {how_split(n, size)}'
-    if self.part and self.size: how = f'{type(self.module_to_split()).__name__} sees at most {self.size} rows at a time'
+    module = self.module_to_split(loop.learn.model)
+    if self.part and self.size: how = f'{type(module).__name__} sees at most {self.size} rows at a time'
     line = f'GradientCache: {how}; validation batches are not split'
     found = loop.fit.differences
     if found and self.is_leader() and size < n:
-        differences = found.described(size, self.module_to_split())
+        differences = found.described(size, module)
         if differences: line += f'. As in one batch of {n}, except: {differences}.'
     self.log_once(line)
 

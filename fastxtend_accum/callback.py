@@ -50,8 +50,8 @@ class WindowCallback(Callback):
         return self.learn is not None and leader_of(self.learn) is self
 
     def log_once(self, message:str):
-        "Sends `message` to the logger of the Learner, unless it is the same as the last one"
-        if message == self.last_message: return
+        "Sends `message` to the logger of the Learner, if it has one and the message is not the same as the last one"
+        if message == self.last_message or not self.learn: return
         if log_message(self.learn, message): self.last_message = message  # `lr_find`, for example, is silent
 
     # What a subclass may change

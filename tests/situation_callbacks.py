@@ -1,6 +1,4 @@
 "Callbacks as other people write them, each in a few lines"
-import csv
-
 from situations import *
 
 
@@ -38,9 +36,6 @@ class OnLabels(OnTargets):
         return learner_of(labelled(), cls.make_loss(), classifier(), bs, cbs, **cls.args)
 
 
-def any_loss(): return mse  # of which no rule tells what it averages over
-
-
 # They change the batch
 
 class AddsNoise(OnTargets):
@@ -72,18 +67,6 @@ class DropsEasySamples(OnTargets):
         is_kept = self.x[:, 0] > -.3
         self.learn.xb = (self.x[is_kept],)
         self.learn.yb = (self.y[is_kept],)
-
-
-class DropsSamplesOfAnyLoss(DropsEasySamples):
-    "Does so where nobody knows what the loss averages over"
-    make_loss = staticmethod(any_loss)
-
-
-class DoublesBatch(OnTargets):
-    "Appends a second view of each sample"
-    def before_batch(self):
-        self.learn.xb = (torch.cat([self.x, -self.x]),)
-        self.learn.yb = (torch.cat([self.y, self.y]),)
 
 
 class Repeats(OnTargets):
@@ -341,14 +324,6 @@ class ChoosesBatchesLate(ChoosesBatches):
     order = 20
 
 
-class UnfreezesHalfway(OnTargets):
-    "Trains the first layer from the middle of the fit on"
-    def before_fit(self): self.model[0].requires_grad_(False)
-
-    def after_batch(self):
-        if self.learn.pct_train > .4: self.model[0].requires_grad_(True)
-
-
 class DecaysByPosition(OnTargets):
     "Sets weight decay and momentum by the fraction of training"
     args = dict(opt_func=partial(SGD, mom=.5))
@@ -395,12 +370,6 @@ class ClassCounts(OnLabels):
 
 # They stop
 
-class StopsAtLoss(OnTargets):
-    "Ends the fit once the loss is low"
-    def after_batch(self):
-        if self.loss < .75: raise CancelFitException
-
-
 class FewBatches(OnTargets):
     "Trains on two batches of each epoch"
     def before_batch(self):
@@ -422,17 +391,6 @@ class SwitchesOff(OnTargets):
 
 
 # They note
-
-class NotesBatches(OnTargets):
-    "Writes the loss and the rate of each batch to a file"
-    def before_fit(self): self.rows = []
-
-    def after_batch(self):
-        row = [self.train_iter, self.loss.item(), self.opt.hypers[-1]['lr']]
-        with open('batches.csv', 'a') as f:
-            csv.writer(f).writerow(row)
-        self.rows.append(row)
-
 
 class NotesHits(OnTargets):
     "Notes how good the outputs are, after the step"
@@ -465,16 +423,6 @@ class CountsSamples(OnTargets):
     def before_train(self): self.n = 0
     def after_batch(self): self.n += len(self.x)
     def after_train(self): self.rows.append([self.n])
-
-
-class KeepsOutputsOfPasses(OnTargets):
-    "Collects the outputs of an epoch in after_pred"
-    def before_fit(self): self.rows = []
-    def before_train(self): self.outputs = []
-    def after_pred(self): self.outputs.append(self.pred.detach())
-
-    def after_train(self):
-        self.rows.append(torch.cat(self.outputs).flatten().tolist())
 
 
 class Times(OnTargets):

@@ -173,30 +173,6 @@ def test_where_loader_batches_are_logged_a_cancelled_one_is_logged_as_in_fastai(
     assert len(losses(learn)) == len(losses(plain)) == learn.train_iter == 20
 
 
-class CancelsRounds(Callback):
-    "Cancels all batches before the `n`th one, by a counter of the Learner: resumes in the middle of an epoch"
-    run_valid = False
-    def __init__(self, event, counter, n, order=0):
-        self.counter = counter
-        self.n = n
-        self.order = order
-        setattr(self, event, self.cancel)
-
-    def cancel(self):
-        if self.epoch == 0 and getattr(self.learn, self.counter) < self.n:
-            raise CancelBatchException
-
-
-@pytest.mark.filterwarnings('ignore:before_batch of .* is called once per window')
-@pytest.mark.parametrize('order', [0, 55])
-@pytest.mark.parametrize('layout', CONSTANT)
-@pytest.mark.parametrize('event,counter', [
-    ('before_batch', 'train_iter'), ('after_pred', 'iter')])
-def test_whoever_skips_batches_by_a_counter_skips_as_many_windows(event, counter, layout, order):
-    small, big = fit_both(layout, partial(CancelsRounds, event, counter, 2, order))
-    assert len(losses(small.learn)) == len(losses(big.learn)) > 2
-
-
 class NotesNumbers(Callback):
     "Notes the numbers of the batches that run in the second epoch"
     run_valid = False
@@ -274,25 +250,6 @@ class DividesLoss(Callback):
             raise CancelBatchException
 
 
-class DividesGradients(Callback):
-    "Accumulates until there are 32 samples, then divides the gradients by the number of batches"
-    run_valid = False
-    def before_fit(self):
-        self.n = 0
-        self.n_samples = 0
-
-    def after_backward(self):
-        self.n += 1
-        self.n_samples += len(self.x)
-        if self.n_samples < 32:
-            raise CancelBatchException
-
-    def before_step(self):
-        for p in self.model.parameters():
-            p.grad /= self.n
-        self.before_fit()
-
-
 WHOLE_BATCHES = dict(
     alone=list,
     all_blocks=lambda: [all_blocks()],
@@ -302,9 +259,8 @@ WHOLE_BATCHES = dict(
 
 
 @pytest.mark.parametrize('way', WHOLE_BATCHES)
-@pytest.mark.parametrize('accumulator', [DividesLoss, DividesGradients])
-def test_somebodys_own_accumulator_is_exact_where_batches_run_whole(accumulator, way):
-    learn = fit(make_learner(8, cbs=[accumulator(), *WHOLE_BATCHES[way]()]))
+def test_somebodys_own_accumulator_is_exact_where_batches_run_whole(way):
+    learn = fit(make_learner(8, cbs=[DividesLoss(), *WHOLE_BATCHES[way]()]))
     big = fit(make_learner(32))
     assert_moved(big)
     assert_same(weights(learn), weights(big), ROUNDING)
@@ -326,10 +282,9 @@ def test_a_batch_that_is_cancelled_after_its_backward_pass_is_an_error_that_name
 
 @pytest.mark.filterwarnings('ignore:.* changes the loss, but micro-batches keep')
 @pytest.mark.parametrize('args,bs', [(dict(accum_bs=8), 4), (dict(micro_batch_size=4), 8)])
-@pytest.mark.parametrize('accumulator', [DividesLoss, DividesGradients])
-def test_somebodys_own_accumulator_is_an_error_in_a_window_of_several(accumulator, args, bs):
-    learn = make_learner(bs, cbs=[accumulator(), GradientAccumulation(**args)])
-    with pytest.raises(RuntimeError, match=f'{accumulator.__name__} cancels a batch after its backward pass'):
+def test_somebodys_own_accumulator_is_an_error_in_a_window_of_several(args, bs):
+    learn = make_learner(bs, cbs=[DividesLoss(), GradientAccumulation(**args)])
+    with pytest.raises(RuntimeError, match='DividesLoss cancels a batch after its backward pass'):
         fit(learn, 1)
 
 

@@ -351,44 +351,6 @@ def test_a_callback_that_prepares_batches_is_told_of_a_cancelled_batch(event):
     assert events_of_an_epoch(0, but=[*BATCH, *ENDS], also=[fault]) == ['after_cancel_batch']
 
 
-# Callbacks that change in the middle of a window
-
-def recorded_in_windows(event, change):
-    """Returns what two callbacks record in windows of three batches, before and after a third one changes the other of
-    them, when `event` comes"""
-    log = []
-    first = ByClass('first', log, 0)
-    other = ByClass('other', log, 1)
-    present = [first] if change is add else [first, other]
-    changes = Changes(event, change, other)
-    fit(small_learner([*present, changes, GradientAccumulation(24, verbose=False)], n=48), 1)
-    return [record[:2] for record in log]
-
-
-def swap(records):
-    "Returns the records of two callbacks in the order of each other"
-    res = []
-    for one, other in zip(records[::2], records[1::2]):
-        res += [other, one]
-    return res
-
-
-@pytest.mark.parametrize('change', [add, remove, switch_off, move])
-@pytest.mark.parametrize('event', IN_A_BATCH)
-def test_a_change_in_the_middle_of_a_window_counts_from_the_next_event_on(event, change):
-    "Up to it all is as without the change, and after it as if it had always been so"
-    def note_where(learn, other): where.append(len(other.log))
-    where = []
-    both = recorded_in_windows(event, note_where)
-    before, after = both[:where[0]], both[where[0]:]
-    first_alone = [record for record in after if record[0] == 'first']
-    expected = dict(add=[record for record in before if record[0] == 'first']+after,
-                    remove=before+first_alone,
-                    switch_off=before+first_alone,
-                    move=before+swap(after))
-    assert recorded_in_windows(event, change) == expected[change.__name__]
-
-
 # The questions that the module asks
 
 def test_a_callback_has_an_event_by_its_class_or_by_itself():

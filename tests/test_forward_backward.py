@@ -1,6 +1,5 @@
 "The passes of a micro-batch: the loss that is used is the one that is weighted, and each gradient has its weight"
 import pytest
-from fastai.callback.rnn import RNNCallback, RNNRegularizer
 
 from common import *
 from labels import *
@@ -43,22 +42,6 @@ def loss_of_detector(learn):
     "Summed over all samples, divided by the positives"
     errors = F.cross_entropy(learn.pred, learn.y, reduction='none')
     return errors.sum()/n_positives(learn)
-
-
-def hardness(learn):
-    "Returns 1 - the probability of the true class"
-    probabilities = learn.pred.detach().softmax(1)
-    rows = torch.arange(len(learn.y))
-    return 1-probabilities[rows, learn.y]
-
-
-def total_hardness(learn):
-    return hardness(learn).sum()
-
-
-def loss_of_hard_samples(learn):
-    errors = F.cross_entropy(learn.pred, learn.y, reduction='none')
-    return (errors*hardness(learn)).sum()/total_hardness(learn)
 
 
 def n_masked(learn):
@@ -104,7 +87,6 @@ def classifier(bs, *cbs, missing_share=.3, loss_func=cross_entropy):
 @each_layout
 @pytest.mark.parametrize('change, loss_func, num_items', [
     (ReplacesLoss(loss_of_detector), cross_entropy, n_positives),
-    (ReplacesLoss(loss_of_hard_samples), cross_entropy, total_hardness),
     (ReplacesLoss(loss_of_masked_autoencoder), cross_entropy, n_masked),
     (AddsToLoss(square_of_positives), mse_of_positives, n_positives)])
 def test_a_changed_loss_is_exact_with_num_items(change, loss_func, num_items, bs, settings):
@@ -172,38 +154,6 @@ def test_a_callback_that_only_reads_the_loss_causes_no_warning():
 
 
 # Changes whose items are known
-
-class States(nn.Module):
-    "Gives scores, raw states and states for each of 6 steps, as RNNCallback needs them"
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Linear(5, 8).double()
-        self.head = nn.Linear(8, 4).double()
-
-    def forward(self, inputs):
-        states = self.body(inputs).tanh()
-        return self.head(states), states, states
-
-
-def loss_of_steps(pred, targ):
-    return cross_entropy(pred.flatten(0, 1), targ.flatten())
-
-
-@each_layout
-def test_a_callback_of_fastai_that_adds_to_the_loss_causes_no_warning(bs, settings):
-    "RNNRegularizer adds to the loss in place, a mean over the same samples"
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(96, 6, 5, generator=generator, dtype=torch.float64)
-    targets = torch.randint(4, (96, 6), generator=generator)
-    def train(bs, *cbs):
-        cbs = [RNNCallback(), *cbs]
-        return weights(fit(learner_of((inputs, targets), bs, cbs, loss_of_steps, States()), 2))
-    big = train(32, RNNRegularizer(alpha=2, beta=1))
-    assert_apart(big, train(32))
-    small = train(bs, RNNRegularizer(alpha=2, beta=1), GradientAccumulation(**settings))
-    assert_same(small, big, FLOAT32)
-
 
 class CausalLMOutput(dict): "As Transformers names it"
 
