@@ -1,5 +1,5 @@
-"""Kills a script by SIGKILL, starts it again until it ends, and compares it with one that nobody has killed: without
-any tolerance. It knows nothing of how a fit goes on, but the name of the callback and of its files.
+"""Kills a script by SIGKILL or SIGTERM, starts it again until it ends, and compares it with one that nobody has killed:
+without any tolerance. It knows nothing of how a fit goes on, but the name of the callback and of its files.
 
 `python tests/kill_harness.py [LAYOUT ...]` prints what it finds, with other random numbers each time"""
 import signal
@@ -31,7 +31,9 @@ class Spy(Callback):
 
     def after_batch(self):
         learn = self.learn
-        if learn.training and not learn.lock.locked(): note_place(learn)
+        if learn.training and not learn.lock.locked():
+            note_place(learn)
+            note_trained(learn)
         hypers = [sorted(o.items()) for o in learn.opt.hypers] if learn.opt else None
         inputs = [o.double().sum().item() for o in learn.xb]
         self.note('batch', learn.iter, learn.n_iter, str(hypers), inputs)
@@ -46,6 +48,15 @@ def note_place(learn):
     "The first batch of a process leaves its number in the epoch in a file, since the process may be killed"
     place = Path('first_batch.txt')
     if not place.exists() and not hasattr(learn, 'lr_finder'): place.write_text(str(learn.iter))
+
+
+def note_trained(learn):
+    "Adds a character to a file for each batch that is trained, by all processes"
+    if hasattr(learn, 'lr_finder'): return
+    with open('trained.txt', 'a') as f: f.write('.')
+
+
+def n_trained(folder): return (folder/'trained.txt').stat().st_size
 
 
 def generators_now():
@@ -87,19 +98,16 @@ def results_of(learn):
 
 # Kills: most of them while batches are trained, since a kill between two epochs proves little
 
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 class Countdown:
-    "Kills this process at the `n`th call, if there is one"
-    def __init__(self, n):
+    "Sends a signal to this process at the `n`th call, if there is one"
+    def __init__(self, n, number=signal.SIGKILL):
         self.n = n
+        self.number = number
         self.count = 0
 
     def __call__(self):
         self.count += 1
-        if self.count == self.n: die()
+        if self.count == self.n: os.kill(os.getpid(), self.number)
 
 
 BATCH_EVENTS = 'batch', 'pred', 'loss', 'backward', 'step'
@@ -150,9 +158,9 @@ def counted(f, countdown):
     return call
 
 
-def kill_at(event=0, step_of_save=0):
+def kill_at(event=0, step_of_save=0, number=signal.SIGKILL):
     "For a process: kills it at this event of a batch, or at this step of its saves; returns what counts them"
-    events = Countdown(event)
+    events = Countdown(event, number)
     steps = Countdown(step_of_save)
     count_events(events)
     count_steps_of_saves(steps)
@@ -274,17 +282,19 @@ class Report:
         self.kills = 0
         self.resumes = 0  # processes that found a file, and trained a batch
         self.in_mid_epoch = 0  # of them, those whose first batch was not the first one of an epoch
+        self.lost = 0  # batches that were trained again after SIGTERM
         self.differences = []
 
     def note(self, run, had_file):
-        if run.code == -signal.SIGKILL: self.kills += 1
+        if run.code < 0: self.kills += 1
         if not had_file or run.first_batch is None: return
         self.resumes += 1
         if run.first_batch > 0: self.in_mid_epoch += 1
 
     def __str__(self):
         found = self.differences[:4] or 'no difference'
-        return f'{self.name}: {self.kills} kills, {self.in_mid_epoch} of {self.resumes} resumes in mid-epoch, {found}'
+        resumes = f'{self.in_mid_epoch} of {self.resumes} resumes in mid-epoch'
+        return f'{self.name}: {self.kills} kills, {resumes}, {self.lost} batches lost by SIGTERM, {found}'
 
 
 def has_file(folder):
@@ -301,6 +311,7 @@ class Whole:
         self.results = found['results']
         self.trace = found['trace']
         self.seconds = run.seconds
+        self.n_trained = n_trained(folder)
         self.n_events, self.n_steps_of_saves = found['counts']
 
     def differences_in(self, folder):
@@ -309,8 +320,9 @@ class Whole:
         return named_differences(self.results, found['results'])+trace_differences(self.trace, found['trace'])
 
 
-def random_kill(rnd, whole):
+def random_kill(rnd, whole, number):
     "Returns arguments of `start` for a kill at an event of a batch, at a time in training, or within a save"
+    if number == signal.SIGTERM: return dict(prepare=partial(kill_at, rnd.randint(1, whole.n_events), 0, number))
     kind = rnd.choice(['event', 'event', 'time', 'save'])
     if kind == 'time': return dict(seconds=rnd.random()*whole.seconds)
     if kind == 'save': return dict(prepare=partial(kill_at, 0, rnd.randint(1, whole.n_steps_of_saves)))
@@ -320,13 +332,15 @@ def random_kill(rnd, whole):
 def trial(script, whole, folder, rnd, report):
     "Kills a script up to a few times, lets it end, and compares"
     folder.mkdir()
-    kills = [random_kill(rnd, whole) for _ in range(MOST_KILLS_OF_TRIAL)]
+    number = rnd.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
+    kills = [random_kill(rnd, whole, number) for _ in range(MOST_KILLS_OF_TRIAL)]
     for attempt, kill in enumerate([*kills, {}]):
         had_file = has_file(folder)
         seed = 1000+attempt if had_file else 1  # nothing may hang on the seed of a script that goes on
         run = start(script, folder, seed, **kill)
         report.note(run, had_file)
-        if run.code != -signal.SIGKILL: break
+        if run.code >= 0: break
+    if number == signal.SIGTERM: report.lost += n_trained(folder)-whole.n_trained
     if run.code: report.differences.append((folder/'error.txt').read_text())
     else: report.differences += whole.differences_in(folder)
 

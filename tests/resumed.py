@@ -3,6 +3,8 @@ import pytest
 
 from common import *
 from fastxtend_accum.resuming.files import folders
+from fastxtend_accum.resuming.fit import SavedFit
+from fastxtend_accum.resuming.graph import Graph
 from resume_layouts import accum, make
 
 N_STEPS = 39  # of a fit: 3 epochs of 13 windows
@@ -67,3 +69,24 @@ def assert_goes_on(script, at=17):
     assert Stops.n <= N_STEPS-at+4  # it has not begun again
     assert_same_end(learn, expected)
     return learn
+
+
+# Mutations: a part of the state is left out
+
+def leave_out(is_left_out, verifies=True):
+    "Makes `Graph.restore` leave out the parts of which `is_left_out(path, name)` is true, in this process"
+    original = Graph.restore
+
+    def without(parts):
+        return {part: value for part, value in parts.items() if not is_left_out(*part)}
+
+    def restore(self, rest, weights={}):
+        read = self.read
+        self.read = lambda content: without(read(content))
+        try: original(self, rest, without(weights))
+        finally: del self.read
+
+    def restore_unverified(self):
+        self.graph.restore(self.found['rest'], self.found['weights'])
+    Graph.restore = restore
+    if not verifies: SavedFit.restore = restore_unverified

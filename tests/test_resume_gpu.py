@@ -8,7 +8,7 @@ from fastai.vision.all import CategoryBlock, DataBlock, ImageBlock, IndexSplitte
 from fastai.vision.all import aug_transforms, resnet18, vision_learner
 
 from common import *
-from same_fit import TrainingFault
+from resumed import Stops, new_process
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures('cuda')]
 device = torch.device('cuda')
@@ -28,10 +28,11 @@ class Draws(Callback):
     def after_fit(self): self.drawn = float(torch.rand([], device=device))
 
 
-def train(make, *cbs, seed=1):
-    "Two epochs of `make(cbs)`"
-    set_seed(seed)
-    learn = make([Draws(), *cbs])
+def train(make, *cbs, seed=1, at=None):
+    "Two epochs of `make(cbs)`, in a process that has just begun"
+    new_process(seed)
+    Stops.at = at
+    learn = make([Draws(), Stops(), *cbs])
     return fit(learn, 2, .01, 'fit_one_cycle')
 
 
@@ -50,8 +51,7 @@ def assert_goes_on(make, nth):
     "Returns the Learner that has gone on after `nth` windows, which is within the second epoch"
     expected = train(make)
     assert_same(state(train(make)), state(expected))  # without AutoResume: the machine itself is deterministic
-    stop = TrainingFault(KeyboardInterrupt, 'after_batch', nth, order=300)
-    with pytest.raises(KeyboardInterrupt): train(make, *resume(stop))
+    with pytest.raises(KeyboardInterrupt): train(make, *resume(), at=nth)
     learn = train(make, *resume(), seed=9)
     n_windows = len(losses(learn))//2
     assert n_windows < nth < 2*n_windows

@@ -8,9 +8,12 @@ import torch.distributed as dist
 from fastai.distributed import *
 
 from common import *
-from fastxtend_accum import resume
+from fastxtend_accum.callback import WindowCallback
+from fastxtend_accum.resuming.graph import is_of_data
+from fastxtend_accum.resuming.reader import Reader
 from kill_harness import Whole, kill_at, kill_layout, named_differences, start
 from resume_layouts import LAYOUTS, auto, make, schedule
+from resumed import leave_out
 
 KILLS = 8  # of each layout, or more
 
@@ -36,65 +39,32 @@ def test_a_script_that_was_killed_ends_as_one_that_was_not(name, tmp_path, tmp_p
     figures = report.kills, report.resumes, report.in_mid_epoch
     (folder/f'{name}.json').write_text(json.dumps(figures))
     assert report.differences == []
+    assert report.lost == 0
     assert report.kills >= KILLS
     assert_totals(folder)
 
 
-# Mutations: each takes a part of the state away, in the process that goes on
+# Mutations: each takes a part of the state away, in the process that goes on, and the verification with it
 
-def without_generators():
-    resume.restore_generators = noop
+def without(is_left_out):
+    return partial(leave_out, is_left_out, verifies=False)
 
 
 def without_carried_batches():
-    restore = resume.WindowCallback.begin_epoch_at
+    begin_at = WindowCallback.begin_epoch_at
 
     def begin_without(self, place):
-        batches = dict(place['batches'], prefetched=[])
-        restore(self, dict(place, batches=batches))
-    resume.WindowCallback.begin_epoch_at = begin_without
-
-
-def without_has_grad():
-    restore = resume.restore_model
-
-    def restore_and_drop(learn, state):
-        restore(learn, state)
-        for p in learn.model.parameters(): p.grad = None
-    resume.restore_model = restore_and_drop
-
-
-def without_frozen_idx():
-    restore = resume.restore_model
-
-    def restore_other(learn, state):
-        restore(learn, dict(state, frozen_idx=learn.opt.frozen_idx))
-    resume.restore_model = restore_other
+        begin_at(self, dict(place, batches=dict(place['batches'], waiting=[])))
+    WindowCallback.begin_epoch_at = begin_without
 
 
 def without_beginning_of_loader():
-    "The random numbers at the place stand in for those with which the DataLoader began"
-    init = resume.Reader.__init__
+    "The state at the place stands in for that in which the DataLoader began"
+    init = Reader.__init__
 
-    def init_with_others(self, learn, n_batches, at_start=None, n_samples=0):
-        init(self, learn, n_batches, resume.generator_states(learn), n_samples)
-    resume.Reader.__init__ = init_with_others
-
-
-def without_metrics():
-    holders = resume.holders
-
-    def all_but_metrics(learn):
-        return [o for o in holders(learn) if not isinstance(o, AvgMetric)]
-    resume.holders = all_but_metrics
-
-
-def without_callbacks():
-    holders = resume.holders
-
-    def all_but_callbacks(learn):
-        return [o for o in holders(learn) if type(o).__name__ != 'Remembers']
-    resume.holders = all_but_callbacks
+    def init_with_other(self, graph, n_loaded, at_start=None, *args):
+        init(self, graph, n_loaded, graph.state(is_of_data)['rest'], *args)
+    Reader.__init__ = init_with_other
 
 
 def end_of(script, whole, folder, mutate=noop):
@@ -109,14 +79,14 @@ def end_of(script, whole, folder, mutate=noop):
 
 @pytest.mark.long
 @pytest.mark.parametrize('mutation, name', [
-    (without_generators, 'noisy_samples'),
+    (without(lambda path, name: path.startswith('generators')), 'noisy_samples'),
+    (without(lambda path, name: path.startswith('model')), 'unused_layer'),
+    (without(lambda path, name: name == 'frozen_idx'), 'unfreezes'),
+    (without(lambda path, name: path == 'AvgMetric'), 'training_metrics'),
+    (without(lambda path, name: path == 'Remembers'), 'plain_data_of_callback'),
     (without_carried_batches, 'carry_with_saves_between_epochs'),
-    (without_has_grad, 'unused_layer'),
-    (without_frozen_idx, 'unfreezes'),
     (without_beginning_of_loader, 'torch_workers_and_carry'),
-    (without_beginning_of_loader, 'plain'),
-    (without_metrics, 'training_metrics'),
-    (without_callbacks, 'plain_data_of_callback')])
+    (without_beginning_of_loader, 'plain')])
 def test_the_harness_sees_what_is_missing(mutation, name, tmp_path):
     "The same kills: with the whole state nothing differs, without a part of it something does"
     script = LAYOUTS[name]

@@ -66,7 +66,8 @@ def save(self:SavedFit, place:dict|str, state:dict|None=None):
         if not self.next_save: raise OSError(text) from e
         warn(f'{text}; a kill would lose what has run since the last save')
     most = 20*(time.monotonic()-start)  # so that saving takes at most 5% of the time
-    self.next_save = self.clock()+(self.cb.every or max(60*self.cb.minutes, most))
+    wait = self.cb.every or max(60*self.cb.minutes, most)
+    self.next_save = self.clock()+wait
 
 # %% ../../nbs/resuming/08_fit.ipynb #f6c1a210
 @patch
@@ -82,7 +83,7 @@ def content(self:SavedFit, place:dict|str, state:dict)->dict:
         digests=state['digests'],
         at_epoch=self.at_epoch,
         reader=self.reader and self.reader.state())
-    of_all = [own]*self.n_processes
+    of_all = [own for _ in range(self.n_processes)]
     if self.n_processes > 1: dist.all_gather_object(of_all, own)
     return dict(
         begun=self.graph.begun,

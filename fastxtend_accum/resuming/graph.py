@@ -93,8 +93,8 @@ class Graph(Comparing):
 
     def path_of(self, o)->str|None:
         path = super().path_of(o)
-        if path or self.place is None or is_value(type(o)) or is_found_by_name(o):
-            return path
+        if path or self.place is None: return path
+        if is_value(type(o)) or is_found_by_name(o): return None
         path = self.place
         while path in self.objects: path += "'"
         self.add(path, o)

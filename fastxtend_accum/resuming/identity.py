@@ -19,6 +19,7 @@ __all__ = ['settings_of', 'text_of', 'is_of_hooks', 'differences', 'may_differ',
 def settings_of(learn)->dict:
     "Returns what is not among the parts that a fit leaves as they are, by names like those of parts"
     res = {('processes',''):str(n_processes(learn))}
+    res['callbacks',''] = ' '.join(type(o).__name__ for o in learn.cbs)
     scheduled = nested_attr(learn, 'param_scheduler.scheds', {})
     for i,hypers in enumerate(learn.opt.hypers):
         for name in hypers.keys()-scheduled: res[name,f'of group {i}'] = str(hypers[name])
@@ -37,10 +38,15 @@ def differences(graph:Graph, begun:dict, digests:dict)->dict:
     res = {}
     for part,then in begun.items():
         path,name = part
+        o = graph.objects.get(path)
         now = graph.begun.get(part)
-        is_from_seed = not name and isinstance(graph.objects.get(path), (Tensor,*generators))
         has_changed = digests.get(part, then) != then
-        if now == then or is_from_seed or has_changed or is_of_hooks(part): continue
+        if now == then or has_changed or is_of_hooks(part): continue
+        if not name and isinstance(o, (Tensor,*generators)): continue  # from another seed
+        if now is None:
+            what = path if o is None else text_of(part)
+            res[what,''] = f'no {what}'
+            continue
         res[part] = text_of(part)
         if isinstance(then, str): res[part] += f' {now}, not {then}'
     return res

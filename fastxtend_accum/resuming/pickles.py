@@ -44,8 +44,8 @@ def is_value(kind:type)->bool:
 def named_by(kind:type)->list:
     "Returns the classes and functions that methods of a class use, if it is not installed, but the user's own code"
     path = getattr(sys.modules.get(kind.__module__), '__file__', None)
-    if '-packages' in str(path) or kind.__module__.partition('.')[0] in sys.stdlib_module_names and kind.__module__ != '__main__':
-        return []
+    is_pythons = kind.__module__ != '__main__' and kind.__module__.partition('.')[0] in sys.stdlib_module_names
+    if is_pythons or '-packages' in str(path): return []
     res = []
     for f in vars(kind).values():
         if not isinstance(f, types.FunctionType): continue

@@ -1,0 +1,105 @@
+"The files of fits: whole, in a folder of their own, locked while a process has fits there"
+import pytest
+
+from common import *
+from fastxtend_accum.resuming.files import Folder, read_file, remove_files_at_exit, whole_file
+from resumed import assert_same_end, learner, new_process, stop, train, whole
+
+
+def script(): return train(learner())
+def files(): return sorted(o.name for o in Path('models/resume').iterdir())
+
+
+def half(content): return content[:len(content)//2]
+def empty(content): return b''
+def garbage(content): return b'hello'*100
+
+
+def flipped(content):
+    "With one other bit"
+    res = bytearray(content)
+    res[len(res)//2] ^= 1
+    return bytes(res)
+
+
+@pytest.mark.parametrize('damage', [half, empty, garbage, flipped])
+def test_a_damaged_file_is_an_error(damage):
+    path = Path('0.pth')
+    torch.save([1], path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match='is damaged: .*restart=True'): read_file(path)
+
+
+def test_a_write_that_fails_leaves_the_file_before():
+    path = Path('0.pth')
+    path.write_bytes(b'before')
+    with pytest.raises(OSError), whole_file(path) as f:
+        f.write(b'half')
+        raise OSError('disk full')
+    assert path.read_bytes() == b'before'
+    assert list(Path().iterdir()) == [path]
+
+
+def hold_lock(path): Folder(path).take()
+
+
+def test_another_process_with_fits_in_the_folder_is_an_error(monkeypatch):
+    path = Path('models/resume')
+    Folder(path).take()
+    monkeypatch.setattr(time, 'monotonic', itertools.count(0, 5).__next__)  # it waits for 10 seconds
+    assert forked(takes_lock_of_another, path) == 0
+
+
+def takes_lock_of_another(path):
+    try: Folder(path.parent/'other').take()
+    except Exception: os._exit(2)
+    try: Folder(path).take()
+    except RuntimeError as e: os._exit(0 if 'fname=' in str(e) else 1)
+    os._exit(3)
+
+
+def test_a_fit_is_new_unless_the_same_learner_was_interrupted():
+    folder = Folder(Path())
+    first, other = learner(), learner()
+    assert folder.begin(first) == 0
+    folder.interrupted[first] = 0
+    assert folder.begin(other) == 1
+    assert folder.begin(first) == 0
+    folder.interrupted[first] = 0
+    folder.end(first)
+    assert folder.begin(first) == 2
+
+
+def test_a_finished_fit_keeps_one_file_until_the_process_ends():
+    script()
+    script()
+    assert files() == ['0.pth', '1.pth', 'lock']
+    remove_files_at_exit()
+    assert files() == ['lock']
+
+
+def test_nothing_is_removed_if_the_script_ends_with_an_error(monkeypatch):
+    script()
+    monkeypatch.setattr(sys, 'last_value', ValueError(), raising=False)
+    remove_files_at_exit()
+    assert files() == ['0.pth', 'lock']
+
+
+def test_nothing_is_removed_after_ctrl_c():
+    stop(script)
+    assert files() == ['0.pth', 'lock']
+
+
+def test_models_that_you_save_are_left_alone():
+    learn = script()
+    learn.save('resume')
+    learn.save('resume-0')
+    remove_files_at_exit()
+    assert {o.name for o in Path('models').iterdir()} == {'resume', 'resume.pth', 'resume-0.pth'}
+
+
+def test_restart_starts_over():
+    expected = whole(script)
+    stop(script)
+    new_process(seed=1)
+    assert_same_end(train(learner(), restart=True), expected)

@@ -1,0 +1,85 @@
+"A save and what is restored: each part is verified"
+import pytest
+
+from common import *
+from fastxtend_accum.resuming.graph import Graph
+from resumed import assert_same_end, learner, leave_out, new_process, stop, train, whole
+
+
+class Counts(Callback):
+    def __init__(self): self.n = 0
+    def after_step(self): self.n += 1
+
+
+PARTS = {
+    'a callback': ('Counts', 'n'),
+    'the Recorder': ('Recorder', 'losses'),
+    'a weight': ('model.0.0.weight', ''),
+    'a buffer': ('model.0.1.running_mean', ''),
+    'the optimizer': ('opt', 'state'),
+    'a generator': ('generators[2]', ''),
+    'the order of samples': ('dls.train', 'rng')}
+
+
+@pytest.mark.parametrize('name', PARTS)
+def test_a_part_that_is_left_out_is_named(name, monkeypatch):
+    "Whatever `restore` forgets, the digests find"
+    part = PARTS[name]
+    def script(): return train(learner(Counts()))
+    stop(script)
+    monkeypatch.setattr(Graph, 'restore', Graph.restore)  # is undone after the test
+    leave_out(lambda *o: o == part)
+    text = '.'.join(part).strip('.')
+    with pytest.raises(ValueError, match=f'could not restore .*{re.escape(text)}'): script()
+
+
+def test_a_first_save_that_is_impossible_is_an_error():
+    Path('models').write_text('no folder')
+    with pytest.raises(OSError, match='cannot save'): train(learner())
+
+
+def test_a_later_save_that_is_impossible_is_a_warning(monkeypatch):
+    "It says the system's reason; training goes on"
+    expected = whole(lambda: train(learner()))
+    write = Graph.write
+    n_saves = []
+
+    def fail(self, o, file):
+        is_file = not isinstance(file, io.BytesIO)
+        n_saves.extend([1]*is_file)
+        if is_file and len(n_saves) > 1: raise OSError('no space left on device')
+        write(self, o, file)
+    monkeypatch.setattr(Graph, 'write', fail)
+    new_process(seed=1)
+    with pytest.warns(UserWarning, match='no space left.*a kill would lose'): learn = train(learner())
+    assert_same_end(learn, expected)
+
+
+def test_the_first_save_is_read_back(monkeypatch):
+    def unreadable(self, content): raise ValueError('unreadable')
+    monkeypatch.setattr(Graph, 'read', unreadable)
+    with pytest.raises(OSError, match='unreadable'): train(learner())
+
+
+class LongRun(Callback):
+    "Lets the Recorder have the values of `n` steps"
+    order = 9000
+    n = 0
+    def after_train(self):
+        recorder = self.learn.recorder
+        recorder.losses[:] = [torch.tensor(float(i)) for i in range(self.n)]
+        recorder.lrs[:] = [float(i) for i in range(self.n)]
+        recorder.iters[:] = list(range(self.n))
+
+
+def size_after(n):
+    LongRun.n = n
+    train(learner(LongRun()), n_epoch=1)
+    paths = sorted(Path('models/resume').glob('*.pth'))
+    return paths[-1].stat().st_size
+
+
+def test_a_save_after_many_steps_is_small():
+    "At most 60 bytes for each step"
+    few, many = size_after(1_000), size_after(20_000)
+    assert 4*19_000 < many-few < 60*19_000

@@ -1,0 +1,98 @@
+"Whether a fit is the one that was saved: what differs is named in one error, before anything is overwritten"
+import pytest
+
+from common import *
+from resume_layouts import WIDTH, accum, fastai_data, make, mlp, samples, torch_data, with_valid
+from resumed import Stops, assert_goes_on, learner, new_process, stop, train
+
+
+class Projects(nn.Module):
+    "Has a random tensor that is neither a parameter nor a buffer"
+    def __init__(self):
+        super().__init__()
+        self.projection = torch.randn(WIDTH, WIDTH)
+
+    def forward(self, x): return x@self.projection
+
+
+def projecting(): return nn.Sequential(nn.Sequential(Projects(), mlp()[0]), nn.Linear(12, 1))
+
+
+def other_names():
+    m = mlp()
+    m[0] = nn.Sequential(collections.OrderedDict(first=m[0][0], norm=m[0][1], act=m[0][2], drop=m[0][3]))
+    return m
+
+
+def relu():
+    m = mlp()
+    m[0][2] = nn.ReLU()
+    return m
+
+
+def split(seed):
+    "Returns 100 of 130 samples, by a random split"
+    items = samples(130)
+    order = torch.randperm(130, generator=torch.Generator().manual_seed(seed)).tolist()
+    train_dl = DataLoader([items[i] for i in order[:100]], bs=4, shuffle=True)
+    return DataLoaders(train_dl, DataLoader([items[i] for i in order[100:]], bs=16))
+
+
+def scaled_data():
+    items = [(100*x, -y) for x, y in samples()]
+    return with_valid(DataLoader(items, bs=4, shuffle=True))
+
+
+DIFFERENCES = {
+    'epochs': (dict(), dict(n_epoch=4), r'n_epoch 4, not 3'),
+    'rate': (dict(), dict(lr=.05), 'lr'),
+    'momentum': (dict(), dict(opt_func=partial(Adam, mom=.5)), 'mom|opt'),
+    'optimizer': (dict(opt_func=SGD), dict(opt_func=Adam), 'opt'),
+    'loss': (dict(), dict(loss_func=F.l1_loss), 'loss_func'),
+    'metrics': (dict(), dict(metrics=mse), 'metrics|AvgMetric'),
+    'weights': (dict(), dict(m=lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, 1))), 'model'),
+    'names of layers': (dict(), dict(m=other_names), 'model'),
+    'activation': (dict(), dict(m=relu), 'ReLU|Tanh|model'),
+    'random tensor': (dict(m=projecting), dict(m=projecting), 'model.0.0.projection'),
+    'samples': (dict(), dict(dls=lambda: fastai_data(n=90)), 'dls.train'),
+    'batch size': (dict(), dict(dls=lambda: with_valid(DataLoader(samples(), bs=5, shuffle=True))), 'bs 5, not 4'),
+    'split': (dict(dls=lambda: split(1)), dict(dls=lambda: split(2)), 'dls.train.*seed'),
+    'values': (dict(), dict(dls=scaled_data), 'dls.train'),
+    'shuffle': (dict(), dict(dls=lambda: with_valid(DataLoader(samples(), bs=4))), 'shuffle'),
+    'callbacks': (dict(), dict(cbs=SaveModelCallback), 'SaveModelCallback|cbs'),
+    'workers that draw': (dict(dls=lambda: torch_data(num_workers=1)), dict(dls=lambda: torch_data(num_workers=2)), 'workers')}
+
+
+def run(cbs=None, n_epoch=3, lr=.02, **kwargs):
+    "Makes what is to be made anew, and trains"
+    for name in ('m', 'dls'):
+        if name in kwargs: kwargs[name] = kwargs[name]()
+    more = [cbs()] if cbs else []
+    return train(learner(*more, **kwargs), n_epoch=n_epoch, lr=lr)
+
+
+@pytest.mark.parametrize('name', DIFFERENCES)
+def test_a_difference_is_an_error_that_names_it(name):
+    before, after, text = DIFFERENCES[name]
+    stop(partial(run, **before), at=5)
+    content = Path('models/resume/0.pth').read_bytes()
+    with pytest.raises(ValueError, match=rf'cannot go on .*({text}).*restart=True'): run(**after)
+    assert Stops.n == 0
+    assert Path('models/resume/0.pth').read_bytes() == content
+
+
+def test_other_windows_are_an_error_that_names_them():
+    stop(run, at=5)
+    with pytest.raises(ValueError, match='accum_bs 12, not 8'): train(make(accum(12), Stops()))
+
+
+def test_a_text_of_a_callback_goes_on_with_the_earlier_value():
+    stop(lambda: train(learner(EarlyStoppingCallback(patience=5))))
+    learn = learner(EarlyStoppingCallback(patience=7))
+    with pytest.warns(UserWarning, match='EarlyStoppingCallback.patience 7, not 5'): train(learn)
+    assert learn.early_stopping.patience == 5
+
+
+def test_workers_that_draw_nothing_may_differ():
+    n_workers = iter([0, 0, 1])
+    assert_goes_on(lambda: train(learner(dls=fastai_data(num_workers=next(n_workers)))))

@@ -1,0 +1,45 @@
+"What loggers have outside of the process: files and runs"
+import pytest
+
+from common import *
+from fastxtend_accum.resuming.outside import restore_loggers, state_of_loggers
+from resumed import learner, new_process, stop, train, whole
+
+
+def rows():
+    "Returns the lines of CSVLogger's file without their times"
+    return [line.rpartition(',')[0] for line in Path('history.csv').read_text().splitlines()]
+
+
+@pytest.mark.parametrize('append', [False, True])
+def test_the_table_of_epochs_is_whole(append):
+    "With `append`, the rows of an earlier fit stay, and none is there twice"
+    def script(): return train(learner(CSVLogger(append=append)))
+    whole(script)
+    expected = rows()
+    assert len(expected) == 4
+    Path('history.csv').unlink()
+    if append: Path('history.csv').write_text('earlier,0\n')
+    stop(script, at=30)
+    script()
+    earlier = ['earlier']*append
+    assert rows() == earlier+expected
+
+
+class Run(SimpleNamespace): pass
+
+
+def test_the_run_of_wandb_goes_on(monkeypatch):
+    calls = []
+    wandb = SimpleNamespace(
+        run=Run(id='first', project='p', entity='e'),
+        finish=lambda: calls.append('finish'),
+        init=lambda **kwargs: calls.append(kwargs))
+    monkeypatch.setitem(sys.modules, 'wandb', wandb)
+    learn = learner()
+    state = state_of_loggers(learn)
+    restore_loggers(learn, state, [])
+    assert calls == []
+    wandb.run = Run(id='second', project='p', entity='e')
+    restore_loggers(learn, state, [])
+    assert calls == ['finish', dict(resume='must', id='first', project='p', entity='e')]

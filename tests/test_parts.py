@@ -1,0 +1,54 @@
+"Attributes and content of objects"
+import pytest
+
+from common import *
+from fastxtend_accum.resuming.parts import attributes_of, content_of, set_attribute, set_content
+
+GENERATORS = {
+    'python': (random.Random, lambda o: o.random()),
+    'numpy': (np.random.default_rng, lambda o: o.random()),
+    'legacy numpy': (np.random.RandomState, lambda o: o.rand()),
+    'torch': (torch.Generator, lambda o: torch.rand([], generator=o))}
+
+
+@pytest.mark.parametrize('name', GENERATORS)
+def test_a_generator_goes_back(name):
+    make, draw = GENERATORS[name]
+    generator = make()
+    before = content_of(generator)
+    drawn = draw(generator)
+    assert draw(generator) != drawn
+    set_content(generator, before)
+    assert draw(generator) == drawn
+
+
+@pytest.mark.parametrize('grad', [None, torch.zeros(2), torch.ones(2)])
+def test_a_weight_gets_its_values_and_its_gradient(grad):
+    weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(3))
+    weight.grad = grad
+    weight.requires_grad_(False)
+    set_content(other, content_of(weight))
+    assert torch.equal(other, weight)
+    assert not other.requires_grad
+    if grad is None: assert other.grad is None
+    else: assert torch.equal(other.grad, grad)
+
+
+class Slots:
+    __slots__ = 'n', 'missing'
+    def __init__(self): self.n = 1
+
+
+def test_slots_are_attributes():
+    o = Slots()
+    assert attributes_of(o) == dict(n=1)
+    set_attribute(o, 'n', 2)
+    assert o.n == 2
+
+
+@pytest.mark.parametrize('value,other', [([1], [2, 3]), (dict(a=1), dict(b=2))])
+def test_lists_and_dicts_are_changed_in_place(value, other):
+    o = SimpleNamespace(value=value)
+    set_attribute(o, 'value', other)
+    assert o.value is value
+    assert value == other

@@ -1,0 +1,51 @@
+"The place in the DataLoader"
+import pytest
+
+from common import *
+from resume_layouts import fastai_data, samples, torch_data, with_valid
+from resumed import Stops, assert_goes_on, learner, train
+
+
+class Stateful:
+    "Knows its place by itself, as torchdata's loader does. What it has yielded is counted"
+    bs = batch_size = 4
+    device = None
+    n_yielded = 0
+    def __init__(self):
+        self.dataset = samples()
+        self.place = 0
+        self.num_workers = 0
+
+    def __len__(self): return 25
+
+    def __iter__(self):
+        start, self.place = self.place, 0
+        for i in range(start, 25):
+            self.place = i+1
+            Stateful.n_yielded += 1
+            yield default_collate(self.dataset[4*i:4*i+4])
+        self.place = 0
+
+    def state_dict(self): return dict(place=self.place)
+    def load_state_dict(self, state): self.place = state['place']
+
+
+def test_a_loader_with_a_state_dict_goes_to_its_place():
+    def script():
+        Stateful.n_yielded = 0
+        return train(learner(dls=with_valid(Stateful())))
+    assert_goes_on(script)
+    assert Stateful.n_yielded == 75-25-6  # an epoch, and 3 windows of two batches
+
+
+LOADERS = {
+    'fastai': fastai_data,
+    'workers': partial(fastai_data, num_workers=1),
+    'torch': torch_data,
+    'torch with a generator': lambda: torch_data(generator=torch.Generator().manual_seed(5)),
+    'drop_last': partial(fastai_data, drop_last=True)}
+
+
+@pytest.mark.parametrize('name', LOADERS)
+def test_the_same_batches_follow(name):
+    assert_goes_on(lambda: train(learner(dls=LOADERS[name]())))
