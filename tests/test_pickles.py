@@ -3,7 +3,6 @@ import pytest
 
 from common import *
 from fastxtend_accum.resuming.graph import Graph
-from fastxtend_accum.resuming.pickles import Comparing
 from resumed import learner, train
 
 
@@ -11,15 +10,10 @@ class Evil:
     def __reduce__(self): return os.mkdir, ('code-has-run',)
 
 
-class System:
-    def __reduce__(self): return getattr, (os, 'system')
-
-
-@pytest.mark.parametrize('kind', [Evil, System])
-def test_a_file_cannot_run_code(kind):
+def test_a_file_cannot_run_code():
     graph = Graph(train(learner(), n_epoch=1))
     content = io.BytesIO()
-    torch.save(dict(x=kind()), content)
+    torch.save(dict(x=Evil()), content)
     with pytest.raises(Exception, match='Unsupported|not allowed|Weights only'): graph.read(content.getvalue())
     assert not Path('code-has-run').exists()
 
@@ -41,7 +35,8 @@ VALUES = {
 @pytest.mark.parametrize('name', VALUES)
 def test_equal_values_have_equal_digests_and_others_do_not(name):
     value, other = VALUES[name]
-    digests = [Comparing().digest('cb', o) for o in (value, deepcopy(value), other)]
+    comparing = Graph(train(learner(), n_epoch=1))
+    digests = [comparing.digest('cb', o) for o in (value, deepcopy(value), other)]
     assert digests[0] == digests[1]
     assert digests[0] != digests[2]
 
@@ -54,4 +49,4 @@ def test_values_come_back(name):
     graph.write(value, file)
     found = graph.read(file.getvalue())
     assert type(found) is type(value)
-    assert Comparing().digest('cb', found) == Comparing().digest('cb', value)
+    assert graph.digest('cb', found) == graph.digest('cb', value)

@@ -42,8 +42,7 @@ LOADERS = {
     'fastai': fastai_data,
     'workers': partial(fastai_data, num_workers=1),
     'torch': torch_data,
-    'torch with a generator': lambda: torch_data(generator=torch.Generator().manual_seed(5)),
-    'drop_last': partial(fastai_data, drop_last=True)}
+    'torch with a generator': lambda: torch_data(generator=torch.Generator().manual_seed(5))}
 
 
 @pytest.mark.parametrize('name', LOADERS)
