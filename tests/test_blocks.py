@@ -71,6 +71,7 @@ def test_a_sequential_with_a_forward_pass_of_its_own_is_not_grouped():
     assert list(groups) == [m]
     assert kinds_of_blocks(m) == ['Residual', 'Residual']
     assert kinds_of_blocks(Residual(two_layers(), two_layers())) == ['Sequential', 'Sequential']
+    with override_attr(m, 'forward', noop): assert find_blocks(m)[1] == {}
 
 
 def test_a_module_that_occurs_twice_is_one_block():

@@ -224,7 +224,7 @@ def test_an_error_says_what_else_makes_a_batch_fit(make, says):
         fit(learn, 1)
     assert type(error.value.__cause__) is torch.OutOfMemoryError
     for name, value in state(learn).items(): assert torch.equal(value, before[name])
-    learn.activations.end()  # after an error it has a forward pass of its own until the next fit
+    learn.activations.after_fit()  # after an error it has a forward pass of its own until the next fit
     assert_own_forward(learn)
 
 

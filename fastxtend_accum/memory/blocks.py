@@ -28,8 +28,8 @@ def class_forward(m)->Callable|None:
     return getattr(type(m), 'forward', None)
 
 def is_plain_sequential(m)->bool:
-    "Returns whether the forward pass of `m` is that of nn.Sequential"
-    return class_forward(m) is nn.Sequential.forward
+    "Returns whether the forward pass of `m` is that of nn.Sequential, which nobody has replaced in `m` either"
+    return class_forward(m) is nn.Sequential.forward and 'forward' not in vars(m)
 
 def can_be_block(m)->bool:
     "Returns whether `m` has a forward pass of several modules. A single module keeps its inputs anyway"
