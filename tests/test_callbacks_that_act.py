@@ -68,18 +68,6 @@ def test_a_rate_that_a_callback_sets_is_the_one_of_the_large_batch(name, layout)
     assert len(set(rates)) > 1
 
 
-@pytest.mark.parametrize('layout', ['whole', 'both'])
-@pytest.mark.parametrize('name', [
-    'by position before a window', 'by position before the step', 'by position after the step',
-    'smaller after each step'])
-def test_where_loader_batches_are_logged_a_callback_that_acts_once_a_window_does_the_same(name, layout):
-    small = run(layout, RATES[name], log_accum_batch=False)
-    big = run(layout, RATES[name], is_large=True)
-    assert big.has_moved()
-    assert_same(weights(small.learn), weights(big.learn), ROUNDING)
-    assert_same(flat(small.others[-1].rows), flat(big.others[-1].rows))
-
-
 class TorchScheduler(Callback):
     "Advances a scheduler of PyTorch at `event`"
     run_valid = False
