@@ -23,6 +23,7 @@ def script(): return train(learner(Terminates()))
 
 
 def ends_by_signal(at):
+    new_process(seed=1)  # here, since Python seeds `random` in a copy of a process
     Terminates.at = at
     script()
 
@@ -30,7 +31,6 @@ def ends_by_signal(at):
 @pytest.mark.parametrize('at,n_run', [(6, 6), (18, 18), ('validation', 26)])
 def test_no_batch_is_lost(at, n_run):
     expected = whole(script)
-    new_process(seed=1)
     assert forked(ends_by_signal, at) == -signal.SIGTERM
     new_process()
     learn = script()
@@ -38,30 +38,34 @@ def test_no_batch_is_lost(at, n_run):
     assert_same_end(learn, expected)
 
 
-def test_a_handler_that_was_there_is_called_after_the_save():
+# A copy of this process runs these, in its main thread, where signals are received
+
+def calls_own_handler():
     seen = []
     def handler(number, frame): seen.append(Path('models/resume/0.pth').exists())
-    before = signal.signal(signal.SIGTERM, handler)
-    Terminates.at = 6
-    try: script()
-    finally:
-        Terminates.at = None
-        assert signal.signal(signal.SIGTERM, before) is handler
+    signal.signal(signal.SIGTERM, handler)
+    ends_by_signal(6)
     assert seen == [True]
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert Stops.n == N_STEPS
 
 
-def test_a_second_signal_does_not_wait():
+def second_signal_does_not_wait():
     held = HeldSignals()
     held.begin()
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)
-    held.end()
 
 
-def test_fits_within_each_other_hold_signals_until_the_outer_one_ends():
+def outer_fit_holds_signals():
     held = HeldSignals()
     held.begin()
     held.begin()
     held.end()
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt): held.end()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize('check', [calls_own_handler, second_signal_does_not_wait, outer_fit_holds_signals])
+def test_signals_are_held_and_let_through(check): assert forked(check) == 0
