@@ -4,7 +4,7 @@ from fastai.distributed import DistributedDL
 from torch.ao.quantization import PerChannelMinMaxObserver
 
 from common import *
-from fastxtend_accum.windows.loader import epoch_samples
+from fastxtend_accum.windows.loader import loader_info
 
 FLOAT32 = 1e-6  # rounding of float32 weights, and of the Recorder's losses
 
@@ -57,7 +57,6 @@ def test_buffers_without_a_shape(name):
 class Masked(Callback):
     "A pretext task, as tsai's MVP, with a loss of its own: reconstruct what is masked"
     order = 60
-    per_sample = ('mask',)
 
     def before_fit(self):
         self.learn.loss_func = self.loss_of_masked
@@ -102,12 +101,6 @@ def test_a_late_callback_sees_each_batch_once(name):
 @pytest.mark.parametrize('name,tol', [('cache', ROUNDING), ('checkpointing', 0)])
 def test_a_late_callback_sees_a_batch_once_that_takes_several_passes(name, tol):
     assert_fits_pretext(tol, runs_out(), ADAPTING[name]())
-
-
-def test_a_late_callback_sees_a_batch_once_that_is_split_after_memory_has_run_out():
-    "The loss wants the whole mask, so that it cannot be checked with a part of the samples"
-    with pytest.warns(UserWarning, match='could not check whether accumulation is exact'):
-        assert_fits_pretext(ROUNDING, runs_out(), ADAPTING['auto']())
 
 
 # What works in place
@@ -160,7 +153,6 @@ def test_a_cache_of_a_model_that_works_in_place(n):
 
 # What callbacks and hooks see of a batch
 
-@pytest.mark.filterwarnings('ignore:after_step of Callback reads the batch')
 @pytest.mark.parametrize('bs,make_cb,rows,n_passes', [
     (32, Callback, 32, 3),
     (8, in_windows, 8, 12),
@@ -241,13 +233,10 @@ def test_a_cache_that_splits_nothing_does_not_join_several_rows_of_a_sample(micr
     assert_moved(plain)
 
 
-def test_the_order_of_several_rows_of_a_sample_does_not_matter_if_the_loss_is_a_mean_over_rows():
-    plain = fit_crops(loss_of_rows)
-    says_not_joined = pytest.warns(UserWarning, match='validation batches are not split: cannot join')
-    says_not_checked = pytest.warns(UserWarning, match='could not check whether accumulation is exact')
-    with says_not_joined, says_not_checked: split = fit_crops(loss_of_rows, in_micro_batches())
-    assert_same(weights(split), weights(plain), ROUNDING)
-    assert_moved(plain)
+def test_several_rows_of_a_sample_in_a_batch_that_is_split_are_an_error():
+    "Nobody can tell which rows belong together"
+    with pytest.raises(ValueError, match='its first dimension must be the samples if a batch is split'):
+        fit_crops(loss_of_rows, in_micro_batches())
 
 
 # Objects that look like fastai's
@@ -362,9 +351,9 @@ def test_the_samples_of_a_shared_loader_are_known(n_processes, drop_last):
     for n, bs in itertools.product(range(8, 60), (2, 3, 4, 8)):
         dl = shared_loader(range(n), bs, n_processes, drop_last)
         sizes = [len(batch) for batch in dl]
-        n_samples, is_known = epoch_samples(dl, bs)
-        assert is_known
-        assert n_samples == sum(sizes), (n, bs)
+        info = loader_info(dl)
+        assert info.has_exact_length
+        assert info.n_planned == sum(sizes), (n, bs)
         if len(dl) != len(sizes): n_wrong_lengths += 1
     if drop_last: assert n_wrong_lengths > 20
     else: assert n_wrong_lengths == 0
@@ -401,8 +390,3 @@ def test_after_iter_is_called_in_every_complete_epoch(remainder, micro_batch_siz
     fit(learn, 3)
     assert len(ended) == 3
     assert learn.gradient_accumulation.opt_steps == 9
-
-
-def test_a_warning_says_that_a_micro_batch_is_larger_than_the_batch():
-    learn = make_learner(8, cbs=GradientAccumulation(32, micro_batch_size=16))
-    with pytest.warns(UserWarning, match='micro_batch_size=16 is more than the 8 samples'): fit(learn, 1)

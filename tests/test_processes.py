@@ -107,9 +107,9 @@ def joined_steps(steps, samples_of_each):
     return [(joined(window, samples_of_each), pct) for window, pct in steps]
 
 
-def assert_as_one_process(world, case, steps, n=96, tol=ROUNDING, skipped=(), is_logged=True):
+def assert_as_one_process(world, case, steps, n=96, tol=ROUNDING, is_logged=True):
     "Asserts that `case` gave every process the weights and losses of one that takes these steps"
-    expected, expected_losses = reference(steps, n, sgd, skipped=skipped)
+    expected, expected_losses = reference(steps, n, sgd)
     sizes = [len(samples) for samples, _ in steps] if is_logged else []
     for result in world.each(case):
         assert_same(result['weights'].double(), expected, tol)
@@ -157,8 +157,8 @@ CASES = dict(
     nonfinite=Case(),
     nonfinite_sharded=Case(),
     one_batch=Case(share=4),
+    pieces=Case(share=4),
     scheduled=Case(share=growing, remainder='carry'),
-    skip_step=Case(share=8),
     ragged=Case(101, 12),
     ragged_split=Case(101, 12),
     drop=Case(101, 12, 'drop'),
@@ -167,14 +167,12 @@ CASES = dict(
 
 @pytest.mark.parametrize('case', CASES)
 def test_weights_are_those_of_one_process(world, case):
-    "A window with a NaN in one process has no step in any; one whose step is cancelled is logged"
+    "A window with a NaN in one process has no step in any"
     steps = CASES[case].steps(world.n)
-    skipped = ()
     if case.startswith('nonfinite'): del steps[1]
-    if case == 'skip_step': skipped = (0, len(steps)//2)
     tol = 1e-2 if case == 'float16' else ROUNDING
     is_logged = case != 'loader_batches'
-    assert_as_one_process(world, case, steps, CASES[case].n, tol, skipped, is_logged)
+    assert_as_one_process(world, case, steps, CASES[case].n, tol, is_logged)
 
 
 def test_the_windows_of_the_schedule_grow(world):
@@ -224,13 +222,9 @@ def test_each_process_finds_the_micro_batches_that_it_needs(world):
 
 
 def test_each_process_recomputes_the_blocks_that_it_needs(world):
-    "From the first batch on, or later"
     first, *others = adapted(world, 'blocks')
     assert 0 < first < others[0]
     assert len(set(others)) == 1
-    *before, last = adapted(world, 'blocks_later')
-    assert set(before) == {0}
-    assert last > 0
 
 
 def test_the_line_of_the_first_window_counts_processes(world):
@@ -242,19 +236,16 @@ def test_the_line_of_the_first_window_counts_processes(world):
     first, *others = world.each('lines')
     first_sharded, *others_sharded = world.each('lines_sharded')
     assert first == [line, f'{normed} ActivationCheckpointing() avoids this.']
-    assert first_sharded == [line, normed]
+    assert first_sharded == [normed]
     for said in [*others, *others_sharded]: assert said == []
 
 
 @pytest.mark.parametrize('case,plain,tol', [
     ('all_blocks', 'normed', 0),
     ('blocks', 'normed', 1e-11),  # DDP adds up three gradients in another order
-    ('blocks_later', 'normed', 1e-11),
     ('synced_blocks', 'synced', 0),
     ('cached', 'whole', ROUNDING),
-    ('cached_auto', 'whole', ROUNDING),
-    ('carries_split', 'carries', ROUNDING),
-    ('carries_cached', 'carries', ROUNDING)])
+    ('cached_auto', 'whole', ROUNDING)])
 def test_weights_losses_and_buffers_are_those_of_whole_batches(world, case, plain, tol):
     if 'blocks' in case and world.n == 2: tol = 0
     tol_of_losses = FLOAT32 if tol else 0
@@ -266,12 +257,6 @@ def test_weights_losses_and_buffers_are_those_of_whole_batches(world, case, plai
         buffers = zip(ours['buffers'], whole['buffers'], strict=True)
         for a, b in buffers: assert_same(a, b, tol)
     world.assert_moved(plain, 1e-2)
-
-
-def test_a_model_that_forgets_its_state_trains_otherwise(world):
-    "Else the cases of models that carry it would prove nothing"
-    difference = world.first('forgets')['weights']-world.first('carries')['weights']
-    assert difference.abs().max() > 1e-4
 
 
 @pytest.mark.parametrize('case,plain', [('all_blocks', 'normed'), ('cached', 'whole')])
@@ -314,6 +299,14 @@ def test_every_label_counts_the_same(world, case):
         flat_pred = pred.flatten(0, 1)
         return F.cross_entropy(flat_pred, targ.flatten(), weight)
     assert_as_large_batches(world, case, token_model(), tokens(), 8, loss_func)
+
+
+def test_a_window_without_labels_has_no_step_in_any_process(world):
+    "Also if one of them runs more passes"
+    first = world.first('no_items')
+    world.assert_weights('no_items', first['weights'], 0)
+    world.assert_moved('no_items', 1e-2)
+    assert len(first['losses']) < len(world.first('tokens_auto')['losses'])
 
 
 # Gradients
@@ -418,17 +411,15 @@ def test_ddp_averages_again_after_an_interrupt(world):
 def test_what_is_refused(world):
     n = world.n
     expected = [
-        f'accum_bs=4 counts samples, and is not a multiple of {4*n}, {n} processes',
-        f'final_accum_bs={4*n+4} co',
-        'static_graph=True averages',
+        f'accum_bs={6*n} is a number of samples, but not a multiple of {4*n}, {n} processes',
+        'DistributedDataParallel(static_graph=True)',
         'GradientCache cannot split the forward pass of a sharded',
         'a sharded FSDPSequential cannot adapt to memory',
-        'ActivationCheckpointing cannot run parts of a sharded']
-    for *said, synced, synced_auto in world.each('errors'):
+        'ActivationCheckpointing cannot',
+        'SyncBatchNorm waits',
+        'SyncBatchNorm waits']
+    for said in world.each('errors'):
         for message, beginning in zip(said, expected, strict=True): assert message.startswith(beginning)
-        assert f'use {4*n} or {8*n}' in said[1]
-        assert 'SyncBatchNorm waits' in synced
-        assert synced_auto == synced
 
 
 def check_model(m, has_half):
@@ -461,7 +452,7 @@ BY_ALL_REDUCE = {'sums', 'tokens', 'clip', 'cached', *CASES}-OTHERWISE
 
 @pytest.mark.parametrize('case', sorted(BY_ALL_REDUCE))
 def test_one_all_reduce_a_step(world, case):
-    "One bucket, in the last micro-batch of a window; 24 bytes beside it, and 8 bytes once, for the unit"
+    "One bucket, in the last micro-batch of a window, and 24 bytes beside it"
     buckets, others = world.messages(case)
     n_steps = len(world.first(case)['losses'])
     assert len(buckets) == n_steps > 1
@@ -469,11 +460,7 @@ def test_one_all_reduce_a_step(world, case):
     sizes = {n_bytes for _, n_bytes in buckets}
     assert len(passes) == n_steps
     assert len(sizes) == 1
-    n_units = 0 if case == 'sums' else 1
-    for_units = others[:n_units]
-    for_steps = others[n_units:]
-    assert set(for_units) <= {8}
-    assert Counter(for_steps) == {24: n_steps}
+    assert others == [24 for _ in range(n_steps)]
 
 
 # Started for a case of their own
@@ -485,30 +472,12 @@ def test_a_process_that_fails_ends_all():
     assert 'the disk is full' in done.err
 
 
-@pytest.mark.long
-def test_processes_agree_on_the_unit_of_a_window_without_labels(tmp_path):
-    "If one of them runs more passes"
-    world = World(2, results_of(2, tmp_path, 'no_items'))
-    one, other = world.each('no_items')
-    assert_same(one['weights'], other['weights'])
-    assert one['moved'] > 1e-2
-
-
 def test_a_model_whose_parameters_are_all_frozen_has_no_gradients_to_average():
     "The loss may have parameters of its own"
     learn = make_learner(8)
     learn.freeze()
     for p in learn.model.parameters(): p.requires_grad_(False)
-    assert Processes(learn).average_grads(None) is None
-
-
-@pytest.mark.long
-def test_processes_agree_on_buffers_in_validation(tmp_path):
-    "If one of them runs more passes"
-    world = World(2, results_of(2, tmp_path, 'validation'))
-    one, other = world.each('validation')
-    assert len(one) > 0
-    assert_same(one, other)
+    assert Processes(learn).average_grads() is None
 
 
 def free_port():

@@ -1,6 +1,8 @@
 "What each process of `test_processes.py` does: `torchrun --nproc-per-node 2 tests/workers.py FOLDER [CASE]`"
-import os, sys, unittest.mock
+import os
+import sys
 from datetime import timedelta
+from unittest.mock import patch as patched
 
 import torch.distributed as dist
 from accelerate import DistributedDataParallelKwargs
@@ -12,236 +14,345 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import *
 from fastxtend_accum.demo import Activations
-from fastxtend_accum.windows.gradients import GradientSums, WindowParams
 from fastxtend_accum.windows.processes import Processes
 
-W,rank = num_distrib(),rank_distrib()
+W = num_distrib()
+rank = rank_distrib()
 
-def broadcast_on_cpu(self, t, rank):
+
+def broadcast_on_cpu(self, order, rank):
     "fastai moves the order of the samples to the GPU"
-    t = LongTensor(t)
-    dist.broadcast(t, rank)
-    return t.tolist()
+    order = LongTensor(order)
+    dist.broadcast(order, rank)
+    return order.tolist()
+
+
 DistributedDL._broadcast = broadcast_on_cpu
 
+
+# Fits
+
 class Traffic(Callback):
-    "What the processes exchange in training: DDP's buckets, and the rest"
+    "What the processes exchange in training: DDP's buckets, and the rest; and the buffers after it"
     order = DistributedTrainer.order+1
+
     def before_fit(self):
-        self.buckets,self.others,self.held,self.passes = [],[],[],0
-        if isinstance(self.model, DistributedDataParallel): self.model.register_comm_hook(None, self.bucket)
-        self.original,dist.all_reduce = dist.all_reduce,self.all_reduce
-    def before_backward(self): self.passes += 1
-    def bucket(self, state, bucket):
-        self.buckets.append((self.passes, bucket.buffer().nbytes))
+        self.buckets = []
+        self.others = []
+        self.buffers = []
+        self.n_passes = 0
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.register_comm_hook(None, self.note_bucket)
+        self.all_reduce = dist.all_reduce
+        dist.all_reduce = self.note_and_reduce
+
+    def before_backward(self):
+        self.n_passes += 1
+
+    def note_bucket(self, state, bucket):
+        self.buckets.append((self.n_passes, bucket.buffer().nbytes))
         return allreduce_hook(state, bucket)
-    def all_reduce(self, o, *args, async_op=False, **kwargs):
+
+    def note_and_reduce(self, o, *args, async_op=False, **kwargs):
         if not async_op: self.others.append(o.nbytes)  # the communication hook's are
-        return self.original(o, *args, async_op=async_op, **kwargs)
-    def after_train(self): self.held += [o.clone() for o in self.model.buffers()]
-    after_validate = after_train
-    def after_fit(self): dist.all_reduce = self.original
+        return self.all_reduce(o, *args, async_op=async_op, **kwargs)
+
+    def after_train(self):
+        self.buffers += [o.clone() for o in self.model.buffers()]
+
+    def after_fit(self):
+        dist.all_reduce = self.all_reduce
+
 
 @contextmanager
 def together(learn, in_ctx=True, **kwargs):
     "DDP by fastai, with these arguments; `in_ctx=False`: a model that was wrapped by its user"
-    handlers = [DistributedDataParallelKwargs(**kwargs)] if kwargs else None
-    if not in_ctx: learn.dls.loaders = [DistributedDL(dl) for dl in learn.dls.loaders]
-    context = learn.distrib_ctx(cpu=True, sync_bn=False, kwargs_handlers=handlers) if in_ctx else learn.no_bar()
+    context = learn.no_bar()
+    if in_ctx:
+        handlers = [DistributedDataParallelKwargs(**kwargs)] if kwargs else None
+        context = learn.distrib_ctx(cpu=True, sync_bn=False, kwargs_handlers=handlers)
+    else:
+        learn.dls.loaders = [DistributedDL(dl) for dl in learn.dls.loaders]
     with learn.no_bar(), context: yield
 
+
 def whole_weights(m):
-    return torch.cat([getattr(p, 'full_tensor', lambda: p)().detach().flatten().clone() for p in m.parameters()])
+    "Returns all weights in one vector, also of a sharded model"
+    res = []
+    for p in m.parameters():
+        if hasattr(p, 'full_tensor'): p = p.full_tensor()
+        res.append(p.detach().flatten().clone())
+    return torch.cat(res)
+
+
+def adapted(learn):
+    "Returns the size of micro-batches, and the number of recomputed blocks, that this process has found"
+    sizes = [cb.micro_bs for cb in learn.cbs if hasattr(cb, 'micro_bs')]
+    return sizes+[cb.n_recomputed for cb in learn.cbs if hasattr(cb, 'n_recomputed')]
+
 
 def train(learn, method='fit', **kwargs):
-    "Train, and give what came of it"
-    learn.add_cb(traffic := Traffic())
+    "Trains, and returns what came of it"
+    traffic = Traffic()
+    learn.add_cb(traffic)
     before = whole_weights(learn.model)
     with learn.no_logging(), together(learn, **kwargs): getattr(learn, method)(2, .1)
-    rec,adapted = learn.recorder,[getattr(cb, o) for cb in learn.cbs for o in ('micro_bs','level') if hasattr(cb, o)]
-    weights = whole_weights(learn.model)
-    return dict(weights=weights, moved=(weights-before).abs().max(), buffers=traffic.held,
-                losses=losses(learn), lrs=rec.lrs, accum_bs=getattr(rec, 'accum_bs', None), adapted=adapted,
-                grads=sum(float(g.abs().sum()) for g in grads(learn)), buckets=traffic.buckets, others=traffic.others)
+    after = whole_weights(learn.model)
+    return dict(
+        weights=after,
+        moved=(after-before).abs().max(),
+        buffers=traffic.buffers,
+        losses=losses(learn),
+        lrs=learn.recorder.lrs,
+        accum_bs=getattr(learn.recorder, 'accum_bs', None),
+        adapted=adapted(learn),
+        grads=sum(float(g.abs().sum()) for g in grads(learn)),
+        buckets=traffic.buckets,
+        others=traffic.others)
 
-def accum(n=16, **kwargs): return GradientAccumulation(n*W, **kwargs)
+
+def accum(n=16, **kwargs):
+    "Accumulates over `n` samples of each process"
+    return GradientAccumulation(n*W, **kwargs)
+
 
 def small(*cbs, n=96, bs=4, opt_func=SGD, m=None, loss_func=mse, **kwargs):
-    return train(make_learner(bs, n=n, cbs=[*cbs], opt_func=opt_func, m=m, loss_func=loss_func), **kwargs)
+    learn = make_learner(bs, n=n, cbs=[*cbs], opt_func=opt_func, m=m, loss_func=loss_func)
+    return train(learn, **kwargs)
 
-def error(*cbs, **kwargs):
-    try: small(*cbs, **kwargs)
-    except ValueError as e: return str(e).splitlines()[-1].strip()
 
-TorchSGD = partial(OptimWrapper, opt=torch.optim.SGD)
+def wrapped_small(m, *cbs, **kwargs):
+    return small(*cbs, m=m, in_ctx=False, **kwargs)
 
-def shard(m): return fully_shard(m, mesh=init_device_mesh('cpu', (W,)))
 
-def sharded(cb, m):
+def shard(m):
+    return fully_shard(m, mesh=init_device_mesh('cpu', (W,)))
+
+
+def sharded_small(m, *cbs):
     for o in m: shard(o)
-    return small(cb, m=shard(m), in_ctx=False)
+    return wrapped_small(shard(m), *cbs)
+
 
 class SkipBatch(Callback):
-    "Cancels loader batch `nth` of each epoch, at `event`"
-    def __init__(self, event, nth=2): self.nth,_ = nth,setattr(self, event, self.skip)
-    def before_epoch(self): self.n = 0
-    def before_batch(self): self.n += 1
-    def skip(self):
+    "Cancels loader batch `nth` of each epoch"
+    def __init__(self, nth):
+        self.nth = nth
+
+    def before_epoch(self):
+        self.n = 0
+
+    def before_batch(self):
+        self.n += 1
+
+    def after_pred(self):
         if self.training and self.n == self.nth: raise CancelBatchException
 
-class Limited(nn.Module):
-    "Memory for `most(passes)` samples"
-    passes = 0
-    def __init__(self, most, m=None):
-        super().__init__()
-        self.m,self.most = m or model(),most
-    def forward(self, x):
-        self.passes += self.training
-        if len(x) > self.most(self.passes): raise torch.OutOfMemoryError('CUDA out of memory')
-        return self.m(x)
-
-def unequal(*args): return Limited(lambda n: 5 if rank else 9, *args)
-def later(): return Limited(lambda n: 5 if rank == W-1 and n > 2 else 16)
-def auto(n=16, **kwargs): return accum(n, micro_batch_size='auto', **kwargs)
-
-def token_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 4)).double()
-
-def on_tokens(loss_func, bs=4, m=None, n_ignored=0, **kwargs):
-    "Labels of which most are ignored, and unevenly; in each process the first `n_ignored` samples have none"
-    x,y = tokens()
-    for o in y.chunk(W): o[:n_ignored] = -100
-    ds = list(zip(x, y))
-    def flat(pred, targ): return loss_func(pred.flatten(0, 1), targ.flatten()).float()
-    def items(learn): return loss_items(loss_func, learn.pred.flatten(0, 1), learn.y.flatten())
-    dls = DataLoaders(DataLoader(ds, bs=bs), DataLoader(ds[:8], bs=4))
-    return train(Learner(dls, m or token_model(), flat, opt_func=SGD, cbs=accum(8, num_items=items, **kwargs)))
-
-def limited_tokens(**kwargs):
-    return on_tokens(nn.CrossEntropyLoss(), 8, Limited(lambda n: 8 if rank else 4, token_model()),
-                     micro_batch_size='auto', **kwargs)
-
-class SumLoss(nn.MSELoss):
-    def forward(self, pred, targ): return super().forward(pred, targ).float()/64
 
 def nan_once():
-    "A model with a NaN in the gradient of one row, in one process, at its sixth batch"
-    m,n = model(),itertools.count(1)
+    "Returns a model with a NaN in the gradient of one row, in one process, at its sixth batch"
+    m = model()
+    n_batches = itertools.count(1)
+    factors = torch.ones(8)
+    factors[0] = math.nan
+
     def hook(m, args, out):
-        if m.training and rank == 1 and next(n) == 6: out.register_hook(lambda g: g*tensor([math.nan] + [1]*7))
+        if m.training and rank == 1 and next(n_batches) == 6: out.register_hook(lambda grad: grad*factors)
     m[0].register_forward_hook(hook)
     return m
 
+
+# Memory
+
+class Limited(nn.Module):
+    "Has memory for `most(passes)` samples in training; validation, which keeps no graph, needs less"
+    def __init__(self, most, m=None):
+        super().__init__()
+        self.m = m or model()
+        self.most = most
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += self.training
+        if self.training and len(x) > self.most(self.passes): raise torch.OutOfMemoryError('CUDA out of memory')
+        return self.m(x)
+
+
+def unequal():
+    return Limited(lambda n: 5 if rank else 9)
+
+
+def later():
+    return Limited(lambda n: 5 if rank == W-1 and n > 2 else 16)
+
+
+def auto(n=16, **kwargs):
+    return accum(n, micro_batch_size='auto', **kwargs)
+
+
 def spread(pred, targ):
     "Compares samples"
-    return ((pred-pred.mean(0))**2).mean().float() + mse(pred, targ)
+    distances = pred-pred.mean(0)
+    return (distances**2).mean().float() + mse(pred, targ)
 
-def whole(*cbs, **kwargs): return small(*cbs, bs=16, loss_func=spread, **kwargs)
+
+def whole(*cbs, **kwargs):
+    return small(*cbs, bs=16, loss_func=spread, **kwargs)
+
 
 def norm_model(norm):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 8), norm, nn.Linear(8, 1)).double()
 
-class Carries(nn.Module):
-    "Continues each row where the batch before stopped"
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.rnn,self.out = nn.GRU(5, 8, batch_first=True).double(),nn.Linear(8, 1).double()
-        self.reset()
-    def reset(self): self.state = None
-    def forward(self, x):
-        y,state = self.rnn(x[:,None], self.state)
-        self.state = state.detach()
-        return self.out(y[:,0])
 
-def carries(*cbs): return small(ModelResetter(), *cbs, bs=16, m=Carries())
+def norm_block(norm):
+    return nn.Sequential(nn.Linear(5, 8), norm(8), nn.Dropout(.2), nn.Linear(8, 5), nn.Tanh())
 
-def normed(norm=nn.BatchNorm1d):
+
+def blocks_model(norm=nn.BatchNorm1d):
     torch.manual_seed(0)
-    def block(): return nn.Sequential(nn.Linear(5, 8), norm(8), nn.Dropout(.2), nn.Linear(8, 5), nn.Tanh())
-    return nn.Sequential(block(), block(), nn.Linear(5, 1)).double()
+    return nn.Sequential(norm_block(norm), norm_block(norm), nn.Linear(5, 1)).double()
 
-def train_normed(*cbs):
-    m = normed()
+
+def normed(*cbs):
+    m = blocks_model()
     torch.manual_seed(5)
     return small(*cbs, bs=16, m=m, opt_func=Adam)
 
-class Shrinks(Callback):
-    "From the third batch on, the last process has less memory"
-    order = Activations.order-1
-    def __init__(self, mb): self.mb = mb
-    def before_batch(self):
-        if self.training and self.train_iter == 2 and rank == W-1: self.activations.limit = self.mb
 
-def with_blocks(first, others, later):
-    "With memory for these shares of what a batch takes: in process 0, in the others, and in the last one later"
-    train_normed(whole := Activations())
-    limit = Activations(whole.mb*(others if rank else first))
-    return train_normed(limit, Shrinks(whole.mb*later), ActivationCheckpointing())
+def blocks():
+    "With memory for .9 of what a batch takes in process 0, and for half of it in the others"
+    measures = Activations()
+    normed(measures)
+    share = .5 if rank else .9
+    return normed(Activations(measures.mb*share), ActivationCheckpointing())
+
 
 def over_processes(*tensors):
-    o = torch.stack([t.mean(0) for t in tensors])
-    dist.all_reduce(o)
-    return o/W
+    "Returns means over the rows of all processes"
+    means = torch.stack([t.mean(0) for t in tensors])
+    dist.all_reduce(means)
+    return means/W
+
 
 class Synced(torch.autograd.Function):
     "As nn.SyncBatchNorm's: in both passes, the processes wait for each other"
     @staticmethod
     def forward(ctx, x):
-        mean,sqr_mean = over_processes(x, x**2)
+        mean, sqr_mean = over_processes(x, x**2)
         std = (sqr_mean-mean**2+1e-5).sqrt()
         res = (x-mean)/std
         ctx.save_for_backward(res.clone(), std)
         return res
+
     @staticmethod
     def backward(ctx, grad):
-        res,std = ctx.saved_tensors
-        a,b = over_processes(grad, grad*res)
+        res, std = ctx.saved_tensors
+        a, b = over_processes(grad, grad*res)
         return (grad-a-res*b)/std
 
+
 class GlooSyncNorm(nn.SyncBatchNorm):
-    def forward(self, x): return Synced.apply(x) if self.training else x
+    def forward(self, x):
+        return Synced.apply(x) if self.training else x
+
 
 sync_norm = partial(GlooSyncNorm, affine=False)
 
-def synced(f, *cbs, bs=16, m=None, opt_func=Adam):
-    "With SyncBatchNorm, for which DDP wants a GPU"
-    m = m or normed(sync_norm)
+
+def with_sync_norm(f, *cbs, bs=16, m=None, opt_func=Adam):
+    "DDP wants a GPU for SyncBatchNorm"
+    m = m or blocks_model(sync_norm)
     torch.manual_seed(5)
-    with unittest.mock.patch.object(DistributedDataParallel, '_passing_sync_batchnorm_handle'):
+    with patched.object(DistributedDataParallel, '_passing_sync_batchnorm_handle'):
         return f(*cbs, bs=bs, m=m, opt_func=opt_func)
 
-def half_loss(pred, targ): return F.mse_loss(pred.float(), targ.float())
-def half(n): return small(accum(n), m=model().bfloat16(), loss_func=half_loss)
+
+# Losses
+
+class SumLoss(nn.MSELoss):
+    def forward(self, pred, targ):
+        return super().forward(pred, targ).float()/64
+
+
+def token_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 4)).double()
+
+
+def on_tokens(loss_func, bs=4, m=None, n_ignored=0, **kwargs):
+    "Labels of which most are ignored, and unevenly; in each process the first `n_ignored` samples have none"
+    x, y = tokens()
+    for o in y.chunk(W): o[:n_ignored] = -100
+    samples = list(zip(x, y))
+
+    def flat(pred, targ):
+        return loss_func(pred.flatten(0, 1), targ.flatten()).float()
+
+    def items(learn):
+        return loss_items(loss_func, learn.pred.flatten(0, 1), learn.y.flatten())
+
+    dls = DataLoaders(DataLoader(samples, bs=bs), DataLoader(samples[:8], bs=4))
+    cb = accum(8, num_items=items, **kwargs)
+    return train(Learner(dls, m or token_model(), flat, opt_func=SGD, cbs=cb))
+
+
+def tokens_auto(**kwargs):
+    "One process splits its batches"
+    m = Limited(lambda n: 8 if rank else 4, token_model())
+    return on_tokens(nn.CrossEntropyLoss(), 8, m, micro_batch_size='auto', **kwargs)
+
+
+def half_loss(pred, targ):
+    return F.mse_loss(pred.float(), targ.float())
+
+
+def half(n):
+    return small(accum(n), m=model().bfloat16(), loss_func=half_loss)
+
+
+def mean_prediction(pred, targ):
+    return pred.float().mean()
+
 
 def ones(wrap):
-    "The weight after the mean of 512 loader batches with a gradient of 1 each"
+    "Returns the weight after the mean of 512 loader batches with a gradient of 1 each"
     m = nn.Linear(1, 1, bias=False).bfloat16()
-    with torch.no_grad(): m.weight.zero_()
-    ds = [(torch.ones(1).bfloat16(), torch.zeros(1))]*512*W
-    dls = DataLoaders(DataLoader(ds, bs=1), DataLoader(ds[:1], bs=1))
-    learn = Learner(dls, wrap(m), lambda pred, targ: pred.float().mean(), opt_func=SGD, cbs=accum(512))
+    nn.init.zeros_(m.weight)
+    sample = torch.ones(1).bfloat16(), torch.zeros(1)
+    samples = [sample for _ in range(512*W)]
+    dls = DataLoaders(DataLoader(samples, bs=1), DataLoader(samples[:1], bs=1))
+    learn = Learner(dls, wrap(m), mean_prediction, opt_func=SGD, cbs=accum(512))
     with learn.no_logging(), together(learn, in_ctx=False): learn.fit(1, 1.)
     return whole_weights(learn.model).item()
 
+
+# Other cases
+
 def lines(m, **kwargs):
-    "What the first window prints"
-    said,learn = [],make_learner(4, cbs=accum(4, micro_batch_size=2), m=m)
-    with together(learn, **kwargs), override_attr(learn, 'logger', lambda o: isinstance(o, str) and said.append(o)):
-        learn.fit(1)
+    "Returns what a fit prints"
+    said = []
+
+    def note(o):
+        if isinstance(o, str): said.append(o)
+
+    learn = make_learner(4, cbs=accum(4, micro_batch_size=2), m=m)
+    with together(learn, **kwargs), override_attr(learn, 'logger', note): learn.fit(1)
     return said
 
+
 def interrupted():
-    "Whether DDP averages in each backward pass of a fit interrupted in mid-window, and afterwards"
-    m,seen = DistributedDataParallel(model()),[]
-    class Stop(Callback):
-        def after_backward(self):
-            seen.append(m.require_backward_grad_sync)
-            if len(seen) == 6: raise KeyboardInterrupt
-    try: small(accum(), Stop(), m=m, in_ctx=False)
-    except KeyboardInterrupt: return seen,m.require_backward_grad_sync
+    "Returns whether DDP averages in each backward pass of a fit interrupted in mid-window, and afterwards"
+    m = DistributedDataParallel(model())
+    seen = []
+
+    def stop_at_sixth(self):
+        seen.append(m.require_backward_grad_sync)
+        if len(seen) == 6: raise KeyboardInterrupt
+
+    try: wrapped_small(m, accum(), Callback(after_backward=stop_at_sixth))
+    except KeyboardInterrupt: return seen, m.require_backward_grad_sync
+
 
 def some_without_gradient():
     "The first parameter has a gradient everywhere, the second in one process, the third nowhere"
@@ -249,78 +360,106 @@ def some_without_gradient():
     params = list(m)
     params[0].grad = torch.full((2,), float(rank))
     if rank == 1: params[1].grad = torch.ones(2)
-    learn = make_learner(8, m=DistributedDataParallel(m))
-    learn.create_opt()
-    Processes(learn).average_grads(GradientSums(WindowParams(learn)))
+    Processes(make_learner(8, m=DistributedDataParallel(m))).average_grads()
     return [p.grad for p in params]
 
+
+def error(*cbs, **kwargs):
+    "Returns the error of a fit"
+    try: small(*cbs, **kwargs)
+    except ValueError as e: return str(e).splitlines()[-1].strip()
+
+
 def errors():
-    def of_shards(cb): return error(cb, m=shard(normed()), in_ctx=False)
-    return [error(GradientAccumulation(4)), error(GradientAccumulationSchedule(4*W, 4*W+4)),
-            error(accum(), static_graph=True), of_shards(GradientCache(5)), of_shards(auto()),
-            of_shards(ActivationCheckpointing()), synced(error, ActivationCheckpointing()), synced(error, auto())]
+    res = [error(accum(6)), error(accum(), static_graph=True)]
+    for cb in (GradientCache(5), auto(), ActivationCheckpointing()):
+        res.append(error(cb, m=shard(blocks_model()), in_ctx=False))
+    for cb in (ActivationCheckpointing(), auto()):
+        res.append(with_sync_norm(error, cb))
+    return res
+
 
 def one_fails():
     "One process fails in mid-window"
-    class Fail(Callback):
-        n = 0
-        def after_backward(self):
-            self.n += 1
-            if rank == W-1 and self.n == 3: raise OSError('the disk is full')
-    small(accum(), Fail())
+    def fail_at_third(self):
+        if rank == W-1 and self.train_iter == 0 and self.n_passes == 3: raise OSError('the disk is full')
 
-def no_items():
-    "The first window has no labels, and one process splits it"
-    return limited_tokens(n_ignored=8)
+    def count(self):
+        self.n_passes = getattr(self, 'n_passes', 0)+1
 
-def validation():
-    "With too little memory for a validation batch in one process, of a model with buffers"
-    m = Limited(lambda n: 16 if rank else 9, norm_model(nn.BatchNorm1d(8)))
-    learn = make_learner(16, cbs=auto(), m=m)
-    with learn.no_logging(), together(learn): return [*learn.validate()]
+    small(accum(), Callback(before_backward=count, after_backward=fail_at_third))
 
-cases = dict(
+
+float16_scale = dict(init_scale=256.)
+token_weights = tensor([1., 2., 3., .5]).double()
+TorchSGD = partial(OptimWrapper, opt=torch.optim.SGD)
+
+CASES = dict(
     constant=lambda: small(accum()),
-    float16=lambda: small(accum(), CpuMixedPrecision(init_scale=256.), m=model().float(), loss_func=MSELossFlat()),
-    ragged=lambda: small(accum(12), n=101), carry=lambda: small(accum(12, remainder='carry'), n=101),
-    drop=lambda: small(accum(12, remainder='drop'), n=101), one_batch=lambda: small(accum(4)),
+    one_batch=lambda: small(accum(4)),
+    pieces=lambda: small(accum(4), bs=16),
+    float16=lambda: small(accum(), CpuMixedPrecision(**float16_scale), m=model().float(), loss_func=MSELossFlat()),
     loader_batches=lambda: small(accum(log_accum_batch=False)),
+    scheduled=lambda: small(GradientAccumulationSchedule(4*W, 16*W, finish=1.)),
+    one_cycle=lambda: small(accum(12), n=101, method='fit_one_cycle'),
+    ragged=lambda: small(accum(12), n=101),
     ragged_split=lambda: small(accum(12, micro_batch_size=5), bs=12, n=101),
-    auto=lambda: small(auto(), bs=16, m=unequal()), auto_later=lambda: small(auto(), bs=16, m=later()),
+    drop=lambda: small(accum(12, remainder='drop'), n=101),
+    carry=lambda: small(accum(12, remainder='carry'), n=101),
+    skip_before=lambda: small(accum(8), SkipBatch(2)),
+    skip_last=lambda: small(accum(), SkipBatch(96//W//4)),
+    nonfinite=lambda: small(accum(skip_nonfinite=True), m=nan_once()),
+    # How the model is wrapped
     find_unused_parameters=lambda: small(accum(), find_unused_parameters=True),
     bucket_view=lambda: small(accum(), opt_func=TorchSGD, gradient_as_bucket_view=True),
-    by_hand=lambda: small(accum(), m=DistributedDataParallel(model()), in_ctx=False),
-    sharded=lambda: sharded(accum(), model()),
-    scheduled=lambda: small(GradientAccumulationSchedule(4*W, 16*W, finish=1.)),
-    skip_before=lambda: small(accum(8), SkipBatch('after_pred')),
-    skip_step=lambda: small(accum(8), SkipBatch('before_step')),
-    skip_last=lambda: small(accum(), SkipBatch('after_pred', 96//W//4)),
-    nonfinite=lambda: small(accum(skip_nonfinite=True), m=nan_once()),
-    nonfinite_sharded=lambda: sharded(accum(skip_nonfinite=True), nan_once()),
-    one_cycle=lambda: small(accum(12), n=101, method='fit_one_cycle'),
-    sums=lambda: small(accum(), loss_func=SumLoss(reduction='sum')), tokens=lambda: on_tokens(nn.CrossEntropyLoss()),
-    tokens_weighted=lambda: on_tokens(nn.CrossEntropyLoss(weight=tensor([1., 2., 3., .5]).double())),
-    tokens_auto=limited_tokens, clip=lambda: small(accum(), GradientClip(.05)),
+    by_hand=lambda: wrapped_small(DistributedDataParallel(model()), accum()),
+    sharded=lambda: sharded_small(model(), accum()),
+    nonfinite_sharded=lambda: sharded_small(nan_once(), accum(skip_nonfinite=True)),
+    # Memory
+    auto=lambda: small(auto(), bs=16, m=unequal()),
+    auto_later=lambda: small(auto(), bs=16, m=later()),
+    whole=whole,
+    cached=lambda: whole(GradientCache(5)),
+    cached_auto=lambda: whole(GradientCache('auto'), m=unequal()),
+    normed=normed,
+    all_blocks=lambda: normed(all_blocks()),
+    blocks=blocks,
+    synced=lambda: with_sync_norm(small),
+    synced_blocks=lambda: with_sync_norm(small, all_blocks()),
+    # Losses and gradients
+    sums=lambda: small(accum(), loss_func=SumLoss(reduction='sum')),
+    tokens=lambda: on_tokens(nn.CrossEntropyLoss()),
+    tokens_weighted=lambda: on_tokens(nn.CrossEntropyLoss(weight=token_weights)),
+    tokens_auto=tokens_auto,
+    no_items=lambda: tokens_auto(n_ignored=8),
+    clip=lambda: small(accum(), GradientClip(.05)),
     norm=lambda: small(accum(), m=norm_model(nn.BatchNorm1d(8, affine=False))),
-    norm_synced=lambda: synced(small, accum(), bs=4, m=norm_model(sync_norm(8)), opt_func=SGD),
-    bfloat16=lambda: half(16), bfloat16_one_batch=lambda: half(4),
+    norm_synced=lambda: with_sync_norm(small, accum(), bs=4, m=norm_model(sync_norm(8)), opt_func=SGD),
+    bfloat16=lambda: half(16),
+    bfloat16_one_batch=lambda: half(4),
     ones=lambda: [ones(DistributedDataParallel), ones(shard)],
-    whole=whole, cached=lambda: whole(GradientCache(5)), cached_auto=lambda: whole(GradientCache('auto'), m=unequal()),
-    carries=carries, carries_split=lambda: carries(GradientAccumulation(micro_batch_size=5)),
-    carries_cached=lambda: carries(GradientCache(5)),
-    forgets=lambda: carries(Callback(before_batch=lambda self: self.learn.model.module.reset())),
-    normed=train_normed, all_blocks=lambda: train_normed(all_blocks()), blocks=lambda: with_blocks(.9, .5, .5),
-    blocks_later=lambda: with_blocks(1.1, 1.1, .6),
-    synced=lambda: synced(small), synced_blocks=lambda: synced(small, all_blocks()),
-    lines=lambda: lines(model()) + lines(normed()),
-    lines_sharded=lambda: [o for m in (model(), normed()) for o in lines(shard(m), in_ctx=False)],
-    interrupted=interrupted, some_without_gradient=some_without_gradient, errors=errors)
+    # What else is to be known
+    lines=lambda: lines(model()) + lines(blocks_model()),
+    lines_sharded=lambda: lines(shard(blocks_model()), in_ctx=False),
+    interrupted=interrupted,
+    some_without_gradient=some_without_gradient,
+    errors=errors)
+
+
+def run_cases():
+    "Runs the cases that the command line names, or all of CASES, and writes what each returns"
+    folder, *names = sys.argv[1:]
+    if names == ['one_fails']: one_fails()
+    results = {}
+    for name, run in CASES.items():
+        is_wanted = not names or name in names
+        if is_wanted: results[name] = run()
+    torch.save(results, Path(folder)/f'{rank}.pt')
+
 
 if __name__ == '__main__':
     torch.set_num_threads(1)
     dist.init_process_group('gloo', timeout=timedelta(seconds=90))
-    folder,*names = sys.argv[1:]
-    results = {name:cases.get(name, globals().get(name))() for name in names or cases}
-    torch.save(results, Path(folder)/f'{rank}.pt')
+    run_cases()
     dist.destroy_process_group()
     os._exit(0)  # gloo's threads may abort a Python that ends: https://github.com/pytorch/pytorch/issues/190489
