@@ -39,7 +39,7 @@ class Traffic(Callback):
     def before_fit(self):
         self.buckets = []
         self.others = []
-        self.buffers = []
+        self.held = []
         self.n_passes = 0
         if isinstance(self.model, DistributedDataParallel):
             self.model.register_comm_hook(None, self.note_bucket)
@@ -58,7 +58,7 @@ class Traffic(Callback):
         return self.all_reduce(o, *args, async_op=async_op, **kwargs)
 
     def after_train(self):
-        self.buffers += [o.clone() for o in self.model.buffers()]
+        self.held += [o.clone() for o in self.model.buffers()]
 
     def after_fit(self):
         dist.all_reduce = self.all_reduce
@@ -101,7 +101,7 @@ def train(learn, method='fit', **kwargs):
     return dict(
         weights=after,
         moved=(after-before).abs().max(),
-        buffers=traffic.buffers,
+        buffers=traffic.held,
         losses=losses(learn),
         lrs=learn.recorder.lrs,
         accum_bs=getattr(learn.recorder, 'accum_bs', None),
@@ -315,14 +315,14 @@ def mean_prediction(pred, targ):
     return pred.float().mean()
 
 
-def ones(wrap):
+def ones():
     "Returns the weight after the mean of 512 loader batches with a gradient of 1 each"
     m = nn.Linear(1, 1, bias=False).bfloat16()
     nn.init.zeros_(m.weight)
     sample = torch.ones(1).bfloat16(), torch.zeros(1)
     samples = [sample for _ in range(512*W)]
     dls = DataLoaders(DataLoader(samples, bs=1), DataLoader(samples[:1], bs=1))
-    learn = Learner(dls, wrap(m), mean_prediction, opt_func=SGD, cbs=accum(512))
+    learn = Learner(dls, DistributedDataParallel(m), mean_prediction, opt_func=SGD, cbs=accum(512))
     with learn.no_logging(), together(learn, in_ctx=False): learn.fit(1, 1.)
     return whole_weights(learn.model).item()
 
@@ -374,6 +374,8 @@ def errors():
     res = [error(accum(6)), error(accum(), static_graph=True)]
     for cb in (GradientCache(5), auto(), ActivationCheckpointing()):
         res.append(error(cb, m=shard(blocks_model()), in_ctx=False))
+    half_blocks = shard(blocks_model().bfloat16())
+    res.append(error(accum(), m=half_blocks, in_ctx=False))
     for cb in (ActivationCheckpointing(), auto()):
         res.append(with_sync_norm(error, cb))
     return res
@@ -437,7 +439,7 @@ CASES = dict(
     norm_synced=lambda: with_sync_norm(small, accum(), bs=4, m=norm_model(sync_norm(8)), opt_func=SGD),
     bfloat16=lambda: half(16),
     bfloat16_one_batch=lambda: half(4),
-    ones=lambda: [ones(DistributedDataParallel), ones(shard)],
+    ones=ones,
     # What else is to be known
     lines=lambda: lines(model()) + lines(blocks_model()),
     lines_sharded=lambda: lines(shard(blocks_model()), in_ctx=False),

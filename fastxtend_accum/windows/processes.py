@@ -132,18 +132,18 @@ def average_grads(self:Processes):
 # %% ../../nbs/windows/07_processes.ipynb #bef79b5d
 @patch
 def check_model(self:Processes, has_half:bool):
-    "Raises ValueError if the model cannot average gradients; or cannot sum those of half-precision weights in float32"
+    "Raises ValueError if the model cannot average gradients, or cannot sum those of half-precision weights in float32"
     model = self.learn.model
     name = type(model).__name__
-    is_fsdp1 = is_sharded(model) and hasattr(model, 'no_sync')
     if self.n > 1 and not averages_gradients(model):
         raise ValueError(f"several processes train a {name} that does not average its gradients: "
                          "train inside `with learn.distrib_ctx():`, or wrap the model in DistributedDataParallel")
     if getattr(model, 'static_graph', False):
         raise ValueError("DistributedDataParallel(static_graph=True) decides itself when it averages gradients: leave "
                          "static_graph out")
-    if has_half and is_fsdp1:
-        raise ValueError(f"{name} sums gradients in the precision of the weights: use fully_shard, or float32")
+    if has_half and is_sharded(model):
+        raise ValueError(f"a sharded {name} sums gradients in the precision of the weights: keep these in float32, and "
+                         "let FSDP's mixed precision compute in half precision")
     if self.passes_are_local: self.check_retry()
 
 @patch
