@@ -83,8 +83,8 @@ def find_reasons(
     differs:Callable, # `differs(without)` returns whether windows differ without these suspects; None: nothing trains
     found:list[Suspect],
 )->tuple[list,list]: # The reasons; and suspects without which nothing trains
-    """Returns the first suspect without which windows do not differ; or else the fewest of all, by putting them back one
-    by one"""
+    """Returns the first suspect without which windows do not differ; or else the fewest of all, by putting them back
+    one by one"""
     necessary = []
     for o in found:
         is_different = differs((o,))
@@ -128,7 +128,7 @@ def search(
 
 def explain(comparison:Comparison, learn:Learner, cbs:list, micro_bs:int)->tuple[list,list]:
     "Returns the reasons why the trainings of `comparison` differ; and, if there are none, candidates"
-    comparison.unsteady = comparison.between_whole(0)
+    comparison.find_unsteady()
     if 'weights' in comparison.unsteady:
         return ['two trainings on the same whole batches differ, too: something draws numbers that no seed sets'],[]
     is_random = 'weights' in comparison.between_whole(1)
@@ -158,22 +158,33 @@ def check_with(
                          "windows: pass cbs=GradientAccumulation(...), or add it to the Learner")
     sizes = small_sizes(learn, ours, size)
     to_read,is_clean = copy_to_read(learn.dls.train)
-    kept = read_samples(to_read, n_samples(sizes, math.ceil(n_steps/2), drops_last(to_read)))
+    leader = min(ours, key=lambda o: o.lead_rank)
+    is_carried = leader.remainder_for(to_read) == 'carry'
+    n = n_samples(sizes, math.ceil(n_steps/2), drops_last(to_read), is_carried)
+    kept = read_samples(to_read, n)
     ways = Ways(learn, cbs, left_out, sizes, kept, valid_samples(learn, kept, size))
     comparison = Comparison(ways, seed, progress)
     found = comparison.differences()
     precision = 'float64' if comparison.is_double else 'float32'
-    reasons,candidates = explain(comparison, learn, in_trials, sizes.micro_bs) if found else ([],[])
-    found = comparison.differences()  # without what differs by itself
-    head = f'{comparison.whole.n_steps} steps of up to {size} samples, {sizes.micro_bs} at a time and whole, in {precision}:'
-    return AccumCheck(found, list(map(str, reasons)), list(map(str, candidates)), notes_on(left_out, is_clean), head)
+    reasons,candidates = [],[]
+    if found:
+        reasons,candidates = explain(comparison, learn, in_trials, sizes.micro_bs)
+        if 'weights' not in comparison.unsteady: found = comparison.differences()
+    n = comparison.whole.n_steps
+    head = f'{n} steps of up to {size} samples, {sizes.micro_bs} at a time and whole, in {precision}:'
+    return AccumCheck(
+        found,
+        list(map(str, reasons)),
+        list(map(str, candidates)),
+        notes_on(left_out, is_clean),
+        head)
 
 def notes_on(left_out:list, is_clean:bool)->list[str]:
     "Returns what the user has to know of the check"
     res = []
     named = [o for o in left_out if not isinstance(o, (ProgressCallback,ShowGraphCallback))]
     if named: res.append(f'left out: {names_of(named)}')
-    if not is_clean: res.append('the DataLoader cannot be copied: the next epoch goes on after the samples of this check')
+    if not is_clean: res.append('the DataLoader cannot be copied: the next epoch goes on after what this check has read')
     return res
 
 @patch
@@ -181,11 +192,11 @@ def check_accum(self:Learner,
     cbs:Callback|list|None=None, # Callbacks that you will pass to the fit
     n_steps:int=4, # Full windows to train, in two epochs
     size:int=12, # Samples in a window, a multiple of 4; the model sees a quarter at a time
-    seed:int=42,
+    seed:int=42, # Of the random numbers that the trials draw
     verbose:bool=True, # Print the report, and a progress bar if the check takes longer than 5 seconds
 )->AccumCheck:
-    """Measure whether this Learner trains in windows as on whole batches: train copies of it both ways, compare them, and
-    name the reason for a difference. Leaves everything as it was"""
+    """Measure whether this Learner trains in windows as on whole batches: train copies of it both ways, compare them,
+    and name the reason for a difference. Leaves everything as it was"""
     n_steps = check_size('n_steps', n_steps)
     size = check_size('size', size)
     if size%4: raise ValueError(f"size must be a multiple of 4, not {size}: the model sees a quarter of it at a time")

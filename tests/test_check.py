@@ -2,7 +2,6 @@
 import os
 
 import pytest
-from fastai.callback.all import *
 
 from common import *
 
@@ -28,6 +27,9 @@ def check(learn, **kwargs):
 
 # No false alarm
 
+def adamw_of_torch(params, **kwargs): return OptimWrapper(params, torch.optim.AdamW, **kwargs)
+
+
 EQUAL = {
     'windows': lambda: learner(GradientAccumulation(32)),
     'one batch': lambda: learner(GradientAccumulation(8)),
@@ -41,7 +43,7 @@ EQUAL = {
     'each batch is logged': lambda: learner(GradientAccumulation(32, log_accum_batch=False), metrics=mae),
     'gradient cache': lambda: learner(GradientCache(8), bs=32),
     'clipping': lambda: learner(GradientClip(.1), GradientAccumulation(32), opt_func=SGD),
-    'optimizer of torch': lambda: learner(GradientAccumulation(32), opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)),
+    'optimizer of torch': lambda: learner(GradientAccumulation(32), opt_func=adamw_of_torch),
     'recomputed dropout': lambda: learner(all_blocks(lambda m: [m[0]]), bs=32, layers=[nn.Dropout()])}
 
 

@@ -21,8 +21,8 @@ __all__ = ['distance', 'distances', 'above', 'Ways', 'Comparison']
 
 # %% ../../nbs/checking/04_comparison.ipynb #2a23d59e
 def distance(a:Tensor, b:Tensor, scale:Tensor)->float:
-    """Returns the length of `a-b`, relative to `scale`; infinity if one has other elements than the other, or a NaN that
-    the other has not"""
+    """Returns the length of `a-b`, relative to `scale`; infinity if one has other elements than the other, or a NaN
+    that the other has not"""
     if a.shape != b.shape: return math.inf
     if torch.allclose(a, b, 0, 0, equal_nan=True): return 0.
     difference = a-b
@@ -61,7 +61,7 @@ class Ways:
         valid:KeptSamples,
     ):
         store_attr()
-        leader = leader_of(self.in_windows())
+        leader = leader_of(self.in_windows())  # of a copy
         self.plan = leader.plan_of(self.loader(train), 0, 2)
 
     def loader(self, samples:KeptSamples)->DataLoader:
@@ -79,25 +79,39 @@ class Ways:
         dls = copy(learn.dls)
         vars(dls)['loaders'] = loaders
         left_out = [*self.left_out, *left_out]
-        for o in without: left_out += o.callbacks
+        for o in without:
+            left_out += o.callbacks
         replaced = [(cb, Callback()) for cb in left_out]
-        replaced += zip([learn.dls, *learn.dls.loaders], [dls, *loaders])
-        replaced += [(o.smooth_loss, SmoothLoss(o.smooth_loss.beta)) for o in learn._grab_cbs(Recorder)]
+        replaced.append((learn.dls, dls))
+        replaced += zip(learn.dls.loaders, loaders)
+        for rec in learn._grab_cbs(Recorder):
+            old = rec.smooth_loss
+            replaced.append((old, SmoothLoss(old.beta)))
         res = copy_learner(learn, replaced, self.cbs, double)
-        for o in without: o.change(res)
+        for o in without:
+            o.change(res)
         return res
 
-    def in_windows(self, double:bool=False, without:tuple=())->Learner:
+    def in_windows(self,
+        double:bool=False,
+        without:tuple=(),
+    )->Learner:
         "Returns a copy that trains in windows"
         samples = self.train.as_double() if double else self.train
         res = self.copy(self.loader(samples), double, without)
-        for cb in res._grab_cbs(WindowCallback): vars(cb).update(small_settings(cb, self.sizes))
+        for cb in res._grab_cbs(WindowCallback):
+            settings = small_settings(cb, self.sizes)
+            vars(cb).update(settings)
         return res
 
-    def whole(self, double:bool=False, without:tuple=())->Learner:
+    def whole(self,
+        double:bool=False,
+        without:tuple=(),
+    )->Learner:
         "Returns a copy that trains on whole batches, without callbacks of this package"
         samples = self.train.as_double() if double else self.train
-        ours = [cb for cb in [*self.learn.cbs, *self.cbs] if isinstance(cb, WindowCallback)]
+        all_cbs = [*self.learn.cbs, *self.cbs]
+        ours = [cb for cb in all_cbs if isinstance(cb, WindowCallback)]
         loaders = whole_loaders(samples, self.sizes.window, self.plan.remainder)
         res = self.copy(loaders[0], double, without, ours)
         return res.add_cb(WholeWindows(loaders, self.plan.sizes_vary))
@@ -119,24 +133,35 @@ class Comparison:
         self.is_double = False  # whether the last measurement was in float64
         began = time.perf_counter()
         self.whole = self.train(ways.whole())  # without suspects
-        self.windows = None
-        self.is_quick = time.perf_counter()-began < 1
+        took = time.perf_counter()-began
+        self.is_quick = took < 1
 
-    def train(self, learn, seed_offset:int=0)->Run:
+    def train(self,
+        learn:Learner, # A copy
+        seed_offset:int=0,
+    )->Run:
         self.progress()
         return train(learn, self.seed+seed_offset)
 
-    def measure(self, without:tuple, double:bool)->dict[str,float]:
+    def measure(self,
+        without:tuple[Suspect,...],
+        double:bool, # In float64
+    )->dict[str,float]:
         "Returns how far what windows leave is from what whole batches leave, by name"
         self.is_double = double
         key = without,double
         if key in self.measured: return self.measured[key]
+        whole = self.whole
         is_first = not without and not double
-        whole = self.whole if is_first else self.train(self.ways.whole(double, without))
-        windows = self.train(self.ways.in_windows(double, without))
-        if not without: self.whole,self.windows = whole,windows
-        self.measured[key] = distances(windows.left, whole.left, self.start)
-        return self.measured[key]
+        if not is_first:
+            copied = self.ways.whole(double, without)
+            whole = self.train(copied)
+        copied = self.ways.in_windows(double, without)
+        windows = self.train(copied)
+        if not without: self.whole = whole
+        found = distances(windows.left, whole.left, self.start)
+        self.measured[key] = found
+        return found
 
     def all_differences(self, without:tuple)->dict[str,float]:
         "Returns the distances that are not rounding"
@@ -154,8 +179,14 @@ class Comparison:
         found = self.all_differences(without)
         return {name:o for name,o in found.items() if name not in self.unsteady}
 
+    def find_unsteady(self):
+        "From now on, leaves out what differs between two equal trainings"
+        self.unsteady = self.between_whole(0)
+
     def between_whole(self, seed_offset:int)->set[str]:
         "Returns the names of what differs if whole batches train once more, with another seed"
-        again = self.train(self.ways.whole(self.is_double), seed_offset)
+        copied = self.ways.whole(self.is_double)
+        again = self.train(copied, seed_offset)
         found = distances(again.left, self.whole.left, self.start)
-        return set(above(found, _tolerance[self.is_double]))
+        tolerance = _tolerance[self.is_double]
+        return set(above(found, tolerance))

@@ -20,8 +20,8 @@ __all__ = ['reaches_outside', 'is_left_to_the_fit', 'SmoothLoss', 'WithoutGraphs
 
 # %% ../../nbs/checking/01_copies.ipynb #7f2044ab
 # Parts of the names of loggers and savers, and of their modules
-_outside = ('wandb', 'tensorboard', 'mlflow', 'neptune', 'comet', 'azureml', 'clearml', 'aim.', 'csvlogger', 'savemodel',
-            'autoresume')
+_outside = ('wandb', 'tensorboard', 'mlflow', 'neptune', 'comet', 'azureml', 'clearml', 'aim.', 'csvlogger',
+            'savemodel', 'autoresume')
 
 def reaches_outside(cb)->bool:
     "Returns whether `cb` is known to write files, or to a server, by the names of its classes and their modules"

@@ -94,7 +94,7 @@ def layer_suspects(
 _core = TrainEvalCallback,Recorder,CastToTensor
 
 def silence(learn, kind:type):
-    "Takes the events of a batch from the callbacks of this class, which may set up what the model needs in `before_fit`"
+    "Takes the events of a batch from callbacks of this class, which may set up the model in `before_fit`"
     for cb in learn.cbs:
         if type(cb) is not kind: continue
         for name in batch_events:

@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
     window:int  # of an optimizer step
     part:int  # of a micro-batch
     bs:int  # of a loader batch
-    is_split:bool  # whether a loader batch, or a piece of it that is a window, is split into micro-batches
+    is_split:bool  # whether a window, or a loader batch in it, is split into micro-batches
 
     @property
     def micro_bs(self)->int: return self.part if self.is_split else min(self.bs, self.window)
@@ -74,17 +74,28 @@ def small_settings(cb:WindowCallback, sizes:Sizes)->dict:
     return res
 
 # %% ../../nbs/checking/02_trial.ipynb #b5115d1a
-def n_samples(sizes:Sizes, n_windows:int, drop_last:bool)->int:
+def n_samples(
+    sizes:Sizes,
+    n_windows:int,
+    drop_last:bool, # Whether the loader drops an incomplete batch
+    is_carried:bool, # Whether the rest is carried into the next epoch
+)->int:
     "Returns the samples of an epoch: those of `n_windows`, and a rest, of which the last batch is smaller if it can be"
     smaller = sizes.part-sizes.part//3
     rest = sizes.part+smaller
+    if is_carried:
+        # A smaller batch that is carried would make the next window larger
+        rest = 2*sizes.part if sizes.bs < sizes.window else 0
     n = n_windows*sizes.window+rest
     return n//sizes.bs*sizes.bs if drop_last else n
 
 def whole_loaders(samples:KeptSamples, window:int, remainder:str)->list:
     "Returns the loaders of two epochs that yield each window as one batch"
     n_left = samples.n%window
-    if remainder == 'step' or not n_left: return [samples.loader(window)]*2
+    is_same = remainder == 'step' or not n_left
+    if is_same:
+        loader = samples.loader(window)
+        return [loader, loader]
     full = samples.upto(samples.n-n_left).loader(window)
     if remainder == 'drop': return [full, full]
     return [full, samples.after_last(n_left).loader(window)]
@@ -107,19 +118,23 @@ class WholeWindows(Callback):
         dl = self.loaders[self.epoch]
         earlier = sum(o.n for o in self.loaders[:self.epoch])
         now = min(n_batches*dl.bs, dl.n)
-        return (earlier+now)/sum(o.n for o in self.loaders)
+        total = sum(o.n for o in self.loaders)
+        return (earlier+now)/total
 
     def before_batch(self):
-        if self.counts_samples: self.learn.pct_train = self.position(self.iter)
+        if not self.counts_samples: return
+        self.learn.pct_train = self.position(self.iter)
 
     def after_batch(self):
-        fastais_increment = 1/(self.n_iter*self.learn.n_epoch)  # comes next
-        if self.counts_samples: self.learn.pct_train = self.position(self.iter+1)-fastais_increment
+        if not self.counts_samples: return
+        n_batches = self.n_iter*self.learn.n_epoch
+        fastais_increment = 1/n_batches  # comes next
+        self.learn.pct_train = self.position(self.iter+1)-fastais_increment
 
 # %% ../../nbs/checking/02_trial.ipynb #c9e606c0
 class Observer(Callback):
-    """Notes the rates and positions of steps. It also seeds the random generators for each loader batch and each step, so
-    that random numbers differ only if they are drawn for other samples"""
+    """Notes the rates and positions of steps. It also seeds the random generators for each loader batch and each step,
+    so that random numbers differ only if they are drawn for other samples"""
     order = -1000  # before all others
     run_valid = False
     def __init__(self, seed:int):
@@ -138,7 +153,8 @@ class Observer(Callback):
 
     def before_step(self):
         self.n_batches = 0
-        self.rates.append([o['lr'] for o in self.opt.hypers])
+        rates = [o['lr'] for o in self.opt.hypers]
+        self.rates.append(rates)
         self.positions.append(self.learn.pct_train)
         self.set_seeds()
 
@@ -152,7 +168,10 @@ def draw(module, args):
 
 def flat(values:Iterable)->Tensor:
     "Returns numbers and tensors as one vector in float64"
-    tensors = [torch.as_tensor(o).detach().cpu().double().flatten() for o in values]
+    tensors = []
+    for o in values:
+        tensor = torch.as_tensor(o).detach().cpu()
+        tensors.append(tensor.double().flatten())
     return torch.cat(tensors) if tensors else torch.zeros(0)
 
 def numbers_in(o)->list:
@@ -165,7 +184,8 @@ def kept_by(cb)->dict[str,Tensor]:
     res = {}
     for name,value in vars(cb).items():
         is_setting = name in ('learn', 'order', 'run')
-        numbers = [] if is_setting else numbers_in(value)
+        if is_setting: continue
+        numbers = numbers_in(value)
         if numbers: res[f'{type(cb).__name__}.{name}'] = flat(numbers)
     return res
 
@@ -199,7 +219,6 @@ class Run(NamedTuple):
     left:dict[str,Tensor]  # what it has left, by name
     n_steps:int
     changing:list  # modules whose buffers it has changed
-    warnings:list[str]  # of this package
 
 def train(learn, seed:int)->Run:
     "Trains a copy for two epochs. What callbacks print or write into the present folder is dropped"
@@ -210,13 +229,15 @@ def train(learn, seed:int)->Run:
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             stack.enter_context(working_directory(folder))
-            stack.enter_context(redirect_stdout(io.StringIO()))
-            caught = stack.enter_context(warnings.catch_warnings(record=True))
-            warnings.simplefilter('always')
+            printed = io.StringIO()
+            stack.enter_context(redirect_stdout(printed))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter('ignore')
             learn.path = Path(folder)
             learn.model_dir = 'models'
             set_seed(seed)
             learn.fit(2, cbs=observer)
     finally: handle.remove()
-    ours = [str(o.message) for o in caught if 'fastxtend_accum' in o.filename]
-    return Run(left_by(learn, observer), len(observer.positions), before.changed_modules(), ours)
+    left = left_by(learn, observer)
+    n_steps = len(observer.positions)
+    return Run(left, n_steps, before.changed_modules())
