@@ -163,9 +163,9 @@ def seconds(learn):
 def search(learn, mb):
     "Lets ActivationCheckpointing find how many blocks the batch takes where activations have room for `mb` MB"
     learn.add_cb(Activations(mb))
-    level = None
-    while learn.activation_checkpointing.level != level:
-        level = learn.activation_checkpointing.level
+    n_recomputed = None
+    while learn.activation_checkpointing.n_recomputed != n_recomputed:
+        n_recomputed = learn.activation_checkpointing.n_recomputed
         fit_batch(learn)
     learn.remove_cb(Activations)
 

@@ -1,15 +1,13 @@
-"The command `python -m benchmarks`: what it measures, and that tables and pages show the stored figures"
+"The command `python -m benchmarks`: what its parts measure, and that tables and pages show the stored figures"
 import json
-import statistics
 import sys
-from copy import deepcopy
 from pathlib import Path
+from statistics import mean
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import pytest
-from benchmarks import __main__ as command, costs, fits, growing, learners, lengths, report
-from benchmarks.cases import cases
-from benchmarks.measure import time_division
+from benchmarks import command, costs, fits, growing, learners, report, seesaw
 from fastai.basics import Callback
 
 root = Path(__file__).parents[1]
@@ -18,32 +16,13 @@ results = json.loads((root/'benchmarks/results.json').read_text())
 
 # What is measured
 
-def test_each_contestant_has_a_label():
-    assert list(report.labels) == list(cases)
-
-
 def test_a_step_of_a_learner():
-    "Blocks that run again give the gradient of the whole batch, quarters another one; both take less memory"
-    res = learners.measure('tabular', 1)
-    off = res['off']
-    assert off.pop('whole') == 0
-    assert off.pop('split') > .01
-    assert max(off.values()) < 1e-6
+    "Blocks that run again, and quarters, take less memory than the whole batch"
+    res = learners.measure_learner('tabular', 1)
     live = res['live']
     assert live['split'] < live['whole']/2
     assert live['checkpointing'] < live['whole']
-    assert 'blocks are recomputed' in res['how']
     assert [len(res['time'][kind]) for kind in learners.kinds] == [1, 1, 1, 1, 1]
-
-
-def test_texts_of_many_lengths(monkeypatch):
-    "What adapts runs short texts whole; a fixed size takes four times the passes"
-    monkeypatch.setattr(lengths, 'lengths', [8, 64, 8, 64])
-    res = lengths.measure(0)
-    n = res['batches']
-    assert res['first']['whole'] == n
-    assert res['first']['fixed'] == 4*n
-    for kind in 'auto', 'checkpointing': assert n < res['first'][kind] < 4*n
 
 
 class CountSteps(Callback):
@@ -59,49 +38,60 @@ def test_whole_fits_take_a_step_for_each_window(model, monkeypatch):
         with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=steps)
         return steps.n
     monkeypatch.setattr(fits, 'seconds', count_steps)
-    res = fits.measure(model, rounds=1, n=8)
-    assert res == {'batches': 8, 'times': {'plain': [8], '1': [8], '8': [1]}}
+    res = fits.measure_model(model, rounds=1, n=8)
+    assert res['times'] == {'plain': [8], '1': [8], '8': [1]}
 
 
-def test_times_of_whole_fits():
-    "Once a round, in a table with a row for each model"
-    res = fits.measure('linear', rounds=2, n=8)
-    for times in res['times'].values():
-        assert len(times) == 2
-        assert min(times) > 0
-    models = {name: res for name in report.fit_models}
-    table = report.fits_table(dict(fits=dict(models=models)))
-    assert list(table.columns) == ['K=1', 'K=8']
-    assert list(table.index) == list(report.fit_models.values())
-    ratios = report.divided(res['times']['8'], res['times']['plain'])
-    assert list(table['K=8']) == [report.spread(ratios) for _ in models]
+def test_expected_losses_are_those_of_many_runs():
+    "The loss of the linear model over ten seeds is near the one that is computed"
+    part = results['growing']
+    for name, expected in part['expected'].items():
+        assert mean(part['linear'][name]['loss']) == pytest.approx(expected['loss'], rel=.08)
 
 
-def test_the_division_at_the_end_of_a_window():
-    times = time_division('ours', 10**4)
-    assert times['parameters'] == 10**4
-    assert 0 < times['division'] < times['backward']
+def test_each_run_has_the_best_rate_of_the_grid():
+    "Where the grid has a way to fall: a constant rate has none"
+    for name, expected in growing.expected().items():
+        if name == 'batches of 32, constant rate': continue
+        assert expected['loss'] == pytest.approx(expected['least'], rel=1e-3)
+        assert expected == results['growing']['expected'][name]
+
+
+def test_the_rule_of_seesaw():
+    "The size times the rate that falls along half a cosine is constant, until the batch is largest"
+    curve = seesaw.falls(32, 256)
+    assert curve(0) == 32
+    assert curve(.5) == pytest.approx(64)
+    assert curve(.9) == 256
 
 
 # The stored figures, and what shows them
 
-def test_stored_figures_of_learners():
-    "They are of what is measured now"
-    models = results['learners']['cpu']['models']
-    assert tuple(models) == report.learner_names
-    for o in models.values():
-        assert tuple(o['live']) == learners.kinds
-        assert o['live']['checkpointing'] < o['live']['whole']
-        assert o['off']['checkpointing'] < 1e-5
-        assert o['off']['split'] > 1e-2
+def test_every_part_is_stored():
+    assert set(results) == set(command.parts)
+    for o in results.values(): assert 'torch' in o['run_on']
 
 
-def test_stored_figures_of_contestants_and_costs():
-    assert list(results['counts']) == list(report.labels)
-    cells = {'plain 1'}
-    for kind, ks in costs.sizes.items():
-        cells.update(f'{kind} {k}' for k in ks)
-    for o in results['costs']['by_opt'].values(): assert set(o) == cells
+def test_growing_beats_a_constant_batch_with_as_many_steps_beyond_the_spread():
+    runs = results['growing']['linear']
+    grown = runs['32 to 512']
+    as_many = runs['batches of 123']
+    assert abs(as_many['steps']-grown['steps']) <= 1
+    assert max(grown['loss']) < min(as_many['loss'])
+    assert mean(grown['loss']) < mean(runs['batches of 32']['loss'])*1.05
+    assert report.gain(grown['loss'], as_many['loss']) > 5
+
+
+def test_a_large_loader_saves_time_and_passes_not_steps():
+    for task in 'linear', 'digits':
+        runs = results['growing'][task]
+        on_large = runs['32 to 512']
+        on_small = runs[report.on_small_loader]
+        assert on_large['steps'] == pytest.approx(on_small['steps'], rel=.1)
+        assert on_large['passes'] <= .35*on_small['passes']
+        ratios = report.time_ratios(runs, '32 to 512', report.on_small_loader)
+        assert len(ratios) >= 7
+        assert sorted(ratios)[len(ratios)//2] <= .55
 
 
 def test_stored_figures_of_other_callbacks():
@@ -112,122 +102,66 @@ def test_stored_figures_of_other_callbacks():
     assert found['fastai']['whole'] > 1e-3
 
 
-def test_stored_figures_of_whole_fits():
-    assert list(results['fits']['models']) == list(report.fit_models)
-    table = report.fits_table(results)
-    assert table.shape == (3, 2)
+def test_stored_figures_of_costs():
+    cells = {'plain 1'}
+    for kind, ks in costs.sizes.items():
+        cells.update(f'{kind} {k}' for k in ks)
+    for o in results['costs']['by_opt'].values(): assert set(o) == cells
 
 
-def test_stored_figures_of_a_batch_that_grows():
-    "Over ten seeds it is as accurate as small batches, in a quarter of their steps; a constant large batch is not"
-    runs = results['growing']['runs']
-    assert list(runs) == growing.run_names()
-    for o in runs.values(): assert len(o['accuracy']) == growing.n_seeds
-    mean = {name: statistics.mean(o['accuracy']) for name, o in runs.items()}
-    assert mean['32 to 512'] > mean['batches of 32']-.005
-    assert mean['batches of 512'] < mean['batches of 32']-.01
-    steps = {name: o['steps'][0] for name, o in runs.items()}
-    assert steps['32 to 512']/steps['batches of 32'] < .27
+TABLES = [table for tables in report.shown.values() for table in tables if table.__name__.endswith('table')]
 
 
-def test_a_fit_of_each_run():
-    res = growing.measure(n_epoch=1, seeds=[0])
-    assert list(res['runs']) == growing.run_names()
-    assert res['runs']['16 x 32']['steps'] == res['runs']['batches of 512']['steps'] == [3]
+@pytest.mark.parametrize('table', TABLES)
+def test_tables_are_complete(table):
+    figures = table(results)
+    assert len(figures) >= 3
+    if isinstance(figures, pd.DataFrame): assert not figures.isna().any().any()
 
 
-def test_stored_figures_of_the_first_windows():
-    calls = results['costs']['first']
-    assert list(calls) == ['windows', 'split']
-    assert max(calls.values()) < .4
+def test_the_picture_of_memory_has_a_line_for_each_way():
+    ax, = report.memory_picture(results).axes
+    assert len(ax.lines) == 3
+    plt.close(ax.figure)
 
 
-tables = dict(  # rows
-    table=10, fits_table=3, growing_table=5, costs_table=7, learners_table=7, ways_table=3, lengths_table=4)
+PAGES = {
+    'nbs/guides/05_evidence.ipynb': TABLES,
+    'nbs/03_checkpointing.ipynb': [report.learners_table]}
 
 
-@pytest.mark.parametrize('name', tables)
-def test_tables_are_complete(name):
-    table = getattr(report, name)(results)
-    assert len(table) == tables[name]
-    assert not table.isna().any().any()
-
-
-def test_table_of_other_callbacks():
-    "In Markdown, with a row for each figure and a column for each callback"
-    table = report.comparison_table(results)
-    assert table._repr_markdown_() == table
-    lines = table.splitlines()
-    assert len(lines) == 2+len(report.comparison_labels)
-    n_columns = 1+len(report.contestants)
-    for line in lines: assert line.count('|') == n_columns+1
-    assert lines[-1].endswith('| 15 | 120 | 120 | 120 |')
-
-
-@pytest.mark.parametrize('name', report.pictures)
-def test_pictures_have_lines_and_a_label(name):
-    fig = report.pictures[name](results)
-    ax = fig.axes[0]
-    assert ax.lines
-    assert ax.get_xlabel()
-    plt.close(fig)
-
-
-def test_goals_say_what_is_not_met():
-    counts = deepcopy(results['counts'])
-    first, *others = report.goals(dict(counts=counts)).splitlines()
-    assert first == 'met     K=1: host syncs per micro-batch at most 1: 1.000'
-    counts['ours']['1']['syncs'] = 1.5
-    assert report.goals(dict(counts=counts)).splitlines() == [
-        'NOT MET K=1: host syncs per micro-batch at most 1: 1.500', *others]
-
-
-def test_page_shows_the_stored_figures():
+@pytest.mark.parametrize('path', PAGES)
+def test_pages_show_the_stored_figures(path):
     "Who measures again runs the page again"
-    page = json.loads((root/'nbs/03_checkpointing.ipynb').read_text())
-    shown = json.dumps([cell.get('outputs') for cell in page['cells']])
-    figures = report.learners_table(results).to_numpy().flatten()
-    assert len(figures) == 28
-    for o in figures: assert f'<td>{o}</td>' in shown
+    page = json.loads((root/path).read_text())
+    shown = json.dumps([cell.get('outputs') for cell in page['cells']], ensure_ascii=False)
+    for table in PAGES[path]:
+        for o in table(results).to_numpy().flatten(): assert f'<td>{o}</td>' in shown
 
 
-# The options
+# The command
 
-def figures_of_lengths():
-    passes = {kind: 12345 for kind in report.length_labels}
-    times = {kind: [1., 2.] for kind in report.length_labels}
-    return dict(first=passes, passes=passes, times=times)
-
-
-def figures_of_comparison():
-    figures = {name: 12345 for name in report.comparison_labels}
-    return {name: figures for name in report.contestants}
-
-
-parts = [  # what a process is asked for, and what it returns
-    ('lengths', ('lengths', '-', 2), figures_of_lengths),
-    ('comparison', ('comparison', '-'), figures_of_comparison)]
-
-
-@pytest.mark.parametrize('part,asked,make_figures', parts)
-def test_an_option_measures_its_part_alone(part, asked, make_figures, tmp_path, monkeypatch, capsys):
+def test_a_part_is_measured_alone(tmp_path, monkeypatch, capsys):
     file = tmp_path/'results.json'
     file.write_text(json.dumps(results))
     requests = []
-    def measure(*args):
+    def measure_part(function, *args):
         requests.append(args)
-        return make_figures()
-    monkeypatch.setattr(command, 'here', tmp_path)
-    monkeypatch.setattr(command, 'is_installed', lambda name: name != 'lightning')
-    monkeypatch.setattr(command, 'version', lambda name: '1.0')
-    monkeypatch.setattr(command, 'measure', measure)
-    monkeypatch.setattr(sys, 'argv', ['benchmarks', f'--{part}', '--rounds', '2'])
+        return dict(callbacks={name: dict.fromkeys(report.comparison_labels, 12345) for name in report.contestants})
+    monkeypatch.setattr(command, 'file', file)
+    monkeypatch.setattr(command, 'in_own_process', measure_part)
+    monkeypatch.setattr(sys, 'argv', ['benchmarks', 'comparison', '--rounds', '2'])
     command.main()
-    assert requests == [asked]
+    assert requests == [('comparison', 2)]
     now = json.loads(file.read_text())
-    measured = now.pop(part)
-    others = {name: o for name, o in results.items() if name != part}
+    measured = now.pop('comparison')
+    others = {name: o for name, o in results.items() if name != 'comparison'}
     assert now == others
-    assert 'lightning' not in measured['machine']['packages']
-    assert '12345' in json.dumps(measured)
+    assert '2 rounds' in measured['run_on']
     assert '12345' in capsys.readouterr().out
+
+
+def test_a_part_that_is_not_there(monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['benchmarks', 'speed'])
+    with pytest.raises(SystemExit): command.main()
+    assert "there is no part 'speed'" in capsys.readouterr().err
