@@ -5,7 +5,6 @@ from pathlib import Path
 from statistics import mean
 
 import matplotlib.pyplot as plt
-import pandas as pd
 import pytest
 from benchmarks import command, costs, fits, growing, learners, report, seesaw
 from fastai.basics import Callback
@@ -68,7 +67,8 @@ def test_the_rule_of_seesaw():
 # The stored figures, and what shows them
 
 def test_every_part_is_stored():
-    assert set(results) == set(command.parts)
+    not_yet = {'seesaw'}  # no page quotes it
+    assert set(results) == set(command.parts)-not_yet
     for o in results.values(): assert 'torch' in o['run_on']
 
 
@@ -109,14 +109,16 @@ def test_stored_figures_of_costs():
     for o in results['costs']['by_opt'].values(): assert set(o) == cells
 
 
-TABLES = [table for tables in report.shown.values() for table in tables if table.__name__.endswith('table')]
+TABLES = [
+    report.growing_table, report.digits_table, report.fits_table, report.costs_table, report.comparison_table,
+    report.learners_table]
 
 
 @pytest.mark.parametrize('table', TABLES)
 def test_tables_are_complete(table):
     figures = table(results)
     assert len(figures) >= 3
-    if isinstance(figures, pd.DataFrame): assert not figures.isna().any().any()
+    assert not figures.isna().any().any()
 
 
 def test_the_picture_of_memory_has_a_line_for_each_way():
@@ -137,6 +139,17 @@ def test_pages_show_the_stored_figures(path):
     shown = json.dumps([cell.get('outputs') for cell in page['cells']], ensure_ascii=False)
     for table in PAGES[path]:
         for o in table(results).to_numpy().flatten(): assert f'<td>{o}</td>' in shown
+
+
+@pytest.mark.parametrize('path', ['README.md', 'nbs/index.ipynb', 'nbs/01_schedule.ipynb'])
+def test_tables_in_the_text_have_the_stored_figures(path):
+    text = (root/path).read_text(encoding='utf-8')
+    runs = results['growing']['linear']
+    for name in set(runs)-{'batches of 64'}:
+        row = report.growing_table(results).loc[name]
+        time, _ = row['time'].split()
+        counts = f"{row['optimizer steps']} | {row['forward passes']}"
+        assert f"| {counts} | {time} | {row['validation loss']} |" in text
 
 
 # The command
