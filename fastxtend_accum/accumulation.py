@@ -207,7 +207,7 @@ def after_cancel_step(self:GradientAccumulation):
 # The line that says how windows are made up
 
 @patch
-def before_step(self:GradientAccumulation):
+def report_step(self:GradientAccumulation):
     "Prints the line if it is due, once the forward pass has shown what differs from one batch"
     if self.line_is_due: self.log_once(self.description())
     self.line_is_due = False

@@ -69,6 +69,7 @@ class WindowCallback(Callback):
         "Returns the wanted size of a window that begins at `pct_train` of a fit, in samples of all processes"
         return self.accum_bs or global_bs
     def new_loggers(self)->Loggers: return Loggers()
+    def report_step(self): "The loop calls it before each step"
     def report_skipped(self, outcome:Outcome): "The loop calls it for each window whose step is skipped"
 
 def leader_of(learn)->WindowCallback|None:

@@ -6,6 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/loader.html.md""
 
 # %% ../../nbs/windows/08_loader.ipynb #f9c6e29e
 from __future__ import annotations
+from bisect import bisect_right
 from collections import deque
 from typing import NamedTuple
 
@@ -183,8 +184,7 @@ class EpochPlan:
         self.n_batches = 0  # loader batches, or pieces
         self.left = []  # batches that fill no window
         self.plan_windows()
-        self.ends = np.array([0, *[start+size for start,size in self.windows]])  # of windows, in samples
-        self.n_ended = np.arange(len(self.ends))  # windows, at each of these
+        self.starts = [start for start,_ in self.windows]
 
     def pct_train(self, position:float)->float:
         "Returns the fraction of the fit at a `position` in this epoch"
@@ -200,7 +200,10 @@ class EpochPlan:
         dropped"""
         n = len(self.windows)
         if self.sizes_vary or not n: return self.fraction_read(samples)
-        return float(np.interp(samples, self.ends, self.n_ended))/n
+        n_begun = bisect_right(self.starts, samples)
+        start,size = self.windows[n_begun-1]
+        fraction = min((samples-start)/size, 1.)  # of this window
+        return (n_begun-1+fraction)/n
 
     def shape(self, samples:int)->WindowShape:
         "Returns the shape of a window that begins after so many `samples`"

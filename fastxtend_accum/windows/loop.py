@@ -395,6 +395,7 @@ def close_window(self:WindowLoop)->Outcome:
         self.fit.params.drop_extra_grads()
     else:
         if self.settings.log_accum_batch: self.show_window_loss()
+        self.cb.report_step()
         try: self.take_step()
         except CancelBatchException as e:
             if not window.is_single: self.drop_cancelled(e)  # a single gradient stays, as in fastai
