@@ -184,7 +184,7 @@ def notes_on(left_out:list, is_clean:bool)->list[str]:
     res = []
     named = [o for o in left_out if not isinstance(o, (ProgressCallback,ShowGraphCallback))]
     if named: res.append(f'left out: {names_of(named)}')
-    if not is_clean: res.append('the DataLoader cannot be copied: the next epoch goes on after what this check has read')
+    if not is_clean: res.append('the DataLoader cannot be copied: the next epoch goes on after what the check read')
     return res
 
 @patch
