@@ -39,7 +39,7 @@ def train(learn, *cbs, n_epoch=3, lr=.02, **kwargs):
 
 
 def stop(script, at=17):
-    "Runs `script()` until its error in the second epoch, one step after a save of every fourth; what follows is like a new process"
+    "Runs `script()` until an error, one step after a save. What follows is like a new process"
     new_process(seed=1)
     Stops.at = at
     with pytest.raises(KeyboardInterrupt): script()

@@ -60,7 +60,8 @@ DIFFERENCES = {
     'values': (dict(), dict(dls=scaled_data), 'dls.train'),
     'shuffle': (dict(), dict(dls=lambda: with_valid(DataLoader(samples(), bs=4))), 'shuffle'),
     'callbacks': (dict(), dict(cbs=SaveModelCallback), 'SaveModelCallback|cbs'),
-    'workers that draw': (dict(dls=lambda: torch_data(num_workers=1)), dict(dls=lambda: torch_data(num_workers=2)), 'workers')}
+    'workers that draw': (
+        dict(dls=lambda: torch_data(num_workers=1)), dict(dls=lambda: torch_data(num_workers=2)), 'workers')}
 
 
 def run(cbs=None, n_epoch=3, lr=.02, **kwargs):

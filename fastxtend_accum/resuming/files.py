@@ -17,7 +17,7 @@ __all__ = ['folders', 'whole_file', 'read_file', 'is_whole', 'Folder', 'remove_f
 # %% ../../nbs/resuming/06_files.ipynb #7e8fb133
 @contextmanager
 def whole_file(path:Path):
-    "Opens a file to write. At whatever moment the process is killed, `path` is the last one that was written as a whole"
+    "Opens a file to write. At whatever moment the process is killed, `path` is the last one that was written whole"
     unfinished = path.with_suffix('.new')
     try:
         with open(unfinished, 'wb') as f:

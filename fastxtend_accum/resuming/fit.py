@@ -162,8 +162,9 @@ def check(self:SavedFit):
     if n_workers(dl) != workers and draws_numbers(self.graph, dl):
         errors.append(f'{n_workers(dl)} workers, not {workers}, which draw random numbers')
     if errors:
-        raise ValueError(f"this fit cannot go on from {self.path}, since it has {'; '.join(errors[:8])}: use the same settings, seed "
-                         "the split of the data and lr_find, or pass AutoResume(restart=True) to start over, or another fname")
+        raise ValueError(f"this fit cannot go on from {self.path}, since it has {'; '.join(errors[:8])}: use the same "
+                         "settings, seed the split of the data and lr_find, or pass AutoResume(restart=True) to start "
+                         "over, or another fname")
 
 @patch
 def restore(self:SavedFit):

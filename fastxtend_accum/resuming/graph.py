@@ -31,7 +31,7 @@ def shared_generators()->list:
     return res
 
 def roots_of(learn)->dict:
-    "Returns the objects from which all others are reached, by path. Callbacks and metrics have the names of their classes"
+    "Returns the objects from which all others are reached, by path. Callbacks and metrics are named by their classes"
     res = {f'generators[{i}]':o for i,o in enumerate(shared_generators())}
     for o in [*learn.cbs, *learn.metrics]:
         name = type(o).__name__

@@ -22,8 +22,8 @@ generators = random.Random,np.random.RandomState,np.random.Generator,torch.Gener
 # Attributes
 
 # Libraries that show, or that log to somewhere else
-_outside = {'fastprogress','tqdm','rich','matplotlib','IPython','wandb','tensorboard','tensorboardX','comet_ml','mlflow',
-            'neptune','clearml','optuna'}
+_outside = {'fastprogress','tqdm','rich','matplotlib','IPython','wandb','tensorboard','tensorboardX','comet_ml',
+            'mlflow','neptune','clearml','optuna'}
 
 # Attributes that a process sets by itself, or that may differ
 _left_out = {

@@ -94,8 +94,10 @@ def subclasses(kind:type)->list:
 
 def safe_names()->set:
     "Returns the classes and functions that any pickle may name, besides those that PyTorch calls safe"
-    return {object_at, method_of, view_of, made_array, np.array, *_containers, *np.ScalarType, *subclasses(Tensor), random.Random,
-            object, range, slice, Fraction, L, SimpleNamespace, type(Path()), RemovableHandle}
+    res = {object_at, method_of, view_of, made_array, np.array, random.Random, object, range, slice, Fraction, L}
+    res.update(_containers, np.ScalarType, subclasses(Tensor))
+    res.update([SimpleNamespace, type(Path()), RemovableHandle])
+    return res
 
 # %% ../../nbs/resuming/01_pickles.ipynb #0c12a0a5
 # Into a pickle
