@@ -58,8 +58,8 @@ def parts_of(path:str, o)->dict:
 
 # %% ../../nbs/resuming/02_graph.ipynb #5b575bc6
 class Graph(Comparing):
-    """The objects that a Learner reached when its fit began, by path. A part of them is called by the path of the object
-    and the name of the attribute"""
+    """The objects that a Learner reached when its fit began, by path. A part of them is called by the path of the
+    object and the name of the attribute"""
     def __init__(self, learn):
         super().__init__()
         self.objects = {}
@@ -123,8 +123,8 @@ def compare(self:Graph, wanted:Callable=lambda path: True)->tuple:
 
 @patch
 def state(self:Graph, *wanted)->dict:
-    """Returns the state of these parts: `weights` and the optimizer, which are the same in all processes, and the `rest`
-    as bytes; with the `digests` of all parts, and why some are `lost`"""
+    """Returns the state of these parts: `weights` and the optimizer, which are the same in all processes, and the
+    `rest` as bytes; with the `digests` of all parts, and why some are `lost`"""
     parts,digests,lost = self.compare(*wanted)
     weights = {}
     rest = {}
