@@ -169,34 +169,3 @@ def test_after_a_step_hyper_parameters_are_those_of_the_large_batch():
     assert small == large
     first_mom = .95
     assert large[0]['mom'] < first_mom
-
-
-class InterruptsRestoring(random.Random):
-    "Raises KeyboardInterrupt where its state is put back, once it is armed"
-    is_armed = False
-    def setstate(self, state):
-        if self.is_armed: raise KeyboardInterrupt
-
-
-class CountsPasses(nn.Module):
-    "Draws noise, and counts its passes"
-    def __init__(self):
-        super().__init__()
-        self.rng = InterruptsRestoring(0)
-        self.n = 0
-        self.out = nn.Linear(5, 1).double()
-
-    def forward(self, x):
-        self.n += 1
-        noise = self.rng.random()/self.n
-        return self.out(x)*(1+noise)
-
-
-@pytest.mark.parametrize('make,n_passes', [
-    (lambda: GradientCache(4), 4), (lambda: all_blocks(lambda m: m), 1)])
-def test_a_model_that_was_put_back_to_run_again_is_as_its_first_run_has_left_it(make, n_passes):
-    def arm(self): self.model.rng.is_armed = True
-    learn = make_learner(16, m=CountsPasses(), cbs=make())
-    with pytest.raises(KeyboardInterrupt): fit(learn, 1, cbs=Callback(before_backward=arm))
-    assert 'forward' not in vars(learn.model)
-    assert learn.model.n == n_passes

@@ -66,7 +66,9 @@ def relative_difference(x:Tensor, y:Tensor, parts:list[Tensor])->Tensor:
 def compare_losses(loss_func:Callable, micro_batches:list[KeptMicroBatch])->tuple[float,float]:
     """Returns two relative differences from the loss of all samples together and its gradients: when that is computed
     again, and of the weighted sum over the micro-batches. Raises CannotCompare, or CannotJoin"""
-    whole = join([o.args for o in micro_batches], [o.rows for o in micro_batches])
+    rows = [o.rows for o in micro_batches]
+    fields = zip(*[o.args for o in micro_batches])
+    whole = [join(list(field), rows) for field in fields]  # one by one, because each may be a list of samples
     joint = loss_and_grads(loss_func, whole)
     again = loss_and_grads(loss_func, whole)
     parts = []
