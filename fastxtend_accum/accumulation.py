@@ -79,7 +79,7 @@ class GradientAccumulation(WindowCallback):
         if loop is None or loop.batches is None: return None
         plan = loop.batches.plan
         bs = plan.info.batch_size
-        if bs is None: return self.strategy.size
+        if bs is None: return None if self.strategy.requested_size == 'auto' else self.strategy.size
         n_pieces = plan.shape_at_pct(loop.learn.pct_train).n_pieces
         batch = math.ceil(bs/n_pieces)
         sizes = [self.strategy.size, *[o.size for o in loop.learn._grab_cbs(MemorySaver)]]

@@ -11,6 +11,7 @@ from fastai.basics import *
 from torch.nn.parameter import is_lazy
 
 from .windows.checks import check_flags,is_number
+from .windows.events import is_finding_rate
 from .windows.loop import replaced_method
 from .windows.processes import is_sharded
 from .callback import WindowCallback,leader_of
@@ -57,7 +58,7 @@ class AutoResume(WindowCallback):
 
     def before_train(self):
         super().before_train()
-        if not self.learn or hasattr(self.learn, 'lr_finder'): return  # it was removed; or it is no fit
+        if not self.learn or is_finding_rate(self.learn): return  # it was removed; or it is no fit
         if not self.saved_fit:
             raise ValueError('the Learner has its own _do_fit, or a second AutoResume: leave one of them out')
         self.saved_fit.begin_training()
@@ -84,7 +85,7 @@ fastai_do_fit = Learner._do_fit
 def do_fit(self:Learner):
     "Runs the epochs of a fit. With an `AutoResume`, skips epochs that have already run in a killed process"
     resume = first(o for o in self._grab_cbs(AutoResume) if o.run and o.learn)
-    if not resume or hasattr(self, 'lr_finder') or not self.n_epoch:
+    if not resume or is_finding_rate(self) or not self.n_epoch:
         fastai_do_fit(self)
         return
     loss_func = self.loss_func

@@ -636,6 +636,14 @@ def test_micro_bs_is_known_after_a_fit_with_a_loader_that_states_no_size():
     assert accum.micro_bs == 4
 
 
+def test_micro_bs_is_unknown_with_auto_and_a_loader_that_states_no_size():
+    accum = GradientAccumulation(micro_batch_size='auto')
+    inputs, targets = data(32)
+    batches = list(zip(inputs.split(8), targets.split(8)))
+    fit(with_loader(batches, accum), 1)
+    assert accum.micro_bs is None
+
+
 def test_an_empty_loader_has_no_window_of_none():
     "If each batch is a window, there is nothing that it could not fill"
     accum = GradientAccumulation(micro_batch_size=8, remainder='drop')
