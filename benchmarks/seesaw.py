@@ -1,4 +1,4 @@
-"""Does a growing batch replace the falling part of one-cycle, with Adam? Four small tasks at constant batches of several
+"""Does a growing batch replace the falling part of one-cycle, with Adam? Four small tasks at constant batches of many
 sizes; with a batch that grows instead, by the rule of Seesaw (https://arxiv.org/abs/2510.14717); and with constant
 batches that take as many steps as that one. Each has the best of six learning rates"""
 import ast

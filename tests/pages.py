@@ -235,7 +235,7 @@ def link_faults(name, pages, files=()):
 # Pages for users
 
 def is_for_users(name):
-    return not re.match(r'windows/|memory/|resuming/|0[578]_|guides/06_', name)
+    return not re.match(r'windows/|memory/|resuming/|checking/|0[578]_|guides/06_', name)
 
 
 def words(cells):
@@ -246,7 +246,7 @@ def words(cells):
 
 
 other_words = re.compile(
-    r"\b(way of running|house|told|mend\w*|seam|names? a difference|the same fit|pieces?)\b", re.I)
+    r"\b(way of running|house|told|mend\w*|seam|names? a difference|the same fit)\b", re.I)
 
 
 def word_faults(text):

@@ -321,8 +321,8 @@ class Idle(Callback):
 
 LATE = ['before_batch of Idle is called once per window, because its order is 50 or more: if it prepares batches, set '
         'a lower order, such as cb.order = 45']
-SETS_UP = ['Idle: after_loss is called once per micro-batch, but before_batch once per loader batch. If it undoes there '
-           'what before_batch sets up, leave micro_batch_size out']
+SETS_UP = ['Idle: after_loss is called once per micro-batch, but before_batch once per loader batch. If it undoes '
+           'there what before_batch sets up, leave micro_batch_size out']
 
 
 @pytest.mark.parametrize('cb, bs, kwargs, says', [

@@ -3,7 +3,7 @@
 Each test trains with the large batch, or in plain PyTorch, and again with windows of small batches; then it compares
 all that the two fits have left"""
 import pytest
-from hypothesis import assume, given, strategies as st
+from hypothesis import assume, example, given, strategies as st
 
 from common import *
 from our_warnings import warnings_of
@@ -89,6 +89,8 @@ def test_any_fit_is_that_of_the_large_batch(n, bs, k, drop_last, method, opt, n_
     n_epoch=st.integers(1, 3),
     log_accum_batch=st.booleans(),
     is_torch=st.booleans())
+@example(  # its pieces share memory, in which they begin at other places than batches do
+    n=5, size=3, n_pieces=2, method='fit', opt='adam', n_epoch=1, log_accum_batch=False, is_torch=False)
 def test_any_windows_in_a_loader_batch_are_the_batches_of_a_small_loader(
         n, size, n_pieces, method, opt, n_epoch, log_accum_batch, is_torch):
     "Bit for bit: nothing adds up. The last loader batch may be incomplete"
@@ -296,8 +298,8 @@ def fit_with_fault(bs, fault, *cbs):
 @pytest.mark.parametrize('event', [*ONCE_A_BATCH, *ONCE_A_WINDOW])
 @pytest.mark.parametrize('exc', EXCEPTIONS)
 def test_what_a_callback_cancels_is_as_with_the_large_batch(exc, event, order):
-    """In windows of one loader batch at any event; in windows of four at the events that come once a window, except that
-    a batch cannot be cancelled at its step: see test_cancelled_batches"""
+    """In windows of one loader batch at any event; in windows of four at the events that come once a window, except
+    that a batch cannot be cancelled at its step: see test_cancelled_batches"""
     leaves_gradient = exc is CancelBatchException and event in ('before_step', 'after_step')
     is_same_for_sums = event in ONCE_A_WINDOW and not leaves_gradient
     for nth in range(1, 6):

@@ -89,7 +89,7 @@ def test_a_batch_that_is_cancelled_after_its_backward_pass_is_an_error_in_a_sum(
 def test_a_window_that_is_cancelled_at_its_step_leaves_nothing(event, windows, log):
     "A warning names who cancels it"
     learn = accumulated_learner(64, [Fault(CancelBatchException, event, 2, 20)], log_accum_batch=log)
-    with pytest.warns(UserWarning, match='Fault cancels a window at its step .*: its gradient is dropped'): fit(learn, 1)
+    with pytest.warns(UserWarning, match='Fault cancels a window at its step .* is dropped'): fit(learn, 1)
     assert_trained_on(learn, 64, windows)
     assert not any(g.any() for g in grads(learn))
 

@@ -222,7 +222,8 @@ def test_mixed_labels_equal_the_large_batch(mix, make_loss):
 
 # Models that compute their own loss
 
-SIZES = dict(vocab_size=11, num_labels=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+SIZES = dict(
+    vocab_size=11, num_labels=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
 BART_SIZES = dict(d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
                   encoder_ffn_dim=8, decoder_ffn_dim=8)
 DROPOUTS = ['dropout', 'attention_dropout', 'hidden_dropout_prob', 'attention_probs_dropout_prob', 'resid_pdrop',

@@ -126,7 +126,7 @@ def imports(module):
 
 
 def test_imports_lead_in_one_direction():
-    "`windows` knows nothing of `memory` and `resuming`, these nothing of the callbacks, and all of them nothing of `check`"
+    "`windows` knows nothing of `memory` and `resuming`, these nothing of the callbacks, and all nothing of `check`"
     needs = {module:imports(module) for module in modules}
     assert sum(map(len, needs.values())) > 50
     assert sorted(TopologicalSorter(needs).static_order()) == sorted(modules)  # raises CycleError

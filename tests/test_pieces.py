@@ -179,7 +179,7 @@ def test_a_loader_that_states_no_batch_size_cannot_be_cut():
     inputs, targets = data(64)
     batches = list(zip(inputs.split(16), targets.split(16)))
     learn = learner_on(batches, GradientAccumulation(8, micro_batch_size=16))
-    with pytest.raises(ValueError, match='accum_bs=8 is less than 16, .* states no batch size cannot be cut'): fit(learn)
+    with pytest.raises(ValueError, match='accum_bs=8 is less than 16, .* no batch size cannot be cut'): fit(learn)
 
 
 # Pieces of any size, against plain PyTorch

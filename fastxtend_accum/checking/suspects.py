@@ -18,8 +18,9 @@ from ..accumulation import GradientAccumulation
 from ..callback import WindowCallback
 
 # %% auto #0
-__all__ = ['batch_events', 'Suspect', 'evaluate', 'in_evaluation', 'without_hooks', 'reset', 'without_state', 'mean_square',
-           'with_other_loss', 'names_of', 'drops_out', 'layer_suspects', 'silence', 'callback_suspects', 'suspects']
+__all__ = ['batch_events', 'Suspect', 'evaluate', 'in_evaluation', 'without_hooks', 'forget_state', 'without_state',
+           'mean_square', 'with_other_loss', 'names_of', 'drops_out', 'layer_suspects', 'silence', 'callback_suspects',
+           'suspects']
 
 # %% ../../nbs/checking/03_suspects.ipynb #a53866a8
 class Suspect(NamedTuple):
@@ -42,11 +43,11 @@ def without_hooks(learn):
     for p in learn.model.parameters():
         if p._backward_hooks: p._backward_hooks.clear()
 
-def reset(module, args): module.reset()
+def forget_state(module, args): module.reset()
 
 def without_state(learn):
     "Lets the model forget before each batch what it carries from the one before"
-    learn.model.register_forward_pre_hook(reset)
+    learn.model.register_forward_pre_hook(forget_state)
 
 def mean_square(pred, *targets, reduction='mean')->Tensor:
     "A loss of any outputs that is a mean over samples"

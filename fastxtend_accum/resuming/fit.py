@@ -105,18 +105,18 @@ def clock(self:SavedFit)->Real:
 def save_if_due(self:SavedFit):
     "Between two windows. The first save is due at once, to see whether saving is possible"
     loop = self.leader.loop
-    is_told = held_signals.received is not None
+    must_end = held_signals.received is not None
     is_due = self.clock() >= self.next_save
     if self.n_processes > 1:
         if loop.n_steps%10 and not self.cb.every: return  # asking makes them wait for each other
-        is_told = all_reduce_scalar(self.learn, is_told)
+        must_end = all_reduce_scalar(self.learn, must_end)
         is_due = all_reduce_scalar(self.learn, is_due)
-    if is_told or is_due: self.save(loop.state())
-    if is_told: held_signals.let_through()
+    if must_end or is_due: self.save(loop.state())
+    if must_end: held_signals.let_through()
 
 @patch
 def save_in_validation(self:SavedFit):
-    "After a batch: saves what there was before validation, if the process is told to end"
+    "After a batch: saves what there was before validation, if the process gets a signal to end"
     if held_signals.received is None: return
     self.save('validation', self.trained)
     held_signals.let_through()

@@ -155,6 +155,8 @@ class LoaderBatch(NamedTuple):
         first = self.rows*start//self.samples
         last = self.rows*end//self.samples
         data = slice_fields(self.data, first, last, self.rows) if self.data else ()
+        # In memory of its own, as the batches of a small loader: kernels round differently at another alignment
+        data = map_tensors(torch.clone, data)
         return LoaderBatch(data, end-start, last-first, window_size)
 
 # %% ../../nbs/windows/08_loader.ipynb #75b1f819

@@ -68,7 +68,7 @@ def n_rows(
     found = [targets] if has_tensor_targets else tensors_in(b)
     rows = found[0].shape[0] if found else expected
     if rows is None:
-        raise ValueError(f"cannot count the samples in a batch without tensors: {b!r}; the DataLoader must yield tensors")
+        raise ValueError(f"cannot count the samples in a batch without tensors: {b!r}; let the DataLoader yield some")
     if expected in (None, rows): return rows
     # The first tensor may hold something else, such as the boxes of the first image in a list
     return expected if expected in lengths(fields) else rows
