@@ -48,7 +48,8 @@ def docstrings():
     found = []
     for name in modules:
         for node in ast.walk(ast.parse(inspect.getsource(import_module(name)))):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)): found.append(ast.get_docstring(node) or '')
+            has_docstring = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+            if has_docstring: found.append(ast.get_docstring(node) or '')
     return list('\n'.join(found).encode('ascii', 'replace'))
 
 

@@ -145,7 +145,7 @@ def check_sizes(self:GradientAccumulation, plan:EpochPlan):
     is_certain = plan.info.has_exact_length and not plan.sizes_vary
     if plan.remainder == 'drop' and is_certain and not plan.windows:
         raise ValueError(f"an epoch has {plan.info.n_planned*n_processes} samples, which do not fill one window of "
-                         f"{self.accum_bs}, and incomplete windows are dropped: lower accum_bs, or use remainder='step'")
+                         f"{self.accum_bs}, and incomplete windows are dropped: lower accum_bs, or use 'step'")
 
 @patch
 def check_multiples(self:GradientAccumulation, info:LoaderInfo, n_processes:int=1):
@@ -290,8 +290,10 @@ def before_validate(self:GradientAccumulation):
 
 def can_be_smaller(dl, bs:int)->bool:
     "Returns whether `dl` is a loader of fastai's that yields the same samples in batches of `bs`, which is smaller"
-    is_from_fastai = isinstance(dl, DataLoader) and type(dl).__module__.startswith('fastai.')
-    if not is_from_fastai or is_distributed(dl): return False
+    module = type(dl).__module__
+    # `new` forgets the settings of PartialDL and WeightedDL, in fastai.callback
+    has_new = isinstance(dl, DataLoader) and module.startswith('fastai.') and not module.startswith('fastai.callback.')
+    if not has_new or is_distributed(dl): return False
     # `new` would leave out what somebody has set apart from the data set
     yields_all = not drops_last(dl) and dataset_size(dl) == length_of(dl, 'dataset')
     return yields_all and bs < (loader_bs(dl) or 0)

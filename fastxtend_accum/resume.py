@@ -80,7 +80,8 @@ class AutoResume(WindowCallback):
         fit.folder.end(self.learn)
 
 # %% ../nbs/06_resume.ipynb #9b418d36
-fastai_do_fit = Learner._do_fit
+# If this module is loaded again, as `%autoreload` does, it finds its own function, which knows what that has replaced
+fastai_do_fit = getattr(Learner._do_fit, 'replaced', Learner._do_fit)
 
 def do_fit(self:Learner):
     "Runs the epochs of a fit. With an `AutoResume`, skips epochs that have already run in a killed process"
@@ -102,7 +103,12 @@ def do_fit(self:Learner):
         raise
     finally:
         fit.folder.interrupted[self] = fit.number
-        held_signals.end()
+        try: held_signals.end()
+        except BaseException:  # a handler of the user's ends the process
+            fit.folder.is_stopped = True
+            raise
+
+do_fit.replaced = fastai_do_fit
 Learner._do_fit = do_fit
 
 @patch

@@ -131,7 +131,7 @@ def output_faults(cell):
             yield f'an error: {start}'
         if out.get('name') == 'stderr':
             yield f'something on stderr: {start}'
-        if re.search(r'\b\w*Warning\b|\bWARN', text): yield f'a warning: {start}'
+        if re.search(r'\b(?!AccumWarning)\w*Warning\b|\bWARN', text): yield f'a warning: {start}'
         if re.search(r'(?<![\w.:/])/(home|root|tmp|usr|Users|var|work|content)/', text):
             yield f"a machine's path: {start}"
 

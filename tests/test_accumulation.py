@@ -2,6 +2,7 @@
 
 That it trains as the large batch does is in test_large_batch.py, what it reads before each fit in test_callback.py"""
 import pytest
+from fastai.callback.data import WeightedDL
 from fastai.text.data import LMDataLoader
 
 from common import *
@@ -329,6 +330,7 @@ def changed(**attributes):
     (DataLoader(SAMPLES, bs=16), 16, False),
     (DataLoader(SAMPLES, bs=16, drop_last=True), 6, False),
     (changed(n=10), 6, False),
+    (WeightedDL(SAMPLES, bs=16, wgts=[1]*len(SAMPLES), shuffle=False), 6, False),  # a new one has no weights
     (OwnLoader(SAMPLES, bs=16), 6, False),
     (SAMPLES, 6, False)])
 def test_which_loaders_can_be_smaller(dl, bs, expected):

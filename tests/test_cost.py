@@ -86,8 +86,8 @@ def test_operations(case):
 
 
 def test_operations_and_bytes_of_a_split_batch():
-    """A micro-batch has 3 operations beyond those of a loader batch: views of inputs and targets, and the output with no graph;
-    a window has 5, for the mean and the joined output, which is kept"""
+    """A micro-batch has 3 operations beyond those of a loader batch: views of inputs and targets, and the output with
+    no graph; a window has 5, for the mean and the joined output, which is kept"""
     loader_batches = count_operations(cases['ours'], K)
     split = count_operations(cases['ours_split'], K)
     assert split['ops'] == loader_batches['ops']+3+5/K

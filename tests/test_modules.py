@@ -9,7 +9,7 @@ import legible
 from common import *
 
 root = Path(__file__).parent.parent
-MAX_NODES = 43_500  # of the syntax trees; with AutoResume
+MAX_NODES = 47_500  # of the syntax trees; with AutoResume and check_accum
 package = root/'fastxtend_accum'
 paths = sorted(o for o in package.rglob('*.py') if not o.name.startswith('_'))
 test_paths = sorted((root/'tests').rglob('*.py'))
@@ -30,8 +30,8 @@ def test_the_package_is_easy_to_read():
     "For comparison: fastai's learner and callbacks have 11.0 nodes a line, torchtitan's trainer has 6.6"
     figures = legible.measure(paths)
     assert figures.nodes <= MAX_NODES
-    assert figures.density <= 9.6
-    assert figures.dense_share <= .002
+    assert figures.density <= 9.9
+    assert figures.dense_share <= .003
     assert figures.marked_share <= .002
 
 

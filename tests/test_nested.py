@@ -66,7 +66,8 @@ def test_tensors_are_found_in_order_and_without_single_numbers():
     ([[*'abcdef']], 6, 6),
     ({'ids': torch.zeros(4, 2)}, None, 4),
     ([tensor(1.), torch.zeros(4), ['a']], None, 4),  # targets are no tensor
-    (('a', None), 3, 3)])
+    (('a', None), 3, 3),
+    (zeros(1, 1), 2, 1)])  # as many fields as samples in a full batch
 def test_rows_are_those_of_the_targets_or_the_expected_number_if_something_has_it(batch, expected, rows):
     assert n_rows(batch, expected) == rows
 
@@ -169,10 +170,18 @@ def test_lists_with_an_entry_for_each_sample_are_joined(n):
     assert [len(o) for o in res] == [*boxes_of_samples, *boxes_of_samples]
 
 
+def test_lists_of_samples_are_joined_inside_of_an_output():
+    outputs = [dict(boxes=zeros(i, 5), scores=torch.zeros(2)) for i in (1, 2)]
+    res = join(outputs, [2, 2])
+    assert [len(o) for o in res['boxes']] == [1, 5, 2, 5]
+    assert len(res['scores']) == 4
+
+
 @pytest.mark.parametrize('first_one, second', [
     (tensor(1.), tensor(2.)),  # a number of each micro-batch, such as its loss
     (torch.zeros(2), torch.zeros(2)),  # the first micro-batch has 1 sample
     (torch.zeros(1, 3), torch.zeros(2, 4)),
+    (tensor(1.), torch.zeros(2)),  # the model has squeezed the output for one sample
     (Pair(1, tensor(1.)), Pair(1, tensor(2.))),
     ('a', 'b'),
     (object(), object()),

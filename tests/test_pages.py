@@ -239,7 +239,7 @@ def test_public_names_stand_on_user_pages(pages):
     for name in user_pages: texts += checks.prose(pages[name])
     text = '\n'.join(texts)
     described = set(re.findall(r'^#+ (?:\[)?([\w.]+)', text, re.M))
-    on_module_pages = {'loss_items', 'hidden_state'}  # where their rules are registered
+    on_module_pages = {'loss_items', 'AccumWarning'}  # the FAQ says what to do with warnings
     assert {*public.__all__} - on_module_pages <= described
     assert {f.__qualname__ for f in own_functions(Recorder)} <= {'plot_accum_bs', 'Recorder.plot_accum_bs'}
     assert 'Recorder.plot_accum_bs' in described
@@ -250,8 +250,8 @@ def test_public_names_stand_on_user_pages(pages):
 def test_pages_are_short(pages):
     counts = {name: checks.words(pages[name]) for name in user_pages}
     readme = checks.words([md((root/'README.md').read_text())])
-    assert 5_000 < sum(counts.values()) <= 13_500, counts
-    assert 300 < readme <= 550
+    assert 5_000 < sum(counts.values()) <= 14_000, counts
+    assert 300 < readme <= 625
 
 
 @each_page

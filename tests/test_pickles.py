@@ -23,6 +23,7 @@ VALUES = {
     'list': ([1, 2], [1, 3]),
     'set': ({'a', 'b'}, {'a', 'c'}),
     'tensor': (torch.ones(3), torch.tensor([1., 1., 2.])),
+    'long tensor': (torch.zeros(70_000), torch.ones(70_000)),
     'shape': (torch.ones(4), torch.ones(2, 2)),
     'array': (np.ones(3), np.zeros(3)),
     'texts': (np.array(['a']), np.array(['b'])),

@@ -303,3 +303,23 @@ def test_what_is_left_out_is_not_in_the_sums(cb, left_out):
     steps = [(kept[i:i+32], 0) for i in starts]
     _, expected = train_by_hand(steps, 8)
     assert_same(weights(learn), expected)
+
+
+class Large(nn.Module):
+    "The gradients of two micro-batches are finite in float16, and so is their sum in float32, but not in float16"
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float16))
+
+    def forward(self, x): return x.half()*self.weight
+
+
+@pytest.mark.filterwarnings('ignore:skipped a step')
+def test_a_sum_that_overflows_when_it_is_rounded_is_skipped():
+    samples = [(torch.ones(1), torch.zeros(1))]*16
+    def loss_func(pred, targ): return (pred.float()*1e5).mean()
+    accum = GradientAccumulation(16, skip_nonfinite=True)
+    dls = DataLoaders(DataLoader(samples, bs=8), DataLoader(samples, bs=8))
+    learn = fit(Learner(dls, Large(), loss_func, opt_func=SGD, cbs=accum), 1)
+    assert accum.n_skipped == 1
+    assert learn.model.weight == 0

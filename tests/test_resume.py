@@ -1,4 +1,6 @@
 "AutoResume in one process, as if there were several. `test_resume_kills.py` kills"
+import subprocess
+
 import pytest
 
 from common import *
@@ -166,3 +168,21 @@ class Copies(Callback):
 def test_a_learner_that_is_copied_in_an_epoch_that_goes_on():
     learn = assert_goes_on(lambda: train(learner(Copies())))
     assert_apart(Copies.copied[-1], learn)
+
+
+def test_a_fit_runs_after_the_module_is_loaded_again():
+    "As %autoreload does; a Learner without callbacks of this package, too"
+    script = """
+import importlib, warnings
+warnings.simplefilter('ignore')
+import fastxtend_accum.resume
+from fastai.basics import *
+for _ in range(2): importlib.reload(fastxtend_accum.resume)
+samples = [(torch.ones(1), torch.ones(1))]*4
+dls = DataLoaders(DataLoader(samples, bs=2), DataLoader(samples, bs=2))
+learn = Learner(dls, nn.Linear(1, 1), nn.MSELoss())
+with learn.no_bar(): learn.fit(1)
+print(learn.recorder.values)"""
+    out = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr[-500:]
+    assert '[[' in out.stdout

@@ -101,6 +101,8 @@ def test_sums_since_an_earlier_state_are_those_of_the_micro_batches_in_between()
     assert (between.n_micro, between.samples, between.items) == (2, 16, 16)
     assert between.mean == (2*4 + 7*12)/16
     assert third.since(LossSums()) == third
+    without_targets = LossSums(samples=5)
+    assert third.since(without_targets).samples == third.samples-5
 
 
 def test_a_batch_that_starts_again_takes_its_micro_batches_out_of_the_window():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from fastai.basics import *
 
+from ..windows.checks import warn_user
 from ..windows.processes import all_reduce_scalar,n_processes
 from .files import Folder,folders,read_file,whole_file
 from .graph import Graph,is_no_weight
@@ -64,7 +65,7 @@ def save(self:SavedFit, place:dict|str, state:dict|None=None):
         reason = e.__context__ or e  # PyTorch hides that a disk is full, for example
         text = f'AutoResume cannot save {self.path}: {reason}'
         if not self.next_save: raise OSError(text) from e
-        warn(f'{text}; a kill would lose what has run since the last save')
+        warn_user(f'{text}; a kill would lose what has run since the last save')
     most = 20*(time.monotonic()-start)  # so that saving takes at most 5% of the time
     wait = self.cb.every or max(60*self.cb.minutes, most)
     self.next_save = self.clock()+wait
@@ -76,7 +77,7 @@ def content(self:SavedFit, place:dict|str, state:dict)->dict:
     lost = state['lost']
     if lost:
         names = [f'{text_of(part)} ({reason})' for part,reason in lost.items()]
-        warn(f"AutoResume does not keep {'; '.join(names)}")  # Python shows it once
+        warn_user(f"AutoResume does not keep {'; '.join(names)}")  # Python shows it once
     own = dict(
         place=place,
         rest=state['rest'],
@@ -155,7 +156,7 @@ def check(self:SavedFit):
     "Raises ValueError if this fit is not the one that was saved. Warns of other numbers and texts of callbacks"
     differ = differences(self.graph, self.found['begun'], self.found['digests'])
     for part in [part for part in differ if may_differ(self.graph, part)]:
-        warn(f'AutoResume goes on with the earlier value: this fit has {differ.pop(part)}')
+        warn_user(f'AutoResume goes on with the earlier value: this fit has {differ.pop(part)}')
     errors = [*missing, *differ.values()]
     dl = self.learn.dls.train
     workers = self.found['n_workers']

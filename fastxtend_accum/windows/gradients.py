@@ -91,8 +91,10 @@ def gradients(params:Iterable)->list:
     return res
 
 def is_finite(params:Iterable)->bool:
-    "Returns whether all gradients of `params` are free of NaN and infinity. Waits for the GPU"
-    grads = [g for g in gradients(params) if g.numel()]
+    """Returns whether all gradients of `params` are free of NaN and infinity, also in the precision of the weights.
+    Waits for the GPU"""
+    params = [p for p in params if p.grad is not None]
+    grads = [g.to(p.dtype) for p,g in zip(params, gradients(params)) if g.numel()]
     largest = torch.nn.utils.get_total_norm(grads, float('inf'))
     return bool(largest.isfinite())
 

@@ -71,7 +71,8 @@ def n_rows(
         raise ValueError(f"cannot count the samples in a batch without tensors: {b!r}; let the DataLoader yield some")
     if expected in (None, rows): return rows
     # The first tensor may hold something else, such as the boxes of the first image in a list
-    return expected if expected in lengths(fields) else rows
+    found_lengths = set().union(*map(lengths, fields))  # not that of `fields` itself
+    return expected if expected in found_lengths else rows
 
 def lengths(b)->set:
     "Returns the lengths of all tensors in `b`, and of all lists and tuples"
@@ -144,21 +145,21 @@ def join(
     "Returns the outputs concatenated along their rows; raises CannotJoin unless all have the same structure"
     for o,n in zip(outputs, sizes, strict=True): check_rows(o, n)
     one = outputs[0]
+    items = [children(o) for o in outputs]
+    if all(o is None for o in items): return join_leaves(tuple(outputs))
+    if len({type(o) for o in outputs}) > 1: raise CannotJoin("the outputs of micro-batches differ in structure")
     have_entries = [isinstance(o, list) and lists_samples(o, n) for o,n in zip(outputs, sizes)]
     if all(have_entries): return type(one)(chain(*outputs))
-    leaves = [leaves_in(o) for o in outputs]
-    if len(set(map(len, leaves))) > 1: raise CannotJoin("the outputs of micro-batches differ in structure")
-    joined = iter([join_leaves(o) for o in zip(*leaves)])
-    def next_joined(leaf): return next(joined)
-    return map_leaves(next_joined, one)  # in the order of `leaves_in`
+    if len({len(o) for o in items}) > 1: raise CannotJoin("the outputs of micro-batches differ in structure")
+    return rebuilt(one, [join(list(o), sizes) for o in zip(*items)])
 
 def join_leaves(leaves:tuple):
     "Returns tensors concatenated; or what has no rows, if it is the same in all micro-batches"
     one = leaves[0]
     if all(isinstance(o, Tensor) for o in leaves):
-        same_shape = len({o.shape[1:] for o in leaves}) == 1
-        if one.ndim and same_shape: return torch.cat(leaves)
-        if not one.ndim and all(torch.equal(o, one) for o in leaves): return one
+        can_join = all(o.ndim for o in leaves) and len({o.shape[1:] for o in leaves}) == 1
+        if can_join: return torch.cat(leaves)
+        if not one.ndim and all(o.equal(one) for o in leaves): return one
     is_shared = all(isinstance(o, _shared_kinds) for o in leaves)
     if is_shared and len(set(leaves)) == 1: return one
     raise CannotJoin(f"the outputs of micro-batches cannot be concatenated: {describe_leaves(leaves)}; all dimensions "

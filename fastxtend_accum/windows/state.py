@@ -11,8 +11,8 @@ from fastai.basics import *
 from torch.nn.parameter import is_lazy
 
 # %% auto #0
-__all__ = ['global_generators', 'random_states', 'set_random_states', 'attribute_dicts', 'restore_dict', 'restore_tensor',
-           'Snapshot']
+__all__ = ['global_generators', 'random_states', 'set_random_states', 'wrapped_in', 'attribute_dicts', 'restore_dict',
+           'restore_tensor', 'Snapshot']
 
 # %% ../../nbs/windows/01_state.ipynb #4f942e21
 # The random generators that all code shares
@@ -41,16 +41,24 @@ def set_random_states(states:list):
 # %% ../../nbs/windows/01_state.ipynb #1f60037e
 # Attributes and buffers
 
-def attribute_dicts(o)->list[dict]:
-    """Returns the dicts that hold the attributes of `o`. If it is a module, these are those of all modules inside, and
-    their buffers. The dicts of another object inside follow: of `func`, which a `partial` or fastai's BaseLoss wraps,
-    or of the object whose method `o` is"""
+def wrapped_in(o)->list:
+    """Returns `o` and what it wraps: the object whose method it is; or `func`, as in a `partial` or in a loss of
+    fastai's"""
     res = []
-    modules = o.modules() if isinstance(o, nn.Module) else [o]
-    for m in modules:
-        res += [attrs for attrs in (getattr(m, '__dict__', None), getattr(m, '_buffers', None)) if attrs is not None]
-    if hasattr(o, 'func'): res += attribute_dicts(o.func)
-    if isinstance(o, types.MethodType): res += attribute_dicts(o.__self__)
+    while o is not None and not any(o is other for other in res):
+        res.append(o)
+        o = o.__self__ if isinstance(o, types.MethodType) else getattr(o, 'func', None)
+    return res
+
+def attribute_dicts(o)->list[dict]:
+    """Returns the dicts that hold the attributes of `o`, and of what it wraps. Those of a module are those of all
+    modules inside, and their buffers"""
+    res = []
+    for owner in wrapped_in(o):
+        modules = owner.modules() if isinstance(owner, nn.Module) else [owner]
+        for m in modules:
+            dicts = getattr(m, '__dict__', None),getattr(m, '_buffers', None)
+            res += [attrs for attrs in dicts if attrs is not None]
     return res
 
 def restore_dict(o:dict, content:dict):

@@ -85,7 +85,7 @@ class LossSums(NamedTuple):
 
     def since(self, before:LossSums)->LossSums:
         "Returns the sums over the micro-batches that were added after `before`"
-        if not before.n_micro: return self
+        if not before.n_micro: return self._replace(samples=self.samples-before.samples)
         res = self._replace(
             n_micro=self.n_micro-before.n_micro,
             samples=self.samples-before.samples,
