@@ -5,7 +5,7 @@ import pytest
 
 from common import *
 from fastxtend_accum.resuming.fit import SavedFit
-from resume_layouts import fastai_data, make, samples
+from resume_layouts import accum, fastai_data, make, samples, with_valid
 from resumed import Stops, assert_goes_on, assert_same_end, learner, new_process, stop, train, whole
 
 
@@ -48,6 +48,24 @@ def test_it_saves_every_so_many_steps(monkeypatch):
 
 @pytest.mark.parametrize('at', [1, 12, 13, 14, 26, 38])
 def test_a_script_that_starts_again_goes_on(at): assert_goes_on(plain, at)
+
+
+def windows_in_a_batch():
+    "Three windows in each loader batch, and a save after each four"
+    dls = with_valid(DataLoader(samples(), bs=16, shuffle=True))
+    return train(make(accum(5), Stops(), dls=dls))
+
+
+@pytest.mark.parametrize('at', [5, 9, 13])
+def test_a_fit_goes_on_in_the_middle_of_a_loader_batch(at):
+    expected = whole(windows_in_a_batch)
+    stop(windows_in_a_batch, at)
+    learn = windows_in_a_batch()
+    n_steps = len(losses(expected))
+    assert Stops.n == n_steps-(at-1)
+    assert_same(weights(learn), weights(expected))
+    assert_same(losses(learn), losses(expected))
+    assert learn.recorder.lrs == expected.recorder.lrs
 
 
 def test_after_an_error_the_same_learner_goes_on():
