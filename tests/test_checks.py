@@ -56,7 +56,8 @@ def test_sizes_may_be_numbers_of_numpy():
 
 @pytest.mark.parametrize('args, advice', [
     (('accum_bs', 100, 64), '64: use 64 or 128, or another batch size'),
-    (('n_acc', 100, 16, 2), "32, 2 processes times the DataLoader's batch of 16: use 96 or 128, or another batch")])
+    (('n_acc', 100, 16, 2),
+     "32, 2 processes times the DataLoader's batch of 16: use 96 or 128, or another batch size")])
 def test_a_window_of_no_whole_number_of_batches_is_an_error_that_names_other_sizes(args, advice):
     with pytest.raises(ValueError) as caught:
         check_multiple(*args)

@@ -42,7 +42,9 @@ def count_of(where, order, kind):
 
 
 @pytest.mark.thin(37)
-@pytest.mark.filterwarnings('ignore:no optimizer step was taken', 'ignore:a callback has cancelled a part of a batch')
+@pytest.mark.filterwarnings(
+    'ignore:no optimizer step was taken', 'ignore:a callback has cancelled a part of a batch',
+    'ignore:Fault cancels a window at its step')
 @pytest.mark.parametrize('kind', OURS)
 @pytest.mark.parametrize('order', FAULT_ORDERS)
 @pytest.mark.parametrize('where', [*FAULT_EVENTS, *PLACES])

@@ -51,6 +51,7 @@ def calls_own_handler():
 
 
 def second_signal_does_not_wait():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores Ctrl-C
     held = HeldSignals()
     held.begin()
     signal.raise_signal(signal.SIGINT)
@@ -58,6 +59,7 @@ def second_signal_does_not_wait():
 
 
 def outer_fit_holds_signals():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     held = HeldSignals()
     held.begin()
     held.begin()
