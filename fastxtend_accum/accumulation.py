@@ -11,7 +11,7 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 
 from .windows.checks import (check_callable,check_flags,check_micro_batch_size,check_multiple,
-                             check_rules,check_size,warn_user)
+                                            check_size,warn_user)
 from .windows.description import how_made_up,how_split,largest_part
 from .windows.events import is_finding_rate
 from .windows.forward_backward import Settings

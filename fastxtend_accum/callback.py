@@ -184,13 +184,7 @@ def plan_epoch(self:WindowCallback, dl, n_processes:int, carried:list[LoaderBatc
     return self.plan_of(dl, self.learn.epoch, self.learn.n_epoch, n_processes, carried)
 
 @patch
-def plan_of(self:WindowCallback,
-    dl,
-    epoch:int,
-    n_epoch:int,
-    n_processes:int=1,
-    carried:list[LoaderBatch]=(),
-)->EpochPlan:
+def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, carried:list=())->EpochPlan:
     "Returns the windows of `dl` in an epoch of a fit"
     info = self.loader_info_of(dl)
     bs = info.planned_batch_size

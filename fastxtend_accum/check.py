@@ -19,7 +19,7 @@ from .checking.comparison import Comparison,Ways
 from .checking.copies import is_left_to_the_fit,reaches_outside
 from .checking.samples import KeptSamples,copy_to_read,read_samples
 from .checking.suspects import Suspect,suspects
-from .checking.trial import Run,Sizes,n_samples,small_sizes
+from .checking.trial import n_samples,small_sizes
 
 # %% auto #0
 __all__ = ['AccumCheck', 'TrialProgress', 'find_reasons', 'valid_samples', 'search', 'explain', 'names_of', 'check_with',

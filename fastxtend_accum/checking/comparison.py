@@ -92,10 +92,7 @@ class Ways:
             o.change(res)
         return res
 
-    def in_windows(self,
-        double:bool=False,
-        without:tuple=(),
-    )->Learner:
+    def in_windows(self, double:bool=False, without:tuple=())->Learner:
         "Returns a copy that trains in windows"
         samples = self.train.as_double() if double else self.train
         res = self.copy(self.loader(samples), double, without)
@@ -104,10 +101,7 @@ class Ways:
             vars(cb).update(settings)
         return res
 
-    def whole(self,
-        double:bool=False,
-        without:tuple=(),
-    )->Learner:
+    def whole(self, double:bool=False, without:tuple=())->Learner:
         "Returns a copy that trains on whole batches, without callbacks of this package"
         samples = self.train.as_double() if double else self.train
         all_cbs = [*self.learn.cbs, *self.cbs]
@@ -174,19 +168,23 @@ class Comparison:
         except Exception: found = self.measure(without, False)  # it does not train in float64
         return above(found, _tolerance[self.is_double])
 
-    def differences(self, without:tuple[Suspect,...]=())->dict[str,float]:
-        "Returns the distances that neither rounding causes, nor what differs between two equal trainings"
-        found = self.all_differences(without)
-        return {name:o for name,o in found.items() if name not in self.unsteady}
+# %% ../../nbs/checking/04_comparison.ipynb #9b2e4f10
+@patch
+def differences(self:Comparison, without:tuple[Suspect,...]=())->dict[str,float]:
+    "Returns the distances that neither rounding causes, nor what differs between two equal trainings"
+    found = self.all_differences(without)
+    return {name:o for name,o in found.items() if name not in self.unsteady}
 
-    def find_unsteady(self):
-        "From now on, leaves out what differs between two equal trainings"
-        self.unsteady = self.between_whole(0)
+@patch
+def find_unsteady(self:Comparison):
+    "From now on, leaves out what differs between two equal trainings"
+    self.unsteady = self.between_whole(0)
 
-    def between_whole(self, seed_offset:int)->set[str]:
-        "Returns the names of what differs if whole batches train once more, with another seed"
-        copied = self.ways.whole(self.is_double)
-        again = self.train(copied, seed_offset)
-        found = distances(again.left, self.whole.left, self.start)
-        tolerance = _tolerance[self.is_double]
-        return set(above(found, tolerance))
+@patch
+def between_whole(self:Comparison, seed_offset:int)->set[str]:
+    "Returns the names of what differs if whole batches train once more, with another seed"
+    copied = self.ways.whole(self.is_double)
+    again = self.train(copied, seed_offset)
+    found = distances(again.left, self.whole.left, self.start)
+    tolerance = _tolerance[self.is_double]
+    return set(above(found, tolerance))

@@ -19,7 +19,6 @@ from ..windows.description import ModelState
 from ..windows.gradients import extra_params
 from ..windows.nested import leaves_in
 from ..windows.processes import n_processes
-from ..accumulation import GradientAccumulation
 from ..callback import WindowCallback
 from ..checkpointing import ActivationCheckpointing
 from ..schedule import GradientAccumulationSchedule

@@ -416,6 +416,7 @@ def finalize_gradients(self:WindowLoop)->Outcome:
     divide_gradients(self.fit.params.summed, window.losses.weight/processes.n)
     return Outcome.NONFINITE if self.skips_nonfinite() else Outcome.STEPPED
 
+# %% ../../nbs/windows/15_loop.ipynb #6c1f0b92
 @patch
 def skips_nonfinite(self:WindowLoop)->bool:
     "Returns whether NaN or infinity in a gradient of any process is a reason to skip the step"

@@ -176,27 +176,32 @@ class Window:
 
     def note_cancelled(self, samples:int): self.cancelled_samples += samples
 
-    def set_totals(self, losses:LossSums, samples:int):
-        "Sets the sums over all processes, on the CPU"
-        self.losses = losses
-        self.seen_samples = samples
+# %% ../../nbs/windows/04_window.ipynb #3ad9e0f7
+@patch
+def set_totals(self:Window, losses:LossSums, samples:int):
+    "Sets the sums over all processes, on the CPU"
+    self.losses = losses
+    self.seen_samples = samples
 
-    def restart_batch(self, losses:LossSums):
-        """Goes back to the sums from before the present batch, which ran out of memory and is going to run again. If it
-        is the first batch, the window begins again, perhaps with another number of micro-batches"""
-        self.losses = losses
-        del self.kept[losses.n_micro:]
-        if not losses.n_micro: self.end_gradients()
+@patch
+def restart_batch(self:Window, losses:LossSums):
+    """Goes back to the sums from before the present batch, which ran out of memory and is going to run again. If it
+    is the first batch, the window begins again, perhaps with another number of micro-batches"""
+    self.losses = losses
+    del self.kept[losses.n_micro:]
+    if not losses.n_micro: self.end_gradients()
 
-    def end_gradients(self):
-        if self.grads is not None: self.grads.end()
-        self.grads = None
-        self.is_single = False
+@patch
+def end_gradients(self:Window):
+    if self.grads is not None: self.grads.end()
+    self.grads = None
+    self.is_single = False
 
-    def close(self, outcome:Outcome):
-        "Sets what has become of the window, which no longer needs its batches and gradients"
-        if self.grads is not None: self.grads.end()
-        self.outcome = outcome
-        self.kept = []
-        self.batches = []
-        self.grads = None
+@patch
+def close(self:Window, outcome:Outcome):
+    "Sets what has become of the window, which no longer needs its batches and gradients"
+    if self.grads is not None: self.grads.end()
+    self.outcome = outcome
+    self.kept = []
+    self.batches = []
+    self.grads = None
