@@ -95,7 +95,7 @@ class Removes(Callback):
 @pytest.mark.thin(23)
 @pytest.mark.filterwarnings('ignore:.* was removed from its Learner')  # which a removal in before_fit causes
 @pytest.mark.parametrize('kind', OURS)
-@pytest.mark.parametrize('order', [-100, 5.5, 6.5, 99, math.inf])
+@pytest.mark.parametrize('order', [-100, 6.5, 99])
 @pytest.mark.parametrize('event', [o for o in EVENTS if o not in ('after_cancel_batch', 'after_fit')])
 def test_after_a_removal_in_a_fit_nothing_stays_replaced_and_the_next_fit_is_plain(fresh, kind, order, event):
     for i in range(len(our_callbacks(new_learner(kind)))):
