@@ -49,7 +49,9 @@ IN_VALIDATION = ['before_batch', 'after_epoch']
 MOMENTS = [(event, True) for event in IN_TRAINING]+[(event, False) for event in IN_VALIDATION]
 COPIES = []
 for event, training in MOMENTS:
-    COPIES += [(event, training, saved), (event, training, pickled)]
+    COPIES.append((event, training, saved))
+    # In a pass, the model may have a forward pass that cannot be pickled
+    if (event, training) != ('after_backward', True): COPIES.append((event, training, pickled))
     # Elsewhere an export ends the fit, since it empties the batch that fastai goes on with
     if event in ('after_batch', 'after_train', 'after_epoch'):
         COPIES.append((event, training, exported))

@@ -14,6 +14,7 @@ from fastai.callback.training import BnFreeze
 from callback_fits import *
 
 ANY_KIND = ['ragged', 'both', 'carry']  # of layout
+WHOLE_BATCHES = ['ragged', 'carry']  # with `micro_batch_size`, validation has more batches
 OF_RNN = ['ragged', 'step']  # its state begins with an epoch, and no batch is carried into the next one
 
 
@@ -109,14 +110,14 @@ TRIED = dict(
     ChannelsLast=(ANY_KIND, ChannelsLast, CNN),
     FetchPredsCallback=(
         ANY_KIND, notes(FetchPredsCallback, lambda cb: [cb.preds[0].flatten()], 'after_validate'), {}),
-    CollectDataCallback=(ANY_KIND, notes(CollectDataCallback, lambda cb: [[batch[-1]] for batch in cb.data]), {}),
+    CollectDataCallback=(WHOLE_BATCHES, notes(CollectDataCallback, lambda cb: [[batch[-1]] for batch in cb.data]), {}),
     HookCallback=(ANY_KIND, hook_outputs, {}),
     ActivationStats=(['whole'], notes(ActivationStats, mean_of_activations), {}),
     MixUp=(['split'], MixUp, MAKES_BATCHES),
     CutMix=(['split'], lambda: [CutMix(), Images()], MAKES_BATCHES),
     MCDropoutCallback=(
         ANY_KIND, drop_in_validation, dict(make_args=lambda: dict(m=Scaled(*model(), DropsInValidation())))),
-    ProgressCallback=(ANY_KIND, notes(ProgressCallback, lambda cb: [[cb.pbar.total]], 'after_batch'), IN_FIT),
+    ProgressCallback=(WHOLE_BATCHES, notes(ProgressCallback, lambda cb: [[cb.pbar.total]], 'after_batch'), IN_FIT),
     ShowGraphCallback=(ANY_KIND, lambda: [ProgressCallback(), ShowGraphCallback()], IN_FIT),
     CSVLogger=(ANY_KIND, notes(CSVLogger, lambda cb: cb.read_log().values[:, :3]), {}),
     ModelResetter=(

@@ -21,9 +21,9 @@ generators = random.Random,np.random.RandomState,np.random.Generator,torch.Gener
 # %% ../../nbs/resuming/00_parts.ipynb #ab98ece6
 # Attributes
 
-# Libraries that show, or that log to somewhere else
+# Libraries that show, that log to somewhere else, or that each process sets up by itself
 _outside = {'fastprogress','tqdm','rich','matplotlib','IPython','wandb','tensorboard','tensorboardX','comet_ml',
-            'mlflow','neptune','clearml','optuna'}
+            'mlflow','neptune','clearml','optuna','accelerate'}
 
 # Attributes that a process sets by itself, or that may differ
 _left_out = {
