@@ -81,7 +81,8 @@ class AutoResume(WindowCallback):
 
 # %% ../nbs/06_resume.ipynb #9b418d36
 # If this module is loaded again, as `%autoreload` does, it finds its own function, which knows what that has replaced
-fastai_do_fit = getattr(Learner._do_fit, 'replaced', Learner._do_fit)
+fastai_do_fit = Learner._do_fit
+if fastai_do_fit.__module__ == __name__: fastai_do_fit = fastai_do_fit.replaced
 
 def do_fit(self:Learner):
     "Runs the epochs of a fit. With an `AutoResume`, skips epochs that have already run in a killed process"
