@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
 __all__ = ['children', 'rebuilt', 'map_leaves', 'map_tensors', 'leaves_in', 'tensors_in', 'n_rows', 'lengths', 'part_bounds',
-           'lists_samples', 'slice_fields', 'slice_rows', 'CannotJoin', 'check_rows', 'join', 'join_leaves',
-           'describe_leaves']
+           'lists_samples', 'slice_fields', 'slice_rows', 'CannotJoin', 'check_rows', 'join', 'join_checked',
+           'join_leaves', 'describe_leaves']
 
 # %% ../../nbs/windows/00_nested.ipynb #45667e7f
 # A batch, and what a model returns, are nested: tuples, lists and mappings of tensors and other leaves
@@ -45,7 +45,7 @@ def map_tensors(f:Callable, b):
     return map_leaves(lambda o: f(o) if isinstance(o, Tensor) else o, b)
 
 def leaves_in(b)->list:
-    "Returns the leaves of `b`, in the order of `map_leaves`"
+    "Returns the leaves of `b`, in order"
     items = children(b)
     if items is None: return [b]
     return list(chain(*map(leaves_in, items)))
@@ -144,6 +144,10 @@ def join(
 ):
     "Returns the outputs concatenated along their rows; raises CannotJoin unless all have the same structure"
     for o,n in zip(outputs, sizes, strict=True): check_rows(o, n)
+    return join_checked(outputs, sizes)
+
+def join_checked(outputs:list, sizes:list):
+    "Does what `join` does, for outputs and what is inside them, once `check_rows` has accepted them"
     one = outputs[0]
     items = [children(o) for o in outputs]
     if all(o is None for o in items): return join_leaves(tuple(outputs))
@@ -151,7 +155,7 @@ def join(
     have_entries = [isinstance(o, list) and lists_samples(o, n) for o,n in zip(outputs, sizes)]
     if all(have_entries): return type(one)(chain(*outputs))
     if len({len(o) for o in items}) > 1: raise CannotJoin("the outputs of micro-batches differ in structure")
-    return rebuilt(one, [join(list(o), sizes) for o in zip(*items)])
+    return rebuilt(one, [join_checked(list(o), sizes) for o in zip(*items)])
 
 def join_leaves(leaves:tuple):
     "Returns tensors concatenated; or what has no rows, if it is the same in all micro-batches"
