@@ -7,11 +7,9 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/fit.html.md"""
 # %% ../../nbs/resuming/08_fit.ipynb #03d3a050
 from __future__ import annotations
 
-import torch.distributed as dist
 from fastai.basics import *
 
 from ..windows.checks import warn_user
-from ..windows.processes import all_reduce_scalar,n_processes
 from .files import Folder,folders,read_file,whole_file
 from .graph import Graph,is_no_weight
 from .identity import differences,draws_numbers,is_of_hooks,may_differ,n_workers,settings_of,text_of
@@ -31,11 +29,9 @@ class SavedFit:
         self.cb = cb
         self.learn = learn
         self.leader = leader  # runs the windows
-        self.n_processes = n_processes(learn)
-        self.rank = dist.get_rank() if self.n_processes > 1 else 0
         path = (learn.path/learn.model_dir/cb.fname).absolute()
         self.folder = folders.setdefault(path, Folder(path))
-        if self.rank == 0: self.folder.take()
+        self.folder.take()
         self.number = self.folder.begin(learn)
         self.path = path/f'{self.number}.pth'
         if cb.restart: self.path.unlink(missing_ok=True)
@@ -58,9 +54,8 @@ def save(self:SavedFit, place:dict|str, state:dict|None=None):
     start = time.monotonic()
     try:
         content = self.content(place, state or self.graph.state())
-        if self.rank == 0:
-            with whole_file(self.path) as f: self.graph.write(content, f)
-            if not self.next_save: self.graph.read(read_file(self.path))  # what cannot be read is an error now
+        with whole_file(self.path) as f: self.graph.write(content, f)
+        if not self.next_save: self.graph.read(read_file(self.path))  # what cannot be read is an error now
     except Exception as e:
         reason = e.__context__ or e  # PyTorch hides that a disk is full, for example
         text = f'AutoResume cannot save {self.path}: {reason}'
@@ -73,20 +68,13 @@ def save(self:SavedFit, place:dict|str, state:dict|None=None):
 # %% ../../nbs/resuming/08_fit.ipynb #f6c1a210
 @patch
 def content(self:SavedFit, place:dict|str, state:dict)->dict:
-    "Returns what the file contains: process 0 writes for all"
+    "Returns what the file contains"
     lost = state['lost']
     if lost:
         names = [f'{text_of(part)} ({reason})' for part,reason in lost.items()]
         warn_user(f"AutoResume does not keep {'; '.join(names)}")  # Python shows it once
-    own = dict(
-        place=place,
-        rest=state['rest'],
-        digests=state['digests'],
-        at_epoch=self.at_epoch,
-        reader=self.reader and self.reader.state())
-    of_all = [own for _ in range(self.n_processes)]
-    if self.n_processes > 1: dist.all_gather_object(of_all, own)
     return dict(
+        place=place,
         begun=self.graph.begun,
         n_begun=self.folder.n_begun,
         n_workers=n_workers(self.learn.dls.train),
@@ -94,7 +82,10 @@ def content(self:SavedFit, place:dict|str, state:dict)->dict:
         rows=self.rows,
         loggers=self.loggers,
         weights=state['weights'],
-        processes=of_all)
+        rest=state['rest'],
+        digests=state['digests'],
+        at_epoch=self.at_epoch,
+        reader=self.reader and self.reader.state())
 
 @patch
 def clock(self:SavedFit)->Real:
@@ -108,10 +99,6 @@ def save_if_due(self:SavedFit):
     loop = self.leader.loop
     must_end = held_signals.received is not None
     is_due = self.clock() >= self.next_save
-    if self.n_processes > 1:
-        if loop.n_steps%10 and not self.cb.every: return  # asking makes them wait for each other
-        must_end = all_reduce_scalar(self.learn, must_end)
-        is_due = all_reduce_scalar(self.learn, is_due)
     if must_end or is_due: self.save(loop.state())
     if must_end: held_signals.let_through()
 
@@ -128,17 +115,16 @@ def save_in_validation(self:SavedFit):
 @patch
 def begin(self:SavedFit)->int:
     "Runs before the first epoch of this process, and returns the number of that epoch"
-    contents = [read_file(self.path) if self.rank == 0 else None]
-    if self.n_processes > 1: dist.broadcast_object_list(contents, 0)
-    if contents[0] is None:
+    content = read_file(self.path)
+    if content is None:
         return 0
-    found = self.graph.read(contents[0])
-    self.found = {**found, **found['processes'][self.rank%len(found['processes'])]}
+    found = self.graph.read(content)
+    self.found = found
     self.check()
     self.rows,self.loggers = found['rows'],found['loggers']
     self.folder.n_begun = found['n_begun']
-    place,epoch = self.found['place'],found['epoch']
-    if self.cb.verbose and self.rank == 0:
+    place,epoch = found['place'],found['epoch']
+    if self.cb.verbose:
         where = 'at the end of' if place == 'end' else 'in'
         print(f'AutoResume goes on {where} epoch {epoch}, from {self.path}')
     restore_loggers(self.learn, self.loggers, self.rows)

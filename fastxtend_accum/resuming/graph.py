@@ -123,8 +123,8 @@ def compare(self:Graph, wanted:Callable=lambda path: True)->tuple:
 
 @patch
 def state(self:Graph, *wanted)->dict:
-    """Returns the state of these parts: `weights` and the optimizer, which are the same in all processes, and the
-    `rest` as bytes; with the `digests` of all parts, and why some are `lost`"""
+    """Returns the state of these parts: `weights`, which include those of the optimizer, and the `rest` as bytes; with
+    the `digests` of all parts, and why some are `lost`"""
     parts,digests,lost = self.compare(*wanted)
     weights = {}
     rest = {}
