@@ -28,12 +28,13 @@ VARIES = 'varies'  # tag of a cell whose output is another each time: timings, v
 number = re.compile(r'(?<![\w.])[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?(?!\w)', re.I)
 whole_number = re.compile(r'[-+]?\d+')
 address = re.compile(r' at 0x[0-9a-f]+')  # nbdev-clean drops it
+duration = re.compile(r'\b\d\d:\d\d\b')  # of an epoch, which fastai prints in minutes and seconds
 markup = re.compile(r'<style.*?</style>|</?(?:table|thead|tbody|t[hdr]|div)\b[^>]*>', re.S)  # pandas gives it new ids
 
 
 def normalized(text):
-    "Returns `text` without addresses, the tags of tables, and differences in spaces"
-    text = address.sub('', text)
+    "Returns `text` without addresses, durations, the tags of tables, and differences in spaces"
+    text = duration.sub('', address.sub('', text))
     return ' '.join(markup.sub(' ', text).split())
 
 
@@ -137,6 +138,7 @@ def test_changes_are_found(stored, new):
 @pytest.mark.parametrize('stored,new', [
     (cells(stream('loss 0.9300, 23 steps')), cells(stream('loss 0.9312, 23 steps'))),
     (cells(stream('7.8e-08')), cells(stream('1e-07'))),
+    (cells(html('<td>0</td><td>00:00</td>')), cells(html('<td>0</td><td>00:01</td>'))),
     (cells(stream('a\n'), stream('b')), cells(stream('a\nb'))),
     (cells(stream('<f at 0x7f7187c7cf40>')), cells(stream('<f>'))),
     (cells(html('<table id="T_1"><td class="T_1">2</td>')), cells(html('<table id="T_2"><td class="T_2">2</td>'))),
