@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from .windows.checks import check_flags,is_number
 from .windows.events import is_finding_rate
 from .windows.loop import replaced_method
-from .windows.processes import is_sharded,n_processes
+from .windows.processes import is_sharded
 from .callback import WindowCallback,leader_of
 from .resuming.fit import SavedFit
 from .resuming.signals import held_signals
@@ -120,10 +120,8 @@ def start(self:AutoResume)->SavedFit:
     if replaced:
         raise ValueError(f"{type(learn).__name__} has its own {replaced}, which cannot go on in mid-epoch: leave "
                          "AutoResume out")
-    if n_processes(learn) > 1:
-        raise ValueError('AutoResume resumes fits of one process, and several are training: leave it out')
     if is_sharded(learn.model):
-        raise ValueError('AutoResume cannot save a sharded model: leave AutoResume out')
+        raise ValueError('AutoResume cannot save a sharded model: use DistributedDataParallel')
     if any(map(is_lazy, learn.model.parameters())):
         raise ValueError('AutoResume needs a model whose layers have sizes: run a batch through it before the fit')
     self.saved_fit = SavedFit(self, leader_of(learn))

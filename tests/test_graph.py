@@ -180,9 +180,11 @@ def loss_with_memory():
 
 
 class Adds:
-    def __init__(self): self.rng = np.random.default_rng(3)
+    def __init__(self):
+        self.rng = np.random.default_rng(3)
+        self.noise = .1
 
-    def __call__(self, x): return x+.1*float(self.rng.normal())
+    def __call__(self, x): return x+self.noise*float(self.rng.normal())
 
 
 class Transformed(list):
@@ -197,6 +199,18 @@ class Transformed(list):
 
 @situation
 def generator_of_a_transform(): return train(learner(dls=fastai_data(Transformed)))
+
+
+class Fades(Callback):
+    "Holds a transform of the data, and weakens it"
+    def __init__(self, transform): self.transform = transform
+    def after_epoch(self): self.transform.noise *= .5
+
+
+@situation
+def transform_that_a_callback_has_too():
+    dls = fastai_data(Transformed)
+    return train(learner(Fades(dls.train.dataset.transform), dls=dls))
 
 
 @situation

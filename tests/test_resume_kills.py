@@ -1,5 +1,6 @@
 "Scripts that are killed and go on: each layout many times, and what the harness sees if a part of the state is missing"
 import json
+import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +12,7 @@ from common import *
 from fastxtend_accum.callback import WindowCallback
 from fastxtend_accum.resuming.graph import is_of_data
 from fastxtend_accum.resuming.reader import Reader
-from kill_harness import Whole, kill_at, kill_layout, start
+from kill_harness import Whole, kill_at, kill_layout, named_differences, start
 from resume_layouts import LAYOUTS, auto, make, schedule
 from resumed import leave_out
 
@@ -129,21 +130,32 @@ def script_of(rank, port):
     return script
 
 
-def start_both(folder):
-    "Starts two processes; returns their exit codes"
+def start_both(folder, seed, killed=None, event=0, number=signal.SIGKILL):
+    "Starts two processes, of which one may be `killed` by a signal at an event; returns their exit codes"
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         port = s.getsockname()[1]
 
     def start_one(rank):
         own = folder/f'{rank}'
-        own.mkdir()
-        return start(script_of(rank, port), own, 1+rank).code
+        own.mkdir(parents=True, exist_ok=True)
+        prepare = partial(kill_at, event, number=number) if rank == killed else kill_at
+        return start(script_of(rank, port), own, seed+rank, prepare).code
     with ThreadPoolExecutor(2) as threads: return list(threads.map(start_one, range(2)))
 
 
 @pytest.mark.long
-def test_several_processes_are_an_error_before_training(tmp_path):
-    assert start_both(tmp_path) == [1, 1]
+@pytest.mark.parametrize('killed,number', [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGTERM)])
+def test_one_of_two_processes_is_killed(killed, number, tmp_path):
+    "The other one fails, both are started again, and both end as in the fit that nobody has killed"
+    assert start_both(tmp_path/'whole', 1) == [0, 0]
+    whole = [torch.load(tmp_path/f'whole/{rank}/result.pt', weights_only=False) for rank in range(2)]
+    n_events = whole[killed]['counts'][0]
+    codes = start_both(tmp_path/'killed', 1, killed, n_events*6//10, number)
+    assert codes[killed] == -number
+    assert 0 not in codes
+    assert start_both(tmp_path/'killed', 1000) == [0, 0]
     for rank in range(2):
-        assert 'AutoResume resumes fits of one process' in (tmp_path/f'{rank}/error.txt').read_text()
+        found = torch.load(tmp_path/f'killed/{rank}/result.pt', weights_only=False)
+        assert int((tmp_path/f'killed/{rank}/first_batch.txt').read_text()) > 0
+        assert named_differences(whole[rank]['results'], found['results']) == []

@@ -7,9 +7,11 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/fit.html.md"""
 # %% ../../nbs/resuming/08_fit.ipynb #03d3a050
 from __future__ import annotations
 
+import torch.distributed as dist
 from fastai.basics import *
 
 from ..windows.checks import warn_user
+from ..windows.processes import all_reduce_scalar,n_processes
 from .files import Folder,folders,read_file,whole_file
 from .graph import Graph,is_no_weight
 from .identity import differences,draws_numbers,is_of_hooks,may_differ,n_workers,settings_of,text_of
@@ -29,9 +31,11 @@ class SavedFit:
         self.cb = cb
         self.learn = learn
         self.leader = leader  # runs the windows
+        self.n_processes = n_processes(learn)
+        self.rank = dist.get_rank() if self.n_processes > 1 else 0
         path = (learn.path/learn.model_dir/cb.fname).absolute()
         self.folder = folders.setdefault(path, Folder(path))
-        self.folder.take()
+        if self.rank == 0: self.folder.take()
         self.number = self.folder.begin(learn)
         self.path = path/f'{self.number}.pth'
         if cb.restart: self.path.unlink(missing_ok=True)
@@ -54,8 +58,9 @@ def save(self:SavedFit, place:dict|str, state:dict|None=None):
     start = time.monotonic()
     try:
         content = self.content(place, state or self.graph.state())
-        with whole_file(self.path) as f: self.graph.write(content, f)
-        if not self.next_save: self.graph.read(read_file(self.path))  # what cannot be read is an error now
+        if self.rank == 0:
+            with whole_file(self.path) as f: self.graph.write(content, f)
+            if not self.next_save: self.graph.read(read_file(self.path))  # what cannot be read is an error now
     except Exception as e:
         reason = e.__context__ or e  # PyTorch hides that a disk is full, for example
         text = f'AutoResume cannot save {self.path}: {reason}'
@@ -68,13 +73,20 @@ def save(self:SavedFit, place:dict|str, state:dict|None=None):
 # %% ../../nbs/resuming/08_fit.ipynb #f6c1a210
 @patch
 def content(self:SavedFit, place:dict|str, state:dict)->dict:
-    "Returns what the file contains"
+    "Returns what the file contains: process 0 writes for all"
     lost = state['lost']
     if lost:
         names = [f'{text_of(part)} ({reason})' for part,reason in lost.items()]
         warn_user(f"AutoResume does not keep {'; '.join(names)}")  # Python shows it once
-    return dict(
+    own = dict(
         place=place,
+        rest=state['rest'],
+        digests=state['digests'],
+        at_epoch=self.at_epoch,
+        reader=self.reader and self.reader.state())
+    of_all = [own for _ in range(self.n_processes)]
+    if self.n_processes > 1: dist.all_gather_object(of_all, own)
+    return dict(
         begun=self.graph.begun,
         n_begun=self.folder.n_begun,
         n_workers=n_workers(self.learn.dls.train),
@@ -82,10 +94,7 @@ def content(self:SavedFit, place:dict|str, state:dict)->dict:
         rows=self.rows,
         loggers=self.loggers,
         weights=state['weights'],
-        rest=state['rest'],
-        digests=state['digests'],
-        at_epoch=self.at_epoch,
-        reader=self.reader and self.reader.state())
+        processes=of_all)
 
 @patch
 def clock(self:SavedFit)->Real:
@@ -99,13 +108,17 @@ def save_if_due(self:SavedFit):
     loop = self.leader.loop
     must_end = held_signals.received is not None
     is_due = self.clock() >= self.next_save
+    # All processes save if one of them has to
+    must_end = all_reduce_scalar(self.learn, must_end)
+    is_due = all_reduce_scalar(self.learn, is_due)
     if must_end or is_due: self.save(loop.state())
     if must_end: held_signals.let_through()
 
 @patch
 def save_in_validation(self:SavedFit):
-    "After a batch: saves what there was before validation, if the process gets a signal to end"
-    if held_signals.received is None: return
+    """After a batch: saves what there was before validation, if the process gets a signal to end. Several processes
+    save after validation, in which they do not wait for each other"""
+    if held_signals.received is None or self.n_processes > 1: return
     self.save('validation', self.trained)
     held_signals.let_through()
 
@@ -115,16 +128,19 @@ def save_in_validation(self:SavedFit):
 @patch
 def begin(self:SavedFit)->int:
     "Runs before the first epoch of this process, and returns the number of that epoch"
-    content = read_file(self.path)
-    if content is None:
+    contents = [read_file(self.path) if self.rank == 0 else None]
+    if self.n_processes > 1: dist.broadcast_object_list(contents, 0)
+    if contents[0] is None:
         return 0
-    found = self.graph.read(content)
-    self.found = found
+    found = self.graph.read(contents[0])
+    of_all = found.pop('processes')
+    own = of_all[self.rank%len(of_all)]  # another number of processes is an error, which `check` names
+    self.found = {**found, **own}
     self.check()
     self.rows,self.loggers = found['rows'],found['loggers']
     self.folder.n_begun = found['n_begun']
-    place,epoch = found['place'],found['epoch']
-    if self.cb.verbose:
+    place,epoch = self.found['place'],found['epoch']
+    if self.cb.verbose and self.rank == 0:
         where = 'at the end of' if place == 'end' else 'in'
         print(f'AutoResume goes on {where} epoch {epoch}, from {self.path}')
     restore_loggers(self.learn, self.loggers, self.rows)

@@ -70,13 +70,22 @@ class Graph(Comparing):
         self.place = ''  # of the part that is pickled while objects are found
         self.waiting = []
         for path,o in roots_of(learn).items(): self.add(path, o)
+        roots = self.waiting
+        # The data first: of what a callback has, too, as `DistributedTrainer` has the loaders that it wraps, the path
+        # has to say that it belongs to the data
+        self.find_from([path for path in roots if is_of_data(path)])
+        self.find_from([path for path in roots if not is_of_data(path)])
+        self.place = None
+        known = dict(paths=self.paths, names=self.names, owners=self.owners)
+        self.pickling = SimpleNamespace(__name__='pickle', Pickler=type('Pickler', (PartPickler,), known))
+
+    def find_from(self, paths:list[str]):
+        "Finds all that these objects reach, and makes digests of its parts"
+        self.waiting = paths
         for path in self.waiting:  # grows in the loop
             for part,value in parts_of(path, self.objects[path]).items():
                 self.place = '.'.join(part)
                 with suppress(Exception): self.begun[part] = self.digest(path, value)
-        self.place = None
-        known = dict(paths=self.paths, names=self.names, owners=self.owners)
-        self.pickling = SimpleNamespace(__name__='pickle', Pickler=type('Pickler', (PartPickler,), known))
 
     def add(self, path:str, o):
         "Gives a path to an object and, if it is a model, to its layers and weights"
@@ -123,8 +132,8 @@ def compare(self:Graph, wanted:Callable=lambda path: True)->tuple:
 
 @patch
 def state(self:Graph, *wanted)->dict:
-    """Returns the state of these parts: `weights`, which include those of the optimizer, and the `rest` as bytes; with
-    the `digests` of all parts, and why some are `lost`"""
+    """Returns the state of these parts: `weights` and the optimizer, which are the same in all processes, and the
+    `rest` as bytes; with the `digests` of all parts, and why some are `lost`"""
     parts,digests,lost = self.compare(*wanted)
     weights = {}
     rest = {}

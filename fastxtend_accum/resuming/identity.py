@@ -8,6 +8,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/identity.html.m
 from __future__ import annotations
 from fastai.basics import *
 
+from ..windows.processes import n_processes
 from .graph import Graph,is_of_data
 from .parts import generators,is_of_package
 
@@ -17,7 +18,8 @@ __all__ = ['settings_of', 'text_of', 'is_of_hooks', 'differences', 'may_differ',
 # %% ../../nbs/resuming/04_identity.ipynb #43fa87b6
 def settings_of(learn)->dict:
     "Returns what is not among the parts that a fit leaves as they are, by names like those of parts"
-    res = {('callbacks',''):' '.join(type(o).__name__ for o in learn.cbs)}
+    res = {('processes',''):str(n_processes(learn))}
+    res['callbacks',''] = ' '.join(type(o).__name__ for o in learn.cbs)
     scheduled = nested_attr(learn, 'param_scheduler.scheds', {})
     for i,hypers in enumerate(learn.opt.hypers):
         for name in hypers.keys()-scheduled: res[name,f'of group {i}'] = str(hypers[name])
