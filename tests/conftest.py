@@ -15,11 +15,11 @@ from hypothesis import settings
 matplotlib.use('agg')
 
 # How many cases a property test draws: `-m hypothesis --hypothesis-profile=long`, a step of .ci/run, has more
-for name, n in dict(quick=25, long=200).items():
+for name, n in dict(quick=10, long=60).items():
     settings.register_profile(name, max_examples=int(os.environ.get('DRAWS', n)))
 settings.load_profile('quick')
 
-TOGETHER = 'processes', 'pages', 'project'  # one process runs such a file: its tests share what takes long
+TOGETHER = 'processes', 'pages', 'project', 'demo'  # one process runs such a file: its tests share what takes long
 ALONE = 'colab', 'release', 'libraries', 'gpu'  # one environment or one GPU for all tests of a mark
 
 
@@ -44,14 +44,26 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items):
-    "`thin(n)`: of the cases of a test, every `n`th runs always, beginning with the first, and the others are `long`"
+def pytest_collection_modifyitems(config, items):
+    """`thin(n, m)`: of a test's cases, every `n`th runs always, of the others every `m`th is `long`, and the rest is
+    left out: cases that differ on one side of a matrix find the same faults"""
     seen = Counter()
+    chosen = []
+    left_out = []
     for item in items:
-        for mark in item.iter_markers('thin'):
-            test = item.parent, item.originalname
-            if seen[test] % mark.args[0]: item.add_marker('long')
-            seen[test] += 1
+        mark = item.get_closest_marker('thin')
+        if mark is None:
+            chosen.append(item)
+            continue
+        n, m = mark.args
+        test = item.parent, item.originalname
+        i = seen[test]
+        seen[test] += 1
+        if i % n: item.add_marker('long')
+        if i % n and i % m: left_out.append(item)
+        else: chosen.append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = chosen
 
 
 def pytest_collection_finish():

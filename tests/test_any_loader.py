@@ -183,7 +183,7 @@ ANY_BATCHES |= dict(
     own_loader_that_announces_fewer=partial(OwnLoader, [8, 3, 8, 8, 1, 8], 4, batch_size=8))
 
 
-@pytest.mark.thin(7)
+@pytest.mark.thin(11, 3)
 @pytest.mark.parametrize('saver', SAVERS)
 @pytest.mark.parametrize('loader', ANY_BATCHES)
 def test_one_batch_of_any_kind_is_a_window(loader, saver):
@@ -194,7 +194,7 @@ def test_one_batch_of_any_kind_is_a_window(loader, saver):
     assert_same_fit_and_positions(small, large)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(7, 3)
 @pytest.mark.parametrize('micro_batch_size', [None, 3, 4])
 @pytest.mark.parametrize('loader', SIZABLE)
 def test_four_batches_of_any_kind_are_a_window(loader, micro_batch_size):
@@ -261,7 +261,7 @@ each_change = pytest.mark.parametrize('change', [SetsSize, SwapsLoaders, SwapsLo
 @each_change
 @pytest.mark.parametrize('saver', SAVERS)
 @pytest.mark.parametrize('sizes', [(16, 16, 8), (4, 8, 12)])
-@pytest.mark.thin(7)
+@pytest.mark.thin(7, 3)
 def test_each_batch_is_a_window_whatever_its_size(sizes, saver, change):
     small = fit_on(fastai_loader(sizes[0]), change(sizes), SAVERS[saver]())
     large = fit_on(fastai_loader(sizes[0]), change(sizes))
@@ -271,7 +271,7 @@ def test_each_batch_is_a_window_whatever_its_size(sizes, saver, change):
 @each_change
 @pytest.mark.parametrize('micro_batch_size', [None, 2])
 @pytest.mark.parametrize('sizes', [(4, 8, 16), (16, 8, 4), (4, 4, 2)])
-@pytest.mark.thin(7)
+@pytest.mark.thin(7, 3)
 def test_windows_stay_as_large_as_they_are(sizes, micro_batch_size, change):
     accum = GradientAccumulation(16, micro_batch_size=micro_batch_size)
     small = fit_on(fastai_loader(sizes[0]), change(sizes), accum)

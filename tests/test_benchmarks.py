@@ -29,6 +29,7 @@ class CountSteps(Callback):
     def after_step(self): self.n += 1
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('model', report.fit_models)
 def test_whole_fits_take_a_step_for_each_window(model, monkeypatch):
     "Measured are steps in the place of seconds"
@@ -48,6 +49,7 @@ def test_expected_losses_are_those_of_many_runs():
         assert mean(part['linear'][name]['loss']) == pytest.approx(expected['loss'], rel=.08)
 
 
+@pytest.mark.long
 def test_each_run_has_the_best_rate_of_the_grid():
     "Where the grid has a way to fall: a constant rate has none"
     for name, expected in growing.expected().items():

@@ -285,6 +285,7 @@ def test_a_micro_batch_that_runs_twice_counts_once(make_layer, micro, amp):
     for a, b in zip(ours, kept, strict=True): assert_same(a, b)
 
 
+@pytest.mark.long
 def test_a_compiled_model_keeps_its_own_forward():
     def compiled(): return torch.compile(TwoOutputs(), backend='aot_eager')
     m = compiled()

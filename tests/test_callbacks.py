@@ -253,7 +253,7 @@ NOTES = {
     'reads the loader after a batch': partial(At, 'after_batch', count_samples, 60)}
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5, 2)
 @pytest.mark.parametrize('layout', LAYOUTS)
 @pytest.mark.parametrize('name', NOTES)
 def test_what_a_callback_notes_is_what_it_notes_of_the_large_batch(name, layout):

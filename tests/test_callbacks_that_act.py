@@ -59,7 +59,7 @@ RATES = {
     'smaller after each batch': sets_rate('after_batch', smaller, 90)}
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(7, 3)
 @pytest.mark.parametrize('layout', LAYOUTS)
 @pytest.mark.parametrize('name', RATES)
 def test_a_rate_that_a_callback_sets_is_the_one_of_the_large_batch(name, layout):
@@ -182,7 +182,7 @@ ACTS = {
     'clamps weights after the step': partial(At, 'after_step', clamp_weights)}
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5, 2)
 @pytest.mark.parametrize('layout', LAYOUTS)
 @pytest.mark.parametrize('name', ACTS)
 def test_what_a_callback_changes_it_changes_as_with_the_large_batch(name, layout):
@@ -232,7 +232,7 @@ AVERAGES = {
     'after every second batch, last of all': partial(Average, 'after_batch', 90, every=2)}
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(7, 3)
 @pytest.mark.parametrize('layout', LAYOUTS)
 @pytest.mark.parametrize('name', AVERAGES)
 def test_an_average_of_weights_is_the_one_of_the_large_batch(name, layout):
@@ -284,7 +284,7 @@ LOSSES = {
     'own optimizer of fastai': partial(OwnOptimizer, 'after_step', SGD)}
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5, 2)
 @pytest.mark.parametrize('layout', LAYOUTS)
 @pytest.mark.parametrize('name', LOSSES)
 def test_a_loss_that_a_callback_changes_is_the_one_of_the_large_batch(name, layout):

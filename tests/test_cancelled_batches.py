@@ -63,7 +63,7 @@ class Cancels(Callback):
             raise self.exc
 
 
-@pytest.mark.thin(13)
+@pytest.mark.thin(17, 5)
 @pytest.mark.filterwarnings('ignore:before_batch of .* is called once per window')
 @pytest.mark.parametrize('exc,event,training,order,layout', CASES)
 def test_what_a_callback_cancels_ends_as_with_the_large_batch(exc, event, training, order, layout):
@@ -189,6 +189,7 @@ class CancelsInFirstEpoch(CancelsBatches):
             super().cancel()
 
 
+@pytest.mark.thin(5, 1)
 @pytest.mark.parametrize('log_accum_batch', [True, False])
 @pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'before_backward'])
 @pytest.mark.parametrize('cancelled,carried', [

@@ -47,6 +47,7 @@ EQUAL = {
     'recomputed dropout': lambda: learner(all_blocks(lambda m: [m[0]]), bs=32, layers=[nn.Dropout()])}
 
 
+@pytest.mark.thin(5, 1)
 @pytest.mark.parametrize('name', EQUAL)
 def test_no_false_alarm(name):
     result = check(EQUAL[name]())
@@ -110,6 +111,7 @@ DIFFERENT = {
     'the loss': lambda: learner(GradientAccumulation(micro_batch_size=8), bs=32, loss=worst)}
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('name', DIFFERENT)
 def test_the_reason_is_named(name):
     result = check(DIFFERENT[name]())
@@ -118,6 +120,7 @@ def test_the_reason_is_named(name):
     assert result.reasons[0].startswith(name)
 
 
+@pytest.mark.long
 def test_several_reasons_are_named():
     result = check(learner(SharedMean(), GradientAccumulation(32), layers=[nn.BatchNorm1d(8), nn.Dropout()]))
     names = [o.split()[0] for o in result.reasons]
@@ -156,6 +159,7 @@ def reachable(learn):
     return attributes, own, weights, gradients, optimizer, states, modes
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('is_fitted', [False, True])
 @pytest.mark.parametrize('name', ['windows', 'gradient cache', 'SharedMean', 'BatchNorm1d'])
 def test_everything_is_as_it_was(name, is_fitted, tmp_path, monkeypatch):
@@ -210,6 +214,7 @@ def test_the_number_and_size_of_windows():
         with pytest.raises(ValueError, match=error): check(learner(GradientAccumulation(32)), **kwargs)
 
 
+@pytest.mark.long
 def test_another_seed_draws_other_numbers():
     make = DIFFERENT['Dropout']
     first, same, other = [check(make(), seed=seed).differences for seed in (1, 1, 2)]

@@ -57,7 +57,7 @@ for event, training in MOMENTS:
         COPIES.append((event, training, exported))
 
 
-@pytest.mark.thin(13)
+@pytest.mark.thin(17, 7)
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('event,training,copy', COPIES)
 def test_a_copy_that_is_made_in_a_fit_is_whole_and_the_fit_ends_as_without_it(fresh, kind, event, training, copy):
@@ -94,7 +94,7 @@ class Removes(Callback):
             self.learn.remove_cb(self.cb)
 
 
-@pytest.mark.thin(23)
+@pytest.mark.thin(37, 11)
 @pytest.mark.filterwarnings('ignore:.* was removed from its Learner')  # which a removal in before_fit causes
 @pytest.mark.parametrize('kind', OURS)
 @pytest.mark.parametrize('order', [-100, 6.5, 99])
@@ -135,6 +135,7 @@ def fit_first(first, second, expected):
         fit_from_start(first)
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('kind', OURS)
 @pytest.mark.parametrize('fits', [[fit_first], [fit_second, fit_first, fit_second]])
 def test_a_callback_works_in_the_learner_that_had_it_last_and_the_other_says_so(fresh, kind, fits):
@@ -152,6 +153,7 @@ def test_a_callback_works_in_the_learner_that_had_it_last_and_the_other_says_so(
 
 # One fit after the other
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('kind', OURS)
 def test_before_the_first_fit_what_is_no_training_is_plain_and_an_export_fits(fresh, kind):
     plain = new_learner()

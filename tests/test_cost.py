@@ -119,6 +119,7 @@ limits = {
 opts = pytest.mark.parametrize('opt', costs.opts)
 
 
+@pytest.mark.thin(5, 1)
 @opts
 @pytest.mark.parametrize('kind,k', limits)
 def test_calls_of_a_micro_batch(kind, k, opt):
@@ -134,6 +135,7 @@ def test_calls_of_a_schedule(opt):
     assert windows < costs.calls('schedule', K, opt) <= windows+.01
 
 
+@pytest.mark.thin(3, 1)
 @opts
 @pytest.mark.parametrize('kind', ['windows', 'split'])
 def test_calls_of_the_first_windows(kind, opt):
@@ -199,6 +201,7 @@ def test_no_attribute_is_searched_in_a_batch(monkeypatch):
 
 # Bytes
 
+@pytest.mark.long
 @windows_and_schedule
 def test_bytes_kept(case):
     "The last outputs, 16 times 10 numbers, and seven numbers beside them"

@@ -180,7 +180,7 @@ KINDS = dict(
     split=lambda: [GradientAccumulation(16, micro_batch_size=4)])
 
 
-@pytest.mark.thin(7)
+@pytest.mark.thin(11, 5)
 @pytest.mark.filterwarnings('ignore:.* cancels a window at its step')
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('exc', [ValueError, KeyboardInterrupt, CancelBatchException, CancelFitException])

@@ -146,7 +146,7 @@ def recorded_with_change(event, change, cls, *cbs):
     return log
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(7, 5)
 @pytest.mark.parametrize('cls', [Learner, OwnCall])
 @pytest.mark.parametrize('change', CHANGES)
 @pytest.mark.parametrize('event', IN_A_FIT)
@@ -210,7 +210,7 @@ RAISED = list(itertools.product(IN_A_BATCH, ALL_RAISED, [Learner, OwnCall, OwnWi
 RAISED.remove(('before_batch', CancelBatchException, OwnWithEvents))
 
 
-@pytest.mark.thin(7)
+@pytest.mark.thin(11, 5)
 @pytest.mark.parametrize('event,exc,cls', RAISED)
 def test_what_a_callback_raises_in_an_event(event, exc, cls):
     "In windows of one batch: it ends the same events as in a plain Learner"

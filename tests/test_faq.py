@@ -119,6 +119,7 @@ def compiled_learner(n, bs, m, cbs=None):
     return Learner(dls, m, mse, opt_func=SGD, cbs=cbs)
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('n,bs,accum,kwargs,n_graphs', [
     (96, 8, GradientAccumulation(32), {}, 2),
     (96, 32, GradientAccumulation(micro_batch_size=8), {}, 2),
@@ -143,6 +144,7 @@ def run_compiled(*cbs):
     return fit(make_learner(32, m=compiled, cbs=list(cbs)))
 
 
+@pytest.mark.long
 def test_activation_checkpointing_trains_a_compiled_model_that_fits():
     memory = Activations()
     learn = run_compiled(ActivationCheckpointing(), memory)

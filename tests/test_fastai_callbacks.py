@@ -178,7 +178,7 @@ for name, (layouts, _, _) in TRIED.items():
     CASES += [(name, layout) for layout in layouts]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5, 2)
 @pytest.mark.parametrize('name,layout', CASES)
 def test_a_callback_of_fastai_leaves_behind_what_it_leaves_beside_the_large_batch(name, layout, capsys):
     _, make, args = TRIED[name]
@@ -200,6 +200,7 @@ def find_rates(bs, num_it, *cbs):
     return learn
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('num_it', [5, 12, 100])
 @pytest.mark.parametrize('make_cb', [accumulation, partial(GradientAccumulationSchedule, 32, 64, remainder='step')])
 def test_lr_find_tries_a_rate_for_each_window(make_cb, num_it):

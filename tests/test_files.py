@@ -70,6 +70,7 @@ def test_a_fit_is_new_unless_the_same_learner_was_interrupted():
     assert folder.begin(first) == 2
 
 
+@pytest.mark.long
 def test_a_finished_fit_keeps_one_file_until_the_process_ends():
     script()
     script()
@@ -78,6 +79,7 @@ def test_a_finished_fit_keeps_one_file_until_the_process_ends():
     assert files() == ['lock']
 
 
+@pytest.mark.long
 def test_nothing_is_removed_if_the_script_ends_with_an_error(monkeypatch):
     script()
     monkeypatch.setattr(sys, 'last_value', ValueError(), raising=False)
@@ -98,6 +100,7 @@ def test_models_that_you_save_are_left_alone():
     assert {o.name for o in Path('models').iterdir()} == {'resume', 'resume.pth', 'resume-0.pth'}
 
 
+@pytest.mark.long
 def test_restart_starts_over():
     expected = whole(script)
     stop(script)

@@ -21,6 +21,7 @@ PARTS = {
     'the order of samples': ('dls.train', 'rng')}
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('name', PARTS)
 def test_a_part_that_is_left_out_is_named(name, monkeypatch):
     "Whatever `restore` forgets, the digests find"
@@ -38,6 +39,7 @@ def test_a_first_save_that_is_impossible_is_an_error():
     with pytest.raises(OSError, match='cannot save'): train(learner())
 
 
+@pytest.mark.long
 def test_a_later_save_that_is_impossible_is_a_warning(monkeypatch):
     "It says the system's reason; training goes on"
     expected = whole(lambda: train(learner()))
@@ -79,6 +81,7 @@ def size_after(n):
     return paths[-1].stat().st_size
 
 
+@pytest.mark.long
 def test_a_save_after_many_steps_is_small():
     "At most 60 bytes for each step"
     few, many = size_after(1_000), size_after(20_000)

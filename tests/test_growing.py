@@ -13,6 +13,7 @@ def grown(bs, schedule=SchedCos):
     return fit(make_learner(bs, n=N, cbs=[Counts(), accum]), 2)
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('schedule', [SchedCos, SchedLin])
 def test_a_large_loader_takes_as_many_steps_in_a_third_of_the_passes(schedule):
     small = grown(32, schedule).counts.n
@@ -23,6 +24,7 @@ def test_a_large_loader_takes_as_many_steps_in_a_third_of_the_passes(schedule):
     assert large['forward passes'] <= .35*small['forward passes']
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('bs', [32, 512])
 def test_each_sample_is_in_one_step(bs):
     sizes = grown(bs).recorder.accum_bs

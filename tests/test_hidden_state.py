@@ -187,6 +187,7 @@ class FailsInDecoder(Callback):
         if self.count in self.times: run_out_of_memory()
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('where,times', [
     ('forward', (1,)),
     ('backward', (2, 3)),

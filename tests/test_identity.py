@@ -72,6 +72,7 @@ def run(cbs=None, n_epoch=3, lr=.02, **kwargs):
     return train(learner(*more, **kwargs), n_epoch=n_epoch, lr=lr)
 
 
+@pytest.mark.thin(5, 1)
 @pytest.mark.parametrize('name', DIFFERENCES)
 def test_a_difference_is_an_error_that_names_it(name):
     before, after, text = DIFFERENCES[name]
@@ -87,6 +88,7 @@ def test_other_windows_are_an_error_that_names_them():
     with pytest.raises(ValueError, match='accum_bs 12, not 8'): train(make(accum(12), Stops()))
 
 
+@pytest.mark.long
 def test_a_text_of_a_callback_goes_on_with_the_earlier_value():
     stop(lambda: train(learner(EarlyStoppingCallback(patience=5))))
     learn = learner(EarlyStoppingCallback(patience=7))
@@ -94,6 +96,7 @@ def test_a_text_of_a_callback_goes_on_with_the_earlier_value():
     assert learn.early_stopping.patience == 5
 
 
+@pytest.mark.long
 def test_workers_that_draw_nothing_may_differ():
     n_workers = iter([0, 0, 1])
     assert_goes_on(lambda: train(learner(dls=fastai_data(num_workers=next(n_workers)))))

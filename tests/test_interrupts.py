@@ -41,7 +41,7 @@ def count_of(where, order, kind):
     return counter.count
 
 
-@pytest.mark.thin(37)
+@pytest.mark.thin(53, 7)
 @pytest.mark.filterwarnings(
     'ignore:no optimizer step was taken', 'ignore:a callback has cancelled a part of a batch',
     'ignore:Fault cancels a window at its step', 'ignore:Fault cancels a backward pass')
@@ -121,6 +121,7 @@ FAULTS_AND_CBS = list(itertools.product(FAILING, OF_FAILING))
 FAULTS_AND_CBS.remove(('interrupted_in_backward', 'cache'))
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('fault,cbs', FAULTS_AND_CBS)
 def test_nothing_holds_the_model_after_a_pass_that_was_interrupted(fault, cbs):
     "Once the Learner is deleted, its memory is free, as without our callbacks"

@@ -293,7 +293,7 @@ def fit_with_fault(bs, fault, *cbs):
     return learn
 
 
-@pytest.mark.thin(7)
+@pytest.mark.thin(11, 3)
 @pytest.mark.parametrize('order', [-5, 7, 20, 99])
 @pytest.mark.parametrize('event', [*ONCE_A_BATCH, *ONCE_A_WINDOW])
 @pytest.mark.parametrize('exc', EXCEPTIONS)

@@ -44,7 +44,7 @@ def in_a_dict(views, x): return ({str(i): view for i, view in enumerate(views)},
 def nested(views, x): return (dict(views=views, one=x),)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(7, 3)
 @each_saver
 @pytest.mark.parametrize('layout', [
     in_a_list,
@@ -224,7 +224,7 @@ def assert_equal_fits(ours, plain):
     assert_same(floats(ours.recorder.values), floats(plain.recorder.values), FLOAT32)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('saver', [split_by_labels, GradientCache])
 @pytest.mark.parametrize('wrap,n_steps', [
     (samples_first, 6),
@@ -248,7 +248,7 @@ not_joined = pytest.mark.parametrize('wrap,ragged', [
     (of_transformers, True)])
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(2, 1)
 @not_joined
 def test_other_outputs_are_not_joined_if_batches_are_split(wrap, ragged):
     "The loss does not need them"
@@ -318,7 +318,7 @@ def test_time_first_is_an_error_where_a_batch_would_be_split(per_step, n_steps, 
     with pytest.raises(ValueError, match=says): fit(learn, 1)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('size', [BS, 'auto'])
 @each_saver
 @time_first_cases

@@ -80,7 +80,7 @@ def epoch_values(bs, metrics, *cbs):
     return floats(learn.recorder.values)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(7, 2)
 @pytest.mark.parametrize('kind', WINDOWS)
 @pytest.mark.parametrize('name', METRICS)
 def test_training_metrics_are_those_of_the_large_batch(name, kind):

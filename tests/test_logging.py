@@ -127,6 +127,7 @@ KINDS = dict(
     cache=(32, partial(GradientCache, 8)))
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('kind, log_accum_batch', [
     ('windows', True),
     ('both', True),
@@ -349,6 +350,7 @@ def exponential(num_it):
     return [curve(i/num_it) for i in range(num_it)]
 
 
+@pytest.mark.thin(5, 1)
 @pytest.mark.parametrize('n, drop_last', [
     (96, False),
     (100, False),

@@ -286,7 +286,7 @@ def test_batches_without_targets_have_no_loss_and_no_step_as_in_fastai(make_cb):
 # Cancelled batches
 
 @pytest.mark.filterwarnings('ignore:a callback has cancelled a part of a batch')
-@pytest.mark.thin(5)
+@pytest.mark.thin(7, 3)
 @pytest.mark.parametrize('accum_bs,nth,windows_of_batches', [
     (32, 1, [[1], [2], [3], [4]]),
     (32, 7, [[0], [2], [3], [4]]),

@@ -11,6 +11,7 @@ def rows():
     return [line.rpartition(',')[0] for line in Path('history.csv').read_text().splitlines()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('append', [False, True])
 def test_the_table_of_epochs_is_whole(append):
     "With `append`, the rows of an earlier fit stay, and none is there twice"

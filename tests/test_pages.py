@@ -219,11 +219,13 @@ def pages(proc):
     return res
 
 
+@pytest.mark.long
 def test_nothing_runs_beside_an_import(built):
     "The docs build runs cells with imports: there must be nothing else in them"
     assert re.findall(r'Found cells containing imports.*?\n---\n(.*?)\n---\n', built[1], re.S) == []
 
 
+@pytest.mark.long
 @each_page
 def test_processed_pages_have_no_faults(pages, name):
     cells = pages[name]
@@ -233,6 +235,7 @@ def test_processed_pages_have_no_faults(pages, name):
     assert f'output-file: {Path(html_name(name)).name}\n' in source(cells[0])
 
 
+@pytest.mark.long
 def test_public_names_stand_on_user_pages(pages):
     "With the meaning of each argument; and so do the methods that this package adds to fastai's classes"
     texts = []
@@ -247,6 +250,7 @@ def test_public_names_stand_on_user_pages(pages):
     assert len(arguments) > 25
 
 
+@pytest.mark.long
 def test_pages_are_short(pages):
     counts = {name: checks.words(pages[name]) for name in user_pages}
     readme = checks.words([md((root/'README.md').read_text())])
@@ -264,6 +268,7 @@ def test_one_word_for_one_thing_in_code(path):
     assert list(checks.word_faults(path.read_text())) == []
 
 
+@pytest.mark.long
 @each_page
 def test_links_lead_to_what_is_there(pages, proc, name):
     files = {o.relative_to(proc).as_posix() for o in proc.rglob('*') if o.is_file()}
@@ -276,6 +281,7 @@ def test_the_sidebar_has_every_page_once():
     assert list(checks.site_faults(site['website'], names)) == []
 
 
+@pytest.mark.long
 def test_files_of_the_site_are_there(proc):
     website = site['website']
     html = site['format']['html']

@@ -33,6 +33,7 @@ VALUES = {
     'deque': (collections.deque([1], 2), collections.deque([1], 3))}
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('name', VALUES)
 def test_equal_values_have_equal_digests_and_others_do_not(name):
     value, other = VALUES[name]
@@ -42,6 +43,7 @@ def test_equal_values_have_equal_digests_and_others_do_not(name):
     assert digests[0] != digests[2]
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('name', VALUES)
 def test_values_come_back(name):
     graph = Graph(train(learner(), n_epoch=1))

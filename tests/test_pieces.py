@@ -68,7 +68,7 @@ def assert_bit_for_bit(ours, plain):
 
 # The fit with the small loader
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5, 2)
 @pytest.mark.parametrize('log', [True, False])
 @pytest.mark.parametrize('loader', [fastai_loader, torch_loader])
 @pytest.mark.parametrize('n', [96, 100, 103])

@@ -225,6 +225,7 @@ def relative_error(bs, seed, dtype):
     return float((found-truth).norm()/truth.norm())
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('dtype', half, ids=str)
 def test_the_error_is_that_of_one_batch(dtype):
     "Of 64 samples, at once, 8 and 1 at a time: medians over 12 networks"

@@ -103,6 +103,7 @@ def positions_of_rounds(cancelled, n_batches=10, k=4):
     return res
 
 
+@pytest.mark.thin(5, 1)
 @pytest.mark.parametrize('order', [0, 45])
 @pytest.mark.parametrize('event', EVENTS_BEFORE_THE_PASS)
 @pytest.mark.parametrize('cancelled', [

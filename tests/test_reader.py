@@ -30,6 +30,7 @@ class Stateful:
     def load_state_dict(self, state): self.place = state['place']
 
 
+@pytest.mark.long
 def test_a_loader_with_a_state_dict_goes_to_its_place():
     def script():
         Stateful.n_yielded = 0
@@ -45,6 +46,7 @@ LOADERS = {
     'torch with a generator': lambda: torch_data(generator=torch.Generator().manual_seed(5))}
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('name', LOADERS)
 def test_the_same_batches_follow(name):
     assert_goes_on(lambda: train(learner(dls=LOADERS[name]())))

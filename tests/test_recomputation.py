@@ -30,7 +30,7 @@ MODELS = {  # a Learner, its callbacks, and how it is trained
     'contrastive': (contrastive, [], one_cycle)}
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(7, 3)
 @pytest.mark.parametrize('share,ours', [
     (1., all_blocks),
     (.8, ActivationCheckpointing),
@@ -204,6 +204,7 @@ BESIDE = dict(
     cache_and_windows=lambda: [GradientCache(5), GradientAccumulation(32)])
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('name', BESIDE)
 def test_beside_others_it_changes_nothing_either(name):
     "Whichever was added first"

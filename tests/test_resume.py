@@ -22,6 +22,7 @@ def test_the_callback_changes_nothing():
     assert_same_end(plain(), expected)
 
 
+@pytest.mark.long
 def test_the_callback_changes_nothing_in_fastais_own_loop():
     set_seed(1)
     expected = fit(make(), 3, .02, 'fit_one_cycle')
@@ -46,6 +47,7 @@ def test_it_saves_every_so_many_steps(monkeypatch):
     assert end == 'end'
 
 
+@pytest.mark.thin(5, 1)
 @pytest.mark.parametrize('at', [1, 12, 13, 14, 26, 38])
 def test_a_script_that_starts_again_goes_on(at): assert_goes_on(plain, at)
 
@@ -56,6 +58,7 @@ def windows_in_a_batch():
     return train(make(accum(5), Stops(), dls=dls))
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('at', [5, 9, 13])
 def test_a_fit_goes_on_in_the_middle_of_a_loader_batch(at):
     expected = whole(windows_in_a_batch)
@@ -77,6 +80,7 @@ def test_after_an_error_the_same_learner_goes_on():
     assert_same_end(train(learn), expected)
 
 
+@pytest.mark.long
 def test_a_fold_that_fails_leaves_the_others_alone():
     "In one process, a fit never goes on from the file of another Learner"
     def folds(fails):
@@ -89,6 +93,7 @@ def test_a_fold_that_fails_leaves_the_others_alone():
     assert_same_end(folds(fails=True), folds(fails=False))
 
 
+@pytest.mark.long
 def test_a_fit_within_a_fit_is_another_one():
     class Fits(Callback):
         def after_epoch(self): fit(make(), 1, .01, cbs=AutoResume(every=1, verbose=False))
@@ -104,6 +109,7 @@ class Hears(Callback):
         if self.training: self.heard.append((self.epoch, self.iter))
 
 
+@pytest.mark.long
 def test_callbacks_hear_nothing_of_what_is_left_out():
     hears = lambda: train(learner(Hears()))
     whole(hears)
@@ -117,6 +123,7 @@ def test_callbacks_hear_nothing_of_what_is_left_out():
     assert batches == expected[-len(batches):]
 
 
+@pytest.mark.long
 def test_nothing_is_saved_twice():
     saves = lambda: train(learner(SaveModelCallback(every_epoch=True)))
     stop(saves)
@@ -167,6 +174,7 @@ class Exportable(list):
     def new_empty(self): return Exportable()
 
 
+@pytest.mark.long
 def test_a_learner_that_is_exported_in_mid_epoch():
     def exports():
         train_dl = DataLoader(Exportable(samples()), bs=4, shuffle=True)
@@ -183,11 +191,13 @@ class Copies(Callback):
     def before_train(self): Copies.copied.append(deepcopy(self.learn))
 
 
+@pytest.mark.long
 def test_a_learner_that_is_copied_in_an_epoch_that_goes_on():
     learn = assert_goes_on(lambda: train(learner(Copies())))
     assert_apart(Copies.copied[-1], learn)
 
 
+@pytest.mark.long
 def test_a_fit_runs_after_the_module_is_loaded_again():
     "As %autoreload does; a Learner without callbacks of this package, too"
     script = """

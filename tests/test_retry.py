@@ -140,7 +140,7 @@ def assert_as_split_by_hand(saver, place, at, accum_bs, *cbs):
     assert strikes.drawn == drawn
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5, 2)
 @pytest.mark.parametrize('accum_bs', [32, 64])
 @pytest.mark.parametrize('at', [{0: 1}, {1: 1}, {2: 1}, {1: 1, 3: 1}, {1: 1, 3: 2}])
 @each_place
@@ -149,6 +149,7 @@ def test_a_batch_runs_again_as_if_it_had_been_split(place, at, accum_bs):
     assert_as_split_by_hand(split_auto(accum_bs), place, at, accum_bs)
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('accum_bs', [32, 64])
 @each_place
 def test_a_batch_of_the_cache_runs_again(place, accum_bs):
@@ -200,6 +201,7 @@ def fit_with_state(first_layer, *cbs):
     return fit(make_learner(8, n=64, m=m, loss_func=CountingLoss(), cbs=cbs), 2, .01)
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('nth', [1, 4, 12])
 @pytest.mark.parametrize('first_layer', [Remembers, Grows])
 def test_what_a_failed_pass_has_changed_is_put_back(first_layer, nth):
@@ -286,6 +288,7 @@ class CountsEvents(Callback):
     def after_batch(self): self.counts['ended'] += 1
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.filterwarnings('ignore:a callback has cancelled a part of a batch')
 @pytest.mark.parametrize('saver,nth', [
     (split_auto, 3),
@@ -350,6 +353,7 @@ def fails(error):
 UNFIT = RuntimeError('cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. Non-contiguous?')
 
 
+@pytest.mark.long
 @each_auto
 def test_the_error_of_a_single_sample_names_the_one_that_led_to_it(saver):
     learn = make_learner(32, m=fails(UNFIT), cbs=saver())

@@ -101,7 +101,7 @@ def plain_fit(steps, n, n_epoch, rate):
     return fit(learn, n_epoch)
 
 
-@pytest.mark.thin(11)
+@pytest.mark.thin(13, 5)
 @pytest.mark.parametrize('annealer', ANNEALERS)
 @pytest.mark.parametrize('remainder', ['step', 'drop', 'carry'])
 @pytest.mark.parametrize('n, drop_last', [(128, False), (124, False), (124, True)])
@@ -184,6 +184,7 @@ SCHEDULES = st.sampled_from([SchedCos, SchedLin, SchedExp, SchedNo])
 GROWING_STEPS = {0: 4, 0.25: 8, 0.5: 16, 0.75: 32}
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('log_accum_batch', [True, False])
 @pytest.mark.parametrize('n', [128, 120])
 @pytest.mark.parametrize('steps', [GROWING_STEPS, {0: 32, 0.25: 16, 0.5: 8, 0.75: 4}])
@@ -206,6 +207,7 @@ def test_a_loader_batch_holds_the_windows_that_are_smaller(steps, n, log_accum_b
     assert_same(rates, expected_rates, 1e-9)
 
 
+@pytest.mark.long
 def test_a_loader_of_the_final_size_takes_the_same_steps_in_a_third_of_the_forward_passes():
     "From 32 to 512 samples"
     def train(bs):
@@ -274,6 +276,7 @@ def test_a_preview_and_training_refuse_the_same(kwargs, says):
     assert_same(weights(learn), weights(model()))
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('n_epoch, kwargs, name', [
     (4, dict(finish=1), 'finish'),
     (4, dict(start=1, finish=0.5), 'start'),
@@ -318,10 +321,10 @@ def test_any_preview_is_what_training_does(start_size, final_size, start, length
 def test_a_preview_in_a_fit_leaves_the_fit_as_it_is():
     "Of other data, on which the sizes are an error, too; no sample is loaded"
     accum = GradientAccumulationSchedule(16, 64, finish=0.9)
-    other = DataLoaders(DataLoader(range(10**5), bs=1, create_item=None))
+    other = DataLoaders(DataLoader(range(10**4), bs=1, create_item=None))
     def preview(self):
         windows = accum.preview(7, other)
-        assert sum(size for _, size in windows) == 7*10**5
+        assert sum(size for _, size in windows) == 7*10**4
         with pytest.raises(ValueError, match='not a multiple'): accum.preview(7, make_learner(20).dls)
     learn = fit(learner_of_128(accum, Callback(after_epoch=preview)), 4)
     alone = fit(learner_of_128(GradientAccumulationSchedule(16, 64, finish=0.9)), 4)
@@ -461,6 +464,7 @@ def test_the_ratio_is_to_the_starting_size_even_if_no_step_has_it(kwargs, expect
     assert_same(learn.recorder.lrs, expected_rates, ROUNDING)
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'before_step', 'after_step', 'after_batch'])
 def test_an_interrupt_leaves_no_scaled_value_for_the_next_fit(event):
     def interrupt(self):
@@ -539,6 +543,7 @@ def assert_logs_own_rate(learn):
     assert set(learn.recorder.lrs) == {0.02}
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_loss', 'before_backward', None])
 @pytest.mark.parametrize('is_stream', [False, True])
 def test_the_scaled_rate_ends_with_the_last_batch(is_stream, event):

@@ -28,6 +28,7 @@ def ends_by_signal(at):
     script()
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('at,n_run', [(6, 6), (18, 18), ('validation', 26)])
 def test_no_batch_is_lost(at, n_run):
     expected = whole(script)
@@ -69,5 +70,6 @@ def outer_fit_holds_signals():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('check', [calls_own_handler, second_signal_does_not_wait, outer_fit_holds_signals])
 def test_signals_are_held_and_let_through(check): assert forked(check) == 0

@@ -21,6 +21,7 @@ CASES = [*BOTH_WAYS, (KeepsMasked, 'windows'), *[(cls, 'split') for cls in SAME_
 def name_of(o): return o.__name__ if isinstance(o, type) else None
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('cls,way', CASES, ids=name_of)
 def test_the_fit_is_that_of_the_large_batch(cls, way): assert_as_large(cls.learner, way)
 
@@ -43,6 +44,7 @@ def test_weights_that_a_callback_moves_for_each_batch_are_those_of_the_large_bat
 CHANGES_LOSS = 'changes the loss, but micro-batches keep the weights'
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('way', WAYS)
 @pytest.mark.parametrize('cls', [
     RunsTwice, Distils, PenalizesActivations, PenalizesSlope, MeanTeacher, Reduces, ChangesLossLate, ScalesLoss,

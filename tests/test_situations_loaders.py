@@ -22,17 +22,19 @@ OF_WHOLE_BATCHES = [centered_by_collate, scaled_by_collate, centered_by_transfor
 def name_of(o): return getattr(o, '__name__', None)
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('way', WAYS)
 @pytest.mark.parametrize('name', FORMS)
 def test_batches_of_another_form_train_as_the_large_batch(name, way): assert_as_large(FORMS[name].learner, way)
 
 
+@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('way', WAYS)
 @pytest.mark.parametrize('make_loader', SAME, ids=name_of)
 def test_the_fit_is_that_of_the_large_batch(make_loader, way): assert_as_large(learner_on(make_loader), way)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(5, 1)
 @pytest.mark.parametrize('make_loader', SAME, ids=name_of)
 def test_where_loader_batches_are_logged_the_weights_are_those_of_the_large_batch(make_loader):
     situation = learner_on(make_loader)

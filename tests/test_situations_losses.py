@@ -64,6 +64,7 @@ def assert_same_steps(case, way, tol=ROUNDING, **kwargs):
 each_way = pytest.mark.parametrize('way', WAYS)
 
 
+@pytest.mark.thin(3, 1)
 @each_way
 @pytest.mark.parametrize('name', SAME)
 def test_a_mean_over_samples_or_what_is_known_is_that_of_the_large_batch(name, way):
@@ -77,6 +78,7 @@ def test_a_mean_over_what_num_items_counts_is_that_of_the_large_batch(name, way)
     assert_same_steps(case, way, 1e-8, num_items=case.num_items)  # float32 losses times weights of 1/3
 
 
+@pytest.mark.thin(3, 1)
 @each_way
 @pytest.mark.parametrize('name', INEXACT)
 def test_a_loss_that_is_no_sum_of_its_parts_is_named_in_a_warning(name, way):

@@ -104,6 +104,7 @@ def learner_with_dropout(bs, cbs):
     return make_learner(bs, n=32, m=m.double(), cbs=cbs)
 
 
+@pytest.mark.long
 def test_dropout_has_the_same_distribution():
     large = gradients_of(learner_with_dropout, 32, 150)
     small = gradients_of(learner_with_dropout, 8, 150, GradientAccumulation(32))
@@ -221,6 +222,7 @@ def learner_of_digits(bs, cbs, augments=False, **kwargs):
 learner_with_plain_head = partial(learner_of_digits, lin_ftrs=[], first_bn=False, ps=0., opt_func=SGD)
 
 
+@pytest.mark.long
 def test_a_vision_learner_as_it_comes():
     make = partial(learner_of_digits, augments=True)
     large = train_as_it_comes(make, 32, 'fine_tune', 2, 0.01)
@@ -231,6 +233,7 @@ def test_a_vision_learner_as_it_comes():
     assert_apart(small, large, least=1e-4)
 
 
+@pytest.mark.long
 def test_a_vision_learner_where_nothing_is_drawn():
     large = train_as_it_comes(learner_with_plain_head, 32, 'fine_tune', 2, 0.1)
     small = train_as_it_comes(learner_with_plain_head, 8, 'fine_tune', 2, 0.1, GradientAccumulation(32))
@@ -238,6 +241,7 @@ def test_a_vision_learner_where_nothing_is_drawn():
     assert_same(weights(small), weights(large), FLOAT32_WEIGHTS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('saver', [
     partial(GradientAccumulation, micro_batch_size=7),
     partial(GradientCache, 8)])
