@@ -60,7 +60,7 @@ def cached_forward(
     return run
 
 def slice_args(args:tuple, kwargs:dict, start:int, end:int, n:int)->tuple[tuple,dict]:
-    "Returns the rows from `start` to `end` of the arguments of a forward pass, which have `n`"
+    "Returns the rows from `start` to `end` of the arguments of a forward pass, which have `n` rows"
     return slice_fields(args, start, end, n),slice_rows(kwargs, start, end, n)
 
 def n_rows_of(args)->int:
@@ -75,8 +75,9 @@ def n_rows_of(args)->int:
     return n
 
 def check_rows_first(module, forward:Callable, args:tuple, kwargs:dict, output):
-    """Raises ValueError if the first dimension of the output is not the rows. If the first two are as long, its shape
-    does not show that: then the module runs once more, with one row fewer, and the first dimension must be shorter"""
+    """Raises ValueError if the first dimension of the output is not the rows. If its first two dimensions are equally
+    long, its shape does not tell: then the module runs once more, with one row fewer, and the first dimension must be
+    shorter"""
     n = n_rows_of((args, kwargs))
     is_unclear = any(o.shape[:2] == (n, n) for o in tensors_in(output))
     if n < 2 or not is_unclear: return
@@ -100,7 +101,7 @@ class GradientCache(WindowCallback, MemorySaver):
     ):
         store_attr()
         self.size = None  # rows that the module sees at a time, at most; None: all
-        self.requested_size = None  # the `micro_batch_size` that `size` was set for
+        self.requested_size = None  # the `micro_batch_size` of the last fit, for which `size` was set
         self.owners = []  # modules that carry a hidden state
         self.read_settings()
 
@@ -109,7 +110,7 @@ class GradientCache(WindowCallback, MemorySaver):
 
     @property
     def micro_bs(self)->int|None:
-        "Samples that the model sees at a time, at most; None: the whole batch"
+        "For users, as in GradientAccumulation: samples that the model sees at a time, at most; None: the whole batch"
         return self.size
 
     def read_settings(self):
@@ -164,7 +165,7 @@ def context(self:GradientCache, loop):
     "Returns a context in which the module runs in micro-batches, or None if the batch is a single micro-batch"
     if self.size is None: return None
     module = self.module_to_split(loop.learn.model)  # not `self.learn`, which is None once it is removed
-    is_first_round = loop.progress.n_rounds == 1  # of the epoch
+    is_first_round = loop.progress.n_rounds == 1  # of an epoch, before which the model may change
     forward = cached_forward(module, loop.batches.current.samples, self.size, self.owners, check=is_first_round)
     return override_attr(module, 'forward', forward)
 
@@ -187,15 +188,16 @@ def reduce_memory(self:GradientCache, loop)->bool:
 def report(self:GradientCache, loop):
     "Prints the micro-batch size and, unless a GradientAccumulation does so, the differences from a whole batch"
     n = self.rows_of_batch(loop)
-    size = largest_part(n, min(self.size or n, n))
-    how = f'each batch of {n} {how_split(n, size)}'
+    size = largest_part(n, min(self.size or n, n))  # 33 rows, at most 16 at a time, are 3 times 11
     module = self.module_to_split(loop.learn.model)
+    how = f'each batch of {n} {how_split(n, size)}'
+    # A part may see another number of rows than the batch has
     if self.part and self.size: how = f'{type(module).__name__} sees at most {self.size} rows at a time'
     line = f'GradientCache: {how}; validation batches are not split'
     found = loop.fit.differences
-    if found and self.is_leader() and size < n:
-        differences = found.described(size, module)
-        if differences: line += f'. As in one batch of {n}, except: {differences}.'
+    prints_differences = found is not None and self.is_leader() and size < n
+    differences = found.described(size, module) if prints_differences else ''
+    if differences: line += f'. As in one batch of {n}, except: {differences}.'
     self.log_once(line)
 
 @patch

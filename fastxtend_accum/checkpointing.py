@@ -35,9 +35,11 @@ def checkpointed(module, forward:Callable)->Callable:
     def run(*args, **kwargs):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # One by one, so that `saved_tensors_hooks` see all tensors. A DenseNet extends its list later
+        # `checkpoint` gets the inputs one by one, so that `saved_tensors_hooks` see all tensors. Besides, a DenseNet
+        # passes a list to its layers, to which it appends before they run again
         inputs,structure = tree_flatten((args, kwargs))
         def forward_of_inputs(*inputs):
+            "Puts the inputs together again"
             args,kwargs = tree_unflatten(inputs, structure)
             return forward(*args, **kwargs)
         # An input may be a module, such as a shared embedding, of which the block changes the state, too
@@ -127,12 +129,12 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
         self.found,self.groups = [],{}
         self.why_none = why_not_checkpointable(model)
         if self.why_none is None: self.find_blocks(inner_model(model))
-        # If it adapts, whole batches may fit
+        # If it adapts, whole batches may fit; but the processes of a sharded model could not adapt together
         is_needed = not self.adapt or is_sharded(model)
         if self.why_none and is_needed: raise ValueError(self.why_none)
         n = len(self.found)
-        if not self.adapt: self.n_recomputed = n
-        if n < self.n_recomputed: self.n_recomputed = n  # of the fit before, in which the model had other blocks
+        # In the last fit, the model may have had more blocks
+        self.n_recomputed = min(self.n_recomputed, n) if self.adapt else n
         super().before_train()
 
     def find_blocks(self, model):
@@ -153,7 +155,7 @@ def context(self:ActivationCheckpointing, loop):
     "Returns a context in which blocks run again in the backward pass, or None if all fits"
     if not self.n_recomputed: return None
     contexts = [override_attr(o, 'use_cache', False) for o in configs_with_cache(loop.learn.model)]
-    # Some blocks are groups of layers, which run as one module in the grouped form only
+    # Some blocks are groups of layers, which only the grouped forms run as one module. Others run in these as before
     contexts += [override_attr(m, 'forward', group.forward) for m,group in self.groups.items()]
     contexts += [override_attr(m, 'forward', self.forward_of_block(m)) for m in self.found[:self.n_recomputed]]
     return ContextManagers(contexts)
@@ -174,7 +176,7 @@ def forward_of_block(self:ActivationCheckpointing, block)->Callable:
 
 @patch
 def reduce_memory(self:ActivationCheckpointing, loop)->bool:
-    "Recomputes 1, 2, 4, ... and all blocks; at last, keeps their inputs on the CPU"
+    "Recomputes 1, 2, 4, ... and all blocks; finally, keeps their inputs on the CPU"
     n = len(self.found)
     if self.n_recomputed < n:
         self.n_recomputed = min(max(2*self.n_recomputed, 1), n)
@@ -185,7 +187,7 @@ def reduce_memory(self:ActivationCheckpointing, loop)->bool:
 
 @patch
 def report(self:ActivationCheckpointing, loop):
-    "Prints how many blocks are recomputed, whenever that number changes"
+    "Prints how many blocks are recomputed, unless the last line says the same"
     if not self.adapt: return
     how = 'fits in memory'
     if self.n_recomputed: how = f'fits if {self.n_recomputed} of {len(self.found)} blocks are recomputed'

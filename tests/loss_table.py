@@ -307,6 +307,7 @@ ELEMENTWISE = (
     nn.HingeEmbeddingLoss, nn.MultiLabelSoftMarginLoss)
 for kind in ELEMENTWISE:
     EXACT[kind.__name__] = case(kind(), VALUES, BINARY)
+EXACT['hinge_function'] = case(F.hinge_embedding_loss, VALUES, BINARY)
 
 INEXACT = dict(
     masked=case(masked, VALUES, TARGETS),

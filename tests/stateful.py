@@ -125,8 +125,17 @@ class OwnTorchNoise(Adds):
     def step(self, x): return torch.rand(1, generator=self.generator).double()
 
 
+class ItemsInList(Adds):
+    "Appends to a list in each pass"
+    def set_up(self): self.items = []
+
+    def step(self, x):
+        self.items.append(1.)
+        return .01*len(self.items)
+
+
 STATISTICS = [BufferInPlace, BufferByData, NewBuffer]
 OTHER_TENSORS = [AttributeInPlace, NewAttribute, BufferOfTwo, KeptForBackward, LastInputs]
 SHARED_NOISE = [TorchNoise, PythonNoise, NumpyNoise]  # from generators that all code shares
-STATEFUL = [*STATISTICS, *OTHER_TENSORS, Number, *SHARED_NOISE]  # what a Snapshot holds
+STATEFUL = [*STATISTICS, *OTHER_TENSORS, Number, ItemsInList, *SHARED_NOISE]  # what a Snapshot holds
 OUT_OF_REACH = [OnlyInTuple, OwnTorchNoise]  # what it does not

@@ -16,9 +16,6 @@ FLOAT32 = 5e-6  # rounding of float32 weights
 def split_auto(accum_bs=None): return GradientAccumulation(accum_bs, micro_batch_size='auto')
 
 
-each_auto = pytest.mark.parametrize('saver', [split_auto, partial(GradientCache, 'auto')])
-
-
 # The size
 
 def sizes_for(n, size):
@@ -28,12 +25,6 @@ def sizes_for(n, size):
         res.append(size)
         size = smaller_size(n, size)
     return res
-
-
-def test_a_batch_is_split_into_half_as_many_parts_more_each_time():
-    sizes = sizes_for(256, 256)
-    assert [math.ceil(256/size) for size in sizes[:7]] == [1, 2, 3, 4, 6, 9, 13]
-    assert sizes[:7] == [256, 128, 86, 64, 43, 29, 20]
 
 
 @draws
@@ -110,22 +101,6 @@ def test_an_interrupted_search_goes_on():
     fit(learn, 1)
     assert memory.in_training[20:] == of_fit
     assert accum.micro_bs == 8
-
-
-@each_auto
-def test_one_line_for_the_logger_says_what_is_found(saver, capsys):
-    m = model()
-    MemoryLimit(m[0], 16)
-    lines = []
-
-    def log(o):
-        if isinstance(o, str): lines.append(o)
-    learn = make_learner(50, m=m, cbs=saver())
-    learn.logger = log
-    with learn.no_bar(): learn.fit(2)
-    line, = lines
-    assert 'each batch of 50 is split into 4 micro-batches of up to 13' in line
-    assert capsys.readouterr().out == ''
 
 
 # Inputs without tensors

@@ -12,18 +12,19 @@ from torch.nn.utils.parametrizations import weight_norm
 from torchvision.models import vgg11
 
 from common import *
-from fastxtend_accum.memory.blocks import check_blocks, find_blocks, grouped
+from fastxtend_accum.memory import blocks
+from fastxtend_accum.memory.blocks import check_blocks, find_blocks, grouped, n_layers
 
 
 def kinds_of_blocks(m):
     "Returns the class names of the blocks of `m`, which are separate, and have no weights but those of `m`"
-    blocks, _ = find_blocks(m)
+    found, _ = find_blocks(m)
     inside = []
-    for block in blocks: inside += block.modules()
+    for block in found: inside += block.modules()
     assert len(inside) == len(set(inside)), 'a block is inside of another'
     own = set(m.parameters())
-    for block in blocks: assert own.issuperset(block.parameters())
-    return [type(block).__name__ for block in blocks]
+    for block in found: assert own.issuperset(block.parameters())
+    return [type(block).__name__ for block in found]
 
 
 def count_kinds(make, *args, **kwargs):
@@ -76,8 +77,24 @@ def test_a_sequential_with_a_forward_pass_of_its_own_is_not_grouped():
 
 def test_a_module_that_occurs_twice_is_one_block():
     shared = two_layers()
-    blocks, _ = find_blocks(nn.Sequential(shared, shared, nn.Linear(5, 1)))
-    assert blocks == [shared]
+    found, _ = find_blocks(nn.Sequential(shared, shared, nn.Linear(5, 1)))
+    assert found == [shared]
+
+
+def test_finding_blocks_counts_layers_in_proportion_to_their_number(monkeypatch):
+    counted = []
+
+    def count(m):
+        counted.append(m)
+        return n_layers(m)
+
+    monkeypatch.setattr(blocks, 'n_layers', count)
+    n_counts = []
+    for n in (10, 40):
+        counted.clear()
+        assert len(find_blocks(nn.ModuleList(two_layers() for _ in range(n)))[0]) == n
+        n_counts.append(len(counted))
+    assert n_counts[1] <= 4*n_counts[0]
 
 
 # Models of libraries

@@ -385,9 +385,9 @@ class Returns(nn.Module):
 
 
 @pytest.mark.parametrize('output,says', [
-    (info_nce, r'cannot be concatenated: \(\) and \(\)'),  # one number for all rows
+    (info_nce, r'cannot be concatenated: \(\);'),  # one number for all rows
     (lambda views: torch.stack(views), r'shape \(2, 8, 4\) for 8 samples: its first dimension'),
-    (lambda views: (*views, 7+views[0].numel()*torch.rand(1).item()), 'cannot be concatenated: float and float')])
+    (lambda views: (*views, 7+views[0].numel()*torch.rand(1).item()), 'cannot be concatenated: float;')])
 def test_outputs_that_cannot_be_joined_are_an_error_before_the_first_step(output, says):
     learn = learner_of_views(Returns(output), GradientCache(8))
     before = weights(learn)
@@ -416,11 +416,6 @@ def test_only_one_callback_may_split_batches():
     learn = learner_of_views(TwoOutputs(), GradientCache(8), GradientAccumulation(micro_batch_size=4))
     says = 'GradientCache and micro_batch_size=4 beside it both split batches: leave one of them out'
     with pytest.raises(ValueError, match=says): fit(learn, 1)
-
-
-@pytest.mark.parametrize('size,error', [(None, TypeError), (0, ValueError), ('some', ValueError)])
-def test_what_is_no_size_is_an_error(size, error):
-    with pytest.raises(error, match='micro_batch_size must be'): GradientCache(size)
 
 
 class TokensFirst(nn.Module):

@@ -7,7 +7,7 @@ from fastai.callback.training import GradientAccumulation as FastaiAccumulation
 import fastxtend_accum.all as ours
 from common import *
 from fastxtend_accum.windows.checks import (
-    AccumWarning, accumulates_gradients, check_multiple, check_rules, check_size, uses_cuda_graphs, warn_user)
+    AccumWarning, check_multiple, check_rules, check_size, uses_cuda_graphs, warn_user)
 
 NAN = float('nan')
 Schedule = partial(GradientAccumulationSchedule, 16, 64)
@@ -134,7 +134,6 @@ def minus_one(learn): return -1
     (lambda: on_96(GradientAccumulation(32), Schedule()), 'GradientAccumulationSchedule also accumulates gradients'),
     (lambda: on_96(GradientAccumulation(32), OldFp16()), 'use learn.to_fp16()'),
     (hooked, 'parameters have post-accumulate-grad hooks'),
-    (lambda: make_learner(8, m=compiled_layer(), cbs=GradientAccumulation(32)), 'compiled with CUDA graphs'),
     (lambda: make_learner(8, m=compiled_in_place(), cbs=GradientAccumulation(32)), 'compiled with CUDA graphs')])
 def test_what_does_not_fit_the_learner_is_an_error_before_training(make, says):
     learn = make()
@@ -160,16 +159,6 @@ def test_a_hook_on_a_frozen_parameter_is_no_mistake():
     (lambda: torch.compile(model()), False)])
 def test_which_models_use_cuda_graphs(make, expected):
     assert uses_cuda_graphs(make()) == expected
-
-
-@pytest.mark.parametrize('cb, expected', [
-    (GradientAccumulation(32), True),
-    (FastaiAccumulation(32), True),
-    (Schedule(), True),
-    (ActivationCheckpointing(), False),
-    (GradientCache(8), False)])
-def test_which_callbacks_accumulate_gradients(cb, expected):
-    assert accumulates_gradients(cb) == expected
 
 
 @pytest.mark.parametrize('module', ['vision', 'text', 'tabular'])

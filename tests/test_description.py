@@ -110,12 +110,21 @@ def test_which_modules_have_changed_and_whether_random_numbers_were_drawn(kind):
     assert state.has_drawn() == (kind in SHARED_NOISE)
 
 
-def test_nan_in_a_buffer_is_no_change():
+@pytest.mark.filterwarnings('ignore:Sparse CSR', 'ignore:torch.quantize')
+@pytest.mark.parametrize('buffer, changed', [
+    (tensor(math.nan, 1.), tensor(math.nan, 2.)),
+    (tensor(1.), tensor(1.).half()),
+    (torch.zeros(2), torch.zeros(3)),
+    (torch.eye(3).to_sparse(), torch.zeros(3, 3).to_sparse()),
+    (torch.eye(3).to_sparse_csr(), torch.zeros(3, 3).to_sparse_csr()),
+    (torch.quantize_per_tensor(torch.ones(3), .1, 0, torch.qint8),
+     torch.quantize_per_tensor(torch.zeros(3), .1, 0, torch.qint8))])
+def test_changes_are_seen_in_buffers_of_any_kind(buffer, changed):
     m = nn.Module()
-    m.register_buffer('mask', torch.tensor([math.nan, 1.]))
+    m.register_buffer('buffer', buffer)
     state = ModelState(m)
     assert state.changed_modules() == []
-    m.mask[1] = math.nan
+    m.buffer = changed
     assert state.changed_modules() == [m]
 
 
@@ -187,12 +196,6 @@ def test_auto_says_what_fits_of_a_batch(capsys, bs, limit, micro_bs, split):
     assert said == size+differences(bs, micro_bs)+REMEDY+'\n'
 
 
-def test_a_cache_says_what_fits_of_a_batch(capsys):
-    said = line_of(capsys, 48, GradientCache('auto'), m=Largest(with_both(), 150), n=2*48, n_epoch=3)
-    split = 'GradientCache: each batch of 48 is split into 2 micro-batches of 24'+NOT_SPLIT
-    assert said == split+differences(48, 24)+'\n'
-
-
 class FailsOnce(Callback):
     "Memory runs out after the forward pass of a batch in training"
     def __init__(self, batch):
@@ -233,17 +236,10 @@ def except_for(capsys, m, split):
 
 
 @each_split
-@pytest.mark.parametrize('kind', STATISTICS)
-def test_a_layer_of_ones_own_is_named_if_it_keeps_statistics(capsys, kind, split):
-    m = nn.Sequential(kind(), model())
-    assert except_for(capsys, m, split) == f'{kind.__name__} (1 layer) sees 8 samples at a time.'
-
-
-@each_split
-@pytest.mark.parametrize('kind', SHARED_NOISE)
-def test_a_model_that_draws_random_numbers_is_named(capsys, kind, split):
-    m = nn.Sequential(kind(), model())
-    assert except_for(capsys, m, split) == 'the model draws different random numbers.'
+def test_layers_of_ones_own_are_named_if_they_keep_statistics_or_draw_random_numbers(capsys, split):
+    m = nn.Sequential(BufferInPlace(), TorchNoise(), model())
+    assert except_for(capsys, m, split) == (
+        'BufferInPlace (1 layer) sees 8 samples at a time; the model draws different random numbers.')
 
 
 def images(*layers):

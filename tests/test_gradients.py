@@ -84,12 +84,8 @@ class ChangesGradient(Callback):
 
 def zero(learn):
     learn.opt.zero_grad()
-def set_to_none(learn):
-    learn.model.zero_grad()
 def clip(learn):
     nn.utils.clip_grad_norm_(learn.model.parameters(), 1e-3)
-def clip_head_by_value(learn):
-    nn.utils.clip_grad_value_(learn.model[-1].parameters(), 1e-3)
 def attack(learn):
     F.mse_loss(learn.model(learn.x+.01), learn.y).backward()
 def freeze(learn):
@@ -102,7 +98,7 @@ def replace_by_centred(learn):
             p.grad = p.grad-p.grad.mean(0)
 
 
-CHANGES = [zero, set_to_none, replace_by_centred, clip, clip_head_by_value, attack, freeze]
+CHANGES = [zero, replace_by_centred, clip, attack, freeze]
 
 
 @each_layout

@@ -272,6 +272,12 @@ class Stream(nn.Module):
         return output
 
 
+def test_data_parallel_hides_no_state():
+    m = WithoutReset()
+    assert state_owners(nn.DataParallel(m)) == [m.encoder]
+    with pytest.raises(ValueError, match='Stream carries its state'): state_owners(nn.DataParallel(Stream()))
+
+
 @pytest.mark.parametrize('micro', [8, 'auto'])
 @each_saver
 def test_another_state_is_an_error_in_micro_batches_only(saver, micro):

@@ -55,8 +55,7 @@ def nested(views, x): return (dict(views=views, one=x),)
     nested])
 @pytest.mark.parametrize('n_views,bs,micro', [
     (3, 8, 2),
-    (2, 2, 1),
-    (4, 4, 3)])
+    (2, 2, 1)])
 def test_views_are_split_along_their_samples(layout, saver, n_views, bs, micro):
     "Also where there are as many views as samples: in the last batch, or in all"
     def run(*cbs):

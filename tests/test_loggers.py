@@ -37,28 +37,11 @@ class MeanOverSamples(Metric):
         return 'mean'
 
 
-class LargestLoss(Metric):
-    "The largest loss of a sample, computed from outputs and targets"
-    def reset(self):
-        self.largest = 0.
-
-    def accumulate(self, learn):
-        errors = (learn.pred-learn.y).pow(2)
-        self.largest = max(self.largest, errors.max().item())
-
-    @property
-    def value(self):
-        return self.largest
-
-
-# By name, a metric; all but the first and the last one read the loss of each batch
+# By name, a metric; all but the first one read the loss of each batch
 METRICS = dict(
     outputs=lambda: AvgMetric(absolute_error),
-    perplexity=Perplexity,
     avg_loss=AvgLoss,
-    loss=lambda: MeanOverSamples(lambda learn: learn.loss),
-    loss_grad=lambda: MeanOverSamples(lambda learn: learn.loss_grad),
-    largest=LargestLoss)
+    loss_grad=lambda: MeanOverSamples(lambda learn: learn.loss_grad))
 
 # By name, samples in a loader batch and in a window, and what makes windows of them
 WINDOWS = dict(

@@ -351,12 +351,11 @@ def exponential(num_it):
 
 
 @pytest.mark.thin(5, 1)
+@pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('n, drop_last', [
-    (96, False),
     (100, False),
     (100, True),
     (32, False)])
-@pytest.mark.parametrize('kind', KINDS)
 def test_lr_find_is_that_of_the_large_batch(kind, n, drop_last):
     "Suggestion, rates, losses and length; and weights are put back"
     bs, accum = KINDS[kind]

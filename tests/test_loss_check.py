@@ -106,10 +106,12 @@ class Counts:
     "A loss that counts its calls, and works in place"
     def __init__(self):
         self.calls = 0
+        self.values = []
         self.buffer = torch.zeros(2)
 
     def __call__(self, pred, targ):
         self.calls += 1
+        self.values.append(len(pred))
         self.buffer += 1
         return F.mse_loss(pred.mul_(2), targ)
 
@@ -145,6 +147,7 @@ def test_it_leaves_no_trace_and_gives_no_false_alarm(loss_of):
         assert not is_inexact(loss_func, micro_batches)
         assert torch.is_autocast_enabled('cpu')
     assert counts.calls == 0
+    assert counts.values == []
     assert_same(counts.buffer, torch.zeros(2))
     assert str(random_states()) == str(before)
     assert pred._version == version_before

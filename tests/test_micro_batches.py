@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from common import *
 from comparing import assert_nothing_left
-from fastxtend_accum.memory.micro_batches import chunk_bounds
+from fastxtend_accum.memory.micro_batches import SampleSlices, chunk_bounds
 from limited_memory import MemoryLimit
 from small_learners import image_learner, over_all, seeded, spread
 
@@ -39,6 +39,13 @@ def test_micro_batches_are_few_and_of_nearly_equal_size(samples, most, rows):
     assert max(sizes) <= most
     assert max(sizes)-min(sizes) <= 1
     assert len(bounds) == math.ceil(samples/most)
+
+
+@pytest.mark.parametrize('n, samples, bounds', [
+    (0, 8, [(0, 0)]),  # a callback has left no rows
+    (4, 8, [(0, 2), (2, 4)])])  # or half of them
+def test_micro_batches_of_fewer_rows_than_samples(n, samples, bounds):
+    assert chunk_bounds(n, 2, samples) == bounds
 
 
 # Weights, rates, logs
@@ -166,6 +173,29 @@ def test_what_callbacks_draw_for_the_batch_is_split_with_it(mix, make_cb):
     assert_same(weights(ours), weights(plain), FLOAT32)
     assert_same(losses(ours), losses(plain), FLOAT32)
     assert_same(floats(ours.recorder.values), floats(plain.recorder.values), FLOAT32)
+
+
+class PerSample(Callback):
+    per_sample = 'numbers', 'texts', 'setting'
+
+    def __init__(self):
+        self.numbers = 1, 2, 3, 4
+        self.texts = [*'abcd']
+        self.setting = torch.zeros(2)
+
+
+def test_what_a_class_says_to_be_per_sample_is_split_whatever_its_type():
+    "But a tensor of another length is the same for all samples"
+    cb = PerSample()
+    setting = cb.setting
+    learn = make_learner(4, cbs=cb)
+    learn.xb = learn.yb = (torch.arange(4),)
+    slices = SampleSlices(learn, 4)
+    slices.hold(1, 3)
+    assert (cb.numbers, cb.texts) == ((2, 3), ['b', 'c'])
+    assert cb.setting is setting
+    slices.hold_all()
+    assert (cb.numbers, cb.texts) == ((1, 2, 3, 4), [*'abcd'])
 
 
 @pytest.mark.parametrize('make_cb', [

@@ -122,7 +122,7 @@ def test_inputs_and_targets_are_no_list_of_samples_though_they_are_as_many():
     (torch.zeros(3), r'split a tensor of shape \(3,\) in a batch of 6 samples'),
     (object(), 'split a object'),
     (pack_sequence(zeros(2, 2, 2, 2, 2, 2)), 'split a PackedSequence'),
-    (torch.eye(6).to_sparse(), 'split a Tensor')])
+    (torch.eye(6).to_sparse(), 'split a Tensor: use dense tensors')])
 def test_what_cannot_be_sliced_is_an_error_that_names_it(field, says):
     with pytest.raises(ValueError, match=f'cannot {says}'): slice_rows([field, torch.zeros(6)], 0, 3, 6)
 
@@ -208,5 +208,6 @@ def test_an_output_whose_first_dimension_is_not_the_samples_is_an_error(output):
 
 
 def test_the_error_names_the_shapes_that_differ():
-    outputs = [torch.zeros(2, 3), torch.zeros(1, 4)]
-    with pytest.raises(CannotJoin, match=r'cannot be concatenated: \(2, 3\) and \(1, 4\)'): join(outputs, [2, 1])
+    "Not only those of the first two micro-batches"
+    outputs = [torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(1, 4)]
+    with pytest.raises(CannotJoin, match=r'cannot be concatenated: \(2, 3\) and \(1, 4\);'): join(outputs, [2, 2, 1])

@@ -20,7 +20,7 @@ _any_size = 2**40  # more samples than any batch has
 
 def smaller_size(n:int, size:int)->int|None:
     """Returns the next smaller size of micro-batches for a batch of `n` samples; None if `size` is 1. The batch is
-    split into 2, 3, 4, 6, 9, 13, ... parts: each time into half as many more, and at least one more"""
+    split into 2, 3, 4, 6, 9, 13, ... parts: each time into half again as many, and at least one more"""
     size = min(size, n)
     if size == 1: return None
     n_parts = math.ceil(n/size)
@@ -44,7 +44,7 @@ class AutoMicroBatches(MicroBatches, MemorySaver):
         return True
 
     def report(self, loop):
-        "Makes the next step print how windows are made up"
+        "Makes the callback print its line, which has the size that fits, at the next step"
         loop.cb.line_is_due = loop.cb.verbose
 
     def advice(self, loop)->str: return advice_for_single_samples

@@ -10,15 +10,17 @@ from collections import Counter
 
 from fastai.basics import *
 
+from ..windows.gradients import unique
+
 # %% auto #0
-__all__ = ['containers', 'is_layer', 'n_layers', 'class_forward', 'is_plain_sequential', 'can_be_block', 'grouped', 'is_list',
-           'find_blocks', 'blocks_in', 'check_blocks']
+__all__ = ['containers', 'is_layer', 'n_layers', 'class_forward', 'is_plain_sequential', 'can_be_block', 'grouped',
+           'holds_blocks', 'find_blocks', 'blocks_in', 'check_blocks', 'listed', 'contains_any']
 
 # %% ../../nbs/memory/06_blocks.ipynb #32c087de
 containers = nn.Sequential,nn.ModuleList,nn.ModuleDict
 
 def is_layer(m)->bool:
-    "Returns whether `m` has a weight of its own; that of a norm, a vector, does not count"
+    "Returns whether `m` has a weight of its own; a norm's weight, being a vector, does not count"
     return any(p.ndim > 1 for p in m.parameters(recurse=False))
 
 def n_layers(m)->int: return sum(map(is_layer, m.modules()))
@@ -40,17 +42,22 @@ def grouped(m:nn.Sequential)->nn.Sequential:
     """Returns the same computation, in which a layer and what follows it without a weight, such as a norm and an
     activation, are one child: as a block, it need not keep what is between them"""
     groups = []
+    is_after_layer = False  # whether the last group begins with a single layer
     for o in m:
-        follows_layer = groups and n_layers(groups[-1][0]) == 1  # a group begins with its layer
-        if follows_layer and not n_layers(o): groups[-1].append(o)
-        else: groups.append([o])
-    return nn.Sequential(*[group[0] if len(group) == 1 else nn.Sequential(*group) for group in groups])
+        n = n_layers(o)
+        if is_after_layer and n == 0: groups[-1].append(o)
+        else:
+            groups.append([o])
+            is_after_layer = n == 1
+    children = [group[0] if len(group) == 1 else nn.Sequential(*group) for group in groups]
+    return nn.Sequential(*children)
 
-def is_list(m)->bool:
+def holds_blocks(m)->bool:
     """Returns whether the children of `m` are blocks: it is a container, or has three large children of one kind, as a
     Transformer has that lists its layers as attributes. Two may be an encoder and a decoder"""
+    if isinstance(m, containers): return True
     kinds = Counter(type(o) for o in m.children() if n_layers(o) > 1)
-    return isinstance(m, containers) or max(kinds.values(), default=0) > 2
+    return max(kinds.values(), default=0) > 2
 
 # %% ../../nbs/memory/06_blocks.ipynb #8030ce3f
 def find_blocks(model)->tuple[list,dict]:
@@ -58,41 +65,50 @@ def find_blocks(model)->tuple[list,dict]:
     `nn.Sequential` around them, its grouped form"""
     groups = {}
     blocks = blocks_in(model, groups)
-    return list(dict.fromkeys(blocks)),groups  # each once
+    return unique(blocks),groups
 
 def blocks_in(m, groups:dict)->list:
-    """Returns the blocks inside `m`: the children of lists. A child that is itself made of several blocks is taken
-    apart: of the stages of a ResNet, an nn.Sequential each, the blocks inside. Adds what it groups to `groups`"""
+    """Returns the blocks inside `m`: the children of modules that hold blocks. A child is no block if it is itself made
+    of several, as a stage of a ResNet is; then the blocks inside are. Adds the grouped forms to `groups`"""
     parts = m
     if is_plain_sequential(m):
         parts = grouped(m)
         groups[m] = parts
-    own = set(m.children())  # the other parts are groups, of a single layer each
+    can_hold_blocks = holds_blocks(m)
+    children = set(m.children())
     res = []
     for o in parts.children():
         if not n_layers(o): continue
-        inner = blocks_in(o, groups) if o in own else []
+        # What is no child of `m` is a group, of a single layer
+        inner = blocks_in(o, groups) if o in children else []
         n_large = sum(n_layers(block) > 1 for block in inner)  # a convolution with its norm is too small to be a block
-        is_block = is_list(m) and can_be_block(o) and n_large < 2
-        if is_block: res.append(o)
+        if can_hold_blocks and can_be_block(o) and n_large < 2: res.append(o)
         else: res += inner
     return res
 
 # %% ../../nbs/memory/06_blocks.ipynb #9a1d41ac
 def check_blocks(blocks, model)->list:
-    "Returns `blocks` as a list; raises ValueError unless they are separate modules of `model`"
-    if isinstance(blocks, nn.Module):
-        is_container = is_plain_sequential(blocks) or class_forward(blocks) is nn.Module.forward
-        blocks = blocks.children() if is_container else [blocks]
-    blocks = list(blocks) if is_iter(blocks) else [blocks]
-    if not blocks:
+    "Returns `blocks` as a list, each once; raises ValueError unless they are separate modules of `model`"
+    res = listed(blocks)
+    if not res:
         raise ValueError("blocks returned no modules: return those that are to be recomputed, such as "
                          "lambda m: list(m.layers)")
-    own = set(model.modules())
-    for o in blocks:
-        if isinstance(o, nn.Module) and o in own:
-            is_separate = not any(m in blocks for m in o.modules() if m is not o)
-            if is_separate and class_forward(o) is not nn.Module.forward: continue
+    own = list(model.modules())
+    for o in res:
+        is_inside = any(o is m for m in own)
+        if is_inside and class_forward(o) is not nn.Module.forward and not contains_any(o, res): continue
         raise ValueError(f"blocks must return modules of the model, none inside another, not {type(o).__name__}: such "
                          "as lambda m: list(m.layers); a slice of an nn.Sequential, for example, is a new module")
-    return list(dict.fromkeys(blocks))  # each once
+    return unique(res)
+
+def listed(blocks)->list:
+    "Returns as a list what a user has named: modules, or one module, which may be a container of others"
+    if isinstance(blocks, nn.Module):
+        is_container = is_plain_sequential(blocks) or class_forward(blocks) is nn.Module.forward
+        return list(blocks.children()) if is_container else [blocks]
+    return list(blocks) if is_iter(blocks) else [blocks]
+
+def contains_any(m, others:list)->bool:
+    "Returns whether one of the `others` is inside `m`"
+    inside = set(m.modules())-{m}
+    return not inside.isdisjoint(o for o in others if isinstance(o, nn.Module))

@@ -18,21 +18,24 @@ __all__ = ['state_owners', 'HiddenState']
 
 # %% ../../nbs/memory/01_hidden_state.ipynb #38e82fc0
 def state_owners(model)->list[nn.Module]:
-    """Returns the modules of `model` that carry a hidden state from batch to batch: every `AWD_LSTM` of fastai's; none
-    in a text classifier, which resets it in each batch. Raises ValueError if another module carries a state"""
+    """Returns the modules of `model` that carry a hidden state from batch to batch: every fastai `AWD_LSTM`; none in a
+    text classifier, whose SentenceEncoder resets it in each batch. Raises ValueError if the model carries another
+    state, as its `reset` shows, which fastai's ModelResetter calls"""
     model = inner_model(model)
-    resets_itself = any(type(m).__name__ == 'SentenceEncoder' for m in model.modules())
-    if resets_itself: return []
-    text = sys.modules.get('fastai.text.models.awdlstm')  # importing it takes seconds
-    owners = [m for m in model.modules() if text and isinstance(m, text.AWD_LSTM)]
+    if isinstance(model, nn.DataParallel): model = model.module
+    awdlstm = sys.modules.get('fastai.text.models.awdlstm')  # if nobody has imported it, which takes seconds
+    owners = []
+    for m in model.modules():
+        if type(m).__name__ == 'SentenceEncoder': return []
+        if awdlstm and isinstance(m, awdlstm.AWD_LSTM): owners.append(m)
     if owners or not hasattr(model, 'reset'): return owners
     raise ValueError(f"{type(model).__name__} carries its state from batch to batch (it has a `reset`), so a batch "
                      "cannot be split: use a smaller bs, and leave micro_batch_size out")
 
 # %% ../../nbs/memory/01_hidden_state.ipynb #bd1daa6b
 class HiddenState:
-    """While a batch of `n` rows runs in micro-batches: the states that AWD_LSTMs carry into it, and those that they
-    carry on. The tensors have shape (layers, rows, features)"""
+    """While a batch of `n` rows runs in micro-batches, first rows first: the states that AWD_LSTMs carry into it, and
+    those that they carry on. The tensors have shape (layers, rows, features)"""
     def __init__(self, owners:list, n:int):
         self.owners = owners
         self.n = n
@@ -49,7 +52,8 @@ class HiddenState:
 
     @contextmanager
     def at(self, start:int, end:int):
-        "In this context the model runs on these rows. After the last ones, the owners have the states of all rows"
+        """In this context the model runs on these rows. After the last ones, the owners have the new states of all rows;
+        after an error, the old ones"""
         def part(t): return t[:,start:end].contiguous()
         self.assign([map_tensors(part, o) for o in self.before], end-start)
         try: yield

@@ -13,6 +13,7 @@ from fastai.callback.mixup import MixHandler
 from ..windows.loop import WholeBatch,WindowLoop
 from ..windows.nested import (CannotJoin,check_rows,join,map_tensors,n_rows,part_bounds,slice_fields,slice_rows,
                               tensors_in)
+from ..windows.window import LossSums
 from .hidden_state import HiddenState,state_owners
 
 # %% auto #0
@@ -46,34 +47,39 @@ class SampleSlices:
         self.learn.xb = slice_fields(self.xb, start, end, self.n)
         self.learn.yb = slice_fields(self.yb, start, end, self.n)
         for cb,name,value in self.kept:
-            vars(cb)[name] = slice_rows(value, start, end, self.n)
+            # In a batch, numbers in a tuple are a setting. Here the class says that each sample has one
+            is_listed = isinstance(value, tuple) and len(value) == self.n and not tensors_in(value)
+            vars(cb)[name] = value[start:end] if is_listed else slice_rows(value, start, end, self.n)
 
     def hold_all(self):
         "Makes them hold all rows"
         self.learn.xb = self.xb
-        # A callback that computes the loss itself hides targets in `before_batch`, and sets them in `after_loss`
-        sets_targets = not len(self.yb) and len(self.learn.yb)
-        if not sets_targets: self.learn.yb = self.yb
+        # IceVision's callback, for example, hides targets in `before_batch`, and sets them in `after_loss`
+        had_targets = len(self.yb) > 0
+        if had_targets or not len(self.learn.yb): self.learn.yb = self.yb
         for cb,name,value in self.kept: vars(cb)[name] = value
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #0c4dc734
 def chunk_bounds(
     n:int, # Rows
-    most:int, # Samples in a part, at most
-    samples:int, # Samples in all rows. Each may have several, which stay together
+    most:int, # Samples in a micro-batch, at most
+    samples:int, # Samples in all rows
 )->list[tuple[int,int]]: # In rows
-    "Returns start and end of each micro-batch: as few as possible, of nearly equal size"
-    rows_per_sample = 1 if n%samples else n//samples
-    n_units = n//rows_per_sample
-    bounds = part_bounds(n_units, math.ceil(n_units/most))
-    return [(start*rows_per_sample, end*rows_per_sample) for start,end in bounds]
+    """Returns start and end of each micro-batch: as few as possible, of nearly equal size. If each sample has several
+    rows, such as two views, these stay together"""
+    has_groups = n >= samples and n%samples == 0
+    group = n//samples if has_groups else 1  # rows that stay together
+    n_groups = n//group
+    n_parts = max(math.ceil(n_groups/most), 1)  # a batch without rows is one micro-batch
+    return [(start*group, end*group) for start,end in part_bounds(n_groups, n_parts)]
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #2742d7f0
 def check_samples_first(tensors:list[Tensor], n:int, samples:int):
     """Raises ValueError if dimension 1 of all tensors, and not dimension 0, is as long as the batch: then that is
     probably time, and a split would cut each sample into parts"""
-    has_samples_second = bool(tensors) and all(o.shape[1:2] == (samples,) for o in tensors)
-    if n == samples or not has_samples_second: return
+    if n == samples or not tensors: return
+    for o in tensors:
+        if o.shape[1:2] != (samples,): return
     raise ValueError(f"cannot split a tensor of shape {tuple(tensors[0].shape)} in a batch of {samples} samples: put "
                      "the samples first, not time, or leave micro_batch_size out")
 
@@ -82,8 +88,8 @@ class MicroBatches(WholeBatch):
     "A strategy that runs a loader batch in micro-batches of at most `size` samples"
     may_repeat = True
     def __init__(self, size:int):
-        self.requested_size = size  # a subclass may be asked for 'auto'
-        self.size = size
+        self.requested_size = size  # the callback's `micro_batch_size`, by which it sees that the user changed that
+        self.size = size  # which AutoMicroBatches reduces
         self.owners = []  # modules that carry a hidden state
 
     def __reduce__(self):
@@ -101,6 +107,7 @@ class MicroBatches(WholeBatch):
         n = n_rows(data, batches.current.rows)  # a callback may have changed it
         bounds = chunk_bounds(n, self.size, samples)
         if len(bounds) == 1: return loop.run_micro_batch(samples, n)
+        # Otherwise the loader does not say how many samples a last batch has
         if batches.info.has_exact_length: check_samples_first(tensors_in(data), n, samples)
         return self.run_split(loop, bounds)
 
@@ -110,35 +117,40 @@ class MicroBatches(WholeBatch):
         n = bounds[-1][1]
         slices = SampleSlices(learn, n)
         hidden = HiddenState(self.owners, n)
-        outputs = []
-        n_counting = 0
+        outputs,sizes = [],[]
+        has_counted = False
         try:
             for start,end in bounds:
                 slices.hold(start, end)
-                with hidden.at(start, end): n_counting += self.run_part(loop, start, end, n)
+                with hidden.at(start, end): counts = self.run_part(loop, start, end, n)
+                has_counted = has_counted or counts
+                sizes.append(end-start)
+                check_rows(learn.pred, end-start)
                 outputs.append(map_tensors(Tensor.detach, learn.pred))
         finally: slices.hold_all()
-        losses = loop.window.losses.since(before)
-        if losses.n_micro: # not without targets
-            learn.loss = losses.mean
-            learn.loss_grad = learn.loss
-            # If the backward pass of a part was cancelled, no other batch takes its place
-            loop.window.add_without_loss(loop.batches.current.samples-losses.samples)
-        show_outputs(learn, outputs, [end-start for start,end in bounds])
-        return n_counting > 0
+        self.show_loss(loop, loop.window.losses.since(before))
+        show_outputs(learn, outputs, sizes)
+        return has_counted
 
     def run_part(self, loop:WindowLoop, start:int, end:int, n:int)->bool:
         "Runs the rows that `learn` holds, from `start` to `end` of `n`; returns whether they count"
         samples = loop.batches.current.samples
-        part = end*samples//n - start*samples//n  # so that the parts add up to `samples`
-        counts = loop.run_micro_batch(part, end-start, ends_batch=end == n)
-        check_rows(loop.learn.pred, end-start)
-        return counts
+        before = start*samples//n  # of the samples, so that the parts add up to `samples`
+        until = end*samples//n
+        return loop.run_micro_batch(until-before, end-start, ends_batch=end == n)
+
+    def show_loss(self, loop:WindowLoop, losses:LossSums):
+        "Makes the mean over the micro-batches the loss of the Learner; not without targets"
+        if not losses.n_micro: return
+        loop.learn.loss = losses.mean
+        loop.learn.loss_grad = losses.mean
+        # If the backward pass of a part was cancelled, no other batch takes its place
+        loop.window.add_without_loss(loop.batches.current.samples-losses.samples)
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e7b434d7
 def show_outputs(learn, outputs:list, sizes:list[int]):
-    """Joins the outputs of micro-batches into `learn.pred`. If they cannot be joined, that stays the last one; raises
-    ValueError if training metrics would take it for the output of the whole batch"""
+    """Joins the outputs of micro-batches into `learn.pred`. If they cannot be joined, it remains the last of them; raises
+    ValueError if training metrics would mistake that for the output of the whole batch"""
     try: learn.pred = join(outputs, sizes)
     except CannotJoin as e:
         has_train_metrics = any(vars(o).get('train_metrics') for o in learn._grab_cbs(Recorder))

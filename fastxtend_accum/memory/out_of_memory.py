@@ -18,7 +18,7 @@ _messages = (
     ' out of memory',  # CUDA and its driver, HIP, MPS, Triton
     "can't allocate memory", 'not enough memory:', 'std::bad_alloc',  # the CPU's allocators, on Linux and Windows
     'ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED',  # no room to work in, for cuBLAS, cuDNN, cuFFT, cuSOLVER or cuSPARSE
-    'valid cuDNN algorithm', 'unable to find an engine to execute',  # no algorithm of cuDNN works in the room there is
+    'valid cuDNN algorithm', 'unable to find an engine to execute',  # no algorithm of cuDNN works in what is left
     'could not create a primitive', 'could not execute a primitive', 'could not create a memory object')  # oneDNN
 
 class NothingFits(RuntimeError): "Memory ran out, and there is no way left to use less"
@@ -40,8 +40,8 @@ def is_out_of_memory(e:BaseException|None)->bool:
 def without_tracebacks(e:BaseException)->BaseException:
     "Returns `e`, without the stack frames of it and of the errors that led to it, which hold tensors"
     e.__traceback__ = None
-    for error in {e.__cause__, e.__context__}-{None}:  # often the same error
-        without_tracebacks(error)
+    for error in (e.__cause__, e.__context__):
+        if error is not None: without_tracebacks(error)
     return e
 
 def free_memory():

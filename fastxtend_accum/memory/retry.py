@@ -25,13 +25,15 @@ class MemorySaver:
     size = None  # samples that the model sees at a time, at most; None: the whole batch
     saver_rank = 2  # of several savers, the one of the lowest rank saves more first: ActivationCheckpointing has 1
 
-    def context(self, loop:WindowLoop): "Returns a context for the passes of a batch, or None"
+    def context(self, loop:WindowLoop):
+        "Returns a context for the passes of a batch, or None"
+        return None
 
     def reduce_memory(self, loop:WindowLoop)->bool:
         "Uses less memory from now on; returns False if it cannot"
         return False
 
-    def report(self, loop:WindowLoop): "Is called after the first batch of a fit, and after each that ran out of memory"
+    def report(self, loop:WindowLoop): "Comes after the first batch of a fit, and after each that ran out of memory"
 
     def advice(self, loop:WindowLoop)->str:
         "Returns what the user can do if nothing uses less memory"
@@ -39,9 +41,9 @@ class MemorySaver:
 
 # %% ../../nbs/memory/04_retry.ipynb #ca9ffbee
 class BatchUndo:
-    """Undoes what the passes of the present batch change: the state of the model, the loss and random generators, the
+    """Undoes what the passes of the current batch change: the state of the model, the loss and random generators, the
     sums of the window, and gradients. Until the batch fits, the gradients of earlier batches in the window are set
-    aside"""
+    aside, so that dropping the others undoes its backward passes"""
     def __init__(self, loop:WindowLoop):
         learn,window = loop.learn,loop.window
         params = loop.fit.params
@@ -51,7 +53,8 @@ class BatchUndo:
         self.losses = window.losses
         if window.grads is not None: window.grads.check()  # as they are before they are set aside
         self.without_grad = [p for p in params.summed if p.grad is None]
-        # Before a window has begun, the optimizer has set the gradients of its parameters to 0, and 0 need not be kept
+        # Before a window has begun, the optimizer has set the gradients of its parameters to 0, and 0 need not be kept.
+        # It does not reach the extra parameters, whose gradients may be those of an earlier window
         to_keep = params.summed if window.losses.n_micro else params.extra
         self.aside = {p:p.grad for p in to_keep if p.grad is not None}
         self.set_aside()
@@ -61,7 +64,7 @@ class BatchUndo:
         self.accept_gradients()
 
     def accept_gradients(self):
-        "Tells the window that this change of its gradients is meant"
+        "Tells the window, which raises an error if anybody else changes its gradients, that this change is intentional"
         grads = self.loop.window.grads
         if grads is not None: grads.accept()
 
@@ -73,15 +76,15 @@ class BatchUndo:
         learn.loss_grad = None
         learn.pred = None
         self.snapshot.restore()
-        window.restart_batch(self.losses)
+        window.restart_batch(self.losses)  # first: it may change the type of gradients
         learn.opt.zero_grad()
-        for p in self.without_grad: p.grad = None
+        for p in self.without_grad: p.grad = None  # `zero_grad` leaves some as 0
         self.set_aside()
 
     @torch.no_grad()
     def add_aside(self):
-        """Adds the gradients that were set aside to those of the batch, without a copy: both are then the sums of the
-        window"""
+        """Adds the gradients of the batch to those that were set aside, in place, which then are the sums of the window
+        again"""
         for p,grad in self.aside.items():
             if p.grad is not None: grad = grad.add_(p.grad)
             p.grad = grad
@@ -103,9 +106,9 @@ class RetryOnOutOfMemory(WholeBatch):
         # A callback that was removed in the middle of the fit has no Learner
         savers = [o for o in self.savers if not isinstance(o, Callback) or o.learn]
         adapting = [o for o in savers if o.adapts]
-        run_once = partial(self.run_once, loop, savers)
-        if adapting: counts,ran_out = self.run_until_it_fits(loop, adapting, run_once)
-        else: counts,ran_out = run_once(),False
+        ran_out = False
+        if adapting: counts,ran_out = self.run_until_it_fits(loop, savers, adapting)
+        else: counts = self.run_once(loop, savers)
         if ran_out or not self.has_reported:
             for o in savers: o.report(loop)
         self.has_reported = True
@@ -123,8 +126,8 @@ class RetryOnOutOfMemory(WholeBatch):
 @patch
 def run_until_it_fits(self:RetryOnOutOfMemory,
     loop:WindowLoop,
-    adapting:list[MemorySaver],
-    run_once:Callable, # `run_once()` runs the batch and returns whether it counts
+    savers:list[MemorySaver],
+    adapting:list[MemorySaver], # Those of them that can save more
 )->tuple[bool,bool]:
     "Returns whether the batch counts, and whether memory ran out. Raises NothingFits if no saver can use less"
     ran_out = False
@@ -132,13 +135,13 @@ def run_until_it_fits(self:RetryOnOutOfMemory,
         batch = BatchUndo(loop)
         try:
             while True:
-                counts,error = try_once(run_once)
+                counts,error = try_once(partial(self.run_once, loop, savers))
                 if error is None: return counts,ran_out
                 ran_out = True
                 batch.undo()
                 use_less_memory(loop, adapting, error)
                 free_memory()
-        finally: batch.add_aside()
+        finally: batch.add_aside()  # also after another error, in which somebody may look at the gradients
 
 def try_once(run_once:Callable)->tuple[bool,Exception|None]:
     "Returns the result of `run_once()`, and the error if memory runs out"

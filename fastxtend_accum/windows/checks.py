@@ -112,10 +112,10 @@ hooks_warning = ("parameters have hooks (p.register_hook, wandb.watch), which se
 def have_hooks(params:list)->bool: return any(p._backward_hooks for p in params)
 
 def check_callbacks(learn, cb):
-    """Raises ValueError if another callback of `learn` accumulates gradients, too, or keeps them in another precision;
+    """Raises ValueError if another callback of `learn` also accumulates gradients, or keeps them in another precision;
     `cb` runs the windows"""
     others = [o for o in learn.cbs if o is not cb and o.run and accumulates_gradients(o)]
-    # Without `accum_bs`, windows are single batches, in which another callback may accumulate
+    # Without `accum_bs`, as in a GradientCache, each window is a batch, which fastai's own callback may accumulate
     if others and cb.accum_bs:
         kind = type(others[0])
         raise ValueError(f"{kind.__module__}.{kind.__name__} also accumulates gradients: remove it, or "

@@ -11,22 +11,21 @@ from collections import Counter
 from fastai.basics import *
 from torch.nn.parameter import is_lazy
 
-from .gradients import can_sum_in_float32,half
+from .gradients import can_sum_in_float32,half,unique
 from .loader import WindowShape
-from .nested import part_bounds
-from .state import random_states
+from .state import copy_of,random_states
 
 # %% auto #0
-__all__ = ['largest_part', 'up_to', 'how_split', 'how_made_up', 'buffers_of', 'ModelState', 'as_bytes', 'equals', 'name_of',
-           'Differences', 'log_message']
+__all__ = ['largest_part', 'up_to', 'how_split', 'how_made_up', 'ModelState', 'as_bytes', 'equals', 'name_of', 'Differences',
+           'log_message']
 
 # %% ../../nbs/windows/11_description.ipynb #3a819522
 # How a window is made up
 
 def largest_part(n:int, most:int)->int:
     "Returns the size of the largest part if `n` samples are split into as few parts of at most `most` as possible"
-    start,end = part_bounds(n, math.ceil(n/most))[0]
-    return end-start
+    n_parts = math.ceil(n/most)
+    return math.ceil(n/n_parts)
 
 def up_to(n:int, n_parts:int)->str:
     "Returns the size of the parts of `n` samples in words: '32' if all are as large, 'up to 33' if some are smaller"
@@ -34,7 +33,7 @@ def up_to(n:int, n_parts:int)->str:
     return f'up to {size}' if n%n_parts else f'{size}'
 
 def how_split(n:int, most:int)->str:
-    "Describes a batch of `n` samples in micro-batches of at most `most`"
+    "Describes a batch of `n` samples in micro-batches of at most `most` samples, a size that was found to fit"
     n_parts = math.ceil(n/most)
     if n_parts <= 1: return 'fits in memory'
     return f'is split into {n_parts} micro-batches of {up_to(n, n_parts)}'
@@ -49,43 +48,42 @@ def how_made_up(
     """Describes windows, as '256 = 2 processes x 4 x 32 samples', '32 to 512 samples, 32 at a time', or '32 samples:
     each batch of 256 makes 8 optimizer steps'"""
     batch = bs*n_processes
-    least,most = smallest.samples(batch),largest.samples(batch)
-    if least < most:
-        return f'{least} to {most} samples, {micro_bs} at a time'
+    least = smallest.samples(batch)
+    most = largest.samples(batch)
+    if least < most: return f'{least} to {most} samples, {micro_bs} at a time'
     n_steps = largest.n_pieces
     if n_steps > 1: return f'{up_to(batch, n_steps)} samples: each batch of {batch} makes {n_steps} optimizer steps'
     n_parts = math.ceil(bs/micro_bs)  # of a loader batch
     n_micro = largest.n_batches*n_parts
     if n_micro*n_processes == 1: return f'{most} samples are one batch'
-    parts = f'{n_micro} x {bs//n_parts} samples'
-    if bs%n_parts: parts = f'{n_micro} micro-batches of {up_to(bs, n_parts)} samples'
+    is_even = bs%n_parts == 0
+    kind = 'x' if is_even else 'micro-batches of'
+    parts = f'{n_micro} {kind} {up_to(bs, n_parts)} samples'
     if n_processes > 1: parts = f'{n_processes} processes x {parts}'
     return f'{most} = {parts}'
 
 # %% ../../nbs/windows/11_description.ipynb #767aa03f
 # What differs from one batch
 
-def buffers_of(m)->list[Tensor]:
-    "Returns the buffers of `m` itself; not those that get their shape in the first forward pass"
-    return [o for o in m.buffers(recurse=False) if not is_lazy(o)]
-
 class ModelState:
     "Copies of the buffers of `model`, and the states of random generators"
     def __init__(self, model):
         self.model = model
-        self.copies = {}  # by module
-        for m in model.modules():
-            self.copies[m] = [o.detach().clone() for o in buffers_of(m)]
+        self.copies = self.buffers()
         self.random_states = random_states()
+
+    def buffers(self)->dict:
+        "Returns copies of the buffers by their names; not of those that get their shape in the first forward pass"
+        return {name:copy_of(o) for name,o in self.model.named_buffers() if not is_lazy(o)}
 
     def changed_modules(self)->list[nn.Module]:
         "Returns the modules with a buffer that has changed"
         res = []
-        for m in self.model.modules():
-            now,before = buffers_of(m),self.copies.get(m, [])
-            is_same = len(now) == len(before) and all(map(equals, now, before))
-            if not is_same: res.append(m)
-        return res
+        for name,o in self.buffers().items():
+            is_same = name in self.copies and equals(o, self.copies[name])
+            path,_,_ = name.rpartition('.')
+            if not is_same: res.append(self.model.get_submodule(path))
+        return unique(res)
 
     def has_drawn(self)->bool:
         "Returns whether random numbers were drawn"
@@ -96,23 +94,24 @@ def as_bytes(random_state)->bytes:
     return pickle.dumps(random_state)
 
 def equals(x:Tensor, y:Tensor)->bool:
-    "Returns whether both have the same values; NaN equals NaN"
-    if x.shape != y.shape: return False
-    if x.is_sparse: x,y = x.to_dense(),y.to_dense()
-    return torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
+    "Returns whether both have the same type, shape and values; NaN equals NaN"
+    try: torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+    except AssertionError: return False
+    return True
 
 # %% ../../nbs/windows/11_description.ipynb #5b7e2c91
 def name_of(m)->str:
-    """Returns the name of a module as users know it: its class, or a hook of PyTorch's that keeps state in it
-    (SpectralNorm)"""
-    hooks = [type(o) for o in m._forward_pre_hooks.values()]
-    kinds = [o for o in hooks if o.__module__.startswith('torch.nn.utils')]
-    return first(kinds or [type(m)]).__name__.lstrip('_')
+    """Returns the name of a module as users know it: its class; or, for spectral norm, the hook that keeps its state in
+    the module"""
+    for hook in m._forward_pre_hooks.values():
+        kind = type(hook)
+        if kind.__module__.startswith('torch.nn.utils'): return kind.__name__
+    return type(m).__name__.lstrip('_')
 
 class Differences:
     "What makes the forward pass of a micro-batch differ from one of the whole batch"
     def __init__(self, before:ModelState):
-        "Is called after a forward pass, with the state from before it"
+        "Call it after a forward pass, with the state from before it"
         modules = list(before.model.modules())
         self.changed = before.changed_modules()
         self.draws = before.has_drawn()
@@ -122,8 +121,9 @@ class Differences:
     def described(self, n:int, part:nn.Module|None=None)->str:
         """Returns a list in words, for micro-batches of `n` samples; empty if there are no differences. If only a
         `part` of the model sees micro-batches, only its layers are named"""
-        inside = set(part.modules()) if part is not None else set(self.changed)
-        layers = Counter(name_of(o) for o in self.changed if o in inside)
+        changed = self.changed
+        if part is not None: changed = [o for o in changed if o in set(part.modules())]
+        layers = Counter(map(name_of, changed))
         res = []
         for name,count in layers.items():
             unit = 'layer' if count == 1 else 'layers'
@@ -139,7 +139,8 @@ class Differences:
 def log_message(learn, message:str)->bool:
     "Sends `message` to the logger of the Learner, in one of its processes; returns whether it has a logger"
     if rank_distrib() > 0 or learn.logger is noop: return False
-    is_table = isinstance(getattr(learn.logger, '__self__', None), Callback)  # the one that ProgressCallback writes
+    # ProgressCallback replaces the logger by a method of its own, which adds a row to a table
+    is_table = isinstance(getattr(learn.logger, '__self__', None), Callback)
     if not is_table: learn.logger(message)
     elif IN_NOTEBOOK: print(message)
     else: print(f'\r{message:<80}')  # over the text of the progress bar, which ends without a new line

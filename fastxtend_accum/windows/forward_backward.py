@@ -50,7 +50,7 @@ class FitContext:
         self.warnings = set()  # that were given
 
     def begin_epoch(self):
-        "Looks up again what a callback may replace between epochs: callbacks and parameters"
+        "Looks up the callbacks and parameters of this epoch, which may be other ones than in the last"
         self.send.look_up()
         self.params = WindowParams(self.learn)
         if is_finding_rate(self.learn): self.loss_check.stop()  # the fit that follows is going to check
@@ -96,8 +96,8 @@ def run_model(fit:FitContext):
     if is_observed: fit.differences = Differences(before)
 
 def compute_loss(fit:FitContext, rows:int)->Count|None:
-    """Computes the loss as fastai does; returns what it averages over. Without targets there is no loss, and `rows` is
-    returned"""
+    """Computes the loss as fastai does; returns what it averages over. Without targets there is no loss yet; if a
+    callback computes it in `after_loss`, it is assumed to average over the `rows`, which are returned"""
     learn = fit.learn
     if not len(learn.yb): return rows
     learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
@@ -133,7 +133,7 @@ def run_single(fit:FitContext, window:Window, micro_batch:MicroBatch)->bool:
     contribution = window.weigh(learn.loss, items, micro_batch.samples, needs_weight=not is_whole)
     backward = BackwardPass(fit, window, contribution)
     fit.send.around(backward.run, 'backward', CancelBackwardException)
-    if not backward.has_run: window.add(contribution)
+    if not backward.has_run: window.add(contribution)  # fastai steps all the same
     return True
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #03b0af1b
@@ -142,15 +142,14 @@ def run_single(fit:FitContext, window:Window, micro_batch:MicroBatch)->bool:
 def run_in_sum(fit:FitContext, window:Window, micro_batch:MicroBatch)->bool:
     "See `forward_backward`"
     learn,rows = fit.learn,micro_batch.rows
-    has_targets = len(learn.yb) > 0
+    has_own_loss = len(learn.yb) > 0  # otherwise, a callback may compute it in `after_loss`
     items = compute_loss(fit, rows)
-    if has_targets: keep_for_check(fit, window, rows, items)
+    if has_own_loss: keep_for_check(fit, window, rows, items)
     changed_by = fit.send.find_change_of_loss('after_loss')
     if not has_loss(learn):
         window.add_without_loss(micro_batch.samples)
         return True
-    is_of_callback = changed_by is not None or not has_targets
-    if is_of_callback: items = items_of_callbacks_loss(fit, items, rows, changed_by)
+    if changed_by or not has_own_loss: items = items_of_callbacks_loss(fit, items, rows, changed_by)
     contribution = window.weigh(learn.loss, items, micro_batch.samples, needs_weight=True)
     return backward_in_sum(fit, window, contribution)
 
@@ -169,8 +168,8 @@ def items_of_callbacks_loss(
     rows:int, # Of the micro-batch
     changed_by:str|None, # The callback that has changed the loss in `after_loss`
 )->Count|None:
-    """Returns what a loss averages over that callbacks have computed or changed. `num_items` or the labels of a
-    Transformers model tell. If not, the loss keeps its weight, and a warning says so"""
+    """Returns what a loss averages over if callbacks have computed or changed it: by `num_items` or the labels of a
+    Transformers model; if neither is there, what it averaged over before, with a warning if it was changed"""
     fit.loss_check.stop()  # it would check the loss function
     if fit.settings.num_items: return n_items(fit, rows)
     labels = fit.model_labels.count(fit.learn)
@@ -197,7 +196,7 @@ class BackwardPass:
         if self.window.grads is not None: self.window.grads.check()  # before this pass changes the gradients
         loss = learn.loss_grad  # after `before_backward`, in which a GradScaler scales it
         learn.loss_grad = scaled(loss, weight)
-        # Of a tensor, the value is not known here, because reading it would wait for the GPU
+        # The value of a tensor is not known here, because reading it would wait for the GPU
         may_be_empty = isinstance(weight, Tensor) or weight == 0
         outputs = [*tensors_in(learn.pred), *self.fit.params.extra] if may_be_empty else []
         with zero_grads_if_empty(outputs, weight): learn._backward()
@@ -225,13 +224,14 @@ def backward_in_sum(fit:FitContext, window:Window, contribution:Contribution)->b
         if not backward.has_run: raise
         raise RuntimeError(f"{callback_that_raised(e)} cancels a batch after its backward pass (does it accumulate "
                            "gradients?), in a window of several micro-batches: remove it, or use windows of one") from e
+    # Nobody else may change the sums, so that a new gradient is one that the callback has computed
     if not backward.has_run and not window.grads.is_intact():
         raise RuntimeError("a callback ran the backward pass itself (CancelBackwardException), in a window of several "
                            "micro-batches, so its gradient has no weight: let fastai run it, or use windows of one")
     return backward.has_run
 
 def callback_that_raised(e:BaseException)->str:
-    "Returns the class of the callback in whose event `e` was raised"
+    "Returns the name of the class of the callback in whose event `e` was raised, by the traceback"
     for frame,_ in walk_tb(e.__traceback__):
         if frame.f_code is Callback.__call__.__code__:
             return type(frame.f_locals['self']).__name__

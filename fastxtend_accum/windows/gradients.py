@@ -8,12 +8,13 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/gradients.html.m
 from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain
+from typing import NamedTuple
 
 from fastai.basics import *
 
 # %% auto #0
 __all__ = ['half', 'can_sum_in_float32', 'params_in', 'trained_params', 'unique', 'optimizers_of', 'extra_params', 'WindowParams',
-           'gradients', 'is_finite', 'GradientSums', 'divide_gradients']
+           'gradients', 'is_finite', 'Stamp', 'GradientSums', 'divide_gradients']
 
 # %% ../../nbs/windows/02_gradients.ipynb #b69c2daa
 # The parameters
@@ -26,7 +27,9 @@ def trained_params(opt)->list:
     "Returns the parameters of `opt` that are not frozen"
     return [p for p in params_in(opt) if p.requires_grad]
 
-def unique(params:list)->list: return list(dict.fromkeys(params))
+def unique(items:list)->list:
+    "Returns each of the `items` once, in order"
+    return list(dict.fromkeys(items))
 
 def optimizers_of(cb)->list:
     "Returns the optimizers that `cb` holds in an attribute, or in a list or dict that is an attribute"
@@ -64,8 +67,8 @@ class WindowParams:
         self.half = [p for p in self.summed if p.dtype in half]
 
     def lists_of(self, opt):
-        """Returns the list of parameter groups, to be compared by identity. None for an OptimWrapper, which makes a new
-        list each time"""
+        """Returns the list of parameter groups, a new one if somebody replaces them. None for an OptimWrapper, which makes
+        a new list each time"""
         return None if isinstance(opt, OptimWrapper) else opt.param_lists
 
     def is_current(self, learn)->bool:
@@ -80,7 +83,7 @@ class WindowParams:
 # Their gradients
 
 def gradients(params:Iterable)->list:
-    "Returns the gradients of `params`: of a sparse gradient its values, of a sharded one the shard of this process"
+    "Returns the gradients of `params`; the values of sparse ones, and this process's shards of sharded ones"
     res = []
     for p in params:
         grad = p.grad
@@ -103,6 +106,16 @@ def is_finite(params:Iterable)->bool:
 can_sum_in_float32 = hasattr(Tensor, 'grad_dtype')
 
 # %% ../../nbs/windows/02_gradients.ipynb #304dcb7d
+class Stamp(NamedTuple):
+    "The gradient of a parameter at some moment"
+    grad:Tensor|None
+    version:int|None  # how often the gradient was changed in place
+    requires_grad:bool  # of the parameter
+
+    def is_same(self, other:Stamp)->bool:
+        has_same_flags = self.version == other.version and self.requires_grad == other.requires_grad
+        return self.grad is other.grad and has_same_flags
+
 class GradientSums:
     """The gradients of a window with several micro-batches. PyTorch sums them in `.grad`. The gradients of
     half-precision weights are summed in float32. If a callback changes a sum while the window runs, that is an error"""
@@ -120,14 +133,12 @@ class GradientSums:
             p.grad_dtype = dtype or p.dtype
             if grad is not None: p.grad = grad.to(p.grad_dtype)
 
-    def current_stamps(self)->list[tuple]:
-        """Returns for each parameter its gradient, how often that was changed in place, and whether the parameter is
-        trained"""
+    def current_stamps(self)->list[Stamp]:
+        "Returns a stamp for each parameter"
         res = []
         for p in self.params.guarded:
-            grad = p.grad
-            version = None if grad is None else grad._version
-            res += [(grad, version, p.requires_grad)]
+            version = None if p.grad is None else p.grad._version
+            res.append(Stamp(p.grad, version, p.requires_grad))
         return res
 
     def accept(self):
@@ -136,9 +147,7 @@ class GradientSums:
 
     def is_intact(self)->bool:
         "Returns whether the gradients are as they were when they were accepted"
-        for (grad,*state),(grad_now,*state_now) in zip(self.stamps, self.current_stamps()):
-            if grad is not grad_now or state != state_now: return False
-        return True
+        return all(map(Stamp.is_same, self.stamps, self.current_stamps()))
 
     def check(self):
         "Raises RuntimeError if somebody has changed the sums"

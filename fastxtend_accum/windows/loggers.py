@@ -22,7 +22,7 @@ def running_callbacks(learn, module:str, name:str)->list:
 class Loggers:
     """The Recorder, W&B and TensorBoard callbacks of `learn`: what they see of each window. Without a Learner, there
     are none"""
-    # It writes these attributes of theirs: `accum_bs`, `accum_bs_of`, `_wandb_epoch`; and until the end of a round
+    # It writes attributes of these callbacks: for good `accum_bs`, `accum_bs_of` and `_wandb_epoch`; until `end_round`,
     # `opt`, `run` and, of training metrics, `accumulate`
     def __init__(self, learn=None):
         self.learn = learn
@@ -40,22 +40,22 @@ class Loggers:
         return [*self.recorders, *self.wandb, *self.tensorboard]
 
     def begin_fit(self):
-        "Begins new lists of batch sizes, as the Recorder begins new lists of losses"
-        # By `vars` here and below, because fastai warns of attributes whose names the model has, too; and because
-        # fastxtend's Recorder has no `train_metrics`, and would look for it in the model
+        "Starts new lists of batch sizes, as the Recorder starts new lists of losses"
         for rec in self.recorders:
-            attrs = vars(rec)
+            attrs = vars(rec)  # here and below, because fastai warns of new attributes whose names the model has
             attrs['accum_bs'] = []
-            attrs['accum_bs_of'] = rec.losses  # shows `plot_accum_bs` that both are of one fit
+            attrs['accum_bs_of'] = rec.losses  # shows `plot_accum_bs` that both belong to the same fit
+            # fastxtend's Recorder has no `train_metrics`; `rec.train_metrics` would look for it in the model
             if attrs.get('train_metrics'): self.train_metrics += rec.metrics
 
     def log_batch_size(self, samples:int):
         "After `after_batch` of a window: logs its samples beside what the loggers have logged of it"
         for rec in self.recorders:
-            n_new = len(rec.losses)-len(rec.accum_bs)
-            if n_new < 1: continue  # this Recorder left the window out
-            # The Recorder also logs the loss of each batch that a callback cancelled since the last window
-            rec.accum_bs.extend(0 for _ in range(n_new-1))
+            # A Recorder may leave the window out. Or it has also logged a loss for each batch that a callback has
+            # cancelled since the last window
+            n_losses = len(rec.losses)
+            if len(rec.accum_bs) == n_losses: continue
+            while len(rec.accum_bs) < n_losses-1: rec.accum_bs.append(0)
             rec.accum_bs.append(samples)
         for cb in self.tensorboard:
             cb.writer.add_scalar('accumulation_batch_size', samples, self.learn.train_iter)
@@ -65,7 +65,8 @@ class Loggers:
             sys.modules['wandb'].log(values, step=cb._wandb_step)
 
     def shift_wandb_epoch(self, epochs:float):
-        "Corrects the epoch that W&B logs, which it advances by the same amount in each round"
+        """Adds `epochs`, a part of one, to the epoch that W&B logs. W&B itself adds 1/len(dl) after each round, although
+        windows differ in how much of an epoch they are"""
         for cb in self.wandb: cb._wandb_epoch += epochs
 
 # %% ../../nbs/windows/10_loggers.ipynb #050f4363
@@ -89,10 +90,9 @@ def pause_recorders(self:Loggers):
 @patch
 def show_hypers(self:Loggers, hypers:list[dict]):
     "Until the end of the round, loggers find `hypers` in their `opt.hypers`, although the optimizer no longer has them"
+    # A callback without an `opt` of its own finds that of the Learner
     shown = SimpleNamespace(hypers=[dict(o) for o in hypers])
-    # An attribute of the callback hides that of the Learner
-    for cb in self.all_loggers():
-        vars(cb)['opt'] = shown
+    for cb in self.all_loggers(): vars(cb)['opt'] = shown
 
 @patch
 def end_round(self:Loggers):

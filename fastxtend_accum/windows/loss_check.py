@@ -11,26 +11,29 @@ from typing import NamedTuple
 from fastai.basics import *
 
 from .nested import CannotJoin,join,map_tensors,tensors_in
-from .state import Snapshot
+from .state import Snapshot,copy_of
 from .window import Count,zero_if_empty
 
 # %% auto #0
-__all__ = ['tolerance', 'CannotCompare', 'loss_and_grads', 'KeptMicroBatch', 'shares_of', 'relative_difference', 'compare_losses',
-           'is_inexact', 'LossCheck']
+__all__ = ['tolerance', 'CannotCompare', 'in_float32', 'loss_and_grads', 'KeptMicroBatch', 'shares_of', 'relative_difference',
+           'compare_losses', 'is_inexact', 'LossCheck']
 
 # %% ../../nbs/windows/06_loss_check.ipynb #b531ea4c
 class CannotCompare(Exception): "The loss of all samples together cannot be compared with that of the micro-batches"
+
+def in_float32(o:Tensor)->Tensor:
+    "Returns a copy of `o`, without a graph and, if it has floating-point numbers, in float32 or better"
+    dtype = o.dtype
+    if o.is_floating_point(): dtype = torch.promote_types(dtype, torch.float32)
+    return o.detach().to(dtype, copy=True)
 
 def loss_and_grads(
     loss_func:Callable,
     args:tuple, # Predictions and targets
 )->list[Tensor]:
-    """Returns the loss, in float32 or better, and its gradients with respect to the predictions; raises CannotCompare
-    if `loss_func` raises an error"""
-    def as_float32(o):
-        if not o.is_floating_point(): return o.clone()
-        return o.detach().to(torch.promote_types(o.dtype, torch.float32), copy=True)
-    pred,*targets = map_tensors(as_float32, args)
+    """Returns the loss, in float32 or better, and its gradients with respect to the predictions. Raises CannotCompare
+    if `loss_func` raises any error: it may not accept float32, or as many samples"""
+    pred,*targets = map_tensors(in_float32, args)
     leaves = [o.requires_grad_() for o in tensors_in(pred) if o.is_floating_point()]
     if not leaves: raise CannotCompare('there are no predictions with a gradient')
     outputs = map_tensors(torch.clone, pred)  # the loss may work in place, which autograd forbids on `leaves`
@@ -56,8 +59,8 @@ def shares_of(micro_batches:list[KeptMicroBatch])->list[Count]:
     return [o/total for o in counts]
 
 def relative_difference(x:Tensor, y:Tensor, parts:list[Tensor])->Tensor:
-    """Returns the norm of `x-y` relative to the norm of `x`; or to the norm of the largest of the `parts` that add up
-    to `y`, because these may cancel each other out"""
+    """Returns how much `y` differs from `x`, by their norms. The `parts` of which `y` is the sum may be large and cancel
+    each other out; then the difference is relative to the largest one, because rounding is"""
     sizes = torch.stack([o.norm() for o in (x, *parts)])
     smallest = torch.finfo(x.dtype).tiny  # avoids a division by 0
     return ((x-y).norm()/sizes.max().clamp_min(smallest)).float()
@@ -71,24 +74,25 @@ def compare_losses(loss_func:Callable, micro_batches:list[KeptMicroBatch])->tupl
     whole = [join(list(field), rows) for field in fields]  # one by one, because each may be a list of samples
     joint = loss_and_grads(loss_func, whole)
     again = loss_and_grads(loss_func, whole)
-    parts = []
+    parts = []  # the weighted loss and gradients of each micro-batch
     for o,share in zip(micro_batches, shares_of(micro_batches)):
         part = loss_and_grads(loss_func, o.args)
         parts.append([zero_if_empty(share, value*share) for value in part])
-    losses,*grads = zip(*parts)
-    summed = [sum(losses)]
-    for o in grads: summed.append(torch.cat(o))
-    if [o.shape for o in summed] != [o.shape for o in joint]:
-        raise CannotCompare('predictions do not have one row for each sample')
-    off_again = [relative_difference(x, y, []) for x,y in zip(joint, again)]
-    off_summed = [relative_difference(*o) for o in zip(joint, summed, zip(*parts))]
-    return torch.stack([torch.stack(off_again).max(), torch.stack(off_summed).max()]).tolist()
+    off_again,off_summed = [],[]
+    for i,x in enumerate(joint):  # the loss, then each gradient
+        of_parts = [part[i] for part in parts]
+        summed = sum(of_parts) if i == 0 else torch.cat(of_parts)
+        if summed.shape != x.shape: raise CannotCompare('predictions do not have one row for each sample')
+        off_again.append(relative_difference(x, again[i], []))
+        off_summed.append(relative_difference(x, summed, of_parts))
+    largest = torch.stack([torch.stack(off_again).max(), torch.stack(off_summed).max()])
+    return largest.tolist()
 
 tolerance = 1e-4  # largest relative difference that is taken for rounding
 
 def is_inexact(loss_func:Callable, micro_batches:list[KeptMicroBatch])->bool:
     """Returns whether the weighted sum over micro-batches is another loss, or has another gradient, than all samples
-    together. False if that cannot be found out. The state of `loss_func` stays as it is"""
+    together. False if that cannot be found out. What a Snapshot holds of `loss_func` stays as it is"""
     snapshot = Snapshot(loss_func)
     try: again,summed = compare_losses(loss_func, micro_batches)
     except (CannotCompare, CannotJoin): return False
@@ -111,8 +115,8 @@ class LossCheck:
         self.windows_left = 0
 
     def keep(self, kept:list, pred, targets:tuple, rows:int, items:Count|None):
-        "Adds a micro-batch to those that a window has `kept`"
-        args = map_tensors(lambda o: o.detach().clone(), (pred, *targets))  # others may use their memory again
+        "Adds a micro-batch to the list `kept` of a window; if that is too large, empties it and stops"
+        args = map_tensors(copy_of, (pred, *targets))  # others may change these tensors
         kept.append(KeptMicroBatch(args, rows, items))
         tensors = tensors_in([o.args for o in kept])
         if sum(o.nbytes for o in tensors) <= self.max_bytes: return

@@ -7,15 +7,14 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/nested.html.md""
 # %% ../../nbs/windows/00_nested.ipynb #4163e5dc
 from __future__ import annotations
 from collections.abc import Mapping
-from itertools import chain
 
 from fastai.basics import *
 from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
-__all__ = ['children', 'rebuilt', 'map_leaves', 'map_tensors', 'leaves_in', 'tensors_in', 'n_rows', 'lengths', 'part_bounds',
+__all__ = ['children', 'rebuilt', 'map_leaves', 'map_tensors', 'leaves_in', 'tensors_in', 'n_rows', 'has_length', 'part_bounds',
            'lists_samples', 'slice_fields', 'slice_rows', 'CannotJoin', 'check_rows', 'join', 'join_checked',
-           'join_leaves', 'describe_leaves']
+           'join_leaves']
 
 # %% ../../nbs/windows/00_nested.ipynb #45667e7f
 # A batch, and what a model returns, are nested: tuples, lists and mappings of tensors and other leaves
@@ -28,9 +27,11 @@ def children(b)->list|None:
     return None
 
 def rebuilt(b, items:list):
-    "Returns a tuple, list or mapping of the type of `b` that contains `items`"
+    "Returns a tuple, list or mapping of the type of `b` that holds `items`"
     kind = type(b)
-    if isinstance(b, Mapping): return kind(dict(zip(b, items)))
+    if isinstance(b, Mapping):
+        by_name = dict(zip(b, items))
+        return kind(by_name)
     if hasattr(kind, '_fields'): return kind(*items)  # a namedtuple
     return kind(items)
 
@@ -42,13 +43,16 @@ def map_leaves(f:Callable, b):
 
 def map_tensors(f:Callable, b):
     "Returns `b` with `f` applied to each tensor"
-    return map_leaves(lambda o: f(o) if isinstance(o, Tensor) else o, b)
+    def f_of_tensor(o): return f(o) if isinstance(o, Tensor) else o
+    return map_leaves(f_of_tensor, b)
 
 def leaves_in(b)->list:
     "Returns the leaves of `b`, in order"
     items = children(b)
     if items is None: return [b]
-    return list(chain(*map(leaves_in, items)))
+    res = []
+    for o in items: res += leaves_in(o)
+    return res
 
 def tensors_in(b)->list:
     "Returns the tensors in `b` that have rows, which means at least one dimension"
@@ -63,24 +67,22 @@ def n_rows(
     the length of the targets, or of the first tensor. Raises ValueError if there is neither a tensor nor an `expected`
     number"""
     fields = list(b) if isinstance(b, (tuple,list)) else [b]
+    for field in fields:  # not `b` itself, whose length is the number of fields
+        if expected is not None and has_length(field, expected): return expected
     targets = fields[-1] if fields else None
-    has_tensor_targets = isinstance(targets, Tensor) and targets.ndim > 0
-    found = [targets] if has_tensor_targets else tensors_in(b)
-    rows = found[0].shape[0] if found else expected
-    if rows is None:
-        raise ValueError(f"cannot count the samples in a batch without tensors: {b!r}; let the DataLoader yield some")
-    if expected in (None, rows): return rows
-    # The first tensor may hold something else, such as the boxes of the first image in a list
-    found_lengths = set().union(*map(lengths, fields))  # not that of `fields` itself
-    return expected if expected in found_lengths else rows
+    if isinstance(targets, Tensor) and targets.ndim: return len(targets)
+    tensors = tensors_in(b)
+    if tensors: return len(tensors[0])
+    if expected is not None: return expected
+    raise ValueError(f"cannot count the samples in a batch without tensors: {b!r}; let the DataLoader yield some")
 
-def lengths(b)->set:
-    "Returns the lengths of all tensors in `b`, and of all lists and tuples"
+def has_length(b, n:int)->bool:
+    "Returns whether a tensor, list or tuple in `b`, or `b` itself, has the length `n`"
+    if isinstance(b, Tensor): return b.ndim > 0 and len(b) == n
     items = children(b)
-    if items is None: return {len(o) for o in tensors_in(b)}
-    res = set().union(*map(lengths, items))
-    if not isinstance(b, Mapping): res.add(len(b))
-    return res
+    if items is None: return False
+    if len(items) == n and not isinstance(b, Mapping): return True
+    return any(has_length(o, n) for o in items)
 
 # %% ../../nbs/windows/00_nested.ipynb #c1a4f0d3
 def part_bounds(n:int, n_parts:int)->list[tuple[int,int]]:
@@ -94,13 +96,15 @@ _shared_kinds = str,bytes,Number,type(None)  # leaves that are the same for all 
 
 def lists_samples(b, n:int)->bool:
     """Returns whether `b` is a list or tuple with one entry for each of `n` samples, such as the boxes in each image.
-    `n` tensors with `n` rows each are taken for `n` inputs, and `n` numbers in a tuple for a setting, such as (224,
-    224)"""
+    `n` tensors with `n` rows each are assumed to be `n` inputs, and `n` numbers in a tuple to be a setting, such as
+    (224, 224)"""
     if isinstance(b, Mapping) or len(b) != n: return False
-    found = {len(o) for o in tensors_in(b)}
-    if not found:
-        return isinstance(b, list) or all(isinstance(o, str) for o in b)  # PyTorch collates texts to a tuple
-    return found != {n}
+    tensors = tensors_in(b)
+    if tensors:
+        are_inputs = all(len(o) == n for o in tensors)  # each with a row for each sample
+        return not are_inputs
+    are_texts = all(isinstance(o, str) for o in b)  # which PyTorch collates to a tuple
+    return are_texts or isinstance(b, list)
 
 def slice_fields(
     fields:Iterable, # Inputs and targets, or the arguments of a forward pass
@@ -112,7 +116,7 @@ def slice_fields(
     return tuple(slice_rows(o, start, end, n) for o in fields)
 
 def slice_rows(b, start:int, end:int, n:int):
-    """Returns the rows from `start` to `end` of `b`, which has `n`, in the same structure; raises ValueError if it
+    """Returns the rows from `start` to `end` of `b`, which has `n` rows, in the same structure; raises ValueError if it
     cannot"""
     if isinstance(b, _shared_kinds): return b
     if isinstance(b, Tensor) and b.layout == torch.strided:
@@ -122,7 +126,7 @@ def slice_rows(b, start:int, end:int, n:int):
                          "its first dimension must be the samples")
     items = children(b)
     if items is None:
-        raise ValueError(f"cannot split a {type(b).__name__}: use tensors, or a DataLoader that yields smaller batches")
+        raise ValueError(f"cannot split a {type(b).__name__}: use dense tensors, or smaller batches")
     if lists_samples(b, n): return rebuilt(b, items[start:end])
     return rebuilt(b, [slice_rows(o, start, end, n) for o in items])
 
@@ -131,10 +135,10 @@ class CannotJoin(ValueError): "The outputs of micro-batches cannot be concatenat
 
 def check_rows(b, n:int):
     "Raises CannotJoin, a ValueError, unless each tensor in an output `b` has one row for each of `n` samples"
-    items = children(b)
     if isinstance(b, Tensor) and b.ndim and len(b) != n:
         raise CannotJoin(f"the model returns a tensor of shape {tuple(b.shape)} for {n} samples: its first dimension "
                          "must be the samples if a batch is split")
+    items = children(b)
     if items is None or lists_samples(b, n): return
     for o in items: check_rows(o, n)
 
@@ -147,28 +151,28 @@ def join(
     return join_checked(outputs, sizes)
 
 def join_checked(outputs:list, sizes:list):
-    "Does what `join` does, for outputs and what is inside them, once `check_rows` has accepted them"
+    "Does what `join` does, for outputs, or items of them, whose rows are as many as in `sizes`"
     one = outputs[0]
-    items = [children(o) for o in outputs]
-    if all(o is None for o in items): return join_leaves(tuple(outputs))
-    if len({type(o) for o in outputs}) > 1: raise CannotJoin("the outputs of micro-batches differ in structure")
-    have_entries = [isinstance(o, list) and lists_samples(o, n) for o,n in zip(outputs, sizes)]
-    if all(have_entries): return type(one)(chain(*outputs))
-    if len({len(o) for o in items}) > 1: raise CannotJoin("the outputs of micro-batches differ in structure")
-    return rebuilt(one, [join_checked(list(o), sizes) for o in zip(*items)])
+    kinds = set(map(type, outputs))
+    if len(kinds) > 1: raise CannotJoin("the outputs of micro-batches differ in their types")
+    if children(one) is None: return join_leaves(outputs)
+    if isinstance(one, list) and all(map(lists_samples, outputs, sizes)): return sum(outputs, [])
+    if any(len(o) != len(one) for o in outputs): raise CannotJoin("the outputs of micro-batches differ in structure")
+    columns = zip(*map(children, outputs))  # for each item of an output, those of all outputs
+    return rebuilt(one, [join_checked(list(column), sizes) for column in columns])
 
-def join_leaves(leaves:tuple):
+def join_leaves(leaves:list):
     "Returns tensors concatenated; or what has no rows, if it is the same in all micro-batches"
     one = leaves[0]
-    if all(isinstance(o, Tensor) for o in leaves):
-        can_join = all(o.ndim for o in leaves) and len({o.shape[1:] for o in leaves}) == 1
-        if can_join: return torch.cat(leaves)
-        if not one.ndim and all(o.equal(one) for o in leaves): return one
-    is_shared = all(isinstance(o, _shared_kinds) for o in leaves)
-    if is_shared and len(set(leaves)) == 1: return one
-    raise CannotJoin(f"the outputs of micro-batches cannot be concatenated: {describe_leaves(leaves)}; all dimensions "
-                     "but the first must be the same, and numbers, too")
-
-def describe_leaves(leaves:tuple)->str:
-    "Returns shapes, or types, for an error"
-    return ' and '.join(f'{tuple(o.shape)}' if isinstance(o, Tensor) else type(o).__name__ for o in leaves[:2])
+    if isinstance(one, Tensor):
+        row_shapes = {o.shape[1:] for o in leaves}
+        if len(row_shapes) == 1 and all(o.ndim for o in leaves): return torch.cat(leaves)
+        is_shared = not one.ndim and all(o.equal(one) for o in leaves)
+        found = [f'{tuple(o.shape)}' for o in leaves]
+    else:
+        is_shared = isinstance(one, _shared_kinds) and all(o == one for o in leaves)
+        found = [type(one).__name__]
+    if is_shared: return one
+    kinds = ' and '.join(dict.fromkeys(found))  # each once
+    raise CannotJoin(f"the outputs of micro-batches cannot be concatenated: {kinds}; all dimensions but the first "
+                     "must be the same, and numbers must be equal")

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 # %% auto #0
 __all__ = ['global_generators', 'random_states', 'set_random_states', 'wrapped_in', 'attribute_dicts', 'restore_dict',
-           'restore_tensor', 'Snapshot']
+           'restore_value', 'copy_of', 'Snapshot']
 
 # %% ../../nbs/windows/01_state.ipynb #4f942e21
 # The random generators that all code shares
@@ -51,14 +51,14 @@ def wrapped_in(o)->list:
     return res
 
 def attribute_dicts(o)->list[dict]:
-    """Returns the dicts that hold the attributes of `o`, and of what it wraps. Those of a module are those of all
-    modules inside, and their buffers"""
+    """Returns the dicts that hold the attributes of `o` and of what it wraps. A module has two, its `__dict__` and its
+    buffers, and so have all modules inside"""
     res = []
     for owner in wrapped_in(o):
         modules = owner.modules() if isinstance(owner, nn.Module) else [owner]
         for m in modules:
-            dicts = getattr(m, '__dict__', None),getattr(m, '_buffers', None)
-            res += [attrs for attrs in dicts if attrs is not None]
+            if hasattr(m, '__dict__'): res.append(vars(m))
+            if isinstance(m, nn.Module): res.append(m._buffers)
     return res
 
 def restore_dict(o:dict, content:dict):
@@ -67,14 +67,22 @@ def restore_dict(o:dict, content:dict):
         del o[k]
     o.update(content)
 
-def restore_tensor(o:Tensor, value:Tensor):
+def restore_value(o:Tensor|list, value:Tensor|list):
     "Writes `value` into `o`"
-    # Through `data`, because a backward pass refuses tensors that were modified in another way
-    if o.shape != value.shape:
+    if isinstance(o, list):
+        o[:] = value
+        return
+    # Through `data`, which leaves the version of `o` as it is: a backward pass refuses a tensor that has a new one
+    is_like = o.shape == value.shape and o.dtype == value.dtype
+    if not is_like:
         o.data = value.clone()
     # An expanded tensor, for example, cannot be written to, and need not be if it is unchanged
     elif not torch.equal(o, value):
         o.data.copy_(value)
+
+def copy_of(o:Tensor|list)->Tensor|list:
+    "Returns a copy of `o` without a graph; of a list, not of its items"
+    return o.detach().clone() if isinstance(o, Tensor) else o.copy()
 
 # %% ../../nbs/windows/01_state.ipynb #d1b90224
 class Snapshot:
@@ -85,40 +93,43 @@ class Snapshot:
     - `with snapshot:` repeats a run. Inside the block everything is as it was when the snapshot was taken; after the
       block, it is again as it was before the block.
 
-    The copy is shallow: what an attribute refers to, such as the items in a list, is not copied"""
+    The copy is shallow: lists are copied, but not their items, nor anything else that an attribute refers to"""
     # Not a generator with @contextmanager: PyTorch's `checkpoint` enters the same context in each backward pass
     def __init__(self, *objects):
         self.attributes = []  # each dict, with a copy
         for o in objects:
-            self.attributes += [(attrs, dict(attrs)) for attrs in attribute_dicts(o)]
-        self.values = [(o, o.detach().clone()) for o in self.untrained_tensors()]
+            self.attributes += [(attrs, attrs.copy()) for attrs in attribute_dicts(o)]
+        self.values = [(o, copy_of(o)) for o in self.changeable()]
         self.random_states = random_states()
-        self.attributes_outside = []  # of the context
+        self.attributes_outside = []  # of the block
         self.random_states_outside = []
 
-    def untrained_tensors(self)->list[Tensor]:
-        "Returns the buffers, and attributes that are tensors without a gradient; not those that have no shape yet"
+    def changeable(self)->list:
+        """Returns what code changes in place: attributes that are lists, buffers, and other tensors without a gradient.
+        Leaves out what cannot be copied so: sparse tensors, and those that have no shape yet"""
         res = []
         for _,content in self.attributes:
             for o in content.values():
-                has_values = isinstance(o, Tensor) and not is_lazy(o) and o.layout == torch.strided
-                if has_values and not o.requires_grad: res.append(o)
+                is_dense = isinstance(o, Tensor) and not is_lazy(o) and o.layout == torch.strided
+                has_state = is_dense and not o.requires_grad
+                if has_state or type(o) is list: res.append(o)
         return res
 
     def restore(self):
         "Undoes everything that has happened since the snapshot was taken"
         for attrs,content in self.attributes: restore_dict(attrs, content)
-        for o,value in self.values: restore_tensor(o, value)
+        for o,value in self.values: restore_value(o, value)
         set_random_states(self.random_states)
 
     def __enter__(self):
-        "Begins a further run. No tensor is written to, because the backward pass may still need its present values"
-        self.attributes_outside = [(attrs, dict(attrs)) for attrs,_ in self.attributes]
+        "Begins a further run. No tensor is written to, because the backward pass may still need its current values"
+        self.attributes_outside = [(attrs, attrs.copy()) for attrs,_ in self.attributes]
         self.random_states_outside = random_states()
-        # A tensor is known by its id. In the dicts that hold it, a copy with the old value takes its place
-        copies = {id(o):value.clone() for o,value in self.values}
+        # In the dicts, copies with the old values take the place of tensors and lists
+        copies = {id(o):copy_of(value) for o,value in self.values}
         for attrs,content in self.attributes:
-            restore_dict(attrs, {name:copies.get(id(o), o) for name,o in content.items()})
+            inside = {name:copies.get(id(o), o) for name,o in content.items()}
+            restore_dict(attrs, inside)
         set_random_states(self.random_states)
 
     def __exit__(self, *args):
