@@ -64,15 +64,9 @@ def slice_args(args:tuple, kwargs:dict, start:int, end:int, n:int)->tuple[tuple,
     return slice_fields(args, start, end, n),slice_rows(kwargs, start, end, n)
 
 def n_rows_of(args)->int:
-    """Returns the rows of the arguments of a forward pass, 0 if they have no tensors. Raises ValueError if their
-    tensors differ in the number of rows"""
-    shapes = [tuple(o.shape) for o in tensors_in(args)]
-    n = max((shape[0] for shape in shapes), default=0)
-    for shape in shapes:
-        if shape[0] == n: continue
-        raise ValueError(f"GradientCache cannot split a tensor of shape {shape} beside one with {n} rows: the first "
-                         "dimension must be the samples")
-    return n
+    """Returns the rows of the arguments of a forward pass: those of the tensor that has most; 0 if there are no tensors.
+    If one has fewer, it cannot be sliced, which is an error"""
+    return max(map(len, tensors_in(args)), default=0)
 
 def check_rows_first(module, forward:Callable, args:tuple, kwargs:dict, output):
     """Raises ValueError if the first dimension of the output is not the rows. If its first two dimensions are equally

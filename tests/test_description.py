@@ -291,26 +291,17 @@ def test_layers_in_eval_mode_differ_in_nothing(capsys):
 
 
 class Keeps(nn.Module):
-    "Keeps something of its input as an attribute"
-    def __init__(self, what):
-        super().__init__()
-        self.what = what
-        self.kept = None
-        self.distance = nn.PairwiseDistance(2)  # has a `norm`
-
+    "Keeps its input as an attribute"
     def forward(self, x):
-        self.kept = self.what(x)
+        self.kept = x.detach()
         return x
 
 
 @pytest.mark.parametrize('make_layer', [
     lambda: nn.Dropout(0.),
-    lambda: nn.LayerNorm(4),
-    lambda: nn.GroupNorm(2, 4),
     lambda: weight_norm(nn.Linear(4, 4)),
     lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
-    lambda: Keeps(len),
-    lambda: Keeps(torch.detach)])
+    Keeps])
 def test_layers_that_differ_in_nothing(capsys, make_layer):
     assert except_for(capsys, around(make_layer()), 'windows') == ''
 

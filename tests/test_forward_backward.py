@@ -44,17 +44,6 @@ def loss_of_detector(learn):
     return errors.sum()/n_positives(learn)
 
 
-def n_masked(learn):
-    return (learn.x[:, :4] > .5).sum()
-
-
-def loss_of_masked_autoencoder(learn):
-    "Of the inputs that are masked, as many as there are"
-    is_masked = learn.x[:, :4] > .5
-    errors = (learn.pred-learn.x[:, :4])**2
-    return (errors*is_masked).sum()/is_masked.sum()
-
-
 def square_of_positives(learn):
     is_positive = learn.y < 2
     return (learn.pred[is_positive]**2).mean()
@@ -87,7 +76,6 @@ def classifier(bs, *cbs, missing_share=.3, loss_func=cross_entropy):
 @each_layout
 @pytest.mark.parametrize('change, loss_func, num_items', [
     (ReplacesLoss(loss_of_detector), cross_entropy, n_positives),
-    (ReplacesLoss(loss_of_masked_autoencoder), cross_entropy, n_masked),
     (AddsToLoss(square_of_positives), mse_of_positives, n_positives)])
 def test_a_changed_loss_is_exact_with_num_items(change, loss_func, num_items, bs, settings):
     "And there is nothing to warn of: a warning would be an error here"
@@ -134,14 +122,6 @@ def test_a_loss_over_other_items_is_not_exact_without_num_items_and_a_warning_sa
         fit(small, 2)
     big = fit(classifier(32, replaces, missing_share=0.), 2)
     assert_apart(small, big, 1e-4)
-
-
-def test_a_window_of_one_batch_has_nothing_to_warn_of():
-    "It is the plain fit, bit for bit"
-    big = fit(classifier(32, ReplacesLoss(loss_of_detector)), 2)
-    one = fit(classifier(32, ReplacesLoss(loss_of_detector), GradientAccumulation(32)), 2)
-    assert_apart(big, classifier_model())
-    assert_same(weights(one), weights(big))
 
 
 class ReadsLoss(Callback):

@@ -43,7 +43,7 @@ def token_samples(n, seed=3, empty=()):
     return inputs, labels
 
 
-@pytest.mark.parametrize('name', TOKEN_LOSSES)
+@pytest.mark.parametrize('name', ['sum', 'weighted'])
 def test_windows_of_tokens_equal_the_large_batch(name):
     "29 sequences leave a window of 5, whose last batch has 1; two batches have no labels, and add nothing"
     samples = token_samples(29, empty=[0, 1, 2, 3, 16, 17, 18, 19])

@@ -10,7 +10,7 @@ from common import *
 from comparing import assert_nothing_left
 from fastxtend_accum.memory.micro_batches import SampleSlices, chunk_bounds
 from limited_memory import MemoryLimit
-from small_learners import image_learner, over_all, seeded, spread
+from small_learners import image_learner, seeded
 
 FLOAT32 = 5e-6  # rounding of float32 weights, and of the Recorder
 
@@ -271,24 +271,6 @@ class Positions(Callback):
     def before_batch(self):
         learn = self.learn
         self.seen.append((len(self.x), learn.iter, learn.n_iter, learn.train_iter, learn.pct_train))
-
-
-@each_way_to_split
-def test_training_metrics_and_the_position_of_training_are_those_of_whole_batches(make_cb):
-    def run(*cbs):
-        learn = make_learner(32, metrics=[spread, over_all()], cbs=[*cbs, Positions()])
-        learn.recorder.train_metrics = True
-        return fit(learn, 2)
-    plain = run()
-    ours = run(make_cb())
-    assert len(plain.positions.seen) == 6
-    assert_same(ours.positions.seen, plain.positions.seen, ROUNDING)  # a schedule counts samples
-    for row, expected in zip(floats(ours.recorder.values), floats(plain.recorder.values), strict=True):
-        *of_training, loss, _, over_all_samples = row
-        *expected_of_training, expected_loss, _, expected_over_all = expected
-        assert len(of_training) == 3
-        assert_same(of_training, expected_of_training, FLOAT32)
-        assert_same([loss, over_all_samples], [expected_loss, expected_over_all], FLOAT32)
 
 
 @each_way_to_split

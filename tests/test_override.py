@@ -20,10 +20,9 @@ def test_an_object_has_what_it_had_after_the_context(before):
     assert vars(config) == before
 
 
-@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, CancelFitException])
-def test_an_exception_leaves_nothing_behind(error):
+def test_an_exception_leaves_nothing_behind():
     config = Config()
-    with pytest.raises(error), override_attr(config, 'size', 3): raise error
+    with pytest.raises(KeyboardInterrupt), override_attr(config, 'size', 3): raise KeyboardInterrupt
     assert vars(config) == {}
 
 

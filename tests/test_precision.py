@@ -201,43 +201,6 @@ def test_any_window_is_bit_for_bit_a_loop_that_adds_up_in_float32(micro, k, extr
     assert_same(weights(learn), expected_weights)
 
 
-def gradient_of_window(samples, bs, m, loss_func, accum):
-    "Returns the gradient of the first window of a fit that leaves the weights as they are"
-    dl = DataLoader(samples, bs=bs)
-    keeps = KeepsGradients()
-    learn = Learner(DataLoaders(dl, dl), m, loss_func, opt_func=SGD, cbs=[accum, keeps])
-    fit(learn, 1, 0.)
-    return keeps.grads[0]
-
-
-def relative_error(bs, seed, dtype):
-    "Returns the error of the gradient of a window of 64 samples, in batches of `bs`"
-    torch.manual_seed(seed)
-    m = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 1)).to(dtype)
-    inputs, targets = data_in(dtype, 64, seed)
-    exact = deepcopy(m).double()
-    pred = exact(inputs.double())
-    loss = F.mse_loss(pred, targets.double())
-    loss.backward()
-    samples = list(zip(inputs, targets))
-    found = gradient_of_window(samples, bs, m, float32_loss, GradientAccumulation(64))
-    truth = flat_gradients(exact)
-    return float((found-truth).norm()/truth.norm())
-
-
-@pytest.mark.thin(3, 1)
-@pytest.mark.parametrize('dtype', half, ids=str)
-def test_the_error_is_that_of_one_batch(dtype):
-    "Of 64 samples, at once, 8 and 1 at a time: medians over 12 networks"
-    def median_error(bs):
-        return np.median([relative_error(bs, seed, dtype) for seed in range(12)])
-
-    at_once = median_error(64)
-    least = 0.1*torch.finfo(dtype).eps
-    for bs in (8, 1):
-        assert least < median_error(bs) < 1.2*at_once
-
-
 class HalfBody(nn.Module):
     "A head in float32 on a body in bfloat16"
     def __init__(self):
