@@ -65,7 +65,7 @@ class Loggers:
             sys.modules['wandb'].log(values, step=cb._wandb_step)
 
     def shift_wandb_epoch(self, epochs:float):
-        """Adds `epochs`, a part of one, to the epoch that W&B logs. W&B itself adds 1/len(dl) after each round, although
+        """Adds `epochs`, a part of one, to the epoch that W&B logs. W&B itself adds 1/n_iter after each round, although
         windows differ in how much of an epoch they are"""
         for cb in self.wandb: cb._wandb_epoch += epochs
 
