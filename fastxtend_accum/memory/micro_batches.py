@@ -17,7 +17,7 @@ from ..windows.window import LossSums
 from .hidden_state import HiddenState,state_owners
 
 # %% auto #0
-__all__ = ['per_sample_names', 'SampleSlices', 'chunk_bounds', 'check_samples_first', 'MicroBatches', 'show_outputs']
+__all__ = ['per_sample_names', 'SampleSlices', 'chunk_bounds', 'check_samples_first', 'MicroBatches', 'show_loss', 'show_outputs']
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #bfa7b934
 def per_sample_names(cb)->list[str]:
@@ -128,7 +128,7 @@ class MicroBatches(WholeBatch):
                 check_rows(learn.pred, end-start)
                 outputs.append(map_tensors(Tensor.detach, learn.pred))
         finally: slices.hold_all()
-        self.show_loss(loop, loop.window.losses.since(before))
+        show_loss(loop, loop.window.losses.since(before))
         show_outputs(learn, outputs, sizes)
         return has_counted
 
@@ -139,15 +139,15 @@ class MicroBatches(WholeBatch):
         until = end*samples//n
         return loop.run_micro_batch(until-before, end-start, ends_batch=end == n)
 
-    def show_loss(self, loop:WindowLoop, losses:LossSums):
-        "Makes the mean over the micro-batches the loss of the Learner; not without targets"
-        if not losses.n_micro: return
-        loop.learn.loss = losses.mean
-        loop.learn.loss_grad = losses.mean
-        # If the backward pass of a part was cancelled, no other batch takes its place
-        loop.window.add_without_loss(loop.batches.current.samples-losses.samples)
-
 # %% ../../nbs/memory/02_micro_batches.ipynb #e7b434d7
+def show_loss(loop:WindowLoop, losses:LossSums):
+    "Makes the mean over the micro-batches the loss of the Learner; not without targets"
+    if not losses.n_micro: return
+    loop.learn.loss = losses.mean
+    loop.learn.loss_grad = loop.learn.loss
+    # If the backward pass of a part was cancelled, no other batch takes its place
+    loop.window.add_without_loss(loop.batches.current.samples-losses.samples)
+
 def show_outputs(learn, outputs:list, sizes:list[int]):
     """Joins the outputs of micro-batches into `learn.pred`. If they cannot be joined, it remains the last of them; raises
     ValueError if training metrics would mistake that for the output of the whole batch"""
