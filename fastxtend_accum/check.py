@@ -15,15 +15,13 @@ from .windows.checks import check_flags,check_size
 from .windows.loader import drops_last
 from .windows.state import Snapshot
 from .callback import WindowCallback
-from .checking.comparison import Comparison,Ways
-from .checking.copies import is_left_to_the_fit,reaches_outside
+from .checking.comparison import Comparison,find_reasons
 from .checking.samples import KeptSamples,copy_to_read,read_samples
-from .checking.suspects import Suspect,suspects
-from .checking.trial import n_samples,small_sizes
+from .checking.suspects import Suspect,is_left_out,suspects
+from .checking.trial import Sizes,Trials,small_sizes
 
 # %% auto #0
-__all__ = ['AccumCheck', 'TrialProgress', 'find_reasons', 'valid_samples', 'search', 'explain', 'names_of', 'check_with',
-           'notes_on']
+__all__ = ['AccumCheck', 'TrialProgress', 'n_samples', 'valid_samples', 'our_callbacks', 'explain', 'check_with', 'notes_on']
 
 # %% ../nbs/09_check.ipynb #3f268a53
 class AccumCheck:
@@ -62,135 +60,115 @@ class AccumCheck:
 
 # %% ../nbs/09_check.ipynb #36ee3333
 class TrialProgress:
-    "Shows a progress bar if trials take longer than 5 seconds"
+    "Shows a progress bar if trainings take longer than 5 seconds"
     def __init__(self, is_shown:bool):
         self.is_shown = is_shown
         self.began = time.perf_counter()
-        self.n = 0  # trials
+        self.n = 0  # trainings that have begun
         self.bar = None
 
     def __call__(self):
-        "Is called before each trial. Nobody knows how many there will be"
+        "Call before each training. The total is unknown"
         is_late = time.perf_counter()-self.began > 5
-        if self.is_shown and is_late and self.bar is None:
+        if self.bar is None and self.is_shown and is_late:
             self.bar = progress_bar([], total='noinfer', comment='short trainings of check_accum')
             self.bar.update(0)
-        elif self.bar is not None: self.bar.update(self.n)
+        if self.bar is not None: self.bar.update(self.n)
         self.n += 1
 
-# %% ../nbs/09_check.ipynb #e5058a61
-def find_reasons(
-    differs:Callable, # `differs(without)` returns whether windows differ without these suspects; None: nothing trains
-    found:list[Suspect],
-)->tuple[list,list]: # The reasons; and suspects without which nothing trains
-    """Returns the first suspect without which windows do not differ; or else the fewest of all, by putting them back
-    one by one"""
-    necessary = []
-    for o in found:
-        is_different = differs((o,))
-        if is_different is None: necessary.append(o)
-        elif not is_different: return [o],[]
-    left = tuple(o for o in found if o not in necessary)
-    if differs(left) is not False: return [],necessary
-    for o in reversed(left):
-        rest = tuple(other for other in left if other is not o)
-        if differs(rest) is False: left = rest
-    return list(left),[]
-
-def valid_samples(learn, kept:KeptSamples, n:int)->KeptSamples:
-    "Returns `n` samples of the validation set; of the training set, if there is none"
-    if len(learn.dls.loaders) < 2: return kept.upto(n)
-    copied,_ = copy_to_read(learn.dls.valid)
-    try: return read_samples(copied, n)
-    except ValueError: return kept.upto(n)
-
 # %% ../nbs/09_check.ipynb #230cb5f1
-def search(
-    comparison:Comparison,
-    found:dict[str,float], # Differences
-    suspected:list[Suspect], # The last one includes others
-)->tuple[list,list]: # The reasons; and suspects without which nothing trains
-    "Finds the reasons of the first difference; then those of the first one that is left without them; and so on"
-    reasons = []
-    candidates = []
-    while found:
-        name = next(iter(found))
-        def differs(without):
-            try: return name in comparison.differences((*reasons, *without))
-            except Exception: return None  # for example, since nobody else sets the targets
-        others = [o for o in suspected if o not in reasons]
-        new,candidates = find_reasons(differs, others[:-1])
-        if not new: new,candidates = find_reasons(differs, others)  # the last one includes others
-        if not new: break
-        reasons += new
-        found = comparison.differences(tuple(reasons))
-    return reasons,candidates
+def n_samples(
+    sizes:Sizes,
+    n_steps:int, # In two epochs
+    drop_last:bool, # Whether the loader drops an incomplete batch
+)->int:
+    "Returns the samples of an epoch: those of full windows; and for one step a rest, of which one batch is smaller"
+    part = sizes.window//4
+    rest = part + math.ceil(part*2/3)
+    n_full = max(math.ceil(n_steps/2)-1, 1)
+    n = n_full*sizes.window+rest
+    if not drop_last: return n
+    n_batches = max(n//sizes.bs, 1)
+    return n_batches*sizes.bs
 
-def explain(comparison:Comparison, learn:Learner, cbs:list, micro_bs:int)->tuple[list,list]:
-    "Returns the reasons why the trainings of `comparison` differ; and, if there are none, candidates"
-    comparison.find_unsteady()
-    if 'weights' in comparison.unsteady:
-        return ['two trainings on the same whole batches differ, too: something draws numbers that no seed sets'],[]
-    is_random = 'weights' in comparison.between_whole(1)
-    suspected = suspects(learn, cbs, comparison.whole.changing, is_random, micro_bs)
-    return search(comparison, comparison.differences(), suspected)
+def valid_samples(learn, train:KeptSamples, n:int)->KeptSamples:
+    "Returns `n` samples of the validation set; those of training, if it has none"
+    try:
+        copied,_ = copy_to_read(learn.dls.valid)
+        return read_samples(copied, n)
+    except (IndexError,ValueError): return train
+
+def our_callbacks(cbs:list)->list[WindowCallback]:
+    "Returns those that make windows; raises ValueError if there are none"
+    res = [o for o in cbs if isinstance(o, WindowCallback) and o.run]
+    if res: return res
+    raise ValueError("check_accum compares windows with whole batches, and this Learner has no callback that makes "
+                     "windows: pass cbs=GradientAccumulation(...), or add it to the Learner")
+
+# %% ../nbs/09_check.ipynb #e5058a61
+_unseeded = 'two trainings on the same whole batches differ, too: something draws numbers that no seed sets'
+
+def explain(comparison:Comparison, found:dict[str,float], suspected:list[Suspect])->tuple[dict,list,list]:
+    """Returns three values: the differences `found`, but those that two equal trainings have, too, such as times; their
+    reasons; and if there are none, candidates"""
+    is_layer = any(name.startswith('buffers') for name in found)  # most likely, such as BatchNorm
+    has_attributes = any('.' in name for name in found)  # of callbacks
+    if not is_layer or has_attributes:
+        unsteady = comparison.unsteady()
+        if 'weights' in unsteady: return found,[_unseeded],[]
+        found = {name:o for name,o in found.items() if name not in unsteady}
+    return found,*find_reasons(comparison, found, suspected)
 
 # %% ../nbs/09_check.ipynb #2b4b2dd2
-def names_of(cbs:list)->str: return ', '.join(type(o).__name__ for o in cbs)
-
 def check_with(
     learn:Learner,
     cbs:list, # Callbacks of the fit, beside those of the Learner
-    n_steps:int, # Full windows of two epochs
+    n_steps:int, # In two epochs
     size:int, # Samples in a window
     seed:int,
-    progress:Callable, # Called before each trial
+    progress:Callable, # Called before each training
 )->AccumCheck:
     "Compares trainings, and explains the differences"
     all_cbs = [*learn.cbs, *cbs]
-    outside = [o for o in all_cbs if reaches_outside(o)]
-    others = [o for o in all_cbs if is_left_to_the_fit(o)]
-    left_out = [*outside, *others]
+    left_out = list(filter(is_left_out, all_cbs))
     in_trials = [o for o in all_cbs if o not in left_out]
-    ours = [o for o in in_trials if isinstance(o, WindowCallback) and o.run]
-    if not ours:
-        raise ValueError("check_accum compares windows with whole batches, and this Learner has no callback that makes "
-                         "windows: pass cbs=GradientAccumulation(...), or add it to the Learner")
-    sizes = small_sizes(learn, ours, size)
+    sizes = small_sizes(learn, our_callbacks(in_trials), size)
     to_read,is_clean = copy_to_read(learn.dls.train)
-    leader = min(ours, key=lambda o: o.lead_rank)
-    is_carried = leader.remainder_for(to_read) == 'carry'
-    n = n_samples(sizes, math.ceil(n_steps/2), drops_last(to_read), is_carried)
-    kept = read_samples(to_read, n)
-    ways = Ways(learn, cbs, left_out, sizes, kept, valid_samples(learn, kept, size))
-    comparison = Comparison(ways, seed, progress)
-    found = comparison.differences()
-    precision = 'float64' if comparison.is_double else 'float32'
-    reasons,candidates = [],[]
+    train = read_samples(to_read, n_samples(sizes, n_steps, drops_last(to_read)))
+    valid = valid_samples(learn, train, sizes.window//4)
+    trials = Trials(learn, cbs, left_out, sizes, train, valid)
+    comparison = Comparison(trials, seed, progress)
+    found,precision = comparison.differences()
+    reasons = []
+    candidates = []
     if found:
-        reasons,candidates = explain(comparison, learn, in_trials, sizes.micro_bs)
-        if 'weights' not in comparison.unsteady: found = comparison.differences()
-    n = comparison.whole.n_steps
+        suspected = suspects(learn, in_trials, found, sizes.micro_bs)
+        found,reasons,candidates = explain(comparison, found, suspected)
+    n = len(comparison.train('whole', False)['positions'])
     head = f'{n} steps of up to {size} samples, {sizes.micro_bs} at a time and whole, in {precision}:'
+    notes = notes_on(left_out, is_clean)
     return AccumCheck(
         found,
         list(map(str, reasons)),
         list(map(str, candidates)),
-        notes_on(left_out, is_clean),
+        notes,
         head)
 
 def notes_on(left_out:list, is_clean:bool)->list[str]:
     "Returns what the user has to know of the check"
     res = []
-    named = [o for o in left_out if not isinstance(o, (ProgressCallback,ShowGraphCallback))]
-    if named: res.append(f'left out: {names_of(named)}')
-    if not is_clean: res.append('the DataLoader cannot be copied: the next epoch goes on after what the check read')
+    shows_progress = ProgressCallback,ShowGraphCallback
+    named = [type(o).__name__ for o in left_out if not isinstance(o, shows_progress)]
+    if named:
+        res.append(f'left out: {", ".join(named)}')
+    if not is_clean:
+        res.append('the DataLoader cannot be copied: the next epoch continues after the samples that were read')
     return res
 
 @patch
 def check_accum(self:Learner,
     cbs:Callback|list|None=None, # Callbacks that you will pass to the fit
-    n_steps:int=4, # Full windows to train, in two epochs
+    n_steps:int=4, # Steps to train, in two epochs
     size:int=12, # Samples in a window, a multiple of 4; the model sees a quarter at a time
     seed:int=42, # Of the random numbers that the trials draw
     verbose:bool=True, # Print the report, and a progress bar if the check takes longer than 5 seconds

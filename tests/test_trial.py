@@ -2,23 +2,45 @@
 import pytest
 
 from common import *
-from fastxtend_accum.checking.samples import read_samples
-from fastxtend_accum.checking.trial import Sizes, n_samples, train, whole_loaders
+from fastxtend_accum.checking.samples import KeptLoader, equal_bounds, read_samples
+from fastxtend_accum.checking.trial import WholeWindows, copy_learner, epoch_plans, train
 
 
-@pytest.mark.parametrize('bs', [3, 6, 12, 24])
-def test_what_is_carried_leaves_windows_of_one_size(bs):
-    sizes = Sizes(window=12, part=3, bs=bs, is_split=False)
-    n = n_samples(sizes, 2, drop_last=False, is_carried=True)
+def whole_windows(bs, n, remainder):
+    "Returns the sizes of the batches in two epochs that stand for windows of 12"
     kept = read_samples(make_learner(4, n=96).dls.train, n)
-    first, second = whole_loaders(kept, 12, 'carry')
-    assert {len(x) for x, _ in first} == {12}
-    assert {len(x) for x, _ in second} == {12}
-    assert first.n+second.n == 2*n
+    loader = KeptLoader(kept, equal_bounds(n, bs), bs)
+    plans = epoch_plans(GradientAccumulation(12, remainder=remainder), loader)
+    sizes = []
+    class Notes(Callback):
+        run_valid = False
+        def before_batch(self): sizes.append(len(self.x))
+    fit(make_learner(12, cbs=[WholeWindows(kept, plans), Notes()]), 2)
+    return sizes
+
+
+@pytest.mark.parametrize('bs,remainder,expected', [
+    (3, 'step', [12, 12, 5, 12, 12, 5]),
+    (3, 'drop', [12, 12, 12, 12]),
+    (3, 'carry', [12, 12, 14, 12, 8]),
+    (24, 'step', [12, 12, 5, 12, 12, 5])])
+def test_whole_batches_are_the_windows(bs, remainder, expected):
+    assert whole_windows(bs, 29, remainder) == expected
 
 
 def test_a_trial_notes_rates_positions_and_logs():
-    run = train(make_learner(32), seed=1)
-    assert run.n_steps == 6
-    assert {'weights', 'logged losses', 'train_loss', 'valid_loss', 'learning rates', 'positions'} <= run.left.keys()
-    assert_same(run.left['positions'], torch.arange(6)/6, 1e-9)
+    left = train(make_learner(32), seed=1)
+    assert {'weights', 'logged losses', 'train_loss', 'valid_loss', 'learning rates'} <= left.keys()
+    assert_same(left['positions'], torch.arange(6)/6, 1e-9)
+
+
+def test_a_copy_shares_no_tensor():
+    learn = fit(make_learner(8, opt_func=Adam), 1)
+    copied = copy_learner(learn, [])
+    mine = {p.data_ptr() for p in learn.model.parameters()}
+    others = {p.data_ptr() for p in copied.model.parameters()}
+    assert mine and mine.isdisjoint(others)
+    before = weights(learn)
+    copied.fit(1, .1)
+    assert_same(weights(learn), before)
+    assert_apart(weights(copied), before)

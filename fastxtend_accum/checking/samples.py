@@ -14,7 +14,7 @@ from ..windows.loader import loader_bs
 from ..windows.nested import CannotJoin,join,map_tensors,n_rows,slice_fields
 
 # %% auto #0
-__all__ = ['joined', 'KeptSamples', 'copy_to_read', 'fits', 'read_batches', 'read_samples']
+__all__ = ['joined', 'KeptSamples', 'KeptLoader', 'equal_bounds', 'copy_to_read', 'read_samples']
 
 # %% ../../nbs/checking/00_samples.ipynb #9f633510
 def joined(batches:list[tuple], sizes:list[int])->tuple:
@@ -37,73 +37,61 @@ class KeptSamples(GetAttr):
         self.n = n
 
     def __len__(self)->int: return self.n
-    def __getitem__(self, i:int)->int: return i
 
     def rows(self, start:int, end:int)->tuple:
-        "Returns a copy of these samples, which callbacks may change"
+        """Returns a copy of the samples from `start` to `end`, which callbacks may change. A negative `start` counts
+        from the end: these samples come first, then those from 0 to `end`"""
+        if start < 0:
+            last = self.rows(self.n+start, self.n)
+            return joined([last, self.rows(0, end)], [-start, end])
         some = slice_fields(self.batch, start, end, self.n)
         return map_tensors(torch.clone, some)
-
-    def loader(self, bs:int, drop_last:bool=False)->DataLoader:
-        "Returns a DataLoader of batches of `bs`, in order"
-        def batch_of(positions): return self.rows(positions[0], positions[-1]+1)
-        return DataLoader(self, bs=bs, drop_last=drop_last, do_batch=batch_of)
-
-    def upto(self, n:int)->KeptSamples: return KeptSamples(self.dl, self.rows(0, n), n)
-
-    def after_last(self, n:int)->KeptSamples:
-        "Returns the last `n` samples, and then all"
-        last = self.rows(self.n-n, self.n)
-        batch = joined([last, self.batch], [n, self.n])
-        return KeptSamples(self.dl, batch, n+self.n)
 
     def as_double(self)->KeptSamples:
         "Returns the samples in float64"
         def double(t): return t.double() if t.is_floating_point() else t
         return KeptSamples(self.dl, map_tensors(double, self.batch), self.n)
 
+class KeptLoader(DataLoader):
+    "Yields the rows from `start` to `end` for each pair of these `bounds`"
+    def __init__(self, samples:KeptSamples, bounds:list[tuple], bs:int):
+        self.bounds = bounds
+        super().__init__(samples, bs=bs)
+
+    def __len__(self)->int: return len(self.bounds)
+    def create_batches(self, positions):
+        self.it = None  # fastai deletes it at the end of an epoch
+        return (self.dataset.rows(*o) for o in self.bounds)
+
+def equal_bounds(n:int, bs:int)->list[tuple]:
+    "Returns the bounds of batches of `bs` out of `n` samples. The last one may be smaller"
+    return [(start, min(start+bs, n)) for start in range(0, n, bs)]
+
 # %% ../../nbs/checking/00_samples.ipynb #bee98357
 def copy_to_read(dl)->tuple:
-    """Returns two values: a copy of `dl` that shares its data set; and whether the next epoch reads what it would have
-    read anyway. It does not if `dl` cannot be copied, or if its data set yields each sample once only"""
+    """Returns two values: a copy of `dl` that shares its data set; and whether reading the copy leaves to the next
+    epoch what it would read anyway. It does not if `dl` cannot be copied, or if its data set is an iterator"""
     dataset = getattr(dl, 'dataset', None)
     try: copied = deepcopy(dl, {id(dataset): dataset})
     except Exception: return dl,False  # for example, since it holds an iterator
     return copied,not isinstance(dataset, Iterator)
 
-def fits(
-    batch:tuple,
-    n:int, # Rows of `batch`
-    other:tuple,
-    n_other:int, # Rows of `other`
-)->bool:
-    "Returns whether two batches can be joined. Texts of different lengths, for example, cannot"
-    try: joined([batch, other], [n, n_other])
-    except CannotJoin: return False
-    return True
-
-def read_batches(dl, n:int)->tuple[list,list]:
-    "Returns the first batches of `dl` that can be joined, and the samples in each, until there are `n`"
-    batches = []
-    sizes = []
-    for data in dl:
-        data = map_tensors(torch.clone, tuple(data))  # a loader may use its memory again
-        rows = n_rows(data, loader_bs(dl))
-        if batches and not fits(batches[0], sizes[0], data, rows): break
-        batches.append(data)
-        sizes.append(rows)
-        if sum(sizes) >= n: break
-    return batches,sizes
-
 def read_samples(dl, n:int)->KeptSamples:
-    """Returns the first `n` samples of `dl`. If there are fewer, or fewer that can be joined, they repeat. Raises
-    ValueError if there are none, or if batches cannot be sliced"""
-    batches,sizes = read_batches(dl, n)
-    if not sum(sizes):
+    """Returns the first `n` samples of `dl`. If there are fewer, they repeat; so they do if a batch cannot be joined to
+    the first, since its texts have another length. Raises ValueError if there are none, or if batches cannot be
+    sliced"""
+    batch = None
+    total = 0
+    for data in dl:
+        data = map_tensors(torch.clone, tuple(data))  # a loader may use its memory for the next batch
+        rows = n_rows(data, loader_bs(dl))
+        try: batch = joined([batch, data], [total, rows]) if total else data
+        except CannotJoin: break
+        total += rows
+        if total >= n: break
+    if not total:
         raise ValueError(f"check_accum needs samples, and {type(dl).__name__} yields none: make it yield one batch")
-    while sum(sizes) < n:
-        batches = batches*2
-        sizes = sizes*2
-    total = sum(sizes)
-    kept = KeptSamples(dl, joined(batches, sizes), total)
-    return kept.upto(n)
+    while total < n:
+        batch = joined([batch, batch], [total, total])
+        total *= 2
+    return KeptSamples(dl, slice_fields(batch, 0, n, total), n)
