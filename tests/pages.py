@@ -245,43 +245,8 @@ def words(cells):
     return len(re.findall(r"[A-Za-z0-9][\w'.,-]*", text))
 
 
-other_words = re.compile(
-    r"\b(way of running|house|told|mend\w*|seam|names? a difference|the same fit)\b", re.I)
-
-
-def word_faults(text):
-    "The pages have another word for these: window, loader batch, micro-batch, accum_bs, optimizer step"
-    for found in other_words.finditer(text):
-        around = text[max(0, found.start()-40):found.end()+40]
-        yield f'another word for {found[0]}: {around!r}'
-
-
 def title(cells):
     return re.match(r'# (.+)', source(cells[0]))[1].strip()
-
-
-def headings(cells):
-    "Returns the headings of a page by their ids"
-    return {anchor(o): o.replace('`', '') for o in heading_texts(cells)}
-
-
-def code_shown(cell):
-    "Returns the first code that a cell shows, in Markdown or as its own; None if it shows none"
-    text = source(cell)
-    if cell['cell_type'] == 'markdown':
-        block = re.search(r'^```[^\n]*\n(.*?)^```', text, re.M | re.S)
-        return block and block[1]
-    is_hidden = re.search(r'^#\| (hide|echo: false)', text, re.M)
-    return None if is_hidden else text
-
-
-def first_block(cells):
-    "Returns the lines of the first code that a page shows"
-    for cell in cells:
-        code = code_shown(cell)
-        if code is not None:
-            return [o for o in code.splitlines() if not o.startswith('#|')]
-    return []
 
 
 def copied(diff):
@@ -300,8 +265,8 @@ def diff_faults(cells):
         except SyntaxError as e: yield f'{e} in {copied(diff)}'
 
 
-def reading_faults(cells, width=75):
-    "Diffs are code, tables and lists stand apart, nbdev links code by itself, and a phone shows the first code whole"
+def reading_faults(cells):
+    "Diffs are code, tables and lists stand apart, and nbdev links code by itself"
     yield from diff_faults(cells)
     for text in prose(cells):
         # Pandoc takes a table or a list that follows a line of a paragraph for more of the paragraph
@@ -309,30 +274,6 @@ def reading_faults(cells, width=75):
             yield f'an empty line is missing after: {line.strip()[-60:]}'
         for link in re.findall(r'\[[^\]\[]*`[^\]\[]*\]\([^)]*\)', text):
             yield f'{link}: leave the backticks out of the text of a link'
-    for line in first_block(cells):
-        if len(line) > width:
-            yield f'{line}: {len(line)} characters, in the first code {width} at most'
-
-
-def next_faults(cells):
-    "A page ends with where to go next, or how to report a problem"
-    last = source(cells[-1])
-    is_next = last.startswith('**Next**') or '/issues)' in last
-    if not is_next: yield f'end with **Next**: and a link, or with how to report a problem, not {last[:60]!r}'
-
-
-def name_faults(name, pages):
-    "The text of a link that begins with a capital is the title of the page, or of the heading, that it leads to"
-    for text in prose(pages[name]):
-        found = re.findall(r'(?<!!)\[([^\]\[]+)\]\(([^()\s#:]*\.ipynb)(#([^()\s]+))?\)', text)
-        for words, path, _, where in found:
-            target = pages.get(target_of(path, name))
-            is_class = re.fullmatch(r'([A-Z][a-z]+){2,}', words)
-            if target is None or not words[0].isupper() or is_class:
-                continue
-            names = [title(target), headings(target).get(where)]
-            text_of_link = ' '.join(words.split())
-            if text_of_link not in names: yield f'[{words}]({path}): the page is called "{names[0]}"'
 
 
 def html_name(name):

@@ -120,15 +120,10 @@ other_warning = stream('site-packages/torch/jit.py:1: FutureWarning: hm', 'stder
     (cells(stream('accuracy 0.93')), cells(stream('accuracy 0.95'))),
     (cells(stream('23 steps')), cells(stream('24 steps'))),
     (cells(stream('a')), cells(stream('b'))),
-    (cells(stream('1.5')), cells(stream('1.5 1.5'))),
     (cells(stream('a')), cells()),
-    (cells(), cells(stream('a'))),
-    (cells(png), cells()),
     (cells(png), cells(png, png)),
-    (cells(stream('nan')), cells(stream('1.0'))),
     (cells(stream('-1.5')), cells(stream('1.5'))),
     (cells(stream('a')), cells(error)),
-    (cells(), cells()+cells(stream('a'))),
     (cells(html('<td>2</td>')), cells(html('<td>3</td>'))),
     (cells(), cells(own_warning))])
 def test_changes_are_found(stored, new):
@@ -139,7 +134,6 @@ def test_changes_are_found(stored, new):
     (cells(stream('loss 0.9300, 23 steps')), cells(stream('loss 0.9312, 23 steps'))),
     (cells(stream('7.8e-08')), cells(stream('1e-07'))),
     (cells(html('<td>0</td><td>00:00</td>')), cells(html('<td>0</td><td>00:01</td>'))),
-    (cells(stream('a\n'), stream('b')), cells(stream('a\nb'))),
     (cells(stream('<f at 0x7f7187c7cf40>')), cells(stream('<f>'))),
     (cells(html('<table id="T_1"><td class="T_1">2</td>')), cells(html('<table id="T_2"><td class="T_2">2</td>'))),
     (cells(png), cells(other_png)),

@@ -1,6 +1,5 @@
 "What the FAQ says of callbacks and models that are not ours: EMA, SAM, L-BFGS, DataParallel, torch.compile, Dice"
 import pytest
-from fastai.callback.mixup import MixUp
 from fastai.distributed import *
 
 from common import *
@@ -56,11 +55,6 @@ def test_a_second_pass_over_a_split_batch_is_that_over_the_large_batch(cb, opt_f
     split = run(32, cb(), GradientAccumulation(micro_batch_size=8), opt_func=opt_func)
     assert_same(weights(split), weights(large), ROUNDING)
     assert_apart(large, run(32))
-
-
-@pytest.mark.parametrize('cbs', [[], [GradientAccumulation(32)]], ids=['fastai', 'windows'])
-def test_lbfgs_as_an_opt_func_fails_in_fastai_itself(cbs):
-    with pytest.raises(TypeError, match='closure'): run(8, *cbs, opt_func=lbfgs)
 
 
 # An average of the weights
@@ -189,22 +183,3 @@ def test_fastais_dice_is_a_sum_which_cross_entropy_is_not(loss_func, expected):
     assert (warning is None) == (expected == '0%')
 
 
-# Mixed precision
-
-def run_mixup(mode, *cbs):
-    kwargs = dict(init_scale=2.**10) if mode == 'fp16' else {}
-    mixed = CpuMixedPrecision(mode, **kwargs)
-    learn = make_learner(32, m=model().float(), loss_func=MSELossFlat(), cbs=[MixUp(), mixed, *cbs])
-    torch.manual_seed(1)
-    return fit(learn, 2)
-
-
-@pytest.mark.parametrize('mode', ['fp16', 'bf16'])
-def test_mixup_of_a_split_batch_is_that_of_the_whole_batch(mode):
-    "As close as half precision allows: ten times closer than training without MixUp"
-    large = run_mixup(mode)
-    split = run_mixup(mode, GradientAccumulation(micro_batch_size=8))
-    plain = fit(make_learner(32, m=model().float(), loss_func=MSELossFlat()), 2)
-    far = (weights(large)-weights(plain)).abs().max()
-    assert far > 1e-3
-    assert_same(weights(split), weights(large), float(far)/10)

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import assume, example, given, strategies as st
 
 from common import *
-from our_warnings import warnings_of
 from same_fit import FLOAT32, TrainingFault, assert_same_fit
 
 
@@ -157,26 +156,6 @@ def test_any_windows_are_the_batches_of_a_loop_in_pytorch(
 
 # Callbacks that change the batch or the loss
 
-class TwoViews(Callback):
-    "Makes two rows of each sample"
-    run_valid = False
-    def __init__(self, order):
-        self.order = order
-
-    def before_batch(self):
-        self.learn.xb = (torch.cat([self.x, self.x*0.9]),)
-        self.learn.yb = (torch.cat([self.y, self.y*0.9]),)
-
-
-@pytest.mark.parametrize('order', [0, 20])
-def test_a_callback_that_makes_several_rows_of_a_sample(order):
-    "A window counts samples, as the loader does, on whichever side of the accumulation the callback stands"
-    large = fit(make_learner(32, cbs=TwoViews(order)))
-    small = fit(make_learner(8, cbs=[TwoViews(order), GradientAccumulation(32)]))
-    assert_apart(large, fit(make_learner(32)), least=1e-3)
-    assert set(small.recorder.accum_bs) == {32}
-    assert_same_fit(small, large)
-
 
 class LeavesOut(Callback):
     "Leaves out the samples that are broken, more of some loader batches than of others"
@@ -193,75 +172,6 @@ def test_a_callback_that_leaves_out_samples():
     small = fit(make_learner(8, cbs=[LeavesOut(), GradientAccumulation(32)]))
     assert_apart(large, fit(make_learner(32)), least=1e-3)
     assert_same_fit(small, large)
-
-
-class Penalty(Callback):
-    "Adds to the loss, as fastai's RNNRegularizer does"
-    run_valid = False
-    def after_loss(self):
-        self.learn.loss_grad = self.learn.loss_grad+self.pred.pow(2).mean()
-
-
-@pytest.mark.parametrize('loss_func, is_exact', [(mse, True), (MSELossFlat(reduction='sum'), False)])
-def test_a_penalty_that_is_a_mean(loss_func, is_exact):
-    "It keeps the weight of the loss before it, and a warning says so: beside a sum, each small batch adds one"
-    kwargs = dict(loss_func=loss_func)
-    large = fit(make_learner(32, cbs=Penalty(), **kwargs), lr=0.01)
-    small = make_learner(8, cbs=[Penalty(), GradientAccumulation(32)], **kwargs)
-    said, = warnings_of(small, n_epoch=3)
-    assert said.startswith('Penalty changes the loss, but micro-batches keep the weights of the loss before it')
-    assert_apart(large, fit(make_learner(32, **kwargs), lr=0.01), least=1e-4)
-    if is_exact: assert_same_fit(small, large)
-    else: assert_apart(small, large, least=1e-4)
-
-
-def summed(pred, *targs):
-    squares = [(pred-targ).pow(2).sum() for targ in targs]
-    return sum(squares).float()
-
-
-summed.reduction = 'sum'
-
-
-# Losses that are sums
-
-def half_of_sum(*args, factor, reduction=None):
-    return factor*summed(*args)
-
-
-class Summed:
-    reduction = 'sum'
-    def __call__(self, *args):
-        return summed(*args)
-
-
-partial_with_attribute = partial(half_of_sum, factor=0.5)
-partial_with_attribute.reduction = 'sum'
-
-SUMS = dict(
-    function=summed,
-    partial_of_an_object=partial(Summed()),
-    partial_with_attribute=partial_with_attribute,
-    argument=partial(half_of_sum, factor=0.5, reduction='sum'))
-
-
-@pytest.mark.parametrize('name', SUMS)
-def test_a_loss_that_says_it_is_a_sum(name):
-    "By an attribute or an argument, `reduction='sum'`; here over two targets"
-    inputs, targets = data(96)
-    samples = list(zip(inputs, targets, targets+1))
-    def train(bs, *cbs):
-        loader = DataLoader(samples, bs=bs)
-        dls = DataLoaders(loader, loader)
-        dls.n_inp = 1
-        learn = Learner(dls, model(), SUMS[name], opt_func=SGD, cbs=cbs)
-        return fit(learn, lr=1e-3)
-    large = train(32)
-    small = train(8, GradientAccumulation(32))
-    assert_moved(large)
-    assert_same(weights(small), weights(large), ROUNDING)
-    relative_losses = tensor(losses(small))/tensor(losses(large))
-    assert_same(relative_losses, torch.ones(9), FLOAT32)
 
 
 # Epochs that end early, and batches that are cancelled

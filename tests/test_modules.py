@@ -1,6 +1,5 @@
-"The modules of the package: how hard they are to read, which import which, and how much of them a fit runs"
+"The modules of the package: how hard they are to read, and which import which"
 import ast
-import sys
 from graphlib import TopologicalSorter
 
 import pytest
@@ -54,23 +53,6 @@ def test_functions_fit_on_a_screen(path):
     for line in path.read_text().splitlines():
         is_of_nbdev = is_generated and line.startswith(('__all__', '           ', '"""', 'Docs:', '# '))
         assert len(line) <= 120 or is_of_nbdev, line
-
-
-def test_the_counter_sees_what_is_hard_to_read(tmp_path):
-    hard = {
-        'a, b, c = 1, 2, 3': 1,
-        "text = 'many'*(n > 1)": 1,
-        'f = lambda x: x': 1,
-        'ready and go()': 1,
-        'rows = [[y for y in x] for x in z]': 1,
-        'x = (y := 1)': 1,
-        'a, b = 1, 2': 0,
-        'if ready: go()': 0,
-        'while line := read(): use(line)': 0}
-    for code, n in hard.items():
-        path = tmp_path/'code.py'
-        path.write_text(code)
-        assert legible.measure([path]).marked == n, code
 
 
 def methods_in(tree):
@@ -134,34 +116,3 @@ def test_imports_lead_in_one_direction():
     def level(module): return folders.index(module if module in folders else str(Path(module).parent))
     for module, others in needs.items():
         for other in others: assert level(other) <= level(module), (module, other)
-
-
-# What a fit runs
-
-def modules_run(*cbs):
-    "Returns the modules of the package that run in a fit of two epochs"
-    files = set()
-    def note(frame, event, arg):
-        if event == 'call': files.add(frame.f_code.co_filename)
-    learn = make_learner(8, n=64, cbs=cbs)
-    sys.setprofile(note)
-    try: fit(learn, 2)
-    finally: sys.setprofile(None)
-    return {name for name, path in modules.items() if str(path) in files}
-
-
-def test_plain_windows_run_nothing_that_saves_memory():
-    ran = modules_run(GradientAccumulation(32)) | modules_run(GradientAccumulationSchedule(8, 32))
-    assert {'windows/loop', 'windows/forward_backward', 'schedule'} <= ran
-    of_memory = {o for o in ran if o.startswith('memory/')}
-    assert of_memory <= {'memory/retry'}  # whose classes tell who saves memory
-
-
-@pytest.mark.parametrize('make,module', [
-    (lambda: GradientAccumulation(micro_batch_size=4), 'memory/micro_batches'),
-    (lambda: GradientAccumulation(micro_batch_size='auto'), 'memory/retry'),
-    (ActivationCheckpointing, 'memory/retry'),
-    (lambda: GradientCache(4), 'cache')])
-def test_what_saves_memory_runs_the_same_loop(make, module):
-    ran = modules_run(make())
-    assert {module, 'windows/loop', 'windows/forward_backward'} <= ran

@@ -1,9 +1,7 @@
 "The repository holds together: README and home page, what PyPI shows, one place for each fact"
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 from configparser import ConfigParser
 from itertools import combinations
@@ -15,7 +13,7 @@ import yaml
 
 import make_readme
 from cells import root
-from pages import badge, cfg, copy_repository, notebooks, page_name, repository_files
+from pages import badge, cfg, notebooks, page_name, repository_files
 
 ini = ConfigParser()
 ini.read(root/'settings.ini', encoding='utf-8')
@@ -33,14 +31,6 @@ def test_readme_is_the_home_page():
     assert text_of('README.md') == text
     assert pictures
     for path, data in pictures.items(): assert (root/path).read_bytes() == data
-
-
-def test_readme_leads_to_the_site():
-    "GitHub shows a notebook with its hidden cells"
-    text = '[a](guides/04_x.ipynb#b-c) [d](guides/04_x.ipynb) [e](00_y.ipynb)'
-    expected = '[a](https://g.org/guides/x.html#b-c) [d](https://g.org/guides/x.html) [e](https://g.org/y.html)'
-    assert make_readme.for_github(text, 'https://g.org/') == expected
-    assert '.ipynb)' not in text_of('README.md').replace('/nbs/index.ipynb)', '')
 
 
 def test_badges_lead_to_what_is_there():
@@ -94,18 +84,6 @@ def test_ci_leaves_no_test_out():
             assert is_run, f'.ci/run does not run what is marked {has}'
 
 
-turns = []
-
-
-@pytest.mark.parametrize('turn', range(2))
-def test_one_process_runs_this_file_and_its_environment_stays(turn):
-    "W&B leaves the address of its process there, which writes into the folder of the test that has started it"
-    turns.append(turn)
-    assert turns == list(range(turn+1))
-    assert 'LEFT_BY_A_TEST' not in os.environ
-    os.environ['LEFT_BY_A_TEST'] = 'here'
-
-
 # The address of the repository
 
 def text_without_repeats(name):
@@ -134,31 +112,6 @@ def test_links_of_the_project_agree():
     changelog = f'{cfg.git_url}/blob/{cfg.branch}/CHANGELOG.md'
     assert urls == [cfg.git_url, cfg.doc_url, changelog, f'{cfg.git_url}/issues']
     assert (root/'CHANGELOG.md').is_file()
-
-
-@pytest.mark.long
-def test_another_address_is_one_place_and_one_command(tmp_path):
-    "The new one stands wherever the old one did, and nothing is left of that"
-    copy_repository(tmp_path)
-
-    def run(*command):
-        subprocess.run([sys.executable, *command], cwd=tmp_path, check=True, capture_output=True)
-
-    def files_with(text):
-        files = [o for o in tmp_path.rglob('*') if o.is_file()]
-        return sorted(o for o in files if text in o.read_text(errors='ignore'))
-
-    old = files_with(cfg.user)
-    user = cfg.user[::-1]
-    toml = tmp_path/'pyproject.toml'
-    text = toml.read_text().replace(cfg.git_url, f'https://github.com/{user}/accum')
-    toml.write_text(text.replace(cfg.doc_url, f'https://{user}.github.io/accum/'))
-    run('tests/make_links.py')
-    assert len(old) > len(notebooks)
-    assert files_with(user) == old
-    assert files_with(cfg.user) == []
-    names = 'readme_is or agree or head'
-    run('-m', 'pytest', '-q', '-n', '0', 'tests/test_project.py', 'tests/test_pages.py', '-k', names)
 
 
 # What PyPI shows; `pytest -m release` builds it

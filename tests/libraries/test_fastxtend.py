@@ -1,11 +1,9 @@
-"""fastxtend: averages of the weights, and what watches a fit; what mixes or resizes images fails beside fasttransform
+"""fastxtend: averages of the weights; what mixes or resizes images fails beside fasttransform
 
     pip install -e '.[bench]'
     RECORD=1 python -m pytest -m libraries tests/libraries/test_fastxtend.py"""
 from large_batch import *
 from fastxtend.callback.ema import EMACallback, EMASchedule
-from fastxtend.callback.gradaccum import GradientAccumulation as Theirs
-from fastxtend.callback.tracker import LastMetricCallback, SaveModelAtEnd, TerminateOnTrainNaN
 
 def maker(*callbacks):
     def make(bs):
@@ -31,14 +29,3 @@ def test_average_of_the_weights(name, kind):
     else:
         measured('fastxtend', f'{name}, {kind}', d, 1e-6)
         assert abs(values(b)-values(a)).max() < 1e-5
-
-@pytest.mark.parametrize('kind', kinds)
-def test_what_watches_a_fit(kind):
-    a,b = both(maker(LastMetricCallback, SaveModelAtEnd, TerminateOnTrainNaN), kind)
-    assert hasattr(b, 'log_dispatch') and [*b.lastmetric] == ['train_loss', 'valid_loss', 'mae']
-    assert max(abs(v-b.lastmetric[k]) for k,v in a.lastmetric.items()) < 1e-5
-    assert (weights(b.load('model'))-weights(a)).abs().max() < 1e-6
-
-def test_its_own_gradient_accumulation():
-    with pytest.raises(ValueError, match='fastxtend.callback.gradaccum.GradientAccumulation accumulates, too'):
-        train(maker(partial(Theirs, 32)), *kinds[small]())

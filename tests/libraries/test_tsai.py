@@ -1,10 +1,9 @@
-"""tsai: a time series Learner, its callbacks that change the batch or the loss, and its graph
+"""tsai: a time series Learner, its callbacks that change the batch or the loss
 
     python -m venv tsai
     tsai/bin/pip install fastai==2.8.7 'fastcore<2' tsai pyts==0.13.0 pytest pytest-xdist hypothesis
     RECORD=1 tsai/bin/python -m pytest -m libraries tests/libraries/test_tsai.py"""
 import tsai.all as ts, tsai.utils
-from IPython.core.interactiveshell import InteractiveShell
 from large_batch import *
 
 def maker(callback=noop, arch='ResNetPlus', is_class=True):
@@ -22,8 +21,6 @@ def maker(callback=noop, arch='ResNetPlus', is_class=True):
     return make
 
 mvp = partial(ts.MVP, dropout=0., save_best=False)  # values are masked, and predicted; the loss averages over them
-def by_value(x): return x.abs() > x.mean((1, 2), keepdim=True)+.5  # depends on the series alone, not on a draw
-fixed = partial(mvp, custom_mask=by_value, subsequence_mask=False)
 count = dict(num_items=lambda learn: learn.MVP.mask.sum())
 
 def subsample():
@@ -47,21 +44,3 @@ def per_sample(monkeypatch): monkeypatch.setattr(ts.MVP, 'per_sample', ('mask',)
 def test_exact(name, per_sample):
     make,names,kwargs = cases[name]
     measured('tsai', name, difference(make, *names, **kwargs))
-
-@pytest.mark.parametrize('callback', [ts.IntraClassCutMix1d, weighted])  # of order 65: it sees windows begin
-def test_another_computation_from_the_small_loader(callback): assert difference(maker(callback), small) > 1e-5
-
-@pytest.mark.parametrize('callback,kind,kwargs,error,says', [
-    (mvp, split, count, IndexError, 'mask'),  # without `per_sample` that of 32 series meets the output for 8
-    (fixed, small, count, IndexError, 'too many indices'),  # its order is 60, so it sees windows begin
-    (weighted, split, {}, RuntimeError, 'size of tensor')])
-def test_what_ends_with_an_error(callback, kind, kwargs, error, says):
-    with pytest.raises(error, match=says): train(maker(callback), *kinds[kind](**kwargs))
-
-def test_graph():
-    InteractiveShell.instance()  # without one, `display` returns nothing that the callback could update
-    for kind in kinds:
-        a,b = (o.show_graph for o in both(maker(partial(ts.ShowGraph, plot_metrics=False)), kind))
-        assert a.nb_batches == b.nb_batches == [2, 5] and [len(o.get_xydata()) for o in a.graph_ax.lines] == [6, 2]
-        for l,m in zip(a.graph_ax.lines, b.graph_ax.lines, strict=True):
-            np.testing.assert_allclose(l.get_xydata(), m.get_xydata(), atol=1e-5)
