@@ -64,8 +64,8 @@ def slice_args(args:tuple, kwargs:dict, start:int, end:int, n:int)->tuple[tuple,
     return slice_fields(args, start, end, n),slice_rows(kwargs, start, end, n)
 
 def n_rows_of(args)->int:
-    """Returns the rows of the arguments of a forward pass: those of the tensor that has most; 0 if there are no tensors.
-    If one has fewer, it cannot be sliced, which is an error"""
+    """Returns the rows of the arguments of a forward pass: those of the tensor that has most; 0 if there are no
+    tensors. If one has fewer, it cannot be sliced, which is an error"""
     return max(map(len, tensors_in(args)), default=0)
 
 def check_rows_first(module, forward:Callable, args:tuple, kwargs:dict, output):

@@ -52,8 +52,8 @@ class HiddenState:
 
     @contextmanager
     def at(self, start:int, end:int):
-        """In this context the model runs on these rows. After the last ones, the owners have the new states of all rows;
-        after an error, the old ones"""
+        """In this context the model runs on these rows. After the last ones, the owners have the new states of all
+        rows; after an error, the old ones"""
         def part(t): return t[:,start:end].contiguous()
         self.assign([map_tensors(part, o) for o in self.before], end-start)
         try: yield

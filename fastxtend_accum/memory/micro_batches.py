@@ -149,8 +149,8 @@ def show_loss(loop:WindowLoop, losses:LossSums):
     loop.window.add_without_loss(loop.batches.current.samples-losses.samples)
 
 def show_outputs(learn, outputs:list, sizes:list[int]):
-    """Joins the outputs of micro-batches into `learn.pred`. If they cannot be joined, it remains the last of them; raises
-    ValueError if training metrics would mistake that for the output of the whole batch"""
+    """Joins the outputs of micro-batches into `learn.pred`. If they cannot be joined, it remains the last of them;
+    raises ValueError if training metrics would mistake that for the output of the whole batch"""
     try: learn.pred = join(outputs, sizes)
     except CannotJoin as e:
         has_train_metrics = any(vars(o).get('train_metrics') for o in learn._grab_cbs(Recorder))

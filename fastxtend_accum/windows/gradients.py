@@ -67,8 +67,8 @@ class WindowParams:
         self.half = [p for p in self.summed if p.dtype in half]
 
     def lists_of(self, opt):
-        """Returns the list of parameter groups, a new one if somebody replaces them. None for an OptimWrapper, which makes
-        a new list each time"""
+        """Returns the list of parameter groups, a new one if somebody replaces them. None for an OptimWrapper, which
+        makes a new list each time"""
         return None if isinstance(opt, OptimWrapper) else opt.param_lists
 
     def is_current(self, learn)->bool:

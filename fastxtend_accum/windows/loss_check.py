@@ -59,8 +59,8 @@ def shares_of(micro_batches:list[KeptMicroBatch])->list[Count]:
     return [o/total for o in counts]
 
 def relative_difference(x:Tensor, y:Tensor, parts:list[Tensor])->Tensor:
-    """Returns how much `y` differs from `x`, by their norms. The `parts` of which `y` is the sum may be large and cancel
-    each other out; then the difference is relative to the largest one, because rounding is"""
+    """Returns how much `y` differs from `x`, by their norms. The `parts` of which `y` is the sum may be large and
+    cancel each other out; then the difference is relative to the largest one, because rounding is"""
     sizes = torch.stack([o.norm() for o in (x, *parts)])
     smallest = torch.finfo(x.dtype).tiny  # avoids a division by 0
     return ((x-y).norm()/sizes.max().clamp_min(smallest)).float()
