@@ -18,6 +18,7 @@ def learners(): return demo.run_demo()
 def table(learners): return demo.results(learners)
 
 
+@pytest.mark.long
 def test_the_table_counts_passes_and_steps(table):
     counts = table[['forward passes', 'optimizer steps']].values.tolist()
     assert dict(zip(table.index, counts)) == {
@@ -30,6 +31,7 @@ def test_the_table_counts_passes_and_steps(table):
     assert table['seconds'].min() > 0
 
 
+@pytest.mark.long
 def test_a_window_grows_along_a_cosine(learners):
     "A loader batch of 512 makes as many windows as bring their size nearest to the curve"
     sizes = learners['32 to 512'].recorder.accum_bs
@@ -44,6 +46,7 @@ def test_a_window_grows_along_a_cosine(learners):
     assert [sizes[0], sizes[-1]] == [32, 512]
 
 
+@pytest.mark.long
 def test_growing_has_the_loss_of_small_batches_in_a_quarter_of_their_steps(table):
     "And a constant batch with as many steps has not"
     loss = table['validation loss']
@@ -52,12 +55,14 @@ def test_growing_has_the_loss_of_small_batches_in_a_quarter_of_their_steps(table
     assert loss['batches of 512'] > loss['32 to 512']*10
 
 
+@pytest.mark.long
 def test_accumulated_batches_give_the_weights_of_the_large_batch(learners):
     large = learners['batches of 512']
     assert demo.weight_difference(learners['16 x 32'], large) < 1e-5
     assert demo.weight_difference(learners['batches of 123'], large) > 1e-2
 
 
+@pytest.mark.long
 def test_the_command_prints_its_table_and_saves_its_picture(learners, monkeypatch, capsys):
     monkeypatch.setattr(demo, 'run_demo', lambda: learners)
     demo.main()

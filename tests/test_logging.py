@@ -127,7 +127,7 @@ KINDS = dict(
     cache=(32, partial(GradientCache, 8)))
 
 
-@pytest.mark.thin(3, 1)
+@pytest.mark.long
 @pytest.mark.parametrize('kind, log_accum_batch', [
     ('windows', True),
     ('both', True),

@@ -111,6 +111,7 @@ BLOCKS = dict(
     old_spectral=partial(SpectralBlock, nn.utils.spectral_norm))
 
 
+@pytest.mark.thin(5, 1)
 @pytest.mark.parametrize('offload', [False, True])
 @pytest.mark.parametrize('name', BLOCKS)
 def test_a_block_runs_again_from_the_state_in_which_it_began(name, offload):

@@ -376,6 +376,7 @@ def test_other_errors_are_raised_as_they_are(saver):
 
 # Several savers
 
+@pytest.mark.long
 def test_blocks_are_recomputed_before_batches_are_split():
     "Batches are split once all blocks are recomputed, and their inputs on the CPU"
     recomputes = ActivationCheckpointing()

@@ -184,7 +184,7 @@ SCHEDULES = st.sampled_from([SchedCos, SchedLin, SchedExp, SchedNo])
 GROWING_STEPS = {0: 4, 0.25: 8, 0.5: 16, 0.75: 32}
 
 
-@pytest.mark.thin(3, 1)
+@pytest.mark.thin(5, 1)
 @pytest.mark.parametrize('log_accum_batch', [True, False])
 @pytest.mark.parametrize('n', [128, 120])
 @pytest.mark.parametrize('steps', [GROWING_STEPS, {0: 32, 0.25: 16, 0.5: 8, 0.75: 4}])

@@ -21,7 +21,7 @@ CASES = [*BOTH_WAYS, (KeepsMasked, 'windows'), *[(cls, 'split') for cls in SAME_
 def name_of(o): return o.__name__ if isinstance(o, type) else None
 
 
-@pytest.mark.thin(3, 1)
+@pytest.mark.thin(7, 1)
 @pytest.mark.parametrize('cls,way', CASES, ids=name_of)
 def test_the_fit_is_that_of_the_large_batch(cls, way): assert_as_large(cls.learner, way)
 

@@ -288,6 +288,7 @@ def classifier(bs, cbs):
     return seeded(text_classifier_learner, dls, AWD_LSTM, **kwargs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('make, n_epoch', [(language_learner, 1), (classifier, 6)])
 def test_a_text_learner_as_it_comes(make, n_epoch):
     "A language model carries its state from batch to batch, so a large batch also reads other text"
