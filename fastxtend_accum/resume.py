@@ -50,6 +50,7 @@ class AutoResume(WindowCallback):
         check_flags(restart=self.restart, verbose=self.verbose)
 
     def is_in_fit(self)->bool:
+        "Returns whether an event is of the fit that is saved, not of a `validate` within it"
         return self.saved_fit is not None and self.learn and not self.learn.lock.locked()
 
     def before_fit(self):
@@ -58,7 +59,7 @@ class AutoResume(WindowCallback):
 
     def before_train(self):
         super().before_train()
-        if not self.learn or is_finding_rate(self.learn): return  # it was removed; or it is no fit
+        if not self.learn or is_finding_rate(self.learn): return  # it was removed, or this is not a fit
         if not self.saved_fit:
             raise ValueError('the Learner has its own _do_fit, or a second AutoResume: leave one of them out')
         self.saved_fit.begin_training()
@@ -92,22 +93,16 @@ def do_fit(self:Learner):
         return
     loss_func = self.loss_func
     fit = resume.start()
-    held_signals.begin()
     try:
-        for epoch in range(fit.begin(), self.n_epoch):
-            self.epoch = epoch
-            fit.begin_epoch()
-            self._with_events(fit.run_epoch, 'epoch', CancelEpochException)
-    except BaseException as e:
+        with held_signals:
+            for epoch in range(fit.begin(), self.n_epoch):
+                self.epoch = epoch
+                fit.begin_epoch()
+                self._with_events(fit.run_epoch, 'epoch', CancelEpochException)
+    except BaseException:
         self.loss_func = loss_func  # a callback may have replaced it
-        fit.folder.is_stopped = not isinstance(e, Exception)
         raise
-    finally:
-        fit.folder.interrupted[self] = fit.number
-        try: held_signals.end()
-        except BaseException:  # a handler of the user's ends the process
-            fit.folder.is_stopped = True
-            raise
+    finally: fit.folder.interrupt(self, fit.number)  # until `after_fit`, which an error skips
 
 do_fit.replaced = fastai_do_fit
 Learner._do_fit = do_fit

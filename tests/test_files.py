@@ -3,7 +3,16 @@ import pytest
 
 from common import *
 from fastxtend_accum.resuming.files import Folder, read_file, remove_files_at_exit, whole_file
+from fastxtend_accum.resuming.signals import HeldSignals
 from resumed import assert_same_end, learner, new_process, stop, train, whole
+
+
+class Fails(Callback):
+    order = 60
+    def __init__(self, error): self.error = error
+
+    def after_batch(self):
+        if self.training and self.epoch == 1: raise self.error('in epoch 1')
 
 
 def script(): return train(learner())
@@ -62,10 +71,10 @@ def test_a_fit_is_new_unless_the_same_learner_was_interrupted():
     folder = Folder(Path())
     first, other = learner(), learner()
     assert folder.begin(first) == 0
-    folder.interrupted[first] = 0
+    folder.interrupt(first, 0)
     assert folder.begin(other) == 1
     assert folder.begin(first) == 0
-    folder.interrupted[first] = 0
+    folder.interrupt(first, 0)
     folder.end(first)
     assert folder.begin(first) == 2
 
@@ -87,8 +96,24 @@ def test_nothing_is_removed_if_the_script_ends_with_an_error(monkeypatch):
     assert files() == ['0.pth', 'lock']
 
 
-def test_nothing_is_removed_after_ctrl_c():
-    stop(script)
+@pytest.mark.long
+@pytest.mark.parametrize('error', [KeyboardInterrupt, ValueError])
+def test_nothing_is_removed_after_a_fit_that_failed(error):
+    "Also if the script handles the error, and ends by `sys.exit(1)`"
+    new_process()
+    with pytest.raises(error): train(learner(Fails(error)))
+    remove_files_at_exit()
+    assert files() == ['0.pth', 'lock']
+
+
+@pytest.mark.long
+def test_nothing_is_removed_if_a_handler_of_signals_exits(monkeypatch):
+    "Python calls the handler when the fit's last epoch has ended"
+    def exits(*args): sys.exit(3)
+    new_process()
+    monkeypatch.setattr(HeldSignals, '__exit__', exits)
+    with pytest.raises(SystemExit): script()
+    remove_files_at_exit()
     assert files() == ['0.pth', 'lock']
 
 

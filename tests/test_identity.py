@@ -2,6 +2,8 @@
 import pytest
 
 from common import *
+from fastxtend_accum.resuming.graph import Graph
+from fastxtend_accum.resuming.identity import draws_numbers
 from resume_layouts import WIDTH, accum, fastai_data, make, mlp, samples, torch_data, with_valid
 from resumed import Stops, assert_goes_on, learner, new_process, stop, train
 
@@ -100,3 +102,16 @@ def test_a_text_of_a_callback_goes_on_with_the_earlier_value():
 def test_workers_that_draw_nothing_may_differ():
     n_workers = iter([0, 0, 1])
     assert_goes_on(lambda: train(learner(dls=fastai_data(num_workers=next(n_workers)))))
+
+
+class Numbers(torch.utils.data.IterableDataset):
+    def __iter__(self): return iter(samples())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('make_loader', [torch.utils.data.DataLoader, DataLoader])
+def test_workers_iterate_over_data_by_themselves(make_loader):
+    "So that their number may not differ"
+    learn = learner()
+    assert not draws_numbers(Graph(learn), learn.dls.train)
+    assert draws_numbers(Graph(learn), make_loader(Numbers()))

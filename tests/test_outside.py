@@ -27,6 +27,17 @@ def test_the_table_of_epochs_is_whole(append):
     assert rows() == earlier+expected
 
 
+@pytest.mark.long
+def test_a_csv_logger_that_is_off_has_no_file():
+    def script():
+        csv = CSVLogger()
+        csv.run = False
+        return train(learner(csv))
+    stop(script, at=30)
+    script()
+    assert not Path('history.csv').exists()
+
+
 class Run(SimpleNamespace): pass
 
 

@@ -16,24 +16,29 @@ from kill_harness import Whole, kill_at, kill_layout, named_differences, start
 from resume_layouts import LAYOUTS, auto, make, schedule
 from resumed import leave_out
 
-KILLS = int(os.environ.get('KILLS', 1))  # of each layout, or more
+# By default, layouts in which the state comes from different places, and which the mutations below do not run; `KILLS=8`
+# kills each layout 8 times, or more
+KILLS = int(os.environ.get('KILLS', 0))
+SOME = ('by_minutes', 'folds', 'hidden_state_and_schedule', 'micro_batches', 'mixup_and_carry', 'saves_every_epoch',
+        'schedule_scales_rates', 'several_fits', 'torch_iterable_and_carry', 'torch_optimizer', 'workers')
+TRIED = LAYOUTS if KILLS else SOME
+N_KILLS = KILLS or 2
 
 
 def assert_totals(folder):
     "The last layout that ends finds the figures of all"
     figures = [json.loads(o.read_text()) for o in folder.glob('*.json')]
-    if len(figures) < len(LAYOUTS): return
+    if len(figures) < len(TRIED): return
     kills, resumes, in_mid_epoch = map(sum, zip(*figures))
     print(f'{kills} kills in {len(figures)} layouts, {in_mid_epoch} of {resumes} resumes in mid-epoch')
-    assert len(figures) >= 40
-    assert kills >= KILLS*len(LAYOUTS)
+    assert kills >= N_KILLS*len(TRIED)
     assert in_mid_epoch >= .8*resumes
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('name', LAYOUTS)
+@pytest.mark.parametrize('name', TRIED)
 def test_a_script_that_was_killed_ends_as_one_that_was_not(name, tmp_path, tmp_path_factory):
-    report = kill_layout(name, LAYOUTS[name], tmp_path, KILLS)
+    report = kill_layout(name, LAYOUTS[name], tmp_path, N_KILLS)
     print(report)
     folder = tmp_path_factory.getbasetemp().parent/'kills'
     folder.mkdir(exist_ok=True)
@@ -41,7 +46,7 @@ def test_a_script_that_was_killed_ends_as_one_that_was_not(name, tmp_path, tmp_p
     (folder/f'{name}.json').write_text(json.dumps(figures))
     assert report.differences == []
     assert report.lost == 0
-    assert report.kills >= KILLS
+    assert report.kills >= N_KILLS
     assert_totals(folder)
 
 
@@ -89,11 +94,11 @@ def end_of(script, whole, folder, mutate=noop):
     (without_beginning_of_loader, 'torch_workers_and_carry'),
     (without_beginning_of_loader, 'plain')])
 def test_the_harness_sees_what_is_missing(mutation, name, tmp_path):
-    "The same kills: with the whole state nothing differs, without a part of it something does"
+    """After the same kill, nothing differs with the whole state, and something does without a part of it: at one place
+    of the fit, or at the next one that is tried"""
     script = LAYOUTS[name]
     whole = Whole(script, tmp_path/'whole')
-    found = []
-    for percent in range(34, 80, 12):
+    for percent in (52, 34, 58, 70, 40, 28, 46, 64, 76):
         folder = tmp_path/f'killed-{percent}'
         folder.mkdir()
         killed = start(script, folder, 1, partial(kill_at, whole.n_events*percent//100))
@@ -101,8 +106,9 @@ def test_the_harness_sees_what_is_missing(mutation, name, tmp_path):
         mutated = tmp_path/f'mutated-{percent}'
         shutil.copytree(folder, mutated)
         assert end_of(script, whole, folder) == []
-        found += end_of(script, whole, mutated, mutation)
-    print(found[:3])
+        found = end_of(script, whole, mutated, mutation)
+        if found: break
+    print(percent, found[:3])
     assert found != []
     assert not any('Traceback' in o for o in found)
 

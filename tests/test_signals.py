@@ -1,5 +1,6 @@
 "SIGTERM and Ctrl-C: the fit is saved at the end of the running batch, so that none is lost"
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -15,14 +16,25 @@ class Terminates(Callback):
         if Stops.n+1 == Terminates.at: signal.raise_signal(signal.SIGTERM)
 
     def after_pred(self):
-        is_due = not self.training and self.epoch == 1 and Terminates.at == 'validation'
+        is_due = (self.training, self.epoch, self.iter, Terminates.at) == (False, 1, 0, 'validation')
         if is_due: signal.raise_signal(signal.SIGTERM)
 
 
-def script(): return train(learner(Terminates()))
+class Swaps(Callback):
+    "Validates with other weights, as a callback that averages them does"
+    def before_validate(self):
+        self.kept = [p.detach().clone() for p in self.model.parameters()]
+        for p in self.model.parameters(): p.data.mul_(.5)
+
+    def after_validate(self):
+        for p, kept in zip(self.model.parameters(), self.kept): p.data.copy_(kept)
 
 
-def ends_by_signal(at):
+def script(*cbs): return train(learner(Terminates(), *cbs))
+def swapping(): return script(Swaps())
+
+
+def ends_by_signal(at, script=script):
     new_process(seed=1)  # here, since Python seeds `random` in a copy of a process
     Terminates.at = at
     script()
@@ -36,6 +48,16 @@ def test_no_batch_is_lost(at, n_run):
     new_process()
     learn = script()
     assert Stops.n == N_STEPS-n_run
+    assert_same_end(learn, expected)
+
+
+@pytest.mark.long
+def test_a_signal_waits_while_a_callback_has_swapped_the_weights():
+    expected = whole(swapping)
+    assert forked(ends_by_signal, 'validation', swapping) == -signal.SIGTERM
+    new_process()
+    learn = swapping()
+    assert Stops.n == N_STEPS-26
     assert_same_end(learn, expected)
 
 
@@ -54,22 +76,29 @@ def calls_own_handler():
 def second_signal_does_not_wait():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores Ctrl-C
     held = HeldSignals()
-    held.begin()
-    signal.raise_signal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), held:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        os._exit(1)  # it has waited
 
 
 def outer_fit_holds_signals():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     held = HeldSignals()
-    held.begin()
-    held.begin()
-    held.end()
-    signal.raise_signal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt): held.end()
+    with pytest.raises(KeyboardInterrupt), held:
+        with held: pass
+        signal.raise_signal(signal.SIGINT)
+        assert held.is_waiting()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def fits_run_in_other_threads():
+    "Where no signal can be held; after a fit in the main thread, in the same folder"
+    script()
+    with ThreadPoolExecutor(1) as thread: assert len(thread.submit(script).result().recorder.losses) == N_STEPS
+
+
 @pytest.mark.long
-@pytest.mark.parametrize('check', [calls_own_handler, second_signal_does_not_wait, outer_fit_holds_signals])
+@pytest.mark.parametrize('check', [
+    calls_own_handler, second_signal_does_not_wait, outer_fit_holds_signals, fits_run_in_other_threads])
 def test_signals_are_held_and_let_through(check): assert forked(check) == 0

@@ -17,7 +17,7 @@ __all__ = ['folders', 'whole_file', 'read_file', 'is_whole', 'Folder', 'remove_f
 # %% ../../nbs/resuming/06_files.ipynb #7e8fb133
 @contextmanager
 def whole_file(path:Path):
-    "Opens a file to write. At whatever moment the process is killed, `path` is the last one that was written whole"
+    "Opens a file to write. At whatever moment the process is killed, `path` holds the last complete file"
     unfinished = path.with_suffix('.new')
     try:
         with open(unfinished, 'wb') as f:
@@ -37,7 +37,7 @@ def read_file(path:Path)->bytes|None:
     raise ValueError(f'AutoResume: {path} is damaged: to start over, delete it or pass restart=True')
 
 def is_whole(content:bytes)->bool:
-    "Returns whether a file of PyTorch's has the checksums that stand in it, at which `torch.load` does not look"
+    "Returns whether a PyTorch file matches its own checksums, which `torch.load` ignores"
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as f: return f.testzip() is None
     except zipfile.BadZipFile: return False
@@ -47,28 +47,33 @@ class Folder:
     "The fits of this process that have the same `fname`, by their numbers"
     def __init__(self, path:Path):
         self.path = path
-        self.lock = FileLock(path/'lock')
+        self.lock = FileLock(path/'lock', thread_local=False)  # of the process: its threads may all have fits here
         self.n_begun = 0
-        self.interrupted = weakref.WeakKeyDictionary()  # numbers of fits that an error has ended, by the Learner
-        self.is_stopped = False  # whether Ctrl-C or SystemExit has ended the last fit
+        self.interrupted = weakref.WeakKeyDictionary()  # the number of the fit that an error has ended, by Learner
+        self.last_has_failed = False  # whether an error, Ctrl-C or a signal has ended the last fit
 
     def begin(self, learn)->int:
-        """Returns the number of the fit that begins. It is a new one, which never goes on from a file that this process
-        wrote, unless the same Learner was interrupted in a fit"""
-        if learn in self.interrupted:
-            return self.interrupted.pop(learn)
-        self.n_begun += 1
-        return self.n_begun-1
+        """Returns the number of the fit that begins: the number of the Learner's interrupted fit, which then continues
+        from its file, or else a new number, for which this process has not written a file"""
+        number = self.interrupted.pop(learn, self.n_begun)
+        if number == self.n_begun: self.n_begun += 1
+        return number
+
+    def interrupt(self, learn, number:int):
+        "Notes that a fit stops, which may be by an error: `end` follows if it is not"
+        self.interrupted[learn] = number
+        self.last_has_failed = True
 
     def end(self, learn):
+        "Notes that the Learner's fit has ended without an error"
         del self.interrupted[learn]
-        self.is_stopped = False
+        self.last_has_failed = False
 
     def take(self):
         "Raises an error if another process has fits here"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # Until the process ends: a job that begins later must not take an ended fit for its own. Workers of a
+            # Until the process ends: a job that begins later must not mistake a finished fit for its own. Workers of a
             # process that was killed hold its lock for some seconds
             self.lock.acquire(timeout=10)
         except Timeout as e:
@@ -79,7 +84,9 @@ folders = {}  # of this process, by path
 
 @atexit.register
 def remove_files_at_exit():
-    "Removes the files if the process ends without an error, so that the next process begins with its first fit"
+    """Removes the files if neither the last fit nor the process has ended by an error, so that the next process begins
+    with its first fit"""
+    has_failed = hasattr(sys, 'last_value')  # Python notes an error that ends the process here
     for folder in folders.values():
-        if folder.is_stopped or hasattr(sys, 'last_value') or not folder.lock.is_locked: continue
+        if has_failed or folder.last_has_failed or not folder.lock.is_locked: continue
         for path in folder.path.glob('*.pth'): path.unlink()  # the lock stays: somebody may wait for it

@@ -13,7 +13,7 @@ from fastai.basics import *
 from ..windows.checks import warn_user
 from ..windows.processes import all_reduce_scalar,n_processes
 from .files import Folder,folders,read_file,whole_file
-from .graph import Graph,is_no_weight
+from .graph import Graph,is_no_weight,is_weight
 from .identity import differences,draws_numbers,is_of_hooks,may_differ,n_workers,settings_of,text_of
 from .outside import restore_loggers,state_of_loggers
 from .pickles import missing
@@ -25,7 +25,9 @@ __all__ = ['SavedFit']
 
 # %% ../../nbs/resuming/08_fit.ipynb #e335d40b
 class SavedFit:
-    "A fit, and its state in a file"
+    """A fit, and its state in a file. If there is a file from a killed process, `found` is its content, until the place
+    in the fit is reached where it was saved: from `begin` to `begin_training`, to `run_epoch` if that place is in the
+    validation, or to `end` if the fit had ended. In a fit that does not continue, `found` is empty"""
     def __init__(self, cb, leader):
         learn = cb.learn
         self.cb = cb
@@ -65,10 +67,9 @@ def save(self:SavedFit, place:dict|str, state:dict|None=None):
         reason = e.__context__ or e  # PyTorch hides that a disk is full, for example
         text = f'AutoResume cannot save {self.path}: {reason}'
         if not self.next_save: raise OSError(text) from e
-        warn_user(f'{text}; a kill would lose what has run since the last save')
-    most = 20*(time.monotonic()-start)  # so that saving takes at most 5% of the time
-    wait = self.cb.every or max(60*self.cb.minutes, most)
-    self.next_save = self.clock()+wait
+        warn_user(f'{text}; a kill would lose anything since the last save')
+    seconds = max(60*self.cb.minutes, 20*(time.monotonic()-start))  # so that saving takes at most 5% of the time
+    self.next_save = self.clock()+(self.cb.every or seconds)
 
 # %% ../../nbs/resuming/08_fit.ipynb #f6c1a210
 @patch
@@ -98,36 +99,41 @@ def content(self:SavedFit, place:dict|str, state:dict)->dict:
 
 @patch
 def clock(self:SavedFit)->Real:
-    "Returns what `next_save` is compared with"
+    "Returns the optimizer steps so far if `every` is set, else the time in seconds: what `next_save` is compared with"
     return self.leader.loop.n_steps if self.cb.every else time.monotonic()
 
 # %% ../../nbs/resuming/08_fit.ipynb #869561ff
 @patch
 def save_if_due(self:SavedFit):
-    "Between two windows. The first save is due at once, to see whether saving is possible"
+    "Runs between two windows. The first save is due at once, to see whether saving is possible"
     loop = self.leader.loop
-    must_end = held_signals.received is not None
+    must_end = held_signals.is_waiting()
     is_due = self.clock() >= self.next_save
     # All processes save if one of them has to
     must_end = all_reduce_scalar(self.learn, must_end)
     is_due = all_reduce_scalar(self.learn, is_due)
     if must_end or is_due: self.save(loop.state())
-    if must_end: held_signals.let_through()
+    if must_end: held_signals.deliver()
 
 @patch
 def save_in_validation(self:SavedFit):
-    """After a batch: saves what there was before validation, if the process gets a signal to end. Several processes
-    save after validation, in which they do not wait for each other"""
-    if held_signals.received is None or self.n_processes > 1: return
+    """After a batch, if a signal is waiting: saves the state from before the validation. The signal waits for the end
+    of the validation in several processes, which do not wait for each other before, and while a callback has put other
+    weights into the model, as their average: `trained` shares the memory of the weights"""
+    if not held_signals.is_waiting() or self.n_processes > 1: return
+    _,now,_ = self.graph.compare(is_weight)
+    weights = self.trained['weights']
+    if any(now[part] != self.trained['digests'][part] for part in weights): return
     self.save('validation', self.trained)
-    held_signals.let_through()
+    held_signals.deliver()
 
 # %% ../../nbs/resuming/08_fit.ipynb #c0184666
 # Out of the file
 
 @patch
 def begin(self:SavedFit)->int:
-    "Runs before the first epoch of this process, and returns the number of that epoch"
+    """Runs before the first epoch, and returns its number, which is `n_epoch` if the file is of a fit that has ended.
+    If there is a file, checks that it is of this fit, and prepares callbacks and loggers to continue"""
     contents = [read_file(self.path) if self.rank == 0 else None]
     if self.n_processes > 1: dist.broadcast_object_list(contents, 0)
     if contents[0] is None:
@@ -145,17 +151,19 @@ def begin(self:SavedFit)->int:
         print(f'AutoResume goes on {where} epoch {epoch}, from {self.path}')
     restore_loggers(self.learn, self.loggers, self.rows)
     if place == 'end':
-        self.leader.begin_fit()
+        self.leader.begin_fit()  # which otherwise the first epoch does
         self.restore()
+        self.found['content'] = contents[0]  # for `end`
         return self.learn.n_epoch
-    self.graph.restore(self.found['at_epoch'])  # callbacks are going to begin the epoch once more
+    self.graph.restore(self.found['at_epoch'])  # callbacks are going to begin the epoch again
     if place != 'validation': self.leader.begin_epoch_at(place)
     return epoch
 
 # %% ../../nbs/resuming/08_fit.ipynb #4dacef38
 @patch
 def check(self:SavedFit):
-    "Raises ValueError if this fit is not the one that was saved. Warns of other numbers and texts of callbacks"
+    """Raises ValueError if this fit is not the one that was saved. Where numbers and texts of callbacks differ, warns:
+    the file's are used"""
     differ = differences(self.graph, self.found['begun'], self.found['digests'])
     for part in [part for part in differ if may_differ(self.graph, part)]:
         warn_user(f'AutoResume goes on with the earlier value: this fit has {differ.pop(part)}')
@@ -163,7 +171,7 @@ def check(self:SavedFit):
     dl = self.learn.dls.train
     workers = self.found['n_workers']
     if n_workers(dl) != workers and draws_numbers(self.graph, dl):
-        errors.append(f'{n_workers(dl)} workers, not {workers}, which draw random numbers')
+        errors.append(f'{n_workers(dl)} workers, not {workers}, and what they load depends on their number')
     if errors:
         raise ValueError(f"this fit cannot go on from {self.path}, since it has {'; '.join(errors[:8])}: use the same "
                          "settings, seed the split of the data and lr_find, or pass AutoResume(restart=True) to start "
@@ -171,7 +179,7 @@ def check(self:SavedFit):
 
 @patch
 def restore(self:SavedFit):
-    "Restores the state of the file, and makes sure that it is the same"
+    "Restores the state of the file. Raises ValueError if a part then has another digest than in the file"
     found = self.found
     self.graph.restore(found['rest'], found['weights'])
     _,now,_ = self.graph.compare()
@@ -180,13 +188,13 @@ def restore(self:SavedFit):
 
 @patch
 def begin_epoch(self:SavedFit):
-    "Notes the state, since a process that goes on lets callbacks begin the epoch once more"
+    "Keeps the state for the file, since a process that continues lets callbacks begin the epoch again"
     self.at_epoch = self.found.get('at_epoch')
     if self.at_epoch is None: self.at_epoch = self.graph.state(is_no_weight)['rest']
 
 @patch
 def run_epoch(self:SavedFit):
-    "Takes the place of `_do_epoch`"
+    "Takes the place of `_do_epoch`. A fit that was saved in validation continues with the validation"
     if self.found.get('place') != 'validation':
         self.learn._do_epoch()
         return
@@ -197,7 +205,8 @@ def run_epoch(self:SavedFit):
 # %% ../../nbs/resuming/08_fit.ipynb #bf8c675c
 @patch
 def begin_training(self:SavedFit):
-    "After all callbacks have begun the training part of an epoch, hooks into the loop"
+    """After all callbacks have begun the training part of an epoch: restores the state if this is where the fit was
+    saved, and lets the loop read by a Reader and save between windows"""
     loop = self.leader.loop
     if self.found: self.restore()
     self.reader = Reader(self.graph, loop.batches.n_loaded, *self.found.get('reader', ()))
@@ -206,8 +215,11 @@ def begin_training(self:SavedFit):
 
 @patch
 def end(self:SavedFit):
-    "After the fit, saves the final state, in case the process is killed in a later fit; or restores that state"
-    if not self.found: self.save('end')
-    else:
-        self.found.update(self.graph.read(read_file(self.path)))
-        self.restore()
+    """After the fit, saves the final state, in case the process is killed in a later fit. If the file has that state
+    already, restores it again, since other callbacks' `after_fit` may have changed it"""
+    if not self.found:
+        self.save('end')
+        return
+    # Read anew, since the Learner now has the tensors that were read before
+    self.found['weights'] = self.graph.read(self.found['content'])['weights']
+    self.restore()

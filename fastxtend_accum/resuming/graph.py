@@ -17,7 +17,7 @@ from .parts import *
 from .pickles import *
 
 # %% auto #0
-__all__ = ['shared_generators', 'roots_of', 'is_of_data', 'is_no_weight', 'parts_of', 'Graph', 'moved']
+__all__ = ['shared_generators', 'roots_of', 'is_of_data', 'is_weight', 'is_no_weight', 'parts_of', 'Graph', 'is_large', 'moved']
 
 # %% ../../nbs/resuming/02_graph.ipynb #4ff7f8ce
 # Where the search begins
@@ -43,11 +43,16 @@ def roots_of(learn)->dict:
 def is_of_data(path:str)->bool:
     return path.startswith(('dls','generators'))
 
+def is_weight(path:str)->bool:
+    "Returns whether an object belongs to the model or to the optimizer"
+    return path.startswith(('model','opt'))
+
 def is_no_weight(path:str)->bool:
-    return not path.startswith(('model','opt'))
+    return not is_weight(path)
 
 def parts_of(path:str, o)->dict:
-    "Returns attributes and content of an object, by its `path` and a name, which is '' for the content"
+    """Returns the parts of an object: its attributes, and its content if it has one. The key of a part is the `path` of
+    the object and the name of the attribute, or '' for the content"""
     res = {(path,name):value for name,value in sorted(attributes_of(o).items())}
     content = content_of(o)
     if content is not None:
@@ -58,8 +63,9 @@ def parts_of(path:str, o)->dict:
 
 # %% ../../nbs/resuming/02_graph.ipynb #5b575bc6
 class Graph(Comparing):
-    """The objects that a Learner reached when its fit began, by path. A part of them is called by the path of the
-    object and the name of the attribute"""
+    """The objects that a Learner reached when its fit began, by path, and digests of their parts at that time.
+    It is a pickler, since pickling the parts of an object is how to find the objects that it reaches: each that is no
+    plain value gets the path of the part in which it was found, and then its own parts are pickled"""
     def __init__(self, learn):
         super().__init__()
         self.objects = {}
@@ -101,6 +107,7 @@ class Graph(Comparing):
             self.waiting.append(path)
 
     def path_of(self, o)->str|None:
+        "Returns the path of an object. While objects are found, gives one to an object that has none"
         path = super().path_of(o)
         if path or self.place is None: return path
         if is_value(type(o)) or is_found_by_name(o): return None
@@ -110,15 +117,21 @@ class Graph(Comparing):
         return path
 
     def check_name(self, o):
+        "While objects are found, their pickles make the list of names; later, a new name is an error"
         if self.place is None: super().check_name(o)
         else: self.names.add(o)
 
 # %% ../../nbs/resuming/02_graph.ipynb #273a28a4
 # State
 
+def is_large(digest:str|tuple)->bool:
+    "Returns whether a digest is of large data, which no file contains"
+    return isinstance(digest, tuple) and digest[1]
+
 @patch
 def compare(self:Graph, wanted:Callable=lambda path: True)->tuple:
-    "Returns the present parts of the objects whose path is `wanted`, their digests, and why some have none"
+    """Returns the parts of the objects whose path is `wanted` as they are now, the digests of these parts, and, for
+    each part that cannot be pickled, the reason"""
     parts = {}
     digests = {}
     lost = {}
@@ -141,8 +154,8 @@ def state(self:Graph, *wanted)->dict:
         path,_ = part
         if path == 'opt' or isinstance(self.objects[path], nn.Parameter):
             weights[part] = parts[part]
-        elif digest[-1] is not True: rest[part] = parts[part]
-        elif digest != self.begun.get(part): lost[part] = 'it is large'
+        elif not is_large(digest): rest[part] = parts[part]
+        elif digest != self.begun.get(part): lost[part] = 'it is large'  # and has changed
     file = io.BytesIO()
     self.write(rest, file)
     rest = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
@@ -155,7 +168,8 @@ def write(self:Graph, o, file):
 # %% ../../nbs/resuming/02_graph.ipynb #d68daace
 @patch
 def read(self:Graph, content:bytes):
-    "Runs no code that the content names: it may name what this fit has, and what PyTorch calls safe"
+    """Returns what a file contains. It may name the classes and functions of this fit and those that PyTorch calls safe,
+    so that a foreign file cannot run code"""
     objects.clear()
     objects.update(self.objects)
     missing.clear()
@@ -163,7 +177,7 @@ def read(self:Graph, content:bytes):
         return torch.load(io.BytesIO(content), moved, weights_only=True)
 
 def moved(storage, location:str):
-    "Lets what was on a GPU go to the GPU of this process"
+    "Returns the memory of a tensor on this process' GPU if it was saved on a GPU"
     return storage if location == 'cpu' else storage.to(default_device())
 
 @patch

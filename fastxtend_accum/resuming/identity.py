@@ -7,6 +7,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/identity.html.m
 # %% ../../nbs/resuming/04_identity.ipynb #008693fa
 from __future__ import annotations
 from fastai.basics import *
+from torch.utils.data import IterableDataset
 
 from ..windows.processes import n_processes
 from .graph import Graph,is_of_data
@@ -26,15 +27,18 @@ def settings_of(learn)->dict:
     return res
 
 def text_of(part:tuple)->str:
-    "Returns a part as users write it"
-    return '.'.join(part).strip('.').removesuffix('.items')
+    "Returns a part as users write it: `part` is the path of an object and the name of an attribute, or ''."
+    text = '.'.join(part).strip('.')
+    return text.removesuffix('.items')  # fastai's lists keep their values in an attribute `items`
 
 def is_of_hooks(part:tuple)->bool:
-    "Returns whether a part is a dict of hooks, whose keys are other ones in each process"
+    "Returns whether a part is a dict of hooks, whose keys differ between processes"
     return 'hooks' in part[1]
 
 def differences(graph:Graph, begun:dict, digests:dict)->dict:
-    "Returns how parts differ from those when the fit began that was saved, but for parts that it has changed"
+    """Returns a text for each part that differs between this fit's beginning and the beginning of the saved fit, whose
+    digests were `begun`. Parts that the saved fit has changed since, as `digests` tells, come from the file: they may
+    differ"""
     res = {}
     for part,then in begun.items():
         path,name = part
@@ -52,7 +56,7 @@ def differences(graph:Graph, begun:dict, digests:dict)->dict:
     return res
 
 def may_differ(graph:Graph, part:tuple)->bool:
-    "Returns whether a part is a number or a text of a callback, and not of one that sets windows"
+    "Returns whether a part is a number or a text of a callback, other than the callbacks of this package"
     o = graph.objects.get(part[0])
     return isinstance(o, Callback) and not is_of_package(o) and isinstance(graph.begun.get(part), str)
 
@@ -61,7 +65,11 @@ def n_workers(dl)->int:
 
 # %% ../../nbs/resuming/04_identity.ipynb #e44e8881
 def draws_numbers(graph:Graph, dl)->bool:
-    "Returns whether the first sample takes random numbers, which are others if other workers load it"
+    """Returns whether the samples may differ if another number of workers loads them, since loading the first one draws
+    random numbers, or since each worker iterates over the data by itself"""
+    is_iterable = not hasattr(dl.dataset, '__getitem__') or isinstance(dl.dataset, IterableDataset)
+    if is_iterable or not getattr(dl, 'indexed', True):
+        return True
     before = graph.state(is_of_data)
     make_item = getattr(dl, 'do_item', dl.dataset.__getitem__)
     make_item(0)

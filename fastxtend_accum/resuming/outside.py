@@ -10,13 +10,17 @@ from fastai.basics import *
 from fastai.callback.progress import CSVLogger
 
 # %% auto #0
-__all__ = ['state_of_loggers', 'restore_loggers']
+__all__ = ['csv_loggers', 'state_of_loggers', 'restore_loggers']
 
 # %% ../../nbs/resuming/05_outside.ipynb #beceb6ed
+def csv_loggers(learn)->list:
+    "Returns each `CSVLogger` that has a file in this fit"
+    return [cb for cb in learn._grab_cbs(CSVLogger) if cb.run]
+
 def state_of_loggers(learn)->dict:
     "Returns the run of W&B, and the sizes of the files that `CSVLogger` has begun to write or to append to"
     sizes = []
-    for cb in learn._grab_cbs(CSVLogger):
+    for cb in csv_loggers(learn):
         cb.file.flush()
         sizes.append(cb.file.tell())
     run = getattr(sys.modules.get('wandb'), 'run', None)
@@ -24,15 +28,15 @@ def state_of_loggers(learn)->dict:
     return dict(sizes=sizes, run=ids)
 
 def restore_loggers(learn, state:dict, rows:list):
-    "Goes on in the run of W&B, and gives loggers the rows of epochs that have ended"
+    "Continues the run of W&B, and gives loggers the `rows` of the epochs that have ended"
     wandb = sys.modules.get('wandb')
     run_id = state['run']['id']
     if run_id and getattr(wandb, 'run', None) and wandb.run.id != run_id:
         wandb.finish()
         wandb.init(resume='must', **state['run'])
-    for cb,size in zip(learn._grab_cbs(CSVLogger), state['sizes']):
+    for cb,size in zip(csv_loggers(learn), state['sizes']):
         cb.file.flush()
-        cb.file.truncate(size)  # it may have these rows already
+        cb.file.truncate(size)  # the killed process may have written these rows already
     bar = nested_attr(learn, 'progress.mbar')
-    if bar: bar.update(0)  # where a bar of fastprogress has to begin
+    if bar: bar.update(0)  # fastprogress cannot show a row before its first update
     for row in rows: learn.logger(L(row))

@@ -36,11 +36,11 @@ def library_of(kind:type)->str:
     return kind.__module__.partition('.')[0]
 
 def is_of_package(o)->bool:
-    "Returns whether `o` is a callback that runs the batches as windows"
+    "Returns whether `o` is a callback of this package: only these keep the loop of the fit, and list it so"
     return 'loop' in getattr(type(o), '_stateattrs', ())
 
 def has_no_state(o, name:str, value)->bool:
-    "Returns whether nothing of an attribute is of use in another process"
+    "Returns whether an attribute is useless in another process"
     if isinstance(value, io.IOBase) or library_of(type(value)) in _outside:
         return True
     if is_of_package(o) and name in o._stateattrs:
@@ -49,7 +49,8 @@ def has_no_state(o, name:str, value)->bool:
 
 # %% ../../nbs/resuming/00_parts.ipynb #0afe9ee0
 def attributes_of(o)->dict:
-    "Returns the attributes of an object by name; of a function, also the variables of the function around it"
+    """Returns the attributes of an object by name, also its slots; of a function, also the variables of its closure.
+    Objects of Python's own library have none that can be set"""
     kind = type(o)
     res = dict(getattr(o, '__dict__', {}))
     if kind is types.FunctionType:
@@ -63,13 +64,15 @@ def attributes_of(o)->dict:
     return {name:value for name,value in res.items() if not has_no_state(o, name, value)}
 
 def cells_of(f)->dict:
-    "Returns the places of the variables that `f` has of the function around it"
+    "Returns the cells of the closure of `f`, by the names of variables, but cells that hold nothing yet"
     cells = dict(zip(f.__code__.co_freevars, f.__closure__ or ()))
-    return {name:cell for name,cell in cells.items() if cell != types.CellType()}  # which is empty
+    empty = types.CellType()
+    return {name:cell for name,cell in cells.items() if cell != empty}
 
 def set_attribute(o, name:str, value):
+    "Sets an attribute of an object, or a variable of a function's closure"
     present = attributes_of(o).get(name)
-    # In place, since your script may have a list, too, that it has passed to a callback
+    # A list or dict in place, since your script may hold the same one that it has passed to a callback
     if type(present) is type(value) and type(value) in (list,dict):
         set_content(present, value)
     elif isinstance(o, types.FunctionType) and name in cells_of(o):
@@ -107,16 +110,19 @@ def set_content(o, content):
         o.update(content)
 
 class Values(Tensor):
-    "The values of a weight, which are written, while other tensors in its memory are written as views of the weight"
+    """The values of a weight, as a type of their own. Any other tensor that shares the weight's memory is pickled as a
+    view of the weight, so that it shares the memory after restoring, too; these values must be written themselves"""
 
 def content_of_weight(o:Tensor)->tuple:
-    "Returns its values, whether it is trained, and its gradient: None, 0 for zeros, or its values"
-    # Where a gradient is 0, an optimizer takes a step, by momentum and weight decay; where there is none, it does not
+    "Returns the values of a weight, whether it is trained, and its gradient: None, the number 0 for zeros, or a tensor"
+    # Between windows gradients are zeros or None. These differ: an optimizer moves a weight whose gradient is 0 by
+    # momentum and weight decay, and leaves a weight without a gradient alone
     has_zeros = o.grad is not None and not o.grad.any()
     return o.detach().as_subclass(Values),o.requires_grad,0 if has_zeros else o.grad
 
 # %% ../../nbs/resuming/00_parts.ipynb #79eec1a6
 def set_weight(o:Tensor, values:Tensor, requires_grad:bool, grad:Tensor|int|None):
+    "Sets what `content_of_weight` has returned"
     values = values.as_subclass(Tensor)
     # By `data`, since a backward pass refuses tensors that were changed otherwise
     if o.shape != values.shape or o.layout != torch.strided:

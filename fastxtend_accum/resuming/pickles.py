@@ -35,14 +35,16 @@ _values = (*_plain,complex,bytes,tuple,range,slice,PurePath,types.MethodType,np.
 
 @lru_cache(None)
 def is_value(kind:type)->bool:
-    "Returns whether objects of this class are pickled as they are. All others have a path"
+    "Returns whether objects of this class are pickled by their values. All others have a path"
     if issubclass(kind, nn.Parameter):
         return False
+    # A container of a subclass, such as fastai's L or a model's dict, may have attributes: it has a path
     return kind in _containers or issubclass(kind, _values)
 
 @lru_cache(None)
 def named_by(kind:type)->list:
-    "Returns the classes and functions that methods of a class use, if it is not installed, but the user's own code"
+    """Returns the classes and functions that the methods of a user's class use, so that a file may name them: a method
+    may make an object of another class in mid-fit, which was nowhere when the fit began. Of an installed class: none"""
     path = getattr(sys.modules.get(kind.__module__), '__file__', None)
     is_pythons = kind.__module__ != '__main__' and kind.__module__.partition('.')[0] in sys.stdlib_module_names
     if is_pythons or '-packages' in str(path): return []
@@ -66,7 +68,8 @@ objects = {}
 missing = []
 
 def object_at(path:str, kind:str):
-    "Returns the object of this process that a path stands for"
+    """Returns the object of this process that a path stands for. A pickle calls it, so it finds `objects` in the module,
+    where `Graph.read` sets them; it notes in `missing` what this process does not have"""
     o = objects.get(path)
     if type(o).__qualname__ != kind: missing.append(f'no {kind} at {path}')
     return o
@@ -93,7 +96,8 @@ def subclasses(kind:type)->list:
     return res
 
 def safe_names()->set:
-    "Returns the classes and functions that any pickle may name, besides those that PyTorch calls safe"
+    """Returns the classes and functions that any pickle may name, besides those that PyTorch calls safe: those that
+    `reducer_override` names, and types of plain values whose making runs no code of others"""
     res = {object_at, method_of, view_of, made_array, np.array, random.Random, object, range, slice, Fraction, L}
     res.update(_containers, np.ScalarType, subclasses(Tensor))
     res.update([SimpleNamespace, type(Path()), RemovableHandle])
@@ -103,7 +107,8 @@ def safe_names()->set:
 # Into a pickle
 
 class PartPickler(pickle.Pickler):
-    "Pickles parts of the objects of a Learner"
+    """Pickles parts of the objects of a Learner. `torch.save` makes its pickler from a class, with arguments of its own:
+    so a Graph sets these three as attributes of a subclass"""
     paths = {}  # of the objects, by id
     owners = {}  # tensors that have a path, by the address of their memory, which others may share
     names = set()  # classes and functions that the pickle may name
@@ -140,6 +145,7 @@ class PartPickler(pickle.Pickler):
             raise pickle.PicklingError(f'it has {name}')
 
 def reduced_array(o:np.ndarray)->tuple:
+    "Returns a function that makes an array, and its arguments"
     try: return made_array,(torch.tensor(o),)
     except TypeError:  # texts, records or objects
         return np.array,(o.tolist(), o.dtype.descr if o.dtype.names else o.dtype.str)
@@ -173,7 +179,8 @@ class Comparing(PartPickler):
         return zlib.crc32(self.file.getvalue()),self.is_data and self.n_bytes > LARGE
 
     def persistent_id(self, o):
-        "Called for all that a part contains"
+        """Pickle calls it for all that a part contains, and writes what it returns, if not None, instead of the object.
+        Here this is not an id, but what stands for the object in a digest"""
         if type(o) in _plain:
             return None
         if isinstance(o, (TypedStorage,UntypedStorage)):
@@ -185,6 +192,7 @@ class Comparing(PartPickler):
         return self.sample_of(o) if self.is_data else None
 
     def digest_of_memory(self, storage:UntypedStorage)->int:
+        "Returns a checksum of about `SAMPLE` bytes of a tensor's memory, evenly spaced"
         self.n_bytes += storage.nbytes()
         memory = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
         step = storage.nbytes()//SAMPLE

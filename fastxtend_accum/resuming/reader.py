@@ -15,8 +15,8 @@ __all__ = ['stateful', 'Reader']
 
 # %% ../../nbs/resuming/03_reader.ipynb #37f1f76d
 def stateful(dl):
-    """Returns what knows its place in the data, as a `StatefulDataLoader` and the streams of Hugging Face do; None if
-    nothing does"""
+    """Returns the DataLoader or the data set, whichever keeps its own position in the data, as a `StatefulDataLoader` and
+    the streams of Hugging Face do; None if neither does"""
     if isinstance(dl, DataLoader):
         return None
     dataset = None if dl.num_workers else dl.dataset  # workers have a copy
@@ -29,18 +29,21 @@ class Reader:
     def __init__(self, graph:Graph, n_loaded:int, at_start:Tensor|None=None, place=None, has_ended=False):
         self.graph = graph
         self.n_loaded = n_loaded
-        self.at_start = at_start  # of the data when the DataLoader began
-        self.place = place  # of what knows it by itself
-        self.has_ended = has_ended
-        self.stateful = None
+        self.at_start = at_start  # the state of the data when the DataLoader began
+        self.place = place  # the `state_dict()` of `stateful` in the file
+        self.has_ended = has_ended  # whether the DataLoader has no more batches
+        self.stateful = None  # what keeps its own position, if anything does, once reading has begun
 
     def state(self)->tuple:
+        "Returns the arguments for a Reader that continues from here"
         place = self.place if self.stateful is None else self.stateful.state_dict()
         return self.at_start,place,self.has_ended
 
     def __call__(self, dl)->Iterator:
-        "Takes the place of `iter`"
-        if self.has_ended: return  # a DataLoader may draw a random number at its end, too
+        "Takes the place of `iter`: yields the batches that have not been loaded"
+        # A window may remain after the last batch. Reading to the end again would draw the random numbers again that a
+        # DataLoader draws at its end
+        if self.has_ended: return
         now = self.graph.state(is_of_data)['rest']
         if self.n_loaded: yield from self.rest_of(dl, now)
         else:
@@ -50,6 +53,7 @@ class Reader:
         self.has_ended = True
 
     def rest_of(self, dl, now:Tensor)->Iterator:
+        "Returns the batches that have not been loaded. The state of the data afterwards is `now`, as it was saved"
         self.graph.restore(self.at_start)
         self.stateful = stateful(dl)
         if self.stateful is not None: self.stateful.load_state_dict(self.place)

@@ -11,38 +11,48 @@ import signal,threading
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['held_signals', 'HeldSignals']
+__all__ = ['held_signals', 'in_main_thread', 'HeldSignals']
 
 # %% ../../nbs/resuming/07_signals.ipynb #6b839b72
+def in_main_thread()->bool:
+    "Returns whether this is the thread in which Python runs handlers of signals, and may set them"
+    return threading.current_thread() is threading.main_thread()
+
 class HeldSignals:
-    "Holds signals back while fits run"
+    "While a fit runs in the main thread, notes SIGINT and SIGTERM, and delivers them when the fit has been saved"
     def __init__(self):
-        self.handlers = {}  # that were there before, by signal
+        self.handlers = {}  # the user's, by signal, while signals are held
         self.n_fits = 0  # that run, within each other
-        self.received = None
+        self.received = None  # the number of the signal that waits
 
-    def begin(self):
+    def __enter__(self):
+        if not in_main_thread(): return
         self.n_fits += 1
-        if self.n_fits == 1: self.hold()
-
-    def hold(self):
-        if threading.current_thread() is not threading.main_thread(): return
+        if self.n_fits > 1: return
         for number in (signal.SIGINT,signal.SIGTERM):
+            # None is a handler that was not set by Python
             self.handlers[number] = signal.signal(number, self.receive) or signal.SIG_DFL
 
-    def receive(self, number, frame):
-        is_second = self.received is not None  # somebody does not want to wait
-        self.received = number
-        if is_second: self.let_through()
+    def __exit__(self, *args):
+        if not in_main_thread(): return
+        self.n_fits -= 1
+        if not self.n_fits: self.deliver()
 
-    def let_through(self):
-        "Lets a signal that was received do its work, which may end the process"
+    def receive(self, number, frame):
+        "The handler while a fit runs. A second signal does not wait, since the user is impatient"
+        is_second = self.received is not None
+        self.received = number
+        if is_second: self.deliver()
+
+    def is_waiting(self)->bool:
+        "Returns whether this fit has to be saved, because a signal is going to end the process"
+        return self.received is not None and in_main_thread()
+
+    def deliver(self):
+        "Sets the user's handlers again, and sends the signal that has waited, which may end the process"
         for number,handler in self.handlers.items(): signal.signal(number, handler)
+        self.handlers.clear()
         number = self.received
         self.received = None
         if number is not None: signal.raise_signal(number)
-
-    def end(self):
-        self.n_fits -= 1
-        if not self.n_fits: self.let_through()
 held_signals = HeldSignals()
