@@ -22,7 +22,7 @@ KILLS = int(os.environ.get('KILLS', 0))
 SOME = ('by_minutes', 'folds', 'hidden_state_and_schedule', 'micro_batches', 'mixup_and_carry', 'saves_every_epoch',
         'schedule_scales_rates', 'several_fits', 'torch_iterable_and_carry', 'torch_optimizer', 'workers')
 TRIED = LAYOUTS if KILLS else SOME
-N_KILLS = KILLS or 2
+N_KILLS = KILLS or 1  # at least: a trial kills up to four times
 
 
 def assert_totals(folder):
@@ -32,7 +32,7 @@ def assert_totals(folder):
     kills, resumes, in_mid_epoch = map(sum, zip(*figures))
     print(f'{kills} kills in {len(figures)} layouts, {in_mid_epoch} of {resumes} resumes in mid-epoch')
     assert kills >= N_KILLS*len(TRIED)
-    assert in_mid_epoch >= .8*resumes
+    assert in_mid_epoch >= .7*resumes
 
 
 @pytest.mark.long
