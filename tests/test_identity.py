@@ -112,6 +112,6 @@ class Numbers(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize('make_loader', [torch.utils.data.DataLoader, DataLoader])
 def test_workers_iterate_over_data_by_themselves(make_loader):
     "So that their number may not differ"
-    learn = learner()
+    learn = train(learner(), n_epoch=1)
     assert not draws_numbers(Graph(learn), learn.dls.train)
     assert draws_numbers(Graph(learn), make_loader(Numbers()))
