@@ -649,3 +649,11 @@ def test_an_empty_loader_has_no_window_of_none():
     accum = GradientAccumulation(micro_batch_size=8, remainder='drop')
     learn = fit(make_learner(BS, n=5, drop_last=True, cbs=accum), 1)
     assert losses(learn) == []
+
+
+def test_a_partial_loader_has_the_samples_that_it_draws():
+    "As many batches as the whole data set"
+    from fastai.callback.data import PartialDL
+    dl = PartialDL(list(range(100)), bs=64, partial_n=70)
+    info = loader_info(dl)
+    assert (info.n_planned, info.has_exact_length) == (70, True)

@@ -53,11 +53,9 @@ def dataset_size(dl)->int|None:
         n = dataset_size(dl.dl)
         return None if n is None else math.ceil(n/dl.world_size)
     if isinstance(getattr(dl, 'dataset', None), IterableDataset): return None  # its length is a promise it may break
-    of_fastai = getattr(dl, 'n', None)
-    if of_fastai is not None: return of_fastai
-    of_torch = length_of(batch_source(dl), 'sampler')
-    if of_torch is not None: return of_torch
-    return length_of(dl, 'dataset')
+    drawn = getattr(dl, 'partial_n', None)  # by fastai's PartialDL
+    sizes = [drawn, getattr(dl, 'n', None), length_of(batch_source(dl), 'sampler'), length_of(dl, 'dataset')]
+    return first(o for o in sizes if o is not None)
 
 def epoch_samples(dl, bs:int)->tuple[int,bool]:
     """Returns the samples that `dl` yields in an epoch, in this process; and whether that is exact. For an

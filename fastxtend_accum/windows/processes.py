@@ -106,7 +106,7 @@ def reduce_window(self:Processes, window:Window):
         return
     model = self.learn.model
     if not self.has_averaged and not is_sharded(model): self.average_grads()
-    loss = losses.loss.as_subclass(Tensor)
+    loss = torch.as_subclass(losses.loss, Tensor)
     sums = torch.zeros(3, dtype=torch.float64, device=loss.device)  # 24 bytes, in one message
     sums[0] = loss
     sums[1] = losses.items or 0

@@ -47,7 +47,7 @@ def scaled(loss:Tensor, weight:Count)->Tensor:
 def zero_grads_if_empty(outputs:list, weight:Count):
     """In this context, gradients that flow back through `outputs` are 0 if `weight` is 0. Multiplying the loss by 0 is
     not enough: the gradient of a mean over nothing is NaN, and NaN*0 is NaN"""
-    hook = partial(zero_if_empty, weight)
+    def hook(grad:Tensor)->Tensor: return zero_if_empty(weight, grad)
     handles = [o.register_hook(hook) for o in outputs if o.requires_grad]
     try: yield
     finally:
@@ -74,22 +74,23 @@ class LossSums(NamedTuple):
         "Returns these sums with a micro-batch; raises RuntimeError if one loss is a sum and another one a mean"
         # A callback may have put the mean of nothing into `learn.loss`, which is NaN
         loss = zero_if_empty(new.items, scaled(new.loss, new.weight))
-        if not self.n_micro: return LossSums(1, self.samples+new.samples, loss, new.items, new.weight)
+        samples = self.samples+new.samples  # earlier micro-batches without targets have samples, but no loss
+        if not self.n_micro: return LossSums(1, samples, loss, new.items, new.weight)
         is_sum = new.items is None
         if is_sum != (self.items is None):
             raise RuntimeError("some losses in a window are sums, and others are means (does a callback replace the "
                                "loss in some batches only?): make all of them means, or pass num_items")
-        res = self._replace(n_micro=self.n_micro+1, samples=self.samples+new.samples, loss=self.loss+loss)
-        if is_sum: return res
-        return res._replace(items=self.items+new.items, weight=self.weight+new.weight)
+        items,weight = self.items,self.weight
+        if not is_sum:
+            items = items+new.items
+            weight = weight+new.weight
+        return LossSums(self.n_micro+1, samples, self.loss+loss, items, weight)
 
     def since(self, before:LossSums)->LossSums:
         "Returns the sums over the micro-batches that were added after `before`"
-        if not before.n_micro: return self._replace(samples=self.samples-before.samples)
-        res = self._replace(
-            n_micro=self.n_micro-before.n_micro,
-            samples=self.samples-before.samples,
-            loss=self.loss-before.loss)
+        res = self._replace(samples=self.samples-before.samples)
+        if not before.n_micro: return res
+        res = res._replace(n_micro=self.n_micro-before.n_micro, loss=self.loss-before.loss)
         if self.items is None: return res
         return res._replace(items=self.items-before.items, weight=self.weight-before.weight)
 
@@ -102,8 +103,8 @@ class LossSums(NamedTuple):
     def on_host(self)->LossSums:
         "Returns the sums on the CPU. All travel at once, because each transfer waits for the GPU"
         if not isinstance(self.items, Tensor): return self._replace(loss=self.loss.cpu())
-        loss = self.loss.as_subclass(Tensor)
-        weight = torch.as_tensor(self.weight, device=loss.device)  # a number, if a micro-batch is alone
+        loss = torch.as_subclass(self.loss, Tensor)
+        weight = torch.as_tensor(self.weight, device=loss.device)  # the number 1 if there is one micro-batch
         loss_sum,items,weight = torch.stack([loss.reshape(()), self.items, weight]).tolist()
         return self._replace(loss=torch.tensor(loss_sum, dtype=loss.dtype), items=items, weight=weight)
 
