@@ -3,7 +3,7 @@ import pytest
 
 from common import *
 from fastxtend_accum.checking.samples import KeptLoader, equal_bounds, read_samples
-from fastxtend_accum.checking.trial import WholeWindows, copy_learner, epoch_plans, train
+from fastxtend_accum.checking.trial import WholeWindows, copy_learner, epoch_plans, train, whole_loader
 
 
 def whole_windows(bs, n, remainder):
@@ -11,11 +11,12 @@ def whole_windows(bs, n, remainder):
     kept = read_samples(make_learner(4, n=96).dls.train, n)
     loader = KeptLoader(kept, equal_bounds(n, bs), bs)
     plans = epoch_plans(GradientAccumulation(12, remainder=remainder), loader)
+    loaders = [whole_loader(kept, plan) for plan in plans]
     sizes = []
     class Notes(Callback):
         run_valid = False
         def before_batch(self): sizes.append(len(self.x))
-    fit(make_learner(12, cbs=[WholeWindows(kept, plans), Notes()]), 2)
+    fit(make_learner(12, cbs=[WholeWindows(loaders, plans), Notes()]), 2)
     return sizes
 
 

@@ -27,9 +27,9 @@ from ..schedule import GradientAccumulationSchedule
 from .samples import KeptLoader,KeptSamples,equal_bounds
 
 # %% auto #0
-__all__ = ['Sizes', 'small_sizes', 'small_settings', 'epoch_plans', 'WholeWindows', 'SmoothLoss', 'WithoutGraphs', 'copy_learner',
-           'Trials', 'Observer', 'draw', 'flat', 'numbers_in', 'kept_by', 'is_users', 'buffers_by_class', 'left_by',
-           'train']
+__all__ = ['Sizes', 'small_sizes', 'small_settings', 'epoch_plans', 'whole_loader', 'WholeWindows', 'SmoothLoss', 'WithoutGraphs',
+           'copy_learner', 'Trials', 'Observer', 'draw', 'flat', 'numbers_in', 'kept_by', 'is_users',
+           'buffers_by_class', 'left_by', 'train']
 
 # %% ../../nbs/checking/01_trial.ipynb #723a900c
 class Sizes(NamedTuple):
@@ -76,21 +76,23 @@ def epoch_plans(leader:WindowCallback, loader:KeptLoader)->list[EpochPlan]:
     carried = first.left if first.remainder == 'carry' else []
     return [first, leader.plan_of(loader, 1, 2, carried=carried)]
 
+def whole_loader(samples:KeptSamples, plan:EpochPlan)->KeptLoader:
+    "Returns a loader that yields each window of the plan as one batch"
+    bounds = []
+    for start,size in plan.windows:
+        start -= plan.n_carried  # the last samples of the epoch before come first
+        bounds.append((start, start+size))
+    return KeptLoader(samples, bounds, bs=plan.windows[0][1])
+
 class WholeWindows(Callback):
     "Lets a plain Learner train on the windows of these plans as whole batches"
     order = -30  # before TrainEvalCallback, which advances the position
     run_valid = False
-    def __init__(self, samples:KeptSamples, plans:list[EpochPlan]):
-        self.samples = samples
-        self.plans = plans  # of each epoch
+    def __init__(self, loaders:list[KeptLoader], plans:list[EpochPlan]):
+        self.loaders = loaders  # of each epoch
+        self.plans = plans
 
-    def before_train(self):
-        plan = self.plans[self.epoch]
-        bounds = []
-        for start,size in plan.windows:
-            start -= plan.n_carried  # the last samples of the epoch before come first
-            bounds.append((start, start+size))
-        self.learn.dl = KeptLoader(self.samples, bounds, bs=plan.windows[0][1])
+    def before_train(self): self.learn.dl = self.loaders[self.epoch]
 
     def before_batch(self):
         "Moves the position to where the window begins, if windows vary. Otherwise fastai's, by the batch, is right"
@@ -156,12 +158,12 @@ class Trials:
     def loader(self, samples:KeptSamples)->KeptLoader:
         return KeptLoader(samples, equal_bounds(samples.n, self.sizes.bs), self.sizes.bs)
 
-    def copy(self, double:bool, left_out:list)->Learner:
-        "Returns a copy, in float64 if `double`, without further callbacks `left_out`"
+    def copy(self, loader:KeptLoader, double:bool, left_out:list)->Learner:
+        "Returns a copy that trains on `loader`, in float64 if `double`, without further callbacks `left_out`"
         learn = self.learn
         valid = self.valid.as_double() if double else self.valid
         loaders = [
-            self.loader(self.samples(double)),
+            loader,
             KeptLoader(valid, [(0, valid.n)], valid.n),
             *learn.dls.loaders[2:]]
         dls = copy(learn.dls)
@@ -175,7 +177,8 @@ class Trials:
 
     def in_windows(self, double:bool=False, left_out:list=())->Learner:
         "Returns a copy that trains in windows"
-        res = self.copy(double, left_out)
+        loader = self.loader(self.samples(double))
+        res = self.copy(loader, double, left_out)
         for cb in res._grab_cbs(WindowCallback):
             settings = small_settings(cb, self.sizes)
             vars(cb).update(settings)
@@ -186,8 +189,9 @@ class Trials:
         leader = leader_of(self.in_windows(double))
         samples = self.samples(double)
         plans = epoch_plans(leader, self.loader(samples))
-        res = self.copy(double, [*self.ours, *left_out])
-        return res.add_cb(WholeWindows(samples, plans))
+        loaders = [whole_loader(samples, plan) for plan in plans]
+        res = self.copy(loaders[0], double, [*self.ours, *left_out])
+        return res.add_cb(WholeWindows(loaders, plans))
 
 # %% ../../nbs/checking/01_trial.ipynb #c9e606c0
 class Observer(Callback):
