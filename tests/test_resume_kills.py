@@ -16,8 +16,8 @@ from kill_harness import Whole, kill_at, kill_layout, named_differences, start
 from resume_layouts import LAYOUTS, auto, make, schedule
 from resumed import leave_out
 
-# By default, layouts in which the state comes from different places, and which the mutations below do not run; `KILLS=8`
-# kills each layout 8 times, or more
+# By default, layouts in which the state comes from different places, and which the mutations below do not run;
+# `KILLS=8` kills each layout 8 times, or more
 KILLS = int(os.environ.get('KILLS', 0))
 SOME = ('by_minutes', 'folds', 'hidden_state_and_schedule', 'micro_batches', 'mixup_and_carry', 'saves_every_epoch',
         'schedule_scales_rates', 'several_fits', 'torch_iterable_and_carry', 'torch_optimizer', 'workers')

@@ -168,8 +168,8 @@ def write(self:Graph, o, file):
 # %% ../../nbs/resuming/02_graph.ipynb #d68daace
 @patch
 def read(self:Graph, content:bytes):
-    """Returns what a file contains. It may name the classes and functions of this fit and those that PyTorch calls safe,
-    so that a foreign file cannot run code"""
+    """Returns what a file contains. It may name the classes and functions of this fit and those that PyTorch calls
+    safe, so that a foreign file cannot run code"""
     objects.clear()
     objects.update(self.objects)
     missing.clear()

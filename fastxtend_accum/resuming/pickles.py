@@ -68,8 +68,8 @@ objects = {}
 missing = []
 
 def object_at(path:str, kind:str):
-    """Returns the object of this process that a path stands for. A pickle calls it, so it finds `objects` in the module,
-    where `Graph.read` sets them; it notes in `missing` what this process does not have"""
+    """Returns the object of this process that a path stands for. A pickle calls it, so it finds `objects` in the
+    module, where `Graph.read` sets them; it notes in `missing` what this process does not have"""
     o = objects.get(path)
     if type(o).__qualname__ != kind: missing.append(f'no {kind} at {path}')
     return o
@@ -107,8 +107,8 @@ def safe_names()->set:
 # Into a pickle
 
 class PartPickler(pickle.Pickler):
-    """Pickles parts of the objects of a Learner. `torch.save` makes its pickler from a class, with arguments of its own:
-    so a Graph sets these three as attributes of a subclass"""
+    """Pickles parts of the objects of a Learner. `torch.save` makes its pickler from a class, with arguments of its
+    own: so a Graph sets these three as attributes of a subclass"""
     paths = {}  # of the objects, by id
     owners = {}  # tensors that have a path, by the address of their memory, which others may share
     names = set()  # classes and functions that the pickle may name

@@ -15,8 +15,8 @@ __all__ = ['stateful', 'Reader']
 
 # %% ../../nbs/resuming/03_reader.ipynb #37f1f76d
 def stateful(dl):
-    """Returns the DataLoader or the data set, whichever keeps its own position in the data, as a `StatefulDataLoader` and
-    the streams of Hugging Face do; None if neither does"""
+    """Returns the DataLoader or the data set, whichever keeps its own position in the data, as a `StatefulDataLoader`
+    and the streams of Hugging Face do; None if neither does"""
     if isinstance(dl, DataLoader):
         return None
     dataset = None if dl.num_workers else dl.dataset  # workers have a copy
