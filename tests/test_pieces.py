@@ -171,7 +171,7 @@ def as_set(samples):
 
 def test_a_batch_that_cannot_be_sliced_is_an_error_before_training():
     learn = learner_on(fastai_loader(96, 32, as_set), GradientAccumulation(8))
-    with pytest.raises(ValueError, match='cannot split a set: use tensors'): fit(learn)
+    with pytest.raises(ValueError, match='cannot split a set: use dense tensors'): fit(learn)
     assert learn.sees_batches.seen == []
 
 
