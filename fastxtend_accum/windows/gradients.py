@@ -8,13 +8,12 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/gradients.html.m
 from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain
-from typing import NamedTuple
 
 from fastai.basics import *
 
 # %% auto #0
 __all__ = ['half', 'can_sum_in_float32', 'params_in', 'trained_params', 'unique', 'optimizers_of', 'extra_params', 'WindowParams',
-           'gradients', 'is_finite', 'Stamp', 'GradientSums', 'divide_gradients']
+           'gradients', 'is_finite', 'GradientSums', 'divide_gradients']
 
 # %% ../../nbs/windows/02_gradients.ipynb #b69c2daa
 # The parameters
@@ -106,16 +105,6 @@ def is_finite(params:Iterable)->bool:
 can_sum_in_float32 = hasattr(Tensor, 'grad_dtype')
 
 # %% ../../nbs/windows/02_gradients.ipynb #304dcb7d
-class Stamp(NamedTuple):
-    "The gradient of a parameter at some moment"
-    grad:Tensor|None
-    version:int|None  # how often the gradient was changed in place
-    requires_grad:bool  # of the parameter
-
-    def is_same(self, other:Stamp)->bool:
-        has_same_flags = self.version == other.version and self.requires_grad == other.requires_grad
-        return self.grad is other.grad and has_same_flags
-
 class GradientSums:
     """The gradients of a window with several micro-batches. PyTorch sums them in `.grad`. The gradients of
     half-precision weights are summed in float32. If a callback changes a sum while the window runs, that is an error"""
@@ -133,12 +122,14 @@ class GradientSums:
             p.grad_dtype = dtype or p.dtype
             if grad is not None: p.grad = grad.to(p.grad_dtype)
 
-    def current_stamps(self)->list[Stamp]:
-        "Returns a stamp for each parameter"
+    def current_stamps(self)->list[tuple]:
+        """Returns for each parameter its gradient, how often that was changed in place, and whether the parameter is
+        trained"""
         res = []
         for p in self.params.guarded:
-            version = None if p.grad is None else p.grad._version
-            res.append(Stamp(p.grad, version, p.requires_grad))
+            grad = p.grad
+            version = None if grad is None else grad._version
+            res += [(grad, version, p.requires_grad)]  # a tuple, since this runs for each parameter and micro-batch
         return res
 
     def accept(self):
@@ -147,7 +138,11 @@ class GradientSums:
 
     def is_intact(self)->bool:
         "Returns whether the gradients are as they were when they were accepted"
-        return all(map(Stamp.is_same, self.stamps, self.current_stamps()))
+        for before,now in zip(self.stamps, self.current_stamps()):
+            grad,*flags = before
+            grad_now,*flags_now = now
+            if grad is not grad_now or flags != flags_now: return False
+        return True
 
     def check(self):
         "Raises RuntimeError if somebody has changed the sums"

@@ -70,7 +70,7 @@ def n_rows(
     for field in fields:  # not `b` itself, whose length is the number of fields
         if expected is not None and has_length(field, expected): return expected
     targets = fields[-1] if fields else None
-    if isinstance(targets, Tensor) and targets.ndim: return len(targets)
+    if isinstance(targets, Tensor) and targets.ndim: return targets.shape[0]
     tensors = tensors_in(b)
     if tensors: return len(tensors[0])
     if expected is not None: return expected
@@ -78,7 +78,7 @@ def n_rows(
 
 def has_length(b, n:int)->bool:
     "Returns whether a tensor, list or tuple in `b`, or `b` itself, has the length `n`"
-    if isinstance(b, Tensor): return b.ndim > 0 and len(b) == n
+    if isinstance(b, Tensor): return b.shape[:1] == (n,)
     items = children(b)
     if items is None: return False
     if len(items) == n and not isinstance(b, Mapping): return True
