@@ -1,12 +1,11 @@
 "What a fit keeps: the state of all that its Learner reaches, in whatever place"
 import pytest
-from fastcore.basics import GetAttr
 from torch.utils.data import DataLoader as TorchLoader
 
 from common import *
 from fastxtend_accum.resuming.graph import Graph
-from resume_layouts import WIDTH, fastai_data, mlp, samples, torch_data, with_valid
-from resumed import assert_goes_on, learner, stop, train
+from resume_layouts import WIDTH, fastai_data, samples, with_valid
+from resumed import assert_goes_on, learner, train
 
 SITUATIONS = {}
 

@@ -5,7 +5,7 @@ from common import *
 from fastxtend_accum.resuming.graph import Graph
 from fastxtend_accum.resuming.identity import draws_numbers
 from resume_layouts import WIDTH, accum, fastai_data, make, mlp, samples, torch_data, with_valid
-from resumed import Stops, assert_goes_on, learner, new_process, stop, train
+from resumed import Stops, assert_goes_on, learner, stop, train
 
 
 class Projects(nn.Module):

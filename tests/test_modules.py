@@ -55,6 +55,23 @@ def test_functions_fit_on_a_screen(path):
         assert len(line) <= 120 or is_of_nbdev, line
 
 
+def test_the_counter_sees_what_is_hard_to_read(tmp_path):
+    hard = {
+        'a, b, c = 1, 2, 3': 1,
+        "text = 'many'*(n > 1)": 1,
+        'f = lambda x: x': 1,
+        'ready and go()': 1,
+        'rows = [[y for y in x] for x in z]': 1,
+        'x = (y := 1)': 1,
+        'a, b = 1, 2': 0,
+        'if ready: go()': 0,
+        'while line := read(): use(line)': 0}
+    for code, n in hard.items():
+        path = tmp_path/'code.py'
+        path.write_text(code)
+        assert legible.measure([path]).marked == n, code
+
+
 def methods_in(tree):
     "Returns pairs of class and method; methods that `@patch` adds to a class, too"
     res = []

@@ -3,7 +3,7 @@ import pytest
 
 from common import *
 from fastxtend_accum.resuming.outside import restore_loggers, state_of_loggers
-from resumed import learner, new_process, stop, train, whole
+from resumed import learner, stop, train, whole
 
 
 def rows():

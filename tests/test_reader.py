@@ -3,7 +3,7 @@ import pytest
 
 from common import *
 from resume_layouts import fastai_data, samples, torch_data, with_valid
-from resumed import Stops, assert_goes_on, learner, train
+from resumed import assert_goes_on, learner, train
 
 
 class Stateful:
