@@ -313,3 +313,36 @@ def test_a_window_that_is_cancelled_at_its_step_drops_its_gradient_with_one_warn
         del steps[1]
     assert_same(weights(learn), reference(steps, N, sgd)[0], ROUNDING)
     assert cb.opt_steps == len(steps)
+
+
+class CountsBatches(Callback):
+    order, run_valid = 60, False
+    n = 0
+    def before_batch(self): self.n += 1
+
+
+class CancelsFirst(Callback):
+    order = 70
+    def before_batch(self):
+        if self.train_iter == 0 and self.counts_batches.n == 1: raise CancelBatchException
+
+
+def test_a_late_callback_sees_each_round_once_beside_one_that_cancels():
+    learn = make_learner(8, n=64, cbs=[GradientAccumulation(16), CountsBatches(), CancelsFirst()])
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # of an order of 50 or more
+        fit(learn, 1)
+    n_rounds = learn.gradient_accumulation.loop.progress.n_rounds
+    assert learn.counts_batches.n == n_rounds > 1
+
+
+class CancelsSteps(Callback):
+    def before_step(self):
+        if self.train_iter%2: raise CancelStepException
+
+
+def test_sizes_of_steps_that_are_cancelled_are_not_logged():
+    learn = make_learner(8, n=64, cbs=[GradientAccumulation(16), CancelsSteps()])
+    fit(learn, 1)
+    sizes = [o for o in learn.recorder.accum_bs if o]
+    assert sizes == [16]*learn.gradient_accumulation.opt_steps == [16]*2
