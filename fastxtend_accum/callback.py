@@ -24,7 +24,7 @@ from .memory.out_of_memory import is_out_of_memory
 from .memory.retry import MemorySaver,RetryOnOutOfMemory
 
 # %% auto #0
-__all__ = ['pass_events', 'WindowCallback', 'leader_of', 'is_validating']
+__all__ = ['pass_events', 'WindowCallback', 'leader_of', 'is_validating', 'is_lr_find']
 
 # %% ../nbs/05_callback.ipynb #ecdd7c4c
 class WindowCallback(Callback):
@@ -90,8 +90,7 @@ def before_fit(self:WindowCallback):
     self.is_new_fit = True
     self.read_settings()
     finder = first(self.learn._grab_cbs(LRFinder))
-    is_lr_find = finder is not None and self.learn.logger is noop  # a fit that is given an LRFinder logs
-    if is_lr_find and self.is_leader(): self.extend_lr_find(finder.num_it)
+    if finder and self.is_leader() and is_lr_find(self.learn, finder): self.extend_lr_find(finder.num_it)
 
 @patch
 def after_fit(self:WindowCallback):
@@ -102,6 +101,14 @@ def is_validating(learn)->bool:
     """Returns whether `validate` or `get_preds` sends the events of a fit, perhaps in the middle of one: fastai's
     `validation_context` holds this lock"""
     return learn.lock.locked()
+
+def is_lr_find(learn, finder:LRFinder)->bool:
+    """Returns whether `learn` runs `lr_find`, which logs nothing and sets `n_epoch` by the number of iterations. Other
+    fits with an LRFinder run for their own epochs"""
+    if learn.logger is not noop: return False
+    n = len(learn.dls.train)
+    least = finder.num_it if finder.num_it > 6 else 1  # LRFinder makes 6 of less
+    return least//n+1 <= learn.n_epoch <= finder.num_it//n+1
 
 @patch
 def extend_lr_find(self:WindowCallback, num_it:int):
