@@ -15,7 +15,7 @@ from .windows.checks import (check_callable,check_flags,check_micro_batch_size,c
 from .windows.description import how_made_up,how_split,largest_part
 from .windows.events import is_finding_rate
 from .windows.forward_backward import Settings
-from .windows.loader import (EpochPlan,LoaderInfo,dataset_size,drops_last,is_distributed,length_of,
+from .windows.loader import (EpochPlan,LoaderInfo,WindowShape,dataset_size,drops_last,is_distributed,length_of,
                                             loader_bs,nearest_shape,remainders)
 from .windows.loggers import Loggers
 from .windows.loop import WholeBatch,replaced_method
@@ -80,11 +80,9 @@ class GradientAccumulation(WindowCallback):
         plan = loop.batches.plan
         bs = plan.info.batch_size
         if bs is None: return None if self.strategy.requested_size == 'auto' else self.strategy.size
-        n_pieces = plan.shape_at_pct(loop.learn.pct_train).n_pieces
-        batch = math.ceil(bs/n_pieces)
-        sizes = [self.strategy.size, *[o.size for o in loop.learn._grab_cbs(MemorySaver)]]
-        limits = [o for o in sizes if o is not None]
-        return largest_part(batch, min([batch, *limits]))
+        batch = math.ceil(bs/plan.shape(loop.batches.samples_read).n_pieces)
+        limits = [batch, self.strategy.size, *[o.size for o in loop.learn._grab_cbs(MemorySaver)]]
+        return largest_part(batch, min(o for o in limits if o is not None))
 
 # %% ../nbs/00_accumulation.ipynb #1f3f92d9
 # Settings
@@ -141,7 +139,7 @@ def check_sizes(self:GradientAccumulation, plan:EpochPlan):
     if not self.accum_bs: return
     n_processes = self.loop.fit.processes.n
     self.check_multiples(plan.info, n_processes)
-    # If sizes vary, there may be windows in later epochs
+    # If sizes vary, later epochs may have smaller windows
     is_certain = plan.info.has_exact_length and not plan.sizes_vary
     if plan.remainder == 'drop' and is_certain and not plan.windows:
         raise ValueError(f"an epoch has {plan.info.n_planned*n_processes} samples, which do not fill one window of "
@@ -153,9 +151,12 @@ def check_multiples(self:GradientAccumulation, info:LoaderInfo, n_processes:int=
     bs = info.batch_size
     global_bs = bs*n_processes
     for name,size in self.sizes_by_argument(global_bs).items():
+        if size < n_processes:
+            raise ValueError(f"{name}={size} is less than a sample for each of the {n_processes} processes: use "
+                             f"{n_processes} or more")
         check_multiple(name, size, bs, n_processes)
         is_cut = size < global_bs
-        if is_cut and not info.states_batch_size:
+        if is_cut and not info.states_batch_size:  # then `bs` is the callback's micro_batch_size
             raise ValueError(f"{name}={size} is less than {global_bs}, the batch by micro_batch_size={bs}, and a "
                              f"DataLoader that states no batch size cannot be cut: use {global_bs} or more")
 
@@ -198,9 +199,10 @@ def after_cancel_step(self:GradientAccumulation):
     "Counts a step that the GradScaler skips as if `skip_nonfinite` had skipped it"
     if not self.learn or not self.skip_nonfinite: return
     for cb in self.learn._grab_cbs(MixedPrecision):
-        # In `before_step` it sets `skipped`, lets the GradScaler try, which resets it; if not, it cancels the step
+        # Its `before_step` sets `skipped` to True. If the GradScaler steps, it becomes False; if not, `cb` cancels the
+        # step
         is_skipped = vars(cb).get('skipped', False)
-        cb.skipped = False  # because another callback may cancel the next step, before `cb` gets there
+        cb.skipped = False  # if another callback cancels the next step before `cb` gets there, it is not counted again
         if is_skipped: self.report_skipped(Outcome.NONFINITE)
 
 # %% ../nbs/00_accumulation.ipynb #3c9d1e58
@@ -208,14 +210,16 @@ def after_cancel_step(self:GradientAccumulation):
 
 @patch
 def report_step(self:GradientAccumulation):
-    "Prints the line if it is due, once the forward pass has shown what differs from one batch"
+    "Prints the line if it is due. It waits for the first step, because a forward pass shows what differs"
     if self.line_is_due: self.log_once(self.description())
     self.line_is_due = False
 
 @patch
 def description(self:GradientAccumulation)->str:
-    "Returns a line that says how windows are made up, and what differs from one batch"
+    """Returns a line that says how windows are made up, and how a step differs from that of one large batch. Before a
+    fit, returns an empty line"""
     loop = self.loop
+    if loop is None or loop.batches is None: return ''
     n = loop.fit.processes.n
     bs = loop.batches.info.batch_size or loop.batches.current.samples
     micro_bs = self.micro_bs or bs
@@ -231,14 +235,16 @@ def description(self:GradientAccumulation)->str:
     if differences:
         batch = f'one batch of {largest.samples(bs*n)}' if smallest == largest else 'one batch'
         line += f'. As in {batch}, except: {differences}.'
-        if self.could_checkpoint(largest == (1, 1)): line += ' ActivationCheckpointing() avoids this.'
+        is_loader_batch = smallest == largest == WindowShape()
+        if is_loader_batch and self.could_checkpoint(): line += ' ActivationCheckpointing() avoids this.'
     return line
 
 @patch
-def could_checkpoint(self:GradientAccumulation, is_loader_batch:bool)->bool:
-    "Returns whether a window, if it is one loader batch, could run whole in the same memory"
+def could_checkpoint(self:GradientAccumulation)->bool:
+    """Returns whether ActivationCheckpointing could save memory in place of micro-batches, so that the model sees whole
+    batches. It cannot adapt to memory if FSDP shards the model, nor beside another that saves memory"""
     learn = self.loop.learn
-    return is_loader_batch and not is_sharded(learn.model) and not learn._grab_cbs(MemorySaver)
+    return not is_sharded(learn.model) and not learn._grab_cbs(MemorySaver)
 
 # %% ../nbs/00_accumulation.ipynb #d9a3b6bf
 # After training
@@ -247,11 +253,12 @@ def could_checkpoint(self:GradientAccumulation, is_loader_batch:bool)->bool:
 def after_train(self:GradientAccumulation):
     "If no batch has run in this fit, warns of the reason"
     learn,loop = self.learn,self.loop
-    is_fit = learn and learn.opt is not None and self.is_leader()
-    if not is_fit or loop is None or replaced_method(learn): return
-    has_run = loop.n_steps or loop.progress.n_rounds
-    if has_run: return
-    is_replaced = learn.dl is not loop.batches and learn.dl is not None  # None: a callback has exported the Learner
+    if not learn or not self.is_leader() or loop is None or replaced_method(learn): return
+    ran_earlier = loop.n_steps > 0
+    ran_in_this_epoch = loop.progress.n_rounds > 0
+    if ran_earlier or ran_in_this_epoch: return
+    is_exported = learn.dl is None  # a callback has exported the Learner, which has lost its running DataLoader
+    is_replaced = learn.dl is not loop.batches and not is_exported
     is_last_epoch = learn.epoch == learn.n_epoch-1
     if is_replaced: self.warn_of_replaced_loader()
     elif is_last_epoch: self.warn_of_no_window()
@@ -275,8 +282,8 @@ def warn_of_no_window(self:GradientAccumulation):
 
 @patch
 def before_validate(self:GradientAccumulation):
-    """Makes fastai's DataLoader yield validation batches that fit in the same memory: of the size that the model sees
-    in training, if that is smaller"""
+    """Makes validation batches as small as those that the model sees in training, if fastai's DataLoader can, so that
+    they fit in the same memory"""
     learn = self.learn
     if not learn or self.micro_batch_size is None: return
     dl,size = learn.dl,self.micro_bs

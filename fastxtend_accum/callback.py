@@ -24,13 +24,13 @@ from .memory.out_of_memory import is_out_of_memory
 from .memory.retry import MemorySaver,RetryOnOutOfMemory
 
 # %% auto #0
-__all__ = ['pass_events', 'WindowCallback', 'leader_of', 'is_lr_find']
+__all__ = ['pass_events', 'WindowCallback', 'leader_of', 'is_validating', 'is_lr_find']
 
 # %% ../nbs/05_callback.ipynb #ecdd7c4c
 class WindowCallback(Callback):
     "Base class of callbacks that run the batches of a Learner as windows. By default each loader batch is a window"
     order = 12  # after DistributedTrainer has wrapped the DataLoader, before ProgressCallback sees it
-    lead_rank = 2  # of several in a Learner, the one of the lowest rank runs the batches: GradientAccumulation has 0
+    lead_rank = 2  # if a Learner has several, the one with the lowest rank runs the batches: GradientAccumulation has 0
     run_valid = False
     accum_bs = None  # samples in a window, None: each loader batch is one
     micro_batch_size = None  # see GradientAccumulation
@@ -38,15 +38,15 @@ class WindowCallback(Callback):
     strategy = WholeBatch()  # runs a loader batch in training
 
     loop = None  # the `WindowLoop` of this fit, or of the last one
-    place = None  # of the next epoch in a fit that was killed: the `state` of its loop
-    is_new_fit = True  # from `before_fit` to the first `before_train`
+    place = None  # the `state` of a loop, of a fit that was killed: there the next epoch begins
+    is_new_fit = True  # whether the next epoch is the first of a fit
     last_message = None  # that was printed
     _stateattrs = ('loop','place')  # fastai leaves these out of a copy or an export of the callback
 
     __setattr__ = object.__setattr__  # fastai's warns of each name that the model has, too
 
     def is_leader(self)->bool:
-        "Returns whether this callback runs the batches, of all that could"
+        "Returns whether this callback runs the batches. Only one of a Learner does"
         return self.learn is not None and leader_of(self.learn) is self
 
     def log_once(self, message:str):
@@ -59,11 +59,11 @@ class WindowCallback(Callback):
         "Checks the attributes that set how the callback works; raises TypeError or ValueError"
     def settings(self)->Settings: return Settings(describes=self.verbose)
     def remainder_for(self, dl)->str:
-        "Returns what becomes of batches at the end of an epoch that do not fill a window: 'step', 'carry' or 'drop'"
+        "Returns what happens to batches at the end of an epoch that do not fill a window: 'step', 'carry' or 'drop'"
         return 'step'
     def sizes_by_argument(self, global_bs:int)->dict[str,int]:
-        """Returns the sizes of windows, in samples of all processes, by the name of the argument that sets each.
-        `global_bs` is the size of a loader batch, summed over processes"""
+        """Returns the sizes of windows, in samples of all processes, by the name of the argument that sets each, which
+        errors name. `global_bs` is the size of a loader batch, summed over processes"""
         return dict(accum_bs=global_bs)  # no argument sets it: each loader batch is a window
     def window_size_at(self, pct_train:float, n_epoch:int, global_bs:int)->float:
         "Returns the wanted size of a window that begins at `pct_train` of a fit, in samples of all processes"
@@ -73,8 +73,7 @@ class WindowCallback(Callback):
     def report_skipped(self, outcome:Outcome): "The loop calls it for each window whose step is skipped"
 
 def leader_of(learn)->WindowCallback|None:
-    """Returns the callback that runs the batches of `learn` as windows: of those with `run`, the first of the lowest
-    rank"""
+    "Returns the callback that runs the batches of `learn` as windows, of those with `run`; None if there is none"
     running = [o for o in learn.cbs if isinstance(o, WindowCallback) and o.run]
     return min(running, key=lambda o: o.lead_rank, default=None)
 
@@ -87,16 +86,26 @@ def before_fit(self:WindowCallback):
     if not self.learn:
         warn_user(f"{type(self).__name__} was removed from its Learner, and does nothing: make one for each Learner")
         return
-    is_validation = self.learn.lock.locked()  # `validate` or `get_preds`, perhaps in the middle of a fit
-    if is_validation: return
+    if is_validating(self.learn): return
     self.is_new_fit = True
     self.read_settings()
     finder = first(self.learn._grab_cbs(LRFinder))
     if finder and self.is_leader() and is_lr_find(self.learn, finder): self.extend_lr_find(finder.num_it)
 
+@patch
+def after_fit(self:WindowCallback):
+    # In the next fit `before_fit` may not get here, if a callback sets `run` later
+    if self.learn and not is_validating(self.learn): self.is_new_fit = True
+
+def is_validating(learn)->bool:
+    """Returns whether `validate` or `get_preds` sends the events of a fit, perhaps in the middle of one: fastai's
+    `validation_context` holds this lock"""
+    return learn.lock.locked()
+
 def is_lr_find(learn, finder:LRFinder)->bool:
-    """Returns whether `learn` runs `lr_find`, by the number of epochs that it sets. Other fits with an LRFinder run for
-    their own epochs"""
+    """Returns whether `learn` runs `lr_find`, which logs nothing and sets `n_epoch` by the number of iterations. Other
+    fits with an LRFinder run for their own epochs"""
+    if learn.logger is not noop: return False
     n = len(learn.dls.train)
     least = finder.num_it if finder.num_it > 6 else 1  # LRFinder makes 6 of less
     return least//n+1 <= learn.n_epoch <= finder.num_it//n+1
@@ -105,42 +114,52 @@ def is_lr_find(learn, finder:LRFinder)->bool:
 def extend_lr_find(self:WindowCallback, num_it:int):
     """`lr_find` has set `n_epoch` so that `num_it` loader batches fit. Windows are fewer, so they need more epochs. It
     ends by itself"""
-    learn = self.learn
-    dl = learn.dls.train
-    plan = self.plan_of(dl, 0, learn.n_epoch)
-    n_windows = len(plan.windows)
-    if self.remainder_for(dl) == 'carry': # then it is a fraction, and less than 1 if a window needs several epochs
-        n_windows = plan.info.n_planned/plan.shape_at_pct(0.).samples(plan.info.planned_batch_size)
-    learn.n_epoch = int(num_it//(n_windows or 1))+1
+    dl = self.learn.dls.train
+    info = self.loader_info_of(dl)
+    # In an epoch; also with several processes, which share out its samples
+    n_windows = info.n_planned/self.window_size_at(0., 1, info.planned_batch_size)
+    remainder = self.remainder_for(dl)
+    if remainder == 'step': n_windows = math.ceil(n_windows)
+    if remainder == 'drop': n_windows = max(int(n_windows), 1)
+    self.learn.n_epoch = int(num_it/n_windows)+1
 
 # %% ../nbs/05_callback.ipynb #6f0aaeb2
 @patch
 def before_train(self:WindowCallback):
     "Plans the windows of this epoch; sets `learn.dl` to an `EpochBatches`, which makes `all_batches` run them"
     learn = self.learn
-    is_first = self.is_new_fit or self.loop is None  # epoch of the fit
+    is_first = self.is_new_fit or self.loop is None  # epoch of the fit; a copied callback has no loop
     self.is_new_fit = False
     if not self.is_leader(): return
     self.check_ownership()
-    if learn.opt is None: return  # `validate`, without a fit
     if is_first: self.begin_fit()
-    loop,place = self.loop,self.place
-    carried = loop.batches.left_over if loop.batches is not None else []
-    if place is not None: carried = carried_sizes(place['batches'])
-    plan = self.plan_epoch(learn.dl, loop.fit.processes.n, carried)
+    carried = self.carried_batches()
+    plan = self.plan_epoch(learn.dl, self.loop.fit.processes.n, carried)
     self.check_sizes(plan)  # a callback may change them, or the DataLoader, between epochs
     if is_first: self.check(plan)
     self.warn_of_hooks(plan)
-    loop.begin_epoch(learn.dl, plan, carried)
-    if replaced_method(learn): return  # it runs whole batches, and `check` has made sure that nothing else is asked for
-    learn.dl = loop.batches
+    self.loop.begin_epoch(learn.dl, plan, carried)
+    if not replaced_method(learn): self.install()  # if it is, `check` has made sure that its whole batches will do
+
+@patch
+def carried_batches(self:WindowCallback)->list[LoaderBatch]:
+    "Returns the batches that the epoch before has left for this one"
+    if self.place is not None: return carried_sizes(self.place['batches'])
+    batches = self.loop.batches
+    return [] if batches is None else batches.left_over
+
+@patch
+def install(self:WindowCallback):
+    "Makes the Learner run this epoch by the loop, from its beginning or from `place`"
+    loop = self.loop
+    self.learn.dl = loop.batches
     loop.progress.begin_epoch()
-    if place is not None: loop.go_to(place)
+    if self.place is not None: loop.go_to(self.place)
     self.place = None
 
 @patch
 def begin_epoch_at(self:WindowCallback, place:dict):
-    "Makes the next epoch begin where the `state` of a loop was made"
+    "For AutoResume: makes the next epoch begin at `place`, which `WindowLoop.state` has returned"
     self.place = place
 
 # %% ../nbs/05_callback.ipynb #8b1df9a5
@@ -148,7 +167,8 @@ def begin_epoch_at(self:WindowCallback, place:dict):
 def check_ownership(self:WindowCallback):
     "Raises an error if this callback was added twice, or to another Learner"
     learn,name = self.learn,type(self).__name__
-    is_running = getattr(learn, 'dl', None) is not None  # fastai sets `dl` of the Learner that runs
+    # Adding a callback to a second Learner sets its `learn` to that one; only the Learner that runs has a `dl`
+    is_running = getattr(learn, 'dl', None) is not None
     if not is_running:
         raise RuntimeError(f"this {name} belongs to another Learner: give each one of its own")
     if sum(o is self for o in learn.cbs) > 1:
@@ -158,7 +178,7 @@ def check_ownership(self:WindowCallback):
 def begin_fit(self:WindowCallback):
     "Makes the loop of a fit, with nothing left of one that was interrupted"
     learn = self.learn
-    self.is_new_fit = False
+    self.is_new_fit = False  # AutoResume may call this before the first epoch
     savers = self.memory_savers()
     strategy = RetryOnOutOfMemory(self.strategy, savers) if savers else self.strategy
     processes = Processes(learn, may_retry=any(o.adapts for o in savers))
@@ -169,7 +189,7 @@ def begin_fit(self:WindowCallback):
 
 @patch
 def memory_savers(self:WindowCallback)->list[MemorySaver]:
-    "Returns what saves memory in this fit: callbacks, or the strategy; first the one that is to save more first"
+    "Returns the callbacks that save memory in this fit, and the strategy if it does, in the order of `saver_rank`"
     candidates = [o for o in self.learn.cbs if o.run]
     candidates.append(self.strategy)
     savers = [o for o in candidates if isinstance(o, MemorySaver)]
@@ -185,7 +205,7 @@ def plan_epoch(self:WindowCallback, dl, n_processes:int, carried:list[LoaderBatc
 
 @patch
 def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, carried:list=())->EpochPlan:
-    "Returns the windows of `dl` in an epoch of a fit"
+    "Returns the windows of `dl` in an `epoch` of a fit of `n_epoch`"
     info = self.loader_info_of(dl)
     bs = info.planned_batch_size
     global_bs = bs*n_processes
@@ -195,17 +215,19 @@ def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, 
     sizes = self.sizes_by_argument(global_bs).values()
     remainder = self.remainder_for(dl)
     batches_vary = bool(self.accum_bs) and not info.states_batch_size
+    # A schedule has several sizes; a carried batch adds to a window of the next epoch
+    sizes_vary = len(sizes) > 1 or remainder == 'carry' or batches_vary
     return EpochPlan(
         info, shape_at_pct, epoch, n_epoch, remainder, carried,
         has_pieces=min(sizes) < global_bs,
-        sizes_vary=len(sizes) > 1 or remainder == 'carry' or batches_vary)
+        sizes_vary=sizes_vary)
 
 @patch
 def loader_info_of(self:WindowCallback, dl)->LoaderInfo:
     """Returns what `dl` says of itself. If it states no batch size, `micro_batch_size` is taken for it. Raises
     ValueError if windows of several batches need a size, and there is neither"""
-    given = self.micro_batch_size if self.accum_bs else None
-    info = loader_info(dl, None if given == 'auto' else given)
+    assumed_bs = self.micro_batch_size if self.accum_bs else None
+    info = loader_info(dl, None if assumed_bs == 'auto' else assumed_bs)
     if self.accum_bs and not info.batch_size:
         raise ValueError(f"cannot find the batch size of {type(dl).__name__}, which has no bs or batch_size: pass "
                          "micro_batch_size, the number of samples it yields at a time")
@@ -227,7 +249,7 @@ def joins_batches(self:WindowCallback, plan:EpochPlan)->bool:
 
 @patch
 def check_sizes(self:WindowCallback, plan:EpochPlan):
-    "Raises ValueError if loader batches cannot be joined to windows, or cut into them"
+    "A subclass raises ValueError if loader batches cannot be joined to windows, or cut into them"
 
 @patch
 def check(self:WindowCallback, plan:EpochPlan):
@@ -246,8 +268,9 @@ def check_loop(self:WindowCallback, plan:EpochPlan):
     replaced = replaced_method(self.learn)
     if not replaced: return
     global_bs = self.global_bs(plan)
-    has_one_size = set(self.sizes_by_argument(global_bs).values()) == {global_bs}
-    if has_one_size and not self.loop.strategy.may_repeat: return
+    sizes = set(self.sizes_by_argument(global_bs).values())
+    runs_whole_batches = sizes == {global_bs} and not self.loop.strategy.may_repeat
+    if runs_whole_batches: return
     name = type(self).__name__
     raise ValueError(f"{type(self.learn).__name__} has its own {replaced}, which {name} would overrule: leave {name} "
                      "out, or make a callback of what it does")
@@ -274,7 +297,8 @@ pass_events = 'after_pred','after_loss','before_backward','after_backward'
 
 @patch
 def warn_of_set_up(self:WindowCallback):
-    "Warns of callbacks with `before_batch`, which comes once a batch, and an event that comes once a micro-batch"
+    """Warns of callbacks with `before_batch`, which comes once a batch, and an event that comes once a micro-batch: what
+    the one sets up, the other may undo after the first micro-batch"""
     for cb in self.learn.cbs:
         if isinstance(cb, WindowCallback) or not has_event(cb, 'before_batch'): continue
         events = [o for o in pass_events if has_event(cb, o)]

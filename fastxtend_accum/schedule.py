@@ -29,7 +29,7 @@ _tiny = 1e-6  # positions are sums of many fractions: .3 may be .299999999999999
 
 def check_point(name:str, point:Numeric, n_epoch:int|None=None):
     """Raises TypeError or ValueError unless `point` is a fraction of training (float), or a number of epochs (int) in a
-    fit of `n_epoch`, if that is known; `name` is what to call it"""
+    fit of `n_epoch`, if that is known. Errors call it `name`"""
     if isinstance(point, bool) or not isinstance(point, Real):
         raise TypeError(f"{name} must be a float (fraction of training) or an int (epochs), not {point!r}")
     largest = 1.
@@ -51,7 +51,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
     @delegates(GradientAccumulation.__init__, but=['accum_bs','n_acc'])
     def __init__(self,
         start_accum_bs:int, # Samples per step until `start`: a multiple of the loader's batch, or any smaller size
-        final_accum_bs:int|None=None, # Samples per step from `finish` on; if less than at the start, the batch shrinks
+        final_accum_bs:int, # Samples per step from `finish` on; if less than at the start, the batch shrinks
         start:Numeric=0, # Where the schedule starts: a fraction of training (float) or a number of epochs (int)
         finish:Numeric=0.3, # Where it ends: 1.0 (float) is the end of training, 1 (int) the end of the first epoch
         schedule:Callable=SchedCos, # fastai annealer, or any `f(start, end)` that returns a function of `pos`
@@ -65,6 +65,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
         super().__init__(
             start_accum_bs,
+            None, # So that Python refuses a second size, `n_acc`
             log_accum_batch=log_accum_batch,
             micro_batch_size=micro_batch_size,
             remainder=remainder,
@@ -72,16 +73,13 @@ class GradientAccumulationSchedule(GradientAccumulation):
 
     def read_settings(self):
         "Raises TypeError or ValueError on settings that are not valid, alone or together"
-        if isinstance(self.start_accum_bs, dict):
-            raise TypeError("SchedSteps(...) returns several arguments: write "
-                            "GradientAccumulationSchedule(**SchedSteps(...)), with two asterisks")
         self.start_accum_bs = check_size('start_accum_bs', self.start_accum_bs)
         self.final_accum_bs = check_size('final_accum_bs', self.final_accum_bs)
         check_point('start', self.start)
         check_point('finish', self.finish)
         have_one_unit = isinstance(self.start, Integral) == isinstance(self.finish, Integral)
         if have_one_unit: self.check_order(self.start, self.finish)  # if not, the length of the fit decides
-        self.accum_bs = self.start_accum_bs
+        self.accum_bs = self.start_accum_bs  # as it was at the start of the fit
         super().read_settings()
 
     def check_order(self, start:Numeric, finish:Numeric):
@@ -95,9 +93,8 @@ class GradientAccumulationSchedule(GradientAccumulation):
 # %% ../nbs/01_schedule.ipynb #55f931d1
 @patch
 def sizes_by_argument(self:GradientAccumulationSchedule, global_bs:int)->dict[str,int]:
-    sizes = dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)
-    if isinstance(self.schedule, _Steps): sizes = self.schedule.sizes_by_point | sizes
-    return sizes
+    if isinstance(self.schedule, _Steps): return self.schedule.sizes_by_point
+    return dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)
 
 @patch
 def remainder_for(self:GradientAccumulationSchedule, dl)->str:
@@ -113,7 +110,7 @@ def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:i
     is_finding = self.learn is not None and is_finding_rate(self.learn)
     if is_finding: return self.start_accum_bs  # the rate is found for the size at the start
     start = fraction_of_fit('start', self.start, n_epoch)
-    finish = fraction_of_fit('finish', self.finish, n_epoch)
+    finish = fraction_of_fit(getattr(self.schedule, 'last_point', 'finish'), self.finish, n_epoch)
     self.check_order(start, finish)
     if pct_train >= finish-_tiny: return self.final_accum_bs
     if pct_train < start-_tiny: return self.start_accum_bs
@@ -135,16 +132,9 @@ def check(self:GradientAccumulationSchedule, plan:EpochPlan):
         self.window_size_at(pct, n_epoch, self.global_bs(plan))  # raises ValueError if a size is invalid
     # In a fit of one epoch 1 and 1.0 are the same
     is_curve = not isinstance(self.schedule, _Steps)
-    if n_epoch > 1 and is_curve and not is_finding_rate(self.learn): self.warn_of_one_epoch()
-
-@patch
-def warn_of_one_epoch(self:GradientAccumulationSchedule):
-    "Warns if `start` or `finish` is the int 1, which may have been meant as 1.0"
-    for name,point in dict(start=self.start, finish=self.finish).items():
-        is_one_epoch = isinstance(point, Integral) and point == 1
-        is_meant = name == 'start' and self.finish > 1  # since the schedule finishes after more than 1 epoch
-        if is_one_epoch and not is_meant:
-            warn_user(f"{name}=1 means after 1 of the {self.learn.n_epoch} epochs; {name}=1.0 is the end of training")
+    is_one_epoch = isinstance(self.finish, Integral) and self.finish == 1
+    if is_one_epoch and is_curve and n_epoch > 1 and not is_finding_rate(self.learn):
+        warn_user(f"finish=1 means after 1 of the {n_epoch} epochs; finish=1.0 is the end of training")
 
 # %% ../nbs/01_schedule.ipynb #41d13a3e
 @patch
@@ -225,15 +215,16 @@ def SchedSteps(
 
 # %% ../nbs/01_schedule.ipynb #90fc0ba8
 class _Steps:
-    "The annealer of `SchedSteps`: the batch size is that of the last of the `points` that was passed"
+    "The annealer of `SchedSteps`: from each of the `points` on, the batch has the size of that point"
     def __init__(self, points:list, sizes:list):
         last = points[-1] or 1  # 0: there is one point only
         self.positions = [o/last for o in points]  # annealers get positions from 0 to 1, of which 1 is the last point
         self.sizes = sizes
         self.sizes_by_point = {f'steps[{o}]':size for o,size in zip(points, sizes)}  # as errors name them
+        self.last_point = 'the last point in steps'
 
     def __call__(self, start:int, end:int)->Callable:
-        "Returns the curve, as fastai's annealers do. It has `start` and `end` already, as its first and last size"
+        "Returns the curve, as fastai's annealers do. `start` and `end` are its first and last size, which it knows"
         return self.at
 
     def at(self, position:float)->int:

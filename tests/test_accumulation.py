@@ -345,3 +345,27 @@ def test_smaller_batches_for_validation_draw_no_random_number():
         random.seed(1)
         fit(make_learner(8, cbs=[*cbs, Callback(after_validate=note)]), 1)
     assert seen[0] == seen[1]
+
+
+def test_windows_smaller_than_the_number_of_processes():
+    cb = GradientAccumulation(1)
+    info = cb.loader_info_of(DataLoader(list(range(8)), bs=4))
+    with pytest.raises(ValueError, match='accum_bs=1 is less than .* the 2 processes: use 2 or more'):
+        cb.check_multiples(info, 2)
+
+
+def test_there_is_no_description_before_a_fit():
+    assert GradientAccumulation(32).description() == ''
+
+
+class SetsSize(Callback):
+    "Sets a size that the loader cannot make, in the middle of an epoch"
+    def before_step(self): self.learn.gradient_accumulation.accum_bs = 20
+
+
+def test_a_size_that_is_set_in_mid_epoch_waits_for_the_next_one():
+    learn = make_learner(8, n=64, cbs=[GradientAccumulation(16), SetsSize()])
+    fit(learn, 1)
+    assert learn.gradient_accumulation.opt_steps == 4
+    learn.gradient_accumulation.accum_bs = 16
+    with pytest.raises(ValueError, match='accum_bs=20'): fit(learn, 2)

@@ -148,9 +148,12 @@ def fit_without_two_windows(event, order=0):
     return fit(learn, 1), big
 
 
+EARLY_OR_LATE = [(event, order) for event in BEFORE_PASS for order in (0, 55)]
+EARLY_OR_LATE.remove(('before_batch', 55))  # a late callback cancels a round, in which no other batch takes its place
+
+
 @pytest.mark.filterwarnings('ignore:before_batch of .* is called once per window')
-@pytest.mark.parametrize('order', [0, 55])
-@pytest.mark.parametrize('event', BEFORE_PASS)
+@pytest.mark.parametrize('event,order', EARLY_OR_LATE)
 def test_a_window_all_of_whose_batches_are_cancelled_counts_as_one_cancelled_batch(event, order):
     "Before it has a loss, it is logged as one, too. After that, the loss in the log is that of its last loader batch"
     learn, big = fit_without_two_windows(event, order)
@@ -313,3 +316,36 @@ def test_a_window_that_is_cancelled_at_its_step_drops_its_gradient_with_one_warn
         del steps[1]
     assert_same(weights(learn), reference(steps, N, sgd)[0], ROUNDING)
     assert cb.opt_steps == len(steps)
+
+
+class CountsBatches(Callback):
+    order, run_valid = 60, False
+    n = 0
+    def before_batch(self): self.n += 1
+
+
+class CancelsFirst(Callback):
+    order = 70
+    def before_batch(self):
+        if self.train_iter == 0 and self.counts_batches.n == 1: raise CancelBatchException
+
+
+def test_a_late_callback_sees_each_round_once_beside_one_that_cancels():
+    learn = make_learner(8, n=64, cbs=[GradientAccumulation(16), CountsBatches(), CancelsFirst()])
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # of an order of 50 or more
+        fit(learn, 1)
+    n_rounds = learn.gradient_accumulation.loop.progress.n_rounds
+    assert learn.counts_batches.n == n_rounds > 1
+
+
+class CancelsSteps(Callback):
+    def before_step(self):
+        if self.train_iter%2: raise CancelStepException
+
+
+def test_sizes_of_steps_that_are_cancelled_are_not_logged():
+    learn = make_learner(8, n=64, cbs=[GradientAccumulation(16), CancelsSteps()])
+    fit(learn, 1)
+    sizes = [o for o in learn.recorder.accum_bs if o]
+    assert sizes == [16]*learn.gradient_accumulation.opt_steps == [16]*2

@@ -120,13 +120,12 @@ class Changes(Callback):
 
 def add(learn, other): learn.add_cb(other)
 def remove(learn, other): learn.remove_cb(other)
-def move(learn, other): other.order = -other.order
 def switch_off(learn, other): other.run = False
 def switch_off_in_training(learn, other): other.run_train = False
 def switch_off_in_validation(learn, other): other.run_valid = False
 
 
-CHANGES = [add, remove, move, switch_off, switch_off_in_training, switch_off_in_validation]
+CHANGES = [add, remove, switch_off, switch_off_in_training, switch_off_in_validation]
 
 
 class OwnCall(Learner):
@@ -151,7 +150,7 @@ def recorded_with_change(event, change, cls, *cbs):
 @pytest.mark.parametrize('change', CHANGES)
 @pytest.mark.parametrize('event', IN_A_FIT)
 def test_a_callback_that_is_changed_in_an_event(event, change, cls):
-    "Added, removed, moved or switched off: with windows of one batch this counts when it counts in a plain Learner"
+    "Added, removed or switched off: with windows of one batch this counts when it counts in a plain Learner"
     plain = recorded_with_change(event, change, cls)
     assert 'other' in [label for label, *_ in plain]
     assert recorded_with_change(event, change, cls, one_batch_windows()) == plain
@@ -454,7 +453,7 @@ def test_autocast_that_is_left_in_a_pass_is_entered_again_before_the_next():
     learn.xb = learn.yb = ()
     send = events.Events(learn)
     repeater = events.AutocastRepeater(send)
-    repeater.before_batch(to_all=True)
+    repeater.before_batch()
     for _ in range(2):
         repeater.before_pass()
         repeater.before_pass()  # the second time there is nothing to do

@@ -164,3 +164,17 @@ def test_a_window_that_its_epoch_no_longer_fills_is_none(event):
     assert accum.opt_steps == 2
     assert learn.train_iter == 4
     assert len(losses(learn)) == 2
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self): return iter(zip(*data(40)))
+    def __len__(self): return 40
+
+
+@pytest.mark.parametrize('remainder', ['step', 'carry'])
+def test_a_stream_with_logged_batches_ends_at_the_end(remainder):
+    cb = GradientAccumulation(32, log_accum_batch=False, remainder=remainder)
+    learn = make_learner(8, n=40, cbs=cb)
+    learn.dls.loaders[0] = torch.utils.data.DataLoader(Stream(), batch_size=8)
+    fit(learn, 2)
+    assert learn.pct_train == pytest.approx(1.)

@@ -626,5 +626,21 @@ def test_steps_that_are_none_are_an_error(steps, error, says):
 def test_one_argument_instead_of_two_is_an_error():
     "SchedSteps returns several, so it needs asterisks"
     steps = SchedSteps({0: 16, 0.5: 32})
-    with pytest.raises(TypeError, match='with two asterisks'): GradientAccumulationSchedule(steps)
+    with pytest.raises(TypeError, match='final_accum_bs'): GradientAccumulationSchedule(steps)
     with pytest.raises(TypeError, match='final_accum_bs counts samples, .* not None'): GradientAccumulationSchedule(16)
+
+
+def test_a_start_after_one_epoch_gives_no_warning():
+    learn = make_learner(8, n=32, cbs=GradientAccumulationSchedule(8, 16, start=1, finish=1., schedule=SchedLin))
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        fit(learn, 3)
+
+
+def test_a_point_of_steps_outside_of_a_shorter_fit_is_named():
+    learn = make_learner(8, n=32, cbs=GradientAccumulationSchedule(**SchedSteps({0:8, 2:16})))
+    with pytest.raises(ValueError, match='the last point in steps=2 is outside of training'): fit(learn, 1)
+
+
+def test_a_second_size_by_another_name():
+    with pytest.raises(TypeError, match='n_acc'): GradientAccumulationSchedule(8, 16, n_acc=32)

@@ -23,8 +23,8 @@ _senders = '__call__','_call_one','_with_events'  # by which fastai sends events
 
 def sends_as_fastai(learn)->bool:
     "Returns whether the methods by which `learn` sends events are fastai's own"
-    is_own = [name in vars(learn) or getattr(type(learn), name).__module__ != 'fastai.learner' for name in _senders]
-    return not any(is_own)
+    is_replaced = [name in vars(learn) or getattr(type(learn), name).__module__ != 'fastai.learner' for name in _senders]
+    return not any(is_replaced)
 
 def has_event(cb, event:str)->bool:
     "Returns whether `cb` does something at `event`: by a method of its class, or an attribute of its own"
@@ -52,7 +52,6 @@ class Events:
         self.learn = learn
         self.as_fastai = sends_as_fastai(learn)
         self.cbs = []  # the callbacks when they were last looked up
-        self.orders = []  # and their orders
         self.table = {}  # callbacks by event
 
     def __call__(self, event:str):
@@ -64,16 +63,13 @@ class Events:
 
     def having(self, event:str)->list:
         "Returns the callbacks that have `event`, in order"
-        cbs = self.learn.cbs.items
-        if cbs != self.cbs or [o.order for o in cbs] != self.orders:
-            self.look_up()
+        if self.learn.cbs.items != self.cbs: self.look_up()
         return self.table[event]
 
     def look_up(self):
-        "Makes the table for the callbacks as they are now"
+        "Makes the table for the callbacks and orders as they are now"
         # With new lists, because a callback may be removed during an event, while `__call__` goes through an old list
         self.cbs = list(self.learn.cbs)
-        self.orders = [o.order for o in self.cbs]
         in_order = self.learn.cbs.sorted('order')
         self.table = {}
         for event in batch_events:
@@ -86,8 +82,9 @@ class Events:
         before:Callable|None=None, # Sends `before_{kind}` in a way of its own
         cancelled:Callable|None=None, # Called with the exception, before `after_cancel_{kind}`
     ):
-        """Does what fastai's `_with_events` does: calls `f` between `before_{kind}` and `after_{kind}`. If the Learner
-        has a `_with_events` of its own, calls that, and neither `before` nor `cancelled`"""
+        """Does what fastai's `_with_events` does: calls `f` between `before_{kind}` and `after_{kind}`. If somebody has
+        replaced the methods by which the Learner sends events, calls its `_with_events`, and neither `before` nor
+        `cancelled`: so these may warn, or spare a callback an event, but nothing that `f` needs"""
         if not self.as_fastai:
             self.learn._with_events(f, kind, exception)
             return
@@ -113,7 +110,13 @@ def to_preparing(self:Events,
     "Sends `event`, between two loader batches of a window, to the callbacks that prepare batches"
     for cb in self.having(event):
         if not prepares(cb): return  # nor do those after it, which have a higher order
-        if all(has_event(cb, o) for o in only_with): cb(event)
+        if all(cb in self.having(o) for o in only_with): cb(event)
+
+@patch
+def to_others(self:Events, event:str):
+    "Sends `event` to the callbacks that `to_preparing` leaves out"
+    for cb in self.having(event):
+        if not prepares(cb): cb(event)
 
 # %% ../../nbs/windows/09_events.ipynb #2c375791
 def loss_node(learn):
@@ -153,11 +156,11 @@ class AutocastRepeater:
         self.cbs = []  # that enter autocast
         self.depth = 0  # of autocast, after `before_batch`
 
-    def before_batch(self, to_all:bool):
-        "Sends `before_batch`, to all callbacks or to those that prepare batches"
+    def before_batch(self):
+        "Sends `before_batch` to the callbacks that prepare batches"
         self.cbs = []
         for cb in self.send.having('before_batch'):
-            if not to_all and not prepares(cb): break
+            if not prepares(cb): break
             before = autocast_depth()
             cb('before_batch')
             if autocast_depth() > before: self.cbs.append(cb)
@@ -165,5 +168,5 @@ class AutocastRepeater:
 
     def before_pass(self):
         "Enters autocast again, if it was left in the pass before"
-        if autocast_depth() == self.depth: return
+        if autocast_depth() >= self.depth: return
         for cb in self.cbs: cb('before_batch')

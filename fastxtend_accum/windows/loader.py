@@ -75,7 +75,7 @@ def epoch_samples(dl, bs:int)->tuple[int,bool]:
 # %% ../../nbs/windows/08_loader.ipynb #bc7dde7c
 class LoaderInfo(NamedTuple):
     """What is known of the batches of an epoch, in this process, before they are loaded. Plans count `planned` samples:
-    if the DataLoader states no batch size, its batches may differ in size, and a plan takes all of them for equal"""
+    if the DataLoader states no batch size, its batches may differ in size, and a plan assumes that all are equal"""
     batch_size:int|None  # None: unknown, and not needed, because each batch is a window
     states_batch_size:bool  # False: `batch_size` is unknown, or the callback's `micro_batch_size` is taken for it
     n_planned:int  # samples in the epoch; if `batch_size` is None, batches
@@ -85,7 +85,7 @@ class LoaderInfo(NamedTuple):
     def planned_batch_size(self)->int: return self.batch_size or 1
 
     def planned(self, samples:int)->int:
-        "Returns how many samples of the plan a batch of `samples` stands for"
+        "Returns as how many samples a plan counts a batch of `samples`"
         return samples if self.states_batch_size else self.planned_batch_size
 
 def loader_info(
@@ -100,7 +100,7 @@ def loader_info(
     return LoaderInfo(batch_size, stated is not None, samples, is_exact)
 
 # %% ../../nbs/windows/08_loader.ipynb #3ce99625
-remainders = 'step','carry','drop'  # what becomes of batches at the end of an epoch that do not fill a window
+remainders = 'step','carry','drop'  # what happens to batches at the end of an epoch that do not fill a window
 
 _tiny = 1e-6  # sizes on a curve are computed: a half, which is rounded up, may be .49999999999999994
 
@@ -118,8 +118,9 @@ def nearest_shape(size:float, bs:int)->WindowShape:
     if size >= bs: return WindowShape(n_batches=math.floor(size/bs+.5+_tiny))
     fewer = math.floor(bs/size)
     more = fewer+1
-    is_nearer = size-bs/more < bs/fewer-size-_tiny  # of two windows as near, the larger one is taken
-    return WindowShape(n_pieces=more if is_nearer else fewer)
+    excess = bs/fewer-size  # of the larger pieces
+    lack = size-bs/more  # of the smaller ones
+    return WindowShape(n_pieces=more if lack < excess-_tiny else fewer)
 
 # %% ../../nbs/windows/08_loader.ipynb #5f0c9a4e
 class LoaderBatch(NamedTuple):
@@ -139,13 +140,12 @@ class LoaderBatch(NamedTuple):
         n_pieces:int,
         bs:int, # Samples in a full loader batch
     )->list[LoaderBatch]:
-        """Returns the pieces of the batch. A batch of fewer samples than `bs` is cut at the same places. Raises
-        ValueError if it cannot be sliced"""
-        if n_pieces == 1: return [self]
+        """Returns the pieces of the batch, the largest ones first. A batch of fewer samples than `bs` is cut at the same
+        places. Raises ValueError if it cannot be sliced"""
         res = []
         for start,end in part_bounds(bs, n_pieces):
             end = min(end, self.samples)
-            if start < end: res.append(self.piece(start, end, window_size=bs//n_pieces))
+            if start < end: res.append(self.piece(start, end, window_size=bs//n_pieces))  # the smallest piece fills it
         return res
 
     def piece(self, start:int, end:int, window_size:int)->LoaderBatch:
@@ -178,6 +178,7 @@ class EpochPlan:
         self.remainder = 'step' if remainder == 'carry' and is_last_epoch else remainder
         self.has_pieces = has_pieces
         self.sizes_vary = sizes_vary
+        self.first_shape = shape_at_pct(epoch/n_epoch)
         self.carried = [o.without_data() for o in carried]
         self.n_carried = sum(info.planned(o.samples) for o in carried)  # samples
         self.windows = []  # as (start, size), both in samples
@@ -191,13 +192,13 @@ class EpochPlan:
         return (self.epoch+position)/self.n_epoch
 
     def fraction_read(self, samples:int)->float:
-        "Returns the fraction of the epoch after so many `samples`. It is negative while carried batches are read"
+        "Returns the fraction of the epoch after this many `samples`. It is negative while carried batches are read"
         return (samples-self.n_carried)/max(self.info.n_planned, 1)
 
     def position(self, samples:int)->float:
-        """Returns the position in the epoch, from 0 to 1, after so many `samples`. If windows do not vary, each
-        advances it by the same amount, as each batch does in fastai, although the last window may be smaller or
-        dropped"""
+        """Returns the position in the epoch, from 0 to 1, after this many `samples`. If windows vary in size, it is the
+        fraction read. If not, each window advances it by the same amount, as each batch does in fastai, although the
+        last window may be smaller or dropped"""
         n = len(self.windows)
         if self.sizes_vary or not n: return self.fraction_read(samples)
         n_begun = bisect_right(self.starts, samples)
@@ -206,16 +207,26 @@ class EpochPlan:
         return (n_begun-1+fraction)/n
 
     def shape(self, samples:int)->WindowShape:
-        "Returns the shape of a window that begins after so many `samples`"
+        "Returns the shape of a window that begins after this many `samples`"
+        if not self.sizes_vary: return self.first_shape
         return self.shape_at_pct(self.pct_train(self.fraction_read(samples)))
+
+    def window_size(self, batch:LoaderBatch|None, samples:int)->int:
+        """Returns the samples in a window that begins with `batch`, after this many `samples`. A piece has the size that
+        it was cut for"""
+        if batch is not None and batch.window_size: return batch.window_size
+        return self.shape(samples).samples(self.info.planned_batch_size)
 
 # %% ../../nbs/windows/08_loader.ipynb #a3c1d5e7
 @patch
 def cut(self:EpochPlan, batch:LoaderBatch, start:int)->list[LoaderBatch]:
     "Returns the pieces of a loader batch that begins after `start` samples; or the batch, if it is not cut"
-    n_pieces = self.shape(start).n_pieces if self.has_pieces else 1
-    if n_pieces > 1 and not self.info.has_exact_length:
-        batch = batch._replace(samples=min(batch.samples, batch.rows))  # the last one of a stream may have fewer
+    if not self.has_pieces: return [batch]
+    n_pieces = self.shape(start).n_pieces
+    if n_pieces == 1: return [batch]
+    if not self.info.has_exact_length:
+        # The last batch of a stream may have fewer rows than the batch size that it was counted by
+        batch = batch._replace(samples=min(batch.samples, batch.rows))
     return batch.cut(n_pieces, self.info.planned_batch_size)
 
 @patch
@@ -230,27 +241,27 @@ def planned_batches(self:EpochPlan)->Iterator[LoaderBatch]:
 @patch
 def plan_windows(self:EpochPlan):
     "Fills windows with the batches of the epoch"
-    bs = self.info.planned_batch_size
-    start = 0  # of the window
+    batches = []  # of the window
+    start = 0
     filled = 0  # samples in it
     size = 0  # samples that fill it
     for batch in self.planned_batches():
-        if not self.left: size = batch.window_size or self.shape(start).samples(bs)
+        if not batches: size = self.window_size(batch, start)
         self.n_batches += 1
-        self.left.append(batch)
+        batches.append(batch)
         filled += self.info.planned(batch.samples)
         if filled < size: continue
         self.windows.append((start, filled))
-        self.left = []
+        batches = []
         start += filled
         filled = 0
-    if self.left and self.remainder == 'step':
-        self.windows.append((start, filled))
-        self.left = []
+    if batches and self.remainder == 'step': self.windows.append((start, filled))
+    else: self.left = batches
 
 # %% ../../nbs/windows/08_loader.ipynb #df804201
 class EpochBatches(GetAttr):
-    "The training batches of an epoch, those carried from the epoch before first. To callbacks it is `learn.dl`"
+    """The training batches of an epoch, after those that the epoch before has carried into it. To callbacks it is
+    `learn.dl`"""
     _default = 'dl'
     def __init__(self,
         dl, # The DataLoader
@@ -275,7 +286,7 @@ class EpochBatches(GetAttr):
 
     def __reduce__(self):
         "A Learner that is copied or exported in the middle of a fit gets None: a running DataLoader cannot be pickled"
-        return type(None),()  # which makes None
+        return type(None),()  # unpickling calls `type(None)()`, which is None
 
     def __iter__(self)->Iterator:
         "For callbacks that read `learn.dl` by themselves. The loop uses `advance`"
@@ -305,7 +316,7 @@ def loader_batches(self:EpochBatches)->Iterator[LoaderBatch]:
     for data in self.read(self.dl):
         if self.info.has_exact_length and left == 0: self.warn_of_surplus()
         batch = self.counted(data, left)
-        left -= batch.samples
+        left -= batch.samples  # below 0 after a surplus, so that the warning comes once
         self.n_loaded += 1
         yield batch
 
@@ -335,7 +346,8 @@ def load(self:EpochBatches)->list[LoaderBatch]:
     "Returns the next batch of the DataLoader, or its pieces; no batch if it has ended"
     batch = next(self.source, None)
     if batch is None: return []
-    return self.plan.cut(batch, self.samples_read+self.waiting_samples())
+    start = self.plan.n_carried+(self.n_loaded-1)*self.info.planned_batch_size
+    return self.plan.cut(batch, start)
 
 # %% ../../nbs/windows/08_loader.ipynb #2d8e6b17
 # Running the batches
@@ -351,39 +363,38 @@ def advance(self:EpochBatches)->bool:
     return True
 
 @patch
-def next_window_size(self:EpochBatches, pct_train:float)->int:
-    "Returns the samples of a window that begins at `pct_train`. A piece has the size that it was cut for"
-    size = self.waiting[0].window_size if self.waiting else None
-    return size or self.plan.shape_at_pct(pct_train).samples(self.info.planned_batch_size)
+def next_window_size(self:EpochBatches)->int:
+    "Returns the samples that fill a window, if it begins with the next batch"
+    batch = self.waiting[0] if self.waiting else None
+    return self.plan.window_size(batch, self.samples_read)
 
 @patch
 def copy_current(self:EpochBatches): self.current = self.current.copied()
 
 @patch
-def keep_all(self:EpochBatches, batches:list[LoaderBatch]):
-    "Lets `batches` wait, while further ones are loaded"
+def load_next(self:EpochBatches)->bool:
+    "Loads a batch that waits while further ones are loaded; returns whether there was one"
+    batches = self.load()
     self.waiting.extend(o.copied() for o in batches)
+    return len(batches) > 0
 
 @patch
 def read_ahead(self:EpochBatches, samples:int):
     """Before a window: loads batches until `samples` are waiting, if only that shows whether the window is going to be
     full"""
     if self.plan.remainder == 'step' or self.info.has_exact_length: return
-    while self.waiting_samples() < samples:
-        batches = self.load()
-        if not batches: return
-        self.keep_all(batches)
+    while self.samples_left() < samples and self.load_next(): pass
 
 @patch
 def finish_epoch(self:EpochBatches, unfinished:list[LoaderBatch]):
     """After the last round: keeps the batches that are to be carried, first those of the `unfinished` window. Ends the
     DataLoader as fastai does, with `after_iter`"""
     if self.plan.remainder == 'carry':
-        while batches := self.load(): self.keep_all(batches)
+        while self.load_next(): pass
         self.left_over = [*unfinished, *self.waiting]
         return
     leaves_batches = self.info.has_exact_length and self.samples_left() > 0
-    if not leaves_batches: next(self.source, None)  # the DataLoader finds its end by itself
+    if not leaves_batches: next(self.source, None)  # the DataLoader finds its end by itself, and sends `after_iter`
     elif hasattr(self.dl, 'after_iter'): self.dl.after_iter()  # batches that are dropped are not loaded
 
 # %% ../../nbs/windows/08_loader.ipynb #917408b2
@@ -395,12 +406,9 @@ def is_last(self:EpochBatches)->bool:
     return self.info.has_exact_length and self.n_read == self.plan.n_batches
 
 @patch
-def waiting_samples(self:EpochBatches)->int: return sum(o.samples for o in self.waiting)
-
-@patch
 def samples_left(self:EpochBatches)->int:
     "Returns the planned samples after the current batch; if the length is not exact, those that are waiting"
-    if not self.info.has_exact_length: return self.waiting_samples()
+    if not self.info.has_exact_length: return sum(o.samples for o in self.waiting)
     return self.info.n_planned+self.plan.n_carried-self.samples_read
 
 @patch

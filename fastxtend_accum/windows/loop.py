@@ -30,18 +30,18 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'W
 # item          what a loss averages over: samples, labels, elements, ...
 # loader batch  what the DataLoader yields at a time; or a piece of it, if it makes several windows
 # micro-batch   what the model sees at a time: a loader batch, or a part of one
-# window        the loader batches of one optimizer step. It is open once a batch has run in it, full once it has its
-#               samples, and closed once it has an `Outcome`: as soon as it is full, or else at the end of the epoch
+# window        the loader batches of one optimizer step. It is open as soon as a batch has run in it, full when it has
+#               its samples, and closed when it has an `Outcome`: as soon as it is full, or at the end of the epoch
 # single        a window is single if it is one micro-batch: it is computed exactly as fastai does, without sums
 # round         what fastai takes for a batch: a window or, with log_accum_batch=False, a loader batch
 # counts        a loader batch counts if it has run, so that its gradient is in the window. One that a callback cancels
 #               leaves nothing, and the window takes the next one in its place
-# preparing     a callback prepares batches if its order is below 50, the Recorder's: it may see each loader batch
+# preparing     a callback prepares batches if its order is below 50, the Recorder's: it sees each loader batch
 
 # run_epoch                      takes the place of fastai's all_batches
 #   begin_window
 #   run_round                    takes the place of one_batch
-#     begin_batches              sends before_batch
+#     begin_round                sends before_batch
 #     run_batches                takes the place of _do_one_batch
 #       run_batch                once per loader batch, by the strategy
 #         run_micro_batch        forward and backward pass, by forward_backward
@@ -63,7 +63,7 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'W
 #
 # after_cancel_batch stands there since fastai's own GradientAccumulation ends batches without a step in this way.
 
-# If this module is loaded again, as `%autoreload` does, it finds its own function, which knows what that has replaced
+# `%autoreload` loads this module again: then `Learner` has our function, which holds fastai's as its `replaced`
 fastai_all_batches = getattr(Learner.all_batches, 'replaced', Learner.all_batches)
 
 def all_batches(self:Learner):
@@ -81,12 +81,12 @@ def replaced_method(learn)->str|None:
     for name in ('all_batches', 'one_batch', '_do_one_batch', '_do_grad_opt', '_backward'):
         if name in vars(learn): return name
         method = getattr(type(learn), name)
-        method = getattr(method, 'replaced', method)  # what this module has replaced may itself have been a patch
+        method = getattr(method, 'replaced', method)  # our `all_batches` may have replaced a patch of somebody's
         if method.__module__ != 'fastai.learner': return name
     return None
 
 class WholeBatch:
-    "A strategy that runs a loader batch as one micro-batch. Others run it in several, or again with less memory"
+    "The strategy that runs a loader batch as one micro-batch. Others run it in several, or again with less memory"
     requested_size = None  # the `micro_batch_size` that it was made for
     size = None  # samples in a micro-batch, at most; None: the whole batch
     may_repeat = False  # whether a loader batch may have several forward passes
@@ -104,7 +104,7 @@ class WindowLoop:
     "Runs the training batches of one fit"
     def __init__(self,
         fit:FitContext,
-        cb:Callback, # It reports what becomes of windows
+        cb:Callback, # It reports what happens to windows
         strategy:Callable, # `strategy(loop)` runs a loader batch: it calls `run_micro_batch` for each of its parts
         loggers:Loggers,
     ):
@@ -171,18 +171,20 @@ def next_round(self:WindowLoop)->bool:
 
 @patch
 def begin_window(self:WindowLoop):
-    size = self.batches.next_window_size(self.learn.pct_train)
+    size = self.batches.next_window_size()
     self.window = Window(size)
     self.progress.begin_window()
     self.batches.read_ahead(size)
 
 @patch
 def close_after_rounds(self:WindowLoop):
-    """Closes a window that the last round has left open, with log_accum_batch=False: its batch was not known to be the
-    last one, or a callback has cancelled that batch"""
+    """Closes a window that the last round has left open, with log_accum_batch=False. That happens if a loader does not
+    say how many batches it has, or if a callback cancels the last one"""
     try: self.close_window()
     except CancelBatchException: pass  # no batch is left that could be cancelled
-    finally: self.end_round()
+    finally:
+        self.progress.end_epoch()
+        self.end_round()
 
 # %% ../../nbs/windows/15_loop.ipynb #e0fbedc7
 # A round
@@ -195,12 +197,13 @@ def run_round(self:WindowLoop):
     try:
         self.send.around(
             self.run_batches, 'batch', CancelBatchException,
-            before=self.begin_batches,
+            before=self.begin_round,
             cancelled=self.batch_cancelled)
     finally: self.end_round()  # also if a callback ends the epoch or the fit in `after_batch`
 
 @patch
-def batch_cancelled(self:WindowLoop, e:CancelBatchException): self.correct_pct_train()
+def batch_cancelled(self:WindowLoop, e:CancelBatchException):
+    self.correct_pct_train()  # a callback may have cancelled it in `before_batch`, so that `run_batches` has not run
 
 @patch
 def correct_pct_train(self:WindowLoop):
@@ -209,31 +212,23 @@ def correct_pct_train(self:WindowLoop):
     self.progress.correct_pct_train(goes_on)
 
 @patch
-def begin_batches(self:WindowLoop):
-    """Sends `before_batch`. If a callback cancels the first batch of a window, the next one takes its place in the same
-    round, so that loggers see each window once"""
-    while True:
-        try:
-            self.send_before_batch(to_all=True)
-            return
-        except CancelBatchException:
-            self.note_cancelled()
-            is_round_over = not self.settings.log_accum_batch or self.is_complete()
-            if is_round_over: raise
-            has_next = self.batches.advance()
-            if not has_next: raise
-            # The events that the cancelled batch still lacks, before the next one begins
-            self.end_batch(counts=False)
-            self.load_batch()
+def begin_round(self:WindowLoop):
+    """Sends `before_batch`, first to callbacks that prepare batches. If they cancel the first batch of a window, the next
+    one takes its place in the same round, so that all others see each window once"""
+    while not self.prepare_batch():
+        is_round_over = not self.settings.log_accum_batch or self.is_complete()
+        if is_round_over or not self.batches.advance(): raise CancelBatchException
+        self.end_batch(counts=False)  # the events that the cancelled batch still lacks
+        self.load_batch()
+    self.send.to_others('before_batch')
 
 @patch
 def run_batches(self:WindowLoop):
-    """Runs the batches of a round. One that does not count ends as a cancelled batch does in fastai: `around` catches
-    this"""
+    "Runs the batches of a round. If it does not count, it ends as a cancelled batch does in fastai"
     try:
         counts = self.run_window() if self.settings.log_accum_batch else self.run_one_of_window()
     finally: self.correct_pct_train()  # also before a callback ends the epoch
-    if not counts: raise CancelBatchException
+    if not counts: raise CancelBatchException  # to `around`
 
 # %% ../../nbs/windows/15_loop.ipynb #66732a29
 skipped = Outcome.NO_ITEMS,Outcome.NONFINITE
@@ -248,9 +243,9 @@ def run_window(self:WindowLoop)->bool:
         self.end_batch(last_counts)
         last_counts = self.run_next_batch()
     if not self.window.losses.samples: return False  # all were cancelled: loggers see one cancelled batch, as in fastai
-    is_dropped = self.batches.plan.remainder != 'step' and not self.window.is_full  # or carried, so there is no step
-    if is_dropped or self.close_window() in skipped:
-        # The window has no loss
+    has_step = self.window.is_full or self.batches.plan.remainder == 'step'  # else its batches are dropped or carried
+    has_loss = has_step and self.close_window() not in skipped
+    if not has_loss:
         self.loggers.pause_recorders()
         self.learn.loss = loss_before
         return False
@@ -276,8 +271,8 @@ def end_round(self:WindowLoop):
 
 @patch
 def is_complete(self:WindowLoop)->bool:
-    """Returns whether the window takes no more batches: it is full, or callbacks cancelled all of them, or the epoch
-    ends"""
+    """Returns whether the window takes no more batches: it is full, or callbacks have cancelled as many samples as fill
+    it and none has run, or the epoch ends"""
     window = self.window
     is_cancelled = not window.losses.samples and window.cancelled_samples >= window.size
     return window.is_full or is_cancelled or self.ends_epoch_with_step()
@@ -292,7 +287,7 @@ def ends_epoch_with_step(self:WindowLoop)->bool:
 
 @patch
 def load_batch(self:WindowLoop):
-    "Makes `learn` hold the current batch"
+    "Makes `learn` hold the tensors that the loader has yielded; if they may run again, the loop keeps a copy"
     learn,batches = self.learn,self.batches
     data = batches.current.data
     if self.may_be_carried(): batches.copy_current()  # callbacks may change the tensors of `data` in place
@@ -300,51 +295,51 @@ def load_batch(self:WindowLoop):
 
 @patch
 def may_be_carried(self:WindowLoop)->bool:
-    "Returns whether the epoch may end before the window of the current batch is full, so that the batch runs again"
+    """Returns whether the epoch may end before the window of the current batch is full, so that the batch runs again.
+    If one batch fills the window, it cannot"""
     batches = self.batches
     return batches.plan.remainder == 'carry' and self.window.size > batches.current.samples
 
 @patch
-def send_before_batch(self:WindowLoop, to_all:bool):
-    "Sends `before_batch`, to all callbacks or to those that prepare batches"
-    if self.repeater is not None: self.repeater.before_batch(to_all)
-    elif to_all: self.send('before_batch')
-    else: self.send.to_preparing('before_batch')
+def prepare_batch(self:WindowLoop)->bool:
+    "Sends `before_batch` to the callbacks that prepare batches; returns False if one of them cancels the batch"
+    try:
+        if self.repeater is None: self.send.to_preparing('before_batch')
+        else: self.repeater.before_batch()
+    except CancelBatchException:
+        self.note_cancelled()
+        return False
+    return True
 
 @patch
 def run_next_batch(self:WindowLoop)->bool:
     "Runs the next batch of the window; returns whether it counts"
     self.load_batch()
-    try: self.send_before_batch(to_all=False)
-    except CancelBatchException:
-        self.note_cancelled()
-        return False
-    return self.run_batch()
+    return self.prepare_batch() and self.run_batch()
 
 @patch
 def end_batch(self:WindowLoop, counts:bool):
-    """Sends the events at the end of a batch after which its window goes on: to preparing callbacks that have seen its
-    beginning. One with `after_batch` alone is a logger, and waits for the end of the window"""
-    if counts: self.send.to_preparing('after_cancel_batch', only_with=('before_batch','after_batch'))
-    else: self.send.to_preparing('after_cancel_batch')
-    self.send.to_preparing('after_batch', only_with=('before_batch',))
+    """Sends the events at the end of a batch after which its window goes on, to preparing callbacks. `after_batch` goes
+    to those that have seen `before_batch`: one without it is a logger, and waits for the end of the window. To these
+    pairs, a batch without a step looks cancelled; to other callbacks only one that is cancelled does"""
+    pair = ('before_batch','after_batch')
+    self.send.to_preparing('after_cancel_batch', only_with=pair if counts else ())
+    self.send.to_preparing('after_batch', only_with=pair)
 
 # %% ../../nbs/windows/15_loop.ipynb #4495dc52
 @patch
 def run_batch(self:WindowLoop)->bool:
     """Runs the passes of the batch that `learn` holds; returns whether it counts. If a callback cancels it, it does
     not; or, in a window of a single micro-batch, the CancelBatchException goes on as in fastai"""
-    n_before = self.window.losses.n_micro
-    if not self.window.has_begun: self.fit.update_params()
+    window = self.window
+    if not window.has_begun: self.fit.update_params()
+    n_before = window.losses.n_micro
     try: counts = self.strategy(self)
     except CancelBatchException:
-        is_single = self.window.is_single
-        is_in_part = self.window.losses.n_micro > n_before
-        if is_in_part and n_before:
-            warn_user("a callback has cancelled a part of a batch: its whole window is left out")
-        if is_single or is_in_part: self.discard_window()
+        if window.losses.n_micro > n_before: self.drop_cancelled_part(n_before)
+        elif window.is_single: self.discard_window()
         self.note_cancelled()
-        if is_single: raise
+        if window.is_single: raise
         return False
     except Exception as e:
         self.cb.suggest_remedy(e)
@@ -352,6 +347,12 @@ def run_batch(self:WindowLoop)->bool:
     if counts: self.note_run()
     else: self.note_cancelled()
     return counts
+
+@patch
+def drop_cancelled_part(self:WindowLoop, n_before:int):
+    "Drops the window of a batch whose first parts are in the sums, after `n_before` micro-batches of other batches"
+    if n_before: warn_user("a callback has cancelled a part of a batch: its whole window is left out")
+    self.discard_window()
 
 @patch
 def note_cancelled(self:WindowLoop): self.window.note_cancelled(self.batches.current.samples)
@@ -383,29 +384,31 @@ def run_micro_batch(self:WindowLoop,
 
 @patch
 def close_window(self:WindowLoop)->Outcome:
-    """Turns the sums of the window into means, and takes its step unless something speaks against it; returns the
-    outcome"""
-    learn,window = self.learn,self.window
+    "Turns the sums of the window into means, and takes its step, unless it is skipped; returns the outcome"
+    window = self.window
     outcome = self.finalize_gradients() if window.losses.n_micro else Outcome.NO_TARGETS
     window.close(outcome)  # before the step, in which a callback may raise an exception
     self.progress.note_closed_window()
-    if outcome is Outcome.NO_TARGETS: return outcome
     if outcome in skipped:
         self.cb.report_skipped(outcome)
-        self.fit.params.drop_extra_grads()
-    else:
-        if self.settings.log_accum_batch: self.show_window_loss()
-        self.cb.report_step()
-        try: self.take_step()
-        except CancelBatchException as e:
-            if not window.is_single: self.drop_cancelled(e)  # a single gradient stays, as in fastai
-            raise
-    learn.opt.zero_grad()
-    return outcome
+        self.drop_gradients()
+    elif outcome is Outcome.HAS_MEAN: self.step_window()
+    return window.outcome
+
+@patch
+def step_window(self:WindowLoop):
+    "Takes the step of a window whose gradients are means, and drops them, as fastai does"
+    if self.settings.log_accum_batch: self.show_window_loss()
+    self.cb.report_step()
+    try: self.take_step()
+    except CancelBatchException as e:
+        if not self.window.is_single: self.drop_cancelled(e)  # a single gradient stays, as in fastai
+        raise
+    self.learn.opt.zero_grad()
 
 @patch
 def finalize_gradients(self:WindowLoop)->Outcome:
-    "Makes the sums of the window means, over all processes, and returns what is to become of it"
+    "Makes the sums of the window means, over all processes, and returns the outcome so far"
     window,processes = self.window,self.fit.processes
     if window.grads is not None: window.grads.check()
     warning = self.fit.loss_check.check(window.kept)
@@ -414,7 +417,7 @@ def finalize_gradients(self:WindowLoop)->Outcome:
     if window.losses.items == 0: return Outcome.NO_ITEMS
     # Each gradient is now the sum over all micro-batches, divided by the number of processes
     divide_gradients(self.fit.params.summed, window.losses.weight/processes.n)
-    return Outcome.NONFINITE if self.skips_nonfinite() else Outcome.STEPPED
+    return Outcome.NONFINITE if self.skips_nonfinite() else Outcome.HAS_MEAN
 
 # %% ../../nbs/windows/15_loop.ipynb #6c1f0b92
 @patch
@@ -437,9 +440,14 @@ def show_window_loss(self:WindowLoop):
 
 @patch
 def drop_cancelled(self:WindowLoop, e:CancelBatchException):
-    "Drops the gradient of a window that a callback cancels at its step"
+    "After a CancelBatchException in the step of a window: drops its gradient, and warns"
     self.fit.warn_once(f"{callback_that_raised(e)} cancels a window at its step (CancelBatchException): its gradient "
                        "is dropped, and adds to no other. To skip a step, raise CancelStepException")
+    self.drop_gradients()
+
+@patch
+def drop_gradients(self:WindowLoop):
+    "Drops the gradients of the optimizer's parameters, and of others that the window has trained"
     self.learn.opt.zero_grad()
     self.fit.params.drop_extra_grads()
 
@@ -455,18 +463,17 @@ def take_step(self:WindowLoop):
     hypers = ScaledHypers(self.learn.opt, settings.scale, ratio)
     hypers.apply()
     def step_and_restore():
-        "Callbacks find the values from before in `after_step`; loggers go on seeing those of the step"
         self.run_step()
-        self.loggers.show_hypers(self.learn.opt.hypers)
-        hypers.restore()
-    def restore(e:CancelStepException): hypers.restore()
-    try: self.send.around(step_and_restore, 'step', CancelStepException, cancelled=restore)
-    finally: hypers.restore()  # after any other exception; else it does nothing
+        self.loggers.show_hypers(self.learn.opt.hypers)  # they log the values of the step
+        hypers.restore()  # before `after_step`, in which callbacks may set values for the next step
+    try: self.send.around(step_and_restore, 'step', CancelStepException)
+    finally: hypers.restore()  # if the step was cancelled; else it does nothing
 
 @patch
 def run_step(self:WindowLoop):
     self.learn._step()
     self.n_steps += 1
+    self.window.outcome = Outcome.STEPPED
 
 # %% ../../nbs/windows/15_loop.ipynb #32377a5a
 # After an interrupt
@@ -478,8 +485,7 @@ def discard_window(self:WindowLoop):
     if window.outcome is not None: return
     if window.grads is not None:
         window.end_gradients()
-        self.learn.opt.zero_grad()
-        self.fit.params.drop_extra_grads()
+        self.drop_gradients()
     self.window = Window(window.size)
 
 @patch

@@ -16,6 +16,8 @@ from .loggers import Loggers
 __all__ = ['Progress']
 
 # %% ../../nbs/windows/12_progress.ipynb #d6f53378
+_rounding = 1e-9  # of fractions of a fit
+
 class Progress:
     """Keeps `learn.pct_train` right in one epoch. fastai advances it by the same amount in each round, which is right
     unless windows differ in size, begin in the epoch before, take several rounds, or lose batches that are cancelled"""
@@ -35,6 +37,10 @@ class Progress:
         position = self.plan.position(0)  # 0 or negative
         self.learn.pct_train += position/self.learn.n_epoch
         self.loggers.shift_wandb_epoch(position)
+
+    def end_epoch(self):
+        "Sets the position after the last round, which may have left a window open"
+        self.learn.pct_train = self.plan.pct_train(self.position())
 
     def go_to(self, counts:tuple):
         "After `begin_epoch`: goes on from these counts. Its caller restores `learn.pct_train`"
@@ -71,5 +77,3 @@ class Progress:
         learn.pct_train = right
         # W&B counts its epoch by rounds
         if not self.rounds_are_batches: self.loggers.shift_wandb_epoch(correction*learn.n_epoch)
-
-_rounding = 1e-9

@@ -110,7 +110,8 @@ class LossSums(NamedTuple):
 
 # %% ../../nbs/windows/04_window.ipynb #a461bdcd
 class Outcome(Enum):
-    "What becomes of a window"
+    "What happens to a window"
+    HAS_MEAN = auto()  # its gradients are means, and its step is next; it stays so if a callback cancels the step
     STEPPED = auto()
     NO_TARGETS = auto()  # its batches have no targets, so there is no loss and, as in fastai, no step
     NO_ITEMS = auto()  # its losses have nothing to average over, for example because all labels are ignored
@@ -127,7 +128,7 @@ class Window:
         self.grads = None  # a GradientSums, once it has begun with several micro-batches
         self.kept = []  # micro-batches for the check of the loss
         self.batches = []  # copies of those that have run, if the epoch may end before the window is full
-        self.seen_samples = 0  # that the loader has yielded; in all processes, once it is closed
+        self.seen_samples = 0  # that the loader has yielded for it; once it is closed, in all processes
         self.cancelled_samples = 0  # in batches that callbacks have cancelled
         self.outcome = None  # an Outcome, once it is closed
 
