@@ -132,6 +132,7 @@ def before_train(self:WindowCallback):
     self.is_new_fit = False
     if not self.is_leader(): return
     self.check_ownership()
+    if learn.opt is None: return  # somebody sends the event without a fit, as fastai's docs do to show MixUp
     if is_first: self.begin_fit()
     carried = self.carried_batches()
     plan = self.plan_epoch(learn.dl, self.loop.fit.processes.n, carried)
@@ -297,8 +298,8 @@ pass_events = 'after_pred','after_loss','before_backward','after_backward'
 
 @patch
 def warn_of_set_up(self:WindowCallback):
-    """Warns of callbacks with `before_batch`, which comes once a batch, and an event that comes once a micro-batch: what
-    the one sets up, the other may undo after the first micro-batch"""
+    """Warns of callbacks with `before_batch`, which comes once a batch, and an event that comes once a micro-batch:
+    what the one sets up, the other may undo after the first micro-batch"""
     for cb in self.learn.cbs:
         if isinstance(cb, WindowCallback) or not has_event(cb, 'before_batch'): continue
         events = [o for o in pass_events if has_event(cb, o)]

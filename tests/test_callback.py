@@ -417,3 +417,21 @@ def test_a_fit_that_is_given_an_lr_finder_keeps_its_epochs():
     learn = make_learner(16, n=96, cbs=GradientAccumulation(48))
     with learn.no_bar(): learn.fit(1, cbs=LRFinder(num_it=6))
     assert learn.n_epoch == 1
+
+
+class DoublesInputs(Callback):
+    def before_batch(self): self.learn.xb = (self.x*2,)
+
+
+def test_events_without_a_fit_show_what_a_callback_prepares():
+    "As fastai's documentation shows what MixUp does"
+    learn = make_learner(8, cbs=[GradientAccumulation(32), DoublesInputs()])
+    with learn:
+        learn.epoch = 0
+        learn.training = True
+        learn.dl = learn.dls.train
+        learn._split(learn.dls.one_batch())
+        before = learn.x
+        learn('before_train')
+        learn('before_batch')
+    assert torch.equal(learn.x, before*2)

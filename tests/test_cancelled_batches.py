@@ -337,15 +337,3 @@ def test_a_late_callback_sees_each_round_once_beside_one_that_cancels():
         fit(learn, 1)
     n_rounds = learn.gradient_accumulation.loop.progress.n_rounds
     assert learn.counts_batches.n == n_rounds > 1
-
-
-class CancelsSteps(Callback):
-    def before_step(self):
-        if self.train_iter%2: raise CancelStepException
-
-
-def test_sizes_of_steps_that_are_cancelled_are_not_logged():
-    learn = make_learner(8, n=64, cbs=[GradientAccumulation(16), CancelsSteps()])
-    fit(learn, 1)
-    sizes = [o for o in learn.recorder.accum_bs if o]
-    assert sizes == [16]*learn.gradient_accumulation.opt_steps == [16]*2

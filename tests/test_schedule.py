@@ -265,7 +265,7 @@ def curve_through(size):
     (dict(start=2, finish=0.1), 'start=2 is after finish=0.1'),
     (dict(schedule=curve_through(0.5)), 'the schedule gives a batch size of 0.5'),
     (dict(schedule=curve_through(math.nan)), 'the schedule gives a batch size of nan'),
-    (SchedSteps({0: 16, 2: 32, 5: 64}), 'finish=5 is outside of training'),
+    (SchedSteps({0: 16, 2: 32, 5: 64}), 'the last point in steps=5 is outside of training'),
     (SchedSteps({0: 16, 0.5: 20, 0.75: 64}), r'steps\[0.5\]=20 .*not a multiple')])
 def test_a_preview_and_training_refuse_the_same(kwargs, says):
     kwargs = dict(start_accum_bs=16, final_accum_bs=64) | kwargs
@@ -627,7 +627,7 @@ def test_one_argument_instead_of_two_is_an_error():
     "SchedSteps returns several, so it needs asterisks"
     steps = SchedSteps({0: 16, 0.5: 32})
     with pytest.raises(TypeError, match='final_accum_bs'): GradientAccumulationSchedule(steps)
-    with pytest.raises(TypeError, match='final_accum_bs counts samples, .* not None'): GradientAccumulationSchedule(16)
+    with pytest.raises(TypeError, match='final_accum_bs'): GradientAccumulationSchedule(16)
 
 
 def test_a_start_after_one_epoch_gives_no_warning():

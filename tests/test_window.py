@@ -165,7 +165,7 @@ def test_a_window_keeps_batches_that_may_be_carried_until_it_is_closed():
     window.note_batch(batch_of(8, 3), is_carried=False)
     assert window.batches == [first]
     assert window.seen_samples == 8+3
-    window.close(Outcome.STEPPED)
+    window.close(Outcome.HAS_MEAN)
     assert window.batches == []
 
 
@@ -216,7 +216,7 @@ class MissingTargets(Callback):
             self.learn.yb = (torch.full_like(self.y, torch.nan),)
 
 
-STEPPED = Outcome.STEPPED
+HAS_MEAN = Outcome.HAS_MEAN
 
 
 def mse_of_known(pred, targ):
@@ -234,7 +234,7 @@ def test_a_window_without_items_is_skipped():
         accum = GradientAccumulation(32, num_items=n_known)
         learn = train_96(MissingTargets(), accum=accum, loss_func=mse_of_known)
     assert len(caught) == 1
-    assert learn.note_outcomes.outcomes == [STEPPED, Outcome.NO_ITEMS, STEPPED]
+    assert learn.note_outcomes.outcomes == [HAS_MEAN, Outcome.NO_ITEMS, HAS_MEAN]
     assert learn.gradient_accumulation.n_skipped == 1
     assert learn.recorder.accum_bs == [32, 32]
     steps = windows(96, 8, 32, 'step', 1)
@@ -256,7 +256,7 @@ def test_windows_with_nan_or_infinity_are_skipped_on_demand(make, value):
     said = [o for o in caught if 'NaN or infinity' in str(o.message)]
     assert len(said) == 1
     skipped = Outcome.NONFINITE
-    assert learn.note_outcomes.outcomes == [STEPPED, skipped, STEPPED, STEPPED, skipped, STEPPED]
+    assert learn.note_outcomes.outcomes == [HAS_MEAN, skipped, HAS_MEAN, HAS_MEAN, skipped, HAS_MEAN]
     assert cb.n_skipped == 2
     assert cb.opt_steps == len(losses(learn)) == 4
     steps = windows(96, 8, 32, 'step', 2)

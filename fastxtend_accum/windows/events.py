@@ -23,8 +23,9 @@ _senders = '__call__','_call_one','_with_events'  # by which fastai sends events
 
 def sends_as_fastai(learn)->bool:
     "Returns whether the methods by which `learn` sends events are fastai's own"
-    is_replaced = [name in vars(learn) or getattr(type(learn), name).__module__ != 'fastai.learner' for name in _senders]
-    return not any(is_replaced)
+    for name in _senders:
+        if name in vars(learn) or getattr(type(learn), name).__module__ != 'fastai.learner': return False
+    return True
 
 def has_event(cb, event:str)->bool:
     "Returns whether `cb` does something at `event`: by a method of its class, or an attribute of its own"

@@ -140,8 +140,8 @@ class LoaderBatch(NamedTuple):
         n_pieces:int,
         bs:int, # Samples in a full loader batch
     )->list[LoaderBatch]:
-        """Returns the pieces of the batch, the largest ones first. A batch of fewer samples than `bs` is cut at the same
-        places. Raises ValueError if it cannot be sliced"""
+        """Returns the pieces of the batch, the largest ones first. A batch of fewer samples than `bs` is cut at the
+        same places. Raises ValueError if it cannot be sliced"""
         res = []
         for start,end in part_bounds(bs, n_pieces):
             end = min(end, self.samples)
@@ -212,8 +212,8 @@ class EpochPlan:
         return self.shape_at_pct(self.pct_train(self.fraction_read(samples)))
 
     def window_size(self, batch:LoaderBatch|None, samples:int)->int:
-        """Returns the samples in a window that begins with `batch`, after this many `samples`. A piece has the size that
-        it was cut for"""
+        """Returns the samples in a window that begins with `batch`, after this many `samples`. A piece has the size
+        that it was cut for"""
         if batch is not None and batch.window_size: return batch.window_size
         return self.shape(samples).samples(self.info.planned_batch_size)
 

@@ -213,8 +213,8 @@ def correct_pct_train(self:WindowLoop):
 
 @patch
 def begin_round(self:WindowLoop):
-    """Sends `before_batch`, first to callbacks that prepare batches. If they cancel the first batch of a window, the next
-    one takes its place in the same round, so that all others see each window once"""
+    """Sends `before_batch`, first to callbacks that prepare batches. If they cancel the first batch of a window, the
+    next one takes its place in the same round, so that all others see each window once"""
     while not self.prepare_batch():
         is_round_over = not self.settings.log_accum_batch or self.is_complete()
         if is_round_over or not self.batches.advance(): raise CancelBatchException
@@ -264,10 +264,10 @@ def run_one_of_window(self:WindowLoop)->bool:
 # %% ../../nbs/windows/15_loop.ipynb #b79d3458
 @patch
 def end_round(self:WindowLoop):
-    "After fastai's `after_batch`: undoes what was done for loggers, and logs the samples of a window that had a step"
+    "After fastai's `after_batch`: undoes what was done for loggers, and logs the samples of a window that has a loss"
     self.loggers.end_round()
-    has_step = self.window.outcome is Outcome.STEPPED
-    if self.settings.log_accum_batch and has_step: self.loggers.log_batch_size(self.window.seen_samples)
+    has_mean = self.window.outcome is Outcome.HAS_MEAN
+    if self.settings.log_accum_batch and has_mean: self.loggers.log_batch_size(self.window.seen_samples)
 
 @patch
 def is_complete(self:WindowLoop)->bool:
@@ -393,7 +393,7 @@ def close_window(self:WindowLoop)->Outcome:
         self.cb.report_skipped(outcome)
         self.drop_gradients()
     elif outcome is Outcome.HAS_MEAN: self.step_window()
-    return window.outcome
+    return outcome
 
 @patch
 def step_window(self:WindowLoop):
@@ -408,7 +408,7 @@ def step_window(self:WindowLoop):
 
 @patch
 def finalize_gradients(self:WindowLoop)->Outcome:
-    "Makes the sums of the window means, over all processes, and returns the outcome so far"
+    "Makes the sums of the window means, over all processes; returns the outcome"
     window,processes = self.window,self.fit.processes
     if window.grads is not None: window.grads.check()
     warning = self.fit.loss_check.check(window.kept)
@@ -473,7 +473,6 @@ def take_step(self:WindowLoop):
 def run_step(self:WindowLoop):
     self.learn._step()
     self.n_steps += 1
-    self.window.outcome = Outcome.STEPPED
 
 # %% ../../nbs/windows/15_loop.ipynb #32377a5a
 # After an interrupt

@@ -111,8 +111,7 @@ class LossSums(NamedTuple):
 # %% ../../nbs/windows/04_window.ipynb #a461bdcd
 class Outcome(Enum):
     "What happens to a window"
-    HAS_MEAN = auto()  # its gradients are means, and its step is next; it stays so if a callback cancels the step
-    STEPPED = auto()
+    HAS_MEAN = auto()  # its gradients are means for the optimizer step, unless a callback cancels that
     NO_TARGETS = auto()  # its batches have no targets, so there is no loss and, as in fastai, no step
     NO_ITEMS = auto()  # its losses have nothing to average over, for example because all labels are ignored
     NONFINITE = auto()  # its gradient contains NaN or infinity
