@@ -14,14 +14,12 @@ SAME = [
 SAME_IF_SPLIT = [
     MixesNeighbours, Standardizes, SharpnessAware, SchedulesByLoader, SchedulesAndTimes, CountsSamples, NotesHits]
 
-BOTH_WAYS = [(cls, way) for cls in SAME for way in WAYS]
-CASES = [*BOTH_WAYS, (KeepsMasked, 'windows'), *[(cls, 'split') for cls in SAME_IF_SPLIT]]
+CASES = [*paired(SAME, WAYS), (KeepsMasked, 'windows'), *[(cls, 'split') for cls in SAME_IF_SPLIT]]
 
 
 def name_of(o): return o.__name__ if isinstance(o, type) else None
 
 
-@pytest.mark.thin(7, 1)
 @pytest.mark.parametrize('cls,way', CASES, ids=name_of)
 def test_the_fit_is_that_of_the_large_batch(cls, way): assert_as_large(cls.learner, way)
 
@@ -44,11 +42,9 @@ def test_weights_that_a_callback_moves_for_each_batch_are_those_of_the_large_bat
 CHANGES_LOSS = 'changes the loss, but micro-batches keep the weights'
 
 
-@pytest.mark.thin(3, 1)
-@pytest.mark.parametrize('way', WAYS)
-@pytest.mark.parametrize('cls', [
-    RunsTwice, Distils, PenalizesActivations, PenalizesSlope, MeanTeacher, Reduces, ChangesLossLate, ScalesLoss,
-    ], ids=name_of)
+@pytest.mark.parametrize('cls,way', paired([
+    RunsTwice, Distils, PenalizesActivations, PenalizesSlope, MeanTeacher, Reduces, ChangesLossLate, ScalesLoss
+], WAYS), ids=name_of)
 def test_a_loss_that_a_callback_changes_is_that_of_the_large_batch_and_a_warning_says_what_is_assumed(cls, way):
     with pytest.warns(match=f'{cls.__name__} {CHANGES_LOSS}'): assert_as_large(cls.learner, way)
 
