@@ -86,29 +86,3 @@ def test_limit_on_the_page_a_callback_that_acts_by_the_batch_or_its_number_sees_
     (WatchesActivations, 'windows'), (WatchesActivations, 'split')], ids=name_of)
 def test_limit_on_the_page_events_of_a_pass_and_hooks_come_once_a_micro_batch_and_the_batch_is_the_last_one(cls, way):
     assert_other_notes(cls.learner, way)
-
-
-# check_accum
-
-FOUND = [
-    *[(cls, 'windows') for cls in (
-        MixesNeighbours, Standardizes, SharpnessAware, ClassCounts, SchedulesAndTimes, SchedulesByLoader, CountsSamples,
-        NotesHits, NotesNorms, WatchesActivations, BalancesBatch, NormalizesLoss, HooksGradientsLater)],
-    *[(cls, 'split') for cls in (
-        MinesHardSamples, ReplacesLossLate, PerturbsWeights, NotesNorms, WatchesActivations)]]
-
-
-@pytest.mark.parametrize('cls,way', FOUND, ids=name_of)
-def test_check_accum_finds_the_callback_that_makes_another_training(cls, way):
-    bs, cbs = WAYS[way]()
-    result = cls.learner(bs, cbs).check_accum(verbose=False)
-    assert result.reasons == [f'{cls.__name__} acts on 3 samples at a time']
-
-
-@pytest.mark.parametrize('cls', [
-    AddsNoise, DropsEasySamples, Repeats, Attacks, GivesTeacher, ShowsOtherLoss, AdaptiveClip, StepsTwice,
-    DecaysByPosition, FewBatches, SkipsStep, SwitchesOff, CountsCorrect, Times], ids=name_of)
-def test_check_accum_gives_no_false_alarm(cls):
-    bs, cbs = WAYS['windows']()
-    result = cls.learner(bs, cbs).check_accum(verbose=False)
-    assert result.equal, str(result)

@@ -20,32 +20,31 @@ from ..callback import WindowCallback
 from ..resume import AutoResume
 
 # %% auto #0
-__all__ = ['used_by', 'module_of', 'reaches_outside', 'is_left_out', 'Suspect', 'evaluate', 'in_evaluation', 'modules_suspect',
-           'without_hooks', 'forget_state', 'without_state', 'mean_square', 'with_other_loss', 'drops_out',
-           'callback_suspects', 'suspects']
+__all__ = ['used_by', 'reaches_outside', 'is_left_out', 'Suspect', 'evaluate', 'in_evaluation', 'module_suspects',
+           'without_callback', 'without_hooks', 'forget_state', 'without_state', 'mean_square', 'with_other_loss',
+           'draws_numbers', 'is_suspect', 'suspects']
 
 # %% ../../nbs/checking/02_suspects.ipynb #7f2044ab
 # Packages of experiment trackers, and modules in them
 _services = {'wandb', 'tensorboard', 'tensorboardX', 'mlflow', 'neptune', 'comet_ml', 'azureml', 'clearml', 'aim'}
 
 def used_by(cb)->list:
-    "Returns what the methods of `cb`, inherited ones too, find in global variables; and what its attributes hold"
-    res = list(vars(cb).values())
+    "Returns `cb`, what its attributes hold, and what its methods, inherited ones too, find in global variables"
+    res = [cb, *vars(cb).values()]
     for kind in type(cb).__mro__:
         for f in vars(kind).values():
             if not isinstance(f, types.FunctionType): continue
             res += [f.__globals__[name] for name in f.__code__.co_names if name in f.__globals__]
     return res
 
-def module_of(o)->str:
-    "Returns the name of a module, or of the module that defines a class, a function or the class of `o`"
-    if isinstance(o, types.ModuleType): return o.__name__
-    return getattr(o, '__module__', None) or type(o).__module__
-
 def reaches_outside(cb)->bool:
     "Returns whether `cb` saves files, or uses the package of an experiment tracker"
     if isinstance(cb, (CSVLogger,SaveModelCallback,AutoResume)): return True
-    return any(_services & set(module_of(o).split('.')) for o in used_by(cb))
+    for o in used_by(cb):
+        is_module = isinstance(o, types.ModuleType)
+        module = o.__name__ if is_module else getattr(o, '__module__', None)
+        if _services & set(f'{module}'.split('.')): return True
+    return False
 
 def is_left_out(cb)->bool:
     "Returns whether a copy trains without `cb`, which reaches outside, lowers the precision or joins processes"
@@ -58,8 +57,7 @@ class Suspect(NamedTuple):
     "What may be the reason for a difference"
     name:str
     effect:str  # as in 'sees 3 samples at a time'
-    change:Callable = noop  # `change(learn)` lets a copy train without it
-    callbacks:tuple = ()  # which a copy leaves out
+    remove:Callable  # `remove(learn)` lets a copy train without it
 
     def __str__(self)->str: return f'{self.name} {self.effect}'
 
@@ -70,12 +68,14 @@ def in_evaluation(learn, kinds:set):
     for m in learn.model.modules():
         if type(m) in kinds: m.register_forward_pre_hook(evaluate)
 
-def modules_suspect(modules:list, effect:str)->list[Suspect]:
-    "Returns a suspect that lets modules of these classes run in evaluation mode; none if there are no modules"
+def module_suspects(modules:Iterable, effect:str)->list[Suspect]:
+    "Returns a suspect for all modules of these classes; none if there are no modules"
     kinds = set(map(type, modules))
-    names = sorted(o.__name__ for o in kinds)
     if not kinds: return []
+    names = sorted(o.__name__ for o in kinds)
     return [Suspect(', '.join(names), effect, partial(in_evaluation, kinds=kinds))]
+
+def without_callback(learn, kind:type): learn.remove_cbs(learn._grab_cbs(kind))
 
 def without_hooks(learn):
     for p in learn.model.parameters():
@@ -96,44 +96,38 @@ def with_other_loss(learn):
     for cb in learn._grab_cbs(GradientAccumulation): cb.num_items = None  # which counts for the user's loss
 
 # %% ../../nbs/checking/02_suspects.ipynb #fb135ccc
-_rates = 'p','dropout','drop_prob','weight_p','embed_p'  # attributes of layers with dropout
+_random_layers = 'drop','stochastic'  # parts of names, as in DropPath or StochasticDepth
 
-def drops_out(m)->bool:
-    "Returns whether the class of a module is named after dropout, or an attribute is a rate of dropout"
-    rates = [getattr(m, name, 0) for name in _rates]
-    has_rate = any(isinstance(o, float) and 0 < o < 1 for o in rates)
-    return has_rate or 'drop' in type(m).__name__.lower()
+def draws_numbers(m)->bool:
+    "Returns whether a module draws random numbers, by the name of its class or its rate of dropout"
+    if isinstance(m, nn.Sequential): return False  # for example, fastai's LinBnDrop, which contains such a layer
+    name = type(m).__name__.lower()
+    rate = getattr(m, 'dropout', None)  # of an LSTM, for example, or of attention
+    has_rate = isinstance(rate, float) and rate > 0
+    return has_rate or any(part in name for part in _random_layers)
 
-_core = TrainEvalCallback,Recorder,CastToTensor
-
-def callback_suspects(cbs:list, n:int)->list[Suspect]:
-    "Returns the callbacks, apart from those that fastai adds itself and those of this package"
-    res = []
-    for cb in cbs:
-        is_known = type(cb) in _core or isinstance(cb, WindowCallback)
-        if is_known: continue
-        name = type(cb).__name__
-        res.append(Suspect(name, f'acts on {n} samples at a time', callbacks=(cb,)))
-    return res
+def is_suspect(cb)->bool:
+    "Returns whether a callback is neither one that fastai adds itself nor one of this package"
+    return type(cb) not in (TrainEvalCallback,Recorder,CastToTensor) and not isinstance(cb, WindowCallback)
 
 def suspects(
     learn:Learner,
     cbs:list, # Callbacks of the fit
-    found:dict[str,float], # Differences, by name
+    found:Iterable[str], # What differs
     n:int, # Samples in a micro-batch
 )->list[Suspect]:
     "Returns what may be the reason, the most likely first. The last one, the whole model, includes other layers"
     model = learn.model
     modules = list(model.modules())
     changing = [m for m in modules if f'buffers of {type(m).__name__}' in found]
-    res = modules_suspect(changing, f'sees {n} samples at a time')
-    res += modules_suspect(list(filter(drops_out, modules)), 'draws other random numbers')
-    res += callback_suspects(cbs, n)
-    if have_hooks(model.parameters()):
-        res.append(Suspect('hooks on parameters', f'see the gradient of {n} samples', without_hooks))
+    res = module_suspects(changing, f'sees {n} samples at a time')
+    res += module_suspects(filter(draws_numbers, modules), 'draws other random numbers')
     if hasattr(model, 'reset'):
         res.append(Suspect('the model', 'carries a state from batch to batch', without_state))
+    for kind in dict.fromkeys(map(type, filter(is_suspect, cbs))):  # each once
+        res.append(Suspect(kind.__name__, f'acts on {n} samples at a time', partial(without_callback, kind=kind)))
+    if have_hooks(model.parameters()):
+        res.append(Suspect('hooks on parameters', f'see the gradient of {n} samples', without_hooks))
     res.append(Suspect('the loss', f'of {n} samples does not add up to that of all', with_other_loss))
-    all_kinds = set(map(type, modules))
-    res.append(Suspect('the model', 'in training mode', partial(in_evaluation, kinds=all_kinds)))
+    res.append(Suspect('the model', 'in training mode', partial(in_evaluation, kinds=set(map(type, modules)))))
     return res
