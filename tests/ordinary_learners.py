@@ -56,8 +56,14 @@ def with_wandb():
 def tabular():
     rng = np.random.default_rng(0)
     df = pd.DataFrame(dict(a=rng.normal(size=64), kind=rng.choice(list('xyz'), 64), y=rng.choice(['no', 'yes'], 64)))
-    dls = TabularDataLoaders.from_df(df, procs=[Categorify, Normalize], cat_names=['kind'], cont_names=['a'], y_names='y', y_block=CategoryBlock(),
-                                     bs=8, num_workers=0, valid_idx=range(48, 64))
+    dls = TabularDataLoaders.from_df(
+        df,
+        procs=[Categorify, Normalize],
+        cat_names=['kind'],
+        cont_names=['a'],
+        y_names='y',
+        y_block=CategoryBlock(),
+        bs=8)
     return tabular_learner(dls, layers=[8], metrics=accuracy, cbs=GradientAccumulation(32))
 
 

@@ -109,12 +109,6 @@ def test_a_callback_without_which_nothing_trains_is_named_as_a_candidate():
     assert 'perhaps NeededByTheModel acts on 3 samples at a time, without which nothing trains' in str(result)
 
 
-def test_several_reasons_are_named():
-    result = check(learner(SharedMean(), GradientAccumulation(32), layers=[nn.BatchNorm1d(8), nn.Dropout()]))
-    names = [o.split()[0] for o in result.reasons]
-    assert names == ['BatchNorm1d', 'Dropout', 'SharedMean']
-
-
 def test_what_no_seed_sets_is_said():
     def noisy(pred, targ): return F.mse_loss(pred, targ)*int.from_bytes(os.urandom(1), 'big')
     result = check(learner(GradientAccumulation(32), loss=noisy))
@@ -130,14 +124,14 @@ def nan_from(n):
     return loss
 
 
-@pytest.mark.parametrize('n,says', [(1, 'nothing can be compared'), (12, 'nothing can be compared')])
-def test_weights_that_become_nan_are_not_equal(n, says):
+@pytest.mark.parametrize('n', [1, 12])
+def test_weights_that_become_nan_are_not_equal(n):
     "scikit-learn raises an error where a prediction is NaN"
     metric = skm_to_fastai(mean_squared_error, is_class=False)
     args = dict(layers=[nn.BatchNorm1d(8)], loss=nan_from(n), metrics=metric)
     result = check(learner(GradientAccumulation(32), **args))
     assert not result.equal
-    assert says in str(result)
+    assert 'nothing can be compared' in str(result)
 
 
 def test_weights_that_become_nan_in_windows_only_have_a_reason():
@@ -213,12 +207,6 @@ def test_the_number_and_size_of_windows():
     result = check(learner(GradientAccumulation(32)), n_steps=8, size=16)
     assert str(result).startswith('8 steps of up to 16 samples, 4 at a time')
     with pytest.raises(ValueError, match='n_steps'): check(learner(GradientAccumulation(32)), n_steps=0)
-
-
-def test_a_batch_that_cannot_be_sliced_is_an_error():
-    learn = learner(GradientAccumulation(32))
-    learn.dls.train.after_batch = lambda batch: (batch[0].T, *batch[1:])
-    with pytest.raises(ValueError, match='first dimension must be the samples'): check(learn)
 
 
 def test_another_seed_draws_other_numbers():

@@ -19,7 +19,8 @@ __all__ = ['distance', 'distances', 'above', 'Comparison', 'find_reasons']
 
 # %% ../../nbs/checking/03_comparison.ipynb #2a23d59e
 def distance(a:Tensor, b:Tensor)->float:
-    "Returns the length of `a-b`, relative to that of `b`; infinity if they differ in shape, or in where they have a NaN"
+    """Returns the length of `a-b`, relative to that of `b`; infinity if they differ in shape, or in where they have a
+    NaN"""
     if a.shape != b.shape: return math.inf
     if torch.allclose(a, b, 0, 0, equal_nan=True): return 0.
     res = ((a-b).norm()/b.norm()).item()

@@ -28,8 +28,8 @@ def as_double(t:Tensor)->Tensor:
     return t.double() if t.is_floating_point() else t
 
 class KeptSamples(GetAttr):
-    """The samples of an epoch, in memory, as the data set of a fastai `DataLoader`. Callbacks may ask it what they would
-    ask the loader that the samples come from"""
+    """The samples of an epoch, in memory, as the data set of a fastai `DataLoader`. Callbacks may ask it what they
+    would ask the loader that the samples come from"""
     _default = 'dl'
     def __init__(self,
         dl, # The samples come from it

@@ -207,8 +207,8 @@ class Observer(Callback):
     def after_batch(self): self.learn.loss = self.loss.float()  # fastai's Recorder cannot average others
 
 def draw(model, args):
-    """Draws a random number before each pass of the model. Otherwise four micro-batches of a batch that is split could
-    draw the same numbers, one after the other, that the whole batch draws at once; they do on a CPU, and not on a GPU"""
+    """Draws a random number before each pass of the model. Otherwise four micro-batches of a batch that is split would
+    draw on a CPU, one after the other, the same numbers that the whole batch draws at once"""
     torch.rand(1)
 
 # %% ../../nbs/checking/01_trial.ipynb #bb7d49be
