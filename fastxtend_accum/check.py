@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fastai.basics import *
-from fastai.callback.progress import ProgressCallback,ShowGraphCallback
 
 from .windows.checks import check_flags,check_size
 from .windows.loader import drops_last
@@ -37,10 +36,11 @@ class AccumCheck(NamedTuple):
     def __str__(self)->str:
         lines = [self.head]
         for name,o in self.differences.items(): lines.append(f'  {name:<22}  off by {o:.2g}')
+        for o in self.reasons: lines.append(f'the reason, named by elimination: {o}')
         if self.equal: lines.append('  equal')
         elif not self.reasons: lines.append('the reason was not found')
-        for o in self.reasons: lines.append(f'the reason, named by elimination: {o}')
-        return '\n'.join([*lines, *self.notes])
+        lines += self.notes
+        return '\n'.join(lines)
 
 # %% ../nbs/09_check.ipynb #230cb5f1
 def n_samples(
@@ -52,7 +52,8 @@ def n_samples(
     n_windows = max(math.ceil(n_steps/2), 2)
     if drop_last: return n_windows*max(sizes.window, sizes.bs)
     part = sizes.window//4
-    return (n_windows-1)*sizes.window + part+math.ceil(part*2/3)
+    rest = part + math.ceil(part*2/3)
+    return (n_windows-1)*sizes.window + rest
 
 def our_callbacks(cbs:list)->list[WindowCallback]:
     "Returns those that make windows; raises ValueError if there are none"
@@ -75,13 +76,13 @@ def explain(
     if not whole['weights'].isfinite().all(): return dict(weights=math.nan),[],[_nan]
     found = comparison.differences()
     if not found: return {},[],[]
-    unsteady = comparison.unsteady()  # times, for example, need no reason
+    unsteady = comparison.unsteady().keys()  # times, for example, need no reason
     if 'weights' in unsteady: return found,[],[_unseeded]
     found = {name:o for name,o in found.items() if name not in unsteady}
     suspected = suspects(trials.learn, cbs, found, trials.sizes.micro_bs)
     reasons,necessary = find_reasons(comparison, suspected, unsteady)
-    notes = []
-    if not reasons: notes = [f'perhaps {o}, without which nothing trains' for o in necessary]
+    if reasons: necessary = []
+    notes = [f'perhaps {o}, without which nothing trains' for o in necessary]
     return found,list(map(str, reasons)),notes
 
 # %% ../nbs/09_check.ipynb #2b4b2dd2
@@ -99,18 +100,22 @@ def check_with(
     in_trials = [o for o in all_cbs if o not in left_out]
     sizes = small_sizes(learn, our_callbacks(in_trials), size)
     to_read,is_clean = copy_to_read(learn.dls.train)
-    samples = read_samples(to_read, n_samples(sizes, n_steps, drops_last(to_read)))
+    n = n_samples(sizes, n_steps, drops_last(to_read))
+    samples = read_samples(to_read, n)
     trials = Trials(learn, cbs, left_out, sizes, samples)
-    differences,reasons,notes = explain(Comparison(trials, seed, verbose), in_trials)
-    n = sum(len(plan.windows) for plan in trials.plans)
-    head = f'{n} steps of up to {size} samples, {sizes.micro_bs} at a time and whole:'
-    return AccumCheck(head, differences, reasons, [*notes, *notes_on(left_out, is_clean)])
+    comparison = Comparison(trials, seed, verbose)
+    differences,reasons,notes = explain(comparison, in_trials)
+    notes += notes_on(left_out, is_clean)
+    n_trained = sum(len(plan.windows) for plan in trials.plans)
+    head = f'{n_trained} steps of up to {size} samples, {sizes.micro_bs} at a time and whole:'
+    return AccumCheck(head, differences, reasons, notes)
 
 def notes_on(left_out:list, is_clean:bool)->list[str]:
     "Returns what the user has to know of the check"
     res = []
-    named = [type(o).__name__ for o in left_out if not isinstance(o, (ProgressCallback,ShowGraphCallback))]
-    if named: res.append(f'left out: {", ".join(named)}')
+    names = [type(o).__name__ for o in left_out]
+    names = [o for o in names if o not in ('ProgressCallback', 'ShowGraphCallback')]
+    if names: res.append(f'left out: {", ".join(names)}')
     if not is_clean:
         res.append('the DataLoader cannot be copied: the next epoch continues after the samples that were read')
     return res

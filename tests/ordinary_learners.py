@@ -86,35 +86,38 @@ def segmentation():
     return Learner(datasets.dataloaders(bs=8, num_workers=0), m, loss, cbs=GradientAccumulation(32))
 
 
-BATCHNORM = 'BatchNorm1d sees 3 samples at a time'
-DROPOUTS = 'EmbeddingDropout, RNNDropout, WeightDropout draws other random numbers'
-STATE = 'the model carries a state from batch to batch'
-
 ORDINARY = {
-    'windows': (lambda: learner(GradientAccumulation(32)), []),
-    'one batch': (lambda: learner(GradientAccumulation(8)), []),
-    'smaller windows': (lambda: learner(GradientAccumulation(8), bs=32), []),
-    'micro-batches': (lambda: learner(GradientAccumulation(micro_batch_size=8), bs=32), []),
-    'windows of micro-batches': (lambda: learner(GradientAccumulation(32, micro_batch_size=4)), []),
-    'auto': (lambda: learner(GradientAccumulation(micro_batch_size='auto'), bs=32), []),
-    'carry': (lambda: learner(GradientAccumulation(32, remainder='carry')), []),
-    'drop': (lambda: learner(GradientAccumulation(32, remainder='drop')), []),
-    'schedule': (lambda: learner(GradientAccumulationSchedule(8, 32)), []),
-    'gradient cache': (lambda: learner(GradientCache(8), bs=32), []),
-    'recomputed dropout': (lambda: learner(all_blocks(lambda m: [m[0]]), bs=32, layers=[nn.Dropout()]), []),
-    'clipping': (lambda: learner(GradientClip(.1), GradientAccumulation(32), opt_func=SGD), []),
-    'optimizer of torch': (lambda: learner(GradientAccumulation(32), opt_func=adamw_of_torch), []),
-    'ignored and weighted labels': (ignores_and_weighs, []),
-    'AutoResume': (lambda: learner(GradientAccumulation(32), AutoResume()), []),
-    'early stopping': (lambda: learner(EarlyStoppingCallback(patience=2), GradientAccumulation(32)), []),
-    'W&B': (with_wandb, []),
-    'bfloat16': (lambda: learner(GradientAccumulation(32)).to_bf16(), []),
-    'after lr_find': (after_lr_find, []),
-    'fine_tune': (frozen_with_discriminative_rates, []),
-    'MixUp in micro-batches': (lambda: learner(MixUp(), GradientAccumulation(micro_batch_size=8), bs=32), []),
-    'tabular': (tabular, [BATCHNORM]),
-    'collaborative filtering': (collab, []),
-    'segmentation': (segmentation, []),
-    'vision': (lambda: learner_with_plain_head(8, [GradientAccumulation(32)]), []),
-    'text classifier': (lambda: classifier(8, [GradientAccumulation(32)]), [BATCHNORM, f'Dropout, {DROPOUTS}']),
-    'language model': (lambda: language_learner(8, [GradientAccumulation(32)]), [DROPOUTS, STATE])}
+    'windows': lambda: learner(GradientAccumulation(32)),
+    'one batch': lambda: learner(GradientAccumulation(8)),
+    'smaller windows': lambda: learner(GradientAccumulation(8), bs=32),
+    'micro-batches': lambda: learner(GradientAccumulation(micro_batch_size=8), bs=32),
+    'windows of micro-batches': lambda: learner(GradientAccumulation(32, micro_batch_size=4)),
+    'auto': lambda: learner(GradientAccumulation(micro_batch_size='auto'), bs=32),
+    'carry': lambda: learner(GradientAccumulation(32, remainder='carry')),
+    'drop': lambda: learner(GradientAccumulation(32, remainder='drop')),
+    'schedule': lambda: learner(GradientAccumulationSchedule(8, 32)),
+    'gradient cache': lambda: learner(GradientCache(8), bs=32),
+    'recomputed dropout': lambda: learner(all_blocks(lambda m: [m[0]]), bs=32, layers=[nn.Dropout()]),
+    'clipping': lambda: learner(GradientClip(.1), GradientAccumulation(32), opt_func=SGD),
+    'optimizer of torch': lambda: learner(GradientAccumulation(32), opt_func=adamw_of_torch),
+    'ignored and weighted labels': ignores_and_weighs,
+    'AutoResume': lambda: learner(GradientAccumulation(32), AutoResume()),
+    'early stopping': lambda: learner(EarlyStoppingCallback(patience=2), GradientAccumulation(32)),
+    'W&B': with_wandb,
+    'bfloat16': lambda: learner(GradientAccumulation(32)).to_bf16(),
+    'after lr_find': after_lr_find,
+    'fine_tune': frozen_with_discriminative_rates,
+    'MixUp in micro-batches': lambda: learner(MixUp(), GradientAccumulation(micro_batch_size=8), bs=32),
+    'tabular': tabular,
+    'collaborative filtering': collab,
+    'segmentation': segmentation,
+    'vision': lambda: learner_with_plain_head(8, [GradientAccumulation(32)]),
+    'text classifier': lambda: classifier(8, [GradientAccumulation(32)]),
+    'language model': lambda: language_learner(8, [GradientAccumulation(32)])}
+
+BATCHNORM = 'BatchNorm1d sees 3 samples at a time'
+RANDOM_LAYERS = 'EmbeddingDropout, RNNDropout, WeightDropout draws other random numbers'
+REASONS = {
+    'tabular': [BATCHNORM],
+    'text classifier': [BATCHNORM, f'Dropout, {RANDOM_LAYERS}'],
+    'language model': [RANDOM_LAYERS, 'the model carries a state from batch to batch']}

@@ -3,7 +3,7 @@ import pytest
 from fastai.callback.tensorboard import TensorBoardCallback
 
 from common import *
-from fastxtend_accum.checking.suspects import reaches_outside
+from fastxtend_accum.checking.suspects import is_left_out
 
 
 def tracker():
@@ -30,5 +30,5 @@ class ClaimModel(Callback):
 @pytest.mark.parametrize('make,expected', [
     (tracker, True), (LogsToRun, True), (TensorBoardCallback, True), (AutoResume, True),
     (ClaimModel, False), (EarlyStoppingCallback, False)])
-def test_what_reaches_outside_is_known_by_what_it_uses(make, expected):
-    assert reaches_outside(make()) == expected
+def test_what_uses_an_experiment_tracker_or_writes_files_is_left_out(make, expected):
+    assert is_left_out(make()) == expected

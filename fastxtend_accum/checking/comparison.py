@@ -7,6 +7,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/checking/comparison.html
 # %% ../../nbs/checking/03_comparison.ipynb #c3644af5
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cache
 
 from fastai.basics import *
@@ -23,8 +24,8 @@ def distance(a:Tensor, b:Tensor)->float:
     NaN"""
     if a.shape != b.shape: return math.inf
     if torch.allclose(a, b, 0, 0, equal_nan=True): return 0.
-    res = ((a-b).norm()/b.norm()).item()
-    return math.inf if math.isnan(res) else res
+    res = (a-b).norm()/b.norm()
+    return math.inf if res.isnan() else res.item()
 
 def distances(
     a:dict[str,Tensor], # What one training has left, by name
@@ -32,7 +33,12 @@ def distances(
 )->dict[str,float]:
     "Returns how far `a` is from `b`, by name"
     nothing = torch.zeros(0)
-    return {name: distance(a.get(name, nothing), b.get(name, nothing)) for name in b|a}
+    res = {}
+    for name in b|a:
+        x = a.get(name, nothing)
+        y = b.get(name, nothing)
+        res[name] = distance(x, y)
+    return res
 
 def above(distances:dict, tolerance:float)->dict:
     return {name:o for name,o in distances.items() if o > tolerance}
@@ -60,7 +66,7 @@ class Comparison:
     )->dict[str,Tensor]:
         "Trains a copy, and returns what that leaves, by name"
         is_slow = time.perf_counter()-self.began > 5
-        if self.verbose and is_slow: print('trains one more copy, without:', *[o.name for o in without])
+        if self.verbose and is_slow: print('still training copies')
         learn = getattr(self.trials, way)(double)
         for o in without: o.remove(learn)
         return train(learn, self.seed)
@@ -82,16 +88,20 @@ class Comparison:
     def unsteady(self)->dict[str,float]:
         "Returns the distances between two equal trainings on whole batches, by name"
         again = self.train('whole')
-        return above(distances(again, self.trained('whole', False, ())), _tolerance)
+        found = distances(again, self.trained('whole', False, ()))
+        return above(found, _tolerance)
 
 # %% ../../nbs/checking/03_comparison.ipynb #e5058a61
 def find_reasons(
     comparison:Comparison,
     suspected:list[Suspect], # The most likely first
-    ignored:Iterable[str], # Names of differences that need no reason
+    ignored:Collection[str], # Names of differences that need no reason
 )->tuple[list,list]: # The reasons; and suspects without which nothing trains
     "Leaves out one suspect after the other until nothing differs. Then puts back those without which no less differs"
-    def differences(without): return set(comparison.differences(tuple(without))).difference(ignored)
+    def differences(without):
+        "Returns the names of what differs without these suspects"
+        found = comparison.differences(tuple(without))
+        return found.keys()-ignored
     left = differences([])  # what differs without those that are left out
     left_out = []
     necessary = []

@@ -9,22 +9,22 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fastai.basics import *
-from fastai.callback.fp16 import MixedPrecision
-from fastai.callback.progress import CSVLogger,ProgressCallback,ShowGraphCallback
-from fastai.callback.tracker import SaveModelCallback
 
 from ..windows.checks import have_hooks
 from ..windows.nested import tensors_in
 from ..accumulation import GradientAccumulation
 from ..callback import WindowCallback
-from ..resume import AutoResume
 
 # %% auto #0
-__all__ = ['used_by', 'reaches_outside', 'is_left_out', 'Suspect', 'evaluate', 'in_evaluation', 'module_suspects',
-           'without_callback', 'without_hooks', 'forget_state', 'without_state', 'mean_square', 'with_other_loss',
-           'draws_numbers', 'is_suspect', 'suspects']
+__all__ = ['used_by', 'is_left_out', 'Suspect', 'evaluate', 'in_evaluation', 'module_suspects', 'without_callback',
+           'without_hooks', 'forget_state', 'without_state', 'mean_square', 'with_other_loss', 'draws_numbers',
+           'callback_suspects', 'suspects']
 
 # %% ../../nbs/checking/02_suspects.ipynb #7f2044ab
+# They show progress, save files, lower the precision or join processes
+_left_out = {
+    'ProgressCallback', 'ShowGraphCallback', 'CSVLogger', 'SaveModelCallback', 'AutoResume', 'MixedPrecision',
+    'DistributedTrainer'}
 # Packages of experiment trackers, and modules in them
 _services = {'wandb', 'tensorboard', 'tensorboardX', 'mlflow', 'neptune', 'comet_ml', 'azureml', 'clearml', 'aim'}
 
@@ -34,23 +34,19 @@ def used_by(cb)->list:
     for kind in type(cb).__mro__:
         for f in vars(kind).values():
             if not isinstance(f, types.FunctionType): continue
-            res += [f.__globals__[name] for name in f.__code__.co_names if name in f.__globals__]
+            names = f.__globals__.keys() & f.__code__.co_names
+            res += [f.__globals__[name] for name in names]
     return res
 
-def reaches_outside(cb)->bool:
-    "Returns whether `cb` saves files, or uses the package of an experiment tracker"
-    if isinstance(cb, (CSVLogger,SaveModelCallback,AutoResume)): return True
+def is_left_out(cb)->bool:
+    "Returns whether a copy trains without `cb`: by its class, or since it uses the package of an experiment tracker"
+    kinds = {o.__name__ for o in type(cb).__mro__}
+    if kinds & _left_out: return True
     for o in used_by(cb):
         is_module = isinstance(o, types.ModuleType)
         module = o.__name__ if is_module else getattr(o, '__module__', None)
         if _services & set(f'{module}'.split('.')): return True
     return False
-
-def is_left_out(cb)->bool:
-    "Returns whether a copy trains without `cb`, which reaches outside, lowers the precision or joins processes"
-    is_for_processes = type(cb).__name__ == 'DistributedTrainer'  # importing it needs accelerate
-    is_for_fits = isinstance(cb, (ProgressCallback,ShowGraphCallback,MixedPrecision))
-    return is_for_processes or is_for_fits or reaches_outside(cb)
 
 # %% ../../nbs/checking/02_suspects.ipynb #a53866a8
 class Suspect(NamedTuple):
@@ -101,14 +97,21 @@ _random_layers = 'drop','stochastic'  # parts of names, as in DropPath or Stocha
 def draws_numbers(m)->bool:
     "Returns whether a module draws random numbers, by the name of its class or its rate of dropout"
     if isinstance(m, nn.Sequential): return False  # for example, fastai's LinBnDrop, which contains such a layer
-    name = type(m).__name__.lower()
     rate = getattr(m, 'dropout', None)  # of an LSTM, for example, or of attention
     has_rate = isinstance(rate, float) and rate > 0
-    return has_rate or any(part in name for part in _random_layers)
+    name = type(m).__name__.lower()
+    return has_rate or any(o in name for o in _random_layers)
 
-def is_suspect(cb)->bool:
-    "Returns whether a callback is neither one that fastai adds itself nor one of this package"
-    return type(cb) not in (TrainEvalCallback,Recorder,CastToTensor) and not isinstance(cb, WindowCallback)
+def callback_suspects(cbs:list, n:int)->list[Suspect]:
+    "Returns a suspect for each class of callbacks, apart from those that fastai adds itself and those of this package"
+    kinds = dict.fromkeys(map(type, cbs))
+    res = []
+    for kind in kinds:
+        is_core = kind in (TrainEvalCallback,Recorder,CastToTensor)
+        if is_core or issubclass(kind, WindowCallback): continue
+        remove = partial(without_callback, kind=kind)
+        res.append(Suspect(kind.__name__, f'acts on {n} samples at a time', remove))
+    return res
 
 def suspects(
     learn:Learner,
@@ -124,10 +127,10 @@ def suspects(
     res += module_suspects(filter(draws_numbers, modules), 'draws other random numbers')
     if hasattr(model, 'reset'):
         res.append(Suspect('the model', 'carries a state from batch to batch', without_state))
-    for kind in dict.fromkeys(map(type, filter(is_suspect, cbs))):  # each once
-        res.append(Suspect(kind.__name__, f'acts on {n} samples at a time', partial(without_callback, kind=kind)))
+    res += callback_suspects(cbs, n)
     if have_hooks(model.parameters()):
         res.append(Suspect('hooks on parameters', f'see the gradient of {n} samples', without_hooks))
     res.append(Suspect('the loss', f'of {n} samples does not add up to that of all', with_other_loss))
-    res.append(Suspect('the model', 'in training mode', partial(in_evaluation, kinds=set(map(type, modules)))))
+    all_kinds = set(map(type, modules))
+    res.append(Suspect('the model', 'in training mode', partial(in_evaluation, kinds=all_kinds)))
     return res
