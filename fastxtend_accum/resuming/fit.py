@@ -72,8 +72,8 @@ class SavedFit:
         self.rows += [list(rec.log) for rec in self.learn._grab_cbs(Recorder)]
 
     def end(self):
-        """After the fit, saves the final state, in case the process is killed in a later fit. If the file has that state
-        already, restores it again, since other callbacks' `after_fit` may have changed it"""
+        """After the fit, saves the final state, in case the process is killed in a later fit. If the file already has
+        that state, restores it again, since other callbacks' `after_fit` may have changed it"""
         if self.found: self.restore()
         else: self.save('end')
         self.folder.end(self.learn)
@@ -205,8 +205,8 @@ def check(self:SavedFit, found:dict):
                          "over, or another fname")
     workers,before = n_workers(self.learn.dls.train),found['n_workers']
     if workers != before:
-        warn_user(f'AutoResume goes on with {workers} workers, not {before}: if samples draw random numbers, or if each '
-                  'worker reads a part of the data, the next batches differ from those of a fit without a kill')
+        warn_user(f'AutoResume goes on with {workers} workers, not {before}: if samples draw random numbers, or if '
+                  'each worker reads a part of the data, the next batches differ from those of a fit without a kill')
 
 @patch
 def restore(self:SavedFit):

@@ -81,8 +81,8 @@ def names_in(kind:type)->list:
 
 # %% ../../nbs/resuming/02_graph.ipynb #6b1d88f2
 class Finder:
-    """Finds what some objects reach, and gives all that it finds a path in a graph. It pickles the parts of the objects:
-    an object in there that has no path yet gets the path of the part, and then its own parts are pickled"""
+    """Finds what some objects reach, and gives all that it finds a path in a graph. It pickles the parts of objects: an
+    object in there that has no path yet gets the path of the part, and then its own parts are pickled"""
     def __init__(self, graph:Graph):
         self.graph = graph
         self.digests = Digests(self)
@@ -124,10 +124,11 @@ class Finder:
         return self.graph.reduced(o)
 
     def is_kept_in_place(self, o)->bool:
-        """Returns whether `o` is a tensor that an object has as an attribute, outside of the data. It gets a path, so that
-        what shares its memory, as a weight may, still does after it was restored"""
-        is_content = self.place.endswith('.')  # such as the values of a tensor
-        return isinstance(o, Tensor) and o.is_leaf and not is_content and not is_of_data(self.place)
+        """Returns whether `o` is a tensor that an object has as an attribute, outside of the data. It gets a path, so
+        that what shares its memory, as a weight may, still does after it was restored"""
+        if is_of_data(self.place) or self.place.endswith('.'):  # a content, such as the values of a tensor
+            return False
+        return isinstance(o, Tensor) and o.is_leaf
 
 # %% ../../nbs/resuming/02_graph.ipynb #273a28a4
 @patch

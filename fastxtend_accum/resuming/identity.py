@@ -9,9 +9,8 @@ from __future__ import annotations
 from fastai.basics import *
 
 from ..windows.processes import n_processes
-from ..callback import WindowCallback
 from .graph import Graph
-from .parts import generators
+from .parts import generators,is_of_package
 
 # %% auto #0
 __all__ = ['settings_of', 'text_of', 'differences', 'may_differ', 'n_workers']
@@ -50,8 +49,7 @@ def differences(graph:Graph, begun:dict, digests:dict)->dict:
 def may_differ(graph:Graph, part:tuple)->bool:
     "Returns whether a part is a number or a text of a callback, other than the callbacks of this package"
     o = graph.objects.get(part[0])
-    is_other = isinstance(o, Callback) and not isinstance(o, WindowCallback)
-    return is_other and isinstance(graph.begun.get(part), str)
+    return isinstance(o, Callback) and not is_of_package(o) and isinstance(graph.begun.get(part), str)
 
 def n_workers(dl)->int:
     return getattr(getattr(dl, 'fake_l', dl), 'num_workers', 0)

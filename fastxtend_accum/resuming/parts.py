@@ -14,11 +14,10 @@ from fastai.data.load import _FakeLoader
 from torch.utils.hooks import RemovableHandle
 
 from ..windows.state import random_states,restore_value,set_random_states
-from ..callback import WindowCallback
 
 # %% auto #0
-__all__ = ['generators', 'SharedGenerators', 'library_of', 'has_no_state', 'attributes_of', 'cells_of', 'set_attribute',
-           'content_of', 'set_content', 'content_of_tensor', 'set_tensor']
+__all__ = ['generators', 'SharedGenerators', 'library_of', 'is_of_package', 'has_no_state', 'attributes_of', 'cells_of',
+           'set_attribute', 'content_of', 'set_content', 'content_of_tensor', 'set_tensor']
 
 # %% ../../nbs/resuming/00_parts.ipynb #75851d9e
 class SharedGenerators:
@@ -43,13 +42,17 @@ _left_out = {
 def library_of(kind:type)->str:
     return kind.__module__.partition('.')[0]
 
+def is_of_package(o)->bool:
+    "Returns whether `o` is a callback of this package: only these keep the loop of the fit, and list it so"
+    return 'loop' in getattr(type(o), '_stateattrs', ())
+
 def has_no_state(o, name:str, value)->bool:
     "Returns whether an attribute is useless in another process"
     if isinstance(value, (io.IOBase,RemovableHandle)) or library_of(type(value)) in _outside:
         return True
     if isinstance(o, nn.Module) and 'hooks' in name:  # their keys are numbers of this process
         return True
-    if isinstance(o, WindowCallback) and name in o._stateattrs:
+    if is_of_package(o) and name in o._stateattrs:
         return True
     return any(isinstance(o, kind) and name in names for kind,names in _left_out.items())
 

@@ -138,8 +138,8 @@ class Digests(pickle.Pickler):
     def reducer_override(self, o): return self.paths.reduced(o)
 
     def persistent_id(self, o):
-        """Pickle calls it for all that a value contains, and writes what it returns, if not None, instead of the object.
-        Here this is not an id, but what stands for the object in a digest"""
+        """Pickle calls it for all that a value contains, and writes what it returns, if not None, instead of the
+        object. Here this is not an id, but what stands for the object in a digest"""
         if type(o) in _plain:
             return None
         if isinstance(o, TypedStorage):
