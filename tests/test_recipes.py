@@ -53,10 +53,10 @@ def run(code, **stand_ins):
     return names
 
 
-def save_image(path, size=16, mode='RGB'):
+def save_image(path, size=16):
     path.parent.mkdir(parents=True, exist_ok=True)
-    n_bytes = size*size*len(mode)
-    Image.frombytes(mode, (size, size), random.randbytes(n_bytes)).save(path)
+    pixels = random.randbytes(3*size*size)
+    Image.frombytes('RGB', (size, size), pixels).save(path)
 
 
 def small_vision_learner(dls, arch, **kwargs):
@@ -64,7 +64,9 @@ def small_vision_learner(dls, arch, **kwargs):
 
 
 def test_readme_trains_on_a_folder_of_classes(tmp_path):
-    for i in range(330): save_image(tmp_path/'ab'[i%2]/f'{i}.png')
+    for i in range(330):
+        label = 'cat' if i%2 else 'dog'
+        save_image(tmp_path/label/f'{i}.png')
     [diff] = re.findall(r'```diff\n(.*?)```', (root/'README.md').read_text(), re.S)
     without_imports = re.sub(r'^from .*', '', copied(diff), flags=re.M)
     names = run(without_imports, path=tmp_path, vision_learner=small_vision_learner)
@@ -73,7 +75,9 @@ def test_readme_trains_on_a_folder_of_classes(tmp_path):
 
 def test_vision(tmp_path):
     "All photographs are in one folder, and named after the breed"
-    for i in range(165): save_image(tmp_path/'images'/f'{("Abyssinian", "great_pyrenees")[i%2]}_{i}.jpg')
+    for i in range(165):
+        breed = 'Abyssinian' if i%2 else 'great_pyrenees'
+        save_image(tmp_path/'images'/f'{breed}_{i}.jpg')
 
     def small_learner(dls, arch, **kwargs):
         assert arch in timm.list_pretrained()
@@ -94,7 +98,9 @@ def test_text(tmp_path):
     for split, label in [('train', 'pos'), ('train', 'neg'), ('train', 'unsup'), ('test', 'pos'), ('test', 'neg')]:
         folder = tmp_path/'imdb'/split/label
         folder.mkdir(parents=True)
-        for i in range(40): (folder/f'{i}.txt').write_text(' '.join(random.choices(WORDS, k=12)))
+        for i in range(40):
+            words = random.choices(WORDS, k=12)
+            (folder/f'{i}.txt').write_text(' '.join(words))
     small = merge(awd_lstm_clas_config, dict(emb_sz=8, n_hid=12, n_layers=2))
 
     def small_learner(dls, arch, **kwargs):
@@ -131,7 +137,7 @@ def test_tabular(tmp_path):
         'salary': rng.choice(['<50k', '>=50k'], n)}).to_csv(tmp_path/'adult.csv', index=False)
     names = run(recipe('applications/02_tabular.ipynb'), untar_data=lambda url: tmp_path)
     assert [*names['dls'].vocab] == ['<50k', '>=50k']
-    assert names['learn'].recorder.accum_bs == [4096]*10
+    assert set(names['learn'].recorder.accum_bs) == {4096}
 
 
 def test_segmentation(tmp_path):
@@ -139,8 +145,9 @@ def test_segmentation(tmp_path):
     (tmp_path/'codes.txt').write_text('Animal\nBuilding\nTrafficLight\nVoid\nWall\n')
     for i in range(41):
         save_image(tmp_path/'images'/f'0001TP_{i:06}.png', 32)
-        (tmp_path/'labels').mkdir(exist_ok=True)
-        Image.new('L', (32, 32), color=i%5).save(tmp_path/'labels'/f'0001TP_{i:06}_P.png')
+        mask = tmp_path/'labels'/f'0001TP_{i:06}_P.png'
+        mask.parent.mkdir(exist_ok=True)
+        Image.new('L', (32, 32), color=i%5).save(mask)
 
     def small_learner(dls, arch, **kwargs):
         return unet_learner(dls, narrow, pretrained=False, last_cross=False, **kwargs)
@@ -159,7 +166,8 @@ def test_segmentation(tmp_path):
 def tiny_gpt2(folder):
     "Saves a model and a tokenizer without a padding token"
     bpe = Tokenizer(models.BPE())
-    bpe.train_from_iterator([' '.join(WORDS)], trainers.BpeTrainer(special_tokens=['<|endoftext|>'], show_progress=False))
+    trainer = trainers.BpeTrainer(special_tokens=['<|endoftext|>'], show_progress=False)
+    bpe.train_from_iterator(WORDS, trainer)
     transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token='<|endoftext|>').save_pretrained(folder)
     config = transformers.GPT2Config(vocab_size=len(bpe.get_vocab()), n_positions=48, n_embd=8, n_layer=1, n_head=2)
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
