@@ -76,14 +76,15 @@ def explain(
     if not whole['weights'].isfinite().all(): return dict(weights=math.nan),[],[_nan]
     found = comparison.differences()
     if not found: return {},[],[]
-    unsteady = comparison.unsteady().keys()  # times, for example, need no reason
-    if 'weights' in unsteady: return found,[],[_unseeded]
-    found = {name:o for name,o in found.items() if name not in unsteady}
-    suspected = suspects(trials.learn, cbs, found, trials.sizes.micro_bs)
-    reasons,necessary = find_reasons(comparison, suspected, unsteady)
+    repeated = comparison.repeated()
+    steady = {name:o for name,o in found.items() if o > 100*repeated.get(name, 0)}  # times, for example, are not
+    is_unseeded = 'weights' in found and 'weights' not in steady
+    if is_unseeded: return found,[],[_unseeded]
+    suspected = suspects(trials.learn, cbs, steady, trials.sizes.micro_bs)
+    reasons,necessary = find_reasons(comparison, steady, suspected)
     if reasons: necessary = []
     notes = [f'perhaps {o}, without which nothing trains' for o in necessary]
-    return found,list(map(str, reasons)),notes
+    return steady,list(map(str, reasons)),notes
 
 # %% ../nbs/09_check.ipynb #2b4b2dd2
 def check_with(

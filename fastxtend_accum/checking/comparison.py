@@ -7,7 +7,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/checking/comparison.html
 # %% ../../nbs/checking/03_comparison.ipynb #c3644af5
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import cache
 
 from fastai.basics import *
@@ -85,23 +84,22 @@ class Comparison:
         try: return above(self.distances(True, without), _tolerance_double)
         except Exception: return above(found, _tolerance)  # it does not train in float64
 
-    def unsteady(self)->dict[str,float]:
+    def repeated(self)->dict[str,float]:
         "Returns the distances between two equal trainings on whole batches, by name"
         again = self.train('whole')
-        found = distances(again, self.trained('whole', False, ()))
-        return above(found, _tolerance)
+        return distances(again, self.trained('whole', False, ()))
 
 # %% ../../nbs/checking/03_comparison.ipynb #e5058a61
 def find_reasons(
     comparison:Comparison,
+    found:dict[str,float], # Differences that need a reason
     suspected:list[Suspect], # The most likely first
-    ignored:Collection[str], # Names of differences that need no reason
 )->tuple[list,list]: # The reasons; and suspects without which nothing trains
     "Leaves out one suspect after the other until nothing differs. Then puts back those without which no less differs"
-    def differences(without):
-        "Returns the names of what differs without these suspects"
-        found = comparison.differences(tuple(without))
-        return found.keys()-ignored
+    def differences(without)->list[str]:
+        "Returns the names of what differs without these suspects. Without BatchNorm, rounding alone may grow to 1e-6"
+        now = comparison.differences(tuple(without))
+        return [name for name,o in found.items() if now.get(name, 0) >= o/1000]
     left = differences([])  # what differs without those that are left out
     left_out = []
     necessary = []
