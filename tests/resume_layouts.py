@@ -1,7 +1,6 @@
 "Scripts that train with AutoResume, one for each way in which a fit may go on wrongly. Data and models are tiny"
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset as TorchIterable
-from fastai.data.load import SkipItemException
 
 from common import *
 
@@ -31,13 +30,6 @@ class Noisy(list):
         x, y = super().__getitem__(i)
         noise = random.random()+np.random.rand()+torch.rand([])
         return x+.1*noise.float(), y
-
-
-class SomeMissing(list):
-    "Some samples cannot be loaded"
-    def __getitem__(self, i):
-        if i % 7 == 3: raise SkipItemException
-        return super().__getitem__(i)
 
 
 class Stream(TorchIterable):
@@ -116,18 +108,6 @@ class Sometimes(nn.Module):
         if self.training: self.n += 1
         res = self.always(x)
         return res+self.rarely(x) if self.n in (2, 3) else res
-
-
-class Grows(nn.Module):
-    "Has a buffer that becomes longer with each batch"
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, 1)
-        self.register_buffer('means', torch.zeros(1))
-
-    def forward(self, x):
-        if self.training: self.means = torch.cat([self.means, x.detach().mean().reshape(1)])
-        return self.linear(x)+self.means.sum()/10
 
 
 # Callbacks
@@ -283,10 +263,6 @@ def noisy_samples(): return train(dls=fastai_data(Noisy))
 
 
 @layout
-def missing_samples(): return train(dls=fastai_data(SomeMissing))
-
-
-@layout
 def workers(): return train(dls=fastai_data(Noisy, num_workers=2), n_epoch=2)
 
 
@@ -367,10 +343,6 @@ def scaler_and_windows(): return train(BFloat16(), accum(), n_epoch=3)
 @layout
 def hidden_state_and_schedule():
     return train(ModelResetter(), schedule(4, 12), m=Carrying(Carries(), nn.Linear(WIDTH, 1)))
-
-
-@layout
-def growing_buffer(): return train(accum(), m=nn.Sequential(nn.Linear(WIDTH, WIDTH), Grows()))
 
 
 @layout

@@ -20,8 +20,6 @@ def files(): return sorted(o.name for o in Path('models/resume').iterdir())
 
 
 def half(content): return content[:len(content)//2]
-def empty(content): return b''
-def garbage(content): return b'hello'*100
 
 
 def flipped(content):
@@ -31,7 +29,7 @@ def flipped(content):
     return bytes(res)
 
 
-@pytest.mark.parametrize('damage', [half, empty, garbage, flipped])
+@pytest.mark.parametrize('damage', [half, flipped])
 def test_a_damaged_file_is_an_error(damage):
     path = Path('0.pth')
     torch.save([1], path)

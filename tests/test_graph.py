@@ -64,31 +64,6 @@ def optimizer_of_a_callback():
         return train(learner(OwnOptimizer()))
 
 
-class Teacher(nn.Module):
-    "Shares a layer with the model; has a counter in plain Python"
-    def __init__(self, shared):
-        super().__init__()
-        self.shared = shared
-        self.own = nn.Linear(WIDTH, 12)
-        self.n = 0
-
-
-class Teaches(Callback):
-    def before_fit(self):
-        if not hasattr(self, 'teacher'): self.teacher = Teacher(self.learn.model[0][0])
-
-    def after_step(self):
-        teacher = self.teacher
-        teacher.n += 1
-        with torch.no_grad():
-            teacher.own.weight.lerp_(teacher.shared.weight, 1/teacher.n)
-            teacher.shared.weight.lerp_(teacher.own.weight, .1)
-
-
-@situation
-def module_that_shares_a_layer(): return train(learner(Teaches()))
-
-
 class Recent(Callback):
     "Multiplies inputs by what a deque and a defaultdict have counted"
     def __init__(self):
