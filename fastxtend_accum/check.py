@@ -6,75 +6,41 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/check.html.md"""
 
 # %% ../nbs/09_check.ipynb #7299094c
 from __future__ import annotations
+from typing import NamedTuple
 
 from fastai.basics import *
-from fastai.callback.progress import ProgressCallback,ShowGraphCallback
-from fastprogress.fastprogress import progress_bar
 
 from .windows.checks import check_flags,check_size
 from .windows.loader import drops_last
 from .windows.state import Snapshot
 from .callback import WindowCallback
 from .checking.comparison import Comparison,find_reasons
-from .checking.samples import KeptSamples,copy_to_read,read_samples
-from .checking.suspects import Suspect,is_left_out,suspects
+from .checking.samples import copy_to_read,read_samples
+from .checking.suspects import is_left_out,suspects
 from .checking.trial import Sizes,Trials,small_sizes
 
 # %% auto #0
-__all__ = ['AccumCheck', 'TrialProgress', 'n_samples', 'valid_samples', 'our_callbacks', 'explain', 'check_with', 'notes_on']
+__all__ = ['AccumCheck', 'n_samples', 'our_callbacks', 'explain', 'check_with', 'notes_on']
 
 # %% ../nbs/09_check.ipynb #3f268a53
-class AccumCheck:
+class AccumCheck(NamedTuple):
     "What `Learner.check_accum` has found. `str` of it is the report"
-    def __init__(self,
-        differences:dict[str,float], # Of windows to whole batches, relative, by name
-        reasons:list[str], # Named by elimination: without them there is no difference
-        candidates:list[str], # If no reason was found: what it may be, because nothing trains without
-        notes:list[str], # What the check has left out, or changed
-        head:str, # What was trained
-    ):
-        store_attr()
+    head:str  # what was trained
+    differences:dict[str,float]  # of windows to whole batches, relative, by name
+    reasons:list[str]  # named by elimination: without them there is no difference
+    notes:list[str]  # what else the user has to know
 
     @property
     def equal(self)->bool: return not self.differences
 
-    def __repr__(self)->str:
-        if self.equal: return 'AccumCheck(equal=True)'
-        return f'AccumCheck(equal=False, differences={list(self.differences)}, reasons={self.reasons})'
-
     def __str__(self)->str:
         lines = [self.head]
+        for name,o in self.differences.items(): lines.append(f'  {name:<22}  off by {o:.2g}')
+        for o in self.reasons: lines.append(f'the reason, named by elimination: {o}')
         if self.equal: lines.append('  equal')
-        width = max(map(len, self.differences), default=0)
-        for name,o in self.differences.items(): lines.append(f'  {name:<{width}}  off by {o:.2g}')
-        lines += self.reason_lines()
+        elif not self.reasons: lines.append('the reason was not found')
         lines += self.notes
         return '\n'.join(lines)
-
-    def reason_lines(self)->list[str]:
-        if self.equal: return []
-        if self.reasons: return [f'the reason, named by elimination: {o}' for o in self.reasons]
-        if not self.candidates: return ['the reason was not found']
-        names = ' or '.join(self.candidates)
-        return [f'the reason was not found; perhaps {names}, without which nothing trains']
-
-# %% ../nbs/09_check.ipynb #36ee3333
-class TrialProgress:
-    "Shows a progress bar if trainings take longer than 5 seconds"
-    def __init__(self, is_shown:bool):
-        self.is_shown = is_shown
-        self.began = time.perf_counter()
-        self.n = 0  # trainings that have begun
-        self.bar = None
-
-    def __call__(self):
-        "Call before each training. The total is unknown"
-        is_late = time.perf_counter()-self.began > 5
-        if self.bar is None and self.is_shown and is_late:
-            self.bar = progress_bar([], total='noinfer', comment='short trainings of check_accum')
-            self.bar.update(0)
-        if self.bar is not None: self.bar.update(self.n)
-        self.n += 1
 
 # %% ../nbs/09_check.ipynb #230cb5f1
 def n_samples(
@@ -83,20 +49,11 @@ def n_samples(
     drop_last:bool, # Whether the loader drops an incomplete batch
 )->int:
     "Returns the samples of an epoch: those of full windows; and for one step a rest, of which one batch is smaller"
+    n_windows = max(math.ceil(n_steps/2), 2)
+    if drop_last: return n_windows*max(sizes.window, sizes.bs)
     part = sizes.window//4
     rest = part + math.ceil(part*2/3)
-    n_full = max(math.ceil(n_steps/2)-1, 1)
-    n = n_full*sizes.window+rest
-    if not drop_last: return n
-    n_batches = max(n//sizes.bs, 1)
-    return n_batches*sizes.bs
-
-def valid_samples(learn, train:KeptSamples, n:int)->KeptSamples:
-    "Returns `n` samples of the validation set; those of training, if it has none"
-    try:
-        copied,_ = copy_to_read(learn.dls.valid)
-        return read_samples(copied, n)
-    except (IndexError,ValueError): return train
+    return (n_windows-1)*sizes.window + rest
 
 def our_callbacks(cbs:list)->list[WindowCallback]:
     "Returns those that make windows; raises ValueError if there are none"
@@ -106,18 +63,28 @@ def our_callbacks(cbs:list)->list[WindowCallback]:
                      "windows: pass cbs=GradientAccumulation(...), or add it to the Learner")
 
 # %% ../nbs/09_check.ipynb #e5058a61
+_nan = 'weights become NaN or infinite on whole batches, so nothing can be compared: pass a larger size'
 _unseeded = 'two trainings on the same whole batches differ, too: something draws numbers that no seed sets'
 
-def explain(comparison:Comparison, found:dict[str,float], suspected:list[Suspect])->tuple[dict,list,list]:
-    """Returns three values: the differences `found`, but those that two equal trainings have, too, such as times; their
-    reasons; and if there are none, candidates"""
-    is_layer = any(name.startswith('buffers') for name in found)  # most likely, such as BatchNorm
-    has_attributes = any('.' in name for name in found)  # of callbacks
-    if not is_layer or has_attributes:
-        unsteady = comparison.unsteady()
-        if 'weights' in unsteady: return found,[_unseeded],[]
-        found = {name:o for name,o in found.items() if name not in unsteady}
-    return found,*find_reasons(comparison, found, suspected)
+def explain(
+    comparison:Comparison,
+    cbs:list, # Callbacks of the fit
+)->tuple[dict,list,list]: # Differences, reasons and notes of an `AccumCheck`
+    "Compares trainings. If they differ, finds the reasons"
+    trials = comparison.trials
+    whole = comparison.trained('whole', False, ())
+    if not whole['weights'].isfinite().all(): return dict(weights=math.nan),[],[_nan]
+    found = comparison.differences()
+    if not found: return {},[],[]
+    repeated = comparison.repeated()
+    steady = {name:o for name,o in found.items() if o > 100*repeated.get(name, 0)}  # times, for example, are not
+    is_unseeded = 'weights' in found and 'weights' not in steady
+    if is_unseeded: return found,[],[_unseeded]
+    suspected = suspects(trials.learn, cbs, steady, trials.sizes.micro_bs)
+    reasons,necessary = find_reasons(comparison, steady, suspected)
+    if reasons: necessary = []
+    notes = [f'perhaps {o}, without which nothing trains' for o in necessary]
+    return steady,list(map(str, reasons)),notes
 
 # %% ../nbs/09_check.ipynb #2b4b2dd2
 def check_with(
@@ -126,7 +93,7 @@ def check_with(
     n_steps:int, # In two epochs
     size:int, # Samples in a window
     seed:int,
-    progress:Callable, # Called before each training
+    verbose:bool,
 )->AccumCheck:
     "Compares trainings, and explains the differences"
     all_cbs = [*learn.cbs, *cbs]
@@ -134,44 +101,34 @@ def check_with(
     in_trials = [o for o in all_cbs if o not in left_out]
     sizes = small_sizes(learn, our_callbacks(in_trials), size)
     to_read,is_clean = copy_to_read(learn.dls.train)
-    train = read_samples(to_read, n_samples(sizes, n_steps, drops_last(to_read)))
-    valid = valid_samples(learn, train, sizes.window//4)
-    trials = Trials(learn, cbs, left_out, sizes, train, valid)
-    comparison = Comparison(trials, seed, progress)
-    found,precision = comparison.differences()
-    reasons = []
-    candidates = []
-    if found:
-        suspected = suspects(learn, in_trials, found, sizes.micro_bs)
-        found,reasons,candidates = explain(comparison, found, suspected)
-    n = len(comparison.train('whole', False)['positions'])
-    head = f'{n} steps of up to {size} samples, {sizes.micro_bs} at a time and whole, in {precision}:'
-    notes = notes_on(left_out, is_clean)
-    return AccumCheck(
-        found,
-        list(map(str, reasons)),
-        list(map(str, candidates)),
-        notes,
-        head)
+    n = n_samples(sizes, n_steps, drops_last(to_read))
+    samples = read_samples(to_read, n)
+    trials = Trials(learn, cbs, left_out, sizes, samples)
+    comparison = Comparison(trials, seed, verbose)
+    differences,reasons,notes = explain(comparison, in_trials)
+    notes += notes_on(left_out, is_clean)
+    n_trained = sum(len(plan.windows) for plan in trials.plans)
+    head = f'{n_trained} steps of up to {size} samples, {sizes.micro_bs} at a time and whole:'
+    return AccumCheck(head, differences, reasons, notes)
 
 def notes_on(left_out:list, is_clean:bool)->list[str]:
     "Returns what the user has to know of the check"
     res = []
-    shows_progress = ProgressCallback,ShowGraphCallback
-    named = [type(o).__name__ for o in left_out if not isinstance(o, shows_progress)]
-    if named:
-        res.append(f'left out: {", ".join(named)}')
+    names = [type(o).__name__ for o in left_out]
+    names = [o for o in names if o not in ('ProgressCallback', 'ShowGraphCallback')]
+    if names: res.append(f'left out: {", ".join(names)}')
     if not is_clean:
         res.append('the DataLoader cannot be copied: the next epoch continues after the samples that were read')
     return res
 
+# %% ../nbs/09_check.ipynb #2b4b2dd3
 @patch
 def check_accum(self:Learner,
     cbs:Callback|list|None=None, # Callbacks that you will pass to the fit
     n_steps:int=4, # Steps to train, in two epochs
     size:int=12, # Samples in a window, a multiple of 4; the model sees a quarter at a time
     seed:int=42, # Of the random numbers that the trials draw
-    verbose:bool=True, # Print the report, and a progress bar if the check takes longer than 5 seconds
+    verbose:bool=True, # Print the report; and if the check takes longer than 5 seconds, what it does
 )->AccumCheck:
     """Measure whether this Learner trains in windows as on whole batches: train copies of it both ways, compare them,
     and name the reason for a difference. Leaves everything as it was"""
@@ -181,7 +138,7 @@ def check_accum(self:Learner,
     check_flags(verbose=verbose)
     cbs = list(L(cbs))
     before = Snapshot(self.model, self.loss_func, *self.cbs, *cbs)  # copies share no tensor, but perhaps functions do
-    try: res = check_with(self, cbs, n_steps, size, seed, TrialProgress(verbose))
+    try: res = check_with(self, cbs, n_steps, size, seed, verbose)
     finally: before.restore()
     if verbose and not rank_distrib(): print(res)
     return res

@@ -51,34 +51,37 @@ class AutoResume(WindowCallback):
 
     def is_in_fit(self)->bool:
         "Returns whether an event is of the fit that is saved, not of a `validate` within it"
-        return self.saved_fit is not None and self.learn and not self.learn.lock.locked()
-
-    def before_fit(self):
-        super().before_fit()
-        if self.is_in_fit(): self.saved_fit = None  # of a fit that was interrupted
-
-    def before_train(self):
-        super().before_train()
-        if not self.learn or is_finding_rate(self.learn): return  # it was removed, or this is not a fit
-        if not self.saved_fit:
-            raise ValueError('the Learner has its own _do_fit, or a second AutoResume: leave one of them out')
-        self.saved_fit.begin_training()
+        return self.saved_fit is not None and self.learn is not None and not self.learn.lock.locked()
 
     def after_train(self):
-        if self.is_in_fit(): self.saved_fit.trained = self.saved_fit.graph.state()
+        if self.is_in_fit(): self.saved_fit.end_training()
 
     def after_batch(self):
-        if not self.learn.training and self.is_in_fit(): self.saved_fit.save_in_validation()
+        if self.is_in_fit() and not self.learn.training: self.saved_fit.save_in_validation()
 
     def after_epoch(self):
-        if self.is_in_fit(): self.saved_fit.rows += [list(rec.log) for rec in self.learn._grab_cbs(Recorder)]
+        if self.is_in_fit(): self.saved_fit.end_epoch()
 
-    def after_fit(self):
-        if not self.is_in_fit(): return
-        fit = self.saved_fit
-        self.saved_fit = None
-        fit.end()
-        fit.folder.end(self.learn)
+# %% ../nbs/06_resume.ipynb #1c7d5a92
+@patch
+def before_fit(self:AutoResume):
+    WindowCallback.before_fit(self)
+    if self.is_in_fit(): self.saved_fit = None  # of a fit that was interrupted
+
+@patch
+def before_train(self:AutoResume):
+    WindowCallback.before_train(self)
+    if not self.learn or is_finding_rate(self.learn): return  # it was removed, or this is not a fit
+    if not self.saved_fit:
+        raise ValueError('the Learner has its own _do_fit, or a second AutoResume: leave one of them out')
+    self.saved_fit.begin_training()
+
+@patch
+def after_fit(self:AutoResume):
+    if not self.is_in_fit(): return
+    fit = self.saved_fit
+    self.saved_fit = None
+    fit.end()
 
 # %% ../nbs/06_resume.ipynb #9b418d36
 # If this module is loaded again, as `%autoreload` does, it finds its own function, which knows what that has replaced
@@ -94,7 +97,7 @@ def do_fit(self:Learner):
     loss_func = self.loss_func
     fit = resume.start()
     try:
-        with held_signals:
+        with held_signals.hold():
             for epoch in range(fit.begin(), self.n_epoch):
                 self.epoch = epoch
                 fit.begin_epoch()
@@ -102,7 +105,6 @@ def do_fit(self:Learner):
     except BaseException:
         self.loss_func = loss_func  # a callback may have replaced it
         raise
-    finally: fit.folder.interrupt(self, fit.number)  # until `after_fit`, which an error skips
 
 do_fit.replaced = fastai_do_fit
 Learner._do_fit = do_fit

@@ -1,4 +1,5 @@
 "What the tests share: small data, a Learner for it, and a reference in plain PyTorch that does not use this package"
+import itertools
 import math
 import multiprocessing
 import os
@@ -20,6 +21,16 @@ SECONDS = 1800  # that a process may take, on a machine that does other work too
 
 # `DRAWS=10000 pytest -k any_` draws more cases than the profile has, and new ones each time
 draws = settings(deadline=None, derandomize='DRAWS' not in os.environ)
+
+
+# Cases
+
+def paired(*sides):
+    """Returns as few cases of a matrix as have each value of each of its sides: cases that differ on one side only find
+    the same faults"""
+    n = max(len(side) for side in sides)
+    endless = [itertools.cycle(side) for side in sides]
+    return list(itertools.islice(zip(*endless), n))
 
 
 # Data and models

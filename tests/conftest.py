@@ -19,8 +19,9 @@ for name, n in dict(quick=10, long=60).items():
     settings.register_profile(name, max_examples=int(os.environ.get('DRAWS', n)))
 settings.load_profile('quick')
 
-TOGETHER = 'processes', 'pages', 'project', 'demo'  # one process runs such a file: its tests share what takes long
-ALONE = 'colab', 'release', 'libraries', 'gpu'  # one environment or one GPU for all tests of a mark
+# One process runs such a file: its tests share what takes long
+TOGETHER = 'processes', 'pages', 'project', 'demo', 'release', 'colab'
+ALONE = 'libraries', 'gpu'  # one environment or one GPU for all tests of a mark
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -45,25 +46,15 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items):
-    """`thin(n, m)`: of a test's cases, every `n`th runs always, of the others every `m`th is `long`, and the rest is
-    left out: cases that differ on one side of a matrix find the same faults"""
+    "`thin(n)`: of a test's cases, every `n`th runs always, and the others are `long`"
     seen = Counter()
-    chosen = []
-    left_out = []
     for item in items:
         mark = item.get_closest_marker('thin')
-        if mark is None:
-            chosen.append(item)
-            continue
-        n, m = mark.args
+        if mark is None: continue
+        n, *_ = mark.args
         test = item.parent, item.originalname
-        i = seen[test]
+        if seen[test] % n: item.add_marker('long')
         seen[test] += 1
-        if i % n: item.add_marker('long')
-        if i % n and i % m: left_out.append(item)
-        else: chosen.append(item)
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = chosen
 
 
 def pytest_collection_finish():

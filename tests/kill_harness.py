@@ -1,7 +1,5 @@
 """Kills a script by SIGKILL or SIGTERM, starts it again until it ends, and compares it with one that nobody has killed:
-without any tolerance. It knows nothing of how a fit goes on, but the name of the callback and of its files.
-
-`python tests/kill_harness.py [LAYOUT ...]` prints what it finds, with other random numbers each time"""
+without any tolerance. It knows nothing of how a fit goes on, but the name of the callback and of its files."""
 import signal
 import sys
 import traceback
@@ -354,14 +352,3 @@ def kill_layout(name, script, folder, n_kills, seed=0):
         if report.differences or report.kills >= n_kills: break
         trial(script, whole, folder/f'trial-{i}', rnd, report)
     return report
-
-
-if __name__ == '__main__':
-    from resume_layouts import LAYOUTS
-    base = Path(tempfile.mkdtemp(prefix='kills-'))
-    for name in sys.argv[1:] or LAYOUTS:
-        (base/name).mkdir()
-        begin = time.monotonic()
-        report = kill_layout(name, LAYOUTS[name], base/name, 8, time.time())
-        print(f'{time.monotonic()-begin:5.1f} s {report}', flush=True)
-    print(base)

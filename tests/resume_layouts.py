@@ -1,8 +1,6 @@
 "Scripts that train with AutoResume, one for each way in which a fit may go on wrongly. Data and models are tiny"
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset as TorchIterable
-from fastai.callback.training import GradientAccumulation as FastaiAccumulation
-from fastai.data.load import SkipItemException
 
 from common import *
 
@@ -34,24 +32,6 @@ class Noisy(list):
         return x+.1*noise.float(), y
 
 
-class OwnNoise(list):
-    "Samples with numbers of a generator of their own"
-    def __init__(self, items):
-        super().__init__(items)
-        self.rng = np.random.default_rng(3)
-
-    def __getitem__(self, i):
-        x, y = super().__getitem__(i)
-        return x+.1*float(self.rng.normal()), y
-
-
-class SomeMissing(list):
-    "Some samples cannot be loaded"
-    def __getitem__(self, i):
-        if i % 7 == 3: raise SkipItemException
-        return super().__getitem__(i)
-
-
 class Stream(TorchIterable):
     "Samples in a random order, of a number that nobody knows"
     def __iter__(self):
@@ -62,15 +42,6 @@ class Stream(TorchIterable):
 class Understated(TorchLoader):
     "Says that it has fewer batches than come"
     def __len__(self): return 20
-
-
-class BatchNoise:
-    "A transform of batches with two generators"
-    def __init__(self): self.rng = random.Random(8)
-
-    def __call__(self, batch):
-        x, y = batch
-        return x+.1*(torch.rand([])+self.rng.random()), y
 
 
 def with_valid(train):
@@ -139,18 +110,6 @@ class Sometimes(nn.Module):
         return res+self.rarely(x) if self.n in (2, 3) else res
 
 
-class Grows(nn.Module):
-    "Has a buffer that becomes longer with each batch"
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, 1)
-        self.register_buffer('means', torch.zeros(1))
-
-    def forward(self, x):
-        if self.training: self.means = torch.cat([self.means, x.detach().mean().reshape(1)])
-        return self.linear(x)+self.means.sum()/10
-
-
 # Callbacks
 
 class Average(Callback):
@@ -188,12 +147,6 @@ class Remembers(Callback):
         self.seen.append(mean)
         self.means['x'] += mean
         self.learn.xb = (self.x*(1+.01*len(self.seen)+.01*self.means['x']),)
-
-
-class GrowsData(Callback):
-    "Lets the loader have more samples from epoch to epoch"
-    def before_epoch(self):
-        if not self.learn.lock.locked(): self.learn.dls.train.n = 60+10*self.epoch
 
 
 class SaveIsDue(Callback):
@@ -266,23 +219,11 @@ def windows_of_two(): return train(accum(), n_epoch=3)
 
 
 @layout
-def windows_that_drop(): return train(accum(12, remainder='drop'), n_epoch=3)
-
-
-@layout
 def windows_that_carry(): return train(accum(12, remainder='carry'), n_epoch=3)
 
 
 @layout
-def loader_drops_last(): return train(accum(), dls=fastai_data(drop_last=True), n_epoch=3)
-
-
-@layout
 def schedule_grows(): return train(schedule(4, 12), n_epoch=3)
-
-
-@layout
-def schedule_that_steps(): return train(schedule(4, 12, remainder='step'), n_epoch=3)
 
 
 @layout
@@ -310,14 +251,6 @@ def by_minutes(): return train(Slow(), accum(), n_epoch=2, resume=AutoResume(min
 
 
 @layout
-def logs_batches(): return train(accum(12, log_accum_batch=False))
-
-
-@layout
-def logs_batches_and_carries(): return train(accum(12, log_accum_batch=False, remainder='carry'))
-
-
-@layout
 def logs_batches_of_schedule(): return train(schedule(8, 16, log_accum_batch=False))
 
 
@@ -326,27 +259,11 @@ def micro_batches(): return train(accum(micro_batch_size=3), n_epoch=3)
 
 
 @layout
-def fastai_accumulation(): return train(FastaiAccumulation(12))
-
-
-@layout
 def noisy_samples(): return train(dls=fastai_data(Noisy))
 
 
 @layout
-def samples_with_generator(): return train(dls=fastai_data(OwnNoise))
-
-
-@layout
-def missing_samples(): return train(dls=fastai_data(SomeMissing))
-
-
-@layout
 def workers(): return train(dls=fastai_data(Noisy, num_workers=2), n_epoch=2)
-
-
-@layout
-def workers_and_carry(): return train(schedule(4, 12), dls=fastai_data(Noisy, num_workers=2), n_epoch=2)
 
 
 @layout
@@ -360,16 +277,8 @@ def torch_generator():
 
 
 @layout
-def torch_workers(): return train(dls=torch_data(num_workers=2), n_epoch=2)
-
-
-@layout
 def torch_workers_and_carry():
     return train(accum(12, remainder='carry'), dls=torch_data(num_workers=1), n_epoch=3, resume=AutoResume(every=2))
-
-
-@layout
-def torch_iterable(): return train(dls=with_valid(Understated(Stream(), 4)))
 
 
 @layout
@@ -379,21 +288,6 @@ def torch_iterable_and_carry():
 
 @layout
 def fastai_iterable(): return train(accum(), dls=with_valid(DataLoader(Stream(), bs=4, n=N)), n_epoch=3)
-
-
-@layout
-def batch_transform(): return train(dls=fastai_data(after_batch=BatchNoise()))
-
-
-@layout
-def data_that_grow(): return train(GrowsData(), accum())
-
-
-@layout
-def fine_tune():
-    learn = make(accum())
-    learn.fine_tune(3, .02, freeze_epochs=2, cbs=auto())
-    return learn
 
 
 @layout
@@ -417,25 +311,12 @@ def several_fits():
 
 
 @layout
-def several_fits_with_windows():
-    learn = make(auto(), schedule(4, 12))
-    learn.fit_one_cycle(2, .02)
-    learn.lr_find(num_it=6, show_plot=False)
-    learn.fit_flat_cos(2, .01)
-    return learn
-
-
-@layout
 def folds():
     "Three Learners, and the same line for each"
     for fold in range(3):
         learn = train(n_epoch=2)
         learn.save(f'fold-{fold}')
     return learn
-
-
-@layout
-def mixup(): return train_classifier(MixUp())
 
 
 @layout
@@ -456,24 +337,12 @@ def plateau(): return train(ReduceLROnPlateau(patience=1, min_delta=.1), n_epoch
 
 
 @layout
-def scaler(): return train(BFloat16())
-
-
-@layout
 def scaler_and_windows(): return train(BFloat16(), accum(), n_epoch=3)
-
-
-@layout
-def hidden_state(): return train(ModelResetter(), m=Carrying(Carries(), nn.Linear(WIDTH, 1)))
 
 
 @layout
 def hidden_state_and_schedule():
     return train(ModelResetter(), schedule(4, 12), m=Carrying(Carries(), nn.Linear(WIDTH, 1)))
-
-
-@layout
-def growing_buffer(): return train(accum(), m=nn.Sequential(nn.Linear(WIDTH, WIDTH), Grows()))
 
 
 @layout

@@ -183,9 +183,7 @@ ANY_BATCHES |= dict(
     own_loader_that_announces_fewer=partial(OwnLoader, [8, 3, 8, 8, 1, 8], 4, batch_size=8))
 
 
-@pytest.mark.thin(11, 3)
-@pytest.mark.parametrize('saver', SAVERS)
-@pytest.mark.parametrize('loader', ANY_BATCHES)
+@pytest.mark.parametrize('loader,saver', paired(ANY_BATCHES, SAVERS))
 def test_one_batch_of_any_kind_is_a_window(loader, saver):
     "What saves memory in it changes nothing"
     make_loader = ANY_BATCHES[loader]
@@ -194,9 +192,7 @@ def test_one_batch_of_any_kind_is_a_window(loader, saver):
     assert_same_fit_and_positions(small, large)
 
 
-@pytest.mark.thin(7, 3)
-@pytest.mark.parametrize('micro_batch_size', [None, 3, 4])
-@pytest.mark.parametrize('loader', SIZABLE)
+@pytest.mark.parametrize('loader,micro_batch_size', paired(SIZABLE, [None, 3, 4]))
 def test_four_batches_of_any_kind_are_a_window(loader, micro_batch_size):
     "Samples are what the loader counts, also at the end of an epoch of another length than was announced"
     make_loader = SIZABLE[loader]
@@ -255,23 +251,21 @@ class SwapsLoader(SetsSize):
         self.learn.dl = torch_loader(self.sizes[self.epoch])
 
 
-each_change = pytest.mark.parametrize('change', [SetsSize, SwapsLoaders, SwapsLoader])
+CHANGES = [SetsSize, SwapsLoaders, SwapsLoader]
 
 
-@each_change
-@pytest.mark.parametrize('saver', SAVERS)
-@pytest.mark.parametrize('sizes', [(16, 16, 8), (4, 8, 12)])
-@pytest.mark.thin(7, 3)
+@pytest.mark.parametrize('sizes,saver,change', paired([(16, 16, 8), (4, 8, 12)], SAVERS, CHANGES))
 def test_each_batch_is_a_window_whatever_its_size(sizes, saver, change):
     small = fit_on(fastai_loader(sizes[0]), change(sizes), SAVERS[saver]())
     large = fit_on(fastai_loader(sizes[0]), change(sizes))
     assert_same_fit_and_positions(small, large)
 
 
-@each_change
-@pytest.mark.parametrize('micro_batch_size', [None, 2])
-@pytest.mark.parametrize('sizes', [(4, 8, 16), (16, 8, 4), (4, 4, 2)])
-@pytest.mark.thin(7, 3)
+@pytest.mark.parametrize('sizes,micro_batch_size,change', [
+    ((4, 8, 16), None, SetsSize),
+    ((16, 8, 4), 2, SetsSize),
+    ((16, 8, 4), None, SwapsLoaders),
+    ((4, 4, 2), 2, SwapsLoader)])
 def test_windows_stay_as_large_as_they_are(sizes, micro_batch_size, change):
     accum = GradientAccumulation(16, micro_batch_size=micro_batch_size)
     small = fit_on(fastai_loader(sizes[0]), change(sizes), accum)

@@ -253,9 +253,7 @@ NOTES = {
     'reads the loader after a batch': partial(At, 'after_batch', count_samples, 60)}
 
 
-@pytest.mark.thin(5, 2)
-@pytest.mark.parametrize('layout', LAYOUTS)
-@pytest.mark.parametrize('name', NOTES)
+@pytest.mark.parametrize('name,layout', paired(NOTES, LAYOUTS))
 def test_what_a_callback_notes_is_what_it_notes_of_the_large_batch(name, layout):
     "Whether it belongs to the Learner or to the fit"
     is_in_fit = layout in ('ragged', 'split', 'step')

@@ -59,9 +59,7 @@ RATES = {
     'smaller after each batch': sets_rate('after_batch', smaller, 90)}
 
 
-@pytest.mark.thin(7, 3)
-@pytest.mark.parametrize('layout', LAYOUTS)
-@pytest.mark.parametrize('name', RATES)
+@pytest.mark.parametrize('name,layout', paired(RATES, LAYOUTS))
 def test_a_rate_that_a_callback_sets_is_the_one_of_the_large_batch(name, layout):
     small, _ = fit_both(layout, RATES[name])
     rates = flat(small.others[-1].rows)
@@ -182,9 +180,7 @@ ACTS = {
     'clamps weights after the step': partial(At, 'after_step', clamp_weights)}
 
 
-@pytest.mark.thin(5, 2)
-@pytest.mark.parametrize('layout', LAYOUTS)
-@pytest.mark.parametrize('name', ACTS)
+@pytest.mark.parametrize('name,layout', paired(ACTS, LAYOUTS))
 def test_what_a_callback_changes_it_changes_as_with_the_large_batch(name, layout):
     "Whether it belongs to the Learner or to the fit"
     is_in_fit = layout in ('ragged', 'split', 'step')
@@ -232,9 +228,7 @@ AVERAGES = {
     'after every second batch, last of all': partial(Average, 'after_batch', 90, every=2)}
 
 
-@pytest.mark.thin(7, 3)
-@pytest.mark.parametrize('layout', LAYOUTS)
-@pytest.mark.parametrize('name', AVERAGES)
+@pytest.mark.parametrize('name,layout', paired(AVERAGES, LAYOUTS))
 def test_an_average_of_weights_is_the_one_of_the_large_batch(name, layout):
     small, _ = fit_both(layout, AVERAGES[name])
     assert small.others[0].rows
@@ -284,9 +278,7 @@ LOSSES = {
     'own optimizer of fastai': partial(OwnOptimizer, 'after_step', SGD)}
 
 
-@pytest.mark.thin(5, 2)
-@pytest.mark.parametrize('layout', LAYOUTS)
-@pytest.mark.parametrize('name', LOSSES)
+@pytest.mark.parametrize('name,layout', paired(LOSSES, LAYOUTS))
 def test_a_loss_that_a_callback_changes_is_the_one_of_the_large_batch(name, layout):
     "All of them average over rows, so that their weights are known"
     fit_both(layout, LOSSES[name])

@@ -1,22 +1,26 @@
-"Distances between what two trainings leave"
-import pytest
-
+"The reasons of several differences"
 from common import *
-from fastxtend_accum.checking.comparison import distance, distances
+from fastxtend_accum.checking.comparison import find_reasons
 
 
-@pytest.mark.parametrize('a,b,expected', [
-    ([1., 2.], [1., 2.], 0),
-    ([3., 4.], [0., 0.], .5),
-    ([math.nan], [math.nan], 0),
-    ([math.nan], [1.], math.inf),
-    ([1.], [1., 1.], math.inf)])
-def test_distance(a, b, expected):
-    assert distance(torch.tensor(a), torch.tensor(b), torch.tensor(10.)) == expected
+class Trained:
+    "Has differences, each by the name of the suspect that makes it; without it, rounding is left"
+    def __init__(self, names): self.names = names
+
+    def differences(self, without):
+        if 'needed' in without: raise RuntimeError('nothing trains without it')
+        return {name: 2e-6 if name in without else 1. for name in self.names}
 
 
-def test_weights_are_relative_to_how_far_they_moved():
-    start = torch.tensor([100.])
-    found = distances(dict(weights=start+1, rates=start+1), dict(weights=start+2, rates=start+2), start)
-    assert found['weights'] == .5
-    assert found['rates'] == pytest.approx(1/102)
+def reasons(names, suspected):
+    trained = Trained(names)
+    return find_reasons(trained, trained.differences([]), suspected)
+
+
+def test_suspects_that_change_nothing_are_no_reasons():
+    assert reasons('ab', ['x', 'a', 'needed', 'y', 'b', 'z']) == (['a', 'b'], ['needed'])
+
+
+def test_differences_without_a_reason_leave_the_reasons_of_others():
+    assert reasons('abc', ['a', 'x']) == (['a'], [])
+    assert reasons('abc', ['x']) == ([], [])

@@ -57,10 +57,9 @@ for event, training in MOMENTS:
         COPIES.append((event, training, exported))
 
 
-@pytest.mark.thin(17, 7)
-@pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('event,training,copy', COPIES)
-def test_a_copy_that_is_made_in_a_fit_is_whole_and_the_fit_ends_as_without_it(fresh, kind, event, training, copy):
+@pytest.mark.parametrize('moment,kind', paired(COPIES, KINDS))
+def test_a_copy_that_is_made_in_a_fit_is_whole_and_the_fit_ends_as_without_it(fresh, moment, kind):
+    event, training, copy = moment
     found = []
     def copy_twice(self):
         if self.training == training and len(found) < 2:
@@ -94,11 +93,9 @@ class Removes(Callback):
             self.learn.remove_cb(self.cb)
 
 
-@pytest.mark.thin(37, 11)
 @pytest.mark.filterwarnings('ignore:.* was removed from its Learner')  # which a removal in before_fit causes
-@pytest.mark.parametrize('kind', OURS)
-@pytest.mark.parametrize('order', [-100, 6.5, 99])
-@pytest.mark.parametrize('event', [o for o in EVENTS if o not in ('after_cancel_batch', 'after_fit')])
+@pytest.mark.parametrize('event,kind,order', paired(
+    [o for o in EVENTS if o not in ('after_cancel_batch', 'after_fit')], OURS, [-100, 6.5, 99]))
 def test_after_a_removal_in_a_fit_nothing_stays_replaced_and_the_next_fit_is_plain(fresh, kind, order, event):
     for i in range(len(our_callbacks(new_learner(kind)))):
         for nth in (1, 6):
@@ -135,9 +132,8 @@ def fit_first(first, second, expected):
         fit_from_start(first)
 
 
-@pytest.mark.thin(3, 1)
-@pytest.mark.parametrize('kind', OURS)
-@pytest.mark.parametrize('fits', [[fit_first], [fit_second, fit_first, fit_second]])
+@pytest.mark.parametrize('kind,fits', paired(
+    ['windows', 'schedule', 'part', 'adapts'], [[fit_first], [fit_second, fit_first, fit_second]]))
 def test_a_callback_works_in_the_learner_that_had_it_last_and_the_other_says_so(fresh, kind, fits):
     first = new_learner(kind)
     second = new_learner()
@@ -153,8 +149,7 @@ def test_a_callback_works_in_the_learner_that_had_it_last_and_the_other_says_so(
 
 # One fit after the other
 
-@pytest.mark.thin(3, 1)
-@pytest.mark.parametrize('kind', OURS)
+@pytest.mark.parametrize('kind', ['windows', 'auto', 'schedule', 'part'])
 def test_before_the_first_fit_what_is_no_training_is_plain_and_an_export_fits(fresh, kind):
     plain = new_learner()
     learn = new_learner(kind)

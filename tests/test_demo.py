@@ -153,11 +153,9 @@ KINDS = dict(
     split=lambda: [GradientAccumulation(16, micro_batch_size=4)])
 
 
-@pytest.mark.thin(11, 5)
 @pytest.mark.filterwarnings('ignore:.* cancels a window at its step')
-@pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('exc', [ValueError, KeyboardInterrupt, CancelBatchException, CancelFitException])
-@pytest.mark.parametrize('event', [*EVENTS[2:10], 'in a layer'])
+@pytest.mark.parametrize('event,exc,kind', paired(
+    [*EVENTS[2:10], 'in a layer'], [ValueError, KeyboardInterrupt, CancelBatchException, CancelFitException], KINDS))
 def test_a_fault_leaves_nothing(event, exc, kind):
     "Once it has ended the pass; and nothing in the model, once the next fit has ended"
     n_calls = itertools.count(1)

@@ -113,11 +113,8 @@ def compiled_learner(n, bs, m, cbs=None):
     return Learner(dls, m, mse, opt_func=SGD, cbs=cbs)
 
 
-@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('n,bs,accum,kwargs,n_graphs', [
     (96, 8, GradientAccumulation(32), {}, 2),
-    (96, 32, GradientAccumulation(micro_batch_size=8), {}, 2),
-    (90, 8, GradientAccumulation(32), {}, 3),
     (96, 32, GradientAccumulation(micro_batch_size=12), {}, 3),
     (90, 8, GradientAccumulation(32), dict(dynamic=True), 2)])
 def test_another_size_compiles_again_unless_it_is_dynamic(n, bs, accum, kwargs, n_graphs):

@@ -20,8 +20,6 @@ def files(): return sorted(o.name for o in Path('models/resume').iterdir())
 
 
 def half(content): return content[:len(content)//2]
-def empty(content): return b''
-def garbage(content): return b'hello'*100
 
 
 def flipped(content):
@@ -31,7 +29,7 @@ def flipped(content):
     return bytes(res)
 
 
-@pytest.mark.parametrize('damage', [half, empty, garbage, flipped])
+@pytest.mark.parametrize('damage', [half, flipped])
 def test_a_damaged_file_is_an_error(damage):
     path = Path('0.pth')
     torch.save([1], path)
@@ -71,10 +69,8 @@ def test_a_fit_is_new_unless_the_same_learner_was_interrupted():
     folder = Folder(Path())
     first, other = learner(), learner()
     assert folder.begin(first) == 0
-    folder.interrupt(first, 0)
     assert folder.begin(other) == 1
     assert folder.begin(first) == 0
-    folder.interrupt(first, 0)
     folder.end(first)
     assert folder.begin(first) == 2
 
@@ -111,7 +107,7 @@ def test_nothing_is_removed_if_a_handler_of_signals_exits(monkeypatch):
     "Python calls the handler when the fit's last epoch has ended"
     def exits(*args): sys.exit(3)
     new_process()
-    monkeypatch.setattr(HeldSignals, '__exit__', exits)
+    monkeypatch.setattr(HeldSignals, 'deliver', exits)
     with pytest.raises(SystemExit): script()
     remove_files_at_exit()
     assert files() == ['0.pth', 'lock']

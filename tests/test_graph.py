@@ -3,8 +3,8 @@ import pytest
 from torch.utils.data import DataLoader as TorchLoader
 
 from common import *
-from fastxtend_accum.resuming.graph import Graph
-from resume_layouts import WIDTH, fastai_data, samples, with_valid
+from fastxtend_accum.resuming.graph import Graph, is_no_weight
+from resume_layouts import WIDTH, fastai_data, make, samples, with_valid
 from resumed import assert_goes_on, learner, train
 
 SITUATIONS = {}
@@ -62,31 +62,6 @@ def optimizer_of_a_callback():
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # of a loss that a callback changes
         return train(learner(OwnOptimizer()))
-
-
-class Teacher(nn.Module):
-    "Shares a layer with the model; has a counter in plain Python"
-    def __init__(self, shared):
-        super().__init__()
-        self.shared = shared
-        self.own = nn.Linear(WIDTH, 12)
-        self.n = 0
-
-
-class Teaches(Callback):
-    def before_fit(self):
-        if not hasattr(self, 'teacher'): self.teacher = Teacher(self.learn.model[0][0])
-
-    def after_step(self):
-        teacher = self.teacher
-        teacher.n += 1
-        with torch.no_grad():
-            teacher.own.weight.lerp_(teacher.shared.weight, 1/teacher.n)
-            teacher.shared.weight.lerp_(teacher.own.weight, .1)
-
-
-@situation
-def module_that_shares_a_layer(): return train(learner(Teaches()))
 
 
 class Recent(Callback):
@@ -220,14 +195,6 @@ def generator_of_a_collate_function():
     return train(learner(dls=with_valid(dl)))
 
 
-@situation
-def generator_of_a_batch_sampler():
-    items = samples()
-    order = torch.utils.data.RandomSampler(items, generator=torch.Generator().manual_seed(6))
-    dl = TorchLoader(items, batch_sampler=torch.utils.data.BatchSampler(order, 4, False))
-    return train(learner(dls=with_valid(dl)))
-
-
 class EpochSampler(torch.utils.data.Sampler):
     "Shuffles by the number of the epoch, which somebody sets"
     epoch = 0
@@ -281,10 +248,16 @@ def test_large_data_that_change_are_named():
         train(learner(GrowsLarge(), dls=fastai_data(WithNoise)), n_epoch=1)
 
 
-def test_shared_objects_have_one_path():
-    learn = train(learner(), n_epoch=1)
+class model_average(Callback): pass
+
+
+def test_paths_of_shared_objects_and_of_callbacks():
+    "A shared object has one path, and a callback is no weight, whatever its name"
+    learn = fit(make(model_average()), 1)
     shared = [1]
     learn.one = SimpleNamespace(items=shared)
     learn.other = learn.one
     graph = Graph(learn)
     assert [path for path, o in graph.objects.items() if o is learn.one] == ['learn.one']
+    assert is_no_weight('model_average')
+    assert graph.objects['model_average'] is learn.model_average

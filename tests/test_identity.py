@@ -2,22 +2,8 @@
 import pytest
 
 from common import *
-from fastxtend_accum.resuming.graph import Graph
-from fastxtend_accum.resuming.identity import draws_numbers
-from resume_layouts import WIDTH, accum, fastai_data, make, mlp, samples, torch_data, with_valid
+from resume_layouts import WIDTH, accum, fastai_data, make, mlp, samples, with_valid
 from resumed import Stops, assert_goes_on, learner, stop, train
-
-
-class Projects(nn.Module):
-    "Has a random tensor that is neither a parameter nor a buffer"
-    def __init__(self):
-        super().__init__()
-        self.projection = torch.randn(WIDTH, WIDTH)
-
-    def forward(self, x): return x@self.projection
-
-
-def projecting(): return nn.Sequential(nn.Sequential(Projects(), mlp()[0]), nn.Linear(12, 1))
 
 
 def other_names():
@@ -55,15 +41,12 @@ DIFFERENCES = {
     'weights': (dict(), dict(m=lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, 1))), 'model'),
     'names of layers': (dict(), dict(m=other_names), 'model'),
     'activation': (dict(), dict(m=relu), 'ReLU|Tanh|model'),
-    'random tensor': (dict(m=projecting), dict(m=projecting), 'model.0.0.projection'),
     'samples': (dict(), dict(dls=lambda: fastai_data(n=90)), 'dls.train'),
     'batch size': (dict(), dict(dls=lambda: with_valid(DataLoader(samples(), bs=5, shuffle=True))), 'bs 5, not 4'),
     'split': (dict(dls=lambda: split(1)), dict(dls=lambda: split(2)), 'dls.train.*seed'),
     'values': (dict(), dict(dls=scaled_data), 'dls.train'),
     'shuffle': (dict(), dict(dls=lambda: with_valid(DataLoader(samples(), bs=4))), 'shuffle'),
-    'callbacks': (dict(), dict(cbs=SaveModelCallback), 'SaveModelCallback|cbs'),
-    'workers that draw': (
-        dict(dls=lambda: torch_data(num_workers=1)), dict(dls=lambda: torch_data(num_workers=2)), 'workers')}
+    'callbacks': (dict(), dict(cbs=SaveModelCallback), 'SaveModelCallback|cbs')}
 
 
 def run(cbs=None, n_epoch=3, lr=.02, **kwargs):
@@ -99,19 +82,8 @@ def test_a_text_of_a_callback_goes_on_with_the_earlier_value():
 
 
 @pytest.mark.long
-def test_workers_that_draw_nothing_may_differ():
+def test_another_number_of_workers_is_a_warning():
+    "Here the workers draw nothing, and the fit is the same"
     n_workers = iter([0, 0, 1])
-    assert_goes_on(lambda: train(learner(dls=fastai_data(num_workers=next(n_workers)))))
-
-
-class Numbers(torch.utils.data.IterableDataset):
-    def __iter__(self): return iter(samples())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize('make_loader', [torch.utils.data.DataLoader, DataLoader])
-def test_workers_iterate_over_data_by_themselves(make_loader):
-    "So that their number may not differ"
-    learn = train(learner(), n_epoch=1)
-    assert not draws_numbers(Graph(learn), learn.dls.train)
-    assert draws_numbers(Graph(learn), make_loader(Numbers()))
+    with pytest.warns(UserWarning, match='1 workers, not 0'):
+        assert_goes_on(lambda: train(learner(dls=fastai_data(num_workers=next(n_workers)))))

@@ -41,13 +41,10 @@ def count_of(where, order, kind):
     return counter.count
 
 
-@pytest.mark.thin(53, 7)
 @pytest.mark.filterwarnings(
     'ignore:no optimizer step was taken', 'ignore:a callback has cancelled a part of a batch',
     'ignore:Fault cancels a window at its step', 'ignore:Fault cancels a backward pass')
-@pytest.mark.parametrize('kind', OURS)
-@pytest.mark.parametrize('order', FAULT_ORDERS)
-@pytest.mark.parametrize('where', [*FAULT_EVENTS, *PLACES])
+@pytest.mark.parametrize('where,kind,order', paired([*FAULT_EVENTS, *PLACES], OURS, FAULT_ORDERS))
 def test_after_an_interrupt_all_works_as_on_a_new_learner(fresh, kind, order, where):
     "Of the first pass, of one in the middle and of the last; which error comes, and how the user goes on, is drawn"
     draw = random.Random(f'{kind} {order} {where}')
@@ -121,8 +118,7 @@ FAULTS_AND_CBS = list(itertools.product(FAILING, OF_FAILING))
 FAULTS_AND_CBS.remove(('interrupted_in_backward', 'cache'))
 
 
-@pytest.mark.thin(3, 1)
-@pytest.mark.parametrize('fault,cbs', FAULTS_AND_CBS)
+@pytest.mark.parametrize('fault,cbs', FAULTS_AND_CBS[::2])
 def test_nothing_holds_the_model_after_a_pass_that_was_interrupted(fault, cbs):
     "Once the Learner is deleted, its memory is free, as without our callbacks"
     learn = FAILING[fault](OF_FAILING[cbs]())

@@ -203,10 +203,9 @@ def fit_with_fault(bs, fault, *cbs):
     return learn
 
 
-@pytest.mark.thin(11, 3)
-@pytest.mark.parametrize('order', [-5, 7, 20, 99])
-@pytest.mark.parametrize('event', [*ONCE_A_BATCH, *ONCE_A_WINDOW])
-@pytest.mark.parametrize('exc', EXCEPTIONS)
+@pytest.mark.parametrize('event,exc,order', [
+    *paired(ONCE_A_BATCH, EXCEPTIONS, [-5, 7, 20, 99]),
+    *paired(ONCE_A_WINDOW*3, EXCEPTIONS[::-1], [-5, 7, 20, 99])])
 def test_what_a_callback_cancels_is_as_with_the_large_batch(exc, event, order):
     """In windows of one loader batch at any event; in windows of four at the events that come once a window, except
     that a batch cannot be cancelled at its step: see test_cancelled_batches"""

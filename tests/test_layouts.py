@@ -44,18 +44,13 @@ def in_a_dict(views, x): return ({str(i): view for i, view in enumerate(views)},
 def nested(views, x): return (dict(views=views, one=x),)
 
 
-@pytest.mark.thin(7, 3)
-@each_saver
-@pytest.mark.parametrize('layout', [
-    in_a_list,
-    in_a_tuple,
-    one_by_one,
-    in_a_list_with_another,
-    in_a_dict,
-    nested])
-@pytest.mark.parametrize('n_views,bs,micro', [
-    (3, 8, 2),
-    (2, 2, 1)])
+@pytest.mark.parametrize('layout,saver,n_views,bs,micro', [
+    (in_a_list, split, 3, 8, 2),
+    (in_a_tuple, GradientCache, 2, 2, 1),
+    (one_by_one, split, 2, 2, 1),
+    (in_a_list_with_another, split, 2, 2, 1),
+    (in_a_dict, GradientCache, 3, 8, 2),
+    (nested, GradientCache, 2, 2, 1)])
 def test_views_are_split_along_their_samples(layout, saver, n_views, bs, micro):
     "Also where there are as many views as samples: in the last batch, or in all"
     def run(*cbs):
@@ -223,16 +218,13 @@ def assert_equal_fits(ours, plain):
     assert_same(floats(ours.recorder.values), floats(plain.recorder.values), FLOAT32)
 
 
-@pytest.mark.thin(3, 1)
-@pytest.mark.parametrize('saver', [split_by_labels, GradientCache])
-@pytest.mark.parametrize('wrap,n_steps', [
-    (samples_first, 6),
-    (samples_first, MICRO),  # as many steps as a micro-batch has samples
-    (list_of_steps, 6),
-    (list_of_steps, MICRO),
-    (of_transformers, 6),
-    (of_transformers, MICRO),
-    (list_of_samples, 6)])
+@pytest.mark.parametrize('wrap,n_steps,saver', [
+    (samples_first, 6, split_by_labels),
+    (samples_first, MICRO, GradientCache),  # as many steps as a micro-batch has samples
+    (list_of_steps, MICRO, split_by_labels),
+    (of_transformers, 6, GradientCache),
+    (of_transformers, MICRO, split_by_labels),
+    (list_of_samples, 6, GradientCache)])
 def test_outputs_with_a_row_for_each_sample_are_joined(wrap, n_steps, saver):
     "Metrics in training and validation, and the loss of the cache, get those of the whole batch"
     plain = fit(tagging_learner(wrap, n_steps, has_train_metrics=True), 2, .5)
@@ -247,7 +239,6 @@ not_joined = pytest.mark.parametrize('wrap,ragged', [
     (of_transformers, True)])
 
 
-@pytest.mark.thin(2, 1)
 @not_joined
 def test_other_outputs_are_not_joined_if_batches_are_split(wrap, ragged):
     "The loss does not need them"
@@ -317,10 +308,10 @@ def test_time_first_is_an_error_where_a_batch_would_be_split(per_step, n_steps, 
     with pytest.raises(ValueError, match=says): fit(learn, 1)
 
 
-@pytest.mark.thin(3, 1)
-@pytest.mark.parametrize('size', [BS, 'auto'])
-@each_saver
-@time_first_cases
+@pytest.mark.parametrize('per_step,n_steps,saver,size', [
+    (False, 6, split, 'auto'),
+    (True, 6, GradientCache, BS),
+    (False, BS, split, BS)])
 def test_time_first_is_fine_where_whole_batches_fit(per_step, n_steps, saver, size):
     plain = fit(time_first_learner(per_step, n_steps), 2)
     ours = fit(time_first_learner(per_step, n_steps, saver(size)), 2)

@@ -63,9 +63,7 @@ def epoch_values(bs, metrics, *cbs):
     return floats(learn.recorder.values)
 
 
-@pytest.mark.thin(7, 2)
-@pytest.mark.parametrize('kind', WINDOWS)
-@pytest.mark.parametrize('name', METRICS)
+@pytest.mark.parametrize('name,kind', paired(METRICS, WINDOWS))
 def test_training_metrics_are_those_of_the_large_batch(name, kind):
     bs, window_bs, cb = WINDOWS[kind]
     make_metrics = METRICS[name]

@@ -350,13 +350,8 @@ def exponential(num_it):
     return [curve(i/num_it) for i in range(num_it)]
 
 
-@pytest.mark.thin(5, 1)
 @pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('n, drop_last', [
-    (100, False),
-    (100, True),
-    (32, False)])
-def test_lr_find_is_that_of_the_large_batch(kind, n, drop_last):
+def test_lr_find_is_that_of_the_large_batch(kind, n=100, drop_last=False):
     "Suggestion, rates, losses and length; and weights are put back"
     bs, accum = KINDS[kind]
     large = make_learner(32, n=n, drop_last=drop_last)

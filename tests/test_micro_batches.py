@@ -298,16 +298,14 @@ def test_batches_without_targets_have_no_loss_and_no_step_as_in_fastai(make_cb):
 # Cancelled batches
 
 @pytest.mark.filterwarnings('ignore:a callback has cancelled a part of a batch')
-@pytest.mark.thin(7, 3)
-@pytest.mark.parametrize('accum_bs,nth,windows_of_batches', [
-    (32, 1, [[1], [2], [3], [4]]),
-    (32, 7, [[0], [2], [3], [4]]),
-    (64, 1, [[1, 2], [3, 4]]),
-    (64, 3, [[1, 2], [3, 4]]),
-    (64, 5, [[0, 2], [3, 4]]),  # the window goes on
-    (64, 7, [[2, 3], [4]])])  # its sums have a part of the cancelled batch, which cannot be taken out of them
-@pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'before_backward'])
-@pytest.mark.parametrize('order', [7, 99])
+@pytest.mark.parametrize('accum_bs,nth,windows_of_batches,event,order', [
+    (32, 1, [[1], [2], [3], [4]], 'after_pred', 7),
+    (32, 7, [[0], [2], [3], [4]], 'before_backward', 99),
+    (64, 1, [[1, 2], [3, 4]], 'after_loss', 7),
+    (64, 3, [[1, 2], [3, 4]], 'after_pred', 99),
+    (64, 5, [[0, 2], [3, 4]], 'before_backward', 7),  # the window goes on
+    # Its sums have a part of the cancelled batch, which cannot be taken out of them
+    (64, 7, [[2, 3], [4]], 'after_loss', 99)])
 def test_a_batch_that_is_cancelled_in_a_micro_batch_is_left_out_whole(order, event, accum_bs, nth, windows_of_batches):
     "Five batches of 32 samples have four micro-batches each, of which the nth is cancelled"
     cb = GradientAccumulation(accum_bs, micro_batch_size=8)

@@ -214,7 +214,7 @@ def test_public_names_stand_on_user_pages(pages):
 def test_pages_are_short(pages):
     counts = {name: checks.words(pages[name]) for name in user_pages}
     readme = checks.words([md((root/'README.md').read_text())])
-    assert 5_000 < sum(counts.values()) <= 13_700, counts
+    assert 5_000 < sum(counts.values()) <= 11_500, counts
     assert 300 < readme <= 505
 
 

@@ -103,16 +103,14 @@ def positions_of_rounds(cancelled, n_batches=10, k=4):
     return res
 
 
-@pytest.mark.thin(5, 1)
-@pytest.mark.parametrize('order', [0, 45])
-@pytest.mark.parametrize('event', EVENTS_BEFORE_THE_PASS)
-@pytest.mark.parametrize('cancelled', [
+@pytest.mark.parametrize('cancelled,event,order', paired([
     '',
     '5',  # within a window
     '4',  # the first one of a window
     '0',  # of the fit
     '34',  # the last one of a window, and the one that takes its place
-    '9'])  # of the epoch: its window is closed after the last round
+    '9'  # of the epoch: its window is closed after the last round
+], EVENTS_BEFORE_THE_PASS, [0, 45]))
 def test_where_loader_batches_are_logged_the_position_moves_with_each_window(cancelled, event, order):
     "One that has lost a batch takes the next one. A cancelled batch was read, so the next window begins after it"
     accum = GradientAccumulationSchedule(32, 32, remainder='step', log_accum_batch=False)

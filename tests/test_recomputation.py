@@ -30,13 +30,9 @@ MODELS = {  # a Learner, its callbacks, and how it is trained
     'contrastive': (contrastive, [], one_cycle)}
 
 
-@pytest.mark.thin(7, 3)
-@pytest.mark.parametrize('share,ours', [
-    (1., all_blocks),
-    (.8, ActivationCheckpointing),
-    (.6, ActivationCheckpointing)])
-@pytest.mark.parametrize('name', MODELS)
-def test_as_many_blocks_as_a_share_of_the_memory_requires(name, share, ours):
+@pytest.mark.parametrize('name,share', paired(MODELS, [1., .8, .6]))
+def test_as_many_blocks_as_a_share_of_the_memory_requires(name, share):
+    ours = all_blocks if share == 1 else ActivationCheckpointing
     make, cb_types, training = MODELS[name]
     plain, saving = trained_in_less(make, share, *cb_types, ours=ours, **training)
     assert_same_fit(saving, plain)
@@ -111,9 +107,7 @@ BLOCKS = dict(
     old_spectral=partial(SpectralBlock, nn.utils.spectral_norm))
 
 
-@pytest.mark.thin(5, 1)
-@pytest.mark.parametrize('offload', [False, True])
-@pytest.mark.parametrize('name', BLOCKS)
+@pytest.mark.parametrize('name,offload', paired(BLOCKS, [False, True]))
 def test_a_block_runs_again_from_the_state_in_which_it_began(name, offload):
     "And leaves it as it was: what changes twice in a batch would show in the next one"
     make = chain(BLOCKS[name])
@@ -205,7 +199,6 @@ BESIDE = dict(
     cache_and_windows=lambda: [GradientCache(5), GradientAccumulation(32)])
 
 
-@pytest.mark.thin(3, 1)
 @pytest.mark.parametrize('name', BESIDE)
 def test_beside_others_it_changes_nothing_either(name):
     "Whichever was added first"

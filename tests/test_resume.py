@@ -100,40 +100,6 @@ def test_a_fit_within_a_fit_is_another_one():
     assert_goes_on(lambda: train(learner(Fits())))
 
 
-class Hears(Callback):
-    "Notes epochs and batches"
-    heard = []
-    def before_epoch(self): self.heard.append(('epoch', self.epoch))
-
-    def after_batch(self):
-        if self.training: self.heard.append((self.epoch, self.iter))
-
-
-@pytest.mark.long
-def test_callbacks_hear_nothing_of_what_is_left_out():
-    hears = lambda: train(learner(Hears()))
-    whole(hears)
-    expected = list(Hears.heard)
-    stop(hears)
-    Hears.heard.clear()
-    hears()
-    epoch, *batches = Hears.heard
-    assert epoch == ('epoch', 1)
-    assert batches[0] == (1, 3)
-    assert batches == expected[-len(batches):]
-
-
-@pytest.mark.long
-def test_nothing_is_saved_twice():
-    saves = lambda: train(learner(SaveModelCallback(every_epoch=True)))
-    stop(saves)
-    first = Path('models/model_0.pth')
-    first.unlink()
-    saves()
-    assert not first.exists()
-    assert Path('models/model_1.pth').exists()
-
-
 @pytest.mark.parametrize('kwargs', [dict(every=.5), dict(every=0), dict(every=-1), dict(minutes=math.nan)])
 def test_other_intervals_are_an_error(kwargs):
     with pytest.raises(ValueError, match='every|minutes'): AutoResume(**kwargs)
@@ -161,27 +127,6 @@ def own(kind):
     (lambda: learner(AutoResume()), 'second AutoResume')])
 def test_what_cannot_go_on_is_an_error_before_training(make_learner, text):
     with pytest.raises(ValueError, match=text): train(make_learner())
-
-
-class Exports(Callback):
-    "After the first batch of an epoch that goes on"
-    order = 70  # after the Recorder, since `export` leaves no loss
-    def after_batch(self):
-        if not Path('exported.pkl').exists(): self.learn.export('exported.pkl')
-
-
-class Exportable(list):
-    def new_empty(self): return Exportable()
-
-
-@pytest.mark.long
-def test_a_learner_that_is_exported_in_mid_epoch():
-    def exports():
-        train_dl = DataLoader(Exportable(samples()), bs=4, shuffle=True)
-        dls = DataLoaders(train_dl, DataLoader(Exportable(samples(30, 1)), bs=16))
-        return train(learner(Exports(), dls=dls))
-    learn = assert_goes_on(exports)
-    assert_apart(load_learner('exported.pkl'), learn)
 
 
 class Copies(Callback):

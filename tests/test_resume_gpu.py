@@ -74,15 +74,6 @@ def test_generators_of_the_gpu():
     assert_goes_on(lambda cbs: table_learner([GradientAccumulation(16), *cbs]), 15)
 
 
-def test_batches_that_are_carried():
-    accum = partial(GradientAccumulationSchedule, 8, 48, finish=1., remainder='carry')
-    assert_goes_on(lambda cbs: table_learner([accum(), *cbs]), 11)
-
-
-def test_pinned_memory_and_workers():
-    assert_goes_on(lambda cbs: table_learner([GradientAccumulation(16), *cbs], pin_memory=True, num_workers=2), 15)
-
-
 class Scale(Callback):
     "Notes the scale of the loss"
     def after_batch(self):

@@ -131,7 +131,9 @@ def script_of(rank, port):
         dist.init_process_group('gloo')
         learn = make(schedule(8, 24))
         learn.path = Path('..')
-        with learn.no_bar(), learn.distrib_ctx(cpu=True, sync_bn=False): learn.fit_one_cycle(3, .02, cbs=auto())
+        with learn.no_bar(), learn.distrib_ctx(cpu=True, sync_bn=False):
+            learn.fit_one_cycle(1, .02, cbs=auto())
+            learn.fit_one_cycle(2, .02, cbs=auto())
         return learn
     return script
 
@@ -153,7 +155,8 @@ def start_both(folder, seed, killed=None, event=0, number=signal.SIGKILL):
 @pytest.mark.long
 @pytest.mark.parametrize('killed,number', [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGTERM)])
 def test_one_of_two_processes_is_killed(killed, number, tmp_path):
-    "The other one fails, both are started again, and both end as in the fit that nobody has killed"
+    """In the second fit: the other process fails, both are started again, the first fit goes on at its end, and both
+    processes end as those that nobody has killed"""
     assert start_both(tmp_path/'whole', 1) == [0, 0]
     whole = [torch.load(tmp_path/f'whole/{rank}/result.pt', weights_only=False) for rank in range(2)]
     n_events = whole[killed]['counts'][0]

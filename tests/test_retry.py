@@ -8,7 +8,7 @@ from common import *
 from fastxtend_accum.memory.out_of_memory import NothingFits, is_out_of_memory
 from limited_memory import MemoryLimit, OutOfMemory, run_out_of_memory
 
-each_place = pytest.mark.parametrize('place', ['start', 'forward', 'loss', 'backward'])
+FAILING_PLACES = ['start', 'forward', 'loss', 'backward']
 
 
 def split_auto(accum_bs=None): return GradientAccumulation(accum_bs, micro_batch_size='auto')
@@ -140,18 +140,14 @@ def assert_as_split_by_hand(saver, place, at, accum_bs, *cbs):
     assert strikes.drawn == drawn
 
 
-@pytest.mark.thin(5, 2)
-@pytest.mark.parametrize('accum_bs', [32, 64])
-@pytest.mark.parametrize('at', [{0: 1}, {1: 1}, {2: 1}, {1: 1, 3: 1}, {1: 1, 3: 2}])
-@each_place
+@pytest.mark.parametrize('at,place,accum_bs', paired(
+    [{0: 1}, {1: 1}, {2: 1}, {1: 1, 3: 1}, {1: 1, 3: 2}], FAILING_PLACES, [32, 64]))
 def test_a_batch_runs_again_as_if_it_had_been_split(place, at, accum_bs):
     "Weights, buffers and random numbers are those of a loop which splits from that batch on"
     assert_as_split_by_hand(split_auto(accum_bs), place, at, accum_bs)
 
 
-@pytest.mark.thin(3, 1)
-@pytest.mark.parametrize('accum_bs', [32, 64])
-@each_place
+@pytest.mark.parametrize('place,accum_bs', paired(FAILING_PLACES, [32, 64]))
 def test_a_batch_of_the_cache_runs_again(place, accum_bs):
     assert_as_split_by_hand(GradientCache('auto'), place, {3: 1}, accum_bs, GradientAccumulation(accum_bs))
 
@@ -201,9 +197,7 @@ def fit_with_state(first_layer, *cbs):
     return fit(make_learner(8, n=64, m=m, loss_func=CountingLoss(), cbs=cbs), 2, .01)
 
 
-@pytest.mark.thin(3, 1)
-@pytest.mark.parametrize('nth', [1, 4, 12])
-@pytest.mark.parametrize('first_layer', [Remembers, Grows])
+@pytest.mark.parametrize('first_layer,nth', [(Remembers, 1), (Remembers, 12), (Grows, 4)])
 def test_what_a_failed_pass_has_changed_is_put_back(first_layer, nth):
     "The attributes of the model and of the loss function: the fit is the same, bit for bit"
     saver = ActivationCheckpointing(lambda m: [*m[1:]])
@@ -288,14 +282,12 @@ class CountsEvents(Callback):
     def after_batch(self): self.counts['ended'] += 1
 
 
-@pytest.mark.thin(3, 1)
 @pytest.mark.filterwarnings('ignore:a callback has cancelled a part of a batch')
-@pytest.mark.parametrize('saver,nth', [
-    (split_auto, 3),
-    (split_auto, 4),  # once the first half of the batch has run again
-    (ActivationCheckpointing, 3),
-    (auto_cache, 3)])
-@pytest.mark.parametrize('event', ['after_pred', 'before_backward'])
+@pytest.mark.parametrize('event,saver,nth', [
+    ('after_pred', split_auto, 3),
+    ('before_backward', split_auto, 4),  # once the first half of the batch has run again
+    ('before_backward', ActivationCheckpointing, 3),
+    ('after_pred', auto_cache, 3)])
 def test_a_batch_that_is_cancelled_as_it_runs_again_is_left_out(event, saver, nth):
     "The fit goes on, and has as many log entries as the plain fit in which the callback cancels the batch"
     def run(*cbs): return fit(make_learner(8, n=32, m=blocks_of_layers(), cbs=[CountsEvents(), *cbs]), 1)

@@ -76,7 +76,7 @@ def calls_own_handler():
 def second_signal_does_not_wait():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores Ctrl-C
     held = HeldSignals()
-    with pytest.raises(KeyboardInterrupt), held:
+    with pytest.raises(KeyboardInterrupt), held.hold():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         os._exit(1)  # it has waited
@@ -85,8 +85,8 @@ def second_signal_does_not_wait():
 def outer_fit_holds_signals():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     held = HeldSignals()
-    with pytest.raises(KeyboardInterrupt), held:
-        with held: pass
+    with pytest.raises(KeyboardInterrupt), held.hold():
+        with held.hold(): pass
         signal.raise_signal(signal.SIGINT)
         assert held.is_waiting()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

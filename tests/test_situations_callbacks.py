@@ -14,14 +14,12 @@ SAME = [
 SAME_IF_SPLIT = [
     MixesNeighbours, Standardizes, SharpnessAware, SchedulesByLoader, SchedulesAndTimes, CountsSamples, NotesHits]
 
-BOTH_WAYS = [(cls, way) for cls in SAME for way in WAYS]
-CASES = [*BOTH_WAYS, (KeepsMasked, 'windows'), *[(cls, 'split') for cls in SAME_IF_SPLIT]]
+CASES = [*paired(SAME, WAYS), (KeepsMasked, 'windows'), *[(cls, 'split') for cls in SAME_IF_SPLIT]]
 
 
 def name_of(o): return o.__name__ if isinstance(o, type) else None
 
 
-@pytest.mark.thin(7, 1)
 @pytest.mark.parametrize('cls,way', CASES, ids=name_of)
 def test_the_fit_is_that_of_the_large_batch(cls, way): assert_as_large(cls.learner, way)
 
@@ -44,11 +42,9 @@ def test_weights_that_a_callback_moves_for_each_batch_are_those_of_the_large_bat
 CHANGES_LOSS = 'changes the loss, but micro-batches keep the weights'
 
 
-@pytest.mark.thin(3, 1)
-@pytest.mark.parametrize('way', WAYS)
-@pytest.mark.parametrize('cls', [
-    RunsTwice, Distils, PenalizesActivations, PenalizesSlope, MeanTeacher, Reduces, ChangesLossLate, ScalesLoss,
-    ], ids=name_of)
+@pytest.mark.parametrize('cls,way', paired([
+    RunsTwice, Distils, PenalizesActivations, PenalizesSlope, MeanTeacher, Reduces, ChangesLossLate, ScalesLoss
+], WAYS), ids=name_of)
 def test_a_loss_that_a_callback_changes_is_that_of_the_large_batch_and_a_warning_says_what_is_assumed(cls, way):
     with pytest.warns(match=f'{cls.__name__} {CHANGES_LOSS}'): assert_as_large(cls.learner, way)
 
@@ -90,29 +86,3 @@ def test_limit_on_the_page_a_callback_that_acts_by_the_batch_or_its_number_sees_
     (WatchesActivations, 'windows'), (WatchesActivations, 'split')], ids=name_of)
 def test_limit_on_the_page_events_of_a_pass_and_hooks_come_once_a_micro_batch_and_the_batch_is_the_last_one(cls, way):
     assert_other_notes(cls.learner, way)
-
-
-# check_accum
-
-FOUND = [
-    *[(cls, 'windows') for cls in (
-        MixesNeighbours, Standardizes, SharpnessAware, ClassCounts, SchedulesAndTimes, SchedulesByLoader, CountsSamples,
-        NotesHits, NotesNorms, WatchesActivations, BalancesBatch, NormalizesLoss, HooksGradientsLater)],
-    *[(cls, 'split') for cls in (
-        MinesHardSamples, ReplacesLossLate, PerturbsWeights, NotesNorms, WatchesActivations)]]
-
-
-@pytest.mark.parametrize('cls,way', FOUND, ids=name_of)
-def test_check_accum_finds_the_callback_that_makes_another_training(cls, way):
-    bs, cbs = WAYS[way]()
-    result = cls.learner(bs, cbs).check_accum(verbose=False)
-    assert result.reasons == [f'{cls.__name__} acts on 3 samples at a time']
-
-
-@pytest.mark.parametrize('cls', [
-    AddsNoise, DropsEasySamples, Repeats, Attacks, GivesTeacher, ShowsOtherLoss, AdaptiveClip, StepsTwice,
-    DecaysByPosition, FewBatches, SkipsStep, SwitchesOff, CountsCorrect, Times], ids=name_of)
-def test_check_accum_gives_no_false_alarm(cls):
-    bs, cbs = WAYS['windows']()
-    result = cls.learner(bs, cbs).check_accum(verbose=False)
-    assert result.equal, str(result)

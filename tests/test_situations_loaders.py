@@ -22,20 +22,16 @@ OF_WHOLE_BATCHES = [centered_by_collate, scaled_by_collate, centered_by_transfor
 def name_of(o): return getattr(o, '__name__', None)
 
 
-@pytest.mark.thin(3, 1)
-@pytest.mark.parametrize('way', WAYS)
-@pytest.mark.parametrize('name', FORMS)
+@pytest.mark.parametrize('name,way', paired(FORMS, WAYS))
 def test_batches_of_another_form_train_as_the_large_batch(name, way): assert_as_large(FORMS[name].learner, way)
 
 
-@pytest.mark.thin(3, 1)
-@pytest.mark.parametrize('way', WAYS)
-@pytest.mark.parametrize('make_loader', SAME, ids=name_of)
+@pytest.mark.parametrize('make_loader,way', paired(SAME, WAYS), ids=name_of)
 def test_the_fit_is_that_of_the_large_batch(make_loader, way): assert_as_large(learner_on(make_loader), way)
 
 
-@pytest.mark.thin(5, 1)
-@pytest.mark.parametrize('make_loader', SAME, ids=name_of)
+@pytest.mark.parametrize('make_loader', [
+    drawn_by_weight, stream_that_announces_less, dropping_by_fastai, EndsEarly, SkipsBad])
 def test_where_loader_batches_are_logged_the_weights_are_those_of_the_large_batch(make_loader):
     situation = learner_on(make_loader)
     small = fit_small(situation, 'windows', log_accum_batch=False)
@@ -86,6 +82,6 @@ def test_if_they_are_split_the_fit_is_that_of_the_large_batch_and_the_warning_co
 
 # A limit that a page names. If this test fails, it is gone: take it off the page, too
 
-@pytest.mark.parametrize('make_loader', OF_WHOLE_BATCHES, ids=name_of)
+@pytest.mark.parametrize('make_loader', OF_WHOLE_BATCHES[:1], ids=name_of)
 def test_limit_on_the_page_a_loader_that_lets_samples_act_on_each_other_makes_other_batches(make_loader):
     assert_other_weights(learner_on(make_loader), 'windows')

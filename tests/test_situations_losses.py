@@ -61,26 +61,18 @@ def assert_same_steps(case, way, tol=ROUNDING, **kwargs):
     assert_same(losses(small), losses(large), FLOAT32)
 
 
-each_way = pytest.mark.parametrize('way', WAYS)
-
-
-@pytest.mark.thin(3, 1)
-@each_way
-@pytest.mark.parametrize('name', SAME)
+@pytest.mark.parametrize('name,way', paired(SAME, WAYS))
 def test_a_mean_over_samples_or_what_is_known_is_that_of_the_large_batch(name, way):
     assert_same_steps(SAME[name], way)
 
 
-@each_way
-@pytest.mark.parametrize('name', COUNTED)
+@pytest.mark.parametrize('name,way', paired(COUNTED, WAYS))
 def test_a_mean_over_what_num_items_counts_is_that_of_the_large_batch(name, way):
     case = COUNTED[name]
     assert_same_steps(case, way, 1e-8, num_items=case.num_items)  # float32 losses times weights of 1/3
 
 
-@pytest.mark.thin(3, 1)
-@each_way
-@pytest.mark.parametrize('name', INEXACT)
+@pytest.mark.parametrize('name,way', paired(INEXACT, WAYS))
 def test_a_loss_that_is_no_sum_of_its_parts_is_named_in_a_warning(name, way):
     assert_says_that_it_differs(INEXACT[name].learner, way, 'accumulation is not exact for this loss')
 

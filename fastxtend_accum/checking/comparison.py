@@ -7,39 +7,36 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/checking/comparison.html
 # %% ../../nbs/checking/03_comparison.ipynb #c3644af5
 from __future__ import annotations
 
+from functools import cache
+
 from fastai.basics import *
 
 from .suspects import Suspect
-from .trial import Trials,flat,train
+from .trial import Trials,train
 
 # %% auto #0
-__all__ = ['distance', 'distances', 'above', 'Comparison', 'fewest', 'find_reasons']
+__all__ = ['distance', 'distances', 'above', 'Comparison', 'find_reasons']
 
 # %% ../../nbs/checking/03_comparison.ipynb #2a23d59e
-def distance(a:Tensor, b:Tensor, scale:Tensor)->float:
-    """Returns the length of `a-b`, relative to `scale`; infinity if they differ in shape, or in where they have a
+def distance(a:Tensor, b:Tensor)->float:
+    """Returns the length of `a-b`, relative to that of `b`; infinity if they differ in shape, or in where they have a
     NaN"""
     if a.shape != b.shape: return math.inf
     if torch.allclose(a, b, 0, 0, equal_nan=True): return 0.
-    res = ((a-b).norm()/scale).item()
-    return math.inf if math.isnan(res) else res
+    res = (a-b).norm()/b.norm()
+    return math.inf if res.isnan() else res.item()
 
 def distances(
     a:dict[str,Tensor], # What one training has left, by name
     b:dict[str,Tensor], # What another one has left
-    start:Tensor, # The weights before
 )->dict[str,float]:
-    """Returns how far `a` is from `b`, by name. Distances of weights are relative to how far training has moved them
-    from `start`, others to the values themselves"""
+    "Returns how far `a` is from `b`, by name"
     nothing = torch.zeros(0)
     res = {}
     for name in b|a:
         x = a.get(name, nothing)
         y = b.get(name, nothing)
-        scale = y
-        if name == 'weights' and y.shape == start.shape:
-            scale = y-start
-        res[name] = distance(x, y, scale.norm())
+        res[name] = distance(x, y)
     return res
 
 def above(distances:dict, tolerance:float)->dict:
@@ -54,93 +51,66 @@ _tolerance_double = 1e-6  # in float64
 
 class Comparison:
     "Compares trainings in windows with those of whole batches, in float32, and in float64 where that leaves a doubt"
-    def __init__(self, trials:Trials, seed:int, progress:Callable):
+    def __init__(self, trials:Trials, seed:int, verbose:bool=False):
         self.trials = trials
         self.seed = seed
-        self.progress = progress  # is called before each training
-        self.start = flat(trials.learn.model.parameters())
-        self.left = {}  # by which training, by name
+        self.verbose = verbose  # whether to print what it does if it takes long
+        self.began = time.perf_counter()
+        self.trained = cache(self.train)  # several questions need the same training
 
     def train(self,
         way:str, # 'whole' or 'in_windows', a method of `Trials`
-        double:bool, # In float64
+        double:bool=False, # In float64
         without:tuple[Suspect,...]=(), # Trains without these
-        number:int=0, # A further training of the same kind has another one
     )->dict[str,Tensor]:
-        "Trains a copy once, and returns what that leaves, by name; later on, too"
-        key = way,double,without,number
-        if key in self.left: return self.left[key]
-        self.progress()
-        left_out = []
-        for o in without:
-            left_out += o.callbacks
-        learn = getattr(self.trials, way)(double, left_out)
-        for o in without:
-            o.change(learn)
-        self.left[key] = train(learn, self.seed)
-        return self.left[key]
+        "Trains a copy, and returns what that leaves, by name"
+        is_slow = time.perf_counter()-self.began > 5
+        if self.verbose and is_slow: print('still training copies')
+        learn = getattr(self.trials, way)(double)
+        for o in without: o.remove(learn)
+        return train(learn, self.seed)
 
     def distances(self, double:bool, without:tuple[Suspect,...])->dict[str,float]:
         "Returns how far what windows leave is from what whole batches leave, by name"
-        whole = self.train('whole', double, without)
-        windows = self.train('in_windows', double, without)
-        return distances(windows, whole, self.start)
+        windows = self.trained('in_windows', double, without)
+        return distances(windows, self.trained('whole', double, without))
 
-    def differences(self, without:tuple[Suspect,...]=())->tuple[dict[str,float],str]:
-        "Returns the distances that are not rounding, by name; and the precision in which that was certain"
+    def differences(self, without:tuple[Suspect,...]=())->dict[str,float]:
+        "Returns the distances that are not rounding, by name"
         found = self.distances(False, without)
         worst = max(found.values())
-        if worst < _surely_equal: return {},'float32'
-        if worst > _surely_different: return above(found, _tolerance),'float32'
-        try: return above(self.distances(True, without), _tolerance_double),'float64'
-        except Exception: return above(found, _tolerance),'float32'  # it does not train in float64
+        if worst < _surely_equal: return {}
+        if worst > _surely_different: return above(found, _tolerance)
+        try: return above(self.distances(True, without), _tolerance_double)
+        except Exception: return above(found, _tolerance)  # it does not train in float64
 
-    def unsteady(self)->set[str]:
-        "Returns the names of what differs between two equal trainings on whole batches"
-        again = self.train('whole', False, number=1)
-        found = distances(again, self.train('whole', False), self.start)
-        return set(above(found, _tolerance))
+    def repeated(self)->dict[str,float]:
+        "Returns the distances between two equal trainings on whole batches, by name"
+        again = self.train('whole')
+        return distances(again, self.trained('whole', False, ()))
 
 # %% ../../nbs/checking/03_comparison.ipynb #e5058a61
-def fewest(
-    is_equal:Callable, # `is_equal(without)` returns whether trainings are equal without them, or raises
-    suspected:list[Suspect], # The most likely first
-)->tuple[list,list]: # The reasons; and if there are none, suspects without which nothing trains
-    """Leaves out one suspect after the other until trainings are equal. Then puts back those without which they are
-    equal all the same"""
-    left_out = []
-    necessary = []
-    has_found = False
-    for o in suspected:
-        try: has_found = is_equal([*left_out, o])
-        except Exception: necessary.append(o)  # for example, since nobody else sets the targets
-        else: left_out.append(o)
-        if has_found: break
-    if not has_found: return [],necessary
-    for o in left_out[:-1]:
-        rest = [other for other in left_out if other is not o]
-        try: is_needless = is_equal(rest)
-        except Exception: is_needless = False
-        if is_needless: left_out = rest
-    return left_out,[]
-
 def find_reasons(
     comparison:Comparison,
-    found:dict[str,float], # Differences
-    suspected:list[Suspect],
-)->tuple[list,list]: # The reasons; and if there are none, suspects without which nothing trains
-    "Finds the reasons of the first difference; then those of the first one that is left without them; and so on"
-    reasons = []
-    candidates = []
-    names = list(found)
-    while names:
-        def is_equal(without):
-            differences,_ = comparison.differences((*reasons, *without))
-            return names[0] not in differences
-        others = [o for o in suspected if o not in reasons]
-        new,candidates = fewest(is_equal, others)
-        if not new: break
-        reasons += new
-        differences,_ = comparison.differences(tuple(reasons))
-        names = [o for o in found if o in differences]
-    return reasons,candidates
+    found:dict[str,float], # Differences that need a reason
+    suspected:list[Suspect], # The most likely first
+)->tuple[list,list]: # The reasons; and suspects without which nothing trains
+    "Leaves out one suspect after the other until nothing differs. Then puts back those without which no less differs"
+    def differences(without)->list[str]:
+        "Returns the names of what differs without these suspects. Without BatchNorm, rounding alone may grow to 1e-6"
+        now = comparison.differences(tuple(without))
+        return [name for name,o in found.items() if now.get(name, 0) >= o/1000]
+    left = differences([])  # what differs without those that are left out
+    left_out = []
+    necessary = []
+    for o in suspected:
+        if not left: break
+        try: left = differences([*left_out, o])
+        except Exception: necessary.append(o)  # for example, since nobody else sets the targets
+        else: left_out.append(o)
+    for o in list(left_out):
+        others = [other for other in left_out if other is not o]
+        try: is_needless = differences(others) == left
+        except Exception: is_needless = False
+        if is_needless: left_out = others
+    return left_out,necessary

@@ -14,7 +14,7 @@ from ..windows.loader import loader_bs
 from ..windows.nested import CannotJoin,join,map_tensors,n_rows,slice_fields
 
 # %% auto #0
-__all__ = ['joined', 'KeptSamples', 'KeptLoader', 'equal_bounds', 'copy_to_read', 'read_samples']
+__all__ = ['joined', 'as_double', 'KeptSamples', 'KeptLoader', 'equal_bounds', 'copy_to_read', 'read_samples']
 
 # %% ../../nbs/checking/00_samples.ipynb #9f633510
 def joined(batches:list[tuple], sizes:list[int])->tuple:
@@ -23,9 +23,13 @@ def joined(batches:list[tuple], sizes:list[int])->tuple:
     fields = zip(*batches)
     return tuple(join(list(o), sizes) for o in fields)
 
+def as_double(t:Tensor)->Tensor:
+    "Returns `t` in float64, unless it holds integers"
+    return t.double() if t.is_floating_point() else t
+
 class KeptSamples(GetAttr):
-    """Samples in memory, as the data set of a fastai `DataLoader`. Callbacks may ask it what they would ask the loader
-    that the samples come from"""
+    """The samples of an epoch, in memory, as the data set of a fastai `DataLoader`. Callbacks may ask it what they
+    would ask the loader that the samples come from"""
     _default = 'dl'
     def __init__(self,
         dl, # The samples come from it
@@ -33,39 +37,33 @@ class KeptSamples(GetAttr):
         n:int, # Their number
     ):
         self.dl = dl
-        self.batch = batch
         self.n = n
+        self.two_epochs = joined([batch, batch], [n, n])  # since a window may begin in one and end in the next
 
     def __len__(self)->int: return self.n
 
-    def rows(self, start:int, end:int)->tuple:
-        """Returns a copy of the samples from `start` to `end`, which callbacks may change. A negative `start` counts
-        from the end: these samples come first, then those from 0 to `end`"""
-        if start < 0:
-            last = self.rows(self.n+start, self.n)
-            return joined([last, self.rows(0, end)], [-start, end])
-        some = slice_fields(self.batch, start, end, self.n)
-        return map_tensors(torch.clone, some)
-
-    def as_double(self)->KeptSamples:
-        "Returns the samples in float64"
-        def double(t): return t.double() if t.is_floating_point() else t
-        return KeptSamples(self.dl, map_tensors(double, self.batch), self.n)
+    def rows(self, start:int, end:int, double:bool=False)->tuple:
+        "Returns a copy of some samples of two epochs, which callbacks may change; in float64 if `double`"
+        some = slice_fields(self.two_epochs, start, end, 2*self.n)
+        some = map_tensors(torch.clone, some)
+        return map_tensors(as_double, some) if double else some
 
 class KeptLoader(DataLoader):
     "Yields the rows from `start` to `end` for each pair of these `bounds`"
-    def __init__(self, samples:KeptSamples, bounds:list[tuple], bs:int):
+    def __init__(self, samples:KeptSamples, bounds:list[tuple], bs:int, double:bool=False):
         self.bounds = bounds
+        self.double = double  # whether its tensors are in float64
         super().__init__(samples, bs=bs)
 
     def __len__(self)->int: return len(self.bounds)
     def create_batches(self, positions):
         self.it = None  # fastai deletes it at the end of an epoch
-        return (self.dataset.rows(*o) for o in self.bounds)
+        return (self.dataset.rows(*o, self.double) for o in self.bounds)
 
 def equal_bounds(n:int, bs:int)->list[tuple]:
     "Returns the bounds of batches of `bs` out of `n` samples. The last one may be smaller"
-    return [(start, min(start+bs, n)) for start in range(0, n, bs)]
+    starts = range(0, n, bs)
+    return [(start, min(start+bs, n)) for start in starts]
 
 # %% ../../nbs/checking/00_samples.ipynb #bee98357
 def copy_to_read(dl)->tuple:
@@ -85,8 +83,10 @@ def read_samples(dl, n:int)->KeptSamples:
     for data in dl:
         data = map_tensors(torch.clone, tuple(data))  # a loader may use its memory for the next batch
         rows = n_rows(data, loader_bs(dl))
-        try: batch = joined([batch, data], [total, rows]) if total else data
-        except CannotJoin: break
+        if total:
+            try: data = joined([batch, data], [total, rows])
+            except CannotJoin: break
+        batch = data
         total += rows
         if total >= n: break
     if not total:

@@ -9,57 +9,51 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fastai.basics import *
-from fastai.callback.fp16 import MixedPrecision
-from fastai.callback.progress import CSVLogger,ProgressCallback,ShowGraphCallback
-from fastai.callback.tracker import SaveModelCallback
 
 from ..windows.checks import have_hooks
 from ..windows.nested import tensors_in
 from ..accumulation import GradientAccumulation
 from ..callback import WindowCallback
-from ..resume import AutoResume
 
 # %% auto #0
-__all__ = ['used_by', 'module_of', 'reaches_outside', 'is_left_out', 'Suspect', 'evaluate', 'in_evaluation', 'modules_suspect',
-           'without_hooks', 'forget_state', 'without_state', 'mean_square', 'with_other_loss', 'drops_out',
+__all__ = ['used_by', 'is_left_out', 'Suspect', 'evaluate', 'in_evaluation', 'module_suspects', 'without_callback',
+           'without_hooks', 'forget_state', 'without_state', 'mean_square', 'with_other_loss', 'draws_numbers',
            'callback_suspects', 'suspects']
 
 # %% ../../nbs/checking/02_suspects.ipynb #7f2044ab
+# They show progress, save files, lower the precision or join processes
+_left_out = {
+    'ProgressCallback', 'ShowGraphCallback', 'CSVLogger', 'SaveModelCallback', 'AutoResume', 'MixedPrecision',
+    'DistributedTrainer'}
 # Packages of experiment trackers, and modules in them
 _services = {'wandb', 'tensorboard', 'tensorboardX', 'mlflow', 'neptune', 'comet_ml', 'azureml', 'clearml', 'aim'}
 
 def used_by(cb)->list:
-    "Returns what the methods of `cb`, inherited ones too, find in global variables; and what its attributes hold"
-    res = list(vars(cb).values())
+    "Returns `cb`, what its attributes hold, and what its methods, inherited ones too, find in global variables"
+    res = [cb, *vars(cb).values()]
     for kind in type(cb).__mro__:
         for f in vars(kind).values():
             if not isinstance(f, types.FunctionType): continue
-            res += [f.__globals__[name] for name in f.__code__.co_names if name in f.__globals__]
+            names = f.__globals__.keys() & f.__code__.co_names
+            res += [f.__globals__[name] for name in names]
     return res
 
-def module_of(o)->str:
-    "Returns the name of a module, or of the module that defines a class, a function or the class of `o`"
-    if isinstance(o, types.ModuleType): return o.__name__
-    return getattr(o, '__module__', None) or type(o).__module__
-
-def reaches_outside(cb)->bool:
-    "Returns whether `cb` saves files, or uses the package of an experiment tracker"
-    if isinstance(cb, (CSVLogger,SaveModelCallback,AutoResume)): return True
-    return any(_services & set(module_of(o).split('.')) for o in used_by(cb))
-
 def is_left_out(cb)->bool:
-    "Returns whether a copy trains without `cb`, which reaches outside, lowers the precision or joins processes"
-    is_for_processes = type(cb).__name__ == 'DistributedTrainer'  # importing it needs accelerate
-    is_for_fits = isinstance(cb, (ProgressCallback,ShowGraphCallback,MixedPrecision))
-    return is_for_processes or is_for_fits or reaches_outside(cb)
+    "Returns whether a copy trains without `cb`: by its class, or since it uses the package of an experiment tracker"
+    kinds = {o.__name__ for o in type(cb).__mro__}
+    if kinds & _left_out: return True
+    for o in used_by(cb):
+        is_module = isinstance(o, types.ModuleType)
+        module = o.__name__ if is_module else getattr(o, '__module__', None)
+        if _services & set(f'{module}'.split('.')): return True
+    return False
 
 # %% ../../nbs/checking/02_suspects.ipynb #a53866a8
 class Suspect(NamedTuple):
     "What may be the reason for a difference"
     name:str
     effect:str  # as in 'sees 3 samples at a time'
-    change:Callable = noop  # `change(learn)` lets a copy train without it
-    callbacks:tuple = ()  # which a copy leaves out
+    remove:Callable  # `remove(learn)` lets a copy train without it
 
     def __str__(self)->str: return f'{self.name} {self.effect}'
 
@@ -70,12 +64,14 @@ def in_evaluation(learn, kinds:set):
     for m in learn.model.modules():
         if type(m) in kinds: m.register_forward_pre_hook(evaluate)
 
-def modules_suspect(modules:list, effect:str)->list[Suspect]:
-    "Returns a suspect that lets modules of these classes run in evaluation mode; none if there are no modules"
+def module_suspects(modules:Iterable, effect:str)->list[Suspect]:
+    "Returns a suspect for all modules of these classes; none if there are no modules"
     kinds = set(map(type, modules))
-    names = sorted(o.__name__ for o in kinds)
     if not kinds: return []
+    names = sorted(o.__name__ for o in kinds)
     return [Suspect(', '.join(names), effect, partial(in_evaluation, kinds=kinds))]
+
+def without_callback(learn, kind:type): learn.remove_cbs(learn._grab_cbs(kind))
 
 def without_hooks(learn):
     for p in learn.model.parameters():
@@ -96,43 +92,44 @@ def with_other_loss(learn):
     for cb in learn._grab_cbs(GradientAccumulation): cb.num_items = None  # which counts for the user's loss
 
 # %% ../../nbs/checking/02_suspects.ipynb #fb135ccc
-_rates = 'p','dropout','drop_prob','weight_p','embed_p'  # attributes of layers with dropout
+_random_layers = 'drop','stochastic'  # parts of names, as in DropPath or StochasticDepth
 
-def drops_out(m)->bool:
-    "Returns whether the class of a module is named after dropout, or an attribute is a rate of dropout"
-    rates = [getattr(m, name, 0) for name in _rates]
-    has_rate = any(isinstance(o, float) and 0 < o < 1 for o in rates)
-    return has_rate or 'drop' in type(m).__name__.lower()
-
-_core = TrainEvalCallback,Recorder,CastToTensor
+def draws_numbers(m)->bool:
+    "Returns whether a module draws random numbers, by the name of its class or its rate of dropout"
+    if isinstance(m, nn.Sequential): return False  # for example, fastai's LinBnDrop, which contains such a layer
+    rate = getattr(m, 'dropout', None)  # of an LSTM, for example, or of attention
+    has_rate = isinstance(rate, float) and rate > 0
+    name = type(m).__name__.lower()
+    return has_rate or any(o in name for o in _random_layers)
 
 def callback_suspects(cbs:list, n:int)->list[Suspect]:
-    "Returns the callbacks, apart from those that fastai adds itself and those of this package"
+    "Returns a suspect for each class of callbacks, apart from those that fastai adds itself and those of this package"
+    kinds = dict.fromkeys(map(type, cbs))
     res = []
-    for cb in cbs:
-        is_known = type(cb) in _core or isinstance(cb, WindowCallback)
-        if is_known: continue
-        name = type(cb).__name__
-        res.append(Suspect(name, f'acts on {n} samples at a time', callbacks=(cb,)))
+    for kind in kinds:
+        is_core = kind in (TrainEvalCallback,Recorder,CastToTensor)
+        if is_core or issubclass(kind, WindowCallback): continue
+        remove = partial(without_callback, kind=kind)
+        res.append(Suspect(kind.__name__, f'acts on {n} samples at a time', remove))
     return res
 
 def suspects(
     learn:Learner,
     cbs:list, # Callbacks of the fit
-    found:dict[str,float], # Differences, by name
+    found:Iterable[str], # What differs
     n:int, # Samples in a micro-batch
 )->list[Suspect]:
     "Returns what may be the reason, the most likely first. The last one, the whole model, includes other layers"
     model = learn.model
     modules = list(model.modules())
     changing = [m for m in modules if f'buffers of {type(m).__name__}' in found]
-    res = modules_suspect(changing, f'sees {n} samples at a time')
-    res += modules_suspect(list(filter(drops_out, modules)), 'draws other random numbers')
+    res = module_suspects(changing, f'sees {n} samples at a time')
+    res += module_suspects(filter(draws_numbers, modules), 'draws other random numbers')
+    if hasattr(model, 'reset'):
+        res.append(Suspect('the model', 'carries a state from batch to batch', without_state))
     res += callback_suspects(cbs, n)
     if have_hooks(model.parameters()):
         res.append(Suspect('hooks on parameters', f'see the gradient of {n} samples', without_hooks))
-    if hasattr(model, 'reset'):
-        res.append(Suspect('the model', 'carries a state from batch to batch', without_state))
     res.append(Suspect('the loss', f'of {n} samples does not add up to that of all', with_other_loss))
     all_kinds = set(map(type, modules))
     res.append(Suspect('the model', 'in training mode', partial(in_evaluation, kinds=all_kinds)))

@@ -6,15 +6,13 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/checking/trial.html.md""
 
 # %% ../../nbs/checking/01_trial.ipynb #06bd9958
 from __future__ import annotations
-from contextlib import ExitStack,redirect_stdout
+from contextlib import redirect_stdout
 import io,tempfile
 from typing import NamedTuple
 
 from fastai.basics import *
 from fastai.callback.schedule import SchedNo
-from fastai.learner import AvgSmoothLoss
 from fastcore.xtras import working_directory
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from ..windows.gradients import extra_params
@@ -27,9 +25,9 @@ from ..schedule import GradientAccumulationSchedule
 from .samples import KeptLoader,KeptSamples,equal_bounds
 
 # %% auto #0
-__all__ = ['Sizes', 'small_sizes', 'small_settings', 'epoch_plans', 'whole_loader', 'WholeWindows', 'SmoothLoss', 'WithoutGraphs',
-           'copy_learner', 'Trials', 'Observer', 'draw', 'flat', 'numbers_in', 'kept_by', 'is_users',
-           'buffers_by_class', 'left_by', 'train']
+__all__ = ['Sizes', 'small_sizes', 'small_settings', 'epoch_plans', 'whole_bounds', 'WholeWindows', 'WithoutGraphs',
+           'copy_learner', 'Trials', 'Observer', 'draw', 'flat', 'numbers_in', 'is_users', 'left_by', 'without_traces',
+           'train']
 
 # %% ../../nbs/checking/01_trial.ipynb #723a900c
 class Sizes(NamedTuple):
@@ -46,26 +44,27 @@ def small_sizes(
     """Returns sizes that relate to each other as the user's do: whether a window has several loader batches or a
     loader batch several windows, and whether batches are split"""
     leader = min(ours, key=lambda o: o.lead_rank)
-    users_bs = leader.loader_info_of(learn.dls.train).batch_size or math.inf
-    n = n_processes(learn)
-    users_window = max(leader.sizes_by_argument(users_bs*n).values())/n
+    info = leader.loader_info_of(learn.dls.train)
+    users_bs = (info.batch_size or math.inf)*n_processes(learn)
+    users_sizes = leader.sizes_by_argument(users_bs)
+    users_window = max(users_sizes.values())
     is_split = any(cb.micro_batch_size for cb in ours)
-    part = window//4
     if users_window < users_bs: bs = 2*window
     elif users_window == users_bs: bs = window
-    elif is_split: bs = 2*part
-    else: bs = part
-    return Sizes(window, bs, part if is_split else min(bs, window))
+    elif is_split: bs = window//2
+    else: bs = window//4
+    micro_bs = window//4 if is_split else min(bs, window)
+    return Sizes(window, bs, micro_bs)
 
 def small_settings(cb:WindowCallback, sizes:Sizes)->dict:
     "Returns the settings with which `cb` does to small batches what it does to the user's"
     res = dict(verbose=False)
+    if cb.accum_bs: res['accum_bs'] = sizes.window
+    if cb.micro_batch_size: res['micro_batch_size'] = sizes.micro_bs
     if isinstance(cb, GradientAccumulationSchedule):
         res['start_accum_bs'] = sizes.window
         res['final_accum_bs'] = sizes.window
         res |= dict(start=0., finish=1., schedule=SchedNo)
-    elif cb.accum_bs: res['accum_bs'] = sizes.window
-    if cb.micro_batch_size: res['micro_batch_size'] = sizes.micro_bs
     if isinstance(cb, ActivationCheckpointing): res['n_recomputed'] = sys.maxsize  # more than there are: all
     return res
 
@@ -76,13 +75,14 @@ def epoch_plans(leader:WindowCallback, loader:KeptLoader)->list[EpochPlan]:
     carried = first.left if first.remainder == 'carry' else []
     return [first, leader.plan_of(loader, 1, 2, carried=carried)]
 
-def whole_loader(samples:KeptSamples, plan:EpochPlan)->KeptLoader:
-    "Returns a loader that yields each window of the plan as one batch"
-    bounds = []
+def whole_bounds(plan:EpochPlan, n:int)->list[tuple]:
+    "Returns the bounds of the windows of a plan among the samples of two epochs of `n`"
+    first = plan.epoch*n - plan.n_carried  # the last samples of the epoch before come first
+    res = []
     for start,size in plan.windows:
-        start -= plan.n_carried  # the last samples of the epoch before come first
-        bounds.append((start, start+size))
-    return KeptLoader(samples, bounds, bs=plan.windows[0][1])
+        start += first
+        res.append((start, start+size))
+    return res
 
 class WholeWindows(Callback):
     "Lets a plain Learner train on the windows of these plans as whole batches"
@@ -102,13 +102,6 @@ class WholeWindows(Callback):
         self.learn.pct_train = plan.pct_train(plan.position(start))
 
 # %% ../../nbs/checking/01_trial.ipynb #4ed5de6e
-class SmoothLoss(AvgSmoothLoss):
-    "fastai's smoothed loss, also of losses in float64"
-    def accumulate(self, learn):
-        self.count += 1
-        loss = to_detach(learn.loss.mean())
-        self.val = torch.lerp(loss.double(), self.val.double(), self.beta)
-
 class WithoutGraphs(TorchFunctionMode):
     "In this context `deepcopy` copies any tensor. PyTorch refuses those that a graph has computed"
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -137,7 +130,6 @@ def copy_learner(
         for hook in hooks.values():
             memo[id(p)].register_hook(deepcopy(hook, memo))
     res.logger = noop
-    res.create_mbar = False
     return res.add_cbs(cbs)
 
 # %% ../../nbs/checking/01_trial.ipynb #ada52078
@@ -148,81 +140,75 @@ class Trials:
         cbs:list, # Callbacks of the fit, beside those of the Learner
         left_out:list, # Callbacks that no copy has
         sizes:Sizes,
-        train:KeptSamples,
-        valid:KeptSamples,
+        samples:KeptSamples, # Of an epoch
     ):
         store_attr()
-        self.ours = [cb for cb in [*learn.cbs, *cbs] if isinstance(cb, WindowCallback)]
+        self.bounds = equal_bounds(samples.n, sizes.bs)  # of loader batches
+        learn = self.in_windows()
+        self.plans = epoch_plans(leader_of(learn), learn.dls.train)
 
-    def samples(self, double:bool)->KeptSamples: return self.train.as_double() if double else self.train
-    def loader(self, samples:KeptSamples)->KeptLoader:
-        return KeptLoader(samples, equal_bounds(samples.n, self.sizes.bs), self.sizes.bs)
-
-    def copy(self, loader:KeptLoader, double:bool, left_out:list)->Learner:
-        "Returns a copy that trains on `loader`, in float64 if `double`, without further callbacks `left_out`"
+    def copy(self, loader:KeptLoader, double:bool)->Learner:
+        "Returns a copy that trains on `loader`, in float64 if `double`, and validates on a few of the same samples"
         learn = self.learn
-        valid = self.valid.as_double() if double else self.valid
-        loaders = [
-            loader,
-            KeptLoader(valid, [(0, valid.n)], valid.n),
-            *learn.dls.loaders[2:]]
+        n_valid = self.sizes.window//4
+        valid = KeptLoader(self.samples, [(0, n_valid)], n_valid, double)
+        loaders = [loader, valid, *learn.dls.loaders[2:]]
         dls = copy(learn.dls)
         vars(dls)['loaders'] = loaders
-        replaced = [(learn.dls, dls), *zip(learn.dls.loaders, loaders)]
-        replaced += [(cb, Callback()) for cb in [*self.left_out, *left_out]]
-        for rec in learn._grab_cbs(Recorder):
-            old = rec.smooth_loss
-            replaced.append((old, SmoothLoss(old.beta)))
+        replaced = [(learn.dls, dls)]
+        replaced += zip(learn.dls.loaders, loaders)
+        replaced += [(cb, Callback()) for cb in self.left_out]
         return copy_learner(learn, replaced, self.cbs, double)
 
-    def in_windows(self, double:bool=False, left_out:list=())->Learner:
+    def in_windows(self, double:bool=False)->Learner:
         "Returns a copy that trains in windows"
-        loader = self.loader(self.samples(double))
-        res = self.copy(loader, double, left_out)
+        loader = KeptLoader(self.samples, self.bounds, self.sizes.bs, double)
+        res = self.copy(loader, double)
         for cb in res._grab_cbs(WindowCallback):
             settings = small_settings(cb, self.sizes)
             vars(cb).update(settings)
         return res
 
-    def whole(self, double:bool=False, left_out:list=())->Learner:
+    def whole(self, double:bool=False)->Learner:
         "Returns a copy that trains on whole batches, without callbacks of this package"
-        leader = leader_of(self.in_windows(double))
-        samples = self.samples(double)
-        plans = epoch_plans(leader, self.loader(samples))
-        loaders = [whole_loader(samples, plan) for plan in plans]
-        res = self.copy(loaders[0], double, [*self.ours, *left_out])
-        return res.add_cb(WholeWindows(loaders, plans))
+        loaders = []
+        for plan in self.plans:
+            bounds = whole_bounds(plan, self.samples.n)
+            loaders.append(KeptLoader(self.samples, bounds, self.sizes.window, double))
+        res = self.copy(loaders[0], double)
+        res.remove_cbs(res._grab_cbs(WindowCallback))
+        return res.add_cb(WholeWindows(loaders, self.plans))
 
 # %% ../../nbs/checking/01_trial.ipynb #c9e606c0
 class Observer(Callback):
-    """Notes the rates and positions of steps. It also seeds the random generators for each loader batch and each step,
-    so that random numbers differ only if they are drawn for other samples"""
+    """Notes the rates and positions of steps. It also sets a seed for each loader batch and each step, so that random
+    numbers differ only if they are drawn for other samples"""
     order = -1000  # before all others
     run_valid = False
     def __init__(self, seed:int):
         self.seed = seed
-        self.n_batches = 0  # of the window
+        self.n_batches = 0
         self.rates = []
         self.positions = []
 
-    def set_seeds(self):
-        "Sets seeds by the number of the step, and of the loader batch in its window"
-        n_steps = len(self.positions)
-        set_seed(self.seed + 1000*n_steps + self.n_batches)
-
     def before_batch(self):
-        self.set_seeds()
         self.n_batches += 1
+        set_seed(self.seed+self.n_batches)
 
     def before_step(self):
-        self.n_batches = 0
         self.rates.append([o['lr'] for o in self.opt.hypers])
         self.positions.append(self.learn.pct_train)
-        self.set_seeds()
+        set_seed(self.seed-len(self.positions))
 
-def draw(module, args):
-    """Draws a random number before each module runs. Otherwise four micro-batches of a batch that is split could draw
-    the same numbers, one after the other, that the whole batch draws at once; they do on a CPU, and not on a GPU"""
+    def before_validate(self):
+        "Skips it after a NaN, which metrics of scikit-learn, for example, refuse"
+        if numbers_in(self.model).isnan().any(): raise CancelValidException
+
+    def after_batch(self): self.learn.loss = self.loss.float()  # fastai's Recorder cannot average others
+
+def draw(model, args):
+    """Draws a random number before each pass of the model. Otherwise four micro-batches of a batch that is split would
+    draw on a CPU, one after the other, the same numbers that the whole batch draws at once"""
     torch.rand(1)
 
 # %% ../../nbs/checking/01_trial.ipynb #bb7d49be
@@ -232,68 +218,63 @@ def flat(values:Iterable)->Tensor:
     "Returns numbers and tensors as one vector in float64"
     tensors = []
     for o in values:
-        tensor = torch.as_tensor(o).detach().cpu()
-        tensors.append(tensor.double().flatten())
-    return torch.cat(tensors) if tensors else torch.zeros(0)
+        tensor = torch.as_tensor(o).detach()
+        tensor = tensor.cpu().double()
+        tensors.append(tensor.flatten())
+    if not tensors: return torch.zeros(0)
+    return torch.cat(tensors)
 
-def numbers_in(o)->list:
-    "Returns the numbers and tensors that `o` contains, such as the weights of a model"
-    if isinstance(o, nn.Module): o = o.state_dict()
-    return [v for v in leaves_in(o) if isinstance(v, (Real,Tensor))]
-
-def kept_by(cb)->dict[str,Tensor]:
-    "Returns the numbers in the attributes of a callback, by name"
-    res = {}
-    for name,value in vars(cb).items():
-        is_setting = name in ('learn', 'order', 'run')
-        numbers = [] if is_setting else numbers_in(value)
-        if numbers: res[f'{type(cb).__name__}.{name}'] = flat(numbers)
-    return res
+def numbers_in(o)->Tensor:
+    "Returns the numbers and tensors that `o` contains, such as the weights of a model, as one vector"
+    numbers = []
+    for leaf in leaves_in(o):
+        if isinstance(leaf, nn.Module): leaf = list(leaf.state_dict().values())
+        numbers += leaves_in(leaf)
+    return flat(o for o in numbers if isinstance(o, (Real,Tensor)))
 
 def is_users(cb)->bool:
     "Returns whether `cb` comes neither from fastai nor from this package"
-    is_ours = isinstance(cb, (WindowCallback,WholeWindows,Observer))
-    return not is_ours and not type(cb).__module__.startswith('fastai.')
-
-def buffers_by_class(model)->dict[str,Tensor]:
-    "Returns the buffers of all modules of a class, by its name"
-    found = defaultdict(list)
-    for m in model.modules():
-        found[type(m).__name__] += m.buffers(recurse=False)
-    return {name: flat(buffers) for name,buffers in found.items() if buffers}
+    package,*_ = type(cb).__module__.split('.')
+    return package not in ('fastai', 'fastxtend_accum')
 
 def left_by(learn, observer:Observer)->dict[str,Tensor]:
-    "Returns what a training has left in `learn`, by name"
-    res = dict(weights=flat(learn.model.parameters()))
-    res['other weights'] = flat(extra_params(learn))  # for example, of the loss
+    "Returns what a training has left in `learn` beside the weights, by name"
+    res = defaultdict(list)
     for rec in learn._grab_cbs(Recorder):
-        res['logged losses'] = flat(rec.losses)
-        columns = zip(rec.metric_names[1:], zip(*rec.values))
-        res |= {name: flat(numbers_in(values)) for name,values in columns}
-    res['learning rates'] = flat(numbers_in(observer.rates))
-    res['positions'] = flat(observer.positions)
-    for name,o in buffers_by_class(learn.model).items():
-        res[f'buffers of {name}'] = o
+        res['logged losses'] = rec.losses
+        names = rec.metric_names[1:]  # without that of the epoch
+        for row in rec.values:
+            for name,value in zip(names, row): res[name].append(value)
+    res['learning rates'] = observer.rates
+    res['positions'] = observer.positions
+    for m in learn.model.modules():
+        name = type(m).__name__
+        for o in m.buffers(recurse=False): res[f'buffers of {name}'].append(o)
+    res['other weights'] = extra_params(learn)  # for example, of the loss
     for cb in filter(is_users, learn.cbs):
-        res |= kept_by(cb)
-    return res
+        kind = type(cb).__name__
+        for name,value in vars(cb).items(): res[f'{kind}.{name}'].append(value)
+    return {name: numbers_in(values) for name,values in res.items()}
 
 # %% ../../nbs/checking/01_trial.ipynb #3f71d0de
+@contextmanager
+def without_traces():
+    "In this context, what is printed is discarded; so are warnings, and files that are written into the current folder"
+    with (tempfile.TemporaryDirectory() as folder,
+          working_directory(folder),
+          redirect_stdout(io.StringIO()),
+          warnings.catch_warnings()):
+        warnings.simplefilter('ignore')
+        yield Path(folder)
+
 def train(learn, seed:int)->dict[str,Tensor]:
-    """Trains a copy for two epochs, and returns what it leaves, by name. What callbacks print is discarded, and so is
-    what they write into the current folder"""
+    "Trains a copy for two epochs, and returns what it leaves, by name: of the weights, how far they have moved"
     observer = Observer(seed)
-    handle = register_module_forward_pre_hook(draw)
-    try:
-        with ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            stack.enter_context(working_directory(folder))
-            stack.enter_context(redirect_stdout(io.StringIO()))
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter('ignore')
-            learn.path = Path(folder)
-            learn.model_dir = 'models'
-            set_seed(seed)
-            learn.fit(2, cbs=observer)
-    finally: handle.remove()
-    return left_by(learn, observer)
+    learn.model.register_forward_pre_hook(draw)
+    before = flat(learn.model.parameters())
+    with without_traces() as learn.path:
+        learn.model_dir = 'models'
+        set_seed(seed)
+        learn.fit(2, cbs=observer)
+    moved = flat(learn.model.parameters())-before
+    return dict(weights=moved) | left_by(learn, observer)

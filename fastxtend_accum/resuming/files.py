@@ -49,44 +49,39 @@ class Folder:
         self.path = path
         self.lock = FileLock(path/'lock', thread_local=False)  # of the process: its threads may all have fits here
         self.n_begun = 0
-        self.interrupted = weakref.WeakKeyDictionary()  # the number of the fit that an error has ended, by Learner
-        self.last_has_failed = False  # whether an error, Ctrl-C or a signal has ended the last fit
+        self.unfinished = weakref.WeakKeyDictionary()  # the number of the fit that has not ended, by Learner
+        self.last_has_ended = False  # whether the last fit has, without an error, Ctrl-C or a signal
 
     def begin(self, learn)->int:
-        """Returns the number of the fit that begins: the number of the Learner's interrupted fit, which then continues
-        from its file, or else a new number, for which this process has not written a file"""
-        number = self.interrupted.pop(learn, self.n_begun)
+        """Returns the number of the fit that begins: the one of the Learner's last fit, if an error has interrupted it,
+        so that the fit continues from its file; or else a new number, for which this process has not written a file"""
+        number = self.unfinished.setdefault(learn, self.n_begun)
         if number == self.n_begun: self.n_begun += 1
+        self.last_has_ended = False
         return number
-
-    def interrupt(self, learn, number:int):
-        "Notes that a fit stops, which may be by an error: `end` follows if it is not"
-        self.interrupted[learn] = number
-        self.last_has_failed = True
 
     def end(self, learn):
         "Notes that the Learner's fit has ended without an error"
-        del self.interrupted[learn]
-        self.last_has_failed = False
+        del self.unfinished[learn]
+        self.last_has_ended = True
 
     def take(self):
         "Raises an error if another process has fits here"
+        self.path.mkdir(parents=True, exist_ok=True)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
             # Until the process ends: a job that begins later must not mistake a finished fit for its own. Workers of a
             # process that was killed hold its lock for some seconds
             self.lock.acquire(timeout=10)
         except Timeout as e:
             raise RuntimeError(f'another process has fits in {self.path}: pass AutoResume(fname=...), or end that '
                                'process') from e
-        except OSError as e: raise OSError(f'AutoResume cannot save in {self.path}: {e}') from e
 folders = {}  # of this process, by path
 
 @atexit.register
 def remove_files_at_exit():
     """Removes the files if neither the last fit nor the process has ended by an error, so that the next process begins
     with its first fit"""
-    has_failed = hasattr(sys, 'last_value')  # Python notes an error that ends the process here
+    if hasattr(sys, 'last_value'): return  # Python notes an error that ends the process here
     for folder in folders.values():
-        if has_failed or folder.last_has_failed or not folder.lock.is_locked: continue
+        if not folder.last_has_ended or not folder.lock.is_locked: continue
         for path in folder.path.glob('*.pth'): path.unlink()  # the lock stays: somebody may wait for it

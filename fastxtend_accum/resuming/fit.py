@@ -14,9 +14,8 @@ from ..windows.checks import warn_user
 from ..windows.processes import all_reduce_scalar,n_processes
 from .files import Folder,folders,read_file,whole_file
 from .graph import Graph,is_no_weight,is_weight
-from .identity import differences,draws_numbers,is_of_hooks,may_differ,n_workers,settings_of,text_of
+from .identity import differences,may_differ,n_workers,settings_of,text_of
 from .outside import restore_loggers,state_of_loggers
-from .pickles import missing
 from .reader import Reader
 from .signals import held_signals
 
@@ -25,9 +24,8 @@ __all__ = ['SavedFit']
 
 # %% ../../nbs/resuming/08_fit.ipynb #e335d40b
 class SavedFit:
-    """A fit, and its state in a file. If there is a file from a killed process, `found` is its content, until the place
-    in the fit is reached where it was saved: from `begin` to `begin_training`, to `run_epoch` if that place is in the
-    validation, or to `end` if the fit had ended. In a fit that does not continue, `found` is empty"""
+    """A fit, and its state in a file. If there is a file from a killed process, its content is in `found` until the fit
+    has reached the place where it was saved, and goes on there"""
     def __init__(self, cb, leader):
         learn = cb.learn
         self.cb = cb
@@ -38,18 +36,47 @@ class SavedFit:
         path = (learn.path/learn.model_dir/cb.fname).absolute()
         self.folder = folders.setdefault(path, Folder(path))
         if self.rank == 0: self.folder.take()
-        self.number = self.folder.begin(learn)
-        self.path = path/f'{self.number}.pth'
+        number = self.folder.begin(learn)
+        self.path = path/f'{number}.pth'
         if cb.restart: self.path.unlink(missing_ok=True)
         self.graph = Graph(learn)
-        self.graph.begun = {**settings_of(learn), **self.graph.begun}
+        self.graph.begun.update(settings_of(learn))
         self.loggers = state_of_loggers(learn)
-        self.found = {}  # the content of the file, until the fit goes on
+        self.found = None
         self.at_epoch = None  # the state when the epoch began
         self.trained = None  # and when its training part had ended
         self.reader = None
         self.next_save = 0  # when to save, by optimizer steps or seconds; 0: it has not been saved
         self.rows = []  # of the epoch table
+
+    def begin_epoch(self):
+        "Keeps the state for the file, since a process that continues lets callbacks begin the epoch again"
+        self.at_epoch = self.graph.state(is_no_weight)['rest']
+
+    def begin_training(self):
+        """After all callbacks have begun the training part of an epoch: goes on if this is where the fit was saved, and
+        lets the loop read by a Reader and save between windows"""
+        loop = self.leader.loop
+        at_place = ()
+        if self.found:
+            at_place = self.found['reader']
+            self.go_on()
+        self.reader = Reader(self.graph, loop.batches.n_loaded, *at_place)
+        loop.hook_in(self.save_if_due, self.reader)
+
+    def end_training(self):
+        "Keeps the state, which a save in the validation writes"
+        self.trained = self.graph.state()
+
+    def end_epoch(self):
+        self.rows += [list(rec.log) for rec in self.learn._grab_cbs(Recorder)]
+
+    def end(self):
+        """After the fit, saves the final state, in case the process is killed in a later fit. If the file already has
+        that state, restores it again, since other callbacks' `after_fit` may have changed it"""
+        if self.found: self.restore()
+        else: self.save('end')
+        self.folder.end(self.learn)
 
 # %% ../../nbs/resuming/08_fit.ipynb #199a0ad6
 # Into the file
@@ -69,16 +96,15 @@ def save(self:SavedFit, place:dict|str, state:dict|None=None):
         if not self.next_save: raise OSError(text) from e
         warn_user(f'{text}; a kill would lose anything since the last save')
     seconds = max(60*self.cb.minutes, 20*(time.monotonic()-start))  # so that saving takes at most 5% of the time
-    self.next_save = self.clock()+(self.cb.every or seconds)
+    interval = self.cb.every or seconds
+    self.next_save = self.clock()+interval
 
 # %% ../../nbs/resuming/08_fit.ipynb #f6c1a210
 @patch
 def content(self:SavedFit, place:dict|str, state:dict)->dict:
     "Returns what the file contains: process 0 writes for all"
-    lost = state['lost']
-    if lost:
-        names = [f'{text_of(part)} ({reason})' for part,reason in lost.items()]
-        warn_user(f"AutoResume does not keep {'; '.join(names)}")  # Python shows it once
+    lost = [f'{text_of(part)} ({reason})' for part,reason in state['lost'].items()]
+    if lost: warn_user(f"AutoResume does not keep {'; '.join(lost)}")  # Python shows it once
     own = dict(
         place=place,
         rest=state['rest'],
@@ -106,13 +132,10 @@ def clock(self:SavedFit)->Real:
 @patch
 def save_if_due(self:SavedFit):
     "Runs between two windows. The first save is due at once, to see whether saving is possible"
-    loop = self.leader.loop
     must_end = held_signals.is_waiting()
-    is_due = self.clock() >= self.next_save
+    is_due = must_end or self.clock() >= self.next_save
     # All processes save if one of them has to
-    must_end = all_reduce_scalar(self.learn, must_end)
-    is_due = all_reduce_scalar(self.learn, is_due)
-    if must_end or is_due: self.save(loop.state())
+    if all_reduce_scalar(self.learn, is_due): self.save(self.leader.loop.state())
     if must_end: held_signals.deliver()
 
 @patch
@@ -121,9 +144,9 @@ def save_in_validation(self:SavedFit):
     of the validation in several processes, which do not wait for each other before, and while a callback has put other
     weights into the model, as their average: `trained` shares the memory of the weights"""
     if not held_signals.is_waiting() or self.n_processes > 1: return
-    _,now,_ = self.graph.compare(is_weight)
-    weights = self.trained['weights']
-    if any(now[part] != self.trained['digests'][part] for part in weights): return
+    digests = self.trained['digests']
+    now = self.graph.state(is_weight)['digests']
+    if any(now[part] != digests[part] for part in self.trained['weights']): return
     self.save('validation', self.trained)
     held_signals.deliver()
 
@@ -140,12 +163,13 @@ def begin(self:SavedFit)->int:
         return 0
     found = self.graph.read(contents[0])
     of_all = found.pop('processes')
-    own = of_all[self.rank%len(of_all)]  # another number of processes is an error, which `check` names
-    self.found = {**found, **own}
-    self.check()
-    self.rows,self.loggers = found['rows'],found['loggers']
+    found.update(of_all[self.rank%len(of_all)])  # another number of processes is an error, which `check` names
+    self.check(found)
+    self.found = found
+    self.rows = found['rows']
+    self.loggers = found['loggers']
     self.folder.n_begun = found['n_begun']
-    place,epoch = self.found['place'],found['epoch']
+    place,epoch = found['place'],found['epoch']
     if self.cb.verbose and self.rank == 0:
         where = 'at the end of' if place == 'end' else 'in'
         print(f'AutoResume goes on {where} epoch {epoch}, from {self.path}')
@@ -153,73 +177,48 @@ def begin(self:SavedFit)->int:
     if place == 'end':
         self.leader.begin_fit()  # which otherwise the first epoch does
         self.restore()
-        self.found['content'] = contents[0]  # for `end`
         return self.learn.n_epoch
-    self.graph.restore(self.found['at_epoch'])  # callbacks are going to begin the epoch again
+    self.graph.restore(found['at_epoch'])  # callbacks are going to begin the epoch again
     if place != 'validation': self.leader.begin_epoch_at(place)
     return epoch
 
+@patch
+def run_epoch(self:SavedFit):
+    "Takes the place of `_do_epoch`. A fit that was saved in validation continues with the validation"
+    if self.found and self.found['place'] == 'validation':
+        self.go_on()
+        self.learn._do_epoch_validate()
+    else: self.learn._do_epoch()
+
 # %% ../../nbs/resuming/08_fit.ipynb #4dacef38
 @patch
-def check(self:SavedFit):
-    """Raises ValueError if this fit is not the one that was saved. Where numbers and texts of callbacks differ, warns:
-    the file's are used"""
-    differ = differences(self.graph, self.found['begun'], self.found['digests'])
+def check(self:SavedFit, found:dict):
+    """Raises ValueError if this fit is not the one that was saved. Warns of numbers and texts of callbacks that differ,
+    for which it takes the file's, and of another number of workers"""
+    differ = differences(self.graph, found['begun'], found['digests'])
     for part in [part for part in differ if may_differ(self.graph, part)]:
         warn_user(f'AutoResume goes on with the earlier value: this fit has {differ.pop(part)}')
-    errors = [*missing, *differ.values()]
-    dl = self.learn.dls.train
-    workers = self.found['n_workers']
-    if n_workers(dl) != workers and draws_numbers(self.graph, dl):
-        errors.append(f'{n_workers(dl)} workers, not {workers}, and what they load depends on their number')
-    if errors:
+    if differ:
+        errors = list(differ.values())
         raise ValueError(f"this fit cannot go on from {self.path}, since it has {'; '.join(errors[:8])}: use the same "
                          "settings, seed the split of the data and lr_find, or pass AutoResume(restart=True) to start "
                          "over, or another fname")
+    workers,before = n_workers(self.learn.dls.train),found['n_workers']
+    if workers != before:
+        warn_user(f'AutoResume goes on with {workers} workers, not {before}: if samples draw random numbers, or if '
+                  'each worker reads a part of the data, the next batches differ from those of a fit without a kill')
 
 @patch
 def restore(self:SavedFit):
     "Restores the state of the file. Raises ValueError if a part then has another digest than in the file"
     found = self.found
     self.graph.restore(found['rest'], found['weights'])
-    _,now,_ = self.graph.compare()
-    differ = [part for part,digest in found['digests'].items() if now.get(part) != digest and not is_of_hooks(part)]
-    if differ: raise ValueError(f"AutoResume could not restore {', '.join(map(text_of, differ[:8]))}")
+    now = self.graph.state()['digests']
+    differ = [text_of(part) for part,digest in found['digests'].items() if now.get(part) != digest]
+    if differ: raise ValueError(f"AutoResume could not restore {', '.join(differ[:8])}")
 
 @patch
-def begin_epoch(self:SavedFit):
-    "Keeps the state for the file, since a process that continues lets callbacks begin the epoch again"
-    self.at_epoch = self.found.get('at_epoch')
-    if self.at_epoch is None: self.at_epoch = self.graph.state(is_no_weight)['rest']
-
-@patch
-def run_epoch(self:SavedFit):
-    "Takes the place of `_do_epoch`. A fit that was saved in validation continues with the validation"
-    if self.found.get('place') != 'validation':
-        self.learn._do_epoch()
-        return
+def go_on(self:SavedFit):
+    "Restores the state at the place of the fit where it was saved. From here, it runs as any other"
     self.restore()
-    self.found = {}
-    self.learn._do_epoch_validate()
-
-# %% ../../nbs/resuming/08_fit.ipynb #bf8c675c
-@patch
-def begin_training(self:SavedFit):
-    """After all callbacks have begun the training part of an epoch: restores the state if this is where the fit was
-    saved, and lets the loop read by a Reader and save between windows"""
-    loop = self.leader.loop
-    if self.found: self.restore()
-    self.reader = Reader(self.graph, loop.batches.n_loaded, *self.found.get('reader', ()))
-    self.found = {}
-    loop.hook_in(self.save_if_due, self.reader)
-
-@patch
-def end(self:SavedFit):
-    """After the fit, saves the final state, in case the process is killed in a later fit. If the file has that state
-    already, restores it again, since other callbacks' `after_fit` may have changed it"""
-    if not self.found:
-        self.save('end')
-        return
-    # Read anew, since the Learner now has the tensors that were read before
-    self.found['weights'] = self.graph.read(self.found['content'])['weights']
-    self.restore()
+    self.found = None

@@ -10,45 +10,32 @@ from contextlib import suppress
 import io
 
 from fastai.basics import *
-from torch.serialization import safe_globals
 
 from ..windows.processes import inner_model
 from .parts import *
 from .pickles import *
 
 # %% auto #0
-__all__ = ['shared_generators', 'roots_of', 'is_of_data', 'is_weight', 'is_no_weight', 'parts_of', 'Graph', 'is_large', 'moved']
+__all__ = ['roots_of', 'root_of', 'is_of_data', 'is_weight', 'is_no_weight', 'parts_of', 'Graph', 'names_in', 'Finder', 'moved']
 
 # %% ../../nbs/resuming/02_graph.ipynb #4ff7f8ce
 # Where the search begins
 
-def shared_generators()->list:
-    "Returns the random generators of Python, NumPy and PyTorch that all code shares"
-    res = [random.getstate.__self__, np.random.get_state.__self__]  # these functions belong to them
-    res += [torch.default_generator, *torch.cuda.default_generators]
-    if torch.backends.mps.is_available():
-        res.append(torch.mps._get_default_mps_generator())
-    return res
-
 def roots_of(learn)->dict:
-    "Returns the objects from which all others are reached, by path. Callbacks and metrics are named by their classes"
-    res = {f'generators[{i}]':o for i,o in enumerate(shared_generators())}
-    for o in [*learn.cbs, *learn.metrics]:
+    """Returns the objects from which all others are reached, by path. Callbacks and metrics are named by their classes.
+    The search begins at the last one: of what a callback has, too, the path has to say that it belongs to the data"""
+    res = dict(learn=learn, opt=learn.opt, model=inner_model(learn.model))
+    for o in [*learn.metrics, *reversed(learn.cbs)]:
         name = type(o).__name__
-        while name in res: name += "'"
+        while name in res or name in ('dls','generators'): name += "'"
         res[name] = o
     res.update(zip(('dls.train','dls.valid'), learn.dls.loaders))
-    return dict(res, dls=learn.dls, model=inner_model(learn.model), opt=learn.opt, learn=learn)
+    return dict(res, dls=learn.dls, generators=SharedGenerators())
 
-def is_of_data(path:str)->bool:
-    return path.startswith(('dls','generators'))
-
-def is_weight(path:str)->bool:
-    "Returns whether an object belongs to the model or to the optimizer"
-    return path.startswith(('model','opt'))
-
-def is_no_weight(path:str)->bool:
-    return not is_weight(path)
+def root_of(path:str)->str: return path.partition('.')[0]
+def is_of_data(path:str)->bool: return root_of(path) in ('dls','generators')
+def is_weight(path:str)->bool: return root_of(path) in ('model','opt')
+def is_no_weight(path:str)->bool: return not is_weight(path)
 
 def parts_of(path:str, o)->dict:
     """Returns the parts of an object: its attributes, and its content if it has one. The key of a part is the `path` of
@@ -62,36 +49,56 @@ def parts_of(path:str, o)->dict:
     return res
 
 # %% ../../nbs/resuming/02_graph.ipynb #5b575bc6
-class Graph(Comparing):
-    """The objects that a Learner reached when its fit began, by path, and digests of their parts at that time.
-    It is a pickler, since pickling the parts of an object is how to find the objects that it reaches: each that is no
-    plain value gets the path of the part in which it was found, and then its own parts are pickled"""
+class Graph(Paths):
+    "The objects that a Learner reached when its fit began, by path, and digests of their parts at that time"
     def __init__(self, learn):
         super().__init__()
-        self.objects = {}
-        self.paths = {}
-        self.owners = {}
-        self.names = safe_names()
+        self.digests = Digests(self)
         self.begun = {}  # digests of parts when the fit began
-        self.place = ''  # of the part that is pickled while objects are found
-        self.waiting = []
-        for path,o in roots_of(learn).items(): self.add(path, o)
-        roots = self.waiting
-        # The data first: of what a callback has, too, as `DistributedTrainer` has the loaders that it wraps, the path
-        # has to say that it belongs to the data
-        self.find_from([path for path in roots if is_of_data(path)])
-        self.find_from([path for path in roots if not is_of_data(path)])
-        self.place = None
-        known = dict(paths=self.paths, names=self.names, owners=self.owners)
-        self.pickling = SimpleNamespace(__name__='pickle', Pickler=type('Pickler', (PartPickler,), known))
+        self.pickling = pickling(self)
+        Finder(self).find(roots_of(learn))
 
-    def find_from(self, paths:list[str]):
-        "Finds all that these objects reach, and makes digests of its parts"
-        self.waiting = paths
-        for path in self.waiting:  # grows in the loop
-            for part,value in parts_of(path, self.objects[path]).items():
+    def add(self, path:str, o):
+        "Gives a path to an object, and lets files name its class"
+        self.objects[path] = o
+        self.paths[id(o)] = path
+        self.names.update([type(o), *names_in(type(o))])
+        self.begun[path,'class'] = type(o).__qualname__
+        if isinstance(o, Tensor): self.begun[path,'shape'] = f'{list(o.shape)} {o.dtype}'
+
+def names_in(kind:type)->list:
+    """Returns the classes and functions that the methods of a user's class name: in mid-fit they may set one as an
+    attribute, or make an object of it. Leaves out Python's own, of which some run code"""
+    module = sys.modules.get(kind.__module__)
+    if '-packages' in str(getattr(module, '__file__', '')): return []  # it is installed
+    res = []
+    for f in vars(kind).values():
+        if not isinstance(f, types.FunctionType): continue
+        named = [f.__globals__.get(name) for name in f.__code__.co_names]
+        named = [o for o in named if isinstance(o, (type,types.FunctionType))]
+        res += [o for o in named if library_of(o) not in sys.stdlib_module_names]
+    return res
+
+# %% ../../nbs/resuming/02_graph.ipynb #6b1d88f2
+class Finder:
+    """Finds what some objects reach, and gives all that it finds a path in a graph. It pickles the parts of objects: an
+    object in there that has no path yet gets the path of the part, and then its own parts are pickled"""
+    def __init__(self, graph:Graph):
+        self.graph = graph
+        self.digests = Digests(self)
+        self.place = ''  # the path of the part that is pickled
+        self.n_found = 0  # objects in that part
+        self.waiting = []  # paths of the objects whose parts have not been pickled
+
+    def find(self, roots:dict):
+        "Finds all that the roots reach, and makes digests of its parts"
+        for path,o in roots.items(): self.add(path, o)
+        while self.waiting:
+            path = self.waiting.pop()
+            for part,value in parts_of(path, self.graph.objects[path]).items():
                 self.place = '.'.join(part)
-                with suppress(Exception): self.begun[part] = self.digest(path, value)
+                self.n_found = 0
+                with suppress(Exception): self.graph.begun[part] = self.digests.digest(value, is_of_data(path))
 
     def add(self, path:str, o):
         "Gives a path to an object and, if it is a model, to its layers and weights"
@@ -100,81 +107,67 @@ class Graph(Comparing):
             for named in (o.named_modules(), o.named_parameters(), o.named_buffers()):
                 found += [(f'{path}.{name}', value) for name,value in named]
         for path,o in found:
-            if id(o) in self.paths: continue
-            self.names.update([type(o), *named_by(type(o))])
-            self.objects[path] = o
-            self.paths[id(o)] = path
+            if id(o) in self.graph.paths: continue
+            self.graph.add(path, o)
             self.waiting.append(path)
 
-    def path_of(self, o)->str|None:
-        "Returns the path of an object. While objects are found, gives one to an object that has none"
-        path = super().path_of(o)
-        if path or self.place is None: return path
-        if is_value(type(o)) or is_found_by_name(o): return None
-        path = self.place
-        while path in self.objects: path += "'"
-        self.add(path, o)
-        return path
+    def reduced(self, o):
+        "Pickle calls it for each object: adds it to the graph, or the class or function to the names"
+        if is_found_by_name(o): self.graph.names.add(o)
+        needs_path = has_path(o) or self.is_kept_in_place(o)
+        if needs_path and id(o) not in self.graph.paths:
+            path = self.place
+            while path in self.graph.objects:
+                self.n_found += 1
+                path = f'{self.place}[{self.n_found}]'
+            self.add(path, o)
+        return self.graph.reduced(o)
 
-    def check_name(self, o):
-        "While objects are found, their pickles make the list of names; later, a new name is an error"
-        if self.place is None: super().check_name(o)
-        else: self.names.add(o)
+    def is_kept_in_place(self, o)->bool:
+        """Returns whether `o` is a tensor that an object has as an attribute, outside of the data. It gets a path, so
+        that what shares its memory, as a weight may, still does after it was restored"""
+        if is_of_data(self.place) or self.place.endswith('.'):  # a content, such as the values of a tensor
+            return False
+        return isinstance(o, Tensor) and o.is_leaf
 
 # %% ../../nbs/resuming/02_graph.ipynb #273a28a4
-# State
-
-def is_large(digest:str|tuple)->bool:
-    "Returns whether a digest is of large data, which no file contains"
-    return isinstance(digest, tuple) and digest[1]
-
 @patch
-def compare(self:Graph, wanted:Callable=lambda path: True)->tuple:
-    """Returns the parts of the objects whose path is `wanted` as they are now, the digests of these parts, and, for
-    each part that cannot be pickled, the reason"""
-    parts = {}
-    digests = {}
-    lost = {}
-    self.owners.clear()
-    self.owners.update({memory_of(o):o for o in self.objects.values() if memory_of(o)})
-    for path in filter(wanted, self.objects): parts.update(parts_of(path, self.objects[path]))
-    for part,value in parts.items():
-        try: digests[part] = self.digest(part[0], value)
-        except Exception as e: lost[part] = str(e)
-    return parts,digests,lost
-
-@patch
-def state(self:Graph, *wanted)->dict:
-    """Returns the state of these parts: `weights` and the optimizer, which are the same in all processes, and the
-    `rest` as bytes; with the `digests` of all parts, and why some are `lost`"""
-    parts,digests,lost = self.compare(*wanted)
-    weights = {}
-    rest = {}
-    for part,digest in digests.items():
+def state(self:Graph, wanted:Callable=lambda path: True)->dict:
+    """Returns the state of the objects whose path is `wanted`: the parts of `weights` and optimizer, which are the same
+    in all processes; the `rest`, as bytes; the `digests` of all parts; and why some parts are `lost`, which no file can
+    hold"""
+    weights,rest = {},{}
+    digests,lost = {},{}
+    wanted_parts = {}
+    for path in filter(wanted, self.objects): wanted_parts.update(parts_of(path, self.objects[path]))
+    for part,value in wanted_parts.items():
         path,_ = part
+        try: digests[part] = self.digests.digest(value, is_of_data(path))
+        except Exception as e:
+            lost[part] = str(e)
+            continue
+        has_changed = digests[part] != self.begun.get(part)
         if path == 'opt' or isinstance(self.objects[path], nn.Parameter):
-            weights[part] = parts[part]
-        elif not is_large(digest): rest[part] = parts[part]
-        elif digest != self.begun.get(part): lost[part] = 'it is large'  # and has changed
+            weights[part] = value
+        elif not self.digests.is_large(): rest[part] = value
+        elif has_changed: lost[part] = 'it is large'
     file = io.BytesIO()
     self.write(rest, file)
     rest = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
     return dict(weights=weights, rest=rest, digests=digests, lost=lost)
 
+# %% ../../nbs/resuming/02_graph.ipynb #d68daace
+# Files
+
 @patch
 def write(self:Graph, o, file):
-    torch.save(o, file, self.pickling)
+    torch.save(o, file, self.pickling, pickle_protocol=4)
 
-# %% ../../nbs/resuming/02_graph.ipynb #d68daace
 @patch
 def read(self:Graph, content:bytes):
-    """Returns what a file contains. It may name the classes and functions of this fit and those that PyTorch calls
-    safe, so that a foreign file cannot run code"""
-    objects.clear()
-    objects.update(self.objects)
-    missing.clear()
-    with safe_globals(list(self.names)):
-        return torch.load(io.BytesIO(content), moved, weights_only=True)
+    "Returns what a file contains"
+    # `weights_only` would allow PyTorch's list of names only; `find_class` is as strict, and allows this fit's, too
+    return torch.load(io.BytesIO(content), moved, self.pickling, weights_only=False)
 
 def moved(storage, location:str):
     "Returns the memory of a tensor on this process' GPU if it was saved on a GPU"
@@ -186,6 +179,6 @@ def restore(self:Graph, rest:Tensor, weights:dict={}):
     for (path,name),value in {**self.read(rest.numpy().tobytes()), **weights}.items():
         o = self.objects[path]
         if isinstance(o, Recorder) and name == 'losses':
-            value = [v.clone() for v in value]
+            value = list(value)
         if name: set_attribute(o, name, value)
         else: set_content(o, value)

@@ -7,18 +7,17 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/identity.html.m
 # %% ../../nbs/resuming/04_identity.ipynb #008693fa
 from __future__ import annotations
 from fastai.basics import *
-from torch.utils.data import IterableDataset
 
 from ..windows.processes import n_processes
-from .graph import Graph,is_of_data
+from .graph import Graph
 from .parts import generators,is_of_package
 
 # %% auto #0
-__all__ = ['settings_of', 'text_of', 'is_of_hooks', 'differences', 'may_differ', 'n_workers', 'draws_numbers']
+__all__ = ['settings_of', 'text_of', 'differences', 'may_differ', 'n_workers']
 
 # %% ../../nbs/resuming/04_identity.ipynb #43fa87b6
 def settings_of(learn)->dict:
-    "Returns what is not among the parts that a fit leaves as they are, by names like those of parts"
+    "Returns the settings of a fit that are not among the parts of objects, by names like those of parts"
     res = {('processes',''):str(n_processes(learn))}
     res['callbacks',''] = ' '.join(type(o).__name__ for o in learn.cbs)
     scheduled = nested_attr(learn, 'param_scheduler.scheds', {})
@@ -27,32 +26,24 @@ def settings_of(learn)->dict:
     return res
 
 def text_of(part:tuple)->str:
-    "Returns a part as users write it: `part` is the path of an object and the name of an attribute, or ''."
-    text = '.'.join(part).strip('.')
-    return text.removesuffix('.items')  # fastai's lists keep their values in an attribute `items`
-
-def is_of_hooks(part:tuple)->bool:
-    "Returns whether a part is a dict of hooks, whose keys differ between processes"
-    return 'hooks' in part[1]
+    "Returns a part as users write it: `part` is the path of an object and the name of an attribute, or ''"
+    return '.'.join(part).strip('.')
 
 def differences(graph:Graph, begun:dict, digests:dict)->dict:
-    """Returns a text for each part that differs between this fit's beginning and the beginning of the saved fit, whose
-    digests were `begun`. Parts that the saved fit has changed since, as `digests` tells, come from the file: they may
-    differ"""
+    """Returns a text for each part that differs between the beginning of this fit and the beginning of the saved fit,
+    whose digests were `begun`. Parts that the saved fit has changed since, as `digests` tells, may differ, since they
+    come from the file"""
     res = {}
     for part,then in begun.items():
         path,name = part
         o = graph.objects.get(path)
         now = graph.begun.get(part)
         has_changed = digests.get(part, then) != then
-        if now == then or has_changed or is_of_hooks(part): continue
-        if not name and isinstance(o, (Tensor,*generators)): continue  # from another seed
-        if now is None:
-            what = path if o is None else text_of(part)
-            res[what,''] = f'no {what}'
-            continue
-        res[part] = text_of(part)
-        if isinstance(then, str): res[part] += f' {now}, not {then}'
+        is_seeded = not name and isinstance(o, (Tensor,*generators))  # and may have another seed
+        if now == then or has_changed or is_seeded: continue
+        if now is None: res[part] = f'no {text_of(part)}'
+        elif isinstance(then, str): res[part] = f'{text_of(part)} {now}, not {then}'
+        else: res[part] = text_of(part)
     return res
 
 def may_differ(graph:Graph, part:tuple)->bool:
@@ -62,17 +53,3 @@ def may_differ(graph:Graph, part:tuple)->bool:
 
 def n_workers(dl)->int:
     return getattr(getattr(dl, 'fake_l', dl), 'num_workers', 0)
-
-# %% ../../nbs/resuming/04_identity.ipynb #e44e8881
-def draws_numbers(graph:Graph, dl)->bool:
-    """Returns whether the samples may differ if another number of workers loads them, since loading the first one draws
-    random numbers, or since each worker iterates over the data by itself"""
-    is_iterable = not hasattr(dl.dataset, '__getitem__') or isinstance(dl.dataset, IterableDataset)
-    if is_iterable or not getattr(dl, 'indexed', True):
-        return True
-    before = graph.state(is_of_data)
-    make_item = getattr(dl, 'do_item', dl.dataset.__getitem__)
-    make_item(0)
-    after = graph.state(is_of_data)
-    graph.restore(before['rest'])
-    return before['digests'] != after['digests']

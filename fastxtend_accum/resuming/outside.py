@@ -10,30 +10,33 @@ from fastai.basics import *
 from fastai.callback.progress import CSVLogger
 
 # %% auto #0
-__all__ = ['csv_loggers', 'state_of_loggers', 'restore_loggers']
+__all__ = ['csv_loggers', 'wandb_run', 'state_of_loggers', 'restore_loggers']
 
 # %% ../../nbs/resuming/05_outside.ipynb #beceb6ed
 def csv_loggers(learn)->list:
     "Returns each `CSVLogger` that has a file in this fit"
     return [cb for cb in learn._grab_cbs(CSVLogger) if cb.run]
 
+def wandb_run():
+    "Returns the present run of W&B; None if there is none"
+    return getattr(sys.modules.get('wandb'), 'run', None)
+
 def state_of_loggers(learn)->dict:
-    "Returns the run of W&B, and the sizes of the files that `CSVLogger` has begun to write or to append to"
+    "Returns the sizes of the files that `CSVLogger` has begun to write or to append to, and what identifies W&B's run"
     sizes = []
     for cb in csv_loggers(learn):
         cb.file.flush()
         sizes.append(cb.file.tell())
-    run = getattr(sys.modules.get('wandb'), 'run', None)
-    ids = {name:getattr(run, name, None) for name in ('id','project','entity')}
-    return dict(sizes=sizes, run=ids)
+    run = {name:getattr(wandb_run(), name, None) for name in ('id','project','entity')}
+    return dict(sizes=sizes, run=run)
 
 def restore_loggers(learn, state:dict, rows:list):
     "Continues the run of W&B, and gives loggers the `rows` of the epochs that have ended"
-    wandb = sys.modules.get('wandb')
-    run_id = state['run']['id']
-    if run_id and getattr(wandb, 'run', None) and wandb.run.id != run_id:
+    run = state['run']
+    if run['id'] and wandb_run() and wandb_run().id != run['id']:
+        wandb = sys.modules['wandb']
         wandb.finish()
-        wandb.init(resume='must', **state['run'])
+        wandb.init(resume='must', **run)
     for cb,size in zip(csv_loggers(learn), state['sizes']):
         cb.file.flush()
         cb.file.truncate(size)  # the killed process may have written these rows already

@@ -6,17 +6,24 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/parts.html.md""
 
 # %% ../../nbs/resuming/00_parts.ipynb #8eaf3e3d
 from __future__ import annotations
+from contextlib import suppress
 import copyreg,io
 
 from fastai.basics import *
 from fastai.data.load import _FakeLoader
+from torch.utils.hooks import RemovableHandle
+
+from ..windows.state import random_states,restore_value,set_random_states
 
 # %% auto #0
-__all__ = ['generators', 'library_of', 'is_of_package', 'has_no_state', 'attributes_of', 'cells_of', 'set_attribute',
-           'content_of', 'set_content', 'Values', 'content_of_weight', 'set_weight']
+__all__ = ['generators', 'SharedGenerators', 'library_of', 'is_of_package', 'has_no_state', 'attributes_of', 'cells_of',
+           'set_attribute', 'content_of', 'set_content', 'content_of_tensor', 'set_tensor']
 
 # %% ../../nbs/resuming/00_parts.ipynb #75851d9e
-generators = random.Random,np.random.RandomState,np.random.Generator,torch.Generator
+class SharedGenerators:
+    "The random generators of Python, NumPy and PyTorch that all code shares, as one object"
+
+generators = SharedGenerators,random.Random,np.random.RandomState,np.random.Generator,torch.Generator
 
 # %% ../../nbs/resuming/00_parts.ipynb #ab98ece6
 # Attributes
@@ -41,7 +48,9 @@ def is_of_package(o)->bool:
 
 def has_no_state(o, name:str, value)->bool:
     "Returns whether an attribute is useless in another process"
-    if isinstance(value, io.IOBase) or library_of(type(value)) in _outside:
+    if isinstance(value, (io.IOBase,RemovableHandle)) or library_of(type(value)) in _outside:
+        return True
+    if isinstance(o, nn.Module) and 'hooks' in name:  # their keys are numbers of this process
         return True
     if is_of_package(o) and name in o._stateattrs:
         return True
@@ -50,24 +59,21 @@ def has_no_state(o, name:str, value)->bool:
 # %% ../../nbs/resuming/00_parts.ipynb #0afe9ee0
 def attributes_of(o)->dict:
     """Returns the attributes of an object by name, also its slots; of a function, also the variables of its closure.
-    Objects of Python's own library have none that can be set"""
-    kind = type(o)
+    Objects of Python's own library, such as a lock or a pool, have none that can be set"""
     res = dict(getattr(o, '__dict__', {}))
-    if kind is types.FunctionType:
-        res.update({name:cell.cell_contents for name,cell in cells_of(o).items()})
+    if isinstance(o, types.FunctionType):
+        for name,cell in cells_of(o).items():
+            with suppress(ValueError): res[name] = cell.cell_contents  # if it holds something yet
         return res
-    is_pythons = library_of(kind) in sys.stdlib_module_names  # such as a lock or a pool
-    if is_pythons and kind is not SimpleNamespace:
+    if library_of(type(o)) in sys.stdlib_module_names and not isinstance(o, SimpleNamespace):
         return {}
-    for name in copyreg._slotnames(kind):
+    for name in copyreg._slotnames(type(o)):
         if hasattr(o, name): res[name] = getattr(o, name)
     return {name:value for name,value in res.items() if not has_no_state(o, name, value)}
 
 def cells_of(f)->dict:
-    "Returns the cells of the closure of `f`, by the names of variables, but cells that hold nothing yet"
-    cells = dict(zip(f.__code__.co_freevars, f.__closure__ or ()))
-    empty = types.CellType()
-    return {name:cell for name,cell in cells.items() if cell != empty}
+    "Returns the cells of the closure of `f`, by the names of variables"
+    return dict(zip(f.__code__.co_freevars, f.__closure__ or ()))
 
 def set_attribute(o, name:str, value):
     "Sets an attribute of an object, or a variable of a function's closure"
@@ -83,9 +89,11 @@ def set_attribute(o, name:str, value):
 # Content
 
 def content_of(o):
-    "Returns what a weight, a random generator, or a list or dict with attributes contains; None if nothing"
+    "Returns what a tensor, a random generator, or a list or dict with attributes contains; None if nothing"
     if isinstance(o, Tensor):
-        return content_of_weight(o)
+        return content_of_tensor(o)
+    if isinstance(o, SharedGenerators):
+        return random_states()
     if isinstance(o, random.Random):
         return o.getstate()
     if isinstance(o, np.random.Generator):
@@ -94,11 +102,12 @@ def content_of(o):
         return o.get_state()
     if isinstance(o, dict):
         return dict(o)
-    return list(list.__iter__(o)) if isinstance(o, list) else None
+    return list.copy(o) if isinstance(o, list) else None
 
 def set_content(o, content):
     "Sets, in place, what `content_of` has returned"
-    if isinstance(o, Tensor): set_weight(o, *content)
+    if isinstance(o, Tensor): set_tensor(o, *content)
+    elif isinstance(o, SharedGenerators): set_random_states(content)
     elif isinstance(o, random.Random): o.setstate(content)
     elif isinstance(o, np.random.Generator):
         o.bit_generator.state = content
@@ -109,24 +118,17 @@ def set_content(o, content):
         o.clear()
         o.update(content)
 
-class Values(Tensor):
-    """The values of a weight, as a type of their own. Any other tensor that shares the weight's memory is pickled as a
-    view of the weight, so that it shares the memory after restoring, too; these values must be written themselves"""
-
-def content_of_weight(o:Tensor)->tuple:
-    "Returns the values of a weight, whether it is trained, and its gradient: None, the number 0 for zeros, or a tensor"
+def content_of_tensor(o:Tensor)->tuple:
+    "Returns the values of a tensor, whether it is trained, and its gradient: None, the number 0 for zeros, or a tensor"
     # Between windows gradients are zeros or None. These differ: an optimizer moves a weight whose gradient is 0 by
     # momentum and weight decay, and leaves a weight without a gradient alone
     has_zeros = o.grad is not None and not o.grad.any()
-    return o.detach().as_subclass(Values),o.requires_grad,0 if has_zeros else o.grad
+    return o.detach(),o.requires_grad,0 if has_zeros else o.grad
 
 # %% ../../nbs/resuming/00_parts.ipynb #79eec1a6
-def set_weight(o:Tensor, values:Tensor, requires_grad:bool, grad:Tensor|int|None):
-    "Sets what `content_of_weight` has returned"
-    values = values.as_subclass(Tensor)
-    # By `data`, since a backward pass refuses tensors that were changed otherwise
-    if o.shape != values.shape or o.layout != torch.strided:
-        o.data = values
-    elif not torch.equal(o, values): o.data.copy_(values)  # a tensor that was expanded cannot be written to
+def set_tensor(o:Tensor, values:Tensor, requires_grad:bool, grad:Tensor|int|None):
+    "Sets what `content_of_tensor` has returned"
+    if o.layout == torch.strided: restore_value(o, values)
+    else: o.data = values  # sparse tensors cannot be compared
     o.requires_grad_(requires_grad)
     o.grad = torch.zeros_like(o) if isinstance(grad, int) else grad

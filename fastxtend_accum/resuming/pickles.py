@@ -8,52 +8,33 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/pickles.html.md
 from __future__ import annotations
 from collections import Counter,OrderedDict,deque
 from fractions import Fraction
-from functools import lru_cache
 from pathlib import PurePath
 import io,pickle,zlib
 
 from fastai.basics import *
 from torch._weights_only_unpickler import _get_allowed_globals
-from torch.storage import TypedStorage,UntypedStorage
-from torch.utils.hooks import RemovableHandle
-
-from .parts import Values
+from torch.storage import TypedStorage
 
 # %% auto #0
-__all__ = ['objects', 'missing', 'LONG', 'LARGE', 'SAMPLE', 'is_value', 'named_by', 'is_found_by_name', 'object_at', 'method_of',
-           'view_of', 'made_array', 'memory_of', 'subclasses', 'safe_names', 'PartPickler', 'reduced_array',
-           'Comparing']
+__all__ = ['LONG', 'LARGE', 'SAMPLE', 'is_value', 'has_path', 'is_found_by_name', 'object_at', 'method_of', 'Paths', 'pickling',
+           'Digests']
 
 # %% ../../nbs/resuming/01_pickles.ipynb #ae7512fa
 # What is pickled by its value
 
 _plain = type(None),bool,int,float,str
 _containers = tuple,list,dict,set,frozenset,deque,OrderedDict,defaultdict,Counter,partial
+_values = *_plain,complex,bytes,tuple,range,slice,PurePath,np.generic,torch.dtype,torch.device,Tensor
 
-_values = (*_plain,complex,bytes,tuple,range,slice,PurePath,types.MethodType,np.ndarray,np.generic,torch.dtype,
-           torch.device,TypedStorage,UntypedStorage,Tensor)
-
-@lru_cache(None)
 def is_value(kind:type)->bool:
-    "Returns whether objects of this class are pickled by their values. All others have a path"
-    if issubclass(kind, nn.Parameter):
-        return False
-    # A container of a subclass, such as fastai's L or a model's dict, may have attributes: it has a path
+    "Returns whether objects of this class are numbers, texts, tensors or containers, which any process can make"
+    # A container of a subclass, such as fastai's L or a model's dict, may have attributes, so it is none
     return kind in _containers or issubclass(kind, _values)
 
-@lru_cache(None)
-def named_by(kind:type)->list:
-    """Returns the classes and functions that the methods of a user's class use, so that a file may name them: a method
-    may make an object of another class in mid-fit, which was nowhere when the fit began. Of an installed class: none"""
-    path = getattr(sys.modules.get(kind.__module__), '__file__', None)
-    is_pythons = kind.__module__ != '__main__' and kind.__module__.partition('.')[0] in sys.stdlib_module_names
-    if is_pythons or '-packages' in str(path): return []
-    res = []
-    for f in vars(kind).values():
-        if not isinstance(f, types.FunctionType): continue
-        used = [f.__globals__.get(name) for name in f.__code__.co_names]
-        res += [o for o in used if isinstance(o, (type,types.FunctionType))]
-    return res
+def has_path(o)->bool:
+    "Returns whether a path stands for an object. Others are pickled by value or by name, or cannot be pickled"
+    is_other = isinstance(o, (np.ndarray,np.dtype,types.MethodType)) or hasattr(type(o), '__next__')
+    return not is_value(type(o)) and not is_other and not is_found_by_name(o)
 
 def is_found_by_name(o)->bool:
     "Returns whether `o` is a class or a function, which pickle finds by its name"
@@ -61,148 +42,133 @@ def is_found_by_name(o)->bool:
     return is_named and nested_attr(sys.modules.get(o.__module__), o.__qualname__) is o
 
 # %% ../../nbs/resuming/01_pickles.ipynb #4dea4728
-# What a pickle may call
+# What a pickle may name
 
-# While a file is loaded: the objects of the Learner by path, and what it does not have
-objects = {}
-missing = []
-
-def object_at(path:str, kind:str):
-    """Returns the object of this process that a path stands for. A pickle calls it, so it finds `objects` in the
-    module, where `Graph.read` sets them; it notes in `missing` what this process does not have"""
-    o = objects.get(path)
-    if type(o).__qualname__ != kind: missing.append(f'no {kind} at {path}')
-    return o
+def object_at(path:str):
+    "Stands in a pickle for the function that finds the object at a path: see `Paths.find_class`"
 
 def method_of(o, name:str):
     "Returns a method that `o` has from its class"
     return getattr(type(o), name).__get__(o)
 
-def view_of(o:Tensor, shape:tuple, stride:tuple, offset:int)->Tensor:
-    "Returns a tensor that shares the memory of `o`"
-    return o.detach().as_strided(shape, stride, offset)
-
-def made_array(values:Tensor)->np.ndarray:
-    return values.numpy()
-
-def memory_of(o)->int|None:
-    "Returns the address of the memory of a tensor; None if it has none, or if `o` is something else"
-    if not isinstance(o, Tensor) or isinstance(o, Values) or o.layout != torch.strided: return None
-    return o.untyped_storage().data_ptr() or None
-
-def subclasses(kind:type)->list:
-    res = kind.__subclasses__()
-    for o in list(res): res += subclasses(o)
-    return res
-
-def safe_names()->set:
-    """Returns the classes and functions that any pickle may name, besides those that PyTorch calls safe: those that
-    `reducer_override` names, and types of plain values whose making runs no code of others"""
-    res = {object_at, method_of, view_of, made_array, np.array, random.Random, object, range, slice, Fraction, L}
-    res.update(_containers, np.ScalarType, subclasses(Tensor))
-    res.update([SimpleNamespace, type(Path()), RemovableHandle])
-    return res
+# The functions of which NumPy's pickles make arrays and numbers
+_of_numpy = np.array(0).__reduce__()[0],np.float32(0).__reduce__()[0],np.dtype,np.ndarray
 
 # %% ../../nbs/resuming/01_pickles.ipynb #0c12a0a5
-# Into a pickle
+class Paths:
+    """The objects for which a path stands in a pickle, because each process has its own, and the classes and functions
+    that a pickle may name. Since it can name no others, a foreign file cannot run code"""
+    def __init__(self):
+        self.objects = {}  # by path
+        self.paths = {}  # by the id of the object
+        self.names = {object_at, method_of, Fraction, SimpleNamespace, *_of_numpy}
 
-class PartPickler(pickle.Pickler):
-    """Pickles parts of the objects of a Learner. `torch.save` makes its pickler from a class, with arguments of its
-    own: so a Graph sets these three as attributes of a subclass"""
-    paths = {}  # of the objects, by id
-    owners = {}  # tensors that have a path, by the address of their memory, which others may share
-    names = set()  # classes and functions that the pickle may name
-
-    def path_of(self, o)->str|None:
-        return self.paths.get(id(o))
-
-    def reducer_override(self, o):
-        "Called for all but Python's numbers, texts and containers. Returns a function that makes `o`, and arguments"
-        kind = type(o)
-        if hasattr(kind, '__next__'): raise pickle.PicklingError('it is an iterator')
-        path = self.path_of(o)
-        if path:
-            return object_at,(path, kind.__qualname__)
-        owner = self.owners.get(memory_of(o))
-        if owner is not None:
-            return view_of,(owner, o.shape, o.stride(), o.storage_offset())
-        if isinstance(o, (type,types.FunctionType)): self.check_name(o)
-        if kind is types.MethodType:
-            return method_of,(o.__self__, o.__name__)
-        # PyTorch's `load` appends to lists and dicts only
-        if kind is deque:
-            return deque,(list(o), o.maxlen)
-        if kind is defaultdict:
-            return defaultdict,(o.default_factory, dict(o))
-        # NumPy's own pickles depend on its version
-        if isinstance(o, np.generic):
-            return kind,(o.item(),)
-        return reduced_array(o) if isinstance(o, np.ndarray) else NotImplemented
-
-    def check_name(self, o):
+    def may_name(self, o)->bool:
+        "Returns whether a pickle may name a class or function"
+        if isinstance(o, type) and is_value(o): return True
         name = f'{o.__module__}.{o.__qualname__}'
-        if o not in self.names and name not in _get_allowed_globals():
-            raise pickle.PicklingError(f'it has {name}')
+        return o in self.names or name in _get_allowed_globals()
 
-def reduced_array(o:np.ndarray)->tuple:
-    "Returns a function that makes an array, and its arguments"
-    try: return made_array,(torch.tensor(o),)
-    except TypeError:  # texts, records or objects
-        return np.array,(o.tolist(), o.dtype.descr if o.dtype.names else o.dtype.str)
+    def reduced(self, o):
+        """Returns a function that makes `o`, and its arguments; NotImplemented if `o` knows that itself. Pickle asks
+        for everything but Python's numbers, texts and containers"""
+        kind = type(o)
+        path = self.paths.get(id(o))
+        if hasattr(kind, '__next__'): raise pickle.PicklingError('it is an iterator')
+        if path: return object_at,(path,)
+        if kind is types.MethodType: return method_of,(o.__self__, o.__name__)
+        if isinstance(o, np.ndarray): return np.asarray(o).__reduce__()
+        is_named = isinstance(o, (type,types.FunctionType,types.BuiltinFunctionType))
+        if is_named and not self.may_name(o): raise pickle.PicklingError(f'it has {o.__module__}.{o.__qualname__}')
+        return NotImplemented
+
+    def find_class(self, module:str, name:str):
+        "Returns the class or function that a pickle names. Raises UnpicklingError if it may not"
+        o = _get_allowed_globals().get(f'{module}.{name}')  # those that PyTorch calls safe
+        if o is not None: return o
+        o = nested_attr(sys.modules.get(module), name)
+        if o is None or not self.may_name(o): raise pickle.UnpicklingError(f'this fit has no {module}.{name}')
+        return self.objects.get if o is object_at else o
+
+# %% ../../nbs/resuming/01_pickles.ipynb #5e1f3c20
+def pickling(paths:Paths):
+    "Returns what `torch.save` and `torch.load` use in place of the module `pickle`"
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, o): return paths.reduced(o)
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module, name): return paths.find_class(module, name)
+    return SimpleNamespace(__name__='pickle', Pickler=Pickler, Unpickler=Unpickler)
 
 # %% ../../nbs/resuming/01_pickles.ipynb #d71880d9
 # Large data are not written, and compared by a sample
 LONG = 1000 # items
-LARGE = 2**20 # elements
-SAMPLE = 2**16 # bytes
+LARGE = 2**20 # bytes
+SAMPLE = 2**16 # bytes or elements
 
 # %% ../../nbs/resuming/01_pickles.ipynb #2247b476
-class Comparing(PartPickler):
-    "Makes digests of parts, which are the same in another process"
-    def __init__(self):
+class Digests(pickle.Pickler):
+    "Makes digests of values, which are the same in another process"
+    def __init__(self,
+        paths, # `Paths`, or whatever has its `reduced`
+    ):
         self.file = io.BytesIO()
         super().__init__(self.file)
-        self.fast = True  # equal parts have equal bytes, also if they consist of other objects
-        # Of the part that is pickled
-        self.is_data = False  # whether it is of the data
-        self.n_bytes = 0  # in its tensors
+        self.fast = True  # equal values have equal bytes, also if they consist of other objects
+        self.paths = paths
+        # Of the last value
+        self.is_data = False
+        self.n_bytes = 0  # in its tensors and arrays
 
-    def digest(self, path:str, value)->str|tuple:
-        "Returns the text of a number or a text; a checksum of anything else, and whether it is large data"
+    def digest(self, value, is_data:bool=False)->str|int:
+        "Returns the text of a number or a text, and a checksum of anything else"
         if type(value) in _plain:
             return repr(value)[:100]
-        self.is_data = path.startswith('dls')
+        self.is_data = is_data
         self.n_bytes = 0
         self.file.seek(0)
         self.file.truncate()
         self.dump(value)
-        return zlib.crc32(self.file.getvalue()),self.is_data and self.n_bytes > LARGE
+        return zlib.crc32(self.file.getvalue())
+
+    def is_large(self)->bool:
+        "Returns whether the last value was large data"
+        return self.is_data and self.n_bytes > LARGE
+
+    def reducer_override(self, o): return self.paths.reduced(o)
 
     def persistent_id(self, o):
-        """Pickle calls it for all that a part contains, and writes what it returns, if not None, instead of the object.
-        Here this is not an id, but what stands for the object in a digest"""
+        """Pickle calls it for all that a value contains, and writes what it returns, if not None, instead of the
+        object. Here this is not an id, but what stands for the object in a digest"""
         if type(o) in _plain:
             return None
-        if isinstance(o, (TypedStorage,UntypedStorage)):
-            return self.digest_of_memory(getattr(o, '_untyped_storage', o))
+        if isinstance(o, TypedStorage):
+            return self.sample_of_memory(o._untyped_storage)
+        if isinstance(o, np.ndarray):
+            return self.sample_of_array(o)
         if isinstance(o, PurePath):
             return o.name  # a folder may have been moved
         if isinstance(o, (set,frozenset)):
             return tuple(sorted(o, key=str))
-        return self.sample_of(o) if self.is_data else None
-
-    def digest_of_memory(self, storage:UntypedStorage)->int:
-        "Returns a checksum of about `SAMPLE` bytes of a tensor's memory, evenly spaced"
-        self.n_bytes += storage.nbytes()
-        memory = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
-        step = storage.nbytes()//SAMPLE
-        if step%2 == 0: step += 1  # an odd one meets each byte of a number
-        return zlib.crc32(memory[::step].cpu().contiguous().numpy())
-
-    def sample_of(self, o):
-        "Returns a part of large data; None of anything else"
-        if isinstance(o, (Tensor,np.ndarray)) and math.prod(o.shape) > LARGE: res = str(o)
-        elif isinstance(o, list) and len(o) > LONG and not isinstance(o[0], int): res = (len(o), o[::len(o)//100])
-        else: return None
+        is_long = self.is_data and type(o) is list and len(o) > LONG
+        if not is_long or isinstance(o[0], int): return None
         self.n_bytes = math.inf
-        return res
+        return len(o),o[::len(o)//100]
+
+# %% ../../nbs/resuming/01_pickles.ipynb #7d3e90b1
+@patch
+def sample_of_memory(self:Digests, storage:torch.UntypedStorage)->bytes:
+    "Returns about `SAMPLE` bytes of a tensor's memory, evenly spaced"
+    self.n_bytes += storage.nbytes()
+    memory = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
+    step = storage.nbytes()//SAMPLE
+    if step%2 == 0: step += 1  # an odd one meets each byte of a number
+    return memory[::step].cpu().numpy().tobytes()
+
+@patch
+def sample_of_array(self:Digests, o:np.ndarray)->tuple:
+    "Returns type, shape and about `SAMPLE` elements of an array"
+    self.n_bytes += o.nbytes
+    sample = o.flat[::o.size//SAMPLE+1]
+    values = sample.tolist() if o.dtype.hasobject else sample.tobytes()
+    return str(o.dtype),o.shape,values

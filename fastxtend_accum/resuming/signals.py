@@ -22,21 +22,19 @@ class HeldSignals:
     "While a fit runs in the main thread, notes SIGINT and SIGTERM, and delivers them when the fit has been saved"
     def __init__(self):
         self.handlers = {}  # the user's, by signal, while signals are held
-        self.n_fits = 0  # that run, within each other
         self.received = None  # the number of the signal that waits
 
-    def __enter__(self):
-        if not in_main_thread(): return
-        self.n_fits += 1
-        if self.n_fits > 1: return
+    @contextmanager
+    def hold(self):
+        "While a fit runs. Does nothing in other threads, and in a fit within a fit"
+        if self.handlers or not in_main_thread():
+            yield
+            return
         for number in (signal.SIGINT,signal.SIGTERM):
             # None is a handler that was not set by Python
             self.handlers[number] = signal.signal(number, self.receive) or signal.SIG_DFL
-
-    def __exit__(self, *args):
-        if not in_main_thread(): return
-        self.n_fits -= 1
-        if not self.n_fits: self.deliver()
+        try: yield
+        finally: self.deliver()
 
     def receive(self, number, frame):
         "The handler while a fit runs. A second signal does not wait, since the user is impatient"

@@ -1,0 +1,107 @@
+"Where a training differs from the one with the large batch, check_accum names the reason"
+from situation_callbacks import *
+from situation_losses import worst
+from test_situations_loaders import OF_WHOLE_BATCHES, learner_on
+from test_situations_losses import INEXACT
+
+
+class TwoModes(nn.Module):
+    "Two networks, of which a callback chooses one"
+    def __init__(self):
+        super().__init__()
+        self.networks = nn.ModuleList([model(0), model(1)])
+        self.chosen = 0
+
+    def forward(self, x): return self.networks[self.chosen](x)
+
+
+class OnTwoModes(OnTargets):
+    @classmethod
+    def learner(cls, bs, cbs): return learner_of(list(zip(*data(N))), MSE(), TwoModes(), bs, [cls(), *cbs])
+
+
+class DrawsMode(OnTwoModes):
+    def before_batch(self): self.learn.model.chosen = np.random.randint(2)
+
+
+class ModesInTurn(OnTwoModes):
+    def before_batch(self): self.learn.model.chosen = 1-self.learn.model.chosen
+
+
+class MovesTeacher(OnTargets):
+    "Moves a second model for each batch, and adds its outputs to the targets"
+    def before_fit(self): self.teacher = deepcopy(self.model)
+
+    def before_batch(self):
+        with torch.no_grad():
+            for slow, p in zip(self.teacher.parameters(), self.params): slow.lerp_(p, .3)
+            self.learn.yb = (self.y+self.teacher(self.x),)
+
+
+class SwitchesLoss(OnTargets):
+    "Trains on the worst sample from the third batch on"
+    def before_batch(self):
+        if self.learn.train_iter == 2: self.learn.loss_func = worst
+
+
+class Centers(OnTargets):
+    "Keeps the mean of the batch, and uses it after the step"
+    def before_fit(self): self.center = torch.zeros(1)
+    def before_batch(self): self.mean = self.y.mean(0)
+    def after_pred(self): self.learn.pred = self.pred-self.center
+    def after_step(self): self.center = .5*self.center+.5*self.mean
+
+
+# Callbacks: check_accum names them. A fit warns of those that are marked
+FOUND = [
+    *[(cls, 'windows') for cls in (
+        MixesNeighbours, Standardizes, SharpnessAware, ClassCounts, SchedulesAndTimes, SchedulesByLoader, CountsSamples,
+        NotesHits, NotesNorms, WatchesActivations, BalancesBatch, NormalizesLoss, HooksGradientsLater, DrawsMode,
+        ModesInTurn, MovesTeacher, SwitchesLoss, Centers, ChoosesBatchesLate)],
+    *[(cls, 'split') for cls in (
+        MinesHardSamples, ReplacesLossLate, PerturbsWeights, NotesNorms, WatchesActivations, SwitchesLoss)]]
+
+
+def name_of(o): return o.__name__ if isinstance(o, type) else None
+
+
+def check(situation, way='windows', **kwargs):
+    bs, cbs = WAYS[way]()
+    return situation(bs, cbs).check_accum(verbose=False, **kwargs)
+
+
+@pytest.mark.parametrize('cls,way', FOUND, ids=name_of)
+def test_the_callback_that_makes_another_training_is_named(cls, way):
+    assert check(cls.learner, way).reasons == [f'{cls.__name__} acts on 3 samples at a time']
+
+
+@pytest.mark.parametrize('way', WAYS)
+@pytest.mark.parametrize('name', INEXACT)
+def test_a_loss_that_is_no_sum_of_its_parts_is_named(name, way):
+    result = check(INEXACT[name].learner, way)
+    assert result.reasons == ['the loss of 3 samples does not add up to that of all']
+
+
+@pytest.mark.parametrize('cls', [
+    AddsNoise, DropsEasySamples, Repeats, Attacks, GivesTeacher, ShowsOtherLoss, AdaptiveClip, StepsTwice,
+    DecaysByPosition, FewBatches, SkipsStep, SwitchesOff, CountsCorrect, Times], ids=name_of)
+def test_callbacks_that_train_as_with_the_large_batch_give_no_false_alarm(cls):
+    result = check(cls.learner)
+    assert result.equal, str(result)
+
+
+# Limits that the page names. If one of these tests fails, that limit is gone: take it off the page, too
+
+@pytest.mark.parametrize('make_loader', OF_WHOLE_BATCHES)
+def test_limit_on_the_page_samples_are_those_that_the_loader_has_put_together(make_loader):
+    assert check(learner_on(make_loader)).equal
+
+
+@pytest.mark.parametrize('cls', [MasksInputs, KeepsMasked])
+def test_limit_on_the_page_of_few_samples_none_may_be_left(cls):
+    assert not check(cls.learner).equal
+    assert check(cls.learner, size=48).equal
+
+
+def test_limit_on_the_page_a_number_of_samples_that_a_callback_sets_is_that_of_the_user():
+    assert check(ChoosesBatches.learner).reasons == ['ChoosesBatches acts on 3 samples at a time']
