@@ -80,9 +80,13 @@ class GradientAccumulation(WindowCallback):
         plan = loop.batches.plan
         bs = plan.info.batch_size
         if bs is None: return None if self.strategy.requested_size == 'auto' else self.strategy.size
-        batch = math.ceil(bs/plan.shape(loop.batches.samples_read).n_pieces)
-        limits = [batch, self.strategy.size, *[o.size for o in loop.learn._grab_cbs(MemorySaver)]]
-        return largest_part(batch, min(o for o in limits if o is not None))
+        shape = plan.shape(loop.batches.samples_read)
+        return self.largest_micro_batch(math.ceil(bs/shape.n_pieces))
+
+    def largest_micro_batch(self, samples:int)->int:
+        "Returns the samples in the largest micro-batch, if a loader batch or a piece of it has this many `samples`"
+        limits = [samples, self.strategy.size, *[o.size for o in self.loop.learn._grab_cbs(MemorySaver)]]
+        return largest_part(samples, min(o for o in limits if o is not None))
 
 # %% ../nbs/00_accumulation.ipynb #1f3f92d9
 # Settings
@@ -222,10 +226,10 @@ def description(self:GradientAccumulation)->str:
     if loop is None or loop.batches is None: return ''
     n = loop.fit.processes.n
     bs = loop.batches.info.batch_size or loop.batches.current.samples
-    micro_bs = self.micro_bs or bs
     sizes = self.sizes_by_argument(bs*n).values()
     smallest = nearest_shape(min(sizes)/n, bs)
     largest = nearest_shape(max(sizes)/n, bs)
+    micro_bs = self.largest_micro_batch(math.ceil(bs/largest.n_pieces))
     line = how_made_up(smallest, largest, bs, micro_bs, n)
     if self.micro_batch_size == 'auto':
         line = f"micro_batch_size='auto': each batch of {bs} {how_split(bs, micro_bs)}; {line}"
@@ -272,7 +276,8 @@ def warn_of_replaced_loader(self:GradientAccumulation):
 def warn_of_no_window(self:GradientAccumulation):
     "Warns if no epoch has filled a window"
     plan = self.loop.batches.plan
-    if not plan.n_batches or plan.remainder == 'step': return
+    is_filled = plan.info.has_exact_length and plan.windows  # then a callback has ended the fit
+    if not plan.n_batches or plan.remainder == 'step' or is_filled: return
     size = max(self.sizes_by_argument(self.global_bs(plan)).values())
     warn_user(f"no optimizer step was taken in this fit: no epoch fills a window of {size} samples; use a smaller "
               f"accum_bs or remainder='step', not {plan.remainder!r}")

@@ -168,9 +168,9 @@ def begin_epoch_at(self:WindowCallback, place:dict):
 def check_ownership(self:WindowCallback):
     "Raises an error if this callback was added twice, or to another Learner"
     learn,name = self.learn,type(self).__name__
-    # Adding a callback to a second Learner sets its `learn` to that one; only the Learner that runs has a `dl`
-    is_running = getattr(learn, 'dl', None) is not None
-    if not is_running:
+    # Adding a callback to a second Learner sets its `learn` to that one, which is not in training
+    is_in_training = learn.training and getattr(learn, 'dl', None) is not None
+    if not is_in_training:
         raise RuntimeError(f"this {name} belongs to another Learner: give each one of its own")
     if sum(o is self for o in learn.cbs) > 1:
         raise ValueError(f"this {name} was added to its Learner twice: take it out once, with remove_cb")

@@ -71,6 +71,13 @@ class GradientAccumulationSchedule(GradientAccumulation):
             remainder=remainder,
             **kwargs)
 
+    @property
+    def accum_bs(self)->int:
+        "Another name of `start_accum_bs`, by which `GradientAccumulation` reads and sets it"
+        return self.start_accum_bs
+    @accum_bs.setter
+    def accum_bs(self, size:int): self.start_accum_bs = size
+
     def read_settings(self):
         "Raises TypeError or ValueError on settings that are not valid, alone or together"
         self.start_accum_bs = check_size('start_accum_bs', self.start_accum_bs)
@@ -79,7 +86,6 @@ class GradientAccumulationSchedule(GradientAccumulation):
         check_point('finish', self.finish)
         have_one_unit = isinstance(self.start, Integral) == isinstance(self.finish, Integral)
         if have_one_unit: self.check_order(self.start, self.finish)  # if not, the length of the fit decides
-        self.accum_bs = self.start_accum_bs  # as it was at the start of the fit
         super().read_settings()
 
     def check_order(self, start:Numeric, finish:Numeric):

@@ -148,6 +148,16 @@ def test_a_fit_without_a_step_causes_a_warning_if_nobody_could_know_before():
     assert_same(weights(learn), weights(model()))
 
 
+class EndsBeforeTraining(Callback):
+    order = 20
+    def before_train(self): raise CancelTrainException
+
+
+def test_a_fit_that_a_callback_ends_before_its_first_step_causes_no_warning():
+    learn = make_learner(8, n=64, cbs=[GradientAccumulation(32, remainder='drop'), EndsBeforeTraining()])
+    assert warnings_of(learn, n_epoch=1) == []
+
+
 class ReplacesLoader(Callback):
     "Wraps the training loader, in a way that fastai allows"
     run_valid = False

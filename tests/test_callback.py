@@ -77,6 +77,14 @@ def test_a_callback_that_was_given_to_a_second_learner_says_so_in_the_first():
     with pytest.raises(RuntimeError, match='this GradientAccumulation belongs to another Learner'): fit(first, 1)
 
 
+def test_it_says_so_if_the_second_learner_has_only_validated():
+    cb = G(32)
+    first = make_learner(8, cbs=cb)
+    second = make_learner(8, cbs=cb)
+    with second.no_bar(): second.validate()
+    with pytest.raises(RuntimeError, match='this GradientAccumulation belongs to another Learner'): fit(first, 1)
+
+
 def test_a_callback_that_is_passed_to_one_fit_after_the_other():
     "Of one Learner, and then of another one: `fit(cbs=...)` adds it, and takes it out at the end"
     cb = G(32, micro_batch_size=4)

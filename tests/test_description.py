@@ -172,6 +172,12 @@ def test_a_schedule_that_begins_with_one_batch_names_what_differs_in_later_windo
     assert line == f'8 to 32 samples, 8 at a time{differences}\n'
 
 
+def test_a_schedule_that_begins_with_pieces_names_the_largest_that_the_model_sees(capsys):
+    line = line_of(capsys, 16, GradientAccumulationSchedule(4, 32), m=with_batch_norm())
+    differences = '. As in one batch, except: BatchNorm1d (1 layer) sees 16 samples at a time.'
+    assert line == f'4 to 32 samples, 16 at a time{differences}\n'
+
+
 class Largest(nn.Module):
     "Runs out of memory in training above `limit` numbers"
     def __init__(self, m, limit):

@@ -30,6 +30,7 @@ def zeros(*rows):
     [1, 2],
     L(1, 2),
     dict(a=1, b=2),
+    defaultdict(list, a=1, b=2),
     Encoding(a=1, b=2),
     Pair(1, 2)])
 def test_a_batch_is_rebuilt_in_its_own_type(batch):

@@ -642,3 +642,11 @@ def test_a_point_of_steps_outside_of_a_shorter_fit_is_named():
 
 def test_a_second_size_by_another_name():
     with pytest.raises(TypeError, match='n_acc'): GradientAccumulationSchedule(8, 16, n_acc=32)
+
+
+@pytest.mark.parametrize('name', ['accum_bs', 'n_acc', 'start_accum_bs'])
+def test_a_size_that_is_set_before_a_fit_is_the_size_at_the_start(name):
+    cb = GradientAccumulationSchedule(8, 32, finish=1., schedule=SchedNo)
+    setattr(cb, name, 16)
+    learn = fit(make_learner(8, n=64, cbs=cb), 1)
+    assert learn.recorder.accum_bs == [16, 16, 16, 16]

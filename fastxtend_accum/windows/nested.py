@@ -31,6 +31,7 @@ def rebuilt(b, items:list):
     kind = type(b)
     if isinstance(b, Mapping):
         by_name = dict(zip(b, items))
+        if isinstance(b, defaultdict): return defaultdict(b.default_factory, by_name)
         return kind(by_name)
     if hasattr(kind, '_fields'): return kind(*items)  # a namedtuple
     return kind(items)
