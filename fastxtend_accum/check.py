@@ -1,4 +1,4 @@
-"""Measure in seconds, before training, whether your callbacks, loss and model train in windows as in large batches
+"""Measure before training whether your callbacks, loss and model train in windows as in large batches
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/check.html.md"""
 
