@@ -126,7 +126,7 @@ def extend_lr_find(self:WindowCallback, num_it:int):
 # %% ../nbs/05_callback.ipynb #6f0aaeb2
 @patch
 def before_train(self:WindowCallback):
-    "Plans the windows of this epoch; sets `learn.dl` to an `EpochBatches`, which makes `all_batches` run them"
+    "Plans the windows of this epoch; sets `learn.dl` to an `EpochBatches`, which `Learner.all_batches` then runs"
     learn = self.learn
     is_first = self.is_new_fit or self.loop is None  # epoch of the fit; a copied callback has no loop
     self.is_new_fit = False

@@ -1,4 +1,4 @@
-"""Measure in seconds, before training, whether your callbacks, loss and model train in windows as in large batches
+"""Measure before training whether your callbacks, loss and model train in windows as in large batches
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/check.html.md"""
 
@@ -35,8 +35,10 @@ class AccumCheck(NamedTuple):
 
     def __str__(self)->str:
         lines = [self.head]
-        for name,o in self.differences.items(): lines.append(f'  {name:<22}  off by {o:.2g}')
-        for o in self.reasons: lines.append(f'the reason, named by elimination: {o}')
+        for name,o in self.differences.items():
+            lines.append(f'  {name:<22}  off by {o:.2g}')
+        for o in self.reasons:
+            lines.append(f'the reason, named by elimination: {o}')
         if self.equal: lines.append('  equal')
         elif not self.reasons: lines.append('the reason was not found')
         lines += self.notes
@@ -73,7 +75,8 @@ def explain(
     "Compares trainings. If they differ, finds the reasons"
     trials = comparison.trials
     whole = comparison.trained('whole', False, ())
-    if not whole['weights'].isfinite().all(): return dict(weights=math.nan),[],[_nan]
+    is_finite = whole['weights'].isfinite().all()
+    if not is_finite: return dict(weights=math.nan),[],[_nan]
     found = comparison.differences()
     if not found: return {},[],[]
     repeated = comparison.repeated()
@@ -116,7 +119,8 @@ def notes_on(left_out:list, is_clean:bool)->list[str]:
     res = []
     names = [type(o).__name__ for o in left_out]
     names = [o for o in names if o not in ('ProgressCallback', 'ShowGraphCallback')]
-    if names: res.append(f'left out: {", ".join(names)}')
+    names = ', '.join(names)
+    if names: res.append(f'left out: {names}')
     if not is_clean:
         res.append('the DataLoader cannot be copied: the next epoch continues after the samples that were read')
     return res

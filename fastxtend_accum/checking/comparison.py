@@ -15,15 +15,22 @@ from .suspects import Suspect
 from .trial import Trials,train
 
 # %% auto #0
-__all__ = ['distance', 'distances', 'above', 'Comparison', 'find_reasons']
+__all__ = ['distance', 'distances', 'Comparison', 'find_reasons']
 
 # %% ../../nbs/checking/03_comparison.ipynb #2a23d59e
+# Limits of distances
+_surely_equal = 1e-5  # in float32: everything is below
+_surely_different = .3  # in float32: something is above. Rounding alone may move deep networks by .1
+_tolerance = 1e-3  # in float32, what is below is rounding
+_tolerance_double = 1e-6  # in float64
+
 def distance(a:Tensor, b:Tensor)->float:
     """Returns the length of `a-b`, relative to that of `b`; infinity if they differ in shape, or in where they have a
     NaN"""
     if a.shape != b.shape: return math.inf
     if torch.allclose(a, b, 0, 0, equal_nan=True): return 0.
-    res = (a-b).norm()/b.norm()
+    res = (a-b).norm()
+    res /= b.norm()
     return math.inf if res.isnan() else res.item()
 
 def distances(
@@ -39,16 +46,7 @@ def distances(
         res[name] = distance(x, y)
     return res
 
-def above(distances:dict, tolerance:float)->dict:
-    return {name:o for name,o in distances.items() if o > tolerance}
-
 # %% ../../nbs/checking/03_comparison.ipynb #56ca8b7c
-# Limits of distances
-_surely_equal = 1e-5  # in float32: everything is below
-_surely_different = .3  # in float32: something is above. Rounding alone may move deep networks by .1
-_tolerance = 1e-3  # in float32, what is below is rounding
-_tolerance_double = 1e-6  # in float64
-
 class Comparison:
     "Compares trainings in windows with those of whole batches, in float32, and in float64 where that leaves a doubt"
     def __init__(self, trials:Trials, seed:int, verbose:bool=False):
@@ -78,11 +76,15 @@ class Comparison:
     def differences(self, without:tuple[Suspect,...]=())->dict[str,float]:
         "Returns the distances that are not rounding, by name"
         found = self.distances(False, without)
+        tolerance = _tolerance
         worst = max(found.values())
         if worst < _surely_equal: return {}
-        if worst > _surely_different: return above(found, _tolerance)
-        try: return above(self.distances(True, without), _tolerance_double)
-        except Exception: return above(found, _tolerance)  # it does not train in float64
+        if worst < _surely_different:
+            try:
+                found = self.distances(True, without)
+                tolerance = _tolerance_double
+            except Exception: pass  # it does not train in float64
+        return {name:o for name,o in found.items() if o > tolerance}
 
     def repeated(self)->dict[str,float]:
         "Returns the distances between two equal trainings on whole batches, by name"
@@ -96,21 +98,24 @@ def find_reasons(
     suspected:list[Suspect], # The most likely first
 )->tuple[list,list]: # The reasons; and suspects without which nothing trains
     "Leaves out one suspect after the other until nothing differs. Then puts back those without which no less differs"
-    def differences(without)->list[str]:
-        "Returns the names of what differs without these suspects. Without BatchNorm, rounding alone may grow to 1e-6"
-        now = comparison.differences(tuple(without))
+    def names_of_different(without:list[Suspect])->list[str]|None:
+        "Returns the names of what still differs without these suspects; None if nothing trains without them"
+        try: now = comparison.differences(tuple(without))
+        except Exception: return None  # for example, since nobody else sets the targets
+        # Without BatchNorm, networks may be so chaotic that rounding in float64 grows to 1e-6
         return [name for name,o in found.items() if now.get(name, 0) >= o/1000]
-    left = differences([])  # what differs without those that are left out
+    left = list(found)  # what differs without the suspects that are left out
     left_out = []
     necessary = []
     for o in suspected:
         if not left: break
-        try: left = differences([*left_out, o])
-        except Exception: necessary.append(o)  # for example, since nobody else sets the targets
-        else: left_out.append(o)
+        now = names_of_different([*left_out, o])
+        if now is None:
+            necessary.append(o)
+            continue
+        left = now
+        left_out.append(o)
     for o in list(left_out):
         others = [other for other in left_out if other is not o]
-        try: is_needless = differences(others) == left
-        except Exception: is_needless = False
-        if is_needless: left_out = others
+        if names_of_different(others) == left: left_out = others
     return left_out,necessary

@@ -48,6 +48,7 @@ class KeptSamples(GetAttr):
         some = map_tensors(torch.clone, some)
         return map_tensors(as_double, some) if double else some
 
+# %% ../../nbs/checking/00_samples.ipynb #9f633511
 class KeptLoader(DataLoader):
     "Yields the rows from `start` to `end` for each pair of these `bounds`"
     def __init__(self, samples:KeptSamples, bounds:list[tuple], bs:int, double:bool=False):

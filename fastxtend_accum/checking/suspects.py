@@ -45,7 +45,8 @@ def is_left_out(cb)->bool:
     for o in used_by(cb):
         is_module = isinstance(o, types.ModuleType)
         module = o.__name__ if is_module else getattr(o, '__module__', None)
-        if _services & set(f'{module}'.split('.')): return True
+        parts = f'{module}'.split('.')
+        if _services & set(parts): return True
     return False
 
 # %% ../../nbs/checking/02_suspects.ipynb #a53866a8
@@ -69,7 +70,8 @@ def module_suspects(modules:Iterable, effect:str)->list[Suspect]:
     kinds = set(map(type, modules))
     if not kinds: return []
     names = sorted(o.__name__ for o in kinds)
-    return [Suspect(', '.join(names), effect, partial(in_evaluation, kinds=kinds))]
+    remove = partial(in_evaluation, kinds=kinds)
+    return [Suspect(', '.join(names), effect, remove)]
 
 def without_callback(learn, kind:type): learn.remove_cbs(learn._grab_cbs(kind))
 
@@ -85,11 +87,13 @@ def without_state(learn):
 
 def mean_square(pred, *targets, **kwargs)->Tensor:
     "A loss of any outputs that is a mean over samples. Callbacks such as MixUp pass it the arguments of other losses"
-    return sum(o.square().mean() for o in tensors_in(pred) if o.is_floating_point())
+    outputs = [o for o in tensors_in(pred) if o.is_floating_point()]
+    return sum(o.square().mean() for o in outputs)
 
 def with_other_loss(learn):
     learn.loss_func = mean_square
-    for cb in learn._grab_cbs(GradientAccumulation): cb.num_items = None  # which counts for the user's loss
+    for cb in learn._grab_cbs(GradientAccumulation):
+        cb.num_items = None  # which counts for the user's loss
 
 # %% ../../nbs/checking/02_suspects.ipynb #fb135ccc
 _random_layers = 'drop','stochastic'  # parts of names, as in DropPath or StochasticDepth
@@ -110,7 +114,8 @@ def callback_suspects(cbs:list, n:int)->list[Suspect]:
         is_core = kind in (TrainEvalCallback,Recorder,CastToTensor)
         if is_core or issubclass(kind, WindowCallback): continue
         remove = partial(without_callback, kind=kind)
-        res.append(Suspect(kind.__name__, f'acts on {n} samples at a time', remove))
+        effect = f'acts on {n} samples at a time'
+        res.append(Suspect(kind.__name__, effect, remove))
     return res
 
 def suspects(
@@ -132,5 +137,6 @@ def suspects(
         res.append(Suspect('hooks on parameters', f'see the gradient of {n} samples', without_hooks))
     res.append(Suspect('the loss', f'of {n} samples does not add up to that of all', with_other_loss))
     all_kinds = set(map(type, modules))
-    res.append(Suspect('the model', 'in training mode', partial(in_evaluation, kinds=all_kinds)))
+    remove = partial(in_evaluation, kinds=all_kinds)
+    res.append(Suspect('the model', 'in training mode', remove))
     return res

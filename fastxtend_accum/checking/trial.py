@@ -45,7 +45,8 @@ def small_sizes(
     loader batch several windows, and whether batches are split"""
     leader = min(ours, key=lambda o: o.lead_rank)
     info = leader.loader_info_of(learn.dls.train)
-    users_bs = (info.batch_size or math.inf)*n_processes(learn)
+    users_bs = info.batch_size or math.inf
+    users_bs *= n_processes(learn)
     users_sizes = leader.sizes_by_argument(users_bs)
     users_window = max(users_sizes.values())
     is_split = any(cb.micro_batch_size for cb in ours)
@@ -106,7 +107,8 @@ class WithoutGraphs(TorchFunctionMode):
     "In this context `deepcopy` copies any tensor. PyTorch refuses those that a graph has computed"
     def __torch_function__(self, func, types, args=(), kwargs=None):
         is_copy = func is Tensor.__deepcopy__
-        if is_copy and not args[0].is_leaf: return args[0].detach().clone()
+        if is_copy and not args[0].is_leaf:
+            return args[0].detach().clone()
         return func(*args, **(kwargs or {}))
 
 def copy_learner(
@@ -165,8 +167,7 @@ class Trials:
         loader = KeptLoader(self.samples, self.bounds, self.sizes.bs, double)
         res = self.copy(loader, double)
         for cb in res._grab_cbs(WindowCallback):
-            settings = small_settings(cb, self.sizes)
-            vars(cb).update(settings)
+            vars(cb).update(small_settings(cb, self.sizes))
         return res
 
     def whole(self, double:bool=False)->Learner:
@@ -174,7 +175,7 @@ class Trials:
         loaders = []
         for plan in self.plans:
             bounds = whole_bounds(plan, self.samples.n)
-            loaders.append(KeptLoader(self.samples, bounds, self.sizes.window, double))
+            loaders += [KeptLoader(self.samples, bounds, self.sizes.window, double)]
         res = self.copy(loaders[0], double)
         res.remove_cbs(res._grab_cbs(WindowCallback))
         return res.add_cb(WholeWindows(loaders, self.plans))
@@ -196,7 +197,8 @@ class Observer(Callback):
         set_seed(self.seed+self.n_batches)
 
     def before_step(self):
-        self.rates.append([o['lr'] for o in self.opt.hypers])
+        rates = [o['lr'] for o in self.opt.hypers]
+        self.rates.append(rates)
         self.positions.append(self.learn.pct_train)
         set_seed(self.seed-len(self.positions))
 
@@ -226,17 +228,17 @@ def flat(values:Iterable)->Tensor:
 
 def numbers_in(o)->Tensor:
     "Returns the numbers and tensors that `o` contains, such as the weights of a model, as one vector"
-    numbers = []
-    for leaf in leaves_in(o):
-        if isinstance(leaf, nn.Module): leaf = list(leaf.state_dict().values())
-        numbers += leaves_in(leaf)
-    return flat(o for o in numbers if isinstance(o, (Real,Tensor)))
+    if isinstance(o, nn.Module):
+        o = o.state_dict()
+    leaves = leaves_in(o)
+    return flat(o for o in leaves if isinstance(o, (Real,Tensor)))
 
 def is_users(cb)->bool:
     "Returns whether `cb` comes neither from fastai nor from this package"
     package,*_ = type(cb).__module__.split('.')
     return package not in ('fastai', 'fastxtend_accum')
 
+# %% ../../nbs/checking/01_trial.ipynb #bb7d49bf
 def left_by(learn, observer:Observer)->dict[str,Tensor]:
     "Returns what a training has left in `learn` beside the weights, by name"
     res = defaultdict(list)
@@ -244,16 +246,19 @@ def left_by(learn, observer:Observer)->dict[str,Tensor]:
         res['logged losses'] = rec.losses
         names = rec.metric_names[1:]  # without that of the epoch
         for row in rec.values:
-            for name,value in zip(names, row): res[name].append(value)
+            for name,value in zip(names, row):
+                res[name].append(value)
     res['learning rates'] = observer.rates
     res['positions'] = observer.positions
     for m in learn.model.modules():
         name = type(m).__name__
-        for o in m.buffers(recurse=False): res[f'buffers of {name}'].append(o)
+        for o in m.buffers(recurse=False):
+            res[f'buffers of {name}'].append(o)
     res['other weights'] = extra_params(learn)  # for example, of the loss
     for cb in filter(is_users, learn.cbs):
         kind = type(cb).__name__
-        for name,value in vars(cb).items(): res[f'{kind}.{name}'].append(value)
+        for name,value in vars(cb).items():
+            res[f'{kind}.{name}'] = value
     return {name: numbers_in(values) for name,values in res.items()}
 
 # %% ../../nbs/checking/01_trial.ipynb #3f71d0de
