@@ -107,7 +107,7 @@ def is_lr_find(learn, finder:LRFinder)->bool:
     fits with an LRFinder run for their own epochs"""
     if learn.logger is not noop: return False
     n = len(learn.dls.train)
-    least = finder.num_it if finder.num_it > 6 else 1  # LRFinder makes 6 of less
+    least = finder.num_it if finder.num_it > 6 else 1  # LRFinder raises a smaller one to 6
     return least//n+1 <= learn.n_epoch <= finder.num_it//n+1
 
 @patch

@@ -38,7 +38,8 @@ def has_event(cb, event:str)->bool:
 
 def is_from_fastai(cb, event:str)->bool:
     "Returns whether fastai's own code handles `event` for `cb`, and not a subclass or a function of the user's"
-    handler = vars(cb).get(event) or getattr(type(cb), event, None) or type(cb)
+    handler = vars(cb).get(event) or getattr(type(cb), event, None)
+    if handler is None: handler = type(cb)  # it handles any event by its own `__call__`
     module = getattr(handler, '__module__', None) or ''
     return module.partition('.')[0] == 'fastai'
 
@@ -127,8 +128,8 @@ def loss_node(learn):
 @patch
 def find_change_of_loss(self:Events, event:str)->str|None:
     """Sends `event`; returns the class of a callback that replaces the loss of the Learner, if it is not one of
-    fastai's. Of these, `GradScaler`, `RNNRegularizer` and others only multiply the loss or add a term, which changes no
-    weight"""
+    fastai's: `GradScaler`, `RNNRegularizer` and others only multiply the loss or add a term, which changes no weight.
+    Returns None if there is none, or if the Learner sends events in its own way, so that nobody sees it"""
     if not self.as_fastai:
         self.learn(event)
         return None

@@ -122,7 +122,8 @@ def has_loss(learn)->bool:
 # A window of one micro-batch is computed exactly as fastai does, without sums
 
 def run_single(fit:FitContext, window:Window, micro_batch:MicroBatch)->bool:
-    "See `forward_backward`. If a callback cancels the backward pass, the gradient is used as it is, as in fastai"
+    """Computes the loss and the gradient of a window that is this micro-batch; returns True. If a callback cancels the
+    backward pass, the gradient is used as it is, as in fastai"""
     learn = fit.learn
     items = compute_loss(fit, micro_batch.rows)
     fit.send('after_loss')
@@ -140,11 +141,11 @@ def run_single(fit:FitContext, window:Window, micro_batch:MicroBatch)->bool:
 # A window of several micro-batches is a sum, in which each has its weight
 
 def run_in_sum(fit:FitContext, window:Window, micro_batch:MicroBatch)->bool:
-    "See `forward_backward`"
+    "Computes the loss of a micro-batch, and adds its weighted gradient to the window; returns whether it has"
     learn,rows = fit.learn,micro_batch.rows
     has_own_loss = len(learn.yb) > 0  # otherwise, a callback may compute it in `after_loss`
     items = compute_loss(fit, rows)
-    if has_own_loss: keep_for_check(fit, window, rows, items)
+    if has_own_loss: keep_for_check(fit, window, rows, items)  # before callbacks may change predictions or targets
     changed_by = fit.send.find_change_of_loss('after_loss')
     if not has_loss(learn):
         window.add_without_loss(micro_batch.samples)

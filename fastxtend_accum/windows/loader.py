@@ -38,7 +38,7 @@ def drops_last(dl)->bool:
     return bool(getattr(batch_source(dl), 'drop_last', False))
 
 def is_distributed(dl)->bool:
-    "Returns whether `dl` is a `DistributedDL`, in which fastai shares out samples among processes"
+    "Returns whether `dl` is a `DistributedDL`, by which fastai splits the samples among processes"
     distributed = sys.modules.get('fastai.distributed')  # importing it needs accelerate
     return distributed is not None and isinstance(dl, distributed.DistributedDL)
 
@@ -52,7 +52,8 @@ def dataset_size(dl)->int|None:
     if is_distributed(dl):
         n = dataset_size(dl.dl)
         return None if n is None else math.ceil(n/dl.world_size)
-    if isinstance(getattr(dl, 'dataset', None), IterableDataset): return None  # its length is a promise it may break
+    # An iterable one may yield more or fewer than its length
+    if isinstance(getattr(dl, 'dataset', None), IterableDataset): return None
     drawn = getattr(dl, 'partial_n', None)  # by fastai's PartialDL
     sizes = [drawn, getattr(dl, 'n', None), length_of(batch_source(dl), 'sampler'), length_of(dl, 'dataset')]
     return first(o for o in sizes if o is not None)
@@ -141,7 +142,7 @@ class LoaderBatch(NamedTuple):
         bs:int, # Samples in a full loader batch
     )->list[LoaderBatch]:
         """Returns the pieces of the batch, the largest ones first. A batch of fewer samples than `bs` is cut at the
-        same places. Raises ValueError if it cannot be sliced"""
+        same places, so that only its last piece is smaller. Raises ValueError if it cannot be sliced"""
         res = []
         for start,end in part_bounds(bs, n_pieces):
             end = min(end, self.samples)
@@ -380,8 +381,8 @@ def load_next(self:EpochBatches)->bool:
 
 @patch
 def read_ahead(self:EpochBatches, samples:int):
-    """Before a window: loads batches until `samples` are waiting, if only that shows whether the window is going to be
-    full"""
+    """Before a window: loads batches until its `samples` are waiting. Without an exact length, nothing else shows
+    whether it will be full, or is dropped or carried"""
     if self.plan.remainder == 'step' or self.info.has_exact_length: return
     while self.samples_left() < samples and self.load_next(): pass
 

@@ -60,7 +60,7 @@ class Loggers:
         for cb in self.tensorboard:
             cb.writer.add_scalar('accumulation_batch_size', samples, self.learn.train_iter)
         for cb in self.wandb:
-            seconds = time.perf_counter()-cb.ti_batch  # W&B's own rate takes the last loader batch for the window
+            seconds = time.perf_counter()-cb.ti_batch  # W&B's own rate counts the last loader batch only
             values = {'accumulation_batch_size':samples, 'train_samples_per_sec':samples/seconds}
             sys.modules['wandb'].log(values, step=cb._wandb_step)
 

@@ -331,7 +331,7 @@ def end_batch(self:WindowLoop, counts:bool):
 def run_batch(self:WindowLoop)->bool:
     """Runs the passes of the batch that `learn` holds; returns whether it counts. If a callback cancels it, it does
     not; or, in a window of a single micro-batch, the CancelBatchException goes on as in fastai"""
-    window = self.window
+    window = self.window  # `discard_window` puts another one in its place
     if not window.has_begun: self.fit.update_params()
     n_before = window.losses.n_micro
     try: counts = self.strategy(self)
@@ -350,8 +350,9 @@ def run_batch(self:WindowLoop)->bool:
 
 @patch
 def drop_cancelled_part(self:WindowLoop, n_before:int):
-    "Drops the window of a batch whose first parts are in the sums, after `n_before` micro-batches of other batches"
-    if n_before: warn_user("a callback has cancelled a part of a batch: its whole window is left out")
+    """Drops the window of a batch whose first parts are in the sums, from which they cannot be taken out again. Before
+    them came `n_before` micro-batches of other batches"""
+    if n_before > 0: warn_user("a callback has cancelled a part of a batch: its whole window is left out")
     self.discard_window()
 
 @patch

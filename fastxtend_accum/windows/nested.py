@@ -78,7 +78,8 @@ def n_rows(
     raise ValueError(f"cannot count the samples in a batch without tensors: {b!r}; let the DataLoader yield some")
 
 def has_length(b, n:int)->bool:
-    "Returns whether a tensor, list or tuple in `b`, or `b` itself, has the length `n`"
+    """Returns whether a tensor, list or tuple in `b`, or `b` itself, has the length `n`. A list may hold one entry for
+    each sample"""
     if isinstance(b, Tensor): return b.shape[:1] == (n,)
     items = children(b)
     if items is None: return False

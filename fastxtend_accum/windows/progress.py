@@ -52,7 +52,7 @@ class Progress:
         if self.plan.sizes_vary: return by_samples
         by_windows = self.n_closed/max(len(self.plan.windows), 1)
         if not self.plan.info.has_exact_length: return by_windows
-        # More by samples, if callbacks cancel batches; more by windows, if fastai's DataLoader skips broken samples
+        # Samples run ahead if callbacks cancel batches, and windows if fastai's DataLoader skips broken samples
         return max(by_samples, by_windows)
 
     def begin_window(self): self.before_window = self.position()

@@ -89,7 +89,7 @@ class LossSums(NamedTuple):
     def since(self, before:LossSums)->LossSums:
         "Returns the sums over the micro-batches that were added after `before`"
         res = self._replace(samples=self.samples-before.samples)
-        if not before.n_micro: return res
+        if not before.n_micro: return res  # there is no loss to subtract
         res = res._replace(n_micro=self.n_micro-before.n_micro, loss=self.loss-before.loss)
         if self.items is None: return res
         return res._replace(items=self.items-before.items, weight=self.weight-before.weight)
@@ -194,6 +194,7 @@ def restart_batch(self:Window, losses:LossSums):
 
 @patch
 def end_gradients(self:Window):
+    "Makes the window one that has not begun"
     if self.grads is not None: self.grads.end()
     self.grads = None
     self.is_single = False
