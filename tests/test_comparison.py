@@ -9,7 +9,7 @@ class Trained:
 
     def differences(self, without):
         if 'needed' in without: raise RuntimeError('nothing trains without it')
-        return {name: 2e-6 if name in without else 1. for name in self.names}
+        return {name: .01 if name in without else 1. for name in self.names}
 
 
 def reasons(names, suspected):
