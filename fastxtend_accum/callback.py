@@ -8,6 +8,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/callback.html.md"""
 from __future__ import annotations
 
 from fastai.basics import *
+from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder
 
 from .windows.checks import check_learner,have_hooks,hooks_warning,warn_user
@@ -258,6 +259,7 @@ def check(self:WindowCallback, plan:EpochPlan):
     learn,loop = self.learn,self.loop
     check_learner(learn, self)
     self.check_loop(plan)
+    self.check_senders()
     has_half = any(p.dtype in half for p in trained_params(learn.opt))
     loop.fit.processes.check_model(has_half)
     if self.joins_batches(plan) and loop.settings.log_accum_batch: self.warn_of_late_callbacks()
@@ -275,6 +277,14 @@ def check_loop(self:WindowCallback, plan:EpochPlan):
     name = type(self).__name__
     raise ValueError(f"{type(self.learn).__name__} has its own {replaced}, which {name} would overrule: leave {name} "
                      "out, or make a callback of what it does")
+
+@patch
+def check_senders(self:WindowCallback):
+    "Raises ValueError if micro-batches could not enter autocast again, because the Learner sends events in its own way"
+    learn,loop = self.learn,self.loop
+    if loop.send.as_fastai or not loop.strategy.may_repeat or not learn._grab_cbs(MixedPrecision): return
+    raise ValueError(f"{type(learn).__name__} sends events by methods of its own, so that MixedPrecision would hold for "
+                     "the first micro-batch of a batch only: leave micro_batch_size out, or MixedPrecision")
 
 # %% ../nbs/05_callback.ipynb #558a3734
 # Warnings
