@@ -280,7 +280,7 @@ def test_a_preview_and_training_refuse_the_same(kwargs, says):
 
 @pytest.mark.parametrize('n_epoch, kwargs, name', [
     (4, dict(finish=1), 'finish'),
-    (4, dict(start=1, finish=0.5), 'start'),
+    (4, dict(start=1, finish=0.5), None),
     (4, dict(finish=1.), None),
     (4, dict(start=1, finish=2), None),
     (4, dict(schedule=SchedSteps({0: 16, 1: 64})['schedule'], finish=1), None),
