@@ -283,8 +283,8 @@ def check_senders(self:WindowCallback):
     "Raises ValueError if micro-batches could not enter autocast again, because the Learner sends events in its own way"
     learn,loop = self.learn,self.loop
     if loop.send.as_fastai or not loop.strategy.may_repeat or not learn._grab_cbs(MixedPrecision): return
-    raise ValueError(f"{type(learn).__name__} sends events by methods of its own, so that MixedPrecision would hold for "
-                     "the first micro-batch of a batch only: leave micro_batch_size out, or MixedPrecision")
+    raise ValueError(f"{type(learn).__name__} sends events by methods of its own, so MixedPrecision would hold for the "
+                     "first micro-batch of a batch only: leave micro_batch_size out, or MixedPrecision")
 
 # %% ../nbs/05_callback.ipynb #558a3734
 # Warnings
