@@ -6,6 +6,17 @@ from resume_layouts import WIDTH, accum, fastai_data, make, mlp, samples, with_v
 from resumed import Stops, assert_goes_on, learner, stop, train
 
 
+class Scaled(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(n))
+
+    def forward(self, x): return self.scale*x
+
+
+def scaled(n): return nn.Sequential(Scaled(n), nn.Linear(WIDTH, 1))
+
+
 def other_names():
     m = mlp()
     m[0] = nn.Sequential(collections.OrderedDict(first=m[0][0], norm=m[0][1], act=m[0][2], drop=m[0][3]))
@@ -38,7 +49,7 @@ DIFFERENCES = {
     'optimizer': (dict(opt_func=SGD), dict(opt_func=Adam), 'opt'),
     'loss': (dict(), dict(loss_func=F.l1_loss), 'loss_func'),
     'metrics': (dict(), dict(metrics=mse), 'metrics|AvgMetric'),
-    'weights': (dict(), dict(m=lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, 1))), 'model'),
+    'shape of a weight': (dict(m=lambda: scaled(1)), dict(m=lambda: scaled(WIDTH)), r'scale.shape \[6\]'),
     'names of layers': (dict(), dict(m=other_names), 'model'),
     'activation': (dict(), dict(m=relu), 'ReLU|Tanh|model'),
     'samples': (dict(), dict(dls=lambda: fastai_data(n=90)), 'dls.train'),

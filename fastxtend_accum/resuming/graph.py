@@ -32,10 +32,18 @@ def roots_of(learn)->dict:
     res.update(zip(('dls.train','dls.valid'), learn.dls.loaders))
     return dict(res, dls=learn.dls, generators=SharedGenerators())
 
-def root_of(path:str)->str: return path.partition('.')[0]
-def is_of_data(path:str)->bool: return root_of(path) in ('dls','generators')
-def is_weight(path:str)->bool: return root_of(path) in ('model','opt')
-def is_no_weight(path:str)->bool: return not is_weight(path)
+def root_of(path:str)->str:
+    return path.partition('.')[0]
+
+def is_of_data(path:str)->bool:
+    return root_of(path) in ('dls','generators')
+
+def is_weight(path:str)->bool:
+    "Returns whether an object belongs to the model or to the optimizer"
+    return root_of(path) in ('model','opt')
+
+def is_no_weight(path:str)->bool:
+    return not is_weight(path)
 
 def parts_of(path:str, o)->dict:
     """Returns the parts of an object: its attributes, and its content if it has one. The key of a part is the `path` of
@@ -64,13 +72,15 @@ class Graph(Paths):
         self.paths[id(o)] = path
         self.names.update([type(o), *names_in(type(o))])
         self.begun[path,'class'] = type(o).__qualname__
-        if isinstance(o, Tensor): self.begun[path,'shape'] = f'{list(o.shape)} {o.dtype}'
+        if isinstance(o, Tensor):
+            self.begun[path,'shape'] = f'{list(o.shape)} {o.dtype}'
 
 def names_in(kind:type)->list:
     """Returns the classes and functions that the methods of a user's class name: in mid-fit they may set one as an
     attribute, or make an object of it. Leaves out Python's own, of which some run code"""
     module = sys.modules.get(kind.__module__)
-    if '-packages' in str(getattr(module, '__file__', '')): return []  # it is installed
+    if '-packages' in str(getattr(module, '__file__', '')):  # it is installed
+        return []
     res = []
     for f in vars(kind).values():
         if not isinstance(f, types.FunctionType): continue
@@ -92,13 +102,15 @@ class Finder:
 
     def find(self, roots:dict):
         "Finds all that the roots reach, and makes digests of its parts"
-        for path,o in roots.items(): self.add(path, o)
+        for path,o in roots.items():
+            self.add(path, o)
         while self.waiting:
             path = self.waiting.pop()
             for part,value in parts_of(path, self.graph.objects[path]).items():
                 self.place = '.'.join(part)
                 self.n_found = 0
-                with suppress(Exception): self.graph.begun[part] = self.digests.digest(value, is_of_data(path))
+                with suppress(Exception):
+                    self.graph.begun[part] = self.digests.digest(value, is_of_data(path))
 
     def add(self, path:str, o):
         "Gives a path to an object and, if it is a model, to its layers and weights"
@@ -136,11 +148,14 @@ def state(self:Graph, wanted:Callable=lambda path: True)->dict:
     """Returns the state of the objects whose path is `wanted`: the parts of `weights` and optimizer, which are the same
     in all processes; the `rest`, as bytes; the `digests` of all parts; and why some parts are `lost`, which no file can
     hold"""
-    weights,rest = {},{}
-    digests,lost = {},{}
-    wanted_parts = {}
-    for path in filter(wanted, self.objects): wanted_parts.update(parts_of(path, self.objects[path]))
-    for part,value in wanted_parts.items():
+    weights = {}
+    rest = {}
+    digests = {}
+    lost = {}
+    parts = {}
+    for path in filter(wanted, self.objects):
+        parts.update(parts_of(path, self.objects[path]))
+    for part,value in parts.items():
         path,_ = part
         try: digests[part] = self.digests.digest(value, is_of_data(path))
         except Exception as e:

@@ -22,7 +22,8 @@ def settings_of(learn)->dict:
     res['callbacks',''] = ' '.join(type(o).__name__ for o in learn.cbs)
     scheduled = nested_attr(learn, 'param_scheduler.scheds', {})
     for i,hypers in enumerate(learn.opt.hypers):
-        for name in hypers.keys()-scheduled: res[name,f'of group {i}'] = str(hypers[name])
+        for name in hypers.keys()-scheduled:
+            res[name,f'of group {i}'] = str(hypers[name])
     return res
 
 def text_of(part:tuple)->str:
@@ -41,9 +42,13 @@ def differences(graph:Graph, begun:dict, digests:dict)->dict:
         has_changed = digests.get(part, then) != then
         is_seeded = not name and isinstance(o, (Tensor,*generators))  # and may have another seed
         if now == then or has_changed or is_seeded: continue
-        if now is None: res[part] = f'no {text_of(part)}'
-        elif isinstance(then, str): res[part] = f'{text_of(part)} {now}, not {then}'
-        else: res[part] = text_of(part)
+        text = text_of(part)
+        if now is None:
+            res[part] = f'no {text}'
+        elif isinstance(then, str):
+            res[part] = f'{text} {now}, not {then}'
+        else:
+            res[part] = text
     return res
 
 def may_differ(graph:Graph, part:tuple)->bool:

@@ -65,7 +65,8 @@ class Paths:
 
     def may_name(self, o)->bool:
         "Returns whether a pickle may name a class or function"
-        if isinstance(o, type) and is_value(o): return True
+        if isinstance(o, type) and is_value(o):
+            return True
         name = f'{o.__module__}.{o.__qualname__}'
         return o in self.names or name in _get_allowed_globals()
 
@@ -74,20 +75,27 @@ class Paths:
         for everything but Python's numbers, texts and containers"""
         kind = type(o)
         path = self.paths.get(id(o))
-        if hasattr(kind, '__next__'): raise pickle.PicklingError('it is an iterator')
-        if path: return object_at,(path,)
-        if kind is types.MethodType: return method_of,(o.__self__, o.__name__)
-        if isinstance(o, np.ndarray): return np.asarray(o).__reduce__()
+        if hasattr(kind, '__next__'):
+            raise pickle.PicklingError('it is an iterator')
+        if path:
+            return object_at,(path,)
+        if kind is types.MethodType:
+            return method_of,(o.__self__, o.__name__)
+        if isinstance(o, np.ndarray):
+            return np.asarray(o).__reduce__()
         is_named = isinstance(o, (type,types.FunctionType,types.BuiltinFunctionType))
-        if is_named and not self.may_name(o): raise pickle.PicklingError(f'it has {o.__module__}.{o.__qualname__}')
+        if is_named and not self.may_name(o):
+            raise pickle.PicklingError(f'it has {o.__module__}.{o.__qualname__}')
         return NotImplemented
 
     def find_class(self, module:str, name:str):
         "Returns the class or function that a pickle names. Raises UnpicklingError if it may not"
         o = _get_allowed_globals().get(f'{module}.{name}')  # those that PyTorch calls safe
-        if o is not None: return o
+        if o is not None:
+            return o
         o = nested_attr(sys.modules.get(module), name)
-        if o is None or not self.may_name(o): raise pickle.UnpicklingError(f'this fit has no {module}.{name}')
+        if o is None or not self.may_name(o):
+            raise pickle.UnpicklingError(f'this fit has no {module}.{name}')
         return self.objects.get if o is object_at else o
 
 # %% ../../nbs/resuming/01_pickles.ipynb #5e1f3c20
@@ -151,7 +159,8 @@ class Digests(pickle.Pickler):
         if isinstance(o, (set,frozenset)):
             return tuple(sorted(o, key=str))
         is_long = self.is_data and type(o) is list and len(o) > LONG
-        if not is_long or isinstance(o[0], int): return None
+        if not is_long or isinstance(o[0], int):
+            return None
         self.n_bytes = math.inf
         return len(o),o[::len(o)//100]
 
