@@ -107,6 +107,7 @@ def content(self:SavedFit, place:dict|str, state:dict)->dict:
     if lost: warn_user(f"AutoResume does not keep {'; '.join(lost)}")  # Python shows it once
     own = dict(
         place=place,
+        begun=self.graph.begun,
         rest=state['rest'],
         digests=state['digests'],
         at_epoch=self.at_epoch,
@@ -114,7 +115,6 @@ def content(self:SavedFit, place:dict|str, state:dict)->dict:
     of_all = [own for _ in range(self.n_processes)]
     if self.n_processes > 1: dist.all_gather_object(of_all, own)
     return dict(
-        begun=self.graph.begun,
         n_begun=self.folder.n_begun,
         n_workers=n_workers(self.learn.dls.train),
         epoch=self.learn.epoch,

@@ -34,7 +34,8 @@ _outside = {'fastprogress','tqdm','rich','matplotlib','IPython','wandb','tensorb
 
 # Attributes that a process sets by itself, or that may differ
 _left_out = {
-    Learner:('dl','xb','yb','pred','loss_grad'),
+    Learner:('model','dl','xb','yb','pred','loss_grad'),  # `DistributedTrainer` wraps the model, and the loaders
+    DataLoaders:('loaders',),
     DataLoader:('it','_DataLoader__idxs'),
     Callback:('start_epoch','is_new_fit','accum_bs_of'),
     (_FakeLoader,torch.utils.data.DataLoader):('num_workers','prefetch_factor')}
