@@ -91,8 +91,7 @@ def end_of(script, whole, folder, mutate=noop):
     (without(lambda path, name: path == 'AvgMetric'), 'training_metrics'),
     (without(lambda path, name: path == 'Remembers'), 'plain_data_of_callback'),
     (without_carried_batches, 'carry_with_saves_between_epochs'),
-    (without_beginning_of_loader, 'torch_workers_and_carry'),
-    (without_beginning_of_loader, 'plain')])
+    (without_beginning_of_loader, 'torch_workers_and_carry')])
 def test_the_harness_sees_what_is_missing(mutation, name, tmp_path):
     """After the same kill, nothing differs with the whole state, and something does without a part of it: at one place
     of the fit, or at the next one that is tried"""
