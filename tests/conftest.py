@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         mark = item.get_closest_marker('thin')
         if mark is None: continue
-        n, *_ = mark.args
+        [n] = mark.args
         test = item.parent, item.originalname
         if seen[test] % n: item.add_marker('long')
         seen[test] += 1

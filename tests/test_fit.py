@@ -21,7 +21,7 @@ PARTS = {
     'the order of samples': ('dls.train', 'rng')}
 
 
-@pytest.mark.thin(5, 1)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize('name', PARTS)
 def test_a_part_that_is_left_out_is_named(name, monkeypatch):
     "Whatever `restore` forgets, the digests find"

@@ -213,7 +213,7 @@ def sampler_that_counts_epochs():
     return train(learner(SetsEpoch(), dls=with_valid(dl)))
 
 
-@pytest.mark.thin(5, 1)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize('name', SITUATIONS)
 def test_a_fit_goes_on(name): assert_goes_on(SITUATIONS[name])
 

@@ -68,7 +68,7 @@ def run(cbs=None, n_epoch=3, lr=.02, **kwargs):
     return train(learner(*more, **kwargs), n_epoch=n_epoch, lr=lr)
 
 
-@pytest.mark.thin(5, 1)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize('name', DIFFERENCES)
 def test_a_difference_is_an_error_that_names_it(name):
     before, after, text = DIFFERENCES[name]

@@ -46,7 +46,7 @@ LOADERS = {
     'torch with a generator': lambda: torch_data(generator=torch.Generator().manual_seed(5))}
 
 
-@pytest.mark.thin(5, 1)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize('name', LOADERS)
 def test_the_same_batches_follow(name):
     assert_goes_on(lambda: train(learner(dls=LOADERS[name]())))

@@ -47,7 +47,7 @@ def test_it_saves_every_so_many_steps(monkeypatch):
     assert end == 'end'
 
 
-@pytest.mark.thin(5, 1)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize('at', [1, 12, 13, 14, 26, 38])
 def test_a_script_that_starts_again_goes_on(at): assert_goes_on(plain, at)
 
@@ -58,7 +58,7 @@ def windows_in_a_batch():
     return train(make(accum(5), Stops(), dls=dls))
 
 
-@pytest.mark.thin(3, 1)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize('at', [5, 9, 13])
 def test_a_fit_goes_on_in_the_middle_of_a_loader_batch(at):
     expected = whole(windows_in_a_batch)

@@ -40,7 +40,7 @@ def ends_by_signal(at, script=script):
     script()
 
 
-@pytest.mark.thin(3, 1)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize('at,n_run', [(6, 6), (18, 18), ('validation', 26)])
 def test_no_batch_is_lost(at, n_run):
     expected = whole(script)
