@@ -227,6 +227,12 @@ def schedule_grows(): return train(schedule(4, 12), n_epoch=3)
 
 
 @layout
+def pieces_of_loader_batches():
+    "A file may be saved in the middle of a loader batch"
+    return train(schedule(2, 12), n_epoch=3, resume=AutoResume(every=1))
+
+
+@layout
 def schedule_shrinks():
     "More batches are carried than a window takes"
     def falls(start, end): return lambda pct: start if pct < .3 else end

@@ -19,8 +19,9 @@ from resumed import leave_out
 # By default, layouts in which the state comes from different places, and which the mutations below do not run;
 # `KILLS=8` kills each layout 8 times, or more
 KILLS = int(os.environ.get('KILLS', 0))
-SOME = ('by_minutes', 'folds', 'hidden_state_and_schedule', 'micro_batches', 'mixup_and_carry', 'saves_every_epoch',
-        'schedule_scales_rates', 'several_fits', 'torch_iterable_and_carry', 'torch_optimizer', 'workers')
+SOME = ('by_minutes', 'folds', 'hidden_state_and_schedule', 'micro_batches', 'mixup_and_carry',
+        'pieces_of_loader_batches', 'saves_every_epoch', 'schedule_scales_rates', 'several_fits',
+        'torch_iterable_and_carry', 'torch_optimizer', 'workers')
 TRIED = LAYOUTS if KILLS else SOME
 N_KILLS = KILLS or 1  # at least: a trial kills up to four times
 
