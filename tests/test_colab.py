@@ -4,8 +4,10 @@ an empty folder, without a network. It installs PyTorch once more, so it is a st
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
@@ -161,8 +163,28 @@ def colab():
         run(sys.executable, '-m', 'venv', folder/'env')
         python = folder/'env'/'bin'/'python'
         run(python, '-m', 'pip', 'install', '-q', f'{wheel}[loggers,examples]', 'ipykernel')
-        run(python, '-m', 'ipykernel', 'install', '--prefix', folder, '--name', 'colab')
         yield folder
+
+
+def install_kernel(folder, command):
+    spec = dict(argv=[str(o) for o in command], display_name='Colab', language='python')
+    folder.mkdir(parents=True)
+    (folder/'kernel.json').write_text(json.dumps(spec))
+
+
+@pytest.fixture(scope='module')
+def kernels(colab, in_colab):
+    "Lets notebooks find a kernel `colab`: a fork of a process of that environment"
+    python = colab/'env'/'bin'/'python'
+    script = Path(__file__).with_name('forked_kernels.py')
+    address = colab/'kernels'
+    install_kernel(colab/'share/jupyter/kernels/colab', [python, script, 'start', address, '{connection_file}'])
+    server = subprocess.Popen([python, script, 'serve', address], cwd=colab, start_new_session=True)
+    while not address.exists():
+        assert server.poll() is None
+        time.sleep(.1)
+    yield
+    os.killpg(server.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope='module')
@@ -195,7 +217,7 @@ def run_notebook(path):
 
 
 @pytest.fixture(scope='module')
-def runs(in_colab):
+def runs(kernels):
     "Runs all notebooks, two at a time; yields the futures by path"
     with ThreadPoolExecutor(2) as pool:
         yield {o: pool.submit(run_notebook, o) for o in notebooks}
