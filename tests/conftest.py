@@ -15,7 +15,7 @@ from hypothesis import settings
 matplotlib.use('agg')
 
 # How many cases a property test draws: `-m hypothesis --hypothesis-profile=long`, a step of .ci/run, has more
-for name, n in dict(quick=10, long=30).items():
+for name, n in dict(quick=10, long=20).items():
     settings.register_profile(name, max_examples=int(os.environ.get('DRAWS', n)))
 settings.load_profile('quick')
 

@@ -494,7 +494,6 @@ MACHINE = f'{ACCELERATE} --num_machines 2 --main_process_ip 127.0.0.1 --machine_
 @pytest.mark.long
 @pytest.mark.parametrize('commands', [
     ['torchrun --standalone --nproc-per-node 2'],
-    [ACCELERATE],
     [f'{MACHINE} 0', f'{MACHINE} 1']])
 def test_the_example_trains_as_one_process(commands):
     port = str(free_port())
