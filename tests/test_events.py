@@ -431,35 +431,20 @@ def test_the_depth_of_autocast_is_that_of_its_contexts():
     assert events.autocast_depth() == 0
 
 
-class EntersAutocast(Callback):
-    "Enters it in `before_batch`, and leaves it in `after_loss`"
-    def __init__(self):
-        self.n_entered = 0
-        self.autocast = torch.autocast('cpu')
-
-    def before_batch(self):
-        self.n_entered += 1
-        self.autocast.__enter__()
-
-    def after_loss(self): self.autocast.__exit__(None, None, None)
-
-
-def test_autocast_that_is_left_in_a_pass_is_entered_again_before_the_next():
-    "`before_batch` of others is sent once"
-    cb = EntersAutocast()
-    log = []
-    learn = small_learner([cb, ByInstance('', log, names=['before_batch'])])
-    learn.xb = learn.yb = ()
-    send = events.Events(learn)
-    repeater = events.AutocastRepeater(send)
-    repeater.before_batch()
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_autocast_that_is_left_in_a_pass_is_entered_again_before_the_next(dtype):
+    context = torch.autocast('cpu', dtype)
+    context.__enter__()
+    before = events.Autocast(torch.device('cpu'))
     for _ in range(2):
-        repeater.before_pass()
-        repeater.before_pass()  # the second time there is nothing to do
+        before.enter_again()
+        before.enter_again()  # the second time there is nothing to do
         assert events.autocast_depth() == 1
-        send('after_loss')
-    assert cb.n_entered == 2
-    assert len(log) == 1
+        assert torch.is_autocast_enabled('cpu')
+        assert torch.get_autocast_dtype('cpu') == dtype
+        context.__exit__(None, None, None)
+        assert not torch.is_autocast_enabled('cpu')
+    assert events.autocast_depth() == 0
 
 
 def test_a_learner_is_finding_a_rate_if_it_has_an_lr_finder():

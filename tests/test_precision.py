@@ -287,15 +287,3 @@ def test_a_sum_that_overflows_when_it_is_rounded_is_skipped():
     learn = fit(Learner(dls, Large(), loss_func, opt_func=SGD, cbs=accum), 1)
     assert accum.n_skipped == 1
     assert learn.model.weight == 0
-
-
-class OwnCall(Learner):
-    def __call__(self, event_name): super().__call__(event_name)
-
-
-def test_a_learner_that_sends_events_by_itself_cannot_enter_autocast_for_each_micro_batch():
-    dls = make_learner(8).dls
-    learn = OwnCall(dls, model(), loss_func=MSELossFlat(), cbs=[
-        mixed_precision(),
-        GradientAccumulation(micro_batch_size=2)])
-    with pytest.raises(ValueError, match='OwnCall sends events .* leave micro_batch_size out'): fit(learn, 1)

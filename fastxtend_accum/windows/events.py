@@ -12,7 +12,7 @@ from fastai.callback.schedule import LRFinder
 
 # %% auto #0
 __all__ = ['batch_events', 'sends_as_fastai', 'has_event', 'is_from_fastai', 'is_finding_rate', 'Events', 'prepares', 'loss_node',
-           'autocast_depth', 'AutocastRepeater']
+           'autocast_depth', 'Autocast']
 
 # %% ../../nbs/windows/09_events.ipynb #760ae9a7
 batch_events = ('before_batch','after_pred','after_loss','before_backward','after_cancel_backward','after_backward',
@@ -149,26 +149,15 @@ def autocast_depth()->int:
     torch.autocast_decrement_nesting()
     return depth
 
-class AutocastRepeater:
-    """Sends `before_batch`. If a batch runs in several passes, sends it again, to the callbacks that enter autocast
-    there and leave it in the pass, as `MixedPrecision` does: without that, all passes but the first would run in
-    float32"""
-    def __init__(self, send:Events):
-        self.send = send
-        self.cbs = []  # that enter autocast
-        self.depth = 0  # of autocast, after `before_batch`
-
-    def before_batch(self):
-        "Sends `before_batch` to the callbacks that prepare batches"
-        self.cbs = []
-        for cb in self.send.having('before_batch'):
-            if not prepares(cb): break
-            before = autocast_depth()
-            cb('before_batch')
-            if autocast_depth() > before: self.cbs.append(cb)
+class Autocast:
+    """Autocast of `device`, as it is when a batch begins. If a callback has entered it in `before_batch`, and leaves it
+    in a pass, as `MixedPrecision` does, it has to be entered again before a further pass of the batch: else, that would
+    run in float32"""
+    def __init__(self, device:torch.device):
+        kind = device.type
         self.depth = autocast_depth()
+        self.args = kind,torch.get_autocast_dtype(kind),torch.is_autocast_enabled(kind)
 
-    def before_pass(self):
-        "Enters autocast again, if it was left in the pass before"
-        if autocast_depth() >= self.depth: return
-        for cb in self.cbs: cb('before_batch')
+    def enter_again(self):
+        "Enters the contexts that were left. Who has left them leaves these, too"
+        while autocast_depth() < self.depth: torch.autocast(*self.args).__enter__()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from fastai.basics import *
 
 from .checks import warn_user
-from .events import AutocastRepeater
+from .events import Autocast
 from .forward_backward import FitContext,MicroBatch,callback_that_raised,forward_backward
 from .gradients import divide_gradients,is_finite,trained_params
 from .loader import EpochBatches,EpochPlan,LoaderBatch
@@ -117,13 +117,14 @@ class WindowLoop:
         self.strategy = strategy
         self.loggers = loggers
         self.n_steps = 0
-        self.repeater = AutocastRepeater(fit.send) if strategy.may_repeat else None
         # Of the epoch
         self.batches = None
         self.progress = None
         self.between_windows = noop  # called before each window and after the last one, by AutoResume
         # Of the window
         self.window = Window()
+        # Of the loader batch
+        self.autocast = None
 
     def begin_epoch(self,
         dl, # Its batches are run
@@ -304,8 +305,7 @@ def may_be_carried(self:WindowLoop)->bool:
 def prepare_batch(self:WindowLoop)->bool:
     "Sends `before_batch` to the callbacks that prepare batches; returns False if one of them cancels the batch"
     try:
-        if self.repeater is None: self.send.to_preparing('before_batch')
-        else: self.repeater.before_batch()
+        self.send.to_preparing('before_batch')
     except CancelBatchException:
         self.note_cancelled()
         return False
@@ -333,6 +333,7 @@ def run_batch(self:WindowLoop)->bool:
     not; or, in a window of a single micro-batch, the CancelBatchException goes on as in fastai"""
     window = self.window  # `discard_window` puts another one in its place
     if not window.has_begun: self.fit.update_params()
+    if self.strategy.may_repeat: self.autocast = Autocast(self.fit.params.guarded[0].device)
     n_before = window.losses.n_micro
     try: counts = self.strategy(self)
     except CancelBatchException:
@@ -377,7 +378,7 @@ def run_micro_batch(self:WindowLoop,
     completes_window = fills_window or self.ends_epoch_with_step()
     ends_window = ends_batch and completes_window
     if not window.has_begun: window.begin(self.fit.params, is_single=ends_window)
-    if self.repeater is not None: self.repeater.before_pass()
+    if self.autocast is not None: self.autocast.enter_again()
     return forward_backward(self.fit, window, MicroBatch(samples, rows, ends_window))
 
 # %% ../../nbs/windows/15_loop.ipynb #085665cc
