@@ -8,7 +8,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/callback.html.md"""
 from __future__ import annotations
 
 from fastai.basics import *
-from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder
 
 from .windows.checks import check_learner,have_hooks,hooks_warning,warn_user
@@ -25,7 +24,7 @@ from .memory.out_of_memory import is_out_of_memory
 from .memory.retry import MemorySaver,RetryOnOutOfMemory
 
 # %% auto #0
-__all__ = ['pass_events', 'WindowCallback', 'leader_of', 'is_validating', 'is_lr_find']
+__all__ = ['pass_events', 'WindowCallback', 'leader_of', 'is_validating']
 
 # %% ../nbs/05_callback.ipynb #ecdd7c4c
 class WindowCallback(Callback):
@@ -40,7 +39,6 @@ class WindowCallback(Callback):
 
     loop = None  # the `WindowLoop` of this fit, or of the last one
     place = None  # the `state` of a loop, of a fit that was killed: there the next epoch begins
-    is_new_fit = True  # whether the next epoch is the first of a fit
     last_message = None  # that was printed
     _stateattrs = ('loop','place')  # fastai leaves these out of a copy or an export of the callback
 
@@ -83,81 +81,64 @@ def leader_of(learn)->WindowCallback|None:
 
 @patch
 def before_fit(self:WindowCallback):
-    "Reads the settings, which may have changed since the last fit"
+    "Forgets the last fit, and reads the settings, which may have changed since"
     if not self.learn:
         warn_user(f"{type(self).__name__} was removed from its Learner, and does nothing: make one for each Learner")
         return
     if is_validating(self.learn): return
-    self.is_new_fit = True
+    self.loop = None
     self.read_settings()
     finder = first(self.learn._grab_cbs(LRFinder))
-    if finder and self.is_leader() and is_lr_find(self.learn, finder): self.extend_lr_find(finder.num_it)
-
-@patch
-def after_fit(self:WindowCallback):
-    # In the next fit `before_fit` may not get here, if a callback sets `run` later
-    if self.learn and not is_validating(self.learn): self.is_new_fit = True
+    if finder and self.is_leader(): self.extend_lr_find(finder)
 
 def is_validating(learn)->bool:
     """Returns whether `validate` or `get_preds` sends the events of a fit, perhaps in the middle of one: fastai's
     `validation_context` holds this lock"""
     return learn.lock.locked()
 
-def is_lr_find(learn, finder:LRFinder)->bool:
-    """Returns whether `learn` runs `lr_find`, which logs nothing and sets `n_epoch` by the number of iterations. Other
-    fits with an LRFinder run for their own epochs"""
-    if learn.logger is not noop: return False
-    n = len(learn.dls.train)
-    least = finder.num_it if finder.num_it > 6 else 1  # LRFinder raises a smaller one to 6
-    return least//n+1 <= learn.n_epoch <= finder.num_it//n+1
-
 @patch
-def extend_lr_find(self:WindowCallback, num_it:int):
-    """`lr_find` has set `n_epoch` so that `num_it` loader batches fit. Windows are fewer, so they need more epochs. It
-    ends by itself"""
-    dl = self.learn.dls.train
+def extend_lr_find(self:WindowCallback, finder:LRFinder):
+    """Adds epochs to a fit of `lr_find`, which has as many as its iterations need if each is a loader batch. It ends by
+    itself"""
+    learn = self.learn
+    dl = learn.dls.train
+    if learn.n_epoch != finder.num_it//len(dl)+1: return  # another fit with an LRFinder, which has epochs of its own
     info = self.loader_info_of(dl)
     # In an epoch; also with several processes, which share out its samples
     n_windows = info.n_planned/self.window_size_at(0., 1, info.planned_batch_size)
     remainder = self.remainder_for(dl)
     if remainder == 'step': n_windows = math.ceil(n_windows)
     if remainder == 'drop': n_windows = max(int(n_windows), 1)
-    self.learn.n_epoch = int(num_it/n_windows)+1
+    learn.n_epoch = int(finder.num_it/n_windows)+1
 
 # %% ../nbs/05_callback.ipynb #6f0aaeb2
 @patch
 def before_train(self:WindowCallback):
-    "Plans the windows of this epoch; sets `learn.dl` to an `EpochBatches`, which `Learner.all_batches` then runs"
-    learn = self.learn
-    is_first = self.is_new_fit or self.loop is None  # epoch of the fit; a copied callback has no loop
-    self.is_new_fit = False
+    "Makes the Learner run this epoch in windows, if this callback is the one that runs them"
     if not self.is_leader(): return
     self.check_ownership()
-    if learn.opt is None: return  # somebody sends the event without a fit, as fastai's docs do to show MixUp
-    if is_first: self.begin_fit()
-    carried = self.carried_batches()
-    plan = self.plan_epoch(learn.dl, self.loop.fit.processes.n, carried)
+    if self.learn.opt is None: return  # somebody sends the event without a fit, as fastai's docs do to show MixUp
+    if self.loop is None: self.begin_fit()  # AutoResume may have done so
+    self.begin_epoch()
+
+@patch
+def begin_epoch(self:WindowCallback):
+    """Plans the windows of this epoch, and checks whether they suit the Learner; sets `learn.dl` to an `EpochBatches`,
+    which `Learner.all_batches` then runs"""
+    learn,loop,place = self.learn,self.loop,self.place
+    self.place = None
+    is_first = loop.batches is None  # epoch of the loop
+    if place is not None: carried = carried_sizes(place['batches'])
+    else: carried = [] if is_first else loop.batches.left_over
+    plan = self.plan_epoch(learn.dl, loop.fit.processes.n, carried)
     self.check_sizes(plan)  # a callback may change them, or the DataLoader, between epochs
     if is_first: self.check(plan)
     self.warn_of_hooks(plan)
-    self.loop.begin_epoch(learn.dl, plan, carried)
-    if not replaced_method(learn): self.install()  # if it is, `check` has made sure that its whole batches will do
-
-@patch
-def carried_batches(self:WindowCallback)->list[LoaderBatch]:
-    "Returns the batches that the epoch before has left for this one"
-    if self.place is not None: return carried_sizes(self.place['batches'])
-    batches = self.loop.batches
-    return [] if batches is None else batches.left_over
-
-@patch
-def install(self:WindowCallback):
-    "Makes the Learner run this epoch by the loop, from its beginning or from `place`"
-    loop = self.loop
-    self.learn.dl = loop.batches
+    loop.begin_epoch(learn.dl, plan, carried)
+    if replaced_method(learn): return  # `check` has made sure that whole batches will do
+    learn.dl = loop.batches
     loop.progress.begin_epoch()
-    if self.place is not None: loop.go_to(self.place)
-    self.place = None
+    if place is not None: loop.go_to(place)
 
 @patch
 def begin_epoch_at(self:WindowCallback, place:dict):
@@ -180,7 +161,6 @@ def check_ownership(self:WindowCallback):
 def begin_fit(self:WindowCallback):
     "Makes the loop of a fit, with nothing left of one that was interrupted"
     learn = self.learn
-    self.is_new_fit = False  # AutoResume may call this before the first epoch
     savers = self.memory_savers()
     strategy = RetryOnOutOfMemory(self.strategy, savers) if savers else self.strategy
     processes = Processes(learn, may_retry=any(o.adapts for o in savers))
@@ -259,7 +239,6 @@ def check(self:WindowCallback, plan:EpochPlan):
     learn,loop = self.learn,self.loop
     check_learner(learn, self)
     self.check_loop(plan)
-    self.check_senders()
     has_half = any(p.dtype in half for p in trained_params(learn.opt))
     loop.fit.processes.check_model(has_half)
     if self.joins_batches(plan) and loop.settings.log_accum_batch: self.warn_of_late_callbacks()
@@ -277,14 +256,6 @@ def check_loop(self:WindowCallback, plan:EpochPlan):
     name = type(self).__name__
     raise ValueError(f"{type(self.learn).__name__} has its own {replaced}, which {name} would overrule: leave {name} "
                      "out, or make a callback of what it does")
-
-@patch
-def check_senders(self:WindowCallback):
-    "Raises ValueError if micro-batches could not enter autocast again, because the Learner sends events in its own way"
-    learn,loop = self.learn,self.loop
-    if loop.send.as_fastai or not loop.strategy.may_repeat or not learn._grab_cbs(MixedPrecision): return
-    raise ValueError(f"{type(learn).__name__} sends events by methods of its own, so MixedPrecision would hold for the "
-                     "first micro-batch of a batch only: leave micro_batch_size out, or MixedPrecision")
 
 # %% ../nbs/05_callback.ipynb #558a3734
 # Warnings

@@ -405,28 +405,6 @@ def test_no_remedy_is_named_for_another_error_or_where_batches_are_split_already
     with pytest.raises(RuntimeError, match=error): fit(make_learner(8, m=m, cbs=cb), 1)
 
 
-class TakesPartLater(Callback):
-    "Lets the callback of windows run from the second epoch on"
-    order = 0
-    def before_fit(self): self.learn.windows.run = False
-    def before_epoch(self): self.learn.windows.run = self.epoch > 0
-
-
-def test_a_fit_in_which_the_callback_runs_later_has_a_loop_of_its_own():
-    windows = GradientAccumulation(32)
-    learn = make_learner(16, n=64, cbs=[windows, TakesPartLater()])
-    learn.windows = windows
-    for _ in range(2):
-        fit(learn, 2)
-        assert windows.opt_steps == 2
-
-
-def test_a_fit_that_is_given_an_lr_finder_keeps_its_epochs():
-    learn = make_learner(16, n=96, cbs=GradientAccumulation(48))
-    with learn.no_bar(): learn.fit(1, cbs=LRFinder(num_it=6))
-    assert learn.n_epoch == 1
-
-
 class DoublesInputs(Callback):
     def before_batch(self): self.learn.xb = (self.x*2,)
 

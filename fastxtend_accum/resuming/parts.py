@@ -37,7 +37,7 @@ _left_out = {
     Learner:('model','dl','xb','yb','pred','loss_grad'),  # `DistributedTrainer` wraps the model, and the loaders
     DataLoaders:('loaders',),
     DataLoader:('it','_DataLoader__idxs'),
-    Callback:('start_epoch','is_new_fit','accum_bs_of'),
+    Callback:('start_epoch','accum_bs_of'),
     (_FakeLoader,torch.utils.data.DataLoader):('num_workers','prefetch_factor')}
 
 def library_of(kind:type)->str:
