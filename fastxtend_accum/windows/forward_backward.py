@@ -23,8 +23,8 @@ from .window import Contribution,Count,Window,scaled,zero_grads_if_empty,zero_if
 
 # %% auto #0
 __all__ = ['Settings', 'FitContext', 'MicroBatch', 'forward_backward', 'run_model', 'compute_loss', 'n_items', 'has_loss',
-           'run_single', 'run_in_sum', 'keep_for_check', 'items_of_callbacks_loss', 'warn_of_changed_loss',
-           'BackwardPass', 'backward_in_sum', 'callback_that_raised']
+           'send_after_loss', 'keep_for_check', 'items_of_callbacks_loss', 'warn_of_changed_loss', 'run_backward',
+           'add_weighted_gradient', 'send_before_backward', 'accept_cancelled', 'callback_that_raised']
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #bf1f6dd7
 class Settings(NamedTuple):
@@ -50,7 +50,7 @@ class FitContext:
         self.warnings = set()  # that were given
 
     def begin_epoch(self):
-        "Looks up the callbacks and parameters of this epoch, which may be other ones than in the last"
+        "Looks up the callbacks and parameters of this epoch, which may differ from those of the last"
         self.send.look_up()
         self.params = WindowParams(self.learn)
         if is_finding_rate(self.learn): self.loss_check.stop()  # the fit that follows is going to check
@@ -81,11 +81,21 @@ class MicroBatch(NamedTuple):
 def forward_backward(fit:FitContext, window:Window, micro_batch:MicroBatch)->bool:
     """fastai's `_do_one_batch` without the step, for the micro-batch that the Learner holds. Its loss and gradient go
     into the sums of `window`. Returns whether it counts: False if a callback has cancelled its backward pass"""
-    fit.processes.before_forward(window, micro_batch.ends_window)
+    learn = fit.learn
+    samples,rows,ends_window = micro_batch
+    fit.processes.before_forward(window, ends_window)
     run_model(fit)
     fit.send('after_pred')
-    if window.is_single: return run_single(fit, window, micro_batch)
-    return run_in_sum(fit, window, micro_batch)
+    items = compute_loss(fit, rows)
+    # A window of one micro-batch is computed exactly as fastai does
+    if window.is_single: fit.send('after_loss')
+    else: items = send_after_loss(fit, window, items, rows)
+    if not has_loss(learn):
+        window.add_without_loss(samples)
+        return True
+    is_whole = window.is_single and fit.processes.n == 1
+    contribution = window.weigh(learn.loss, items, samples, needs_weight=not is_whole)
+    return run_backward(fit, window, contribution)
 
 def run_model(fit:FitContext):
     "Runs the forward pass. Of the first one in a fit, notes what differs from a pass of the whole batch"
@@ -118,41 +128,18 @@ def has_loss(learn)->bool:
     "Returns whether fastai would run a backward pass. A callback may have set the targets in `after_loss`"
     return learn.training and len(learn.yb) > 0
 
-# %% ../../nbs/windows/14_forward_backward.ipynb #d914f600
-# A window of one micro-batch is computed exactly as fastai does, without sums
-
-def run_single(fit:FitContext, window:Window, micro_batch:MicroBatch)->bool:
-    """Computes the loss and the gradient of a window that is this micro-batch; returns True. If a callback cancels the
-    backward pass, the gradient is used as it is, as in fastai"""
-    learn = fit.learn
-    items = compute_loss(fit, micro_batch.rows)
-    fit.send('after_loss')
-    if not has_loss(learn):
-        window.add_without_loss(micro_batch.samples)
-        return True
-    is_whole = fit.processes.n == 1
-    contribution = window.weigh(learn.loss, items, micro_batch.samples, needs_weight=not is_whole)
-    backward = BackwardPass(fit, window, contribution)
-    fit.send.around(backward.run, 'backward', CancelBackwardException)
-    if not backward.has_run: window.add(contribution)  # fastai steps all the same
-    return True
-
 # %% ../../nbs/windows/14_forward_backward.ipynb #03b0af1b
-# A window of several micro-batches is a sum, in which each has its weight
+# The loss of a micro-batch in a sum, in which callbacks may change what its weight goes by
 
-def run_in_sum(fit:FitContext, window:Window, micro_batch:MicroBatch)->bool:
-    "Computes the loss of a micro-batch, and adds its weighted gradient to the window; returns whether it has"
-    learn,rows = fit.learn,micro_batch.rows
-    has_own_loss = len(learn.yb) > 0  # otherwise, a callback may compute it in `after_loss`
-    items = compute_loss(fit, rows)
+def send_after_loss(fit:FitContext, window:Window, items:Count|None, rows:int)->Count|None:
+    "Sends `after_loss`, in which a callback may compute or change the loss; returns what that averages over now"
+    learn = fit.learn
+    has_own_loss = len(learn.yb) > 0  # if not, a callback may compute it
     if has_own_loss: keep_for_check(fit, window, rows, items)  # before callbacks may change predictions or targets
     changed_by = fit.send.find_change_of_loss('after_loss')
-    if not has_loss(learn):
-        window.add_without_loss(micro_batch.samples)
-        return True
-    if changed_by or not has_own_loss: items = items_of_callbacks_loss(fit, items, rows, changed_by)
-    contribution = window.weigh(learn.loss, items, micro_batch.samples, needs_weight=True)
-    return backward_in_sum(fit, window, contribution)
+    is_loss_function = has_own_loss and not changed_by
+    if is_loss_function or not has_loss(learn): return items
+    return items_of_callbacks_loss(fit, items, rows, changed_by)
 
 def keep_for_check(fit:FitContext, window:Window, rows:int, items:Count|None):
     """Keeps predictions and targets for the check of the loss; not if the model computes the loss, which cannot be
@@ -183,53 +170,57 @@ def warn_of_changed_loss(fit:FitContext, changed_by:str):
                   "new one averages over something else, pass num_items")
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #5e8a1c7d
-class BackwardPass:
-    "The backward pass of a micro-batch, and its events"
-    def __init__(self, fit:FitContext, window:Window, contribution:Contribution):
-        self.fit = fit
-        self.window = window
-        self.contribution = contribution
-        self.has_run = False
+# The backward pass
 
-    def run(self):
-        "Runs the backward pass of the weighted loss, and adds the contribution to the sums"
-        learn,weight = self.fit.learn,self.contribution.weight
-        if self.window.grads is not None: self.window.grads.check()  # before this pass changes the gradients
-        loss = learn.loss_grad  # after `before_backward`, in which a GradScaler scales it
-        learn.loss_grad = scaled(loss, weight)
-        # The value of a tensor is not known here, because reading it would wait for the GPU
-        may_be_empty = isinstance(weight, Tensor) or weight == 0
-        outputs = [*tensors_in(learn.pred), *self.fit.params.extra] if may_be_empty else []
-        with zero_grads_if_empty(outputs, weight): learn._backward()
-        learn.loss_grad = loss  # training metrics may read it
-        self.window.add(self.contribution)
-        self.fit.processes.after_backward()
-        self.has_run = True
-
-    def before(self):
-        "Sends `before_backward` in a sum, in which the loss already has its weight"
-        changed_by = self.fit.send.find_change_of_loss('before_backward')
-        if changed_by and not self.fit.settings.num_items: warn_of_changed_loss(self.fit, changed_by)
-
-    def cancelled(self, e:CancelBackwardException):
-        "Warns of a pass that a callback cancels in a sum"
-        self.fit.warn_once(f"{callback_that_raised(e)} cancels a backward pass (CancelBackwardException): its "
-                           "micro-batch is left out of the window")
-
-def backward_in_sum(fit:FitContext, window:Window, contribution:Contribution)->bool:
-    """Runs the backward pass with its events; returns whether it has run. Raises RuntimeError if a callback has added a
-    gradient whose weight is not known, or may want to take one back"""
-    backward = BackwardPass(fit, window, contribution)
-    try: fit.send.around(backward.run, 'backward', CancelBackwardException, backward.before, backward.cancelled)
+def run_backward(fit:FitContext, window:Window, contribution:Contribution)->bool:
+    """Runs the backward pass with its events; returns whether the micro-batch counts. In a sum, raises RuntimeError if
+    a callback has added a gradient whose weight is not known, or may want to take one back"""
+    n_before = window.losses.n_micro
+    add_gradient = partial(add_weighted_gradient, fit, window, contribution)
+    before = None if window.is_single else partial(send_before_backward, fit)
+    try: fit.send.around(add_gradient, 'backward', CancelBackwardException, before)
     except CancelBatchException as e:
-        if not backward.has_run: raise
+        has_run = window.losses.n_micro > n_before
+        if window.is_single or not has_run: raise
         raise RuntimeError(f"{callback_that_raised(e)} cancels a batch after its backward pass (does it accumulate "
                            "gradients?), in a window of several micro-batches: remove it, or use windows of one") from e
+    has_run = window.losses.n_micro > n_before
+    if not has_run: return accept_cancelled(fit, window, contribution)
+    return True
+
+def add_weighted_gradient(fit:FitContext, window:Window, contribution:Contribution):
+    "fastai's backward pass, for the weighted loss; adds the contribution to the sums"
+    learn,weight = fit.learn,contribution.weight
+    if window.grads is not None: window.grads.check()  # before this pass changes the gradients
+    loss = learn.loss_grad  # after `before_backward`, in which a GradScaler scales it
+    learn.loss_grad = scaled(loss, weight)
+    # The value of a tensor is not known here, because reading it would wait for the GPU
+    may_be_empty = isinstance(weight, Tensor) or weight == 0
+    outputs = [*tensors_in(learn.pred), *fit.params.extra] if may_be_empty else []
+    with zero_grads_if_empty(outputs, weight): learn._backward()
+    learn.loss_grad = loss  # training metrics may read it
+    window.add(contribution)
+    fit.processes.after_backward()
+
+def send_before_backward(fit:FitContext):
+    "Sends `before_backward`, in a sum, in which the loss already has its weight"
+    changed_by = fit.send.find_change_of_loss('before_backward')
+    if changed_by and not fit.settings.num_items: warn_of_changed_loss(fit, changed_by)
+
+# %% ../../nbs/windows/14_forward_backward.ipynb #6b0d27f4
+def accept_cancelled(fit:FitContext, window:Window, contribution:Contribution)->bool:
+    """After a backward pass that a callback has cancelled (CancelBackwardException): returns whether the micro-batch
+    counts all the same. In a sum it does not"""
+    if window.is_single:
+        window.add(contribution)  # fastai steps all the same, with the gradient as it is
+        return True
     # Nobody else may change the sums, so that a new gradient is one that the callback has computed
-    if not backward.has_run and not window.grads.is_intact():
+    if not window.grads.is_intact():
         raise RuntimeError("a callback ran the backward pass itself (CancelBackwardException), in a window of several "
                            "micro-batches, so its gradient has no weight: let fastai run it, or use windows of one")
-    return backward.has_run
+    fit.warn_once("a callback cancels backward passes (CancelBackwardException): their micro-batches are left out of "
+                  "the window")
+    return False
 
 def callback_that_raised(e:BaseException)->str:
     "Returns the name of the class of the callback in whose event `e` was raised, by the traceback"
