@@ -3,7 +3,7 @@ import pytest
 from torch.utils.data import DataLoader as TorchLoader
 
 from common import *
-from fastxtend_accum.resuming.graph import Graph, is_no_weight
+from fastxtend_accum.resuming.graph import Graph, kind_of
 from resume_layouts import WIDTH, fastai_data, make, samples, with_valid
 from resumed import assert_goes_on, learner, train
 
@@ -64,6 +64,11 @@ def optimizer_of_a_callback():
         return train(learner(OwnOptimizer()))
 
 
+class Seen:
+    "Of which the callback makes objects during the fit"
+    def __init__(self, mean): self.mean = mean
+
+
 class Recent(Callback):
     "Multiplies inputs by what a deque and a defaultdict have counted"
     def __init__(self):
@@ -72,9 +77,9 @@ class Recent(Callback):
 
     def before_batch(self):
         if not self.training: return
-        self.recent.append(float(self.x.mean()))
+        self.recent.append(Seen(float(self.x.mean())))
         self.counts['n'] += 1
-        self.learn.xb = (self.x*(1+.01*sum(self.recent)+.01*self.counts['n']),)
+        self.learn.xb = (self.x*(1+.01*sum(o.mean for o in self.recent)+.01*self.counts['n']),)
 
 
 @situation
@@ -259,5 +264,12 @@ def test_paths_of_shared_objects_and_of_callbacks():
     learn.other = learn.one
     graph = Graph(learn)
     assert [path for path, o in graph.objects.items() if o is learn.one] == ['learn.one']
-    assert is_no_weight('model_average')
+    assert kind_of('model_average') == 'others'
     assert graph.objects['model_average'] is learn.model_average
+
+
+def test_the_state_of_the_optimizer_is_not_among_what_each_process_saves():
+    "In the second fit of a Learner, it is there from the beginning"
+    state = Graph(fit(make(), 1)).state()
+    assert len(state['weights']) > 10
+    assert b'exp_avg' not in state['rest']

@@ -10,7 +10,6 @@ from fastai.distributed import *
 
 from common import *
 from fastxtend_accum.callback import WindowCallback
-from fastxtend_accum.resuming.graph import is_of_data
 from fastxtend_accum.resuming.reader import Reader
 from kill_harness import Whole, kill_at, kill_layout, named_differences, start
 from resume_layouts import LAYOUTS, auto, make, schedule
@@ -70,7 +69,7 @@ def without_beginning_of_loader():
     init = Reader.__init__
 
     def init_with_other(self, graph, n_loaded, at_start=None, *args):
-        init(self, graph, n_loaded, graph.state(is_of_data)['rest'], *args)
+        init(self, graph, n_loaded, graph.state('data')['rest'], *args)
     Reader.__init__ = init_with_other
 
 

@@ -13,7 +13,7 @@ from fastai.basics import *
 from ..windows.checks import warn_user
 from ..windows.processes import all_reduce_scalar,n_processes
 from .files import Folder,folders,read_file,whole_file
-from .graph import Graph,is_no_weight,is_weight
+from .graph import Graph
 from .identity import differences,may_differ,n_workers,settings_of,text_of
 from .outside import restore_loggers,state_of_loggers
 from .reader import Reader
@@ -51,7 +51,7 @@ class SavedFit:
 
     def begin_epoch(self):
         "Keeps the state for the file, since a process that continues lets callbacks begin the epoch again"
-        self.at_epoch = self.graph.state(is_no_weight)['rest']
+        self.at_epoch = self.graph.state('data', 'others')['rest']
 
     def begin_training(self):
         """After all callbacks have begun the training part of an epoch: goes on if this is where the fit was saved, and
@@ -145,7 +145,7 @@ def save_in_validation(self:SavedFit):
     weights into the model, as their average: `trained` shares the memory of the weights"""
     if not held_signals.is_waiting() or self.n_processes > 1: return
     digests = self.trained['digests']
-    now = self.graph.state(is_weight)['digests']
+    now = self.graph.state('model', 'opt')['digests']
     if any(now[part] != digests[part] for part in self.trained['weights']): return
     self.save('validation', self.trained)
     held_signals.deliver()

@@ -16,7 +16,7 @@ from .parts import *
 from .pickles import *
 
 # %% auto #0
-__all__ = ['roots_of', 'root_of', 'is_of_data', 'is_weight', 'is_no_weight', 'parts_of', 'Graph', 'names_in', 'Finder', 'moved']
+__all__ = ['roots_of', 'kind_of', 'parts_of', 'Graph', 'named_in', 'Finder', 'moved']
 
 # %% ../../nbs/resuming/02_graph.ipynb #4ff7f8ce
 # Where the search begins
@@ -32,18 +32,11 @@ def roots_of(learn)->dict:
     res.update(zip(('dls.train','dls.valid'), learn.dls.loaders))
     return dict(res, dls=learn.dls, generators=SharedGenerators())
 
-def root_of(path:str)->str:
-    return path.partition('.')[0]
-
-def is_of_data(path:str)->bool:
-    return root_of(path) in ('dls','generators')
-
-def is_weight(path:str)->bool:
-    "Returns whether an object belongs to the model or to the optimizer"
-    return root_of(path) in ('model','opt')
-
-def is_no_weight(path:str)->bool:
-    return not is_weight(path)
+def kind_of(path:str)->str:
+    "Returns what the object at a path belongs to: 'model', 'opt', 'data' (with the random generators), or 'others'"
+    root,_,_ = path.partition('.')
+    kinds = dict(model='model', opt='opt', dls='data', generators='data')
+    return kinds.get(root, 'others')
 
 def parts_of(path:str, o)->dict:
     """Returns the parts of an object: its attributes, and its content if it has one. The key of a part is the `path` of
@@ -61,33 +54,31 @@ class Graph(Paths):
     "The objects that a Learner reached when its fit began, by path, and digests of their parts at that time"
     def __init__(self, learn):
         super().__init__()
-        self.digests = Digests(self)
         self.begun = {}  # digests of parts when the fit began
         self.pickling = pickling(self)
         Finder(self).find(roots_of(learn))
 
     def add(self, path:str, o):
-        "Gives a path to an object, and lets files name its class"
+        "Gives a path to an object, and lets files name its class: during the fit, more objects of it may appear"
         self.objects[path] = o
         self.paths[id(o)] = path
-        self.names.update([type(o), *names_in(type(o))])
         self.begun[path,'class'] = type(o).__qualname__
         if isinstance(o, Tensor):
             self.begun[path,'shape'] = f'{list(o.shape)} {o.dtype}'
+        for named in [type(o), *named_in(type(o))]:
+            # Of Python's own library, some run code
+            if library_of(named) not in sys.stdlib_module_names: self.names.add(named)
 
-def names_in(kind:type)->list:
-    """Returns the classes and functions that the methods of a user's class name: in mid-fit they may set one as an
-    attribute, or make an object of it. Leaves out Python's own, of which some run code"""
+def named_in(kind:type)->list:
+    """Returns the classes and functions that the methods of a user's class name: during the fit they may set one as an
+    attribute, or make an object of it"""
     module = sys.modules.get(kind.__module__)
     if '-packages' in str(getattr(module, '__file__', '')):  # it is installed
         return []
     res = []
     for f in vars(kind).values():
-        if not isinstance(f, types.FunctionType): continue
-        named = [f.__globals__.get(name) for name in f.__code__.co_names]
-        named = [o for o in named if isinstance(o, (type,types.FunctionType))]
-        res += [o for o in named if library_of(o) not in sys.stdlib_module_names]
-    return res
+        if isinstance(f, types.FunctionType): res += [f.__globals__.get(name) for name in f.__code__.co_names]
+    return [o for o in res if isinstance(o, (type,types.FunctionType))]
 
 # %% ../../nbs/resuming/02_graph.ipynb #6b1d88f2
 class Finder:
@@ -95,7 +86,6 @@ class Finder:
     object in there that has no path yet gets the path of the part, and then its own parts are pickled"""
     def __init__(self, graph:Graph):
         self.graph = graph
-        self.digests = Digests(self)
         self.place = ''  # the path of the part that is pickled
         self.n_found = 0  # objects in that part
         self.waiting = []  # paths of the objects whose parts have not been pickled
@@ -106,11 +96,12 @@ class Finder:
             self.add(path, o)
         while self.waiting:
             path = self.waiting.pop()
+            is_data = kind_of(path) == 'data'
             for part,value in parts_of(path, self.graph.objects[path]).items():
                 self.place = '.'.join(part)
                 self.n_found = 0
                 with suppress(Exception):
-                    self.graph.begun[part] = self.digests.digest(value, is_of_data(path))
+                    self.graph.begun[part] = Digest(self, value, is_data).value
 
     def add(self, path:str, o):
         "Gives a path to an object and, if it is a model, to its layers and weights"
@@ -123,53 +114,55 @@ class Finder:
             self.graph.add(path, o)
             self.waiting.append(path)
 
-    def reduced(self, o):
-        "Pickle calls it for each object: adds it to the graph, or the class or function to the names"
-        if is_found_by_name(o): self.graph.names.add(o)
-        needs_path = has_path(o) or self.is_kept_in_place(o)
-        if needs_path and id(o) not in self.graph.paths:
-            path = self.place
-            while path in self.graph.objects:
-                self.n_found += 1
-                path = f'{self.place}[{self.n_found}]'
-            self.add(path, o)
-        return self.graph.reduced(o)
+# %% ../../nbs/resuming/02_graph.ipynb #7c41d0aa
+@patch
+def reduced(self:Finder, o):
+    "Pickle calls it for each object: adds it to the graph, or the class or function to the names"
+    if is_found_by_name(o): self.graph.names.add(o)
+    needs_path = has_path(o) or self.is_kept_in_place(o)
+    if needs_path and id(o) not in self.graph.paths:
+        path = self.place
+        while path in self.graph.objects:
+            self.n_found += 1
+            path = f'{self.place}[{self.n_found}]'
+        self.add(path, o)
+    return self.graph.reduced(o)
 
-    def is_kept_in_place(self, o)->bool:
-        """Returns whether `o` is a tensor that an object has as an attribute, outside of the data. It gets a path, so
-        that what shares its memory, as a weight may, still does after it was restored"""
-        if is_of_data(self.place) or self.place.endswith('.'):  # a content, such as the values of a tensor
-            return False
-        return isinstance(o, Tensor) and o.is_leaf
+@patch
+def is_kept_in_place(self:Finder, o)->bool:
+    """Returns whether `o` is a tensor that an object has as an attribute, outside of the data. It gets a path, so that
+    what shares its memory, as a weight may, still does after it was restored"""
+    if kind_of(self.place) == 'data' or self.place.endswith('.'):  # a content, such as the values of a tensor
+        return False
+    return isinstance(o, Tensor) and o.is_leaf
 
 # %% ../../nbs/resuming/02_graph.ipynb #273a28a4
 @patch
-def state(self:Graph, wanted:Callable=lambda path: True)->dict:
-    """Returns the state of the objects whose path is `wanted`: the parts of `weights` and optimizer, which are the same
-    in all processes; the `rest`, as bytes; the `digests` of all parts; and why some parts are `lost`, which no file can
-    hold"""
+def state(self:Graph, *kinds:str)->dict:
+    """Returns the state of all objects, or of those of some `kinds`: the parts of `weights` and optimizer, which are
+    the same in all processes; the `rest`, pickled; the `digests` of all parts; and why some parts are `lost`, which no
+    file can hold"""
     weights = {}
     rest = {}
     digests = {}
     lost = {}
-    parts = {}
-    for path in filter(wanted, self.objects):
-        parts.update(parts_of(path, self.objects[path]))
-    for part,value in parts.items():
-        path,_ = part
-        try: digests[part] = self.digests.digest(value, is_of_data(path))
-        except Exception as e:
-            lost[part] = str(e)
-            continue
-        has_changed = digests[part] != self.begun.get(part)
-        if path == 'opt' or isinstance(self.objects[path], nn.Parameter):
-            weights[part] = value
-        elif not self.digests.is_large(): rest[part] = value
-        elif has_changed: lost[part] = 'it is large'
+    for path,o in self.objects.items():
+        kind = kind_of(path)
+        if kinds and kind not in kinds: continue
+        is_weight = kind == 'opt' or isinstance(o, nn.Parameter)
+        for part,value in parts_of(path, o).items():
+            try: digest = Digest(self, value, kind == 'data')
+            except Exception as e:
+                lost[part] = str(e)
+                continue
+            digests[part] = digest.value
+            has_changed = digest.value != self.begun.get(part)
+            if is_weight: weights[part] = value
+            elif not digest.is_large: rest[part] = value
+            elif has_changed: lost[part] = 'it is large'
     file = io.BytesIO()
     self.write(rest, file)
-    rest = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-    return dict(weights=weights, rest=rest, digests=digests, lost=lost)
+    return dict(weights=weights, rest=file.getvalue(), digests=digests, lost=lost)
 
 # %% ../../nbs/resuming/02_graph.ipynb #d68daace
 # Files
@@ -189,9 +182,9 @@ def moved(storage, location:str):
     return storage if location == 'cpu' else storage.to(default_device())
 
 @patch
-def restore(self:Graph, rest:Tensor, weights:dict={}):
+def restore(self:Graph, rest:bytes, weights:dict={}):
     "Sets parts to those of a state"
-    for (path,name),value in {**self.read(rest.numpy().tobytes()), **weights}.items():
+    for (path,name),value in {**self.read(rest), **weights}.items():
         o = self.objects[path]
         if isinstance(o, Recorder) and name == 'losses':
             value = list(value)

@@ -15,9 +15,11 @@ from fastai.basics import *
 from torch._weights_only_unpickler import _get_allowed_globals
 from torch.storage import TypedStorage
 
+from .parts import generators
+
 # %% auto #0
 __all__ = ['LONG', 'LARGE', 'SAMPLE', 'is_value', 'has_path', 'is_found_by_name', 'object_at', 'method_of', 'Paths', 'pickling',
-           'Digests']
+           'Digest']
 
 # %% ../../nbs/resuming/01_pickles.ipynb #ae7512fa
 # What is pickled by its value
@@ -51,8 +53,8 @@ def method_of(o, name:str):
     "Returns a method that `o` has from its class"
     return getattr(type(o), name).__get__(o)
 
-# The functions of which NumPy's pickles make arrays and numbers
-_of_numpy = np.array(0).__reduce__()[0],np.float32(0).__reduce__()[0],np.dtype,np.ndarray
+# What NumPy's pickles name to make arrays and numbers, by name
+_of_numpy = {o.__name__:o for o in (np.array(0).__reduce__()[0], np.float32(0).__reduce__()[0], np.dtype, np.ndarray)}
 
 # %% ../../nbs/resuming/01_pickles.ipynb #0c12a0a5
 class Paths:
@@ -61,7 +63,7 @@ class Paths:
     def __init__(self):
         self.objects = {}  # by path
         self.paths = {}  # by the id of the object
-        self.names = {object_at, method_of, Fraction, SimpleNamespace, *_of_numpy}
+        self.names = {object_at, method_of, Fraction, SimpleNamespace, *generators, *_of_numpy.values()}
 
     def may_name(self, o)->bool:
         "Returns whether a pickle may name a class or function"
@@ -93,7 +95,8 @@ class Paths:
         o = _get_allowed_globals().get(f'{module}.{name}')  # those that PyTorch calls safe
         if o is not None:
             return o
-        o = nested_attr(sys.modules.get(module), name)
+        # NumPy 2 has these in another module than NumPy 1
+        o = _of_numpy.get(name) or nested_attr(sys.modules.get(module), name)
         if o is None or not self.may_name(o):
             raise pickle.UnpicklingError(f'this fit has no {module}.{name}')
         return self.objects.get if o is object_at else o
@@ -115,33 +118,24 @@ LARGE = 2**20 # bytes
 SAMPLE = 2**16 # bytes or elements
 
 # %% ../../nbs/resuming/01_pickles.ipynb #2247b476
-class Digests(pickle.Pickler):
-    "Makes digests of values, which are the same in another process"
+class Digest(pickle.Pickler):
+    "The digest of a value, which is the same in another process"
     def __init__(self,
         paths, # `Paths`, or whatever has its `reduced`
+        value,
+        is_data:bool=False, # Whether the value belongs to the data, of which large ones are not written
     ):
-        self.file = io.BytesIO()
-        super().__init__(self.file)
+        file = io.BytesIO()
+        super().__init__(file)
         self.fast = True  # equal values have equal bytes, also if they consist of other objects
         self.paths = paths
-        # Of the last value
-        self.is_data = False
-        self.n_bytes = 0  # in its tensors and arrays
-
-    def digest(self, value, is_data:bool=False)->str|int:
-        "Returns the text of a number or a text, and a checksum of anything else"
-        if type(value) in _plain:
-            return repr(value)[:100]
         self.is_data = is_data
-        self.n_bytes = 0
-        self.file.seek(0)
-        self.file.truncate()
+        self.n_bytes = 0  # in the tensors and arrays of the value
         self.dump(value)
-        return zlib.crc32(self.file.getvalue())
-
-    def is_large(self)->bool:
-        "Returns whether the last value was large data"
-        return self.is_data and self.n_bytes > LARGE
+        is_short = type(value) in _plain and len(repr(value)) <= 100
+        # The text of a number or a text, so that users can read what differs; else a checksum
+        self.value = repr(value) if is_short else zlib.crc32(file.getvalue())
+        self.is_large = is_data and self.n_bytes > LARGE
 
     def reducer_override(self, o): return self.paths.reduced(o)
 
@@ -152,8 +146,8 @@ class Digests(pickle.Pickler):
             return None
         if isinstance(o, TypedStorage):
             return self.sample_of_memory(o._untyped_storage)
-        if isinstance(o, np.ndarray):
-            return self.sample_of_array(o)
+        if isinstance(o, (np.ndarray,np.generic)):
+            return self.sample_of_array(np.asarray(o))
         if isinstance(o, PurePath):
             return o.name  # a folder may have been moved
         if isinstance(o, (set,frozenset)):
@@ -166,7 +160,7 @@ class Digests(pickle.Pickler):
 
 # %% ../../nbs/resuming/01_pickles.ipynb #7d3e90b1
 @patch
-def sample_of_memory(self:Digests, storage:torch.UntypedStorage)->bytes:
+def sample_of_memory(self:Digest, storage:torch.UntypedStorage)->bytes:
     "Returns about `SAMPLE` bytes of a tensor's memory, evenly spaced"
     self.n_bytes += storage.nbytes()
     memory = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
@@ -175,7 +169,7 @@ def sample_of_memory(self:Digests, storage:torch.UntypedStorage)->bytes:
     return memory[::step].cpu().numpy().tobytes()
 
 @patch
-def sample_of_array(self:Digests, o:np.ndarray)->tuple:
+def sample_of_array(self:Digest, o:np.ndarray)->tuple:
     "Returns type, shape and about `SAMPLE` elements of an array"
     self.n_bytes += o.nbytes
     sample = o.flat[::o.size//SAMPLE+1]

@@ -8,7 +8,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/reader.html.md"
 from __future__ import annotations
 from fastai.basics import *
 
-from .graph import Graph,is_of_data
+from .graph import Graph
 
 # %% auto #0
 __all__ = ['stateful', 'Reader']
@@ -26,7 +26,7 @@ def stateful(dl):
 class Reader:
     """Reads an epoch's DataLoader from the beginning or, in a fit that goes on, from the first batch that has not been
     loaded: repeats the start of the epoch from its original state, and drops the batches that have been"""
-    def __init__(self, graph:Graph, n_loaded:int, at_start:Tensor|None=None, place=None, has_ended=False):
+    def __init__(self, graph:Graph, n_loaded:int, at_start:bytes|None=None, place=None, has_ended=False):
         self.graph = graph
         self.n_loaded = n_loaded
         self.at_start = at_start  # the state of the data when the DataLoader began
@@ -44,7 +44,7 @@ class Reader:
         # A window may remain after the last batch. Reading to the end again would draw the random numbers again that a
         # DataLoader draws at its end
         if self.has_ended: return
-        now = self.graph.state(is_of_data)['rest']
+        now = self.graph.state('data')['rest']
         if self.n_loaded: yield from self.rest_of(dl, now)
         else:
             self.at_start = now
@@ -52,7 +52,7 @@ class Reader:
             yield from dl
         self.has_ended = True
 
-    def rest_of(self, dl, now:Tensor)->Iterator:
+    def rest_of(self, dl, now:bytes)->Iterator:
         "Returns the batches that have not been loaded. The state of the data afterwards is `now`, as it was saved"
         self.graph.restore(self.at_start)
         self.stateful = stateful(dl)
