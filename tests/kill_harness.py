@@ -129,22 +129,8 @@ def count_events(countdown):
 
 
 def count_steps_of_saves(countdown):
-    "Before and after what a save consists of, and in the middle of a file"
+    "Before and after what ends a save: a file that is whole, but has another name, and one that has its own"
     for name in ('fsync', 'replace'): setattr(os, name, counted(getattr(os, name), countdown))
-    save = torch.save
-
-    def save_in_two_parts(state, f, *args, **kwargs):
-        if not Path(str(getattr(f, 'name', f))).match('models/resume/*'):
-            save(state, f, *args, **kwargs)
-            return
-        content = io.BytesIO()
-        save(state, content, *args, **kwargs)
-        half = len(content.getvalue())//2
-        f.write(content.getvalue()[:half])
-        f.flush()
-        countdown()
-        f.write(content.getvalue()[half:])
-    torch.save = save_in_two_parts
 
 
 def counted(f, countdown):

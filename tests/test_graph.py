@@ -176,10 +176,6 @@ class Transformed(list):
         return self.transform(x), y
 
 
-@situation
-def generator_of_a_transform(): return train(learner(dls=fastai_data(Transformed)))
-
-
 class Fades(Callback):
     "Holds a transform of the data, and weakens it"
     def __init__(self, transform): self.transform = transform

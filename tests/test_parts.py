@@ -44,11 +44,3 @@ def test_slots_are_attributes():
     assert attributes_of(o) == dict(n=1)
     set_attribute(o, 'n', 2)
     assert o.n == 2
-
-
-@pytest.mark.parametrize('value,other', [([1], [2, 3]), (dict(a=1), dict(b=2))])
-def test_lists_and_dicts_are_changed_in_place(value, other):
-    o = SimpleNamespace(value=value)
-    set_attribute(o, 'value', other)
-    assert o.value is value
-    assert value == other

@@ -2,8 +2,6 @@
 from itertools import chain
 
 import pytest
-from fastai.callback.rnn import rnn_cbs
-from fastai.text.all import AWD_LSTM, LMDataLoader, awd_lstm_lm_config, get_language_model
 from fastai.vision.all import CategoryBlock, DataBlock, ImageBlock, IndexSplitter, PILImage
 from fastai.vision.all import aug_transforms, resnet18, vision_learner
 
@@ -88,22 +86,6 @@ def test_the_scale_of_mixed_precision():
     learn = assert_goes_on(make, 15)
     assert learn.scale.last == train(make).scale.last
     assert learn.scale.last > 2**12
-
-
-def text_learner(cbs):
-    "A language model with hidden state, three kinds of dropout, and texts that are shuffled anew in each epoch"
-    generator = torch.Generator().manual_seed(0)
-    texts = [torch.randint(2, 30, (40+i,), generator=generator) for i in range(30)]
-    texts = [(TensorBase(o),) for o in texts]
-    train_dl = LMDataLoader(texts, bs=4, seq_len=12, shuffle=True, device=device)
-    valid_dl = LMDataLoader(texts[:6], bs=4, seq_len=12, device=device)
-    config = {**awd_lstm_lm_config, 'emb_sz': 16, 'n_hid': 24, 'n_layers': 2}
-    m = get_language_model(AWD_LSTM, 30, config).to(device)
-    return Learner(DataLoaders(train_dl, valid_dl), m, CrossEntropyLossFlat(), cbs=[*rnn_cbs(), *cbs])
-
-
-def test_a_language_model():
-    assert_goes_on(lambda cbs: text_learner([GradientAccumulation(8), *cbs]), 18)
 
 
 def picture(i):

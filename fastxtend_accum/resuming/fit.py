@@ -104,7 +104,9 @@ def save(self:SavedFit, place:dict|str, state:dict|None=None):
 def content(self:SavedFit, place:dict|str, state:dict)->dict:
     "Returns what the file contains: process 0 writes for all"
     lost = [f'{text_of(part)} ({reason})' for part,reason in state['lost'].items()]
-    if lost: warn_user(f"AutoResume does not keep {'; '.join(lost)}")  # Python shows it once
+    if lost:
+        names = '; '.join(lost)
+        warn_user(f'AutoResume does not keep {names}')  # Python shows it once
     own = dict(
         place=place,
         begun=self.graph.begun,
@@ -135,7 +137,8 @@ def save_if_due(self:SavedFit):
     must_end = held_signals.is_waiting()
     is_due = must_end or self.clock() >= self.next_save
     # All processes save if one of them has to
-    if all_reduce_scalar(self.learn, is_due): self.save(self.leader.loop.state())
+    if all_reduce_scalar(self.learn, is_due):
+        self.save(self.leader.loop.state())
     if must_end: held_signals.deliver()
 
 @patch
@@ -146,7 +149,8 @@ def save_in_validation(self:SavedFit):
     if not held_signals.is_waiting() or self.n_processes > 1: return
     digests = self.trained['digests']
     now = self.graph.state('model', 'opt')['digests']
-    if any(now[part] != digests[part] for part in self.trained['weights']): return
+    for part in self.trained['weights']:
+        if now[part] != digests[part]: return
     self.save('validation', self.trained)
     held_signals.deliver()
 
@@ -199,11 +203,13 @@ def check(self:SavedFit, found:dict):
     for part in [part for part in differ if may_differ(self.graph, part)]:
         warn_user(f'AutoResume goes on with the earlier value: this fit has {differ.pop(part)}')
     if differ:
-        errors = list(differ.values())
-        raise ValueError(f"this fit cannot go on from {self.path}, since it has {'; '.join(errors[:8])}: use the same "
+        first_ones = list(differ.values())[:8]
+        errors = '; '.join(first_ones)
+        raise ValueError(f'this fit cannot go on from {self.path}, since it has {errors}: use the same '
                          "settings, seed the split of the data and lr_find, or pass AutoResume(restart=True) to start "
                          "over, or another fname")
-    workers,before = n_workers(self.learn.dls.train),found['n_workers']
+    workers = n_workers(self.learn.dls.train)
+    before = found['n_workers']
     if workers != before:
         warn_user(f'AutoResume goes on with {workers} workers, not {before}: if samples draw random numbers, or if '
                   'each worker reads a part of the data, the next batches differ from those of a fit without a kill')
@@ -215,7 +221,9 @@ def restore(self:SavedFit):
     self.graph.restore(found['rest'], found['weights'])
     now = self.graph.state()['digests']
     differ = [text_of(part) for part,digest in found['digests'].items() if now.get(part) != digest]
-    if differ: raise ValueError(f"AutoResume could not restore {', '.join(differ[:8])}")
+    if differ:
+        names = ', '.join(differ[:8])
+        raise ValueError(f'AutoResume could not restore {names}')
 
 @patch
 def go_on(self:SavedFit):

@@ -77,7 +77,8 @@ def named_in(kind:type)->list:
         return []
     res = []
     for f in vars(kind).values():
-        if isinstance(f, types.FunctionType): res += [f.__globals__.get(name) for name in f.__code__.co_names]
+        if not isinstance(f, types.FunctionType): continue
+        res += [f.__globals__.get(name) for name in f.__code__.co_names]
     return [o for o in res if isinstance(o, (type,types.FunctionType))]
 
 # %% ../../nbs/resuming/02_graph.ipynb #6b1d88f2
@@ -184,7 +185,8 @@ def moved(storage, location:str):
 @patch
 def restore(self:Graph, rest:bytes, weights:dict={}):
     "Sets parts to those of a state"
-    for (path,name),value in {**self.read(rest), **weights}.items():
+    parts = {**self.read(rest), **weights}
+    for (path,name),value in parts.items():
         o = self.objects[path]
         if isinstance(o, Recorder) and name == 'losses':
             value = list(value)

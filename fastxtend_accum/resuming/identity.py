@@ -19,7 +19,8 @@ __all__ = ['settings_of', 'text_of', 'differences', 'may_differ', 'n_workers']
 def settings_of(learn)->dict:
     "Returns the settings of a fit that are not among the parts of objects, by names like those of parts"
     res = {('processes',''):str(n_processes(learn))}
-    res['callbacks',''] = ' '.join(type(o).__name__ for o in learn.cbs)
+    names = [type(o).__name__ for o in learn.cbs]
+    res['callbacks',''] = ' '.join(names)
     scheduled = nested_attr(learn, 'param_scheduler.scheds', {})
     for i,hypers in enumerate(learn.opt.hypers):
         for name in hypers.keys()-scheduled:
@@ -53,8 +54,12 @@ def differences(graph:Graph, begun:dict, digests:dict)->dict:
 
 def may_differ(graph:Graph, part:tuple)->bool:
     "Returns whether a part is a number or a text of a callback, other than the callbacks of this package"
-    o = graph.objects.get(part[0])
-    return isinstance(o, Callback) and not is_of_package(o) and isinstance(graph.begun.get(part), str)
+    path,_ = part
+    o = graph.objects.get(path)
+    if not isinstance(o, Callback) or is_of_package(o):
+        return False
+    return isinstance(graph.begun.get(part), str)
 
 def n_workers(dl)->int:
-    return getattr(getattr(dl, 'fake_l', dl), 'num_workers', 0)
+    loader = getattr(dl, 'fake_l', dl)  # fastai's loader has one of PyTorch's
+    return getattr(loader, 'num_workers', 0)

@@ -55,7 +55,10 @@ def has_no_state(o, name:str, value)->bool:
         return True
     if is_of_package(o) and name in o._stateattrs:
         return True
-    return any(isinstance(o, kind) and name in names for kind,names in _left_out.items())
+    for kind,names in _left_out.items():
+        if isinstance(o, kind) and name in names:
+            return True
+    return False
 
 # %% ../../nbs/resuming/00_parts.ipynb #0afe9ee0
 def attributes_of(o)->dict:
@@ -66,7 +69,8 @@ def attributes_of(o)->dict:
         for name,cell in cells_of(o).items():
             with suppress(ValueError): res[name] = cell.cell_contents  # if it holds something yet
         return res
-    if library_of(type(o)) in sys.stdlib_module_names and not isinstance(o, SimpleNamespace):
+    is_of_python = library_of(type(o)) in sys.stdlib_module_names
+    if is_of_python and not isinstance(o, SimpleNamespace):
         return {}
     for name in copyreg._slotnames(type(o)):
         if hasattr(o, name): res[name] = getattr(o, name)

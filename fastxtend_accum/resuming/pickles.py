@@ -35,8 +35,10 @@ def is_value(kind:type)->bool:
 
 def has_path(o)->bool:
     "Returns whether a path stands for an object. Others are pickled by value or by name, or cannot be pickled"
-    is_other = isinstance(o, (np.ndarray,np.dtype,types.MethodType)) or hasattr(type(o), '__next__')
-    return not is_value(type(o)) and not is_other and not is_found_by_name(o)
+    if is_value(type(o)) or is_found_by_name(o):
+        return False
+    is_other = isinstance(o, (np.ndarray,np.dtype,types.MethodType))
+    return not is_other and not hasattr(type(o), '__next__')
 
 def is_found_by_name(o)->bool:
     "Returns whether `o` is a class or a function, which pickle finds by its name"
@@ -53,8 +55,10 @@ def method_of(o, name:str):
     "Returns a method that `o` has from its class"
     return getattr(type(o), name).__get__(o)
 
-# What NumPy's pickles name to make arrays and numbers, by name
-_of_numpy = {o.__name__:o for o in (np.array(0).__reduce__()[0], np.float32(0).__reduce__()[0], np.dtype, np.ndarray)}
+# Of these functions NumPy's pickles make arrays and numbers
+_array_of,*_ = np.array(0).__reduce__()
+_number_of,*_ = np.float32(0).__reduce__()
+_of_numpy = _array_of,_number_of,np.dtype,np.ndarray
 
 # %% ../../nbs/resuming/01_pickles.ipynb #0c12a0a5
 class Paths:
@@ -63,7 +67,7 @@ class Paths:
     def __init__(self):
         self.objects = {}  # by path
         self.paths = {}  # by the id of the object
-        self.names = {object_at, method_of, Fraction, SimpleNamespace, *generators, *_of_numpy.values()}
+        self.names = {object_at, method_of, Fraction, SimpleNamespace, *generators, *_of_numpy}
 
     def may_name(self, o)->bool:
         "Returns whether a pickle may name a class or function"
@@ -95,8 +99,9 @@ class Paths:
         o = _get_allowed_globals().get(f'{module}.{name}')  # those that PyTorch calls safe
         if o is not None:
             return o
-        # NumPy 2 has these in another module than NumPy 1
-        o = _of_numpy.get(name) or nested_attr(sys.modules.get(module), name)
+        if module in ('numpy.core.multiarray','numpy._core.multiarray'):  # in NumPy 1, and in NumPy 2
+            module = _array_of.__module__
+        o = nested_attr(sys.modules.get(module), name)
         if o is None or not self.may_name(o):
             raise pickle.UnpicklingError(f'this fit has no {module}.{name}')
         return self.objects.get if o is object_at else o
@@ -132,9 +137,11 @@ class Digest(pickle.Pickler):
         self.is_data = is_data
         self.n_bytes = 0  # in the tensors and arrays of the value
         self.dump(value)
-        is_short = type(value) in _plain and len(repr(value)) <= 100
         # The text of a number or a text, so that users can read what differs; else a checksum
-        self.value = repr(value) if is_short else zlib.crc32(file.getvalue())
+        self.value = zlib.crc32(file.getvalue())
+        if type(value) in _plain:
+            text = repr(value)
+            if len(text) <= 100: self.value = text
         self.is_large = is_data and self.n_bytes > LARGE
 
     def reducer_override(self, o): return self.paths.reduced(o)
@@ -164,8 +171,7 @@ def sample_of_memory(self:Digest, storage:torch.UntypedStorage)->bytes:
     "Returns about `SAMPLE` bytes of a tensor's memory, evenly spaced"
     self.n_bytes += storage.nbytes()
     memory = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
-    step = storage.nbytes()//SAMPLE
-    if step%2 == 0: step += 1  # an odd one meets each byte of a number
+    step = storage.nbytes()//SAMPLE | 1  # an odd one meets each byte of a number
     return memory[::step].cpu().numpy().tobytes()
 
 @patch
