@@ -17,7 +17,7 @@ from .callback import WindowCallback
 from .checking.comparison import Comparison,find_reasons
 from .checking.samples import copy_to_read,read_samples
 from .checking.suspects import is_left_out,suspects
-from .checking.trial import Sizes,Trials,small_sizes
+from .checking.trial import Sizes,Trials,small_learner,small_sizes
 
 # %% auto #0
 __all__ = ['AccumCheck', 'n_samples', 'our_callbacks', 'explain', 'check_with', 'notes_on']
@@ -47,15 +47,16 @@ class AccumCheck(NamedTuple):
 # %% ../nbs/09_check.ipynb #230cb5f1
 def n_samples(
     sizes:Sizes,
-    n_steps:int, # In two epochs
+    n_steps:int,
     drop_last:bool, # Whether the loader drops an incomplete batch
+    remainder:str, # What happens to batches that fill no window
 )->int:
-    "Returns the samples of an epoch: those of full windows; and for one step a rest, of which one batch is smaller"
-    n_windows = max(math.ceil(n_steps/2), 2)
-    if drop_last: return n_windows*max(sizes.window, sizes.bs)
-    part = sizes.window//4
+    "Returns the samples of an epoch: those of full windows; and then a rest, of which one batch is smaller"
+    if drop_last: return n_steps*max(sizes.window, sizes.bs)
+    part = sizes.window//2
     rest = part + math.ceil(part*2/3)
-    return (n_windows-1)*sizes.window + rest
+    n_full = n_steps if remainder == 'drop' else n_steps-1  # otherwise the rest makes a step, too
+    return n_full*sizes.window + rest
 
 def our_callbacks(cbs:list)->list[WindowCallback]:
     "Returns those that make windows; raises ValueError if there are none"
@@ -71,9 +72,9 @@ _unseeded = 'two trainings on the same whole batches differ, too: something draw
 def explain(
     comparison:Comparison,
     cbs:list, # Callbacks of the fit
+    n:int, # Samples in a micro-batch
 )->tuple[dict,list,list]: # Differences, reasons and notes of an `AccumCheck`
     "Compares trainings. If they differ, finds the reasons"
-    trials = comparison.trials
     whole = comparison.trained('whole', False, ())
     is_finite = whole['weights'].isfinite().all()
     if not is_finite: return dict(weights=math.nan),[],[_nan]
@@ -83,7 +84,7 @@ def explain(
     steady = {name:o for name,o in found.items() if o > 100*repeated.get(name, 0)}  # times, for example, are not
     is_unseeded = 'weights' in found and 'weights' not in steady
     if is_unseeded: return found,[],[_unseeded]
-    suspected = suspects(trials.learn, cbs, steady, trials.sizes.micro_bs)
+    suspected = suspects(comparison.trials.small.model, cbs, steady, n)
     reasons,necessary = find_reasons(comparison, steady, suspected)
     if reasons: necessary = []
     notes = [f'perhaps {o}, without which nothing trains' for o in necessary]
@@ -93,8 +94,8 @@ def explain(
 def check_with(
     learn:Learner,
     cbs:list, # Callbacks of the fit, beside those of the Learner
-    n_steps:int, # In two epochs
-    size:int, # Samples in a window
+    n_steps:int, # In an epoch
+    size:int, # Samples in the smallest batch
     seed:int,
     verbose:bool,
 )->AccumCheck:
@@ -102,16 +103,20 @@ def check_with(
     all_cbs = [*learn.cbs, *cbs]
     left_out = list(filter(is_left_out, all_cbs))
     in_trials = [o for o in all_cbs if o not in left_out]
-    sizes = small_sizes(learn, our_callbacks(in_trials), size)
+    ours = our_callbacks(in_trials)
+    leader = min(ours, key=lambda o: o.lead_rank)
+    is_split = any(o.micro_batch_size for o in ours)
+    sizes = small_sizes(learn, leader, is_split, size)
     to_read,is_clean = copy_to_read(learn.dls.train)
-    n = n_samples(sizes, n_steps, drops_last(to_read))
+    n = n_samples(sizes, n_steps, drops_last(to_read), leader.remainder_for(to_read))
     samples = read_samples(to_read, n)
-    trials = Trials(learn, cbs, left_out, sizes, samples)
+    small = small_learner(learn, cbs, left_out, sizes, samples)
+    trials = Trials(small, sizes.window)
     comparison = Comparison(trials, seed, verbose)
-    differences,reasons,notes = explain(comparison, in_trials)
+    differences,reasons,notes = explain(comparison, in_trials, sizes.micro_bs)
     notes += notes_on(left_out, is_clean)
     n_trained = sum(len(plan.windows) for plan in trials.plans)
-    head = f'{n_trained} steps of up to {size} samples, {sizes.micro_bs} at a time and whole:'
+    head = f'{n_trained} steps of up to {sizes.window} samples, {sizes.micro_bs} at a time and whole:'
     return AccumCheck(head, differences, reasons, notes)
 
 def notes_on(left_out:list, is_clean:bool)->list[str]:
@@ -129,8 +134,8 @@ def notes_on(left_out:list, is_clean:bool)->list[str]:
 @patch
 def check_accum(self:Learner,
     cbs:Callback|list|None=None, # Callbacks that you will pass to the fit
-    n_steps:int=4, # Steps to train, in two epochs
-    size:int=12, # Samples in a window, a multiple of 4; the model sees a quarter at a time
+    n_steps:int=3, # Steps to train; with `remainder='carry'`, in each of two epochs
+    size:int=3, # Samples in the smallest batch that the model sees. Windows are twice as large, or four times
     seed:int=42, # Of the random numbers that the trials draw
     verbose:bool=True, # Print the report; and if the check takes longer than 5 seconds, what it does
 )->AccumCheck:
@@ -138,7 +143,6 @@ def check_accum(self:Learner,
     and name the reason for a difference. Leaves everything as it was"""
     n_steps = check_size('n_steps', n_steps)
     size = check_size('size', size)
-    if size%4: raise ValueError(f"size must be a multiple of 4, not {size}: the model sees a quarter of it at a time")
     check_flags(verbose=verbose)
     cbs = list(L(cbs))
     before = Snapshot(self.model, self.loss_func, *self.cbs, *cbs)  # copies share no tensor, but perhaps functions do

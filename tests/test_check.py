@@ -124,7 +124,7 @@ def nan_for(*sizes):
     return loss
 
 
-@pytest.mark.parametrize('sizes', [(2, 3, 5, 12), (12,)])
+@pytest.mark.parametrize('sizes', [(2, 3, 5, 6), (6,)])
 def test_weights_that_become_nan_are_not_equal(sizes):
     "scikit-learn raises an error where a prediction is NaN"
     metric = skm_to_fastai(mean_squared_error, is_class=False)
@@ -156,26 +156,15 @@ def reachable(learn):
     return attributes, own, weights, gradients, optimizer, states, modes
 
 
-@pytest.mark.parametrize('is_fitted', [False, True])
-@pytest.mark.parametrize('make', [DIFFERENT['SharedMean'], DIFFERENT['BatchNorm1d']])
-def test_everything_is_as_it_was(make, is_fitted, tmp_path, monkeypatch):
+@pytest.mark.parametrize('name,is_fitted', [('SharedMean', True), ('BatchNorm1d', False)])
+def test_everything_is_as_it_was(name, is_fitted, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    learn = make()
+    learn = DIFFERENT[name]()
     if is_fitted: fit(learn, 1)
     before = reachable(learn)
     check(learn)
     assert reachable(learn) == before
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_fit_is_the_same_after_a_check():
-    fitted = []
-    for is_checked in (False, True):
-        learn = DIFFERENT['Dropout']()
-        if is_checked: check(learn)
-        fitted.append(fit(learn, 2, .1))
-    assert_same(weights(fitted[0]), weights(fitted[1]))
-    assert_same(losses(fitted[0]), losses(fitted[1]))
 
 
 def test_an_interrupt_restores_too():
@@ -203,15 +192,13 @@ def test_callbacks_of_the_fit_are_checked():
 
 
 def test_the_number_and_size_of_windows():
-    result = check(learner(GradientAccumulation(32)), n_steps=8, size=16)
-    assert str(result).startswith('8 steps of up to 16 samples, 4 at a time')
+    result = check(learner(GradientAccumulation(32)), n_steps=8, size=4)
+    assert str(result).startswith('8 steps of up to 8 samples, 4 at a time')
     with pytest.raises(ValueError, match='n_steps'): check(learner(GradientAccumulation(32)), n_steps=0)
 
 
 def test_another_seed_draws_other_numbers():
-    make = DIFFERENT['Dropout']
-    first, same, other = [check(make(), seed=seed).differences for seed in (1, 1, 2)]
-    assert first == same
+    first, other = [check(DIFFERENT['Dropout'](), seed=seed).differences for seed in (1, 2)]
     assert first != other
 
 
@@ -232,10 +219,10 @@ class CountsPasses(nn.Module):
 
 @pytest.mark.parametrize('layers,n_trainings', [([], 2), ([nn.BatchNorm1d(8)], 5)])
 def test_the_samples_that_pass_through_the_model(layers, n_trainings, monkeypatch):
-    """Of each training: two epochs with a window of 12 and 5 more samples, and 3 of validation. There are two trainings
-    if nothing differs. If something does, whole batches train once more, and both train without the likely reason"""
+    """Of each training: two windows of 6 and 5 more samples, and 3 of validation. There are two trainings if nothing
+    differs. If something does, whole batches train once more, and both train without the likely reason"""
     passes = []
     monkeypatch.setattr(CountsPasses, 'passes', passes)
     result = check(learner(GradientAccumulation(32), layers=[CountsPasses(), *layers]))
     assert result.equal == (not layers)
-    assert sum(passes) == n_trainings*2*(12+5+3)
+    assert sum(passes) == n_trainings*(6+6+5+3)

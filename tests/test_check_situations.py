@@ -100,7 +100,7 @@ def test_limit_on_the_page_samples_are_those_that_the_loader_has_put_together(ma
 @pytest.mark.parametrize('cls', [MasksInputs, KeepsMasked])
 def test_limit_on_the_page_of_few_samples_none_may_be_left(cls):
     assert not check(cls.learner).equal
-    assert check(cls.learner, size=48).equal
+    assert check(cls.learner, size=12).equal
 
 
 def test_limit_on_the_page_a_number_of_samples_that_a_callback_sets_is_that_of_the_user():

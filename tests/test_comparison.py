@@ -7,6 +7,8 @@ class Trained:
     "Has differences, each by the name of the suspect that makes it; without it, rounding is left"
     def __init__(self, names): self.names = names
 
+    def distances(self, double, without): return self.differences(without)
+
     def differences(self, without):
         if 'needed' in without: raise RuntimeError('nothing trains without it')
         return {name: .01 if name in without else 1. for name in self.names}

@@ -15,7 +15,7 @@ from .suspects import Suspect
 from .trial import Trials,train
 
 # %% auto #0
-__all__ = ['distance', 'distances', 'Comparison', 'find_reasons']
+__all__ = ['distance', 'distances', 'Comparison', 'still_in', 'find_reasons']
 
 # %% ../../nbs/checking/03_comparison.ipynb #2a23d59e
 # Limits of distances
@@ -62,11 +62,16 @@ class Comparison:
         without:tuple[Suspect,...]=(), # Trains without these
     )->dict[str,Tensor]:
         "Trains a copy, and returns what that leaves, by name"
-        is_slow = time.perf_counter()-self.began > 5
-        if self.verbose and is_slow: print('still training copies')
+        if self.verbose: self.report_if_slow(without)
         learn = getattr(self.trials, way)(double)
         for o in without: o.remove(learn)
-        return train(learn, self.seed)
+        return train(learn, len(self.trials.plans), self.seed, double)
+
+    def report_if_slow(self, without:tuple[Suspect,...]):
+        "After 5 seconds, prints what trains next. It is no progress bar, since what is found decides how much is left"
+        seconds = time.perf_counter()-self.began
+        names = [o.name for o in without] or ['nothing']
+        if seconds > 5: print(f'after {seconds:.0f} s: trains without', *names)
 
     def distances(self, double:bool, without:tuple[Suspect,...])->dict[str,float]:
         "Returns how far what windows leave is from what whole batches leave, by name"
@@ -92,6 +97,11 @@ class Comparison:
         return distances(again, self.trained('whole', False, ()))
 
 # %% ../../nbs/checking/03_comparison.ipynb #e5058a61
+def still_in(found:dict[str,float], now:dict[str,float])->list[str]:
+    """Returns the names of the differences in `found` of which more than a fiftieth is left. Without BatchNorm, rounding
+    may grow to a hundredth of the difference in a deep network"""
+    return [name for name,o in found.items() if now.get(name, 0) >= o/50]
+
 def find_reasons(
     comparison:Comparison,
     found:dict[str,float], # Differences that need a reason
@@ -100,10 +110,12 @@ def find_reasons(
     "Leaves out one suspect after the other until nothing differs. Then puts back those without which no less differs"
     def names_of_different(without:list[Suspect])->list[str]|None:
         "Returns the names of what still differs without these suspects; None if nothing trains without them"
-        try: now = comparison.differences(tuple(without))
+        without = tuple(without)
+        try:
+            left = still_in(found, comparison.distances(False, without))
+            if not left: return []  # without float64, which takes twice as long
+            return still_in(found, comparison.differences(without))
         except Exception: return None  # for example, since nobody else sets the targets
-        # Without BatchNorm, deep networks may be so chaotic that rounding grows to a hundredth of the difference
-        return [name for name,o in found.items() if now.get(name, 0) >= o/50]
     left = list(found)  # what differs without the suspects that are left out
     left_out = []
     necessary = []

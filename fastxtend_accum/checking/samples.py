@@ -14,7 +14,7 @@ from ..windows.loader import loader_bs
 from ..windows.nested import CannotJoin,join,map_tensors,n_rows,slice_fields
 
 # %% auto #0
-__all__ = ['joined', 'as_double', 'KeptSamples', 'KeptLoader', 'equal_bounds', 'copy_to_read', 'read_samples']
+__all__ = ['joined', 'KeptSamples', 'KeptLoader', 'equal_bounds', 'copy_to_read', 'read_samples']
 
 # %% ../../nbs/checking/00_samples.ipynb #9f633510
 def joined(batches:list[tuple], sizes:list[int])->tuple:
@@ -22,10 +22,6 @@ def joined(batches:list[tuple], sizes:list[int])->tuple:
     length of their texts"""
     fields = zip(*batches)
     return tuple(join(list(o), sizes) for o in fields)
-
-def as_double(t:Tensor)->Tensor:
-    "Returns `t` in float64, unless it holds integers"
-    return t.double() if t.is_floating_point() else t
 
 class KeptSamples(GetAttr):
     """The samples of an epoch, in memory, as the data set of a fastai `DataLoader`. Callbacks may ask it what they
@@ -42,24 +38,23 @@ class KeptSamples(GetAttr):
 
     def __len__(self)->int: return self.n
 
-    def rows(self, start:int, end:int, double:bool=False)->tuple:
-        "Returns a copy of some samples of two epochs, which callbacks may change; in float64 if `double`"
+    def rows(self, start:int, end:int)->tuple:
+        "Returns a copy of some samples of two epochs, which callbacks may change"
         some = slice_fields(self.two_epochs, start, end, 2*self.n)
-        some = map_tensors(torch.clone, some)
-        return map_tensors(as_double, some) if double else some
+        return map_tensors(torch.clone, some)
 
 # %% ../../nbs/checking/00_samples.ipynb #9f633511
 class KeptLoader(DataLoader):
     "Yields the rows from `start` to `end` for each pair of these `bounds`"
-    def __init__(self, samples:KeptSamples, bounds:list[tuple], bs:int, double:bool=False):
+    def __init__(self, samples:KeptSamples, bounds:list[tuple], bs:int):
         self.bounds = bounds
-        self.double = double  # whether its tensors are in float64
         super().__init__(samples, bs=bs)
 
     def __len__(self)->int: return len(self.bounds)
+    def __deepcopy__(self, memo): return self  # all copies of a Learner train on the same samples
     def create_batches(self, positions):
         self.it = None  # fastai deletes it at the end of an epoch
-        return (self.dataset.rows(*o, self.double) for o in self.bounds)
+        return (self.dataset.rows(*o) for o in self.bounds)
 
 def equal_bounds(n:int, bs:int)->list[tuple]:
     "Returns the bounds of batches of `bs` out of `n` samples. The last one may be smaller"

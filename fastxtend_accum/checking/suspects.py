@@ -119,13 +119,12 @@ def callback_suspects(cbs:list, n:int)->list[Suspect]:
     return res
 
 def suspects(
-    learn:Learner,
+    model:nn.Module,
     cbs:list, # Callbacks of the fit
     found:Iterable[str], # What differs
     n:int, # Samples in a micro-batch
 )->list[Suspect]:
     "Returns what may be the reason, the most likely first. The last one, the whole model, includes other layers"
-    model = learn.model
     modules = list(model.modules())
     changing = [m for m in modules if f'buffers of {type(m).__name__}' in found]
     res = module_suspects(changing, f'sees {n} samples at a time')

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..windows.gradients import extra_params
 from ..windows.loader import EpochPlan
-from ..windows.nested import leaves_in
+from ..windows.nested import leaves_in,map_tensors
 from ..windows.processes import inner_model,n_processes
 from ..callback import WindowCallback,leader_of
 from ..checkpointing import ActivationCheckpointing
@@ -26,8 +26,8 @@ from .samples import KeptLoader,KeptSamples,equal_bounds
 
 # %% auto #0
 __all__ = ['Sizes', 'small_sizes', 'small_settings', 'epoch_plans', 'whole_bounds', 'WholeWindows', 'WithoutGraphs',
-           'copy_learner', 'Trials', 'Observer', 'draw', 'flat', 'numbers_in', 'is_users', 'left_by', 'without_traces',
-           'train']
+           'copy_learner', 'small_learner', 'Trials', 'as_double', 'Observer', 'draw', 'flat', 'numbers_in', 'is_users',
+           'left_by', 'without_traces', 'train']
 
 # %% ../../nbs/checking/01_trial.ipynb #723a900c
 class Sizes(NamedTuple):
@@ -38,24 +38,26 @@ class Sizes(NamedTuple):
 
 def small_sizes(
     learn:Learner,
-    ours:list[WindowCallback], # In a fit of `learn`
-    window:int, # Samples in a window, four times those of a micro-batch
+    leader:WindowCallback, # Runs its batches
+    is_split:bool, # Whether loader batches are split into micro-batches
+    size:int, # Samples in the smallest batch
 )->Sizes:
-    """Returns sizes that relate to each other as the user's do: whether a window has several loader batches or a
-    loader batch several windows, and whether batches are split"""
-    leader = min(ours, key=lambda o: o.lead_rank)
+    """Returns sizes that relate to each other as the user's do: whether a window has several loader batches, or a
+    loader batch several windows"""
     info = leader.loader_info_of(learn.dls.train)
     users_bs = info.batch_size or math.inf
     users_bs *= n_processes(learn)
     users_sizes = leader.sizes_by_argument(users_bs)
     users_window = max(users_sizes.values())
-    is_split = any(cb.micro_batch_size for cb in ours)
-    if users_window < users_bs: bs = 2*window
-    elif users_window == users_bs: bs = window
-    elif is_split: bs = window//2
-    else: bs = window//4
-    micro_bs = window//4 if is_split else min(bs, window)
-    return Sizes(window, bs, micro_bs)
+    joins_batches = users_window > users_bs
+    cuts_batches = users_window < users_bs
+    n_micro_batches = 2
+    if joins_batches and is_split: n_micro_batches = 4  # in a window of two loader batches
+    window = size*n_micro_batches
+    bs = window
+    if joins_batches: bs = window//2
+    if cuts_batches: bs = 2*window
+    return Sizes(window, bs, size if is_split else min(bs, window))
 
 def small_settings(cb:WindowCallback, sizes:Sizes)->dict:
     "Returns the settings with which `cb` does to small batches what it does to the user's"
@@ -71,10 +73,10 @@ def small_settings(cb:WindowCallback, sizes:Sizes)->dict:
 
 # %% ../../nbs/checking/01_trial.ipynb #b5115d1a
 def epoch_plans(leader:WindowCallback, loader:KeptLoader)->list[EpochPlan]:
-    "Returns the windows of two epochs of `loader`"
+    "Returns the windows of an epoch of `loader`; of two epochs if the first one carries samples into the second"
+    if leader.remainder_for(loader) != 'carry': return [leader.plan_of(loader, 0, 1)]
     first = leader.plan_of(loader, 0, 2)
-    carried = first.left if first.remainder == 'carry' else []
-    return [first, leader.plan_of(loader, 1, 2, carried=carried)]
+    return [first, leader.plan_of(loader, 1, 2, carried=first.left)]
 
 def whole_bounds(plan:EpochPlan, n:int)->list[tuple]:
     "Returns the bounds of the windows of a plan among the samples of two epochs of `n`"
@@ -113,7 +115,7 @@ class WithoutGraphs(TorchFunctionMode):
 
 def copy_learner(
     learn:Learner,
-    replaced:list[tuple], # Pairs: an object, and what takes its place in the copy
+    replaced:list[tuple]=(), # Pairs: an object, and what takes its place in the copy
     cbs:list=(), # More callbacks for the copy
     double:bool=False, # Whether its tensors are in float64
 )->Learner:
@@ -135,59 +137,63 @@ def copy_learner(
     return res.add_cbs(cbs)
 
 # %% ../../nbs/checking/01_trial.ipynb #ada52078
+def small_learner(
+    learn:Learner,
+    cbs:list, # Callbacks of the fit, beside those of the Learner
+    left_out:list, # Callbacks that the copy does not have
+    sizes:Sizes,
+    samples:KeptSamples, # Of an epoch
+)->Learner:
+    "Returns a copy of `learn` that trains in small windows on `samples`, and validates on a few of them"
+    n_valid = sizes.micro_bs
+    train = KeptLoader(samples, equal_bounds(samples.n, sizes.bs), sizes.bs)
+    valid = KeptLoader(samples, [(0, n_valid)], n_valid)
+    loaders = [train, valid, *learn.dls.loaders[2:]]
+    dls = copy(learn.dls)
+    vars(dls)['loaders'] = loaders
+    replaced = [(learn.dls, dls)]
+    replaced += zip(learn.dls.loaders, loaders)
+    replaced += [(cb, Callback()) for cb in left_out]
+    res = copy_learner(learn, replaced, cbs)
+    for cb in res._grab_cbs(WindowCallback):
+        vars(cb).update(small_settings(cb, sizes))
+    return res
+
 class Trials:
-    "Makes copies of a Learner that train on the same few samples, in windows or as whole batches"
+    "Makes copies of a small Learner that train on the same samples, in windows or as whole batches"
     def __init__(self,
-        learn:Learner,
-        cbs:list, # Callbacks of the fit, beside those of the Learner
-        left_out:list, # Callbacks that no copy has
-        sizes:Sizes,
-        samples:KeptSamples, # Of an epoch
+        small:Learner,
+        window:int, # Samples in its windows
     ):
-        store_attr()
-        self.bounds = equal_bounds(samples.n, sizes.bs)  # of loader batches
-        learn = self.in_windows()
-        self.plans = epoch_plans(leader_of(learn), learn.dls.train)
+        self.small = small
+        loader = small.dls.train
+        self.plans = epoch_plans(leader_of(small), loader)  # of each epoch
+        self.loaders = []  # whole batches of each epoch
+        for plan in self.plans:
+            bounds = whole_bounds(plan, loader.n)
+            self.loaders.append(KeptLoader(loader.dataset, bounds, window))
 
-    def copy(self, loader:KeptLoader, double:bool)->Learner:
-        "Returns a copy that trains on `loader`, in float64 if `double`, and validates on a few of the same samples"
-        learn = self.learn
-        n_valid = self.sizes.window//4
-        valid = KeptLoader(self.samples, [(0, n_valid)], n_valid, double)
-        loaders = [loader, valid, *learn.dls.loaders[2:]]
-        dls = copy(learn.dls)
-        vars(dls)['loaders'] = loaders
-        replaced = [(learn.dls, dls)]
-        replaced += zip(learn.dls.loaders, loaders)
-        replaced += [(cb, Callback()) for cb in self.left_out]
-        return copy_learner(learn, replaced, self.cbs, double)
-
-    def in_windows(self, double:bool=False)->Learner:
-        "Returns a copy that trains in windows"
-        loader = KeptLoader(self.samples, self.bounds, self.sizes.bs, double)
-        res = self.copy(loader, double)
-        for cb in res._grab_cbs(WindowCallback):
-            vars(cb).update(small_settings(cb, self.sizes))
-        return res
+    def in_windows(self, double:bool=False)->Learner: return copy_learner(self.small, double=double)
 
     def whole(self, double:bool=False)->Learner:
         "Returns a copy that trains on whole batches, without callbacks of this package"
-        loaders = []
-        for plan in self.plans:
-            bounds = whole_bounds(plan, self.samples.n)
-            loaders += [KeptLoader(self.samples, bounds, self.sizes.window, double)]
-        res = self.copy(loaders[0], double)
+        replaced = [(self.small.dls.train, self.loaders[0])]
+        res = copy_learner(self.small, replaced, double=double)
         res.remove_cbs(res._grab_cbs(WindowCallback))
-        return res.add_cb(WholeWindows(loaders, self.plans))
+        return res.add_cb(WholeWindows(self.loaders, self.plans))
 
 # %% ../../nbs/checking/01_trial.ipynb #c9e606c0
+def as_double(t:Tensor)->Tensor:
+    "Returns `t` in float64, unless it holds integers"
+    return t.double() if t.is_floating_point() else t
+
 class Observer(Callback):
     """Notes the rates and positions of steps. It also sets a seed for each loader batch and each step, so that random
     numbers differ only if they are drawn for other samples"""
     order = -1000  # before all others
-    run_valid = False
-    def __init__(self, seed:int):
+    def __init__(self, seed:int, double:bool):
         self.seed = seed
+        self.double = double  # whether batches are in float64
         self.n_batches = 0
         self.rates = []
         self.positions = []
@@ -195,6 +201,9 @@ class Observer(Callback):
     def before_batch(self):
         self.n_batches += 1
         set_seed(self.seed+self.n_batches)
+        if not self.double: return
+        self.learn.xb = map_tensors(as_double, self.xb)
+        self.learn.yb = map_tensors(as_double, self.yb)
 
     def before_step(self):
         rates = [o['lr'] for o in self.opt.hypers]
@@ -272,14 +281,19 @@ def without_traces():
         warnings.simplefilter('ignore')
         yield Path(folder)
 
-def train(learn, seed:int)->dict[str,Tensor]:
-    "Trains a copy for two epochs, and returns what it leaves, by name: of the weights, how far they have moved"
-    observer = Observer(seed)
+def train(
+    learn:Learner, # A copy
+    n_epoch:int,
+    seed:int,
+    double:bool=False, # Whether the copy is in float64
+)->dict[str,Tensor]:
+    "Trains a copy, and returns what that leaves, by name: of the weights, how far they have moved"
+    observer = Observer(seed, double)
     learn.model.register_forward_pre_hook(draw)
     before = flat(learn.model.parameters())
     with without_traces() as learn.path:
         learn.model_dir = 'models'
         set_seed(seed)
-        learn.fit(2, cbs=observer)
+        learn.fit(n_epoch, cbs=observer)
     moved = flat(learn.model.parameters())-before
     return dict(weights=moved) | left_by(learn, observer)
