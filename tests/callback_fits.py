@@ -195,7 +195,7 @@ def rows_of(cb): return getattr(cb, 'rows', [])
 def assert_same_fit(small, big, tol=ROUNDING, rate_tol=0.):
     "Asserts the same error, weights, log, hyper-parameters, and rows that the other callbacks have noted"
     assert small.error is big.error
-    assert_same(weights(small.learn), weights(big.learn), tol)
+    assert_same_weights(small.learn, big.learn, tol)
     assert_same(hypers(small.learn), hypers(big.learn), rate_tol)
     assert_same_log(small.recorder, big.recorder, rate_tol)
     for a, b in zip(small.others, big.others, strict=True):

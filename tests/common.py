@@ -54,6 +54,16 @@ def tokens():
     return inputs, labels
 
 
+class Stream(torch.utils.data.IterableDataset):
+    "`n` samples, one after the other, of which another number may be announced"
+    def __init__(self, n, announced=None):
+        self.samples = list(zip(*data(n)))
+        self.announced = n if announced is None else announced
+
+    def __len__(self): return self.announced
+    def __iter__(self): return iter(self.samples)
+
+
 def model(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
@@ -132,6 +142,33 @@ class CpuMixedPrecision(MixedPrecision):
         self.learn.scaler = GradScaler('cpu', **self.kwargs)
 
 
+class CenterLoss(nn.Module):
+    "Has a parameter of its own, which the optimizer of the Learner does not know"
+    def __init__(self):
+        super().__init__()
+        self.center = nn.Parameter(torch.full((1, 1), .5, dtype=torch.float64))
+
+    def forward(self, pred, targ):
+        distance = (pred-self.center).square().mean()
+        return (F.mse_loss(pred, targ)+.5*distance).float()
+
+
+class TrainsLoss(Callback):
+    "Trains the parameters of the loss by an optimizer of its own"
+    run_valid = False
+    def __init__(self, event='after_step'):
+        self.rows = []
+        setattr(self, event, self.step)
+
+    def before_fit(self):
+        self.own = torch.optim.SGD(self.loss_func.parameters(), lr=.3)
+
+    def step(self):
+        self.own.step()
+        self.own.zero_grad()
+        self.rows.append([self.loss_func.center.item()])
+
+
 # Assertions
 
 def as_tensor(o):
@@ -145,6 +182,11 @@ def assert_same(a, b, tol=0.):
     diff = (a-b).abs()
     assert not diff.isnan().any(), 'there is a NaN'
     assert (diff <= tol).all(), f'largest difference {diff.max()}, mean {diff.mean()}, allowed {tol}'
+
+
+def assert_same_weights(a, b, tol=0.):
+    "Asserts that two Learners or models have the same weights"
+    assert_same(weights(a), weights(b), tol)
 
 
 def assert_apart(a, b, least=1e-3):
@@ -204,6 +246,21 @@ class Fault(Callback):
     def strike(self):
         self.count += 1
         if self.count == self.nth: raise self.exc('on purpose')
+
+
+class MultiplyLoss(Callback):
+    "Multiplies the loss by `value` in the backward pass of these training batches"
+    run_valid = False
+    order = MixedPrecision.order+1
+
+    def __init__(self, value, struck):
+        self.value = value
+        self.struck = struck
+        self.n = -1
+
+    def before_backward(self):
+        self.n += 1
+        if self.n in self.struck: self.learn.loss_grad = self.loss_grad*self.value
 
 
 # The reference

@@ -55,10 +55,6 @@ def unet(**kwargs):
     return unet_learner(masks(), narrow_body, pretrained=False, n_out=3, **kwargs)
 
 
-def regnet(**kwargs):
-    return Learner(categories(), timm.create_model('regnetx_002', num_classes=3), **kwargs)
-
-
 def densenet(**kwargs):
     return Learner(categories(), timm.create_model('densenet121', num_classes=3), **kwargs)
 

@@ -6,7 +6,7 @@ FLOAT32 = 1e-5  # the Recorder averages losses in float32
 
 def assert_same_fit(small, large, tol=ROUNDING, rate_tol=0.):
     "Asserts that two fits have left the same weights, and the same curves"
-    assert_same(weights(small), weights(large), tol)
+    assert_same_weights(small, large, tol)
     assert_same_curves(small.recorder, large.recorder, rate_tol)
 
 

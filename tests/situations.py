@@ -89,7 +89,7 @@ def noted(learn):
 
 def assert_same_training(small, large, tol=ROUNDING):
     "Asserts the same weights and log"
-    assert_same(weights(small), weights(large), tol)
+    assert_same_weights(small, large, tol)
     assert_same_log(small.recorder, large.recorder, 0.)
 
 

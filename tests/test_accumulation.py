@@ -7,8 +7,6 @@ from fastai.text.data import LMDataLoader
 
 from common import *
 from fastxtend_accum.accumulation import can_be_smaller
-from fastxtend_accum.memory.auto import AutoMicroBatches
-from fastxtend_accum.memory.micro_batches import MicroBatches
 from our_warnings import warnings_of
 
 
@@ -33,16 +31,6 @@ def test_the_arguments_of_fastai():
     assert accum.accum_bs == accum.n_acc == 64
     accum.n_acc = 32
     assert accum.accum_bs == 32
-
-
-@pytest.mark.parametrize('make, error, says', [
-    (lambda: GradientAccumulation(64, 8), ValueError, 'accum_bs=64 and n_acc=8 both set'),
-    (lambda: GradientAccumulation(n_acc=0), ValueError, 'accum_bs must be at least 1 sample'),
-    (lambda: GradientAccumulation(32, accum=3), TypeError, "unexpected keyword argument 'accum'"),
-    (lambda: GradientAccumulation(32, remainder='keep'), ValueError, "must be one of .* or None, not 'keep'"),
-    (lambda: GradientAccumulation(micro_batch_size=8, remainder='carry'), ValueError, 'windows of several batches')])
-def test_arguments_that_are_none_are_an_error(make, error, says):
-    with pytest.raises(error, match=says): make()
 
 
 def test_before_a_fit_there_is_nothing_to_tell():
@@ -122,21 +110,12 @@ def test_what_is_dropped_is_neither_loaded_nor_computed(make):
 def test_an_epoch_that_fills_no_window_is_an_error_if_windows_are_dropped():
     learn = make_learner(8, n=44, cbs=GradientAccumulation(48, remainder='drop'))
     with pytest.raises(ValueError, match='an epoch has 44 samples, which do not fill one window of 48'): fit(learn)
-    assert_same(weights(learn), weights(model()))
-
-
-class Stream(torch.utils.data.IterableDataset):
-    "40 samples, of which 64 are announced"
-    def __len__(self):
-        return 64
-
-    def __iter__(self):
-        return iter(list(zip(*data(40))))
+    assert_same_weights(learn, model())
 
 
 def stream_learner(*cbs):
     learn = make_learner(8, cbs=cbs)
-    train = torch.utils.data.DataLoader(Stream(), batch_size=8)
+    train = torch.utils.data.DataLoader(Stream(40, announced=64), batch_size=8)
     learn.dls = DataLoaders(train, learn.dls.valid)
     return learn
 
@@ -145,7 +124,7 @@ def test_a_fit_without_a_step_causes_a_warning_if_nobody_could_know_before():
     learn = stream_learner(GradientAccumulation(48, remainder='drop'))
     said, = warnings_of(learn, n_epoch=2)
     assert said.startswith('no optimizer step was taken in this fit: no epoch fills a window of 48 samples; use a')
-    assert_same(weights(learn), weights(model()))
+    assert_same_weights(learn, model())
 
 
 class EndsBeforeTraining(Callback):
@@ -156,31 +135,6 @@ class EndsBeforeTraining(Callback):
 def test_a_fit_that_a_callback_ends_before_its_first_step_causes_no_warning():
     learn = make_learner(8, n=64, cbs=[GradientAccumulation(32, remainder='drop'), EndsBeforeTraining()])
     assert warnings_of(learn, n_epoch=1) == []
-
-
-class ReplacesLoader(Callback):
-    "Wraps the training loader, in a way that fastai allows"
-    run_valid = False
-    def __init__(self, order):
-        self.order = order
-
-    def before_train(self):
-        self.learn.dl = self.dls.train.new()
-
-
-@pytest.mark.parametrize('order, expected', [(GradientAccumulation.order-1, 3), (GradientAccumulation.order+1, 0)])
-def test_a_loader_that_is_replaced_too_late_causes_a_warning(order, expected):
-    "The batches of the other loader run without accumulation, as fastai runs them"
-    accum = GradientAccumulation(32)
-    learn = make_learner(8, cbs=[accum, ReplacesLoader(order)])
-    said = warnings_of(learn)
-    assert accum.opt_steps == expected
-    if expected:
-        assert said == []
-        return
-    assert said == ['nothing was accumulated, because a callback replaced learn.dl after GradientAccumulation had put '
-                    'its batches into windows: it must do that in before_train, with an order below 12']
-    assert_same(weights(learn), weights(fit(make_learner(8), 1, lr=0.01)))
 
 
 @pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_batch'])
@@ -197,47 +151,7 @@ def test_a_micro_batch_that_is_larger_than_the_loaders_batch_causes_a_warning():
     assert accum.micro_bs == 8
 
 
-# Sizes that do not fit the loader
-
-@pytest.mark.parametrize('bs, size, says', [
-    (8, 20, "accum_bs=20 is a number of samples, but not a multiple of the DataLoader's batch of 8: use 16 or 24"),
-    (32, 100, 'use 96 or 128')])
-def test_a_window_of_no_whole_number_of_batches_is_an_error(bs, size, says):
-    learn = make_learner(bs, cbs=GradientAccumulation(size))
-    with pytest.raises(ValueError, match=says): fit(learn)
-    assert_same(weights(learn), weights(model()))
-
-
-@pytest.mark.parametrize('size, expected', [
-    (32, [32, 32, 32]),
-    (16, [16, 16, 16, 16, 16, 16]),
-    (10, [10, 11, 11, 10, 11, 11, 10, 11, 11]),
-    (20, [16, 16, 16, 16, 16, 16])])  # 32 is as near a multiple of it as 16, and nearer to none
-def test_a_window_may_be_a_part_of_a_batch(size, expected):
-    "The nearest size of which a loader batch has a whole number"
-    learn = fit(make_learner(32, cbs=GradientAccumulation(size)), 1)
-    assert sorted(learn.recorder.accum_bs) == sorted(expected)
-
-
-def test_a_batch_of_unknown_size_is_not_cut():
-    batches = list(zip(*[o.split(8) for o in data(32)]))
-    learn = Learner(DataLoaders(batches, batches), model(), mse, cbs=GradientAccumulation(4, micro_batch_size=8))
-    with pytest.raises(ValueError, match='accum_bs=4 is less than 8.*states no batch size cannot be cut'): fit(learn)
-
-
 # The strategy, and the line
-
-def test_the_size_that_auto_has_found_is_kept_unless_micro_batch_size_changes():
-    accum = GradientAccumulation(32, micro_batch_size='auto')
-    learn = fit(make_learner(8, cbs=accum), 1)
-    strategy = accum.strategy
-    assert isinstance(strategy, AutoMicroBatches)
-    fit(learn, 1)
-    assert accum.strategy is strategy
-    accum.micro_batch_size = 4
-    fit(learn, 1)
-    assert type(accum.strategy) is MicroBatches
-
 
 def test_the_line_is_printed_again_if_it_has_changed(capsys):
     accum = GradientAccumulation(32)
@@ -272,46 +186,12 @@ def test_skipped_steps_are_counted_and_said_once_in_each_fit():
     assert accum.n_skipped == 0
 
 
-# Callbacks that come late
-
-class LateAugmentation(Callback):
-    "Prepares batches, and has an order of 50 or more, at which callbacks see windows"
-    order = 55
-    run_valid = False
-    def before_batch(self):
-        self.learn.xb = (self.x*2,)
-
-
-def test_a_late_callback_sees_each_loader_batch_where_those_are_logged():
-    "So there is nothing to warn of"
-    large = fit(make_learner(32, cbs=LateAugmentation()))
-    small = fit(make_learner(8, cbs=[LateAugmentation(), GradientAccumulation(32, log_accum_batch=False)]))
-    assert_same(weights(small), weights(large), ROUNDING)
-
-
 # Validation
 
 SAMPLES = list(zip(*data(20)))
 
 
 class OwnLoader(DataLoader): "Whatever it does, a copy of it might not"
-
-
-@pytest.mark.parametrize('accum, sizes', [
-    (GradientAccumulation(micro_batch_size=6), [4, 4, 4, 4, 4]),  # in training, 8 are split into 4 and 4
-    (GradientAccumulation(32, micro_batch_size=8), [8, 8, 4]),
-    (GradientAccumulation(micro_batch_size='auto'), [8, 8, 4]),
-    (GradientAccumulation(32), [16, 4])])
-def test_validation_has_the_batches_that_the_model_sees_in_training(accum, sizes):
-    notes = NotesSizes()
-    learn = fit(make_learner(8, cbs=[accum, notes]), 1)
-    assert notes.in_validation == sizes
-    notes = NotesSizes()
-    plain = make_learner(8, cbs=notes)
-    plain.model.load_state_dict(learn.model.state_dict())
-    with quiet(plain): loss, = plain.validate()
-    assert notes.in_validation == [16, 4]
-    assert float(learn.final_record[-1]) == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.parametrize('valid', [

@@ -58,20 +58,8 @@ def skips_samples(bs):
     return DataLoader(SAMPLES, bs=bs, create_item=create_item)
 
 
-class Stream(tud.IterableDataset):
-    "50 samples, of which another number may be announced"
-    def __init__(self, n_announced):
-        self.n_announced = n_announced
-
-    def __len__(self):
-        return self.n_announced
-
-    def __iter__(self):
-        return iter(SAMPLES)
-
-
 def stream(bs, n_announced=50, **kwargs):
-    return tud.DataLoader(Stream(n_announced), batch_size=bs, **kwargs)
+    return tud.DataLoader(Stream(50, n_announced), batch_size=bs, **kwargs)
 
 
 # Loaders whose batches have any size
@@ -208,23 +196,6 @@ def test_a_window_of_an_own_loader_that_states_a_size():
     assert_same_fit_and_positions(small, large)
 
 
-def test_windows_of_batches_of_any_size():
-    "If no size is stated, a window takes batches until it has `accum_bs` samples or more, and positions go by batches"
-    learn = fit_on(by_batch_sampler(), GradientAccumulation(18, micro_batch_size=9))
-    of_an_epoch = []
-    size = 0
-    for batch in SizedBatches():
-        size += len(batch)
-        if size < 18: continue
-        of_an_epoch.append(size)
-        size = 0
-    assert size, 'the last window of an epoch is incomplete'
-    of_an_epoch.append(size)
-    assert learn.recorder.accum_bs == [*of_an_epoch, *of_an_epoch, *of_an_epoch]
-    ends = [0, 1, 1, 2, 2, 3]  # of epochs
-    assert_same(learn.notes_positions.seen, tensor(ends).double()/3, SAME_POSITIONS)
-
-
 # Sizes that change between epochs
 
 class SetsSize(Callback):
@@ -271,9 +242,3 @@ def test_windows_stay_as_large_as_they_are(sizes, micro_batch_size, change):
     small = fit_on(fastai_loader(sizes[0]), change(sizes), accum)
     large = fit_on(fastai_loader(16))
     assert_same_fit_and_positions(small, large)
-
-
-def test_a_size_that_no_longer_fits_is_an_error():
-    says = "accum_bs=16 .* not a multiple of the DataLoader's batch of 12: use 12 or 24"
-    change = SetsSize([8, 12, 12])
-    with pytest.raises(ValueError, match=says): fit_on(fastai_loader(8), change, GradientAccumulation(16))

@@ -1,7 +1,7 @@
 "fastai's applications on small data in float32, each against its large batch"
 import pytest
 import torch.utils.data as tud
-from fastai.callback.rnn import RNNRegularizer, rnn_cbs
+from fastai.callback.rnn import rnn_cbs
 from fastai.collab import CollabDataLoaders, EmbeddingDotBias
 from fastai.tabular.all import Categorify, Normalize, TabularDataLoaders, TabularLearner, TabularModel
 from fastai.text.all import AWD_LSTM, TensorText, awd_lstm_clas_config, awd_lstm_lm_config
@@ -24,7 +24,7 @@ def assert_windows_are_the_large_batch(make, tol=FLOAT32):
     alone = make(8, [])
     for learn in (large, windows, alone): fit(learn, 2, .01, method='fit_one_cycle')
     assert len(losses(large)) > 3
-    assert_same(weights(windows), weights(large), tol)
+    assert_same_weights(windows, large, tol)
     assert_same(losses(windows), losses(large), 1e-4)
     assert_same(floats(windows.recorder.values), floats(large.recorder.values), 1e-3)
     assert largest_difference(alone, large) > 20*tol
@@ -107,7 +107,7 @@ def test_a_language_model_carries_its_state_from_batch_to_batch():
     learn = Learner(DataLoaders(train, valid), language_model(), CrossEntropyLossFlat(), opt_func=SGD, cbs=cbs)
     fit(learn, 1)
     assert learn.recorder.accum_bs == [12, 12, 12, 12]
-    assert_same(weights(learn), weights(m), FLOAT32)
+    assert_same_weights(learn, m, FLOAT32)
     assert largest_difference(learn, language_model()) > 1e-3
 
 
@@ -126,20 +126,6 @@ def text_classifier(bs, cbs, **kwargs):
 
 def test_text_classifier():
     assert_windows_are_the_large_batch(text_classifier, tol=1e-4)
-
-
-@pytest.mark.parametrize('make', [
-    lambda: GradientAccumulation(micro_batch_size=7),
-    lambda: GradientCache(7)], ids=['split', 'cache'])
-def test_the_regularizer_of_micro_batches_adds_up_to_that_of_the_batch(make):
-    large = fit(text_classifier(32, [], opt_func=SGD), 2)
-    small = fit(text_classifier(32, [make()], opt_func=SGD), 2)
-    without = text_classifier(32, [], opt_func=SGD)
-    without.remove_cb(RNNRegularizer)
-    fit(without, 2)
-    assert_same(weights(small), weights(large), 5e-6)
-    assert_same(floats(small.recorder.values), floats(large.recorder.values), 5e-6)
-    assert largest_difference(without, large) > 1e-3
 
 
 # Tabular and collab

@@ -130,20 +130,11 @@ def fit_texts(most, *cbs):
 def test_inputs_without_tensors_are_split_by_samples():
     plain = fit_texts(16)
     assert_apart(plain, OfTexts(0))
-    assert_same(weights(fit_texts(5, split_auto())), weights(plain), ROUNDING)
+    assert_same_weights(fit_texts(5, split_auto()), plain, ROUNDING)
 
 
 def test_if_not_one_sample_fits_that_is_an_error():
     with pytest.raises(RuntimeError, match='out of memory with a single sample'): fit_texts(0, split_auto())
-
-
-# Without it
-
-@pytest.mark.parametrize('cb', [GradientAccumulation(32), GradientAccumulationSchedule(16, 32)])
-def test_without_auto_a_warning_names_it(cb):
-    learn = make_learner(16, loss_func=run_out_of_memory, cbs=cb)
-    with pytest.warns(match="out of memory with batches of 16 samples: .* micro_batch_size='auto' or"):
-        with pytest.raises(torch.OutOfMemoryError): fit(learn, 1)
 
 
 # A real allocator

@@ -144,7 +144,7 @@ def test_a_window_has_the_mean_of_the_losses_of_its_batches():
             batch, inputs = inputs[:size], inputs[size:]
             (info_nce(m(batch))*size).backward()
         opt.step()
-    assert_same(weights(ours), weights(m), ROUNDING)
+    assert_same_weights(ours, m, ROUNDING)
     assert ours.recorder.accum_bs == [64, 36]
     assert_apart(ours, TwoOutputs())
 
@@ -201,7 +201,7 @@ def test_a_head_with_batch_norm_is_not_split_if_the_body_is_the_part(make_model)
     plain = trained(make_model=make_model, n=96)
     ours = trained(GradientCache(8, part=body), make_model=make_model, n=96)
     assert_apart(plain, Body())
-    assert_same(weights(ours), weights(plain), ROUNDING)
+    assert_same_weights(ours, plain, ROUNDING)
     assert_same(buffers(ours), buffers(plain), ROUNDING)
     assert not [m for m in ours.model.modules() if 'forward' in vars(m)]
     assert_apart(trained(GradientCache(8), make_model=make_model, n=96), plain, 1e-4)  # the whole model is split
@@ -221,7 +221,7 @@ def test_views_that_a_callback_puts_into_the_batch_count(capsys):
 
     whole = simclr(64)
     assert 'each batch of 64 fits in memory' in capsys.readouterr().out
-    assert_same(weights(simclr('auto', OutOfMemory('after_loss', 1))), weights(whole), ROUNDING)
+    assert_same_weights(simclr('auto', OutOfMemory('after_loss', 1)), whole, ROUNDING)
     assert 'each batch of 64 is split into 2 micro-batches of 32' in capsys.readouterr().out
     assert_apart(whole, encoder())
 
@@ -293,7 +293,7 @@ def test_a_compiled_model_keeps_its_own_forward():
     ours = trained(GradientCache(8), make_model=lambda: m, n_epoch=1)
     plain = trained(n_epoch=1)
     assert_apart(plain, TwoOutputs())
-    assert_same(weights(ours), weights(plain), ROUNDING)
+    assert_same_weights(ours, plain, ROUNDING)
     assert vars(m)['forward'] is own
 
 
@@ -436,8 +436,8 @@ def test_tokens_come_first_inside_a_model_that_is_split_but_not_in_its_part(n_to
     plain = TokensFirst(n_tokens)
     ours = fit(learner_of_views(TokensFirst(n_tokens), GradientCache(8)))
     whole = fit(learner_of_views(TokensFirst(n_tokens)))
-    assert_same(weights(ours), weights(whole), ROUNDING)
+    assert_same_weights(ours, whole, ROUNDING)
     assert_apart(whole, plain)
     learn = learner_of_views(TokensFirst(n_tokens), GradientCache(2, body))
     with pytest.raises(ValueError, match='cannot split a tensor of shape'): fit(learn, 1)
-    assert_same(weights(learn), weights(plain))
+    assert_same_weights(learn, plain)

@@ -28,7 +28,7 @@ def test_without_windows_a_loader_batch_is_a_window_and_the_fit_is_fastais():
     learn = fit(make_learner(8, n=100, cbs=WindowCallback()))
     plain = fit(make_learner(8, n=100))
     assert_moved(learn)
-    assert_same(weights(learn), weights(plain))
+    assert_same_weights(learn, plain)
     assert losses(learn) == losses(plain)
     assert learn.recorder.values == plain.recorder.values
 
@@ -70,14 +70,7 @@ def test_of_what_saves_memory_what_splits_batches_comes_last(make_splitting):
 # To whom it belongs
 
 def test_a_callback_that_was_given_to_a_second_learner_says_so_in_the_first():
-    cb = G(32)
-    first = make_learner(8, cbs=cb)
-    second = make_learner(8, cbs=cb)
-    assert len(losses(fit(second, 1))) == 3
-    with pytest.raises(RuntimeError, match='this GradientAccumulation belongs to another Learner'): fit(first, 1)
-
-
-def test_it_says_so_if_the_second_learner_has_only_validated():
+    "Also if the second one has only validated"
     cb = G(32)
     first = make_learner(8, cbs=cb)
     second = make_learner(8, cbs=cb)
@@ -95,9 +88,9 @@ def test_a_callback_that_is_passed_to_one_fit_after_the_other():
         fit(large, n_epoch)
         assert cb not in learn.cbs
         assert cb.opt_steps == 3*n_epoch
-    assert_same(weights(learn), weights(large), ROUNDING)
+    assert_same_weights(learn, large, ROUNDING)
     other = fit(make_learner(16), 3, cbs=cb)
-    assert_same(weights(other), weights(large), ROUNDING)
+    assert_same_weights(other, large, ROUNDING)
     assert_moved(large)
 
 
@@ -138,7 +131,7 @@ def test_batch_events_of_a_subclass_or_of_the_object_come_in_training(make, n_ex
 
 # Settings, which a fit reads when it begins
 
-def no_items(learn): return 0
+def n_positive(learn): return (learn.y > 0).sum()
 
 
 @pytest.mark.parametrize('cb, changes, new', [
@@ -149,10 +142,12 @@ def no_items(learn): return 0
     (G(32, micro_batch_size=3), dict(micro_batch_size=None), G(32)),
     (G(32), dict(log_accum_batch=False), G(32, log_accum_batch=False)),
     (G(32), dict(remainder='drop'), G(32, remainder='drop')),
+    (G(32), dict(num_items=n_positive), G(32, num_items=n_positive)),
     (S(8, 32), dict(start_accum_bs=16), S(16, 32)),
     (S(8, 32), dict(final_accum_bs=24, finish=1.), S(8, 24, finish=1.)),
     (S(8, 32), dict(scale={'lr': sqrt_scale}), S(8, 32, scale={'lr': sqrt_scale})),
     (all_blocks(), dict(blocks=lambda m: [m[0]]), all_blocks(lambda m: [m[0]]))])
+@pytest.mark.filterwarnings('ignore:accumulation is not exact')  # with a count that is not the loss's
 def test_settings_that_were_changed_since_the_last_fit_are_those_of_a_new_callback(cb, changes, new):
     learn = fit(make_learner(8, n=88, cbs=cb), 1)
     for name, value in changes.items(): setattr(cb, name, value)
@@ -160,31 +155,17 @@ def test_settings_that_were_changed_since_the_last_fit_are_those_of_a_new_callba
     fit(learn, 2)
     expected = fit(make_learner(8, n=88, cbs=new), 2)
     assert_moved(learn)
-    assert_same(weights(learn), weights(expected))
+    assert_same_weights(learn, expected)
     assert losses(learn) == losses(expected)
     assert cb.strategy.size == new.strategy.size
 
 
-def test_a_count_of_items_that_was_changed_since_the_last_fit():
-    cb = G(32)
-    learn = fit(make_learner(8, cbs=cb), 1)
-    cb.num_items = no_items
-    before = weights(learn)
-    with pytest.warns(UserWarning, match='nothing to average over'): fit(learn, 1)
-    assert_same(weights(learn), before)
-    assert cb.n_skipped == 3
-
-
 @pytest.mark.parametrize('cb, name, value, says', [
-    (G(32), 'accum_bs', 0, 'accum_bs must be at least 1 sample, not 0'),
     (G(32), 'accum_bs', 20, 'accum_bs=20 is a number of samples, but not a multiple'),
     (G(32), 'n_acc', 32., 'accum_bs counts samples, so it must be an int'),
-    (G(32), 'micro_batch_size', 'half', "micro_batch_size must be a number of samples or 'auto'"),
     (G(32), 'remainder', 'keep', 'remainder must be one of'),
-    (G(32), 'num_items', 5, 'num_items must be a function of the Learner'),
     (G(32), 'log_accum_batch', 1, 'log_accum_batch must be True or False'),
     (S(8, 32), 'start', .5, 'start=0.5 is after finish=0.3'),
-    (S(8, 32), 'final_accum_bs', 20, 'final_accum_bs=20 is a number of samples, but not a multiple'),
     (S(8, 32), 'start_accum_bs', 0, 'start_accum_bs must be at least 1'),
     (all_blocks(), 'blocks', 'body', "blocks must be a function of the model, or 'auto'"),
     (GradientCache(4), 'micro_batch_size', 0, 'micro_batch_size must be at least 1')])
@@ -210,7 +191,7 @@ def test_a_fit_begins_without_the_gradients_that_are_there(cb, large_bs):
     fit(learn, 1)
     assert_moved(learn)
     expected = fit(make_learner(large_bs), 1)
-    assert_same(weights(learn), weights(expected), ROUNDING)
+    assert_same_weights(learn, expected, ROUNDING)
 
 
 # lr_find
@@ -289,33 +270,6 @@ def test_a_loader_that_is_replaced_between_epochs_is_checked_again():
     assert steps.n == 3
 
 
-# Learners with a loop of their own
-
-class OwnBatch(Learner):
-    def one_batch(self, i, b): super().one_batch(i, b)
-
-
-class OwnStep(Learner):
-    def _do_grad_opt(self): super()._do_grad_opt()
-
-
-@pytest.mark.parametrize('cls, name', [(OwnBatch, 'one_batch'), (OwnStep, '_do_grad_opt')])
-@pytest.mark.parametrize('cb', [G(32), G(4), G(micro_batch_size=4), all_blocks()])
-def test_a_learner_with_a_loop_of_its_own_is_refused_where_it_would_be_overruled(cls, name, cb):
-    learn = cls(make_learner(8).dls, model(), mse, opt_func=SGD, cbs=cb)
-    says = f'{cls.__name__} has its own {name}, which {type(cb).__name__} would overrule'
-    with pytest.raises(ValueError, match=says): fit(learn, 1)
-    assert_same(weights(learn), weights(model()))
-
-
-@pytest.mark.parametrize('cls', [OwnBatch, OwnStep])
-def test_a_learner_with_a_loop_of_its_own_runs_whole_batches_by_it(cls):
-    learn = fit(cls(make_learner(8).dls, model(), mse, opt_func=SGD, cbs=G(8)))
-    plain = fit(make_learner(8))
-    assert_moved(learn)
-    assert_same(weights(learn), weights(plain))
-
-
 # What it warns of
 
 class Idle(Callback):
@@ -331,6 +285,7 @@ LATE = ['before_batch of Idle is called once per window, because its order is 50
         'a lower order, such as cb.order = 45']
 SETS_UP = ['Idle: after_loss is called once per micro-batch, but before_batch once per loader batch. If it undoes '
            'there what before_batch sets up, leave micro_batch_size out']
+SETS_UP_IN_TWO = [SETS_UP[0].replace('after_loss', 'after_pred, after_backward')]
 
 
 @pytest.mark.parametrize('cb, bs, kwargs, says', [
@@ -341,9 +296,10 @@ SETS_UP = ['Idle: after_loss is called once per micro-batch, but before_batch on
     (Idle(50, 'before_batch'), 8, dict(log_accum_batch=False), []),
     (Idle(0, 'before_batch', 'after_loss'), 8, dict(micro_batch_size=4), SETS_UP),
     (Idle(0, 'before_batch', 'after_loss'), 8, dict(micro_batch_size='auto'), SETS_UP),
+    (Idle(0, 'before_batch', 'after_pred', 'after_backward'), 8, dict(micro_batch_size=4), SETS_UP_IN_TWO),
     (Idle(0, 'before_batch', 'after_loss'), 8, {}, []),
     (Idle(0, 'before_batch', 'after_batch'), 8, dict(micro_batch_size=4), []),
-    (Idle(0, 'after_loss'), 8, dict(micro_batch_size=4), [])])
+    (Idle(0, 'after_pred', 'before_backward'), 8, dict(micro_batch_size=4), [])])
 def test_callbacks_that_may_do_what_they_would_not_do_in_a_batch_are_named(cb, bs, kwargs, says):
     "One that prepares batches, and sees windows; and one that may undo in a micro-batch what it sets up for a batch"
     assert warnings_of(make_learner(bs, cbs=[cb, G(32, **kwargs)])) == says

@@ -158,8 +158,7 @@ def repeated(values, n):
     return res
 
 
-@pytest.mark.parametrize('order', ORDERS)
-@pytest.mark.parametrize('layout', LAYOUTS)
+@pytest.mark.parametrize('layout, order', paired(LAYOUTS, ORDERS))
 def test_who_sets_up_and_takes_down_sees_each_loader_batch_or_from_the_recorder_on_windows(layout, order):
     "To it, a loader batch after which the window goes on ends as one that is cancelled"
     expected = []
@@ -291,7 +290,7 @@ def fit_with_logged_batches(layout, make_others, **kwargs):
     "Returns a fit in windows in which loggers see loader batches, and one with the large batch"
     small = run(layout, make_others, log_accum_batch=False, **kwargs)
     big = run(layout, make_others, is_large=True, **kwargs)
-    assert_same(weights(small.learn), weights(big.learn), ROUNDING)
+    assert_same_weights(small.learn, big.learn, ROUNDING)
     assert big.has_moved()
     return small, big
 

@@ -97,7 +97,7 @@ def test_targets_and_losses_that_come_in_after_loss_train_as_with_the_large_batc
         learn = WHO_HAS_THE_LOSS[who](bs, [GradientAccumulation(num_items=num_items, **args)])
         said = [o for o in warnings_of(learn, 2, .1) if 'changes the loss' in o]
         assert len(said) == int(is_set_in_after_loss and num_items is None)
-        assert_same(weights(learn), weights(big), ROUNDING)
+        assert_same_weights(learn, big, ROUNDING)
         assert_same(losses(learn), losses(big), FLOAT32)
 
 
@@ -106,7 +106,7 @@ def test_targets_and_losses_that_come_in_after_loss_train_as_with_the_large_batc
 def test_targets_and_losses_that_come_in_after_loss_train_where_batches_run_whole(who, make_cb):
     learn = fit(WHO_HAS_THE_LOSS[who](32, [make_cb()]), 2)
     big = fit_large(who)
-    assert_same(weights(learn), weights(big))
+    assert_same_weights(learn, big)
     assert_same(losses(learn), losses(big))
 
 
@@ -173,4 +173,4 @@ def test_with_the_order_that_the_warning_advises_the_batches_are_prepared_as_the
     learn = fit(make_learner(8, cbs=cbs))
     big = fit(make_learner(32, cbs=with_order(cls, 45)))
     assert_moved(big)
-    assert_same(weights(learn), weights(big), ROUNDING)
+    assert_same_weights(learn, big, ROUNDING)

@@ -20,6 +20,7 @@ Schedule = partial(GradientAccumulationSchedule, 16, 64)
     (lambda: GradientAccumulation(32.), 'accum_bs counts samples, so it must be an int, not 32.0'),
     (lambda: GradientAccumulation(True), 'not True'),
     (lambda: GradientAccumulation(32, False), 'n_acc=False both set'),  # log_accum_batch, one place too early
+    (lambda: GradientAccumulation(32, accum=3), "unexpected keyword argument 'accum'"),
     (lambda: GradientAccumulation(n_acc=32.), 'accum_bs counts samples, so it must be an int, not 32.0'),
     (lambda: GradientAccumulation(32, None, 16), 'log_accum_batch must be True or False, not 16'),
     (lambda: GradientAccumulation(micro_batch_size='half'), "a number of samples or 'auto', not 'half'"),
@@ -128,6 +129,8 @@ def minus_one(learn): return -1
 @pytest.mark.parametrize('make, says', [
     (lambda: on_96(GradientAccumulation(20)), "accum_bs=20 is a number of samples, but not a multiple of"),
     (lambda: on_96(GradientAccumulationSchedule(16, 60)), 'final_accum_bs=60'),
+    (lambda: on_96(Schedule(scale=linear_scale)), 'scale must be a dict'),
+    (lambda: on_96(Schedule(scale=dict(rate=linear_scale))), "no hyper-parameter 'rate': use one of ["),
     (lambda: on_96(Schedule(finish=3)), 'finish=3 is outside of training: use a fraction'),
     (lambda: on_96(GradientAccumulation(32, num_items=minus_one)), 'num_items must return a count'),
     (lambda: on_96(GradientAccumulation(32), FastaiAccumulation(32)), 'training.GradientAccumulation also accumulates'),
@@ -226,4 +229,4 @@ def test_layers_without_a_shape_get_it_in_the_first_pass(make_cb):
 
     plain = train()
     assert len(losses(plain)) == 3
-    assert_same(weights(train(make_cb())), weights(plain))
+    assert_same_weights(train(make_cb()), plain)

@@ -88,8 +88,9 @@ def fit_until_error(learn):
 
 # Windows of one batch, and a plain Learner
 
-@pytest.mark.parametrize('make', [one_batch_windows, partial(one_batch_windows, log_accum_batch=False), all_blocks])
-@pytest.mark.parametrize('kind', [ByClass, ByInstance, ByCall, ByGetattr])
+@pytest.mark.parametrize('kind, make', paired(
+    [ByClass, ByInstance, ByCall, ByGetattr],
+    [one_batch_windows, partial(one_batch_windows, log_accum_batch=False), all_blocks]))
 def test_windows_of_one_batch_send_what_a_plain_learner_sends(kind, make):
     "To callbacks of any kind and order, in training and in validation"
     def recorded(*cbs):
@@ -248,8 +249,7 @@ def message_of_error(event, *cbs):
     return str(e.value)
 
 
-@pytest.mark.parametrize('log_accum_batch', [True, False])
-@pytest.mark.parametrize('event', IN_A_BATCH)
+@pytest.mark.parametrize('event, log_accum_batch', paired(IN_A_BATCH, [True, False]))
 def test_an_error_names_the_callback_and_the_event(event, log_accum_batch):
     "As in fastai's Learner, in windows of one batch and of several"
     message = f'Exception occured in `Fault` when calling event `{event}`:\n\ton purpose'
@@ -257,21 +257,6 @@ def test_an_error_names_the_callback_and_the_event(event, log_accum_batch):
     for size in (8, 16):
         accum = GradientAccumulation(size, log_accum_batch=log_accum_batch)
         assert message_of_error(event, accum) == message
-
-
-# When callbacks are looked up
-
-@pytest.mark.parametrize('size', [8, 16])
-def test_an_event_that_a_class_gets_in_mid_epoch_counts_from_the_next_epoch_on(size):
-    epochs = []
-
-    class Grows(Callback):
-        run_valid = False
-        def before_batch(self): type(self).after_pred = self.note_epoch
-        def note_epoch(self): epochs.append(self.epoch)
-
-    fit(small_learner([GradientAccumulation(size), Grows()]), 3)
-    assert epochs == [1, 1, 1, 1, 2, 2, 2, 2]
 
 
 # Windows of several batches: the table at the head of windows/loop.py
@@ -300,16 +285,14 @@ def events_of_an_epoch(order, cls=Learner, but=(), cb=None, also=(), **kwargs):
     return [name for _, name, training, *_ in log if training]
 
 
-LEARNERS = pytest.mark.parametrize('cls', [Learner, OwnCall, OwnWithEvents])
-
-
-@LEARNERS
-@pytest.mark.parametrize('order, log_accum_batch, expected', [
-    (-20, True, PREPARING),
-    (49, True, PREPARING),
-    (50, True, WINDOWS),
-    (-20, False, BATCHES),
-    (50, False, BATCHES)])
+@pytest.mark.parametrize('order, log_accum_batch, cls, expected', [
+    (-20, True, Learner, PREPARING),
+    (49, True, OwnCall, PREPARING),
+    (49, True, OwnWithEvents, PREPARING),
+    (50, True, Learner, WINDOWS),
+    (50, True, OwnCall, WINDOWS),
+    (-20, False, OwnWithEvents, BATCHES),
+    (50, False, Learner, BATCHES)])
 def test_a_callback_that_prepares_batches_sees_each_and_a_late_one_windows(order, log_accum_batch, expected, cls):
     "All see loader batches if those are logged"
     assert events_of_an_epoch(order, cls, log_accum_batch=log_accum_batch) == expected

@@ -192,27 +192,6 @@ class OwnFinder(LRFinder):
     "Somebody's own"
 
 
-def find_rates(bs, num_it, *cbs):
-    learn = make_learner(bs, n=100, cbs=cbs)
-    with quiet(learn):
-        learn.lr_find(1e-3, 1, num_it, stop_div=False, show_plot=False)
-    return learn
-
-
-@pytest.mark.parametrize('make_cb,num_it', [
-    (accumulation, 5),
-    (accumulation, 100),
-    (partial(GradientAccumulationSchedule, 32, 64, remainder='step'), 12)])
-def test_lr_find_tries_a_rate_for_each_window(make_cb, num_it):
-    "LRFinder makes 6 of less. A schedule stays at its first size"
-    big = find_rates(32, num_it)
-    small = find_rates(8, num_it, make_cb())
-    n = max(num_it, 6)
-    assert len(losses(small)) == len(losses(big)) == n
-    assert_same(losses(small), losses(big), FLOAT32)
-    assert_same(small.recorder.lrs, big.recorder.lrs)
-
-
 @pytest.mark.parametrize('finder', [LRFinder, OwnFinder])
 def test_a_fit_with_an_lr_finder_runs_for_its_own_epochs_with_windows_of_the_first_size(finder):
     def run(bs, *cbs):

@@ -63,7 +63,7 @@ def test_views_are_split_along_their_samples(layout, saver, n_views, bs, micro):
     plain, expected, expected_preds = run()
     assert_apart(plain, SumsViews())
     ours, values, preds = run(saver(micro))
-    assert_same(weights(ours), weights(plain), ROUNDING)
+    assert_same_weights(ours, plain, ROUNDING)
     assert_same(preds, expected_preds, ROUNDING)
     assert_same(values, expected, FLOAT32)
 
@@ -111,7 +111,7 @@ def test_targets_that_are_lists_of_boxes(n, bs, micro, n_boxes):
     ours = run(GradientAccumulation(bs, micro_batch_size=micro))
     assert sum(ours.recorder.accum_bs) == n
     assert_moved(plain)
-    assert_same(weights(ours), weights(plain), ROUNDING)
+    assert_same_weights(ours, plain, ROUNDING)
 
 
 # Outputs of texts
@@ -214,7 +214,7 @@ def split_by_labels(micro_batch_size):
 def assert_equal_fits(ours, plain):
     n_layers = plain.model.rnn.num_layers
     assert_apart(plain, Tagger(None, n_layers))
-    assert_same(weights(ours), weights(plain), FLOAT32)
+    assert_same_weights(ours, plain, FLOAT32)
     assert_same(floats(ours.recorder.values), floats(plain.recorder.values), FLOAT32)
 
 
@@ -245,7 +245,7 @@ def test_other_outputs_are_not_joined_if_batches_are_split(wrap, ragged):
     plain = fit(tagging_learner(wrap, 6, ragged=ragged), 2, .5)
     ours = fit(tagging_learner(wrap, 6, split_by_labels(MICRO), ragged=ragged), 2, .5)
     assert_apart(plain, Tagger(None, 2))
-    assert_same(weights(ours), weights(plain), FLOAT32)
+    assert_same_weights(ours, plain, FLOAT32)
 
 
 @not_joined
@@ -316,4 +316,4 @@ def test_time_first_is_fine_where_whole_batches_fit(per_step, n_steps, saver, si
     plain = fit(time_first_learner(per_step, n_steps), 2)
     ours = fit(time_first_learner(per_step, n_steps, saver(size)), 2)
     assert_apart(plain, TimeFirst(per_step))
-    assert_same(weights(ours), weights(plain), FLOAT32)
+    assert_same_weights(ours, plain, FLOAT32)

@@ -82,8 +82,7 @@ class NotesLosses(Callback):
         self.seen.append([self.learn.loss.item(), self.learn.loss_grad.item()])
 
 
-@pytest.mark.parametrize('order', [0, 60])
-@pytest.mark.parametrize('kind', WINDOWS)
+@pytest.mark.parametrize('kind, order', paired(WINDOWS, [0, 60]))
 def test_both_losses_after_a_window_are_its_mean(kind, order):
     bs, window_bs, cb = WINDOWS[kind]
     notes = NotesLosses()

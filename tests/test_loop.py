@@ -64,6 +64,18 @@ def test_any_batches_that_are_cancelled(n, k, cancelled, remainder, n_epoch, log
     assert logged == sizes
 
 
+@pytest.mark.parametrize('cancelled, event, log, windows', [
+    ('5', 'before_batch', True, '0123 4678 9012 3456 789'),
+    ('5678', 'after_pred', False, '0123 4901 2345 6789'),
+    ('289', 'before_backward', True, '0134 5670 1234 5678 9')])
+def test_a_batch_that_is_cancelled_is_not_carried_into_the_next_epoch(cancelled, event, log, windows):
+    "In which nobody cancels it"
+    cancels = CancelsBatches(cancelled, event, epoch=0)
+    learn = accumulated_learner(80, [cancels], remainder='carry', log_accum_batch=log)
+    fit(learn, 2)
+    assert_trained_on(learn, 80, windows)
+
+
 def test_a_batch_of_which_a_part_has_run_leaves_out_its_window():
     "The sum cannot be undone. The window starts over with the next batch, and a warning says so"
     n = 64
@@ -111,7 +123,7 @@ class SeesRounds(Callback):
 def assert_same_fit(small, large):
     "Asserts equal weights, logs, and positions"
     assert_moved(large)
-    assert_same(weights(small), weights(large), ROUNDING)
+    assert_same_weights(small, large, ROUNDING)
     assert_same(small.recorder.lrs, large.recorder.lrs)
     assert_same(losses(small), losses(large), FLOAT32)
     assert small.recorder.iters == large.recorder.iters
@@ -123,8 +135,7 @@ def fit_both(small, large):
     for learn in (small, large): fit(learn, 2, method='fit_one_cycle')
 
 
-@pytest.mark.parametrize('cancelled', ['0', '1', '3', '7', '01', '25', '047'])
-@EACH_EVENT
+@pytest.mark.parametrize('event, cancelled', paired(BEFORE_THE_PASS, ['0', '3', '7', '01', '25', '047']))
 def test_a_window_without_its_cancelled_batches_is_one_batch_to_loggers(event, cancelled):
     "Wherever the cancelled ones stand: they have no entry, and do not count"
     n = 64
@@ -133,7 +144,7 @@ def test_a_window_without_its_cancelled_batches_is_one_batch_to_loggers(event, c
     small = accumulated_learner(n, [CancelsBatches(cancelled, event), SeesRounds()])
     for learn in (small, large): fit(learn, 2)
     assert_moved(large)
-    assert_same(weights(small), weights(large), ROUNDING)
+    assert_same_weights(small, large, ROUNDING)
     assert_same(losses(small), losses(large), FLOAT32)
     assert small.recorder.iters == large.recorder.iters
     # All but the position, in which the cancelled samples were read
@@ -159,8 +170,24 @@ def test_a_window_of_cancelled_batches_is_one_cancelled_batch(event):
     assert_same_fit(small, large)
 
 
+class CountsCancelled(Callback):
+    "Counts the cancelled batches of which a logger hears"
+    run_valid = False
+    order = 60
+    n = 0
+    def after_cancel_batch(self): self.n += 1
+
+
+@pytest.mark.filterwarnings('ignore:Spoils changes the loss', 'ignore:skipped a step')
+@pytest.mark.parametrize('make_cb', [partial(CancelsBatches, '4567'), lambda: Spoils('5', math.nan)])
+def test_a_window_that_is_cancelled_or_skipped_is_one_cancelled_batch_to_loggers(make_cb):
+    counts = CountsCancelled()
+    fit(accumulated_learner(80, [counts, make_cb()], skip_nonfinite=True), 1)
+    assert counts.n == 1
+
+
 @BOTH_LOGS
-@pytest.mark.parametrize('event', ['before_batch', 'after_pred'])
+@EACH_EVENT
 def test_a_window_of_cancelled_batches_advances_schedules(event, log):
     "As the large batch does that a callback cancels"
     n = 80
@@ -168,36 +195,13 @@ def test_a_window_of_cancelled_batches_advances_schedules(event, log):
     small = accumulated_learner(n, [cancels_small(event)], log_accum_batch=log)
     fit_both(small, large)
     assert_moved(large)
-    assert_same(weights(small), weights(large), ROUNDING)
+    assert_same_weights(small, large, ROUNDING)
 
 
 # Windows without a step
 
-class CenterLoss(nn.Module):
-    "Has a parameter of its own, which the optimizer of the Learner does not know"
-    def __init__(self):
-        super().__init__()
-        start = torch.full((1, 1), .5, dtype=torch.float64)
-        self.center = nn.Parameter(start)
-
-    def forward(self, pred, targ):
-        distance = (pred-self.center).square().mean()
-        return (F.mse_loss(pred, targ) + distance).float()
-
-
-class TrainsCenter(Callback):
-    "Holds the optimizer of the loss"
-    run_valid = False
-
-    def before_fit(self): self.own_opt = sgd(self.loss_func.parameters())
-
-    def after_step(self):
-        self.own_opt.step()
-        self.own_opt.zero_grad()
-
-
 def learner_with_center(n, *cbs, **kwargs):
-    learn = accumulated_learner(n, [TrainsCenter(), *cbs], skip_nonfinite=True, **kwargs)
+    learn = accumulated_learner(n, [TrainsLoss(), *cbs], skip_nonfinite=True, **kwargs)
     learn.loss_func = CenterLoss()
     return learn
 
@@ -206,7 +210,7 @@ def reference_with_center(windows, n):
     "Trains on each window in plain PyTorch; returns the weights, and the parameter of the loss"
     m = model()
     loss_func = CenterLoss()
-    opts = [sgd(m.parameters()), sgd(loss_func.parameters())]
+    opts = [sgd(m.parameters()), torch.optim.SGD(loss_func.parameters(), lr=.3)]
     inputs, targets = data(n)
     for window in windows.split():
         samples = samples_of(window, n)
@@ -229,8 +233,7 @@ class Spoils(Callback):
 
 @pytest.mark.filterwarnings('ignore:Spoils changes the loss')  # its gradient only
 @BOTH_LOGS
-@pytest.mark.parametrize('value', [math.nan, math.inf])
-@pytest.mark.parametrize('number', ['4', '7'])
+@pytest.mark.parametrize('number, value', [('4', math.nan), ('7', math.inf)])
 def test_a_window_that_is_skipped_leaves_no_gradient_of_the_loss(number, value, log):
     "The loss has a parameter of its own, whose optimizer a callback holds"
     n = 80
@@ -368,8 +371,6 @@ def twofold_backward(self):
 
 OWN = dict(one_batch=doubled_one_batch, all_batches=repeated_all_batches, _do_one_batch=noisy_do_one_batch,
            _do_grad_opt=sharp_do_grad_opt, _backward=twofold_backward)
-EACH_OWN = pytest.mark.parametrize('name', OWN)
-EACH_PLACE = pytest.mark.parametrize('place', PLACES)
 
 
 def assert_error_before_training(learn, name, cb='GradientAccumulation'):
@@ -378,8 +379,7 @@ def assert_error_before_training(learn, name, cb='GradientAccumulation'):
     assert_same(weights(learn), before)
 
 
-@EACH_PLACE
-@EACH_OWN
+@pytest.mark.parametrize('name, place', paired(OWN, PLACES))
 def test_a_loop_of_ones_own_is_an_error_before_training(name, place, monkeypatch):
     "Windows of several batches would pass over it"
     learn = accumulated_learner(64)
@@ -388,13 +388,13 @@ def test_a_loop_of_ones_own_is_an_error_before_training(name, place, monkeypatch
     assert_error_before_training(learn, name)
 
 
-SAVERS = dict(micro_batches=partial(GradientAccumulation, micro_batch_size=4),
+SAVERS = dict(pieces=partial(GradientAccumulation, 4),
+              micro_batches=partial(GradientAccumulation, micro_batch_size=4),
               blocks=all_blocks,
               cache=partial(GradientCache, 4))
 
 
-@EACH_OWN
-@pytest.mark.parametrize('saver', SAVERS)
+@pytest.mark.parametrize('saver, name', paired(SAVERS, OWN))
 def test_a_loop_of_ones_own_is_an_error_where_memory_is_saved(saver, name):
     cb = SAVERS[saver]()
     learn = make_learner(BS, cbs=cb)
@@ -407,13 +407,12 @@ def patch_loop_before_import(name):
     assert_error_before_training(make_learner(BS, cbs=package.GradientAccumulation(4*BS)), name)
 
 
-@EACH_OWN
+@pytest.mark.parametrize('name', OWN)
 def test_a_loop_that_was_patched_before_the_import_is_an_error_too(name):
     assert forked(patch_loop_before_import, name) == 0
 
 
-@EACH_PLACE
-@EACH_OWN
+@pytest.mark.parametrize('name, place', paired(OWN, PLACES))
 def test_a_loop_of_ones_own_runs_as_ever_if_each_batch_is_a_window(name, place, monkeypatch, recwarn):
     "Bit for bit, with the same learning rates and losses, and without a warning that nothing was accumulated"
     def fitted(*cbs):
@@ -425,7 +424,7 @@ def test_a_loop_of_ones_own_runs_as_ever_if_each_batch_is_a_window(name, place, 
     plain = fitted()
     learn = fitted(GradientAccumulation(BS))
     assert_moved(plain)
-    assert_same(weights(learn), weights(plain))
+    assert_same_weights(learn, plain)
     assert_same(learn.recorder.lrs, plain.recorder.lrs)
     assert learn.sees_rounds.rows == plain.sees_rounds.rows
     assert not [o for o in recwarn if 'accumulated' in str(o.message)]
@@ -456,7 +455,7 @@ def test_other_methods_of_the_learner_may_be_its_own():
     small = fit(learner_with_own_details(BS, GradientAccumulation(4*BS)))
     assert replaced_method(plain) is None
     assert replaced_method(small) is None
-    assert_same(weights(small), weights(large), ROUNDING)
+    assert_same_weights(small, large, ROUNDING)
     difference = weights(large)-weights(plain)
     assert difference.abs().max() > 1e-3
 

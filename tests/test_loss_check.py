@@ -172,11 +172,10 @@ def in_growing_windows(): return 4, GradientAccumulationSchedule(4, 16)
 def in_mixed_precision(): return 4, [GradientAccumulation(16), CpuMixedPrecision()]
 
 
-each_fit = pytest.mark.parametrize('make', [in_windows, in_micro_batches, in_growing_windows, in_mixed_precision])
+WAYS = [in_windows, in_micro_batches, in_growing_windows, in_mixed_precision]
 
 
-@each_fit
-@pytest.mark.parametrize('name', ['combined', 'batch_dice', 'wrapped_weights'])
+@pytest.mark.parametrize('make, name', paired(WAYS, ['combined', 'batch_dice', 'wrapped_weights']))
 def test_a_fit_warns_once_of_a_loss_that_is_not_exact(name, make):
     said = warnings_of(learner_of_maps(INEXACT[name], *make()), 2)
     assert len(said) == 1
@@ -184,8 +183,7 @@ def test_a_fit_warns_once_of_a_loss_that_is_not_exact(name, make):
     assert 'GradientCache' in said[0]
 
 
-@each_fit
-@pytest.mark.parametrize('name', ['focal', 'dice', 'wrapped'])
+@pytest.mark.parametrize('make, name', paired(WAYS, ['focal', 'dice', 'wrapped']))
 def test_a_fit_does_not_warn_of_a_loss_that_is_exact(name, make):
     assert warnings_of(learner_of_maps(EXACT[name], *make()), 2) == []
 

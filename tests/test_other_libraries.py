@@ -51,7 +51,7 @@ def test_buffers_without_a_shape(name):
     assert len(ours.model.observer.min_val) == 5
     assert_same_buffers(ours, plain)
     tol = 0 if name == 'checkpointing' else FLOAT32
-    assert_same(weights(ours), weights(plain), tol)
+    assert_same_weights(ours, plain, tol)
 
 
 class Masked(Callback):
@@ -89,7 +89,7 @@ def assert_fits_pretext(tol, *cbs):
     plain = fit_pretext()
     ours = fit_pretext(*cbs)
     assert ours.masked.n_seen == plain.masked.n_seen == 2*(3+2)
-    assert_same(weights(ours), weights(plain), tol)
+    assert_same_weights(ours, plain, tol)
     assert_apart(plain, pretext_learner())
 
 
@@ -123,18 +123,19 @@ def expand(self):
     self.learn.yb = (self.y[:1].expand(len(self.y), -1),)
 
 
-@pytest.mark.parametrize('make_adapting', [
-    lambda: GradientAccumulation(32, micro_batch_size='auto'),
-    lambda: GradientCache('auto')])
-@pytest.mark.parametrize('make_model,change', [(InPlace, noop), (model, shift), (model, expand)])
-def test_auto_leaves_the_batch_alone(make_adapting, make_model, change):
+@pytest.mark.parametrize('name,make_model,change', [
+    ('auto', InPlace, noop),
+    ('cache', InPlace, noop),
+    ('auto', model, shift),
+    ('cache', model, expand)])
+def test_auto_leaves_the_batch_alone(name, make_model, change):
     "Should memory run out, it has what no pass has changed"
     def train(*cbs):
         changes = Callback(before_batch=change)
         learn = make_learner(32, m=make_model(), cbs=[*cbs, changes])
         return fit(learn, 2)
     plain = train()
-    assert_same(weights(train(make_adapting())), weights(plain))
+    assert_same_weights(train(ADAPTING[name]()), plain)
     assert_apart(plain, fit(make_learner(32), 2))
 
 
@@ -146,7 +147,7 @@ def test_a_cache_of_a_model_that_works_in_place(n):
         return fit(learn, 2)
     plain = train()
     cached = train(in_cache())
-    assert_same(weights(cached), weights(plain), ROUNDING)
+    assert_same_weights(cached, plain, ROUNDING)
     assert_same(losses(cached), losses(plain), FLOAT32)
     assert_moved(plain)
 
@@ -198,7 +199,7 @@ def test_ghost_batchnorm_is_exact(bs, make_cb):
     "In micro-batches of its size. Running means and variances, too"
     plain = fit_norm(GhostBatchNorm(), 32)
     ours = fit_norm(GhostBatchNorm(), bs, make_cb())
-    assert_same(weights(ours), weights(plain), ROUNDING)
+    assert_same_weights(ours, plain, ROUNDING)
     assert_same_buffers(ours, plain, ROUNDING)
     assert_apart(plain, fit_norm(whole_batch_norm(), 32))
 
@@ -217,9 +218,6 @@ def loss_of_pairs(pred, targ):
     return ((one-other)**2).mean().float()
 
 
-def loss_of_rows(pred, targ): return (pred**2).mean().float()
-
-
 def fit_crops(loss_func, *cbs):
     learn = make_learner(32, m=Crops(), loss_func=loss_func, cbs=cbs)
     return fit(learn, 2)
@@ -229,14 +227,8 @@ def fit_crops(loss_func, *cbs):
 def test_a_cache_that_splits_nothing_does_not_join_several_rows_of_a_sample(micro_batch_size):
     plain = fit_crops(loss_of_pairs)
     cached = fit_crops(loss_of_pairs, GradientCache(micro_batch_size))
-    assert_same(weights(cached), weights(plain))
+    assert_same_weights(cached, plain)
     assert_moved(plain)
-
-
-def test_several_rows_of_a_sample_in_a_batch_that_is_split_are_an_error():
-    "Nobody can tell which rows belong together"
-    with pytest.raises(ValueError, match='its first dimension must be the samples if a batch is split'):
-        fit_crops(loss_of_rows, in_micro_batches())
 
 
 # Objects that look like fastai's
@@ -272,7 +264,7 @@ def test_loaders_of_another_kind():
     fit(learn, 1)
     large = fit(make_learner(32), 1)
     assert_moved(large)
-    assert_same(weights(learn), weights(large), ROUNDING)
+    assert_same_weights(learn, large, ROUNDING)
     with quiet(learn): learn.lr_find(show_plot=False)
 
 
@@ -348,14 +340,14 @@ EACH_NUMBER = pytest.mark.parametrize('n_processes', [2, 3, 4])
 def test_the_samples_of_a_shared_loader_are_known(n_processes, drop_last):
     "Although with `drop_last` the length of fastai's DistributedDL rounds up"
     n_wrong_lengths = 0
-    for n, bs in itertools.product(range(8, 60), (2, 3, 4, 8)):
+    for n, bs in itertools.product(range(8, 40), (2, 3, 8)):
         dl = shared_loader(range(n), bs, n_processes, drop_last)
         sizes = [len(batch) for batch in dl]
         info = loader_info(dl)
         assert info.has_exact_length
         assert info.n_planned == sum(sizes), (n, bs)
         if len(dl) != len(sizes): n_wrong_lengths += 1
-    if drop_last: assert n_wrong_lengths > 20
+    if drop_last: assert n_wrong_lengths > 10
     else: assert n_wrong_lengths == 0
 
 
@@ -374,19 +366,3 @@ def test_learning_rates_follow_the_samples_of_a_shared_loader(n_processes, drop_
     falls = ParamScheduler(dict(lr=SchedLin(.1, 0.)))
     fit(learn, 2, cbs=[falls, Callback(before_step=see)])
     assert_same(lrs, np.linspace(.1, 0, 2*n_windows, endpoint=False), ROUNDING)
-
-
-@pytest.mark.parametrize('remainder,micro_batch_size', [('step', None), ('drop', None), ('drop', 4), ('carry', 4)])
-def test_after_iter_is_called_in_every_complete_epoch(remainder, micro_batch_size):
-    ended = []
-
-    class Ends(DataLoader):
-        def after_iter(self): ended.append(1)
-
-    cb = GradientAccumulation(32, remainder=remainder, micro_batch_size=micro_batch_size)
-    learn = make_learner(8, cbs=cb)
-    ends = Ends(samples_of(96), bs=8)
-    learn.dls = DataLoaders(ends, learn.dls.valid)
-    fit(learn, 3)
-    assert len(ended) == 3
-    assert learn.gradient_accumulation.opt_steps == 9

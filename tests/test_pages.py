@@ -58,8 +58,11 @@ png = shown(**{'image/png': '', 'text/plain': '<Figure>'})
 # Each page
 
 @each_page
-def test_a_page_has_a_head(name):
-    assert list(checks.head_faults(sources[name], name)) == []
+def test_a_page_is_in_order(name):
+    cells = sources[name]
+    assert list(checks.head_faults(cells, name)) == []
+    for check in (checks.directive_faults, checks.output_faults, checks.picture_faults):
+        assert faults(check, cells) == []
 
 
 @each_page
@@ -74,27 +77,12 @@ def test_cells_are_small_and_have_ids(name):
     assert max(lengths, default=0) <= MAX_LINES
 
 
-@each_page
-def test_directives_are_known(name):
-    assert faults(checks.directive_faults, sources[name]) == []
-
-
-@each_page
-def test_outputs_have_no_warnings_and_paths(name):
-    assert faults(checks.output_faults, sources[name]) == []
-
-
-@each_page
-def test_pictures_have_a_text(name):
-    assert faults(checks.picture_faults, sources[name]) == []
-
-
-@each_page
-def test_a_page_needs_no_tools_of_developers(name):
+def test_pages_need_no_tools_of_developers():
     "In Colab there are the package and its extras loggers and examples only"
-    text = '\n'.join(checks.code_sources(sources[name]))
     tools = r'^\s*(import|from) (nbdev|pytest|hypothesis|nbconvert|accelerate|fastxtend)\b'
-    assert not re.search(tools, text, re.M)
+    for name in names:
+        text = '\n'.join(checks.code_sources(sources[name]))
+        assert not re.search(tools, text, re.M), name
 
 
 # Pages for users

@@ -394,10 +394,6 @@ def test_bfloat16_weights(world, case, share, n_averaged):
     assert len(buckets) == n_averaged*len(world.first(case)['accum_bs'])
 
 
-def test_512_bfloat16_gradients_of_1(world):
-    for weight in world.each('ones'): assert weight == -1
-
-
 def test_ddp_averages_again_after_an_interrupt(world):
     "In the fit, only in the last micro-batch of each window"
     for in_passes, afterwards in world.each('interrupted'):

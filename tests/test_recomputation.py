@@ -18,7 +18,6 @@ one_cycle = dict(method='fit_one_cycle', n_epoch=2)
 MODELS = {  # a Learner, its callbacks, and how it is trained
     'resnet': (resnet, [MixUp], fine_tune),
     'unet': (unet, [], one_cycle),
-    'regnet': (regnet, [], {}),
     'densenet': (densenet, [], {}),
     'convnext': (convnext, [MixUp], {}),
     'vit': (vit, [], {}),
@@ -180,8 +179,7 @@ ARGUMENTS = dict(
     module=partial(ChainOfBorrowing, BorrowingBlock))
 
 
-@pytest.mark.parametrize('offload', [False, True])
-@pytest.mark.parametrize('name', ARGUMENTS)
+@pytest.mark.parametrize('name,offload', paired(ARGUMENTS, [False, True]))
 def test_a_block_may_be_given_anything(name, offload):
     make = regression(ARGUMENTS[name])
     assert_same_fit(trained(make, all_blocks(layers, offload), n_epoch=2), trained(make, n_epoch=2))

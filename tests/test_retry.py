@@ -134,7 +134,7 @@ def assert_as_split_by_hand(saver, place, at, accum_bs, *cbs):
     assert saver.micro_bs == max(PARTS[len(at)])
     plain, drawn = split_by_hand(at, accum_bs)
     assert_apart(plain, Fragile())
-    assert_same(weights(learn), weights(plain), ROUNDING)
+    assert_same_weights(learn, plain, ROUNDING)
     for a, b in zip(learn.model.buffers(), plain.buffers(), strict=True):
         assert_same(a.double(), b.double(), ROUNDING)
     assert strikes.drawn == drawn
@@ -205,7 +205,7 @@ def test_what_a_failed_pass_has_changed_is_put_back(first_layer, nth):
     ours = fit_with_state(first_layer(), OutOfMemory('after_loss', nth), saver)
     assert saver.n_recomputed
     assert_apart(plain.model[1:], model())
-    assert_same(weights(ours), weights(plain))
+    assert_same_weights(ours, plain)
     assert_same(losses(ours), losses(plain))
     buffer = first(plain.model[0].buffers())
     assert buffer.any()
@@ -223,7 +223,7 @@ def test_sums_of_half_precision_weights_stand_aside(nth):
     ours = run(OutOfMemory('after_loss', nth), saver)
     assert saver.n_recomputed
     assert_apart(plain, model().bfloat16())
-    assert_same(weights(ours), weights(plain))
+    assert_same_weights(ours, plain)
 
 
 @each_saver
@@ -237,7 +237,7 @@ def test_targets_that_a_callback_replaces_in_the_failed_pass_are_put_back(saver)
     fails = OutOfMemory('after_loss', 2, order=5)
     ours = run(smooths, fails, saver())
     assert fails.count > 3
-    assert_same(weights(ours), weights(plain), ROUNDING)
+    assert_same_weights(ours, plain, ROUNDING)
 
 
 def test_the_failed_pass_lets_go_of_its_tensors():
@@ -294,7 +294,7 @@ def test_a_batch_that_is_cancelled_as_it_runs_again_is_left_out(event, saver, nt
     plain = run(Fault(CancelBatchException, event, 2, order=20))
     ours = run(RunsOutThenCancels(event, nth), saver())
     assert_apart(plain, run())  # the cancelled batch has no step
-    assert_same(weights(ours), weights(plain), ROUNDING)
+    assert_same_weights(ours, plain, ROUNDING)
     assert len(losses(ours)) == len(losses(plain)) == 4
     assert ours.counts_events.counts == plain.counts_events.counts == dict(cancelled=1, ended=4)
 
@@ -330,7 +330,7 @@ def test_memory_that_runs_out_within_another_error_is_a_reason_to_try_again():
     saver = split_auto()
     ours = fit(make_learner(32, m=WrapsErrors(m), cbs=saver))
     assert saver.micro_bs == 16
-    assert_same(weights(ours), weights(fit(make_learner(32))), ROUNDING)
+    assert_same_weights(ours, fit(make_learner(32)), ROUNDING)
     assert_moved(ours)
 
 
@@ -352,7 +352,7 @@ def test_the_error_of_a_single_sample_names_the_one_that_led_to_it(saver):
     with pytest.raises(NothingFits, match='out of memory with a single sample: use smaller inputs') as e: fit(learn, 1)
     assert e.value.__cause__ is UNFIT
     assert not is_out_of_memory(e.value)
-    assert_same(weights(learn), weights(model()))
+    assert_same_weights(learn, model())
 
 
 @each_auto

@@ -28,7 +28,7 @@ def test_weights_of_classes_that_change_after_each_batch_are_those_of_the_large_
     "The loss of validation is a mean over batches, which are smaller there"
     small, large = fit_small(ClassCounts.learner, 'split'), fit_large(ClassCounts.learner)
     float32 = 1e-8  # the loss is rounded before it is multiplied by the weight of a micro-batch
-    assert_same(weights(small), weights(large), float32)
+    assert_same_weights(small, large, float32)
     assert_same(losses(small), losses(large), FLOAT32)
 
 

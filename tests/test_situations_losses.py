@@ -57,7 +57,7 @@ def assert_same_steps(case, way, tol=ROUNDING, **kwargs):
     and fastai averages their losses by samples, whatever they are means over"""
     small = fit_small(case.learner, way, **kwargs)
     large = fit_large(case.learner)
-    assert_same(weights(small), weights(large), tol)
+    assert_same_weights(small, large, tol)
     assert_same(losses(small), losses(large), FLOAT32)
 
 

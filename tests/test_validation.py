@@ -30,6 +30,7 @@ def predicted(learn):
 
 @pytest.mark.parametrize('micro, limit, sizes', [
     (8, math.inf, [8, 8, 4]),
+    (7, math.inf, [7, 7, 6]),
     ('auto', math.inf, WHOLE),
     ('auto', 9, [8, 8, 4])])
 def test_validation_and_prediction_are_those_of_whole_batches(micro, limit, sizes):
@@ -48,29 +49,6 @@ def test_validation_and_prediction_are_those_of_whole_batches(micro, limit, size
     assert memory.in_validation == sizes
     assert_nothing_left(learn)
     assert learn.dls.valid.bs == 16
-
-
-class OwnLoader(DataLoader): "May do anything in its methods"
-
-
-def of_torch(samples): return torch.utils.data.DataLoader(samples, 16)
-def of_own_class(samples): return OwnLoader(samples, bs=16)
-def with_fewer_samples(samples): return DataLoader(samples, bs=16, n=20)
-def fastais(samples): return DataLoader(samples[:20], bs=16)
-
-
-@pytest.mark.parametrize('make_loader, sizes', [
-    (fastais, [8, 8, 4]),
-    (of_torch, WHOLE),
-    (of_own_class, WHOLE),
-    (with_fewer_samples, WHOLE)])
-def test_loaders_that_may_not_yield_the_same_samples_stay_whole(make_loader, sizes):
-    learn, memory = learner_of(8)
-    n = 50 if make_loader is with_fewer_samples else 20
-    learn.dls = DataLoaders(learn.dls.train, make_loader(list(zip(*data(n)))))
-    fit(learn, 1)
-    assert memory.in_training[-1] == 8
-    assert memory.in_validation == sizes
 
 
 class Interrupts(Callback):

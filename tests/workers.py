@@ -311,22 +311,6 @@ def half(n):
     return small(accum(n), m=model().bfloat16(), loss_func=half_loss)
 
 
-def mean_prediction(pred, targ):
-    return pred.float().mean()
-
-
-def ones():
-    "Returns the weight after the mean of 512 loader batches with a gradient of 1 each"
-    m = nn.Linear(1, 1, bias=False).bfloat16()
-    nn.init.zeros_(m.weight)
-    sample = torch.ones(1).bfloat16(), torch.zeros(1)
-    samples = [sample for _ in range(512*W)]
-    dls = DataLoaders(DataLoader(samples, bs=1), DataLoader(samples[:1], bs=1))
-    learn = Learner(dls, DistributedDataParallel(m), mean_prediction, opt_func=SGD, cbs=accum(512))
-    with learn.no_logging(), together(learn, in_ctx=False): learn.fit(1, 1.)
-    return whole_weights(learn.model).item()
-
-
 # Other cases
 
 def lines(m, **kwargs):
@@ -439,7 +423,6 @@ CASES = dict(
     norm_synced=lambda: with_sync_norm(small, accum(), bs=4, m=norm_model(sync_norm(8)), opt_func=SGD),
     bfloat16=lambda: half(16),
     bfloat16_one_batch=lambda: half(4),
-    ones=ones,
     # What else is to be known
     lines=lambda: lines(model()) + lines(blocks_model()),
     lines_sharded=lambda: lines(shard(blocks_model()), in_ctx=False),
