@@ -17,7 +17,6 @@ from fastxtend_accum.windows.losses import loss_items
 from fastxtend_accum.windows.nested import n_rows
 
 ROUNDING = 1e-12  # float64: the sums of a window are added up in another order than those of one batch
-SECONDS = 1800  # that a process may take, on a machine that does other work too
 
 # `DRAWS=10000 pytest -k any_` draws more cases than the profile has, and new ones each time
 draws = settings(deadline=None, derandomize='DRAWS' not in os.environ)

@@ -51,19 +51,6 @@ def test_what_other_callbacks_find_in_a_fit():
     assert accum.opt_steps == 3
 
 
-@pytest.mark.parametrize('bs, accum, expected', [
-    (8, GradientAccumulation(32), 8),
-    (8, GradientAccumulation(32, micro_batch_size=3), 3),
-    (8, GradientAccumulation(32, micro_batch_size='auto'), 8),
-    (32, GradientAccumulation(8), 8),
-    (32, GradientAccumulation(16, micro_batch_size=6), 6)])
-def test_micro_bs_is_what_the_model_sees_at_a_time(bs, accum, expected):
-    notes = NotesSizes()
-    fit(make_learner(bs, cbs=[accum, notes]), 1)
-    assert accum.micro_bs == expected
-    assert max(notes.in_training) == expected
-
-
 # The end of an epoch
 
 @pytest.mark.parametrize('drop_last, accum, expected', [
@@ -75,34 +62,6 @@ def test_micro_bs_is_what_the_model_sees_at_a_time(bs, accum, expected):
 def test_an_incomplete_window_follows_the_loader_unless_remainder_says_otherwise(drop_last, accum, expected):
     learn = make_learner(8, drop_last=drop_last)
     assert accum.remainder_for(learn.dls.train) == expected
-
-
-class NotesBars(Callback):
-    "Notes how the progress bar and the counters end each epoch"
-    order = 61  # after the progress bar
-    run_valid = False
-    def before_fit(self):
-        self.seen = []
-
-    def after_train(self):
-        total = self.learn.progress.pbar.total
-        self.seen.append([total, self.n_iter, self.iter+1, self.train_iter])
-
-
-@pytest.mark.parametrize('make', [GradientAccumulation, partial(GradientAccumulationSchedule, 32)])
-def test_what_is_dropped_is_neither_loaded_nor_computed(make):
-    "100 samples fill three windows of 32, which have 12 loader batches; bars and counters count windows"
-    loaded = []
-    def note(batch):
-        loaded.append(len(batch[0]))
-        return batch
-    sizes = NotesSizes()
-    bars = NotesBars()
-    learn = make_learner(8, n=100, cbs=[make(32, remainder='drop'), sizes, bars])
-    learn.dls.train.after_batch = note
-    with learn.no_logging(): learn.fit(2, 0.1)
-    assert loaded == sizes.in_training == [8 for _ in range(24)]
-    assert bars.seen == [[3, 3, 3, 3], [3, 3, 3, 6]]
 
 
 # Fits without a step
@@ -137,13 +96,6 @@ def test_a_fit_that_a_callback_ends_before_its_first_step_causes_no_warning():
     assert warnings_of(learn, n_epoch=1) == []
 
 
-@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_batch'])
-def test_a_fit_that_a_callback_ends_before_its_first_step_causes_none(event):
-    def end(self): raise CancelFitException
-    learn = make_learner(8, cbs=[GradientAccumulation(32), Callback(**{event: end})])
-    assert warnings_of(learn) == []
-
-
 def test_a_micro_batch_that_is_larger_than_the_loaders_batch_causes_a_warning():
     accum = GradientAccumulation(32, micro_batch_size=16)
     learn = make_learner(8, cbs=accum)
@@ -163,27 +115,6 @@ def test_the_line_is_printed_again_if_it_has_changed(capsys):
         said.append(capsys.readouterr().out)
     assert said == ['32 = 4 x 8 samples\n', '', '48 = 6 x 8 samples\n',
                     '4 samples: each batch of 8 makes 2 optimizer steps\n']
-
-
-# Steps that are skipped
-
-class Spoils(Callback):
-    "Makes the loss of each batch NaN from epoch 1 on"
-    run_valid = False
-    def after_pred(self):
-        if self.epoch: self.learn.pred = self.pred*math.nan
-
-
-def test_skipped_steps_are_counted_and_said_once_in_each_fit():
-    accum = GradientAccumulation(32, skip_nonfinite=True)
-    learn = make_learner(8, cbs=[accum, Spoils()])
-    for n_epoch in (3, 2):
-        said, = warnings_of(learn, n_epoch)
-        assert said.startswith('skipped a step: its gradient contains NaN or infinity. Later ones are skipped without')
-        assert accum.n_skipped == 3*(n_epoch-1)
-        assert accum.opt_steps == 3
-    assert warnings_of(learn) == []
-    assert accum.n_skipped == 0
 
 
 # Validation

@@ -1,5 +1,5 @@
-"""The promise of the large batch for DataLoaders of any kind: fastai's and PyTorch's, with several rows of a sample or
-fewer samples than announced, with batches of any size, and with sizes that change between epochs"""
+"""The promise of the large batch for DataLoaders whose batches have another number of rows than samples, and for sizes
+that change between epochs; for other loaders, see test_situations_loaders.py"""
 import pytest
 import torch.utils.data as tud
 
@@ -9,8 +9,6 @@ from same_fit import assert_same_fit
 INPUTS, TARGETS = data(50)
 SAMPLES = list(zip(INPUTS, TARGETS))
 SAME_POSITIONS = 1e-15  # windows add up the same fractions in another order
-
-pytestmark = pytest.mark.filterwarnings('ignore:Length of IterableDataset')  # PyTorch's, of an announced length
 
 
 # Loaders that state a batch size. A batch may have another number of rows
@@ -38,10 +36,6 @@ def without_broken(samples):
     return stacked(whole or samples[:1])
 
 
-def every_second(samples):
-    return stacked(samples[::2])
-
-
 def fastai_loader(bs, collate=stacked):
     return DataLoader(SAMPLES, bs=bs, create_batch=lambda samples: tuple(collate(samples)))
 
@@ -50,49 +44,7 @@ def torch_loader(bs, collate=stacked):
     return tud.DataLoader(SAMPLES, batch_size=bs, collate_fn=lambda samples: tuple(collate(samples)))
 
 
-def skips_samples(bs):
-    "Some items raise fastai's SkipItemException"
-    def create_item(i):
-        if i%7 == 3: raise SkipItemException
-        return SAMPLES[i]
-    return DataLoader(SAMPLES, bs=bs, create_item=create_item)
-
-
-def stream(bs, n_announced=50, **kwargs):
-    return tud.DataLoader(Stream(50, n_announced), batch_size=bs, **kwargs)
-
-
-# Loaders whose batches have any size
-
-class SizedBatches:
-    "A batch sampler of all 50 samples in order, 2 to 9 at a time"
-    def __init__(self):
-        rng = random.Random(0)
-        self.batches = []
-        start = 0
-        while start < 50:
-            end = min(50, start+rng.randint(2, 9))
-            self.batches.append(list(range(start, end)))
-            start = end
-
-    def __len__(self):
-        return len(self.batches)
-
-    def __iter__(self):
-        return iter(self.batches)
-
-
-def by_batch_sampler():
-    return tud.DataLoader(SAMPLES, batch_sampler=SizedBatches())
-
-
-def already_batched():
-    "A fastai DataLoader whose items are batches"
-    batches = list(SizedBatches())
-    def create_item(i):
-        return INPUTS[batches[i]], TARGETS[batches[i]]
-    return DataLoader(batches, bs=None, create_item=create_item)
-
+# A loader of one's own
 
 class OwnLoader:
     "Has no data set and no sampler. It announces a number of batches, and may state a size of them"
@@ -148,36 +100,11 @@ SAVERS = dict(
     threes=partial(GradientAccumulation, micro_batch_size=3),
     auto=partial(GradientAccumulation, micro_batch_size='auto'))
 
-# Loaders that can be asked for any batch size
-SIZABLE = dict(
-    skips_samples=skips_samples,
-    stream=stream,
-    longer_stream=partial(stream, n_announced=64),
-    shorter_stream=partial(stream, n_announced=40))
+# Loaders of a batch that has another number of rows than samples
+SIZABLE = {}
 for collate in (two_views, three_repeats, one_to_four_rows, without_broken):
     SIZABLE[f'fastai_{collate.__name__}'] = partial(fastai_loader, collate=collate)
     SIZABLE[f'torch_{collate.__name__}'] = partial(torch_loader, collate=collate)
-
-# And others, each batch of which can be a window
-ANY_BATCHES = {name: partial(loader, 8) for name, loader in SIZABLE.items()}
-ANY_BATCHES |= dict(
-    fastai_every_second=partial(fastai_loader, 8, every_second),
-    torch_every_second=partial(torch_loader, 8, every_second),
-    stream_that_drops_last=partial(stream, 8, drop_last=True),
-    batch_sampler=by_batch_sampler,
-    already_batched=already_batched,
-    own_loader=partial(OwnLoader, [8, 3, 8, 8, 1, 8], 6),
-    own_loader_with_bs=partial(OwnLoader, [8, 3, 8, 8, 1, 8], 6, bs=8),
-    own_loader_that_announces_fewer=partial(OwnLoader, [8, 3, 8, 8, 1, 8], 4, batch_size=8))
-
-
-@pytest.mark.parametrize('loader,saver', paired(ANY_BATCHES, SAVERS))
-def test_one_batch_of_any_kind_is_a_window(loader, saver):
-    "What saves memory in it changes nothing"
-    make_loader = ANY_BATCHES[loader]
-    small = fit_on(make_loader(), SAVERS[saver]())
-    large = fit_on(make_loader())
-    assert_same_fit_and_positions(small, large)
 
 
 @pytest.mark.parametrize('loader,micro_batch_size', paired(SIZABLE, [None, 3, 4]))

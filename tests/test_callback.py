@@ -4,6 +4,7 @@ import pytest
 from common import *
 from fastxtend_accum.callback import WindowCallback
 from fastxtend_accum.windows.checks import hooks_warning
+from limited_memory import OutOfMemory
 from our_warnings import warnings_of
 
 G = GradientAccumulation
@@ -219,8 +220,8 @@ class Unsized:
         return zip(*[o.split(8) for o in data(32)])
 
 
-def unsized_learner(cb, m=None):
-    return Learner(DataLoaders(Unsized(), Unsized()), m or model(), mse, opt_func=SGD, cbs=cb)
+def unsized_learner(cb):
+    return Learner(DataLoaders(Unsized(), Unsized()), model(), mse, opt_func=SGD, cbs=cb)
 
 
 @pytest.mark.parametrize('cb, batch_size, micro_bs', [
@@ -325,19 +326,6 @@ def test_hooks_on_parameters_are_named_once_in_a_fit(bs, cb, says):
 
 # Memory runs out
 
-class RunsOut(nn.Module):
-    "Runs out of memory in training with more than `limit` samples"
-    def __init__(self, limit, error=torch.OutOfMemoryError('out of memory')):
-        super().__init__()
-        self.inner = model()
-        self.limit = limit
-        self.error = error
-
-    def forward(self, x):
-        if self.training and len(x) > self.limit: raise self.error
-        return self.inner(x)
-
-
 REMEDY = ("out of memory with {}: a smaller bs, micro_batch_size='auto' or ActivationCheckpointing() needs less memory")
 
 
@@ -346,19 +334,18 @@ REMEDY = ("out of memory with {}: a smaller bs, micro_batch_size='auto' or Activ
     (make_learner, WindowCallback(), 'batches of 8 samples'),
     (unsized_learner, WindowCallback(), 'these batches')])
 def test_a_remedy_is_named_where_whole_batches_run_out_of_memory(make, cb, batches):
-    if make is make_learner: learn = make_learner(8, m=RunsOut(4), cbs=cb)
-    else: learn = unsized_learner(cb, RunsOut(4))
+    learn = unsized_learner(cb) if make is unsized_learner else make_learner(8, cbs=cb)
     with pytest.warns(UserWarning) as said:
-        with pytest.raises(torch.OutOfMemoryError): fit(learn, 1)
+        with pytest.raises(torch.OutOfMemoryError): fit(learn, 1, cbs=OutOfMemory('after_pred', 1))
     assert [str(o.message) for o in said] == [REMEDY.format(batches)]
 
 
-@pytest.mark.parametrize('cb, m, error', [
-    (G(32), RunsOut(0, RuntimeError('on purpose')), 'on purpose'),
-    (G(micro_batch_size=4), RunsOut(2), 'out of memory')])
-def test_no_remedy_is_named_for_another_error_or_where_batches_are_split_already(cb, m, error):
+@pytest.mark.parametrize('cb, fault, error', [
+    (G(32), Fault(RuntimeError, 'after_pred', 1, 0), 'on purpose'),
+    (G(micro_batch_size=4), OutOfMemory('after_pred', 1), 'out of memory')])
+def test_no_remedy_is_named_for_another_error_or_where_batches_are_split_already(cb, fault, error):
     "A warning would be an error here"
-    with pytest.raises(RuntimeError, match=error): fit(make_learner(8, m=m, cbs=cb), 1)
+    with pytest.raises(RuntimeError, match=error): fit(make_learner(8, cbs=[cb, fault]), 1)
 
 
 class DoublesInputs(Callback):

@@ -124,15 +124,6 @@ def test_a_loss_over_other_items_is_not_exact_without_num_items_and_a_warning_sa
     assert_apart(small, big, 1e-4)
 
 
-class ReadsLoss(Callback):
-    def after_loss(self):
-        self.seen = self.learn.loss_grad.item()
-
-
-def test_a_callback_that_only_reads_the_loss_causes_no_warning():
-    assert warnings_of(classifier(8, ReadsLoss(), GradientAccumulation(32))) == []
-
-
 # Changes whose items are known
 
 class CausalLMOutput(dict): "As Transformers names it"

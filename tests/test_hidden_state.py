@@ -229,15 +229,6 @@ def test_a_batch_that_ends_early_leaves_the_states_from_before_it(error, event, 
     assert_states(left, learn.states.before[1])
 
 
-class LooksAtLoss(Callback):
-    def after_loss(self): self.learn.loss.item()
-
-
-def test_a_callback_beside_the_regularizers_that_leaves_the_loss_alone_causes_no_warning():
-    "They change the loss in `after_loss`, which the other callback has, too"
-    fit(lm(split(8), LooksAtLoss()), 1, 1.)
-
-
 # Which models carry a state
 
 def text_classifier():

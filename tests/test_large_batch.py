@@ -154,26 +154,6 @@ def test_any_windows_are_the_batches_of_a_loop_in_pytorch(
     assert_same(losses(learn), smoothed(expected_losses), FLOAT32)
 
 
-# Callbacks that change the batch or the loss
-
-
-class LeavesOut(Callback):
-    "Leaves out the samples that are broken, more of some loader batches than of others"
-    run_valid = False
-    def before_batch(self):
-        is_whole = self.x[:, 0] > -0.3
-        self.learn.xb = (self.x[is_whole],)
-        self.learn.yb = (self.y[is_whole],)
-
-
-def test_a_callback_that_leaves_out_samples():
-    "The loss of a window is the mean over the rows that are left"
-    large = fit(make_learner(32, cbs=LeavesOut()))
-    small = fit(make_learner(8, cbs=[LeavesOut(), GradientAccumulation(32)]))
-    assert_apart(large, fit(make_learner(32)), least=1e-3)
-    assert_same_fit(small, large)
-
-
 # Epochs that end early, and batches that are cancelled
 
 @pytest.mark.parametrize('remainder', ['step', 'carry', 'drop'])

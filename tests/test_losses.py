@@ -114,6 +114,7 @@ def test_any_tokens(n, micro, k, n_epoch, name, remainder, seed, drop_last):
     assert len(said) == int(len(sizes) < len(steps))
     assert all('nothing to average over' in o for o in said)
     assert learn.recorder.accum_bs == sizes
+    assert cb.n_skipped == len(steps)-len(sizes)
     assert_same(weights(learn), expected, ROUNDING)
 
 

@@ -192,40 +192,7 @@ def train_96(*cbs, accum=None, n_epoch=1, lr=0.1, **kwargs):
     return fit(learn, n_epoch, lr)
 
 
-class MissingTargets(Callback):
-    "Makes all targets of the second window NaN, which `mse_of_known` leaves out"
-    run_valid = False
-
-    def before_batch(self):
-        if self.train_iter == 1:
-            self.learn.yb = (torch.full_like(self.y, torch.nan),)
-
-
 HAS_MEAN = Outcome.HAS_MEAN
-
-
-def mse_of_known(pred, targ):
-    is_known = ~targ.isnan()
-    return F.mse_loss(pred[is_known], targ[is_known]).float()
-
-
-def n_known(learn):
-    return (~learn.y.isnan()).sum()
-
-
-def test_a_window_without_items_is_skipped():
-    "With a warning. To loggers it is a cancelled batch without a loss; its batches are not joined with the next window"
-    with pytest.warns(UserWarning, match='nothing to average over') as caught:
-        accum = GradientAccumulation(32, num_items=n_known)
-        learn = train_96(MissingTargets(), accum=accum, loss_func=mse_of_known)
-    assert len(caught) == 1
-    assert learn.note_outcomes.outcomes == [HAS_MEAN, Outcome.NO_ITEMS, HAS_MEAN]
-    assert learn.gradient_accumulation.n_skipped == 1
-    assert learn.recorder.accum_bs == [32, 32]
-    steps = windows(96, 8, 32, 'step', 1)
-    expected, step_losses = reference([steps[0], steps[2]], 96, sgd)
-    assert_same(weights(learn), expected, ROUNDING)
-    assert_same(losses(learn), smoothed(step_losses), 1e-6)  # float32
 
 
 # Gradients that are no numbers

@@ -378,7 +378,6 @@ def one_fails():
 
 float16_scale = dict(init_scale=256.)
 token_weights = tensor([1., 2., 3., .5]).double()
-TorchSGD = partial(OptimWrapper, opt=torch.optim.SGD)
 
 CASES = dict(
     constant=lambda: small(accum()),
@@ -390,14 +389,12 @@ CASES = dict(
     one_cycle=lambda: small(accum(12), n=101, method='fit_one_cycle'),
     ragged=lambda: small(accum(12), n=101),
     ragged_split=lambda: small(accum(12, micro_batch_size=5), bs=12, n=101),
-    drop=lambda: small(accum(12, remainder='drop'), n=101),
     carry=lambda: small(accum(12, remainder='carry'), n=101),
     skip_before=lambda: small(accum(8), SkipBatch(2)),
     skip_last=lambda: small(accum(), SkipBatch(96//W//4)),
     nonfinite=lambda: small(accum(skip_nonfinite=True), m=nan_once()),
     # How the model is wrapped
     find_unused_parameters=lambda: small(accum(), find_unused_parameters=True),
-    bucket_view=lambda: small(accum(), opt_func=TorchSGD, gradient_as_bucket_view=True),
     by_hand=lambda: wrapped_small(DistributedDataParallel(model()), accum()),
     sharded=lambda: sharded_small(model(), accum()),
     nonfinite_sharded=lambda: sharded_small(nan_once(), accum(skip_nonfinite=True)),
@@ -419,7 +416,6 @@ CASES = dict(
     tokens_auto=tokens_auto,
     no_items=lambda: tokens_auto(n_ignored=8),
     clip=lambda: small(accum(), GradientClip(.05)),
-    norm=lambda: small(accum(), m=norm_model(nn.BatchNorm1d(8, affine=False))),
     norm_synced=lambda: with_sync_norm(small, accum(), bs=4, m=norm_model(sync_norm(8)), opt_func=SGD),
     bfloat16=lambda: half(16),
     bfloat16_one_batch=lambda: half(4),
