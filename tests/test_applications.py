@@ -5,7 +5,7 @@ from fastai.callback.rnn import rnn_cbs
 from fastai.collab import CollabDataLoaders, EmbeddingDotBias
 from fastai.tabular.all import Categorify, Normalize, TabularDataLoaders, TabularLearner, TabularModel
 from fastai.text.all import AWD_LSTM, TensorText, awd_lstm_clas_config, awd_lstm_lm_config
-from fastai.text.all import get_language_model, get_text_classifier
+from fastai.text.all import get_text_classifier
 from fastai.vision.all import TensorImage, TensorMask
 
 from common import *
@@ -80,35 +80,6 @@ def without_batchnorm(m):
         for name, child in list(o.named_children()):
             if isinstance(child, nn.BatchNorm1d): setattr(o, name, nn.GroupNorm(1, child.num_features))
     return m
-
-
-def language_model():
-    return without_dropout(seeded(get_language_model, AWD_LSTM, 20, config=lm_config, drop_mult=0.))
-
-
-def test_a_language_model_carries_its_state_from_batch_to_batch():
-    "Windows are those of a loop in plain PyTorch over the same batches"
-    generator = torch.Generator().manual_seed(0)
-    stream = [torch.randint(20, (2, 4, 7), generator=generator).unbind() for _ in range(12)]
-
-    m = language_model().train()
-    m.reset()
-    opt = torch.optim.SGD(m.parameters(), lr=.1)
-    for i, (x, y) in enumerate(stream):
-        loss = F.cross_entropy(m(x)[0].flatten(0, 1), y.flatten())
-        (loss/3).backward()
-        if i%3 == 2:
-            opt.step()
-            opt.zero_grad()
-
-    train = tud.DataLoader(stream, batch_size=None)
-    valid = tud.DataLoader(stream, batch_size=None)
-    cbs = [*rnn_cbs(), GradientAccumulation(12, micro_batch_size=4)]
-    learn = Learner(DataLoaders(train, valid), language_model(), CrossEntropyLossFlat(), opt_func=SGD, cbs=cbs)
-    fit(learn, 1)
-    assert learn.recorder.accum_bs == [12, 12, 12, 12]
-    assert_same_weights(learn, m, FLOAT32)
-    assert largest_difference(learn, language_model()) > 1e-3
 
 
 def text_classifier(bs, cbs, **kwargs):

@@ -137,14 +137,9 @@ def n_positive(learn): return (learn.y > 0).sum()
 
 @pytest.mark.parametrize('cb, changes, new', [
     (G(32), dict(accum_bs=16), G(16)),
-    (G(32), dict(accum_bs=4), G(4)),
-    (G(32), dict(n_acc=48), G(48)),
-    (G(32), dict(micro_batch_size=3), G(32, micro_batch_size=3)),
     (G(32, micro_batch_size=3), dict(micro_batch_size=None), G(32)),
     (G(32), dict(log_accum_batch=False), G(32, log_accum_batch=False)),
-    (G(32), dict(remainder='drop'), G(32, remainder='drop')),
     (G(32), dict(num_items=n_positive), G(32, num_items=n_positive)),
-    (S(8, 32), dict(start_accum_bs=16), S(16, 32)),
     (S(8, 32), dict(final_accum_bs=24, finish=1.), S(8, 24, finish=1.)),
     (S(8, 32), dict(scale={'lr': sqrt_scale}), S(8, 32, scale={'lr': sqrt_scale})),
     (all_blocks(), dict(blocks=lambda m: [m[0]]), all_blocks(lambda m: [m[0]]))])

@@ -339,25 +339,6 @@ def test_a_scaled_rate_and_momentum(opt_func):
     assert_same(learn.recorder.lrs, rates, ROUNDING)
 
 
-def test_a_scaled_weight_decay():
-    "fastai's Adam with a scaled `wd` is PyTorch's AdamW whose weight decay is multiplied where the batch is"
-    scale = dict(lr=sqrt_scale, wd=linear_scale)
-    adam = partial(Adam, sqr_mom=0.99, eps=1e-5)
-    learn = learner_of_128(jumps_with(scale), opt_func=adam)
-    fit(learn, 4, lr=0.01, wd=0.3)
-    m = model()
-    matrices = [p for p in m.parameters() if p.ndim > 1]
-    biases = [p for p in m.parameters() if p.ndim == 1]
-    groups = [dict(params=matrices, decay=0.3), dict(params=biases, decay=0.)]
-    def set_hypers(group, pct, ratio):
-        group['lr'] = 0.01*ratio**0.5
-        group['weight_decay'] = group['decay']*ratio
-    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-5)
-    expected = train_by_hand(adamw, m, set_hypers)
-    assert_moved(learn)
-    assert_same(weights(learn), expected, ROUNDING_THAT_ADDS_UP)
-
-
 class NotesHyper(Callback):
     "Notes a hyper-parameter of the optimizer in these events"
     run_valid = False
