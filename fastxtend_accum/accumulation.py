@@ -220,8 +220,8 @@ def report_step(self:GradientAccumulation):
 
 @patch
 def description(self:GradientAccumulation)->str:
-    """Returns a line that says how windows are made up, and how a step differs from that of one large batch. Before a
-    fit, returns an empty line"""
+    """Returns the line that says how windows are made up, and how a step differs from the step on one large batch;
+    before a fit, an empty string"""
     loop = self.loop
     if loop is None or loop.batches is None: return ''
     n = loop.fit.processes.n
@@ -231,22 +231,25 @@ def description(self:GradientAccumulation)->str:
     largest = nearest_shape(max(sizes)/n, bs)
     micro_bs = self.largest_micro_batch(math.ceil(bs/largest.n_pieces))
     line = how_made_up(smallest, largest, bs, micro_bs, n)
+    is_loader_batch = smallest == largest == WindowShape()
     if self.micro_batch_size == 'auto':
-        line = f"micro_batch_size='auto': each batch of {bs} {how_split(bs, micro_bs)}; {line}"
+        split = '' if is_loader_batch else f'each batch of {bs} {how_split(bs, micro_bs)}; '
+        line = f"micro_batch_size='auto': {split}{line}"
     # Micro-batches of this window, or of the larger ones of a schedule
     has_several = not loop.window.is_single or largest.samples(bs) > micro_bs
     differences = loop.fit.differences.described(micro_bs) if has_several and loop.fit.differences else ''
     if differences:
         batch = f'one batch of {largest.samples(bs*n)}' if smallest == largest else 'one batch'
-        line += f'. As in {batch}, except: {differences}.'
-        is_loader_batch = smallest == largest == WindowShape()
-        if is_loader_batch and self.could_checkpoint(): line += ' ActivationCheckpointing() avoids this.'
+        line += f'. Same as {batch}, except: {differences}.'
+        if is_loader_batch and self.could_checkpoint():
+            line += ' ActivationCheckpointing() avoids this, if the batch then fits.'
     return line
 
 @patch
 def could_checkpoint(self:GradientAccumulation)->bool:
     """Returns whether ActivationCheckpointing could save memory in place of micro-batches, so that the model sees whole
-    batches. It cannot adapt to memory if FSDP shards the model, nor beside another that saves memory"""
+    batches. It cannot adapt to memory if FSDP shards the model, or if another callback that saves memory is
+    present"""
     learn = self.loop.learn
     return not is_sharded(learn.model) and not learn._grab_cbs(MemorySaver)
 

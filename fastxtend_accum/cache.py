@@ -191,7 +191,7 @@ def report(self:GradientCache, loop):
     found = loop.fit.differences
     prints_differences = found is not None and self.is_leader() and size < n
     differences = found.described(size, module) if prints_differences else ''
-    if differences: line += f'. As in one batch of {n}, except: {differences}.'
+    if differences: line += f'. Same as one batch of {n}, except: {differences}.'
     self.log_once(line)
 
 @patch

@@ -1,4 +1,4 @@
-"""Measure before training whether your callbacks, loss and model train in windows as in large batches
+"""Before training, measure whether accumulation equals training on large batches with your callbacks, loss and model
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/check.html.md"""
 
@@ -24,7 +24,7 @@ __all__ = ['AccumCheck', 'n_samples', 'our_callbacks', 'explain', 'check_with', 
 
 # %% ../nbs/09_check.ipynb #3f268a53
 class AccumCheck(NamedTuple):
-    "What `Learner.check_accum` has found. `str` of it is the report"
+    "What `Learner.check_accum` has found. `str(result)` is the report"
     head:str  # what was trained
     differences:dict[str,float]  # of windows to whole batches, relative, by name
     reasons:list[str]  # named by elimination: without them there is no difference
@@ -51,7 +51,7 @@ def n_samples(
     drop_last:bool, # Whether the loader drops an incomplete batch
     remainder:str, # What happens to batches that fill no window
 )->int:
-    "Returns the samples of an epoch: those of full windows; and then a rest, of which one batch is smaller"
+    "Returns the number of samples in an epoch: full windows, plus an incomplete one whose last batch is smaller"
     if drop_last: return n_steps*max(sizes.window, sizes.bs)
     part = sizes.window//2
     rest = part + math.ceil(part*2/3)
@@ -59,7 +59,7 @@ def n_samples(
     return n_full*sizes.window + rest
 
 def our_callbacks(cbs:list)->list[WindowCallback]:
-    "Returns those that make windows; raises ValueError if there are none"
+    "Returns the callbacks that make windows; raises ValueError if there are none"
     res = [o for o in cbs if isinstance(o, WindowCallback) and o.run]
     if res: return res
     raise ValueError("check_accum compares windows with whole batches, and this Learner has no callback that makes "
@@ -67,14 +67,16 @@ def our_callbacks(cbs:list)->list[WindowCallback]:
 
 # %% ../nbs/09_check.ipynb #e5058a61
 _nan = 'weights become NaN or infinite on whole batches, so nothing can be compared: pass a larger size'
-_unseeded = 'two trainings on the same whole batches differ, too: something draws numbers that no seed sets'
+_unseeded = 'two runs on the same whole batches differ, too: something draws numbers that no seed sets'
 
 def explain(
     comparison:Comparison,
     cbs:list, # Callbacks of the fit
     n:int, # Samples in a micro-batch
 )->tuple[dict,list,list]: # Differences, reasons and notes of an `AccumCheck`
-    "Compares trainings. If they differ, finds the reasons"
+    """Compares runs. If they differ, repeats the run on whole batches: what differs between these two as well, such as
+    a time that a callback measures, needs no explanation. For everything else, removes one suspect after another
+    until the runs are equal, and puts back those that make no difference"""
     whole = comparison.trained('whole', False, ())
     is_finite = whole['weights'].isfinite().all()
     if not is_finite: return dict(weights=math.nan),[],[_nan]
@@ -99,7 +101,7 @@ def check_with(
     seed:int,
     verbose:bool,
 )->AccumCheck:
-    "Compares trainings, and explains the differences"
+    "Compares runs, and explains the differences"
     all_cbs = [*learn.cbs, *cbs]
     left_out = list(filter(is_left_out, all_cbs))
     in_trials = [o for o in all_cbs if o not in left_out]
@@ -116,11 +118,12 @@ def check_with(
     differences,reasons,notes = explain(comparison, in_trials, sizes.micro_bs)
     notes += notes_on(left_out, is_clean)
     n_trained = sum(len(plan.windows) for plan in trials.plans)
-    head = f'{n_trained} steps of up to {sizes.window} samples, {sizes.micro_bs} at a time and whole:'
+    head = (f'{n_trained} steps of up to {sizes.window} samples each, {sizes.micro_bs} samples at a time compared with '
+            'whole batches:')
     return AccumCheck(head, differences, reasons, notes)
 
 def notes_on(left_out:list, is_clean:bool)->list[str]:
-    "Returns what the user has to know of the check"
+    "Returns what else the user has to know about the check"
     res = []
     names = [type(o).__name__ for o in left_out]
     names = [o for o in names if o not in ('ProgressCallback', 'ShowGraphCallback')]
@@ -136,11 +139,13 @@ def check_accum(self:Learner,
     cbs:Callback|list|None=None, # Callbacks that you will pass to the fit
     n_steps:int=3, # Steps to train; with `remainder='carry'`, in each of two epochs
     size:int=3, # Samples in the smallest batch that the model sees. Windows are twice as large, or four times
-    seed:int=42, # Of the random numbers that the trials draw
+    seed:int=42, # Seed of the random numbers that the runs draw
     verbose:bool=True, # Print the report; and if the check takes longer than 5 seconds, what it does
 )->AccumCheck:
-    """Measure whether this Learner trains in windows as on whole batches: train copies of it both ways, compare them,
-    and name the reason for a difference. Leaves everything as it was"""
+    """Measure whether training this Learner in windows equals training it on whole batches
+
+    Trains copies both ways, compares them, and names the reason for any difference. The Learner, its files and the
+    random state stay as they were"""
     n_steps = check_size('n_steps', n_steps)
     size = check_size('size', size)
     check_flags(verbose=verbose)

@@ -92,8 +92,9 @@ def configs_with_cache(model)->list:
 
 # %% ../nbs/03_checkpointing.ipynb #a19c05ce
 class ActivationCheckpointing(WindowCallback, MemorySaver):
-    """If a loader batch does not fit in memory, recompute as few of the model's blocks as necessary in the backward
-    pass, and keep only their inputs. Batches stay whole, and results stay the same"""
+    """Recompute as few of the model's blocks in the backward pass as necessary to fit each loader batch in memory
+
+    The forward pass keeps only the inputs of these blocks. Batches stay whole, and results stay the same"""
     order = 11.5  # before a GradientAccumulation, which runs the batches
     saver_rank = 1
     _stateattrs = *WindowCallback._stateattrs,'found','groups'  # fastai leaves these out of a copy or an export
@@ -190,8 +191,8 @@ def report(self:ActivationCheckpointing, loop):
     "Prints how many blocks are recomputed, unless the last line says the same"
     if not self.adapt: return
     how = 'fits in memory'
-    if self.n_recomputed: how = f'fits if {self.n_recomputed} of {len(self.found)} blocks are recomputed'
-    if self.n_recomputed and self.is_offloading: how += ', and what they keep is on the CPU'
+    if self.n_recomputed: how = f'fits with {self.n_recomputed} of {len(self.found)} blocks recomputed'
+    if self.n_recomputed and self.is_offloading: how += ', and what they keep moved to the CPU'
     self.log_once(f'ActivationCheckpointing: each batch of {loop.batches.current.samples} {how}')
 
 @patch

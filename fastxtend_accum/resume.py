@@ -23,8 +23,10 @@ __all__ = ['fastai_do_fit', 'AutoResume', 'do_fit']
 
 # %% ../nbs/06_resume.ipynb #7874737e
 class AutoResume(WindowCallback):
-    """Save a fit while it runs. If the process is killed, run the script again: the same line continues the fit in
-    mid-epoch, and the final weights are the same"""
+    """Save a fit while it runs, so that it can be resumed in mid-epoch
+
+    If the process is killed, run the script again: the same line continues the fit, and the final weights are the
+    same"""
     order = 10_000  # after all others: what they have done is in the file
     run_valid = True
     lead_rank = 3
@@ -111,11 +113,11 @@ Learner._do_fit = do_fit
 
 @patch
 def start(self:AutoResume)->SavedFit:
-    "Begins a fit. Raises ValueError if it cannot go on in mid-epoch"
+    "Begins a fit. Raises ValueError if it cannot be resumed in mid-epoch"
     learn = self.learn
     replaced = replaced_method(learn)
     if replaced:
-        raise ValueError(f"{type(learn).__name__} has its own {replaced}, which cannot go on in mid-epoch: leave "
+        raise ValueError(f"{type(learn).__name__} has its own {replaced}, which cannot be resumed in mid-epoch: leave "
                          "AutoResume out")
     if is_sharded(learn.model):
         raise ValueError('AutoResume cannot save a sharded model: use DistributedDataParallel')

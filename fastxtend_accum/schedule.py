@@ -36,8 +36,8 @@ def check_point(name:str, point:Numeric, n_epoch:int|None=None):
     if isinstance(point, Integral): largest = n_epoch or math.inf
     if 0 <= point <= largest: return
     epochs = f'from 0 to {n_epoch}' if n_epoch else '0 or more'
-    fit = ' of 1 epoch (fine_tune begins with one)' if n_epoch == 1 else ''
-    raise ValueError(f"{name}={point} is outside of training{fit}: use a fraction of it (a float from 0.0 to 1.0), or "
+    where = 'a training run of 1 epoch (the first fit of fine_tune has one)' if n_epoch == 1 else 'training'
+    raise ValueError(f"{name}={point} is outside of {where}: use a fraction of it (a float from 0.0 to 1.0), or "
                      f"a number of epochs (an int, {epochs})")
 
 def fraction_of_fit(name:str, point:Numeric, n_epoch:int)->float:

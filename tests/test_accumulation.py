@@ -114,7 +114,7 @@ def test_the_line_is_printed_again_if_it_has_changed(capsys):
         fit_aloud(learn, 1)
         said.append(capsys.readouterr().out)
     assert said == ['32 = 4 x 8 samples\n', '', '48 = 6 x 8 samples\n',
-                    '4 samples: each batch of 8 makes 2 optimizer steps\n']
+                    '4 samples per step: 2 optimizer steps for each batch of 8\n']
 
 
 # Validation

@@ -157,7 +157,7 @@ def test_settings_that_were_changed_since_the_last_fit_are_those_of_a_new_callba
 
 
 @pytest.mark.parametrize('cb, name, value, says', [
-    (G(32), 'accum_bs', 20, 'accum_bs=20 is a number of samples, but not a multiple'),
+    (G(32), 'accum_bs', 20, 'accum_bs=20 (samples) is not a multiple'),
     (G(32), 'n_acc', 32., 'accum_bs counts samples, so it must be an int'),
     (G(32), 'remainder', 'keep', 'remainder must be one of'),
     (G(32), 'log_accum_batch', 1, 'log_accum_batch must be True or False'),
@@ -261,7 +261,7 @@ def test_a_loader_that_is_replaced_between_epochs_is_checked_again():
         if self.epoch == 1: self.learn.dls = DataLoaders(other, self.dls.valid)
     steps = Counts('after_step')
     learn.add_cbs([Callback(before_epoch=replace), steps])
-    with pytest.raises(ValueError, match="accum_bs=32 .* not a multiple of the DataLoader's batch of 20"):
+    with pytest.raises(ValueError, match="accum_bs=32 .* not a multiple of the DataLoader's batch size of 20"):
         fit(learn, 2)
     assert steps.n == 3
 

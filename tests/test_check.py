@@ -137,7 +137,7 @@ def test_weights_that_become_nan_are_not_equal(sizes):
 def test_weights_that_become_nan_in_windows_only_have_a_reason():
     result = check(learner(GradientAccumulation(32), layers=[nn.BatchNorm1d(8)], loss=nan_for(3)))
     assert result.differences['weights'] == math.inf
-    assert 'the loss of 3 samples does not add up to that of all' in result.reasons
+    assert 'the losses of 3 samples at a time do not add up to the loss of all samples' in result.reasons
 
 
 # Everything is as it was

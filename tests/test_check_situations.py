@@ -79,7 +79,7 @@ def test_the_callback_that_makes_another_training_is_named(cls, way):
 @pytest.mark.parametrize('name', INEXACT)
 def test_a_loss_that_is_no_sum_of_its_parts_is_named(name, way):
     result = check(INEXACT[name].learner, way)
-    assert result.reasons == ['the loss of 3 samples does not add up to that of all']
+    assert result.reasons == ['the losses of 3 samples at a time do not add up to the loss of all samples']
 
 
 @pytest.mark.parametrize('cls', [

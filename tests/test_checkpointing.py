@@ -182,9 +182,9 @@ def said(learn, capsys):
 
 @pytest.mark.parametrize('share,blocks,says', [
     (1.1, None, 'fits in memory'),
-    (.6, None, 'fits if [24] of 4 blocks are recomputed'),
-    (.9, lambda m: [m[2], m[3]], 'fits if 1 of 2 blocks are recomputed'),
-    (.3, None, 'fits if 4 of 4 blocks are recomputed, and what they keep is on the CPU')])
+    (.6, None, 'fits with [24] of 4 blocks recomputed'),
+    (.9, lambda m: [m[2], m[3]], 'fits with 1 of 2 blocks recomputed'),
+    (.3, None, 'fits with 4 of 4 blocks recomputed, and what they keep moved to the CPU')])
 def test_one_line_says_how_a_batch_fits(share, blocks, says, capsys):
     "A further fit tries nothing, and says nothing"
     limit = share*trained(with_batch_norm, Activations()).activations.mb

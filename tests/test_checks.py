@@ -56,9 +56,9 @@ def test_sizes_may_be_numbers_of_numpy():
 # Sizes and rules
 
 @pytest.mark.parametrize('args, advice', [
-    (('accum_bs', 100, 64), '64: use 64 or 128, or another batch size'),
+    (('accum_bs', 100, 64), '64: use 64 or 128, or change bs'),
     (('n_acc', 100, 16, 2),
-     "32, 2 processes times the DataLoader's batch of 16: use 96 or 128, or another batch size")])
+     "32, 2 processes times the DataLoader's batch size of 16: use 96 or 128, or change bs")])
 def test_a_window_of_no_whole_number_of_batches_is_an_error_that_names_other_sizes(args, advice):
     with pytest.raises(ValueError) as caught:
         check_multiple(*args)
@@ -127,7 +127,7 @@ def minus_one(learn): return -1
 
 
 @pytest.mark.parametrize('make, says', [
-    (lambda: on_96(GradientAccumulation(20)), "accum_bs=20 is a number of samples, but not a multiple of"),
+    (lambda: on_96(GradientAccumulation(20)), "accum_bs=20 (samples) is not a multiple of"),
     (lambda: on_96(GradientAccumulationSchedule(16, 60)), 'final_accum_bs=60'),
     (lambda: on_96(Schedule(scale=linear_scale)), 'scale must be a dict'),
     (lambda: on_96(Schedule(scale=dict(rate=linear_scale))), "no hyper-parameter 'rate': use one of ["),

@@ -68,8 +68,8 @@ def pieces(n): return WindowShape(1, n)
     ([batches(4)], 32, 32, 2, '256 = 2 processes x 4 x 32 samples'),
     ([batches(1)], 32, 32, 2, '64 = 2 processes x 1 x 32 samples'),
     ([batches(1)], 32, 32, 1, '32 samples are one batch'),
-    ([pieces(8)], 256, 32, 1, '32 samples: each batch of 256 makes 8 optimizer steps'),
-    ([pieces(3)], 256, 86, 1, 'up to 86 samples: each batch of 256 makes 3 optimizer steps'),
+    ([pieces(8)], 256, 32, 1, '32 samples per step: 8 optimizer steps for each batch of 256'),
+    ([pieces(3)], 256, 86, 1, 'up to 86 samples per step: 3 optimizer steps for each batch of 256'),
     ([batches(1), batches(16)], 32, 16, 1, '32 to 512 samples, 16 at a time'),
     ([pieces(8), batches(2)], 256, 256, 1, '32 to 512 samples, 256 at a time')])
 def test_how_a_window_is_made_up(shapes, bs, micro_bs, n_processes, words):
@@ -126,23 +126,23 @@ def test_changes_are_seen_in_buffers_of_any_kind(buffer, changed):
 
 LINE_OF_4 = '32 = 4 x 8 samples'
 SPLIT_IN_4 = 'each batch of 32 is split into 4 micro-batches of 8'
-FITS = "micro_batch_size='auto': each batch of 32 fits in memory; "
+AUTO = "micro_batch_size='auto': "
 NOT_SPLIT = '; validation batches are not split'
-REMEDY = ' ActivationCheckpointing() avoids this.'
+REMEDY = ' ActivationCheckpointing() avoids this, if the batch then fits.'
 
 
 def differences(batch, size):
-    return (f'. As in one batch of {batch}, except: BatchNorm1d (1 layer) sees {size} samples at a time; dropout draws '
-            'different random numbers.')
+    return (f'. Same as one batch of {batch}, except: BatchNorm1d (1 layer) sees {size} samples at a time; dropout '
+            'draws different random numbers.')
 
 
 @pytest.mark.parametrize('bs, make_cbs, line', [
     (8, lambda: [GradientAccumulation(32)], LINE_OF_4+differences(32, 8)),
     (32, lambda: [GradientAccumulation(32, micro_batch_size=8)], LINE_OF_4+differences(32, 8)+REMEDY),
     (32, lambda: [GradientAccumulation(64, micro_batch_size=8)], '64 = 8 x 8 samples'+differences(64, 8)),
-    (32, lambda: [GradientAccumulation(8)], '8 samples: each batch of 32 makes 4 optimizer steps'),
+    (32, lambda: [GradientAccumulation(8)], '8 samples per step: 4 optimizer steps for each batch of 32'),
     (32, lambda: [GradientCache(8)], f'GradientCache: {SPLIT_IN_4}{NOT_SPLIT}'+differences(32, 8)),
-    (32, lambda: [GradientAccumulation(micro_batch_size='auto')], FITS+'32 samples are one batch'),
+    (32, lambda: [GradientAccumulation(micro_batch_size='auto')], AUTO+'32 samples are one batch'),
     (32, lambda: [GradientCache('auto')], f'GradientCache: each batch of 32 fits in memory{NOT_SPLIT}'),
     (32, lambda: [ActivationCheckpointing()], 'ActivationCheckpointing: each batch of 32 fits in memory')])
 def test_a_model_with_batch_norm_and_dropout(capsys, bs, make_cbs, line):
@@ -153,7 +153,8 @@ def test_a_model_with_batch_norm_and_dropout(capsys, bs, make_cbs, line):
 @pytest.mark.parametrize('bs, make_cb, line', [
     (8, lambda: GradientAccumulation(32), LINE_OF_4),
     (32, lambda: GradientAccumulation(64, micro_batch_size=7), '64 = 10 micro-batches of up to 7 samples'),
-    (32, lambda: GradientAccumulation(64, micro_batch_size='auto'), FITS+'64 = 2 x 32 samples'),
+    (32, lambda: GradientAccumulation(64, micro_batch_size='auto'),
+     AUTO+'each batch of 32 fits in memory; 64 = 2 x 32 samples'),
     (8, lambda: GradientAccumulationSchedule(8, 32), '8 to 32 samples, 8 at a time'),
     (32, lambda: GradientCache(8), f'GradientCache: {SPLIT_IN_4}{NOT_SPLIT}')])
 def test_a_model_that_differs_in_nothing(capsys, bs, make_cb, line):
@@ -162,13 +163,13 @@ def test_a_model_that_differs_in_nothing(capsys, bs, make_cb, line):
 
 def test_a_schedule_that_begins_with_one_batch_names_what_differs_in_later_windows(capsys):
     line = line_of(capsys, 8, GradientAccumulationSchedule(8, 32), m=with_batch_norm())
-    differences = '. As in one batch, except: BatchNorm1d (1 layer) sees 8 samples at a time.'
+    differences = '. Same as one batch, except: BatchNorm1d (1 layer) sees 8 samples at a time.'
     assert line == f'8 to 32 samples, 8 at a time{differences}\n'
 
 
 def test_a_schedule_that_begins_with_pieces_names_the_largest_that_the_model_sees(capsys):
     line = line_of(capsys, 16, GradientAccumulationSchedule(4, 32), m=with_batch_norm())
-    differences = '. As in one batch, except: BatchNorm1d (1 layer) sees 16 samples at a time.'
+    differences = '. Same as one batch, except: BatchNorm1d (1 layer) sees 16 samples at a time.'
     assert line == f'4 to 32 samples, 16 at a time{differences}\n'
 
 
@@ -185,15 +186,14 @@ class Largest(nn.Module):
 
 
 @pytest.mark.parametrize('bs, limit, micro_bs, split', [
-    (48, 150, 24, '2 micro-batches of 24; 48 = 2 x 24 samples'),
-    (48, 45, 8, '6 micro-batches of 8; 48 = 6 x 8 samples'),
-    (50, 65, 13, '4 micro-batches of up to 13; 50 = 4 micro-batches of up to 13 samples')])
+    (48, 150, 24, '2 x 24 samples'),
+    (48, 45, 8, '6 x 8 samples'),
+    (50, 65, 13, '4 micro-batches of up to 13 samples')])
 def test_auto_says_what_fits_of_a_batch(capsys, bs, limit, micro_bs, split):
     "Once, however often smaller ones fit: a shorter last batch gives no further line"
     m = Largest(with_both(), limit)
     said = line_of(capsys, bs, GradientAccumulation(micro_batch_size='auto'), m=m, n=2*bs+7, n_epoch=3)
-    size = f"micro_batch_size='auto': each batch of {bs} is split into {split}"
-    assert said == size+differences(bs, micro_bs)+REMEDY+'\n'
+    assert said == f'{AUTO}{bs} = {split}'+differences(bs, micro_bs)+REMEDY+'\n'
 
 
 class FailsOnce(Callback):
@@ -214,7 +214,7 @@ def test_the_line_has_the_size_that_was_found_at_last(capsys, cb_type, batch):
     m = Largest(with_both(), 5*8)
     said = line_of(capsys, 32, FailsOnce(batch), cb_type(micro_batch_size='auto'), m=m)
     last = said.splitlines()[-1]
-    assert 'each batch of 32 is split into 6 micro-batches of up to 6;' in last
+    assert '6 micro-batches of up to 6' in last
     assert differences(32, 6) in last
 
 
@@ -232,7 +232,7 @@ def except_for(capsys, m, split):
     bs, make_cb = SPLITS[split]
     said = line_of(capsys, bs, make_cb(), m=m)
     assert said.count('\n') == 1
-    return said.partition('. As in one batch of 32, except: ')[2].removesuffix('\n').removesuffix(REMEDY)
+    return said.partition('. Same as one batch of 32, except: ')[2].removesuffix('\n').removesuffix(REMEDY)
 
 
 @each_split

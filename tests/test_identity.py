@@ -74,7 +74,7 @@ def test_a_difference_is_an_error_that_names_it(name):
     before, after, text = DIFFERENCES[name]
     stop(partial(run, **before), at=5)
     content = Path('models/resume/0.pth').read_bytes()
-    with pytest.raises(ValueError, match=rf'cannot go on .*({text}).*restart=True'): run(**after)
+    with pytest.raises(ValueError, match=rf'cannot be resumed .*({text}).*restart=True'): run(**after)
     assert Stops.n == 0
     assert Path('models/resume/0.pth').read_bytes() == content
 

@@ -264,7 +264,7 @@ def test_the_cache_needs_outputs_that_can_be_joined(wrap, ragged):
 @pytest.mark.parametrize('saver', [split_by_labels, GradientCache])
 @pytest.mark.parametrize('wrap', [time_first, with_states])
 def test_outputs_whose_first_dimension_is_not_the_samples_are_an_error(wrap, saver):
-    with pytest.raises(ValueError, match='its first dimension must be the samples if a batch is split'):
+    with pytest.raises(ValueError, match='its first dimension must index the samples, so that'):
         fit(tagging_learner(wrap, 6, saver(MICRO)), 1)
 
 

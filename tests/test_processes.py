@@ -230,10 +230,10 @@ def test_the_line_of_the_first_window_counts_processes(world):
     n = world.n
     line = f'{4*n} = {n} processes x 2 x 2 samples'
     differs = 'BatchNorm1d (2 layers) sees 2 samples at a time; dropout draws different random numbers'
-    normed = f'{line}. As in one batch of {4*n}, except: {differs}.'
+    normed = f'{line}. Same as one batch of {4*n}, except: {differs}.'
     first, *others = world.each('lines')
     first_sharded, *others_sharded = world.each('lines_sharded')
-    assert first == [line, f'{normed} ActivationCheckpointing() avoids this.']
+    assert first == [line, f'{normed} ActivationCheckpointing() avoids this, if the batch then fits.']
     assert first_sharded == [normed]
     for said in [*others, *others_sharded]: assert said == []
 
@@ -403,7 +403,7 @@ def test_ddp_averages_again_after_an_interrupt(world):
 def test_what_is_refused(world):
     n = world.n
     expected = [
-        f'accum_bs={6*n} is a number of samples, but not a multiple of {4*n}, {n} processes',
+        f'accum_bs={6*n} (samples) is not a multiple of {4*n}, {n} processes',
         'DistributedDataParallel(static_graph=True)',
         'GradientCache cannot split the forward pass of a sharded',
         'a sharded FSDPSequential cannot adapt to memory',

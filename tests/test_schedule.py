@@ -196,7 +196,7 @@ def test_where_a_point_lies(point, n_epoch, expected):
     (1.5, 4, ValueError, 'a float from 0.0 to 1.0'),
     (math.nan, 4, ValueError, 'start=nan is outside of training'),
     (5, 4, ValueError, 'start=5 is outside of training: .* .an int, from 0 to 4'),
-    (2, 1, ValueError, r'of 1 epoch \(fine_tune begins with one\)')])
+    (2, 1, ValueError, r'outside of a training run of 1 epoch \(the first fit of fine_tune has one\)')])
 def test_a_point_outside_of_training_is_an_error(point, n_epoch, error, says):
     with pytest.raises(error, match=says): check_point('start', point, n_epoch)
 

@@ -1,4 +1,4 @@
-"""Compare trainings in windows with those of whole batches, and find the reason for a difference by elimination
+"""Compare training runs in windows with runs on whole batches, and find the reason for a difference by elimination
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/checking/comparison.html.md"""
 

@@ -1,4 +1,4 @@
-"""A few samples of a DataLoader, in memory, of which batches of any size are made
+"""Keep a few samples of a DataLoader in memory, and make batches of any size from them
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/checking/samples.html.md"""
 

@@ -134,7 +134,8 @@ def suspects(
     res += callback_suspects(cbs, n)
     if have_hooks(model.parameters()):
         res.append(Suspect('hooks on parameters', f'see the gradient of {n} samples', without_hooks))
-    res.append(Suspect('the loss', f'of {n} samples does not add up to that of all', with_other_loss))
+    effect = f'of {n} samples at a time do not add up to the loss of all samples'
+    res.append(Suspect('the losses', effect, with_other_loss))
     all_kinds = set(map(type, modules))
     remove = partial(in_evaluation, kinds=all_kinds)
     res.append(Suspect('the model', 'in training mode', remove))

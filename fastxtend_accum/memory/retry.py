@@ -1,4 +1,4 @@
-"""Run a loader batch; if memory runs out, undo it, and run it again with less
+"""Run a loader batch; if memory runs out, undo it, and retry with less memory
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/memory/retry.html.md"""
 

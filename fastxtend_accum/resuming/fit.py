@@ -176,7 +176,7 @@ def begin(self:SavedFit)->int:
     place,epoch = found['place'],found['epoch']
     if self.cb.verbose and self.rank == 0:
         where = 'at the end of' if place == 'end' else 'in'
-        print(f'AutoResume goes on {where} epoch {epoch}, from {self.path}')
+        print(f'AutoResume: resuming {where} epoch {epoch} from {self.path}')
     restore_loggers(self.learn, self.loggers, self.rows)
     if place == 'end':
         self.leader.begin_fit()  # which otherwise the first epoch does
@@ -201,17 +201,17 @@ def check(self:SavedFit, found:dict):
     for which it takes the file's, and of another number of workers"""
     differ = differences(self.graph, found['begun'], found['digests'])
     for part in [part for part in differ if may_differ(self.graph, part)]:
-        warn_user(f'AutoResume goes on with the earlier value: this fit has {differ.pop(part)}')
+        warn_user(f'AutoResume continues with the earlier value: this fit has {differ.pop(part)}')
     if differ:
         first_ones = list(differ.values())[:8]
         errors = '; '.join(first_ones)
-        raise ValueError(f'this fit cannot go on from {self.path}, since it has {errors}: use the same '
+        raise ValueError(f'this fit cannot be resumed from {self.path}, since it has {errors}: use the same '
                          "settings, seed the split of the data and lr_find, or pass AutoResume(restart=True) to start "
                          "over, or another fname")
     workers = n_workers(self.learn.dls.train)
     before = found['n_workers']
     if workers != before:
-        warn_user(f'AutoResume goes on with {workers} workers, not {before}: if samples draw random numbers, or if '
+        warn_user(f'AutoResume continues with {workers} workers, not {before}: if samples draw random numbers, or if '
                   'each worker reads a part of the data, the next batches differ from those of a fit without a kill')
 
 @patch

@@ -1,4 +1,4 @@
-"""All that a Learner reaches, and its state
+"""All objects that can be reached from a Learner, and their state
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/graph.html.md"""
 

@@ -1,4 +1,4 @@
-"""What an object consists of: attributes, and a content
+"""What an object consists of: its attributes and its contents
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/parts.html.md"""
 

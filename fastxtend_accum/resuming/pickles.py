@@ -1,4 +1,4 @@
-"""How parts are pickled: a path stands for each object that the new process has, too
+"""How parts are pickled: objects that the new process also has are stored as paths
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/pickles.html.md"""
 

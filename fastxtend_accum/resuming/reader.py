@@ -1,4 +1,4 @@
-"""Reads the training DataLoader from the place where a fit was saved
+"""Read the training DataLoader from the position where a fit was saved
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/reader.html.md"""
 

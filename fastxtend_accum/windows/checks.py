@@ -64,12 +64,12 @@ def check_multiple(
     suggests sizes that are. A smaller window is a part of a loader batch"""
     batch = bs*n_processes
     if accum_bs < batch or accum_bs%batch == 0: return
-    what = f"the DataLoader's batch of {bs}"
+    what = f"the DataLoader's batch size of {bs}"
     if n_processes > 1:
         what = f'{batch}, {n_processes} processes times {what}'
     below = accum_bs//batch*batch
-    raise ValueError(f"{name}={accum_bs} is a number of samples, but not a multiple of {what}: use {below} or "
-                     f"{below+batch}, or another batch size")
+    raise ValueError(f"{name}={accum_bs} (samples) is not a multiple of {what}: use {below} or {below+batch}, or "
+                     "change bs")
 
 def is_number(o)->bool:
     return isinstance(o, Real) and not isinstance(o, bool)

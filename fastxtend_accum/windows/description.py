@@ -45,14 +45,15 @@ def how_made_up(
     micro_bs:int, # Samples in a micro-batch, at most
     n_processes:int,
 )->str:
-    """Describes windows, as '256 = 2 processes x 4 x 32 samples', '32 to 512 samples, 32 at a time', or '32 samples:
-    each batch of 256 makes 8 optimizer steps'"""
+    """Describes windows, as '256 = 2 processes x 4 x 32 samples', '32 to 512 samples, 32 at a time', or '32 samples per
+    step: 8 optimizer steps for each batch of 256'"""
     batch = bs*n_processes
     least = smallest.samples(batch)
     most = largest.samples(batch)
     if least < most: return f'{least} to {most} samples, {micro_bs} at a time'
     n_steps = largest.n_pieces
-    if n_steps > 1: return f'{up_to(batch, n_steps)} samples: each batch of {batch} makes {n_steps} optimizer steps'
+    size = up_to(batch, n_steps)
+    if n_steps > 1: return f'{size} samples per step: {n_steps} optimizer steps for each batch of {batch}'
     n_parts = math.ceil(bs/micro_bs)  # of a loader batch
     n_micro = largest.n_batches*n_parts
     if n_micro*n_processes == 1: return f'{most} samples are one batch'

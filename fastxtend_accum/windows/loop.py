@@ -1,4 +1,4 @@
-"""The loop over the training batches: windows of several, each of which is a batch to fastai's events and to loggers
+"""The loop over the training batches, in windows that look like single batches to fastai's events and loggers
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/loop.html.md"""
 

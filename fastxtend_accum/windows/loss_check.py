@@ -129,6 +129,7 @@ class LossCheck:
         self.windows_left -= 1
         if len(micro_batches) < 2 or not is_inexact(self.loss_func, micro_batches): return None
         self.stop()
-        return ("accumulation is not exact for this loss: a window's loss or gradient differs from that of all its "
-                "samples together. Pass num_items (what the loss averages over), set reduction='sum' on a loss that "
-                "sums, or use GradientCache, or a larger bs. learn.check_accum() measures it")
+        return ("accumulation is not exact for this loss: the weighted mean over the parts of a window differs from "
+                "the loss (or gradient) of all its samples at once. Pass num_items (what the loss averages over), set "
+                "reduction='sum' on a loss that sums, or use GradientCache, or a larger bs. learn.check_accum() "
+                "measures the difference")

@@ -139,7 +139,7 @@ def check_rows(b, n:int):
     "Raises CannotJoin, a ValueError, unless each tensor in an output `b` has one row for each of `n` samples"
     if isinstance(b, Tensor) and b.ndim and len(b) != n:
         raise CannotJoin(f"the model returns a tensor of shape {tuple(b.shape)} for {n} samples: its first dimension "
-                         "must be the samples if a batch is split")
+                         "must index the samples, so that micro-batches can be joined")
     items = children(b)
     if items is None or lists_samples(b, n): return
     for o in items: check_rows(o, n)
