@@ -179,7 +179,10 @@ class CountsCancelled(Callback):
 
 
 @pytest.mark.filterwarnings('ignore:Spoils changes the loss', 'ignore:skipped a step')
-@pytest.mark.parametrize('make_cb', [partial(CancelsBatches, '4567'), lambda: Spoils('5', math.nan)])
+@pytest.mark.parametrize('make_cb', [
+    partial(CancelsBatches, '4567', 'before_batch'),
+    partial(CancelsBatches, '4567', 'after_pred'),
+    lambda: Spoils('5', math.nan)])
 def test_a_window_that_is_cancelled_or_skipped_is_one_cancelled_batch_to_loggers(make_cb):
     counts = CountsCancelled()
     fit(accumulated_learner(80, [counts, make_cb()], skip_nonfinite=True), 1)

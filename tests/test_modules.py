@@ -6,7 +6,7 @@ import legible
 from common import *
 
 root = Path(__file__).parent.parent
-MAX_NODES = 47_500  # of the syntax trees; with AutoResume and check_accum
+MAX_NODES = 46_500  # of the syntax trees; with AutoResume and check_accum
 package = root/'fastxtend_accum'
 paths = sorted(o for o in package.rglob('*.py') if not o.name.startswith('_'))
 test_paths = sorted((root/'tests').rglob('*.py'))
@@ -27,16 +27,16 @@ def test_the_package_is_easy_to_read():
     "For comparison: fastai's learner and callbacks have 11.0 nodes a line, torchtitan's trainer has 6.6"
     figures = legible.measure(paths)
     assert figures.nodes <= MAX_NODES
-    assert figures.density <= 9.9
+    assert figures.density <= 9.8
     assert figures.dense_share <= .003
-    assert figures.marked_share <= .002
+    assert figures.marked_share <= .001
 
 
 def test_tests_and_benchmarks_are_easy_to_read():
     figures = legible.measure([*test_paths, *benchmark_paths])
-    assert figures.density <= 11
-    assert figures.dense_share <= .01
-    assert figures.marked_share <= .01
+    assert figures.density <= 10.5
+    assert figures.dense_share <= .006
+    assert figures.marked_share <= .002
 
 
 def test_functions_fit_on_a_screen():
