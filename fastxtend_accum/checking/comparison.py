@@ -98,8 +98,8 @@ class Comparison:
 
 # %% ../../nbs/checking/03_comparison.ipynb #e5058a61
 def still_in(found:dict[str,float], now:dict[str,float])->list[str]:
-    """Returns the names of the differences in `found` of which more than a fiftieth is left. Without BatchNorm, rounding
-    may grow to a hundredth of the difference in a deep network"""
+    """Returns the names of the differences in `found` of which more than a fiftieth is left. Without BatchNorm,
+    rounding may grow to a hundredth of the difference in a deep network"""
     return [name for name,o in found.items() if now.get(name, 0) >= o/50]
 
 def find_reasons(
