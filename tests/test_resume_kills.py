@@ -1,5 +1,4 @@
 "Scripts that are killed and go on: each layout many times, and what the harness sees if a part of the state is missing"
-import json
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -25,29 +24,28 @@ TRIED = LAYOUTS if KILLS else SOME
 N_KILLS = KILLS or 1  # at least: a trial kills up to four times
 
 
-def assert_totals(folder):
-    "The last layout that ends finds the figures of all"
-    figures = [json.loads(o.read_text()) for o in folder.glob('*.json')]
-    if len(figures) < len(TRIED): return
-    kills, resumes, in_mid_epoch = map(sum, zip(*figures))
-    print(f'{kills} kills in {len(figures)} layouts, {in_mid_epoch} of {resumes} resumes in mid-epoch')
-    assert kills >= N_KILLS*len(TRIED)
-    assert in_mid_epoch >= .7*resumes
+REPORTS = []  # of the layouts that this process has run
+
+
+def assert_mostly_in_mid_epoch():
+    "Once there are enough resumes, since a kill between two epochs proves little"
+    kills = sum(o.kills for o in REPORTS)
+    resumes = sum(o.resumes for o in REPORTS)
+    in_mid_epoch = sum(o.in_mid_epoch for o in REPORTS)
+    print(f'{kills} kills in {len(REPORTS)} layouts, {in_mid_epoch} of {resumes} resumes in mid-epoch')
+    assert resumes < 12 or in_mid_epoch >= .7*resumes
 
 
 @pytest.mark.long
 @pytest.mark.parametrize('name', TRIED)
-def test_a_script_that_was_killed_ends_as_one_that_was_not(name, tmp_path, tmp_path_factory):
+def test_a_script_that_was_killed_ends_as_one_that_was_not(name, tmp_path):
     report = kill_layout(name, LAYOUTS[name], tmp_path, N_KILLS)
     print(report)
-    folder = tmp_path_factory.getbasetemp().parent/'kills'
-    folder.mkdir(exist_ok=True)
-    figures = report.kills, report.resumes, report.in_mid_epoch
-    (folder/f'{name}.json').write_text(json.dumps(figures))
+    REPORTS.append(report)
     assert report.differences == []
     assert report.lost == 0
     assert report.kills >= N_KILLS
-    assert_totals(folder)
+    assert_mostly_in_mid_epoch()
 
 
 # Mutations: each takes a part of the state away, in the process that goes on, and the verification with it
