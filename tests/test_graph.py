@@ -1,11 +1,12 @@
 "What a fit keeps: the state of all that its Learner reaches, in whatever place"
 import pytest
+from fastai.vision.all import *
 from torch.utils.data import DataLoader as TorchLoader
 
 from common import *
 from fastxtend_accum.resuming.graph import Graph, kind_of
 from resume_layouts import WIDTH, fastai_data, make, samples, with_valid
-from resumed import assert_goes_on, learner, train
+from resumed import Stops, assert_goes_on, learner, train
 
 SITUATIONS = {}
 
@@ -194,6 +195,24 @@ def generator_of_a_collate_function():
     def collate(items): return tuple(torch.stack(o)+.1*float(rng.normal()) for o in zip(*items))
     dl = TorchLoader(samples(), 4, shuffle=True, collate_fn=collate)
     return train(learner(dls=with_valid(dl)))
+
+
+def folder_of_images():
+    for i in range(125):
+        file = Path(f'images/{i % 2}/{i}.png')
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.random.RandomState(i).randint(0, 255, (8, 8, 3), dtype=np.uint8)).save(file)
+    return 'images'
+
+
+@situation
+def images_of_a_folder():
+    "Of which fastai makes data by a method of a class, `PILImage.create`"
+    dls = ImageDataLoaders.from_folder(
+        folder_of_images(), valid_pct=.2, seed=42, bs=4, num_workers=0, batch_tfms=aug_transforms(size=8))
+    m = nn.Sequential(nn.Flatten(), nn.Linear(3*8*8, 2))
+    accum = GradientAccumulation(8, remainder='step', verbose=False)
+    return train(Learner(dls, m, CrossEntropyLossFlat(), cbs=[accum, Stops()], metrics=accuracy))
 
 
 class EpochSampler(torch.utils.data.Sampler):

@@ -52,7 +52,8 @@ def object_at(path:str):
     "Stands in a pickle for the function that finds the object at a path: see `Paths.find_class`"
 
 def method_of(o, name:str):
-    "Returns a method that `o` has from its class"
+    "Returns a method that `o` has from its class, or that `o` has if it is a class itself"
+    if isinstance(o, type): return getattr(o, name)
     return getattr(type(o), name).__get__(o)
 
 # Of these functions NumPy's pickles make arrays and numbers
