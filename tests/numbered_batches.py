@@ -19,6 +19,7 @@ def number_of(learn):
 class CancelsBatches(Callback):
     "Cancels the loader batches of these numbers in `event`, in all epochs or in one"
     run_valid = False
+    exc = CancelBatchException
 
     def __init__(self, numbers, event='before_batch', order=5, epoch=None):
         self.numbers = numbers
@@ -28,7 +29,7 @@ class CancelsBatches(Callback):
 
     def cancel(self):
         if self.in_epoch not in (None, self.epoch): return
-        if number_of(self.learn) in self.numbers: raise CancelBatchException
+        if number_of(self.learn) in self.numbers: raise self.exc
 
 
 class NotesBatches(Callback):

@@ -189,6 +189,16 @@ def test_a_window_that_is_cancelled_or_skipped_is_one_cancelled_batch_to_loggers
     assert counts.n == 1
 
 
+class SkipsBackward(CancelsBatches): exc = CancelBackwardException
+
+
+@pytest.mark.filterwarnings('ignore:a callback cancels backward passes')
+def test_a_window_whose_backward_passes_are_all_cancelled_is_one_round():
+    learn = fit(accumulated_learner(80, [SkipsBackward('4567', 'before_backward')]), 1)
+    assert learn.train_iter == 3
+    assert_trained_on(learn, 80, '0123 89')
+
+
 @BOTH_LOGS
 @EACH_EVENT
 def test_a_window_of_cancelled_batches_advances_schedules(event, log):
