@@ -49,34 +49,42 @@ class SavedFit:
         self.next_save = 0  # when to save, by optimizer steps or seconds; 0: it has not been saved
         self.rows = []  # of the epoch table
 
-    def begin_epoch(self):
-        "Keeps the state for the file, since a process that continues lets callbacks begin the epoch again"
-        self.at_epoch = self.graph.state('data', 'others')['rest']
+# %% ../../nbs/resuming/08_fit.ipynb #b7c2e04d
+# While it runs
 
-    def begin_training(self):
-        """After all callbacks have begun the training part of an epoch: goes on if this is where the fit was saved, and
-        lets the loop read by a Reader and save between windows"""
-        loop = self.leader.loop
-        at_place = ()
-        if self.found:
-            at_place = self.found['reader']
-            self.go_on()
-        self.reader = Reader(self.graph, loop.batches.n_loaded, *at_place)
-        loop.hook_in(self.save_if_due, self.reader)
+@patch
+def begin_epoch(self:SavedFit):
+    "Keeps the state for the file, since a process that continues lets callbacks begin the epoch again"
+    self.at_epoch = self.graph.state('data', 'others')['rest']
 
-    def end_training(self):
-        "Keeps the state, which a save in the validation writes"
-        self.trained = self.graph.state()
+@patch
+def begin_training(self:SavedFit):
+    """After all callbacks have begun the training part of an epoch: goes on if this is where the fit was saved, and
+    lets the loop read by a Reader and save between windows"""
+    loop = self.leader.loop
+    at_place = ()
+    if self.found:
+        at_place = self.found['reader']
+        self.go_on()
+    self.reader = Reader(self.graph, loop.batches.n_loaded, *at_place)
+    loop.hook_in(self.save_if_due, self.reader)
 
-    def end_epoch(self):
-        self.rows += [list(rec.log) for rec in self.learn._grab_cbs(Recorder)]
+@patch
+def end_training(self:SavedFit):
+    "Keeps the state, which a save in the validation writes"
+    self.trained = self.graph.state()
 
-    def end(self):
-        """After the fit, saves the final state, in case the process is killed in a later fit. If the file already has
-        that state, restores it again, since other callbacks' `after_fit` may have changed it"""
-        if self.found: self.restore()
-        else: self.save('end')
-        self.folder.end(self.learn)
+@patch
+def end_epoch(self:SavedFit):
+    self.rows += [list(rec.log) for rec in self.learn._grab_cbs(Recorder)]
+
+@patch
+def end(self:SavedFit):
+    """After the fit, saves the final state, in case the process is killed in a later fit. If the file already has
+    that state, restores it again, since other callbacks' `after_fit` may have changed it"""
+    if self.found: self.restore()
+    else: self.save('end')
+    self.folder.end(self.learn)
 
 # %% ../../nbs/resuming/08_fit.ipynb #199a0ad6
 # Into the file

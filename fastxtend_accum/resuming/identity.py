@@ -31,6 +31,7 @@ def text_of(part:tuple)->str:
     "Returns a part as users write it: `part` is the path of an object and the name of an attribute, or ''"
     return '.'.join(part).strip('.')
 
+# %% ../../nbs/resuming/04_identity.ipynb #d95a3c1b
 def differences(graph:Graph, begun:dict, digests:dict)->dict:
     """Returns a text for each part that differs between the beginning of this fit and the beginning of the saved fit,
     whose digests were `begun`. Parts that the saved fit has changed since, as `digests` tells, may differ, since they
