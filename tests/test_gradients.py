@@ -233,6 +233,23 @@ def test_models_of_other_kinds_equal_the_large_batch(make, bs, settings, tol):
     assert_same(train_other(make, bs, GradientAccumulation(**settings)), big, tol)
 
 
+def prune(self):
+    "Replaces a parameter and the optimizer after the first step"
+    if not self.training or self.train_iter != 1: return
+    layer = self.model[0]
+    layer.weight = nn.Parameter(layer.weight.detach()*.5)
+    self.learn.create_opt()
+    self.opt.set_hyper('lr', .1)
+
+
+def test_parameters_that_a_callback_replaces_in_mid_epoch():
+    "In windows of 24 samples, whose weights add up to 1.5, so that each sum is divided"
+    large = fit(make_learner(24, cbs=Callback(after_batch=prune)), 1)
+    small = fit(make_learner(8, cbs=[GradientAccumulation(24), Callback(after_batch=prune)]), 1)
+    assert_apart(large, fit(make_learner(24), 1))
+    assert_same_weights(small, large, ROUNDING)
+
+
 # How long gradients live
 
 class WatchesGradients(Callback):
