@@ -1,6 +1,6 @@
 "The line that a fit prints: how a window is made up, and what differs from one batch of its size"
 import pytest
-from torch.nn.utils import parametrizations, spectral_norm
+from torch.nn.utils import parametrizations
 
 from common import *
 from stateful import *
@@ -77,7 +77,7 @@ def test_how_a_window_is_made_up(shapes, bs, micro_bs, n_processes, words):
 
 
 def test_changes_are_counted_by_the_class_of_the_layer():
-    spectral = spectral_norm(nn.Linear(5, 5))
+    spectral = parametrizations.spectral_norm(nn.Linear(5, 5))
     m = nn.Sequential(nn.BatchNorm1d(5), nn.BatchNorm1d(5), nn.Dropout(), spectral)
     before = ModelState(m)
     assert Differences(before).described(8) == ''

@@ -16,8 +16,7 @@ from .loader import WindowShape
 from .state import copy_of,random_states
 
 # %% auto #0
-__all__ = ['largest_part', 'up_to', 'how_split', 'how_made_up', 'ModelState', 'as_bytes', 'equals', 'name_of', 'Differences',
-           'log_message']
+__all__ = ['largest_part', 'up_to', 'how_split', 'how_made_up', 'ModelState', 'as_bytes', 'equals', 'Differences', 'log_message']
 
 # %% ../../nbs/windows/11_description.ipynb #3a819522
 # How a window is made up
@@ -101,14 +100,6 @@ def equals(x:Tensor, y:Tensor)->bool:
     return True
 
 # %% ../../nbs/windows/11_description.ipynb #5b7e2c91
-def name_of(m)->str:
-    """Returns the name of a module as users know it: its class; or, for spectral norm, the hook that keeps its state in
-    the module"""
-    for hook in m._forward_pre_hooks.values():
-        kind = type(hook)
-        if kind.__module__.startswith('torch.nn.utils'): return kind.__name__
-    return type(m).__name__.lstrip('_')
-
 class Differences:
     "What makes the forward pass of a micro-batch differ from one of the whole batch"
     def __init__(self, before:ModelState):
@@ -124,7 +115,7 @@ class Differences:
         `part` of the model sees micro-batches, only its layers are named"""
         changed = self.changed
         if part is not None: changed = [o for o in changed if o in set(part.modules())]
-        layers = Counter(map(name_of, changed))
+        layers = Counter(type(o).__name__.lstrip('_') for o in changed)  # PyTorch has a `_SpectralNorm`
         res = []
         for name,count in layers.items():
             unit = 'layer' if count == 1 else 'layers'

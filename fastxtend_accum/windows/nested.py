@@ -12,9 +12,8 @@ from fastai.basics import *
 from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
-__all__ = ['children', 'rebuilt', 'map_leaves', 'map_tensors', 'leaves_in', 'tensors_in', 'n_rows', 'has_length', 'part_bounds',
-           'lists_samples', 'slice_fields', 'slice_rows', 'CannotJoin', 'check_rows', 'join', 'join_checked',
-           'join_leaves']
+__all__ = ['children', 'rebuilt', 'map_tensors', 'leaves_in', 'tensors_in', 'n_rows', 'has_length', 'part_bounds',
+           'lists_samples', 'slice_fields', 'slice_rows', 'CannotJoin', 'check_rows', 'join', 'join_leaves']
 
 # %% ../../nbs/windows/00_nested.ipynb #45667e7f
 # A batch, and what a model returns, are nested: tuples, lists and mappings of tensors and other leaves
@@ -30,22 +29,18 @@ def rebuilt(b, items:list):
     "Returns a tuple, list or mapping of the type of `b` that holds `items`"
     kind = type(b)
     if isinstance(b, Mapping):
-        by_name = dict(zip(b, items))
-        if isinstance(b, defaultdict): return defaultdict(b.default_factory, by_name)
-        return kind(by_name)
+        res = copy(b)  # a defaultdict, for example, is not made of a dict
+        for name,o in zip(b, items): res[name] = o
+        return res
     if hasattr(kind, '_fields'): return kind(*items)  # a namedtuple
     return kind(items)
 
-def map_leaves(f:Callable, b):
-    "Returns `b` with `f` applied to each leaf"
-    items = children(b)
-    if items is None: return f(b)
-    return rebuilt(b, [map_leaves(f, o) for o in items])
-
 def map_tensors(f:Callable, b):
     "Returns `b` with `f` applied to each tensor"
-    def f_of_tensor(o): return f(o) if isinstance(o, Tensor) else o
-    return map_leaves(f_of_tensor, b)
+    if isinstance(b, Tensor): return f(b)
+    items = children(b)
+    if items is None: return b
+    return rebuilt(b, [map_tensors(f, o) for o in items])
 
 def leaves_in(b)->list:
     "Returns the leaves of `b`, in order"
@@ -148,25 +143,22 @@ def join(
     outputs:list, # Of micro-batches
     sizes:list, # Rows of each micro-batch
 ):
-    "Returns the outputs concatenated along their rows; raises CannotJoin unless all have the same structure"
-    for o,n in zip(outputs, sizes, strict=True): check_rows(o, n)
-    return join_checked(outputs, sizes)
-
-def join_checked(outputs:list, sizes:list):
-    "Does what `join` does, for outputs, or items of them, whose rows are as many as in `sizes`"
+    """Returns the outputs concatenated along their rows; raises CannotJoin unless all have the same structure, and one
+    row for each sample"""
     one = outputs[0]
     kinds = set(map(type, outputs))
     if len(kinds) > 1: raise CannotJoin("the outputs of micro-batches differ in their types")
-    if children(one) is None: return join_leaves(outputs)
+    if children(one) is None: return join_leaves(outputs, sizes)
     if isinstance(one, list) and all(map(lists_samples, outputs, sizes)): return sum(outputs, [])
     if any(len(o) != len(one) for o in outputs): raise CannotJoin("the outputs of micro-batches differ in structure")
     columns = zip(*map(children, outputs))  # for each item of an output, those of all outputs
-    return rebuilt(one, [join_checked(list(column), sizes) for column in columns])
+    return rebuilt(one, [join(list(column), sizes) for column in columns])
 
-def join_leaves(leaves:list):
+def join_leaves(leaves:list, sizes:list):
     "Returns tensors concatenated; or what has no rows, if it is the same in all micro-batches"
     one = leaves[0]
     if isinstance(one, Tensor):
+        for o,n in zip(leaves, sizes, strict=True): check_rows(o, n)
         row_shapes = {o.shape[1:] for o in leaves}
         if len(row_shapes) == 1 and all(o.ndim for o in leaves): return torch.cat(leaves)
         is_shared = not one.ndim and all(o.equal(one) for o in leaves)

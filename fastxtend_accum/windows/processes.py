@@ -45,13 +45,12 @@ def all_reduce(model, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
     dist.all_reduce(o, op, group=group_of(model))
     return o
 
-def all_reduce_scalar(learn, value:Count, op=dist.ReduceOp.MAX)->Real:
-    """Returns the largest `value` of all processes, so a flag is True if it is True in one of them; or what `op`
-    computes"""
+def all_reduce_scalar(learn, value:Count)->Real:
+    "Returns the largest `value` of all processes, so a flag is True if it is True in one of them"
     if n_processes(learn) == 1: return value
     device = next(learn.model.parameters()).device
     value = torch.as_tensor(value, dtype=torch.float64, device=device).clone()
-    return all_reduce(learn.model, value, op).item()
+    return all_reduce(learn.model, value, dist.ReduceOp.MAX).item()
 
 def enable_gradient_sync(model, enabled:bool=True):
     "Sets whether DDP averages gradients in its backward passes"
