@@ -16,7 +16,7 @@ from .windows.description import how_made_up,how_split,largest_part
 from .windows.events import is_finding_rate
 from .windows.forward_backward import Settings
 from .windows.loader import (EpochPlan,LoaderInfo,WindowShape,dataset_size,drops_last,is_distributed,length_of,
-                                            loader_bs,nearest_shape,remainders)
+                                            loader_bs,remainders)
 from .windows.loggers import Loggers
 from .windows.loop import WholeBatch,replaced_method
 from .windows.processes import is_sharded
@@ -53,7 +53,6 @@ class GradientAccumulation(WindowCallback):
             self.accum_bs = 32  # fastai's default
         store_attr('log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite,verbose')
         self.n_skipped = 0  # windows of this fit, or of the last one
-        self.warned_outcomes = set()
         self.line_is_due = False  # whether the next step prints how windows are made up
         self.read_settings()
 
@@ -79,7 +78,7 @@ class GradientAccumulation(WindowCallback):
         if loop is None or loop.batches is None: return None
         plan = loop.batches.plan
         bs = plan.info.batch_size
-        if bs is None: return None if self.strategy.requested_size == 'auto' else self.strategy.size
+        if bs is None: return self.strategy.size
         shape = plan.shape(loop.batches.samples_read)
         return self.largest_micro_batch(math.ceil(bs/shape.n_pieces))
 
@@ -108,13 +107,11 @@ def read_settings(self:GradientAccumulation):
 
 @patch
 def make_strategy(self:GradientAccumulation):
-    """Creates the object that runs batches, if `micro_batch_size` has changed since the last fit. If not, the size that
-    'auto' has found is kept"""
+    "Creates the object that runs batches, as `micro_batch_size` says; 'auto' keeps the size that it has found"
     size = self.micro_batch_size
-    if size == self.strategy.requested_size: return
     if size is None: self.strategy = WholeBatch()
-    elif size == 'auto': self.strategy = AutoMicroBatches()
-    else: self.strategy = MicroBatches(size)
+    elif size != 'auto': self.strategy = MicroBatches(size)
+    elif not isinstance(self.strategy, AutoMicroBatches): self.strategy = AutoMicroBatches()
 
 @patch
 def settings(self:GradientAccumulation)->Settings:
@@ -164,15 +161,6 @@ def check_multiples(self:GradientAccumulation, info:LoaderInfo, n_processes:int=
             raise ValueError(f"{name}={size} is less than {global_bs}, the batch by micro_batch_size={bs}, and a "
                              f"DataLoader that states no batch size cannot be cut: use {global_bs} or more")
 
-@patch
-def check(self:GradientAccumulation, plan:EpochPlan):
-    WindowCallback.check(self, plan)
-    info,size = plan.info,self.micro_batch_size
-    if size not in (None, 'auto') and info.states_batch_size and info.batch_size < size:
-        warn_user(f"micro_batch_size={size} is more than the {info.batch_size} samples that the DataLoader yields, so "
-                  "it splits nothing")
-    self.line_is_due = self.verbose and not replaced_method(self.learn)
-
 # %% ../nbs/00_accumulation.ipynb #9be77065
 # A fit
 
@@ -180,7 +168,7 @@ def check(self:GradientAccumulation, plan:EpochPlan):
 def begin_fit(self:GradientAccumulation):
     fix_wandb()
     self.n_skipped = 0
-    self.warned_outcomes = set()
+    self.line_is_due = self.verbose
     WindowCallback.begin_fit(self)
 
 @patch
@@ -194,9 +182,7 @@ _messages = {
 def report_skipped(self:GradientAccumulation, outcome:Outcome):
     "Counts a window whose step is skipped, and warns of the first one in a fit"
     self.n_skipped += 1
-    if outcome in self.warned_outcomes: return
-    self.warned_outcomes.add(outcome)
-    warn_user(f"{_messages[outcome]}. Later ones are skipped without a warning; n_skipped counts them")
+    self.loop.fit.warn_once(f"{_messages[outcome]}. Later ones are skipped without a warning; n_skipped counts them")
 
 @patch
 def after_cancel_step(self:GradientAccumulation):
@@ -215,8 +201,13 @@ def after_cancel_step(self:GradientAccumulation):
 @patch
 def report_step(self:GradientAccumulation):
     "Prints the line if it is due. It waits for the first step, because a forward pass shows what differs"
-    if self.line_is_due: self.log_once(self.description())
+    if self.line_is_due: self.print_line()
     self.line_is_due = False
+
+@patch
+def print_line(self:GradientAccumulation):
+    "Prints how windows are made up, unless it is what the last line says; 'auto' calls it for each size that it finds"
+    if self.verbose: self.log_once(self.description())
 
 @patch
 def description(self:GradientAccumulation)->str:
@@ -225,10 +216,9 @@ def description(self:GradientAccumulation)->str:
     loop = self.loop
     if loop is None or loop.batches is None: return ''
     n = loop.fit.processes.n
-    bs = loop.batches.info.batch_size or loop.batches.current.samples
-    sizes = self.sizes_by_argument(bs*n).values()
-    smallest = nearest_shape(min(sizes)/n, bs)
-    largest = nearest_shape(max(sizes)/n, bs)
+    plan = loop.batches.plan
+    bs = plan.info.batch_size or loop.batches.current.samples
+    smallest,largest = plan.smallest,plan.largest
     micro_bs = self.largest_micro_batch(math.ceil(bs/largest.n_pieces))
     line = how_made_up(smallest, largest, bs, micro_bs, n)
     is_loader_batch = smallest == largest == WindowShape()
@@ -260,7 +250,7 @@ def could_checkpoint(self:GradientAccumulation)->bool:
 def after_train(self:GradientAccumulation):
     "If no batch has run in this fit, warns of the reason"
     learn,loop = self.learn,self.loop
-    if not learn or not self.is_leader() or loop is None or replaced_method(learn): return
+    if not self.is_leader() or loop is None or replaced_method(learn): return
     ran_earlier = loop.n_steps > 0
     ran_in_this_epoch = loop.progress.n_rounds > 0
     if ran_earlier or ran_in_this_epoch: return

@@ -11,7 +11,7 @@ from fastai.basics import *
 
 from .windows.checks import check_callable,check_micro_batch_size
 from .windows.description import how_split,largest_part
-from .windows.nested import join,map_tensors,n_rows,part_bounds,slice_fields,slice_rows,tensors_in
+from .windows.nested import join,map_tensors,part_bounds,slice_fields,slice_rows,tensors_in
 from .windows.processes import inner_model,is_sharded
 from .windows.state import Snapshot
 from .memory.auto import advice_for_single_samples,smaller_size
@@ -165,14 +165,8 @@ def context(self:GradientCache, loop):
 
 # %% ../nbs/04_cache.ipynb #d1bb8351
 @patch
-def rows_of_batch(self:GradientCache, loop)->int:
-    "Returns the rows that the Learner holds. A callback may have made several of each sample, such as two views"
-    learn = loop.learn
-    return n_rows((*learn.xb, *learn.yb), loop.batches.current.rows)
-
-@patch
 def reduce_memory(self:GradientCache, loop)->bool:
-    n = self.rows_of_batch(loop)
+    n = loop.rows_of_batch()
     size = smaller_size(n, self.size or n)
     if size is None: return False
     self.size = size
@@ -181,7 +175,7 @@ def reduce_memory(self:GradientCache, loop)->bool:
 @patch
 def report(self:GradientCache, loop):
     "Prints the micro-batch size and, unless a GradientAccumulation does so, the differences from a whole batch"
-    n = self.rows_of_batch(loop)
+    n = loop.rows_of_batch()
     size = largest_part(n, min(self.size or n, n))  # 33 rows, at most 16 at a time, are 3 times 11
     module = self.module_to_split(loop.learn.model)
     how = f'each batch of {n} {how_split(n, size)}'

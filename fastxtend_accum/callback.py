@@ -38,8 +38,8 @@ class WindowCallback(Callback):
     strategy = WholeBatch()  # runs a loader batch in training
 
     loop = None  # the `WindowLoop` of this fit, or of the last one
-    place = None  # the `state` of a loop, of a fit that was killed: there the next epoch begins
-    last_message = None  # that was printed
+    place = None  # where the next epoch begins in a fit that was killed: what `WindowLoop.state` returned
+    last_message = None  # the last line that this callback has printed
     _stateattrs = ('loop','place')  # fastai leaves these out of a copy or an export of the callback
 
     __setattr__ = object.__setattr__  # fastai's warns of each name that the model has, too
@@ -125,7 +125,8 @@ def before_train(self:WindowCallback):
 def begin_epoch(self:WindowCallback):
     """Plans the windows of this epoch, and checks whether they suit the Learner; sets `learn.dl` to an `EpochBatches`,
     which `Learner.all_batches` then runs"""
-    learn,loop,place = self.learn,self.loop,self.place
+    learn,loop = self.learn,self.loop
+    place = self.place
     self.place = None
     is_first = loop.batches is None  # epoch of the loop
     if place is not None: carried = carried_sizes(place['batches'])
@@ -195,14 +196,13 @@ def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, 
         size = self.window_size_at(pct_train, n_epoch, global_bs)
         return nearest_shape(size/n_processes, bs)
     sizes = self.sizes_by_argument(global_bs).values()
+    smallest = nearest_shape(min(sizes)/n_processes, bs)
+    largest = nearest_shape(max(sizes)/n_processes, bs)
     remainder = self.remainder_for(dl)
     batches_vary = bool(self.accum_bs) and not info.states_batch_size
-    # A schedule has several sizes; a carried batch adds to a window of the next epoch
-    sizes_vary = len(sizes) > 1 or remainder == 'carry' or batches_vary
-    return EpochPlan(
-        info, shape_at_pct, epoch, n_epoch, remainder, carried,
-        has_pieces=min(sizes) < global_bs,
-        sizes_vary=sizes_vary)
+    # A carried batch adds to a window of the next epoch
+    sizes_vary = smallest != largest or remainder == 'carry' or batches_vary
+    return EpochPlan(info, shape_at_pct, epoch, n_epoch, remainder, carried, smallest, largest, sizes_vary)
 
 @patch
 def loader_info_of(self:WindowCallback, dl)->LoaderInfo:
@@ -220,12 +220,6 @@ def global_bs(self:WindowCallback, plan:EpochPlan)->int:
     "Returns the samples of one loader batch, summed over processes"
     return plan.info.planned_batch_size*self.loop.fit.processes.n
 
-@patch
-def joins_batches(self:WindowCallback, plan:EpochPlan)->bool:
-    "Returns whether a window has several loader batches"
-    global_bs = self.global_bs(plan)
-    return max(self.sizes_by_argument(global_bs).values()) > global_bs
-
 # %% ../nbs/05_callback.ipynb #b447f6f4
 # Checks
 
@@ -241,7 +235,7 @@ def check(self:WindowCallback, plan:EpochPlan):
     self.check_loop(plan)
     has_half = any(p.dtype in half for p in trained_params(learn.opt))
     loop.fit.processes.check_model(has_half)
-    if self.joins_batches(plan) and loop.settings.log_accum_batch: self.warn_of_late_callbacks()
+    if plan.joins_batches and loop.settings.log_accum_batch: self.warn_of_late_callbacks()
     if self.micro_batch_size: self.warn_of_set_up()
 
 @patch
@@ -249,9 +243,8 @@ def check_loop(self:WindowCallback, plan:EpochPlan):
     "Raises ValueError if somebody has replaced a method of fastai's loop, unless windows are whole batches"
     replaced = replaced_method(self.learn)
     if not replaced: return
-    global_bs = self.global_bs(plan)
-    sizes = set(self.sizes_by_argument(global_bs).values())
-    runs_whole_batches = sizes == {global_bs} and not self.loop.strategy.may_repeat
+    are_batches = plan.smallest == plan.largest == WindowShape()
+    runs_whole_batches = are_batches and not self.loop.strategy.may_repeat
     if runs_whole_batches: return
     name = type(self).__name__
     raise ValueError(f"{type(self.learn).__name__} has its own {replaced}, which {name} would overrule: leave {name} "
@@ -263,7 +256,7 @@ def check_loop(self:WindowCallback, plan:EpochPlan):
 @patch
 def warn_of_hooks(self:WindowCallback, plan:EpochPlan):
     "Warns of hooks on parameters if an optimizer step may have several micro-batches"
-    takes_several_passes = self.joins_batches(plan) or self.micro_batch_size is not None
+    takes_several_passes = plan.joins_batches or self.micro_batch_size is not None
     if takes_several_passes and have_hooks(trained_params(self.learn.opt)): self.loop.fit.warn_once(hooks_warning)
 
 @patch

@@ -129,7 +129,7 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
         model = self.learn.model
         self.found,self.groups = [],{}
         self.why_none = why_not_checkpointable(model)
-        if self.why_none is None: self.find_blocks(inner_model(model))
+        if self.why_none is None: self.set_blocks(inner_model(model))
         # If it adapts, whole batches may fit; but the processes of a sharded model could not adapt together
         is_needed = not self.adapt or is_sharded(model)
         if self.why_none and is_needed: raise ValueError(self.why_none)
@@ -138,17 +138,18 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
         self.n_recomputed = min(self.n_recomputed, n) if self.adapt else n
         super().before_train()
 
-    def find_blocks(self, model):
-        "Sets the blocks, and the lists around them in grouped form; or why there are none"
-        if callable(self.blocks):
-            self.found = check_blocks(self.blocks(model), model)
-            return
-        self.found,self.groups = find_blocks(model)
-        if not self.found:
-            self.why_none = (f"ActivationCheckpointing finds no blocks in {type(model).__name__}: choose modules with "
-                             "blocks=lambda model: [...]")
-
 # %% ../nbs/03_checkpointing.ipynb #04b61e59
+@patch
+def set_blocks(self:ActivationCheckpointing, model):
+    "Sets the blocks, and the lists around them in grouped form; or why there are none"
+    if callable(self.blocks):
+        self.found = check_blocks(self.blocks(model), model)
+        return
+    self.found,self.groups = find_blocks(model)
+    if not self.found:
+        self.why_none = (f"ActivationCheckpointing finds no blocks in {type(model).__name__}: choose modules with "
+                         "blocks=lambda model: [...]")
+
 # The passes of a batch
 
 @patch

@@ -17,6 +17,7 @@ from .windows.forward_backward import Settings
 from .windows.loader import EpochPlan
 from .windows.processes import inner_model
 from .accumulation import GradientAccumulation
+from .callback import WindowCallback
 from .logging import plot_sizes
 
 # %% auto #0
@@ -88,15 +89,17 @@ class GradientAccumulationSchedule(GradientAccumulation):
         if have_one_unit: self.check_order(self.start, self.finish)  # if not, the length of the fit decides
         super().read_settings()
 
-    def check_order(self, start:Numeric, finish:Numeric):
-        "Raises ValueError unless `start` comes first"
-        if start > finish:
-            raise ValueError(f"start={self.start} is after finish={self.finish}: start earlier or finish later")
-
-    def settings(self)->Settings:
-        return super().settings()._replace(scale=self.scale, start_accum_bs=self.start_accum_bs)
-
 # %% ../nbs/01_schedule.ipynb #55f931d1
+@patch
+def check_order(self:GradientAccumulationSchedule, start:Numeric, finish:Numeric):
+    "Raises ValueError unless `start` comes first"
+    if start > finish:
+        raise ValueError(f"start={self.start} is after finish={self.finish}: start earlier or finish later")
+
+@patch
+def settings(self:GradientAccumulationSchedule)->Settings:
+    return GradientAccumulation.settings(self)._replace(scale=self.scale, start_accum_bs=self.start_accum_bs)
+
 @patch
 def sizes_by_argument(self:GradientAccumulationSchedule, global_bs:int)->dict[str,int]:
     if isinstance(self.schedule, _Steps): return self.schedule.sizes_by_point
@@ -131,15 +134,14 @@ def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:i
 @patch
 def check(self:GradientAccumulationSchedule, plan:EpochPlan):
     "Raises ValueError if the schedule does not suit its Learner; warns if 1 may have been meant as 1.0"
-    GradientAccumulation.check(self, plan)
+    WindowCallback.check(self, plan)
     check_rules(self.scale, self.learn.opt)
     n_epoch = self.learn.n_epoch
     for pct in np.linspace(0, 1, 101):
         self.window_size_at(pct, n_epoch, self.global_bs(plan))  # raises ValueError if a size is invalid
     # In a fit of one epoch 1 and 1.0 are the same
-    is_curve = not isinstance(self.schedule, _Steps)
-    is_one_epoch = isinstance(self.finish, Integral) and self.finish == 1
-    if is_one_epoch and is_curve and n_epoch > 1 and not is_finding_rate(self.learn):
+    if n_epoch == 1 or isinstance(self.schedule, _Steps) or is_finding_rate(self.learn): return
+    if isinstance(self.finish, Integral) and self.finish == 1:
         warn_user(f"finish=1 means after 1 of the {n_epoch} epochs; finish=1.0 is the end of training")
 
 # %% ../nbs/01_schedule.ipynb #41d13a3e

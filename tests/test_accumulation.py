@@ -96,13 +96,6 @@ def test_a_fit_that_a_callback_ends_before_its_first_step_causes_no_warning():
     assert warnings_of(learn, n_epoch=1) == []
 
 
-def test_a_micro_batch_that_is_larger_than_the_loaders_batch_causes_a_warning():
-    accum = GradientAccumulation(32, micro_batch_size=16)
-    learn = make_learner(8, cbs=accum)
-    with pytest.warns(UserWarning, match='micro_batch_size=16 is more than the 8 samples'): fit(learn, 1)
-    assert accum.micro_bs == 8
-
-
 # The strategy, and the line
 
 def test_the_line_is_printed_again_if_it_has_changed(capsys):

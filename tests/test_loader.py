@@ -112,19 +112,19 @@ def test_what_a_loader_says_of_its_batches(name):
     assert loader_info(make()) == expected
 
 
-def plan_of(info, size_at_pct=16, epoch=0, n_epoch=2, remainder='step', carried=(), has_pieces=True):
+def plan_of(info, size_at_pct=16, epoch=0, n_epoch=2, remainder='step', carried=(), smallest=WindowShape(n_pieces=2)):
     "Returns the plan of an epoch with windows of one size, or of a size that is a function of the position in training"
     varies = callable(size_at_pct)
     def shape_at_pct(pct):
         size = size_at_pct(pct) if varies else size_at_pct
         return nearest_shape(size, info.planned_batch_size)
     sizes_vary = varies or remainder == 'carry'
-    return EpochPlan(info, shape_at_pct, epoch, n_epoch, remainder, carried, has_pieces, sizes_vary)
+    return EpochPlan(info, shape_at_pct, epoch, n_epoch, remainder, carried, smallest, WindowShape(), sizes_vary)
 
 
 def planned_sizes(info):
     "Returns the samples of the loader batches that are planned"
-    plan = plan_of(info, has_pieces=False)
+    plan = plan_of(info, smallest=WindowShape())
     return [batch.samples for batch in plan.planned_batches()]
 
 

@@ -178,7 +178,7 @@ class PerSample(Callback):
     per_sample = 'numbers', 'texts', 'setting'
 
     def __init__(self):
-        self.numbers = 1, 2, 3, 4
+        self.numbers = [1, 2, 3, 4]
         self.texts = [*'abcd']
         self.setting = torch.zeros(2)
 
@@ -191,10 +191,10 @@ def test_what_a_class_says_to_be_per_sample_is_split_whatever_its_type():
     learn.xb = learn.yb = (torch.arange(4),)
     slices = SampleSlices(learn, 4)
     slices.hold(1, 3)
-    assert (cb.numbers, cb.texts) == ((2, 3), ['b', 'c'])
+    assert (cb.numbers, cb.texts) == ([2, 3], ['b', 'c'])
     assert cb.setting is setting
     slices.hold_all()
-    assert (cb.numbers, cb.texts) == ((1, 2, 3, 4), [*'abcd'])
+    assert (cb.numbers, cb.texts) == ([1, 2, 3, 4], [*'abcd'])
 
 
 @pytest.mark.parametrize('make_cb', [

@@ -16,8 +16,6 @@ from .retry import MemorySaver
 __all__ = ['advice_for_single_samples', 'smaller_size', 'AutoMicroBatches']
 
 # %% ../../nbs/memory/05_auto.ipynb #cbac1d5b
-_any_size = 2**40  # more samples than any batch has
-
 def smaller_size(n:int, size:int)->int|None:
     """Returns the next smaller size of micro-batches for a batch of `n` samples; None if `size` is 1. The batch is
     split into 2, 3, 4, 6, 9, 13, ... parts: each time into half again as many, and at least one more"""
@@ -33,18 +31,15 @@ advice_for_single_samples = ("out of memory with a single sample: use smaller in
 # %% ../../nbs/memory/05_auto.ipynb #3e360b04
 class AutoMicroBatches(MicroBatches, MemorySaver):
     "Runs a loader batch in as few micro-batches as memory allows: in more of them each time it runs out"
-    def __init__(self, size:int=_any_size):
-        super().__init__(size)
-        self.requested_size = 'auto'
-
     def reduce_memory(self, loop)->bool:
-        size = smaller_size(loop.batches.current.samples, self.size)
+        samples = loop.batches.current.samples
+        size = smaller_size(samples, self.size or samples)
         if size is None: return False
         self.size = size
         return True
 
     def report(self, loop):
-        "Makes the callback print its line, which has the size that fits, at the next step"
-        loop.cb.line_is_due = loop.cb.verbose
+        "Prints the line of the callback, which has the size that fits"
+        loop.cb.print_line()
 
     def advice(self, loop)->str: return advice_for_single_samples

@@ -11,7 +11,7 @@ from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 
 from ..windows.loop import WholeBatch,WindowLoop
-from ..windows.nested import (CannotJoin,check_rows,join,map_tensors,n_rows,part_bounds,slice_fields,slice_rows,
+from ..windows.nested import (CannotJoin,check_rows,join,map_tensors,part_bounds,slice_fields,slice_rows,
                               tensors_in)
 from ..windows.window import LossSums
 from .hidden_state import HiddenState,state_owners
@@ -46,10 +46,7 @@ class SampleSlices:
         "Makes `learn` and its callbacks hold these rows"
         self.learn.xb = slice_fields(self.xb, start, end, self.n)
         self.learn.yb = slice_fields(self.yb, start, end, self.n)
-        for cb,name,value in self.kept:
-            # In a batch, numbers in a tuple are a setting. Here the class says that each sample has one
-            is_listed = isinstance(value, tuple) and len(value) == self.n and not tensors_in(value)
-            vars(cb)[name] = value[start:end] if is_listed else slice_rows(value, start, end, self.n)
+        for cb,name,value in self.kept: vars(cb)[name] = slice_rows(value, start, end, self.n)
 
     def hold_all(self):
         "Makes them hold all rows"
@@ -87,9 +84,10 @@ def check_samples_first(tensors:list[Tensor], n:int, samples:int):
 class MicroBatches(WholeBatch):
     "A strategy that runs a loader batch in micro-batches of at most `size` samples"
     may_repeat = True
-    def __init__(self, size:int):
-        self.requested_size = size  # the callback's `micro_batch_size`, by which it sees that the user changed that
-        self.size = size  # which AutoMicroBatches reduces
+    def __init__(self,
+        size:int|None=None, # None: the whole batch, which AutoMicroBatches begins with
+    ):
+        self.size = size
         self.owners = []  # modules that carry a hidden state
 
     def __reduce__(self):
@@ -103,12 +101,11 @@ class MicroBatches(WholeBatch):
         whole batch and its mean loss"""
         learn,batches = loop.learn,loop.batches
         samples = batches.current.samples
-        data = *learn.xb,*learn.yb
-        n = n_rows(data, batches.current.rows)  # a callback may have changed it
-        bounds = chunk_bounds(n, self.size, samples)
+        n = loop.rows_of_batch()
+        bounds = chunk_bounds(n, self.size or max(n, 1), samples)
         if len(bounds) == 1: return loop.run_micro_batch(samples, n)
         # Otherwise the loader does not say how many samples a last batch has
-        if batches.info.has_exact_length: check_samples_first(tensors_in(data), n, samples)
+        if batches.info.has_exact_length: check_samples_first(tensors_in((learn.xb, learn.yb)), n, samples)
         return self.run_split(loop, bounds)
 
     def run_split(self, loop:WindowLoop, bounds:list[tuple])->bool:

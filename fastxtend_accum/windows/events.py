@@ -55,6 +55,7 @@ class Events:
         self.as_fastai = sends_as_fastai(learn)
         self.cbs = []  # the callbacks when they were last looked up
         self.table = {}  # callbacks by event
+        self.pairs = []  # callbacks with both `before_batch` and `after_batch`
 
     def __call__(self, event:str):
         "Sends one event"
@@ -76,6 +77,7 @@ class Events:
         self.table = {}
         for event in batch_events:
             self.table[event] = [o for o in in_order if has_event(o, event)]
+        self.pairs = [o for o in self.table['before_batch'] if o in self.table['after_batch']]
 
     def around(self,
         f:Callable, # Does what the events are about
@@ -107,12 +109,13 @@ def prepares(cb)->bool:
 @patch
 def to_preparing(self:Events,
     event:str,
-    only_with:tuple=(), # Leave out callbacks that do not have all of these events
+    only_pairs:bool=False, # Leave out callbacks without `before_batch` or `after_batch`
 ):
     "Sends `event`, between two loader batches of a window, to the callbacks that prepare batches"
     for cb in self.having(event):
         if not prepares(cb): return  # nor do those after it, which have a higher order
-        if all(cb in self.having(o) for o in only_with): cb(event)
+        if only_pairs and cb not in self.pairs: continue
+        cb(event)
 
 @patch
 def to_others(self:Events, event:str):

@@ -22,9 +22,9 @@ from .processes import Processes
 from .window import Contribution,Count,Window,scaled,zero_grads_if_empty,zero_if_empty
 
 # %% auto #0
-__all__ = ['Settings', 'FitContext', 'MicroBatch', 'forward_backward', 'run_model', 'compute_loss', 'n_items', 'has_loss',
-           'send_after_loss', 'keep_for_check', 'items_of_callbacks_loss', 'warn_of_changed_loss', 'run_backward',
-           'add_weighted_gradient', 'send_before_backward', 'accept_cancelled', 'callback_that_raised']
+__all__ = ['Settings', 'FitContext', 'forward_backward', 'run_model', 'compute_loss', 'n_items', 'has_loss', 'send_after_loss',
+           'keep_for_check', 'items_of_callbacks_loss', 'warn_of_changed_loss', 'run_backward', 'add_weighted_gradient',
+           'send_before_backward', 'accept_cancelled', 'callback_that_raised']
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #bf1f6dd7
 class Settings(NamedTuple):
@@ -47,7 +47,7 @@ class FitContext:
         self.loss_check = LossCheck(learn.loss_func)
         self.params = None
         self.differences = None  # of a micro-batch from the whole batch, once a forward pass has shown them
-        self.warnings = set()  # that were given
+        self.warnings = set()  # those that the user has seen in this fit
 
     def begin_epoch(self):
         "Looks up the callbacks and parameters of this epoch, which may differ from those of the last"
@@ -72,17 +72,16 @@ class FitContext:
         warn_user(message)
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #72fc9d2b
-class MicroBatch(NamedTuple):
-    "What `learn` holds: a loader batch, or a part of one"
-    samples:int  # as the DataLoader counts them
-    rows:int  # of its tensors
-    ends_window:bool
-
-def forward_backward(fit:FitContext, window:Window, micro_batch:MicroBatch)->bool:
+def forward_backward(
+    fit:FitContext,
+    window:Window,
+    samples:int, # Of the micro-batch, as the DataLoader counts them
+    rows:int, # Of its tensors
+    ends_window:bool,
+)->bool:
     """fastai's `_do_one_batch` without the step, for the micro-batch that the Learner holds. Its loss and gradient go
     into the sums of `window`. Returns whether it counts: False if a callback has cancelled its backward pass"""
     learn = fit.learn
-    samples,rows,ends_window = micro_batch
     fit.processes.before_forward(window, ends_window)
     run_model(fit)
     fit.send('after_pred')
@@ -105,6 +104,7 @@ def run_model(fit:FitContext):
     learn.pred = learn.model(*learn.xb)
     if is_observed: fit.differences = Differences(before)
 
+# %% ../../nbs/windows/14_forward_backward.ipynb #1f8be2c6
 def compute_loss(fit:FitContext, rows:int)->Count|None:
     """Computes the loss as fastai does; returns what it averages over. Without targets there is no loss yet; if a
     callback computes it in `after_loss`, it is assumed to average over the `rows`, which are returned"""
@@ -196,8 +196,10 @@ def add_weighted_gradient(fit:FitContext, window:Window, contribution:Contributi
     learn.loss_grad = scaled(loss, weight)
     # The value of a tensor is not known here, because reading it would wait for the GPU
     may_be_empty = isinstance(weight, Tensor) or weight == 0
-    outputs = [*tensors_in(learn.pred), *fit.params.extra] if may_be_empty else []
-    with zero_grads_if_empty(outputs, weight): learn._backward()
+    if may_be_empty:
+        outputs = [*tensors_in(learn.pred), *fit.params.extra]
+        with zero_grads_if_empty(outputs, weight): learn._backward()
+    else: learn._backward()
     learn.loss_grad = loss  # training metrics may read it
     window.add(contribution)
     fit.processes.after_backward()

@@ -168,7 +168,8 @@ class EpochPlan:
         n_epoch:int,
         remainder:str, # One of `remainders`
         carried:list[LoaderBatch], # The epoch before has left them, and they come first
-        has_pieces:bool, # Whether a loader batch may make several windows
+        smallest:WindowShape, # Of the fit
+        largest:WindowShape,
         sizes_vary:bool, # Whether windows may differ in size, apart from the last one
     ):
         self.info = info
@@ -177,7 +178,8 @@ class EpochPlan:
         self.n_epoch = n_epoch
         is_last_epoch = epoch+1 >= n_epoch
         self.remainder = 'step' if remainder == 'carry' and is_last_epoch else remainder
-        self.has_pieces = has_pieces
+        self.smallest = smallest
+        self.largest = largest
         self.sizes_vary = sizes_vary
         self.first_shape = shape_at_pct(epoch/n_epoch)
         self.carried = [o.without_data() for o in carried]
@@ -187,6 +189,11 @@ class EpochPlan:
         self.left = []  # batches that fill no window
         self.plan_windows()
         self.starts = [start for start,_ in self.windows]
+
+    @property
+    def joins_batches(self)->bool:
+        "Whether a window of the fit has several loader batches"
+        return self.largest.n_batches > 1
 
     def pct_train(self, position:float)->float:
         "Returns the fraction of the fit at a `position` in this epoch"
@@ -220,9 +227,9 @@ class EpochPlan:
 
 # %% ../../nbs/windows/08_loader.ipynb #a3c1d5e7
 @patch
-def cut(self:EpochPlan, batch:LoaderBatch, start:int)->list[LoaderBatch]:
+def pieces_of(self:EpochPlan, batch:LoaderBatch, start:int)->list[LoaderBatch]:
     "Returns the pieces of a loader batch that begins after `start` samples; or the batch, if it is not cut"
-    if not self.has_pieces: return [batch]
+    if self.smallest.n_pieces == 1: return [batch]
     n_pieces = self.shape(start).n_pieces
     if n_pieces == 1: return [batch]
     if not self.info.has_exact_length:
@@ -237,7 +244,7 @@ def planned_batches(self:EpochPlan)->Iterator[LoaderBatch]:
     n,bs = self.info.n_planned,self.info.planned_batch_size
     for start in range(0, n, bs):
         samples = min(bs, n-start)
-        yield from self.cut(LoaderBatch((), samples, samples), self.n_carried+start)
+        yield from self.pieces_of(LoaderBatch((), samples, samples), self.n_carried+start)
 
 @patch
 def plan_windows(self:EpochPlan):
@@ -277,7 +284,7 @@ class EpochBatches(GetAttr):
         self.loop = loop
         self.n_rounds = n_rounds
         self.read = iter  # `read(dl)` yields the batches of `dl` that are left: all, unless a killed fit goes on
-        self.source = None  # while the epoch runs: yields them as LoaderBatches
+        self.source = None  # while the epoch runs: yields them as lists of LoaderBatches
         self.waiting = deque(carried)  # batches that were loaded, or carried, and have not run
         self.current = None  # the batch that runs
         self.left_over = []  # once the epoch is over: batches that are carried into the next one
@@ -311,15 +318,17 @@ def reading(self:EpochBatches):
         self.current = None
 
 @patch
-def loader_batches(self:EpochBatches)->Iterator[LoaderBatch]:
-    "Yields the batches of the DataLoader with their counts"
-    left = self.info.n_planned - self.n_loaded*self.info.planned_batch_size
+def loader_batches(self:EpochBatches)->Iterator[list[LoaderBatch]]:
+    "Yields the batches of the DataLoader with their counts, each in a list: whole, or cut into pieces"
+    info,plan = self.info,self.plan
+    bs = info.planned_batch_size
     for data in self.read(self.dl):
-        if self.info.has_exact_length and left == 0: self.warn_of_surplus()
-        batch = self.counted(data, left)
-        left -= batch.samples  # below 0 after a surplus, so that the warning comes once
+        start = self.n_loaded*bs
+        left = info.n_planned-start
         self.n_loaded += 1
-        yield batch
+        is_first_beyond = info.has_exact_length and -bs < left <= 0
+        if is_first_beyond: self.warn_of_surplus()
+        yield plan.pieces_of(self.counted(data, left), plan.n_carried+start)
 
 @patch
 def warn_of_surplus(self:EpochBatches):
@@ -342,21 +351,13 @@ def counted(self:EpochBatches,
         samples = min(samples, left)  # the last batch may be smaller
     return LoaderBatch(data, samples, n_rows(data, samples))
 
-@patch
-def load(self:EpochBatches)->list[LoaderBatch]:
-    "Returns the next batch of the DataLoader, or its pieces; no batch if it has ended"
-    batch = next(self.source, None)
-    if batch is None: return []
-    start = self.plan.n_carried+(self.n_loaded-1)*self.info.planned_batch_size
-    return self.plan.cut(batch, start)
-
 # %% ../../nbs/windows/08_loader.ipynb #2d8e6b17
 # Running the batches
 
 @patch
 def advance(self:EpochBatches)->bool:
     "Goes on to the next batch, and returns True; returns False if there is none"
-    if not self.waiting: self.waiting.extend(self.load())
+    if not self.waiting: self.waiting.extend(next(self.source, ()))
     if not self.waiting: return False
     self.current = self.waiting.popleft()
     self.n_read += 1
@@ -375,9 +376,9 @@ def copy_current(self:EpochBatches): self.current = self.current.copied()
 @patch
 def load_next(self:EpochBatches)->bool:
     "Loads a batch that waits while further ones are loaded; returns whether there was one"
-    batches = self.load()
-    self.waiting.extend(o.copied() for o in batches)
-    return len(batches) > 0
+    pieces = next(self.source, ())
+    self.waiting.extend(o.copied() for o in pieces)
+    return len(pieces) > 0
 
 @patch
 def read_ahead(self:EpochBatches, samples:int):
@@ -386,6 +387,7 @@ def read_ahead(self:EpochBatches, samples:int):
     if self.plan.remainder == 'step' or self.info.has_exact_length: return
     while self.samples_left() < samples and self.load_next(): pass
 
+# %% ../../nbs/windows/08_loader.ipynb #3c7a90e2
 @patch
 def finish_epoch(self:EpochBatches, unfinished:list[LoaderBatch]):
     """After the last round: keeps the batches that are to be carried, first those of the `unfinished` window. Ends the

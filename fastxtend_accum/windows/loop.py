@@ -11,7 +11,7 @@ from fastai.basics import *
 
 from .checks import warn_user
 from .events import Autocast
-from .forward_backward import FitContext,MicroBatch,callback_that_raised,forward_backward
+from .forward_backward import FitContext,callback_that_raised,forward_backward
 from .gradients import divide_gradients,is_finite,trained_params
 from .loader import EpochBatches,EpochPlan,LoaderBatch
 from .loggers import Loggers
@@ -87,7 +87,6 @@ def replaced_method(learn)->str|None:
 
 class WholeBatch:
     "The strategy that runs a loader batch as one micro-batch. Others run it in several, or again with less memory"
-    requested_size = None  # the `micro_batch_size` that it was made for
     size = None  # samples in a micro-batch, at most; None: the whole batch
     may_repeat = False  # whether a loader batch may have several forward passes
 
@@ -95,9 +94,7 @@ class WholeBatch:
 
     def __call__(self, loop:WindowLoop)->bool:
         "Runs the loader batch that `loop.learn` holds; returns whether it counts"
-        learn,batch = loop.learn,loop.batches.current
-        rows = n_rows((*learn.xb, *learn.yb), batch.rows)  # a callback may have changed them in `before_batch`
-        return loop.run_micro_batch(batch.samples, rows)
+        return loop.run_micro_batch(loop.batches.current.samples, loop.rows_of_batch())
 
 # %% ../../nbs/windows/15_loop.ipynb #4173aa1f
 class WindowLoop:
@@ -295,6 +292,12 @@ def load_batch(self:WindowLoop):
     learn._split(learn._set_device(data))
 
 @patch
+def rows_of_batch(self:WindowLoop)->int:
+    "Returns the rows that the Learner holds. A callback may have made several of each sample, such as two views"
+    learn = self.learn
+    return n_rows((*learn.xb, *learn.yb), self.batches.current.rows)
+
+@patch
 def may_be_carried(self:WindowLoop)->bool:
     """Returns whether the epoch may end before the window of the current batch is full, so that the batch runs again.
     If one batch fills the window, it cannot"""
@@ -322,9 +325,8 @@ def end_batch(self:WindowLoop, counts:bool):
     """Sends the events at the end of a batch after which its window goes on, to preparing callbacks. `after_batch` goes
     to those that have seen `before_batch`: one without it is a logger, and waits for the end of the window. To these
     pairs, a batch without a step looks cancelled; to other callbacks only one that is cancelled does"""
-    pair = ('before_batch','after_batch')
-    self.send.to_preparing('after_cancel_batch', only_with=pair if counts else ())
-    self.send.to_preparing('after_batch', only_with=pair)
+    self.send.to_preparing('after_cancel_batch', only_pairs=counts)
+    self.send.to_preparing('after_batch', only_pairs=True)
 
 # %% ../../nbs/windows/15_loop.ipynb #4495dc52
 @patch
@@ -379,7 +381,7 @@ def run_micro_batch(self:WindowLoop,
     ends_window = ends_batch and completes_window
     if not window.has_begun: window.begin(self.fit.params, is_single=ends_window)
     if self.autocast is not None: self.autocast.enter_again()
-    return forward_backward(self.fit, window, MicroBatch(samples, rows, ends_window))
+    return forward_backward(self.fit, window, samples, rows, ends_window)
 
 # %% ../../nbs/windows/15_loop.ipynb #085665cc
 # The step

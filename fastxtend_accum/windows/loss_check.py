@@ -88,7 +88,7 @@ def compare_losses(loss_func:Callable, micro_batches:list[KeptMicroBatch])->tupl
     largest = torch.stack([torch.stack(off_again).max(), torch.stack(off_summed).max()])
     return largest.tolist()
 
-tolerance = 1e-4  # largest relative difference that is taken for rounding
+tolerance = 1e-4  # the largest relative difference that counts as rounding
 
 def is_inexact(loss_func:Callable, micro_batches:list[KeptMicroBatch])->bool:
     """Returns whether the weighted sum over micro-batches is another loss, or has another gradient, than all samples

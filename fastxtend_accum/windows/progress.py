@@ -27,8 +27,8 @@ class Progress:
         self.plan = batches.plan
         self.loggers = loggers
         self.rounds_are_batches = len(batches) == self.plan.n_batches
-        self.n_rounds = 0  # that have begun
-        self.n_closed = 0  # windows
+        self.n_rounds = 0  # rounds that have begun
+        self.n_closed = 0  # windows that are closed
         self.before_window = 0.  # the position at which the present window began
 
     def begin_epoch(self):
