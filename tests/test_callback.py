@@ -343,6 +343,17 @@ def test_no_remedy_is_named_for_another_error_or_where_batches_are_split_already
     with pytest.raises(RuntimeError, match=error): fit(make_learner(8, cbs=[cb, fault]), 1)
 
 
+def test_a_callback_that_leads_from_the_second_epoch_on_has_a_loop_of_this_fit():
+    "Not that of the fit before, in which it led from the beginning"
+    blocks = all_blocks()
+    learn = fit(make_learner(8, cbs=blocks), 1)
+    windows = GradientAccumulation(32)
+    def switch_off(self): windows.run = False
+    fit(learn, 2, cbs=[windows, Callback(after_epoch=switch_off)])
+    assert windows.opt_steps == 3
+    assert blocks.loop.n_steps == 12
+
+
 class DoublesInputs(Callback):
     def before_batch(self): self.learn.xb = (self.x*2,)
 
