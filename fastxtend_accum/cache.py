@@ -11,7 +11,8 @@ from fastai.basics import *
 
 from .windows.checks import check_callable,check_micro_batch_size
 from .windows.description import how_split,largest_part
-from .windows.nested import join,map_tensors,part_bounds,slice_fields,slice_rows,tensors_in
+from .windows.nested import (children,join,lists_samples,map_tensors,part_bounds,slice_fields,slice_rows,
+                             tensors_in)
 from .windows.processes import inner_model,is_sharded
 from .windows.state import Snapshot
 from .memory.auto import advice_for_single_samples,smaller_size
@@ -24,7 +25,7 @@ from .callback import WindowCallback
 from .checkpointing import checkpointed
 
 # %% auto #0
-__all__ = ['cached_forward', 'slice_args', 'n_rows_of', 'check_rows_first', 'GradientCache']
+__all__ = ['cached_forward', 'slice_args', 'n_rows_of', 'check_rows_first', 'is_unclear', 'grows_with_rows', 'GradientCache']
 
 # %% ../nbs/04_cache.ipynb #a14517df
 # A forward pass in micro-batches
@@ -55,7 +56,10 @@ def cached_forward(
             run_part = run_some if end == n else run_again
             with hidden.at(start, end): outputs.append(run_part(*some_args, **some_kwargs))
             sizes.append(end-start)
-        if check: check_rows_first(module, run_some, some_args, some_kwargs, outputs[-1])  # of the last micro-batch
+        if check:
+            start -= 1  # the rows of the last micro-batch, and the one before
+            some_args,some_kwargs = slice_args(args, kwargs, start, end, n)
+            check_rows_first(module, run_some, some_args, some_kwargs, outputs[-1], end-start)
         return join(outputs, sizes)
     return run
 
@@ -68,18 +72,32 @@ def n_rows_of(args)->int:
     tensors. If one has fewer, it cannot be sliced, which is an error"""
     return max(map(len, tensors_in(args)), default=0)
 
-def check_rows_first(module, forward:Callable, args:tuple, kwargs:dict, output):
-    """Raises ValueError if the first dimension of the output is not the rows. If its first two dimensions are equally
-    long, its shape does not tell: then the module runs once more, with one row fewer, and the first dimension must be
-    shorter"""
-    n = n_rows_of((args, kwargs))
-    is_unclear = any(o.shape[:2] == (n, n) for o in tensors_in(output))
-    if n < 2 or not is_unclear: return
-    some_args,some_kwargs = slice_args(args, kwargs, 1, n, n)
-    with torch.no_grad(), Snapshot(module): output_of_fewer = forward(*some_args, **some_kwargs)
-    for o,of_fewer in zip(tensors_in(output), tensors_in(output_of_fewer)):
-        if len(o) == n and len(of_fewer) == n:
-            raise ValueError(f"cannot join outputs of shape {tuple(o.shape)}: the first dimension must be the samples")
+def check_rows_first(module, forward:Callable, args:tuple, kwargs:dict, output, n:int):
+    """Raises ValueError if the rows are not the first dimension of `output`, which has one row fewer than the `n` of
+    the arguments. Its shape may not tell, if it has as many columns, or is a list of as many items: then the module
+    runs once more, with `n` rows"""
+    if not is_unclear(output, n-1): return
+    with torch.no_grad(), Snapshot(module): of_more = forward(*args, **kwargs)
+    if not grows_with_rows(output, of_more, n):
+        raise ValueError(f"cannot join the outputs of {type(module).__name__}: their first dimension must be the "
+                         "samples (stack tensors of one sample each)")
+
+def is_unclear(b, n:int)->bool:
+    "Returns whether `b` holds a tensor with `n` rows and `n` columns, or a list of `n` items"
+    if isinstance(b, Tensor): return b.shape[:2] == (n, n)
+    items = children(b)
+    if items is None: return False
+    return len(items) == n or any(is_unclear(o, n) for o in items)
+
+def grows_with_rows(output, of_more, n:int)->bool:
+    """Returns whether `of_more`, the output for `n` rows, has what `join` would give `output` one row more: a row in
+    each tensor, a sample in each list of samples"""
+    if isinstance(output, Tensor): return not output.ndim or len(of_more) == n
+    items = children(output)
+    if items is None: return True
+    has_more_items = len(of_more) > len(output)
+    if lists_samples(output, n-1) != has_more_items: return False
+    return has_more_items or all(grows_with_rows(a, b, n) for a,b in zip(items, children(of_more)))
 
 # %% ../nbs/04_cache.ipynb #7681a838
 class GradientCache(WindowCallback, MemorySaver):
@@ -124,6 +142,8 @@ class GradientCache(WindowCallback, MemorySaver):
         inside = set(self.module_to_split(self.learn.model).modules())
         self.owners = [o for o in state_owners(self.learn.model) if o in inside]
         super().before_train()
+
+    def has_micro_batch_events(self)->bool: return False  # its micro-batches are inside of the forward pass
 
     def module_to_split(self, model)->nn.Module:
         inner = inner_model(model)

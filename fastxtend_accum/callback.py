@@ -236,7 +236,7 @@ def check(self:WindowCallback, plan:EpochPlan):
     has_half = any(p.dtype in half for p in trained_params(learn.opt))
     loop.fit.processes.check_model(has_half)
     if plan.joins_batches and loop.settings.log_accum_batch: self.warn_of_late_callbacks()
-    if self.micro_batch_size: self.warn_of_set_up()
+    if self.has_micro_batch_events(): self.warn_of_set_up()
 
 @patch
 def check_loop(self:WindowCallback, plan:EpochPlan):
@@ -254,9 +254,14 @@ def check_loop(self:WindowCallback, plan:EpochPlan):
 # Warnings
 
 @patch
+def has_micro_batch_events(self:WindowCallback)->bool:
+    "Returns whether events may come once per micro-batch, not once per loader batch"
+    return self.micro_batch_size is not None
+
+@patch
 def warn_of_hooks(self:WindowCallback, plan:EpochPlan):
     "Warns of hooks on parameters if an optimizer step may have several micro-batches"
-    takes_several_passes = plan.joins_batches or self.micro_batch_size is not None
+    takes_several_passes = plan.joins_batches or self.has_micro_batch_events()
     if takes_several_passes and have_hooks(trained_params(self.learn.opt)): self.loop.fit.warn_once(hooks_warning)
 
 @patch

@@ -134,8 +134,11 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
         is_needed = not self.adapt or is_sharded(model)
         if self.why_none and is_needed: raise ValueError(self.why_none)
         n = len(self.found)
-        # In the last fit, the model may have had more blocks
-        self.n_recomputed = min(self.n_recomputed, n) if self.adapt else n
+        if self.adapt:  # what earlier fits have found is kept, but the model may have had more blocks
+            self.n_recomputed = min(self.n_recomputed, n)
+        else:
+            self.n_recomputed = n
+            self.needs_cpu = False
         super().before_train()
 
 # %% ../nbs/03_checkpointing.ipynb #04b61e59

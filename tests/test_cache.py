@@ -353,10 +353,10 @@ def test_the_size_may_change_between_fits():
     assert cb.micro_bs == 16
     fit(learn, 1)
     assert cb.micro_bs == 16
-    cb.micro_batch_size = 2
+    cb.micro_batch_size = 8
     inner.in_training.clear()
     fit(learn, 1)
-    assert set(inner.in_training) == {2}
+    assert set(inner.in_training) == {8}
 
 
 @pytest.mark.parametrize('exc,event', [(KeyboardInterrupt, 'after_pred'), (ValueError, 'before_backward')])
@@ -392,6 +392,38 @@ def test_outputs_that_cannot_be_joined_are_an_error_before_the_first_step(output
     learn = learner_of_views(Returns(output), GradientCache(8))
     before = weights(learn)
     with pytest.raises(CannotJoin, match=says): fit(learn, 1)
+    assert_same(weights(learn), before)
+
+
+class OneForEachSample(nn.Module):
+    "Returns a tuple of tensors, one for each sample, with `n_features`"
+    def __init__(self, n_features):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, n_features).double()
+
+    def forward(self, x): return self.layer(x).unbind()
+
+
+def losses_of_samples(pred, *targ): return barlow_twins(torch.stack([*pred])).float()
+
+
+@pytest.mark.parametrize('micro,n_features', [(1, 4), (8, 4), (3, 4)])
+def test_a_model_may_return_a_tensor_for_each_sample(micro, n_features):
+    "The last batch has 4 samples"
+    def train(*cbs):
+        return fit(make_learner(32, n=68, m=OneForEachSample(n_features), loss_func=losses_of_samples, cbs=cbs))
+    plain = train()
+    assert_same(weights(train(GradientCache(micro))), weights(plain), ROUNDING)
+    assert_apart(plain, OneForEachSample(n_features))
+
+
+@pytest.mark.parametrize('n', [1, 8])
+def test_as_many_tensors_as_samples_with_as_many_features_are_refused(n):
+    "They could be as many outputs, each with a row for each sample"
+    learn = make_learner(32, m=OneForEachSample(n), loss_func=losses_of_samples, cbs=GradientCache(n))
+    before = weights(learn)
+    with pytest.raises(ValueError, match='cannot join the outputs of OneForEachSample'): fit(learn, 1)
     assert_same(weights(learn), before)
 
 

@@ -301,11 +301,18 @@ def test_callbacks_that_may_do_what_they_would_not_do_in_a_batch_are_named(cb, b
     assert warnings_of(make_learner(bs, cbs=[cb, G(32, **kwargs)])) == says
 
 
+def test_the_micro_batches_of_a_cache_send_no_events():
+    "They are inside of the forward pass"
+    idle = Idle(0, 'before_batch', 'after_loss')
+    assert warnings_of(make_learner(8, cbs=[idle, GradientCache(4)])) == []
+
+
 @pytest.mark.parametrize('bs, cb, says', [
     (8, G(32), [hooks_warning]),
     (8, G(micro_batch_size=4), [hooks_warning]),
     (32, G(32), []),
-    (32, G(8), [])])
+    (32, G(8), []),
+    (8, GradientCache(4), [])])
 def test_hooks_on_parameters_are_named_once_in_a_fit(bs, cb, says):
     "Also if they are registered in a later epoch; not if each step has one micro-batch"
     learn = make_learner(bs, cbs=cb)

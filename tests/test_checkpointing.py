@@ -138,6 +138,16 @@ def test_other_blocks_in_the_next_fit():
     assert (cb.n_recomputed, len(cb.found)) == (2, 2)
 
 
+def test_inputs_that_once_had_to_be_on_the_cpu_stay_on_the_device_if_all_blocks_are_recomputed_by_choice():
+    cb = ActivationCheckpointing()
+    learn = mlp(cbs=cb, n_layers=2)
+    fit(learn, 1, cbs=OutOfMemory('after_loss', 1, 2, 3))
+    assert cb.is_offloading
+    cb.adapt = False
+    fit(learn, 1)
+    assert not cb.is_offloading
+
+
 # As few as memory requires
 
 STEPS = [0, 1, 2, 4, 8, 16, 20]  # blocks that are recomputed of 20

@@ -1,6 +1,6 @@
 "The line that a fit prints: how a window is made up, and what differs from one batch of its size"
 import pytest
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 from common import *
 from stateful import *
@@ -70,6 +70,9 @@ def pieces(n): return WindowShape(1, n)
     ([batches(1)], 32, 32, 1, '32 samples are one batch'),
     ([pieces(8)], 256, 32, 1, '32 samples per step: 8 optimizer steps for each batch of 256'),
     ([pieces(3)], 256, 86, 1, 'up to 86 samples per step: 3 optimizer steps for each batch of 256'),
+    ([pieces(4)], 64, 4, 1, '16 samples per step: 4 optimizer steps for each batch of 64, each of 4 x 4 samples'),
+    ([pieces(2)], 32, 8, 2,
+     '32 samples per step: 2 optimizer steps for each batch of 64, each of 2 processes x 2 x 8 samples'),
     ([batches(1), batches(16)], 32, 16, 1, '32 to 512 samples, 16 at a time'),
     ([pieces(8), batches(2)], 256, 256, 1, '32 to 512 samples, 256 at a time')])
 def test_how_a_window_is_made_up(shapes, bs, micro_bs, n_processes, words):
@@ -249,6 +252,26 @@ def test_layers_of_ones_own_are_named_if_they_keep_statistics_or_draw_random_num
     (lambda: nn.Dropout(0.), '')])
 def test_layers_of_pytorch(capsys, make_layer, says):
     assert except_for(capsys, around(make_layer()), 'windows') == says
+
+
+def test_a_pruned_layer_keeps_its_name():
+    "Pruning has a hook, too, but its mask does not change"
+    m = nn.Sequential(nn.BatchNorm1d(5))
+    prune.l1_unstructured(m[0], 'weight', .5)
+    inputs = torch.randn(8, 5)
+    before = ModelState(m)
+    m(inputs)
+    assert Differences(before).described(8) == 'BatchNorm1d (1 layer) sees 8 samples at a time'
+
+
+@pytest.mark.parametrize('part,is_named', [(None, True), (0, False), (1, True)])
+def test_dropout_outside_of_the_part_that_is_split_is_no_difference(part, is_named):
+    m = nn.Sequential(nn.Linear(5, 5), nn.Dropout())
+    inputs = torch.randn(8, 5)
+    before = ModelState(m)
+    m(inputs)
+    said = Differences(before).described(8, None if part is None else m[part])
+    assert said == ('dropout draws different random numbers' if is_named else '')
 
 
 @pytest.mark.parametrize('part,is_named', [(None, True), (lambda m: m[0], False)])

@@ -214,6 +214,12 @@ def test_the_first_4_windows_are_compared(n_alike, n_warnings):
     assert len(said_of(of_kept, (inputs, labels))) == n_warnings
 
 
+def test_windows_of_one_micro_batch_are_not_counted():
+    "The schedule begins with more than four of them"
+    learn = learner_of(labelled(640), 8, GradientAccumulationSchedule(8, 32), sqrt_of_mean)
+    assert len(warnings_of(learn)) == 1
+
+
 def test_nothing_is_announced_where_it_does_not_matter():
     "In windows of one micro-batch, of a loss that varies, and of one whose items are known"
     inputs, labels = labelled(64, missing_share=0.3)

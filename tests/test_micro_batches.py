@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from common import *
 from comparing import assert_nothing_left
-from fastxtend_accum.memory.micro_batches import SampleSlices, chunk_bounds
+from fastxtend_accum.memory.micro_batches import SampleSlices, chunk_bounds, per_sample_names
 from limited_memory import MemoryLimit
 from small_learners import image_learner, seeded
 
@@ -133,7 +133,7 @@ def test_settings_may_change_between_fits():
     learn.dls = make_learner(48).dls
     assert fit(learn, 1, cbs=cb).recorder.accum_bs == [48, 48]
     cb.accum_bs = 64
-    with pytest.raises(ValueError, match='accum_bs=64 .* not a multiple .* batch of 48'): fit(learn, 1, cbs=cb)
+    with pytest.raises(ValueError, match='accum_bs=64 .* not a multiple .* size of 48'): fit(learn, 1, cbs=cb)
 
 
 # What callbacks draw once a batch
@@ -172,6 +172,23 @@ def test_what_callbacks_draw_for_the_batch_is_split_with_it(make_cb, mix):
     assert_same_weights(ours, plain, FLOAT32)
     assert_same(losses(ours), losses(plain), FLOAT32)
     assert_same(floats(ours.recorder.values), floats(plain.recorder.values), FLOAT32)
+
+
+class WeightedMixUp(MixUp):
+    per_sample = 'weights',
+
+
+@pytest.mark.parametrize('names', ['weights', 'w'])
+def test_a_name_without_a_comma_is_no_tuple_of_names(names):
+    class Weighted(Callback): per_sample = names
+    with pytest.raises(TypeError, match=rf"Weighted.per_sample must be a tuple .*: write \('{names}',\)"):
+        per_sample_names(Weighted())
+
+
+def test_a_kind_of_mixup_with_names_of_its_own_keeps_those_of_mixup():
+    cb = WeightedMixUp()
+    cb.yb1 = cb.lam = cb.weights = torch.zeros(4)
+    assert per_sample_names(cb) == ['yb1', 'lam', 'weights']
 
 
 class PerSample(Callback):

@@ -68,7 +68,8 @@ def test_tensors_are_found_in_order_and_without_single_numbers():
     ({'ids': torch.zeros(4, 2)}, None, 4),
     ([tensor(1.), torch.zeros(4), ['a']], None, 4),  # targets are no tensor
     (('a', None), 3, 3),
-    (zeros(1, 1), 2, 1)])  # as many fields as samples in a full batch
+    (zeros(1, 1), 2, 1),  # as many fields as samples in a full batch
+    ((zeros(4, 4), torch.zeros(4)), 2, 4)])  # as many inputs, of which a callback has made two rows of each sample
 def test_rows_are_those_of_the_targets_or_the_expected_number_if_something_has_it(batch, expected, rows):
     assert n_rows(batch, expected) == rows
 
@@ -141,7 +142,7 @@ def structures_of(parts):
 
 
 tensors = st.lists(st.integers(1, 3), max_size=2).map(rows_of)
-same_for_all = st.sampled_from(['name', None, 3, False])
+same_for_all = st.sampled_from([None, 3, False])  # a text in a tuple may be one of each sample
 
 
 def structure_of(batch): return map_tensors(lambda t: 'tensor', batch)
@@ -163,12 +164,34 @@ def test_numbers_that_are_the_same_in_all_micro_batches_are_those_of_the_batch(n
     assert join(outputs, [n, n]) == Pair(1., 2.)
 
 
+@pytest.mark.parametrize('kind', [list, tuple, L])
 @pytest.mark.parametrize('n', [1, 2, 3])
-def test_lists_with_an_entry_for_each_sample_are_joined(n):
+def test_lists_with_an_entry_for_each_sample_are_joined(n, kind):
     boxes_of_samples = range(n)
-    outputs = [zeros(*boxes_of_samples) for _ in range(2)]
+    outputs = [kind(zeros(*boxes_of_samples)) for _ in range(2)]
     res = join(outputs, [n, n])
+    assert type(res) is kind
     assert [len(o) for o in res] == [*boxes_of_samples, *boxes_of_samples]
+
+
+def test_a_list_of_samples_may_look_like_several_outputs_beside_others_that_do_not():
+    "Its two images have two boxes each"
+    for parts, sizes in (([zeros(2, 2), zeros(5, 5)], [2, 2]), ([zeros(3, 1), zeros(1)], [2, 1])):
+        assert [len(o) for o in join(parts, sizes)] == [len(o) for o in sum(parts, [])]
+
+
+def test_texts_of_samples_are_joined():
+    assert join([('cat', 'dog'), ('cat', 'dog')], [2, 2]) == ('cat', 'dog', 'cat', 'dog')
+    assert join([Pair('a', 'b'), Pair('a', 'b')], [2, 2]) == Pair('a', 'b')  # their names say that they are no samples
+
+
+def test_mappings_are_joined_by_their_keys():
+    first_one = dict(a=torch.zeros(2), b=torch.ones(2))
+    second = dict(b=torch.ones(1), a=torch.zeros(1))
+    res = join([first_one, second], [2, 1])
+    assert [*res] == ['a', 'b']
+    assert_same(res['a'], torch.zeros(3))
+    assert_same(res['b'], torch.ones(3))
 
 
 def test_lists_of_samples_are_joined_inside_of_an_output():
@@ -193,7 +216,8 @@ def test_lists_of_samples_are_joined_inside_of_an_output():
     (None, torch.zeros(2)),
     (Pair('a', torch.zeros(1)), Pair('a', None)),
     # of two structures
-    ((1, 2), (1, 2, 3))])
+    ((1, 2), (1, 2, 3)),
+    (dict(a=torch.zeros(1)), dict(b=torch.zeros(2)))])
 def test_what_is_no_output_of_the_batch_cannot_be_joined(first_one, second):
     with pytest.raises(CannotJoin) as caught: join([first_one, second], [1, 2])
     assert 'micro-batches' in str(caught.value) or 'must be the samples' in str(caught.value)
@@ -204,7 +228,7 @@ def test_what_is_no_output_of_the_batch_cannot_be_joined(first_one, second):
     dict(logits=torch.zeros(4, 2), hidden=(torch.zeros(1, 4, 2),)),  # layers first
     [torch.zeros(8)]])
 def test_an_output_whose_first_dimension_is_not_the_samples_is_an_error(output):
-    with pytest.raises(CannotJoin, match='for 4 samples: its first dimension must be the samples'):
+    with pytest.raises(CannotJoin, match='for 4 samples: its first dimension must index the samples'):
         check_rows(output, 4)
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from common import *
-from fastxtend_accum.windows.processes import Processes
+from fastxtend_accum.windows.processes import Processes, n_processes
 
 FLOAT32 = 1e-6  # rounding of float32 losses
 TESTS = Path(__file__).parent
@@ -430,6 +430,11 @@ def test_what_cannot_sum_in_half_precision():
     with pytest.raises(ValueError, match='FullyShardedDataParallel sums gradients in the precision of the weights'):
         check_model(FullyShardedDataParallel(), has_half=True)
     check_model(FullyShardedDataParallel(), has_half=False)
+
+
+def test_a_model_with_a_no_sync_trains_in_one_process():
+    learn = SimpleNamespace(model=FullyShardedDataParallel(), _grab_cbs=lambda cls: L())
+    assert n_processes(learn) == 1
 
 
 def test_what_cannot_average():

@@ -226,6 +226,19 @@ def test_sums_of_half_precision_weights_stand_aside(nth):
     assert_same_weights(ours, plain)
 
 
+@each_auto
+def test_a_parameter_that_the_optimizer_lacks_keeps_the_gradients_of_earlier_windows(saver):
+    "A splitter leaves it out. They count, for example, in the norm by which GradientClip clips"
+    def only_last(m): return [[*m[-1].parameters()]]
+    def train(*cbs): return fit(make_learner(8, cbs=cbs, splitter=only_last), 1)
+    plain = train()
+    fails = OutOfMemory('after_backward', 3)
+    ours = train(fails, saver())
+    assert fails.count > 3
+    assert_same(ours.model[0].weight.grad, plain.model[0].weight.grad, ROUNDING)
+    assert_apart(ours.model[-1], model()[-1])
+
+
 @each_saver
 def test_targets_that_a_callback_replaces_in_the_failed_pass_are_put_back(saver):
     def smooth(self): self.learn.yb = (self.y*.9,)

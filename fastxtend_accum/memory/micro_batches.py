@@ -21,11 +21,14 @@ __all__ = ['per_sample_names', 'SampleSlices', 'chunk_bounds', 'check_samples_fi
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #bfa7b934
 def per_sample_names(cb)->list[str]:
-    """Returns the attributes of `cb` that have a value for each sample: for MixUp and CutMix the partner of each
-    sample, for other callbacks those that their class names in `per_sample`, as in `per_sample = ('weights',)`"""
+    """Returns the attributes of `cb` that have a value for each sample: those that its class names in `per_sample`, as
+    in `per_sample = ('weights',)`; and for MixUp and CutMix the partner of each sample. Raises TypeError if
+    `per_sample` is a text"""
+    names = getattr(type(cb), 'per_sample', ())
+    if isinstance(names, str):
+        raise TypeError(f"{type(cb).__name__}.per_sample must be a tuple of names, not {names!r}: write ({names!r},)")
     partners = ('yb1', 'lam') if isinstance(cb, MixHandler) else ()
-    names = getattr(type(cb), 'per_sample', partners)
-    return [name for name in names if name in vars(cb)]
+    return [name for name in (*partners, *names) if name in vars(cb)]
 
 class SampleSlices:
     """The inputs and targets of `learn`, of `n` rows, and what callbacks keep for each of them; `learn` holds a slice

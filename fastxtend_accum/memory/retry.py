@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 from fastai.basics import *
 
+from ..windows.gradients import params_in
 from ..windows.loop import WholeBatch,WindowLoop
 from ..windows.processes import inner_model
 from ..windows.state import Snapshot
@@ -54,9 +55,9 @@ class BatchUndo:
         if window.grads is not None: window.grads.check()  # as they are before they are set aside
         self.without_grad = [p for p in params.summed if p.grad is None]
         # Before a window has begun, the optimizer has set the gradients of its parameters to 0, and 0 need not be kept.
-        # It does not reach the extra parameters, whose gradients may be those of an earlier window
-        to_keep = params.summed if window.losses.n_micro else params.extra
-        self.aside = {p:p.grad for p in to_keep if p.grad is not None}
+        # Those of other parameters, such as ones that the splitter leaves out, may be those of earlier windows
+        zeroed = set() if window.losses.n_micro else set(params_in(learn.opt))
+        self.aside = {p:p.grad for p in params.summed if p.grad is not None and p not in zeroed}
         self.set_aside()
 
     def set_aside(self):

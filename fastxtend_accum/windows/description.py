@@ -16,7 +16,8 @@ from .loader import WindowShape
 from .state import copy_of,random_states
 
 # %% auto #0
-__all__ = ['largest_part', 'up_to', 'how_split', 'how_made_up', 'ModelState', 'as_bytes', 'equals', 'Differences', 'log_message']
+__all__ = ['largest_part', 'up_to', 'how_split', 'how_made_up', 'ModelState', 'as_bytes', 'equals', 'has_dropout', 'Differences',
+           'log_message']
 
 # %% ../../nbs/windows/11_description.ipynb #3a819522
 # How a window is made up
@@ -27,7 +28,7 @@ def largest_part(n:int, most:int)->int:
     return math.ceil(n/n_parts)
 
 def up_to(n:int, n_parts:int)->str:
-    "Returns the size of the parts of `n` samples in words: '32' if all are as large, 'up to 33' if some are smaller"
+    "Returns the size of the parts of `n` samples in words: '32' if all are equal, 'up to 33' if some are smaller"
     size = math.ceil(n/n_parts)
     return f'up to {size}' if n%n_parts else f'{size}'
 
@@ -50,16 +51,19 @@ def how_made_up(
     least = smallest.samples(batch)
     most = largest.samples(batch)
     if least < most: return f'{least} to {most} samples, {micro_bs} at a time'
-    n_steps = largest.n_pieces
-    size = up_to(batch, n_steps)
-    if n_steps > 1: return f'{size} samples per step: {n_steps} optimizer steps for each batch of {batch}'
-    n_parts = math.ceil(bs/micro_bs)  # of a loader batch
+    n_steps = largest.n_pieces  # in which a loader batch is cut, each a window
+    piece = math.ceil(bs/n_steps)
+    n_parts = math.ceil(piece/micro_bs)  # of a piece
     n_micro = largest.n_batches*n_parts
-    if n_micro*n_processes == 1: return f'{most} samples are one batch'
-    is_even = bs%n_parts == 0
+    is_even = bs%(n_steps*n_parts) == 0
     kind = 'x' if is_even else 'micro-batches of'
-    parts = f'{n_micro} {kind} {up_to(bs, n_parts)} samples'
+    parts = f'{n_micro} {kind} {up_to(bs, n_steps*n_parts)} samples'
     if n_processes > 1: parts = f'{n_processes} processes x {parts}'
+    if n_steps > 1:
+        size = up_to(batch, n_steps)
+        steps = f'{size} samples per step: {n_steps} optimizer steps for each batch of {batch}'
+        return f'{steps}, each of {parts}' if n_parts > 1 else steps
+    if n_micro*n_processes == 1: return f'{most} samples are one batch'
     return f'{most} = {parts}'
 
 # %% ../../nbs/windows/11_description.ipynb #767aa03f
@@ -100,30 +104,32 @@ def equals(x:Tensor, y:Tensor)->bool:
     return True
 
 # %% ../../nbs/windows/11_description.ipynb #5b7e2c91
+def has_dropout(m)->bool: return any(isinstance(o, nn.modules.dropout._DropoutNd) for o in m.modules())
+
 class Differences:
-    "What makes the forward pass of a micro-batch differ from one of the whole batch"
+    """What makes the forward pass of a micro-batch differ from one of the whole batch, as a pass has shown. `before` is
+    the state of the model from before that pass"""
     def __init__(self, before:ModelState):
-        "Call it after a forward pass, with the state from before it"
-        modules = list(before.model.modules())
+        self.model = before.model
         self.changed = before.changed_modules()
         self.draws = before.has_drawn()
-        self.has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in modules)
-        self.has_half = any(p.dtype in half for p in before.model.parameters())
 
     def described(self, n:int, part:nn.Module|None=None)->str:
         """Returns a list in words, for micro-batches of `n` samples; empty if there are no differences. If only a
-        `part` of the model sees micro-batches, only its layers are named"""
-        changed = self.changed
-        if part is not None: changed = [o for o in changed if o in set(part.modules())]
-        layers = Counter(type(o).__name__.lstrip('_') for o in changed)  # PyTorch has a `_SpectralNorm`
+        `part` of the model sees micro-batches, only what differs there is named. If there is dropout, but not in the
+        part, it is assumed to have drawn all random numbers"""
+        split = self.model if part is None else part
+        modules = set(split.modules())
+        names = [type(o).__name__.lstrip('_') for o in self.changed if o in modules]  # PyTorch has a `_SpectralNorm`
+        layers = Counter(names)
         res = []
         for name,count in layers.items():
             unit = 'layer' if count == 1 else 'layers'
             res.append(f'{name} ({count} {unit}) sees {n} samples at a time')
-        if self.draws:
-            who = 'dropout' if self.has_dropout else 'the model'
-            res.append(f'{who} draws different random numbers')
-        if self.has_half and not can_sum_in_float32:
+        if self.draws and has_dropout(split): res.append('dropout draws different random numbers')
+        elif self.draws and not has_dropout(self.model): res.append('the model draws different random numbers')
+        has_half = any(p.dtype in half for p in split.parameters())
+        if has_half and not can_sum_in_float32:
             res.append('gradients add up in half precision, which needs PyTorch 2.10 or later to avoid')
         return '; '.join(res)
 

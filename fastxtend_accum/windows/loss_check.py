@@ -102,13 +102,13 @@ def is_inexact(loss_func:Callable, micro_batches:list[KeptMicroBatch])->bool:
 
 # %% ../../nbs/windows/06_loss_check.ipynb #5e10d8fa
 class LossCheck:
-    "Checks the first windows of a fit: is accumulation exact for this loss?"
+    "Checks the first windows of a fit that have several micro-batches: is accumulation exact for this loss?"
     n_windows = 4  # that are checked
     max_bytes = 2**26  # of predictions and targets in a window; larger ones are not kept
 
     def __init__(self, loss_func:Callable):
         self.loss_func = loss_func
-        self.windows_left = self.n_windows
+        self.windows_left = self.n_windows  # to check
 
     def stop(self):
         "No further window is checked"
@@ -125,9 +125,9 @@ class LossCheck:
 
     def check(self, micro_batches:list[KeptMicroBatch])->str|None:
         "Checks a window; returns a warning if accumulation is not exact for this loss"
-        if not self.windows_left: return None
+        if not self.windows_left or len(micro_batches) < 2: return None
         self.windows_left -= 1
-        if len(micro_batches) < 2 or not is_inexact(self.loss_func, micro_batches): return None
+        if not is_inexact(self.loss_func, micro_batches): return None
         self.stop()
         return ("accumulation is not exact for this loss: the weighted mean over the parts of a window differs from "
                 "the loss (or gradient) of all its samples at once. Pass num_items (what the loss averages over), set "

@@ -7,13 +7,14 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/nested.html.md""
 # %% ../../nbs/windows/00_nested.ipynb #4163e5dc
 from __future__ import annotations
 from collections.abc import Mapping
+from itertools import chain
 
 from fastai.basics import *
 from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
-__all__ = ['children', 'rebuilt', 'map_tensors', 'leaves_in', 'tensors_in', 'n_rows', 'has_length', 'part_bounds',
-           'lists_samples', 'slice_fields', 'slice_rows', 'CannotJoin', 'check_rows', 'join', 'join_leaves']
+__all__ = ['children', 'rebuilt', 'map_tensors', 'leaves_in', 'tensors_in', 'lists_samples', 'n_rows', 'has_rows', 'part_bounds',
+           'slice_fields', 'slice_rows', 'CannotJoin', 'check_rows', 'join', 'items_in_order', 'join_leaves']
 
 # %% ../../nbs/windows/00_nested.ipynb #45667e7f
 # A batch, and what a model returns, are nested: tuples, lists and mappings of tensors and other leaves
@@ -54,32 +55,54 @@ def tensors_in(b)->list:
     "Returns the tensors in `b` that have rows, which means at least one dimension"
     return [o for o in leaves_in(b) if isinstance(o, Tensor) and o.ndim]
 
+# %% ../../nbs/windows/00_nested.ipynb #b51a7c30
+def lists_samples(b, n:int)->bool:
+    """Returns whether `b`, a list, tuple or mapping, is a list of `n` samples: whether it has one entry for each. For
+    example, if `n` is 2:
+
+    - yes: [boxes of an image, boxes of another one], ('cat', 'dog'), [1, 0]
+    - no: (x1, x2), tensors with 2 rows each, which are assumed to be two inputs; (224, 224), a setting; a namedtuple"""
+    has_names = isinstance(b, Mapping) or hasattr(b, '_fields')
+    if has_names or len(b) != n: return False
+    tensors = tensors_in(b)
+    if tensors:
+        are_inputs = all(len(o) == n for o in tensors)  # each with a row for each sample
+        return not are_inputs
+    are_texts = all(isinstance(o, str) for o in b)  # which PyTorch collates to a tuple
+    return are_texts or isinstance(b, (list,L))
+
 # %% ../../nbs/windows/00_nested.ipynb #0f2993d3
 def n_rows(
     b, # A batch of inputs and targets
     expected:int|None=None, # Number of samples, as the DataLoader counts them; None: unknown
 )->int:
-    """Returns the number of rows in `b`. It is `expected` if a tensor or a list in `b` has that length. Otherwise it is
-    the length of the targets, or of the first tensor. Raises ValueError if there is neither a tensor nor an `expected`
-    number"""
-    fields = list(b) if isinstance(b, (tuple,list)) else [b]
-    for field in fields:  # not `b` itself, whose length is the number of fields
-        if expected is not None and has_length(field, expected): return expected
-    targets = fields[-1] if fields else None
-    if isinstance(targets, Tensor) and targets.ndim: return targets.shape[0]
+    """Returns the number of rows in `b`, which is the first of these that there is:
+
+    - the length of the targets, if all tensors in `b` are as long
+    - `expected`, if a tensor in `b` has that length, or a list has one entry for each of as many samples
+    - the length of the targets, or else of the first tensor
+    - `expected`
+
+    Raises ValueError if there is none"""
+    fields = list(b) if isinstance(b, (tuple,list,L)) else [b]
     tensors = tensors_in(b)
+    lengths = {len(o) for o in tensors}
+    targets = fields[-1] if fields else None
+    n_targets = len(targets) if isinstance(targets, Tensor) and targets.ndim else None
+    if lengths == {n_targets}: return n_targets
+    for field in fields:  # not `b` itself, whose length is the number of fields
+        if expected is not None and has_rows(field, expected): return expected
+    if n_targets is not None: return n_targets
     if tensors: return len(tensors[0])
     if expected is not None: return expected
     raise ValueError(f"cannot count the samples in a batch without tensors: {b!r}; let the DataLoader yield some")
 
-def has_length(b, n:int)->bool:
-    """Returns whether a tensor, list or tuple in `b`, or `b` itself, has the length `n`. A list may hold one entry for
-    each sample"""
+def has_rows(b, n:int)->bool:
+    "Returns whether `b`, or something in it, is a tensor of `n` rows or a list of `n` samples"
     if isinstance(b, Tensor): return b.shape[:1] == (n,)
     items = children(b)
     if items is None: return False
-    if len(items) == n and not isinstance(b, Mapping): return True
-    return any(has_length(o, n) for o in items)
+    return lists_samples(b, n) or any(has_rows(o, n) for o in items)
 
 # %% ../../nbs/windows/00_nested.ipynb #c1a4f0d3
 def part_bounds(n:int, n_parts:int)->list[tuple[int,int]]:
@@ -90,18 +113,6 @@ def part_bounds(n:int, n_parts:int)->list[tuple[int,int]]:
 
 # %% ../../nbs/windows/00_nested.ipynb #0dbca7fe
 _shared_kinds = str,bytes,Number,type(None)  # leaves that are the same for all samples
-
-def lists_samples(b, n:int)->bool:
-    """Returns whether `b` is a list or tuple with one entry for each of `n` samples, such as the boxes in each image.
-    `n` tensors with `n` rows each are assumed to be `n` inputs, and `n` numbers in a tuple to be a setting, such as
-    (224, 224)"""
-    if isinstance(b, Mapping) or len(b) != n: return False
-    tensors = tensors_in(b)
-    if tensors:
-        are_inputs = all(len(o) == n for o in tensors)  # each with a row for each sample
-        return not are_inputs
-    are_texts = all(isinstance(o, str) for o in b)  # which PyTorch collates to a tuple
-    return are_texts or isinstance(b, list)
 
 def slice_fields(
     fields:Iterable, # Inputs and targets, or the arguments of a forward pass
@@ -149,10 +160,18 @@ def join(
     kinds = set(map(type, outputs))
     if len(kinds) > 1: raise CannotJoin("the outputs of micro-batches differ in their types")
     if children(one) is None: return join_leaves(outputs, sizes)
-    if isinstance(one, list) and all(map(lists_samples, outputs, sizes)): return sum(outputs, [])
-    if any(len(o) != len(one) for o in outputs): raise CannotJoin("the outputs of micro-batches differ in structure")
-    columns = zip(*map(children, outputs))  # for each item of an output, those of all outputs
-    return rebuilt(one, [join(list(column), sizes) for column in columns])
+    # If one lists samples, so do all. Another may look like several outputs: two samples with two boxes each
+    if any(map(lists_samples, outputs, sizes)):
+        if [len(o) for o in outputs] != list(sizes): raise CannotJoin("not all outputs list as many samples")
+        return rebuilt(one, list(chain(*outputs)))
+    columns = [items_in_order(o, one) for o in outputs]
+    return rebuilt(one, [join(list(items), sizes) for items in zip(*columns)])
+
+def items_in_order(b, like)->list:
+    "Returns the items of `b` in the order of those of `like`; raises CannotJoin unless both have the same structure"
+    has_same = b.keys() == like.keys() if isinstance(like, Mapping) else len(b) == len(like)
+    if not has_same: raise CannotJoin("the outputs of micro-batches differ in structure")
+    return [b[k] for k in like] if isinstance(like, Mapping) else list(b)
 
 def join_leaves(leaves:list, sizes:list):
     "Returns tensors concatenated; or what has no rows, if it is the same in all micro-batches"

@@ -37,7 +37,9 @@ def n_processes(learn)->int:
     is_distributed = averages_gradients(learn.model)
     distributed = sys.modules.get('fastai.distributed')  # importing it needs accelerate
     if distributed and learn._grab_cbs(distributed.DistributedTrainer): is_distributed = True
-    return dist.get_world_size(group_of(learn.model)) if is_distributed else 1
+    # Some models have a `no_sync` that does nothing, and train in one process without a group
+    if not is_distributed or not dist.is_initialized(): return 1
+    return dist.get_world_size(group_of(learn.model))
 
 # %% ../../nbs/windows/07_processes.ipynb #d94da8be
 def all_reduce(model, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
