@@ -17,7 +17,7 @@ from .callback import WindowCallback
 from .checking.comparison import Comparison,find_reasons
 from .checking.samples import copy_to_read,read_samples
 from .checking.suspects import is_left_out,suspects
-from .checking.trial import Sizes,Trials,small_learner,small_sizes
+from .checking.trial import Sizes,as_whole,small_learner,small_sizes
 
 # %% auto #0
 __all__ = ['AccumCheck', 'n_samples', 'our_callbacks', 'explain', 'check_with', 'notes_on']
@@ -40,23 +40,22 @@ class AccumCheck(NamedTuple):
         for o in self.reasons:
             lines.append(f'the reason, named by elimination: {o}')
         if self.equal: lines.append('  equal')
-        elif not self.reasons: lines.append('the reason was not found')
+        elif not self.reasons: lines.append('the reason was not found: perhaps the model lets samples act on each other')
         lines += self.notes
         return '\n'.join(lines)
 
 # %% ../nbs/09_check.ipynb #230cb5f1
 def n_samples(
     sizes:Sizes,
-    n_steps:int,
+    n_steps:int, # In two epochs
     drop_last:bool, # Whether the loader drops an incomplete batch
-    remainder:str, # What happens to batches that fill no window
 )->int:
     "Returns the number of samples in an epoch: full windows, plus an incomplete one whose last batch is smaller"
-    if drop_last: return n_steps*max(sizes.window, sizes.bs)
+    n_windows = max(math.ceil(n_steps/2), 2)
+    if drop_last: return n_windows*max(sizes.window, sizes.bs)
     part = sizes.window//2
     rest = part + math.ceil(part*2/3)
-    n_full = n_steps if remainder == 'drop' else n_steps-1  # otherwise the rest makes a step, too
-    return n_full*sizes.window + rest
+    return (n_windows-1)*sizes.window + rest
 
 def our_callbacks(cbs:list)->list[WindowCallback]:
     "Returns the callbacks that make windows; raises ValueError if there are none"
@@ -77,8 +76,8 @@ def explain(
     """Compares runs. If they differ, repeats the run on whole batches: what differs between these two as well, such as
     a time that a callback measures, needs no explanation. For everything else, removes one suspect after another
     until the runs are equal, and puts back those that make no difference"""
-    whole = comparison.trained('whole', False, ())
-    is_finite = whole['weights'].isfinite().all()
+    left_by_whole = comparison.trained(comparison.whole, False, ())
+    is_finite = left_by_whole['weights'].isfinite().all()
     if not is_finite: return dict(weights=math.nan),[],[_nan]
     found = comparison.differences()
     if not found: return {},[],[]
@@ -86,7 +85,7 @@ def explain(
     steady = {name:o for name,o in found.items() if o > 100*repeated.get(name, 0)}  # times, for example, are not
     is_unseeded = 'weights' in found and 'weights' not in steady
     if is_unseeded: return found,[],[_unseeded]
-    suspected = suspects(comparison.trials.small.model, cbs, steady, n)
+    suspected = suspects(comparison.windows.model, cbs, steady, n)
     reasons,necessary = find_reasons(comparison, steady, suspected)
     if reasons: necessary = []
     notes = [f'perhaps {o}, without which nothing trains' for o in necessary]
@@ -96,7 +95,7 @@ def explain(
 def check_with(
     learn:Learner,
     cbs:list, # Callbacks of the fit, beside those of the Learner
-    n_steps:int, # In an epoch
+    n_steps:int, # In two epochs
     size:int, # Samples in the smallest batch
     seed:int,
     verbose:bool,
@@ -110,14 +109,14 @@ def check_with(
     is_split = any(o.micro_batch_size for o in ours)
     sizes = small_sizes(learn, leader, is_split, size)
     to_read,is_clean = copy_to_read(learn.dls.train)
-    n = n_samples(sizes, n_steps, drops_last(to_read), leader.remainder_for(to_read))
+    n = n_samples(sizes, n_steps, drops_last(to_read))
     samples = read_samples(to_read, n)
     small = small_learner(learn, cbs, left_out, sizes, samples)
-    trials = Trials(small, sizes.window)
-    comparison = Comparison(trials, seed, verbose)
+    whole = as_whole(small, sizes.window)
+    comparison = Comparison(small, whole, seed, verbose)
     differences,reasons,notes = explain(comparison, in_trials, sizes.micro_bs)
     notes += notes_on(left_out, is_clean)
-    n_trained = sum(len(plan.windows) for plan in trials.plans)
+    n_trained = len(comparison.trained(whole, False, ())['positions'])
     head = (f'{n_trained} steps of up to {sizes.window} samples each, {sizes.micro_bs} samples at a time compared with '
             'whole batches:')
     return AccumCheck(head, differences, reasons, notes)
@@ -137,7 +136,7 @@ def notes_on(left_out:list, is_clean:bool)->list[str]:
 @patch
 def check_accum(self:Learner,
     cbs:Callback|list|None=None, # Callbacks that you will pass to the fit
-    n_steps:int=3, # Steps to train; with `remainder='carry'`, in each of two epochs
+    n_steps:int=4, # Steps to train, in two epochs
     size:int=3, # Samples in the smallest batch that the model sees. Windows are twice as large, or four times
     seed:int=42, # Seed of the random numbers that the runs draw
     verbose:bool=True, # Print the report; and if the check takes longer than 5 seconds, what it does

@@ -52,10 +52,16 @@ class Centers(OnTargets):
     def after_step(self): self.center = .5*self.center+.5*self.mean
 
 
+class MixesLater(MixesNeighbours):
+    "Does so from the second epoch on"
+    def before_batch(self):
+        if self.epoch: super().before_batch()
+
+
 # Callbacks: check_accum names them. A fit warns of those that are marked
 FOUND = [
     *[(cls, 'windows') for cls in (
-        MixesNeighbours, Standardizes, SharpnessAware, ClassCounts, SchedulesAndTimes, SchedulesByLoader, CountsSamples,
+        MixesNeighbours, MixesLater, Standardizes, SharpnessAware, ClassCounts, SchedulesAndTimes, SchedulesByLoader, CountsSamples,
         NotesHits, NotesNorms, WatchesActivations, BalancesBatch, NormalizesLoss, HooksGradientsLater, DrawsMode,
         ModesInTurn, MovesTeacher, SwitchesLoss, Centers, ChoosesBatchesLate)],
     *[(cls, 'split') for cls in (
@@ -82,6 +88,55 @@ def test_a_loss_that_is_no_sum_of_its_parts_is_named(name, way):
     assert result.reasons == ['the losses of 3 samples at a time do not add up to the loss of all samples']
 
 
+class KeepsMean(nn.Module):
+    "Takes from its inputs what it keeps of earlier batches, in a buffer, or in a plain attribute"
+    def __init__(self, is_buffer):
+        super().__init__()
+        if is_buffer: self.register_buffer('mean', torch.zeros(8).double())
+        else: self.mean = torch.zeros(8).double()
+
+    def forward(self, x):
+        res = x-self.mean
+        if self.training: self.mean = self.mean.lerp(x.detach().mean(0), .1)
+        return res
+
+
+class AddsSpread(nn.Module):
+    "Lets samples act on each other, in validation, too"
+    def forward(self, x): return x+x.std(0)
+
+
+class DividesByAverage(MSE):
+    "A loss that keeps an average of itself"
+    average = 1.
+    def forward(self, *args):
+        loss = super().forward(*args)
+        self.average += .1*(loss.item()-self.average)
+        return loss/self.average
+
+
+def layers(*others): return nn.Sequential(nn.Linear(5, 8), *others, nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def spectral(): return torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize('make_model,loss,reasons', [
+    (lambda: layers(KeepsMean(True)), MSE, ['KeepsMean sees 3 samples at a time']),
+    (lambda: layers(KeepsMean(False)), MSE, ['the model in training mode']),
+    (lambda: layers(spectral()), MSE, ['_SpectralNorm sees 3 samples at a time']),
+    (layers, DividesByAverage, ['the losses of 3 samples at a time do not add up to the loss of all samples']),
+    (lambda: layers(AddsSpread()), MSE, [])])
+def test_what_a_model_or_a_loss_keeps_is_found(make_model, loss, reasons):
+    torch.manual_seed(0)
+    samples = list(zip(*data(N)))
+    result = check(lambda bs, cbs: learner_of(samples, loss(), make_model(), bs, cbs))
+    assert not result.equal
+    assert result.reasons == reasons
+    has_reason = 'was not found' not in str(result)
+    assert has_reason == bool(reasons)
+
+
 @pytest.mark.parametrize('cls', [
     AddsNoise, DropsEasySamples, Repeats, Attacks, GivesTeacher, ShowsOtherLoss, AdaptiveClip, StepsTwice,
     DecaysByPosition, FewBatches, SkipsStep, SwitchesOff, CountsCorrect, Times], ids=name_of)
@@ -99,8 +154,8 @@ def test_limit_on_the_page_samples_are_those_that_the_loader_has_put_together(ma
 
 @pytest.mark.parametrize('cls', [MasksInputs, KeepsMasked])
 def test_limit_on_the_page_of_few_samples_none_may_be_left(cls):
-    assert not check(cls.learner).equal
-    assert check(cls.learner, size=12).equal
+    assert not check(cls.learner, n_steps=6).equal
+    assert check(cls.learner, n_steps=6, size=12).equal
 
 
 def test_limit_on_the_page_a_number_of_samples_that_a_callback_sets_is_that_of_the_user():

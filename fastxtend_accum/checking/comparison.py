@@ -12,7 +12,7 @@ from functools import cache
 from fastai.basics import *
 
 from .suspects import Suspect
-from .trial import Trials,train
+from .trial import copy_learner,train
 
 # %% auto #0
 __all__ = ['distance', 'distances', 'Comparison', 'still_in', 'find_reasons']
@@ -49,23 +49,29 @@ def distances(
 # %% ../../nbs/checking/03_comparison.ipynb #56ca8b7c
 class Comparison:
     "Compares trainings in windows with those of whole batches, in float32, and in float64 where that leaves a doubt"
-    def __init__(self, trials:Trials, seed:int, verbose:bool=False):
-        self.trials = trials
+    def __init__(self,
+        windows:Learner, # Trains in windows
+        whole:Learner, # The same, but trains on whole batches
+        seed:int,
+        verbose:bool=False, # Whether to print what it does if it takes long
+    ):
+        self.windows = windows
+        self.whole = whole
         self.seed = seed
-        self.verbose = verbose  # whether to print what it does if it takes long
+        self.verbose = verbose
         self.began = time.perf_counter()
         self.trained = cache(self.train)  # several questions need the same training
 
     def train(self,
-        way:str, # 'whole' or 'in_windows', a method of `Trials`
+        learn:Learner, # One of the two
         double:bool=False, # In float64
         without:tuple[Suspect,...]=(), # Trains without these
     )->dict[str,Tensor]:
         "Trains a copy, and returns what that leaves, by name"
         if self.verbose: self.report_if_slow(without)
-        learn = getattr(self.trials, way)(double)
+        learn = copy_learner(learn, double=double)
         for o in without: o.remove(learn)
-        return train(learn, len(self.trials.plans), self.seed, double)
+        return train(learn, self.seed, double)
 
     def report_if_slow(self, without:tuple[Suspect,...]):
         "After 5 seconds, prints what trains next. It is no progress bar, since what is found decides how much is left"
@@ -75,8 +81,8 @@ class Comparison:
 
     def distances(self, double:bool, without:tuple[Suspect,...])->dict[str,float]:
         "Returns how far what windows leave is from what whole batches leave, by name"
-        windows = self.trained('in_windows', double, without)
-        return distances(windows, self.trained('whole', double, without))
+        in_windows = self.trained(self.windows, double, without)
+        return distances(in_windows, self.trained(self.whole, double, without))
 
     def differences(self, without:tuple[Suspect,...]=())->dict[str,float]:
         "Returns the distances that are not rounding, by name"
@@ -93,8 +99,8 @@ class Comparison:
 
     def repeated(self)->dict[str,float]:
         "Returns the distances between two equal trainings on whole batches, by name"
-        again = self.train('whole')
-        return distances(again, self.trained('whole', False, ()))
+        again = self.train(self.whole)
+        return distances(again, self.trained(self.whole, False, ()))
 
 # %% ../../nbs/checking/03_comparison.ipynb #e5058a61
 def still_in(found:dict[str,float], now:dict[str,float])->list[str]:

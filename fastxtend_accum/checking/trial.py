@@ -26,8 +26,8 @@ from .samples import KeptLoader,KeptSamples,equal_bounds
 
 # %% auto #0
 __all__ = ['Sizes', 'small_sizes', 'small_settings', 'epoch_plans', 'whole_bounds', 'WholeWindows', 'WithoutGraphs',
-           'copy_learner', 'small_learner', 'Trials', 'as_double', 'Observer', 'draw', 'flat', 'numbers_in', 'is_users',
-           'left_by', 'without_traces', 'train']
+           'copy_learner', 'small_learner', 'as_whole', 'as_double', 'Observer', 'draw', 'flat', 'numbers_in',
+           'is_users', 'left_by', 'without_traces', 'train']
 
 # %% ../../nbs/checking/01_trial.ipynb #723a900c
 class Sizes(NamedTuple):
@@ -73,10 +73,10 @@ def small_settings(cb:WindowCallback, sizes:Sizes)->dict:
 
 # %% ../../nbs/checking/01_trial.ipynb #b5115d1a
 def epoch_plans(leader:WindowCallback, loader:KeptLoader)->list[EpochPlan]:
-    "Returns the windows of an epoch of `loader`; of two epochs if the first one carries samples into the second"
-    if leader.remainder_for(loader) != 'carry': return [leader.plan_of(loader, 0, 1)]
+    "Returns the windows of two epochs of `loader`"
     first = leader.plan_of(loader, 0, 2)
-    return [first, leader.plan_of(loader, 1, 2, carried=first.left)]
+    carried = first.left if first.remainder == 'carry' else []
+    return [first, leader.plan_of(loader, 1, 2, carried=carried)]
 
 def whole_bounds(plan:EpochPlan, n:int)->list[tuple]:
     "Returns the bounds of the windows of a plan among the samples of two epochs of `n`"
@@ -159,28 +159,20 @@ def small_learner(
         vars(cb).update(small_settings(cb, sizes))
     return res
 
-class Trials:
-    "Makes copies of a small Learner that train on the same samples, in windows or as whole batches"
-    def __init__(self,
-        small:Learner,
-        window:int, # Samples in its windows
-    ):
-        self.small = small
-        loader = small.dls.train
-        self.plans = epoch_plans(leader_of(small), loader)  # of each epoch
-        self.loaders = []  # whole batches of each epoch
-        for plan in self.plans:
-            bounds = whole_bounds(plan, loader.n)
-            self.loaders.append(KeptLoader(loader.dataset, bounds, window))
-
-    def in_windows(self, double:bool=False)->Learner: return copy_learner(self.small, double=double)
-
-    def whole(self, double:bool=False)->Learner:
-        "Returns a copy that trains on whole batches, without callbacks of this package"
-        replaced = [(self.small.dls.train, self.loaders[0])]
-        res = copy_learner(self.small, replaced, double=double)
-        res.remove_cbs(res._grab_cbs(WindowCallback))
-        return res.add_cb(WholeWindows(self.loaders, self.plans))
+def as_whole(
+    small:Learner, # From `small_learner`
+    window:int, # Samples in its windows
+)->Learner:
+    "Returns a copy that trains on whole batches, which are the windows of `small`, without callbacks of this package"
+    train = small.dls.train
+    plans = epoch_plans(leader_of(small), train)
+    loaders = []
+    for plan in plans:
+        bounds = whole_bounds(plan, train.n)
+        loaders.append(KeptLoader(train.dataset, bounds, window))
+    res = copy_learner(small, [(train, loaders[0])])
+    res.remove_cbs(res._grab_cbs(WindowCallback))
+    return res.add_cb(WholeWindows(loaders, plans))
 
 # %% ../../nbs/checking/01_trial.ipynb #c9e606c0
 def as_double(t:Tensor)->Tensor:
@@ -283,17 +275,16 @@ def without_traces():
 
 def train(
     learn:Learner, # A copy
-    n_epoch:int,
     seed:int,
     double:bool=False, # Whether the copy is in float64
 )->dict[str,Tensor]:
-    "Trains a copy, and returns what that leaves, by name: of the weights, how far they have moved"
+    "Trains a copy for two epochs, and returns what that leaves, by name: of the weights, how far they have moved"
     observer = Observer(seed, double)
     learn.model.register_forward_pre_hook(draw)
     before = flat(learn.model.parameters())
     with without_traces() as learn.path:
         learn.model_dir = 'models'
         set_seed(seed)
-        learn.fit(n_epoch, cbs=observer)
+        learn.fit(2, cbs=observer)
     moved = flat(learn.model.parameters())-before
     return dict(weights=moved) | left_by(learn, observer)
