@@ -193,7 +193,7 @@ def test_callbacks_of_the_fit_are_checked():
 
 def test_the_number_and_size_of_windows():
     result = check(learner(GradientAccumulation(32)), n_steps=8, size=4)
-    assert str(result).startswith('8 steps of up to 8 samples, 4 at a time')
+    assert str(result).startswith('8 steps of up to 8 samples each, 4 samples at a time')
     with pytest.raises(ValueError, match='n_steps'): check(learner(GradientAccumulation(32)), n_steps=0)
 
 
