@@ -38,6 +38,7 @@ class WindowCallback(Callback):
     strategy = WholeBatch()  # runs a loader batch in training
 
     loop = None  # the `WindowLoop` of this fit, or of the last one
+    is_new_fit = True  # whether this fit has no loop yet
     place = None  # where the next epoch begins in a fit that was killed: what `WindowLoop.state` returned
     last_message = None  # the last line that this callback has printed
     _stateattrs = ('loop','place')  # fastai leaves these out of a copy or an export of the callback
@@ -81,12 +82,13 @@ def leader_of(learn)->WindowCallback|None:
 
 @patch
 def before_fit(self:WindowCallback):
-    "Forgets the last fit, and reads the settings, which may have changed since"
+    """Reads the settings, which may have changed since the last fit. What is known of that one stays until the first
+    epoch, since `learn.summary()` and TTA begin a fit without training"""
     if not self.learn:
         warn_user(f"{type(self).__name__} was removed from its Learner, and does nothing: make one for each Learner")
         return
     if is_validating(self.learn): return
-    self.loop = None
+    self.is_new_fit = True
     self.read_settings()
     finder = first(self.learn._grab_cbs(LRFinder))
     if finder and self.is_leader(): self.extend_lr_find(finder)
@@ -118,7 +120,7 @@ def before_train(self:WindowCallback):
     if not self.is_leader(): return
     self.check_ownership()
     if self.learn.opt is None: return  # somebody sends the event without a fit, as fastai's docs do to show MixUp
-    if self.loop is None: self.begin_fit()  # AutoResume may have done so
+    if self.is_new_fit: self.begin_fit()  # AutoResume may have done so
     self.begin_epoch()
 
 @patch
@@ -169,6 +171,7 @@ def begin_fit(self:WindowCallback):
     loggers.begin_fit()
     learn.opt.zero_grad()
     self.loop = WindowLoop(FitContext(learn, self.settings(), processes), self, strategy, loggers)
+    self.is_new_fit = False
 
 @patch
 def memory_savers(self:WindowCallback)->list[MemorySaver]:
