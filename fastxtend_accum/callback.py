@@ -41,7 +41,7 @@ class WindowCallback(Callback):
     is_new_fit = True  # whether this fit has no loop yet
     place = None  # where the next epoch begins in a fit that was killed: what `WindowLoop.state` returned
     last_message = None  # the last line that this callback has printed
-    _stateattrs = ('loop','place')  # fastai leaves these out of a copy or an export of the callback
+    _stateattrs = ('loop','place','is_new_fit')  # fastai leaves these out of a copy or an export of the callback
 
     __setattr__ = object.__setattr__  # fastai's warns of each name that the model has, too
 
