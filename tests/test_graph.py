@@ -1,6 +1,6 @@
 "What a fit keeps: the state of all that its Learner reaches, in whatever place"
 import pytest
-from fastai.vision.all import *
+from fastai.vision.all import Image, ImageDataLoaders, SegmentationDataLoaders, aug_transforms, get_image_files
 from torch.utils.data import DataLoader as TorchLoader
 
 from common import *
@@ -202,17 +202,31 @@ def folder_of_images():
         file = Path(f'images/{i % 2}/{i}.png')
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.random.RandomState(i).randint(0, 255, (8, 8, 3), dtype=np.uint8)).save(file)
-    return 'images'
+    return Path('images')
+
+
+def train_on_images(dls, m, loss_func):
+    accum = GradientAccumulation(8, remainder='step', verbose=False)
+    return train(Learner(dls, m, loss_func, cbs=[accum, Stops()]))
+
+
+SETTINGS = dict(valid_pct=.2, seed=42, bs=4, num_workers=0)
 
 
 @situation
 def images_of_a_folder():
-    "Of which fastai makes data by a method of a class, `PILImage.create`"
-    dls = ImageDataLoaders.from_folder(
-        folder_of_images(), valid_pct=.2, seed=42, bs=4, num_workers=0, batch_tfms=aug_transforms(size=8))
-    m = nn.Sequential(nn.Flatten(), nn.Linear(3*8*8, 2))
-    accum = GradientAccumulation(8, remainder='step', verbose=False)
-    return train(Learner(dls, m, CrossEntropyLossFlat(), cbs=[accum, Stops()], metrics=accuracy))
+    "fastai opens them by a method of a class, `PILImage.create`"
+    dls = ImageDataLoaders.from_folder(folder_of_images(), batch_tfms=aug_transforms(size=8), **SETTINGS)
+    return train_on_images(dls, nn.Sequential(nn.Flatten(), nn.Linear(3*8*8, 2)), CrossEntropyLossFlat())
+
+
+@situation
+def images_with_masks():
+    "fastai has put a transform in the place of `PILMask.create`, which holds this method"
+    def mask_of(file): return (array(Image.open(file))[...,0] > 128).astype(np.uint8)
+    files = get_image_files(folder_of_images())
+    dls = SegmentationDataLoaders.from_label_func('.', files, mask_of, codes=['a', 'b'], **SETTINGS)
+    return train_on_images(dls, nn.Conv2d(3, 2, 3, padding=1), CrossEntropyLossFlat(axis=1))
 
 
 class EpochSampler(torch.utils.data.Sampler):

@@ -52,9 +52,12 @@ def object_at(path:str):
     "Stands in a pickle for the function that finds the object at a path: see `Paths.find_class`"
 
 def method_of(o, name:str):
-    "Returns a method that `o` has from its class, or that `o` has if it is a class itself"
-    if isinstance(o, type): return getattr(o, name)
-    return getattr(type(o), name).__get__(o)
+    "Returns a method that `o` has from its class; if `o` is a class, the class method that it has or inherits"
+    if not isinstance(o, type): return getattr(type(o), name).__get__(o)
+    # Not `getattr`, since fastai replaces `PILMask.create` by a transform that holds this method
+    candidates = [vars(kind).get(name) for kind in o.__mro__]
+    method = first(candidates, lambda candidate: isinstance(candidate, classmethod))
+    return method.__get__(None, o)
 
 # Of these functions NumPy's pickles make arrays and numbers
 _array_of,*_ = np.array(0).__reduce__()
