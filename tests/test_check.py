@@ -56,6 +56,13 @@ def test_two_processes_give_no_false_alarm(tmp_path):
     assert codes == [0, 0]
 
 
+def test_a_loader_whose_last_epoch_was_not_read_to_its_end():
+    "fastai keeps the iterator of its data set: of `Datasets` a generator, which cannot be copied"
+    learn = learner(GradientAccumulation(32))
+    learn.dls.train.it = (o for o in learn.dls.train.dataset)
+    assert check(learn).notes == []
+
+
 # The reason
 
 class SharedMean(Callback):

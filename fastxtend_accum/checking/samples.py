@@ -66,7 +66,8 @@ def copy_to_read(dl)->tuple:
     """Returns two values: a copy of `dl` that shares its data set; and whether reading the copy leaves to the next
     epoch what it would read anyway. It does not if `dl` cannot be copied, or if its data set is an iterator"""
     dataset = getattr(dl, 'dataset', None)
-    try: copied = deepcopy(dl, {id(dataset): dataset})
+    left_over = getattr(dl, 'it', None)  # fastai leaves the iterator of an epoch that was not read to its end
+    try: copied = deepcopy(dl, {id(dataset): dataset, id(left_over): None})
     except Exception: return dl,False  # for example, since it holds an iterator
     return copied,not isinstance(dataset, Iterator)
 
