@@ -40,7 +40,8 @@ class AccumCheck(NamedTuple):
         for o in self.reasons:
             lines.append(f'the reason, named by elimination: {o}')
         if self.equal: lines.append('  equal')
-        elif not self.reasons: lines.append('the reason was not found: perhaps the model lets samples act on each other')
+        elif not self.reasons:
+            lines.append('the reason was not found: perhaps the model lets samples act on each other')
         lines += self.notes
         return '\n'.join(lines)
 

@@ -304,7 +304,7 @@ time_first_cases = pytest.mark.parametrize('per_step,n_steps', [
 def test_time_first_is_an_error_where_a_batch_would_be_split(per_step, n_steps, saver):
     "But for a score of each step, where there are as many steps as samples: no shape tells"
     learn = time_first_learner(per_step, n_steps, saver(MICRO))
-    says = r'put the samples first|first dimension must be the samples|input batch_size .16. to match target'
+    says = r'put the samples first|first dimension must index the samples|input batch_size .16. to match target'
     with pytest.raises(ValueError, match=says): fit(learn, 1)
 
 

@@ -78,16 +78,17 @@ def n_rows(
 )->int:
     """Returns the number of rows in `b`, which is the first of these that there is:
 
-    - the length of the targets, if all tensors in `b` are as long
+    - the length of the targets, if it is `expected`, or if all tensors in `b` are as long
     - `expected`, if a tensor in `b` has that length, or a list has one entry for each of as many samples
     - the length of the targets, or else of the first tensor
     - `expected`
 
     Raises ValueError if there is none"""
     fields = list(b) if isinstance(b, (tuple,list,L)) else [b]
+    targets = fields[-1] if fields else None
+    if isinstance(targets, Tensor) and targets.shape[:1] == (expected,): return expected  # nearly every batch: be quick
     tensors = tensors_in(b)
     lengths = {len(o) for o in tensors}
-    targets = fields[-1] if fields else None
     n_targets = len(targets) if isinstance(targets, Tensor) and targets.ndim else None
     if lengths == {n_targets}: return n_targets
     for field in fields:  # not `b` itself, whose length is the number of fields
