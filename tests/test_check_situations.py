@@ -61,9 +61,9 @@ class MixesLater(MixesNeighbours):
 # Callbacks: check_accum names them. A fit warns of those that are marked
 FOUND = [
     *[(cls, 'windows') for cls in (
-        MixesNeighbours, MixesLater, Standardizes, SharpnessAware, ClassCounts, SchedulesAndTimes, SchedulesByLoader, CountsSamples,
-        NotesHits, NotesNorms, WatchesActivations, BalancesBatch, NormalizesLoss, HooksGradientsLater, DrawsMode,
-        ModesInTurn, MovesTeacher, SwitchesLoss, Centers, ChoosesBatchesLate)],
+        MixesNeighbours, MixesLater, Standardizes, SharpnessAware, ClassCounts, SchedulesAndTimes, SchedulesByLoader,
+        CountsSamples, NotesHits, NotesNorms, WatchesActivations, BalancesBatch, NormalizesLoss, HooksGradientsLater,
+        DrawsMode, ModesInTurn, MovesTeacher, SwitchesLoss, Centers, ChoosesBatchesLate)],
     *[(cls, 'split') for cls in (
         MinesHardSamples, ReplacesLossLate, PerturbsWeights, NotesNorms, WatchesActivations, SwitchesLoss)]]
 

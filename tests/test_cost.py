@@ -110,10 +110,10 @@ def test_what_fits(make):
 # With windows of one, fastai's optimizer, callbacks and loader alone make .34 and .42 of the calls: see the test of a
 # loop without events
 limits = [
-    ('windows', 1, 'sgd', .475),
-    ('windows', 1, 'adam', .54),
-    ('windows', 8, 'sgd', .265),
-    ('windows', 64, 'adam', .215),
+    ('windows', 1, 'sgd', .465),
+    ('windows', 1, 'adam', .53),
+    ('windows', 8, 'sgd', .25),
+    ('windows', 64, 'adam', .2),
     ('split', 8, 'adam', .21),
     ('split', 64, 'sgd', .17),
     ('checkpointing', 1, 'adam', .88)]

@@ -220,7 +220,7 @@ def test_lists_of_samples_are_joined_inside_of_an_output():
     (dict(a=torch.zeros(1)), dict(b=torch.zeros(2)))])
 def test_what_is_no_output_of_the_batch_cannot_be_joined(first_one, second):
     with pytest.raises(CannotJoin) as caught: join([first_one, second], [1, 2])
-    assert 'micro-batches' in str(caught.value) or 'must be the samples' in str(caught.value)
+    assert 'micro-batches' in str(caught.value) or 'must index the samples' in str(caught.value)
 
 
 @pytest.mark.parametrize('output', [

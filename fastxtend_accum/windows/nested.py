@@ -132,7 +132,7 @@ def slice_rows(b, start:int, end:int, n:int):
         if not b.ndim: return b  # one number for all samples
         if len(b) == n: return b[start:end]
         raise ValueError(f"cannot split a tensor of shape {tuple(b.shape)} in a batch of {n} samples: "
-                         "its first dimension must be the samples")
+                         "its first dimension must index the samples")
     items = children(b)
     if items is None:
         raise ValueError(f"cannot split a {type(b).__name__}: use dense tensors, or smaller batches")
