@@ -496,3 +496,15 @@ def test_a_size_that_is_set_before_a_fit_is_the_size_at_the_start(name):
     setattr(cb, name, 16)
     learn = fit(make_learner(8, n=64, cbs=cb), 1)
     assert learn.recorder.accum_bs == [16, 16, 16, 16]
+
+
+@pytest.mark.parametrize('middle', [64, 4])
+def test_a_curve_may_leave_the_range_between_start_and_final(middle):
+    "Above both, and below the loader's batch"
+    def there_and_back(start, final): return lambda pos: start + (middle-start)*math.sin(math.pi*pos)
+    accum = GradientAccumulationSchedule(16, 16, finish=1., schedule=there_and_back, remainder='step')
+    learn = fit(make_learner(16, n=320, cbs=accum), 2)
+    sizes = learn.recorder.accum_bs
+    assert sizes[0] == 16
+    assert middle in sizes
+    assert sizes == [size for _, size in accum.preview(2, learn.dls)]
