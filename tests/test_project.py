@@ -54,7 +54,7 @@ results = json.loads(text_of('benchmarks/results.json'))
 
 def test_the_table_of_other_callbacks_is_measured():
     found = results['comparison']['callbacks']
-    forms = dict(whole='.0e', padded='.0%', entries='g')
+    forms = dict(whole='.0e', entries='g')
     rows = re.findall(r'^\| \w[^|]+ \| (\S+) \| (\S+) \|$', text_of('README.md'), re.M)
     assert found['fastai'] == found['fastxtend']
     assert len(rows) == len(forms)
