@@ -30,7 +30,7 @@ class AutoResume(WindowCallback):
     order = 10_000  # after all others: what they have done is in the file
     run_valid = True
     lead_rank = 3
-    _stateattrs = ('loop','place','saved_fit')
+    _stateattrs = *WindowCallback._stateattrs,'saved_fit'
     saved_fit = None  # in a copy, too
     def __init__(self,
         every:int|None=None, # Optimizer steps between saves; None: go by `minutes`

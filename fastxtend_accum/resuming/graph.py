@@ -140,9 +140,9 @@ def is_kept_in_place(self:Finder, o)->bool:
 # %% ../../nbs/resuming/02_graph.ipynb #273a28a4
 @patch
 def state(self:Graph, *kinds:str)->dict:
-    """Returns the state of all objects, or of those of some `kinds`: the parts of `weights` and optimizer, which are
-    the same in all processes; the `rest`, pickled; the `digests` of all parts; and why some parts are `lost`, which no
-    file can hold"""
+    """Returns the state of all objects, or of those of some `kinds`: `weights` and the tensors of the optimizer, which
+    are the same in all processes; the `rest`, pickled; the `digests` of all parts; and why some parts are `lost`,
+    which no file can hold"""
     weights = {}
     rest = {}
     digests = {}
@@ -150,7 +150,6 @@ def state(self:Graph, *kinds:str)->dict:
     for path,o in self.objects.items():
         kind = kind_of(path)
         if kinds and kind not in kinds: continue
-        is_weight = kind == 'opt' or isinstance(o, nn.Parameter)
         for part,value in parts_of(path, o).items():
             try: digest = Digest(self, value, kind == 'data')
             except Exception as e:
@@ -158,7 +157,9 @@ def state(self:Graph, *kinds:str)->dict:
                 continue
             digests[part] = digest.value
             has_changed = digest.value != self.begun.get(part)
-            if is_weight: weights[part] = value
+            # Not the functions of an optimizer, since a file is read before it is known to be of this fit
+            is_of_optimizer = kind == 'opt' and digest.n_bytes > 0
+            if is_of_optimizer or isinstance(o, nn.Parameter): weights[part] = value
             elif not digest.is_large: rest[part] = value
             elif has_changed: lost[part] = 'it is large'
     file = io.BytesIO()
