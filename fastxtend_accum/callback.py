@@ -199,15 +199,14 @@ def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, 
         size = self.window_size_at(pct_train, n_epoch, global_bs)
         return nearest_shape(size/n_processes, bs)
     sizes = [*self.sizes_by_argument(global_bs).values()]
-    is_schedule = len(sizes) > 1
-    # A curve may leave the range of its arguments
-    if is_schedule: sizes += [self.window_size_at(i/20, n_epoch, global_bs) for i in range(21)]
+    # The curve of a schedule may leave the range of its arguments
+    if len(sizes) > 1: sizes += [self.window_size_at(i/20, n_epoch, global_bs) for i in range(21)]
     smallest = nearest_shape(min(sizes)/n_processes, bs)
     largest = nearest_shape(max(sizes)/n_processes, bs)
     remainder = self.remainder_for(dl)
     batches_vary = bool(self.accum_bs) and not info.states_batch_size
     # A carried batch adds to a window of the next epoch
-    sizes_vary = is_schedule or remainder == 'carry' or batches_vary
+    sizes_vary = smallest != largest or remainder == 'carry' or batches_vary
     return EpochPlan(info, shape_at_pct, epoch, n_epoch, remainder, carried, smallest, largest, sizes_vary)
 
 @patch
