@@ -205,7 +205,7 @@ def add_weighted_gradient(fit:FitContext, window:Window, contribution:Contributi
     fit.processes.after_backward()
 
 def send_before_backward(fit:FitContext):
-    "Sends `before_backward`, in a sum, in which the loss already has its weight"
+    "Sends `before_backward`, in a sum, where it is already known what the weight of the loss goes by"
     changed_by = fit.send.find_change_of_loss('before_backward')
     if changed_by and not fit.settings.num_items: warn_of_changed_loss(fit, changed_by)
 
