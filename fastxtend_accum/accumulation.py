@@ -47,7 +47,7 @@ class GradientAccumulation(WindowCallback):
     ):
         if accum_bs is not None and n_acc is not None:
             raise ValueError(f"accum_bs={accum_bs} and n_acc={n_acc} both set the samples in a window: pass one of "
-                             f"them; micro_batch_size={n_acc} would split batches")
+                             "them (the argument that splits batches is micro_batch_size)")
         self.accum_bs = n_acc if accum_bs is None else accum_bs
         if self.accum_bs is None and micro_batch_size is None:
             self.accum_bs = 32  # fastai's default
@@ -73,7 +73,8 @@ class GradientAccumulation(WindowCallback):
         return self.loop.n_steps if self.loop else 0
     @property
     def micro_bs(self)->int|None:
-        "Samples that the model sees at a time, at most; None before a fit, and if the DataLoader states no batch size"
+        """The most samples that the model sees at a time; None before a fit, or if the DataLoader states no batch size
+        and `micro_batch_size` is None"""
         loop = self.loop
         if loop is None or loop.batches is None: return None
         plan = loop.batches.plan
@@ -83,7 +84,8 @@ class GradientAccumulation(WindowCallback):
         return self.largest_micro_batch(math.ceil(bs/shape.n_pieces))
 
     def largest_micro_batch(self, samples:int)->int:
-        "Returns the samples in the largest micro-batch, if a loader batch or a piece of it has this many `samples`"
+        """Returns the samples in the largest micro-batch, if a loader batch or a piece of it has this many `samples`.
+        The strategy limits them, and so does a GradientCache beside it"""
         limits = [samples, self.strategy.size, *[o.size for o in self.loop.learn._grab_cbs(MemorySaver)]]
         return largest_part(samples, min(o for o in limits if o is not None))
 
@@ -92,8 +94,8 @@ class GradientAccumulation(WindowCallback):
 
 @patch
 def read_settings(self:GradientAccumulation):
-    """Raises TypeError or ValueError if a setting or a combination of settings is invalid; creates the object that runs
-    the micro-batches"""
+    """Raises TypeError or ValueError if a setting or a combination of settings is invalid; creates the strategy that
+    runs the micro-batches"""
     if self.accum_bs is not None:
         self.accum_bs = check_size('accum_bs', self.accum_bs)
     self.micro_batch_size = check_micro_batch_size(self.micro_batch_size)
@@ -107,7 +109,8 @@ def read_settings(self:GradientAccumulation):
 
 @patch
 def make_strategy(self:GradientAccumulation):
-    "Creates the object that runs batches, as `micro_batch_size` says; 'auto' keeps the size that it has found"
+    """Creates the strategy that `micro_batch_size` asks for. 'auto' keeps the one of an earlier fit, which has found its
+    size"""
     size = self.micro_batch_size
     if size is None: self.strategy = WholeBatch()
     elif size != 'auto': self.strategy = MicroBatches(size)
@@ -124,6 +127,7 @@ def settings(self:GradientAccumulation)->Settings:
 
 @patch
 def sizes_by_argument(self:GradientAccumulation, global_bs:int)->dict[str,int]:
+    "Returns `accum_bs`. Without one, a window is a loader batch"
     return dict(accum_bs=self.accum_bs or global_bs)
 
 @patch
@@ -172,7 +176,9 @@ def begin_fit(self:GradientAccumulation):
     WindowCallback.begin_fit(self)
 
 @patch
-def new_loggers(self:GradientAccumulation)->Loggers: return Loggers(self.learn)
+def new_loggers(self:GradientAccumulation)->Loggers:
+    "Returns the loggers of the Learner, which see windows"
+    return Loggers(self.learn)
 
 _messages = {
     Outcome.NO_ITEMS: "skipped a step: its window has nothing to average over (are all labels ignored?)",
@@ -248,12 +254,12 @@ def could_checkpoint(self:GradientAccumulation)->bool:
 
 @patch
 def after_train(self:GradientAccumulation):
-    "If no batch has run in this fit, warns of the reason"
+    "If no window has run in this fit, warns of the reason, once"
     learn,loop = self.learn,self.loop
     if not self.is_leader() or loop is None or replaced_method(learn): return
-    ran_earlier = loop.n_steps > 0
-    ran_in_this_epoch = loop.progress.n_rounds > 0
-    if ran_earlier or ran_in_this_epoch: return
+    has_steps = loop.n_steps > 0
+    has_begun_rounds = loop.progress.n_rounds > 0  # in this epoch, all of which callbacks may have cancelled
+    if has_steps or has_begun_rounds: return
     is_exported = learn.dl is None  # a callback has exported the Learner, which has lost its running DataLoader
     is_replaced = learn.dl is not loop.batches and not is_exported
     is_last_epoch = learn.epoch == learn.n_epoch-1

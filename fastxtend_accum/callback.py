@@ -24,13 +24,13 @@ from .memory.out_of_memory import is_out_of_memory
 from .memory.retry import MemorySaver,RetryOnOutOfMemory
 
 # %% auto #0
-__all__ = ['pass_events', 'WindowCallback', 'leader_of', 'is_validating']
+__all__ = ['WindowCallback', 'leader_of', 'is_validating']
 
 # %% ../nbs/05_callback.ipynb #ecdd7c4c
 class WindowCallback(Callback):
     "Base class of callbacks that run the batches of a Learner as windows. By default each loader batch is a window"
     order = 12  # after DistributedTrainer has wrapped the DataLoader, before ProgressCallback sees it
-    lead_rank = 2  # if a Learner has several, the one with the lowest rank runs the batches: GradientAccumulation has 0
+    lead_rank = 2  # of several, the one with the lowest rank runs the batches: GradientAccumulation, then GradientCache
     run_valid = False
     accum_bs = None  # samples in a window, None: each loader batch is one
     micro_batch_size = None  # see GradientAccumulation
@@ -43,7 +43,7 @@ class WindowCallback(Callback):
     last_message = None  # the last line that this callback has printed
     _stateattrs = ('loop','place','is_new_fit')  # fastai leaves these out of a copy or an export of the callback
 
-    __setattr__ = object.__setattr__  # fastai's warns of each name that the model has, too
+    __setattr__ = object.__setattr__  # fastai's warns if the Learner or its model has an attribute of the same name
 
     def is_leader(self)->bool:
         "Returns whether this callback runs the batches. Only one of a Learner does"
@@ -62,13 +62,16 @@ class WindowCallback(Callback):
         "Returns what happens to batches at the end of an epoch that do not fill a window: 'step', 'carry' or 'drop'"
         return 'step'
     def sizes_by_argument(self, global_bs:int)->dict[str,int]:
-        """Returns the sizes of windows, in samples of all processes, by the name of the argument that sets each, which
-        errors name. `global_bs` is the size of a loader batch, summed over processes"""
+        """Returns the sizes that the arguments ask for, in samples of all processes, by the names of these arguments:
+        errors give the name. `global_bs` is the size of a loader batch, summed over processes"""
         return dict(accum_bs=global_bs)  # no argument sets it: each loader batch is a window
     def window_size_at(self, pct_train:float, n_epoch:int, global_bs:int)->float:
-        "Returns the wanted size of a window that begins at `pct_train` of a fit, in samples of all processes"
+        """Returns the wanted size of a window that begins at `pct_train` of a fit of `n_epoch`, in samples of all
+        processes. On the curve of a schedule, it need not be a whole number"""
         return self.accum_bs or global_bs
-    def new_loggers(self)->Loggers: return Loggers()
+    def new_loggers(self)->Loggers:
+        "Returns the loggers that see windows: by default none, since each loader batch is a window"
+        return Loggers()
     def report_step(self): "The loop calls it before each step"
     def report_skipped(self, outcome:Outcome): "The loop calls it for each window whose step is skipped"
 
@@ -100,14 +103,14 @@ def is_validating(learn)->bool:
 
 @patch
 def extend_lr_find(self:WindowCallback, finder:LRFinder):
-    """Adds epochs to a fit of `lr_find`, which has as many as its iterations need if each is a loader batch. It ends by
-    itself"""
+    """Sets the number of epochs in a fit of `lr_find`, in which each iteration is a window: fastai has planned as many
+    epochs as it needs if each is a loader batch. The finder ends the fit after its last iteration"""
     learn = self.learn
     dl = learn.dls.train
-    if learn.n_epoch != finder.num_it//len(dl)+1: return  # another fit with an LRFinder, which has epochs of its own
+    is_lr_find = learn.n_epoch == finder.num_it//len(dl)+1  # which fastai runs in one process only
+    if not is_lr_find: return  # another fit with an LRFinder, which has epochs of its own
     info = self.loader_info_of(dl)
-    # In an epoch; also with several processes, which share out its samples
-    n_windows = info.n_planned/self.window_size_at(0., 1, info.planned_batch_size)
+    n_windows = info.n_planned/self.window_size_at(0., 1, info.planned_batch_size)  # in an epoch
     remainder = self.remainder_for(dl)
     if remainder == 'step': n_windows = math.ceil(n_windows)
     if remainder == 'drop': n_windows = max(int(n_windows), 1)
@@ -171,7 +174,7 @@ def begin_fit(self:WindowCallback):
     loggers.begin_fit()
     learn.opt.zero_grad()
     self.loop = WindowLoop(FitContext(learn, self.settings(), processes), self, strategy, loggers)
-    self.is_new_fit = False
+    self.is_new_fit = False  # until the next `before_fit`
 
 @patch
 def memory_savers(self:WindowCallback)->list[MemorySaver]:
@@ -191,7 +194,7 @@ def plan_epoch(self:WindowCallback, dl, n_processes:int, carried:list[LoaderBatc
 
 @patch
 def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, carried:list=())->EpochPlan:
-    "Returns the windows of `dl` in an `epoch` of a fit of `n_epoch`"
+    "Returns the windows of `dl` in an `epoch` of a fit of `n_epoch`; raises ValueError if a size in the fit is invalid"
     info = self.loader_info_of(dl)
     bs = info.planned_batch_size
     global_bs = bs*n_processes
@@ -199,8 +202,8 @@ def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, 
         size = self.window_size_at(pct_train, n_epoch, global_bs)
         return nearest_shape(size/n_processes, bs)
     sizes = [*self.sizes_by_argument(global_bs).values()]
-    # The curve of a schedule may leave the range of its arguments
-    if len(sizes) > 1: sizes += [self.window_size_at(i/20, n_epoch, global_bs) for i in range(21)]
+    if len(sizes) > 1:  # of a schedule, whose curve may leave the range between them
+        sizes += [self.window_size_at(pct, n_epoch, global_bs) for pct in np.linspace(0, 1, 101)]
     smallest = nearest_shape(min(sizes)/n_processes, bs)
     largest = nearest_shape(max(sizes)/n_processes, bs)
     remainder = self.remainder_for(dl)
@@ -241,16 +244,16 @@ def check(self:WindowCallback, plan:EpochPlan):
     has_half = any(p.dtype in half for p in trained_params(learn.opt))
     loop.fit.processes.check_model(has_half)
     if plan.joins_batches and loop.settings.log_accum_batch: self.warn_of_late_callbacks()
-    if self.has_micro_batch_events(): self.warn_of_set_up()
 
 @patch
 def check_loop(self:WindowCallback, plan:EpochPlan):
-    "Raises ValueError if somebody has replaced a method of fastai's loop, unless windows are whole batches"
+    "Raises ValueError if somebody has replaced a method of fastai's loop, unless that loop can do all that is asked for"
     replaced = replaced_method(self.learn)
     if not replaced: return
     are_batches = plan.smallest == plan.largest == WindowShape()
-    runs_whole_batches = are_batches and not self.loop.strategy.may_repeat
-    if runs_whole_batches: return
+    settings = self.loop.settings
+    needs_loop = self.loop.strategy.may_repeat or settings.skip_nonfinite or settings.num_items or settings.scale
+    if are_batches and not needs_loop: return
     name = type(self).__name__
     raise ValueError(f"{type(self.learn).__name__} has its own {replaced}, which {name} would overrule: leave {name} "
                      "out, or make a callback of what it does")
@@ -277,20 +280,6 @@ def warn_of_late_callbacks(self:WindowCallback):
     if not names: return
     warn_user(f"before_batch of {', '.join(names)} is called once per window, because its order is 50 or more: if it "
               "prepares batches, set a lower order, such as cb.order = 45")
-
-pass_events = 'after_pred','after_loss','before_backward','after_backward'
-
-@patch
-def warn_of_set_up(self:WindowCallback):
-    """Warns of callbacks with `before_batch`, which comes once a batch, and an event that comes once a micro-batch:
-    what the one sets up, the other may undo after the first micro-batch"""
-    for cb in self.learn.cbs:
-        if isinstance(cb, WindowCallback) or not has_event(cb, 'before_batch'): continue
-        events = [o for o in pass_events if has_event(cb, o)]
-        is_known = all(is_from_fastai(cb, o) for o in ['before_batch', *events])
-        if is_known or not events: continue
-        warn_user(f"{type(cb).__name__}: {', '.join(events)} is called once per micro-batch, but before_batch once per "
-                  "loader batch. If it undoes there what before_batch sets up, leave micro_batch_size out")
 
 # %% ../nbs/05_callback.ipynb #a2dde2a6
 # Errors

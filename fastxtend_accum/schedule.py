@@ -66,7 +66,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
         super().__init__(
             start_accum_bs,
-            None, # So that Python refuses a second size, `n_acc`
+            None, # `n_acc`, as the second positional argument, so that Python refuses another one in `kwargs`
             log_accum_batch=log_accum_batch,
             micro_batch_size=micro_batch_size,
             remainder=remainder,
@@ -102,6 +102,7 @@ def settings(self:GradientAccumulationSchedule)->Settings:
 
 @patch
 def sizes_by_argument(self:GradientAccumulationSchedule, global_bs:int)->dict[str,int]:
+    "Returns the sizes at the start and at the end; or, of `SchedSteps`, that of each point"
     if isinstance(self.schedule, _Steps): return self.schedule.sizes_by_point
     return dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)
 
@@ -115,7 +116,8 @@ def remainder_for(self:GradientAccumulationSchedule, dl)->str:
 
 @patch
 def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:int, global_bs:int)->float:
-    "Returns the wanted size of a window that begins at `pct_train` of a fit, in samples of all processes"
+    """Returns the wanted size of a window that begins at `pct_train` of a fit, in samples of all processes; raises
+    ValueError if the schedule gives less than a sample, or if a point lies outside of the fit"""
     is_finding = self.learn is not None and is_finding_rate(self.learn)
     if is_finding: return self.start_accum_bs  # the rate is found for the size at the start
     start = fraction_of_fit('start', self.start, n_epoch)
@@ -137,8 +139,6 @@ def check(self:GradientAccumulationSchedule, plan:EpochPlan):
     WindowCallback.check(self, plan)
     check_rules(self.scale, self.learn.opt)
     n_epoch = self.learn.n_epoch
-    for pct in np.linspace(0, 1, 101):
-        self.window_size_at(pct, n_epoch, self.global_bs(plan))  # raises ValueError if a size is invalid
     # In a fit of one epoch 1 and 1.0 are the same
     if n_epoch == 1 or isinstance(self.schedule, _Steps) or is_finding_rate(self.learn): return
     if isinstance(self.finish, Integral) and self.finish == 1:

@@ -279,9 +279,6 @@ class Idle(Callback):
 
 LATE = ['before_batch of Idle is called once per window, because its order is 50 or more: if it prepares batches, set '
         'a lower order, such as cb.order = 45']
-SETS_UP = ['Idle: after_loss is called once per micro-batch, but before_batch once per loader batch. If it undoes '
-           'there what before_batch sets up, leave micro_batch_size out']
-SETS_UP_IN_TWO = [SETS_UP[0].replace('after_loss', 'after_pred, after_backward')]
 
 
 @pytest.mark.parametrize('cb, bs, kwargs, says', [
@@ -290,21 +287,9 @@ SETS_UP_IN_TWO = [SETS_UP[0].replace('after_loss', 'after_pred, after_backward')
     (Idle(50, 'after_batch'), 8, {}, []),
     (Idle(50, 'before_batch'), 32, {}, []),
     (Idle(50, 'before_batch'), 8, dict(log_accum_batch=False), []),
-    (Idle(0, 'before_batch', 'after_loss'), 8, dict(micro_batch_size=4), SETS_UP),
-    (Idle(0, 'before_batch', 'after_loss'), 8, dict(micro_batch_size='auto'), SETS_UP),
-    (Idle(0, 'before_batch', 'after_pred', 'after_backward'), 8, dict(micro_batch_size=4), SETS_UP_IN_TWO),
-    (Idle(0, 'before_batch', 'after_loss'), 8, {}, []),
-    (Idle(0, 'before_batch', 'after_batch'), 8, dict(micro_batch_size=4), []),
-    (Idle(0, 'after_pred', 'before_backward'), 8, dict(micro_batch_size=4), [])])
-def test_callbacks_that_may_do_what_they_would_not_do_in_a_batch_are_named(cb, bs, kwargs, says):
-    "One that prepares batches, and sees windows; and one that may undo in a micro-batch what it sets up for a batch"
+    (Idle(0, 'before_batch', 'after_loss'), 8, dict(micro_batch_size=4), [])])
+def test_callbacks_that_may_prepare_batches_but_see_windows_are_named(cb, bs, kwargs, says):
     assert warnings_of(make_learner(bs, cbs=[cb, G(32, **kwargs)])) == says
-
-
-def test_the_micro_batches_of_a_cache_send_no_events():
-    "They are inside of the forward pass"
-    idle = Idle(0, 'before_batch', 'after_loss')
-    assert warnings_of(make_learner(8, cbs=[idle, GradientCache(4)])) == []
 
 
 @pytest.mark.parametrize('bs, cb, says', [

@@ -8,10 +8,9 @@ from callback_fits import *
 
 ANY_KIND = ['whole', 'ragged', 'both', 'carry']  # of layout, where the others take too long
 
-# Where a callback's `before_batch` comes once a window, or its other events once a micro-batch, is not the point here
+# Where a callback's `before_batch` comes once a window is not the point here
 pytestmark = [
     pytest.mark.filterwarnings('ignore:before_batch of .* is called once per window'),
-    pytest.mark.filterwarnings('ignore:.* is called once per micro-batch'),
     pytest.mark.filterwarnings('ignore:.* changes the loss, but micro-batches keep the weights')]
 
 

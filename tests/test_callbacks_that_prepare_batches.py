@@ -4,8 +4,6 @@ import pytest
 from callback_fits import *
 from our_warnings import warnings_of
 
-pytestmark = pytest.mark.filterwarnings('ignore:.* is called once per micro-batch')  # which is not the point here
-
 
 # Whoever has the targets, or the loss, in after_loss only
 

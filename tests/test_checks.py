@@ -134,6 +134,7 @@ def minus_one(learn): return -1
     (lambda: on_96(Schedule(finish=3)), 'finish=3 is outside of training: use a fraction'),
     (lambda: on_96(GradientAccumulation(32, num_items=minus_one)), 'num_items must return a count'),
     (lambda: on_96(GradientAccumulation(32), FastaiAccumulation(32)), 'training.GradientAccumulation also accumulates'),
+    (lambda: on_96(GradientAccumulation(micro_batch_size=4), GradientAccumulation(32)), 'also accumulates gradients'),
     (lambda: on_96(GradientAccumulation(32), Schedule()), 'GradientAccumulationSchedule also accumulates gradients'),
     (lambda: on_96(GradientAccumulation(32), OldFp16()), 'use learn.to_fp16()'),
     (hooked, 'parameters have post-accumulate-grad hooks'),

@@ -106,6 +106,16 @@ def test_a_window_that_is_cancelled_at_its_step_leaves_nothing(event, windows, l
     assert not any(g.any() for g in grads(learn))
 
 
+@pytest.mark.parametrize('exc', [CancelTrainException, CancelEpochException])
+def test_an_epoch_that_ends_at_a_step_leaves_nothing_to_the_next_one(exc):
+    "The first epoch ends before its first step"
+    learn = make_learner(8, n=96, cbs=[GradientAccumulation(24), Fault(exc, 'before_step', 1, 20)])
+    fit(learn, 2)
+    large = fit(make_learner(24, n=96), 1)
+    assert_moved(large)
+    assert_same_weights(learn, large, ROUNDING)
+
+
 # What loggers and schedulers see of cancelled batches
 
 class SeesRounds(Callback):
@@ -402,13 +412,16 @@ def test_a_loop_of_ones_own_is_an_error_before_training(name, place, monkeypatch
 
 
 SAVERS = dict(pieces=partial(GradientAccumulation, 4),
+              skips_nonfinite=partial(GradientAccumulation, BS, skip_nonfinite=True),
+              num_items=partial(GradientAccumulation, BS, num_items=len),
+              scale=partial(GradientAccumulationSchedule, BS, BS, scale=dict(lr=linear_scale)),
               micro_batches=partial(GradientAccumulation, micro_batch_size=4),
               blocks=all_blocks,
               cache=partial(GradientCache, 4))
 
 
 @pytest.mark.parametrize('saver, name', paired(SAVERS, OWN))
-def test_a_loop_of_ones_own_is_an_error_where_memory_is_saved(saver, name):
+def test_a_loop_of_ones_own_is_an_error_where_it_would_not_do_what_was_asked_for(saver, name):
     cb = SAVERS[saver]()
     learn = make_learner(BS, cbs=cb)
     in_object(learn, name, OWN[name], None)

@@ -8,9 +8,6 @@ from fastxtend_accum.windows.events import autocast_depth
 
 BFLOAT16 = 5e-3  # rounding of sums in bfloat16, which are others in micro-batches
 
-# Asserted in a section of its own; elsewhere it is known
-warns_of_set_up = pytest.mark.filterwarnings('ignore:.* is called once per micro-batch, but before_batch once per')
-
 
 def in_micro_batches(): return [GradientAccumulation(micro_batch_size=8)]
 def in_split_windows(): return [GradientAccumulation(32, micro_batch_size=5)]
@@ -56,7 +53,6 @@ class OwnCall(Learner):
     def __call__(self, event_name): super().__call__(event_name)
 
 
-@warns_of_set_up
 @pytest.mark.filterwarnings('ignore:out of memory in training')
 @pytest.mark.parametrize('several_passes', [in_micro_batches, in_split_windows, after_memory_ran_out])
 @pytest.mark.parametrize('event, cls', [('after_pred', Learner), ('after_loss', Learner), ('after_loss', OwnCall)])
@@ -122,11 +118,10 @@ def test_what_a_callback_sets_up_for_a_batch_holds_in_each_pass(several_passes):
     assert_same_weights(ours, plain, ROUNDING)
 
 
-def test_what_a_callback_takes_back_in_a_pass_is_lost_to_the_next_and_a_warning_says_so():
+def test_limit_on_the_page_what_a_callback_takes_back_in_a_pass_is_lost_to_the_next():
     plain = fit(make_learner(32, m=scaled_model(), cbs=OwnFactor('after_pred')), 1)
     ours = make_learner(32, m=scaled_model(), cbs=[OwnFactor('after_pred'), *in_micro_batches()])
-    with pytest.warns(UserWarning, match='OwnFactor: after_pred is called once per micro-batch'):
-        fit(ours, 1)
+    fit(ours, 1)
     assert_apart(ours, plain)
 
 

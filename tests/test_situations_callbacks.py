@@ -1,9 +1,8 @@
 "Beside others' callbacks, a fit is that of the large batch, or a warning, an error or a page says why not"
 from situation_callbacks import *
 
-# Where events come once a micro-batch or once a window, the fit says so for some that it does not matter to
-pytestmark = [pytest.mark.filterwarnings('ignore:.* is called once per micro-batch'),
-              pytest.mark.filterwarnings('ignore:.* is called once per window')]
+# Where `before_batch` comes once a window, the fit says so for some that it does not matter to
+pytestmark = pytest.mark.filterwarnings('ignore:.* is called once per window')
 
 SAME = [
     AddsNoise, MasksInputs, DropsEasySamples, Repeats, Attacks, GivesTeacher,
@@ -61,7 +60,6 @@ def test_a_penalty_that_follows_the_loss_is_that_of_the_large_batch_and_a_warnin
     (ReplacesLossLate, 'split', CHANGES_LOSS),
     (HooksGradientsLater, 'windows', 'parameters have hooks'),
     (HooksGradientsLater, 'split', 'parameters have hooks'),
-    (PerturbsWeights, 'split', 'PerturbsWeights: after_backward is called once per micro-batch'),
     (ChoosesBatchesLate, 'windows', 'nothing was accumulated')], ids=name_of)
 def test_the_fit_is_another_one_and_a_warning_says_so(cls, way, warning):
     assert_says_that_it_differs(cls.learner, way, warning)
@@ -79,6 +77,11 @@ def test_outputs_that_a_callback_cuts_down_are_an_error_if_batches_are_split():
     MixesNeighbours, Standardizes, SharpnessAware, ClassCounts, SchedulesAndTimes, SchedulesByLoader], ids=name_of)
 def test_limit_on_the_page_a_callback_that_acts_by_the_batch_or_its_number_sees_loader_batches(cls):
     assert_other_weights(cls.learner, 'windows')
+
+
+def test_limit_on_the_page_what_a_callback_takes_back_in_a_pass_is_lost_to_the_next_micro_batch():
+    "`check_accum` finds it"
+    assert_other_weights(PerturbsWeights.learner, 'split')
 
 
 @pytest.mark.parametrize('cls,way', [

@@ -92,6 +92,17 @@ def test_a_rate_that_a_callback_sets_in_before_step_is_not_scaled_again():
     assert learn.opt.hypers[-1]['lr'] == .1
 
 
+class SetsRate(Callback):
+    "Cancels each step, and sets the rate after it"
+    def before_step(self): raise CancelStepException
+    def after_step(self): self.opt.set_hyper('lr', .02)
+
+
+def test_a_rate_that_a_callback_sets_after_a_cancelled_step_stays():
+    learn = fit_scaled(SetsRate())
+    assert learn.opt.hypers[-1]['lr'] == .02
+
+
 # A GradScaler
 
 def test_a_scaler_looks_for_infinities_if_it_is_enabled():

@@ -115,8 +115,8 @@ def check_callbacks(learn, cb):
     """Raises ValueError if another callback of `learn` also accumulates gradients, or keeps them in another precision;
     `cb` runs the windows"""
     others = [o for o in learn.cbs if o is not cb and o.run and accumulates_gradients(o)]
-    # Without `accum_bs`, as in a GradientCache, each window is a batch, which fastai's own callback may accumulate
-    if others and cb.accum_bs:
+    # If `cb` only saves memory, as a GradientCache does, each window is a batch, which another callback may accumulate
+    if others and accumulates_gradients(cb):
         kind = type(others[0])
         raise ValueError(f"{kind.__module__}.{kind.__name__} also accumulates gradients: remove it, or "
                          f"{type(cb).__name__}, with learn.remove_cb")

@@ -162,5 +162,6 @@ class Autocast:
         self.args = kind,torch.get_autocast_dtype(kind),torch.is_autocast_enabled(kind)
 
     def enter_again(self):
-        "Enters the contexts that were left. Who has left them leaves these, too"
+        """Enters a context for each that a callback has left, as it has after each pass. The callback is going to leave
+        these, too, at the end of the next pass"""
         while autocast_depth() < self.depth: torch.autocast(*self.args).__enter__()

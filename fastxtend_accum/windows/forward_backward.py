@@ -97,7 +97,7 @@ def forward_backward(
     return run_backward(fit, window, contribution)
 
 def run_model(fit:FitContext):
-    "Runs the forward pass. Of the first one in a fit, notes what differs from a pass of the whole batch"
+    "Runs the forward pass. In the first one of a fit, finds what differs from a pass of the whole batch"
     learn = fit.learn
     is_observed = fit.settings.describes and fit.differences is None
     before = ModelState(learn.model) if is_observed else None
@@ -157,7 +157,7 @@ def items_of_callbacks_loss(
     changed_by:str|None, # The callback that has changed the loss in `after_loss`
 )->Count|None:
     """Returns what a loss averages over if callbacks have computed or changed it: by `num_items` or the labels of a
-    Transformers model; if neither is there, what it averaged over before, with a warning if it was changed"""
+    Transformers model; without these, what it averaged over before, with a warning if it was changed"""
     fit.loss_check.stop()  # it would check the loss function
     if fit.settings.num_items: return n_items(fit, rows)
     labels = fit.model_labels.count(fit.learn)
@@ -212,7 +212,8 @@ def send_before_backward(fit:FitContext):
 # %% ../../nbs/windows/14_forward_backward.ipynb #6b0d27f4
 def accept_cancelled(fit:FitContext, window:Window, contribution:Contribution)->bool:
     """After a backward pass that a callback has cancelled (CancelBackwardException): returns whether the micro-batch
-    counts all the same. In a sum it does not"""
+    counts all the same. A window of one micro-batch counts, as in fastai. In a sum the micro-batch is left out; raises
+    RuntimeError if the callback has computed a gradient itself"""
     if window.is_single:
         window.add(contribution)  # fastai steps all the same, with the gradient as it is
         return True

@@ -41,8 +41,8 @@ def optimizers_of(cb)->list:
     return res
 
 def extra_params(learn)->list:
-    """Returns the parameters that the Learner's optimizer does not have: those of the loss, as in a center loss, and of
-    optimizers that callbacks hold"""
+    """Returns the parameters of the loss, as in a center loss, and of optimizers that callbacks hold. The Learner's
+    optimizer does not have to have them"""
     res = []
     for cb in learn.cbs:
         for opt in optimizers_of(cb):
@@ -152,7 +152,7 @@ class GradientSums:
                            "one batch")
 
     def end(self):
-        "Rounds sums in float32 to the type of their weights"
+        "After the last micro-batch: rounds sums in float32 to the type of their weights"
         if self.are_in_float32: self.set_dtypes(None)
 
 def divide_gradients(params:Iterable, divisor:Real):

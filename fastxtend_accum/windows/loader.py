@@ -48,7 +48,8 @@ def length_of(o, name:str)->int|None:
     except (AttributeError, TypeError): return None
 
 def dataset_size(dl)->int|None:
-    "Returns the samples that `dl` draws in an epoch, in this process; None if that is not known"
+    """Returns the samples that `dl` draws in an epoch, in this process: fewer or more than its data set has, if a
+    sampler says so. None if that is not known"""
     if is_distributed(dl):
         n = dataset_size(dl.dl)
         return None if n is None else math.ceil(n/dl.world_size)
@@ -134,7 +135,7 @@ class LoaderBatch(NamedTuple):
     def without_data(self)->LoaderBatch: return self._replace(data=())
 
     def copied(self)->LoaderBatch:
-        "Returns the batch with copies of its tensors, because a loader may use their memory again for a later batch"
+        "Returns the batch with copies of its tensors, because a loader may reuse their memory for a later batch"
         return self._replace(data=map_tensors(torch.clone, self.data))
 
     def cut(self,
@@ -154,7 +155,7 @@ class LoaderBatch(NamedTuple):
         first = self.rows*start//self.samples
         last = self.rows*end//self.samples
         data = slice_fields(self.data, first, last, self.rows) if self.data else ()
-        # In memory of its own, as the batches of a small loader: kernels round differently at another alignment
+        # In memory of its own, as the batches of a small loader are: kernels round differently at another alignment
         data = map_tensors(torch.clone, data)
         return LoaderBatch(data, end-start, last-first, window_size)
 

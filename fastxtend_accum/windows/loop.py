@@ -148,7 +148,7 @@ def run_epoch(self:WindowLoop):
         with self.batches.reading():
             while self.next_round(): self.run_round()
             if self.window.is_open and self.batches.plan.remainder == 'step': self.close_after_rounds()
-            self.batches.finish_epoch(self.window.batches)
+            self.batches.finish_epoch(self.window.batches)  # those of a window that is still open
     except (CancelTrainException, CancelEpochException, CancelFitException): raise  # no error: a callback ends training
     except BaseException:  # Ctrl-C, too
         self.release_batch()
@@ -169,6 +169,7 @@ def next_round(self:WindowLoop)->bool:
 
 @patch
 def begin_window(self:WindowLoop):
+    "Makes a new window in the place of the last one. Its first batch has not been read yet"
     size = self.batches.next_window_size()
     self.window = Window(size)
     self.progress.begin_window()
@@ -179,7 +180,7 @@ def close_after_rounds(self:WindowLoop):
     """Closes a window that the last round has left open, with log_accum_batch=False. That happens if a loader does not
     say how many batches it has, or if a callback cancels the last one"""
     try: self.close_window()
-    except CancelBatchException: pass  # no batch is left that could be cancelled
+    except CancelBatchException: pass  # by a callback in the step: all batches have had their rounds
     finally:
         self.progress.end_epoch()
         self.end_round()
@@ -216,13 +217,13 @@ def begin_round(self:WindowLoop):
     while not self.prepare_batch():
         is_round_over = not self.settings.log_accum_batch or self.is_complete()
         if is_round_over or not self.batches.advance(): raise CancelBatchException
-        self.end_batch(counts=False)  # the events that the cancelled batch still lacks
+        self.end_batch(counts=False)  # the events that the cancelled batch has not had yet
         self.load_batch()
     self.send.to_others('before_batch')
 
 @patch
 def run_batches(self:WindowLoop):
-    "Runs the batches of a round. If it does not count, it ends as a cancelled batch does in fastai"
+    "Runs the batches of a round. A round that does not count ends as a cancelled batch does in fastai"
     try:
         counts = self.run_window() if self.settings.log_accum_batch else self.run_one_of_window()
     finally: self.correct_pct_train()  # also before a callback ends the epoch
@@ -247,7 +248,7 @@ def run_window(self:WindowLoop)->bool:
         self.loggers.pause_recorders()
         self.learn.loss = loss_before
         return False
-    if not last_counts: self.send.to_preparing('after_cancel_batch')  # which the last batch still lacks
+    if not last_counts: self.send.to_preparing('after_cancel_batch')  # which the last batch has not had yet
     return True
 
 @patch
@@ -322,9 +323,10 @@ def run_next_batch(self:WindowLoop)->bool:
 
 @patch
 def end_batch(self:WindowLoop, counts:bool):
-    """Sends the events at the end of a batch after which its window goes on, to preparing callbacks. `after_batch` goes
-    to those that have seen `before_batch`: one without it is a logger, and waits for the end of the window. To these
-    pairs, a batch without a step looks cancelled; to other callbacks only one that is cancelled does"""
+    """Sends the events that end a batch to preparing callbacks, while its window goes on. `after_batch` goes only to
+    callbacks that also have `before_batch` (pairs): one without it is a logger, and waits for the end of the window.
+    `after_cancel_batch` goes to pairs after each batch, since a batch without a step looks cancelled to them, as with
+    fastai's own GradientAccumulation; and to all preparing callbacks if the batch was really cancelled"""
     self.send.to_preparing('after_cancel_batch', only_pairs=counts)
     self.send.to_preparing('after_batch', only_pairs=True)
 
@@ -353,8 +355,8 @@ def run_batch(self:WindowLoop)->bool:
 
 @patch
 def drop_cancelled_part(self:WindowLoop, n_before:int):
-    """Drops the window of a batch whose first parts are in the sums, from which they cannot be taken out again. Before
-    them came `n_before` micro-batches of other batches"""
+    """After a callback has cancelled a batch between two of its micro-batches: drops its whole window, since the first
+    of them cannot be taken out of the sums again. `n_before` micro-batches of other batches came before"""
     if n_before > 0: warn_user("a callback has cancelled a part of a batch: its whole window is left out")
     self.discard_window()
 
@@ -405,7 +407,7 @@ def step_window(self:WindowLoop):
     if self.settings.log_accum_batch: self.show_window_loss()
     self.cb.report_step()
     try: self.take_step()
-    except CancelBatchException as e:
+    except (CancelBatchException, CancelEpochException, CancelTrainException) as e:
         if not self.window.is_single: self.drop_cancelled(e)  # a single gradient stays, as in fastai
         raise
     self.learn.opt.zero_grad()
@@ -443,10 +445,12 @@ def show_window_loss(self:WindowLoop):
     if not window.is_single: learn.loss_grad = learn.loss
 
 @patch
-def drop_cancelled(self:WindowLoop, e:CancelBatchException):
-    "After a CancelBatchException in the step of a window: drops its gradient, and warns"
-    self.fit.warn_once(f"{callback_that_raised(e)} cancels a window at its step (CancelBatchException): its gradient "
-                       "is dropped, and adds to no other. To skip a step, raise CancelStepException")
+def drop_cancelled(self:WindowLoop, e:Exception):
+    """After an exception that cancels more than the step of a window: drops its gradient. Warns of a
+    CancelBatchException, by which somebody may have meant to skip the step"""
+    if isinstance(e, CancelBatchException):
+        self.fit.warn_once(f"{callback_that_raised(e)} cancels a window at its step (CancelBatchException): its "
+                           "gradient is dropped, and adds to no other. To skip a step, raise CancelStepException")
     self.drop_gradients()
 
 @patch
@@ -470,8 +474,8 @@ def take_step(self:WindowLoop):
         self.run_step()
         self.loggers.show_hypers(self.learn.opt.hypers)  # they log the values of the step
         hypers.restore()  # before `after_step`, in which callbacks may set values for the next step
-    try: self.send.around(step_and_restore, 'step', CancelStepException)
-    finally: hypers.restore()  # if the step was cancelled; else it does nothing
+    try: self.send.around(step_and_restore, 'step', CancelStepException, cancelled=hypers.restore)
+    finally: hypers.restore()  # if a callback cancels more than the step; else it does nothing
 
 @patch
 def run_step(self:WindowLoop):
@@ -483,7 +487,8 @@ def run_step(self:WindowLoop):
 
 @patch
 def discard_window(self:WindowLoop):
-    "Drops a window that is not closed. The gradient of a single micro-batch stays, as in fastai"
+    """Drops the present window, unless it is closed, and puts a new one in its place. The gradient of a single
+    micro-batch stays, as in fastai"""
     window = self.window
     if window.outcome is not None: return
     if window.grads is not None:

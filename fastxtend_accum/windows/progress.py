@@ -19,7 +19,7 @@ __all__ = ['Progress']
 _rounding = 1e-9  # of fractions of a fit
 
 class Progress:
-    """Keeps `learn.pct_train` right in one epoch. fastai advances it by the same amount in each round, which is right
+    """Corrects `learn.pct_train` in one epoch. fastai advances it by the same amount in each round, which is right
     unless windows differ in size, begin in the epoch before, take several rounds, or lose batches that are cancelled"""
     def __init__(self, learn, batches:EpochBatches, loggers:Loggers):
         self.learn = learn

@@ -189,7 +189,7 @@ def restart_batch(self:Window, losses:LossSums):
     """Goes back to the sums from before the present batch, which ran out of memory and is going to run again. If it
     is the first batch, the window begins again, perhaps with another number of micro-batches"""
     self.losses = losses
-    del self.kept[losses.n_micro:]
+    del self.kept[losses.n_micro:]  # those of this batch: each micro-batch in the sums has one
     if not losses.n_micro: self.end_gradients()
 
 @patch
@@ -201,7 +201,7 @@ def end_gradients(self:Window):
 
 @patch
 def close(self:Window, outcome:Outcome):
-    "Sets what has become of the window, which no longer needs its batches and gradients"
+    "Records the outcome of the window, which no longer needs its batches and gradients"
     if self.grads is not None: self.grads.end()
     self.outcome = outcome
     self.kept = []
