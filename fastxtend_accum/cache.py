@@ -11,12 +11,10 @@ from fastai.basics import *
 
 from .windows.checks import check_callable,check_micro_batch_size
 from .windows.description import how_split,largest_part
-from .windows.nested import (children,join,lists_samples,map_tensors,part_bounds,slice_fields,slice_rows,
-                             tensors_in)
+from .windows.nested import join,leaves_in,map_tensors,part_bounds,slice_fields,slice_rows,tensors_in
 from .windows.processes import inner_model,is_sharded
 from .windows.state import Snapshot
 from .memory.auto import advice_for_single_samples,smaller_size
-from .memory.blocks import class_forward
 from .memory.hidden_state import HiddenState,state_owners
 from .memory.micro_batches import check_samples_first
 from .memory.override import override_attr
@@ -25,7 +23,7 @@ from .callback import WindowCallback
 from .checkpointing import checkpointed
 
 # %% auto #0
-__all__ = ['cached_forward', 'slice_args', 'n_rows_of', 'check_rows_first', 'is_unclear', 'grows_with_rows', 'GradientCache']
+__all__ = ['cached_forward', 'is_unclear', 'check_structure', 'GradientCache']
 
 # %% ../nbs/04_cache.ipynb #a14517df
 # A forward pass in micro-batches
@@ -46,58 +44,40 @@ def cached_forward(
     run_again = checkpointed(module, run_some)
     # A plain function, not a method: the graph keeps a reference to it, and must keep none to the Learner
     def run(*args, **kwargs):
-        n = n_rows_of((args, kwargs))
+        n = max(map(len, tensors_in((args, kwargs))), default=0)  # a tensor with fewer rows cannot be sliced
         if n <= size: return forward(*args, **kwargs)
         check_samples_first(tensors_in((args, kwargs)), n, samples)
+        def run_rows(run_part:Callable, start:int, end:int):
+            return run_part(*slice_fields(args, start, end, n), **slice_rows(kwargs, start, end, n))
         hidden = HiddenState(owners, n)
         outputs,sizes = [],[]
         for start,end in part_bounds(n, math.ceil(n/size)):
-            some_args,some_kwargs = slice_args(args, kwargs, start, end, n)
-            run_part = run_some if end == n else run_again
-            with hidden.at(start, end): outputs.append(run_part(*some_args, **some_kwargs))
+            with hidden.at(start, end): outputs.append(run_rows(run_some if end == n else run_again, start, end))
             sizes.append(end-start)
-        if check:
-            start -= 1  # the rows of the last micro-batch, and the one before
-            some_args,some_kwargs = slice_args(args, kwargs, start, end, n)
-            check_rows_first(module, run_some, some_args, some_kwargs, outputs[-1], end-start)
+        if check and is_unclear(outputs[-1], sizes[-1]):
+            with torch.no_grad(), Snapshot(module): of_more = run_rows(run_some, start-1, n)
+            check_structure(module, outputs, sizes, of_more)
         return join(outputs, sizes)
     return run
 
-def slice_args(args:tuple, kwargs:dict, start:int, end:int, n:int)->tuple[tuple,dict]:
-    "Returns the rows from `start` to `end` of the arguments of a forward pass, which have `n` rows"
-    return slice_fields(args, start, end, n),slice_rows(kwargs, start, end, n)
+def is_unclear(output, n:int)->bool:
+    """Returns whether the shapes of the `output` for `n` rows may not tell what its rows are: a tensor has as many
+    columns, or there are as many tensors or more, one for each sample perhaps"""
+    tensors = tensors_in(output)
+    may_list_samples = len(tensors) >= n and not isinstance(output, Tensor)
+    return may_list_samples or any(o.shape[:2] == (n, n) for o in tensors)
 
-def n_rows_of(args)->int:
-    """Returns the rows of the arguments of a forward pass: those of the tensor that has most; 0 if there are no
-    tensors. If one has fewer, it cannot be sliced, which is an error"""
-    return max(map(len, tensors_in(args)), default=0)
-
-def check_rows_first(module, forward:Callable, args:tuple, kwargs:dict, output, n:int):
-    """Raises ValueError if the rows are not the first dimension of `output`, which has one row fewer than the `n` of
-    the arguments. Its shape may not tell, if it has as many columns, or is a list of as many items: then the module
-    runs once more, with `n` rows"""
-    if not is_unclear(output, n-1): return
-    with torch.no_grad(), Snapshot(module): of_more = forward(*args, **kwargs)
-    if not grows_with_rows(output, of_more, n):
-        raise ValueError(f"cannot join the outputs of {type(module).__name__}: their first dimension must be the "
-                         "samples (stack tensors of one sample each)")
-
-def is_unclear(b, n:int)->bool:
-    "Returns whether `b` holds a tensor with `n` rows and `n` columns, or a list of `n` items"
-    if isinstance(b, Tensor): return b.shape[:2] == (n, n)
-    items = children(b)
-    if items is None: return False
-    return len(items) == n or any(is_unclear(o, n) for o in items)
-
-def grows_with_rows(output, of_more, n:int)->bool:
-    """Returns whether `of_more`, the output for `n` rows, has what `join` would give `output` one row more: a row in
-    each tensor, a sample in each list of samples"""
-    if isinstance(output, Tensor): return not output.ndim or len(of_more) == n
-    items = children(output)
-    if items is None: return True
-    has_more_items = len(of_more) > len(output)
-    if lists_samples(output, n-1) != has_more_items: return False
-    return has_more_items or all(grows_with_rows(a, b, n) for a,b in zip(items, children(of_more)))
+@torch.no_grad()
+def check_structure(module, outputs:list, sizes:list[int], of_more):
+    """Raises ValueError if the `outputs` of micro-batches are joined otherwise beside `of_more`, the output for one row
+    more than the last of them has: then their first dimension is not the samples"""
+    more = sizes[-1]+1
+    n = sum(sizes)
+    joined_with_more = join([*outputs, of_more], [*sizes, more])
+    joined = slice_rows(joined_with_more, 0, n, n+more)
+    if len(leaves_in(joined)) == len(leaves_in(join(outputs, sizes))): return
+    raise ValueError(f"cannot join the outputs of {type(module).__name__}: their first dimension must be the samples "
+                     "(stack tensors of one sample each)")
 
 # %% ../nbs/04_cache.ipynb #7681a838
 class GradientCache(WindowCallback, MemorySaver):
@@ -158,9 +138,7 @@ def check_model(self:GradientCache):
                          "use DistributedDataParallel")
     part = self.module_to_split(model)
     is_inside = any(part is m for m in model.modules())
-    # A ModuleList has no forward pass. That of a compiled module is an attribute of the module, not of its class
-    has_forward = class_forward(part) is not nn.Module.forward or 'forward' in vars(part)
-    if not is_inside or not has_forward:
+    if not is_inside or getattr(part.forward, '__func__', None) is nn.Module.forward:  # a ModuleList has no forward pass
         raise ValueError(f"part must return a module of the model that has a forward, not a {type(part).__name__}: "
                          "such as lambda m: m[0]")
 
@@ -196,16 +174,16 @@ def reduce_memory(self:GradientCache, loop)->bool:
 def report(self:GradientCache, loop):
     "Prints the micro-batch size and, unless a GradientAccumulation does so, the differences from a whole batch"
     n = loop.rows_of_batch()
-    size = largest_part(n, min(self.size or n, n))  # 33 rows, at most 16 at a time, are 3 times 11
+    size = min(self.size or n, n)
     module = self.module_to_split(loop.learn.model)
     how = f'each batch of {n} {how_split(n, size)}'
     # A part may see another number of rows than the batch has
     if self.part and self.size: how = f'{type(module).__name__} sees at most {self.size} rows at a time'
     line = f'GradientCache: {how}; validation batches are not split'
     found = loop.fit.differences
-    prints_differences = found is not None and self.is_leader() and size < n
-    differences = found.described(size, module) if prints_differences else ''
-    if differences: line += f'. Same as one batch of {n}, except: {differences}.'
+    if found and self.is_leader() and size < n:
+        differences = found.described(largest_part(n, size), module)  # 33 rows, at most 16 at a time, are 3 times 11
+        if differences: line += f'. Same as one batch of {n}, except: {differences}.'
     self.log_once(line)
 
 @patch

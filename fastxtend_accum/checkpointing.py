@@ -39,13 +39,12 @@ def checkpointed(module, forward:Callable)->Callable:
         # passes a list to its layers, to which it appends before they run again
         inputs,structure = tree_flatten((args, kwargs))
         def forward_of_inputs(*inputs):
-            "Puts the inputs together again"
             args,kwargs = tree_unflatten(inputs, structure)
             return forward(*args, **kwargs)
         # An input may be a module, such as a shared embedding, of which the block changes the state, too
         modules = [o for o in inputs if isinstance(o, nn.Module)]
         def contexts():
-            "Of the first run, and of those in the backward pass"
+            "Of the first run, before which PyTorch calls this, and of those in the backward pass"
             return nullcontext(),Snapshot(module, *modules)
         return checkpoint(
             forward_of_inputs, *inputs,
@@ -82,13 +81,10 @@ def from_cpu(copied_and_device:tuple)->Tensor:
     return copied.to(device, non_blocking=True)
 
 def configs_with_cache(model)->list:
-    "Returns the configurations of Transformers models that use a key-value cache, to which both runs would append"
-    configs = {}
-    for m in model.modules():
-        config = getattr(m, 'config', None)
-        if getattr(config, '__dict__', {}).get('use_cache'):
-            configs[id(config)] = config
-    return list(configs.values())
+    """Returns the configurations in `model` of Transformers models that use a key-value cache, to which both runs would
+    append. Several modules may share one"""
+    configs = [getattr(m, 'config', None) for m in model.modules()]
+    return [o for o in configs if getattr(o, '__dict__', {}).get('use_cache')]
 
 # %% ../nbs/03_checkpointing.ipynb #a19c05ce
 class ActivationCheckpointing(WindowCallback, MemorySaver):
@@ -109,14 +105,16 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
         self.groups = {}  # each nn.Sequential around them, and its grouped form
         self.why_none = None  # why there are no blocks
         self.n_recomputed = 0  # blocks, the first ones
-        self.needs_cpu = False  # whether memory ran out with all blocks recomputed, so that their inputs go to the CPU
+        self.needs_cpu = False  # whether memory ran out with all blocks recomputed; until `adapt` is set to False
         self.read_settings()
 
     @property
     def adapts(self)->bool: return self.adapt
 
     @property
-    def is_offloading(self)->bool: return self.offload or self.needs_cpu
+    def is_offloading(self)->bool:
+        "Whether the inputs of blocks that are recomputed go to the CPU"
+        return self.offload or self.needs_cpu
 
     def read_settings(self):
         check_flags(offload=self.offload, adapt=self.adapt)
@@ -127,9 +125,7 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
         "Finds the blocks; raises ValueError if there are none, and recomputing them was asked for"
         if not self.learn: return  # it was removed
         model = self.learn.model
-        self.found,self.groups = [],{}
-        self.why_none = why_not_checkpointable(model)
-        if self.why_none is None: self.set_blocks(inner_model(model))
+        self.found,self.groups,self.why_none = self.find(model)
         # If it adapts, whole batches may fit; but the processes of a sharded model could not adapt together
         is_needed = not self.adapt or is_sharded(model)
         if self.why_none and is_needed: raise ValueError(self.why_none)
@@ -143,15 +139,17 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
 
 # %% ../nbs/03_checkpointing.ipynb #04b61e59
 @patch
-def set_blocks(self:ActivationCheckpointing, model):
-    "Sets the blocks, and the lists around them in grouped form; or why there are none"
-    if callable(self.blocks):
-        self.found = check_blocks(self.blocks(model), model)
-        return
-    self.found,self.groups = find_blocks(model)
-    if not self.found:
-        self.why_none = (f"ActivationCheckpointing finds no blocks in {type(model).__name__}: choose modules with "
-                         "blocks=lambda model: [...]")
+def find(self:ActivationCheckpointing, model)->tuple[list,dict,str|None]:
+    "Returns the blocks, the lists around them in grouped form, and why there are no blocks"
+    why_none = why_not_checkpointable(model)
+    if why_none: return [],{},why_none
+    model = inner_model(model)
+    if callable(self.blocks): return check_blocks(self.blocks(model), model),{},None
+    found,groups = find_blocks(model)
+    if not found:
+        why_none = (f"ActivationCheckpointing finds no blocks in {type(model).__name__}: choose modules with "
+                    "blocks=lambda model: [...]")
+    return found,groups,why_none
 
 # The passes of a batch
 

@@ -28,6 +28,10 @@ def sizes_for(n, size):
     return res
 
 
+def test_a_batch_without_samples_cannot_be_smaller():
+    assert smaller_size(0, 8) is None
+
+
 @draws
 @given(n=st.integers(1, 3000))
 def test_any_batch_gets_smaller_parts_until_one_sample_is_left(n):

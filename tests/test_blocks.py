@@ -160,7 +160,6 @@ def test_blocks_that_a_user_names(nested, choose, expected):
 
 
 @pytest.mark.parametrize('choose,name', [
-    (lambda m: None, 'NoneType'),
     (lambda m: [1], 'int'),
     (lambda m: [m[0], []], 'list'),  # it has no hash
     (lambda m: [nn.Linear(1, 1)], 'Linear'),
@@ -177,6 +176,7 @@ def test_a_list_of_modules_without_a_forward_pass_is_no_block():
     with pytest.raises(ValueError, match='not ModuleList: such as lambda m'): check_blocks([m.layers], m)
 
 
-def test_no_blocks_are_an_error(nested):
+@pytest.mark.parametrize('blocks', [[], None])
+def test_no_blocks_are_an_error(nested, blocks):
     with pytest.raises(ValueError, match='blocks returned no modules: return those that are to be recomputed'):
-        check_blocks([], nested)
+        check_blocks(blocks, nested)

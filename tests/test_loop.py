@@ -491,5 +491,5 @@ def test_other_methods_of_the_learner_may_be_its_own():
 def test_an_error_in_our_own_check_of_the_loss_is_not_hidden(monkeypatch):
     "What the check may hide are errors of the loss function that it calls"
     def fails(*args): raise NameError('on purpose')
-    monkeypatch.setattr(loss_check, 'shares_of', fails)
+    monkeypatch.setattr(loss_check, 'weighted_parts', fails)
     with pytest.raises(NameError, match='on purpose'): fit(accumulated_learner(64))

@@ -285,6 +285,22 @@ def test_the_fit_after_an_interrupt_or_lr_find_checks_its_own_loss(next_name, n_
     assert len(warnings_of(learn)) == n_warnings
 
 
+def test_a_loss_that_is_made_anew_for_each_batch_is_checked_in_few_windows():
+    "Nothing tells it from one that a callback exchanges"
+    n_calls = 0
+
+    def count(pred, targ):
+        nonlocal n_calls
+        n_calls += 1
+        return of_all(pred, targ)
+
+    def renew(self): self.learn.loss_func = partial(count)
+    cbs = [GradientAccumulation(16), Callback(before_batch=renew)]
+    assert warnings_of(learner_of(labelled(16*40), 8, cbs, count)) == []
+    n_batches = 80
+    assert n_batches < n_calls < n_batches+50
+
+
 def test_a_loss_that_is_exchanged_in_mid_fit_is_checked_too():
     "After the windows in which the first one was compared"
     def exchange(self):

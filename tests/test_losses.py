@@ -375,6 +375,15 @@ def test_a_loss_without_a_rule_goes_by_rows(loss_func):
     assert loss_items(loss_func, VALUES, BINARY, rows=5) == 5
 
 
+@pytest.mark.parametrize('legacy, items', [
+    (dict(size_average=False), None),
+    (dict(reduce=False), 5),
+    (dict(size_average=True), N*7)], ids=repr)
+def test_arguments_that_pytorch_accepts_in_the_place_of_a_reduction(legacy, items):
+    "The loss is a sum, has no reduction, or is a mean over all elements"
+    assert loss_items(partial(F.mse_loss, **legacy), VALUES, TARGETS, rows=5) == items
+
+
 def test_a_rule_for_a_function_holds_for_a_partial_of_it(monkeypatch):
     def kept(pred, targ, weight=None): pass
     monkeypatch.setitem(loss_rules, kept, lambda settings, pred, targ: len(settings.weight))

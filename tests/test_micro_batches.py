@@ -43,6 +43,7 @@ def test_micro_batches_are_few_and_of_nearly_equal_size(samples, most, rows):
 
 @pytest.mark.parametrize('n, samples, bounds', [
     (0, 8, [(0, 0)]),  # a callback has left no rows
+    (0, 0, [(0, 0)]),
     (4, 8, [(0, 2), (2, 4)])])  # or half of them
 def test_micro_batches_of_fewer_rows_than_samples(n, samples, bounds):
     assert chunk_bounds(n, 2, samples) == bounds

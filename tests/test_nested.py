@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
 from common import *
-from fastxtend_accum.windows.nested import (CannotJoin, check_rows, children, join, map_tensors, n_rows, part_bounds,
-                                            rebuilt, slice_rows, tensors_in)
+from fastxtend_accum.windows.nested import (CannotJoin, NotSamplesFirst, children, join, map_tensors, n_rows,
+                                            part_bounds, rebuilt, slice_rows, tensors_in)
 
 
 class Encoding(UserDict):
@@ -228,11 +228,12 @@ def test_what_is_no_output_of_the_batch_cannot_be_joined(first_one, second):
     dict(logits=torch.zeros(4, 2), hidden=(torch.zeros(1, 4, 2),)),  # layers first
     [torch.zeros(8)]])
 def test_an_output_whose_first_dimension_is_not_the_samples_is_an_error(output):
-    with pytest.raises(CannotJoin, match='for 4 samples: its first dimension must index the samples'):
-        check_rows(output, 4)
+    with pytest.raises(NotSamplesFirst, match='for 4 samples: its first dimension must index the samples'):
+        join([output, output], [4, 4])
 
 
-def test_the_error_names_the_shapes_that_differ():
+def test_the_error_names_the_sizes_that_differ():
     "Not only those of the first two micro-batches"
     outputs = [torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(1, 4)]
-    with pytest.raises(CannotJoin, match=r'cannot be concatenated: \(2, 3\) and \(1, 4\);'): join(outputs, [2, 2, 1])
+    with pytest.raises(CannotJoin, match='cannot be concatenated: .* Expected size 3 but got size 4'):
+        join(outputs, [2, 2, 1])

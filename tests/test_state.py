@@ -114,7 +114,7 @@ def test_a_backward_pass_may_need_a_buffer_that_is_restored():
 
 
 @pytest.mark.parametrize('value', [
-    torch.zeros(1).expand(3),  # PyTorch refuses to write to it, since several of its numbers are one in memory
+    tensor(math.nan).expand(3),  # PyTorch refuses to write to it, since several of its numbers are one in memory
     torch.eye(3).to_sparse(),
     nn.Parameter(torch.zeros(3)).exp()], ids=['expanded', 'sparse', 'with_graph'])
 def test_a_tensor_that_cannot_be_written_to_may_be_an_attribute(value):

@@ -17,10 +17,10 @@ __all__ = ['advice_for_single_samples', 'smaller_size', 'AutoMicroBatches']
 
 # %% ../../nbs/memory/05_auto.ipynb #cbac1d5b
 def smaller_size(n:int, size:int)->int|None:
-    """Returns the next smaller size of micro-batches for a batch of `n` samples; None if `size` is 1. The batch is
-    split into 2, 3, 4, 6, 9, 13, ... parts: each time into half again as many, and at least one more"""
+    """Returns the next smaller size of micro-batches for a batch of `n` samples; None if a micro-batch has only one.
+    The batch is split into 2, 3, 4, 6, 9, 13, ... parts: each time into half again as many, and at least one more"""
     size = min(size, n)
-    if size == 1: return None
+    if size <= 1: return None
     n_parts = math.ceil(n/size)
     more_parts = n_parts+max(n_parts//2, 1)
     return min(math.ceil(n/more_parts), size-1)

@@ -14,7 +14,7 @@ from ..windows.gradients import unique
 
 # %% auto #0
 __all__ = ['containers', 'is_layer', 'n_layers', 'class_forward', 'is_plain_sequential', 'can_be_block', 'grouped',
-           'holds_blocks', 'find_blocks', 'blocks_in', 'check_blocks', 'listed', 'contains_any']
+           'holds_blocks', 'find_blocks', 'blocks_in', 'check_blocks', 'contains_any']
 
 # %% ../../nbs/memory/06_blocks.ipynb #32c087de
 containers = nn.Sequential,nn.ModuleList,nn.ModuleDict
@@ -42,7 +42,7 @@ def grouped(m:nn.Sequential)->nn.Sequential:
     """Returns the same computation, in which a layer and what follows it without a weight, such as a norm and an
     activation, are one child: as a block, it need not keep what is between them"""
     groups = []
-    is_after_layer = False  # whether the last group begins with a single layer
+    is_after_layer = False  # whether the last group has a single layer, and so takes what follows without a layer
     for o in m:
         n = n_layers(o)
         if is_after_layer and n == 0: groups[-1].append(o)
@@ -53,8 +53,8 @@ def grouped(m:nn.Sequential)->nn.Sequential:
     return nn.Sequential(*children)
 
 def holds_blocks(m)->bool:
-    """Returns whether the children of `m` are blocks: it is a container, or has three large children of one kind, as a
-    Transformer has that lists its layers as attributes. Two may be an encoder and a decoder"""
+    """Returns whether the children of `m` are blocks: it is a container, or has more than two large children of one
+    class, as a Transformer has that lists its layers as attributes. Two may be an encoder and a decoder"""
     if isinstance(m, containers): return True
     kinds = Counter(type(o) for o in m.children() if n_layers(o) > 1)
     return max(kinds.values(), default=0) > 2
@@ -69,7 +69,11 @@ def find_blocks(model)->tuple[list,dict]:
 
 def blocks_in(m, groups:dict)->list:
     """Returns the blocks inside `m`: the children of modules that hold blocks. A child is no block if it is itself made
-    of several, as a stage of a ResNet is; then the blocks inside are. Adds the grouped forms to `groups`"""
+    of several large ones; then these are. Adds the grouped forms to `groups`. For example:
+
+    - a stage of a ResNet is a container of large blocks: not the stage, but its blocks are returned
+    - a layer of a Transformer is in a container, and has no large blocks inside: it is returned as it is
+    - a convolution is no block, but the group of it and its activation is"""
     parts = m
     if is_plain_sequential(m):
         parts = grouped(m)
@@ -88,8 +92,11 @@ def blocks_in(m, groups:dict)->list:
 
 # %% ../../nbs/memory/06_blocks.ipynb #9a1d41ac
 def check_blocks(blocks, model)->list:
-    "Returns `blocks` as a list, each once; raises ValueError unless they are separate modules of `model`"
-    res = listed(blocks)
+    """Returns `blocks`, which a user has named, as a list, each once; raises ValueError unless they are separate modules
+    of `model`"""
+    # A list means its children, unless it has a forward pass of its own
+    is_list = isinstance(blocks, containers) and class_forward(blocks) in (nn.Module.forward, nn.Sequential.forward)
+    res = list(blocks.children()) if is_list else list(L(blocks))
     if not res:
         raise ValueError("blocks returned no modules: return those that are to be recomputed, such as "
                          "lambda m: list(m.layers)")
@@ -100,13 +107,6 @@ def check_blocks(blocks, model)->list:
         raise ValueError(f"blocks must return modules of the model, none inside another, not {type(o).__name__}: such "
                          "as lambda m: list(m.layers); a slice of an nn.Sequential, for example, is a new module")
     return unique(res)
-
-def listed(blocks)->list:
-    "Returns as a list what a user has named: modules, or one module, which may be a container of others"
-    if isinstance(blocks, nn.Module):
-        is_container = is_plain_sequential(blocks) or class_forward(blocks) is nn.Module.forward
-        return list(blocks.children()) if is_container else [blocks]
-    return list(blocks) if is_iter(blocks) else [blocks]
 
 def contains_any(m, others:list)->bool:
     "Returns whether one of the `others` is inside `m`"

@@ -11,13 +11,12 @@ from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 
 from ..windows.loop import WholeBatch,WindowLoop
-from ..windows.nested import (CannotJoin,check_rows,join,map_tensors,part_bounds,slice_fields,slice_rows,
+from ..windows.nested import (CannotJoin,NotSamplesFirst,join,map_tensors,part_bounds,slice_fields,slice_rows,
                               tensors_in)
-from ..windows.window import LossSums
 from .hidden_state import HiddenState,state_owners
 
 # %% auto #0
-__all__ = ['per_sample_names', 'SampleSlices', 'chunk_bounds', 'check_samples_first', 'MicroBatches', 'show_loss', 'show_outputs']
+__all__ = ['per_sample_names', 'SampleSlices', 'chunk_bounds', 'check_samples_first', 'MicroBatches', 'join_outputs']
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #bfa7b934
 def per_sample_names(cb)->list[str]:
@@ -54,7 +53,8 @@ class SampleSlices:
     def hold_all(self):
         "Makes them hold all rows"
         self.learn.xb = self.xb
-        # IceVision's callback, for example, hides targets in `before_batch`, and sets them in `after_loss`
+        # IceVision's callback, for example, hides targets in `before_batch`, and sets them in `after_loss`. Then the
+        # targets remain those of the last micro-batch
         had_targets = len(self.yb) > 0
         if had_targets or not len(self.learn.yb): self.learn.yb = self.yb
         for cb,name,value in self.kept: vars(cb)[name] = value
@@ -66,9 +66,9 @@ def chunk_bounds(
     samples:int, # Samples in all rows
 )->list[tuple[int,int]]: # In rows
     """Returns start and end of each micro-batch: as few as possible, of nearly equal size. If each sample has several
-    rows, such as two views, these stay together"""
-    has_groups = n >= samples and n%samples == 0
-    group = n//samples if has_groups else 1  # rows that stay together
+    rows, such as two views, these stay together, as a group"""
+    has_groups = n > samples > 0 and n%samples == 0
+    group = n//samples if has_groups else 1  # rows in each
     n_groups = n//group
     n_parts = max(math.ceil(n_groups/most), 1)  # a batch without rows is one micro-batch
     return [(start*group, end*group) for start,end in part_bounds(n_groups, n_parts)]
@@ -107,7 +107,7 @@ class MicroBatches(WholeBatch):
         n = loop.rows_of_batch()
         bounds = chunk_bounds(n, self.size or max(n, 1), samples)
         if len(bounds) == 1: return loop.run_micro_batch(samples, n)
-        # Otherwise the loader does not say how many samples a last batch has
+        # If the length is not exact, a last batch may have fewer samples than the loader says
         if batches.info.has_exact_length: check_samples_first(tensors_in((learn.xb, learn.yb)), n, samples)
         return self.run_split(loop, bounds)
 
@@ -124,12 +124,16 @@ class MicroBatches(WholeBatch):
                 slices.hold(start, end)
                 with hidden.at(start, end): counts = self.run_part(loop, start, end, n)
                 has_counted = has_counted or counts
-                sizes.append(end-start)
-                check_rows(learn.pred, end-start)
                 outputs.append(map_tensors(Tensor.detach, learn.pred))
+                sizes.append(end-start)
         finally: slices.hold_all()
-        show_loss(loop, loop.window.losses.since(before))
-        show_outputs(learn, outputs, sizes)
+        losses = loop.window.losses.since(before)
+        if losses.n_micro:  # there are targets
+            learn.loss = losses.mean
+            learn.loss_grad = learn.loss
+            # The window waits for no other samples in the place of a part whose backward pass was cancelled
+            loop.window.add_without_loss(loop.batches.current.samples-losses.samples)
+        join_outputs(learn, outputs, sizes)
         return has_counted
 
     def run_part(self, loop:WindowLoop, start:int, end:int, n:int)->bool:
@@ -140,18 +144,12 @@ class MicroBatches(WholeBatch):
         return loop.run_micro_batch(until-before, end-start, ends_batch=end == n)
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e7b434d7
-def show_loss(loop:WindowLoop, losses:LossSums):
-    "Makes the mean over the micro-batches the loss of the Learner; not without targets"
-    if not losses.n_micro: return
-    loop.learn.loss = losses.mean
-    loop.learn.loss_grad = loop.learn.loss
-    # If the backward pass of a part was cancelled, no other batch takes its place
-    loop.window.add_without_loss(loop.batches.current.samples-losses.samples)
-
-def show_outputs(learn, outputs:list, sizes:list[int]):
-    """Joins the outputs of micro-batches into `learn.pred`. If they cannot be joined, it remains the last of them;
-    raises ValueError if training metrics would mistake that for the output of the whole batch"""
+def join_outputs(learn, outputs:list, sizes:list[int]):
+    """Joins the outputs of micro-batches into `learn.pred`. It remains the last of them if they cannot be joined, as
+    maps of several sizes, which training does not need. Raises ValueError if training metrics would mistake that for
+    the output of the whole batch, or if the samples do not come first"""
     try: learn.pred = join(outputs, sizes)
+    except NotSamplesFirst: raise
     except CannotJoin as e:
         has_train_metrics = any(vars(o).get('train_metrics') for o in learn._grab_cbs(Recorder))
         if not learn.metrics or not has_train_metrics: return

@@ -34,7 +34,7 @@ class MemorySaver:
         "Uses less memory from now on; returns False if it cannot"
         return False
 
-    def report(self, loop:WindowLoop): "Comes after the first batch of a fit, and after each that ran out of memory"
+    def report(self, loop:WindowLoop): "Called after the first batch of a fit, and after each in which memory ran out"
 
     def advice(self, loop:WindowLoop)->str:
         "Returns what the user can do if nothing uses less memory"
@@ -54,8 +54,8 @@ class BatchUndo:
         self.losses = window.losses
         if window.grads is not None: window.grads.check()  # as they are before they are set aside
         self.without_grad = [p for p in params.summed if p.grad is None]
-        # Before a window has begun, the optimizer has set the gradients of its parameters to 0, and 0 need not be kept.
-        # Those of other parameters, such as ones that the splitter leaves out, may be those of earlier windows
+        # Before a window has begun, the gradients of the optimizer's parameters are 0: `undo` zeroes them, so that they
+        # need no memory here. Those of other parameters, which a splitter leaves out, may come from earlier windows
         zeroed = set() if window.losses.n_micro else set(params_in(learn.opt))
         self.aside = {p:p.grad for p in params.summed if p.grad is not None and p not in zeroed}
         self.set_aside()
@@ -77,7 +77,7 @@ class BatchUndo:
         learn.loss_grad = None
         learn.pred = None
         self.snapshot.restore()
-        window.restart_batch(self.losses)  # first: it may change the type of gradients
+        window.restart_batch(self.losses)  # before `zero_grad`, because it may change the type of gradients
         learn.opt.zero_grad()
         for p in self.without_grad: p.grad = None  # `zero_grad` leaves some as 0
         self.set_aside()
@@ -152,7 +152,8 @@ def try_once(run_once:Callable)->tuple[bool,Exception|None]:
         return False,without_tracebacks(e)
 
 def use_less_memory(loop:WindowLoop, adapting:list[MemorySaver], error:Exception):
-    "Makes the first saver that can use less memory; raises NothingFits if there is none"
+    """Tells the first saver that can use less memory to do so; raises NothingFits if there is none, with the advice of
+    the last one, which saves most"""
     for o in adapting:
         if o.reduce_memory(loop): return
     raise NothingFits(adapting[-1].advice(loop)) from error

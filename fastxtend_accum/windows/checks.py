@@ -21,10 +21,11 @@ __all__ = ['hooks_warning', 'AccumWarning', 'warn_user', 'check_size', 'check_mi
 
 # %% ../../nbs/windows/03_checks.ipynb #f481c0a6
 class AccumWarning(UserWarning):
-    "Any warning of this package: filter by it to silence them all, or to turn them into errors"
+    "Base class of this package's warnings: filter by it to silence them all, or to turn them into errors"
 
 def warn_user(message:str):
     "Warns with an `AccumWarning`"
+    # It comes from fastai's loop, far from the user's code: the level names the module of this package that warns
     warnings.warn(message, AccumWarning, stacklevel=2)
 
 def check_size(name:str, size:int)->int:

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections import Counter
 
 from fastai.basics import *
+from fastcore.imports import equals
 from torch.nn.parameter import is_lazy
 
-from .gradients import can_sum_in_float32,half,unique
+from .gradients import can_sum_in_float32,half
 from .loader import WindowShape
 from .state import copy_of,random_states
 
 # %% auto #0
-__all__ = ['largest_part', 'up_to', 'how_split', 'how_made_up', 'ModelState', 'as_bytes', 'equals', 'has_dropout', 'Differences',
-           'log_message']
+__all__ = ['largest_part', 'up_to', 'how_split', 'how_made_up', 'ModelState', 'own_buffers', 'are_equal', 'has_dropout',
+           'Differences', 'log_message']
 
 # %% ../../nbs/windows/11_description.ipynb #3a819522
 # How a window is made up
@@ -73,33 +74,24 @@ class ModelState:
     "Copies of the buffers of `model`, and the states of random generators"
     def __init__(self, model):
         self.model = model
-        self.copies = self.buffers()
+        self.buffers = {m:own_buffers(m) for m in model.modules()}
         self.random_states = random_states()
-
-    def buffers(self)->dict:
-        "Returns copies of the buffers by their names; not of those that get their shape in the first forward pass"
-        return {name:copy_of(o) for name,o in self.model.named_buffers() if not is_lazy(o)}
 
     def changed_modules(self)->list[nn.Module]:
         "Returns the modules with a buffer that has changed"
-        res = []
-        for name,o in self.buffers().items():
-            is_same = name in self.copies and equals(o, self.copies[name])
-            path,_,_ = name.rpartition('.')
-            if not is_same: res.append(self.model.get_submodule(path))
-        return unique(res)
+        return [m for m in self.model.modules() if not are_equal(own_buffers(m), self.buffers.get(m, []))]
 
     def has_drawn(self)->bool:
         "Returns whether random numbers were drawn"
-        return list(map(as_bytes, random_states())) != list(map(as_bytes, self.random_states))
+        return not equals(random_states(), self.random_states)
 
-def as_bytes(random_state)->bytes:
-    if isinstance(random_state, Tensor): return random_state.numpy().tobytes()
-    return pickle.dumps(random_state)
+def own_buffers(m)->list[Tensor]:
+    "Returns copies of the buffers of `m` itself; not of those that get their shape in the first forward pass"
+    return [copy_of(o) for o in m.buffers(recurse=False) if not is_lazy(o)]
 
-def equals(x:Tensor, y:Tensor)->bool:
-    "Returns whether both have the same type, shape and values; NaN equals NaN"
-    try: torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+def are_equal(xs:list[Tensor], ys:list[Tensor])->bool:
+    "Returns whether both have tensors of the same types, shapes and values; NaN equals NaN"
+    try: torch.testing.assert_close(xs, ys, rtol=0, atol=0, equal_nan=True)
     except AssertionError: return False
     return True
 
@@ -121,9 +113,8 @@ class Differences:
         split = self.model if part is None else part
         modules = set(split.modules())
         names = [type(o).__name__.lstrip('_') for o in self.changed if o in modules]  # PyTorch has a `_SpectralNorm`
-        layers = Counter(names)
         res = []
-        for name,count in layers.items():
+        for name,count in Counter(names).items():
             unit = 'layer' if count == 1 else 'layers'
             res.append(f'{name} ({count} {unit}) sees {n} samples at a time')
         if self.draws and has_dropout(split): res.append('dropout draws different random numbers')

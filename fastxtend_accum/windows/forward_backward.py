@@ -60,12 +60,6 @@ class FitContext:
         if not self.params.is_current(self.learn):
             self.params = WindowParams(self.learn)
 
-    def update_loss_check(self):
-        "Begins a new check if a callback has replaced the loss function"
-        loss_func = self.learn.loss_func
-        if self.loss_check.loss_func != loss_func:  # not `is not`, because a bound method is a new object each time
-            self.loss_check = LossCheck(loss_func)
-
     def warn_once(self, message:str):
         if message in self.warnings: return
         self.warnings.add(message)
@@ -145,7 +139,7 @@ def keep_for_check(fit:FitContext, window:Window, rows:int, items:Count|None):
     """Keeps predictions and targets for the check of the loss; not if the model computes the loss, which cannot be
     repeated"""
     learn = fit.learn
-    fit.update_loss_check()
+    fit.loss_check.take_loss(learn.loss_func)
     if not fit.loss_check.windows_left: return
     if fit.model_labels.count(learn) is not None: fit.loss_check.stop()
     else: fit.loss_check.keep(window.kept, learn.pred, learn.yb, rows, items)

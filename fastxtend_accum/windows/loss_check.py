@@ -15,8 +15,8 @@ from .state import Snapshot,copy_of
 from .window import Count,zero_if_empty
 
 # %% auto #0
-__all__ = ['tolerance', 'CannotCompare', 'in_float32', 'loss_and_grads', 'KeptMicroBatch', 'shares_of', 'relative_difference',
-           'compare_losses', 'is_inexact', 'LossCheck']
+__all__ = ['tolerance', 'CannotCompare', 'in_float32', 'loss_and_grads', 'KeptMicroBatch', 'weighted_parts', 'compare_losses',
+           'largest_difference', 'is_inexact', 'LossCheck']
 
 # %% ../../nbs/windows/06_loss_check.ipynb #b531ea4c
 class CannotCompare(Exception): "The loss of all samples together cannot be compared with that of the micro-batches"
@@ -50,20 +50,17 @@ class KeptMicroBatch(NamedTuple):
     rows:int  # of its tensors
     items:Count|None  # what its loss averages over; None: it is a sum
 
-def shares_of(micro_batches:list[KeptMicroBatch])->list[Count]:
-    "Returns the share of each micro-batch in the loss of the window; 1 for each if the loss is a sum"
+def weighted_parts(loss_func:Callable, micro_batches:list[KeptMicroBatch])->list[list[Tensor]]:
+    """Returns the loss and the gradients of each micro-batch, times its share in the items of the window; as they are,
+    if the losses are sums"""
     counts = [o.items for o in micro_batches]
-    if None in counts: return [1 for _ in counts]
-    total = sum(counts)
-    if not isinstance(total, Tensor) and total == 0: raise CannotCompare('there is nothing to average over')
-    return [o/total for o in counts]
-
-def relative_difference(x:Tensor, y:Tensor, parts:list[Tensor])->Tensor:
-    """Returns how much `y` differs from `x`, by their norms. The `parts` of which `y` is the sum may be large and
-    cancel each other out; then the difference is relative to the largest one, because rounding is"""
-    sizes = torch.stack([o.norm() for o in (x, *parts)])
-    smallest = torch.finfo(x.dtype).tiny  # avoids a division by 0
-    return ((x-y).norm()/sizes.max().clamp_min(smallest)).float()
+    if None in counts: return [loss_and_grads(loss_func, o.args) for o in micro_batches]
+    total = sum(counts) or 1  # 0 if there is nothing to average over
+    res = []
+    for args,_,items in micro_batches:
+        values = loss_and_grads(loss_func, args)
+        res.append([zero_if_empty(items, o)*items/total for o in values])
+    return res
 
 # %% ../../nbs/windows/06_loss_check.ipynb #bb683774
 def compare_losses(loss_func:Callable, micro_batches:list[KeptMicroBatch])->tuple[float,float]:
@@ -74,19 +71,19 @@ def compare_losses(loss_func:Callable, micro_batches:list[KeptMicroBatch])->tupl
     whole = [join(list(field), rows) for field in fields]  # one by one, because each may be a list of samples
     joint = loss_and_grads(loss_func, whole)
     again = loss_and_grads(loss_func, whole)
-    parts = []  # the weighted loss and gradients of each micro-batch
-    for o,share in zip(micro_batches, shares_of(micro_batches)):
-        part = loss_and_grads(loss_func, o.args)
-        parts.append([zero_if_empty(share, value*share) for value in part])
-    off_again,off_summed = [],[]
-    for i,x in enumerate(joint):  # the loss, then each gradient
-        of_parts = [part[i] for part in parts]
-        summed = sum(of_parts) if i == 0 else torch.cat(of_parts)
-        if summed.shape != x.shape: raise CannotCompare('predictions do not have one row for each sample')
-        off_again.append(relative_difference(x, again[i], []))
-        off_summed.append(relative_difference(x, summed, of_parts))
-    largest = torch.stack([torch.stack(off_again).max(), torch.stack(off_summed).max()])
-    return largest.tolist()
+    losses,*grads = zip(*weighted_parts(loss_func, micro_batches))
+    summed = [sum(losses), *map(torch.cat, grads)]
+    return largest_difference(joint, again),largest_difference(joint, summed)
+
+def largest_difference(xs:list[Tensor], ys:list[Tensor])->float:
+    "Returns the largest difference between a tensor of `xs` and that of `ys`, by their norms, relative to the first one"
+    res = []
+    for x,y in zip(xs, ys, strict=True):
+        if x.shape != y.shape: raise CannotCompare('predictions do not have one row for each sample')
+        smallest = torch.finfo(x.dtype).tiny  # avoids a division by 0
+        difference = (x-y).norm()/x.norm().clamp_min(smallest)
+        res.append(difference.float())
+    return torch.stack(res).max().item()
 
 tolerance = 1e-4  # the largest relative difference that counts as rounding
 
@@ -104,15 +101,26 @@ def is_inexact(loss_func:Callable, micro_batches:list[KeptMicroBatch])->bool:
 class LossCheck:
     "Checks the first windows of a fit that have several micro-batches: is accumulation exact for this loss?"
     n_windows = 4  # that are checked
+    n_losses = 4  # loss functions that are checked: a callback may make a new one for each batch
     max_bytes = 2**26  # of predictions and targets in a window; larger ones are not kept
 
     def __init__(self, loss_func:Callable):
         self.loss_func = loss_func
-        self.windows_left = self.n_windows  # to check
+        self.windows_left = self.n_windows  # to check with this loss function
+        self.losses_left = self.n_losses-1  # that may come after it
 
     def stop(self):
-        "No further window is checked"
+        "No further window of the fit is checked"
         self.windows_left = 0
+        self.losses_left = 0
+
+    def take_loss(self, loss_func:Callable):
+        "Begins anew if `loss_func` is another loss function than before, because a callback has replaced it"
+        if loss_func == self.loss_func: return  # not `is`, because a bound method is a new object each time
+        self.loss_func = loss_func
+        if not self.losses_left: return
+        self.losses_left -= 1
+        self.windows_left = self.n_windows
 
     def keep(self, kept:list, pred, targets:tuple, rows:int, items:Count|None):
         "Adds a micro-batch to the list `kept` of a window; if that is too large, empties it and stops"

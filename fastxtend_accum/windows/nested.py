@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
 __all__ = ['children', 'rebuilt', 'map_tensors', 'leaves_in', 'tensors_in', 'lists_samples', 'n_rows', 'has_rows', 'part_bounds',
-           'slice_fields', 'slice_rows', 'CannotJoin', 'check_rows', 'join', 'items_in_order', 'join_leaves']
+           'slice_fields', 'slice_rows', 'CannotJoin', 'NotSamplesFirst', 'join', 'items_in_order', 'join_leaves',
+           'join_tensors']
 
 # %% ../../nbs/windows/00_nested.ipynb #45667e7f
 # A batch, and what a model returns, are nested: tuples, lists and mappings of tensors and other leaves
@@ -78,24 +79,23 @@ def n_rows(
 )->int:
     """Returns the number of rows in `b`, which is the first of these that there is:
 
-    - the length of the targets, if it is `expected`, or if all tensors in `b` are as long
-    - `expected`, if a tensor in `b` has that length, or a list has one entry for each of as many samples
-    - the length of the targets, or else of the first tensor
-    - `expected`
+    1. the length of the targets, if they are a tensor, and it is `expected`, or all tensors in `b` are as long
+    2. `expected`, if a tensor in `b` has that length, or a list has one entry for each of as many samples
+    3. the length of the targets, if they are a tensor, or else of the first tensor
+    4. `expected`
 
     Raises ValueError if there is none"""
     fields = list(b) if isinstance(b, (tuple,list,L)) else [b]
     targets = fields[-1] if fields else None
-    if isinstance(targets, Tensor) and targets.shape[:1] == (expected,): return expected  # nearly every batch: be quick
-    tensors = tensors_in(b)
-    lengths = {len(o) for o in tensors}
-    n_targets = len(targets) if isinstance(targets, Tensor) and targets.ndim else None
-    if lengths == {n_targets}: return n_targets
-    for field in fields:  # not `b` itself, whose length is the number of fields
-        if expected is not None and has_rows(field, expected): return expected
-    if n_targets is not None: return n_targets
-    if tensors: return len(tensors[0])
-    if expected is not None: return expected
+    of_targets = targets.shape[:1] if isinstance(targets, Tensor) else ()  # the length, if there is one
+    if of_targets == (expected,): return expected  # nearly every batch: be quick
+    lengths = [len(o) for o in tensors_in(b)]
+    are_as_long = set(lengths) == set(of_targets)
+    # The number of fields in `b` says nothing about samples
+    has_expected = expected is not None and any(has_rows(o, expected) for o in fields)
+    if has_expected and not are_as_long: return expected
+    for rows in (*of_targets, *lengths, expected):
+        if rows is not None: return rows
     raise ValueError(f"cannot count the samples in a batch without tensors: {b!r}; let the DataLoader yield some")
 
 def has_rows(b, n:int)->bool:
@@ -142,29 +142,21 @@ def slice_rows(b, start:int, end:int, n:int):
 # %% ../../nbs/windows/00_nested.ipynb #3ae69da2
 class CannotJoin(ValueError): "The outputs of micro-batches cannot be concatenated"
 
-def check_rows(b, n:int):
-    "Raises CannotJoin, a ValueError, unless each tensor in an output `b` has one row for each of `n` samples"
-    if isinstance(b, Tensor) and b.ndim and len(b) != n:
-        raise CannotJoin(f"the model returns a tensor of shape {tuple(b.shape)} for {n} samples: its first dimension "
-                         "must index the samples, so that micro-batches can be joined")
-    items = children(b)
-    if items is None or lists_samples(b, n): return
-    for o in items: check_rows(o, n)
+class NotSamplesFirst(CannotJoin): "The first dimension of an output is not the samples"
 
 def join(
     outputs:list, # Of micro-batches
     sizes:list, # Rows of each micro-batch
 ):
     """Returns the outputs concatenated along their rows; raises CannotJoin unless all have the same structure, and one
-    row for each sample"""
+    row for each sample: NotSamplesFirst, if a tensor has another number of rows"""
     one = outputs[0]
     kinds = set(map(type, outputs))
     if len(kinds) > 1: raise CannotJoin("the outputs of micro-batches differ in their types")
     if children(one) is None: return join_leaves(outputs, sizes)
     # If one lists samples, so do all. Another may look like several outputs: two samples with two boxes each
-    if any(map(lists_samples, outputs, sizes)):
-        if [len(o) for o in outputs] != list(sizes): raise CannotJoin("not all outputs list as many samples")
-        return rebuilt(one, list(chain(*outputs)))
+    lengths = [len(o) for o in outputs]
+    if lengths == list(sizes) and any(map(lists_samples, outputs, sizes)): return rebuilt(one, list(chain(*outputs)))
     columns = [items_in_order(o, one) for o in outputs]
     return rebuilt(one, [join(list(items), sizes) for items in zip(*columns)])
 
@@ -177,16 +169,18 @@ def items_in_order(b, like)->list:
 def join_leaves(leaves:list, sizes:list):
     "Returns tensors concatenated; or what has no rows, if it is the same in all micro-batches"
     one = leaves[0]
-    if isinstance(one, Tensor):
-        for o,n in zip(leaves, sizes, strict=True): check_rows(o, n)
-        row_shapes = {o.shape[1:] for o in leaves}
-        if len(row_shapes) == 1 and all(o.ndim for o in leaves): return torch.cat(leaves)
-        is_shared = not one.ndim and all(o.equal(one) for o in leaves)
-        found = [f'{tuple(o.shape)}' for o in leaves]
-    else:
-        is_shared = isinstance(one, _shared_kinds) and all(o == one for o in leaves)
-        found = [type(one).__name__]
+    are_tensors = isinstance(one, Tensor)
+    if are_tensors and all(o.ndim for o in leaves): return join_tensors(leaves, sizes)
+    if are_tensors: is_shared = all(o.equal(one) for o in leaves)
+    else: is_shared = isinstance(one, _shared_kinds) and all(o == one for o in leaves)
     if is_shared: return one
-    kinds = ' and '.join(dict.fromkeys(found))  # each once
-    raise CannotJoin(f"the outputs of micro-batches cannot be concatenated: {kinds}; all dimensions but the first "
-                     "must be the same, and numbers must be equal")
+    raise CannotJoin(f"the outputs of micro-batches cannot be concatenated: a {type(one).__name__} without rows differs "
+                     "from one to the next")
+
+def join_tensors(tensors:list[Tensor], sizes:list)->Tensor:
+    for o,n in zip(tensors, sizes, strict=True):
+        if len(o) == n: continue
+        raise NotSamplesFirst(f"the model returns a tensor of shape {tuple(o.shape)} for {n} samples: its first "
+                              "dimension must index the samples, so that micro-batches can be joined")
+    try: return torch.cat(tensors)
+    except RuntimeError as e: raise CannotJoin(f"the outputs of micro-batches cannot be concatenated: {e}") from e

@@ -11,8 +11,8 @@ from fastai.basics import *
 from torch.nn.parameter import is_lazy
 
 # %% auto #0
-__all__ = ['global_generators', 'random_states', 'set_random_states', 'wrapped_in', 'attribute_dicts', 'restore_dict',
-           'restore_value', 'copy_of', 'Snapshot']
+__all__ = ['global_generators', 'random_states', 'set_random_states', 'owner_of', 'attribute_dicts', 'restore_dict',
+           'can_be_changed', 'copy_of', 'restore_value', 'Snapshot']
 
 # %% ../../nbs/windows/01_state.ipynb #4f942e21
 # The random generators that all code shares
@@ -41,25 +41,18 @@ def set_random_states(states:list):
 # %% ../../nbs/windows/01_state.ipynb #1f60037e
 # Attributes and buffers
 
-def wrapped_in(o)->list:
-    """Returns `o` and what it wraps: the object whose method it is; or `func`, as in a `partial` or in a loss of
-    fastai's"""
-    res = []
-    while o is not None and not any(o is other for other in res):
-        res.append(o)
-        o = o.__self__ if isinstance(o, types.MethodType) else getattr(o, 'func', None)
-    return res
+def owner_of(func):
+    "Returns the object whose method `func` is, or is made of, as a `partial` or a loss of fastai's; otherwise its function"
+    func = getattr(func, 'func', func)
+    return func.__self__ if isinstance(func, types.MethodType) else func
 
 def attribute_dicts(o)->list[dict]:
-    """Returns the dicts that hold the attributes of `o` and of what it wraps. A module has two, its `__dict__` and its
-    buffers, and so have all modules inside"""
-    res = []
-    for owner in wrapped_in(o):
-        modules = owner.modules() if isinstance(owner, nn.Module) else [owner]
-        for m in modules:
-            if hasattr(m, '__dict__'): res.append(vars(m))
-            if isinstance(m, nn.Module): res.append(m._buffers)
-    return res
+    """Returns the dicts that hold the attributes of a module, function or other object. A module has two, its `__dict__`
+    and its buffers, and so have all modules inside"""
+    owner = o if isinstance(o, nn.Module) else owner_of(o)
+    modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
+    of_all = [getattr(m, '__dict__', {}) for m in modules or [owner]]
+    return [*of_all, *[m._buffers for m in modules]]
 
 def restore_dict(o:dict, content:dict):
     "Makes `o` equal to `content`"
@@ -67,22 +60,27 @@ def restore_dict(o:dict, content:dict):
         del o[k]
     o.update(content)
 
+def can_be_changed(o)->bool:
+    """Returns whether code may change `o`, an attribute, in place, and a copy can restore it: lists, buffers, and other
+    tensors without a gradient; not sparse tensors, and those that have no shape yet"""
+    if type(o) is list: return True
+    if not isinstance(o, Tensor) or is_lazy(o) or o.requires_grad: return False
+    return o.layout == torch.strided
+
+def copy_of(o:Tensor|list)->Tensor|list:
+    "Returns a copy of `o` without a graph; of a list, not of its items"
+    return o.detach().clone() if isinstance(o, Tensor) else o.copy()
+
 def restore_value(o:Tensor|list, value:Tensor|list):
     "Writes `value` into `o`"
     if isinstance(o, list):
         o[:] = value
         return
+    is_like = (o.shape, o.dtype) == (value.shape, value.dtype)
+    is_expanded = 0 in o.stride()  # several of its numbers are one in memory, so PyTorch refuses to write to it
     # Through `data`, which leaves the version of `o` as it is: a backward pass refuses a tensor that has a new one
-    is_like = o.shape == value.shape and o.dtype == value.dtype
-    if not is_like:
-        o.data = value.clone()
-    # An expanded tensor, for example, cannot be written to, and need not be if it is unchanged
-    elif not torch.equal(o, value):
-        o.data.copy_(value)
-
-def copy_of(o:Tensor|list)->Tensor|list:
-    "Returns a copy of `o` without a graph; of a list, not of its items"
-    return o.detach().clone() if isinstance(o, Tensor) else o.copy()
+    if is_like and not is_expanded: o.data.copy_(value)
+    else: o.data = value.clone()
 
 # %% ../../nbs/windows/01_state.ipynb #d1b90224
 class Snapshot:
@@ -99,21 +97,12 @@ class Snapshot:
         self.attributes = []  # each dict, with a copy
         for o in objects:
             self.attributes += [(attrs, attrs.copy()) for attrs in attribute_dicts(o)]
-        self.values = [(o, copy_of(o)) for o in self.changeable()]
-        self.random_states = random_states()
-        self.attributes_outside = []  # of the block
-        self.random_states_outside = []
-
-    def changeable(self)->list:
-        """Returns what code changes in place: attributes that are lists, buffers, and other tensors without a gradient.
-        Leaves out what cannot be copied so: sparse tensors, and those that have no shape yet"""
-        res = []
+        self.values = []  # each list and tensor in them that may be changed in place, with a copy
         for _,content in self.attributes:
-            for o in content.values():
-                is_dense = isinstance(o, Tensor) and not is_lazy(o) and o.layout == torch.strided
-                has_state = is_dense and not o.requires_grad
-                if has_state or type(o) is list: res.append(o)
-        return res
+            self.values += [(o, copy_of(o)) for o in content.values() if can_be_changed(o)]
+        self.random_states = random_states()
+        self.outside = []  # as `attributes`, before a block
+        self.random_states_outside = []
 
     def restore(self):
         "Undoes everything that has happened since the snapshot was taken"
@@ -123,7 +112,7 @@ class Snapshot:
 
     def __enter__(self):
         "Begins a further run. No tensor is written to, because the backward pass may still need its current values"
-        self.attributes_outside = [(attrs, attrs.copy()) for attrs,_ in self.attributes]
+        self.outside = [(attrs, attrs.copy()) for attrs,_ in self.attributes]
         self.random_states_outside = random_states()
         # In the dicts, copies with the old values take the place of tensors and lists
         copies = {id(o):copy_of(value) for o,value in self.values}
@@ -133,6 +122,6 @@ class Snapshot:
         set_random_states(self.random_states)
 
     def __exit__(self, *args):
-        for attrs,content in self.attributes_outside: restore_dict(attrs, content)
+        for attrs,content in self.outside: restore_dict(attrs, content)
         set_random_states(self.random_states_outside)
-        self.attributes_outside = []
+        self.outside = []  # it may hold what a pass has made
