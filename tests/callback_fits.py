@@ -107,16 +107,6 @@ class Scaled(nn.Sequential):
     def forward(self, x): return super().forward(x)*self.scale
 
 
-class WindowSampler:
-    "A batch sampler that yields the windows of `layout`"
-    def __init__(self, layout):
-        self.epochs = layout.epochs()
-        self.learn = None
-
-    def __len__(self): return len(self.epochs[self.learn.epoch])
-    def __iter__(self): return iter(self.epochs[self.learn.epoch])
-
-
 @dataclass
 class Run:
     "A fit that is over"
@@ -139,11 +129,7 @@ def new_learner(layout, is_large, make_args):
     args.update(make_args())
     bs = LARGE if is_large else layout.bs
     learn = make_learner(bs, n=layout.n, drop_last=layout.drop_last, **args)
-    if is_large and not layout.is_constant:
-        sampler = WindowSampler(layout)
-        sampler.learn = learn
-        train = torch.utils.data.DataLoader(learn.dls.train.dataset, batch_sampler=sampler)
-        learn.dls = DataLoaders(train, learn.dls.valid)
+    if is_large and not layout.is_constant: use_batches(learn, layout.epochs())
     return learn
 
 

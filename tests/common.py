@@ -86,6 +86,22 @@ def make_learner(bs, n=96, cbs=None, opt_func=SGD, drop_last=False, seed=0, m=No
     return Learner(DataLoaders(train, valid), m, loss_func=loss_func, opt_func=opt_func, cbs=cbs, **kwargs)
 
 
+class PlannedBatches:
+    "A batch sampler that yields, in each epoch of `learn`, the batches of that epoch: lists of samples"
+    def __init__(self, learn, epochs):
+        self.learn = learn
+        self.epochs = epochs
+
+    def __len__(self): return len(self.epochs[self.learn.epoch])
+    def __iter__(self): return iter(self.epochs[self.learn.epoch])
+
+
+def use_batches(learn, epochs):
+    "Lets `learn` train on these batches of its samples, by epoch"
+    train = torch.utils.data.DataLoader(learn.dls.train.dataset, batch_sampler=PlannedBatches(learn, epochs))
+    learn.dls = DataLoaders(train, learn.dls.valid)
+
+
 @contextmanager
 def quiet(learn):
     with learn.no_bar(), learn.no_logging(): yield learn

@@ -1,8 +1,6 @@
 """Loader batches by their number in an epoch, a digit. A window is a text of such digits: '012' has the first three.
 
 Who cancels some of them, which ones have run, and what their windows make of the weights"""
-from torch.utils.data import DataLoader as TorchDataLoader
-
 from common import *
 
 BS = 8  # samples in a loader batch
@@ -57,31 +55,6 @@ def assert_trained_on(learn, n, windows):
     expected, _ = reference(steps, n, sgd)
     assert_same(weights(learn), expected, ROUNDING)
     if steps: assert_moved(learn)
-
-
-class WindowSampler:
-    "A batch sampler that yields the windows of each epoch as batches"
-    def __init__(self, n, epochs):
-        self.n = n
-        self.epochs = epochs
-        self.learn = None
-
-    def batches(self):
-        windows = self.epochs[self.learn.epoch].split()
-        return [samples_of(window, self.n) for window in windows]
-
-    def __len__(self): return len(self.batches())
-    def __iter__(self): return iter(self.batches())
-
-
-def learner_of_windows(n, epochs, cbs=None):
-    "Returns a plain Learner whose batches are windows: of each epoch a text of windows with blanks between"
-    learn = make_learner(BS, n=n, cbs=cbs)
-    sampler = WindowSampler(n, epochs)
-    sampler.learn = learn
-    train = TorchDataLoader(learn.dls.train.dataset, batch_sampler=sampler)
-    learn.dls = DataLoaders(train, learn.dls.valid)
-    return learn
 
 
 def accumulated_learner(n, cbs=(), k=4, **kwargs):

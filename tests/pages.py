@@ -73,50 +73,11 @@ def head_faults(cells, name):
 
 # Directives
 
-NBDEV_DIRECTIVES = {
-    'default_exp', 'export', 'exporti', 'exports', 'exec_doc', 'hide', 'hide_line', 'colab', 'long'}
-QUARTO_OPTIONS = {
-    'echo', 'eval', 'output', 'include', 'warning', 'error', 'label', 'fig-alt', 'fig-cap', 'code-fold', 'code-summary',
-    'classes', 'exports', 'long'}  # the last two are nbdev's, which passes them on
-
 
 def options(text):
     "Returns the Quarto options above the code of a cell, as a dict"
     lines = re.match(r'(?:#\|.*(?:\n|$))*', text)[0].splitlines()
     return yaml.safe_load('\n'.join(o[2:] for o in lines if ': ' in o)) or {}
-
-
-def directive_lines(text):
-    "Returns the directives at the top of a cell, and the lines below them"
-    lines = text.splitlines()
-    n = 0
-    while n < len(lines) and lines[n].startswith('#|'):
-        n += 1
-    return lines[:n], lines[n:]
-
-
-def directive_faults(cell):
-    "Directives stand at the top of a cell, are known, stand there once, and do not contradict each other"
-    if cell['cell_type'] != 'code': return
-    directives, rest = directive_lines(source(cell))
-    if any(re.match(r'\s*#\s*\|', o) for o in rest):
-        yield 'a directive below the top of the cell is a comment to Quarto'
-    names = []
-    for line in directives:
-        word = re.match(r'#\|\s*([\w-]+)(: |(?= |$))', line)
-        if word is None:
-            yield f'no directive: {line}'
-            return
-        known = QUARTO_OPTIONS if word[2] else NBDEV_DIRECTIVES
-        if word[1] not in known: yield f'unknown directive: {line}'
-        names.append(word[1])
-    if len(names) != len(set(names)):
-        yield f'stands there twice: {names}'
-    shows_nothing = set(names) - {'hide', 'eval', 'long', 'export'}
-    if 'hide' in names and shows_nothing:
-        yield f'nbdev drops a hidden cell with its output, so these do nothing: {names}'
-    try: options(source(cell))
-    except yaml.YAMLError as e: yield f'no YAML: {e}'
 
 
 # Outputs and pictures

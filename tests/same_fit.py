@@ -22,6 +22,3 @@ def assert_same_curves(small, large, rate_tol=0.):
     assert getattr(small, 'hps', {}).keys() == expected_hypers.keys()
     for name, values in expected_hypers.items(): assert_same(small.hps[name], values, rate_tol)
 
-
-class TrainingFault(Fault): run_valid = False
-

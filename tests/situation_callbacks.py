@@ -38,11 +38,6 @@ class OnLabels(OnTargets):
 
 # They change the batch
 
-class AddsNoise(OnTargets):
-    "Adds noise to the inputs, which depends on nothing but the sample"
-    def before_batch(self):
-        self.learn.xb = (self.x+.1*torch.sin(1e3*self.x),)
-
 
 class MasksInputs(OnLabels):
     "Hides large inputs, and lets the model predict these alone"
@@ -93,12 +88,6 @@ class MixesNeighbours(OnTargets):
         self.learn.yb = (self.y.lerp(self.y.roll(1, 0), .3),)
 
 
-class Standardizes(OnTargets):
-    "Takes the mean of the batch from the inputs"
-    def before_batch(self):
-        self.learn.xb = (self.x-self.x.mean(0),)
-
-
 class WithTeacher(nn.Module):
     "Adds the distance to the outputs of a teacher"
     def forward(self, pred, labels, outputs):
@@ -119,101 +108,12 @@ class GivesTeacher(OnLabels):
 
 # They change outputs or loss
 
-class RunsTwice(OnTargets):
-    "Adds the distance to a second pass of the model"
-    def after_pred(self):
-        self.second = self.model(self.x*.9)
-
-    def after_loss(self):
-        distance = F.mse_loss(self.pred, self.second)
-        self.use(self.loss_grad+distance)
-
-
-class Distils(OnLabels):
-    "Adds the divergence from the outputs of a teacher"
-    def before_fit(self): self.teacher = classifier(seed=5)
-
-    def after_loss(self):
-        with torch.no_grad():
-            targets = self.teacher(self.x).softmax(1)
-        shares = self.pred.log_softmax(1)
-        divergence = F.kl_div(shares, targets, reduction='batchmean')
-        self.learn.loss_grad += .5*divergence
-        self.learn.loss += .5*divergence.detach()
-
 
 class BalancesBatch(OnLabels):
     "Lets the mean prediction of the batch be even"
     def after_loss(self):
         mean = self.pred.softmax(1).mean(0)
         self.use(self.loss_grad+(mean*mean.log()).sum())
-
-
-class PenalizesActivations(OnTargets):
-    "Adds the square of what a hook finds in a layer"
-    def before_fit(self):
-        self.hook = self.model[0].register_forward_hook(self.keep)
-
-    def keep(self, module, args, output): self.activations = output
-
-    def after_loss(self):
-        self.learn.loss_grad += 1e-2*self.activations.pow(2).mean()
-
-    def after_fit(self): self.hook.remove()
-
-
-class MinesHardSamples(OnLabels):
-    "Takes the mean over the harder half of the batch"
-    def after_loss(self):
-        losses = F.cross_entropy(self.pred, self.y, reduction='none')
-        hardest = losses.topk(len(losses)//2).values
-        self.use(hardest.mean())
-
-
-class Reduces(OnTargets):
-    "Takes the mean of the losses that a loss function has returned for each sample"
-    run_valid = True
-    make_loss = partial(MSE, reduction='none')
-    def after_loss(self): self.use(self.loss_grad.mean())
-
-
-class NormalizesLoss(OnTargets):
-    "Divides the loss by a moving average of it"
-    def before_fit(self): self.mean = 1.
-
-    def after_loss(self):
-        self.mean = .9*self.mean+.1*self.loss.item()
-        self.learn.loss_grad = self.loss_grad/self.mean
-
-
-class ChangesLossLate(OnTargets):
-    "Adds the size of all weights in before_backward"
-    def before_backward(self):
-        size = sum(p.pow(2).sum() for p in self.params)
-        self.learn.loss_grad = self.loss_grad+1e-2*size
-
-
-class ReplacesLossLate(OnTargets):
-    "Puts the mean over positive samples in the place of the loss in before_backward"
-    def before_backward(self):
-        is_positive = self.y[:, 0] > 0
-        errors = (self.pred-self.y).pow(2)[is_positive]
-        self.learn.loss_grad = errors.sum()/is_positive.sum().clamp_min(1)
-
-
-class ScalesLoss(OnTargets):
-    "Multiplies the loss before the backward pass, and divides the gradients before the step"
-    def before_backward(self): self.learn.loss_grad = self.loss_grad*1024
-
-    def before_step(self):
-        for p in self.params:
-            p.grad /= 1024
-
-
-class ShowsOtherLoss(OnTargets):
-    "Lets loggers see another loss than the one that is trained"
-    def after_loss(self):
-        self.learn.loss = (self.pred-self.y).abs().mean().detach().float()
 
 
 class PenalizesSlope(OnTargets):
@@ -227,13 +127,6 @@ class PenalizesSlope(OnTargets):
 
 
 # They change gradients, weights and rates
-
-class AdaptiveClip(OnTargets):
-    "Clips each gradient to a share of its weight before the step"
-    def before_step(self):
-        for p in self.params:
-            most = .02*p.detach().norm()+1e-3
-            p.grad.mul_((most/p.grad.norm()).clamp(max=1))
 
 
 class SharpnessAware(OnTargets):
@@ -291,15 +184,6 @@ class SchedulesByLoader(OnTargets):
         self.opt.set_hyper('lr', next(self.rates))
 
 
-class SchedulesAndTimes(OnTargets):
-    "Lowers the rate after each batch, and times batches, too"
-    def before_batch(self): self.start = time.perf_counter()
-
-    def after_batch(self):
-        self.seconds = time.perf_counter()-self.start
-        self.opt.set_hyper('lr', self.opt.hypers[-1]['lr']*.9)
-
-
 class ChoosesBatches(OnTargets):
     "Trains on the first batches of a loader, by one of its own"
     def before_train(self):
@@ -319,45 +203,6 @@ class FirstSamples(GetAttr):
         return itertools.islice(iter(self.dl), len(self))
 
 
-class ChoosesBatchesLate(ChoosesBatches):
-    "Does so after everybody else"
-    order = 20
-
-
-class DecaysByPosition(OnTargets):
-    "Sets weight decay and momentum by the fraction of training"
-    args = dict(opt_func=partial(SGD, mom=.5))
-
-    def before_batch(self):
-        self.opt.set_hyper('wd', .1*(1-self.learn.pct_train))
-        self.opt.set_hyper('mom', .5*self.learn.pct_train)
-
-
-class MeanTeacher(OnTargets):
-    "Adds the distance to the outputs of a moving average of the model"
-    def before_fit(self): self.teacher = deepcopy(self.model)
-
-    def after_loss(self):
-        with torch.no_grad():
-            targets = self.teacher(self.x)
-        self.learn.loss_grad += F.mse_loss(self.pred, targets)
-
-    def after_step(self):
-        for slow, p in zip(self.teacher.parameters(), self.params):
-            slow.data.lerp_(p.data, .5)
-
-
-class DualVariable(OnTargets):
-    "Raises the weight of a penalty while the loss is above a bound"
-    def before_fit(self): self.weight = .1
-
-    def after_loss(self):
-        self.learn.loss_grad += self.weight*self.model[0].weight.pow(2).sum()
-
-    def after_batch(self):
-        self.weight = max(0., self.weight+.1*(self.loss.item()-.8))
-
-
 class ClassCounts(OnLabels):
     "Weighs classes by how often they have come, which it counts in after_batch"
     def before_fit(self):
@@ -370,24 +215,11 @@ class ClassCounts(OnLabels):
 
 # They stop
 
-class FewBatches(OnTargets):
-    "Trains on two batches of each epoch"
-    def before_batch(self):
-        if self.iter >= 2: raise CancelTrainException
-
 
 class SkipsStep(OnTargets):
     "Leaves out the step if the gradient is large"
     def before_step(self):
         if self.model[0].weight.grad.norm() > .6: raise CancelStepException
-
-
-class SwitchesOff(OnTargets):
-    "Switches another callback off from the second epoch on"
-    @classmethod
-    def callbacks(cls): return [AddsNoise(), cls()]
-
-    def before_epoch(self): self.learn.adds_noise.run = self.epoch == 0
 
 
 # They note
@@ -415,33 +247,3 @@ class CountsCorrect(OnLabels):
         self.hits += int((self.pred.argmax(1) == self.y).sum())
 
     def after_train(self): self.rows.append([self.hits])
-
-
-class CountsSamples(OnTargets):
-    "Adds up the samples of each batch in after_batch"
-    def before_fit(self): self.rows = []
-    def before_train(self): self.n = 0
-    def after_batch(self): self.n += len(self.x)
-    def after_train(self): self.rows.append([self.n])
-
-
-class Times(OnTargets):
-    "Notes how many batches it has timed, last of all"
-    order = 70
-    def before_fit(self): self.rows = []
-    def before_batch(self): self.start = time.perf_counter()
-
-    def after_batch(self):
-        self.rows.append([float(time.perf_counter() >= self.start)])
-
-
-class WatchesActivations(OnTargets):
-    "Notes the mean output of a layer by a hook"
-    def before_fit(self):
-        self.rows = []
-        self.hook = self.model[0].register_forward_hook(self.note)
-
-    def note(self, module, args, output):
-        if module.training: self.rows.append([output.mean().item()])
-
-    def after_fit(self): self.hook.remove()

@@ -7,48 +7,18 @@ LABELS = torch.stack([label for _, label in labelled()])
 
 # Means over samples or elements
 
-class InTwoTasks(nn.Module):
+def in_two_tasks(pred, labels, targets):
     "Adds the loss of two heads"
-    def forward(self, pred, labels, targets):
-        logits, values = pred
-        of_labels = F.cross_entropy(logits, labels)
-        return (of_labels+2*F.mse_loss(values, targets)).float()
+    logits, values = pred
+    of_labels = F.cross_entropy(logits, labels)
+    return (of_labels+2*F.mse_loss(values, targets)).float()
 
 
-def gaussian(pred, targets):
-    "The likelihood of targets, if the model predicts mean and variance"
-    mean, log_variance = pred.chunk(2, 1)
-    return F.gaussian_nll_loss(mean, targets, log_variance.exp()).float()
-
-
-def triplets(pred, positive, negative):
-    return F.triplet_margin_loss(pred, positive, negative).float()
-
-
-class Balanced(nn.Module):
-    "Weighs the parts of a loss by parameters of its own"
-    def __init__(self):
-        super().__init__()
-        self.log_scales = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-
-    def forward(self, pred, targets):
-        parts = torch.stack([F.mse_loss(pred, targets), F.l1_loss(pred, targets)])
-        weighted = parts*torch.exp(-self.log_scales)
-        return (weighted+self.log_scales).sum().float()
-
-
-class Ctc(nn.Module):
+def ctc(pred, texts, lengths):
     "The likelihood of texts of several lengths, averaged over texts"
-    def forward(self, pred, texts, lengths):
-        time_first = pred.permute(1, 0, 2).log_softmax(2)
-        n_steps = torch.full((len(texts),), len(time_first))
-        return F.ctc_loss(time_first, texts, n_steps, lengths).float()
-
-
-class StatesThatItSums(nn.MSELoss):
-    "A sum that says so"
-    def forward(self, pred, targets):
-        return super().forward(pred, targets).float()/32
+    time_first = pred.permute(1, 0, 2).log_softmax(2)
+    n_steps = torch.full((len(texts),), len(time_first))
+    return F.ctc_loss(time_first, texts, n_steps, lengths).float()
 
 
 # What averages over something else
@@ -64,25 +34,6 @@ def over_positives(pred, targets):
 def positives(learn): return (learn.y > 0).sum()
 
 
-def over_observed(pred, targets):
-    "The mean over targets that are no NaN"
-    is_known = ~targets.isnan()
-    return F.mse_loss(pred[is_known], targets[is_known]).float()
-
-
-def observed(learn): return (~learn.y.isnan()).sum()
-
-
-def by_importance(pred, targets, importance):
-    "The mean of errors by the importance of samples"
-    errors = (pred-targets).pow(2)
-    total = (importance*errors).sum()
-    return (total/importance.sum()).float()
-
-
-def importance(learn): return learn.yb[1].sum()
-
-
 # What no sum over parts of a batch equals
 
 def worst(pred, targets):
@@ -94,22 +45,6 @@ def ranking(pred, targets):
     is_larger = targets > targets.T
     losses = F.softplus(pred.T-pred)*is_larger
     return losses.mean().float()
-
-
-def diverse(pred, labels):
-    "Lets predictions be certain, and their mean even"
-    mean = pred.softmax(1).mean(0)
-    evenness = (mean*mean.log()).sum()
-    return (F.cross_entropy(pred, labels)+evenness).float()
-
-
-def decorrelated(pred, views):
-    "Lets the columns of two views correlate with each other alone"
-    pred = (pred-pred.mean(0))/(pred.std(0)+.1)
-    views = (views-views.mean(0))/(views.std(0)+.1)
-    matrix = pred.T@views/len(pred)
-    identity = torch.eye(len(matrix))
-    return (matrix-identity).pow(2).sum().float()
 
 
 # Models and samples for them
@@ -137,20 +72,11 @@ def reader():
 
 class Case:
     "A loss, and the targets and the model that it takes"
-    def __init__(self, make_loss, *targets, make_model=net, num_items=None):
-        self.make_loss = make_loss
+    def __init__(self, loss_func, *targets, make_model=net):
+        self.loss_func = loss_func
         self.targets = targets or (TARGETS,)
         self.make_model = make_model
-        self.num_items = num_items
 
     def learner(self, bs, cbs):
         samples = list(zip(CONTINUOUS, *self.targets))
-        loss = self.make_loss()
-        own_params = getattr(loss, 'parameters', list)
-        def splitter(m):
-            return [[*m.parameters()], [*own_params()]]
-        return learner_of(samples, loss, self.make_model(), bs, cbs, splitter=splitter)
-
-
-def of_function(loss, *targets, **kwargs):
-    return Case(lambda: loss, *targets, **kwargs)
+        return learner_of(samples, self.loss_func, self.make_model(), bs, cbs)

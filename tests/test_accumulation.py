@@ -10,17 +10,6 @@ from fastxtend_accum.accumulation import can_be_smaller
 from our_warnings import warnings_of
 
 
-class NotesSizes(Callback):
-    "Notes the samples of each forward pass, in training and in validation"
-    def before_fit(self):
-        self.in_training = []
-        self.in_validation = []
-
-    def after_pred(self):
-        sizes = self.in_training if self.training else self.in_validation
-        sizes.append(len(self.pred))
-
-
 # Arguments and attributes
 
 def test_the_arguments_of_fastai():
@@ -118,18 +107,6 @@ SAMPLES = list(zip(*data(20)))
 class OwnLoader(DataLoader): "Whatever it does, a copy of it might not"
 
 
-@pytest.mark.parametrize('valid', [
-    OwnLoader(SAMPLES, bs=16),
-    torch.utils.data.DataLoader(SAMPLES, batch_size=16)])
-def test_validation_stays_as_it_is_with_a_loader_that_is_not_fastais_own(valid):
-    notes = NotesSizes()
-    learn = make_learner(8, cbs=[GradientAccumulation(micro_batch_size=4), notes])
-    learn.dls = DataLoaders(learn.dls.train, valid)
-    fit(learn, 1)
-    assert notes.in_validation == [16, 4]
-    assert learn.dls.valid is valid
-
-
 def changed(**attributes):
     "Returns a loader of fastai's with attributes that somebody has set"
     dl = DataLoader(SAMPLES, bs=16)
@@ -166,10 +143,6 @@ def test_windows_smaller_than_the_number_of_processes():
     info = cb.loader_info_of(DataLoader(list(range(8)), bs=4))
     with pytest.raises(ValueError, match='accum_bs=1 is less than .* the 2 processes: use 2 or more'):
         cb.check_multiples(info, 2)
-
-
-def test_there_is_no_description_before_a_fit():
-    assert GradientAccumulation(32).description() == ''
 
 
 class SetsSize(Callback):

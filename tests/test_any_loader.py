@@ -21,10 +21,6 @@ def two_views(samples):
     return [torch.cat([values, values*0.9]) for values in stacked(samples)]
 
 
-def three_repeats(samples):
-    return [values.repeat_interleave(3, 0) for values in stacked(samples)]
-
-
 def one_to_four_rows(samples):
     "Makes one row of the first sample, two of the second and so on, like the nodes of graphs"
     counts = [1+i%4 for i in range(len(samples))]
@@ -42,25 +38,6 @@ def fastai_loader(bs, collate=stacked):
 
 def torch_loader(bs, collate=stacked):
     return tud.DataLoader(SAMPLES, batch_size=bs, collate_fn=lambda samples: tuple(collate(samples)))
-
-
-# A loader of one's own
-
-class OwnLoader:
-    "Has no data set and no sampler. It announces a number of batches, and may state a size of them"
-    def __init__(self, sizes, n_announced, **stated):
-        self.sizes = sizes
-        self.n_announced = n_announced
-        vars(self).update(stated)
-
-    def __len__(self):
-        return self.n_announced
-
-    def __iter__(self):
-        rest = 50-sum(self.sizes)
-        inputs = INPUTS.split([*self.sizes, rest])
-        targets = TARGETS.split([*self.sizes, rest])
-        return zip(inputs[:-1], targets[:-1])
 
 
 # Fits
@@ -94,15 +71,10 @@ def assert_same_fit_and_positions(small, large):
 
 
 # What runs a loader batch in parts, or computes it again
-SAVERS = dict(
-    checkpointing=ActivationCheckpointing,
-    cache=partial(GradientCache, 4),
-    threes=partial(GradientAccumulation, micro_batch_size=3),
-    auto=partial(GradientAccumulation, micro_batch_size='auto'))
 
 # Loaders of a batch that has another number of rows than samples
 SIZABLE = {}
-for collate in (two_views, three_repeats, one_to_four_rows, without_broken):
+for collate in (two_views, one_to_four_rows, without_broken):
     SIZABLE[f'fastai_{collate.__name__}'] = partial(fastai_loader, collate=collate)
     SIZABLE[f'torch_{collate.__name__}'] = partial(torch_loader, collate=collate)
 
@@ -113,13 +85,6 @@ def test_four_batches_of_any_kind_are_a_window(loader, micro_batch_size):
     make_loader = SIZABLE[loader]
     small = fit_on(make_loader(4), GradientAccumulation(16, micro_batch_size=micro_batch_size))
     large = fit_on(make_loader(16))
-    assert_same_fit_and_positions(small, large)
-
-
-def test_a_window_of_an_own_loader_that_states_a_size():
-    "Each batch counts for the size that is stated, however many samples it has"
-    small = fit_on(OwnLoader([4, 3, 4, 4, 2], 5, bs=4), GradientAccumulation(16))
-    large = fit_on(OwnLoader([15, 2], 2, bs=16))
     assert_same_fit_and_positions(small, large)
 
 
@@ -147,16 +112,6 @@ class SwapsLoader(SetsSize):
     before_epoch = noop
     def before_train(self):
         self.learn.dl = torch_loader(self.sizes[self.epoch])
-
-
-CHANGES = [SetsSize, SwapsLoaders, SwapsLoader]
-
-
-@pytest.mark.parametrize('sizes,saver,change', paired([(16, 16, 8), (4, 8, 12)], SAVERS, CHANGES))
-def test_each_batch_is_a_window_whatever_its_size(sizes, saver, change):
-    small = fit_on(fastai_loader(sizes[0]), change(sizes), SAVERS[saver]())
-    large = fit_on(fastai_loader(sizes[0]), change(sizes))
-    assert_same_fit_and_positions(small, large)
 
 
 @pytest.mark.parametrize('sizes,micro_batch_size,change', [

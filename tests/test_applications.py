@@ -1,9 +1,6 @@
 "fastai's applications on small data in float32, each against its large batch"
-import pytest
-import torch.utils.data as tud
 from fastai.callback.rnn import rnn_cbs
 from fastai.collab import CollabDataLoaders, EmbeddingDotBias
-from fastai.tabular.all import Categorify, Normalize, TabularDataLoaders, TabularLearner, TabularModel
 from fastai.text.all import AWD_LSTM, TensorText, awd_lstm_clas_config, awd_lstm_lm_config
 from fastai.text.all import get_text_classifier
 from fastai.vision.all import TensorImage, TensorMask
@@ -105,30 +102,6 @@ def in_order(dls):
     return DataLoaders(dls.train.new(shuffle=False, drop_last=False), dls.valid)
 
 
-def test_tabular():
-    rng = np.random.default_rng(0)
-    df = pd.DataFrame(dict(
-        a=rng.normal(size=128),
-        b=rng.normal(size=128),
-        c=rng.choice(list('xyz'), 128),
-        y=rng.choice(['no', 'yes'], 128)))
-
-    def make(bs, cbs):
-        dls = TabularDataLoaders.from_df(
-            df,
-            procs=[Categorify, Normalize],
-            cat_names=['c'],
-            cont_names=['a', 'b'],
-            y_names='y',
-            bs=bs,
-            valid_idx=list(range(96, 128)),
-            num_workers=0)
-        m = seeded(TabularModel, [(4, 3)], 2, 2, [8], use_bn=False, bn_cont=False)
-        return TabularLearner(in_order(dls), m, CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs)
-
-    assert_windows_are_the_large_batch(make)
-
-
 def test_collab():
     rng = np.random.default_rng(0)
     df = pd.DataFrame(dict(
@@ -140,36 +113,5 @@ def test_collab():
         dls = CollabDataLoaders.from_df(df, bs=bs, seed=1, valid_pct=.25, num_workers=0)
         m = seeded(EmbeddingDotBias, 4, 10, 11, y_range=(0, 5.5))
         return Learner(in_order(dls), m, MSELossFlat(), cbs=cbs)
-
-    assert_windows_are_the_large_batch(make)
-
-
-# Several inputs and targets
-
-class TwoInTwoOut(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(5, 3)
-        self.b = nn.Linear(2, 3)
-
-    def forward(self, x, z):
-        hidden = torch.tanh(self.a(x)+self.b(z))
-        return hidden[:, :1], hidden[:, 1:]
-
-
-def two_losses(pred, y1, y2):
-    return F.mse_loss(pred[0], y1) + F.l1_loss(pred[1], y2)
-
-
-@pytest.mark.parametrize('kind', [DataLoader, tud.DataLoader], ids=['fastai', 'torch'])
-def test_several_inputs_and_targets(kind):
-    generator = torch.Generator().manual_seed(0)
-    columns = [torch.randn(128, width, generator=generator) for width in (5, 2, 1, 2)]
-    samples = list(zip(*columns))
-
-    def make(bs, cbs):
-        dls = loaders(samples, bs, kind)
-        dls.n_inp = 2
-        return Learner(dls, seeded(TwoInTwoOut), two_losses, cbs=cbs)
 
     assert_windows_are_the_large_batch(make)

@@ -138,10 +138,8 @@ def n_positive(learn): return (learn.y > 0).sum()
 @pytest.mark.parametrize('cb, changes, new', [
     (G(32), dict(accum_bs=16), G(16)),
     (G(32, micro_batch_size=3), dict(micro_batch_size=None), G(32)),
-    (G(32), dict(log_accum_batch=False), G(32, log_accum_batch=False)),
     (G(32), dict(num_items=n_positive), G(32, num_items=n_positive)),
     (S(8, 32), dict(final_accum_bs=24, finish=1.), S(8, 24, finish=1.)),
-    (S(8, 32), dict(scale={'lr': sqrt_scale}), S(8, 32, scale={'lr': sqrt_scale})),
     (all_blocks(), dict(blocks=lambda m: [m[0]]), all_blocks(lambda m: [m[0]]))])
 @pytest.mark.filterwarnings('ignore:accumulation is not exact')  # with a count that is not the loss's
 def test_settings_that_were_changed_since_the_last_fit_are_those_of_a_new_callback(cb, changes, new):
@@ -160,9 +158,7 @@ def test_settings_that_were_changed_since_the_last_fit_are_those_of_a_new_callba
     (G(32), 'accum_bs', 20, 'accum_bs=20 (samples) is not a multiple'),
     (G(32), 'n_acc', 32., 'accum_bs counts samples, so it must be an int'),
     (G(32), 'remainder', 'keep', 'remainder must be one of'),
-    (G(32), 'log_accum_batch', 1, 'log_accum_batch must be True or False'),
     (S(8, 32), 'start', .5, 'start=0.5 is after finish=0.3'),
-    (S(8, 32), 'start_accum_bs', 0, 'start_accum_bs must be at least 1'),
     (all_blocks(), 'blocks', 'body', "blocks must be a function of the model, or 'auto'"),
     (GradientCache(4), 'micro_batch_size', 0, 'micro_batch_size must be at least 1')])
 def test_settings_that_were_changed_are_checked_before_training(cb, name, value, says):
@@ -188,20 +184,6 @@ def test_a_fit_begins_without_the_gradients_that_are_there(cb, large_bs):
     assert_moved(learn)
     expected = fit(make_learner(large_bs), 1)
     assert_same_weights(learn, expected, ROUNDING)
-
-
-# lr_find
-
-@pytest.mark.parametrize('n_epoch, num_it', [(1, 100), (2, 100), (3, 20)])
-@pytest.mark.parametrize('is_in_fit', [True, False])
-def test_a_fit_with_an_lr_finder_has_the_epochs_that_were_asked_for(n_epoch, num_it, is_in_fit):
-    "Unless these happen to be as many as `lr_find` would ask for with its number of iterations"
-    finder = LRFinder(num_it=num_it, stop_div=False)
-    epochs = Counts('before_epoch')
-    learn = make_learner(8, cbs=[G(32), epochs])
-    if not is_in_fit: learn.add_cb(finder)
-    fit(learn, n_epoch, cbs=finder if is_in_fit else None)
-    assert epochs.n == n_epoch
 
 
 # What a plan is made of
@@ -234,24 +216,6 @@ def test_the_batch_size_of_a_loader_that_states_none(cb, batch_size, micro_bs):
 def test_without_a_batch_size_windows_of_several_batches_are_an_error(cb):
     with pytest.raises(ValueError, match='cannot find the batch size of Unsized, .* pass micro_batch_size'):
         fit(unsized_learner(cb), 1)
-
-
-@pytest.mark.parametrize('cb, joins_batches, has_pieces, sizes_vary', [
-    (G(32), True, False, False),
-    (G(8), False, False, False),
-    (G(4), False, True, False),
-    (G(micro_batch_size=4), False, False, False),
-    (G(32, remainder='carry'), True, False, True),
-    (S(8, 32), True, False, True),
-    (S(4, 32), True, True, True),
-    (S(8, 8, remainder='step'), False, False, False),
-    (all_blocks(), False, False, False)])
-def test_a_plan_tells_how_windows_differ_from_batches(cb, joins_batches, has_pieces, sizes_vary):
-    fit(make_learner(8, cbs=cb), 1)
-    plan = cb.loop.batches.plan
-    assert plan.joins_batches == joins_batches
-    assert (plan.smallest.n_pieces > 1) == has_pieces
-    assert plan.sizes_vary == sizes_vary
 
 
 def test_a_loader_that_is_replaced_between_epochs_is_checked_again():
@@ -316,12 +280,10 @@ def test_hooks_on_parameters_are_named_once_in_a_fit(bs, cb, says):
 REMEDY = ("out of memory with {}: a smaller bs, micro_batch_size='auto' or ActivationCheckpointing() needs less memory")
 
 
-@pytest.mark.parametrize('make, cb, batches', [
-    (make_learner, G(32), 'batches of 8 samples'),
-    (make_learner, WindowCallback(), 'batches of 8 samples'),
-    (unsized_learner, WindowCallback(), 'these batches')])
-def test_a_remedy_is_named_where_whole_batches_run_out_of_memory(make, cb, batches):
-    learn = unsized_learner(cb) if make is unsized_learner else make_learner(8, cbs=cb)
+@pytest.mark.parametrize('learn, batches', [
+    (make_learner(8, cbs=G(32)), 'batches of 8 samples'),
+    (unsized_learner(WindowCallback()), 'these batches')])
+def test_a_remedy_is_named_where_whole_batches_run_out_of_memory(learn, batches):
     with pytest.warns(UserWarning) as said:
         with pytest.raises(torch.OutOfMemoryError): fit(learn, 1, cbs=OutOfMemory('after_pred', 1))
     assert [str(o.message) for o in said] == [REMEDY.format(batches)]

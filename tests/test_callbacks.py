@@ -3,7 +3,6 @@ import pytest
 
 from callback_fits import *
 
-PASS_EVENTS = ['after_pred', 'after_loss', 'before_backward', 'after_backward']
 LOSS_EVENTS = ['before_step', 'after_step', 'after_batch']  # that come once a window, when its loss is known
 SPLIT = ['split', 'both']  # layouts in which validation has smaller batches, too
 CANCEL_EVENTS = ['after_cancel_backward', 'after_cancel_step', 'after_cancel_train', 'after_cancel_epoch']
@@ -54,33 +53,12 @@ class Sees(Callback):
 
 def see_all():
     """Returns callbacks of each order with all events but `after_batch` or `before_batch`: for one with both, see
-    `SetsUp`"""
+    test_events.py"""
     res = []
     for order in ORDERS:
         for left_out in ('before_batch', 'after_batch'):
             res.append(Sees(order, [o for o in ALL_EVENTS if o != left_out]))
     return res
-
-
-def n_valid(layout):
-    "Returns the batches of a validation of 20 samples: 16 at a time, or as many as the model sees in training"
-    bs = LAYOUTS[layout].bs
-    n_parts = math.ceil(bs/LAYOUTS[layout].micro_bs)
-    size = math.ceil(bs/n_parts) if layout in SPLIT else 16
-    return math.ceil(20/size)
-
-
-def n_expected(layout, event, order, n_large):
-    "Returns how often `event` comes to a callback of `order`, if with the large batch it comes `n_large` times"
-    n_batches, n_micro = LAYOUTS[layout].n_batches, LAYOUTS[layout].n_micro
-    if event == 'before_batch' and order < Recorder.order:
-        return N_EPOCH*(n_batches+n_valid(layout))
-    if event in ('after_pred', 'after_loss'):
-        return N_EPOCH*(n_micro+n_valid(layout))
-    if event in PASS_EVENTS:
-        return N_EPOCH*n_micro
-    is_batch_event = event in ('before_batch', 'after_batch')
-    return n_large+N_EPOCH*(n_valid(layout)-N_VALID) if is_batch_event else n_large
 
 
 def without_repeats(moments):
@@ -114,61 +92,6 @@ def test_each_event_finds_the_position_rates_and_weights_of_the_large_batch(layo
             # The position of a schedule goes by samples, and is a sum in another order
             if LAYOUTS[layout].is_constant:
                 assert [o.position for o in found] == [o.position for o in expected]
-
-
-@pytest.mark.parametrize('layout', LAYOUTS)
-def test_each_event_comes_once_a_window_a_loader_batch_or_a_micro_batch(layout):
-    "A callback before the Recorder sees each loader batch begin; passes are those of micro-batches"
-    small = run(layout, see_all)
-    big = run(layout, see_all, is_large=True)
-    for a, b in zip(small.others, big.others):
-        for event, moments in b.moments.items():
-            n = n_expected(layout, event, a.order, len(moments))
-            assert len(a.moments[event]) == n, (event, a.order)
-            assert ('cancel' in event) == (n == 0)
-
-
-class SetsUp(Callback):
-    "Takes down in `after_batch` what it sets up in `before_batch`"
-    def __init__(self, order):
-        self.order = order
-        self.events = []
-        self.is_set_up = False
-
-    def before_batch(self):
-        assert not self.is_set_up
-        self.is_set_up = True
-        self.events.append('before')
-
-    def after_cancel_batch(self):
-        self.events.append('cancel')
-
-    def after_batch(self):
-        assert self.is_set_up
-        self.is_set_up = False
-        self.events.append('after')
-
-
-def repeated(values, n):
-    res = []
-    for _ in range(n):
-        res += values
-    return res
-
-
-@pytest.mark.parametrize('layout, order', paired(LAYOUTS, ORDERS))
-def test_who_sets_up_and_takes_down_sees_each_loader_batch_or_from_the_recorder_on_windows(layout, order):
-    "To it, a loader batch after which the window goes on ends as one that is cancelled"
-    expected = []
-    for epoch in LAYOUTS[layout].epochs():
-        for samples in epoch:
-            n_batches = math.ceil(len(samples)/LAYOUTS[layout].bs)
-            if order < Recorder.order:
-                expected += repeated(['before', 'cancel', 'after'], n_batches-1)
-            expected += ['before', 'after']
-        expected += repeated(['before', 'after'], n_valid(layout))
-    sets_up, = run(layout, partial(SetsUp, order)).others
-    assert sets_up.events == expected
 
 
 # What they note
@@ -259,71 +182,6 @@ def test_what_a_callback_notes_is_what_it_notes_of_the_large_batch(name, layout)
 
 
 # log_accum_batch=False
-
-def each_repeated(values, counts):
-    "Returns each of `values` as often as the one of `counts` beside it says"
-    res = []
-    for value, n in zip(values, counts, strict=True):
-        res += repeated([value], n)
-    return res
-
-
-def batches_of_windows(layout):
-    "Returns the number of loader batches in each window of the fit"
-    res = []
-    for epoch in LAYOUTS[layout].epochs():
-        res += [math.ceil(len(samples)/LAYOUTS[layout].bs) for samples in epoch]
-    return res
-
-
-def see_batches():
-    "Returns callbacks of each order that see the beginning of a batch, or its end"
-    res = []
-    for order in ORDERS:
-        res += [Sees(order, ['before_batch']), Sees(order, ['after_batch'])]
-    return res
-
-
-def fit_with_logged_batches(layout, make_others, **kwargs):
-    "Returns a fit in windows in which loggers see loader batches, and one with the large batch"
-    small = run(layout, make_others, log_accum_batch=False, **kwargs)
-    big = run(layout, make_others, is_large=True, **kwargs)
-    assert_same_weights(small.learn, big.learn, ROUNDING)
-    assert big.has_moved()
-    return small, big
-
-
-@pytest.mark.parametrize('layout', CONSTANT)
-def test_where_loader_batches_are_logged_each_has_its_own_loss_and_the_rate_of_its_window(layout):
-    bs = LAYOUTS[layout].bs
-    own_losses = []
-    def split_losses(self):
-        for pred, targ in zip(self.pred.detach().split(bs), self.y.split(bs)):
-            own_losses.append(mse(pred, targ))
-    big = run(layout, lambda: At('after_pred', split_losses), is_large=True, method='fit_one_cycle')
-    small, _ = fit_with_logged_batches(layout, rates_used, method='fit_one_cycle')
-    assert len(own_losses) == N_EPOCH*LAYOUTS[layout].n_batches
-    assert_same(losses(small.learn), smoothed(own_losses), FLOAT32)
-    assert_same(small.recorder.lrs, each_repeated(big.recorder.lrs, batches_of_windows(layout)))
-
-
-@pytest.mark.parametrize('layout', CONSTANT)
-def test_where_loader_batches_are_logged_counters_go_by_them_and_the_position_is_that_of_their_window(layout):
-    n_batches = LAYOUTS[layout].n_batches
-    small, big = fit_with_logged_batches(layout, see_batches, method='fit_one_cycle')
-    for a, b in zip(small.others, big.others):
-        (event, moments), = a.moments.items()
-        found = [o.position for o in moments if o.is_training]
-        is_counted = event == 'after_batch' and a.order > TrainEvalCallback.order
-        expected = []
-        for i in range(N_EPOCH*n_batches):
-            train_iter = i+1 if is_counted else i
-            expected.append((i//n_batches, i%n_batches, n_batches, train_iter))
-        assert [o[1:5] for o in found] == expected
-        assert {o[6] for o in found} == {n_batches}
-        if event == 'before_batch':
-            of_windows = [o.position[5] for o in b.moments[event] if o.is_training]
-            assert_same([o[5] for o in found], each_repeated(of_windows, batches_of_windows(layout)))
 
 
 @pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_batch'])

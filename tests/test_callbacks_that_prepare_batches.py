@@ -45,17 +45,6 @@ class ReturnsLoss(nn.Module):
         return outputs, mse(outputs, targets)
 
 
-class OnlyReturnsLoss(ReturnsLoss):
-    "Returns nothing but its loss"
-    def forward(self, inputs, targets):
-        return mse(self.model(inputs), targets)
-
-
-class TakesOutputForLoss(GivesTargetsToModel):
-    def after_pred(self):
-        self.learn.loss_grad = self.pred
-
-
 class Reconstructs(Callback):
     "Makes a target of the inputs, of a loader that yields nothing else"
     def after_loss(self):
@@ -73,7 +62,6 @@ def learner_of_inputs(bs, cbs):
 WHO_HAS_THE_LOSS = dict(
     callback=lambda bs, cbs: make_learner(bs, n=100, cbs=[HidesTargets(), *cbs]),
     model=lambda bs, cbs: make_learner(bs, n=100, m=ReturnsLoss(), cbs=[GivesTargetsToModel(), *cbs]),
-    output=lambda bs, cbs: make_learner(bs, n=100, m=OnlyReturnsLoss(), cbs=[TakesOutputForLoss(), *cbs]),
     inputs=lambda bs, cbs: learner_of_inputs(bs, [Reconstructs(), *cbs]))
 
 
@@ -99,15 +87,6 @@ def test_targets_and_losses_that_come_in_after_loss_train_as_with_the_large_batc
         assert_same(losses(learn), losses(big), FLOAT32)
 
 
-@pytest.mark.parametrize('make_cb', [all_blocks, partial(GradientAccumulation, 32)])
-@pytest.mark.parametrize('who', WHO_HAS_THE_LOSS)
-def test_targets_and_losses_that_come_in_after_loss_train_where_batches_run_whole(who, make_cb):
-    learn = fit(WHO_HAS_THE_LOSS[who](32, [make_cb()]), 2)
-    big = fit_large(who)
-    assert_same_weights(learn, big)
-    assert_same(losses(learn), losses(big))
-
-
 # Late callbacks, which see the first loader batch of a window only
 
 class RestoresInputs(Callback):
@@ -120,55 +99,11 @@ class RestoresInputs(Callback):
         self.learn.xb = self.kept
 
 
-class SmoothsTargets(Callback):
-    "Makes targets smaller; counts batches"
-    n = 0
-    def before_batch(self):
-        self.learn.yb = .9*self.y,
-    def after_batch(self):
-        self.n += 1
-
-
-class AddsTargets(Callback):
-    "Adds the targets to the inputs, and looks at the loss, an event of each pass"
-    n = 0
-    def before_batch(self):
-        self.learn.xb = self.x+self.y,
-    def after_loss(self):
-        self.n += 1
-    def after_batch(self):
-        self.n = 0
-
-
-PREPARING = [RestoresInputs, SmoothsTargets, AddsTargets]
-
-
-def with_order(cls, order):
-    cb = cls()
-    cb.order = order
-    return cb
-
-
-LATE = 'is called once per window, because its order is 50 or more'
-
-
-def test_late_callbacks_with_before_batch_are_named_together_once_in_each_fit():
-    "Where a window is one loader batch nobody is late"
-    late = [with_order(AddsTargets, 90), with_order(SmoothsTargets, 50)]
-    for size, n_said in [(32, 1), (8, 0)]:
-        learn = make_learner(8, cbs=[*late, with_order(RestoresInputs, 49), GradientAccumulation(size)])
-        for _ in range(2):
-            said = warnings_of(learn)
-            assert len(said) == n_said
-            assert all(o.startswith(f'before_batch of AddsTargets, SmoothsTargets {LATE}') for o in said)
-
-
-@pytest.mark.parametrize('micro_batch_size', [None, 'auto'])
-@pytest.mark.parametrize('cls', PREPARING)
-def test_with_the_order_that_the_warning_advises_the_batches_are_prepared_as_the_large_one(cls, micro_batch_size):
+def test_with_the_order_that_the_warning_advises_the_batches_are_prepared_as_the_large_one():
     "And nothing is said"
-    cbs = [with_order(cls, 45), GradientAccumulation(32, micro_batch_size=micro_batch_size)]
-    learn = fit(make_learner(8, cbs=cbs))
-    big = fit(make_learner(32, cbs=with_order(cls, 45)))
+    prepares = RestoresInputs()
+    prepares.order = 45
+    learn = fit(make_learner(8, cbs=[prepares, GradientAccumulation(32)]))
+    big = fit(make_learner(32, cbs=prepares))
     assert_moved(big)
     assert_same_weights(learn, big, ROUNDING)

@@ -120,12 +120,8 @@ other_warning = stream('site-packages/torch/jit.py:1: FutureWarning: hm', 'stder
 @pytest.mark.parametrize('stored,new', [
     (cells(stream('accuracy 0.93')), cells(stream('accuracy 0.95'))),
     (cells(stream('23 steps')), cells(stream('24 steps'))),
-    (cells(stream('a')), cells(stream('b'))),
-    (cells(stream('a')), cells()),
     (cells(png), cells(png, png)),
-    (cells(stream('-1.5')), cells(stream('1.5'))),
     (cells(stream('a')), cells(error)),
-    (cells(html('<td>2</td>')), cells(html('<td>3</td>'))),
     (cells(), cells(own_warning))])
 def test_changes_are_found(stored, new):
     assert list(changes(stored, new))
@@ -133,9 +129,7 @@ def test_changes_are_found(stored, new):
 
 @pytest.mark.parametrize('stored,new', [
     (cells(stream('loss 0.9300, 23 steps')), cells(stream('loss 0.9312, 23 steps'))),
-    (cells(stream('7.8e-08')), cells(stream('1e-07'))),
     (cells(html('<td>0</td><td>00:00</td>')), cells(html('<td>0</td><td>00:01</td>'))),
-    (cells(stream('<f at 0x7f7187c7cf40>')), cells(stream('<f>'))),
     (cells(html('<table id="T_1"><td class="T_1">2</td>')), cells(html('<table id="T_2"><td class="T_2">2</td>'))),
     (cells(png), cells(other_png)),
     (cells(), cells(other_warning)),

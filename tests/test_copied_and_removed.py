@@ -120,33 +120,6 @@ def test_a_removal_in_an_epoch_acts_from_the_next_one_on(event, nth, order):
     assert len(learn.recorder.values) == 2
 
 
-# One callback in two Learners
-
-def fit_second(first, second, expected):
-    assert_same(fit_from_start(second), expected)
-
-
-def fit_first(first, second, expected):
-    says = 'belongs to another Learner: give each one of its own'
-    with pytest.raises(RuntimeError, match=says):
-        fit_from_start(first)
-
-
-@pytest.mark.parametrize('kind,fits', paired(
-    ['windows', 'schedule', 'part', 'adapts'], [[fit_first], [fit_second, fit_first, fit_second]]))
-def test_a_callback_works_in_the_learner_that_had_it_last_and_the_other_says_so(fresh, kind, fits):
-    first = new_learner(kind)
-    second = new_learner()
-    n_cbs = len(KINDS[kind]())
-    second.add_cbs(first.cbs[-n_cbs:])
-    for f in fits:
-        f(first, second, fresh[kind])
-        assert_whole(first)
-        assert_whole(second)
-    second.remove_cbs(our_callbacks(second))
-    assert_same(fit_from_start(second), fresh['plain'])
-
-
 # One fit after the other
 
 @pytest.mark.parametrize('kind', ['windows', 'auto', 'schedule', 'part'])
@@ -157,20 +130,6 @@ def test_before_the_first_fit_what_is_no_training_is_plain_and_an_export_fits(fr
         assert_same(learn.validate(), plain.validate(), 1e-6)
         assert_same(learn.tta()[0], plain.tta()[0], 1e-6)
     go_on_with_exports(learn, fresh[kind], fresh['plain'])
-
-
-def split_in_two(m):
-    return [params(m[0]), params(m[2])]
-
-
-@pytest.mark.parametrize('remainder,n_steps', [('step', 6), ('carry', 6), ('drop', 4)])
-def test_the_frozen_phase_of_fine_tune_leaves_nothing_to_the_second(remainder, n_steps):
-    cb = GradientAccumulation(32, remainder=remainder)
-    learn = make_learner(8, n=88, cbs=cb, splitter=split_in_two)
-    with quiet(learn):
-        learn.fine_tune(2, .1)
-    assert cb.opt_steps == n_steps
-    assert not any(g.any() for g in grads(learn))
 
 
 @pytest.mark.parametrize('make', [

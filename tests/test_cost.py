@@ -1,9 +1,9 @@
 "What the callbacks cost, counted and never timed: host syncs, operations, calls of functions, and bytes that are kept"
 import pytest
 from benchmarks import costs
-from benchmarks.cases import cases, learner, training
-from benchmarks.counts import (Copies, LiveBytes, Operations, Task, count, count_bytes, count_calls, count_operations,
-                               counts_stay_tensors)
+from benchmarks.cases import cases, training
+from benchmarks.counts import (
+    Copies, Operations, Task, count, count_bytes, count_calls, count_operations, counts_stay_tensors)
 
 from common import *
 
@@ -139,37 +139,6 @@ def test_calls_of_the_first_windows(kind, opt):
     assert costs.calls(kind, K, opt) < first <= .38
 
 
-def batches_without_events(learn):
-    "fastai's loop, in which the callbacks that every Learner has do their work, and no event is sent"
-    loggers = [cb for cb in learn.cbs if isinstance(cb, (TrainEvalCallback, Recorder))]
-    for batch in learn.dl:
-        learn._split(learn._set_device(batch))
-        learn.cast_to_tensor.before_batch()
-        learn.pred = learn.model(*learn.xb)
-        learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
-        learn.loss = learn.loss_grad.clone()
-        learn._backward()
-        learn._step()
-        learn.opt.zero_grad()
-        for cb in loggers: cb.after_batch()
-
-
-@opts
-def test_calls_beyond_those_of_a_loop_without_events(opt):
-    "Our loop and the way of each event take an eighth of the plain Learner's calls; what fastai does takes .34 and .42"
-    def without_events(task, k):
-        learn = learner(task, opt_func=costs.opts[opt])
-        learn.n_iter = len(task.batches)
-        learn.all_batches = partial(batches_without_events, learn)
-        def train():
-            with quiet(learn): learn.fit(1)
-        return train
-    counts = count_calls(without_events, 1, costs.n_windows[1])
-    least = counts['with_c']/costs.plain_calls(opt)
-    ours = costs.calls('windows', 1, opt)
-    assert .3 < least < ours <= least+.13
-
-
 def test_calls_are_fewer_than_with_the_least_that_accumulates():
     ours = count_calls(cases['ours'], K)
     least = count_calls(bare, K)
@@ -225,15 +194,3 @@ def test_the_counts_see_what_is_added():
     assert more['ops'] == ours['ops']+1
     assert more['calls'] >= ours['calls']+1
     assert more['kept'] == ours['kept']+40_000
-
-
-def test_live_bytes_count_a_storage_once_until_it_is_freed():
-    with LiveBytes() as live:
-        a = torch.zeros(100)  # 400 bytes
-        view = a[:50].view(5, 10)
-        b = a+1
-        assert live.now == 400+400
-        del b
-        doubles = a.double()
-    assert live.now == live.peak == 400+800
-    assert view.sum() == doubles.sum() == 0

@@ -169,7 +169,6 @@ def sender(name, sent):
     return method
 
 
-SENDERS = ['__call__', '_call_one', '_with_events']
 OWN_WAYS = [*itertools.product(['_call_one', '_with_events'], PLACES),
             ('__call__', in_class), ('__call__', as_patch)]  # Python looks for `__call__` in the class alone
 
@@ -215,30 +214,6 @@ def test_what_a_callback_raises_in_an_event(event, exc, cls):
     "In windows of one batch: it ends the same events as in a plain Learner"
     plain = recorded_with_fault(exc, event, cls)
     assert recorded_with_fault(exc, event, cls, one_batch_windows()) == plain
-
-
-def recorded_and_sent(sent, *cbs):
-    "Returns what a callback records, and what the Learner has sent"
-    sent.clear()
-    log = []
-    fit(small_learner([ByClass('', log), *cbs]), 2)
-    return log, list(sent)
-
-
-def patch_before_import(name):
-    "Compares windows of one batch with a fit without them"
-    sent = []
-    package = import_after_patch(name, sender(name, sent))
-    accum = package.GradientAccumulation(8, verbose=False)
-    plain = recorded_and_sent(sent)
-    assert recorded_and_sent(sent, accum) == plain
-    assert accum.opt_steps == 8
-
-
-@pytest.mark.parametrize('name', SENDERS)
-def test_a_learner_that_was_patched_before_the_import(name):
-    "Sends events in its own way, too"
-    assert forked(patch_before_import, name) == 0
 
 
 # Errors
@@ -334,15 +309,6 @@ def test_a_callback_that_prepares_batches_is_told_of_a_cancelled_batch(event):
 
 # The questions that the module asks
 
-def test_a_callback_has_an_event_by_its_class_or_by_itself():
-    plain = Callback(after_pred=noop)
-    assert events.has_event(plain, 'after_pred')
-    assert not events.has_event(plain, 'after_loss')
-    assert events.has_event(Recorder(), 'after_batch')
-    assert not events.has_event(Recorder(), 'after_pred')
-    for kind in (ByCall, ByGetattr):
-        assert events.has_event(kind('', []), 'after_loss')
-
 
 class OwnRecorder(Recorder):
     "Inherits `after_batch` from fastai's, and has a `before_batch` of its own"
@@ -363,15 +329,6 @@ def test_a_function_that_is_given_to_fastais_callback_does_not_come_with_fastai(
     def act(self): pass
     for cb in (Callback(after_loss=act), ByCall('', []), ByGetattr('', [])):
         assert not events.is_from_fastai(cb, 'after_loss')
-
-
-def test_where_the_loss_is_in_the_graph():
-    learn = small_learner([])
-    assert events.loss_node(learn) is None
-    learn.loss_grad = torch.ones(1, requires_grad=True).sum()
-    assert events.loss_node(learn) is learn.loss_grad.grad_fn
-    learn.loss_grad = learn.loss_grad.detach()
-    assert events.loss_node(learn) is None
 
 
 class ChangesLoss(Callback):

@@ -184,21 +184,3 @@ def test_a_callback_of_fastai_leaves_behind_what_it_leaves_beside_the_large_batc
     small, _ = fit_both(layout, make, **args)
     has_notes = hasattr(type(small.others[0]), 'rows')
     assert rows_of(small.others[0]) or not has_notes
-
-
-# lr_find
-
-class OwnFinder(LRFinder):
-    "Somebody's own"
-
-
-@pytest.mark.parametrize('finder', [LRFinder, OwnFinder])
-def test_a_fit_with_an_lr_finder_runs_for_its_own_epochs_with_windows_of_the_first_size(finder):
-    def run(bs, *cbs):
-        args = dict(start_lr=1e-3, end_lr=1, num_it=20, stop_div=False)
-        return fit(make_learner(bs, cbs=[finder(**args), *cbs]), 3)
-    big = run(32)
-    small = run(8, GradientAccumulationSchedule(32, 64))
-    assert len(losses(small)) == len(losses(big)) == 9
-    assert_same(losses(small), losses(big), FLOAT32)
-    assert_same(small.recorder.lrs, big.recorder.lrs)

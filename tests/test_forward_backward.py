@@ -4,7 +4,7 @@ import pytest
 from common import *
 from labels import *
 from layouts import each_layout
-from our_warnings import AccumWarning, warnings_of
+from our_warnings import warnings_of
 from fastxtend_accum.windows.forward_backward import callback_that_raised
 from fastxtend_accum.windows.losses import loss_rules
 
@@ -113,15 +113,6 @@ def test_a_changed_loss_keeps_its_weight_and_one_warning_names_the_callback(chan
     assert len(said) == 1
     assert f'{type(change).__name__} {KEEPS_WEIGHTS}' in said[0]
     assert_same_weights(small, big, FLOAT32)
-
-
-def test_a_loss_over_other_items_is_not_exact_without_num_items_and_a_warning_says_so():
-    replaces = ReplacesLoss(loss_of_detector)
-    small = classifier(8, replaces, GradientAccumulation(32), missing_share=0.)
-    with pytest.warns(AccumWarning, match='if the new one averages over something else, pass num_items'):
-        fit(small, 2)
-    big = fit(classifier(32, replaces, missing_share=0.), 2)
-    assert_apart(small, big, 1e-4)
 
 
 # Changes whose items are known
@@ -258,21 +249,6 @@ class SkipsBackward(Callback):
         self.n += 1
         if self.nth in (None, self.n):
             raise CancelBackwardException
-
-
-@pytest.mark.parametrize('make, event', paired(
-    ONE_MICRO_BATCH.values(), ['after_pred', 'after_loss', 'after_cancel_backward']))
-def test_a_backward_pass_of_ones_own_may_run_before_or_afterwards(make, event):
-    "Here with a loss of its own"
-    def run_backward(self):
-        if self.training:
-            (self.pred-self.y).abs().mean().backward()
-    def train(*cbs):
-        own = Callback(**{event: run_backward})
-        return fit(make_learner(32, n=88, cbs=[*cbs, SkipsBackward(), own]), 2)
-    big = train()
-    assert_moved(big)
-    assert_same_weights(train(make()), big)
 
 
 @pytest.mark.parametrize('nth', [1, 3])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, example, given, strategies as st
 
 from common import *
-from same_fit import FLOAT32, TrainingFault, assert_same_fit
+from same_fit import FLOAT32, assert_same_fit
 
 
 def test_four_batches_of_8_train_as_one_of_32():
@@ -167,34 +167,3 @@ def test_an_epoch_that_a_callback_ends_early(remainder):
     assert small.gradient_accumulation.opt_steps == 4
     assert small.recorder.accum_bs == [32, 32]
     assert_same_fit(small, large)
-
-
-EXCEPTIONS = CancelStepException, CancelBackwardException, *CANCELS
-ONCE_A_WINDOW = 'before_step', 'after_step', 'after_batch'
-ONCE_A_BATCH = 'before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward'
-
-
-def fit_with_fault(bs, fault, *cbs):
-    "Returns the Learner after a fit; its `error` is the type of what came out of it"
-    learn = make_learner(bs, cbs=[fault, *cbs])
-    learn.error = None
-    try: fit(learn, 2)
-    except EXCEPTIONS as e: learn.error = type(e)
-    return learn
-
-
-@pytest.mark.parametrize('event,exc,order', [
-    *paired(ONCE_A_BATCH, EXCEPTIONS, [-5, 7, 20, 99]),
-    *paired(ONCE_A_WINDOW*3, EXCEPTIONS[::-1], [-5, 7, 20, 99])])
-def test_what_a_callback_cancels_is_as_with_the_large_batch(exc, event, order):
-    """In windows of one loader batch at any event; in windows of four at the events that come once a window, except
-    that a batch cannot be cancelled at its step: see test_cancelled_batches"""
-    leaves_gradient = exc is CancelBatchException and event in ('before_step', 'after_step')
-    is_same_for_sums = event in ONCE_A_WINDOW and not leaves_gradient
-    for nth in (1, 4):
-        large = fit_with_fault(32, TrainingFault(exc, event, nth, order))
-        for bs, tol in ((32, 0.), (8, ROUNDING)):
-            if bs == 8 and not is_same_for_sums: continue
-            small = fit_with_fault(bs, TrainingFault(exc, event, nth, order), GradientAccumulation(32))
-            assert small.error is large.error
-            assert_same_fit(small, large, tol)

@@ -11,9 +11,6 @@ FLOAT32 = 1e-6  # rounding of float32 weights, and of the Recorder
 def split(n): return GradientAccumulation(micro_batch_size=n)
 
 
-each_saver = pytest.mark.parametrize('saver', [split, GradientCache])
-
-
 def validated(learn):
     with quiet(learn): return list(learn.validate())
 
@@ -266,54 +263,3 @@ def test_the_cache_needs_outputs_that_can_be_joined(wrap, ragged):
 def test_outputs_whose_first_dimension_is_not_the_samples_are_an_error(wrap, saver):
     with pytest.raises(ValueError, match='its first dimension must index the samples, so that'):
         fit(tagging_learner(wrap, 6, saver(MICRO)), 1)
-
-
-# Inputs with time first
-
-class TimeFirst(nn.Module):
-    "Takes [steps, samples, 5], and gives scores for each step, or for each sample"
-    def __init__(self, per_step):
-        super().__init__()
-        torch.manual_seed(0)
-        self.rnn = nn.GRU(5, 8)
-        self.out = nn.Linear(8, 4)
-        self.per_step = per_step
-
-    def forward(self, x):
-        states, _ = self.rnn(x)
-        return self.out(states if self.per_step else states[-1])
-
-
-def time_first_learner(per_step, n_steps, *cbs):
-    def collate(samples):
-        inputs, _, labels = zip(*samples)
-        x = torch.stack(inputs, 1)
-        if per_step: return x, torch.stack(labels, 1)
-        return x, torch.stack(labels)[:, -1]
-    return text_learner(n_steps, TimeFirst(per_step), collate, CrossEntropyLossFlat(), *cbs)
-
-
-time_first_cases = pytest.mark.parametrize('per_step,n_steps', [
-    (False, 6),
-    (True, 6),
-    (False, BS)])  # the outputs tell
-
-
-@each_saver
-@time_first_cases
-def test_time_first_is_an_error_where_a_batch_would_be_split(per_step, n_steps, saver):
-    "But for a score of each step, where there are as many steps as samples: no shape tells"
-    learn = time_first_learner(per_step, n_steps, saver(MICRO))
-    says = r'put the samples first|first dimension must index the samples|input batch_size .16. to match target'
-    with pytest.raises(ValueError, match=says): fit(learn, 1)
-
-
-@pytest.mark.parametrize('per_step,n_steps,saver,size', [
-    (False, 6, split, 'auto'),
-    (True, 6, GradientCache, BS),
-    (False, BS, split, BS)])
-def test_time_first_is_fine_where_whole_batches_fit(per_step, n_steps, saver, size):
-    plain = fit(time_first_learner(per_step, n_steps), 2)
-    ours = fit(time_first_learner(per_step, n_steps, saver(size)), 2)
-    assert_apart(plain, TimeFirst(per_step))
-    assert_same_weights(ours, plain, FLOAT32)

@@ -47,11 +47,6 @@ class LongestFirst:
     def __iter__(self): return iter([range(7), range(7, 10), range(10, 12), [12]])
 
 
-class Repeated(DataLoader):
-    "Announces each batch twice"
-    def __len__(self): return 2*super().__len__()
-
-
 class OfTwoProcesses(DistributedDL):
     "The loader of the second one, which draws its samples without the first"
     def __init__(self, **kwargs):
@@ -94,7 +89,6 @@ LOADERS = dict(
     distributed=(OfTwoProcesses, exactly(10)),
     distributed_drop_last=(partial(OfTwoProcesses, drop_last=True), exactly(8)),
     fastai_stream=(partial(stream, n=20), about(24)),
-    repeated=(partial(Repeated, SAMPLES, bs=8), about(48)),
     torch=(sized_torch, exactly(20)),
     torch_drop_last=(partial(sized_torch, drop_last=True), exactly(16)),
     torch_sampler=(partial(sized_torch, sampler=subset(12)), exactly(12)),
@@ -146,15 +140,6 @@ def test_a_batch_size_is_taken_from_the_callback_only_if_the_loader_states_none(
     assert loader_info(sized(), 4) == exactly(20)
 
 
-def test_a_batch_advances_the_plan_by_its_samples_if_the_loader_states_a_size():
-    "Else by the size that was given, since the plan knows no smaller one; if nobody knows a size, by one"
-    given = LoaderInfo(4, states_batch_size=False, n_planned=12, has_exact_length=False)
-    assert exactly(20).planned(4) == 4
-    assert given.planned(3) == 4
-    assert unknown(3).planned(7) == 1
-    assert planned_sizes(unknown(3)) == [1, 1, 1]
-
-
 @pytest.mark.parametrize('bs', [-1, 2.5, '8'])
 def test_a_batch_size_that_is_no_size_is_an_error(bs):
     dl = SimpleNamespace(bs=bs)
@@ -183,14 +168,6 @@ def test_the_shape_of_a_window_comes_nearest_to_its_size(size, bs, n_batches, n_
 
 
 @draws
-@given(size=st.floats(1, 300), bs=st.integers(1, 64))
-def test_any_size_has_no_nearer_shape(size, bs):
-    others = [WindowShape(n_batches=n) for n in range(1, 303)] + [WindowShape(n_pieces=n) for n in range(1, bs+1)]
-    def distance(shape): return abs(size-bs*shape.n_batches/shape.n_pieces)
-    assert distance(nearest_shape(size, bs)) <= min(map(distance, others))+1e-5
-
-
-@draws
 @given(
     n=st.integers(1, 100),
     bs=st.integers(1, 9),
@@ -214,13 +191,6 @@ def test_any_plan(n, bs, k, later_k, n_epoch, remainder):
     expected = windows(n, bs, size_at_pct, remainder, n_epoch)
     assert sizes == [len(samples) for samples, _ in expected]
     assert_same(pcts, [pct for _, pct in expected], ROUNDING)
-
-
-def test_what_fills_no_window_is_left():
-    left = plan_of(exactly(20), 16, remainder='drop').left
-    assert [batch.samples for batch in left] == [4]
-    assert plan_of(exactly(20), 16).left == []
-    assert plan_of(exactly(0), 16).windows == []
 
 
 # The batches of an epoch
@@ -278,29 +248,6 @@ def test_a_stream_is_read_ahead_to_know_whether_a_window_is_filled(dl, remainder
         assert rows_read(batches) == [8, 8, 4]
         batches.read_ahead(16)
         assert batches.can_fill(16) == (remainder == 'step')
-
-
-@pytest.mark.parametrize('remainder, n_carried', [('step', 0), ('carry', 3), ('drop', 0)])
-def test_what_an_epoch_leaves_is_carried_or_not(remainder, n_carried):
-    "An unfinished batch, and two that were not read"
-    batches = epoch_batches(sized(), remainder)
-    with batches.reading():
-        batches.advance()
-        batches.finish_epoch([batches.current])
-    assert len(batches.left_over) == n_carried
-
-
-def test_a_copy_of_a_batch_shares_no_memory_with_it():
-    image = torch.ones(2)
-    label = torch.ones(2)
-    batch = LoaderBatch((dict(image=image), [label]), samples=2, rows=2)
-    copy = batch.copied()
-    image.zero_()
-    label.zero_()
-    inputs, (label,) = copy.data
-    assert_same(inputs['image'], torch.ones(2))
-    assert_same(label, torch.ones(2))
-    assert copy.samples == 2
 
 
 def test_batches_are_the_loader_to_callbacks():
@@ -476,17 +423,6 @@ def test_an_epoch_that_a_callback_ends_leaves_nothing(exc):
     assert notes.epochs == ['0123', '4', '0123456']
 
 
-@EACH_REMAINDER
-def test_a_second_set_that_is_validated_is_no_new_fit(remainder):
-    "Batches are carried on, and counters go on"
-    def validate(cb): cb.learn.validate(dl=cb.dls.valid)
-    expected = fit(accumulated_learner(88, remainder=remainder))
-    learn = fit(accumulated_learner(88, [Callback(after_train=validate)], remainder=remainder))
-    assert_moved(expected)
-    assert_same_weights(learn, expected)
-    assert learn.gradient_accumulation.opt_steps == expected.gradient_accumulation.opt_steps > 5
-
-
 # What a running loader holds
 
 def n_workers(): return len(multiprocessing.active_children())
@@ -568,30 +504,6 @@ def test_a_loader_that_is_read_to_its_end_is_told_so(n, remainder):
 
 
 # Callbacks and `learn.dl`
-
-class Reads(Callback):
-    "Reads the whole loader in `event`"
-    def __init__(self, event):
-        self.sizes = []
-        setattr(self, event, self.read)
-
-    def read(self):
-        for inputs, _ in self.learn.dl: self.sizes.append(len(inputs))
-
-
-@pytest.mark.parametrize('event', ['before_train', 'after_train'])
-@EACH_REMAINDER
-def test_a_callback_reads_the_loader_by_itself(remainder, event):
-    "Before and after training it finds the loader batches of the whole epoch, and the fit is as ever"
-    reads = Reads(event)
-    plain = accumulated_learner(112, remainder=remainder)
-    learn = accumulated_learner(112, [reads], remainder=remainder)
-    for o in (plain, learn): fit(o, 2)
-    assert len(reads.sizes) == 28
-    assert set(reads.sizes) == {8}
-    assert_moved(plain)
-    assert_same_weights(learn, plain)
-    assert learn.recorder.accum_bs == plain.recorder.accum_bs
 
 
 class Bar(GetAttr):

@@ -181,10 +181,3 @@ def test_a_module_that_nobody_has_imported_has_no_callbacks():
     "It is not imported for that, since it may need another library"
     assert running_callbacks(make_learner(8), 'captum', 'CaptumInterpretation') == []
     assert 'fastai.callback.captum' not in sys.modules
-
-
-def test_without_a_learner_there_are_no_loggers():
-    loggers = Loggers()
-    loggers.begin_fit()
-    loggers.log_batch_size(32)
-    assert loggers.all_loggers() == []

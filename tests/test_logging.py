@@ -201,8 +201,7 @@ def test_loggers_show_the_rate_that_a_rule_has_scaled():
 class Slow(Callback):
     "Takes 20 ms for each loader batch of 8 samples"
     run_valid = False
-    def after_pred(self):
-        time.sleep(0.02)
+    def after_pred(self): time.sleep(.02)
 
 
 @pytest.mark.parametrize('remainder, samples, ends', [
@@ -211,15 +210,10 @@ class Slow(Callback):
 def test_wandb_has_the_position_and_the_speed_of_windows(remainder, samples, ends):
     accum = GradientAccumulation(32, remainder=remainder)
     learn = make_learner(8, n=88, cbs=[WandbCallback(log_preds=False), accum, Slow()])
-    start = time.perf_counter()
     rows = wandb_rows(lambda: fit(learn, 2))
-    most_seconds = time.perf_counter()-start
+    assert 100 < max(wandb_values(rows, 'train_samples_per_sec')) < 8/.02
     assert wandb_values(rows, 'accumulation_batch_size') == samples
     assert_same(wandb_values(rows, 'epoch'), as_tensor(ends), 1e-9)
-    speeds = wandb_values(rows, 'train_samples_per_sec')
-    assert max(speeds) < 8/0.02
-    seconds = as_tensor(samples)/as_tensor(speeds)
-    assert seconds.sum() < most_seconds
 
 
 def test_tensorboard_draws_the_model():
@@ -258,49 +252,6 @@ def test_fix_wandb_is_needed(monkeypatch):
     assert module.init_args is plain_args
     o = WithArguments(3, nn.Linear(1, 1), L('a'))
     assert plain_args(o) == dict(size=3)
-
-
-# The Recorder
-
-@pytest.mark.parametrize('bs, accum', [
-    (8, GradientAccumulation(32)),
-    (32, GradientAccumulation(micro_batch_size=8))])
-def test_the_samples_in_the_steps_of_a_stream(bs, accum):
-    board = TensorBoardCallback('board', trace_model=False, log_preds=False)
-    learn = make_learner(8, cbs=[accum, board])
-    train = torch.utils.data.DataLoader(Stream(43), batch_size=bs)
-    learn.dls = DataLoaders(train, learn.dls.valid)
-    fit(learn, 2)
-    assert learn.recorder.accum_bs == [32, 11, 32, 11]
-    assert scalars('board', 'accumulation_batch_size') == ([1, 2, 3, 4], [32, 11, 32, 11])
-
-
-class Spoils(Callback):
-    "Spoils the outputs of one training batch in each epoch"
-    run_valid = False
-    def after_pred(self):
-        inputs, _ = data(112)
-        is_struck = torch.equal(self.x[0], inputs[40])
-        if is_struck: self.learn.pred = self.pred*math.nan
-
-
-def test_a_window_that_is_skipped_is_a_cancelled_batch_to_loggers():
-    "The Recorder leaves it out, as if its samples were not there; W&B sees a batch without a number of samples"
-    accum = GradientAccumulation(32, skip_nonfinite=True, remainder='step')
-    learn = make_learner(8, n=112, cbs=[accum, Spoils(), WandbCallback(log_preds=False)])
-    with pytest.warns(UserWarning, match='skipped a step'): rows = wandb_rows(lambda: fit(learn, 2))
-    plain = make_learner(32, n=112)
-    samples = list(plain.dls.train.dataset)
-    del samples[32:64]
-    plain.dls = DataLoaders(DataLoader(samples, bs=32), plain.dls.valid)
-    fit(plain, 2)
-    assert accum.n_skipped == 2
-    assert learn.recorder.accum_bs == [32, 32, 16, 32, 32, 16]
-    of_wandb = [row.get('accumulation_batch_size') for row in rows]
-    assert of_wandb == [32, None, 32, 16, 32, None, 32, 16]
-    assert_moved(learn)
-    assert_same(losses(learn), losses(plain), FLOAT32)
-    assert_same_weights(learn, plain, ROUNDING)
 
 
 # Plots

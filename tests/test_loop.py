@@ -12,7 +12,6 @@ from own_learners import *
 
 FLOAT32 = 1e-6  # losses, which the Recorder averages in float32
 BEFORE_THE_PASS = ['before_batch', 'after_pred', 'after_loss', 'before_backward']
-EACH_EVENT = pytest.mark.parametrize('event', BEFORE_THE_PASS)
 BOTH_LOGS = pytest.mark.parametrize('log', [True, False])
 
 
@@ -150,7 +149,9 @@ def test_a_window_without_its_cancelled_batches_is_one_batch_to_loggers(event, c
     "Wherever the cancelled ones stand: they have no entry, and do not count"
     n = 64
     windows = kept_windows(n, 4, cancelled, 'step', 1)
-    large = learner_of_windows(n, [windows, windows], SeesRounds())
+    large = make_learner(BS, n=n, cbs=SeesRounds())
+    batches = [samples_of(window, n) for window in windows.split()]
+    use_batches(large, [batches, batches])
     small = accumulated_learner(n, [CancelsBatches(cancelled, event), SeesRounds()])
     for learn in (small, large): fit(learn, 2)
     assert_moved(large)
@@ -207,18 +208,6 @@ def test_a_window_whose_backward_passes_are_all_cancelled_is_one_round():
     learn = fit(accumulated_learner(80, [SkipsBackward('4567', 'before_backward')]), 1)
     assert learn.train_iter == 3
     assert_trained_on(learn, 80, '0123 89')
-
-
-@BOTH_LOGS
-@EACH_EVENT
-def test_a_window_of_cancelled_batches_advances_schedules(event, log):
-    "As the large batch does that a callback cancels"
-    n = 80
-    large = make_learner(4*BS, n=n, cbs=cancels_large(event))
-    small = accumulated_learner(n, [cancels_small(event)], log_accum_batch=log)
-    fit_both(small, large)
-    assert_moved(large)
-    assert_same_weights(small, large, ROUNDING)
 
 
 # Windows without a step
@@ -433,7 +422,7 @@ def patch_loop_before_import(name):
     assert_error_before_training(make_learner(BS, cbs=package.GradientAccumulation(4*BS)), name)
 
 
-@pytest.mark.parametrize('name', OWN)
+@pytest.mark.parametrize('name', ['all_batches', '_do_one_batch'])
 def test_a_loop_that_was_patched_before_the_import_is_an_error_too(name):
     assert forked(patch_loop_before_import, name) == 0
 

@@ -10,7 +10,6 @@ FLOAT32 = 1e-6  # rounding of float32 weights, and of the Recorder's losses
 
 
 def in_windows(): return GradientAccumulation(32)
-def in_micro_batches(): return GradientAccumulation(micro_batch_size=8)
 def in_cache(): return GradientCache(8)
 
 
@@ -93,11 +92,6 @@ def assert_fits_pretext(tol, *cbs):
     assert_apart(plain, pretext_learner())
 
 
-@pytest.mark.parametrize('name', ADAPTING)
-def test_a_late_callback_sees_each_batch_once(name):
-    assert_fits_pretext(0, ADAPTING[name]())
-
-
 @pytest.mark.parametrize('name,tol', [('cache', ROUNDING), ('checkpointing', 0)])
 def test_a_late_callback_sees_a_batch_once_that_takes_several_passes(name, tol):
     assert_fits_pretext(tol, runs_out(), ADAPTING[name]())
@@ -153,55 +147,6 @@ def test_a_cache_of_a_model_that_works_in_place(n):
 
 
 # What callbacks and hooks see of a batch
-
-@pytest.mark.parametrize('bs,make_cb,rows,n_passes', [
-    (32, Callback, 32, 3),
-    (8, in_windows, 8, 12),
-    (32, in_micro_batches, 8, 12),
-    (32, in_cache, 8, 21)])  # of four micro-batches all but the last run again in the backward pass
-def test_hooks_see_micro_batches_and_after_step_the_last_loader_batch(bs, make_cb, rows, n_passes):
-    "As MoCo counts on in `after_step`"
-    hooked = []
-    seen = []
-
-    def hook(m, args, output):
-        if m.training: hooked.append(len(output))
-
-    def see(self): seen.append((len(self.x), len(self.pred)))
-
-    learn = make_learner(bs, cbs=make_cb())
-    learn.model[0].register_forward_hook(hook)
-    fit(learn, 1, cbs=Callback(after_step=see))
-    assert Counter(hooked) == {rows: n_passes}
-    assert Counter(seen) == {(bs, bs): 3}
-
-
-class GhostBatchNorm(nn.Module):
-    "fast_tabnet's GBN, in short: BatchNorm of each 8 samples of a batch"
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm1d(8, momentum=.02)
-
-    def forward(self, x): return torch.cat([self.bn(o) for o in x.split(8)])
-
-
-def whole_batch_norm(): return nn.BatchNorm1d(8, momentum=.02)
-
-
-def fit_norm(norm, bs, *cbs):
-    torch.manual_seed(0)
-    m = nn.Sequential(nn.Linear(5, 8), norm, nn.Tanh(), nn.Linear(8, 1))
-    return fit(make_learner(bs, m=m.double(), cbs=cbs), 2)
-
-
-@pytest.mark.parametrize('bs,make_cb', [(8, in_windows), (32, in_micro_batches), (32, in_cache)])
-def test_ghost_batchnorm_is_exact(bs, make_cb):
-    "In micro-batches of its size. Running means and variances, too"
-    plain = fit_norm(GhostBatchNorm(), 32)
-    ours = fit_norm(GhostBatchNorm(), bs, make_cb())
-    assert_same_weights(ours, plain, ROUNDING)
-    assert_same_buffers(ours, plain, ROUNDING)
-    assert_apart(plain, fit_norm(whole_batch_norm(), 32))
 
 
 class Crops(nn.Module):
@@ -322,11 +267,6 @@ def in_one_process(monkeypatch):
     monkeypatch.setattr(DistributedDL, '_broadcast', lambda self, order, rank: list(order))
 
 
-def samples_of(n):
-    inputs, targets = data(n)
-    return list(zip(inputs, targets))
-
-
 def shared_loader(samples, bs, n_processes, drop_last):
     return DistributedDL(DataLoader(samples, bs=bs, drop_last=drop_last), 0, n_processes)
 
@@ -349,20 +289,3 @@ def test_the_samples_of_a_shared_loader_are_known(n_processes, drop_last):
         if len(dl) != len(sizes): n_wrong_lengths += 1
     if drop_last: assert n_wrong_lengths > 10
     else: assert n_wrong_lengths == 0
-
-
-@pytest.mark.usefixtures('in_one_process')
-@pytest.mark.parametrize('drop_last,n_windows', [(False, 3), (True, 2)])
-@EACH_NUMBER
-def test_learning_rates_follow_the_samples_of_a_shared_loader(n_processes, drop_last, n_windows):
-    lrs = []
-
-    def see(self): lrs.append(self.opt.hypers[-1]['lr'])
-
-    samples = samples_of(18*n_processes)
-    shared = shared_loader(samples, 4, n_processes, drop_last)
-    learn = make_learner(4, cbs=GradientAccumulation(8, remainder='step'))
-    learn.dls = DataLoaders(shared, learn.dls.valid)
-    falls = ParamScheduler(dict(lr=SchedLin(.1, 0.)))
-    fit(learn, 2, cbs=[falls, Callback(before_step=see)])
-    assert_same(lrs, np.linspace(.1, 0, 2*n_windows, endpoint=False), ROUNDING)

@@ -14,7 +14,7 @@ from fastcore.docments import docments
 import fastxtend_accum.all as public
 import pages as checks
 from cells import read, root, source
-from pages import badge, cfg, copy_repository, html_name, is_for_users, notebooks, page_name
+from pages import cfg, copy_repository, html_name, is_for_users, notebooks, page_name
 
 names = [page_name(o) for o in notebooks]
 user_pages = [o for o in names if is_for_users(o)]
@@ -61,7 +61,7 @@ png = shown(**{'image/png': '', 'text/plain': '<Figure>'})
 def test_a_page_is_in_order(name):
     cells = sources[name]
     assert list(checks.head_faults(cells, name)) == []
-    for check in (checks.directive_faults, checks.output_faults, checks.picture_faults):
+    for check in (checks.output_faults, checks.picture_faults):
         assert faults(check, cells) == []
 
 
@@ -179,7 +179,6 @@ def test_processed_pages_have_no_faults(pages, name):
     cells = pages[name]
     assert faults(checks.output_faults, cells) == []
     assert faults(checks.picture_faults, cells) == []
-    assert faults(checks.directive_faults, cells) == []
     assert f'output-file: {Path(html_name(name)).name}\n' in source(cells[0])
 
 
@@ -231,13 +230,6 @@ def test_files_of_the_site_are_there(proc):
     assert (proc/image.lstrip('/')).stat().st_size < 100_000
 
 
-def test_links_to_the_source_lead_there():
-    "nbdev adds repo-url and repo-branch"
-    website = site['website']
-    assert 'source' in website['repo-actions']
-    assert (root/website['repo-subdir']/'index.ipynb').is_file()
-
-
 def workflow_faults(*paths):
     "Returns what GitHub would refuse; the schema comes with check-jsonschema"
     check = [sys.executable, '-m', 'check_jsonschema', '--builtin-schema', 'vendor.github-workflows']
@@ -259,31 +251,6 @@ def test_workflows_are_valid():
 
 
 # The checks find faults
-
-title_cell = md('# T\n\n> promise')
-colab = code('#| hide\n#| eval: false\n! [ -e /content ] && pip install x')
-
-
-@pytest.mark.parametrize('name,cells', {
-    'no promise': ('a.ipynb', [md('# T'), md(badge('a.ipynb')), colab]),
-    'wrong badge': ('guides/a.ipynb', [title_cell, md(badge('a.ipynb')), colab]),
-    'shown install': ('a.ipynb', [title_cell, md(badge('a.ipynb')), code('#| eval: false\n! pip install x')]),
-    'wrong module': ('01_a.ipynb', [
-        title_cell, md(badge('01_a.ipynb')), code('#| default_exp b'), colab, code('#| export\nx = 1')]),
-}.values())
-def test_faults_of_a_head_are_found(name, cells):
-    assert len(list(checks.head_faults(cells, name))) == 1
-
-
-@pytest.mark.parametrize('text', [
-    '#| hide\n#| echo: false\n1',
-    '#| hide\n#| fig-alt: "x"\n1',
-    '1\n#| echo: false',
-    '\n#| echo: false\n1',
-    '#| fig-atl: "x"\n1',
-    '#| echo: false\n#| echo: true\n1'])
-def test_faults_of_directives_are_found(text):
-    assert list(checks.directive_faults(code(text)))
 
 
 @pytest.mark.parametrize('output', [
@@ -341,23 +308,4 @@ def test_faults_of_links_are_found(link, n):
     'A list:\n\n- a\n  b\n- c': 0,
     'A list:\n- a': 1}.items())
 def test_faults_of_reading_are_found(text, n):
-    assert len(list(checks.reading_faults([title_cell, md(text)]))) == n
-
-
-@pytest.mark.parametrize('diff,n', {
-    '-a = f(1)\n+a = f(2,\n+    b)\n c = a': 0,
-    '-a = f(1)\n+a = f(2,\n c = a': 1,
-    '-a = 1\nb = 2': 1}.items())
-def test_faults_of_a_diff_are_found(diff, n):
-    text = md(f'Change:\n\n```diff\n{diff}\n```\n\nIt runs.')
-    assert len(list(checks.diff_faults([text]))) == n
-
-
-@pytest.mark.parametrize('contents,fault', [
-    (['a.ipynb'], 'b.ipynb is not in the sidebar'),
-    (['a.ipynb', 'b.ipynb', 'c.ipynb'], 'c.ipynb is in the sidebar or the navbar, and no page'),
-    ([dict(section='S', contents=['a.ipynb', dict(text='B', href='b.ipynb')]), 'a.ipynb'],
-     'a.ipynb is in the sidebar twice')])
-def test_faults_of_the_sidebar_are_found(contents, fault):
-    website = dict(sidebar=dict(contents=contents), navbar={})
-    assert list(checks.site_faults(website, ['a.ipynb', 'b.ipynb'])) == [fault]
+    assert len(list(checks.reading_faults([md('# T\n\n> promise'), md(text)]))) == n

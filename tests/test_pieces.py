@@ -2,8 +2,6 @@
 loader, bit for bit, whatever the loader, the form of its batches, the schedule and the end of an epoch"""
 import pytest
 import torch.utils.data as tud
-from hypothesis import given
-from hypothesis import strategies as st
 
 from numbered_batches import *
 
@@ -114,13 +112,6 @@ def as_dict(samples):
     return dict(x=inputs), targets
 
 
-def nested(samples):
-    "Puts names and a number for the whole batch beside the inputs"
-    inputs, targets = map(torch.stack, zip(*samples))
-    names = [f'{float(o):.3f}' for o in targets]
-    return dict(parts=[(inputs[:, :2], inputs[:, 2:]), names], scale=torch.tensor(.5)), targets
-
-
 class Reads(nn.Module):
     "Finds its inputs in a dict"
     def __init__(self):
@@ -129,17 +120,13 @@ class Reads(nn.Module):
 
     def forward(self, batch):
         if isinstance(batch, Tensor): return self.inner(batch)  # in validation
-        if 'x' in batch: return self.inner(batch['x'])
-        parts, names = batch['parts']
-        assert len(names) == len(parts[0])
-        return self.inner(torch.cat(parts, 1))*batch['scale']
+        return self.inner(batch['x'])
 
 
-@pytest.mark.parametrize('collate', [as_dict, nested])
 @pytest.mark.parametrize('loader', [fastai_loader, torch_loader])
-def test_dicts_and_nested_batches_are_cut(loader, collate):
-    plain = fitted(loader(100, 8, collate), m=Reads())
-    assert_bit_for_bit(fitted(loader(100, 32, collate), GradientAccumulation(8), m=Reads()), plain)
+def test_dicts_are_cut(loader):
+    plain = fitted(loader(100, 8, as_dict), m=Reads())
+    assert_bit_for_bit(fitted(loader(100, 32, as_dict), GradientAccumulation(8), m=Reads()), plain)
 
 
 def as_set(samples):
@@ -161,47 +148,6 @@ def test_a_loader_that_states_no_batch_size_cannot_be_cut():
 
 
 # Pieces of any size, against plain PyTorch
-
-def steps_of_pieces(n, bs, n_pieces, remainder, n_epoch):
-    "Returns the samples of each step, if each loader batch is cut at the same places"
-    edges = [math.ceil(bs*i/n_pieces) for i in range(n_pieces+1)]
-    steps = []
-    window = []
-    for epoch in range(n_epoch):
-        for start in range(0, n, bs):
-            for first, last in zip(edges, edges[1:]):
-                window = [*window, *range(start+first, min(start+last, n))]
-                if len(window) < bs//n_pieces: continue
-                steps.append((window, 0))
-                window = []
-        if window and (remainder == 'step' or remainder == 'carry' and epoch == n_epoch-1): steps.append((window, 0))
-        if remainder != 'carry': window = []
-    return steps
-
-
-@draws
-@given(
-    n=st.integers(1, 80),
-    bs=st.integers(2, 16),
-    n_pieces=st.integers(2, 16),
-    remainder=st.sampled_from(['step', 'carry', 'drop']),
-    n_epoch=st.integers(1, 3),
-    log=st.booleans(),
-    micro_batch_size=st.sampled_from([None, 3]))
-def test_any_pieces(n, bs, n_pieces, remainder, n_epoch, log, micro_batch_size):
-    "Each is a step, and what an epoch leaves takes one, is carried or dropped"
-    size = math.ceil(bs/min(n_pieces, bs))
-    n_pieces = min(range(1, bs+1), key=lambda k: abs(bs/k-size))  # the larger of two pieces as near
-    steps = steps_of_pieces(n, bs, n_pieces, remainder, n_epoch)
-    if remainder == 'drop' and not steps: return  # an error: no window is filled
-    accum = GradientAccumulation(size, remainder=remainder, log_accum_batch=log, micro_batch_size=micro_batch_size)
-    with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', 'micro_batch_size=3 is more than')
-        learn = fit(make_learner(bs, n=n, cbs=accum), n_epoch)
-    expected, _ = reference(steps, n, sgd)
-    assert_same(weights(learn), expected, ROUNDING)
-    assert accum.opt_steps == len(steps)
-    if log: assert learn.recorder.accum_bs == [len(samples) for samples, _ in steps]
 
 
 @pytest.mark.parametrize('size, n_pieces', [(45, 2), (48, 1), (5, 13), (1, 64)])
@@ -239,23 +185,3 @@ def test_a_schedule_goes_below_and_above_the_batch(sizes, remainder, log):
     assert previewed == [len(samples) for samples, _ in steps]
     assert_moved(learn)
     assert_same(weights(learn), expected, ROUNDING)
-
-
-class CountsPasses(Callback):
-    "Counts the batches that the DataLoader yields in training"
-    run_valid = False
-    def before_fit(self): self.n = 0
-    def after_pred(self): self.n += 1
-
-
-def test_growing_on_a_loader_of_the_final_size_takes_as_many_steps_in_a_third_of_the_passes():
-    counts = []
-    for bs in (32, 512):
-        accum = GradientAccumulationSchedule(32, 512)
-        learn = make_learner(bs, n=2048, cbs=[accum, CountsPasses()])
-        fit(learn, 8)
-        counts.append((accum.opt_steps, learn.counts_passes.n))
-    (steps, passes), (steps_of_large, passes_of_large) = counts
-    assert passes == 512
-    assert abs(steps_of_large-steps) <= .1*steps
-    assert passes_of_large <= .35*passes

@@ -186,33 +186,6 @@ def test_any_window_is_bit_for_bit_a_loop_that_adds_up_in_float32(micro, k, extr
     assert_same(weights(learn), expected_weights)
 
 
-class HalfBody(nn.Module):
-    "A head in float32 on a body in bfloat16"
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Linear(5, 8).bfloat16()
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, inputs):
-        states = self.body(inputs.bfloat16())
-        return self.head(states.float().tanh())
-
-
-def test_some_weights_may_be_in_float32():
-    keeps = KeepsGradients()
-    cbs = [GradientAccumulation(32), keeps]
-    learn = make_learner(8, m=HalfBody(), loss_func=float32_loss, cbs=cbs)
-    fit(learn, 2)
-    steps = windows(96, 8, 32, 'step', 2)
-    expected, expected_weights = train_by_hand(steps, 8, m=HalfBody())
-    assert (expected_weights-weights(HalfBody())).abs().max() > 1e-3
-    n_body = 48  # parameters
-    for found, grad in zip(keeps.grads, expected, strict=True):
-        assert_same(found[:n_body], grad[:n_body])
-        assert_same(found[n_body:], grad[n_body:], 1e-7)  # float32, added up in another order
-
-
 # Windows that are lost, or miss a batch
 
 class TrainingFault(Fault): run_valid = False
@@ -237,20 +210,6 @@ def test_nothing_of_a_lost_window_stays(event, exc):
     learn.model.load_state_dict(model().bfloat16().state_dict())
     fit(learn, 1, reset_opt=True)
     _, expected = train_by_hand(windows(96, 8, 32, 'step', 1), 8)
-    assert_same(weights(learn), expected)
-
-
-@pytest.mark.parametrize('cb, left_out', [
-    (Fault(CancelBatchException, 'after_loss', 3, -5), range(16, 24)),
-    (MultiplyLoss(math.inf, [4]), range(32, 64))], ids=['cancelled', 'infinite'])
-@pytest.mark.filterwarnings('ignore:skipped a step')
-def test_what_is_left_out_is_not_in_the_sums(cb, left_out):
-    "A loader batch that is cancelled before its backward pass; a window with an infinity"
-    learn = fit(half_learner(8, GradientAccumulation(32, skip_nonfinite=True), cb), 1)
-    kept = [i for i in range(96) if i not in left_out]
-    starts = range(0, len(kept), 32)
-    steps = [(kept[i:i+32], 0) for i in starts]
-    _, expected = train_by_hand(steps, 8)
     assert_same(weights(learn), expected)
 
 

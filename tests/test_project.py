@@ -4,7 +4,6 @@ import re
 import runpy
 import sys
 from configparser import ConfigParser
-from itertools import combinations
 from types import SimpleNamespace
 
 import mistune
@@ -13,7 +12,7 @@ import yaml
 
 import make_readme
 from cells import root
-from pages import badge, cfg, notebooks, page_name, repository_files
+from pages import cfg
 
 ini = ConfigParser()
 ini.read(root/'settings.ini', encoding='utf-8')
@@ -63,48 +62,7 @@ def test_the_table_of_other_callbacks_is_measured():
         assert fastais == format(found['fastai'][key], form)
 
 
-# What .ci/run runs
-
-def test_ci_leaves_no_test_out():
-    "Whatever marks a test has, except those for which a GPU or another library has to be there"
-    toml = text_of('pyproject.toml')
-    ci = text_of('.ci/run')
-    markers = re.search(r'^markers = \[(.+?)\]$', toml, re.M | re.S)[1]
-    marks = re.findall(r'"(\w+)[:(]', markers)
-    pytest_lines = '\n'.join(re.findall('^pytest .*', ci, re.M))
-    settings, *expressions = re.findall(r""" -m ["']?([\w ]+)""", toml[toml.index('addopts'):] + pytest_lines)
-    assert len(marks) > 3
-    assert len(expressions) >= 2
-    assert '$command' in ci  # the two commands of README, with the settings
-    can_run = set(marks) - {'gpu', 'libraries', 'thin'}
-    for n in range(len(can_run)+1):
-        for has in combinations(sorted(can_run), n):
-            values = {mark: mark in has for mark in [*marks, 'hypothesis']}
-            is_run = any(eval(o, {}, values) for o in [settings, *expressions])
-            assert is_run, f'.ci/run does not run what is marked {has}'
-
-
 # The address of the repository
-
-def text_without_repeats(name):
-    "Returns a file without the badges and links that `make_links` derives from pyproject.toml"
-    repeats = {page_name(o): badge(page_name(o)) for o in notebooks}
-    repeats['_quarto.yml'] = f'href: {cfg.git_url},'
-    page = 'index.ipynb' if name == 'README.md' else name.removeprefix('nbs/')
-    text = (root/name).read_text(errors='ignore')
-    if page in repeats: text = text.replace(repeats[page], '', 1)
-    derived = [f'{cfg.git_url}/blob/{cfg.branch}/', f'{cfg.git_url}/issues']
-    if name == 'README.md': derived += [make_readme.badges(), cfg.doc_url]
-    if name == 'CITATION.cff': derived += [cfg.git_url, cfg.doc_url]
-    if name == '.github/ISSUE_TEMPLATE/config.yml': derived.append(cfg.doc_url)
-    for o in derived: text = text.replace(o, '')
-    return text
-
-
-def test_the_home_of_the_repository_stands_in_one_place():
-    "nbdev derives the links in modules from pyproject.toml"
-    written = [o for o in repository_files() if not o.startswith('fastxtend_accum/')]
-    assert [o for o in written if cfg.user in text_without_repeats(o)] == ['pyproject.toml']
 
 
 def test_links_of_the_project_agree():
@@ -140,18 +98,6 @@ def test_links_on_pypi_lead_into_the_web(setup):
     for o in files+shown: assert (root/o).is_file()
     assert text != text_of('README.md')
     assert text.replace(blob, '').replace(raw, '') == text_of('README.md')
-
-
-@pytest.mark.parametrize('text,there', {
-    '[a](nbs/index.ipynb)': '[a]({0}/blob/v{1}/nbs/index.ipynb)',
-    '[a](nbs/index.ipynb#b)': '[a]({0}/blob/v{1}/nbs/index.ipynb#b)',
-    '[![a](nbs/images/card.png)](LICENSE)': '[![a]({0}/raw/v{1}/nbs/images/card.png)]({0}/blob/v{1}/LICENSE)',
-    '[a](https://b.org/nbs/index.ipynb)': '[a](https://b.org/nbs/index.ipynb)',
-    '[a](#nbs)': '[a](#nbs)',
-    '`f[0](1)`': '`f[0](1)`',
-    '[a](no/file.md)': '[a](no/file.md)'}.items())
-def test_absolute_links(setup, text, there):
-    assert setup.absolute_links(text) == there.format(cfg.git_url, version)
 
 
 def test_pythons_are_those_that_are_tested(setup):

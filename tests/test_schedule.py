@@ -1,7 +1,6 @@
 "A batch that changes in training: its sizes, its steps, its preview, and the rules that scale hyper-parameters with it"
 import pickle
 from collections import Counter
-from contextlib import suppress
 
 import pytest
 from hypothesis import given, strategies as st
@@ -69,18 +68,6 @@ def by_epoch(steps, n_epoch):
     return epochs
 
 
-class PlannedBatches:
-    "A batch sampler that yields other batches in each epoch"
-    def __init__(self, epochs):
-        self.epochs = epochs
-
-    def __len__(self):
-        return len(self.epochs[0])
-
-    def __iter__(self):
-        return iter(self.epochs.pop(0))
-
-
 class SetsRates(Callback):
     "Sets the learning rates of one training batch after the other"
     run_valid = False
@@ -95,9 +82,7 @@ def plain_fit(steps, n, n_epoch, rate):
     "Trains a Learner without our callbacks on the samples of each step, with the rate at its position"
     rates = [rate(pct) for _, pct in steps]
     learn = make_learner(8, n=n, cbs=SetsRates(rates))
-    batches = PlannedBatches(by_epoch(steps, n_epoch))
-    train = torch.utils.data.DataLoader(learn.dls.train.dataset, batch_sampler=batches)
-    learn.dls = DataLoaders(train, learn.dls.valid)
+    use_batches(learn, by_epoch(steps, n_epoch))
     return fit(learn, n_epoch)
 
 
@@ -264,20 +249,6 @@ def test_any_preview_is_what_training_does(start_size, final_size, start, length
     if remainder != 'drop': assert sum(preview) == n*n_epoch
 
 
-def test_a_preview_in_a_fit_leaves_the_fit_as_it_is():
-    "Of other data, on which the sizes are an error, too; no sample is loaded"
-    accum = GradientAccumulationSchedule(16, 64, finish=0.9)
-    other = DataLoaders(DataLoader(range(10**4), bs=1, create_item=None))
-    def preview(self):
-        windows = accum.preview(7, other)
-        assert sum(size for _, size in windows) == 7*10**4
-        with pytest.raises(ValueError, match='not a multiple'): accum.preview(7, make_learner(20).dls)
-    learn = fit(learner_of_128(accum, Callback(after_epoch=preview)), 4)
-    alone = fit(learner_of_128(GradientAccumulationSchedule(16, 64, finish=0.9)), 4)
-    assert sizes(learn) == sizes(alone)
-    assert_same_weights(learn, alone)
-
-
 @pytest.mark.parametrize('n, kwargs', [(128, {}), (24, dict(remainder='drop'))])  # of which no epoch fills a window
 def test_the_plot_shows_the_preview(n, kwargs):
     accum = GradientAccumulationSchedule(32, 64, finish=0.9, **kwargs)
@@ -339,33 +310,6 @@ def test_a_scaled_rate_and_momentum(opt_func):
     assert_same(learn.recorder.lrs, rates, ROUNDING)
 
 
-class NotesHyper(Callback):
-    "Notes a hyper-parameter of the optimizer in these events"
-    run_valid = False
-    def __init__(self, hyper, events):
-        self.hyper = hyper
-        self.seen = {event: [] for event in events}
-        for event in events: setattr(self, event, partial(self.note, event))
-
-    def note(self, event):
-        self.seen[event].append(self.opt.hypers[0][self.hyper])
-
-
-@pytest.mark.parametrize('opt_func', [Adam, partial(OptimWrapper, opt=torch.optim.AdamW)])
-def test_a_scaled_value_is_in_the_optimizer_for_the_step_alone(opt_func):
-    notes = NotesHyper('sqr_mom', ['before_batch', 'before_step', 'after_step', 'after_batch'])
-    accum = jumps_with(dict(sqr_mom=half_life_scale))
-    learn = learner_of_128(accum, notes, opt_func=opt_func)
-    fit(learn, 4)
-    beta = learn.opt.hypers[0]['sqr_mom']
-    assert beta in (0.99, 0.999)
-    in_step = notes.seen.pop('before_step')
-    assert in_step == repeated({beta: 16, beta**4: 4})
-    for values in notes.seen.values():
-        assert len(values) >= 20
-        assert set(values) == {beta}
-
-
 def test_the_ratio_is_of_the_samples_in_the_step():
     "Of a short window, too, down to less than the start; and nothing compounds over fits with rates of their own"
     accum = GradientAccumulationSchedule(
@@ -380,17 +324,6 @@ def test_the_ratio_is_of_the_samples_in_the_step():
         assert learn.opt.hypers[0]['lr'] == lr
 
 
-@pytest.mark.parametrize('kwargs, expected', [
-    (dict(start=0, finish=0), {64: 4}),
-    (dict(finish=1., schedule=curve_through(40)), {40: 6, 16: 1})])
-def test_the_ratio_is_to_the_starting_size_even_if_no_step_has_it(kwargs, expected):
-    accum = GradientAccumulationSchedule(16, 64, scale={'lr': linear_scale}, **kwargs)
-    learn = fit(make_learner(8, n=256, cbs=accum), 1)
-    assert sizes(learn) == repeated(expected)
-    expected_rates = [0.1*size/16 for size in sizes(learn)]
-    assert_same(learn.recorder.lrs, expected_rates, ROUNDING)
-
-
 def test_lr_find_has_the_starting_size_and_rate():
     plain = make_learner(8, cbs=jumps_with())
     scaled = make_learner(8, cbs=jumps_with(RATE_AND_MOMENTUM))
@@ -399,52 +332,6 @@ def test_lr_find_has_the_starting_size_and_rate():
     for learn in (plain, scaled):
         assert find_rate(learn) == expected
         assert_same(learn.recorder.lrs, large.recorder.lrs)
-
-
-# Loggers show the rate of the step, and then the optimizer's own again
-
-def scaled(**kwargs):
-    "Returns a schedule of 32 samples whose learning rate is four times that of 8"
-    return GradientAccumulationSchedule(8, 32, finish=0, scale={'lr': linear_scale}, **kwargs)
-
-
-def assert_logs_own_rate(learn):
-    "Asserts that loggers find the optimizer itself, and that a plain fit logs its learning rate"
-    assert learn.recorder.opt is learn.opt
-    learn.remove_cb(GradientAccumulationSchedule)
-    fit(learn, 1, lr=0.02)
-    assert set(learn.recorder.lrs) == {0.02}
-
-
-def test_the_scaled_rate_ends_with_the_last_batch():
-    "Where loggers see loader batches, a window is open after the last of them if the loader does not know that it is"
-    learn = make_learner(8, cbs=scaled(log_accum_batch=False))
-    stream = torch.utils.data.DataLoader(Stream(88, announced=96), batch_size=8)
-    learn.dls = DataLoaders(stream, learn.dls.valid)
-    fit(learn, 2)
-    assert max(learn.recorder.lrs) == 0.4
-    assert_logs_own_rate(learn)
-
-
-@pytest.mark.parametrize('log_accum_batch', [True, False])
-@pytest.mark.parametrize('exc', [CancelTrainException, CancelEpochException, CancelFitException, KeyboardInterrupt])
-def test_the_scaled_rate_ends_with_an_epoch_that_ends_in_its_step(exc, log_accum_batch):
-    ends_epoch = Fault(exc, 'after_step', nth=2, order=0)
-    learn = make_learner(8, cbs=[scaled(log_accum_batch=log_accum_batch), ends_epoch])
-    with suppress(KeyboardInterrupt): fit(learn, 1)
-    assert 0.4 in learn.recorder.lrs
-    assert_logs_own_rate(learn)
-
-
-@pytest.mark.parametrize('event', ['after_step', 'after_batch'])
-def test_the_scaled_rate_ends_with_its_callback(event):
-    "Which another one removes in training"
-    accum = scaled()
-    def remove(self): self.learn.remove_cb(accum)
-    cb = Callback(**{event: remove})
-    learn = fit(make_learner(8, cbs=[accum, cb]), 1)
-    assert 0.4 in learn.recorder.lrs
-    assert_logs_own_rate(learn)
 
 
 # Steps

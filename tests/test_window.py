@@ -3,32 +3,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from common import *
-from fastxtend_accum.windows.window import (
-    Contribution, LossSums, Outcome, Window, power_of_two, scaled, zero_grads_if_empty, zero_if_empty)
+from fastxtend_accum.windows.window import Contribution, LossSums, Outcome, Window, zero_grads_if_empty
 
 pytestmark = pytest.mark.filterwarnings('ignore:MultiplyLoss changes the loss')  # by a number, in its gradient only
 
 
 # Weights
-
-@pytest.mark.parametrize('n, expected', [(1, 1), (7, 4), (8, 8), (96, 64), (2**40+1, 2**40)])
-def test_a_unit_is_the_largest_power_of_two_in_the_samples_of_a_window(n, expected):
-    assert power_of_two(n) == expected
-    assert Window(n).unit == expected
-
-
-def test_a_weight_of_1_leaves_the_loss_as_it_is():
-    loss = tensor(3.)
-    assert scaled(loss, 1) is loss
-    assert scaled(loss, tensor(1.)) is not loss  # to find out would be to wait for the GPU
-    assert scaled(loss, .5) == 1.5
-
-
-@pytest.mark.parametrize('items', [0, tensor(0)], ids=['number', 'tensor'])
-def test_the_mean_of_nothing_is_0(items):
-    assert zero_if_empty(items, tensor(math.nan)) == 0
-    assert zero_if_empty(items+1, tensor(3.)) == 3
-    assert zero_if_empty(items+1, tensor(math.nan)).isnan(), 'that of something is NaN nevertheless'
 
 
 @pytest.mark.parametrize('weight', [0, tensor(0.)], ids=['number', 'tensor'])
@@ -117,56 +97,12 @@ def test_a_batch_that_starts_again_takes_its_micro_batches_out_of_the_window():
     assert not window.has_begun
 
 
-@pytest.mark.parametrize('class_weights', [
-    None,
-    torch.ones(4, device='meta')], ids=['count', 'weights'])
-def test_counts_on_another_device_stay_tensors(class_weights):
-    "So that nothing waits for a GPU. The meta device has no values at all: whatever read one would raise an error"
-    targ = torch.zeros(4, 6, dtype=torch.long, device='meta')
-    pred = torch.zeros(4, 4, 6, device='meta')
-    items = loss_items(nn.CrossEntropyLoss(weight=class_weights), pred, targ)
-    sums = window_with([(0., items), (0., items), (0., items)], device='meta').losses
-    assert sums.n_micro == 3
-    for o in (items, sums.items, sums.loss, sums.weight, sums.mean): assert o.device.type == 'meta'
-
-
 def test_the_mean_of_nothing_is_no_nan_in_the_sums():
     "If a callback puts it into `learn.loss`, where the loop had set 0"
     empty = Contribution(loss=tensor(math.nan), weight=0, items=0, samples=8)
     full = Contribution(loss=tensor(2.), weight=1., items=8, samples=8)
     sums = LossSums().plus(full).plus(empty)
     assert sums.mean == 2
-
-
-# A window
-
-def batch_of(samples, rows): return SimpleNamespace(samples=samples, rows=rows)
-
-
-def test_a_window_is_open_then_full_then_closed():
-    "Samples that were cancelled do not make it open or full"
-    window = Window(16)
-    window.note_cancelled(16)
-    assert not window.is_open
-    window.add_without_loss(8)
-    assert window.is_open
-    assert not window.is_full
-    window.add_without_loss(8)
-    assert window.is_full
-    window.close(Outcome.NO_TARGETS)
-    assert not window.is_open
-
-
-def test_a_window_keeps_batches_that_may_be_carried_until_it_is_closed():
-    "It counts all that have run, and of an incomplete one the rows that there are"
-    window = Window(16)
-    first = batch_of(8, 16)
-    window.note_batch(first, is_carried=True)
-    window.note_batch(batch_of(8, 3), is_carried=False)
-    assert window.batches == [first]
-    assert window.seen_samples == 8+3
-    window.close(Outcome.HAS_MEAN)
-    assert window.batches == []
 
 
 # What becomes of a window, in a fit

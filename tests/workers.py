@@ -165,25 +165,19 @@ def nan_once():
 # Memory
 
 class Limited(nn.Module):
-    "Has memory for `most(passes)` samples in training; validation, which keeps no graph, needs less"
+    "Has memory for `most` samples in training; validation, which keeps no graph, needs less"
     def __init__(self, most, m=None):
         super().__init__()
         self.m = m or model()
         self.most = most
-        self.passes = 0
 
     def forward(self, x):
-        self.passes += self.training
-        if self.training and len(x) > self.most(self.passes): raise torch.OutOfMemoryError('CUDA out of memory')
+        if self.training and len(x) > self.most: raise torch.OutOfMemoryError('CUDA out of memory')
         return self.m(x)
 
 
 def unequal():
-    return Limited(lambda n: 5 if rank else 9)
-
-
-def later():
-    return Limited(lambda n: 5 if rank == W-1 and n > 2 else 16)
+    return Limited(5 if rank else 9)
 
 
 def auto(n=16, **kwargs):
@@ -198,11 +192,6 @@ def spread(pred, targ):
 
 def whole(*cbs, **kwargs):
     return small(*cbs, bs=16, loss_func=spread, **kwargs)
-
-
-def norm_model(norm):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), norm, nn.Linear(8, 1)).double()
 
 
 def norm_block(norm):
@@ -226,46 +215,6 @@ def blocks():
     normed(measures)
     share = .5 if rank else .9
     return normed(Activations(measures.mb*share), ActivationCheckpointing())
-
-
-def over_processes(*tensors):
-    "Returns means over the rows of all processes"
-    means = torch.stack([t.mean(0) for t in tensors])
-    dist.all_reduce(means)
-    return means/W
-
-
-class Synced(torch.autograd.Function):
-    "As nn.SyncBatchNorm's: in both passes, the processes wait for each other"
-    @staticmethod
-    def forward(ctx, x):
-        mean, sqr_mean = over_processes(x, x**2)
-        std = (sqr_mean-mean**2+1e-5).sqrt()
-        res = (x-mean)/std
-        ctx.save_for_backward(res.clone(), std)
-        return res
-
-    @staticmethod
-    def backward(ctx, grad):
-        res, std = ctx.saved_tensors
-        a, b = over_processes(grad, grad*res)
-        return (grad-a-res*b)/std
-
-
-class GlooSyncNorm(nn.SyncBatchNorm):
-    def forward(self, x):
-        return Synced.apply(x) if self.training else x
-
-
-sync_norm = partial(GlooSyncNorm, affine=False)
-
-
-def with_sync_norm(f, *cbs, bs=16, m=None, opt_func=Adam):
-    "DDP wants a GPU for SyncBatchNorm"
-    m = m or blocks_model(sync_norm)
-    torch.manual_seed(5)
-    with patched.object(DistributedDataParallel, '_passing_sync_batchnorm_handle'):
-        return f(*cbs, bs=bs, m=m, opt_func=opt_func)
 
 
 # Losses
@@ -299,7 +248,7 @@ def on_tokens(loss_func, bs=4, m=None, n_ignored=0, **kwargs):
 
 def tokens_auto(**kwargs):
     "One process splits its batches"
-    m = Limited(lambda n: 8 if rank else 4, token_model())
+    m = Limited(8 if rank else 4, token_model())
     return on_tokens(nn.CrossEntropyLoss(), 8, m, micro_batch_size='auto', **kwargs)
 
 
@@ -307,8 +256,8 @@ def half_loss(pred, targ):
     return F.mse_loss(pred.float(), targ.float())
 
 
-def half(n):
-    return small(accum(n), m=model().bfloat16(), loss_func=half_loss)
+def half():
+    return small(accum(), m=model().bfloat16(), loss_func=half_loss)
 
 
 # Other cases
@@ -354,15 +303,19 @@ def error(*cbs, **kwargs):
     except ValueError as e: return str(e).splitlines()[-1].strip()
 
 
+def sync_norm_error(cb):
+    "DDP wants a GPU for SyncBatchNorm"
+    with patched.object(DistributedDataParallel, '_passing_sync_batchnorm_handle'):
+        return error(cb, bs=16, m=blocks_model(nn.SyncBatchNorm))
+
+
 def errors():
     res = [error(accum(6)), error(accum(), static_graph=True)]
     for cb in (GradientCache(5), auto(), ActivationCheckpointing()):
         res.append(error(cb, m=shard(blocks_model()), in_ctx=False))
     half_blocks = shard(blocks_model().bfloat16())
     res.append(error(accum(), m=half_blocks, in_ctx=False))
-    for cb in (ActivationCheckpointing(), auto()):
-        res.append(with_sync_norm(error, cb))
-    return res
+    return res+[sync_norm_error(ActivationCheckpointing()), sync_norm_error(auto())]
 
 
 def one_fails():
@@ -377,7 +330,6 @@ def one_fails():
 
 
 float16_scale = dict(init_scale=256.)
-token_weights = tensor([1., 2., 3., .5]).double()
 
 CASES = dict(
     constant=lambda: small(accum()),
@@ -388,10 +340,8 @@ CASES = dict(
     scheduled=lambda: small(GradientAccumulationSchedule(4*W, 16*W, finish=1.)),
     one_cycle=lambda: small(accum(12), n=101, method='fit_one_cycle'),
     ragged=lambda: small(accum(12), n=101),
-    ragged_split=lambda: small(accum(12, micro_batch_size=5), bs=12, n=101),
     carry=lambda: small(accum(12, remainder='carry'), n=101),
     skip_before=lambda: small(accum(8), SkipBatch(2)),
-    skip_last=lambda: small(accum(), SkipBatch(96//W//4)),
     nonfinite=lambda: small(accum(skip_nonfinite=True), m=nan_once()),
     # How the model is wrapped
     find_unused_parameters=lambda: small(accum(), find_unused_parameters=True),
@@ -400,28 +350,20 @@ CASES = dict(
     nonfinite_sharded=lambda: sharded_small(nan_once(), accum(skip_nonfinite=True)),
     # Memory
     auto=lambda: small(auto(), bs=16, m=unequal()),
-    auto_later=lambda: small(auto(), bs=16, m=later()),
     whole=whole,
     cached=lambda: whole(GradientCache(5)),
-    cached_auto=lambda: whole(GradientCache('auto'), m=unequal()),
     normed=normed,
     all_blocks=lambda: normed(all_blocks()),
     blocks=blocks,
-    synced=lambda: with_sync_norm(small),
-    synced_blocks=lambda: with_sync_norm(small, all_blocks()),
     # Losses and gradients
     sums=lambda: small(accum(), loss_func=SumLoss(reduction='sum')),
     tokens=lambda: on_tokens(nn.CrossEntropyLoss()),
-    tokens_weighted=lambda: on_tokens(nn.CrossEntropyLoss(weight=token_weights)),
     tokens_auto=tokens_auto,
     no_items=lambda: tokens_auto(n_ignored=8),
     clip=lambda: small(accum(), GradientClip(.05)),
-    norm_synced=lambda: with_sync_norm(small, accum(), bs=4, m=norm_model(sync_norm(8)), opt_func=SGD),
-    bfloat16=lambda: half(16),
-    bfloat16_one_batch=lambda: half(4),
+    bfloat16=half,
     # What else is to be known
     lines=lambda: lines(model()) + lines(blocks_model()),
-    lines_sharded=lambda: lines(shard(blocks_model()), in_ctx=False),
     interrupted=interrupted,
     some_without_gradient=some_without_gradient,
     errors=errors)
