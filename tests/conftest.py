@@ -20,7 +20,7 @@ for name, n in dict(quick=10, long=20).items():
 settings.load_profile('quick')
 
 # One process runs such a file: its tests share what takes long
-TOGETHER = 'processes', 'pages', 'project', 'demo', 'release', 'colab'
+TOGETHER = 'processes', 'pages', 'project', 'demo', 'cost', 'release', 'colab'
 ALONE = 'libraries', 'gpu'  # one environment or one GPU for all tests of a mark
 
 

@@ -79,7 +79,6 @@ def view_learner(layout, n_views, bs, *cbs):
 
 # Targets that are lists
 
-def always_4(i): return 4
 def from_1_to_5(i): return 1+i%5
 def once_as_many_as_samples(i): return 8 if i == 2 else 1+i%5
 
@@ -92,7 +91,6 @@ def mse_of_boxes(pred, targ):
 
 @pytest.mark.filterwarnings('ignore:accumulation is not exact')  # the check joins them as lists of inputs
 @pytest.mark.parametrize('n,bs,micro,n_boxes', [
-    (64, 8, 3, always_4),
     (64, 4, 2, from_1_to_5),
     (61, 8, 3, once_as_many_as_samples)])
 def test_targets_that_are_lists_of_boxes(n, bs, micro, n_boxes):
@@ -152,28 +150,22 @@ class Tagger(nn.Module):
 
 
 def samples_first(scores, last): return scores
-def list_of_steps(scores, last): return list(scores.transpose(0, 1))
 def time_first(scores, last): return scores.transpose(0, 1)
-def list_of_samples(scores, last): return list(scores)
+
+
 def with_states(scores, last): return scores, last
 
 
-def of_transformers(scores, last, loss=None):
+def of_transformers(scores, last):
     from transformers.modeling_outputs import TokenClassifierOutput
-    return TokenClassifierOutput(loss=loss, logits=scores, hidden_states=(scores, scores*2))
-
-
-def with_a_number(scores, last): return of_transformers(scores, last, loss=scores.mean())
+    return TokenClassifierOutput(logits=scores, hidden_states=(scores, scores*2))
 
 
 read_scores = {
     samples_first: noop,
-    list_of_steps: lambda pred: torch.stack(pred, 1),
     time_first: lambda pred: pred.transpose(0, 1),
-    list_of_samples: torch.stack,
     with_states: lambda pred: pred[0],
-    of_transformers: lambda pred: pred.logits,
-    with_a_number: lambda pred: pred.logits}
+    of_transformers: lambda pred: pred.logits}
 
 
 def collate_named(samples):
@@ -218,10 +210,8 @@ def assert_equal_fits(ours, plain):
 @pytest.mark.parametrize('wrap,n_steps,saver', [
     (samples_first, 6, split_by_labels),
     (samples_first, MICRO, GradientCache),  # as many steps as a micro-batch has samples
-    (list_of_steps, MICRO, split_by_labels),
     (of_transformers, 6, GradientCache),
-    (of_transformers, MICRO, split_by_labels),
-    (list_of_samples, 6, GradientCache)])
+    (of_transformers, MICRO, split_by_labels)])
 def test_outputs_with_a_row_for_each_sample_are_joined(wrap, n_steps, saver):
     "Metrics in training and validation, and the loss of the cache, get those of the whole batch"
     plain = fit(tagging_learner(wrap, n_steps, has_train_metrics=True), 2, .5)
@@ -229,32 +219,29 @@ def test_outputs_with_a_row_for_each_sample_are_joined(wrap, n_steps, saver):
     assert_equal_fits(ours, plain)
 
 
-not_joined = pytest.mark.parametrize('wrap,ragged', [
-    (with_a_number, False),
-    (samples_first, True),  # micro-batches are padded to other lengths
-    (list_of_steps, True),
-    (of_transformers, True)])
+# Micro-batches that are padded to other lengths
+not_joined = pytest.mark.parametrize('wrap', [samples_first, of_transformers])
 
 
 @not_joined
-def test_other_outputs_are_not_joined_if_batches_are_split(wrap, ragged):
+def test_other_outputs_are_not_joined_if_batches_are_split(wrap):
     "The loss does not need them"
-    plain = fit(tagging_learner(wrap, 6, ragged=ragged), 2, .5)
-    ours = fit(tagging_learner(wrap, 6, split_by_labels(MICRO), ragged=ragged), 2, .5)
+    plain = fit(tagging_learner(wrap, 6, ragged=True), 2, .5)
+    ours = fit(tagging_learner(wrap, 6, split_by_labels(MICRO), ragged=True), 2, .5)
     assert_apart(plain, Tagger(None, 2))
     assert_same_weights(ours, plain, FLOAT32)
 
 
 @not_joined
-def test_training_metrics_of_outputs_that_are_not_joined_are_an_error(wrap, ragged):
-    learn = tagging_learner(wrap, 6, split_by_labels(MICRO), ragged=ragged, has_train_metrics=True)
+def test_training_metrics_of_outputs_that_are_not_joined_are_an_error(wrap):
+    learn = tagging_learner(wrap, 6, split_by_labels(MICRO), ragged=True, has_train_metrics=True)
     with pytest.raises(ValueError, match='training metrics need the outputs of the whole batch'): fit(learn, 1)
 
 
 @not_joined
-def test_the_cache_needs_outputs_that_can_be_joined(wrap, ragged):
+def test_the_cache_needs_outputs_that_can_be_joined(wrap):
     "Its loss gets those of the whole batch"
-    learn = tagging_learner(wrap, 6, GradientCache(MICRO), ragged=ragged)
+    learn = tagging_learner(wrap, 6, GradientCache(MICRO), ragged=True)
     with pytest.raises(ValueError, match='the outputs of micro-batches'): fit(learn, 1)
 
 
