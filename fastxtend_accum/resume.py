@@ -55,9 +55,6 @@ class AutoResume(WindowCallback):
         "Returns whether an event is of the fit that is saved, not of a `validate` within it"
         return self.saved_fit is not None and self.learn is not None and not self.learn.lock.locked()
 
-    def after_train(self):
-        if self.is_in_fit(): self.saved_fit.end_training()
-
     def after_batch(self):
         if self.is_in_fit() and not self.learn.training: self.saved_fit.save_in_validation()
 

@@ -4,7 +4,7 @@ from fastai.vision.all import Image, ImageDataLoaders, SegmentationDataLoaders, 
 from torch.utils.data import DataLoader as TorchLoader
 
 from common import *
-from fastxtend_accum.resuming.graph import Graph, kind_of
+from fastxtend_accum.resuming.graph import Graph, root_of
 from resume_layouts import WIDTH, fastai_data, make, samples, with_valid
 from resumed import Stops, assert_goes_on, learner, train
 
@@ -269,6 +269,32 @@ def test_what_is_not_kept_is_named(name):
     with pytest.warns(UserWarning, match=f'does not keep.*Holds.{name} '): train(learner(Holds()), n_epoch=1)
 
 
+def sees(*args): pass
+
+
+class Hooks(Callback):
+    "Adds a hook to a layer after the first epoch"
+    def after_epoch(self):
+        if self.epoch == 0: self.model[1].register_forward_hook(sees)
+
+
+def test_hooks_of_mid_fit_are_named():
+    with pytest.warns(UserWarning, match=r'does not keep a hook of model.1 \('): train(learner(Hooks()), n_epoch=2)
+
+
+class HooksAtStart(Callback):
+    "Adds hooks where a process that continues adds them again"
+    def before_fit(self): self.model[0].register_forward_hook(sees)
+    def before_train(self): self.handle = self.model[1].register_forward_hook(sees)
+    def after_train(self): self.handle.remove()
+
+
+def test_hooks_that_come_again_are_not_named():
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', message='AutoResume')
+        train(learner(HooksAtStart()), n_epoch=2)
+
+
 class GrowsLarge(Callback):
     def before_fit(self): self.learn.dls.train.dataset.noise = torch.zeros(2**21)
     def after_step(self): self.learn.dls.train.dataset.noise += 1
@@ -293,7 +319,7 @@ def test_paths_of_shared_objects_and_of_callbacks():
     learn.other = learn.one
     graph = Graph(learn)
     assert [path for path, o in graph.objects.items() if o is learn.one] == ['learn.one']
-    assert kind_of('model_average') == 'others'
+    assert root_of('model_average') != 'model'
     assert graph.objects['model_average'] is learn.model_average
 
 

@@ -2,7 +2,7 @@
 import pytest
 
 from common import *
-from resume_layouts import WIDTH, accum, fastai_data, make, mlp, samples, with_valid
+from resume_layouts import WIDTH, Noisy, accum, fastai_data, make, mlp, samples, with_valid
 from resumed import Stops, assert_goes_on, learner, stop, train
 
 
@@ -49,7 +49,7 @@ DIFFERENCES = {
     'optimizer': (dict(opt_func=SGD), dict(opt_func=Adam), 'opt'),
     'loss': (dict(), dict(loss_func=F.l1_loss), 'loss_func'),
     'metrics': (dict(), dict(metrics=mse), 'metrics|AvgMetric'),
-    'shape of a weight': (dict(m=lambda: scaled(1)), dict(m=lambda: scaled(WIDTH)), r'scale.shape \[6\]'),
+    'shape of a weight': (dict(m=lambda: scaled(1)), dict(m=lambda: scaled(WIDTH)), r'scale.class Parameter \[6\]'),
     'names of layers': (dict(), dict(m=other_names), 'model'),
     'activation': (dict(), dict(m=relu), 'ReLU|Tanh|model'),
     'samples': (dict(), dict(dls=lambda: fastai_data(n=90)), 'dls.train'),
@@ -92,9 +92,20 @@ def test_a_text_of_a_callback_goes_on_with_the_earlier_value():
     assert learn.early_stopping.patience == 5
 
 
+def train_with_workers(kind, numbers):
+    return train(learner(dls=fastai_data(kind, num_workers=next(numbers))))
+
+
 @pytest.mark.long
-def test_another_number_of_workers_is_a_warning():
-    "Here the workers draw nothing, and the fit is the same"
-    n_workers = iter([0, 0, 1])
-    with pytest.warns(UserWarning, match='1 workers, not 0'):
-        assert_goes_on(lambda: train(learner(dls=fastai_data(num_workers=next(n_workers)))))
+def test_another_number_of_workers_is_silent_if_they_draw_nothing():
+    numbers = iter([0, 0, 1])
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', message='AutoResume')
+        assert_goes_on(lambda: train_with_workers(list, numbers))
+
+
+@pytest.mark.long
+def test_another_number_of_workers_is_a_warning_if_they_draw():
+    numbers = iter([0, 1])
+    stop(lambda: train_with_workers(Noisy, numbers))
+    with pytest.warns(UserWarning, match='1 workers, not 0'): train_with_workers(Noisy, numbers)

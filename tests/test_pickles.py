@@ -1,13 +1,15 @@
 "How parts are pickled: no file can run code, and digests are those of values"
 import pickle
+import subprocess
 from subprocess import Popen
 
 import pytest
 
 from common import *
 from fastxtend_accum.resuming.graph import Graph
-from fastxtend_accum.resuming.pickles import Digest
+from fastxtend_accum.resuming.pickles import Digest, method_of
 from resume_layouts import make
+from resumed import learner, train
 
 
 class Starts(Callback):
@@ -27,10 +29,40 @@ class Evil:
 @pytest.mark.parametrize('call,arg', [(os.mkdir, 'code-has-run'), (Popen, ['mkdir', 'code-has-run'])])
 def test_a_file_cannot_run_code(call, arg):
     content = io.BytesIO()
-    torch.save(dict(x=Evil(call, (arg,))), content)
-    with pytest.raises(pickle.UnpicklingError, match=f'this fit has no .*{call.__name__}'):
+    torch.save(dict(x=Evil(call, (arg,))), content, pickle_protocol=4)
+    with pytest.raises(pickle.UnpicklingError, match=f'cannot name .*{call.__name__}'):
         new_graph().read(content.getvalue())
     assert not Path('code-has-run').exists()
+
+
+class HoldsPython(Callback):
+    "Has functions of Python's library, which could run code"
+    def __init__(self):
+        self.calls = [subprocess.getoutput, os.system, exec]
+
+
+@pytest.mark.parametrize('call,arg', [
+    (subprocess.getoutput, 'mkdir code-has-run'), (os.system, 'mkdir code-has-run'), (exec, 'os.mkdir("code-has-run")')])
+def test_a_file_cannot_name_a_function_of_python_that_a_callback_holds(call, arg):
+    graph = Graph(fit(make(HoldsPython()), 1))
+    content = io.BytesIO()
+    torch.save(dict(x=Evil(call, (arg,))), content, pickle_protocol=4)
+    with pytest.raises(pickle.UnpicklingError, match=f'cannot name .*{call.__name__}'):
+        graph.read(content.getvalue())
+    assert call not in graph.objects.values()
+    assert not Path('code-has-run').exists()
+
+
+def test_a_file_cannot_call_a_method_of_a_path():
+    Path('precious').touch()
+    content = io.BytesIO()
+    torch.save(Evil(method_of, (Path('precious'), 'unlink')), content)
+    with pytest.raises(pickle.PicklingError, match='unlink'): new_graph().read(content.getvalue())
+
+
+@pytest.mark.filterwarnings('error:AutoResume')
+def test_a_function_of_python_that_does_not_change_needs_no_warning():
+    train(learner(HoldsPython()), n_epoch=1)
 
 
 def test_files_of_numpy_1_and_2_are_the_same():

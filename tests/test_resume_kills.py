@@ -67,7 +67,7 @@ def without_beginning_of_loader():
     init = Reader.__init__
 
     def init_with_other(self, graph, n_loaded, at_start=None, *args):
-        init(self, graph, n_loaded, graph.state('data')['rest'], *args)
+        init(self, graph, n_loaded, graph.state(of_data=True)['rest'], *args)
     Reader.__init__ = init_with_other
 
 

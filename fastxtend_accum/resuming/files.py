@@ -6,13 +6,14 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/files.html.md""
 
 # %% ../../nbs/resuming/06_files.ipynb #cd2e1154
 from __future__ import annotations
+from contextlib import suppress
 import atexit,io,weakref,zipfile
 
 from fastai.basics import *
 from filelock import FileLock,Timeout
 
 # %% auto #0
-__all__ = ['folders', 'whole_file', 'read_file', 'is_whole', 'Folder', 'remove_files_at_exit']
+__all__ = ['folders', 'whole_file', 'read_file', 'Folder', 'remove_files_at_exit']
 
 # %% ../../nbs/resuming/06_files.ipynb #7e8fb133
 @contextmanager
@@ -28,19 +29,13 @@ def whole_file(path:Path):
     finally: unfinished.unlink(missing_ok=True)  # it would take the last space of a full disk
 
 def read_file(path:Path)->bytes|None:
-    "Returns the content; None if there is no file"
+    "Returns the content; None if there is no file. Raises ValueError if its checksums, which `torch.load` ignores, fail"
     if not path.exists():
         return None
     content = path.read_bytes()
-    if is_whole(content):
-        return content
+    with suppress(zipfile.BadZipFile), zipfile.ZipFile(io.BytesIO(content)) as f:
+        if f.testzip() is None: return content
     raise ValueError(f'AutoResume: {path} is damaged: to start over, delete it or pass restart=True')
-
-def is_whole(content:bytes)->bool:
-    "Returns whether a PyTorch file matches its own checksums, which `torch.load` ignores"
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as f: return f.testzip() is None
-    except zipfile.BadZipFile: return False
 
 # %% ../../nbs/resuming/06_files.ipynb #4f77c5f2
 class Folder:

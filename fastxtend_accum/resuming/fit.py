@@ -11,11 +11,12 @@ import torch.distributed as dist
 from fastai.basics import *
 
 from ..windows.checks import warn_user
-from ..windows.processes import all_reduce_scalar,n_processes
+from ..windows.processes import all_reduce_scalar,inner_model,n_processes
 from .files import Folder,folders,read_file,whole_file
 from .graph import Graph
-from .identity import differences,may_differ,n_workers,settings_of,text_of
+from .identity import differences,draws_numbers,may_differ,n_workers,settings_of,text_of
 from .outside import restore_loggers,state_of_loggers
+from .parts import n_hooks
 from .reader import Reader
 from .signals import held_signals
 
@@ -48,6 +49,7 @@ class SavedFit:
         self.reader = None
         self.next_save = 0  # when to save, by optimizer steps or seconds; 0: it has not been saved
         self.rows = []  # of the epoch table
+        self.hooks = None  # how many each layer had when training began
 
 # %% ../../nbs/resuming/08_fit.ipynb #b7c2e04d
 # While it runs
@@ -55,24 +57,20 @@ class SavedFit:
 @patch
 def begin_epoch(self:SavedFit):
     "Keeps the state for the file, since a process that continues lets callbacks begin the epoch again"
-    self.at_epoch = self.graph.state('data', 'others')['rest']
+    self.at_epoch = self.graph.state()['rest']
 
 @patch
 def begin_training(self:SavedFit):
     """After all callbacks have begun the training part of an epoch: goes on if this is where the fit was saved, and
     lets the loop read by a Reader and save between windows"""
     loop = self.leader.loop
+    if self.hooks is None: self.hooks = self.count_hooks()
     at_place = ()
     if self.found:
         at_place = self.found['reader']
         self.go_on()
     self.reader = Reader(self.graph, loop.batches.n_loaded, *at_place)
     loop.hook_in(self.save_if_due, self.reader)
-
-@patch
-def end_training(self:SavedFit):
-    "Keeps the state, which a save in the validation writes"
-    self.trained = self.graph.state()
 
 @patch
 def end_epoch(self:SavedFit):
@@ -97,7 +95,7 @@ def save(self:SavedFit, place:dict|str, state:dict|None=None):
         content = self.content(place, state or self.graph.state())
         if self.rank == 0:
             with whole_file(self.path) as f: self.graph.write(content, f)
-            if not self.next_save: self.graph.read(read_file(self.path))  # what cannot be read is an error now
+            if not self.next_save: self.read_back()
     except Exception as e:
         reason = e.__context__ or e  # PyTorch hides that a disk is full, for example
         text = f'AutoResume cannot save {self.path}: {reason}'
@@ -109,9 +107,16 @@ def save(self:SavedFit, place:dict|str, state:dict|None=None):
 
 # %% ../../nbs/resuming/08_fit.ipynb #f6c1a210
 @patch
+def read_back(self:SavedFit):
+    "Reads the file, so that what cannot be read is an error at the first save"
+    for own in self.graph.read(read_file(self.path))['processes']: self.graph.read(own['rest'])
+
+@patch
 def content(self:SavedFit, place:dict|str, state:dict)->dict:
     "Returns what the file contains: process 0 writes for all"
     lost = [f'{text_of(part)} ({reason})' for part,reason in state['lost'].items()]
+    for name,n in self.count_hooks().items():
+        if n > self.hooks.get(name, 0): lost.append(f'a hook of {name} (it was added during the fit)')
     if lost:
         names = '; '.join(lost)
         warn_user(f'AutoResume does not keep {names}')  # Python shows it once
@@ -132,6 +137,11 @@ def content(self:SavedFit, place:dict|str, state:dict)->dict:
         loggers=self.loggers,
         weights=state['weights'],
         processes=of_all)
+
+@patch
+def count_hooks(self:SavedFit)->dict:
+    "Returns how many hooks each layer of the model has, by its name"
+    return {f'model.{name}':n_hooks(m) for name,m in inner_model(self.learn.model).named_modules()}
 
 @patch
 def clock(self:SavedFit)->Real:
@@ -156,7 +166,7 @@ def save_in_validation(self:SavedFit):
     weights into the model, as their average: `trained` shares the memory of the weights"""
     if not held_signals.is_waiting() or self.n_processes > 1: return
     digests = self.trained['digests']
-    now = self.graph.state('model', 'opt')['digests']
+    now = self.graph.state()['digests']
     for part in self.trained['weights']:
         if now[part] != digests[part]: return
     self.save('validation', self.trained)
@@ -197,10 +207,10 @@ def begin(self:SavedFit)->int:
 @patch
 def run_epoch(self:SavedFit):
     "Takes the place of `_do_epoch`. A fit that was saved in validation continues with the validation"
-    if self.found and self.found['place'] == 'validation':
-        self.go_on()
-        self.learn._do_epoch_validate()
-    else: self.learn._do_epoch()
+    if self.found and self.found['place'] == 'validation': self.go_on()
+    else: self.learn._do_epoch_train()
+    self.trained = self.graph.state()
+    self.learn._do_epoch_validate()
 
 # %% ../../nbs/resuming/08_fit.ipynb #4dacef38
 @patch
@@ -218,9 +228,9 @@ def check(self:SavedFit, found:dict):
                          "over, or another fname")
     workers = n_workers(self.learn.dls.train)
     before = found['n_workers']
-    if workers != before:
-        warn_user(f'AutoResume continues with {workers} workers, not {before}: if samples draw random numbers, or if '
-                  'each worker reads a part of the data, the next batches differ from those of a fit without a kill')
+    if workers != before and draws_numbers(self.graph, self.learn.dls.train):
+        warn_user(f'AutoResume continues with {workers} workers, not {before}: samples draw random numbers, or each '
+                  'worker reads a part of the data, so the next batches differ from those of a fit without a kill')
 
 @patch
 def restore(self:SavedFit):

@@ -16,7 +16,7 @@ from .parts import *
 from .pickles import *
 
 # %% auto #0
-__all__ = ['roots_of', 'kind_of', 'parts_of', 'Graph', 'named_in', 'Finder', 'moved']
+__all__ = ['roots_of', 'root_of', 'is_data', 'parts_of', 'Graph', 'named_in', 'Finder', 'moved']
 
 # %% ../../nbs/resuming/02_graph.ipynb #4ff7f8ce
 # Where the search begins
@@ -27,16 +27,18 @@ def roots_of(learn)->dict:
     res = dict(learn=learn, opt=learn.opt, model=inner_model(learn.model))
     for o in [*learn.metrics, *reversed(learn.cbs)]:
         name = type(o).__name__
-        while name in res or name in ('dls','generators'): name += "'"
+        while name in res: name += "'"
         res[name] = o
     res.update(zip(('dls.train','dls.valid'), learn.dls.loaders))
     return dict(res, dls=learn.dls, generators=SharedGenerators())
 
-def kind_of(path:str)->str:
-    "Returns what the object at a path belongs to: 'model', 'opt', 'data' (with the random generators), or 'others'"
-    root,_,_ = path.partition('.')
-    kinds = dict(model='model', opt='opt', dls='data', generators='data')
-    return kinds.get(root, 'others')
+def root_of(path:str)->str:
+    "Returns the root from which the object at a path was found, such as 'model'"
+    return path.partition('.')[0]
+
+def is_data(path:str)->bool:
+    "Returns whether the object at a path belongs to the data, as do the random generators"
+    return root_of(path) in ('dls','generators')
 
 def parts_of(path:str, o)->dict:
     """Returns the parts of an object: its attributes, and its content if it has one. The key of a part is the `path` of
@@ -55,92 +57,73 @@ class Graph(Paths):
     def __init__(self, learn):
         super().__init__()
         self.begun = {}  # digests of parts when the fit began
+        self.waiting = []  # paths of the objects whose parts are still to be searched
         self.pickling = pickling(self)
-        Finder(self).find(roots_of(learn))
+        for path,o in roots_of(learn).items():
+            self.add(path, o)
+        while self.waiting:
+            path = self.waiting.pop()
+            for part,value in parts_of(path, self.objects[path]).items():
+                with suppress(Exception): self.begun[part] = Finder(self, part, value).value
 
     def add(self, path:str, o):
-        "Gives a path to an object, and lets files name its class: during the fit, more objects of it may appear"
+        """Gives a path to an object, unless it has one, and to the layers and weights of a model. Lets files name its
+        class: during the fit, more objects of it may appear"""
+        if id(o) in self.paths: return
         self.objects[path] = o
         self.paths[id(o)] = path
+        self.waiting.append(path)
         self.begun[path,'class'] = type(o).__qualname__
-        if isinstance(o, Tensor):
-            self.begun[path,'shape'] = f'{list(o.shape)} {o.dtype}'
+        if isinstance(o, Tensor): self.begun[path,'class'] += f' {list(o.shape)} {o.dtype}'
         for named in [type(o), *named_in(type(o))]:
-            # Of Python's own library, some run code
-            if library_of(named) not in sys.stdlib_module_names: self.names.add(named)
+            self.add_named(named)
+        if isinstance(o, nn.Module):
+            for name,inner in [*o.named_modules(), *o.named_parameters(), *o.named_buffers()]:
+                self.add(f'{path}.{name}', inner)
 
 def named_in(kind:type)->list:
-    """Returns the classes and functions that the methods of a user's class name: during the fit they may set one as an
-    attribute, or make an object of it"""
+    """Returns what the methods of a user's class name: during the fit they may set such a function as an attribute, or
+    make an object of such a class"""
     module = sys.modules.get(kind.__module__)
     if '-packages' in str(getattr(module, '__file__', '')):  # it is installed
         return []
     res = []
     for f in vars(kind).values():
-        if not isinstance(f, types.FunctionType): continue
-        res += [f.__globals__.get(name) for name in f.__code__.co_names]
-    return [o for o in res if isinstance(o, (type,types.FunctionType))]
+        if isinstance(f, types.FunctionType): res += [f.__globals__.get(name) for name in f.__code__.co_names]
+    return res
 
 # %% ../../nbs/resuming/02_graph.ipynb #6b1d88f2
-class Finder:
-    """Finds what some objects reach, and gives all that it finds a path in a graph. It pickles the parts of objects: an
-    object in there that has no path yet gets the path of the part, and then its own parts are pickled"""
-    def __init__(self, graph:Graph):
-        self.graph = graph
-        self.place = ''  # the path of the part that is pickled
-        self.n_found = 0  # objects in that part
-        self.waiting = []  # paths of the objects whose parts have not been pickled
+class Finder(Digest):
+    "The digest of a part, which gives a path to each object in it that has none: the path of the part"
+    def __init__(self, graph:Graph, part:tuple, value):
+        self.part = part
+        self.n_found = 0  # objects that have got a path
+        super().__init__(graph, value, is_data(part[0]))
 
-    def find(self, roots:dict):
-        "Finds all that the roots reach, and makes digests of its parts"
-        for path,o in roots.items():
-            self.add(path, o)
-        while self.waiting:
-            path = self.waiting.pop()
-            is_data = kind_of(path) == 'data'
-            for part,value in parts_of(path, self.graph.objects[path]).items():
-                self.place = '.'.join(part)
-                self.n_found = 0
-                with suppress(Exception):
-                    self.graph.begun[part] = Digest(self, value, is_data).value
+    def reducer_override(self, o):
+        "Pickle calls it for each object"
+        self.paths.add_named(o)
+        needs_path = has_path(o) or self.is_kept_in_place(o)
+        if needs_path and id(o) not in self.paths.paths: self.add(o)
+        return super().reducer_override(o)
 
-    def add(self, path:str, o):
-        "Gives a path to an object and, if it is a model, to its layers and weights"
-        found = [(path, o)]
-        if isinstance(o, nn.Module):
-            for named in (o.named_modules(), o.named_parameters(), o.named_buffers()):
-                found += [(f'{path}.{name}', value) for name,value in named]
-        for path,o in found:
-            if id(o) in self.graph.paths: continue
-            self.graph.add(path, o)
-            self.waiting.append(path)
+    def is_kept_in_place(self, o)->bool:
+        """Returns whether `o` is a tensor that an object has as an attribute, outside of the data. It gets a path, so
+        that what shares its memory, as a weight may, still does after it was restored"""
+        _,name = self.part  # '' for a content, such as the values of a tensor
+        return isinstance(o, Tensor) and o.is_leaf and bool(name) and not self.is_data
 
-# %% ../../nbs/resuming/02_graph.ipynb #7c41d0aa
-@patch
-def reduced(self:Finder, o):
-    "Pickle calls it for each object: adds it to the graph, or the class or function to the names"
-    if is_found_by_name(o): self.graph.names.add(o)
-    needs_path = has_path(o) or self.is_kept_in_place(o)
-    if needs_path and id(o) not in self.graph.paths:
-        path = self.place
-        while path in self.graph.objects:
+    def add(self, o):
+        path = place = '.'.join(self.part)
+        while path in self.paths.objects:
             self.n_found += 1
-            path = f'{self.place}[{self.n_found}]'
-        self.add(path, o)
-    return self.graph.reduced(o)
-
-@patch
-def is_kept_in_place(self:Finder, o)->bool:
-    """Returns whether `o` is a tensor that an object has as an attribute, outside of the data. It gets a path, so that
-    what shares its memory, as a weight may, still does after it was restored"""
-    if kind_of(self.place) == 'data' or self.place.endswith('.'):  # a content, such as the values of a tensor
-        return False
-    return isinstance(o, Tensor) and o.is_leaf
+            path = f'{place}[{self.n_found}]'
+        self.paths.add(path, o)
 
 # %% ../../nbs/resuming/02_graph.ipynb #273a28a4
 @patch
-def state(self:Graph, *kinds:str)->dict:
-    """Returns the state of all objects, or of those of some `kinds`: `weights` and the tensors of the optimizer, which
+def state(self:Graph, of_data:bool=False)->dict:
+    """Returns the state of all objects, or only of those of the data: `weights` and the state of the optimizer, which
     are the same in all processes; the `rest`, pickled; the `digests` of all parts; and why some parts are `lost`,
     which no file can hold"""
     weights = {}
@@ -148,20 +131,17 @@ def state(self:Graph, *kinds:str)->dict:
     digests = {}
     lost = {}
     for path,o in self.objects.items():
-        kind = kind_of(path)
-        if kinds and kind not in kinds: continue
+        if of_data and not is_data(path): continue
         for part,value in parts_of(path, o).items():
-            try: digest = Digest(self, value, kind == 'data')
+            try: digest = Digest(self, value, is_data(path))
             except Exception as e:
                 lost[part] = str(e)
                 continue
             digests[part] = digest.value
-            has_changed = digest.value != self.begun.get(part)
-            # Not the functions of an optimizer, since a file is read before it is known to be of this fit
-            is_of_optimizer = kind == 'opt' and digest.n_bytes > 0
-            if is_of_optimizer or isinstance(o, nn.Parameter): weights[part] = value
-            elif not digest.is_large: rest[part] = value
-            elif has_changed: lost[part] = 'it is large'
+            if digest.not_kept:
+                if digest.value != self.begun.get(part): lost[part] = digest.not_kept
+            elif root_of(path) == 'opt' or isinstance(o, nn.Parameter): weights[part] = value
+            else: rest[part] = value
     file = io.BytesIO()
     self.write(rest, file)
     return dict(weights=weights, rest=file.getvalue(), digests=digests, lost=lost)

@@ -8,12 +8,13 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/identity.html.m
 from __future__ import annotations
 from fastai.basics import *
 
+from ..callback import WindowCallback
 from ..windows.processes import n_processes
 from .graph import Graph
-from .parts import generators,is_of_package
+from .parts import generators
 
 # %% auto #0
-__all__ = ['settings_of', 'text_of', 'differences', 'may_differ', 'n_workers']
+__all__ = ['settings_of', 'text_of', 'differences', 'may_differ', 'n_workers', 'draws_numbers']
 
 # %% ../../nbs/resuming/04_identity.ipynb #43fa87b6
 def settings_of(learn)->dict:
@@ -57,10 +58,21 @@ def may_differ(graph:Graph, part:tuple)->bool:
     "Returns whether a part is a number or a text of a callback, other than the callbacks of this package"
     path,_ = part
     o = graph.objects.get(path)
-    if not isinstance(o, Callback) or is_of_package(o):
+    if not isinstance(o, Callback) or isinstance(o, WindowCallback):
         return False
     return isinstance(graph.begun.get(part), str)
 
 def n_workers(dl)->int:
     loader = getattr(dl, 'fake_l', dl)  # fastai's loader has one of PyTorch's
     return getattr(loader, 'num_workers', 0)
+
+def draws_numbers(graph:Graph, dl)->bool:
+    """Returns whether the number of workers makes a difference: loading a sample changes something, such as a random
+    generator, of which each worker has a copy; or there are no single samples, but each worker reads a part"""
+    before = graph.state(of_data=True)['digests']
+    try:
+        if isinstance(dl, DataLoader): dl.do_batch([dl.do_item(0)])
+        else: dl.collate_fn([dl.dataset[0]])
+    except Exception:
+        return True
+    return graph.state(of_data=True)['digests'] != before

@@ -10,18 +10,20 @@ from contextlib import suppress
 import copyreg,io
 
 from fastai.basics import *
-from fastai.data.load import _FakeLoader
 from torch.utils.hooks import RemovableHandle
 
+from ..callback import WindowCallback
 from ..windows.state import random_states,restore_value,set_random_states
 
 # %% auto #0
-__all__ = ['generators', 'SharedGenerators', 'library_of', 'is_of_package', 'has_no_state', 'attributes_of', 'cells_of',
+__all__ = ['generators', 'SharedGenerators', 'library_of', 'is_of_python', 'has_no_state', 'n_hooks', 'attributes_of', 'cells_of',
            'set_attribute', 'content_of', 'set_content', 'content_of_tensor', 'set_tensor']
 
 # %% ../../nbs/resuming/00_parts.ipynb #75851d9e
 class SharedGenerators:
     "The random generators of Python, NumPy and PyTorch that all code shares, as one object"
+    get_state = staticmethod(random_states)
+    set_state = staticmethod(set_random_states)
 
 generators = SharedGenerators,random.Random,np.random.RandomState,np.random.Generator,torch.Generator
 
@@ -29,36 +31,36 @@ generators = SharedGenerators,random.Random,np.random.RandomState,np.random.Gene
 # Attributes
 
 # Libraries that show, that log to somewhere else, or that each process sets up by itself
-_outside = {'fastprogress','tqdm','rich','matplotlib','IPython','wandb','tensorboard','tensorboardX','comet_ml',
-            'mlflow','neptune','clearml','optuna','accelerate'}
+_outside = set('fastprogress tqdm rich matplotlib IPython wandb tensorboard tensorboardX comet_ml mlflow neptune '
+               'clearml optuna accelerate'.split())
 
-# Attributes that a process sets by itself, or that may differ
-_left_out = {
-    Learner:('model','dl','xb','yb','pred','loss_grad'),  # `DistributedTrainer` wraps the model, and the loaders
-    DataLoaders:('loaders',),
-    DataLoader:('it','_DataLoader__idxs'),
-    Callback:('start_epoch','accum_bs_of'),
-    (_FakeLoader,torch.utils.data.DataLoader):('num_workers','prefetch_factor')}
+# Attributes that a process sets by itself, or that may differ, by the name of the class that sets them. Both fastai and
+# PyTorch have a DataLoader. `DistributedTrainer` wraps the model and the loaders
+_left_out = set('Learner.model Learner.dl Learner.xb Learner.yb Learner.pred Learner.loss_grad DataLoaders.loaders '
+                'DataLoader.it DataLoader._DataLoader__idxs DataLoader.num_workers DataLoader.prefetch_factor '
+                '_FakeLoader.num_workers _FakeLoader.prefetch_factor Callback.start_epoch Callback.accum_bs_of'.split())
 
-def library_of(kind:type)->str:
-    return kind.__module__.partition('.')[0]
+def library_of(o)->str:
+    "Returns the library that defines a class or a function"
+    return str(o.__module__).partition('.')[0]
 
-def is_of_package(o)->bool:
-    "Returns whether `o` is a callback of this package: only these keep the loop of the fit, and list it so"
-    return 'loop' in getattr(type(o), '_stateattrs', ())
+def is_of_python(o)->bool:
+    "Returns whether a class or a function belongs to Python itself, of which some run code, such as `os.system`"
+    return library_of(o) in sys.stdlib_module_names
 
 def has_no_state(o, name:str, value)->bool:
     "Returns whether an attribute is useless in another process"
     if isinstance(value, (io.IOBase,RemovableHandle)) or library_of(type(value)) in _outside:
         return True
-    if isinstance(o, nn.Module) and 'hooks' in name:  # their keys are numbers of this process
+    if isinstance(o, nn.Module) and name.endswith('hooks'):  # their keys are numbers of this process: see `n_hooks`
         return True
-    if is_of_package(o) and name in o._stateattrs:
+    if isinstance(o, WindowCallback) and name in o._stateattrs:
         return True
-    for kind,names in _left_out.items():
-        if isinstance(o, kind) and name in names:
-            return True
-    return False
+    return any(f'{kind.__name__}.{name}' in _left_out for kind in type(o).__mro__)
+
+def n_hooks(m:nn.Module)->int:
+    "Returns how many hooks a layer has"
+    return sum(len(value) for name,value in vars(m).items() if name.endswith('_hooks'))
 
 # %% ../../nbs/resuming/00_parts.ipynb #0afe9ee0
 def attributes_of(o)->dict:
@@ -69,8 +71,7 @@ def attributes_of(o)->dict:
         for name,cell in cells_of(o).items():
             with suppress(ValueError): res[name] = cell.cell_contents  # if it holds something yet
         return res
-    is_of_python = library_of(type(o)) in sys.stdlib_module_names
-    if is_of_python and not isinstance(o, SimpleNamespace):
+    if is_of_python(type(o)) and not isinstance(o, SimpleNamespace):
         return {}
     for name in copyreg._slotnames(type(o)):
         if hasattr(o, name): res[name] = getattr(o, name)
@@ -97,8 +98,6 @@ def content_of(o):
     "Returns what a tensor, a random generator, or a list or dict with attributes contains; None if nothing"
     if isinstance(o, Tensor):
         return content_of_tensor(o)
-    if isinstance(o, SharedGenerators):
-        return random_states()
     if isinstance(o, random.Random):
         return o.getstate()
     if isinstance(o, np.random.Generator):
@@ -112,7 +111,6 @@ def content_of(o):
 def set_content(o, content):
     "Sets, in place, what `content_of` has returned"
     if isinstance(o, Tensor): set_tensor(o, *content)
-    elif isinstance(o, SharedGenerators): set_random_states(content)
     elif isinstance(o, random.Random): o.setstate(content)
     elif isinstance(o, np.random.Generator):
         o.bit_generator.state = content

@@ -6,8 +6,8 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/pickles.html.md
 
 # %% ../../nbs/resuming/01_pickles.ipynb #0a4b96e6
 from __future__ import annotations
-from collections import Counter,OrderedDict,deque
-from fractions import Fraction
+from collections import ChainMap,Counter,OrderedDict,deque
+from numbers import Number
 from pathlib import PurePath
 import io,pickle,zlib
 
@@ -15,100 +15,108 @@ from fastai.basics import *
 from torch._weights_only_unpickler import _get_allowed_globals
 from torch.storage import TypedStorage
 
-from .parts import generators
+from .parts import generators,is_of_python
 
 # %% auto #0
-__all__ = ['LONG', 'LARGE', 'SAMPLE', 'is_value', 'has_path', 'is_found_by_name', 'object_at', 'method_of', 'Paths', 'pickling',
-           'Digest']
+__all__ = ['LONG', 'LARGE', 'SAMPLE', 'is_value', 'name_of', 'has_path', 'object_at', 'method_of', 'may_name', 'Paths',
+           'pickling', 'Digest']
 
 # %% ../../nbs/resuming/01_pickles.ipynb #ae7512fa
 # What is pickled by its value
 
 _plain = type(None),bool,int,float,str
 _containers = tuple,list,dict,set,frozenset,deque,OrderedDict,defaultdict,Counter,partial
-_values = *_plain,complex,bytes,tuple,range,slice,PurePath,np.generic,torch.dtype,torch.device,Tensor
+_values = (type(None),Number,str,bytes,tuple,range,slice,PurePath,np.generic,np.ndarray,np.dtype,torch.dtype,
+           torch.device,Tensor)
 
 def is_value(kind:type)->bool:
     "Returns whether objects of this class are numbers, texts, tensors or containers, which any process can make"
     # A container of a subclass, such as fastai's L or a model's dict, may have attributes, so it is none
     return kind in _containers or issubclass(kind, _values)
 
+def name_of(o)->str|None:
+    "Returns the name by which pickle finds a class or a function; None if `o` is neither, or no module has it"
+    if not isinstance(o, (type,types.FunctionType,types.BuiltinFunctionType)):
+        return None
+    is_found = nested_attr(sys.modules.get(o.__module__), o.__qualname__) is o
+    return f'{o.__module__}.{o.__qualname__}' if is_found else None
+
 def has_path(o)->bool:
     "Returns whether a path stands for an object. Others are pickled by value or by name, or cannot be pickled"
-    if is_value(type(o)) or is_found_by_name(o):
-        return False
-    is_other = isinstance(o, (np.ndarray,np.dtype,types.MethodType))
-    return not is_other and not hasattr(type(o), '__next__')
-
-def is_found_by_name(o)->bool:
-    "Returns whether `o` is a class or a function, which pickle finds by its name"
-    is_named = isinstance(o, (type,types.FunctionType))
-    return is_named and nested_attr(sys.modules.get(o.__module__), o.__qualname__) is o
+    has_none = is_value(type(o)) or isinstance(o, types.MethodType) or hasattr(type(o), '__next__')
+    return not has_none and not name_of(o)
 
 # %% ../../nbs/resuming/01_pickles.ipynb #4dea4728
-# What a pickle may name
+# What a pickle may name: what makes numbers, texts, containers, arrays and tensors. A foreign file cannot run other code
 
 def object_at(path:str):
     "Stands in a pickle for the function that finds the object at a path: see `Paths.find_class`"
 
 def method_of(o, name:str):
     "Returns a method that `o` has from its class; if `o` is a class, the class method that it has or inherits"
-    if not isinstance(o, type): return getattr(type(o), name).__get__(o)
+    kind = o if isinstance(o, type) else type(o)
+    if is_of_python(kind):
+        raise pickle.PicklingError(f'it has {kind.__name__}.{name}')  # such as `Path.unlink`
+    if kind is not o: return getattr(kind, name).__get__(o)
     # Not `getattr`, since fastai replaces `PILMask.create` by a transform that holds this method
-    candidates = [vars(kind).get(name) for kind in o.__mro__]
+    candidates = [vars(parent).get(name) for parent in kind.__mro__]
     method = first(candidates, lambda candidate: isinstance(candidate, classmethod))
-    return method.__get__(None, o)
+    return method.__get__(None, kind)
 
 # Of these functions NumPy's pickles make arrays and numbers
 _array_of,*_ = np.array(0).__reduce__()
 _number_of,*_ = np.float32(0).__reduce__()
-_of_numpy = _array_of,_number_of,np.dtype,np.ndarray
+_makers = object_at,method_of,_array_of,_number_of,SimpleNamespace,*generators
+
+def may_name(o)->bool:
+    "Returns whether a pickle may name a class or function"
+    is_class_of_values = isinstance(o, type) and is_value(o)
+    return is_class_of_values or o in _makers or name_of(o) in _get_allowed_globals()  # that PyTorch calls safe
 
 # %% ../../nbs/resuming/01_pickles.ipynb #0c12a0a5
 class Paths:
-    """The objects for which a path stands in a pickle, because each process has its own, and the classes and functions
-    that a pickle may name. Since it can name no others, a foreign file cannot run code"""
+    """The objects for which a path stands in a pickle, because each process has its own. The path of a class or function
+    is its name"""
     def __init__(self):
         self.objects = {}  # by path
-        self.paths = {}  # by the id of the object
-        self.names = {object_at, method_of, Fraction, SimpleNamespace, *generators, *_of_numpy}
+        self.named = {}  # classes and functions, by name
+        self.paths = {}  # by the id of the object, class or function
 
-    def may_name(self, o)->bool:
-        "Returns whether a pickle may name a class or function"
-        if isinstance(o, type) and is_value(o):
-            return True
-        name = f'{o.__module__}.{o.__qualname__}'
-        return o in self.names or name in _get_allowed_globals()
+    def add_named(self, o):
+        "Lets files refer to a class or function, unless it is one of Python's: some run code, as `os.system` does"
+        name = name_of(o)
+        if not name or is_of_python(o) or may_name(o): return
+        self.named[name] = o
+        self.paths[id(o)] = name
 
     def reduced(self, o):
         """Returns a function that makes `o`, and its arguments; NotImplemented if `o` knows that itself. Pickle asks
         for everything but Python's numbers, texts and containers"""
-        kind = type(o)
         path = self.paths.get(id(o))
-        if hasattr(kind, '__next__'):
-            raise pickle.PicklingError('it is an iterator')
         if path:
             return object_at,(path,)
-        if kind is types.MethodType:
-            return method_of,(o.__self__, o.__name__)
-        if isinstance(o, np.ndarray):
-            return np.asarray(o).__reduce__()
-        is_named = isinstance(o, (type,types.FunctionType,types.BuiltinFunctionType))
-        if is_named and not self.may_name(o):
-            raise pickle.PicklingError(f'it has {o.__module__}.{o.__qualname__}')
-        return NotImplemented
+        if hasattr(type(o), '__next__'):
+            raise pickle.PicklingError('it is an iterator')
+        if isinstance(o, types.MethodType):
+            return self.reduced_method(o)
+        return np.asarray(o).__reduce__() if isinstance(o, np.ndarray) else NotImplemented
+
+    def reduced_method(self, o):
+        "Returns `method_of` and its arguments. Raises PicklingError for a method that is only an attribute"
+        if method_of(o.__self__, o.__name__) != o:
+            raise pickle.PicklingError(f'no class has its method {o.__name__}')
+        return method_of,(o.__self__, o.__name__)
 
     def find_class(self, module:str, name:str):
         "Returns the class or function that a pickle names. Raises UnpicklingError if it may not"
-        o = _get_allowed_globals().get(f'{module}.{name}')  # those that PyTorch calls safe
+        if module == 'numpy.core.multiarray': module = _array_of.__module__  # its name in NumPy 1
+        o = _get_allowed_globals().get(f'{module}.{name}')
         if o is not None:
             return o
-        if module in ('numpy.core.multiarray','numpy._core.multiarray'):  # in NumPy 1, and in NumPy 2
-            module = _array_of.__module__
         o = nested_attr(sys.modules.get(module), name)
-        if o is None or not self.may_name(o):
-            raise pickle.UnpicklingError(f'this fit has no {module}.{name}')
-        return self.objects.get if o is object_at else o
+        if not may_name(o):
+            raise pickle.UnpicklingError(f'a file of AutoResume cannot name {module}.{name}')
+        return ChainMap(self.objects, self.named).get if o is object_at else o
 
 # %% ../../nbs/resuming/01_pickles.ipynb #5e1f3c20
 def pickling(paths:Paths):
@@ -130,7 +138,7 @@ SAMPLE = 2**16 # bytes or elements
 class Digest(pickle.Pickler):
     "The digest of a value, which is the same in another process"
     def __init__(self,
-        paths, # `Paths`, or whatever has its `reduced`
+        paths:Paths,
         value,
         is_data:bool=False, # Whether the value belongs to the data, of which large ones are not written
     ):
@@ -140,15 +148,19 @@ class Digest(pickle.Pickler):
         self.paths = paths
         self.is_data = is_data
         self.n_bytes = 0  # in the tensors and arrays of the value
+        self.not_kept = None  # why no file may hold the value, if there is a reason
         self.dump(value)
         # The text of a number or a text, so that users can read what differs; else a checksum
         self.value = zlib.crc32(file.getvalue())
-        if type(value) in _plain:
-            text = repr(value)
-            if len(text) <= 100: self.value = text
-        self.is_large = is_data and self.n_bytes > LARGE
+        if type(value) in _plain and len(str(value)) <= 100: self.value = repr(value)
+        if is_data and self.n_bytes > LARGE: self.not_kept = 'it is large'
 
-    def reducer_override(self, o): return self.paths.reduced(o)
+    def reducer_override(self, o):
+        "Pickle calls it for each object"
+        reduced = self.paths.reduced(o)
+        is_named = reduced is NotImplemented and name_of(o)
+        if is_named and not may_name(o): self.not_kept = f'it has {name_of(o)}'
+        return reduced
 
     def persistent_id(self, o):
         """Pickle calls it for all that a value contains, and writes what it returns, if not None, instead of the

@@ -44,21 +44,17 @@ class Reader:
         # A window may remain after the last batch. Reading to the end again would draw the random numbers again that a
         # DataLoader draws at its end
         if self.has_ended: return
-        now = self.graph.state('data')['rest']
-        if self.n_loaded: yield from self.rest_of(dl, now)
-        else:
-            self.at_start = now
-            self.stateful = stateful(dl)
-            yield from dl
-        self.has_ended = True
-
-    def rest_of(self, dl, now:bytes)->Iterator:
-        "Returns the batches that have not been loaded. The state of the data afterwards is `now`, as it was saved"
-        self.graph.restore(self.at_start)
+        now = self.graph.state(of_data=True)['rest']
+        if self.n_loaded: self.graph.restore(self.at_start)
+        else: self.at_start = now
         self.stateful = stateful(dl)
-        if self.stateful is not None: self.stateful.load_state_dict(self.place)
+        n_to_drop = self.n_loaded
+        if self.stateful is not None and n_to_drop:
+            self.stateful.load_state_dict(self.place)
+            n_to_drop = 0
         batches = iter(dl)
-        n_to_drop = self.n_loaded if self.stateful is None else 0
-        for _ in range(n_to_drop): next(batches, None)
-        self.graph.restore(now)
-        return batches
+        if self.n_loaded:
+            for _ in range(n_to_drop): next(batches, None)
+            self.graph.restore(now)  # as it was saved, after these batches
+        yield from batches
+        self.has_ended = True
