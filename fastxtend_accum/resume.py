@@ -31,7 +31,7 @@ class AutoResume(WindowCallback):
     run_valid = True
     lead_rank = 3
     _stateattrs = *WindowCallback._stateattrs,'saved_fit'
-    saved_fit = None  # in a copy, too
+    saved_fit = None  # the `SavedFit` while a fit runs
     def __init__(self,
         every:int|None=None, # Optimizer steps between saves; None: go by `minutes`
         minutes:Real=5, # Minutes between saves; more if saving takes more than 5% of the time
@@ -40,7 +40,6 @@ class AutoResume(WindowCallback):
         verbose:bool=True, # Print where a fit resumes
     ):
         store_attr()
-        self.saved_fit = None  # while a fit runs
         self.read_settings()
 
     def read_settings(self):

@@ -5,7 +5,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from common import *
 from fastxtend_accum.resuming.graph import Graph, root_of
-from resume_layouts import WIDTH, fastai_data, make, samples, with_valid
+from resume_layouts import fastai_data, make, mlp, samples, with_valid
 from resumed import Stops, assert_goes_on, learner, train
 
 SITUATIONS = {}
@@ -245,6 +245,16 @@ class SetsEpoch(Callback):
 def sampler_that_counts_epochs():
     dl = TorchLoader(samples(), 4, sampler=EpochSampler())
     return train(learner(SetsEpoch(), dls=with_valid(dl)))
+
+
+def doubled(self, x): return 2*nn.Sequential.forward(self, x)
+
+
+@situation
+def method_that_no_class_has():
+    m = mlp()
+    m.forward = types.MethodType(doubled, m)
+    return train(learner(m=m))
 
 
 @pytest.mark.thin(5)

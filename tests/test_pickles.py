@@ -39,6 +39,7 @@ class HoldsPython(Callback):
     "Has functions of Python's library, which could run code"
     def __init__(self):
         self.calls = [subprocess.getoutput, os.system, exec]
+        self.remove = Path().unlink
 
 
 @pytest.mark.parametrize('call,arg', [
@@ -53,11 +54,10 @@ def test_a_file_cannot_name_a_function_of_python_that_a_callback_holds(call, arg
     assert not Path('code-has-run').exists()
 
 
-def test_a_file_cannot_call_a_method_of_a_path():
-    Path('precious').touch()
+def test_a_file_cannot_have_a_method_of_a_path():
     content = io.BytesIO()
     torch.save(Evil(method_of, (Path('precious'), 'unlink')), content)
-    with pytest.raises(pickle.PicklingError, match='unlink'): new_graph().read(content.getvalue())
+    assert new_graph().read(content.getvalue()) is None
 
 
 @pytest.mark.filterwarnings('error:AutoResume')

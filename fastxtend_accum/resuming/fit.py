@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fastai.basics import *
 
 from ..windows.checks import warn_user
-from ..windows.processes import all_reduce_scalar,inner_model,n_processes
+from ..windows.processes import all_reduce_scalar,n_processes
 from .files import Folder,folders,read_file,whole_file
 from .graph import Graph
 from .identity import differences,draws_numbers,may_differ,n_workers,settings_of,text_of
@@ -109,17 +109,18 @@ def save(self:SavedFit, place:dict|str, state:dict|None=None):
 @patch
 def read_back(self:SavedFit):
     "Reads the file, so that what cannot be read is an error at the first save"
-    for own in self.graph.read(read_file(self.path))['processes']: self.graph.read(own['rest'])
+    content = self.graph.read(read_file(self.path))
+    for own in content['processes']:
+        self.graph.read(own['rest'])
 
 @patch
 def content(self:SavedFit, place:dict|str, state:dict)->dict:
     "Returns what the file contains: process 0 writes for all"
     lost = [f'{text_of(part)} ({reason})' for part,reason in state['lost'].items()]
     for name,n in self.count_hooks().items():
-        if n > self.hooks.get(name, 0): lost.append(f'a hook of {name} (it was added during the fit)')
-    if lost:
-        names = '; '.join(lost)
-        warn_user(f'AutoResume does not keep {names}')  # Python shows it once
+        if n > self.hooks.get(name, 0):
+            lost.append(f'a hook of {name} (it was added during the fit)')
+    if lost: warn_user(f"AutoResume does not keep {'; '.join(lost)}")  # Python shows it once
     own = dict(
         place=place,
         begun=self.graph.begun,
@@ -141,7 +142,8 @@ def content(self:SavedFit, place:dict|str, state:dict)->dict:
 @patch
 def count_hooks(self:SavedFit)->dict:
     "Returns how many hooks each layer of the model has, by its name"
-    return {f'model.{name}':n_hooks(m) for name,m in inner_model(self.learn.model).named_modules()}
+    layers = self.graph.objects['model'].named_modules()
+    return {f'model.{name}':n_hooks(m) for name,m in layers}
 
 @patch
 def clock(self:SavedFit)->Real:
@@ -217,18 +219,20 @@ def run_epoch(self:SavedFit):
 def check(self:SavedFit, found:dict):
     """Raises ValueError if this fit is not the one that was saved. Warns of numbers and texts of callbacks that differ,
     for which it takes the file's, and of another number of workers"""
+    errors = []
     differ = differences(self.graph, found['begun'], found['digests'])
-    for part in [part for part in differ if may_differ(self.graph, part)]:
-        warn_user(f'AutoResume continues with the earlier value: this fit has {differ.pop(part)}')
-    if differ:
-        first_ones = list(differ.values())[:8]
-        errors = '; '.join(first_ones)
-        raise ValueError(f'this fit cannot be resumed from {self.path}, since it has {errors}: use the same '
-                         "settings, seed the split of the data and lr_find, or pass AutoResume(restart=True) to start "
-                         "over, or another fname")
-    workers = n_workers(self.learn.dls.train)
+    for part,text in differ.items():
+        if may_differ(self.graph, part):
+            warn_user(f'AutoResume continues with the earlier value: this fit has {text}')
+        else: errors.append(text)
+    if errors:
+        raise ValueError(f"this fit cannot be resumed from {self.path}, since it has {'; '.join(errors[:8])}: use the "
+                         "same settings, seed the split of the data and lr_find, or pass AutoResume(restart=True) to "
+                         "start over, or another fname")
+    dl = self.learn.dls.train
+    workers = n_workers(dl)
     before = found['n_workers']
-    if workers != before and draws_numbers(self.graph, self.learn.dls.train):
+    if workers != before and draws_numbers(self.graph, dl):
         warn_user(f'AutoResume continues with {workers} workers, not {before}: samples draw random numbers, or each '
                   'worker reads a part of the data, so the next batches differ from those of a fit without a kill')
 
@@ -238,10 +242,12 @@ def restore(self:SavedFit):
     found = self.found
     self.graph.restore(found['rest'], found['weights'])
     now = self.graph.state()['digests']
-    differ = [text_of(part) for part,digest in found['digests'].items() if now.get(part) != digest]
+    differ = []
+    for part,digest in found['digests'].items():
+        if now.get(part) != digest:
+            differ.append(text_of(part))
     if differ:
-        names = ', '.join(differ[:8])
-        raise ValueError(f'AutoResume could not restore {names}')
+        raise ValueError(f"AutoResume could not restore {', '.join(differ[:8])}")
 
 @patch
 def go_on(self:SavedFit):

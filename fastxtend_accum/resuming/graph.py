@@ -63,8 +63,10 @@ class Graph(Paths):
             self.add(path, o)
         while self.waiting:
             path = self.waiting.pop()
-            for part,value in parts_of(path, self.objects[path]).items():
-                with suppress(Exception): self.begun[part] = Finder(self, part, value).value
+            o = self.objects[path]
+            for part,value in parts_of(path, o).items():
+                with suppress(Exception):  # what no file can hold
+                    self.begun[part] = Finder(self, part, value).value
 
     def add(self, path:str, o):
         """Gives a path to an object, unless it has one, and to the layers and weights of a model. Lets files name its
@@ -73,13 +75,15 @@ class Graph(Paths):
         self.objects[path] = o
         self.paths[id(o)] = path
         self.waiting.append(path)
-        self.begun[path,'class'] = type(o).__qualname__
-        if isinstance(o, Tensor): self.begun[path,'class'] += f' {list(o.shape)} {o.dtype}'
+        kind = type(o).__qualname__
+        if isinstance(o, Tensor): kind += f' {list(o.shape)} {o.dtype}'
+        self.begun[path,'class'] = kind
         for named in [type(o), *named_in(type(o))]:
             self.add_named(named)
         if isinstance(o, nn.Module):
-            for name,inner in [*o.named_modules(), *o.named_parameters(), *o.named_buffers()]:
-                self.add(f'{path}.{name}', inner)
+            inner = *o.named_modules(),*o.named_parameters(),*o.named_buffers()
+            for name,value in inner:
+                self.add(f'{path}.{name}', value)
 
 def named_in(kind:type)->list:
     """Returns what the methods of a user's class name: during the fit they may set such a function as an attribute, or
@@ -89,7 +93,8 @@ def named_in(kind:type)->list:
         return []
     res = []
     for f in vars(kind).values():
-        if isinstance(f, types.FunctionType): res += [f.__globals__.get(name) for name in f.__code__.co_names]
+        if isinstance(f, types.FunctionType):
+            res += [f.__globals__.get(name) for name in f.__code__.co_names]
     return res
 
 # %% ../../nbs/resuming/02_graph.ipynb #6b1d88f2
@@ -104,14 +109,18 @@ class Finder(Digest):
         "Pickle calls it for each object"
         self.paths.add_named(o)
         needs_path = has_path(o) or self.is_kept_in_place(o)
-        if needs_path and id(o) not in self.paths.paths: self.add(o)
+        if needs_path and id(o) not in self.paths.paths:
+            self.add(o)
         return super().reducer_override(o)
 
     def is_kept_in_place(self, o)->bool:
         """Returns whether `o` is a tensor that an object has as an attribute, outside of the data. It gets a path, so
         that what shares its memory, as a weight may, still does after it was restored"""
-        _,name = self.part  # '' for a content, such as the values of a tensor
-        return isinstance(o, Tensor) and o.is_leaf and bool(name) and not self.is_data
+        _,name = self.part
+        is_content = not name  # such as the values of a tensor
+        if self.is_data or is_content:
+            return False
+        return isinstance(o, Tensor) and o.is_leaf
 
     def add(self, o):
         path = place = '.'.join(self.part)
@@ -138,10 +147,13 @@ def state(self:Graph, of_data:bool=False)->dict:
                 lost[part] = str(e)
                 continue
             digests[part] = digest.value
-            if digest.not_kept:
-                if digest.value != self.begun.get(part): lost[part] = digest.not_kept
-            elif root_of(path) == 'opt' or isinstance(o, nn.Parameter): weights[part] = value
-            else: rest[part] = value
+            has_changed = digest.value != self.begun.get(part)
+            is_shared = isinstance(o, nn.Parameter) or root_of(path) == 'opt'
+            if digest.not_kept is None:
+                kept = weights if is_shared else rest
+                kept[part] = value
+            elif has_changed:
+                lost[part] = digest.not_kept
     file = io.BytesIO()
     self.write(rest, file)
     return dict(weights=weights, rest=file.getvalue(), digests=digests, lost=lost)

@@ -46,12 +46,9 @@ def differences(graph:Graph, begun:dict, digests:dict)->dict:
         is_seeded = not name and isinstance(o, (Tensor,*generators))  # and may have another seed
         if now == then or has_changed or is_seeded: continue
         text = text_of(part)
-        if now is None:
-            res[part] = f'no {text}'
-        elif isinstance(then, str):
-            res[part] = f'{text} {now}, not {then}'
-        else:
-            res[part] = text
+        if now is None: text = f'no {text}'
+        elif isinstance(then, str): text += f' {now}, not {then}'
+        res[part] = text
     return res
 
 def may_differ(graph:Graph, part:tuple)->bool:

@@ -56,11 +56,15 @@ def has_no_state(o, name:str, value)->bool:
         return True
     if isinstance(o, WindowCallback) and name in o._stateattrs:
         return True
-    return any(f'{kind.__name__}.{name}' in _left_out for kind in type(o).__mro__)
+    for kind in type(o).__mro__:
+        if f'{kind.__name__}.{name}' in _left_out:
+            return True
+    return False
 
 def n_hooks(m:nn.Module)->int:
     "Returns how many hooks a layer has"
-    return sum(len(value) for name,value in vars(m).items() if name.endswith('_hooks'))
+    hooks = [value for name,value in vars(m).items() if name.endswith('_hooks')]
+    return sum(map(len, hooks))
 
 # %% ../../nbs/resuming/00_parts.ipynb #0afe9ee0
 def attributes_of(o)->dict:

@@ -43,7 +43,8 @@ def name_of(o)->str|None:
 
 def has_path(o)->bool:
     "Returns whether a path stands for an object. Others are pickled by value or by name, or cannot be pickled"
-    has_none = is_value(type(o)) or isinstance(o, types.MethodType) or hasattr(type(o), '__next__')
+    kind = type(o)
+    has_none = is_value(kind) or kind is types.MethodType or hasattr(kind, '__next__')
     return not has_none and not name_of(o)
 
 # %% ../../nbs/resuming/01_pickles.ipynb #4dea4728
@@ -53,15 +54,14 @@ def object_at(path:str):
     "Stands in a pickle for the function that finds the object at a path: see `Paths.find_class`"
 
 def method_of(o, name:str):
-    "Returns a method that `o` has from its class; if `o` is a class, the class method that it has or inherits"
+    "Returns the method that an object has from its class, or the class method that a class has; None if there is none"
     kind = o if isinstance(o, type) else type(o)
-    if is_of_python(kind):
-        raise pickle.PicklingError(f'it has {kind.__name__}.{name}')  # such as `Path.unlink`
-    if kind is not o: return getattr(kind, name).__get__(o)
+    if is_of_python(kind): return None  # such as `Path.unlink`
     # Not `getattr`, since fastai replaces `PILMask.create` by a transform that holds this method
     candidates = [vars(parent).get(name) for parent in kind.__mro__]
-    method = first(candidates, lambda candidate: isinstance(candidate, classmethod))
-    return method.__get__(None, kind)
+    method = first(candidates, risinstance((types.FunctionType,classmethod)))
+    owner = None if kind is o else o
+    return method and method.__get__(owner, kind)
 
 # Of these functions NumPy's pickles make arrays and numbers
 _array_of,*_ = np.array(0).__reduce__()
@@ -97,15 +97,9 @@ class Paths:
             return object_at,(path,)
         if hasattr(type(o), '__next__'):
             raise pickle.PicklingError('it is an iterator')
-        if isinstance(o, types.MethodType):
-            return self.reduced_method(o)
+        if isinstance(o, types.MethodType) and method_of(o.__self__, o.__name__) == o:
+            return method_of,(o.__self__, o.__name__)
         return np.asarray(o).__reduce__() if isinstance(o, np.ndarray) else NotImplemented
-
-    def reduced_method(self, o):
-        "Returns `method_of` and its arguments. Raises PicklingError for a method that is only an attribute"
-        if method_of(o.__self__, o.__name__) != o:
-            raise pickle.PicklingError(f'no class has its method {o.__name__}')
-        return method_of,(o.__self__, o.__name__)
 
     def find_class(self, module:str, name:str):
         "Returns the class or function that a pickle names. Raises UnpicklingError if it may not"
@@ -152,8 +146,11 @@ class Digest(pickle.Pickler):
         self.dump(value)
         # The text of a number or a text, so that users can read what differs; else a checksum
         self.value = zlib.crc32(file.getvalue())
-        if type(value) in _plain and len(str(value)) <= 100: self.value = repr(value)
-        if is_data and self.n_bytes > LARGE: self.not_kept = 'it is large'
+        is_short = type(value) in _plain and len(str(value)) <= 100
+        if is_short:
+            self.value = repr(value)
+        if is_data and self.n_bytes > LARGE:
+            self.not_kept = 'it is large'
 
     def reducer_override(self, o):
         "Pickle calls it for each object"
