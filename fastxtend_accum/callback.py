@@ -134,8 +134,7 @@ def begin_epoch(self:WindowCallback):
     place = self.place
     self.place = None
     is_first = loop.batches is None  # epoch of the loop
-    if place is not None: carried = carried_sizes(place['batches'])
-    else: carried = [] if is_first else loop.batches.left_over
+    carried = self.carried_batches(place)
     plan = self.plan_epoch(learn.dl, loop.fit.processes.n, carried)
     self.check_sizes(plan)  # a callback may change them, or the DataLoader, between epochs
     if is_first: self.check(plan)
@@ -145,6 +144,13 @@ def begin_epoch(self:WindowCallback):
     learn.dl = loop.batches
     loop.progress.begin_epoch()
     if place is not None: loop.go_to(place)
+
+@patch
+def carried_batches(self:WindowCallback, place:dict|None)->list[LoaderBatch]:
+    "Returns the batches that the epoch before this one has left; without data if this one goes on from `place`"
+    if place is not None: return carried_sizes(place['batches'])
+    last = self.loop.batches  # None in the first epoch
+    return [] if last is None else last.left_over
 
 @patch
 def begin_epoch_at(self:WindowCallback, place:dict):

@@ -215,8 +215,9 @@ def begin_round(self:WindowLoop):
     """Sends `before_batch`, first to callbacks that prepare batches. If they cancel the first batch of a window, the
     next one takes its place in the same round, so that all others see each window once"""
     while not self.prepare_batch():
-        is_round_over = not self.settings.log_accum_batch or self.is_complete()
-        if is_round_over or not self.batches.advance(): raise CancelBatchException
+        may_go_on = self.settings.log_accum_batch and not self.is_complete()
+        has_next = may_go_on and self.batches.advance()
+        if not has_next: raise CancelBatchException  # for all callbacks, from `around`
         self.end_batch(counts=False)  # the events that the cancelled batch has not had yet
         self.load_batch()
     self.send.to_others('before_batch')
@@ -243,8 +244,8 @@ def run_window(self:WindowLoop)->bool:
         last_counts = self.run_next_batch()
     if not self.window.losses.samples: return False  # all were cancelled: loggers see one cancelled batch, as in fastai
     has_step = self.window.is_full or self.batches.plan.remainder == 'step'  # else its batches are dropped or carried
-    has_loss = has_step and self.close_window() not in skipped
-    if not has_loss:
+    outcome = self.close_window() if has_step else None
+    if outcome is None or outcome in skipped:
         self.loggers.pause_recorders()
         self.learn.loss = loss_before
         return False
