@@ -32,18 +32,18 @@ __all__ = ['GradientAccumulation', 'can_be_smaller']
 
 # %% ../nbs/00_accumulation.ipynb #d094627a
 class GradientAccumulation(WindowCallback):
-    "Accumulate gradients over `accum_bs` samples, then step as for one batch of that size"
+    "Accumulate gradients over `accum_bs` samples, then take an optimizer step as for one batch of that size"
     lead_rank = 0
     def __init__(self,
-        accum_bs:int|None=None, # Samples per step, over all processes; None: 32, or `bs` when splitting loader batches
+        accum_bs:int|None=None, # Samples per step, over all processes; None: 32, or `bs` if `micro_batch_size` is set
         n_acc:int|None=None, # fastai's name for `accum_bs`; pass only one of the two
-        log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, loader batches (False)
-        micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': as many as fit
+        log_accum_batch:bool=True, # Whether loggers see windows (True) or, as in fastai, loader batches (False)
+        micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': as many as fit in memory
         *,
-        remainder:str|None=None, # Incomplete last window: 'step', 'carry' or 'drop'; None: as `drop_last` says
+        remainder:str|None=None, # For an incomplete last window; None: 'drop' if the loader has drop_last, else 'step'
         num_items:Callable|None=None, # `f(learn)` returns the number of elements that the loss averages over
-        skip_nonfinite:bool=False, # Skip the step of a window whose gradient contains NaN or infinity
-        verbose:bool=True, # Print a line that says how windows are made up, and what differs from one batch
+        skip_nonfinite:bool=False, # Whether to skip the step of a window whose gradient contains NaN or infinity
+        verbose:bool=True, # Whether to print how windows are made up, and what differs from one large batch
     ):
         if accum_bs is not None and n_acc is not None:
             raise ValueError(f"accum_bs={accum_bs} and n_acc={n_acc} both set the samples in a window: pass one of "

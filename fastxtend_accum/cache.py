@@ -89,7 +89,7 @@ class GradientCache(WindowCallback, MemorySaver):
 
     def __init__(self,
         micro_batch_size:int|str, # Samples (or inputs, if a sample has several) at a time; 'auto': as many as fit
-        part:Callable|None=None, # Returns the submodule that sees micro-batches, as in `lambda m: m[0]`; None: all
+        part:Callable|None=None, # Function of the model that returns the part to run in micro-batches; None: all of it
     ):
         store_attr()
         self.size = None  # rows that the module sees at a time, at most; None: all

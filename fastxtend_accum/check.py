@@ -26,8 +26,8 @@ __all__ = ['AccumCheck', 'n_samples', 'our_callbacks', 'explain', 'check_with', 
 class AccumCheck(NamedTuple):
     "What `Learner.check_accum` has found. `str(result)` is the report"
     head:str  # what was trained
-    differences:dict[str,float]  # of windows to whole batches, relative, by name
-    reasons:list[str]  # named by elimination: without them there is no difference
+    differences:dict[str,float]  # relative differences between windows and whole batches, by name
+    reasons:list[str]  # the reasons for the differences, found by elimination
     notes:list[str]  # what else the user has to know
 
     @property
@@ -138,9 +138,9 @@ def notes_on(left_out:list, is_clean:bool)->list[str]:
 def check_accum(self:Learner,
     cbs:Callback|list|None=None, # Callbacks that you will pass to the fit
     n_steps:int=4, # Steps to train, in two epochs
-    size:int=3, # Samples in the smallest batch that the model sees. Windows are twice as large, or four times
+    size:int=3, # Samples in the smallest batch that the model sees; windows hold two or four times as many
     seed:int=42, # Seed of the random numbers that the runs draw
-    verbose:bool=True, # Print the report; and if the check takes longer than 5 seconds, what it does
+    verbose:bool=True, # Whether to print the report and, after 5 seconds, what the check does
 )->AccumCheck:
     """Measure whether training this Learner in windows equals training it on whole batches
 

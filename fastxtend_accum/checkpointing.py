@@ -88,17 +88,17 @@ def configs_with_cache(model)->list:
 
 # %% ../nbs/03_checkpointing.ipynb #a19c05ce
 class ActivationCheckpointing(WindowCallback, MemorySaver):
-    """Recompute as few of the model's blocks in the backward pass as necessary to fit each loader batch in memory
+    """Recompute blocks of the model in the backward pass, only as many as needed to fit each loader batch in memory
 
-    The forward pass keeps only the inputs of these blocks. Batches stay whole, and results stay the same"""
+    The forward pass keeps only the inputs of these blocks. The model sees whole batches, and results stay the same"""
     order = 11.5  # before a GradientAccumulation, which runs the batches
     saver_rank = 1
     _stateattrs = *WindowCallback._stateattrs,'found','groups'  # fastai leaves these out of a copy or an export
 
     def __init__(self,
-        blocks:Callable|str|None=None, # `blocks(model)` returns what may be recomputed; None or 'auto': found for you
-        offload:bool=False, # Keep the inputs of these blocks on the CPU; False: only if that is necessary
-        adapt:bool=True, # Recompute as few blocks as memory requires; False: all
+        blocks:Callable|str|None=None, # Function of the model that returns the blocks; None or 'auto': find them
+        offload:bool=False, # Whether to keep the blocks' inputs on the CPU; False: only if memory requires it
+        adapt:bool=True, # Whether to recompute only as many blocks as memory requires; False: all blocks
     ):
         store_attr()
         self.found = []  # blocks

@@ -23,21 +23,20 @@ __all__ = ['fastai_do_fit', 'AutoResume', 'do_fit']
 
 # %% ../nbs/06_resume.ipynb #7874737e
 class AutoResume(WindowCallback):
-    """Save a fit while it runs, so that it can be resumed in mid-epoch
+    """Save a fit while it runs, so that it can be resumed in the middle of an epoch
 
-    If the process is killed, run the script again: the same line continues the fit, and the final weights are the
-    same"""
+    If the process is killed, run the script again: the same call to `fit` continues, and ends with the same weights"""
     order = 10_000  # after all others: what they have done is in the file
     run_valid = True
     lead_rank = 3
     _stateattrs = *WindowCallback._stateattrs,'saved_fit'
     saved_fit = None  # the `SavedFit` while a fit runs
     def __init__(self,
-        every:int|None=None, # Optimizer steps between saves; None: go by `minutes`
-        minutes:Real=5, # Minutes between saves; more if saving takes more than 5% of the time
-        fname:str='resume', # Folder of the files, in `learn.path/learn.model_dir`: a different one for each script
-        restart:bool=False, # Start over, whatever the files contain
-        verbose:bool=True, # Print where a fit resumes
+        every:int|None=None, # Optimizer steps between saves; None: save by time, as `minutes` says
+        minutes:Real=5, # Minutes between saves; more if saving would take more than 5% of the time
+        fname:str='resume', # Folder of the files in `learn.path/learn.model_dir`; use a different one for each script
+        restart:bool=False, # Whether to start over and ignore the saved files
+        verbose:bool=True, # Whether to print where a fit resumes
     ):
         store_attr()
         self.read_settings()

@@ -51,15 +51,15 @@ class GradientAccumulationSchedule(GradientAccumulation):
     "`GradientAccumulation` with a batch that changes from `start_accum_bs` to `final_accum_bs` samples"
     @delegates(GradientAccumulation.__init__, but=['accum_bs','n_acc'])
     def __init__(self,
-        start_accum_bs:int, # Samples per step until `start`: a multiple of the loader's batch, or any smaller size
-        final_accum_bs:int, # Samples per step from `finish` on; if less than at the start, the batch shrinks
+        start_accum_bs:int, # Samples per step until `start`: a multiple of the loader's batch size, or any smaller size
+        final_accum_bs:int, # Samples per step from `finish` on; may be less than `start_accum_bs`
         start:Numeric=0, # Where the schedule starts: a fraction of training (float) or a number of epochs (int)
         finish:Numeric=0.3, # Where it ends: 1.0 (float) is the end of training, 1 (int) the end of the first epoch
         schedule:Callable=SchedCos, # fastai annealer, or any `f(start, end)` that returns a function of `pos`
-        log_accum_batch:bool=True, # Loggers see windows (True) or, as in fastai, loader batches (False)
-        micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': as many as fit
+        log_accum_batch:bool=True, # Whether loggers see windows (True) or, as in fastai, loader batches (False)
+        micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': as many as fit in memory
         *,
-        remainder:str|None=None, # For an incomplete last window; None: 'carry', or 'step' if the model has a `reset`
+        remainder:str|None=None, # For an incomplete last window; None: 'step' if the model has a `reset`, else 'carry'
         scale:dict[str,Callable]|None=None, # Rules `f(value, ratio)` by hyper-parameter, such as `{'lr':sqrt_scale}`
         **kwargs, # Further arguments of `GradientAccumulation`
     ):
@@ -150,8 +150,9 @@ def preview(self:GradientAccumulationSchedule,
     n_epoch:int, # Length of the fit, in epochs
     dls:DataLoaders, # The data of the fit
 )->list: # For each optimizer step, where its window starts, in epochs, and its number of samples
-    """Before training, list the windows that a fit in one process will run; raise ValueError if the sizes do not suit
-    the data. For a model with a `reset`, create the Learner first"""
+    """List the windows that a fit in one process will run; raise ValueError if the sizes do not suit the data
+
+    If the model has a `reset` method, create the Learner first, because the default `remainder` depends on the model"""
     self.check_multiples(self.loader_info_of(dls.train))
     res = []
     carried = []
@@ -168,7 +169,7 @@ def plot(self:GradientAccumulationSchedule,
     dls:DataLoaders, # The data of the fit; nothing is loaded
     ax:plt.Axes|None=None, # Axes to draw on; None: new ones
 ):
-    "Before training, plot the batch size over a fit, with the number of optimizer steps, and return the axes"
+    "Plot the batch size over a fit that has not run yet, with the number of optimizer steps, and return the axes"
     windows = self.preview(n_epoch, dls)
     starts = [start for start,_ in windows]
     sizes = [size for _,size in windows]
@@ -181,7 +182,7 @@ def linear_scale(
     value:float, # The hyper-parameter at `start_accum_bs`
     ratio:float, # The window's size over `start_accum_bs`
 )->float:
-    "`value*ratio`: for SGD's learning rate while the batch is small, and AdamW's `wd` if `lr` stays the same"
+    "Return `value*ratio`: for SGD's learning rate while the batch is small, and AdamW's `wd` if `lr` stays the same"
     return value*ratio
 
 # %% ../nbs/01_schedule.ipynb #45f5fb12
@@ -189,7 +190,7 @@ def sqrt_scale(
     value:float, # The hyper-parameter at `start_accum_bs`
     ratio:float, # The window's size over `start_accum_bs`
 )->float:
-    "`value*ratio**0.5`: for the learning rate of Adam and its variants"
+    "Return `value*ratio**0.5`: for the learning rate of Adam and its variants"
     return value*ratio**0.5
 
 # %% ../nbs/01_schedule.ipynb #5140624e
@@ -197,14 +198,14 @@ def half_life_scale(
     value:float, # The decay of a moving average at `start_accum_bs`, 0 to 1
     ratio:float, # The window's size over `start_accum_bs`
 )->float:
-    "`value**ratio`: keeps the half-life, counted in samples, of Adam's moments or of an EMA of the weights"
+    "Return `value**ratio`: Adam's moments, or an EMA of the weights, then keep their half-life, counted in samples"
     return value**ratio
 
 # %% ../nbs/01_schedule.ipynb #b0b8179d
 def SchedSteps(
-    steps:dict[Numeric,int], # Samples per step from each point on; give points as for `start`; the first must be 0
+    steps:dict[Numeric,int], # From points (in units of `start`) to the samples per step from there on; must contain 0
 )->dict: # Arguments for `GradientAccumulationSchedule`
-    "A batch size that changes at given points; raises TypeError or ValueError on invalid points or sizes"
+    "Return the arguments for a batch size that changes at given points; raise an error if a point or size is invalid"
     if not isinstance(steps, dict) or 0 not in steps:
         raise ValueError(f"steps must be a dict that begins at 0, such as {{0: 64, .5: 128}}, not {steps!r}")
     for point,size in steps.items():
