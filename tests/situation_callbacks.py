@@ -72,38 +72,11 @@ class Repeats(OnTargets):
         self.learn.yb = (self.y.repeat_interleave(2, 0),)
 
 
-class Attacks(OnTargets):
-    "Moves the inputs along the sign of the gradient of the loss, before the model is trained on them"
-    def before_batch(self):
-        inputs = self.x.clone().requires_grad_()
-        loss = F.mse_loss(self.model(inputs), self.y)
-        slope, = torch.autograd.grad(loss, inputs)
-        self.learn.xb = (self.x+.05*slope.sign(),)
-
-
 class MixesNeighbours(OnTargets):
     "Mixes each sample with the next one of its batch"
     def before_batch(self):
         self.learn.xb = (self.x.lerp(self.x.roll(1, 0), .3),)
         self.learn.yb = (self.y.lerp(self.y.roll(1, 0), .3),)
-
-
-class WithTeacher(nn.Module):
-    "Adds the distance to the outputs of a teacher"
-    def forward(self, pred, labels, outputs):
-        return (F.cross_entropy(pred, labels)+F.mse_loss(pred, outputs)).float()
-
-
-class GivesTeacher(OnLabels):
-    "Appends the outputs of a teacher to the targets"
-    run_valid = True
-    make_loss = WithTeacher
-    def before_fit(self): self.teacher = classifier(seed=5)
-
-    def before_batch(self):
-        with torch.no_grad():
-            outputs = self.teacher(self.x)
-        self.learn.yb = (*self.yb, outputs)
 
 
 # They change outputs or loss

@@ -6,8 +6,7 @@ from statistics import mean
 
 import matplotlib.pyplot as plt
 import pytest
-from benchmarks import command, fits, growing, learners, report, seesaw
-from fastai.basics import Callback
+from benchmarks import command, growing, learners, report, seesaw
 
 root = Path(__file__).parents[1]
 results = json.loads((root/'benchmarks/results.json').read_text())
@@ -22,22 +21,6 @@ def test_a_step_of_a_learner():
     assert live['split'] < live['whole']/2
     assert live['checkpointing'] < live['whole']
     assert [len(res['time'][kind]) for kind in learners.kinds] == [1, 1, 1, 1, 1]
-
-
-class CountSteps(Callback):
-    def before_fit(self): self.n = 0
-    def after_step(self): self.n += 1
-
-
-def test_whole_fits_take_a_step_for_each_window(monkeypatch):
-    "Measured are steps in the place of seconds"
-    def count_steps(learn):
-        steps = CountSteps()
-        with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=steps)
-        return steps.n
-    monkeypatch.setattr(fits, 'seconds', count_steps)
-    res = fits.measure_model(next(iter(report.fit_models)), rounds=1, n=8)
-    assert res['times'] == {'plain': [8], '1': [8], '8': [1]}
 
 
 @pytest.mark.long

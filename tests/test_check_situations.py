@@ -136,7 +136,7 @@ def test_what_a_model_or_a_loss_keeps_is_found(make_model, loss, reasons):
 
 
 @pytest.mark.parametrize('cls', [
-    DropsEasySamples, Repeats, Attacks, GivesTeacher, StepsTwice, SkipsStep, CountsCorrect], ids=name_of)
+    DropsEasySamples, Repeats, StepsTwice, SkipsStep, CountsCorrect], ids=name_of)
 def test_callbacks_that_train_as_with_the_large_batch_give_no_false_alarm(cls):
     result = check(cls.learner)
     assert result.equal, str(result)

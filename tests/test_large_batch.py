@@ -152,18 +152,3 @@ def test_any_windows_are_the_batches_of_a_loop_in_pytorch(
     assert learn.recorder.accum_bs == [len(samples) for samples, _ in steps]
     assert_same(learn.recorder.lrs, [rate(pct) for _, pct in steps], ROUNDING)
     assert_same(losses(learn), smoothed(expected_losses), FLOAT32)
-
-
-# Epochs that end early, and batches that are cancelled
-
-@pytest.mark.parametrize('remainder', ['step', 'carry', 'drop'])
-def test_an_epoch_that_a_callback_ends_early(remainder):
-    "After two windows of three. The Recorder has a higher order than the callback, and does not see the second one"
-    def train(bs, *cbs):
-        ends_early = ShortEpochCallback(pct=0.3, short_valid=False)
-        return fit(make_learner(bs, cbs=[ends_early, *cbs]), 2)
-    large = train(32)
-    small = train(8, GradientAccumulation(32, remainder=remainder))
-    assert small.gradient_accumulation.opt_steps == 4
-    assert small.recorder.accum_bs == [32, 32]
-    assert_same_fit(small, large)

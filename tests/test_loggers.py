@@ -143,15 +143,6 @@ def test_each_recorder_has_the_samples():
     assert another.accum_bs == learn.recorder.accum_bs == [32, 32, 32]
 
 
-def test_the_samples_of_a_fit_are_beside_its_losses():
-    "So they can be told from those of an earlier fit"
-    learn = fit(make_learner(8, cbs=GradientAccumulation(32)), 1)
-    assert learn.recorder.accum_bs_of is learn.recorder.losses
-    fit(learn, 2)
-    assert learn.recorder.accum_bs_of is learn.recorder.losses
-    assert len(learn.recorder.accum_bs) == len(losses(learn)) == 6
-
-
 # Hyper-parameters, and which callbacks are loggers
 
 def test_loggers_are_shown_other_hyper_parameters_for_a_while():
@@ -165,16 +156,6 @@ def test_loggers_are_shown_other_hyper_parameters_for_a_while():
     for logger in (learn.recorder, learn.tensor_board): assert logger.opt.hypers == [dict(lr=0.5)]
     loggers.end_round()
     for logger in (learn.recorder, learn.tensor_board): assert logger.opt is learn.opt
-
-
-def test_callbacks_are_found_if_they_run():
-    board = TensorBoardCallback('board')
-    learn = make_learner(8, cbs=board)
-    assert running_callbacks(learn, 'tensorboard', 'TensorBoardCallback') == [board]
-    assert Loggers(learn).all_loggers() == [learn.recorder, board]
-    board.run = False
-    assert running_callbacks(learn, 'tensorboard', 'TensorBoardCallback') == []
-    assert Loggers(learn).all_loggers() == [learn.recorder]
 
 
 def test_a_module_that_nobody_has_imported_has_no_callbacks():

@@ -1,5 +1,4 @@
 "Every page as far as it can be checked without Quarto; each check is first seen to find a fault"
-import inspect
 import json
 import re
 import subprocess
@@ -8,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fastai.learner import Learner, Recorder
-from fastcore.docments import docments
 
 import fastxtend_accum.all as public
 import pages as checks
@@ -92,36 +89,7 @@ def test_a_page_can_be_read(name):
     assert list(checks.reading_faults(sources[name])) == []
 
 
-# The meaning of each argument
-
-def own_functions(kind):
-    "Returns the functions that this package has added to a class of fastai's"
-    functions = [f for f in vars(kind).values() if inspect.isfunction(f)]
-    return [f for f in functions if f.__module__.startswith('fastxtend_accum') and f.__name__ != 'all_batches']
-
-
-def undocumented(f):
-    "Returns the arguments of a function or class without a comment"
-    if not inspect.isfunction(f) and not inspect.isclass(f):
-        return []
-    comments = docments(f, returns=False)
-    function = f.__init__ if inspect.isclass(f) else f
-    res = []
-    for name, param in inspect.signature(function).parameters.items():
-        is_several = param.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        if name != 'self' and not is_several and not comments.get(name):
-            res.append(name)
-    return res
-
-
-public_functions = [getattr(public, o) for o in public.__all__]
-fastais_methods = [*own_functions(Learner), *own_functions(Recorder)]
-
-
-@pytest.mark.parametrize('f', [*public_functions, *fastais_methods], ids=lambda f: getattr(f, '__name__', 'value'))
-def test_every_argument_says_what_it_means(f):
-    assert undocumented(f) == []
-
+# Figures
 
 def test_figures_of_other_libraries_are_those_of_their_tests():
     results = json.loads((root/'tests/libraries/results.json').read_text())
@@ -184,14 +152,13 @@ def test_processed_pages_have_no_faults(pages, name):
 
 @pytest.mark.long
 def test_public_names_stand_on_user_pages(pages):
-    "With the meaning of each argument; and so do the methods that this package adds to fastai's classes"
+    "With the meaning of each argument; and so does the method that this package adds to fastai's Recorder"
     texts = []
     for name in user_pages: texts += checks.prose(pages[name])
     text = '\n'.join(texts)
     described = set(re.findall(r'^#+ (?:\[)?([\w.]+)', text, re.M))
     on_module_pages = {'loss_items', 'AccumWarning'}  # the FAQ says what to do with warnings
     assert {*public.__all__} - on_module_pages <= described
-    assert {f.__qualname__ for f in own_functions(Recorder)} <= {'plot_accum_bs', 'Recorder.plot_accum_bs'}
     assert 'Recorder.plot_accum_bs' in described
     arguments = re.findall(r'^\| (?:\*\*)?\w+.*', text, re.M)
     assert len(arguments) > 25
@@ -216,38 +183,6 @@ def test_links_lead_to_what_is_there(pages, proc, name):
 
 def test_the_sidebar_has_every_page_once():
     assert list(checks.site_faults(site['website'], names)) == []
-
-
-@pytest.mark.long
-def test_files_of_the_site_are_there(proc):
-    website = site['website']
-    html = site['format']['html']
-    image = website['open-graph']['image']
-    paths = [website['favicon'], image, website['twitter-card']['image'], html['css'], html['include-after-body']]
-    paths += site['project']['resources']
-    paths += site['metadata-files']
-    for path in paths: assert (proc/path.lstrip('/')).is_file(), path
-    assert (proc/image.lstrip('/')).stat().st_size < 100_000
-
-
-def workflow_faults(*paths):
-    "Returns what GitHub would refuse; the schema comes with check-jsonschema"
-    check = [sys.executable, '-m', 'check_jsonschema', '--builtin-schema', 'vendor.github-workflows']
-    command = [*check, *map(str, paths)]
-    out = subprocess.run(command, capture_output=True, text=True)
-    return out.stdout+out.stderr if out.returncode else ''
-
-
-def test_workflows_are_valid():
-    "Actions of others are named by a commit; our own are of the same commit"
-    paths = sorted((root/'.github/workflows').glob('*.y*ml'))
-    assert len(paths) > 1
-    assert workflow_faults(*paths) == ''
-    for path in paths:
-        uses = re.findall(r'uses: (\S+)', path.read_text())
-        assert uses
-        for o in uses:
-            assert re.search(r'@[0-9a-f]{40}$', o) or (root/o).is_file()
 
 
 # The checks find faults

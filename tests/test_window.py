@@ -3,12 +3,17 @@ import pytest
 from hypothesis import given, strategies as st
 
 from common import *
-from fastxtend_accum.windows.window import Contribution, LossSums, Outcome, Window, zero_grads_if_empty
+from fastxtend_accum.windows.window import Contribution, LossSums, Outcome, Window, scaled, zero_grads_if_empty
 
 pytestmark = pytest.mark.filterwarnings('ignore:MultiplyLoss changes the loss')  # by a number, in its gradient only
 
 
 # Weights
+
+def test_a_weight_of_1_leaves_the_loss_as_it_is():
+    loss = tensor(3.)
+    assert scaled(loss, 1) is loss
+    assert scaled(loss, tensor(1.)) is not loss  # to find out would be to wait for the GPU
 
 
 @pytest.mark.parametrize('weight', [0, tensor(0.)], ids=['number', 'tensor'])
@@ -72,6 +77,13 @@ def test_a_micro_batch_that_is_the_whole_window_has_weight_1(items):
     "It is computed as in fastai"
     contribution = Window(8).weigh(tensor(3.), items, 8, needs_weight=False)
     assert contribution.weight == 1
+
+
+def test_items_are_counted_exactly_beside_a_loss_in_float16():
+    "Which has no 4095"
+    loss = torch.tensor(1., dtype=torch.float16)
+    contribution = Window(4095).weigh(loss, tensor(4095), 4095, needs_weight=True)
+    assert contribution.items == 4095
 
 
 def test_sums_since_an_earlier_state_are_those_of_the_micro_batches_in_between():
