@@ -6,6 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/check.html.md"""
 
 # %% ../nbs/09_check.ipynb #7299094c
 from __future__ import annotations
+from functools import cache
 from typing import NamedTuple
 
 from fastai.basics import *
@@ -13,14 +14,14 @@ from fastai.basics import *
 from .windows.checks import check_flags,check_size
 from .windows.loader import drops_last
 from .windows.state import Snapshot
-from .callback import WindowCallback
-from .checking.comparison import Comparison,find_reasons
-from .checking.samples import copy_to_read,read_samples
+from .callback import WindowCallback,leader_of
+from .checking.comparison import differences,distances,find_reasons
+from .checking.samples import copy_to_read,first_samples
 from .checking.suspects import is_left_out,suspects
-from .checking.trial import Sizes,as_whole,small_learner,small_sizes
+from .checking.trial import make_small,small_learner,small_sizes,train
 
 # %% auto #0
-__all__ = ['AccumCheck', 'n_samples', 'our_callbacks', 'explain', 'check_with', 'notes_on']
+__all__ = ['AccumCheck', 'explain', 'check_copies']
 
 # %% ../nbs/09_check.ipynb #3f268a53
 class AccumCheck(NamedTuple):
@@ -34,113 +35,75 @@ class AccumCheck(NamedTuple):
     def equal(self)->bool: return not self.differences
 
     def __str__(self)->str:
-        lines = [self.head]
-        for name,o in self.differences.items():
-            lines.append(f'  {name:<22}  off by {o:.2g}')
-        for o in self.reasons:
-            lines.append(f'the reason, named by elimination: {o}')
-        if self.equal: lines.append('  equal')
-        elif not self.reasons:
-            lines.append('the reason was not found: perhaps the model lets samples act on each other')
-        lines += self.notes
-        return '\n'.join(lines)
-
-# %% ../nbs/09_check.ipynb #230cb5f1
-def n_samples(
-    sizes:Sizes,
-    n_steps:int, # In two epochs
-    drop_last:bool, # Whether the loader drops an incomplete batch
-)->int:
-    "Returns the number of samples in an epoch: full windows, plus an incomplete one whose last batch is smaller"
-    n_windows = max(math.ceil(n_steps/2), 2)
-    if drop_last: return n_windows*max(sizes.window, sizes.bs)
-    part = sizes.window//2
-    rest = part + math.ceil(part*2/3)
-    return (n_windows-1)*sizes.window + rest
-
-def our_callbacks(cbs:list)->list[WindowCallback]:
-    "Returns the callbacks that make windows; raises ValueError if there are none"
-    res = [o for o in cbs if isinstance(o, WindowCallback) and o.run]
-    if res: return res
-    raise ValueError("check_accum compares windows with whole batches, and this Learner has no callback that makes "
-                     "windows: pass cbs=GradientAccumulation(...), or add it to the Learner")
+        lines = [f'  {name:<22}  off by {o:.2g}' for name,o in self.differences.items()] or ['  equal']
+        lines += [f'the reason, named by elimination: {o}' for o in self.reasons]
+        return '\n'.join([self.head, *lines, *self.notes])
 
 # %% ../nbs/09_check.ipynb #e5058a61
-_nan = 'weights become NaN or infinite on whole batches, so nothing can be compared: pass a larger size'
-_unseeded = 'two runs on the same whole batches differ, too: something draws numbers that no seed sets'
-
 def explain(
-    comparison:Comparison,
-    cbs:list, # Callbacks of the fit
+    windows:Learner, # Trains in windows
+    whole:Learner, # The same, but trains on whole batches
     n:int, # Samples in a micro-batch
-)->tuple[dict,list,list]: # Differences, reasons and notes of an `AccumCheck`
+    seed:int,
+    verbose:bool, # Whether to show a progress bar if it takes long
+)->tuple[dict,list]: # Differences and reasons of an `AccumCheck`
     """Compares runs. If they differ, repeats the run on whole batches: what differs between these two as well, such as
     a time that a callback measures, needs no explanation. For everything else, removes one suspect after another
     until the runs are equal, and puts back those that make no difference"""
-    left_by_whole = comparison.trained(comparison.whole, False, ())
-    is_finite = left_by_whole['weights'].isfinite().all()
-    if not is_finite: return dict(weights=math.nan),[],[_nan]
-    found = comparison.differences()
-    if not found: return {},[],[]
-    repeated = comparison.repeated()
-    steady = {name:o for name,o in found.items() if o > 100*repeated.get(name, 0)}  # times, for example, are not
-    is_unseeded = 'weights' in found and 'weights' not in steady
-    if is_unseeded: return found,[],[_unseeded]
-    suspected = suspects(comparison.windows.model, cbs, steady, n)
-    reasons,necessary = find_reasons(comparison, steady, suspected)
-    if reasons: necessary = []
-    notes = [f'perhaps {o}, without which nothing trains' for o in necessary]
-    return steady,list(map(str, reasons)),notes
+    run = partial(train, seed=seed)
+    kept = cache(run)  # several questions need the same run
+    def compare(without:tuple=(), double:bool=False)->dict[str,float]:
+        return distances(kept(windows, without, double), kept(whole, without, double))
+    began = time.perf_counter()
+    found = differences(compare)
+    if not found: return {},[]
+    repeated = distances(run(whole), kept(whole, (), False))
+    steady = {name:o for name,o in found.items() if name == 'weights' or o > 100*repeated[name]}
+    is_slow = time.perf_counter()-began > 2
+    return steady,find_reasons(compare, steady, suspects(windows, steady, n), verbose and is_slow)
 
 # %% ../nbs/09_check.ipynb #2b4b2dd2
-def check_with(
+_not_found = ('the reason was not found: perhaps the model lets samples act on each other, something draws numbers that no '
+              'seed sets, or weights become NaN with so few samples')
+
+def check_copies(
     learn:Learner,
-    cbs:list, # Callbacks of the fit, beside those of the Learner
     n_steps:int, # In two epochs
     size:int, # Samples in the smallest batch
     seed:int,
     verbose:bool,
 )->AccumCheck:
-    "Compares runs, and explains the differences"
-    all_cbs = [*learn.cbs, *cbs]
-    left_out = list(filter(is_left_out, all_cbs))
-    in_trials = [o for o in all_cbs if o not in left_out]
-    ours = our_callbacks(in_trials)
-    leader = min(ours, key=lambda o: o.lead_rank)
-    is_split = any(o.micro_batch_size for o in ours)
-    sizes = small_sizes(learn, leader, is_split, size)
-    to_read,is_clean = copy_to_read(learn.dls.train)
-    n = n_samples(sizes, n_steps, drops_last(to_read))
-    samples = read_samples(to_read, n)
-    small = small_learner(learn, cbs, left_out, sizes, samples)
-    whole = as_whole(small, sizes.window)
-    comparison = Comparison(small, whole, seed, verbose)
-    differences,reasons,notes = explain(comparison, in_trials, sizes.micro_bs)
-    notes += notes_on(left_out, is_clean)
-    n_trained = len(comparison.trained(whole, False, ())['positions'])
-    head = (f'{n_trained} steps of up to {sizes.window} samples each, {sizes.micro_bs} samples at a time compared with '
-            'whole batches:')
-    return AccumCheck(head, differences, reasons, notes)
-
-def notes_on(left_out:list, is_clean:bool)->list[str]:
-    "Returns what else the user has to know about the check"
-    res = []
+    "Compares copies of `learn`, and explains the differences"
+    ours = learn._grab_cbs(WindowCallback)
+    left_out = list(filter(is_left_out, learn.cbs))
+    window,bs = small_sizes(learn, size)
+    to_read = copy_to_read(learn.dls.train)
+    n_windows = math.ceil(n_steps/2)
+    n = n_windows*window
+    if not drops_last(to_read): n -= 1  # the last batch is smaller, and so is its window
+    samples = first_samples(to_read, n)
+    small = small_learner(learn, left_out, samples, n, bs, size)
+    for cb in small._grab_cbs(WindowCallback): make_small(cb, size, window)
+    whole = small_learner(learn, [*left_out, *ours], samples, n, window, size)
+    differences,reasons = explain(small, whole, size, seed, verbose)
+    notes = []
+    if differences and not reasons: notes.append(_not_found)
     names = [type(o).__name__ for o in left_out]
-    names = [o for o in names if o not in ('ProgressCallback', 'ShowGraphCallback')]
-    names = ', '.join(names)
-    if names: res.append(f'left out: {names}')
-    if not is_clean:
-        res.append('the DataLoader cannot be copied: the next epoch continues after the samples that were read')
-    return res
+    names = ', '.join(o for o in names if o != 'ProgressCallback')
+    if names: notes.append(f'left out: {names}')
+    if to_read is learn.dls.train:
+        notes.append('the DataLoader cannot be copied: the next epoch continues after the samples that were read')
+    head = f'{2*n_windows} steps of up to {window} samples, {size} at a time compared with whole batches:'
+    return AccumCheck(head, differences, reasons, notes)
 
 # %% ../nbs/09_check.ipynb #2b4b2dd3
 @patch
 def check_accum(self:Learner,
     cbs:Callback|list|None=None, # Callbacks that you will pass to the fit
     n_steps:int=4, # Steps to train, in two epochs
-    size:int=3, # Samples in the smallest batch that the model sees; windows hold two or four times as many
+    size:int=3, # Samples in the smallest batch that the model sees; windows hold as many, or two or four times as many
     seed:int=42, # Seed of the random numbers that the runs draw
-    verbose:bool=True, # Whether to print the report and, after 5 seconds, what the check does
+    verbose:bool=True, # Whether to print the report and, if the check takes long, to show a progress bar
 )->AccumCheck:
     """Measure whether training this Learner in windows equals training it on whole batches
 
@@ -149,9 +112,13 @@ def check_accum(self:Learner,
     n_steps = check_size('n_steps', n_steps)
     size = check_size('size', size)
     check_flags(verbose=verbose)
-    cbs = list(L(cbs))
-    before = Snapshot(self.model, self.loss_func, *self.cbs, *cbs)  # copies share no tensor, but perhaps functions do
-    try: res = check_with(self, cbs, n_steps, size, seed, verbose)
+    before = Snapshot(self.model, self.loss_func, *self.cbs, *L(cbs))  # copies share no tensor, but perhaps functions do
+    try:
+        with self.added_cbs(cbs):
+            if leader_of(self) is None:
+                raise ValueError("check_accum compares windows with whole batches, and this Learner has no callback that "
+                                 "makes windows: pass cbs=GradientAccumulation(...), or add it to the Learner")
+            res = check_copies(self, n_steps, size, seed, verbose)
     finally: before.restore()
     if verbose and not rank_distrib(): print(res)
     return res

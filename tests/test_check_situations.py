@@ -121,7 +121,7 @@ def spectral(): return torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8
 
 @pytest.mark.parametrize('make_model,loss,reasons', [
     (lambda: layers(KeepsMean(True)), MSE, ['KeepsMean sees 3 samples at a time']),
-    (lambda: layers(KeepsMean(False)), MSE, ['the model in training mode']),
+    (lambda: layers(KeepsMean(False)), MSE, ['the model in training mode, for example dropout']),
     (lambda: layers(spectral()), MSE, ['_SpectralNorm sees 3 samples at a time']),
     (layers, DividesByAverage, ['the losses of 3 samples at a time do not add up to the loss of all samples']),
     (lambda: layers(AddsSpread()), MSE, [])])
@@ -136,7 +136,7 @@ def test_what_a_model_or_a_loss_keeps_is_found(make_model, loss, reasons):
 
 
 @pytest.mark.parametrize('cls', [
-    DropsEasySamples, Repeats, StepsTwice, SkipsStep, CountsCorrect], ids=name_of)
+    DropsEasySamples, Repeats, StepsTwice, SkipsStep, ChoosesBatches, CountsCorrect], ids=name_of)
 def test_callbacks_that_train_as_with_the_large_batch_give_no_false_alarm(cls):
     result = check(cls.learner)
     assert result.equal, str(result)
@@ -153,7 +153,3 @@ def test_limit_on_the_page_samples_are_those_that_the_loader_has_put_together(ma
 def test_limit_on_the_page_of_few_samples_none_may_be_left(cls):
     assert not check(cls.learner, n_steps=6).equal
     assert check(cls.learner, n_steps=6, size=12).equal
-
-
-def test_limit_on_the_page_a_number_of_samples_that_a_callback_sets_is_that_of_the_user():
-    assert check(ChoosesBatches.learner).reasons == ['ChoosesBatches acts on 3 samples at a time']

@@ -2,31 +2,44 @@
 import pytest
 
 from common import *
-from fastxtend_accum.checking.samples import KeptLoader, equal_bounds, read_samples
-from fastxtend_accum.checking.trial import WholeWindows, epoch_plans, whole_bounds
+from fastxtend_accum.checking.samples import first_samples
+from fastxtend_accum.checking.trial import copy_learner, make_small, small_learner, small_sizes
+
+SPLIT = dict(micro_batch_size=8)
 
 
-def whole_windows(bs, n, remainder):
-    "Returns the inputs of the batches in two epochs that stand for windows of 12"
-    kept = read_samples(make_learner(4, n=96).dls.train, n)
-    plans = epoch_plans(GradientAccumulation(12, remainder=remainder), KeptLoader(kept, equal_bounds(n, bs), bs))
-    loaders = [KeptLoader(kept, whole_bounds(plan, n), 12) for plan in plans]
-    batches = []
+@pytest.mark.parametrize('cb,window,bs', [
+    (GradientAccumulation(128), 6, 3),
+    (GradientAccumulation(32), 3, 3),
+    (GradientAccumulation(8), 3, 6),
+    (GradientAccumulation(128, **SPLIT), 12, 6),
+    (GradientAccumulation(**SPLIT), 6, 6),
+    (GradientCache(8), 6, 6),
+    (GradientAccumulationSchedule(8, 128, start=5, finish=9), 6, 3),
+    (GradientAccumulationSchedule(128, 32), 6, 3)])
+def test_small_sizes_relate_to_each_other_as_those_of_the_user(cb, window, bs):
+    assert small_sizes(make_learner(32, cbs=[cb]), 3) == (window, bs)
+
+
+@pytest.mark.parametrize('remainder', ['step', 'drop', 'carry'])
+def test_the_windows_of_an_epoch_have_its_samples(remainder):
+    "Also of a schedule, which keeps one size"
+    cb = GradientAccumulationSchedule(8, 32, remainder=remainder, start=3, finish=4)
+    learn = make_learner(8, cbs=[cb])
+    small = small_learner(learn, [learn.progress], first_samples(learn.dls.train, 11), 11, 3, 3)
+    make_small(small.gradient_accumulation_schedule, 3, 6)
+    sizes = []
     class Notes(Callback):
-        run_valid = False
-        def before_batch(self): batches.append(self.x)
-    fit(make_learner(12, cbs=[WholeWindows(loaders, plans), Notes()]), 2)
-    return batches
+        def before_step(self): sizes.append(self.learn.gradient_accumulation_schedule.window.losses.samples)
+    small.fit(2, cbs=Notes())
+    assert sizes == [6, 5, 6, 5]
 
 
-@pytest.mark.parametrize('bs,remainder,expected', [
-    (3, 'step', [12, 12, 5, 12, 12, 5]),
-    (3, 'drop', [12, 12, 12, 12]),
-    (3, 'carry', [12, 12, 14, 12, 8]),
-    (24, 'step', [12, 12, 5, 12, 12, 5])])
-def test_whole_batches_are_the_windows(bs, remainder, expected):
-    batches = whole_windows(bs, 29, remainder)
-    assert list(map(len, batches)) == expected
-    inputs = data(96)[0][:29]
-    epoch = inputs[:24] if remainder == 'drop' else inputs
-    assert_same(torch.cat(batches), torch.cat([epoch, epoch]))
+def test_a_copy_shares_no_tensor():
+    learn = fit(make_learner(8), 1)  # a fit leaves tensors with a graph
+    learn.loss_grad = learn.model(data(4)[0]).sum()
+    copied = copy_learner(learn, double=True)
+    assert copied.loss_grad == learn.loss_grad
+    assert copied.loss_grad.grad_fn is None
+    assert copied.dls.train.dataset is learn.dls.train.dataset
+    assert not {id(o) for o in copied.model.parameters()} & {id(o) for o in learn.model.parameters()}

@@ -7,15 +7,10 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/checking/comparison.html
 # %% ../../nbs/checking/03_comparison.ipynb #c3644af5
 from __future__ import annotations
 
-from functools import cache
-
 from fastai.basics import *
 
-from .suspects import Suspect
-from .trial import copy_learner,train
-
 # %% auto #0
-__all__ = ['distance', 'distances', 'Comparison', 'still_in', 'find_reasons']
+__all__ = ['distance', 'distances', 'differences', 'still_in', 'find_reasons']
 
 # %% ../../nbs/checking/03_comparison.ipynb #2a23d59e
 # Limits of distances
@@ -25,13 +20,11 @@ _tolerance = 1e-3  # in float32, what is below is rounding
 _tolerance_double = 1e-6  # in float64
 
 def distance(a:Tensor, b:Tensor)->float:
-    """Returns the length of `a-b`, relative to that of `b`; infinity if they differ in shape, or in where they have a
-    NaN"""
+    "Returns the length of `a-b`, relative to that of `b`; infinity if they differ in shape, or have a NaN"
     if a.shape != b.shape: return math.inf
-    if torch.allclose(a, b, 0, 0, equal_nan=True): return 0.
-    res = (a-b).norm()
-    res /= b.norm()
-    return math.inf if res.isnan() else res.item()
+    if a.equal(b): return 0.
+    res = ((a-b).norm()/b.norm()).item()
+    return math.inf if math.isnan(res) else res
 
 def distances(
     a:dict[str,Tensor], # What one training has left, by name
@@ -39,101 +32,56 @@ def distances(
 )->dict[str,float]:
     "Returns how far `a` is from `b`, by name"
     nothing = torch.zeros(0)
-    res = {}
-    for name in b|a:
-        x = a.get(name, nothing)
-        y = b.get(name, nothing)
-        res[name] = distance(x, y)
-    return res
+    return {name:distance(a.get(name, nothing), o) for name,o in b.items()}
 
 # %% ../../nbs/checking/03_comparison.ipynb #56ca8b7c
-class Comparison:
-    "Compares trainings in windows with those of whole batches, in float32, and in float64 where that leaves a doubt"
-    def __init__(self,
-        windows:Learner, # Trains in windows
-        whole:Learner, # The same, but trains on whole batches
-        seed:int,
-        verbose:bool=False, # Whether to print what it does if it takes long
-    ):
-        self.windows = windows
-        self.whole = whole
-        self.seed = seed
-        self.verbose = verbose
-        self.began = time.perf_counter()
-        self.trained = cache(self.train)  # several questions need the same training
-
-    def train(self,
-        learn:Learner, # One of the two
-        double:bool=False, # In float64
-        without:tuple[Suspect,...]=(), # Trains without these
-    )->dict[str,Tensor]:
-        "Trains a copy, and returns what that leaves, by name"
-        if self.verbose: self.report_if_slow(without)
-        learn = copy_learner(learn, double=double)
-        for o in without: o.remove(learn)
-        return train(learn, self.seed, double)
-
-    def report_if_slow(self, without:tuple[Suspect,...]):
-        "After 5 seconds, prints what trains next. It is no progress bar, since what is found decides how much is left"
-        seconds = time.perf_counter()-self.began
-        names = [o.name for o in without] or ['nothing']
-        if seconds > 5: print(f'after {seconds:.0f} s: trains without', *names)
-
-    def distances(self, double:bool, without:tuple[Suspect,...])->dict[str,float]:
-        "Returns how far what windows leave is from what whole batches leave, by name"
-        in_windows = self.trained(self.windows, double, without)
-        return distances(in_windows, self.trained(self.whole, double, without))
-
-    def differences(self, without:tuple[Suspect,...]=())->dict[str,float]:
-        "Returns the distances that are not rounding, by name"
-        found = self.distances(False, without)
-        tolerance = _tolerance
-        worst = max(found.values())
-        if worst < _surely_equal: return {}
-        if worst < _surely_different:
-            try:
-                found = self.distances(True, without)
-                tolerance = _tolerance_double
-            except Exception: pass  # it does not train in float64
-        return {name:o for name,o in found.items() if o > tolerance}
-
-    def repeated(self)->dict[str,float]:
-        "Returns the distances between two equal trainings on whole batches, by name"
-        again = self.train(self.whole)
-        return distances(again, self.trained(self.whole, False, ()))
+def differences(
+    compare:Callable, # `compare(without, double)` returns the distances after trainings without some suspects
+    without:tuple=(),
+)->dict[str,float]:
+    "Returns the distances that are not rounding, by name: in float32, or in float64 if that leaves a doubt"
+    found = compare(without)
+    tolerance = _tolerance
+    worst = max(found.values())
+    if worst < _surely_equal: return {}
+    if worst < _surely_different:
+        try:
+            found = compare(without, double=True)
+            tolerance = _tolerance_double
+        except Exception: pass  # it does not train in float64
+    return {name:o for name,o in found.items() if o > tolerance}
 
 # %% ../../nbs/checking/03_comparison.ipynb #e5058a61
 def still_in(found:dict[str,float], now:dict[str,float])->list[str]:
-    """Returns the names of the differences in `found` of which more than a fiftieth is left. Without BatchNorm,
-    rounding may grow to a hundredth of the difference in a deep network"""
+    """Returns the names of the differences in `found` of which more than a fiftieth is left. Rounding may grow to a
+    hundredth of the difference in a deep network"""
     return [name for name,o in found.items() if now.get(name, 0) >= o/50]
 
 def find_reasons(
-    comparison:Comparison,
+    compare:Callable, # See `differences`
     found:dict[str,float], # Differences that need a reason
-    suspected:list[Suspect], # The most likely first
-)->tuple[list,list]: # The reasons; and suspects without which nothing trains
-    "Leaves out one suspect after the other until nothing differs. Then puts back those without which no less differs"
-    def names_of_different(without:list[Suspect])->list[str]|None:
+    suspected:dict[str,Callable], # By name, what lets a Learner train without it; the most likely first
+    has_bar:bool=False, # Whether to show a progress bar
+)->list[str]:
+    """Leaves out one suspect after the other until nothing differs. Then puts back those without which no less differs,
+    and returns the names of the others"""
+    def names_left(names:list[str])->list[str]|None:
         "Returns the names of what still differs without these suspects; None if nothing trains without them"
-        without = tuple(without)
+        without = tuple(suspected[name] for name in names)
         try:
-            left = still_in(found, comparison.distances(False, without))
-            if not left: return []  # without float64, which takes twice as long
-            return still_in(found, comparison.differences(without))
+            left = still_in(found, compare(without))  # first without float64, which takes twice as long
+            if left: left = still_in(found, differences(compare, without))
         except Exception: return None  # for example, since nobody else sets the targets
+        return left
     left = list(found)  # what differs without the suspects that are left out
     left_out = []
-    necessary = []
-    for o in suspected:
-        if not left: break
-        now = names_of_different([*left_out, o])
-        if now is None:
-            necessary.append(o)
-            continue
+    names = progress_bar(suspected, leave=False) if has_bar else suspected
+    for name in names:
+        now = names_left([*left_out, name]) if left else None
+        if now is None: continue
         left = now
-        left_out.append(o)
-    for o in list(left_out):
-        others = [other for other in left_out if other is not o]
-        if names_of_different(others) == left: left_out = others
-    return left_out,necessary
+        left_out.append(name)
+    for name in left_out.copy():
+        others = [o for o in left_out if o != name]
+        if names_left(others) == left: left_out = others
+    return left_out

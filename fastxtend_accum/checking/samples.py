@@ -6,7 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/checking/samples.html.md
 
 # %% ../../nbs/checking/00_samples.ipynb #b35cdebd
 from __future__ import annotations
-from collections.abc import Iterator
 
 from fastai.basics import *
 
@@ -14,81 +13,53 @@ from ..windows.loader import loader_bs
 from ..windows.nested import CannotJoin,join,map_tensors,n_rows,slice_fields
 
 # %% auto #0
-__all__ = ['joined', 'KeptSamples', 'KeptLoader', 'equal_bounds', 'copy_to_read', 'read_samples']
+__all__ = ['KeptLoader', 'copy_to_read', 'joined', 'first_samples']
 
 # %% ../../nbs/checking/00_samples.ipynb #9f633510
-def joined(batches:list[tuple], sizes:list[int])->tuple:
-    """Returns batches of these sizes as one; raises CannotJoin, a ValueError, if they differ in structure, or in the
-    length of their texts"""
-    fields = zip(*batches)
-    return tuple(join(list(o), sizes) for o in fields)
-
-class KeptSamples(GetAttr):
-    """The samples of an epoch, in memory, as the data set of a fastai `DataLoader`. Callbacks may ask it what they
-    would ask the loader that the samples come from"""
-    _default = 'dl'
-    def __init__(self,
-        dl, # The samples come from it
-        batch:tuple, # All samples
-        n:int, # Their number
-    ):
-        self.dl = dl
-        self.n = n
-        self.two_epochs = joined([batch, batch], [n, n])  # since a window may begin in one and end in the next
-
-    def __len__(self)->int: return self.n
-
-    def rows(self, start:int, end:int)->tuple:
-        "Returns a copy of some samples of two epochs, which callbacks may change"
-        some = slice_fields(self.two_epochs, start, end, 2*self.n)
-        return map_tensors(torch.clone, some)
-
-# %% ../../nbs/checking/00_samples.ipynb #9f633511
 class KeptLoader(DataLoader):
-    "Yields the rows from `start` to `end` for each pair of these `bounds`"
-    def __init__(self, samples:KeptSamples, bounds:list[tuple], bs:int):
-        self.bounds = bounds
-        super().__init__(samples, bs=bs)
+    """Yields samples that are kept in memory, in batches of `bs`. For anything else that callbacks ask it, fastai asks
+    `dl`, the loader that the samples come from"""
+    def __init__(self,
+        dl,
+        samples:tuple, # All samples, as one batch
+        n:int, # Their number
+        bs:int,
+    ):
+        super().__init__(dl, bs=bs, n=n)
+        self.samples = samples
 
-    def __len__(self)->int: return len(self.bounds)
-    def __deepcopy__(self, memo): return self  # all copies of a Learner train on the same samples
-    def create_batches(self, positions):
-        self.it = None  # fastai deletes it at the end of an epoch
-        return (self.dataset.rows(*o) for o in self.bounds)
-
-def equal_bounds(n:int, bs:int)->list[tuple]:
-    "Returns the bounds of batches of `bs` out of `n` samples. The last one may be smaller"
-    starts = range(0, n, bs)
-    return [(start, min(start+bs, n)) for start in starts]
+    def __iter__(self):
+        "Yields copies, which callbacks may change in place"
+        for start in range(0, self.n, self.bs):
+            batch = slice_fields(self.samples, start, start+self.bs, self.n)
+            yield map_tensors(torch.clone, batch)
 
 # %% ../../nbs/checking/00_samples.ipynb #bee98357
-def copy_to_read(dl)->tuple:
-    """Returns two values: a copy of `dl` that shares its data set; and whether reading the copy leaves to the next
-    epoch what it would read anyway. It does not if `dl` cannot be copied, or if its data set is an iterator"""
+def copy_to_read(dl):
+    """Returns a copy of `dl` with the same data set, so that reading it leaves the next epoch as it would be; `dl` itself
+    if it cannot be copied, for example since it holds an iterator"""
     dataset = getattr(dl, 'dataset', None)
     left_over = getattr(dl, 'it', None)  # fastai leaves the iterator of an epoch that was not read to its end
-    try: copied = deepcopy(dl, {id(dataset): dataset, id(left_over): None})
-    except Exception: return dl,False  # for example, since it holds an iterator
-    return copied,not isinstance(dataset, Iterator)
+    try: return deepcopy(dl, {id(dataset): dataset, id(left_over): None})
+    except Exception: return dl
 
-def read_samples(dl, n:int)->KeptSamples:
-    """Returns the first `n` samples of `dl`. If there are fewer, they repeat; so they do if a batch cannot be joined to
-    the first, since its texts have another length. Raises ValueError if there are none, or if batches cannot be
-    sliced"""
-    batch = None
-    total = 0
-    for data in dl:
-        data = map_tensors(torch.clone, tuple(data))  # a loader may use its memory for the next batch
-        rows = n_rows(data, loader_bs(dl))
-        if total:
-            try: data = joined([batch, data], [total, rows])
-            except CannotJoin: break
-        batch = data
-        total += rows
-        if total >= n: break
-    if not total:
+def joined(batches:list[tuple], sizes:list[int], n:int)->tuple:
+    """Returns the first `n` samples of batches of these sizes as one batch. They repeat if there are fewer. Raises
+    ValueError if batches cannot be sliced; of these, CannotJoin if they differ in shape"""
+    n_times = math.ceil(n/sum(sizes))
+    sizes = sizes*n_times
+    fields = zip(*batches*n_times)
+    batch = [join(list(o), sizes) for o in fields]
+    return slice_fields(batch, 0, n, sum(sizes))
+
+def first_samples(dl, n:int)->tuple:
+    "Returns the first `n` samples of `dl` as one batch; raises ValueError if there are none"
+    batches,sizes = [],[]
+    for batch in dl:
+        batches.append(map_tensors(torch.clone, tuple(batch)))  # a loader may use its memory for the next one
+        sizes.append(n_rows(batch, loader_bs(dl)))
+        if sum(sizes) >= n: break
+    if not batches:
         raise ValueError(f"check_accum needs samples, and {type(dl).__name__} yields none: make it yield one batch")
-    while total < n:
-        batch = joined([batch, batch], [total, total])
-        total *= 2
-    return KeptSamples(dl, slice_fields(batch, 0, n, total), n)
+    try: return joined(batches, sizes, n)
+    except CannotJoin: return joined(batches[:1], sizes[:1], n)  # texts of other lengths

@@ -6,89 +6,54 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/checking/suspects.html.m
 
 # %% ../../nbs/checking/02_suspects.ipynb #3c846197
 from __future__ import annotations
-from typing import NamedTuple
 
 from fastai.basics import *
 
-from ..windows.checks import have_hooks
 from ..windows.nested import tensors_in
 from ..accumulation import GradientAccumulation
 from ..callback import WindowCallback
 
 # %% auto #0
-__all__ = ['used_by', 'is_left_out', 'Suspect', 'evaluate', 'in_evaluation', 'module_suspects', 'without_callback',
-           'without_hooks', 'forget_state', 'without_state', 'mean_square', 'with_other_loss', 'draws_numbers',
-           'callback_suspects', 'suspects']
+__all__ = ['is_left_out', 'evaluate', 'in_evaluation', 'without_hooks', 'mean_square', 'with_other_loss', 'suspects']
 
 # %% ../../nbs/checking/02_suspects.ipynb #7f2044ab
-# They show progress, save files, lower the precision or join processes
+# Callbacks that show progress, save files, lower the precision or join processes
 _left_out = {
     'ProgressCallback', 'ShowGraphCallback', 'CSVLogger', 'SaveModelCallback', 'AutoResume', 'MixedPrecision',
     'DistributedTrainer'}
-# Packages of experiment trackers, and modules in them
-_services = {'wandb', 'tensorboard', 'tensorboardX', 'mlflow', 'neptune', 'comet_ml', 'azureml', 'clearml', 'aim'}
-
-def used_by(cb)->list:
-    "Returns `cb`, what its attributes hold, and what its methods, inherited ones too, find in global variables"
-    res = [cb, *vars(cb).values()]
-    for kind in type(cb).__mro__:
-        for f in vars(kind).values():
-            if not isinstance(f, types.FunctionType): continue
-            names = f.__globals__.keys() & f.__code__.co_names
-            res += [f.__globals__[name] for name in names]
-    return res
+# Names in the code of a callback that uses an experiment tracker
+_trackers = {'wandb', 'SummaryWriter', 'mlflow', 'log_metric', 'log_metrics', 'neptune', 'comet_ml', 'clearml'}
 
 def is_left_out(cb)->bool:
-    "Returns whether a copy trains without `cb`: by its class, or since it uses the package of an experiment tracker"
-    kinds = {o.__name__ for o in type(cb).__mro__}
-    if kinds & _left_out: return True
-    for o in used_by(cb):
-        is_module = isinstance(o, types.ModuleType)
-        module = o.__name__ if is_module else getattr(o, '__module__', None)
-        parts = f'{module}'.split('.')
-        if _services & set(parts): return True
-    return False
+    "Returns whether copies train without `cb`: by the names of its classes, and by those that their methods use"
+    kinds = type(cb).__mro__
+    names = {o.__name__ for o in kinds}
+    used = set()
+    for kind in kinds:
+        for o in vars(kind).values():
+            if isinstance(o, types.FunctionType): used.update(o.__code__.co_names)
+    return bool(names & _left_out or used & _trackers)
 
 # %% ../../nbs/checking/02_suspects.ipynb #a53866a8
-class Suspect(NamedTuple):
-    "What may be the reason for a difference"
-    name:str
-    effect:str  # as in 'sees 3 samples at a time'
-    remove:Callable  # `remove(learn)` lets a copy train without it
-
-    def __str__(self)->str: return f'{self.name} {self.effect}'
-
-def evaluate(module, args): module.eval()
+def evaluate(module, args):
+    "Before a pass of this module: as in evaluation mode, and without what it carries from the batch before"
+    module.training = False
+    if hasattr(module, 'reset'): module.reset()
 
 def in_evaluation(learn, kinds:set):
     "Lets the modules of these classes run in evaluation mode"
     for m in learn.model.modules():
         if type(m) in kinds: m.register_forward_pre_hook(evaluate)
 
-def module_suspects(modules:Iterable, effect:str)->list[Suspect]:
-    "Returns a suspect for all modules of these classes; none if there are no modules"
-    kinds = set(map(type, modules))
-    if not kinds: return []
-    names = sorted(o.__name__ for o in kinds)
-    remove = partial(in_evaluation, kinds=kinds)
-    return [Suspect(', '.join(names), effect, remove)]
-
-def without_callback(learn, kind:type): learn.remove_cbs(learn._grab_cbs(kind))
-
 def without_hooks(learn):
-    for p in learn.model.parameters():
-        if p._backward_hooks: p._backward_hooks.clear()
-
-def forget_state(module, args): module.reset()
-
-def without_state(learn):
-    "Makes the model forget before each batch what it carries from the one before"
-    learn.model.register_forward_pre_hook(forget_state)
+    for p in learn.model.parameters(): p._backward_hooks = None
 
 def mean_square(pred, *targets, **kwargs)->Tensor:
     "A loss of any outputs that is a mean over samples. Callbacks such as MixUp pass it the arguments of other losses"
-    outputs = [o for o in tensors_in(pred) if o.is_floating_point()]
-    return sum(o.square().mean() for o in outputs)
+    res = 0.
+    for o in tensors_in(pred):
+        if o.is_floating_point(): res = res+o.square().mean()
+    return res
 
 def with_other_loss(learn):
     learn.loss_func = mean_square
@@ -96,47 +61,25 @@ def with_other_loss(learn):
         cb.num_items = None  # which counts for the user's loss
 
 # %% ../../nbs/checking/02_suspects.ipynb #fb135ccc
-_random_layers = 'drop','stochastic'  # parts of names, as in DropPath or StochasticDepth
-
-def draws_numbers(m)->bool:
-    "Returns whether a module draws random numbers, by the name of its class or its rate of dropout"
-    if isinstance(m, nn.Sequential): return False  # for example, fastai's LinBnDrop, which contains such a layer
-    rate = getattr(m, 'dropout', None)  # of an LSTM, for example, or of attention
-    has_rate = isinstance(rate, float) and rate > 0
-    name = type(m).__name__.lower()
-    return has_rate or any(o in name for o in _random_layers)
-
-def callback_suspects(cbs:list, n:int)->list[Suspect]:
-    "Returns a suspect for each class of callbacks, apart from those that fastai adds itself and those of this package"
-    kinds = dict.fromkeys(map(type, cbs))
-    res = []
-    for kind in kinds:
-        is_core = kind in (TrainEvalCallback,Recorder,CastToTensor)
-        if is_core or issubclass(kind, WindowCallback): continue
-        remove = partial(without_callback, kind=kind)
-        effect = f'acts on {n} samples at a time'
-        res.append(Suspect(kind.__name__, effect, remove))
-    return res
+_core = TrainEvalCallback,Recorder,CastToTensor,Callback  # of fastai, and what takes the place of those left out
 
 def suspects(
-    model:nn.Module,
-    cbs:list, # Callbacks of the fit
+    learn, # A copy
     found:Iterable[str], # What differs
     n:int, # Samples in a micro-batch
-)->list[Suspect]:
-    "Returns what may be the reason, the most likely first. The last one, the whole model, includes other layers"
-    modules = list(model.modules())
-    changing = [m for m in modules if f'buffers of {type(m).__name__}' in found]
-    res = module_suspects(changing, f'sees {n} samples at a time')
-    res += module_suspects(filter(draws_numbers, modules), 'draws other random numbers')
-    if hasattr(model, 'reset'):
-        res.append(Suspect('the model', 'carries a state from batch to batch', without_state))
-    res += callback_suspects(cbs, n)
-    if have_hooks(model.parameters()):
-        res.append(Suspect('hooks on parameters', f'see the gradient of {n} samples', without_hooks))
-    effect = f'of {n} samples at a time do not add up to the loss of all samples'
-    res.append(Suspect('the losses', effect, with_other_loss))
-    all_kinds = set(map(type, modules))
-    remove = partial(in_evaluation, kinds=all_kinds)
-    res.append(Suspect('the model', 'in training mode', remove))
+)->dict[str,Callable]: # `remove(learn)` lets a copy train without it
+    "Returns what may be the reason, in words, the most likely first"
+    kinds = set(map(type, learn.model.modules()))
+    changing = {o for o in kinds if f'buffers of {o.__name__}' in found}
+    names = ', '.join(sorted(o.__name__ for o in changing))
+    few = f'{n} samples at a time'
+    res = {}
+    if changing: res[f'{names} sees {few}'] = partial(in_evaluation, kinds=changing)
+    for kind in map(type, learn.cbs):
+        is_needed = kind in _core or issubclass(kind, WindowCallback)
+        if is_needed: continue
+        res[f'{kind.__name__} acts on {few}'] = partial(Learner.remove_cb, cb=kind)
+    res['the model in training mode, for example dropout'] = partial(in_evaluation, kinds=kinds-changing)
+    res[f'the losses of {few} do not add up to the loss of all samples'] = with_other_loss
+    res[f'hooks on parameters see the gradient of {few}'] = without_hooks
     return res

@@ -8,204 +8,98 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/checking/trial.html.md""
 from __future__ import annotations
 from contextlib import redirect_stdout
 import io,tempfile
-from typing import NamedTuple
 
 from fastai.basics import *
 from fastai.callback.schedule import SchedNo
 from fastcore.xtras import working_directory
-from torch.overrides import TorchFunctionMode
 
-from ..windows.gradients import extra_params
-from ..windows.loader import EpochPlan
-from ..windows.nested import leaves_in,map_tensors
+from ..windows.nested import leaves_in,slice_fields
 from ..windows.processes import inner_model,n_processes
+from ..memory.override import override_attr
 from ..callback import WindowCallback,leader_of
-from ..checkpointing import ActivationCheckpointing
-from ..schedule import GradientAccumulationSchedule
-from .samples import KeptLoader,KeptSamples,equal_bounds
+from .samples import KeptLoader
 
 # %% auto #0
-__all__ = ['Sizes', 'small_sizes', 'small_settings', 'epoch_plans', 'whole_bounds', 'WholeWindows', 'WithoutGraphs',
-           'copy_learner', 'small_learner', 'as_whole', 'as_double', 'Observer', 'draw', 'flat', 'numbers_in',
-           'is_users', 'left_by', 'without_traces', 'train']
+__all__ = ['small_sizes', 'make_small', 'deepcopy_tensor', 'copy_learner', 'small_learner', 'Seeds', 'draw', 'numbers_in',
+           'left_by', 'train']
 
 # %% ../../nbs/checking/01_trial.ipynb #723a900c
-class Sizes(NamedTuple):
-    "The few samples that stand for a user's batches, per process"
-    window:int  # of an optimizer step
-    bs:int  # of a loader batch
-    micro_bs:int  # of a micro-batch
-
-def small_sizes(
-    learn:Learner,
-    leader:WindowCallback, # Runs its batches
-    is_split:bool, # Whether loader batches are split into micro-batches
-    size:int, # Samples in the smallest batch
-)->Sizes:
-    """Returns sizes that relate to each other as the user's do: whether a window has several loader batches, or a
-    loader batch several windows"""
-    info = leader.loader_info_of(learn.dls.train)
-    users_bs = info.batch_size or math.inf
-    users_bs *= n_processes(learn)
-    users_sizes = leader.sizes_by_argument(users_bs)
-    users_window = max(users_sizes.values())
-    joins_batches = users_window > users_bs
-    cuts_batches = users_window < users_bs
-    n_micro_batches = 2
-    if joins_batches and is_split: n_micro_batches = 4  # in a window of two loader batches
-    window = size*n_micro_batches
+def small_sizes(learn, size:int)->tuple[int,int]:
+    """Returns the samples of a window and of a loader batch, with micro-batches of `size`. They relate to each other as
+    the user's do: a window has several loader batches, or a loader batch several windows, or both are the same"""
+    n_epoch = sys.maxsize  # so that a schedule may begin and end in any epoch
+    plan = leader_of(learn).plan_of(learn.dls.train, 0, n_epoch, n_processes(learn))
+    users = plan.largest
+    is_split = any(o.micro_batch_size for o in learn._grab_cbs(WindowCallback))
+    window = 2*size if is_split else size
     bs = window
-    if joins_batches: bs = window//2
-    if cuts_batches: bs = 2*window
-    return Sizes(window, bs, size if is_split else min(bs, window))
+    if users.n_batches > 1: window *= 2
+    if users.n_pieces > 1: bs *= 2
+    return window,bs
 
-def small_settings(cb:WindowCallback, sizes:Sizes)->dict:
-    "Returns the settings with which `cb` does to small batches what it does to the user's"
-    res = dict(verbose=False)
-    if cb.accum_bs: res['accum_bs'] = sizes.window
-    if cb.micro_batch_size: res['micro_batch_size'] = sizes.micro_bs
-    if isinstance(cb, GradientAccumulationSchedule):
-        res['start_accum_bs'] = sizes.window
-        res['final_accum_bs'] = sizes.window
-        res |= dict(start=0., finish=1., schedule=SchedNo)
-    if isinstance(cb, ActivationCheckpointing): res['n_recomputed'] = sys.maxsize  # more than there are: all
-    return res
-
-# %% ../../nbs/checking/01_trial.ipynb #b5115d1a
-def epoch_plans(leader:WindowCallback, loader:KeptLoader)->list[EpochPlan]:
-    "Returns the windows of two epochs of `loader`"
-    first = leader.plan_of(loader, 0, 2)
-    carried = first.left if first.remainder == 'carry' else []
-    return [first, leader.plan_of(loader, 1, 2, carried=carried)]
-
-def whole_bounds(plan:EpochPlan, n:int)->list[tuple]:
-    "Returns the bounds of the windows of a plan among the samples of two epochs of `n`"
-    first = plan.epoch*n - plan.n_carried  # the last samples of the epoch before come first
-    res = []
-    for start,size in plan.windows:
-        start += first
-        res.append((start, start+size))
-    return res
-
-class WholeWindows(Callback):
-    "Lets a plain Learner train on the windows of these plans as whole batches"
-    order = -30  # before TrainEvalCallback, which advances the position
-    run_valid = False
-    def __init__(self, loaders:list[KeptLoader], plans:list[EpochPlan]):
-        self.loaders = loaders  # of each epoch
-        self.plans = plans
-
-    def before_train(self): self.learn.dl = self.loaders[self.epoch]
-
-    def before_batch(self):
-        "Moves the position to where the window begins, if windows vary. Otherwise fastai's, by the batch, is right"
-        plan = self.plans[self.epoch]
-        if not plan.sizes_vary: return
-        start,_ = plan.windows[self.iter]
-        self.learn.pct_train = plan.pct_train(plan.position(start))
+def make_small(cb:WindowCallback, size:int, window:int):
+    "Lets `cb` do to small batches what it does to the user's. A schedule keeps one size, and each remainder is a step"
+    settings = vars(cb)
+    small = dict(
+        accum_bs=window, start_accum_bs=window, final_accum_bs=window, micro_batch_size=size,
+        start=0., finish=1., schedule=SchedNo,
+        adapt=False)  # so that ActivationCheckpointing recomputes all blocks
+    settings.update({name:o for name,o in small.items() if settings.get(name)})
+    settings.update(remainder='step', verbose=False)
 
 # %% ../../nbs/checking/01_trial.ipynb #4ed5de6e
-class WithoutGraphs(TorchFunctionMode):
-    "In this context `deepcopy` copies any tensor. PyTorch refuses those that a graph has computed"
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        is_copy = func is Tensor.__deepcopy__
-        if is_copy and not args[0].is_leaf:
-            return args[0].detach().clone()
-        return func(*args, **(kwargs or {}))
+_deepcopy = Tensor.__deepcopy__
+
+def deepcopy_tensor(t:Tensor, memo:dict)->Tensor:
+    "Copies any tensor. PyTorch refuses those that a graph has computed"
+    return _deepcopy(t.detach() if t.grad_fn else t, memo)
 
 def copy_learner(
     learn:Learner,
-    replaced:list[tuple]=(), # Pairs: an object, and what takes its place in the copy
-    cbs:list=(), # More callbacks for the copy
-    double:bool=False, # Whether its tensors are in float64
+    replaced:dict={}, # By the id of an object, what takes its place in the copy
+    double:bool=False, # Whether the tensors of the copy are in float64
 )->Learner:
     "Returns a copy of `learn`, which shares no tensor with it; raises the error of what cannot be copied"
     model = inner_model(learn.model)  # a copy trains in one process
+    dataset = getattr(learn.dls.train, 'dataset', None)  # which copies share
     # `deepcopy` looks up in `memo` what it has copied already, and adds what it copies
-    memo = {id(old):new for old,new in replaced}
-    with WithoutGraphs():
+    memo = replaced|{id(dataset): dataset}
+    with override_attr(Tensor, '__deepcopy__', deepcopy_tensor):
         memo[id(learn.model)] = deepcopy(model, memo)
-        res,cbs = deepcopy((learn, list(cbs)), memo)
+        res = deepcopy(learn, memo)
+        for p in model.parameters():
+            memo[id(p)]._backward_hooks = deepcopy(p._backward_hooks, memo)  # `deepcopy` leaves them out
     for o in memo.values():
         is_float = isinstance(o, Tensor) and o.is_floating_point()
         if double and is_float: o.data = o.data.double()
-    for p in model.parameters():
-        hooks = p._backward_hooks or {}  # which `deepcopy` leaves out
-        for hook in hooks.values():
-            memo[id(p)].register_hook(deepcopy(hook, memo))
-    res.logger = noop
-    return res.add_cbs(cbs)
+    return res
 
 # %% ../../nbs/checking/01_trial.ipynb #ada52078
 def small_learner(
     learn:Learner,
-    cbs:list, # Callbacks of the fit, beside those of the Learner
     left_out:list, # Callbacks that the copy does not have
-    sizes:Sizes,
-    samples:KeptSamples, # Of an epoch
+    samples:tuple, # As one batch
+    n:int, # Their number
+    bs:int, # Samples in a batch
+    n_valid:int, # Samples to validate on
 )->Learner:
-    "Returns a copy of `learn` that trains in small windows on `samples`, and validates on a few of them"
-    n_valid = sizes.micro_bs
-    train = KeptLoader(samples, equal_bounds(samples.n, sizes.bs), sizes.bs)
-    valid = KeptLoader(samples, [(0, n_valid)], n_valid)
-    loaders = [train, valid, *learn.dls.loaders[2:]]
-    dls = copy(learn.dls)
-    vars(dls)['loaders'] = loaders
-    replaced = [(learn.dls, dls)]
-    replaced += zip(learn.dls.loaders, loaders)
-    replaced += [(cb, Callback()) for cb in left_out]
-    res = copy_learner(learn, replaced, cbs)
-    for cb in res._grab_cbs(WindowCallback):
-        vars(cb).update(small_settings(cb, sizes))
-    return res
-
-def as_whole(
-    small:Learner, # From `small_learner`
-    window:int, # Samples in its windows
-)->Learner:
-    "Returns a copy that trains on whole batches, which are the windows of `small`, without callbacks of this package"
-    train = small.dls.train
-    plans = epoch_plans(leader_of(small), train)
-    loaders = []
-    for plan in plans:
-        bounds = whole_bounds(plan, train.n)
-        loaders.append(KeptLoader(train.dataset, bounds, window))
-    res = copy_learner(small, [(train, loaders[0])])
-    res.remove_cbs(res._grab_cbs(WindowCallback))
-    return res.add_cb(WholeWindows(loaders, plans))
+    "Returns a copy of `learn` that trains on few samples, and validates on the first of them"
+    train_dl = learn.dls.train
+    valid = KeptLoader(train_dl, slice_fields(samples, 0, n_valid, n), n_valid, n_valid)
+    replaced = {id(dl):valid for dl in learn.dls.loaders}
+    replaced[id(train_dl)] = KeptLoader(train_dl, samples, n, bs)
+    replaced |= {id(cb):Callback() for cb in left_out}
+    return copy_learner(learn, replaced)
 
 # %% ../../nbs/checking/01_trial.ipynb #c9e606c0
-def as_double(t:Tensor)->Tensor:
-    "Returns `t` in float64, unless it holds integers"
-    return t.double() if t.is_floating_point() else t
-
-class Observer(Callback):
-    """Notes the rates and positions of steps. It also sets a seed for each loader batch and each step, so that random
-    numbers differ only if they are drawn for other samples"""
+class Seeds(Callback):
+    "Sets a seed for each step, so that random numbers differ only if they are drawn for other samples"
     order = -1000  # before all others
-    def __init__(self, seed:int, double:bool):
-        self.seed = seed
-        self.double = double  # whether batches are in float64
-        self.n_batches = 0
-        self.rates = []
-        self.positions = []
-
-    def before_batch(self):
-        self.n_batches += 1
-        set_seed(self.seed+self.n_batches)
-        if not self.double: return
-        self.learn.xb = map_tensors(as_double, self.xb)
-        self.learn.yb = map_tensors(as_double, self.yb)
+    def __init__(self, seed:int): self.seed = seed
 
     def before_step(self):
-        rates = [o['lr'] for o in self.opt.hypers]
-        self.rates.append(rates)
-        self.positions.append(self.learn.pct_train)
-        set_seed(self.seed-len(self.positions))
-
-    def before_validate(self):
-        "Skips it after a NaN, which metrics of scikit-learn, for example, refuse"
-        if numbers_in(self.model).isnan().any(): raise CancelValidException
+        self.seed += 1
+        set_seed(self.seed)
 
     def after_batch(self): self.learn.loss = self.loss.float()  # fastai's Recorder cannot average others
 
@@ -217,74 +111,55 @@ def draw(model, args):
 # %% ../../nbs/checking/01_trial.ipynb #bb7d49be
 # What a training leaves behind
 
-def flat(values:Iterable)->Tensor:
-    "Returns numbers and tensors as one vector in float64"
-    tensors = []
-    for o in values:
-        tensor = torch.as_tensor(o).detach()
-        tensor = tensor.cpu().double()
-        tensors.append(tensor.flatten())
-    if not tensors: return torch.zeros(0)
-    return torch.cat(tensors)
-
 def numbers_in(o)->Tensor:
-    "Returns the numbers and tensors that `o` contains, such as the weights of a model, as one vector"
-    if isinstance(o, nn.Module):
-        o = o.state_dict()
-    leaves = leaves_in(o)
-    return flat(o for o in leaves if isinstance(o, (Real,Tensor)))
-
-def is_users(cb)->bool:
-    "Returns whether `cb` comes neither from fastai nor from this package"
-    package,*_ = type(cb).__module__.split('.')
-    return package not in ('fastai', 'fastxtend_accum')
+    "Returns the numbers and tensors that `o` contains, such as the weights of a model, as one vector in float64"
+    if isinstance(o, nn.Module): o = o.state_dict()
+    res = [torch.zeros(0)]
+    for leaf in leaves_in(o):
+        if not isinstance(leaf, (Real,Tensor)): continue
+        tensor = torch.as_tensor(leaf).detach()
+        res.append(tensor.flatten().cpu().double())
+    return torch.cat(res)
 
 # %% ../../nbs/checking/01_trial.ipynb #bb7d49bf
-def left_by(learn, observer:Observer)->dict[str,Tensor]:
+def left_by(learn)->dict[str,Tensor]:
     "Returns what a training has left in `learn` beside the weights, by name"
     res = defaultdict(list)
     for rec in learn._grab_cbs(Recorder):
         res['logged losses'] = rec.losses
-        names = rec.metric_names[1:]  # without that of the epoch
-        for row in rec.values:
-            for name,value in zip(names, row):
-                res[name].append(value)
-    res['learning rates'] = observer.rates
-    res['positions'] = observer.positions
+        res['learning rates'] = rec.lrs
+        res |= zip(rec.metric_names[1:], zip(*rec.values))  # the first is that of the epoch
     for m in learn.model.modules():
-        name = type(m).__name__
-        for o in m.buffers(recurse=False):
-            res[f'buffers of {name}'].append(o)
-    res['other weights'] = extra_params(learn)  # for example, of the loss
-    for cb in filter(is_users, learn.cbs):
-        kind = type(cb).__name__
-        for name,value in vars(cb).items():
-            res[f'{kind}.{name}'] = value
-    return {name: numbers_in(values) for name,values in res.items()}
+        res[f'buffers of {type(m).__name__}'] += m.buffers(recurse=False)
+    for cb in learn.cbs:
+        kind = type(cb)
+        if kind.__module__.startswith(('fastai.', 'fastxtend_accum.')): continue
+        for name,value in vars(cb).items(): res[f'{kind.__name__}.{name}'] = value
+    return {name:numbers_in(values) for name,values in res.items()}
 
 # %% ../../nbs/checking/01_trial.ipynb #3f71d0de
-@contextmanager
-def without_traces():
-    "In this context, what is printed is discarded; so are warnings, and files that are written into the current folder"
+def train(
+    learn:Learner,
+    without:tuple[Callable,...]=(), # Each lets a Learner train without a suspect
+    double:bool=False, # In float64
+    seed:int=42,
+)->dict[str,Tensor]:
+    """Trains a copy for two epochs, and returns what that leaves, by name: of the weights, how far they have moved. What
+    it prints is discarded; so are warnings, and files that it writes into the current folder"""
+    learn = copy_learner(learn, double=double)
+    for remove in without: remove(learn)
+    learn.logger = noop
+    learn.model.register_forward_pre_hook(draw)
+    params = list(learn.model.parameters())
+    before = numbers_in(params)
     with (tempfile.TemporaryDirectory() as folder,
           working_directory(folder),
           redirect_stdout(io.StringIO()),
           warnings.catch_warnings()):
         warnings.simplefilter('ignore')
-        yield Path(folder)
-
-def train(
-    learn:Learner, # A copy
-    seed:int,
-    double:bool=False, # Whether the copy is in float64
-)->dict[str,Tensor]:
-    "Trains a copy for two epochs, and returns what that leaves, by name: of the weights, how far they have moved"
-    observer = Observer(seed, double)
-    learn.model.register_forward_pre_hook(draw)
-    before = flat(learn.model.parameters())
-    with without_traces() as learn.path:
+        learn.path = Path(folder)
         learn.model_dir = 'models'
         set_seed(seed)
-        learn.fit(2, cbs=observer)
-    moved = flat(learn.model.parameters())-before
-    return dict(weights=moved) | left_by(learn, observer)
+        learn.fit(2, cbs=Seeds(seed))
+    moved = numbers_in(params)-before
+    return dict(weights=moved) | left_by(learn)
