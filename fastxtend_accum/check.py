@@ -58,7 +58,8 @@ def explain(
     found = differences(compare)
     if not found: return {},[]
     repeated = distances(run(whole), kept(whole, (), False))
-    steady = {name:o for name,o in found.items() if name == 'weights' or o > 100*repeated[name]}
+    steady = {name:o for name,o in found.items() if o > 100*repeated[name]}
+    if 'weights' in found and 'weights' not in steady: return found,[]  # no seed, or NaN
     is_slow = time.perf_counter()-began > 2
     return steady,find_reasons(compare, steady, suspects(windows, steady, n), verbose and is_slow)
 
