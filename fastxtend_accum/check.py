@@ -108,7 +108,7 @@ def check_accum(self:Learner,
 )->AccumCheck:
     """Measure whether training this Learner in windows equals training it on whole batches
 
-    Trains copies both ways, compares them, and names the reason for any difference. The Learner, its files and the
+    Trains copies in both ways, compares them, and names the reason for any difference. The Learner, its files and the
     random state stay as they were"""
     n_steps = check_size('n_steps', n_steps)
     size = check_size('size', size)

@@ -48,7 +48,7 @@ def fraction_of_fit(name:str, point:Numeric, n_epoch:int)->float:
 
 # %% ../nbs/01_schedule.ipynb #fb5cbf3c
 class GradientAccumulationSchedule(GradientAccumulation):
-    "`GradientAccumulation` with a batch that changes from `start_accum_bs` to `final_accum_bs` samples"
+    "Accumulate gradients over a batch size that changes from `start_accum_bs` to `final_accum_bs` samples"
     @delegates(GradientAccumulation.__init__, but=['accum_bs','n_acc'])
     def __init__(self,
         start_accum_bs:int, # Samples per step until `start`: a multiple of the loader's batch size, or any smaller size
@@ -149,7 +149,7 @@ def check(self:GradientAccumulationSchedule, plan:EpochPlan):
 def preview(self:GradientAccumulationSchedule,
     n_epoch:int, # Length of the fit, in epochs
     dls:DataLoaders, # The data of the fit
-)->list: # For each optimizer step, where its window starts, in epochs, and its number of samples
+)->list: # A pair for each optimizer step: where its window starts, in epochs, and its number of samples
     """List the windows that a fit in one process will run; raise ValueError if the sizes do not suit the data
 
     If the model has a `reset` method, create the Learner first, because the default `remainder` depends on the model"""
@@ -203,7 +203,7 @@ def half_life_scale(
 
 # %% ../nbs/01_schedule.ipynb #b0b8179d
 def SchedSteps(
-    steps:dict[Numeric,int], # From points (in units of `start`) to the samples per step from there on; must contain 0
+    steps:dict[Numeric,int], # Maps each point (as for `start`) to the samples per step from there on; must contain 0
 )->dict: # Arguments for `GradientAccumulationSchedule`
     "Return the arguments for a batch size that changes at given points; raise an error if a point or size is invalid"
     if not isinstance(steps, dict) or 0 not in steps:
