@@ -138,21 +138,6 @@ def save_often(self):
     self.rows.append([self.train_iter, *sums, len(saved['opt'])])
 
 
-def validate_often(self):
-    "Validates in the middle of an epoch, and puts back what fastai's `validate` leaves changed"
-    if self.train_iter%4 != 1:
-        return
-    learn = self.learn
-    of_learner = ['dl', 'iter', 'n_iter', 'xb', 'yb', 'pred', 'loss', 'epoch', 'train_iter', 'pct_train']
-    of_recorder = ['lrs', 'losses', 'iters', 'values', 'log']
-    kept = {name: vars(learn)[name] for name in of_learner}
-    recorded = {name: vars(learn.recorder)[name] for name in of_recorder}
-    self.rows.append(learn.validate())
-    vars(learn.recorder).update(recorded)
-    vars(learn).update(kept, training=True)
-    learn.model.train()
-
-
 def count_samples(self):
     "Reads the loader by itself"
     self.rows.append([sum(len(batch[0]) for batch in self.learn.dl)])
@@ -168,7 +153,6 @@ NOTES = {
     'another Recorder': AnotherRecorder,
     'saves after the step': partial(At, 'after_step', save_often, 0),
     'saves after the batch': partial(At, 'after_batch', save_often, 90),
-    'validates, last of all': partial(At, 'after_batch', validate_often, 90),
     'reads the loader before training': partial(At, 'before_train', count_samples, 60),
     'reads the loader after a batch': partial(At, 'after_batch', count_samples, 60)}
 

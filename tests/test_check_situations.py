@@ -1,8 +1,7 @@
 "Where a training differs from the one with the large batch, check_accum names the reason"
 from situation_callbacks import *
-from situation_losses import worst
+from situation_losses import INEXACT, learner_with, worst
 from test_situations_loaders import OF_WHOLE_BATCHES, learner_on
-from test_situations_losses import INEXACT
 
 
 class TwoModes(nn.Module):
@@ -80,9 +79,9 @@ def test_the_callback_that_makes_another_training_is_named(cls, way):
 
 
 @pytest.mark.parametrize('way', WAYS)
-@pytest.mark.parametrize('name', INEXACT)
-def test_a_loss_that_is_no_sum_of_its_parts_is_named(name, way):
-    result = check(INEXACT[name].learner, way)
+@pytest.mark.parametrize('loss_func', INEXACT)
+def test_a_loss_that_is_no_sum_of_its_parts_is_named(loss_func, way):
+    result = check(learner_with(loss_func), way)
     assert result.reasons == ['the losses of 3 samples at a time do not add up to the loss of all samples']
 
 

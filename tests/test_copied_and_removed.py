@@ -94,17 +94,16 @@ class Removes(Callback):
 
 
 @pytest.mark.filterwarnings('ignore:.* was removed from its Learner')  # which a removal in before_fit causes
-@pytest.mark.parametrize('event,kind,order', paired(
-    [o for o in EVENTS if o not in ('after_cancel_batch', 'after_fit')], OURS, [-100, 6.5, 99]))
-def test_after_a_removal_in_a_fit_nothing_stays_replaced_and_the_next_fit_is_plain(fresh, kind, order, event):
+@pytest.mark.parametrize('event,kind,order,nth', paired(
+    [o for o in EVENTS if o not in ('after_cancel_batch', 'after_fit')], OURS, [-100, 6.5, 99], [1, 6]))
+def test_after_a_removal_in_a_fit_nothing_stays_replaced_and_the_next_fit_is_plain(fresh, kind, order, event, nth):
     for i in range(len(our_callbacks(new_learner(kind)))):
-        for nth in (1, 6):
-            learn = new_learner(kind)
-            cb = our_callbacks(learn)[i]
-            fit(learn, 1, cbs=Removes(cb, event, nth, order))
-            assert_whole(learn)
-            learn.remove_cbs(our_callbacks(learn))
-            assert_same(fit_from_start(learn), fresh['plain'])
+        learn = new_learner(kind)
+        cb = our_callbacks(learn)[i]
+        fit(learn, 1, cbs=Removes(cb, event, nth, order))
+        assert_whole(learn)
+        learn.remove_cbs(our_callbacks(learn))
+        assert_same(fit_from_start(learn), fresh['plain'])
 
 
 @pytest.mark.parametrize('event,nth,order', [

@@ -1,6 +1,4 @@
 "The gradients of a window: summed, averaged, and guarded against whoever else makes or changes them"
-import weakref
-
 import pytest
 from fastai.vision.gan import AdaptiveGANSwitcher, FixedGANSwitcher, GANLearner
 
@@ -236,32 +234,3 @@ def test_parameters_that_a_callback_replaces_in_mid_epoch():
     small = fit(make_learner(8, cbs=[GradientAccumulation(24), Callback(after_batch=prune)]), 1)
     assert_apart(large, fit(make_learner(24), 1))
     assert_same_weights(small, large, ROUNDING)
-
-
-# How long gradients live
-
-class WatchesGradients(Callback):
-    "Notes in `after_loss` whether a gradient of an earlier step is alive"
-    run_valid = False
-
-    def before_fit(self):
-        self.refs = []
-        self.alive = []
-
-    def before_step(self):
-        self.refs += [weakref.ref(g) for g in grads(self.learn)]
-    def after_step(self):
-        self.learn.opt.zero_grad()
-    def after_loss(self):
-        self.alive.append(any(o() is not None for o in self.refs))
-
-
-@each_layout
-def test_gradients_are_let_go_after_the_step(bs, settings):
-    "PyTorch's optimizers set them to None: the next window makes new ones in the memory of the old"
-    watches = WatchesGradients()
-    fit(make_learner(bs, cbs=GradientAccumulation(**settings), opt_func=TORCH_SGD), 1, cbs=watches)
-    watches.after_loss()
-    assert len(watches.refs) == 3*4
-    assert len(watches.alive) == 12+1
-    assert not any(watches.alive)

@@ -1,5 +1,4 @@
-"""Batches and outputs of any layout in micro-batches: several views of each sample, lists of boxes, time first, nested
-outputs. They are those of whole batches, or there is an error; nothing is split along another dimension than samples"""
+"""Batches and outputs of any layout in micro-batches: several views of each sample, time first, nested outputs. They are those of whole batches, or there is an error; nothing is split along another dimension than samples"""
 import pytest
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -75,38 +74,6 @@ def view_learner(layout, n_views, bs, *cbs):
     dls = DataLoaders(dl, dl)
     dls.n_inp = len(samples[0])-1
     return Learner(dls, SumsViews(), mse, opt_func=SGD, cbs=cbs)
-
-
-# Targets that are lists
-
-def from_1_to_5(i): return 1+i%5
-def once_as_many_as_samples(i): return 8 if i == 2 else 1+i%5
-
-
-def mse_of_boxes(pred, targ):
-    "Each sample has boxes of its own, over which its error is averaged"
-    errors = [(p-boxes).pow(2).mean() for p, boxes in zip(pred, targ, strict=True)]
-    return torch.stack(errors).mean().float()
-
-
-@pytest.mark.filterwarnings('ignore:accumulation is not exact')  # the check joins them as lists of inputs
-@pytest.mark.parametrize('n,bs,micro,n_boxes', [
-    (64, 4, 2, from_1_to_5),
-    (61, 8, 3, once_as_many_as_samples)])
-def test_targets_that_are_lists_of_boxes(n, bs, micro, n_boxes):
-    def collate(samples):
-        inputs, targets = zip(*samples)
-        boxes = [y.expand(n_boxes(i), 4) for i, y in enumerate(targets)]
-        return torch.stack(inputs), boxes
-
-    def run(*cbs):
-        dl = torch.utils.data.DataLoader(list(zip(*data(n))), batch_size=bs, collate_fn=collate)
-        return fit(Learner(DataLoaders(dl, dl), model(), mse_of_boxes, opt_func=SGD, cbs=cbs), 1)
-    plain = run()
-    ours = run(GradientAccumulation(bs, micro_batch_size=micro))
-    assert sum(ours.recorder.accum_bs) == n
-    assert_moved(plain)
-    assert_same_weights(ours, plain, ROUNDING)
 
 
 # Outputs of texts

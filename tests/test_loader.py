@@ -328,6 +328,11 @@ def test_a_stream_may_be_shorter_than_it_announces_and_one_of_pytorchs_longer(ma
     assert_fits_windows(learn, 88, remainder=remainder)
 
 
+def test_the_last_batch_of_a_stream_has_the_samples_that_come():
+    learn = with_loader(TorchDataLoader(SizedStream(43, 43), 8), GradientAccumulation(32))
+    assert fit(learn, 2).recorder.accum_bs == [32, 11, 32, 11]
+
+
 def test_a_stream_that_announces_nothing_is_fastais_error():
     dl = TorchDataLoader(Stream(88), 8)
     for learn in (with_loader(dl), with_loader(dl, GradientAccumulation(32))):

@@ -218,20 +218,6 @@ def learner_with_center(n, *cbs, **kwargs):
     return learn
 
 
-def reference_with_center(windows, n):
-    "Trains on each window in plain PyTorch; returns the weights, and the parameter of the loss"
-    m = model()
-    loss_func = CenterLoss()
-    opts = [sgd(m.parameters()), torch.optim.SGD(loss_func.parameters(), lr=.3)]
-    inputs, targets = data(n)
-    for window in windows.split():
-        samples = samples_of(window, n)
-        for opt in opts: opt.zero_grad()
-        loss_func(m(inputs[samples]), targets[samples]).backward()
-        for opt in opts: opt.step()
-    return weights(m), loss_func.center
-
-
 class Spoils(Callback):
     "Makes the loss of a loader batch `value` before its backward pass"
     def __init__(self, number, value):
@@ -241,21 +227,6 @@ class Spoils(Callback):
     def before_backward(self):
         if number_of(self.learn) != self.number: return
         self.learn.loss_grad = self.learn.loss_grad*self.value
-
-
-@pytest.mark.filterwarnings('ignore:Spoils changes the loss')  # its gradient only
-@BOTH_LOGS
-@pytest.mark.parametrize('number, value', [('4', math.nan), ('7', math.inf)])
-def test_a_window_that_is_skipped_leaves_no_gradient_of_the_loss(number, value, log):
-    "The loss has a parameter of its own, whose optimizer a callback holds"
-    n = 80
-    learn = learner_with_center(n, Spoils(number, value), log_accum_batch=log)
-    with pytest.warns(UserWarning, match='skipped a step: its gradient contains NaN or infinity'): fit(learn, 1)
-    expected, center = reference_with_center('0123 89', n)
-    assert_same(weights(learn), expected, ROUNDING)
-    assert_same(learn.loss_func.center, center, ROUNDING)
-    assert learn.gradient_accumulation.n_skipped == 1
-    assert_moved(learn)
 
 
 class SpoilsCenter(Callback):
@@ -443,36 +414,6 @@ def test_a_loop_of_ones_own_runs_as_ever_if_each_batch_is_a_window(name, place, 
     assert_same(learn.recorder.lrs, plain.recorder.lrs)
     assert learn.sees_rounds.rows == plain.sees_rounds.rows
     assert not [o for o in recwarn if 'accumulated' in str(o.message)]
-
-
-class OwnDetails(Learner):
-    "What the loop asks the Learner for may be its own"
-    def _set_device(self, batch): return [o*2 for o in super()._set_device(batch)]
-
-    def _split(self, batch):
-        super()._split(batch)
-        self.xb = (self.x+1,)
-
-    def _step(self):
-        super()._step()
-        with torch.no_grad():
-            for p in self.model.parameters(): p.mul_(.99)
-
-
-def learner_with_own_details(bs, *cbs):
-    return OwnDetails(make_learner(bs).dls, model(), mse, opt_func=SGD, cbs=cbs)
-
-
-def test_other_methods_of_the_learner_may_be_its_own():
-    "How it puts a batch on a device, splits it, and takes a step"
-    plain = fit(make_learner(4*BS))
-    large = fit(learner_with_own_details(4*BS))
-    small = fit(learner_with_own_details(BS, GradientAccumulation(4*BS)))
-    assert replaced_method(plain) is None
-    assert replaced_method(small) is None
-    assert_same_weights(small, large, ROUNDING)
-    difference = weights(large)-weights(plain)
-    assert difference.abs().max() > 1e-3
 
 
 # Errors

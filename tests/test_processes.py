@@ -301,15 +301,6 @@ def test_gradients_that_only_some_have(world):
         assert nowhere is None
 
 
-def micro_batches(window, samples_of_each):
-    "Returns the samples of each process in each micro-batch of 4"
-    res = []
-    for i in range(0, len(window), 4):
-        part = window[i:i+4]
-        res.append([joined(part, [samples]) for samples in samples_of_each])
-    return res
-
-
 def test_gradient_clip_clips_the_mean_gradient(world):
     m = model()
     inputs, targets = data(96)
@@ -323,39 +314,6 @@ def test_gradient_clip_clips_the_mean_gradient(world):
         opt.step()
     world.assert_weights('clip', weights(m))
     world.assert_moved('clip', 5e-3)
-
-
-def bfloat16_weights(n_processes):
-    "Returns weights that were trained with float32 sums of the gradients of all micro-batches, rounded once"
-    m = model().bfloat16()
-    inputs, targets = [o.bfloat16() for o in data(96)]
-    samples_of_each = shares(96, n_processes)
-    opt = sgd(m.parameters())
-    for window, _ in windows(96//n_processes, 4, 16, 'step', 2):
-        batches = sum(micro_batches(window, samples_of_each), [])
-        sums = [torch.zeros_like(p, dtype=torch.float32) for p in m.parameters()]
-        for idxs in batches:
-            opt.zero_grad()
-            pred = m(inputs[idxs]).float()
-            targ = targets[idxs].float()
-            F.mse_loss(pred, targ).backward()
-            for total, p in zip(sums, m.parameters()): total += p.grad
-        for total, p in zip(sums, m.parameters()):
-            mean = total/len(batches)
-            p.grad = mean.bfloat16()
-        opt.step()
-    return weights(m)
-
-
-def test_bfloat16_weights(world):
-    "Windows are summed in float32, and rounded once, so that DDP averages nothing. Sums of three have an order"
-    expected = bfloat16_weights(world.n)
-    for result in world.each('bfloat16'):
-        assert_same(result['weights'], world.first('bfloat16')['weights'])
-        assert_same(result['weights'].double(), expected.double(), 0 if world.n == 2 else .01)
-    world.assert_moved('bfloat16', 5e-3)
-    buckets, _ = world.messages('bfloat16')
-    assert buckets == []
 
 
 def test_ddp_averages_again_after_an_interrupt(world):

@@ -73,6 +73,7 @@ def test_readme_trains_on_a_folder_of_classes(tmp_path):
     assert set(names['learn'].recorder.accum_bs) == {256}
 
 
+@pytest.mark.long
 def test_vision(tmp_path):
     "All photographs are in one folder, and named after the breed"
     for i in range(165):
@@ -93,6 +94,7 @@ def test_vision(tmp_path):
     assert set(names['learn'].recorder.accum_bs) == {128}
 
 
+@pytest.mark.long
 def test_text(tmp_path):
     "IMDB also has a folder of texts without labels"
     for split, label in [('train', 'pos'), ('train', 'neg'), ('train', 'unsup'), ('test', 'pos'), ('test', 'neg')]:
@@ -140,6 +142,7 @@ def test_tabular(tmp_path):
     assert set(names['learn'].recorder.accum_bs) == {4096}
 
 
+@pytest.mark.long
 def test_segmentation(tmp_path):
     "CamVid has its classes in codes.txt, and a mask beside each photograph"
     (tmp_path/'codes.txt').write_text('Animal\nBuilding\nTrafficLight\nVoid\nWall\n')
@@ -173,6 +176,7 @@ def tiny_gpt2(folder):
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
 
 
+@pytest.mark.long
 def test_hugging_face(tmp_path, monkeypatch):
     "The cells below the recipe take its tokenizer and its model"
     tiny_gpt2(tmp_path)

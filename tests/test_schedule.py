@@ -227,27 +227,6 @@ def test_a_one_that_may_be_meant_as_a_fraction_causes_a_warning(n_epoch, kwargs,
 
 # The preview
 
-@draws
-@given(
-    start_size=st.sampled_from([2, 4, 8, 16, 40, 72]),
-    final_size=st.sampled_from([2, 3, 8, 24, 48]),
-    start=st.floats(0, 1),
-    length=st.floats(0, 1),
-    n=st.integers(8, 80),
-    n_epoch=st.integers(1, 3),
-    remainder=st.sampled_from(['step', 'drop', 'carry']),
-    schedule=st.sampled_from([SchedCos, SchedLin, SchedExp, SchedNo]))
-@pytest.mark.filterwarnings('ignore:no optimizer step was taken')
-def test_any_preview_is_what_training_does(start_size, final_size, start, length, n, n_epoch, remainder, schedule):
-    "In a second fit, too, which starts over"
-    finish = min(1., start+length)
-    accum = GradientAccumulationSchedule(start_size, final_size, start, finish, schedule, remainder=remainder)
-    learn = make_learner(8, n=n, cbs=accum)
-    preview = [size for _, size in accum.preview(n_epoch, learn.dls)]
-    assert sizes(fit(learn, n_epoch)) == preview
-    assert sizes(fit(learn, n_epoch)) == preview
-    if remainder != 'drop': assert sum(preview) == n*n_epoch
-
 
 @pytest.mark.parametrize('n, kwargs', [(128, {}), (24, dict(remainder='drop'))])  # of which no epoch fills a window
 def test_the_plot_shows_the_preview(n, kwargs):

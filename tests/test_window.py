@@ -109,6 +109,14 @@ def test_a_batch_that_starts_again_takes_its_micro_batches_out_of_the_window():
     assert not window.has_begun
 
 
+def test_a_closed_window_holds_no_batches():
+    window = window_with([(5., 6)])
+    window.kept = [1]
+    window.batches = [1]
+    window.close(Outcome.HAS_MEAN)
+    assert window.kept == window.batches == []
+
+
 def test_the_mean_of_nothing_is_no_nan_in_the_sums():
     "If a callback puts it into `learn.loss`, where the loop had set 0"
     empty = Contribution(loss=tensor(math.nan), weight=0, items=0, samples=8)

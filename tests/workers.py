@@ -252,14 +252,6 @@ def tokens_auto(**kwargs):
     return on_tokens(nn.CrossEntropyLoss(), 8, m, micro_batch_size='auto', **kwargs)
 
 
-def half_loss(pred, targ):
-    return F.mse_loss(pred.float(), targ.float())
-
-
-def half():
-    return small(accum(), m=model().bfloat16(), loss_func=half_loss)
-
-
 # Other cases
 
 def lines(m, **kwargs):
@@ -361,7 +353,6 @@ CASES = dict(
     tokens_auto=tokens_auto,
     no_items=lambda: tokens_auto(n_ignored=8),
     clip=lambda: small(accum(), GradientClip(.05)),
-    bfloat16=half,
     # What else is to be known
     lines=lambda: lines(model()) + lines(blocks_model()),
     interrupted=interrupted,
