@@ -14,11 +14,10 @@ from .windows.description import how_split,largest_part
 from .windows.nested import join,leaves_in,map_tensors,part_bounds,slice_fields,slice_rows,tensors_in
 from .windows.processes import inner_model,is_sharded
 from .windows.state import Snapshot
-from .memory.auto import advice_for_single_samples,smaller_size
+from .memory.auto import SmallerMicroBatches
 from .memory.hidden_state import HiddenState,state_owners
 from .memory.micro_batches import check_samples_first
 from .memory.override import override_attr
-from .memory.retry import MemorySaver
 from .callback import WindowCallback
 from .checkpointing import checkpointed
 
@@ -48,14 +47,18 @@ def cached_forward(
         if n <= size: return forward(*args, **kwargs)
         check_samples_first(tensors_in((args, kwargs)), n, samples)
         def run_rows(run_part:Callable, start:int, end:int):
-            return run_part(*slice_fields(args, start, end, n), **slice_rows(kwargs, start, end, n))
+            some_args = slice_fields(args, start, end, n)
+            some_kwargs = slice_rows(kwargs, start, end, n)
+            return run_part(*some_args, **some_kwargs)
         hidden = HiddenState(owners, n)
         outputs,sizes = [],[]
         for start,end in part_bounds(n, math.ceil(n/size)):
-            with hidden.at(start, end): outputs.append(run_rows(run_some if end == n else run_again, start, end))
+            run_part = run_some if end == n else run_again
+            with hidden.at(start, end): outputs.append(run_rows(run_part, start, end))
             sizes.append(end-start)
         if check and is_unclear(outputs[-1], sizes[-1]):
-            with torch.no_grad(), Snapshot(module): of_more = run_rows(run_some, start-1, n)
+            with torch.no_grad(), Snapshot(module):
+                of_more = run_rows(run_some, start-1, n)
             check_structure(module, outputs, sizes, of_more)
         return join(outputs, sizes)
     return run
@@ -65,7 +68,8 @@ def is_unclear(output, n:int)->bool:
     columns, or there are as many tensors or more, one for each sample perhaps"""
     tensors = tensors_in(output)
     may_list_samples = len(tensors) >= n and not isinstance(output, Tensor)
-    return may_list_samples or any(o.shape[:2] == (n, n) for o in tensors)
+    has_square = any(o.shape[:2] == (n, n) for o in tensors)
+    return may_list_samples or has_square
 
 @torch.no_grad()
 def check_structure(module, outputs:list, sizes:list[int], of_more):
@@ -73,14 +77,15 @@ def check_structure(module, outputs:list, sizes:list[int], of_more):
     more than the last of them has: then their first dimension is not the samples"""
     more = sizes[-1]+1
     n = sum(sizes)
+    joined = join(outputs, sizes)
     joined_with_more = join([*outputs, of_more], [*sizes, more])
-    joined = slice_rows(joined_with_more, 0, n, n+more)
-    if len(leaves_in(joined)) == len(leaves_in(join(outputs, sizes))): return
+    without_more = slice_rows(joined_with_more, 0, n, n+more)
+    if len(leaves_in(joined)) == len(leaves_in(without_more)): return
     raise ValueError(f"cannot join the outputs of {type(module).__name__}: their first dimension must be the samples "
                      "(stack tensors of one sample each)")
 
 # %% ../nbs/04_cache.ipynb #7681a838
-class GradientCache(WindowCallback, MemorySaver):
+class GradientCache(WindowCallback, SmallerMicroBatches):
     "Compute the loss on the DataLoader's whole batch, while the model processes `micro_batch_size` samples at a time"
     order = 11.5  # before a GradientAccumulation, which runs the batches
     lead_rank = 1
@@ -163,12 +168,7 @@ def context(self:GradientCache, loop):
 
 # %% ../nbs/04_cache.ipynb #d1bb8351
 @patch
-def reduce_memory(self:GradientCache, loop)->bool:
-    n = loop.rows_of_batch()
-    size = smaller_size(n, self.size or n)
-    if size is None: return False
-    self.size = size
-    return True
+def batch_size(self:GradientCache, loop)->int: return loop.rows_of_batch()
 
 @patch
 def report(self:GradientCache, loop):
@@ -185,6 +185,3 @@ def report(self:GradientCache, loop):
         differences = found.described(largest_part(n, size), module)  # 33 rows, at most 16 at a time, are 3 times 11
         if differences: line += f'. Same as one batch of {n}, except: {differences}.'
     self.log_once(line)
-
-@patch
-def advice(self:GradientCache, loop)->str: return advice_for_single_samples

@@ -5,9 +5,9 @@ from torch.nn.utils import parametrizations, prune
 from common import *
 from stateful import *
 from fastxtend_accum.windows import forward_backward
-from fastxtend_accum.windows.description import (Differences, ModelState, how_made_up, how_split, largest_part,
-                                                 log_message, up_to)
+from fastxtend_accum.windows.description import Differences, how_made_up, how_split, largest_part, log_message, up_to
 from fastxtend_accum.windows.loader import WindowShape
+from fastxtend_accum.windows.state import Snapshot
 
 
 def around(*layers):
@@ -82,17 +82,18 @@ def test_how_a_window_is_made_up(shapes, bs, micro_bs, n_processes, words):
 def test_changes_are_counted_by_the_class_of_the_layer():
     spectral = parametrizations.spectral_norm(nn.Linear(5, 5))
     m = nn.Sequential(nn.BatchNorm1d(5), nn.BatchNorm1d(5), nn.Dropout(), spectral)
-    before = ModelState(m)
-    assert Differences(before).described(8) == ''
+    before = Snapshot(m)
+    assert Differences(m, before).described(8) == ''
     m(torch.randn(8, 5))
-    assert Differences(before).described(8) == (
+    assert Differences(m, before).described(8) == (
         'BatchNorm1d (2 layers) sees 8 samples at a time; SpectralNorm (1 layer) sees 8 samples at a time; dropout '
         'draws different random numbers')
 
 
 def test_half_precision_is_named_if_gradients_cannot_add_up_in_float32(monkeypatch):
     "As with PyTorch before 2.10"
-    differences = Differences(ModelState(model().bfloat16()))
+    m = model().bfloat16()
+    differences = Differences(m, Snapshot(m))
     assert differences.described(8) == ''
     monkeypatch.setattr('fastxtend_accum.windows.description.can_sum_in_float32', False)
     assert differences.described(8).startswith('gradients add up in half precision')
@@ -103,12 +104,12 @@ def test_which_modules_have_changed_and_whether_random_numbers_were_drawn(kind):
     "Buffers count, but neither those of modules around them, nor other attributes"
     changed = kind()
     m = nn.Sequential(nn.Sequential(changed), SparseBuffer(), nn.LayerNorm(5).double())
-    state = ModelState(m)
-    assert state.changed_modules() == []
-    assert not state.has_drawn()
+    before = Snapshot(m)
+    assert Differences(m, before).changed == []
+    assert not Differences(m, before).draws
     m(data(6)[0])
-    assert state.changed_modules() == ([changed] if kind in STATISTICS else [])
-    assert state.has_drawn() == (kind in SHARED_NOISE)
+    assert Differences(m, before).changed == ([changed] if kind in STATISTICS else [])
+    assert Differences(m, before).draws == (kind in SHARED_NOISE)
 
 
 @pytest.mark.parametrize('buffer, changed', [
@@ -119,10 +120,10 @@ def test_which_modules_have_changed_and_whether_random_numbers_were_drawn(kind):
 def test_changes_are_seen_in_buffers_of_any_kind(buffer, changed):
     m = nn.Module()
     m.register_buffer('buffer', buffer)
-    state = ModelState(m)
-    assert state.changed_modules() == []
+    before = Snapshot(m)
+    assert Differences(m, before).changed == []
     m.buffer = changed
-    assert state.changed_modules() == [m]
+    assert Differences(m, before).changed == [m]
 
 
 # The line of a fit
@@ -259,18 +260,18 @@ def test_a_pruned_layer_keeps_its_name():
     m = nn.Sequential(nn.BatchNorm1d(5))
     prune.l1_unstructured(m[0], 'weight', .5)
     inputs = torch.randn(8, 5)
-    before = ModelState(m)
+    before = Snapshot(m)
     m(inputs)
-    assert Differences(before).described(8) == 'BatchNorm1d (1 layer) sees 8 samples at a time'
+    assert Differences(m, before).described(8) == 'BatchNorm1d (1 layer) sees 8 samples at a time'
 
 
 @pytest.mark.parametrize('part,is_named', [(None, True), (0, False), (1, True)])
 def test_dropout_outside_of_the_part_that_is_split_is_no_difference(part, is_named):
     m = nn.Sequential(nn.Linear(5, 5), nn.Dropout())
     inputs = torch.randn(8, 5)
-    before = ModelState(m)
+    before = Snapshot(m)
     m(inputs)
-    said = Differences(before).described(8, None if part is None else m[part])
+    said = Differences(m, before).described(8, None if part is None else m[part])
     assert said == ('dropout draws different random numbers' if is_named else '')
 
 
@@ -313,9 +314,9 @@ def test_without_verbose_nothing_is_printed_and_no_pass_observed(capsys, monkeyp
 
     def look(m):
         looks.append(m)
-        return ModelState(m)
+        return Snapshot(m)
 
-    monkeypatch.setattr(forward_backward, 'ModelState', look)
+    monkeypatch.setattr(forward_backward, 'Snapshot', look)
     said = line_of(capsys, 8, make_cb(verbose=verbose), m=with_both(), n_epoch=2)
     assert said.count('\n') == len(looks) == n_looks
 

@@ -13,7 +13,7 @@ from .micro_batches import MicroBatches
 from .retry import MemorySaver
 
 # %% auto #0
-__all__ = ['advice_for_single_samples', 'smaller_size', 'AutoMicroBatches']
+__all__ = ['smaller_size', 'SmallerMicroBatches', 'AutoMicroBatches']
 
 # %% ../../nbs/memory/05_auto.ipynb #cbac1d5b
 def smaller_size(n:int, size:int)->int|None:
@@ -25,21 +25,26 @@ def smaller_size(n:int, size:int)->int|None:
     more_parts = n_parts+max(n_parts//2, 1)
     return min(math.ceil(n/more_parts), size-1)
 
-advice_for_single_samples = ("out of memory with a single sample: use smaller inputs, a smaller model, mixed "
-                             "precision, or ActivationCheckpointing()")
+class SmallerMicroBatches(MemorySaver):
+    "Base class of what runs a batch in as few micro-batches as memory allows: in more of them each time it runs out"
+    def batch_size(self, loop)->int:
+        "Returns what `size` counts in the whole batch: samples"
+        return loop.batches.current.samples
 
-# %% ../../nbs/memory/05_auto.ipynb #3e360b04
-class AutoMicroBatches(MicroBatches, MemorySaver):
-    "Runs a loader batch in as few micro-batches as memory allows: in more of them each time it runs out"
     def reduce_memory(self, loop)->bool:
-        samples = loop.batches.current.samples
-        size = smaller_size(samples, self.size or samples)
+        n = self.batch_size(loop)
+        size = smaller_size(n, self.size or n)
         if size is None: return False
         self.size = size
         return True
 
+    def advice(self, loop)->str:
+        return ("out of memory with a single sample: use smaller inputs, a smaller model, mixed precision, or "
+                "ActivationCheckpointing()")
+
+# %% ../../nbs/memory/05_auto.ipynb #3e360b04
+class AutoMicroBatches(MicroBatches, SmallerMicroBatches):
+    "The strategy of `micro_batch_size='auto'`"
     def report(self, loop):
         "Prints the line of the callback, which has the size that fits"
         loop.cb.print_line()
-
-    def advice(self, loop)->str: return advice_for_single_samples

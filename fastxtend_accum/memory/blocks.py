@@ -13,7 +13,7 @@ from fastai.basics import *
 from ..windows.gradients import unique
 
 # %% auto #0
-__all__ = ['containers', 'is_layer', 'n_layers', 'class_forward', 'is_plain_sequential', 'can_be_block', 'grouped',
+__all__ = ['containers', 'is_layer', 'n_layers', 'class_forward', 'is_plain_sequential', 'can_be_block', 'grouped', 'joined',
            'holds_blocks', 'find_blocks', 'blocks_in', 'check_blocks', 'contains_any']
 
 # %% ../../nbs/memory/06_blocks.ipynb #32c087de
@@ -49,8 +49,10 @@ def grouped(m:nn.Sequential)->nn.Sequential:
         else:
             groups.append([o])
             is_after_layer = n == 1
-    children = [group[0] if len(group) == 1 else nn.Sequential(*group) for group in groups]
-    return nn.Sequential(*children)
+    return nn.Sequential(*[joined(group) for group in groups])
+
+def joined(group:list)->nn.Module:
+    return group[0] if len(group) == 1 else nn.Sequential(*group)
 
 def holds_blocks(m)->bool:
     """Returns whether the children of `m` are blocks: it is a container, or has more than two large children of one
@@ -94,16 +96,17 @@ def blocks_in(m, groups:dict)->list:
 def check_blocks(blocks, model)->list:
     """Returns `blocks`, which a user has named, as a list, each once; raises ValueError unless they are separate modules
     of `model`"""
-    # A list means its children, unless it has a forward pass of its own
-    is_list = isinstance(blocks, containers) and class_forward(blocks) in (nn.Module.forward, nn.Sequential.forward)
-    res = list(blocks.children()) if is_list else list(L(blocks))
+    # A list of modules means its children, unless it has a forward pass of its own
+    if class_forward(blocks) in (nn.Module.forward, nn.Sequential.forward): blocks = blocks.children()
+    res = [blocks] if isinstance(blocks, nn.Module) else list(L(blocks))
     if not res:
         raise ValueError("blocks returned no modules: return those that are to be recomputed, such as "
                          "lambda m: list(m.layers)")
     own = list(model.modules())
     for o in res:
         is_inside = any(o is m for m in own)
-        if is_inside and class_forward(o) is not nn.Module.forward and not contains_any(o, res): continue
+        has_forward = class_forward(o) is not nn.Module.forward
+        if is_inside and has_forward and not contains_any(o, res): continue
         raise ValueError(f"blocks must return modules of the model, none inside another, not {type(o).__name__}: such "
                          "as lambda m: list(m.layers); a slice of an nn.Sequential, for example, is a new module")
     return unique(res)

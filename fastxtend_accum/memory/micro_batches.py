@@ -48,7 +48,8 @@ class SampleSlices:
         "Makes `learn` and its callbacks hold these rows"
         self.learn.xb = slice_fields(self.xb, start, end, self.n)
         self.learn.yb = slice_fields(self.yb, start, end, self.n)
-        for cb,name,value in self.kept: vars(cb)[name] = slice_rows(value, start, end, self.n)
+        for cb,name,value in self.kept:
+            vars(cb)[name] = slice_rows(value, start, end, self.n)
 
     def hold_all(self):
         "Makes them hold all rows"
@@ -108,7 +109,9 @@ class MicroBatches(WholeBatch):
         bounds = chunk_bounds(n, self.size or max(n, 1), samples)
         if len(bounds) == 1: return loop.run_micro_batch(samples, n)
         # If the length is not exact, a last batch may have fewer samples than the loader says
-        if batches.info.has_exact_length: check_samples_first(tensors_in((learn.xb, learn.yb)), n, samples)
+        if batches.info.has_exact_length:
+            tensors = tensors_in((learn.xb, learn.yb))
+            check_samples_first(tensors, n, samples)
         return self.run_split(loop, bounds)
 
     def run_split(self, loop:WindowLoop, bounds:list[tuple])->bool:

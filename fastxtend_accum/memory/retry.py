@@ -53,11 +53,11 @@ class BatchUndo:
         self.held = {name:vars(learn).get(name) for name in ('xb','yb','loss')}
         self.losses = window.losses
         if window.grads is not None: window.grads.check()  # as they are before they are set aside
-        self.without_grad = [p for p in params.summed if p.grad is None]
-        # Before a window has begun, the gradients of the optimizer's parameters are 0: `undo` zeroes them, so that they
-        # need no memory here. Those of other parameters, which a splitter leaves out, may come from earlier windows
+        # Before a window has begun, the gradients of the optimizer's parameters are 0 or None. `undo` zeroes the former,
+        # so that they need no memory here. Those of other parameters, which a splitter leaves out, may come from
+        # earlier windows
         zeroed = set() if window.losses.n_micro else set(params_in(learn.opt))
-        self.aside = {p:p.grad for p in params.summed if p.grad is not None and p not in zeroed}
+        self.aside = {p:p.grad for p in params.summed if p.grad is None or p not in zeroed}
         self.set_aside()
 
     def set_aside(self):
@@ -79,15 +79,15 @@ class BatchUndo:
         self.snapshot.restore()
         window.restart_batch(self.losses)  # before `zero_grad`, because it may change the type of gradients
         learn.opt.zero_grad()
-        for p in self.without_grad: p.grad = None  # `zero_grad` leaves some as 0
-        self.set_aside()
+        self.set_aside()  # afterwards, because `zero_grad` leaves 0 where there was None
 
     @torch.no_grad()
     def add_aside(self):
         """Adds the gradients of the batch to those that were set aside, in place, which then are the sums of the window
         again"""
         for p,grad in self.aside.items():
-            if p.grad is not None: grad = grad.add_(p.grad)
+            if grad is None: continue
+            if p.grad is not None: grad.add_(p.grad)
             p.grad = grad
         self.accept_gradients()
 

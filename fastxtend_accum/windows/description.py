@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections import Counter
 
 from fastai.basics import *
-from fastcore.imports import equals
 from torch.nn.parameter import is_lazy
 
 from .gradients import can_sum_in_float32,half
 from .loader import WindowShape
-from .state import copy_of,random_states
+from .state import Snapshot,random_states
 
 # %% auto #0
-__all__ = ['largest_part', 'up_to', 'how_split', 'how_made_up', 'ModelState', 'own_buffers', 'are_equal', 'has_dropout',
+__all__ = ['largest_part', 'up_to', 'how_split', 'how_made_up', 'own_buffers', 'as_bytes', 'are_equal', 'has_dropout',
            'Differences', 'log_message']
 
 # %% ../../nbs/windows/11_description.ipynb #3a819522
@@ -70,24 +69,13 @@ def how_made_up(
 # %% ../../nbs/windows/11_description.ipynb #767aa03f
 # What differs from one batch
 
-class ModelState:
-    "Copies of the buffers of `model`, and the states of random generators"
-    def __init__(self, model):
-        self.model = model
-        self.buffers = {m:own_buffers(m) for m in model.modules()}
-        self.random_states = random_states()
-
-    def changed_modules(self)->list[nn.Module]:
-        "Returns the modules with a buffer that has changed"
-        return [m for m in self.model.modules() if not are_equal(own_buffers(m), self.buffers.get(m, []))]
-
-    def has_drawn(self)->bool:
-        "Returns whether random numbers were drawn"
-        return not equals(random_states(), self.random_states)
-
 def own_buffers(m)->list[Tensor]:
-    "Returns copies of the buffers of `m` itself; not of those that get their shape in the first forward pass"
-    return [copy_of(o) for o in m.buffers(recurse=False) if not is_lazy(o)]
+    "Returns the buffers of `m` itself; not those that get their shape in the first forward pass"
+    return [o for o in m.buffers(recurse=False) if not is_lazy(o)]
+
+def as_bytes(random_state)->bytes:
+    if isinstance(random_state, Tensor): return random_state.numpy().tobytes()
+    return pickle.dumps(random_state)
 
 def are_equal(xs:list[Tensor], ys:list[Tensor])->bool:
     "Returns whether both have tensors of the same types, shapes and values; NaN equals NaN"
@@ -96,15 +84,20 @@ def are_equal(xs:list[Tensor], ys:list[Tensor])->bool:
     return True
 
 # %% ../../nbs/windows/11_description.ipynb #5b7e2c91
-def has_dropout(m)->bool: return any(isinstance(o, nn.modules.dropout._DropoutNd) for o in m.modules())
+def has_dropout(m)->bool:
+    kind = nn.modules.dropout._DropoutNd
+    return any(isinstance(o, kind) for o in m.modules())
 
 class Differences:
-    """What makes the forward pass of a micro-batch differ from one of the whole batch, as a pass has shown. `before` is
-    the state of the model from before that pass"""
-    def __init__(self, before:ModelState):
-        self.model = before.model
-        self.changed = before.changed_modules()
-        self.draws = before.has_drawn()
+    """What makes the forward pass of a micro-batch differ from one of the whole batch, as a pass of `model` has shown:
+    modules with a buffer that it has changed, and whether it has drawn random numbers. `before` is a snapshot of the
+    model from before that pass"""
+    def __init__(self, model, before:Snapshot):
+        self.model = model
+        self.draws = list(map(as_bytes, random_states())) != list(map(as_bytes, before.random_states))
+        buffers = {m:own_buffers(m) for m in model.modules()}
+        with before:  # the model has its old buffers again
+            self.changed = [m for m in buffers if not are_equal(buffers[m], own_buffers(m))]
 
     def described(self, n:int, part:nn.Module|None=None)->str:
         """Returns a list in words, for micro-batches of `n` samples; empty if there are no differences. If only a

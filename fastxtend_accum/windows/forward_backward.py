@@ -12,13 +12,14 @@ from typing import NamedTuple
 from fastai.basics import *
 
 from .checks import warn_user
-from .description import Differences,ModelState
+from .description import Differences
 from .events import Events,is_finding_rate
 from .gradients import WindowParams
 from .losses import ModelLabels,check_items,loss_items
 from .loss_check import LossCheck
 from .nested import tensors_in
 from .processes import Processes
+from .state import Snapshot
 from .window import Contribution,Count,Window,scaled,zero_grads_if_empty,zero_if_empty
 
 # %% auto #0
@@ -94,9 +95,9 @@ def run_model(fit:FitContext):
     "Runs the forward pass. In the first one of a fit, finds what differs from a pass of the whole batch"
     learn = fit.learn
     is_observed = fit.settings.describes and fit.differences is None
-    before = ModelState(learn.model) if is_observed else None
+    before = Snapshot(learn.model) if is_observed else None
     learn.pred = learn.model(*learn.xb)
-    if is_observed: fit.differences = Differences(before)
+    if is_observed: fit.differences = Differences(learn.model, before)
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #1f8be2c6
 def compute_loss(fit:FitContext, rows:int)->Count|None:

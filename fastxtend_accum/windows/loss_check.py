@@ -55,7 +55,9 @@ def weighted_parts(loss_func:Callable, micro_batches:list[KeptMicroBatch])->list
     if the losses are sums"""
     counts = [o.items for o in micro_batches]
     if None in counts: return [loss_and_grads(loss_func, o.args) for o in micro_batches]
-    total = sum(counts) or 1  # 0 if there is nothing to average over
+    total = sum(counts)
+    # The value of a tensor is not known here, because reading it would wait for the GPU
+    if not isinstance(total, Tensor) and total == 0: raise CannotCompare('there is nothing to average over')
     res = []
     for args,_,items in micro_batches:
         values = loss_and_grads(loss_func, args)
@@ -73,9 +75,10 @@ def compare_losses(loss_func:Callable, micro_batches:list[KeptMicroBatch])->tupl
     again = loss_and_grads(loss_func, whole)
     losses,*grads = zip(*weighted_parts(loss_func, micro_batches))
     summed = [sum(losses), *map(torch.cat, grads)]
-    return largest_difference(joint, again),largest_difference(joint, summed)
+    differences = torch.stack([largest_difference(joint, again), largest_difference(joint, summed)])
+    return differences.tolist()  # both at once, because each transfer waits for the GPU
 
-def largest_difference(xs:list[Tensor], ys:list[Tensor])->float:
+def largest_difference(xs:list[Tensor], ys:list[Tensor])->Tensor:
     "Returns the largest difference between a tensor of `xs` and that of `ys`, by their norms, relative to the first one"
     res = []
     for x,y in zip(xs, ys, strict=True):
@@ -83,7 +86,7 @@ def largest_difference(xs:list[Tensor], ys:list[Tensor])->float:
         smallest = torch.finfo(x.dtype).tiny  # avoids a division by 0
         difference = (x-y).norm()/x.norm().clamp_min(smallest)
         res.append(difference.float())
-    return torch.stack(res).max().item()
+    return torch.stack(res).max()
 
 tolerance = 1e-4  # the largest relative difference that counts as rounding
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
 __all__ = ['children', 'rebuilt', 'map_tensors', 'leaves_in', 'tensors_in', 'lists_samples', 'n_rows', 'has_rows', 'part_bounds',
-           'slice_fields', 'slice_rows', 'CannotJoin', 'NotSamplesFirst', 'join', 'items_in_order', 'join_leaves',
+           'slice_fields', 'slice_rows', 'CannotJoin', 'NotSamplesFirst', 'join', 'by_name', 'join_leaves',
            'join_tensors']
 
 # %% ../../nbs/windows/00_nested.ipynb #45667e7f
@@ -156,15 +156,21 @@ def join(
     if children(one) is None: return join_leaves(outputs, sizes)
     # If one lists samples, so do all. Another may look like several outputs: two samples with two boxes each
     lengths = [len(o) for o in outputs]
-    if lengths == list(sizes) and any(map(lists_samples, outputs, sizes)): return rebuilt(one, list(chain(*outputs)))
-    columns = [items_in_order(o, one) for o in outputs]
-    return rebuilt(one, [join(list(items), sizes) for items in zip(*columns)])
+    if lengths == list(sizes) and any(map(lists_samples, outputs, sizes)):
+        samples = chain(*outputs)
+        return rebuilt(one, list(samples))
+    fields = [by_name(o) for o in outputs]
+    names = fields[0].keys()
+    if any(o.keys() != names for o in fields): raise CannotJoin("the outputs of micro-batches differ in structure")
+    joined = []
+    for name in names:
+        parts = [o[name] for o in fields]
+        joined.append(join(parts, sizes))
+    return rebuilt(one, joined)
 
-def items_in_order(b, like)->list:
-    "Returns the items of `b` in the order of those of `like`; raises CannotJoin unless both have the same structure"
-    has_same = b.keys() == like.keys() if isinstance(like, Mapping) else len(b) == len(like)
-    if not has_same: raise CannotJoin("the outputs of micro-batches differ in structure")
-    return [b[k] for k in like] if isinstance(like, Mapping) else list(b)
+def by_name(b)->dict:
+    "Returns the items of a mapping by their keys, those of a list or tuple by their positions"
+    return dict(b) if isinstance(b, Mapping) else dict(enumerate(b))
 
 def join_leaves(leaves:list, sizes:list):
     "Returns tensors concatenated; or what has no rows, if it is the same in all micro-batches"

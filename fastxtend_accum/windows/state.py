@@ -51,8 +51,9 @@ def attribute_dicts(o)->list[dict]:
     and its buffers, and so have all modules inside"""
     owner = o if isinstance(o, nn.Module) else owner_of(o)
     modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
-    of_all = [getattr(m, '__dict__', {}) for m in modules or [owner]]
-    return [*of_all, *[m._buffers for m in modules]]
+    with_attributes = modules or [owner]
+    attributes = [getattr(m, '__dict__', {}) for m in with_attributes]
+    return attributes + [m._buffers for m in modules]
 
 def restore_dict(o:dict, content:dict):
     "Makes `o` equal to `content`"
