@@ -14,7 +14,7 @@ from .windows.checks import check_flags,is_number
 from .windows.events import is_finding_rate
 from .windows.loop import replaced_method
 from .windows.processes import is_sharded
-from .callback import WindowCallback,leader_of
+from .callback import WindowCallback,is_validating,leader_of
 from .resuming.fit import SavedFit
 from .resuming.signals import held_signals
 
@@ -51,7 +51,7 @@ class AutoResume(WindowCallback):
 
     def is_in_fit(self)->bool:
         "Returns whether an event is of the fit that is saved, not of a `validate` within it"
-        return self.saved_fit is not None and self.learn is not None and not self.learn.lock.locked()
+        return bool(self.saved_fit and self.learn) and not is_validating(self.learn)
 
     def after_batch(self):
         if self.is_in_fit() and not self.learn.training: self.saved_fit.save_in_validation()
@@ -81,9 +81,8 @@ def after_fit(self:AutoResume):
     fit.end()
 
 # %% ../nbs/06_resume.ipynb #9b418d36
-# If this module is loaded again, as `%autoreload` does, it finds its own function, which knows what that has replaced
-fastai_do_fit = Learner._do_fit
-if fastai_do_fit.__module__ == __name__: fastai_do_fit = fastai_do_fit.replaced
+# `%autoreload` loads this module again: then `Learner` has our function, which holds fastai's as its `replaced`
+fastai_do_fit = getattr(Learner._do_fit, 'replaced', Learner._do_fit)
 
 def do_fit(self:Learner):
     "Runs the epochs of a fit. With an `AutoResume`, skips epochs that have already run in a killed process"

@@ -16,7 +16,7 @@ from .files import Folder,folders,read_file,whole_file
 from .graph import Graph
 from .identity import differences,draws_numbers,may_differ,n_workers,settings_of,text_of
 from .outside import restore_loggers,state_of_loggers
-from .parts import n_hooks
+from .parts import count_hooks
 from .reader import Reader
 from .signals import held_signals
 
@@ -49,7 +49,7 @@ class SavedFit:
         self.reader = None
         self.next_save = 0  # when to save, by optimizer steps or seconds; 0: it has not been saved
         self.rows = []  # of the epoch table
-        self.hooks = None  # how many each layer had when training began
+        self.hooks = None  # how many hooks each layer had when training began
 
 # %% ../../nbs/resuming/08_fit.ipynb #b7c2e04d
 # While it runs
@@ -64,7 +64,7 @@ def begin_training(self:SavedFit):
     """After all callbacks have begun the training part of an epoch: goes on if this is where the fit was saved, and
     lets the loop read by a Reader and save between windows"""
     loop = self.leader.loop
-    if self.hooks is None: self.hooks = self.count_hooks()
+    if self.hooks is None: self.hooks = count_hooks(self.graph.objects['model'])
     at_place = ()
     if self.found:
         at_place = self.found['reader']
@@ -117,9 +117,8 @@ def read_back(self:SavedFit):
 def content(self:SavedFit, place:dict|str, state:dict)->dict:
     "Returns what the file contains: process 0 writes for all"
     lost = [f'{text_of(part)} ({reason})' for part,reason in state['lost'].items()]
-    for name,n in self.count_hooks().items():
-        if n > self.hooks.get(name, 0):
-            lost.append(f'a hook of {name} (it was added during the fit)')
+    added = count_hooks(self.graph.objects['model'])-self.hooks
+    lost += [f'a hook of model.{layer} (it was added during the fit)' for layer in added]
     if lost: warn_user(f"AutoResume does not keep {'; '.join(lost)}")  # Python shows it once
     own = dict(
         place=place,
@@ -138,12 +137,6 @@ def content(self:SavedFit, place:dict|str, state:dict)->dict:
         loggers=self.loggers,
         weights=state['weights'],
         processes=of_all)
-
-@patch
-def count_hooks(self:SavedFit)->dict:
-    "Returns how many hooks each layer of the model has, by its name"
-    layers = self.graph.objects['model'].named_modules()
-    return {f'model.{name}':n_hooks(m) for name,m in layers}
 
 @patch
 def clock(self:SavedFit)->Real:

@@ -32,8 +32,8 @@ def state_of_loggers(learn)->dict:
 
 def restore_loggers(learn, state:dict, rows:list):
     "Continues the run of W&B, and gives loggers the `rows` of the epochs that have ended"
-    run = state['run']
-    if run['id'] and wandb_run() and wandb_run().id != run['id']:
+    run,present = state['run'],wandb_run()
+    if run['id'] and present and present.id != run['id']:
         wandb = sys.modules['wandb']
         wandb.finish()
         wandb.init(resume='must', **run)

@@ -6,6 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/parts.html.md""
 
 # %% ../../nbs/resuming/00_parts.ipynb #8eaf3e3d
 from __future__ import annotations
+from collections import Counter
 from contextlib import suppress
 import copyreg,io
 
@@ -16,8 +17,8 @@ from ..callback import WindowCallback
 from ..windows.state import random_states,restore_value,set_random_states
 
 # %% auto #0
-__all__ = ['generators', 'SharedGenerators', 'library_of', 'is_of_python', 'has_no_state', 'n_hooks', 'attributes_of', 'cells_of',
-           'set_attribute', 'content_of', 'set_content', 'content_of_tensor', 'set_tensor']
+__all__ = ['generators', 'SharedGenerators', 'library_of', 'is_of_python', 'has_no_state', 'count_hooks', 'attributes_of',
+           'cells_of', 'set_attribute', 'content_of', 'set_content', 'content_of_tensor', 'set_tensor']
 
 # %% ../../nbs/resuming/00_parts.ipynb #75851d9e
 class SharedGenerators:
@@ -52,7 +53,7 @@ def has_no_state(o, name:str, value)->bool:
     "Returns whether an attribute is useless in another process"
     if isinstance(value, (io.IOBase,RemovableHandle)) or library_of(type(value)) in _outside:
         return True
-    if isinstance(o, nn.Module) and name.endswith('hooks'):  # their keys are numbers of this process: see `n_hooks`
+    if isinstance(o, nn.Module) and name.endswith('hooks'):  # their keys are numbers of this process: see `count_hooks`
         return True
     if isinstance(o, WindowCallback) and name in o._stateattrs:
         return True
@@ -61,10 +62,13 @@ def has_no_state(o, name:str, value)->bool:
             return True
     return False
 
-def n_hooks(m:nn.Module)->int:
-    "Returns how many hooks a layer has"
-    hooks = [value for name,value in vars(m).items() if name.endswith('_hooks')]
-    return sum(map(len, hooks))
+def count_hooks(model:nn.Module)->Counter:
+    "Returns how many hooks each layer of a model has, by its name"
+    res = Counter()
+    for layer,m in model.named_modules():
+        for name,hooks in vars(m).items():
+            if name.endswith('_hooks'): res[layer] += len(hooks)
+    return res
 
 # %% ../../nbs/resuming/00_parts.ipynb #0afe9ee0
 def attributes_of(o)->dict:
