@@ -402,6 +402,19 @@ def test_a_batch_that_has_run_may_be_written_over_before_it_runs_again(kind):
     assert_trained_on(learn, n, '0120 123')
 
 
+def test_a_batch_that_fills_its_window_is_not_copied(monkeypatch):
+    "Since it cannot be carried"
+    copied = []
+    def note_and_copy(batch):
+        copied.append(batch)
+        return batch
+    monkeypatch.setattr(LoaderBatch, 'copied', note_and_copy)
+    fit(accumulated_learner(64, k=1, remainder='carry'), 2)
+    assert copied == []
+    fit(accumulated_learner(64, k=2, remainder='carry'), 2)
+    assert len(copied) == 8
+
+
 def n_labels(learn): return (learn.y != -100).sum().item()
 
 
