@@ -115,6 +115,14 @@ def test_an_epoch_that_ends_at_a_step_leaves_nothing_to_the_next_one(exc):
     assert_same_weights(learn, large, ROUNDING)
 
 
+@pytest.mark.filterwarnings('ignore:Fault cancels a window at its step')
+def test_a_window_that_the_last_round_has_left_open_may_be_cancelled_at_its_step():
+    "No batch is left that could be cancelled"
+    cancels = [CancelsBatches('9'), Fault(CancelBatchException, 'before_step', 3, 20)]
+    learn = fit(accumulated_learner(80, cancels, remainder='step', log_accum_batch=False), 1)
+    assert_trained_on(learn, 80, '0123 4567')
+
+
 # What loggers and schedulers see of cancelled batches
 
 class SeesRounds(Callback):
