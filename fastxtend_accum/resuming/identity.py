@@ -8,10 +8,9 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/identity.html.m
 from __future__ import annotations
 from fastai.basics import *
 
-from ..callback import WindowCallback
 from ..windows.processes import n_processes
 from .graph import Graph
-from .parts import generators
+from .parts import generators,is_of_package
 
 # %% auto #0
 __all__ = ['settings_of', 'text_of', 'differences', 'may_differ', 'n_workers', 'draws_numbers']
@@ -55,7 +54,7 @@ def may_differ(graph:Graph, part:tuple)->bool:
     "Returns whether a part is a number or a text of a callback, other than the callbacks of this package"
     path,_ = part
     o = graph.objects.get(path)
-    if not isinstance(o, Callback) or isinstance(o, WindowCallback):
+    if not isinstance(o, Callback) or is_of_package(o):
         return False
     return isinstance(graph.begun.get(part), str)
 

@@ -13,12 +13,11 @@ import copyreg,io
 from fastai.basics import *
 from torch.utils.hooks import RemovableHandle
 
-from ..callback import WindowCallback
 from ..windows.state import random_states,restore_value,set_random_states
 
 # %% auto #0
-__all__ = ['generators', 'SharedGenerators', 'library_of', 'is_of_python', 'has_no_state', 'count_hooks', 'attributes_of',
-           'cells_of', 'set_attribute', 'content_of', 'set_content', 'content_of_tensor', 'set_tensor']
+__all__ = ['generators', 'SharedGenerators', 'library_of', 'is_of_python', 'is_of_package', 'has_no_state', 'count_hooks',
+           'attributes_of', 'cells_of', 'set_attribute', 'content_of', 'set_content', 'content_of_tensor', 'set_tensor']
 
 # %% ../../nbs/resuming/00_parts.ipynb #75851d9e
 class SharedGenerators:
@@ -49,13 +48,17 @@ def is_of_python(o)->bool:
     "Returns whether a class or a function belongs to Python itself, of which some run code, such as `os.system`"
     return library_of(o) in sys.stdlib_module_names
 
+def is_of_package(o)->bool:
+    "Returns whether `o` is a callback of this package: only these keep the loop of the fit, and list it so"
+    return 'loop' in getattr(type(o), '_stateattrs', ())
+
 def has_no_state(o, name:str, value)->bool:
     "Returns whether an attribute is useless in another process"
     if isinstance(value, (io.IOBase,RemovableHandle)) or library_of(type(value)) in _outside:
         return True
     if isinstance(o, nn.Module) and name.endswith('hooks'):  # their keys are numbers of this process: see `count_hooks`
         return True
-    if isinstance(o, WindowCallback) and name in o._stateattrs:
+    if is_of_package(o) and name in o._stateattrs:
         return True
     for kind in type(o).__mro__:
         if f'{kind.__name__}.{name}' in _left_out:
