@@ -395,6 +395,14 @@ def test_outputs_that_cannot_be_joined_are_an_error_before_the_first_step(output
     assert_same(weights(learn), before)
 
 
+def test_as_many_outputs_as_samples_in_one_tensor_are_refused():
+    "The shape of two views, one after the other, is that of two samples"
+    learn = learner_of_views(Returns(torch.stack), GradientCache(2))
+    before = weights(learn)
+    with pytest.raises(CannotJoin, match=r'shape \(2, 3, 4\) for 3 samples'): fit(learn, 1)
+    assert_same(weights(learn), before)
+
+
 class OneForEachSample(nn.Module):
     "Returns a tuple of tensors, one for each sample, with `n_features`"
     def __init__(self, n_features):

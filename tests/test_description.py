@@ -116,8 +116,8 @@ def test_which_modules_have_changed_and_whether_random_numbers_were_drawn(kind):
     (tensor(math.nan, 1.), tensor(math.nan, 2.)),
     (tensor(1.), tensor(1.).half()),
     (torch.zeros(2), torch.zeros(3)),
-    (torch.eye(3).to_sparse(), torch.zeros(3, 3).to_sparse())])
-def test_changes_are_seen_in_buffers_of_any_kind(buffer, changed):
+    (tensor(True), tensor(False))])
+def test_changes_are_seen_in_buffers_of_any_type(buffer, changed):
     m = nn.Module()
     m.register_buffer('buffer', buffer)
     before = Snapshot(m)

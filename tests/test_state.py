@@ -179,22 +179,3 @@ def test_an_error_in_a_further_run_leaves_everything_as_it_was():
             raise KeyboardInterrupt
     assert layer.n == 1
     assert_same(torch.get_rng_state(), states[2])
-
-
-class OwnMethod(nn.Module):
-    "A loss that keeps one of its own methods in `func`, where a BaseLoss keeps another loss"
-    def __init__(self):
-        super().__init__()
-        self.n = 0
-        self.func = self.add
-
-    def add(self): self.n += 1
-
-
-def test_an_object_that_wraps_itself_is_restored():
-    loss = OwnMethod()
-    snapshot = Snapshot(loss)
-    loss.func()
-    assert loss.n == 1
-    snapshot.restore()
-    assert loss.n == 0

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections import Counter
 
 from fastai.basics import *
-from torch.nn.parameter import is_lazy
 
 from .gradients import can_sum_in_float32,half
 from .loader import WindowShape
-from .state import Snapshot,random_states
+from .state import Snapshot,can_be_changed,random_states
 
 # %% auto #0
-__all__ = ['largest_part', 'up_to', 'how_split', 'how_made_up', 'own_buffers', 'as_bytes', 'are_equal', 'has_dropout',
+__all__ = ['largest_part', 'up_to', 'how_split', 'how_made_up', 'own_buffers', 'as_bytes', 'is_equal', 'are_equal', 'has_dropout',
            'Differences', 'log_message']
 
 # %% ../../nbs/windows/11_description.ipynb #3a819522
@@ -70,18 +69,21 @@ def how_made_up(
 # What differs from one batch
 
 def own_buffers(m)->list[Tensor]:
-    "Returns the buffers of `m` itself; not those that get their shape in the first forward pass"
-    return [o for o in m.buffers(recurse=False) if not is_lazy(o)]
+    "Returns the buffers of `m` itself; not sparse ones, and those that get their shape in the first forward pass"
+    return [o for o in m.buffers(recurse=False) if can_be_changed(o)]
 
 def as_bytes(random_state)->bytes:
     if isinstance(random_state, Tensor): return random_state.numpy().tobytes()
     return pickle.dumps(random_state)
 
+def is_equal(x:Tensor, y:Tensor)->bool:
+    "Returns whether both have the same type, shape and values; NaN equals NaN"
+    # PyTorch's own `assert_close` imports sympy, which takes a second and much memory
+    is_like = (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
+    return is_like and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
+
 def are_equal(xs:list[Tensor], ys:list[Tensor])->bool:
-    "Returns whether both have tensors of the same types, shapes and values; NaN equals NaN"
-    try: torch.testing.assert_close(xs, ys, rtol=0, atol=0, equal_nan=True)
-    except AssertionError: return False
-    return True
+    return len(xs) == len(ys) and all(map(is_equal, xs, ys))
 
 # %% ../../nbs/windows/11_description.ipynb #5b7e2c91
 def has_dropout(m)->bool:
