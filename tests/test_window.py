@@ -83,7 +83,7 @@ def test_items_are_counted_exactly_beside_a_loss_in_float16():
     "Which has no 4095"
     loss = torch.tensor(1., dtype=torch.float16)
     contribution = Window(4095).weigh(loss, tensor(4095), 4095, needs_weight=True)
-    assert contribution.items == 4095
+    assert contribution.items.item() == 4095
 
 
 def test_sums_since_an_earlier_state_are_those_of_the_micro_batches_in_between():
