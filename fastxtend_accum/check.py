@@ -59,7 +59,7 @@ def explain(
     if not found: return {},[]
     repeated = distances(run(whole), kept(whole, (), False))
     steady = {name:o for name,o in found.items() if o > 100*repeated[name]}
-    if 'weights' in found and 'weights' not in steady: return found,[]  # no seed, or NaN
+    if 'weights' in found and 'weights' not in steady: return found,[]  # they are drawn without a seed, or NaN
     is_slow = time.perf_counter()-began > 2
     return steady,find_reasons(compare, steady, suspects(windows, steady, n), verbose and is_slow)
 
@@ -74,7 +74,7 @@ def check_copies(
     seed:int,
     verbose:bool,
 )->AccumCheck:
-    "Compares copies of `learn`, and explains the differences"
+    "Trains copies of `learn` on a few of its samples, in windows and on whole batches, and returns what differs"
     ours = learn._grab_cbs(WindowCallback)
     left_out = list(filter(is_left_out, learn.cbs))
     window,bs = small_sizes(learn, size)
@@ -86,16 +86,16 @@ def check_copies(
     small = small_learner(learn, left_out, samples, n, bs, size)
     for cb in small._grab_cbs(WindowCallback): make_small(cb, size, window)
     whole = small_learner(learn, [*left_out, *ours], samples, n, window, size)
-    differences,reasons = explain(small, whole, size, seed, verbose)
+    found,reasons = explain(small, whole, size, seed, verbose)
     notes = []
-    if differences and not reasons: notes.append(_not_found)
+    if found and not reasons: notes.append(_not_found)
     names = [type(o).__name__ for o in left_out]
     names = ', '.join(o for o in names if o != 'ProgressCallback')
     if names: notes.append(f'left out: {names}')
     if to_read is learn.dls.train:
         notes.append('the DataLoader cannot be copied: the next epoch continues after the samples that were read')
     head = f'{2*n_windows} steps of up to {window} samples, {size} at a time compared with whole batches:'
-    return AccumCheck(head, differences, reasons, notes)
+    return AccumCheck(head, found, reasons, notes)
 
 # %% ../nbs/09_check.ipynb #2b4b2dd3
 @patch

@@ -46,6 +46,7 @@ def in_evaluation(learn, kinds:set):
         if type(m) in kinds: m.register_forward_pre_hook(evaluate)
 
 def without_hooks(learn):
+    "Removes the hooks on parameters"
     for p in learn.model.parameters(): p._backward_hooks = None
 
 def mean_square(pred, *targets, **kwargs)->Tensor:
@@ -56,6 +57,7 @@ def mean_square(pred, *targets, **kwargs)->Tensor:
     return res
 
 def with_other_loss(learn):
+    "Lets a copy train on `mean_square`"
     learn.loss_func = mean_square
     for cb in learn._grab_cbs(GradientAccumulation):
         cb.num_items = None  # which counts for the user's loss

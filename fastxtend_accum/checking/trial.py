@@ -29,7 +29,7 @@ def small_sizes(learn, size:int)->tuple[int,int]:
     the user's do: a window has several loader batches, or a loader batch several windows, or both are the same"""
     n_epoch = sys.maxsize  # so that a schedule may begin and end in any epoch
     plan = leader_of(learn).plan_of(learn.dls.train, 0, n_epoch, n_processes(learn))
-    users = plan.largest
+    users = plan.largest  # the shape of the user's largest window
     is_split = any(o.micro_batch_size for o in learn._grab_cbs(WindowCallback))
     window = 2*size if is_split else size
     bs = window
@@ -127,7 +127,7 @@ def left_by(learn)->dict[str,Tensor]:
     res = defaultdict(list)
     for rec in learn._grab_cbs(Recorder):
         res['logged losses'] = rec.losses
-        res['learning rates'] = rec.lrs
+        res['last learning rate'] = rec.lrs[-1:]
         res |= zip(rec.metric_names[1:], zip(*rec.values))  # the first is that of the epoch
     for m in learn.model.modules():
         res[f'buffers of {type(m).__name__}'] += m.buffers(recurse=False)
