@@ -56,16 +56,19 @@ def explain(
         return distances(kept(windows, without, double), kept(whole, without, double))
     began = time.perf_counter()
     found = differences(compare)
+    left_by_whole = kept(whole, (), False)
+    is_finite = left_by_whole['weights'].isfinite().all()
+    if not is_finite: return dict(weights=math.inf),[]
     if not found: return {},[]
-    repeated = distances(run(whole), kept(whole, (), False))
+    repeated = distances(run(whole), left_by_whole)
     steady = {name:o for name,o in found.items() if o > 100*repeated[name]}
-    if 'weights' in found and 'weights' not in steady: return found,[]  # they are drawn without a seed, or NaN
+    if 'weights' in found and 'weights' not in steady: return found,[]  # something draws without a seed
     is_slow = time.perf_counter()-began > 2
     return steady,find_reasons(compare, steady, suspects(windows, steady, n), verbose and is_slow)
 
 # %% ../nbs/09_check.ipynb #2b4b2dd2
-_not_found = ('the reason was not found: perhaps the model lets samples act on each other, something draws numbers that no '
-              'seed sets, or weights become NaN with so few samples')
+_not_found = ('the reason was not found: perhaps the model lets samples act on each other, something draws numbers '
+              'that no seed sets, or weights become NaN with so few samples')
 
 def check_copies(
     learn:Learner,
@@ -113,12 +116,12 @@ def check_accum(self:Learner,
     n_steps = check_size('n_steps', n_steps)
     size = check_size('size', size)
     check_flags(verbose=verbose)
-    before = Snapshot(self.model, self.loss_func, *self.cbs, *L(cbs))  # copies share no tensor, but perhaps functions do
+    before = Snapshot(self.model, self.loss_func, *self.cbs, *L(cbs))  # copies share functions, which have attributes
     try:
         with self.added_cbs(cbs):
             if leader_of(self) is None:
-                raise ValueError("check_accum compares windows with whole batches, and this Learner has no callback that "
-                                 "makes windows: pass cbs=GradientAccumulation(...), or add it to the Learner")
+                raise ValueError("check_accum compares windows with whole batches, and this Learner has no callback "
+                                 "that makes windows: pass cbs=GradientAccumulation(...), or add it to the Learner")
             res = check_copies(self, n_steps, size, seed, verbose)
     finally: before.restore()
     if verbose and not rank_distrib(): print(res)

@@ -20,9 +20,10 @@ _tolerance = 1e-3  # in float32, what is below is rounding
 _tolerance_double = 1e-6  # in float64
 
 def distance(a:Tensor, b:Tensor)->float:
-    "Returns the length of `a-b`, relative to that of `b`; infinity if they differ in shape, or have a NaN"
+    """Returns the length of `a-b`, relative to that of `b`; infinity if they differ in shape, or in where they have a
+    NaN"""
     if a.shape != b.shape: return math.inf
-    if a.equal(b): return 0.
+    if torch.allclose(a, b, 0, 0, equal_nan=True): return 0.
     res = ((a-b).norm()/b.norm()).item()
     return math.inf if math.isnan(res) else res
 

@@ -36,8 +36,8 @@ class KeptLoader(DataLoader):
 
 # %% ../../nbs/checking/00_samples.ipynb #bee98357
 def copy_to_read(dl):
-    """Returns a copy of `dl` with the same data set, so that reading it leaves the next epoch as it would be; `dl` itself
-    if it cannot be copied, for example since it holds an iterator"""
+    """Returns a copy of `dl` with the same data set, so that reading it leaves the next epoch as it would be; `dl`
+    itself if it cannot be copied, for example since it holds an iterator"""
     dataset = getattr(dl, 'dataset', None)
     left_over = getattr(dl, 'it', None)  # fastai leaves the iterator of an epoch that was not read to its end
     try: return deepcopy(dl, {id(dataset): dataset, id(left_over): None})

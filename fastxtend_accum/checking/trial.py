@@ -144,8 +144,8 @@ def train(
     double:bool=False, # In float64
     seed:int=42,
 )->dict[str,Tensor]:
-    """Trains a copy for two epochs, and returns what that leaves, by name: of the weights, how far they have moved. What
-    it prints is discarded; so are warnings, and files that it writes into the current folder"""
+    """Trains a copy for two epochs, and returns what that leaves, by name: of the weights, how far they have moved.
+    What it prints is discarded; so are warnings, and files that it writes into the current folder"""
     learn = copy_learner(learn, double=double)
     for remove in without: remove(learn)
     learn.logger = noop
