@@ -29,7 +29,9 @@ def adamw_of_torch(params, **kwargs): return OptimWrapper(params, torch.optim.Ad
 
 def ignores_and_weighs():
     "Some labels count nothing, others more"
-    samples = [(x, torch.tensor([-100, 0, 1, 2][i%4])) for i, (x, _) in enumerate(regression())]
+    inputs = [x for x, _ in regression()]
+    labels = torch.tensor([-100, 0, 1, 2]).repeat(16)
+    samples = list(zip(inputs, labels))
     loss = CrossEntropyLossFlat(weight=tensor([1., 2., 3.]))
     return learner(GradientAccumulation(32), samples=samples, n_out=3, loss=loss)
 
@@ -55,7 +57,10 @@ def with_wandb():
 
 def tabular():
     rng = np.random.default_rng(0)
-    df = pd.DataFrame(dict(a=rng.normal(size=64), kind=rng.choice(list('xyz'), 64), y=rng.choice(['no', 'yes'], 64)))
+    df = pd.DataFrame(dict(
+        a=rng.normal(size=64),
+        kind=rng.choice(list('xyz'), 64),
+        y=rng.choice(['no', 'yes'], 64)))
     dls = TabularDataLoaders.from_df(
         df,
         procs=[Categorify, Normalize],
@@ -69,7 +74,10 @@ def tabular():
 
 def collab():
     rng = np.random.default_rng(0)
-    df = pd.DataFrame(dict(user=rng.integers(8, size=64), item=rng.integers(9, size=64), rating=rng.random(64)*5))
+    df = pd.DataFrame(dict(
+        user=rng.integers(8, size=64),
+        item=rng.integers(9, size=64),
+        rating=rng.random(64)*5))
     dls = CollabDataLoaders.from_df(df, bs=8, num_workers=0)
     return collab_learner(dls, n_factors=4, y_range=(0, 5.5), cbs=GradientAccumulation(32))
 
