@@ -109,8 +109,8 @@ def read_settings(self:GradientAccumulation):
 
 @patch
 def make_strategy(self:GradientAccumulation):
-    """Creates the strategy that `micro_batch_size` asks for. 'auto' keeps the one of an earlier fit, which has found its
-    size"""
+    """Creates the strategy that `micro_batch_size` asks for. 'auto' keeps the one of an earlier fit, which has found
+    its size"""
     size = self.micro_batch_size
     if size is None: self.strategy = WholeBatch()
     elif size != 'auto': self.strategy = MicroBatches(size)

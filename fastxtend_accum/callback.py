@@ -253,7 +253,7 @@ def check(self:WindowCallback, plan:EpochPlan):
 
 @patch
 def check_loop(self:WindowCallback, plan:EpochPlan):
-    "Raises ValueError if somebody has replaced a method of fastai's loop, unless that loop can do all that is asked for"
+    "Raises ValueError if somebody has replaced a method of fastai's loop, unless that can do all that is asked for"
     replaced = replaced_method(self.learn)
     if not replaced: return
     are_batches = plan.smallest == plan.largest == WindowShape()

@@ -95,6 +95,27 @@ def test_the_reason_is_named(name):
     assert result.reasons[0].startswith(name.split(', of ')[0])
 
 
+class TrainsSpread(Callback):
+    "Trains a parameter of its own by a statistic of the batch"
+    run_valid = False
+    def before_fit(self):
+        self.spread = torch.ones(1, requires_grad=True)
+        self.sgd = torch.optim.SGD([self.spread], lr=.1)
+
+    def after_pred(self): (self.spread*self.y.std()).sum().backward()
+
+    def after_step(self):
+        self.sgd.step()
+        self.sgd.zero_grad()
+
+
+def test_weights_of_other_optimizers_are_compared():
+    result = check(learner(TrainsSpread(), GradientAccumulation(32)))
+    assert 'parameters of the loss or of other optimizers' in result.differences
+    assert 'weights' not in result.differences
+    assert result.reasons == ['TrainsSpread acts on 3 samples at a time']
+
+
 def test_what_no_seed_sets_is_said():
     def noisy(pred, targ): return F.mse_loss(pred, targ)*int.from_bytes(os.urandom(1), 'big')
     result = check(learner(GradientAccumulation(32), loss=noisy))

@@ -13,6 +13,7 @@ from fastai.basics import *
 from fastai.callback.schedule import SchedNo
 from fastcore.xtras import working_directory
 
+from ..windows.gradients import extra_params
 from ..windows.nested import leaves_in,slice_fields
 from ..windows.processes import inner_model,n_processes
 from ..memory.override import override_attr
@@ -131,6 +132,7 @@ def left_by(learn)->dict[str,Tensor]:
         res |= zip(rec.metric_names[1:], zip(*rec.values))  # the first is that of the epoch
     for m in learn.model.modules():
         res[f'buffers of {type(m).__name__}'] += m.buffers(recurse=False)
+    res['parameters of the loss or of other optimizers'] = extra_params(learn)
     for cb in learn.cbs:
         kind = type(cb)
         if kind.__module__.startswith(('fastai.', 'fastxtend_accum.')): continue

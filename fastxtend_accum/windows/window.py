@@ -87,7 +87,7 @@ class LossSums(NamedTuple):
         return LossSums(self.n_micro+1, samples, self.loss+loss, items, weight)
 
     def since(self, before:LossSums)->LossSums:
-        """Returns the sums over the micro-batches that were added after `before`, which shows the loss of a loader batch
+        """Returns the sums over the micro-batches that were added after `before`: they show the loss of a loader batch
         that has run in several"""
         res = self._replace(samples=self.samples-before.samples)
         if not before.n_micro: return res  # there is no loss to subtract
