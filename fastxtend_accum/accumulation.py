@@ -40,7 +40,7 @@ class GradientAccumulation(WindowCallback):
         log_accum_batch:bool=True, # Whether loggers see windows (True) or, as in fastai, loader batches (False)
         micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': as many as fit in memory
         *,
-        remainder:str|None=None, # For an incomplete last window; None: 'drop' if the loader has drop_last, else 'step'
+        remainder:str|None=None, # How to treat incomplete last windows; None: 'drop' if `drop_last` is set, else 'step'
         num_items:Callable|None=None, # `f(learn)` returns the number of elements that the loss averages over
         skip_nonfinite:bool=False, # Whether to skip the step of a window whose gradient contains NaN or infinity
         verbose:bool=True, # Whether to print how windows are made up, and what differs from one large batch

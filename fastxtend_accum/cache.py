@@ -1,4 +1,4 @@
-"""Train with SimCLR, CLIP and other losses that compare the samples of a batch, with the memory footprint of a small batch
+"""Use SimCLR, CLIP and other losses that compare the samples of a batch, in the memory of a small batch
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/cache.html.md"""
 

@@ -1,4 +1,4 @@
-"""Before training, measure whether accumulation equals training on large batches with your callbacks, loss and model
+"""Check before training whether accumulation equals training on large batches with your callbacks, loss and model
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/check.html.md"""
 
@@ -105,11 +105,11 @@ def check_copies(
 def check_accum(self:Learner,
     cbs:Callback|list|None=None, # Callbacks that you will pass to the fit
     n_steps:int=4, # Steps to train, in two epochs
-    size:int=3, # Samples in the smallest batch that the model sees; windows hold as many, or two or four times as many
+    size:int=3, # Samples in the smallest batch that the model sees; windows hold one, two or four such batches
     seed:int=42, # Seed of the random numbers that the runs draw
     verbose:bool=True, # Whether to print the report and, if the check takes long, to show a progress bar
 )->AccumCheck:
-    """Measure whether training this Learner in windows equals training it on whole batches
+    """Check whether training this Learner in windows equals training it on whole batches
 
     Trains copies in both ways, compares them, and names the reason for any difference. The Learner, its files and the
     random state stay as they were"""

@@ -52,7 +52,7 @@ def train(
     n_epoch=1,
     seed=42,
 )->Learner:
-    "Returns a trained Learner, whose `counts.n` also has its validation loss and the CPU time of the fit"
+    "Returns a trained Learner; its `counts.n` also holds the validation loss and the CPU time of the fit"
     learn = make_learner(bs, [Counts(), *L(cb)], seed)
     start = time.process_time()
     with learn.no_bar(), learn.no_logging():
@@ -85,7 +85,7 @@ def results(learners:dict)->pd.DataFrame:
 
 # %% ../nbs/07_demo.ipynb #167a7081
 def plot_results(learners:dict)->plt.Figure:
-    "Draws the sizes of the batch that grows; and the losses of constant batches and of that one over their steps"
+    "Plots the size of the growing batch, and the losses of constant and growing batches, by steps"
     fig,(sizes,losses) = plt.subplots(2, figsize=(6, 5), layout='constrained')
     learners['32 to 512'].recorder.plot_accum_bs(sizes)
     x = 'optimizer steps'

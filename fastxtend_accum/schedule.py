@@ -59,7 +59,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         log_accum_batch:bool=True, # Whether loggers see windows (True) or, as in fastai, loader batches (False)
         micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': as many as fit in memory
         *,
-        remainder:str|None=None, # For an incomplete last window; None: 'step' if the model has a `reset`, else 'carry'
+        remainder:str|None=None, # How to treat incomplete last windows; None: 'step' for stateful models, else 'carry'
         scale:dict[str,Callable]|None=None, # Rules `f(value, ratio)` by hyper-parameter, such as `{'lr':sqrt_scale}`
         **kwargs, # Further arguments of `GradientAccumulation`
     ):
@@ -203,7 +203,7 @@ def half_life_scale(
 
 # %% ../nbs/01_schedule.ipynb #b0b8179d
 def SchedSteps(
-    steps:dict[Numeric,int], # Maps each point (as for `start`) to the samples per step from there on; must contain 0
+    steps:dict[Numeric,int], # Maps points (fractions or epochs) to the samples per step from then on; must contain 0
 )->dict: # Arguments for `GradientAccumulationSchedule`
     "Return the arguments for a batch size that changes at given points; raise an error if a point or size is invalid"
     if not isinstance(steps, dict) or 0 not in steps:

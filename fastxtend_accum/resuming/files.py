@@ -1,4 +1,4 @@
-"""The files of the fits of a process: a folder that no other process uses, and in it one file for each fit
+"""Where a process saves its fits: a folder that no other process uses, with one file for each fit
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/files.html.md"""
 

@@ -1,4 +1,4 @@
-"""How parts are pickled: objects that the new process also has are stored as paths
+"""Pickle the parts of objects, and store only a path for objects that the new process creates itself
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/pickles.html.md"""
 
