@@ -143,7 +143,8 @@ def check_model(self:GradientCache):
                          "use DistributedDataParallel")
     part = self.module_to_split(model)
     is_inside = any(part is m for m in model.modules())
-    if not is_inside or getattr(part.forward, '__func__', None) is nn.Module.forward:  # a ModuleList has no forward pass
+    has_no_forward = getattr(part.forward, '__func__', None) is nn.Module.forward  # as a ModuleList
+    if not is_inside or has_no_forward:
         raise ValueError(f"part must return a module of the model that has a forward, not a {type(part).__name__}: "
                          "such as lambda m: m[0]")
 

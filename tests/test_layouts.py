@@ -1,4 +1,5 @@
-"""Batches and outputs of any layout in micro-batches: several views of each sample, time first, nested outputs. They are those of whole batches, or there is an error; nothing is split along another dimension than samples"""
+"""Batches and outputs of any layout in micro-batches: several views of each sample, time first, nested
+outputs. They are those of whole batches, or there is an error; nothing is split along another dimension than samples"""
 import pytest
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 

@@ -43,7 +43,9 @@ class HoldsPython(Callback):
 
 
 @pytest.mark.parametrize('call,arg', [
-    (subprocess.getoutput, 'mkdir code-has-run'), (os.system, 'mkdir code-has-run'), (exec, 'os.mkdir("code-has-run")')])
+    (subprocess.getoutput, 'mkdir code-has-run'),
+    (os.system, 'mkdir code-has-run'),
+    (exec, 'os.mkdir("code-has-run")')])
 def test_a_file_cannot_name_a_function_of_python_that_a_callback_holds(call, arg):
     graph = Graph(fit(make(HoldsPython()), 1))
     content = io.BytesIO()

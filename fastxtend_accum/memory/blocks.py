@@ -94,8 +94,8 @@ def blocks_in(m, groups:dict)->list:
 
 # %% ../../nbs/memory/06_blocks.ipynb #9a1d41ac
 def check_blocks(blocks, model)->list:
-    """Returns `blocks`, which a user has named, as a list, each once; raises ValueError unless they are separate modules
-    of `model`"""
+    """Returns `blocks`, which a user has named, as a list, each once; raises ValueError unless they are separate
+    modules of `model`"""
     # A list of modules means its children, unless it has a forward pass of its own
     if class_forward(blocks) in (nn.Module.forward, nn.Sequential.forward): blocks = blocks.children()
     res = [blocks] if isinstance(blocks, nn.Module) else list(L(blocks))

@@ -29,7 +29,7 @@ def whole_file(path:Path):
     finally: unfinished.unlink(missing_ok=True)  # it would take the last space of a full disk
 
 def read_file(path:Path)->bytes|None:
-    "Returns the content; None if there is no file. Raises ValueError if its checksums, which `torch.load` ignores, fail"
+    "Returns the content; None without a file. Raises ValueError if its checksums, which `torch.load` ignores, fail"
     if not path.exists():
         return None
     content = path.read_bytes()

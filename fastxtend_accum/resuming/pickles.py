@@ -48,7 +48,7 @@ def has_path(o)->bool:
     return not has_none and not name_of(o)
 
 # %% ../../nbs/resuming/01_pickles.ipynb #4dea4728
-# What a pickle may name: what makes numbers, texts, containers, arrays and tensors. A foreign file cannot run other code
+# A pickle may name what makes numbers, texts, containers, arrays and tensors. A foreign file cannot run other code
 
 def object_at(path:str):
     "Stands in a pickle for the function that finds the object at a path: see `Paths.find_class`"
@@ -75,8 +75,8 @@ def may_name(o)->bool:
 
 # %% ../../nbs/resuming/01_pickles.ipynb #0c12a0a5
 class Paths:
-    """The objects for which a path stands in a pickle, because each process has its own. The path of a class or function
-    is its name"""
+    """The objects for which a path stands in a pickle, because each process has its own. The path of a class or
+    function is its name"""
     def __init__(self):
         self.objects = {}  # by path
         self.named = {}  # classes and functions, by name

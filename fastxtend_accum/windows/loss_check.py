@@ -79,7 +79,7 @@ def compare_losses(loss_func:Callable, micro_batches:list[KeptMicroBatch])->tupl
     return differences.tolist()  # both at once, because each transfer waits for the GPU
 
 def largest_difference(xs:list[Tensor], ys:list[Tensor])->Tensor:
-    "Returns the largest difference between a tensor of `xs` and that of `ys`, by their norms, relative to the first one"
+    "Returns the largest difference between a tensor of `xs` and that of `ys`, by their norms, relative to the first"
     res = []
     for x,y in zip(xs, ys, strict=True):
         if x.shape != y.shape: raise CannotCompare('predictions do not have one row for each sample')

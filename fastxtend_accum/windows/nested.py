@@ -180,8 +180,8 @@ def join_leaves(leaves:list, sizes:list):
     if are_tensors: is_shared = all(o.equal(one) for o in leaves)
     else: is_shared = isinstance(one, _shared_kinds) and all(o == one for o in leaves)
     if is_shared: return one
-    raise CannotJoin(f"the outputs of micro-batches cannot be concatenated: a {type(one).__name__} without rows differs "
-                     "from one to the next")
+    raise CannotJoin(f"the outputs of micro-batches cannot be concatenated: a {type(one).__name__} without rows "
+                     "differs from one to the next")
 
 def join_tensors(tensors:list[Tensor], sizes:list)->Tensor:
     for o,n in zip(tensors, sizes, strict=True):

@@ -42,13 +42,14 @@ def set_random_states(states:list):
 # Attributes and buffers
 
 def owner_of(func):
-    "Returns the object whose method `func` is, or is made of, as a `partial` or a loss of fastai's; otherwise its function"
+    """Returns the object whose method `func` is, or is made of, as a `partial` or a loss of fastai's; otherwise its
+    function"""
     func = getattr(func, 'func', func)
     return func.__self__ if isinstance(func, types.MethodType) else func
 
 def attribute_dicts(o)->list[dict]:
-    """Returns the dicts that hold the attributes of a module, function or other object. A module has two, its `__dict__`
-    and its buffers, and so have all modules inside"""
+    """Returns the dicts that hold the attributes of a module, function or other object. A module has two, its
+    `__dict__` and its buffers, and so have all modules inside"""
     owner = o if isinstance(o, nn.Module) else owner_of(o)
     modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
     with_attributes = modules or [owner]
