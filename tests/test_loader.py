@@ -47,6 +47,11 @@ class LongestFirst:
     def __iter__(self): return iter([range(7), range(7, 10), range(10, 12), [12]])
 
 
+class Repeated(DataLoader):
+    "Announces each batch twice"
+    def __len__(self): return 2*super().__len__()
+
+
 class OfTwoProcesses(DistributedDL):
     "The loader of the second one, which draws its samples without the first"
     def __init__(self, **kwargs):
@@ -89,6 +94,7 @@ LOADERS = dict(
     distributed=(OfTwoProcesses, exactly(10)),
     distributed_drop_last=(partial(OfTwoProcesses, drop_last=True), exactly(8)),
     fastai_stream=(partial(stream, n=20), about(24)),
+    repeated=(partial(Repeated, SAMPLES, bs=8), about(48)),
     torch=(sized_torch, exactly(20)),
     torch_drop_last=(partial(sized_torch, drop_last=True), exactly(16)),
     torch_sampler=(partial(sized_torch, sampler=subset(12)), exactly(12)),
@@ -138,6 +144,15 @@ def test_a_batch_size_is_taken_from_the_callback_only_if_the_loader_states_none(
     batches = [None, None, None]
     assert loader_info(batches, 4) == (4, False, 12, False)
     assert loader_info(sized(), 4) == exactly(20)
+
+
+def test_a_batch_advances_the_plan_by_its_samples_if_the_loader_states_a_size():
+    "Else by the size that was given, since the plan knows no smaller one; if nobody knows a size, by one"
+    given = LoaderInfo(4, states_batch_size=False, n_planned=12, has_exact_length=False)
+    assert exactly(20).planned(4) == 4
+    assert given.planned(3) == 4
+    assert unknown(3).planned(7) == 1
+    assert planned_sizes(unknown(3)) == [1, 1, 1]
 
 
 @pytest.mark.parametrize('bs', [-1, 2.5, '8'])

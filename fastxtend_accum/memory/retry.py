@@ -54,8 +54,8 @@ class BatchUndo:
         self.losses = window.losses
         if window.grads is not None: window.grads.check()  # as they are before they are set aside
         # Before a window has begun, the gradients of the optimizer's parameters are 0 or None. `undo` zeroes the
-        # former, so that they need no memory here. Those of other parameters, which a splitter leaves out, may come from
-        # earlier windows
+        # former, so that they need no memory here. Those of other parameters, which a splitter leaves out, may come
+        # from earlier windows
         zeroed = set() if window.losses.n_micro else set(params_in(learn.opt))
         self.aside = {p:p.grad for p in params.summed if p.grad is None or p not in zeroed}
         self.set_aside()
