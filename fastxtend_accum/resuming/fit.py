@@ -125,6 +125,7 @@ def content(self:SavedFit, place:dict|str, state:dict)->dict:
         begun=self.graph.begun,
         rest=state['rest'],
         digests=state['digests'],
+        not_kept=state['not_kept'],
         at_epoch=self.at_epoch,
         reader=self.reader and self.reader.state())
     of_all = [own for _ in range(self.n_processes)]
@@ -237,6 +238,8 @@ def restore(self:SavedFit):
     now = self.graph.state()['digests']
     differ = []
     for part,digest in found['digests'].items():
+        # What no file holds has the value that this process gives it, such as a logger that is `print`
+        if part in found['not_kept']: continue
         if now.get(part) != digest:
             differ.append(text_of(part))
     if differ:

@@ -133,11 +133,12 @@ class Finder(Digest):
 @patch
 def state(self:Graph, of_data:bool=False)->dict:
     """Returns the state of all objects, or only of those of the data: `weights` and the state of the optimizer, which
-    are the same in all processes; the `rest`, pickled; the `digests` of all parts; and why some parts are `lost`,
-    which no file can hold"""
+    are the same in all processes; the `rest`, pickled; the `digests` of all parts; those that no file can hold as
+    `not_kept`; and why some of these are `lost`, which have changed"""
     weights = {}
     rest = {}
     digests = {}
+    not_kept = []
     lost = {}
     for path,o in self.objects.items():
         if of_data and not is_data(path): continue
@@ -152,11 +153,12 @@ def state(self:Graph, of_data:bool=False)->dict:
             if digest.not_kept is None:
                 kept = weights if is_shared else rest
                 kept[part] = value
-            elif has_changed:
-                lost[part] = digest.not_kept
+                continue
+            not_kept.append(part)
+            if has_changed: lost[part] = digest.not_kept
     file = io.BytesIO()
     self.write(rest, file)
-    return dict(weights=weights, rest=file.getvalue(), digests=digests, lost=lost)
+    return dict(weights=weights, rest=file.getvalue(), digests=digests, not_kept=not_kept, lost=lost)
 
 # %% ../../nbs/resuming/02_graph.ipynb #d68daace
 # Files
