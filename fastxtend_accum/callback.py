@@ -257,8 +257,8 @@ def check_loop(self:WindowCallback, plan:EpochPlan):
     replaced = replaced_method(self.learn)
     if not replaced: return
     are_batches = plan.smallest == plan.largest == WindowShape()
-    settings = self.loop.settings
-    needs_loop = self.loop.strategy.may_repeat or settings.skip_nonfinite or settings.num_items or settings.scale
+    loop,settings = self.loop,self.loop.settings
+    needs_loop = any([loop.strategy.may_repeat, settings.skip_nonfinite, settings.num_items, settings.scale])
     if are_batches and not needs_loop: return
     name = type(self).__name__
     raise ValueError(f"{type(self.learn).__name__} has its own {replaced}, which {name} would overrule: leave {name} "

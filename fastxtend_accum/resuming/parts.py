@@ -143,6 +143,6 @@ def content_of_tensor(o:Tensor)->tuple:
 def set_tensor(o:Tensor, values:Tensor, requires_grad:bool, grad:Tensor|int|None):
     "Sets what `content_of_tensor` has returned"
     if o.layout == torch.strided: restore_value(o, values)
-    else: o.data = values  # sparse tensors cannot be compared
+    else: o.data = values  # sparse tensors have no strides
     o.requires_grad_(requires_grad)
     o.grad = torch.zeros_like(o) if isinstance(grad, int) else grad
