@@ -10,6 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 from fastai.basics import *
+from fastai.callback.progress import ProgressCallback
 
 from .windows.checks import check_flags,check_size
 from .windows.loader import drops_last
@@ -46,19 +47,18 @@ def explain(
     n:int, # Samples in a micro-batch
     seed:int,
     verbose:bool, # Whether to show a progress bar if it takes long
-)->tuple[dict,list]: # Differences and reasons of an `AccumCheck`
+)->tuple: # Differences and reasons of an `AccumCheck`
     """Compares runs. If they differ, repeats the run on whole batches: what differs between these two as well, such as
     a time that a callback measures, needs no explanation. For everything else, removes one suspect after another
     until the runs are equal, and puts back those that make no difference"""
     run = partial(train, seed=seed)
     kept = cache(run)  # several questions need the same run
-    def compare(without:tuple=(), double:bool=False)->dict[str,float]:
+    def compare(without:tuple=(), double:bool=False)->dict:
         return distances(kept(windows, without, double), kept(whole, without, double))
     began = time.perf_counter()
     found = differences(compare)
     left_by_whole = kept(whole, (), False)
-    is_finite = left_by_whole['weights'].isfinite().all()
-    if not is_finite: return dict(weights=math.inf),[]
+    if left_by_whole['weights'].isnan().any(): return dict(weights=math.inf),[]
     if not found: return {},[]
     repeated = distances(run(whole), left_by_whole)
     steady = {name:o for name,o in found.items() if o > 100*repeated[name]}
@@ -79,21 +79,20 @@ def check_copies(
 )->AccumCheck:
     "Trains copies of `learn` on a few of its samples, in windows and on whole batches, and returns what differs"
     ours = learn._grab_cbs(WindowCallback)
-    left_out = list(filter(is_left_out, learn.cbs))
+    left_out = learn.cbs.filter(is_left_out)
     window,bs = small_sizes(learn, size)
     to_read = copy_to_read(learn.dls.train)
     n_windows = math.ceil(n_steps/2)
     n = n_windows*window
     if not drops_last(to_read): n -= 1  # the last batch is smaller, and so is its window
     samples = first_samples(to_read, n)
-    small = small_learner(learn, left_out, samples, n, bs, size)
+    small = small_learner(learn, left_out, samples, n, bs, window)
     for cb in small._grab_cbs(WindowCallback): make_small(cb, size, window)
-    whole = small_learner(learn, [*left_out, *ours], samples, n, window, size)
+    whole = small_learner(learn, left_out+ours, samples, n, window, window)
     found,reasons = explain(small, whole, size, seed, verbose)
     notes = []
     if found and not reasons: notes.append(_not_found)
-    names = [type(o).__name__ for o in left_out]
-    names = ', '.join(o for o in names if o != 'ProgressCallback')
+    names = ', '.join(type(o).__name__ for o in left_out if not isinstance(o, ProgressCallback))
     if names: notes.append(f'left out: {names}')
     if to_read is learn.dls.train:
         notes.append('the DataLoader cannot be copied: the next epoch continues after the samples that were read')

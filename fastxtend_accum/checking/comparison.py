@@ -10,7 +10,7 @@ from __future__ import annotations
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['distance', 'distances', 'differences', 'still_in', 'find_reasons']
+__all__ = ['distance', 'distances', 'differences', 'find_reasons']
 
 # %% ../../nbs/checking/03_comparison.ipynb #2a23d59e
 # Limits of distances
@@ -28,9 +28,9 @@ def distance(a:Tensor, b:Tensor)->float:
     return math.inf if math.isnan(res) else res
 
 def distances(
-    a:dict[str,Tensor], # What one training has left, by name
-    b:dict[str,Tensor], # What another one has left
-)->dict[str,float]:
+    a:dict, # What one training has left: tensors by name
+    b:dict, # What another one has left
+)->dict:
     "Returns how far `a` is from `b`, by name"
     nothing = torch.zeros(0)
     return {name:distance(a.get(name, nothing), o) for name,o in b.items()}
@@ -39,42 +39,33 @@ def distances(
 def differences(
     compare:Callable, # `compare(without, double)` returns the distances after trainings without some suspects
     without:tuple=(),
-)->dict[str,float]:
+    before:dict={}, # The distances with these suspects, of which less than a fiftieth counts as rounding
+)->dict:
     "Returns the distances that are not rounding, by name: in float32, or in float64 if that leaves a doubt"
-    found = compare(without)
-    tolerance = _tolerance
-    worst = max(found.values())
-    if worst < _surely_equal: return {}
-    if worst < _surely_different:
-        try:
-            found = compare(without, double=True)
-            tolerance = _tolerance_double
+    def larger(now:dict, tolerance:float)->dict:
+        return {name:o for name,o in now.items() if o >= max(tolerance, before.get(name, 0)/50)}
+    now = compare(without)
+    if not larger(now, _surely_equal): return {}
+    if max(now.values()) < _surely_different:
+        try: return larger(compare(without, double=True), _tolerance_double)
         except Exception: pass  # it does not train in float64
-    return {name:o for name,o in found.items() if o > tolerance}
+    return larger(now, _tolerance)
 
 # %% ../../nbs/checking/03_comparison.ipynb #e5058a61
-def still_in(found:dict[str,float], now:dict[str,float])->list[str]:
-    """Returns the names of the differences in `found` of which more than a fiftieth is left. Rounding may grow to a
-    hundredth of the difference in a deep network"""
-    return [name for name,o in found.items() if now.get(name, 0) >= o/50]
-
 def find_reasons(
     compare:Callable, # See `differences`
-    found:dict[str,float], # Differences that need a reason
-    suspected:dict[str,Callable], # By name, what lets a Learner train without it; the most likely first
+    found:dict, # Differences that need a reason, by name
+    suspected:dict, # By name, a function that lets a Learner train without it; the most likely first
     has_bar:bool=False, # Whether to show a progress bar
-)->list[str]:
+)->list:
     """Leaves out one suspect after the other until nothing differs. Then puts back those without which no less differs,
     and returns the names of the others"""
-    def names_left(names:list[str])->list[str]|None:
+    def names_left(names:list)->set|None:
         "Returns the names of what still differs without these suspects; None if nothing trains without them"
         without = tuple(suspected[name] for name in names)
-        try:
-            left = still_in(found, compare(without))  # first without float64, which takes twice as long
-            if left: left = still_in(found, differences(compare, without))
+        try: return differences(compare, without, found).keys() & found
         except Exception: return None  # for example, since nobody else sets the targets
-        return left
-    left = list(found)  # what differs without the suspects that are left out
+    left = found.keys()  # what differs without the suspects that are left out
     left_out = []
     names = progress_bar(suspected, leave=False) if has_bar else suspected
     for name in names:

@@ -43,7 +43,7 @@ def copy_to_read(dl):
     try: return deepcopy(dl, {id(dataset): dataset, id(left_over): None})
     except Exception: return dl
 
-def joined(batches:list[tuple], sizes:list[int], n:int)->tuple:
+def joined(batches:list, sizes:list, n:int)->tuple:
     """Returns the first `n` samples of batches of these sizes as one batch. They repeat if there are fewer. Raises
     ValueError if batches cannot be sliced; of these, CannotJoin if they differ in shape"""
     n_times = math.ceil(n/sum(sizes))

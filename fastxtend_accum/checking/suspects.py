@@ -37,7 +37,7 @@ def is_left_out(cb)->bool:
 # %% ../../nbs/checking/02_suspects.ipynb #a53866a8
 def evaluate(module, args):
     "Before a pass of this module: as in evaluation mode, and without what it carries from the batch before"
-    module.training = False
+    vars(module).update(training=False)
     if hasattr(module, 'reset'): module.reset()
 
 def in_evaluation(learn, kinds:set):
@@ -47,7 +47,9 @@ def in_evaluation(learn, kinds:set):
 
 def without_hooks(learn):
     "Removes the hooks on parameters"
-    for p in learn.model.parameters(): p._backward_hooks = None
+    for p in learn.model.parameters():
+        hooks = p._backward_hooks
+        if hooks: hooks.clear()
 
 def mean_square(pred, *targets, **kwargs)->Tensor:
     "A loss of any outputs that is a mean over samples. Callbacks such as MixUp pass it the arguments of other losses"
@@ -60,17 +62,17 @@ def with_other_loss(learn):
     "Lets a copy train on `mean_square`"
     learn.loss_func = mean_square
     for cb in learn._grab_cbs(GradientAccumulation):
-        cb.num_items = None  # which counts for the user's loss
+        vars(cb).update(num_items=None)  # which counts for the user's loss
 
 # %% ../../nbs/checking/02_suspects.ipynb #fb135ccc
 _core = TrainEvalCallback,Recorder,CastToTensor,Callback  # of fastai, and what takes the place of those left out
 
 def suspects(
     learn, # A copy
-    found:Iterable[str], # What differs
+    found, # Names of what differs
     n:int, # Samples in a micro-batch
-)->dict[str,Callable]: # `remove(learn)` lets a copy train without it
-    "Returns what may be the reason, in words, the most likely first"
+)->dict: # By reason: `remove(learn)` lets a copy train without it
+    "Returns what may be the reason, the most likely first"
     kinds = set(map(type, learn.model.modules()))
     changing = {o for o in kinds if f'buffers of {o.__name__}' in found}
     names = ', '.join(sorted(o.__name__ for o in changing))

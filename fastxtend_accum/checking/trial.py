@@ -16,6 +16,7 @@ from fastcore.xtras import working_directory
 from ..windows.gradients import extra_params
 from ..windows.nested import leaves_in,slice_fields
 from ..windows.processes import inner_model,n_processes
+from ..windows.state import restore_value
 from ..memory.override import override_attr
 from ..callback import WindowCallback,leader_of
 from .samples import KeptLoader
@@ -25,28 +26,24 @@ __all__ = ['small_sizes', 'make_small', 'deepcopy_tensor', 'copy_learner', 'smal
            'left_by', 'train']
 
 # %% ../../nbs/checking/01_trial.ipynb #723a900c
-def small_sizes(learn, size:int)->tuple[int,int]:
+def small_sizes(learn, size:int)->tuple:
     """Returns the samples of a window and of a loader batch, with micro-batches of `size`. They relate to each other as
     the user's do: a window has several loader batches, or a loader batch several windows, or both are the same"""
     n_epoch = sys.maxsize  # so that a schedule may begin and end in any epoch
     plan = leader_of(learn).plan_of(learn.dls.train, 0, n_epoch, n_processes(learn))
-    users = plan.largest  # the shape of the user's largest window
+    n_batches,n_pieces = plan.largest  # the shape of the user's largest window
     is_split = any(o.micro_batch_size for o in learn._grab_cbs(WindowCallback))
-    window = 2*size if is_split else size
-    bs = window
-    if users.n_batches > 1: window *= 2
-    if users.n_pieces > 1: bs *= 2
-    return window,bs
+    smaller = 2*size if is_split else size
+    return smaller*min(n_batches, 2), smaller*min(n_pieces, 2)
 
 def make_small(cb:WindowCallback, size:int, window:int):
     "Lets `cb` do to small batches what it does to the user's. A schedule keeps one size, and each remainder is a step"
     settings = vars(cb)
-    small = dict(
-        accum_bs=window, start_accum_bs=window, final_accum_bs=window, micro_batch_size=size,
-        start=0., finish=1., schedule=SchedNo,
-        adapt=False)  # so that ActivationCheckpointing recomputes all blocks
-    settings.update({name:o for name,o in small.items() if settings.get(name)})
-    settings.update(remainder='step', verbose=False)
+    if cb.micro_batch_size: settings.update(micro_batch_size=size)
+    settings.update(
+        accum_bs=window, start_accum_bs=window, final_accum_bs=window, start=0., finish=1., schedule=SchedNo,
+        adapt=False,  # so that ActivationCheckpointing recomputes all blocks
+        remainder='step', verbose=False)
 
 # %% ../../nbs/checking/01_trial.ipynb #4ed5de6e
 _deepcopy = Tensor.__deepcopy__
@@ -69,10 +66,11 @@ def copy_learner(
         memo[id(learn.model)] = deepcopy(model, memo)
         res = deepcopy(learn, memo)
         for p in model.parameters():
-            memo[id(p)]._backward_hooks = deepcopy(p._backward_hooks, memo)  # `deepcopy` leaves them out
+            hooks = p._backward_hooks or {}  # which `deepcopy` leaves out
+            for hook in hooks.values(): memo[id(p)].register_hook(deepcopy(hook, memo))
     for o in memo.values():
         is_float = isinstance(o, Tensor) and o.is_floating_point()
-        if double and is_float: o.data = o.data.double()
+        if double and is_float: restore_value(o, o.double())
     return res
 
 # %% ../../nbs/checking/01_trial.ipynb #ada52078
@@ -115,15 +113,11 @@ def draw(model, args):
 def numbers_in(o)->Tensor:
     "Returns the numbers and tensors that `o` contains, such as the weights of a model, as one vector in float64"
     if isinstance(o, nn.Module): o = o.state_dict()
-    res = [torch.zeros(0)]
-    for leaf in leaves_in(o):
-        if not isinstance(leaf, (Real,Tensor)): continue
-        tensor = torch.as_tensor(leaf).detach()
-        res.append(tensor.flatten().cpu().double())
-    return torch.cat(res)
+    numbers = [torch.as_tensor(leaf) for leaf in leaves_in(o) if isinstance(leaf, (Real,Tensor))]
+    return torch.cat([torch.zeros(0), *[x.detach().flatten().cpu().double() for x in numbers]])
 
 # %% ../../nbs/checking/01_trial.ipynb #bb7d49bf
-def left_by(learn)->dict[str,Tensor]:
+def left_by(learn)->dict:
     "Returns what a training has left in `learn` beside the weights, by name"
     res = defaultdict(list)
     for rec in learn._grab_cbs(Recorder):
@@ -142,15 +136,14 @@ def left_by(learn)->dict[str,Tensor]:
 # %% ../../nbs/checking/01_trial.ipynb #3f71d0de
 def train(
     learn:Learner,
-    without:tuple[Callable,...]=(), # Each lets a Learner train without a suspect
+    without:tuple=(), # Each lets a Learner train without a suspect
     double:bool=False, # In float64
     seed:int=42,
-)->dict[str,Tensor]:
+)->dict:
     """Trains a copy for two epochs, and returns what that leaves, by name: of the weights, how far they have moved.
     What it prints is discarded; so are warnings, and files that it writes into the current folder"""
     learn = copy_learner(learn, double=double)
     for remove in without: remove(learn)
-    learn.logger = noop
     learn.model.register_forward_pre_hook(draw)
     params = list(learn.model.parameters())
     before = numbers_in(params)
