@@ -27,7 +27,6 @@ class AutoResume(WindowCallback):
 
     If the process is killed, run the script again: the same call to `fit` continues, and ends with the same weights"""
     order = 10_000  # after all others: what they have done is in the file
-    run_valid = True
     lead_rank = 3
     _stateattrs = *WindowCallback._stateattrs,'saved_fit'
     saved_fit = None  # the `SavedFit` while a fit runs
@@ -52,12 +51,6 @@ class AutoResume(WindowCallback):
     def is_in_fit(self)->bool:
         "Returns whether an event is of the fit that is saved, not of a `validate` within it"
         return bool(self.saved_fit and self.learn) and not is_validating(self.learn)
-
-    def after_batch(self):
-        if self.is_in_fit() and not self.learn.training: self.saved_fit.save_in_validation()
-
-    def after_epoch(self):
-        if self.is_in_fit(): self.saved_fit.end_epoch()
 
 # %% ../nbs/06_resume.ipynb #1c7d5a92
 @patch
@@ -97,7 +90,8 @@ def do_fit(self:Learner):
             for epoch in range(fit.begin(), self.n_epoch):
                 self.epoch = epoch
                 fit.begin_epoch()
-                self._with_events(fit.run_epoch, 'epoch', CancelEpochException)
+                self._with_events(self._do_epoch, 'epoch', CancelEpochException)
+                fit.end_epoch()
     except BaseException:
         self.loss_func = loss_func  # a callback may have replaced it
         raise

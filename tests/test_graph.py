@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from common import *
 from fastxtend_accum.resuming.graph import Graph, root_of
 from resume_layouts import fastai_data, make, mlp, samples, with_valid
-from resumed import Stops, assert_goes_on, learner, train
+from resumed import Stops, assert_goes_on, learner, new_process, train
 
 SITUATIONS = {}
 
@@ -289,7 +289,7 @@ class Hooks(Callback):
 
 
 def test_hooks_of_mid_fit_are_named():
-    with pytest.warns(UserWarning, match=r'does not keep a hook of model.1 \('): train(learner(Hooks()), n_epoch=2)
+    with pytest.warns(UserWarning, match='does not keep hooks of layers'): train(learner(Hooks()), n_epoch=2)
 
 
 class HooksAtStart(Callback):
@@ -297,6 +297,21 @@ class HooksAtStart(Callback):
     def before_fit(self): self.model[0].register_forward_hook(sees)
     def before_train(self): self.handle = self.model[1].register_forward_hook(sees)
     def after_train(self): self.handle.remove()
+
+
+@pytest.mark.filterwarnings('error:AutoResume')
+def test_a_fit_with_a_progress_bar():
+    "The bar sets `learn.logger`, and takes it back after the fit: it is no state, and the fit that has ended is restored"
+    def script():
+        learn = make(Stops())
+        learn.fit(1, cbs=AutoResume(every=10, verbose=False))
+        return learn
+    new_process(seed=1)
+    expected = script()
+    new_process()
+    learn = script()
+    assert Stops.n == 0
+    assert_same(weights(learn), weights(expected))
 
 
 def test_hooks_that_come_again_are_not_named():

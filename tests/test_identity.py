@@ -92,20 +92,10 @@ def test_a_text_of_a_callback_goes_on_with_the_earlier_value():
     assert learn.early_stopping.patience == 5
 
 
-def train_with_workers(kind, numbers):
-    return train(learner(dls=fastai_data(kind, num_workers=next(numbers))))
-
-
 @pytest.mark.long
-def test_another_number_of_workers_is_silent_if_they_draw_nothing():
-    numbers = iter([0, 0, 1])
-    with warnings.catch_warnings():
-        warnings.filterwarnings('error', message='AutoResume')
-        assert_goes_on(lambda: train_with_workers(list, numbers))
-
-
-@pytest.mark.long
-def test_another_number_of_workers_is_a_warning_if_they_draw():
-    numbers = iter([0, 1])
-    stop(lambda: train_with_workers(Noisy, numbers))
-    with pytest.warns(UserWarning, match='1 workers, not 0'): train_with_workers(Noisy, numbers)
+@pytest.mark.parametrize('kind', [list, Noisy])
+def test_another_number_of_workers_goes_on_with_the_earlier_one(kind):
+    numbers = iter([1, 1, 0])  # of the whole fit, the one that stops, and the one that goes on
+    def script(): return train(learner(dls=fastai_data(kind, num_workers=next(numbers))))
+    with pytest.warns(UserWarning, match='num_workers 0, not 1'): learn = assert_goes_on(script)
+    assert learn.dls.train.fake_l.num_workers == 1

@@ -14,7 +14,7 @@ from ..windows.checks import warn_user
 from ..windows.processes import all_reduce_scalar,n_processes
 from .files import Folder,folders,read_file,whole_file
 from .graph import Graph
-from .identity import differences,draws_numbers,may_differ,n_workers,settings_of,text_of
+from .identity import differences,may_differ,settings_of,text_of
 from .outside import restore_loggers,state_of_loggers
 from .parts import count_hooks
 from .reader import Reader
@@ -45,11 +45,10 @@ class SavedFit:
         self.loggers = state_of_loggers(learn)
         self.found = None
         self.at_epoch = None  # the state when the epoch began
-        self.trained = None  # and when its training part had ended
         self.reader = None
         self.next_save = 0  # when to save, by optimizer steps or seconds; 0: it has not been saved
         self.rows = []  # of the epoch table
-        self.hooks = None  # how many hooks each layer had when training began
+        self.n_hooks = None  # of all layers, at the first save
 
 # %% ../../nbs/resuming/08_fit.ipynb #b7c2e04d
 # While it runs
@@ -64,7 +63,6 @@ def begin_training(self:SavedFit):
     """After all callbacks have begun the training part of an epoch: goes on if this is where the fit was saved, and
     lets the loop read by a Reader and save between windows"""
     loop = self.leader.loop
-    if self.hooks is None: self.hooks = count_hooks(self.graph.objects['model'])
     at_place = ()
     if self.found:
         at_place = self.found['reader']
@@ -74,7 +72,10 @@ def begin_training(self:SavedFit):
 
 @patch
 def end_epoch(self:SavedFit):
-    self.rows += [list(rec.log) for rec in self.learn._grab_cbs(Recorder)]
+    "Keeps the row of the epoch's table. The last epoch is a place to save: a signal may have arrived in its validation"
+    learn = self.learn
+    self.rows += [list(rec.log) for rec in learn._grab_cbs(Recorder)]
+    if learn.epoch+1 == learn.n_epoch: self.save_if_due('last epoch')
 
 @patch
 def end(self:SavedFit):
@@ -88,14 +89,17 @@ def end(self:SavedFit):
 # Into the file
 
 @patch
-def save(self:SavedFit, place:dict|str, state:dict|None=None):
+def save(self:SavedFit, place:dict|str):
     "Writes the state at a `place`. Raises OSError if the first save is impossible, and warns if a later one is"
     start = time.monotonic()
     try:
-        content = self.content(place, state or self.graph.state())
+        state = self.graph.state()
+        content = self.content(place, state)
         if self.rank == 0:
             with whole_file(self.path) as f: self.graph.write(content, f)
-            if not self.next_save: self.read_back()
+            if not self.next_save:  # what cannot be read is an error at the first save
+                self.graph.read(read_file(self.path))
+                self.graph.read(state['rest'])
     except Exception as e:
         reason = e.__context__ or e  # PyTorch hides that a disk is full, for example
         text = f'AutoResume cannot save {self.path}: {reason}'
@@ -107,32 +111,24 @@ def save(self:SavedFit, place:dict|str, state:dict|None=None):
 
 # %% ../../nbs/resuming/08_fit.ipynb #f6c1a210
 @patch
-def read_back(self:SavedFit):
-    "Reads the file, so that what cannot be read is an error at the first save"
-    content = self.graph.read(read_file(self.path))
-    for own in content['processes']:
-        self.graph.read(own['rest'])
-
-@patch
 def content(self:SavedFit, place:dict|str, state:dict)->dict:
     "Returns what the file contains: process 0 writes for all"
     lost = [f'{text_of(part)} ({reason})' for part,reason in state['lost'].items()]
-    added = count_hooks(self.graph.objects['model'])-self.hooks
-    lost += [f'a hook of model.{layer} (it was added during the fit)' for layer in added]
+    n_hooks = count_hooks(self.graph.objects['model'])
+    if not self.next_save: self.n_hooks = n_hooks  # callbacks have added those that they add in every process
+    if n_hooks > self.n_hooks: lost.append('hooks of layers (they were added during the fit)')
     if lost: warn_user(f"AutoResume does not keep {'; '.join(lost)}")  # Python shows it once
     own = dict(
         place=place,
         begun=self.graph.begun,
         rest=state['rest'],
         digests=state['digests'],
-        not_kept=state['not_kept'],
         at_epoch=self.at_epoch,
         reader=self.reader and self.reader.state())
     of_all = [own for _ in range(self.n_processes)]
     if self.n_processes > 1: dist.all_gather_object(of_all, own)
     return dict(
         n_begun=self.folder.n_begun,
-        n_workers=n_workers(self.learn.dls.train),
         epoch=self.learn.epoch,
         rows=self.rows,
         loggers=self.loggers,
@@ -146,27 +142,15 @@ def clock(self:SavedFit)->Real:
 
 # %% ../../nbs/resuming/08_fit.ipynb #869561ff
 @patch
-def save_if_due(self:SavedFit):
-    "Runs between two windows. The first save is due at once, to see whether saving is possible"
+def save_if_due(self:SavedFit, place:str|None=None):
+    """Runs between two windows, whose place is that of the loop, and after the last epoch. The first save is due at once,
+    to see whether saving is possible"""
     must_end = held_signals.is_waiting()
     is_due = must_end or self.clock() >= self.next_save
     # All processes save if one of them has to
     if all_reduce_scalar(self.learn, is_due):
-        self.save(self.leader.loop.state())
+        self.save(place or self.leader.loop.state())
     if must_end: held_signals.deliver()
-
-@patch
-def save_in_validation(self:SavedFit):
-    """After a batch, if a signal is waiting: saves the state from before the validation. The signal waits for the end
-    of the validation in several processes, which do not wait for each other before, and while a callback has put other
-    weights into the model, as their average: `trained` shares the memory of the weights"""
-    if not held_signals.is_waiting() or self.n_processes > 1: return
-    digests = self.trained['digests']
-    now = self.graph.state()['digests']
-    for part in self.trained['weights']:
-        if now[part] != digests[part]: return
-    self.save('validation', self.trained)
-    held_signals.deliver()
 
 # %% ../../nbs/resuming/08_fit.ipynb #c0184666
 # Out of the file
@@ -192,27 +176,19 @@ def begin(self:SavedFit)->int:
         where = 'at the end of' if place == 'end' else 'in'
         print(f'AutoResume: resuming {where} epoch {epoch} from {self.path}')
     restore_loggers(self.learn, self.loggers, self.rows)
-    if place == 'end':
+    if place in ('last epoch','end'):
         self.leader.begin_fit()  # which otherwise the first epoch does
         self.restore()
+        if place == 'last epoch': self.found = None  # nobody has had `after_fit`
         return self.learn.n_epoch
     self.graph.restore(found['at_epoch'])  # callbacks are going to begin the epoch again
-    if place != 'validation': self.leader.begin_epoch_at(place)
+    self.leader.begin_epoch_at(place)
     return epoch
-
-@patch
-def run_epoch(self:SavedFit):
-    "Takes the place of `_do_epoch`. A fit that was saved in validation continues with the validation"
-    if self.found and self.found['place'] == 'validation': self.go_on()
-    else: self.learn._do_epoch_train()
-    self.trained = self.graph.state()
-    self.learn._do_epoch_validate()
 
 # %% ../../nbs/resuming/08_fit.ipynb #4dacef38
 @patch
 def check(self:SavedFit, found:dict):
-    """Raises ValueError if this fit is not the one that was saved. Warns of numbers and texts of callbacks that differ,
-    for which it takes the file's, and of another number of workers"""
+    "Raises ValueError if this fit is not the one that was saved. Warns of what differs and is taken from the file"
     errors = []
     differ = differences(self.graph, found['begun'], found['digests'])
     for part,text in differ.items():
@@ -223,12 +199,6 @@ def check(self:SavedFit, found:dict):
         raise ValueError(f"this fit cannot be resumed from {self.path}, since it has {'; '.join(errors[:8])}: use the "
                          "same settings, seed the split of the data and lr_find, or pass AutoResume(restart=True) to "
                          "start over, or another fname")
-    dl = self.learn.dls.train
-    workers = n_workers(dl)
-    before = found['n_workers']
-    if workers != before and draws_numbers(self.graph, dl):
-        warn_user(f'AutoResume continues with {workers} workers, not {before}: samples draw random numbers, or each '
-                  'worker reads a part of the data, so the next batches differ from those of a fit without a kill')
 
 @patch
 def restore(self:SavedFit):
@@ -236,12 +206,7 @@ def restore(self:SavedFit):
     found = self.found
     self.graph.restore(found['rest'], found['weights'])
     now = self.graph.state()['digests']
-    differ = []
-    for part,digest in found['digests'].items():
-        # What no file holds has the value that this process gives it, such as a logger that is `print`
-        if part in found['not_kept']: continue
-        if now.get(part) != digest:
-            differ.append(text_of(part))
+    differ = [text_of(part) for part,digest in found['digests'].items() if now.get(part) != digest]
     if differ:
         raise ValueError(f"AutoResume could not restore {', '.join(differ[:8])}")
 

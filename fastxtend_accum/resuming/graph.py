@@ -133,12 +133,11 @@ class Finder(Digest):
 @patch
 def state(self:Graph, of_data:bool=False)->dict:
     """Returns the state of all objects, or only of those of the data: `weights` and the state of the optimizer, which
-    are the same in all processes; the `rest`, pickled; the `digests` of all parts; those that no file can hold as
-    `not_kept`; and why some of these are `lost`, which have changed"""
+    are the same in all processes; the `rest`, pickled; the `digests` of both; and why other parts are `lost`, which
+    have changed since the fit began, but which no file can hold"""
     weights = {}
     rest = {}
     digests = {}
-    not_kept = []
     lost = {}
     for path,o in self.objects.items():
         if of_data and not is_data(path): continue
@@ -147,18 +146,16 @@ def state(self:Graph, of_data:bool=False)->dict:
             except Exception as e:
                 lost[part] = str(e)
                 continue
-            digests[part] = digest.value
-            has_changed = digest.value != self.begun.get(part)
-            is_shared = isinstance(o, nn.Parameter) or root_of(path) == 'opt'
-            if digest.not_kept is None:
-                kept = weights if is_shared else rest
-                kept[part] = value
+            if digest.not_kept is not None:
+                if digest.value != self.begun.get(part): lost[part] = digest.not_kept
                 continue
-            not_kept.append(part)
-            if has_changed: lost[part] = digest.not_kept
+            digests[part] = digest.value
+            is_shared = isinstance(o, nn.Parameter) or root_of(path) == 'opt'
+            kept = weights if is_shared else rest
+            kept[part] = value
     file = io.BytesIO()
     self.write(rest, file)
-    return dict(weights=weights, rest=file.getvalue(), digests=digests, not_kept=not_kept, lost=lost)
+    return dict(weights=weights, rest=file.getvalue(), digests=digests, lost=lost)
 
 # %% ../../nbs/resuming/02_graph.ipynb #d68daace
 # Files

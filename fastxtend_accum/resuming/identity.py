@@ -13,7 +13,7 @@ from .graph import Graph
 from .parts import generators,is_of_package
 
 # %% auto #0
-__all__ = ['settings_of', 'text_of', 'differences', 'may_differ', 'n_workers', 'draws_numbers']
+__all__ = ['settings_of', 'text_of', 'differences', 'may_differ']
 
 # %% ../../nbs/resuming/04_identity.ipynb #43fa87b6
 def settings_of(learn)->dict:
@@ -51,24 +51,12 @@ def differences(graph:Graph, begun:dict, digests:dict)->dict:
     return res
 
 def may_differ(graph:Graph, part:tuple)->bool:
-    "Returns whether a part is a number or a text of a callback, other than the callbacks of this package"
-    path,_ = part
+    """Returns whether the fit takes a part from the file if it differs: a number or a text of a callback, other than the
+    callbacks of this package; or the number of a DataLoader's workers, whose default is the machine's number of CPUs"""
+    path,name = part
+    if name in ('num_workers','prefetch_factor'):
+        return True
     o = graph.objects.get(path)
     if not isinstance(o, Callback) or is_of_package(o):
         return False
     return isinstance(graph.begun.get(part), str)
-
-def n_workers(dl)->int:
-    loader = getattr(dl, 'fake_l', dl)  # fastai's loader has one of PyTorch's
-    return getattr(loader, 'num_workers', 0)
-
-def draws_numbers(graph:Graph, dl)->bool:
-    """Returns whether the number of workers makes a difference: loading a sample changes something, such as a random
-    generator, of which each worker has a copy; or there are no single samples, but each worker reads a part"""
-    before = graph.state(of_data=True)['digests']
-    try:
-        if isinstance(dl, DataLoader): dl.do_batch([dl.do_item(0)])
-        else: dl.collate_fn([dl.dataset[0]])
-    except Exception:
-        return True
-    return graph.state(of_data=True)['digests'] != before

@@ -6,7 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/parts.html.md""
 
 # %% ../../nbs/resuming/00_parts.ipynb #8eaf3e3d
 from __future__ import annotations
-from collections import Counter
 from contextlib import suppress
 import copyreg,io
 
@@ -34,11 +33,11 @@ generators = SharedGenerators,random.Random,np.random.RandomState,np.random.Gene
 _outside = set('fastprogress tqdm rich matplotlib IPython wandb tensorboard tensorboardX comet_ml mlflow neptune '
                'clearml optuna accelerate'.split())
 
-# Attributes that a process sets by itself, or that may differ, by the name of the class that sets them. Both fastai and
-# PyTorch have a DataLoader. `DistributedTrainer` wraps the model and the loaders
-_left_out = set('Learner.model Learner.dl Learner.xb Learner.yb Learner.pred Learner.loss_grad DataLoaders.loaders '
-                'DataLoader.it DataLoader._DataLoader__idxs DataLoader.num_workers DataLoader.prefetch_factor '
-                '_FakeLoader.num_workers _FakeLoader.prefetch_factor Callback.start_epoch Callback.accum_bs_of'.split())
+# Attributes that a process sets by itself, by the name of the class that has them. `DistributedTrainer` wraps the model
+# and the loaders
+_left_out = set('Learner.model Learner.dl Learner.xb Learner.yb Learner.pred Learner.loss_grad Learner.logger '
+                'DataLoaders.loaders DataLoader.it DataLoader._DataLoader__idxs Callback.start_epoch '
+                'Callback.accum_bs_of'.split())
 
 def library_of(o)->str:
     "Returns the library that defines a class or a function"
@@ -65,13 +64,9 @@ def has_no_state(o, name:str, value)->bool:
             return True
     return False
 
-def count_hooks(model:nn.Module)->Counter:
-    "Returns how many hooks each layer of a model has, by its name"
-    res = Counter()
-    for layer,m in model.named_modules():
-        for name,hooks in vars(m).items():
-            if name.endswith('_hooks'): res[layer] += len(hooks)
-    return res
+def count_hooks(model:nn.Module)->int:
+    "Returns how many hooks the layers of a model have that may change what they return"
+    return sum(len(m._forward_hooks)+len(m._forward_pre_hooks) for m in model.modules())
 
 # %% ../../nbs/resuming/00_parts.ipynb #0afe9ee0
 def attributes_of(o)->dict:
