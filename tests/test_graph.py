@@ -301,7 +301,7 @@ class HooksAtStart(Callback):
 
 @pytest.mark.filterwarnings('error:AutoResume')
 def test_a_fit_with_a_progress_bar():
-    "The bar sets `learn.logger`, and takes it back after the fit: it is no state, and the fit that has ended is restored"
+    "The bar sets `learn.logger`, and takes it back after the fit: no state, so that a fit that has ended is restored"
     def script():
         learn = make(Stops())
         learn.fit(1, cbs=AutoResume(every=10, verbose=False))

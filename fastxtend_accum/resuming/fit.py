@@ -143,8 +143,8 @@ def clock(self:SavedFit)->Real:
 # %% ../../nbs/resuming/08_fit.ipynb #869561ff
 @patch
 def save_if_due(self:SavedFit, place:str|None=None):
-    """Runs between two windows, whose place is that of the loop, and after the last epoch. The first save is due at once,
-    to see whether saving is possible"""
+    """Runs between two windows, at the `place` of the loop, and after the last epoch. The first save is due at once, to
+    see whether saving is possible"""
     must_end = held_signals.is_waiting()
     is_due = must_end or self.clock() >= self.next_save
     # All processes save if one of them has to

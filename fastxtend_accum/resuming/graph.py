@@ -6,6 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/graph.html.md""
 
 # %% ../../nbs/resuming/02_graph.ipynb #3e41382a
 from __future__ import annotations
+from collections import Counter
 from contextlib import suppress
 import io
 
@@ -16,21 +17,18 @@ from .parts import *
 from .pickles import *
 
 # %% auto #0
-__all__ = ['roots_of', 'root_of', 'is_data', 'parts_of', 'Graph', 'named_in', 'Finder', 'moved']
+__all__ = ['roots_of', 'root_of', 'is_data', 'parts_of', 'Graph', 'named_in', 'moved']
 
 # %% ../../nbs/resuming/02_graph.ipynb #4ff7f8ce
 # Where the search begins
 
-def roots_of(learn)->dict:
-    """Returns the objects from which all others are reached, by path. Callbacks and metrics are named by their classes.
-    The search begins at the last one: of what a callback has, too, the path has to say that it belongs to the data"""
-    res = dict(learn=learn, opt=learn.opt, model=inner_model(learn.model))
-    for o in [*learn.metrics, *reversed(learn.cbs)]:
-        name = type(o).__name__
-        while name in res: name += "'"
-        res[name] = o
-    res.update(zip(('dls.train','dls.valid'), learn.dls.loaders))
-    return dict(res, dls=learn.dls, generators=SharedGenerators())
+def roots_of(learn)->list:
+    """Returns pairs of a path and an object, from which all others are reached. Callbacks and metrics are named by
+    their classes. The search begins at the last pair, so that data that a callback has, too, have a path of the data"""
+    named = [(type(o).__name__,o) for o in [*learn.metrics, *reversed(learn.cbs)]]
+    loaders = zip(('dls.train','dls.valid'), learn.dls.loaders)
+    return [('learn',learn), ('opt',learn.opt), ('model',inner_model(learn.model)), *named, *loaders, ('dls',learn.dls),
+            ('generators',SharedGenerators())]
 
 def root_of(path:str)->str:
     "Returns the root from which the object at a path was found, such as 'model'"
@@ -58,20 +56,28 @@ class Graph(Paths):
         super().__init__()
         self.begun = {}  # digests of parts when the fit began
         self.waiting = []  # paths of the objects whose parts are still to be searched
+        self.searched = None  # the part that is searched at the moment
+        self.n_found = Counter()  # more objects, by the path of the first one
         self.pickling = pickling(self)
-        for path,o in roots_of(learn).items():
+        for path,o in roots_of(learn):
             self.add(path, o)
         while self.waiting:
             path = self.waiting.pop()
             o = self.objects[path]
             for part,value in parts_of(path, o).items():
+                self.searched = part
                 with suppress(Exception):  # what no file can hold
-                    self.begun[part] = Finder(self, part, value).value
+                    self.begun[part] = Digest(self, value, is_data(path)).value
+        self.searched = None
 
     def add(self, path:str, o):
         """Gives a path to an object, unless it has one, and to the layers and weights of a model. Lets files name its
         class: during the fit, more objects of it may appear"""
         if id(o) in self.paths: return
+        place = path
+        while path in self.objects:
+            self.n_found[place] += 1
+            path = f'{place}[{self.n_found[place]}]'
         self.objects[path] = o
         self.paths[id(o)] = path
         self.waiting.append(path)
@@ -98,36 +104,24 @@ def named_in(kind:type)->list:
     return res
 
 # %% ../../nbs/resuming/02_graph.ipynb #6b1d88f2
-class Finder(Digest):
-    "The digest of a part, which gives a path to each object in it that has none: the path of the part"
-    def __init__(self, graph:Graph, part:tuple, value):
-        self.part = part
-        self.n_found = 0  # objects that have got a path
-        super().__init__(graph, value, is_data(part[0]))
+# Pickle finds what an object reaches
 
-    def reducer_override(self, o):
-        "Pickle calls it for each object"
-        self.paths.add_named(o)
-        needs_path = has_path(o) or self.is_kept_in_place(o)
-        if needs_path and id(o) not in self.paths.paths:
-            self.add(o)
-        return super().reducer_override(o)
+@patch
+def reduced(self:Graph, o):
+    "See `Paths.reduced`. While a part is searched, each object in it that has no path gets one: the path of the part"
+    if self.searched:
+        self.add_named(o)
+        if self.needs_path(o): self.add('.'.join(self.searched), o)
+    return Paths.reduced(self, o)
 
-    def is_kept_in_place(self, o)->bool:
-        """Returns whether `o` is a tensor that an object has as an attribute, outside of the data. It gets a path, so
-        that what shares its memory, as a weight may, still does after it was restored"""
-        _,name = self.part
-        is_content = not name  # such as the values of a tensor
-        if self.is_data or is_content:
-            return False
-        return isinstance(o, Tensor) and o.is_leaf
-
-    def add(self, o):
-        path = place = '.'.join(self.part)
-        while path in self.paths.objects:
-            self.n_found += 1
-            path = f'{place}[{self.n_found}]'
-        self.paths.add(path, o)
+@patch
+def needs_path(self:Graph, o)->bool:
+    """Returns whether an object needs a path. Tensors that an object has as an attribute, outside of the data, get one,
+    too: what shares their memory, as a weight may, still does after they were restored"""
+    path,name = self.searched
+    if isinstance(o, Tensor):
+        return bool(name) and o.is_leaf and not is_data(path)
+    return has_path(o)
 
 # %% ../../nbs/resuming/02_graph.ipynb #273a28a4
 @patch

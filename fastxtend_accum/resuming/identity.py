@@ -51,8 +51,8 @@ def differences(graph:Graph, begun:dict, digests:dict)->dict:
     return res
 
 def may_differ(graph:Graph, part:tuple)->bool:
-    """Returns whether the fit takes a part from the file if it differs: a number or a text of a callback, other than the
-    callbacks of this package; or the number of a DataLoader's workers, whose default is the machine's number of CPUs"""
+    """Returns whether the fit takes a part from the file if it differs: a number or a text of a callback, other than
+    those of this package; or the number of a DataLoader's workers, whose default is the machine's number of CPUs"""
     path,name = part
     if name in ('num_workers','prefetch_factor'):
         return True

@@ -54,14 +54,10 @@ def object_at(path:str):
     "Stands in a pickle for the function that finds the object at a path: see `Paths.find_class`"
 
 def method_of(o, name:str):
-    "Returns the method that an object has from its class, or the class method that a class has; None if there is none"
+    "Returns the method of an object or a class; None if it has none of this name, or is one of Python's, as `Path` is"
     kind = o if isinstance(o, type) else type(o)
-    if is_of_python(kind): return None  # such as `Path.unlink`
-    # Not `getattr`, since fastai replaces `PILMask.create` by a transform that holds this method
-    candidates = [vars(parent).get(name) for parent in kind.__mro__]
-    method = first(candidates, risinstance((types.FunctionType,classmethod)))
-    owner = None if kind is o else o
-    return method and method.__get__(owner, kind)
+    method = None if is_of_python(kind) else getattr(o, name, None)
+    return method if isinstance(method, types.MethodType) else None
 
 # Of these functions NumPy's pickles make arrays and numbers
 _array_of,*_ = np.array(0).__reduce__()
@@ -166,8 +162,10 @@ class Digest(pickle.Pickler):
             return None
         if isinstance(o, TypedStorage):
             return self.sample_of_memory(o._untyped_storage)
-        if isinstance(o, (np.ndarray,np.generic)):
-            return self.sample_of_array(np.asarray(o))
+        if isinstance(o, np.ndarray):
+            self.n_bytes += o.nbytes
+            step = o.size//SAMPLE+1
+            return None if step == 1 else (str(o.dtype),o.shape,o.flat[::step].tolist())
         if isinstance(o, PurePath):
             return o.name  # a folder may have been moved
         if isinstance(o, (set,frozenset)):
@@ -186,11 +184,3 @@ def sample_of_memory(self:Digest, storage:torch.UntypedStorage)->bytes:
     memory = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
     step = storage.nbytes()//SAMPLE | 1  # an odd one meets each byte of a number
     return memory[::step].cpu().numpy().tobytes()
-
-@patch
-def sample_of_array(self:Digest, o:np.ndarray)->tuple:
-    "Returns type, shape and about `SAMPLE` elements of an array"
-    self.n_bytes += o.nbytes
-    sample = o.flat[::o.size//SAMPLE+1]
-    values = sample.tolist() if o.dtype.hasobject else sample.tobytes()
-    return str(o.dtype),o.shape,values
