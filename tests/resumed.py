@@ -34,8 +34,8 @@ def learner(*cbs, **kwargs):
     return make(accum(), Stops(), *cbs, **kwargs)
 
 
-def train(learn, *cbs, n_epoch=3, lr=.02, **kwargs):
-    return fit(learn, n_epoch, lr, 'fit_one_cycle', cbs=[AutoResume(every=4, verbose=False, **kwargs), *cbs])
+def train(learn, *cbs, n_epoch=3, lr=.02, every=8, **kwargs):
+    return fit(learn, n_epoch, lr, 'fit_one_cycle', cbs=[AutoResume(every, verbose=False, **kwargs), *cbs])
 
 
 def stop(script, at=17):
@@ -66,7 +66,7 @@ def assert_goes_on(script, at=17):
     expected = whole(script)
     stop(script, at)
     learn = script()
-    assert Stops.n <= N_STEPS-at+4  # it has not begun again
+    assert Stops.n <= N_STEPS-at+8  # it has not begun again
     assert_same_end(learn, expected)
     return learn
 

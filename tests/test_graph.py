@@ -197,6 +197,34 @@ def generator_of_a_collate_function():
     return train(learner(dls=with_valid(dl)))
 
 
+class EpochSampler(torch.utils.data.Sampler):
+    "Shuffles by the number of the epoch, which somebody sets"
+    epoch = 0
+    def __init__(self): pass
+    def __len__(self): return 100
+    def __iter__(self): return iter(torch.randperm(100, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class SetsEpoch(Callback):
+    def before_epoch(self): self.learn.dls.train.sampler.epoch += 1
+
+
+@situation
+def sampler_that_counts_epochs():
+    dl = TorchLoader(samples(), 4, sampler=EpochSampler())
+    return train(learner(SetsEpoch(), dls=with_valid(dl)))
+
+
+def doubled(self, x): return 2*nn.Sequential.forward(self, x)
+
+
+@situation
+def method_that_no_class_has():
+    m = mlp()
+    m.forward = types.MethodType(doubled, m)
+    return train(learner(m=m))
+
+
 def folder_of_images():
     for i in range(125):
         file = Path(f'images/{i % 2}/{i}.png')
@@ -229,34 +257,6 @@ def images_with_masks():
     return train_on_images(dls, nn.Conv2d(3, 2, 3, padding=1), CrossEntropyLossFlat(axis=1))
 
 
-class EpochSampler(torch.utils.data.Sampler):
-    "Shuffles by the number of the epoch, which somebody sets"
-    epoch = 0
-    def __init__(self): pass
-    def __len__(self): return 100
-    def __iter__(self): return iter(torch.randperm(100, generator=torch.Generator().manual_seed(self.epoch)).tolist())
-
-
-class SetsEpoch(Callback):
-    def before_epoch(self): self.learn.dls.train.sampler.epoch += 1
-
-
-@situation
-def sampler_that_counts_epochs():
-    dl = TorchLoader(samples(), 4, sampler=EpochSampler())
-    return train(learner(SetsEpoch(), dls=with_valid(dl)))
-
-
-def doubled(self, x): return 2*nn.Sequential.forward(self, x)
-
-
-@situation
-def method_that_no_class_has():
-    m = mlp()
-    m.forward = types.MethodType(doubled, m)
-    return train(learner(m=m))
-
-
 @pytest.mark.thin(5)
 @pytest.mark.parametrize('name', SITUATIONS)
 def test_a_fit_goes_on(name): assert_goes_on(SITUATIONS[name])
@@ -274,22 +274,20 @@ class Holds(Callback):
     def before_batch(self): next(self.numbers)
 
 
-@pytest.mark.parametrize('name', ['numbers', 'cycle'])
-def test_what_is_not_kept_is_named(name):
-    with pytest.warns(UserWarning, match=f'does not keep.*Holds.{name} '): train(learner(Holds()), n_epoch=1)
-
-
 def sees(*args): pass
 
 
-class Hooks(Callback):
-    "Adds a hook to a layer after the first epoch"
+class HooksInMidFit(Callback):
     def after_epoch(self):
         if self.epoch == 0: self.model[1].register_forward_hook(sees)
 
 
-def test_hooks_of_mid_fit_are_named():
-    with pytest.warns(UserWarning, match='does not keep hooks of layers'): train(learner(Hooks()), n_epoch=2)
+@pytest.mark.parametrize('kind, text', [
+    (Holds, r'Holds.numbers \(it is an iterator'),
+    (Holds, 'Holds.cycle '),
+    (HooksInMidFit, 'hooks of layers')])
+def test_what_is_not_kept_is_named(kind, text):
+    with pytest.warns(UserWarning, match=f'does not keep .*{text}'): train(learner(kind()), n_epoch=2, every=26)
 
 
 class HooksAtStart(Callback):
@@ -299,11 +297,17 @@ class HooksAtStart(Callback):
     def after_train(self): self.handle.remove()
 
 
+class HoldsPython(Callback):
+    "Has functions of Python's library, which do not change"
+    def __init__(self): self.calls = [os.system, Path().unlink]
+
+
 @pytest.mark.filterwarnings('error:AutoResume')
-def test_a_fit_with_a_progress_bar():
-    "The bar sets `learn.logger`, and takes it back after the fit: no state, so that a fit that has ended is restored"
+def test_what_needs_no_warning():
+    """`learn.logger` is no state: a progress bar sets it, and takes it back after the fit. The fit that has ended is
+    restored"""
     def script():
-        learn = make(Stops())
+        learn = make(Stops(), HooksAtStart(), HoldsPython())
         learn.fit(1, cbs=AutoResume(every=10, verbose=False))
         return learn
     new_process(seed=1)
@@ -312,12 +316,6 @@ def test_a_fit_with_a_progress_bar():
     learn = script()
     assert Stops.n == 0
     assert_same(weights(learn), weights(expected))
-
-
-def test_hooks_that_come_again_are_not_named():
-    with warnings.catch_warnings():
-        warnings.filterwarnings('error', message='AutoResume')
-        train(learner(HooksAtStart()), n_epoch=2)
 
 
 class GrowsLarge(Callback):
@@ -329,8 +327,8 @@ class WithNoise(list): pass
 
 
 def test_large_data_that_change_are_named():
-    with pytest.warns(UserWarning, match='noise .*it is large'):
-        train(learner(GrowsLarge(), dls=fastai_data(WithNoise)), n_epoch=1)
+    learn = learner(GrowsLarge(), dls=fastai_data(WithNoise))
+    with pytest.warns(UserWarning, match='noise .*it is large'): train(learn, n_epoch=1)
 
 
 class model_average(Callback): pass

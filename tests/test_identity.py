@@ -72,7 +72,7 @@ def run(cbs=None, n_epoch=3, lr=.02, **kwargs):
 @pytest.mark.parametrize('name', DIFFERENCES)
 def test_a_difference_is_an_error_that_names_it(name):
     before, after, text = DIFFERENCES[name]
-    stop(partial(run, **before), at=5)
+    stop(partial(run, **before), at=10)
     content = Path('models/resume/0.pth').read_bytes()
     with pytest.raises(ValueError, match=rf'cannot be resumed .*({text}).*restart=True'): run(**after)
     assert Stops.n == 0
@@ -80,7 +80,7 @@ def test_a_difference_is_an_error_that_names_it(name):
 
 
 def test_other_windows_are_an_error_that_names_them():
-    stop(run, at=5)
+    stop(run, at=10)
     with pytest.raises(ValueError, match='accum_bs 12, not 8'): train(make(accum(12), Stops()))
 
 
