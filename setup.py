@@ -33,5 +33,5 @@ setup(
     package_data={'fastxtend_accum': ['py.typed']},
     install_requires=cfg['requirements'].split(),
     extras_require=dict(loggers=loggers, examples=examples, dev=cfg['dev_requirements'].split()+loggers+examples,
-                        bench=cfg['bench_requirements'].split()),
+                        ci=cfg['ci_requirements'].split(), bench=cfg['bench_requirements'].split()),
 )

@@ -29,6 +29,7 @@ MODELS = {  # a Learner, its callbacks, and how it is trained
     'contrastive': (contrastive, [], one_cycle)}
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize('name,share', paired(MODELS, [1., .8, .6]))
 def test_as_many_blocks_as_a_share_of_the_memory_requires(name, share):
     ours = all_blocks if share == 1 else ActivationCheckpointing

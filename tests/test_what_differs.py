@@ -297,6 +297,7 @@ def order_of_texts(bs):
     return res
 
 
+@pytest.mark.long
 def test_the_order_of_texts_depends_on_the_batch_size():
     "fastai's loader sorts them by length"
     large = order_of_texts(32)
