@@ -300,10 +300,10 @@ def test_a_late_callback_sees_nothing_of_a_cancelled_batch(nth, event):
     assert seen == [name for name in windows_of_3_and_1 if name not in PASSES[:2]]
 
 
-@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_loss'])
-def test_a_callback_that_prepares_batches_is_told_of_a_cancelled_batch(event):
-    "Also one without `before_batch` or `after_batch`"
-    fault = Fault(CancelBatchException, event, 2, 5)
+@pytest.mark.parametrize('event,nth', paired(['before_batch', 'after_pred', 'after_loss', 'before_batch'], [1, 2]))
+def test_a_callback_that_prepares_batches_is_told_of_a_cancelled_batch(event, nth):
+    "The first one of a window, or the second; also a callback without `before_batch` or `after_batch`"
+    fault = Fault(CancelBatchException, event, nth, 5)
     assert events_of_an_epoch(0, but=[*BATCH, *ENDS], also=[fault]) == ['after_cancel_batch']
 
 

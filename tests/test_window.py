@@ -183,6 +183,28 @@ def test_windows_with_nan_or_infinity_are_skipped_on_demand(make, value):
     assert cb.n_skipped == 0, 'the next fit counts anew'
 
 
+class SpoilLoss(Callback):
+    "Makes the loss of one batch NaN"
+    def __init__(self, struck):
+        self.struck = struck
+        self.n = -1
+
+    def after_loss(self):
+        self.n += 1
+        if self.n != self.struck: return
+        self.learn.loss_grad = self.loss_grad*math.nan
+        self.learn.loss = self.loss_grad.clone()
+
+
+def test_a_loss_that_is_nan_in_a_skipped_window_does_not_end_the_fit():
+    "After the window, `learn.loss` is the loss from before it, which TerminateOnNaNCallback reads"
+    cb = GradientAccumulation(32, skip_nonfinite=True)
+    with pytest.warns(UserWarning, match='NaN or infinity'):
+        train_96(SpoilLoss(7), TerminateOnNaNCallback(), accum=cb)
+    assert cb.n_skipped == 1
+    assert cb.opt_steps == 2
+
+
 def test_without_skip_nonfinite_a_step_with_nan_is_taken_as_in_fastai():
     assert weights(train_96(MultiplyLoss(math.nan, [4]))).isnan().any()
 
