@@ -343,9 +343,8 @@ def run_batch(self:WindowLoop)->bool:
     try: counts = self.strategy(self)
     except CancelBatchException:
         if window.losses.n_micro > n_before: self.drop_cancelled_part(n_before)
-        elif window.is_single: self.discard_window()
         self.note_cancelled()
-        if window.is_single: raise
+        if window.is_single: raise  # the next round begins a new window, since this one is not open
         return False
     except Exception as e:
         self.cb.suggest_remedy(e)
