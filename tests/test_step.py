@@ -93,13 +93,18 @@ def test_a_rate_that_a_callback_sets_in_before_step_is_not_scaled_again():
 
 
 class SetsRate(Callback):
-    "Cancels each step, and sets the rate after it"
-    def before_step(self): raise CancelStepException
+    "Sets the rate after each step"
     def after_step(self): self.opt.set_hyper('lr', .02)
 
 
-def test_a_rate_that_a_callback_sets_after_a_cancelled_step_stays():
-    learn = fit_scaled(SetsRate())
+class CancelsAndSetsRate(SetsRate):
+    "Cancels each step, and sets the rate after it"
+    def before_step(self): raise CancelStepException
+
+
+@pytest.mark.parametrize('kind', [SetsRate, CancelsAndSetsRate])
+def test_a_rate_that_a_callback_sets_after_a_step_stays(kind):
+    learn = fit_scaled(kind())
     assert learn.opt.hypers[-1]['lr'] == .02
 
 

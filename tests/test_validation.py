@@ -74,3 +74,20 @@ def test_an_interrupt_in_validation_leaves_nothing(method):
     fit(learn, 1)
     assert memory.in_validation == [8, 8, 4]
     assert learn.dls.valid.bs == 16
+
+
+class ValidatesOnTraining(Callback):
+    "After the training of an epoch, validates on the batches that `learn.dl` still holds"
+    def after_train(self):
+        self.learn._do_epoch_validate(dl=self.learn.dl)
+        self.loss_of_training = float(self.learn.recorder.loss.value)
+
+
+def test_the_training_batches_serve_for_validation_in_a_fit():
+    "They run in fastai's loop, without a step"
+    large = fit(make_learner(32, cbs=ValidatesOnTraining()), 2)
+    small = fit(make_learner(8, cbs=[GradientAccumulation(32), ValidatesOnTraining()]), 2)
+    assert_moved(large)
+    assert_same_weights(small, large, ROUNDING)
+    loss = large.validates_on_training.loss_of_training
+    assert abs(small.validates_on_training.loss_of_training-loss) < FLOAT32 < loss
