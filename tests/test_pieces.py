@@ -185,3 +185,18 @@ def test_a_schedule_goes_below_and_above_the_batch(sizes, remainder, log):
     assert previewed == [len(samples) for samples, _ in steps]
     assert_moved(learn)
     assert_same(weights(learn), expected, ROUNDING)
+
+
+def test_all_pieces_of_a_batch_have_the_size_that_the_schedule_has_where_it_begins():
+    "The size changes after a quarter of the first batch, and counts from the second one on"
+    accum = GradientAccumulationSchedule(**SchedSteps({0: 16, 1/8: 32}))
+    learn = fit(make_learner(64, n=128, cbs=accum), 1)
+    assert learn.recorder.accum_bs == [16, 16, 16, 16, 32, 32]
+
+
+def test_a_last_piece_that_is_smaller_is_dropped_on_demand():
+    "Of the last batch of 24 samples, 8 do not fill a window of 16"
+    learn = fit(make_learner(32, n=120, cbs=GradientAccumulation(16, remainder='drop')), 2)
+    expected, _ = reference(windows(120, 8, 16, 'drop', 2), 120, sgd)
+    assert learn.recorder.accum_bs == [16]*14
+    assert_same(weights(learn), expected, ROUNDING)
