@@ -1,4 +1,4 @@
-"""Use SimCLR, CLIP and other losses that compare the samples of a batch, in the memory of a small batch
+"""Train with SimCLR, CLIP and other losses that compare the samples of a large batch, in only the memory that a small batch needs
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/cache.html.md"""
 

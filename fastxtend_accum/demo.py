@@ -64,7 +64,7 @@ def train(
 
 # %% ../nbs/07_demo.ipynb #5274f0ae
 def demo_runs()->dict:
-    "Returns functions that train a Learner each"
+    "Returns functions, each of which trains a Learner"
     def run(*args): return partial(train, linear_learner, *args)
     return {
         'batches of 32': run(32, .5, 0.),

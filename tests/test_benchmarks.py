@@ -60,8 +60,8 @@ def test_growing_beats_a_constant_batch_with_as_many_steps_beyond_the_spread():
 def test_growing_does_not_replace_a_falling_rate_with_adam():
     "As the page What was tried and left out says"
     beside_one_cycle, beside_constant = report.seesaw_in_words(results).splitlines()
-    assert beside_one_cycle.endswith('better in 0 of 9 cells, and worse in 6')
-    assert beside_constant.endswith('better in 0 of 9 cells, and worse in 3')
+    assert beside_one_cycle.endswith('better in 0 of 9 rows and worse in 6')
+    assert beside_constant.endswith('better in 0 of 9 rows and worse in 3')
 
 
 TABLES = [

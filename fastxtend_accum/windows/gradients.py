@@ -1,4 +1,4 @@
-"""The gradients of a window's parameters: find, sum, average and guard them
+"""The gradients in a window: find, sum, average and guard them
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/gradients.html.md"""
 
