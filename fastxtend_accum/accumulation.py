@@ -169,8 +169,12 @@ def check_multiples(self:GradientAccumulation, info:LoaderInfo, n_processes:int=
 # A fit
 
 @patch
+def before_fit(self:GradientAccumulation):
+    fix_wandb()  # the `before_fit` of WandbCallback comes later
+    WindowCallback.before_fit(self)
+
+@patch
 def begin_fit(self:GradientAccumulation):
-    fix_wandb()
     self.n_skipped = 0
     self.line_is_due = self.verbose
     WindowCallback.begin_fit(self)

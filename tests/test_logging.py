@@ -216,6 +216,16 @@ def test_fix_wandb_is_needed(monkeypatch):
     assert plain_args(o) == dict(size=3)
 
 
+def test_the_first_fit_of_a_process_can_log_to_wandb(monkeypatch):
+    "WandbCallback and its bug are as they are after an import"
+    module = wandb_callback_of_fastai()
+    monkeypatch.setitem(sys.modules, 'fastai.callback.wandb', module)
+    learn = make_learner(8, cbs=[GradientAccumulation(32), module.WandbCallback(log_preds=False)])
+    with wandb.init(project='test', dir='.') as run:
+        fit(learn, 1)
+        assert run.summary['accumulation_batch_size'] == 32
+
+
 # Plots
 
 def test_plot_accum_bs_shows_the_last_fit():
