@@ -2,10 +2,11 @@
 import subprocess
 
 import pytest
+from fastai.text.models.awdlstm import WeightDropout
 
 from common import *
 from fastxtend_accum.resuming.fit import SavedFit
-from resume_layouts import accum, fastai_data, make, samples, with_valid
+from resume_layouts import WIDTH, accum, fastai_data, make, samples, with_valid
 from resumed import Stops, assert_goes_on, assert_same_end, learner, new_process, stop, train, whole
 
 
@@ -78,6 +79,42 @@ def test_after_an_error_the_same_learner_goes_on():
     Stops.at = 17
     with pytest.raises(KeyboardInterrupt): train(learn)
     assert_same_end(train(learn), expected)
+
+
+class WithHiddenState(nn.Sequential):
+    "Replaces its hidden state by one with a row for each sample, as AWD_LSTM does"
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+        self.hidden = torch.zeros(1, WIDTH)
+
+    def forward(self, x):
+        self.hidden = 0.5*self.hidden.detach().mean(0) + x.detach()
+        return super().forward(x+0.1*self.hidden)
+
+
+def test_after_an_error_the_same_learner_goes_on_with_a_hidden_state_of_another_shape():
+    expected = whole(lambda: train(learner(m=WithHiddenState())))
+    new_process(seed=1)
+    learn = learner(m=WithHiddenState())
+    Stops.at = 17
+    with pytest.raises(KeyboardInterrupt): train(learn)
+    assert_same_end(train(learn), expected)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = WeightDropout(nn.LSTM(WIDTH, WIDTH, batch_first=True), .5)
+
+    def forward(self, x): return self.rnn(x[:, None])[0][:, 0]
+
+
+def test_weak_references_of_a_recurrent_layer_cause_no_warning():
+    "No file can hold them, and WeightDropout makes new ones in each pass"
+    learn = learner(m=nn.Sequential(Recurrent(), nn.Linear(WIDTH, 1)))
+    before = weights(learn)
+    train(learn)
+    assert (weights(learn)-before).abs().max() > 1e-3
 
 
 @pytest.mark.long

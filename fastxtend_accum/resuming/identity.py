@@ -13,7 +13,7 @@ from .graph import Graph
 from .parts import generators,is_of_package
 
 # %% auto #0
-__all__ = ['settings_of', 'text_of', 'differences', 'may_differ']
+__all__ = ['settings_of', 'text_of', 'differences', 'is_within', 'may_differ']
 
 # %% ../../nbs/resuming/04_identity.ipynb #43fa87b6
 def settings_of(learn)->dict:
@@ -35,20 +35,24 @@ def text_of(part:tuple)->str:
 def differences(graph:Graph, begun:dict, digests:dict)->dict:
     """Returns a text for each part that differs between the beginning of this fit and the beginning of the saved fit,
     whose digests were `begun`. Parts that the saved fit has changed since, as `digests` tells, may differ, since they
-    come from the file"""
+    come from the file; so may all that is inside of them, as in a hidden state that was replaced"""
     res = {}
+    changed = ['.'.join(part) for part,then in begun.items() if digests.get(part, then) != then]
     for part,then in begun.items():
         path,name = part
         o = graph.objects.get(path)
         now = graph.begun.get(part)
-        has_changed = digests.get(part, then) != then
         is_seeded = not name and isinstance(o, (Tensor,*generators))  # and may have another seed
-        if now == then or has_changed or is_seeded: continue
+        if now == then or is_seeded or is_within('.'.join(part), changed): continue
         text = text_of(part)
         if now is None: text = f'no {text}'
         elif isinstance(then, str): text += f' {now}, not {then}'
         res[part] = text
     return res
+
+def is_within(path:str, others:list[str])->bool:
+    "Returns whether a path is one of the `others`, or of an object inside one of these"
+    return any(path == o or path.startswith((f'{o}.', f'{o}[')) for o in others)
 
 def may_differ(graph:Graph, part:tuple)->bool:
     """Returns whether the fit takes a part from the file if it differs: a number or a text of a callback, other than

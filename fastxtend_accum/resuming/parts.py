@@ -37,7 +37,7 @@ _outside = set('fastprogress tqdm rich matplotlib IPython wandb tensorboard tens
 # and the loaders
 _left_out = set('Learner.model Learner.dl Learner.xb Learner.yb Learner.pred Learner.loss_grad Learner.logger '
                 'DataLoaders.loaders DataLoader.it DataLoader._DataLoader__idxs Callback.start_epoch '
-                'Callback.accum_bs_of'.split())
+                'Callback.accum_bs_of RNNBase._flat_weight_refs'.split())
 
 def library_of(o)->str:
     "Returns the library that defines a class or a function"
