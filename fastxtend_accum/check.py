@@ -28,9 +28,9 @@ __all__ = ['AccumCheck', 'explain', 'check_copies']
 class AccumCheck(NamedTuple):
     "What `Learner.check_accum` has found. `str(result)` is the report"
     head:str  # what was trained
-    differences:dict[str,float]  # relative differences between windows and whole batches, by name
-    reasons:list[str]  # the reasons for the differences, found by elimination
-    notes:list[str]  # what else the user has to know
+    differences:dict  # relative differences between windows and whole batches, by name
+    reasons:list  # the reasons for the differences, found by elimination
+    notes:list  # what else the user has to know
 
     @property
     def equal(self)->bool: return not self.differences
@@ -42,8 +42,8 @@ class AccumCheck(NamedTuple):
 
 # %% ../nbs/09_check.ipynb #e5058a61
 def explain(
-    windows:Learner, # Trains in windows
-    whole:Learner, # The same, but trains on whole batches
+    windows, # A Learner that trains in windows
+    whole, # The same, but trains on whole batches
     n:int, # Samples in a micro-batch
     seed:int,
     verbose:bool, # Whether to show a progress bar if it takes long
@@ -63,15 +63,17 @@ def explain(
     repeated = distances(run(whole), left_by_whole)
     steady = {name:o for name,o in found.items() if o > 100*repeated[name]}
     if 'weights' in found and 'weights' not in steady: return found,[]  # something draws without a seed
+    suspected = suspects(windows, steady, n).items()
     is_slow = time.perf_counter()-began > 2
-    return steady,find_reasons(compare, steady, suspects(windows, steady, n), verbose and is_slow)
+    if verbose and is_slow: suspected = progress_bar(suspected, leave=False)
+    return steady,find_reasons(compare, steady, suspected)
 
 # %% ../nbs/09_check.ipynb #2b4b2dd2
 _not_found = ('the reason was not found: perhaps the model lets samples act on each other, something draws numbers '
               'that no seed sets, or weights become NaN with so few samples')
 
 def check_copies(
-    learn:Learner,
+    learn,
     n_steps:int, # In two epochs
     size:int, # Samples in the smallest batch
     seed:int,
@@ -86,9 +88,9 @@ def check_copies(
     n = n_windows*window
     if not drops_last(to_read): n -= 1  # the last batch is smaller, and so is its window
     samples = first_samples(to_read, n)
-    small = small_learner(learn, left_out, samples, n, bs, window)
+    small = small_learner(learn, left_out, samples, n, bs, min(window, bs))
     for cb in small._grab_cbs(WindowCallback): make_small(cb, size, window)
-    whole = small_learner(learn, left_out+ours, samples, n, window, window)
+    whole = small_learner(learn, left_out+ours, samples, n, window, min(window, bs))
     found,reasons = explain(small, whole, size, seed, verbose)
     notes = []
     if found and not reasons: notes.append(_not_found)

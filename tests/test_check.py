@@ -223,10 +223,10 @@ class CountsPasses(nn.Module):
 
 @pytest.mark.parametrize('layers,n_trainings', [([], 2), ([nn.BatchNorm1d(8)], 5)])
 def test_the_samples_that_pass_through_the_model(layers, n_trainings, monkeypatch):
-    """Of each training: two epochs with a window of 6 and 5 more samples, and 6 of validation. There are two trainings
+    """Of each training: two epochs with a window of 6 and 5 more samples, and 3 of validation. There are two trainings
     if nothing differs. If something does, whole batches train once more, and both train without the likely reason"""
     passes = []
     monkeypatch.setattr(CountsPasses, 'passes', passes)
     result = check(learner(GradientAccumulation(32), layers=[CountsPasses(), *layers]))
     assert result.equal == (not layers)
-    assert sum(passes) == n_trainings*2*(6+5+6)
+    assert sum(passes) == n_trainings*2*(6+5+3)

@@ -8,7 +8,7 @@ def reasons(names, suspected):
     def compare(without, double=False):
         if 'needed' in without: raise RuntimeError('nothing trains without it')
         return {name: .01 if name in without else 1. for name in names}
-    return find_reasons(compare, dict.fromkeys(names, 1.), {name: name for name in suspected})
+    return find_reasons(compare, dict.fromkeys(names, 1.), [(name, name) for name in suspected])
 
 
 def test_suspects_that_change_nothing_are_no_reasons():

@@ -24,8 +24,8 @@ def distance(a:Tensor, b:Tensor)->float:
     NaN"""
     if a.shape != b.shape: return math.inf
     if torch.allclose(a, b, 0, 0, equal_nan=True): return 0.
-    res = ((a-b).norm()/b.norm()).item()
-    return math.inf if math.isnan(res) else res
+    res = (a-b).norm()/b.norm()
+    return res.nan_to_num(math.inf, math.inf).item()
 
 def distances(
     a:dict, # What one training has left: tensors by name
@@ -55,25 +55,23 @@ def differences(
 def find_reasons(
     compare:Callable, # See `differences`
     found:dict, # Differences that need a reason, by name
-    suspected:dict, # By name, a function that lets a Learner train without it; the most likely first
-    has_bar:bool=False, # Whether to show a progress bar
+    suspected:Iterable, # Name, and a function that lets a Learner train without it; the most likely first
 )->list:
     """Leaves out one suspect after the other until nothing differs. Then puts back those without which no less differs,
     and returns the names of the others"""
-    def names_left(names:list)->set|None:
+    def names_left(pairs:list)->set|None:
         "Returns the names of what still differs without these suspects; None if nothing trains without them"
-        without = tuple(suspected[name] for name in names)
+        without = tuple(remove for _,remove in pairs)
         try: return differences(compare, without, found).keys() & found
         except Exception: return None  # for example, since nobody else sets the targets
     left = found.keys()  # what differs without the suspects that are left out
     left_out = []
-    names = progress_bar(suspected, leave=False) if has_bar else suspected
-    for name in names:
-        now = names_left([*left_out, name]) if left else None
+    for suspect in suspected:
+        now = names_left([*left_out, suspect]) if left else None
         if now is None: continue
         left = now
-        left_out.append(name)
-    for name in left_out.copy():
-        others = [o for o in left_out if o != name]
+        left_out.append(suspect)
+    for suspect in left_out.copy():
+        others = [o for o in left_out if o != suspect]
         if names_left(others) == left: left_out = others
-    return left_out
+    return [name for name,_ in left_out]

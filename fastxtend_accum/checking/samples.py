@@ -6,6 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/checking/samples.html.md
 
 # %% ../../nbs/checking/00_samples.ipynb #b35cdebd
 from __future__ import annotations
+import itertools
 
 from fastai.basics import *
 
@@ -44,22 +45,21 @@ def copy_to_read(dl):
     except Exception: return dl
 
 def joined(batches:list, sizes:list, n:int)->tuple:
-    """Returns the first `n` samples of batches of these sizes as one batch. They repeat if there are fewer. Raises
-    ValueError if batches cannot be sliced; of these, CannotJoin if they differ in shape"""
-    n_times = math.ceil(n/sum(sizes))
-    sizes = sizes*n_times
-    fields = zip(*batches*n_times)
-    batch = [join(list(o), sizes) for o in fields]
+    """Returns the first `n` samples of batches of these sizes as one batch. Raises ValueError if batches cannot be
+    sliced; of these, CannotJoin if they differ in shape"""
+    batch = [join(list(o), sizes) for o in zip(*batches)]
     return slice_fields(batch, 0, n, sum(sizes))
 
 def first_samples(dl, n:int)->tuple:
-    "Returns the first `n` samples of `dl` as one batch; raises ValueError if there are none"
+    "Returns the first `n` samples of `dl` as one batch. They repeat if there are fewer; ValueError if there are none"
     batches,sizes = [],[]
-    for batch in dl:
+    for batch in itertools.cycle(dl):
         batches.append(map_tensors(torch.clone, tuple(batch)))  # a loader may use its memory for the next one
         sizes.append(n_rows(batch, loader_bs(dl)))
         if sum(sizes) >= n: break
     if not batches:
         raise ValueError(f"check_accum needs samples, and {type(dl).__name__} yields none: make it yield one batch")
     try: return joined(batches, sizes, n)
-    except CannotJoin: return joined(batches[:1], sizes[:1], n)  # texts of other lengths
+    except CannotJoin:  # texts of other lengths
+        n_times = math.ceil(n/sizes[0])
+        return joined(batches[:1]*n_times, sizes[:1]*n_times, n)

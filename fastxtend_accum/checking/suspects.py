@@ -6,6 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/checking/suspects.html.m
 
 # %% ../../nbs/checking/02_suspects.ipynb #3c846197
 from __future__ import annotations
+import inspect
 
 from fastai.basics import *
 
@@ -25,13 +26,11 @@ _left_out = {
 _trackers = {'wandb', 'SummaryWriter', 'mlflow', 'log_metric', 'log_metrics', 'neptune', 'comet_ml', 'clearml'}
 
 def is_left_out(cb)->bool:
-    "Returns whether copies train without `cb`: by the names of its classes, and by those that their methods use"
-    kinds = type(cb).__mro__
-    names = {o.__name__ for o in kinds}
+    "Returns whether copies train without `cb`: by the names of its classes, and by those that its methods use"
+    kind = type(cb)
+    names = {o.__name__ for o in kind.__mro__}
     used = set()
-    for kind in kinds:
-        for o in vars(kind).values():
-            if isinstance(o, types.FunctionType): used.update(o.__code__.co_names)
+    for _,method in inspect.getmembers(kind, inspect.isfunction): used.update(method.__code__.co_names)
     return bool(names & _left_out or used & _trackers)
 
 # %% ../../nbs/checking/02_suspects.ipynb #a53866a8
@@ -53,10 +52,7 @@ def without_hooks(learn):
 
 def mean_square(pred, *targets, **kwargs)->Tensor:
     "A loss of any outputs that is a mean over samples. Callbacks such as MixUp pass it the arguments of other losses"
-    res = 0.
-    for o in tensors_in(pred):
-        if o.is_floating_point(): res = res+o.square().mean()
-    return res
+    return sum(o.square().mean() for o in tensors_in(pred) if o.is_floating_point())
 
 def with_other_loss(learn):
     "Lets a copy train on `mean_square`"
@@ -71,7 +67,7 @@ def suspects(
     learn, # A copy
     found, # Names of what differs
     n:int, # Samples in a micro-batch
-)->dict: # By reason: `remove(learn)` lets a copy train without it
+)->dict: # By reason, a function that lets a copy train without it
     "Returns what may be the reason, the most likely first"
     kinds = set(map(type, learn.model.modules()))
     changing = {o for o in kinds if f'buffers of {o.__name__}' in found}
@@ -80,8 +76,7 @@ def suspects(
     res = {}
     if changing: res[f'{names} sees {few}'] = partial(in_evaluation, kinds=changing)
     for kind in map(type, learn.cbs):
-        is_needed = kind in _core or issubclass(kind, WindowCallback)
-        if is_needed: continue
+        if kind in _core or issubclass(kind, WindowCallback): continue
         res[f'{kind.__name__} acts on {few}'] = partial(Learner.remove_cb, cb=kind)
     res['the model in training mode, for example dropout'] = partial(in_evaluation, kinds=kinds-changing)
     res[f'the losses of {few} do not add up to the loss of all samples'] = with_other_loss

@@ -53,7 +53,7 @@ def deepcopy_tensor(t:Tensor, memo:dict)->Tensor:
     return _deepcopy(t.detach() if t.grad_fn else t, memo)
 
 def copy_learner(
-    learn:Learner,
+    learn,
     replaced:dict={}, # By the id of an object, what takes its place in the copy
     double:bool=False, # Whether the tensors of the copy are in float64
 )->Learner:
@@ -75,7 +75,7 @@ def copy_learner(
 
 # %% ../../nbs/checking/01_trial.ipynb #ada52078
 def small_learner(
-    learn:Learner,
+    learn,
     left_out:list, # Callbacks that the copy does not have
     samples:tuple, # As one batch
     n:int, # Their number
@@ -135,7 +135,7 @@ def left_by(learn)->dict:
 
 # %% ../../nbs/checking/01_trial.ipynb #3f71d0de
 def train(
-    learn:Learner,
+    learn,
     without:tuple=(), # Each lets a Learner train without a suspect
     double:bool=False, # In float64
     seed:int=42,
