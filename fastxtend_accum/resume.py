@@ -19,7 +19,7 @@ from .resuming.fit import SavedFit
 from .resuming.signals import held_signals
 
 # %% auto #0
-__all__ = ['fastai_do_fit', 'AutoResume', 'do_fit']
+__all__ = ['AutoResume']
 
 # %% ../nbs/06_resume.ipynb #7874737e
 class AutoResume(WindowCallback):
@@ -74,14 +74,12 @@ def after_fit(self:AutoResume):
     fit.end()
 
 # %% ../nbs/06_resume.ipynb #9b418d36
-# `%autoreload` loads this module again: then `Learner` has our function, which holds fastai's as its `replaced`
-fastai_do_fit = getattr(Learner._do_fit, 'replaced', Learner._do_fit)
-
-def do_fit(self:Learner):
+@patch
+def _do_fit(self:Learner):
     "Runs the epochs of a fit. With an `AutoResume`, skips epochs that have already run in a killed process"
     resume = first(o for o in self._grab_cbs(AutoResume) if o.run and o.learn)
     if not resume or is_finding_rate(self) or not self.n_epoch:
-        fastai_do_fit(self)
+        self._orig__do_fit()  # fastai's, which `patch` has put there
         return
     loss_func = self.loss_func
     fit = resume.start()
@@ -95,9 +93,6 @@ def do_fit(self:Learner):
     except BaseException:
         self.loss_func = loss_func  # a callback may have replaced it
         raise
-
-do_fit.replaced = fastai_do_fit
-Learner._do_fit = do_fit
 
 @patch
 def start(self:AutoResume)->SavedFit:

@@ -3,7 +3,7 @@ import pytest
 
 from common import *
 from fastxtend_accum.resuming.outside import restore_loggers, state_of_loggers
-from resumed import learner, stop, train, whole
+from resumed import learner, new_process, stop, train, whole
 
 
 def rows():
@@ -25,6 +25,18 @@ def test_the_table_of_epochs_is_whole(append):
     script()
     earlier = ['earlier']*append
     assert rows() == earlier+expected
+
+
+@pytest.mark.long
+def test_the_row_of_an_epoch_that_ends_the_fit_is_kept():
+    "EarlyStoppingCallback cancels the fit once the epoch has been logged"
+    def script():
+        new_process(seed=1)
+        train(learner(CSVLogger(), EarlyStoppingCallback(min_delta=9., patience=1)))
+        return rows()
+    expected = script()
+    assert len(expected) == 3
+    assert script() == expected
 
 
 @pytest.mark.long

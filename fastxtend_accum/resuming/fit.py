@@ -72,17 +72,25 @@ def begin_training(self:SavedFit):
 
 @patch
 def end_epoch(self:SavedFit):
-    "Keeps the row of the epoch's table. The last epoch is a place to save: a signal may have arrived in its validation"
-    learn = self.learn
-    self.rows += [list(rec.log) for rec in learn._grab_cbs(Recorder)]
-    if learn.epoch+1 == learn.n_epoch: self.save_if_due('last epoch')
+    "Keeps the row of the epoch. The last epoch is a place to save: a signal may have arrived in its validation"
+    self.keep_row()
+    if self.learn.epoch+1 == self.learn.n_epoch: self.save_if_due('last epoch')
+
+@patch
+def keep_row(self:SavedFit):
+    "Keeps the last row of the epoch table. An epoch that was not logged has its number only"
+    for rec in self.learn._grab_cbs(Recorder):
+        row = list(rec.log)
+        if len(row) > 1 and row not in self.rows: self.rows.append(row)
 
 @patch
 def end(self:SavedFit):
     """After the fit, saves the final state, in case the process is killed in a later fit. If the file already has
     that state, restores it again, since other callbacks' `after_fit` may have changed it"""
     if self.found: self.restore()
-    else: self.save('end')
+    else:
+        self.keep_row()  # for example, EarlyStoppingCallback ends a fit in `after_epoch`
+        self.save('end')
     self.folder.end(self.learn)
 
 # %% ../../nbs/resuming/08_fit.ipynb #199a0ad6
