@@ -40,9 +40,8 @@ def test_a_loader_with_a_state_dict_goes_to_its_place():
 
 
 LOADERS = {
-    'fastai': fastai_data,
-    'workers': partial(fastai_data, num_workers=1),
     'torch': torch_data,
+    'workers': partial(fastai_data, num_workers=1),
     'torch with a generator': lambda: torch_data(generator=torch.Generator().manual_seed(5))}
 
 

@@ -167,7 +167,7 @@ def save_if_due(self:SavedFit, place:str|None=None):
 def begin(self:SavedFit)->int:
     """Runs before the first epoch, and returns its number, which is `n_epoch` if the file is of a fit that has ended.
     If there is a file, checks that it is of this fit, and prepares callbacks and loggers to continue"""
-    contents = [read_file(self.path) if self.rank == 0 else None]
+    contents = [read_file(self.path)]  # process 0's, which may be the only one that has a file
     if self.n_processes > 1: dist.broadcast_object_list(contents, 0)
     if contents[0] is None:
         return 0
