@@ -148,7 +148,8 @@ def check_sizes(self:GradientAccumulation, plan:EpochPlan):
     is_certain = plan.info.has_exact_length and not plan.sizes_vary
     if plan.remainder == 'drop' and is_certain and not plan.windows:
         raise ValueError(f"an epoch has {plan.info.n_planned*n_processes} samples, which do not fill one window of "
-                         f"{self.accum_bs}, and incomplete windows are dropped: lower accum_bs, or use 'step'")
+                         f"{self.accum_bs}, and incomplete windows are dropped: lower accum_bs, or pass "
+                         "remainder='step'")
 
 @patch
 def check_multiples(self:GradientAccumulation, info:LoaderInfo, n_processes:int=1):
