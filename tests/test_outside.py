@@ -67,3 +67,12 @@ def test_the_run_of_wandb_goes_on(monkeypatch):
     wandb.run = Run(id='second', project='p', entity='e')
     restore_loggers(learn, state, [])
     assert calls == ['finish', dict(resume='must', id='first', project='p', entity='e')]
+
+
+@pytest.mark.long
+def test_a_fit_goes_on_without_its_log():
+    "CSVLogger remembers the logger before it, which is another one"
+    stop(lambda: train(learner(CSVLogger())))
+    learn = learner(CSVLogger())
+    with learn.no_bar(): learn.fit_one_cycle(3, .02, cbs=AutoResume(every=8, verbose=False))
+    assert len(rows()) == 4

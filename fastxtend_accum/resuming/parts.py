@@ -36,8 +36,8 @@ _outside = set('fastprogress tqdm rich matplotlib IPython wandb tensorboard tens
 # Attributes that a process sets by itself, by the name of the class that has them. `DistributedTrainer` wraps the model
 # and the loaders
 _left_out = set('Learner.model Learner.dl Learner.xb Learner.yb Learner.pred Learner.loss_grad Learner.logger '
-                'DataLoaders.loaders DataLoader.it DataLoader._DataLoader__idxs Callback.start_epoch '
-                'Callback.accum_bs_of RNNBase._flat_weight_refs'.split())
+                'DataLoaders.loaders DataLoader.it DataLoader._DataLoader__idxs Callback.old_logger '
+                'Callback.start_epoch Callback.accum_bs_of RNNBase._flat_weight_refs'.split())
 
 def library_of(o)->str:
     "Returns the library that defines a class or a function"
