@@ -54,6 +54,13 @@ def test_two_processes_give_no_false_alarm(tmp_path):
     assert codes == [0, 0]
 
 
+def test_a_callback_that_keeps_a_tensor_of_the_last_batch():
+    class KeepsInputs(Callback):
+        run_valid = False
+        def before_batch(self): self.inputs = self.x
+    assert check(learner(KeepsInputs(), GradientAccumulation(32))).equal
+
+
 def test_a_loader_whose_last_epoch_was_not_read_to_its_end():
     "fastai keeps the iterator of its data set: of `Datasets` a generator, which cannot be copied"
     learn = learner(GradientAccumulation(32))

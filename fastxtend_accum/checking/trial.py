@@ -111,10 +111,12 @@ def draw(model, args):
 # What a training leaves behind
 
 def numbers_in(o)->Tensor:
-    "Returns the numbers and tensors that `o` contains, such as the weights of a model, as one vector in float64"
+    """Returns the numbers and tensors that `o` contains, such as the weights of a model, as one vector in float64; of a
+    tensor, as a row"""
     if isinstance(o, nn.Module): o = o.state_dict()
     numbers = [torch.as_tensor(leaf) for leaf in leaves_in(o) if isinstance(leaf, (Real,Tensor))]
-    return torch.cat([torch.zeros(0), *[x.detach().flatten().cpu().double() for x in numbers]])
+    res = torch.cat([torch.zeros(0), *[x.detach().flatten().cpu().double() for x in numbers]])
+    return res[None] if isinstance(o, Tensor) else res
 
 # %% ../../nbs/checking/01_trial.ipynb #bb7d49bf
 def left_by(learn)->dict:
