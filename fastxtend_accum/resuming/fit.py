@@ -78,10 +78,10 @@ def end_epoch(self:SavedFit):
 
 @patch
 def keep_row(self:SavedFit):
-    "Keeps the last row of the epoch table. An epoch that was not logged has its number only"
+    "Keeps the last row of the epoch table, unless it has it. An epoch that was not logged has its number only"
     for rec in self.learn._grab_cbs(Recorder):
-        row = list(rec.log)
-        if len(row) > 1 and row not in self.rows: self.rows.append(row)
+        is_new = len(self.rows) <= self.learn.epoch
+        if is_new and len(rec.log) > 1: self.rows.append(list(rec.log))
 
 @patch
 def end(self:SavedFit):
@@ -165,8 +165,8 @@ def save_if_due(self:SavedFit, place:str|None=None):
 
 @patch
 def begin(self:SavedFit)->int:
-    """Runs before the first epoch, and returns its number, which is `n_epoch` if the file is of a fit that has ended.
-    If there is a file, checks that it is of this fit, and prepares callbacks and loggers to continue"""
+    """Runs before the first epoch, and returns its number, which is `n_epoch` if all epochs have run. If there is a
+    file, checks that it is of this fit, and prepares callbacks and loggers to continue"""
     contents = [read_file(self.path)]  # process 0's, which may be the only one that has a file
     if self.n_processes > 1: dist.broadcast_object_list(contents, 0)
     if contents[0] is None:
@@ -180,11 +180,12 @@ def begin(self:SavedFit)->int:
     self.loggers = found['loggers']
     self.folder.n_begun = found['n_begun']
     place,epoch = found['place'],found['epoch']
+    is_trained = place in ('last epoch','end')
     if self.cb.verbose and self.rank == 0:
-        where = 'at the end of' if place == 'end' else 'in'
+        where = 'at the end of' if is_trained else 'in'
         print(f'AutoResume: resuming {where} epoch {epoch} from {self.path}')
     restore_loggers(self.learn, self.loggers, self.rows)
-    if place in ('last epoch','end'):
+    if is_trained:
         self.leader.begin_fit()  # which otherwise the first epoch does
         self.restore()
         if place == 'last epoch': self.found = None  # nobody has had `after_fit`

@@ -18,9 +18,8 @@ __all__ = ['settings_of', 'text_of', 'differences', 'is_within', 'may_differ']
 # %% ../../nbs/resuming/04_identity.ipynb #43fa87b6
 def settings_of(learn)->dict:
     "Returns the settings of a fit that are not among the parts of objects, by names like those of parts"
-    res = {('processes',''):str(n_processes(learn))}
     names = [type(o).__name__ for o in learn.cbs]
-    res['callbacks',''] = ' '.join(names)
+    res = {('processes',''):str(n_processes(learn)), ('callbacks',''):' '.join(names)}
     scheduled = nested_attr(learn, 'param_scheduler.scheds', {})
     for i,hypers in enumerate(learn.opt.hypers):
         for name in hypers.keys()-scheduled:
