@@ -307,6 +307,13 @@ def test_a_callback_that_prepares_batches_is_told_of_a_cancelled_batch(event, nt
     assert events_of_an_epoch(0, but=[*BATCH, *ENDS], also=[fault]) == ['after_cancel_batch']
 
 
+def test_a_callback_that_prepares_batches_is_told_of_a_cancelled_batch_at_the_end_of_an_epoch():
+    "It is the second one of the last window, which steps with the first alone"
+    fault = Fault(CancelBatchException, 'after_pred', 5, 5)
+    seen = events_of_an_epoch(0, but=[*BATCH, *ENDS], also=[fault])
+    assert seen == ['after_cancel_batch']
+
+
 # The questions that the module asks
 
 

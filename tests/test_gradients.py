@@ -45,12 +45,23 @@ def test_sums_in_float32_of_gradients_that_are_sparse_or_come_in_some_batches_on
 
 
 @pytest.mark.parametrize('value, expected', [(3e38, True), (math.inf, False), (math.nan, False)])
-def test_whether_gradients_are_finite(value, expected):
+@pytest.mark.parametrize('is_sparse', [False, True])
+def test_whether_gradients_are_finite(is_sparse, value, expected):
     "Also of a parameter without elements, and of one without a gradient"
     params = [nn.Parameter(torch.zeros(n)) for n in (2, 0, 1)]
-    params[0].grad = tensor([1., value])
+    grad = tensor([1., value])
+    params[0].grad = grad.to_sparse() if is_sparse else grad
     params[1].grad = torch.zeros(0)
     assert is_finite(params) == expected
+
+
+def test_parameters_are_looked_up_again_once_the_optimizer_has_others():
+    learn = make_learner(8)
+    learn.create_opt()
+    params = WindowParams(learn)
+    assert params.is_current(learn)
+    learn.opt.param_lists = L([list(group) for group in learn.opt.param_lists])
+    assert not params.is_current(learn)
 
 
 # Changes in the middle of a window

@@ -523,13 +523,14 @@ def test_batches_are_let_go(remainder, n_read):
 
 
 class CountsEnds(DataLoader):
-    "Counts the epochs that it has ended by itself"
+    "Counts the epochs that have ended"
     n_ends = 0
     def after_iter(self): self.n_ends += 1
 
 
-@pytest.mark.parametrize('n, remainder', [(88, 'step'), (88, 'carry'), (96, 'drop')])
-def test_a_loader_that_is_read_to_its_end_is_told_so(n, remainder):
+@pytest.mark.parametrize('n, remainder', [(88, 'step'), (88, 'carry'), (96, 'drop'), (88, 'drop')])
+def test_a_loader_is_told_that_its_epoch_has_ended(n, remainder):
+    "Also if it still has batches that are dropped"
     learn = accumulated_learner(n, remainder=remainder)
     learn.dls.train = CountsEnds(learn.dls.train.dataset, bs=BS)
     fit(learn, 3)

@@ -194,6 +194,16 @@ def test_all_pieces_of_a_batch_have_the_size_that_the_schedule_has_where_it_begi
     assert learn.recorder.accum_bs == [16, 16, 16, 16, 32, 32]
 
 
+def test_batches_that_were_carried_do_not_move_the_size_of_pieces():
+    "The first epoch leaves 32 samples. The second one has batches of 32 at 1/2, 2/3 and 5/6 of the fit"
+    accum = GradientAccumulationSchedule(**SchedSteps({0: 64, 2/3: 16}), remainder='carry')
+    learn = make_learner(32, n=96, cbs=accum)
+    sizes = [64, 64, 16, 16, 16, 16]
+    assert [samples for _, samples in accum.preview(2, learn.dls)] == sizes
+    fit(learn, 2)
+    assert learn.recorder.accum_bs == sizes
+
+
 def test_a_last_piece_that_is_smaller_is_dropped_on_demand():
     "Of the last batch of 24 samples, 8 do not fill a window of 16"
     learn = fit(make_learner(32, n=120, cbs=GradientAccumulation(16, remainder='drop')), 2)

@@ -82,13 +82,12 @@ class WindowParams:
 # Their gradients
 
 def gradients(params:Iterable)->list:
-    "Returns the gradients of `params`; the values of sparse ones, and this process's shards of sharded ones"
+    "Returns the gradients of `params`; of sharded ones, the shards of this process"
     res = []
     for p in params:
         grad = p.grad
         if grad is None: continue
         if hasattr(grad, 'to_local'): grad = grad.to_local()
-        if grad.is_sparse: grad = grad._values()
         res.append(grad)
     return res
 

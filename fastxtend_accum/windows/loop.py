@@ -344,7 +344,6 @@ def run_batch(self:WindowLoop)->bool:
     except CancelBatchException:
         if window.losses.n_micro > n_before: self.drop_cancelled_part(n_before)
         self.note_cancelled()
-        if window.is_single: raise  # the next round begins a new window, since this one is not open
         return False
     except Exception as e:
         self.cb.suggest_remedy(e)
