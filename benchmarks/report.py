@@ -107,7 +107,8 @@ def seesaw_in_words(results):
         gains = [gain(cell['seesaw']['losses'], cell[way]['losses']) for cell in seesaw_cells(results).values()]
         n_better = sum(o > 2 for o in gains)
         n_worse = sum(o < -2 for o in gains)
-        lines.append(f'compared with {label}, growing is better in {n_better} of {len(gains)} rows and worse in {n_worse}')
+        of_all = f'better in {n_better} of {len(gains)} rows and worse in {n_worse}'
+        lines.append(f'compared with {label}, growing is {of_all}')
     return '\n'.join(lines)
 
 

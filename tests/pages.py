@@ -202,7 +202,8 @@ def is_for_users(name):
 def words(cells):
     "Returns how many words a reader reads, without code, pictures, addresses and the entries of generated signatures"
     text = '\n'.join(prose(cells))
-    text = re.sub(r'!\[[^\]]*\]\([^)]*\)|\]\([^)]*\)|<[^>]*>|^(?:#### |\[source\]|>).*|^\|.*\*\*.*', ' ', text, flags=re.M)
+    text = re.sub(r'!\[[^\]]*\]\([^)]*\)', ' ', text)
+    text = re.sub(r'\]\([^)]*\)|<[^>]*>|^(?:#### |\[source\]|>).*|^\|.*\*\*.*', ' ', text, flags=re.M)
     return len(re.findall(r"[A-Za-z0-9][\w'.,-]*", text))
 
 

@@ -38,20 +38,24 @@ def differences(graph:Graph, begun:dict, digests:dict)->dict:
     res = {}
     changed = ['.'.join(part) for part,then in begun.items() if digests.get(part, then) != then]
     for part,then in begun.items():
-        path,name = part
-        o = graph.objects.get(path)
         now = graph.begun.get(part)
-        is_seeded = not name and isinstance(o, (Tensor,*generators))  # and may have another seed
-        if now == then or is_seeded or is_within('.'.join(part), changed): continue
+        if now == then or is_within('.'.join(part), changed): continue
+        path,name = part
+        is_content = not name
+        if is_content and isinstance(graph.objects.get(path), (Tensor,*generators)): continue  # may have another seed
         text = text_of(part)
         if now is None: text = f'no {text}'
         elif isinstance(then, str): text += f' {now}, not {then}'
+        else: text = f'another {text}'  # of which only a digest is known
         res[part] = text
     return res
 
 def is_within(path:str, others:list[str])->bool:
     "Returns whether a path is one of the `others`, or of an object inside one of these"
-    return any(path == o or path.startswith((f'{o}.', f'{o}[')) for o in others)
+    for other in others:
+        is_inside = path.startswith((f'{other}.', f'{other}['))
+        if is_inside or path == other: return True
+    return False
 
 def may_differ(graph:Graph, part:tuple)->bool:
     """Returns whether the fit takes a part from the file if it differs: a number or a text of a callback, other than
