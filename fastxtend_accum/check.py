@@ -88,9 +88,9 @@ def check_copies(
     n = n_windows*window
     if not drops_last(to_read): n -= 1  # the last batch is smaller, and so is its window
     samples = first_samples(to_read, n)
-    small = small_learner(learn, left_out, samples, n, bs, min(window, bs))
+    small = small_learner(learn, left_out, samples, n, bs, size)
     for cb in small._grab_cbs(WindowCallback): make_small(cb, size, window)
-    whole = small_learner(learn, left_out+ours, samples, n, window, min(window, bs))
+    whole = small_learner(learn, left_out+ours, samples, n, window, size)
     found,reasons = explain(small, whole, size, seed, verbose)
     notes = []
     if found and not reasons: notes.append(_not_found)
