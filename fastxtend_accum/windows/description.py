@@ -15,8 +15,8 @@ from .loader import WindowShape
 from .state import Snapshot,can_be_changed,random_states
 
 # %% auto #0
-__all__ = ['largest_part', 'up_to', 'how_split', 'how_made_up', 'own_buffers', 'as_bytes', 'is_equal', 'are_equal', 'has_dropout',
-           'Differences', 'log_message']
+__all__ = ['largest_part', 'up_to', 'how_split', 'how_made_up', 'own_buffers', 'as_bytes', 'is_equal', 'are_equal', 'layer_name',
+           'has_dropout', 'Differences', 'log_message']
 
 # %% ../../nbs/windows/11_description.ipynb #3a819522
 # How a window is made up
@@ -86,6 +86,12 @@ def are_equal(xs:list[Tensor], ys:list[Tensor])->bool:
     return len(xs) == len(ys) and all(map(is_equal, xs, ys))
 
 # %% ../../nbs/windows/11_description.ipynb #5b7e2c91
+def layer_name(m)->str:
+    "Returns the class of a layer; or SpectralNorm for a layer whose hook it is, as with fastai's `NormType.Spectral`"
+    hooks = [type(o).__name__ for o in m._forward_pre_hooks.values()]
+    if 'SpectralNorm' in hooks: return 'SpectralNorm'
+    return type(m).__name__.lstrip('_')  # PyTorch also has a `_SpectralNorm`
+
 def has_dropout(m)->bool:
     kind = nn.modules.dropout._DropoutNd
     return any(isinstance(o, kind) for o in m.modules())
@@ -107,7 +113,7 @@ class Differences:
         part, it is assumed to have drawn all random numbers"""
         split = self.model if part is None else part
         modules = set(split.modules())
-        names = [type(o).__name__.lstrip('_') for o in self.changed if o in modules]  # PyTorch has a `_SpectralNorm`
+        names = [layer_name(o) for o in self.changed if o in modules]
         res = []
         for name,count in Counter(names).items():
             unit = 'layer' if count == 1 else 'layers'
