@@ -37,7 +37,7 @@ class AccumCheck(NamedTuple):
 
     def __str__(self)->str:
         lines = [f'  {name:<22}  off by {o:.2g}' for name,o in self.differences.items()] or ['  equal']
-        lines += [f'the reason, named by elimination: {o}' for o in self.reasons]
+        lines += [f'the reason, found by elimination: {o}' for o in self.reasons]
         return '\n'.join([self.head, *lines, *self.notes])
 
 # %% ../nbs/09_check.ipynb #e5058a61
@@ -98,7 +98,7 @@ def check_copies(
     if names: notes.append(f'left out: {names}')
     if to_read is learn.dls.train:
         notes.append('the DataLoader cannot be copied: the next epoch continues after the samples that were read')
-    head = f'{2*n_windows} steps of up to {window} samples, {size} at a time compared with whole batches:'
+    head = f'{2*n_windows} steps of up to {window} samples, {size} at a time, compared with whole batches:'
     return AccumCheck(head, found, reasons, notes)
 
 # %% ../nbs/09_check.ipynb #2b4b2dd3
@@ -112,7 +112,7 @@ def check_accum(self:Learner,
 )->AccumCheck:
     """Check whether training this Learner in windows equals training it on whole batches
 
-    Trains copies in both ways, compares them, and names the reason for any difference. The Learner, its files and the
+    Trains copies in both ways, compares them, and names the reasons that it finds. The Learner, its files and the
     random state stay as they were"""
     n_steps = check_size('n_steps', n_steps)
     size = check_size('size', size)

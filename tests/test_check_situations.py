@@ -120,6 +120,7 @@ def spectral(): return torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8
 
 @pytest.mark.parametrize('make_model,loss,reasons', [
     (lambda: layers(KeepsMean(True)), MSE, ['KeepsMean sees 3 samples at a time']),
+    (lambda: layers(KeepsMean(True), nn.BatchNorm1d(8)), MSE, ['BatchNorm1d, KeepsMean see 3 samples at a time']),
     (lambda: layers(KeepsMean(False)), MSE, ['the model in training mode, for example dropout']),
     (lambda: layers(spectral()), MSE, ['_SpectralNorm sees 3 samples at a time']),
     (layers, DividesByAverage, ['the losses of 3 samples at a time do not add up to the loss of all samples']),

@@ -72,9 +72,10 @@ def suspects(
     kinds = set(map(type, learn.model.modules()))
     changing = {o for o in kinds if f'buffers of {o.__name__}' in found}
     names = ', '.join(sorted(o.__name__ for o in changing))
+    verb = 'sees' if len(changing) == 1 else 'see'
     few = f'{n} samples at a time'
     res = {}
-    if changing: res[f'{names} sees {few}'] = partial(in_evaluation, kinds=changing)
+    if changing: res[f'{names} {verb} {few}'] = partial(in_evaluation, kinds=changing)
     for kind in map(type, learn.cbs):
         if kind in _core or issubclass(kind, WindowCallback): continue
         res[f'{kind.__name__} acts on {few}'] = partial(Learner.remove_cb, cb=kind)
