@@ -132,6 +132,18 @@ def train_on_missing(samples, bs, cb, loss_func):
     return torch.cat([p.detach().flatten() for p in params])
 
 
+def test_a_batch_whose_labels_are_all_ignored_has_a_loss_of_0_in_the_log():
+    "Although its mean is 0/0"
+    inputs = torch.randn(32, 5)
+    targets = torch.arange(32)%3
+    targets[8:16] = -100
+    cb = GradientAccumulation(16, log_accum_batch=False)
+    learn = learner_of((inputs, targets), 8, cb, nn.CrossEntropyLoss(), nn.Linear(5, 3))
+    fit(learn, 1)
+    first, second, *_ = losses(learn)
+    assert 0 < second < first
+
+
 @pytest.mark.parametrize('as_tensor', [False, True], ids=['number', 'tensor'])
 @each_layout
 @pytest.mark.parametrize('make', [lambda: mean_of_known, ScaledMean], ids=['function', 'module'])
