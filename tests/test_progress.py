@@ -163,3 +163,24 @@ def test_a_stream_with_logged_batches_ends_at_the_end(remainder):
     learn.dls.loaders[0] = torch.utils.data.DataLoader(Stream(40), batch_size=8)
     fit(learn, 2)
     assert learn.pct_train == pytest.approx(1.)
+
+
+class SkipsBroken(DataLoader):
+    "Leaves out the last 16 samples, which cannot be read"
+    def create_item(self, i):
+        if i is not None and i >= 80: raise SkipItemException
+        return super().create_item(i)
+
+
+def test_broken_samples_that_a_loader_skips_do_not_stop_a_schedule_short():
+    "They leave the last window with 16 samples; it is the last of three as ever"
+    def trained(bs, *cbs):
+        learn = make_learner(bs, cbs=[*cbs])
+        learn.dls.train = SkipsBroken(learn.dls.train.dataset, bs=bs)
+        return fit(learn, 2, method='fit_one_cycle')
+    large = trained(32)
+    small = trained(8, GradientAccumulation(32))
+    assert len(losses(large)) == 6
+    assert small.pct_train == pytest.approx(large.pct_train)
+    assert small.recorder.lrs == pytest.approx(large.recorder.lrs)
+    assert_same_weights(small, large, ROUNDING)
