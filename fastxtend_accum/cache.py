@@ -15,7 +15,6 @@ from .windows.nested import join,leaves_in,map_tensors,part_bounds,slice_fields,
 from .windows.processes import inner_model,is_sharded
 from .windows.state import Snapshot
 from .memory.auto import SmallerMicroBatches
-from .memory.blocks import class_forward
 from .memory.hidden_state import HiddenState,state_owners
 from .memory.micro_batches import check_samples_first
 from .memory.override import override_attr
@@ -144,7 +143,8 @@ def check_model(self:GradientCache):
                          "use DistributedDataParallel")
     part = self.module_to_split(model)
     is_inside = any(part is m for m in model.modules())
-    has_no_forward = class_forward(part) is nn.Module.forward  # as a ModuleList
+    # As a ModuleList; a compiled model has its own as an attribute, not by its class
+    has_no_forward = getattr(part.forward, '__func__', None) is nn.Module.forward
     if not is_inside or has_no_forward:
         raise ValueError(f"part must return a module of the model that has a forward, not a {type(part).__name__}: "
                          "such as lambda m: m[0]")
