@@ -28,9 +28,9 @@ __all__ = ['AccumCheck', 'explain', 'check_copies']
 class AccumCheck(NamedTuple):
     "What `Learner.check_accum` has found. `str(result)` is the report"
     head:str  # what was trained
-    differences:dict  # relative differences between windows and whole batches, by name
-    reasons:list  # the reasons for the differences, found by elimination
-    notes:list  # what else the user has to know
+    differences:dict[str,float]  # relative differences between windows and whole batches, by name
+    reasons:list[str]  # the reasons for the differences, found by elimination
+    notes:list[str]  # what else the user has to know
 
     @property
     def equal(self)->bool: return not self.differences

@@ -36,7 +36,7 @@ def is_left_out(cb)->bool:
 # %% ../../nbs/checking/02_suspects.ipynb #a53866a8
 def evaluate(module, args):
     "Before a pass of this module: as in evaluation mode, and without what it carries from the batch before"
-    vars(module).update(training=False)
+    module.training = False
     if hasattr(module, 'reset'): module.reset()
 
 def in_evaluation(learn, kinds:set):
@@ -58,7 +58,7 @@ def with_other_loss(learn):
     "Lets a copy train on `mean_square`"
     learn.loss_func = mean_square
     for cb in learn._grab_cbs(GradientAccumulation):
-        vars(cb).update(num_items=None)  # which counts for the user's loss
+        cb.num_items = None  # which counts for the user's loss
 
 # %% ../../nbs/checking/02_suspects.ipynb #fb135ccc
 _core = TrainEvalCallback,Recorder,CastToTensor,Callback  # of fastai, and what takes the place of those left out
