@@ -67,7 +67,7 @@ def state_of(learn):
     (31, 16, False, 'bf16'),
     (13, 11, True, None),
     (9, 8, True, 'fp16'),
-    (1, 1, False, None)])
+    pytest.param(1, 1, False, None, marks=pytest.mark.long)])
 def test_auto_is_the_fit_with_the_size_given(limit, size, mixes, amp):
     "Bit for bit, also with mixed precision, BatchNorm and MixUp; but these need more than one sample"
     is_mixed = []

@@ -14,6 +14,7 @@ results = json.loads((root/'benchmarks/results.json').read_text())
 
 # What is measured
 
+@pytest.mark.long
 def test_a_step_of_a_learner():
     "Blocks that run again, and quarters, take less memory than the whole batch"
     res = learners.measure_learner('tabular', 1)

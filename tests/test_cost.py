@@ -111,8 +111,8 @@ def test_what_fits(make):
 limits = [
     ('windows', 1, 'sgd', .465),
     ('windows', 8, 'sgd', .25),
-    ('split', 8, 'adam', .21),
-    ('checkpointing', 1, 'adam', .88)]
+    pytest.param('split', 8, 'adam', .21, marks=pytest.mark.long),
+    pytest.param('checkpointing', 1, 'adam', .88, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize('kind,k,opt,limit', limits)
