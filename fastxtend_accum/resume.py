@@ -27,6 +27,7 @@ class AutoResume(WindowCallback):
 
     If the process is killed, run the script again: the same call to `fit` continues, and ends with the same weights"""
     order = 10_000  # after all others: what they have done is in the file
+    run_valid = True
     lead_rank = 3
     _stateattrs = *WindowCallback._stateattrs,'saved_fit'
     saved_fit = None  # the `SavedFit` while a fit runs
@@ -51,6 +52,9 @@ class AutoResume(WindowCallback):
     def is_in_fit(self)->bool:
         "Returns whether an event is of the fit that is saved, not of a `validate` within it"
         return bool(self.saved_fit and self.learn) and not is_validating(self.learn)
+
+    def after_batch(self):
+        if self.is_in_fit() and not self.learn.training: self.saved_fit.save_in_validation()
 
 # %% ../nbs/06_resume.ipynb #1c7d5a92
 @patch

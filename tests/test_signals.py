@@ -6,7 +6,8 @@ import pytest
 
 from common import *
 from fastxtend_accum.resuming.signals import HeldSignals
-from resumed import N_STEPS, Stops, assert_same_end, learner, new_process, train, whole
+from resume_layouts import accum, make
+from resumed import N_STEPS, Stops, learner, new_process, train, whole
 
 
 class Terminates(Callback):
@@ -19,26 +20,64 @@ class Terminates(Callback):
         if self.training or self.iter > 0: return
         if Terminates.at == f'validation {self.epoch}': signal.raise_signal(signal.SIGTERM)
 
+    def after_validate(self):
+        if Terminates.at == f'validation {self.epoch}': os._exit(1)  # it has waited
 
-def script(): return train(learner(Terminates()))
+
+class Swaps(Callback):
+    "Validates with other weights, as a callback that averages them does"
+    order = Terminates.order-1
+    def before_validate(self):
+        self.kept = [p.detach().clone() for p in self.model.parameters()]
+        for p in self.model.parameters(): p.data.mul_(.5)
+
+    def after_validate(self):
+        for p, kept in zip(self.model.parameters(), self.kept): p.data.copy_(kept)
+        if self.epoch == 1: Terminates.at = None  # it should wait
 
 
-def ends_by_signal(at):
+def script(*cbs, **kwargs): return train(learner(Terminates(), *cbs), **kwargs)
+def swapping(): return script(Swaps())
+
+
+def ends_by_signal(at, script=script):
     new_process(seed=1)  # here, since Python seeds `random` in a copy of a process
     Terminates.at = at
     script()
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize('at,n_run', [(6, 6), ('validation 1', 26), ('validation 2', N_STEPS)])
-def test_no_batch_is_lost(at, n_run):
-    "A signal in validation waits for its end"
+def assert_goes_on_after_signal(at, n_run, script=script, n_steps=N_STEPS):
     expected = whole(script)
-    assert forked(ends_by_signal, at) == -signal.SIGTERM
+    assert Stops.n == n_steps
+    assert forked(ends_by_signal, at, script) == -signal.SIGTERM
     new_process()
     learn = script()
-    assert Stops.n == N_STEPS-n_run
-    assert_same_end(learn, expected)
+    assert Stops.n == n_steps-n_run
+    assert_same(weights(learn), weights(expected))
+    assert_same(losses(learn), losses(expected))
+    assert learn.recorder.lrs == expected.recorder.lrs
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize('at,n_run', [(6, 6), (18, 18), ('validation 1', 26), ('validation 2', N_STEPS)])
+def test_no_batch_is_lost(at, n_run): assert_goes_on_after_signal(at, n_run)
+
+
+@pytest.mark.long
+def test_a_signal_waits_while_a_callback_has_swapped_the_weights():
+    assert_goes_on_after_signal('validation 1', 26, swapping)
+
+
+def carrying():
+    "Of the 26 loader batches of an epoch, 25 fill windows, and the next epoch takes the last one"
+    accumulates = accum(20, remainder='carry')
+    learn = make(accumulates, Terminates(), Stops())
+    return fit(learn, 3, .02, cbs=AutoResume(8, verbose=False))
+
+
+@pytest.mark.long
+def test_batches_that_are_carried_follow_after_a_signal_in_validation():
+    assert_goes_on_after_signal('validation 0', 5, carrying, n_steps=15)
 
 
 # A copy of this process runs these, in its main thread, where signals are received

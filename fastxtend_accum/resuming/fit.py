@@ -45,6 +45,7 @@ class SavedFit:
         self.loggers = state_of_loggers(learn)
         self.found = None
         self.at_epoch = None  # the state when the epoch began
+        self.trained = None  # what a file contains if the fit is saved after the last window of the epoch
         self.reader = None
         self.next_save = 0  # when to save, by optimizer steps or seconds; 0: it has not been saved
         self.rows = []  # of the epoch table
@@ -57,6 +58,7 @@ class SavedFit:
 def begin_epoch(self:SavedFit):
     "Keeps the state for the file, since a process that continues lets callbacks begin the epoch again"
     self.at_epoch = self.graph.state()['rest']
+    self.trained = None
 
 @patch
 def begin_training(self:SavedFit):
@@ -68,7 +70,12 @@ def begin_training(self:SavedFit):
         at_place = self.found['reader']
         self.go_on()
     self.reader = Reader(self.graph, loop.batches.n_loaded, *at_place)
-    loop.hook_in(self.save_if_due, self.reader)
+    loop.hook_in(self.save_if_due, self.keep_trained, self.reader)
+
+@patch
+def keep_trained(self:SavedFit):
+    "After the last window of an epoch: keeps what a signal that arrives in validation writes"
+    self.trained = self.content(self.leader.loop.state(), self.graph.state())
 
 @patch
 def end_epoch(self:SavedFit):
@@ -159,6 +166,20 @@ def save_if_due(self:SavedFit, place:str|None=None):
     if all_reduce_scalar(self.learn, is_due):
         self.save(place or self.leader.loop.state())
     if must_end: held_signals.deliver()
+
+@patch
+def save_in_validation(self:SavedFit):
+    """After a batch in validation, if a signal is waiting: saves the fit as it was before the validation, which the
+    next process repeats. The signal waits for the end of the validation while a callback has put other weights into
+    the model, such as their average, since `trained` shares the memory of the weights"""
+    if not self.trained or not held_signals.is_waiting(): return
+    then = self.trained['processes'][self.rank]['digests']
+    now = self.graph.state()['digests']
+    for part in self.trained['weights']:
+        if now[part] != then[part]: return
+    if self.rank == 0:
+        with whole_file(self.path) as f: self.graph.write(self.trained, f)
+    held_signals.deliver()
 
 # %% ../../nbs/resuming/08_fit.ipynb #c0184666
 # Out of the file

@@ -117,7 +117,8 @@ class WindowLoop:
         # Of the epoch
         self.batches = None
         self.progress = None
-        self.between_windows = noop  # called before each window and after the last one, by AutoResume
+        self.between_windows = noop  # called before each window, by AutoResume
+        self.after_windows = noop  # and after the last one of an epoch
         # Of the window
         self.window = Window()
         # Of the loader batch
@@ -133,6 +134,7 @@ class WindowLoop:
         self.batches = EpochBatches(dl, plan, carried, self, n_rounds)
         self.progress = Progress(self.learn, self.batches, self.loggers)
         self.between_windows = noop
+        self.after_windows = noop
         self.window = Window()
         self.fit.begin_epoch()
         self.strategy.begin_epoch(self)
@@ -148,6 +150,7 @@ def run_epoch(self:WindowLoop):
         with self.batches.reading():
             while self.next_round(): self.run_round()
             if self.window.is_open and self.batches.plan.remainder == 'step': self.close_after_rounds()
+            if not self.window.is_open: self.after_windows()
             self.batches.finish_epoch(self.window.batches)  # those of a window that is still open
     except (CancelTrainException, CancelEpochException, CancelFitException): raise  # no error: a callback ends training
     except BaseException:  # Ctrl-C, too
@@ -509,9 +512,11 @@ def release_batch(self:WindowLoop):
 # After a kill
 
 @patch
-def hook_in(self:WindowLoop, between_windows:Callable, read:Callable):
-    "For AutoResume: in this epoch, `between_windows()` is called between windows, and `read(dl)` reads the DataLoader"
+def hook_in(self:WindowLoop, between_windows:Callable, after_windows:Callable, read:Callable):
+    """For AutoResume: in this epoch, `between_windows()` is called before each window, and `after_windows()` after the
+    last one; `read(dl)` reads the DataLoader"""
     self.between_windows = between_windows
+    self.after_windows = after_windows
     self.batches.read = read
 
 @patch
