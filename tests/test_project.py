@@ -109,6 +109,11 @@ def test_pythons_are_those_that_are_tested(setup):
     assert f'Python {tested[0]} to {tested[-1]}' in text_of('README.md')
 
 
+def test_readme_says_which_versions_are_the_oldest():
+    oldest = dict(re.findall(r'(\w+)>=([\d.]+)', ini['DEFAULT']['requirements']))
+    assert f'fastai {oldest["fastai"]}+, PyTorch {oldest["torch"]}+' in text_of('README.md')
+
+
 # One place for each fact
 
 def test_the_configuration_of_the_docs_is_one_file():

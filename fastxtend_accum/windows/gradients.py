@@ -95,8 +95,9 @@ def is_finite(params:Iterable)->bool:
     """Returns whether all gradients of `params` are free of NaN and infinity, also in the precision of the weights.
     Waits for the GPU"""
     params = [p for p in params if p.grad is not None]
-    grads = [g.to(p.dtype) for p,g in zip(params, gradients(params)) if g.numel()]
-    largest = torch.nn.utils.get_total_norm(grads, float('inf'))
+    values = [g._values() if g.is_sparse else g for g in gradients(params)]
+    values = [v.to(p.dtype) for p,v in zip(params, values) if v.numel()]
+    largest = torch.nn.utils.get_total_norm(values, float('inf'))
     return bool(largest.isfinite())
 
 # %% ../../nbs/windows/02_gradients.ipynb #3c0df670
