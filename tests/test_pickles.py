@@ -52,6 +52,12 @@ def test_files_of_numpy_1_and_2_are_the_same(graph):
     assert found[0] is found[1]
 
 
+@pytest.mark.parametrize('value', [np.float32(.5), np.full(1, .5, np.float32)])
+def test_digests_of_numpy_1_and_2_are_the_same(graph, value):
+    "They have its numbers, and not the name of the module that makes an array"
+    assert Digest(graph, value).persistent_id(value) == ('float32', value.shape, [.5])
+
+
 VALUES = {
     'text': ('a', 'b'),
     'list': ([1, 2], [1, 3]),

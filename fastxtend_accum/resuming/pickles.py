@@ -99,7 +99,8 @@ class Paths:
 
     def find_class(self, module:str, name:str):
         "Returns the class or function that a pickle names. Raises UnpicklingError if it may not"
-        if module == 'numpy.core.multiarray': module = _array_of.__module__  # its name in NumPy 1
+        if module in ('numpy.core.multiarray','numpy._core.multiarray'):  # its names in NumPy 1 and 2
+            module = _array_of.__module__
         o = _get_allowed_globals().get(f'{module}.{name}')
         if o is not None:
             return o
@@ -162,10 +163,10 @@ class Digest(pickle.Pickler):
             return None
         if isinstance(o, TypedStorage):
             return self.sample_of_memory(o._untyped_storage)
-        if isinstance(o, np.ndarray):
+        if isinstance(o, (np.ndarray,np.generic)):  # NumPy 1 and 2 pickle the same number in different ways
             self.n_bytes += o.nbytes
             step = o.size//SAMPLE+1
-            return None if step == 1 else (str(o.dtype),o.shape,o.flat[::step].tolist())
+            return str(o.dtype),o.shape,o.flat[::step].tolist()
         if isinstance(o, PurePath):
             return o.name  # a folder may have been moved
         if isinstance(o, (set,frozenset)):
