@@ -23,7 +23,6 @@ from .windows.processes import is_sharded
 from .windows.window import Outcome,Window
 from .memory.auto import AutoMicroBatches
 from .memory.micro_batches import MicroBatches
-from .memory.retry import MemorySaver
 from .callback import WindowCallback
 from .logging import fix_wandb
 
@@ -85,8 +84,8 @@ class GradientAccumulation(WindowCallback):
 
     def largest_micro_batch(self, samples:int)->int:
         """Returns the samples in the largest micro-batch, if a loader batch or a piece of it has this many `samples`.
-        The strategy limits them, and so does a GradientCache beside it"""
-        limits = [samples, self.strategy.size, *[o.size for o in self.loop.learn._grab_cbs(MemorySaver)]]
+        The strategy limits them, and so does a GradientCache in the same fit"""
+        limits = [samples, self.strategy.size, *[o.size for o in self.loop.strategy.savers]]
         return largest_part(samples, min(o for o in limits if o is not None))
 
 # %% ../nbs/00_accumulation.ipynb #1f3f92d9
@@ -222,13 +221,16 @@ def print_line(self:GradientAccumulation):
 
 @patch
 def description(self:GradientAccumulation)->str:
-    """Returns the line that says how windows are made up, and how a step differs from the step on one large batch;
-    before a fit, an empty string"""
+    """Returns the line that says how windows are made up, and how a step differs from the step on one large batch.
+    Returns an empty string if that is not known: before a fit, or before the first batch of a loader without a size"""
     loop = self.loop
     if loop is None or loop.batches is None: return ''
     n = loop.fit.processes.n
     plan = loop.batches.plan
-    bs = plan.info.batch_size or loop.batches.current.samples
+    bs = plan.info.batch_size
+    if bs is None:  # the loader states none, so take that of the last batch
+        if loop.batches.current is None: return ''
+        bs = loop.batches.current.samples
     smallest,largest = plan.smallest,plan.largest
     micro_bs = self.largest_micro_batch(math.ceil(bs/largest.n_pieces))
     line = how_made_up(smallest, largest, bs, micro_bs, n)
@@ -251,8 +253,9 @@ def could_checkpoint(self:GradientAccumulation)->bool:
     """Returns whether ActivationCheckpointing could save memory in place of micro-batches, so that the model sees whole
     batches. It cannot adapt to memory if FSDP shards the model, or if another callback that saves memory is
     present"""
-    learn = self.loop.learn
-    return not is_sharded(learn.model) and not learn._grab_cbs(MemorySaver)
+    loop = self.loop
+    others = [o for o in loop.strategy.savers if o is not self.strategy]
+    return not is_sharded(loop.learn.model) and not others
 
 # %% ../nbs/00_accumulation.ipynb #d9a3b6bf
 # After training
@@ -261,7 +264,10 @@ def could_checkpoint(self:GradientAccumulation)->bool:
 def after_train(self:GradientAccumulation):
     "If no window has run in this fit, warns of the reason, once"
     learn,loop = self.learn,self.loop
-    if not self.is_leader() or loop is None or replaced_method(learn): return
+    if not self.is_leader() or replaced_method(learn): return
+    # If a callback before this one cancels the epoch in `before_train`, the loop is that of an earlier fit or epoch
+    has_begun_epoch = not self.is_new_fit and loop.batches.plan.epoch == learn.epoch
+    if not has_begun_epoch: return
     has_steps = loop.n_steps > 0
     has_begun_rounds = loop.progress.n_rounds > 0  # in this epoch, all of which callbacks may have cancelled
     if has_steps or has_begun_rounds: return

@@ -85,6 +85,23 @@ def test_a_fit_that_a_callback_ends_before_its_first_step_causes_no_warning():
     assert warnings_of(learn, n_epoch=1) == []
 
 
+class EndsEpochsFrom(Callback):
+    "Cancels all epochs but the first few before the windows of the epoch are planned"
+    order = 0
+    def __init__(self, n_epochs): self.n_epochs = n_epochs
+    def before_train(self):
+        if self.epoch >= self.n_epochs: raise CancelTrainException
+
+
+@pytest.mark.parametrize('n_epochs', [0, 1])
+def test_an_epoch_that_a_callback_ends_before_its_windows_are_planned_causes_no_warning(n_epochs):
+    "Also if no window of an earlier epoch or fit has run"
+    learn = stream_learner(GradientAccumulation(48, remainder='drop'))
+    warnings_of(learn, n_epoch=1)
+    learn.add_cb(EndsEpochsFrom(n_epochs))
+    assert warnings_of(learn, n_epoch=2) == []
+
+
 # The strategy, and the line
 
 def test_the_line_is_printed_again_if_it_has_changed(capsys):
@@ -97,6 +114,15 @@ def test_the_line_is_printed_again_if_it_has_changed(capsys):
         said.append(capsys.readouterr().out)
     assert said == ['32 = 4 x 8 samples\n', '', '48 = 6 x 8 samples\n',
                     '4 samples per step: 2 optimizer steps for each batch of 8\n']
+
+
+def test_a_gradient_cache_that_is_turned_off_splits_nothing(capsys):
+    accum = GradientAccumulation(16)
+    learn = make_learner(8, cbs=[accum, GradientCache(2)])
+    learn.gradient_cache.run = False
+    fit_aloud(learn, 1)
+    assert capsys.readouterr().out == '16 = 2 x 8 samples\n'
+    assert accum.micro_bs == 8
 
 
 # Validation

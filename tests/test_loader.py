@@ -229,7 +229,7 @@ def test_carried_batches_come_first():
     assert batches.samples_left() == 23
     with batches.reading(): assert rows_read(batches) == [3, 8, 8, 4]
     assert batches.samples_left() == 0
-    assert batches.current is None
+    assert batches.current.data == ()
 
 
 @EACH_REMAINDER
@@ -537,6 +537,21 @@ def test_a_loader_is_told_that_its_epoch_has_ended(n, remainder):
     assert learn.dls.train.n_ends == 3
 
 
+class SkipsEasySamples(CountsEnds):
+    "Leaves out a few samples, as if they could not be read"
+    def create_item(self, i):
+        if i < 12: raise SkipItemException
+        return super().create_item(i)
+
+
+@EACH_REMAINDER
+def test_a_loader_that_skips_samples_is_told_once_that_its_epoch_has_ended(remainder):
+    learn = accumulated_learner(88, remainder=remainder)
+    learn.dls.train = SkipsEasySamples(learn.dls.train.dataset, bs=BS)
+    fit(learn, 3)
+    assert learn.dls.train.n_ends == 3
+
+
 # Callbacks and `learn.dl`
 
 
@@ -575,6 +590,24 @@ def test_micro_bs_is_unknown_with_auto_and_a_loader_that_states_no_size():
     batches = list(zip(inputs.split(8), targets.split(8)))
     fit(with_loader(batches, accum), 1)
     assert accum.micro_bs is None
+
+
+class NotesLines(Callback):
+    "Notes the line that says how windows are made up: when they are planned, and after the fit"
+    order = 20
+    def __init__(self): self.lines = []
+    def note(self): self.lines.append(self.learn.gradient_accumulation.description())
+    def before_train(self): self.note()
+    def after_fit(self): self.note()
+
+
+def test_a_loader_that_states_no_size_has_the_size_of_its_last_batch_in_the_line():
+    "There is no line before the first batch, and still one after the fit"
+    inputs, targets = data(32)
+    batches = list(zip(inputs.split(8), targets.split(8)))
+    notes = NotesLines()
+    fit(with_loader(batches, GradientAccumulation(micro_batch_size='auto'), notes), 1)
+    assert notes.lines == ['', "micro_batch_size='auto': 8 samples are one batch"]
 
 
 def test_an_empty_loader_has_no_window_of_none():

@@ -287,8 +287,9 @@ class EpochBatches(GetAttr):
         self.read = iter  # `read(dl)` yields the batches of `dl` that are left: all, unless a killed fit goes on
         self.source = None  # while the epoch runs: yields them as lists of LoaderBatches
         self.waiting = deque(carried)  # batches that were loaded, or carried, and have not run
-        self.current = None  # the batch that runs
+        self.current = None  # the batch that runs; after the epoch, the last one, without data
         self.left_over = []  # once the epoch is over: batches that are carried into the next one
+        self.has_found_end = False  # whether the DataLoader has come to its end by itself
         self.n_loaded = 0  # batches that the DataLoader has yielded
         self.n_read = 0  # batches, or pieces, up to the current one
         self.samples_read = 0  # planned samples in these
@@ -316,7 +317,7 @@ def reading(self:EpochBatches):
     try: yield
     finally:
         self.source.close()  # its workers end
-        self.current = None
+        if self.current is not None: self.current = self.current.without_data()  # which frees its memory
 
 @patch
 def loader_batches(self:EpochBatches)->Iterator[list[LoaderBatch]]:
@@ -330,6 +331,7 @@ def loader_batches(self:EpochBatches)->Iterator[list[LoaderBatch]]:
         is_first_beyond = info.has_exact_length and -bs < left <= 0
         if is_first_beyond: self.warn_of_surplus()
         yield plan.pieces_of(self.counted(data, left), plan.n_carried+start)
+    self.has_found_end = True
 
 @patch
 def warn_of_surplus(self:EpochBatches):
@@ -397,7 +399,8 @@ def finish_epoch(self:EpochBatches, unfinished:list[LoaderBatch]):
         while self.load_next(): pass
         self.left_over = [*unfinished, *self.waiting]
         return
-    leaves_batches = self.info.has_exact_length and self.samples_left() > 0
+    # If samples were skipped, the DataLoader has found its end before all that were planned have come
+    leaves_batches = not self.has_found_end and self.info.has_exact_length and self.samples_left() > 0
     if not leaves_batches: next(self.source, None)  # the DataLoader finds its end by itself, and sends `after_iter`
     elif hasattr(self.dl, 'after_iter'): self.dl.after_iter()  # batches that are dropped are not loaded
 

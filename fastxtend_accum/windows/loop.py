@@ -89,6 +89,7 @@ class WholeBatch:
     "The strategy that runs a loader batch as one micro-batch. Others run it in several, or again with less memory"
     size = None  # samples in a micro-batch, at most; None: the whole batch
     may_repeat = False  # whether a loader batch may have several forward passes
+    savers = ()  # what saves memory in its passes: a few callbacks, perhaps, and the strategy itself
 
     def begin_epoch(self, loop:WindowLoop): pass
 
