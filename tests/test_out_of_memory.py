@@ -96,6 +96,22 @@ def test_an_error_that_memory_led_to_says_so_and_holds_no_tensor(raise_error, n)
     assert all(o() is None for o in tensors)
 
 
+def test_errors_that_led_to_each_other():
+    "Python allows a cycle. Its own functions, such as those that print a traceback, stop there"
+    tensors = []
+    try: while_it_is_handled(tensors)
+    except ValueError as error: kept = error
+    memory_error = kept.__context__
+    memory_error.__cause__ = kept
+    assert is_out_of_memory(kept)
+    assert is_out_of_memory(memory_error)
+    without_tracebacks(kept)
+    assert tensors[0]() is None
+    kept.__context__ = kept.__cause__ = KeyError()
+    kept.__cause__.__cause__ = kept
+    assert not is_out_of_memory(kept)
+
+
 def from_none():
     try: run_out_of_memory()
     except RuntimeError: raise ValueError from None

@@ -28,20 +28,24 @@ def reason_of(e:BaseException)->BaseException|None:
     if e.__cause__ is not None or e.__suppress_context__: return e.__cause__
     return e.__context__
 
-def is_out_of_memory(e:BaseException|None)->bool:
+def is_out_of_memory(
+    e:BaseException|None,
+    seen:tuple=(), # Errors that `e` led to: Python lets two errors lead to each other
+)->bool:
     "Returns whether `e`, or an error that led to it, says that memory ran out"
-    if e is None or isinstance(e, NothingFits): return False
+    if e is None or e in seen or isinstance(e, NothingFits): return False
     if isinstance(e, (torch.OutOfMemoryError, MemoryError)): return True
     if isinstance(e, RuntimeError) and any(o in str(e) for o in _messages):
         return True
-    return is_out_of_memory(reason_of(e))
+    return is_out_of_memory(reason_of(e), (*seen, e))
 
 # %% ../../nbs/memory/03_out_of_memory.ipynb #d92a0d35
-def without_tracebacks(e:BaseException)->BaseException:
-    "Returns `e`, without the stack frames of it and of the errors that led to it, which hold tensors"
+def without_tracebacks(e:BaseException|None)->BaseException|None:
+    "Drops the stack frames of `e` and of the errors that led to it, because frames hold tensors; returns `e`"
+    if e is None or e.__traceback__ is None: return e  # the second: it was here before, or was never raised
     e.__traceback__ = None
-    for error in (e.__cause__, e.__context__):
-        if error is not None: without_tracebacks(error)
+    without_tracebacks(e.__cause__)
+    without_tracebacks(e.__context__)
     return e
 
 def free_memory():
