@@ -118,6 +118,16 @@ def test_a_gradient_changed_after_the_last_micro_batch_is_an_error(bs, settings)
         fit(make_learner(bs, cbs=cbs), 1)
 
 
+@pytest.mark.parametrize('change, make_cbs', paired(CHANGES, [
+    lambda: [GradientAccumulation(32, micro_batch_size='auto')],
+    lambda: [GradientAccumulation(32), ActivationCheckpointing()]]))
+def test_a_gradient_changed_where_batches_may_run_again_is_an_error(change, make_cbs):
+    "The gradients of earlier batches are set aside while a batch runs, and must not hide the change"
+    learn = make_learner(8, cbs=[*make_cbs(), ChangesGradient(change)], opt_func=TORCH_SGD)
+    with pytest.raises(RuntimeError, match='in the middle of a window'): fit(learn, 1)
+    assert_same_weights(learn, model())
+
+
 @pytest.mark.parametrize('change', CHANGES)
 def test_a_gradient_changed_in_a_window_of_one_batch_is_the_plain_fit(change):
     def train(*cbs):

@@ -52,7 +52,7 @@ class BatchUndo:
         self.snapshot = Snapshot(inner_model(learn.model), learn.loss_func)
         self.held = {name:vars(learn).get(name) for name in ('xb','yb','loss')}
         self.losses = window.losses
-        if window.grads is not None: window.grads.check()  # as they are before they are set aside
+        self.check_gradients()  # those of earlier batches, before they are set aside
         # Before a window has begun, the gradients of the optimizer's parameters are 0 or None. `undo` zeroes the
         # former, so that they need no memory here. Those of other parameters, which a splitter leaves out, may come
         # from earlier windows
@@ -63,6 +63,11 @@ class BatchUndo:
     def set_aside(self):
         for p in self.aside: p.grad = None
         self.accept_gradients()
+
+    def check_gradients(self):
+        "Raises RuntimeError if a callback has changed the sums of the window since the last backward pass"
+        grads = self.loop.window.grads
+        if grads is not None: grads.check()
 
     def accept_gradients(self):
         "Tells the window, which raises an error if anybody else changes its gradients, that this change is intentional"
@@ -137,7 +142,9 @@ def run_until_it_fits(self:RetryOnOutOfMemory,
         try:
             while True:
                 counts,error = try_once(partial(self.run_once, loop, savers))
-                if error is None: return counts,ran_out
+                if error is None:
+                    batch.check_gradients()
+                    return counts,ran_out
                 ran_out = True
                 batch.undo()
                 use_less_memory(loop, adapting, error)
