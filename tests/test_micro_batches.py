@@ -215,6 +215,20 @@ def test_what_a_class_says_to_be_per_sample_is_split_whatever_its_type():
     assert (cb.numbers, cb.texts) == ([1, 2, 3, 4], [*'abcd'])
 
 
+class SwitchesMixUpOff(Callback):
+    def before_epoch(self): self.learn.mix_up.run = self.epoch == 0
+
+
+def test_mixup_that_is_switched_off_needs_no_partners():
+    "Those that it keeps are of the last batch before, which is smaller"
+    def run(*cbs):
+        cbs = [MixUp(1.), SwitchesMixUpOff(), *cbs]
+        return seeded(make_learner(8, n=44, m=model().float(), loss_func=MSELossFlat(), cbs=cbs))
+    plain = run()
+    assert_apart(plain, model())
+    assert_same_weights(run(split(4)), plain, FLOAT32)
+
+
 @pytest.mark.parametrize('make_cb', [
     partial(split, 8),
     partial(GradientCache, 8),

@@ -39,6 +39,7 @@ class SampleSlices:
         self.yb = learn.yb
         self.kept = []  # callback, name of the attribute, value
         for cb in learn.cbs:
+            if not cb.run: continue  # it is switched off, and what it keeps is of an earlier batch
             for name in per_sample_names(cb):
                 value = vars(cb)[name]
                 is_shared = isinstance(value, Tensor) and value.shape[:1] != (n,)  # one for all rows
@@ -67,7 +68,7 @@ def chunk_bounds(
     samples:int, # Samples in all rows
 )->list[tuple[int,int]]: # In rows
     """Returns start and end of each micro-batch: as few as possible, of nearly equal size. If each sample has several
-    rows, such as two views, these stay together, as a group"""
+    rows next to each other, such as the frames of a video, these stay together"""
     has_groups = n > samples > 0 and n%samples == 0
     group = n//samples if has_groups else 1  # rows in each
     n_groups = n//group
