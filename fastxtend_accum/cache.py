@@ -124,8 +124,8 @@ class GradientCache(WindowCallback, SmallerMicroBatches):
         if not self.learn: return  # it was removed
         self.check_model()
         self.check_others()
-        inside = set(self.module_to_split(self.learn.model).modules())
-        self.owners = [o for o in state_owners(self.learn.model) if o in inside]
+        model = self.learn.model
+        self.owners = state_owners(model, self.module_to_split(model))
         super().before_train()
 
     def has_micro_batch_events(self)->bool: return False  # its micro-batches are inside of the forward pass

@@ -128,7 +128,7 @@ def test_the_regularizers_count(plain, setting):
 
 @each_saver
 def test_without_states_of_its_own_for_each_row_the_fit_is_another_one(plain, saver, monkeypatch):
-    def no_owners(m): return []
+    def no_owners(*modules): return []
     monkeypatch.setattr('fastxtend_accum.memory.micro_batches.state_owners', no_owners)
     monkeypatch.setattr('fastxtend_accum.cache.state_owners', no_owners)
     assert_apart(trained(saver(8)), plain)
@@ -243,6 +243,22 @@ def test_a_text_classifier_carries_none():
     assert state_owners(m) == [m.encoder]
 
 
+def test_a_part_inside_a_text_classifier_carries_a_state():
+    "From one piece of the text to the next, between which the classifier does not reset it"
+    def run(*cbs):
+        set_seed(0)
+        m = text_classifier()
+        turn_dropout_off(m)
+        m[0].bptt = 7  # a text of 25 tokens has four pieces
+        samples = list(zip(torch.randint(2, VOCAB, (32, 25)), torch.randint(2, (32,))))
+        def loss_func(pred, targ): return F.cross_entropy(pred[0], targ)
+        dl = DataLoader(samples, bs=16)
+        return fit(Learner(DataLoaders(dl, dl), m, loss_func, opt_func=SGD, cbs=cbs), 1)
+    plain = run()
+    assert_apart(plain, text_classifier())
+    assert_same_weights(run(GradientCache(8, part=lambda m: m[0].module)), plain, FLOAT32)
+
+
 class Stream(nn.Module):
     "Continues from a state of its own"
     def __init__(self):
@@ -264,6 +280,23 @@ def test_data_parallel_hides_no_state():
     m = WithoutReset()
     assert state_owners(nn.DataParallel(m)) == [m.encoder]
     with pytest.raises(ValueError, match='Stream carries its state'): state_owners(nn.DataParallel(Stream()))
+
+
+class StreamWithHead(nn.Sequential):
+    "The head has no state"
+    def __init__(self): super().__init__(Stream(), nn.Linear(VOCAB, VOCAB))
+    def reset(self): self[0].reset()
+
+
+def test_a_part_without_a_state_can_be_split():
+    def learner(*cbs):
+        set_seed(0)
+        return Learner(text_loaders(), StreamWithHead(), CrossEntropyLossFlat(), cbs=[ModelResetter(), *cbs])
+    plain = fit(learner(), 1)
+    assert_apart(plain, StreamWithHead())
+    assert_same_weights(fit(learner(GradientCache(8, part=lambda m: m[1])), 1), plain, FLOAT32)
+    with pytest.raises(ValueError, match='Stream carries its state .* no micro-batches'):
+        fit(learner(GradientCache(8, part=lambda m: m[0])), 1)
 
 
 @pytest.mark.parametrize('micro', [8, 'auto'])

@@ -17,20 +17,25 @@ from ..windows.processes import inner_model
 __all__ = ['state_owners', 'HiddenState']
 
 # %% ../../nbs/memory/01_hidden_state.ipynb #38e82fc0
-def state_owners(model)->list[nn.Module]:
-    """Returns the modules of `model` that carry a hidden state from batch to batch: every fastai `AWD_LSTM`; none in a
-    text classifier, whose SentenceEncoder resets it in each batch. Raises ValueError if the model carries another
-    state, as its `reset` shows, which fastai's ModelResetter calls"""
+def state_owners(model, part:nn.Module|None=None)->list[nn.Module]:
+    """Returns the modules in `part` (None: in all of `model`) that carry a hidden state from batch to batch: every
+    fastai `AWD_LSTM`; none in a text classifier, whose SentenceEncoder resets it in each batch. Raises ValueError if
+    another module in the part carries a state. It does if it has a `reset`, and the model has one, which fastai's
+    ModelResetter calls"""
+    if part is None: part = model
     model = inner_model(model)
     if isinstance(model, nn.DataParallel): model = model.module
     awdlstm = sys.modules.get('fastai.text.models.awdlstm')  # if nobody has imported it, which takes seconds
     owners = []
-    for m in model.modules():
+    have_reset = []
+    for m in part.modules():
         if type(m).__name__ == 'SentenceEncoder': return []
         if awdlstm and isinstance(m, awdlstm.AWD_LSTM): owners.append(m)
-    if owners or not hasattr(model, 'reset'): return owners
-    raise ValueError(f"{type(model).__name__} carries its state from batch to batch (it has a `reset`), so a batch "
-                     "cannot be split: use a smaller bs, and leave micro_batch_size out")
+        if hasattr(m, 'reset'): have_reset.append(m)
+    if owners or not have_reset or not hasattr(model, 'reset'): return owners
+    name = type(have_reset[0]).__name__
+    raise ValueError(f"{name} carries its state from batch to batch (it has a `reset`), so a batch cannot be split: "
+                     "use a smaller bs, and no micro-batches")
 
 # %% ../../nbs/memory/01_hidden_state.ipynb #bd1daa6b
 class HiddenState:
