@@ -29,7 +29,12 @@ def flipped(content):
     return bytes(res)
 
 
-@pytest.mark.parametrize('damage', [half, flipped])
+def no_name(content):
+    "With a byte that no text has, in each place that names the data"
+    return content.replace(b'data.pkl', b'dat\xff.pkl')
+
+
+@pytest.mark.parametrize('damage', [half, flipped, no_name])
 def test_a_damaged_file_is_an_error(damage):
     path = Path('0.pth')
     torch.save([1], path)

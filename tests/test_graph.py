@@ -4,7 +4,7 @@ from fastai.vision.all import Image, ImageDataLoaders, SegmentationDataLoaders, 
 from torch.utils.data import DataLoader as TorchLoader
 
 from common import *
-from fastxtend_accum.resuming.graph import Graph, root_of
+from fastxtend_accum.resuming.graph import Graph, moved, root_of
 from resume_layouts import fastai_data, make, mlp, samples, with_valid
 from resumed import Stops, assert_goes_on, learner, new_process, train
 
@@ -257,6 +257,43 @@ def images_with_masks():
     return train_on_images(dls, nn.Conv2d(3, 2, 3, padding=1), CrossEntropyLossFlat(axis=1))
 
 
+class CountsFromStart(Callback):
+    "Moves the weights by an attribute that has the name of one of the Recorder's"
+    def before_fit(self): self.start_epoch = 0
+
+    def after_step(self):
+        self.start_epoch += 1
+        for p in self.model.parameters(): p.data += .001*self.start_epoch
+
+
+@situation
+def attribute_named_as_one_of_the_recorder(): return train(learner(CountsFromStart()))
+
+
+class TwoNamesOfAList(Callback):
+    "Two lists, which began as one"
+    def before_fit(self): self.best = self.recent = []
+
+    def after_step(self):
+        self.recent = [*self.recent[-3:], self.loss.item()]
+        for p in self.model.parameters(): p.data += .001*len(self.recent)-.001*len(self.best)
+
+
+@situation
+def two_lists_that_began_as_one(): return train(learner(TwoNamesOfAList()))
+
+
+class HoldsLayers(Callback):
+    "A set of layers, of which two print the same"
+    def before_fit(self): self.layers = {*self.model.modules()}
+
+
+@situation
+def set_of_layers():
+    m = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1))
+    return train(learner(HoldsLayers(), m=m))
+
+
 @pytest.mark.thin(5)
 @pytest.mark.parametrize('name', SITUATIONS)
 def test_a_fit_goes_on(name): assert_goes_on(SITUATIONS[name])
@@ -344,6 +381,13 @@ def test_paths_of_shared_objects_and_of_callbacks():
     assert [path for path, o in graph.objects.items() if o is learn.one] == ['learn.one']
     assert root_of('model_average') != 'model'
     assert graph.objects['model_average'] is learn.model_average
+
+
+def test_the_memory_of_a_tensor_moves_to_the_device_of_this_process():
+    "As that of a file from a machine with a GPU does on one without"
+    memory = tensor([1., 2.]).untyped_storage()
+    assert moved(memory, 'cuda:0').device == default_device()
+    assert moved(memory, 'cpu') is memory
 
 
 def test_the_state_of_the_optimizer_is_not_among_what_each_process_saves():

@@ -79,6 +79,11 @@ def test_a_difference_is_an_error_that_names_it(name):
     assert Path('models/resume/0.pth').read_bytes() == content
 
 
+def test_another_hyper_parameter_is_named_by_its_group():
+    stop(run, at=10)
+    with pytest.raises(ValueError, match='; wd of group 0 0.1, not 0.01;'): run(wd=.1)
+
+
 def test_other_windows_are_an_error_that_names_them():
     stop(run, at=10)
     with pytest.raises(ValueError, match='accum_bs 12, not 8'): train(make(accum(12), Stops()))

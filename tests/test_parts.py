@@ -42,5 +42,5 @@ class Slots:
 def test_slots_are_attributes():
     o = Slots()
     assert attributes_of(o) == dict(n=1)
-    set_attribute(o, 'n', 2)
+    set_attribute(o, 'n', 2, filled={})
     assert o.n == 2

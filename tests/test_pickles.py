@@ -46,6 +46,13 @@ def test_a_file_cannot_have_a_method_of_a_path(graph):
     assert graph.read(content.getvalue()) is None
 
 
+@pytest.mark.parametrize('name', ['load', 'save', 'export'])
+def test_a_file_cannot_have_a_method_of_a_learner(name, graph):
+    content = io.BytesIO()
+    graph.write(Evil(method_of, (graph.objects['learn'], name)), content)
+    assert graph.read(content.getvalue()) is None
+
+
 def test_files_of_numpy_1_and_2_are_the_same(graph):
     "They name the function that makes an array by different modules"
     found = [graph.find_class(module, '_reconstruct') for module in ('numpy.core.multiarray', 'numpy._core.multiarray')]

@@ -29,11 +29,11 @@ def whole_file(path:Path):
     finally: unfinished.unlink(missing_ok=True)  # it would take the last space of a full disk
 
 def read_file(path:Path)->bytes|None:
-    "Returns the content; None without a file. Raises ValueError if its checksums, which `torch.load` ignores, fail"
+    "Returns the content; None without a file. Raises ValueError if its checksums fail, which `torch.load` ignores"
     if not path.exists():
         return None
     content = path.read_bytes()
-    with suppress(zipfile.BadZipFile), zipfile.ZipFile(io.BytesIO(content)) as f:
+    with suppress(Exception), zipfile.ZipFile(io.BytesIO(content)) as f:  # a wrong bit may cause any error
         if f.testzip() is None: return content
     raise ValueError(f'AutoResume: {path} is damaged: to start over, delete it or pass restart=True')
 

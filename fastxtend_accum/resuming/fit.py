@@ -87,8 +87,9 @@ def end_epoch(self:SavedFit):
 def keep_row(self:SavedFit):
     "Keeps the last row of the epoch table, unless it has it. An epoch that was not logged has its number only"
     for rec in self.learn._grab_cbs(Recorder):
-        is_new = len(self.rows) <= self.learn.epoch
-        if is_new and len(rec.log) > 1: self.rows.append(list(rec.log))
+        was_logged = len(rec.log) > 1
+        is_new = not self.rows or self.rows[-1][0] < self.learn.epoch  # a row begins with the number of its epoch
+        if was_logged and is_new: self.rows.append(list(rec.log))
 
 @patch
 def end(self:SavedFit):
@@ -176,7 +177,7 @@ def save_in_validation(self:SavedFit):
     then = self.trained['processes'][self.rank]['digests']
     now = self.graph.state()['digests']
     for part in self.trained['weights']:
-        if now[part] != then[part]: return
+        if now.get(part) != then[part]: return
     if self.rank == 0:
         with whole_file(self.path) as f: self.graph.write(self.trained, f)
     held_signals.deliver()

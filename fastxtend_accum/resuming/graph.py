@@ -166,15 +166,16 @@ def read(self:Graph, content:bytes):
 
 def moved(storage, location:str):
     "Returns the memory of a tensor on this process' GPU if it was saved on a GPU"
-    return storage if location == 'cpu' else storage.to(default_device())
+    return storage if location == 'cpu' else storage.to(device=default_device())
 
 @patch
 def restore(self:Graph, rest:bytes, weights:dict={}):
     "Sets parts to those of a state"
     parts = {**self.read(rest), **weights}
+    filled = {}
     for (path,name),value in parts.items():
         o = self.objects[path]
         if isinstance(o, Recorder) and name == 'losses':
             value = list(value)
-        if name: set_attribute(o, name, value)
+        if name: set_attribute(o, name, value, filled)
         else: set_content(o, value)

@@ -23,7 +23,7 @@ def settings_of(learn)->dict:
     scheduled = nested_attr(learn, 'param_scheduler.scheds', {})
     for i,hypers in enumerate(learn.opt.hypers):
         for name in hypers.keys()-scheduled:
-            res[name,f'of group {i}'] = str(hypers[name])
+            res[f'{name} of group {i}',''] = str(hypers[name])
     return res
 
 def text_of(part:tuple)->str:

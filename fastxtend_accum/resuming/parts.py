@@ -33,31 +33,36 @@ generators = SharedGenerators,random.Random,np.random.RandomState,np.random.Gene
 _outside = set('fastprogress tqdm rich matplotlib IPython wandb tensorboard tensorboardX comet_ml mlflow neptune '
                'clearml optuna accelerate'.split())
 
-# Attributes that a process sets by itself, by the name of the class that has them. `DistributedTrainer` wraps the model
-# and the loaders
-_left_out = set('Learner.model Learner.dl Learner.xb Learner.yb Learner.pred Learner.loss_grad Learner.logger '
-                'DataLoaders.loaders DataLoader.it DataLoader._DataLoader__idxs Callback.old_logger '
-                'Callback.start_epoch Callback.accum_bs_of RNNBase._flat_weight_refs'.split())
+# Attributes that each process sets by itself, by the class that sets them
+_left_out = set(
+    'Learner.model DataLoaders.loaders '  # `DistributedTrainer` wraps them
+    'Learner.dl Learner.xb Learner.yb Learner.pred Learner.loss_grad '  # of the present batch
+    'DataLoader.it DataLoader._DataLoader__idxs '  # the iterator of an epoch
+    'Learner.logger ProgressCallback.old_logger CSVLogger.old_logger '  # they print
+    'Recorder.start_epoch '  # a time
+    'Recorder.accum_bs_of RNNBase._flat_weight_refs'.split())  # references to other parts
+
+_hooks = {name for name in vars(nn.Module()) if 'hook' in name}
 
 def library_of(o)->str:
     "Returns the library that defines a class or a function"
     return str(o.__module__).partition('.')[0]
 
 def is_of_python(o)->bool:
-    "Returns whether a class or a function belongs to Python itself, of which some run code, such as `os.system`"
+    "Returns whether a class or a function belongs to Python's standard library"
     return library_of(o) in sys.stdlib_module_names
 
 def is_of_package(o)->bool:
-    "Returns whether `o` is a callback of this package: only these keep the loop of the fit, and list it so"
-    return 'loop' in getattr(type(o), '_stateattrs', ())
+    "Returns whether `o` is a callback of this package, by the name of its base class, which imports none of this folder"
+    return 'WindowCallback' in [kind.__name__ for kind in type(o).__mro__]
 
 def has_no_state(o, name:str, value)->bool:
     "Returns whether an attribute is useless in another process"
     if isinstance(value, (io.IOBase,RemovableHandle)) or library_of(type(value)) in _outside:
         return True
-    if isinstance(o, nn.Module) and name.endswith('hooks'):  # their keys are numbers of this process: see `count_hooks`
+    if isinstance(o, nn.Module) and name in _hooks:  # their keys are numbers of this process: see `count_hooks`
         return True
-    if is_of_package(o) and name in o._stateattrs:
+    if is_of_package(o) and name in o._stateattrs:  # such as the loop of this fit
         return True
     for kind in type(o).__mro__:
         if f'{kind.__name__}.{name}' in _left_out:
@@ -70,8 +75,8 @@ def count_hooks(model:nn.Module)->int:
 
 # %% ../../nbs/resuming/00_parts.ipynb #0afe9ee0
 def attributes_of(o)->dict:
-    """Returns the attributes of an object by name, also its slots; of a function, also the variables of its closure.
-    Objects of Python's own library, such as a lock or a pool, have none that can be set"""
+    """Returns the attributes of an object by name, with its slots; of a function, with the variables of its closure.
+    Objects of Python's standard library, such as a lock or a pool, have none that can be set"""
     res = dict(getattr(o, '__dict__', {}))
     if isinstance(o, types.FunctionType):
         for name,cell in cells_of(o).items():
@@ -87,11 +92,13 @@ def cells_of(f)->dict:
     "Returns the cells of the closure of `f`, by the names of variables"
     return dict(zip(f.__code__.co_freevars, f.__closure__ or ()))
 
-def set_attribute(o, name:str, value):
-    "Sets an attribute of an object, or a variable of a function's closure"
+def set_attribute(o, name:str, value, filled:dict):
+    """Sets an attribute of an object, or a variable of a function's closure. Fills a list or dict in place, because
+    your script may hold the one that it passed to a callback. `filled` has the value of each list or dict that was
+    filled before, by its id: of two attributes that began as one list, the second may have another list now"""
     present = attributes_of(o).get(name)
-    # A list or dict in place, since your script may hold the same one that it has passed to a callback
-    if type(present) is type(value) and type(value) in (list,dict):
+    is_like = type(present) is type(value) and type(value) in (list,dict)
+    if is_like and filled.setdefault(id(present), value) is value:
         set_content(present, value)
     elif isinstance(o, types.FunctionType) and name in cells_of(o):
         cells_of(o)[name].cell_contents = value

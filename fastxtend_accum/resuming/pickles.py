@@ -48,15 +48,19 @@ def has_path(o)->bool:
     return not has_none and not name_of(o)
 
 # %% ../../nbs/resuming/01_pickles.ipynb #4dea4728
-# A pickle may name what makes numbers, texts, containers, arrays and tensors. A foreign file cannot run other code
+# A pickle may name what makes numbers, strings, containers, arrays and tensors, and what the fit itself has: its objects,
+# their methods, and the functions that it names. So a foreign file can call no other code
 
 def object_at(path:str):
-    "Stands in a pickle for the function that finds the object at a path: see `Paths.find_class`"
+    """Marks the place of an object in a pickle, by its path. It is never called: `Paths.find_class` returns a function
+    that looks the path up"""
 
 def method_of(o, name:str):
-    "Returns the method of an object or a class; None if it has none of this name, or is one of Python's, as `Path` is"
+    """Returns the method of an object or a class, for callbacks that keep one. Returns None if there is none, and for
+    what can read or write files: a Learner, and objects of Python's standard library such as a `Path`"""
     kind = o if isinstance(o, type) else type(o)
-    method = None if is_of_python(kind) else getattr(o, name, None)
+    may_have = not is_of_python(kind) and not issubclass(kind, Learner)
+    method = getattr(o, name, None) if may_have else None
     return method if isinstance(method, types.MethodType) else None
 
 # Of these functions NumPy's pickles make arrays and numbers
@@ -170,7 +174,7 @@ class Digest(pickle.Pickler):
         if isinstance(o, PurePath):
             return o.name  # a folder may have been moved
         if isinstance(o, (set,frozenset)):
-            return tuple(sorted(o, key=str))
+            return tuple(sorted(o, key=self.sort_key))
         is_long = self.is_data and type(o) is list and len(o) > LONG
         if not is_long or isinstance(o[0], int):
             return None
@@ -178,6 +182,11 @@ class Digest(pickle.Pickler):
         return len(o),o[::len(o)//100]
 
 # %% ../../nbs/resuming/01_pickles.ipynb #7d3e90b1
+@patch
+def sort_key(self:Digest, o)->str:
+    "Returns a string that puts the items of a set in the same order in each process: two layers may print the same"
+    return self.paths.paths.get(id(o)) or str(o)
+
 @patch
 def sample_of_memory(self:Digest, storage:torch.UntypedStorage)->bytes:
     "Returns about `SAMPLE` bytes of a tensor's memory, evenly spaced"

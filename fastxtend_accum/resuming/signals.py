@@ -47,7 +47,8 @@ class HeldSignals:
         return self.received is not None and in_main_thread()
 
     def deliver(self):
-        "Sets the user's handlers again, and sends the signal that has waited, which may end the process"
+        """Sets the user's handlers again, and sends the signal that has waited. If that does not end the process, later
+    signals of the fit no longer wait"""
         for number,handler in self.handlers.items(): signal.signal(number, handler)
         self.handlers.clear()
         number = self.received
