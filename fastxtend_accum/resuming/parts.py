@@ -53,7 +53,7 @@ def is_of_python(o)->bool:
     return library_of(o) in sys.stdlib_module_names
 
 def is_of_package(o)->bool:
-    "Returns whether `o` is a callback of this package, by the name of its base class, which imports none of this folder"
+    "Returns whether `o` is a callback of this package, by the name of its base class: this folder imports no callback"
     return 'WindowCallback' in [kind.__name__ for kind in type(o).__mro__]
 
 def has_no_state(o, name:str, value)->bool:
