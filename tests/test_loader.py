@@ -175,7 +175,8 @@ def test_a_loader_that_drops_the_last_batch():
     (160, 64, 3, 1, 192),  # as near to two as to three: the larger one
     (42, 64, 1, 2, 32),
     (5, 64, 1, 13, 4),
-    (1, 64, 1, 64, 1)])
+    (1, 64, 1, 64, 1),
+    (.5, 64, 1, 64, 1)])  # of a process, if a curve dips below the number of processes
 def test_the_shape_of_a_window_comes_nearest_to_its_size(size, bs, n_batches, n_pieces, samples):
     shape = nearest_shape(size, bs)
     assert shape == (n_batches, n_pieces)

@@ -403,6 +403,14 @@ def test_a_rule_for_a_function_holds_for_a_partial_of_it(monkeypatch):
     assert loss_items(loss_func, LOGITS, LABELS) == 2
 
 
+@pytest.mark.parametrize('items, text', [(-8, 'not -8'), (torch.ones(2), 'not tensor')])
+def test_a_rule_that_returns_no_count_is_an_error(items, text, monkeypatch):
+    def kept(pred, targ): pass
+    monkeypatch.setitem(loss_rules, kept, lambda settings, pred, targ: items)
+    with pytest.raises(ValueError, match=f'the rule of .*kept.* must return a count of 0 or more, .* {text}'):
+        loss_items(kept, LOGITS, LABELS)
+
+
 @pytest.mark.parametrize('items', [0, 7, 2.5, np.float32(2.5), tensor(3), tensor([[3.]])], ids=repr)
 def test_num_items_may_return_any_count(items):
     "It becomes a number, unless it is on a GPU"

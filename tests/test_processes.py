@@ -155,6 +155,7 @@ CASES = dict(
     nonfinite=Case(),
     nonfinite_sharded=Case(),
     one_batch=Case(share=4),
+    own_backward=Case(share=4),
     pieces=Case(share=4),
     scheduled=Case(share=growing, remainder='carry'),
     ragged=Case(101, 12),
@@ -369,7 +370,7 @@ def test_what_cannot_average():
 
 # What the processes exchange
 
-OTHERWISE = {'sharded', 'nonfinite', 'nonfinite_sharded', 'auto', 'loader_batches'}
+OTHERWISE = {'sharded', 'nonfinite', 'nonfinite_sharded', 'auto', 'loader_batches', 'own_backward'}
 BY_ALL_REDUCE = {'sums', 'tokens', 'clip', 'cached', *CASES}-OTHERWISE
 
 

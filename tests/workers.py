@@ -149,6 +149,13 @@ class SkipBatch(Callback):
         if self.training and self.n == self.nth: raise CancelBatchException
 
 
+class OwnBackward(Callback):
+    "Runs the backward pass in the place of fastai"
+    def before_backward(self):
+        self.learn.loss_grad.backward()
+        raise CancelBackwardException
+
+
 def nan_once():
     "Returns a model with a NaN in the gradient of one row, in one process, at its sixth batch"
     m = model()
@@ -326,6 +333,7 @@ float16_scale = dict(init_scale=256.)
 CASES = dict(
     constant=lambda: small(accum()),
     one_batch=lambda: small(accum(4)),
+    own_backward=lambda: small(accum(4), OwnBackward()),
     pieces=lambda: small(accum(4), bs=16),
     float16=lambda: small(accum(), CpuMixedPrecision(**float16_scale), m=model().float(), loss_func=MSELossFlat()),
     loader_batches=lambda: small(accum(log_accum_batch=False)),

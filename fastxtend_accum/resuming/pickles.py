@@ -48,8 +48,8 @@ def has_path(o)->bool:
     return not has_none and not name_of(o)
 
 # %% ../../nbs/resuming/01_pickles.ipynb #4dea4728
-# A pickle may name what makes numbers, strings, containers, arrays and tensors, and what the fit itself has: its objects,
-# their methods, and the functions that it names. So a foreign file can call no other code
+# A pickle may name what makes numbers, strings, containers, arrays and tensors, and what the fit itself has: its
+# objects, their methods, and the functions that it names. So a foreign file can call no other code
 
 def object_at(path:str):
     """Marks the place of an object in a pickle, by its path. It is never called: `Paths.find_class` returns a function

@@ -14,7 +14,7 @@ from fastai.basics import *
 from .checks import warn_user
 from .description import Differences
 from .events import Events,is_finding_rate
-from .gradients import WindowParams
+from .gradients import WindowParams,divide_gradients
 from .losses import ModelLabels,check_items,loss_items
 from .loss_check import LossCheck
 from .nested import tensors_in
@@ -209,8 +209,10 @@ def accept_cancelled(fit:FitContext, window:Window, contribution:Contribution)->
     """After a backward pass that a callback has cancelled (CancelBackwardException): returns whether the micro-batch
     counts all the same. A window of one micro-batch counts, as in fastai. In a sum the micro-batch is left out; raises
     RuntimeError if the callback has computed a gradient itself"""
-    if window.is_single:
-        window.add(contribution)  # fastai steps all the same, with the gradient as it is
+    if window.is_single:  # fastai steps all the same, with the gradient as it is
+        # In several processes, the mean divides by the weight, which a gradient that a callback computed does not have
+        if contribution.weight: divide_gradients(fit.params.summed, 1/contribution.weight)
+        window.add(contribution)
         return True
     # Nobody else may change the sums, so that a new gradient is one that the callback has computed
     if not window.grads.is_intact():

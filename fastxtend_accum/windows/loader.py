@@ -117,6 +117,7 @@ class WindowShape(NamedTuple):
 
 def nearest_shape(size:float, bs:int)->WindowShape:
     "Returns the windows that come nearest to `size` samples, for loader batches of `bs`"
+    size = max(size, 1)  # a curve may dip below a sample for each process
     if size >= bs: return WindowShape(n_batches=math.floor(size/bs+.5+_tiny))
     fewer = math.floor(bs/size)
     more = fewer+1
