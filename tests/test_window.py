@@ -112,8 +112,8 @@ def test_a_batch_that_starts_again_takes_its_micro_batches_out_of_the_window():
 def test_a_window_keeps_the_batches_that_may_be_carried():
     window = Window(16)
     first = SimpleNamespace(samples=8, rows=8)
-    window.note_batch(first, is_carried=True)
-    window.note_batch(SimpleNamespace(samples=8, rows=3), is_carried=False)
+    window.note_batch(first, may_be_carried=True)
+    window.note_batch(SimpleNamespace(samples=8, rows=3), may_be_carried=False)
     assert window.batches == [first]
     assert window.seen_samples == 8+3
 

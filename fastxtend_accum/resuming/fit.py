@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fastai.basics import *
 
 from ..windows.checks import warn_user
-from ..windows.processes import all_reduce_scalar,n_processes
+from ..windows.processes import max_over_processes,n_processes
 from .files import Folder,folders,read_file,whole_file
 from .graph import Graph
 from .identity import differences,may_differ,settings_of,text_of
@@ -164,7 +164,7 @@ def save_if_due(self:SavedFit, place:str|None=None):
     must_end = held_signals.is_waiting()
     is_due = must_end or self.clock() >= self.next_save
     # All processes save if one of them has to
-    if all_reduce_scalar(self.learn, is_due):
+    if max_over_processes(self.learn, is_due):
         self.save(place or self.leader.loop.state())
     if must_end: held_signals.deliver()
 

@@ -25,7 +25,8 @@ class AccumWarning(UserWarning):
 
 def warn_user(message:str):
     "Warns with an `AccumWarning`"
-    # It comes from fastai's loop, far from the user's code: the level names the module of this package that warns
+    # The line that calls this function is shown: the user's own line, such as `learn.fit(1)`, is many levels up, and
+    # fastai's loop is in between
     warnings.warn(message, AccumWarning, stacklevel=2)
 
 def check_size(name:str, size:int)->int:
@@ -89,8 +90,8 @@ def check_rules(rules:dict|None, opt):
 
 # %% ../../nbs/windows/03_checks.ipynb #4ebf1c9b
 def accumulates_gradients(cb)->bool:
-    """Returns whether `cb` accumulates gradients: a class of it has the name `GradientAccumulation`, which the
-    callbacks of fastai, fastxtend and this package share"""
+    """Returns whether `cb` accumulates gradients: whether its class, or a base class, has the name
+    `GradientAccumulation`, as in fastai, fastxtend and this package"""
     return 'GradientAccumulation' in [o.__name__ for o in type(cb).__mro__]
 
 def check_learner(
@@ -116,7 +117,8 @@ def check_callbacks(learn, cb):
     """Raises ValueError if another callback of `learn` also accumulates gradients, or keeps them in another precision;
     `cb` runs the windows"""
     others = [o for o in learn.cbs if o is not cb and o.run and accumulates_gradients(o)]
-    # If `cb` only saves memory, as a GradientCache does, each window is a batch, which another callback may accumulate
+    # Two callbacks that accumulate would both decide when to step. If `cb` only saves memory, as a GradientCache does,
+    # its windows are single batches, and another callback, such as fastai's GradientAccumulation, may accumulate these
     if others and accumulates_gradients(cb):
         kind = type(others[0])
         raise ValueError(f"{kind.__module__}.{kind.__name__} also accumulates gradients: remove it, or "
@@ -126,7 +128,7 @@ def check_callbacks(learn, cb):
 
 def uses_cuda_graphs(m)->bool:
     "Returns whether `m` was compiled with CUDA graphs"
-    compiled_by_function = m  # by `torch.compile(m)`
+    compiled_by_function = m  # if it is what `torch.compile` has returned
     compiled_in_place = getattr(m, '_compiled_call_impl', None)  # by `m.compile()`
     for o in (compiled_by_function, compiled_in_place):
         if not hasattr(o, 'get_compiler_config'): continue

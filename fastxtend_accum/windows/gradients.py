@@ -42,7 +42,7 @@ def optimizers_of(cb)->list:
 
 def extra_params(learn)->list:
     """Returns the parameters of the loss, as in a center loss, and of optimizers that callbacks hold. The Learner's
-    optimizer does not have to have them"""
+    optimizer may not contain them"""
     res = []
     for cb in learn.cbs:
         for opt in optimizers_of(cb):
@@ -58,7 +58,7 @@ class WindowParams:
     def __init__(self, learn):
         self.opt = learn.opt
         self.param_lists = self.lists_of(learn.opt)
-        # While a window runs, nobody else may change these gradients
+        # While a window runs, callbacks may not change these gradients
         self.guarded = unique([*params_in(learn.opt), *learn.model.parameters()])
         # The optimizers of these belong to callbacks, which may zero their gradients at any time
         self.extra = extra_params(learn)
@@ -66,8 +66,8 @@ class WindowParams:
         self.half = [p for p in self.summed if p.dtype in half]
 
     def lists_of(self, opt):
-        """Returns the list of parameter groups, a new one if somebody replaces them. None for an OptimWrapper, which
-        makes a new list each time"""
+        """Returns the list of parameter groups. It is another list than before if a callback has replaced the groups.
+        None for an OptimWrapper, which makes a new list at each access, so that this cannot be seen"""
         return None if isinstance(opt, OptimWrapper) else opt.param_lists
 
     def is_current(self, learn)->bool:
@@ -92,8 +92,8 @@ def gradients(params:Iterable)->list:
     return res
 
 def is_finite(params:Iterable)->bool:
-    """Returns whether all gradients of `params` are free of NaN and infinity, also in the precision of the weights.
-    Waits for the GPU"""
+    """Returns whether all gradients of `params` are free of NaN and infinity, also once they are rounded to the type of
+    their weights for the step: 70000 is infinite in float16. Waits for the GPU"""
     params = [p for p in params if p.grad is not None]
     values = [g._values() if g.is_sparse else g for g in gradients(params)]
     values = [v.to(p.dtype) for p,v in zip(params, values) if v.numel()]
@@ -111,11 +111,12 @@ class GradientSums:
     def __init__(self, params:WindowParams):
         self.params = params
         self.are_in_float32 = can_sum_in_float32 and bool(params.half)
-        if self.are_in_float32: self.set_dtypes(torch.float32)
+        if self.are_in_float32: self.convert_half(torch.float32)
         self.stamps = self.current_stamps()
 
-    def set_dtypes(self, dtype:torch.dtype|None):
-        "Gives the gradients of half-precision weights this type; None: the type of their weights"
+    def convert_half(self, dtype:torch.dtype|None):
+        """Converts the gradients of half-precision weights to this type, in which PyTorch then adds up further ones.
+        None: the type of their weights"""
         for p in self.params.half:
             grad = p.grad
             p.grad = None  # the type can be set only without a gradient
@@ -145,7 +146,7 @@ class GradientSums:
         return True
 
     def check(self):
-        "Raises RuntimeError if somebody has changed the sums"
+        "Raises RuntimeError if a callback has changed the sums"
         if self.is_intact(): return
         raise RuntimeError("a callback zeroed, replaced or changed a gradient, or froze a parameter, in the middle of "
                            "a window (clipping, a GANTrainer, an attack?): do this in before_step, or use windows of "
@@ -153,7 +154,7 @@ class GradientSums:
 
     def end(self):
         "After the last micro-batch: rounds sums in float32 to the type of their weights"
-        if self.are_in_float32: self.set_dtypes(None)
+        if self.are_in_float32: self.convert_half(None)
 
 def divide_gradients(params:Iterable, divisor:Real):
     "Divides the gradients of `params` in place"

@@ -24,6 +24,7 @@ __all__ = ['remainders', 'batch_source', 'loader_bs', 'drops_last', 'is_distribu
 def batch_source(dl):
     "Returns what makes batches of the samples of `dl`: PyTorch's `BatchSampler`, or `dl` itself"
     sampler = getattr(dl, 'batch_sampler', None)
+    # Not a subclass, whose batches may have other sizes and samples than its `batch_size` and `sampler` say
     return sampler if type(sampler) is torch.utils.data.BatchSampler else dl
 
 def loader_bs(dl)->int|None:
@@ -55,8 +56,12 @@ def dataset_size(dl)->int|None:
         return None if n is None else math.ceil(n/dl.world_size)
     # An iterable one may yield more or fewer than its length
     if isinstance(getattr(dl, 'dataset', None), IterableDataset): return None
-    drawn = getattr(dl, 'partial_n', None)  # by fastai's PartialDL
-    sizes = [drawn, getattr(dl, 'n', None), length_of(batch_source(dl), 'sampler'), length_of(dl, 'dataset')]
+    # The first one that exists: what draws a part of the data set comes before the whole
+    sizes = [
+        getattr(dl, 'partial_n', None),  # of fastai's PartialDL, which also has an `n`
+        getattr(dl, 'n', None),  # of fastai's loaders
+        length_of(batch_source(dl), 'sampler'),  # of PyTorch's
+        length_of(dl, 'dataset')]
     return first(o for o in sizes if o is not None)
 
 def epoch_samples(dl, bs:int)->tuple[int,bool]:
@@ -67,7 +72,8 @@ def epoch_samples(dl, bs:int)->tuple[int,bool]:
     if n is None: return n_batches*bs,False
     n_full = n//bs
     if is_distributed(dl) and dl.drop_last: n_batches = n_full  # its length also counts the incomplete batch
-    # By the number of batches, because samplers and wrappers need not have a `drop_last`
+    # By the number of batches, because samplers and wrappers need not have a `drop_last`. Of 20 samples in batches of
+    # 8, there are 3 batches if all are taken, and 2 if the rest is dropped
     takes_all = n_batches == math.ceil(n/bs)
     drops_rest = n_batches == n_full
     if takes_all: return n,True
@@ -76,8 +82,14 @@ def epoch_samples(dl, bs:int)->tuple[int,bool]:
 
 # %% ../../nbs/windows/08_loader.ipynb #bc7dde7c
 class LoaderInfo(NamedTuple):
-    """What is known of the batches of an epoch, in this process, before they are loaded. Plans count `planned` samples:
-    if the DataLoader states no batch size, its batches may differ in size, and a plan assumes that all are equal"""
+    """What is known of the batches of an epoch, in this process, before they are loaded. There are three counts of a
+    batch:
+
+    - samples, as the DataLoader counts them: they fill windows, and loggers show them
+    - `planned` samples: the same, unless the DataLoader states no batch size. Then a plan, which is made before the
+      batches can be counted, assumes that each has `planned_batch_size`. Plans and positions in the epoch count these
+    - rows of its tensors, of which a collate function or a callback may make several for each sample: batches are
+      sliced along these"""
     batch_size:int|None  # None: unknown, and not needed, because each batch is a window
     states_batch_size:bool  # False: `batch_size` is unknown, or the callback's `micro_batch_size` is taken for it
     n_planned:int  # samples in the epoch; if `batch_size` is None, batches
@@ -87,7 +99,7 @@ class LoaderInfo(NamedTuple):
     def planned_batch_size(self)->int: return self.batch_size or 1
 
     def planned(self, samples:int)->int:
-        "Returns as how many samples a plan counts a batch of `samples`"
+        "Returns how many samples a plan counts for a batch of `samples`"
         return samples if self.states_batch_size else self.planned_batch_size
 
 def loader_info(
@@ -143,8 +155,9 @@ class LoaderBatch(NamedTuple):
         n_pieces:int,
         bs:int, # Samples in a full loader batch
     )->list[LoaderBatch]:
-        """Returns the pieces of the batch, the largest ones first. A batch of fewer samples than `bs` is cut at the
-        same places, so that only its last piece is smaller. Raises ValueError if it cannot be sliced"""
+        """Returns the pieces of the batch, of nearly equal size: 10 samples in 4 pieces are 3, 2, 3 and 2. A batch of
+        fewer samples than `bs` is cut at the same places, so that only its last piece is smaller. Raises ValueError if
+        it cannot be sliced"""
         res = []
         for start,end in part_bounds(bs, n_pieces):
             end = min(end, self.samples)
@@ -169,7 +182,7 @@ class EpochPlan:
         epoch:int,
         n_epoch:int,
         remainder:str, # One of `remainders`
-        carried:list[LoaderBatch], # The epoch before has left them, and they come first
+        carried:list[LoaderBatch], # Left over from the previous epoch; they come first
         smallest:WindowShape, # Of the fit
         largest:WindowShape,
         sizes_vary:bool, # Whether windows may differ in size, apart from the last one
@@ -185,10 +198,11 @@ class EpochPlan:
         self.sizes_vary = sizes_vary
         self.first_shape = shape_at_pct(epoch/n_epoch)
         self.carried = [o.without_data() for o in carried]
-        self.n_carried = sum(info.planned(o.samples) for o in carried)  # samples
-        self.windows = []  # as (start, size), both in samples
-        self.n_batches = 0  # loader batches, or pieces
-        self.left = []  # batches that fill no window
+        # Here and in the methods, samples are `planned` ones, and are counted from the first carried batch on
+        self.n_carried = sum(info.planned(o.samples) for o in carried)
+        self.windows = []  # pairs (start, size), both in samples
+        self.n_batches = 0  # batches of all windows, and those in `left`; a piece counts as a batch
+        self.left = []  # the last batches, if they fill no window
         self.plan_windows()
         self.starts = [start for start,_ in self.windows]
 
@@ -208,12 +222,13 @@ class EpochPlan:
     def position(self, samples:int)->float:
         """Returns the position in the epoch, from 0 to 1, after this many `samples`. If windows vary in size, it is the
         fraction read. If not, each window advances it by the same amount, as each batch does in fastai, although the
-        last window may be smaller or dropped"""
+        last window may be smaller or dropped. For example, in an epoch of two windows of 32 and one of 16 samples, the
+        position after 48 samples is half of a window beyond the first: 1.5/3"""
         n = len(self.windows)
         if self.sizes_vary or not n: return self.fraction_read(samples)
         n_begun = bisect_right(self.starts, samples)
         start,size = self.windows[n_begun-1]
-        fraction = min((samples-start)/size, 1.)  # of this window
+        fraction = min((samples-start)/size, 1.)  # of this window; more samples may come than were planned
         return (n_begun-1+fraction)/n
 
     def shape(self, samples:int)->WindowShape:
@@ -230,7 +245,7 @@ class EpochPlan:
 # %% ../../nbs/windows/08_loader.ipynb #a3c1d5e7
 @patch
 def pieces_of(self:EpochPlan, batch:LoaderBatch, start:int)->list[LoaderBatch]:
-    "Returns the pieces of a loader batch that begins after `start` samples; or the batch, if it is not cut"
+    "Returns the pieces of a loader batch that begins after `start` samples, each of which makes a window; or the batch"
     if self.smallest.n_pieces == 1: return [batch]
     n_pieces = self.shape(start).n_pieces
     if n_pieces == 1: return [batch]
@@ -250,9 +265,10 @@ def planned_batches(self:EpochPlan)->Iterator[LoaderBatch]:
 
 @patch
 def plan_windows(self:EpochPlan):
-    "Fills windows with the batches of the epoch"
-    batches = []  # of the window
-    start = 0
+    "Fills one window after the other with the batches of the epoch"
+    # Of the window that is being filled
+    batches = []
+    start = 0  # samples before it
     filled = 0  # samples in it
     size = 0  # samples that fill it
     for batch in self.planned_batches():
@@ -270,13 +286,13 @@ def plan_windows(self:EpochPlan):
 
 # %% ../../nbs/windows/08_loader.ipynb #df804201
 class EpochBatches(GetAttr):
-    """The training batches of an epoch, after those that the epoch before has carried into it. To callbacks it is
+    """The training batches of an epoch, after those that were carried into it from the previous one. To callbacks it is
     `learn.dl`"""
     _default = 'dl'
     def __init__(self,
         dl, # The DataLoader
         plan:EpochPlan,
-        carried:list[LoaderBatch], # The epoch before has left them
+        carried:list[LoaderBatch], # Left over from the previous epoch
         loop, # The `WindowLoop` that runs them
         n_rounds:int, # Rounds of fastai's loop
     ):
@@ -296,8 +312,9 @@ class EpochBatches(GetAttr):
         self.samples_read = 0  # planned samples in these
 
     def __reduce__(self):
-        "A Learner that is copied or exported in the middle of a fit gets None: a running DataLoader cannot be pickled"
-        return type(None),()  # unpickling calls `type(None)()`, which is None
+        """Lets a Learner be copied or exported in the middle of a fit, although a running DataLoader cannot be pickled.
+        The copy has None in its place, since unpickling calls `type(None)()`"""
+        return type(None),()
 
     def __iter__(self)->Iterator:
         "For callbacks that read `learn.dl` by themselves. The loop uses `advance`"
@@ -326,6 +343,7 @@ def loader_batches(self:EpochBatches)->Iterator[list[LoaderBatch]]:
     info,plan = self.info,self.plan
     bs = info.planned_batch_size
     for data in self.read(self.dl):
+        # In planned samples. Not by `samples_read`, because further batches may be loaded while this one waits
         start = self.n_loaded*bs
         left = info.n_planned-start
         self.n_loaded += 1
@@ -344,8 +362,8 @@ def counted(self:EpochBatches,
     data:tuple,
     left:int, # Samples that the loader has left
 )->LoaderBatch:
-    """Counts a batch. Its samples go by the size that the DataLoader states, because it may have several rows of each;
-    if it states none, each row is a sample"""
+    """Counts a batch. It has as many samples as the batch size that the DataLoader states, since there may be several
+    rows of each. If the DataLoader states none, each row is a sample"""
     info = self.info
     if not info.states_batch_size:
         rows = n_rows(data, info.batch_size)
@@ -386,8 +404,8 @@ def load_next(self:EpochBatches)->bool:
 
 @patch
 def read_ahead(self:EpochBatches, samples:int):
-    """Before a window: loads batches until its `samples` are waiting. Without an exact length, nothing else shows
-    whether it will be full, or is dropped or carried"""
+    """Before a window of this many `samples`: loads batches until they are waiting, or the DataLoader ends. Without an
+    exact length, nothing else shows whether the window will be full, or is dropped or carried"""
     if self.plan.remainder == 'step' or self.info.has_exact_length: return
     while self.samples_left() < samples and self.load_next(): pass
 
@@ -397,13 +415,15 @@ def finish_epoch(self:EpochBatches, unfinished:list[LoaderBatch]):
     """After the last round: keeps the batches that are to be carried, first those of the `unfinished` window. Ends the
     DataLoader as fastai does, with `after_iter`"""
     if self.plan.remainder == 'carry':
-        while self.load_next(): pass
+        while self.load_next(): pass  # to the end, where the DataLoader sends `after_iter` itself
         self.left_over = [*unfinished, *self.waiting]
         return
-    # If samples were skipped, the DataLoader has found its end before all that were planned have come
+    # If the DataLoader skipped samples, it has found its end although some are left
     leaves_batches = not self.has_found_end and self.info.has_exact_length and self.samples_left() > 0
-    if not leaves_batches: next(self.source, None)  # the DataLoader finds its end by itself, and sends `after_iter`
-    elif hasattr(self.dl, 'after_iter'): self.dl.after_iter()  # batches that are dropped are not loaded
+    # All were read: asked for one more, the DataLoader finds its end, and sends `after_iter` itself
+    if not leaves_batches: next(self.source, None)
+    # The rest is dropped, and not loaded. So the DataLoader does not come to its end, and this sends it
+    elif hasattr(self.dl, 'after_iter'): self.dl.after_iter()
 
 # %% ../../nbs/windows/08_loader.ipynb #917408b2
 # Questions
@@ -415,7 +435,8 @@ def is_last(self:EpochBatches)->bool:
 
 @patch
 def samples_left(self:EpochBatches)->int:
-    "Returns the planned samples after the current batch; if the length is not exact, those that are waiting"
+    """Returns the planned samples after the current batch. If the length is not exact, only those that are waiting are
+    known, and `read_ahead` has loaded as many as the next window needs"""
     if not self.info.has_exact_length: return sum(o.samples for o in self.waiting)
     return self.info.n_planned+self.plan.n_carried-self.samples_read
 

@@ -16,7 +16,7 @@ from .gradients import divide_gradients,is_finite,trained_params
 from .loader import EpochBatches,EpochPlan,LoaderBatch
 from .loggers import Loggers
 from .nested import n_rows
-from .processes import all_reduce_scalar,enable_gradient_sync
+from .processes import enable_gradient_sync,max_over_processes
 from .progress import Progress
 from .step import ScaledHypers,scales_loss
 from .window import Outcome,Window
@@ -436,7 +436,7 @@ def skips_nonfinite(self:WindowLoop)->bool:
     if not self.settings.skip_nonfinite: return False
     if scales_loss(learn): return False  # a GradScaler finds and skips such a step itself
     params = [*trained_params(learn.opt), *self.fit.params.extra]
-    return bool(all_reduce_scalar(learn, not is_finite(params)))
+    return bool(max_over_processes(learn, not is_finite(params)))
 
 @patch
 def show_window_loss(self:WindowLoop):
@@ -495,7 +495,7 @@ def discard_window(self:WindowLoop):
     window = self.window
     if window.outcome is not None: return
     if window.grads is not None:
-        window.end_gradients()
+        window.undo_begin()
         self.drop_gradients()
     self.window = Window(window.size)
 

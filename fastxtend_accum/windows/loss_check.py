@@ -51,8 +51,8 @@ class KeptMicroBatch(NamedTuple):
     items:Count|None  # what its loss averages over; None: it is a sum
 
 def weighted_parts(loss_func:Callable, micro_batches:list[KeptMicroBatch])->list[list[Tensor]]:
-    """Returns the loss and the gradients of each micro-batch, times its share in the items of the window; as they are,
-    if the losses are sums"""
+    """Returns the loss and the gradients of each micro-batch, times its share in the items of the window: losses of 2
+    and 4 over 3 items and 1 item become 2*3/4 and 4*1/4. If the losses are sums, returns them as they are"""
     counts = [o.items for o in micro_batches]
     if None in counts: return [loss_and_grads(loss_func, o.args) for o in micro_batches]
     total = sum(counts)
@@ -66,8 +66,9 @@ def weighted_parts(loss_func:Callable, micro_batches:list[KeptMicroBatch])->list
 
 # %% ../../nbs/windows/06_loss_check.ipynb #bb683774
 def compare_losses(loss_func:Callable, micro_batches:list[KeptMicroBatch])->tuple[float,float]:
-    """Returns two relative differences from the loss of all samples together and its gradients: when that is computed
-    again, and of the weighted sum over the micro-batches. Raises CannotCompare, or CannotJoin"""
+    """Compares with the loss of all samples together, and with its gradients. Returns two relative differences: that of
+    the same loss, computed a second time, which is 0 unless the loss is random; and that of the weighted sum over the
+    micro-batches. Raises CannotCompare, or CannotJoin"""
     rows = [o.rows for o in micro_batches]
     fields = zip(*[o.args for o in micro_batches])
     whole = [join(list(field), rows) for field in fields]  # one by one, because each may be a list of samples
@@ -79,7 +80,8 @@ def compare_losses(loss_func:Callable, micro_batches:list[KeptMicroBatch])->tupl
     return differences.tolist()  # both at once, because each transfer waits for the GPU
 
 def largest_difference(xs:list[Tensor], ys:list[Tensor])->Tensor:
-    "Returns the largest difference between a tensor of `xs` and that of `ys`, by their norms, relative to the first"
+    """Returns the largest relative difference between a tensor of `xs` and the one of `ys` in the same place: the norm
+    of their difference over the norm of the former"""
     res = []
     for x,y in zip(xs, ys, strict=True):
         if x.shape != y.shape: raise CannotCompare('predictions do not have one row for each sample')
@@ -97,8 +99,9 @@ def is_inexact(loss_func:Callable, micro_batches:list[KeptMicroBatch])->bool:
     try: again,summed = compare_losses(loss_func, micro_batches)
     except (CannotCompare, CannotJoin): return False
     finally: snapshot.restore()
-    is_repeatable = again <= tolerance  # not if the loss is random, or NaN
-    return is_repeatable and not summed <= tolerance
+    is_repeatable = again <= tolerance  # False if the loss is random, or NaN
+    is_exact = summed <= tolerance  # False also if only the weighted sum is NaN
+    return is_repeatable and not is_exact
 
 # %% ../../nbs/windows/06_loss_check.ipynb #5e10d8fa
 class LossCheck:
@@ -109,8 +112,8 @@ class LossCheck:
 
     def __init__(self, loss_func:Callable):
         self.loss_func = loss_func
-        self.windows_left = self.n_windows  # to check with this loss function
-        self.losses_left = self.n_losses-1  # that may come after it
+        self.windows_left = self.n_windows  # that are still to be checked with this loss function
+        self.losses_left = self.n_losses-1  # other loss functions that may take its place, and be checked
 
     def stop(self):
         "No further window of the fit is checked"
@@ -118,7 +121,8 @@ class LossCheck:
         self.losses_left = 0
 
     def take_loss(self, loss_func:Callable):
-        "Begins anew if `loss_func` is another loss function than before, because a callback has replaced it"
+        """If a callback has replaced the loss function by `loss_func`, begins to count windows anew for that one,
+        unless the fit has had too many loss functions"""
         if loss_func == self.loss_func: return  # not `is`, because a bound method is a new object each time
         self.loss_func = loss_func
         if not self.losses_left: return
@@ -126,8 +130,9 @@ class LossCheck:
         self.windows_left = self.n_windows
 
     def keep(self, kept:list, pred, targets:tuple, rows:int, items:Count|None):
-        "Adds a micro-batch to the list `kept` of a window; if that is too large, empties it and stops"
-        args = map_tensors(copy_of, (pred, *targets))  # others may change these tensors
+        """Adds a micro-batch to `kept`, the list of the window. If this list holds too many bytes now, empties it, and
+        checks nothing more in this fit"""
+        args = map_tensors(copy_of, (pred, *targets))  # callbacks may change these tensors
         kept.append(KeptMicroBatch(args, rows, items))
         tensors = tensors_in([o.args for o in kept])
         if sum(o.nbytes for o in tensors) <= self.max_bytes: return

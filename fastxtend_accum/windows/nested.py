@@ -58,18 +58,19 @@ def tensors_in(b)->list:
 
 # %% ../../nbs/windows/00_nested.ipynb #b51a7c30
 def lists_samples(b, n:int)->bool:
-    """Returns whether `b`, a list, tuple or mapping, is a list of `n` samples: whether it has one entry for each. For
-    example, if `n` is 2:
+    """Guesses whether `b`, a list, tuple or mapping, lists `n` samples, with one entry for each: by its length, its
+    type and its tensors. For example, if `n` is 2:
 
-    - yes: [boxes of an image, boxes of another one], ('cat', 'dog'), [1, 0]
-    - no: (x1, x2), tensors with 2 rows each, which are assumed to be two inputs; (224, 224), a setting; a namedtuple"""
+    - yes: [boxes of an image, boxes of another one], ('cat', 'dog')
+    - no: (x1, x2), tensors with 2 rows each, which are taken for two inputs; a namedtuple
+    - numbers: [1, 0] is two labels, because collate functions build lists; (224, 224) is a setting, such as a size"""
     has_names = isinstance(b, Mapping) or hasattr(b, '_fields')
     if has_names or len(b) != n: return False
     tensors = tensors_in(b)
     if tensors:
         are_inputs = all(len(o) == n for o in tensors)  # each with a row for each sample
         return not are_inputs
-    are_texts = all(isinstance(o, str) for o in b)  # which PyTorch collates to a tuple
+    are_texts = all(isinstance(o, str) for o in b)  # PyTorch collates texts to a tuple
     return are_texts or isinstance(b, (list,L))
 
 # %% ../../nbs/windows/00_nested.ipynb #0f2993d3
@@ -77,21 +78,21 @@ def n_rows(
     b, # A batch of inputs and targets
     expected:int|None=None, # Number of samples, as the DataLoader counts them; None: unknown
 )->int:
-    """Returns the number of rows in `b`, which is the first of these that there is:
+    """Returns the number of rows in `b`: the first of these that exists.
 
-    1. the length of the targets, if they are a tensor, and it is `expected`, or all tensors in `b` are as long
+    1. the length of the targets, if they are a tensor of length `expected`, or if all tensors in `b` are as long
     2. `expected`, if a tensor in `b` has that length, or a list has one entry for each of as many samples
     3. the length of the targets, if they are a tensor, or else of the first tensor
     4. `expected`
 
-    Raises ValueError if there is none"""
+    Raises ValueError if none exists"""
     fields = list(b) if isinstance(b, (tuple,list,L)) else [b]
     targets = fields[-1] if fields else None
-    of_targets = targets.shape[:1] if isinstance(targets, Tensor) else ()  # the length, if there is one
-    if of_targets == (expected,): return expected  # nearly every batch: be quick
+    of_targets = targets.shape[:1] if isinstance(targets, Tensor) else ()  # a tuple of the length; empty without one
+    if of_targets == (expected,): return expected  # nearly every batch ends here, quickly
     lengths = [len(o) for o in tensors_in(b)]
     are_as_long = set(lengths) == set(of_targets)
-    # The number of fields in `b` says nothing about samples
+    # In each field, but not in `b` itself: a batch of two fields does not list two samples
     has_expected = expected is not None and any(has_rows(o, expected) for o in fields)
     if has_expected and not are_as_long: return expected
     for rows in (*of_targets, *lengths, expected):
@@ -148,13 +149,16 @@ def join(
     outputs:list, # Of micro-batches
     sizes:list, # Rows of each micro-batch
 ):
-    """Returns the outputs concatenated along their rows; raises CannotJoin unless all have the same structure, and one
-    row for each sample: NotSamplesFirst, if a tensor has another number of rows"""
+    """Returns the outputs concatenated along their rows: tensors of shapes (3, 4) and (2, 4), for `sizes` of 3 and 2,
+    become one of (5, 4). Lists with an entry for each sample become one list; other tuples, lists and mappings are
+    joined field by field. Raises CannotJoin unless all outputs have the same structure, with one row for each sample:
+    NotSamplesFirst if a tensor has another number of rows"""
     one = outputs[0]
     kinds = set(map(type, outputs))
     if len(kinds) > 1: raise CannotJoin("the outputs of micro-batches differ in their types")
     if children(one) is None: return join_leaves(outputs, sizes)
-    # If one lists samples, so do all. Another may look like several outputs: two samples with two boxes each
+    # If one output lists samples, so do all. In another one it may not show: two tensors, one for each of two samples,
+    # with two boxes each, look like two inputs
     lengths = [len(o) for o in outputs]
     if lengths == list(sizes) and any(map(lists_samples, outputs, sizes)):
         samples = chain(*outputs)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .window import Count,Window
 
 # %% auto #0
-__all__ = ['averages_gradients', 'is_sharded', 'inner_model', 'group_of', 'n_processes', 'all_reduce', 'all_reduce_scalar',
+__all__ = ['averages_gradients', 'is_sharded', 'inner_model', 'group_of', 'n_processes', 'all_reduce', 'max_over_processes',
            'enable_gradient_sync', 'Processes']
 
 # %% ../../nbs/windows/07_processes.ipynb #2b7db68b
@@ -35,7 +35,8 @@ def group_of(model): return getattr(model, 'process_group', None)
 def n_processes(learn)->int:
     "Returns how many processes train the model of `learn` together, at least 1"
     is_distributed = averages_gradients(learn.model)
-    distributed = sys.modules.get('fastai.distributed')  # importing it needs accelerate
+    distributed = sys.modules.get('fastai.distributed')  # not imported here, because it needs accelerate
+    # Its DistributedTrainer wraps the model when the fit begins
     if distributed and learn._grab_cbs(distributed.DistributedTrainer): is_distributed = True
     # Some models have a `no_sync` that does nothing, and train in one process without a group
     if not is_distributed or not dist.is_initialized(): return 1
@@ -47,7 +48,7 @@ def all_reduce(model, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
     dist.all_reduce(o, op, group=group_of(model))
     return o
 
-def all_reduce_scalar(learn, value:Count)->Real:
+def max_over_processes(learn, value:Count)->Real:
     "Returns the largest `value` of all processes, so a flag is True if it is True in one of them"
     if n_processes(learn) == 1: return value
     device = next(learn.model.parameters()).device
@@ -67,12 +68,14 @@ class Processes:
     ):
         self.learn = learn
         self.n = n_processes(learn)
-        # A process that runs a pass again would leave the others waiting in it, so passes must not communicate
+        # A process that runs a pass again would wait in it for the others, which run theirs once. So if that may
+        # happen, no pass communicates, and `reduce_window` averages the gradients
         self.passes_are_local = may_retry
         self.has_averaged = False  # whether DDP averaged the gradients in the last backward pass
 
     def before_forward(self, window:Window, ends_window:bool):
-        "Before each micro-batch: makes DDP average gradients in the last one of a window only"
+        """Before each micro-batch: makes DDP average gradients in the last one of a window only; not there either if
+        `reduce_window` has to do it"""
         if self.n == 1: return
         # DDP exchanges gradients in the type of the weights, so sums in float32 wait for `reduce_window`
         is_in_float32 = window.grads is not None and window.grads.are_in_float32
@@ -81,18 +84,18 @@ class Processes:
         self.has_averaged = False
 
     def after_backward(self):
-        "After a backward pass, which a callback may have cancelled: then this is not called"
+        "After a backward pass: notes whether DDP averaged in it. It is not called if a callback cancelled the pass"
         if self.n > 1: self.has_averaged = getattr(self.learn.model, 'require_backward_grad_sync', False)
 
     @contextmanager
     def local_passes(self):
-        """In this context forward passes wait for no other process. As DDP does before each pass, shares buffers, but
-        once"""
+        """In this context forward passes wait for no other process, so that `RetryOnOutOfMemory` can run some of them
+        again in one process alone. Syncs buffers once, where DDP would sync them in each pass, and wait"""
         model = self.learn.model
         if not isinstance(model, DistributedDataParallel):
             yield
             return
-        if model.will_sync_module_buffers(): model._sync_buffers()
+        if model.will_sync_module_buffers(): model._sync_buffers()  # DDP has no public method for this
         model.require_forward_param_sync = False
         try: yield
         finally: model.require_forward_param_sync = True
@@ -100,7 +103,8 @@ class Processes:
 # %% ../../nbs/windows/07_processes.ipynb #885f686c
 @patch
 def reduce_window(self:Processes, window:Window):
-    "Makes the sums of `window` the sums over all processes, and its gradients the mean over processes"
+    """After the last micro-batch: makes the sums of `window` those over all processes, and its gradients the mean over
+    processes, unless DDP has done so in the last backward pass"""
     losses = window.losses
     if self.n == 1:
         window.set_totals(losses.on_host(), window.seen_samples)
@@ -108,7 +112,8 @@ def reduce_window(self:Processes, window:Window):
     model = self.learn.model
     if not self.has_averaged and not is_sharded(model): self.average_grads()
     loss = torch.as_subclass(losses.loss, Tensor)
-    sums = torch.zeros(3, dtype=torch.float64, device=loss.device)  # 24 bytes, in one message
+    # In one message, because each one has the processes wait for each other
+    sums = torch.zeros(3, dtype=torch.float64, device=loss.device)
     sums[0] = loss
     sums[1] = losses.items or 0
     sums[2] = window.seen_samples

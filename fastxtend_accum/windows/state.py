@@ -42,19 +42,21 @@ def set_random_states(states:list):
 # Attributes and buffers
 
 def owner_of(func):
-    """Returns the object whose method `func` is, or is made of, as a `partial` or a loss of fastai's; otherwise its
-    function"""
+    """Returns the object that holds the state of `func`:
+
+    - if it is a method, the object that it is bound to
+    - if it is a `partial` or a loss of fastai's, what it calls: its `func`, or the object that this is bound to
+    - otherwise `func` itself"""
     func = getattr(func, 'func', func)
     return func.__self__ if isinstance(func, types.MethodType) else func
 
 def attribute_dicts(o)->list[dict]:
     """Returns the dicts that hold the attributes of a module, function or other object. A module has two, its
-    `__dict__` and its buffers, and so have all modules inside"""
+    `__dict__` and its buffers, and so has each module inside"""
     owner = o if isinstance(o, nn.Module) else owner_of(o)
-    modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
-    with_attributes = modules or [owner]
-    attributes = [getattr(m, '__dict__', {}) for m in with_attributes]
-    return attributes + [m._buffers for m in modules]
+    if not isinstance(owner, nn.Module): return [getattr(owner, '__dict__', {})]
+    modules = list(owner.modules())
+    return [vars(m) for m in modules] + [m._buffers for m in modules]
 
 def restore_dict(o:dict, content:dict):
     "Makes `o` equal to `content`"
@@ -80,7 +82,8 @@ def restore_value(o:Tensor|list, value:Tensor|list):
         return
     is_like = (o.shape, o.dtype) == (value.shape, value.dtype)
     is_expanded = 0 in o.stride()  # several of its numbers are one in memory, so PyTorch refuses to write to it
-    # Through `data`, which leaves the version of `o` as it is: a backward pass refuses a tensor that has a new one
+    # By `data`. Writing to `o` itself would give it a new version, and then the backward pass of a graph that has saved
+    # it would raise an error
     if is_like and not is_expanded: o.data.copy_(value)
     else: o.data = value.clone()
 
@@ -94,16 +97,17 @@ class Snapshot:
       block, it is again as it was before the block.
 
     The copy is shallow: lists are copied, but not their items, nor anything else that an attribute refers to"""
-    # Not a generator with @contextmanager: PyTorch's `checkpoint` enters the same context in each backward pass
+    # Not a generator with @contextmanager, which can be entered only once: PyTorch's `checkpoint` enters the same
+    # context in each backward pass
     def __init__(self, *objects):
-        self.attributes = []  # each dict, with a copy
+        self.attributes = []  # pairs of a dict and its copy
         for o in objects:
             self.attributes += [(attrs, attrs.copy()) for attrs in attribute_dicts(o)]
-        self.values = []  # each list and tensor in them that may be changed in place, with a copy
+        self.values = []  # pairs of a list or tensor in these dicts that may be changed in place, and its copy
         for _,content in self.attributes:
             self.values += [(o, copy_of(o)) for o in content.values() if can_be_changed(o)]
         self.random_states = random_states()
-        self.outside = []  # as `attributes`, before a block
+        self.outside = []  # during a block: such pairs as in `attributes`, from before it
         self.random_states_outside = []
 
     def restore(self):
@@ -113,10 +117,10 @@ class Snapshot:
         set_random_states(self.random_states)
 
     def __enter__(self):
-        "Begins a further run. No tensor is written to, because the backward pass may still need its current values"
+        """Begins a further run. It finds new tensors and lists with the old values in the dicts. Those of the first run
+        are not written to, because the backward pass may still need their current values"""
         self.outside = [(attrs, attrs.copy()) for attrs,_ in self.attributes]
         self.random_states_outside = random_states()
-        # In the dicts, copies with the old values take the place of tensors and lists
         copies = {id(o):copy_of(value) for o,value in self.values}
         for attrs,content in self.attributes:
             inside = {name:copies.get(id(o), o) for name,o in content.items()}
@@ -126,4 +130,4 @@ class Snapshot:
     def __exit__(self, *args):
         for attrs,content in self.outside: restore_dict(attrs, content)
         set_random_states(self.random_states_outside)
-        self.outside = []  # it may hold what a pass has made
+        self.outside = []  # frees what a pass has made

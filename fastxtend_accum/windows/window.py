@@ -18,6 +18,8 @@ __all__ = ['Count', 'power_of_two', 'zero_if_empty', 'scaled', 'zero_grads_if_em
            'Window']
 
 # %% ../../nbs/windows/04_window.ipynb #b66a5093
+# The glossary at the top of loop.py explains the words: sample, row, item, micro-batch, window, round and others.
+
 # The loss of a micro-batch is a mean over some items: samples, labels, elements. The mean over a window is the sum of
 # loss*items over its micro-batches, divided by the sum of items. Each loss is multiplied by items/unit, its weight,
 # before its backward pass. The unit makes weights near 1, so that a sum is about as large as a mean, and float16 does
@@ -87,8 +89,8 @@ class LossSums(NamedTuple):
         return LossSums(self.n_micro+1, samples, self.loss+loss, items, weight)
 
     def since(self, before:LossSums)->LossSums:
-        """Returns the sums over the micro-batches that were added after `before`: they show the loss of a loader batch
-        that has run in several"""
+        """Returns the sums over the micro-batches that were added since the sums were `before`. If these are a loader
+        batch, their mean is its loss"""
         res = self._replace(samples=self.samples-before.samples)
         if not before.n_micro: return res  # there is no loss to subtract
         res = res._replace(n_micro=self.n_micro-before.n_micro, loss=self.loss-before.loss)
@@ -102,7 +104,8 @@ class LossSums(NamedTuple):
         return zero_if_empty(self.items, self.loss/self.weight)
 
     def on_host(self)->LossSums:
-        "Returns the sums on the CPU. All travel at once, because each transfer waits for the GPU"
+        """Returns the sums with `loss` on the CPU, and `items` and `weight` as numbers. All three travel in one tensor,
+        because each transfer waits for the GPU"""
         if not isinstance(self.items, Tensor): return self._replace(loss=self.loss.cpu())
         loss = torch.as_subclass(self.loss, Tensor)
         weight = torch.as_tensor(self.weight, device=loss.device)  # the number 1 if there is one micro-batch
@@ -123,13 +126,14 @@ class Window:
     It begins with its first micro-batch, and is closed once it has an `outcome`"""
     def __init__(self, size:int=1):
         self.size = size
-        self.losses = LossSums()
-        self.is_single = False  # whether it is one micro-batch, computed exactly as fastai does; known once it begins
+        self.losses = LossSums()  # over the micro-batches that have run; at the end, over those of all processes
+        self.is_single = False  # whether it is one micro-batch, computed as fastai does; known once it begins
         self.grads = None  # a GradientSums, once it has begun with several micro-batches
         self.kept = []  # micro-batches for the check of the loss
         self.batches = []  # copies of those that have run, if the epoch may end before the window is full
-        self.seen_samples = 0  # that the loader has yielded for it; once it is closed, in all processes
-        self.cancelled_samples = 0  # in batches that callbacks have cancelled
+        # Three counts of samples. `losses.samples` grows with each micro-batch, and says when the window is full
+        self.seen_samples = 0  # in loader batches that have run; once it is closed, in all processes, for loggers
+        self.cancelled_samples = 0  # in loader batches that callbacks have cancelled
         self.outcome = None  # an Outcome, once it is closed
 
     @property
@@ -171,17 +175,17 @@ class Window:
         "Adds a micro-batch without targets"
         self.losses = self.losses._replace(samples=self.losses.samples+samples)
 
-    def note_batch(self, batch, is_carried:bool):
-        "Counts the samples of a loader batch that has run; keeps it, if it may be carried into the next epoch"
+    def note_batch(self, batch, may_be_carried:bool):
+        "Counts the samples of a loader batch that has run; keeps it if it may be carried into the next epoch"
         self.seen_samples += min(batch.samples, batch.rows)  # the last one of an IterableDataset may have fewer rows
-        if is_carried: self.batches.append(batch)
+        if may_be_carried: self.batches.append(batch)
 
     def note_cancelled(self, samples:int): self.cancelled_samples += samples
 
 # %% ../../nbs/windows/04_window.ipynb #3ad9e0f7
 @patch
 def set_totals(self:Window, losses:LossSums, samples:int):
-    "Sets the sums over all processes, on the CPU"
+    "Puts the sums over all processes, which are on the CPU, in the place of those of this process"
     self.losses = losses
     self.seen_samples = samples
 
@@ -190,12 +194,14 @@ def restart_batch(self:Window, losses:LossSums):
     """Goes back to the sums from before the present batch, which ran out of memory and is going to run again. If it
     is the first batch, the window begins again, perhaps with another number of micro-batches"""
     self.losses = losses
-    del self.kept[losses.n_micro:]  # those of this batch: each micro-batch in the sums has one
-    if not losses.n_micro: self.end_gradients()
+    # Those of this batch; and as many more as have no part in the sums, because a callback cancelled their backward
+    # pass. The check of the loss may do without any of them
+    del self.kept[losses.n_micro:]
+    if not losses.n_micro: self.undo_begin()
 
 @patch
-def end_gradients(self:Window):
-    "Makes the window one that has not begun"
+def undo_begin(self:Window):
+    "Makes the window one that has not begun. Gradients keep their values, in the type of their weights"
     if self.grads is not None: self.grads.end()
     self.grads = None
     self.is_single = False
