@@ -15,6 +15,7 @@ from .windows.nested import join,leaves_in,map_tensors,part_bounds,slice_fields,
 from .windows.processes import inner_model,is_sharded
 from .windows.state import Snapshot
 from .memory.auto import SmallerMicroBatches
+from .memory.blocks import class_forward
 from .memory.hidden_state import HiddenState,state_owners
 from .memory.micro_batches import check_samples_first
 from .memory.override import override_attr
@@ -38,14 +39,14 @@ def cached_forward(
     so that the graph holds one of them at a time"""
     forward = module.forward
     def run_some(*args, **kwargs):
-        args,kwargs = map_tensors(torch.clone, (args, kwargs))  # the model may work in place
+        args,kwargs = map_tensors(torch.clone, (args, kwargs))  # the model may change its inputs in place
         return forward(*args, **kwargs)
     run_again = checkpointed(module, run_some)
     # A plain function, not a method: the graph keeps a reference to it, and must keep none to the Learner
     def run(*args, **kwargs):
         n = max(map(len, tensors_in((args, kwargs))), default=0)  # a tensor with fewer rows cannot be sliced
         if n <= size: return forward(*args, **kwargs)
-        check_samples_first(tensors_in((args, kwargs)), n, samples)
+        check_samples_first((args, kwargs), n, samples)
         def run_rows(run_part:Callable, start:int, end:int):
             some_args = slice_fields(args, start, end, n)
             some_kwargs = slice_rows(kwargs, start, end, n)
@@ -53,33 +54,39 @@ def cached_forward(
         hidden = HiddenState(owners, n)
         outputs,sizes = [],[]
         for start,end in part_bounds(n, math.ceil(n/size)):
-            run_part = run_some if end == n else run_again
+            run_part = run_some if end == n else run_again  # the backward pass begins with the last one
             with hidden.at(start, end): outputs.append(run_rows(run_part, start, end))
             sizes.append(end-start)
+        joined = join(outputs, sizes)
         if check and is_unclear(outputs[-1], sizes[-1]):
-            with torch.no_grad(), Snapshot(module):
-                of_more = run_rows(run_some, start-1, n)
-            check_structure(module, outputs, sizes, of_more)
-        return join(outputs, sizes)
+            # The rows of the last micro-batch, and the one before: there are no further rows
+            with torch.no_grad(), Snapshot(module): of_more = run_rows(run_some, start-1, n)
+            check_structure(module, joined, [*outputs, of_more], [*sizes, sizes[-1]+1])
+        return joined
     return run
 
 def is_unclear(output, n:int)->bool:
-    """Returns whether the shapes of the `output` for `n` rows may not tell what its rows are: a tensor has as many
-    columns, or there are as many tensors or more, one for each sample perhaps"""
+    """Returns whether the shapes of the `output` for `n` rows may not tell what is the dimension of the rows: if a
+    tensor has as many columns as rows, or if there are at least as many tensors as rows, perhaps one for each row"""
     tensors = tensors_in(output)
-    may_list_samples = len(tensors) >= n and not isinstance(output, Tensor)
     has_square = any(o.shape[:2] == (n, n) for o in tensors)
-    return may_list_samples or has_square
+    return has_square or len(tensors) >= n
 
 @torch.no_grad()
-def check_structure(module, outputs:list, sizes:list[int], of_more):
-    """Raises ValueError if the `outputs` of micro-batches are joined otherwise beside `of_more`, the output for one row
-    more than the last of them has: then their first dimension is not the samples"""
-    more = sizes[-1]+1
+def check_structure(
+    module,
+    joined, # Outputs of micro-batches, as `join` has taken their structure to be
+    outputs:list, # The same outputs, and then one for a row more than the last micro-batch has
+    sizes:list[int], # Rows of each of the `outputs`
+):
+    """Raises ValueError unless `joined` is right, by an output for one row more, which shows the structure. For
+    example, the output for 2 rows is 2 tensors of length 2. For 3 rows there are
+
+    - 2 tensors of length 3, if the model has two outputs: they are joined one by one
+    - 3 tensors of length 2, if each is that of a sample, such as its 2 boxes: they are put into one list"""
     n = sum(sizes)
-    joined = join(outputs, sizes)
-    joined_with_more = join([*outputs, of_more], [*sizes, more])
-    without_more = slice_rows(joined_with_more, 0, n, n+more)
+    joined_with_more = join(outputs, sizes)
+    without_more = slice_rows(joined_with_more, 0, n-sizes[-1], n)
     if len(leaves_in(joined)) == len(leaves_in(without_more)): return
     raise ValueError(f"cannot join the outputs of {type(module).__name__}: their first dimension must be the samples "
                      "(stack tensors of one sample each)")
@@ -97,8 +104,8 @@ class GradientCache(WindowCallback, SmallerMicroBatches):
         part:Callable|None=None, # Function of the model that returns the part to run in micro-batches; None: all of it
     ):
         store_attr()
-        self.size = None  # rows that the module sees at a time, at most; None: all
-        self.requested_size = None  # the `micro_batch_size` of the last fit, for which `size` was set
+        self.size = None  # rows that the module sees at a time, at most; None: all. 'auto' lowers it
+        self.requested_size = None  # the `micro_batch_size` by which `size` was set
         self.owners = []  # modules that carry a hidden state
         self.read_settings()
 
@@ -115,7 +122,8 @@ class GradientCache(WindowCallback, SmallerMicroBatches):
             raise TypeError("micro_batch_size must be a number of samples or 'auto', not None")
         self.micro_batch_size = check_micro_batch_size(self.micro_batch_size)
         check_callable('part', self.part, 'a function of the model')
-        if self.micro_batch_size == self.requested_size: return  # the size that 'auto' has found is kept
+        # Unless somebody has changed the setting since then, the size that 'auto' has found stays
+        if self.micro_batch_size == self.requested_size: return
         self.requested_size = self.micro_batch_size
         self.size = None if self.adapts else self.micro_batch_size
 
@@ -128,7 +136,7 @@ class GradientCache(WindowCallback, SmallerMicroBatches):
         self.owners = state_owners(model, self.module_to_split(model))
         super().before_train()
 
-    def has_micro_batch_events(self)->bool: return False  # its micro-batches are inside of the forward pass
+    def has_micro_batch_events(self)->bool: return False  # callbacks see one forward pass of the whole batch
 
     def module_to_split(self, model)->nn.Module:
         inner = inner_model(model)
@@ -143,8 +151,8 @@ def check_model(self:GradientCache):
                          "use DistributedDataParallel")
     part = self.module_to_split(model)
     is_inside = any(part is m for m in model.modules())
-    # As a ModuleList; a compiled model has its own as an attribute, not by its class
-    has_no_forward = getattr(part.forward, '__func__', None) is nn.Module.forward
+    # As a ModuleList. The class of a compiled model has none either, but the model has one as an attribute
+    has_no_forward = class_forward(part) is nn.Module.forward and 'forward' not in vars(part)
     if not is_inside or has_no_forward:
         raise ValueError(f"part must return a module of the model that has a forward, not a {type(part).__name__}: "
                          "such as lambda m: m[0]")
@@ -174,16 +182,21 @@ def batch_size(self:GradientCache, loop)->int: return loop.rows_of_batch()
 
 @patch
 def report(self:GradientCache, loop):
-    "Prints the micro-batch size and, unless a GradientAccumulation does so, the differences from a whole batch"
+    "Prints the micro-batch size and what differs from a whole batch"
     n = loop.rows_of_batch()
     size = min(self.size or n, n)
     module = self.module_to_split(loop.learn.model)
     how = f'each batch of {n} {how_split(n, size)}'
     # A part may see another number of rows than the batch has
     if self.part and self.size: how = f'{type(module).__name__} sees at most {self.size} rows at a time'
-    line = f'GradientCache: {how}; validation batches are not split'
+    differences = self.differences(loop, module, n, size)
+    self.log_once(f'GradientCache: {how}; validation batches are not split{differences}')
+
+@patch
+def differences(self:GradientCache, loop, module, n:int, size:int)->str:
+    """Returns what differs from a whole batch of `n` rows if `module` sees at most `size` at a time; an empty text if a
+    GradientAccumulation prints that"""
     found = loop.fit.differences
-    if found and self.is_leader() and size < n:
-        differences = found.described(largest_part(n, size), module)  # 33 rows, at most 16 at a time, are 3 times 11
-        if differences: line += f'. Same as one batch of {n}, except: {differences}.'
-    self.log_once(line)
+    if not found or size == n or not self.is_leader(): return ''
+    differences = found.described(largest_part(n, size), module)  # 33 rows, at most 16 at a time, are 3 times 11
+    return f'. Same as one batch of {n}, except: {differences}.' if differences else ''

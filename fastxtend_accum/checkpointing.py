@@ -29,22 +29,25 @@ __all__ = ['checkpointed', 'why_not_checkpointable', 'is_compiled', 'to_cpu', 'f
 # A block that runs again in the backward pass
 
 def checkpointed(module, forward:Callable)->Callable:
-    """Returns a function that runs `forward`, the forward pass of `module`, but keeps its inputs only: it runs again in
-    the backward pass. The second run begins in the state in which the first one began, and leaves everything as it
-    was"""
+    """Returns a function that runs `forward`, the forward pass of `module`, but keeps only its inputs, so that it runs
+    again in the backward pass. The second run begins in the state in which the first one began, and leaves everything
+    as it was"""
     def run(*args, **kwargs):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # `checkpoint` gets the inputs one by one, so that `saved_tensors_hooks` see all tensors. Besides, a DenseNet
-        # passes a list to its layers, to which it appends before they run again
+        # `checkpoint` gets the inputs one by one:
+        # - so `saved_tensors_hooks` see all tensors, also those in a list or a dict
+        # - so each input is kept as it is. A DenseNet passes a list to its layers, and appends to it before they run
+        #   again
         inputs,structure = tree_flatten((args, kwargs))
         def forward_of_inputs(*inputs):
             args,kwargs = tree_unflatten(inputs, structure)
             return forward(*args, **kwargs)
-        # An input may be a module, such as a shared embedding, of which the block changes the state, too
+        # An input may be a module, such as a shared embedding. The block may change its state, too
         modules = [o for o in inputs if isinstance(o, nn.Module)]
         def contexts():
-            "Of the first run, before which PyTorch calls this, and of those in the backward pass"
+            """Returns two contexts, as PyTorch wants: one for the first run, and one for each run in the backward pass.
+            PyTorch calls this just before the first run, so the snapshot has the state in which that begins"""
             return nullcontext(),Snapshot(module, *modules)
         return checkpoint(
             forward_of_inputs, *inputs,
@@ -70,8 +73,8 @@ def is_compiled(m)->bool:
     return hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) is not None
 
 def to_cpu(t:Tensor)->tuple[Tensor,torch.device]:
-    """Returns a copy of `t` on the CPU in the same memory layout, which PyTorch's `save_on_cpu` would lose, and its
-    device"""
+    """Returns a copy of `t` on the CPU, and the device of `t`. The copy has the same memory layout; PyTorch's
+    `save_on_cpu` would lose it"""
     copied = torch.empty_like(t, device='cpu', pin_memory=t.is_cuda)
     copied.copy_(t, non_blocking=t.is_cuda)
     return copied,t.device
@@ -81,8 +84,8 @@ def from_cpu(copied_and_device:tuple)->Tensor:
     return copied.to(device, non_blocking=True)
 
 def configs_with_cache(model)->list:
-    """Returns the configurations in `model` of Transformers models that use a key-value cache, to which both runs would
-    append. Several modules may share one"""
+    """Returns the configurations in `model` of Transformers models that use a key-value cache, because both runs would
+    append to it. Several modules may share one"""
     configs = [getattr(m, 'config', None) for m in model.modules()]
     return [o for o in configs if getattr(o, '__dict__', {}).get('use_cache')]
 
@@ -91,7 +94,9 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
     """Recompute blocks of the model in the backward pass, only as many as needed to fit each loader batch in memory
 
     The forward pass keeps only the inputs of these blocks. The model sees whole batches, and results stay the same"""
-    order = 11.5  # before a GradientAccumulation, which runs the batches
+    # It is a WindowCallback because fastai's loop cannot run a batch again. Beside a GradientAccumulation, which runs
+    # the loop, it is only a MemorySaver
+    order = 11.5  # before a GradientAccumulation
     saver_rank = 1
     _stateattrs = *WindowCallback._stateattrs,'found','groups'  # fastai leaves these out of a copy or an export
 
@@ -155,18 +160,20 @@ def find(self:ActivationCheckpointing, model)->tuple[list,dict,str|None]:
 
 @patch
 def context(self:ActivationCheckpointing, loop):
-    "Returns a context in which blocks run again in the backward pass, or None if all fits"
+    """Returns a context in which blocks run again in the backward pass, or None if all fits. Nothing is overridden
+    before somebody enters it, so that `forward_of_block` finds each block's own forward pass"""
     if not self.n_recomputed: return None
     contexts = [override_attr(o, 'use_cache', False) for o in configs_with_cache(loop.learn.model)]
-    # Some blocks are groups of layers, which only the grouped forms run as one module. Others run in these as before
+    # Some blocks are groups of layers: only the grouped form of the nn.Sequential around them calls these as modules
     contexts += [override_attr(m, 'forward', group.forward) for m,group in self.groups.items()]
+    # Last, because a block may be such an nn.Sequential itself: then it is recomputed as a whole, not by its groups
     contexts += [override_attr(m, 'forward', self.forward_of_block(m)) for m in self.found[:self.n_recomputed]]
     return ContextManagers(contexts)
 
 @patch
 def forward_of_block(self:ActivationCheckpointing, block)->Callable:
-    """Returns a forward pass for `block` that runs again in the backward pass; if offloading is on, what it keeps is on
-    the CPU"""
+    """Returns a forward pass for `block` that runs again in the backward pass. If offloading is on, it keeps its inputs
+    on the CPU"""
     run = checkpointed(block, block.forward)
     if not self.is_offloading: return run
     def run_offloaded(*args, **kwargs):
@@ -199,6 +206,6 @@ def report(self:ActivationCheckpointing, loop):
 
 @patch
 def advice(self:ActivationCheckpointing, loop)->str:
-    why = self.why_none or 'not even with all blocks recomputed and their inputs on the CPU'
+    why = self.why_none or 'to recompute all blocks, and keep their inputs on the CPU, does not save enough'
     return (f"ActivationCheckpointing: a batch of {loop.batches.current.samples} does not fit in memory: {why}; "
             "GradientAccumulation(micro_batch_size='auto') splits it")

@@ -148,12 +148,12 @@ class Activations(Callback):
     def __init__(self, limit:float=math.inf):
         self.limit = limit
         self.mb = 0
-        self.kept = {}  # MB of each tensor's memory, by its address
+        self.kept = {}  # MB of each tensor's memory, by its address; 0 for weights
         self.in_fit = ExitStack()
 
     def before_train(self):
         self.in_fit.close()  # of the epoch before, or of a fit that was interrupted
-        model = getattr(self.model, 'module', self.model)  # which also runs without its DDP wrapper
+        model = getattr(self.model, 'module', self.model)  # without its DDP wrapper, which does not always run
         measured = partial(self.measured, model.forward)
         self.in_fit.enter_context(override_attr(model, 'forward', measured))
 
@@ -161,11 +161,13 @@ class Activations(Callback):
         self.in_fit.close()
 
     def measured(self, forward:Callable, *args, **kwargs):
-        "Returns what `forward` does, and measures what it keeps: in validation, nothing"
-        weights = [p.untyped_storage() for p in self.model.parameters()]
-        self.kept = {o.data_ptr():0 for o in weights}  # they are in memory anyway
-        between_layers = nn.modules.module.register_module_forward_pre_hook(self.check)
-        with between_layers, torch.autograd.graph.saved_tensors_hooks(self.keep, noop):
+        "Returns what `forward` returns, and measures what it keeps: in validation, nothing"
+        # The backward pass needs the weights, too, but these are in memory anyway
+        self.kept = {p.untyped_storage().data_ptr():0 for p in self.model.parameters()}
+        # PyTorch calls `keep` for each tensor that the backward pass needs, and `check` before each layer
+        when_kept = torch.autograd.graph.saved_tensors_hooks(self.keep, noop)
+        before_layers = nn.modules.module.register_module_forward_pre_hook(self.check)
+        with when_kept, before_layers:
             output = forward(*args, **kwargs)
         self.check()
         self.mb = max(self.mb, sum(self.kept.values()))
@@ -178,6 +180,6 @@ class Activations(Callback):
         return t.detach()  # without detach, an output would hold its own graph, which only a backward pass frees
 
     def check(self, *args):
-        "Runs between layers, since PyTorch hides an error that is raised in `keep`"
+        "Raises an error above the limit. `keep` cannot do so, because PyTorch hides an error that is raised in it"
         if sum(self.kept.values()) <= self.limit: return
         raise torch.OutOfMemoryError(f'out of memory: more than {self.limit} MB of activations')

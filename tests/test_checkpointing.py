@@ -207,7 +207,7 @@ def test_one_line_says_how_a_batch_fits(share, blocks, says, capsys):
 
 
 @pytest.mark.parametrize('make,says', [
-    (with_batch_norm, 'not even with all blocks recomputed and their inputs on the CPU'),
+    (with_batch_norm, 'to recompute all blocks, and keep their inputs on the CPU, does not save enough'),
     (regression(flat), 'ActivationCheckpointing finds no blocks in Linear: choose modules with blocks=')])
 def test_an_error_says_what_else_makes_a_batch_fit(make, says):
     "It comes before the first step, and leaves nothing behind"

@@ -295,7 +295,7 @@ def test_a_part_without_a_state_can_be_split():
     plain = fit(learner(), 1)
     assert_apart(plain, StreamWithHead())
     assert_same_weights(fit(learner(GradientCache(8, part=lambda m: m[1])), 1), plain, FLOAT32)
-    with pytest.raises(ValueError, match='Stream carries its state .* no micro-batches'):
+    with pytest.raises(ValueError, match='StreamWithHead carries its state .* no micro-batches'):
         fit(learner(GradientCache(8, part=lambda m: m[0])), 1)
 
 

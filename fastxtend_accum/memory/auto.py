@@ -23,12 +23,13 @@ def smaller_size(n:int, size:int)->int|None:
     if size <= 1: return None
     n_parts = math.ceil(n/size)
     more_parts = n_parts+max(n_parts//2, 1)
+    # Of 5 samples in 3 parts, at most 2 are in a part, and in 4 parts as well: then the size falls by 1
     return min(math.ceil(n/more_parts), size-1)
 
 class SmallerMicroBatches(MemorySaver):
     "Base class of what runs a batch in as few micro-batches as memory allows: in more of them each time it runs out"
     def batch_size(self, loop)->int:
-        "Returns what `size` counts in the whole batch: samples"
+        "Returns how large the whole batch is, in what `size` counts: samples here, rows in GradientCache"
         return loop.batches.current.samples
 
     def reduce_memory(self, loop)->bool:
@@ -44,7 +45,8 @@ class SmallerMicroBatches(MemorySaver):
 
 # %% ../../nbs/memory/05_auto.ipynb #3e360b04
 class AutoMicroBatches(MicroBatches, SmallerMicroBatches):
-    "The strategy of `micro_batch_size='auto'`"
+    """The strategy of `micro_batch_size='auto'`. MicroBatches sets the `size` of an instance, and runs batches by it;
+    SmallerMicroBatches lowers it"""
     def report(self, loop):
         "Prints the line of the callback, which has the size that fits"
         loop.cb.print_line()

@@ -26,23 +26,24 @@ def is_layer(m)->bool:
 def n_layers(m)->int: return sum(map(is_layer, m.modules()))
 
 def class_forward(m)->Callable|None:
-    "Returns the forward pass of the class of `m`, which an attribute of `m` may replace for a while"
+    "Returns the forward pass of the class of `m`, also while an attribute of `m` overrides it; None if there is none"
     return getattr(type(m), 'forward', None)
 
 def is_plain_sequential(m)->bool:
-    "Returns whether the forward pass of `m` is that of nn.Sequential, which nobody has replaced in `m` either"
+    "Returns whether `m` runs its children in order: neither its class nor an attribute overrides nn.Sequential.forward"
     return class_forward(m) is nn.Sequential.forward and 'forward' not in vars(m)
 
 def can_be_block(m)->bool:
-    "Returns whether `m` has a forward pass of several modules. A single module keeps its inputs anyway"
+    """Returns whether `m` has a forward pass, and children that it may call. To recompute a module without children
+    would save nothing, because it keeps little more than its inputs anyway"""
     has_children = next(m.children(), None) is not None
     return has_children and class_forward(m) is not nn.Module.forward
 
 def grouped(m:nn.Sequential)->nn.Sequential:
-    """Returns the same computation, in which a layer and what follows it without a weight, such as a norm and an
-    activation, are one child: as a block, it need not keep what is between them"""
+    """Returns an nn.Sequential that computes the same as `m`. In it, a layer and the modules without a weight after it,
+    such as a norm and an activation, are one child. If this is a block, it need not keep what is between them"""
     groups = []
-    is_after_layer = False  # whether the last group has a single layer, and so takes what follows without a layer
+    is_after_layer = False  # whether the last group has exactly one layer, so that it takes modules without a layer
     for o in m:
         n = n_layers(o)
         if is_after_layer and n == 0: groups[-1].append(o)
@@ -55,8 +56,9 @@ def joined(group:list)->nn.Module:
     return group[0] if len(group) == 1 else nn.Sequential(*group)
 
 def holds_blocks(m)->bool:
-    """Returns whether the children of `m` are blocks: it is a container, or has more than two large children of one
-    class, as a Transformer has that lists its layers as attributes. Two may be an encoder and a decoder"""
+    """Returns whether the children of `m` may be blocks: it is a container, or has more than two large children of one
+    class, as a Transformer with the attributes layer1, layer2 and layer3 has. Two are not enough, because they may be
+    an encoder and a decoder, with the blocks inside"""
     if isinstance(m, containers): return True
     kinds = Counter(type(o) for o in m.children() if n_layers(o) > 1)
     return max(kinds.values(), default=0) > 2
@@ -85,18 +87,19 @@ def blocks_in(m, groups:dict)->list:
     res = []
     for o in parts.children():
         if not n_layers(o): continue
-        # What is no child of `m` is a group, of a single layer
-        inner = blocks_in(o, groups) if o in children else []
-        n_large = sum(n_layers(block) > 1 for block in inner)  # a convolution with its norm is too small to be a block
+        is_new_group = o not in children  # `grouped` has made it, of a single layer: there are no blocks inside
+        inner = [] if is_new_group else blocks_in(o, groups)
+        n_large = sum(n_layers(block) > 1 for block in inner)  # a convolution with its norm does not count
         if can_hold_blocks and can_be_block(o) and n_large < 2: res.append(o)
         else: res += inner
     return res
 
 # %% ../../nbs/memory/06_blocks.ipynb #9a1d41ac
 def check_blocks(blocks, model)->list:
-    """Returns `blocks`, which a user has named, as a list, each once; raises ValueError unless they are separate
-    modules of `model`"""
-    # A list of modules means its children, unless it has a forward pass of its own
+    """Returns `blocks`, which a user has named, as a list, each once. An nn.Sequential or nn.ModuleList stands for its
+    children, unless its class has a forward pass of its own. Raises ValueError unless all are separate modules of
+    `model`"""
+    # `blocks` may also be a plain list, which has no forward pass
     if class_forward(blocks) in (nn.Module.forward, nn.Sequential.forward): blocks = blocks.children()
     res = [blocks] if isinstance(blocks, nn.Module) else list(L(blocks))
     if not res:

@@ -27,20 +27,18 @@ def state_owners(model, part:nn.Module|None=None)->list[nn.Module]:
     if isinstance(model, nn.DataParallel): model = model.module
     awdlstm = sys.modules.get('fastai.text.models.awdlstm')  # if nobody has imported it, which takes seconds
     owners = []
-    have_reset = []
     for m in part.modules():
         if type(m).__name__ == 'SentenceEncoder': return []
         if awdlstm and isinstance(m, awdlstm.AWD_LSTM): owners.append(m)
-        if hasattr(m, 'reset'): have_reset.append(m)
-    if owners or not have_reset or not hasattr(model, 'reset'): return owners
-    name = type(have_reset[0]).__name__
-    raise ValueError(f"{name} carries its state from batch to batch (it has a `reset`), so a batch cannot be split: "
-                     "use a smaller bs, and no micro-batches")
+    has_reset = hasattr(model, 'reset') and any(hasattr(m, 'reset') for m in part.modules())
+    if owners or not has_reset: return owners
+    raise ValueError(f"{type(model).__name__} carries its state from batch to batch (it has a `reset`), so a batch "
+                     "cannot be split: use a smaller bs, and no micro-batches")
 
 # %% ../../nbs/memory/01_hidden_state.ipynb #bd1daa6b
 class HiddenState:
-    """While a batch of `n` rows runs in micro-batches, first rows first: the states that AWD_LSTMs carry into it, and
-    those that they carry on. The tensors have shape (layers, rows, features)"""
+    """The hidden states of AWD_LSTMs while a batch of `n` rows runs in micro-batches: those with which the batch
+    begins, and those with which each micro-batch ends. Their tensors have the shape (layers, rows, features)"""
     def __init__(self, owners:list, n:int):
         self.owners = owners
         self.n = n
@@ -57,8 +55,8 @@ class HiddenState:
 
     @contextmanager
     def at(self, start:int, end:int):
-        """In this context the model runs on these rows. After the last ones, the owners have the new states of all
-        rows; after an error, the old ones"""
+        """In this context the model runs on these rows. Enter it for one micro-batch after the other, in order. When
+        the last one ends, the owners get the new states of all rows; if an error ends one, they get the old ones"""
         def part(t): return t[:,start:end].contiguous()
         self.assign([map_tensors(part, o) for o in self.before], end-start)
         try: yield
@@ -69,6 +67,7 @@ class HiddenState:
         if end == self.n: self.assign(self.joined(), self.n)
 
     def joined(self)->list:
-        "Returns the states of all rows, from those of the micro-batches"
+        "Returns the state of all rows for each owner, which has one for each micro-batch"
         def cat(*tensors): return torch.cat(tensors, 1)
-        return [tree_map(cat, *states) for states in zip(*self.after)]
+        states_by_owner = zip(*self.after)  # for example [(hidden, cell), (hidden, cell)] for an owner
+        return [tree_map(cat, *states) for states in states_by_owner]

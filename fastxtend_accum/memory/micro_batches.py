@@ -16,7 +16,7 @@ from ..windows.nested import (CannotJoin,NotSamplesFirst,join,map_tensors,part_b
 from .hidden_state import HiddenState,state_owners
 
 # %% auto #0
-__all__ = ['per_sample_names', 'SampleSlices', 'chunk_bounds', 'check_samples_first', 'MicroBatches', 'join_outputs']
+__all__ = ['per_sample_names', 'SampleSlices', 'chunk_bounds', 'check_samples_first', 'MicroBatches', 'add_up', 'join_outputs']
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #bfa7b934
 def per_sample_names(cb)->list[str]:
@@ -30,8 +30,8 @@ def per_sample_names(cb)->list[str]:
     return [name for name in (*partners, *names) if name in vars(cb)]
 
 class SampleSlices:
-    """The inputs and targets of `learn`, of `n` rows, and what callbacks keep for each of them; `learn` holds a slice
-    at a time"""
+    """The inputs and targets of `learn`, of `n` rows, and what callbacks keep for each row. `learn` holds a slice of
+    them at a time"""
     def __init__(self, learn, n:int):
         self.learn = learn
         self.n = n
@@ -42,7 +42,7 @@ class SampleSlices:
             if not cb.run: continue  # it is switched off, and what it keeps is of an earlier batch
             for name in per_sample_names(cb):
                 value = vars(cb)[name]
-                is_shared = isinstance(value, Tensor) and value.shape[:1] != (n,)  # one for all rows
+                is_shared = isinstance(value, Tensor) and value.shape[:1] != (n,)  # the same for all rows
                 if not is_shared: self.kept.append((cb, name, value))
 
     def hold(self, start:int, end:int):
@@ -53,35 +53,33 @@ class SampleSlices:
             vars(cb)[name] = slice_rows(value, start, end, self.n)
 
     def hold_all(self):
-        "Makes them hold all rows"
+        "Makes `learn` and its callbacks hold all rows"
         self.learn.xb = self.xb
-        # IceVision's callback, for example, hides targets in `before_batch`, and sets them in `after_loss`. Then the
-        # targets remain those of the last micro-batch
-        had_targets = len(self.yb) > 0
-        if had_targets or not len(self.learn.yb): self.learn.yb = self.yb
+        # If there are none, a callback may have set targets in each micro-batch, as IceVision's does: they stay
+        if len(self.yb): self.learn.yb = self.yb
         for cb,name,value in self.kept: vars(cb)[name] = value
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #0c4dc734
 def chunk_bounds(
     n:int, # Rows
     most:int, # Samples in a micro-batch, at most
-    samples:int, # Samples in all rows
+    samples:int, # Samples in all `n` rows
 )->list[tuple[int,int]]: # In rows
     """Returns start and end of each micro-batch: as few as possible, of nearly equal size. If each sample has several
     rows next to each other, such as the frames of a video, these stay together"""
-    has_groups = n > samples > 0 and n%samples == 0
-    group = n//samples if has_groups else 1  # rows in each
-    n_groups = n//group
-    n_parts = max(math.ceil(n_groups/most), 1)  # a batch without rows is one micro-batch
-    return [(start*group, end*group) for start,end in part_bounds(n_groups, n_parts)]
+    have_several = n > samples > 0 and n%samples == 0
+    rows = n//samples if have_several else 1  # of each sample
+    n_samples = n//rows  # not `samples` if a callback has dropped some rows
+    n_parts = max(math.ceil(n_samples/most), 1)  # a batch without rows is one micro-batch
+    return [(start*rows, end*rows) for start,end in part_bounds(n_samples, n_parts)]
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #2742d7f0
-def check_samples_first(tensors:list[Tensor], n:int, samples:int):
-    """Raises ValueError if dimension 1 of all tensors, and not dimension 0, is as long as the batch: then that is
-    probably time, and a split would cut each sample into parts"""
-    if n == samples or not tensors: return
-    for o in tensors:
-        if o.shape[1:2] != (samples,): return
+def check_samples_first(b, n:int, samples:int):
+    """Raises ValueError if dimension 1 of all tensors in `b`, not dimension 0 with its `n` rows, is as long as the
+    batch. Then dimension 0 is probably time, and a split would cut each sample into parts"""
+    tensors = tensors_in(b)
+    have_samples_second = all(o.shape[1:2] == (samples,) for o in tensors)
+    if n == samples or not tensors or not have_samples_second: return
     raise ValueError(f"cannot split a tensor of shape {tuple(tensors[0].shape)} in a batch of {samples} samples: put "
                      "the samples first, not time, or leave micro_batch_size out")
 
@@ -96,7 +94,7 @@ class MicroBatches(WholeBatch):
         self.owners = []  # modules that carry a hidden state
 
     def __reduce__(self):
-        "A copy begins anew, because it must not refer to modules of this model"
+        "Makes a copy begin anew, because it must not refer to modules of this model"
         return type(self),(self.size,)
 
     def begin_epoch(self, loop:WindowLoop): self.owners = state_owners(loop.learn.model)
@@ -110,18 +108,17 @@ class MicroBatches(WholeBatch):
         bounds = chunk_bounds(n, self.size or max(n, 1), samples)
         if len(bounds) == 1: return loop.run_micro_batch(samples, n)
         # If the length is not exact, a last batch may have fewer samples than the loader says
-        if batches.info.has_exact_length:
-            tensors = tensors_in((learn.xb, learn.yb))
-            check_samples_first(tensors, n, samples)
+        if batches.info.has_exact_length: check_samples_first((learn.xb, learn.yb), n, samples)
         return self.run_split(loop, bounds)
 
     def run_split(self, loop:WindowLoop, bounds:list[tuple])->bool:
         "Runs one micro-batch after the other; returns whether one of them counts"
-        learn,before = loop.learn,loop.window.losses
+        learn = loop.learn
+        losses_before = loop.window.losses
         n = bounds[-1][1]
         slices = SampleSlices(learn, n)
         hidden = HiddenState(self.owners, n)
-        outputs,sizes = [],[]
+        outputs = []
         has_counted = False
         try:
             for start,end in bounds:
@@ -129,29 +126,35 @@ class MicroBatches(WholeBatch):
                 with hidden.at(start, end): counts = self.run_part(loop, start, end, n)
                 has_counted = has_counted or counts
                 outputs.append(map_tensors(Tensor.detach, learn.pred))
-                sizes.append(end-start)
         finally: slices.hold_all()
-        losses = loop.window.losses.since(before)
-        if losses.n_micro:  # there are targets
-            learn.loss = losses.mean
-            learn.loss_grad = learn.loss
-            # The window waits for no other samples in the place of a part whose backward pass was cancelled
-            loop.window.add_without_loss(loop.batches.current.samples-losses.samples)
-        join_outputs(learn, outputs, sizes)
+        add_up(loop, losses_before)
+        join_outputs(learn, outputs, [end-start for start,end in bounds])
         return has_counted
 
     def run_part(self, loop:WindowLoop, start:int, end:int, n:int)->bool:
         "Runs the rows that `learn` holds, from `start` to `end` of `n`; returns whether they count"
         samples = loop.batches.current.samples
-        before = start*samples//n  # of the samples, so that the parts add up to `samples`
-        until = end*samples//n
-        return loop.run_micro_batch(until-before, end-start, ends_batch=end == n)
+        samples_before = start*samples//n  # rounded, so that the samples of all parts add up to `samples`
+        samples_until = end*samples//n
+        return loop.run_micro_batch(samples_until-samples_before, end-start, ends_batch=end == n)
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e7b434d7
+def add_up(loop:WindowLoop, losses_before:tuple):
+    """After the last micro-batch: makes the Learner hold the mean loss of the batch, and the window all samples of
+    the batch. `losses_before` are the sums from before the batch"""
+    learn = loop.learn
+    losses = loop.window.losses.since(losses_before)
+    if not losses.n_micro: return  # there are no targets
+    learn.loss = losses.mean
+    learn.loss_grad = learn.loss
+    # A callback may have cancelled the backward pass of 8 of 32 samples. They count as part of the window, too, so
+    # that it takes no 8 others in their place
+    loop.window.add_without_loss(loop.batches.current.samples-losses.samples)
+
 def join_outputs(learn, outputs:list, sizes:list[int]):
-    """Joins the outputs of micro-batches into `learn.pred`. It remains the last of them if they cannot be joined, as
-    maps of several sizes, which training does not need. Raises ValueError if training metrics would mistake that for
-    the output of the whole batch, or if the samples do not come first"""
+    """Joins the outputs of micro-batches into `learn.pred`. If they cannot be joined, such as maps of several sizes,
+    that stays the last one, because training does not need it. Raises ValueError if training metrics would mistake the
+    last one for the output of the whole batch, or if the samples do not come first"""
     try: learn.pred = join(outputs, sizes)
     except NotSamplesFirst: raise
     except CannotJoin as e:

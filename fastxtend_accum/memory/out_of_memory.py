@@ -25,12 +25,11 @@ class NothingFits(RuntimeError): "Memory ran out, and there is no way left to us
 
 def reason_of(e:BaseException)->BaseException|None:
     "Returns the error that led to `e`"
-    if e.__cause__ is not None or e.__suppress_context__: return e.__cause__
-    return e.__context__
+    return e.__cause__ if e.__suppress_context__ else e.__context__  # Python sets the flag along with a cause
 
 def is_out_of_memory(
     e:BaseException|None,
-    seen:tuple=(), # Errors that `e` led to: Python lets two errors lead to each other
+    seen:tuple=(), # Errors that `e` led to: it may be one of them, because an error may lead to itself
 )->bool:
     "Returns whether `e`, or an error that led to it, says that memory ran out"
     if e is None or e in seen or isinstance(e, NothingFits): return False
@@ -40,16 +39,16 @@ def is_out_of_memory(
     return is_out_of_memory(reason_of(e), (*seen, e))
 
 # %% ../../nbs/memory/03_out_of_memory.ipynb #d92a0d35
-def without_tracebacks(e:BaseException|None)->BaseException|None:
+def without_tracebacks(e:BaseException)->BaseException:
     "Drops the stack frames of `e` and of the errors that led to it, because frames hold tensors; returns `e`"
-    if e is None or e.__traceback__ is None: return e  # the second: it was here before, or was never raised
     e.__traceback__ = None
-    without_tracebacks(e.__cause__)
-    without_tracebacks(e.__context__)
+    for error in (e.__cause__, e.__context__):
+        # An error without a traceback was never raised, or was here before: an error may lead to itself
+        if error is not None and error.__traceback__ is not None: without_tracebacks(error)
     return e
 
 def free_memory():
-    "Gives unused memory back. Call it outside of an `except` block, in which the traceback still holds the tensors"
+    "Gives unused memory back. In an `except` block this is of no use: there the traceback still holds the tensors"
     gc.collect()
     if torch.cuda.is_available(): torch.cuda.empty_cache()
     elif torch.backends.mps.is_available(): torch.mps.empty_cache()

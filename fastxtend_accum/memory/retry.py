@@ -24,7 +24,7 @@ class MemorySaver:
     "Base class of what can save memory in the passes of a loader batch: a callback, or a strategy"
     adapts = True  # whether it saves more once memory runs out
     size = None  # samples that the model sees at a time, at most; None: the whole batch
-    saver_rank = 2  # of several savers, the one of the lowest rank saves more first: ActivationCheckpointing has 1
+    saver_rank = 2  # the lowest rank is the first to use less memory; ActivationCheckpointing has 1
 
     def context(self, loop:WindowLoop):
         "Returns a context for the passes of a batch, or None"
@@ -43,21 +43,23 @@ class MemorySaver:
 # %% ../../nbs/memory/04_retry.ipynb #ca9ffbee
 class BatchUndo:
     """Undoes what the passes of the current batch change: the state of the model, the loss and random generators, the
-    sums of the window, and gradients. Until the batch fits, the gradients of earlier batches in the window are set
-    aside, so that dropping the others undoes its backward passes"""
+    sums of the window, and gradients.
+
+    While the batch runs, the gradients of earlier batches in the window are set aside. So `.grad` holds those of this
+    batch alone, and dropping these undoes its backward passes"""
     def __init__(self, loop:WindowLoop):
         learn,window = loop.learn,loop.window
-        params = loop.fit.params
         self.loop = loop
         self.snapshot = Snapshot(inner_model(learn.model), learn.loss_func)
         self.held = {name:vars(learn).get(name) for name in ('xb','yb','loss')}
         self.losses = window.losses
-        self.check_gradients()  # those of earlier batches, before they are set aside
-        # Before a window has begun, the gradients of the optimizer's parameters are 0 or None. `undo` zeroes the
-        # former, so that they need no memory here. Those of other parameters, which a splitter leaves out, may come
-        # from earlier windows
-        zeroed = set() if window.losses.n_micro else set(params_in(learn.opt))
-        self.aside = {p:p.grad for p in params.summed if p.grad is None or p not in zeroed}
+        self.check_gradients()  # now, because those of earlier batches are out of sight from here on
+        # Before the first batch of a window, the gradients of the optimizer's parameters are 0 or None. Zeros are not
+        # set aside, which would take a second gradient in memory: `undo` makes them 0 again. Other parameters, which a
+        # splitter leaves out, may have gradients of earlier windows
+        is_first = not window.losses.n_micro
+        zeros = {p for p in params_in(learn.opt) if is_first and p.grad is not None}
+        self.aside = {p:p.grad for p in loop.fit.params.summed if p not in zeros}
         self.set_aside()
 
     def set_aside(self):
@@ -70,26 +72,26 @@ class BatchUndo:
         if grads is not None: grads.check()
 
     def accept_gradients(self):
-        "Tells the window, which raises an error if anybody else changes its gradients, that this change is intentional"
+        "Makes the window expect the gradients as they are now. It takes any later change for that of a callback"
         grads = self.loop.window.grads
         if grads is not None: grads.accept()
 
     def undo(self):
-        "Undoes what has happened since this object was made"
+        "Makes all as it was when this object was made"
         learn,window = self.loop.learn,self.loop.window
         for name,value in self.held.items(): setattr(learn, name, value)
-        # These hold the graph, and with it the memory of the batch
+        # These two hold the graph, and with it the memory of the batch
         learn.loss_grad = None
         learn.pred = None
         self.snapshot.restore()
-        window.restart_batch(self.losses)  # before `zero_grad`, because it may change the type of gradients
-        learn.opt.zero_grad()
-        self.set_aside()  # afterwards, because `zero_grad` leaves 0 where there was None
+        # The order of these three matters
+        window.restart_batch(self.losses)  # a window that begins anew gives gradients the type of their weights again
+        learn.opt.zero_grad()  # makes 0 of all gradients, in that type, also where there was None at first
+        self.set_aside()  # makes None of the latter again
 
     @torch.no_grad()
     def add_aside(self):
-        """Adds the gradients of the batch to those that were set aside, in place, which then are the sums of the window
-        again"""
+        "Adds the gradients of the batch to those that were set aside, in place. These are the sums of the window again"
         for p,grad in self.aside.items():
             if grad is None: continue
             if p.grad is not None: grad.add_(p.grad)
@@ -103,7 +105,7 @@ class RetryOnOutOfMemory(WholeBatch):
     def __init__(self, strategy:WholeBatch, savers:list[MemorySaver]):
         self.strategy = strategy
         self.savers = savers
-        self.has_reported = False
+        self.has_reported = False  # whether the savers have said what fits
 
     def begin_epoch(self, loop:WindowLoop): self.strategy.begin_epoch(loop)
 
@@ -112,10 +114,9 @@ class RetryOnOutOfMemory(WholeBatch):
         # A callback that was removed in the middle of the fit has no Learner
         savers = [o for o in self.savers if not isinstance(o, Callback) or o.learn]
         adapting = [o for o in savers if o.adapts]
-        ran_out = False
-        if adapting: counts,ran_out = self.run_until_it_fits(loop, savers, adapting)
+        if adapting: counts = self.run_until_it_fits(loop, savers, adapting)
         else: counts = self.run_once(loop, savers)
-        if ran_out or not self.has_reported:
+        if not self.has_reported:
             for o in savers: o.report(loop)
         self.has_reported = True
         return counts
@@ -123,7 +124,7 @@ class RetryOnOutOfMemory(WholeBatch):
     def run_once(self, loop:WindowLoop, savers:list[MemorySaver])->bool:
         "Runs the batch in the contexts of all savers; returns whether it counts"
         with ExitStack() as stack:
-            for o in savers:  # each finds the model as those before it have left it
+            for o in savers:  # each saver finds the model as those before it have left it
                 context = o.context(loop)
                 if context is not None: stack.enter_context(context)
             return self.strategy(loop)
@@ -133,10 +134,10 @@ class RetryOnOutOfMemory(WholeBatch):
 def run_until_it_fits(self:RetryOnOutOfMemory,
     loop:WindowLoop,
     savers:list[MemorySaver],
-    adapting:list[MemorySaver], # Those of them that can save more
-)->tuple[bool,bool]:
-    "Returns whether the batch counts, and whether memory ran out. Raises NothingFits if no saver can use less"
-    ran_out = False
+    adapting:list[MemorySaver], # The savers that can use less memory
+)->bool:
+    """Runs the batch again and again, with less memory each time, until it fits; returns whether it counts. Raises
+    NothingFits if no saver can use less memory"""
     with loop.fit.processes.local_passes():
         batch = BatchUndo(loop)
         try:
@@ -144,12 +145,12 @@ def run_until_it_fits(self:RetryOnOutOfMemory,
                 counts,error = try_once(partial(self.run_once, loop, savers))
                 if error is None:
                     batch.check_gradients()
-                    return counts,ran_out
-                ran_out = True
+                    return counts
+                self.has_reported = False
                 batch.undo()
                 use_less_memory(loop, adapting, error)
                 free_memory()
-        finally: batch.add_aside()  # also after another error, in which somebody may look at the gradients
+        finally: batch.add_aside()  # also after another error, when somebody may look at the gradients
 
 def try_once(run_once:Callable)->tuple[bool,Exception|None]:
     "Returns the result of `run_once()`, and the error if memory runs out"
@@ -158,9 +159,13 @@ def try_once(run_once:Callable)->tuple[bool,Exception|None]:
         if not is_out_of_memory(e): raise
         return False,without_tracebacks(e)
 
-def use_less_memory(loop:WindowLoop, adapting:list[MemorySaver], error:Exception):
-    """Tells the first saver that can use less memory to do so; raises NothingFits if there is none, with the advice of
-    the last one, which saves most"""
+def use_less_memory(
+    loop:WindowLoop,
+    adapting:list[MemorySaver], # In the order of their `saver_rank`, so that the last one can save the most
+    error:Exception, # Of the pass in which memory ran out
+):
+    """Makes the first saver that can use less memory do so. If there is none, raises NothingFits with the advice of the
+    last one"""
     for o in adapting:
         if o.reduce_memory(loop): return
     raise NothingFits(adapting[-1].advice(loop)) from error
