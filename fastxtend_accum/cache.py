@@ -29,7 +29,7 @@ __all__ = ['cached_forward', 'is_unclear', 'check_structure', 'GradientCache']
 # A forward pass in micro-batches
 
 def cached_forward(
-    module, # The model or a part of it, which may run several times in a forward pass of the model
+    module, # The model or a part of it. A part may run several times in a forward pass of the model
     samples:int, # Samples of the batch
     size:int, # Rows that the module sees at a time, at most
     owners:list[nn.Module], # Modules that carry a hidden state
@@ -79,8 +79,8 @@ def check_structure(
     outputs:list, # The same outputs, and then one for a row more than the last micro-batch has
     sizes:list[int], # Rows of each of the `outputs`
 ):
-    """Raises ValueError unless `joined` is right, by an output for one row more, which shows the structure. For
-    example, the output for 2 rows is 2 tensors of length 2. For 3 rows there are
+    """Raises ValueError unless `joined` is right: an output for one row more shows the structure. For example, the
+    output for 2 rows is 2 tensors of length 2. For 3 rows there are
 
     - 2 tensors of length 3, if the model has two outputs: they are joined one by one
     - 3 tensors of length 2, if each is that of a sample, such as its 2 boxes: they are put into one list"""
@@ -94,7 +94,7 @@ def check_structure(
 # %% ../nbs/04_cache.ipynb #7681a838
 class GradientCache(WindowCallback, SmallerMicroBatches):
     "Compute the loss on the DataLoader's whole batch, while the model processes `micro_batch_size` samples at a time"
-    order = 11.5  # before a GradientAccumulation, which runs the batches
+    order = 11.5  # before a GradientAccumulation
     lead_rank = 1
     verbose = True  # it prints what differs from a whole batch
     _stateattrs = *WindowCallback._stateattrs,'owners'  # fastai leaves these out of a copy or an export
@@ -172,7 +172,7 @@ def context(self:GradientCache, loop):
     "Returns a context in which the module runs in micro-batches, or None if the batch is a single micro-batch"
     if self.size is None: return None
     module = self.module_to_split(loop.learn.model)  # not `self.learn`, which is None once it is removed
-    is_first_round = loop.progress.n_rounds == 1  # of an epoch, before which the model may change
+    is_first_round = loop.progress.n_rounds == 1  # of an epoch: between epochs, the model may change
     forward = cached_forward(module, loop.batches.current.samples, self.size, self.owners, check=is_first_round)
     return override_attr(module, 'forward', forward)
 

@@ -153,7 +153,7 @@ class Activations(Callback):
 
     def before_train(self):
         self.in_fit.close()  # of the epoch before, or of a fit that was interrupted
-        model = getattr(self.model, 'module', self.model)  # without its DDP wrapper, which does not always run
+        model = getattr(self.model, 'module', self.model)  # without its DDP wrapper: some passes leave that out
         measured = partial(self.measured, model.forward)
         self.in_fit.enter_context(override_attr(model, 'forward', measured))
 
@@ -177,7 +177,7 @@ class Activations(Callback):
         "Counts the memory of a tensor once, however many layers keep it"
         storage = t.untyped_storage()
         self.kept.setdefault(storage.data_ptr(), storage.nbytes()/2**20)
-        return t.detach()  # without detach, an output would hold its own graph, which only a backward pass frees
+        return t.detach()  # without detach, an output would hold its own graph until a backward pass
 
     def check(self, *args):
         "Raises an error above the limit. `keep` cannot do so, because PyTorch hides an error that is raised in it"

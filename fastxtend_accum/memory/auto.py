@@ -48,5 +48,5 @@ class AutoMicroBatches(MicroBatches, SmallerMicroBatches):
     """The strategy of `micro_batch_size='auto'`. MicroBatches sets the `size` of an instance, and runs batches by it;
     SmallerMicroBatches lowers it"""
     def report(self, loop):
-        "Prints the line of the callback, which has the size that fits"
+        "Prints the line of the callback. It names the size that fits"
         loop.cb.print_line()

@@ -20,12 +20,12 @@ __all__ = ['state_owners', 'HiddenState']
 def state_owners(model, part:nn.Module|None=None)->list[nn.Module]:
     """Returns the modules in `part` (None: in all of `model`) that carry a hidden state from batch to batch: every
     fastai `AWD_LSTM`; none in a text classifier, whose SentenceEncoder resets it in each batch. Raises ValueError if
-    another module in the part carries a state. It does if it has a `reset`, and the model has one, which fastai's
+    another module in the part may carry a state: if it has a `reset`, and the model has the `reset` that fastai's
     ModelResetter calls"""
     if part is None: part = model
     model = inner_model(model)
     if isinstance(model, nn.DataParallel): model = model.module
-    awdlstm = sys.modules.get('fastai.text.models.awdlstm')  # if nobody has imported it, which takes seconds
+    awdlstm = sys.modules.get('fastai.text.models.awdlstm')  # None if nobody has imported it: the import takes seconds
     owners = []
     for m in part.modules():
         if type(m).__name__ == 'SentenceEncoder': return []
@@ -67,7 +67,7 @@ class HiddenState:
         if end == self.n: self.assign(self.joined(), self.n)
 
     def joined(self)->list:
-        "Returns the state of all rows for each owner, which has one for each micro-batch"
+        "Returns the state of all rows for each owner, from its states in the micro-batches"
         def cat(*tensors): return torch.cat(tensors, 1)
         states_by_owner = zip(*self.after)  # for example [(hidden, cell), (hidden, cell)] for an owner
         return [tree_map(cat, *states) for states in states_by_owner]

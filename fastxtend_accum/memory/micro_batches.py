@@ -88,7 +88,7 @@ class MicroBatches(WholeBatch):
     "A strategy that runs a loader batch in micro-batches of at most `size` samples"
     may_repeat = True
     def __init__(self,
-        size:int|None=None, # None: the whole batch, which AutoMicroBatches begins with
+        size:int|None=None, # None: the whole batch. AutoMicroBatches begins with it
     ):
         self.size = size
         self.owners = []  # modules that carry a hidden state

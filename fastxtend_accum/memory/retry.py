@@ -55,8 +55,8 @@ class BatchUndo:
         self.losses = window.losses
         self.check_gradients()  # now, because those of earlier batches are out of sight from here on
         # Before the first batch of a window, the gradients of the optimizer's parameters are 0 or None. Zeros are not
-        # set aside, which would take a second gradient in memory: `undo` makes them 0 again. Other parameters, which a
-        # splitter leaves out, may have gradients of earlier windows
+        # set aside, because that would take memory for a second gradient: `undo` makes them 0 again. Parameters that a
+        # splitter leaves out may have gradients of earlier windows
         is_first = not window.losses.n_micro
         zeros = {p for p in params_in(learn.opt) if is_first and p.grad is not None}
         self.aside = {p:p.grad for p in loop.fit.params.summed if p not in zeros}
