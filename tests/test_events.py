@@ -364,7 +364,7 @@ def test_a_callback_that_changes_the_loss_is_noticed_unless_it_is_fastais(make_c
         learn = small_learner(make_cbs(), cls)
         learn.loss_grad = torch.ones(1, requires_grad=True).sum()
         learn.loss = learn.loss_grad.detach()
-        assert events.Events(learn).find_change_of_loss('after_loss') == expected
+        assert events.Events(learn).watching_loss('after_loss') == expected
         assert learn.loss_grad.item() == loss
 
 

@@ -27,7 +27,7 @@ def largest_part(n:int, most:int)->int:
     return math.ceil(n/n_parts)
 
 def up_to(n:int, n_parts:int)->str:
-    "Returns the size of the parts of `n` samples in words: '32' if all are equal, 'up to 33' if some are smaller"
+    "Returns the size of the parts of `n` samples as a text: '32' if all are equal, 'up to 33' if some are smaller"
     size = math.ceil(n/n_parts)
     return f'up to {size}' if n%n_parts else f'{size}'
 
@@ -44,16 +44,20 @@ def how_made_up(
     micro_bs:int, # Samples in a micro-batch, at most
     n_processes:int,
 )->str:
-    """Describes windows, as '256 = 2 processes x 4 x 32 samples', '32 to 512 samples, 32 at a time', or '32 samples per
-    step: 8 optimizer steps for each batch of 256'"""
+    """Describes windows, for example as one of these:
+
+    - '32 to 512 samples, 32 at a time', if they vary in size
+    - '32 samples per step: 8 optimizer steps for each batch of 256', if a loader batch is cut into pieces
+    - '64 samples are one batch'
+    - '256 = 2 processes x 4 x 32 samples'"""
     batch = bs*n_processes
     least = smallest.samples(batch)
     most = largest.samples(batch)
     if least < most: return f'{least} to {most} samples, {micro_bs} at a time'
-    n_steps = largest.n_pieces  # in which a loader batch is cut, each a window
+    n_steps = largest.n_pieces  # of a loader batch, each of which is a window; 1: it is not cut
     piece = math.ceil(bs/n_steps)
-    n_parts = math.ceil(piece/micro_bs)  # of a piece
-    n_micro = largest.n_batches*n_parts
+    n_parts = math.ceil(piece/micro_bs)  # micro-batches of a piece
+    n_micro = largest.n_batches*n_parts  # of a window, in each process
     is_even = bs%(n_steps*n_parts) == 0
     kind = 'x' if is_even else 'micro-batches of'
     parts = f'{n_micro} {kind} {up_to(bs, n_steps*n_parts)} samples'
@@ -103,14 +107,14 @@ class Differences:
     def __init__(self, model, before:Snapshot):
         self.model = model
         self.draws = list(map(as_bytes, random_states())) != list(map(as_bytes, before.random_states))
-        buffers = {m:own_buffers(m) for m in model.modules()}
-        with before:  # the model has its old buffers again
-            self.changed = [m for m in buffers if not are_equal(buffers[m], own_buffers(m))]
+        after_pass = {m:own_buffers(m) for m in model.modules()}
+        with before:  # here `own_buffers` returns those from before the pass
+            self.changed = [m for m in after_pass if not are_equal(after_pass[m], own_buffers(m))]
 
     def described(self, n:int, part:nn.Module|None=None)->str:
-        """Returns a list in words, for micro-batches of `n` samples; empty if there are no differences. If only a
-        `part` of the model sees micro-batches, only what differs there is named. If there is dropout, but not in the
-        part, it is assumed to have drawn all random numbers"""
+        """Returns the differences as a text, for micro-batches of `n` samples; an empty one if there are none. If only
+        a `part` of the model sees micro-batches, names only what differs there. If the model has dropout, but the part
+        has none, all random numbers are taken for those of the dropout, and not named"""
         split = self.model if part is None else part
         modules = set(split.modules())
         names = [layer_name(o) for o in self.changed if o in modules]
@@ -129,7 +133,7 @@ class Differences:
 def log_message(learn, message:str)->bool:
     "Sends `message` to the logger of the Learner, in one of its processes; returns whether it has a logger"
     if rank_distrib() > 0 or learn.logger is noop: return False
-    # ProgressCallback replaces the logger by a method of its own, which adds a row to a table
+    # ProgressCallback replaces the logger by its own method, which would make the message a row of its table
     is_table = isinstance(getattr(learn.logger, '__self__', None), Callback)
     if not is_table: learn.logger(message)
     elif IN_NOTEBOOK: print(message)

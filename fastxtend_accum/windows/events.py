@@ -28,9 +28,10 @@ def sends_as_fastai(learn)->bool:
     return True
 
 def has_event(cb, event:str)->bool:
-    "Returns whether `cb` does something at `event`: by a method of its class, or an attribute of its own"
+    """Returns whether `cb` has `event`: as a method of its class, or as an attribute, such as a function that was
+    passed to `Callback`"""
     kind = type(cb)
-    # With a `__call__` or `__getattr__` of its own, a class may handle any event without a method of that name
+    # A class with its own `__call__` or `__getattr__` may handle any event without a method of that name
     has_own_call = kind.__call__ is not Callback.__call__
     has_own_getattr = kind.__getattr__ is not Callback.__getattr__
     if has_own_call or has_own_getattr: return True
@@ -80,15 +81,15 @@ class Events:
         self.pairs = [o for o in self.table['before_batch'] if o in self.table['after_batch']]
 
     def around(self,
-        f:Callable, # Does what the events are about
+        f:Callable, # Runs between the events: the batch, the backward pass or the step
         kind:str, # 'batch', 'backward' or 'step'
         exception:type, # Raised to cancel it
         before:Callable|None=None, # Sends `before_{kind}` in a way of its own
         cancelled:Callable|None=None, # Called with the exception, before `after_cancel_{kind}`
     ):
-        """Does what fastai's `_with_events` does: calls `f` between `before_{kind}` and `after_{kind}`. If somebody has
-        replaced the methods by which the Learner sends events, calls its `_with_events`, and neither `before` nor
-        `cancelled`: so these may warn, or spare a callback an event, but nothing that `f` needs"""
+        """Does what fastai's `_with_events` does: calls `f` between `before_{kind}` and `after_{kind}`. What `f` needs
+        must not be done by `before` or `cancelled`: neither is called if the Learner has its own methods to send
+        events, such as those of a profiler. Then its `_with_events` runs"""
         if not self.as_fastai:
             self.learn._with_events(f, kind, exception)
             return
@@ -109,11 +110,11 @@ def prepares(cb)->bool:
 @patch
 def to_preparing(self:Events,
     event:str,
-    only_pairs:bool=False, # Leave out callbacks without `before_batch` or `after_batch`
+    only_pairs:bool=False, # Leave out callbacks without `before_batch` or `after_batch`: see `WindowLoop.end_batch`
 ):
     "Sends `event`, between two loader batches of a window, to the callbacks that prepare batches"
     for cb in self.having(event):
-        if not prepares(cb): return  # nor do those after it, which have a higher order
+        if not prepares(cb): return  # nor do the callbacks after it, which have higher orders
         if only_pairs and cb not in self.pairs: continue
         cb(event)
 
@@ -129,10 +130,10 @@ def loss_node(learn):
     return getattr(vars(learn).get('loss_grad'), 'grad_fn', None)
 
 @patch
-def find_change_of_loss(self:Events, event:str)->str|None:
-    """Sends `event`; returns the class of a callback that replaces the loss of the Learner, if it is not one of
-    fastai's: `GradScaler`, `RNNRegularizer` and others only multiply the loss or add a term, which changes no weight.
-    Returns None if there is none, or if the Learner sends events in its own way, so that nobody sees it"""
+def watching_loss(self:Events, event:str)->str|None:
+    """Sends `event`; returns the name of the class of a callback that replaces the loss of the Learner meanwhile, or
+    None. fastai's callbacks do not count: `MixedPrecision`, `RNNRegularizer` and others only multiply the loss or add a
+    term, which changes no weight. If the Learner sends events in its own way, a change cannot be seen"""
     if not self.as_fastai:
         self.learn(event)
         return None
@@ -153,8 +154,8 @@ def autocast_depth()->int:
     return depth
 
 class Autocast:
-    """Autocast of `device`, as it is when a batch begins. If a callback has entered it in `before_batch`, and leaves it
-    in a pass, as `MixedPrecision` does, it has to be entered again before a further pass of the batch: else, that would
+    """Autocast of `device`, as it is when a batch begins. If a callback enters it in `before_batch`, and leaves it in a
+    pass, as `MixedPrecision` does, it has to be entered again before the next pass of the batch: otherwise that would
     run in float32"""
     def __init__(self, device:torch.device):
         kind = device.type
@@ -162,6 +163,6 @@ class Autocast:
         self.args = kind,torch.get_autocast_dtype(kind),torch.is_autocast_enabled(kind)
 
     def enter_again(self):
-        """Enters a context for each that a callback has left, as it has after each pass. The callback is going to leave
-        these, too, at the end of the next pass"""
+        """Enters a context for each that a callback left in the last pass. Nothing here leaves it: the callback does,
+        in the next pass"""
         while autocast_depth() < self.depth: torch.autocast(*self.args).__enter__()

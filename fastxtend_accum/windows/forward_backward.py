@@ -81,12 +81,13 @@ def forward_backward(
     run_model(fit)
     fit.send('after_pred')
     items = compute_loss(fit, rows)
-    # A window of one micro-batch is computed exactly as fastai does
+    # A window of one micro-batch is computed as fastai does
     if window.is_single: fit.send('after_loss')
     else: items = send_after_loss(fit, window, items, rows)
     if not has_loss(learn):
         window.add_without_loss(samples)
         return True
+    # In several processes a single micro-batch is not the whole window, because each process has one
     is_whole = window.is_single and fit.processes.n == 1
     contribution = window.weigh(learn.loss, items, samples, needs_weight=not is_whole)
     return run_backward(fit, window, contribution)
@@ -101,12 +102,13 @@ def run_model(fit:FitContext):
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #1f8be2c6
 def compute_loss(fit:FitContext, rows:int)->Count|None:
-    """Computes the loss as fastai does; returns what it averages over. Without targets there is no loss yet; if a
-    callback computes it in `after_loss`, it is assumed to average over the `rows`, which are returned"""
+    """Computes the loss as fastai does; returns what it averages over. Without targets there is no loss yet. Then
+    returns the `rows`, since a loss that a callback may compute in `after_loss` is assumed to average over these"""
     learn = fit.learn
     if not len(learn.yb): return rows
     learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
     items = n_items(fit, rows)
+    # fastai would have NaN here, if the loss has nothing to average over
     learn.loss = zero_if_empty(items, learn.loss_grad.clone())
     return items
 
@@ -124,26 +126,26 @@ def has_loss(learn)->bool:
     return learn.training and len(learn.yb) > 0
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #03b0af1b
-# The loss of a micro-batch in a sum, in which callbacks may change what its weight goes by
+# The loss of a micro-batch in a sum. Its weight depends on what it averages over, which callbacks may change
 
 def send_after_loss(fit:FitContext, window:Window, items:Count|None, rows:int)->Count|None:
     "Sends `after_loss`, in which a callback may compute or change the loss; returns what that averages over now"
     learn = fit.learn
-    has_own_loss = len(learn.yb) > 0  # if not, a callback may compute it
-    if has_own_loss: keep_for_check(fit, window, rows, items)  # before callbacks may change predictions or targets
-    changed_by = fit.send.find_change_of_loss('after_loss')
-    is_loss_function = has_own_loss and not changed_by
-    if is_loss_function or not has_loss(learn): return items
+    has_computed_loss = len(learn.yb) > 0  # if not, a callback may compute it
+    if has_computed_loss: keep_for_check(fit, window, rows, items)  # before callbacks may change predictions or targets
+    changed_by = fit.send.watching_loss('after_loss')
+    is_as_computed = has_computed_loss and not changed_by
+    if is_as_computed or not has_loss(learn): return items
     return items_of_callbacks_loss(fit, items, rows, changed_by)
 
 def keep_for_check(fit:FitContext, window:Window, rows:int, items:Count|None):
-    """Keeps predictions and targets for the check of the loss; not if the model computes the loss, which cannot be
-    repeated"""
-    learn = fit.learn
-    fit.loss_check.take_loss(learn.loss_func)
-    if not fit.loss_check.windows_left: return
-    if fit.model_labels.count(learn) is not None: fit.loss_check.stop()
-    else: fit.loss_check.keep(window.kept, learn.pred, learn.yb, rows, items)
+    "Keeps predictions and targets for the check of the loss"
+    learn,check = fit.learn,fit.loss_check
+    check.take_loss(learn.loss_func)
+    if not check.windows_left: return
+    # A model that computes its own loss would have to run again for the check
+    if fit.model_labels.count(learn) is not None: check.stop()
+    else: check.keep(window.kept, learn.pred, learn.yb, rows, items)
 
 def items_of_callbacks_loss(
     fit:FitContext,
@@ -151,9 +153,9 @@ def items_of_callbacks_loss(
     rows:int, # Of the micro-batch
     changed_by:str|None, # The callback that has changed the loss in `after_loss`
 )->Count|None:
-    """Returns what a loss averages over if callbacks have computed or changed it: by `num_items` or the labels of a
-    Transformers model; without these, what it averaged over before, with a warning if it was changed"""
-    fit.loss_check.stop()  # it would check the loss function
+    """Returns what a loss that callbacks have computed or changed averages over: by `num_items`, or by the labels of a
+    Transformers model. Without these, returns `items`, with a warning if the loss was changed"""
+    fit.loss_check.stop()  # it computes the loss by `loss_func`, not as these callbacks do
     if fit.settings.num_items: return n_items(fit, rows)
     labels = fit.model_labels.count(fit.learn)
     if labels is not None: return labels
@@ -168,8 +170,9 @@ def warn_of_changed_loss(fit:FitContext, changed_by:str):
 # The backward pass
 
 def run_backward(fit:FitContext, window:Window, contribution:Contribution)->bool:
-    """Runs the backward pass with its events; returns whether the micro-batch counts. In a sum, raises RuntimeError if
-    a callback has added a gradient whose weight is not known, or may want to take one back"""
+    """Runs the backward pass with its events; returns whether the micro-batch counts. In a sum of several, raises
+    RuntimeError if a callback cancels the batch afterwards, when its gradient is in the sum; or if it has cancelled the
+    pass and computed a gradient itself, whose weight is not known"""
     n_before = window.losses.n_micro
     add_gradient = partial(add_weighted_gradient, fit, window, contribution)
     before = None if window.is_single else partial(send_before_backward, fit)
@@ -184,10 +187,11 @@ def run_backward(fit:FitContext, window:Window, contribution:Contribution)->bool
     return True
 
 def add_weighted_gradient(fit:FitContext, window:Window, contribution:Contribution):
-    "fastai's backward pass, for the weighted loss; adds the contribution to the sums"
+    """Runs fastai's backward pass for the loss times its weight, which adds the weighted gradient to the sums in
+    `.grad`; adds the contribution to the other sums"""
     learn,weight = fit.learn,contribution.weight
     if window.grads is not None: window.grads.check()  # before this pass changes the gradients
-    loss = learn.loss_grad  # after `before_backward`, in which a GradScaler scales it
+    loss = learn.loss_grad  # not `contribution.loss`: in `before_backward`, MixedPrecision has scaled it for float16
     learn.loss_grad = scaled(loss, weight)
     # The value of a tensor is not known here, because reading it would wait for the GPU
     may_be_empty = isinstance(weight, Tensor) or weight == 0
@@ -195,13 +199,13 @@ def add_weighted_gradient(fit:FitContext, window:Window, contribution:Contributi
         outputs = [*tensors_in(learn.pred), *fit.params.extra]
         with zero_grads_if_empty(outputs, weight): learn._backward()
     else: learn._backward()
-    learn.loss_grad = loss  # training metrics may read it
+    learn.loss_grad = loss  # without the weight, as training metrics may read it
     window.add(contribution)
     fit.processes.after_backward()
 
 def send_before_backward(fit:FitContext):
-    "Sends `before_backward`, in a sum, where it is already known what the weight of the loss goes by"
-    changed_by = fit.send.find_change_of_loss('before_backward')
+    "Sends `before_backward`, in a sum. The weight is already set, so it warns if a callback changes the loss"
+    changed_by = fit.send.watching_loss('before_backward')
     if changed_by and not fit.settings.num_items: warn_of_changed_loss(fit, changed_by)
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #6b0d27f4

@@ -44,17 +44,18 @@ class Loggers:
         for rec in self.recorders:
             attrs = vars(rec)  # here and below, because fastai warns of new attributes whose names the model has
             attrs['accum_bs'] = []
-            attrs['accum_bs_of'] = rec.losses  # shows `plot_accum_bs` that both belong to the same fit
+            # The Recorder makes a new list in each fit. If it still has this one, these sizes are of its last fit, and
+            # `plot_accum_bs` may plot them
+            attrs['accum_bs_of'] = rec.losses
             # fastxtend's Recorder has no `train_metrics`; `rec.train_metrics` would look for it in the model
             if attrs.get('train_metrics'): self.train_metrics += rec.metrics
 
     def log_batch_size(self, samples:int):
-        "After `after_batch` of a window: logs its samples beside what the loggers have logged of it"
+        "After `after_batch` of a window: logs its samples along with what the loggers have logged of it"
         for rec in self.recorders:
-            # A Recorder may leave the window out. Or it has also logged a loss for each batch that a callback has
-            # cancelled since the last window
             n_losses = len(rec.losses)
-            if len(rec.accum_bs) == n_losses: continue
+            if len(rec.accum_bs) == n_losses: continue  # the Recorder has left the window out
+            # It also has a loss for each round that a callback has cancelled since the last window
             while len(rec.accum_bs) < n_losses-1: rec.accum_bs.append(0)
             rec.accum_bs.append(samples)
         for cb in self.tensorboard:
@@ -65,8 +66,8 @@ class Loggers:
             sys.modules['wandb'].log(values, step=cb._wandb_step)
 
     def shift_wandb_epoch(self, epochs:float):
-        """Adds `epochs`, a part of one, to the epoch that W&B logs. W&B itself adds 1/n_iter after each round, although
-        windows differ in how much of an epoch they are"""
+        """Adds `epochs`, a fraction of an epoch, to the epoch that W&B logs. W&B itself adds 1/n_iter after each round,
+        although windows may be different fractions of an epoch"""
         for cb in self.wandb: cb._wandb_epoch += epochs
 
 # %% ../../nbs/windows/10_loggers.ipynb #050f4363
@@ -83,20 +84,22 @@ def pause_train_metrics(self:Loggers):
 
 @patch
 def pause_recorders(self:Loggers):
-    "Until the end of the round, Recorders see nothing"
+    """Until the end of the round, Recorders see nothing: a window whose step is skipped has no loss to add to theirs.
+    W&B and TensorBoard go on, because they count rounds in `after_batch`. They log the loss of the last window again"""
     self.paused = [rec for rec in self.recorders if rec.run]
     for rec in self.paused: vars(rec)['run'] = False
 
 @patch
 def show_hypers(self:Loggers, hypers:list[dict]):
-    "Until the end of the round, loggers find `hypers` in their `opt.hypers`, although the optimizer no longer has them"
-    # A callback without an `opt` of its own finds that of the Learner
+    """Until the end of the round, loggers find `hypers`, those of the step, in their `opt.hypers`. They read them in
+    `after_batch`, when the optimizer no longer has them"""
+    # Otherwise a callback, which has no attribute `opt`, finds that of the Learner
     shown = SimpleNamespace(hypers=[dict(o) for o in hypers])
     for cb in self.all_loggers(): vars(cb)['opt'] = shown
 
 @patch
 def end_round(self:Loggers):
-    "Undoes what holds until the end of the round"
+    "Undoes what `pause_train_metrics`, `pause_recorders` and `show_hypers` have done"
     for rec in self.paused: vars(rec)['run'] = True
     self.paused = []
     for metric in self.train_metrics: vars(metric).pop('accumulate', None)

@@ -32,7 +32,9 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'W
 # micro-batch   what the model sees at a time: a loader batch, or a part of one
 # window        the loader batches of one optimizer step. It is open as soon as a batch has run in it, full when it has
 #               its samples, and closed when it has an `Outcome`: as soon as it is full, or at the end of the epoch
-# single        a window is single if it is one micro-batch: it is computed exactly as fastai does, without sums
+# single        a window is single if it is one micro-batch: it is computed as fastai does, without sums, bit for bit.
+#               With one difference: if its loss has nothing to average over, fastai logs NaN and takes a step. Here the
+#               step is skipped, and no loss is logged, as in any other window
 # round         what fastai takes for a batch: a window or, with log_accum_batch=False, a loader batch
 # counts        a loader batch counts if it has run, so that its gradient is in the window. One that a callback cancels
 #               leaves nothing, and the window takes the next one in its place
@@ -61,7 +63,7 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'W
 #            before_step after_step                                 the same                the same
 #            after_batch                                            after_batch             after_batch
 #
-# after_cancel_batch stands there since fastai's own GradientAccumulation ends batches without a step in this way.
+# after_cancel_batch comes after batches without a step, because fastai's own GradientAccumulation ends these like that.
 
 # `%autoreload` loads this module again: then `Learner` has our function, which holds fastai's as its `replaced`
 fastai_all_batches = getattr(Learner.all_batches, 'replaced', Learner.all_batches)
@@ -76,12 +78,12 @@ all_batches.replaced = fastai_all_batches
 Learner.all_batches = all_batches
 
 def replaced_method(learn)->str|None:
-    """Returns the name of the first method of fastai's loop that somebody has replaced, as SAM does; None if there is
-    none. It may be an attribute of `learn`, a method of its class, or a patch of `Learner`"""
+    """Returns the name of the first method of fastai's loop that other code, such as SAM, has replaced; None if there
+    is none. It may be an attribute of `learn`, a method of its class, or a patch of `Learner`"""
     for name in ('all_batches', 'one_batch', '_do_one_batch', '_do_grad_opt', '_backward'):
         if name in vars(learn): return name
         method = getattr(type(learn), name)
-        method = getattr(method, 'replaced', method)  # our `all_batches` may have replaced a patch of somebody's
+        method = getattr(method, 'replaced', method)  # of ours, the one before it, which may be a patch of other code
         if method.__module__ != 'fastai.learner': return name
     return None
 
@@ -106,7 +108,7 @@ class WindowLoop:
         strategy:Callable, # `strategy(loop)` runs a loader batch: it calls `run_micro_batch` for each of its parts
         loggers:Loggers,
     ):
-        # Of the fit
+        # These last for the fit
         self.fit = fit
         self.learn = fit.learn
         self.settings = fit.settings
@@ -115,20 +117,20 @@ class WindowLoop:
         self.strategy = strategy
         self.loggers = loggers
         self.n_steps = 0
-        # Of the epoch
+        # These last for an epoch
         self.batches = None
         self.progress = None
         self.between_windows = noop  # called before each window, by AutoResume
         self.after_windows = noop  # and after the last one of an epoch
-        # Of the window
+        # This lasts for a window
         self.window = Window()
-        # Of the loader batch
+        # This lasts for a loader batch
         self.autocast = None
 
     def begin_epoch(self,
         dl, # Its batches are run
         plan:EpochPlan,
-        carried:list[LoaderBatch], # The epoch before has left them, and they come first
+        carried:list[LoaderBatch], # Left over from the previous epoch; they come first
     ):
         "Takes the loader and the plan of an epoch, in which no window has begun yet"
         n_rounds = len(plan.windows) if self.settings.log_accum_batch else plan.n_batches
@@ -163,8 +165,9 @@ def run_epoch(self:WindowLoop):
 
 @patch
 def next_round(self:WindowLoop)->bool:
-    """Goes on to the first batch of the next round, and begins a window unless one is open, as after a round of
-    log_accum_batch=False. Returns False if the epoch is over, or if the batches that are left make no window"""
+    """Begins a window, unless one is still open, as it may be after a round of log_accum_batch=False. Then goes on to
+    the first batch of the round, and returns True. Returns False if the epoch is over, or if the batches that are left
+    make no window"""
     if not self.window.is_open:
         self.between_windows()
         self.begin_window()
@@ -182,9 +185,10 @@ def begin_window(self:WindowLoop):
 @patch
 def close_after_rounds(self:WindowLoop):
     """Closes a window that the last round has left open, with log_accum_batch=False. That happens if a loader does not
-    say how many batches it has, or if a callback cancels the last one"""
+    say how many batches it has, or if a callback cancels the last one. All its batches have had their rounds, and their
+    `after_batch`, so only the events of the step are sent"""
     try: self.close_window()
-    except CancelBatchException: pass  # by a callback in the step: all batches have had their rounds
+    except CancelBatchException: pass  # a callback cancels the step by it, and there is no batch left to cancel
     finally:
         self.progress.end_epoch()
         self.end_round()
@@ -201,12 +205,13 @@ def run_round(self:WindowLoop):
         self.send.around(
             self.run_batches, 'batch', CancelBatchException,
             before=self.begin_round,
-            cancelled=self.batch_cancelled)
+            cancelled=self.correct_if_cancelled)
     finally: self.end_round()  # also if a callback ends the epoch or the fit in `after_batch`
 
 @patch
-def batch_cancelled(self:WindowLoop, e:CancelBatchException):
-    self.correct_pct_train()  # a callback may have cancelled it in `before_batch`, so that `run_batches` has not run
+def correct_if_cancelled(self:WindowLoop, e:CancelBatchException):
+    "`run_batches` corrects `pct_train`. If a callback has cancelled the batch in `before_batch`, that has not run"
+    self.correct_pct_train()
 
 @patch
 def correct_pct_train(self:WindowLoop):
@@ -220,9 +225,10 @@ def begin_round(self:WindowLoop):
     next one takes its place in the same round, so that all others see each window once"""
     while not self.prepare_batch():
         may_go_on = self.settings.log_accum_batch and not self.is_complete()
+        # Before `end_batch`, because `around` ends the last batch of the round, for all callbacks
         has_next = may_go_on and self.batches.advance()
-        if not has_next: raise CancelBatchException  # for all callbacks, from `around`
-        self.end_batch(counts=False)  # the events that the cancelled batch has not had yet
+        if not has_next: raise CancelBatchException  # to `around`
+        self.end_batch(counts=False)  # of the cancelled batch, which `learn` still holds
         self.load_batch()
     self.send.to_others('before_batch')
 
@@ -243,11 +249,13 @@ def run_window(self:WindowLoop)->bool:
     whether the round counts"""
     loss_before = self.learn.loss
     last_counts = self.run_batch()
+    # `advance` comes before `end_batch`, because `around` ends the last batch of the round. Until `run_next_batch`,
+    # `learn` still holds the batch that has run
     while not self.is_complete() and self.batches.advance():
         self.end_batch(last_counts)
         last_counts = self.run_next_batch()
     if not self.window.losses.samples: return False  # all were cancelled: loggers see one cancelled batch, as in fastai
-    has_step = self.window.is_full or self.batches.plan.remainder == 'step'  # else its batches are dropped or carried
+    has_step = self.window.is_full or self.batches.plan.remainder == 'step'  # if not, it is dropped or carried
     outcome = self.close_window() if has_step else None
     if outcome is None or outcome in skipped:
         self.loggers.pause_recorders()
@@ -275,8 +283,8 @@ def end_round(self:WindowLoop):
 
 @patch
 def is_complete(self:WindowLoop)->bool:
-    """Returns whether the window takes no more batches: it is full, or callbacks have cancelled as many samples as fill
-    it and none has run, or the epoch ends"""
+    """Returns whether the window takes no more batches: if it is full; if the epoch ends; or if callbacks have
+    cancelled all its batches, as many samples as fill it, so that its round can end as a cancelled batch does"""
     window = self.window
     is_cancelled = not window.losses.samples and window.cancelled_samples >= window.size
     return window.is_full or is_cancelled or self.ends_epoch_with_step()
@@ -328,18 +336,20 @@ def run_next_batch(self:WindowLoop)->bool:
 
 @patch
 def end_batch(self:WindowLoop, counts:bool):
-    """Sends the events that end a batch to preparing callbacks, while its window goes on. `after_batch` goes only to
-    callbacks that also have `before_batch` (pairs): one without it is a logger, and waits for the end of the window.
-    `after_cancel_batch` goes to pairs after each batch, since a batch without a step looks cancelled to them, as with
-    fastai's own GradientAccumulation; and to all preparing callbacks if the batch was really cancelled"""
+    """Sends the events that end a batch to preparing callbacks, while its window goes on:
+
+    - `after_batch` only to pairs, which are callbacks that also have `before_batch`: one without it is a logger, and
+      waits for the end of the window
+    - `after_cancel_batch` to pairs after each batch, since a batch without a step looks cancelled to them, as with
+      fastai's own GradientAccumulation; and to all preparing callbacks if the batch was really cancelled"""
     self.send.to_preparing('after_cancel_batch', only_pairs=counts)
     self.send.to_preparing('after_batch', only_pairs=True)
 
 # %% ../../nbs/windows/15_loop.ipynb #4495dc52
 @patch
 def run_batch(self:WindowLoop)->bool:
-    """Runs the passes of the batch that `learn` holds; returns whether it counts. If a callback cancels it, it does
-    not; or, in a window of a single micro-batch, the CancelBatchException goes on as in fastai"""
+    """Runs the passes of the batch that `learn` holds; returns whether it counts. It does not if a callback cancels it.
+    Then its window goes on. If no batch of a round counts, `run_batches` raises another CancelBatchException"""
     window = self.window  # `discard_window` puts another one in its place
     if not window.has_begun: self.fit.update_params()
     if self.strategy.may_repeat: self.autocast = Autocast(self.fit.params.guarded[0].device)
@@ -382,8 +392,8 @@ def run_micro_batch(self:WindowLoop,
     "Runs the forward and backward pass of what `learn` holds; returns whether it counts"
     window = self.window
     fills_window = window.losses.samples+samples >= window.size
-    completes_window = fills_window or self.ends_epoch_with_step()
-    ends_window = ends_batch and completes_window
+    is_in_last_batch = fills_window or self.ends_epoch_with_step()  # of the window
+    ends_window = ends_batch and is_in_last_batch
     if not window.has_begun: window.begin(self.fit.params, is_single=ends_window)
     if self.autocast is not None: self.autocast.enter_again()
     return forward_backward(self.fit, window, samples, rows, ends_window)
@@ -406,12 +416,14 @@ def close_window(self:WindowLoop)->Outcome:
 
 @patch
 def step_window(self:WindowLoop):
-    "Takes the step of a window whose gradients are means, and drops them, as fastai does"
+    """Takes the step of a window whose gradients are means, and drops them, as fastai does. If a callback cancels more
+    than the step, fastai drops nothing, and the gradient adds to that of the next batch. So does that of a single
+    micro-batch here; but a mean over a sum is dropped, since it has no weight in the next sum"""
     if self.settings.log_accum_batch: self.show_window_loss()
     self.cb.report_step()
     try: self.take_step()
     except (CancelBatchException, CancelEpochException, CancelTrainException) as e:
-        if not self.window.is_single: self.drop_cancelled(e)  # a single gradient stays, as in fastai
+        if not self.window.is_single: self.drop_cancelled(e)
         raise
     self.learn.opt.zero_grad()
 
@@ -424,7 +436,8 @@ def finalize_gradients(self:WindowLoop)->Outcome:
     if warning: warn_user(warning)
     processes.reduce_window(window)
     if window.losses.items == 0: return Outcome.NO_ITEMS
-    # Each gradient is now the sum over all micro-batches, divided by the number of processes
+    # Each gradient is now the sum over the micro-batches of all processes, divided by the number of processes, as DDP
+    # does. The weight is the sum over all processes
     divide_gradients(self.fit.params.summed, window.losses.weight/processes.n)
     return Outcome.NONFINITE if self.skips_nonfinite() else Outcome.HAS_MEAN
 
@@ -450,7 +463,7 @@ def show_window_loss(self:WindowLoop):
 @patch
 def drop_cancelled(self:WindowLoop, e:Exception):
     """After an exception that cancels more than the step of a window: drops its gradient. Warns of a
-    CancelBatchException, by which somebody may have meant to skip the step"""
+    CancelBatchException, which may have been meant to skip the step"""
     if isinstance(e, CancelBatchException):
         self.fit.warn_once(f"{callback_that_raised(e)} cancels a window at its step (CancelBatchException): its "
                            "gradient is dropped, and adds to no other. To skip a step, raise CancelStepException")
@@ -478,7 +491,7 @@ def take_step(self:WindowLoop):
         self.loggers.show_hypers(self.learn.opt.hypers)  # they log the values of the step
         hypers.restore()  # before `after_step`, in which callbacks may set values for the next step
     try: self.send.around(step_and_restore, 'step', CancelStepException, cancelled=hypers.restore)
-    finally: hypers.restore()  # if a callback cancels more than the step; else it does nothing
+    finally: hypers.restore()  # if a callback cancels more than the step; otherwise this second call does nothing
 
 @patch
 def run_step(self:WindowLoop):

@@ -32,8 +32,8 @@ class Progress:
         self.before_window = 0.  # the position at which the present window began
 
     def begin_epoch(self):
-        """After fastai has set the position to the beginning of the epoch: moves it back by the batches that were
-        carried, which come first"""
+        """After fastai has set the position to the beginning of the epoch: moves it back by the share of the batches
+        that were carried into this epoch, which come first"""
         position = self.plan.position(0)  # 0 or negative
         self.learn.pct_train += position/self.learn.n_epoch
         self.loggers.shift_wandb_epoch(position)
@@ -43,7 +43,7 @@ class Progress:
         self.learn.pct_train = self.plan.pct_train(self.position())
 
     def go_to(self, counts:tuple):
-        "After `begin_epoch`: goes on from these counts. Its caller restores `learn.pct_train`"
+        "After `begin_epoch`: goes on from these counts. AutoResume restores `learn.pct_train` itself"
         self.n_rounds,self.n_closed = counts
 
     def position(self)->float:
@@ -52,7 +52,7 @@ class Progress:
         if self.plan.sizes_vary: return by_samples
         by_windows = self.n_closed/max(len(self.plan.windows), 1)
         if not self.plan.info.has_exact_length: return by_windows
-        # Samples run ahead if callbacks cancel batches, and windows if fastai's DataLoader skips broken samples
+        # Either may stay behind: windows if callbacks cancel batches, and samples if the DataLoader skips broken ones
         return max(by_samples, by_windows)
 
     def begin_window(self): self.before_window = self.position()
@@ -65,15 +65,15 @@ class Progress:
 
     def correct_pct_train(self, window_goes_on:bool):
         """Sets the position after the batches of a round. While a window goes on, it is where the window began, so that
-        schedulers set the same for all its batches. The second call in a round does nothing"""
-        # `after_batch` follows, in which TrainEvalCallback comes first and adds this increment; then come all others,
-        # which have to find the right position
+        schedulers set the same for all its batches. The second call in a round changes nothing"""
         learn = self.learn
+        # In `after_batch`, which follows, fastai's TrainEvalCallback adds this. It comes first, and all others have to
+        # find the right position afterwards
         fastais_increment = 1/(learn.n_iter*learn.n_epoch)
         position = self.before_window if window_goes_on else self.position()
         right = self.plan.pct_train(position)-fastais_increment
         correction = right-learn.pct_train
-        if abs(correction) < _rounding: return  # fastai's own numbers, bit for bit, where they are right
+        if abs(correction) < _rounding: return  # where fastai's own number is right, it stays, bit for bit
         learn.pct_train = right
         # W&B counts its epoch by rounds
         if not self.rounds_are_batches: self.loggers.shift_wandb_epoch(correction*learn.n_epoch)
