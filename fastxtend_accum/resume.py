@@ -54,13 +54,15 @@ class AutoResume(WindowCallback):
         return bool(self.saved_fit and self.learn) and not is_validating(self.learn)
 
     def after_batch(self):
+        "In training, the loop saves between windows"
         if self.is_in_fit() and not self.learn.training: self.saved_fit.save_in_validation()
 
 # %% ../nbs/06_resume.ipynb #1c7d5a92
 @patch
 def before_fit(self:AutoResume):
     WindowCallback.before_fit(self)
-    if self.is_in_fit(): self.saved_fit = None  # of a fit that was interrupted
+    # That of a fit that was interrupted. A `validate` within a fit sends this event, too, and leaves it alone
+    if self.is_in_fit(): self.saved_fit = None
 
 @patch
 def before_train(self:AutoResume):

@@ -50,13 +50,14 @@ class Folder:
     def begin(self, learn)->int:
         """Returns the number of the fit that begins: the one of the Learner's last fit, if an error has interrupted it,
         so that the fit continues from its file; or else a new number, for which this process has not written a file"""
-        number = self.unfinished.setdefault(learn, self.n_begun)
-        if number == self.n_begun: self.n_begun += 1
+        if learn not in self.unfinished:
+            self.unfinished[learn] = self.n_begun
+            self.n_begun += 1
         self.last_has_ended = False
-        return number
+        return self.unfinished[learn]
 
     def end(self, learn):
-        "Notes that the Learner's fit has ended without an error"
+        "Records that the Learner's fit has ended without an error"
         del self.unfinished[learn]
         self.last_has_ended = True
 

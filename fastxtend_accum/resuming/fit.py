@@ -14,7 +14,7 @@ from ..windows.checks import warn_user
 from ..windows.processes import max_over_processes,n_processes
 from .files import Folder,folders,read_file,whole_file
 from .graph import Graph
-from .identity import differences,may_differ,settings_of,text_of
+from .identity import may_differ,mismatches,settings_of,text_of
 from .outside import restore_loggers,state_of_loggers
 from .parts import count_hooks
 from .reader import Reader
@@ -26,12 +26,16 @@ __all__ = ['SavedFit']
 # %% ../../nbs/resuming/08_fit.ipynb #e335d40b
 class SavedFit:
     """A fit, and its state in a file. If there is a file from a killed process, its content is in `found` until the fit
-    has reached the place where it was saved, and goes on there"""
-    def __init__(self, cb, leader):
+    has reached the place where it was saved, and goes on there. The place is what `WindowLoop.state` returned between
+    two windows; or 'last epoch', before `after_fit`; or 'end', after it"""
+    def __init__(self,
+        cb, # The AutoResume
+        leader, # The callback that runs the windows
+    ):
         learn = cb.learn
         self.cb = cb
         self.learn = learn
-        self.leader = leader  # runs the windows
+        self.leader = leader
         self.n_processes = n_processes(learn)
         self.rank = dist.get_rank() if self.n_processes > 1 else 0
         path = (learn.path/learn.model_dir/cb.fname).absolute()
@@ -74,7 +78,8 @@ def begin_training(self:SavedFit):
 
 @patch
 def keep_trained(self:SavedFit):
-    "After the last window of an epoch: keeps what a signal that arrives in validation writes"
+    """After the last window of an epoch: keeps the content of a file, in case a signal arrives in validation. It shares
+    the memory of the weights: see `save_in_validation`"""
     self.trained = self.content(self.leader.loop.state(), self.graph.state())
 
 @patch
@@ -93,9 +98,10 @@ def keep_row(self:SavedFit):
 
 @patch
 def end(self:SavedFit):
-    """After the fit, saves the final state, in case the process is killed in a later fit. If the file already has
-    that state, restores it again, since other callbacks' `after_fit` may have changed it"""
-    if self.found: self.restore()
+    """After the fit, saves the final state, in case the process is killed in a later fit. If the fit had ended when it
+    was saved, restores that state again, since other callbacks' `after_fit` may have changed it"""
+    had_ended = self.found is not None
+    if had_ended: self.restore()
     else:
         self.keep_row()  # for example, EarlyStoppingCallback ends a fit in `after_epoch`
         self.save('end')
@@ -159,8 +165,8 @@ def clock(self:SavedFit)->Real:
 # %% ../../nbs/resuming/08_fit.ipynb #869561ff
 @patch
 def save_if_due(self:SavedFit, place:str|None=None):
-    """Runs between two windows, at the `place` of the loop, and after the last epoch. The first save is due at once, to
-    see whether saving is possible"""
+    """Saves if it is time, or if a signal is waiting: before each window, at the place of the loop, and after the last
+    epoch, at the `place` that has this name. The first save is due at once, to see whether saving is possible"""
     must_end = held_signals.is_waiting()
     is_due = must_end or self.clock() >= self.next_save
     # All processes save if one of them has to
@@ -171,9 +177,10 @@ def save_if_due(self:SavedFit, place:str|None=None):
 @patch
 def save_in_validation(self:SavedFit):
     """After a batch in validation, if a signal is waiting: saves the fit as it was before the validation, which the
-    next process repeats. The signal waits for the end of the validation while a callback has put other weights into
-    the model, such as their average, since `trained` shares the memory of the weights"""
+    next process repeats"""
     if not self.trained or not held_signals.is_waiting(): return
+    # While a callback validates with other weights, such as their average, `trained` has these, since it shares their
+    # memory. Then the signal waits for the end of the validation
     then = self.trained['processes'][self.rank]['digests']
     now = self.graph.state()['digests']
     for part in self.trained['weights']:
@@ -187,8 +194,8 @@ def save_in_validation(self:SavedFit):
 
 @patch
 def begin(self:SavedFit)->int:
-    """Runs before the first epoch, and returns its number, which is `n_epoch` if all epochs have run. If there is a
-    file, checks that it is of this fit, and prepares callbacks and loggers to continue"""
+    """Runs before the first epoch, and returns its number: `n_epoch` if all epochs have run. If there is a file, checks
+    that it is of this fit, and prepares callbacks and loggers to continue"""
     contents = [read_file(self.path)]  # process 0's, which may be the only one that has a file
     if self.n_processes > 1: dist.broadcast_object_list(contents, 0)
     if contents[0] is None:
@@ -221,7 +228,7 @@ def begin(self:SavedFit)->int:
 def check(self:SavedFit, found:dict):
     "Raises ValueError if this fit is not the one that was saved. Warns of what differs and is taken from the file"
     errors = []
-    differ = differences(self.graph, found['begun'], found['digests'])
+    differ = mismatches(self.graph, found['begun'], found['digests'])
     for part,text in differ.items():
         if may_differ(self.graph, part):
             warn_user(f'AutoResume continues with the earlier value: this fit has {text}')

@@ -20,11 +20,13 @@ from .pickles import *
 __all__ = ['roots_of', 'root_of', 'is_data', 'parts_of', 'Graph', 'named_in', 'moved']
 
 # %% ../../nbs/resuming/02_graph.ipynb #4ff7f8ce
-# Where the search begins
+# The search begins at a few objects, the roots. Each part of an object (an attribute, or its content) is pickled for
+# its digest, and pickle calls `Graph.reduced` for whatever it meets in the part. An object that it meets for the first
+# time gets the path of the part, and waits until its own parts are searched
 
 def roots_of(learn)->list:
     """Returns pairs of a path and an object, from which all others are reached. Callbacks and metrics are named by
-    their classes. The search begins at the last pair, so that data that a callback has, too, have a path of the data"""
+    their classes. The last pair is searched first, so data that a callback also holds get a path of the data"""
     named = [(type(o).__name__,o) for o in [*learn.metrics, *reversed(learn.cbs)]]
     loaders = zip(('dls.train','dls.valid'), learn.dls.loaders)
     return [('learn',learn), ('opt',learn.opt), ('model',inner_model(learn.model)), *named, *loaders, ('dls',learn.dls),
@@ -51,7 +53,7 @@ def parts_of(path:str, o)->dict:
 
 # %% ../../nbs/resuming/02_graph.ipynb #5b575bc6
 class Graph(Paths):
-    "The objects that a Learner reached when its fit began, by path, and digests of their parts at that time"
+    "The objects that a Learner reached when its fit began, by path, and the digests of their parts at that time"
     def __init__(self, learn):
         super().__init__()
         self.begun = {}  # digests of parts when the fit began
@@ -65,14 +67,14 @@ class Graph(Paths):
             path = self.waiting.pop()
             o = self.objects[path]
             for part,value in parts_of(path, o).items():
-                self.searched = part
+                self.searched = part  # so that pickling it adds the objects in it
                 with suppress(Exception):  # what no file can hold
                     self.begun[part] = Digest(self, value, is_data(path)).value
         self.searched = None
 
     def add(self, path:str, o):
-        """Gives a path to an object, unless it has one, and to the layers and weights of a model. Lets files name its
-        class: during the fit, more objects of it may appear"""
+        """Gives a path to an object that has none, and to the layers and weights of a model. Allows files to name its
+        class, of which the fit may make more objects"""
         if id(o) in self.paths: return
         place = path
         while path in self.objects:
@@ -92,10 +94,11 @@ class Graph(Paths):
                 self.add(f'{path}.{name}', value)
 
 def named_in(kind:type)->list:
-    """Returns what the methods of a user's class name: during the fit they may set such a function as an attribute, or
-    make an object of such a class"""
+    """Returns the classes and functions that the methods of a user's class name: during the fit they may set such a
+    function as an attribute, or make an object of such a class. Those of installed packages, in `site-packages` or
+    `dist-packages`, are not searched"""
     module = sys.modules.get(kind.__module__)
-    if '-packages' in str(getattr(module, '__file__', '')):  # it is installed
+    if '-packages' in str(getattr(module, '__file__', '')):
         return []
     res = []
     for f in vars(kind).values():
@@ -108,7 +111,7 @@ def named_in(kind:type)->list:
 
 @patch
 def reduced(self:Graph, o):
-    "See `Paths.reduced`. While a part is searched, each object in it that has no path gets one: the path of the part"
+    "See `Paths.reduced`. While a part is searched, an object in it that needs a path gets the path of the part"
     if self.searched:
         self.add_named(o)
         if self.needs_path(o): self.add('.'.join(self.searched), o)
@@ -116,19 +119,23 @@ def reduced(self:Graph, o):
 
 @patch
 def needs_path(self:Graph, o)->bool:
-    """Returns whether an object needs a path. Tensors that an object has as an attribute, outside of the data, get one,
-    too: what shares their memory, as a weight may, still does after they were restored"""
+    """Returns whether an object needs a path. Other than numbers, a tensor does: it is restored in place, so that what
+    shares its memory still does. But not what the fit makes anew: results of a graph, and the tensors of the data"""
     path,name = self.searched
+    is_content = not name  # the values of the tensor that is searched
     if isinstance(o, Tensor):
-        return bool(name) and o.is_leaf and not is_data(path)
+        return o.is_leaf and not is_content and not is_data(path)
     return has_path(o)
 
 # %% ../../nbs/resuming/02_graph.ipynb #273a28a4
 @patch
 def state(self:Graph, of_data:bool=False)->dict:
-    """Returns the state of all objects, or only of those of the data: `weights` and the state of the optimizer, which
-    are the same in all processes; the `rest`, pickled; the `digests` of both; and why other parts are `lost`, which
-    have changed since the fit began, but which no file can hold"""
+    """Returns the state of all objects, or only of those of the data, as a dict:
+
+    - `weights`: with the state of the optimizer; the same in all processes, and not copied
+    - `rest`: the other parts, pickled
+    - `digests`: of the weights and the rest
+    - `lost`: why no file can hold the parts that have changed since the fit began and are not in the others"""
     weights = {}
     rest = {}
     digests = {}

@@ -13,11 +13,11 @@ from .graph import Graph
 from .parts import generators,is_of_package
 
 # %% auto #0
-__all__ = ['settings_of', 'text_of', 'differences', 'is_within', 'may_differ']
+__all__ = ['settings_of', 'text_of', 'mismatches', 'is_within', 'may_differ']
 
 # %% ../../nbs/resuming/04_identity.ipynb #43fa87b6
 def settings_of(learn)->dict:
-    "Returns the settings of a fit that are not among the parts of objects, by names like those of parts"
+    "Returns the settings of a fit that no object has as a part: by pairs of a name and '', as if they were parts"
     names = [type(o).__name__ for o in learn.cbs]
     res = {('processes',''):str(n_processes(learn)), ('callbacks',''):' '.join(names)}
     scheduled = nested_attr(learn, 'param_scheduler.scheds', {})
@@ -31,10 +31,14 @@ def text_of(part:tuple)->str:
     return '.'.join(part).strip('.')
 
 # %% ../../nbs/resuming/04_identity.ipynb #d95a3c1b
-def differences(graph:Graph, begun:dict, digests:dict)->dict:
-    """Returns a text for each part that differs between the beginning of this fit and the beginning of the saved fit,
-    whose digests were `begun`. Parts that the saved fit has changed since, as `digests` tells, may differ, since they
-    come from the file; so may all that is inside of them, as in a hidden state that was replaced"""
+def mismatches(
+    graph:Graph, # Of this fit, which begins
+    begun:dict, # The digests of the saved fit when it began, by part
+    digests:dict, # Its digests when it was saved
+)->dict:
+    """Returns a string for each part that differs between the beginnings of both fits. What the saved fit has changed
+    since may differ, because it comes from the file; so may what is inside of it, as in a hidden state that was
+    replaced"""
     res = {}
     changed = ['.'.join(part) for part,then in begun.items() if digests.get(part, then) != then]
     for part,then in begun.items():
@@ -58,7 +62,7 @@ def is_within(path:str, others:list[str])->bool:
     return False
 
 def may_differ(graph:Graph, part:tuple)->bool:
-    """Returns whether the fit takes a part from the file if it differs: a number or a text of a callback, other than
+    """Returns whether the fit takes a part from the file if it differs: a number or a string of a callback, other than
     those of this package; or the number of a DataLoader's workers, whose default is the machine's number of CPUs"""
     path,name = part
     if name in ('num_workers','prefetch_factor'):
@@ -66,4 +70,5 @@ def may_differ(graph:Graph, part:tuple)->bool:
     o = graph.objects.get(path)
     if not isinstance(o, Callback) or is_of_package(o):
         return False
-    return isinstance(graph.begun.get(part), str)
+    is_short_value = isinstance(graph.begun.get(part), str)  # other digests are checksums: see `Digest`
+    return is_short_value

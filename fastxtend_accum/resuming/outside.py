@@ -31,7 +31,8 @@ def state_of_loggers(learn)->dict:
     return dict(sizes=sizes, run=run)
 
 def restore_loggers(learn, state:dict, rows:list):
-    "Continues the run of W&B, and gives loggers the `rows` of the epochs that have ended"
+    """Continues the run of W&B, sets files back to their size when the saved fit began, as `state` has it, and gives
+    loggers the `rows` of the epochs that have ended, which they write again"""
     run,present = state['run'],wandb_run()
     if run['id'] and present and present.id != run['id']:
         wandb = sys.modules['wandb']

@@ -80,7 +80,7 @@ def attributes_of(o)->dict:
     res = dict(getattr(o, '__dict__', {}))
     if isinstance(o, types.FunctionType):
         for name,cell in cells_of(o).items():
-            with suppress(ValueError): res[name] = cell.cell_contents  # if it holds something yet
+            with suppress(ValueError): res[name] = cell.cell_contents  # a variable that has no value yet
         return res
     if is_of_python(type(o)) and not isinstance(o, SimpleNamespace):
         return {}
@@ -135,7 +135,8 @@ def set_content(o, content):
         o.update(content)
 
 def content_of_tensor(o:Tensor)->tuple:
-    "Returns the values of a tensor, whether it is trained, and its gradient: None, the number 0 for zeros, or a tensor"
+    """Returns the values of a tensor, whether it is trained, and its gradient: None, a tensor, or the number 0 in place
+    of zeros, which would make files larger"""
     # Between windows gradients are zeros or None. These differ: an optimizer moves a weight whose gradient is 0 by
     # momentum and weight decay, and leaves a weight without a gradient alone
     has_zeros = o.grad is not None and not o.grad.any()

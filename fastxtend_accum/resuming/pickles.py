@@ -30,8 +30,8 @@ _values = (type(None),Number,str,bytes,tuple,range,slice,PurePath,np.generic,np.
            torch.device,Tensor)
 
 def is_value(kind:type)->bool:
-    "Returns whether objects of this class are numbers, texts, tensors or containers, which any process can make"
-    # A container of a subclass, such as fastai's L or a model's dict, may have attributes, so it is none
+    "Returns whether objects of this class are numbers, strings, tensors or containers, which any process can make"
+    # Containers of these classes only: a subclass, such as fastai's L, may have attributes, which a file has to keep
     return kind in _containers or issubclass(kind, _values)
 
 def name_of(o)->str|None:
@@ -42,7 +42,8 @@ def name_of(o)->str|None:
     return f'{o.__module__}.{o.__qualname__}' if is_found else None
 
 def has_path(o)->bool:
-    "Returns whether a path stands for an object. Others are pickled by value or by name, or cannot be pickled"
+    """Returns whether a path stands for an object in a file. Numbers, containers and methods are pickled by value,
+    classes and functions by name, and iterators cannot be pickled"""
     kind = type(o)
     has_none = is_value(kind) or kind is types.MethodType or hasattr(kind, '__next__')
     return not has_none and not name_of(o)
@@ -95,14 +96,16 @@ class Paths:
         path = self.paths.get(id(o))
         if path:
             return object_at,(path,)
-        if hasattr(type(o), '__next__'):
+        if hasattr(type(o), '__next__'):  # Python could pickle that of a list, but it would read another list
             raise pickle.PicklingError('it is an iterator')
         if isinstance(o, types.MethodType) and method_of(o.__self__, o.__name__) == o:
             return method_of,(o.__self__, o.__name__)
+        # An array of a subclass, such as a record array, as a plain one, whose maker a file may name
         return np.asarray(o).__reduce__() if isinstance(o, np.ndarray) else NotImplemented
 
     def find_class(self, module:str, name:str):
-        "Returns the class or function that a pickle names. Raises UnpicklingError if it may not"
+        """Returns the class or function that a pickle names; for `object_at`, a function that returns the object at a
+        path. Raises UnpicklingError if a file may not name it"""
         if module in ('numpy.core.multiarray','numpy._core.multiarray'):  # its names in NumPy 1 and 2
             module = _array_of.__module__
         o = _get_allowed_globals().get(f'{module}.{name}')
@@ -131,7 +134,8 @@ SAMPLE = 2**16 # bytes or elements
 
 # %% ../../nbs/resuming/01_pickles.ipynb #2247b476
 class Digest(pickle.Pickler):
-    "The digest of a value, which is the same in another process"
+    """Pickles a value to get its digest, which is the same in another process if the value is. On the way it finds out
+    how large the value is, and whether a file may hold it"""
     def __init__(self,
         paths:Paths,
         value,
@@ -154,10 +158,10 @@ class Digest(pickle.Pickler):
             self.not_kept = 'it is large'
 
     def reducer_override(self, o):
-        "Pickle calls it for each object"
+        "Pickle calls it for each object. A class or function without a path, which no file may name, is noted"
         reduced = self.paths.reduced(o)
-        is_named = reduced is NotImplemented and name_of(o)
-        if is_named and not may_name(o): self.not_kept = f'it has {name_of(o)}'
+        name = name_of(o) if reduced is NotImplemented else None
+        if name and not may_name(o): self.not_kept = f'it has {name}'
         return reduced
 
     def persistent_id(self, o):
@@ -176,9 +180,9 @@ class Digest(pickle.Pickler):
         if isinstance(o, (set,frozenset)):
             return tuple(sorted(o, key=self.sort_key))
         is_long = self.is_data and type(o) is list and len(o) > LONG
-        if not is_long or isinstance(o[0], int):
+        if not is_long or isinstance(o[0], int):  # the order of the samples is part of the state, whatever its length
             return None
-        self.n_bytes = math.inf
+        self.n_bytes = math.inf  # a list of samples, of unknown size
         return len(o),o[::len(o)//100]
 
 # %% ../../nbs/resuming/01_pickles.ipynb #7d3e90b1
@@ -192,5 +196,6 @@ def sample_of_memory(self:Digest, storage:torch.UntypedStorage)->bytes:
     "Returns about `SAMPLE` bytes of a tensor's memory, evenly spaced"
     self.n_bytes += storage.nbytes()
     memory = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
-    step = storage.nbytes()//SAMPLE | 1  # an odd one meets each byte of a number
+    step = storage.nbytes()//SAMPLE
+    if step%2 == 0: step += 1  # so that the sample has each of the bytes that a number consists of
     return memory[::step].cpu().numpy().tobytes()

@@ -17,9 +17,9 @@ __all__ = ['stateful', 'Reader']
 def stateful(dl):
     """Returns the DataLoader or the data set, whichever keeps its own position in the data, as a `StatefulDataLoader`
     and the streams of Hugging Face do; None if neither does"""
-    if isinstance(dl, DataLoader):
+    if isinstance(dl, DataLoader):  # fastai's, which would pass the question on to its data set
         return None
-    dataset = None if dl.num_workers else dl.dataset  # workers have a copy
+    dataset = None if dl.num_workers else dl.dataset  # workers read a copy of it
     return first(o for o in (dl, dataset) if hasattr(o, 'load_state_dict'))
 
 # %% ../../nbs/resuming/03_reader.ipynb #c1b474f1
@@ -45,16 +45,16 @@ class Reader:
         # DataLoader draws at its end
         if self.has_ended: return
         now = self.graph.state(of_data=True)['rest']
-        if self.n_loaded: self.graph.restore(self.at_start)
+        goes_on = self.n_loaded > 0
+        if goes_on: self.graph.restore(self.at_start)
         else: self.at_start = now
         self.stateful = stateful(dl)
         n_to_drop = self.n_loaded
-        if self.stateful is not None and n_to_drop:
+        if goes_on and self.stateful is not None:
             self.stateful.load_state_dict(self.place)
             n_to_drop = 0
         batches = iter(dl)
-        if self.n_loaded:
-            for _ in range(n_to_drop): next(batches, None)
-            self.graph.restore(now)  # as it was saved, after these batches
+        for _ in range(n_to_drop): next(batches, None)
+        if goes_on: self.graph.restore(now)  # the state in the file, which follows these batches
         yield from batches
         self.has_ended = True

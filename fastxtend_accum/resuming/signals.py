@@ -21,7 +21,7 @@ def in_main_thread()->bool:
 class HeldSignals:
     "While a fit runs in the main thread, notes SIGINT and SIGTERM, and delivers them when the fit has been saved"
     def __init__(self):
-        self.handlers = {}  # the user's, by signal, while signals are held
+        self.handlers = {}  # the user's, by signal, while signals are held; else empty
         self.received = None  # the number of the signal that waits
 
     @contextmanager
