@@ -12,17 +12,15 @@ from typing import NamedTuple
 from fastai.basics import *
 from fastai.callback.progress import ProgressCallback
 
-from .windows.checks import check_flags,check_size
-from .windows.loader import drops_last
+from .windows.checks import check_size
 from .windows.state import Snapshot
-from .callback import WindowCallback,leader_of
+from .callback import leader_of
 from .checking.comparison import differences,distances,find_reasons
-from .checking.samples import copy_to_read,first_samples
 from .checking.suspects import is_left_out,suspects
-from .checking.trial import make_small,small_learner,small_sizes,train
+from .checking.trial import small_learner,train,use_whole_batches
 
 # %% auto #0
-__all__ = ['AccumCheck', 'explain', 'check_copies']
+__all__ = ['AccumCheck', 'explain']
 
 # %% ../nbs/09_check.ipynb #3f268a53
 class AccumCheck(NamedTuple):
@@ -30,7 +28,7 @@ class AccumCheck(NamedTuple):
     head:str  # what was trained
     differences:dict[str,float]  # relative differences between windows and whole batches, by name
     reasons:list[str]  # the reasons for the differences, found by elimination
-    notes:list[str]  # what else the user has to know
+    left_out:list[str]  # classes of callbacks that did not take part
 
     @property
     def equal(self)->bool: return not self.differences
@@ -38,12 +36,15 @@ class AccumCheck(NamedTuple):
     def __str__(self)->str:
         lines = [f'  {name:<22}  off by {o:.2g}' for name,o in self.differences.items()] or ['  equal']
         lines += [f'the reason, found by elimination: {o}' for o in self.reasons]
-        return '\n'.join([self.head, *lines, *self.notes])
+        if self.differences and not self.reasons:
+            lines.append('the reason was not found: perhaps the model lets samples act on each other, something draws '
+                         'numbers that no seed sets, or weights become NaN with so few samples')
+        if self.left_out: lines.append('left out: '+', '.join(self.left_out))
+        return '\n'.join([self.head, *lines])
 
 # %% ../nbs/09_check.ipynb #e5058a61
 def explain(
-    windows, # A Learner that trains in windows
-    whole, # The same, but trains on whole batches
+    learn, # Trains in small windows
     n:int, # Samples in a micro-batch
     seed:int,
     verbose:bool, # Whether to show a progress bar if it takes long
@@ -51,55 +52,19 @@ def explain(
     """Compares runs. If they differ, repeats the run on whole batches: what differs between these two as well, such as
     a time that a callback measures, needs no explanation. For everything else, removes one suspect after another
     until the runs are equal, and puts back those that make no difference"""
-    run = partial(train, seed=seed)
-    kept = cache(run)  # several questions need the same run
-    def compare(without:tuple=(), double:bool=False)->dict:
-        return distances(kept(windows, without, double), kept(whole, without, double))
+    kept = cache(partial(train, learn, seed=seed))  # several questions need the same run
+    def compare(without=(), double=False):
+        return distances(kept(without, double), kept((use_whole_batches, *without), double))
     began = time.perf_counter()
     found = differences(compare)
-    left_by_whole = kept(whole, (), False)
-    if left_by_whole['weights'].isnan().any(): return dict(weights=math.inf),[]
     if not found: return {},[]
-    repeated = distances(run(whole), left_by_whole)
+    # `noop` changes nothing, but makes this another run
+    repeated = distances(kept((use_whole_batches, noop), False), kept((use_whole_batches,), False))
     steady = {name:o for name,o in found.items() if o > 100*repeated[name]}
-    if 'weights' in found and 'weights' not in steady: return found,[]  # something draws without a seed
-    suspected = suspects(windows, steady, n).items()
-    is_slow = time.perf_counter()-began > 2
-    if verbose and is_slow: suspected = progress_bar(suspected, leave=False)
+    if 'weights' in found and 'weights' not in steady: return found,[]  # NaN, or something draws without a seed
+    suspected = suspects(learn, steady, n).items()
+    if verbose and time.perf_counter()-began > 2: suspected = progress_bar(suspected, leave=False)
     return steady,find_reasons(compare, steady, suspected)
-
-# %% ../nbs/09_check.ipynb #2b4b2dd2
-_not_found = ('the reason was not found: perhaps the model lets samples act on each other, something draws numbers '
-              'that no seed sets, or weights become NaN with so few samples')
-
-def check_copies(
-    learn,
-    n_steps:int, # In two epochs
-    size:int, # Samples in the smallest batch
-    seed:int,
-    verbose:bool,
-)->AccumCheck:
-    "Trains copies of `learn` on a few of its samples, in windows and on whole batches, and returns what differs"
-    ours = learn._grab_cbs(WindowCallback)
-    left_out = learn.cbs.filter(is_left_out)
-    window,bs = small_sizes(learn, size)
-    to_read = copy_to_read(learn.dls.train)
-    n_windows = math.ceil(n_steps/2)
-    n = n_windows*window
-    if not drops_last(to_read): n -= 1  # the last batch is smaller, and so is its window
-    samples = first_samples(to_read, n)
-    small = small_learner(learn, left_out, samples, n, bs, size)
-    for cb in small._grab_cbs(WindowCallback): make_small(cb, size, window)
-    whole = small_learner(learn, left_out+ours, samples, n, window, size)
-    found,reasons = explain(small, whole, size, seed, verbose)
-    notes = []
-    if found and not reasons: notes.append(_not_found)
-    names = ', '.join(type(o).__name__ for o in left_out if not isinstance(o, ProgressCallback))
-    if names: notes.append(f'left out: {names}')
-    if to_read is learn.dls.train:
-        notes.append('the DataLoader cannot be copied: the next epoch continues after the samples that were read')
-    head = f'{2*n_windows} steps of up to {window} samples, {size} at a time, compared with whole batches:'
-    return AccumCheck(head, found, reasons, notes)
 
 # %% ../nbs/09_check.ipynb #2b4b2dd3
 @patch
@@ -114,16 +79,21 @@ def check_accum(self:Learner,
 
     Trains copies in both ways, compares them, and names the reasons that it finds. The Learner, its files and the
     random state stay as they were"""
-    n_steps = check_size('n_steps', n_steps)
+    n_windows = math.ceil(check_size('n_steps', n_steps)/2)  # in each epoch
     size = check_size('size', size)
-    check_flags(verbose=verbose)
     before = Snapshot(self.model, self.loss_func, *self.cbs, *L(cbs))  # copies share functions, which have attributes
     try:
         with self.added_cbs(cbs):
             if leader_of(self) is None:
                 raise ValueError("check_accum compares windows with whole batches, and this Learner has no callback "
                                  "that makes windows: pass cbs=GradientAccumulation(...), or add it to the Learner")
-            res = check_copies(self, n_steps, size, seed, verbose)
+            left_out = self.cbs.filter(is_left_out)
+            small = small_learner(self, left_out, n_windows, size)
+            found = explain(small, size, seed, verbose)
     finally: before.restore()
+    head = (f'{2*n_windows} steps of up to {leader_of(small).accum_bs} samples, {size} at a time, compared with whole '
+            'batches:')
+    names = [type(o).__name__ for o in left_out if not isinstance(o, ProgressCallback)]
+    res = AccumCheck(head, *found, names)
     if verbose and not rank_distrib(): print(res)
     return res

@@ -3,7 +3,7 @@ import pytest
 from fastai.callback.tensorboard import TensorBoardCallback
 
 from common import *
-from fastxtend_accum.checking.suspects import is_left_out
+from fastxtend_accum.checking.suspects import in_evaluation, is_left_out
 
 
 def tracker():
@@ -23,3 +23,21 @@ class ClaimModel(Callback):
     (ClaimModel, False), (EarlyStoppingCallback, False)])
 def test_what_uses_an_experiment_tracker_or_writes_files_is_left_out(make, expected):
     assert is_left_out(make()) == expected
+
+
+class Residual(nn.Module):
+    "Adds its outputs to its inputs. Without BatchNorm, these grow by a factor"
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
+
+    def forward(self, x): return x+8*self.layers(x)
+
+
+def test_a_deep_network_that_was_never_trained_does_not_explode_without_batchnorm():
+    set_seed(0)
+    deep = nn.Sequential(*[Residual() for _ in range(30)])
+    in_evaluation(SimpleNamespace(model=deep), {'BatchNorm1d'})
+    inputs = torch.randn(4, 8)
+    assert deep(inputs).abs().max() < 1000
+    torch.testing.assert_close(deep(inputs)[:2], deep(inputs[:2]))  # no sample acts on another

@@ -2,8 +2,7 @@
 import pytest
 
 from common import *
-from fastxtend_accum.checking.samples import first_samples
-from fastxtend_accum.checking.trial import copy_learner, make_small, small_learner, small_sizes
+from fastxtend_accum.checking.trial import copy_learner, small_learner, small_sizes
 
 SPLIT = dict(micro_batch_size=8)
 
@@ -26,8 +25,7 @@ def test_the_windows_of_an_epoch_have_its_samples(remainder):
     "Also of a schedule, which keeps one size"
     cb = GradientAccumulationSchedule(8, 32, remainder=remainder, start=3, finish=4)
     learn = make_learner(8, cbs=[cb])
-    small = small_learner(learn, [learn.progress], first_samples(learn.dls.train, 11), 11, 3, 3)
-    make_small(small.gradient_accumulation_schedule, 3, 6)
+    small = small_learner(learn, [learn.progress], n_windows=2, size=3)
     sizes = []
     class Notes(Callback):
         def before_step(self): sizes.append(self.learn.gradient_accumulation_schedule.window.losses.samples)
@@ -38,7 +36,7 @@ def test_the_windows_of_an_epoch_have_its_samples(remainder):
 def test_a_copy_shares_no_tensor():
     learn = fit(make_learner(8), 1)  # a fit leaves tensors with a graph
     learn.loss_grad = learn.model(data(4)[0]).sum()
-    copied = copy_learner(learn, double=True)
+    copied = copy_learner(learn, learn.dls.loaders, double=True)
     assert copied.loss_grad == learn.loss_grad
     assert copied.loss_grad.grad_fn is None
     assert copied.dls.train.dataset is learn.dls.train.dataset

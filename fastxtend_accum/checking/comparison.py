@@ -13,28 +13,21 @@ from fastai.basics import *
 __all__ = ['distance', 'distances', 'differences', 'find_reasons']
 
 # %% ../../nbs/checking/03_comparison.ipynb #2a23d59e
-# Limits of distances
-_surely_equal = 1e-5  # in float32: everything is below
-_surely_different = .3  # in float32: something is above. Rounding alone may move deep networks by .1
-_tolerance = 1e-3  # in float32, what is below is rounding
-_tolerance_double = 1e-6  # in float64
+_equal = 1e-5  # limit of distances: what is below is equal
 
 def distance(a:Tensor, b:Tensor)->float:
-    """Returns the length of `a-b`, relative to that of `b`; infinity if they differ in shape, or in where they have a
-    NaN; 0 if `b` is a row of another length: callbacks keep tensors of the last batch, which has more samples"""
-    is_row = b.ndim == 2
-    if a.shape != b.shape: return 0. if is_row else math.inf
-    if torch.allclose(a, b, 0, 0, equal_nan=True): return 0.
-    res = (a-b).norm()/b.norm()
-    return res.nan_to_num(math.inf, math.inf).item()
+    """Returns the length of `a-b`, relative to that of `b`; infinity if they differ in shape, or have a NaN; 0 if `b`
+    is a row of another length: callbacks keep tensors of the last batch, which has more samples"""
+    if a.shape != b.shape: return 0. if b.ndim == 2 else math.inf
+    res = (a-b).norm()/(b.norm()+1e-30)  # 0 if both are 0
+    return res.nan_to_num(math.inf).item()
 
 def distances(
     a:dict, # What one training has left: tensors by name
     b:dict, # What another one has left
 )->dict:
     "Returns how far `a` is from `b`, by name"
-    nothing = torch.zeros(0)
-    return {name:distance(a.get(name, nothing), o) for name,o in b.items()}
+    return {name:distance(a[name], o) for name,o in b.items() if name in a}
 
 # %% ../../nbs/checking/03_comparison.ipynb #56ca8b7c
 def differences(
@@ -43,14 +36,14 @@ def differences(
     before:dict={}, # The distances with these suspects, of which less than a fiftieth counts as rounding
 )->dict:
     "Returns the distances that are not rounding, by name: in float32, or in float64 if that leaves a doubt"
-    def larger(now:dict, tolerance:float)->dict:
-        return {name:o for name,o in now.items() if o >= max(tolerance, before.get(name, 0)/50)}
+    def larger(now, limit):
+        return {name:o for name,o in now.items() if o >= max(limit, before.get(name, 0)/50)}
     now = compare(without)
-    if not larger(now, _surely_equal): return {}
-    if max(now.values()) < _surely_different:
-        try: return larger(compare(without, double=True), _tolerance_double)
+    if not larger(now, _equal): return {}
+    if max(now.values()) < .3:  # rounding alone may move deep networks by .1
+        try: return larger(compare(without, double=True), _equal)
         except Exception: pass  # it does not train in float64
-    return larger(now, _tolerance)
+    return larger(now, 1e-3)  # in float32, less is rounding
 
 # %% ../../nbs/checking/03_comparison.ipynb #e5058a61
 def find_reasons(
@@ -60,7 +53,7 @@ def find_reasons(
 )->list:
     """Leaves out one suspect after the other until nothing differs. Then puts back those without which no less differs,
     and returns the names of the others"""
-    def names_left(pairs:list)->set|None:
+    def names_left(pairs):
         "Returns the names of what still differs without these suspects; None if nothing trains without them"
         without = tuple(remove for _,remove in pairs)
         try: return differences(compare, without, found).keys() & found
@@ -72,7 +65,7 @@ def find_reasons(
         if now is None: continue
         left = now
         left_out.append(suspect)
-    for suspect in left_out.copy():
+    for suspect in left_out:
         others = [o for o in left_out if o != suspect]
         if names_left(others) == left: left_out = others
     return [name for name,_ in left_out]

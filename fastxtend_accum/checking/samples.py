@@ -10,8 +10,8 @@ import itertools
 
 from fastai.basics import *
 
-from ..windows.loader import loader_bs
-from ..windows.nested import CannotJoin,join,map_tensors,n_rows,slice_fields
+from ..windows.loader import LoaderBatch,loader_bs
+from ..windows.nested import CannotJoin,join,map_tensors,n_rows
 
 # %% auto #0
 __all__ = ['KeptLoader', 'copy_to_read', 'joined', 'first_samples']
@@ -22,8 +22,8 @@ class KeptLoader(DataLoader):
     `dl`, the loader that the samples come from"""
     def __init__(self,
         dl,
-        samples:tuple, # All samples, as one batch
-        n:int, # Their number
+        samples:LoaderBatch,
+        n:int, # How many of them it yields
         bs:int,
     ):
         super().__init__(dl, bs=bs, n=n)
@@ -32,8 +32,7 @@ class KeptLoader(DataLoader):
     def __iter__(self):
         "Yields copies, which callbacks may change in place"
         for start in range(0, self.n, self.bs):
-            batch = slice_fields(self.samples, start, start+self.bs, self.n)
-            yield map_tensors(torch.clone, batch)
+            yield self.samples.piece(start, min(start+self.bs, self.n), self.bs).data
 
 # %% ../../nbs/checking/00_samples.ipynb #bee98357
 def copy_to_read(dl):
@@ -44,22 +43,21 @@ def copy_to_read(dl):
     try: return deepcopy(dl, {id(dataset): dataset, id(left_over): None})
     except Exception: return dl
 
-def joined(batches:list, sizes:list, n:int)->tuple:
-    """Returns the first `n` samples of batches of these sizes as one batch. Raises ValueError if batches cannot be
-    sliced; of these, CannotJoin if they differ in shape"""
-    batch = [join(list(o), sizes) for o in zip(*batches)]
-    return slice_fields(batch, 0, n, sum(sizes))
+def joined(batches:list, sizes:list, n:int)->LoaderBatch:
+    """Returns batches of these sizes as one. If they differ in shape, as texts of several lengths do, repeats the first
+    one until there are `n` samples. Raises ValueError if they cannot be sliced"""
+    try: data = join(batches, sizes)
+    except CannotJoin:
+        n_times = math.ceil(n/sizes[0])
+        sizes = sizes[:1]*n_times
+        data = join(batches[:1]*n_times, sizes)
+    return LoaderBatch(data, sum(sizes), sum(sizes))
 
-def first_samples(dl, n:int)->tuple:
-    "Returns the first `n` samples of `dl` as one batch. They repeat if there are fewer; ValueError if there are none"
+def first_samples(dl, n:int)->LoaderBatch:
+    "Returns at least the first `n` samples of `dl`. They repeat if there are fewer; ValueError if there are none"
     batches,sizes = [],[]
     for batch in itertools.cycle(dl):
         batches.append(map_tensors(torch.clone, tuple(batch)))  # a loader may use its memory for the next one
         sizes.append(n_rows(batch, loader_bs(dl)))
-        if sum(sizes) >= n: break
-    if not batches:
-        raise ValueError(f"check_accum needs samples, and {type(dl).__name__} yields none: make it yield one batch")
-    try: return joined(batches, sizes, n)
-    except CannotJoin:  # texts of other lengths
-        n_times = math.ceil(n/sizes[0])
-        return joined(batches[:1]*n_times, sizes[:1]*n_times, n)
+        if sum(sizes) >= n: return joined(batches, sizes, n)
+    raise ValueError(f"check_accum needs samples, and {type(dl).__name__} yields none: make it yield one batch")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 
 from fastai.basics import *
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..windows.nested import tensors_in
-from ..accumulation import GradientAccumulation
 from ..callback import WindowCallback
 
 # %% auto #0
@@ -39,16 +39,17 @@ def evaluate(module, args):
     module.training = False
     if hasattr(module, 'reset'): module.reset()
 
-def in_evaluation(learn, kinds:set):
-    "Lets the modules of these classes run in evaluation mode"
+def in_evaluation(learn, kinds):
+    """Lets the modules of these classes run in evaluation mode. BatchNorm then normalizes each sample by itself: by its
+    running statistics, an untrained model would explode"""
     for m in learn.model.modules():
-        if type(m) in kinds: m.register_forward_pre_hook(evaluate)
+        if type(m).__name__ not in kinds: continue
+        m.register_forward_pre_hook(evaluate)
+        if isinstance(m, _BatchNorm): m.forward = partial(F.group_norm, num_groups=1)
 
 def without_hooks(learn):
     "Removes the hooks on parameters"
-    for p in learn.model.parameters():
-        hooks = p._backward_hooks
-        if hooks: hooks.clear()
+    for p in learn.model.parameters(): p._backward_hooks = None
 
 def mean_square(pred, *targets, **kwargs)->Tensor:
     "A loss of any outputs that is a mean over samples. Callbacks such as MixUp pass it the arguments of other losses"
@@ -57,11 +58,11 @@ def mean_square(pred, *targets, **kwargs)->Tensor:
 def with_other_loss(learn):
     "Lets a copy train on `mean_square`"
     learn.loss_func = mean_square
-    for cb in learn._grab_cbs(GradientAccumulation):
+    for cb in learn._grab_cbs(WindowCallback):
         cb.num_items = None  # which counts for the user's loss
 
 # %% ../../nbs/checking/02_suspects.ipynb #fb135ccc
-_core = TrainEvalCallback,Recorder,CastToTensor,Callback  # of fastai, and what takes the place of those left out
+_core = TrainEvalCallback,Recorder,CastToTensor,WindowCallback
 
 def suspects(
     learn, # A copy
@@ -69,17 +70,17 @@ def suspects(
     n:int, # Samples in a micro-batch
 )->dict: # By reason, a function that lets a copy train without it
     "Returns what may be the reason, the most likely first"
-    kinds = set(map(type, learn.model.modules()))
-    changing = {o for o in kinds if f'buffers of {o.__name__}' in found}
-    names = ', '.join(sorted(o.__name__ for o in changing))
+    kinds = {type(m).__name__ for m in learn.model.modules()}
+    changing = [o for o in sorted(kinds) if f'buffers of {o}' in found]
     verb = 'sees' if len(changing) == 1 else 'see'
     few = f'{n} samples at a time'
     res = {}
-    if changing: res[f'{names} {verb} {few}'] = partial(in_evaluation, kinds=changing)
+    if changing:
+        res[f"{', '.join(changing)} {verb} {few}"] = partial(in_evaluation, kinds=changing)
     for kind in map(type, learn.cbs):
-        if kind in _core or issubclass(kind, WindowCallback): continue
+        if issubclass(kind, _core): continue
         res[f'{kind.__name__} acts on {few}'] = partial(Learner.remove_cb, cb=kind)
-    res['the model in training mode, for example dropout'] = partial(in_evaluation, kinds=kinds-changing)
-    res[f'the losses of {few} do not add up to the loss of all samples'] = with_other_loss
-    res[f'hooks on parameters see the gradient of {few}'] = without_hooks
-    return res
+    return res|{
+        'the model in training mode, for example dropout': partial(in_evaluation, kinds=kinds.difference(changing)),
+        f'the losses of {few} do not add up to the loss of all samples': with_other_loss,
+        f'hooks on parameters see the gradient of {few}': without_hooks}

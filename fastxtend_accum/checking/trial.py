@@ -10,27 +10,26 @@ from contextlib import redirect_stdout
 import io,tempfile
 
 from fastai.basics import *
-from fastai.callback.schedule import SchedNo
 from fastcore.xtras import working_directory
 
 from ..windows.gradients import extra_params
-from ..windows.nested import leaves_in,slice_fields
+from ..windows.loader import drops_last
+from ..windows.nested import leaves_in
 from ..windows.processes import inner_model,n_processes
-from ..windows.state import restore_value
 from ..memory.override import override_attr
 from ..callback import WindowCallback,leader_of
-from .samples import KeptLoader
+from .samples import KeptLoader,copy_to_read,first_samples
 
 # %% auto #0
-__all__ = ['small_sizes', 'make_small', 'deepcopy_tensor', 'copy_learner', 'small_learner', 'Seeds', 'draw', 'numbers_in',
-           'left_by', 'train']
+__all__ = ['small_sizes', 'make_small', 'deepcopy_tensor', 'copy_learner', 'small_learner', 'use_whole_batches', 'Seeds',
+           'numbers_in', 'left_by', 'train']
 
 # %% ../../nbs/checking/01_trial.ipynb #723a900c
 def small_sizes(learn, size:int)->tuple:
     """Returns the samples of a window and of a loader batch, with micro-batches of `size`. They relate to each other as
     the user's do: a window has several loader batches, or a loader batch several windows, or both are the same"""
-    n_epoch = sys.maxsize  # so that a schedule may begin and end in any epoch
-    plan = leader_of(learn).plan_of(learn.dls.train, 0, n_epoch, n_processes(learn))
+    # In an endless fit, so that a schedule may begin and end in any epoch
+    plan = leader_of(learn).plan_of(learn.dls.train, 0, sys.maxsize, n_processes(learn))
     n_batches,n_pieces = plan.largest  # the shape of the user's largest window
     is_split = any(o.micro_batch_size for o in learn._grab_cbs(WindowCallback))
     smaller = 2*size if is_split else size
@@ -41,9 +40,9 @@ def make_small(cb:WindowCallback, size:int, window:int):
     settings = vars(cb)
     if cb.micro_batch_size: settings.update(micro_batch_size=size)
     settings.update(
-        accum_bs=window, start_accum_bs=window, final_accum_bs=window, start=0., finish=1., schedule=SchedNo,
+        accum_bs=window, start_accum_bs=window, final_accum_bs=window, start=0., finish=0., schedule=None,
         adapt=False,  # so that ActivationCheckpointing recomputes all blocks
-        remainder='step', verbose=False)
+        remainder='step')
 
 # %% ../../nbs/checking/01_trial.ipynb #4ed5de6e
 _deepcopy = Tensor.__deepcopy__
@@ -54,41 +53,44 @@ def deepcopy_tensor(t:Tensor, memo:dict)->Tensor:
 
 def copy_learner(
     learn,
-    replaced:dict={}, # By the id of an object, what takes its place in the copy
+    shared:Iterable=(), # Objects that the copy shares with `learn`
     double:bool=False, # Whether the tensors of the copy are in float64
 )->Learner:
-    "Returns a copy of `learn`, which shares no tensor with it; raises the error of what cannot be copied"
-    model = inner_model(learn.model)  # a copy trains in one process
-    dataset = getattr(learn.dls.train, 'dataset', None)  # which copies share
-    # `deepcopy` looks up in `memo` what it has copied already, and adds what it copies
-    memo = replaced|{id(dataset): dataset}
+    "Returns a copy of `learn`, which shares no tensor of its own with it; raises the error of what cannot be copied"
+    memo = {id(o):o for o in shared}  # `deepcopy` looks up in it what it has copied already, and adds what it copies
     with override_attr(Tensor, '__deepcopy__', deepcopy_tensor):
-        memo[id(learn.model)] = deepcopy(model, memo)
         res = deepcopy(learn, memo)
-        for p in model.parameters():
-            hooks = p._backward_hooks or {}  # which `deepcopy` leaves out
-            for hook in hooks.values(): memo[id(p)].register_hook(deepcopy(hook, memo))
+    for p in learn.model.parameters():
+        memo[id(p)]._backward_hooks = p._backward_hooks  # which `deepcopy` leaves out
     for o in memo.values():
-        is_float = isinstance(o, Tensor) and o.is_floating_point()
-        if double and is_float: restore_value(o, o.double())
+        if double and isinstance(o, Tensor) and o.is_floating_point(): o.data = o.double()
     return res
 
 # %% ../../nbs/checking/01_trial.ipynb #ada52078
 def small_learner(
     learn,
     left_out:list, # Callbacks that the copy does not have
-    samples:tuple, # As one batch
-    n:int, # Their number
-    bs:int, # Samples in a batch
-    n_valid:int, # Samples to validate on
+    n_windows:int, # In an epoch
+    size:int, # Samples in a micro-batch
 )->Learner:
-    "Returns a copy of `learn` that trains on few samples, and validates on the first of them"
+    "Returns a copy of `learn` that trains on the samples of a few small windows, and validates on the first of them"
     train_dl = learn.dls.train
-    valid = KeptLoader(train_dl, slice_fields(samples, 0, n_valid, n), n_valid, n_valid)
-    replaced = {id(dl):valid for dl in learn.dls.loaders}
-    replaced[id(train_dl)] = KeptLoader(train_dl, samples, n, bs)
-    replaced |= {id(cb):Callback() for cb in left_out}
-    return copy_learner(learn, replaced)
+    window,bs = small_sizes(learn, size)
+    n = n_windows*window
+    if not drops_last(train_dl): n -= 1  # the last batch is smaller, and so is its window
+    samples = first_samples(copy_to_read(train_dl), n)
+    res = copy_learner(learn, [*left_out, *learn.dls.loaders])  # they may hold what cannot be copied
+    res.remove_cbs(left_out)
+    res.dls.loaders = [
+        KeptLoader(train_dl, samples, n, bs),
+        KeptLoader(learn.dls.valid, samples, min(size, n), size)]
+    for cb in res._grab_cbs(WindowCallback): make_small(cb, size, window)
+    return res
+
+def use_whole_batches(learn):
+    "Lets a copy train on whole batches, each of which has the samples of a window, in plain fastai"
+    learn.dls.train.bs = leader_of(learn).accum_bs
+    learn.remove_cb(WindowCallback)
 
 # %% ../../nbs/checking/01_trial.ipynb #c9e606c0
 class Seeds(Callback):
@@ -100,12 +102,12 @@ class Seeds(Callback):
         self.seed += 1
         set_seed(self.seed)
 
-    def after_batch(self): self.learn.loss = self.loss.float()  # fastai's Recorder cannot average others
+    def after_pred(self):
+        """Draws a random number after each pass of the model. Otherwise the micro-batches of a batch that is split
+        would draw on a CPU, one after the other, the same numbers that the whole batch draws at once"""
+        torch.rand(1)
 
-def draw(model, args):
-    """Draws a random number before each pass of the model. Otherwise four micro-batches of a batch that is split would
-    draw on a CPU, one after the other, the same numbers that the whole batch draws at once"""
-    torch.rand(1)
+    def after_batch(self): self.learn.loss = self.loss.float()  # fastai's Recorder cannot average others
 
 # %% ../../nbs/checking/01_trial.ipynb #bb7d49be
 # What a training leaves behind
@@ -114,18 +116,18 @@ def numbers_in(o)->Tensor:
     """Returns the numbers and tensors that `o` contains, such as the weights of a model, as one vector in float64; of a
     tensor, as a row"""
     if isinstance(o, nn.Module): o = o.state_dict()
-    numbers = [torch.as_tensor(leaf) for leaf in leaves_in(o) if isinstance(leaf, (Real,Tensor))]
-    res = torch.cat([torch.zeros(0), *[x.detach().flatten().cpu().double() for x in numbers]])
+    numbers = [torch.as_tensor(leaf).detach().flatten().cpu().double()
+        for leaf in leaves_in(o) if isinstance(leaf, (Real,Tensor))]
+    res = torch.cat([torch.zeros(0), *numbers])
     return res[None] if isinstance(o, Tensor) else res
 
 # %% ../../nbs/checking/01_trial.ipynb #bb7d49bf
 def left_by(learn)->dict:
     "Returns what a training has left in `learn` beside the weights, by name"
     res = defaultdict(list)
-    for rec in learn._grab_cbs(Recorder):
-        res['logged losses'] = rec.losses
-        res['last learning rate'] = rec.lrs[-1:]
-        res |= zip(rec.metric_names[1:], zip(*rec.values))  # the first is that of the epoch
+    rec = learn.recorder
+    res['logged losses'] = rec.losses
+    res |= zip(rec.metric_names[1:], zip(*rec.values))  # the first is that of the epoch
     for m in learn.model.modules():
         res[f'buffers of {type(m).__name__}'] += m.buffers(recurse=False)
     res['parameters of the loss or of other optimizers'] = extra_params(learn)
@@ -133,20 +135,21 @@ def left_by(learn)->dict:
         kind = type(cb)
         if kind.__module__.startswith(('fastai.', 'fastxtend_accum.')): continue
         for name,value in vars(cb).items(): res[f'{kind.__name__}.{name}'] = value
-    return {name:numbers_in(values) for name,values in res.items()}
+    # A loss or a metric may be NaN in both ways of training
+    return {name:numbers_in(values).nan_to_num() for name,values in res.items()}
 
 # %% ../../nbs/checking/01_trial.ipynb #3f71d0de
 def train(
     learn,
-    without:tuple=(), # Each lets a Learner train without a suspect
+    changes:tuple=(), # Functions that change the copy, for example so that it trains without a suspect
     double:bool=False, # In float64
     seed:int=42,
 )->dict:
     """Trains a copy for two epochs, and returns what that leaves, by name: of the weights, how far they have moved.
     What it prints is discarded; so are warnings, and files that it writes into the current folder"""
-    learn = copy_learner(learn, double=double)
-    for remove in without: remove(learn)
-    learn.model.register_forward_pre_hook(draw)
+    learn = copy_learner(learn, [dl.dataset for dl in learn.dls.loaders], double)  # shares the loaders of the user
+    learn.model = inner_model(learn.model)  # a copy trains in one process
+    for change in changes: change(learn)
     params = list(learn.model.parameters())
     before = numbers_in(params)
     with (tempfile.TemporaryDirectory() as folder,
@@ -154,9 +157,8 @@ def train(
           redirect_stdout(io.StringIO()),
           warnings.catch_warnings()):
         warnings.simplefilter('ignore')
-        learn.path = Path(folder)
+        learn.path = Path()  # of the current folder
         learn.model_dir = 'models'
         set_seed(seed)
         learn.fit(2, cbs=Seeds(seed))
-    moved = numbers_in(params)-before
-    return dict(weights=moved) | left_by(learn)
+    return dict(weights=numbers_in(params)-before) | left_by(learn)
