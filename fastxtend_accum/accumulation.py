@@ -73,7 +73,7 @@ class GradientAccumulation(WindowCallback):
     @property
     def micro_bs(self)->int|None:
         """The most samples that the model sees at a time; None before a fit, or if the DataLoader states no batch size
-        and `micro_batch_size` is None"""
+        and `micro_batch_size` is not a number"""
         loop = self.loop
         if loop is None or loop.batches is None: return None
         plan = loop.batches.plan
@@ -93,8 +93,8 @@ class GradientAccumulation(WindowCallback):
 
 @patch
 def read_settings(self:GradientAccumulation):
-    """Raises TypeError or ValueError if a setting or a combination of settings is invalid; creates the strategy that
-    runs the micro-batches"""
+    """Raises TypeError or ValueError if a setting or a combination of settings is invalid. Then creates the strategy
+    that `micro_batch_size` asks for"""
     if self.accum_bs is not None:
         self.accum_bs = check_size('accum_bs', self.accum_bs)
     self.micro_batch_size = check_micro_batch_size(self.micro_batch_size)
@@ -143,7 +143,7 @@ def check_sizes(self:GradientAccumulation, plan:EpochPlan):
     if not self.accum_bs: return
     n_processes = self.loop.fit.processes.n
     self.check_multiples(plan.info, n_processes)
-    # If sizes vary, later epochs may have smaller windows
+    # Whether no other epoch fills a window either. If sizes vary, later ones may have smaller windows
     is_certain = plan.info.has_exact_length and not plan.sizes_vary
     if plan.remainder == 'drop' and is_certain and not plan.windows:
         raise ValueError(f"an epoch has {plan.info.n_planned*n_processes} samples, which do not fill one window of "
@@ -152,7 +152,7 @@ def check_sizes(self:GradientAccumulation, plan:EpochPlan):
 
 @patch
 def check_multiples(self:GradientAccumulation, info:LoaderInfo, n_processes:int=1):
-    "Raises ValueError unless loader batches can be joined to windows, or cut into them"
+    "Raises ValueError unless loader batches can be joined to windows of each size, or cut into them"
     bs = info.batch_size
     global_bs = bs*n_processes
     for name,size in self.sizes_by_argument(global_bs).items():
@@ -199,10 +199,11 @@ def after_cancel_step(self:GradientAccumulation):
     "Counts a step that the GradScaler skips as if `skip_nonfinite` had skipped it"
     if not self.learn or not self.skip_nonfinite: return
     for cb in self.learn._grab_cbs(MixedPrecision):
-        # Its `before_step` sets `skipped` to True. If the GradScaler steps, it becomes False; if not, `cb` cancels the
-        # step
+        # In `before_step`, MixedPrecision sets `skipped` to True. If the GradScaler then steps, it becomes False; if
+        # not, MixedPrecision cancels the step
         is_skipped = vars(cb).get('skipped', False)
-        cb.skipped = False  # if another callback cancels the next step before `cb` gets there, it is not counted again
+        # If another callback cancels the next step before MixedPrecision sees it, that is not counted
+        cb.skipped = False
         if is_skipped: self.report_skipped(Outcome.NONFINITE)
 
 # %% ../nbs/00_accumulation.ipynb #3c9d1e58
@@ -216,7 +217,7 @@ def report_step(self:GradientAccumulation):
 
 @patch
 def print_line(self:GradientAccumulation):
-    "Prints how windows are made up, unless it is what the last line says; 'auto' calls it for each size that it finds"
+    "Prints how windows are made up, unless the last line said the same; 'auto' calls it for each size that it finds"
     if self.verbose: self.log_once(self.description())
 
 @patch
@@ -225,7 +226,7 @@ def description(self:GradientAccumulation)->str:
     Returns an empty string if that is not known: before a fit, or before the first batch of a loader without a size"""
     loop = self.loop
     if loop is None or loop.batches is None: return ''
-    n = loop.fit.processes.n
+    n_processes = loop.fit.processes.n
     plan = loop.batches.plan
     bs = plan.info.batch_size
     if bs is None:  # the loader states none, so take that of the last batch
@@ -233,16 +234,16 @@ def description(self:GradientAccumulation)->str:
         bs = loop.batches.current.samples
     smallest,largest = plan.smallest,plan.largest
     micro_bs = self.largest_micro_batch(math.ceil(bs/largest.n_pieces))
-    line = how_made_up(smallest, largest, bs, micro_bs, n)
+    line = how_made_up(smallest, largest, bs, micro_bs, n_processes)
     is_loader_batch = smallest == largest == WindowShape()
     if self.micro_batch_size == 'auto':
         split = '' if is_loader_batch else f'each batch of {bs} {how_split(bs, micro_bs)}; '
         line = f"micro_batch_size='auto': {split}{line}"
-    # Micro-batches of this window, or of the larger ones of a schedule
+    # A window has several micro-batches: this one, or later ones of a schedule
     has_several = not loop.window.is_single or largest.samples(bs) > micro_bs
     differences = loop.fit.differences.described(micro_bs) if has_several and loop.fit.differences else ''
     if differences:
-        batch = f'one batch of {largest.samples(bs*n)}' if smallest == largest else 'one batch'
+        batch = f'one batch of {largest.samples(bs*n_processes)}' if smallest == largest else 'one batch'
         line += f'. Same as {batch}, except: {differences}.'
         if is_loader_batch and self.could_checkpoint():
             line += ' ActivationCheckpointing() avoids this, if the batch then fits.'
@@ -284,10 +285,10 @@ def warn_of_replaced_loader(self:GradientAccumulation):
 
 @patch
 def warn_of_no_window(self:GradientAccumulation):
-    "Warns if no epoch has filled a window"
+    "Warns if no epoch has filled a window, unless a callback has ended the fit, or there were no batches"
     plan = self.loop.batches.plan
-    is_filled = plan.info.has_exact_length and plan.windows  # then a callback has ended the fit
-    if not plan.n_batches or plan.remainder == 'step' or is_filled: return
+    could_fill = plan.info.has_exact_length and plan.windows  # so a callback has ended the fit
+    if not plan.n_batches or plan.remainder == 'step' or could_fill: return
     size = max(self.sizes_by_argument(self.global_bs(plan)).values())
     warn_user(f"no optimizer step was taken in this fit: no epoch fills a window of {size} samples; use a smaller "
               f"accum_bs or remainder='step', not {plan.remainder!r}")
@@ -316,6 +317,6 @@ def can_be_smaller(dl, bs:int)->bool:
     # `new` forgets the settings of PartialDL and WeightedDL, in fastai.callback
     has_new = isinstance(dl, DataLoader) and module.startswith('fastai.') and not module.startswith('fastai.callback.')
     if not has_new or is_distributed(dl): return False
-    # `new` would leave out what somebody has set apart from the data set
+    # Not a loader that was made to draw a part of its data set: `new` would make one that draws all of it
     yields_all = not drops_last(dl) and dataset_size(dl) == length_of(dl, 'dataset')
     return yields_all and bs < (loader_bs(dl) or 0)

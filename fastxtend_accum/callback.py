@@ -32,14 +32,17 @@ class WindowCallback(Callback):
     order = 12  # after DistributedTrainer has wrapped the DataLoader, before ProgressCallback sees it
     lead_rank = 2  # of several, the one with the lowest rank runs the batches: GradientAccumulation, then GradientCache
     run_valid = False
-    accum_bs = None  # samples in a window, None: each loader batch is one
+
+    # Settings of subclasses
+    accum_bs = None  # samples in a window; None: each loader batch is one
     micro_batch_size = None  # see GradientAccumulation
     verbose = False
     strategy = WholeBatch()  # runs a loader batch in training
 
+    # What a fit sets
     loop = None  # the `WindowLoop` of this fit, or of the last one
     is_new_fit = True  # whether this fit has no loop yet
-    place = None  # where the next epoch begins in a fit that was killed: what `WindowLoop.state` returned
+    place = None  # if a killed fit goes on: where its next epoch begins, as `WindowLoop.state` returned it
     last_message = None  # the last line that this callback has printed
     _stateattrs = ('loop','place','is_new_fit')  # fastai leaves these out of a copy or an export of the callback
 
@@ -56,14 +59,14 @@ class WindowCallback(Callback):
 
     # What a subclass may change
     def read_settings(self):
-        "Checks the attributes that set how the callback works; raises TypeError or ValueError"
+        "Checks the settings, and makes what depends on them, before each fit; raises TypeError or ValueError"
     def settings(self)->Settings: return Settings(describes=self.verbose)
     def remainder_for(self, dl)->str:
         "Returns what happens to batches at the end of an epoch that do not fill a window: 'step', 'carry' or 'drop'"
         return 'step'
     def sizes_by_argument(self, global_bs:int)->dict[str,int]:
-        """Returns the sizes that the arguments ask for, in samples of all processes, by the names of these arguments:
-        errors give the name. `global_bs` is the size of a loader batch, summed over processes"""
+        """Returns the sizes of windows that the arguments ask for, in samples of all processes, by the names of these
+        arguments, which errors give. `global_bs` is the size of a loader batch, summed over processes"""
         return dict(accum_bs=global_bs)  # no argument sets it: each loader batch is a window
     def window_size_at(self, pct_train:float, n_epoch:int, global_bs:int)->float:
         """Returns the wanted size of a window that begins at `pct_train` of a fit of `n_epoch`, in samples of all
@@ -85,8 +88,8 @@ def leader_of(learn)->WindowCallback|None:
 
 @patch
 def before_fit(self:WindowCallback):
-    """Reads the settings, which may have changed since the last fit. What is known of that one stays until the first
-    epoch, since `learn.summary()` and TTA begin a fit without training"""
+    """Reads the settings, which may have changed since the last fit. The loop of that fit, with its counts, is kept
+    until training begins, since `learn.summary()` and TTA begin a fit without training"""
     if not self.learn:
         warn_user(f"{type(self).__name__} was removed from its Learner, and does nothing: make one for each Learner")
         return
@@ -103,14 +106,17 @@ def is_validating(learn)->bool:
 
 @patch
 def extend_lr_find(self:WindowCallback, finder:LRFinder):
-    """Sets the number of epochs in a fit of `lr_find`, in which each iteration is a window: fastai has planned as many
-    epochs as it needs if each is a loader batch. The finder ends the fit after its last iteration"""
+    """Sets the number of epochs in a fit of `lr_find`, in which each iteration is a window. fastai has planned enough
+    epochs for iterations that are loader batches, by the same formula. The finder ends the fit after its last iteration
+
+    For example, 100 samples make 4 windows of 32 in an epoch if the remainder takes a step, 3 if it is dropped, and
+    3.125 if it is carried. 100 iterations then need 26, 34 or 33 epochs"""
     learn = self.learn
     dl = learn.dls.train
-    is_lr_find = learn.n_epoch == finder.num_it//len(dl)+1  # which fastai runs in one process only
-    if not is_lr_find: return  # another fit with an LRFinder, which has epochs of its own
+    fastais_n_epoch = finder.num_it//len(dl)+1
+    if learn.n_epoch != fastais_n_epoch: return  # another fit with an LRFinder, whose number of epochs the user has set
     info = self.loader_info_of(dl)
-    n_windows = info.n_planned/self.window_size_at(0., 1, info.planned_batch_size)  # in an epoch
+    n_windows = info.n_planned/self.window_size_at(0., 1, info.planned_batch_size)  # fastai runs it in one process
     remainder = self.remainder_for(dl)
     if remainder == 'step': n_windows = math.ceil(n_windows)
     if remainder == 'drop': n_windows = max(int(n_windows), 1)
@@ -122,7 +128,7 @@ def before_train(self:WindowCallback):
     "Makes the Learner run this epoch in windows, if this callback is the one that runs them"
     if not self.is_leader(): return
     self.check_ownership()
-    if self.learn.opt is None: return  # somebody sends the event without a fit, as fastai's docs do to show MixUp
+    if self.learn.opt is None: return  # the event was sent without a fit, as fastai's docs do to show MixUp
     if self.is_new_fit: self.begin_fit()  # AutoResume may have done so
     self.begin_epoch()
 
@@ -133,21 +139,21 @@ def begin_epoch(self:WindowCallback):
     learn,loop = self.learn,self.loop
     place = self.place
     self.place = None
-    is_first = loop.batches is None  # epoch of the loop
+    is_first_epoch = loop.batches is None
     carried = self.carried_batches(place)
     plan = self.plan_epoch(learn.dl, loop.fit.processes.n, carried)
     self.check_sizes(plan)  # a callback may change them, or the DataLoader, between epochs
-    if is_first: self.check(plan)
+    if is_first_epoch: self.check(plan)
     self.warn_of_hooks(plan)
     loop.begin_epoch(learn.dl, plan, carried)
-    if replaced_method(learn): return  # `check` has made sure that whole batches will do
+    if replaced_method(learn): return  # other code runs the epoch: `check` has found that each batch is a window
     learn.dl = loop.batches
     loop.progress.begin_epoch()
     if place is not None: loop.go_to(place)
 
 @patch
 def carried_batches(self:WindowCallback, place:dict|None)->list[LoaderBatch]:
-    "Returns the batches that the epoch before this one has left; without data if this one goes on from `place`"
+    "Returns the batches left over from the previous epoch; without data if this one goes on from `place`"
     if place is not None: return carried_sizes(place['batches'])
     last = self.loop.batches  # None in the first epoch
     return [] if last is None else last.left_over
@@ -208,7 +214,8 @@ def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, 
         size = self.window_size_at(pct_train, n_epoch, global_bs)
         return nearest_shape(size/n_processes, bs)
     sizes = [*self.sizes_by_argument(global_bs).values()]
-    if len(sizes) > 1:  # of a schedule, whose curve may leave the range between them
+    if len(sizes) > 1:  # of a schedule
+        # Its curve may leave the range between these sizes, so look at each percent of the fit
         sizes += [self.window_size_at(pct, n_epoch, global_bs) for pct in np.linspace(0, 1, 101)]
     smallest = nearest_shape(min(sizes)/n_processes, bs)
     largest = nearest_shape(max(sizes)/n_processes, bs)
@@ -220,8 +227,8 @@ def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, 
 
 @patch
 def loader_info_of(self:WindowCallback, dl)->LoaderInfo:
-    """Returns what `dl` says of itself. If it states no batch size, `micro_batch_size` is taken for it. Raises
-    ValueError if windows of several batches need a size, and there is neither"""
+    """Returns what `dl` says of itself. If it states no batch size, and windows have a size, a number as
+    `micro_batch_size` is taken for its batch size. Raises ValueError if there is none"""
     assumed_bs = self.micro_batch_size if self.accum_bs else None
     info = loader_info(dl, None if assumed_bs == 'auto' else assumed_bs)
     if self.accum_bs and not info.batch_size:
@@ -253,7 +260,8 @@ def check(self:WindowCallback, plan:EpochPlan):
 
 @patch
 def check_loop(self:WindowCallback, plan:EpochPlan):
-    "Raises ValueError if somebody has replaced a method of fastai's loop, unless that can do all that is asked for"
+    """Raises ValueError if other code has replaced a method of fastai's loop, unless each batch is a window and nothing
+    is asked for that only the loop of this package can do"""
     replaced = replaced_method(self.learn)
     if not replaced: return
     are_batches = plan.smallest == plan.largest == WindowShape()

@@ -74,7 +74,8 @@ class GradientAccumulationSchedule(GradientAccumulation):
 
     @property
     def accum_bs(self)->int:
-        "Another name of `start_accum_bs`, by which `GradientAccumulation` reads and sets it"
+        """Another name of `start_accum_bs`. `GradientAccumulation` reads and sets `accum_bs`, as in its `__init__`, and
+        both names have to stay the same size if the user sets one of them"""
         return self.start_accum_bs
     @accum_bs.setter
     def accum_bs(self, size:int): self.start_accum_bs = size
@@ -92,7 +93,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
 # %% ../nbs/01_schedule.ipynb #55f931d1
 @patch
 def check_order(self:GradientAccumulationSchedule, start:Numeric, finish:Numeric):
-    "Raises ValueError unless `start` comes first"
+    "Raises ValueError if `start` comes after `finish`. Both are points in the same unit, or fractions of the fit"
     if start > finish:
         raise ValueError(f"start={self.start} is after finish={self.finish}: start earlier or finish later")
 
@@ -102,7 +103,7 @@ def settings(self:GradientAccumulationSchedule)->Settings:
 
 @patch
 def sizes_by_argument(self:GradientAccumulationSchedule, global_bs:int)->dict[str,int]:
-    "Returns the sizes at the start and at the end; or, of `SchedSteps`, that of each point"
+    "Returns the sizes at the start and at the end. `SchedSteps` has one for each point, and errors name the point"
     if isinstance(self.schedule, _Steps): return self.schedule.sizes_by_point
     return dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)
 
@@ -125,7 +126,7 @@ def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:i
     self.check_order(start, finish)
     if pct_train >= finish-_tiny: return self.final_accum_bs
     if pct_train < start-_tiny: return self.start_accum_bs
-    position = max(0., pct_train-start)/(finish-start)
+    position = max(0., pct_train-start)/(finish-start)  # on the curve, from 0 to 1
     curve = self.schedule(self.start_accum_bs, self.final_accum_bs)
     size = float(curve(position))
     if not 1 <= size < math.inf:
@@ -224,16 +225,18 @@ def SchedSteps(
 
 # %% ../nbs/01_schedule.ipynb #90fc0ba8
 class _Steps:
-    "The annealer of `SchedSteps`: from each of the `points` on, the batch has the size of that point"
+    """The annealer of `SchedSteps`: from each of the `points` on, the batch has the size of that point. It runs from
+    `start=0` to `finish`, the last point, so that points of 0, 2 and 8 epochs are at the positions 0, 0.25 and 1"""
     def __init__(self, points:list, sizes:list):
-        last = points[-1] or 1  # 0: there is one point only
-        self.positions = [o/last for o in points]  # annealers get positions from 0 to 1, of which 1 is the last point
+        last = points[-1] or 1  # if the only point is 0, avoids a division by 0
+        self.positions = [o/last for o in points]
         self.sizes = sizes
-        self.sizes_by_point = {f'steps[{o}]':size for o,size in zip(points, sizes)}  # as errors name them
+        # For errors, because the user has passed no `start_accum_bs` and no `finish`
+        self.sizes_by_point = {f'steps[{o}]':size for o,size in zip(points, sizes)}
         self.last_point = 'the last point in steps'
 
     def __call__(self, start:int, end:int)->Callable:
-        "Returns the curve, as fastai's annealers do. `start` and `end` are its first and last size, which it knows"
+        "Returns the curve, as fastai's annealers do. It needs no `start` and `end`, since it has all sizes"
         return self.at
 
     def at(self, position:float)->int:
