@@ -112,6 +112,14 @@ def test_errors_that_led_to_each_other():
     assert not is_out_of_memory(kept)
 
 
+def test_an_exception_of_fastai_that_led_to_another_error():
+    "It has an `==` that fails"
+    try:
+        try: raise CancelBatchException('on purpose')
+        except CancelBatchException: raise ValueError
+    except ValueError as error: assert not is_out_of_memory(error)
+
+
 def from_none():
     try: run_out_of_memory()
     except RuntimeError: raise ValueError from None

@@ -32,7 +32,8 @@ def is_out_of_memory(
     seen:tuple=(), # Errors that `e` led to: it may be one of them, because an error may lead to itself
 )->bool:
     "Returns whether `e`, or an error that led to it, says that memory ran out"
-    if e is None or e in seen or isinstance(e, NothingFits): return False
+    was_seen = any(o is e for o in seen)  # not `e in seen`, because fastai's exceptions cannot be compared by ==
+    if e is None or was_seen or isinstance(e, NothingFits): return False
     if isinstance(e, (torch.OutOfMemoryError, MemoryError)): return True
     if isinstance(e, RuntimeError) and any(o in str(e) for o in _messages):
         return True
