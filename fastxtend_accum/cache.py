@@ -66,8 +66,8 @@ def cached_forward(
     return run
 
 def is_unclear(output, n:int)->bool:
-    """Returns whether the shapes of the `output` for `n` rows may not tell what is the dimension of the rows: if a
-    tensor has as many columns as rows, or if there are at least as many tensors as rows, perhaps one for each row"""
+    """Returns whether the shapes of the `output` for `n` rows may not tell which dimension the rows are: if a tensor
+    has as many columns as rows, or if there are at least as many tensors as rows, perhaps one for each row"""
     tensors = tensors_in(output)
     has_square = any(o.shape[:2] == (n, n) for o in tensors)
     return has_square or len(tensors) >= n

@@ -35,10 +35,8 @@ def checkpointed(module, forward:Callable)->Callable:
     def run(*args, **kwargs):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # `checkpoint` gets the inputs one by one:
-        # - so `saved_tensors_hooks` see all tensors, also those in a list or a dict
-        # - so each input is kept as it is. A DenseNet passes a list to its layers, and appends to it before they run
-        #   again
+        # `checkpoint` gets the inputs one by one for two reasons. Then `saved_tensors_hooks` see all tensors, also
+        # those in a list. And each run gets a list of its own: a DenseNet appends to the one that its layers get
         inputs,structure = tree_flatten((args, kwargs))
         def forward_of_inputs(*inputs):
             args,kwargs = tree_unflatten(inputs, structure)

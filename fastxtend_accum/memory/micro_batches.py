@@ -55,7 +55,7 @@ class SampleSlices:
     def hold_all(self):
         "Makes `learn` and its callbacks hold all rows"
         self.learn.xb = self.xb
-        # If there are none, a callback may have set targets in each micro-batch, as IceVision's does: they stay
+        # If the batch had none, a callback may have set some in each micro-batch, as IceVision's does. The last stay
         if len(self.yb): self.learn.yb = self.yb
         for cb,name,value in self.kept: vars(cb)[name] = value
 
@@ -65,8 +65,9 @@ def chunk_bounds(
     most:int, # Samples in a micro-batch, at most
     samples:int, # Samples in all `n` rows
 )->list[tuple[int,int]]: # In rows
-    """Returns start and end of each micro-batch: as few as possible, of nearly equal size. If each sample has several
-    rows next to each other, such as the frames of a video, these stay together"""
+    """Returns start and end of each micro-batch: as few as possible, of nearly equal size. If there are several rows
+    for each sample, such as the frames of videos, those of a sample are assumed to be next to each other, and stay
+    together"""
     have_several = n > samples > 0 and n%samples == 0
     rows = n//samples if have_several else 1  # of each sample
     n_samples = n//rows  # not `samples` if a callback has dropped some rows
