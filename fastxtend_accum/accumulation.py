@@ -317,6 +317,6 @@ def can_be_smaller(dl, bs:int)->bool:
     # `new` forgets the settings of PartialDL and WeightedDL, in fastai.callback
     has_new = isinstance(dl, DataLoader) and module.startswith('fastai.') and not module.startswith('fastai.callback.')
     if not has_new or is_distributed(dl): return False
-    # Not a loader that was made to draw a part of its data set: `new` would make one that draws all of it
+    # A loader that was made to draw a part of its data set stays: `new` would make one that draws all of it
     yields_all = not drops_last(dl) and dataset_size(dl) == length_of(dl, 'dataset')
     return yields_all and bs < (loader_bs(dl) or 0)

@@ -122,7 +122,8 @@ def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:i
     is_finding = self.learn is not None and is_finding_rate(self.learn)
     if is_finding: return self.start_accum_bs  # the rate is found for the size at the start
     start = fraction_of_fit('start', self.start, n_epoch)
-    finish = fraction_of_fit(getattr(self.schedule, 'last_point', 'finish'), self.finish, n_epoch)
+    name_of_finish = getattr(self.schedule, 'last_point', 'finish')  # errors of `SchedSteps` give another name
+    finish = fraction_of_fit(name_of_finish, self.finish, n_epoch)
     self.check_order(start, finish)
     if pct_train >= finish-_tiny: return self.final_accum_bs
     if pct_train < start-_tiny: return self.start_accum_bs
@@ -231,7 +232,7 @@ class _Steps:
         last = points[-1] or 1  # if the only point is 0, avoids a division by 0
         self.positions = [o/last for o in points]
         self.sizes = sizes
-        # For errors, because the user has passed no `start_accum_bs` and no `finish`
+        # These are for errors, because the user has passed no `start_accum_bs` and no `finish`
         self.sizes_by_point = {f'steps[{o}]':size for o,size in zip(points, sizes)}
         self.last_point = 'the last point in steps'
 

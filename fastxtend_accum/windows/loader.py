@@ -169,7 +169,7 @@ class LoaderBatch(NamedTuple):
         first = self.rows*start//self.samples
         last = self.rows*end//self.samples
         data = slice_fields(self.data, first, last, self.rows) if self.data else ()
-        # In memory of its own, as the batches of a small loader are: kernels round differently at another alignment
+        # A piece gets its own memory, as a batch of its size has: kernels round differently at another alignment
         data = map_tensors(torch.clone, data)
         return LoaderBatch(data, end-start, last-first, window_size)
 
@@ -266,7 +266,7 @@ def planned_batches(self:EpochPlan)->Iterator[LoaderBatch]:
 @patch
 def plan_windows(self:EpochPlan):
     "Fills one window after the other with the batches of the epoch"
-    # Of the window that is being filled
+    # These describe the window that is being filled
     batches = []
     start = 0  # samples before it
     filled = 0  # samples in it

@@ -276,7 +276,7 @@ def run_one_of_window(self:WindowLoop)->bool:
 # %% ../../nbs/windows/15_loop.ipynb #b79d3458
 @patch
 def end_round(self:WindowLoop):
-    "After fastai's `after_batch`: undoes what was done for loggers, and logs the samples of a window that has a loss"
+    "After fastai's `after_batch`: makes loggers as before the round; logs the samples of a window that has a loss"
     self.loggers.end_round()
     has_mean = self.window.outcome is Outcome.HAS_MEAN
     if self.settings.log_accum_batch and has_mean: self.loggers.log_batch_size(self.window.seen_samples)

@@ -92,7 +92,7 @@ def n_rows(
     if of_targets == (expected,): return expected  # nearly every batch ends here, quickly
     lengths = [len(o) for o in tensors_in(b)]
     are_as_long = set(lengths) == set(of_targets)
-    # In each field, but not in `b` itself: a batch of two fields does not list two samples
+    # This asks each field, but not `b` itself: a batch of two fields does not list two samples
     has_expected = expected is not None and any(has_rows(o, expected) for o in fields)
     if has_expected and not are_as_long: return expected
     for rows in (*of_targets, *lengths, expected):

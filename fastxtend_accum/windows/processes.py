@@ -112,7 +112,7 @@ def reduce_window(self:Processes, window:Window):
     model = self.learn.model
     if not self.has_averaged and not is_sharded(model): self.average_grads()
     loss = torch.as_subclass(losses.loss, Tensor)
-    # In one message, because each one has the processes wait for each other
+    # All sums travel in one message, because in each message the processes wait for each other
     sums = torch.zeros(3, dtype=torch.float64, device=loss.device)
     sums[0] = loss
     sums[1] = losses.items or 0

@@ -19,8 +19,8 @@ __all__ = ['Progress']
 _rounding = 1e-9  # of fractions of a fit
 
 class Progress:
-    """Corrects `learn.pct_train` in one epoch. fastai advances it by the same amount in each round, which is right
-    unless windows differ in size, begin in the epoch before, take several rounds, or lose batches that are cancelled"""
+    """Corrects `learn.pct_train` in one epoch. fastai advances it by the same amount in each round. That is wrong if
+    windows differ in size, begin in the previous epoch, take several rounds, or lose batches that are cancelled"""
     def __init__(self, learn, batches:EpochBatches, loggers:Loggers):
         self.learn = learn
         self.batches = batches
