@@ -10,11 +10,12 @@ import itertools
 
 from fastai.basics import *
 
+from ..windows.checks import warn_user
 from ..windows.loader import LoaderBatch,loader_bs
 from ..windows.nested import CannotJoin,join,map_tensors,n_rows
 
 # %% auto #0
-__all__ = ['KeptLoader', 'copy_to_read', 'joined', 'first_samples']
+__all__ = ['KeptLoader', 'copy_to_read', 'first_samples']
 
 # %% ../../nbs/checking/00_samples.ipynb #9f633510
 class KeptLoader(DataLoader):
@@ -36,28 +37,27 @@ class KeptLoader(DataLoader):
 
 # %% ../../nbs/checking/00_samples.ipynb #bee98357
 def copy_to_read(dl):
-    """Returns a copy of `dl` with the same data set, so that reading it leaves the next epoch as it would be; `dl`
-    itself if it cannot be copied, for example since it holds an iterator"""
+    """Returns a copy of `dl` with the same data set, so that reading it leaves the next epoch as it would be. If `dl`
+    cannot be copied, for example because it holds an iterator, warns and returns `dl`"""
     dataset = getattr(dl, 'dataset', None)
     left_over = getattr(dl, 'it', None)  # fastai leaves the iterator of an epoch that was not read to its end
     try: return deepcopy(dl, {id(dataset): dataset, id(left_over): None})
-    except Exception: return dl
-
-def joined(batches:list, sizes:list, n:int)->LoaderBatch:
-    """Returns batches of these sizes as one. If they differ in shape, as texts of several lengths do, repeats the first
-    one until there are `n` samples. Raises ValueError if they cannot be sliced"""
-    try: data = join(batches, sizes)
-    except CannotJoin:
-        n_times = math.ceil(n/sizes[0])
-        sizes = sizes[:1]*n_times
-        data = join(batches[:1]*n_times, sizes)
-    return LoaderBatch(data, sum(sizes), sum(sizes))
+    except Exception:
+        warn_user('the DataLoader cannot be copied: the next epoch continues after the samples that were read')
+        return dl
 
 def first_samples(dl, n:int)->LoaderBatch:
-    "Returns at least the first `n` samples of `dl`. They repeat if there are fewer; ValueError if there are none"
+    """Returns at least the first `n` samples of `dl`. They repeat if there are fewer. If batches differ in shape, as
+    texts of several lengths do, the first batch repeats. Raises ValueError if there are no samples"""
     batches,sizes = [],[]
     for batch in itertools.cycle(dl):
         batches.append(map_tensors(torch.clone, tuple(batch)))  # a loader may use its memory for the next one
         sizes.append(n_rows(batch, loader_bs(dl)))
-        if sum(sizes) >= n: return joined(batches, sizes, n)
-    raise ValueError(f"check_accum needs samples, and {type(dl).__name__} yields none: make it yield one batch")
+        if sum(sizes) >= n: break
+    if not batches:
+        raise ValueError(f"check_accum needs samples, and {type(dl).__name__} yields none: make it yield one batch")
+    try: data = join(batches, sizes)
+    except CannotJoin:
+        sizes = sizes[:1]*n
+        data = join(batches[:1]*n, sizes)
+    return LoaderBatch(data, sum(sizes), sum(sizes))

@@ -15,7 +15,8 @@ from ..windows.nested import tensors_in
 from ..callback import WindowCallback
 
 # %% auto #0
-__all__ = ['is_left_out', 'evaluate', 'in_evaluation', 'without_hooks', 'mean_square', 'with_other_loss', 'suspects']
+__all__ = ['is_left_out', 'evaluate', 'normalize_each', 'in_evaluation', 'without_hooks', 'mean_square', 'with_other_loss',
+           'suspects']
 
 # %% ../../nbs/checking/02_suspects.ipynb #7f2044ab
 # Callbacks that show progress, save files, lower the precision or join processes
@@ -39,13 +40,16 @@ def evaluate(module, args):
     module.training = False
     if hasattr(module, 'reset'): module.reset()
 
+def normalize_each(module, args, output)->Tensor:
+    "After a pass of BatchNorm: each sample by itself. By the running statistics, an untrained model would explode"
+    return F.group_norm(*args, num_groups=1)
+
 def in_evaluation(learn, kinds):
-    """Lets the modules of these classes run in evaluation mode. BatchNorm then normalizes each sample by itself: by its
-    running statistics, an untrained model would explode"""
+    "Makes the modules of these classes run in evaluation mode"
     for m in learn.model.modules():
         if type(m).__name__ not in kinds: continue
         m.register_forward_pre_hook(evaluate)
-        if isinstance(m, _BatchNorm): m.forward = partial(F.group_norm, num_groups=1)
+        if isinstance(m, _BatchNorm): m.register_forward_hook(normalize_each)
 
 def without_hooks(learn):
     "Removes the hooks on parameters"
@@ -56,7 +60,7 @@ def mean_square(pred, *targets, **kwargs)->Tensor:
     return sum(o.square().mean() for o in tensors_in(pred) if o.is_floating_point())
 
 def with_other_loss(learn):
-    "Lets a copy train on `mean_square`"
+    "Makes a copy train on `mean_square`"
     learn.loss_func = mean_square
     for cb in learn._grab_cbs(WindowCallback):
         cb.num_items = None  # which counts for the user's loss

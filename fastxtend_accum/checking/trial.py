@@ -16,6 +16,7 @@ from ..windows.gradients import extra_params
 from ..windows.loader import drops_last
 from ..windows.nested import leaves_in
 from ..windows.processes import inner_model,n_processes
+from ..windows.state import restore_value
 from ..memory.override import override_attr
 from ..callback import WindowCallback,leader_of
 from .samples import KeptLoader,copy_to_read,first_samples
@@ -31,12 +32,11 @@ def small_sizes(learn, size:int)->tuple:
     # In an endless fit, so that a schedule may begin and end in any epoch
     plan = leader_of(learn).plan_of(learn.dls.train, 0, sys.maxsize, n_processes(learn))
     n_batches,n_pieces = plan.largest  # the shape of the user's largest window
-    is_split = any(o.micro_batch_size for o in learn._grab_cbs(WindowCallback))
-    smaller = 2*size if is_split else size
-    return smaller*min(n_batches, 2), smaller*min(n_pieces, 2)
+    if any(o.micro_batch_size for o in learn._grab_cbs(WindowCallback)): size *= 2  # a batch of two micro-batches
+    return size*min(n_batches, 2), size*min(n_pieces, 2)
 
 def make_small(cb:WindowCallback, size:int, window:int):
-    "Lets `cb` do to small batches what it does to the user's. A schedule keeps one size, and each remainder is a step"
+    "Makes `cb` do to small batches what it does to the user's. A schedule keeps one size; each remainder is a step"
     settings = vars(cb)
     if cb.micro_batch_size: settings.update(micro_batch_size=size)
     settings.update(
@@ -63,7 +63,7 @@ def copy_learner(
     for p in learn.model.parameters():
         memo[id(p)]._backward_hooks = p._backward_hooks  # which `deepcopy` leaves out
     for o in memo.values():
-        if double and isinstance(o, Tensor) and o.is_floating_point(): o.data = o.double()
+        if double and isinstance(o, Tensor) and o.is_floating_point(): restore_value(o, o.double())
     return res
 
 # %% ../../nbs/checking/01_trial.ipynb #ada52078
@@ -88,7 +88,7 @@ def small_learner(
     return res
 
 def use_whole_batches(learn):
-    "Lets a copy train on whole batches, each of which has the samples of a window, in plain fastai"
+    "Makes a copy train on whole batches, each of which has the samples of a window, in plain fastai"
     learn.dls.train.bs = leader_of(learn).accum_bs
     learn.remove_cb(WindowCallback)
 
@@ -127,6 +127,7 @@ def left_by(learn)->dict:
     res = defaultdict(list)
     rec = learn.recorder
     res['logged losses'] = rec.losses
+    res['last learning rate'] = rec.lrs[-1:]
     res |= zip(rec.metric_names[1:], zip(*rec.values))  # the first is that of the epoch
     for m in learn.model.modules():
         res[f'buffers of {type(m).__name__}'] += m.buffers(recurse=False)
