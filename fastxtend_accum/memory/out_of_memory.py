@@ -29,15 +29,14 @@ def reason_of(e:BaseException)->BaseException|None:
 
 def is_out_of_memory(
     e:BaseException|None,
-    seen:tuple=(), # Errors that `e` led to: it may be one of them, because an error may lead to itself
+    seen:tuple=(), # The `id` of each error that `e` led to. `e` may be one of them: an error may lead to itself
 )->bool:
     "Returns whether `e`, or an error that led to it, says that memory ran out"
-    was_seen = any(o is e for o in seen)  # not `e in seen`, because fastai's exceptions cannot be compared by ==
-    if e is None or was_seen or isinstance(e, NothingFits): return False
+    if e is None or id(e) in seen or isinstance(e, NothingFits): return False
     if isinstance(e, (torch.OutOfMemoryError, MemoryError)): return True
     if isinstance(e, RuntimeError) and any(o in str(e) for o in _messages):
         return True
-    return is_out_of_memory(reason_of(e), (*seen, e))
+    return is_out_of_memory(reason_of(e), (*seen, id(e)))  # fastai's exceptions cannot be compared by ==
 
 # %% ../../nbs/memory/03_out_of_memory.ipynb #d92a0d35
 def without_tracebacks(e:BaseException)->BaseException:
