@@ -56,6 +56,10 @@ class Folder:
         self.last_has_ended = False
         return self.unfinished[learn]
 
+    def count_from(self, n_begun:int):
+        "Goes on with the number of fits that a killed process had begun"
+        self.n_begun = n_begun
+
     def end(self, learn):
         "Records that the Learner's fit has ended without an error"
         del self.unfinished[learn]

@@ -207,7 +207,7 @@ def begin(self:SavedFit)->int:
     self.found = found
     self.rows = found['rows']
     self.loggers = found['loggers']
-    self.folder.n_begun = found['n_begun']
+    self.folder.count_from(found['n_begun'])
     place,epoch = found['place'],found['epoch']
     is_trained = place in ('last epoch','end')
     if self.cb.verbose and self.rank == 0:
