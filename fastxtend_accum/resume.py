@@ -61,7 +61,7 @@ class AutoResume(WindowCallback):
 @patch
 def before_fit(self:AutoResume):
     WindowCallback.before_fit(self)
-    # That of a fit that was interrupted. A `validate` within a fit sends this event, too, and leaves it alone
+    # A fit that was interrupted has left its own. The event of a `validate` within a fit changes nothing
     if self.is_in_fit(): self.saved_fit = None
 
 @patch
@@ -97,7 +97,7 @@ def _do_fit(self:Learner):
                 self._with_events(self._do_epoch, 'epoch', CancelEpochException)
                 fit.end_epoch()
     except BaseException:
-        self.loss_func = loss_func  # a callback may have replaced it
+        self.loss_func = loss_func  # MixUp leaves its own there, which the next fit would take for the user's
         raise
 
 @patch

@@ -212,6 +212,7 @@ def test_the_number_and_size_of_windows():
 
 def test_one_window_in_an_epoch_has_fewer_samples_than_validation_asks_for():
     assert check(learner(GradientAccumulation(8)), n_steps=2).equal
+    assert check(learner(GradientAccumulation(8)), n_steps=2, size=1).equal
 
 
 def test_another_seed_draws_other_numbers():

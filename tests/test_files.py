@@ -98,6 +98,14 @@ def test_nothing_is_removed_if_the_script_ends_with_an_error(monkeypatch):
 
 
 @pytest.mark.long
+def test_an_error_before_the_last_fit_keeps_no_file(monkeypatch):
+    "As in a notebook, in which a cell had an error"
+    monkeypatch.setattr(sys, 'last_value', ValueError('in a cell'), raising=False)
+    script()
+    remove_files_at_exit()
+    assert files() == ['lock']
+
+
 @pytest.mark.parametrize('error', [KeyboardInterrupt, ValueError])
 def test_nothing_is_removed_after_a_fit_that_failed(error):
     "Also if the script handles the error, and ends by `sys.exit(1)`"

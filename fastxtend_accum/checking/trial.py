@@ -77,7 +77,7 @@ def small_learner(
     train_dl = learn.dls.train
     window,bs = small_sizes(learn, size)
     n = n_windows*window
-    if not drops_last(train_dl): n -= 1  # the last batch is smaller, and so is its window
+    if n > 1 and not drops_last(train_dl): n -= 1  # the last batch is smaller, and so is its window
     samples = first_samples(copy_to_read(train_dl), n)
     res = copy_learner(learn, [*left_out, *learn.dls.loaders])  # they may hold what cannot be copied
     res.remove_cbs(left_out)
@@ -103,8 +103,8 @@ class Seeds(Callback):
         set_seed(self.seed)
 
     def after_pred(self):
-        """Draws a random number after each pass of the model. Otherwise the micro-batches of a batch that is split
-        would draw on a CPU, one after the other, the same numbers that the whole batch draws at once"""
+        """Draws a random number after each pass of the model. Otherwise dropout would look equal: on a CPU,
+        micro-batches draw one after the other what the whole batch draws at once"""
         torch.rand(1)
 
     def after_batch(self): self.learn.loss = self.loss.float()  # fastai's Recorder cannot average others

@@ -13,7 +13,7 @@ from fastai.basics import *
 from filelock import FileLock,Timeout
 
 # %% auto #0
-__all__ = ['folders', 'whole_file', 'read_file', 'Folder', 'remove_files_at_exit']
+__all__ = ['folders', 'whole_file', 'read_file', 'Folder', 'last_error', 'remove_files_at_exit']
 
 # %% ../../nbs/resuming/06_files.ipynb #7e8fb133
 @contextmanager
@@ -45,7 +45,8 @@ class Folder:
         self.lock = FileLock(path/'lock', thread_local=False)  # of the process: its threads may all have fits here
         self.n_begun = 0
         self.unfinished = weakref.WeakKeyDictionary()  # the number of the fit that has not ended, by Learner
-        self.last_has_ended = False  # whether the last fit has, without an error, Ctrl-C or a signal
+        self.last_has_ended = False  # whether the last fit ended without an error, Ctrl-C or a signal
+        self.last_error = None  # the id of Python's last error at that time
 
     def begin(self, learn)->int:
         """Returns the number of the fit that begins: the one of the Learner's last fit, if an error has interrupted it,
@@ -57,16 +58,17 @@ class Folder:
         return self.unfinished[learn]
 
     def count_from(self, n_begun:int):
-        "Goes on with the number of fits that a killed process had begun"
+        "Goes on with the number of fits that a killed process had begun: those that had ended are not repeated"
         self.n_begun = n_begun
 
     def end(self, learn):
         "Records that the Learner's fit has ended without an error"
         del self.unfinished[learn]
         self.last_has_ended = True
+        self.last_error = last_error()
 
     def take(self):
-        "Raises an error if another process has fits here"
+        "Makes the folder, and locks it until the process ends. Raises an error if another process has fits here"
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             # Until the process ends: a job that begins later must not mistake a finished fit for its own. Workers of a
@@ -77,11 +79,15 @@ class Folder:
                                'process') from e
 folders = {}  # of this process, by path
 
+def last_error()->int:
+    "Returns the id of the error that ended this process or, in a notebook, a cell"
+    return id(getattr(sys, 'last_value', None))
+
 @atexit.register
 def remove_files_at_exit():
-    """Removes the files if neither the last fit nor the process has ended by an error, so that the next process begins
-    with its first fit"""
-    if hasattr(sys, 'last_value'): return  # Python notes an error that ends the process here
+    """Removes the files if the last fit ended without an error, and no error came after it, so that the next process
+    begins with its first fit"""
     for folder in folders.values():
-        if not folder.last_has_ended or not folder.lock.is_locked: continue
+        failed_later = folder.last_error != last_error()
+        if not folder.last_has_ended or failed_later or not folder.lock.is_locked: continue
         for path in folder.path.glob('*.pth'): path.unlink()  # the lock stays: somebody may wait for it

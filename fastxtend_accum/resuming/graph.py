@@ -181,7 +181,8 @@ def restore(self:Graph, rest:bytes, weights:dict={}):
     parts = {**self.read(rest), **weights}
     filled = {}
     for (path,name),value in parts.items():
-        o = self.objects[path]
+        o = self.objects.get(path)
+        if o is None: continue  # `SavedFit.restore` finds that its parts are missing
         if isinstance(o, Recorder) and name == 'losses':
             value = list(value)
         if name: set_attribute(o, name, value, filled)

@@ -422,7 +422,7 @@ def step_window(self:WindowLoop):
     if self.settings.log_accum_batch: self.show_window_loss()
     self.cb.report_step()
     try: self.take_step()
-    except (CancelBatchException, CancelEpochException, CancelTrainException) as e:
+    except (CancelBatchException, CancelEpochException, CancelTrainException) as e:  # the others end the fit
         if not self.window.is_single: self.drop_cancelled(e)
         raise
     self.learn.opt.zero_grad()

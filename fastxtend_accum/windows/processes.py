@@ -115,7 +115,7 @@ def reduce_window(self:Processes, window:Window):
     # All sums travel in one message, because in each message the processes wait for each other
     sums = torch.zeros(3, dtype=torch.float64, device=loss.device)
     sums[0] = loss
-    sums[1] = losses.items or 0
+    if losses.items is not None: sums[1] = losses.items
     sums[2] = window.seen_samples
     loss_sum,items,samples = all_reduce(model, sums).tolist()
     losses = losses._replace(loss=torch.tensor(loss_sum, dtype=loss.dtype))
