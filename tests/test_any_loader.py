@@ -79,6 +79,7 @@ for collate in (two_views, one_to_four_rows, without_broken):
     SIZABLE[f'torch_{collate.__name__}'] = partial(torch_loader, collate=collate)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize('loader,micro_batch_size', paired(SIZABLE, [None, 3, 4]))
 def test_four_batches_of_any_kind_are_a_window(loader, micro_batch_size):
     "Samples are what the loader counts, also at the end of an epoch of another length than was announced"
@@ -114,6 +115,7 @@ class SwapsLoader(SetsSize):
         self.learn.dl = torch_loader(self.sizes[self.epoch])
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize('sizes,micro_batch_size,change', [
     ((4, 8, 16), None, SetsSize),
     ((16, 8, 4), 2, SetsSize),

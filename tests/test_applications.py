@@ -102,6 +102,7 @@ def in_order(dls):
     return DataLoaders(dls.train.new(shuffle=False, drop_last=False), dls.valid)
 
 
+@pytest.mark.long
 def test_collab():
     rng = np.random.default_rng(0)
     df = pd.DataFrame(dict(

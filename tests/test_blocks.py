@@ -121,6 +121,7 @@ MODELS = dict(
         ConvNormAct=5, InceptionA=3, InceptionB=1, InceptionC=4, InceptionD=1, InceptionE=2)))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize('name', MODELS)
 def test_blocks_of_models_by_class(name):
     make, expected = MODELS[name]

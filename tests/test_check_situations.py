@@ -73,11 +73,13 @@ def check(situation, way='windows', **kwargs):
     return situation(bs, cbs).check_accum(verbose=False, **kwargs)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize('cls,way', FOUND, ids=name_of)
 def test_the_callback_that_makes_another_training_is_named(cls, way):
     assert check(cls.learner, way).reasons == [f'{cls.__name__} acts on 3 samples at a time']
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize('way', WAYS)
 @pytest.mark.parametrize('loss_func', INEXACT)
 def test_a_loss_that_is_no_sum_of_its_parts_is_named(loss_func, way):
@@ -118,6 +120,7 @@ def layers(*others): return nn.Sequential(nn.Linear(5, 8), *others, nn.Tanh(), n
 def spectral(): return torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize('make_model,loss,reasons', [
     (lambda: layers(KeepsMean(True)), MSE, ['KeepsMean sees 3 samples at a time']),
     (lambda: layers(KeepsMean(True), nn.BatchNorm1d(8)), MSE, ['BatchNorm1d, KeepsMean see 3 samples at a time']),

@@ -60,6 +60,7 @@ def syncs_of_windows(case, loss_func, n):
     return [end-start for start, end in zip(ends, ends[1:])]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize('loss_func', [nn.CrossEntropyLoss(), F.cross_entropy, nn.CrossEntropyLoss(reduction='sum')])
 @pytest.mark.parametrize('case', ['ours', 'ours_split'])
 def test_host_syncs_of_the_first_windows(case, loss_func, monkeypatch):
@@ -120,12 +121,14 @@ def test_calls_of_a_micro_batch(kind, k, opt, limit):
     assert costs.calls(kind, k, opt) <= limit
 
 
+@pytest.mark.long
 def test_calls_of_a_schedule():
     "It is asked for the size of each window"
     windows = costs.calls('windows', K, 'sgd')
     assert windows < costs.calls('schedule', K, 'sgd') <= windows+.01
 
 
+@pytest.mark.long
 def test_calls_of_the_first_windows():
     "In the first 16 windows of a fit, of which four are checked, too, a micro-batch takes much less than a plain batch"
     first = costs.first_calls('windows', 'sgd')
@@ -180,6 +183,7 @@ class Wasteful(GradientAccumulation):
 def wasteful(task, k): return training(task, Wasteful(k*task.batches.bs))
 
 
+@pytest.mark.long
 def test_the_counts_see_what_is_added():
     ours = count(cases['ours'], K)
     more = count(wasteful, K)

@@ -84,6 +84,7 @@ def compiled_learner(n, bs, m, cbs=None):
     return Learner(dls, m, mse, opt_func=SGD, cbs=cbs)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize('n,bs,accum,kwargs,n_graphs', [
     (96, 8, GradientAccumulation(32), {}, 2),
     (96, 32, GradientAccumulation(micro_batch_size=12), {}, 3),

@@ -480,6 +480,7 @@ ENDS_OF_TRAINING = [(None, [0, 0]),
                     (KeyboardInterrupt, [0])]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize('exc, counts', ENDS_OF_TRAINING)
 @EACH_REMAINDER
 def test_workers_end_with_their_epoch(remainder, exc, counts):

@@ -143,6 +143,7 @@ def test_loggers_of_loader_batches():
     assert fit_of_batches.samples == []
 
 
+@pytest.mark.long
 def test_loggers_show_the_rate_that_a_rule_has_scaled():
     "It is that of the step, which the optimizer has only while the step is taken"
     schedule = partial(GradientAccumulationSchedule, 32, 64, start=0.5, finish=0.5)

@@ -252,6 +252,7 @@ def train_transformer(kind, bs, cb=None):
 OF_TOKENS = ['GPT2LMHeadModel', 'BartForConditionalGeneration', 'BertForTokenClassification']
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize('kind', [*OF_TOKENS, 'BertForSequenceClassification'])
 def test_the_labels_of_a_transformer_count_without_num_items(kind):
     "It computes its loss, for which the loss function has no rule, and there is nothing to warn of"

@@ -117,6 +117,7 @@ def test_text(tmp_path):
     assert len(names['learn'].recorder.losses) > 0
 
 
+@pytest.mark.long
 def test_tabular(tmp_path):
     "The columns of adult.csv; an epoch fills one window"
     n = 5200

@@ -198,6 +198,7 @@ BESIDE = dict(
     cache_and_windows=lambda: [GradientCache(5), GradientAccumulation(32)])
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize('name', BESIDE)
 def test_beside_others_it_changes_nothing_either(name):
     "Whichever was added first"

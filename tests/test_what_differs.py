@@ -312,6 +312,7 @@ def bag_of_words(bs, cbs):
     return Learner(dls, m, CrossEntropyLossFlat(), opt_func=SGD, cbs=cbs)
 
 
+@pytest.mark.long
 def test_a_batch_of_texts_that_is_split_keeps_the_order():
     large = train_as_it_comes(bag_of_words, 32, 'fit_one_cycle', 3, 1.)
     small = train_as_it_comes(bag_of_words, 32, 'fit_one_cycle', 3, 1., GradientAccumulation(micro_batch_size=7))
