@@ -111,8 +111,8 @@ def test_readme_has_the_stored_shares_of_steps_and_time():
     table = report.growing_table(results)
     steps = table['optimizer steps']
     share = steps['32 to 512']/steps['batches of 32']
-    time, _ = table['time']['32 to 512'].split()
-    text = f'in {share:.0%} of the steps ({float(time):.0%} of the time)'
+    of_512, of_32 = [float(table['time'][name].split()[0]) for name in ('32 to 512', '32 to 512, loader of 32')]
+    text = f'after {share:.0%} of the steps ({of_512:.0%} of the time with `bs=512`, {of_32:.0%} with `bs=32`)'
     assert text in (root/'README.md').read_text(encoding='utf-8')
 
 
