@@ -59,15 +59,15 @@ def cached_forward(
             sizes.append(end-start)
         joined = join(outputs, sizes)
         if check and is_unclear(outputs[-1], sizes[-1]):
-            # The rows of the last micro-batch, and the one before: there are no further rows
-            with torch.no_grad(), Snapshot(module): of_more = run_rows(run_some, start-1, n)
+            # The rows of the last micro-batch, and the one before them, since there is none after them
+            with torch.no_grad(), Snapshot(module): of_more = run_rows(run_some, n-sizes[-1]-1, n)
             check_structure(module, joined, [*outputs, of_more], [*sizes, sizes[-1]+1])
         return joined
     return run
 
 def is_unclear(output, n:int)->bool:
-    """Returns whether the shapes of the `output` for `n` rows may not tell which dimension the rows are: if a tensor
-    has as many columns as rows, or if there are at least as many tensors as rows, perhaps one for each row"""
+    """Returns whether the shapes of the `output` for `n` rows leave open where its rows are: a tensor of shape (n, n)
+    may have them in either dimension, and `n` tensors or more may be one for each row"""
     tensors = tensors_in(output)
     has_square = any(o.shape[:2] == (n, n) for o in tensors)
     return has_square or len(tensors) >= n
@@ -172,7 +172,7 @@ def context(self:GradientCache, loop):
     "Returns a context in which the module runs in micro-batches, or None if the batch is a single micro-batch"
     if self.size is None: return None
     module = self.module_to_split(loop.learn.model)  # not `self.learn`, which is None once it is removed
-    is_first_round = loop.progress.n_rounds == 1  # of an epoch: between epochs, the model may change
+    is_first_round = loop.progress.n_rounds == 1  # of the epoch: the model may change between epochs, not within one
     forward = cached_forward(module, loop.batches.current.samples, self.size, self.owners, check=is_first_round)
     return override_attr(module, 'forward', forward)
 
@@ -194,8 +194,8 @@ def report(self:GradientCache, loop):
 
 @patch
 def differences(self:GradientCache, loop, module, n:int, size:int)->str:
-    """Returns what differs from a whole batch of `n` rows if `module` sees at most `size` at a time; an empty text if a
-    GradientAccumulation prints that"""
+    """Returns what differs from a whole batch of `n` rows if `module` sees at most `size` at a time; an empty string if
+    a GradientAccumulation, which then leads, prints that"""
     found = loop.fit.differences
     if not found or size == n or not self.is_leader(): return ''
     differences = found.described(largest_part(n, size), module)  # 33 rows, at most 16 at a time, are 3 times 11

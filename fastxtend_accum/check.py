@@ -58,7 +58,7 @@ def explain(
     began = time.perf_counter()
     found = differences(compare)
     if not found: return {},[]
-    # `noop` changes nothing, but makes this another run
+    # `noop` changes nothing, but is another argument, so that `kept` trains once more
     repeated = distances(kept((use_whole_batches, noop), False), kept((use_whole_batches,), False))
     steady = {name:o for name,o in found.items() if o > 100*repeated[name]}
     if 'weights' in found and 'weights' not in steady: return found,[]  # NaN, or something draws without a seed

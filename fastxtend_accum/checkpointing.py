@@ -94,7 +94,7 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
     The forward pass keeps only the inputs of these blocks. The model sees whole batches, and results stay the same"""
     # It is a WindowCallback because fastai's loop cannot run a batch again. Beside a GradientAccumulation, which runs
     # the loop, it is only a MemorySaver
-    order = 11.5  # before a GradientAccumulation
+    order = 11.5  # before a GradientAccumulation, which asks for the blocks when it begins the fit
     saver_rank = 1
     _stateattrs = *WindowCallback._stateattrs,'found','groups'  # fastai leaves these out of a copy or an export
 
@@ -126,7 +126,7 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
 
     def before_train(self):
         "Finds the blocks; raises ValueError if there are none, and recomputing them was asked for"
-        if not self.learn: return  # it was removed
+        if not self.learn: return  # it was removed by a callback that came before it
         model = self.learn.model
         self.found,self.groups,self.why_none = self.find(model)
         # If it adapts, whole batches may fit; but the processes of a sharded model could not adapt together

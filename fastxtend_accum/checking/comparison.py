@@ -16,8 +16,9 @@ __all__ = ['distance', 'distances', 'differences', 'find_reasons']
 _equal = 1e-5  # in float32; in float64, a tenth of it: what is below is equal
 
 def distance(a:Tensor, b:Tensor)->float:
-    """Returns the length of `a-b`, relative to that of `b`; infinity if they differ in shape, or have a NaN; 0 if `b`
-    is a row of another length: callbacks keep tensors of the last batch, which has more samples"""
+    """Returns the length of `a-b`, relative to that of `b`; infinity if they differ in shape, or have a NaN. But it is
+    0 if `b` is a row, a tensor of a callback (see `numbers_in`), of another length: it may be of the last batch, which
+    has more samples in one of the trainings"""
     if a.shape != b.shape: return 0. if b.ndim == 2 else math.inf
     res = (a-b).norm()/(b.norm()+1e-30)  # 0 if both are 0
     return res.nan_to_num(math.inf).item()
@@ -51,8 +52,8 @@ def find_reasons(
     found:dict, # Differences that need a reason, by name
     suspected:Iterable, # Name, and a function that lets a Learner train without it; the most likely first
 )->list:
-    """Leaves out one suspect after the other until nothing differs. Then puts back those without which no less differs,
-    and returns the names of the others"""
+    """Leaves out one suspect after the other until nothing differs. Then puts back each suspect that makes no
+    difference, and returns the names of the others"""
     def names_left(pairs):
         "Returns the names of what still differs without these suspects; None if nothing trains without them"
         without = tuple(remove for _,remove in pairs)

@@ -36,12 +36,13 @@ def is_left_out(cb)->bool:
 
 # %% ../../nbs/checking/02_suspects.ipynb #a53866a8
 def evaluate(module, args):
-    "Before a pass of this module: as in evaluation mode, and without what it carries from the batch before"
+    "A hook that runs before a pass: sets evaluation mode, and drops what the module carries from the batch before"
     module.training = False
     if hasattr(module, 'reset'): module.reset()
 
 def normalize_each(module, args, output)->Tensor:
-    "After a pass of BatchNorm: each sample by itself. By the running statistics, an untrained model would explode"
+    """A hook that replaces the output of BatchNorm: normalizes each sample by itself, so that no other matters. The
+    running statistics of an untrained model would let its activations grow without bounds"""
     return F.group_norm(*args, num_groups=1)
 
 def in_evaluation(learn, kinds):

@@ -113,8 +113,8 @@ class Seeds(Callback):
 # What a training leaves behind
 
 def numbers_in(o)->Tensor:
-    """Returns the numbers and tensors that `o` contains, such as the weights of a model, as one vector in float64; of a
-    tensor, as a row"""
+    """Returns the numbers and tensors that `o` contains, such as the weights of a model, as one vector in float64. If
+    `o` is a tensor, returns it as a row, of shape (1, n), so that `distance` can tell"""
     if isinstance(o, nn.Module): o = o.state_dict()
     numbers = [torch.as_tensor(leaf).detach().flatten().cpu().double()
         for leaf in leaves_in(o) if isinstance(leaf, (Real,Tensor))]
@@ -148,7 +148,8 @@ def train(
 )->dict:
     """Trains a copy for two epochs, and returns what that leaves, by name: of the weights, how far they have moved.
     What it prints is discarded; so are warnings, and files that it writes into the current folder"""
-    learn = copy_learner(learn, [dl.dataset for dl in learn.dls.loaders], double)  # shares the loaders of the user
+    # The data set of a KeptLoader is the user's loader, which all copies share
+    learn = copy_learner(learn, [dl.dataset for dl in learn.dls.loaders], double)
     learn.model = inner_model(learn.model)  # a copy trains in one process
     for change in changes: change(learn)
     params = list(learn.model.parameters())

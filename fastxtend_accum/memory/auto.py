@@ -18,7 +18,8 @@ __all__ = ['smaller_size', 'SmallerMicroBatches', 'AutoMicroBatches']
 # %% ../../nbs/memory/05_auto.ipynb #cbac1d5b
 def smaller_size(n:int, size:int)->int|None:
     """Returns the next smaller size of micro-batches for a batch of `n` samples; None if a micro-batch has only one.
-    The batch is split into 2, 3, 4, 6, 9, 13, ... parts: each time into half again as many, and at least one more"""
+    The batch is split into 2, 3, 4, 6, 9, 13, ... parts: each time into half again as many, and at least one more. For
+    example, 32 samples run as parts of 16, 11, 8, 6, 4, 3, 2 and 1"""
     size = min(size, n)
     if size <= 1: return None
     n_parts = math.ceil(n/size)

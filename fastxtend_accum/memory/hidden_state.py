@@ -19,9 +19,9 @@ __all__ = ['state_owners', 'HiddenState']
 # %% ../../nbs/memory/01_hidden_state.ipynb #38e82fc0
 def state_owners(model, part:nn.Module|None=None)->list[nn.Module]:
     """Returns the modules in `part` (None: in all of `model`) that carry a hidden state from batch to batch: every
-    fastai `AWD_LSTM`; none in a text classifier, whose SentenceEncoder resets it in each batch. Raises ValueError if
-    another module in the part may carry a state: if it has a `reset`, and the model has the `reset` that fastai's
-    ModelResetter calls"""
+    fastai `AWD_LSTM`; but none in a text classifier, whose SentenceEncoder resets it in each batch. Raises ValueError
+    if another module in the part may carry a state: it has a `reset`, and so has the model. A model without one carries
+    no state, since fastai's ModelResetter calls `model.reset()` in each epoch"""
     if part is None: part = model
     model = inner_model(model)
     if isinstance(model, nn.DataParallel): model = model.module
@@ -69,5 +69,6 @@ class HiddenState:
     def joined(self)->list:
         "Returns the state of all rows for each owner, from its states in the micro-batches"
         def cat(*tensors): return torch.cat(tensors, 1)
-        states_by_owner = zip(*self.after)  # for example [(hidden, cell), (hidden, cell)] for an owner
+        # For each owner, a tuple with its state in each micro-batch; a state is a list of (hidden, cell), by layer
+        states_by_owner = zip(*self.after)
         return [tree_map(cat, *states) for states in states_by_owner]

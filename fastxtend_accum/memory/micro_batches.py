@@ -55,7 +55,8 @@ class SampleSlices:
     def hold_all(self):
         "Makes `learn` and its callbacks hold all rows"
         self.learn.xb = self.xb
-        # If the batch had none, a callback may have set some in each micro-batch, as IceVision's does. The last stay
+        # A batch may have no targets because a callback hides them, and sets those of each micro-batch in `after_loss`,
+        # as IceVision's does. Then those of the last micro-batch stay, since nobody has all of them
         if len(self.yb): self.learn.yb = self.yb
         for cb,name,value in self.kept: vars(cb)[name] = value
 
@@ -67,7 +68,7 @@ def chunk_bounds(
 )->list[tuple[int,int]]: # In rows
     """Returns start and end of each micro-batch: as few as possible, of nearly equal size. If there are several rows
     for each sample, such as the frames of videos, those of a sample are assumed to be next to each other, and stay
-    together"""
+    together: 12 rows of 4 samples, at most 2 at a time, are (0, 6) and (6, 12)"""
     have_several = n > samples > 0 and n%samples == 0
     rows = n//samples if have_several else 1  # of each sample
     n_samples = n//rows  # not `samples` if a callback has dropped some rows
@@ -76,8 +77,8 @@ def chunk_bounds(
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #2742d7f0
 def check_samples_first(b, n:int, samples:int):
-    """Raises ValueError if dimension 1 of all tensors in `b`, not dimension 0 with its `n` rows, is as long as the
-    batch. Then dimension 0 is probably time, and a split would cut each sample into parts"""
+    """Raises ValueError if the tensors in `b` probably have the shape (time, batch, ...), not (batch, time, ...): if
+    dimension 1 of each of them, but not dimension 0, is as long as the batch. A split would cut samples into parts"""
     tensors = tensors_in(b)
     have_samples_second = all(o.shape[1:2] == (samples,) for o in tensors)
     if n == samples or not tensors or not have_samples_second: return
@@ -95,7 +96,7 @@ class MicroBatches(WholeBatch):
         self.owners = []  # modules that carry a hidden state
 
     def __reduce__(self):
-        "Makes a copy begin anew, because it must not refer to modules of this model"
+        "Makes a copy keep the `size` only, because it must not refer to modules of this model"
         return type(self),(self.size,)
 
     def begin_epoch(self, loop:WindowLoop): self.owners = state_owners(loop.learn.model)
@@ -145,17 +146,17 @@ def add_up(loop:WindowLoop, losses_before:tuple):
     the batch. `losses_before` are the sums from before the batch"""
     learn = loop.learn
     losses = loop.window.losses.since(losses_before)
-    if not losses.n_micro: return  # there are no targets
+    if not losses.n_micro: return  # there are no targets, or callbacks have cancelled all micro-batches
     learn.loss = losses.mean
     learn.loss_grad = learn.loss
-    # A callback may have cancelled the backward pass of 8 of 32 samples. They count as part of the window, too, so
-    # that it takes no 8 others in their place
+    # A callback may have cancelled the backward pass of 8 of 32 samples. They still count as part of the window, so
+    # that it does not wait for 8 others
     loop.window.add_without_loss(loop.batches.current.samples-losses.samples)
 
 def join_outputs(learn, outputs:list, sizes:list[int]):
     """Joins the outputs of micro-batches into `learn.pred`. If they cannot be joined, such as maps of several sizes,
-    that stays the last one, because training does not need it. Raises ValueError if training metrics would mistake the
-    last one for the output of the whole batch, or if the samples do not come first"""
+    `learn.pred` stays the last one, because training does not need it. Raises ValueError if training metrics would
+    mistake the last one for the output of the whole batch, or (NotSamplesFirst) if the samples do not come first"""
     try: learn.pred = join(outputs, sizes)
     except NotSamplesFirst: raise
     except CannotJoin as e:

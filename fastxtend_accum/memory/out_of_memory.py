@@ -36,7 +36,7 @@ def is_out_of_memory(
     if isinstance(e, (torch.OutOfMemoryError, MemoryError)): return True
     if isinstance(e, RuntimeError) and any(o in str(e) for o in _messages):
         return True
-    return is_out_of_memory(reason_of(e), (*seen, id(e)))  # fastai's exceptions cannot be compared by ==
+    return is_out_of_memory(reason_of(e), (*seen, id(e)))  # ids, since fastai's exceptions raise an error in ==
 
 # %% ../../nbs/memory/03_out_of_memory.ipynb #d92a0d35
 def without_tracebacks(e:BaseException)->BaseException:

@@ -24,7 +24,9 @@ class MemorySaver:
     "Base class of what can save memory in the passes of a loader batch: a callback, or a strategy"
     adapts = True  # whether it saves more once memory runs out
     size = None  # samples that the model sees at a time, at most; None: the whole batch
-    saver_rank = 2  # the lowest rank is the first to use less memory; ActivationCheckpointing has 1
+    # Of several, the lowest rank enters its context first, is the first to use less memory, and its advice is shown
+    # only if the others have none. ActivationCheckpointing has 1
+    saver_rank = 2
 
     def context(self, loop:WindowLoop):
         "Returns a context for the passes of a batch, or None"
@@ -58,7 +60,7 @@ class BatchUndo:
         # set aside, because that would take memory for a second gradient: `undo` makes them 0 again. Parameters that a
         # splitter leaves out may have gradients of earlier windows
         is_first = not window.losses.n_micro
-        zeros = {p for p in params_in(learn.opt) if is_first and p.grad is not None}
+        zeros = {p for p in params_in(learn.opt) if p.grad is not None} if is_first else set()
         self.aside = {p:p.grad for p in loop.fit.params.summed if p not in zeros}
         self.set_aside()
 
@@ -77,7 +79,7 @@ class BatchUndo:
         if grads is not None: grads.accept()
 
     def undo(self):
-        "Makes all as it was when this object was made"
+        "Goes back to the state in which this object was made"
         learn,window = self.loop.learn,self.loop.window
         for name,value in self.held.items(): setattr(learn, name, value)
         # These two hold the graph, and with it the memory of the batch
@@ -86,8 +88,8 @@ class BatchUndo:
         self.snapshot.restore()
         # The order of these three matters
         window.restart_batch(self.losses)  # a window that begins anew gives gradients the type of their weights again
-        learn.opt.zero_grad()  # makes 0 of all gradients, in that type, also where there was None at first
-        self.set_aside()  # makes None of the latter again
+        learn.opt.zero_grad()  # sets all gradients to 0 in that type, also those that were None
+        self.set_aside()  # sets these to None again
 
     @torch.no_grad()
     def add_aside(self):
@@ -100,7 +102,8 @@ class BatchUndo:
 
 # %% ../../nbs/memory/04_retry.ipynb #b7fc0e06
 class RetryOnOutOfMemory(WholeBatch):
-    "A strategy that runs a loader batch by another `strategy`, again and again with less memory if it runs out"
+    """A strategy that runs a loader batch by another `strategy`, in the contexts of the `savers`; again and again, with
+    less memory, if it runs out and a saver adapts"""
     may_repeat = True
     def __init__(self, strategy:WholeBatch, savers:list[MemorySaver]):
         self.strategy = strategy

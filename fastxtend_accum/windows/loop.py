@@ -33,8 +33,8 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'W
 # window        the loader batches of one optimizer step. It is open as soon as a batch has run in it, full when it has
 #               its samples, and closed when it has an `Outcome`: as soon as it is full, or at the end of the epoch
 # single        a window is single if it is one micro-batch: it is computed as fastai does, without sums, and in one
-#               process bit for bit. One case differs: if the loss has nothing to average over, fastai logs NaN and takes
-#               a step. Here the step is skipped, as in any other window, and no NaN is logged
+#               process bit for bit. One case differs: if the loss has nothing to average over, fastai logs NaN and
+#               takes a step. Here the step is skipped, as in any other window, and no NaN is logged
 # round         what fastai takes for a batch: a window or, with log_accum_batch=False, a loader batch
 # counts        a loader batch counts if it has run, so that its gradient is in the window. One that a callback cancels
 #               leaves nothing, and the window takes the next one in its place
