@@ -67,9 +67,9 @@ def begin_epoch(self:SavedFit):
 @patch
 def begin_training(self:SavedFit):
     """After all callbacks have begun the training part of an epoch: goes on if this is where the fit was saved, and
-    lets the loop read by a Reader and save between windows"""
+    makes the loop read through a Reader and save between windows"""
     loop = self.leader.loop
-    at_place = ()
+    at_place = ()  # arguments of a Reader that goes on
     if self.found:
         at_place = self.found['reader']
         self.go_on()
@@ -90,7 +90,7 @@ def end_epoch(self:SavedFit):
 
 @patch
 def keep_row(self:SavedFit):
-    "Keeps the last row of the epoch table, unless it has it. An epoch that was not logged has its number only"
+    "Keeps the last row of the epoch table, unless that was kept before. A row with a number alone was not logged"
     for rec in self.learn._grab_cbs(Recorder):
         was_logged = len(rec.log) > 1
         is_new = not self.rows or self.rows[-1][0] < self.learn.epoch  # a row begins with the number of its epoch
@@ -134,7 +134,8 @@ def save(self:SavedFit, place:dict|str):
 # %% ../../nbs/resuming/08_fit.ipynb #f6c1a210
 @patch
 def content(self:SavedFit, place:dict|str, state:dict)->dict:
-    "Returns what the file contains: process 0 writes for all"
+    """Returns what the file contains, gathered from all processes, which call this together. Warns of what is not kept,
+    and of hooks that were added since the first save"""
     lost = [f'{text_of(part)} ({reason})' for part,reason in state['lost'].items()]
     n_hooks = count_hooks(self.graph.objects['model'])
     if not self.next_save: self.n_hooks = n_hooks  # callbacks have added those that they add in every process

@@ -36,9 +36,9 @@ def mismatches(
     begun:dict, # The digests of the saved fit when it began, by part
     digests:dict, # Its digests when it was saved
 )->dict:
-    """Returns a string for each part that differs between the beginnings of both fits. What the saved fit has changed
-    since may differ, because it comes from the file; so may what is inside of it, as in a hidden state that was
-    replaced"""
+    """Returns a string for each part that differs between the beginnings of both fits. A part that the saved fit has
+    changed since may differ, because its value comes from the file: for example, a list of losses that is empty in a
+    new process, but not if a Learner goes on after Ctrl-C. So may what is inside of such a part"""
     res = {}
     changed = ['.'.join(part) for part,then in begun.items() if digests.get(part, then) != then]
     for part,then in begun.items():

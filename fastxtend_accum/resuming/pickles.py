@@ -124,7 +124,7 @@ def pickling(paths:Paths):
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module, name): return paths.find_class(module, name)
-    return SimpleNamespace(__name__='pickle', Pickler=Pickler, Unpickler=Unpickler)
+    return SimpleNamespace(__name__='pickle', Pickler=Pickler, Unpickler=Unpickler)  # PyTorch reads the name, too
 
 # %% ../../nbs/resuming/01_pickles.ipynb #d71880d9
 # Large data are not written, and compared by a sample
@@ -149,7 +149,7 @@ class Digest(pickle.Pickler):
         self.n_bytes = 0  # in the tensors and arrays of the value
         self.not_kept = None  # why no file may hold the value, if there is a reason
         self.dump(value)
-        # The text of a number or a text, so that users can read what differs; else a checksum
+        # A short number or string itself, so that users can read what differs; else a checksum
         self.value = zlib.crc32(file.getvalue())
         is_short = type(value) in _plain and len(str(value)) <= 100
         if is_short:
@@ -165,8 +165,9 @@ class Digest(pickle.Pickler):
         return reduced
 
     def persistent_id(self, o):
-        """Pickle calls it for all that a value contains, and writes what it returns, if not None, instead of the
-        object. Here this is not an id, but what stands for the object in a digest"""
+        """Pickle calls it for each object in the value. It writes what this returns instead of the object, and the
+        object itself if this returns None. So this is where a digest leaves out what may differ between processes,
+        and samples what is large"""
         if type(o) in _plain:
             return None
         if isinstance(o, TypedStorage):
