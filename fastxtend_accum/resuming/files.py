@@ -49,8 +49,8 @@ class Folder:
         self.last_error = None  # the id of Python's last error at that time
 
     def begin(self, learn)->int:
-        """Returns the number of the fit that begins. If an error has interrupted the Learner's last fit, it is the number
-        of that fit, which continues from its file. Otherwise it is new, and this process has written no file for it"""
+        """Returns the number of the fit that begins. If an error has interrupted the Learner's last fit, it is that
+        number, so that the fit continues from its file. Otherwise it is new, and this process has no file of it"""
         if learn not in self.unfinished:
             self.unfinished[learn] = self.n_begun
             self.n_begun += 1
