@@ -1,4 +1,5 @@
 "fastai's applications on small data in float32, each against its large batch"
+import pytest
 from fastai.callback.rnn import rnn_cbs
 from fastai.collab import CollabDataLoaders, EmbeddingDotBias
 from fastai.text.all import AWD_LSTM, TensorText, awd_lstm_clas_config, awd_lstm_lm_config

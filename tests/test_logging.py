@@ -123,6 +123,7 @@ class NotesPartLosses(Callback):
         self.losses += map(mse, outputs, targets)
 
 
+@pytest.mark.long
 def test_loggers_of_loader_batches():
     "With log_accum_batch=False each has its own loss and the learning rate of its window; steps are the same"
     parts = NotesPartLosses()

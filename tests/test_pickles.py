@@ -62,7 +62,16 @@ def test_files_of_numpy_1_and_2_are_the_same(graph):
 @pytest.mark.parametrize('value', [np.float32(.5), np.full(1, .5, np.float32)])
 def test_digests_of_numpy_1_and_2_are_the_same(graph, value):
     "They have its numbers, and not the name of the module that makes an array"
-    assert Digest(graph, value).persistent_id(value) == ('float32', value.shape, [.5])
+    assert Digest(graph, value).persistent_id(value) == ('float32', value.shape, (.5,))
+
+
+def test_an_array_of_the_data_is_kept_unless_it_is_large(graph):
+    assert Digest(graph, np.zeros(5000), is_data=True).not_kept is None
+    assert Digest(graph, np.zeros(500_000), is_data=True).not_kept == 'it is large'
+
+
+def test_a_file_cannot_name_an_array_that_writes_a_file(graph):
+    with pytest.raises(pickle.UnpicklingError, match='cannot name numpy.memmap'): graph.find_class('numpy', 'memmap')
 
 
 VALUES = {

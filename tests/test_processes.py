@@ -77,10 +77,7 @@ class World:
         for o in self.each(case): assert_same(o['weights'], expected, tol)
 
 
-THREE = pytest.param(3, marks=pytest.mark.long)
-
-
-@pytest.fixture(scope='module', params=[2, THREE])
+@pytest.fixture(scope='module', params=[pytest.param(n, marks=pytest.mark.long) for n in (2, 3)])
 def world(request, tmp_path_factory):
     n = request.param
     folder = tmp_path_factory.mktemp('processes')

@@ -71,7 +71,7 @@ _makers = object_at,method_of,_array_of,_number_of,SimpleNamespace,*generators
 
 def may_name(o)->bool:
     "Returns whether a pickle may name a class or function"
-    is_class_of_values = isinstance(o, type) and is_value(o)
+    is_class_of_values = isinstance(o, type) and is_value(o) and o is not np.memmap  # which writes files
     return is_class_of_values or o in _makers or name_of(o) in _get_allowed_globals()  # that PyTorch calls safe
 
 # %% ../../nbs/resuming/01_pickles.ipynb #0c12a0a5
@@ -175,7 +175,8 @@ class Digest(pickle.Pickler):
         if isinstance(o, (np.ndarray,np.generic)):  # NumPy 1 and 2 pickle the same number in different ways
             self.n_bytes += o.nbytes
             step = o.size//SAMPLE+1
-            return str(o.dtype),o.shape,o.flat[::step].tolist()
+            numbers = o.flat[::step].tolist()
+            return str(o.dtype),o.shape,tuple(numbers)  # pickle calls this again for each: a list may be one of samples
         if isinstance(o, PurePath):
             return o.name  # a folder may have been moved
         if isinstance(o, (set,frozenset)):
