@@ -52,14 +52,14 @@ def explain(
     """Compares runs. If they differ, repeats the run on whole batches: what differs between these two as well, such as
     a time that a callback measures, needs no explanation. For everything else, removes one suspect after another
     until the runs are equal, and puts back those that make no difference"""
-    kept = cache(partial(train, learn, seed=seed))  # several questions need the same run
+    run = partial(train, learn, seed=seed)
+    kept = cache(run)  # several questions need the same run
     def compare(without=(), double=False):
         return distances(kept(without, double), kept((use_whole_batches, *without), double))
     began = time.perf_counter()
     found = differences(compare)
     if not found: return {},[]
-    # `noop` changes nothing, but is another argument, so that `kept` trains once more
-    repeated = distances(kept((use_whole_batches, noop), False), kept((use_whole_batches,), False))
+    repeated = distances(run((use_whole_batches,)), kept((use_whole_batches,), False))
     steady = {name:o for name,o in found.items() if o > 100*repeated[name]}
     if 'weights' in found and 'weights' not in steady: return found,[]  # NaN, or something draws without a seed
     suspected = suspects(learn, steady, n).items()

@@ -27,8 +27,8 @@ def distances(
     a:dict, # What one training has left: tensors by name
     b:dict, # What another one has left
 )->dict:
-    "Returns how far `a` is from `b`, by name"
-    return {name:distance(a[name], o) for name,o in b.items() if name in a}
+    "Returns how far `a` is from `b`, by name. What `a` lacks has another length than in `b`"
+    return {name:distance(a.get(name, o[:0]), o) for name,o in b.items()}
 
 # %% ../../nbs/checking/03_comparison.ipynb #56ca8b7c
 def differences(

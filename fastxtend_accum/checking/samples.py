@@ -33,7 +33,7 @@ class KeptLoader(DataLoader):
     def __iter__(self):
         "Yields copies, which callbacks may change in place"
         for start in range(0, self.n, self.bs):
-            yield self.samples.piece(start, min(start+self.bs, self.n), self.bs).data
+            yield self.samples.piece(start, min(start+self.bs, self.n)).data
 
 # %% ../../nbs/checking/00_samples.ipynb #bee98357
 def copy_to_read(dl):

@@ -80,7 +80,10 @@ def begin_training(self:SavedFit):
 def keep_trained(self:SavedFit):
     """After the last window of an epoch: keeps the content of a file, in case a signal arrives in validation. It shares
     the memory of the weights: see `save_in_validation`"""
-    self.trained = self.content(self.leader.loop.state(), self.graph.state())
+    self.trained = self.content(self.leader.loop.state())
+
+# %% ../../nbs/resuming/08_fit.ipynb #b7c2e04e
+# When an epoch or the fit has ended
 
 @patch
 def end_epoch(self:SavedFit):
@@ -115,13 +118,12 @@ def save(self:SavedFit, place:dict|str):
     "Writes the state at a `place`. Raises OSError if the first save is impossible, and warns if a later one is"
     start = time.monotonic()
     try:
-        state = self.graph.state()
-        content = self.content(place, state)
+        content = self.content(place)
         if self.rank == 0:
             with whole_file(self.path) as f: self.graph.write(content, f)
             if not self.next_save:  # what cannot be read is an error at the first save
                 self.graph.read(read_file(self.path))
-                self.graph.read(state['rest'])
+                for own in content['processes']: self.graph.read(own['rest'])
     except Exception as e:
         reason = e.__context__ or e  # PyTorch hides that a disk is full, for example
         text = f'AutoResume cannot save {self.path}: {reason}'
@@ -133,9 +135,10 @@ def save(self:SavedFit, place:dict|str):
 
 # %% ../../nbs/resuming/08_fit.ipynb #f6c1a210
 @patch
-def content(self:SavedFit, place:dict|str, state:dict)->dict:
+def content(self:SavedFit, place:dict|str)->dict:
     """Returns what the file contains, gathered from all processes, which call this together. Warns of what is not kept,
     and of hooks that were added since the first save"""
+    state = self.graph.state()
     lost = [f'{text_of(part)} ({reason})' for part,reason in state['lost'].items()]
     n_hooks = count_hooks(self.graph.objects['model'])
     if not self.next_save: self.n_hooks = n_hooks  # callbacks have added those that they add in every process

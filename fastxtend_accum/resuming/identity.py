@@ -70,5 +70,4 @@ def may_differ(graph:Graph, part:tuple)->bool:
     o = graph.objects.get(path)
     if not isinstance(o, Callback) or is_of_package(o):
         return False
-    is_short_value = isinstance(graph.begun.get(part), str)  # other digests are checksums: see `Digest`
-    return is_short_value
+    return isinstance(graph.begun.get(part), str)  # a short value: other digests are checksums, see `Digest`

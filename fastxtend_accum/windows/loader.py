@@ -164,7 +164,7 @@ class LoaderBatch(NamedTuple):
             if start < end: res.append(self.piece(start, end, window_size=bs//n_pieces))  # the smallest piece fills it
         return res
 
-    def piece(self, start:int, end:int, window_size:int)->LoaderBatch:
+    def piece(self, start:int, end:int, window_size:int|None=None)->LoaderBatch:
         "Returns the samples from `start` to `end`"
         first = self.rows*start//self.samples
         last = self.rows*end//self.samples
