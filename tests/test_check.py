@@ -4,6 +4,7 @@ from unittest.mock import patch as patched
 
 import pytest
 import torch.distributed as dist
+import wandb
 from fastai.distributed import *
 
 from ordinary_learners import *
@@ -19,6 +20,13 @@ SLOW = 'W&B', 'language model', 'text classifier', 'vision'
 
 
 def marked(name): return pytest.param(name, marks=pytest.mark.long) if name in SLOW else name
+
+
+@pytest.fixture(autouse=True)
+def no_run_is_left():
+    "A copy of this process, in which other tests end a fit by a signal, cannot read a run of W&B that is still open"
+    yield
+    wandb.finish()
 
 
 @pytest.mark.parametrize('name', list(map(marked, ORDINARY)))
