@@ -117,17 +117,6 @@ class SharpnessAware(OnTargets):
             p.data.sub_(move)
 
 
-class StepsTwice(OnTargets):
-    "Takes a step with an optimizer of its own for the last layer, in place of the Learner's"
-    def before_fit(self):
-        self.own = torch.optim.SGD(self.model[2].parameters(), lr=.05)
-
-    def before_step(self):
-        self.own.step()
-        for p in self.model[2].parameters():
-            p.grad.zero_()
-
-
 class PerturbsWeights(OnTargets):
     "Moves the weights for the two passes of a batch, and back"
     def before_batch(self): self.move(1.1)
@@ -184,15 +173,6 @@ class ClassCounts(OnLabels):
     def after_batch(self):
         self.counts += torch.bincount(self.y, minlength=3)
         self.learn.loss_func.weight = self.counts.sum()/(3*self.counts)
-
-
-# They stop
-
-
-class SkipsStep(OnTargets):
-    "Leaves out the step if the gradient is large"
-    def before_step(self):
-        if self.model[0].weight.grad.norm() > .6: raise CancelStepException
 
 
 # They note

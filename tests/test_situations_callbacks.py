@@ -5,7 +5,7 @@ from situation_callbacks import *
 pytestmark = pytest.mark.filterwarnings('ignore:.* is called once per window')
 
 SAME = [
-    MasksInputs, DropsEasySamples, Repeats, StepsTwice, SkipsStep, ChoosesBatches, CountsCorrect]
+    MasksInputs, DropsEasySamples, Repeats, ChoosesBatches, CountsCorrect]
 
 # In split batches these see the whole batch; of windows, see below
 SAME_IF_SPLIT = [MixesNeighbours, SharpnessAware, SchedulesByLoader, NotesHits]
