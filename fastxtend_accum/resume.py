@@ -10,7 +10,7 @@ from __future__ import annotations
 from fastai.basics import *
 from torch.nn.parameter import is_lazy
 
-from .windows.checks import check_flags,is_number
+from .windows.checks import check_flags
 from .windows.events import is_finding_rate
 from .windows.loop import replaced_method
 from .windows.processes import is_sharded
@@ -43,41 +43,50 @@ class AutoResume(WindowCallback):
 
     def read_settings(self):
         every = 1 if self.every is None else self.every
-        if not is_number(every) or every < 1 or every%1:
-            raise ValueError(f'every must be a whole number of steps, not {self.every!r}: pass a number such as 100')
-        if not is_number(self.minutes) or not 0 < self.minutes < math.inf:
-            raise ValueError(f'minutes must be a number above 0, not {self.minutes!r}: pass a number such as 5')
+        if every < 1 or every%1:
+            raise ValueError(f'every must be a whole number of steps, not {every}: pass a number such as 100')
+        if not self.minutes > 0:  # NaN, too
+            raise ValueError(f'minutes must be above 0, not {self.minutes}: pass a number such as 5')
         check_flags(restart=self.restart, verbose=self.verbose)
 
-    def is_in_fit(self)->bool:
-        "Returns whether an event is of the fit that is saved, not of a `validate` within it"
-        return bool(self.saved_fit and self.learn) and not is_validating(self.learn)
+    def before_fit(self):
+        super().before_fit()
+        # A fit that was interrupted has left its own. The event of a `validate` within a fit changes nothing
+        if self.learn and not is_validating(self.learn): self.saved_fit = None
+
+    def start(self)->SavedFit:
+        "Begins a fit. Raises ValueError if it cannot be resumed in mid-epoch"
+        learn = self.learn
+        replaced = replaced_method(learn)
+        if replaced:
+            raise ValueError(f"{type(learn).__name__} has its own {replaced}, which cannot be resumed in mid-epoch: "
+                             "leave AutoResume out")
+        if is_sharded(learn.model):
+            raise ValueError('AutoResume cannot save a sharded model: use DistributedDataParallel')
+        if any(map(is_lazy, learn.model.parameters())):
+            raise ValueError('AutoResume needs a model whose layers have sizes: run a batch through it before the fit')
+        self.saved_fit = SavedFit(self, leader_of(learn))
+        return self.saved_fit
+
+    def before_train(self):
+        super().before_train()
+        if not self.learn or is_finding_rate(self.learn): return  # it was removed, or this is not a fit
+        if not self.saved_fit:
+            raise ValueError('the Learner has its own _do_fit, or a second AutoResume: leave one of them out')
+        self.saved_fit.begin_training()
 
     def after_batch(self):
         "In training, the loop saves between windows"
-        if self.is_in_fit() and not self.learn.training: self.saved_fit.save_in_validation()
+        if not self.learn.training: self.after_validate()
 
-# %% ../nbs/06_resume.ipynb #1c7d5a92
-@patch
-def before_fit(self:AutoResume):
-    WindowCallback.before_fit(self)
-    # A fit that was interrupted has left its own. The event of a `validate` within a fit changes nothing
-    if self.is_in_fit(): self.saved_fit = None
+    def after_validate(self):
+        if self.saved_fit: self.saved_fit.save_trained()
 
-@patch
-def before_train(self:AutoResume):
-    WindowCallback.before_train(self)
-    if not self.learn or is_finding_rate(self.learn): return  # it was removed, or this is not a fit
-    if not self.saved_fit:
-        raise ValueError('the Learner has its own _do_fit, or a second AutoResume: leave one of them out')
-    self.saved_fit.begin_training()
-
-@patch
-def after_fit(self:AutoResume):
-    if not self.is_in_fit(): return
-    fit = self.saved_fit
-    self.saved_fit = None
-    fit.end()
+    def after_fit(self):
+        fit = self.saved_fit
+        if not fit or is_validating(self.learn): return
+        self.saved_fit = None
+        fit.end()
 
 # %% ../nbs/06_resume.ipynb #9b418d36
 @patch
@@ -88,29 +97,9 @@ def _do_fit(self:Learner):
         self._orig__do_fit()  # fastai's, which `patch` has put there
         return
     loss_func = self.loss_func
-    fit = resume.start()
     try:
-        with held_signals.hold():
-            for epoch in range(fit.begin(), self.n_epoch):
-                self.epoch = epoch
-                fit.begin_epoch()
-                self._with_events(self._do_epoch, 'epoch', CancelEpochException)
-                fit.end_epoch()
+        with held_signals.hold(): resume.start().run()
+    except CancelFitException: raise  # no error: a callback ends the fit
     except BaseException:
         self.loss_func = loss_func  # MixUp leaves its own there, which the next fit would take for the user's
         raise
-
-@patch
-def start(self:AutoResume)->SavedFit:
-    "Begins a fit. Raises ValueError if it cannot be resumed in mid-epoch"
-    learn = self.learn
-    replaced = replaced_method(learn)
-    if replaced:
-        raise ValueError(f"{type(learn).__name__} has its own {replaced}, which cannot be resumed in mid-epoch: leave "
-                         "AutoResume out")
-    if is_sharded(learn.model):
-        raise ValueError('AutoResume cannot save a sharded model: use DistributedDataParallel')
-    if any(map(is_lazy, learn.model.parameters())):
-        raise ValueError('AutoResume needs a model whose layers have sizes: run a batch through it before the fit')
-    self.saved_fit = SavedFit(self, leader_of(learn))
-    return self.saved_fit

@@ -80,7 +80,7 @@ def test_the_row_of_an_epoch_is_kept_once():
     class KeepsFit(Callback):
         def before_train(self): fits.append(self.learn.auto_resume.saved_fit)
     fit(learn, 3, .02, cbs=[AutoResume(8, verbose=False), KeepsFit()], start_epoch=1)
-    epochs = [row[0] for row in fits[0].rows]
+    epochs = [row[0] for row in fits[0].loggers['rows']]
     assert epochs == [1, 2]
 
 

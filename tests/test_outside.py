@@ -39,17 +39,6 @@ def test_the_row_of_an_epoch_that_ends_the_fit_is_kept():
     assert script() == expected
 
 
-@pytest.mark.long
-def test_a_csv_logger_that_is_off_has_no_file():
-    def script():
-        csv = CSVLogger()
-        csv.run = False
-        return train(learner(csv))
-    stop(script, at=30)
-    script()
-    assert not Path('history.csv').exists()
-
-
 class Run(SimpleNamespace): pass
 
 
@@ -62,10 +51,10 @@ def test_the_run_of_wandb_goes_on(monkeypatch):
     monkeypatch.setitem(sys.modules, 'wandb', wandb)
     learn = learner()
     state = state_of_loggers(learn)
-    restore_loggers(learn, state, [])
+    restore_loggers(learn, state)
     assert calls == []
     wandb.run = Run(id='second', project='p', entity='e')
-    restore_loggers(learn, state, [])
+    restore_loggers(learn, state)
     assert calls == ['finish', dict(resume='must', id='first', project='p', entity='e')]
 
 

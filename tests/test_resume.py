@@ -6,7 +6,7 @@ from fastai.text.models.awdlstm import WeightDropout
 
 from common import *
 from fastxtend_accum.resuming.fit import SavedFit
-from resume_layouts import WIDTH, accum, fastai_data, make, samples, with_valid
+from resume_layouts import WIDTH, accum, fastai_data, make, mlp, samples, two_classes, with_valid
 from resumed import Stops, assert_goes_on, assert_same_end, learner, new_process, stop, train, whole
 
 
@@ -39,7 +39,7 @@ def test_it_saves_every_so_many_steps(monkeypatch):
     plain()
     *between_windows, end = places
     assert [o['counts'][0] for o in between_windows] == list(range(0, 39, 8))
-    assert end == 'end'
+    assert end is None
 
 
 @pytest.mark.thin(6)
@@ -66,15 +66,6 @@ def test_a_fit_goes_on_in_the_middle_of_a_loader_batch(at):
     assert learn.recorder.lrs == expected.recorder.lrs
 
 
-def test_after_an_error_the_same_learner_goes_on():
-    expected = whole(plain)
-    new_process(seed=1)
-    learn = learner()
-    Stops.at = 17
-    with pytest.raises(KeyboardInterrupt): train(learn)
-    assert_same_end(train(learn), expected)
-
-
 class WithHiddenState(nn.Sequential):
     "Replaces its hidden state by one with a row for each sample, as AWD_LSTM does"
     def __init__(self):
@@ -86,13 +77,42 @@ class WithHiddenState(nn.Sequential):
         return super().forward(x+0.1*self.hidden)
 
 
-def test_after_an_error_the_same_learner_goes_on_with_a_hidden_state_of_another_shape():
-    expected = whole(lambda: train(learner(m=WithHiddenState())))
+def classifier(): return learner(dls=two_classes(), m=mlp(n_out=2), loss_func=CrossEntropyLossFlat())
+
+
+@pytest.mark.parametrize('make_learner,cbs', [
+    (learner, noop),
+    (lambda: learner(m=WithHiddenState()), noop),  # of another shape
+    (classifier, MixUp)])  # an error leaves its loss in the Learner
+def test_after_an_error_the_same_learner_goes_on(make_learner, cbs):
+    expected = whole(lambda: train(make_learner(), *L(cbs())))
     new_process(seed=1)
-    learn = learner(m=WithHiddenState())
+    learn = make_learner()
     Stops.at = 17
-    with pytest.raises(KeyboardInterrupt): train(learn)
-    assert_same_end(train(learn), expected)
+    with pytest.raises(KeyboardInterrupt): train(learn, *L(cbs()))
+    assert_same_end(train(learn, *L(cbs())), expected)
+
+
+class Cancels(Callback):
+    "Ends the fit before its first epoch, as a limit of time does"
+    now = False
+    def before_epoch(self):
+        if Cancels.now: raise CancelFitException
+
+
+def test_a_fit_that_is_cancelled_before_its_place_ends_with_the_state_of_the_file():
+    new_process(seed=1)
+    Stops.at = 16
+    expected = learner()
+    with pytest.raises(KeyboardInterrupt): fit(expected, 3, .02, 'fit_one_cycle')
+    cancelling = script(Cancels())
+    stop(cancelling, at=17)  # the file has 16 steps
+    Cancels.now = True
+    try: assert_same(weights(cancelling()), weights(expected))
+    finally: Cancels.now = False
+    new_process()
+    assert_same(weights(cancelling()), weights(expected))  # it has ended
+    assert Stops.n == 0
 
 
 class Recurrent(nn.Module):
@@ -138,10 +158,6 @@ def test_other_intervals_are_an_error(kwargs):
 
 class Lazy(nn.Sequential):
     def __init__(self): super().__init__(nn.LazyLinear(3), nn.Linear(3, 1))
-
-
-class OwnFit(Learner):
-    def _do_fit(self): super()._do_fit()
 
 
 class OwnLoop(Learner):

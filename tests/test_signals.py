@@ -107,7 +107,7 @@ def outer_fit_holds_signals():
     with pytest.raises(KeyboardInterrupt), held.hold():
         with held.hold(): pass
         signal.raise_signal(signal.SIGINT)
-        assert held.is_waiting()
+        assert held.waiting == signal.SIGINT
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -13,7 +13,7 @@ from fastai.basics import *
 from filelock import FileLock,Timeout
 
 # %% auto #0
-__all__ = ['folders', 'whole_file', 'read_file', 'Folder', 'last_error', 'remove_files_at_exit']
+__all__ = ['folders', 'whole_file', 'read_file', 'Folder', 'has_error', 'remove_files_at_exit']
 
 # %% ../../nbs/resuming/06_files.ipynb #7e8fb133
 @contextmanager
@@ -45,8 +45,7 @@ class Folder:
         self.lock = FileLock(path/'lock', thread_local=False)  # of the process: its threads may all have fits here
         self.n_begun = 0
         self.unfinished = weakref.WeakKeyDictionary()  # the number of the fit that has not ended, by Learner
-        self.last_has_ended = False  # whether the last fit ended without an error, Ctrl-C or a signal
-        self.last_error = None  # the id of Python's last error at that time
+        self.had_error = None  # what `has_error()` returned when the last fit ended; None if that fit has not ended
 
     def begin(self, learn)->int:
         """Returns the number of the fit that begins. If an error has interrupted the Learner's last fit, it is that
@@ -54,7 +53,7 @@ class Folder:
         if learn not in self.unfinished:
             self.unfinished[learn] = self.n_begun
             self.n_begun += 1
-        self.last_has_ended = False
+        self.had_error = None
         return self.unfinished[learn]
 
     def count_from(self, n_begun:int):
@@ -64,8 +63,7 @@ class Folder:
     def end(self, learn):
         "Records that the Learner's fit has ended without an error"
         del self.unfinished[learn]
-        self.last_has_ended = True
-        self.last_error = last_error()
+        self.had_error = has_error()
 
     def take(self):
         "Makes the folder, and locks it until the process ends. Raises an error if another process has fits here"
@@ -79,15 +77,15 @@ class Folder:
                                'process') from e
 folders = {}  # of this process, by path
 
-def last_error()->int:
-    "Returns the id of the error that ended this process or, in a notebook, a cell"
-    return id(getattr(sys, 'last_value', None))
+def has_error()->bool:
+    "Returns whether an error has ended this process or, in a notebook, a cell"
+    return hasattr(sys, 'last_value')
 
 @atexit.register
 def remove_files_at_exit():
-    """Removes the files if the last fit ended without an error, and no error came after it, so that the next process
-    begins with its first fit"""
+    """Removes the files if the last fit has ended, and no error came after it, so that the next process begins with its
+    first fit. In a notebook that had an error before, a later one does not count"""
     for folder in folders.values():
-        failed_later = folder.last_error != last_error()
-        if not folder.last_has_ended or failed_later or not folder.lock.is_locked: continue
+        is_done = folder.had_error == has_error()
+        if not is_done or not folder.lock.is_locked: continue
         for path in folder.path.glob('*.pth'): path.unlink()  # the lock stays: somebody may wait for it

@@ -14,7 +14,7 @@ from ..windows.checks import warn_user
 from ..windows.processes import max_over_processes,n_processes
 from .files import Folder,folders,read_file,whole_file
 from .graph import Graph
-from .identity import may_differ,mismatches,settings_of,text_of
+from .identity import check_same,settings_of,text_of
 from .outside import restore_loggers,state_of_loggers
 from .parts import count_hooks
 from .reader import Reader
@@ -25,9 +25,8 @@ __all__ = ['SavedFit']
 
 # %% ../../nbs/resuming/08_fit.ipynb #e335d40b
 class SavedFit:
-    """A fit, and its state in a file. If there is a file from a killed process, its content is in `found` until the fit
-    has reached the place where it was saved, and goes on there. The place is what `WindowLoop.state` returned between
-    two windows; or 'last epoch', before `after_fit`; or 'end', after it"""
+    """A fit, and its state in a file. The place in the file is what `WindowLoop.state` returned between two windows, or
+    None after the end of the fit"""
     def __init__(self,
         cb, # The AutoResume
         leader, # The callback that runs the windows
@@ -41,219 +40,189 @@ class SavedFit:
         path = (learn.path/learn.model_dir/cb.fname).absolute()
         self.folder = folders.setdefault(path, Folder(path))
         if self.rank == 0: self.folder.take()
-        number = self.folder.begin(learn)
-        self.path = path/f'{number}.pth'
-        if cb.restart: self.path.unlink(missing_ok=True)
+        self.path = path/f'{self.folder.begin(learn)}.pth'
         self.graph = Graph(learn)
         self.graph.begun.update(settings_of(learn))
         self.loggers = state_of_loggers(learn)
-        self.found = None
+        self.found = None  # the content of a killed process' file, until this fit has come to its place
         self.at_epoch = None  # the state when the epoch began
-        self.trained = None  # what a file contains if the fit is saved after the last window of the epoch
+        self.trained = None  # the content of a file, once the last window of an epoch has closed
         self.reader = None
-        self.next_save = 0  # when to save, by optimizer steps or seconds; 0: it has not been saved
-        self.rows = []  # of the epoch table
+        self.next_save = 0  # when to save, by `clock`; 0: it has not been saved
         self.n_hooks = None  # of all layers, at the first save
 
+    def run(self):
+        "Takes the place of `Learner._do_fit`, but begins in the epoch where the fit was saved"
+        learn = self.learn
+        for epoch in range(self.begin(), learn.n_epoch):
+            learn.epoch = epoch
+            # For the file, since a process that continues lets callbacks begin the epoch again
+            self.at_epoch = self.graph.state()['rest']
+            try: learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
+            finally: self.keep_row()  # also if EarlyStoppingCallback, for example, ends the fit in `after_epoch`
+
+    def keep_row(self):
+        "Keeps the last row of the epoch table. A row with a number alone was not logged"
+        for rec in self.learn._grab_cbs(Recorder):
+            if len(rec.log) > 1: self.loggers['rows'].append(list(rec.log))
+
 # %% ../../nbs/resuming/08_fit.ipynb #b7c2e04d
-# While it runs
-
-@patch
-def begin_epoch(self:SavedFit):
-    "Keeps the state for the file, since a process that continues lets callbacks begin the epoch again"
-    self.at_epoch = self.graph.state()['rest']
-    self.trained = None
-
 @patch
 def begin_training(self:SavedFit):
-    """After all callbacks have begun the training part of an epoch: goes on if this is where the fit was saved, and
-    makes the loop read through a Reader and save between windows"""
+    """After all callbacks have begun the training part of an epoch: restores the state if this is where the fit was
+    saved, and makes the loop read through a Reader and save between windows"""
     loop = self.leader.loop
     at_place = ()  # arguments of a Reader that goes on
     if self.found:
         at_place = self.found['reader']
-        self.go_on()
+        self.restore()
+        self.found = None
     self.reader = Reader(self.graph, loop.batches.n_loaded, *at_place)
     loop.hook_in(self.save_if_due, self.keep_trained, self.reader)
 
 @patch
 def keep_trained(self:SavedFit):
-    """After the last window of an epoch: keeps the content of a file, in case a signal arrives in validation. It shares
-    the memory of the weights: see `save_in_validation`"""
+    """After the last window of an epoch: keeps the content of a file, in case a signal arrives in validation. It
+    shares the memory of the weights: see `save_trained`"""
     self.trained = self.content(self.leader.loop.state())
-
-# %% ../../nbs/resuming/08_fit.ipynb #b7c2e04e
-# When an epoch or the fit has ended
-
-@patch
-def end_epoch(self:SavedFit):
-    "Keeps the row of the epoch. The last epoch is a place to save: a signal may have arrived in its validation"
-    self.keep_row()
-    if self.learn.epoch+1 == self.learn.n_epoch: self.save_if_due('last epoch')
-
-@patch
-def keep_row(self:SavedFit):
-    "Keeps the last row of the epoch table, unless that was kept before. A row with a number alone was not logged"
-    for rec in self.learn._grab_cbs(Recorder):
-        was_logged = len(rec.log) > 1
-        is_new = not self.rows or self.rows[-1][0] < self.learn.epoch  # a row begins with the number of its epoch
-        if was_logged and is_new: self.rows.append(list(rec.log))
 
 @patch
 def end(self:SavedFit):
-    """After the fit, saves the final state, in case the process is killed in a later fit. If the fit had ended when it
-    was saved, restores that state again, since other callbacks' `after_fit` may have changed it"""
-    had_ended = self.found is not None
-    if had_ended: self.restore()
-    else:
-        self.keep_row()  # for example, EarlyStoppingCallback ends a fit in `after_epoch`
-        self.save('end')
+    """After the fit: saves the final state, in case the process is killed in a later fit. A fit that had ended, or
+    that a callback has ended before it came to its place, ends with the state of the file"""
+    if self.found: self.restore()  # again, since other callbacks' `after_fit` may have changed it
+    self.save(None)
     self.folder.end(self.learn)
 
-# %% ../../nbs/resuming/08_fit.ipynb #199a0ad6
-# Into the file
-
-@patch
-def save(self:SavedFit, place:dict|str):
-    "Writes the state at a `place`. Raises OSError if the first save is impossible, and warns if a later one is"
-    start = time.monotonic()
-    try:
-        content = self.content(place)
-        if self.rank == 0:
-            with whole_file(self.path) as f: self.graph.write(content, f)
-            if not self.next_save:  # what cannot be read is an error at the first save
-                self.graph.read(read_file(self.path))
-                for own in content['processes']: self.graph.read(own['rest'])
-    except Exception as e:
-        reason = e.__context__ or e  # PyTorch hides that a disk is full, for example
-        text = f'AutoResume cannot save {self.path}: {reason}'
-        if not self.next_save: raise OSError(text) from e
-        warn_user(f'{text}; a kill would lose anything since the last save')
-    seconds = max(60*self.cb.minutes, 20*(time.monotonic()-start))  # so that saving takes at most 5% of the time
-    interval = self.cb.every or seconds
-    self.next_save = self.clock()+interval
-
-# %% ../../nbs/resuming/08_fit.ipynb #f6c1a210
-@patch
-def content(self:SavedFit, place:dict|str)->dict:
-    """Returns what the file contains, gathered from all processes, which call this together. Warns of what is not kept,
-    and of hooks that were added since the first save"""
-    state = self.graph.state()
-    lost = [f'{text_of(part)} ({reason})' for part,reason in state['lost'].items()]
-    n_hooks = count_hooks(self.graph.objects['model'])
-    if not self.next_save: self.n_hooks = n_hooks  # callbacks have added those that they add in every process
-    if n_hooks > self.n_hooks: lost.append('hooks of layers (they were added during the fit)')
-    if lost: warn_user(f"AutoResume does not keep {'; '.join(lost)}")  # Python shows it once
-    own = dict(
-        place=place,
-        begun=self.graph.begun,
-        rest=state['rest'],
-        digests=state['digests'],
-        at_epoch=self.at_epoch,
-        reader=self.reader and self.reader.state())
-    of_all = [own for _ in range(self.n_processes)]
-    if self.n_processes > 1: dist.all_gather_object(of_all, own)
-    return dict(
-        n_begun=self.folder.n_begun,
-        epoch=self.learn.epoch,
-        rows=self.rows,
-        loggers=self.loggers,
-        weights=state['weights'],
-        processes=of_all)
+# %% ../../nbs/resuming/08_fit.ipynb #869561ff
+# When to save
 
 @patch
 def clock(self:SavedFit)->Real:
     "Returns the optimizer steps so far if `every` is set, else the time in seconds: what `next_save` is compared with"
     return self.leader.loop.n_steps if self.cb.every else time.monotonic()
 
-# %% ../../nbs/resuming/08_fit.ipynb #869561ff
 @patch
-def save_if_due(self:SavedFit, place:str|None=None):
-    """Saves if it is time, or if a signal is waiting: before each window, at the place of the loop, and after the last
-    epoch, at the `place` that has this name. The first save is due at once, to see whether saving is possible"""
-    must_end = held_signals.is_waiting()
-    is_due = must_end or self.clock() >= self.next_save
+def save_if_due(self:SavedFit):
+    """Before each window: saves if it is time, or if a signal is waiting. The first save is due at once, to see whether
+    saving is possible"""
+    signal = held_signals.waiting
+    is_due = signal or self.clock() >= self.next_save
     # All processes save if one of them has to
     if max_over_processes(self.learn, is_due):
-        self.save(place or self.leader.loop.state())
-    if must_end: held_signals.deliver()
+        start = time.monotonic()
+        self.save(self.leader.loop.state())
+        seconds = max(60*self.cb.minutes, 20*(time.monotonic()-start))  # so that saving takes at most 5% of the time
+        interval = self.cb.every or seconds
+        self.next_save = self.clock()+interval
+    if signal: held_signals.deliver()
 
 @patch
-def save_in_validation(self:SavedFit):
-    """After a batch in validation, if a signal is waiting: saves the fit as it was before the validation, which the
-    next process repeats"""
-    if not self.trained or not held_signals.is_waiting(): return
+def save_trained(self:SavedFit):
+    """In validation, if a signal is waiting: saves the fit as it was before the validation, which the next process
+    repeats"""
+    if not self.trained or not held_signals.waiting: return
     # While a callback validates with other weights, such as their average, `trained` has these, since it shares their
-    # memory. Then the signal waits for the end of the validation
+    # memory. Then the signal waits until the callback has put the weights back
     then = self.trained['processes'][self.rank]['digests']
     now = self.graph.state()['digests']
     for part in self.trained['weights']:
         if now.get(part) != then[part]: return
-    if self.rank == 0:
-        with whole_file(self.path) as f: self.graph.write(self.trained, f)
+    self.write(self.trained)
     held_signals.deliver()
+
+# %% ../../nbs/resuming/08_fit.ipynb #199a0ad6
+# Into the file
+
+@patch
+def save(self:SavedFit, place:dict|None):
+    "Saves the state at a `place`. Raises OSError if the first save is impossible, and warns if a later one is"
+    try: self.write(self.content(place))
+    except Exception as e:
+        reason = e.__context__ or e  # PyTorch hides that a disk is full, for example
+        text = f'AutoResume cannot save {self.path}: {reason}'
+        if not self.next_save: raise OSError(text) from e
+        warn_user(f'{text}; a kill would lose anything since the last save')
+
+@patch
+def write(self:SavedFit, content:dict):
+    "Process 0 writes the file for all. It reads the first one back, because what cannot be read is an error"
+    if self.rank > 0: return
+    with whole_file(self.path) as f: self.graph.write(content, f)
+    if self.next_save: return
+    self.graph.read(read_file(self.path))
+    for own in content['processes']: self.graph.read(own['rest'])
+
+# %% ../../nbs/resuming/08_fit.ipynb #f6c1a210
+@patch
+def content(self:SavedFit, place:dict|None)->dict:
+    """Returns what the file contains, gathered from all processes, which call this together. Warns of what is not kept,
+    and of hooks that were added since the first save"""
+    state = self.graph.state()
+    weights = state.pop('weights')  # the same in all processes
+    lost = [f'{text_of(part)} ({reason})' for part,reason in state.pop('lost').items()]
+    n_hooks = count_hooks(self.graph.objects['model'])
+    if not self.next_save: self.n_hooks = n_hooks  # callbacks have added those that they add in every process
+    if n_hooks > self.n_hooks: lost.append('hooks of layers (they were added during the fit)')
+    if lost: warn_user(f"AutoResume does not keep {'; '.join(lost)}")  # Python shows it once
+    own = dict(
+        state,
+        place=place,
+        begun=self.graph.begun,
+        at_epoch=self.at_epoch,
+        reader=self.reader and self.reader.state())
+    of_all = [own for _ in range(self.n_processes)]
+    if self.n_processes > 1: dist.all_gather_object(of_all, own)
+    return dict(
+        weights=weights,
+        processes=of_all,
+        loggers=self.loggers,
+        n_begun=self.folder.n_begun)
 
 # %% ../../nbs/resuming/08_fit.ipynb #c0184666
 # Out of the file
 
 @patch
 def begin(self:SavedFit)->int:
-    """Runs before the first epoch, and returns its number: `n_epoch` if all epochs have run. If there is a file, checks
+    """Runs before the first epoch, and returns its number: `n_epoch` if the fit had ended. If there is a file, checks
     that it is of this fit, and prepares callbacks and loggers to continue"""
-    contents = [read_file(self.path)]  # process 0's, which may be the only one that has a file
-    if self.n_processes > 1: dist.broadcast_object_list(contents, 0)
-    if contents[0] is None:
+    found = self.read()
+    if not found:
         return 0
-    found = self.graph.read(contents[0])
-    of_all = found.pop('processes')
-    found.update(of_all[self.rank%len(of_all)])  # another number of processes is an error, which `check` names
-    self.check(found)
+    check_same(self.graph, found['begun'], found['digests'], self.path)
     self.found = found
-    self.rows = found['rows']
     self.loggers = found['loggers']
     self.folder.count_from(found['n_begun'])
-    place,epoch = found['place'],found['epoch']
-    is_trained = place in ('last epoch','end')
-    if self.cb.verbose and self.rank == 0:
-        where = 'at the end of' if is_trained else 'in'
-        print(f'AutoResume: resuming {where} epoch {epoch} from {self.path}')
-    restore_loggers(self.learn, self.loggers, self.rows)
-    if is_trained:
+    learn,place = self.learn,found['place']
+    if place:
+        self.graph.restore(found['at_epoch'])  # callbacks are going to begin the epoch again
+        self.leader.begin_epoch_at(place)
+    else:
         self.leader.begin_fit()  # which otherwise the first epoch does
         self.restore()
-        if place == 'last epoch': self.found = None  # nobody has had `after_fit`
-        return self.learn.n_epoch
-    self.graph.restore(found['at_epoch'])  # callbacks are going to begin the epoch again
-    self.leader.begin_epoch_at(place)
-    return epoch
+    if self.cb.verbose and self.rank == 0:
+        where = 'in' if place else 'at the end of'
+        print(f'AutoResume: resuming {where} epoch {learn.epoch} from {self.path}')
+    restore_loggers(learn, self.loggers)
+    return learn.epoch if place else learn.n_epoch
+
+@patch
+def read(self:SavedFit)->dict|None:
+    "Returns what the file contains for this process; None if there is none, or if the fit starts over"
+    contents = [None if self.cb.restart else read_file(self.path)]
+    if self.n_processes > 1: dist.broadcast_object_list(contents, 0)  # process 0 may be the only one that has a file
+    if contents[0] is None:
+        return None
+    found = self.graph.read(contents[0])
+    of_all = found['processes']
+    return found|of_all[self.rank%len(of_all)]  # another number of processes is an error, which `check_same` names
 
 # %% ../../nbs/resuming/08_fit.ipynb #4dacef38
-@patch
-def check(self:SavedFit, found:dict):
-    "Raises ValueError if this fit is not the one that was saved. Warns of what differs and is taken from the file"
-    errors = []
-    differ = mismatches(self.graph, found['begun'], found['digests'])
-    for part,text in differ.items():
-        if may_differ(self.graph, part):
-            warn_user(f'AutoResume continues with the earlier value: this fit has {text}')
-        else: errors.append(text)
-    if errors:
-        raise ValueError(f"this fit cannot be resumed from {self.path}, since it has {'; '.join(errors[:8])}: use the "
-                         "same settings, seed the split of the data and lr_find, or pass AutoResume(restart=True) to "
-                         "start over, or another fname")
-
 @patch
 def restore(self:SavedFit):
     "Restores the state of the file. Raises ValueError if a part then has another digest than in the file"
     found = self.found
     self.graph.restore(found['rest'], found['weights'])
     now = self.graph.state()['digests']
-    differ = [text_of(part) for part,digest in found['digests'].items() if now.get(part) != digest]
-    if differ:
-        raise ValueError(f"AutoResume could not restore {', '.join(differ[:8])}")
-
-@patch
-def go_on(self:SavedFit):
-    "Restores the state at the place of the fit where it was saved. From here, it runs as any other"
-    self.restore()
-    self.found = None
+    differ = [part for part,digest in found['digests'].items() if now.get(part) != digest]
+    if differ: raise ValueError(f"AutoResume could not restore {', '.join(map(text_of, differ[:8]))}")

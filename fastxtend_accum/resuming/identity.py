@@ -8,18 +8,18 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/identity.html.m
 from __future__ import annotations
 from fastai.basics import *
 
+from ..windows.checks import warn_user
 from ..windows.processes import n_processes
 from .graph import Graph
 from .parts import generators,is_of_package
 
 # %% auto #0
-__all__ = ['settings_of', 'text_of', 'mismatches', 'is_within', 'may_differ']
+__all__ = ['settings_of', 'text_of', 'check_same', 'nested', 'may_differ']
 
 # %% ../../nbs/resuming/04_identity.ipynb #43fa87b6
 def settings_of(learn)->dict:
     "Returns the settings of a fit that no object has as a part: by pairs of a name and '', as if they were parts"
-    names = [type(o).__name__ for o in learn.cbs]
-    res = {('processes',''):str(n_processes(learn)), ('callbacks',''):' '.join(names)}
+    res = {('processes',''):str(n_processes(learn))}
     scheduled = nested_attr(learn, 'param_scheduler.scheds', {})
     for i,hypers in enumerate(learn.opt.hypers):
         for name in hypers.keys()-scheduled:
@@ -31,43 +31,43 @@ def text_of(part:tuple)->str:
     return '.'.join(part).strip('.')
 
 # %% ../../nbs/resuming/04_identity.ipynb #d95a3c1b
-def mismatches(
+def check_same(
     graph:Graph, # Of this fit, which begins
     begun:dict, # The digests of the saved fit when it began, by part
     digests:dict, # Its digests when it was saved
-)->dict:
-    """Returns a string for each part that differs between the beginnings of both fits. A part that the saved fit has
-    changed since may differ, because its value comes from the file: for example, a list of losses that is empty in a
-    new process, but not if a Learner goes on after Ctrl-C. So may what is inside of such a part"""
-    res = {}
-    changed = ['.'.join(part) for part,then in begun.items() if digests.get(part, then) != then]
+    file:Path, # Its file
+):
+    """Raises ValueError if a part differs between the beginnings of both fits, or warns if it may differ. A part that
+    the saved fit has changed since is not compared, because its value comes from the file: for example, a list of
+    losses that is empty in a new process, but not if a Learner goes on after Ctrl-C. Nor is what is inside of it"""
+    changed = [part for part,then in begun.items() if digests.get(part, then) != then]
+    around = tuple(map(nested, changed))
+    errors = []
     for part,then in begun.items():
         now = graph.begun.get(part)
-        if now == then or is_within('.'.join(part), changed): continue
+        if now == then or nested(part).startswith(around): continue
         path,name = part
-        is_content = not name
-        if is_content and isinstance(graph.objects.get(path), (Tensor,*generators)): continue  # may have another seed
+        o = graph.objects.get(path)
+        if not name and isinstance(o, (Tensor,*generators)): continue  # its content may have another seed
         text = text_of(part)
-        if now is None: text = f'no {text}'
-        elif isinstance(then, str): text += f' {now}, not {then}'
-        else: text = f'another {text}'  # of which only a digest is known
-        res[part] = text
-    return res
+        if isinstance(then, str): text += f' {now}, not {then}'
+        else: text = f'another {text}'  # of which only a checksum is known
+        if may_differ(o, name, now): warn_user(f'AutoResume continues with the earlier value: this fit has {text}')
+        else: errors.append(text)
+    if errors:
+        raise ValueError(f"this fit cannot be resumed from {file}, since it has {'; '.join(errors[:8])}: use the same "
+                         "settings, seed the split of the data and lr_find, or pass AutoResume(restart=True) to start "
+                         "over, or another fname")
 
-def is_within(path:str, others:list[str])->bool:
-    "Returns whether a path is one of the `others`, or of an object inside one of these"
-    for other in others:
-        is_inside = path.startswith((f'{other}.', f'{other}['))
-        if is_inside or path == other: return True
-    return False
+def nested(part:tuple)->str:
+    "Returns a string for a part that begins with that of each part around it: 'a.b.' is around 'a.b.c.' and 'a.b.[1].'"
+    return '.'.join(part).replace('[', '.[')+'.'
 
-def may_differ(graph:Graph, part:tuple)->bool:
-    """Returns whether the fit takes a part from the file if it differs: a number or a string of a callback, other than
-    those of this package; or the number of a DataLoader's workers, whose default is the machine's number of CPUs"""
-    path,name = part
+def may_differ(o, name:str, digest)->bool:
+    """Returns whether the fit takes an attribute of `o` from the file if it differs: a number or a string of a
+    callback, other than those of this package; or the number of a DataLoader's workers, whose default is the machine's
+    number of CPUs"""
     if name in ('num_workers','prefetch_factor'):
         return True
-    o = graph.objects.get(path)
-    if not isinstance(o, Callback) or is_of_package(o):
-        return False
-    return isinstance(graph.begun.get(part), str)  # a short value: other digests are checksums, see `Digest`
+    is_other_callback = isinstance(o, Callback) and not is_of_package(o)
+    return is_other_callback and isinstance(digest, str)  # the value itself: other digests are checksums, see `Digest`

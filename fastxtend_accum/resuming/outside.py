@@ -10,37 +10,34 @@ from fastai.basics import *
 from fastai.callback.progress import CSVLogger
 
 # %% auto #0
-__all__ = ['csv_loggers', 'wandb_run', 'state_of_loggers', 'restore_loggers']
+__all__ = ['csv_files', 'wandb_run', 'state_of_loggers', 'restore_loggers']
 
 # %% ../../nbs/resuming/05_outside.ipynb #beceb6ed
-def csv_loggers(learn)->list:
-    "Returns each `CSVLogger` that has a file in this fit"
-    return [cb for cb in learn._grab_cbs(CSVLogger) if cb.run]
+def csv_files(learn)->list:
+    "Returns the file of each `CSVLogger`"
+    return [cb.file for cb in learn._grab_cbs(CSVLogger)]
 
 def wandb_run():
     "Returns the present run of W&B; None if there is none"
     return getattr(sys.modules.get('wandb'), 'run', None)
 
 def state_of_loggers(learn)->dict:
-    "Returns the sizes of the files that `CSVLogger` has begun to write or to append to, and what identifies W&B's run"
-    sizes = []
-    for cb in csv_loggers(learn):
-        cb.file.flush()
-        sizes.append(cb.file.tell())
+    """Returns the sizes of the files that `CSVLogger` has begun to write or to append to, what identifies W&B's run,
+    and the rows of the epoch table, of which there are none yet"""
+    sizes = [file.tell() for file in csv_files(learn)]
     run = {name:getattr(wandb_run(), name, None) for name in ('id','project','entity')}
-    return dict(sizes=sizes, run=run)
+    return dict(sizes=sizes, run=run, rows=[])
 
-def restore_loggers(learn, state:dict, rows:list):
+def restore_loggers(learn, state:dict):
     """Continues the run of W&B, sets files back to their size when the saved fit began, as `state` has it, and gives
-    loggers the `rows` of the epochs that have ended, which they write again"""
+    loggers the rows of the epochs that have ended, which they write again"""
     run,present = state['run'],wandb_run()
     if run['id'] and present and present.id != run['id']:
         wandb = sys.modules['wandb']
         wandb.finish()
         wandb.init(resume='must', **run)
-    for cb,size in zip(csv_loggers(learn), state['sizes']):
-        cb.file.flush()
-        cb.file.truncate(size)  # the killed process may have written these rows already
+    for file,size in zip(csv_files(learn), state['sizes']):
+        file.truncate(size)  # the killed process may have written these rows already
     bar = nested_attr(learn, 'progress.mbar')
     if bar: bar.update(0)  # fastprogress cannot show a row before its first update
-    for row in rows: learn.logger(L(row))
+    for row in state['rows']: learn.logger(L(row))

@@ -11,47 +11,38 @@ import signal,threading
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['held_signals', 'in_main_thread', 'HeldSignals']
+__all__ = ['held_signals', 'HeldSignals']
 
 # %% ../../nbs/resuming/07_signals.ipynb #6b839b72
-def in_main_thread()->bool:
-    "Returns whether this is the thread in which Python runs handlers of signals, and may set them"
-    return threading.current_thread() is threading.main_thread()
-
 class HeldSignals:
     "While a fit runs in the main thread, notes SIGINT and SIGTERM, and delivers them when the fit has been saved"
     def __init__(self):
         self.handlers = {}  # the user's, by signal, while signals are held; else empty
-        self.received = None  # the number of the signal that waits
+        self.waiting = None  # the number of the signal that waits, since it is going to end the process
 
     @contextmanager
     def hold(self):
-        "While a fit runs. Does nothing in other threads, and in a fit within a fit"
-        if self.handlers or not in_main_thread():
+        "While a fit runs. Does nothing in other threads, where Python sets no handlers, and in a fit within a fit"
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if self.handlers or not in_main_thread:
             yield
             return
         for number in (signal.SIGINT,signal.SIGTERM):
-            # None is a handler that was not set by Python
-            self.handlers[number] = signal.signal(number, self.receive) or signal.SIG_DFL
+            self.handlers[number] = signal.signal(number, self.receive)
         try: yield
         finally: self.deliver()
 
     def receive(self, number, frame):
         "The handler while a fit runs. A second signal does not wait, since the user is impatient"
-        is_second = self.received is not None
-        self.received = number
-        if is_second: self.deliver()
-
-    def is_waiting(self)->bool:
-        "Returns whether this fit has to be saved, because a signal is going to end the process"
-        return self.received is not None and in_main_thread()
+        if self.waiting: self.deliver()
+        self.waiting = number
 
     def deliver(self):
         """Sets the user's handlers again, and sends the signal that has waited. If that does not end the process, later
     signals of the fit no longer wait"""
         for number,handler in self.handlers.items(): signal.signal(number, handler)
         self.handlers.clear()
-        number = self.received
-        self.received = None
-        if number is not None: signal.raise_signal(number)
+        number = self.waiting
+        self.waiting = None
+        if number: signal.raise_signal(number)
 held_signals = HeldSignals()
