@@ -10,16 +10,14 @@ from __future__ import annotations
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 
-from .windows.checks import (check_callable,check_flags,check_micro_batch_size,check_multiple,
-                                            check_size,warn_user)
-from .windows.description import how_made_up,how_split,largest_part
-from .windows.events import is_finding_rate
+from .windows.checks import check_callable,check_flags,check_micro_batch_size,check_multiple,check_size
+from .windows.description import how_made_up,largest_part
+from .windows.events import has_event,is_finding_rate,is_from_fastai,prepares
 from .windows.forward_backward import Settings
-from .windows.loader import (EpochPlan,LoaderInfo,WindowShape,dataset_size,drops_last,is_distributed,length_of,
-                                            loader_bs,remainders)
+from .windows.gradients import trained_params
+from .windows.loader import EpochPlan,LoaderInfo,drops_last,remainders
 from .windows.loggers import Loggers
-from .windows.loop import WholeBatch,replaced_method
-from .windows.processes import is_sharded
+from .windows.loop import WholeBatch
 from .windows.window import Outcome,Window
 from .memory.auto import AutoMicroBatches
 from .memory.micro_batches import MicroBatches
@@ -52,7 +50,6 @@ class GradientAccumulation(WindowCallback):
             self.accum_bs = 32  # fastai's default
         store_attr('log_accum_batch,micro_batch_size,remainder,num_items,skip_nonfinite,verbose')
         self.n_skipped = 0  # windows of this fit, or of the last one
-        self.line_is_due = False  # whether the next step prints how windows are made up
         self.read_settings()
 
     @property
@@ -72,21 +69,16 @@ class GradientAccumulation(WindowCallback):
         return self.loop.n_steps if self.loop else 0
     @property
     def micro_bs(self)->int|None:
-        """The most samples that the model sees at a time; None before a fit, or if the DataLoader states no batch size
-        and `micro_batch_size` is not a number"""
+        """The most samples that the model sees at a time: `micro_batch_size` limits them, and so does a GradientCache
+        in the same fit. None before a fit, or if nothing limits them and the DataLoader states no batch size"""
         loop = self.loop
         if loop is None or loop.batches is None: return None
+        limits = [o.size for o in (self.strategy, *loop.strategy.savers) if o.size]
         plan = loop.batches.plan
         bs = plan.info.batch_size
-        if bs is None: return self.strategy.size
-        shape = plan.shape(loop.batches.samples_read)
-        return self.largest_micro_batch(math.ceil(bs/shape.n_pieces))
-
-    def largest_micro_batch(self, samples:int)->int:
-        """Returns the samples in the largest micro-batch, if a loader batch or a piece of it has this many `samples`.
-        The strategy limits them, and so does a GradientCache in the same fit"""
-        limits = [samples, self.strategy.size, *[o.size for o in self.loop.strategy.savers]]
-        return largest_part(samples, min(o for o in limits if o is not None))
+        if bs is None: return min(limits, default=None)
+        piece = math.ceil(bs/plan.largest.n_pieces)
+        return largest_part(piece, min([piece, *limits]))
 
 # %% ../nbs/00_accumulation.ipynb #1f3f92d9
 # Settings
@@ -125,9 +117,9 @@ def settings(self:GradientAccumulation)->Settings:
         describes=self.verbose)
 
 @patch
-def sizes_by_argument(self:GradientAccumulation, global_bs:int)->dict[str,int]:
-    "Returns `accum_bs`. Without one, a window is a loader batch"
-    return dict(accum_bs=self.accum_bs or global_bs)
+def sizes_by_argument(self:GradientAccumulation)->dict[str,int]:
+    "Returns the sizes of windows that arguments set, in samples of all processes, by the names that errors give them"
+    return dict(accum_bs=self.accum_bs)
 
 @patch
 def remainder_for(self:GradientAccumulation, dl)->str:
@@ -138,32 +130,40 @@ def remainder_for(self:GradientAccumulation, dl)->str:
 # Checks
 
 @patch
-def check_sizes(self:GradientAccumulation, plan:EpochPlan):
-    "Raises ValueError if loader batches cannot be joined to windows, or cut into them, or if they fill no window"
-    if not self.accum_bs: return
-    n_processes = self.loop.fit.processes.n
-    self.check_multiples(plan.info, n_processes)
-    # Whether no other epoch fills a window either. If sizes vary, later ones may have smaller windows
-    is_certain = plan.info.has_exact_length and not plan.sizes_vary
-    if plan.remainder == 'drop' and is_certain and not plan.windows:
-        raise ValueError(f"an epoch has {plan.info.n_planned*n_processes} samples, which do not fill one window of "
-                         f"{self.accum_bs}, and incomplete windows are dropped: lower accum_bs, or pass "
-                         "remainder='step'")
+def check(self:GradientAccumulation, plan:EpochPlan):
+    "Raises ValueError if the windows do not suit the Learner; warns of what would see parts of them"
+    WindowCallback.check(self, plan)
+    fit = self.loop.fit
+    if self.accum_bs: self.check_multiples(plan.info, fit.processes.n)
+    params = trained_params(self.learn.opt)
+    has_several_passes = plan.joins_batches or self.micro_batch_size is not None
+    if has_several_passes and any(p._backward_hooks for p in params): fit.warn_once(_hooks_warning)
+    if plan.joins_batches and self.loop.settings.log_accum_batch: self.warn_of_late_callbacks()
 
 @patch
 def check_multiples(self:GradientAccumulation, info:LoaderInfo, n_processes:int=1):
     "Raises ValueError unless loader batches can be joined to windows of each size, or cut into them"
     bs = info.batch_size
     global_bs = bs*n_processes
-    for name,size in self.sizes_by_argument(global_bs).items():
-        if size < n_processes:
-            raise ValueError(f"{name}={size} is less than a sample for each of the {n_processes} processes: use "
-                             f"{n_processes} or more")
+    for name,size in self.sizes_by_argument().items():
         check_multiple(name, size, bs, n_processes)
         is_cut = size < global_bs
         if is_cut and not info.states_batch_size:  # then `bs` is the callback's micro_batch_size
             raise ValueError(f"{name}={size} is less than {global_bs}, the batch by micro_batch_size={bs}, and a "
                              f"DataLoader that states no batch size cannot be cut: use {global_bs} or more")
+
+_hooks_warning = (
+    "parameters have hooks (p.register_hook, wandb.watch), which see the gradient of each micro-batch: a hook that "
+    "masks gradients is exact, but one that clips is not; clip in before_step of a callback")
+
+@patch
+def warn_of_late_callbacks(self:GradientAccumulation):
+    "Warns of callbacks that may prepare batches, but see windows, because they come after the Recorder"
+    late = [cb for cb in self.learn.cbs if not prepares(cb) and has_event(cb, 'before_batch')]
+    names = [type(cb).__name__ for cb in late if not is_from_fastai(cb, 'before_batch')]
+    if not names: return
+    self.loop.fit.warn_once(f"before_batch of {', '.join(names)} is called once per window, because its order is 50 or "
+                            "more: if it prepares batches, set a lower order, such as cb.order = 45")
 
 # %% ../nbs/00_accumulation.ipynb #9be77065
 # A fit
@@ -176,7 +176,6 @@ def before_fit(self:GradientAccumulation):
 @patch
 def begin_fit(self:GradientAccumulation):
     self.n_skipped = 0
-    self.line_is_due = self.verbose
     WindowCallback.begin_fit(self)
 
 @patch
@@ -201,19 +200,16 @@ def after_cancel_step(self:GradientAccumulation):
     for cb in self.learn._grab_cbs(MixedPrecision):
         # In `before_step`, MixedPrecision sets `skipped` to True. If the GradScaler then steps, it becomes False; if
         # not, MixedPrecision cancels the step
-        is_skipped = vars(cb).get('skipped', False)
-        # If another callback cancels the next step before MixedPrecision sees it, that is not counted
-        cb.skipped = False
-        if is_skipped: self.report_skipped(Outcome.NONFINITE)
+        if vars(cb).get('skipped'): self.report_skipped(Outcome.NONFINITE)
+        cb.skipped = False  # so that a step that another callback cancels first is not counted
 
 # %% ../nbs/00_accumulation.ipynb #3c9d1e58
 # The line that says how windows are made up
 
 @patch
 def report_step(self:GradientAccumulation):
-    "Prints the line if it is due. It waits for the first step, because a forward pass shows what differs"
-    if self.line_is_due: self.print_line()
-    self.line_is_due = False
+    "Prints the line before the first step of a fit, because a forward pass has to show what differs"
+    if self.loop.n_steps == 0: self.print_line()
 
 @patch
 def print_line(self:GradientAccumulation):
@@ -222,76 +218,22 @@ def print_line(self:GradientAccumulation):
 
 @patch
 def description(self:GradientAccumulation)->str:
-    """Returns the line that says how windows are made up, and how a step differs from the step on one large batch.
-    Returns an empty string if that is not known: before a fit, or before the first batch of a loader without a size"""
+    """Returns the line that says how windows are made up, and how a step differs from the step on one large batch. In
+    training, after the first forward pass"""
     loop = self.loop
-    if loop is None or loop.batches is None: return ''
     n_processes = loop.fit.processes.n
     plan = loop.batches.plan
-    bs = plan.info.batch_size
-    if bs is None:  # the loader states none, so take that of the last batch
-        if loop.batches.current is None: return ''
-        bs = loop.batches.current.samples
     smallest,largest = plan.smallest,plan.largest
-    micro_bs = self.largest_micro_batch(math.ceil(bs/largest.n_pieces))
+    bs = plan.info.batch_size or loop.batches.current.samples  # if the loader states no size, that of the last batch
+    micro_bs = self.micro_bs or bs
     line = how_made_up(smallest, largest, bs, micro_bs, n_processes)
-    is_loader_batch = smallest == largest == WindowShape()
-    if self.micro_batch_size == 'auto':
-        split = '' if is_loader_batch else f'each batch of {bs} {how_split(bs, micro_bs)}; '
-        line = f"micro_batch_size='auto': {split}{line}"
-    # A window has several micro-batches: this one, or later ones of a schedule
-    has_several = not loop.window.is_single or largest.samples(bs) > micro_bs
-    differences = loop.fit.differences.described(micro_bs) if has_several and loop.fit.differences else ''
-    if differences:
-        batch = f'one batch of {largest.samples(bs*n_processes)}' if smallest == largest else 'one batch'
-        line += f'. Same as {batch}, except: {differences}.'
-        if is_loader_batch and self.could_checkpoint():
-            line += ' ActivationCheckpointing() avoids this, if the batch then fits.'
-    return line
-
-@patch
-def could_checkpoint(self:GradientAccumulation)->bool:
-    """Returns whether ActivationCheckpointing could save memory in place of micro-batches, so that the model sees whole
-    batches. It cannot adapt to memory if FSDP shards the model, or if another callback that saves memory is
-    present"""
-    loop = self.loop
-    others = [o for o in loop.strategy.savers if o is not self.strategy]
-    return not is_sharded(loop.learn.model) and not others
-
-# %% ../nbs/00_accumulation.ipynb #d9a3b6bf
-# After training
-
-@patch
-def after_train(self:GradientAccumulation):
-    "If no window has run in this fit, warns of the reason, once"
-    learn,loop = self.learn,self.loop
-    if not self.is_leader() or replaced_method(learn): return
-    # If a callback before this one cancels the epoch in `before_train`, the loop is that of an earlier fit or epoch
-    has_begun_epoch = not self.is_new_fit and loop.batches.plan.epoch == learn.epoch
-    if not has_begun_epoch: return
-    has_steps = loop.n_steps > 0
-    has_begun_rounds = loop.progress.n_rounds > 0  # in this epoch, all of which callbacks may have cancelled
-    if has_steps or has_begun_rounds: return
-    is_exported = learn.dl is None  # a callback has exported the Learner, which has lost its running DataLoader
-    is_replaced = learn.dl is not loop.batches and not is_exported
-    is_last_epoch = learn.epoch == learn.n_epoch-1
-    if is_replaced: self.warn_of_replaced_loader()
-    elif is_last_epoch: self.warn_of_no_window()
-
-@patch
-def warn_of_replaced_loader(self:GradientAccumulation):
-    warn_user(f"nothing was accumulated, because a callback replaced learn.dl after {type(self).__name__} had put its "
-              f"batches into windows: it must do that in before_train, with an order below {self.order}")
-
-@patch
-def warn_of_no_window(self:GradientAccumulation):
-    "Warns if no epoch has filled a window, unless a callback has ended the fit, or there were no batches"
-    plan = self.loop.batches.plan
-    could_fill = plan.info.has_exact_length and plan.windows  # so a callback has ended the fit
-    if not plan.n_batches or plan.remainder == 'step' or could_fill: return
-    size = max(self.sizes_by_argument(self.global_bs(plan)).values())
-    warn_user(f"no optimizer step was taken in this fit: no epoch fills a window of {size} samples; use a smaller "
-              f"accum_bs or remainder='step', not {plan.remainder!r}")
+    if self.micro_batch_size == 'auto': line = f"micro_batch_size='auto': {line}"
+    has_several_passes = largest.samples(bs) > micro_bs
+    if not has_several_passes: return line
+    differences = loop.fit.differences.described(micro_bs, loop.learn.model)
+    if not differences: return line
+    batch = f'one batch of {largest.samples(bs*n_processes)}' if smallest == largest else 'one batch'
+    return f'{line}. Same as {batch}, except: {differences}.'
 
 # %% ../nbs/00_accumulation.ipynb #5c0a7be2
 # Validation
@@ -302,21 +244,17 @@ def before_validate(self:GradientAccumulation):
     they fit in the same memory"""
     learn = self.learn
     if not learn or self.micro_batch_size is None: return
-    dl,size = learn.dl,self.micro_bs
-    if size is None or not can_be_smaller(dl, size): return
-    # Batches of a language model continue each other
-    is_stateful = hasattr(learn.model, 'reset') or type(dl).__name__ == 'LMDataLoader'
-    if is_stateful: return
+    size = self.micro_bs
+    is_stateful = hasattr(learn.model, 'reset')  # its batches continue each other
+    if size is None or is_stateful or not can_be_smaller(learn.dl, size): return
     state = random.getstate()  # a new loader draws a seed
-    learn.dl = dl.new(bs=size)  # until fastai sets it for the next epoch
+    learn.dl = learn.dl.new(bs=size)  # until fastai sets it for the next epoch
     random.setstate(state)
+
+# fastai's loaders whose batches do not depend on each other. Others have settings that `new` forgets
+_independent = 'DataLoader','TfmdDL','SortedDL','TabDataLoader'
 
 def can_be_smaller(dl, bs:int)->bool:
     "Returns whether `dl` is a loader of fastai's that yields the same samples in batches of `bs`, which is smaller"
-    module = type(dl).__module__
-    # `new` forgets the settings of PartialDL and WeightedDL, in fastai.callback
-    has_new = isinstance(dl, DataLoader) and module.startswith('fastai.') and not module.startswith('fastai.callback.')
-    if not has_new or is_distributed(dl): return False
-    # A loader that was made to draw a part of its data set stays: `new` would make one that draws all of it
-    yields_all = not drops_last(dl) and dataset_size(dl) == length_of(dl, 'dataset')
-    return yields_all and bs < (loader_bs(dl) or 0)
+    is_independent = isinstance(dl, DataLoader) and type(dl).__name__ in _independent
+    return is_independent and not dl.drop_last and bs < (dl.bs or 0)

@@ -136,8 +136,6 @@ class GradientCache(WindowCallback, SmallerMicroBatches):
         self.owners = state_owners(model, self.module_to_split(model))
         super().before_train()
 
-    def has_micro_batch_events(self)->bool: return False  # callbacks see one forward pass of the whole batch
-
     def module_to_split(self, model)->nn.Module:
         inner = inner_model(model)
         return self.part(inner) if self.part else inner

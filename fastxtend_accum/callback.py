@@ -10,17 +10,15 @@ from __future__ import annotations
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 
-from .windows.checks import check_learner,have_hooks,hooks_warning,warn_user
+from .windows.checks import check_learner,warn_user
 from .windows.description import log_message
-from .windows.events import has_event,is_from_fastai,prepares
 from .windows.forward_backward import FitContext,Settings
 from .windows.gradients import half,trained_params
-from .windows.loader import EpochPlan,LoaderBatch,LoaderInfo,WindowShape,carried_sizes,loader_info,nearest_shape
+from .windows.loader import EpochPlan,LoaderInfo,WindowShape,carried_sizes,loader_info,nearest_shape
 from .windows.loggers import Loggers
 from .windows.loop import WholeBatch,WindowLoop,replaced_method
 from .windows.processes import Processes
 from .windows.window import Outcome
-from .memory.out_of_memory import is_out_of_memory
 from .memory.retry import MemorySaver,RetryOnOutOfMemory
 
 # %% auto #0
@@ -64,10 +62,6 @@ class WindowCallback(Callback):
     def remainder_for(self, dl)->str:
         "Returns what happens to batches at the end of an epoch that do not fill a window: 'step', 'carry' or 'drop'"
         return 'step'
-    def sizes_by_argument(self, global_bs:int)->dict[str,int]:
-        """Returns the sizes of windows that the arguments ask for, in samples of all processes, by the names of these
-        arguments, which errors give. `global_bs` is the size of a loader batch, summed over processes"""
-        return dict(accum_bs=global_bs)  # no argument sets it: each loader batch is a window
     def window_size_at(self, pct_train:float, n_epoch:int, global_bs:int)->float:
         """Returns the wanted size of a window that begins at `pct_train` of a fit of `n_epoch`, in samples of all
         processes. On the curve of a schedule, it need not be a whole number"""
@@ -106,21 +100,16 @@ def is_validating(learn)->bool:
 
 @patch
 def extend_lr_find(self:WindowCallback, finder:LRFinder):
-    """Sets the number of epochs in a fit of `lr_find`, in which each iteration is a window. fastai has planned enough
-    epochs for iterations that are loader batches, by the same formula. The finder ends the fit after its last iteration
-
-    For example, 100 samples make 4 windows of 32 in an epoch if the remainder takes a step, 3 if it is dropped, and
-    3.125 if it is carried. 100 iterations then need 26, 34 or 33 epochs"""
+    """Makes a fit of `lr_find` long enough, since each iteration is a window. fastai has planned epochs for iterations
+    that are loader batches. The finder ends the fit after its last iteration"""
     learn = self.learn
     dl = learn.dls.train
     fastais_n_epoch = finder.num_it//len(dl)+1
     if learn.n_epoch != fastais_n_epoch: return  # another fit with an LRFinder, whose number of epochs the user has set
     info = self.loader_info_of(dl)
-    n_windows = info.n_planned/self.window_size_at(0., 1, info.planned_batch_size)  # fastai runs it in one process
-    remainder = self.remainder_for(dl)
-    if remainder == 'step': n_windows = math.ceil(n_windows)
-    if remainder == 'drop': n_windows = max(int(n_windows), 1)
-    learn.n_epoch = int(finder.num_it/n_windows)+1
+    size = self.window_size_at(0., 1, info.planned_batch_size)  # fastai runs it in one process
+    # Twice as many as the samples would need, because an epoch may drop almost as many as it uses
+    learn.n_epoch = math.ceil(2*finder.num_it*size/info.n_planned)
 
 # %% ../nbs/05_callback.ipynb #6f0aaeb2
 @patch
@@ -139,24 +128,15 @@ def begin_epoch(self:WindowCallback):
     learn,loop = self.learn,self.loop
     place = self.place
     self.place = None
-    is_first_epoch = loop.batches is None
-    carried = self.carried_batches(place)
-    plan = self.plan_epoch(learn.dl, loop.fit.processes.n, carried)
-    self.check_sizes(plan)  # a callback may change them, or the DataLoader, between epochs
-    if is_first_epoch: self.check(plan)
-    self.warn_of_hooks(plan)
+    if place is not None: carried = carried_sizes(place['batches'])  # without data
+    elif loop.batches is None: carried = []  # in the first epoch
+    else: carried = loop.batches.left_over
+    plan = self.plan_of(learn.dl, learn.epoch, learn.n_epoch, loop.fit.processes.n, carried)
+    self.check(plan)  # in each epoch, because a callback may have changed sizes, the DataLoader or the optimizer
     loop.begin_epoch(learn.dl, plan, carried)
-    if replaced_method(learn): return  # other code runs the epoch: `check` has found that each batch is a window
     learn.dl = loop.batches
     loop.progress.begin_epoch()
     if place is not None: loop.go_to(place)
-
-@patch
-def carried_batches(self:WindowCallback, place:dict|None)->list[LoaderBatch]:
-    "Returns the batches left over from the previous epoch; without data if this one goes on from `place`"
-    if place is not None: return carried_sizes(place['batches'])
-    last = self.loop.batches  # None in the first epoch
-    return [] if last is None else last.left_over
 
 @patch
 def begin_epoch_at(self:WindowCallback, place:dict):
@@ -182,10 +162,8 @@ def begin_fit(self:WindowCallback):
     savers = self.memory_savers()
     strategy = RetryOnOutOfMemory(self.strategy, savers) if savers else self.strategy
     processes = Processes(learn, may_retry=any(o.adapts for o in savers))
-    loggers = self.new_loggers()
-    loggers.begin_fit()
     learn.opt.zero_grad()
-    self.loop = WindowLoop(FitContext(learn, self.settings(), processes), self, strategy, loggers)
+    self.loop = WindowLoop(FitContext(learn, self.settings(), processes), self, strategy, self.new_loggers())
     self.is_new_fit = False  # until the next `before_fit`
 
 @patch
@@ -200,25 +178,19 @@ def memory_savers(self:WindowCallback)->list[MemorySaver]:
 # The plan of an epoch
 
 @patch
-def plan_epoch(self:WindowCallback, dl, n_processes:int, carried:list[LoaderBatch]=())->EpochPlan:
-    "Returns the windows of `dl` in the present epoch, after the batches that were carried into it"
-    return self.plan_of(dl, self.learn.epoch, self.learn.n_epoch, n_processes, carried)
-
-@patch
 def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, carried:list=())->EpochPlan:
-    "Returns the windows of `dl` in an `epoch` of a fit of `n_epoch`; raises ValueError if a size in the fit is invalid"
+    """Returns the windows of `dl` in an `epoch` of a fit of `n_epoch`, after the `carried` batches; raises ValueError
+    if a size in the fit is invalid"""
     info = self.loader_info_of(dl)
     bs = info.planned_batch_size
-    global_bs = bs*n_processes
-    def shape_at_pct(pct_train:float)->WindowShape:
-        size = self.window_size_at(pct_train, n_epoch, global_bs)
-        return nearest_shape(size/n_processes, bs)
-    sizes = [*self.sizes_by_argument(global_bs).values()]
-    if len(sizes) > 1:  # of a schedule
-        # Its curve may leave the range between these sizes, so look at each percent of the fit
-        sizes += [self.window_size_at(pct, n_epoch, global_bs) for pct in np.linspace(0, 1, 101)]
-    smallest = nearest_shape(min(sizes)/n_processes, bs)
-    largest = nearest_shape(max(sizes)/n_processes, bs)
+    def size_at_pct(pct_train:float)->float:
+        "Returns the wanted size in one process"
+        return self.window_size_at(pct_train, n_epoch, bs*n_processes)/n_processes
+    def shape_at_pct(pct_train:float)->WindowShape: return nearest_shape(size_at_pct(pct_train), bs)
+    # A curve may leave the range between its ends, so look at each percent of the fit
+    sizes = [size_at_pct(pct) for pct in np.linspace(0, 1, 101)]
+    smallest = nearest_shape(min(sizes), bs)
+    largest = nearest_shape(max(sizes), bs)
     remainder = self.remainder_for(dl)
     batches_vary = bool(self.accum_bs) and not info.states_batch_size
     # A carried batch adds to a window of the next epoch
@@ -236,74 +208,23 @@ def loader_info_of(self:WindowCallback, dl)->LoaderInfo:
                          "micro_batch_size, the number of samples it yields at a time")
     return info
 
-@patch
-def global_bs(self:WindowCallback, plan:EpochPlan)->int:
-    "Returns the samples of one loader batch, summed over processes"
-    return plan.info.planned_batch_size*self.loop.fit.processes.n
-
 # %% ../nbs/05_callback.ipynb #b447f6f4
 # Checks
 
 @patch
-def check_sizes(self:WindowCallback, plan:EpochPlan):
-    "A subclass raises ValueError if loader batches cannot be joined to windows, or cut into them"
-
-@patch
 def check(self:WindowCallback, plan:EpochPlan):
-    "Before training starts: raises ValueError if the callback does not suit its Learner; warns of what may surprise"
+    "Raises ValueError if the callback does not suit its Learner. Before each epoch, with its plan"
     learn,loop = self.learn,self.loop
     check_learner(learn, self)
-    self.check_loop(plan)
+    self.check_loop()
     has_half = any(p.dtype in half for p in trained_params(learn.opt))
     loop.fit.processes.check_model(has_half)
-    if plan.joins_batches and loop.settings.log_accum_batch: self.warn_of_late_callbacks()
 
 @patch
-def check_loop(self:WindowCallback, plan:EpochPlan):
-    """Raises ValueError if other code has replaced a method of fastai's loop, unless each batch is a window and nothing
-    is asked for that only the loop of this package can do"""
+def check_loop(self:WindowCallback):
+    "Raises ValueError if other code has replaced a method of fastai's loop"
     replaced = replaced_method(self.learn)
     if not replaced: return
-    are_batches = plan.smallest == plan.largest == WindowShape()
-    loop,settings = self.loop,self.loop.settings
-    needs_loop = any([loop.strategy.may_repeat, settings.skip_nonfinite, settings.num_items, settings.scale])
-    if are_batches and not needs_loop: return
     name = type(self).__name__
     raise ValueError(f"{type(self.learn).__name__} has its own {replaced}, which {name} would overrule: leave {name} "
                      "out, or make a callback of what it does")
-
-# %% ../nbs/05_callback.ipynb #558a3734
-# Warnings
-
-@patch
-def has_micro_batch_events(self:WindowCallback)->bool:
-    "Returns whether events may come once per micro-batch, not once per loader batch"
-    return self.micro_batch_size is not None
-
-@patch
-def warn_of_hooks(self:WindowCallback, plan:EpochPlan):
-    "Warns of hooks on parameters if an optimizer step may have several micro-batches"
-    takes_several_passes = plan.joins_batches or self.has_micro_batch_events()
-    if takes_several_passes and have_hooks(trained_params(self.learn.opt)): self.loop.fit.warn_once(hooks_warning)
-
-@patch
-def warn_of_late_callbacks(self:WindowCallback):
-    "Warns of callbacks that may prepare batches, but see windows, because they come after the Recorder"
-    late = [cb for cb in self.learn.cbs if not prepares(cb) and has_event(cb, 'before_batch')]
-    names = [type(cb).__name__ for cb in late if not is_from_fastai(cb, 'before_batch')]
-    if not names: return
-    warn_user(f"before_batch of {', '.join(names)} is called once per window, because its order is 50 or more: if it "
-              "prepares batches, set a lower order, such as cb.order = 45")
-
-# %% ../nbs/05_callback.ipynb #a2dde2a6
-# Errors
-
-@patch
-def suggest_remedy(self:WindowCallback, e:Exception):
-    "The loop calls it if the passes of a batch raise `e`: warns of what can help if memory has run out"
-    loop = self.loop
-    if loop.strategy.may_repeat or not is_out_of_memory(e): return
-    bs = loop.batches.info.batch_size
-    batches = f'batches of {bs} samples' if bs else 'these batches'
-    warn_user(f"out of memory with {batches}: a smaller bs, micro_batch_size='auto' or ActivationCheckpointing() needs "
-              "less memory")

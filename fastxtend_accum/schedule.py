@@ -11,40 +11,34 @@ from numbers import Integral
 from fastai.basics import *
 from fastai.callback.schedule import SchedCos
 
-from .windows.checks import check_rules,check_size,warn_user
+from .windows.checks import check_rules,check_size
 from .windows.events import is_finding_rate
 from .windows.forward_backward import Settings
 from .windows.loader import EpochPlan
 from .windows.processes import inner_model
 from .accumulation import GradientAccumulation
-from .callback import WindowCallback
 from .logging import plot_sizes
 
 # %% auto #0
-__all__ = ['Numeric', 'check_point', 'fraction_of_fit', 'GradientAccumulationSchedule', 'linear_scale', 'sqrt_scale',
-           'half_life_scale', 'SchedSteps']
+__all__ = ['Numeric', 'fraction_of_fit', 'GradientAccumulationSchedule', 'linear_scale', 'sqrt_scale', 'half_life_scale',
+           'SchedSteps']
 
 # %% ../nbs/01_schedule.ipynb #117e3773
 Numeric = int|float
 _tiny = 1e-6  # positions are sums of many fractions: .3 may be .29999999999999993
 
-def check_point(name:str, point:Numeric, n_epoch:int|None=None):
-    """Raises TypeError or ValueError unless `point` is a fraction of training (float), or a number of epochs (int) in a
-    fit of `n_epoch`, if that is known. Errors call it `name`"""
+def fraction_of_fit(
+    name:str, # What errors call the point
+    point:Numeric, # A fraction of training (float), or a number of epochs (int)
+    n_epoch:float, # Length of the fit, in epochs; infinite before it is known
+)->float:
+    "Returns where `point` lies in a fit, from 0 to 1; raises TypeError or ValueError if it lies outside"
     if isinstance(point, bool) or not isinstance(point, Real):
         raise TypeError(f"{name} must be a float (fraction of training) or an int (epochs), not {point!r}")
-    largest = 1.
-    if isinstance(point, Integral): largest = n_epoch or math.inf
-    if 0 <= point <= largest: return
-    epochs = f'from 0 to {n_epoch}' if n_epoch else '0 or more'
-    where = 'a training run of 1 epoch (the first fit of fine_tune has one)' if n_epoch == 1 else 'training'
-    raise ValueError(f"{name}={point} is outside of {where}: use a fraction of it (a float from 0.0 to 1.0), or "
-                     f"a number of epochs (an int, {epochs})")
-
-def fraction_of_fit(name:str, point:Numeric, n_epoch:int)->float:
-    "Returns where `point` lies in a fit of `n_epoch` epochs, from 0 to 1; raises ValueError if it lies outside"
-    check_point(name, point, n_epoch)
-    return point/n_epoch if isinstance(point, Integral) else float(point)
+    length = n_epoch if isinstance(point, Integral) else 1.
+    if 0 <= point <= length: return point/length
+    raise ValueError(f"{name}={point} is outside of training: use a fraction of it (a float from 0.0 to 1.0), or "
+                     "a number of epochs (an int)")
 
 # %% ../nbs/01_schedule.ipynb #fb5cbf3c
 class GradientAccumulationSchedule(GradientAccumulation):
@@ -84,25 +78,17 @@ class GradientAccumulationSchedule(GradientAccumulation):
         "Raises TypeError or ValueError on settings that are not valid, alone or together"
         self.start_accum_bs = check_size('start_accum_bs', self.start_accum_bs)
         self.final_accum_bs = check_size('final_accum_bs', self.final_accum_bs)
-        check_point('start', self.start)
-        check_point('finish', self.finish)
-        have_one_unit = isinstance(self.start, Integral) == isinstance(self.finish, Integral)
-        if have_one_unit: self.check_order(self.start, self.finish)  # if not, the length of the fit decides
+        fraction_of_fit('start', self.start, math.inf)
+        fraction_of_fit('finish', self.finish, math.inf)
         super().read_settings()
 
 # %% ../nbs/01_schedule.ipynb #55f931d1
-@patch
-def check_order(self:GradientAccumulationSchedule, start:Numeric, finish:Numeric):
-    "Raises ValueError if `start` comes after `finish`. Both are points in the same unit, or fractions of the fit"
-    if start > finish:
-        raise ValueError(f"start={self.start} is after finish={self.finish}: start earlier or finish later")
-
 @patch
 def settings(self:GradientAccumulationSchedule)->Settings:
     return GradientAccumulation.settings(self)._replace(scale=self.scale, start_accum_bs=self.start_accum_bs)
 
 @patch
-def sizes_by_argument(self:GradientAccumulationSchedule, global_bs:int)->dict[str,int]:
+def sizes_by_argument(self:GradientAccumulationSchedule)->dict[str,int]:
     "Returns the sizes at the start and at the end. `SchedSteps` has one for each point, and errors name the point"
     if isinstance(self.schedule, _Steps): return self.schedule.sizes_by_point
     return dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)
@@ -122,9 +108,9 @@ def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:i
     is_finding = self.learn is not None and is_finding_rate(self.learn)
     if is_finding: return self.start_accum_bs  # the rate is found for the size at the start
     start = fraction_of_fit('start', self.start, n_epoch)
-    name_of_finish = getattr(self.schedule, 'last_point', 'finish')  # errors of `SchedSteps` give another name
-    finish = fraction_of_fit(name_of_finish, self.finish, n_epoch)
-    self.check_order(start, finish)
+    finish = fraction_of_fit('finish', self.finish, n_epoch)
+    if start > finish:
+        raise ValueError(f"start={self.start} is after finish={self.finish}: start earlier or finish later")
     if pct_train >= finish-_tiny: return self.final_accum_bs
     if pct_train < start-_tiny: return self.start_accum_bs
     position = max(0., pct_train-start)/(finish-start)  # on the curve, from 0 to 1
@@ -137,14 +123,9 @@ def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:i
 # %% ../nbs/01_schedule.ipynb #94b727d4
 @patch
 def check(self:GradientAccumulationSchedule, plan:EpochPlan):
-    "Raises ValueError if the schedule does not suit its Learner; warns if 1 may have been meant as 1.0"
-    WindowCallback.check(self, plan)
+    "Raises TypeError or ValueError if the schedule does not suit its Learner"
+    GradientAccumulation.check(self, plan)
     check_rules(self.scale, self.learn.opt)
-    n_epoch = self.learn.n_epoch
-    # In a fit of one epoch 1 and 1.0 are the same
-    if n_epoch == 1 or isinstance(self.schedule, _Steps) or is_finding_rate(self.learn): return
-    if isinstance(self.finish, Integral) and self.finish == 1:
-        warn_user(f"finish=1 means after 1 of the {n_epoch} epochs; finish=1.0 is the end of training")
 
 # %% ../nbs/01_schedule.ipynb #41d13a3e
 @patch
@@ -211,7 +192,7 @@ def SchedSteps(
     if not isinstance(steps, dict) or 0 not in steps:
         raise ValueError(f"steps must be a dict that begins at 0, such as {{0: 64, .5: 128}}, not {steps!r}")
     for point,size in steps.items():
-        check_point('a point in steps', point)
+        fraction_of_fit('a point in steps', point, math.inf)
         check_size(f'steps[{point}]', size)
     units = {isinstance(o, Integral) for o in steps if o != 0}  # 0 is the same in both
     if len(units) > 1:
@@ -232,9 +213,8 @@ class _Steps:
         last = points[-1] or 1  # if the only point is 0, avoids a division by 0
         self.positions = [o/last for o in points]
         self.sizes = sizes
-        # These are for errors, because the user has passed no `start_accum_bs` and no `finish`
+        # For errors, because the user has passed no `start_accum_bs`
         self.sizes_by_point = {f'steps[{o}]':size for o,size in zip(points, sizes)}
-        self.last_point = 'the last point in steps'
 
     def __call__(self, start:int, end:int)->Callable:
         "Returns the curve, as fastai's annealers do. It needs no `start` and `end`, since it has all sizes"

@@ -169,16 +169,6 @@ def test_a_recorder_that_is_switched_off_records_nothing_in_that_fit():
     assert len(losses(fit(learn, 1))) == 3
 
 
-@pytest.mark.parametrize('make', [partial(GradientAccumulation, 32), partial(GradientAccumulation, micro_batch_size=3),
-                                  ActivationCheckpointing])
-def test_one_of_our_callbacks_that_is_switched_off_leaves_a_plain_fit(make):
-    off = make()
-    off.run = False
-    plain = fit(make_learner(8))
-    assert_moved(plain)
-    assert_same_weights(fit(make_learner(8, cbs=off)), plain)
-
-
 @pytest.mark.parametrize('event', ['before_batch', 'after_loss', 'before_step', 'after_train'])
 def test_an_event_of_a_callback_may_be_none(event):
     "fastai takes None for no method"

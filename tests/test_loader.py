@@ -576,14 +576,6 @@ def test_a_loader_that_is_replaced_before_the_windows_begin_is_the_data(remainde
     assert len(losses(learn)) == 9
 
 
-@EACH_REMAINDER
-def test_a_loader_that_replaces_the_windows_causes_a_warning(remainder):
-    "Nothing can be accumulated"
-    learn = accumulated_learner(96, [Wraps(60)], remainder=remainder)
-    with pytest.warns(UserWarning, match='callback replaced learn.dl after .* with an order below 12'): fit(learn)
-    assert len(losses(learn)) == 36
-
-
 # What is said of batches without a size
 
 def test_micro_bs_is_unknown_with_auto_and_a_loader_that_states_no_size():
@@ -592,24 +584,6 @@ def test_micro_bs_is_unknown_with_auto_and_a_loader_that_states_no_size():
     batches = list(zip(inputs.split(8), targets.split(8)))
     fit(with_loader(batches, accum), 1)
     assert accum.micro_bs is None
-
-
-class NotesLines(Callback):
-    "Notes the line that says how windows are made up: when they are planned, and after the fit"
-    order = 20
-    def __init__(self): self.lines = []
-    def note(self): self.lines.append(self.learn.gradient_accumulation.description())
-    def before_train(self): self.note()
-    def after_fit(self): self.note()
-
-
-def test_a_loader_that_states_no_size_has_the_size_of_its_last_batch_in_the_line():
-    "There is no line before the first batch, and still one after the fit"
-    inputs, targets = data(32)
-    batches = list(zip(inputs.split(8), targets.split(8)))
-    notes = NotesLines()
-    fit(with_loader(batches, GradientAccumulation(micro_batch_size='auto'), notes), 1)
-    assert notes.lines == ['', "micro_batch_size='auto': 8 samples are one batch"]
 
 
 def test_an_empty_loader_has_no_window_of_none():

@@ -3,7 +3,7 @@ import pytest
 from fastai.callback.tensorboard import TensorBoardCallback
 
 from common import *
-from fastxtend_accum.windows.loggers import Loggers, running_callbacks
+from fastxtend_accum.windows.loggers import Loggers
 
 FLOAT32 = 1e-6  # losses are computed in float32
 
@@ -143,7 +143,7 @@ def test_each_recorder_has_the_samples():
     assert another.accum_bs == learn.recorder.accum_bs == [32, 32, 32]
 
 
-# Hyper-parameters, and which callbacks are loggers
+# Hyper-parameters
 
 def test_loggers_are_shown_other_hyper_parameters_for_a_while():
     "As they were at that time: they may be changed meanwhile"
@@ -156,9 +156,3 @@ def test_loggers_are_shown_other_hyper_parameters_for_a_while():
     for logger in (learn.recorder, learn.tensor_board): assert logger.opt.hypers == [dict(lr=0.5)]
     loggers.end_round()
     for logger in (learn.recorder, learn.tensor_board): assert logger.opt is learn.opt
-
-
-def test_a_module_that_nobody_has_imported_has_no_callbacks():
-    "It is not imported for that, since it may need another library"
-    assert running_callbacks(make_learner(8), 'captum', 'CaptumInterpretation') == []
-    assert 'fastai.callback.captum' not in sys.modules

@@ -379,21 +379,12 @@ def test_a_loop_of_ones_own_is_an_error_before_training(name, place, monkeypatch
     assert_error_before_training(learn, name)
 
 
-SAVERS = dict(pieces=partial(GradientAccumulation, 4),
-              skips_nonfinite=partial(GradientAccumulation, BS, skip_nonfinite=True),
-              num_items=partial(GradientAccumulation, BS, num_items=len),
-              scale=partial(GradientAccumulationSchedule, BS, BS, scale=dict(lr=linear_scale)),
-              micro_batches=partial(GradientAccumulation, micro_batch_size=4),
-              blocks=all_blocks,
-              cache=partial(GradientCache, 4))
-
-
-@pytest.mark.parametrize('saver, name', paired(SAVERS, OWN))
-def test_a_loop_of_ones_own_is_an_error_where_it_would_not_do_what_was_asked_for(saver, name):
-    cb = SAVERS[saver]()
+@pytest.mark.parametrize('make', [partial(GradientAccumulation, BS), all_blocks, partial(GradientCache, 4)])
+def test_a_loop_of_ones_own_is_an_error_where_each_batch_is_a_window_too(make):
+    cb = make()
     learn = make_learner(BS, cbs=cb)
-    in_object(learn, name, OWN[name], None)
-    assert_error_before_training(learn, name, type(cb).__name__)
+    in_object(learn, '_backward', twofold_backward, None)
+    assert_error_before_training(learn, '_backward', type(cb).__name__)
 
 
 def patch_loop_before_import(name):
@@ -404,24 +395,6 @@ def patch_loop_before_import(name):
 @pytest.mark.parametrize('name', ['all_batches', '_do_one_batch'])
 def test_a_loop_that_was_patched_before_the_import_is_an_error_too(name):
     assert forked(patch_loop_before_import, name) == 0
-
-
-@pytest.mark.parametrize('name, place', paired(OWN, PLACES))
-def test_a_loop_of_ones_own_runs_as_ever_if_each_batch_is_a_window(name, place, monkeypatch, recwarn):
-    "Bit for bit, with the same learning rates and losses, and without a warning that nothing was accumulated"
-    def fitted(*cbs):
-        learn = make_learner(BS, n=48, cbs=[*cbs, SeesRounds()])
-        with monkeypatch.context() as patch:
-            place(learn, name, OWN[name], patch)
-            torch.manual_seed(0)
-            return fit(learn, 2, method='fit_one_cycle')
-    plain = fitted()
-    learn = fitted(GradientAccumulation(BS))
-    assert_moved(plain)
-    assert_same_weights(learn, plain)
-    assert_same(learn.recorder.lrs, plain.recorder.lrs)
-    assert learn.sees_rounds.rows == plain.sees_rounds.rows
-    assert not [o for o in recwarn if 'accumulated' in str(o.message)]
 
 
 # Errors

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from common import *
-from fastxtend_accum.schedule import check_point, fraction_of_fit
-from our_warnings import warnings_of
+from fastxtend_accum.schedule import fraction_of_fit
 from same_fit import FLOAT32
 
 
@@ -30,17 +29,6 @@ def scheduled_fit(*args, start_epoch=0, **kwargs):
     "Trains for 4 epochs of 128 samples under a schedule, and returns the samples of each step"
     learn = learner_of_128(GradientAccumulationSchedule(*args, **kwargs))
     return sizes(fit(learn, 4, start_epoch=start_epoch))
-
-
-def test_a_batch_that_grows_along_a_line():
-    """In the second of four epochs, from 16 to 64 samples: after 0, 16, 40 and 72 of its 128 samples the line is at 16,
-    22, 31 and 43, and a window has the nearest multiple of 8"""
-    grown = scheduled_fit(16, 64, start=1, finish=2, schedule=SchedLin)
-    first_epoch = grown[:8]
-    second_epoch = grown[8:13]
-    assert set(first_epoch) == {16}
-    assert second_epoch == [16, 24, 32, 40, 56]
-    assert set(grown[13:]) == {64, 24}, 'the last window of the fit is incomplete'
 
 
 # The same fit by a plain Learner, whose batches have the sizes of the schedule
@@ -165,25 +153,15 @@ def test_an_incomplete_window_is_carried_unless_the_model_carries_a_state(kind, 
 
 # Where a point lies, and what is an error
 
-@pytest.mark.parametrize('point, n_epoch, expected', [
-    (0.3, 4, 0.3),
-    (1.0, 4, 1.),
-    (1, 4, 0.25),
-    (np.int64(4), 4, 1.)])
-def test_where_a_point_lies(point, n_epoch, expected):
-    assert fraction_of_fit('start', point, n_epoch) == expected
-
-
-@pytest.mark.parametrize('point, n_epoch, error, says', [
-    (True, 4, TypeError, r'start must be a float \(fraction of training\) or an int \(epochs\), not True'),
-    ('half', 4, TypeError, "not 'half'"),
-    (-1, None, ValueError, 'start=-1 is outside of training: use .* .an int, 0 or more'),
-    (1.5, 4, ValueError, 'a float from 0.0 to 1.0'),
-    (math.nan, 4, ValueError, 'start=nan is outside of training'),
-    (5, 4, ValueError, 'start=5 is outside of training: .* .an int, from 0 to 4'),
-    (2, 1, ValueError, r'outside of a training run of 1 epoch \(the first fit of fine_tune has one\)')])
-def test_a_point_outside_of_training_is_an_error(point, n_epoch, error, says):
-    with pytest.raises(error, match=says): check_point('start', point, n_epoch)
+@pytest.mark.parametrize('point, error, says', [
+    (True, TypeError, r'start must be a float \(fraction of training\) or an int \(epochs\), not True'),
+    ('half', TypeError, "not 'half'"),
+    (-1, ValueError, 'start=-1 is outside of training: use .* a number of epochs'),
+    (1.5, ValueError, 'a float from 0.0 to 1.0'),
+    (math.nan, ValueError, 'start=nan is outside of training'),
+    (5, ValueError, 'start=5 is outside of training')])
+def test_a_point_outside_of_training_is_an_error(point, error, says):
+    with pytest.raises(error, match=says): fraction_of_fit('start', point, 4)
 
 
 def curve_through(size):
@@ -197,7 +175,7 @@ def curve_through(size):
     (dict(start=2, finish=0.1), 'start=2 is after finish=0.1'),
     (dict(schedule=curve_through(0.5)), 'the schedule gives a batch size of 0.5'),
     (dict(schedule=curve_through(math.nan)), 'the schedule gives a batch size of nan'),
-    (SchedSteps({0: 16, 2: 32, 5: 64}), 'the last point in steps=5 is outside of training'),
+    (SchedSteps({0: 16, 2: 32, 5: 64}), 'finish=5 is outside of training'),
     (SchedSteps({0: 16, 0.5: 20, 0.75: 64}), r'steps\[0.5\]=20 .*not a multiple')])
 def test_a_preview_and_training_refuse_the_same(kwargs, says):
     kwargs = dict(start_accum_bs=16, final_accum_bs=64) | kwargs
@@ -206,23 +184,6 @@ def test_a_preview_and_training_refuse_the_same(kwargs, says):
     with pytest.raises(ValueError, match=says): accum.plot(2, learn.dls)
     with pytest.raises(ValueError, match=says): fit(learn, 2)
     assert_same_weights(learn, model())
-
-
-@pytest.mark.parametrize('n_epoch, kwargs, name', [
-    (4, dict(finish=1), 'finish'),
-    (4, dict(start=1, finish=0.5), None),
-    (4, dict(finish=1.), None),
-    (4, dict(start=1, finish=2), None),
-    (4, dict(schedule=SchedSteps({0: 16, 1: 64})['schedule'], finish=1), None),
-    (1, dict(finish=1), None)])  # it is both
-def test_a_one_that_may_be_meant_as_a_fraction_causes_a_warning(n_epoch, kwargs, name):
-    "In each fit, and not while a learning rate is looked for"
-    learn = make_learner(8, cbs=GradientAccumulationSchedule(16, 64, **kwargs))
-    expected = []
-    if name: expected = [f'{name}=1 means after 1 of the 4 epochs; {name}=1.0 is the end of training']
-    find_rate(learn)  # a warning would be an error
-    assert warnings_of(learn, n_epoch) == expected
-    assert warnings_of(learn, n_epoch) == expected
 
 
 # The preview
@@ -338,7 +299,7 @@ def test_any_steps(points, n_batches, in_epochs):
     ([64], ValueError, 'must be a dict'),
     ({0: 64, 0.5: 128, 3: 8}, ValueError, 'not both'),
     ({0: 64, 1.5: 128}, ValueError, '0.0 to 1.0'),
-    ({0: 64, -1: 128}, ValueError, 'an int, 0 or more'),
+    ({0: 64, -1: 128}, ValueError, 'outside of training'),
     ({0: 64, 0.5: 0}, ValueError, r'steps\[0.5\] must be at least 1'),
     ({0: 64, 'x': 8}, TypeError, 'must be a float')])
 def test_steps_that_are_none_are_an_error(steps, error, says):

@@ -40,7 +40,7 @@ _left_out = set(
     'DataLoader.it DataLoader._DataLoader__idxs '  # the iterator of an epoch
     'Learner.logger ProgressCallback.old_logger CSVLogger.old_logger '  # they print
     'Recorder.start_epoch '  # a time
-    'Recorder.accum_bs_of RNNBase._flat_weight_refs'.split())  # references to other parts
+    'RNNBase._flat_weight_refs'.split())  # references to other parts
 
 _hooks = {name for name in vars(nn.Module()) if 'hook' in name}
 

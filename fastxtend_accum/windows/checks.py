@@ -15,9 +15,8 @@ from fastai.callback.fp16 import NonNativeMixedPrecision
 from .gradients import trained_params
 
 # %% auto #0
-__all__ = ['hooks_warning', 'AccumWarning', 'warn_user', 'check_size', 'check_micro_batch_size', 'check_flags', 'check_callable',
-           'check_multiple', 'is_number', 'check_rules', 'accumulates_gradients', 'check_learner', 'have_hooks',
-           'check_callbacks', 'uses_cuda_graphs']
+__all__ = ['AccumWarning', 'warn_user', 'check_size', 'check_micro_batch_size', 'check_flags', 'check_callable', 'check_multiple',
+           'is_number', 'check_rules', 'check_learner', 'check_callbacks', 'uses_cuda_graphs']
 
 # %% ../../nbs/windows/03_checks.ipynb #f481c0a6
 class AccumWarning(UserWarning):
@@ -81,19 +80,13 @@ def check_rules(rules:dict|None, opt):
     if rules is None: return
     if not isinstance(rules, dict):
         raise TypeError(f"scale must be a dict such as {{'lr': f}}, not {rules!r}")
-    known = [name for name,value in opt.hypers[0].items() if is_number(value)]
+    known = [*opt.hypers[0]]
     for name,rule in rules.items():
+        check_callable(f'scale[{name!r}]', rule, 'a rule, f(value, ratio)')
         if name not in known:
             raise ValueError(f"scale: the optimizer has no hyper-parameter {name!r}: use one of {known}")
-        if not callable(rule):
-            raise TypeError(f"scale[{name!r}] must be a rule, f(value, ratio), not {rule!r}")
 
 # %% ../../nbs/windows/03_checks.ipynb #4ebf1c9b
-def accumulates_gradients(cb)->bool:
-    """Returns whether `cb` accumulates gradients: whether its class, or a base class, has the name
-    `GradientAccumulation`, as in fastai, fastxtend and this package"""
-    return 'GradientAccumulation' in [o.__name__ for o in type(cb).__mro__]
-
 def check_learner(
     learn:Learner, # Has an optimizer and a model
     cb:Callback, # Runs the windows
@@ -108,18 +101,14 @@ def check_learner(
         raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
                          "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
 
-hooks_warning = ("parameters have hooks (p.register_hook, wandb.watch), which see the gradient of each micro-batch: a "
-                 "hook that masks gradients is exact, but one that clips is not; clip in before_step of a callback")
-
-def have_hooks(params:list)->bool: return any(p._backward_hooks for p in params)
-
 def check_callbacks(learn, cb):
     """Raises ValueError if another callback of `learn` also accumulates gradients, or keeps them in another precision;
     `cb` runs the windows"""
-    others = [o for o in learn.cbs if o is not cb and o.run and accumulates_gradients(o)]
+    name = 'GradientAccumulation'  # of the classes of fastai, fastxtend and this package, and of their subclasses
+    others = [o for o in learn.cbs if o is not cb and o.run and isinstance_str(o, name)]
     # Two callbacks that accumulate would both decide when to step. If `cb` only saves memory, as a GradientCache does,
     # its windows are single batches, and another callback, such as fastai's GradientAccumulation, may accumulate these
-    if others and accumulates_gradients(cb):
+    if others and isinstance_str(cb, name):
         kind = type(others[0])
         raise ValueError(f"{kind.__module__}.{kind.__name__} also accumulates gradients: remove it, or "
                          f"{type(cb).__name__}, with learn.remove_cb")

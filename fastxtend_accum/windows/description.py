@@ -15,8 +15,8 @@ from .loader import WindowShape
 from .state import Snapshot,can_be_changed,random_states
 
 # %% auto #0
-__all__ = ['largest_part', 'up_to', 'how_split', 'how_made_up', 'own_buffers', 'as_bytes', 'is_equal', 'are_equal', 'layer_name',
-           'has_dropout', 'Differences', 'log_message']
+__all__ = ['largest_part', 'up_to', 'how_split', 'how_made_up', 'own_buffers', 'as_bytes', 'has_dropout', 'Differences',
+           'log_message']
 
 # %% ../../nbs/windows/11_description.ipynb #3a819522
 # How a window is made up
@@ -54,20 +54,14 @@ def how_made_up(
     least = smallest.samples(batch)
     most = largest.samples(batch)
     if least < most: return f'{least} to {most} samples, {micro_bs} at a time'
-    n_steps = largest.n_pieces  # of a loader batch, each of which is a window; 1: it is not cut
-    piece = math.ceil(bs/n_steps)
-    n_parts = math.ceil(piece/micro_bs)  # micro-batches of a piece
+    n_pieces = largest.n_pieces
+    if n_pieces > 1:
+        return f'{up_to(batch, n_pieces)} samples per step: {n_pieces} optimizer steps for each batch of {batch}'
+    n_parts = math.ceil(bs/micro_bs)  # micro-batches of a loader batch
     n_micro = largest.n_batches*n_parts  # of a window, in each process
-    is_even = bs%(n_steps*n_parts) == 0
-    kind = 'x' if is_even else 'micro-batches of'
-    parts = f'{n_micro} {kind} {up_to(bs, n_steps*n_parts)} samples'
-    if n_processes > 1: parts = f'{n_processes} processes x {parts}'
-    if n_steps > 1:
-        size = up_to(batch, n_steps)
-        steps = f'{size} samples per step: {n_steps} optimizer steps for each batch of {batch}'
-        return f'{steps}, each of {parts}' if n_parts > 1 else steps
     if n_micro*n_processes == 1: return f'{most} samples are one batch'
-    return f'{most} = {parts}'
+    processes = f'{n_processes} processes x ' if n_processes > 1 else ''
+    return f'{most} = {processes}{n_micro} x {up_to(bs, n_parts)} samples'
 
 # %% ../../nbs/windows/11_description.ipynb #767aa03f
 # What differs from one batch
@@ -80,22 +74,7 @@ def as_bytes(random_state)->bytes:
     if isinstance(random_state, Tensor): return random_state.numpy().tobytes()
     return pickle.dumps(random_state)
 
-def is_equal(x:Tensor, y:Tensor)->bool:
-    "Returns whether both have the same type, shape and values; NaN equals NaN"
-    # PyTorch's own `assert_close` imports sympy, which takes a second and much memory
-    is_like = (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
-    return is_like and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
-
-def are_equal(xs:list[Tensor], ys:list[Tensor])->bool:
-    return len(xs) == len(ys) and all(map(is_equal, xs, ys))
-
 # %% ../../nbs/windows/11_description.ipynb #5b7e2c91
-def layer_name(m)->str:
-    "Returns the class of a layer; or SpectralNorm for a layer whose hook it is, as with fastai's `NormType.Spectral`"
-    hooks = [type(o).__name__ for o in m._forward_pre_hooks.values()]
-    if 'SpectralNorm' in hooks: return 'SpectralNorm'
-    return type(m).__name__.lstrip('_')  # PyTorch also has a `_SpectralNorm`
-
 def has_dropout(m)->bool:
     kind = nn.modules.dropout._DropoutNd
     return any(isinstance(o, kind) for o in m.modules())
@@ -109,15 +88,14 @@ class Differences:
         self.draws = list(map(as_bytes, random_states())) != list(map(as_bytes, before.random_states))
         after_pass = {m:own_buffers(m) for m in model.modules()}
         with before:  # here `own_buffers` returns those from before the pass
-            self.changed = [m for m in after_pass if not are_equal(after_pass[m], own_buffers(m))]
+            self.changed = [m for m in after_pass if not equals(after_pass[m], own_buffers(m))]
 
-    def described(self, n:int, part:nn.Module|None=None)->str:
-        """Returns the differences as a text, for micro-batches of `n` samples; an empty one if there are none. If only
-        a `part` of the model sees micro-batches, names only what differs there. If the model has dropout, but the part
-        has none, all random numbers are taken for those of the dropout, and not named"""
-        split = self.model if part is None else part
+    def described(self, n:int, split:nn.Module)->str:
+        """Returns the differences as a text, for micro-batches of `n` samples; an empty one if there are none. Only
+        `split`, the model or a part of it, sees micro-batches, so only what differs there is named. If the model has
+        dropout, but the part has none, all random numbers are taken for those of the dropout, and not named"""
         modules = set(split.modules())
-        names = [layer_name(o) for o in self.changed if o in modules]
+        names = [type(o).__name__ for o in self.changed if o in modules]
         res = []
         for name,count in Counter(names).items():
             unit = 'layer' if count == 1 else 'layers'

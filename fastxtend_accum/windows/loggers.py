@@ -6,6 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/loggers.html.md"
 
 # %% ../../nbs/windows/10_loggers.ipynb #7ef8881f
 from __future__ import annotations
+from contextlib import ExitStack
 
 from fastai.basics import *
 
@@ -20,44 +21,34 @@ def running_callbacks(learn, module:str, name:str)->list:
     return [cb for cb in learn._grab_cbs(getattr(found, name)) if cb.run]
 
 class Loggers:
-    """The Recorder, W&B and TensorBoard callbacks of `learn`: what they see of each window. Without a Learner, there
-    are none"""
-    # It writes attributes of these callbacks: for good `accum_bs`, `accum_bs_of` and `_wandb_epoch`; until `end_round`,
-    # `opt`, `run` and, of training metrics, `accumulate`
+    """The Recorder, W&B and TensorBoard callbacks of `learn`: what they see of each window of a fit. Without a Learner,
+    there are none"""
+    # It writes attributes of these callbacks: for good `accum_bs` and `_wandb_epoch`; until the end of a round `opt`,
+    # `run` and, of training metrics, `accumulate`
     def __init__(self, learn=None):
         self.learn = learn
         self.recorders = []
         self.wandb = []
         self.tensorboard = []
         self.train_metrics = []  # of all Recorders
-        self.paused = []  # Recorders, until the end of the round
+        self.round = ExitStack()  # closed at the end of the round: undoes what holds until then
         if learn is None: return
         self.recorders = [cb for cb in learn._grab_cbs(Recorder) if cb.run]
         self.wandb = running_callbacks(learn, 'wandb', 'WandbCallback')
         self.tensorboard = running_callbacks(learn, 'tensorboard', 'TensorBoardCallback')
-
-    def all_loggers(self)->list:
-        return [*self.recorders, *self.wandb, *self.tensorboard]
-
-    def begin_fit(self):
-        "Starts new lists of batch sizes, as the Recorder starts new lists of losses"
         for rec in self.recorders:
-            attrs = vars(rec)  # here and below, because fastai warns of new attributes whose names the model has
-            attrs['accum_bs'] = []
-            # The Recorder makes a new list in each fit. If it still has this one, these sizes are of its last fit, and
-            # `plot_accum_bs` may plot them
-            attrs['accum_bs_of'] = rec.losses
+            attrs = vars(rec)  # because fastai warns of new attributes whose names the model has
+            attrs['accum_bs'] = []  # samples of each window, as the Recorder has a new list of losses in each fit
             # fastxtend's Recorder has no `train_metrics`; `rec.train_metrics` would look for it in the model
             if attrs.get('train_metrics'): self.train_metrics += rec.metrics
 
     def log_batch_size(self, samples:int):
-        "After `after_batch` of a window: logs its samples along with what the loggers have logged of it"
+        """At the end of a round: logs the samples of its window along with what the loggers have logged of it. 0 if it
+        has no mean, since callbacks have cancelled the round, or its step is skipped"""
         for rec in self.recorders:
-            n_losses = len(rec.losses)
-            if len(rec.accum_bs) == n_losses: continue  # the Recorder has left the window out
-            # It also has a loss for each round that a callback has cancelled since the last window
-            while len(rec.accum_bs) < n_losses-1: rec.accum_bs.append(0)
-            rec.accum_bs.append(samples)
+            was_logged = len(rec.losses) > len(rec.accum_bs)  # the Recorder leaves out a skipped step
+            if was_logged: rec.accum_bs.append(samples)
+        if not samples: return
         for cb in self.tensorboard:
             cb.writer.add_scalar('accumulation_batch_size', samples, self.learn.train_iter)
         for cb in self.wandb:
@@ -78,16 +69,22 @@ def update_train_metrics(self:Loggers):
     for metric in self.train_metrics: metric.accumulate(self.learn)
 
 @patch
+def until_end(self:Loggers, o, name:str, value):
+    "Until the end of the round, `o` has an attribute `name`, which hides that of its class or of the Learner"
+    attrs = vars(o)
+    attrs[name] = value
+    self.round.callback(attrs.pop, name, None)
+
+@patch
 def pause_train_metrics(self:Loggers):
     "Until the end of the round, training metrics see nothing"
-    for metric in self.train_metrics: metric.accumulate = noop
+    for metric in self.train_metrics: self.until_end(metric, 'accumulate', noop)
 
 @patch
 def pause_recorders(self:Loggers):
     """Until the end of the round, Recorders see nothing: a window whose step is skipped has no loss to add to theirs.
     W&B and TensorBoard go on, because they count rounds in `after_batch`. They log the loss of the last window again"""
-    self.paused = [rec for rec in self.recorders if rec.run]
-    for rec in self.paused: vars(rec)['run'] = False
+    for rec in self.recorders: self.until_end(rec, 'run', False)
 
 @patch
 def show_hypers(self:Loggers, hypers:list[dict]):
@@ -95,12 +92,9 @@ def show_hypers(self:Loggers, hypers:list[dict]):
     `after_batch`, when the optimizer no longer has them"""
     # Otherwise a callback, which has no attribute `opt`, finds that of the Learner
     shown = SimpleNamespace(hypers=[dict(o) for o in hypers])
-    for cb in self.all_loggers(): vars(cb)['opt'] = shown
+    for cb in (*self.recorders, *self.wandb, *self.tensorboard): self.until_end(cb, 'opt', shown)
 
 @patch
 def end_round(self:Loggers):
     "Undoes what `pause_train_metrics`, `pause_recorders` and `show_hypers` have done"
-    for rec in self.paused: vars(rec)['run'] = True
-    self.paused = []
-    for metric in self.train_metrics: vars(metric).pop('accumulate', None)
-    for cb in self.all_loggers(): vars(cb).pop('opt', None)
+    self.round.close()

@@ -155,6 +155,7 @@ def run_epoch(self:WindowLoop):
             if self.window.is_open and self.batches.plan.remainder == 'step': self.close_after_rounds()
             if not self.window.is_open: self.after_windows()
             self.batches.finish_epoch(self.window.batches)  # those of a window that is still open
+            self.check_has_trained()
     except (CancelTrainException, CancelEpochException, CancelFitException): raise  # no error: a callback ends training
     except BaseException:  # Ctrl-C, too
         self.release_batch()
@@ -162,6 +163,16 @@ def run_epoch(self:WindowLoop):
     finally:
         self.discard_window()
         enable_gradient_sync(self.learn.model)
+
+@patch
+def check_has_trained(self:WindowLoop):
+    "After an epoch: raises ValueError if it fills no window, nor has an earlier one, and such windows are dropped"
+    plan = self.batches.plan
+    has_run = self.n_steps > 0 or self.progress.n_rounds > 0
+    if has_run or plan.remainder != 'drop' or plan.n_batches == 0: return
+    size = self.window.size*self.fit.processes.n
+    raise ValueError(f"an epoch does not fill one window of {size} samples, and incomplete windows are dropped: lower "
+                     "accum_bs, or pass remainder='step'")
 
 @patch
 def next_round(self:WindowLoop)->bool:
@@ -276,10 +287,11 @@ def run_one_of_window(self:WindowLoop)->bool:
 # %% ../../nbs/windows/15_loop.ipynb #b79d3458
 @patch
 def end_round(self:WindowLoop):
-    "After fastai's `after_batch`: makes loggers as before the round; logs the samples of a window that has a loss"
+    "After fastai's `after_batch`: makes loggers as before the round; logs the samples of the window, 0 without a mean"
     self.loggers.end_round()
     has_mean = self.window.outcome is Outcome.HAS_MEAN
-    if self.settings.log_accum_batch and has_mean: self.loggers.log_batch_size(self.window.seen_samples)
+    samples = self.window.seen_samples if has_mean else 0
+    if self.settings.log_accum_batch: self.loggers.log_batch_size(samples)
 
 @patch
 def is_complete(self:WindowLoop)->bool:
@@ -359,9 +371,6 @@ def run_batch(self:WindowLoop)->bool:
         if window.losses.n_micro > n_before: self.drop_cancelled_part(n_before)
         self.note_cancelled()
         return False
-    except Exception as e:
-        self.cb.suggest_remedy(e)
-        raise
     if counts: self.note_run()
     else: self.note_cancelled()
     return counts
