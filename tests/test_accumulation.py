@@ -33,10 +33,14 @@ def test_before_a_fit_there_is_nothing_to_tell():
 def test_what_other_callbacks_find_in_a_fit():
     "The steps so far, and the samples of the present window"
     accum = GradientAccumulation(32)
-    seen = []
-    def note(self): seen.append([accum.opt_steps, accum.window.seen_samples])
+    steps = []
+    samples = []
+    def note(self):
+        steps.append(accum.opt_steps)
+        samples.append(accum.window.seen_samples)
     fit(make_learner(8, n=88, cbs=[accum, Callback(before_step=note, after_step=note)]), 1)
-    assert seen == [[0, 32], [1, 32], [1, 32], [2, 32], [2, 24], [3, 24]]
+    assert steps == [0, 1, 1, 2, 2, 3]
+    assert samples == [32, 32, 32, 32, 24, 24]
     assert accum.opt_steps == 3
 
 

@@ -148,7 +148,10 @@ def test_settings_that_were_changed_are_checked_before_training(cb, name, value,
     assert_apart(fit(learn, 1), before)
 
 
-@pytest.mark.parametrize('cb, large_bs', [(G(32), 32), (G(micro_batch_size=4), 8), (all_blocks(), 8)])
+@pytest.mark.parametrize('cb, large_bs', [
+    (G(32), 32),
+    (G(micro_batch_size=4), 8),
+    (all_blocks(), 8)])
 def test_a_fit_begins_without_the_gradients_that_are_there(cb, large_bs):
     learn = fit(make_learner(8, cbs=cb), 0)
     inputs, targets = data(96)

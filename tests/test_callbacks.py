@@ -66,9 +66,9 @@ def without_repeats(moments):
     scheduler has set the rate"""
     res = []
     for o in moments:
-        is_repeated = res and (o.position, o.weights) == (res[-1].position, res[-1].weights)
-        if not is_repeated:
-            res.append(o)
+        last = res[-1] if res else None
+        is_repeated = last and o.position == last.position and o.weights == last.weights
+        if not is_repeated: res.append(o)
     return res
 
 

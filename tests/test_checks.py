@@ -64,7 +64,12 @@ def test_a_window_of_no_whole_number_of_batches_is_an_error_that_names_other_siz
     assert str(caught.value).endswith(advice)
 
 
-@pytest.mark.parametrize('size, n_processes', [(64, 1), (128, 1), (40, 1), (1, 1), (128, 2), (100, 2)])
+@pytest.mark.parametrize('size, n_processes', [
+    (64, 1),
+    (128, 1),
+    (40, 1),
+    (128, 2),
+    (100, 2)])
 def test_a_window_may_be_some_batches_or_a_part_of_one(size, n_processes):
     check_multiple('accum_bs', size, 64, n_processes)  # raises no error
 

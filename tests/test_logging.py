@@ -169,8 +169,12 @@ class Slow(Callback):
 
 
 @pytest.mark.parametrize('remainder, samples, ends', [
-    ('step', [32, 32, 24, 32, 32, 24], [1/3, 2/3, 1, 4/3, 5/3, 2]),  # by windows
-    ('carry', [32, 32, 32, 32, 32, 16], [32/88, 1, 96/88, 128/88, 160/88, 2])])  # by samples; fastai rounds 64 of 88
+    ('step',
+     [32, 32, 24, 32, 32, 24],
+     [1/3, 2/3, 1, 4/3, 5/3, 2]),  # by windows
+    ('carry',
+     [32, 32, 32, 32, 32, 16],
+     [32/88, 1, 96/88, 128/88, 160/88, 2])])  # by samples; fastai rounds 64 of 88
 def test_wandb_has_the_position_and_the_speed_of_windows(remainder, samples, ends):
     accum = GradientAccumulation(32, remainder=remainder)
     learn = make_learner(8, n=88, cbs=[WandbCallback(log_preds=False), accum, Slow()])
