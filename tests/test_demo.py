@@ -73,25 +73,20 @@ def test_a_micro_batch_keeps_its_own_outputs():
     assert learn.activations.mb == (32*5+4*8)*8/MB
 
 
-def chain(n_layers):
-    layers = []
-    for _ in range(n_layers): layers += [nn.Linear(5, 5), nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(5, 1)).double()
-
-
 def test_memory_runs_out_as_soon_as_the_limit_is_reached():
-    "No further layer runs; the next fit has its memory again"
-    m = chain(6)
+    "The input and two outputs are 21 numbers of a sample: no further layer runs. The next fit has its memory again"
+    m = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), *[nn.Tanh() for _ in range(4)], nn.Linear(8, 1)).double()
     called = []
     for i, layer in enumerate(m): layer.register_forward_hook(lambda *args, i=i: called.append(i))
-    cb = Activations(limit=8*12*8/MB)
+    limit = 8*20*8/MB
+    cb = Activations(limit)
     learn = make_learner(8, m=m, cbs=cb)
     with pytest.raises(torch.OutOfMemoryError, match='out of memory: more than .* MB of activations'): fit(learn, 1)
-    assert called == [0, 1, 2, 3], 'the input and two outputs are 15 numbers of a sample'
+    assert called == [0, 1, 2]
     assert_clean()
     cb.limit = math.inf
     fit(learn, 1)
-    assert cb.mb > 8*12*8/MB
+    assert cb.mb > limit
 
 
 # What Activations leaves
@@ -100,21 +95,6 @@ def assert_clean():
     "Asserts that nobody looks at what autograd keeps, or at what modules get"
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert not nn.modules.module._global_forward_pre_hooks
-
-
-def assert_own_forward(m):
-    assert not m._forward_pre_hooks
-    assert not m._forward_hooks
-    assert 'forward' not in vars(m)
-
-
-@pytest.fixture(autouse=True)
-def cleaned():
-    "No test finds what another one has left"
-    yield
-    nn.modules.module._global_forward_pre_hooks.clear()
-    while torch._C._autograd._top_saved_tensors_default_hooks(False):
-        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 class FailsOnce(nn.Module):
@@ -135,11 +115,4 @@ def test_an_error_in_a_layer_leaves_nothing():
     fit(learn, 1)
     assert learn.activations.mb > 0
     assert_clean()
-    assert_own_forward(learn.model)
-
-
-@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'before_backward', 'after_batch'])
-def test_an_interrupt_in_an_event_leaves_nothing(event):
-    learn = make_learner(8, cbs=[Activations(), GradientAccumulation(16)])
-    with pytest.raises(KeyboardInterrupt): fit(learn, 1, cbs=Fault(KeyboardInterrupt, event, 1, order=0))
-    assert_clean()
+    assert 'forward' not in vars(m)
