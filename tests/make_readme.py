@@ -17,12 +17,8 @@ def directives(cell):
 
 def alt_texts(nb):
     "Returns what stands for the pictures of `nb`, in their order"
-    res = []
-    for cell in nb.cells:
-        if cell.cell_type != 'code': continue
-        for o in directives(cell):
-            if o.startswith('fig-alt: '): res.append(o.removeprefix('fig-alt: ').strip('"'))
-    return res
+    sources = '\n'.join(c.source for c in nb.cells)
+    return re.findall(r'^#\| fig-alt: "(.*)"$', sources, re.M)
 
 
 def visible(nb):

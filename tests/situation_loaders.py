@@ -2,7 +2,6 @@
 from functools import cache
 
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import WeightedRandomSampler
 from fastai.data.core import TfmdDL
 from fastai.data.load import DataLoader as FastaiLoader
 
@@ -41,27 +40,17 @@ def stacked(samples):
     return torch.stack(inputs), torch.stack(targets)
 
 
-def as_mapping(samples):
-    inputs, targets = stacked(samples)
-    return dict(inputs=inputs), targets
-
-
-class OfMapping(nn.Module):
-    "Takes its inputs out of a mapping"
-    def __init__(self):
-        super().__init__()
-        self.model = model()
-
-    def forward(self, batch): return self.model(batch['inputs'])
-
-
 def with_names(samples):
     "Puts the names of samples between inputs and targets"
     inputs, targets = stacked(samples)
     return inputs, [f'sample {float(o):.3f}' for o in targets], targets
 
 
-class IgnoresNames(OfMapping):
+class IgnoresNames(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = model()
+
     def forward(self, inputs, names): return self.model(inputs)
 
 
@@ -71,7 +60,7 @@ def with_setting(samples):
     return inputs, torch.tensor(.5), targets
 
 
-class UsesSetting(OfMapping):
+class UsesSetting(IgnoresNames):
     def forward(self, inputs, setting): return self.model(inputs)*setting
 
 
@@ -86,17 +75,7 @@ def center(samples):
 def centered_by_collate(bs): return TorchLoader(SAMPLES, bs, collate_fn=center)
 
 
-def drawn_by_weight(bs):
-    generator = torch.Generator().manual_seed(4)
-    chances = [1+i%3 for i in range(N)]
-    sampler = WeightedRandomSampler(chances, 60, generator=generator)
-    return TorchLoader(SAMPLES, bs, sampler=sampler, collate_fn=stacked)
-
-
 # Loaders of fastai
-
-def shuffled_by_fastai(bs): return FastaiLoader(SAMPLES, bs=bs, shuffle=True)
-
 
 class CentersBatch(ItemTransform):
     "Takes the mean of the batch from the inputs"
@@ -110,12 +89,6 @@ def centered_by_transform(bs): return TfmdDL(SAMPLES, bs=bs, after_batch=Centers
 class OfSamples(FastaiLoader):
     "A loader of fastai"
     def __init__(self, bs): super().__init__(SAMPLES, bs=bs)
-
-
-class Sorted(OfSamples):
-    "Yields samples by the size of their first input"
-    def get_idxs(self):
-        return sorted(range(N), key=lambda i: SAMPLES[i][0][0].item())
 
 
 class Oversampled(OfSamples):
@@ -139,13 +112,6 @@ class HalfInSecondEpoch(OfSamples):
         super().before_iter()
 
 
-class SkipsBad(OfSamples):
-    "Leaves out samples that cannot be read"
-    def create_batches(self, samps):
-        good = [i for i in samps if i%10]
-        return super().create_batches(good)
-
-
 # Loaders of one's own
 
 class Own:
@@ -159,17 +125,6 @@ class Own:
     def __iter__(self):
         batches = zip(self.inputs.split(self.bs), self.targets.split(self.bs))
         yield from batches
-
-
-class ReadsAhead(Own):
-    "Holds the next batch while one is used"
-    def __iter__(self):
-        batches = super().__iter__()
-        ahead = next(batches)
-        for batch in batches:
-            yield ahead
-            ahead = batch
-        yield ahead
 
 
 class GoesOn(Own):

@@ -1,4 +1,4 @@
-"Learners of images, and metrics that are no means over samples"
+"Learners of images"
 from common import *
 
 
@@ -27,12 +27,3 @@ def image_learner(*cbs):
 def seeded(learn, n_epoch=2):
     set_seed(5)
     return fit(learn, n_epoch)
-
-
-def spread(pred, targ):
-    "A metric that is no mean over samples"
-    errors = (pred-targ).abs()
-    return errors.max()-errors.min()
-
-
-def over_all(): return AccumMetric(lambda pred, targ: (pred*targ).sum().float(), flatten=False)

@@ -32,7 +32,7 @@ def state_of(m):
 
 
 def run(path, kind):
-    "Runs the cells of a notebook, and returns two dicts by cell: its error, if it has one, and the state after each fit"
+    "Runs the cells of a notebook; returns two dicts by cell: its error, if it has one, and the state after each fit"
     errors = {}
     states = {}
     init = Learner.__init__
