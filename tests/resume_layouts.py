@@ -215,18 +215,6 @@ def plain(): return train()
 
 
 @layout
-def windows_of_two(): return train(accum(), n_epoch=3)
-
-
-@layout
-def windows_that_carry(): return train(accum(12, remainder='carry'), n_epoch=3)
-
-
-@layout
-def schedule_grows(): return train(schedule(4, 12), n_epoch=3)
-
-
-@layout
 def pieces_of_loader_batches():
     "A file may be saved in the middle of a loader batch"
     return train(schedule(2, 12), n_epoch=3, resume=AutoResume(every=1))
@@ -339,10 +327,6 @@ def saves_every_epoch(): return train(SaveModelCallback(every_epoch=True, with_o
 
 
 @layout
-def plateau(): return train(ReduceLROnPlateau(patience=1, min_delta=.1), n_epoch=3)
-
-
-@layout
 def scaler_and_windows(): return train(BFloat16(), accum(), n_epoch=3)
 
 
@@ -386,11 +370,4 @@ def unfreezes():
 def unused_layer():
     learn = Learner(fastai_data(), Sometimes(), F.mse_loss, path=Path())
     learn.fit_one_cycle(3, .02, cbs=auto())
-    return learn
-
-
-@layout
-def in_cbs_of_learner():
-    learn = make(auto(), accum())
-    learn.fit_flat_cos(4, .02)
     return learn

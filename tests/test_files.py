@@ -3,7 +3,6 @@ import pytest
 
 from common import *
 from fastxtend_accum.resuming.files import Folder, read_file, remove_files_at_exit, whole_file
-from fastxtend_accum.resuming.signals import HeldSignals
 from resumed import assert_same_end, learner, new_process, stop, train, whole
 
 
@@ -19,7 +18,7 @@ def script(): return train(learner())
 def files(): return sorted(o.name for o in Path('models/resume').iterdir())
 
 
-def half(content): return content[:len(content)//2]
+def cut(content): return content[:-100]
 
 
 def flipped(content):
@@ -34,10 +33,13 @@ def no_name(content):
     return content.replace(b'data.pkl', b'dat\xff.pkl')
 
 
-@pytest.mark.parametrize('damage', [half, flipped, no_name])
+@pytest.mark.parametrize('damage', [cut, flipped, no_name])
 def test_a_damaged_file_is_an_error(damage):
     path = Path('0.pth')
-    torch.save([1], path)
+    inner = io.BytesIO()
+    torch.save([1], inner)
+    torch.save(inner.getvalue(), path)  # as the state of a process is inside of a file
+    assert read_file(path) == path.read_bytes()
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match='is damaged: .*restart=True'): read_file(path)
 
@@ -89,21 +91,19 @@ def test_a_finished_fit_keeps_one_file_until_the_process_ends():
     assert files() == ['lock']
 
 
-@pytest.mark.long
-def test_nothing_is_removed_if_the_script_ends_with_an_error(monkeypatch):
-    script()
-    monkeypatch.setattr(sys, 'last_value', ValueError(), raising=False)
-    remove_files_at_exit()
-    assert files() == ['0.pth', 'lock']
+def has_error(patch): patch.setattr(sys, 'last_value', ValueError(), raising=False)
 
 
 @pytest.mark.long
-def test_an_error_before_the_last_fit_keeps_no_file(monkeypatch):
-    "As in a notebook, in which a cell had an error"
-    monkeypatch.setattr(sys, 'last_value', ValueError('in a cell'), raising=False)
+@pytest.mark.parametrize('before,after,left', [
+    (noop, has_error, ['0.pth', 'lock']),
+    (has_error, noop, ['lock'])])  # as in a notebook, in which a cell had an error
+def test_nothing_is_removed_if_the_script_ends_with_an_error(before, after, left, monkeypatch):
+    before(monkeypatch)
     script()
+    after(monkeypatch)
     remove_files_at_exit()
-    assert files() == ['lock']
+    assert files() == left
 
 
 @pytest.mark.parametrize('error', [KeyboardInterrupt, ValueError])
@@ -111,17 +111,6 @@ def test_nothing_is_removed_after_a_fit_that_failed(error):
     "Also if the script handles the error, and ends by `sys.exit(1)`"
     new_process()
     with pytest.raises(error): train(learner(Fails(error)))
-    remove_files_at_exit()
-    assert files() == ['0.pth', 'lock']
-
-
-@pytest.mark.long
-def test_nothing_is_removed_if_a_handler_of_signals_exits(monkeypatch):
-    "Python calls the handler when the fit's last epoch has ended"
-    def exits(*args): sys.exit(3)
-    new_process()
-    monkeypatch.setattr(HeldSignals, 'deliver', exits)
-    with pytest.raises(SystemExit): script()
     remove_files_at_exit()
     assert files() == ['0.pth', 'lock']
 

@@ -55,15 +55,7 @@ def windows_in_a_batch():
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize('at', [5, 9, 13])
-def test_a_fit_goes_on_in_the_middle_of_a_loader_batch(at):
-    expected = whole(windows_in_a_batch)
-    stop(windows_in_a_batch, at)
-    learn = windows_in_a_batch()
-    n_steps = len(losses(expected))
-    assert Stops.n == n_steps-(at-1)
-    assert_same(weights(learn), weights(expected))
-    assert_same(losses(learn), losses(expected))
-    assert learn.recorder.lrs == expected.recorder.lrs
+def test_a_fit_goes_on_in_the_middle_of_a_loader_batch(at): assert_goes_on(windows_in_a_batch, at, every=4)
 
 
 class WithHiddenState(nn.Sequential):
@@ -94,7 +86,7 @@ def test_after_an_error_the_same_learner_goes_on(make_learner, cbs):
 
 
 class Cancels(Callback):
-    "Ends the fit before its first epoch, as a limit of time does"
+    "Ends the fit before an epoch, as a limit of time does"
     now = False
     def before_epoch(self):
         if Cancels.now: raise CancelFitException
@@ -105,7 +97,7 @@ def test_a_fit_that_is_cancelled_before_its_place_ends_with_the_state_of_the_fil
     Stops.at = 16
     expected = learner()
     with pytest.raises(KeyboardInterrupt): fit(expected, 3, .02, 'fit_one_cycle')
-    cancelling = script(Cancels())
+    cancelling = script(Cancels(), CSVLogger())
     stop(cancelling, at=17)  # the file has 16 steps
     Cancels.now = True
     try: assert_same(weights(cancelling()), weights(expected))
@@ -113,6 +105,7 @@ def test_a_fit_that_is_cancelled_before_its_place_ends_with_the_state_of_the_fil
     new_process()
     assert_same(weights(cancelling()), weights(expected))  # it has ended
     assert Stops.n == 0
+    assert len(Path('history.csv').read_text().splitlines()) == 2  # the names, and the first epoch
 
 
 class Recurrent(nn.Module):

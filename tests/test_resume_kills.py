@@ -165,3 +165,12 @@ def test_one_of_two_processes_is_killed(killed, number, tmp_path):
         found = torch.load(tmp_path/f'killed/{rank}/result.pt', weights_only=False)
         assert int((tmp_path/f'killed/{rank}/first_batch.txt').read_text()) > 0
         assert named_differences(whole[rank]['results'], found['results']) == []
+
+
+@pytest.mark.long
+def test_each_process_finds_that_the_file_is_damaged(tmp_path):
+    "None waits for the others"
+    start_both(tmp_path, 1, killed=1, event=100)
+    for path in tmp_path.glob('models/resume/*.pth'): path.write_bytes(path.read_bytes()[:-100])
+    assert start_both(tmp_path, 1000) == [1, 1]
+    for rank in range(2): assert 'is damaged' in (tmp_path/f'{rank}/error.txt').read_text()

@@ -34,7 +34,8 @@ def read_file(path:Path)->bytes|None:
         return None
     content = path.read_bytes()
     with suppress(Exception), zipfile.ZipFile(io.BytesIO(content)) as f:  # a wrong bit may cause any error
-        if f.testzip() is None: return content
+        is_whole = f.filelist[0].header_offset == 0  # of a part, Python opens an archive that is inside of it
+        if is_whole and f.testzip() is None: return content
     raise ValueError(f'AutoResume: {path} is damaged: to start over, delete it or pass restart=True')
 
 # %% ../../nbs/resuming/06_files.ipynb #4f77c5f2

@@ -58,13 +58,15 @@ class SavedFit:
             learn.epoch = epoch
             # For the file, since a process that continues lets callbacks begin the epoch again
             self.at_epoch = self.graph.state()['rest']
+            self.trained = None
             try: learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
             finally: self.keep_row()  # also if EarlyStoppingCallback, for example, ends the fit in `after_epoch`
 
     def keep_row(self):
-        "Keeps the last row of the epoch table. A row with a number alone was not logged"
+        "Keeps the row of an epoch that the Recorder has logged"
+        rows = self.loggers['rows']
         for rec in self.learn._grab_cbs(Recorder):
-            if len(rec.log) > 1: self.loggers['rows'].append(list(rec.log))
+            if len(rec.values) > len(rows): rows.append(list(rec.log))
 
 # %% ../../nbs/resuming/08_fit.ipynb #b7c2e04d
 @patch
@@ -82,14 +84,14 @@ def begin_training(self:SavedFit):
 
 @patch
 def keep_trained(self:SavedFit):
-    """After the last window of an epoch: keeps the content of a file, in case a signal arrives in validation. It
-    shares the memory of the weights: see `save_trained`"""
+    """After the last window of an epoch: keeps the content of a file, in case a signal arrives in validation. It shares
+    the memory of the weights: see `save_trained`"""
     self.trained = self.content(self.leader.loop.state())
 
 @patch
 def end(self:SavedFit):
-    """After the fit: saves the final state, in case the process is killed in a later fit. A fit that had ended, or
-    that a callback has ended before it came to its place, ends with the state of the file"""
+    """After the fit: saves the final state, in case the process is killed in a later fit. A fit that had ended, or that
+    a callback has ended before it came to its place, ends with the state of the file"""
     if self.found: self.restore()  # again, since other callbacks' `after_fit` may have changed it
     self.save(None)
     self.folder.end(self.learn)
