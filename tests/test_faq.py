@@ -56,7 +56,7 @@ def fit_compiled(*cbs, backend='eager', **kwargs):
 
 @pytest.mark.parametrize('kwargs,n_graphs', [({}, 3), (dict(dynamic=True), 2)])
 def test_another_size_compiles_again_unless_it_is_dynamic(kwargs, n_graphs):
-    "Once in training and once in validation; unless it is dynamic, once more for the last micro-batch, which is smaller"
+    "Once in training and once in validation; unless it is dynamic, once more for micro-batches of another size"
     backend = CountingBackend()
     small = fit_compiled(GradientAccumulation(micro_batch_size=12), backend=backend, **kwargs)
     assert backend.n_graphs == n_graphs
