@@ -14,7 +14,7 @@ from .windows.checks import check_learner,warn_user
 from .windows.description import log_message
 from .windows.forward_backward import FitContext,Settings
 from .windows.gradients import half,trained_params
-from .windows.loader import EpochPlan,LoaderInfo,WindowShape,carried_sizes,loader_info,nearest_shape
+from .windows.loader import EpochPlan,LoaderInfo,WindowShape,loader_info,nearest_shape
 from .windows.loggers import Loggers
 from .windows.loop import WholeBatch,WindowLoop,replaced_method
 from .windows.processes import Processes
@@ -128,10 +128,11 @@ def begin_epoch(self:WindowCallback):
     learn,loop = self.learn,self.loop
     place = self.place
     self.place = None
-    if place is not None: carried = carried_sizes(place['batches'])  # without data
-    elif loop.batches is None: carried = []  # in the first epoch
-    else: carried = loop.batches.left_over
-    plan = self.plan_of(learn.dl, learn.epoch, learn.n_epoch, loop.fit.processes.n, carried)
+    is_first_epoch = loop.batches is None
+    carried = [] if is_first_epoch else loop.batches.left_over
+    # `go_to` finds the batches that were carried into the epoch of a `place`
+    sizes = place['batches']['carried'] if place else [o.samples for o in carried]
+    plan = self.plan_of(learn.dl, learn.epoch, learn.n_epoch, loop.fit.processes.n, sizes)
     self.check(plan)  # in each epoch, because a callback may have changed sizes, the DataLoader or the optimizer
     loop.begin_epoch(learn.dl, plan, carried)
     learn.dl = loop.batches
@@ -178,7 +179,7 @@ def memory_savers(self:WindowCallback)->list[MemorySaver]:
 # The plan of an epoch
 
 @patch
-def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, carried:list=())->EpochPlan:
+def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, carried:list[int]=())->EpochPlan:
     """Returns the windows of `dl` in an `epoch` of a fit of `n_epoch`, after the `carried` batches; raises ValueError
     if a size in the fit is invalid"""
     info = self.loader_info_of(dl)

@@ -1,10 +1,10 @@
 """windows/loader.py: what a DataLoader says of its batches, the windows they fill, and which batches come when: of
 fastai's loaders and PyTorch's, of batch samplers, streams, and loaders that use the memory of a batch again"""
 import gc
-import pickle
 import weakref
 
 import pytest
+from fastai.callback.data import PartialDL
 from fastai.distributed import DistributedDL
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,21 +24,6 @@ def samples(n): return list(zip(*data(n)))
 
 
 SAMPLES = samples(20)
-
-
-class Stream(IterableDataset):
-    "Samples that come one after the other"
-    def __init__(self, n): self.samples = samples(n)
-    def __iter__(self): return iter(self.samples)
-
-
-class SizedStream(Stream):
-    "Announces how many there are, which may be wrong"
-    def __init__(self, n, announced):
-        super().__init__(n)
-        self.announced = announced
-
-    def __len__(self): return self.announced
 
 
 class LongestFirst:
@@ -90,19 +75,18 @@ LOADERS = dict(
     fastai=(sized, exactly(20)),
     fastai_drop_last=(partial(sized, drop_last=True), exactly(16)),
     fastai_full_batches=(partial(sized, bs=10), exactly(20, bs=10)),
-    transformed=(partial(TfmdDL, SAMPLES, bs=8), exactly(20)),
+    partial=(partial(PartialDL, range(100), bs=64, partial_n=70), exactly(70, bs=64)),
     distributed=(OfTwoProcesses, exactly(10)),
     distributed_drop_last=(partial(OfTwoProcesses, drop_last=True), exactly(8)),
-    fastai_stream=(partial(stream, n=20), about(24)),
+    fastai_stream=(stream, about(24)),
     repeated=(partial(Repeated, SAMPLES, bs=8), about(48)),
     torch=(sized_torch, exactly(20)),
     torch_drop_last=(partial(sized_torch, drop_last=True), exactly(16)),
     torch_sampler=(partial(sized_torch, sampler=subset(12)), exactly(12)),
     batch_sampler=(batch_sampler, exactly(12)),
     batch_sampler_drop_last=(partial(batch_sampler, drop_last=True), exactly(8)),
-    torch_stream=(partial(TorchDataLoader, SizedStream(20, 20), 8), about(24)),
+    torch_stream=(partial(TorchDataLoader, Stream(20), 8), about(24)),
     own_batch_sampler=(partial(TorchDataLoader, SAMPLES, batch_sampler=LongestFirst()), unknown(4)),
-    batches=(partial(TorchDataLoader, range(4), batch_size=None), unknown(4)),
     list_of_batches=(lambda: [None, None, None, None], unknown(4)))
 
 
@@ -122,50 +106,10 @@ def plan_of(info, size_at_pct=16, epoch=0, n_epoch=2, remainder='step', carried=
     return EpochPlan(info, shape_at_pct, epoch, n_epoch, remainder, carried, smallest, WindowShape(), sizes_vary)
 
 
-def planned_sizes(info):
-    "Returns the samples of the loader batches that are planned"
-    plan = plan_of(info, smallest=WindowShape())
-    return [batch.samples for batch in plan.planned_batches()]
-
-
-EXACT = [name for name, (_, info) in LOADERS.items() if info.has_exact_length]
-
-
-@pytest.mark.parametrize('name', EXACT)
-def test_a_length_that_is_exact_is_what_the_loader_yields(name):
-    make, _ = LOADERS[name]
-    info = loader_info(make())
-    sizes = [len(inputs) for inputs, _ in make()]
-    assert sizes == planned_sizes(info)
-    assert sum(sizes) == info.n_planned
-
-
 def test_a_batch_size_is_taken_from_the_callback_only_if_the_loader_states_none():
     batches = [None, None, None]
     assert loader_info(batches, 4) == (4, False, 12, False)
     assert loader_info(sized(), 4) == exactly(20)
-
-
-def test_a_batch_advances_the_plan_by_its_samples_if_the_loader_states_a_size():
-    "Else by the size that was given, since the plan knows no smaller one; if nobody knows a size, by one"
-    given = LoaderInfo(4, states_batch_size=False, n_planned=12, has_exact_length=False)
-    assert exactly(20).planned(4) == 4
-    assert given.planned(3) == 4
-    assert unknown(3).planned(7) == 1
-    assert planned_sizes(unknown(3)) == [1, 1, 1]
-
-
-@pytest.mark.parametrize('bs', [-1, 2.5, '8'])
-def test_a_batch_size_that_is_no_size_is_an_error(bs):
-    dl = SimpleNamespace(bs=bs)
-    with pytest.raises((TypeError, ValueError), match='batch size'): loader_bs(dl)
-
-
-def test_a_loader_that_drops_the_last_batch():
-    assert drops_last(sized(drop_last=True))
-    assert drops_last(batch_sampler(drop_last=True))
-    assert not drops_last(batch_sampler())
-    assert not drops_last([])
 
 
 # The plan of an epoch
@@ -211,59 +155,9 @@ def test_any_plan(n, bs, k, later_k, n_epoch, remainder):
 
 # The batches of an epoch
 
-def epoch_batches(dl, remainder='step', carried=(), size=16):
-    "Returns the batches of the first of two epochs"
-    plan = plan_of(loader_info(dl), size, remainder=remainder, carried=carried)
-    return EpochBatches(dl, plan, list(carried), None, len(plan.windows))
-
-
-def rows_read(batches):
-    "Returns how many rows each batch has"
-    res = []
-    while batches.advance(): res.append(batches.current.rows)
-    return res
-
-
-def test_carried_batches_come_first():
-    carried = LoaderBatch(data(3), samples=3, rows=3)
-    batches = epoch_batches(sized(), 'carry', [carried])
-    assert batches.samples_left() == 23
-    with batches.reading(): assert rows_read(batches) == [3, 8, 8, 4]
-    assert batches.samples_left() == 0
-    assert batches.current.data == ()
-
-
-@EACH_REMAINDER
-def test_the_last_batch_is_known_where_the_length_is_exact(remainder):
-    def are_last(dl):
-        res = []
-        batches = epoch_batches(dl, remainder)
-        with batches.reading():
-            while batches.advance(): res.append(batches.is_last())
-        return res
-    assert are_last(sized()) == [False, False, True]
-    assert are_last(stream(n=20)) == [False, False, False]
-
-
-READ_AHEAD = [(sized(), 'step', 0),
-              (sized(), 'carry', 0),
-              (sized(), 'drop', 0),
-              (stream(n=99), 'step', 0),
-              (stream(n=99), 'carry', 2),
-              (stream(n=99), 'drop', 2)]
-
-
-@pytest.mark.parametrize('dl, remainder, n_waiting', READ_AHEAD)
-def test_a_stream_is_read_ahead_to_know_whether_a_window_is_filled(dl, remainder, n_waiting):
-    "Unless the last window may be smaller; and a loader of exact length, never"
-    batches = epoch_batches(dl, remainder)
-    with batches.reading():
-        batches.read_ahead(16)
-        assert len(batches.waiting) == n_waiting
-        assert batches.can_fill(16)
-        assert rows_read(batches) == [8, 8, 4]
-        batches.read_ahead(16)
-        assert batches.can_fill(16) == (remainder == 'step')
+def epoch_batches(dl):
+    plan = plan_of(loader_info(dl))
+    return EpochBatches(dl, plan, [], None, len(plan.windows))
 
 
 def test_batches_are_the_loader_to_callbacks():
@@ -276,11 +170,6 @@ def test_batches_are_the_loader_to_callbacks():
     assert len(batches) == 2
     assert len(epoch_batches(sized(n=0))) == 0
     assert len(epoch_batches(stream(n=0))) == 1
-
-
-def test_a_running_loader_is_left_out_of_a_pickle():
-    pickled = pickle.dumps(epoch_batches(sized()))
-    assert pickle.loads(pickled) is None
 
 
 # Fits with loaders of all kinds
@@ -326,33 +215,41 @@ def test_batches_of_many_sizes():
     train = TorchDataLoader(samples(13), batch_sampler=LongestFirst())
     learn = with_loader(train, GradientAccumulation(8, micro_batch_size=4))
     assert fit(learn, 2).recorder.accum_bs == [10, 3, 10, 3]
+    assert learn.pct_train == 1
     steps = [(range(10), 0), (range(10, 13), 0)]
     expected, _ = reference(steps+steps, 13, sgd)
     assert_same(weights(learn), expected, ROUNDING)
 
 
 def fastai_stream(n): return DataLoader(Stream(88), bs=8, n=n)
-def torch_stream(n): return TorchDataLoader(SizedStream(88, n), 8)
+def torch_stream(n): return TorchDataLoader(Stream(88, n), 8)
+
+
+class CountsBatches(Callback):
+    run_valid = False
+    order = 20
+    n = 0
+    def before_batch(self): self.n += 1
 
 
 @pytest.mark.filterwarnings('ignore:Length of IterableDataset')
-@EACH_REMAINDER
-@pytest.mark.parametrize('make, n', [
-    (fastai_stream, 88), (fastai_stream, 104), (torch_stream, 40), (torch_stream, 88), (torch_stream, 104)])
-def test_a_stream_may_be_shorter_than_it_announces_and_one_of_pytorchs_longer(make, n, remainder):
-    learn = with_loader(make(n), GradientAccumulation(32, remainder=remainder))
+@pytest.mark.parametrize('make, n, remainder, n_run', [
+    (fastai_stream, 88, 'step', 33),
+    (fastai_stream, 104, 'carry', 33),
+    (torch_stream, 40, 'step', 33),
+    (torch_stream, 88, 'drop', 24),  # what would be dropped does not run
+    (torch_stream, 104, 'drop', 24),
+    (torch_stream, 104, 'carry', 33)])
+def test_a_stream_may_be_shorter_than_it_announces_and_one_of_pytorchs_longer(make, n, remainder, n_run):
+    counts = CountsBatches()
+    learn = with_loader(make(n), counts, GradientAccumulation(32, remainder=remainder))
     assert_fits_windows(learn, 88, remainder=remainder)
+    assert counts.n == n_run
 
 
 def test_the_last_batch_of_a_stream_has_the_samples_that_come():
-    learn = with_loader(TorchDataLoader(SizedStream(43, 43), 8), GradientAccumulation(32))
+    learn = with_loader(TorchDataLoader(Stream(43), 8), GradientAccumulation(32))
     assert fit(learn, 2).recorder.accum_bs == [32, 11, 32, 11]
-
-
-def test_a_stream_that_announces_nothing_is_fastais_error():
-    dl = TorchDataLoader(Stream(88), 8)
-    for learn in (with_loader(dl), with_loader(dl, GradientAccumulation(32))):
-        with pytest.raises(TypeError, match='has no len'): fit(learn)
 
 
 # Loaders that use the memory of a batch again
@@ -416,19 +313,6 @@ def test_a_batch_that_has_run_may_be_written_over_before_it_runs_again(kind):
     learn = with_loader(kind(*data(n)), accum, cancels)
     fit(learn, 2)
     assert_trained_on(learn, n, '0120 123')
-
-
-def test_a_batch_that_fills_its_window_is_not_copied(monkeypatch):
-    "Since it cannot be carried"
-    copied = []
-    def note_and_copy(batch):
-        copied.append(batch)
-        return batch
-    monkeypatch.setattr(LoaderBatch, 'copied', note_and_copy)
-    fit(accumulated_learner(64, k=1, remainder='carry'), 2)
-    assert copied == []
-    fit(accumulated_learner(64, k=2, remainder='carry'), 2)
-    assert len(copied) == 8
 
 
 def n_labels(learn): return (learn.y != -100).sum().item()
@@ -576,13 +460,14 @@ def test_a_loader_that_is_replaced_before_the_windows_begin_is_the_data(remainde
     assert len(losses(learn)) == 9
 
 
-# What is said of batches without a size
+# Loaders without a batch size, and without batches
 
-def test_micro_bs_is_unknown_with_auto_and_a_loader_that_states_no_size():
+def test_the_line_of_a_loader_that_states_no_size_has_that_of_its_first_batch(capsys):
     accum = GradientAccumulation(micro_batch_size='auto')
     inputs, targets = data(32)
     batches = list(zip(inputs.split(8), targets.split(8)))
-    fit(with_loader(batches, accum), 1)
+    fit_aloud(with_loader(batches, accum), 1)
+    assert "micro_batch_size='auto': 8 samples are one batch" in capsys.readouterr().out
     assert accum.micro_bs is None
 
 
@@ -591,11 +476,3 @@ def test_an_empty_loader_has_no_window_of_none():
     accum = GradientAccumulation(micro_batch_size=8, remainder='drop')
     learn = fit(make_learner(BS, n=5, drop_last=True, cbs=accum), 1)
     assert losses(learn) == []
-
-
-def test_a_partial_loader_has_the_samples_that_it_draws():
-    "As many batches as the whole data set"
-    from fastai.callback.data import PartialDL
-    dl = PartialDL(list(range(100)), bs=64, partial_n=70)
-    info = loader_info(dl)
-    assert (info.n_planned, info.has_exact_length) == (70, True)

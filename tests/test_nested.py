@@ -27,9 +27,7 @@ def zeros(*rows):
 
 @pytest.mark.parametrize('batch', [
     (1, 2),
-    [1, 2],
     L(1, 2),
-    dict(a=1, b=2),
     defaultdict(list, a=1, b=2),
     Encoding(a=1, b=2),
     Pair(1, 2)])
@@ -68,8 +66,7 @@ def test_tensors_are_found_in_order_and_without_single_numbers():
     ({'ids': torch.zeros(4, 2)}, None, 4),
     ([tensor(1.), torch.zeros(4), ['a']], None, 4),  # targets are no tensor
     (('a', None), 3, 3),
-    (zeros(1, 1), 2, 1),  # as many fields as samples in a full batch
-    ((zeros(4, 4), torch.zeros(4)), 2, 4)])  # as many inputs, of which a callback has made two rows of each sample
+    (zeros(1, 1), 2, 1)])  # as many fields as samples in a full batch
 def test_rows_are_those_of_the_targets_or_the_expected_number_if_something_has_it(batch, expected, rows):
     assert n_rows(batch, expected) == rows
 
@@ -91,8 +88,8 @@ def test_parts_are_of_nearly_equal_size_and_none_is_larger_than_the_first(n, n_p
 
 
 def test_a_slice_has_the_structure_and_types_of_the_batch():
-    x = torch.arange(12.).reshape(6, 2)
-    y = torch.arange(6)
+    x = torch.rand(6, 2)
+    y = torch.rand(6)
     batch = [Encoding(ids=x, deep=[x, (y,)]), Pair(x, y)]
     res = slice_rows(batch, 2, 5, 6)
     assert type(res) is list
@@ -104,7 +101,7 @@ def test_a_slice_has_the_structure_and_types_of_the_batch():
     assert_same(pair.b, y[2:5])
 
 
-@pytest.mark.parametrize('for_all', ['name', b'name', None, 3, 2.5, tensor(1.), (6, 6, 6, 6, 6, 6)], ids=repr)
+@pytest.mark.parametrize('for_all', ['name', b'name', None, 2.5, tensor(1.)], ids=repr)
 def test_what_is_the_same_for_all_samples_is_not_sliced(for_all):
     assert slice_rows(for_all, 2, 5, 6) == for_all
 
@@ -121,10 +118,9 @@ def test_inputs_and_targets_are_no_list_of_samples_though_they_are_as_many():
 
 
 @pytest.mark.parametrize('field, says', [
-    (torch.zeros(3), r'split a tensor of shape \(3,\) in a batch of 6 samples'),
-    (object(), 'split a object'),
-    (pack_sequence(zeros(2, 2, 2, 2, 2, 2)), 'split a PackedSequence'),
-    (torch.eye(6).to_sparse(), 'split a Tensor: use dense tensors')])
+    (torch.zeros(3), r'split a tensor of shape \(3,\) for 6 samples: its first dimension must index'),
+    (pack_sequence(zeros(2, 2, 2, 2, 2, 2)), r'split a tensor of shape \(12,\)'),
+    (object(), 'split a object: use dense tensors')])
 def test_what_cannot_be_sliced_is_an_error_that_names_it(field, says):
     with pytest.raises(ValueError, match=f'cannot {says}'): slice_rows([field, torch.zeros(6)], 0, 3, 6)
 
@@ -135,14 +131,14 @@ def rows_of(shape): return torch.rand(12, *shape)
 
 
 def structures_of(parts):
-    tuples = st.lists(parts, min_size=1, max_size=3).map(tuple)
+    tuples = st.lists(parts, min_size=1, max_size=3).map(tuple).filter(tensors_in)  # others are lists of samples
     dicts = st.dictionaries(st.sampled_from('abc'), parts, min_size=1)
     pairs = st.builds(Pair, parts, parts)
     return tuples | dicts | pairs
 
 
 tensors = st.lists(st.integers(1, 3), max_size=2).map(rows_of)
-same_for_all = st.sampled_from([None, 3, False])  # a text in a tuple may be one of each sample
+same_for_all = st.sampled_from([None, 3, False])
 
 
 def structure_of(batch): return map_tensors(lambda t: 'tensor', batch)
@@ -164,8 +160,7 @@ def test_numbers_that_are_the_same_in_all_micro_batches_are_those_of_the_batch(n
     assert join(outputs, [n, n]) == Pair(1., 2.)
 
 
-@pytest.mark.parametrize('kind', [list, tuple, L])
-@pytest.mark.parametrize('n', [1, 2, 3])
+@pytest.mark.parametrize('n, kind', [(1, tuple), (2, list), (3, L)])
 def test_lists_with_an_entry_for_each_sample_are_joined(n, kind):
     boxes_of_samples = range(n)
     outputs = [kind(zeros(*boxes_of_samples)) for _ in range(2)]
@@ -176,22 +171,13 @@ def test_lists_with_an_entry_for_each_sample_are_joined(n, kind):
 
 def test_a_list_of_samples_may_look_like_several_outputs_beside_others_that_do_not():
     "Its two images have two boxes each"
-    for parts, sizes in (([zeros(2, 2), zeros(5, 5)], [2, 2]), ([zeros(3, 1), zeros(1)], [2, 1])):
-        assert [len(o) for o in join(parts, sizes)] == [len(o) for o in sum(parts, [])]
+    parts = [zeros(2, 2), zeros(5, 5)]
+    assert [len(o) for o in join(parts, [2, 2])] == [2, 2, 5, 5]
 
 
 def test_texts_of_samples_are_joined():
     assert join([('cat', 'dog'), ('cat', 'dog')], [2, 2]) == ('cat', 'dog', 'cat', 'dog')
     assert join([Pair('a', 'b'), Pair('a', 'b')], [2, 2]) == Pair('a', 'b')  # their names say that they are no samples
-
-
-def test_mappings_are_joined_by_their_keys():
-    first_one = dict(a=torch.zeros(2), b=torch.ones(2))
-    second = dict(b=torch.ones(1), a=torch.zeros(1))
-    res = join([first_one, second], [2, 1])
-    assert [*res] == ['a', 'b']
-    assert_same(res['a'], torch.zeros(3))
-    assert_same(res['b'], torch.ones(3))
 
 
 def test_lists_of_samples_are_joined_inside_of_an_output():
@@ -203,31 +189,18 @@ def test_lists_of_samples_are_joined_inside_of_an_output():
 
 @pytest.mark.parametrize('first_one, second', [
     (tensor(1.), tensor(2.)),  # a number of each micro-batch, such as its loss
-    (torch.zeros(2), torch.zeros(2)),  # the first micro-batch has 1 sample
-    (torch.zeros(1, 3), torch.zeros(2, 4)),
     (tensor(1.), torch.zeros(2)),  # the model has squeezed the output for one sample
-    (Pair(1, tensor(1.)), Pair(1, tensor(2.))),
+    (None, torch.zeros(2)),
     ('a', 'b'),
     (object(), object()),
-    # outputs of two types
-    (1., torch.zeros(2)),
-    (torch.zeros(1), 1.),
-    ('a', torch.zeros(2)),
-    (None, torch.zeros(2)),
-    (Pair('a', torch.zeros(1)), Pair('a', None)),
-    # of two structures
-    ((1, 2), (1, 2, 3)),
-    (dict(a=torch.zeros(1)), dict(b=torch.zeros(2)))])
+    ((1, 2), (1, 2, 3))])
 def test_what_is_no_output_of_the_batch_cannot_be_joined(first_one, second):
-    with pytest.raises(CannotJoin) as caught: join([first_one, second], [1, 2])
-    assert 'micro-batches' in str(caught.value) or 'must index the samples' in str(caught.value)
+    with pytest.raises(CannotJoin, match='cannot join a|differ in structure'): join([first_one, second], [1, 2])
 
 
-@pytest.mark.parametrize('output', [
-    torch.zeros(3, 4),  # time first
-    dict(logits=torch.zeros(4, 2), hidden=(torch.zeros(1, 4, 2),)),  # layers first
-    [torch.zeros(8)]])
-def test_an_output_whose_first_dimension_is_not_the_samples_is_an_error(output):
+def test_an_output_whose_first_dimension_is_not_the_samples_is_an_error():
+    layers_first = torch.zeros(1, 4, 2)
+    output = dict(logits=torch.zeros(4, 2), hidden=(layers_first,))
     with pytest.raises(NotSamplesFirst, match='for 4 samples: its first dimension must index the samples'):
         join([output, output], [4, 4])
 

@@ -11,10 +11,10 @@ def fastai_loader(n, bs, collate=None, **kwargs):
     return DataLoader(samples, bs=bs, create_batch=collate, **kwargs)
 
 
-def torch_loader(n, bs, collate=None, shuffle=False, **kwargs):
+def torch_loader(n, bs, shuffle=False):
     samples = list(zip(*data(n)))
     generator = torch.Generator().manual_seed(4)
-    return tud.DataLoader(samples, bs, shuffle, collate_fn=collate, generator=generator, **kwargs)
+    return tud.DataLoader(samples, bs, shuffle, generator=generator)
 
 
 def stream(n, bs): return tud.DataLoader(Stream(n), bs)
@@ -36,14 +36,14 @@ class SeesBatches(Callback):
     def after_batch(self): self.note('after_batch')
 
 
-def learner_on(train, *cbs, m=None, **kwargs):
+def learner_on(train, *cbs, **kwargs):
     valid = DataLoader(list(zip(*data(8))), bs=8)
-    return Learner(DataLoaders(train, valid), m or model(), mse, cbs=[SeesBatches(), *cbs], **kwargs)
+    return Learner(DataLoaders(train, valid), model(), mse, cbs=[SeesBatches(), *cbs], **kwargs)
 
 
-def fitted(train, *cbs, m=None):
+def fitted(train, *cbs):
     "Trains on a loader, with a momentum and a rate that change, and returns the Learner"
-    learn = learner_on(train, *cbs, m=m, opt_func=partial(SGD, mom=.9))
+    learn = learner_on(train, *cbs, opt_func=partial(SGD, mom=.9))
     set_seed(1)
     return fit(learn, 2, method='fit_one_cycle')
 
@@ -105,36 +105,10 @@ def test_a_piece_is_cancelled_as_a_batch_of_the_small_loader(event, exc):
     assert_bit_for_bit(run(32, GradientAccumulation(8)), run(8))
 
 
-# Batches of any form
-
-def as_dict(samples):
-    inputs, targets = map(torch.stack, zip(*samples))
-    return dict(x=inputs), targets
-
-
-class Reads(nn.Module):
-    "Finds its inputs in a dict"
-    def __init__(self):
-        super().__init__()
-        self.inner = model()
-
-    def forward(self, batch):
-        if isinstance(batch, Tensor): return self.inner(batch)  # in validation
-        return self.inner(batch['x'])
-
-
-@pytest.mark.parametrize('loader', [fastai_loader, torch_loader])
-def test_dicts_are_cut(loader):
-    plain = fitted(loader(100, 8, as_dict), m=Reads())
-    assert_bit_for_bit(fitted(loader(100, 32, as_dict), GradientAccumulation(8), m=Reads()), plain)
-
-
-def as_set(samples):
-    inputs, targets = map(torch.stack, zip(*samples))
-    return {inputs}, targets
-
+# Batches that can be cut
 
 def test_a_batch_that_cannot_be_sliced_is_an_error_before_training():
+    def as_set(samples): return set(samples), None
     learn = learner_on(fastai_loader(96, 32, as_set), GradientAccumulation(8))
     with pytest.raises(ValueError, match='cannot split a set: use dense tensors'): fit(learn)
     assert learn.sees_batches.seen == []

@@ -12,13 +12,12 @@ from typing import NamedTuple
 
 from fastai.basics import *
 
-from .checks import check_size,warn_user
+from .checks import warn_user
 from .nested import map_tensors,n_rows,part_bounds,slice_fields
 
 # %% auto #0
-__all__ = ['remainders', 'batch_source', 'loader_bs', 'drops_last', 'is_distributed', 'length_of', 'dataset_size',
-           'epoch_samples', 'LoaderInfo', 'loader_info', 'WindowShape', 'nearest_shape', 'LoaderBatch', 'EpochPlan',
-           'EpochBatches', 'carried_sizes']
+__all__ = ['remainders', 'batch_source', 'loader_bs', 'drops_last', 'is_distributed', 'length_of', 'dataset_size', 'LoaderInfo',
+           'loader_info', 'WindowShape', 'nearest_shape', 'LoaderBatch', 'EpochPlan', 'EpochBatches']
 
 # %% ../../nbs/windows/08_loader.ipynb #e740c629
 def batch_source(dl):
@@ -29,10 +28,7 @@ def batch_source(dl):
 
 def loader_bs(dl)->int|None:
     "Returns the samples in a batch as `dl` counts them, its `bs` or `batch_size`; None if it has neither"
-    bs = getattr(dl, 'bs', None)
-    if not bs:
-        bs = getattr(batch_source(dl), 'batch_size', None)
-    return check_size('batch size', bs) if bs else None
+    return getattr(dl, 'bs', None) or getattr(batch_source(dl), 'batch_size', None)
 
 def drops_last(dl)->bool:
     "Returns whether `dl` drops an incomplete last batch"
@@ -64,22 +60,6 @@ def dataset_size(dl)->int|None:
         length_of(dl, 'dataset')]
     return first(o for o in sizes if o is not None)
 
-def epoch_samples(dl, bs:int)->tuple[int,bool]:
-    """Returns the samples that `dl` yields in an epoch, in this process; and whether that is exact. For an
-    `IterableDataset`, or a loader that repeats or skips samples, it is an estimate"""
-    n_batches = len(dl)
-    n = dataset_size(dl)
-    if n is None: return n_batches*bs,False
-    n_full = n//bs
-    if is_distributed(dl) and dl.drop_last: n_batches = n_full  # its length also counts the incomplete batch
-    # By the number of batches, because samplers and wrappers need not have a `drop_last`. Of 20 samples in batches of
-    # 8, there are 3 batches if all are taken, and 2 if the rest is dropped
-    takes_all = n_batches == math.ceil(n/bs)
-    drops_rest = n_batches == n_full
-    if takes_all: return n,True
-    if drops_rest: return n_full*bs,True
-    return n_batches*bs,False
-
 # %% ../../nbs/windows/08_loader.ipynb #bc7dde7c
 class LoaderInfo(NamedTuple):
     """What is known of the batches of an epoch, in this process, before they are loaded. There are three counts of a
@@ -106,12 +86,22 @@ def loader_info(
     dl,
     batch_size:int|None=None, # Used if `dl` states none
 )->LoaderInfo:
+    """Returns what is known of the batches of `dl`. The number of samples is an estimate if nobody knows them, as those
+    of an `IterableDataset`, or if the length of `dl` does not fit them, since `dl` repeats or skips some"""
+    n_batches = len(dl)
     stated = loader_bs(dl)
-    if stated: batch_size = stated
-    if not batch_size:
-        return LoaderInfo(None, False, len(dl), False)
-    samples,is_exact = epoch_samples(dl, batch_size)
-    return LoaderInfo(batch_size, stated is not None, samples, is_exact)
+    bs = stated or batch_size
+    if not bs: return LoaderInfo(None, False, n_batches, False)
+    n_samples = dataset_size(dl) if stated else None  # batches may differ in size if it states none
+    if n_samples is None: return LoaderInfo(bs, stated is not None, n_batches*bs, False)
+    n_full = n_samples//bs
+    if is_distributed(dl) and dl.drop_last: n_batches = n_full  # its length also counts the incomplete batch
+    # By the number of batches, because samplers and wrappers need not have a `drop_last`. Of 20 samples in batches of
+    # 8, there are 3 batches if all are taken, and 2 if the rest is dropped
+    is_exact = n_batches in (n_full, math.ceil(n_samples/bs))
+    n_planned = n_batches*bs
+    if is_exact: n_planned = min(n_planned, n_samples)  # the last batch may be smaller
+    return LoaderInfo(bs, True, n_planned, is_exact)
 
 # %% ../../nbs/windows/08_loader.ipynb #3ce99625
 remainders = 'step','carry','drop'  # what happens to batches at the end of an epoch that do not fill a window
@@ -143,68 +133,43 @@ class LoaderBatch(NamedTuple):
     data:tuple
     samples:int  # as the DataLoader counts them
     rows:int  # of its tensors, which may have several for each sample
-    window_size:int|None = None  # of a piece: the samples that fill its window
-
-    def without_data(self)->LoaderBatch: return self._replace(data=())
 
     def copied(self)->LoaderBatch:
         "Returns the batch with copies of its tensors, because a loader may reuse their memory for a later batch"
         return self._replace(data=map_tensors(torch.clone, self.data))
 
-    def cut(self,
-        n_pieces:int,
-        bs:int, # Samples in a full loader batch
-    )->list[LoaderBatch]:
-        """Returns the pieces of the batch, of nearly equal size: 10 samples in 4 pieces are 3, 2, 3 and 2. A batch of
-        fewer samples than `bs` is cut at the same places, so that only its last piece is smaller. Raises ValueError if
-        it cannot be sliced"""
-        res = []
-        for start,end in part_bounds(bs, n_pieces):
-            end = min(end, self.samples)
-            if start < end: res.append(self.piece(start, end, window_size=bs//n_pieces))  # the smallest piece fills it
-        return res
-
-    def piece(self, start:int, end:int, window_size:int|None=None)->LoaderBatch:
-        "Returns the samples from `start` to `end`"
+    def piece(self, start:int, end:int)->LoaderBatch:
+        "Returns the samples from `start` to `end`; raises ValueError if the batch cannot be sliced"
         first = self.rows*start//self.samples
         last = self.rows*end//self.samples
-        data = slice_fields(self.data, first, last, self.rows) if self.data else ()
-        # A piece gets its own memory, as a batch of its size has: kernels round differently at another alignment
-        data = map_tensors(torch.clone, data)
-        return LoaderBatch(data, end-start, last-first, window_size)
+        piece = LoaderBatch(slice_fields(self.data, first, last, self.rows), end-start, last-first)
+        return piece.copied()  # to memory of its own, as a batch of its size has: kernels round by the alignment
 
 # %% ../../nbs/windows/08_loader.ipynb #75b1f819
 class EpochPlan:
-    "The windows of one epoch, as far as they are known before it begins"
+    """The windows of one epoch, as far as they are known before it begins. Here, samples are `planned` ones, and are
+    counted from the first carried batch on"""
     def __init__(self,
         info:LoaderInfo,
         shape_at_pct:Callable, # `f(pct_train)` returns the `WindowShape` of a window that begins there
         epoch:int,
         n_epoch:int,
         remainder:str, # One of `remainders`
-        carried:list[LoaderBatch], # Left over from the previous epoch; they come first
+        carried:list[int], # Samples of each batch left over from the previous epoch; these batches come first
         smallest:WindowShape, # Of the fit
         largest:WindowShape,
         sizes_vary:bool, # Whether windows may differ in size, apart from the last one
     ):
-        self.info = info
-        self.shape_at_pct = shape_at_pct
-        self.epoch = epoch
-        self.n_epoch = n_epoch
+        store_attr('info,shape_at_pct,epoch,n_epoch,smallest,largest,sizes_vary')
         is_last_epoch = epoch+1 >= n_epoch
         self.remainder = 'step' if remainder == 'carry' and is_last_epoch else remainder
-        self.smallest = smallest
-        self.largest = largest
-        self.sizes_vary = sizes_vary
-        self.first_shape = shape_at_pct(epoch/n_epoch)
-        self.carried = [o.without_data() for o in carried]
-        # Here and in the methods, samples are `planned` ones, and are counted from the first carried batch on
-        self.n_carried = sum(info.planned(o.samples) for o in carried)
+        self.carried = [info.planned(samples) for samples in carried]
+        self.n_carried = sum(self.carried)
         self.windows = []  # pairs (start, size), both in samples
         self.n_batches = 0  # batches of all windows, and those in `left`; a piece counts as a batch
-        self.left = []  # the last batches, if they fill no window
+        self.left = []  # the samples of each of the last batches, if they fill no window
         self.plan_windows()
-        self.starts = [start for start,_ in self.windows]
+        self.ends = [start+size for start,size in self.windows]
 
     @property
     def joins_batches(self)->bool:
@@ -221,68 +186,62 @@ class EpochPlan:
 
     def position(self, samples:int)->float:
         """Returns the position in the epoch, from 0 to 1, after this many `samples`. If windows vary in size, it is the
-        fraction read. If not, each window advances it by the same amount, as each batch does in fastai, although the
-        last window may be smaller or dropped. For example, in an epoch of two windows of 32 and one of 16 samples, the
-        position after 48 samples is half of a window beyond the first: 1.5/3"""
+        fraction read. If not, each planned window that has ended advances it by the same amount, as each batch does in
+        fastai, although the last window may be smaller, and some samples are dropped"""
         n = len(self.windows)
         if self.sizes_vary or not n: return self.fraction_read(samples)
-        n_begun = bisect_right(self.starts, samples)
-        start,size = self.windows[n_begun-1]
-        fraction = min((samples-start)/size, 1.)  # of this window; more samples may come than were planned
-        return (n_begun-1+fraction)/n
+        return bisect_right(self.ends, samples)/n
 
     def shape(self, samples:int)->WindowShape:
-        "Returns the shape of a window that begins after this many `samples`"
-        if not self.sizes_vary: return self.first_shape
-        return self.shape_at_pct(self.pct_train(self.fraction_read(samples)))
+        """Returns the shape of a window that begins after this many `samples`. All pieces of a loader batch have the
+        shape of the first one"""
+        if self.smallest == self.largest: return self.smallest
+        from_batch = max(samples-self.n_carried, 0) % self.info.planned_batch_size  # 0 unless it begins with a piece
+        return self.shape_at_pct(self.pct_train(self.fraction_read(samples-from_batch)))
 
-    def window_size(self, batch:LoaderBatch|None, samples:int)->int:
-        """Returns the samples in a window that begins with `batch`, after this many `samples`. A piece has the size
-        that it was cut for"""
-        if batch is not None and batch.window_size: return batch.window_size
+    def window_size(self, samples:int)->int:
+        "Returns the samples in a window that begins after this many `samples`"
         return self.shape(samples).samples(self.info.planned_batch_size)
 
 # %% ../../nbs/windows/08_loader.ipynb #a3c1d5e7
 @patch
-def pieces_of(self:EpochPlan, batch:LoaderBatch, start:int)->list[LoaderBatch]:
-    "Returns the pieces of a loader batch that begins after `start` samples, each of which makes a window; or the batch"
-    if self.smallest.n_pieces == 1: return [batch]
-    n_pieces = self.shape(start).n_pieces
-    if n_pieces == 1: return [batch]
-    if not self.info.has_exact_length:
-        # The last batch of a stream may have fewer rows than the batch size that it was counted by
-        batch = batch._replace(samples=min(batch.samples, batch.rows))
-    return batch.cut(n_pieces, self.info.planned_batch_size)
+def piece_bounds(self:EpochPlan,
+    n:int, # Samples of a loader batch. The last one of an epoch may have fewer than the others
+    shape:WindowShape,
+)->list[tuple[int,int]]:
+    """Returns start and end of each piece of a loader batch, of which each makes a window; or those of the batch, if it
+    makes one. Pieces are of nearly equal size: 10 samples in 4 pieces are 3, 2, 3 and 2. A batch of fewer samples is
+    cut at the same places, so that only its last piece is smaller"""
+    bounds = part_bounds(self.info.planned_batch_size, shape.n_pieces)
+    return [(first, min(last, n)) for first,last in bounds if first < n]
 
 @patch
-def planned_batches(self:EpochPlan)->Iterator[LoaderBatch]:
-    "Yields the batches that were carried, and the loader batches of the epoch or their pieces, all without data"
+def planned_batches(self:EpochPlan)->Iterator[int]:
+    "Yields the samples of each batch that was carried, and of each loader batch of the epoch or its pieces"
     yield from self.carried
     n,bs = self.info.n_planned,self.info.planned_batch_size
     for start in range(0, n, bs):
-        samples = min(bs, n-start)
-        yield from self.pieces_of(LoaderBatch((), samples, samples), self.n_carried+start)
+        shape = self.shape(self.n_carried+start)
+        for first,last in self.piece_bounds(min(bs, n-start), shape): yield last-first
 
 @patch
 def plan_windows(self:EpochPlan):
     "Fills one window after the other with the batches of the epoch"
-    # These describe the window that is being filled
-    batches = []
-    start = 0  # samples before it
-    filled = 0  # samples in it
+    window = []  # the samples of each batch of the window that is being filled
     size = 0  # samples that fill it
-    for batch in self.planned_batches():
-        if not batches: size = self.window_size(batch, start)
+    start = 0  # samples before it
+    end = 0  # samples until now
+    for samples in self.planned_batches():
+        if not window: size = self.window_size(start)
         self.n_batches += 1
-        batches.append(batch)
-        filled += self.info.planned(batch.samples)
-        if filled < size: continue
-        self.windows.append((start, filled))
-        batches = []
-        start += filled
-        filled = 0
-    if batches and self.remainder == 'step': self.windows.append((start, filled))
-    else: self.left = batches
+        window.append(samples)
+        end += samples
+        if end-start < size: continue
+        self.windows.append((start, end-start))
+        window = []
+        start = end
+    if window and self.remainder == 'step': self.windows.append((start, end-start))
+    else: self.left = window
 
 # %% ../../nbs/windows/08_loader.ipynb #df804201
 class EpochBatches(GetAttr):
@@ -304,12 +263,11 @@ class EpochBatches(GetAttr):
         self.read = iter  # `read(dl)` yields the batches of `dl` that are left: all, unless a killed fit goes on
         self.source = None  # while the epoch runs: yields them as lists of LoaderBatches
         self.waiting = deque(carried)  # batches that were loaded, or carried, and have not run
-        self.current = None  # the batch that runs; after the epoch, the last one, without data
+        self.current = None  # the batch that runs
         self.left_over = []  # once the epoch is over: batches that are carried into the next one
         self.has_found_end = False  # whether the DataLoader has come to its end by itself
         self.n_loaded = 0  # batches that the DataLoader has yielded
-        self.n_read = 0  # batches, or pieces, up to the current one
-        self.samples_read = 0  # planned samples in these
+        self.samples_read = 0  # planned samples in batches up to the current one
 
     def __reduce__(self):
         """Lets a Learner be copied or exported in the middle of a fit, although a running DataLoader cannot be pickled.
@@ -335,27 +293,18 @@ def reading(self:EpochBatches):
     try: yield
     finally:
         self.source.close()  # its workers end
-        if self.current is not None: self.current = self.current.without_data()  # which frees its memory
+        self.current = None  # which frees its memory
 
 @patch
 def loader_batches(self:EpochBatches)->Iterator[list[LoaderBatch]]:
     "Yields the batches of the DataLoader with their counts, each in a list: whole, or cut into pieces"
-    info,plan = self.info,self.plan
-    bs = info.planned_batch_size
+    info = self.info
     for data in self.read(self.dl):
         # In planned samples. Not by `samples_read`, because further batches may be loaded while this one waits
-        start = self.n_loaded*bs
-        left = info.n_planned-start
+        start = self.n_loaded*info.planned_batch_size
         self.n_loaded += 1
-        is_first_beyond = info.has_exact_length and -bs < left <= 0
-        if is_first_beyond: self.warn_of_surplus()
-        yield plan.pieces_of(self.counted(data, left), plan.n_carried+start)
+        yield self.pieces_of(self.counted(data, info.n_planned-start), start)
     self.has_found_end = True
-
-@patch
-def warn_of_surplus(self:EpochBatches):
-    warn_user(f"the DataLoader yields more than the {self.info.n_planned} samples that its length announces, so a "
-              "window may end early: let its length (for fastai's, n) count all of them")
 
 @patch
 def counted(self:EpochBatches,
@@ -365,13 +314,26 @@ def counted(self:EpochBatches,
     """Counts a batch. It has as many samples as the batch size that the DataLoader states, since there may be several
     rows of each. If the DataLoader states none, each row is a sample"""
     info = self.info
-    if not info.states_batch_size:
-        rows = n_rows(data, info.batch_size)
-        return LoaderBatch(data, rows, rows)
-    samples = info.batch_size
-    if info.has_exact_length and left > 0:
-        samples = min(samples, left)  # the last batch may be smaller
-    return LoaderBatch(data, samples, n_rows(data, samples))
+    samples = info.batch_size if info.states_batch_size else None
+    if info.has_exact_length:
+        if left <= 0: self.warn_of_surplus()
+        elif left < samples: samples = left  # the last batch may be smaller
+    rows = n_rows(data, samples)
+    return LoaderBatch(data, samples or rows, rows)
+
+@patch
+def warn_of_surplus(self:EpochBatches):
+    warn_user(f"the DataLoader yields more than the {self.info.n_planned} samples that its length announces, so a "
+              "window may end early: let its length (for fastai's, n) count all of them")
+
+@patch
+def pieces_of(self:EpochBatches, batch:LoaderBatch, start:int)->list[LoaderBatch]:
+    "Returns the pieces of a loader batch that begins after `start` samples of the epoch; or the batch"
+    shape = self.plan.shape(self.plan.n_carried+start)
+    if shape.n_pieces == 1: return [batch]
+    # The last batch of a stream may have fewer rows than it was counted by
+    batch = batch._replace(samples=min(batch.samples, batch.rows))
+    return [batch.piece(first, last) for first,last in self.plan.piece_bounds(batch.samples, shape)]
 
 # %% ../../nbs/windows/08_loader.ipynb #2d8e6b17
 # Running the batches
@@ -382,15 +344,8 @@ def advance(self:EpochBatches)->bool:
     if not self.waiting: self.waiting.extend(next(self.source, ()))
     if not self.waiting: return False
     self.current = self.waiting.popleft()
-    self.n_read += 1
     self.samples_read += self.info.planned(self.current.samples)
     return True
-
-@patch
-def next_window_size(self:EpochBatches)->int:
-    "Returns the samples that fill a window, if it begins with the next batch"
-    batch = self.waiting[0] if self.waiting else None
-    return self.plan.window_size(batch, self.samples_read)
 
 @patch
 def copy_current(self:EpochBatches): self.current = self.current.copied()
@@ -403,11 +358,14 @@ def load_next(self:EpochBatches)->bool:
     return len(pieces) > 0
 
 @patch
-def read_ahead(self:EpochBatches, samples:int):
-    """Before a window of this many `samples`: loads batches until they are waiting, or the DataLoader ends. Without an
-    exact length, nothing else shows whether the window will be full, or is dropped or carried"""
-    if self.plan.remainder == 'step' or self.info.has_exact_length: return
-    while self.samples_left() < samples and self.load_next(): pass
+def can_fill(self:EpochBatches, size:int)->bool:
+    """Returns whether a window of `size` samples may begin: if fewer are left, only the remainder 'step' allows it.
+    Without an exact length, nothing else than the batches themselves shows it, so this loads those of the window"""
+    if self.plan.remainder == 'step': return True
+    if self.info.has_exact_length: return self.samples_left() >= size
+    while sum(o.samples for o in self.waiting) < size:
+        if not self.load_next(): return False
+    return True
 
 # %% ../../nbs/windows/08_loader.ipynb #3c7a90e2
 @patch
@@ -415,35 +373,30 @@ def finish_epoch(self:EpochBatches, unfinished:list[LoaderBatch]):
     """After the last round: keeps the batches that are to be carried, first those of the `unfinished` window. Ends the
     DataLoader as fastai does, with `after_iter`"""
     if self.plan.remainder == 'carry':
-        while self.load_next(): pass  # to the end, where the DataLoader sends `after_iter` itself
+        while self.load_next(): pass
         self.left_over = [*unfinished, *self.waiting]
-        return
-    # If the DataLoader skipped samples, it has found its end although some are left
-    leaves_batches = not self.has_found_end and self.info.has_exact_length and self.samples_left() > 0
-    # All were read: asked for one more, the DataLoader finds its end, and sends `after_iter` itself
-    if not leaves_batches: next(self.source, None)
-    # The rest is dropped, and not loaded. So the DataLoader does not come to its end, and this sends it
-    elif hasattr(self.dl, 'after_iter'): self.dl.after_iter()
+    # Asked for one more batch than it has, a DataLoader finds its end, and sends `after_iter` itself
+    if self.samples_left() <= 0: next(self.source, None)
+    # Batches that are dropped are not loaded
+    if not self.has_found_end and hasattr(self.dl, 'after_iter'): self.dl.after_iter()
 
 # %% ../../nbs/windows/08_loader.ipynb #917408b2
 # Questions
 
 @patch
-def is_last(self:EpochBatches)->bool:
-    "Returns whether it is certain that the current batch is the last one"
-    return self.info.has_exact_length and self.n_read == self.plan.n_batches
+def next_window_size(self:EpochBatches)->int:
+    "Returns the samples that fill a window, if it begins with the next batch"
+    return self.plan.window_size(self.samples_read)
 
 @patch
 def samples_left(self:EpochBatches)->int:
-    """Returns the planned samples after the current batch. If the length is not exact, only those that are waiting are
-    known, and `read_ahead` has loaded as many as the next window needs"""
-    if not self.info.has_exact_length: return sum(o.samples for o in self.waiting)
+    "Returns the planned samples after the current batch"
     return self.info.n_planned+self.plan.n_carried-self.samples_read
 
 @patch
-def can_fill(self:EpochBatches, size:int)->bool:
-    "Returns whether a window of `size` samples may begin: if fewer are left, only the remainder 'step' allows it"
-    return self.plan.remainder == 'step' or self.samples_left() >= size
+def is_last(self:EpochBatches)->bool:
+    "Returns whether it is certain that the current batch is the last one"
+    return self.info.has_exact_length and self.samples_left() == 0
 
 # %% ../../nbs/windows/08_loader.ipynb #0fee206d
 # The place in an epoch, for AutoResume
@@ -452,17 +405,12 @@ def can_fill(self:EpochBatches, size:int)->bool:
 def state(self:EpochBatches)->dict:
     "Returns the place between two windows; with batches that were loaded, or carried, and have not run"
     return dict(
-        carried=[tuple(o) for o in self.plan.carried],
+        carried=self.plan.carried,  # only their sizes, by which the windows were planned
         waiting=[tuple(o) for o in self.waiting],
-        counts=(self.samples_read, self.n_read, self.n_loaded))
+        counts=(self.samples_read, self.n_loaded))
 
 @patch
 def go_to(self:EpochBatches, state:dict):
     "Before a batch was read, in an epoch with the same plan: goes to the place of a `state`"
     self.waiting = deque(LoaderBatch(*o) for o in state['waiting'])
-    self.samples_read,self.n_read,self.n_loaded = state['counts']
-
-def carried_sizes(state:dict)->list[LoaderBatch]:
-    """Returns the batches that were carried into the epoch of a `state`, without data, since a plan needs their sizes
-    only"""
-    return [LoaderBatch(*o) for o in state['carried']]
+    self.samples_read,self.n_loaded = state['counts']

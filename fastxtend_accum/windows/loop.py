@@ -191,7 +191,6 @@ def begin_window(self:WindowLoop):
     size = self.batches.next_window_size()
     self.window = Window(size)
     self.progress.begin_window()
-    self.batches.read_ahead(size)
 
 @patch
 def close_after_rounds(self:WindowLoop):
@@ -416,7 +415,6 @@ def close_window(self:WindowLoop)->Outcome:
     window = self.window
     outcome = self.finalize_gradients() if window.losses.n_micro else Outcome.NO_TARGETS
     window.close(outcome)  # before the step, in which a callback may raise an exception
-    self.progress.note_closed_window()
     if outcome in skipped:
         self.cb.report_skipped(outcome)
         self.drop_gradients()
@@ -545,12 +543,10 @@ def hook_in(self:WindowLoop, between_windows:Callable, after_windows:Callable, r
 @patch
 def state(self:WindowLoop)->dict:
     "Returns the place in the fit, between two windows, for `go_to` in another process"
-    progress = self.progress
-    return dict(counts=(self.n_steps, progress.n_rounds, progress.n_closed), batches=self.batches.state())
+    return dict(counts=(self.n_steps, self.progress.n_rounds), batches=self.batches.state())
 
 @patch
 def go_to(self:WindowLoop, state:dict):
     "After `begin_epoch`, with the plan of the epoch of a `state`: goes on from there"
-    self.n_steps,*counts = state['counts']
-    self.progress.go_to(counts)
+    self.n_steps,self.progress.n_rounds = state['counts']
     self.batches.go_to(state['batches'])

@@ -6,23 +6,21 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/nested.html.md""
 
 # %% ../../nbs/windows/00_nested.ipynb #4163e5dc
 from __future__ import annotations
-from collections.abc import Mapping
+from collections.abc import Mapping,Sequence
 from itertools import chain
 
 from fastai.basics import *
-from torch.nn.utils.rnn import PackedSequence
 
 # %% auto #0
-__all__ = ['children', 'rebuilt', 'map_tensors', 'leaves_in', 'tensors_in', 'lists_samples', 'n_rows', 'has_rows', 'part_bounds',
-           'slice_fields', 'slice_rows', 'CannotJoin', 'NotSamplesFirst', 'join', 'by_name', 'join_leaves',
-           'join_tensors']
+__all__ = ['children', 'rebuilt', 'map_tensors', 'leaves_in', 'tensors_in', 'lists_samples', 'n_rows', 'part_bounds',
+           'CannotJoin', 'NotSamplesFirst', 'have_rows', 'map_rows', 'slice_rows', 'slice_fields', 'join',
+           'concatenated']
 
 # %% ../../nbs/windows/00_nested.ipynb #45667e7f
 # A batch, and what a model returns, are nested: tuples, lists and mappings of tensors and other leaves
 
 def children(b)->list|None:
     "Returns the items of a tuple, list or mapping, such as Hugging Face's BatchEncoding; None if `b` is a leaf"
-    if isinstance(b, PackedSequence): return None  # a namedtuple in which no tensor has one row per sample
     if isinstance(b, (tuple,list,L)): return list(b)
     if isinstance(b, Mapping): return list(b.values())
     return None
@@ -58,20 +56,16 @@ def tensors_in(b)->list:
 
 # %% ../../nbs/windows/00_nested.ipynb #b51a7c30
 def lists_samples(b, n:int)->bool:
-    """Guesses whether `b`, a list, tuple or mapping, lists `n` samples, with one entry for each: by its length, its
-    type and its tensors. For example, if `n` is 2:
+    """Guesses whether `b` is a list that has one entry for each of `n` samples: by its length and its tensors. For
+    example, if `n` is 2:
 
     - yes: [boxes of an image, boxes of another one], ('cat', 'dog')
-    - no: (x1, x2), tensors with 2 rows each, which are taken for two inputs; a namedtuple
-    - numbers: [1, 0] is two labels, because collate functions build lists; (224, 224) is a setting, such as a size"""
-    has_names = isinstance(b, Mapping) or hasattr(b, '_fields')
-    if has_names or len(b) != n: return False
-    tensors = tensors_in(b)
-    if tensors:
-        are_inputs = all(len(o) == n for o in tensors)  # each with a row for each sample
-        return not are_inputs
-    are_texts = all(isinstance(o, str) for o in b)  # PyTorch collates texts to a tuple
-    return are_texts or isinstance(b, (list,L))
+    - no: (x1, x2), tensors with 2 rows each, which are taken for two inputs; a namedtuple"""
+    is_list = isinstance(b, (tuple,list,L)) and not hasattr(b, '_fields')
+    if not is_list or len(b) != n: return False
+    lengths = [len(o) for o in tensors_in(b)]
+    are_inputs = set(lengths) == {n}
+    return not are_inputs
 
 # %% ../../nbs/windows/00_nested.ipynb #0f2993d3
 def n_rows(
@@ -80,31 +74,21 @@ def n_rows(
 )->int:
     """Returns the number of rows in `b`: the first of these that exists.
 
-    1. the length of the targets, if they are a tensor of length `expected`, or if all tensors in `b` are as long
-    2. `expected`, if a tensor in `b` has that length, or a list has one entry for each of as many samples
-    3. the length of the targets, if they are a tensor, or else of the first tensor
-    4. `expected`
+    1. `expected`, if a tensor in `b` has that length, or a field of `b` lists that many samples
+    2. the length of the targets, if they are a tensor, or else of the first tensor
+    3. `expected`
 
     Raises ValueError if none exists"""
-    fields = list(b) if isinstance(b, (tuple,list,L)) else [b]
-    targets = fields[-1] if fields else None
+    fields = children(b) or [b]
+    targets = fields[-1]
     of_targets = targets.shape[:1] if isinstance(targets, Tensor) else ()  # a tuple of the length; empty without one
     if of_targets == (expected,): return expected  # nearly every batch ends here, quickly
     lengths = [len(o) for o in tensors_in(b)]
-    are_as_long = set(lengths) == set(of_targets)
     # This asks each field, but not `b` itself: a batch of two fields does not list two samples
-    has_expected = expected is not None and any(has_rows(o, expected) for o in fields)
-    if has_expected and not are_as_long: return expected
+    if expected in lengths or any(lists_samples(o, expected) for o in fields): return expected
     for rows in (*of_targets, *lengths, expected):
         if rows is not None: return rows
     raise ValueError(f"cannot count the samples in a batch without tensors: {b!r}; let the DataLoader yield some")
-
-def has_rows(b, n:int)->bool:
-    "Returns whether `b`, or something in it, is a tensor of `n` rows or a list of `n` samples"
-    if isinstance(b, Tensor): return b.shape[:1] == (n,)
-    items = children(b)
-    if items is None: return False
-    return lists_samples(b, n) or any(has_rows(o, n) for o in items)
 
 # %% ../../nbs/windows/00_nested.ipynb #c1a4f0d3
 def part_bounds(n:int, n_parts:int)->list[tuple[int,int]]:
@@ -114,7 +98,54 @@ def part_bounds(n:int, n_parts:int)->list[tuple[int,int]]:
     return list(zip(edges, edges[1:]))
 
 # %% ../../nbs/windows/00_nested.ipynb #0dbca7fe
+class CannotJoin(ValueError): "The outputs of micro-batches cannot be joined"
+
+class NotSamplesFirst(CannotJoin): "The first dimension of a tensor is not the samples"
+
 _shared_kinds = str,bytes,Number,type(None)  # leaves that are the same for all samples
+
+def have_rows(
+    leaves:Sequence, # One of each micro-batch
+    sizes:list[int], # Rows of each micro-batch
+    verb:str, # What errors say
+)->bool:
+    """Returns whether leaves have rows: True for tensors, and False for what is the same for all samples. Raises
+    CannotJoin for anything else: NotSamplesFirst for tensors with another number of rows"""
+    one = leaves[0]
+    if isinstance(one, Tensor) and all(o.ndim for o in leaves):
+        for o,n in zip(leaves, sizes):
+            if len(o) == n: continue
+            raise NotSamplesFirst(f"cannot {verb} a tensor of shape {tuple(o.shape)} for {n} samples: its first "
+                                  "dimension must index the samples")
+        return True
+    if isinstance(one, Tensor): are_shared = all(o.equal(one) for o in leaves)
+    else: are_shared = isinstance(one, _shared_kinds) and all(o == one for o in leaves)
+    if are_shared: return False
+    raise CannotJoin(f"cannot {verb} a {type(one).__name__}: use dense tensors with a row for each sample")
+
+def map_rows(
+    f:Callable, # `f(parts)` returns what takes the place of tensors, or of lists that have an entry for each sample
+    batches:Sequence, # Batches, or outputs of micro-batches, of the same structure. `parts` has one of each
+    sizes:list[int], # Rows of each batch
+    verb:str, # What errors say
+):
+    """Returns the structure of `batches` with `f` applied to all that has rows. What has none must be the same in each.
+    Raises CannotJoin if batches differ in their structure, or if something has other rows"""
+    one = batches[0]
+    if children(one) is None: return f(batches) if have_rows(batches, sizes, verb) else one
+    lengths = [len(o) for o in batches]
+    # If one of them lists samples, so do all. In another one it may not show: two tensors, one for each of two samples,
+    # with two boxes each, look like two inputs
+    if lengths == sizes and any(map(lists_samples, batches, sizes)): return f(batches)
+    if len(set(lengths)) > 1: raise CannotJoin("the outputs of micro-batches differ in structure")
+    fields = zip(*map(children, batches))
+    return rebuilt(one, [map_rows(f, parts, sizes, verb) for parts in fields])
+
+def slice_rows(b, start:int, end:int, n:int):
+    """Returns the rows from `start` to `end` of `b`, which has `n` rows, in the same structure; raises ValueError if it
+    cannot"""
+    def sliced(parts:Sequence): return parts[0][start:end]
+    return map_rows(sliced, [b], [n], 'split')
 
 def slice_fields(
     fields:Iterable, # Inputs and targets, or the arguments of a forward pass
@@ -125,72 +156,20 @@ def slice_fields(
     "Returns the rows from `start` to `end` of each field; raises ValueError if a field cannot be sliced"
     return tuple(slice_rows(o, start, end, n) for o in fields)
 
-def slice_rows(b, start:int, end:int, n:int):
-    """Returns the rows from `start` to `end` of `b`, which has `n` rows, in the same structure; raises ValueError if it
-    cannot"""
-    if isinstance(b, _shared_kinds): return b
-    if isinstance(b, Tensor) and b.layout == torch.strided:
-        if not b.ndim: return b  # one number for all samples
-        if len(b) == n: return b[start:end]
-        raise ValueError(f"cannot split a tensor of shape {tuple(b.shape)} in a batch of {n} samples: "
-                         "its first dimension must index the samples")
-    items = children(b)
-    if items is None:
-        raise ValueError(f"cannot split a {type(b).__name__}: use dense tensors, or smaller batches")
-    if lists_samples(b, n): return rebuilt(b, items[start:end])
-    return rebuilt(b, [slice_rows(o, start, end, n) for o in items])
-
 # %% ../../nbs/windows/00_nested.ipynb #3ae69da2
-class CannotJoin(ValueError): "The outputs of micro-batches cannot be concatenated"
-
-class NotSamplesFirst(CannotJoin): "The first dimension of an output is not the samples"
-
 def join(
-    outputs:list, # Of micro-batches
-    sizes:list, # Rows of each micro-batch
+    outputs:Sequence, # Of micro-batches
+    sizes:list[int], # Rows of each micro-batch
 ):
     """Returns the outputs concatenated along their rows: tensors of shapes (3, 4) and (2, 4), for `sizes` of 3 and 2,
     become one of (5, 4). Lists with an entry for each sample become one list; other tuples, lists and mappings are
     joined field by field. Raises CannotJoin unless all outputs have the same structure, with one row for each sample:
     NotSamplesFirst if a tensor has another number of rows"""
-    one = outputs[0]
-    kinds = set(map(type, outputs))
-    if len(kinds) > 1: raise CannotJoin("the outputs of micro-batches differ in their types")
-    if children(one) is None: return join_leaves(outputs, sizes)
-    # If one output lists samples, so do all. In another one it may not show: two tensors, one for each of two samples,
-    # with two boxes each, look like two inputs
-    lengths = [len(o) for o in outputs]
-    if lengths == list(sizes) and any(map(lists_samples, outputs, sizes)):
-        samples = chain(*outputs)
-        return rebuilt(one, list(samples))
-    fields = [by_name(o) for o in outputs]
-    names = fields[0].keys()
-    if any(o.keys() != names for o in fields): raise CannotJoin("the outputs of micro-batches differ in structure")
-    joined = []
-    for name in names:
-        parts = [o[name] for o in fields]
-        joined.append(join(parts, sizes))
-    return rebuilt(one, joined)
+    return map_rows(concatenated, outputs, sizes, 'join')
 
-def by_name(b)->dict:
-    "Returns the items of a mapping by their keys, those of a list or tuple by their positions"
-    return dict(b) if isinstance(b, Mapping) else dict(enumerate(b))
-
-def join_leaves(leaves:list, sizes:list):
-    "Returns tensors concatenated; or what has no rows, if it is the same in all micro-batches"
-    one = leaves[0]
-    are_tensors = isinstance(one, Tensor)
-    if are_tensors and all(o.ndim for o in leaves): return join_tensors(leaves, sizes)
-    if are_tensors: is_shared = all(o.equal(one) for o in leaves)
-    else: is_shared = isinstance(one, _shared_kinds) and all(o == one for o in leaves)
-    if is_shared: return one
-    raise CannotJoin(f"the outputs of micro-batches cannot be concatenated: a {type(one).__name__} without rows "
-                     "differs from one to the next")
-
-def join_tensors(tensors:list[Tensor], sizes:list)->Tensor:
-    for o,n in zip(tensors, sizes, strict=True):
-        if len(o) == n: continue
-        raise NotSamplesFirst(f"the model returns a tensor of shape {tuple(o.shape)} for {n} samples: its first "
-                              "dimension must index the samples, so that micro-batches can be joined")
-    try: return torch.cat(tensors)
+def concatenated(parts:Sequence):
+    "Returns tensors, or lists, as one. Raises CannotJoin if tensors differ in another dimension than the first"
+    one = parts[0]
+    if not isinstance(one, Tensor): return rebuilt(one, list(chain(*parts)))
+    try: return torch.cat(parts)
     except RuntimeError as e: raise CannotJoin(f"the outputs of micro-batches cannot be concatenated: {e}") from e

@@ -22,42 +22,29 @@ class Progress:
     """Corrects `learn.pct_train` in one epoch. fastai advances it by the same amount in each round. That is wrong if
     windows differ in size, begin in the previous epoch, take several rounds, or lose batches that are cancelled"""
     def __init__(self, learn, batches:EpochBatches, loggers:Loggers):
-        self.learn = learn
-        self.batches = batches
+        store_attr()
         self.plan = batches.plan
-        self.loggers = loggers
-        self.rounds_are_batches = len(batches) == self.plan.n_batches
         self.n_rounds = 0  # rounds that have begun
-        self.n_closed = 0  # windows that are closed
         self.before_window = 0.  # the position at which the present window began
 
     def begin_epoch(self):
         """After fastai has set the position to the beginning of the epoch: moves it back by the share of the batches
         that were carried into this epoch, which come first"""
-        position = self.plan.position(0)  # 0 or negative
-        self.learn.pct_train += position/self.learn.n_epoch
-        self.loggers.shift_wandb_epoch(position)
+        self.set_pct_train(self.position())  # which is 0 or negative
 
     def end_epoch(self):
         "Sets the position after the last round, which may have left a window open"
-        self.learn.pct_train = self.plan.pct_train(self.position())
+        self.set_pct_train(self.position())
 
-    def go_to(self, counts:tuple):
-        "After `begin_epoch`: goes on from these counts. AutoResume restores `learn.pct_train` itself"
-        self.n_rounds,self.n_closed = counts
+    def go_to(self, n_rounds:int):
+        "After `begin_epoch`: goes on after this many rounds. AutoResume restores `learn.pct_train` itself"
+        self.n_rounds = n_rounds
 
     def position(self)->float:
         "Returns the position in the epoch after the current batch"
-        by_samples = self.plan.position(self.batches.samples_read)
-        if self.plan.sizes_vary: return by_samples
-        by_windows = self.n_closed/max(len(self.plan.windows), 1)
-        if not self.plan.info.has_exact_length: return by_windows
-        # Either may stay behind: windows if callbacks cancel batches, and samples if the DataLoader skips broken ones
-        return max(by_samples, by_windows)
+        return self.plan.position(self.batches.samples_read)
 
     def begin_window(self): self.before_window = self.position()
-
-    def note_closed_window(self): self.n_closed += 1
 
     def begin_round(self):
         self.learn.iter = self.n_rounds
@@ -71,9 +58,12 @@ class Progress:
         # find the right position afterwards
         fastais_increment = 1/(learn.n_iter*learn.n_epoch)
         position = self.before_window if window_goes_on else self.position()
-        right = self.plan.pct_train(position)-fastais_increment
-        correction = right-learn.pct_train
+        self.set_pct_train(position, fastais_increment)
+
+    def set_pct_train(self, position:float, increment:float=0.):
+        "Sets `pct_train` to this `position` in the epoch, less an `increment`; and W&B's epoch along with it"
+        right = self.plan.pct_train(position)-increment
+        correction = right-self.learn.pct_train
         if abs(correction) < _rounding: return  # where fastai's own number is right, it stays, bit for bit
-        learn.pct_train = right
-        # W&B counts its epoch by rounds
-        if not self.rounds_are_batches: self.loggers.shift_wandb_epoch(correction*learn.n_epoch)
+        self.learn.pct_train = right
+        self.loggers.shift_wandb_epoch(correction*self.learn.n_epoch)
