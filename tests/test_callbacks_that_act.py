@@ -8,9 +8,7 @@ from callback_fits import *
 
 
 # Where a callback's `before_batch` comes once a window is not the point here
-pytestmark = [
-    pytest.mark.filterwarnings('ignore:before_batch of .* is called once per window'),
-    pytest.mark.filterwarnings('ignore:.* changes the loss, but micro-batches keep the weights')]
+pytestmark = pytest.mark.filterwarnings('ignore:before_batch of .* is called once per window')
 
 
 # Rates

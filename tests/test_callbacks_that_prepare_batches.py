@@ -81,7 +81,7 @@ def test_targets_and_losses_that_come_in_after_loss_train_as_with_the_large_batc
     is_set_in_after_loss = who in ('callback', 'inputs')
     for num_items in (None, lambda learn: len(learn.y)):
         learn = WHO_HAS_THE_LOSS[who](bs, [GradientAccumulation(num_items=num_items, **args)])
-        said = [o for o in warnings_of(learn, 2, .1) if 'changes the loss' in o]
+        said = [o for o in warnings_of(learn, 2, .1) if 'replaces the loss' in o]
         assert len(said) == int(is_set_in_after_loss and num_items is None)
         assert_same_weights(learn, big, ROUNDING)
         assert_same(losses(learn), losses(big), FLOAT32)

@@ -111,7 +111,6 @@ def test_somebodys_own_accumulator_is_exact_where_batches_run_whole(way):
 
 # After the backward pass, in a window of several
 
-@pytest.mark.filterwarnings('ignore:.* changes the loss, but micro-batches keep')
 @pytest.mark.parametrize('args,bs', [(dict(accum_bs=8), 4), (dict(micro_batch_size=4), 8)])
 def test_somebodys_own_accumulator_is_an_error_in_a_window_of_several(args, bs):
     learn = make_learner(bs, cbs=[DividesLoss(), GradientAccumulation(**args)])

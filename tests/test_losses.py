@@ -10,7 +10,7 @@ from labels import *
 from layouts import each_layout
 from loss_table import *
 from our_warnings import warnings_of
-from fastxtend_accum.windows.losses import ModelLabels, check_items, loss_rules
+from fastxtend_accum.windows.losses import check_items, loss_rules, model_labels
 
 transformers.utils.logging.set_verbosity_error()
 
@@ -268,16 +268,7 @@ def test_the_labels_of_a_transformer_count_without_num_items(kind):
 
 
 LOGITS_OF_4 = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
-KEPT_AND_IGNORED = tensor([[1, 2, MISSING], [3, MISSING, MISSING]])
-ALL_IGNORED = torch.full((2, 3), MISSING)
-
-
-def loss_of_labels(logits, labels):
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-
-
-def loss_of_next_labels(logits, labels):
-    return loss_of_labels(logits[:, :-1], labels[:, 1:])
+SOME_LABELS = tensor([[1, 2, MISSING], [3, MISSING, MISSING]])
 
 
 def labelled_pass(loss, labels, **outputs):
@@ -286,33 +277,22 @@ def labelled_pass(loss, labels, **outputs):
     return SimpleNamespace(pred=out, loss_grad=loss, xb=(dict(labels=labels),))
 
 
-@pytest.mark.parametrize('loss_func, expected', [(loss_of_labels, 3), (loss_of_next_labels, 1)])
-def test_whether_labels_are_shifted_is_measured_once_there_are_labels(loss_func, expected):
-    "The name of the model does not tell: BART's decoder predicts the label of each token, GPT that of the next one"
-    model_labels = ModelLabels()
-    counts = []
-    for labels in (ALL_IGNORED, KEPT_AND_IGNORED, ALL_IGNORED):
-        learn = labelled_pass(loss_func(LOGITS_OF_4, labels), labels, logits=LOGITS_OF_4)
-        counts.append(model_labels.count(learn))
-    assert counts == [0, expected, 0]
-
-
 @pytest.mark.parametrize('labels, outputs', [
-    (KEPT_AND_IGNORED, dict(boxes=LOGITS_OF_4)),
-    (KEPT_AND_IGNORED, dict(logits=[LOGITS_OF_4])),
+    (SOME_LABELS, dict(boxes=LOGITS_OF_4)),
+    (SOME_LABELS, dict(logits=[LOGITS_OF_4])),
     ([dict(boxes=LOGITS_OF_4)], dict(logits=LOGITS_OF_4)),
     (tensor([1, 2]), dict(logits=LOGITS_OF_4)),
     (torch.zeros(2, 3), dict(logits=LOGITS_OF_4))])
 def test_labels_do_not_count_unless_they_are_classes_of_the_logits(labels, outputs):
     "Not those of a model without logits, lists of boxes, labels of another shape, or real numbers"
     learn = labelled_pass(tensor(1.), labels, **outputs)
-    assert ModelLabels().count(learn) is None
+    assert model_labels(learn) is None
 
 
 def test_labels_do_not_count_for_another_loss_than_that_of_the_model():
-    learn = labelled_pass(tensor(1.), KEPT_AND_IGNORED, logits=LOGITS_OF_4)
+    learn = labelled_pass(tensor(1.), SOME_LABELS, logits=LOGITS_OF_4)
     learn.loss_grad = tensor(1.)
-    assert ModelLabels().count(learn) is None
+    assert model_labels(learn) is None
 
 
 # The table of losses, and the rules
@@ -349,7 +329,7 @@ def test_the_table_is_true(name):
 
 COUNTED = dict(
     MSELoss=7*N,
-    hinge_function=7*N,
+    l1_function=7*N,
     bce_flat=7*N,
     flat=n_kept(SOME_IGNORED),
     probabilities=N,
@@ -388,28 +368,11 @@ def test_a_loss_without_a_rule_goes_by_rows(loss_func):
     assert loss_items(loss_func, VALUES, BINARY, rows=5) == 5
 
 
-@pytest.mark.parametrize('legacy, items', [
-    (dict(size_average=False), None),
-    (dict(reduce=False), 5),
-    (dict(size_average=True), N*7)], ids=repr)
-def test_arguments_that_pytorch_accepts_in_the_place_of_a_reduction(legacy, items):
-    "The loss is a sum, has no reduction, or is a mean over all elements"
-    assert loss_items(partial(F.mse_loss, **legacy), VALUES, TARGETS, rows=5) == items
-
-
 def test_a_rule_for_a_function_holds_for_a_partial_of_it(monkeypatch):
     def kept(pred, targ, weight=None): pass
     monkeypatch.setitem(loss_rules, kept, lambda settings, pred, targ: len(settings.weight))
     loss_func = partial(kept, weight=[1., 2.])  # settings need not be hashable
     assert loss_items(loss_func, LOGITS, LABELS) == 2
-
-
-@pytest.mark.parametrize('items, text', [(-8, 'not -8'), (torch.ones(2), 'not tensor')])
-def test_a_rule_that_returns_no_count_is_an_error(items, text, monkeypatch):
-    def kept(pred, targ): pass
-    monkeypatch.setitem(loss_rules, kept, lambda settings, pred, targ: items)
-    with pytest.raises(ValueError, match=f'the rule of .*kept.* must return a count of 0 or more, .* {text}'):
-        loss_items(kept, LOGITS, LABELS)
 
 
 @pytest.mark.parametrize('items', [0, 7, 2.5, np.float32(2.5), tensor(3), tensor([[3.]])], ids=repr)

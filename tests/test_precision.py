@@ -9,8 +9,6 @@ from common import *
 from fastxtend_accum.windows.gradients import half
 from fastxtend_accum.windows.window import power_of_two
 
-pytestmark = pytest.mark.filterwarnings('ignore:MultiplyLoss changes the loss')  # to infinity, whatever its weight
-
 
 # Mixed precision, on the CPU
 

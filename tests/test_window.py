@@ -5,8 +5,6 @@ from hypothesis import given, strategies as st
 from common import *
 from fastxtend_accum.windows.window import Contribution, LossSums, Outcome, Window, scaled, zero_grads_if_empty
 
-pytestmark = pytest.mark.filterwarnings('ignore:MultiplyLoss changes the loss')  # by a number, in its gradient only
-
 
 # Weights
 

@@ -101,44 +101,42 @@ class MicroBatches(WholeBatch):
 
     def begin_epoch(self, loop:WindowLoop): self.owners = state_owners(loop.learn.model)
 
-    def __call__(self, loop:WindowLoop)->bool:
-        """Runs the loader batch that `loop.learn` holds; returns whether it counts. Afterwards the Learner holds the
-        whole batch and its mean loss"""
+    def __call__(self, loop:WindowLoop):
+        "Runs the loader batch that `loop.learn` holds. Afterwards the Learner holds the whole batch and its mean loss"
         learn,batches = loop.learn,loop.batches
         samples = batches.current.samples
         n = loop.rows_of_batch()
         bounds = chunk_bounds(n, self.size or max(n, 1), samples)
-        if len(bounds) == 1: return loop.run_micro_batch(samples, n)
+        if len(bounds) == 1:
+            loop.run_micro_batch(samples, n)
+            return
         # If the length is not exact, a last batch may have fewer samples than the loader says
         if batches.info.has_exact_length: check_samples_first((learn.xb, learn.yb), n, samples)
-        return self.run_split(loop, bounds)
+        self.run_split(loop, bounds)
 
-    def run_split(self, loop:WindowLoop, bounds:list[tuple])->bool:
-        "Runs one micro-batch after the other; returns whether one of them counts"
+    def run_split(self, loop:WindowLoop, bounds:list[tuple]):
+        "Runs one micro-batch after the other"
         learn = loop.learn
         losses_before = loop.window.losses
         n = bounds[-1][1]
         slices = SampleSlices(learn, n)
         hidden = HiddenState(self.owners, n)
         outputs = []
-        has_counted = False
         try:
             for start,end in bounds:
                 slices.hold(start, end)
-                with hidden.at(start, end): counts = self.run_part(loop, start, end, n)
-                has_counted = has_counted or counts
+                with hidden.at(start, end): self.run_part(loop, start, end, n)
                 outputs.append(map_tensors(Tensor.detach, learn.pred))
         finally: slices.hold_all()
         add_up(loop, losses_before)
         join_outputs(learn, outputs, [end-start for start,end in bounds])
-        return has_counted
 
-    def run_part(self, loop:WindowLoop, start:int, end:int, n:int)->bool:
-        "Runs the rows that `learn` holds, from `start` to `end` of `n`; returns whether they count"
+    def run_part(self, loop:WindowLoop, start:int, end:int, n:int):
+        "Runs the rows that `learn` holds, from `start` to `end` of `n`"
         samples = loop.batches.current.samples
         samples_before = start*samples//n  # rounded, so that the samples of all parts add up to `samples`
         samples_until = end*samples//n
-        return loop.run_micro_batch(samples_until-samples_before, end-start, ends_batch=end == n)
+        loop.run_micro_batch(samples_until-samples_before, end-start, ends_batch=end == n)
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e7b434d7
 def add_up(loop:WindowLoop, losses_before:tuple):

@@ -112,25 +112,24 @@ class RetryOnOutOfMemory(WholeBatch):
 
     def begin_epoch(self, loop:WindowLoop): self.strategy.begin_epoch(loop)
 
-    def __call__(self, loop:WindowLoop)->bool:
-        "Runs the loader batch that `loop.learn` holds; returns whether it counts"
+    def __call__(self, loop:WindowLoop):
+        "Runs the loader batch that `loop.learn` holds"
         # A callback that was removed in the middle of the fit has no Learner
         savers = [o for o in self.savers if not isinstance(o, Callback) or o.learn]
         adapting = [o for o in savers if o.adapts]
-        if adapting: counts = self.run_until_it_fits(loop, savers, adapting)
-        else: counts = self.run_once(loop, savers)
+        if adapting: self.run_until_it_fits(loop, savers, adapting)
+        else: self.run_once(loop, savers)
         if not self.has_reported:
             for o in savers: o.report(loop)
         self.has_reported = True
-        return counts
 
-    def run_once(self, loop:WindowLoop, savers:list[MemorySaver])->bool:
-        "Runs the batch in the contexts of all savers; returns whether it counts"
+    def run_once(self, loop:WindowLoop, savers:list[MemorySaver]):
+        "Runs the batch in the contexts of all savers"
         with ExitStack() as stack:
             for o in savers:  # each saver finds the model as those before it have left it
                 context = o.context(loop)
                 if context is not None: stack.enter_context(context)
-            return self.strategy(loop)
+            self.strategy(loop)
 
 # %% ../../nbs/memory/04_retry.ipynb #a30a77ff
 @patch
@@ -138,29 +137,29 @@ def run_until_it_fits(self:RetryOnOutOfMemory,
     loop:WindowLoop,
     savers:list[MemorySaver],
     adapting:list[MemorySaver], # The savers that can use less memory
-)->bool:
-    """Runs the batch again and again, with less memory each time, until it fits; returns whether it counts. Raises
-    NothingFits if no saver can use less memory"""
+):
+    """Runs the batch again and again, with less memory each time, until it fits. Raises NothingFits if no saver can use
+    less memory"""
     with loop.fit.processes.local_passes():
         batch = BatchUndo(loop)
         try:
             while True:
-                counts,error = try_once(partial(self.run_once, loop, savers))
-                if error is None:
-                    batch.check_gradients()
-                    return counts
+                error = try_once(partial(self.run_once, loop, savers))
+                if error is None: break
                 self.has_reported = False
                 batch.undo()
                 use_less_memory(loop, adapting, error)
                 free_memory()
+            batch.check_gradients()
         finally: batch.add_aside()  # also after another error, when somebody may look at the gradients
 
-def try_once(run_once:Callable)->tuple[bool,Exception|None]:
-    "Returns the result of `run_once()`, and the error if memory runs out"
-    try: return run_once(),None
+def try_once(run_once:Callable)->Exception|None:
+    "Calls `run_once`; returns the error if memory runs out"
+    try: run_once()
     except Exception as e:
         if not is_out_of_memory(e): raise
-        return False,without_tracebacks(e)
+        return without_tracebacks(e)
+    return None
 
 def use_less_memory(
     loop:WindowLoop,

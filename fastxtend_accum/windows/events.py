@@ -11,7 +11,7 @@ from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 
 # %% auto #0
-__all__ = ['batch_events', 'sends_as_fastai', 'has_event', 'is_from_fastai', 'is_finding_rate', 'Events', 'prepares', 'loss_node',
+__all__ = ['batch_events', 'sends_as_fastai', 'has_event', 'is_from_fastai', 'is_finding_rate', 'Events', 'prepares',
            'autocast_depth', 'Autocast']
 
 # %% ../../nbs/windows/09_events.ipynb #760ae9a7
@@ -39,10 +39,8 @@ def has_event(cb, event:str)->bool:
 
 def is_from_fastai(cb, event:str)->bool:
     "Returns whether fastai's own code handles `event` for `cb`, and not a subclass or a function of the user's"
-    handler = vars(cb).get(event) or getattr(type(cb), event, None)
-    if handler is None: handler = type(cb)  # it handles any event by its own `__call__`
-    module = getattr(handler, '__module__', None) or ''
-    return module.partition('.')[0] == 'fastai'
+    handler = getattr(type(cb), event, type(cb))  # without a method of that name, the class may handle any event
+    return handler.__module__.startswith('fastai.')
 
 def is_finding_rate(learn)->bool:
     "Returns whether `learn` runs `lr_find`, or another fit with an LRFinder"
@@ -56,7 +54,6 @@ class Events:
         self.as_fastai = sends_as_fastai(learn)
         self.cbs = []  # the callbacks when they were last looked up
         self.table = {}  # callbacks by event
-        self.pairs = []  # callbacks with both `before_batch` and `after_batch`
 
     def __call__(self, event:str):
         "Sends one event"
@@ -78,14 +75,13 @@ class Events:
         self.table = {}
         for event in batch_events:
             self.table[event] = [o for o in in_order if has_event(o, event)]
-        self.pairs = [o for o in self.table['before_batch'] if o in self.table['after_batch']]
 
     def around(self,
         f:Callable, # Runs between the events: the batch, the backward pass or the step
         kind:str, # 'batch', 'backward' or 'step'
         exception:type, # Raised to cancel it
         before:Callable|None=None, # Sends `before_{kind}` in a way of its own
-        cancelled:Callable|None=None, # Called with the exception, before `after_cancel_{kind}`
+        cancelled:Callable|None=None, # Called before `after_cancel_{kind}`
     ):
         """Does what fastai's `_with_events` does: calls `f` between `before_{kind}` and `after_{kind}`. What `f` needs
         must not be done by `before` or `cancelled`: neither is called if the Learner has its own methods to send
@@ -97,8 +93,8 @@ class Events:
             if before is None: self(f'before_{kind}')
             else: before()
             f()
-        except exception as e:
-            if cancelled is not None: cancelled(e)
+        except exception:
+            if cancelled is not None: cancelled()
             self(f'after_cancel_{kind}')
         self(f'after_{kind}')
 
@@ -110,40 +106,18 @@ def prepares(cb)->bool:
 @patch
 def to_preparing(self:Events,
     event:str,
-    only_pairs:bool=False, # Leave out callbacks without `before_batch` or `after_batch`: see `WindowLoop.end_batch`
+    also:tuple=(), # Leave out callbacks that do not have these events, too
 ):
     "Sends `event`, between two loader batches of a window, to the callbacks that prepare batches"
     for cb in self.having(event):
         if not prepares(cb): return  # nor do the callbacks after it, which have higher orders
-        if only_pairs and cb not in self.pairs: continue
-        cb(event)
+        if all([cb in self.table[o] for o in also]): cb(event)
 
 @patch
 def to_others(self:Events, event:str):
-    "Sends `event` to the callbacks that `to_preparing` leaves out"
+    "Sends `event` to the callbacks of a higher order"
     for cb in self.having(event):
         if not prepares(cb): cb(event)
-
-# %% ../../nbs/windows/09_events.ipynb #2c375791
-def loss_node(learn):
-    "Returns the node of the loss in the graph of autograd; None without a loss"
-    return getattr(vars(learn).get('loss_grad'), 'grad_fn', None)
-
-@patch
-def watching_loss(self:Events, event:str)->str|None:
-    """Sends `event`; returns the name of the class of a callback that replaces the loss of the Learner meanwhile, or
-    None. fastai's callbacks do not count: `MixedPrecision`, `RNNRegularizer` and others only multiply the loss or add a
-    term, which changes no weight. If the Learner sends events in its own way, a change cannot be seen"""
-    if not self.as_fastai:
-        self.learn(event)
-        return None
-    changed_by = None
-    for cb in self.having(event):
-        before = loss_node(self.learn)
-        cb(event)
-        is_changed = loss_node(self.learn) is not before
-        if is_changed and not is_from_fastai(cb, event): changed_by = type(cb).__name__
-    return changed_by
 
 # %% ../../nbs/windows/09_events.ipynb #e5f4d17b
 def autocast_depth()->int:

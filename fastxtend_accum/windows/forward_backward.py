@@ -15,7 +15,7 @@ from .checks import warn_user
 from .description import Differences
 from .events import Events,is_finding_rate
 from .gradients import WindowParams,divide_gradients
-from .losses import ModelLabels,check_items,loss_items
+from .losses import check_items,loss_items,model_labels
 from .loss_check import LossCheck
 from .nested import tensors_in
 from .processes import Processes
@@ -23,9 +23,8 @@ from .state import Snapshot
 from .window import Contribution,Count,Window,scaled,zero_grads_if_empty,zero_if_empty
 
 # %% auto #0
-__all__ = ['Settings', 'FitContext', 'forward_backward', 'run_model', 'compute_loss', 'n_items', 'has_loss', 'send_after_loss',
-           'keep_for_check', 'items_of_callbacks_loss', 'warn_of_changed_loss', 'run_backward', 'add_weighted_gradient',
-           'send_before_backward', 'accept_cancelled', 'callback_that_raised']
+__all__ = ['Settings', 'FitContext', 'forward_backward', 'run_model', 'compute_loss', 'items_of_loss', 'keep_for_check',
+           'run_backward', 'add_weighted_gradient', 'accept_cancelled', 'callback_that_raised']
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #bf1f6dd7
 class Settings(NamedTuple):
@@ -44,7 +43,6 @@ class FitContext:
         self.settings = settings
         self.processes = processes
         self.send = Events(learn)
-        self.model_labels = ModelLabels()
         self.loss_check = LossCheck(learn.loss_func)
         self.params = None
         self.differences = None  # of a micro-batch from the whole batch, once a forward pass has shown them
@@ -73,24 +71,30 @@ def forward_backward(
     samples:int, # Of the micro-batch, as the DataLoader counts them
     rows:int, # Of its tensors
     ends_window:bool,
-)->bool:
+):
     """fastai's `_do_one_batch` without the step, for the micro-batch that the Learner holds. Its loss and gradient go
-    into the sums of `window`. Returns whether it counts: False if a callback has cancelled its backward pass"""
+    into the sums of `window`, unless a callback cancels its backward pass"""
     learn = fit.learn
     fit.processes.before_forward(window, ends_window)
     run_model(fit)
     fit.send('after_pred')
-    items = compute_loss(fit, rows)
-    # A window of one micro-batch is computed as fastai does
-    if window.is_single: fit.send('after_loss')
-    else: items = send_after_loss(fit, window, items, rows)
-    if not has_loss(learn):
+    args = learn.pred,*learn.yb  # of the loss function
+    items = compute_loss(learn, rows)
+    loss = vars(learn).get('loss_grad')  # `learn.loss_grad` would also find an attribute of the model
+    fit.send('after_loss')
+    # fastai asks here, too: a callback may have set the targets in `after_loss`
+    if not learn.training or not len(learn.yb):
         window.add_without_loss(samples)
-        return True
+        return
+    is_replaced = learn.loss_grad is not loss
+    items = items_of_loss(fit, items, is_replaced, window.is_single)
+    if not window.is_single: keep_for_check(fit, window, args, rows, items)
+    # fastai would have NaN here, if the loss has nothing to average over
+    learn.loss = zero_if_empty(items, learn.loss)
     # In several processes a single micro-batch is not the whole window, because each process has one
     is_whole = window.is_single and fit.processes.n == 1
     contribution = window.weigh(learn.loss, items, samples, needs_weight=not is_whole)
-    return run_backward(fit, window, contribution)
+    run_backward(fit, window, contribution)
 
 def run_model(fit:FitContext):
     "Runs the forward pass. In the first one of a fit, finds what differs from a pass of the whole batch"
@@ -101,90 +105,57 @@ def run_model(fit:FitContext):
     if is_observed: fit.differences = Differences(learn.model, before)
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #1f8be2c6
-def compute_loss(fit:FitContext, rows:int)->Count|None:
-    """Computes the loss as fastai does; returns what it averages over. Without targets there is no loss yet. Then
-    returns the `rows`, since a loss that a callback may compute in `after_loss` is assumed to average over these"""
-    learn = fit.learn
+def compute_loss(learn, rows:int)->Count|None:
+    """Computes the loss as fastai does; returns what the loss function averages over. Without targets there is no loss
+    yet. Then returns the `rows`, since a loss that a callback may compute in `after_loss` is assumed to average over
+    these"""
     if not len(learn.yb): return rows
     learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
-    items = n_items(fit, rows)
-    # fastai would have NaN here, if the loss has nothing to average over
-    learn.loss = zero_if_empty(items, learn.loss_grad.clone())
-    return items
-
-def n_items(fit:FitContext, rows:int)->Count|None:
-    """Returns what the loss averages over, by `num_items`, the labels of the model or the loss function; None: it is a
-    sum"""
-    learn,num_items = fit.learn,fit.settings.num_items
-    if num_items is not None: return check_items(num_items(learn))
-    labels = fit.model_labels.count(learn)
-    if labels is not None: return labels
+    learn.loss = learn.loss_grad.clone()
     return loss_items(learn.loss_func, learn.pred, *learn.yb, rows=rows)
 
-def has_loss(learn)->bool:
-    "Returns whether fastai would run a backward pass. A callback may have set the targets in `after_loss`"
-    return learn.training and len(learn.yb) > 0
-
 # %% ../../nbs/windows/14_forward_backward.ipynb #03b0af1b
-# The loss of a micro-batch in a sum. Its weight depends on what it averages over, which callbacks may change
-
-def send_after_loss(fit:FitContext, window:Window, items:Count|None, rows:int)->Count|None:
-    "Sends `after_loss`, in which a callback may compute or change the loss; returns what that averages over now"
-    learn = fit.learn
-    has_computed_loss = len(learn.yb) > 0  # if not, a callback may compute it
-    if has_computed_loss: keep_for_check(fit, window, rows, items)  # before callbacks may change predictions or targets
-    changed_by = fit.send.watching_loss('after_loss')
-    is_as_computed = has_computed_loss and not changed_by
-    if is_as_computed or not has_loss(learn): return items
-    return items_of_callbacks_loss(fit, items, rows, changed_by)
-
-def keep_for_check(fit:FitContext, window:Window, rows:int, items:Count|None):
-    "Keeps predictions and targets for the check of the loss"
-    learn,check = fit.learn,fit.loss_check
-    check.take_loss(learn.loss_func)
-    if not check.windows_left: return
-    # A model that computes its own loss would have to run again for the check
-    if fit.model_labels.count(learn) is not None: check.stop()
-    else: check.keep(window.kept, learn.pred, learn.yb, rows, items)
-
-def items_of_callbacks_loss(
+def items_of_loss(
     fit:FitContext,
-    items:Count|None, # What the loss averages over without these callbacks; rows, if there is none
-    rows:int, # Of the micro-batch
-    changed_by:str|None, # The callback that has changed the loss in `after_loss`
+    items:Count|None, # What the loss function averages over
+    is_replaced:bool, # Whether a callback has put another loss in the place of the loss function's, in `after_loss`
+    is_single:bool, # Whether the micro-batch is a window
 )->Count|None:
-    """Returns what a loss that callbacks have computed or changed averages over: by `num_items`, or by the labels of a
-    Transformers model. Without these, returns `items`, with a warning if the loss was changed"""
-    fit.loss_check.stop()  # it computes the loss by `loss_func`, not as these callbacks do
-    if fit.settings.num_items: return n_items(fit, rows)
-    labels = fit.model_labels.count(fit.learn)
+    """Returns what the loss averages over: by `num_items`, the labels of the model, or the loss function; None: it is a
+    sum. Warns if that is not known, because a callback has replaced the loss"""
+    learn,num_items = fit.learn,fit.settings.num_items
+    labels = model_labels(learn)
+    # The check computes the loss by `loss_func`, from outputs and targets
+    if is_replaced or labels is not None: fit.loss_check.stop()
+    if num_items is not None: return check_items(num_items(learn))
     if labels is not None: return labels
-    if changed_by: warn_of_changed_loss(fit, changed_by)
+    if is_replaced and not is_single:
+        fit.warn_once("a callback replaces the loss (learn.loss_grad), but micro-batches keep the weights of the loss "
+                      "before it: if the new one averages over something else, pass num_items")
     return items
 
-def warn_of_changed_loss(fit:FitContext, changed_by:str):
-    fit.warn_once(f"{changed_by} changes the loss, but micro-batches keep the weights of the loss before it: if the "
-                  "new one averages over something else, pass num_items")
+def keep_for_check(fit:FitContext, window:Window, args:tuple, rows:int, items:Count|None):
+    "Keeps the arguments of the loss function for its check"
+    check = fit.loss_check
+    check.take_loss(fit.learn.loss_func)
+    if check.windows_left: check.keep(window.kept, args, rows, items)
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #5e8a1c7d
 # The backward pass
 
-def run_backward(fit:FitContext, window:Window, contribution:Contribution)->bool:
-    """Runs the backward pass with its events; returns whether the micro-batch counts. In a sum of several, raises
-    RuntimeError if a callback cancels the batch afterwards, when its gradient is in the sum; or if it has cancelled the
-    pass and computed a gradient itself, whose weight is not known"""
+def run_backward(fit:FitContext, window:Window, contribution:Contribution):
+    """Runs the backward pass with its events. In a sum of several, raises RuntimeError if a callback cancels the batch
+    afterwards, when its gradient is in the sum"""
     n_before = window.losses.n_micro
     add_gradient = partial(add_weighted_gradient, fit, window, contribution)
-    before = None if window.is_single else partial(send_before_backward, fit)
-    try: fit.send.around(add_gradient, 'backward', CancelBackwardException, before)
+    try: fit.send.around(add_gradient, 'backward', CancelBackwardException)
     except CancelBatchException as e:
         has_run = window.losses.n_micro > n_before
         if window.is_single or not has_run: raise
         raise RuntimeError(f"{callback_that_raised(e)} cancels a batch after its backward pass (does it accumulate "
                            "gradients?), in a window of several micro-batches: remove it, or use windows of one") from e
     has_run = window.losses.n_micro > n_before
-    if not has_run: return accept_cancelled(fit, window, contribution)
-    return True
+    if not has_run: accept_cancelled(fit, window, contribution)
 
 def add_weighted_gradient(fit:FitContext, window:Window, contribution:Contribution):
     """Runs fastai's backward pass for the loss times its weight, which adds the weighted gradient to the sums in
@@ -203,28 +174,17 @@ def add_weighted_gradient(fit:FitContext, window:Window, contribution:Contributi
     window.add(contribution)
     fit.processes.after_backward()
 
-def send_before_backward(fit:FitContext):
-    "Sends `before_backward`, in a sum. The weight is already set, so it warns if a callback changes the loss"
-    changed_by = fit.send.watching_loss('before_backward')
-    if changed_by and not fit.settings.num_items: warn_of_changed_loss(fit, changed_by)
-
 # %% ../../nbs/windows/14_forward_backward.ipynb #6b0d27f4
-def accept_cancelled(fit:FitContext, window:Window, contribution:Contribution)->bool:
-    """After a backward pass that a callback has cancelled (CancelBackwardException): returns whether the micro-batch
-    counts all the same. A window of one micro-batch counts, as in fastai. In a sum the micro-batch is left out; raises
-    RuntimeError if the callback has computed a gradient itself"""
-    if window.is_single:  # fastai steps all the same, with the gradient as it is
-        # In several processes, the mean divides by the weight, which a gradient that a callback computed does not have
-        if contribution.weight: divide_gradients(fit.params.summed, 1/contribution.weight)
-        window.add(contribution)
-        return True
-    # Nobody else may change the sums, so that a new gradient is one that the callback has computed
-    if not window.grads.is_intact():
-        raise RuntimeError("a callback ran the backward pass itself (CancelBackwardException), in a window of several "
-                           "micro-batches, so its gradient has no weight: let fastai run it, or use windows of one")
-    fit.warn_once("a callback cancels backward passes (CancelBackwardException): their micro-batches are left out of "
-                  "the window")
-    return False
+def accept_cancelled(fit:FitContext, window:Window, contribution:Contribution):
+    """After a backward pass that a callback has cancelled (CancelBackwardException). A window of one micro-batch steps
+    all the same, as in fastai, with the gradient as it is. A sum leaves the micro-batch out; raises RuntimeError if the
+    callback has computed a gradient itself, which has no weight"""
+    if not window.is_single:
+        window.grads.check()
+        return
+    # In several processes, the mean divides by the weight, which a gradient that a callback computed does not have
+    if contribution.weight: divide_gradients(fit.params.summed, 1/contribution.weight)
+    window.add(contribution)
 
 def callback_that_raised(e:BaseException)->str:
     "Returns the name of the class of the callback in whose event `e` was raised, by the traceback"

@@ -95,9 +95,9 @@ class WholeBatch:
 
     def begin_epoch(self, loop:WindowLoop): pass
 
-    def __call__(self, loop:WindowLoop)->bool:
-        "Runs the loader batch that `loop.learn` holds; returns whether it counts"
-        return loop.run_micro_batch(loop.batches.current.samples, loop.rows_of_batch())
+    def __call__(self, loop:WindowLoop):
+        "Runs the loader batch that `loop.learn` holds"
+        loop.run_micro_batch(loop.batches.current.samples, loop.rows_of_batch())
 
 # %% ../../nbs/windows/15_loop.ipynb #4173aa1f
 class WindowLoop:
@@ -122,8 +122,9 @@ class WindowLoop:
         self.progress = None
         self.between_windows = noop  # called before each window, by AutoResume
         self.after_windows = noop  # and after the last one of an epoch
-        # This lasts for a window
+        # These last for a window
         self.window = Window()
+        self.begun_at = 0  # samples that were read before it
         # This lasts for a loader batch
         self.autocast = None
 
@@ -136,9 +137,6 @@ class WindowLoop:
         n_rounds = len(plan.windows) if self.settings.log_accum_batch else plan.n_batches
         self.batches = EpochBatches(dl, plan, carried, self, n_rounds)
         self.progress = Progress(self.learn, self.batches, self.loggers)
-        self.between_windows = noop
-        self.after_windows = noop
-        self.window = Window()
         self.fit.begin_epoch()
         self.strategy.begin_epoch(self)
 
@@ -156,10 +154,6 @@ def run_epoch(self:WindowLoop):
             if not self.window.is_open: self.after_windows()
             self.batches.finish_epoch(self.window.batches)  # those of a window that is still open
             self.check_has_trained()
-    except (CancelTrainException, CancelEpochException, CancelFitException): raise  # no error: a callback ends training
-    except BaseException:  # Ctrl-C, too
-        self.release_batch()
-        raise
     finally:
         self.discard_window()
         enable_gradient_sync(self.learn.model)
@@ -181,16 +175,12 @@ def next_round(self:WindowLoop)->bool:
     make no window"""
     if not self.window.is_open:
         self.between_windows()
-        self.begin_window()
-        if not self.batches.can_fill(self.window.size): return False
+        size = self.batches.next_window_size()
+        self.window = Window(size)
+        self.begun_at = self.batches.samples_read
+        self.progress.begin_window()
+        if not self.batches.can_fill(size): return False
     return self.batches.advance()
-
-@patch
-def begin_window(self:WindowLoop):
-    "Makes a new window in the place of the last one. Its first batch has not been read yet"
-    size = self.batches.next_window_size()
-    self.window = Window(size)
-    self.progress.begin_window()
 
 @patch
 def close_after_rounds(self:WindowLoop):
@@ -215,17 +205,12 @@ def run_round(self:WindowLoop):
         self.send.around(
             self.run_batches, 'batch', CancelBatchException,
             before=self.begin_round,
-            cancelled=self.correct_if_cancelled)
+            cancelled=self.correct_pct_train)  # if it is cancelled in `before_batch`
     finally: self.end_round()  # also if a callback ends the epoch or the fit in `after_batch`
 
 @patch
-def correct_if_cancelled(self:WindowLoop, e:CancelBatchException):
-    "`run_batches` corrects `pct_train`. If a callback has cancelled the batch in `before_batch`, that has not run"
-    self.correct_pct_train()
-
-@patch
 def correct_pct_train(self:WindowLoop):
-    "After the batches of a round. A second call in a round does nothing"
+    "Corrects the position after the batches of a round. A second call in a round does nothing"
     goes_on = not self.settings.log_accum_batch and self.window.is_open
     self.progress.correct_pct_train(goes_on)
 
@@ -234,12 +219,8 @@ def begin_round(self:WindowLoop):
     """Sends `before_batch`, first to callbacks that prepare batches. If they cancel the first batch of a window, the
     next one takes its place in the same round, so that all others see each window once"""
     while not self.prepare_batch():
-        may_go_on = self.settings.log_accum_batch and not self.is_complete()
-        # Before `end_batch`, because `around` ends the last batch of the round, for all callbacks
-        has_next = may_go_on and self.batches.advance()
-        if not has_next: raise CancelBatchException  # to `around`
-        self.end_batch(counts=False)  # of the cancelled batch, which `learn` still holds
-        self.load_batch()
+        may_go_on = self.settings.log_accum_batch and self.go_on(last_counts=False)
+        if not may_go_on: raise CancelBatchException  # to `around`
     self.send.to_others('before_batch')
 
 @patch
@@ -259,11 +240,7 @@ def run_window(self:WindowLoop)->bool:
     whether the round counts"""
     loss_before = self.learn.loss
     last_counts = self.run_batch()
-    # `advance` comes before `end_batch`, because `around` ends the last batch of the round. Until `run_next_batch`,
-    # `learn` still holds the batch that has run
-    while not self.is_complete() and self.batches.advance():
-        self.end_batch(last_counts)
-        last_counts = self.run_next_batch()
+    while self.go_on(last_counts): last_counts = self.prepare_batch() and self.run_batch()
     if not self.window.losses.samples: return False  # all were cancelled: loggers see one cancelled batch, as in fastai
     has_step = self.window.is_full or self.batches.plan.remainder == 'step'  # if not, it is dropped or carried
     outcome = self.close_window() if has_step else None
@@ -294,10 +271,11 @@ def end_round(self:WindowLoop):
 
 @patch
 def is_complete(self:WindowLoop)->bool:
-    """Returns whether the window takes no more batches: if it is full; if the epoch ends; or if callbacks have
-    cancelled all its batches, as many samples as fill it, so that its round can end as a cancelled batch does"""
+    """Returns whether the window takes no more batches: if it is full; if the epoch ends; or if as many samples as fill
+    it were read, and callbacks have cancelled all of them, so that its round can end as a cancelled batch does"""
     window = self.window
-    is_cancelled = not window.losses.samples and window.cancelled_samples >= window.size
+    n_read = self.batches.samples_read-self.begun_at
+    is_cancelled = not window.losses.samples and n_read >= window.size
     return window.is_full or is_cancelled or self.ends_epoch_with_step()
 
 @patch
@@ -332,63 +310,51 @@ def may_be_carried(self:WindowLoop)->bool:
 @patch
 def prepare_batch(self:WindowLoop)->bool:
     "Sends `before_batch` to the callbacks that prepare batches; returns False if one of them cancels the batch"
-    try:
-        self.send.to_preparing('before_batch')
-    except CancelBatchException:
-        self.note_cancelled()
-        return False
+    try: self.send.to_preparing('before_batch')
+    except CancelBatchException: return False
     return True
 
 @patch
-def run_next_batch(self:WindowLoop)->bool:
-    "Runs the next batch of the window; returns whether it counts"
+def go_on(self:WindowLoop, last_counts:bool)->bool:
+    """Goes on to the next batch of the window, after the events that end the last one, which `learn` holds; returns
+    False if the window takes no more. These events go to preparing callbacks:
+
+    - `after_batch` only to those with `before_batch`: one without it is a logger, and waits for the end of the window
+    - `after_cancel_batch` to those with both, since a batch without a step looks cancelled to them, as with fastai's own
+      GradientAccumulation; and to all if the batch was really cancelled"""
+    # `advance` comes first, because `around` ends the last batch of the round
+    if self.is_complete() or not self.batches.advance(): return False
+    also = ('before_batch','after_batch') if last_counts else ()
+    self.send.to_preparing('after_cancel_batch', also)
+    self.send.to_preparing('after_batch', also=('before_batch',))
     self.load_batch()
-    return self.prepare_batch() and self.run_batch()
-
-@patch
-def end_batch(self:WindowLoop, counts:bool):
-    """Sends the events that end a batch to preparing callbacks, while its window goes on:
-
-    - `after_batch` only to pairs, which are callbacks that also have `before_batch`: one without it is a logger, and
-      waits for the end of the window
-    - `after_cancel_batch` to pairs after each batch, since a batch without a step looks cancelled to them, as with
-      fastai's own GradientAccumulation; and to all preparing callbacks if the batch was really cancelled"""
-    self.send.to_preparing('after_cancel_batch', only_pairs=counts)
-    self.send.to_preparing('after_batch', only_pairs=True)
+    return True
 
 # %% ../../nbs/windows/15_loop.ipynb #4495dc52
 @patch
 def run_batch(self:WindowLoop)->bool:
-    """Runs the passes of the batch that `learn` holds; returns whether it counts. It does not if a callback cancels it.
-    Then its window goes on. If no batch of a round counts, `run_batches` raises another CancelBatchException"""
-    window = self.window  # `discard_window` puts another one in its place
+    """Runs the passes of the batch that `learn` holds; returns whether it counts. It does not if a callback cancels it,
+    or all its backward passes. Then its window goes on. If no batch of a round counts, `run_batches` raises another
+    CancelBatchException"""
+    window = self.window
     if not window.has_begun: self.fit.update_params()
     if self.strategy.may_repeat: self.autocast = Autocast(self.fit.params.guarded[0].device)
-    n_before = window.losses.n_micro
-    try: counts = self.strategy(self)
+    n_before = window.losses.samples
+    try: self.strategy(self)
     except CancelBatchException:
-        if window.losses.n_micro > n_before: self.drop_cancelled_part(n_before)
-        self.note_cancelled()
+        if window.losses.samples > n_before: self.drop_part(n_before)
         return False
-    if counts: self.note_run()
-    else: self.note_cancelled()
-    return counts
-
-@patch
-def drop_cancelled_part(self:WindowLoop, n_before:int):
-    """After a callback has cancelled a batch between two of its micro-batches: drops its whole window, since the first
-    of them cannot be taken out of the sums again. `n_before` micro-batches of other batches came before"""
-    if n_before > 0: warn_user("a callback has cancelled a part of a batch: its whole window is left out")
-    self.discard_window()
-
-@patch
-def note_cancelled(self:WindowLoop): self.window.note_cancelled(self.batches.current.samples)
-
-@patch
-def note_run(self:WindowLoop):
-    "Notes that the current batch has run, and is in the sums"
-    self.window.note_batch(self.batches.current, self.may_be_carried())
+    if window.losses.samples == n_before: return False
+    window.note_batch(self.batches.current, self.may_be_carried())
     if self.settings.log_accum_batch: self.loggers.update_train_metrics()
+    return True
+
+@patch
+def drop_part(self:WindowLoop, n_before:int):
+    """After a callback has cancelled a batch between two of its micro-batches: drops its whole window, with `n_before`
+    samples of other batches, because nothing can be taken out of the sums again"""
+    if n_before: self.fit.warn_once("a callback has cancelled a part of a batch: its whole window is left out")
+    self.discard_window()
 
 # %% ../../nbs/windows/15_loop.ipynb #17380d50
 @patch
@@ -396,15 +362,15 @@ def run_micro_batch(self:WindowLoop,
     samples:int, # As the DataLoader counts them
     rows:int, # Of the tensors that `learn` holds
     ends_batch:bool=True,
-)->bool:
-    "Runs the forward and backward pass of what `learn` holds; returns whether it counts"
+):
+    "Runs the forward and backward pass of what `learn` holds"
     window = self.window
     fills_window = window.losses.samples+samples >= window.size
     is_in_last_batch = fills_window or self.ends_epoch_with_step()  # of the window
     ends_window = ends_batch and is_in_last_batch
     if not window.has_begun: window.begin(self.fit.params, is_single=ends_window)
     if self.autocast is not None: self.autocast.enter_again()
-    return forward_backward(self.fit, window, samples, rows, ends_window)
+    forward_backward(self.fit, window, samples, rows, ends_window)
 
 # %% ../../nbs/windows/15_loop.ipynb #085665cc
 # The step
@@ -425,12 +391,17 @@ def close_window(self:WindowLoop)->Outcome:
 def step_window(self:WindowLoop):
     """Takes the step of a window whose gradients are means, and drops them, as fastai does. If a callback cancels more
     than the step, fastai drops nothing, and the gradient adds to that of the next batch. So does that of a single
-    micro-batch here; but a mean over a sum is dropped, since it has no weight in the next sum"""
+    micro-batch here; but a mean over a sum is dropped, since it has no weight in the next sum. A warning says so after
+    a CancelBatchException, which may have been meant to skip the step"""
     if self.settings.log_accum_batch: self.show_window_loss()
     self.cb.report_step()
     try: self.take_step()
     except (CancelBatchException, CancelEpochException, CancelTrainException) as e:  # the others end the fit
-        if not self.window.is_single: self.drop_cancelled(e)
+        if self.window.is_single: raise
+        if isinstance(e, CancelBatchException):
+            self.fit.warn_once(f"{callback_that_raised(e)} cancels a window at its step (CancelBatchException): its "
+                               "gradient is dropped, and adds to no other. To skip a step, raise CancelStepException")
+        self.drop_gradients()
         raise
     self.learn.opt.zero_grad()
 
@@ -466,15 +437,6 @@ def show_window_loss(self:WindowLoop):
     learn.loss = window.losses.mean
     # A single micro-batch leaves `loss_grad` as fastai does, with its graph
     if not window.is_single: learn.loss_grad = learn.loss
-
-@patch
-def drop_cancelled(self:WindowLoop, e:Exception):
-    """After an exception that cancels more than the step of a window: drops its gradient. Warns of a
-    CancelBatchException, which may have been meant to skip the step"""
-    if isinstance(e, CancelBatchException):
-        self.fit.warn_once(f"{callback_that_raised(e)} cancels a window at its step (CancelBatchException): its "
-                           "gradient is dropped, and adds to no other. To skip a step, raise CancelStepException")
-    self.drop_gradients()
 
 @patch
 def drop_gradients(self:WindowLoop):
@@ -518,16 +480,6 @@ def discard_window(self:WindowLoop):
         window.undo_begin()
         self.drop_gradients()
     self.window = Window(window.size)
-
-@patch
-def release_batch(self:WindowLoop):
-    "Drops the graph of an interrupted batch, which may hold the model, and its gradients"
-    learn = self.learn
-    learn.opt.zero_grad()
-    learn.pred = None
-    learn.loss_grad = None
-    if isinstance(learn.loss, Tensor):
-        learn.loss = learn.loss.detach()
 
 # %% ../../nbs/windows/15_loop.ipynb #63ca88e5
 # After a kill

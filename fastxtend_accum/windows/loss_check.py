@@ -129,10 +129,14 @@ class LossCheck:
         self.losses_left -= 1
         self.windows_left = self.n_windows
 
-    def keep(self, kept:list, pred, targets:tuple, rows:int, items:Count|None):
-        """Adds a micro-batch to `kept`, the list of the window. If this list holds too many bytes now, empties it, and
-        checks nothing more in this fit"""
-        args = map_tensors(copy_of, (pred, *targets))  # callbacks may change these tensors
+    def keep(self,
+        kept:list, # The list of the window, to which this adds a micro-batch
+        args:tuple, # Its predictions and targets
+        rows:int, # Of its tensors
+        items:Count|None, # What its loss averages over; None: it is a sum
+    ):
+        "Keeps a micro-batch. If `kept` holds too many bytes then, empties it, and checks nothing more in this fit"
+        args = map_tensors(copy_of, args)  # callbacks may change these tensors
         kept.append(KeptMicroBatch(args, rows, items))
         tensors = tensors_in([o.args for o in kept])
         if sum(o.nbytes for o in tensors) <= self.max_bytes: return

@@ -131,9 +131,8 @@ class Window:
         self.grads = None  # a GradientSums, once it has begun with several micro-batches
         self.kept = []  # micro-batches for the check of the loss
         self.batches = []  # copies of those that have run, if the epoch may end before the window is full
-        # Three counts of samples. `losses.samples` grows with each micro-batch, and says when the window is full
+        # `losses.samples` grows with each micro-batch, and says when the window is full
         self.seen_samples = 0  # in loader batches that have run; once it is closed, in all processes, for loggers
-        self.cancelled_samples = 0  # in loader batches that callbacks have cancelled
         self.outcome = None  # an Outcome, once it is closed
 
     @property
@@ -179,8 +178,6 @@ class Window:
         "Counts the samples of a loader batch that has run; keeps it if it may be carried into the next epoch"
         self.seen_samples += min(batch.samples, batch.rows)  # the last one of an IterableDataset may have fewer rows
         if may_be_carried: self.batches.append(batch)
-
-    def note_cancelled(self, samples:int): self.cancelled_samples += samples
 
 # %% ../../nbs/windows/04_window.ipynb #3ad9e0f7
 @patch
