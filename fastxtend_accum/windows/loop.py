@@ -320,8 +320,8 @@ def go_on(self:WindowLoop, last_counts:bool)->bool:
     False if the window takes no more. These events go to preparing callbacks:
 
     - `after_batch` only to those with `before_batch`: one without it is a logger, and waits for the end of the window
-    - `after_cancel_batch` to those with both, since a batch without a step looks cancelled to them, as with fastai's own
-      GradientAccumulation; and to all if the batch was really cancelled"""
+    - `after_cancel_batch` to those with both, since a batch without a step looks cancelled to them, as with fastai's
+      own GradientAccumulation; and to all if the batch was really cancelled"""
     # `advance` comes first, because `around` ends the last batch of the round
     if self.is_complete() or not self.batches.advance(): return False
     also = ('before_batch','after_batch') if last_counts else ()
