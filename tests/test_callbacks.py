@@ -127,16 +127,6 @@ class AnotherRecorder(Recorder):
             self.rows.append([m.value for m in self._train_mets])
 
 
-def save_often(self):
-    "Saves the model and the optimizer after every third batch, and notes what is in the file"
-    if self.train_iter%3:
-        return
-    path = self.learn.save(f'at_{self.train_iter}', with_opt=True)
-    saved = torch.load(path, weights_only=False)
-    sums = [o.sum() for o in saved['model'].values()]
-    self.rows.append([self.train_iter, *sums, len(saved['opt'])])
-
-
 def count_samples(self):
     "Reads the loader by itself"
     self.rows.append([sum(len(batch[0]) for batch in self.learn.dl)])
@@ -149,9 +139,6 @@ NOTES = {
     'the epoch at its end': partial(At, 'after_epoch', note_epoch, 60),
     'own class of the name WandbCallback': WandbCallback,
     'another Recorder': AnotherRecorder,
-    'saves after the step': partial(At, 'after_step', save_often, 0),
-    'saves after the batch': partial(At, 'after_batch', save_often, 90),
-    'reads the loader before training': partial(At, 'before_train', count_samples, 60),
     'reads the loader after a batch': partial(At, 'after_batch', count_samples, 60)}
 
 

@@ -469,10 +469,3 @@ def test_the_line_of_a_loader_that_states_no_size_has_that_of_its_first_batch(ca
     fit_aloud(with_loader(batches, accum), 1)
     assert "micro_batch_size='auto': 8 samples are one batch" in capsys.readouterr().out
     assert accum.micro_bs is None
-
-
-def test_an_empty_loader_has_no_window_of_none():
-    "If each batch is a window, there is nothing that it could not fill"
-    accum = GradientAccumulation(micro_batch_size=8, remainder='drop')
-    learn = fit(make_learner(BS, n=5, drop_last=True, cbs=accum), 1)
-    assert losses(learn) == []

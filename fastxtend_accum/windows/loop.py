@@ -161,9 +161,8 @@ def run_epoch(self:WindowLoop):
 @patch
 def check_has_trained(self:WindowLoop):
     "After an epoch: raises ValueError if it fills no window, nor has an earlier one, and such windows are dropped"
-    plan = self.batches.plan
     has_run = self.n_steps > 0 or self.progress.n_rounds > 0
-    if has_run or plan.remainder != 'drop' or plan.n_batches == 0: return
+    if has_run or self.batches.plan.remainder != 'drop': return
     size = self.window.size*self.fit.processes.n
     raise ValueError(f"an epoch does not fill one window of {size} samples, and incomplete windows are dropped: lower "
                      "accum_bs, or pass remainder='step'")
