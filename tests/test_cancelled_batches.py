@@ -116,34 +116,3 @@ def test_somebodys_own_accumulator_is_an_error_in_a_window_of_several(args, bs):
     learn = make_learner(bs, cbs=[DividesLoss(), GradientAccumulation(**args)])
     with pytest.raises(RuntimeError, match='DividesLoss cancels a batch after its backward pass'):
         fit(learn, 1)
-
-
-def test_an_accumulator_with_run_false_accumulates_nothing():
-    "As in fastai: others run beside it as if it were not there"
-    off = DividesLoss()
-    off.run = False
-    small = fit(make_learner(8, cbs=[off, GradientAccumulation(32)]))
-    big = fit(make_learner(32))
-    assert_moved(big)
-    assert_same_weights(small, big, ROUNDING)
-
-
-class CountsBatches(Callback):
-    order, run_valid = 60, False
-    n = 0
-    def before_batch(self): self.n += 1
-
-
-class CancelsFirst(Callback):
-    order = 70
-    def before_batch(self):
-        if self.train_iter == 0 and self.counts_batches.n == 1: raise CancelBatchException
-
-
-def test_a_late_callback_sees_each_round_once_beside_one_that_cancels():
-    learn = make_learner(8, n=64, cbs=[GradientAccumulation(16), CountsBatches(), CancelsFirst()])
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # of an order of 50 or more
-        fit(learn, 1)
-    n_rounds = learn.gradient_accumulation.loop.progress.n_rounds
-    assert learn.counts_batches.n == n_rounds > 1

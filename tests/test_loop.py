@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common import *
-from fastxtend_accum.windows import loss_check
 from fastxtend_accum.windows.loop import replaced_method
 from numbered_batches import *
 from own_learners import *
@@ -82,17 +81,6 @@ def test_a_batch_of_which_a_part_has_run_leaves_out_its_window():
     learn = accumulated_learner(n, [fault], micro_batch_size=4)
     with pytest.warns(UserWarning, match='cancelled a part of a batch: its whole window is left out'): fit(learn, 1)
     assert_trained_on(learn, n, '3456 7')
-
-
-@BOTH_LOGS
-def test_a_batch_that_is_cancelled_after_its_backward_pass_is_an_error_in_a_sum(log):
-    "Its gradient cannot be taken out; a window of one batch is as in fastai"
-    def cancels(): return Fault(CancelBatchException, 'after_backward', 2, 20)
-    with pytest.raises(RuntimeError, match='Fault cancels a batch after its backward pass'):
-        fit(accumulated_learner(64, [cancels()], log_accum_batch=log))
-    plain = fit(make_learner(BS, cbs=cancels()))
-    assert_moved(plain)
-    assert_same(weights(fit(make_learner(BS, cbs=[cancels(), GradientAccumulation(BS)]))), weights(plain))
 
 
 @BOTH_LOGS
@@ -394,12 +382,3 @@ def patch_loop_before_import(name):
 @pytest.mark.parametrize('name', ['all_batches', '_do_one_batch'])
 def test_a_loop_that_was_patched_before_the_import_is_an_error_too(name):
     assert forked(patch_loop_before_import, name) == 0
-
-
-# Errors
-
-def test_an_error_in_our_own_check_of_the_loss_is_not_hidden(monkeypatch):
-    "What the check may hide are errors of the loss function that it calls"
-    def fails(*args): raise NameError('on purpose')
-    monkeypatch.setattr(loss_check, 'weighted_parts', fails)
-    with pytest.raises(NameError, match='on purpose'): fit(accumulated_learner(64))

@@ -125,16 +125,6 @@ def test_limit_on_the_page_what_a_callback_takes_back_in_a_pass_is_lost_to_the_n
     assert_apart(ours, plain)
 
 
-class DerivedPrecision(MixedPrecision):
-    "Has the events of fastai's own"
-
-
-@pytest.mark.parametrize('make_cb', [MixedPrecision, DerivedPrecision])
-@pytest.mark.filterwarnings('ignore:CUDA is not available', 'ignore:torch.cuda.amp.GradScaler is enabled')
-def test_what_comes_with_fastai_is_not_warned_of(make_cb):
-    assert_moved(fit(make_learner(32, cbs=[make_cb(), *in_micro_batches()]), 1))
-
-
 # Inputs, targets and outputs after the passes
 
 class SeesBatches(Callback):

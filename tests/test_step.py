@@ -35,20 +35,6 @@ def test_rules_scale_each_group_for_the_length_of_a_step(make_opt):
     assert hypers_of(opt, ['lr', 'mom']) == before
 
 
-@each_optimizer
-def test_values_are_restored_once(make_opt):
-    "What a callback has set meanwhile is undone; what it sets after that stays, and so do values without a rule"
-    opt = make_opt()
-    scaled = ScaledHypers(opt, dict(lr=linear_scale), ratio=3)
-    scaled.apply()
-    set_hypers(opt, dict(lr=[.05, .05], mom=[.8, .8]))
-    scaled.restore()
-    assert hypers_of(opt, ['lr', 'mom']) == dict(lr=[.1, .1], mom=[.8, .8])
-    set_hypers(opt, dict(lr=[.4, .4]))
-    scaled.restore()
-    assert hypers_of(opt, ['lr']) == dict(lr=[.4, .4])
-
-
 # In a fit
 
 class NotesRate(Callback):
@@ -109,14 +95,6 @@ def test_a_rate_that_a_callback_sets_after_a_step_stays(kind):
 
 
 # A GradScaler
-
-def test_a_scaler_looks_for_infinities_if_it_is_enabled():
-    learn = make_learner(8)
-    assert not scales_loss(learn)
-    for is_enabled in (True, False):
-        learn.scaler = GradScaler('cpu', enabled=is_enabled)
-        assert scales_loss(learn) == is_enabled
-
 
 @pytest.mark.parametrize('mode, scales', [('fp16', True), ('bf16', False)])
 def test_the_scaler_of_mixed_precision(mode, scales):
