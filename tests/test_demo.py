@@ -39,13 +39,6 @@ def test_growing_has_the_loss_of_small_batches_in_a_quarter_of_their_steps(table
 
 
 @pytest.mark.long
-def test_accumulated_batches_give_the_weights_of_the_large_batch(learners):
-    large = learners['batches of 512']
-    assert demo.weight_difference(learners['16 x 32'], large) < 1e-5
-    assert demo.weight_difference(learners['batches of 123'], large) > 1e-2
-
-
-@pytest.mark.long
 def test_the_command_prints_its_table_and_saves_its_picture(learners, monkeypatch, capsys):
     monkeypatch.setattr(demo, 'run_demo', lambda: learners)
     demo.main()
