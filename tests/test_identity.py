@@ -31,11 +31,6 @@ def split(seed):
     return DataLoaders(train_dl, DataLoader([items[i] for i in order[100:]], bs=16))
 
 
-def scaled_data():
-    items = [(100*x, -y) for x, y in samples()]
-    return with_valid(DataLoader(items, bs=4, shuffle=True))
-
-
 DIFFERENCES = {
     'epochs': (dict(), dict(n_epoch=4), r'n_epoch 4, not 3'),
     'rate': (dict(), dict(lr=.05), 'lr'),
@@ -47,7 +42,6 @@ DIFFERENCES = {
     'names of layers': (dict(), dict(m=other_names), 'model'),
     'batch size': (dict(), dict(dls=lambda: with_valid(DataLoader(samples(), bs=5, shuffle=True))), 'bs 5, not 4'),
     'split': (dict(dls=lambda: split(1)), dict(dls=lambda: split(2)), 'dls.train.*seed'),
-    'values': (dict(), dict(dls=scaled_data), 'dls.train'),
     'callbacks': (dict(), dict(cbs=SaveModelCallback), 'SaveModelCallback|cbs')}
 
 

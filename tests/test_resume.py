@@ -108,6 +108,20 @@ def test_a_fit_that_is_cancelled_before_its_place_ends_with_the_state_of_the_fil
     assert len(Path('history.csv').read_text().splitlines()) == 2  # the names, and the first epoch
 
 
+def l1(pred, targ): return F.l1_loss(pred, targ)
+
+
+class SetsLoss(Callback):
+    def before_epoch(self):
+        self.learn.loss_func = l1
+        raise CancelFitException
+
+
+def test_a_loss_that_a_callback_sets_stays():
+    "Also if it ends the fit before training"
+    assert train(learner(SetsLoss())).loss_func is l1
+
+
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
