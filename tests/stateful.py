@@ -46,10 +46,6 @@ class AttributeInPlace(BufferInPlace):
     def set_up(self): self.mean = zeros()
 
 
-class NewAttribute(NewBuffer):
-    def set_up(self): self.mean = zeros()
-
-
 class OnlyInTuple(Adds):
     "The tensor is an item of a tuple, and nothing else refers to it"
     def set_up(self): self.means = (zeros(),)
@@ -120,11 +116,6 @@ class NumpyNoise(Adds):
     def step(self, x): return np.random.rand()
 
 
-class OwnTorchNoise(Adds):
-    def set_up(self): self.generator = torch.Generator()
-    def step(self, x): return torch.rand(1, generator=self.generator).double()
-
-
 class ItemsInList(Adds):
     "Appends to a list in each pass"
     def set_up(self): self.items = []
@@ -135,7 +126,6 @@ class ItemsInList(Adds):
 
 
 STATISTICS = [BufferInPlace, BufferByData, NewBuffer]
-OTHER_TENSORS = [AttributeInPlace, NewAttribute, BufferOfTwo, KeptForBackward, LastInputs]
+OTHER_TENSORS = [AttributeInPlace, BufferOfTwo, KeptForBackward, LastInputs]
 SHARED_NOISE = [TorchNoise, PythonNoise, NumpyNoise]  # from generators that all code shares
 STATEFUL = [*STATISTICS, *OTHER_TENSORS, Number, ItemsInList, *SHARED_NOISE]  # what a Snapshot holds
-OUT_OF_REACH = [OnlyInTuple, OwnTorchNoise]  # what it does not

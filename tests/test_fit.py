@@ -13,7 +13,7 @@ class Counts(Callback):
 
 PARTS = {
     'a callback': ('Counts', 'n'),
-    'the Recorder': ('Recorder', 'losses'),
+    'the Recorder': ('Recorder', ''),
     'a weight': ('model.0.0.weight', ''),
     'a buffer': ('model.0.1.running_mean', ''),
     'the optimizer': ('opt', 'state'),

@@ -1,6 +1,6 @@
 "What a fit keeps: the state of all that its Learner reaches, in whatever place"
 import pytest
-from fastai.vision.all import Image, ImageDataLoaders, SegmentationDataLoaders, aug_transforms, get_image_files
+from fastai.vision.all import Image, ImageDataLoaders, aug_transforms
 from torch.utils.data import DataLoader as TorchLoader
 
 from common import *
@@ -66,21 +66,26 @@ def optimizer_of_a_callback():
 
 
 class Seen:
-    "Of which the callback makes objects during the fit"
+    "The callback makes objects of it during the fit, too"
+    __slots__ = 'mean',
     def __init__(self, mean): self.mean = mean
 
 
 class Recent(Callback):
-    "Multiplies inputs by what a deque and a defaultdict have counted"
+    "Multiplies inputs by what an object with slots, a deque and a defaultdict have counted"
     def __init__(self):
+        self.total = Seen(0.)
         self.recent = collections.deque(maxlen=3)
         self.counts = defaultdict(int)
 
     def before_batch(self):
         if not self.training: return
-        self.recent.append(Seen(float(self.x.mean())))
+        mean = float(self.x.mean())
+        self.total.mean += mean
+        self.recent.append(Seen(mean))
         self.counts['n'] += 1
-        self.learn.xb = (self.x*(1+.01*sum(o.mean for o in self.recent)+.01*self.counts['n']),)
+        seen = self.total.mean+sum(o.mean for o in self.recent)
+        self.learn.xb = (self.x*(1+.01*seen+.01*self.counts['n']),)
 
 
 @situation
@@ -233,28 +238,14 @@ def folder_of_images():
     return Path('images')
 
 
-def train_on_images(dls, m, loss_func):
-    accum = GradientAccumulation(8, remainder='step', verbose=False)
-    return train(Learner(dls, m, loss_func, cbs=[accum, Stops()]))
-
-
-SETTINGS = dict(valid_pct=.2, seed=42, bs=4, num_workers=0)
-
-
 @situation
 def images_of_a_folder():
     "fastai opens them by a method of a class, `PILImage.create`"
-    dls = ImageDataLoaders.from_folder(folder_of_images(), batch_tfms=aug_transforms(size=8), **SETTINGS)
-    return train_on_images(dls, nn.Sequential(nn.Flatten(), nn.Linear(3*8*8, 2)), CrossEntropyLossFlat())
-
-
-@situation
-def images_with_masks():
-    "fastai has put a transform in the place of `PILMask.create`, which holds this method"
-    def mask_of(file): return (array(Image.open(file))[...,0] > 128).astype(np.uint8)
-    files = get_image_files(folder_of_images())
-    dls = SegmentationDataLoaders.from_label_func('.', files, mask_of, codes=['a', 'b'], **SETTINGS)
-    return train_on_images(dls, nn.Conv2d(3, 2, 3, padding=1), CrossEntropyLossFlat(axis=1))
+    tfms = aug_transforms(size=8)
+    dls = ImageDataLoaders.from_folder(folder_of_images(), valid_pct=.2, seed=42, bs=4, num_workers=0, batch_tfms=tfms)
+    accum = GradientAccumulation(8, remainder='step', verbose=False)
+    m = nn.Sequential(nn.Flatten(), nn.Linear(3*8*8, 2))
+    return train(Learner(dls, m, CrossEntropyLossFlat(), cbs=[accum, Stops()]))
 
 
 class CountsFromStart(Callback):
@@ -268,19 +259,6 @@ class CountsFromStart(Callback):
 
 @situation
 def attribute_named_as_one_of_the_recorder(): return train(learner(CountsFromStart()))
-
-
-class TwoNamesOfAList(Callback):
-    "Two lists, which began as one"
-    def before_fit(self): self.best = self.recent = []
-
-    def after_step(self):
-        self.recent = [*self.recent[-3:], self.loss.item()]
-        for p in self.model.parameters(): p.data += .001*len(self.recent)-.001*len(self.best)
-
-
-@situation
-def two_lists_that_began_as_one(): return train(learner(TwoNamesOfAList()))
 
 
 class HoldsLayers(Callback):

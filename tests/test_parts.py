@@ -2,7 +2,7 @@
 import pytest
 
 from common import *
-from fastxtend_accum.resuming.parts import attributes_of, content_of, set_attribute, set_content
+from fastxtend_accum.resuming.parts import content_of, set_attribute, set_content
 
 GENERATORS = {
     'python': (random.Random, lambda o: o.random()),
@@ -22,6 +22,15 @@ def test_a_generator_goes_back(name):
     assert draw(generator) == drawn
 
 
+def test_a_callback_gets_a_list_of_its_own():
+    "The list that the script passed to it stays as it was"
+    passed = [1]
+    cb = SimpleNamespace(seen=passed)
+    set_attribute(cb, 'seen', [1, 2])
+    assert cb.seen == [1, 2]
+    assert passed == [1]
+
+
 @pytest.mark.parametrize('grad', [None, torch.zeros(2), torch.ones(2)])
 def test_a_weight_gets_its_values_and_its_gradient(grad):
     weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(3))
@@ -32,15 +41,3 @@ def test_a_weight_gets_its_values_and_its_gradient(grad):
     assert not other.requires_grad
     if grad is None: assert other.grad is None
     else: assert torch.equal(other.grad, grad)
-
-
-class Slots:
-    __slots__ = 'n', 'missing'
-    def __init__(self): self.n = 1
-
-
-def test_slots_are_attributes():
-    o = Slots()
-    assert attributes_of(o) == dict(n=1)
-    set_attribute(o, 'n', 2, filled={})
-    assert o.n == 2

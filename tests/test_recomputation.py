@@ -98,7 +98,7 @@ class TransposedBlock(Block):
 
 BLOCKS = dict(
     {kind.__name__: partial(Block, kind) for kind in (
-        BufferInPlace, BufferByData, NewBuffer, NewAttribute, AttributeInPlace, KeptForBackward, LastInputs,
+        BufferInPlace, BufferByData, NewBuffer, AttributeInPlace, KeptForBackward, LastInputs,
         SparseBuffer,
         Number, TorchNoise, PythonNoise, NumpyNoise)},
     nested=lambda: nn.Sequential(Block(Number), Block(TorchNoise)),

@@ -9,7 +9,7 @@ from fastai.distributed import *
 
 from common import *
 from fastxtend_accum.callback import WindowCallback
-from fastxtend_accum.resuming.reader import Reader
+from fastxtend_accum.resuming.graph import Graph
 from kill_harness import Whole, kill_at, kill_layout, named_differences, start
 from resume_layouts import LAYOUTS, auto, make, schedule
 from resumed import leave_out
@@ -62,13 +62,13 @@ def without_carried_batches():
     WindowCallback.begin_epoch_at = begin_without
 
 
-def without_beginning_of_loader():
-    "The state at the place stands in for that in which the DataLoader began"
-    init = Reader.__init__
+def without_beginning_of_epoch():
+    "The DataLoader begins with the generators of the process that goes on"
+    restore = Graph.restore
 
-    def init_with_other(self, graph, n_loaded, at_start=None, *args):
-        init(self, graph, n_loaded, graph.state(of_data=True)['rest'], *args)
-    Reader.__init__ = init_with_other
+    def restore_all(self, rest, weights=None):
+        if weights: restore(self, rest, weights)  # at the place where the fit was saved
+    Graph.restore = restore_all
 
 
 def end_of(script, whole, folder, mutate=noop):
@@ -89,7 +89,7 @@ def end_of(script, whole, folder, mutate=noop):
     (without(lambda path, name: path == 'AvgMetric'), 'training_metrics'),
     (without(lambda path, name: path == 'Remembers'), 'plain_data_of_callback'),
     (without_carried_batches, 'carry_with_saves_between_epochs'),
-    (without_beginning_of_loader, 'torch_workers_and_carry')])
+    (without_beginning_of_epoch, 'torch_workers_and_carry')])
 def test_the_harness_sees_what_is_missing(mutation, name, tmp_path):
     """After the same kill, nothing differs with the whole state, and something does without a part of it: at one place
     of the fit, or at the next one that is tried"""

@@ -71,15 +71,15 @@ class SavedFit:
 # %% ../../nbs/resuming/08_fit.ipynb #b7c2e04d
 @patch
 def begin_training(self:SavedFit):
-    """After all callbacks have begun the training part of an epoch: restores the state if this is where the fit was
-    saved, and makes the loop read through a Reader and save between windows"""
+    """After all callbacks have begun the training part of an epoch: makes the loop read through a Reader and save between
+    windows. Restores the state if this is where the fit was saved"""
     loop = self.leader.loop
-    at_place = ()  # arguments of a Reader that goes on
+    at_place = self.found['reader'] if self.found else ()
+    # Before the state is restored, because it reads the batches of this epoch again from the first one
+    self.reader = Reader(loop.batches.dl, loop.batches.n_loaded, *at_place)
     if self.found:
-        at_place = self.found['reader']
         self.restore()
         self.found = None
-    self.reader = Reader(self.graph, loop.batches.n_loaded, *at_place)
     loop.hook_in(self.save_if_due, self.keep_trained, self.reader)
 
 @patch

@@ -7,7 +7,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/graph.html.md""
 # %% ../../nbs/resuming/02_graph.ipynb #3e41382a
 from __future__ import annotations
 from collections import Counter
-from contextlib import suppress
 import io
 
 from fastai.basics import *
@@ -37,19 +36,17 @@ def root_of(path:str)->str:
     return path.partition('.')[0]
 
 def is_data(path:str)->bool:
-    "Returns whether the object at a path belongs to the data, as do the random generators"
-    return root_of(path) in ('dls','generators')
+    "Returns whether the object at a path belongs to the data"
+    return root_of(path) == 'dls'
 
 def parts_of(path:str, o)->dict:
     """Returns the parts of an object: its attributes, and its content if it has one. The key of a part is the `path` of
     the object and the name of the attribute, or '' for the content"""
-    res = {(path,name):value for name,value in sorted(attributes_of(o).items())}
+    parts = attributes_of(o)
     content = content_of(o)
     if content is not None:
-        res[path,''] = content
-    if isinstance(o, Recorder) and o.losses:
-        res[path,'losses'] = torch.stack(o.losses)  # one tensor instead of many
-    return res
+        parts[''] = content
+    return {(path,name):value for name,value in sorted(parts.items())}
 
 # %% ../../nbs/resuming/02_graph.ipynb #5b575bc6
 class Graph(Paths):
@@ -59,50 +56,48 @@ class Graph(Paths):
         self.begun = {}  # digests of parts when the fit began
         self.waiting = []  # paths of the objects whose parts are still to be searched
         self.searched = None  # the part that is searched at the moment
-        self.n_found = Counter()  # more objects, by the path of the first one
+        self.n_found = Counter()  # objects by the place where they were found
         self.pickling = pickling(self)
-        for path,o in roots_of(learn):
-            self.add(path, o)
+        for path,o in roots_of(learn): self.add(path, o)
         while self.waiting:
             path = self.waiting.pop()
-            o = self.objects[path]
-            for part,value in parts_of(path, o).items():
+            for part,value in parts_of(path, self.objects[path]).items():
                 self.searched = part  # so that pickling it adds the objects in it
-                with suppress(Exception):  # what no file can hold
-                    self.begun[part] = Digest(self, value, is_data(path)).value
+                self.begun[part] = Digest(self, value, is_data(path)).value
         self.searched = None
 
-    def add(self, path:str, o):
-        """Gives a path to an object that has none, and to the layers and weights of a model. Allows files to name its
-        class, of which the fit may make more objects"""
+    def add(self, place:str, o):
+        """Gives a path to an object that has none: the `place` where it was found, with a number if that is the path of
+        another one. Adds the layers and weights of a model, too. Allows files to name the object's class, of which the
+        fit may make more objects"""
         if id(o) in self.paths: return
-        place = path
-        while path in self.objects:
-            self.n_found[place] += 1
-            path = f'{place}[{self.n_found[place]}]'
+        n = self.n_found[place]
+        self.n_found[place] += 1
+        path = f'{place}[{n}]' if n else place
         self.objects[path] = o
         self.paths[id(o)] = path
         self.waiting.append(path)
-        kind = type(o).__qualname__
-        if isinstance(o, Tensor): kind += f' {list(o.shape)} {o.dtype}'
-        self.begun[path,'class'] = kind
-        for named in [type(o), *named_in(type(o))]:
-            self.add_named(named)
+        kind = type(o)
+        size = f' {list(o.shape)} {o.dtype}' if isinstance(o, Tensor) else ''
+        self.begun[path,'class'] = kind.__qualname__+size
+        if id(kind) not in self.paths:
+            for named in [kind, *named_in(kind)]: self.add_named(named)
         if isinstance(o, nn.Module):
             inner = *o.named_modules(),*o.named_parameters(),*o.named_buffers()
             for name,value in inner:
                 self.add(f'{path}.{name}', value)
 
 def named_in(kind:type)->list:
-    """Returns the classes and functions that the methods of a user's class name: during the fit they may set such a
-    function as an attribute, or make an object of such a class. Those of installed packages, in `site-packages` or
-    `dist-packages`, are not searched"""
-    module = sys.modules.get(kind.__module__)
-    if '-packages' in str(getattr(module, '__file__', '')):
-        return []
+    """Returns what objects of a class may refer to later in the fit: methods of a callback, and the classes and functions
+    that the methods of a user's class name. Classes of installed packages, in `site-packages` or `dist-packages`, are
+    not searched for these"""
     res = []
-    for f in vars(kind).values():
-        if isinstance(f, types.FunctionType):
+    for base in kind.__mro__:
+        methods = [f for f in vars(base).values() if isinstance(f, types.FunctionType)]
+        if issubclass(kind, Callback): res += methods
+        module = sys.modules.get(base.__module__)
+        if '-packages' in str(getattr(module, '__file__', '')): continue
+        for f in methods:
             res += [f.__globals__.get(name) for name in f.__code__.co_names]
     return res
 
@@ -129,8 +124,8 @@ def needs_path(self:Graph, o)->bool:
 
 # %% ../../nbs/resuming/02_graph.ipynb #273a28a4
 @patch
-def state(self:Graph, of_data:bool=False)->dict:
-    """Returns the state of all objects, or only of those of the data, as a dict:
+def state(self:Graph)->dict:
+    """Returns the state of all objects, as a dict:
 
     - `weights`: with the state of the optimizer; the same in all processes, and not copied
     - `rest`: the other parts, pickled
@@ -141,19 +136,15 @@ def state(self:Graph, of_data:bool=False)->dict:
     digests = {}
     lost = {}
     for path,o in self.objects.items():
-        if of_data and not is_data(path): continue
+        is_shared = isinstance(o, nn.Parameter) or root_of(path) == 'opt'
+        kept = weights if is_shared else rest
         for part,value in parts_of(path, o).items():
-            try: digest = Digest(self, value, is_data(path))
-            except Exception as e:
-                lost[part] = str(e)
-                continue
-            if digest.not_kept is not None:
-                if digest.value != self.begun.get(part): lost[part] = digest.not_kept
-                continue
-            digests[part] = digest.value
-            is_shared = isinstance(o, nn.Parameter) or root_of(path) == 'opt'
-            kept = weights if is_shared else rest
-            kept[part] = value
+            digest = Digest(self, value, is_data(path))
+            if digest.not_kept is None:
+                digests[part] = digest.value
+                kept[part] = value
+            elif digest.value is None or digest.value != self.begun.get(part):
+                lost[part] = digest.not_kept
     file = io.BytesIO()
     self.write(rest, file)
     return dict(weights=weights, rest=file.getvalue(), digests=digests, lost=lost)
@@ -179,11 +170,8 @@ def moved(storage, location:str):
 def restore(self:Graph, rest:bytes, weights:dict={}):
     "Sets parts to those of a state"
     parts = {**self.read(rest), **weights}
-    filled = {}
     for (path,name),value in parts.items():
         o = self.objects.get(path)
         if o is None: continue  # `SavedFit.restore` finds that its parts are missing
-        if isinstance(o, Recorder) and name == 'losses':
-            value = list(value)
-        if name: set_attribute(o, name, value, filled)
+        if name: set_attribute(o, name, value)
         else: set_content(o, value)

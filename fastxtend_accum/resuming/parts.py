@@ -7,7 +7,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/parts.html.md""
 # %% ../../nbs/resuming/00_parts.ipynb #8eaf3e3d
 from __future__ import annotations
 from contextlib import suppress
-import copyreg,io
+import io
 
 from fastai.basics import *
 from torch.utils.hooks import RemovableHandle
@@ -16,7 +16,7 @@ from ..windows.state import random_states,restore_value,set_random_states
 
 # %% auto #0
 __all__ = ['generators', 'SharedGenerators', 'library_of', 'is_of_python', 'is_of_package', 'has_no_state', 'count_hooks',
-           'attributes_of', 'cells_of', 'set_attribute', 'content_of', 'set_content', 'content_of_tensor', 'set_tensor']
+           'cells_of', 'attributes_of', 'set_attribute', 'content_of', 'set_content', 'set_tensor']
 
 # %% ../../nbs/resuming/00_parts.ipynb #75851d9e
 class SharedGenerators:
@@ -40,9 +40,10 @@ _left_out = set(
     'DataLoader.it DataLoader._DataLoader__idxs '  # the iterator of an epoch
     'Learner.logger ProgressCallback.old_logger CSVLogger.old_logger '  # they print
     'Recorder.start_epoch '  # a time
+    'Recorder.losses '  # the content of the Recorder
     'RNNBase._flat_weight_refs'.split())  # references to other parts
-
-_hooks = {name for name in vars(nn.Module()) if 'hook' in name}
+# The keys of hooks are numbers of this process: see `count_hooks`
+_left_out.update(f'Module.{name}' for name in vars(nn.Module()) if 'hook' in name)
 
 def library_of(o)->str:
     "Returns the library that defines a class or a function"
@@ -60,63 +61,56 @@ def has_no_state(o, name:str, value)->bool:
     "Returns whether an attribute is useless in another process"
     if isinstance(value, (io.IOBase,RemovableHandle)) or library_of(type(value)) in _outside:
         return True
-    if isinstance(o, nn.Module) and name in _hooks:  # their keys are numbers of this process: see `count_hooks`
-        return True
     if is_of_package(o) and name in o._stateattrs:  # such as the loop of this fit
         return True
-    for kind in type(o).__mro__:
-        if f'{kind.__name__}.{name}' in _left_out:
-            return True
-    return False
+    return any(f'{kind.__name__}.{name}' in _left_out for kind in type(o).__mro__)
 
 def count_hooks(model:nn.Module)->int:
     "Returns how many hooks the layers of a model have that may change what they return"
     return sum(len(m._forward_hooks)+len(m._forward_pre_hooks) for m in model.modules())
 
 # %% ../../nbs/resuming/00_parts.ipynb #0afe9ee0
+def cells_of(o)->dict:
+    "Returns the cells that hold the variables of a function's closure, by name; of other objects, none"
+    is_function = isinstance(o, types.FunctionType)
+    return dict(zip(o.__code__.co_freevars, o.__closure__ or ())) if is_function else {}
+
 def attributes_of(o)->dict:
-    """Returns the attributes of an object by name, with its slots; of a function, with the variables of its closure.
-    Objects of Python's standard library, such as a lock or a pool, have none that can be set"""
+    """Returns the attributes of an object by name; of a function, with the variables of its closure. Objects of
+    Python's standard library, such as a lock or a pool, have none that can be set"""
+    has_attributes = isinstance(o, (types.FunctionType,SimpleNamespace)) or not is_of_python(type(o))
+    if not has_attributes: return {}
     res = dict(getattr(o, '__dict__', {}))
-    if isinstance(o, types.FunctionType):
-        for name,cell in cells_of(o).items():
-            with suppress(ValueError): res[name] = cell.cell_contents  # a variable that has no value yet
-        return res
-    if is_of_python(type(o)) and not isinstance(o, SimpleNamespace):
-        return {}
-    for name in copyreg._slotnames(type(o)):
-        if hasattr(o, name): res[name] = getattr(o, name)
+    for name,cell in cells_of(o).items():
+        with suppress(ValueError): res[name] = cell.cell_contents  # a variable that has no value yet
     return {name:value for name,value in res.items() if not has_no_state(o, name, value)}
 
-def cells_of(f)->dict:
-    "Returns the cells of the closure of `f`, by the names of variables"
-    return dict(zip(f.__code__.co_freevars, f.__closure__ or ()))
-
-def set_attribute(o, name:str, value, filled:dict):
-    """Sets an attribute of an object, or a variable of a function's closure. Fills a list or dict in place, because
-    your script may hold the one that it passed to a callback. `filled` has the value of each list or dict that was
-    filled before, by its id: of two attributes that began as one list, the second may have another list now"""
-    present = attributes_of(o).get(name)
-    is_like = type(present) is type(value) and type(value) in (list,dict)
-    if is_like and filled.setdefault(id(present), value) is value:
-        set_content(present, value)
-    elif isinstance(o, types.FunctionType) and name in cells_of(o):
-        cells_of(o)[name].cell_contents = value
+def set_attribute(o, name:str, value):
+    "Sets an attribute of an object, or a variable of a function's closure"
+    cell = cells_of(o).get(name)
+    if cell is not None:
+        cell.cell_contents = value
     else: object.__setattr__(o, name, value)  # not `setattr`, which callbacks and modules have changed
 
 # %% ../../nbs/resuming/00_parts.ipynb #639ca9b9
 # Content
 
 def content_of(o):
-    "Returns what a tensor, a random generator, or a list or dict with attributes contains; None if nothing"
+    """Returns what a tensor, a random generator, or a list or dict with attributes contains, and the Recorder's losses;
+    None if nothing"""
     if isinstance(o, Tensor):
-        return content_of_tensor(o)
+        # Between windows gradients are zeros or None. These differ: an optimizer moves a weight whose gradient is 0 by
+        # momentum and weight decay, and leaves a weight without a gradient alone. Zeros would make files larger
+        has_zeros = o.grad is not None and not o.grad.any()
+        return o.detach(),o.requires_grad,'zeros' if has_zeros else o.grad
     if isinstance(o, random.Random):
         return o.getstate()
     if isinstance(o, np.random.Generator):
         return o.bit_generator.state
     if isinstance(o, generators):
         return o.get_state()
+    if isinstance(o, Recorder):
+        return torch.stack(o.losses) if o.losses else None  # one tensor instead of many
     if isinstance(o, dict):
         return dict(o)
     return list.copy(o) if isinstance(o, list) else None
@@ -128,24 +122,17 @@ def set_content(o, content):
     elif isinstance(o, np.random.Generator):
         o.bit_generator.state = content
     elif isinstance(o, generators): o.set_state(content)
+    elif isinstance(o, Recorder):
+        o.losses = list(content)
     elif isinstance(o, list):
         o[:] = content
     else:
         o.clear()
         o.update(content)
 
-def content_of_tensor(o:Tensor)->tuple:
-    """Returns the values of a tensor, whether it is trained, and its gradient: None, a tensor, or the number 0 in place
-    of zeros, which would make files larger"""
-    # Between windows gradients are zeros or None. These differ: an optimizer moves a weight whose gradient is 0 by
-    # momentum and weight decay, and leaves a weight without a gradient alone
-    has_zeros = o.grad is not None and not o.grad.any()
-    return o.detach(),o.requires_grad,0 if has_zeros else o.grad
-
 # %% ../../nbs/resuming/00_parts.ipynb #79eec1a6
-def set_tensor(o:Tensor, values:Tensor, requires_grad:bool, grad:Tensor|int|None):
-    "Sets what `content_of_tensor` has returned"
-    if o.layout == torch.strided: restore_value(o, values)
-    else: o.data = values  # sparse tensors have no strides
+def set_tensor(o:Tensor, values:Tensor, requires_grad:bool, grad:Tensor|str|None):
+    "Sets what `content_of` has returned"
+    restore_value(o, values)
     o.requires_grad_(requires_grad)
-    o.grad = torch.zeros_like(o) if isinstance(grad, int) else grad
+    o.grad = torch.zeros_like(o) if isinstance(grad, str) else grad

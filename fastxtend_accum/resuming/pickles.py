@@ -9,70 +9,67 @@ from __future__ import annotations
 from collections import ChainMap,Counter,OrderedDict,deque
 from numbers import Number
 from pathlib import PurePath
-import io,pickle,zlib
+import copyreg,io,pickle,zlib
 
 from fastai.basics import *
 from torch._weights_only_unpickler import _get_allowed_globals
 from torch.storage import TypedStorage
 
-from .parts import generators,is_of_python
+from .parts import is_of_python
 
 # %% auto #0
-__all__ = ['LONG', 'LARGE', 'SAMPLE', 'is_value', 'name_of', 'has_path', 'object_at', 'method_of', 'may_name', 'Paths',
-           'pickling', 'Digest']
+__all__ = ['allowed', 'LONG', 'LARGE', 'SAMPLE', 'name_of', 'full_name', 'has_path', 'object_at', 'bound', 'Paths', 'pickling',
+           'Digest']
 
 # %% ../../nbs/resuming/01_pickles.ipynb #ae7512fa
-# What is pickled by its value
+# What is pickled by its value, and what by its name
 
 _plain = type(None),bool,int,float,str
 _containers = tuple,list,dict,set,frozenset,deque,OrderedDict,defaultdict,Counter,partial
-_values = (type(None),Number,str,bytes,tuple,range,slice,PurePath,np.generic,np.ndarray,np.dtype,torch.dtype,
-           torch.device,Tensor)
-
-def is_value(kind:type)->bool:
-    "Returns whether objects of this class are numbers, strings, tensors or containers, which any process can make"
-    # Containers of these classes only: a subclass, such as fastai's L, may have attributes, which a file has to keep
-    return kind in _containers or issubclass(kind, _values)
+_values = (Number,str,bytes,tuple,range,slice,PurePath,np.generic,np.ndarray,np.dtype,torch.dtype,torch.device,Tensor)
 
 def name_of(o)->str|None:
-    "Returns the name by which pickle finds a class or a function; None if `o` is neither, or no module has it"
-    if not isinstance(o, (type,types.FunctionType,types.BuiltinFunctionType)):
+    """Returns the full name of a class or a function. Returns None for other objects, and for what only the code around
+    it can name, such as a lambda"""
+    if not isinstance(o, (type,types.FunctionType,types.BuiltinFunctionType)) or '<' in o.__qualname__:
         return None
-    is_found = nested_attr(sys.modules.get(o.__module__), o.__qualname__) is o
-    return f'{o.__module__}.{o.__qualname__}' if is_found else None
+    return full_name(o.__module__, o.__qualname__)
+
+def full_name(module:str, name:str)->str:
+    "Returns the name that a class or function has in both NumPy 1 and 2"
+    return f'{module}.{name}'.replace('numpy._core', 'numpy.core')
 
 def has_path(o)->bool:
-    """Returns whether a path stands for an object in a file. Numbers, containers and methods are pickled by value,
-    classes and functions by name, and iterators cannot be pickled"""
+    """Returns whether a path stands for an object in a file. Numbers, containers, methods and objects with slots are
+    pickled by value, classes and functions by name, and iterators cannot be pickled"""
     kind = type(o)
-    has_none = is_value(kind) or kind is types.MethodType or hasattr(kind, '__next__')
+    # Containers of these classes only: a subclass, such as fastai's L, may have attributes, which a file has to keep
+    is_value = kind in _containers or isinstance(o, (*_values,types.MethodType))
+    has_slots_only = copyreg._slotnames(kind) and not hasattr(o, '__dict__')
+    has_none = is_value or has_slots_only or hasattr(kind, '__next__')
     return not has_none and not name_of(o)
 
 # %% ../../nbs/resuming/01_pickles.ipynb #4dea4728
-# A pickle may name what makes numbers, strings, containers, arrays and tensors, and what the fit itself has: its
-# objects, their methods, and the functions that it names. So a foreign file can call no other code
+# A pickle may call what makes numbers, strings, containers, arrays and tensors, and what the fit itself has: its
+# classes, the functions that it names, and methods of its callbacks. So a foreign file can call no other code
 
 def object_at(path:str):
     """Marks the place of an object in a pickle, by its path. It is never called: `Paths.find_class` returns a function
     that looks the path up"""
 
-def method_of(o, name:str):
-    """Returns the method of an object or a class, for callbacks that keep one. Returns None if there is none, and for
-    what can read or write files: a Learner, and objects of Python's standard library such as a `Path`"""
-    kind = o if isinstance(o, type) else type(o)
-    may_have = not is_of_python(kind) and not issubclass(kind, Learner)
-    method = getattr(o, name, None) if may_have else None
-    return method if isinstance(method, types.MethodType) else None
+def bound(function, o):
+    "Returns a method of an object or a class, for callbacks that keep one, as MixUp does"
+    return types.MethodType(function, o)
 
-# Of these functions NumPy's pickles make arrays and numbers
+# NumPy's pickles make arrays and numbers of these
 _array_of,*_ = np.array(0).__reduce__()
 _number_of,*_ = np.float32(0).__reduce__()
-_makers = object_at,method_of,_array_of,_number_of,SimpleNamespace,*generators
-
-def may_name(o)->bool:
-    "Returns whether a pickle may name a class or function"
-    is_class_of_values = isinstance(o, type) and is_value(o) and o is not np.memmap  # which writes files
-    return is_class_of_values or o in _makers or name_of(o) in _get_allowed_globals()  # that PyTorch calls safe
+_makers = [
+    object_at, bound, _array_of, _number_of, np.ndarray, np.dtype,
+    TensorBase, TensorImage, TensorMask, TensorCategory,
+    slice, range, type(Path()), random.Random, SimpleNamespace, *_plain, *_containers]
+allowed = dict(_get_allowed_globals())  # by name: what PyTorch calls safe
+allowed.update({name_of(o):o for o in _makers})
 
 # %% ../../nbs/resuming/01_pickles.ipynb #0c12a0a5
 class Paths:
@@ -86,7 +83,7 @@ class Paths:
     def add_named(self, o):
         "Lets files refer to a class or function, unless it is one of Python's: some run code, as `os.system` does"
         name = name_of(o)
-        if not name or is_of_python(o) or may_name(o): return
+        if not name or name in allowed or is_of_python(o): return
         self.named[name] = o
         self.paths[id(o)] = name
 
@@ -98,21 +95,16 @@ class Paths:
             return object_at,(path,)
         if hasattr(type(o), '__next__'):  # Python could pickle that of a list, but it would read another list
             raise pickle.PicklingError('it is an iterator')
-        if isinstance(o, types.MethodType) and method_of(o.__self__, o.__name__) == o:
-            return method_of,(o.__self__, o.__name__)
+        if isinstance(o, types.MethodType):
+            return bound,(o.__func__, o.__self__)
         # An array of a subclass, such as a record array, as a plain one, whose maker a file may name
         return np.asarray(o).__reduce__() if isinstance(o, np.ndarray) else NotImplemented
 
     def find_class(self, module:str, name:str):
         """Returns the class or function that a pickle names; for `object_at`, a function that returns the object at a
         path. Raises UnpicklingError if a file may not name it"""
-        if module in ('numpy.core.multiarray','numpy._core.multiarray'):  # its names in NumPy 1 and 2
-            module = _array_of.__module__
-        o = _get_allowed_globals().get(f'{module}.{name}')
-        if o is not None:
-            return o
-        o = nested_attr(sys.modules.get(module), name)
-        if not may_name(o):
+        o = allowed.get(full_name(module, name))
+        if o is None:
             raise pickle.UnpicklingError(f'a file of AutoResume cannot name {module}.{name}')
         return ChainMap(self.objects, self.named).get if o is object_at else o
 
@@ -120,10 +112,10 @@ class Paths:
 def pickling(paths:Paths):
     "Returns what `torch.save` and `torch.load` use in place of the module `pickle`"
     class Pickler(pickle.Pickler):
-        def reducer_override(self, o): return paths.reduced(o)
+        reducer_override = staticmethod(paths.reduced)
 
     class Unpickler(pickle.Unpickler):
-        def find_class(self, module, name): return paths.find_class(module, name)
+        find_class = staticmethod(paths.find_class)
     return SimpleNamespace(__name__='pickle', Pickler=Pickler, Unpickler=Unpickler)  # PyTorch reads the name, too
 
 # %% ../../nbs/resuming/01_pickles.ipynb #d71880d9
@@ -148,12 +140,14 @@ class Digest(pickle.Pickler):
         self.is_data = is_data
         self.n_bytes = 0  # in the tensors and arrays of the value
         self.not_kept = None  # why no file may hold the value, if there is a reason
-        self.dump(value)
+        self.value = None  # the digest; None if the value cannot be pickled
+        try: self.dump(value)
+        except Exception as e:  # classes raise errors of all kinds
+            self.not_kept = str(e)
+            return
         # A short number or string itself, so that users can read what differs; else a checksum
-        self.value = zlib.crc32(file.getvalue())
         is_short = type(value) in _plain and len(str(value)) <= 100
-        if is_short:
-            self.value = repr(value)
+        self.value = repr(value) if is_short else zlib.crc32(file.getvalue())
         if is_data and self.n_bytes > LARGE:
             self.not_kept = 'it is large'
 
@@ -161,7 +155,7 @@ class Digest(pickle.Pickler):
         "Pickle calls it for each object. A class or function without a path, which no file may name, is noted"
         reduced = self.paths.reduced(o)
         name = name_of(o) if reduced is NotImplemented else None
-        if name and not may_name(o): self.not_kept = f'it has {name}'
+        if name and name not in allowed: self.not_kept = f'it has {name}'
         return reduced
 
     def persistent_id(self, o):
@@ -198,6 +192,5 @@ def sample_of_memory(self:Digest, storage:torch.UntypedStorage)->bytes:
     "Returns about `SAMPLE` bytes of a tensor's memory, evenly spaced"
     self.n_bytes += storage.nbytes()
     memory = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
-    step = storage.nbytes()//SAMPLE
-    if step%2 == 0: step += 1  # so that the sample has each of the bytes that a number consists of
+    step = storage.nbytes()//(2*SAMPLE)*2+1  # odd, so that the sample has each of the bytes that a number consists of
     return memory[::step].cpu().numpy().tobytes()

@@ -8,8 +8,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/reader.html.md"
 from __future__ import annotations
 from fastai.basics import *
 
-from .graph import Graph
-
 # %% auto #0
 __all__ = ['stateful', 'Reader']
 
@@ -24,37 +22,33 @@ def stateful(dl):
 
 # %% ../../nbs/resuming/03_reader.ipynb #c1b474f1
 class Reader:
-    """Reads an epoch's DataLoader from the beginning or, in a fit that goes on, from the first batch that has not been
-    loaded: repeats the start of the epoch from its original state, and drops the batches that have been"""
-    def __init__(self, graph:Graph, n_loaded:int, at_start:bytes|None=None, place=None, has_ended=False):
-        self.graph = graph
-        self.n_loaded = n_loaded
-        self.at_start = at_start  # the state of the data when the DataLoader began
-        self.place = place  # the `state_dict()` of `stateful` in the file
-        self.has_ended = has_ended  # whether the DataLoader has no more batches
-        self.stateful = None  # what keeps its own position, if anything does, once reading has begun
-
-    def state(self)->tuple:
-        "Returns the arguments for a Reader that continues from here"
-        place = self.place if self.stateful is None else self.stateful.state_dict()
-        return self.at_start,place,self.has_ended
+    """Reads the training DataLoader in an epoch. A fit that goes on makes it while everything is as at the beginning of
+    the epoch: it reads the batches again that the killed process had loaded, and drops them"""
+    def __init__(self,
+        dl,
+        n_loaded:int=0, # Batches to drop
+        has_ended:bool=False, # Whether `dl` has no more batches
+        place=None, # The `state_dict()` of `stateful(dl)`, by which it skips the batches itself
+    ):
+        self.has_ended = has_ended
+        self.stateful = stateful(dl)
+        self.batches = iter(())
+        # A window may remain after the last batch. `dl` would begin again
+        if has_ended: return
+        if n_loaded and self.stateful is not None:
+            self.stateful.load_state_dict(place)
+            n_loaded = 0
+        self.batches = iter(dl)
+        for _ in range(n_loaded): next(self.batches, None)
 
     def __call__(self, dl)->Iterator:
         "Takes the place of `iter`: yields the batches that have not been loaded"
-        # A window may remain after the last batch. Reading to the end again would draw the random numbers again that a
-        # DataLoader draws at its end
-        if self.has_ended: return
-        now = self.graph.state(of_data=True)['rest']
-        goes_on = self.n_loaded > 0
-        if goes_on: self.graph.restore(self.at_start)
-        else: self.at_start = now
-        self.stateful = stateful(dl)
-        n_to_drop = self.n_loaded
-        if goes_on and self.stateful is not None:
-            self.stateful.load_state_dict(self.place)
-            n_to_drop = 0
-        batches = iter(dl)
-        for _ in range(n_to_drop): next(batches, None)
-        if goes_on: self.graph.restore(now)  # the state in the file, which follows these batches
+        batches = self.batches
+        self.batches = None  # so that workers end with this loop
         yield from batches
         self.has_ended = True
+
+    def state(self)->tuple:
+        "Returns the arguments for a Reader that continues from here, after `n_loaded`"
+        place = None if self.stateful is None else self.stateful.state_dict()
+        return self.has_ended,place

@@ -81,10 +81,11 @@ def restore_value(o:Tensor|list, value:Tensor|list):
         o[:] = value
         return
     is_like = (o.shape, o.dtype) == (value.shape, value.dtype)
-    is_expanded = 0 in o.stride()  # several of its numbers are one in memory, so PyTorch refuses to write to it
+    # PyTorch refuses to write to a sparse tensor, and to one that is expanded: several of its numbers are one in memory
+    is_writable = o.layout == torch.strided and 0 not in o.stride()
     # By `data`. Writing to `o` itself would give it a new version, and then the backward pass of a graph that has saved
     # it would raise an error
-    if is_like and not is_expanded: o.data.copy_(value)
+    if is_like and is_writable: o.data.copy_(value)
     else: o.data = value.clone()
 
 # %% ../../nbs/windows/01_state.ipynb #d1b90224
