@@ -71,8 +71,8 @@ class SavedFit:
 # %% ../../nbs/resuming/08_fit.ipynb #b7c2e04d
 @patch
 def begin_training(self:SavedFit):
-    """After all callbacks have begun the training part of an epoch: makes the loop read through a Reader and save between
-    windows. Restores the state if this is where the fit was saved"""
+    """After all callbacks have begun the training part of an epoch: makes the loop read through a Reader, and save
+    between windows. Restores the state if this is where the fit was saved"""
     loop = self.leader.loop
     at_place = self.found['reader'] if self.found else ()
     # Before the state is restored, because it reads the batches of this epoch again from the first one

@@ -88,9 +88,9 @@ class Graph(Paths):
                 self.add(f'{path}.{name}', value)
 
 def named_in(kind:type)->list:
-    """Returns what objects of a class may refer to later in the fit: methods of a callback, and the classes and functions
-    that the methods of a user's class name. Classes of installed packages, in `site-packages` or `dist-packages`, are
-    not searched for these"""
+    """Returns what objects of a class may refer to later in the fit: methods of a callback, and the classes and
+    functions that the methods of a user's class name. Classes of installed packages, in `site-packages` or
+    `dist-packages`, are not searched for these"""
     res = []
     for base in kind.__mro__:
         methods = [f for f in vars(base).values() if isinstance(f, types.FunctionType)]
