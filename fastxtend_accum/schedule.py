@@ -38,7 +38,7 @@ def fraction_of_fit(
     length = n_epoch if isinstance(point, Integral) else 1.
     if 0 <= point <= length: return point/length
     raise ValueError(f"{name}={point} is outside of training: use a fraction of it (a float from 0.0 to 1.0), or "
-                     "a number of epochs (an int)")
+                     "a number of epochs (an int); the first fit of fine_tune has one epoch")
 
 # %% ../nbs/01_schedule.ipynb #fb5cbf3c
 class GradientAccumulationSchedule(GradientAccumulation):

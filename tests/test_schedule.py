@@ -159,7 +159,7 @@ def test_an_incomplete_window_is_carried_unless_the_model_carries_a_state(kind, 
     (-1, ValueError, 'start=-1 is outside of training: use .* a number of epochs'),
     (1.5, ValueError, 'a float from 0.0 to 1.0'),
     (math.nan, ValueError, 'start=nan is outside of training'),
-    (5, ValueError, 'start=5 is outside of training')])
+    (5, ValueError, 'start=5 is outside of training: .* the first fit of fine_tune has one epoch')])
 def test_a_point_outside_of_training_is_an_error(point, error, says):
     with pytest.raises(error, match=says): fraction_of_fit('start', point, 4)
 
