@@ -128,4 +128,5 @@ class ItemsInList(Adds):
 STATISTICS = [BufferInPlace, BufferByData, NewBuffer]
 OTHER_TENSORS = [AttributeInPlace, BufferOfTwo, KeptForBackward, LastInputs]
 SHARED_NOISE = [TorchNoise, PythonNoise, NumpyNoise]  # from generators that all code shares
-STATEFUL = [*STATISTICS, *OTHER_TENSORS, Number, ItemsInList, *SHARED_NOISE]  # what a Snapshot holds
+STATEFUL = [*STATISTICS, *OTHER_TENSORS, Number, *SHARED_NOISE]  # what a Snapshot holds
+OUT_OF_REACH = [OnlyInTuple, ItemsInList]  # what it does not

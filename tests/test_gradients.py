@@ -55,15 +55,6 @@ def test_whether_gradients_are_finite(is_sparse, value, expected):
     assert is_finite(params) == expected
 
 
-def test_parameters_are_looked_up_again_once_the_optimizer_has_others():
-    learn = make_learner(8)
-    learn.create_opt()
-    params = WindowParams(learn)
-    assert params.is_current(learn)
-    learn.opt.param_lists = L([list(group) for group in learn.opt.param_lists])
-    assert not params.is_current(learn)
-
-
 # Changes in the middle of a window
 
 class ChangesGradient(Callback):

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from common import *
-from fastxtend_accum.windows.processes import Processes, n_processes
+from fastxtend_accum.windows.processes import n_processes
 
 FLOAT32 = 1e-6  # rounding of float32 losses
 TESTS = Path(__file__).parent
@@ -338,31 +338,14 @@ def test_what_is_refused(world):
         for message, beginning in zip(said, expected, strict=True): assert message.startswith(beginning)
 
 
-def check_model(m, has_half):
-    learn = SimpleNamespace(model=m)
-    processes = SimpleNamespace(learn=learn, n=2, passes_are_local=False)
-    Processes.check_model(processes, has_half)
-
-
 class FullyShardedDataParallel(nn.Module):
     "FSDP 1 has a `no_sync`, as DDP has"
     def no_sync(self): pass
 
 
-def test_what_cannot_sum_in_half_precision():
-    with pytest.raises(ValueError, match='FullyShardedDataParallel sums gradients in the precision of the weights'):
-        check_model(FullyShardedDataParallel(), has_half=True)
-    check_model(FullyShardedDataParallel(), has_half=False)
-
-
 def test_a_model_with_a_no_sync_trains_in_one_process():
     learn = SimpleNamespace(model=FullyShardedDataParallel(), _grab_cbs=lambda cls: L())
     assert n_processes(learn) == 1
-
-
-def test_what_cannot_average():
-    with pytest.raises(ValueError, match='a Sequential that does not average its gradients'):
-        check_model(model(), has_half=False)
 
 
 # What the processes exchange
@@ -391,14 +374,6 @@ def test_a_process_that_fails_ends_all():
     done = launch(2, 'folder', 'one_fails')
     assert done.code != 0
     assert 'the disk is full' in done.err
-
-
-def test_a_model_whose_parameters_are_all_frozen_has_no_gradients_to_average():
-    "The loss may have parameters of its own"
-    learn = make_learner(8)
-    learn.freeze()
-    for p in learn.model.parameters(): p.requires_grad_(False)
-    assert Processes(learn).average_grads() is None
 
 
 def free_port():

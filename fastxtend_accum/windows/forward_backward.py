@@ -20,7 +20,7 @@ from .loss_check import LossCheck
 from .nested import tensors_in
 from .processes import Processes
 from .state import Snapshot
-from .window import Contribution,Count,Window,scaled,zero_grads_if_empty,zero_if_empty
+from .window import Count,LossSums,Window,zero_grads_if_empty,zero_if_empty
 
 # %% auto #0
 __all__ = ['Settings', 'FitContext', 'forward_backward', 'run_model', 'compute_loss', 'items_of_loss', 'keep_for_check',
@@ -143,7 +143,7 @@ def keep_for_check(fit:FitContext, window:Window, args:tuple, rows:int, items:Co
 # %% ../../nbs/windows/14_forward_backward.ipynb #5e8a1c7d
 # The backward pass
 
-def run_backward(fit:FitContext, window:Window, contribution:Contribution):
+def run_backward(fit:FitContext, window:Window, contribution:LossSums):
     """Runs the backward pass with its events. In a sum of several, raises RuntimeError if a callback cancels the batch
     afterwards, when its gradient is in the sum"""
     n_before = window.losses.n_micro
@@ -157,13 +157,13 @@ def run_backward(fit:FitContext, window:Window, contribution:Contribution):
     has_run = window.losses.n_micro > n_before
     if not has_run: accept_cancelled(fit, window, contribution)
 
-def add_weighted_gradient(fit:FitContext, window:Window, contribution:Contribution):
+def add_weighted_gradient(fit:FitContext, window:Window, contribution:LossSums):
     """Runs fastai's backward pass for the loss times its weight, which adds the weighted gradient to the sums in
     `.grad`; adds the contribution to the other sums"""
     learn,weight = fit.learn,contribution.weight
     if window.grads is not None: window.grads.check()  # before this pass changes the gradients
     loss = learn.loss_grad  # not `contribution.loss`: in `before_backward`, MixedPrecision has scaled it for float16
-    learn.loss_grad = scaled(loss, weight)
+    learn.loss_grad = loss*weight
     # The value of a tensor is not known here, because reading it would wait for the GPU
     may_be_empty = isinstance(weight, Tensor) or weight == 0
     if may_be_empty:
@@ -175,7 +175,7 @@ def add_weighted_gradient(fit:FitContext, window:Window, contribution:Contributi
     fit.processes.after_backward()
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #6b0d27f4
-def accept_cancelled(fit:FitContext, window:Window, contribution:Contribution):
+def accept_cancelled(fit:FitContext, window:Window, contribution:LossSums):
     """After a backward pass that a callback has cancelled (CancelBackwardException). A window of one micro-batch steps
     all the same, as in fastai, with the gradient as it is. A sum leaves the micro-batch out; raises RuntimeError if the
     callback has computed a gradient itself, which has no weight"""

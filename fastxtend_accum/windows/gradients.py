@@ -6,10 +6,12 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/gradients.html.m
 
 # %% ../../nbs/windows/02_gradients.ipynb #137a1b33
 from __future__ import annotations
-from collections.abc import Mapping
+import operator
 from itertools import chain
 
 from fastai.basics import *
+
+from .nested import children
 
 # %% auto #0
 __all__ = ['half', 'can_sum_in_float32', 'params_in', 'trained_params', 'unique', 'optimizers_of', 'extra_params', 'WindowParams',
@@ -32,13 +34,9 @@ def unique(items:list)->list:
 
 def optimizers_of(cb)->list:
     "Returns the optimizers that `cb` holds in an attribute, or in a list or dict that is an attribute"
-    res = []
-    for value in vars(cb).values():
-        if isinstance(value, Mapping): items = value.values()
-        elif isinstance(value, (list,tuple,L)): items = value
-        else: items = [value]
-        res += [o for o in items if isinstance(o, (Optimizer,OptimWrapper,torch.optim.Optimizer))]
-    return res
+    held = []
+    for o in vars(cb).values(): held += children(o) or [o]
+    return [o for o in held if isinstance(o, (Optimizer,OptimWrapper,torch.optim.Optimizer))]
 
 def extra_params(learn)->list:
     """Returns the parameters of the loss, as in a center loss, and of optimizers that callbacks hold. The Learner's
@@ -52,27 +50,24 @@ def extra_params(learn)->list:
     return res
 
 half = torch.bfloat16,torch.float16
+# Since PyTorch 2.10, `p.grad_dtype` allows a gradient to have another type than its weight
+can_sum_in_float32 = hasattr(Tensor, 'grad_dtype')
 
 class WindowParams:
     "The parameters of `learn` whose gradients a window sums"
     def __init__(self, learn):
         self.opt = learn.opt
-        self.param_lists = self.lists_of(learn.opt)
         # While a window runs, callbacks may not change these gradients
         self.guarded = unique([*params_in(learn.opt), *learn.model.parameters()])
         # The optimizers of these belong to callbacks, which may zero their gradients at any time
         self.extra = extra_params(learn)
         self.summed = unique([*self.guarded, *self.extra])
-        self.half = [p for p in self.summed if p.dtype in half]
-
-    def lists_of(self, opt):
-        """Returns the list of parameter groups. It is another list than before if a callback has replaced the groups.
-        None for an OptimWrapper, which makes a new list at each access, so that this cannot be seen"""
-        return None if isinstance(opt, OptimWrapper) else opt.param_lists
+        self.in_float32 = []  # half-precision weights, whose gradients are summed in float32
+        if can_sum_in_float32: self.in_float32 = [p for p in self.summed if p.dtype in half]
 
     def is_current(self, learn)->bool:
-        "Returns whether `learn` still has this optimizer with these parameters. Pruning, for example, replaces them"
-        return learn.opt is self.opt and self.lists_of(learn.opt) is self.param_lists
+        "Returns whether `learn` still has this optimizer. Pruning, for example, makes another one"
+        return learn.opt is self.opt
 
     def drop_extra_grads(self):
         "Drops the gradients that `opt.zero_grad` does not reach"
@@ -82,27 +77,21 @@ class WindowParams:
 # Their gradients
 
 def gradients(params:Iterable)->list:
-    "Returns the gradients of `params`; of sharded ones, the shards of this process"
+    "Returns the gradients of `params`: of a sharded one, the shard of this process; of a sparse one, its values"
     res = []
     for p in params:
         grad = p.grad
         if grad is None: continue
         if hasattr(grad, 'to_local'): grad = grad.to_local()
+        if grad.is_sparse: grad = grad._values()
         res.append(grad)
     return res
 
 def is_finite(params:Iterable)->bool:
-    """Returns whether all gradients of `params` are free of NaN and infinity, also once they are rounded to the type of
-    their weights for the step: 70000 is infinite in float16. Waits for the GPU"""
-    params = [p for p in params if p.grad is not None]
-    values = [g._values() if g.is_sparse else g for g in gradients(params)]
-    values = [v.to(p.dtype) for p,v in zip(params, values) if v.numel()]
-    largest = torch.nn.utils.get_total_norm(values, float('inf'))
+    "Returns whether all gradients of `params` are free of NaN and infinity. Waits for the GPU"
+    grads = [o for o in gradients(params) if o.numel()]
+    largest = torch.nn.utils.get_total_norm(grads, float('inf'))
     return bool(largest.isfinite())
-
-# %% ../../nbs/windows/02_gradients.ipynb #3c0df670
-# Since PyTorch 2.10, `p.grad_dtype` allows a gradient to have another type than its weight
-can_sum_in_float32 = hasattr(Tensor, 'grad_dtype')
 
 # %% ../../nbs/windows/02_gradients.ipynb #304dcb7d
 class GradientSums:
@@ -110,40 +99,35 @@ class GradientSums:
     half-precision weights are summed in float32. If a callback changes a sum while the window runs, that is an error"""
     def __init__(self, params:WindowParams):
         self.params = params
-        self.are_in_float32 = can_sum_in_float32 and bool(params.half)
-        if self.are_in_float32: self.convert_half(torch.float32)
-        self.stamps = self.current_stamps()
+        self.convert_half(torch.float32)
+        self.accept()
 
     def convert_half(self, dtype:torch.dtype|None):
         """Converts the gradients of half-precision weights to this type, in which PyTorch then adds up further ones.
         None: the type of their weights"""
-        for p in self.params.half:
+        for p in self.params.in_float32:
             grad = p.grad
             p.grad = None  # the type can be set only without a gradient
             p.grad_dtype = dtype or p.dtype
             if grad is not None: p.grad = grad.to(p.grad_dtype)
 
-    def current_stamps(self)->list[tuple]:
-        """Returns for each parameter its gradient, how often that was changed in place, and whether the parameter is
-        trained"""
-        res = []
-        for p in self.params.guarded:
-            grad = p.grad
-            version = None if grad is None else grad._version
-            res += [(grad, version, p.requires_grad)]  # a tuple, since this runs for each parameter and micro-batch
-        return res
+    def current(self)->tuple[list,list]:
+        "Returns the gradients of the parameters that are trained, and how often each of them was changed in place"
+        grads,versions = [],[]
+        for p in self.params.guarded:  # without calls, since this runs for each micro-batch
+            if p.grad is None or not p.requires_grad: continue
+            grads += [p.grad]
+            versions += [p.grad._version]
+        return grads,versions
 
     def accept(self):
         "Accepts the gradients as they are now, for example after a backward pass has added to them"
-        self.stamps = self.current_stamps()
+        self.accepted,self.versions = self.current()
 
     def is_intact(self)->bool:
         "Returns whether the gradients are as they were when they were accepted"
-        for before,now in zip(self.stamps, self.current_stamps()):
-            grad,*flags = before
-            grad_now,*flags_now = now
-            if grad is not grad_now or flags != flags_now: return False
-        return True
+        grads,versions = self.current()
+        return versions == self.versions and all(map(operator.is_, grads, self.accepted))
 
     def check(self):
         "Raises RuntimeError if a callback has changed the sums"
@@ -153,8 +137,8 @@ class GradientSums:
                            "one batch")
 
     def end(self):
-        "After the last micro-batch: rounds sums in float32 to the type of their weights"
-        if self.are_in_float32: self.convert_half(None)
+        "Rounds sums in float32 to the type of their weights, after they were divided"
+        self.convert_half(None)
 
 def divide_gradients(params:Iterable, divisor:Real):
     "Divides the gradients of `params` in place"

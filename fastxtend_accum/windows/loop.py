@@ -12,7 +12,7 @@ from fastai.basics import *
 from .checks import warn_user
 from .events import Autocast
 from .forward_backward import FitContext,callback_that_raised,forward_backward
-from .gradients import divide_gradients,is_finite,trained_params
+from .gradients import divide_gradients,is_finite
 from .loader import EpochBatches,EpochPlan,LoaderBatch
 from .loggers import Loggers
 from .nested import n_rows
@@ -415,7 +415,8 @@ def finalize_gradients(self:WindowLoop)->Outcome:
     if window.losses.items == 0: return Outcome.NO_ITEMS
     # Each gradient is now the sum over the micro-batches of all processes, divided by the number of processes, as DDP
     # does. The weight is the sum over all processes
-    divide_gradients(self.fit.params.summed, window.losses.weight/processes.n)
+    divide_gradients(self.fit.params.summed, window.losses.divisor/processes.n)
+    if window.grads is not None: window.grads.end()
     return Outcome.NONFINITE if self.skips_nonfinite() else Outcome.HAS_MEAN
 
 # %% ../../nbs/windows/15_loop.ipynb #6c1f0b92
@@ -425,8 +426,7 @@ def skips_nonfinite(self:WindowLoop)->bool:
     learn = self.learn
     if not self.settings.skip_nonfinite: return False
     if scales_loss(learn): return False  # a GradScaler finds and skips such a step itself
-    params = [*trained_params(learn.opt), *self.fit.params.extra]
-    return bool(max_over_processes(learn, not is_finite(params)))
+    return bool(max_over_processes(learn, not is_finite(self.fit.params.summed)))
 
 @patch
 def show_window_loss(self:WindowLoop):

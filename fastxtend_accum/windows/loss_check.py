@@ -10,39 +10,31 @@ from typing import NamedTuple
 
 from fastai.basics import *
 
-from .nested import CannotJoin,join,map_tensors,tensors_in
-from .state import Snapshot,copy_of
+from .nested import join,map_tensors,tensors_in
+from .state import Snapshot
 from .window import Count,zero_if_empty
 
 # %% auto #0
-__all__ = ['tolerance', 'CannotCompare', 'in_float32', 'loss_and_grads', 'KeptMicroBatch', 'weighted_parts', 'compare_losses',
-           'largest_difference', 'is_inexact', 'LossCheck']
+__all__ = ['tolerance', 'copy_of', 'loss_and_grads', 'KeptMicroBatch', 'loss_by_parts', 'are_close', 'is_inexact', 'LossCheck']
 
 # %% ../../nbs/windows/06_loss_check.ipynb #b531ea4c
-class CannotCompare(Exception): "The loss of all samples together cannot be compared with that of the micro-batches"
-
-def in_float32(o:Tensor)->Tensor:
+def copy_of(o:Tensor)->Tensor:
     "Returns a copy of `o`, without a graph and, if it has floating-point numbers, in float32 or better"
-    dtype = o.dtype
-    if o.is_floating_point(): dtype = torch.promote_types(dtype, torch.float32)
+    dtype = torch.promote_types(o.dtype, torch.float32) if o.is_floating_point() else o.dtype
     return o.detach().to(dtype, copy=True)
 
 def loss_and_grads(
     loss_func:Callable,
     args:tuple, # Predictions and targets
 )->list[Tensor]:
-    """Returns the loss, in float32 or better, and its gradients with respect to the predictions. Raises CannotCompare
-    if `loss_func` raises any error: it may not accept float32, or as many samples"""
-    pred,*targets = map_tensors(in_float32, args)
+    "Returns the loss, in float32 or better, and its gradients with respect to the predictions"
+    pred,*targets = map_tensors(copy_of, args)
     leaves = [o.requires_grad_() for o in tensors_in(pred) if o.is_floating_point()]
-    if not leaves: raise CannotCompare('there are no predictions with a gradient')
     outputs = map_tensors(torch.clone, pred)  # the loss may work in place, which autograd forbids on `leaves`
     with torch.enable_grad(), torch.autocast(leaves[0].device.type, enabled=False):
-        try:
-            loss = loss_func(outputs, *targets)
-            grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
-        except Exception as e: raise CannotCompare('the loss does not accept these arguments') from e
-    return [loss.as_subclass(Tensor).detach().flatten(), *grads]
+        loss = loss_func(outputs, *targets)
+        grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
+    return [loss.detach(), *grads]
 
 # %% ../../nbs/windows/06_loss_check.ipynb #df322578
 class KeptMicroBatch(NamedTuple):
@@ -50,83 +42,62 @@ class KeptMicroBatch(NamedTuple):
     rows:int  # of its tensors
     items:Count|None  # what its loss averages over; None: it is a sum
 
-def weighted_parts(loss_func:Callable, micro_batches:list[KeptMicroBatch])->list[list[Tensor]]:
-    """Returns the loss and the gradients of each micro-batch, times its share in the items of the window: losses of 2
-    and 4 over 3 items and 1 item become 2*3/4 and 4*1/4. If the losses are sums, returns them as they are"""
+def loss_by_parts(loss_func:Callable, micro_batches:list[KeptMicroBatch])->list[Tensor]:
+    """Returns what `loss_and_grads` does, from the micro-batches. Each has as its weight its share in the items of the
+    window: losses of 2 and 4 over 3 items and 1 item become 2*3/4 + 4*1/4. Losses that are sums are added up"""
     counts = [o.items for o in micro_batches]
-    if None in counts: return [loss_and_grads(loss_func, o.args) for o in micro_batches]
-    total = sum(counts)
-    # The value of a tensor is not known here, because reading it would wait for the GPU
-    if not isinstance(total, Tensor) and total == 0: raise CannotCompare('there is nothing to average over')
-    res = []
+    is_sum = None in counts
+    parts = []
     for args,_,items in micro_batches:
+        share = 1 if is_sum else items/sum(counts)
         values = loss_and_grads(loss_func, args)
-        res.append([zero_if_empty(items, o)*items/total for o in values])
-    return res
+        parts.append([zero_if_empty(items, o)*share for o in values])
+    losses,*grads = zip(*parts)
+    return [sum(losses), *map(torch.cat, grads)]
 
 # %% ../../nbs/windows/06_loss_check.ipynb #bb683774
-def compare_losses(loss_func:Callable, micro_batches:list[KeptMicroBatch])->tuple[float,float]:
-    """Compares with the loss of all samples together, and with its gradients. Returns two relative differences: that of
-    the same loss, computed a second time, which is 0 unless the loss is random; and that of the weighted sum over the
-    micro-batches. Raises CannotCompare, or CannotJoin"""
-    rows = [o.rows for o in micro_batches]
-    fields = zip(*[o.args for o in micro_batches])
-    whole = [join(list(field), rows) for field in fields]  # one by one, because each may be a list of samples
-    joint = loss_and_grads(loss_func, whole)
-    again = loss_and_grads(loss_func, whole)
-    losses,*grads = zip(*weighted_parts(loss_func, micro_batches))
-    summed = [sum(losses), *map(torch.cat, grads)]
-    differences = torch.stack([largest_difference(joint, again), largest_difference(joint, summed)])
-    return differences.tolist()  # both at once, because each transfer waits for the GPU
-
-def largest_difference(xs:list[Tensor], ys:list[Tensor])->Tensor:
-    """Returns the largest relative difference between a tensor of `xs` and the one of `ys` in the same place: the norm
-    of their difference over the norm of the former"""
-    res = []
-    for x,y in zip(xs, ys, strict=True):
-        if x.shape != y.shape: raise CannotCompare('predictions do not have one row for each sample')
-        smallest = torch.finfo(x.dtype).tiny  # avoids a division by 0
-        difference = (x-y).norm()/x.norm().clamp_min(smallest)
-        res.append(difference.float())
-    return torch.stack(res).max()
-
 tolerance = 1e-4  # the largest relative difference that counts as rounding
+
+def are_close(xs:list[Tensor], ys:list[Tensor])->bool:
+    "Returns whether each tensor of `xs` equals the one of `ys` in the same place, but for rounding. NaN equals nothing"
+    for x,y in zip(xs, ys, strict=True):
+        is_close = (x-y).norm() <= tolerance*x.norm()
+        if not is_close: return False
+    return True
 
 def is_inexact(loss_func:Callable, micro_batches:list[KeptMicroBatch])->bool:
     """Returns whether the weighted sum over micro-batches is another loss, or has another gradient, than all samples
     together. False if that cannot be found out. What a Snapshot holds of `loss_func` stays as it is"""
     snapshot = Snapshot(loss_func)
-    try: again,summed = compare_losses(loss_func, micro_batches)
-    except (CannotCompare, CannotJoin): return False
+    try:
+        rows = [o.rows for o in micro_batches]
+        fields = zip(*[o.args for o in micro_batches])
+        whole = [join(list(field), rows) for field in fields]  # one by one, because each may be a list of samples
+        joint = loss_and_grads(loss_func, whole)
+        is_repeatable = are_close(joint, loss_and_grads(loss_func, whole))  # not if the loss is random, or NaN
+        return is_repeatable and not are_close(joint, loss_by_parts(loss_func, micro_batches))
+    except Exception: return False  # the loss may not accept float32, or as many samples
     finally: snapshot.restore()
-    is_repeatable = again <= tolerance  # False if the loss is random, or NaN
-    is_exact = summed <= tolerance  # False also if only the weighted sum is NaN
-    return is_repeatable and not is_exact
 
 # %% ../../nbs/windows/06_loss_check.ipynb #5e10d8fa
 class LossCheck:
     "Checks the first windows of a fit that have several micro-batches: is accumulation exact for this loss?"
     n_windows = 4  # that are checked
-    n_losses = 4  # loss functions that are checked: a callback may make a new one for each batch
     max_bytes = 2**26  # of predictions and targets in a window; larger ones are not kept
 
     def __init__(self, loss_func:Callable):
         self.loss_func = loss_func
         self.windows_left = self.n_windows  # that are still to be checked with this loss function
-        self.losses_left = self.n_losses-1  # other loss functions that may take its place, and be checked
 
     def stop(self):
-        "No further window of the fit is checked"
+        "No further window of the fit is checked, not even with another loss function"
+        self.n_windows = 0
         self.windows_left = 0
-        self.losses_left = 0
 
     def take_loss(self, loss_func:Callable):
-        """If a callback has replaced the loss function by `loss_func`, begins to count windows anew for that one,
-        unless the fit has had too many loss functions"""
+        "If a callback has replaced the loss function by `loss_func`, begins to count windows anew for that one"
         if loss_func == self.loss_func: return  # not `is`, because a bound method is a new object each time
         self.loss_func = loss_func
-        if not self.losses_left: return
-        self.losses_left -= 1
         self.windows_left = self.n_windows
 
     def keep(self,

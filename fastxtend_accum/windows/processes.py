@@ -11,10 +11,10 @@ from fastai.basics import *
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from .window import Count,Window
+from .window import Window
 
 # %% auto #0
-__all__ = ['averages_gradients', 'is_sharded', 'inner_model', 'group_of', 'n_processes', 'all_reduce', 'max_over_processes',
+__all__ = ['averages_gradients', 'is_sharded', 'inner_model', 'group_of', 'n_processes', 'reduce_numbers', 'max_over_processes',
            'enable_gradient_sync', 'Processes']
 
 # %% ../../nbs/windows/07_processes.ipynb #2b7db68b
@@ -43,17 +43,18 @@ def n_processes(learn)->int:
     return dist.get_world_size(group_of(learn.model))
 
 # %% ../../nbs/windows/07_processes.ipynb #d94da8be
-def all_reduce(model, o:Tensor, op=dist.ReduceOp.SUM)->Tensor:
-    "Combines `o` over the processes of `model` by `op`, in place, and returns it"
-    dist.all_reduce(o, op, group=group_of(model))
-    return o
+def reduce_numbers(model, values:list, op=dist.ReduceOp.SUM)->list:
+    "Combines each of these numbers over the processes of `model` by `op`"
+    device = next(model.parameters()).device
+    numbers = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(numbers, op, group=group_of(model))
+    return numbers.tolist()
 
-def max_over_processes(learn, value:Count)->Real:
+def max_over_processes(learn, value:Real)->Real:
     "Returns the largest `value` of all processes, so a flag is True if it is True in one of them"
     if n_processes(learn) == 1: return value
-    device = next(learn.model.parameters()).device
-    value = torch.as_tensor(value, dtype=torch.float64, device=device).clone()
-    return all_reduce(learn.model, value, dist.ReduceOp.MAX).item()
+    largest, = reduce_numbers(learn.model, [value], dist.ReduceOp.MAX)
+    return largest
 
 def enable_gradient_sync(model, enabled:bool=True):
     "Sets whether DDP averages gradients in its backward passes"
@@ -78,7 +79,7 @@ class Processes:
         `reduce_window` has to do it"""
         if self.n == 1: return
         # DDP exchanges gradients in the type of the weights, so sums in float32 wait for `reduce_window`
-        is_in_float32 = window.grads is not None and window.grads.are_in_float32
+        is_in_float32 = window.grads is not None and window.grads.params.in_float32
         averages_now = ends_window and not is_in_float32 and not self.passes_are_local
         enable_gradient_sync(self.learn.model, averages_now)
         self.has_averaged = False
@@ -105,59 +106,45 @@ class Processes:
 def reduce_window(self:Processes, window:Window):
     """After the last micro-batch: makes the sums of `window` those over all processes, and its gradients the mean over
     processes, unless DDP has done so in the last backward pass"""
-    losses = window.losses
-    if self.n == 1:
-        window.set_totals(losses.on_host(), window.seen_samples)
-        return
-    model = self.learn.model
-    if not self.has_averaged and not is_sharded(model): self.average_grads()
-    loss = torch.as_subclass(losses.loss, Tensor)
-    # All sums travel in one message, because in each message the processes wait for each other
-    sums = torch.zeros(3, dtype=torch.float64, device=loss.device)
-    sums[0] = loss
-    if losses.items is not None: sums[1] = losses.items
-    sums[2] = window.seen_samples
-    loss_sum,items,samples = all_reduce(model, sums).tolist()
-    losses = losses._replace(loss=torch.tensor(loss_sum, dtype=loss.dtype))
-    if losses.items is not None: losses = losses._replace(items=items, weight=items/window.unit)
+    losses,samples = window.losses.on_host(),window.seen_samples
+    if self.n > 1:
+        model = self.learn.model
+        if not self.has_averaged and not is_sharded(model): self.average_grads()
+        # In one message, because in each the processes wait for each other. Sums of losses have no items
+        loss,items,samples = reduce_numbers(model, [float(losses.loss), losses.items or 0, samples])
+        losses = losses._replace(loss=torch.tensor(loss, dtype=losses.loss.dtype))
+        if losses.items is not None: losses = losses._replace(items=items, weight=items/window.unit)
     window.set_totals(losses, int(samples))
 
 @patch
 def average_grads(self:Processes):
     "Averages gradients as DDP does: of all parameters of the model that have one in any process"
-    params = [p for p in self.learn.model.parameters() if p.requires_grad]
-    if not params: return  # only the loss is trained
-    has_gradient = [p.grad is not None for p in params]
-    counts = torch.tensor(has_gradient, dtype=torch.long, device=params[0].device)
-    for p,n_with_gradient in zip(params, all_reduce(self.learn.model, counts).tolist()):
-        if not n_with_gradient: continue
+    model = self.learn.model
+    params = [p for p in model.parameters() if p.requires_grad]
+    n_with_gradient = reduce_numbers(model, [p.grad is not None for p in params])
+    for p,n in zip(params, n_with_gradient):
+        if not n: continue
         if p.grad is None:
             p.grad = torch.zeros_like(p, dtype=getattr(p, 'grad_dtype', p.dtype))
-        all_reduce(self.learn.model, p.grad).div_(self.n)
+        dist.all_reduce(p.grad, group=group_of(model))
+        p.grad.div_(self.n)
 
 # %% ../../nbs/windows/07_processes.ipynb #bef79b5d
 @patch
 def check_model(self:Processes, has_half:bool):
-    "Raises ValueError if the model cannot average gradients, or cannot sum those of half-precision weights in float32"
+    """Raises ValueError if windows would not be those of one process: if the model averages or sums gradients in a way
+    that cannot be changed, or if one process alone cannot run a pass again"""
     model = self.learn.model
     name = type(model).__name__
-    if self.n > 1 and not averages_gradients(model):
-        raise ValueError(f"several processes train a {name} that does not average its gradients: "
-                         "train inside `with learn.distrib_ctx():`, or wrap the model in DistributedDataParallel")
     if getattr(model, 'static_graph', False):
         raise ValueError("DistributedDataParallel(static_graph=True) decides itself when it averages gradients: leave "
                          "static_graph out")
     if has_half and is_sharded(model):
         raise ValueError(f"a sharded {name} sums gradients in the precision of the weights: keep these in float32, and "
                          "let FSDP's mixed precision compute in half precision")
-    if self.passes_are_local: self.check_retry()
-
-@patch
-def check_retry(self:Processes):
-    "Raises ValueError if one process alone cannot run a pass of the model again"
-    model = self.learn.model
+    if not self.passes_are_local: return
     if is_sharded(model):
-        raise ValueError(f"a sharded {type(model).__name__} cannot adapt to memory: set micro_batch_size to a number")
+        raise ValueError(f"a sharded {name} cannot adapt to memory: set micro_batch_size to a number")
     if self.n > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
         raise ValueError("SyncBatchNorm waits for all processes, of which one may run out of memory alone: set "
                          "micro_batch_size to a number, or use ActivationCheckpointing(adapt=False)")

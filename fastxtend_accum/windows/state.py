@@ -8,24 +8,19 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/state.html.md"""
 from __future__ import annotations
 
 from fastai.basics import *
-from torch.nn.parameter import is_lazy
 
 # %% auto #0
-__all__ = ['global_generators', 'random_states', 'set_random_states', 'owner_of', 'attribute_dicts', 'restore_dict',
-           'can_be_changed', 'copy_of', 'restore_value', 'Snapshot']
+__all__ = ['global_generators', 'random_states', 'set_random_states', 'owner_of', 'attribute_dicts', 'can_be_changed',
+           'restore_value', 'AttributeCopy', 'Snapshot']
 
 # %% ../../nbs/windows/01_state.ipynb #4f942e21
 # The random generators that all code shares
 
-class _MPSGenerator:
-    "The generator of Apple's GPUs, which PyTorch makes accessible by functions only"
-    get_state = staticmethod(torch.mps.get_rng_state)
-    set_state = staticmethod(torch.mps.set_rng_state)
-
 def global_generators()->list:
     """Returns the generators of NumPy and PyTorch that all code shares. Those of GPUs come last: they appear when CUDA
     starts"""
-    mps = [_MPSGenerator] if torch.backends.mps.is_available() else []
+    # Of Apple's GPUs. PyTorch has no public name for this generator
+    mps = [torch.mps._get_default_mps_generator()] if torch.backends.mps.is_available() else []
     return [np.random, torch.default_generator, *mps, *torch.cuda.default_generators]
 
 def random_states()->list:
@@ -41,45 +36,35 @@ def set_random_states(states:list):
 # %% ../../nbs/windows/01_state.ipynb #1f60037e
 # Attributes and buffers
 
-def owner_of(func):
-    """Returns the object that holds the state of `func`:
+def owner_of(o):
+    """Returns the object that holds the state of `o`, a module or a loss function:
 
+    - if it is a module, itself
     - if it is a method, the object that it is bound to
     - if it is a `partial` or a loss of fastai's, what it calls: its `func`, or the object that this is bound to
-    - otherwise `func` itself"""
-    func = getattr(func, 'func', func)
+    - otherwise `o` itself"""
+    if isinstance(o, nn.Module): return o
+    func = getattr(o, 'func', o)
     return func.__self__ if isinstance(func, types.MethodType) else func
 
 def attribute_dicts(o)->list[dict]:
-    """Returns the dicts that hold the attributes of a module, function or other object. A module has two, its
-    `__dict__` and its buffers, and so has each module inside"""
-    owner = o if isinstance(o, nn.Module) else owner_of(o)
-    if not isinstance(owner, nn.Module): return [getattr(owner, '__dict__', {})]
-    modules = list(owner.modules())
-    return [vars(m) for m in modules] + [m._buffers for m in modules]
-
-def restore_dict(o:dict, content:dict):
-    "Makes `o` equal to `content`"
-    for k in o.keys()-content.keys():
-        del o[k]
-    o.update(content)
+    """Returns the dicts that hold the attributes of a module, function or other object: of a module, its `__dict__` and
+    its buffers, and those of each module inside"""
+    owner = owner_of(o)
+    objects = owner.modules() if isinstance(owner, nn.Module) else [owner]
+    res = []
+    for o in objects:
+        attrs = getattr(o, '__dict__', {})
+        res += [attrs, attrs.get('_buffers', {})]
+    return res
 
 def can_be_changed(o)->bool:
-    """Returns whether code may change `o`, an attribute, in place, and a copy can restore it: lists, buffers, and other
-    tensors without a gradient; not sparse tensors, and those that have no shape yet"""
-    if type(o) is list: return True
-    if not isinstance(o, Tensor) or is_lazy(o) or o.requires_grad: return False
-    return o.layout == torch.strided
+    """Returns whether `o`, an attribute, is a tensor that code may change in place and a copy can restore: not one with
+    a gradient, a sparse one, or one without a shape, which is of another type"""
+    return type(o) is Tensor and not o.requires_grad and o.layout == torch.strided
 
-def copy_of(o:Tensor|list)->Tensor|list:
-    "Returns a copy of `o` without a graph; of a list, not of its items"
-    return o.detach().clone() if isinstance(o, Tensor) else o.copy()
-
-def restore_value(o:Tensor|list, value:Tensor|list):
+def restore_value(o:Tensor, value:Tensor):
     "Writes `value` into `o`"
-    if isinstance(o, list):
-        o[:] = value
-        return
     is_like = (o.shape, o.dtype) == (value.shape, value.dtype)
     # PyTorch refuses to write to a sparse tensor, and to one that is expanded: several of its numbers are one in memory
     is_writable = o.layout == torch.strided and 0 not in o.stride()
@@ -89,7 +74,20 @@ def restore_value(o:Tensor|list, value:Tensor|list):
     else: o.data = value.clone()
 
 # %% ../../nbs/windows/01_state.ipynb #d1b90224
-class Snapshot:
+class AttributeCopy:
+    "A copy of the attributes in these `dicts`, and the states of the random generators"
+    def __init__(self, dicts:list[dict]):
+        self.dicts = dicts
+        self.contents = [o.copy() for o in dicts]
+        self.random_states = random_states()
+
+    def restore(self):
+        for o,content in zip(self.dicts, self.contents):
+            o.clear()
+            o.update(content)
+        set_random_states(self.random_states)
+
+class Snapshot(AttributeCopy):
     """A copy of the attributes and buffers of some objects, such as a model and a loss function, and of the random
     generators. There are two ways to use it:
 
@@ -97,38 +95,32 @@ class Snapshot:
     - `with snapshot:` repeats a run. Inside the block everything is as it was when the snapshot was taken; after the
       block, it is again as it was before the block.
 
-    The copy is shallow: lists are copied, but not their items, nor anything else that an attribute refers to"""
+    The copy is shallow: tensors are copied, but nothing else that an attribute refers to, such as a list"""
     # Not a generator with @contextmanager, which can be entered only once: PyTorch's `checkpoint` enters the same
     # context in each backward pass
     def __init__(self, *objects):
-        self.attributes = []  # pairs of a dict and its copy
-        for o in objects:
-            self.attributes += [(attrs, attrs.copy()) for attrs in attribute_dicts(o)]
-        self.values = []  # pairs of a list or tensor in these dicts that may be changed in place, and its copy
-        for _,content in self.attributes:
-            self.values += [(o, copy_of(o)) for o in content.values() if can_be_changed(o)]
-        self.random_states = random_states()
-        self.outside = []  # during a block: such pairs as in `attributes`, from before it
-        self.random_states_outside = []
+        dicts = []
+        for o in objects: dicts += attribute_dicts(o)
+        super().__init__(dicts)
+        self.values = []  # pairs of a tensor that may be changed in place, and its copy
+        for attrs in dicts:
+            self.values += [(o, o.clone()) for o in attrs.values() if can_be_changed(o)]
+        self.outside = None  # during a block: the attributes from before it
 
     def restore(self):
         "Undoes everything that has happened since the snapshot was taken"
-        for attrs,content in self.attributes: restore_dict(attrs, content)
+        super().restore()
         for o,value in self.values: restore_value(o, value)
-        set_random_states(self.random_states)
 
     def __enter__(self):
-        """Begins a further run. It finds new tensors and lists with the old values in the dicts. Those of the first run
-        are not written to, because the backward pass may still need their current values"""
-        self.outside = [(attrs, attrs.copy()) for attrs,_ in self.attributes]
-        self.random_states_outside = random_states()
-        copies = {id(o):copy_of(value) for o,value in self.values}
-        for attrs,content in self.attributes:
-            inside = {name:copies.get(id(o), o) for name,o in content.items()}
-            restore_dict(attrs, inside)
-        set_random_states(self.random_states)
+        """Begins a further run. It finds new tensors with the old values in the dicts. Those of the first run are not
+        written to, because the backward pass may still need their current values"""
+        self.outside = AttributeCopy(self.dicts)
+        super().restore()
+        copies = {id(o):value.clone() for o,value in self.values}
+        for attrs in self.dicts:
+            for name,o in attrs.items(): attrs[name] = copies.get(id(o), o)
 
     def __exit__(self, *args):
-        for attrs,content in self.outside: restore_dict(attrs, content)
-        set_random_states(self.random_states_outside)
-        self.outside = []  # frees what a pass has made
+        self.outside.restore()
+        self.outside = None  # frees what a pass has made

@@ -14,8 +14,7 @@ from fastai.basics import *
 from .gradients import GradientSums,WindowParams
 
 # %% auto #0
-__all__ = ['Count', 'power_of_two', 'zero_if_empty', 'scaled', 'zero_grads_if_empty', 'Contribution', 'LossSums', 'Outcome',
-           'Window']
+__all__ = ['Count', 'power_of_two', 'zero_if_empty', 'zero_grads_if_empty', 'LossSums', 'Outcome', 'Window']
 
 # %% ../../nbs/windows/04_window.ipynb #b66a5093
 # The glossary at the top of loop.py explains the words: sample, row, item, micro-batch, window, round and others.
@@ -32,18 +31,10 @@ def power_of_two(n:int)->int:
     return 2**(n.bit_length()-1)
 
 def zero_if_empty(count:Count|None, value:Tensor)->Tensor:
-    """Returns `value`, or 0 if `count` is 0, because a mean over nothing and its gradient are 0/0. Keeps the graph. A
-    `count` of None stands for a loss that is a sum"""
-    if count is None: return value
-    if not isinstance(count, Tensor):
-        if count: return value
-        count = value.new_tensor(0.)
-    return torch.where(count > 0, value, 0.)
-
-def scaled(loss:Tensor, weight:Count)->Tensor:
-    "Returns `loss*weight`; if that is the number 1, `loss` itself, so that a single batch is computed as fastai does"
-    is_one = not isinstance(weight, Tensor) and weight == 1
-    return loss if is_one else loss*weight
+    """Returns `value`, or 0 if `count` is 0, because a mean over nothing and its gradient are 0/0. A `count` of None
+    stands for a loss that is a sum"""
+    if isinstance(count, Tensor): return torch.where(count > 0, value, 0.)
+    return torch.zeros_like(value) if count == 0 else value
 
 @contextmanager
 def zero_grads_if_empty(outputs:list, weight:Count):
@@ -55,59 +46,49 @@ def zero_grads_if_empty(outputs:list, weight:Count):
     finally:
         for o in handles: o.remove()
 
-# %% ../../nbs/windows/04_window.ipynb #a6f635ff
-class Contribution(NamedTuple):
-    "What one micro-batch adds to the sums of its window"
-    loss:Tensor  # without a graph
-    weight:Count  # the loss, and so its gradient, are multiplied by it
-    items:Count|None  # what the loss averages over; None: it is a sum
-    samples:int
-
 # %% ../../nbs/windows/04_window.ipynb #caba095c
 class LossSums(NamedTuple):
-    "Sums over micro-batches"
+    "Sums over micro-batches, or what one of them adds to such sums"
     n_micro:int = 0
     samples:int = 0
-    loss:Tensor|None = None  # of the weighted losses
-    items:Count|None = None  # None: the losses are sums
-    weight:Count = 1  # the sum of all weights, which turns the sums into means; 1 if the losses are sums
+    loss:Tensor|Real = 0  # of the losses, each of which was multiplied by its weight; without a graph
+    items:Count|None = 0  # what the losses average over; None: they are sums
+    weight:Count = 0  # of all weights
 
-    def plus(self, new:Contribution)->LossSums:
-        "Returns these sums with a micro-batch; raises RuntimeError if one loss is a sum and another one a mean"
-        # A callback may have put the mean of nothing into `learn.loss`, which is NaN
-        loss = zero_if_empty(new.items, scaled(new.loss, new.weight))
-        samples = self.samples+new.samples  # earlier micro-batches without targets have samples, but no loss
-        if not self.n_micro: return LossSums(1, samples, loss, new.items, new.weight)
+    def plus(self, new:LossSums)->LossSums:
+        "Returns these sums with a `new` micro-batch; raises RuntimeError if one loss is a sum and another one a mean"
         is_sum = new.items is None
-        if is_sum != (self.items is None):
+        was_sum = self.items is None
+        if self.n_micro and is_sum != was_sum:
             raise RuntimeError("some losses in a window are sums, and others are means (does a callback replace the "
                                "loss in some batches only?): make all of them means, or pass num_items")
-        items,weight = self.items,self.weight
-        if not is_sum:
-            items = items+new.items
-            weight = weight+new.weight
-        return LossSums(self.n_micro+1, samples, self.loss+loss, items, weight)
+        items = None if is_sum else self.items+new.items
+        samples = self.samples+new.samples
+        return LossSums(self.n_micro+1, samples, self.loss+new.loss, items, self.weight+new.weight)
 
     def since(self, before:LossSums)->LossSums:
         """Returns the sums over the micro-batches that were added since the sums were `before`. If these are a loader
         batch, their mean is its loss"""
-        res = self._replace(samples=self.samples-before.samples)
-        if not before.n_micro: return res  # there is no loss to subtract
-        res = res._replace(n_micro=self.n_micro-before.n_micro, loss=self.loss-before.loss)
-        if self.items is None: return res
-        return res._replace(items=self.items-before.items, weight=self.weight-before.weight)
+        n_micro = self.n_micro-before.n_micro
+        samples = self.samples-before.samples
+        items = None if self.items is None else self.items-before.items
+        return LossSums(n_micro, samples, self.loss-before.loss, items, self.weight-before.weight)
+
+    @property
+    def divisor(self)->Count:
+        "What turns the sums into means; 1 if the losses are sums"
+        return 1 if self.items is None else self.weight
 
     @property
     def mean(self)->Tensor:
         "The mean loss, 0 if there are no items; or the sum, if the losses are sums"
-        if self.items is None: return self.loss
-        return zero_if_empty(self.items, self.loss/self.weight)
+        return zero_if_empty(self.items, self.loss/self.divisor)
 
     def on_host(self)->LossSums:
         """Returns the sums with `loss` on the CPU, and `items` and `weight` as numbers. All three travel in one tensor,
         because each transfer waits for the GPU"""
-        if not isinstance(self.items, Tensor): return self._replace(loss=self.loss.cpu())
-        loss = torch.as_subclass(self.loss, Tensor)
+        loss = self.loss
+        if not isinstance(self.items, Tensor): return self._replace(loss=loss.cpu())
         weight = torch.as_tensor(self.weight, device=loss.device)  # the number 1 if there is one micro-batch
         loss_sum,items,weight = torch.stack([loss.reshape(()), self.items, weight]).tolist()
         return self._replace(loss=torch.tensor(loss_sum, dtype=loss.dtype), items=items, weight=weight)
@@ -156,18 +137,15 @@ class Window:
         items:Count|None, # What it averages over; None: it is a sum
         samples:int,
         needs_weight:bool, # False: the micro-batch is the whole window, in all processes
-    )->Contribution:
-        "Returns what a micro-batch is going to add"
-        loss = loss.detach()
-        if isinstance(items, Tensor):
-            items = items.to(torch.promote_types(loss.dtype, torch.float32))  # float16 cannot count beyond 2048
+    )->LossSums:
+        "Returns what a micro-batch is going to add to the sums"
         weight = 1
         if needs_weight and items is not None: weight = items/self.unit
-        return Contribution(loss, weight, items, samples)
+        return LossSums(1, samples, loss.detach()*weight, items, weight)
 
-    def add(self, contribution:Contribution):
+    def add(self, micro_batch:LossSums):
         "Adds a micro-batch, after its backward pass"
-        self.losses = self.losses.plus(contribution)
+        self.losses = self.losses.plus(micro_batch)
         if self.grads is not None: self.grads.accept()
 
     def add_without_loss(self, samples:int):
