@@ -253,23 +253,3 @@ def test_memory_of_the_cache(monkeypatch):
     whole = bytes_of_fit()
     assert cached < 1.05*accumulated + 2**20
     assert cached < .25*whole
-
-
-def info_nce(pred, *targ):
-    normed = F.normalize(pred, dim=1)
-    partners = torch.arange(len(normed), device=normed.device).roll(1)
-    return F.cross_entropy(normed@normed.T/.1, partners)
-
-
-def test_auto_of_the_cache():
-    "Micro-batches as large as fit, with the loss over all of them"
-    def run(size): return fit_with('convnext_tiny', GradientCache(size), loss_func=info_nce)
-    free, small = run(32)
-    _, large = run(64)
-    limit = small+(large-small)//4  # room for 40 samples
-    limit_memory(limit)
-    tight, peak = run('auto')
-    assert tight.gradient_cache.micro_bs == 29
-    assert peak <= limit
-    assert_moved('convnext_tiny', free)
-    assert_same_fit(tight, free)

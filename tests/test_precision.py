@@ -73,20 +73,12 @@ def test_overflows_are_logged_as_in_the_large_batch(struck):
     assert has_moved == (len(struck) < 6)
 
 
-class NotesScale(Callback):
-    def after_train(self):
-        self.scale = self.learn.scaler.get_scale()
-
-
 def test_skip_nonfinite_leaves_an_overflow_to_the_scaler_and_counts_it():
-    "The scaler halves its scale"
     accum = GradientAccumulation(32, skip_nonfinite=True)
-    notes = NotesScale()
     with pytest.warns(UserWarning, match='NaN or infinity'):
-        train_in_float32(8, MultiplyLoss(math.inf, [5]), accum, mixed_precision(), notes, n_epoch=1)
+        train_in_float32(8, MultiplyLoss(math.inf, [5]), accum, mixed_precision(), n_epoch=1)
     assert accum.n_skipped == 1
     assert accum.opt_steps == 2
-    assert notes.scale == 2.**9
 
 
 # Weights in half precision: a plain loop adds up in float32
@@ -146,10 +138,9 @@ def add_up_in_float32(m, inputs, targets, parts, size):
     return sums, sum(map(len, parts))/unit
 
 
-def train_by_hand(steps, micro, size=32, dtype=torch.bfloat16, n=96, m=None):
+def train_by_hand(steps, micro, size=32, dtype=torch.bfloat16, n=96):
     "Returns the gradients of each step, and the weights after the last"
-    if m is None:
-        m = model().to(dtype)
+    m = model().to(dtype)
     inputs, targets = data_in(dtype, n)
     opt = sgd(m.parameters())
     grads = []

@@ -152,5 +152,3 @@ def test_the_attributes_of_a_loss_are_restored_through_what_wraps_it(wrap):
     assert vars(loss) == dict(calls=1, last='call')
     snapshot.restore()
     assert vars(loss) == dict(calls=0, is_new=True)
-
-

@@ -304,17 +304,3 @@ def test_the_order_of_texts_depends_on_the_batch_size():
     small = order_of_texts(8)
     assert len(small) >= len(large) > 60
     assert small[:len(large)] != large
-
-
-def bag_of_words(bs, cbs):
-    dls = loaders_of_texts(bs)
-    m = nn.Sequential(nn.EmbeddingBag(50, 8), nn.Linear(8, 2))
-    return Learner(dls, m, CrossEntropyLossFlat(), opt_func=SGD, cbs=cbs)
-
-
-@pytest.mark.long
-def test_a_batch_of_texts_that_is_split_keeps_the_order():
-    large = train_as_it_comes(bag_of_words, 32, 'fit_one_cycle', 3, 1.)
-    small = train_as_it_comes(bag_of_words, 32, 'fit_one_cycle', 3, 1., GradientAccumulation(micro_batch_size=7))
-    assert_same_schedule(small, large)
-    assert_same_weights(small, large, FLOAT32_WEIGHTS)

@@ -118,12 +118,12 @@ class NoteOutcomes(Callback):
         self.outcomes.append(self.accum.window.outcome)
 
 
-def train_96(*cbs, accum=None, n_epoch=1, lr=0.1, **kwargs):
+def train_96(*cbs, accum=None, n_epoch=1):
     "Trains on 96 samples in batches of 8 and windows of 32"
     if accum is None:
         accum = GradientAccumulation(32)
-    learn = make_learner(8, cbs=[accum, NoteOutcomes(accum), *cbs], **kwargs)
-    return fit(learn, n_epoch, lr)
+    learn = make_learner(8, cbs=[accum, NoteOutcomes(accum), *cbs])
+    return fit(learn, n_epoch)
 
 
 HAS_MEAN = Outcome.HAS_MEAN
@@ -177,35 +177,8 @@ def test_without_skip_nonfinite_a_step_with_nan_is_taken_as_in_fastai():
     assert weights(train_96(MultiplyLoss(math.nan, [4]))).isnan().any()
 
 
-@pytest.fixture
-def looks(monkeypatch):
-    "The looks at the gradient of a window"
-    res = []
-    total_norm = torch.nn.utils.get_total_norm
-
-    def noted(*args):
-        res.append(1)
-        return total_norm(*args)
-
-    monkeypatch.setattr(torch.nn.utils, 'get_total_norm', noted)
-    return res
-
-
-def test_skip_nonfinite_looks_once_a_window(looks):
-    "And changes nothing"
-    plain = train_96(n_epoch=3)
-    assert len(looks) == 0
-    looking = train_96(accum=GradientAccumulation(32, skip_nonfinite=True), n_epoch=3)
-    assert len(looks) == 9
+def test_skip_nonfinite_changes_nothing_else():
+    plain = train_96()
+    looking = train_96(accum=GradientAccumulation(32, skip_nonfinite=True))
     assert_moved(plain)
     assert_same_weights(looking, plain)
-
-
-def test_large_gradients_are_no_infinities():
-    "Although their squares are, in float32"
-    cb = GradientAccumulation(32, skip_nonfinite=True)
-    in_float32 = dict(m=model().float(), loss_func=MSELossFlat())
-    large = train_96(MultiplyLoss(1e30, [2]), accum=cb, lr=1e-30, **in_float32)
-    assert cb.n_skipped == 0
-    assert cb.opt_steps == 3
-    assert_moved(large)
