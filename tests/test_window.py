@@ -64,6 +64,10 @@ def test_sums_and_means_in_one_window_are_an_error():
         window_with([(2., None), (3., 8)])
 
 
+def test_the_unit_is_a_power_of_two_by_which_nothing_is_rounded():
+    assert [Window(size).unit for size in (1, 64, 96)] == [1, 64, 64]
+
+
 @pytest.mark.parametrize('items', [0, 7, None])
 def test_a_micro_batch_that_is_the_whole_window_has_weight_1(items):
     "It is computed as in fastai"
