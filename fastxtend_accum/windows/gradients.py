@@ -124,14 +124,10 @@ class GradientSums:
         "Accepts the gradients as they are now, for example after a backward pass has added to them"
         self.accepted,self.versions = self.current()
 
-    def is_intact(self)->bool:
-        "Returns whether the gradients are as they were when they were accepted"
-        grads,versions = self.current()
-        return versions == self.versions and all(map(operator.is_, grads, self.accepted))
-
     def check(self):
-        "Raises RuntimeError if a callback has changed the sums"
-        if self.is_intact(): return
+        "Raises RuntimeError if the gradients are not as they were when they were accepted"
+        grads,versions = self.current()
+        if versions == self.versions and all(map(operator.is_, grads, self.accepted)): return
         raise RuntimeError("a callback zeroed, replaced or changed a gradient, or froze a parameter, in the middle of "
                            "a window (clipping, a GANTrainer, an attack?): do this in before_step, or use windows of "
                            "one batch")
