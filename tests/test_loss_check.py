@@ -272,12 +272,17 @@ def test_the_fit_after_an_interrupt_or_lr_find_checks_its_own_loss(next_name, n_
     assert len(warnings_of(learn)) == n_warnings
 
 
-def test_a_loss_that_is_exchanged_in_mid_fit_is_checked_too():
-    "After the windows in which the first one was compared"
+def twice_the_sqrt(pred, targ):
+    return 2*sqrt_of_mean(pred, targ)
+
+
+@pytest.mark.parametrize('first', [of_all, twice_the_sqrt])
+def test_a_loss_that_is_exchanged_in_mid_fit_is_checked_too(first):
+    "After the windows in which the first one was compared. A fit warns once"
     def exchange(self):
         if self.train_iter == 24: self.learn.loss_func = sqrt_of_mean
 
     cbs = [GradientAccumulation(16), Callback(after_batch=exchange)]
-    learn = learner_of(labelled(16*40), 8, cbs, of_all)
+    learn = learner_of(labelled(16*40), 8, cbs, first)
     assert len(warnings_of(learn)) == 1
     assert learn.loss_func is sqrt_of_mean
