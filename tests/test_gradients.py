@@ -89,6 +89,16 @@ def replace_by_centred(learn):
 CHANGES = [zero, replace_by_centred, clip, attack, freeze]
 
 
+def test_a_gradient_that_is_replaced_is_noticed():
+    "Neither the old one nor the new one was ever changed in place"
+    m = nn.Linear(2, 1)
+    m.weight.grad = torch.ones(1, 2)
+    sums = sums_of(m)
+    sums.check()
+    m.weight.grad = torch.zeros(1, 2)
+    with pytest.raises(RuntimeError, match='replaced'): sums.check()
+
+
 @each_layout
 @pytest.mark.parametrize('change', CHANGES)
 def test_a_gradient_changed_in_mid_window_is_an_error(change, bs, settings):
