@@ -65,16 +65,21 @@ def optimizer_of_a_callback():
         return train(learner(OwnOptimizer()))
 
 
-class Seen:
-    "The callback makes objects of it during the fit, too"
+class Total:
+    "An object with slots"
     __slots__ = 'mean',
+    def __init__(self): self.mean = 0.
+
+
+class Seen:
+    "Of which the callback makes objects during the fit"
     def __init__(self, mean): self.mean = mean
 
 
 class Recent(Callback):
     "Multiplies inputs by what an object with slots, a deque and a defaultdict have counted"
     def __init__(self):
-        self.total = Seen(0.)
+        self.total = Total()
         self.recent = collections.deque(maxlen=3)
         self.counts = defaultdict(int)
 

@@ -2,6 +2,7 @@
 import pytest
 
 from common import *
+from fastxtend_accum.resuming.reader import Reader
 from resume_layouts import fastai_data, samples, torch_data, with_valid
 from resumed import assert_goes_on, learner, train
 
@@ -37,6 +38,14 @@ def test_a_loader_with_a_state_dict_goes_to_its_place():
         return train(learner(dls=with_valid(Stateful())))
     assert_goes_on(script)
     assert Stateful.n_yielded == 75-25-6  # an epoch, and 3 windows of two batches
+
+
+def test_a_loader_that_has_come_to_its_end_does_not_begin_again():
+    dl = Stateful()
+    reader = Reader(dl)
+    assert len(list(reader(dl))) == 25
+    goes_on = Reader(dl, 25, *reader.state())
+    assert list(goes_on(dl)) == []
 
 
 LOADERS = {

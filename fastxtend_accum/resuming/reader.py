@@ -33,7 +33,7 @@ class Reader:
         self.has_ended = has_ended
         self.stateful = stateful(dl)
         self.batches = iter(())
-        # A window may remain after the last batch. `dl` would begin again
+        # A window may remain after the last batch. What keeps its own position would begin again
         if has_ended: return
         if n_loaded and self.stateful is not None:
             self.stateful.load_state_dict(place)
