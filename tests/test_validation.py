@@ -51,6 +51,15 @@ def test_validation_and_prediction_are_those_of_whole_batches(micro, limit, size
     assert learn.dls.valid.bs == 16
 
 
+def test_batches_of_a_model_that_carries_a_state_stay_whole():
+    learn, memory = learner_of(8)
+    fit(learn, 1)
+    learn.model.reset = noop
+    memory.in_validation.clear()
+    with quiet(learn): learn.validate()
+    assert memory.in_validation == WHOLE
+
+
 class Interrupts(Callback):
     "Raises an error in its second batch in validation"
     run_train = False
