@@ -153,6 +153,13 @@ def test_any_plan(n, bs, k, later_k, n_epoch, remainder):
     assert_same(pcts, [pct for _, pct in expected], ROUNDING)
 
 
+def test_a_window_that_begins_with_carried_batches_has_the_size_of_where_it_began():
+    "Three fifths of an epoch before the second one"
+    def size_at_pct(pct): return 16 if pct < .19 else 8
+    plan = plan_of(exactly(20), size_at_pct, epoch=1, remainder='carry', carried=[8, 4])
+    assert plan.windows[0] == (0, 8)
+
+
 # The batches of an epoch
 
 def epoch_batches(dl):

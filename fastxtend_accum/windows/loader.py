@@ -228,15 +228,13 @@ def planned_batches(self:EpochPlan)->Iterator[int]:
 def plan_windows(self:EpochPlan):
     "Fills one window after the other with the batches of the epoch"
     window = []  # the samples of each batch of the window that is being filled
-    size = 0  # samples that fill it
     start = 0  # samples before it
     end = 0  # samples until now
     for samples in self.planned_batches():
-        if not window: size = self.window_size(start)
         self.n_batches += 1
         window.append(samples)
         end += samples
-        if end-start < size: continue
+        if end-start < self.window_size(start): continue
         self.windows.append((start, end-start))
         window = []
         start = end
