@@ -42,7 +42,7 @@ def count_of(where, order, kind):
 
 @pytest.mark.filterwarnings(
     'ignore:no optimizer step was taken', 'ignore:a callback has cancelled a part of a batch',
-    'ignore:Fault cancels a window at its step')
+    'ignore:Fault cancels a window at its step', 'ignore:a callback cancels backward passes')
 @pytest.mark.thin(2)
 @pytest.mark.parametrize('where,kind,order', paired([*FAULT_EVENTS, *PLACES], OURS, FAULT_ORDERS))
 def test_after_an_interrupt_all_works_as_on_a_new_learner(fresh, kind, order, where):

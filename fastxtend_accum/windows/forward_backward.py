@@ -177,10 +177,12 @@ def add_weighted_gradient(fit:FitContext, window:Window, contribution:LossSums):
 # %% ../../nbs/windows/14_forward_backward.ipynb #6b0d27f4
 def accept_cancelled(fit:FitContext, window:Window, contribution:LossSums):
     """After a backward pass that a callback has cancelled (CancelBackwardException). A window of one micro-batch steps
-    all the same, as in fastai, with the gradient as it is. A sum leaves the micro-batch out; raises RuntimeError if the
-    callback has computed a gradient itself, which has no weight"""
+    all the same, as in fastai, with the gradient as it is. A sum leaves the micro-batch out, with a warning; raises
+    RuntimeError if the callback has computed a gradient itself, which has no weight"""
     if not window.is_single:
         window.grads.check()
+        fit.warn_once("a callback cancels backward passes (CancelBackwardException): their micro-batches are left out of "
+                      "the window")
         return
     # In several processes, the mean divides by the weight, which a gradient that a callback computed does not have
     if contribution.weight: divide_gradients(fit.params.summed, 1/contribution.weight)
