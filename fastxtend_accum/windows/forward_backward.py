@@ -181,8 +181,8 @@ def accept_cancelled(fit:FitContext, window:Window, contribution:LossSums):
     RuntimeError if the callback has computed a gradient itself, which has no weight"""
     if not window.is_single:
         window.grads.check()
-        fit.warn_once("a callback cancels backward passes (CancelBackwardException): their micro-batches are left out of "
-                      "the window")
+        fit.warn_once("a callback cancels backward passes (CancelBackwardException): their micro-batches are left out "
+                      "of the window")
         return
     # In several processes, the mean divides by the weight, which a gradient that a callback computed does not have
     if contribution.weight: divide_gradients(fit.params.summed, 1/contribution.weight)
