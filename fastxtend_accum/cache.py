@@ -10,12 +10,11 @@ from __future__ import annotations
 from fastai.basics import *
 
 from .windows.checks import check_callable,check_micro_batch_size
-from .windows.description import how_split,largest_part
-from .windows.nested import join,leaves_in,map_tensors,part_bounds,slice_fields,slice_rows,tensors_in
+from .windows.nested import join,map_tensors,part_bounds,slice_fields,slice_rows,tensors_in
 from .windows.processes import inner_model,is_sharded
 from .windows.state import Snapshot
 from .memory.auto import SmallerMicroBatches
-from .memory.blocks import class_forward
+from .memory.blocks import check_inside
 from .memory.hidden_state import HiddenState,state_owners
 from .memory.micro_batches import check_samples_first
 from .memory.override import override_attr
@@ -23,7 +22,7 @@ from .callback import WindowCallback
 from .checkpointing import checkpointed
 
 # %% auto #0
-__all__ = ['cached_forward', 'is_unclear', 'check_structure', 'GradientCache']
+__all__ = ['cached_forward', 'is_square', 'GradientCache']
 
 # %% ../nbs/04_cache.ipynb #a14517df
 # A forward pass in micro-batches
@@ -32,8 +31,6 @@ def cached_forward(
     module, # The model or a part of it. A part may run several times in a forward pass of the model
     samples:int, # Samples of the batch
     size:int, # Rows that the module sees at a time, at most
-    owners:list[nn.Module], # Modules that carry a hidden state
-    check:bool, # Whether to make sure that outputs have the rows first
 )->Callable:
     """Returns a forward pass for `module` that runs in micro-batches. All but the last run again in the backward pass,
     so that the graph holds one of them at a time"""
@@ -51,45 +48,23 @@ def cached_forward(
             some_args = slice_fields(args, start, end, n)
             some_kwargs = slice_rows(kwargs, start, end, n)
             return run_part(*some_args, **some_kwargs)
-        hidden = HiddenState(owners, n)
+        hidden = HiddenState(state_owners(module), n)
         outputs,sizes = [],[]
         for start,end in part_bounds(n, math.ceil(n/size)):
             run_part = run_some if end == n else run_again  # the backward pass begins with the last one
             with hidden.at(start, end): outputs.append(run_rows(run_part, start, end))
             sizes.append(end-start)
-        joined = join(outputs, sizes)
-        if check and is_unclear(outputs[-1], sizes[-1]):
-            # The rows of the last micro-batch, and the one before them, since there is none after them
-            with torch.no_grad(), Snapshot(module): of_more = run_rows(run_some, n-sizes[-1]-1, n)
-            check_structure(module, joined, [*outputs, of_more], [*sizes, sizes[-1]+1])
-        return joined
+        if is_square(outputs[-1], sizes[-1]):
+            # `join` raises an error if the output for one row more shows that the rows do not come first
+            n_more = sizes[-1]+1
+            with torch.no_grad(), Snapshot(module): of_more = run_rows(run_some, n-n_more, n)
+            join([*outputs, of_more], [*sizes, n_more])
+        return join(outputs, sizes)
     return run
 
-def is_unclear(output, n:int)->bool:
-    """Returns whether the shapes of the `output` for `n` rows leave open where its rows are: a tensor of shape (n, n)
-    may have them in either dimension, and `n` tensors or more may be one for each row"""
-    tensors = tensors_in(output)
-    has_square = any(o.shape[:2] == (n, n) for o in tensors)
-    return has_square or len(tensors) >= n
-
-@torch.no_grad()
-def check_structure(
-    module,
-    joined, # Outputs of micro-batches, as `join` has taken their structure to be
-    outputs:list, # The same outputs, and then one for a row more than the last micro-batch has
-    sizes:list[int], # Rows of each of the `outputs`
-):
-    """Raises ValueError unless `joined` is right: an output for one row more shows the structure. For example, the
-    output for 2 rows is 2 tensors of length 2. For 3 rows there are
-
-    - 2 tensors of length 3, if the model has two outputs: they are joined one by one
-    - 3 tensors of length 2, if each is that of a sample, such as its 2 boxes: they are put into one list"""
-    n = sum(sizes)
-    joined_with_more = join(outputs, sizes)
-    without_more = slice_rows(joined_with_more, 0, n-sizes[-1], n)
-    if len(leaves_in(joined)) == len(leaves_in(without_more)): return
-    raise ValueError(f"cannot join the outputs of {type(module).__name__}: their first dimension must be the samples "
-                     "(stack tensors of one sample each)")
+def is_square(output, n:int)->bool:
+    "Returns whether a tensor in the `output` for `n` rows has the shape (n, n, ...): either dimension may be its rows"
+    return any(o.shape[:2] == (n, n) for o in tensors_in(output))
 
 # %% ../nbs/04_cache.ipynb #7681a838
 class GradientCache(WindowCallback, SmallerMicroBatches):
@@ -97,7 +72,6 @@ class GradientCache(WindowCallback, SmallerMicroBatches):
     order = 11.5  # before a GradientAccumulation
     lead_rank = 1
     verbose = True  # it prints what differs from a whole batch
-    _stateattrs = *WindowCallback._stateattrs,'owners'  # fastai leaves these out of a copy or an export
 
     def __init__(self,
         micro_batch_size:int|str, # Samples (or inputs, if a sample has several) at a time; 'auto': as many as fit
@@ -105,8 +79,6 @@ class GradientCache(WindowCallback, SmallerMicroBatches):
     ):
         store_attr()
         self.size = None  # rows that the module sees at a time, at most; None: all. 'auto' lowers it
-        self.requested_size = None  # the `micro_batch_size` by which `size` was set
-        self.owners = []  # modules that carry a hidden state
         self.read_settings()
 
     @property
@@ -122,18 +94,13 @@ class GradientCache(WindowCallback, SmallerMicroBatches):
             raise TypeError("micro_batch_size must be a number of samples or 'auto', not None")
         self.micro_batch_size = check_micro_batch_size(self.micro_batch_size)
         check_callable('part', self.part, 'a function of the model')
-        # Unless somebody has changed the setting since then, the size that 'auto' has found stays
-        if self.micro_batch_size == self.requested_size: return
-        self.requested_size = self.micro_batch_size
-        self.size = None if self.adapts else self.micro_batch_size
+        if not self.adapts: self.size = self.micro_batch_size
 
     def before_train(self):
         "Raises ValueError if the model cannot run in micro-batches"
         if not self.learn: return  # it was removed
         self.check_model()
         self.check_others()
-        model = self.learn.model
-        self.owners = state_owners(model, self.module_to_split(model))
         super().before_train()
 
     def module_to_split(self, model)->nn.Module:
@@ -147,54 +114,36 @@ def check_model(self:GradientCache):
     if is_sharded(model):
         raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: "
                          "use DistributedDataParallel")
-    part = self.module_to_split(model)
-    is_inside = any(part is m for m in model.modules())
-    # As a ModuleList. The class of a compiled model has none either, but the model has one as an attribute
-    has_no_forward = class_forward(part) is nn.Module.forward and 'forward' not in vars(part)
-    if not is_inside or has_no_forward:
-        raise ValueError(f"part must return a module of the model that has a forward, not a {type(part).__name__}: "
-                         "such as lambda m: m[0]")
+    module = self.module_to_split(model)
+    check_inside(module, model, 'part')
+    state_owners(module)
 
 @patch
 def check_others(self:GradientCache):
     "Raises ValueError if another callback splits batches, too"
-    for cb in self.learn.cbs:
-        is_other = isinstance(cb, WindowCallback) and cb is not self
-        splits = is_other and cb.run and cb.micro_batch_size
-        if not splits: continue
-        raise ValueError(f"GradientCache and micro_batch_size={cb.micro_batch_size!r} beside it both split "
-                         "batches: leave one of them out")
+    splitting = [cb for cb in self.learn.cbs if isinstance(cb, WindowCallback) and cb.micro_batch_size]
+    if len(splitting) == 1: return
+    raise ValueError("GradientCache and the micro_batch_size of another callback both split batches: leave one of "
+                     "them out")
 
 @patch
 def context(self:GradientCache, loop):
     "Returns a context in which the module runs in micro-batches, or None if the batch is a single micro-batch"
     if self.size is None: return None
     module = self.module_to_split(loop.learn.model)  # not `self.learn`, which is None once it is removed
-    is_first_round = loop.progress.n_rounds == 1  # of the epoch: the model may change between epochs, not within one
-    forward = cached_forward(module, loop.batches.current.samples, self.size, self.owners, check=is_first_round)
+    forward = cached_forward(module, loop.batches.current.samples, self.size)
     return override_attr(module, 'forward', forward)
 
 # %% ../nbs/04_cache.ipynb #d1bb8351
 @patch
-def batch_size(self:GradientCache, loop)->int: return loop.rows_of_batch()
-
-@patch
 def report(self:GradientCache, loop):
-    "Prints the micro-batch size and what differs from a whole batch"
+    "Prints how many samples the module sees at a time, and what differs from a whole batch"
     n = loop.rows_of_batch()
     size = min(self.size or n, n)
     module = self.module_to_split(loop.learn.model)
-    how = f'each batch of {n} {how_split(n, size)}'
-    # A part may see another number of rows than the batch has
-    if self.part and self.size: how = f'{type(module).__name__} sees at most {self.size} rows at a time'
-    differences = self.differences(loop, module, n, size)
-    self.log_once(f'GradientCache: {how}; validation batches are not split{differences}')
-
-@patch
-def differences(self:GradientCache, loop, module, n:int, size:int)->str:
-    """Returns what differs from a whole batch of `n` rows if `module` sees at most `size` at a time; an empty string if
-    a GradientAccumulation, which then leads, prints that"""
+    message = f'GradientCache: {type(module).__name__} sees at most {size} of {n} samples at a time'
     found = loop.fit.differences
-    if not found or size == n or not self.is_leader(): return ''
-    differences = found.described(largest_part(n, size), module)  # 33 rows, at most 16 at a time, are 3 times 11
-    return f'. Same as one batch of {n}, except: {differences}.' if differences else ''
+    if found and size < n and self.is_leader():  # a GradientAccumulation, which then leads, would name them
+        differences = found.described(size, module)
+        if differences: message += f'. Same as one batch of {n}, except: {differences}.'
+    self.log_once(message)

@@ -169,11 +169,10 @@ def begin_fit(self:WindowCallback):
 
 @patch
 def memory_savers(self:WindowCallback)->list[MemorySaver]:
-    "Returns the callbacks that save memory in this fit, and the strategy if it does, in the order of `saver_rank`"
-    candidates = [o for o in self.learn.cbs if o.run]
+    "Returns the callbacks that save memory in this fit, in the order of callbacks, and the strategy if it does"
+    candidates = [o for o in self.learn.cbs.sorted('order') if o.run]
     candidates.append(self.strategy)
-    savers = [o for o in candidates if isinstance(o, MemorySaver)]
-    return sorted(savers, key=lambda o: o.saver_rank)
+    return [o for o in candidates if isinstance(o, MemorySaver)]
 
 # %% ../nbs/05_callback.ipynb #d4a17a9a
 # The plan of an epoch

@@ -22,8 +22,7 @@ from .memory.retry import MemorySaver
 from .callback import WindowCallback
 
 # %% auto #0
-__all__ = ['checkpointed', 'why_not_checkpointable', 'is_compiled', 'to_cpu', 'from_cpu', 'configs_with_cache',
-           'ActivationCheckpointing']
+__all__ = ['checkpointed', 'check_recomputable', 'to_cpu', 'from_cpu', 'configs_with_cache', 'ActivationCheckpointing']
 
 # %% ../nbs/03_checkpointing.ipynb #7c2c5691
 # A block that runs again in the backward pass
@@ -41,12 +40,10 @@ def checkpointed(module, forward:Callable)->Callable:
         def forward_of_inputs(*inputs):
             args,kwargs = tree_unflatten(inputs, structure)
             return forward(*args, **kwargs)
-        # An input may be a module, such as a shared embedding. The block may change its state, too
-        modules = [o for o in inputs if isinstance(o, nn.Module)]
         def contexts():
             """Returns two contexts, as PyTorch wants: one for the first run, and one for each run in the backward pass.
             PyTorch calls this just before the first run, so the snapshot has the state in which that begins"""
-            return nullcontext(),Snapshot(module, *modules)
+            return nullcontext(),Snapshot(module)
         return checkpoint(
             forward_of_inputs, *inputs,
             use_reentrant=False,
@@ -55,20 +52,14 @@ def checkpointed(module, forward:Callable)->Callable:
     return run
 
 # %% ../nbs/03_checkpointing.ipynb #035684f9
-def why_not_checkpointable(model)->str|None:
-    "Returns why no part of `model` can run again, or None if some part can"
-    if isinstance(model, nn.DataParallel) or is_sharded(model):
-        kind = 'sharded or replicated'
-        remedy = 'use DistributedDataParallel'
-    elif any(map(is_compiled, model.modules())):
-        kind = 'compiled'
-        remedy = 'leave out torch.compile'
-    else: return None
-    return f"ActivationCheckpointing cannot run parts of a {kind} {type(model).__name__} again: {remedy}"
-
-def is_compiled(m)->bool:
-    "Returns whether `m` was compiled, by `torch.compile(m)` or `m.compile()`"
-    return hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) is not None
+def check_recomputable(model):
+    "Raises ValueError if the parts of `model` cannot run again with other forward passes than their own"
+    modules = list(model.modules())
+    # By `torch.compile(m)` or `m.compile()`
+    is_compiled = any(hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) for m in modules)
+    if not is_compiled and not is_sharded(model) and not isinstance(model, nn.DataParallel): return
+    raise ValueError("ActivationCheckpointing cannot run parts of a compiled, sharded or replicated "
+                     f"{type(model).__name__} again: leave out torch.compile, and use DistributedDataParallel")
 
 def to_cpu(t:Tensor)->tuple[Tensor,torch.device]:
     """Returns a copy of `t` on the CPU, and the device of `t`. The copy has the same memory layout; PyTorch's
@@ -94,30 +85,24 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
     The forward pass keeps only the inputs of these blocks. The model sees whole batches, and results stay the same"""
     # It is a WindowCallback because fastai's loop cannot run a batch again. Beside a GradientAccumulation, which runs
     # the loop, it is only a MemorySaver
-    order = 11.5  # before a GradientAccumulation, which asks for the blocks when it begins the fit
-    saver_rank = 1
+    # Before a GradientAccumulation, which asks for the blocks when it begins the fit. And before a GradientCache: of
+    # several MemorySavers, the first one enters its context first, and is the first to use less memory
+    order = 11.4
     _stateattrs = *WindowCallback._stateattrs,'found','groups'  # fastai leaves these out of a copy or an export
 
     def __init__(self,
         blocks:Callable|str|None=None, # Function of the model that returns the blocks; None or 'auto': find them
-        offload:bool=False, # Whether to keep the blocks' inputs on the CPU; False: only if memory requires it
+        offload:bool=False, # Whether to keep the blocks' inputs on the CPU; becomes True if memory requires it
         adapt:bool=True, # Whether to recompute only as many blocks as memory requires; False: all blocks
     ):
         store_attr()
         self.found = []  # blocks
         self.groups = {}  # each nn.Sequential around them, and its grouped form
-        self.why_none = None  # why there are no blocks
         self.n_recomputed = 0  # blocks, the first ones
-        self.needs_cpu = False  # whether memory ran out with all blocks recomputed; until `adapt` is set to False
         self.read_settings()
 
     @property
     def adapts(self)->bool: return self.adapt
-
-    @property
-    def is_offloading(self)->bool:
-        "Whether the inputs of blocks that are recomputed go to the CPU"
-        return self.offload or self.needs_cpu
 
     def read_settings(self):
         check_flags(offload=self.offload, adapt=self.adapt)
@@ -125,35 +110,21 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
             check_callable('blocks', self.blocks, "a function of the model, or 'auto'")
 
     def before_train(self):
-        "Finds the blocks; raises ValueError if there are none, and recomputing them was asked for"
+        "Finds the blocks; raises ValueError if there are none"
         if not self.learn: return  # it was removed by a callback that came before it
-        model = self.learn.model
-        self.found,self.groups,self.why_none = self.find(model)
-        # If it adapts, whole batches may fit; but the processes of a sharded model could not adapt together
-        is_needed = not self.adapt or is_sharded(model)
-        if self.why_none and is_needed: raise ValueError(self.why_none)
+        check_recomputable(self.learn.model)
+        model = inner_model(self.learn.model)
+        if callable(self.blocks): self.found,self.groups = check_blocks(self.blocks(model), model),{}
+        else: self.found,self.groups = find_blocks(model)
         n = len(self.found)
-        if self.adapt:  # what earlier fits have found is kept, but the model may have had more blocks
-            self.n_recomputed = min(self.n_recomputed, n)
-        else:
-            self.n_recomputed = n
-            self.needs_cpu = False
+        if not n:
+            raise ValueError(f"ActivationCheckpointing finds no blocks in {type(model).__name__}: choose modules with "
+                             "blocks=lambda model: [...]")
+        # If it adapts, what earlier fits have found is kept, but the model may have had more blocks
+        self.n_recomputed = min(self.n_recomputed, n) if self.adapt else n
         super().before_train()
 
 # %% ../nbs/03_checkpointing.ipynb #04b61e59
-@patch
-def find(self:ActivationCheckpointing, model)->tuple[list,dict,str|None]:
-    "Returns the blocks, the lists around them in grouped form, and why there are no blocks"
-    why_none = why_not_checkpointable(model)
-    if why_none: return [],{},why_none
-    model = inner_model(model)
-    if callable(self.blocks): return check_blocks(self.blocks(model), model),{},None
-    found,groups = find_blocks(model)
-    if not found:
-        why_none = (f"ActivationCheckpointing finds no blocks in {type(model).__name__}: choose modules with "
-                    "blocks=lambda model: [...]")
-    return found,groups,why_none
-
 # The passes of a batch
 
 @patch
@@ -170,10 +141,10 @@ def context(self:ActivationCheckpointing, loop):
 
 @patch
 def forward_of_block(self:ActivationCheckpointing, block)->Callable:
-    """Returns a forward pass for `block` that runs again in the backward pass. If offloading is on, it keeps its inputs
-    on the CPU"""
+    """Returns a forward pass for `block` that runs again in the backward pass. With `offload`, it keeps its inputs on
+    the CPU"""
     run = checkpointed(block, block.forward)
-    if not self.is_offloading: return run
+    if not self.offload: return run
     def run_offloaded(*args, **kwargs):
         with saved_tensors_hooks(to_cpu, from_cpu):
             return run(*args, **kwargs)
@@ -189,21 +160,14 @@ def reduce_memory(self:ActivationCheckpointing, loop)->bool:
     if self.n_recomputed < n:
         self.n_recomputed = min(max(2*self.n_recomputed, 1), n)
         return True
-    if not n or self.is_offloading: return False
-    self.needs_cpu = True
+    if self.offload: return False
+    self.offload = True
     return True
 
 @patch
 def report(self:ActivationCheckpointing, loop):
     "Prints how many blocks are recomputed, unless the last line says the same"
     if not self.adapt: return
-    how = 'fits in memory'
-    if self.n_recomputed: how = f'fits with {self.n_recomputed} of {len(self.found)} blocks recomputed'
-    if self.n_recomputed and self.is_offloading: how += ', and what they keep moved to the CPU'
-    self.log_once(f'ActivationCheckpointing: each batch of {loop.batches.current.samples} {how}')
-
-@patch
-def advice(self:ActivationCheckpointing, loop)->str:
-    why = self.why_none or 'to recompute all blocks, and keep their inputs on the CPU, does not save enough'
-    return (f"ActivationCheckpointing: a batch of {loop.batches.current.samples} does not fit in memory: {why}; "
-            "GradientAccumulation(micro_batch_size='auto') splits it")
+    where = ', and what they keep moved to the CPU' if self.offload else ''
+    recomputed = f'{self.n_recomputed} of {len(self.found)} blocks recomputed{where}'
+    self.log_once(f'ActivationCheckpointing: each batch of {loop.batches.current.samples} fits with {recomputed}')

@@ -75,12 +75,13 @@ def compiled_in_place():
 
 @pytest.mark.parametrize('make_model,blocks,says', [
     (flat, None, r'finds no blocks in Linear: choose modules with blocks=lambda model: \[...\]'),
-    (Deep, lambda m: [nn.Linear(1, 1)], 'blocks must return modules of the model, none inside another, not Linear'),
-    (lambda: nn.DataParallel(Deep()), None, 'replicated DataParallel again: use DistributedDataParallel'),
-    (lambda: torch.compile(Deep()), None, 'compiled OptimizedModule again: leave out torch.compile'),
-    (compiled_in_place, None, 'compiled Deep again: leave out torch.compile')])
+    (Deep, lambda m: [], 'finds no blocks in Deep'),
+    (Deep, lambda m: [nn.Linear(1, 1)], 'blocks must return modules of the model, not a Linear'),
+    (lambda: nn.DataParallel(Deep()), None, 'replicated DataParallel again: .* use DistributedDataParallel'),
+    (lambda: torch.compile(Deep()), None, 'compiled, .* OptimizedModule again: leave out torch.compile'),
+    (compiled_in_place, None, 'compiled, .* Deep again: leave out torch.compile')])
 def test_a_model_whose_blocks_cannot_run_again_is_an_error_before_training(make_model, blocks, says):
-    learn = regression(make_model)(cbs=all_blocks(blocks))
+    learn = regression(make_model)(cbs=ActivationCheckpointing(blocks))
     before = weights(learn)
     with pytest.raises(ValueError, match=says): fit(learn, 1)
     assert_same(weights(learn), before)
@@ -101,6 +102,7 @@ def deep_in_lists():
 
 @pytest.mark.parametrize('make_model,blocks', [
     (Deep, layers),
+    (Deep, lambda m: [m.layers[0], m.layers[1][3], *m.layers[1:3]]),  # one inside another
     (deep_in_lists, None)])
 def test_blocks_that_a_user_names_or_that_are_found(make_model, blocks):
     make = regression(make_model)
@@ -138,16 +140,6 @@ def test_other_blocks_in_the_next_fit():
     assert (cb.n_recomputed, len(cb.found)) == (2, 2)
 
 
-def test_inputs_that_once_had_to_be_on_the_cpu_stay_on_the_device_if_all_blocks_are_recomputed_by_choice():
-    cb = ActivationCheckpointing()
-    learn = mlp(cbs=cb, n_layers=2)
-    fit(learn, 1, cbs=OutOfMemory('after_loss', 1, 2, 3))
-    assert cb.is_offloading
-    cb.adapt = False
-    fit(learn, 1)
-    assert not cb.is_offloading
-
-
 # As few as memory requires
 
 STEPS = [0, 1, 2, 4, 8, 16, 20]  # blocks that are recomputed of 20
@@ -160,12 +152,12 @@ def test_the_first_number_of_blocks_that_suffices_is_found(share):
     plain, ours = trained_in_less(make, share, Passes)
     assert_same_fit(ours, plain)
     cb = ours.activation_checkpointing
-    n_failed = STEPS.index(cb.n_recomputed)+cb.needs_cpu
+    n_failed = STEPS.index(cb.n_recomputed)+cb.offload
     n_batches = 2
     assert len(plain.passes.sizes) == n_batches
     assert len(ours.passes.sizes) == n_batches+n_failed
     assert n_failed > 0
-    assert cb.needs_cpu == (share == .2)
+    assert cb.offload == (share == .2)
 
 
 @pytest.mark.parametrize('make_cb', [ActivationCheckpointing, auto_micro_batches, auto_cache])
@@ -191,7 +183,7 @@ def said(learn, capsys):
 
 
 @pytest.mark.parametrize('share,blocks,says', [
-    (1.1, None, 'fits in memory'),
+    (1.1, None, 'fits with 0 of 4 blocks recomputed'),
     (.6, None, 'fits with [24] of 4 blocks recomputed'),
     (.9, lambda m: [m[2], m[3]], 'fits with 1 of 2 blocks recomputed'),
     (.3, None, 'fits with 4 of 4 blocks recomputed, and what they keep moved to the CPU')])
@@ -206,15 +198,11 @@ def test_one_line_says_how_a_batch_fits(share, blocks, says, capsys):
     assert len(passes.sizes) == 4
 
 
-@pytest.mark.parametrize('make,says', [
-    (with_batch_norm, 'to recompute all blocks, and keep their inputs on the CPU, does not save enough'),
-    (regression(flat), 'ActivationCheckpointing finds no blocks in Linear: choose modules with blocks=')])
-def test_an_error_says_what_else_makes_a_batch_fit(make, says):
+def test_an_error_says_what_else_makes_a_batch_fit():
     "It comes before the first step, and leaves nothing behind"
-    learn = make(cbs=[Activations(1e-6), ActivationCheckpointing()])
+    learn = with_batch_norm(cbs=[Activations(1e-6), ActivationCheckpointing()])
     before = state(learn)
-    remedy = r"GradientAccumulation\(micro_batch_size='auto'\) splits it"
-    with pytest.raises(RuntimeError, match=f'a batch of 32 does not fit in memory: {says}.*; {remedy}') as error:
+    with pytest.raises(RuntimeError, match=r"GradientAccumulation\(micro_batch_size='auto'\)") as error:
         fit(learn, 1)
     assert type(error.value.__cause__) is torch.OutOfMemoryError
     for name, value in state(learn).items(): assert torch.equal(value, before[name])

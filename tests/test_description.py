@@ -111,9 +111,8 @@ def test_which_modules_have_changed_and_whether_random_numbers_were_drawn(kind):
 # The line of a fit
 
 LINE_OF_4 = '32 = 4 x 8 samples'
-SPLIT_IN_4 = 'each batch of 32 is split into 4 micro-batches of 8'
 AUTO = "micro_batch_size='auto': "
-NOT_SPLIT = '; validation batches are not split'
+CACHE = 'GradientCache: Sequential sees at most '
 
 
 def differences(batch, size):
@@ -126,10 +125,11 @@ def differences(batch, size):
     (32, lambda: [GradientAccumulation(32, micro_batch_size=8)], LINE_OF_4+differences(32, 8)),
     (32, lambda: [GradientAccumulation(64, micro_batch_size=8)], '64 = 8 x 8 samples'+differences(64, 8)),
     (32, lambda: [GradientAccumulation(8)], '8 samples per step: 4 optimizer steps for each batch of 32'),
-    (32, lambda: [GradientCache(8)], f'GradientCache: {SPLIT_IN_4}{NOT_SPLIT}'+differences(32, 8)),
+    (32, lambda: [GradientCache(8)], CACHE+'8 of 32 samples at a time'+differences(32, 8)),
     (32, lambda: [GradientAccumulation(micro_batch_size='auto')], AUTO+'32 samples are one batch'),
-    (32, lambda: [GradientCache('auto')], f'GradientCache: each batch of 32 fits in memory{NOT_SPLIT}'),
-    (32, lambda: [ActivationCheckpointing()], 'ActivationCheckpointing: each batch of 32 fits in memory')])
+    (32, lambda: [GradientCache('auto')], CACHE+'32 of 32 samples at a time'),
+    (32, lambda: [ActivationCheckpointing()],
+     'ActivationCheckpointing: each batch of 32 fits with 0 of 1 blocks recomputed')])
 def test_a_model_with_batch_norm_and_dropout(capsys, bs, make_cbs, line):
     assert line_of(capsys, bs, *make_cbs(), m=with_both()) == line+'\n'
 
@@ -140,7 +140,7 @@ def test_a_model_with_batch_norm_and_dropout(capsys, bs, make_cbs, line):
     (32, lambda: GradientAccumulation(64, micro_batch_size='auto'),
      AUTO+'64 = 2 x 32 samples'),
     (8, lambda: GradientAccumulationSchedule(8, 32), '8 to 32 samples, 8 at a time'),
-    (32, lambda: GradientCache(8), f'GradientCache: {SPLIT_IN_4}{NOT_SPLIT}')])
+    (32, lambda: GradientCache(8), CACHE+'8 of 32 samples at a time')])
 def test_a_model_that_differs_in_nothing(capsys, bs, make_cb, line):
     assert line_of(capsys, bs, make_cb()) == line+'\n'
 
@@ -167,7 +167,7 @@ class Largest(nn.Module):
 
 @pytest.mark.parametrize('bs, limit, micro_bs, split', [
     (48, 150, 24, '2 x 24 samples'),
-    (48, 45, 8, '6 x 8 samples'),
+    (48, 45, 6, '8 x 6 samples'),
     (50, 65, 13, '4 x up to 13 samples')])
 def test_auto_says_what_fits_of_a_batch(capsys, bs, limit, micro_bs, split):
     "Once, however often smaller ones fit: a shorter last batch gives no further line"
@@ -190,11 +190,11 @@ class FailsOnce(Callback):
 @pytest.mark.parametrize('batch', [0, 2])
 @pytest.mark.parametrize('cb_type', [GradientAccumulation, GradientCache])
 def test_the_line_has_the_size_that_was_found_at_last(capsys, cb_type, batch):
-    "Not that of an earlier pass, which has shown what differs; here it is 8, and then 6"
+    "Not that of an earlier pass, which has shown what differs; here it is 8, and then 4"
     m = Largest(with_both(), 5*8)
     said = line_of(capsys, 32, FailsOnce(batch), cb_type(micro_batch_size='auto'), m=m)
     last = said.splitlines()[-1]
-    assert differences(32, 6) in last
+    assert differences(32, 4) in last
 
 
 # What differs

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from common import *
 from comparing import assert_nothing_left
-from fastxtend_accum.memory.micro_batches import SampleSlices, chunk_bounds, per_sample_names
+from fastxtend_accum.memory.micro_batches import chunk_bounds, held_rows
 from limited_memory import MemoryLimit
 from small_learners import image_learner, seeded
 
@@ -43,7 +43,6 @@ def test_micro_batches_are_few_and_of_nearly_equal_size(samples, most, rows):
 
 @pytest.mark.parametrize('n, samples, bounds', [
     (0, 8, [(0, 0)]),  # a callback has left no rows
-    (0, 0, [(0, 0)]),
     (4, 8, [(0, 2), (2, 4)])])  # or half of them
 def test_micro_batches_of_fewer_rows_than_samples(n, samples, bounds):
     assert chunk_bounds(n, 2, samples) == bounds
@@ -175,23 +174,6 @@ def test_what_callbacks_draw_for_the_batch_is_split_with_it(make_cb, mix):
     assert_same(floats(ours.recorder.values), floats(plain.recorder.values), FLOAT32)
 
 
-class WeightedMixUp(MixUp):
-    per_sample = 'weights',
-
-
-@pytest.mark.parametrize('names', ['weights', 'w'])
-def test_a_name_without_a_comma_is_no_tuple_of_names(names):
-    class Weighted(Callback): per_sample = names
-    with pytest.raises(TypeError, match=rf"Weighted.per_sample must be a tuple .*: write \('{names}',\)"):
-        per_sample_names(Weighted())
-
-
-def test_a_kind_of_mixup_with_names_of_its_own_keeps_those_of_mixup():
-    cb = WeightedMixUp()
-    cb.yb1 = cb.lam = cb.weights = torch.zeros(4)
-    assert per_sample_names(cb) == ['yb1', 'lam', 'weights']
-
-
 class PerSample(Callback):
     per_sample = 'numbers', 'texts', 'setting'
 
@@ -207,11 +189,9 @@ def test_what_a_class_says_to_be_per_sample_is_split_whatever_its_type():
     setting = cb.setting
     learn = make_learner(4, cbs=cb)
     learn.xb = learn.yb = (torch.arange(4),)
-    slices = SampleSlices(learn, 4)
-    slices.hold(1, 3)
-    assert (cb.numbers, cb.texts) == ([2, 3], ['b', 'c'])
-    assert cb.setting is setting
-    slices.hold_all()
+    with held_rows(learn, 1, 3, 4):
+        assert (cb.numbers, cb.texts) == ([2, 3], ['b', 'c'])
+        assert cb.setting is setting
     assert (cb.numbers, cb.texts) == ([1, 2, 3, 4], [*'abcd'])
 
 

@@ -160,24 +160,10 @@ class ChainOfNested(Chain):
     def call_layer(self, layer, x): return sum(layer(dict(states=(x, None)))['states'])
 
 
-class BorrowingBlock(Block):
-    "Is given a module to run, whose state changes"
-    def forward(self, x, borrowed): return super().forward(borrowed(x))
-
-
-class ChainOfBorrowing(Chain):
-    def __init__(self, make_block):
-        super().__init__(make_block)
-        self.shared = NewBuffer()
-
-    def call_layer(self, layer, x): return layer(x, self.shared)
-
-
 ARGUMENTS = dict(
     list=Dense,
     keyword=partial(ChainOfScaled, ScaledBlock),
-    nested=partial(ChainOfNested, NestedBlock),
-    module=partial(ChainOfBorrowing, BorrowingBlock))
+    nested=partial(ChainOfNested, NestedBlock))
 
 
 @pytest.mark.parametrize('name,offload', paired(ARGUMENTS, [False, True]))

@@ -13,36 +13,17 @@ from .micro_batches import MicroBatches
 from .retry import MemorySaver
 
 # %% auto #0
-__all__ = ['smaller_size', 'SmallerMicroBatches', 'AutoMicroBatches']
+__all__ = ['SmallerMicroBatches', 'AutoMicroBatches']
 
 # %% ../../nbs/memory/05_auto.ipynb #cbac1d5b
-def smaller_size(n:int, size:int)->int|None:
-    """Returns the next smaller size of micro-batches for a batch of `n` samples; None if a micro-batch has only one.
-    The batch is split into 2, 3, 4, 6, 9, 13, ... parts: each time into half again as many, and at least one more. For
-    example, 32 samples run as parts of 16, 11, 8, 6, 4, 3, 2 and 1"""
-    size = min(size, n)
-    if size <= 1: return None
-    n_parts = math.ceil(n/size)
-    more_parts = n_parts+max(n_parts//2, 1)
-    # Of 5 samples in 3 parts, at most 2 are in a part, and in 4 parts as well: then the size falls by 1
-    return min(math.ceil(n/more_parts), size-1)
-
 class SmallerMicroBatches(MemorySaver):
-    "Base class of what runs a batch in as few micro-batches as memory allows: in more of them each time it runs out"
-    def batch_size(self, loop)->int:
-        "Returns how large the whole batch is, in what `size` counts: samples here, rows in GradientCache"
-        return loop.batches.current.samples
-
+    "Base class of what runs a batch in few micro-batches: of half as many samples each time that memory runs out"
     def reduce_memory(self, loop)->bool:
-        n = self.batch_size(loop)
-        size = smaller_size(n, self.size or n)
-        if size is None: return False
-        self.size = size
+        n = loop.rows_of_batch()
+        size = min(self.size or n, n)
+        if size <= 1: return False
+        self.size = math.ceil(size/2)
         return True
-
-    def advice(self, loop)->str:
-        return ("out of memory with a single sample: use smaller inputs, a smaller model, mixed precision, or "
-                "ActivationCheckpointing()")
 
 # %% ../../nbs/memory/05_auto.ipynb #3e360b04
 class AutoMicroBatches(MicroBatches, SmallerMicroBatches):

@@ -6,15 +6,14 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/memory/blocks.html.md"""
 
 # %% ../../nbs/memory/06_blocks.ipynb #556e0d5d
 from __future__ import annotations
-from collections import Counter
 
 from fastai.basics import *
 
 from ..windows.gradients import unique
 
 # %% auto #0
-__all__ = ['containers', 'is_layer', 'n_layers', 'class_forward', 'is_plain_sequential', 'can_be_block', 'grouped', 'joined',
-           'holds_blocks', 'find_blocks', 'blocks_in', 'check_blocks', 'contains_any']
+__all__ = ['containers', 'is_layer', 'n_layers', 'is_plain_sequential', 'grouped', 'joined', 'find_blocks', 'blocks_in',
+           'can_be_block', 'check_blocks', 'check_inside']
 
 # %% ../../nbs/memory/06_blocks.ipynb #32c087de
 containers = nn.Sequential,nn.ModuleList,nn.ModuleDict
@@ -25,19 +24,9 @@ def is_layer(m)->bool:
 
 def n_layers(m)->int: return sum(map(is_layer, m.modules()))
 
-def class_forward(m)->Callable|None:
-    "Returns the forward pass of the class of `m`, also while an attribute of `m` overrides it; None if there is none"
-    return getattr(type(m), 'forward', None)
-
 def is_plain_sequential(m)->bool:
     "Returns whether `m` runs its children in order: neither its class nor an attribute overrides nn.Sequential.forward"
-    return class_forward(m) is nn.Sequential.forward and 'forward' not in vars(m)
-
-def can_be_block(m)->bool:
-    """Returns whether `m` has a forward pass, and children that it may call. To recompute a module without children
-    would save nothing, because it keeps little more than its inputs anyway"""
-    has_children = next(m.children(), None) is not None
-    return has_children and class_forward(m) is not nn.Module.forward
+    return getattr(type(m), 'forward', None) is nn.Sequential.forward and 'forward' not in vars(m)
 
 def grouped(m:nn.Sequential)->nn.Sequential:
     """Returns an nn.Sequential that computes the same as `m`. In it, a layer and the modules without a weight after it,
@@ -50,18 +39,10 @@ def grouped(m:nn.Sequential)->nn.Sequential:
         else:
             groups.append([o])
             is_after_layer = n == 1
-    return nn.Sequential(*[joined(group) for group in groups])
+    return nn.Sequential(*map(joined, groups))
 
 def joined(group:list)->nn.Module:
     return group[0] if len(group) == 1 else nn.Sequential(*group)
-
-def holds_blocks(m)->bool:
-    """Returns whether the children of `m` may be blocks: it is a container, or has more than two large children of one
-    class, as a Transformer with the attributes layer1, layer2 and layer3 has. Two are not enough, because they may be
-    an encoder and a decoder, with the blocks inside"""
-    if isinstance(m, containers): return True
-    kinds = Counter(type(o) for o in m.children() if n_layers(o) > 1)
-    return max(kinds.values(), default=0) > 2
 
 # %% ../../nbs/memory/06_blocks.ipynb #8030ce3f
 def find_blocks(model)->tuple[list,dict]:
@@ -72,8 +53,8 @@ def find_blocks(model)->tuple[list,dict]:
     return unique(blocks),groups
 
 def blocks_in(m, groups:dict)->list:
-    """Returns the blocks inside `m`: the children of modules that hold blocks. A child is no block if it is itself made
-    of several large ones; then these are. Adds the grouped forms to `groups`. For example:
+    """Returns the blocks inside `m`: the children of containers. A child is no block if it is itself made of several
+    large ones; then these are. Adds the grouped forms to `groups`. For example:
 
     - a stage of a ResNet is a container of large blocks: not the stage, but its blocks are returned
     - a layer of a Transformer is in a container, and has no large blocks inside: it is returned as it is
@@ -82,39 +63,35 @@ def blocks_in(m, groups:dict)->list:
     if is_plain_sequential(m):
         parts = grouped(m)
         groups[m] = parts
-    can_hold_blocks = holds_blocks(m)
-    children = set(m.children())
+    children = list(m.children())
     res = []
     for o in parts.children():
-        if not n_layers(o): continue
-        is_new_group = o not in children  # `grouped` has made it, of a single layer: there are no blocks inside
-        inner = [] if is_new_group else blocks_in(o, groups)
-        n_large = sum(n_layers(block) > 1 for block in inner)  # a convolution with its norm does not count
-        if can_hold_blocks and can_be_block(o) and n_large < 2: res.append(o)
+        # `grouped` has made those that are no children, of a single layer each: there are no blocks inside
+        inner = blocks_in(o, groups) if o in children else []
+        if isinstance(m, containers) and can_be_block(o, inner): res.append(o)
         else: res += inner
     return res
 
+def can_be_block(m, inner:list)->bool:
+    """Returns whether `m`, a child of a container, is a block itself, and the blocks inside it, which are `inner`, are
+    none. To recompute a module without children would save nothing, because it keeps little more than its inputs
+    anyway"""
+    is_called = not isinstance(m, (nn.ModuleList, nn.ModuleDict))  # as a module: only what these list is
+    if not n_layers(m) or not any(m.children()) or not is_called: return False
+    n_large = sum(n_layers(o) > 1 for o in inner)  # a convolution with its norm does not count
+    return n_large < 2
+
 # %% ../../nbs/memory/06_blocks.ipynb #9a1d41ac
 def check_blocks(blocks, model)->list:
-    """Returns `blocks`, which a user has named, as a list, each once. An nn.Sequential or nn.ModuleList stands for its
-    children, unless its class has a forward pass of its own. Raises ValueError unless all are separate modules of
-    `model`"""
-    # `blocks` may also be a plain list, which has no forward pass
-    if class_forward(blocks) in (nn.Module.forward, nn.Sequential.forward): blocks = blocks.children()
-    res = [blocks] if isinstance(blocks, nn.Module) else list(L(blocks))
-    if not res:
-        raise ValueError("blocks returned no modules: return those that are to be recomputed, such as "
-                         "lambda m: list(m.layers)")
-    own = list(model.modules())
-    for o in res:
-        is_inside = any(o is m for m in own)
-        has_forward = class_forward(o) is not nn.Module.forward
-        if is_inside and has_forward and not contains_any(o, res): continue
-        raise ValueError(f"blocks must return modules of the model, none inside another, not {type(o).__name__}: such "
-                         "as lambda m: list(m.layers); a slice of an nn.Sequential, for example, is a new module")
+    """Returns `blocks`, which a user has named, as a list, each once. A container, such as an nn.Sequential, stands for
+    its children. Raises ValueError if one of them is no module of `model`"""
+    if isinstance(blocks, containers): blocks = blocks.children()
+    res = list(L(blocks))
+    for o in res: check_inside(o, model, 'blocks')
     return unique(res)
 
-def contains_any(m, others:list)->bool:
-    "Returns whether one of the `others` is inside `m`"
-    inside = set(m.modules())-{m}
-    return not inside.isdisjoint(o for o in others if isinstance(o, nn.Module))
+def check_inside(o, model, argument:str):
+    "Raises ValueError unless `o`, which the function that was passed as `argument` has returned, is inside of `model`"
+    if any(o is m for m in model.modules()): return
+    raise ValueError(f"{argument} must return modules of the model, not a {type(o).__name__}: a slice of an "
+                     "nn.Sequential, for example, is a new module")

@@ -11,28 +11,22 @@ from fastai.basics import *
 from torch.utils._pytree import tree_map
 
 from ..windows.nested import map_tensors
-from ..windows.processes import inner_model
 
 # %% auto #0
 __all__ = ['state_owners', 'HiddenState']
 
 # %% ../../nbs/memory/01_hidden_state.ipynb #38e82fc0
-def state_owners(model, part:nn.Module|None=None)->list[nn.Module]:
-    """Returns the modules in `part` (None: in all of `model`) that carry a hidden state from batch to batch: every
+def state_owners(module)->list[nn.Module]:
+    """Returns the modules in `module`, a model or a part of it, that carry a hidden state from batch to batch: every
     fastai `AWD_LSTM`; but none in a text classifier, whose SentenceEncoder resets it in each batch. Raises ValueError
-    if another module in the part may carry a state: it has a `reset`, and so has the model. A model without one carries
-    no state, since fastai's ModelResetter calls `model.reset()` in each epoch"""
-    if part is None: part = model
-    model = inner_model(model)
-    if isinstance(model, nn.DataParallel): model = model.module
+    if another class may carry a state: it has a `reset`, which fastai's ModelResetter calls in each epoch"""
     awdlstm = sys.modules.get('fastai.text.models.awdlstm')  # None if nobody has imported it: the import takes seconds
     owners = []
-    for m in part.modules():
+    for m in module.modules():
         if type(m).__name__ == 'SentenceEncoder': return []
         if awdlstm and isinstance(m, awdlstm.AWD_LSTM): owners.append(m)
-    has_reset = hasattr(model, 'reset') and any(hasattr(m, 'reset') for m in part.modules())
-    if owners or not has_reset: return owners
-    raise ValueError(f"{type(model).__name__} carries its state from batch to batch (it has a `reset`), so a batch "
+    if owners or not hasattr(module, 'reset'): return owners
+    raise ValueError(f"{type(module).__name__} carries its state from batch to batch (it has a `reset`), so a batch "
                      "cannot be split: use a smaller bs, and no micro-batches")
 
 # %% ../../nbs/memory/01_hidden_state.ipynb #bd1daa6b

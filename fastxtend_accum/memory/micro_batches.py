@@ -13,52 +13,35 @@ from fastai.callback.mixup import MixHandler
 from ..windows.loop import WholeBatch,WindowLoop
 from ..windows.nested import (CannotJoin,NotSamplesFirst,join,map_tensors,part_bounds,slice_fields,slice_rows,
                               tensors_in)
+from ..windows.processes import inner_model
 from .hidden_state import HiddenState,state_owners
+from .override import override_attr
 
 # %% auto #0
-__all__ = ['per_sample_names', 'SampleSlices', 'chunk_bounds', 'check_samples_first', 'MicroBatches', 'add_up', 'join_outputs']
+__all__ = ['per_sample_names', 'held_rows', 'chunk_bounds', 'check_samples_first', 'MicroBatches', 'run_split', 'add_up']
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #bfa7b934
 def per_sample_names(cb)->list[str]:
     """Returns the attributes of `cb` that have a value for each sample: those that its class names in `per_sample`, as
-    in `per_sample = ('weights',)`; and for MixUp and CutMix the partner of each sample. Raises TypeError if
-    `per_sample` is a text"""
+    in `per_sample = ('weights',)`; and for MixUp and CutMix the partner of each sample"""
     names = getattr(type(cb), 'per_sample', ())
-    if isinstance(names, str):
-        raise TypeError(f"{type(cb).__name__}.per_sample must be a tuple of names, not {names!r}: write ({names!r},)")
     partners = ('yb1', 'lam') if isinstance(cb, MixHandler) else ()
     return [name for name in (*partners, *names) if name in vars(cb)]
 
-class SampleSlices:
-    """The inputs and targets of `learn`, of `n` rows, and what callbacks keep for each row. `learn` holds a slice of
-    them at a time"""
-    def __init__(self, learn, n:int):
-        self.learn = learn
-        self.n = n
-        self.xb = learn.xb
-        self.yb = learn.yb
-        self.kept = []  # callback, name of the attribute, value
-        for cb in learn.cbs:
-            if not cb.run: continue  # it is switched off, and what it keeps is of an earlier batch
-            for name in per_sample_names(cb):
-                value = vars(cb)[name]
-                is_shared = isinstance(value, Tensor) and value.shape[:1] != (n,)  # the same for all rows
-                if not is_shared: self.kept.append((cb, name, value))
-
-    def hold(self, start:int, end:int):
-        "Makes `learn` and its callbacks hold these rows"
-        self.learn.xb = slice_fields(self.xb, start, end, self.n)
-        self.learn.yb = slice_fields(self.yb, start, end, self.n)
-        for cb,name,value in self.kept:
-            vars(cb)[name] = slice_rows(value, start, end, self.n)
-
-    def hold_all(self):
-        "Makes `learn` and its callbacks hold all rows"
-        self.learn.xb = self.xb
-        # A batch may have no targets because a callback hides them, and sets those of each micro-batch in `after_loss`,
-        # as IceVision's does. Then those of the last micro-batch stay, since nobody has all of them
-        if len(self.yb): self.learn.yb = self.yb
-        for cb,name,value in self.kept: vars(cb)[name] = value
+def held_rows(learn, start:int, end:int, n:int):
+    """Returns a context in which `learn` and its callbacks hold the rows from `start` to `end` of the `n` that they
+    hold now. Where there are no targets, those that a callback sets in the context are left alone"""
+    inputs = slice_fields(learn.xb, start, end, n)
+    contexts = [override_attr(learn, 'xb', inputs)]
+    if len(learn.yb):
+        targets = slice_fields(learn.yb, start, end, n)
+        contexts.append(override_attr(learn, 'yb', targets))
+    for cb in learn.cbs:
+        for name in per_sample_names(cb):
+            try: some = slice_rows(vars(cb)[name], start, end, n)
+            except NotSamplesFirst: continue  # it is the same for all samples, or left over from an earlier batch
+            contexts.append(override_attr(cb, name, some))
+    return ContextManagers(contexts)
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #0c4dc734
 def chunk_bounds(
@@ -69,21 +52,18 @@ def chunk_bounds(
     """Returns start and end of each micro-batch: as few as possible, of nearly equal size. If there are several rows
     for each sample, such as the frames of videos, those of a sample are assumed to be next to each other, and stay
     together: 12 rows of 4 samples, at most 2 at a time, are (0, 6) and (6, 12)"""
-    have_several = n > samples > 0 and n%samples == 0
-    rows = n//samples if have_several else 1  # of each sample
-    n_samples = n//rows  # not `samples` if a callback has dropped some rows
-    n_parts = max(math.ceil(n_samples/most), 1)  # a batch without rows is one micro-batch
-    return [(start*rows, end*rows) for start,end in part_bounds(n_samples, n_parts)]
+    n_samples = max(min(samples, n), 1)  # a callback may have dropped some rows, or all
+    n_parts = math.ceil(n_samples/most)
+    return [(start*n//n_samples, end*n//n_samples) for start,end in part_bounds(n_samples, n_parts)]
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #2742d7f0
 def check_samples_first(b, n:int, samples:int):
-    """Raises ValueError if the tensors in `b` probably have the shape (time, batch, ...), not (batch, time, ...): if
-    dimension 1 of each of them, but not dimension 0, is as long as the batch. A split would cut samples into parts"""
-    tensors = tensors_in(b)
-    have_samples_second = all(o.shape[1:2] == (samples,) for o in tensors)
-    if n == samples or not tensors or not have_samples_second: return
-    raise ValueError(f"cannot split a tensor of shape {tuple(tensors[0].shape)} in a batch of {samples} samples: put "
-                     "the samples first, not time, or leave micro_batch_size out")
+    """Raises ValueError if the tensors in `b`, of `n` rows, probably have the shape (time, batch, ...), not (batch,
+    time, ...): if dimension 1 of each of them, but not dimension 0, is as long as the batch. A split would cut samples
+    into parts"""
+    if n == samples or any(o.shape[1:2] != (samples,) for o in tensors_in(b)): return
+    raise ValueError(f"cannot split tensors of {n} rows in a batch of {samples} samples: put the samples first, not "
+                     "time, or leave micro_batch_size out")
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e39c522b
 class MicroBatches(WholeBatch):
@@ -93,52 +73,46 @@ class MicroBatches(WholeBatch):
         size:int|None=None, # None: the whole batch. AutoMicroBatches begins with it
     ):
         self.size = size
-        self.owners = []  # modules that carry a hidden state
 
-    def __reduce__(self):
-        "Makes a copy keep the `size` only, because it must not refer to modules of this model"
-        return type(self),(self.size,)
-
-    def begin_epoch(self, loop:WindowLoop): self.owners = state_owners(loop.learn.model)
+    def begin_epoch(self, loop:WindowLoop):
+        "Raises ValueError if the model carries a state that cannot be split"
+        state_owners(inner_model(loop.learn.model))
 
     def __call__(self, loop:WindowLoop):
         "Runs the loader batch that `loop.learn` holds. Afterwards the Learner holds the whole batch and its mean loss"
-        learn,batches = loop.learn,loop.batches
-        samples = batches.current.samples
+        learn = loop.learn
+        samples = loop.batches.current.samples
         n = loop.rows_of_batch()
-        bounds = chunk_bounds(n, self.size or max(n, 1), samples)
+        bounds = chunk_bounds(n, self.size or max(samples, 1), samples)
         if len(bounds) == 1:
             loop.run_micro_batch(samples, n)
             return
-        # If the length is not exact, a last batch may have fewer samples than the loader says
-        if batches.info.has_exact_length: check_samples_first((learn.xb, learn.yb), n, samples)
-        self.run_split(loop, bounds)
-
-    def run_split(self, loop:WindowLoop, bounds:list[tuple]):
-        "Runs one micro-batch after the other"
-        learn = loop.learn
+        check_samples_first((learn.xb, learn.yb), n, samples)
         losses_before = loop.window.losses
-        n = bounds[-1][1]
-        slices = SampleSlices(learn, n)
-        hidden = HiddenState(self.owners, n)
-        outputs = []
-        try:
-            for start,end in bounds:
-                slices.hold(start, end)
-                with hidden.at(start, end): self.run_part(loop, start, end, n)
-                outputs.append(map_tensors(Tensor.detach, learn.pred))
-        finally: slices.hold_all()
+        run_split(loop, bounds)
         add_up(loop, losses_before)
-        join_outputs(learn, outputs, [end-start for start,end in bounds])
-
-    def run_part(self, loop:WindowLoop, start:int, end:int, n:int):
-        "Runs the rows that `learn` holds, from `start` to `end` of `n`"
-        samples = loop.batches.current.samples
-        samples_before = start*samples//n  # rounded, so that the samples of all parts add up to `samples`
-        samples_until = end*samples//n
-        loop.run_micro_batch(samples_until-samples_before, end-start, ends_batch=end == n)
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e7b434d7
+def run_split(loop:WindowLoop, bounds:list):
+    "Runs one micro-batch after the other, and then makes the Learner hold the whole batch and its output"
+    learn = loop.learn
+    samples = loop.batches.current.samples
+    n = bounds[-1][1]
+    targets = learn.yb
+    hidden = HiddenState(state_owners(inner_model(learn.model)), n)
+    outputs,sizes = [],[]
+    for start,end in bounds:
+        # A callback may hide the targets, and set those of each micro-batch in `after_loss`, as IceVision's does. Those
+        # of the last micro-batch stay, since nobody has all of them
+        learn.yb = targets
+        n_samples = end*samples//n - start*samples//n  # rounded, so that they add up to `samples`
+        with held_rows(learn, start, end, n), hidden.at(start, end):
+            loop.run_micro_batch(n_samples, end-start, ends_batch=end == n)
+        outputs.append(map_tensors(Tensor.detach, learn.pred))
+        sizes.append(end-start)
+    try: learn.pred = join(outputs, sizes)
+    except CannotJoin: learn.pred = None  # such as maps of several sizes: training does not need them
+
 def add_up(loop:WindowLoop, losses_before:tuple):
     """After the last micro-batch: makes the Learner hold the mean loss of the batch, and the window all samples of
     the batch. `losses_before` are the sums from before the batch"""
@@ -150,15 +124,3 @@ def add_up(loop:WindowLoop, losses_before:tuple):
     # A callback may have cancelled the backward pass of 8 of 32 samples. They still count as part of the window, so
     # that it does not wait for 8 others
     loop.window.add_without_loss(loop.batches.current.samples-losses.samples)
-
-def join_outputs(learn, outputs:list, sizes:list[int]):
-    """Joins the outputs of micro-batches into `learn.pred`. If they cannot be joined, such as maps of several sizes,
-    `learn.pred` stays the last one, because training does not need it. Raises ValueError if training metrics would
-    mistake the last one for the output of the whole batch, or (NotSamplesFirst) if the samples do not come first"""
-    try: learn.pred = join(outputs, sizes)
-    except NotSamplesFirst: raise
-    except CannotJoin as e:
-        has_train_metrics = any(vars(o).get('train_metrics') for o in learn._grab_cbs(Recorder))
-        if not learn.metrics or not has_train_metrics: return
-        raise ValueError(f"training metrics need the outputs of the whole batch: {e}. Otherwise, leave train_metrics "
-                         "out") from e

@@ -11,7 +11,7 @@ import gc
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['NothingFits', 'reason_of', 'is_out_of_memory', 'without_tracebacks', 'free_memory']
+__all__ = ['is_out_of_memory', 'without_tracebacks', 'free_memory']
 
 # %% ../../nbs/memory/03_out_of_memory.ipynb #2ed991f1
 _messages = (
@@ -21,30 +21,17 @@ _messages = (
     'valid cuDNN algorithm', 'unable to find an engine to execute',  # no algorithm of cuDNN works in what is left
     'could not create a primitive', 'could not execute a primitive', 'could not create a memory object')  # oneDNN
 
-class NothingFits(RuntimeError): "Memory ran out, and there is no way left to use less"
-
-def reason_of(e:BaseException)->BaseException|None:
-    "Returns the error that led to `e`"
-    return e.__cause__ if e.__suppress_context__ else e.__context__  # Python sets the flag along with a cause
-
-def is_out_of_memory(
-    e:BaseException|None,
-    seen:tuple=(), # The `id` of each error that `e` led to. `e` may be one of them: an error may lead to itself
-)->bool:
-    "Returns whether `e`, or an error that led to it, says that memory ran out"
-    if e is None or id(e) in seen or isinstance(e, NothingFits): return False
+def is_out_of_memory(e:BaseException)->bool:
+    "Returns whether `e` says that memory ran out"
     if isinstance(e, (torch.OutOfMemoryError, MemoryError)): return True
-    if isinstance(e, RuntimeError) and any(o in str(e) for o in _messages):
-        return True
-    return is_out_of_memory(reason_of(e), (*seen, id(e)))  # ids, since fastai's exceptions raise an error in ==
+    return isinstance(e, RuntimeError) and any(o in str(e) for o in _messages)
 
 # %% ../../nbs/memory/03_out_of_memory.ipynb #d92a0d35
 def without_tracebacks(e:BaseException)->BaseException:
-    "Drops the stack frames of `e` and of the errors that led to it, because frames hold tensors; returns `e`"
+    "Drops the stack frames of `e` and of errors before it, because frames hold tensors; returns `e`"
     e.__traceback__ = None
-    for error in (e.__cause__, e.__context__):
-        # An error without a traceback was never raised, or was here before: an error may lead to itself
-        if error is not None and error.__traceback__ is not None: without_tracebacks(error)
+    e.__cause__ = None
+    e.__context__ = None
     return e
 
 def free_memory():

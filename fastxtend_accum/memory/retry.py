@@ -14,19 +14,16 @@ from ..windows.gradients import params_in
 from ..windows.loop import WholeBatch,WindowLoop
 from ..windows.processes import inner_model
 from ..windows.state import Snapshot
-from .out_of_memory import NothingFits,free_memory,is_out_of_memory,without_tracebacks
+from .out_of_memory import free_memory,is_out_of_memory,without_tracebacks
 
 # %% auto #0
-__all__ = ['MemorySaver', 'BatchUndo', 'RetryOnOutOfMemory', 'try_once', 'use_less_memory']
+__all__ = ['MemorySaver', 'BatchUndo', 'copy_of_grad', 'RetryOnOutOfMemory', 'try_once', 'use_less_memory']
 
 # %% ../../nbs/memory/04_retry.ipynb #869a27cb
 class MemorySaver:
     "Base class of what can save memory in the passes of a loader batch: a callback, or a strategy"
     adapts = True  # whether it saves more once memory runs out
     size = None  # samples that the model sees at a time, at most; None: the whole batch
-    # Of several, the lowest rank enters its context first, is the first to use less memory, and its advice is shown
-    # only if the others have none. ActivationCheckpointing has 1
-    saver_rank = 2
 
     def context(self, loop:WindowLoop):
         "Returns a context for the passes of a batch, or None"
@@ -38,45 +35,21 @@ class MemorySaver:
 
     def report(self, loop:WindowLoop): "Called after the first batch of a fit, and after each in which memory ran out"
 
-    def advice(self, loop:WindowLoop)->str:
-        "Returns what the user can do if nothing uses less memory"
-        return ''
-
 # %% ../../nbs/memory/04_retry.ipynb #ca9ffbee
 class BatchUndo:
     """Undoes what the passes of the current batch change: the state of the model, the loss and random generators, the
-    sums of the window, and gradients.
-
-    While the batch runs, the gradients of earlier batches in the window are set aside. So `.grad` holds those of this
-    batch alone, and dropping these undoes its backward passes"""
+    sums of the window, and gradients"""
     def __init__(self, loop:WindowLoop):
         learn,window = loop.learn,loop.window
         self.loop = loop
         self.snapshot = Snapshot(inner_model(learn.model), learn.loss_func)
         self.held = {name:vars(learn).get(name) for name in ('xb','yb','loss')}
         self.losses = window.losses
-        self.check_gradients()  # now, because those of earlier batches are out of sight from here on
-        # Before the first batch of a window, the gradients of the optimizer's parameters are 0 or None. Zeros are not
-        # set aside, because that would take memory for a second gradient: `undo` makes them 0 again. Parameters that a
-        # splitter leaves out may have gradients of earlier windows
+        # Before the first batch of a window, the gradients of the optimizer's parameters are 0 or None, and need no
+        # copy, which would take memory. Parameters that a splitter leaves out may have gradients of earlier windows
         is_first = not window.losses.n_micro
-        zeros = {p for p in params_in(learn.opt) if p.grad is not None} if is_first else set()
-        self.aside = {p:p.grad for p in loop.fit.params.summed if p not in zeros}
-        self.set_aside()
-
-    def set_aside(self):
-        for p in self.aside: p.grad = None
-        self.accept_gradients()
-
-    def check_gradients(self):
-        "Raises RuntimeError if a callback has changed the sums of the window since the last backward pass"
-        grads = self.loop.window.grads
-        if grads is not None: grads.check()
-
-    def accept_gradients(self):
-        "Makes the window expect the gradients as they are now. It takes any later change for that of a callback"
-        grads = self.loop.window.grads
-        if grads is not None: grads.accept()
+        known = set(params_in(learn.opt)) if is_first else set()
+        self.grads = {p:copy_of_grad(p.grad) for p in loop.fit.params.summed if p not in known}
 
     def undo(self):
         "Goes back to the state in which this object was made"
@@ -86,19 +59,14 @@ class BatchUndo:
         learn.loss_grad = None
         learn.pred = None
         self.snapshot.restore()
-        # The order of these three matters
-        window.restart_batch(self.losses)  # a window that begins anew gives gradients the type of their weights again
-        learn.opt.zero_grad()  # sets all gradients to 0 in that type, also those that were None
-        self.set_aside()  # sets these to None again
+        window.restart_batch(self.losses)
+        # After `restart_batch`: a window that begins anew gives gradients the type of their weights again
+        learn.opt.zero_grad()
+        for p,grad in self.grads.items(): p.grad = copy_of_grad(grad)
+        if window.grads is not None: window.grads.accept()  # no callback has changed them
 
-    @torch.no_grad()
-    def add_aside(self):
-        "Adds the gradients of the batch to those that were set aside, in place. These are the sums of the window again"
-        for p,grad in self.aside.items():
-            if grad is None: continue
-            if p.grad is not None: grad.add_(p.grad)
-            p.grad = grad
-        self.accept_gradients()
+def copy_of_grad(grad:Tensor|None)->Tensor|None:
+    return None if grad is None else grad.clone()
 
 # %% ../../nbs/memory/04_retry.ipynb #b7fc0e06
 class RetryOnOutOfMemory(WholeBatch):
@@ -108,50 +76,41 @@ class RetryOnOutOfMemory(WholeBatch):
     def __init__(self, strategy:WholeBatch, savers:list[MemorySaver]):
         self.strategy = strategy
         self.savers = savers
+        self.adapting = [o for o in savers if o.adapts]
         self.has_reported = False  # whether the savers have said what fits
 
     def begin_epoch(self, loop:WindowLoop): self.strategy.begin_epoch(loop)
 
     def __call__(self, loop:WindowLoop):
         "Runs the loader batch that `loop.learn` holds"
-        # A callback that was removed in the middle of the fit has no Learner
-        savers = [o for o in self.savers if not isinstance(o, Callback) or o.learn]
-        adapting = [o for o in savers if o.adapts]
-        if adapting: self.run_until_it_fits(loop, savers, adapting)
-        else: self.run_once(loop, savers)
+        if self.adapting: self.run_until_it_fits(loop)
+        else: self.run_once(loop)
         if not self.has_reported:
-            for o in savers: o.report(loop)
+            for o in self.savers: o.report(loop)
         self.has_reported = True
 
-    def run_once(self, loop:WindowLoop, savers:list[MemorySaver]):
+    def run_once(self, loop:WindowLoop):
         "Runs the batch in the contexts of all savers"
         with ExitStack() as stack:
-            for o in savers:  # each saver finds the model as those before it have left it
+            for o in self.savers:  # each saver finds the model as those before it have left it
                 context = o.context(loop)
                 if context is not None: stack.enter_context(context)
             self.strategy(loop)
 
 # %% ../../nbs/memory/04_retry.ipynb #a30a77ff
 @patch
-def run_until_it_fits(self:RetryOnOutOfMemory,
-    loop:WindowLoop,
-    savers:list[MemorySaver],
-    adapting:list[MemorySaver], # The savers that can use less memory
-):
-    """Runs the batch again and again, with less memory each time, until it fits. Raises NothingFits if no saver can use
-    less memory"""
+def run_until_it_fits(self:RetryOnOutOfMemory, loop:WindowLoop):
+    """Runs the batch again and again, with less memory each time, until it fits. Raises RuntimeError if no saver can
+    use less memory"""
     with loop.fit.processes.local_passes():
         batch = BatchUndo(loop)
-        try:
-            while True:
-                error = try_once(partial(self.run_once, loop, savers))
-                if error is None: break
-                self.has_reported = False
-                batch.undo()
-                use_less_memory(loop, adapting, error)
-                free_memory()
-            batch.check_gradients()
-        finally: batch.add_aside()  # also after another error, when somebody may look at the gradients
+        while True:
+            error = try_once(partial(self.run_once, loop))
+            if error is None: return
+            self.has_reported = False
+            batch.undo()
+            use_less_memory(loop, self.adapting, error)
+            free_memory()
 
 def try_once(run_once:Callable)->Exception|None:
     "Calls `run_once`; returns the error if memory runs out"
@@ -163,11 +122,11 @@ def try_once(run_once:Callable)->Exception|None:
 
 def use_less_memory(
     loop:WindowLoop,
-    adapting:list[MemorySaver], # In the order of their `saver_rank`, so that the last one can save the most
+    adapting:list[MemorySaver],
     error:Exception, # Of the pass in which memory ran out
 ):
-    """Makes the first saver that can use less memory do so. If there is none, raises NothingFits with the advice of the
-    last one"""
-    for o in adapting:
-        if o.reduce_memory(loop): return
-    raise NothingFits(adapting[-1].advice(loop)) from error
+    "Makes the first saver that can use less memory do so. If there is none, raises RuntimeError"
+    if any(o.reduce_memory(loop) for o in adapting): return
+    raise RuntimeError("memory runs out, and nothing is left that needs less: use smaller inputs, a smaller model, "
+                       "mixed precision, GradientAccumulation(micro_batch_size='auto') or ActivationCheckpointing()"
+                       ) from error
