@@ -201,7 +201,6 @@ def after_cancel_step(self:GradientAccumulation):
         # In `before_step`, MixedPrecision sets `skipped` to True. If the GradScaler then steps, it becomes False; if
         # not, MixedPrecision cancels the step
         if vars(cb).get('skipped'): self.report_skipped(Outcome.NONFINITE)
-        cb.skipped = False  # so that a step that another callback cancels first is not counted
 
 # %% ../nbs/00_accumulation.ipynb #3c9d1e58
 # The line that says how windows are made up

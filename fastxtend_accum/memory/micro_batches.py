@@ -94,7 +94,9 @@ class MicroBatches(WholeBatch):
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e7b434d7
 def run_split(loop:WindowLoop, bounds:list):
-    "Runs one micro-batch after the other, and then makes the Learner hold the whole batch and its output"
+    """Runs one micro-batch after the other, and then makes the Learner hold the whole batch and its output: None if the
+    outputs cannot be joined. Raises NotSamplesFirst if their first dimension is not the samples, and CannotJoin if
+    training metrics need what cannot be joined"""
     learn = loop.learn
     samples = loop.batches.current.samples
     n = bounds[-1][1]
@@ -111,7 +113,10 @@ def run_split(loop:WindowLoop, bounds:list):
         outputs.append(map_tensors(Tensor.detach, learn.pred))
         sizes.append(end-start)
     try: learn.pred = join(outputs, sizes)
-    except CannotJoin: learn.pred = None  # such as maps of several sizes: training does not need them
+    except NotSamplesFirst: raise
+    except CannotJoin:  # such as maps of several sizes. Training does not need them, but training metrics do
+        if loop.loggers.train_metrics: raise
+        learn.pred = None
 
 def add_up(loop:WindowLoop, losses_before:tuple):
     """After the last micro-batch: makes the Learner hold the mean loss of the batch, and the window all samples of

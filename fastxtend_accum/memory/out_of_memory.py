@@ -29,10 +29,9 @@ def is_out_of_memory(e:BaseException)->bool:
 # %% ../../nbs/memory/03_out_of_memory.ipynb #d92a0d35
 def without_tracebacks(e:BaseException)->BaseException:
     "Drops the stack frames of `e` and of errors before it, because frames hold tensors; returns `e`"
-    e.__traceback__ = None
     e.__cause__ = None
     e.__context__ = None
-    return e
+    return e.with_traceback(None)
 
 def free_memory():
     "Gives unused memory back. In an `except` block this is of no use: there the traceback still holds the tensors"

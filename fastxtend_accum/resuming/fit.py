@@ -80,7 +80,8 @@ def begin_training(self:SavedFit):
     if self.found:
         self.restore()
         self.found = None
-    loop.hook_in(self.save_if_due, self.keep_trained, self.reader)
+    loop.batches.read_with(self.reader)
+    loop.hook_in(self.save_if_due, self.keep_trained)
 
 @patch
 def keep_trained(self:SavedFit):

@@ -23,8 +23,8 @@ from .state import Snapshot
 from .window import Count,LossSums,Window,zero_grads_if_empty,zero_if_empty
 
 # %% auto #0
-__all__ = ['Settings', 'FitContext', 'forward_backward', 'run_model', 'compute_loss', 'items_of_loss', 'keep_for_check',
-           'run_backward', 'add_weighted_gradient', 'accept_cancelled', 'callback_that_raised']
+__all__ = ['Settings', 'FitContext', 'forward_backward', 'compute_loss', 'items_of_loss', 'keep_for_check', 'run_backward',
+           'add_weighted_gradient', 'accept_cancelled', 'callback_that_raised']
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #bf1f6dd7
 class Settings(NamedTuple):
@@ -76,7 +76,7 @@ def forward_backward(
     into the sums of `window`, unless a callback cancels its backward pass"""
     learn = fit.learn
     fit.processes.before_forward(window, ends_window)
-    run_model(fit)
+    fit.run_model()
     fit.send('after_pred')
     args = learn.pred,*learn.yb  # of the loss function
     items = compute_loss(learn, rows)
@@ -96,13 +96,14 @@ def forward_backward(
     contribution = window.weigh(learn.loss, items, samples, needs_weight=not is_whole)
     run_backward(fit, window, contribution)
 
-def run_model(fit:FitContext):
+@patch
+def run_model(self:FitContext):
     "Runs the forward pass. In the first one of a fit, finds what differs from a pass of the whole batch"
-    learn = fit.learn
-    is_observed = fit.settings.describes and fit.differences is None
+    learn = self.learn
+    is_observed = self.settings.describes and self.differences is None
     before = Snapshot(learn.model) if is_observed else None
     learn.pred = learn.model(*learn.xb)
-    if is_observed: fit.differences = Differences(learn.model, before)
+    if is_observed: self.differences = Differences(learn.model, before)
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #1f8be2c6
 def compute_loss(learn, rows:int)->Count|None:

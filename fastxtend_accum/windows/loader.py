@@ -258,7 +258,7 @@ class EpochBatches(GetAttr):
         self.info = plan.info
         self.loop = loop
         self.n_rounds = n_rounds
-        self.read = iter  # `read(dl)` yields the batches of `dl` that are left: all, unless a killed fit goes on
+        self.read = iter  # see `read_with`
         self.source = None  # while the epoch runs: yields them as lists of LoaderBatches
         self.waiting = deque(carried)  # batches that were loaded, or carried, and have not run
         self.current = None  # the batch that runs
@@ -266,6 +266,10 @@ class EpochBatches(GetAttr):
         self.has_found_end = False  # whether the DataLoader has come to its end by itself
         self.n_loaded = 0  # batches that the DataLoader has yielded
         self.samples_read = 0  # planned samples in batches up to the current one
+
+    def read_with(self, read:Callable):
+        "For AutoResume: `read(dl)` yields the batches of `dl` that are left, in place of `iter`, which yields all"
+        self.read = read
 
     def __reduce__(self):
         """Lets a Learner be copied or exported in the middle of a fit, although a running DataLoader cannot be pickled.

@@ -484,12 +484,11 @@ def discard_window(self:WindowLoop):
 # After a kill
 
 @patch
-def hook_in(self:WindowLoop, between_windows:Callable, after_windows:Callable, read:Callable):
+def hook_in(self:WindowLoop, between_windows:Callable, after_windows:Callable):
     """For AutoResume: in this epoch, `between_windows()` is called before each window, and `after_windows()` after the
-    last one; `read(dl)` reads the DataLoader"""
+    last one"""
     self.between_windows = between_windows
     self.after_windows = after_windows
-    self.batches.read = read
 
 @patch
 def state(self:WindowLoop)->dict:
@@ -499,5 +498,6 @@ def state(self:WindowLoop)->dict:
 @patch
 def go_to(self:WindowLoop, state:dict):
     "After `begin_epoch`, with the plan of the epoch of a `state`: goes on from there"
-    self.n_steps,self.progress.n_rounds = state['counts']
+    self.n_steps,n_rounds = state['counts']
+    self.progress.go_to(n_rounds)
     self.batches.go_to(state['batches'])
