@@ -35,7 +35,7 @@ class GradientAccumulation(WindowCallback):
         accum_bs:int|None=None, # Samples per step, over all processes; None: 32, or `bs` if `micro_batch_size` is set
         n_acc:int|None=None, # fastai's name for `accum_bs`; pass only one of the two
         log_accum_batch:bool=True, # Whether loggers see windows (True) or, as in fastai, loader batches (False)
-        micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': as many as fit in memory
+        micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': halved until they fit
         *,
         remainder:str|None=None, # How to treat incomplete last windows; None: 'drop' if `drop_last` is set, else 'step'
         num_items:Callable|None=None, # `f(learn)` returns the number of elements that the loss averages over

@@ -74,7 +74,7 @@ class GradientCache(WindowCallback, SmallerMicroBatches):
     verbose = True  # it prints what differs from a whole batch
 
     def __init__(self,
-        micro_batch_size:int|str, # Samples (or inputs, if a sample has several) at a time; 'auto': as many as fit
+        micro_batch_size:int|str, # Samples (or inputs, if a sample has several) at a time; 'auto': halved until it fits
         part:Callable|None=None, # Function of the model that returns the part to run in micro-batches; None: all of it
     ):
         store_attr()

@@ -51,7 +51,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         finish:Numeric=0.3, # Where it ends: 1.0 (float) is the end of training, 1 (int) the end of the first epoch
         schedule:Callable=SchedCos, # fastai annealer, or any `f(start, end)` that returns a function of `pos`
         log_accum_batch:bool=True, # Whether loggers see windows (True) or, as in fastai, loader batches (False)
-        micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': as many as fit in memory
+        micro_batch_size:int|str|None=None, # Samples that the model sees at a time; 'auto': halved until they fit
         *,
         remainder:str|None=None, # How to treat incomplete last windows; None: 'step' for stateful models, else 'carry'
         scale:dict[str,Callable]|None=None, # Rules `f(value, ratio)` by hyper-parameter, such as `{'lr':sqrt_scale}`

@@ -1,4 +1,4 @@
-"""As many samples at a time as fit in memory
+"""Halve micro-batches until they fit in memory
 
 Docs: https://fastxtend-accum.github.io/fastxtend_accum/memory/auto.html.md"""
 
