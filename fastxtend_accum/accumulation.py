@@ -15,7 +15,7 @@ from .windows.description import how_made_up,largest_part
 from .windows.events import has_event,is_finding_rate,is_from_fastai,prepares
 from .windows.forward_backward import Settings
 from .windows.gradients import trained_params
-from .windows.loader import EpochPlan,LoaderInfo,drops_last,remainders
+from .windows.loader import EpochPlan,LoaderInfo,drops_last,length_of,remainders
 from .windows.loggers import Loggers
 from .windows.loop import WholeBatch
 from .windows.window import Outcome,Window
@@ -229,7 +229,8 @@ def description(self:GradientAccumulation)->str:
     if self.micro_batch_size == 'auto': line = f"micro_batch_size='auto': {line}"
     has_several_passes = largest.samples(bs) > micro_bs
     if not has_several_passes: return line
-    differences = loop.fit.differences.described(micro_bs, loop.learn.model)
+    found = loop.fit.differences  # None if `verbose` has been switched on in the fit
+    differences = found.described(micro_bs, loop.learn.model) if found else ''
     if not differences: return line
     batch = f'one batch of {largest.samples(bs*n_processes)}' if smallest == largest else 'one batch'
     return f'{line}. Same as {batch}, except: {differences}.'
@@ -256,4 +257,6 @@ _independent = 'DataLoader','TfmdDL','SortedDL','TabDataLoader'
 def can_be_smaller(dl, bs:int)->bool:
     "Returns whether `dl` is a loader of fastai's that yields the same samples in batches of `bs`, which is smaller"
     is_independent = isinstance(dl, DataLoader) and type(dl).__name__ in _independent
-    return is_independent and not dl.drop_last and bs < (dl.bs or 0)
+    if not is_independent: return False
+    yields_all = not dl.drop_last and dl.n == length_of(dl, 'dataset')  # `new` forgets an `n` of its own
+    return yields_all and bs < (dl.bs or 0)

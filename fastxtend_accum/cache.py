@@ -121,7 +121,7 @@ def check_model(self:GradientCache):
 @patch
 def check_others(self:GradientCache):
     "Raises ValueError if another callback splits batches, too"
-    splitting = [cb for cb in self.learn.cbs if isinstance(cb, WindowCallback) and cb.micro_batch_size]
+    splitting = [cb for cb in self.learn.cbs if isinstance(cb, WindowCallback) and cb.run and cb.micro_batch_size]
     if len(splitting) == 1: return
     raise ValueError("GradientCache and the micro_batch_size of another callback both split batches: leave one of "
                      "them out")

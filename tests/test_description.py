@@ -5,7 +5,7 @@ from torch.nn.utils import parametrizations
 from common import *
 from stateful import *
 from fastxtend_accum.windows import forward_backward
-from fastxtend_accum.windows.description import Differences, how_made_up, how_split, largest_part, log_message, up_to
+from fastxtend_accum.windows.description import Differences, how_made_up, largest_part, log_message, up_to
 from fastxtend_accum.windows.loader import WindowShape
 from fastxtend_accum.windows.state import Snapshot
 
@@ -40,14 +40,6 @@ def line_of(capsys, bs, *cbs, m=None, n=128, n_epoch=1, **kwargs):
 
 
 # The words
-
-@pytest.mark.parametrize('n, size, words', [
-    (32, 32, 'fits in memory'),
-    (32, 8, 'is split into 4 micro-batches of 8'),
-    (50, 13, 'is split into 4 micro-batches of up to 13')])
-def test_how_a_batch_is_split(n, size, words):
-    assert how_split(n, size) == words
-
 
 def test_the_largest_part():
     assert largest_part(100, 32) == 25

@@ -294,6 +294,12 @@ def test_any_steps(points, n_batches, in_epochs):
         assert accum.window_size_at(quarter/64, n_epoch=16, global_bs=8) == size_of[point]
 
 
+def test_a_step_that_is_shorter_than_a_percent_of_the_fit_is_taken():
+    accum = GradientAccumulationSchedule(**SchedSteps({0: 8, 1: 32, 2: 8}))
+    preview = accum.preview(300, learner_of_128().dls)
+    assert Counter(size for _, size in preview) == {8: 16*299, 32: 4}
+
+
 @pytest.mark.parametrize('steps, error, says', [
     ({0.5: 64}, ValueError, 'begins at 0'),
     ([64], ValueError, 'must be a dict'),

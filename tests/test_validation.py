@@ -60,6 +60,15 @@ def test_batches_of_a_model_that_carries_a_state_stay_whole():
     assert memory.in_validation == WHOLE
 
 
+def test_batches_of_a_part_of_the_data_stay_whole():
+    learn, memory = learner_of(8)
+    learn.dls.valid.n = 18  # of 20 samples
+    fit(learn, 1)
+    memory.in_validation.clear()
+    with quiet(learn): learn.validate()
+    assert memory.in_validation == [16, 2]
+
+
 class Interrupts(Callback):
     "Raises an error in its second batch in validation"
     run_train = False

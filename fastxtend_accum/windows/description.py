@@ -15,8 +15,7 @@ from .loader import WindowShape
 from .state import Snapshot,can_be_changed,random_states
 
 # %% auto #0
-__all__ = ['largest_part', 'up_to', 'how_split', 'how_made_up', 'own_buffers', 'as_bytes', 'has_dropout', 'Differences',
-           'log_message']
+__all__ = ['largest_part', 'up_to', 'how_made_up', 'own_buffers', 'as_bytes', 'has_dropout', 'Differences', 'log_message']
 
 # %% ../../nbs/windows/11_description.ipynb #3a819522
 # How a window is made up
@@ -30,12 +29,6 @@ def up_to(n:int, n_parts:int)->str:
     "Returns the size of the parts of `n` samples as a text: '32' if all are equal, 'up to 33' if some are smaller"
     size = math.ceil(n/n_parts)
     return f'up to {size}' if n%n_parts else f'{size}'
-
-def how_split(n:int, most:int)->str:
-    "Describes a batch of `n` samples in micro-batches of at most `most` samples, a size that was found to fit"
-    n_parts = math.ceil(n/most)
-    if n_parts <= 1: return 'fits in memory'
-    return f'is split into {n_parts} micro-batches of {up_to(n, n_parts)}'
 
 def how_made_up(
     smallest:WindowShape, # Of a fit

@@ -151,7 +151,7 @@ def run_epoch(self:WindowLoop):
         with self.batches.reading():
             while self.next_round(): self.run_round()
             if self.window.is_open and self.batches.plan.remainder == 'step': self.close_after_rounds()
-            if not self.window.is_open: self.after_windows()
+            if not self.window.is_open: self.after_windows()  # an open window cannot be saved
             self.batches.finish_epoch(self.window.batches)  # those of a window that is still open
             self.check_has_trained()
     finally:

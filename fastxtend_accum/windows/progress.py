@@ -24,13 +24,15 @@ class Progress:
     def __init__(self, learn, batches:EpochBatches, loggers:Loggers):
         store_attr()
         self.plan = batches.plan
+        self.rounds_are_batches = len(batches) == self.plan.n_batches
         self.n_rounds = 0  # rounds that have begun
         self.before_window = 0.  # the position at which the present window began
 
     def begin_epoch(self):
         """After fastai has set the position to the beginning of the epoch: moves it back by the share of the batches
         that were carried into this epoch, which come first"""
-        self.set_pct_train(self.position())  # which is 0 or negative
+        correction = self.set_pct_train(self.position())  # which is 0 or negative
+        self.loggers.shift_wandb_epoch(correction*self.learn.n_epoch)
 
     def end_epoch(self):
         "Sets the position after the last round, which may have left a window open"
@@ -58,12 +60,15 @@ class Progress:
         # find the right position afterwards
         fastais_increment = 1/(learn.n_iter*learn.n_epoch)
         position = self.before_window if window_goes_on else self.position()
-        self.set_pct_train(position, fastais_increment)
+        correction = self.set_pct_train(position, fastais_increment)
+        # W&B counts its epoch by rounds
+        if not self.rounds_are_batches: self.loggers.shift_wandb_epoch(correction*learn.n_epoch)
 
-    def set_pct_train(self, position:float, increment:float=0.):
-        "Sets `pct_train` to this `position` in the epoch, less an `increment`; and W&B's epoch along with it"
+    def set_pct_train(self, position:float, increment:float=0.)->float:
+        "Sets `pct_train` to this `position` in the epoch, less an `increment`; returns by how much that corrects it"
         right = self.plan.pct_train(position)-increment
         correction = right-self.learn.pct_train
-        if abs(correction) < _rounding: return  # where fastai's own number is right, it stays, bit for bit
+        if abs(correction) < _rounding:
+            return 0.  # where fastai's own number is right, it stays, bit for bit
         self.learn.pct_train = right
-        self.loggers.shift_wandb_epoch(correction*self.learn.n_epoch)
+        return correction
