@@ -22,7 +22,7 @@ from .callback import WindowCallback
 from .checkpointing import checkpointed
 
 # %% auto #0
-__all__ = ['cached_forward', 'is_square', 'GradientCache']
+__all__ = ['cached_forward', 'is_ambiguous', 'GradientCache']
 
 # %% ../nbs/04_cache.ipynb #a14517df
 # A forward pass in micro-batches
@@ -54,7 +54,7 @@ def cached_forward(
             run_part = run_some if end == n else run_again  # the backward pass begins with the last one
             with hidden.at(start, end): outputs.append(run_rows(run_part, start, end))
             sizes.append(end-start)
-        if is_square(outputs[-1], sizes[-1]):
+        if is_ambiguous(outputs[-1], sizes[-1]):
             # `join` raises an error if the output for one row more shows that the rows do not come first
             n_more = sizes[-1]+1
             with torch.no_grad(), Snapshot(module): of_more = run_rows(run_some, n-n_more, n)
@@ -62,9 +62,11 @@ def cached_forward(
         return join(outputs, sizes)
     return run
 
-def is_square(output, n:int)->bool:
-    "Returns whether a tensor in the `output` for `n` rows has the shape (n, n, ...): either dimension may be its rows"
-    return any(o.shape[:2] == (n, n) for o in tensors_in(output))
+def is_ambiguous(output, n:int)->bool:
+    """Returns whether the rows of the `output` for `n` rows may be in two places: either dimension of a tensor of shape
+    (n, n, ...), or the fields of a tuple of `n`"""
+    is_tuple = isinstance(output, (tuple,list)) and len(output) == n
+    return is_tuple or any(o.shape[:2] == (n, n) for o in tensors_in(output))
 
 # %% ../nbs/04_cache.ipynb #7681a838
 class GradientCache(WindowCallback, SmallerMicroBatches):

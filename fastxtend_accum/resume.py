@@ -51,7 +51,7 @@ class AutoResume(WindowCallback):
 
     def before_fit(self):
         super().before_fit()
-        # A fit that was interrupted has left its own. The event of a `validate` within a fit changes nothing
+        # A fit that was interrupted has left its own. `learn.validate()` sends this event, too, perhaps within a fit
         if self.learn and not is_validating(self.learn): self.saved_fit = None
 
     def start(self)->SavedFit:

@@ -29,6 +29,13 @@ class BufferInPlace(Adds):
         return self.mean.clone()
 
 
+class BufferOfSubclass(BufferInPlace):
+    "As fastai's tensors of images"
+    def set_up(self): self.register_buffer('mean', zeros().as_subclass(TensorBase))
+
+    def step(self, x): return super().step(x).as_subclass(Tensor)
+
+
 class BufferByData(BufferInPlace):
     def step(self, x):
         self.mean.data.lerp_(x.detach().mean(0), .1)
@@ -125,7 +132,7 @@ class ItemsInList(Adds):
         return .01*len(self.items)
 
 
-STATISTICS = [BufferInPlace, BufferByData, NewBuffer]
+STATISTICS = [BufferInPlace, BufferOfSubclass, BufferByData, NewBuffer]
 OTHER_TENSORS = [AttributeInPlace, BufferOfTwo, KeptForBackward, LastInputs]
 SHARED_NOISE = [TorchNoise, PythonNoise, NumpyNoise]  # from generators that all code shares
 STATEFUL = [*STATISTICS, *OTHER_TENSORS, Number, *SHARED_NOISE]  # what a Snapshot holds

@@ -400,6 +400,14 @@ def test_as_many_outputs_as_samples_in_one_tensor_are_refused():
     assert_same(weights(learn), before)
 
 
+def with_a_scale(views): return views[0], views[1].mean().reshape(1)
+
+
+def test_as_many_outputs_as_samples_are_not_taken_for_a_list_of_samples():
+    learn = learner_of_views(Returns(with_a_scale), GradientCache(2))
+    with pytest.raises(CannotJoin, match=r'shape \(1,\) for 2 samples: its first dimension'): fit(learn, 1)
+
+
 class OneForEachSample(nn.Module):
     "Returns a tuple of tensors, one for each sample, with `n_features`"
     def __init__(self, n_features):

@@ -152,3 +152,14 @@ def test_the_attributes_of_a_loss_are_restored_through_what_wraps_it(wrap):
     assert vars(loss) == dict(calls=1, last='call')
     snapshot.restore()
     assert vars(loss) == dict(calls=0, is_new=True)
+
+
+class ClassOfLosses:
+    @classmethod
+    def mse(cls, pred, targ): return mse(pred, targ)
+
+
+def test_a_class_method_has_no_state():
+    snapshot = Snapshot(ClassOfLosses.mse)
+    with snapshot: assert ClassOfLosses.mse(tensor(1.), tensor(3.)) == 4
+    snapshot.restore()

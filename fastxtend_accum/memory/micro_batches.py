@@ -61,7 +61,8 @@ def check_samples_first(b, n:int, samples:int):
     """Raises ValueError if the tensors in `b`, of `n` rows, probably have the shape (time, batch, ...), not (batch,
     time, ...): if dimension 1 of each of them, but not dimension 0, is as long as the batch. A split would cut samples
     into parts"""
-    if n == samples or any(o.shape[1:2] != (samples,) for o in tensors_in(b)): return
+    have_time_first = all(o.shape[1:2] == (samples,) for o in tensors_in(b))
+    if n == samples or not have_time_first: return
     raise ValueError(f"cannot split tensors of {n} rows in a batch of {samples} samples: put the samples first, not "
                      "time, or leave micro_batch_size out")
 
@@ -123,7 +124,7 @@ def add_up(loop:WindowLoop, losses_before:tuple):
     the batch. `losses_before` are the sums from before the batch"""
     learn = loop.learn
     losses = loop.window.losses.since(losses_before)
-    if not losses.n_micro: return  # there are no targets, or callbacks have cancelled all micro-batches
+    if not losses.n_micro: return  # there are no targets, or all is cancelled: as a whole batch, it does not count
     learn.loss = losses.mean
     learn.loss_grad = learn.loss
     # A callback may have cancelled the backward pass of 8 of 32 samples. They still count as part of the window, so

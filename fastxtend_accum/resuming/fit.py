@@ -91,8 +91,8 @@ def keep_trained(self:SavedFit):
 
 @patch
 def end(self:SavedFit):
-    """After the fit: saves the final state, in case the process is killed in a later fit. A fit that had ended, or that
-    a callback has ended before it came to its place, ends with the state of the file"""
+    """After the fit: saves the final state, in case the process is killed in a later fit. If the saved fit was
+    complete, or if a callback cancels this one before it reaches the saved place, restores the state of the file"""
     if self.found: self.restore()  # again, since other callbacks' `after_fit` may have changed it
     self.save(None)
     self.folder.end(self.learn)

@@ -25,7 +25,8 @@ __all__ = ['roots_of', 'root_of', 'is_data', 'parts_of', 'Graph', 'named_in', 'm
 
 def roots_of(learn)->list:
     """Returns pairs of a path and an object, from which all others are reached. Callbacks and metrics are named by
-    their classes. The last pair is searched first, so data that a callback also holds get a path of the data"""
+    their classes. The last pair is searched first: the generators and the data, so that data which a callback also
+    holds get a path of the data; then callbacks in their order, and the Learner last"""
     named = [(type(o).__name__,o) for o in [*learn.metrics, *reversed(learn.cbs)]]
     loaders = zip(('dls.train','dls.valid'), learn.dls.loaders)
     return [('learn',learn), ('opt',learn.opt), ('model',inner_model(learn.model)), *named, *loaders, ('dls',learn.dls),
@@ -114,8 +115,9 @@ def reduced(self:Graph, o):
 
 @patch
 def needs_path(self:Graph, o)->bool:
-    """Returns whether an object needs a path. Other than numbers, a tensor does: it is restored in place, so that what
-    shares its memory still does. But not what the fit makes anew: results of a graph, and the tensors of the data"""
+    """Returns whether an object needs a path. A tensor needs one, although numbers do not: it is restored in place, so
+    that other tensors still share its memory. The fit makes results of a graph and the tensors of the data anew, so
+    these need none"""
     path,name = self.searched
     is_content = not name  # the values of the tensor that is searched
     if isinstance(o, Tensor):

@@ -46,8 +46,9 @@ def has_path(o)->bool:
     # Containers of these classes only: a subclass, such as fastai's L, may have attributes, which a file has to keep
     is_value = kind in _containers or isinstance(o, (*_values,types.MethodType))
     has_slots_only = copyreg._slotnames(kind) and not hasattr(o, '__dict__')
-    has_none = is_value or has_slots_only or hasattr(kind, '__next__')
-    return not has_none and not name_of(o)
+    if is_value or has_slots_only: return False
+    is_iterator = hasattr(kind, '__next__')
+    return not is_iterator and name_of(o) is None
 
 # %% ../../nbs/resuming/01_pickles.ipynb #4dea4728
 # A pickle may call what makes numbers, strings, containers, arrays and tensors, and what the fit itself has: its
@@ -152,7 +153,7 @@ class Digest(pickle.Pickler):
             self.not_kept = 'it is large'
 
     def reducer_override(self, o):
-        "Pickle calls it for each object. A class or function without a path, which no file may name, is noted"
+        "Pickle calls it for each object. If no file may name a class or function, `not_kept` says so"
         reduced = self.paths.reduced(o)
         name = name_of(o) if reduced is NotImplemented else None
         if name and name not in allowed: self.not_kept = f'it has {name}'

@@ -17,13 +17,15 @@ def stateful(dl):
     and the streams of Hugging Face do; None if neither does"""
     if isinstance(dl, DataLoader):  # fastai's, which would pass the question on to its data set
         return None
-    dataset = None if dl.num_workers else dl.dataset  # workers read a copy of it
+    has_workers = getattr(dl, 'num_workers', 0) > 0
+    dataset = None if has_workers else getattr(dl, 'dataset', None)  # workers read a copy of it
     return first(o for o in (dl, dataset) if hasattr(o, 'load_state_dict'))
 
 # %% ../../nbs/resuming/03_reader.ipynb #c1b474f1
 class Reader:
-    """Reads the training DataLoader in an epoch. A fit that goes on makes it while everything is as at the beginning of
-    the epoch: it reads the batches again that the killed process had loaded, and drops them"""
+    """Reads the training DataLoader in an epoch. In a resumed fit, it reads the batches that the killed process had
+    loaded once more, and drops them. Make it when the epoch begins, before anything is restored: these batches need the
+    state from before them"""
     def __init__(self,
         dl,
         n_loaded:int=0, # Batches to drop

@@ -18,7 +18,7 @@ class HeldSignals:
     "While a fit runs in the main thread, notes SIGINT and SIGTERM, and delivers them when the fit has been saved"
     def __init__(self):
         self.handlers = {}  # the user's, by signal, while signals are held; else empty
-        self.waiting = None  # the number of the signal that waits, since it is going to end the process
+        self.waiting = None  # the number of the signal that has arrived and not been delivered
 
     @contextmanager
     def hold(self):

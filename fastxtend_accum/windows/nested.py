@@ -61,11 +61,13 @@ def lists_samples(b, n:int)->bool:
 
     - yes: [boxes of an image, boxes of another one], ('cat', 'dog')
     - no: (x1, x2), tensors with 2 rows each, which are taken for two inputs; a namedtuple"""
-    is_list = isinstance(b, (tuple,list,L)) and not hasattr(b, '_fields')
+    is_named = hasattr(b, '_fields')  # a namedtuple
+    is_list = isinstance(b, (tuple,list,L)) and not is_named
     if not is_list or len(b) != n: return False
-    lengths = [len(o) for o in tensors_in(b)]
-    are_inputs = set(lengths) == {n}
-    return not are_inputs
+    tensors = tensors_in(b)
+    if not tensors: return True  # texts, for example
+    have_n_rows = all(len(o) == n for o in tensors)  # so they are inputs
+    return not have_n_rows
 
 # %% ../../nbs/windows/00_nested.ipynb #0f2993d3
 def n_rows(
@@ -81,12 +83,13 @@ def n_rows(
     Raises ValueError if none exists"""
     fields = children(b) or [b]
     targets = fields[-1]
-    of_targets = targets.shape[:1] if isinstance(targets, Tensor) else ()  # a tuple of the length; empty without one
-    if of_targets == (expected,): return expected  # nearly every batch ends here, quickly
+    has_length = isinstance(targets, Tensor) and targets.ndim > 0
+    n_targets = targets.shape[0] if has_length else None
+    if has_length and n_targets == expected: return expected  # nearly every batch ends here, quickly
     lengths = [len(o) for o in tensors_in(b)]
     # This asks each field, but not `b` itself: a batch of two fields does not list two samples
     if expected in lengths or any(lists_samples(o, expected) for o in fields): return expected
-    for rows in (*of_targets, *lengths, expected):
+    for rows in (n_targets, *lengths, expected):
         if rows is not None: return rows
     raise ValueError(f"cannot count the samples in a batch without tensors: {b!r}; let the DataLoader yield some")
 
@@ -132,12 +135,14 @@ def map_rows(
     """Returns the structure of `batches` with `f` applied to all that has rows. What has none must be the same in each.
     Raises CannotJoin if batches differ in their structure, or if something has other rows"""
     one = batches[0]
+    if len(set(map(type, batches))) > 1: raise CannotJoin("the outputs of micro-batches differ in structure")
     if children(one) is None: return f(batches) if have_rows(batches, sizes, verb) else one
     lengths = [len(o) for o in batches]
     # If one of them lists samples, so do all. In another one it may not show: two tensors, one for each of two samples,
     # with two boxes each, look like two inputs
     if lengths == sizes and any(map(lists_samples, batches, sizes)): return f(batches)
-    if len(set(lengths)) > 1: raise CannotJoin("the outputs of micro-batches differ in structure")
+    names = [list(o) if isinstance(o, Mapping) else len(o) for o in batches]
+    if any(o != names[0] for o in names): raise CannotJoin("the outputs of micro-batches differ in structure")
     fields = zip(*map(children, batches))
     return rebuilt(one, [map_rows(f, parts, sizes, verb) for parts in fields])
 

@@ -8,6 +8,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/state.html.md"""
 from __future__ import annotations
 
 from fastai.basics import *
+from torch.nn.parameter import is_lazy
 
 # %% auto #0
 __all__ = ['global_generators', 'random_states', 'set_random_states', 'owner_of', 'attribute_dicts', 'can_be_changed',
@@ -55,13 +56,15 @@ def attribute_dicts(o)->list[dict]:
     res = []
     for o in objects:
         attrs = getattr(o, '__dict__', {})
+        if isinstance(o, type): continue  # the loss is a class method, and attributes of a class are no state
         res += [attrs, attrs.get('_buffers', {})]
     return res
 
 def can_be_changed(o)->bool:
-    """Returns whether `o`, an attribute, is a tensor that code may change in place and a copy can restore: not one with
-    a gradient, a sparse one, or one without a shape, which is of another type"""
-    return type(o) is Tensor and not o.requires_grad and o.layout == torch.strided
+    """Returns whether `o`, an attribute or a buffer, is a tensor that code may change in place and a copy can restore:
+    not one that is trained, a sparse one, or one of a lazy layer, which has no shape yet"""
+    if not isinstance(o, Tensor) or is_lazy(o): return False
+    return not o.requires_grad and o.layout == torch.strided
 
 def restore_value(o:Tensor, value:Tensor):
     "Writes `value` into `o`"
