@@ -30,9 +30,8 @@ def small_sizes(learn, size:int)->tuple:
     """Returns the samples of a window and of a loader batch, with micro-batches of `size`. They relate to each other as
     the user's do: a window has several loader batches, or a loader batch several windows, or both are the same"""
     # The length of the user's fit is not known, and a schedule may end in any epoch, such as the tenth. In a fit of so
-    # many epochs, none of its points is outside
-    n_epoch = sys.maxsize
-    plan = leader_of(learn).plan_of(learn.dls.train, epoch=0, n_epoch=n_epoch, n_processes=n_processes(learn))
+    # many epochs none of its points is outside
+    plan = leader_of(learn).plan_of(learn.dls.train, 0, sys.maxsize, n_processes(learn))
     n_batches,n_pieces = plan.largest  # the shape of the user's largest window
     if any(o.micro_batch_size for o in learn._grab_cbs(WindowCallback)): size *= 2  # a batch of two micro-batches
     return size*min(n_batches, 2), size*min(n_pieces, 2)
