@@ -214,7 +214,8 @@ def test_layers_of_ones_own_are_named_if_they_keep_statistics_or_draw_random_num
 
 
 @pytest.mark.parametrize('make_layer, says', [
-    (lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), 'Linear (1 layer) sees 8 samples at a time.'),
+    (lambda: parametrizations.spectral_norm(nn.Linear(4, 4)), 'SpectralNorm (1 layer) sees 8 samples at a time.'),
+    (lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), 'SpectralNorm (1 layer) sees 8 samples at a time.'),
     (lambda: parametrizations.weight_norm(nn.Linear(4, 4)), ''),
     (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=.1), 'dropout draws different random numbers.'),
     (lambda: nn.Dropout(0.), '')])

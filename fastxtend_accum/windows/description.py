@@ -15,7 +15,8 @@ from .loader import WindowShape
 from .state import Snapshot,can_be_changed,random_states
 
 # %% auto #0
-__all__ = ['largest_part', 'up_to', 'how_made_up', 'own_buffers', 'as_bytes', 'has_dropout', 'Differences', 'log_message']
+__all__ = ['largest_part', 'up_to', 'how_made_up', 'own_buffers', 'as_bytes', 'layer_name', 'has_dropout', 'Differences',
+           'log_message']
 
 # %% ../../nbs/windows/11_description.ipynb #3a819522
 # How a window is made up
@@ -68,6 +69,12 @@ def as_bytes(random_state)->bytes:
     return pickle.dumps(random_state)
 
 # %% ../../nbs/windows/11_description.ipynb #5b7e2c91
+def layer_name(m)->str:
+    "Returns the class of a layer; or SpectralNorm for a layer whose hook it is, as with fastai's `NormType.Spectral`"
+    hooks = [type(o).__name__ for o in m._forward_pre_hooks.values()]
+    if 'SpectralNorm' in hooks: return 'SpectralNorm'
+    return type(m).__name__.lstrip('_')  # PyTorch also has a `_SpectralNorm`
+
 def has_dropout(m)->bool:
     kind = nn.modules.dropout._DropoutNd
     return any(isinstance(o, kind) for o in m.modules())
@@ -88,7 +95,7 @@ class Differences:
         `split`, the model or a part of it, sees micro-batches, so only what differs there is named. If the model has
         dropout, but the part has none, all random numbers are taken for those of the dropout, and not named"""
         modules = set(split.modules())
-        names = [type(o).__name__ for o in self.changed if o in modules]
+        names = [layer_name(o) for o in self.changed if o in modules]
         res = []
         for name,count in Counter(names).items():
             unit = 'layer' if count == 1 else 'layers'
