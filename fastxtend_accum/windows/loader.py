@@ -292,7 +292,11 @@ class EpochBatches(GetAttr):
 def reading(self:EpochBatches):
     "In this context the DataLoader runs"
     self.source = self.loader_batches()
-    try: yield
+    try:
+        # Also before carried batches run, so that the loader draws its order when the epoch begins, as in fastai. A
+        # resumed fit, which has loaded some, draws it there again
+        if self.waiting and not self.n_loaded: self.load_next()
+        yield
     finally:
         self.source.close()  # its workers end
         self.current = None  # which frees its memory
