@@ -110,14 +110,14 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
             check_callable('blocks', self.blocks, "a function of the model, or 'auto'")
 
     def before_train(self):
-        "Finds the blocks; raises ValueError if there are none"
+        "Finds the blocks; raises ValueError if all are to be recomputed, and there are none"
         if not self.learn: return  # it was removed by a callback that came before it
         check_recomputable(self.learn.model)
         model = inner_model(self.learn.model)
         if callable(self.blocks): self.found,self.groups = check_blocks(self.blocks(model), model),{}
         else: self.found,self.groups = find_blocks(model)
         n = len(self.found)
-        if not n:
+        if not n and not self.adapt:  # if it adapts, the batch may fit as it is
             raise ValueError(f"ActivationCheckpointing finds no blocks in {type(model).__name__}: choose modules with "
                              "blocks=lambda model: [...]")
         # If it adapts, what earlier fits have found is kept, but the model may have had more blocks

@@ -81,10 +81,22 @@ def compiled_in_place():
     (lambda: torch.compile(Deep()), None, 'compiled, .* OptimizedModule again: leave out torch.compile'),
     (compiled_in_place, None, 'compiled, .* Deep again: leave out torch.compile')])
 def test_a_model_whose_blocks_cannot_run_again_is_an_error_before_training(make_model, blocks, says):
-    learn = regression(make_model)(cbs=ActivationCheckpointing(blocks))
+    learn = regression(make_model)(cbs=ActivationCheckpointing(blocks, adapt=False))
     before = weights(learn)
     with pytest.raises(ValueError, match=says): fit(learn, 1)
     assert_same(weights(learn), before)
+
+
+def test_a_model_without_blocks_trains_if_its_batches_fit():
+    def train(*cbs):
+        set_seed(0)
+        return fit(regression(flat)(cbs=cbs), 1)
+
+    plain = train()
+    ours = train(ActivationCheckpointing())
+    set_seed(0)
+    assert_apart(plain, flat())
+    assert_same_weights(ours, plain)
 
 
 # Which blocks run again
