@@ -8,7 +8,7 @@ from urllib.parse import urljoin
 
 from nbdev.config import get_config
 
-from cells import read, root, source
+from cells import root, source
 
 notebooks = sorted(o for o in (root/'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in o.parts)
 cfg = get_config(root)

@@ -7,7 +7,6 @@ from fastai.text.data import LMDataLoader
 
 from common import *
 from fastxtend_accum.accumulation import can_be_smaller
-from our_warnings import warnings_of
 
 
 # Arguments and attributes

@@ -1,5 +1,4 @@
 "Every page as far as it can be checked without Quarto; each check is first seen to find a fault"
-import json
 import re
 import subprocess
 import sys

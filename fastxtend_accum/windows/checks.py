@@ -16,7 +16,7 @@ from .gradients import trained_params
 
 # %% auto #0
 __all__ = ['AccumWarning', 'warn_user', 'check_size', 'check_micro_batch_size', 'check_flags', 'check_callable', 'check_multiple',
-           'is_number', 'check_rules', 'check_learner', 'check_callbacks', 'uses_cuda_graphs']
+           'check_rules', 'check_learner', 'check_callbacks', 'uses_cuda_graphs']
 
 # %% ../../nbs/windows/03_checks.ipynb #f481c0a6
 class AccumWarning(UserWarning):
@@ -71,9 +71,6 @@ def check_multiple(
     below = accum_bs//batch*batch
     raise ValueError(f"{name}={accum_bs} (samples) is not a multiple of {what}: use {below} or {below+batch}, or "
                      "change bs")
-
-def is_number(o)->bool:
-    return isinstance(o, Real) and not isinstance(o, bool)
 
 def check_rules(rules:dict|None, opt):
     "Raises TypeError or ValueError if the `rules` of `scale` are not valid for `opt`"
