@@ -139,11 +139,12 @@ def context(self:GradientCache, loop):
 # %% ../nbs/04_cache.ipynb #d1bb8351
 @patch
 def report(self:GradientCache, loop):
-    "Prints how many samples the module sees at a time, and what differs from a whole batch"
+    "Prints how many samples the module sees at a time in training, and what differs from a whole batch"
     n = loop.rows_of_batch()
     size = min(self.size or n, n)
     module = self.module_to_split(loop.learn.model)
-    message = f'GradientCache: {type(module).__name__} sees at most {size} of {n} samples at a time'
+    message = (f'GradientCache: {type(module).__name__} sees at most {size} of {n} samples at a time; '
+               'validation batches are not split')
     found = loop.fit.differences
     if found and size < n and self.is_leader():  # a GradientAccumulation, which then leads, would name them
         differences = found.described(size, module)

@@ -105,6 +105,7 @@ def test_which_modules_have_changed_and_whether_random_numbers_were_drawn(kind):
 LINE_OF_4 = '32 = 4 x 8 samples'
 AUTO = "micro_batch_size='auto': "
 CACHE = 'GradientCache: Sequential sees at most '
+NOT_SPLIT = '; validation batches are not split'
 
 
 def differences(batch, size):
@@ -117,9 +118,9 @@ def differences(batch, size):
     (32, lambda: [GradientAccumulation(32, micro_batch_size=8)], LINE_OF_4+differences(32, 8)),
     (32, lambda: [GradientAccumulation(64, micro_batch_size=8)], '64 = 8 x 8 samples'+differences(64, 8)),
     (32, lambda: [GradientAccumulation(8)], '8 samples per step: 4 optimizer steps for each batch of 32'),
-    (32, lambda: [GradientCache(8)], CACHE+'8 of 32 samples at a time'+differences(32, 8)),
+    (32, lambda: [GradientCache(8)], CACHE+'8 of 32 samples at a time'+NOT_SPLIT+differences(32, 8)),
     (32, lambda: [GradientAccumulation(micro_batch_size='auto')], AUTO+'32 samples are one batch'),
-    (32, lambda: [GradientCache('auto')], CACHE+'32 of 32 samples at a time'),
+    (32, lambda: [GradientCache('auto')], CACHE+'32 of 32 samples at a time'+NOT_SPLIT),
     (32, lambda: [ActivationCheckpointing()],
      'ActivationCheckpointing: each batch of 32 fits with 0 of 1 blocks recomputed')])
 def test_a_model_with_batch_norm_and_dropout(capsys, bs, make_cbs, line):
@@ -132,7 +133,7 @@ def test_a_model_with_batch_norm_and_dropout(capsys, bs, make_cbs, line):
     (32, lambda: GradientAccumulation(64, micro_batch_size='auto'),
      AUTO+'64 = 2 x 32 samples'),
     (8, lambda: GradientAccumulationSchedule(8, 32), '8 to 32 samples, 8 at a time'),
-    (32, lambda: GradientCache(8), CACHE+'8 of 32 samples at a time')])
+    (32, lambda: GradientCache(8), CACHE+'8 of 32 samples at a time'+NOT_SPLIT)])
 def test_a_model_that_differs_in_nothing(capsys, bs, make_cb, line):
     assert line_of(capsys, bs, make_cb()) == line+'\n'
 
