@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 
 from .windows.checks import check_flags
 from .windows.events import is_finding_rate
-from .windows.loop import replaced_method
 from .windows.processes import is_sharded
 from .callback import WindowCallback,is_validating,leader_of
 from .resuming.fit import SavedFit
@@ -57,10 +56,7 @@ class AutoResume(WindowCallback):
     def start(self)->SavedFit:
         "Begins a fit. Raises ValueError if it cannot be resumed in mid-epoch"
         learn = self.learn
-        replaced = replaced_method(learn)
-        if replaced:
-            raise ValueError(f"{type(learn).__name__} has its own {replaced}, which cannot be resumed in mid-epoch: "
-                             "leave AutoResume out")
+        self.check_loop()
         if is_sharded(learn.model):
             raise ValueError('AutoResume cannot save a sharded model: use DistributedDataParallel')
         if any(map(is_lazy, learn.model.parameters())):
