@@ -48,41 +48,50 @@ class AutoResume(WindowCallback):
             raise ValueError(f'minutes must be above 0, not {self.minutes}: pass a number such as 5')
         check_flags(restart=self.restart, verbose=self.verbose)
 
-    def before_fit(self):
-        super().before_fit()
-        # A fit that was interrupted has left its own. `learn.validate()` sends this event, too, perhaps within a fit
-        if self.learn and not is_validating(self.learn): self.saved_fit = None
+# %% ../nbs/06_resume.ipynb #5e9a41c7
+# A fit
 
-    def start(self)->SavedFit:
-        "Begins a fit. Raises ValueError if it cannot be resumed in mid-epoch"
-        learn = self.learn
-        self.check_loop()
-        if is_sharded(learn.model):
-            raise ValueError('AutoResume cannot save a sharded model: use DistributedDataParallel')
-        if any(map(is_lazy, learn.model.parameters())):
-            raise ValueError('AutoResume needs a model whose layers have sizes: run a batch through it before the fit')
-        self.saved_fit = SavedFit(self, leader_of(learn))
-        return self.saved_fit
+@patch
+def before_fit(self:AutoResume):
+    WindowCallback.before_fit(self)
+    # A fit that was interrupted has left its own. `learn.validate()` sends this event, too, perhaps within a fit
+    if self.learn and not is_validating(self.learn): self.saved_fit = None
 
-    def before_train(self):
-        super().before_train()
-        if not self.learn or is_finding_rate(self.learn): return  # it was removed, or this is not a fit
-        if not self.saved_fit:
-            raise ValueError('the Learner has its own _do_fit, or a second AutoResume: leave one of them out')
-        self.saved_fit.begin_training()
+@patch
+def start(self:AutoResume)->SavedFit:
+    "Begins a fit. Raises ValueError if it cannot be resumed in mid-epoch"
+    learn = self.learn
+    self.check_loop()
+    if is_sharded(learn.model):
+        raise ValueError('AutoResume cannot save a sharded model: use DistributedDataParallel')
+    if any(map(is_lazy, learn.model.parameters())):
+        raise ValueError('AutoResume needs a model whose layers have sizes: run a batch through it before the fit')
+    self.saved_fit = SavedFit(self, leader_of(learn))
+    return self.saved_fit
 
-    def after_batch(self):
-        "In training, the loop saves between windows"
-        if not self.learn.training: self.after_validate()
+@patch
+def before_train(self:AutoResume):
+    WindowCallback.before_train(self)
+    if not self.learn or is_finding_rate(self.learn): return  # it was removed, or this is not a fit
+    if not self.saved_fit:
+        raise ValueError('the Learner has its own _do_fit, or a second AutoResume: leave one of them out')
+    self.saved_fit.begin_training()
 
-    def after_validate(self):
-        if self.saved_fit: self.saved_fit.save_trained()
+@patch
+def after_batch(self:AutoResume):
+    "In training, the loop saves between windows"
+    if not self.learn.training: self.after_validate()
 
-    def after_fit(self):
-        fit = self.saved_fit
-        if not fit or is_validating(self.learn): return
-        self.saved_fit = None
-        fit.end()
+@patch
+def after_validate(self:AutoResume):
+    if self.saved_fit: self.saved_fit.save_trained()
+
+@patch
+def after_fit(self:AutoResume):
+    fit = self.saved_fit
+    if not fit or is_validating(self.learn): return
+    self.saved_fit = None
+    fit.end()
 
 # %% ../nbs/06_resume.ipynb #9b418d36
 @patch
