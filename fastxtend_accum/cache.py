@@ -15,7 +15,7 @@ from .windows.processes import inner_model,is_sharded
 from .windows.state import Snapshot
 from .memory.auto import SmallerMicroBatches
 from .memory.blocks import check_inside
-from .memory.hidden_state import HiddenState,state_owners
+from .memory.hidden_state import run_in_parts,state_owners
 from .memory.micro_batches import check_samples_first
 from .memory.override import override_attr
 from .callback import WindowCallback
@@ -44,20 +44,20 @@ def cached_forward(
         n = max(map(len, tensors_in((args, kwargs))), default=0)  # a tensor with fewer rows cannot be sliced
         if n <= size: return forward(*args, **kwargs)
         check_samples_first((args, kwargs), n, samples)
-        def run_rows(run_part:Callable, start:int, end:int):
+        def run_rows(start:int, end:int, run_part:Callable):
             some_args = slice_fields(args, start, end, n)
             some_kwargs = slice_rows(kwargs, start, end, n)
             return run_part(*some_args, **some_kwargs)
-        hidden = HiddenState(state_owners(module), n)
-        outputs,sizes = [],[]
-        for start,end in part_bounds(n, math.ceil(n/size)):
-            run_part = run_some if end == n else run_again  # the backward pass begins with the last one
-            with hidden.at(start, end): outputs.append(run_rows(run_part, start, end))
-            sizes.append(end-start)
+        def run_part(start:int, end:int):
+            # The backward pass begins with the last one
+            return run_rows(start, end, run_some if end == n else run_again)
+        bounds = part_bounds(n, math.ceil(n/size))
+        outputs = run_in_parts(module, bounds, run_part)
+        sizes = [end-start for start,end in bounds]
         if is_ambiguous(outputs[-1], sizes[-1]):
             # `join` raises an error if the output for one row more shows that the rows do not come first
             n_more = sizes[-1]+1
-            with torch.no_grad(), Snapshot(module): of_more = run_rows(run_some, n-n_more, n)
+            with torch.no_grad(), Snapshot(module): of_more = run_rows(n-n_more, n, run_some)
             join([*outputs, of_more], [*sizes, n_more])
         return join(outputs, sizes)
     return run

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from fastai.basics import *
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu
 from torch.utils._pytree import tree_flatten,tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +22,7 @@ from .memory.retry import MemorySaver
 from .callback import WindowCallback
 
 # %% auto #0
-__all__ = ['checkpointed', 'check_recomputable', 'to_cpu', 'from_cpu', 'configs_with_cache', 'ActivationCheckpointing']
+__all__ = ['checkpointed', 'check_recomputable', 'configs_with_cache', 'ActivationCheckpointing']
 
 # %% ../nbs/03_checkpointing.ipynb #7c2c5691
 # A block that runs again in the backward pass
@@ -34,8 +34,8 @@ def checkpointed(module, forward:Callable)->Callable:
     def run(*args, **kwargs):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # `checkpoint` gets the inputs one by one for two reasons. Then `saved_tensors_hooks` see all tensors, also
-        # those in a list. And each run gets a list of its own: a DenseNet appends to the one that its layers get
+        # `checkpoint` gets the inputs one by one for two reasons. Then `save_on_cpu` sees all tensors, also those in a
+        # list. And each run gets a list of its own: a DenseNet appends to the one that its layers get
         inputs,structure = tree_flatten((args, kwargs))
         def forward_of_inputs(*inputs):
             args,kwargs = tree_unflatten(inputs, structure)
@@ -60,17 +60,6 @@ def check_recomputable(model):
     if not is_compiled and not is_sharded(model) and not isinstance(model, nn.DataParallel): return
     raise ValueError("ActivationCheckpointing cannot run parts of a compiled, sharded or replicated "
                      f"{type(model).__name__} again: leave out torch.compile, and use DistributedDataParallel")
-
-def to_cpu(t:Tensor)->tuple[Tensor,torch.device]:
-    """Returns a copy of `t` on the CPU, and the device of `t`. The copy has the same memory layout; PyTorch's
-    `save_on_cpu` would lose it"""
-    copied = torch.empty_like(t, device='cpu', pin_memory=t.is_cuda)
-    copied.copy_(t, non_blocking=t.is_cuda)
-    return copied,t.device
-
-def from_cpu(copied_and_device:tuple)->Tensor:
-    copied,device = copied_and_device
-    return copied.to(device, non_blocking=True)
 
 def configs_with_cache(model)->list:
     """Returns the configurations in `model` of Transformers models that use a key-value cache, because both runs would
@@ -146,8 +135,8 @@ def forward_of_block(self:ActivationCheckpointing, block)->Callable:
     run = checkpointed(block, block.forward)
     if not self.offload: return run
     def run_offloaded(*args, **kwargs):
-        with saved_tensors_hooks(to_cpu, from_cpu):
-            return run(*args, **kwargs)
+        # Not to pinned memory: PyTorch would lose the layout of the inputs, such as channels_last
+        with save_on_cpu(): return run(*args, **kwargs)
     return run_offloaded
 
 # %% ../nbs/03_checkpointing.ipynb #b4280899
@@ -155,12 +144,12 @@ def forward_of_block(self:ActivationCheckpointing, block)->Callable:
 
 @patch
 def reduce_memory(self:ActivationCheckpointing, loop)->bool:
-    "Recomputes 1, 2, 4, ... and all blocks; finally, keeps their inputs on the CPU"
+    "Recomputes 1, 2, 4, ... and all blocks; finally, keeps their inputs on the CPU. Returns False after that"
     n = len(self.found)
     if self.n_recomputed < n:
         self.n_recomputed = min(max(2*self.n_recomputed, 1), n)
         return True
-    if self.offload: return False
+    if self.offload or not n: return False
     self.offload = True
     return True
 

@@ -129,8 +129,7 @@ def test_the_regularizers_count(plain, setting):
 @each_saver
 def test_without_states_of_its_own_for_each_row_the_fit_is_another_one(plain, saver, monkeypatch):
     def no_owners(module): return []
-    monkeypatch.setattr('fastxtend_accum.memory.micro_batches.state_owners', no_owners)
-    monkeypatch.setattr('fastxtend_accum.cache.state_owners', no_owners)
+    monkeypatch.setattr('fastxtend_accum.memory.hidden_state.state_owners', no_owners)
     assert_apart(trained(saver(8)), plain)
 
 

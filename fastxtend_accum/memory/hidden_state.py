@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from ..windows.nested import map_tensors
 
 # %% auto #0
-__all__ = ['state_owners', 'HiddenState']
+__all__ = ['state_owners', 'set_states', 'run_in_parts']
 
 # %% ../../nbs/memory/01_hidden_state.ipynb #38e82fc0
 def state_owners(module)->list[nn.Module]:
@@ -30,39 +30,37 @@ def state_owners(module)->list[nn.Module]:
                      "cannot be split: use a smaller bs, and no micro-batches")
 
 # %% ../../nbs/memory/01_hidden_state.ipynb #bd1daa6b
-class HiddenState:
-    """The hidden states of AWD_LSTMs while a batch of `n` rows runs in micro-batches: those with which the batch
-    begins, and those with which each micro-batch ends. Their tensors have the shape (layers, rows, features)"""
-    def __init__(self, owners:list, n:int):
-        self.owners = owners
-        self.n = n
-        for m in owners:
-            if m.bs != n: m._change_hidden(n)  # as its forward pass would
-        self.before = [m.hidden for m in owners]
-        self.after = []  # of each micro-batch
+def set_states(owners:list, states:list, n:int):
+    "Gives each of the `owners` its state, of `n` rows"
+    for m,state in zip(owners, states, strict=True):
+        m.hidden = state
+        m.bs = n
 
-    def assign(self, states:list, n:int):
-        "Gives each owner its state, of `n` rows"
-        for m,state in zip(self.owners, states, strict=True):
-            m.hidden = state
-            m.bs = n
-
-    @contextmanager
-    def at(self, start:int, end:int):
-        """In this context the model runs on these rows. Enter it for one micro-batch after the other, in order. When
-        the last one ends, the owners get the new states of all rows; if an error ends one, they get the old ones"""
-        def part(t): return t[:,start:end].contiguous()
-        self.assign([map_tensors(part, o) for o in self.before], end-start)
-        try: yield
-        except BaseException:
-            self.assign(self.before, self.n)
-            raise
-        self.after.append([m.hidden for m in self.owners])
-        if end == self.n: self.assign(self.joined(), self.n)
-
-    def joined(self)->list:
-        "Returns the state of all rows for each owner, from its states in the micro-batches"
-        def cat(*tensors): return torch.cat(tensors, 1)
-        # For each owner, a tuple with its state in each micro-batch; a state is a list of (hidden, cell), by layer
-        states_by_owner = zip(*self.after)
-        return [tree_map(cat, *states) for states in states_by_owner]
+def run_in_parts(
+    module, # What `run_part` runs
+    bounds:list, # Start and end of each part of a batch, in rows
+    run_part:Callable, # `run_part(start, end)`
+)->list:
+    """Returns the results of `run_part` for one part of a batch after the other. In each, AWD_LSTMs in `module`
+    continue from their states of these rows. In the end they have the new states of all rows; or, if an error ends a
+    part, those from before the batch"""
+    owners = state_owners(module)
+    n = bounds[-1][1]
+    for m in owners:
+        if m.bs != n: m._change_hidden(n)  # as its forward pass would
+    # A state is a list of (hidden, cell), by layer. Their shape is (layers, rows, features)
+    before = [m.hidden for m in owners]
+    after = []  # the states at the end of each part
+    results = []
+    try:
+        for start,end in bounds:
+            def rows(t): return t[:,start:end].contiguous()
+            set_states(owners, map_tensors(rows, before), end-start)
+            results.append(run_part(start, end))
+            after.append([m.hidden for m in owners])
+    except BaseException:
+        set_states(owners, before, n)
+        raise
+    def joined(*tensors): return torch.cat(tensors, 1)
+    set_states(owners, tree_map(joined, *after), n)
+    return results

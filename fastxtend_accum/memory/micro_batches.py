@@ -14,7 +14,7 @@ from ..windows.loop import WholeBatch,WindowLoop
 from ..windows.nested import (CannotJoin,NotSamplesFirst,join,map_tensors,part_bounds,slice_fields,slice_rows,
                               tensors_in)
 from ..windows.processes import inner_model
-from .hidden_state import HiddenState,state_owners
+from .hidden_state import run_in_parts,state_owners
 from .override import override_attr
 
 # %% auto #0
@@ -102,17 +102,16 @@ def run_split(loop:WindowLoop, bounds:list):
     samples = loop.batches.current.samples
     n = bounds[-1][1]
     targets = learn.yb
-    hidden = HiddenState(state_owners(inner_model(learn.model)), n)
-    outputs,sizes = [],[]
-    for start,end in bounds:
+    def run_part(start:int, end:int):
         # A callback may hide the targets, and set those of each micro-batch in `after_loss`, as IceVision's does. Those
         # of the last micro-batch stay, since nobody has all of them
         learn.yb = targets
         n_samples = end*samples//n - start*samples//n  # rounded, so that they add up to `samples`
-        with held_rows(learn, start, end, n), hidden.at(start, end):
+        with held_rows(learn, start, end, n):
             loop.run_micro_batch(n_samples, end-start, ends_batch=end == n)
-        outputs.append(map_tensors(Tensor.detach, learn.pred))
-        sizes.append(end-start)
+        return map_tensors(Tensor.detach, learn.pred)
+    outputs = run_in_parts(inner_model(learn.model), bounds, run_part)
+    sizes = [end-start for start,end in bounds]
     try: learn.pred = join(outputs, sizes)
     except NotSamplesFirst: raise
     except CannotJoin:  # such as maps of several sizes. Training does not need them, but training metrics do

@@ -128,5 +128,5 @@ def use_less_memory(
     "Makes the first saver that can use less memory do so. If there is none, raises RuntimeError"
     if any(o.reduce_memory(loop) for o in adapting): return
     raise RuntimeError("memory runs out, and nothing is left that needs less: use smaller inputs, a smaller model, "
-                       "mixed precision, GradientAccumulation(micro_batch_size='auto') or ActivationCheckpointing()"
-                       ) from error
+                       "mixed precision, GradientAccumulation(micro_batch_size='auto') or "
+                       "ActivationCheckpointing(blocks=...)") from error
