@@ -11,7 +11,7 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 
 from .windows.checks import check_callable,check_flags,check_micro_batch_size,check_multiple,check_size
-from .windows.description import how_made_up,largest_part
+from .windows.description import how_made_up
 from .windows.events import has_event,is_finding_rate,is_from_fastai,prepares
 from .windows.forward_backward import Settings
 from .windows.gradients import trained_params
@@ -76,9 +76,8 @@ class GradientAccumulation(WindowCallback):
         limits = [o.size for o in (self.strategy, *loop.strategy.savers) if o.size]
         plan = loop.batches.plan
         bs = plan.info.batch_size
-        if bs is None: return min(limits, default=None)
-        piece = math.ceil(bs/plan.largest.n_pieces)
-        return largest_part(piece, min([piece, *limits]))
+        if bs is not None: limits.append(math.ceil(bs/plan.largest.n_pieces))
+        return min(limits, default=None)
 
 # %% ../nbs/00_accumulation.ipynb #1f3f92d9
 # Settings
@@ -220,20 +219,14 @@ def description(self:GradientAccumulation)->str:
     """Returns the line that says how windows are made up, and how a step differs from the step on one large batch. In
     training, after the first forward pass"""
     loop = self.loop
-    n_processes = loop.fit.processes.n
     plan = loop.batches.plan
-    smallest,largest = plan.smallest,plan.largest
     bs = plan.info.batch_size or loop.batches.current.samples  # if the loader states no size, that of the last batch
     micro_bs = self.micro_bs or bs
-    line = how_made_up(smallest, largest, bs, micro_bs, n_processes)
-    if self.micro_batch_size == 'auto': line = f"micro_batch_size='auto': {line}"
-    has_several_passes = largest.samples(bs) > micro_bs
-    if not has_several_passes: return line
+    line = how_made_up(plan.smallest, plan.largest, bs, micro_bs, loop.fit.processes.n)
+    has_several_passes = plan.largest.samples(bs) > micro_bs
     found = loop.fit.differences  # None if `verbose` has been switched on in the fit
-    differences = found.described(micro_bs, loop.learn.model) if found else ''
-    if not differences: return line
-    batch = f'one batch of {largest.samples(bs*n_processes)}' if smallest == largest else 'one batch'
-    return f'{line}. Same as {batch}, except: {differences}.'
+    if found and has_several_passes: line += found.described(loop.learn.model)
+    return line
 
 # %% ../nbs/00_accumulation.ipynb #5c0a7be2
 # Validation

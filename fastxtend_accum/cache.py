@@ -147,6 +147,5 @@ def report(self:GradientCache, loop):
                'validation batches are not split')
     found = loop.fit.differences
     if found and size < n and self.is_leader():  # a GradientAccumulation, which then leads, would name them
-        differences = found.described(size, module)
-        if differences: message += f'. Same as one batch of {n}, except: {differences}.'
+        message += found.described(module)
     self.log_once(message)

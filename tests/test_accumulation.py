@@ -84,8 +84,8 @@ def test_the_line_is_printed_again_if_it_has_changed(capsys):
         accum.accum_bs = size
         fit_aloud(learn, 1)
         said.append(capsys.readouterr().out)
-    assert said == ['32 = 4 x 8 samples\n', '', '48 = 6 x 8 samples\n',
-                    '4 samples per step: 2 optimizer steps for each batch of 8\n']
+    assert said == ['32 samples per step, at most 8 at a time\n', '', '48 samples per step, at most 8 at a time\n',
+                    '4 samples per step, at most 4 at a time\n']
 
 
 def test_a_gradient_cache_that_is_turned_off_splits_nothing(capsys):
@@ -93,7 +93,7 @@ def test_a_gradient_cache_that_is_turned_off_splits_nothing(capsys):
     learn = make_learner(8, cbs=[accum, GradientCache(2)])
     learn.gradient_cache.run = False
     fit_aloud(learn, 1)
-    assert capsys.readouterr().out == '16 = 2 x 8 samples\n'
+    assert capsys.readouterr().out == '16 samples per step, at most 8 at a time\n'
     assert accum.micro_bs == 8
 
 

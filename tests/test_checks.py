@@ -121,9 +121,7 @@ def minus_one(learn): return -1
 @pytest.mark.parametrize('make, says', [
     (lambda: on_96(GradientAccumulation(20)), "accum_bs=20 (samples) is not a multiple of"),
     (lambda: on_96(GradientAccumulationSchedule(16, 60)), 'final_accum_bs=60'),
-    (lambda: on_96(Schedule(scale=linear_scale)), 'scale must be a dict'),
     (lambda: on_96(Schedule(scale=dict(rate=linear_scale))), "no hyper-parameter 'rate': use one of ["),
-    (lambda: on_96(Schedule(scale=dict(lr=2))), "scale['lr'] must be a rule"),
     (lambda: on_96(Schedule(finish=3)), 'finish=3 is outside of training: use a fraction'),
     (lambda: on_96(GradientAccumulation(32, num_items=minus_one)), 'num_items must return a count'),
     (lambda: on_96(GradientAccumulation(32), FastaiAccumulation(32)), 'training.GradientAccumulation also accumulates'),

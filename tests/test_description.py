@@ -5,7 +5,7 @@ from torch.nn.utils import parametrizations
 from common import *
 from stateful import *
 from fastxtend_accum.windows import forward_backward
-from fastxtend_accum.windows.description import Differences, how_made_up, largest_part, log_message, up_to
+from fastxtend_accum.windows.description import Differences, how_made_up, log_message
 from fastxtend_accum.windows.loader import WindowShape
 from fastxtend_accum.windows.state import Snapshot
 
@@ -41,50 +41,38 @@ def line_of(capsys, bs, *cbs, m=None, n=128, n_epoch=1, **kwargs):
 
 # The words
 
-def test_the_largest_part():
-    assert largest_part(100, 32) == 25
-    assert largest_part(50, 15) == 13
-    assert up_to(100, 4) == '25'
-    assert up_to(50, 4) == 'up to 13'
-
-
 def batches(n): return WindowShape(n, 1)
 def pieces(n): return WindowShape(1, n)
 
 
 @pytest.mark.parametrize('shapes, bs, micro_bs, n_processes, words', [
-    ([batches(8)], 32, 32, 1, '256 = 8 x 32 samples'),
-    ([batches(4)], 64, 32, 1, '256 = 8 x 32 samples'),
-    ([batches(2)], 32, 7, 1, '64 = 10 x up to 7 samples'),
-    ([batches(1)], 32, 8, 1, '32 = 4 x 8 samples'),
-    ([batches(4)], 32, 32, 2, '256 = 2 processes x 4 x 32 samples'),
-    ([batches(1)], 32, 32, 2, '64 = 2 processes x 1 x 32 samples'),
-    ([batches(1)], 32, 32, 1, '32 samples are one batch'),
-    ([pieces(8)], 256, 32, 1, '32 samples per step: 8 optimizer steps for each batch of 256'),
-    ([pieces(3)], 256, 86, 1, 'up to 86 samples per step: 3 optimizer steps for each batch of 256'),
-    ([pieces(2)], 32, 8, 2, '32 samples per step: 2 optimizer steps for each batch of 64'),
-    ([batches(1), batches(16)], 32, 16, 1, '32 to 512 samples, 16 at a time'),
-    ([pieces(8), batches(2)], 256, 256, 1, '32 to 512 samples, 256 at a time')])
+    ([batches(8)], 32, 32, 1, '256 samples per step, at most 32 at a time'),
+    ([batches(2)], 32, 7, 1, '64 samples per step, at most 7 at a time'),
+    ([batches(4)], 32, 16, 2, '256 samples per step, at most 16 at a time in each of 2 processes'),
+    ([pieces(8)], 256, 32, 1, '32 samples per step, at most 32 at a time'),
+    ([pieces(3)], 256, 86, 2, '170 to 172 samples per step, at most 86 at a time in each of 2 processes'),
+    ([batches(1), batches(16)], 32, 16, 1, '32 to 512 samples per step, at most 16 at a time'),
+    ([pieces(8), batches(2)], 256, 256, 1, '32 to 512 samples per step, at most 256 at a time')])
 def test_how_a_window_is_made_up(shapes, bs, micro_bs, n_processes, words):
     assert how_made_up(shapes[0], shapes[-1], bs, micro_bs, n_processes) == words
 
 
-def test_changes_are_counted_by_the_class_of_the_layer():
+def test_changes_are_named_by_the_class_of_the_layer():
     m = nn.Sequential(nn.BatchNorm1d(5), nn.BatchNorm1d(5), nn.Dropout())
     before = Snapshot(m)
-    assert Differences(m, before).described(8, m) == ''
+    assert Differences(m, before).described(m) == ''
     m(torch.randn(8, 5))
-    assert Differences(m, before).described(8, m) == (
-        'BatchNorm1d (2 layers) sees 8 samples at a time; dropout draws different random numbers')
+    assert Differences(m, before).described(m) == (
+        '. Same as one batch, except: BatchNorm1d, random numbers (dropout).')
 
 
 def test_half_precision_is_named_if_gradients_cannot_add_up_in_float32(monkeypatch):
     "As with PyTorch before 2.10"
     m = model().bfloat16()
     differences = Differences(m, Snapshot(m))
-    assert differences.described(8, m) == ''
+    assert differences.described(m) == ''
     monkeypatch.setattr('fastxtend_accum.windows.description.can_sum_in_float32', False)
-    assert differences.described(8, m).startswith('gradients add up in half precision')
+    assert 'except: gradients add up in half precision' in differences.described(m)
 
 
 @pytest.mark.parametrize('kind', [*STATISTICS, AttributeInPlace, *SHARED_NOISE])
@@ -102,24 +90,23 @@ def test_which_modules_have_changed_and_whether_random_numbers_were_drawn(kind):
 
 # The line of a fit
 
-LINE_OF_4 = '32 = 4 x 8 samples'
-AUTO = "micro_batch_size='auto': "
 CACHE = 'GradientCache: Sequential sees at most '
 NOT_SPLIT = '; validation batches are not split'
 
 
-def differences(batch, size):
-    return (f'. Same as one batch of {batch}, except: BatchNorm1d (1 layer) sees {size} samples at a time; dropout '
-            'draws different random numbers.')
+DIFFERENCES = '. Same as one batch, except: BatchNorm1d, random numbers (dropout).'
+
+
+def size_words(batch, size):
+    return f'{batch} samples per step, at most {size} at a time'
 
 
 @pytest.mark.parametrize('bs, make_cbs, line', [
-    (8, lambda: [GradientAccumulation(32)], LINE_OF_4+differences(32, 8)),
-    (32, lambda: [GradientAccumulation(32, micro_batch_size=8)], LINE_OF_4+differences(32, 8)),
-    (32, lambda: [GradientAccumulation(64, micro_batch_size=8)], '64 = 8 x 8 samples'+differences(64, 8)),
-    (32, lambda: [GradientAccumulation(8)], '8 samples per step: 4 optimizer steps for each batch of 32'),
-    (32, lambda: [GradientCache(8)], CACHE+'8 of 32 samples at a time'+NOT_SPLIT+differences(32, 8)),
-    (32, lambda: [GradientAccumulation(micro_batch_size='auto')], AUTO+'32 samples are one batch'),
+    (8, lambda: [GradientAccumulation(32)], size_words(32, 8)+DIFFERENCES),
+    (32, lambda: [GradientAccumulation(64, micro_batch_size=8)], size_words(64, 8)+DIFFERENCES),
+    (32, lambda: [GradientAccumulation(8)], size_words(8, 8)),
+    (32, lambda: [GradientCache(8)], CACHE+'8 of 32 samples at a time'+NOT_SPLIT+DIFFERENCES),
+    (32, lambda: [GradientAccumulation(micro_batch_size='auto')], size_words(32, 32)),
     (32, lambda: [GradientCache('auto')], CACHE+'32 of 32 samples at a time'+NOT_SPLIT),
     (32, lambda: [ActivationCheckpointing()],
      'ActivationCheckpointing: each batch of 32 fits with 0 of 1 blocks recomputed')])
@@ -128,11 +115,8 @@ def test_a_model_with_batch_norm_and_dropout(capsys, bs, make_cbs, line):
 
 
 @pytest.mark.parametrize('bs, make_cb, line', [
-    (8, lambda: GradientAccumulation(32), LINE_OF_4),
-    (32, lambda: GradientAccumulation(64, micro_batch_size=7), '64 = 10 x up to 7 samples'),
-    (32, lambda: GradientAccumulation(64, micro_batch_size='auto'),
-     AUTO+'64 = 2 x 32 samples'),
-    (8, lambda: GradientAccumulationSchedule(8, 32), '8 to 32 samples, 8 at a time'),
+    (32, lambda: GradientAccumulation(64, micro_batch_size=7), size_words(64, 7)),
+    (8, lambda: GradientAccumulationSchedule(8, 32), size_words('8 to 32', 8)),
     (32, lambda: GradientCache(8), CACHE+'8 of 32 samples at a time'+NOT_SPLIT)])
 def test_a_model_that_differs_in_nothing(capsys, bs, make_cb, line):
     assert line_of(capsys, bs, make_cb()) == line+'\n'
@@ -142,8 +126,7 @@ def test_a_model_that_differs_in_nothing(capsys, bs, make_cb, line):
 def test_a_schedule_names_what_differs_in_later_windows(capsys, bs, start, at_once):
     "It begins with one loader batch, or with pieces of one"
     line = line_of(capsys, bs, GradientAccumulationSchedule(start, 32), m=with_batch_norm())
-    differences = f'. Same as one batch, except: BatchNorm1d (1 layer) sees {at_once} samples at a time.'
-    assert line == f'{start} to 32 samples, {at_once} at a time{differences}\n'
+    assert line == size_words(f'{start} to 32', at_once)+'. Same as one batch, except: BatchNorm1d.\n'
 
 
 class Largest(nn.Module):
@@ -158,15 +141,12 @@ class Largest(nn.Module):
         return self.m(x)
 
 
-@pytest.mark.parametrize('bs, limit, micro_bs, split', [
-    (48, 150, 24, '2 x 24 samples'),
-    (48, 45, 6, '8 x 6 samples'),
-    (50, 65, 13, '4 x up to 13 samples')])
-def test_auto_says_what_fits_of_a_batch(capsys, bs, limit, micro_bs, split):
+@pytest.mark.parametrize('bs, limit, micro_bs', [(48, 150, 24), (50, 65, 13)])
+def test_auto_says_what_fits_of_a_batch(capsys, bs, limit, micro_bs):
     "Once, however often smaller ones fit: a shorter last batch gives no further line"
     m = Largest(with_both(), limit)
     said = line_of(capsys, bs, GradientAccumulation(micro_batch_size='auto'), m=m, n=2*bs+7, n_epoch=3)
-    assert said == f'{AUTO}{bs} = {split}'+differences(bs, micro_bs)+'\n'
+    assert said == size_words(bs, micro_bs)+DIFFERENCES+'\n'
 
 
 class FailsOnce(Callback):
@@ -187,7 +167,8 @@ def test_the_line_has_the_size_that_was_found_at_last(capsys, cb_type, batch):
     m = Largest(with_both(), 5*8)
     said = line_of(capsys, 32, FailsOnce(batch), cb_type(micro_batch_size='auto'), m=m)
     last = said.splitlines()[-1]
-    assert differences(32, 4) in last
+    assert 'at most 4 ' in last
+    assert DIFFERENCES in last
 
 
 # What differs
@@ -204,34 +185,23 @@ def except_for(capsys, m, split):
     bs, make_cb = SPLITS[split]
     said = line_of(capsys, bs, make_cb(), m=m)
     assert said.count('\n') == 1
-    return said.partition('. Same as one batch of 32, except: ')[2].removesuffix('\n')
+    return said.partition('. Same as one batch, except: ')[2].removesuffix('\n')
 
 
 @each_split
 def test_layers_of_ones_own_are_named_if_they_keep_statistics_or_draw_random_numbers(capsys, split):
     m = nn.Sequential(BufferInPlace(), TorchNoise(), model())
-    assert except_for(capsys, m, split) == (
-        'BufferInPlace (1 layer) sees 8 samples at a time; the model draws different random numbers.')
+    assert except_for(capsys, m, split) == 'BufferInPlace, random numbers (dropout).'
 
 
 @pytest.mark.parametrize('make_layer, says', [
-    (lambda: parametrizations.spectral_norm(nn.Linear(4, 4)), 'SpectralNorm (1 layer) sees 8 samples at a time.'),
-    (lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), 'SpectralNorm (1 layer) sees 8 samples at a time.'),
+    (lambda: parametrizations.spectral_norm(nn.Linear(4, 4)), '_SpectralNorm.'),
+    (lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), 'Linear.'),
     (lambda: parametrizations.weight_norm(nn.Linear(4, 4)), ''),
-    (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=.1), 'dropout draws different random numbers.'),
+    (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=.1), 'random numbers (dropout).'),
     (lambda: nn.Dropout(0.), '')])
 def test_layers_of_pytorch(capsys, make_layer, says):
     assert except_for(capsys, around(make_layer()), 'windows') == says
-
-
-@pytest.mark.parametrize('part, is_named', [(0, False), (1, True)])
-def test_dropout_outside_of_the_part_that_is_split_is_no_difference(part, is_named):
-    m = nn.Sequential(nn.Linear(5, 5), nn.Dropout())
-    inputs = torch.randn(8, 5)
-    before = Snapshot(m)
-    m(inputs)
-    said = Differences(m, before).described(8, m[part])
-    assert said == ('dropout draws different random numbers' if is_named else '')
 
 
 @pytest.mark.parametrize('part,is_named', [(None, True), (lambda m: m[0], False)])

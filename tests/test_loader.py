@@ -493,5 +493,5 @@ def test_the_line_of_a_loader_that_states_no_size_has_that_of_its_first_batch(ca
     inputs, targets = data(32)
     batches = list(zip(inputs.split(8), targets.split(8)))
     fit_aloud(with_loader(batches, accum), 1)
-    assert "micro_batch_size='auto': 8 samples are one batch" in capsys.readouterr().out
+    assert '8 samples per step, at most 8 at a time' in capsys.readouterr().out
     assert accum.micro_bs is None

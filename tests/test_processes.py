@@ -210,9 +210,8 @@ def test_each_process_recomputes_the_blocks_that_it_needs(world):
 def test_the_line_of_the_first_window_counts_processes(world):
     "The first process prints it"
     n = world.n
-    line = f'{4*n} = {n} processes x 2 x 2 samples'
-    differs = 'BatchNorm1d (2 layers) sees 2 samples at a time; dropout draws different random numbers'
-    normed = f'{line}. Same as one batch of {4*n}, except: {differs}.'
+    line = f'{4*n} samples per step, at most 2 at a time in each of {n} processes'
+    normed = f'{line}. Same as one batch, except: BatchNorm1d, random numbers (dropout).'
     first, *others = world.each('lines')
     assert first == [line, normed]
     for said in others: assert said == []

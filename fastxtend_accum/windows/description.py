@@ -6,30 +6,17 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/description.html
 
 # %% ../../nbs/windows/11_description.ipynb #a17869b3
 from __future__ import annotations
-from collections import Counter
-
 from fastai.basics import *
 
-from .gradients import can_sum_in_float32,half
+from .gradients import can_sum_in_float32,half,unique
 from .loader import WindowShape
 from .state import Snapshot,can_be_changed,random_states
 
 # %% auto #0
-__all__ = ['largest_part', 'up_to', 'how_made_up', 'own_buffers', 'as_bytes', 'layer_name', 'has_dropout', 'Differences',
-           'log_message']
+__all__ = ['how_made_up', 'own_buffers', 'Differences', 'log_message']
 
 # %% ../../nbs/windows/11_description.ipynb #3a819522
 # How a window is made up
-
-def largest_part(n:int, most:int)->int:
-    "Returns the size of the largest part if `n` samples are split into as few parts of at most `most` as possible"
-    n_parts = math.ceil(n/most)
-    return math.ceil(n/n_parts)
-
-def up_to(n:int, n_parts:int)->str:
-    "Returns the size of the parts of `n` samples as a text: '32' if all are equal, 'up to 33' if some are smaller"
-    size = math.ceil(n/n_parts)
-    return f'up to {size}' if n%n_parts else f'{size}'
 
 def how_made_up(
     smallest:WindowShape, # Of a fit
@@ -38,24 +25,14 @@ def how_made_up(
     micro_bs:int, # Samples in a micro-batch, at most
     n_processes:int,
 )->str:
-    """Describes windows, for example as one of these:
-
-    - '32 to 512 samples, 32 at a time', if they vary in size
-    - '32 samples per step: 8 optimizer steps for each batch of 256', if a loader batch is cut into pieces
-    - '64 samples are one batch'
-    - '256 = 2 processes x 4 x 32 samples'"""
-    batch = bs*n_processes
-    least = smallest.samples(batch)
-    most = largest.samples(batch)
-    if least < most: return f'{least} to {most} samples, {micro_bs} at a time'
-    n_pieces = largest.n_pieces
-    if n_pieces > 1:
-        return f'{up_to(batch, n_pieces)} samples per step: {n_pieces} optimizer steps for each batch of {batch}'
-    n_parts = math.ceil(bs/micro_bs)  # micro-batches of a loader batch
-    n_micro = largest.n_batches*n_parts  # of a window, in each process
-    if n_micro*n_processes == 1: return f'{most} samples are one batch'
-    processes = f'{n_processes} processes x ' if n_processes > 1 else ''
-    return f'{most} = {processes}{n_micro} x {up_to(bs, n_parts)} samples'
+    """Describes windows, for example as '256 samples per step, at most 32 at a time'; with two processes, as '... in
+    each of 2 processes'. If they vary in size, as '32 to 256 samples per step'"""
+    least = smallest.samples(bs)*n_processes
+    # Rounded up: if 256 samples are cut into 3 pieces, two have 85 samples, and one has 86
+    most = math.ceil(bs*largest.n_batches/largest.n_pieces)*n_processes
+    sizes = f'{most}' if least == most else f'{least} to {most}'
+    processes = f' in each of {n_processes} processes' if n_processes > 1 else ''
+    return f'{sizes} samples per step, at most {micro_bs} at a time{processes}'
 
 # %% ../../nbs/windows/11_description.ipynb #767aa03f
 # What differs from one batch
@@ -64,48 +41,27 @@ def own_buffers(m)->list[Tensor]:
     "Returns the buffers of `m` itself; not sparse ones, and those that get their shape in the first forward pass"
     return [o for o in m.buffers(recurse=False) if can_be_changed(o)]
 
-def as_bytes(random_state)->bytes:
-    if isinstance(random_state, Tensor): return random_state.numpy().tobytes()
-    return pickle.dumps(random_state)
-
 # %% ../../nbs/windows/11_description.ipynb #5b7e2c91
-def layer_name(m)->str:
-    "Returns the class of a layer; or SpectralNorm for a layer whose hook it is, as with fastai's `NormType.Spectral`"
-    hooks = [type(o).__name__ for o in m._forward_pre_hooks.values()]
-    if 'SpectralNorm' in hooks: return 'SpectralNorm'
-    return type(m).__name__.lstrip('_')  # PyTorch also has a `_SpectralNorm`
-
-def has_dropout(m)->bool:
-    kind = nn.modules.dropout._DropoutNd
-    return any(isinstance(o, kind) for o in m.modules())
-
 class Differences:
     """What makes the forward pass of a micro-batch differ from one of the whole batch, as a pass of `model` has shown:
     modules with a buffer that it has changed, and whether it has drawn random numbers. `before` is a snapshot of the
     model from before that pass"""
     def __init__(self, model, before:Snapshot):
-        self.model = model
-        self.draws = list(map(as_bytes, random_states())) != list(map(as_bytes, before.random_states))
+        self.draws = not equals(random_states(), before.random_states)
         after_pass = {m:own_buffers(m) for m in model.modules()}
         with before:  # here `own_buffers` returns those from before the pass
             self.changed = [m for m in after_pass if not equals(after_pass[m], own_buffers(m))]
 
-    def described(self, n:int, split:nn.Module)->str:
-        """Returns the differences as a text, for micro-batches of `n` samples; an empty one if there are none. Only
-        `split`, the model or a part of it, sees micro-batches, so only what differs there is named. If the model has
-        dropout, but the part has none, all random numbers are taken for those of the dropout, and not named"""
-        modules = set(split.modules())
-        names = [layer_name(o) for o in self.changed if o in modules]
-        res = []
-        for name,count in Counter(names).items():
-            unit = 'layer' if count == 1 else 'layers'
-            res.append(f'{name} ({count} {unit}) sees {n} samples at a time')
-        if self.draws and has_dropout(split): res.append('dropout draws different random numbers')
-        elif self.draws and not has_dropout(self.model): res.append('the model draws different random numbers')
+    def described(self, split:nn.Module)->str:
+        """Returns a sentence that names the differences; an empty text if there are none. Only `split`, the model or a
+        part of it, sees micro-batches, so it names layers of this part. Random numbers may be those of other parts"""
+        changed = [type(o).__name__ for o in split.modules() if o in self.changed]
+        names = unique(changed)
+        if self.draws: names.append('random numbers (dropout)')
         has_half = any(p.dtype in half for p in split.parameters())
         if has_half and not can_sum_in_float32:
-            res.append('gradients add up in half precision, which needs PyTorch 2.10 or later to avoid')
-        return '; '.join(res)
+            names.append('gradients add up in half precision (PyTorch 2.10 and later avoid it)')
+        return f". Same as one batch, except: {', '.join(names)}." if names else ''
 
 # %% ../../nbs/windows/11_description.ipynb #9aa64dd8
 def log_message(learn, message:str)->bool:

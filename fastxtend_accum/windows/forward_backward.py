@@ -23,8 +23,8 @@ from .state import Snapshot
 from .window import Count,LossSums,Window,zero_grads_if_empty,zero_if_empty
 
 # %% auto #0
-__all__ = ['Settings', 'FitContext', 'forward_backward', 'compute_loss', 'items_of_loss', 'keep_for_check', 'run_backward',
-           'add_weighted_gradient', 'accept_cancelled', 'callback_that_raised']
+__all__ = ['Settings', 'FitContext', 'forward_backward', 'compute_loss', 'items_of_loss', 'run_backward', 'add_weighted_gradient',
+           'accept_cancelled', 'callback_that_raised']
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #bf1f6dd7
 class Settings(NamedTuple):
@@ -88,7 +88,7 @@ def forward_backward(
         return
     is_replaced = learn.loss_grad is not loss
     items = items_of_loss(fit, items, is_replaced, window.is_single)
-    if not window.is_single: keep_for_check(fit, window, args, rows, items)
+    if not window.is_single: fit.loss_check.keep(window.kept, learn.loss_func, args, rows, items)
     # fastai would have NaN here, if the loss has nothing to average over
     learn.loss = zero_if_empty(items, learn.loss)
     # In several processes a single micro-batch is not the whole window, because each process has one
@@ -134,12 +134,6 @@ def items_of_loss(
         fit.warn_once("a callback replaces the loss (learn.loss_grad), but micro-batches keep the weights of the loss "
                       "before it: if the new one averages over something else, pass num_items")
     return items
-
-def keep_for_check(fit:FitContext, window:Window, args:tuple, rows:int, items:Count|None):
-    "Keeps the arguments of the loss function for its check"
-    check = fit.loss_check
-    check.take_loss(fit.learn.loss_func)
-    if check.windows_left: check.keep(window.kept, args, rows, items)
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #5e8a1c7d
 # The backward pass

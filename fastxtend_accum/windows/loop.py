@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from fastai.basics import *
 
-from .checks import warn_user
 from .events import Autocast
 from .forward_backward import FitContext,callback_that_raised,forward_backward
 from .gradients import divide_gradients,is_finite
@@ -410,7 +409,7 @@ def finalize_gradients(self:WindowLoop)->Outcome:
     window,processes = self.window,self.fit.processes
     if window.grads is not None: window.grads.check()
     warning = self.fit.loss_check.check(window.kept)
-    if warning: warn_user(warning)
+    if warning: self.fit.warn_once(warning)
     processes.reduce_window(window)
     if window.losses.items == 0: return Outcome.NO_ITEMS
     # Each gradient is now the sum over the micro-batches of all processes, divided by the number of processes, as DDP

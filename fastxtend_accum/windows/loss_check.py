@@ -83,37 +83,30 @@ def is_inexact(loss_func:Callable, micro_batches:list[KeptMicroBatch])->bool:
 class LossCheck:
     "Checks the first windows of a fit that have several micro-batches: is accumulation exact for this loss?"
     n_windows = 4  # that are checked with each loss function
-    n_losses = 4  # loss functions that are checked: a callback may make a new one for each batch
     max_bytes = 2**26  # of predictions and targets in a window; larger ones are not kept
 
     def __init__(self, loss_func:Callable):
         self.loss_func = loss_func
         self.windows_left = self.n_windows  # that are still to be checked with this loss function
-        self.losses_left = self.n_losses-1  # other loss functions that may take its place, and be checked
 
     def stop(self):
-        "No further window of the fit is checked, not even with another loss function"
+        "No further window is checked with this loss function"
         self.windows_left = 0
-        self.losses_left = 0
-
-    def take_loss(self, loss_func:Callable):
-        """If a callback has replaced the loss function by `loss_func`, begins to count windows anew for that one,
-        unless the fit has had too many loss functions"""
-        if loss_func == self.loss_func: return  # not `is`, because a bound method is a new object each time
-        if not self.losses_left:
-            self.stop()
-            return
-        self.losses_left -= 1
-        self.loss_func = loss_func
-        self.windows_left = self.n_windows
 
     def keep(self,
         kept:list, # The list of the window, to which this adds a micro-batch
+        loss_func:Callable, # Has computed its loss
         args:tuple, # Its predictions and targets
         rows:int, # Of its tensors
         items:Count|None, # What its loss averages over; None: it is a sum
     ):
-        "Keeps a micro-batch. If `kept` holds too many bytes then, empties it, and checks nothing more in this fit"
+        """Keeps a micro-batch, unless enough windows were checked. If `kept` holds too many bytes then, empties it, and
+        stops. If a callback has replaced the loss function, empties it before, and counts windows anew"""
+        if loss_func != self.loss_func:  # not `is not`, because a bound method is a new object each time
+            self.loss_func = loss_func
+            self.windows_left = self.n_windows
+            kept.clear()
+        if not self.windows_left: return
         args = map_tensors(copy_of, args)  # callbacks may change these tensors
         kept.append(KeptMicroBatch(args, rows, items))
         tensors = tensors_in([o.args for o in kept])
