@@ -131,7 +131,7 @@ def begin_epoch(self:WindowCallback):
     is_first_epoch = loop.batches is None
     carried = [] if is_first_epoch else loop.batches.left_over
     # `go_to` finds the batches that were carried into the epoch of a `place`
-    sizes = place['batches']['carried'] if place else [o.samples for o in carried]
+    sizes = place['batches']['carried'] if place else [o.planned for o in carried]
     plan = self.plan_of(learn.dl, learn.epoch, learn.n_epoch, loop.fit.processes.n, sizes)
     self.check(plan)  # in each epoch, because a callback may have changed sizes, the DataLoader or the optimizer
     loop.begin_epoch(learn.dl, plan, carried)
@@ -191,11 +191,7 @@ def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, 
     sizes = [size_at_pct(pct) for pct in np.linspace(0, 1, 1001)]
     smallest = nearest_shape(min(sizes), bs)
     largest = nearest_shape(max(sizes), bs)
-    remainder = self.remainder_for(dl)
-    batches_vary = bool(self.accum_bs) and not info.states_batch_size
-    # A carried batch adds to a window of the next epoch
-    sizes_vary = smallest != largest or remainder == 'carry' or batches_vary
-    return EpochPlan(info, shape_at_pct, epoch, n_epoch, remainder, carried, smallest, largest, sizes_vary)
+    return EpochPlan(info, shape_at_pct, epoch, n_epoch, self.remainder_for(dl), carried, smallest, largest)
 
 @patch
 def loader_info_of(self:WindowCallback, dl)->LoaderInfo:

@@ -38,14 +38,13 @@ def test_a_loader_that_does_not_state_its_batch_size_needs_that_of_the_callback(
     assert_equal_fits(small, fit_large(situation))
 
 
-YIELDS_MORE = 'the DataLoader yields more than the .* samples that its length announces'
-
-
-def test_batches_beyond_the_length_of_a_loader_are_windows_of_their_own_and_a_warning_says_so():
-    "If they are split, the fit is that of the large batch all the same"
+def test_batches_beyond_the_length_of_a_loader_make_windows_of_their_own():
+    "The window before them ends where the length says. If batches are split, the fit is that of the large batch"
     situation = learner_on(Oversampled)
-    assert_says_that_it_differs(situation, 'windows', YIELDS_MORE)
-    with pytest.warns(match=YIELDS_MORE): assert_as_large(situation, 'split')
+    small = fit_small(situation, 'windows')
+    assert small.recorder.accum_bs == [32, 32, 32, 4, 32, 24]*2
+    assert small.pct_train == 1
+    assert_as_large(situation, 'split')
 
 
 # A limit that a page names. If this test fails, it is gone: take it off the page, too

@@ -60,4 +60,5 @@ def first_samples(dl, n:int)->LoaderBatch:
     except CannotJoin:
         sizes = sizes[:1]*n
         data = join(batches[:1]*n, sizes)
-    return LoaderBatch(data, sum(sizes), sum(sizes))
+    n_samples = sum(sizes)
+    return LoaderBatch(data, n_samples, n_samples, n_samples)

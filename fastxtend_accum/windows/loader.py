@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from fastai.basics import *
 
-from .checks import warn_user
 from .nested import map_tensors,n_rows,part_bounds,slice_fields
 
 # %% auto #0
@@ -78,10 +77,6 @@ class LoaderInfo(NamedTuple):
     @property
     def planned_batch_size(self)->int: return self.batch_size or 1
 
-    def planned(self, samples:int)->int:
-        "Returns how many samples a plan counts for a batch of `samples`"
-        return samples if self.states_batch_size else self.planned_batch_size
-
 def loader_info(
     dl,
     batch_size:int|None=None, # Used if `dl` states none
@@ -89,11 +84,12 @@ def loader_info(
     """Returns what is known of the batches of `dl`. The number of samples is an estimate if nobody knows them, as those
     of an `IterableDataset`, or if the length of `dl` does not fit them, since `dl` repeats or skips some"""
     n_batches = len(dl)
-    stated = loader_bs(dl)
-    bs = stated or batch_size
-    if not bs: return LoaderInfo(None, False, n_batches, False)
-    n_samples = dataset_size(dl) if stated else None  # batches may differ in size if it states none
-    if n_samples is None: return LoaderInfo(bs, stated is not None, n_batches*bs, False)
+    bs = loader_bs(dl)
+    if bs is None:
+        n_planned = n_batches*batch_size if batch_size else n_batches
+        return LoaderInfo(batch_size, False, n_planned, False)
+    n_samples = dataset_size(dl)
+    if n_samples is None: return LoaderInfo(bs, True, n_batches*bs, False)
     n_full = n_samples//bs
     if is_distributed(dl) and dl.drop_last: n_batches = n_full  # its length also counts the incomplete batch
     # By the number of batches, because samplers and wrappers need not have a `drop_last`. Of 20 samples in batches of
@@ -122,16 +118,15 @@ def nearest_shape(size:float, bs:int)->WindowShape:
     size = max(size, 1)  # a curve may dip below a sample for each process
     if size >= bs: return WindowShape(n_batches=math.floor(size/bs+.5+_tiny))
     fewer = math.floor(bs/size)
-    more = fewer+1
-    excess = bs/fewer-size  # of the larger pieces
-    lack = size-bs/more  # of the smaller ones
-    return WindowShape(n_pieces=more if lack < excess-_tiny else fewer)
+    def distance(n_pieces:int)->float: return round(abs(bs/n_pieces-size), 6)
+    return WindowShape(n_pieces=min(fewer, fewer+1, key=distance))  # `fewer` if both are as near
 
 # %% ../../nbs/windows/08_loader.ipynb #5f0c9a4e
 class LoaderBatch(NamedTuple):
     "What the DataLoader yields at a time; or a piece of it, if it makes several windows"
     data:tuple
     samples:int  # as the DataLoader counts them
+    planned:int  # samples that the plan of the epoch counts for it
     rows:int  # of its tensors, which may have several for each sample
 
     def copied(self)->LoaderBatch:
@@ -142,29 +137,30 @@ class LoaderBatch(NamedTuple):
         "Returns the samples from `start` to `end`; raises ValueError if the batch cannot be sliced"
         first = self.rows*start//self.samples
         last = self.rows*end//self.samples
-        piece = LoaderBatch(slice_fields(self.data, first, last, self.rows), end-start, last-first)
+        data = slice_fields(self.data, first, last, self.rows)
+        piece = LoaderBatch(data, end-start, end-start, last-first)
         return piece.copied()  # to memory of its own, as a batch of its size has: kernels round by the alignment
 
 # %% ../../nbs/windows/08_loader.ipynb #75b1f819
 class EpochPlan:
-    """The windows of one epoch, as far as they are known before it begins. Here, samples are `planned` ones, and are
-    counted from the first carried batch on"""
+    """The windows of one epoch, as far as they are known before it begins. Here, samples are `planned` ones. They are
+    counted from the beginning of the epoch, so the batches that are carried into it begin before 0"""
     def __init__(self,
         info:LoaderInfo,
         shape_at_pct:Callable, # `f(pct_train)` returns the `WindowShape` of a window that begins there
         epoch:int,
         n_epoch:int,
         remainder:str, # One of `remainders`
-        carried:list[int], # Samples of each batch left over from the previous epoch; these batches come first
+        carried:list[int], # Planned samples of each batch left over from the previous epoch. These batches come first
         smallest:WindowShape, # Of the fit
         largest:WindowShape,
-        sizes_vary:bool, # Whether windows may differ in size, apart from the last one
     ):
-        store_attr('info,shape_at_pct,epoch,n_epoch,smallest,largest,sizes_vary')
+        store_attr('info,shape_at_pct,epoch,n_epoch,carried,smallest,largest')
+        # Whether windows may differ in size, apart from the last one. A carried batch adds to one of the next epoch
+        self.sizes_vary = smallest != largest or remainder == 'carry' or not info.states_batch_size
         is_last_epoch = epoch+1 >= n_epoch
         self.remainder = 'step' if remainder == 'carry' and is_last_epoch else remainder
-        self.carried = [info.planned(samples) for samples in carried]
-        self.n_carried = sum(self.carried)
+        self.start = -sum(carried)  # where the first batch begins
         self.windows = []  # pairs (start, size), both in samples
         self.n_batches = 0  # batches of all windows, and those in `left`; a piece counts as a batch
         self.left = []  # the samples of each of the last batches, if they fill no window
@@ -182,7 +178,7 @@ class EpochPlan:
 
     def fraction_read(self, samples:int)->float:
         "Returns the fraction of the epoch after this many `samples`. It is negative while carried batches are read"
-        return (samples-self.n_carried)/max(self.info.n_planned, 1)
+        return samples/max(self.info.n_planned, 1)
 
     def position(self, samples:int)->float:
         """Returns the position in the epoch, from 0 to 1, after this many `samples`. If windows vary in size, it is the
@@ -196,7 +192,7 @@ class EpochPlan:
         """Returns the shape of a window that begins after this many `samples`. All pieces of a loader batch have the
         shape of the first one"""
         if self.smallest == self.largest: return self.smallest
-        from_batch = max(samples-self.n_carried, 0) % self.info.planned_batch_size  # 0 unless it begins with a piece
+        from_batch = max(samples, 0) % self.info.planned_batch_size  # 0 unless it begins with a piece
         return self.shape_at_pct(self.pct_train(self.fraction_read(samples-from_batch)))
 
     def window_size(self, samples:int)->int:
@@ -206,13 +202,13 @@ class EpochPlan:
 # %% ../../nbs/windows/08_loader.ipynb #a3c1d5e7
 @patch
 def piece_bounds(self:EpochPlan,
-    n:int, # Samples of a loader batch. The last one of an epoch may have fewer than the others
-    shape:WindowShape,
+    start:int, # Where in the epoch the loader batch begins
+    n:int, # Its samples. The last one of an epoch may have fewer than the others
 )->list[tuple[int,int]]:
     """Returns start and end of each piece of a loader batch, of which each makes a window; or those of the batch, if it
     makes one. Pieces are of nearly equal size: 10 samples in 4 pieces are 3, 2, 3 and 2. A batch of fewer samples is
     cut at the same places, so that only its last piece is smaller"""
-    bounds = part_bounds(self.info.planned_batch_size, shape.n_pieces)
+    bounds = part_bounds(self.info.planned_batch_size, self.shape(start).n_pieces)
     return [(first, min(last, n)) for first,last in bounds if first < n]
 
 @patch
@@ -221,15 +217,14 @@ def planned_batches(self:EpochPlan)->Iterator[int]:
     yield from self.carried
     n,bs = self.info.n_planned,self.info.planned_batch_size
     for start in range(0, n, bs):
-        shape = self.shape(self.n_carried+start)
-        for first,last in self.piece_bounds(min(bs, n-start), shape): yield last-first
+        for first,last in self.piece_bounds(start, min(bs, n-start)): yield last-first
 
 @patch
 def plan_windows(self:EpochPlan):
     "Fills one window after the other with the batches of the epoch"
     window = []  # the samples of each batch of the window that is being filled
-    start = 0  # samples before it
-    end = 0  # samples until now
+    start = self.start  # of the window
+    end = start  # of its batches until now
     for samples in self.planned_batches():
         self.n_batches += 1
         window.append(samples)
@@ -253,11 +248,8 @@ class EpochBatches(GetAttr):
         loop, # The `WindowLoop` that runs them
         n_rounds:int, # Rounds of fastai's loop
     ):
-        self.dl = dl
-        self.plan = plan
+        store_attr('dl,plan,loop,n_rounds')
         self.info = plan.info
-        self.loop = loop
-        self.n_rounds = n_rounds
         self.read = iter  # see `read_with`
         self.source = None  # while the epoch runs: yields them as lists of LoaderBatches
         self.waiting = deque(carried)  # batches that were loaded, or carried, and have not run
@@ -265,7 +257,7 @@ class EpochBatches(GetAttr):
         self.left_over = []  # once the epoch is over: batches that are carried into the next one
         self.has_found_end = False  # whether the DataLoader has come to its end by itself
         self.n_loaded = 0  # batches that the DataLoader has yielded
-        self.samples_read = 0  # planned samples in batches up to the current one
+        self.samples_read = plan.start  # planned samples up to the end of the current batch: negative in carried ones
 
     def read_with(self, read:Callable):
         "For AutoResume: `read(dl)` yields the batches of `dl` that are left, in place of `iter`, which yields all"
@@ -281,7 +273,6 @@ class EpochBatches(GetAttr):
         return iter(self.dl)
 
     def __len__(self)->int:
-        if self.info.has_exact_length: return self.n_rounds
         return max(self.n_rounds, 1)  # there may be a batch, although none was announced
 
 # %% ../../nbs/windows/08_loader.ipynb #53f9bf04
@@ -304,42 +295,34 @@ def reading(self:EpochBatches):
 @patch
 def loader_batches(self:EpochBatches)->Iterator[list[LoaderBatch]]:
     "Yields the batches of the DataLoader with their counts, each in a list: whole, or cut into pieces"
-    info = self.info
     for data in self.read(self.dl):
         # In planned samples. Not by `samples_read`, because further batches may be loaded while this one waits
-        start = self.n_loaded*info.planned_batch_size
+        start = self.n_loaded*self.info.planned_batch_size
         self.n_loaded += 1
-        yield self.pieces_of(self.counted(data, info.n_planned-start), start)
+        yield self.pieces_of(self.counted(data, start), start)
     self.has_found_end = True
 
 @patch
-def counted(self:EpochBatches,
-    data:tuple,
-    left:int, # Samples that the loader has left
-)->LoaderBatch:
-    """Counts a batch. It has as many samples as the batch size that the DataLoader states, since there may be several
-    rows of each. If the DataLoader states none, each row is a sample"""
+def counted(self:EpochBatches, data:tuple, start:int)->LoaderBatch:
+    """Counts a batch that begins after `start` samples of the epoch. It has as many samples as the batch size that the
+    DataLoader states, since there may be several rows of each. If the DataLoader states none, each row is a sample"""
     info = self.info
-    samples = info.batch_size if info.states_batch_size else None
-    if info.has_exact_length:
-        if left <= 0: self.warn_of_surplus()
-        elif left < samples: samples = left  # the last batch may be smaller
+    left = max(info.n_planned-start, 0)  # 0 if the DataLoader yields more than its length announces
+    planned = min(info.planned_batch_size, left)  # the last batch may be smaller
+    samples = None
+    if info.states_batch_size: samples = planned or info.batch_size
     rows = n_rows(data, samples)
-    return LoaderBatch(data, samples or rows, rows)
-
-@patch
-def warn_of_surplus(self:EpochBatches):
-    warn_user(f"the DataLoader yields more than the {self.info.n_planned} samples that its length announces, so a "
-              "window may end early: let its length (for fastai's, n) count all of them")
+    return LoaderBatch(data, samples or rows, planned, rows)
 
 @patch
 def pieces_of(self:EpochBatches, batch:LoaderBatch, start:int)->list[LoaderBatch]:
     "Returns the pieces of a loader batch that begins after `start` samples of the epoch; or the batch"
-    shape = self.plan.shape(self.plan.n_carried+start)
-    if shape.n_pieces == 1: return [batch]
     # The last batch of a stream may have fewer rows than it was counted by
-    batch = batch._replace(samples=min(batch.samples, batch.rows))
-    return [batch.piece(first, last) for first,last in self.plan.piece_bounds(batch.samples, shape)]
+    n = min(batch.samples, batch.rows)
+    bounds = self.plan.piece_bounds(start, n)
+    if len(bounds) < 2: return [batch]
+    batch = batch._replace(samples=n)
+    return [batch.piece(first, last) for first,last in bounds]
 
 # %% ../../nbs/windows/08_loader.ipynb #2d8e6b17
 # Running the batches
@@ -350,7 +333,7 @@ def advance(self:EpochBatches)->bool:
     if not self.waiting: self.waiting.extend(next(self.source, ()))
     if not self.waiting: return False
     self.current = self.waiting.popleft()
-    self.samples_read += self.info.planned(self.current.samples)
+    self.samples_read += self.current.planned
     return True
 
 @patch
@@ -381,9 +364,7 @@ def finish_epoch(self:EpochBatches, unfinished:list[LoaderBatch]):
     if self.plan.remainder == 'carry':
         while self.load_next(): pass
         self.left_over = [*unfinished, *self.waiting]
-    # Asked for one more batch than it has, a DataLoader finds its end, and sends `after_iter` itself
-    if self.samples_left() <= 0: next(self.source, None)
-    # Batches that are dropped are not loaded
+    # Batches that are dropped are not loaded. A DataLoader that comes to its end by itself sends `after_iter` there
     if not self.has_found_end and hasattr(self.dl, 'after_iter'): self.dl.after_iter()
 
 # %% ../../nbs/windows/08_loader.ipynb #917408b2
@@ -397,12 +378,13 @@ def next_window_size(self:EpochBatches)->int:
 @patch
 def samples_left(self:EpochBatches)->int:
     "Returns the planned samples after the current batch"
-    return self.info.n_planned+self.plan.n_carried-self.samples_read
+    return self.info.n_planned-self.samples_read
 
 @patch
 def is_last(self:EpochBatches)->bool:
-    "Returns whether it is certain that the current batch is the last one"
-    return self.info.has_exact_length and self.samples_left() == 0
+    "Returns whether the current batch is the last one by the length that is announced, and this is exact"
+    # Without `planned`, the DataLoader has yielded more
+    return self.info.has_exact_length and self.samples_left() == 0 and self.current.planned > 0
 
 # %% ../../nbs/windows/08_loader.ipynb #0fee206d
 # The place in an epoch, for AutoResume

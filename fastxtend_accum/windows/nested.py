@@ -13,8 +13,7 @@ from fastai.basics import *
 
 # %% auto #0
 __all__ = ['children', 'rebuilt', 'map_tensors', 'leaves_in', 'tensors_in', 'lists_samples', 'n_rows', 'part_bounds',
-           'CannotJoin', 'NotSamplesFirst', 'have_rows', 'map_rows', 'slice_rows', 'slice_fields', 'join',
-           'concatenated']
+           'CannotJoin', 'NotSamplesFirst', 'has_rows', 'slice_rows', 'slice_fields', 'join', 'join_leaves']
 
 # %% ../../nbs/windows/00_nested.ipynb #45667e7f
 # A batch, and what a model returns, are nested: tuples, lists and mappings of tensors and other leaves
@@ -83,14 +82,14 @@ def n_rows(
     Raises ValueError if none exists"""
     fields = children(b) or [b]
     targets = fields[-1]
-    has_length = isinstance(targets, Tensor) and targets.ndim > 0
-    n_targets = targets.shape[0] if has_length else None
-    if has_length and n_targets == expected: return expected  # nearly every batch ends here, quickly
-    lengths = [len(o) for o in tensors_in(b)]
+    is_tensor = isinstance(targets, Tensor)
+    if is_tensor and targets.shape[:1] == (expected,): return expected  # nearly every batch ends here, quickly
+    targets_first = [targets, *fields] if is_tensor else fields
+    lengths = [len(o) for o in tensors_in(targets_first)]
     # This asks each field, but not `b` itself: a batch of two fields does not list two samples
     if expected in lengths or any(lists_samples(o, expected) for o in fields): return expected
-    for rows in (n_targets, *lengths, expected):
-        if rows is not None: return rows
+    if lengths: return lengths[0]
+    if expected is not None: return expected
     raise ValueError(f"cannot count the samples in a batch without tensors: {b!r}; let the DataLoader yield some")
 
 # %% ../../nbs/windows/00_nested.ipynb #c1a4f0d3
@@ -105,52 +104,29 @@ class CannotJoin(ValueError): "The outputs of micro-batches cannot be joined"
 
 class NotSamplesFirst(CannotJoin): "The first dimension of a tensor is not the samples"
 
-_shared_kinds = str,bytes,Number,type(None)  # leaves that are the same for all samples
+_shared_kinds = Tensor,str,bytes,Number,type(None)  # leaves without rows, which are the same for all samples
 
-def have_rows(
-    leaves:Sequence, # One of each micro-batch
-    sizes:list[int], # Rows of each micro-batch
+def has_rows(
+    leaf,
+    n:int, # Samples
     verb:str, # What errors say
 )->bool:
-    """Returns whether leaves have rows: True for tensors, and False for what is the same for all samples. Raises
-    CannotJoin for anything else: NotSamplesFirst for tensors with another number of rows"""
-    one = leaves[0]
-    if isinstance(one, Tensor) and all(o.ndim for o in leaves):
-        for o,n in zip(leaves, sizes):
-            if len(o) == n: continue
-            raise NotSamplesFirst(f"cannot {verb} a tensor of shape {tuple(o.shape)} for {n} samples: its first "
-                                  "dimension must index the samples")
-        return True
-    if isinstance(one, Tensor): are_shared = all(o.equal(one) for o in leaves)
-    else: are_shared = isinstance(one, _shared_kinds) and all(o == one for o in leaves)
-    if are_shared: return False
-    raise CannotJoin(f"cannot {verb} a {type(one).__name__}: use dense tensors with a row for each sample")
-
-def map_rows(
-    f:Callable, # `f(parts)` returns what takes the place of tensors, or of lists that have an entry for each sample
-    batches:Sequence, # Batches, or outputs of micro-batches, of the same structure. `parts` has one of each
-    sizes:list[int], # Rows of each batch
-    verb:str, # What errors say
-):
-    """Returns the structure of `batches` with `f` applied to all that has rows. What has none must be the same in each.
-    Raises CannotJoin if batches differ in their structure, or if something has other rows"""
-    one = batches[0]
-    if len(set(map(type, batches))) > 1: raise CannotJoin("the outputs of micro-batches differ in structure")
-    if children(one) is None: return f(batches) if have_rows(batches, sizes, verb) else one
-    lengths = [len(o) for o in batches]
-    # If one of them lists samples, so do all. In another one it may not show: two tensors, one for each of two samples,
-    # with two boxes each, look like two inputs
-    if lengths == sizes and any(map(lists_samples, batches, sizes)): return f(batches)
-    names = [list(o) if isinstance(o, Mapping) else len(o) for o in batches]
-    if any(o != names[0] for o in names): raise CannotJoin("the outputs of micro-batches differ in structure")
-    fields = zip(*map(children, batches))
-    return rebuilt(one, [map_rows(f, parts, sizes, verb) for parts in fields])
+    """Returns whether a leaf has a row for each of `n` samples: True for tensors, and False for what is the same for
+    all samples. Raises CannotJoin for anything else: NotSamplesFirst for a tensor with another number of rows"""
+    if isinstance(leaf, Tensor) and leaf.ndim:
+        if len(leaf) == n: return True
+        raise NotSamplesFirst(f"cannot {verb} a tensor of shape {tuple(leaf.shape)} for {n} samples: its first "
+                              "dimension must index the samples")
+    if isinstance(leaf, _shared_kinds): return False
+    raise CannotJoin(f"cannot {verb} a {type(leaf).__name__}: use dense tensors with a row for each sample")
 
 def slice_rows(b, start:int, end:int, n:int):
     """Returns the rows from `start` to `end` of `b`, which has `n` rows, in the same structure; raises ValueError if it
     cannot"""
-    def sliced(parts:Sequence): return parts[0][start:end]
-    return map_rows(sliced, [b], [n], 'split')
+    if lists_samples(b, n): return b[start:end]
+    items = children(b)
+    if items is not None: return rebuilt(b, [slice_rows(o, start, end, n) for o in items])
+    return b[start:end] if has_rows(b, n, 'split') else b
 
 def slice_fields(
     fields:Iterable, # Inputs and targets, or the arguments of a forward pass
@@ -170,11 +146,27 @@ def join(
     become one of (5, 4). Lists with an entry for each sample become one list; other tuples, lists and mappings are
     joined field by field. Raises CannotJoin unless all outputs have the same structure, with one row for each sample:
     NotSamplesFirst if a tensor has another number of rows"""
-    return map_rows(concatenated, outputs, sizes, 'join')
+    one = outputs[0]
+    if len(set(map(type, outputs))) > 1: raise CannotJoin("the outputs of micro-batches differ in structure")
+    if children(one) is None: return join_leaves(outputs, sizes)
+    lengths = [len(o) for o in outputs]
+    # If one of them lists samples, so do all. In another one it may not show: two tensors, one for each of two samples,
+    # with two boxes each, look like two inputs
+    list_samples = lengths == sizes and any(map(lists_samples, outputs, sizes))
+    if list_samples: return rebuilt(one, list(chain(*outputs)))
+    names = [list(o) if isinstance(o, Mapping) else len(o) for o in outputs]
+    if any(o != names[0] for o in names): raise CannotJoin("the outputs of micro-batches differ in structure")
+    fields = zip(*map(children, outputs))
+    return rebuilt(one, [join(parts, sizes) for parts in fields])
 
-def concatenated(parts:Sequence):
-    "Returns tensors, or lists, as one. Raises CannotJoin if tensors differ in another dimension than the first"
-    one = parts[0]
-    if not isinstance(one, Tensor): return rebuilt(one, list(chain(*parts)))
-    try: return torch.cat(parts)
-    except RuntimeError as e: raise CannotJoin(f"the outputs of micro-batches cannot be concatenated: {e}") from e
+def join_leaves(leaves:Sequence, sizes:list[int]):
+    "Joins leaves, one of each micro-batch: as `join`"
+    one = leaves[0]
+    with_rows = [has_rows(o, n, 'join') for o,n in zip(leaves, sizes)]
+    if all(with_rows):
+        try: return torch.cat(leaves)
+        except RuntimeError as e:  # they differ in another dimension
+            raise CannotJoin(f"the outputs of micro-batches cannot be concatenated: {e}") from e
+    if any(with_rows) or any(o != one for o in leaves):
+        raise CannotJoin(f"cannot join a {type(one).__name__}: use dense tensors with a row for each sample")
+    return one
