@@ -72,16 +72,6 @@ def size_after(learn, n):
     return len(Graph(learn).state()['rest'])
 
 
-def test_the_row_of_each_epoch_is_kept_once():
-    "Also of one that is skipped, which fastai logs, too"
-    fits = []
-    class KeepsFit(Callback):
-        def before_train(self): fits.append(self.learn.auto_resume.saved_fit)
-    fit(learner(), 3, .02, cbs=[AutoResume(8, verbose=False), KeepsFit()], start_epoch=1)
-    rows = fits[0].loggers['rows']
-    assert [row[0] for row in rows] == [0, 1, 2]
-
-
 def test_a_save_after_many_steps_is_small():
     "At most 60 bytes for each step"
     learn = fit(learner(), 1)

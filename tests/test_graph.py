@@ -71,11 +71,6 @@ class Total:
     def __init__(self): self.mean = 0.
 
 
-class Seen:
-    "Of which the callback makes objects during the fit"
-    def __init__(self, mean): self.mean = mean
-
-
 class Recent(Callback):
     "Multiplies inputs by what an object with slots, a deque and a defaultdict have counted"
     def __init__(self):
@@ -87,9 +82,9 @@ class Recent(Callback):
         if not self.training: return
         mean = float(self.x.mean())
         self.total.mean += mean
-        self.recent.append(Seen(mean))
+        self.recent.append(mean)
         self.counts['n'] += 1
-        seen = self.total.mean+sum(o.mean for o in self.recent)
+        seen = self.total.mean+sum(self.recent)
         self.learn.xb = (self.x*(1+.01*seen+.01*self.counts['n']),)
 
 
@@ -294,20 +289,23 @@ class Holds(Callback):
     def before_batch(self): next(self.numbers)
 
 
-def sees(*args): pass
+class Seen: pass
 
 
-class HooksInMidFit(Callback):
-    def after_epoch(self):
-        if self.epoch == 0: self.model[1].register_forward_hook(sees)
+class MakesObjects(Callback):
+    "Of a class that nothing had when the fit began"
+    def before_batch(self): self.last = Seen()
 
 
 @pytest.mark.parametrize('kind, text', [
     (Holds, r'Holds.numbers \(it is an iterator'),
     (Holds, 'Holds.cycle '),
-    (HooksInMidFit, 'hooks of layers')])
+    (MakesObjects, r'MakesObjects.last \(it has test_graph.Seen')])
 def test_what_is_not_kept_is_named(kind, text):
     with pytest.warns(UserWarning, match=f'does not keep .*{text}'): train(learner(kind()), n_epoch=2, every=26)
+
+
+def sees(*args): pass
 
 
 class HooksAtStart(Callback):
@@ -364,6 +362,22 @@ def test_paths_of_shared_objects_and_of_callbacks():
     assert [path for path, o in graph.objects.items() if o is learn.one] == ['learn.one']
     assert root_of('model_average') != 'model'
     assert graph.objects['model_average'] is learn.model_average
+
+
+class Sees(Callback):
+    def __init__(self, seen): self.seen = seen
+
+
+def test_a_callback_gets_a_list_of_its_own():
+    "The list that the script passed to it stays as it was"
+    passed = [1]
+    learn = fit(make(Sees(passed)), 1)
+    graph = Graph(learn)
+    rest = graph.state()['rest']
+    passed.append(2)
+    graph.restore(rest)
+    assert learn.sees.seen == [1]
+    assert passed == [1, 2]
 
 
 def test_the_memory_of_a_tensor_moves_to_the_device_of_this_process():

@@ -49,7 +49,7 @@ def test_the_run_of_wandb_goes_on(monkeypatch):
         finish=lambda: calls.append('finish'),
         init=lambda **kwargs: calls.append(kwargs))
     monkeypatch.setitem(sys.modules, 'wandb', wandb)
-    learn = learner()
+    learn = fit(learner(), 1)
     state = state_of_loggers(learn)
     restore_loggers(learn, state)
     assert calls == []

@@ -14,9 +14,8 @@ from ..windows.checks import warn_user
 from ..windows.processes import max_over_processes,n_processes
 from .files import Folder,folders,read_file,whole_file
 from .graph import Graph
-from .identity import check_same,settings_of,text_of
+from .identity import add_settings,check_same,text_of
 from .outside import restore_loggers,state_of_loggers
-from .parts import count_hooks
 from .reader import Reader
 from .signals import held_signals
 
@@ -42,14 +41,13 @@ class SavedFit:
         if self.rank == 0: self.folder.take()
         self.path = path/f'{self.folder.begin(learn)}.pth'
         self.graph = Graph(learn)
-        self.graph.begun.update(settings_of(learn))
+        add_settings(self.graph.begun, learn)
         self.loggers = state_of_loggers(learn)
         self.found = None  # the content of a killed process' file, until this fit has come to its place
         self.at_epoch = None  # the state when the epoch began
         self.trained = None  # the content of a file, once the last window of an epoch has closed
         self.reader = None
         self.next_save = 0  # when to save, by `clock`; 0: it has not been saved
-        self.n_hooks = None  # of all layers, at the first save
 
     def run(self):
         "Takes the place of `Learner._do_fit`, but begins in the epoch where the fit was saved"
@@ -59,14 +57,7 @@ class SavedFit:
             # For the file, since a process that continues lets callbacks begin the epoch again
             self.at_epoch = self.graph.state()['rest']
             self.trained = None
-            try: learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
-            finally: self.keep_row()  # also if EarlyStoppingCallback, for example, ends the fit in `after_epoch`
-
-    def keep_row(self):
-        "Keeps the row of an epoch that the Recorder has logged"
-        rows = self.loggers['rows']
-        for rec in self.learn._grab_cbs(Recorder):
-            if len(rec.values) > len(rows): rows.append(list(rec.log))
+            learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
 
 # %% ../../nbs/resuming/08_fit.ipynb #b7c2e04d
 @patch
@@ -159,14 +150,10 @@ def write(self:SavedFit, content:dict):
 # %% ../../nbs/resuming/08_fit.ipynb #f6c1a210
 @patch
 def content(self:SavedFit, place:dict|None)->dict:
-    """Returns what the file contains, gathered from all processes, which call this together. Warns of what is not kept,
-    and of hooks that were added since the first save"""
+    "Returns what the file contains, gathered from all processes, which call this together. Warns of what is not kept"
     state = self.graph.state()
     weights = state.pop('weights')  # the same in all processes
     lost = [f'{text_of(part)} ({reason})' for part,reason in state.pop('lost').items()]
-    n_hooks = count_hooks(self.graph.objects['model'])
-    if not self.next_save: self.n_hooks = n_hooks  # callbacks have added those that they add in every process
-    if n_hooks > self.n_hooks: lost.append('hooks of layers (they were added during the fit)')
     if lost: warn_user(f"AutoResume does not keep {'; '.join(lost)}")  # Python shows it once
     own = dict(
         state,

@@ -6,8 +6,8 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/graph.html.md""
 
 # %% ../../nbs/resuming/02_graph.ipynb #3e41382a
 from __future__ import annotations
-from collections import Counter
-import io
+from collections import ChainMap,Counter
+import io,pickle
 
 from fastai.basics import *
 
@@ -16,7 +16,7 @@ from .parts import *
 from .pickles import *
 
 # %% auto #0
-__all__ = ['roots_of', 'root_of', 'is_data', 'parts_of', 'Graph', 'named_in', 'moved']
+__all__ = ['roots_of', 'root_of', 'is_data', 'parts_of', 'Graph', 'pickling', 'moved']
 
 # %% ../../nbs/resuming/02_graph.ipynb #4ff7f8ce
 # The search begins at a few objects, the roots. Each part of an object (an attribute, or its content) is pickled for
@@ -50,10 +50,12 @@ def parts_of(path:str, o)->dict:
     return {(path,name):value for name,value in sorted(parts.items())}
 
 # %% ../../nbs/resuming/02_graph.ipynb #5b575bc6
-class Graph(Paths):
+class Graph:
     "The objects that a Learner reached when its fit began, by path, and the digests of their parts at that time"
     def __init__(self, learn):
-        super().__init__()
+        self.objects = {}  # by path
+        self.named = {}  # classes and functions that a file may name, by name
+        self.paths = {}  # by the id of the object; for a class or a function, its name
         self.begun = {}  # digests of parts when the fit began
         self.waiting = []  # paths of the objects whose parts are still to be searched
         self.searched = None  # the part that is searched at the moment
@@ -69,8 +71,8 @@ class Graph(Paths):
 
     def add(self, place:str, o):
         """Gives a path to an object that has none: the `place` where it was found, with a number if that is the path of
-        another one. Adds the layers and weights of a model, too. Allows files to name the object's class, of which the
-        fit may make more objects"""
+        another one. Adds the layers and weights of a model, and the variables of a closure, too. Allows files to name
+        the object's class, of which the fit may make more objects"""
         if id(o) in self.paths: return
         n = self.n_found[place]
         self.n_found[place] += 1
@@ -81,48 +83,74 @@ class Graph(Paths):
         kind = type(o)
         size = f' {list(o.shape)} {o.dtype}' if isinstance(o, Tensor) else ''
         self.begun[path,'class'] = kind.__qualname__+size
-        if id(kind) not in self.paths:
-            for named in [kind, *named_in(kind)]: self.add_named(named)
-        if isinstance(o, nn.Module):
-            inner = *o.named_modules(),*o.named_parameters(),*o.named_buffers()
-            for name,value in inner:
-                self.add(f'{path}.{name}', value)
-
-def named_in(kind:type)->list:
-    """Returns what objects of a class may refer to later in the fit: methods of a callback, and the classes and
-    functions that the methods of a user's class name. Classes of installed packages, in `site-packages` or
-    `dist-packages`, are not searched for these"""
-    res = []
-    for base in kind.__mro__:
-        methods = [f for f in vars(base).values() if isinstance(f, types.FunctionType)]
-        if issubclass(kind, Callback): res += methods
-        module = sys.modules.get(base.__module__)
-        if '-packages' in str(getattr(module, '__file__', '')): continue
-        for f in methods:
-            res += [f.__globals__.get(name) for name in f.__code__.co_names]
-    return res
+        self.add_named(kind)
+        if isinstance(o, Callback):  # it may keep a method of its own later, as MixUp does
+            for base in kind.__mro__[:-1]:
+                for function in vars(base).values(): self.add_named(function)
+        inner = []
+        if isinstance(o, nn.Module): inner = [*o.named_modules(), *o.named_parameters(), *o.named_buffers()]
+        if isinstance(o, types.FunctionType): inner = zip(o.__code__.co_freevars, o.__closure__ or ())
+        for name,value in inner: self.add(f'{path}.{name}', value)
 
 # %% ../../nbs/resuming/02_graph.ipynb #6b1d88f2
 # Pickle finds what an object reaches
 
 @patch
 def reduced(self:Graph, o):
-    "See `Paths.reduced`. While a part is searched, an object in it that needs a path gets the path of the part"
+    """Returns a function that makes `o`, and its arguments; NotImplemented if `o` knows that itself. Pickle asks for
+    everything but Python's numbers, texts and containers. While a part is searched, an object in it that needs a path
+    gets the path of the part"""
     if self.searched:
         self.add_named(o)
         if self.needs_path(o): self.add('.'.join(self.searched), o)
-    return Paths.reduced(self, o)
+    path = self.paths.get(id(o))
+    if path:
+        return object_at,(path,)
+    if hasattr(type(o), '__next__'):  # Python could pickle that of a list, but it would read another list
+        raise pickle.PicklingError('it is an iterator')
+    if isinstance(o, types.MethodType):
+        return bound,(o.__func__, o.__self__)
+    # An array of a subclass, such as a record array, as a plain one, whose maker a file may name
+    return np.asarray(o).__reduce__() if isinstance(o, np.ndarray) else NotImplemented
+
+@patch
+def add_named(self:Graph, o):
+    "Lets files refer to a class or function, unless it is one of Python's: some run code, as `os.system` does"
+    name = name_of(o)
+    if not name or name in allowed or is_of_python(o): return
+    self.named[name] = o
+    self.paths[id(o)] = name
 
 @patch
 def needs_path(self:Graph, o)->bool:
-    """Returns whether an object needs a path. A tensor needs one, although numbers do not: it is restored in place, so
-    that other tensors still share its memory. The fit makes results of a graph and the tensors of the data anew, so
-    these need none"""
+    """Returns whether a path has to stand for an object in files. A tensor needs one, although numbers do not: it is
+    restored in place, so that other tensors still share its memory. The fit makes results of a graph and the tensors of
+    the data anew, so these need none"""
     path,name = self.searched
     is_content = not name  # the values of the tensor that is searched
     if isinstance(o, Tensor):
         return o.is_leaf and not is_content and not is_data(path)
-    return has_path(o)
+    is_iterator = hasattr(type(o), '__next__')
+    return not is_iterator and not is_value(o) and name_of(o) is None
+
+# %% ../../nbs/resuming/02_graph.ipynb #5e1f3c20
+@patch
+def find_class(self:Graph, module:str, name:str):
+    """Returns the class or function that a pickle names; for `object_at`, a function that returns the object at a path.
+    Raises UnpicklingError if a file may not name it"""
+    o = allowed.get(full_name(module, name))
+    if o is None:
+        raise pickle.UnpicklingError(f'a file of AutoResume cannot name {module}.{name}')
+    return ChainMap(self.objects, self.named).get if o is object_at else o
+
+def pickling(graph:Graph):
+    "Returns what `torch.save` and `torch.load` use in place of the module `pickle`"
+    class Pickler(pickle.Pickler):
+        reducer_override = staticmethod(graph.reduced)
+
+    class Unpickler(pickle.Unpickler):
+        find_class = staticmethod(graph.find_class)
+    return SimpleNamespace(__name__='pickle', Pickler=Pickler, Unpickler=Unpickler)  # PyTorch reads the name, too
 
 # %% ../../nbs/resuming/02_graph.ipynb #273a28a4
 @patch
@@ -175,5 +203,6 @@ def restore(self:Graph, rest:bytes, weights:dict={}):
     for (path,name),value in parts.items():
         o = self.objects.get(path)
         if o is None: continue  # `SavedFit.restore` finds that its parts are missing
-        if name: set_attribute(o, name, value)
+        # Not `setattr`, which callbacks and modules have changed
+        if name: object.__setattr__(o, name, value)
         else: set_content(o, value)

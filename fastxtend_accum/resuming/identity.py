@@ -14,17 +14,19 @@ from .graph import Graph
 from .parts import generators,is_of_package
 
 # %% auto #0
-__all__ = ['settings_of', 'text_of', 'check_same', 'nested', 'may_differ']
+__all__ = ['add_settings', 'text_of', 'check_same', 'nested', 'may_differ']
 
 # %% ../../nbs/resuming/04_identity.ipynb #43fa87b6
-def settings_of(learn)->dict:
-    "Returns the settings of a fit that no object has as a part: by pairs of a name and '', as if they were parts"
-    res = {('processes',''):str(n_processes(learn))}
+def add_settings(begun:dict, learn):
+    """Adds the settings of a fit that no object has as a part to the digests of parts when it began. Hyper-parameters
+    are compared one by one, without those that a schedule changes"""
+    begun['processes',''] = str(n_processes(learn))
+    # What an interrupted fit leaves in fastai's optimizers, and in PyTorch's in an OptimWrapper
+    for part in (('opt.hypers','items'),('opt.opt','param_groups'),('opt.opt','state')): begun.pop(part, None)
     scheduled = nested_attr(learn, 'param_scheduler.scheds', {})
     for i,hypers in enumerate(learn.opt.hypers):
         for name in hypers.keys()-scheduled:
-            res[f'{name} of group {i}',''] = str(hypers[name])
-    return res
+            begun[f'{name} of group {i}',''] = str(hypers[name])
 
 def text_of(part:tuple)->str:
     "Returns a part as users write it: `part` is the path of an object and the name of an attribute, or ''"

@@ -22,15 +22,15 @@ def wandb_run():
     return getattr(sys.modules.get('wandb'), 'run', None)
 
 def state_of_loggers(learn)->dict:
-    """Returns the sizes of the files that `CSVLogger` has begun to write or to append to, what identifies W&B's run,
-    and the rows of the epoch table, of which there are none yet"""
+    """Returns the sizes of the files that `CSVLogger` has begun to write or to append to, and what identifies W&B's
+    run"""
     sizes = [file.tell() for file in csv_files(learn)]
     run = {name:getattr(wandb_run(), name, None) for name in ('id','project','entity')}
-    return dict(sizes=sizes, run=run, rows=[])
+    return dict(sizes=sizes, run=run)
 
 def restore_loggers(learn, state:dict):
     """Continues the run of W&B, sets files back to their size when the saved fit began, as `state` has it, and gives
-    loggers the rows of the epochs that have ended, which they write again"""
+    loggers the rows of the epochs that have ended, which they write again. The Recorder keeps no times of these"""
     run,present = state['run'],wandb_run()
     if run['id'] and present and present.id != run['id']:
         wandb = sys.modules['wandb']
@@ -40,4 +40,5 @@ def restore_loggers(learn, state:dict):
         file.truncate(size)  # the killed process may have written these rows already
     bar = nested_attr(learn, 'progress.mbar')
     if bar: bar.update(0)  # fastprogress cannot show a row before its first update
-    for row in state['rows']: learn.logger(L(row))
+    for rec in learn._grab_cbs(Recorder):
+        for epoch,values in enumerate(rec.values): learn.logger(L(epoch, *values, ''))

@@ -6,7 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/parts.html.md""
 
 # %% ../../nbs/resuming/00_parts.ipynb #8eaf3e3d
 from __future__ import annotations
-from contextlib import suppress
 import io
 
 from fastai.basics import *
@@ -15,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from ..windows.state import random_states,restore_value,set_random_states
 
 # %% auto #0
-__all__ = ['generators', 'SharedGenerators', 'library_of', 'is_of_python', 'is_of_package', 'has_no_state', 'count_hooks',
-           'cells_of', 'attributes_of', 'set_attribute', 'content_of', 'set_content', 'set_tensor']
+__all__ = ['generators', 'SharedGenerators', 'library_of', 'is_of_python', 'is_of_package', 'has_no_state', 'attributes_of',
+           'content_of', 'set_content', 'set_tensor']
 
 # %% ../../nbs/resuming/00_parts.ipynb #75851d9e
 class SharedGenerators:
@@ -42,7 +41,7 @@ _left_out = set(
     'Recorder.start_epoch '  # a time
     'Recorder.losses '  # the content of the Recorder
     'RNNBase._flat_weight_refs'.split())  # references to other parts
-# The keys of hooks are numbers of this process: see `count_hooks`
+# The keys of hooks are numbers of this process
 _left_out.update(f'Module.{name}' for name in vars(nn.Module()) if 'hook' in name)
 
 def library_of(o)->str:
@@ -65,39 +64,20 @@ def has_no_state(o, name:str, value)->bool:
         return True
     return any(f'{kind.__name__}.{name}' in _left_out for kind in type(o).__mro__)
 
-def count_hooks(model:nn.Module)->int:
-    "Returns how many hooks the layers of a model have that may change what they return"
-    return sum(len(m._forward_hooks)+len(m._forward_pre_hooks) for m in model.modules())
-
 # %% ../../nbs/resuming/00_parts.ipynb #0afe9ee0
-def cells_of(o)->dict:
-    "Returns the cells that hold the variables of a function's closure, by name; of other objects, none"
-    is_function = isinstance(o, types.FunctionType)
-    return dict(zip(o.__code__.co_freevars, o.__closure__ or ())) if is_function else {}
-
 def attributes_of(o)->dict:
-    """Returns the attributes of an object by name; of a function, with the variables of its closure. Objects of
-    Python's standard library, such as a lock or a pool, have none that can be set"""
-    has_attributes = isinstance(o, (types.FunctionType,SimpleNamespace)) or not is_of_python(type(o))
-    if not has_attributes: return {}
-    res = dict(getattr(o, '__dict__', {}))
-    for name,cell in cells_of(o).items():
-        with suppress(ValueError): res[name] = cell.cell_contents  # a variable that has no value yet
-    return {name:value for name,value in res.items() if not has_no_state(o, name, value)}
-
-def set_attribute(o, name:str, value):
-    "Sets an attribute of an object, or a variable of a function's closure"
-    cell = cells_of(o).get(name)
-    if cell is not None:
-        cell.cell_contents = value
-    else: object.__setattr__(o, name, value)  # not `setattr`, which callbacks and modules have changed
+    """Returns the attributes of an object by name. Objects of Python's standard library, such as a lock or a pool, have
+    none that can be set"""
+    has_attributes = isinstance(o, SimpleNamespace) or not is_of_python(type(o))
+    attributes = getattr(o, '__dict__', {}) if has_attributes else {}
+    return {name:value for name,value in attributes.items() if not has_no_state(o, name, value)}
 
 # %% ../../nbs/resuming/00_parts.ipynb #639ca9b9
 # Content
 
 def content_of(o):
-    """Returns what a tensor, a random generator, or a list or dict with attributes contains, and the Recorder's losses;
-    None if nothing"""
+    """Returns what a tensor, a random generator, a variable of a function's closure, or a list or dict with attributes
+    contains, and the Recorder's losses; None if nothing"""
     if isinstance(o, Tensor):
         # Between windows gradients are zeros or None. These differ: an optimizer moves a weight whose gradient is 0 by
         # momentum and weight decay, and leaves a weight without a gradient alone. Zeros would make files larger
@@ -109,6 +89,8 @@ def content_of(o):
         return o.bit_generator.state
     if isinstance(o, generators):
         return o.get_state()
+    if isinstance(o, types.CellType):
+        return o.cell_contents,
     if isinstance(o, Recorder):
         return torch.stack(o.losses) if o.losses else None  # one tensor instead of many
     if isinstance(o, dict):
@@ -122,6 +104,8 @@ def set_content(o, content):
     elif isinstance(o, np.random.Generator):
         o.bit_generator.state = content
     elif isinstance(o, generators): o.set_state(content)
+    elif isinstance(o, types.CellType):
+        o.cell_contents, = content
     elif isinstance(o, Recorder):
         o.losses = list(content)
     elif isinstance(o, list):

@@ -6,7 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/pickles.html.md
 
 # %% ../../nbs/resuming/01_pickles.ipynb #0a4b96e6
 from __future__ import annotations
-from collections import ChainMap,Counter,OrderedDict,deque
+from collections import Counter,OrderedDict,deque
 from numbers import Number
 from pathlib import PurePath
 import copyreg,io,pickle,zlib
@@ -15,18 +15,16 @@ from fastai.basics import *
 from torch._weights_only_unpickler import _get_allowed_globals
 from torch.storage import TypedStorage
 
-from .parts import is_of_python
-
 # %% auto #0
-__all__ = ['allowed', 'LONG', 'LARGE', 'SAMPLE', 'name_of', 'full_name', 'has_path', 'object_at', 'bound', 'Paths', 'pickling',
-           'Digest']
+__all__ = ['allowed', 'LONG', 'LARGE', 'SAMPLE', 'name_of', 'full_name', 'is_value', 'object_at', 'bound', 'Digest']
 
 # %% ../../nbs/resuming/01_pickles.ipynb #ae7512fa
 # What is pickled by its value, and what by its name
 
 _plain = type(None),bool,int,float,str
 _containers = tuple,list,dict,set,frozenset,deque,OrderedDict,defaultdict,Counter,partial
-_values = (Number,str,bytes,tuple,range,slice,PurePath,np.generic,np.ndarray,np.dtype,torch.dtype,torch.device,Tensor)
+_values = (Number,str,bytes,tuple,range,slice,PurePath,np.generic,np.ndarray,np.dtype,torch.dtype,torch.device,
+           types.MethodType)
 
 def name_of(o)->str|None:
     """Returns the full name of a class or a function. Returns None for other objects, and for what only the code around
@@ -39,85 +37,32 @@ def full_name(module:str, name:str)->str:
     "Returns the name that a class or function has in both NumPy 1 and 2"
     return f'{module}.{name}'.replace('numpy._core', 'numpy.core')
 
-def has_path(o)->bool:
-    """Returns whether a path stands for an object in a file. Numbers, containers, methods and objects with slots are
-    pickled by value, classes and functions by name, and iterators cannot be pickled"""
+def is_value(o)->bool:
+    "Returns whether an object is pickled by value: if it is a number, a text, a container, a method, or has only slots"
     kind = type(o)
     # Containers of these classes only: a subclass, such as fastai's L, may have attributes, which a file has to keep
-    is_value = kind in _containers or isinstance(o, (*_values,types.MethodType))
-    has_slots_only = copyreg._slotnames(kind) and not hasattr(o, '__dict__')
-    if is_value or has_slots_only: return False
-    is_iterator = hasattr(kind, '__next__')
-    return not is_iterator and name_of(o) is None
+    if kind in _containers or isinstance(o, _values): return True
+    return bool(copyreg._slotnames(kind)) and not hasattr(o, '__dict__')
 
 # %% ../../nbs/resuming/01_pickles.ipynb #4dea4728
 # A pickle may call what makes numbers, strings, containers, arrays and tensors, and what the fit itself has: its
 # classes, the functions that it names, and methods of its callbacks. So a foreign file can call no other code
 
 def object_at(path:str):
-    """Marks the place of an object in a pickle, by its path. It is never called: `Paths.find_class` returns a function
+    """Marks the place of an object in a pickle, by its path. It is never called: `Graph.find_class` returns a function
     that looks the path up"""
 
 def bound(function, o):
     "Returns a method of an object or a class, for callbacks that keep one, as MixUp does"
     return types.MethodType(function, o)
 
-# NumPy's pickles make arrays and numbers of these
-_array_of,*_ = np.array(0).__reduce__()
-_number_of,*_ = np.float32(0).__reduce__()
 _makers = [
-    object_at, bound, _array_of, _number_of, np.ndarray, np.dtype,
+    object_at, bound, np.ndarray, np.dtype,
+    np.array(0).__reduce__()[0], np.float32(0).__reduce__()[0],  # what NumPy's pickles call
     TensorBase, TensorImage, TensorMask, TensorCategory,
     slice, range, type(Path()), random.Random, SimpleNamespace, *_plain, *_containers]
 allowed = dict(_get_allowed_globals())  # by name: what PyTorch calls safe
 allowed.update({name_of(o):o for o in _makers})
-
-# %% ../../nbs/resuming/01_pickles.ipynb #0c12a0a5
-class Paths:
-    """The objects for which a path stands in a pickle, because each process has its own. The path of a class or
-    function is its name"""
-    def __init__(self):
-        self.objects = {}  # by path
-        self.named = {}  # classes and functions, by name
-        self.paths = {}  # by the id of the object, class or function
-
-    def add_named(self, o):
-        "Lets files refer to a class or function, unless it is one of Python's: some run code, as `os.system` does"
-        name = name_of(o)
-        if not name or name in allowed or is_of_python(o): return
-        self.named[name] = o
-        self.paths[id(o)] = name
-
-    def reduced(self, o):
-        """Returns a function that makes `o`, and its arguments; NotImplemented if `o` knows that itself. Pickle asks
-        for everything but Python's numbers, texts and containers"""
-        path = self.paths.get(id(o))
-        if path:
-            return object_at,(path,)
-        if hasattr(type(o), '__next__'):  # Python could pickle that of a list, but it would read another list
-            raise pickle.PicklingError('it is an iterator')
-        if isinstance(o, types.MethodType):
-            return bound,(o.__func__, o.__self__)
-        # An array of a subclass, such as a record array, as a plain one, whose maker a file may name
-        return np.asarray(o).__reduce__() if isinstance(o, np.ndarray) else NotImplemented
-
-    def find_class(self, module:str, name:str):
-        """Returns the class or function that a pickle names; for `object_at`, a function that returns the object at a
-        path. Raises UnpicklingError if a file may not name it"""
-        o = allowed.get(full_name(module, name))
-        if o is None:
-            raise pickle.UnpicklingError(f'a file of AutoResume cannot name {module}.{name}')
-        return ChainMap(self.objects, self.named).get if o is object_at else o
-
-# %% ../../nbs/resuming/01_pickles.ipynb #5e1f3c20
-def pickling(paths:Paths):
-    "Returns what `torch.save` and `torch.load` use in place of the module `pickle`"
-    class Pickler(pickle.Pickler):
-        reducer_override = staticmethod(paths.reduced)
-
-    class Unpickler(pickle.Unpickler):
-        find_class = staticmethod(paths.find_class)
-    return SimpleNamespace(__name__='pickle', Pickler=Pickler, Unpickler=Unpickler)  # PyTorch reads the name, too
 
 # %% ../../nbs/resuming/01_pickles.ipynb #d71880d9
 # Large data are not written, and compared by a sample
@@ -130,14 +75,14 @@ class Digest(pickle.Pickler):
     """Pickles a value to get its digest, which is the same in another process if the value is. On the way it finds out
     how large the value is, and whether a file may hold it"""
     def __init__(self,
-        paths:Paths,
+        graph, # The `Graph` to which the value belongs
         value,
         is_data:bool=False, # Whether the value belongs to the data, of which large ones are not written
     ):
         file = io.BytesIO()
         super().__init__(file)
         self.fast = True  # equal values have equal bytes, also if they consist of other objects
-        self.paths = paths
+        self.graph = graph
         self.is_data = is_data
         self.n_bytes = 0  # in the tensors and arrays of the value
         self.not_kept = None  # why no file may hold the value, if there is a reason
@@ -154,7 +99,7 @@ class Digest(pickle.Pickler):
 
     def reducer_override(self, o):
         "Pickle calls it for each object. If no file may name a class or function, `not_kept` says so"
-        reduced = self.paths.reduced(o)
+        reduced = self.graph.reduced(o)
         name = name_of(o) if reduced is NotImplemented else None
         if name and name not in allowed: self.not_kept = f'it has {name}'
         return reduced
@@ -186,7 +131,7 @@ class Digest(pickle.Pickler):
 @patch
 def sort_key(self:Digest, o)->str:
     "Returns a string that puts the items of a set in the same order in each process: two layers may print the same"
-    return self.paths.paths.get(id(o)) or str(o)
+    return self.graph.paths.get(id(o)) or str(o)
 
 @patch
 def sample_of_memory(self:Digest, storage:torch.UntypedStorage)->bytes:
