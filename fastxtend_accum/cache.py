@@ -15,7 +15,7 @@ from .windows.processes import inner_model,is_sharded
 from .windows.state import Snapshot
 from .memory.auto import SmallerMicroBatches
 from .memory.blocks import check_inside
-from .memory.hidden_state import run_in_parts,state_owners
+from .memory.hidden_state import run_in_parts
 from .memory.micro_batches import check_samples_first
 from .memory.override import override_attr
 from .callback import WindowCallback
@@ -116,9 +116,7 @@ def check_model(self:GradientCache):
     if is_sharded(model):
         raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: "
                          "use DistributedDataParallel")
-    module = self.module_to_split(model)
-    check_inside(module, model, 'part')
-    state_owners(module)
+    check_inside(self.module_to_split(model), model, 'part')
 
 @patch
 def check_others(self:GradientCache):

@@ -8,7 +8,7 @@ from fastai.text.all import (AWD_LSTM, LMDataLoader, LMTensorText, awd_lstm_clas
 
 from common import *
 from fastxtend_accum.memory.hidden_state import state_owners
-from limited_memory import run_out_of_memory
+from limited_memory import OutOfMemory, run_out_of_memory
 
 FLOAT32 = 2e-5  # rounding of float32 weights
 RECORDER = 1e-5  # and of the averages of losses
@@ -249,7 +249,10 @@ def test_a_part_without_a_state_can_be_split():
 
 @pytest.mark.parametrize('micro', [8, 'auto'])
 @each_saver
-def test_another_state_is_an_error_in_micro_batches_only(saver, micro):
-    def learner(cb): return Learner(text_loaders(), Stream(), CrossEntropyLossFlat(), cbs=[ModelResetter(), cb])
-    with pytest.raises(ValueError, match='Stream carries its state .* use a smaller bs'): fit(learner(saver(micro)), 1)
+def test_another_state_is_an_error_before_a_step_once_a_batch_is_split(saver, micro):
+    "With 'auto' that is when memory runs out"
+    def learner(*cbs): return Learner(text_loaders(), Stream(), CrossEntropyLossFlat(), cbs=[ModelResetter(), *cbs])
+    learn = learner(saver(micro), OutOfMemory('after_pred', 1))
+    with pytest.raises(ValueError, match='Stream carries its state .* use a smaller bs'): fit(learn, 1)
+    assert_same_weights(learn, Stream())
     assert_apart(fit(learner(GradientAccumulation(N_TRAIN)), 1), Stream())

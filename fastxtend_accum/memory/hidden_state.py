@@ -43,7 +43,7 @@ def run_in_parts(
 )->list:
     """Returns the results of `run_part` for one part of a batch after the other. In each, AWD_LSTMs in `module`
     continue from their states of these rows. In the end they have the new states of all rows; or, if an error ends a
-    part, those from before the batch"""
+    part, those from before the batch. Raises ValueError if `module` carries another state"""
     owners = state_owners(module)
     n = bounds[-1][1]
     for m in owners:

@@ -14,7 +14,7 @@ from ..windows.loop import WholeBatch,WindowLoop
 from ..windows.nested import (CannotJoin,NotSamplesFirst,join,map_tensors,part_bounds,slice_fields,slice_rows,
                               tensors_in)
 from ..windows.processes import inner_model
-from .hidden_state import run_in_parts,state_owners
+from .hidden_state import run_in_parts
 from .override import override_attr
 
 # %% auto #0
@@ -74,10 +74,6 @@ class MicroBatches(WholeBatch):
         size:int|None=None, # None: the whole batch. AutoMicroBatches begins with it
     ):
         self.size = size
-
-    def begin_epoch(self, loop:WindowLoop):
-        "Raises ValueError if the model carries a state that cannot be split"
-        state_owners(inner_model(loop.learn.model))
 
     def __call__(self, loop:WindowLoop):
         "Runs the loader batch that `loop.learn` holds. Afterwards the Learner holds the whole batch and its mean loss"

@@ -79,8 +79,6 @@ class RetryOnOutOfMemory(WholeBatch):
         self.adapting = [o for o in savers if o.adapts]
         self.has_reported = False  # whether the savers have said what fits
 
-    def begin_epoch(self, loop:WindowLoop): self.strategy.begin_epoch(loop)
-
     def __call__(self, loop:WindowLoop):
         "Runs the loader batch that `loop.learn` holds"
         if self.adapting: self.run_until_it_fits(loop)

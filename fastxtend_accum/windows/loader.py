@@ -371,11 +371,6 @@ def finish_epoch(self:EpochBatches, unfinished:list[LoaderBatch]):
 # Questions
 
 @patch
-def next_window_size(self:EpochBatches)->int:
-    "Returns the samples that fill a window, if it begins with the next batch"
-    return self.plan.window_size(self.samples_read)
-
-@patch
 def samples_left(self:EpochBatches)->int:
     "Returns the planned samples after the current batch"
     return self.info.n_planned-self.samples_read

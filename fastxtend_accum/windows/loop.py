@@ -92,8 +92,6 @@ class WholeBatch:
     may_repeat = False  # whether a loader batch may have several forward passes
     savers = ()  # what saves memory in its passes: a few callbacks, perhaps, and the strategy itself
 
-    def begin_epoch(self, loop:WindowLoop): pass
-
     def __call__(self, loop:WindowLoop):
         "Runs the loader batch that `loop.learn` holds"
         loop.run_micro_batch(loop.batches.current.samples, loop.rows_of_batch())
@@ -137,7 +135,6 @@ class WindowLoop:
         self.batches = EpochBatches(dl, plan, carried, self, n_rounds)
         self.progress = Progress(self.learn, self.batches, self.loggers)
         self.fit.begin_epoch()
-        self.strategy.begin_epoch(self)
 
 # %% ../../nbs/windows/15_loop.ipynb #10999feb
 # The main loop: an epoch, and its windows
@@ -173,7 +170,7 @@ def next_round(self:WindowLoop)->bool:
     make no window"""
     if not self.window.is_open:
         self.between_windows()
-        size = self.batches.next_window_size()
+        size = self.batches.plan.window_size(self.batches.samples_read)
         self.window = Window(size)
         self.begun_at = self.batches.samples_read
         self.progress.begin_window()
