@@ -18,6 +18,7 @@ class Spy(Callback):
     "Notes what a callback can see, in a list that is in no file"
     order = 200
     trace = []
+    begun = None  # the state when the last fit began to train
 
     def note(self, event, *more):
         learn = self.learn
@@ -25,7 +26,10 @@ class Spy(Callback):
         self.trace.append((event, learn.epoch, learn.train_iter, learn.pct_train, *more))
 
     def before_epoch(self): self.note('before_epoch')
-    def before_train(self): self.note('before_train')
+
+    def before_train(self):
+        self.note('before_train')
+        if Spy.begun is None or not self.epoch: Spy.begun = state_of(self.learn)
 
     def after_batch(self):
         learn = self.learn
@@ -61,6 +65,21 @@ def generators_now():
     return [random.getstate(), np.random.get_state()[1], torch.get_rng_state()]
 
 
+def orders_of(learn):
+    "Returns the generators of the DataLoaders"
+    return [dl.rng.getstate() for dl in learn.dls.loaders if hasattr(dl, 'rng')]
+
+
+def state_of(learn):
+    "Returns texts of the weights and of the generators"
+    return exact([*learn.model.parameters()]), exact([generators_now(), orders_of(learn)])
+
+
+def has_moved(learn):
+    "Returns whether the last fit has changed weights and drawn random numbers: otherwise equal ends prove little"
+    return all(before != now for before, now in zip(Spy.begun, state_of(learn)))
+
+
 def history():
     "Returns the lines of CSVLogger's file, without the time of each epoch"
     path = Path('history.csv')
@@ -89,7 +108,7 @@ def results_of(learn):
         has_grad=[p.grad is not None for p in learn.model.parameters()],
         train_iter=learn.train_iter,
         generators=generators_now(),
-        orders=[dl.rng.getstate() for dl in learn.dls.loaders if hasattr(dl, 'rng')],
+        orders=orders_of(learn),
         history=history(),
         files=files())
 
@@ -172,7 +191,8 @@ def script_process(script, seed, prepare):
     set_seed(seed)
     learn = script()
     counts = [o.count for o in countdowns]
-    torch.save(dict(results=results_of(learn), trace=Spy.trace, counts=counts), 'result.tmp')
+    found = dict(results=results_of(learn), trace=Spy.trace, counts=counts, has_moved=has_moved(learn))
+    torch.save(found, 'result.tmp')
     os.rename('result.tmp', 'result.pt')
 
 
@@ -278,6 +298,7 @@ class Whole:
         run = start(script, folder, 1)
         assert run.code == 0, (folder/'error.txt').read_text()
         found = torch.load(folder/'result.pt', weights_only=False)
+        assert found['has_moved']
         self.results = found['results']
         self.trace = found['trace']
         self.seconds = run.seconds
@@ -291,12 +312,14 @@ class Whole:
 
 
 def random_kill(rnd, whole, number):
-    "Returns arguments of `start` for a kill at an event of a batch, at a time in training, or within a save"
-    if number == signal.SIGTERM: return dict(prepare=partial(kill_at, rnd.randint(1, whole.n_events), 0, number))
+    """Returns arguments of `start` for a kill at an event of a batch, at a time in training, or within a save. None is
+    in the first tenth of the script: what goes on from its first save proves little"""
+    event = rnd.randint(whole.n_events//10, whole.n_events)
+    if number == signal.SIGTERM: return dict(prepare=partial(kill_at, event, 0, number))
     kind = rnd.choice(['event', 'event', 'time', 'save'])
-    if kind == 'time': return dict(seconds=rnd.random()*whole.seconds)
+    if kind == 'time': return dict(seconds=rnd.uniform(.1, 1)*whole.seconds)
     if kind == 'save': return dict(prepare=partial(kill_at, 0, rnd.randint(1, whole.n_steps_of_saves)))
-    return dict(prepare=partial(kill_at, rnd.randint(1, whole.n_events)))
+    return dict(prepare=partial(kill_at, event))
 
 
 def trial(script, whole, folder, rnd, report):

@@ -180,16 +180,16 @@ def schedule(start=8, end=20, **kwargs):
     return GradientAccumulationSchedule(start, end, finish=.8, verbose=False, **kwargs)
 
 
-def make(*cbs, dls=None, m=None, loss_func=F.mse_loss, **kwargs):
+def make(*cbs, dls=None, m=None, loss_func=F.mse_loss, splitter=two_groups, **kwargs):
     if dls is None: dls = fastai_data()
     if m is None: m = mlp()
-    return Learner(dls, m, loss_func, cbs=cbs, splitter=two_groups, path=Path(), **kwargs)
+    return Learner(dls, m, loss_func, cbs=cbs, splitter=splitter, path=Path(), **kwargs)
 
 
-def train(*cbs, n_epoch=2, lr=.02, resume=None, **kwargs):
+def train(*cbs, n_epoch=2, lr=.02, resume=None, method='fit_one_cycle', **kwargs):
     "Makes a Learner and trains it"
     learn = make(*cbs, **kwargs)
-    learn.fit_one_cycle(n_epoch, lr, cbs=resume or auto())
+    getattr(learn, method)(n_epoch, lr, cbs=resume or auto())
     return learn
 
 
