@@ -84,6 +84,7 @@ def end_of(script, whole, folder, mutate=noop):
     (without(lambda path, name: path.startswith('generators')), 'noisy_samples'),
     (without(lambda path, name: path.startswith('model')), 'unused_layer'),
     (without(lambda path, name: name == 'frozen_idx'), 'unfreezes'),
+    (without(lambda path, name: name == 'p'), 'dropout_rises'),
     (without(lambda path, name: path == 'AvgMetric'), 'training_metrics'),
     (without(lambda path, name: path == 'Remembers'), 'plain_data_of_callback'),
     (without_carried_batches, 'carry_with_saves_between_epochs'),
