@@ -18,18 +18,16 @@ class Spy(Callback):
     "Notes what a callback can see, in a list that is in no file"
     order = 200
     trace = []
-    begun = None  # the state when the last fit began to train
+    begun = None  # the state when the last fit began
 
     def note(self, event, *more):
         learn = self.learn
         if learn.lock.locked() or hasattr(learn, 'lr_finder'): return
         self.trace.append((event, learn.epoch, learn.train_iter, learn.pct_train, *more))
 
+    def before_fit(self): Spy.begun = state_of(self.learn)
     def before_epoch(self): self.note('before_epoch')
-
-    def before_train(self):
-        self.note('before_train')
-        if Spy.begun is None or not self.epoch: Spy.begun = state_of(self.learn)
+    def before_train(self): self.note('before_train')
 
     def after_batch(self):
         learn = self.learn
