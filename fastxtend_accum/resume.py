@@ -32,7 +32,7 @@ class AutoResume(WindowCallback):
     saved_fit = None  # the `SavedFit` while a fit runs
     def __init__(self,
         every:int|None=None, # Optimizer steps between saves; None: save by time, as `minutes` says
-        minutes:Real=5, # Minutes between saves; more if saving would take more than 5% of the time
+        minutes:Real=5, # Minutes between saves
         fname:str='resume', # Folder of the files in `learn.path/learn.model_dir`; use a different one for each script
         restart:bool=False, # Whether to start over and ignore the saved files
         verbose:bool=True, # Whether to print where a fit resumes
@@ -80,11 +80,7 @@ def before_train(self:AutoResume):
 @patch
 def after_batch(self:AutoResume):
     "In training, the loop saves between windows"
-    if not self.learn.training: self.after_validate()
-
-@patch
-def after_validate(self:AutoResume):
-    if self.saved_fit: self.saved_fit.save_trained()
+    if self.saved_fit and not self.learn.training: self.saved_fit.save_trained()
 
 @patch
 def after_fit(self:AutoResume):

@@ -71,6 +71,11 @@ class Total:
     def __init__(self): self.mean = 0.
 
 
+class Seen:
+    "Of which the callback makes objects during the fit"
+    def __init__(self, mean): self.mean = mean
+
+
 class Recent(Callback):
     "Multiplies inputs by what an object with slots, a deque and a defaultdict have counted"
     def __init__(self):
@@ -82,9 +87,9 @@ class Recent(Callback):
         if not self.training: return
         mean = float(self.x.mean())
         self.total.mean += mean
-        self.recent.append(mean)
+        self.recent.append(Seen(mean))
         self.counts['n'] += 1
-        seen = self.total.mean+sum(self.recent)
+        seen = self.total.mean+sum(o.mean for o in self.recent)
         self.learn.xb = (self.x*(1+.01*seen+.01*self.counts['n']),)
 
 
@@ -289,18 +294,19 @@ class Holds(Callback):
     def before_batch(self): next(self.numbers)
 
 
-class Seen: pass
+class Unnamed: pass
+def made(): return Unnamed()
 
 
 class MakesObjects(Callback):
-    "Of a class that nothing had when the fit began"
-    def before_batch(self): self.last = Seen()
+    "Of a class that nothing had when the fit began, and that no method of the callback names"
+    def before_batch(self): self.last = made()
 
 
 @pytest.mark.parametrize('kind, text', [
     (Holds, r'Holds.numbers \(it is an iterator'),
     (Holds, 'Holds.cycle '),
-    (MakesObjects, r'MakesObjects.last \(it has test_graph.Seen')])
+    (MakesObjects, r'MakesObjects.last \(it has test_graph.Unnamed')])
 def test_what_is_not_kept_is_named(kind, text):
     with pytest.warns(UserWarning, match=f'does not keep .*{text}'): train(learner(kind()), n_epoch=2, every=26)
 

@@ -30,6 +30,8 @@ def test_a_variable_of_a_closure_goes_back():
     n = 1
     set_content(cell, before)
     assert count() is None
+    del n
+    assert content_of(cell) is None
 
 
 @pytest.mark.parametrize('grad', [None, torch.zeros(2), torch.ones(2)])

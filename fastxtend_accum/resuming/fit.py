@@ -16,6 +16,7 @@ from .files import Folder,folders,read_file,whole_file
 from .graph import Graph
 from .identity import add_settings,check_same,text_of
 from .outside import restore_loggers,state_of_loggers
+from .pickles import Digest
 from .reader import Reader
 from .signals import held_signals
 
@@ -104,10 +105,8 @@ def save_if_due(self:SavedFit):
     is_due = signal or self.clock() >= self.next_save
     # All processes save if one of them has to
     if max_over_processes(self.learn, is_due):
-        start = time.monotonic()
         self.save(self.leader.loop.state())
-        seconds = max(60*self.cb.minutes, 20*(time.monotonic()-start))  # so that saving takes at most 5% of the time
-        interval = self.cb.every or seconds
+        interval = self.cb.every or 60*self.cb.minutes
         self.next_save = self.clock()+interval
     if signal: held_signals.deliver()
 
@@ -117,11 +116,10 @@ def save_trained(self:SavedFit):
     repeats"""
     if not self.trained or not held_signals.waiting: return
     # While a callback validates with other weights, such as their average, `trained` has these, since it shares their
-    # memory. Then the signal waits until the callback has put the weights back
-    then = self.trained['processes'][self.rank]['digests']
-    now = self.graph.state()['digests']
-    for part in self.trained['weights']:
-        if now.get(part) != then[part]: return
+    # memory. Then the signal waits for the next window, or the end of the fit
+    digests = self.trained['processes'][self.rank]['digests']
+    for part,value in self.trained['weights'].items():
+        if Digest(self.graph, value).value != digests[part]: return
     self.write(self.trained)
     held_signals.deliver()
 

@@ -16,7 +16,7 @@ from .parts import *
 from .pickles import *
 
 # %% auto #0
-__all__ = ['roots_of', 'root_of', 'is_data', 'parts_of', 'Graph', 'pickling', 'moved']
+__all__ = ['roots_of', 'root_of', 'is_data', 'parts_of', 'Graph', 'named_in', 'pickling', 'moved']
 
 # %% ../../nbs/resuming/02_graph.ipynb #4ff7f8ce
 # The search begins at a few objects, the roots. Each part of an object (an attribute, or its content) is pickled for
@@ -84,13 +84,25 @@ class Graph:
         size = f' {list(o.shape)} {o.dtype}' if isinstance(o, Tensor) else ''
         self.begun[path,'class'] = kind.__qualname__+size
         self.add_named(kind)
-        if isinstance(o, Callback):  # it may keep a method of its own later, as MixUp does
-            for base in kind.__mro__[:-1]:
-                for function in vars(base).values(): self.add_named(function)
+        if isinstance(o, Callback):
+            for named in named_in(kind): self.add_named(named)
         inner = []
         if isinstance(o, nn.Module): inner = [*o.named_modules(), *o.named_parameters(), *o.named_buffers()]
         if isinstance(o, types.FunctionType): inner = zip(o.__code__.co_freevars, o.__closure__ or ())
         for name,value in inner: self.add(f'{path}.{name}', value)
+
+def named_in(kind:type)->list:
+    """Returns what a callback of a class may keep later in the fit: its methods, as MixUp does, and the classes and
+    functions that its methods name. Methods of installed packages, in `site-packages` or `dist-packages`, are not
+    searched for these"""
+    methods = []
+    for base in kind.__mro__:
+        methods += [f for f in vars(base).values() if isinstance(f, types.FunctionType)]
+    res = list(methods)
+    for f in methods:
+        if '-packages' not in f.__code__.co_filename:
+            res += [f.__globals__.get(name) for name in f.__code__.co_names]
+    return res
 
 # %% ../../nbs/resuming/02_graph.ipynb #6b1d88f2
 # Pickle finds what an object reaches

@@ -6,6 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/parts.html.md""
 
 # %% ../../nbs/resuming/00_parts.ipynb #8eaf3e3d
 from __future__ import annotations
+from contextlib import suppress
 import io
 
 from fastai.basics import *
@@ -90,7 +91,7 @@ def content_of(o):
     if isinstance(o, generators):
         return o.get_state()
     if isinstance(o, types.CellType):
-        return o.cell_contents,
+        with suppress(ValueError): return o.cell_contents,  # if it has a value yet
     if isinstance(o, Recorder):
         return torch.stack(o.losses) if o.losses else None  # one tensor instead of many
     if isinstance(o, dict):
