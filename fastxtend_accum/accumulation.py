@@ -116,11 +116,6 @@ def settings(self:GradientAccumulation)->Settings:
         describes=self.verbose)
 
 @patch
-def sizes_by_argument(self:GradientAccumulation)->dict[str,int]:
-    "Returns the sizes of windows that arguments set, in samples of all processes, by the names that errors give them"
-    return dict(accum_bs=self.accum_bs)
-
-@patch
 def remainder_for(self:GradientAccumulation, dl)->str:
     if self.remainder: return self.remainder
     return 'drop' if self.accum_bs and drops_last(dl) else 'step'

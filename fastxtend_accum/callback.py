@@ -62,6 +62,9 @@ class WindowCallback(Callback):
     def remainder_for(self, dl)->str:
         "Returns what happens to batches at the end of an epoch that do not fill a window: 'step', 'carry' or 'drop'"
         return 'step'
+    def sizes_by_argument(self)->dict[str,int|None]:
+        "Returns the sizes of windows that arguments set, in samples of all processes, by the names of these arguments"
+        return dict(accum_bs=self.accum_bs)
     def window_size_at(self, pct_train:float, n_epoch:int, global_bs:int)->float:
         """Returns the wanted size of a window that begins at `pct_train` of a fit of `n_epoch`, in samples of all
         processes. On the curve of a schedule, it need not be a whole number"""
@@ -187,8 +190,9 @@ def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, 
         "Returns the wanted size in one process"
         return self.window_size_at(pct_train, n_epoch, bs*n_processes)/n_processes
     def shape_at_pct(pct_train:float)->WindowShape: return nearest_shape(size_at_pct(pct_train), bs)
-    # A curve may leave the range between its ends, so look at each thousandth of the fit
-    sizes = [size_at_pct(pct) for pct in np.linspace(0, 1, 1001)]
+    # A curve may leave the range between its ends, so look at each percent of the fit. A step may be shorter than that
+    sizes = [size_at_pct(pct) for pct in np.linspace(0, 1, 101)]
+    sizes += [size/n_processes for size in self.sizes_by_argument().values() if size]
     smallest = nearest_shape(min(sizes), bs)
     largest = nearest_shape(max(sizes), bs)
     return EpochPlan(info, shape_at_pct, epoch, n_epoch, self.remainder_for(dl), carried, smallest, largest)

@@ -63,7 +63,7 @@ def test_changes_are_named_by_the_class_of_the_layer():
     assert Differences(m, before).described(m) == ''
     m(torch.randn(8, 5))
     assert Differences(m, before).described(m) == (
-        '. Same as one batch, except: BatchNorm1d, random numbers (dropout).')
+        '. Same as one batch, except: layers with buffers (BatchNorm1d), random numbers (dropout).')
 
 
 def test_half_precision_is_named_if_gradients_cannot_add_up_in_float32(monkeypatch):
@@ -94,7 +94,7 @@ CACHE = 'GradientCache: Sequential sees at most '
 NOT_SPLIT = '; validation batches are not split'
 
 
-DIFFERENCES = '. Same as one batch, except: BatchNorm1d, random numbers (dropout).'
+DIFFERENCES = '. Same as one batch, except: layers with buffers (BatchNorm1d), random numbers (dropout).'
 
 
 def size_words(batch, size):
@@ -126,7 +126,8 @@ def test_a_model_that_differs_in_nothing(capsys, bs, make_cb, line):
 def test_a_schedule_names_what_differs_in_later_windows(capsys, bs, start, at_once):
     "It begins with one loader batch, or with pieces of one"
     line = line_of(capsys, bs, GradientAccumulationSchedule(start, 32), m=with_batch_norm())
-    assert line == size_words(f'{start} to 32', at_once)+'. Same as one batch, except: BatchNorm1d.\n'
+    sizes = size_words(f'{start} to 32', at_once)
+    assert line == f'{sizes}. Same as one batch, except: layers with buffers (BatchNorm1d).\n'
 
 
 class Largest(nn.Module):
@@ -191,12 +192,12 @@ def except_for(capsys, m, split):
 @each_split
 def test_layers_of_ones_own_are_named_if_they_keep_statistics_or_draw_random_numbers(capsys, split):
     m = nn.Sequential(BufferInPlace(), TorchNoise(), model())
-    assert except_for(capsys, m, split) == 'BufferInPlace, random numbers (dropout).'
+    assert except_for(capsys, m, split) == 'layers with buffers (BufferInPlace), random numbers (dropout).'
 
 
 @pytest.mark.parametrize('make_layer, says', [
-    (lambda: parametrizations.spectral_norm(nn.Linear(4, 4)), '_SpectralNorm.'),
-    (lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), 'Linear.'),
+    (lambda: parametrizations.spectral_norm(nn.Linear(4, 4)), 'layers with buffers (_SpectralNorm).'),
+    (lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), 'layers with buffers (Linear).'),
     (lambda: parametrizations.weight_norm(nn.Linear(4, 4)), ''),
     (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=.1), 'random numbers (dropout).'),
     (lambda: nn.Dropout(0.), '')])

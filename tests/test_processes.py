@@ -211,7 +211,7 @@ def test_the_line_of_the_first_window_counts_processes(world):
     "The first process prints it"
     n = world.n
     line = f'{4*n} samples per step, at most 2 at a time in each of {n} processes'
-    normed = f'{line}. Same as one batch, except: BatchNorm1d, random numbers (dropout).'
+    normed = f'{line}. Same as one batch, except: layers with buffers (BatchNorm1d), random numbers (dropout).'
     first, *others = world.each('lines')
     assert first == [line, normed]
     for said in others: assert said == []

@@ -55,13 +55,14 @@ class Differences:
     def described(self, split:nn.Module)->str:
         """Returns a sentence that names the differences; an empty text if there are none. Only `split`, the model or a
         part of it, sees micro-batches, so it names layers of this part. Random numbers may be those of other parts"""
+        res = []
         changed = [type(o).__name__ for o in split.modules() if o in self.changed]
-        names = unique(changed)
-        if self.draws: names.append('random numbers (dropout)')
+        if changed: res.append(f"layers with buffers ({', '.join(unique(changed))})")
+        if self.draws: res.append('random numbers (dropout)')
         has_half = any(p.dtype in half for p in split.parameters())
         if has_half and not can_sum_in_float32:
-            names.append('gradients add up in half precision (PyTorch 2.10 and later avoid it)')
-        return f". Same as one batch, except: {', '.join(names)}." if names else ''
+            res.append('gradients add up in half precision (PyTorch 2.10 and later avoid it)')
+        return f". Same as one batch, except: {', '.join(res)}." if res else ''
 
 # %% ../../nbs/windows/11_description.ipynb #9aa64dd8
 def log_message(learn, message:str)->bool:
