@@ -88,13 +88,22 @@ def test_the_line_is_printed_again_if_it_has_changed(capsys):
                     '4 samples per step, at most 4 at a time\n']
 
 
-def test_a_gradient_cache_that_is_turned_off_splits_nothing(capsys):
+@pytest.mark.parametrize('run, size', [(True, 2), (False, 8)])
+def test_a_gradient_cache_splits_batches_unless_it_is_turned_off(capsys, run, size):
     accum = GradientAccumulation(16)
     learn = make_learner(8, cbs=[accum, GradientCache(2)])
-    learn.gradient_cache.run = False
+    learn.gradient_cache.run = run
     fit_aloud(learn, 1)
-    assert capsys.readouterr().out == '16 samples per step, at most 8 at a time\n'
-    assert accum.micro_bs == 8
+    assert f'16 samples per step, at most {size} at a time\n' in capsys.readouterr().out
+    assert accum.micro_bs == size
+
+
+def test_without_verbose_the_line_has_no_differences(capsys):
+    "Nothing has looked for them"
+    accum = GradientAccumulation(16, verbose=False)
+    fit_aloud(make_learner(8, cbs=accum), 1)
+    assert capsys.readouterr().out == ''
+    assert accum.description() == '16 samples per step, at most 8 at a time'
 
 
 # Validation

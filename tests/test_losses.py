@@ -368,6 +368,12 @@ def test_a_loss_without_a_rule_goes_by_rows(loss_func):
     assert loss_items(loss_func, VALUES, BINARY, rows=5) == 5
 
 
+@pytest.mark.parametrize('args', [(VALUES, TARGETS, TARGETS), ((VALUES, VALUES), TARGETS)], ids=['three', 'a_tuple'])
+def test_a_built_in_rule_counts_no_other_arguments_than_two_tensors(args):
+    class OfSeveral(nn.MSELoss): "May take more, or tuples"
+    assert loss_items(OfSeveral(), *args, rows=8) == 8
+
+
 def test_a_rule_for_a_function_holds_for_a_partial_of_it(monkeypatch):
     def kept(pred, targ, weight=None): pass
     monkeypatch.setitem(loss_rules, kept, lambda settings, pred, targ: len(settings.weight))
