@@ -83,6 +83,18 @@ def test_an_epoch_without_a_window_counts_no_iteration():
     assert notes.iterations == [1, 2]
 
 
+def test_batches_whose_size_nobody_states_count_the_same():
+    "A window takes them until it is full: here one of 8 samples, two of 4 and two of 4"
+    sizes = [8, 4, 4, 4, 4]
+    batches = torch.arange(24).split(sizes)
+    notes = NotesPosition()
+    learn = make_learner(8, n=24, cbs=[notes, GradientAccumulation(8, micro_batch_size=4)])
+    learn.dls.loaders[0] = torch.utils.data.DataLoader(learn.dls.train.dataset, batch_sampler=batches)
+    fit(learn, 1)
+    assert learn.recorder.accum_bs == [8, 8, 8]
+    assert_same(notes.after, [1/5, 3/5, 1], ROUNDING)
+
+
 # Loader batches as rounds: while a window goes on, the position is where it began
 
 def positions_of_rounds(cancelled, n_batches=10, k=4):
