@@ -89,6 +89,12 @@ def test_four_batches_of_any_kind_are_a_window(loader, micro_batch_size):
     assert_same_fit_and_positions(small, large)
 
 
+def test_carried_batches_move_the_next_epoch_back_by_their_samples_not_their_rows():
+    "Three windows of 16 samples leave 2 of 50, with two rows each"
+    learn = fit_on(fastai_loader(4, two_views), GradientAccumulation(16, remainder='carry'))
+    assert learn.notes_positions.seen[2] == pytest.approx((1-2/50)/3)
+
+
 # Sizes that change between epochs
 
 class SetsSize(Callback):

@@ -305,12 +305,12 @@ def loader_batches(self:EpochBatches)->Iterator[list[LoaderBatch]]:
 @patch
 def counted(self:EpochBatches, data:tuple, start:int)->LoaderBatch:
     """Counts a batch that begins after `start` samples of the epoch. It has as many samples as the batch size that the
-    DataLoader states, since there may be several rows of each. If the DataLoader states none, each row is a sample"""
+    DataLoader states, since there may be several rows of each. If the DataLoader states none, or yields more samples
+    than its length announces, each row is a sample"""
     info = self.info
-    left = max(info.n_planned-start, 0)  # 0 if the DataLoader yields more than its length announces
+    left = max(info.n_planned-start, 0)  # 0 if the DataLoader yields more
     planned = min(info.planned_batch_size, left)  # the last batch may be smaller
-    samples = None
-    if info.states_batch_size: samples = planned or info.batch_size
+    samples = planned if info.states_batch_size else None
     rows = n_rows(data, samples)
     return LoaderBatch(data, samples or rows, planned, rows)
 
