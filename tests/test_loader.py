@@ -207,8 +207,8 @@ def torch_subset(n, bs, drop_last=False):
 @EACH_REMAINDER
 @pytest.mark.parametrize('make', [torch_loader, torch_subset])
 def test_a_loader_of_pytorch_or_a_batch_sampler(make, remainder):
-    """The last window has batches of 8, 8, 8 and 4 samples. Where the loader drops the last batch, incomplete windows are
-    dropped, too, unless something else is asked for"""
+    """The last window has batches of 8, 8, 8 and 4 samples. Where the loader drops the last batch, incomplete windows
+    are dropped, too, unless something else is asked for"""
     learn = with_loader(make(92, 8), GradientAccumulation(32, remainder=remainder))
     assert_fits_windows(learn, 92, remainder=remainder)
     drops = make(92, 8, drop_last=True)

@@ -195,6 +195,8 @@ def test_lists_of_samples_are_joined_inside_of_an_output():
     ('a', 'b'),
     (object(), object()),
     ((1, 2), (1, 2, 3)),
+    (['a'], ['b', 'c', 'd']),  # only the first one lists samples
+    ((torch.zeros(1), 1), torch.zeros(2)),
     (dict(a=torch.zeros(1), b=torch.ones(1)), dict(b=torch.ones(2), a=torch.zeros(2)))])
 def test_what_is_no_output_of_the_batch_cannot_be_joined(first_one, second):
     with pytest.raises(CannotJoin, match='cannot join a|differ in structure'): join([first_one, second], [1, 2])
