@@ -310,8 +310,8 @@ class Whole:
 
 
 def random_kill(rnd, whole, number):
-    """Returns arguments of `start` for a kill at an event of a batch, at a time in training, or within a save. The events
-    and times of the script's first tenth are left out, since what goes on from its first save proves little"""
+    """Returns arguments of `start` for a kill at an event of a batch, at a time in training, or within a save. The
+    events and times of the script's first tenth are left out, since what goes on from its first save proves little"""
     event = rnd.randint(whole.n_events//10, whole.n_events)
     if number == signal.SIGTERM: return dict(prepare=partial(kill_at, event, 0, number))
     kind = rnd.choice(['event', 'event', 'time', 'save'])
