@@ -37,7 +37,8 @@ def restore_loggers(learn, state:dict):
         wandb.finish()
         wandb.init(resume='must', **run)
     for file,size in zip(csv_files(learn), state['sizes']):
-        file.truncate(size)  # the killed process may have written these rows already
+        # The killed process may have written these rows already. Those of an earlier fit are shorter without times
+        file.truncate(min(size, file.tell()))
     bar = nested_attr(learn, 'progress.mbar')
     if bar: bar.update(0)  # fastprogress cannot show a row before its first update
     for rec in learn._grab_cbs(Recorder):
