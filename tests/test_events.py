@@ -9,7 +9,6 @@ from fastai.callback.training import GradientAccumulation as FastaiAccumulation
 
 from common import *
 from fastxtend_accum.windows import events
-from own_learners import *
 
 # Late callbacks that see windows are the point here
 pytestmark = pytest.mark.filterwarnings('ignore:before_batch of .* is called once per window')
@@ -69,10 +68,10 @@ class ByGetattr(Records):
         return super().__getattr__(name)
 
 
-def small_learner(cbs, cls=Learner, n=32):
+def small_learner(cbs, n=32):
     "Returns a Learner with loader batches of 8 samples"
     dls = make_learner(8, n=n).dls
-    return cls(dls, model(), mse, opt_func=SGD, cbs=cbs)
+    return Learner(dls, model(), mse, opt_func=SGD, cbs=cbs)
 
 
 def one_batch_windows(**kwargs):
@@ -126,16 +125,10 @@ def switch_off_in_training(learn, other): other.run_train = False
 def switch_off_in_validation(learn, other): other.run_valid = False
 
 
-CHANGED_OFTEN = ['before_batch', 'after_loss', 'before_step', 'after_batch']
 CHANGES = [add, remove, switch_off, switch_off_in_training, switch_off_in_validation]
 
 
-class OwnCall(Learner):
-    "Sends events in a way of its own, which is fastai's"
-    def __call__(self, event_name): super().__call__(event_name)
-
-
-def recorded_with_change(event, change, cls, *cbs):
+def recorded_with_change(event, change, *cbs):
     "Returns what callbacks record, of which one is changed when `event` comes for the first time"
     log = []
     first = ByClass('first', log, -10)
@@ -143,77 +136,37 @@ def recorded_with_change(event, change, cls, *cbs):
     last = ByClass('last', log, 60)
     present = [first, last]
     if change is not add: present.append(other)
-    fit(small_learner([*present, Changes(event, change, other), *cbs], cls, n=16), 2)
+    fit(small_learner([*present, Changes(event, change, other), *cbs], n=16), 2)
     return log
 
 
-@pytest.mark.parametrize('event,change,cls', [
-    *paired(IN_A_FIT, CHANGES, [Learner]),
-    *paired(CHANGED_OFTEN, CHANGES, [OwnCall])])
-def test_a_callback_that_is_changed_in_an_event(event, change, cls):
+@pytest.mark.parametrize('event,change', paired(IN_A_FIT, CHANGES))
+def test_a_callback_that_is_changed_in_an_event(event, change):
     "Added, removed or switched off: with windows of one batch this counts when it counts in a plain Learner"
-    plain = recorded_with_change(event, change, cls)
+    plain = recorded_with_change(event, change)
     assert 'other' in [label for label, *_ in plain]
-    assert recorded_with_change(event, change, cls, one_batch_windows()) == plain
+    assert recorded_with_change(event, change, one_batch_windows()) == plain
 
 
-# A Learner that sends events in its own way
+# Exceptions
 
-def sender(name, sent):
-    "Returns a method in the place of the Learner's method `name`, which notes in `sent` what it is to send"
-    fastais = getattr(Learner, name)
-    def method(self, *args):
-        what = args[1] if name == '_with_events' else args[0]
-        sent.append(what)
-        return fastais(self, *args)
-    return method
-
-
-OWN_WAYS = [*itertools.product(['_call_one', '_with_events'], PLACES),
-            ('__call__', in_class), ('__call__', as_patch)]  # Python looks for `__call__` in the class alone
-
-
-@pytest.mark.parametrize('name, place', OWN_WAYS)
-def test_a_learner_that_sends_events_in_its_own_way(name, place, monkeypatch):
-    "Sends those of windows of one batch as those of batches, and callbacks get the same"
-    def recorded(*cbs):
-        sent = []
-        log = []
-        learn = small_learner([ByClass('early', log, 0), ByClass('late', log, 60), *cbs])
-        method = sender(name, sent)
-        with monkeypatch.context() as patch:
-            place(learn, name, method, patch)
-            fit(learn, 2)
-        return sent, log
-    sent, log = recorded()
-    assert len(sent) > 20
-    assert recorded(one_batch_windows()) == (sent, log)
-
-
-class OwnWithEvents(Learner):
-    "Sends events in a way of its own, which is fastai's"
-    def _with_events(self, *args): super()._with_events(*args)
-
-
-def recorded_with_fault(exc, event, cls, *cbs):
+def recorded_with_fault(exc, event, *cbs):
     "Returns what ends a fit, and what callbacks record, if one raises `exc` the second time that `event` comes"
     log = []
     recorders = [ByClass('early', log, 0), ByClass('late', log, 60)]
-    learn = small_learner([*recorders, Fault(exc, event, 2, 5), *cbs], cls)
+    learn = small_learner([*recorders, Fault(exc, event, 2, 5), *cbs])
     return fit_until_error(learn), log
 
 
 ALL_RAISED = [*CANCELS, CancelBackwardException, CancelStepException, ValueError]
-RAISED = list(itertools.product(IN_A_BATCH, ALL_RAISED, [Learner, OwnCall, OwnWithEvents]))
-# Limit: with a Learner's own `_with_events`, a batch that is cancelled there is not counted in train_iter
-RAISED.remove(('before_batch', CancelBatchException, OwnWithEvents))
+RAISED = list(itertools.product(IN_A_BATCH, ALL_RAISED))
 
 
-@pytest.mark.parametrize('event,exc,cls', RAISED[::9])
-def test_what_a_callback_raises_in_an_event(event, exc, cls):
+@pytest.mark.parametrize('event,exc', RAISED[::5])
+def test_what_a_callback_raises_in_an_event(event, exc):
     "In windows of one batch: it ends the same events as in a plain Learner"
-    plain = recorded_with_fault(exc, event, cls)
-    assert recorded_with_fault(exc, event, cls, one_batch_windows()) == plain
+    plain = recorded_with_fault(exc, event)
+    assert recorded_with_fault(exc, event, one_batch_windows()) == plain
 
 
 # Errors
@@ -251,26 +204,24 @@ BATCHES = [*BATCH, 'after_batch', *BATCH, 'after_batch', *BATCH, *ENDS,
 OF_A_BATCH = [*BATCH, *STEP, *GOES_ON, 'after_cancel_backward', 'after_cancel_step']
 
 
-def events_of_an_epoch(order, cls=Learner, but=(), cb=None, also=(), **kwargs):
+def events_of_an_epoch(order, but=(), cb=None, also=(), **kwargs):
     "Returns the events that a callback gets of five batches in windows of three, if it has all `but` some"
     log = []
     names = [name for name in OF_A_BATCH if name not in but]
     accum = cb or GradientAccumulation(24, verbose=False, **kwargs)
-    fit(small_learner([ByInstance('', log, order, names), accum, *also], cls, n=40), 1)
+    fit(small_learner([ByInstance('', log, order, names), accum, *also], n=40), 1)
     return [name for _, name, training, *_ in log if training]
 
 
-@pytest.mark.parametrize('order, log_accum_batch, cls, expected', [
-    (-20, True, Learner, PREPARING),
-    (49, True, OwnCall, PREPARING),
-    (49, True, OwnWithEvents, PREPARING),
-    (50, True, Learner, WINDOWS),
-    (50, True, OwnCall, WINDOWS),
-    (-20, False, OwnWithEvents, BATCHES),
-    (50, False, Learner, BATCHES)])
-def test_a_callback_that_prepares_batches_sees_each_and_a_late_one_windows(order, log_accum_batch, expected, cls):
+@pytest.mark.parametrize('order, log_accum_batch, expected', [
+    (-20, True, PREPARING),
+    (49, True, PREPARING),
+    (50, True, WINDOWS),
+    (-20, False, BATCHES),
+    (50, False, BATCHES)])
+def test_a_callback_that_prepares_batches_sees_each_and_a_late_one_windows(order, log_accum_batch, expected):
     "All see loader batches if those are logged"
-    assert events_of_an_epoch(order, cls, log_accum_batch=log_accum_batch) == expected
+    assert events_of_an_epoch(order, log_accum_batch=log_accum_batch) == expected
 
 
 def test_a_callback_without_before_batch_sees_windows_and_one_without_after_batch_each_beginning():

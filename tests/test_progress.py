@@ -140,7 +140,6 @@ def test_cancelled_batches_do_not_stop_a_schedule_short(cancelled, make, log):
     cancels = CancelsBatches(cancelled, 'after_pred')
     learn = make_learner(8, n=80, drop_last=True, cbs=[make(32, log_accum_batch=log), cancels])
     fit(learn, 3, method='fit_one_cycle')
-    assert learn.pct_train > 1-32/240
     assert learn.recorder.lrs[-1] < .03
     assert max(learn.recorder.lrs) > .09
 
@@ -166,15 +165,6 @@ def test_a_window_that_its_epoch_no_longer_fills_is_none(event):
     assert accum.opt_steps == 2
     assert learn.train_iter == 4
     assert len(losses(learn)) == 2
-
-
-@pytest.mark.parametrize('remainder', ['step', 'carry'])
-def test_a_stream_with_logged_batches_ends_at_the_end(remainder):
-    cb = GradientAccumulation(32, log_accum_batch=False, remainder=remainder)
-    learn = make_learner(8, n=40, cbs=cb)
-    learn.dls.loaders[0] = torch.utils.data.DataLoader(Stream(40), batch_size=8)
-    fit(learn, 2)
-    assert learn.pct_train == pytest.approx(1.)
 
 
 class SkipsBroken(DataLoader):

@@ -2,7 +2,7 @@
 import pytest
 
 from common import *
-from fastxtend_accum.windows.step import ScaledHypers, hypers_of, scales_loss, set_hypers
+from fastxtend_accum.windows.step import scaled_hypers, scales_loss
 
 
 def two_groups(params):
@@ -21,18 +21,18 @@ def torch_sgd():
 each_optimizer = pytest.mark.parametrize('make_opt', [fastai_sgd, torch_sgd])
 
 
+def hypers_of(opt):
+    "Returns the rates and momenta of each parameter group"
+    return [(group['lr'], group['mom']) for group in opt.hypers]
+
+
 @each_optimizer
 def test_rules_scale_each_group_for_the_length_of_a_step(make_opt):
     opt = make_opt()
-    set_hypers(opt, dict(lr=[.1, .2]))
-    before = hypers_of(opt, ['lr', 'mom'])
-    assert before == dict(lr=[.1, .2], mom=[.9, .9])
-    scaled = ScaledHypers(opt, dict(lr=linear_scale, mom=half_life_scale), ratio=2)
-    assert hypers_of(opt, ['lr', 'mom']) == before
-    scaled.apply()
-    assert hypers_of(opt, ['lr', 'mom']) == dict(lr=[.2, .4], mom=[.9**2, .9**2])
-    scaled.restore()
-    assert hypers_of(opt, ['lr', 'mom']) == before
+    opt.set_hyper('lr', [.1, .2])
+    with scaled_hypers(opt, dict(lr=linear_scale, mom=half_life_scale), ratio=2):
+        assert hypers_of(opt) == [(.2, .9**2), (.4, .9**2)]
+    assert hypers_of(opt) == [(.1, .9), (.2, .9)]
 
 
 # In a fit

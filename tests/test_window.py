@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from common import *
-from fastxtend_accum.windows.window import LossSums, Outcome, Window, zero_grads_if_empty
+from fastxtend_accum.windows.gradients import WindowParams
+from fastxtend_accum.windows.window import LossSums, Outcome, Window, power_of_two, zero_grads_if_empty
 
 
 # Weights
@@ -23,12 +24,18 @@ def test_the_gradient_of_the_mean_of_nothing_is_0(weight):
 
 # Sums over micro-batches
 
+def window_params():
+    learn = make_learner(8)
+    learn.create_opt()
+    return WindowParams(learn)
+
+
 def window_with(parts, size=16, device=None):
     "Returns a window with micro-batches of 8 samples, which have these losses and items"
     window = Window(size)
     for loss, items in parts:
         loss = torch.tensor(loss, dtype=torch.float64, device=device)
-        window.add(window.weigh(loss, items, 8, needs_weight=True))
+        window.add(LossSums(1, 8, loss*window.weight_of(items), items))
     return window
 
 
@@ -46,17 +53,18 @@ def test_any_weighted_mean(parts, as_tensor, size):
     total = sum(n for _, n in parts)
     expected = sum(loss*n for loss, n in parts)/total if total else 0.
     if as_tensor: parts = [(loss, torch.tensor(n)) for loss, n in parts]
-    sums = window_with(parts, size).losses
-    assert_same(sums.mean, expected, 1e-9)
-    assert_same(sums.on_host().mean, expected, 1e-9)
+    window = window_with(parts, size)
+    sums = window.losses
+    assert_same(window.mean_of(sums), expected, 1e-9)
+    assert_same(window.mean_of(sums.on_host()), expected, 1e-9)
     assert sums.samples == 8*len(parts)
     assert sums.items == total
 
 
 def test_losses_that_are_sums_are_added_up():
-    sums = window_with([(2., None), (3., None)]).losses
-    assert sums.divisor == 1
-    assert sums.mean == 5
+    window = window_with([(2., None), (3., None)])
+    assert window.weight_of(window.losses.items) == 1
+    assert window.mean_of(window.losses) == 5
 
 
 def test_sums_and_means_in_one_window_are_an_error():
@@ -65,22 +73,25 @@ def test_sums_and_means_in_one_window_are_an_error():
 
 
 def test_the_unit_is_a_power_of_two_by_which_nothing_is_rounded():
-    assert [Window(size).unit for size in (1, 64, 96)] == [1, 64, 64]
+    assert [power_of_two(size) for size in (1, 64, 96)] == [1, 64, 64]
 
 
-@pytest.mark.parametrize('items', [0, 7, None])
-def test_a_micro_batch_that_is_the_whole_window_has_weight_1(items):
+@pytest.mark.parametrize('is_single, n_processes, weight', [(True, 1, 1), (True, 2, 7/8), (False, 1, 7/8)])
+def test_a_micro_batch_that_is_the_whole_window_has_weight_1(is_single, n_processes, weight):
     "It is computed as in fastai"
-    contribution = Window(8).weigh(tensor(3.), items, 8, needs_weight=False)
-    assert contribution.weight == 1
+    window = Window(8)
+    window.begin(window_params(), is_single, n_processes)
+    assert window.weight_of(7) == weight
 
 
 def test_sums_since_an_earlier_state_are_those_of_the_micro_batches_in_between():
     parts = [(5., 6), (2., 4), (7., 12)]
-    first, third = [window_with(parts[:n]).losses for n in (1, 3)]
+    window = window_with(parts)
+    first = window_with(parts[:1]).losses
+    third = window.losses
     between = third.since(first)
     assert (between.n_micro, between.samples, between.items) == (2, 16, 16)
-    assert between.mean == (2*4 + 7*12)/16
+    assert window.mean_of(between) == (2*4 + 7*12)/16
     assert third.since(LossSums()) == third
     without_targets = LossSums(samples=5)
     assert third.since(without_targets).samples == third.samples-5
@@ -93,9 +104,14 @@ def test_a_batch_that_starts_again_takes_its_micro_batches_out_of_the_window():
     window.restart_batch(first)
     assert window.losses == first
     assert window.kept == [1]
-    window.is_single = True
+
+
+def test_a_window_whose_first_batch_starts_again_begins_again():
+    window = Window(16)
+    window.begin(window_params(), is_single=False)
+    assert window.grads is not None
     window.restart_batch(LossSums())
-    assert not window.has_begun
+    assert window.grads is None
 
 
 def test_a_window_keeps_the_batches_that_may_be_carried():

@@ -117,11 +117,11 @@ def run_split(loop:WindowLoop, bounds:list):
 def add_up(loop:WindowLoop, losses_before:tuple):
     """After the last micro-batch: makes the Learner hold the mean loss of the batch, and the window all samples of
     the batch. `losses_before` are the sums from before the batch"""
-    learn = loop.learn
-    losses = loop.window.losses.since(losses_before)
+    learn,window = loop.learn,loop.window
+    losses = window.losses.since(losses_before)
     if not losses.n_micro: return  # there are no targets, or all is cancelled: as a whole batch, it does not count
-    learn.loss = losses.mean
+    learn.loss = window.mean_of(losses)
     learn.loss_grad = learn.loss
     # A callback may have cancelled the backward pass of 8 of 32 samples. They still count as part of the window, so
     # that it does not wait for 8 others
-    loop.window.add_without_loss(loop.batches.current.samples-losses.samples)
+    window.add_without_loss(loop.batches.current.samples-losses.samples)

@@ -11,22 +11,13 @@ from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 
 # %% auto #0
-__all__ = ['batch_events', 'sends_as_fastai', 'has_event', 'is_from_fastai', 'is_finding_rate', 'Events', 'prepares',
-           'autocast_depth', 'Autocast']
+__all__ = ['batch_events', 'has_event', 'is_from_fastai', 'is_finding_rate', 'Events', 'prepares', 'autocast_depth', 'Autocast']
 
 # %% ../../nbs/windows/09_events.ipynb #760ae9a7
 batch_events = ('before_batch','after_pred','after_loss','before_backward','after_cancel_backward','after_backward',
                 'before_step','after_cancel_step','after_step','after_cancel_batch','after_batch')
 
 # %% ../../nbs/windows/09_events.ipynb #c6c34d87
-_senders = '__call__','_call_one','_with_events'  # by which fastai sends events; a profiler may replace them
-
-def sends_as_fastai(learn)->bool:
-    "Returns whether the methods by which `learn` sends events are fastai's own"
-    for name in _senders:
-        if name in vars(learn) or getattr(type(learn), name).__module__ != 'fastai.learner': return False
-    return True
-
 def has_event(cb, event:str)->bool:
     """Returns whether `cb` has `event`: as a method of its class, or as an attribute, such as a function that was
     passed to `Callback`"""
@@ -51,15 +42,11 @@ class Events:
     "Sends the events of training batches to the callbacks of `learn` that have them, in the order of fastai"
     def __init__(self, learn):
         self.learn = learn
-        self.as_fastai = sends_as_fastai(learn)
         self.cbs = []  # the callbacks when they were last looked up
         self.table = {}  # callbacks by event
 
     def __call__(self, event:str):
         "Sends one event"
-        if not self.as_fastai:
-            self.learn(event)
-            return
         for cb in self.having(event): cb(event)
 
     def having(self, event:str)->list:
@@ -76,26 +63,14 @@ class Events:
         for event in batch_events:
             self.table[event] = [o for o in in_order if has_event(o, event)]
 
-    def around(self,
-        f:Callable, # Runs between the events: the batch, the backward pass or the step
-        kind:str, # 'batch', 'backward' or 'step'
+    def run(self,
+        f:Callable, # Sends `before_{kind}`, and runs the batch or the step
+        kind:str, # 'batch' or 'step'
         exception:type, # Raised to cancel it
-        before:Callable|None=None, # Sends `before_{kind}` in a way of its own
-        cancelled:Callable|None=None, # Called before `after_cancel_{kind}`
     ):
-        """Does what fastai's `_with_events` does: calls `f` between `before_{kind}` and `after_{kind}`. What `f` needs
-        must not be done by `before` or `cancelled`: neither is called if the Learner has its own methods to send
-        events, such as those of a profiler. Then its `_with_events` runs"""
-        if not self.as_fastai:
-            self.learn._with_events(f, kind, exception)
-            return
-        try:
-            if before is None: self(f'before_{kind}')
-            else: before()
-            f()
-        except exception:
-            if cancelled is not None: cancelled()
-            self(f'after_cancel_{kind}')
+        "Does what fastai's `_with_events` does, but leaves it to `f` to send `before_{kind}`"
+        try: f()
+        except exception: self(f'after_cancel_{kind}')
         self(f'after_{kind}')
 
 # %% ../../nbs/windows/09_events.ipynb #7d2d3d96

@@ -56,7 +56,7 @@ class FitContext:
 
     def update_params(self):
         "Looks up the parameters again if a callback has replaced the optimizer, as pruning does"
-        if not self.params.is_current(self.learn):
+        if self.params.opt is not self.learn.opt:
             self.params = WindowParams(self.learn)
 
     def warn_once(self, message:str):
@@ -91,10 +91,9 @@ def forward_backward(
     if not window.is_single: fit.loss_check.keep(window.kept, learn.loss_func, args, rows, items)
     # fastai would have NaN here, if the loss has nothing to average over
     learn.loss = zero_if_empty(items, learn.loss)
-    # In several processes a single micro-batch is not the whole window, because each process has one
-    is_whole = window.is_single and fit.processes.n == 1
-    contribution = window.weigh(learn.loss, items, samples, needs_weight=not is_whole)
-    run_backward(fit, window, contribution)
+    weight = window.weight_of(items)
+    contribution = LossSums(1, samples, learn.loss.detach()*weight, items)
+    run_backward(fit, window, weight, contribution)
 
 @patch
 def run_model(self:FitContext):
@@ -138,24 +137,25 @@ def items_of_loss(
 # %% ../../nbs/windows/14_forward_backward.ipynb #5e8a1c7d
 # The backward pass
 
-def run_backward(fit:FitContext, window:Window, contribution:LossSums):
+def run_backward(fit:FitContext, window:Window, weight:Count, contribution:LossSums):
     """Runs the backward pass with its events. In a sum of several, raises RuntimeError if a callback cancels the batch
     afterwards, when its gradient is in the sum"""
-    n_before = window.losses.n_micro
-    add_gradient = partial(add_weighted_gradient, fit, window, contribution)
-    try: fit.send.around(add_gradient, 'backward', CancelBackwardException)
+    try:
+        fit.send('before_backward')
+        add_weighted_gradient(fit, window, weight, contribution)
+    except CancelBackwardException:
+        accept_cancelled(fit, window, weight, contribution)
+        fit.send('after_cancel_backward')
+    try: fit.send('after_backward')
     except CancelBatchException as e:
-        has_run = window.losses.n_micro > n_before
-        if window.is_single or not has_run: raise
+        if window.is_single: raise
         raise RuntimeError(f"{callback_that_raised(e)} cancels a batch after its backward pass (does it accumulate "
                            "gradients?), in a window of several micro-batches: remove it, or use windows of one") from e
-    has_run = window.losses.n_micro > n_before
-    if not has_run: accept_cancelled(fit, window, contribution)
 
-def add_weighted_gradient(fit:FitContext, window:Window, contribution:LossSums):
+def add_weighted_gradient(fit:FitContext, window:Window, weight:Count, contribution:LossSums):
     """Runs fastai's backward pass for the loss times its weight, which adds the weighted gradient to the sums in
     `.grad`; adds the contribution to the other sums"""
-    learn,weight = fit.learn,contribution.weight
+    learn = fit.learn
     if window.grads is not None: window.grads.check()  # before this pass changes the gradients
     loss = learn.loss_grad  # not `contribution.loss`: in `before_backward`, MixedPrecision has scaled it for float16
     learn.loss_grad = loss*weight
@@ -170,7 +170,7 @@ def add_weighted_gradient(fit:FitContext, window:Window, contribution:LossSums):
     fit.processes.after_backward()
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #6b0d27f4
-def accept_cancelled(fit:FitContext, window:Window, contribution:LossSums):
+def accept_cancelled(fit:FitContext, window:Window, weight:Count, contribution:LossSums):
     """After a backward pass that a callback has cancelled (CancelBackwardException). A window of one micro-batch steps
     all the same, as in fastai, with the gradient as it is. A sum leaves the micro-batch out, with a warning; raises
     RuntimeError if the callback has computed a gradient itself, which has no weight"""
@@ -180,7 +180,7 @@ def accept_cancelled(fit:FitContext, window:Window, contribution:LossSums):
                       "of the window")
         return
     # In several processes, the mean divides by the weight, which a gradient that a callback computed does not have
-    if contribution.weight: divide_gradients(fit.params.summed, 1/contribution.weight)
+    if weight: divide_gradients(fit.params.summed, 1/weight)
     window.add(contribution)
 
 def callback_that_raised(e:BaseException)->str:

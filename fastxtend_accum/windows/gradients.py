@@ -65,14 +65,6 @@ class WindowParams:
         self.in_float32 = []  # half-precision weights, whose gradients are summed in float32
         if can_sum_in_float32: self.in_float32 = [p for p in self.summed if p.dtype in half]
 
-    def is_current(self, learn)->bool:
-        "Returns whether `learn` still has this optimizer. Pruning, for example, makes another one"
-        return learn.opt is self.opt
-
-    def drop_extra_grads(self):
-        "Drops the gradients that `opt.zero_grad` does not reach"
-        for p in self.extra: p.grad = None
-
 # %% ../../nbs/windows/02_gradients.ipynb #881cf74d
 # Their gradients
 

@@ -15,16 +15,16 @@ __all__ = ['running_callbacks', 'Loggers']
 
 # %% ../../nbs/windows/10_loggers.ipynb #d9b20fbc
 def running_callbacks(learn, module:str, name:str)->list:
-    "Returns the callbacks of the class `name` in `fastai.callback.{module}` that run; none if it is not imported"
-    found = sys.modules.get(f'fastai.callback.{module}')
+    "Returns the callbacks of the class `name` of a `module` that run; none if the module is not imported"
+    found = sys.modules.get(module)
     if found is None: return []
     return [cb for cb in learn._grab_cbs(getattr(found, name)) if cb.run]
 
 class Loggers:
     """The Recorder, W&B and TensorBoard callbacks of `learn`: what they see of each window of a fit. Without a Learner,
     there are none"""
-    # It writes attributes of these callbacks: for good `accum_bs` and `_wandb_epoch`; until the end of a round `opt`,
-    # `run` and, of training metrics, `accumulate`
+    # It writes attributes of these callbacks: for good `accum_bs`; until the end of a round `opt`, `run` and, of
+    # training metrics, `accumulate`
     def __init__(self, learn=None):
         self.learn = learn
         self.recorders = []
@@ -33,9 +33,9 @@ class Loggers:
         self.train_metrics = []  # of all Recorders
         self.round = ExitStack()  # closed at the end of the round: undoes what holds until then
         if learn is None: return
-        self.recorders = [cb for cb in learn._grab_cbs(Recorder) if cb.run]
-        self.wandb = running_callbacks(learn, 'wandb', 'WandbCallback')
-        self.tensorboard = running_callbacks(learn, 'tensorboard', 'TensorBoardCallback')
+        self.recorders = running_callbacks(learn, 'fastai.learner', 'Recorder')
+        self.wandb = running_callbacks(learn, 'fastai.callback.wandb', 'WandbCallback')
+        self.tensorboard = running_callbacks(learn, 'fastai.callback.tensorboard', 'TensorBoardCallback')
         for rec in self.recorders:
             attrs = vars(rec)  # because fastai warns of new attributes whose names the model has
             attrs['accum_bs'] = []  # samples of each window, as the Recorder has a new list of losses in each fit
@@ -55,11 +55,6 @@ class Loggers:
             seconds = time.perf_counter()-cb.ti_batch  # W&B's own rate counts the last loader batch only
             values = {'accumulation_batch_size':samples, 'train_samples_per_sec':samples/seconds}
             sys.modules['wandb'].log(values, step=cb._wandb_step)
-
-    def shift_wandb_epoch(self, epochs:float):
-        """Adds `epochs`, a fraction of an epoch, to the epoch that W&B logs. W&B itself adds 1/n_iter after each round,
-        although windows may be different fractions of an epoch"""
-        for cb in self.wandb: cb._wandb_epoch += epochs
 
 # %% ../../nbs/windows/10_loggers.ipynb #050f4363
 @patch

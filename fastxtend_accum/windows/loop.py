@@ -17,7 +17,7 @@ from .loggers import Loggers
 from .nested import n_rows
 from .processes import enable_gradient_sync,max_over_processes
 from .progress import Progress
-from .step import ScaledHypers,scales_loss
+from .step import scaled_hypers,scales_loss
 from .window import Outcome,Window
 
 # %% auto #0
@@ -40,10 +40,10 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'W
 # preparing     a callback prepares batches if its order is below 50, the Recorder's: it sees each loader batch
 
 # run_epoch                      takes the place of fastai's all_batches
-#   begin_window
+#   next_round                   begins a window
 #   run_round                    takes the place of one_batch
-#     begin_round                sends before_batch
 #     run_batches                takes the place of _do_one_batch
+#       begin_round              sends before_batch
 #       run_batch                once per loader batch, by the strategy
 #         run_micro_batch        forward and backward pass, by forward_backward
 #       close_window             finalize_gradients, then take_step
@@ -76,10 +76,13 @@ def all_batches(self:Learner):
 all_batches.replaced = fastai_all_batches
 Learner.all_batches = all_batches
 
+_methods_of_loop = ('all_batches', 'one_batch', '_do_one_batch', '_do_grad_opt', '_backward',
+                    '__call__', '_call_one', '_with_events')  # these three send events
+
 def replaced_method(learn)->str|None:
-    """Returns the name of the first method of fastai's loop that other code, such as SAM, has replaced; None if there
-    is none. It may be an attribute of `learn`, a method of its class, or a patch of `Learner`"""
-    for name in ('all_batches', 'one_batch', '_do_one_batch', '_do_grad_opt', '_backward'):
+    """Returns the name of the first method of fastai's loop that other code, such as SAM or a profiler, has replaced;
+    None if there is none. It may be an attribute of `learn`, a method of its class, or a patch of `Learner`"""
+    for name in _methods_of_loop:
         if name in vars(learn): return name
         method = getattr(type(learn), name)
         method = getattr(method, 'replaced', method)  # of ours, the one before it, which may be a patch of other code
@@ -133,7 +136,7 @@ class WindowLoop:
         "Takes the loader and the plan of an epoch, in which no window has begun yet"
         n_rounds = len(plan.windows) if self.settings.log_accum_batch else plan.n_batches
         self.batches = EpochBatches(dl, plan, carried, self, n_rounds)
-        self.progress = Progress(self.learn, self.batches, self.loggers)
+        self.progress = Progress(self.learn, plan)
         self.fit.begin_epoch()
 
 # %% ../../nbs/windows/15_loop.ipynb #10999feb
@@ -146,12 +149,17 @@ def run_epoch(self:WindowLoop):
     try:
         with self.batches.reading():
             while self.next_round(): self.run_round()
-            if self.window.is_open and self.batches.plan.remainder == 'step': self.close_after_rounds()
+            # With log_accum_batch=False, the last round leaves a window open if its batch is cancelled, or if the
+            # loader does not say that it is the last one
+            if self.window.is_open and self.batches.plan.remainder == 'step':
+                try: self.close_window()
+                except CancelBatchException: pass  # raised in the step; no batch is left that it could cancel
             if not self.window.is_open: self.after_windows()  # an open window cannot be saved
             self.batches.finish_epoch(self.window.batches)  # those of a window that is still open
             self.check_has_trained()
     finally:
         self.discard_window()
+        self.loggers.end_round()
         enable_gradient_sync(self.learn.model)
 
 @patch
@@ -173,20 +181,8 @@ def next_round(self:WindowLoop)->bool:
         size = self.batches.plan.window_size(self.batches.samples_read)
         self.window = Window(size)
         self.begun_at = self.batches.samples_read
-        self.progress.begin_window()
         if not self.batches.can_fill(size): return False
     return self.batches.advance()
-
-@patch
-def close_after_rounds(self:WindowLoop):
-    """Closes a window that the last round has left open, with log_accum_batch=False. That happens if a loader does not
-    say how many batches it has, or if a callback cancels the last one. All its batches have had their rounds, and their
-    `after_batch`, so only the events of the step are sent"""
-    try: self.close_window()
-    except CancelBatchException: pass  # a callback cancels the step by it, and there is no batch left to cancel
-    finally:
-        self.progress.end_epoch()
-        self.end_round()
 
 # %% ../../nbs/windows/15_loop.ipynb #e0fbedc7
 # A round
@@ -196,18 +192,17 @@ def run_round(self:WindowLoop):
     "Takes the place of fastai's `one_batch`, with `run_batches` in the place of `_do_one_batch`"
     self.progress.begin_round()
     self.load_batch()
-    try:
-        self.send.around(
-            self.run_batches, 'batch', CancelBatchException,
-            before=self.begin_round,
-            cancelled=self.correct_pct_train)  # if it is cancelled in `before_batch`
+    try: self.send.run(self.run_batches, 'batch', CancelBatchException)
     finally: self.end_round()  # also if a callback ends the epoch or the fit in `after_batch`
 
 @patch
-def correct_pct_train(self:WindowLoop):
-    "Corrects the position after the batches of a round. A second call in a round does nothing"
-    goes_on = not self.settings.log_accum_batch and self.window.is_open
-    self.progress.correct_pct_train(goes_on)
+def run_batches(self:WindowLoop):
+    "Begins and runs the batches of a round. A round that does not count ends as a cancelled batch does in fastai"
+    try:
+        self.begin_round()
+        counts = self.run_window() if self.settings.log_accum_batch else self.run_one_of_window()
+    finally: self.correct_pct_train()  # also before a callback ends the epoch
+    if not counts: raise CancelBatchException  # to `Events.run`
 
 @patch
 def begin_round(self:WindowLoop):
@@ -215,16 +210,16 @@ def begin_round(self:WindowLoop):
     next one takes its place in the same round, so that all others see each window once"""
     while not self.prepare_batch():
         may_go_on = self.settings.log_accum_batch and self.go_on(last_counts=False)
-        if not may_go_on: raise CancelBatchException  # to `around`
+        if not may_go_on: raise CancelBatchException  # to `Events.run`
     self.send.to_others('before_batch')
 
 @patch
-def run_batches(self:WindowLoop):
-    "Runs the batches of a round. A round that does not count ends as a cancelled batch does in fastai"
-    try:
-        counts = self.run_window() if self.settings.log_accum_batch else self.run_one_of_window()
-    finally: self.correct_pct_train()  # also before a callback ends the epoch
-    if not counts: raise CancelBatchException  # to `around`
+def correct_pct_train(self:WindowLoop):
+    """Corrects the position after the batches of a round. While a window goes on, it is where the window began, so that
+    schedulers set the same for all its batches"""
+    goes_on = not self.settings.log_accum_batch and self.window.is_open
+    samples = self.begun_at if goes_on else self.batches.samples_read
+    self.progress.end_batches(samples)
 
 # %% ../../nbs/windows/15_loop.ipynb #66732a29
 skipped = Outcome.NO_ITEMS,Outcome.NONFINITE
@@ -317,7 +312,7 @@ def go_on(self:WindowLoop, last_counts:bool)->bool:
     - `after_batch` only to those with `before_batch`: one without it is a logger, and waits for the end of the window
     - `after_cancel_batch` to those with both, since a batch without a step looks cancelled to them, as with fastai's
       own GradientAccumulation; and to all if the batch was really cancelled"""
-    # `advance` comes first, because `around` ends the last batch of the round
+    # `advance` comes first, because `Events.run` ends the last batch of the round
     if self.is_complete() or not self.batches.advance(): return False
     also = ('before_batch','after_batch') if last_counts else ()
     self.send.to_preparing('after_cancel_batch', also)
@@ -332,7 +327,7 @@ def run_batch(self:WindowLoop)->bool:
     or all its backward passes. Then its window goes on. If no batch of a round counts, `run_batches` raises another
     CancelBatchException"""
     window = self.window
-    if not window.has_begun: self.fit.update_params()
+    if not window.losses.n_micro: self.fit.update_params()
     if self.strategy.may_repeat: self.autocast = Autocast(self.fit.params.guarded[0].device)
     n_before = window.losses.samples
     try: self.strategy(self)
@@ -363,7 +358,7 @@ def run_micro_batch(self:WindowLoop,
     fills_window = window.losses.samples+samples >= window.size
     is_in_last_batch = fills_window or self.ends_epoch_with_step()  # of the window
     ends_window = ends_batch and is_in_last_batch
-    if not window.has_begun: window.begin(self.fit.params, is_single=ends_window)
+    if window.grads is None: window.begin(self.fit.params, ends_window, self.fit.processes.n)
     if self.autocast is not None: self.autocast.enter_again()
     forward_backward(self.fit, window, samples, rows, ends_window)
 
@@ -411,8 +406,8 @@ def finalize_gradients(self:WindowLoop)->Outcome:
     if window.losses.items == 0: return Outcome.NO_ITEMS
     # Each gradient is now the sum over the micro-batches of all processes, divided by the number of processes, as DDP
     # does. The weight is the sum over all processes
-    divide_gradients(self.fit.params.summed, window.losses.divisor/processes.n)
-    if window.grads is not None: window.grads.end()
+    divide_gradients(self.fit.params.summed, window.weight_of(window.losses.items)/processes.n)
+    window.end_sums()
     return Outcome.NONFINITE if self.skips_nonfinite() else Outcome.HAS_MEAN
 
 # %% ../../nbs/windows/15_loop.ipynb #6c1f0b92
@@ -429,36 +424,34 @@ def show_window_loss(self:WindowLoop):
     "Makes loggers see the mean loss of the window. Training metrics pause, because they have seen each loader batch"
     learn,window = self.learn,self.window
     self.loggers.pause_train_metrics()
-    learn.loss = window.losses.mean
+    learn.loss = window.mean_of(window.losses)
     # A single micro-batch leaves `loss_grad` as fastai does, with its graph
     if not window.is_single: learn.loss_grad = learn.loss
 
 @patch
 def drop_gradients(self:WindowLoop):
-    "Drops the gradients of the optimizer's parameters, and of others that the window has trained"
+    "Drops the gradients of the optimizer's parameters, and of others, which `zero_grad` does not reach"
     self.learn.opt.zero_grad()
-    self.fit.params.drop_extra_grads()
+    for p in self.fit.params.extra: p.grad = None
 
 # %% ../../nbs/windows/15_loop.ipynb #d4c43762
 @patch
 def take_step(self:WindowLoop):
-    "The step with its events. The rules of `scale` hold from `before_step` until it is taken"
-    settings = self.settings
-    if not settings.scale:
-        self.send.around(self.run_step, 'step', CancelStepException)
-        return
-    ratio = self.window.seen_samples/settings.start_accum_bs
-    hypers = ScaledHypers(self.learn.opt, settings.scale, ratio)
-    hypers.apply()
-    def step_and_restore():
+    """The step with its events. The rules of `scale` hold from `before_step` until it is taken, and no longer in
+    `after_step`, in which callbacks may set values for the next step"""
+    step = self.run_scaled_step if self.settings.scale else self.run_step
+    self.send.run(step, 'step', CancelStepException)
+
+@patch
+def run_scaled_step(self:WindowLoop):
+    ratio = self.window.seen_samples/self.settings.start_accum_bs
+    with scaled_hypers(self.learn.opt, self.settings.scale, ratio):
         self.run_step()
         self.loggers.show_hypers(self.learn.opt.hypers)  # they log the values of the step
-        hypers.restore()  # before `after_step`, in which callbacks may set values for the next step
-    try: self.send.around(step_and_restore, 'step', CancelStepException, cancelled=hypers.restore)
-    finally: hypers.restore()  # if a callback cancels more than the step; otherwise this second call does nothing
 
 @patch
 def run_step(self:WindowLoop):
+    self.send('before_step')
     self.learn._step()
     self.n_steps += 1
 
@@ -472,7 +465,7 @@ def discard_window(self:WindowLoop):
     window = self.window
     if window.outcome is not None: return
     if window.grads is not None:
-        window.undo_begin()
+        window.end_sums()
         self.drop_gradients()
     self.window = Window(window.size)
 
@@ -494,6 +487,5 @@ def state(self:WindowLoop)->dict:
 @patch
 def go_to(self:WindowLoop, state:dict):
     "After `begin_epoch`, with the plan of the epoch of a `state`: goes on from there"
-    self.n_steps,n_rounds = state['counts']
-    self.progress.go_to(n_rounds)
+    self.n_steps,self.progress.n_rounds = state['counts']
     self.batches.go_to(state['batches'])

@@ -113,7 +113,7 @@ def reduce_window(self:Processes, window:Window):
         # In one message, because in each the processes wait for each other. Sums of losses have no items
         loss,items,samples = reduce_numbers(model, [float(losses.loss), losses.items or 0, samples])
         losses = losses._replace(loss=torch.tensor(loss, dtype=losses.loss.dtype))
-        if losses.items is not None: losses = losses._replace(items=items, weight=items/window.unit)
+        if losses.items is not None: losses = losses._replace(items=items)
     window.set_totals(losses, int(samples))
 
 @patch

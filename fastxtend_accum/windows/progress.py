@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from fastai.basics import *
 
-from .loader import EpochBatches
-from .loggers import Loggers
+from .loader import EpochPlan
 
 # %% auto #0
 __all__ = ['Progress']
@@ -21,54 +20,32 @@ _rounding = 1e-9  # of fractions of a fit
 class Progress:
     """Corrects `learn.pct_train` in one epoch. fastai advances it by the same amount in each round. That is wrong if
     windows differ in size, begin in the previous epoch, take several rounds, or lose batches that are cancelled"""
-    def __init__(self, learn, batches:EpochBatches, loggers:Loggers):
-        store_attr()
-        self.plan = batches.plan
-        self.rounds_are_batches = len(batches) == self.plan.n_batches
+    def __init__(self, learn, plan:EpochPlan):
+        self.learn = learn
+        self.plan = plan
         self.n_rounds = 0  # rounds that have begun
-        self.before_window = 0.  # the position at which the present window began
 
     def begin_epoch(self):
         """After fastai has set the position to the beginning of the epoch: moves it back by the share of the batches
         that were carried into this epoch, which come first"""
-        correction = self.set_pct_train(self.position())  # which is 0 or negative
-        self.loggers.shift_wandb_epoch(correction*self.learn.n_epoch)
-
-    def end_epoch(self):
-        "Sets the position after the last round, which may have left a window open"
-        self.set_pct_train(self.position())
-
-    def go_to(self, n_rounds:int):
-        "After `begin_epoch`: goes on after this many rounds. AutoResume restores `learn.pct_train` itself"
-        self.n_rounds = n_rounds
-
-    def position(self)->float:
-        "Returns the position in the epoch after the current batch"
-        return self.plan.position(self.batches.samples_read)
-
-    def begin_window(self): self.before_window = self.position()
+        self.set_pct_train(self.plan.start)
 
     def begin_round(self):
         self.learn.iter = self.n_rounds
         self.n_rounds += 1
 
-    def correct_pct_train(self, window_goes_on:bool):
-        """Sets the position after the batches of a round. While a window goes on, it is where the window began, so that
-        schedulers set the same for all its batches. The second call in a round changes nothing"""
+    def end_batches(self, samples:int):
+        """After the batches of a round: sets the position to the one after this many samples of the epoch, a negative
+        number among carried batches"""
         learn = self.learn
         # In `after_batch`, which follows, fastai's TrainEvalCallback adds this. It comes first, and all others have to
         # find the right position afterwards
         fastais_increment = 1/(learn.n_iter*learn.n_epoch)
-        position = self.before_window if window_goes_on else self.position()
-        correction = self.set_pct_train(position, fastais_increment)
-        # W&B counts its epoch by rounds
-        if not self.rounds_are_batches: self.loggers.shift_wandb_epoch(correction*learn.n_epoch)
+        self.set_pct_train(samples, fastais_increment)
 
-    def set_pct_train(self, position:float, increment:float=0.)->float:
-        "Sets `pct_train` to this `position` in the epoch, less an `increment`; returns by how much that corrects it"
+    def set_pct_train(self, samples:int, increment:float=0.):
+        "Sets `pct_train` to the position after this many samples, less an `increment`"
+        position = self.plan.position(samples)
         right = self.plan.pct_train(position)-increment
-        correction = right-self.learn.pct_train
-        if abs(correction) < _rounding:
-            return 0.  # where fastai's own number is right, it stays, bit for bit
-        self.learn.pct_train = right
-        return correction
+        # Where fastai's own number is right, it stays, bit for bit
+        if abs(right-self.learn.pct_train) >= _rounding: self.learn.pct_train = right

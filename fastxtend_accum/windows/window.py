@@ -53,7 +53,6 @@ class LossSums(NamedTuple):
     samples:int = 0
     loss:Tensor|Real = 0  # of the losses, each of which was multiplied by its weight; without a graph
     items:Count|None = 0  # what the losses average over; None: they are sums
-    weight:Count = 0  # of all weights
 
     def plus(self, new:LossSums)->LossSums:
         "Returns these sums with a `new` micro-batch; raises RuntimeError if one loss is a sum and another one a mean"
@@ -63,35 +62,22 @@ class LossSums(NamedTuple):
             raise RuntimeError("some losses in a window are sums, and others are means (does a callback replace the "
                                "loss in some batches only?): make all of them means, or pass num_items")
         items = None if is_sum else self.items+new.items
-        samples = self.samples+new.samples
-        return LossSums(self.n_micro+1, samples, self.loss+new.loss, items, self.weight+new.weight)
+        return LossSums(self.n_micro+1, self.samples+new.samples, self.loss+new.loss, items)
 
     def since(self, before:LossSums)->LossSums:
         """Returns the sums over the micro-batches that were added since the sums were `before`. If these are a loader
         batch, their mean is its loss"""
         n_micro = self.n_micro-before.n_micro
-        samples = self.samples-before.samples
         items = None if self.items is None else self.items-before.items
-        return LossSums(n_micro, samples, self.loss-before.loss, items, self.weight-before.weight)
-
-    @property
-    def divisor(self)->Count:
-        "What turns the sums into means; 1 if the losses are sums"
-        return 1 if self.items is None else self.weight
-
-    @property
-    def mean(self)->Tensor:
-        "The mean loss, 0 if there are no items; or the sum, if the losses are sums"
-        return zero_if_empty(self.items, self.loss/self.divisor)
+        return LossSums(n_micro, self.samples-before.samples, self.loss-before.loss, items)
 
     def on_host(self)->LossSums:
-        """Returns the sums with `loss` on the CPU, and `items` and `weight` as numbers. All three travel in one tensor,
-        because each transfer waits for the GPU"""
+        """Returns the sums with `loss` on the CPU, and `items` as a number. Both travel in one tensor, because each
+        transfer waits for the GPU"""
         loss = self.loss
         if not isinstance(self.items, Tensor): return self._replace(loss=loss.cpu())
-        weight = torch.as_tensor(self.weight, device=loss.device)  # the number 1 if there is one micro-batch
-        loss_sum,items,weight = torch.stack([loss.reshape(()), self.items, weight]).tolist()
-        return self._replace(loss=torch.tensor(loss_sum, dtype=loss.dtype), items=items, weight=weight)
+        loss_sum,items = torch.stack([loss.reshape(()), self.items]).tolist()
+        return self._replace(loss=torch.tensor(loss_sum, dtype=loss.dtype), items=items)
 
 # %% ../../nbs/windows/04_window.ipynb #a461bdcd
 class Outcome(Enum):
@@ -108,8 +94,10 @@ class Window:
     def __init__(self, size:int=1):
         self.size = size
         self.losses = LossSums()  # over the micro-batches that have run; at the end, over those of all processes
-        self.is_single = False  # whether it is one micro-batch, computed as fastai does; known once it begins
-        self.grads = None  # a GradientSums, once it has begun with several micro-batches
+        # Both are known once it begins
+        self.is_single = False  # whether it is one micro-batch, computed as fastai does
+        self.is_whole = False  # whether that is the whole window, since there are no other processes
+        self.grads = None  # a GradientSums, while several micro-batches are summed
         self.kept = []  # micro-batches for the check of the loss
         self.batches = []  # copies of those that have run, if the epoch may end before the window is full
         # `losses.samples` grows with each micro-batch, and says when the window is full
@@ -117,31 +105,33 @@ class Window:
         self.outcome = None  # an Outcome, once it is closed
 
     @property
-    def has_begun(self)->bool: return self.is_single or self.grads is not None
-    @property
     def is_open(self)->bool:
         "Whether a batch has run in it, and it is not closed"
         return self.losses.samples > 0 and self.outcome is None
     @property
-    def unit(self)->int: return power_of_two(self.size)
-    @property
     def is_full(self)->bool: return self.losses.samples >= self.size
 
-    def begin(self, params:WindowParams, is_single:bool):
-        "Begins the first micro-batch"
+    def begin(self, params:WindowParams, is_single:bool, n_processes:int=1):
+        "Before the first micro-batch: begins the sums, if there are to be several"
         self.is_single = is_single
+        self.is_whole = is_single and n_processes == 1
         if not is_single: self.grads = GradientSums(params)
 
-    def weigh(self,
-        loss:Tensor, # Of a micro-batch
-        items:Count|None, # What it averages over; None: it is a sum
-        samples:int,
-        needs_weight:bool, # False: the micro-batch is the whole window, in all processes
-    )->LossSums:
-        "Returns what a micro-batch is going to add to the sums"
-        weight = 1
-        if needs_weight and items is not None: weight = items/self.unit
-        return LossSums(1, samples, loss.detach()*weight, items, weight)
+    def end_sums(self):
+        "Ends the sums of gradients, which stay in `.grad`, in the type of their weights"
+        if self.grads is not None: self.grads.end()
+        self.grads = None
+
+    def weight_of(self, items:Count|None)->Count:
+        """Returns the weight of a loss that averages over `items`: of a sum (None), and of a loss that is the whole
+        window, 1. The weight of the `items` of several losses is the sum of their weights"""
+        if items is None or self.is_whole: return 1
+        return items/power_of_two(self.size)
+
+    def mean_of(self, losses:LossSums)->Tensor:
+        "Returns the mean of some `losses` of this window, 0 if they have no items; or the sum, if they are sums"
+        mean = losses.loss/self.weight_of(losses.items)
+        return zero_if_empty(losses.items, mean)
 
     def add(self, micro_batch:LossSums):
         "Adds a micro-batch, after its backward pass"
@@ -166,26 +156,18 @@ def set_totals(self:Window, losses:LossSums, samples:int):
 
 @patch
 def restart_batch(self:Window, losses:LossSums):
-    """Goes back to the sums from before the present batch, which ran out of memory and is going to run again. If it
-    is the first batch, the window begins again, perhaps with another number of micro-batches"""
+    """Goes back to the sums from before the present batch, which ran out of memory and is going to run again, perhaps
+    in another number of micro-batches"""
     self.losses = losses
     # Those of this batch; and as many more as have no part in the sums, because a callback cancelled their backward
     # pass. The check of the loss may do without any of them
     del self.kept[losses.n_micro:]
-    if not losses.n_micro: self.undo_begin()
-
-@patch
-def undo_begin(self:Window):
-    "Makes the window one that has not begun. Gradients keep their values, in the type of their weights"
-    if self.grads is not None: self.grads.end()
-    self.grads = None
-    self.is_single = False
+    if not losses.n_micro: self.end_sums()
 
 @patch
 def close(self:Window, outcome:Outcome):
     "Records the outcome of the window, which no longer needs its batches and gradients"
-    if self.grads is not None: self.grads.end()
+    self.end_sums()
     self.outcome = outcome
     self.kept = []
     self.batches = []
-    self.grads = None
