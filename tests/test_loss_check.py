@@ -287,6 +287,18 @@ def twice_the_sqrt(pred, targ):
     return 2*sqrt_of_mean(pred, targ)
 
 
+class OfRoot:
+    def loss(self, pred, targ): return sqrt_of_mean(pred, targ)
+
+
+def test_a_method_that_is_set_again_for_each_batch_is_the_same_loss():
+    owner = OfRoot()
+    def exchange(self): self.learn.loss_func = owner.loss
+    exchanges = Callback(before_batch=exchange)
+    exchanges.order = 20
+    assert len(warnings_of(learner_of(labelled(16*4), 4, [GradientAccumulation(16), exchanges], owner.loss))) == 1
+
+
 @pytest.mark.parametrize('first', [of_all, twice_the_sqrt])
 def test_a_loss_that_is_exchanged_in_mid_fit_is_checked_too(first):
     "After the windows in which the first one was compared. A fit warns once"
