@@ -69,8 +69,9 @@ class GradientAccumulation(WindowCallback):
         return self.loop.n_steps if self.loop else 0
     @property
     def micro_bs(self)->int|None:
-        """The most samples that the model sees at a time: `micro_batch_size` limits them, and so does a GradientCache
-        in the same fit. None before a fit, or if nothing limits them and the DataLoader states no batch size"""
+        """The limit of the samples that the model sees at a time: the size of a loader batch, `micro_batch_size`, or the
+        size of a GradientCache in the same fit, whichever is least. Parts of nearly equal size may stay below it. None
+        before a fit, or if nothing limits them and the DataLoader states no batch size"""
         loop = self.loop
         if loop is None or loop.batches is None: return None
         limits = [o.size for o in (self.strategy, *loop.strategy.savers) if o.size]
