@@ -52,7 +52,7 @@ def train_on_images(*cbs, n_workers):
     block = DataBlock(
         (ImageBlock, CategoryBlock), get_x=random_image, get_y=category, splitter=IndexSplitter(range(64, 80)),
         item_tfms=RandomResizedCrop(16), batch_tfms=aug_transforms())
-    with no_random():  # what fastai draws while it makes a loader has to be the same, as the error says
+    with no_random():  # what fastai draws while it makes loaders has to be the same, as the error says
         dls = block.dataloaders(range(80), bs=4, num_workers=n_workers)
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(.2), nn.Linear(6, 3))
     return train(*cbs, dls=dls, m=nn.Sequential(ConvLayer(3, 6), head), loss_func=CrossEntropyLossFlat())
@@ -77,7 +77,7 @@ def tables():
 
 @layout
 def texts():
-    learn = language_model(cbs=[accum()], metrics=[accuracy, Perplexity()])
+    with no_random(): learn = language_model(cbs=[accum()], metrics=[accuracy, Perplexity()])  # WeightDropout draws
     learn.fit(3, .02, cbs=auto())
     return learn
 
