@@ -151,7 +151,7 @@ def content(self:SavedFit, place:dict|None)->dict:
     "Returns what the file contains, gathered from all processes, which call this together. Warns of what is not kept"
     state = self.graph.state()
     weights = state.pop('weights')  # the same in all processes
-    lost = [f'{text_of(part)} ({reason})' for part,reason in state.pop('lost').items()]
+    lost = [f'{text_of(part)} ({reason})' for part,reason in state['lost'].items()]
     if lost: warn_user(f"AutoResume does not keep {'; '.join(lost)}")  # Python shows it once
     own = dict(
         state,
@@ -212,5 +212,7 @@ def restore(self:SavedFit):
     found = self.found
     self.graph.restore(found['rest'], found['weights'])
     now = self.graph.state()['digests']
+    # Attributes that the saved fit had deleted; or had not made yet, if the Learner goes on after an error
+    self.graph.delete(now.keys()-found['digests']-found['lost'].keys())
     differ = [part for part,digest in found['digests'].items() if now.get(part) != digest]
     if differ: raise ValueError(f"AutoResume could not restore {', '.join(map(text_of, differ[:8]))}")

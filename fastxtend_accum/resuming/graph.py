@@ -64,9 +64,12 @@ class Graph:
         for path,o in roots_of(learn): self.add(path, o)
         while self.waiting:
             path = self.waiting.pop()
-            for part,value in parts_of(path, self.objects[path]).items():
+            o = self.objects[path]
+            for part,value in parts_of(path, o).items():
                 self.searched = part  # so that pickling it adds the objects in it
                 self.begun[part] = Digest(self, value, is_data(path)).value
+            self.searched = path,'hook'
+            for hook in hooks_of(o): Digest(self, hook)
         self.searched = None
 
     def add(self, place:str, o):
@@ -207,6 +210,12 @@ def read(self:Graph, content:bytes):
 def moved(storage, location:str):
     "Returns the memory of a tensor on this process' GPU if it was saved on a GPU"
     return storage if location == 'cpu' else storage.to(device=default_device())
+
+@patch
+def delete(self:Graph, parts:Iterable):
+    "Deletes attributes of objects"
+    for path,name in parts:
+        if name: object.__delattr__(self.objects[path], name)
 
 @patch
 def restore(self:Graph, rest:bytes, weights:dict={}):

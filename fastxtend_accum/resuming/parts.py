@@ -6,8 +6,9 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/parts.html.md""
 
 # %% ../../nbs/resuming/00_parts.ipynb #8eaf3e3d
 from __future__ import annotations
+from argparse import Namespace
+from collections import UserDict,UserList
 from contextlib import suppress
-import io
 
 from fastai.basics import *
 from torch.utils.hooks import RemovableHandle
@@ -15,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from ..windows.state import random_states,restore_value,set_random_states
 
 # %% auto #0
-__all__ = ['generators', 'SharedGenerators', 'library_of', 'is_of_python', 'is_of_package', 'has_no_state', 'attributes_of',
-           'content_of', 'set_content', 'set_tensor']
+__all__ = ['generators', 'with_attributes', 'SharedGenerators', 'library_of', 'is_of_python', 'is_of_package', 'has_no_state',
+           'hooks_of', 'attributes_of', 'content_of', 'set_content', 'set_tensor']
 
 # %% ../../nbs/resuming/00_parts.ipynb #75851d9e
 class SharedGenerators:
@@ -37,7 +38,8 @@ _outside = set('fastprogress tqdm rich matplotlib IPython wandb tensorboard tens
 _left_out = set(
     'Learner.model DataLoaders.loaders '  # `DistributedTrainer` wraps them
     'Learner.dl Learner.xb Learner.yb Learner.pred Learner.loss_grad '  # of the present batch
-    'DataLoader.it DataLoader._DataLoader__idxs '  # the iterator of an epoch
+    'DataLoader.it DataLoader._iterator DataLoader._DataLoader__idxs '  # the iterator of an epoch
+    'CSVLogger.file '  # see `restore_loggers`
     'Learner.logger ProgressCallback.old_logger CSVLogger.old_logger '  # they print
     'Recorder.start_epoch '  # a time
     'Recorder.losses '  # the content of the Recorder
@@ -59,17 +61,27 @@ def is_of_package(o)->bool:
 
 def has_no_state(o, name:str, value)->bool:
     "Returns whether an attribute is useless in another process"
-    if isinstance(value, (io.IOBase,RemovableHandle)) or library_of(type(value)) in _outside:
+    if isinstance(value, RemovableHandle) or library_of(type(value)) in _outside:
         return True
+    if value is sys.stdout or value is sys.stderr: return True
     if is_of_package(o) and name in o._stateattrs:  # such as the loop of this fit
         return True
     return any(f'{kind.__name__}.{name}' in _left_out for kind in type(o).__mro__)
 
 # %% ../../nbs/resuming/00_parts.ipynb #0afe9ee0
+# Classes of Python's standard library whose objects are bags of values
+with_attributes = SimpleNamespace,Namespace,UserDict,UserList,types.FunctionType
+
+def hooks_of(o)->list:
+    """Returns the hooks of a layer or a weight, which may have a state. Their keys, which are numbers of this process,
+    are none"""
+    of_layer = *getattr(o, '_forward_pre_hooks', {}).values(),*getattr(o, '_forward_hooks', {}).values()
+    return [*of_layer, *(getattr(o, '_backward_hooks', None) or {}).values()]
+
 def attributes_of(o)->dict:
-    """Returns the attributes of an object by name. Objects of Python's standard library, such as a lock or a pool, have
-    none that can be set"""
-    has_attributes = isinstance(o, SimpleNamespace) or not is_of_python(type(o))
+    """Returns the attributes of an object by name. Most objects of Python's standard library, such as a lock or a pool,
+    have none that can be set"""
+    has_attributes = isinstance(o, with_attributes) or not is_of_python(type(o))
     attributes = getattr(o, '__dict__', {}) if has_attributes else {}
     return {name:value for name,value in attributes.items() if not has_no_state(o, name, value)}
 

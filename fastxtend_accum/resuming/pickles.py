@@ -6,6 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/pickles.html.md
 
 # %% ../../nbs/resuming/01_pickles.ipynb #0a4b96e6
 from __future__ import annotations
+from _thread import LockType,RLock
 from collections import Counter,OrderedDict,deque
 from numbers import Number
 from pathlib import PurePath
@@ -15,6 +16,8 @@ from fastai.basics import *
 from torch._weights_only_unpickler import _get_allowed_globals
 from torch.storage import TypedStorage
 
+from .parts import is_of_python,with_attributes
+
 # %% auto #0
 __all__ = ['allowed', 'LONG', 'LARGE', 'SAMPLE', 'name_of', 'full_name', 'is_value', 'object_at', 'bound', 'Digest']
 
@@ -23,8 +26,10 @@ __all__ = ['allowed', 'LONG', 'LARGE', 'SAMPLE', 'name_of', 'full_name', 'is_val
 
 _plain = type(None),bool,int,float,str
 _containers = tuple,list,dict,set,frozenset,deque,OrderedDict,defaultdict,Counter,partial
-_values = (Number,str,bytes,tuple,range,slice,PurePath,np.generic,np.ndarray,np.dtype,torch.dtype,torch.device,
-           types.MethodType)
+_values = Number,str,bytes,tuple,PurePath,np.generic,np.ndarray,np.dtype,torch.dtype,torch.device
+# Objects of Python's standard library with parts of their own; and those that a process has for itself: modules, and
+# locks, which nobody holds between two batches
+_not_values = *with_attributes,random.Random,types.CellType,types.ModuleType,LockType,RLock
 
 def name_of(o)->str|None:
     """Returns the full name of a class or a function. Returns None for other objects, and for what only the code around
@@ -38,10 +43,12 @@ def full_name(module:str, name:str)->str:
     return f'{module}.{name}'.replace('numpy._core', 'numpy.core')
 
 def is_value(o)->bool:
-    "Returns whether an object is pickled by value: if it is a number, a text, a container, a method, or has only slots"
+    """Returns whether an object is pickled by value: if it is a number, an array, an object of Python's standard
+    library, such as a container or a method, or has only slots"""
     kind = type(o)
-    # Containers of these classes only: a subclass, such as fastai's L, may have attributes, which a file has to keep
-    if kind in _containers or isinstance(o, _values): return True
+    # Not of a subclass, such as fastai's L, which may have attributes that a file has to keep
+    if is_of_python(kind): return not isinstance(o, _not_values)
+    if isinstance(o, _values): return True
     return bool(copyreg._slotnames(kind)) and not hasattr(o, '__dict__')
 
 # %% ../../nbs/resuming/01_pickles.ipynb #4dea4728
@@ -100,6 +107,8 @@ class Digest(pickle.Pickler):
     def reducer_override(self, o):
         "Pickle calls it for each object. If no file may name a class or function, `not_kept` says so"
         reduced = self.graph.reduced(o)
+        if isinstance(o, nn.Parameter) and reduced is NotImplemented and not self.is_data:
+            self.not_kept = 'it has a weight that was added during the fit'
         name = name_of(o) if reduced is NotImplemented else None
         if name and name not in allowed: self.not_kept = f'it has {name}'
         return reduced
@@ -108,6 +117,8 @@ class Digest(pickle.Pickler):
         """Pickle calls it for each object in the value. It writes what this returns instead of the object, and the
         object itself if this returns None. So this is where a digest leaves out what may differ between processes,
         and samples what is large"""
+        if type(o) is int and o in self.graph.paths:
+            self.not_kept = f'it has the id() of {self.graph.paths[o]}, which another process does not have'
         if type(o) in _plain:
             return None
         if isinstance(o, TypedStorage):
@@ -139,4 +150,5 @@ def sample_of_memory(self:Digest, storage:torch.UntypedStorage)->bytes:
     self.n_bytes += storage.nbytes()
     memory = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
     step = storage.nbytes()//(2*SAMPLE)*2+1  # odd, so that the sample has each of the bytes that a number consists of
-    return memory[::step].cpu().numpy().tobytes()
+    sample = memory[::step].clone()  # NumPy shares the memory of what it gets, which nothing could resize afterwards
+    return sample.cpu().numpy().tobytes()
