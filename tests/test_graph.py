@@ -303,7 +303,13 @@ class MakesObjects(Callback):
     def before_batch(self): self.last = made()
 
 
+class HoldsSet(Callback):
+    "Whose objects have another order in each process"
+    def __init__(self): self.things = {Unnamed(), Unnamed()}
+
+
 @pytest.mark.parametrize('kind, text', [
+    (HoldsSet, r'HoldsSet.things \(it is a set of objects'),
     (Holds, r'Holds.numbers \(it is an iterator'),
     (Holds, 'Holds.cycle '),
     (MakesObjects, r'MakesObjects.last \(it has test_graph.Unnamed')])

@@ -96,3 +96,28 @@ def test_values_come_back(name, graph):
     digests = [Digest(graph, o).value for o in (value, found, other)]
     assert digests[0] == digests[1]
     assert digests[0] != digests[2]
+
+
+class Item:
+    "Prints its address"
+
+
+class Point:
+    "Prints as a text does, and has its hash, so that a set of both keeps them in the order in which they came"
+    def __hash__(self): return hash('point')
+    def __repr__(self): return 'point'
+
+
+def test_a_set_has_the_same_digest_in_whatever_order_it_is(graph):
+    both = [Point(), 'point']
+    in_reverse = both[::-1]
+    assert [*{*both}] != [*{*in_reverse}]
+    assert Digest(graph, {*both}).value == Digest(graph, {*in_reverse}).value
+
+
+def test_a_set_of_objects_without_an_order_is_not_kept(graph):
+    "Their addresses differ in the next process. Of one object, or of layers, which have paths, a set is kept"
+    assert Digest(graph, {Item(), Item()}).not_kept == 'it is a set of objects that have no order'
+    assert Digest(graph, {Item()}).value is not None
+    layers = {*graph.objects['model'].modules()}
+    assert Digest(graph, layers).not_kept is None

@@ -44,20 +44,22 @@ def full_name(module:str, name:str)->str:
 
 def is_value(o)->bool:
     """Returns whether an object is pickled by value: if it is a number, an array, an object of Python's standard
-    library, such as a container or a method, or has only slots"""
+    library, such as a container or a method, or has `__slots__` in place of a `__dict__`"""
     kind = type(o)
     # Not of a subclass, such as fastai's L, which may have attributes that a file has to keep
     if is_of_python(kind): return not isinstance(o, _not_values)
     if isinstance(o, _values): return True
-    return bool(copyreg._slotnames(kind)) and not hasattr(o, '__dict__')
+    slots = copyreg._slotnames(kind)  # of the class and its bases, as pickle finds them
+    return bool(slots) and not hasattr(o, '__dict__')
 
 # %% ../../nbs/resuming/01_pickles.ipynb #4dea4728
 # A pickle may call what makes numbers, strings, containers, arrays and tensors, and what the fit itself has: its
 # classes, the functions that it names, and methods of its callbacks. So a foreign file can call no other code
 
 def object_at(path:str):
-    """Marks the place of an object in a pickle, by its path. It is never called: `Graph.find_class` returns a function
-    that looks the path up"""
+    """Stands in a pickle for an object that has a path. A pickle can only say "call this function with this argument",
+    so it says "call `object_at` with this path". When the pickle is read, `Graph.find_class` replaces `object_at`,
+    which does nothing, by a method of the graph that looks the path up"""
 
 def bound(function, o):
     "Returns a method of an object or a class, for callbacks that keep one, as MixUp does"
@@ -72,66 +74,70 @@ allowed = dict(_get_allowed_globals())  # by name: what PyTorch calls safe
 allowed.update({name_of(o):o for o in _makers})
 
 # %% ../../nbs/resuming/01_pickles.ipynb #d71880d9
-# Large data are not written, and compared by a sample
+# Large data are not written. To see whether they have changed, a sample of them is compared
 LONG = 1000 # items
 LARGE = 2**20 # bytes
 SAMPLE = 2**16 # bytes or elements
 
 # %% ../../nbs/resuming/01_pickles.ipynb #2247b476
 class Digest(pickle.Pickler):
-    """Pickles a value to get its digest, which is the same in another process if the value is. On the way it finds out
-    how large the value is, and whether a file may hold it"""
+    """The digest of a value, which is the same in another process if the value is. It is taken from the bytes that
+    pickle makes of the value. To decide about each object in it, pickle calls methods of its Pickler, so this is one.
+    The results are `value`, `not_kept` and `n_bytes`, which do not change any more"""
     def __init__(self,
         graph, # The `Graph` to which the value belongs
         value,
         is_data:bool=False, # Whether the value belongs to the data, of which large ones are not written
     ):
-        file = io.BytesIO()
-        super().__init__(file)
-        self.fast = True  # equal values have equal bytes, also if they consist of other objects
+        self.file = io.BytesIO()
+        super().__init__(self.file)
+        self.fast = True  # no references to what came before: equal values have equal bytes, even if one is a copy
         self.graph = graph
         self.is_data = is_data
         self.n_bytes = 0  # in the tensors and arrays of the value
-        self.not_kept = None  # why no file may hold the value, if there is a reason
+        self.not_kept = None  # why no file may hold the value; None if one may
         self.value = None  # the digest; None if the value cannot be pickled
-        try: self.dump(value)
+        try: self.take(value)
         except Exception as e:  # classes raise errors of all kinds
             self.not_kept = str(e)
-            return
-        # A short number or string itself, so that users can read what differs; else a checksum
+
+    def take(self, value):
+        "Takes the digest: a short number or string itself, so that users can read what differs; else a checksum"
+        self.dump(value)  # calls the methods below for each object in the value
         is_short = type(value) in _plain and len(str(value)) <= 100
-        self.value = repr(value) if is_short else zlib.crc32(file.getvalue())
-        if is_data and self.n_bytes > LARGE:
+        self.value = repr(value) if is_short else zlib.crc32(self.file.getvalue())
+        if self.is_data and self.n_bytes > LARGE:
             self.not_kept = 'it is large'
 
     def reducer_override(self, o):
-        "Pickle calls it for each object. If no file may name a class or function, `not_kept` says so"
+        """Pickle calls it for each object other than numbers, strings and containers, to ask how to make it again. The
+        graph answers: by a path if it has one. While a graph is made, it gives new objects their paths here. If no
+        file may name a class or function, `not_kept` says so"""
         reduced = self.graph.reduced(o)
-        if isinstance(o, nn.Parameter) and reduced is NotImplemented and not self.is_data:
+        if reduced is not NotImplemented:
+            return reduced
+        if isinstance(o, nn.Parameter) and not self.is_data:
             self.not_kept = 'it has a weight that was added during the fit'
-        name = name_of(o) if reduced is NotImplemented else None
+        name = name_of(o)
         if name and name not in allowed: self.not_kept = f'it has {name}'
-        return reduced
+        return NotImplemented  # pickle knows how
 
     def persistent_id(self, o):
-        """Pickle calls it for each object in the value. It writes what this returns instead of the object, and the
+        """Pickle calls it for each object in the value, and pickles what this returns instead of the object, or the
         object itself if this returns None. So this is where a digest leaves out what may differ between processes,
         and samples what is large"""
         if type(o) is int and o in self.graph.paths:
             self.not_kept = f'it has the id() of {self.graph.paths[o]}, which another process does not have'
         if type(o) in _plain:
             return None
-        if isinstance(o, TypedStorage):
+        if isinstance(o, TypedStorage):  # the memory of a tensor
             return self.sample_of_memory(o._untyped_storage)
-        if isinstance(o, (np.ndarray,np.generic)):  # NumPy 1 and 2 pickle the same number in different ways
-            self.n_bytes += o.nbytes
-            step = o.size//SAMPLE+1
-            numbers = o.flat[::step].tolist()
-            return str(o.dtype),o.shape,tuple(numbers)  # pickle calls this again for each: a list may be one of samples
+        if isinstance(o, (np.ndarray,np.generic)):
+            return self.sample_of_array(o)
         if isinstance(o, PurePath):
             return o.name  # a folder may have been moved
         if isinstance(o, (set,frozenset)):
-            return tuple(sorted(o, key=self.sort_key))
+            return tuple(o) if len(o) == 1 else tuple(sorted(o, key=self.sort_key))
         is_long = self.is_data and type(o) is list and len(o) > LONG
         if not is_long or isinstance(o[0], int):  # the order of the samples is part of the state, whatever its length
             return None
@@ -141,8 +147,24 @@ class Digest(pickle.Pickler):
 # %% ../../nbs/resuming/01_pickles.ipynb #7d3e90b1
 @patch
 def sort_key(self:Digest, o)->str:
-    "Returns a string that puts the items of a set in the same order in each process: two layers may print the same"
-    return self.graph.paths.get(id(o)) or str(o)
+    """Returns a string that puts the items of a set in the same order in each process: the path of an object or the
+    name of a class, else the type of a value and what it prints. Raises PicklingError if that is an address, such as
+    '<Cat object at 0x7f...>', which another process does not have"""
+    known = self.graph.paths.get(id(o)) or name_of(o)  # two layers may print the same, so a path comes first
+    if known: return known
+    text = f'{type(o).__name__} {o!r}'
+    if ' at 0x' in text: raise pickle.PicklingError('it is a set of objects that have no order')
+    return text
+
+@patch
+def sample_of_array(self:Digest, o)->tuple:
+    """Returns type, shape, and about `SAMPLE` numbers of an array or a number of NumPy, whose versions 1 and 2 pickle
+    the same number in different ways"""
+    self.n_bytes += o.nbytes
+    step = o.size//SAMPLE+1
+    numbers = o.flat[::step].tolist()
+    # No list: pickle passes what `persistent_id` returns to it again, where a long list may be one of samples
+    return str(o.dtype),o.shape,tuple(numbers)
 
 @patch
 def sample_of_memory(self:Digest, storage:torch.UntypedStorage)->bytes:
