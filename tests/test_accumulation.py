@@ -7,6 +7,7 @@ from fastai.text.data import LMDataLoader
 
 from common import *
 from fastxtend_accum.accumulation import can_be_smaller
+from fastxtend_accum.windows.window import Outcome
 
 
 # Arguments and attributes
@@ -41,6 +42,17 @@ def test_what_other_callbacks_find_in_a_fit():
     assert steps == [0, 1, 1, 2, 2, 3]
     assert samples == [32, 32, 32, 32, 24, 24]
     assert accum.opt_steps == 3
+
+
+def test_after_an_epoch_the_last_window_stays():
+    "Also if the samples that are left fill none"
+    accum = GradientAccumulation(32, remainder='drop')
+    outcomes = []
+    def note(self): outcomes.append(accum.window.outcome)
+    learn = make_learner(8, n=88, cbs=[accum, Callback(after_train=note)])
+    fit(learn, 2)
+    assert outcomes == [Outcome.HAS_MEAN]*2
+    assert accum.window.seen_samples == 32
 
 
 # The end of an epoch

@@ -1,5 +1,7 @@
 """windows/loop.py: windows in the place of fastai's loop over batches. What becomes of batches that callbacks cancel,
 of steps that are left out and of interrupted fits, and who may not have a loop of their own"""
+import functools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -373,6 +375,15 @@ def test_a_loop_of_ones_own_is_an_error_before_training(name, place, monkeypatch
     place(learn, name, OWN[name], monkeypatch)
     assert replaced_method(learn) == name
     assert_error_before_training(learn, name)
+
+
+@pytest.mark.parametrize('name', ['all_batches', 'one_batch'])
+def test_a_patch_that_looks_like_the_method_before_it_is_an_error_too(name, monkeypatch):
+    "`wraps` copies the module, the name and the attributes of that method"
+    @functools.wraps(getattr(Learner, name))
+    def wrapper(self, *args): OWN[name](self, *args)
+    monkeypatch.setattr(Learner, name, wrapper)
+    assert_error_before_training(accumulated_learner(64), name)
 
 
 @pytest.mark.parametrize('make', [partial(GradientAccumulation, BS), all_blocks, partial(GradientCache, 4)])

@@ -101,7 +101,7 @@ def test_a_batch_that_starts_again_takes_its_micro_batches_out_of_the_window():
     window = window_with([(5., 6), (2., 4), (7., 12)])
     first = window_with([(5., 6)]).losses
     window.kept = [1, 2, 3]
-    window.restart_batch(first)
+    window.restart_batch(first, n_kept=1)
     assert window.losses == first
     assert window.kept == [1]
 
@@ -110,7 +110,7 @@ def test_a_window_whose_first_batch_starts_again_begins_again():
     window = Window(16)
     window.begin(window_params(), is_single=False)
     assert window.grads is not None
-    window.restart_batch(LossSums())
+    window.restart_batch(LossSums(), n_kept=0)
     assert window.grads is None
 
 

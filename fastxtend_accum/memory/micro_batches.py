@@ -124,4 +124,4 @@ def add_up(loop:WindowLoop, losses_before:tuple):
     learn.loss_grad = learn.loss
     # A callback may have cancelled the backward pass of 8 of 32 samples. They still count as part of the window, so
     # that it does not wait for 8 others
-    window.add_without_loss(loop.batches.current.samples-losses.samples)
+    window.add_samples(loop.batches.current.samples-losses.samples)

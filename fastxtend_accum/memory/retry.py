@@ -45,6 +45,7 @@ class BatchUndo:
         self.snapshot = Snapshot(inner_model(learn.model), learn.loss_func)
         self.held = {name:vars(learn).get(name) for name in ('xb','yb','loss')}
         self.losses = window.losses
+        self.n_kept = len(window.kept)
         # Before the first batch of a window, the gradients of the optimizer's parameters are 0 or None, and need no
         # copy, which would take memory. Parameters that a splitter leaves out may have gradients of earlier windows
         is_first = not window.losses.n_micro
@@ -59,7 +60,7 @@ class BatchUndo:
         learn.loss_grad = None
         learn.pred = None
         self.snapshot.restore()
-        window.restart_batch(self.losses)
+        window.restart_batch(self.losses, self.n_kept)
         # After `restart_batch`: a window that begins anew gives gradients the type of their weights again
         learn.opt.zero_grad()
         for p,grad in self.grads.items(): p.grad = copy_of_grad(grad)

@@ -23,8 +23,8 @@ from .state import Snapshot
 from .window import Count,LossSums,Window,zero_grads_if_empty,zero_if_empty
 
 # %% auto #0
-__all__ = ['Settings', 'FitContext', 'forward_backward', 'compute_loss', 'items_of_loss', 'run_backward', 'add_weighted_gradient',
-           'accept_cancelled', 'callback_that_raised']
+__all__ = ['Settings', 'FitContext', 'forward_backward', 'compute_loss_and_count', 'items_of_loss', 'run_backward',
+           'add_weighted_gradient', 'accept_cancelled', 'callback_that_raised']
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #bf1f6dd7
 class Settings(NamedTuple):
@@ -34,7 +34,7 @@ class Settings(NamedTuple):
     skip_nonfinite:bool = False
     scale:dict|None = None  # rules for hyper-parameters, by name
     start_accum_bs:int|None = None  # the size that these rules compare with
-    describes:bool = False  # whether differences from one batch are to be found
+    describes:bool = False  # whether to find what differs from training without micro-batches, for `verbose`
 
 class FitContext:
     "What the parts of this package share in one fit"
@@ -76,18 +76,20 @@ def forward_backward(
     into the sums of `window`, unless a callback cancels its backward pass"""
     learn = fit.learn
     fit.processes.before_forward(window, ends_window)
+    # The forward pass and the loss, as in fastai
     fit.run_model()
     fit.send('after_pred')
     args = learn.pred,*learn.yb  # of the loss function
-    items = compute_loss(learn, rows)
-    loss = vars(learn).get('loss_grad')  # `learn.loss_grad` would also find an attribute of the model
+    counted_by_loss = compute_loss_and_count(learn, rows)
+    computed_loss = vars(learn).get('loss_grad')  # `learn.loss_grad` would also find an attribute of the model
     fit.send('after_loss')
     # fastai asks here, too: a callback may have set the targets in `after_loss`
     if not learn.training or not len(learn.yb):
-        window.add_without_loss(samples)
+        window.add_samples(samples)
         return
-    is_replaced = learn.loss_grad is not loss
-    items = items_of_loss(fit, items, is_replaced, window.is_single)
+    # How much it weighs
+    is_replaced = learn.loss_grad is not computed_loss
+    items = items_of_loss(fit, counted_by_loss, is_replaced, window.is_single)
     if not window.is_single: fit.loss_check.keep(window.kept, learn.loss_func, args, rows, items)
     # fastai would have NaN here, if the loss has nothing to average over
     learn.loss = zero_if_empty(items, learn.loss)
@@ -97,7 +99,8 @@ def forward_backward(
 
 @patch
 def run_model(self:FitContext):
-    "Runs the forward pass. In the first one of a fit, finds what differs from a pass of the whole batch"
+    """Runs the forward pass. If the user wants to know (`verbose`), the first one of a fit is also observed: what it
+    changes in the model, such as the statistics of BatchNorm, differs if the model sees only parts of a batch"""
     learn = self.learn
     is_observed = self.settings.describes and self.differences is None
     before = Snapshot(learn.model) if is_observed else None
@@ -105,10 +108,10 @@ def run_model(self:FitContext):
     if is_observed: self.differences = Differences(learn.model, before)
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #1f8be2c6
-def compute_loss(learn, rows:int)->Count|None:
-    """Computes the loss as fastai does; returns what the loss function averages over. Without targets there is no loss
-    yet. Then returns the `rows`, since a loss that a callback may compute in `after_loss` is assumed to average over
-    these"""
+def compute_loss_and_count(learn, rows:int)->Count|None:
+    """Sets `learn.loss_grad` and `learn.loss` as fastai does. Returns how many items the loss function averages over;
+    None if it sums. Without targets there is no loss yet. Then returns the `rows`, since a loss that a callback may
+    compute in `after_loss` is assumed to average over these"""
     if not len(learn.yb): return rows
     learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
     learn.loss = learn.loss_grad.clone()
@@ -117,29 +120,31 @@ def compute_loss(learn, rows:int)->Count|None:
 # %% ../../nbs/windows/14_forward_backward.ipynb #03b0af1b
 def items_of_loss(
     fit:FitContext,
-    items:Count|None, # What the loss function averages over
+    counted_by_loss:Count|None, # Items that the loss function averages over; None: it sums
     is_replaced:bool, # Whether a callback has put another loss in the place of the loss function's, in `after_loss`
-    is_single:bool, # Whether the micro-batch is a window
+    is_single:bool, # Whether the micro-batch is a window of its own
 )->Count|None:
-    """Returns what the loss averages over: by `num_items`, the labels of the model, or the loss function; None: it is a
-    sum. Warns if that is not known, because a callback has replaced the loss"""
+    """Returns how many items the loss averages over; None if it is a sum. The first of these that exists says it: the
+    user's `num_items`; the labels that the model gets with its inputs, if it computes the loss itself; the loss
+    function. Warns if that is not known, because a callback has replaced the loss. Stops the check of the loss if it
+    cannot compute this loss again"""
     learn,num_items = fit.learn,fit.settings.num_items
     labels = model_labels(learn)
-    # The check computes the loss by `loss_func`, from outputs and targets
+    # The check computes the loss again, by `loss_func`. Such losses come from elsewhere
     if is_replaced or labels is not None: fit.loss_check.stop()
     if num_items is not None: return check_items(num_items(learn))
     if labels is not None: return labels
     if is_replaced and not is_single:
         fit.warn_once("a callback replaces the loss (learn.loss_grad), but micro-batches keep the weights of the loss "
                       "before it: if the new one averages over something else, pass num_items")
-    return items
+    return counted_by_loss
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #5e8a1c7d
 # The backward pass
 
 def run_backward(fit:FitContext, window:Window, weight:Count, contribution:LossSums):
-    """Runs the backward pass with its events. In a sum of several, raises RuntimeError if a callback cancels the batch
-    afterwards, when its gradient is in the sum"""
+    """Runs the backward pass with its events. In a window of several micro-batches, raises RuntimeError if a callback
+    cancels the batch after this pass, because its gradient cannot be taken out of the sum"""
     try:
         fit.send('before_backward')
         add_weighted_gradient(fit, window, weight, contribution)
@@ -162,8 +167,10 @@ def add_weighted_gradient(fit:FitContext, window:Window, weight:Count, contribut
     # The value of a tensor is not known here, because reading it would wait for the GPU
     may_be_empty = isinstance(weight, Tensor) or weight == 0
     if may_be_empty:
-        outputs = [*tensors_in(learn.pred), *fit.params.extra]
-        with zero_grads_if_empty(outputs, weight): learn._backward()
+        # All ways by which NaN could leave the loss: gradients flow to the weights of the model through its outputs,
+        # but to parameters of the loss itself, as in a center loss, directly. Those are among the extra ones
+        tensors = [*tensors_in(learn.pred), *fit.params.extra]
+        with zero_grads_if_empty(tensors, weight): learn._backward()
     else: learn._backward()
     learn.loss_grad = loss  # without the weight, as training metrics may read it
     window.add(contribution)
@@ -171,15 +178,17 @@ def add_weighted_gradient(fit:FitContext, window:Window, weight:Count, contribut
 
 # %% ../../nbs/windows/14_forward_backward.ipynb #6b0d27f4
 def accept_cancelled(fit:FitContext, window:Window, weight:Count, contribution:LossSums):
-    """After a backward pass that a callback has cancelled (CancelBackwardException). A window of one micro-batch steps
-    all the same, as in fastai, with the gradient as it is. A sum leaves the micro-batch out, with a warning; raises
-    RuntimeError if the callback has computed a gradient itself, which has no weight"""
+    """After a callback has cancelled the backward pass (CancelBackwardException), and has perhaps computed the gradient
+    itself. A window of one micro-batch steps all the same, as in fastai, with that gradient. One of several leaves the
+    micro-batch out, with a warning, because its gradient would have no weight in the sums; raises RuntimeError if the
+    callback has changed these"""
     if not window.is_single:
         window.grads.check()
         fit.warn_once("a callback cancels backward passes (CancelBackwardException): their micro-batches are left out "
                       "of the window")
         return
-    # In several processes, the mean divides by the weight, which a gradient that a callback computed does not have
+    # At the end of the window, gradients become sum(weight*gradient)/sum(weight), over all processes. A gradient that
+    # the callback has computed has no weight yet, so this multiplies it by its weight, which is 1 in one process
     if weight: divide_gradients(fit.params.summed, 1/weight)
     window.add(contribution)
 

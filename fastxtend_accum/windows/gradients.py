@@ -35,7 +35,9 @@ def unique(items:list)->list:
 def optimizers_of(cb)->list:
     "Returns the optimizers that `cb` holds in an attribute, or in a list or dict that is an attribute"
     held = []
-    for o in vars(cb).values(): held += children(o) or [o]
+    for o in vars(cb).values():
+        held.append(o)
+        held += children(o) or ()  # the items of a list, tuple or dict; None for other objects
     return [o for o in held if isinstance(o, (Optimizer,OptimWrapper,torch.optim.Optimizer))]
 
 def extra_params(learn)->list:
@@ -57,9 +59,10 @@ class WindowParams:
     "The parameters of `learn` whose gradients a window sums"
     def __init__(self, learn):
         self.opt = learn.opt
-        # While a window runs, callbacks may not change these gradients
+        # While a window of several micro-batches runs, callbacks may not change these gradients (`GradientSums.check`)
         self.guarded = unique([*params_in(learn.opt), *learn.model.parameters()])
-        # The optimizers of these belong to callbacks, which may zero their gradients at any time
+        # Those of the loss, and of optimizers of callbacks. Not guarded, because these may zero gradients at any time.
+        # But summed, because these gradients, too, are to be means over the window
         self.extra = extra_params(learn)
         self.summed = unique([*self.guarded, *self.extra])
         self.in_float32 = []  # half-precision weights, whose gradients are summed in float32
@@ -80,26 +83,26 @@ def gradients(params:Iterable)->list:
     return res
 
 def is_finite(params:Iterable)->bool:
-    "Returns whether all gradients of `params` are free of NaN and infinity. Waits for the GPU"
+    "Returns whether no gradient of `params` contains NaN or infinity. Waits for the GPU"
     grads = [o for o in gradients(params) if o.numel()]
     largest = torch.nn.utils.get_total_norm(grads, float('inf'))
     return bool(largest.isfinite())
 
 # %% ../../nbs/windows/02_gradients.ipynb #304dcb7d
 class GradientSums:
-    """The gradients of a window with several micro-batches. PyTorch sums them in `.grad`. The gradients of
-    half-precision weights are summed in float32. If a callback changes a sum while the window runs, that is an error"""
+    """The gradients of a window with several micro-batches, which PyTorch sums in `.grad`. Those of half-precision
+    weights are summed in float32. A callback that changes a sum while the window runs is found: that is an error"""
     def __init__(self, params:WindowParams):
         self.params = params
         self.convert_half(torch.float32)
         self.accept()
 
     def convert_half(self, dtype:torch.dtype|None):
-        """Converts the gradients of half-precision weights to this type, in which PyTorch then adds up further ones.
-        None: the type of their weights"""
+        """Converts the gradients of half-precision weights to this type, and sets `p.grad_dtype`, by which PyTorch adds
+        further gradients in this type, whatever type the weights have. None: the type of the weights again"""
         for p in self.params.in_float32:
             grad = p.grad
-            p.grad = None  # the type can be set only without a gradient
+            p.grad = None  # while there is a gradient, PyTorch does not let `grad_dtype` be set
             p.grad_dtype = dtype or p.dtype
             if grad is not None: p.grad = grad.to(p.grad_dtype)
 
@@ -117,15 +120,17 @@ class GradientSums:
         self.accepted,self.versions = self.current()
 
     def check(self):
-        "Raises RuntimeError if the gradients are not as they were when they were accepted"
+        """Raises RuntimeError if the gradients are not those that were accepted, or were changed in place since then. A
+        change through `.data` is not found, because PyTorch does not count it"""
         grads,versions = self.current()
+        # There is a version for each gradient: if all versions are equal, both lists of gradients have the same length
         if versions == self.versions and all(map(operator.is_, grads, self.accepted)): return
         raise RuntimeError("a callback zeroed, replaced or changed a gradient, or froze a parameter, in the middle of "
                            "a window (clipping, a GANTrainer, an attack?): do this in before_step, or use windows of "
                            "one batch")
 
     def end(self):
-        "Rounds sums in float32 to the type of their weights, after they were divided"
+        "After the sums were divided: rounds those in float32 to the type of their weights"
         self.convert_half(None)
 
 def divide_gradients(params:Iterable, divisor:Real):

@@ -22,7 +22,7 @@ __all__ = ['remainders', 'batch_source', 'loader_bs', 'drops_last', 'is_distribu
 def batch_source(dl):
     "Returns what makes batches of the samples of `dl`: PyTorch's `BatchSampler`, or `dl` itself"
     sampler = getattr(dl, 'batch_sampler', None)
-    # Not a subclass, whose batches may have other sizes and samples than its `batch_size` and `sampler` say
+    # A subclass is not asked: its batches may have other sizes and samples than its `batch_size` and `sampler` say
     return sampler if type(sampler) is torch.utils.data.BatchSampler else dl
 
 def loader_bs(dl)->int|None:
@@ -39,7 +39,7 @@ def is_distributed(dl)->bool:
     return distributed is not None and isinstance(dl, distributed.DistributedDL)
 
 def length_of(o, name:str)->int|None:
-    "Returns the length of an attribute of `o`; None if it has no such attribute, or that has no length"
+    "Returns the length of an attribute of `o`; None if it has no such attribute, or if the attribute has no length"
     try: return len(getattr(o, name))
     except (AttributeError, TypeError): return None
 
@@ -68,21 +68,27 @@ class LoaderInfo(NamedTuple):
     - `planned` samples: the same, unless the DataLoader states no batch size. Then a plan, which is made before the
       batches can be counted, assumes that each has `planned_batch_size`. Plans and positions in the epoch count these
     - rows of its tensors, of which a collate function or a callback may make several for each sample: batches are
-      sliced along these"""
+      sliced along these
+
+    If a DataLoader has bs=4, and makes two views of each sample, then a batch has 4 samples, planned as 4, and 8 rows.
+    If one states no batch size, and the user says 4, then a batch of 3 rows has 3 samples, planned as 4"""
     batch_size:int|None  # None: unknown, and not needed, because each batch is a window
-    states_batch_size:bool  # False: `batch_size` is unknown, or the callback's `micro_batch_size` is taken for it
-    n_planned:int  # samples in the epoch; if `batch_size` is None, batches
-    has_exact_length:bool  # False: there may be more or fewer
+    states_batch_size:bool  # False: `batch_size` is unknown, or the callback's `micro_batch_size` is used as it
+    n_planned:int  # planned samples in the epoch; if `batch_size` is None, each batch counts as one
+    has_exact_length:bool  # False: the DataLoader may yield more or fewer samples than planned
 
     @property
-    def planned_batch_size(self)->int: return self.batch_size or 1
+    def planned_batch_size(self)->int:
+        "Planned samples in a full batch: 1 if the batch size is unknown"
+        return self.batch_size or 1
 
 def loader_info(
     dl,
     batch_size:int|None=None, # Used if `dl` states none
 )->LoaderInfo:
-    """Returns what is known of the batches of `dl`. The number of samples is an estimate if nobody knows them, as those
-    of an `IterableDataset`, or if the length of `dl` does not fit them, since `dl` repeats or skips some"""
+    """Returns what is known of the batches of `dl`. Its length in samples is exact if the number of batches fits the
+    number of samples: 20 samples in batches of 8 make 3 batches or, if the incomplete one is dropped, 2. Otherwise it
+    is an estimate: an `IterableDataset` does not know its samples, and some loaders repeat or skip some"""
     n_batches = len(dl)
     bs = loader_bs(dl)
     if bs is None:
@@ -92,17 +98,16 @@ def loader_info(
     if n_samples is None: return LoaderInfo(bs, True, n_batches*bs, False)
     n_full = n_samples//bs
     if is_distributed(dl) and dl.drop_last: n_batches = n_full  # its length also counts the incomplete batch
-    # By the number of batches, because samplers and wrappers need not have a `drop_last`. Of 20 samples in batches of
-    # 8, there are 3 batches if all are taken, and 2 if the rest is dropped
+    # `drop_last` is not asked, because samplers and wrappers need not have it
     is_exact = n_batches in (n_full, math.ceil(n_samples/bs))
     n_planned = n_batches*bs
-    if is_exact: n_planned = min(n_planned, n_samples)  # the last batch may be smaller
+    if is_exact: n_planned = min(n_planned, n_samples)  # the last batch may be smaller: 20, not 24
     return LoaderInfo(bs, True, n_planned, is_exact)
 
 # %% ../../nbs/windows/08_loader.ipynb #3ce99625
 remainders = 'step','carry','drop'  # what happens to batches at the end of an epoch that do not fill a window
 
-_tiny = 1e-6  # sizes on a curve are computed: a half, which is rounded up, may be .49999999999999994
+_tiny = 1e-6  # allows for rounding errors of sizes on a curve: .49999999999999994 batches are a half
 
 class WindowShape(NamedTuple):
     "A window has `n_batches` loader batches, or it is one of the `n_pieces` into which a loader batch is cut"
@@ -110,16 +115,22 @@ class WindowShape(NamedTuple):
     n_pieces:int = 1
 
     def samples(self, bs:int)->int:
-        "Returns the samples in a window, at least, for full batches of `bs`"
+        """Returns the samples in a window, if loader batches have `bs`. Pieces may differ by one sample: those of a
+        batch of 10 in 4 pieces have 2 or 3. Then this returns the smaller number"""
         return bs*self.n_batches//self.n_pieces
 
 def nearest_shape(size:float, bs:int)->WindowShape:
-    "Returns the windows that come nearest to `size` samples, for loader batches of `bs`"
+    """Returns the windows that come nearest to `size` samples: of several loader batches of `bs`, or of equal pieces of
+    one. If two sizes are as near, returns the larger one"""
     size = max(size, 1)  # a curve may dip below a sample for each process
-    if size >= bs: return WindowShape(n_batches=math.floor(size/bs+.5+_tiny))
+    if size >= bs:
+        n_batches = math.floor(size/bs+.5+_tiny)  # rounded to the nearest number; a half, or nearly a half, goes up
+        return WindowShape(n_batches)
+    # bs/size pieces would have this size. The number of pieces is one of the two integers around that
     fewer = math.floor(bs/size)
-    def distance(n_pieces:int)->float: return round(abs(bs/n_pieces-size), 6)
-    return WindowShape(n_pieces=min(fewer, fewer+1, key=distance))  # `fewer` if both are as near
+    def distance(n_pieces:int)->float:
+        return round(abs(bs/n_pieces-size), 6)  # rounded, so that rounding errors decide nothing
+    return WindowShape(n_pieces=min(fewer, fewer+1, key=distance))  # `min` returns `fewer` if both are as near
 
 # %% ../../nbs/windows/08_loader.ipynb #5f0c9a4e
 class LoaderBatch(NamedTuple):
@@ -134,30 +145,35 @@ class LoaderBatch(NamedTuple):
         return self._replace(data=map_tensors(torch.clone, self.data))
 
     def piece(self, start:int, end:int)->LoaderBatch:
-        "Returns the samples from `start` to `end`; raises ValueError if the batch cannot be sliced"
+        "Returns the batch of the samples from `start` to `end`; raises ValueError if the tensors cannot be sliced"
         first = self.rows*start//self.samples
         last = self.rows*end//self.samples
         data = slice_fields(self.data, first, last, self.rows)
         piece = LoaderBatch(data, end-start, end-start, last-first)
-        return piece.copied()  # to memory of its own, as a batch of its size has: kernels round by the alignment
+        # A slice may begin at any address, where some kernels compute in another order, and so round differently. A
+        # copy begins at an aligned address, so that results are bit for bit those of a batch of this size
+        return piece.copied()
 
 # %% ../../nbs/windows/08_loader.ipynb #75b1f819
 class EpochPlan:
-    """The windows of one epoch, as far as they are known before it begins. Here, samples are `planned` ones. They are
-    counted from the beginning of the epoch, so the batches that are carried into it begin before 0"""
+    """The windows of one epoch, as far as they are known before it begins. Samples are always planned ones here (see
+    `LoaderInfo`). They are counted from the beginning of the epoch: batches that are carried into it, because they
+    filled no window in the previous one, run first, and begin before 0"""
     def __init__(self,
         info:LoaderInfo,
         shape_at_pct:Callable, # `f(pct_train)` returns the `WindowShape` of a window that begins there
         epoch:int,
         n_epoch:int,
-        remainder:str, # One of `remainders`
+        remainder:str, # What the user asks for: one of `remainders`
         carried:list[int], # Planned samples of each batch left over from the previous epoch. These batches come first
         smallest:WindowShape, # Of the fit
         largest:WindowShape,
     ):
         store_attr('info,shape_at_pct,epoch,n_epoch,carried,smallest,largest')
-        # Whether windows may differ in size, apart from the last one. A carried batch adds to one of the next epoch
+        # Whether windows may differ in size, apart from the last one of an epoch. With 'carry' they may, because an
+        # incomplete batch may be carried, so that the first window of the next epoch gets another size
         self.sizes_vary = smallest != largest or remainder == 'carry' or not info.states_batch_size
+        # What happens in this epoch: after the last one, no other could take the batches over
         is_last_epoch = epoch+1 >= n_epoch
         self.remainder = 'step' if remainder == 'carry' and is_last_epoch else remainder
         self.start = -sum(carried)  # where the first batch begins
@@ -169,7 +185,7 @@ class EpochPlan:
 
     @property
     def joins_batches(self)->bool:
-        "Whether a window of the fit has several loader batches"
+        "Whether a window of the fit consists of several loader batches"
         return self.largest.n_batches > 1
 
     def pct_train(self, position:float)->float:
@@ -181,19 +197,22 @@ class EpochPlan:
         return samples/max(self.info.n_planned, 1)
 
     def position(self, samples:int)->float:
-        """Returns the position in the epoch, from 0 to 1, after this many `samples`. If windows vary in size, it is the
-        fraction read. If not, each planned window that has ended advances it by the same amount, as each batch does in
-        fastai, although the last window may be smaller, and some samples are dropped"""
+        """Returns the position in the epoch, from 0 to 1, after this many `samples`; it is negative in carried batches.
+        If windows vary in size, it is the fraction of the samples that were read. If not, it is the fraction of the
+        windows that have ended, as in a fastai fit with such batches: there each batch advances it by the same amount,
+        even if the last one is smaller, and dropped samples do not count"""
         n = len(self.windows)
         if self.sizes_vary or not n: return self.fraction_read(samples)
         return bisect_right(self.ends, samples)/n
 
     def shape(self, samples:int)->WindowShape:
         """Returns the shape of a window that begins after this many `samples`. All pieces of a loader batch have the
-        shape of the first one"""
+        shape of the first one, so the curve is read where the loader batch begins"""
         if self.smallest == self.largest: return self.smallest
-        from_batch = max(samples, 0) % self.info.planned_batch_size  # 0 unless it begins with a piece
-        return self.shape_at_pct(self.pct_train(self.fraction_read(samples-from_batch)))
+        in_epoch = max(samples, 0)  # carried batches, which begin before 0, are whole or pieces that were cut before
+        offset_in_batch = in_epoch % self.info.planned_batch_size  # 0 unless the window begins within a loader batch
+        position = self.fraction_read(samples-offset_in_batch)
+        return self.shape_at_pct(self.pct_train(position))
 
     def window_size(self, samples:int)->int:
         "Returns the samples in a window that begins after this many `samples`"
@@ -238,8 +257,9 @@ def plan_windows(self:EpochPlan):
 
 # %% ../../nbs/windows/08_loader.ipynb #df804201
 class EpochBatches(GetAttr):
-    """The training batches of an epoch, after those that were carried into it from the previous one. To callbacks it is
-    `learn.dl`"""
+    """Reads the training batches of an epoch, after those that were carried into it from the previous one. While it
+    trains, it is `learn.dl`. Callbacks find the attributes and methods of the DataLoader in it, such as `bs`, `dataset`
+    and `one_batch`; only its length is another one, the rounds of fastai's loop, which progress bars count"""
     _default = 'dl'
     def __init__(self,
         dl, # The DataLoader
@@ -250,8 +270,8 @@ class EpochBatches(GetAttr):
     ):
         store_attr('dl,plan,loop,n_rounds')
         self.info = plan.info
-        self.read = iter  # see `read_with`
-        self.source = None  # while the epoch runs: yields them as lists of LoaderBatches
+        self.read = iter  # `read(dl)` yields its batches. AutoResume sets another function in `read_with`
+        self.source = None  # while the epoch runs: yields each batch as a list, of its pieces or of the batch alone
         self.waiting = deque(carried)  # batches that were loaded, or carried, and have not run
         self.current = None  # the batch that runs
         self.left_over = []  # once the epoch is over: batches that are carried into the next one
@@ -284,8 +304,9 @@ def reading(self:EpochBatches):
     "In this context the DataLoader runs"
     self.source = self.loader_batches()
     try:
-        # Also before carried batches run, so that the loader draws its order when the epoch begins, as in fastai. A
-        # resumed fit, which has loaded some, draws it there again
+        # Carried batches run before the DataLoader is needed. It loads a batch all the same, so that it draws the order
+        # of its samples when the epoch begins, as in fastai. If AutoResume continues in the middle of an epoch,
+        # batches were loaded before (`n_loaded`), and its reader has drawn the order
         if self.waiting and not self.n_loaded: self.load_next()
         yield
     finally:
@@ -296,7 +317,7 @@ def reading(self:EpochBatches):
 def loader_batches(self:EpochBatches)->Iterator[list[LoaderBatch]]:
     "Yields the batches of the DataLoader with their counts, each in a list: whole, or cut into pieces"
     for data in self.read(self.dl):
-        # In planned samples. Not by `samples_read`, because further batches may be loaded while this one waits
+        # In planned samples. `samples_read` may be less, because loaded batches may wait before they run
         start = self.n_loaded*self.info.planned_batch_size
         self.n_loaded += 1
         yield self.pieces_of(self.counted(data, start), start)
@@ -304,20 +325,22 @@ def loader_batches(self:EpochBatches)->Iterator[list[LoaderBatch]]:
 
 @patch
 def counted(self:EpochBatches, data:tuple, start:int)->LoaderBatch:
-    """Counts a batch that begins after `start` samples of the epoch. It has as many samples as the batch size that the
-    DataLoader states, since there may be several rows of each. If the DataLoader states none, or yields more samples
-    than its length announces, each row is a sample"""
+    """Returns a batch with its counts (see `LoaderInfo`). It begins after `start` samples of the epoch. It has as many
+    samples as were planned, since there may be several rows of each. If the DataLoader states no batch size, or yields
+    more samples than its length announces, nobody knows them, and each row counts as a sample"""
     info = self.info
     left = max(info.n_planned-start, 0)  # 0 if the DataLoader yields more
     planned = min(info.planned_batch_size, left)  # the last batch may be smaller
     samples = planned if info.states_batch_size else None
     rows = n_rows(data, samples)
-    return LoaderBatch(data, samples or rows, planned, rows)
+    if not samples: samples = rows
+    return LoaderBatch(data, samples, planned, rows)
 
 @patch
 def pieces_of(self:EpochBatches, batch:LoaderBatch, start:int)->list[LoaderBatch]:
-    "Returns the pieces of a loader batch that begins after `start` samples of the epoch; or the batch"
-    # The last batch of a stream may have fewer rows than it was counted by
+    """Returns the pieces of a loader batch that begins after `start` samples of the epoch, if it makes several windows;
+    if not, a list of the batch alone"""
+    # The last batch of a stream may have fewer rows than the samples that were planned for it
     n = min(batch.samples, batch.rows)
     bounds = self.plan.piece_bounds(start, n)
     if len(bounds) < 2: return [batch]
@@ -337,21 +360,29 @@ def advance(self:EpochBatches)->bool:
     return True
 
 @patch
-def copy_current(self:EpochBatches): self.current = self.current.copied()
+def copy_current(self:EpochBatches):
+    "Makes the current batch a copy, which can run again in the next epoch, whatever callbacks do to the tensors now"
+    self.current = self.current.copied()
 
 @patch
 def load_next(self:EpochBatches)->bool:
-    "Loads a batch that waits while further ones are loaded; returns whether there was one"
+    """Loads a batch, which then waits to run; returns whether there was one. It waits as a copy, because the DataLoader
+    may use its memory for the next batch"""
     pieces = next(self.source, ())
     self.waiting.extend(o.copied() for o in pieces)
     return len(pieces) > 0
 
 @patch
-def can_fill(self:EpochBatches, size:int)->bool:
-    """Returns whether a window of `size` samples may begin: if fewer are left, only the remainder 'step' allows it.
-    Without an exact length, nothing else than the batches themselves shows it, so this loads those of the window"""
+def can_begin_window(self:EpochBatches, size:int)->bool:
+    """Returns whether a window of `size` samples may begin: if fewer are left, only the remainder 'step' allows it. If
+    the length is not exact, only the batches themselves can show it, so this loads them"""
     if self.plan.remainder == 'step': return True
-    if self.info.has_exact_length: return self.samples_left() >= size
+    if self.info.has_exact_length: return self.info.n_planned-self.samples_read >= size
+    return self.load_window(size)
+
+@patch
+def load_window(self:EpochBatches, size:int)->bool:
+    "Loads batches until `size` samples wait to run; returns False if the DataLoader has fewer"
     while sum(o.samples for o in self.waiting) < size:
         if not self.load_next(): return False
     return True
@@ -360,33 +391,29 @@ def can_fill(self:EpochBatches, size:int)->bool:
 @patch
 def finish_epoch(self:EpochBatches, unfinished:list[LoaderBatch]):
     """After the last round: keeps the batches that are to be carried, first those of the `unfinished` window. Ends the
-    DataLoader as fastai does, with `after_iter`"""
+    DataLoader as fastai does, by calling its `after_iter`"""
     if self.plan.remainder == 'carry':
-        while self.load_next(): pass
+        while self.load_next(): pass  # all that the DataLoader has left
         self.left_over = [*unfinished, *self.waiting]
     # Batches that are dropped are not loaded. A DataLoader that comes to its end by itself sends `after_iter` there
     if not self.has_found_end and hasattr(self.dl, 'after_iter'): self.dl.after_iter()
 
 # %% ../../nbs/windows/08_loader.ipynb #917408b2
-# Questions
-
 @patch
-def samples_left(self:EpochBatches)->int:
-    "Returns the planned samples after the current batch"
-    return self.info.n_planned-self.samples_read
-
-@patch
-def is_last(self:EpochBatches)->bool:
-    "Returns whether the current batch is the last one by the length that is announced, and this is exact"
-    # Without `planned`, the DataLoader has yielded more
-    return self.info.has_exact_length and self.samples_left() == 0 and self.current.planned > 0
+def is_known_to_be_last(self:EpochBatches)->bool:
+    """Returns whether the current batch is the last one, by the length that the DataLoader announces. False if that is
+    not exact: then only the next read can show it"""
+    # A batch with 0 planned samples is one that the DataLoader yields beyond its length. Others may follow it
+    has_read_all = self.samples_read == self.info.n_planned
+    return self.info.has_exact_length and has_read_all and self.current.planned > 0
 
 # %% ../../nbs/windows/08_loader.ipynb #0fee206d
 # The place in an epoch, for AutoResume
 
 @patch
 def state(self:EpochBatches)->dict:
-    "Returns the place between two windows; with batches that were loaded, or carried, and have not run"
+    """For AutoResume, between two windows: returns the place in the epoch, with the batches that were loaded or
+    carried, and have not run"""
     return dict(
         carried=self.plan.carried,  # only their sizes, by which the windows were planned
         waiting=[tuple(o) for o in self.waiting],
@@ -394,6 +421,6 @@ def state(self:EpochBatches)->dict:
 
 @patch
 def go_to(self:EpochBatches, state:dict):
-    "Before a batch was read, in an epoch with the same plan: goes to the place of a `state`"
+    "Goes to the place of a `state`, in an epoch with the same plan, before any batch has been read"
     self.waiting = deque(LoaderBatch(*o) for o in state['waiting'])
     self.samples_read,self.n_loaded = state['counts']

@@ -40,7 +40,7 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'W
 # preparing     a callback prepares batches if its order is below 50, the Recorder's: it sees each loader batch
 
 # run_epoch                      takes the place of fastai's all_batches
-#   next_round                   begins a window
+#   next_round                   takes the next batch, and begins a window if none is open
 #   run_round                    takes the place of one_batch
 #     run_batches                takes the place of _do_one_batch
 #       begin_round              sends before_batch
@@ -48,6 +48,7 @@ __all__ = ['fastai_all_batches', 'skipped', 'all_batches', 'replaced_method', 'W
 #         run_micro_batch        forward and backward pass, by forward_backward
 #       close_window             finalize_gradients, then take_step
 #     end_round                  after after_batch
+#   end_epoch                    closes or carries what is left
 
 # The events of a window of three loader batches. With log_accum_batch=True, preparing callbacks see each loader batch
 # if they have before_batch; all others see the window. With log_accum_batch=False, all see loader batches.
@@ -85,15 +86,20 @@ def replaced_method(learn)->str|None:
     for name in _methods_of_loop:
         if name in vars(learn): return name
         method = getattr(type(learn), name)
-        method = getattr(method, 'replaced', method)  # of ours, the one before it, which may be a patch of other code
-        if method.__module__ != 'fastai.learner': return name
+        # In the place of our `all_batches`, look at the one before it: fastai's, or a patch of other code. A patch that
+        # wraps ours has `replaced`, too, because `functools.wraps` copies all attributes; it adds `__wrapped__`
+        if not hasattr(method, '__wrapped__'): method = getattr(method, 'replaced', method)
+        # The module where its code was written. `functools.wraps` copies `__module__`, but not this
+        module = getattr(method, '__globals__', {}).get('__name__')
+        if module != 'fastai.learner': return name
     return None
 
 class WholeBatch:
-    "The strategy that runs a loader batch as one micro-batch. Others run it in several, or again with less memory"
-    size = None  # samples in a micro-batch, at most; None: the whole batch
-    may_repeat = False  # whether a loader batch may have several forward passes
-    savers = ()  # what saves memory in its passes: a few callbacks, perhaps, and the strategy itself
+    """The strategy that runs a loader batch as one micro-batch. Its subclasses in `memory/` run a batch in several
+    micro-batches, or again with less memory. They set these attributes, too, which other modules read"""
+    size = None  # samples in a micro-batch, at most; None: the whole batch. `GradientAccumulation.micro_bs` reports it
+    may_repeat = False  # whether a loader batch may have several forward passes. `run_batch` prepares for these
+    savers = ()  # callbacks and strategies that save memory in the passes. `GradientAccumulation.micro_bs` reads them
 
     def __call__(self, loop:WindowLoop):
         "Runs the loader batch that `loop.learn` holds"
@@ -117,15 +123,16 @@ class WindowLoop:
         self.strategy = strategy
         self.loggers = loggers
         self.n_steps = 0
-        # These last for an epoch
+        # AutoResume saves in these. They last until `hook_in` sets others
+        self.between_windows = noop  # called before each window
+        self.after_windows = noop  # called after the last window of an epoch
+        # `begin_epoch` sets these for an epoch
         self.batches = None
         self.progress = None
-        self.between_windows = noop  # called before each window, by AutoResume
-        self.after_windows = noop  # and after the last one of an epoch
-        # These last for a window
+        # `next_round` sets these for a window, and `discard_window` may empty the window
         self.window = Window()
-        self.begun_at = 0  # samples that were read before it
-        # This lasts for a loader batch
+        self.begun_at = 0  # samples of the epoch that were read before the window
+        # `run_batch` sets this for a loader batch
         self.autocast = None
 
     def begin_epoch(self,
@@ -144,52 +151,62 @@ class WindowLoop:
 
 @patch
 def run_epoch(self:WindowLoop):
-    "Takes the place of fastai's `all_batches`"
+    "Takes the place of fastai's `all_batches`: runs the batches of an epoch. Cleans up, also after an exception"
     self.learn.n_iter = len(self.batches)
     try:
         with self.batches.reading():
             while self.next_round(): self.run_round()
-            # With log_accum_batch=False, the last round leaves a window open if its batch is cancelled, or if the
-            # loader does not say that it is the last one
-            if self.window.is_open and self.batches.plan.remainder == 'step':
-                try: self.close_window()
-                except CancelBatchException: pass  # raised in the step; no batch is left that it could cancel
-            if not self.window.is_open: self.after_windows()  # an open window cannot be saved
-            self.batches.finish_epoch(self.window.batches)  # those of a window that is still open
-            self.check_has_trained()
+            self.end_epoch()
     finally:
-        self.discard_window()
+        self.discard_window()  # if it is still open
         self.loggers.end_round()
         enable_gradient_sync(self.learn.model)
 
 @patch
-def check_has_trained(self:WindowLoop):
-    "After an epoch: raises ValueError if it fills no window, nor has an earlier one, and such windows are dropped"
-    has_run = self.n_steps > 0 or self.progress.n_rounds > 0
-    if has_run or self.batches.plan.remainder != 'drop': return
-    size = self.window.size*self.fit.processes.n
-    raise ValueError(f"an epoch does not fill one window of {size} samples, and incomplete windows are dropped: lower "
-                     "accum_bs, or pass remainder='step'")
+def next_round(self:WindowLoop)->bool:
+    """Goes on to the first batch of the next round, and returns True. Begins a window with this batch, unless one is
+    still open, as it may be after a round of log_accum_batch=False. Returns False, and begins none, if no batch is
+    left, or if those that are left make no window"""
+    if self.window.is_open: return self.batches.advance()
+    self.between_windows()
+    start = self.batches.samples_read
+    size = self.batches.plan.window_size(start)
+    has_batch = self.batches.can_begin_window(size) and self.batches.advance()
+    if has_batch:
+        self.window = Window(size)
+        self.begun_at = start
+    return has_batch
 
 @patch
-def next_round(self:WindowLoop)->bool:
-    """Begins a window, unless one is still open, as it may be after a round of log_accum_batch=False. Then goes on to
-    the first batch of the round, and returns True. Returns False if the epoch is over, or if the batches that are left
-    make no window"""
-    if not self.window.is_open:
-        self.between_windows()
-        size = self.batches.plan.window_size(self.batches.samples_read)
-        self.window = Window(size)
-        self.begun_at = self.batches.samples_read
-        if not self.batches.can_fill(size): return False
-    return self.batches.advance()
+def end_epoch(self:WindowLoop):
+    """After the last round of an epoch: if a window is still open, takes its step, or lets the next epoch have its
+    batches, as the remainder says"""
+    # With log_accum_batch=False, the last round leaves a window open if its batch is cancelled, or if the loader does
+    # not say that it is the last one
+    if self.window.is_open and self.batches.plan.remainder == 'step':
+        try: self.close_window()
+        except CancelBatchException: pass  # raised in the step; no batch is left that it could cancel
+    if not self.window.is_open: self.after_windows()  # an open window cannot be saved
+    self.batches.finish_epoch(self.window.batches)  # of a window that is still open; a closed one has let go of them
+    self.check_has_trained()
+
+@patch
+def check_has_trained(self:WindowLoop):
+    """At the end of an epoch: raises ValueError if no window of the fit has run yet, because each epoch is shorter than
+    a window, and its batches are dropped"""
+    has_run = self.n_steps > 0 or self.progress.n_rounds > 0
+    if has_run or self.batches.plan.remainder != 'drop': return
+    size = self.batches.plan.window_size(0)*self.fit.processes.n
+    raise ValueError(f"an epoch does not fill one window of {size} samples, and incomplete windows are dropped: lower "
+                     "accum_bs, or pass remainder='step'")
 
 # %% ../../nbs/windows/15_loop.ipynb #e0fbedc7
 # A round
 
 @patch
 def run_round(self:WindowLoop):
-    "Takes the place of fastai's `one_batch`, with `run_batches` in the place of `_do_one_batch`"
+    """Takes the place of fastai's `one_batch`. `Events.run` calls `run_batches`, which takes the place of
+    `_do_one_batch`; then sends `after_cancel_batch`, if that raises CancelBatchException, and `after_batch`"""
     self.progress.begin_round()
     self.load_batch()
     try: self.send.run(self.run_batches, 'batch', CancelBatchException)
@@ -197,55 +214,62 @@ def run_round(self:WindowLoop):
 
 @patch
 def run_batches(self:WindowLoop):
-    "Begins and runs the batches of a round. A round that does not count ends as a cancelled batch does in fastai"
+    """Sends `before_batch`, and runs the batches of the round: the whole window, or one batch of it. If the round does
+    not count, raises CancelBatchException, so that `run_round` ends it as fastai ends a cancelled batch"""
     try:
         self.begin_round()
         counts = self.run_window() if self.settings.log_accum_batch else self.run_one_of_window()
     finally: self.correct_pct_train()  # also before a callback ends the epoch
-    if not counts: raise CancelBatchException  # to `Events.run`
+    if not counts: raise CancelBatchException
 
 @patch
 def begin_round(self:WindowLoop):
-    """Sends `before_batch`, first to callbacks that prepare batches. If they cancel the first batch of a window, the
-    next one takes its place in the same round, so that all others see each window once"""
+    """Sends `before_batch` to the callbacks that prepare batches, and then to all others. If one of the former cancels
+    the first batch of a window, the next one takes its place in the same round, so that the others see each window
+    once: if batch 1 is cancelled, the former get `before_batch` for 1 and 2, and then the others get it for 2. Raises
+    CancelBatchException if no batch can take its place"""
     while not self.prepare_batch():
-        may_go_on = self.settings.log_accum_batch and self.go_on(last_counts=False)
-        if not may_go_on: raise CancelBatchException  # to `Events.run`
+        if not self.settings.log_accum_batch: raise CancelBatchException  # here the next batch is the next round
+        if not self.take_next_batch(last_counts=False): raise CancelBatchException
     self.send.to_others('before_batch')
 
 @patch
 def correct_pct_train(self:WindowLoop):
-    """Corrects the position after the batches of a round. While a window goes on, it is where the window began, so that
-    schedulers set the same for all its batches"""
+    """After the batches of a round: moves `learn.pct_train`, the position in the fit that schedulers read, to the end
+    of these batches. While a window is open, it stays where the window began, so that schedulers set the same values
+    for all its batches"""
     goes_on = not self.settings.log_accum_batch and self.window.is_open
     samples = self.begun_at if goes_on else self.batches.samples_read
     self.progress.end_batches(samples)
 
 # %% ../../nbs/windows/15_loop.ipynb #66732a29
-skipped = Outcome.NO_ITEMS,Outcome.NONFINITE
+skipped = Outcome.NO_ITEMS,Outcome.NONFINITE  # windows with these outcomes take no step, and a warning says so
 
 @patch
 def run_window(self:WindowLoop)->bool:
-    """log_accum_batch=True: runs the batch that `learn` holds and the others of its window, and takes the step; returns
-    whether the round counts"""
+    """A round of log_accum_batch=True: runs all batches of a window, of which `learn` holds the first, and takes the
+    step; returns whether the round counts. If it does not, loggers see one cancelled batch, as in fastai"""
     loss_before = self.learn.loss
     last_counts = self.run_batch()
-    while self.go_on(last_counts): last_counts = self.prepare_batch() and self.run_batch()
-    if not self.window.losses.samples: return False  # all were cancelled: loggers see one cancelled batch, as in fastai
+    while self.take_next_batch(last_counts):
+        last_counts = self.prepare_batch() and self.run_batch()
+    if not self.window.losses.samples: return False  # all were cancelled
     has_step = self.window.is_full or self.batches.plan.remainder == 'step'  # if not, it is dropped or carried
     outcome = self.close_window() if has_step else None
     if outcome is None or outcome in skipped:
         self.loggers.pause_recorders()
         self.learn.loss = loss_before
         return False
-    if not last_counts: self.send.to_preparing('after_cancel_batch')  # which the last batch has not had yet
+    # If only the last batch was cancelled, the round counts, and ends without `after_cancel_batch`. Preparing callbacks
+    # get it here, since to them each batch is one of its own
+    if not last_counts: self.send.to_preparing('after_cancel_batch')
     return True
 
 @patch
 def run_one_of_window(self:WindowLoop)->bool:
-    """log_accum_batch=False: runs the batch that `learn` holds, and takes the step if it is the last one of its window;
-    returns whether the batch counts. It does if the step is skipped, because loggers see the loss of each loader
-    batch"""
+    """A round of log_accum_batch=False: runs the batch that `learn` holds, and takes the step if it is the last one of
+    its window; returns whether the batch counts. It does even if the step is skipped, because loggers see the loss of
+    each loader batch"""
     counts = self.run_batch()
     if counts and self.is_complete(): self.close_window()
     return counts
@@ -253,7 +277,8 @@ def run_one_of_window(self:WindowLoop)->bool:
 # %% ../../nbs/windows/15_loop.ipynb #b79d3458
 @patch
 def end_round(self:WindowLoop):
-    "After fastai's `after_batch`: makes loggers as before the round; logs the samples of the window, 0 without a mean"
+    """After `after_batch`: undoes what the round has changed in loggers. With log_accum_batch=True, logs the number of
+    samples in the window, or 0 if its gradients are no means"""
     self.loggers.end_round()
     has_mean = self.window.outcome is Outcome.HAS_MEAN
     samples = self.window.seen_samples if has_mean else 0
@@ -261,24 +286,20 @@ def end_round(self:WindowLoop):
 
 @patch
 def is_complete(self:WindowLoop)->bool:
-    """Returns whether the window takes no more batches: if it is full; if the epoch ends; or if as many samples as fill
-    it were read, and callbacks have cancelled all of them, so that its round can end as a cancelled batch does"""
-    window = self.window
-    n_read = self.batches.samples_read-self.begun_at
-    is_cancelled = not window.losses.samples and n_read >= window.size
-    return window.is_full or is_cancelled or self.ends_epoch_with_step()
+    "Returns whether the window has all its batches: if it is full, or if the epoch ends, and it steps all the same"
+    return self.window.is_full or self.ends_epoch_with_step()
 
 @patch
 def ends_epoch_with_step(self:WindowLoop)->bool:
     "Returns whether the current batch is the last one, and the window has a step, even if it is not full"
-    return self.batches.is_last() and self.batches.plan.remainder == 'step'
+    return self.batches.is_known_to_be_last() and self.batches.plan.remainder == 'step'
 
 # %% ../../nbs/windows/15_loop.ipynb #f6411dbe
 # A loader batch
 
 @patch
 def load_batch(self:WindowLoop):
-    "Makes `learn` hold the tensors that the loader has yielded; if they may run again, the loop keeps a copy"
+    "Makes `learn` hold the tensors that the loader has yielded; if they may run again, `batches` keeps a copy"
     learn,batches = self.learn,self.batches
     data = batches.current.data
     if self.may_be_carried(): batches.copy_current()  # callbacks may change the tensors of `data` in place
@@ -305,36 +326,43 @@ def prepare_batch(self:WindowLoop)->bool:
     return True
 
 @patch
-def go_on(self:WindowLoop, last_counts:bool)->bool:
-    """Goes on to the next batch of the window, after the events that end the last one, which `learn` holds; returns
-    False if the window takes no more. These events go to preparing callbacks:
-
-    - `after_batch` only to those with `before_batch`: one without it is a logger, and waits for the end of the window
-    - `after_cancel_batch` to those with both, since a batch without a step looks cancelled to them, as with fastai's
-      own GradientAccumulation; and to all if the batch was really cancelled"""
-    # `advance` comes first, because `Events.run` ends the last batch of the round
-    if self.is_complete() or not self.batches.advance(): return False
-    also = ('before_batch','after_batch') if last_counts else ()
-    self.send.to_preparing('after_cancel_batch', also)
-    self.send.to_preparing('after_batch', also=('before_batch',))
+def take_next_batch(self:WindowLoop, last_counts:bool)->bool:
+    """With log_accum_batch=True: ends the batch that `learn` holds, for preparing callbacks, and makes `learn` hold the
+    next one of the window. Returns False, and does neither, if the window takes no more batches, or the epoch has no
+    more: this batch is the last one of the round then, and ends with it"""
+    # As many samples as fill the window were read, and all were cancelled. The round ends as a cancelled batch then
+    n_read = self.batches.samples_read-self.begun_at
+    is_cancelled = not self.window.losses.samples and n_read >= self.window.size
+    if is_cancelled or self.is_complete() or not self.batches.advance(): return False
+    self.end_batch_for_preparing(last_counts)
     self.load_batch()
     return True
+
+@patch
+def end_batch_for_preparing(self:WindowLoop, counts:bool):
+    "Sends the events that end a batch to preparing callbacks, before the next batch of the same window"
+    # A batch that counts has no step of its own. As with fastai's own GradientAccumulation, it looks cancelled to
+    # callbacks that prepare each batch and clean up after it. To all it does if a callback has really cancelled it
+    also = ('before_batch','after_batch') if counts else ()
+    self.send.to_preparing('after_cancel_batch', also)
+    # A callback without `before_batch` prepares nothing. It is a logger, and waits for the end of the window
+    self.send.to_preparing('after_batch', also=('before_batch',))
 
 # %% ../../nbs/windows/15_loop.ipynb #4495dc52
 @patch
 def run_batch(self:WindowLoop)->bool:
     """Runs the passes of the batch that `learn` holds; returns whether it counts. It does not if a callback cancels it,
-    or all its backward passes. Then its window goes on. If no batch of a round counts, `run_batches` raises another
-    CancelBatchException"""
+    or all its backward passes. Then its window takes the next batch in its place"""
     window = self.window
     if not window.losses.n_micro: self.fit.update_params()
-    if self.strategy.may_repeat: self.autocast = Autocast(self.fit.params.guarded[0].device)
+    if self.strategy.may_repeat:  # then each pass has to begin in the autocast that `before_batch` has entered
+        self.autocast = Autocast(self.fit.params.guarded[0].device)
     n_before = window.losses.samples
-    try: self.strategy(self)
+    try: self.strategy(self)  # each backward pass adds its samples to `window.losses`
     except CancelBatchException:
         if window.losses.samples > n_before: self.drop_part(n_before)
         return False
-    if window.losses.samples == n_before: return False
+    if window.losses.samples == n_before: return False  # all backward passes were cancelled
     window.note_batch(self.batches.current, self.may_be_carried())
     if self.settings.log_accum_batch: self.loggers.update_train_metrics()
     return True
@@ -342,7 +370,7 @@ def run_batch(self:WindowLoop)->bool:
 @patch
 def drop_part(self:WindowLoop, n_before:int):
     """After a callback has cancelled a batch between two of its micro-batches: drops its whole window, with `n_before`
-    samples of other batches, because nothing can be taken out of the sums again"""
+    samples of other batches, because nothing can be taken out of the sums"""
     if n_before: self.fit.warn_once("a callback has cancelled a part of a batch: its whole window is left out")
     self.discard_window()
 
@@ -351,13 +379,14 @@ def drop_part(self:WindowLoop, n_before:int):
 def run_micro_batch(self:WindowLoop,
     samples:int, # As the DataLoader counts them
     rows:int, # Of the tensors that `learn` holds
-    ends_batch:bool=True,
+    ends_batch:bool=True, # Whether it is the last micro-batch of the loader batch
 ):
-    "Runs the forward and backward pass of what `learn` holds"
+    "Called by the strategy: runs the forward and backward pass of the micro-batch that `learn` holds"
     window = self.window
     fills_window = window.losses.samples+samples >= window.size
-    is_in_last_batch = fills_window or self.ends_epoch_with_step()  # of the window
-    ends_window = ends_batch and is_in_last_batch
+    is_last_batch = fills_window or self.ends_epoch_with_step()  # the last loader batch of the window
+    ends_window = ends_batch and is_last_batch
+    # The window has no sums yet. If this first micro-batch ends it, it is single, and needs none
     if window.grads is None: window.begin(self.fit.params, ends_window, self.fit.processes.n)
     if self.autocast is not None: self.autocast.enter_again()
     forward_backward(self.fit, window, samples, rows, ends_window)
@@ -379,10 +408,13 @@ def close_window(self:WindowLoop)->Outcome:
 
 @patch
 def step_window(self:WindowLoop):
-    """Takes the step of a window whose gradients are means, and drops them, as fastai does. If a callback cancels more
-    than the step, fastai drops nothing, and the gradient adds to that of the next batch. So does that of a single
-    micro-batch here; but a mean over a sum is dropped, since it has no weight in the next sum. A warning says so after
-    a CancelBatchException, which may have been meant to skip the step"""
+    """Takes the step of a window whose gradients are means, and zeroes them, as fastai does. If a callback cancels:
+
+    - the step alone: the same, as in fastai
+    - the batch, epoch or fit, in a window of one micro-batch: the gradient stays, and is added to that of the next
+      batch, as in fastai
+    - the same, in a window of several: the gradient is dropped, because a mean has no weight in the sums of the next
+      window. After a CancelBatchException a warning says so, since a CancelStepException may have been meant"""
     if self.settings.log_accum_batch: self.show_window_loss()
     self.cb.report_step()
     try: self.take_step()
@@ -397,15 +429,16 @@ def step_window(self:WindowLoop):
 
 @patch
 def finalize_gradients(self:WindowLoop)->Outcome:
-    "Makes the sums of the window means, over all processes; returns the outcome"
+    "After the last micro-batch: makes the gradients, which are sums, means over all processes; returns the outcome"
     window,processes = self.window,self.fit.processes
     if window.grads is not None: window.grads.check()
     warning = self.fit.loss_check.check(window.kept)
     if warning: self.fit.warn_once(warning)
     processes.reduce_window(window)
     if window.losses.items == 0: return Outcome.NO_ITEMS
-    # Each gradient is now the sum over the micro-batches of all processes, divided by the number of processes, as DDP
-    # does. The weight is the sum over all processes
+    # Each gradient is now sum(weight*gradient)/n, over the micro-batches of all n processes, because DDP divides by n.
+    # The mean is sum(weight*gradient)/sum(weight), so this divides by sum(weight)/n. sum(weight) is the weight of all
+    # items
     divide_gradients(self.fit.params.summed, window.weight_of(window.losses.items)/processes.n)
     window.end_sums()
     return Outcome.NONFINITE if self.skips_nonfinite() else Outcome.HAS_MEAN
@@ -437,8 +470,8 @@ def drop_gradients(self:WindowLoop):
 # %% ../../nbs/windows/15_loop.ipynb #d4c43762
 @patch
 def take_step(self:WindowLoop):
-    """The step with its events. The rules of `scale` hold from `before_step` until it is taken, and no longer in
-    `after_step`, in which callbacks may set values for the next step"""
+    """Takes the step, with its events. If there is a `scale`, hyper-parameters are scaled from `before_step` until the
+    step is taken, and no longer in `after_step`, in which callbacks may set values for the next step"""
     step = self.run_scaled_step if self.settings.scale else self.run_step
     self.send.run(step, 'step', CancelStepException)
 
@@ -456,12 +489,13 @@ def run_step(self:WindowLoop):
     self.n_steps += 1
 
 # %% ../../nbs/windows/15_loop.ipynb #32377a5a
-# After an interrupt
+# Leaving a window
 
 @patch
 def discard_window(self:WindowLoop):
-    """Drops the present window, unless it is closed, and puts a new one in its place. The gradient of a single
-    micro-batch stays, as in fastai"""
+    """Drops a window that was left before it was closed, and puts an empty one in its place: after an exception, at the
+    end of an epoch that does not fill it, or if a callback cancels a part of a batch. Leaves a closed window as it is.
+    Drops its gradients, too, if they are sums. The gradient of a single micro-batch stays, as in fastai"""
     window = self.window
     if window.outcome is not None: return
     if window.grads is not None:
@@ -470,22 +504,23 @@ def discard_window(self:WindowLoop):
     self.window = Window(window.size)
 
 # %% ../../nbs/windows/15_loop.ipynb #63ca88e5
-# After a kill
+# For AutoResume, which continues a fit after its process was killed
 
 @patch
 def hook_in(self:WindowLoop, between_windows:Callable, after_windows:Callable):
-    """For AutoResume: in this epoch, `between_windows()` is called before each window, and `after_windows()` after the
-    last one"""
+    """For AutoResume: from now on, `between_windows()` is called before each window, and `after_windows()` after the
+    last one of each epoch, until `hook_in` is called again"""
     self.between_windows = between_windows
     self.after_windows = after_windows
 
 @patch
 def state(self:WindowLoop)->dict:
-    "Returns the place in the fit, between two windows, for `go_to` in another process"
+    "For AutoResume, between two windows: returns the place in the fit, for `go_to` in another process"
     return dict(counts=(self.n_steps, self.progress.n_rounds), batches=self.batches.state())
 
 @patch
 def go_to(self:WindowLoop, state:dict):
-    "After `begin_epoch`, with the plan of the epoch of a `state`: goes on from there"
+    """For AutoResume, after `begin_epoch`, with the plan of the epoch in which `state` was taken: moves to that place,
+    from where `run_epoch` continues"""
     self.n_steps,self.progress.n_rounds = state['counts']
     self.batches.go_to(state['batches'])

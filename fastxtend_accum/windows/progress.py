@@ -31,20 +31,21 @@ class Progress:
         self.set_pct_train(self.plan.start)
 
     def begin_round(self):
+        "Sets `learn.iter`, the number of the round in its epoch, which is that of a batch to fastai"
         self.learn.iter = self.n_rounds
         self.n_rounds += 1
 
     def end_batches(self, samples:int):
         """After the batches of a round: sets the position to the one after this many samples of the epoch, a negative
-        number among carried batches"""
+        number in carried batches"""
         learn = self.learn
-        # In `after_batch`, which follows, fastai's TrainEvalCallback adds this. It comes first, and all others have to
-        # find the right position afterwards
-        fastais_increment = 1/(learn.n_iter*learn.n_epoch)
-        self.set_pct_train(samples, fastais_increment)
+        # `after_batch` follows. In it, fastai's TrainEvalCallback comes first, since its order is -10, and adds this to
+        # `pct_train`. We subtract it here, so that all callbacks after it find the right position
+        added_by_fastai = 1/(learn.n_iter*learn.n_epoch)
+        self.set_pct_train(samples, added_by_fastai)
 
     def set_pct_train(self, samples:int, increment:float=0.):
-        "Sets `pct_train` to the position after this many samples, less an `increment`"
+        "Sets `pct_train` to the position after this many samples, less the `increment` that fastai is going to add"
         position = self.plan.position(samples)
         right = self.plan.pct_train(position)-increment
         # Where fastai's own number is right, it stays, bit for bit

@@ -22,7 +22,8 @@ __all__ = ['Count', 'power_of_two', 'zero_if_empty', 'zero_grads_if_empty', 'Los
 # The loss of a micro-batch is a mean over some items: samples, labels, elements. The mean over a window is the sum of
 # loss*items over its micro-batches, divided by the sum of items. Each loss is multiplied by items/unit, its weight,
 # before its backward pass. The unit makes weights near 1, so that a sum is about as large as a mean, and float16 does
-# not overflow. It is a power of two, because dividing by one rounds nothing, and it is the same in all processes.
+# not overflow. It is a power of two, because dividing by one rounds nothing, and it is the same in all processes. At
+# the end, the sums of losses and gradients are divided by the sum of the weights, so the unit cancels.
 
 Count = Real|Tensor  # a tensor if it is on a GPU, because reading its value would wait for the GPU
 
@@ -37,11 +38,11 @@ def zero_if_empty(count:Count|None, value:Tensor)->Tensor:
     return torch.zeros_like(value) if count == 0 else value
 
 @contextmanager
-def zero_grads_if_empty(outputs:list, weight:Count):
-    """In this context, gradients that flow back through `outputs` are 0 if `weight` is 0. Multiplying the loss by 0 is
-    not enough: the gradient of a mean over nothing is NaN, and NaN*0 is NaN"""
+def zero_grads_if_empty(tensors:list, weight:Count):
+    """In this context, a backward pass gives the `tensors` gradients of 0 if `weight` is 0, and goes on with these.
+    Multiplying the loss by 0 is not enough: the gradient of a mean over nothing is NaN, and NaN*0 is NaN"""
     def hook(grad:Tensor)->Tensor: return zero_if_empty(weight, grad)
-    handles = [o.register_hook(hook) for o in outputs if o.requires_grad]
+    handles = [o.register_hook(hook) for o in tensors if o.requires_grad]
     try: yield
     finally:
         for o in handles: o.remove()
@@ -90,18 +91,22 @@ class Outcome(Enum):
 # %% ../../nbs/windows/04_window.ipynb #57e85ef5
 class Window:
     """The loader batches of one optimizer step: at least `size` samples in this process, unless the epoch ends earlier.
-    It begins with its first micro-batch, and is closed once it has an `outcome`"""
+    It begins with its first micro-batch, takes up further ones in its sums, and is closed once it has an `outcome`"""
     def __init__(self, size:int=1):
         self.size = size
         self.losses = LossSums()  # over the micro-batches that have run; at the end, over those of all processes
-        # Both are known once it begins
-        self.is_single = False  # whether it is one micro-batch, computed as fastai does
-        self.is_whole = False  # whether that is the whole window, since there are no other processes
+        # `begin` sets both:        one micro-batch   several
+        #   in one process          single, whole     neither
+        #   in several processes    single            neither
+        self.is_single = False  # whether this process has one micro-batch of it, which it computes as fastai does
+        self.is_whole = False  # whether that micro-batch is the whole window, in all processes
         self.grads = None  # a GradientSums, while several micro-batches are summed
-        self.kept = []  # micro-batches for the check of the loss
-        self.batches = []  # copies of those that have run, if the epoch may end before the window is full
-        # `losses.samples` grows with each micro-batch, and says when the window is full
-        self.seen_samples = 0  # in loader batches that have run; once it is closed, in all processes, for loggers
+        self.kept = []  # micro-batches for the check of the loss, as `LossCheck.keep` adds them
+        self.batches = []  # copies of those that have run, if they may run again in the next epoch
+        # There are two counts of samples. `losses.samples` grows with each micro-batch, and says when the window is
+        # full. This one grows after each loader batch, and is what loggers show: samples that an IterableDataset has
+        # announced, but not yielded, are left out. Once the window is closed, it counts those of all processes
+        self.seen_samples = 0
         self.outcome = None  # an Outcome, once it is closed
 
     @property
@@ -112,61 +117,63 @@ class Window:
     def is_full(self)->bool: return self.losses.samples >= self.size
 
     def begin(self, params:WindowParams, is_single:bool, n_processes:int=1):
-        "Before the first micro-batch: begins the sums, if there are to be several"
+        "Called before the first micro-batch: begins the sums of gradients, unless this micro-batch is the only one"
         self.is_single = is_single
         self.is_whole = is_single and n_processes == 1
         if not is_single: self.grads = GradientSums(params)
 
     def end_sums(self):
-        "Ends the sums of gradients, which stay in `.grad`, in the type of their weights"
+        "Called when no further gradient is added: `.grad` keeps the gradients, in the type of their weights"
         if self.grads is not None: self.grads.end()
         self.grads = None
 
     def weight_of(self, items:Count|None)->Count:
-        """Returns the weight of a loss that averages over `items`: of a sum (None), and of a loss that is the whole
-        window, 1. The weight of the `items` of several losses is the sum of their weights"""
+        """Returns the weight of a loss that averages over `items`: items/unit. Returns 1 if the loss is a sum (None),
+        because sums are added up as they are, or if it is the only one of the window. The items of several losses have
+        the sum of their weights"""
         if items is None or self.is_whole: return 1
         return items/power_of_two(self.size)
 
     def mean_of(self, losses:LossSums)->Tensor:
-        "Returns the mean of some `losses` of this window, 0 if they have no items; or the sum, if they are sums"
+        """Returns the mean over some of the losses in this window, from their sums: 0 if they have no items. If they
+        are losses that sum, returns their sum"""
         mean = losses.loss/self.weight_of(losses.items)
         return zero_if_empty(losses.items, mean)
 
     def add(self, micro_batch:LossSums):
-        "Adds a micro-batch, after its backward pass"
+        """Called after the backward pass of a micro-batch: adds what it contributes to the losses. PyTorch has added to
+        the gradients: accepts them as they are now"""
         self.losses = self.losses.plus(micro_batch)
         if self.grads is not None: self.grads.accept()
 
-    def add_without_loss(self, samples:int):
-        "Adds a micro-batch without targets"
+    def add_samples(self, samples:int):
+        """Adds samples that fill the window, but have no part in its mean: they have no targets, or a callback has
+        cancelled their backward pass"""
         self.losses = self.losses._replace(samples=self.losses.samples+samples)
 
     def note_batch(self, batch, may_be_carried:bool):
-        "Counts the samples of a loader batch that has run; keeps it if it may be carried into the next epoch"
+        "Called after a loader batch has run: counts its samples. Keeps the batch if the next epoch may run it again"
         self.seen_samples += min(batch.samples, batch.rows)  # the last one of an IterableDataset may have fewer rows
         if may_be_carried: self.batches.append(batch)
 
 # %% ../../nbs/windows/04_window.ipynb #3ad9e0f7
 @patch
 def set_totals(self:Window, losses:LossSums, samples:int):
-    "Puts the sums over all processes, which are on the CPU, in the place of those of this process"
+    "Called after the last micro-batch: puts the sums and samples of all processes in the place of this one's"
     self.losses = losses
     self.seen_samples = samples
 
 @patch
-def restart_batch(self:Window, losses:LossSums):
-    """Goes back to the sums from before the present batch, which ran out of memory and is going to run again, perhaps
-    in another number of micro-batches"""
+def restart_batch(self:Window, losses:LossSums, n_kept:int):
+    """Called if memory ran out in a loader batch, which is going to run again, perhaps in another number of
+    micro-batches: goes back to the sums, and to the `n_kept` micro-batches for the check, from before this batch"""
     self.losses = losses
-    # Those of this batch; and as many more as have no part in the sums, because a callback cancelled their backward
-    # pass. The check of the loss may do without any of them
-    del self.kept[losses.n_micro:]
-    if not losses.n_micro: self.end_sums()
+    del self.kept[n_kept:]
+    if not losses.n_micro: self.end_sums()  # it was the first batch. `begin` is called again
 
 @patch
 def close(self:Window, outcome:Outcome):
-    "Records the outcome of the window, which no longer needs its batches and gradients"
+    "Called before the step: sets the outcome of the window, which no longer needs its batches and sums of gradients"
     self.end_sums()
     self.outcome = outcome
     self.kept = []
