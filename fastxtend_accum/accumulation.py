@@ -30,7 +30,7 @@ __all__ = ['GradientAccumulation', 'can_be_smaller']
 # %% ../nbs/00_accumulation.ipynb #d094627a
 class GradientAccumulation(WindowCallback):
     "Accumulate gradients over `accum_bs` samples, then take an optimizer step as for one batch of that size"
-    lead_rank = 0
+    lead_rank = 0  # the lowest: beside other WindowCallbacks, this one runs the batches
     def __init__(self,
         accum_bs:int|None=None, # Samples per step, over all processes; None: 32, or `bs` if `micro_batch_size` is set
         n_acc:int|None=None, # fastai's name for `accum_bs`; pass only one of the two
@@ -61,7 +61,7 @@ class GradientAccumulation(WindowCallback):
 
     @property
     def window(self)->Window:
-        "The present window, or the last one"
+        "The present window; in `after_batch`, the one that has just ended; after an epoch, it may be an empty one"
         return self.loop.window if self.loop else Window()
     @property
     def opt_steps(self)->int:
@@ -69,16 +69,19 @@ class GradientAccumulation(WindowCallback):
         return self.loop.n_steps if self.loop else 0
     @property
     def micro_bs(self)->int|None:
-        """The limit of the samples that the model sees at a time: the size of a loader batch, `micro_batch_size`, or the
-        size of a GradientCache in the same fit, whichever is least. Parts of nearly equal size may stay below it. None
-        before a fit, or if nothing limits them and the DataLoader states no batch size"""
+        """The limit of the samples that the model sees at a time: the size of a loader batch or of a piece of it,
+        `micro_batch_size`, or the size of a GradientCache in the same fit, whichever is least. Micro-batches of nearly
+        equal size may stay below it. None before a fit, or if the limits are unknown"""
         loop = self.loop
         if loop is None or loop.batches is None: return None
-        limits = [o.size for o in (self.strategy, *loop.strategy.savers) if o.size]
+        limits = [self.strategy.size]  # by `micro_batch_size`; None if it sets no limit
+        limits += [o.size for o in loop.strategy.savers]  # by a GradientCache
         plan = loop.batches.plan
         bs = plan.info.batch_size
-        if bs is not None: limits.append(math.ceil(bs/plan.largest.n_pieces))
-        return min(limits, default=None)
+        if bs is not None:
+            # If windows are pieces of loader batches, the largest window of the fit is the largest piece
+            limits.append(math.ceil(bs/plan.largest.n_pieces))
+        return min([o for o in limits if o], default=None)
 
 # %% ../nbs/00_accumulation.ipynb #1f3f92d9
 # Settings
@@ -100,12 +103,14 @@ def read_settings(self:GradientAccumulation):
 
 @patch
 def make_strategy(self:GradientAccumulation):
-    """Creates the strategy that `micro_batch_size` asks for. 'auto' keeps the one of an earlier fit, which has found
-    its size"""
+    """Sets `strategy`, which runs loader batches, to one that splits them as `micro_batch_size` says. Called in
+    `__init__`, when `strategy` is still the WholeBatch of the base class, and before each fit, when it is that of the
+    last fit"""
     size = self.micro_batch_size
     if size is None: self.strategy = WholeBatch()
     elif size != 'auto': self.strategy = MicroBatches(size)
     elif not isinstance(self.strategy, AutoMicroBatches): self.strategy = AutoMicroBatches()
+    # Otherwise, 'auto' keeps the strategy of the last fit, which has found its size
 
 @patch
 def settings(self:GradientAccumulation)->Settings:
@@ -138,7 +143,7 @@ def check(self:GradientAccumulation, plan:EpochPlan):
 @patch
 def check_multiples(self:GradientAccumulation, info:LoaderInfo, n_processes:int=1):
     "Raises ValueError unless loader batches can be joined to windows of each size, or cut into them"
-    bs = info.batch_size
+    bs = info.batch_size  # not None: windows have a size, and then `loader_info_of` raises an error if there is none
     global_bs = bs*n_processes
     for name,size in self.sizes_by_argument().items():
         check_multiple(name, size, bs, n_processes)
@@ -155,6 +160,7 @@ _hooks_warning = (
 def warn_of_late_callbacks(self:GradientAccumulation):
     "Warns of callbacks that may prepare batches, but see windows, because they come after the Recorder"
     late = [cb for cb in self.learn.cbs if not prepares(cb) and has_event(cb, 'before_batch')]
+    # fastai's own ones prepare no batches: they set rates, or start a clock
     names = [type(cb).__name__ for cb in late if not is_from_fastai(cb, 'before_batch')]
     if not names: return
     self.loop.fit.warn_once(f"before_batch of {', '.join(names)} is called once per window, because its order is 50 or "
@@ -184,17 +190,19 @@ _messages = {
 
 @patch
 def report_skipped(self:GradientAccumulation, outcome:Outcome):
-    "Counts a window whose step is skipped, and warns of the first one in a fit"
+    "Counts a window whose step is skipped; warns of it, unless an earlier one in this fit had the same outcome"
     self.n_skipped += 1
     self.loop.fit.warn_once(f"{_messages[outcome]}. Later ones are skipped without a warning; n_skipped counts them")
 
 @patch
 def after_cancel_step(self:GradientAccumulation):
-    "Counts a step that the GradScaler skips as if `skip_nonfinite` had skipped it"
+    """Counts a step that the GradScaler of fastai's MixedPrecision skips, because a gradient contains NaN or infinity,
+    as if `skip_nonfinite` had skipped it"""
     if not self.learn or not self.skip_nonfinite: return
     for cb in self.learn._grab_cbs(MixedPrecision):
-        # In `before_step`, MixedPrecision sets `skipped` to True. If the GradScaler then steps, it becomes False; if
-        # not, MixedPrecision cancels the step
+        # In `before_step`, MixedPrecision sets its attribute `skipped` to True, and calls the GradScaler. If that takes
+        # the step, it sets `skipped` to False. If not, MixedPrecision cancels the step, which sends this event
+        # (`vars`, because `cb.skipped` would look in the Learner if `cb` has no such attribute yet)
         if vars(cb).get('skipped'): self.report_skipped(Outcome.NONFINITE)
 
 # %% ../nbs/00_accumulation.ipynb #3c9d1e58
@@ -212,15 +220,16 @@ def print_line(self:GradientAccumulation):
 
 @patch
 def description(self:GradientAccumulation)->str:
-    """Returns the line that says how windows are made up, and how a step differs from the step on one large batch. In
-    training, after the first forward pass"""
+    """Returns the line that says how windows are made up, and how a step differs from the step on one large batch.
+    Called in training, after the first forward pass, which shows what differs"""
     loop = self.loop
     plan = loop.batches.plan
     bs = plan.info.batch_size or loop.batches.current.samples  # if the loader states no size, that of the last batch
     micro_bs = self.micro_bs or bs
     line = how_made_up(plan.smallest, plan.largest, bs, micro_bs, loop.fit.processes.n)
     has_several_passes = plan.largest.samples(bs) > micro_bs
-    found = loop.fit.differences  # None if `verbose` has been switched on in the fit
+    # None if the first forward pass did not look for any: `verbose` was False when the fit began, and is True now
+    found = loop.fit.differences
     if found and has_several_passes: line += found.described(loop.learn.model)
     return line
 
@@ -229,8 +238,12 @@ def description(self:GradientAccumulation)->str:
 
 @patch
 def before_validate(self:GradientAccumulation):
-    """Makes validation batches as small as those that the model sees in training, if fastai's DataLoader can, so that
-    they fit in the same memory"""
+    """With `micro_batch_size`, makes validation batches as small as those that the model sees in training, so that they
+    fit in the same memory. For fastai's DataLoaders only, and not for models with `reset`.
+
+    The validation loss changes if the loss ignores some labels: fastai averages the losses of batches by their numbers
+    of samples, not by their numbers of labels. With smaller batches, such an average is another one, and NaN if a batch
+    has only ignored labels"""
     learn = self.learn
     if not learn or self.micro_batch_size is None: return
     size = self.micro_bs
@@ -240,11 +253,13 @@ def before_validate(self:GradientAccumulation):
     learn.dl = learn.dl.new(bs=size)  # until fastai sets it for the next epoch
     random.setstate(state)
 
-# fastai's loaders whose batches do not depend on each other. Others have settings that `new` forgets
+# Classes of fastai's loaders whose batches do not depend on each other. Not their subclasses, which may have settings
+# that `new` forgets. By name, because those for text and tables are imported only where they are used
 _independent = 'DataLoader','TfmdDL','SortedDL','TabDataLoader'
 
 def can_be_smaller(dl, bs:int)->bool:
-    "Returns whether `dl` is a loader of fastai's that yields the same samples in batches of `bs`, which is smaller"
+    """Returns whether `dl` has batches larger than `bs`, and is a loader of fastai's that yields the same samples in
+    batches of `bs`"""
     is_independent = isinstance(dl, DataLoader) and type(dl).__name__ in _independent
     if not is_independent: return False
     yields_all = not dl.drop_last and dl.n == length_of(dl, 'dataset')  # `new` forgets an `n` of its own

@@ -28,7 +28,9 @@ __all__ = ['WindowCallback', 'leader_of', 'is_validating']
 class WindowCallback(Callback):
     "Base class of callbacks that run the batches of a Learner as windows. By default each loader batch is a window"
     order = 12  # after DistributedTrainer has wrapped the DataLoader, before ProgressCallback sees it
-    lead_rank = 2  # of several, the one with the lowest rank runs the batches: GradientAccumulation, then GradientCache
+    # Of several WindowCallbacks, the one with the lowest rank runs the batches: GradientAccumulation (0), then
+    # GradientCache (1), then any other; AutoResume (3) if there is no other
+    lead_rank = 2
     run_valid = False
 
     # Settings of subclasses
@@ -38,16 +40,18 @@ class WindowCallback(Callback):
     strategy = WholeBatch()  # runs a loader batch in training
 
     # What a fit sets
-    loop = None  # the `WindowLoop` of this fit, or of the last one
-    is_new_fit = True  # whether this fit has no loop yet
-    place = None  # if a killed fit goes on: where its next epoch begins, as `WindowLoop.state` returned it
-    last_message = None  # the last line that this callback has printed
+    loop = None  # the `WindowLoop` of this fit, or of the last one; `begin_fit` makes it
+    is_new_fit = True  # whether this fit has no loop yet: `before_fit` sets it to True, `begin_fit` to False
+    # Where the next epoch begins, if it is the one in which a killed fit continues: `begin_epoch_at` sets it, and
+    # `begin_epoch` sets it back to None
+    place = None
+    last_message = None  # the last line that `log_once` has printed
     _stateattrs = ('loop','place','is_new_fit')  # fastai leaves these out of a copy or an export of the callback
 
     __setattr__ = object.__setattr__  # fastai's warns if the Learner or its model has an attribute of the same name
 
     def is_leader(self)->bool:
-        "Returns whether this callback runs the batches. Only one of a Learner does"
+        "Returns whether this callback runs the batches. Only one callback of a Learner does"
         return self.learn is not None and leader_of(self.learn) is self
 
     def log_once(self, message:str):
@@ -63,7 +67,8 @@ class WindowCallback(Callback):
         "Returns what happens to batches at the end of an epoch that do not fill a window: 'step', 'carry' or 'drop'"
         return 'step'
     def sizes_by_argument(self)->dict[str,int|None]:
-        "Returns the sizes of windows that arguments set, in samples of all processes, by the names of these arguments"
+        """Returns the window sizes that the user has passed, as {name of the argument: size}, in samples of all
+        processes. Errors name the argument; a plan looks for the smallest and largest size"""
         return dict(accum_bs=self.accum_bs)
     def window_size_at(self, pct_train:float, n_epoch:int, global_bs:int)->float:
         """Returns the wanted size of a window that begins at `pct_train` of a fit of `n_epoch`, in samples of all
@@ -76,7 +81,7 @@ class WindowCallback(Callback):
     def report_skipped(self, outcome:Outcome): "The loop calls it for each window whose step is skipped"
 
 def leader_of(learn)->WindowCallback|None:
-    "Returns the callback that runs the batches of `learn` as windows, of those with `run`; None if there is none"
+    "Returns the callback that runs the batches of `learn` as windows; None if it has none whose `run` is True"
     running = [o for o in learn.cbs if isinstance(o, WindowCallback) and o.run]
     return min(running, key=lambda o: o.lead_rank, default=None)
 
@@ -103,16 +108,18 @@ def is_validating(learn)->bool:
 
 @patch
 def extend_lr_find(self:WindowCallback, finder:LRFinder):
-    """Makes a fit of `lr_find` long enough, since each iteration is a window. fastai has planned epochs for iterations
-    that are loader batches. The finder ends the fit after its last iteration"""
+    """Gives a fit of `lr_find` enough epochs for `num_it` windows, since each iteration is a window. fastai has counted
+    epochs for iterations that are loader batches. Too many do no harm: the finder ends the fit after `num_it`"""
     learn = self.learn
     dl = learn.dls.train
-    fastais_n_epoch = finder.num_it//len(dl)+1
-    if learn.n_epoch != fastais_n_epoch: return  # another fit with an LRFinder, whose number of epochs the user has set
+    n_epoch_of_fastai = finder.num_it//len(dl)+1
+    if learn.n_epoch != n_epoch_of_fastai: return  # not `lr_find`, but a fit with an LRFinder that the user has added
     info = self.loader_info_of(dl)
     size = self.window_size_at(0., 1, info.planned_batch_size)  # fastai runs it in one process
-    # Twice as many as the samples would need, because an epoch may drop almost as many as it uses
-    learn.n_epoch = math.ceil(2*finder.num_it*size/info.n_planned)
+    # Three times as many as windows of `size` would need. A window may have half as many samples again, since it is
+    # rounded to loader batches. And an epoch may use little more than half of its samples, if it drops a window that is
+    # almost full
+    learn.n_epoch = math.ceil(3*finder.num_it*size/info.n_planned)
 
 # %% ../nbs/05_callback.ipynb #6f0aaeb2
 @patch
@@ -132,10 +139,12 @@ def begin_epoch(self:WindowCallback):
     place = self.place
     self.place = None
     is_first_epoch = loop.batches is None
-    carried = [] if is_first_epoch else loop.batches.left_over
-    # `go_to` finds the batches that were carried into the epoch of a `place`
-    sizes = place['batches']['carried'] if place else [o.planned for o in carried]
-    plan = self.plan_of(learn.dl, learn.epoch, learn.n_epoch, loop.fit.processes.n, sizes)
+    carried = [] if is_first_epoch else loop.batches.left_over  # the batches that the last epoch left over
+    carried_sizes = [o.planned for o in carried]
+    # The epoch of a `place` had begun in another process: its plan needs only the sizes of what was carried into it.
+    # `go_to` brings back those of the batches that are still to run
+    if place is not None: carried_sizes = place['batches']['carried']
+    plan = self.plan_of(learn.dl, learn.epoch, learn.n_epoch, loop.fit.processes.n, carried_sizes)
     self.check(plan)  # in each epoch, because a callback may have changed sizes, the DataLoader or the optimizer
     loop.begin_epoch(learn.dl, plan, carried)
     learn.dl = loop.batches
@@ -144,7 +153,8 @@ def begin_epoch(self:WindowCallback):
 
 @patch
 def begin_epoch_at(self:WindowCallback, place:dict):
-    "For AutoResume: makes the next epoch begin at `place`, which `WindowLoop.state` has returned"
+    """Makes the next epoch begin at `place`, which `WindowLoop.state` has returned in another process. AutoResume calls
+    it before a fit continues"""
     self.place = place
 
 # %% ../nbs/05_callback.ipynb #8b1df9a5
@@ -152,19 +162,22 @@ def begin_epoch_at(self:WindowCallback, place:dict):
 def check_ownership(self:WindowCallback):
     "Raises an error if this callback was added twice, or to another Learner"
     learn,name = self.learn,type(self).__name__
-    # Adding a callback to a second Learner sets its `learn` to that one, which is not in training
-    is_in_training = learn.training and getattr(learn, 'dl', None) is not None
-    if not is_in_training:
+    # This is called by the Learner that trains. `learn` is another one if the callback was added to that one later,
+    # which has set `learn`; then it isn't training
+    learn_trains = learn.training and getattr(learn, 'dl', None) is not None
+    if not learn_trains:
         raise RuntimeError(f"this {name} belongs to another Learner: give each one of its own")
     if sum(o is self for o in learn.cbs) > 1:
         raise ValueError(f"this {name} was added to its Learner twice: take it out once, with remove_cb")
 
 @patch
 def begin_fit(self:WindowCallback):
-    "Makes the loop of a fit, with nothing left of one that was interrupted"
+    "Makes the loop of a fit, with nothing left of one that was interrupted. Called when the first epoch begins"
     learn = self.learn
     savers = self.memory_savers()
+    # Runs batches in the contexts of the savers, and again with less memory if it runs out
     strategy = RetryOnOutOfMemory(self.strategy, savers) if savers else self.strategy
+    # If one of them adapts, one process may repeat a pass that the others run once
     processes = Processes(learn, may_retry=any(o.adapts for o in savers))
     learn.opt.zero_grad()
     self.loop = WindowLoop(FitContext(learn, self.settings(), processes), self, strategy, self.new_loggers())
@@ -172,7 +185,7 @@ def begin_fit(self:WindowCallback):
 
 @patch
 def memory_savers(self:WindowCallback)->list[MemorySaver]:
-    "Returns the callbacks that save memory in this fit, in the order of callbacks, and the strategy if it does"
+    "Returns what saves memory in this fit: callbacks, in their order, and then the strategy if it splits batches"
     candidates = [o for o in self.learn.cbs.sorted('order') if o.run]
     candidates.append(self.strategy)
     return [o for o in candidates if isinstance(o, MemorySaver)]
@@ -190,8 +203,9 @@ def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, 
         "Returns the wanted size in one process"
         return self.window_size_at(pct_train, n_epoch, bs*n_processes)/n_processes
     def shape_at_pct(pct_train:float)->WindowShape: return nearest_shape(size_at_pct(pct_train), bs)
-    # A curve may leave the range between its ends, so look at each percent of the fit. A step may be shorter than that
+    # The smallest and largest window of the fit. A curve may leave the range between its ends, so look at each percent
     sizes = [size_at_pct(pct) for pct in np.linspace(0, 1, 101)]
+    # A size of `SchedSteps` may hold for less than a percent
     sizes += [size/n_processes for size in self.sizes_by_argument().values() if size]
     smallest = nearest_shape(min(sizes), bs)
     largest = nearest_shape(max(sizes), bs)
@@ -199,10 +213,11 @@ def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, 
 
 @patch
 def loader_info_of(self:WindowCallback, dl)->LoaderInfo:
-    """Returns what `dl` says of itself. If it states no batch size, and windows have a size, a number as
-    `micro_batch_size` is taken for its batch size. Raises ValueError if there is none"""
+    """Returns what is known of the batches of `dl`. With `accum_bs`, their size is needed: if `dl` states none,
+    `micro_batch_size` stands in for it, and if that is not a number, raises ValueError"""
     assumed_bs = self.micro_batch_size if self.accum_bs else None
-    info = loader_info(dl, None if assumed_bs == 'auto' else assumed_bs)
+    if assumed_bs == 'auto': assumed_bs = None
+    info = loader_info(dl, assumed_bs)
     if self.accum_bs and not info.batch_size:
         raise ValueError(f"cannot find the batch size of {type(dl).__name__}, which has no bs or batch_size: pass "
                          "micro_batch_size, the number of samples it yields at a time")
@@ -213,12 +228,11 @@ def loader_info_of(self:WindowCallback, dl)->LoaderInfo:
 
 @patch
 def check(self:WindowCallback, plan:EpochPlan):
-    "Raises ValueError if the callback does not suit its Learner. Before each epoch, with its plan"
-    learn,loop = self.learn,self.loop
-    check_learner(learn, self)
+    "Raises ValueError if the callback does not suit its Learner. Called before each epoch, with the plan of it"
+    check_learner(self.learn, self)
     self.check_loop()
-    has_half = any(p.dtype in half for p in trained_params(learn.opt))
-    loop.fit.processes.check_model(has_half)
+    has_half = any(p.dtype in half for p in trained_params(self.learn.opt))
+    self.loop.fit.processes.check_model(has_half)
 
 @patch
 def check_loop(self:WindowCallback):

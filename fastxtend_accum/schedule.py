@@ -60,7 +60,7 @@ class GradientAccumulationSchedule(GradientAccumulation):
         store_attr('start_accum_bs,final_accum_bs,start,finish,schedule,scale')
         super().__init__(
             start_accum_bs,
-            None, # `n_acc`, as the second positional argument, so that Python refuses another one in `kwargs`
+            n_acc=None, # fastai's name for the size, which is none of a schedule: in `kwargs`, it raises TypeError
             log_accum_batch=log_accum_batch,
             micro_batch_size=micro_batch_size,
             remainder=remainder,
@@ -68,14 +68,15 @@ class GradientAccumulationSchedule(GradientAccumulation):
 
     @property
     def accum_bs(self)->int:
-        """Another name of `start_accum_bs`. `GradientAccumulation` reads and sets `accum_bs`, as in its `__init__`, and
-        both names have to stay the same size if the user sets one of them"""
+        """Another name of `start_accum_bs`, so that both are the same size if the user sets one of them. The base class
+        calls it `accum_bs`, and sets it in its `__init__`"""
         return self.start_accum_bs
     @accum_bs.setter
     def accum_bs(self, size:int): self.start_accum_bs = size
 
     def read_settings(self):
-        "Raises TypeError or ValueError on settings that are not valid, alone or together"
+        """Raises TypeError or ValueError if a setting or a combination of settings is invalid. Points in epochs may lie
+        anywhere, because the length of the fit is not known yet"""
         self.start_accum_bs = check_size('start_accum_bs', self.start_accum_bs)
         self.final_accum_bs = check_size('final_accum_bs', self.final_accum_bs)
         fraction_of_fit('start', self.start, math.inf)
@@ -89,8 +90,9 @@ def settings(self:GradientAccumulationSchedule)->Settings:
 
 @patch
 def sizes_by_argument(self:GradientAccumulationSchedule)->dict[str,int]:
-    "Returns the sizes at the start and at the end. `SchedSteps` has one for each point, and errors name the point"
-    if isinstance(self.schedule, _Steps): return self.schedule.sizes_by_point
+    """Returns {argument name: size} for errors. With `SchedSteps`, the user has passed a size for each point, and an
+    error names the point, such as 'steps[0.5]'"""
+    if isinstance(self.schedule, _Steps): return self.schedule.sizes_by_point  # `SchedSteps` has made this schedule
     return dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)
 
 @patch
@@ -102,15 +104,23 @@ def remainder_for(self:GradientAccumulationSchedule, dl)->str:
     return 'step' if is_stateful else 'carry'
 
 @patch
-def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:int, global_bs:int)->float:
-    """Returns the wanted size of a window that begins at `pct_train` of a fit, in samples of all processes; raises
-    ValueError if the schedule gives less than a sample, or if a point lies outside of the fit"""
-    is_finding = self.learn is not None and is_finding_rate(self.learn)
-    if is_finding: return self.start_accum_bs  # the rate is found for the size at the start
+def start_and_finish(self:GradientAccumulationSchedule, n_epoch:int)->tuple:
+    """Returns where the schedule starts and finishes, as fractions of a fit; raises ValueError if one of them lies
+    outside of it, or if they are in the wrong order"""
     start = fraction_of_fit('start', self.start, n_epoch)
     finish = fraction_of_fit('finish', self.finish, n_epoch)
     if start > finish:
         raise ValueError(f"start={self.start} is after finish={self.finish}: start earlier or finish later")
+    return start,finish
+
+@patch
+def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:int, global_bs:int)->float:
+    """Returns the wanted size of a window that begins at `pct_train` of a fit, in samples of all processes: the size at
+    the start or at the end, or one on the curve between them. Raises ValueError if the schedule gives less than a
+    sample, or does not fit into `n_epoch`"""
+    is_finding = self.learn is not None and is_finding_rate(self.learn)
+    if is_finding: return self.start_accum_bs  # the rate is found for the size at the start
+    start,finish = self.start_and_finish(n_epoch)
     if pct_train >= finish-_tiny: return self.final_accum_bs
     if pct_train < start-_tiny: return self.start_accum_bs
     position = max(0., pct_train-start)/(finish-start)  # on the curve, from 0 to 1
@@ -188,7 +198,9 @@ def half_life_scale(
 def SchedSteps(
     steps:dict[Numeric,int], # Maps points (fractions or epochs) to the samples per step from then on; must contain 0
 )->dict: # Arguments for `GradientAccumulationSchedule`
-    "Return the arguments for a batch size that changes at given points; raise an error if a point or size is invalid"
+    """Return the arguments for a batch size that changes at given points; raise an error if a point or size is invalid
+
+    Pass them on by `GradientAccumulationSchedule(**SchedSteps({0: 64, .5: 128}))`"""
     if not isinstance(steps, dict) or 0 not in steps:
         raise ValueError(f"steps must be a dict that begins at 0, such as {{0: 64, .5: 128}}, not {steps!r}")
     for point,size in steps.items():
@@ -213,14 +225,14 @@ class _Steps:
         last = points[-1] or 1  # if the only point is 0, avoids a division by 0
         self.positions = [o/last for o in points]
         self.sizes = sizes
-        # For errors, because the user has passed no `start_accum_bs`
+        # For errors, because the user has passed these, and no `start_accum_bs`
         self.sizes_by_point = {f'steps[{o}]':size for o,size in zip(points, sizes)}
 
     def __call__(self, start:int, end:int)->Callable:
-        "Returns the curve, as fastai's annealers do. It needs no `start` and `end`, since it has all sizes"
+        "Returns the curve, a function of the position, as fastai's annealers do. `start` and `end` are not needed"
         return self.at
 
     def at(self, position:float)->int:
         "Returns the size at this position between the first point and the last"
-        n_before = np.searchsorted(self.positions, position+_tiny, 'right')
-        return self.sizes[n_before-1]
+        n_reached = np.searchsorted(self.positions, position+_tiny, 'right')  # points at this position or before it
+        return self.sizes[n_reached-1]

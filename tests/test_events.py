@@ -268,11 +268,12 @@ class OwnRecorder(Recorder):
 
 
 def test_what_comes_with_fastai_is_known_by_where_the_function_of_an_event_comes_from():
-    "An inherited event is fastai's, one that is overridden is not, nor what handles any event"
+    "An inherited event is fastai's; one that is overridden is not, nor a function, nor what handles any event"
     assert events.is_from_fastai(Recorder(), 'after_batch')
     assert events.is_from_fastai(OwnRecorder(), 'after_batch')
     assert not events.is_from_fastai(OwnRecorder(), 'before_batch')
     assert not events.is_from_fastai(ByCall('', []), 'after_loss')
+    assert not events.is_from_fastai(Callback(after_loss=noop), 'after_loss')
 
 
 def test_autocast_that_is_left_in_a_pass_is_entered_again_before_the_next():

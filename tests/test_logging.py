@@ -280,7 +280,8 @@ def test_lr_find_is_that_of_the_large_batch(kind, n=100, drop_last=False):
     (88, 2, 32, 20, 'carry'),  # more
     (88, 16, 4, 20, 'carry'),  # windows are parts of a batch
     (24, 8, 48, 20, 'carry'),  # a window needs two epochs
-    (60, 8, 32, 20, 'drop')])  # an epoch drops almost as many samples as it uses
+    (60, 8, 32, 20, 'drop'),  # an epoch drops almost as many samples as it uses
+    (30, 16, 12, 20, 'drop')])  # also if windows are larger than `accum_bs`, to fit the loader batches
 def test_lr_find_has_all_its_iterations(n, bs, accum_bs, num_it, remainder):
     "However many windows an epoch has"
     accum = GradientAccumulation(accum_bs, remainder=remainder)

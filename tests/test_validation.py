@@ -3,6 +3,7 @@ import pytest
 
 from common import *
 from comparing import assert_nothing_left
+from labels import MISSING, classifier_model
 from limited_memory import MemoryLimit
 
 FLOAT32 = 1e-6  # of the Recorder
@@ -49,6 +50,26 @@ def test_validation_and_prediction_are_those_of_whole_batches(micro, limit, size
     assert memory.in_validation == sizes
     assert_nothing_left(learn)
     assert learn.dls.valid.bs == 16
+
+
+def loss_with_missing_labels(bs, cbs=None):
+    "Returns the validation loss of 8 samples, of which only the first 5 have labels"
+    inputs, _ = data(8)
+    labels = torch.tensor([0, 1, 2, 3, 0, MISSING, MISSING, MISSING])
+    dl = DataLoader(list(zip(inputs, labels)), bs=bs)
+    learn = Learner(DataLoaders(dl, dl), classifier_model(), CrossEntropyLossFlat(ignore_index=MISSING), cbs=cbs)
+    with quiet(learn): learn.fit(1, 1e-9)
+    return learn.recorder.values[-1][1]
+
+
+def test_smaller_batches_change_the_validation_loss_if_the_loss_ignores_labels():
+    "It is as in fastai with batches of that size, since fastai weights each of them by its samples"
+    whole = loss_with_missing_labels(8, GradientAccumulation(8))
+    pieces = loss_with_missing_labels(8, GradientAccumulation(8, micro_batch_size=4))
+    assert abs(whole-loss_with_missing_labels(8)) < 1e-6
+    assert abs(pieces-loss_with_missing_labels(4)) < 1e-6
+    assert abs(pieces-whole) > 1e-3
+    assert math.isnan(loss_with_missing_labels(8, GradientAccumulation(8, micro_batch_size=2)))  # 2 without labels
 
 
 def test_batches_of_a_model_that_carries_a_state_stay_whole():

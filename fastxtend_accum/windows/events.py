@@ -14,23 +14,28 @@ from fastai.callback.schedule import LRFinder
 __all__ = ['batch_events', 'has_event', 'is_from_fastai', 'is_finding_rate', 'Events', 'prepares', 'autocast_depth', 'Autocast']
 
 # %% ../../nbs/windows/09_events.ipynb #760ae9a7
+# Events of a training batch, in the order of fastai
 batch_events = ('before_batch','after_pred','after_loss','before_backward','after_cancel_backward','after_backward',
                 'before_step','after_cancel_step','after_step','after_cancel_batch','after_batch')
 
 # %% ../../nbs/windows/09_events.ipynb #c6c34d87
 def has_event(cb, event:str)->bool:
-    """Returns whether `cb` has `event`: as a method of its class, or as an attribute, such as a function that was
-    passed to `Callback`"""
+    """Returns whether `cb` may do something in `event`: by a method of its class, or by a function of that name that
+    was passed to it, as in `Callback(after_loss=f)`"""
     kind = type(cb)
-    # A class with its own `__call__` or `__getattr__` may handle any event without a method of that name
+    # fastai sends an event by `cb(event)`, that is `__call__`, which looks for a method of that name. A class with its
+    # own `__call__`, or its own `__getattr__`, by which Python may find the method, may handle any event
     has_own_call = kind.__call__ is not Callback.__call__
     has_own_getattr = kind.__getattr__ is not Callback.__getattr__
     if has_own_call or has_own_getattr: return True
     return hasattr(kind, event) or event in vars(cb)
 
 def is_from_fastai(cb, event:str)->bool:
-    "Returns whether fastai's own code handles `event` for `cb`, and not a subclass or a function of the user's"
-    handler = getattr(type(cb), event, type(cb))  # without a method of that name, the class may handle any event
+    """Returns whether code of fastai handles `event` for `cb`: False for a method of the user's subclass, also of a
+    class of fastai's, and for a function of the user's"""
+    if event in vars(cb): return False  # a function that was passed to it, as in `Callback(after_loss=f)`
+    # Without a method of that name, the class may handle the event by its `__call__` or `__getattr__`
+    handler = getattr(type(cb), event, type(cb))
     return handler.__module__.startswith('fastai.')
 
 def is_finding_rate(learn)->bool:
@@ -68,7 +73,8 @@ class Events:
         kind:str, # 'batch' or 'step'
         exception:type, # Raised to cancel it
     ):
-        "Does what fastai's `_with_events` does, but leaves it to `f` to send `before_{kind}`"
+        """Runs a batch or a step with its events, as `Learner._with_events` does. But that sends `before_{kind}` to all
+        callbacks before it calls `f`. Here `f` sends it, because it may do so in two parts, or not first"""
         try: f()
         except exception: self(f'after_cancel_{kind}')
         self(f'after_{kind}')
@@ -81,37 +87,42 @@ def prepares(cb)->bool:
 @patch
 def to_preparing(self:Events,
     event:str,
-    also:tuple=(), # Leave out callbacks that do not have these events, too
+    also:tuple=(), # Only to callbacks that also have each of these events
 ):
     "Sends `event`, between two loader batches of a window, to the callbacks that prepare batches"
     for cb in self.having(event):
-        if not prepares(cb): return  # nor do the callbacks after it, which have higher orders
-        if all([cb in self.table[o] for o in also]): cb(event)
+        if not prepares(cb): return  # callbacks are in order: those after it do not prepare batches either
+        has_all = all(cb in self.table[name] for name in also)
+        if has_all: cb(event)
 
 @patch
 def to_others(self:Events, event:str):
-    "Sends `event` to the callbacks of a higher order"
+    "Sends `event` to all others, which see windows as batches: those of the Recorder's order or a higher one"
     for cb in self.having(event):
         if not prepares(cb): cb(event)
 
 # %% ../../nbs/windows/09_events.ipynb #e5f4d17b
 def autocast_depth()->int:
-    "Returns how many autocast contexts are entered"
-    # PyTorch has no function that reads the depth
+    "Returns how many autocast contexts are entered, one within the other"
+    # PyTorch has no function that only reads the depth: this one adds 1 and returns it, the next one takes 1 away
     depth = torch.autocast_increment_nesting()-1
     torch.autocast_decrement_nesting()
     return depth
 
 class Autocast:
-    """Autocast of `device`, as it is when a batch begins. If a callback enters it in `before_batch`, and leaves it in a
-    pass, as `MixedPrecision` does, it has to be entered again before the next pass of the batch: otherwise that would
-    run in float32"""
+    """Remembers the autocast of `device` as it is before the first pass of a loader batch, so that each further pass of
+    the batch runs in the same. With fastai's MixedPrecision:
+
+    - in `before_batch`, once for each batch, it enters autocast
+    - in `after_loss`, once for each pass, it leaves autocast
+    - so without `enter_again`, the second pass of the batch would run in float32"""
     def __init__(self, device:torch.device):
         kind = device.type
         self.depth = autocast_depth()
         self.args = kind,torch.get_autocast_dtype(kind),torch.is_autocast_enabled(kind)
 
     def enter_again(self):
-        """Enters a context for each that a callback left in the last pass. Nothing here leaves it: the callback does,
-        in the next pass"""
+        """Before each pass of a batch: enters a context for each that a callback has left in the last pass. The same
+        callback leaves these, too, in the next pass. If something cancels that pass before `after_loss`, autocast stays
+        entered, as with MixedPrecision in a fit of fastai's own"""
         while autocast_depth() < self.depth: torch.autocast(*self.args).__enter__()
