@@ -107,7 +107,7 @@ def loader_info(
 # %% ../../nbs/windows/08_loader.ipynb #3ce99625
 remainders = 'step','carry','drop'  # what happens to batches at the end of an epoch that do not fill a window
 
-_tiny = 1e-6  # allows for rounding errors of sizes on a curve: .49999999999999994 batches are a half
+_tiny = 1e-6  # allows for rounding errors in the sizes that a schedule computes: .4999999 batches are a half
 
 class WindowShape(NamedTuple):
     "A window has `n_batches` loader batches, or it is one of the `n_pieces` into which a loader batch is cut"
@@ -121,8 +121,8 @@ class WindowShape(NamedTuple):
 
 def nearest_shape(size:float, bs:int)->WindowShape:
     """Returns the windows that come nearest to `size` samples: of several loader batches of `bs`, or of equal pieces of
-    one. If two sizes are as near, returns the larger one"""
-    size = max(size, 1)  # a curve may dip below a sample for each process
+    one. If two sizes are equally near, returns the larger one"""
+    size = max(size, 1)  # a schedule may ask for less than one sample for each process
     if size >= bs:
         n_batches = math.floor(size/bs+.5+_tiny)  # rounded to the nearest number; a half, or nearly a half, goes up
         return WindowShape(n_batches)
@@ -130,7 +130,7 @@ def nearest_shape(size:float, bs:int)->WindowShape:
     fewer = math.floor(bs/size)
     def distance(n_pieces:int)->float:
         return round(abs(bs/n_pieces-size), 6)  # rounded, so that rounding errors decide nothing
-    return WindowShape(n_pieces=min(fewer, fewer+1, key=distance))  # `min` returns `fewer` if both are as near
+    return WindowShape(n_pieces=min(fewer, fewer+1, key=distance))  # `min` returns `fewer` if both are equally near
 
 # %% ../../nbs/windows/08_loader.ipynb #5f0c9a4e
 class LoaderBatch(NamedTuple):
@@ -207,7 +207,7 @@ class EpochPlan:
 
     def shape(self, samples:int)->WindowShape:
         """Returns the shape of a window that begins after this many `samples`. All pieces of a loader batch have the
-        shape of the first one, so the curve is read where the loader batch begins"""
+        shape of the first one, so this asks for the shape where the loader batch begins"""
         if self.smallest == self.largest: return self.smallest
         in_epoch = max(samples, 0)  # carried batches, which begin before 0, are whole or pieces that were cut before
         offset_in_batch = in_epoch % self.info.planned_batch_size  # 0 unless the window begins within a loader batch
@@ -285,7 +285,7 @@ class EpochBatches(GetAttr):
 
     def __reduce__(self):
         """Lets a Learner be copied or exported in the middle of a fit, although a running DataLoader cannot be pickled.
-        The copy has None in its place, since unpickling calls `type(None)()`"""
+        The copy has None in its place: unpickling calls `type(None)()`, which returns None"""
         return type(None),()
 
     def __iter__(self)->Iterator:

@@ -158,7 +158,7 @@ def run_epoch(self:WindowLoop):
             while self.next_round(): self.run_round()
             self.end_epoch()
     finally:
-        self.discard_window()  # if it is still open
+        self.discard_window()  # unless it is closed
         self.loggers.end_round()
         enable_gradient_sync(self.learn.model)
 
@@ -330,7 +330,7 @@ def take_next_batch(self:WindowLoop, last_counts:bool)->bool:
     """With log_accum_batch=True: ends the batch that `learn` holds, for preparing callbacks, and makes `learn` hold the
     next one of the window. Returns False, and does neither, if the window takes no more batches, or the epoch has no
     more: this batch is the last one of the round then, and ends with it"""
-    # As many samples as fill the window were read, and all were cancelled. The round ends as a cancelled batch then
+    # If as many samples as fill the window were read, and all were cancelled, the round ends as a cancelled batch, too
     n_read = self.batches.samples_read-self.begun_at
     is_cancelled = not self.window.losses.samples and n_read >= self.window.size
     if is_cancelled or self.is_complete() or not self.batches.advance(): return False

@@ -101,7 +101,7 @@ class Window:
         self.is_single = False  # whether this process has one micro-batch of it, which it computes as fastai does
         self.is_whole = False  # whether that micro-batch is the whole window, in all processes
         self.grads = None  # a GradientSums, while several micro-batches are summed
-        self.kept = []  # micro-batches for the check of the loss, as `LossCheck.keep` adds them
+        self.kept = []  # micro-batches by which `LossCheck` finds out whether sums are exact for this loss
         self.batches = []  # copies of those that have run, if they may run again in the next epoch
         # There are two counts of samples. `losses.samples` grows with each micro-batch, and says when the window is
         # full. This one grows after each loader batch, and is what loggers show: samples that an IterableDataset has
