@@ -26,10 +26,10 @@ class AutoResume(WindowCallback):
 
     If the process is killed, run the script again: the same call to `fit` continues, and ends with the same weights"""
     order = 10_000  # after all others: what they have done is in the file
-    run_valid = True
-    lead_rank = 3
+    run_valid = True  # `after_batch` is called in validation, too
+    lead_rank = 3  # the last of this package's callbacks: it runs the batches only if no other one does
     _stateattrs = *WindowCallback._stateattrs,'saved_fit'
-    saved_fit = None  # the `SavedFit` while a fit runs
+    saved_fit = None  # the `SavedFit` from `start`, before the first epoch, to `after_fit`; else None
     def __init__(self,
         every:int|None=None, # Optimizer steps between saves; None: save by time, as `minutes` says
         minutes:Real=5, # Minutes between saves
@@ -53,13 +53,15 @@ class AutoResume(WindowCallback):
 
 @patch
 def before_fit(self:AutoResume):
+    "Forgets the `SavedFit` of a fit that an error has interrupted, which had no `after_fit`"
     WindowCallback.before_fit(self)
-    # A fit that was interrupted has left its own. `learn.validate()` sends this event, too, perhaps within a fit
+    # `learn.validate()` sends this event, too: if a callback validates in the middle of a fit, that fit goes on
     if self.learn and not is_validating(self.learn): self.saved_fit = None
 
 @patch
 def start(self:AutoResume)->SavedFit:
-    "Begins a fit. Raises ValueError if it cannot be resumed in mid-epoch"
+    """Returns the `SavedFit` of the fit that begins. `_do_fit` below calls this, after `before_fit`. Raises ValueError
+    if the fit cannot be resumed in mid-epoch"""
     learn = self.learn
     self.check_loop()
     if is_sharded(learn.model):
@@ -71,19 +73,24 @@ def start(self:AutoResume)->SavedFit:
 
 @patch
 def before_train(self:AutoResume):
+    """Lets the loop save, and goes to the place of the file in the epoch where the fit was saved. Raises ValueError if
+    `start` was not called for this callback"""
     WindowCallback.before_train(self)
     if not self.learn or is_finding_rate(self.learn): return  # it was removed, or this is not a fit
+    # `_do_fit` below, which calls `start`, takes the first AutoResume; that of a subclass of Learner calls it for none
     if not self.saved_fit:
         raise ValueError('the Learner has its own _do_fit, or a second AutoResume: leave one of them out')
     self.saved_fit.begin_training()
 
 @patch
 def after_batch(self:AutoResume):
-    "In training, the loop saves between windows"
+    """After each batch of the validation: saves the fit if SIGTERM or Ctrl-C has arrived. In training, the loop does so
+    between two windows"""
     if self.saved_fit and not self.learn.training: self.saved_fit.save_trained()
 
 @patch
 def after_fit(self:AutoResume):
+    "Saves the final state. After `learn.validate()`, which sends this event, too, does nothing"
     fit = self.saved_fit
     if not fit or is_validating(self.learn): return
     self.saved_fit = None
@@ -92,15 +99,18 @@ def after_fit(self:AutoResume):
 # %% ../nbs/06_resume.ipynb #9b418d36
 @patch
 def _do_fit(self:Learner):
-    "Runs the epochs of a fit. With an `AutoResume`, skips epochs that have already run in a killed process"
+    """Runs the epochs of a fit, in place of fastai's method, which `patch` keeps as `_orig__do_fit`. With an
+    `AutoResume`, skips epochs that have already run in a killed process"""
     resume = first(o for o in self._grab_cbs(AutoResume) if o.run and o.learn)
     if not resume or is_finding_rate(self) or not self.n_epoch:
-        self._orig__do_fit()  # fastai's, which `patch` has put there
+        self._orig__do_fit()
         return
     loss_func = self.loss_func
     try:
         with held_signals.hold(): resume.start().run()
-    except CancelFitException: raise  # no error: a callback ends the fit
+    except CancelFitException: raise  # no error: a callback ends the fit, and fastai sends `after_fit`
     except BaseException:
-        self.loss_func = loss_func  # MixUp leaves its own there, which the next fit would take for the user's
+        # MixUp replaces the loss during training, and does not take that back after an error or Ctrl-C. A fit that
+        # goes on in the same Learner has to begin with the user's loss, as this one did
+        self.loss_func = loss_func
         raise

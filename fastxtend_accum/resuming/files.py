@@ -26,15 +26,18 @@ def whole_file(path:Path):
             f.flush()
             os.fsync(f)
         unfinished.replace(path)
-    finally: unfinished.unlink(missing_ok=True)  # it would take the last space of a full disk
+    finally: unfinished.unlink(missing_ok=True)  # after an error: it might fill the disk for nothing
 
 def read_file(path:Path)->bytes|None:
-    "Returns the content; None without a file. Raises ValueError if its checksums fail, which `torch.load` ignores"
+    """Returns the content of a file that `torch.save` has written, a zip archive; None if there is no file. Raises
+    ValueError if the file is not complete or a checksum fails, which `torch.load` does not check"""
     if not path.exists():
         return None
     content = path.read_bytes()
     with suppress(Exception), zipfile.ZipFile(io.BytesIO(content)) as f:  # a wrong bit may cause any error
-        is_whole = f.filelist[0].header_offset == 0  # of a part, Python opens an archive that is inside of it
+        # The file holds `rest`, itself an archive. If the end of the file is lost, Python may find that one instead,
+        # which does not begin at the first byte
+        is_whole = f.filelist[0].header_offset == 0
         if is_whole and f.testzip() is None: return content
     raise ValueError(f'AutoResume: {path} is damaged: to start over, delete it or pass restart=True')
 
@@ -84,9 +87,11 @@ def has_error()->bool:
 
 @atexit.register
 def remove_files_at_exit():
-    """Removes the files if the last fit has ended, and no error came after it, so that the next process begins with its
-    first fit. In a notebook that had an error before, a later one does not count"""
+    """Removes the files if the script is done: its last fit has ended, and no error came after that. If it is run
+    again, it then begins with its first fit. Otherwise the files stay, and it continues. In a notebook, an error in an
+    earlier cell sets `has_error()` for good, so that a later one cannot be seen, and the files are removed"""
     for folder in folders.values():
+        # None, if the last fit has not ended, equals neither. False and True: there was no error, but there is now
         is_done = folder.had_error == has_error()
         if not is_done or not folder.lock.is_locked: continue
-        for path in folder.path.glob('*.pth'): path.unlink()  # the lock stays: somebody may wait for it
+        for path in folder.path.glob('*.pth'): path.unlink()  # not the lock, for which another process may wait

@@ -44,11 +44,13 @@ class SavedFit:
         self.graph = Graph(learn)
         add_settings(self.graph.begun, learn)
         self.loggers = state_of_loggers(learn)
-        self.found = None  # the content of a killed process' file, until this fit has come to its place
-        self.at_epoch = None  # the state when the epoch began
-        self.trained = None  # the content of a file, once the last window of an epoch has closed
-        self.reader = None
-        self.next_save = 0  # when to save, by `clock`; 0: it has not been saved
+        # In a process that continues: the content of the file, from `begin`, which reads it, to `begin_training`, which
+        # restores it in the epoch where the fit was saved. None before and after, and in a fit without a file
+        self.found = None
+        self.at_epoch = None  # the state when the present epoch began, see `run`
+        self.reader = None  # the Reader of the present epoch, from `begin_training`
+        self.trained = None  # a content for the file, from the last window of an epoch to its end, see `keep_trained`
+        self.next_save = 0  # when `save_if_due` saves again, by `clock`; 0 until the first save
 
     def run(self):
         "Takes the place of `Learner._do_fit`, but begins in the epoch where the fit was saved"
@@ -66,9 +68,9 @@ def begin_training(self:SavedFit):
     """After all callbacks have begun the training part of an epoch: makes the loop read through a Reader, and save
     between windows. Restores the state if this is where the fit was saved"""
     loop = self.leader.loop
-    at_place = self.found['reader'] if self.found else ()
+    has_ended,place = self.found['reader'] if self.found else (False,None)
     # Before the state is restored, because it reads the batches of this epoch again from the first one
-    self.reader = Reader(loop.batches.dl, loop.batches.n_loaded, *at_place)
+    self.reader = Reader(loop.batches.dl, loop.batches.n_loaded, has_ended, place)
     if self.found:
         self.restore()
         self.found = None
@@ -83,9 +85,11 @@ def keep_trained(self:SavedFit):
 
 @patch
 def end(self:SavedFit):
-    """After the fit: saves the final state, in case the process is killed in a later fit. If the saved fit was
-    complete, or if a callback cancels this one before it reaches the saved place, restores the state of the file"""
-    if self.found: self.restore()  # again, since other callbacks' `after_fit` may have changed it
+    "After the fit: saves the final state, in case the process is killed in a later fit"
+    # The saved fit was complete, so that `run` had no epoch to run; or a callback has cancelled this one before
+    # `begin_training` restored the state. `begin` has restored that of a complete fit, but since then other callbacks'
+    # `after_fit` may have changed it
+    if self.found: self.restore()
     self.save(None)
     self.folder.end(self.learn)
 
@@ -112,11 +116,12 @@ def save_if_due(self:SavedFit):
 
 @patch
 def save_trained(self:SavedFit):
-    """In validation, if a signal is waiting: saves the fit as it was before the validation, which the next process
-    repeats"""
+    """After each batch of the validation: if a signal is waiting, writes what `keep_trained` has kept, the fit as it
+    was before the validation, which the next process repeats. But not while the model has other weights"""
     if not self.trained or not held_signals.waiting: return
-    # While a callback validates with other weights, such as their average, `trained` has these, since it shares their
-    # memory. Then the signal waits for the next window, or the end of the fit
+    # What was kept shares the memory of the weights. A callback that validates with others, such as their average, has
+    # put these there, so their digests are not those that were kept. Then the signal waits for the next window, or for
+    # the end of the fit
     digests = self.trained['processes'][self.rank]['digests']
     for part,value in self.trained['weights'].items():
         if Digest(self.graph, value).value != digests[part]: return
@@ -172,8 +177,9 @@ def content(self:SavedFit, place:dict|None)->dict:
 
 @patch
 def begin(self:SavedFit)->int:
-    """Runs before the first epoch, and returns its number: `n_epoch` if the fit had ended. If there is a file, checks
-    that it is of this fit, and prepares callbacks and loggers to continue"""
+    """Runs before the first epoch, and returns its number: 0 without a file, the epoch where the fit was saved, or
+    `n_epoch` if it had ended. If there is a file, checks that it is of this fit, and prepares callbacks and loggers to
+    continue. The state in mid-epoch is restored later, by `begin_training`"""
     found = self.read()
     if not found:
         return 0
@@ -181,12 +187,14 @@ def begin(self:SavedFit)->int:
     self.found = found
     self.loggers = found['loggers']
     self.folder.count_from(found['n_begun'])
-    learn,place = self.learn,found['place']
+    learn = self.learn
+    place = found['place']
     if place:
         self.graph.restore(found['at_epoch'])  # callbacks are going to begin the epoch again
         self.leader.begin_epoch_at(place)
-    else:
-        self.leader.begin_fit()  # which otherwise the first epoch does
+    else:  # the fit had ended
+        # Makes the loop, whose counts users read. Otherwise the first epoch does, but no epoch runs
+        self.leader.begin_fit()
         self.restore()
     if self.cb.verbose and self.rank == 0:
         where = 'in' if place else 'at the end of'

@@ -24,13 +24,13 @@ __all__ = ['roots_of', 'root_of', 'is_data', 'parts_of', 'Graph', 'named_in', 'p
 # time gets the path of the part, and waits until its own parts are searched
 
 def roots_of(learn)->list:
-    """Returns pairs of a path and an object, from which all others are reached. Callbacks and metrics are named by
-    their classes. The last pair is searched first: the generators and the data, so that data which a callback also
-    holds get a path of the data; then callbacks in their order, and the Learner last"""
-    named = [(type(o).__name__,o) for o in [*learn.metrics, *reversed(learn.cbs)]]
+    """Returns pairs of a path and an object in the order of the search, which reaches all other objects from these.
+    Callbacks and metrics are named by their classes. An object has the path by which it was found first: the data come
+    early, so that data which a callback also holds get a path of the data, and are known to be data by it"""
     loaders = zip(('dls.train','dls.valid'), learn.dls.loaders)
-    return [('learn',learn), ('opt',learn.opt), ('model',inner_model(learn.model)), *named, *loaders, ('dls',learn.dls),
-            ('generators',SharedGenerators())]
+    named = [(type(o).__name__,o) for o in [*learn.cbs, *learn.metrics]]
+    return [('generators',SharedGenerators()), ('dls',learn.dls), *loaders, *named, ('model',inner_model(learn.model)),
+            ('opt',learn.opt), ('learn',learn)]
 
 def root_of(path:str)->str:
     "Returns the root from which the object at a path was found, such as 'model'"
@@ -58,24 +58,24 @@ class Graph:
         self.paths = {}  # by the id of the object; for a class or a function, its name
         self.begun = {}  # digests of parts when the fit began
         self.waiting = []  # paths of the objects whose parts are still to be searched
-        self.searched = None  # the part that is searched at the moment
+        self.searched = None  # the part that is pickled at the moment, for `reduced`, which pickle calls
         self.n_found = Counter()  # objects by the place where they were found
         self.pickling = pickling(self)
-        for path,o in roots_of(learn): self.add(path, o)
+        for path,o in reversed(roots_of(learn)): self.add(path, o)  # what is added last is searched first
         while self.waiting:
             path = self.waiting.pop()
             o = self.objects[path]
             for part,value in parts_of(path, o).items():
-                self.searched = part  # so that pickling it adds the objects in it
+                self.searched = part  # pickling it calls `reduced`, which adds the objects in it
                 self.begun[part] = Digest(self, value, is_data(path)).value
             self.searched = path,'hook'
             for hook in hooks_of(o): Digest(self, hook)
         self.searched = None
 
     def add(self, place:str, o):
-        """Gives a path to an object that has none: the `place` where it was found, with a number if that is the path of
-        another one. Adds the layers and weights of a model, and the variables of a closure, too. Allows files to name
-        the object's class, of which the fit may make more objects"""
+        """Adds an object that was found at a `place`, a path, unless it has a path already. Its own is the place, with
+        a number if other objects were found there before, as in a list: 'cb.items', 'cb.items[1]'. Its parts are
+        searched later. A model comes with its layers and weights, and a function with the variables of its closure"""
         if id(o) in self.paths: return
         n = self.n_found[place]
         self.n_found[place] += 1
@@ -86,7 +86,7 @@ class Graph:
         kind = type(o)
         size = f' {list(o.shape)} {o.dtype}' if isinstance(o, Tensor) else ''
         self.begun[path,'class'] = kind.__qualname__+size
-        self.add_named(kind)
+        self.add_named(kind)  # a file may name it, since the fit may make more objects of the class
         if isinstance(o, Callback):
             for named in named_in(kind): self.add_named(named)
         inner = []
@@ -96,15 +96,15 @@ class Graph:
 
 def named_in(kind:type)->list:
     """Returns what a callback of a class may keep later in the fit: its methods, as MixUp does, and the classes and
-    functions that its methods name. Methods of installed packages, in `site-packages` or `dist-packages`, are not
-    searched for these"""
-    methods = []
+    functions that its methods name. Not what methods of installed packages (in `site-packages` or `dist-packages`)
+    name: the fewer functions a file may name, the safer, and these name some that load or write files"""
+    res = []
     for base in kind.__mro__:
-        methods += [f for f in vars(base).values() if isinstance(f, types.FunctionType)]
-    res = list(methods)
-    for f in methods:
-        if '-packages' not in f.__code__.co_filename:
-            res += [f.__globals__.get(name) for name in f.__code__.co_names]
+        for f in vars(base).values():
+            if not isinstance(f, types.FunctionType): continue
+            res.append(f)
+            if '-packages' not in f.__code__.co_filename:
+                res += [f.__globals__.get(name) for name in f.__code__.co_names]
     return res
 
 # %% ../../nbs/resuming/02_graph.ipynb #6b1d88f2
@@ -112,10 +112,10 @@ def named_in(kind:type)->list:
 
 @patch
 def reduced(self:Graph, o):
-    """Returns a function that makes `o`, and its arguments; NotImplemented if `o` knows that itself. Pickle asks for
-    everything but Python's numbers, texts and containers. While a part is searched, an object in it that needs a path
-    gets the path of the part"""
-    if self.searched:
+    """Tells pickle how another process makes `o`: by a function and its arguments, or as pickle does by itself, which
+    NotImplemented means. Pickle asks this for everything but Python's numbers, strings and containers, so while the
+    graph is made, this is where it finds new objects: one that needs a path gets that of the part in which it is"""
+    if self.searched:  # later, no object is added: what the fit has made since then is pickled by its value
         self.add_named(o)
         if self.needs_path(o): self.add('.'.join(self.searched), o)
     path = self.paths.get(id(o))
@@ -138,13 +138,14 @@ def add_named(self:Graph, o):
 
 @patch
 def needs_path(self:Graph, o)->bool:
-    """Returns whether a path has to stand for an object in files. A tensor needs one, although numbers do not: it is
-    restored in place, so that other tensors still share its memory. The fit makes results of a graph and the tensors of
-    the data anew, so these need none"""
+    """Returns whether a path has to stand in files for an object that was found in the part `searched`. Numbers and
+    containers need none: a file has their values. A tensor needs one, because it is restored in place, so that other
+    tensors still share its memory"""
     path,name = self.searched
-    is_content = not name  # the values of the tensor that is searched
     if isinstance(o, Tensor):
-        return o.is_leaf and not is_content and not is_data(path)
+        is_result = not o.is_leaf  # of a computation, such as a loss that a callback keeps: the fit computes it anew
+        is_content = not name  # the values of a tensor, which has the path itself
+        return not is_result and not is_content and not is_data(path)  # the tensors of the data are made anew, too
     is_iterator = hasattr(type(o), '__next__')
     return not is_iterator and not is_value(o) and name_of(o) is None
 
@@ -156,6 +157,8 @@ def find_class(self:Graph, module:str, name:str):
     o = allowed.get(full_name(module, name))
     if o is None:
         raise pickle.UnpicklingError(f'a file of AutoResume cannot name {module}.{name}')
+    # `get` returns None for a path that this fit does not have. A file may be of another fit, and has to be read before
+    # `check_same` can tell how the two differ
     return ChainMap(self.objects, self.named).get if o is object_at else o
 
 def pickling(graph:Graph):
@@ -185,10 +188,11 @@ def state(self:Graph)->dict:
         kept = weights if is_shared else rest
         for part,value in parts_of(path, o).items():
             digest = Digest(self, value, is_data(path))
+            may_have_changed = digest.value is None or digest.value != self.begun.get(part)
             if digest.not_kept is None:
                 digests[part] = digest.value
                 kept[part] = value
-            elif digest.value is None or digest.value != self.begun.get(part):
+            elif may_have_changed:
                 lost[part] = digest.not_kept
     file = io.BytesIO()
     self.write(rest, file)

@@ -14,14 +14,16 @@ from .graph import Graph
 from .parts import generators,is_of_package
 
 # %% auto #0
-__all__ = ['add_settings', 'text_of', 'check_same', 'nested', 'may_differ']
+__all__ = ['add_settings', 'text_of', 'check_same', 'prefix_of', 'may_differ']
 
 # %% ../../nbs/resuming/04_identity.ipynb #43fa87b6
 def add_settings(begun:dict, learn):
-    """Adds the settings of a fit that no object has as a part to the digests of parts when it began. Hyper-parameters
-    are compared one by one, without those that a schedule changes"""
+    """Adds settings to the digests that parts had when the fit began: the number of processes, and each
+    hyper-parameter, such as 'wd of group 0', except those that a schedule sets. Takes away the parts that hold all
+    hyper-parameters together: after Ctrl-C, an optimizer has the rate in mid-schedule, and the fit can go on"""
     begun['processes',''] = str(n_processes(learn))
-    # What an interrupted fit leaves in fastai's optimizers, and in PyTorch's in an OptimWrapper
+    # fastai's `opt.hypers` is an L, whose list is its attribute `items`. In an OptimWrapper, `opt.opt` is PyTorch's
+    # optimizer, which has `param_groups` and `state`
     for part in (('opt.hypers','items'),('opt.opt','param_groups'),('opt.opt','state')): begun.pop(part, None)
     scheduled = nested_attr(learn, 'param_scheduler.scheds', {})
     for i,hypers in enumerate(learn.opt.hypers):
@@ -42,18 +44,21 @@ def check_same(
     """Raises ValueError if a part differs between the beginnings of both fits, or warns if it may differ. A part that
     the saved fit has changed since is not compared, because its value comes from the file: for example, a list of
     losses that is empty in a new process, but not if a Learner goes on after Ctrl-C. Nor is what is inside of it"""
+    # Settings, and parts that the file could not keep, have no digest when it was saved: they count as unchanged
     changed = [part for part,then in begun.items() if digests.get(part, then) != then]
-    around = tuple(map(nested, changed))
+    changed_prefixes = tuple(map(prefix_of, changed))
     errors = []
     for part,then in begun.items():
         now = graph.begun.get(part)
-        if now == then or nested(part).startswith(around): continue
+        if now == then: continue
+        if prefix_of(part).startswith(changed_prefixes): continue  # it is a changed part, or inside of one
         path,name = part
         o = graph.objects.get(path)
         if not name and isinstance(o, (Tensor,*generators)): continue  # its content may have another seed
         text = text_of(part)
+        # The digest of a number or a short string is itself; of all else, only a checksum is known
         if isinstance(then, str): text += f' {now}, not {then}'
-        else: text = f'another {text}'  # of which only a checksum is known
+        else: text = f'another {text}'
         if may_differ(o, name, now): warn_user(f'AutoResume continues with the earlier value: this fit has {text}')
         else: errors.append(text)
     if errors:
@@ -61,8 +66,10 @@ def check_same(
                          "settings, seed the split of the data and lr_find, or pass AutoResume(restart=True) to start "
                          "over, or another fname")
 
-def nested(part:tuple)->str:
-    "Returns a string for a part that begins with that of each part around it: 'a.b.' is around 'a.b.c.' and 'a.b.[1].'"
+def prefix_of(part:tuple)->str:
+    """Returns a string with which the string of each part inside this one begins. Inside of attribute `b` of `a`, which
+    gives 'a.b.', are attribute `c` of the object there, 'a.b.c.', and the parts of the second object that was found
+    there: its path 'a.b[1]' gives 'a.b.[1]...'. The last dot tells 'a.b.' from 'a.bc.'"""
     return '.'.join(part).replace('[', '.[')+'.'
 
 def may_differ(o, name:str, digest)->bool:

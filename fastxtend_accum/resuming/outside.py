@@ -22,24 +22,31 @@ def wandb_run():
     return getattr(sys.modules.get('wandb'), 'run', None)
 
 def state_of_loggers(learn)->dict:
-    """Returns the sizes of the files that `CSVLogger` has begun to write or to append to, and what identifies W&B's
-    run"""
+    """Returns the size of the file of each `CSVLogger` when the fit begins, in bytes: its header is there, and with
+    `append=True` the rows of earlier fits, but no row of this one. And what identifies W&B's run"""
     sizes = [file.tell() for file in csv_files(learn)]
     run = {name:getattr(wandb_run(), name, None) for name in ('id','project','entity')}
     return dict(sizes=sizes, run=run)
 
 def restore_loggers(learn, state:dict):
-    """Continues the run of W&B, sets files back to their size when the saved fit began, as `state` has it, and gives
-    loggers the rows of the epochs that have ended, which they write again. The Recorder keeps no times of these"""
-    run,present = state['run'],wandb_run()
+    """Lets loggers continue where the saved fit was. `state` is what `state_of_loggers` returned when that fit began.
+
+    W&B goes on in its run. Each file of a `CSVLogger` is cut to its size when the saved fit began, and gets the rows of
+    the epochs that have ended again, without times, which the Recorder does not keep. For example, a fit with
+    `append=True` that was killed in its third epoch has left a header and two rows, to which this process has added
+    another header. The file is cut after the first header, and gets the two rows again"""
+    run = state['run']
+    present = wandb_run()
     if run['id'] and present and present.id != run['id']:
         wandb = sys.modules['wandb']
         wandb.finish()
         wandb.init(resume='must', **run)
     for file,size in zip(csv_files(learn), state['sizes']):
-        # The killed process may have written these rows already. Those of an earlier fit are shorter without times
+        # Rows of an earlier fit, which this process has written again without times, may have made the file shorter
+        # than `size`. It must not grow: `truncate` would add zeros
         file.truncate(min(size, file.tell()))
     bar = nested_attr(learn, 'progress.mbar')
     if bar: bar.update(0)  # fastprogress cannot show a row before its first update
+    # `learn.logger` writes a row to the file, or to the table of the progress bar
     for rec in learn._grab_cbs(Recorder):
         for epoch,values in enumerate(rec.values): learn.logger(L(epoch, *values, ''))

@@ -21,9 +21,10 @@ __all__ = ['generators', 'with_attributes', 'SharedGenerators', 'library_of', 'i
 
 # %% ../../nbs/resuming/00_parts.ipynb #75851d9e
 class SharedGenerators:
-    "The random generators of Python, NumPy and PyTorch that all code shares, as one object"
-    get_state = staticmethod(random_states)
-    set_state = staticmethod(set_random_states)
+    """The random generators of Python, NumPy and PyTorch that all code shares, as one object with the methods of a
+    `torch.Generator`. So a graph keeps them as it keeps a generator of a callback"""
+    def get_state(self): return random_states()
+    def set_state(self, states): set_random_states(states)
 
 generators = SharedGenerators,random.Random,np.random.RandomState,np.random.Generator,torch.Generator
 
@@ -89,8 +90,13 @@ def attributes_of(o)->dict:
 # Content
 
 def content_of(o):
-    """Returns what a tensor, a random generator, a variable of a function's closure, or a list or dict with attributes
-    contains, and the Recorder's losses; None if nothing"""
+    """Returns the state of an object that is in none of its attributes, for `set_content`; None if there is none:
+
+    - a tensor: its values, whether it requires a gradient, and its gradient
+    - a random generator: its state
+    - a variable of a function's closure: its value, in a tuple, since it may be None
+    - the Recorder: its losses
+    - a dict or a list: its items"""
     if isinstance(o, Tensor):
         # Between windows gradients are zeros or None. These differ: an optimizer moves a weight whose gradient is 0 by
         # momentum and weight decay, and leaves a weight without a gradient alone. Zeros would make files larger
@@ -103,12 +109,14 @@ def content_of(o):
     if isinstance(o, generators):
         return o.get_state()
     if isinstance(o, types.CellType):
-        with suppress(ValueError): return o.cell_contents,  # if it has a value yet
+        with suppress(ValueError): return (o.cell_contents,)  # a ValueError says that it has no value yet
     if isinstance(o, Recorder):
         return torch.stack(o.losses) if o.losses else None  # one tensor instead of many
     if isinstance(o, dict):
         return dict(o)
-    return list.copy(o) if isinstance(o, list) else None
+    if isinstance(o, list):
+        return list.copy(o)
+    return None
 
 def set_content(o, content):
     "Sets, in place, what `content_of` has returned"

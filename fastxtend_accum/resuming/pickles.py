@@ -137,7 +137,7 @@ class Digest(pickle.Pickler):
         if isinstance(o, PurePath):
             return o.name  # a folder may have been moved
         if isinstance(o, (set,frozenset)):
-            return tuple(o) if len(o) == 1 else tuple(sorted(o, key=self.sort_key))
+            return tuple(sorted(o, key=self.sort_key))
         is_long = self.is_data and type(o) is list and len(o) > LONG
         if not is_long or isinstance(o[0], int):  # the order of the samples is part of the state, whatever its length
             return None
@@ -150,9 +150,8 @@ def sort_key(self:Digest, o)->str:
     """Returns a string that puts the items of a set in the same order in each process: the path of an object or the
     name of a class, else the type of a value and what it prints. Raises PicklingError if that is an address, such as
     '<Cat object at 0x7f...>', which another process does not have"""
-    known = self.graph.paths.get(id(o)) or name_of(o)  # two layers may print the same, so a path comes first
-    if known: return known
-    text = f'{type(o).__name__} {o!r}'
+    # Two layers may print the same, so a path comes first
+    text = self.graph.paths.get(id(o)) or name_of(o) or f'{type(o).__name__} {o!r}'
     if ' at 0x' in text: raise pickle.PicklingError('it is a set of objects that have no order')
     return text
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 from fastai.basics import *
 
 # %% auto #0
-__all__ = ['stateful', 'Reader']
+__all__ = ['keeper_of_position', 'Reader']
 
 # %% ../../nbs/resuming/03_reader.ipynb #37f1f76d
-def stateful(dl):
-    """Returns the DataLoader or the data set, whichever keeps its own position in the data, as a `StatefulDataLoader`
-    and the streams of Hugging Face do; None if neither does"""
-    if isinstance(dl, DataLoader):  # fastai's, which would pass the question on to its data set
+def keeper_of_position(dl):
+    """Returns the object that knows its position in the data, and can go to another one by `load_state_dict`: the
+    DataLoader itself, such as torchdata's `StatefulDataLoader`, or its data set, such as a stream of Hugging Face. None
+    if neither does"""
+    # A DataLoader of fastai does not, but has the attributes of its data set: `hasattr` would be true by that
+    if isinstance(dl, DataLoader):
         return None
     has_workers = getattr(dl, 'num_workers', 0) > 0
     dataset = None if has_workers else getattr(dl, 'dataset', None)  # workers read a copy of it
@@ -30,16 +32,17 @@ class Reader:
         dl,
         n_loaded:int=0, # Batches to drop
         has_ended:bool=False, # Whether `dl` has no more batches
-        place=None, # The `state_dict()` of `stateful(dl)`, by which it skips the batches itself
+        place=None, # The `state_dict()` of what `keeper_of_position(dl)` returns
     ):
         self.has_ended = has_ended
-        self.stateful = stateful(dl)
+        self.keeper = keeper_of_position(dl)
         self.batches = iter(())
-        # A window may remain after the last batch. What keeps its own position would begin again
+        # The fit was saved after the last batch was read, but before all windows had run: there is nothing to read.
+        # `iter(dl)` would begin another epoch with what keeps its own position
         if has_ended: return
-        if n_loaded and self.stateful is not None:
-            self.stateful.load_state_dict(place)
-            n_loaded = 0
+        if n_loaded and self.keeper is not None:
+            self.keeper.load_state_dict(place)
+            n_loaded = 0  # it skips them itself
         self.batches = iter(dl)
         for _ in range(n_loaded): next(self.batches, None)
 
@@ -51,6 +54,6 @@ class Reader:
         self.has_ended = True
 
     def state(self)->tuple:
-        "Returns the arguments for a Reader that continues from here, after `n_loaded`"
-        place = None if self.stateful is None else self.stateful.state_dict()
+        "Returns the arguments `has_ended` and `place` of a Reader that continues from here"
+        place = None if self.keeper is None else self.keeper.state_dict()
         return self.has_ended,place

@@ -15,9 +15,10 @@ __all__ = ['held_signals', 'HeldSignals']
 
 # %% ../../nbs/resuming/07_signals.ipynb #6b839b72
 class HeldSignals:
-    "While a fit runs in the main thread, notes SIGINT and SIGTERM, and delivers them when the fit has been saved"
+    """While a fit runs in the main thread, keeps SIGINT (Ctrl-C) and SIGTERM waiting. A `SavedFit` reads `waiting`, and
+    calls `deliver` when it has saved"""
     def __init__(self):
-        self.handlers = {}  # the user's, by signal, while signals are held; else empty
+        self.handlers = {}  # those that were there before the fit, by signal, while signals are held; else empty
         self.waiting = None  # the number of the signal that has arrived and not been delivered
 
     @contextmanager
@@ -33,13 +34,15 @@ class HeldSignals:
         finally: self.deliver()
 
     def receive(self, number, frame):
-        "The handler while a fit runs. A second signal does not wait, since the user is impatient"
+        """Python calls it for a signal while a fit runs. If one is waiting already, the user is impatient, and that one
+        is delivered at once: it ends the process, or raises KeyboardInterrupt here. If the user's handler returns
+        instead, the second signal waits for the next save, as the first one has done"""
         if self.waiting: self.deliver()
         self.waiting = number
 
     def deliver(self):
-        """Sets the user's handlers again, and sends the signal that has waited. If that does not end the process, later
-    signals of the fit no longer wait"""
+        """Sets the handlers again that were there before the fit, and sends the signal that has waited, if there is
+        one. If that does not end the process, later signals of the fit go to these handlers at once"""
         for number,handler in self.handlers.items(): signal.signal(number, handler)
         self.handlers.clear()
         number = self.waiting
