@@ -61,7 +61,7 @@ class GradientAccumulation(WindowCallback):
 
     @property
     def window(self)->Window:
-        "The present window; in `after_batch`, the one that has just ended; after an epoch, it may be an empty one"
+        "The present window; after an epoch, the last one, or an empty one if that did not fill, and took no step"
         return self.loop.window if self.loop else Window()
     @property
     def opt_steps(self)->int:
@@ -75,7 +75,7 @@ class GradientAccumulation(WindowCallback):
         loop = self.loop
         if loop is None or loop.batches is None: return None
         limits = [self.strategy.size]  # by `micro_batch_size`; None if it sets no limit
-        limits += [o.size for o in loop.strategy.savers]  # by a GradientCache
+        limits += [o.size for o in loop.strategy.savers]  # by a GradientCache; None from others that save memory
         plan = loop.batches.plan
         bs = plan.info.batch_size
         if bs is not None:
@@ -123,6 +123,8 @@ def settings(self:GradientAccumulation)->Settings:
 
 @patch
 def remainder_for(self:GradientAccumulation, dl)->str:
+    """Returns `remainder`, or else what is usual for `dl`: 'drop' if it drops an incomplete last batch itself. A window
+    of one loader batch is always full"""
     if self.remainder: return self.remainder
     return 'drop' if self.accum_bs and drops_last(dl) else 'step'
 

@@ -62,7 +62,9 @@ class WindowCallback(Callback):
     # What a subclass may change
     def read_settings(self):
         "Checks the settings, and makes what depends on them, before each fit; raises TypeError or ValueError"
-    def settings(self)->Settings: return Settings(describes=self.verbose)
+    def settings(self)->Settings:
+        "Returns what the loop has to know of the settings, for a fit"
+        return Settings(describes=self.verbose)
     def remainder_for(self, dl)->str:
         "Returns what happens to batches at the end of an epoch that do not fill a window: 'step', 'carry' or 'drop'"
         return 'step'
@@ -162,8 +164,8 @@ def begin_epoch_at(self:WindowCallback, place:dict):
 def check_ownership(self:WindowCallback):
     "Raises an error if this callback was added twice, or to another Learner"
     learn,name = self.learn,type(self).__name__
-    # This is called by the Learner that trains. `learn` is another one if the callback was added to that one later,
-    # which has set `learn`; then it isn't training
+    # The Learner that trains calls this. If the callback was added to a second Learner later, that one has become its
+    # `learn`, and is not in training
     learn_trains = learn.training and getattr(learn, 'dl', None) is not None
     if not learn_trains:
         raise RuntimeError(f"this {name} belongs to another Learner: give each one of its own")
@@ -202,7 +204,9 @@ def plan_of(self:WindowCallback, dl, epoch:int, n_epoch:int, n_processes:int=1, 
     def size_at_pct(pct_train:float)->float:
         "Returns the wanted size in one process"
         return self.window_size_at(pct_train, n_epoch, bs*n_processes)/n_processes
-    def shape_at_pct(pct_train:float)->WindowShape: return nearest_shape(size_at_pct(pct_train), bs)
+    def shape_at_pct(pct_train:float)->WindowShape:
+        "Returns the windows that loader batches can make, nearest to the wanted size"
+        return nearest_shape(size_at_pct(pct_train), bs)
     # The smallest and largest window of the fit. A curve may leave the range between its ends, so look at each percent
     sizes = [size_at_pct(pct) for pct in np.linspace(0, 1, 101)]
     # A size of `SchedSteps` may hold for less than a percent

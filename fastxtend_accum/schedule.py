@@ -90,8 +90,8 @@ def settings(self:GradientAccumulationSchedule)->Settings:
 
 @patch
 def sizes_by_argument(self:GradientAccumulationSchedule)->dict[str,int]:
-    """Returns {argument name: size} for errors. With `SchedSteps`, the user has passed a size for each point, and an
-    error names the point, such as 'steps[0.5]'"""
+    """Returns {argument name: size}. With `SchedSteps`, the user has passed a size for each point, and errors name the
+    point, such as 'steps[0.5]'"""
     if isinstance(self.schedule, _Steps): return self.schedule.sizes_by_point  # `SchedSteps` has made this schedule
     return dict(start_accum_bs=self.start_accum_bs, final_accum_bs=self.final_accum_bs)
 
@@ -123,7 +123,8 @@ def window_size_at(self:GradientAccumulationSchedule, pct_train:float, n_epoch:i
     start,finish = self.start_and_finish(n_epoch)
     if pct_train >= finish-_tiny: return self.final_accum_bs
     if pct_train < start-_tiny: return self.start_accum_bs
-    position = max(0., pct_train-start)/(finish-start)  # on the curve, from 0 to 1
+    # On the curve, from 0 to 1. Not negative where `pct_train`, which is rounded, is a little less than `start`
+    position = max(0., pct_train-start)/(finish-start)
     curve = self.schedule(self.start_accum_bs, self.final_accum_bs)
     size = float(curve(position))
     if not 1 <= size < math.inf:

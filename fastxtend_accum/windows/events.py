@@ -23,8 +23,8 @@ def has_event(cb, event:str)->bool:
     """Returns whether `cb` may do something in `event`: by a method of its class, or by a function of that name that
     was passed to it, as in `Callback(after_loss=f)`"""
     kind = type(cb)
-    # fastai sends an event by `cb(event)`, that is `__call__`, which looks for a method of that name. A class with its
-    # own `__call__`, or its own `__getattr__`, by which Python may find the method, may handle any event
+    # fastai sends an event by `cb(event)`. `Callback.__call__` then calls the method of that name, if there is one. A
+    # class with its own `__call__`, or its own `__getattr__`, which may make up methods, may handle any event
     has_own_call = kind.__call__ is not Callback.__call__
     has_own_getattr = kind.__getattr__ is not Callback.__getattr__
     if has_own_call or has_own_getattr: return True
@@ -34,7 +34,7 @@ def is_from_fastai(cb, event:str)->bool:
     """Returns whether code of fastai handles `event` for `cb`: False for a method of the user's subclass, also of a
     class of fastai's, and for a function of the user's"""
     if event in vars(cb): return False  # a function that was passed to it, as in `Callback(after_loss=f)`
-    # Without a method of that name, the class may handle the event by its `__call__` or `__getattr__`
+    # Without a method of that name, the class handles the event by its `__call__` or `__getattr__`
     handler = getattr(type(cb), event, type(cb))
     return handler.__module__.startswith('fastai.')
 
@@ -48,7 +48,7 @@ class Events:
     def __init__(self, learn):
         self.learn = learn
         self.cbs = []  # the callbacks when they were last looked up
-        self.table = {}  # callbacks by event
+        self.table = {}  # for each event, the callbacks that have it, in order
 
     def __call__(self, event:str):
         "Sends one event"
@@ -73,8 +73,9 @@ class Events:
         kind:str, # 'batch' or 'step'
         exception:type, # Raised to cancel it
     ):
-        """Runs a batch or a step with its events, as `Learner._with_events` does. But that sends `before_{kind}` to all
-        callbacks before it calls `f`. Here `f` sends it, because it may do so in two parts, or not first"""
+        """Takes the place of `Learner._with_events`: calls `f`, and sends the events that end a batch or a step. fastai
+        also sends `before_{kind}` there. Here `f` sends it, since callbacks that prepare batches may get `before_batch`
+        more often than the others: for each loader batch of a window"""
         try: f()
         except exception: self(f'after_cancel_{kind}')
         self(f'after_{kind}')
@@ -87,17 +88,17 @@ def prepares(cb)->bool:
 @patch
 def to_preparing(self:Events,
     event:str,
-    also:tuple=(), # Only to callbacks that also have each of these events
+    only_with:tuple=(), # Leaves out callbacks that do not have all of these events, too
 ):
-    "Sends `event`, between two loader batches of a window, to the callbacks that prepare batches"
+    "Sends `event` only to the callbacks that prepare batches, which get it for each loader batch of a window"
     for cb in self.having(event):
         if not prepares(cb): return  # callbacks are in order: those after it do not prepare batches either
-        has_all = all(cb in self.table[name] for name in also)
+        has_all = all(cb in self.table[name] for name in only_with)
         if has_all: cb(event)
 
 @patch
 def to_others(self:Events, event:str):
-    "Sends `event` to all others, which see windows as batches: those of the Recorder's order or a higher one"
+    "Sends `event` only to the others, which see the loader batches of a window as one batch if log_accum_batch=True"
     for cb in self.having(event):
         if not prepares(cb): cb(event)
 
@@ -110,12 +111,13 @@ def autocast_depth()->int:
     return depth
 
 class Autocast:
-    """Remembers the autocast of `device` as it is before the first pass of a loader batch, so that each further pass of
-    the batch runs in the same. With fastai's MixedPrecision:
+    """Remembers the autocast of `device` as it is before the first pass of a loader batch, so that further passes of
+    the batch, such as one for each micro-batch, run in the same. With fastai's MixedPrecision:
 
-    - in `before_batch`, once for each batch, it enters autocast
-    - in `after_loss`, once for each pass, it leaves autocast
-    - so without `enter_again`, the second pass of the batch would run in float32"""
+    - `before_batch`, once for each batch: it enters autocast
+    - `after_loss` of the first pass: it leaves autocast
+    - `enter_again` before the second pass, which otherwise would run in float32
+    - `after_loss` of the second pass: it leaves autocast"""
     def __init__(self, device:torch.device):
         kind = device.type
         self.depth = autocast_depth()

@@ -343,10 +343,10 @@ def end_batch_for_preparing(self:WindowLoop, counts:bool):
     "Sends the events that end a batch to preparing callbacks, before the next batch of the same window"
     # A batch that counts has no step of its own. As with fastai's own GradientAccumulation, it looks cancelled to
     # callbacks that prepare each batch and clean up after it. To all it does if a callback has really cancelled it
-    also = ('before_batch','after_batch') if counts else ()
-    self.send.to_preparing('after_cancel_batch', also)
+    only_with = ('before_batch','after_batch') if counts else ()
+    self.send.to_preparing('after_cancel_batch', only_with)
     # A callback without `before_batch` prepares nothing. It is a logger, and waits for the end of the window
-    self.send.to_preparing('after_batch', also=('before_batch',))
+    self.send.to_preparing('after_batch', only_with=('before_batch',))
 
 # %% ../../nbs/windows/15_loop.ipynb #4495dc52
 @patch
