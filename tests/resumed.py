@@ -10,15 +10,16 @@ from resume_layouts import accum, make
 N_STEPS = 39  # of a fit: 3 epochs of 13 windows
 
 
+steps = SimpleNamespace(n=0, at=None)  # of this process; a global, because no file holds it
+
+
 class Stops(Callback):
-    "Raises an error after the step whose number the class has, where no file holds it"
+    "Raises an error after the step whose number is `steps.at`"
     order = 60
-    at = None
-    n = 0
 
     def after_step(self):
-        Stops.n += 1
-        if Stops.n == Stops.at: raise KeyboardInterrupt
+        steps.n += 1
+        if steps.n == steps.at: raise KeyboardInterrupt
 
 
 def new_process(seed=9):
@@ -26,8 +27,8 @@ def new_process(seed=9):
     for folder in folders.values(): folder.lock.release(force=True)
     folders.clear()
     set_seed(seed)
-    Stops.n = 0
-    Stops.at = None
+    steps.n = 0
+    steps.at = None
 
 
 def learner(*cbs, **kwargs):
@@ -41,7 +42,7 @@ def train(learn, *cbs, n_epoch=3, lr=.02, every=8, **kwargs):
 def stop(script, at=17):
     "Runs `script()` until an error, one step after a save. What follows is like a new process"
     new_process(seed=1)
-    Stops.at = at
+    steps.at = at
     with pytest.raises(KeyboardInterrupt): script()
     new_process()
 
@@ -64,10 +65,10 @@ def assert_same_end(learn, expected):
 def assert_goes_on(script, at=17, every=8):
     "Returns the Learner that went on, by a script that returns one"
     expected = whole(script)
-    n_steps = Stops.n
+    n_steps = steps.n
     stop(script, at)
     learn = script()
-    assert Stops.n <= n_steps-at+every  # it has not begun again
+    assert steps.n <= n_steps-at+every  # it has not begun again
     assert_same_end(learn, expected)
     return learn
 

@@ -1,4 +1,7 @@
 "What a fit keeps: the state of all that its Learner reaches, in whatever place"
+import queue
+from argparse import Namespace
+
 import pytest
 from fastai.vision.all import Image, ImageDataLoaders, aug_transforms
 from torch.utils.data import DataLoader as TorchLoader
@@ -6,7 +9,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from common import *
 from fastxtend_accum.resuming.graph import Graph, moved, root_of
 from resume_layouts import fastai_data, make, mlp, samples, with_valid
-from resumed import Stops, assert_goes_on, learner, new_process, train
+from resumed import Stops, assert_goes_on, learner, new_process, steps, train
 
 SITUATIONS = {}
 
@@ -277,6 +280,41 @@ def set_of_layers():
     return train(learner(HoldsLayers(), m=m))
 
 
+class MovesByArguments(Callback):
+    "Moves the weights by a count in an object of Python's library, and by one in a hook"
+    def __init__(self): self.args = Namespace(n=0)
+    def before_fit(self): self.handle = self.model[0].register_forward_hook(Noise())
+    def after_fit(self): self.handle.remove()
+
+    def after_step(self):
+        self.args.n += 1
+        for p in self.model.parameters(): p.data += .001*self.args.n
+
+
+class Noise:
+    "A hook with a generator of its own"
+    def __init__(self): self.generator = torch.Generator().manual_seed(1)
+    def __call__(self, m, args, out): return out+torch.rand(out.shape, generator=self.generator)
+
+
+@situation
+def objects_of_python_and_hooks(): return train(learner(MovesByArguments()))
+
+
+class Forgets(Callback):
+    "Deletes an attribute in the first step, and moves the weights if it is there"
+    def __init__(self): self.first = True
+
+    def after_step(self):
+        if hasattr(self, 'first'): del self.first
+        else:
+            for p in self.model.parameters(): p.data += .001
+
+
+@situation
+def attribute_that_is_deleted(): return train(learner(Forgets()))
+
+
 @pytest.mark.thin(5)
 @pytest.mark.parametrize('name', SITUATIONS)
 def test_a_fit_goes_on(name): assert_goes_on(SITUATIONS[name])
@@ -308,7 +346,30 @@ class HoldsSet(Callback):
     def __init__(self): self.things = {Unnamed(), Unnamed()}
 
 
+class KeepsOutside(Callback):
+    "Keeps its state in a class, in a queue and by the address of the optimizer, and writes to a file of its own"
+    n_batches = 0
+    def __init__(self):
+        self.queue = queue.SimpleQueue()
+        self.file = open(os.devnull, 'w')
+        self.counts = Counter()
+
+    def after_step(self):
+        KeepsOutside.n_batches += 1
+        self.counts[id(self.opt)] += 1
+
+
+class AddsWeight(Callback):
+    "Adds a weight to the model in the fit"
+    def before_train(self): self.model.scale = nn.Parameter(torch.ones(1))
+
+
 @pytest.mark.parametrize('kind, text', [
+    (KeepsOutside, r'test_graph.KeepsOutside.n_batches \(an attribute of a class'),
+    (KeepsOutside, 'KeepsOutside.queue '),
+    (KeepsOutside, 'KeepsOutside.file '),
+    (KeepsOutside, r'KeepsOutside.counts \(it has the id\(\) of opt'),
+    (AddsWeight, r'model._parameters \(it has a weight that was added during the fit'),
     (HoldsSet, r'HoldsSet.things \(it is a set of objects'),
     (Holds, r'Holds.numbers \(it is an iterator'),
     (Holds, 'Holds.cycle '),
@@ -344,7 +405,7 @@ def test_what_needs_no_warning():
     expected = script()
     new_process()
     learn = script()
-    assert Stops.n == 0
+    assert steps.n == 0
     assert_same(weights(learn), weights(expected))
 
 

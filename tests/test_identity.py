@@ -3,7 +3,7 @@ import pytest
 
 from common import *
 from resume_layouts import WIDTH, Noisy, accum, fastai_data, make, mlp, samples, with_valid
-from resumed import Stops, assert_goes_on, learner, stop, train
+from resumed import Stops, assert_goes_on, learner, steps, stop, train
 
 
 class Scaled(nn.Module):
@@ -60,7 +60,7 @@ def test_a_difference_is_an_error_that_names_it(name):
     stop(partial(run, **before), at=10)
     content = Path('models/resume/0.pth').read_bytes()
     with pytest.raises(ValueError, match=rf'cannot be resumed .*({text}).*restart=True'): run(**after)
-    assert Stops.n == 0
+    assert steps.n == 0
     assert Path('models/resume/0.pth').read_bytes() == content
 
 

@@ -7,7 +7,7 @@ from fastai.text.models.awdlstm import WeightDropout
 from common import *
 from fastxtend_accum.resuming.fit import SavedFit
 from resume_layouts import WIDTH, accum, fastai_data, make, mlp, samples, two_classes, with_valid
-from resumed import Stops, assert_goes_on, assert_same_end, learner, new_process, stop, train, whole
+from resumed import Stops, assert_goes_on, assert_same_end, learner, new_process, steps, stop, train, whole
 
 
 def script(*cbs, **kwargs):
@@ -85,7 +85,7 @@ def test_after_an_error_the_same_learner_goes_on(make_learner, cbs, at):
     expected = whole(lambda: train(make_learner(), *L(cbs())))
     new_process(seed=1)
     learn = make_learner()
-    Stops.at = at
+    steps.at = at
     with pytest.raises(KeyboardInterrupt): train(learn, *L(cbs()))
     assert_same_end(train(learn, *L(cbs())), expected)
 
@@ -99,7 +99,7 @@ class Cancels(Callback):
 
 def test_a_fit_that_is_cancelled_before_its_place_ends_with_the_state_of_the_file():
     new_process(seed=1)
-    Stops.at = 16
+    steps.at = 16
     expected = learner()
     with pytest.raises(KeyboardInterrupt): fit(expected, 3, .02, 'fit_one_cycle')
     cancelling = script(Cancels(), CSVLogger())
@@ -109,7 +109,7 @@ def test_a_fit_that_is_cancelled_before_its_place_ends_with_the_state_of_the_fil
     finally: Cancels.now = False
     new_process()
     assert_same(weights(cancelling()), weights(expected))  # it has ended
-    assert Stops.n == 0
+    assert steps.n == 0
     assert len(Path('history.csv').read_text().splitlines()) == 2  # the names, and the first epoch
 
 
@@ -148,7 +148,7 @@ def test_a_fold_that_fails_leaves_the_others_alone():
     "In one process, a fit never goes on from the file of another Learner"
     def folds(fails):
         new_process(seed=1)
-        Stops.at = 17 if fails else None
+        steps.at = 17 if fails else None
         try: train(learner())
         except KeyboardInterrupt: pass
         set_seed(2)

@@ -6,7 +6,7 @@ from fastai.vision.all import CategoryBlock, DataBlock, ImageBlock, IndexSplitte
 from fastai.vision.all import aug_transforms, resnet18, vision_learner
 
 from common import *
-from resumed import Stops, new_process
+from resumed import Stops, new_process, steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures('cuda')]
 device = torch.device('cuda')
@@ -29,7 +29,7 @@ class Draws(Callback):
 def train(make, *cbs, seed=1, at=None):
     "Two epochs of `make(cbs)`, in a process that has just begun"
     new_process(seed)
-    Stops.at = at
+    steps.at = at
     learn = make([Draws(), Stops(), *cbs])
     return fit(learn, 2, .01, 'fit_one_cycle')
 

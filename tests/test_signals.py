@@ -7,14 +7,14 @@ import pytest
 from common import *
 from fastxtend_accum.resuming.signals import HeldSignals
 from resume_layouts import accum, make
-from resumed import N_STEPS, Stops, assert_same_end, learner, new_process, train, whole
+from resumed import N_STEPS, Stops, assert_same_end, learner, new_process, steps, train, whole
 
 
 class Terminates(Callback):
     "Sends a signal to this process, as SLURM does"
     at = None
     def after_step(self):
-        if Stops.n+1 == Terminates.at: signal.raise_signal(signal.SIGTERM)
+        if steps.n+1 == Terminates.at: signal.raise_signal(signal.SIGTERM)
 
     def after_pred(self):
         if self.training or self.iter > 0: return
@@ -48,11 +48,11 @@ def ends_by_signal(at, script=script):
 
 def assert_goes_on_after_signal(at, n_run, script=script, n_steps=N_STEPS):
     expected = whole(script)
-    assert Stops.n == n_steps
+    assert steps.n == n_steps
     assert forked(ends_by_signal, at, script) == -signal.SIGTERM
     new_process()
     assert_same_end(script(), expected)
-    assert Stops.n == n_steps-n_run
+    assert steps.n == n_steps-n_run
 
 
 @pytest.mark.thin(2)
@@ -86,7 +86,7 @@ def calls_own_handler():
     ends_by_signal(6)
     assert seen == [True]
     assert signal.getsignal(signal.SIGTERM) is handler
-    assert Stops.n == N_STEPS
+    assert steps.n == N_STEPS
 
 
 def second_signal_does_not_wait():

@@ -16,7 +16,7 @@ from .parts import *
 from .pickles import *
 
 # %% auto #0
-__all__ = ['roots_of', 'root_of', 'is_data', 'parts_of', 'Graph', 'named_in', 'pickling', 'moved']
+__all__ = ['roots_of', 'root_of', 'is_data', 'parts_of', 'Graph', 'is_installed', 'named_in', 'pickling', 'moved']
 
 # %% ../../nbs/resuming/02_graph.ipynb #4ff7f8ce
 # The search begins at a few objects, the roots. Each part of an object (an attribute, or its content) is pickled for
@@ -86,13 +86,28 @@ class Graph:
         kind = type(o)
         size = f' {list(o.shape)} {o.dtype}' if isinstance(o, Tensor) else ''
         self.begun[path,'class'] = kind.__qualname__+size
-        self.add_named(kind)  # a file may name it, since the fit may make more objects of the class
+        for base in kind.__mro__: self.add_class(base)  # a file may name them, since the fit may make more objects
         if isinstance(o, Callback):
             for named in named_in(kind): self.add_named(named)
         inner = []
         if isinstance(o, nn.Module): inner = [*o.named_modules(), *o.named_parameters(), *o.named_buffers()]
         if isinstance(o, types.FunctionType): inner = zip(o.__code__.co_freevars, o.__closure__ or ())
         for name,value in inner: self.add(f'{path}.{name}', value)
+
+@patch
+def add_class(self:Graph, kind:type):
+    "Lets files refer to a class. A user's class has parts: its data, such as a count, are named if they change"
+    is_new = id(kind) not in self.paths
+    self.add_named(kind)
+    name = self.paths.get(id(kind))
+    if not is_new or not name or is_installed(sys.modules[kind.__module__]): return
+    self.objects[name] = kind
+    self.waiting.append(name)
+
+def is_installed(module)->bool:
+    "Returns whether a module belongs to a package that is installed, or to this one"
+    file = str(getattr(module, '__file__', ''))  # a notebook has none
+    return '-packages' in file or library_of(Graph) == module.__name__.partition('.')[0]
 
 def named_in(kind:type)->list:
     """Returns what a callback of a class may keep later in the fit: its methods, as MixUp does, and the classes and
@@ -188,6 +203,7 @@ def state(self:Graph)->dict:
         kept = weights if is_shared else rest
         for part,value in parts_of(path, o).items():
             digest = Digest(self, value, is_data(path))
+            if isinstance(o, type): digest.not_kept = 'an attribute of a class'
             may_have_changed = digest.value is None or digest.value != self.begun.get(part)
             if digest.not_kept is None:
                 digests[part] = digest.value

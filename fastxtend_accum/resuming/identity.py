@@ -54,6 +54,7 @@ def check_same(
         if prefix_of(part).startswith(changed_prefixes): continue  # it is a changed part, or inside of one
         path,name = part
         o = graph.objects.get(path)
+        if isinstance(o, type): continue  # what belongs to a class is not kept
         if not name and isinstance(o, (Tensor,*generators)): continue  # its content may have another seed
         text = text_of(part)
         # The digest of a number or a short string is itself; of all else, only a checksum is known

@@ -17,7 +17,7 @@ from ..windows.state import random_states,restore_value,set_random_states
 
 # %% auto #0
 __all__ = ['generators', 'with_attributes', 'SharedGenerators', 'library_of', 'is_of_python', 'is_of_package', 'has_no_state',
-           'hooks_of', 'attributes_of', 'content_of', 'set_content', 'set_tensor']
+           'hooks_of', 'data_of', 'attributes_of', 'content_of', 'set_content', 'set_tensor']
 
 # %% ../../nbs/resuming/00_parts.ipynb #75851d9e
 class SharedGenerators:
@@ -79,9 +79,18 @@ def hooks_of(o)->list:
     of_layer = *getattr(o, '_forward_pre_hooks', {}).values(),*getattr(o, '_forward_hooks', {}).values()
     return [*of_layer, *(getattr(o, '_backward_hooks', None) or {}).values()]
 
+def data_of(kind:type)->dict:
+    "Returns the attributes of a class that may be data: those without an underscore that cannot be called"
+    res = {}
+    for name,value in vars(kind).items():
+        is_method = callable(value) or hasattr(value, '__get__')  # or a property, for example
+        if not name.startswith('_') and not is_method: res[name] = value
+    return res
+
 def attributes_of(o)->dict:
     """Returns the attributes of an object by name. Most objects of Python's standard library, such as a lock or a pool,
     have none that can be set"""
+    if isinstance(o, type): return data_of(o)
     has_attributes = isinstance(o, with_attributes) or not is_of_python(type(o))
     attributes = getattr(o, '__dict__', {}) if has_attributes else {}
     return {name:value for name,value in attributes.items() if not has_no_state(o, name, value)}
