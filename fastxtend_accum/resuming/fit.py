@@ -45,7 +45,7 @@ class SavedFit:
         add_settings(self.graph.begun, learn)
         self.loggers = state_of_loggers(learn)
         # In a process that continues: the content of the file, from `begin`, which reads it, to `begin_training`, which
-        # restores it in the epoch where the fit was saved. None before and after, and in a fit without a file
+        # restores it in the epoch where the fit was saved; if the fit was complete, to `end`. Otherwise None
         self.found = None
         self.at_epoch = None  # the state when the present epoch began, see `run`
         self.reader = None  # the Reader of the present epoch, from `begin_training`

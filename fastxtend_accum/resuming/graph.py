@@ -94,15 +94,27 @@ class Graph:
         if isinstance(o, types.FunctionType): inner = zip(o.__code__.co_freevars, o.__closure__ or ())
         for name,value in inner: self.add(f'{path}.{name}', value)
 
+# %% ../../nbs/resuming/02_graph.ipynb #9d4c27e1
+# Classes and functions that a file may name
+
 @patch
 def add_class(self:Graph, kind:type):
-    "Lets files refer to a class. A user's class has parts: its data, such as a count, are named if they change"
+    """Lets files refer to a class. One of the user's code is searched like an object, since it may have data, such as a
+    count of its objects: these are not kept, and named if they change"""
     is_new = id(kind) not in self.paths
     self.add_named(kind)
     name = self.paths.get(id(kind))
     if not is_new or not name or is_installed(sys.modules[kind.__module__]): return
     self.objects[name] = kind
     self.waiting.append(name)
+
+@patch
+def add_named(self:Graph, o):
+    "Lets files refer to a class or function, unless it is one of Python's: some run code, as `os.system` does"
+    name = name_of(o)
+    if not name or name in allowed or is_of_python(o): return
+    self.named[name] = o
+    self.paths[id(o)] = name
 
 def is_installed(module)->bool:
     "Returns whether a module belongs to a package that is installed, or to this one"
@@ -142,14 +154,6 @@ def reduced(self:Graph, o):
         return bound,(o.__func__, o.__self__)
     # An array of a subclass, such as a record array, as a plain one, whose maker a file may name
     return np.asarray(o).__reduce__() if isinstance(o, np.ndarray) else NotImplemented
-
-@patch
-def add_named(self:Graph, o):
-    "Lets files refer to a class or function, unless it is one of Python's: some run code, as `os.system` does"
-    name = name_of(o)
-    if not name or name in allowed or is_of_python(o): return
-    self.named[name] = o
-    self.paths[id(o)] = name
 
 @patch
 def needs_path(self:Graph, o)->bool:

@@ -139,9 +139,11 @@ class Digest(pickle.Pickler):
         if isinstance(o, (set,frozenset)):
             return tuple(sorted(o, key=self.sort_key))
         is_long = self.is_data and type(o) is list and len(o) > LONG
-        if not is_long or isinstance(o[0], int):  # the order of the samples is part of the state, whatever its length
+        # A list of numbers is the order of the samples, which is part of the state, whatever its length
+        if not is_long or isinstance(o[0], int):
             return None
-        self.n_bytes = math.inf  # a list of samples, of unknown size
+        # A list of samples, of unknown size: about 100 of them stand for all
+        self.n_bytes = math.inf
         return len(o),o[::len(o)//100]
 
 # %% ../../nbs/resuming/01_pickles.ipynb #7d3e90b1
