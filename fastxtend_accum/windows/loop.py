@@ -437,9 +437,10 @@ def finalize_gradients(self:WindowLoop)->Outcome:
     processes.reduce_window(window)
     if window.losses.items == 0: return Outcome.NO_ITEMS
     # Each gradient is now sum(weight*gradient)/n, over the micro-batches of all n processes, because DDP divides by n.
-    # The mean is sum(weight*gradient)/sum(weight), so this divides by sum(weight)/n. sum(weight) is the weight of all
-    # items
-    divide_gradients(self.fit.params.summed, window.weight_of(window.losses.items)/processes.n)
+    # The mean is sum(weight*gradient)/sum(weight), so this divides by sum(weight)/n. For losses that sum, weight_of
+    # returns 1, so that the gradient is their sum
+    sum_of_weights = window.weight_of(window.losses.items)
+    divide_gradients(self.fit.params.summed, sum_of_weights/processes.n)
     window.end_sums()
     return Outcome.NONFINITE if self.skips_nonfinite() else Outcome.HAS_MEAN
 
