@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from fastai.basics import *
 
-from ..windows.gradients import unique
-
 # %% auto #0
 __all__ = ['containers', 'is_layer', 'n_layers', 'is_plain_sequential', 'grouped', 'joined', 'find_blocks', 'blocks_in',
            'can_be_block', 'check_blocks', 'check_inside']
@@ -50,7 +48,7 @@ def find_blocks(model)->tuple[list,dict]:
     `nn.Sequential` around them, its grouped form"""
     groups = {}
     blocks = blocks_in(model, groups)
-    return unique(blocks),groups
+    return uniqueify(blocks),groups
 
 def blocks_in(m, groups:dict)->list:
     """Returns the blocks inside `m`: the children of containers. A child is no block if it is itself made of several
@@ -88,7 +86,7 @@ def check_blocks(blocks, model)->list:
     if isinstance(blocks, containers): blocks = blocks.children()
     res = list(L(blocks))
     for o in res: check_inside(o, model, 'blocks')
-    return unique(res)
+    return uniqueify(res)
 
 def check_inside(o, model, argument:str):
     "Raises ValueError unless `o`, which the function that was passed as `argument` has returned, is inside of `model`"

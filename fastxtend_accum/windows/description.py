@@ -8,7 +8,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/windows/description.html
 from __future__ import annotations
 from fastai.basics import *
 
-from .gradients import can_sum_in_float32,half,unique
+from .gradients import can_sum_in_float32,half
 from .loader import WindowShape
 from .state import Snapshot,can_be_changed,random_states
 
@@ -57,7 +57,7 @@ class Differences:
         part of it, sees micro-batches, so it names layers of this part. Random numbers may be those of other parts"""
         res = []
         changed = [type(o).__name__ for o in split.modules() if o in self.changed]
-        if changed: res.append(f"layers with buffers ({', '.join(unique(changed))})")
+        if changed: res.append(f"layers with buffers ({', '.join(uniqueify(changed))})")
         if self.draws: res.append('random numbers (dropout)')
         has_half = any(p.dtype in half for p in split.parameters())
         if has_half and not can_sum_in_float32:

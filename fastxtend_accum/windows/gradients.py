@@ -14,7 +14,7 @@ from fastai.basics import *
 from .nested import children
 
 # %% auto #0
-__all__ = ['half', 'can_sum_in_float32', 'params_in', 'trained_params', 'unique', 'optimizers_of', 'extra_params', 'WindowParams',
+__all__ = ['half', 'can_sum_in_float32', 'params_in', 'trained_params', 'optimizers_of', 'extra_params', 'WindowParams',
            'gradients', 'is_finite', 'GradientSums', 'divide_gradients']
 
 # %% ../../nbs/windows/02_gradients.ipynb #b69c2daa
@@ -27,10 +27,6 @@ def params_in(opt)->list:
 def trained_params(opt)->list:
     "Returns the parameters of `opt` that are not frozen"
     return [p for p in params_in(opt) if p.requires_grad]
-
-def unique(items:list)->list:
-    "Returns each of the `items` once, in order"
-    return list(dict.fromkeys(items))
 
 def optimizers_of(cb)->list:
     "Returns the optimizers that `cb` holds in an attribute, or in a list or dict that is an attribute"
@@ -60,11 +56,11 @@ class WindowParams:
     def __init__(self, learn):
         self.opt = learn.opt
         # While a window of several micro-batches runs, callbacks may not change these gradients (`GradientSums.check`)
-        self.guarded = unique([*params_in(learn.opt), *learn.model.parameters()])
+        self.guarded = uniqueify([*params_in(learn.opt), *learn.model.parameters()])
         # Those of the loss, and of optimizers of callbacks. Not guarded, because these may zero gradients at any time.
         # But summed, because these gradients, too, are to be means over the window
         self.extra = extra_params(learn)
-        self.summed = unique([*self.guarded, *self.extra])
+        self.summed = uniqueify([*self.guarded, *self.extra])
         self.in_float32 = []  # half-precision weights, whose gradients are summed in float32
         if can_sum_in_float32: self.in_float32 = [p for p in self.summed if p.dtype in half]
 

@@ -375,14 +375,9 @@ def load_next(self:EpochBatches)->bool:
 @patch
 def can_begin_window(self:EpochBatches, size:int)->bool:
     """Returns whether a window of `size` samples may begin: if fewer are left, only the remainder 'step' allows it. If
-    the length is not exact, only the batches themselves can show it, so this loads them"""
+    the length is not exact, nobody knows how many are left: then this loads all batches of the window, which wait"""
     if self.plan.remainder == 'step': return True
     if self.info.has_exact_length: return self.info.n_planned-self.samples_read >= size
-    return self.load_window(size)
-
-@patch
-def load_window(self:EpochBatches, size:int)->bool:
-    "Loads batches until `size` samples wait to run; returns False if the DataLoader has fewer"
     while sum(o.samples for o in self.waiting) < size:
         if not self.load_next(): return False
     return True
