@@ -22,7 +22,7 @@ from .callback import WindowCallback
 from .checkpointing import checkpointed
 
 # %% auto #0
-__all__ = ['cached_forward', 'is_ambiguous', 'GradientCache']
+__all__ = ['cached_forward', 'has_rows_in_doubt', 'GradientCache']
 
 # %% ../nbs/04_cache.ipynb #a14517df
 # A forward pass in micro-batches
@@ -35,36 +35,38 @@ def cached_forward(
     """Returns a forward pass for `module` that runs in micro-batches. All but the last run again in the backward pass,
     so that the graph holds one of them at a time"""
     forward = module.forward
-    def run_some(*args, **kwargs):
+    def forward_of_copies(*args, **kwargs):
         args,kwargs = map_tensors(torch.clone, (args, kwargs))  # the model may change its inputs in place
         return forward(*args, **kwargs)
-    run_again = checkpointed(module, run_some)
+    recomputed = checkpointed(module, forward_of_copies)
     # A plain function, not a method: the graph keeps a reference to it, and must keep none to the Learner
-    def run(*args, **kwargs):
-        n = max(map(len, tensors_in((args, kwargs))), default=0)  # a tensor with fewer rows cannot be sliced
+    def forward_in_parts(*args, **kwargs):
+        # The largest number of rows, so that slicing a tensor that has fewer raises an error
+        n = max(map(len, tensors_in((args, kwargs))), default=0)
         if n <= size: return forward(*args, **kwargs)
         check_samples_first((args, kwargs), n, samples)
-        def run_rows(start:int, end:int, run_part:Callable):
+        def run_rows(start:int, end:int, forward_of_rows:Callable):
             some_args = slice_fields(args, start, end, n)
             some_kwargs = slice_rows(kwargs, start, end, n)
-            return run_part(*some_args, **some_kwargs)
+            return forward_of_rows(*some_args, **some_kwargs)
         def run_part(start:int, end:int):
-            # The backward pass begins with the last one
-            return run_rows(start, end, run_some if end == n else run_again)
+            # The backward pass begins with the last part, so that one need not run again
+            is_last = end == n
+            return run_rows(start, end, forward_of_copies if is_last else recomputed)
         bounds = part_bounds(n, math.ceil(n/size))
         outputs = run_in_parts(module, bounds, run_part)
         sizes = [end-start for start,end in bounds]
-        if is_ambiguous(outputs[-1], sizes[-1]):
-            # `join` raises an error if the output for one row more shows that the rows do not come first
+        if has_rows_in_doubt(outputs[-1], sizes[-1]):
+            # Run the last part with one row more: `join` raises an error if that row is not in the first dimension
             n_more = sizes[-1]+1
-            with torch.no_grad(), Snapshot(module): of_more = run_rows(n-n_more, n, run_some)
+            with torch.no_grad(), Snapshot(module): of_more = run_rows(n-n_more, n, forward_of_copies)
             join([*outputs, of_more], [*sizes, n_more])
         return join(outputs, sizes)
-    return run
+    return forward_in_parts
 
-def is_ambiguous(output, n:int)->bool:
-    """Returns whether the rows of the `output` for `n` rows may be in two places: either dimension of a tensor of shape
-    (n, n, ...), or the fields of a tuple of `n`"""
+def has_rows_in_doubt(output, n:int)->bool:
+    """Returns whether the shape of this `output` for `n` rows does not show where it has the rows, which `join` has to
+    know: a tensor of shape (n, n, ...) may have them in either dimension, and a tuple of `n` may be a list of rows"""
     is_tuple = isinstance(output, (tuple,list)) and len(output) == n
     return is_tuple or any(o.shape[:2] == (n, n) for o in tensors_in(output))
 
@@ -72,7 +74,7 @@ def is_ambiguous(output, n:int)->bool:
 class GradientCache(WindowCallback, SmallerMicroBatches):
     "Compute the loss on the DataLoader's whole batch, while the model processes `micro_batch_size` samples at a time"
     order = 11.5  # before a GradientAccumulation
-    lead_rank = 1
+    lead_rank = 1  # it runs the loop if there is no GradientAccumulation, whose rank is lower
     verbose = True  # it prints what differs from a whole batch
 
     def __init__(self,
@@ -80,7 +82,9 @@ class GradientCache(WindowCallback, SmallerMicroBatches):
         part:Callable|None=None, # Function of the model that returns the part to run in micro-batches; None: all of it
     ):
         store_attr()
-        self.size = None  # rows that the module sees at a time, at most; None: all. 'auto' lowers it
+        # Rows that the module sees at a time, at most; None: all. It is `micro_batch_size`, if that is a number; for
+        # 'auto', `SmallerMicroBatches.reduce_memory` lowers it once memory runs out
+        self.size = None
         self.read_settings()
 
     @property
@@ -100,18 +104,20 @@ class GradientCache(WindowCallback, SmallerMicroBatches):
 
     def before_train(self):
         "Raises ValueError if the model cannot run in micro-batches"
-        if not self.learn: return  # it was removed
+        if not self.learn: return  # it was removed by a callback that came before it
         self.check_model()
         self.check_others()
         super().before_train()
 
     def module_to_split(self, model)->nn.Module:
+        "Returns what runs in micro-batches: the `part` of the model, or all of it"
         inner = inner_model(model)
         return self.part(inner) if self.part else inner
 
 # %% ../nbs/04_cache.ipynb #9e09f036
 @patch
 def check_model(self:GradientCache):
+    "Raises ValueError if the model is sharded, or if the `part` is no part of it"
     model = self.learn.model
     if is_sharded(model):
         raise ValueError(f"GradientCache cannot split the forward pass of a sharded {type(model).__name__}: "
@@ -122,7 +128,7 @@ def check_model(self:GradientCache):
 def check_others(self:GradientCache):
     "Raises ValueError if another callback splits batches, too"
     splitting = [cb for cb in self.learn.cbs if isinstance(cb, WindowCallback) and cb.run and cb.micro_batch_size]
-    if len(splitting) == 1: return
+    if len(splitting) == 1: return  # this one itself
     raise ValueError("GradientCache and the micro_batch_size of another callback both split batches: leave one of "
                      "them out")
 
@@ -143,7 +149,7 @@ def report(self:GradientCache, loop):
     module = self.module_to_split(loop.learn.model)
     message = (f'GradientCache: {type(module).__name__} sees at most {size} of {n} samples at a time; '
                'validation batches are not split')
-    found = loop.fit.differences
-    if found and size < n and self.is_leader():  # a GradientAccumulation, which then leads, would name them
-        message += found.described(module)
+    found = loop.fit.differences  # None if no callback of this package is to print them
+    # If this callback is not the leader, a GradientAccumulation is, and its own line names the differences
+    if found and size < n and self.is_leader(): message += found.described(module)
     self.log_once(message)

@@ -34,18 +34,19 @@ def checkpointed(module, forward:Callable)->Callable:
     def run(*args, **kwargs):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # `checkpoint` gets the inputs one by one for two reasons. Then `save_on_cpu` sees all tensors, also those in a
-        # list. And each run gets a list of its own: a DenseNet appends to the one that its layers get
-        inputs,structure = tree_flatten((args, kwargs))
-        def forward_of_inputs(*inputs):
-            args,kwargs = tree_unflatten(inputs, structure)
+        # `checkpoint` gets what the arguments contain, not the arguments, for two reasons. It keeps what it gets, and
+        # `save_on_cpu`, which moves tensors to the CPU, would not see those in a list. And each run gets a list of its
+        # own: a DenseNet appends to the one that its layers get
+        leaves,structure = tree_flatten((args, kwargs))
+        def forward_of_leaves(*leaves):
+            args,kwargs = tree_unflatten(leaves, structure)
             return forward(*args, **kwargs)
         def contexts():
             """Returns two contexts, as PyTorch wants: one for the first run, and one for each run in the backward pass.
             PyTorch calls this just before the first run, so the snapshot has the state in which that begins"""
             return nullcontext(),Snapshot(module)
         return checkpoint(
-            forward_of_inputs, *inputs,
+            forward_of_leaves, *leaves,
             use_reentrant=False,
             preserve_rng_state=False, # the snapshot has it
             context_fn=contexts)
@@ -53,9 +54,10 @@ def checkpointed(module, forward:Callable)->Callable:
 
 # %% ../nbs/03_checkpointing.ipynb #035684f9
 def check_recomputable(model):
-    "Raises ValueError if the parts of `model` cannot run again with other forward passes than their own"
+    """Raises ValueError if replacing the forward passes of parts of `model` would have no effect, since it is compiled,
+    or if these parts cannot run again, since other processes or GPUs would have to run theirs"""
     modules = list(model.modules())
-    # By `torch.compile(m)` or `m.compile()`
+    # By `torch.compile(m)`, or by `m.compile()`
     is_compiled = any(hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) for m in modules)
     if not is_compiled and not is_sharded(model) and not isinstance(model, nn.DataParallel): return
     raise ValueError("ActivationCheckpointing cannot run parts of a compiled, sharded or replicated "
@@ -72,10 +74,13 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
     """Recompute blocks of the model in the backward pass, only as many as needed to fit each loader batch in memory
 
     The forward pass keeps only the inputs of these blocks. The model sees whole batches, and results stay the same"""
-    # It is a WindowCallback because fastai's loop cannot run a batch again. Beside a GradientAccumulation, which runs
-    # the loop, it is only a MemorySaver
-    # Before a GradientAccumulation, which asks for the blocks when it begins the fit. And before a GradientCache: of
-    # several MemorySavers, the first one enters its context first, and is the first to use less memory
+    # It has two roles. As a MemorySaver, it is asked for a `context` in which blocks are recomputed, and to
+    # `reduce_memory`. As a WindowCallback, it brings the loop that asks, because fastai's cannot run a batch again.
+    # Beside a GradientAccumulation, whose loop asks as well, it has the first role only
+
+    # Its events come before those of a GradientAccumulation, which needs the blocks when it begins the fit, and of a
+    # GradientCache: of several MemorySavers, the first one enters its context first, and is the first to use less
+    # memory
     order = 11.4
     _stateattrs = *WindowCallback._stateattrs,'found','groups'  # fastai leaves these out of a copy or an export
 
@@ -100,7 +105,8 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
 
     def before_train(self):
         "Finds the blocks; raises ValueError if all are to be recomputed, and there are none"
-        if not self.learn: return  # it was removed by a callback that came before it
+        # A callback that came before it has removed it: fastai goes on through the list of callbacks that it had then
+        if not self.learn: return
         check_recomputable(self.learn.model)
         model = inner_model(self.learn.model)
         if callable(self.blocks): self.found,self.groups = check_blocks(self.blocks(model), model),{}
@@ -109,7 +115,7 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
         if not n and not self.adapt:  # if it adapts, the batch may fit as it is
             raise ValueError(f"ActivationCheckpointing finds no blocks in {type(model).__name__}: choose modules with "
                              "blocks=lambda model: [...]")
-        # If it adapts, what earlier fits have found is kept, but the model may have had more blocks
+        # If it adapts, it begins with the number that the last fit needed. The model may have had more blocks then
         self.n_recomputed = min(self.n_recomputed, n) if self.adapt else n
         super().before_train()
 
@@ -118,13 +124,14 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
 
 @patch
 def context(self:ActivationCheckpointing, loop):
-    """Returns a context in which blocks run again in the backward pass, or None if all fits. Nothing is overridden
-    before somebody enters it, so that `forward_of_block` finds each block's own forward pass"""
+    """Returns a context in which blocks run again in the backward pass, or None if all fits. It overrides forward
+    passes when it is entered, not yet here: so `forward_of_block` finds each block's own one"""
     if not self.n_recomputed: return None
     contexts = [override_attr(o, 'use_cache', False) for o in configs_with_cache(loop.learn.model)]
     # Some blocks are groups of layers: only the grouped form of the nn.Sequential around them calls these as modules
     contexts += [override_attr(m, 'forward', group.forward) for m,group in self.groups.items()]
-    # Last, because a block may be such an nn.Sequential itself: then it is recomputed as a whole, not by its groups
+    # Contexts are entered in this order, and the last one prevails. An nn.Sequential with a grouped form may be a block
+    # itself: then it is recomputed as a whole, not by its groups
     contexts += [override_attr(m, 'forward', self.forward_of_block(m)) for m in self.found[:self.n_recomputed]]
     return ContextManagers(contexts)
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from common import *
-from fastxtend_accum.windows.processes import n_processes
+from fastxtend_accum.windows.processes import is_sharded, n_processes
 
 FLOAT32 = 1e-6  # rounding of float32 losses
 TESTS = Path(__file__).parent
@@ -326,8 +326,10 @@ class FullyShardedDataParallel(nn.Module):
 
 
 def test_a_model_with_a_no_sync_trains_in_one_process():
+    "Without a group of processes it is not sharded"
     learn = SimpleNamespace(model=FullyShardedDataParallel(), _grab_cbs=lambda cls: L())
     assert n_processes(learn) == 1
+    assert not is_sharded(learn.model)
 
 
 # What the processes exchange

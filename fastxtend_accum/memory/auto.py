@@ -17,8 +17,10 @@ __all__ = ['SmallerMicroBatches', 'AutoMicroBatches']
 
 # %% ../../nbs/memory/05_auto.ipynb #cbac1d5b
 class SmallerMicroBatches(MemorySaver):
-    "Base class of what runs a batch in few micro-batches: of half as many samples each time that memory runs out"
+    """Base class of what runs a batch in micro-batches of at most `size` rows, or as a whole if `size` is None. Each
+    time that memory runs out, it lowers `size` to a half"""
     def reduce_memory(self, loop)->bool:
+        "Halves `size`; returns False if micro-batches are single rows already"
         n = loop.rows_of_batch()
         size = min(self.size or n, n)
         if size <= 1: return False
@@ -27,8 +29,8 @@ class SmallerMicroBatches(MemorySaver):
 
 # %% ../../nbs/memory/05_auto.ipynb #3e360b04
 class AutoMicroBatches(MicroBatches, SmallerMicroBatches):
-    """The strategy of `micro_batch_size='auto'`. MicroBatches sets the `size` of an instance, and runs batches by it;
-    SmallerMicroBatches lowers it"""
+    """The strategy of `micro_batch_size='auto'` of a GradientAccumulation. Both base classes use the same attribute
+    `size`: MicroBatches sets it to None at first, and runs batches by it; SmallerMicroBatches lowers it"""
     def report(self, loop):
-        "Prints the line of the callback. It names the size that fits"
+        "Prints the line of the GradientAccumulation, which runs the loop. It names the size that fits"
         loop.cb.print_line()

@@ -27,19 +27,21 @@ def is_plain_sequential(m)->bool:
     return getattr(type(m), 'forward', None) is nn.Sequential.forward and 'forward' not in vars(m)
 
 def grouped(m:nn.Sequential)->nn.Sequential:
-    """Returns an nn.Sequential that computes the same as `m`. In it, a layer and the modules without a weight after it,
-    such as a norm and an activation, are one child. If this is a block, it need not keep what is between them"""
+    """Returns an nn.Sequential that computes the same as `m`. In it, a layer and what follows it without a layer, such
+    as a norm and an activation, are one child: [conv, norm, relu, conv, relu] becomes [[conv, norm, relu],
+    [conv, relu]]. If such a child is a block, it need not keep what is between its modules"""
     groups = []
-    is_after_layer = False  # whether the last group has exactly one layer, so that it takes modules without a layer
+    can_grow = False  # whether the last group has exactly one layer
     for o in m:
         n = n_layers(o)
-        if is_after_layer and n == 0: groups[-1].append(o)
+        if can_grow and n == 0: groups[-1].append(o)
         else:
             groups.append([o])
-            is_after_layer = n == 1
+            can_grow = n == 1
     return nn.Sequential(*map(joined, groups))
 
 def joined(group:list)->nn.Module:
+    "Returns the module of a group of one, and an nn.Sequential of a larger one"
     return group[0] if len(group) == 1 else nn.Sequential(*group)
 
 # %% ../../nbs/memory/06_blocks.ipynb #8030ce3f
@@ -52,7 +54,7 @@ def find_blocks(model)->tuple[list,dict]:
 
 def blocks_in(m, groups:dict)->list:
     """Returns the blocks inside `m`: the children of containers. A child is no block if it is itself made of several
-    large ones; then these are. Adds the grouped forms to `groups`. For example:
+    large ones; then these are. Adds the grouped forms to `groups`, by the nn.Sequential. For example:
 
     - a stage of a ResNet is a container of large blocks: not the stage, but its blocks are returned
     - a layer of a Transformer is in a container, and has no large blocks inside: it is returned as it is
@@ -64,18 +66,19 @@ def blocks_in(m, groups:dict)->list:
     children = list(m.children())
     res = []
     for o in parts.children():
-        # `grouped` has made those that are no children, of a single layer each: there are no blocks inside
-        inner = blocks_in(o, groups) if o in children else []
+        is_new_group = o not in children  # `grouped` has made it of a single layer: it has no blocks inside
+        inner = [] if is_new_group else blocks_in(o, groups)
         if isinstance(m, containers) and can_be_block(o, inner): res.append(o)
         else: res += inner
     return res
 
 def can_be_block(m, inner:list)->bool:
-    """Returns whether `m`, a child of a container, is a block itself, and the blocks inside it, which are `inner`, are
-    none. To recompute a module without children would save nothing, because it keeps little more than its inputs
-    anyway"""
-    is_called = not isinstance(m, (nn.ModuleList, nn.ModuleDict))  # as a module: only what these list is
-    if not n_layers(m) or not any(m.children()) or not is_called: return False
+    """Returns whether `m`, a child of a container, is a block itself: if so, it takes the place of the `inner` blocks
+    that were found inside it"""
+    is_list = isinstance(m, (nn.ModuleList, nn.ModuleDict))  # which is never called, but what it lists is
+    # Without children, it keeps little more than its inputs anyway: to recompute it would save nothing
+    has_children = any(m.children())
+    if is_list or not has_children or not n_layers(m): return False
     n_large = sum(n_layers(o) > 1 for o in inner)  # a convolution with its norm does not count
     return n_large < 2
 
@@ -89,7 +92,7 @@ def check_blocks(blocks, model)->list:
     return uniqueify(res)
 
 def check_inside(o, model, argument:str):
-    "Raises ValueError unless `o`, which the function that was passed as `argument` has returned, is inside of `model`"
+    "Raises ValueError unless `o`, which the function that was passed as `argument` has returned, is inside `model`"
     if any(o is m for m in model.modules()): return
     raise ValueError(f"{argument} must return modules of the model, not a {type(o).__name__}: a slice of an "
                      "nn.Sequential, for example, is a new module")

@@ -48,19 +48,20 @@ def run_in_parts(
     n = bounds[-1][1]
     for m in owners:
         if m.bs != n: m._change_hidden(n)  # as its forward pass would
-    # A state is a list of (hidden, cell), by layer. Their shape is (layers, rows, features)
-    before = [m.hidden for m in owners]
-    after = []  # the states at the end of each part
+    # A state is a list of pairs (hidden, cell), one for each layer, such as [(h1, c1), (h2, c2)]. The shape of each of
+    # these tensors is (1, rows, features): their rows are in dimension 1
+    before = [m.hidden for m in owners]  # the state of each owner
+    after = []  # by part, the state of each owner at its end
     results = []
     try:
         for start,end in bounds:
-            def rows(t): return t[:,start:end].contiguous()
-            set_states(owners, map_tensors(rows, before), end-start)
+            def rows_of_part(t): return t[:,start:end].contiguous()
+            set_states(owners, map_tensors(rows_of_part, before), end-start)
             results.append(run_part(start, end))
             after.append([m.hidden for m in owners])
     except BaseException:
         set_states(owners, before, n)
         raise
-    def joined(*tensors): return torch.cat(tensors, 1)
-    set_states(owners, tree_map(joined, *after), n)
+    def join_rows(*tensors): return torch.cat(tensors, 1)  # the tensors are of one layer, one for each part
+    set_states(owners, tree_map(join_rows, *after), n)
     return results

@@ -18,7 +18,7 @@ from .hidden_state import run_in_parts
 from .override import override_attr
 
 # %% auto #0
-__all__ = ['per_sample_names', 'held_rows', 'chunk_bounds', 'check_samples_first', 'MicroBatches', 'run_split', 'add_up']
+__all__ = ['per_sample_names', 'held_rows', 'chunk_bounds', 'check_samples_first', 'MicroBatches', 'run_split', 'end_split_batch']
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #bfa7b934
 def per_sample_names(cb)->list[str]:
@@ -54,21 +54,24 @@ def chunk_bounds(
     together: 12 rows of 4 samples, at most 2 at a time, are (0, 6) and (6, 12)"""
     n_samples = max(min(samples, n), 1)  # a callback may have dropped some rows, or all
     n_parts = math.ceil(n_samples/most)
-    return [(start*n//n_samples, end*n//n_samples) for start,end in part_bounds(n_samples, n_parts)]
+    bounds_in_samples = part_bounds(n_samples, n_parts)
+    return [(start*n//n_samples, end*n//n_samples) for start,end in bounds_in_samples]
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #2742d7f0
 def check_samples_first(b, n:int, samples:int):
-    """Raises ValueError if the tensors in `b`, of `n` rows, probably have the shape (time, batch, ...), not (batch,
-    time, ...): if dimension 1 of each of them, but not dimension 0, is as long as the batch. A split would cut samples
-    into parts"""
-    have_time_first = all(o.shape[1:2] == (samples,) for o in tensors_in(b))
-    if n == samples or not have_time_first: return
+    """Raises ValueError if time probably comes first in the tensors in `b`, of `n` rows: if there are 4 `samples`, and
+    each tensor has a shape such as (12, 4) or (12, 4, 300). Splitting the 12 rows would cut each sample into pieces.
+    Tensors of shape (4, 4) are taken for samples first"""
+    have_samples_second = all(o.shape[1:2] == (samples,) for o in tensors_in(b))
+    if n == samples or not have_samples_second: return
     raise ValueError(f"cannot split tensors of {n} rows in a batch of {samples} samples: put the samples first, not "
                      "time, or leave micro_batch_size out")
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e39c522b
 class MicroBatches(WholeBatch):
     "A strategy that runs a loader batch in micro-batches of at most `size` samples"
+    # The model may have several forward passes for one loader batch. The loop has to know, because a callback for mixed
+    # precision may switch autocast on once, in `before_batch`, and off after the first of them
     may_repeat = True
     def __init__(self,
         size:int|None=None, # None: the whole batch. AutoMicroBatches begins with it
@@ -85,9 +88,9 @@ class MicroBatches(WholeBatch):
             loop.run_micro_batch(samples, n)
             return
         check_samples_first((learn.xb, learn.yb), n, samples)
-        losses_before = loop.window.losses
+        losses_before = loop.window.losses  # a tuple, which stays as it is: the window replaces its `losses`
         run_split(loop, bounds)
-        add_up(loop, losses_before)
+        end_split_batch(loop, losses_before)
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e7b434d7
 def run_split(loop:WindowLoop, bounds:list):
@@ -99,29 +102,30 @@ def run_split(loop:WindowLoop, bounds:list):
     n = bounds[-1][1]
     targets = learn.yb
     def run_part(start:int, end:int):
-        # A callback may hide the targets, and set those of each micro-batch in `after_loss`, as IceVision's does. Those
-        # of the last micro-batch stay, since nobody has all of them
+        # A callback may set other targets in a micro-batch, which stay: IceVision's hides them all before the batch,
+        # and sets those of each micro-batch in `after_loss`. So each begins with those of the batch
         learn.yb = targets
-        n_samples = end*samples//n - start*samples//n  # rounded, so that they add up to `samples`
+        n_samples = end*samples//n - start*samples//n  # those before each bound, rounded: they add up to `samples`
         with held_rows(learn, start, end, n):
             loop.run_micro_batch(n_samples, end-start, ends_batch=end == n)
         return map_tensors(Tensor.detach, learn.pred)
     outputs = run_in_parts(inner_model(learn.model), bounds, run_part)
     sizes = [end-start for start,end in bounds]
     try: learn.pred = join(outputs, sizes)
-    except NotSamplesFirst: raise
-    except CannotJoin:  # such as maps of several sizes. Training does not need them, but training metrics do
+    except NotSamplesFirst: raise  # rows may have been cut in the wrong dimension
+    except CannotJoin:  # rows are right, but outputs differ, as maps of several sizes do. Only metrics need all outputs
         if loop.loggers.train_metrics: raise
         learn.pred = None
 
-def add_up(loop:WindowLoop, losses_before:tuple):
-    """After the last micro-batch: makes the Learner hold the mean loss of the batch, and the window all samples of
-    the batch. `losses_before` are the sums from before the batch"""
+def end_split_batch(loop:WindowLoop, losses_before:tuple):
+    """After the last micro-batch: makes the Learner hold the mean loss of the batch, and makes the window count all of
+    its samples. `losses_before` are the sums of the window from before the batch"""
     learn,window = loop.learn,loop.window
-    losses = window.losses.since(losses_before)
+    losses = window.losses.since(losses_before)  # of this batch
     if not losses.n_micro: return  # there are no targets, or all is cancelled: as a whole batch, it does not count
     learn.loss = window.mean_of(losses)
     learn.loss_grad = learn.loss
     # A callback may have cancelled the backward pass of 8 of 32 samples. They still count as part of the window, so
     # that it does not wait for 8 others
-    window.add_samples(loop.batches.current.samples-losses.samples)
+    n_cancelled = loop.batches.current.samples-losses.samples
+    window.add_samples(n_cancelled)

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 from fastai.basics import *
 
-from ..windows.gradients import params_in
+from ..windows.gradients import largest_gradient,params_in
 from ..windows.loop import WholeBatch,WindowLoop
 from ..windows.processes import inner_model
 from ..windows.state import Snapshot
@@ -37,8 +37,9 @@ class MemorySaver:
 
 # %% ../../nbs/memory/04_retry.ipynb #ca9ffbee
 class BatchUndo:
-    """Undoes what the passes of the current batch change: the state of the model, the loss and random generators, the
-    sums of the window, and gradients"""
+    """What the passes of the current batch are going to change, as it is before them, so that `undo` can restore it:
+    the state of the model, the loss and random generators, what the Learner holds, the sums of the window, and
+    gradients"""
     def __init__(self, loop:WindowLoop):
         learn,window = loop.learn,loop.window
         self.loop = loop
@@ -46,25 +47,32 @@ class BatchUndo:
         self.held = {name:vars(learn).get(name) for name in ('xb','yb','loss')}
         self.losses = window.losses
         self.n_kept = len(window.kept)
-        # Before the first batch of a window, the gradients of the optimizer's parameters are 0 or None, and need no
-        # copy, which would take memory. Parameters that a splitter leaves out may have gradients of earlier windows
+        # Usually the gradients of the optimizer's parameters are 0 or None before the first batch of a window: then
+        # `undo` can do without copies, which take memory. They are not if a callback has cancelled the last step with
+        # a CancelBatchException, as fastai's own GradientAccumulation does to add up gradients
+        of_opt = params_in(learn.opt)
         is_first = not window.losses.n_micro
-        known = set(params_in(learn.opt)) if is_first else set()
-        self.grads = {p:copy_of_grad(p.grad) for p in loop.fit.params.summed if p not in known}
+        are_zero = is_first and largest_gradient(of_opt) == 0
+        need_no_copy = set(of_opt) if are_zero else set()
+        self.grads = {p:copy_of_grad(p.grad) for p in loop.fit.params.summed if p not in need_no_copy}
 
     def undo(self):
-        "Goes back to the state in which this object was made"
+        "Goes back to the state in which this object was made. It may be called several times"
         learn,window = self.loop.learn,self.loop.window
         for name,value in self.held.items(): setattr(learn, name, value)
         # These two hold the graph, and with it the memory of the batch
         learn.loss_grad = None
         learn.pred = None
         self.snapshot.restore()
+        # Now the gradients, in four steps. First, the window goes back to its sums of losses. If this is its first
+        # batch, that also gives gradients the type of their weights: others may have been summed in float32 until here
         window.restart_batch(self.losses, self.n_kept)
-        # After `restart_batch`: a window that begins anew gives gradients the type of their weights again
+        # Those that need no copy become 0
         learn.opt.zero_grad()
+        # All others get the values of their copies, in the type that they had
         for p,grad in self.grads.items(): p.grad = copy_of_grad(grad)
-        if window.grads is not None: window.grads.accept()  # no callback has changed them
+        # If the window goes on, it would take these new tensors for a change by a callback, which is an error
+        if window.grads is not None: window.grads.accept()
 
 def copy_of_grad(grad:Tensor|None)->Tensor|None:
     return None if grad is None else grad.clone()
@@ -73,7 +81,7 @@ def copy_of_grad(grad:Tensor|None)->Tensor|None:
 class RetryOnOutOfMemory(WholeBatch):
     """A strategy that runs a loader batch by another `strategy`, in the contexts of the `savers`; again and again, with
     less memory, if it runs out and a saver adapts"""
-    may_repeat = True
+    may_repeat = True  # a loader batch may have several forward passes: see `MicroBatches`
     def __init__(self, strategy:WholeBatch, savers:list[MemorySaver]):
         self.strategy = strategy
         self.savers = savers

@@ -16,7 +16,7 @@ from .gradients import trained_params
 
 # %% auto #0
 __all__ = ['AccumWarning', 'warn_user', 'check_size', 'check_micro_batch_size', 'check_flags', 'check_callable', 'check_multiple',
-           'check_rules', 'check_learner', 'check_callbacks', 'uses_cuda_graphs']
+           'check_rules', 'check_learner', 'check_callbacks', 'accumulates', 'uses_cuda_graphs']
 
 # %% ../../nbs/windows/03_checks.ipynb #f481c0a6
 class AccumWarning(UserWarning):
@@ -98,16 +98,19 @@ def check_learner(
 def check_callbacks(learn, cb):
     """Raises ValueError if another callback of `learn` also accumulates gradients, or keeps them in another precision;
     `cb` runs the windows"""
-    name = 'GradientAccumulation'  # of the classes of fastai, fastxtend and this package, and of their subclasses
-    others = [o for o in learn.cbs if o is not cb and o.run and isinstance_str(o, name)]
+    others = [o for o in learn.cbs if o is not cb and o.run and accumulates(o)]
     # Two callbacks that accumulate would both decide when to step. If `cb` only saves memory, as a GradientCache does,
     # its windows are single batches, and another callback, such as fastai's GradientAccumulation, may accumulate these
-    if others and isinstance_str(cb, name):
+    if others and accumulates(cb):
         kind = type(others[0])
         raise ValueError(f"{kind.__module__}.{kind.__name__} also accumulates gradients: remove it, or "
                          f"{type(cb).__name__}, with learn.remove_cb")
     if learn._grab_cbs(NonNativeMixedPrecision):
         raise ValueError("NonNativeMixedPrecision keeps gradients that cannot be averaged here: use learn.to_fp16()")
+
+def accumulates(cb)->bool:
+    "Returns whether `cb` is a GradientAccumulation of fastai, fastxtend or this package, or of a subclass"
+    return isinstance_str(cb, 'GradientAccumulation')
 
 def uses_cuda_graphs(m)->bool:
     "Returns whether `m` was compiled with CUDA graphs"

@@ -28,7 +28,7 @@ def how_made_up(
     """Describes windows, for example as '256 samples per step, at most 32 at a time'; with two processes, as '... in
     each of 2 processes'. If they vary in size, as '32 to 256 samples per step'"""
     least = smallest.samples(bs)*n_processes
-    # Rounded up: if 256 samples are cut into 3 pieces, two have 85 samples, and one has 86
+    # `samples` rounds down, and this rounds up: if 256 samples are cut into 3 pieces, two have 85, and one has 86
     most = math.ceil(bs*largest.n_batches/largest.n_pieces)*n_processes
     sizes = f'{most}' if least == most else f'{least} to {most}'
     processes = f' in each of {n_processes} processes' if n_processes > 1 else ''
@@ -49,12 +49,13 @@ class Differences:
     def __init__(self, model, before:Snapshot):
         self.draws = not equals(random_states(), before.random_states)
         after_pass = {m:own_buffers(m) for m in model.modules()}
-        with before:  # here `own_buffers` returns those from before the pass
-            self.changed = [m for m in after_pass if not equals(after_pass[m], own_buffers(m))]
+        # In this block the modules have other tensors as their buffers, copies from before the pass: `own_buffers`
+        # returns these
+        with before: self.changed = [m for m in after_pass if not equals(after_pass[m], own_buffers(m))]
 
     def described(self, split:nn.Module)->str:
-        """Returns a sentence that names the differences; an empty text if there are none. Only `split`, the model or a
-        part of it, sees micro-batches, so it names layers of this part. Random numbers may be those of other parts"""
+        """Returns a sentence that names the differences; an empty string if there are none. Only `split`, the model or
+        a part of it, sees micro-batches, so it names layers of this part. Random numbers may be those of other parts"""
         res = []
         changed = [type(o).__name__ for o in split.modules() if o in self.changed]
         if changed: res.append(f"layers with buffers ({', '.join(uniqueify(changed))})")
@@ -72,5 +73,5 @@ def log_message(learn, message:str)->bool:
     is_table = isinstance(getattr(learn.logger, '__self__', None), Callback)
     if not is_table: learn.logger(message)
     elif IN_NOTEBOOK: print(message)
-    else: print(f'\r{message:<80}')  # over the text of the progress bar, which ends without a new line
+    else: print(f'\r{message:<80}')  # over the progress bar, which ends without a new line
     return True

@@ -78,11 +78,14 @@ def gradients(params:Iterable)->list:
         res.append(grad)
     return res
 
+def largest_gradient(params:Iterable)->Tensor:
+    "Returns the largest absolute value in the gradients of `params`: 0 if there are none, NaN if one is NaN"
+    grads = [o for o in gradients(params) if o.numel()]
+    return torch.nn.utils.get_total_norm(grads, float('inf'))
+
 def is_finite(params:Iterable)->bool:
     "Returns whether no gradient of `params` contains NaN or infinity. Waits for the GPU"
-    grads = [o for o in gradients(params) if o.numel()]
-    largest = torch.nn.utils.get_total_norm(grads, float('inf'))
-    return bool(largest.isfinite())
+    return bool(largest_gradient(params).isfinite())
 
 # %% ../../nbs/windows/02_gradients.ipynb #304dcb7d
 class GradientSums:

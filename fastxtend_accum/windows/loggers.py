@@ -39,15 +39,19 @@ class Loggers:
         for rec in self.recorders:
             attrs = vars(rec)  # because fastai warns of new attributes whose names the model has
             attrs['accum_bs'] = []  # samples of each window, as the Recorder has a new list of losses in each fit
-            # fastxtend's Recorder has no `train_metrics`; `rec.train_metrics` would look for it in the model
-            if attrs.get('train_metrics'): self.train_metrics += rec.metrics
+            # From `attrs`, because fastxtend's Recorder has no `train_metrics`, and then fastai would look for one in
+            # the model
+            has_train_metrics = attrs.get('train_metrics')
+            if has_train_metrics: self.train_metrics += rec.metrics  # which are those of the Learner
 
     def log_batch_size(self, samples:int):
-        """At the end of a round: logs the samples of its window along with what the loggers have logged of it. 0 if it
-        has no mean, since callbacks have cancelled the round, or its step is skipped"""
+        """At the end of a round, after loggers have had their `after_batch`: logs the `samples` of its window. They are
+        0 if the window has no mean: callbacks have cancelled the round, or its step is skipped"""
         for rec in self.recorders:
-            was_logged = len(rec.losses) > len(rec.accum_bs)  # the Recorder leaves out a skipped step
-            if was_logged: rec.accum_bs.append(samples)
+            # `accum_bs` has an entry for each entry of `losses`. The Recorder has added none if it was paused, as for
+            # a skipped step
+            has_new_loss = len(rec.losses) > len(rec.accum_bs)
+            if has_new_loss: rec.accum_bs.append(samples)
         if not samples: return
         for cb in self.tensorboard:
             cb.writer.add_scalar('accumulation_batch_size', samples, self.learn.train_iter)
@@ -65,7 +69,7 @@ def update_train_metrics(self:Loggers):
 
 @patch
 def until_end(self:Loggers, o, name:str, value):
-    "Until the end of the round, `o` has an attribute `name`, which hides that of its class or of the Learner"
+    "Until the end of the round, gives `o` an attribute `name`, which hides that of its class or of the Learner"
     attrs = vars(o)
     attrs[name] = value
     self.round.callback(attrs.pop, name, None)
@@ -83,9 +87,9 @@ def pause_recorders(self:Loggers):
 
 @patch
 def show_hypers(self:Loggers, hypers:list[dict]):
-    """Until the end of the round, loggers find `hypers`, those of the step, in their `opt.hypers`. They read them in
-    `after_batch`, when the optimizer no longer has them"""
-    # Otherwise a callback, which has no attribute `opt`, finds that of the Learner
+    """Until the end of the round, makes loggers log `hypers`, those of the step. They do so in `after_batch`, when the
+    optimizer has other values again. They read `self.opt.hypers`: fastai makes `self.opt` of a callback mean
+    `learn.opt`, unless the callback has an attribute `opt`. So they get one"""
     shown = SimpleNamespace(hypers=[dict(o) for o in hypers])
     for cb in (*self.recorders, *self.wandb, *self.tensorboard): self.until_end(cb, 'opt', shown)
 

@@ -27,7 +27,8 @@ def loss_and_grads(
     loss_func:Callable,
     args:tuple, # Predictions and targets
 )->list[Tensor]:
-    "Returns the loss, in float32 or better, and its gradients with respect to the predictions"
+    """Returns the loss, in float32 or better, and its gradients with respect to the predictions: one for each tensor of
+    floating-point numbers in these"""
     pred,*targets = map_tensors(copy_of, args)
     leaves = [o.requires_grad_() for o in tensors_in(pred) if o.is_floating_point()]
     outputs = map_tensors(torch.clone, pred)  # the loss may work in place, which autograd forbids on `leaves`
@@ -43,17 +44,19 @@ class KeptMicroBatch(NamedTuple):
     items:Count|None  # what its loss averages over; None: it is a sum
 
 def loss_by_parts(loss_func:Callable, micro_batches:list[KeptMicroBatch])->list[Tensor]:
-    """Returns what `loss_and_grads` does, from the micro-batches. Each has as its weight its share in the items of the
-    window: losses of 2 and 4 over 3 items and 1 item become 2*3/4 + 4*1/4. Losses that are sums are added up"""
+    """Returns what `loss_and_grads` does, but computed from the micro-batches, as accumulation does. Each is weighted
+    by its share in the items of the window: losses of 2 and 4 over 3 items and 1 item become 2*3/4 + 4*1/4. Losses that
+    are sums are added up"""
     counts = [o.items for o in micro_batches]
     is_sum = None in counts
     parts = []
     for args,_,items in micro_batches:
         share = 1 if is_sum else items/sum(counts)
         values = loss_and_grads(loss_func, args)
-        parts.append([zero_if_empty(items, o)*share for o in values])
-    losses,*grads = zip(*parts)
-    return [sum(losses), *map(torch.cat, grads)]
+        parts.append([zero_if_empty(items, o)*share for o in values])  # without items, `values` are 0/0
+    losses,*grads = zip(*parts)  # of each value, a tuple with that of all micro-batches
+    # The loss is a sum over micro-batches. A gradient has a row for each prediction, so rows are joined
+    return [sum(losses), *[torch.cat(o) for o in grads]]
 
 # %% ../../nbs/windows/06_loss_check.ipynb #bb683774
 tolerance = 1e-4  # the largest relative difference that counts as rounding
@@ -66,8 +69,8 @@ def are_close(xs:list[Tensor], ys:list[Tensor])->bool:
     return True
 
 def is_inexact(loss_func:Callable, micro_batches:list[KeptMicroBatch])->bool:
-    """Returns whether the weighted sum over micro-batches is another loss, or has another gradient, than all samples
-    together. False if that cannot be found out. What a Snapshot holds of `loss_func` stays as it is"""
+    """Returns whether the loss, or its gradient, is another one for all samples at once than for the micro-batches, by
+    `loss_by_parts`. False if that cannot be found out. The state of `loss_func` stays as it is"""
     snapshot = Snapshot(loss_func)
     try:
         rows = [o.rows for o in micro_batches]
@@ -94,14 +97,17 @@ class LossCheck:
         self.windows_left = 0
 
     def keep(self,
-        kept:list, # The list of the window, to which this adds a micro-batch
+        kept:list, # `Window.kept`, to which this adds a micro-batch
         loss_func:Callable, # Has computed its loss
         args:tuple, # Its predictions and targets
         rows:int, # Of its tensors
         items:Count|None, # What its loss averages over; None: it is a sum
     ):
-        """Keeps a micro-batch, unless enough windows were checked. If `kept` holds too many bytes then, empties it, and
-        stops. If a callback has replaced the loss function, empties it before, and counts windows anew"""
+        """Adds a micro-batch to `kept`, in three steps:
+
+        1. If a callback has replaced the loss function, empties `kept`, and begins to count windows again.
+        2. If enough windows were checked, returns; otherwise adds the micro-batch.
+        3. If `kept` has become too large, empties it, and checks no more windows."""
         if loss_func != self.loss_func:  # not `is not`, because a bound method is a new object each time
             self.loss_func = loss_func
             self.windows_left = self.n_windows

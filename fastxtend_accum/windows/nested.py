@@ -13,7 +13,8 @@ from fastai.basics import *
 
 # %% auto #0
 __all__ = ['children', 'rebuilt', 'map_tensors', 'leaves_in', 'tensors_in', 'lists_samples', 'n_rows', 'part_bounds',
-           'CannotJoin', 'NotSamplesFirst', 'has_rows', 'slice_rows', 'slice_fields', 'join', 'join_leaves']
+           'CannotJoin', 'NotSamplesFirst', 'has_rows', 'slice_rows', 'slice_fields', 'join', 'all_list_samples',
+           'join_leaves']
 
 # %% ../../nbs/windows/00_nested.ipynb #45667e7f
 # A batch, and what a model returns, are nested: tuples, lists and mappings of tensors and other leaves
@@ -64,7 +65,7 @@ def lists_samples(b, n:int)->bool:
     is_list = isinstance(b, (tuple,list,L)) and not is_named
     if not is_list or len(b) != n: return False
     tensors = tensors_in(b)
-    if not tensors: return True  # texts, for example
+    if not tensors: return True  # strings, for example
     have_n_rows = all(len(o) == n for o in tensors)  # so they are inputs
     return not have_n_rows
 
@@ -82,13 +83,16 @@ def n_rows(
     Raises ValueError if none exists"""
     fields = children(b) or [b]
     targets = fields[-1]
-    is_tensor = isinstance(targets, Tensor)
-    if is_tensor and targets.shape[:1] == (expected,): return expected  # nearly every batch ends here, quickly
-    targets_first = [targets, *fields] if is_tensor else fields
-    lengths = [len(o) for o in tensors_in(targets_first)]
+    have_rows = isinstance(targets, Tensor) and targets.ndim > 0
+    # Rule 1. First for the targets alone: nearly every batch ends here, and the rest takes longer
+    if have_rows and len(targets) == expected: return expected
+    lengths = [len(o) for o in tensors_in(fields)]
     # This asks each field, but not `b` itself: a batch of two fields does not list two samples
     if expected in lengths or any(lists_samples(o, expected) for o in fields): return expected
+    # Rule 2
+    if have_rows: return len(targets)
     if lengths: return lengths[0]
+    # Rule 3
     if expected is not None: return expected
     raise ValueError(f"cannot count the samples in a batch without tensors: {b!r}; let the DataLoader yield some")
 
@@ -149,15 +153,18 @@ def join(
     one = outputs[0]
     if len(set(map(type, outputs))) > 1: raise CannotJoin("the outputs of micro-batches differ in structure")
     if children(one) is None: return join_leaves(outputs, sizes)
-    lengths = [len(o) for o in outputs]
-    # If one of them lists samples, so do all. In another one it may not show: two tensors, one for each of two samples,
-    # with two boxes each, look like two inputs
-    list_samples = lengths == sizes and any(map(lists_samples, outputs, sizes))
-    if list_samples: return rebuilt(one, list(chain(*outputs)))
+    if all_list_samples(outputs, sizes): return rebuilt(one, list(chain(*outputs)))
     names = [list(o) if isinstance(o, Mapping) else len(o) for o in outputs]
     if any(o != names[0] for o in names): raise CannotJoin("the outputs of micro-batches differ in structure")
     fields = zip(*map(children, outputs))
     return rebuilt(one, [join(parts, sizes) for parts in fields])
+
+def all_list_samples(outputs:Sequence, sizes:list[int])->bool:
+    """Guesses whether each of these tuples, lists or mappings has one entry for each sample of its micro-batch. If they
+    have the right lengths, and `lists_samples` says so of one of them, then it holds for all. It may not say so of
+    another one: if a list has a tensor for each of two samples, with two boxes each, these look like two inputs"""
+    lengths = [len(o) for o in outputs]
+    return lengths == sizes and any(map(lists_samples, outputs, sizes))
 
 def join_leaves(leaves:Sequence, sizes:list[int]):
     "Joins leaves, one of each micro-batch: as `join`"

@@ -19,11 +19,13 @@ __all__ = ['averages_gradients', 'is_sharded', 'inner_model', 'group_of', 'n_pro
 
 # %% ../../nbs/windows/07_processes.ipynb #2b7db68b
 def averages_gradients(model)->bool:
-    "Returns whether `model` averages its gradients over processes: DistributedDataParallel (DDP), FSDP 1 or FSDP 2"
-    return hasattr(model, 'no_sync') or hasattr(model, 'set_requires_gradient_sync')
+    """Returns whether `model` averages its gradients over processes: DistributedDataParallel (DDP), FSDP 1 or FSDP 2.
+    They need a group of processes. Without one, a model may have a `no_sync` of its own, which does nothing"""
+    has_switch = hasattr(model, 'no_sync') or hasattr(model, 'set_requires_gradient_sync')
+    return has_switch and dist.is_initialized()
 
 def is_sharded(model)->bool:
-    "Returns whether FSDP 1 or FSDP 2 shards `model`"
+    "Returns whether FSDP 1 or FSDP 2 shards `model`: of the models that average gradients, all but DDP do"
     return averages_gradients(model) and not isinstance(model, DistributedDataParallel)
 
 def inner_model(model)->nn.Module:
@@ -38,7 +40,7 @@ def n_processes(learn)->int:
     distributed = sys.modules.get('fastai.distributed')  # not imported here, because it needs accelerate
     # Its DistributedTrainer wraps the model when the fit begins
     if distributed and learn._grab_cbs(distributed.DistributedTrainer): is_distributed = True
-    # Some models have a `no_sync` that does nothing, and train in one process without a group
+    # A DistributedTrainer may train in one process, without a group
     if not is_distributed or not dist.is_initialized(): return 1
     return dist.get_world_size(group_of(learn.model))
 
@@ -79,8 +81,9 @@ class Processes:
         `reduce_window` has to do it"""
         if self.n == 1: return
         # DDP exchanges gradients in the type of the weights, so sums in float32 wait for `reduce_window`
-        is_in_float32 = window.grads is not None and window.grads.params.in_float32
-        averages_now = ends_window and not is_in_float32 and not self.passes_are_local
+        sums = window.grads  # None in a window of a single micro-batch
+        has_float32_sums = sums is not None and sums.params.in_float32  # of half-precision weights
+        averages_now = ends_window and not has_float32_sums and not self.passes_are_local
         enable_gradient_sync(self.learn.model, averages_now)
         self.has_averaged = False
 
@@ -105,12 +108,14 @@ class Processes:
 @patch
 def reduce_window(self:Processes, window:Window):
     """After the last micro-batch: makes the sums of `window` those over all processes, and its gradients the mean over
-    processes, unless DDP has done so in the last backward pass"""
-    losses,samples = window.losses.on_host(),window.seen_samples
+    processes, unless DDP has averaged them in the last backward pass. For example, if the losses of two processes sum
+    up to 3 and 5, over 4 items each, then both processes get a sum of 8 over 8 items"""
+    losses = window.losses.on_host()
+    samples = window.seen_samples  # of this process, so far
     if self.n > 1:
         model = self.learn.model
         if not self.has_averaged and not is_sharded(model): self.average_grads()
-        # In one message, because in each the processes wait for each other. Sums of losses have no items
+        # In one message, because in each the processes wait for each other. Without items (None), losses are sums
         loss,items,samples = reduce_numbers(model, [float(losses.loss), losses.items or 0, samples])
         losses = losses._replace(loss=torch.tensor(loss, dtype=losses.loss.dtype))
         if losses.items is not None: losses = losses._replace(items=items)

@@ -40,13 +40,11 @@ def set_random_states(states:list):
 def owner_of(o):
     """Returns the object that holds the state of `o`, a module or a loss function:
 
-    - if it is a module, itself
-    - if it is a method, the object that it is bound to
-    - if it is a `partial` or a loss of fastai's, what it calls: its `func`, or the object that this is bound to
-    - otherwise `o` itself"""
-    if isinstance(o, nn.Module): return o
-    func = getattr(o, 'func', o)
-    return func.__self__ if isinstance(func, types.MethodType) else func
+    - of a `partial` or a loss of fastai's: that of the `func` that it calls, as follows
+    - of a method: the object that it is bound to
+    - of anything else: itself"""
+    if isinstance(o, (partial,BaseLoss)): o = o.func
+    return o.__self__ if isinstance(o, types.MethodType) else o
 
 def attribute_dicts(o)->list[dict]:
     """Returns the dicts that hold the attributes of a module, function or other object: of a module, its `__dict__` and
@@ -116,10 +114,14 @@ class Snapshot(AttributeCopy):
         for o,value in self.values: restore_value(o, value)
 
     def __enter__(self):
-        """Begins a further run. It finds new tensors with the old values in the dicts. Those of the first run are not
-        written to, because the backward pass may still need their current values"""
+        "Begins a further run, in which everything is as it was when the snapshot was taken"
         self.outside = AttributeCopy(self.dicts)
-        super().restore()
+        super().restore()  # the dicts hold the same objects as then, but the values of tensors may have changed
+        self.put_copies_in_dicts()
+
+    def put_copies_in_dicts(self):
+        """Puts new tensors with the old values into the dicts, in the place of those that may have changed. These are
+        not written to, because the backward pass may still need their current values"""
         copies = {id(o):value.clone() for o,value in self.values}
         for attrs in self.dicts:
             for name,o in attrs.items(): attrs[name] = copies.get(id(o), o)
