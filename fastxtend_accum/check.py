@@ -49,16 +49,17 @@ def explain(
     seed:int,
     verbose:bool, # Whether to show a progress bar if it takes long
 )->tuple: # Differences and reasons of an `AccumCheck`
-    """Compares runs. If they differ, repeats the run on whole batches: what differs between these two as well, such as
-    a time that a callback measures, needs no explanation. For everything else, removes one suspect after another
-    until the runs are equal, and puts back those that make no difference"""
+    """Compares a run in windows with one on whole batches. If they differ, repeats the latter: what differs between
+    these two as well, such as a time that a callback measures, needs no explanation. For everything else, removes one
+    suspect after another until the runs are equal, and puts back those that make no difference"""
     run = partial(train, learn, seed=seed)
-    kept = cache(run)  # several questions need the same run
+    kept = cache(run)  # several questions need the same run, which is then kept
     def compare(without=(), double=False):
         return distances(kept(without, double), kept((use_whole_batches, *without), double))
     began = time.perf_counter()
     found = differences(compare)
     if not found: return {},[]
+    # `run`, since `kept` would return the same run once more
     repeated = distances(run((use_whole_batches,)), kept((use_whole_batches,), False))
     steady = {name:o for name,o in found.items() if o > 100*repeated[name]}
     if 'weights' in found and 'weights' not in steady: return found,[]  # NaN, or something draws without a seed

@@ -13,13 +13,14 @@ from fastai.basics import *
 __all__ = ['distance', 'distances', 'differences', 'find_reasons']
 
 # %% ../../nbs/checking/03_comparison.ipynb #2a23d59e
-_equal = 1e-5  # in float32; in float64, a tenth of it: what is below is equal
+_equal = 1e-5  # distances below it are equal: in float32. In float64, those below a tenth of it are
 
 def distance(a:Tensor, b:Tensor)->float:
-    """Returns the length of `a-b`, relative to that of `b`; infinity if they differ in shape, or have a NaN. But it is
-    0 if `b` is a row, a tensor of a callback (see `numbers_in`), of another length: it may be of the last batch, which
+    """Returns the norm of `a-b`, relative to that of `b`: 0 if they are equal, infinity if they differ in shape or have
+    a NaN. But it is 0 for tensors of callbacks that differ in shape: they may hold something of the last batch, which
     has more samples in one of the trainings"""
-    if a.shape != b.shape: return 0. if b.ndim == 2 else math.inf
+    is_of_callback = b.ndim == 2  # `numbers_in` gives such tensors the shape (1, n), and all else the shape (n,)
+    if a.shape != b.shape: return 0. if is_of_callback else math.inf
     res = (a-b).norm()/(b.norm()+1e-30)  # 0 if both are 0
     return res.nan_to_num(math.inf).item()
 
@@ -27,7 +28,7 @@ def distances(
     a:dict, # What one training has left: tensors by name
     b:dict, # What another one has left
 )->dict:
-    "Returns how far `a` is from `b`, by name. What `a` lacks has another length than in `b`"
+    "Returns how far `a` is from `b`, by the names in `b`. Where `a` lacks a name, an empty tensor takes its place"
     return {name:distance(a.get(name, o[:0]), o) for name,o in b.items()}
 
 # %% ../../nbs/checking/03_comparison.ipynb #56ca8b7c
@@ -36,15 +37,16 @@ def differences(
     without:tuple=(),
     before:dict={}, # The distances with these suspects, of which less than a fiftieth counts as rounding
 )->dict:
-    "Returns the distances that are not rounding, by name: in float32, or in float64 if that leaves a doubt"
+    """Returns the distances that are not rounding, by name. In float32, a distance may be rounding if it is below .3,
+    because deep networks amplify it. Then the trainings are repeated in float64, in which rounding is tiny"""
     def larger(now, limit):
         return {name:o for name,o in now.items() if o >= max(limit, before.get(name, 0)/50)}
     now = compare(without)
     if not larger(now, _equal): return {}
-    if max(now.values()) < .3:  # rounding alone may move deep networks by .1
+    if max(now.values()) < .3:
         try: return larger(compare(without, double=True), _equal/10)
         except Exception: pass  # it does not train in float64
-    return larger(now, 1e-3)  # in float32, less is rounding
+    return larger(now, 1e-3)  # without float64, what is below this limit is taken for rounding
 
 # %% ../../nbs/checking/03_comparison.ipynb #e5058a61
 def find_reasons(
@@ -58,14 +60,15 @@ def find_reasons(
         "Returns the names of what still differs without these suspects; None if nothing trains without them"
         without = tuple(remove for _,remove in pairs)
         try: return differences(compare, without, found).keys() & found
-        except Exception: return None  # for example, since nobody else sets the targets
-    left = found.keys()  # what differs without the suspects that are left out
+        except Exception: return None  # for example, without the callback that sets the targets
+    left = found.keys()  # what still differs without the suspects in `left_out`
     left_out = []
     for suspect in suspected:
         now = names_left([*left_out, suspect]) if left else None
         if now is None: continue
         left = now
         left_out.append(suspect)
+    # `left_out` shrinks in this loop, which still goes through all that it held at first
     for suspect in left_out:
         others = [o for o in left_out if o != suspect]
         if names_left(others) == left: left_out = others

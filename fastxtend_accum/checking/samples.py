@@ -19,10 +19,10 @@ __all__ = ['KeptLoader', 'copy_to_read', 'first_samples']
 
 # %% ../../nbs/checking/00_samples.ipynb #9f633510
 class KeptLoader(DataLoader):
-    """Yields samples that are kept in memory, in batches of `bs`. For anything else that callbacks ask it, fastai asks
-    `dl`, the loader that the samples come from"""
+    """Yields samples that are kept in memory, in batches of `bs`. Callbacks may ask it for anything that the user's
+    `dl` has, such as `vocab`: since `dl` is its data set, fastai looks up there what this loader lacks"""
     def __init__(self,
-        dl,
+        dl, # The user's loader, from which the samples come
         samples:LoaderBatch,
         n:int, # How many of them it yields
         bs:int,
@@ -58,7 +58,7 @@ def first_samples(dl, n:int)->LoaderBatch:
         raise ValueError(f"check_accum needs samples, and {type(dl).__name__} yields none: make it yield one batch")
     try: data = join(batches, sizes)
     except CannotJoin:
-        sizes = sizes[:1]*n
+        sizes = sizes[:1]*n  # the first batch, n times: it has at least one sample
         data = join(batches[:1]*n, sizes)
     n_samples = sum(sizes)
-    return LoaderBatch(data, n_samples, n_samples, n_samples)
+    return LoaderBatch(data, n_samples, n_samples, n_samples)  # as many are planned, and as many are its rows

@@ -57,7 +57,8 @@ def without_hooks(learn):
     for p in learn.model.parameters(): p._backward_hooks = None
 
 def mean_square(pred, *targets, **kwargs)->Tensor:
-    "A loss of any outputs that is a mean over samples. Callbacks such as MixUp pass it the arguments of other losses"
+    """A loss that is a mean over samples, whatever the model returns. It accepts the arguments of other losses, which
+    callbacks such as MixUp pass"""
     return sum(o.square().mean() for o in tensors_in(pred) if o.is_floating_point())
 
 def with_other_loss(learn):
@@ -71,7 +72,7 @@ _core = TrainEvalCallback,Recorder,CastToTensor,WindowCallback
 
 def suspects(
     learn, # A copy
-    found, # Names of what differs
+    found, # Names of what differs, as `left_by` has made them, such as 'buffers of BatchNorm2d'
     n:int, # Samples in a micro-batch
 )->dict: # By reason, a function that lets a copy train without it
     "Returns what may be the reason, the most likely first"

@@ -27,18 +27,22 @@ __all__ = ['small_sizes', 'make_small', 'deepcopy_tensor', 'copy_learner', 'smal
 
 # %% ../../nbs/checking/01_trial.ipynb #723a900c
 def small_sizes(learn, size:int)->tuple:
-    """Returns the samples of a window and of a loader batch, with micro-batches of `size`. They relate to each other as
-    the user's do: a window has several loader batches, or a loader batch several windows, or both are the same"""
-    # The length of the user's fit is not known, and a schedule may end in any epoch, such as the tenth. In a fit of so
-    # many epochs none of its points is outside
-    plan = leader_of(learn).plan_of(learn.dls.train, 0, sys.maxsize, n_processes(learn))
-    n_batches,n_pieces = plan.largest  # the shape of the user's largest window
+    """Returns the samples of a window and of a loader batch, in a small copy of the user's training that has
+    micro-batches of `size`. They relate to each other as the user's do: a window has two loader batches if the user's
+    has several; a loader batch has two windows if the user's has several; otherwise both are the same"""
+    # The length of the user's fit is not known. A schedule with `finish=10` raises an error in a fit of fewer than 10
+    # epochs, so this asks for the plan of an endless one
+    n_epoch = sys.maxsize
+    plan = leader_of(learn).plan_of(learn.dls.train, 0, n_epoch, n_processes(learn))
+    # The shape of the user's largest window: it has several loader batches, or is one of several pieces of a batch
+    n_batches,n_pieces = plan.largest
     if any(o.micro_batch_size for o in learn._grab_cbs(WindowCallback)): size *= 2  # a batch of two micro-batches
     return size*min(n_batches, 2), size*min(n_pieces, 2)
 
 def make_small(cb:WindowCallback, size:int, window:int):
-    "Makes `cb` do to small batches what it does to the user's. A schedule keeps one size; each remainder is a step"
-    settings = vars(cb)
+    """Makes `cb` do to small batches what it does to the user's. A schedule keeps one size; each remainder is a step.
+    This sets the settings of all callbacks of this package: those that the class of `cb` lacks have no effect"""
+    settings = vars(cb)  # not by `setattr`, because fastai warns of names that the model has, too
     if cb.micro_batch_size: settings.update(micro_batch_size=size)
     settings.update(
         accum_bs=window, start_accum_bs=window, final_accum_bs=window, start=0., finish=0., schedule=None,
@@ -57,8 +61,11 @@ def copy_learner(
     shared:Iterable=(), # Objects that the copy shares with `learn`
     double:bool=False, # Whether the tensors of the copy are in float64
 )->Learner:
-    "Returns a copy of `learn`, which shares no tensor of its own with it; raises the error of what cannot be copied"
-    memo = {id(o):o for o in shared}  # `deepcopy` looks up in it what it has copied already, and adds what it copies
+    """Returns a copy of `learn`, which shares no tensor of its own with it. Raises the error of an object that cannot be
+    copied"""
+    # `memo` has the copy of each object, by the id of the original. `deepcopy` copies no object that it finds there,
+    # so those that are shared are entered as their own copies. It enters all others that it copies
+    memo = {id(o):o for o in shared}
     with override_attr(Tensor, '__deepcopy__', deepcopy_tensor):
         res = deepcopy(learn, memo)
     for p in learn.model.parameters():
@@ -115,11 +122,11 @@ class Seeds(Callback):
 
 def numbers_in(o)->Tensor:
     """Returns the numbers and tensors that `o` contains, such as the weights of a model, as one vector in float64. If
-    `o` is a tensor, returns it as a row, of shape (1, n), so that `distance` can tell"""
+    `o` is itself a tensor, as an attribute of a callback may be, the shape is (1, n), by which `distance` knows it"""
     if isinstance(o, nn.Module): o = o.state_dict()
     numbers = [torch.as_tensor(leaf).detach().flatten().cpu().double()
         for leaf in leaves_in(o) if isinstance(leaf, (Real,Tensor))]
-    res = torch.cat([torch.zeros(0), *numbers])
+    res = torch.cat([torch.zeros(0), *numbers])  # the first, since `cat` needs one
     return res[None] if isinstance(o, Tensor) else res
 
 # %% ../../nbs/checking/01_trial.ipynb #bb7d49bf
@@ -129,7 +136,9 @@ def left_by(learn)->dict:
     rec = learn.recorder
     res['logged losses'] = rec.losses
     res['last learning rate'] = rec.lrs[-1:]
-    res |= zip(rec.metric_names[1:], zip(*rec.values))  # the first is that of the epoch
+    # `rec.values` has a row for each epoch, so `zip` makes a column for each metric. The first name is 'epoch', which
+    # has no column
+    res |= zip(rec.metric_names[1:], zip(*rec.values))
     for m in learn.model.modules():
         res[f'buffers of {type(m).__name__}'] += m.buffers(recurse=False)
     res['parameters of the loss or of other optimizers'] = extra_params(learn)
