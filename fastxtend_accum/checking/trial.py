@@ -61,8 +61,8 @@ def copy_learner(
     shared:Iterable=(), # Objects that the copy shares with `learn`
     double:bool=False, # Whether the tensors of the copy are in float64
 )->Learner:
-    """Returns a copy of `learn`, which shares no tensor of its own with it. Raises the error of an object that cannot be
-    copied"""
+    """Returns a copy of `learn`, which shares no tensor of its own with it. Raises the error of an object that cannot
+    be copied"""
     # `memo` has the copy of each object, by the id of the original. `deepcopy` copies no object that it finds there,
     # so those that are shared are entered as their own copies. It enters all others that it copies
     memo = {id(o):o for o in shared}
