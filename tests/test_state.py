@@ -159,6 +159,16 @@ class ClassOfLosses:
     def mse(cls, pred, targ): return mse(pred, targ)
 
 
+def test_the_state_of_a_callback_with_a_function_is_its_own():
+    cb = Callback()
+    cb.func = mse
+    cb.n = 0
+    snapshot = Snapshot(cb)
+    cb.n = 5
+    snapshot.restore()
+    assert cb.n == 0
+
+
 def test_a_class_method_has_no_state():
     snapshot = Snapshot(ClassOfLosses.mse)
     with snapshot: assert ClassOfLosses.mse(tensor(1.), tensor(3.)) == 4
