@@ -15,7 +15,7 @@ from .nested import children
 
 # %% auto #0
 __all__ = ['half', 'can_sum_in_float32', 'params_in', 'trained_params', 'optimizers_of', 'extra_params', 'WindowParams',
-           'gradients', 'is_finite', 'GradientSums', 'divide_gradients']
+           'gradients', 'largest_gradient', 'is_finite', 'GradientSums', 'divide_gradients']
 
 # %% ../../nbs/windows/02_gradients.ipynb #b69c2daa
 # The parameters
