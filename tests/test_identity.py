@@ -1,5 +1,6 @@
 "Whether a fit is the one that was saved: what differs is named in one error, before anything is overwritten"
 import pytest
+from fastai.vision.augment import RandTransform
 
 from common import *
 from resume_layouts import WIDTH, Noisy, accum, fastai_data, make, mlp, samples, with_valid
@@ -29,6 +30,34 @@ def split(seed):
     order = torch.randperm(130, generator=torch.Generator().manual_seed(seed)).tolist()
     train_dl = DataLoader([items[i] for i in order[:100]], bs=4, shuffle=True)
     return DataLoaders(train_dl, DataLoader([items[i] for i in order[100:]], bs=16))
+
+
+class Drawn(Scaled):
+    "Has a tensor that is no weight, as the WeightDropout of an AWD_LSTM has"
+    def __init__(self):
+        super().__init__(WIDTH)
+        self.noise = torch.rand(WIDTH)
+
+    def forward(self, x): return super().forward(x+self.noise)
+
+
+def test_a_script_without_a_seed_goes_on_before_its_second_save():
+    def script(): return train(learner(m=nn.Sequential(Drawn(), nn.Linear(WIDTH, 1))))
+    assert_goes_on(script, at=3)
+
+
+class Shifts(RandTransform):
+    "Has drawn a number when the data were made, as fastai's crops have"
+    def __init__(self):
+        super().__init__()
+        self.shift = random.random()
+
+    def encodes(self, x): return x
+
+
+def test_what_a_random_transform_has_drawn_may_differ():
+    def script(): return train(learner(dls=fastai_data(after_item=Shifts())))
+    with pytest.warns(UserWarning, match='earlier value.*shift'): assert_goes_on(script)
 
 
 DIFFERENCES = {

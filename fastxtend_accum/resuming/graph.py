@@ -104,7 +104,7 @@ def add_class(self:Graph, kind:type):
     is_new = id(kind) not in self.paths
     self.add_named(kind)
     name = self.paths.get(id(kind))
-    if not is_new or not name or is_installed(sys.modules[kind.__module__]): return
+    if not is_new or not name or is_installed(kind): return
     self.objects[name] = kind
     self.waiting.append(name)
 
@@ -116,10 +116,11 @@ def add_named(self:Graph, o):
     self.named[name] = o
     self.paths[id(o)] = name
 
-def is_installed(module)->bool:
-    "Returns whether a module belongs to a package that is installed, or to this one"
+def is_installed(kind:type)->bool:
+    "Returns whether a class belongs to a package that is installed, or to this one"
+    module = sys.modules.get(kind.__module__)
     file = str(getattr(module, '__file__', ''))  # a notebook has none
-    return '-packages' in file or library_of(Graph) == module.__name__.partition('.')[0]
+    return '-packages' in file or library_of(kind) == library_of(Graph)
 
 def named_in(kind:type)->list:
     """Returns what a callback of a class may keep later in the fit: its methods, as MixUp does, and the classes and

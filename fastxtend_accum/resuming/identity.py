@@ -14,7 +14,7 @@ from .graph import Graph
 from .parts import generators,is_of_package
 
 # %% auto #0
-__all__ = ['add_settings', 'text_of', 'check_same', 'prefix_of', 'may_differ']
+__all__ = ['add_settings', 'text_of', 'check_same', 'prefix_of', 'is_drawn', 'may_differ']
 
 # %% ../../nbs/resuming/04_identity.ipynb #43fa87b6
 def add_settings(begun:dict, learn):
@@ -55,7 +55,7 @@ def check_same(
         path,name = part
         o = graph.objects.get(path)
         if isinstance(o, type): continue  # what belongs to a class is not kept
-        if not name and isinstance(o, (Tensor,*generators)): continue  # its content may have another seed
+        if is_drawn(o, name): continue
         text = text_of(part)
         # The digest of a number or a short string is itself; of all else, only a checksum is known
         if isinstance(then, str): text += f' {now}, not {then}'
@@ -73,11 +73,17 @@ def prefix_of(part:tuple)->str:
     there: its path 'a.b[1]' gives 'a.b.[1]...'. The last dot tells 'a.b.' from 'a.bc.'"""
     return '.'.join(part).replace('[', '.[')+'.'
 
+def is_drawn(o, name:str)->bool:
+    """Returns whether a part is a weight, a tensor of a layer, or the state of a generator. A script that sets no seed
+    draws other ones each time, and those of the file take their place"""
+    if not name: return isinstance(o, (Tensor,*generators))
+    return isinstance(o, nn.Module) and isinstance(vars(o).get(name), Tensor)
+
 def may_differ(o, name:str, digest)->bool:
     """Returns whether the fit takes an attribute of `o` from the file if it differs: a number or a string of a
-    callback, other than those of this package; or the number of a DataLoader's workers, whose default is the machine's
-    number of CPUs"""
-    if name in ('num_workers','prefetch_factor'):
+    callback, other than those of this package; of a random transform, whose attributes are drawn for each batch; or the
+    number of a DataLoader's workers, whose default is the machine's number of CPUs"""
+    if name in ('num_workers','prefetch_factor') or isinstance_str(o, 'RandTransform'):
         return True
     is_other_callback = isinstance(o, Callback) and not is_of_package(o)
     return is_other_callback and isinstance(digest, str)  # the value itself: other digests are checksums, see `Digest`

@@ -40,6 +40,7 @@ _left_out = set(
     'Learner.model DataLoaders.loaders '  # `DistributedTrainer` wraps them
     'Learner.dl Learner.xb Learner.yb Learner.pred Learner.loss_grad '  # of the present batch
     'DataLoader.it DataLoader._iterator DataLoader._DataLoader__idxs '  # the iterator of an epoch
+    'TabWeightedDL.idxs '  # drawn when it is made, and never read
     'CSVLogger.file '  # see `restore_loggers`
     'Learner.logger ProgressCallback.old_logger CSVLogger.old_logger '  # they print
     'Recorder.start_epoch '  # a time
