@@ -54,8 +54,7 @@ def first_samples(dl, n:int)->LoaderBatch:
         batches.append(map_tensors(torch.clone, tuple(batch)))  # a loader may use its memory for the next one
         sizes.append(n_rows(batch, loader_bs(dl)))
         if sum(sizes) >= n: break
-    if not batches:
-        raise ValueError(f"check_accum needs samples, and {type(dl).__name__} yields none: make it yield one batch")
+    if not batches: raise ValueError("check_accum needs a batch, and the training DataLoader yields none")
     try: data = join(batches, sizes)
     except CannotJoin:
         sizes = sizes[:1]*n  # the first batch, n times: it has at least one sample

@@ -47,7 +47,10 @@ class Differences:
     modules with a buffer that it has changed, and whether it has drawn random numbers. `before` is a snapshot of the
     model from before that pass"""
     def __init__(self, model, before:Snapshot):
-        self.draws = not equals(random_states(), before.random_states)
+        of_python,*others = random_states()
+        of_python_before,*others_before = before.random_states
+        # Not all by `equals`, which would take each of the 625 numbers in Python's state by itself
+        self.draws = of_python != of_python_before or not equals(others, others_before)
         after_pass = {m:own_buffers(m) for m in model.modules()}
         # In this block the modules have other tensors as their buffers, copies from before the pass: `own_buffers`
         # returns these

@@ -170,6 +170,7 @@ class EpochPlan:
         largest:WindowShape,
     ):
         store_attr('info,shape_at_pct,epoch,n_epoch,carried,smallest,largest')
+        self.bs = info.planned_batch_size  # of a full loader batch
         # Whether windows may differ in size, apart from the last one of an epoch. With 'carry' they may, because an
         # incomplete batch may be carried, so that the first window of the next epoch gets another size
         self.sizes_vary = smallest != largest or remainder == 'carry' or not info.states_batch_size
@@ -210,13 +211,13 @@ class EpochPlan:
         shape of the first one, so this asks for the shape where the loader batch begins"""
         if self.smallest == self.largest: return self.smallest
         in_epoch = max(samples, 0)  # carried batches, which begin before 0, are whole or pieces that were cut before
-        offset_in_batch = in_epoch % self.info.planned_batch_size  # 0 unless the window begins within a loader batch
+        offset_in_batch = in_epoch % self.bs  # 0 unless the window begins within a loader batch
         position = self.fraction_read(samples-offset_in_batch)
         return self.shape_at_pct(self.pct_train(position))
 
     def window_size(self, samples:int)->int:
         "Returns the samples in a window that begins after this many `samples`"
-        return self.shape(samples).samples(self.info.planned_batch_size)
+        return self.shape(samples).samples(self.bs)
 
 # %% ../../nbs/windows/08_loader.ipynb #a3c1d5e7
 @patch
@@ -227,16 +228,16 @@ def piece_bounds(self:EpochPlan,
     """Returns start and end of each piece of a loader batch, of which each makes a window; or those of the batch, if it
     makes one. Pieces are of nearly equal size: 10 samples in 4 pieces are 3, 2, 3 and 2. A batch of fewer samples is
     cut at the same places, so that only its last piece is smaller"""
-    bounds = part_bounds(self.info.planned_batch_size, self.shape(start).n_pieces)
+    bounds = part_bounds(self.bs, self.shape(start).n_pieces)
     return [(first, min(last, n)) for first,last in bounds if first < n]
 
 @patch
 def planned_batches(self:EpochPlan)->Iterator[int]:
     "Yields the samples of each batch that was carried, and of each loader batch of the epoch or its pieces"
     yield from self.carried
-    n,bs = self.info.n_planned,self.info.planned_batch_size
-    for start in range(0, n, bs):
-        for first,last in self.piece_bounds(start, min(bs, n-start)): yield last-first
+    n = self.info.n_planned
+    for start in range(0, n, self.bs):
+        for first,last in self.piece_bounds(start, min(self.bs, n-start)): yield last-first
 
 @patch
 def plan_windows(self:EpochPlan):
@@ -318,7 +319,7 @@ def loader_batches(self:EpochBatches)->Iterator[list[LoaderBatch]]:
     "Yields the batches of the DataLoader with their counts, each in a list: whole, or cut into pieces"
     for data in self.read(self.dl):
         # In planned samples. `samples_read` may be less, because loaded batches may wait before they run
-        start = self.n_loaded*self.info.planned_batch_size
+        start = self.n_loaded*self.plan.bs
         self.n_loaded += 1
         yield self.pieces_of(self.counted(data, start), start)
     self.has_found_end = True
@@ -330,7 +331,7 @@ def counted(self:EpochBatches, data:tuple, start:int)->LoaderBatch:
     more samples than its length announces, nobody knows them, and each row counts as a sample"""
     info = self.info
     left = max(info.n_planned-start, 0)  # 0 if the DataLoader yields more
-    planned = min(info.planned_batch_size, left)  # the last batch may be smaller
+    planned = min(self.plan.bs, left)  # the last batch may be smaller
     samples = planned if info.states_batch_size else None
     rows = n_rows(data, samples)
     if not samples: samples = rows
@@ -340,12 +341,10 @@ def counted(self:EpochBatches, data:tuple, start:int)->LoaderBatch:
 def pieces_of(self:EpochBatches, batch:LoaderBatch, start:int)->list[LoaderBatch]:
     """Returns the pieces of a loader batch that begins after `start` samples of the epoch, if it makes several windows;
     if not, a list of the batch alone"""
+    if self.plan.shape(start).n_pieces == 1: return [batch]
     # The last batch of a stream may have fewer rows than the samples that were planned for it
-    n = min(batch.samples, batch.rows)
-    bounds = self.plan.piece_bounds(start, n)
-    if len(bounds) < 2: return [batch]
-    batch = batch._replace(samples=n)
-    return [batch.piece(first, last) for first,last in bounds]
+    batch = batch._replace(samples=min(batch.samples, batch.rows))
+    return [batch.piece(first, last) for first,last in self.plan.piece_bounds(start, batch.samples)]
 
 # %% ../../nbs/windows/08_loader.ipynb #2d8e6b17
 # Running the batches

@@ -523,5 +523,6 @@ def state(self:WindowLoop)->dict:
 def go_to(self:WindowLoop, state:dict):
     """For AutoResume, after `begin_epoch`, with the plan of the epoch in which `state` was taken: moves to that place,
     from where `run_epoch` continues"""
-    self.n_steps,self.progress.n_rounds = state['counts']
+    self.n_steps,n_rounds = state['counts']
+    self.progress.go_to(n_rounds)
     self.batches.go_to(state['batches'])

@@ -30,6 +30,10 @@ class Progress:
         that were carried into this epoch, which come first"""
         self.set_pct_train(self.plan.start)
 
+    def go_to(self, n_rounds:int):
+        "Goes on in an epoch of which this many rounds have begun"
+        self.n_rounds = n_rounds
+
     def begin_round(self):
         "Sets `learn.iter`, the number of the round in its epoch, which is that of a batch to fastai"
         self.learn.iter = self.n_rounds
