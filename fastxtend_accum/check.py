@@ -81,7 +81,7 @@ def check_accum(self:Learner,
     Trains copies in both ways, compares them, and names the reasons that it finds. The Learner, its files and the
     random state stay as they were"""
     n_windows = math.ceil(check_size('n_steps', n_steps)/2)  # in each epoch
-    size = check_size('size', size)
+    check_size('size', size)
     before = Snapshot(self.model, self.loss_func, *self.cbs, *L(cbs))  # copies share functions, which have attributes
     try:
         with self.added_cbs(cbs):

@@ -92,25 +92,27 @@ def test_operations_and_bytes_of_a_split_batch():
     assert split['ops'] == loader_batches['ops']+3+8/K
     n_outputs = K*16*10
     counts = count_bytes(cases['ours_split'], K)
-    assert counts['kept'] == 4*(n_outputs+5)
+    assert counts['kept'] == 4*(n_outputs+6)
 
 
 @adapting
 def test_what_fits(make):
-    "What adapts to memory has the syncs and operations of windows, and keeps no more bytes than a plain Learner"
+    """What adapts to memory has the syncs and operations of windows, and keeps one number more than a plain Learner: the
+    loss of the last window"""
     windows = count_operations(cases['ours'], 1)
     assert count_operations(make, 1) == windows
     plain = count_bytes(cases['plain'], 1)
-    assert count_bytes(make, 1) == plain
+    ours = count_bytes(make, 1)
+    assert ours == plain|dict(kept=plain['kept']+4)
 
 
 # Calls of Python and C functions per micro-batch, relative to the plain Learner: with torch's SGD, with fastai's Adam
 
 # With windows of one, fastai's optimizer, callbacks and loader alone make .34 of the calls with SGD
 limits = [
-    ('windows', 1, 'sgd', .45),
-    ('windows', 8, 'sgd', .24),
-    pytest.param('schedule', 8, 'sgd', .24, marks=pytest.mark.long),  # it is asked for the size of each window
+    ('windows', 1, 'sgd', .455),
+    ('windows', 8, 'sgd', .245),
+    pytest.param('schedule', 8, 'sgd', .245, marks=pytest.mark.long),  # it is asked for the size of each window
     pytest.param('split', 8, 'adam', .21, marks=pytest.mark.long),
     pytest.param('checkpointing', 1, 'adam', .88, marks=pytest.mark.long)]
 

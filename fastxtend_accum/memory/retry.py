@@ -9,8 +9,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from fastai.basics import *
+from fastai.callback.training import GradientAccumulation
 
-from ..windows.gradients import largest_gradient,params_in
+from ..windows.gradients import params_in
 from ..windows.loop import WholeBatch,WindowLoop
 from ..windows.processes import inner_model
 from ..windows.state import Snapshot
@@ -47,13 +48,11 @@ class BatchUndo:
         self.held = {name:vars(learn).get(name) for name in ('xb','yb','loss')}
         self.losses = window.losses
         self.n_kept = len(window.kept)
-        # Usually the gradients of the optimizer's parameters are 0 or None before the first batch of a window: then
-        # `undo` can do without copies, which take memory. They are not if a callback has cancelled the last step with
-        # a CancelBatchException, as fastai's own GradientAccumulation does to add up gradients
-        of_opt = params_in(learn.opt)
-        is_first = not window.losses.n_micro
-        are_zero = is_first and largest_gradient(of_opt) == 0
-        need_no_copy = set(of_opt) if are_zero else set()
+        # Before the first batch of a window, gradients of the optimizer's parameters are 0 or None. Then `undo` can do
+        # without copies, which take memory. Not with fastai's GradientAccumulation, which cancels steps to add up
+        # gradients. Of a single step that some other callback cancels by a CancelBatchException, the gradient is lost
+        are_zero = not window.losses.n_micro and not learn._grab_cbs(GradientAccumulation)
+        need_no_copy = set(params_in(learn.opt)) if are_zero else set()
         self.grads = {p:copy_of_grad(p.grad) for p in loop.fit.params.summed if p not in need_no_copy}
 
     def undo(self):

@@ -208,13 +208,13 @@ def state(self:Graph)->dict:
         kept = weights if is_shared else rest
         for part,value in parts_of(path, o).items():
             digest = Digest(self, value, is_data(path))
-            if isinstance(o, type): digest.not_kept = 'an attribute of a class'
+            not_kept = 'an attribute of a class' if isinstance(o, type) else digest.not_kept
             may_have_changed = digest.value is None or digest.value != self.begun.get(part)
-            if digest.not_kept is None:
+            if not_kept is None:
                 digests[part] = digest.value
                 kept[part] = value
             elif may_have_changed:
-                lost[part] = digest.not_kept
+                lost[part] = not_kept
     file = io.BytesIO()
     self.write(rest, file)
     return dict(weights=weights, rest=file.getvalue(), digests=digests, lost=lost)

@@ -15,7 +15,7 @@ from .nested import children
 
 # %% auto #0
 __all__ = ['half', 'can_sum_in_float32', 'params_in', 'trained_params', 'optimizers_of', 'extra_params', 'WindowParams',
-           'gradients', 'largest_gradient', 'is_finite', 'GradientSums', 'divide_gradients']
+           'gradients', 'is_finite', 'GradientSums', 'divide_gradients']
 
 # %% ../../nbs/windows/02_gradients.ipynb #b69c2daa
 # The parameters
@@ -78,14 +78,11 @@ def gradients(params:Iterable)->list:
         res.append(grad)
     return res
 
-def largest_gradient(params:Iterable)->Tensor:
-    "Returns the largest absolute value in the gradients of `params`: 0 if there are none, NaN if one is NaN"
-    grads = [o for o in gradients(params) if o.numel()]
-    return torch.nn.utils.get_total_norm(grads, float('inf'))
-
 def is_finite(params:Iterable)->bool:
     "Returns whether no gradient of `params` contains NaN or infinity. Waits for the GPU"
-    return bool(largest_gradient(params).isfinite())
+    grads = [o for o in gradients(params) if o.numel()]
+    largest = torch.nn.utils.get_total_norm(grads, float('inf'))
+    return bool(largest.isfinite())
 
 # %% ../../nbs/windows/02_gradients.ipynb #304dcb7d
 class GradientSums:

@@ -228,7 +228,9 @@ def piece_bounds(self:EpochPlan,
     """Returns start and end of each piece of a loader batch, of which each makes a window; or those of the batch, if it
     makes one. Pieces are of nearly equal size: 10 samples in 4 pieces are 3, 2, 3 and 2. A batch of fewer samples is
     cut at the same places, so that only its last piece is smaller"""
-    bounds = part_bounds(self.bs, self.shape(start).n_pieces)
+    n_pieces = self.shape(start).n_pieces
+    if n_pieces == 1: return [(0, n)]
+    bounds = part_bounds(self.bs, n_pieces)
     return [(first, min(last, n)) for first,last in bounds if first < n]
 
 @patch
