@@ -97,8 +97,8 @@ def test_operations_and_bytes_of_a_split_batch():
 
 @adapting
 def test_what_fits(make):
-    """What adapts to memory has the syncs and operations of windows, and keeps one number more than a plain Learner: the
-    loss of the last window"""
+    """What adapts to memory has the syncs and operations of windows, and keeps one number more than a plain Learner:
+    the loss of the last window"""
     windows = count_operations(cases['ours'], 1)
     assert count_operations(make, 1) == windows
     plain = count_bytes(cases['plain'], 1)

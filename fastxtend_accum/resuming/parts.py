@@ -33,7 +33,7 @@ generators = SharedGenerators,random.Random,np.random.RandomState,np.random.Gene
 
 # Libraries that show, that log to somewhere else, or that each process sets up by itself
 _outside = set('fastprogress tqdm rich matplotlib IPython wandb tensorboard tensorboardX comet_ml mlflow neptune '
-               'clearml optuna accelerate'.split())
+               'clearml optuna accelerate plum'.split())
 
 # Attributes that each process sets by itself, by the class that sets them
 _left_out = set(
@@ -41,6 +41,7 @@ _left_out = set(
     'Learner.dl Learner.xb Learner.yb Learner.pred Learner.loss_grad '  # of the present batch
     'DataLoader.it DataLoader._iterator DataLoader._DataLoader__idxs '  # the iterator of an epoch
     'TabWeightedDL.idxs '  # drawn when it is made, and never read
+    'TfmdDL._types '  # to show batches
     'CSVLogger.file '  # see `restore_loggers`
     'Learner.logger ProgressCallback.old_logger CSVLogger.old_logger '  # they print
     'Recorder.start_epoch '  # a time

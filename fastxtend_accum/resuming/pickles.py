@@ -8,6 +8,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/pickles.html.md
 from __future__ import annotations
 from _thread import LockType,RLock
 from collections import Counter,OrderedDict,deque
+from functools import _lru_cache_wrapper
 from numbers import Number
 from pathlib import PurePath
 import copyreg,io,pickle,zlib
@@ -27,9 +28,9 @@ __all__ = ['allowed', 'LONG', 'LARGE', 'SAMPLE', 'name_of', 'full_name', 'is_val
 _plain = type(None),bool,int,float,str
 _containers = tuple,list,dict,set,frozenset,deque,OrderedDict,defaultdict,Counter,partial
 _values = Number,str,bytes,tuple,PurePath,np.generic,np.ndarray,np.dtype,torch.dtype,torch.device
-# Objects of Python's standard library with parts of their own; and those that a process has for itself: modules, and
-# locks, which nobody holds between two batches
-_not_values = *with_attributes,random.Random,types.CellType,types.ModuleType,LockType,RLock
+# Objects of Python's standard library with parts of their own; and those that a process has for itself: modules,
+# caches, and locks, which nobody holds between two batches
+_not_values = (*with_attributes,random.Random,types.CellType,types.ModuleType,_lru_cache_wrapper,LockType,RLock)
 
 def name_of(o)->str|None:
     """Returns the full name of a class or a function. Returns None for other objects, and for what only the code around
