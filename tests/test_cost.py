@@ -113,7 +113,7 @@ limits = [
     ('windows', 1, 'sgd', .455),
     ('windows', 8, 'sgd', .245),
     pytest.param('schedule', 8, 'sgd', .245, marks=pytest.mark.long),  # it is asked for the size of each window
-    pytest.param('split', 8, 'adam', .21, marks=pytest.mark.long),
+    pytest.param('split', 8, 'adam', .215, marks=pytest.mark.long),
     pytest.param('checkpointing', 1, 'adam', .88, marks=pytest.mark.long)]
 
 

@@ -7,11 +7,13 @@ from resume_layouts import fastai_data, samples, torch_data, with_valid
 from resumed import assert_goes_on, learner, train
 
 
+yielded = SimpleNamespace(n=0)  # of this process; a global, because no file holds it
+
+
 class Stateful:
     "Knows its place by itself, as torchdata's loader does. What it has yielded is counted"
     bs = batch_size = 4
     device = None
-    n_yielded = 0
     def __init__(self):
         self.dataset = samples()
         self.place = 0
@@ -23,7 +25,7 @@ class Stateful:
         start, self.place = self.place, 0
         for i in range(start, 25):
             self.place = i+1
-            Stateful.n_yielded += 1
+            yielded.n += 1
             yield default_collate(self.dataset[4*i:4*i+4])
         self.place = 0
 
@@ -34,10 +36,10 @@ class Stateful:
 @pytest.mark.long
 def test_a_loader_with_a_state_dict_goes_to_its_place():
     def script():
-        Stateful.n_yielded = 0
+        yielded.n = 0
         return train(learner(dls=with_valid(Stateful())))
     assert_goes_on(script)
-    assert Stateful.n_yielded == 75-25-6  # an epoch, and 3 windows of two batches
+    assert yielded.n == 75-25-6  # an epoch, and 3 windows of two batches
 
 
 def test_a_loader_that_has_come_to_its_end_does_not_begin_again():

@@ -122,7 +122,8 @@ def content_of(o):
     if isinstance(o, types.CellType):
         with suppress(ValueError): return (o.cell_contents,)  # a ValueError says that it has no value yet
     if isinstance(o, Recorder):
-        return torch.stack(o.losses) if o.losses else None  # one tensor instead of many
+        losses = vars(o).get('losses')  # a copy has none
+        return torch.stack(losses) if losses else None  # one tensor instead of many
     if isinstance(o, dict):
         return dict(o)
     if isinstance(o, list):
