@@ -73,6 +73,9 @@ def prefix_of(part:tuple)->str:
     there: its path 'a.b[1]' gives 'a.b.[1]...'. The last dot tells 'a.b.' from 'a.bc.'"""
     return '.'.join(part).replace('[', '.[')+'.'
 
+# %% ../../nbs/resuming/04_identity.ipynb #6c2e91d4
+# What may differ
+
 def is_drawn(o, name:str)->bool:
     """Returns whether a part is a weight, a tensor of a layer, or the state of a generator. A script that sets no seed
     draws other ones each time, and those of the file take their place"""
