@@ -52,8 +52,7 @@ def train_on_images(*cbs, n_workers):
     block = DataBlock(
         (ImageBlock, CategoryBlock), get_x=random_image, get_y=category, splitter=IndexSplitter(range(64, 80)),
         item_tfms=RandomResizedCrop(16), batch_tfms=aug_transforms())
-    with no_random():  # what fastai draws while it makes loaders has to be the same, as the error says
-        dls = block.dataloaders(range(80), bs=4, num_workers=n_workers)
+    dls = block.dataloaders(range(80), bs=4, num_workers=n_workers)
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(.2), nn.Linear(6, 3))
     return train(*cbs, dls=dls, m=nn.Sequential(ConvLayer(3, 6), head), loss_func=CrossEntropyLossFlat())
 
@@ -68,7 +67,7 @@ def cutmix(): return train_on_images(CutMix(), accum(remainder='step'), n_worker
 
 @layout
 def tables():
-    with no_random(): learn = tabular()
+    with no_random(): learn = tabular()  # its split has no seed
     learn.dls.train.bs = 2
     learn.remove_cb(GradientAccumulation)
     learn.fit_one_cycle(2, .02, cbs=auto())
@@ -77,7 +76,7 @@ def tables():
 
 @layout
 def texts():
-    with no_random(): learn = language_model(cbs=[accum()], metrics=[accuracy, Perplexity()])  # WeightDropout draws
+    learn = language_model(cbs=[accum()], metrics=[accuracy, Perplexity()])
     learn.fit(3, .02, cbs=auto())
     return learn
 

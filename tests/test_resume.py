@@ -143,6 +143,11 @@ def test_weak_references_of_a_recurrent_layer_cause_no_warning():
     assert (weights(learn)-before).abs().max() > 1e-3
 
 
+def test_a_recurrent_layer_of_a_script_without_a_seed_goes_on_before_its_second_save():
+    "WeightDropout has drawn a tensor that is no weight, which the layer also holds in a list"
+    assert_goes_on(lambda: train(learner(m=nn.Sequential(Recurrent(), nn.Linear(WIDTH, 1)))), at=3)
+
+
 @pytest.mark.long
 def test_a_fold_that_fails_leaves_the_others_alone():
     "In one process, a fit never goes on from the file of another Learner"

@@ -46,7 +46,7 @@ _left_out = set(
     'Learner.logger ProgressCallback.old_logger CSVLogger.old_logger '  # they print
     'Recorder.start_epoch '  # a time
     'Recorder.losses '  # the content of the Recorder
-    'RNNBase._flat_weight_refs'.split())  # references to other parts
+    'RNNBase._flat_weights RNNBase._flat_weight_refs'.split())  # references to other parts
 # The keys of hooks are numbers of this process
 _left_out.update(f'Module.{name}' for name in vars(nn.Module()) if 'hook' in name)
 
@@ -76,10 +76,12 @@ def has_no_state(o, name:str, value)->bool:
 with_attributes = SimpleNamespace,Namespace,UserDict,UserList,types.FunctionType
 
 def hooks_of(o)->list:
-    """Returns the hooks of a layer or a weight, which may have a state. Their keys, which are numbers of this process,
-    are none"""
-    of_layer = *getattr(o, '_forward_pre_hooks', {}).values(),*getattr(o, '_forward_hooks', {}).values()
-    return [*of_layer, *(getattr(o, '_backward_hooks', None) or {}).values()]
+    """Returns the hooks of a layer or a weight, which may have a state; of other objects, none. Their keys are numbers
+    of this process, and no state"""
+    if isinstance(o, nn.Module):
+        return [*o._forward_pre_hooks.values(), *o._forward_hooks.values(), *o._backward_hooks.values()]
+    hooks = o._backward_hooks if isinstance(o, Tensor) else None
+    return list(hooks.values()) if hooks else []
 
 def data_of(kind:type)->dict:
     "Returns the attributes of a class that may be data: those without an underscore that cannot be called"
