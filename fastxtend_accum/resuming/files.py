@@ -49,24 +49,29 @@ class Folder:
         self.lock = FileLock(path/'lock', thread_local=False)  # of the process: its threads may all have fits here
         self.n_begun = 0
         self.unfinished = weakref.WeakKeyDictionary()  # the number of the fit that has not ended, by Learner
-        self.had_error = None  # what `has_error()` returned when the last fit ended; None if that fit has not ended
+        self.has_ended = False  # whether the last fit has ended without an error
+        self.had_error = False  # what `has_error()` returned when it ended
 
     def begin(self, learn)->int:
-        """Returns the number of the fit that begins. If an error has interrupted the Learner's last fit, it is that
-        number, so that the fit continues from its file. Otherwise it is new, and this process has no file of it"""
+        """Returns the number of the fit that begins: the next one, of which only a killed process may have left a file.
+        But if an error has interrupted the Learner's last fit, returns its number again, so that it continues from the
+        file that this process has written"""
         if learn not in self.unfinished:
             self.unfinished[learn] = self.n_begun
             self.n_begun += 1
-        self.had_error = None
+        self.has_ended = False
         return self.unfinished[learn]
 
     def count_from(self, n_begun:int):
-        "Goes on with the number of fits that a killed process had begun: those that had ended are not repeated"
+        """Goes on with the number of fits that the killed process had begun. For example, a callback trains another
+        Learner in each epoch: fit 0 continues in its third epoch, without fits 1 and 2 of the epochs before. The next
+        one must not be number 1, or it would continue from the file of a fit that has ended"""
         self.n_begun = n_begun
 
     def end(self, learn):
         "Records that the Learner's fit has ended without an error"
         del self.unfinished[learn]
+        self.has_ended = True
         self.had_error = has_error()
 
     def take(self):
@@ -91,7 +96,6 @@ def remove_files_at_exit():
     again, it then begins with its first fit. Otherwise the files stay, and it continues. In a notebook, an error in an
     earlier cell sets `has_error()` for good, so that a later one cannot be seen, and the files are removed"""
     for folder in folders.values():
-        # None, if the last fit has not ended, equals neither. False and True: there was no error, but there is now
-        is_done = folder.had_error == has_error()
+        is_done = folder.has_ended and folder.had_error == has_error()
         if not is_done or not folder.lock.is_locked: continue
         for path in folder.path.glob('*.pth'): path.unlink()  # not the lock, for which another process may wait

@@ -14,7 +14,7 @@ from ..windows.checks import warn_user
 from ..windows.processes import max_over_processes,n_processes
 from .files import Folder,folders,read_file,whole_file
 from .graph import Graph
-from .identity import add_settings,check_same,text_of
+from .identity import check_same,settings_of,text_of
 from .outside import restore_loggers,state_of_loggers
 from .pickles import Digest
 from .reader import Reader
@@ -25,8 +25,13 @@ __all__ = ['SavedFit']
 
 # %% ../../nbs/resuming/08_fit.ipynb #e335d40b
 class SavedFit:
-    """A fit, and its state in a file. The place in the file is what `WindowLoop.state` returned between two windows, or
-    None after the end of the fit"""
+    """A fit, and its state in a file. The file's `place` is what `WindowLoop.state` returned between two windows, or
+    None after the end of the fit. In this order:
+
+    - `begin` reads the file. If there is one, it restores the state from the beginning of the epoch in which the fit
+      was saved, so that callbacks can begin this epoch again
+    - `begin_training` restores the state in mid-epoch, and from then on the loop calls `save_if_due` and `keep_trained`
+    - `save_trained` saves in validation, and `end` after the last epoch"""
     def __init__(self,
         cb, # The AutoResume
         leader, # The callback that runs the windows
@@ -42,7 +47,7 @@ class SavedFit:
         if self.rank == 0: self.folder.take()
         self.path = path/f'{self.folder.begin(learn)}.pth'
         self.graph = Graph(learn)
-        add_settings(self.graph.begun, learn)
+        self.graph.begun.update(settings_of(learn))
         self.loggers = state_of_loggers(learn)
         # In a process that continues: the content of the file, from `begin`, which reads it, to `begin_training`, which
         # restores it in the epoch where the fit was saved; if the fit was complete, to `end`. Otherwise None
@@ -66,10 +71,10 @@ class SavedFit:
 @patch
 def begin_training(self:SavedFit):
     """After all callbacks have begun the training part of an epoch: makes the loop read through a Reader, and save
-    between windows. Restores the state if this is where the fit was saved"""
+    between windows. If the fit was saved in this epoch, the Reader first reads the batches of the epoch again from the
+    first one, with the state that they had then; only afterwards is the state in mid-epoch restored"""
     loop = self.leader.loop
     has_ended,place = self.found['reader'] if self.found else (False,None)
-    # Before the state is restored, because it reads the batches of this epoch again from the first one
     self.reader = Reader(loop.batches.dl, loop.batches.n_loaded, has_ended, place)
     if self.found:
         self.restore()
@@ -86,9 +91,8 @@ def keep_trained(self:SavedFit):
 @patch
 def end(self:SavedFit):
     "After the fit: saves the final state, in case the process is killed in a later fit"
-    # The saved fit was complete, so that `run` had no epoch to run; or a callback has cancelled this one before
-    # `begin_training` restored the state. `begin` has restored that of a complete fit, but since then other callbacks'
-    # `after_fit` may have changed it
+    # No epoch has been trained. Either the saved fit was complete: `begin` has restored its state, but since then other
+    # callbacks' `after_fit` may have changed it. Or a callback has cancelled this fit before `begin_training`
     if self.found: self.restore()
     self.save(None)
     self.folder.end(self.learn)
@@ -139,7 +143,7 @@ def save(self:SavedFit, place:dict|None):
         reason = e.__context__ or e  # PyTorch hides that a disk is full, for example
         text = f'AutoResume cannot save {self.path}: {reason}'
         if not self.next_save: raise OSError(text) from e
-        warn_user(f'{text}; a kill would lose anything since the last save')
+        warn_user(f'{text}; a kill would lose everything since the last save')
 
 @patch
 def write(self:SavedFit, content:dict):
@@ -221,6 +225,7 @@ def restore(self:SavedFit):
     self.graph.restore(found['rest'], found['weights'])
     now = self.graph.state()['digests']
     # Attributes that the saved fit had deleted; or had not made yet, if the Learner goes on after an error
-    self.graph.delete(now.keys()-found['digests']-found['lost'].keys())
+    added = now.keys()-found['digests']-found['lost'].keys()
+    self.graph.delete(added)
     differ = [part for part,digest in found['digests'].items() if now.get(part) != digest]
     if differ: raise ValueError(f"AutoResume could not restore {', '.join(map(text_of, differ[:8]))}")

@@ -6,7 +6,7 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/graph.html.md""
 
 # %% ../../nbs/resuming/02_graph.ipynb #3e41382a
 from __future__ import annotations
-from collections import ChainMap,Counter
+from collections import Counter
 import io,pickle
 
 from fastai.basics import *
@@ -16,12 +16,13 @@ from .parts import *
 from .pickles import *
 
 # %% auto #0
-__all__ = ['roots_of', 'root_of', 'is_data', 'parts_of', 'Graph', 'is_installed', 'named_in', 'pickling', 'moved']
+__all__ = ['roots_of', 'root_of', 'is_data', 'parts_of', 'place_of', 'Graph', 'is_installed', 'named_in', 'Search', 'pickling',
+           'moved']
 
 # %% ../../nbs/resuming/02_graph.ipynb #4ff7f8ce
 # The search begins at a few objects, the roots. Each part of an object (an attribute, or its content) is pickled for
-# its digest, and pickle calls `Graph.reduced` for whatever it meets in the part. An object that it meets for the first
-# time gets the path of the part, and waits until its own parts are searched
+# its digest, and pickle calls `Search.reducer_override` for whatever it meets in the part. An object that it meets for
+# the first time gets the path of the part, and waits until its own parts are searched
 
 def roots_of(learn)->list:
     """Returns pairs of a path and an object in the order of the search, which reaches all other objects from these.
@@ -49,6 +50,10 @@ def parts_of(path:str, o)->dict:
         parts[''] = content
     return {(path,name):value for name,value in sorted(parts.items())}
 
+def place_of(part:tuple)->str:
+    "Returns the place of the objects in a part: 'cb.items' in an attribute, and 'cb.items.' in the content of cb.items"
+    return '.'.join(part)
+
 # %% ../../nbs/resuming/02_graph.ipynb #5b575bc6
 class Graph:
     "The objects that a Learner reached when its fit began, by path, and the digests of their parts at that time"
@@ -58,28 +63,23 @@ class Graph:
         self.paths = {}  # by the id of the object; for a class or a function, its name
         self.begun = {}  # digests of parts when the fit began
         self.waiting = []  # paths of the objects whose parts are still to be searched
-        self.searched = None  # the part that is pickled at the moment, for `reduced`, which pickle calls
         self.n_found = Counter()  # objects by the place where they were found
         self.pickling = pickling(self)
         for path,o in reversed(roots_of(learn)): self.add(path, o)  # what is added last is searched first
         while self.waiting:
             path = self.waiting.pop()
             o = self.objects[path]
-            for part,value in parts_of(path, o).items():
-                self.searched = part  # pickling it calls `reduced`, which adds the objects in it
-                self.begun[part] = Digest(self, value, is_data(path)).value
-            self.searched = path,'hook'
-            for hook in hooks_of(o): Digest(self, hook)
-        self.searched = None
+            for part,value in parts_of(path, o).items(): self.begun[part] = Search(self, part, value).value
+            for hook in hooks_of(o): Search(self, (path,'hook'), hook)
 
     def add(self, place:str, o):
-        """Adds an object that was found at a `place`, a path, unless it has a path already. Its own is the place, with
-        a number if other objects were found there before, as in a list: 'cb.items', 'cb.items[1]'. Its parts are
-        searched later. A model comes with its layers and weights, and a function with the variables of its closure"""
+        """Adds an object that was found at a `place`, a path, unless the object has a path already. Its path is the
+        place, with a number if other objects were found there before, as in a list: 'cb.items', 'cb.items.1'. Its parts
+        are searched later. A model comes with its layers and weights, a function with the variables of its closure"""
         if id(o) in self.paths: return
         n = self.n_found[place]
         self.n_found[place] += 1
-        path = f'{place}[{n}]' if n else place
+        path = f'{place}.{n}' if n else place
         self.objects[path] = o
         self.paths[id(o)] = path
         self.waiting.append(path)
@@ -101,12 +101,12 @@ class Graph:
 def add_class(self:Graph, kind:type):
     """Lets files refer to a class. One of the user's code is searched like an object, since it may have data, such as a
     count of its objects: these are not kept, and named if they change"""
-    is_new = id(kind) not in self.paths
+    if id(kind) in self.paths: return
     self.add_named(kind)
-    name = self.paths.get(id(kind))
-    if not is_new or not name or is_installed(kind): return
-    self.objects[name] = kind
-    self.waiting.append(name)
+    name = self.paths.get(id(kind))  # None: files cannot refer to it
+    if name and not is_installed(kind):
+        self.objects[name] = kind
+        self.waiting.append(name)
 
 @patch
 def add_named(self:Graph, o):
@@ -141,11 +141,7 @@ def named_in(kind:type)->list:
 @patch
 def reduced(self:Graph, o):
     """Tells pickle how another process makes `o`: by a function and its arguments, or as pickle does by itself, which
-    NotImplemented means. Pickle asks this for everything but Python's numbers, strings and containers, so while the
-    graph is made, this is where it finds new objects: one that needs a path gets that of the part in which it is"""
-    if self.searched:  # later, no object is added: what the fit has made since then is pickled by its value
-        self.add_named(o)
-        if self.needs_path(o): self.add('.'.join(self.searched), o)
+    NotImplemented means. Pickle asks this for everything but Python's numbers, strings and containers"""
     path = self.paths.get(id(o))
     if path:
         return object_at,(path,)
@@ -156,18 +152,30 @@ def reduced(self:Graph, o):
     # An array of a subclass, such as a record array, as a plain one, whose maker a file may name
     return np.asarray(o).__reduce__() if isinstance(o, np.ndarray) else NotImplemented
 
-@patch
-def needs_path(self:Graph, o)->bool:
-    """Returns whether a path has to stand in files for an object that was found in the part `searched`. Numbers and
-    containers need none: a file has their values. A tensor needs one, because it is restored in place, so that other
-    tensors still share its memory"""
-    path,name = self.searched
-    if isinstance(o, Tensor):
-        is_result = not o.is_leaf  # of a computation, such as a loss that a callback keeps: the fit computes it anew
-        is_content = not name  # the values of a tensor, which has the path itself
-        return not is_result and not is_content and not is_data(path)  # the tensors of the data are made anew, too
-    is_iterator = hasattr(type(o), '__next__')
-    return not is_iterator and not is_value(o) and name_of(o) is None
+class Search(Digest):
+    """The digest of a part when the fit begins. It adds the objects that pickle meets in the part to the graph. Later
+    digests add none: an object that the fit has made has no path, and is pickled by its value"""
+    def __init__(self, graph, part:tuple, value):
+        self.part = part
+        super().__init__(graph, value, is_data(part[0]))
+
+    def reducer_override(self, o):
+        "Pickle calls it for each object that it meets, as in `Digest`"
+        self.graph.add_named(o)
+        if self.needs_path(o): self.graph.add(place_of(self.part), o)
+        return super().reducer_override(o)
+
+    def needs_path(self, o)->bool:
+        """Returns whether a path has to stand for the object in files. Numbers and containers need no path, because a
+        file has their values. A tensor needs one: it is restored in place, so that other tensors still share its
+        memory"""
+        path,name = self.part
+        if isinstance(o, Tensor):
+            is_result = not o.is_leaf  # of a computation, such as a loss that a callback keeps: it is computed anew
+            part_is_content = not name  # the part is the content of a tensor, which has a path already
+            return not is_result and not part_is_content and not is_data(path)  # tensors of the data are made anew
+        is_iterator = hasattr(type(o), '__next__')
+        return not is_iterator and not is_value(o) and name_of(o) is None
 
 # %% ../../nbs/resuming/02_graph.ipynb #5e1f3c20
 @patch
@@ -177,9 +185,13 @@ def find_class(self:Graph, module:str, name:str):
     o = allowed.get(full_name(module, name))
     if o is None:
         raise pickle.UnpicklingError(f'a file of AutoResume cannot name {module}.{name}')
-    # `get` returns None for a path that this fit does not have. A file may be of another fit, and has to be read before
-    # `check_same` can tell how the two differ
-    return ChainMap(self.objects, self.named).get if o is object_at else o
+    return self.object_of if o is object_at else o
+
+@patch
+def object_of(self:Graph, path:str):
+    """Returns the object, class or function that a path stands for. Returns None if this fit does not have the path: a
+    file may be of another fit, and has to be read before `check_same` can tell how the two differ"""
+    return self.objects.get(path, self.named.get(path))
 
 def pickling(graph:Graph):
     "Returns what `torch.save` and `torch.load` use in place of the module `pickle`"

@@ -10,29 +10,26 @@ from fastai.basics import *
 
 from ..windows.checks import warn_user
 from ..windows.processes import n_processes
-from .graph import Graph
-from .parts import generators,is_of_package
+from .graph import Graph,place_of
+from .parts import generators,is_window_callback
 
 # %% auto #0
-__all__ = ['add_settings', 'text_of', 'check_same', 'prefix_of', 'is_drawn', 'may_differ']
+__all__ = ['settings_of', 'check_same', 'prefix_of', 'text_of', 'is_never_compared', 'may_differ']
 
 # %% ../../nbs/resuming/04_identity.ipynb #43fa87b6
-def add_settings(begun:dict, learn):
-    """Adds settings to the digests that parts had when the fit began: the number of processes, and each
-    hyper-parameter, such as 'wd of group 0', except those that a schedule sets. Takes away the parts that hold all
-    hyper-parameters together: after Ctrl-C, an optimizer has the rate in mid-schedule, and the fit can go on"""
-    begun['processes',''] = str(n_processes(learn))
-    # fastai's `opt.hypers` is an L, whose list is its attribute `items`. In an OptimWrapper, `opt.opt` is PyTorch's
-    # optimizer, which has `param_groups` and `state`
-    for part in (('opt.hypers','items'),('opt.opt','param_groups'),('opt.opt','state')): begun.pop(part, None)
+def settings_of(learn)->dict:
+    """Returns settings by name, to compare them beside the parts of objects: the number of processes, and each
+    hyper-parameter, such as 'wd of group 0', except those that a schedule sets"""
+    res = {('processes',''): str(n_processes(learn))}
     scheduled = nested_attr(learn, 'param_scheduler.scheds', {})
     for i,hypers in enumerate(learn.opt.hypers):
-        for name in hypers.keys()-scheduled:
-            begun[f'{name} of group {i}',''] = str(hypers[name])
+        for name in hypers.keys()-scheduled: res[f'{name} of group {i}',''] = str(hypers[name])
+    return res
 
-def text_of(part:tuple)->str:
-    "Returns a part as users write it: `part` is the path of an object and the name of an attribute, or ''"
-    return '.'.join(part).strip('.')
+# The parts that hold all hyper-parameters, which `settings_of` returns one by one. After Ctrl-C, an optimizer has the
+# rate in mid-schedule, and the fit can go on. fastai's `opt.hypers` is an L, whose list is its attribute `items`. In an
+# OptimWrapper, `opt.opt` is PyTorch's optimizer, which has `param_groups` and `state`
+_of_settings = ('opt.hypers','items'),('opt.opt','param_groups'),('opt.opt','state')
 
 # %% ../../nbs/resuming/04_identity.ipynb #d95a3c1b
 def check_same(
@@ -42,20 +39,18 @@ def check_same(
     file:Path, # Its file
 ):
     """Raises ValueError if a part differs between the beginnings of both fits, or warns if it may differ. A part that
-    the saved fit has changed since is not compared, because its value comes from the file: for example, a list of
-    losses that is empty in a new process, but not if a Learner goes on after Ctrl-C. Nor is what is inside of it"""
+    the saved fit has changed since is not compared, nor anything inside it, because its value comes from the file: for
+    example, a list of losses, which is empty in a new process, but not if the same Learner goes on after Ctrl-C"""
     # Settings, and parts that the file could not keep, have no digest when it was saved: they count as unchanged
-    changed = [part for part,then in begun.items() if digests.get(part, then) != then]
-    changed_prefixes = tuple(map(prefix_of, changed))
+    changed = [prefix_of(part) for part,then in begun.items() if digests.get(part, then) != then]
     errors = []
     for part,then in begun.items():
         now = graph.begun.get(part)
-        if now == then: continue
-        if prefix_of(part).startswith(changed_prefixes): continue  # it is a changed part, or inside of one
+        if now == then or part in _of_settings: continue
+        if prefix_of(part).startswith(tuple(changed)): continue
         path,name = part
         o = graph.objects.get(path)
-        if isinstance(o, type): continue  # what belongs to a class is not kept
-        if is_drawn(o, name): continue
+        if is_never_compared(o, name): continue
         text = text_of(part)
         # The digest of a number or a short string is itself; of all else, only a checksum is known
         if isinstance(then, str): text += f' {now}, not {then}'
@@ -67,18 +62,21 @@ def check_same(
                          "settings, seed the split of the data and lr_find, or pass AutoResume(restart=True) to start "
                          "over, or another fname")
 
-def prefix_of(part:tuple)->str:
-    """Returns a string with which the string of each part inside this one begins. Inside of attribute `b` of `a`, which
-    gives 'a.b.', are attribute `c` of the object there, 'a.b.c.', and the parts of the second object that was found
-    there: its path 'a.b[1]' gives 'a.b.[1]...'. The last dot tells 'a.b.' from 'a.bc.'"""
-    return '.'.join(part).replace('[', '.[')+'.'
-
 # %% ../../nbs/resuming/04_identity.ipynb #6c2e91d4
+def prefix_of(part:tuple)->str:
+    "Returns how the prefix of any part inside begins: 'cb.losses.n.' is inside 'cb.losses.', but 'cb.losses_n.' is not"
+    return place_of(part)+'.'
+
+def text_of(part:tuple)->str:
+    "Returns a part as users write it"
+    return place_of(part).replace('..', '.').strip('.')
+
 # What may differ
 
-def is_drawn(o, name:str)->bool:
-    """Returns whether a part is a weight, a tensor of a layer, or the state of a generator. A script that sets no seed
-    draws other ones each time, and those of the file take their place"""
+def is_never_compared(o, name:str)->bool:
+    """Returns whether a part is an attribute of a class, which no file keeps; or a weight, a tensor of a layer, or the
+    state of a generator. A script that sets no seed draws these anew each time, and the file's values replace them"""
+    if isinstance(o, type): return True
     if not name: return isinstance(o, (Tensor,*generators))
     return isinstance(o, nn.Module) and isinstance(vars(o).get(name), Tensor)
 
@@ -88,5 +86,5 @@ def may_differ(o, name:str, digest)->bool:
     number of a DataLoader's workers, whose default is the machine's number of CPUs"""
     if name in ('num_workers','prefetch_factor') or isinstance_str(o, 'RandTransform'):
         return True
-    is_other_callback = isinstance(o, Callback) and not is_of_package(o)
+    is_other_callback = isinstance(o, Callback) and not is_window_callback(o)
     return is_other_callback and isinstance(digest, str)  # the value itself: other digests are checksums, see `Digest`

@@ -10,7 +10,7 @@ from fastai.basics import *
 from fastai.callback.progress import CSVLogger
 
 # %% auto #0
-__all__ = ['csv_files', 'wandb_run', 'state_of_loggers', 'restore_loggers']
+__all__ = ['csv_files', 'wandb_run', 'state_of_loggers', 'restore_loggers', 'resume_wandb', 'restore_rows']
 
 # %% ../../nbs/resuming/05_outside.ipynb #beceb6ed
 def csv_files(learn)->list:
@@ -29,19 +29,24 @@ def state_of_loggers(learn)->dict:
     return dict(sizes=sizes, run=run)
 
 def restore_loggers(learn, state:dict):
-    """Lets loggers continue where the saved fit was. `state` is what `state_of_loggers` returned when that fit began.
+    "Lets loggers continue where the saved fit was. `state` is what `state_of_loggers` returned when that fit began"
+    resume_wandb(state['run'])
+    restore_rows(learn, state['sizes'])
 
-    W&B goes on in its run. Each file of a `CSVLogger` is cut to its size when the saved fit began, and gets the rows of
-    the epochs that have ended again, without times, which the Recorder does not keep. For example, a fit with
-    `append=True` that was killed in its third epoch has left a header and two rows, to which this process has added
-    another header. The file is cut after the first header, and gets the two rows again"""
-    run = state['run']
+def resume_wandb(run:dict):
+    "Ends the present run of W&B, and goes on in the `run` of the saved fit"
     present = wandb_run()
     if run['id'] and present and present.id != run['id']:
         wandb = sys.modules['wandb']
         wandb.finish()
         wandb.init(resume='must', **run)
-    for file,size in zip(csv_files(learn), state['sizes']):
+
+def restore_rows(learn, sizes:list):
+    """Cuts the file of each `CSVLogger` to its size when the saved fit began, and writes one row for each epoch that
+    has ended, to the file or the table of the progress bar. The rows have no times, which the Recorder does not keep.
+    For example, a fit with `append=True` that was killed in its third epoch has left a header and two rows, to which
+    this process has added another header. The file is cut after the first header, and the two rows are written anew"""
+    for file,size in zip(csv_files(learn), sizes):
         # Rows of an earlier fit, which this process has written again without times, may have made the file shorter
         # than `size`. It must not grow: `truncate` would add zeros
         file.truncate(min(size, file.tell()))

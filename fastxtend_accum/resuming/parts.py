@@ -8,7 +8,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/resuming/parts.html.md""
 from __future__ import annotations
 from argparse import Namespace
 from collections import UserDict,UserList
-from contextlib import suppress
 
 from fastai.basics import *
 from torch.utils.hooks import RemovableHandle
@@ -16,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from ..windows.state import random_states,restore_value,set_random_states
 
 # %% auto #0
-__all__ = ['generators', 'with_attributes', 'SharedGenerators', 'library_of', 'is_of_python', 'is_of_package', 'has_no_state',
-           'hooks_of', 'data_of', 'attributes_of', 'content_of', 'set_content', 'set_tensor']
+__all__ = ['generators', 'with_attributes', 'SharedGenerators', 'library_of', 'is_of_python', 'is_window_callback',
+           'has_no_state', 'hooks_of', 'data_of', 'attributes_of', 'content_of', 'set_content', 'set_tensor']
 
 # %% ../../nbs/resuming/00_parts.ipynb #75851d9e
 class SharedGenerators:
@@ -31,7 +30,7 @@ generators = SharedGenerators,random.Random,np.random.RandomState,np.random.Gene
 # %% ../../nbs/resuming/00_parts.ipynb #ab98ece6
 # Attributes
 
-# Libraries that show, that log to somewhere else, or that each process sets up by itself
+# Libraries whose objects show something, log to another place, or are set up by each process
 _outside = set('fastprogress tqdm rich matplotlib IPython wandb tensorboard tensorboardX comet_ml mlflow neptune '
                'clearml optuna accelerate plum'.split())
 
@@ -47,7 +46,7 @@ _left_out = set(
     'Recorder.start_epoch '  # a time
     'Recorder.losses '  # the content of the Recorder
     'RNNBase._flat_weights RNNBase._flat_weight_refs'.split())  # references to other parts
-# The keys of hooks are numbers of this process
+# Dicts of hooks, whose keys are numbers that only this process knows: see `hooks_of`
 _left_out.update(f'Module.{name}' for name in vars(nn.Module()) if 'hook' in name)
 
 def library_of(o)->str:
@@ -58,8 +57,8 @@ def is_of_python(o)->bool:
     "Returns whether a class or a function belongs to Python's standard library"
     return library_of(o) in sys.stdlib_module_names
 
-def is_of_package(o)->bool:
-    "Returns whether `o` is a callback of this package, by the name of its base class: this folder imports no callback"
+def is_window_callback(o)->bool:
+    "Returns whether `o` is a `WindowCallback`, by the name of the class: this folder imports no callback"
     return 'WindowCallback' in [kind.__name__ for kind in type(o).__mro__]
 
 def has_no_state(o, name:str, value)->bool:
@@ -67,7 +66,7 @@ def has_no_state(o, name:str, value)->bool:
     if isinstance(value, RemovableHandle) or library_of(type(value)) in _outside:
         return True
     if value is sys.stdout or value is sys.stderr: return True
-    if is_of_package(o) and name in o._stateattrs:  # such as the loop of this fit
+    if is_window_callback(o) and name in o._stateattrs:  # such as the loop of this fit
         return True
     return any(f'{kind.__name__}.{name}' in _left_out for kind in type(o).__mro__)
 
@@ -76,8 +75,8 @@ def has_no_state(o, name:str, value)->bool:
 with_attributes = SimpleNamespace,Namespace,UserDict,UserList,types.FunctionType
 
 def hooks_of(o)->list:
-    """Returns the hooks of a layer or a weight, which may have a state; of other objects, none. Their keys are numbers
-    of this process, and no state"""
+    """Returns the hooks of a layer or a weight, since a hook may have a state. Of any other object, returns an empty
+    list"""
     if isinstance(o, nn.Module):
         return [*o._forward_pre_hooks.values(), *o._forward_hooks.values(), *o._backward_hooks.values()]
     hooks = o._backward_hooks if isinstance(o, Tensor) else None
@@ -122,7 +121,8 @@ def content_of(o):
     if isinstance(o, generators):
         return o.get_state()
     if isinstance(o, types.CellType):
-        with suppress(ValueError): return (o.cell_contents,)  # a ValueError says that it has no value yet
+        try: return (o.cell_contents,)
+        except ValueError: return None  # it has no value yet
     if isinstance(o, Recorder):
         losses = vars(o).get('losses')  # a copy has none
         return torch.stack(losses) if losses else None  # one tensor instead of many

@@ -111,9 +111,8 @@ class Digest(pickle.Pickler):
             self.not_kept = 'it is large'
 
     def reducer_override(self, o):
-        """Pickle calls it for each object other than numbers, strings and containers, to ask how to make it again. The
-        graph answers: by a path if it has one. While a graph is made, it gives new objects their paths here. If no
-        file may name a class or function, `not_kept` says so"""
+        """Pickle calls it for each object other than numbers, strings and containers, to ask how to make it again. If
+        the object has a path, the graph answers. If no file may name a class or a function, `not_kept` says so"""
         reduced = self.graph.reduced(o)
         if reduced is not NotImplemented:
             return reduced

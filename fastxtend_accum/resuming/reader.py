@@ -25,9 +25,9 @@ def keeper_of_position(dl):
 
 # %% ../../nbs/resuming/03_reader.ipynb #c1b474f1
 class Reader:
-    """Reads the training DataLoader in an epoch. In a resumed fit, it reads the batches that the killed process had
-    loaded once more, and drops them. Make it when the epoch begins, before anything is restored: these batches need the
-    state from before them"""
+    """Reads the training DataLoader in one epoch. In a resumed fit, it first reads the batches that the killed process
+    had loaded, and drops them. Make it when the epoch begins, before the state in mid-epoch is restored: these batches
+    need the state that they had then"""
     def __init__(self,
         dl,
         n_loaded:int=0, # Batches to drop
@@ -47,7 +47,7 @@ class Reader:
         for _ in range(n_loaded): next(self.batches, None)
 
     def __call__(self, dl)->Iterator:
-        "Takes the place of `iter`: yields the batches that have not been loaded"
+        "`EpochBatches` calls this once, in place of `iter(dl)`. Yields the batches after those that were dropped"
         batches = self.batches
         self.batches = None  # so that workers end with this loop
         yield from batches

@@ -23,7 +23,7 @@ class HeldSignals:
 
     @contextmanager
     def hold(self):
-        "While a fit runs. Does nothing in other threads, where Python sets no handlers, and in a fit within a fit"
+        "Holds signals while a fit runs. Does nothing in other threads, which cannot set handlers, or in an inner fit"
         in_main_thread = threading.current_thread() is threading.main_thread()
         if self.handlers or not in_main_thread:
             yield
@@ -34,15 +34,15 @@ class HeldSignals:
         finally: self.deliver()
 
     def receive(self, number, frame):
-        """Python calls it for a signal while a fit runs. If one is waiting already, the user is impatient, and that one
-        is delivered at once: it ends the process, or raises KeyboardInterrupt here. If the user's handler returns
-        instead, the second signal waits for the next save, as the first one has done"""
+        """Python calls it for a signal while a fit runs. The first signal waits for the next save. If a second one
+        arrives, the user is impatient, and the first one is delivered at once. This ends the process, or raises
+        KeyboardInterrupt here. If the user's handler returns instead, the second signal waits in its place"""
         if self.waiting: self.deliver()
         self.waiting = number
 
     def deliver(self):
-        """Sets the handlers again that were there before the fit, and sends the signal that has waited, if there is
-        one. If that does not end the process, later signals of the fit go to these handlers at once"""
+        """Restores the handlers from before the fit, and sends the waiting signal, if there is one. If that does not
+        end the process, later signals go to these handlers at once"""
         for number,handler in self.handlers.items(): signal.signal(number, handler)
         self.handlers.clear()
         number = self.waiting
