@@ -129,6 +129,7 @@ def minus_one(learn): return -1
     (lambda: on_96(GradientAccumulation(32), Schedule()), 'GradientAccumulationSchedule also accumulates gradients'),
     (lambda: on_96(GradientAccumulation(32), OldFp16()), 'use learn.to_fp16()'),
     (hooked, 'parameters have post-accumulate-grad hooks'),
+    (lambda: make_learner(8, m=torch.jit.script(model()), cbs=GradientAccumulation(32)), 'script it afterwards'),
     (lambda: make_learner(8, m=compiled_in_place(), cbs=GradientAccumulation(32)), 'compiled with CUDA graphs')])
 def test_what_does_not_fit_the_learner_is_an_error_before_training(make, says):
     learn = make()

@@ -94,6 +94,9 @@ def check_learner(
     if any(map(uses_cuda_graphs, learn.model.modules())):
         raise ValueError("the model was compiled with CUDA graphs, which can corrupt accumulated gradients: "
                          "compile it with mode='default' or 'max-autotune-no-cudagraphs'")
+    if any(isinstance_str(m, 'RecursiveScriptModule') for m in learn.model.modules()):
+        raise ValueError("torch.jit.script keeps buffers where nobody can copy them: train the model without it, and "
+                         "script it afterwards")
 
 def check_callbacks(learn, cb):
     """Raises ValueError if another callback of `learn` also accumulates gradients, or keeps them in another precision;
