@@ -6,7 +6,6 @@ Docs: https://fastxtend-accum.github.io/fastxtend_accum/checking/samples.html.md
 
 # %% ../../nbs/checking/00_samples.ipynb #b35cdebd
 from __future__ import annotations
-import itertools
 
 from fastai.basics import *
 
@@ -19,15 +18,17 @@ __all__ = ['KeptLoader', 'copy_to_read', 'first_samples']
 
 # %% ../../nbs/checking/00_samples.ipynb #9f633510
 class KeptLoader(DataLoader):
-    """Yields samples that are kept in memory, in batches of `bs`. Callbacks may ask it for anything that the user's
-    `dl` has, such as `vocab`: since `dl` is its data set, fastai looks up there what this loader lacks"""
+    """A DataLoader that yields samples kept in memory, in batches of `bs`. Callbacks find in it whatever the user's
+    loader has, such as `vocab`"""
     def __init__(self,
-        dl, # The user's loader, from which the samples come
+        user_dl, # The loader from which the samples come
         samples:LoaderBatch,
-        n:int, # How many of them it yields
+        n:int, # How many of these samples it yields
         bs:int,
     ):
-        super().__init__(dl, bs=bs, n=n)
+        # The user's loader takes the place of the data set, because fastai's loaders look up in their data set whatever
+        # attribute they lack
+        super().__init__(user_dl, bs=bs, n=n)
         self.samples = samples
 
     def __iter__(self):
@@ -47,17 +48,19 @@ def copy_to_read(dl):
         return dl
 
 def first_samples(dl, n:int)->LoaderBatch:
-    """Returns at least the first `n` samples of `dl`. They repeat if there are fewer. If batches differ in shape, as
-    texts of several lengths do, the first batch repeats. Raises ValueError if there are no samples"""
+    """Returns at least the first `n` samples of `dl`, as one large batch. If there are fewer, they repeat: if `n` is
+    12, a loader of 10 samples gives these 10 twice. If the batches differ in shape, as texts of several lengths do,
+    only the first batch is used, and repeats. Raises ValueError if there are no samples"""
     batches,sizes = [],[]
-    for batch in itertools.cycle(dl):
+    for batch in dl:
         batches.append(map_tensors(torch.clone, tuple(batch)))  # a loader may use its memory for the next one
         sizes.append(n_rows(batch, loader_bs(dl)))
         if sum(sizes) >= n: break
-    if not batches: raise ValueError("check_accum needs a batch, and the training DataLoader yields none")
-    try: data = join(batches, sizes)
-    except CannotJoin:
-        sizes = sizes[:1]*n  # the first batch, n times: it has at least one sample
-        data = join(batches[:1]*n, sizes)
+    if not sum(sizes): raise ValueError("check_accum needs samples, and the training DataLoader yields none")
+    try: join(batches, sizes)
+    except CannotJoin: del batches[1:],sizes[1:]  # they differ in shape, so only the first one is used
+    n_times = math.ceil(n/sum(sizes))
+    sizes = sizes*n_times
+    data = join(batches*n_times, sizes)
     n_samples = sum(sizes)
-    return LoaderBatch(data, n_samples, n_samples, n_samples)  # as many are planned, and as many are its rows
+    return LoaderBatch(data, samples=n_samples, planned=n_samples, rows=n_samples)
