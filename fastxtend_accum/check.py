@@ -49,20 +49,23 @@ def explain(
     seed:int,
     verbose:bool, # Whether to show a progress bar if it takes long
 )->tuple: # Differences and reasons of an `AccumCheck`
-    """Compares a run in windows with one on whole batches. If they differ, repeats the latter: what differs between
-    these two as well, such as a time that a callback measures, needs no explanation. For everything else, removes one
-    suspect after another until the runs are equal, and puts back those that make no difference"""
-    run = partial(train, learn, seed=seed)
-    kept = cache(run)  # several questions need the same run, which is then kept
+    """Compares a training in windows with a training on whole batches. If they differ, trains on whole batches a second
+    time: what then differs by itself, such as a time that a callback measures, needs no reason. For all other
+    differences, removes one suspect after another until nothing differs, and puts back each that makes no difference"""
+    run = cache(partial(train, learn, seed=seed))  # if several comparisons need the same training, it runs once
     def compare(without=(), double=False):
-        return distances(kept(without, double), kept((use_whole_batches, *without), double))
+        "Returns the distances between training in windows and on whole batches, both without these suspects"
+        return distances(run(without, double), run((use_whole_batches, *without), double))
     began = time.perf_counter()
     found = differences(compare)
     if not found: return {},[]
-    # `run`, since `kept` would return the same run once more
-    repeated = distances(run((use_whole_batches,)), kept((use_whole_batches,), False))
-    steady = {name:o for name,o in found.items() if o > 100*repeated[name]}
-    if 'weights' in found and 'weights' not in steady: return found,[]  # NaN, or something draws without a seed
+    whole = run((use_whole_batches,), False)  # from the cache: `compare` has run it
+    whole_again = train(learn, (use_whole_batches,), seed=seed)
+    by_itself = distances(whole_again, whole)
+    steady = {name:o for name,o in found.items()
+        if o > 100*by_itself.get(name, math.inf)}
+    # The weights become NaN, or something draws random numbers without a seed: then no suspect can be judged
+    if 'weights' in found and 'weights' not in steady: return found,[]
     suspected = suspects(learn, steady, n).items()
     if verbose and time.perf_counter()-began > 2: suspected = progress_bar(suspected, leave=False)
     return steady,find_reasons(compare, steady, suspected)
@@ -82,16 +85,17 @@ def check_accum(self:Learner,
     random state stay as they were"""
     n_windows = math.ceil(check_size('n_steps', n_steps)/2)  # in each epoch
     check_size('size', size)
-    before = Snapshot(self.model, self.loss_func, *self.cbs, *L(cbs))  # copies share functions, which have attributes
-    try:
-        with self.added_cbs(cbs):
-            if leader_of(self) is None:
-                raise ValueError("check_accum compares windows with whole batches, and this Learner has no callback "
-                                 "that makes windows: pass cbs=GradientAccumulation(...), or add it to the Learner")
-            left_out = self.cbs.filter(is_left_out)
+    with self.added_cbs(cbs):
+        if leader_of(self) is None:
+            raise ValueError("check_accum compares windows with whole batches, and this Learner has no callback that "
+                             "makes windows: pass cbs=GradientAccumulation(...), or add it to the Learner")
+        left_out = self.cbs.filter(is_left_out)
+        # Although copies are trained, the originals may change: copies share functions, which have attributes
+        before = Snapshot(self.model, self.loss_func, *self.cbs)
+        try:
             small = small_learner(self, left_out, n_windows, size)
             found = explain(small, size, seed, verbose)
-    finally: before.restore()
+        finally: before.restore()
     head = (f'{2*n_windows} steps of up to {leader_of(small).accum_bs} samples, {size} at a time, compared with whole '
             'batches:')
     names = [type(o).__name__ for o in left_out if not isinstance(o, ProgressCallback)]

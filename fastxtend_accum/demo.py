@@ -164,7 +164,8 @@ class Activations(Callback):
         "Returns what `forward` returns, and measures what it keeps: in validation, nothing"
         # The backward pass needs the weights, too, but these are in memory anyway
         self.kept = {p.untyped_storage().data_ptr():0 for p in self.model.parameters()}
-        # PyTorch calls `keep` for each tensor that the backward pass needs, and `check` before each layer
+        # PyTorch calls `keep` for each tensor that the backward pass needs. An error there would be hidden, so PyTorch
+        # also calls `check`, before each layer
         when_kept = torch.autograd.graph.saved_tensors_hooks(self.keep, noop)
         before_layers = nn.modules.module.register_module_forward_pre_hook(self.check)
         with when_kept, before_layers:
@@ -180,6 +181,6 @@ class Activations(Callback):
         return t.detach()  # without detach, an output would hold its own graph until a backward pass
 
     def check(self, *args):
-        "Raises an error above the limit. `keep` cannot do so, because PyTorch hides an error that is raised in it"
+        "Raises an error if the pass has kept more than the limit"
         if sum(self.kept.values()) <= self.limit: return
         raise torch.OutOfMemoryError(f'out of memory: more than {self.limit} MB of activations')

@@ -76,7 +76,7 @@ ORDINARY = {
     'text classifier': lambda: classifier(8, [GradientAccumulation(32)]),
     'language model': lambda: language_learner(8, [GradientAccumulation(32)])}
 
-BATCHNORM = 'BatchNorm1d sees 3 samples at a time'
+BATCHNORM = 'BatchNorm1d can only see 3 samples at a time'
 MODEL = 'the model in training mode, for example dropout'
 REASONS = {
     'tabular': [BATCHNORM],

@@ -90,7 +90,7 @@ def normalizing():
 
 
 @pytest.mark.parametrize('make_layer,reasons', [
-    (normalizing, ['BatchNorm1d, _SpectralNorm see 3 samples at a time']),
+    (normalizing, ['BatchNorm1d, _SpectralNorm can only see 3 samples at a time']),
     (KeepsMean, ['the model in training mode, for example dropout']),
     (AddsSpread, [])])
 def test_layers_in_which_samples_act_on_each_other_are_found(make_layer, reasons):

@@ -13,40 +13,44 @@ from fastai.basics import *
 __all__ = ['distance', 'distances', 'differences', 'find_reasons']
 
 # %% ../../nbs/checking/03_comparison.ipynb #2a23d59e
-_equal = 1e-5  # distances below it are equal: in float32. In float64, those below a tenth of it are
-
 def distance(a:Tensor, b:Tensor)->float:
-    """Returns the norm of `a-b`, relative to that of `b`: 0 if they are equal, infinity if they differ in shape or have
-    a NaN. But it is 0 for tensors of callbacks that differ in shape: they may hold something of the last batch, which
-    has more samples in one of the trainings"""
-    is_of_callback = b.ndim == 2  # `numbers_in` gives such tensors the shape (1, n), and all else the shape (n,)
-    if a.shape != b.shape: return 0. if is_of_callback else math.inf
+    """Returns the norm of `a-b`, divided by the norm of `b`: 0 if they are equal, infinity if they differ in length or
+    have a NaN"""
+    if len(a) != len(b): return math.inf
     res = (a-b).norm()/(b.norm()+1e-30)  # 0 if both are 0
     return res.nan_to_num(math.inf).item()
 
 def distances(
-    a:dict, # What one training has left: tensors by name
-    b:dict, # What another one has left
+    a:dict, # What one training has left: vectors by name
+    b:dict, # What another training has left
 )->dict:
-    "Returns how far `a` is from `b`, by the names in `b`. Where `a` lacks a name, an empty tensor takes its place"
-    return {name:distance(a.get(name, o[:0]), o) for name,o in b.items()}
+    "Returns how far `a` is from `b`, for each name that both have"
+    return {name:distance(a[name], o) for name,o in b.items() if name in a}
 
 # %% ../../nbs/checking/03_comparison.ipynb #56ca8b7c
+# Distances below these limits count as rounding
+_equal = 1e-5  # in float32
+_equal_in_float64 = 1e-6
+_unclear = .3  # in float32, a distance between `_equal` and this may be rounding, because deep networks amplify it
+_equal_if_unclear = 1e-3  # in float32, where no training in float64 decides
+_vanished = .02  # of what the distance was before suspects were removed
+
 def differences(
-    compare:Callable, # `compare(without, double)` returns the distances after trainings without some suspects
-    without:tuple=(),
-    before:dict={}, # The distances with these suspects, of which less than a fiftieth counts as rounding
+    compare:Callable, # `compare(without, double)` trains in both ways, and returns the distances by name
+    without:tuple=(), # For `compare`: suspects to remove before the trainings
+    before:dict={}, # The distances before these suspects were removed
 )->dict:
-    """Returns the distances that are not rounding, by name. In float32, a distance may be rounding if it is below .3,
-    because deep networks amplify it. Then the trainings are repeated in float64, in which rounding is tiny"""
+    """Returns the distances that do not count as rounding, by name. If float32 leaves a doubt, the trainings are
+    repeated in float64, in which rounding is tiny"""
     def larger(now, limit):
-        return {name:o for name,o in now.items() if o >= max(limit, before.get(name, 0)/50)}
+        "Returns the distances that are neither below the `limit`, nor `_vanished`"
+        return {name:o for name,o in now.items() if o >= max(limit, before.get(name, 0)*_vanished)}
     now = compare(without)
     if not larger(now, _equal): return {}
-    if max(now.values()) < .3:
-        try: return larger(compare(without, double=True), _equal/10)
+    if max(now.values()) < _unclear:
+        try: return larger(compare(without, double=True), _equal_in_float64)
         except Exception: pass  # it does not train in float64
-    return larger(now, 1e-3)  # without float64, what is below this limit is taken for rounding
+    return larger(now, _equal_if_unclear)
 
 # %% ../../nbs/checking/03_comparison.ipynb #e5058a61
 def find_reasons(
@@ -54,22 +58,24 @@ def find_reasons(
     found:dict, # Differences that need a reason, by name
     suspected:Iterable, # Name, and a function that lets a Learner train without it; the most likely first
 )->list:
-    """Leaves out one suspect after the other until nothing differs. Then puts back each suspect that makes no
-    difference, and returns the names of the others"""
+    """Leaves out one suspect after another until nothing differs. Then puts back each suspect that makes no difference,
+    and returns the names of the others: they are the reasons"""
     def names_left(pairs):
-        "Returns the names of what still differs without these suspects; None if nothing trains without them"
+        """Returns the names of what still differs without these suspects: an empty set if nothing differs, None if the
+        Learner does not train without them"""
         without = tuple(remove for _,remove in pairs)
         try: return differences(compare, without, found).keys() & found
         except Exception: return None  # for example, without the callback that sets the targets
-    left = found.keys()  # what still differs without the suspects in `left_out`
     left_out = []
+    left = found.keys()  # what still differs without the suspects in `left_out`
     for suspect in suspected:
-        now = names_left([*left_out, suspect]) if left else None
-        if now is None: continue
-        left = now
+        if not left: continue  # rather than `break`, with which a progress bar would not end
+        now = names_left([*left_out, suspect])
+        if now is None: continue  # the Learner needs this suspect
         left_out.append(suspect)
-    # `left_out` shrinks in this loop, which still goes through all that it held at first
+        left = now
+    reasons = left_out
     for suspect in left_out:
-        others = [o for o in left_out if o != suspect]
-        if names_left(others) == left: left_out = others
-    return [name for name,_ in left_out]
+        others = [o for o in reasons if o != suspect]
+        if names_left(others) == left: reasons = others  # with this suspect back in, nothing else differs
+    return [name for name,_ in reasons]

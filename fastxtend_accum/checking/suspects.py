@@ -15,19 +15,20 @@ from ..windows.nested import tensors_in
 from ..callback import WindowCallback
 
 # %% auto #0
-__all__ = ['is_left_out', 'evaluate', 'normalize_each', 'in_evaluation', 'without_hooks', 'mean_square', 'with_other_loss',
-           'suspects']
+__all__ = ['is_left_out', 'begin_in_evaluation', 'normalize_each', 'in_evaluation', 'without_hooks', 'mean_square',
+           'with_other_loss', 'suspects']
 
 # %% ../../nbs/checking/02_suspects.ipynb #7f2044ab
-# Callbacks that show progress, save files, lower the precision or join processes
+# Callbacks that show progress, save files, lower the precision or connect processes
 _left_out = {
     'ProgressCallback', 'ShowGraphCallback', 'CSVLogger', 'SaveModelCallback', 'AutoResume', 'MixedPrecision',
     'DistributedTrainer'}
-# Names in the code of a callback that uses an experiment tracker
+# Names in the code of callbacks that use an experiment tracker
 _trackers = {'wandb', 'SummaryWriter', 'mlflow', 'log_metric', 'log_metrics', 'neptune', 'comet_ml', 'clearml'}
 
 def is_left_out(cb)->bool:
-    "Returns whether copies train without `cb`: by the names of its classes, and by those that its methods use"
+    """Returns whether the copies of a Learner train without `cb`. This depends on the names of its class and base
+    classes, and on the names that its methods use"""
     kind = type(cb)
     names = {o.__name__ for o in kind.__mro__}
     used = set()
@@ -35,54 +36,54 @@ def is_left_out(cb)->bool:
     return bool(names & _left_out or used & _trackers)
 
 # %% ../../nbs/checking/02_suspects.ipynb #a53866a8
-def evaluate(module, args):
-    "A hook that runs before a pass: sets evaluation mode, and drops what the module carries from the batch before"
+def begin_in_evaluation(module, args):
+    """A hook that runs before each forward pass of a module: sets evaluation mode, and drops any state that the module
+    carries over from the previous batch, as recurrent ones do"""
     module.training = False
     if hasattr(module, 'reset'): module.reset()
 
 def normalize_each(module, args, output)->Tensor:
-    """A hook that replaces the output of BatchNorm: normalizes each sample by itself, so that no other matters. The
-    running statistics of an untrained model would let its activations grow without bounds"""
+    """A hook that replaces the output of BatchNorm: it normalizes each sample by itself, so that no sample affects
+    another. With running statistics instead, the activations of an untrained model would grow without bounds"""
     return F.group_norm(*args, num_groups=1)
 
 def in_evaluation(learn, kinds):
-    "Makes the modules of these classes run in evaluation mode"
+    "Makes the modules whose class has one of these names run in evaluation mode"
     for m in learn.model.modules():
         if type(m).__name__ not in kinds: continue
-        m.register_forward_pre_hook(evaluate)
+        m.register_forward_pre_hook(begin_in_evaluation)
         if isinstance(m, _BatchNorm): m.register_forward_hook(normalize_each)
 
 def without_hooks(learn):
-    "Removes the hooks on parameters"
+    "Removes the hooks on the parameters of a copy"
     for p in learn.model.parameters(): p._backward_hooks = None
 
 def mean_square(pred, *targets, **kwargs)->Tensor:
-    """A loss that is a mean over samples, whatever the model returns. It accepts the arguments of other losses, which
-    callbacks such as MixUp pass"""
+    """A loss that is a mean over samples, whatever the model returns. It ignores the targets, and any arguments that
+    callbacks such as MixUp pass to a loss"""
     return sum(o.square().mean() for o in tensors_in(pred) if o.is_floating_point())
 
 def with_other_loss(learn):
     "Makes a copy train on `mean_square`"
     learn.loss_func = mean_square
     for cb in learn._grab_cbs(WindowCallback):
-        cb.num_items = None  # which counts for the user's loss
+        cb.num_items = None  # because it counts what the user's loss averages over
 
 # %% ../../nbs/checking/02_suspects.ipynb #fb135ccc
-_core = TrainEvalCallback,Recorder,CastToTensor,WindowCallback
+_core = TrainEvalCallback,Recorder,CastToTensor,WindowCallback  # each copy needs these callbacks: no suspects
 
 def suspects(
     learn, # A copy
-    found, # Names of what differs, as `left_by` has made them, such as 'buffers of BatchNorm2d'
+    found, # Names of what differs, as `left_by` returns them, such as 'buffers of BatchNorm2d'
     n:int, # Samples in a micro-batch
-)->dict: # By reason, a function that lets a copy train without it
-    "Returns what may be the reason, the most likely first"
+)->dict: # From each reason, in words, to a function that removes it from a copy
+    "Returns the possible reasons for a difference, the most likely first"
     kinds = {type(m).__name__ for m in learn.model.modules()}
     changing = [o for o in sorted(kinds) if f'buffers of {o}' in found]
-    verb = 'sees' if len(changing) == 1 else 'see'
     few = f'{n} samples at a time'
     res = {}
     if changing:
-        res[f"{', '.join(changing)} {verb} {few}"] = partial(in_evaluation, kinds=changing)
+        res[f"{', '.join(changing)} can only see {few}"] = partial(in_evaluation, kinds=changing)
     for kind in map(type, learn.cbs):
         if issubclass(kind, _core): continue
         res[f'{kind.__name__} acts on {few}'] = partial(Learner.remove_cb, cb=kind)

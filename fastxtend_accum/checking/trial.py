@@ -22,29 +22,35 @@ from ..callback import WindowCallback,leader_of
 from .samples import KeptLoader,copy_to_read,first_samples
 
 # %% auto #0
-__all__ = ['small_sizes', 'make_small', 'deepcopy_tensor', 'copy_learner', 'small_learner', 'use_whole_batches', 'Seeds',
-           'numbers_in', 'left_by', 'train']
+__all__ = ['small_sizes', 'make_small', 'deepcopy_tensor', 'use_float64', 'copy_learner', 'small_learner', 'use_whole_batches',
+           'Seeds', 'numbers_in', 'left_by', 'train']
 
 # %% ../../nbs/checking/01_trial.ipynb #723a900c
 def small_sizes(learn, size:int)->tuple:
-    """Returns the samples of a window and of a loader batch, in a small copy of the user's training that has
-    micro-batches of `size`. They relate to each other as the user's do: a window has two loader batches if the user's
-    has several; a loader batch has two windows if the user's has several; otherwise both are the same"""
-    # The length of the user's fit is not known. A schedule with `finish=10` raises an error in a fit of fewer than 10
-    # epochs, so this asks for the plan of an endless one
+    """Returns the samples in a window and in a loader batch, for a small copy of the user's training that passes `size`
+    samples at a time through the model. A copy has two of what the user's training has several of. For example, if
+    `size` is 3, and the user's loader has bs=32:
+
+    - accum_bs=128: a window has several loader batches. Returns (6, 3), so that it has two
+    - accum_bs=32: a window is a loader batch. Returns (3, 3)
+    - accum_bs=8: a loader batch has several windows. Returns (3, 6), so that it has two
+
+    With `micro_batch_size`, the windows and loader batches of the copy are twice as large, because these are split"""
+    # The largest window of the user's training tells which case it is. The length of the user's fit is not known, and
+    # a schedule with `finish=10` raises an error in a fit of fewer than 10 epochs: so this plans an endless fit
     n_epoch = sys.maxsize
     plan = leader_of(learn).plan_of(learn.dls.train, 0, n_epoch, n_processes(learn))
-    # The shape of the user's largest window: it has several loader batches, or is one of several pieces of a batch
-    n_batches,n_pieces = plan.largest
-    if any(o.micro_batch_size for o in learn._grab_cbs(WindowCallback)): size *= 2  # a batch of two micro-batches
+    n_batches,n_pieces = plan.largest  # loader batches in a window; windows in a loader batch
+    if any(o.micro_batch_size for o in learn._grab_cbs(WindowCallback)): size *= 2
     return size*min(n_batches, 2), size*min(n_pieces, 2)
 
 def make_small(cb:WindowCallback, size:int, window:int):
-    """Makes `cb` do to small batches what it does to the user's. A schedule keeps one size; each remainder is a step.
-    This sets the settings of all callbacks of this package: those that the class of `cb` lacks have no effect"""
-    settings = vars(cb)  # not by `setattr`, because fastai warns of names that the model has, too
-    if cb.micro_batch_size: settings.update(micro_batch_size=size)
-    settings.update(
+    """Gives `cb` settings with which it does to small batches what it does to the user's batches. A schedule keeps one
+    size, and an incomplete window at the end of an epoch makes a step"""
+    # The settings of all callbacks of this package: each callback reads only the settings of its own class. They are
+    # not set by `setattr`, because fastai then warns about a name that the model has, too
+    vars(cb).update(
+        micro_batch_size=size if cb.micro_batch_size else None,
         accum_bs=window, start_accum_bs=window, final_accum_bs=window, start=0., finish=0., schedule=None,
         adapt=False,  # so that ActivationCheckpointing recomputes all blocks
         remainder='step')
@@ -53,25 +59,29 @@ def make_small(cb:WindowCallback, size:int, window:int):
 _deepcopy = Tensor.__deepcopy__
 
 def deepcopy_tensor(t:Tensor, memo:dict)->Tensor:
-    "Copies any tensor. PyTorch refuses those that a graph has computed"
+    "Copies any tensor, also the result of a computation with a graph, which PyTorch refuses to copy"
     return _deepcopy(t.detach() if t.grad_fn else t, memo)
+
+def use_float64(objects:Iterable):
+    "Makes those of the objects that are tensors of floating-point numbers float64, in place"
+    for o in objects:
+        if isinstance(o, Tensor) and o.is_floating_point(): restore_value(o, o.double())
 
 def copy_learner(
     learn,
     shared:Iterable=(), # Objects that the copy shares with `learn`
     double:bool=False, # Whether the tensors of the copy are in float64
 )->Learner:
-    """Returns a copy of `learn`, which shares no tensor of its own with it. Raises the error of an object that cannot
-    be copied"""
-    # `memo` has the copy of each object, by the id of the original. `deepcopy` copies no object that it finds there,
-    # so those that are shared are entered as their own copies. It enters all others that it copies
+    """Returns a copy of `learn` that has its own tensors and other objects, apart from the `shared` ones. Raises the
+    error of an object that cannot be copied"""
+    # The copy of each object by the id of the original. `deepcopy` enters each copy that it makes, and makes none of an
+    # object that is there already. So each shared object is entered as its own copy
     memo = {id(o):o for o in shared}
     with override_attr(Tensor, '__deepcopy__', deepcopy_tensor):
         res = deepcopy(learn, memo)
     for p in learn.model.parameters():
-        memo[id(p)]._backward_hooks = p._backward_hooks  # which `deepcopy` leaves out
-    for o in memo.values():
-        if double and isinstance(o, Tensor) and o.is_floating_point(): restore_value(o, o.double())
+        memo[id(p)]._backward_hooks = p._backward_hooks  # `deepcopy` leaves out the hooks of a parameter
+    if double: use_float64(memo.values())  # all tensors that the copy reaches, whatever holds them
     return res
 
 # %% ../../nbs/checking/01_trial.ipynb #ada52078
@@ -81,13 +91,13 @@ def small_learner(
     n_windows:int, # In an epoch
     size:int, # Samples in a micro-batch
 )->Learner:
-    "Returns a copy of `learn` that trains on the samples of a few small windows, and validates on the first of them"
+    "Returns a copy of `learn` that trains in a few small windows, and validates on the first `size` of their samples"
     train_dl = learn.dls.train
     window,bs = small_sizes(learn, size)
     n = n_windows*window
-    if n > 1 and not drops_last(train_dl): n -= 1  # the last batch is smaller, and so is its window
+    if n > 1 and not drops_last(train_dl): n -= 1  # so that the last batch is smaller, and its window, too
     samples = first_samples(copy_to_read(train_dl), n)
-    res = copy_learner(learn, [*left_out, *learn.dls.loaders])  # they may hold what cannot be copied
+    res = copy_learner(learn, [*left_out, *learn.dls.loaders])  # these may hold what cannot be copied
     res.remove_cbs(left_out)
     res.dls.loaders = [
         KeptLoader(train_dl, samples, n, bs),
@@ -96,48 +106,45 @@ def small_learner(
     return res
 
 def use_whole_batches(learn):
-    "Makes a copy train on whole batches, each of which has the samples of a window, in plain fastai"
+    "Makes a copy train in plain fastai, on whole batches that each have the samples of a window"
     learn.dls.train.bs = leader_of(learn).accum_bs
     learn.remove_cb(WindowCallback)
 
 # %% ../../nbs/checking/01_trial.ipynb #c9e606c0
 class Seeds(Callback):
-    "Sets a seed for each step, so that random numbers differ only if they are drawn for other samples"
+    "Sets a seed for each step, so that both ways of training draw the same random numbers, for the same samples"
     order = -1000  # before all others
-    def __init__(self, seed:int): self.seed = seed
 
     def before_step(self):
-        self.seed += 1
-        set_seed(self.seed)
+        set_seed(torch.initial_seed()+1)  # PyTorch's generator knows the seed that was set last
 
     def after_pred(self):
-        """Draws a random number after each pass of the model. Otherwise dropout would look equal: on a CPU,
-        micro-batches draw one after the other what the whole batch draws at once"""
+        """Draws a random number after each pass of the model. Otherwise dropout would not differ: on a CPU, the
+        micro-batches in turn draw the same numbers as the whole batch at once"""
         torch.rand(1)
 
-    def after_batch(self): self.learn.loss = self.loss.float()  # fastai's Recorder cannot average others
+    def after_batch(self): self.learn.loss = self.loss.float()  # fastai's Recorder cannot average float64
 
 # %% ../../nbs/checking/01_trial.ipynb #bb7d49be
 # What a training leaves behind
 
 def numbers_in(o)->Tensor:
-    """Returns the numbers and tensors that `o` contains, such as the weights of a model, as one vector in float64. If
-    `o` is itself a tensor, as an attribute of a callback may be, the shape is (1, n), by which `distance` knows it"""
+    """Returns all numbers in `o`, a module or nested lists and mappings, as one vector in float64. For example, of
+    ['text', (3, tensor([1, 2]))] it returns tensor([3, 1, 2])"""
     if isinstance(o, nn.Module): o = o.state_dict()
     numbers = [torch.as_tensor(leaf).detach().flatten().cpu().double()
         for leaf in leaves_in(o) if isinstance(leaf, (Real,Tensor))]
-    res = torch.cat([torch.zeros(0), *numbers])  # the first, since `cat` needs one
-    return res[None] if isinstance(o, Tensor) else res
+    return torch.cat([torch.zeros(0), *numbers])  # the zeros, because `cat` needs at least one tensor
 
 # %% ../../nbs/checking/01_trial.ipynb #bb7d49bf
 def left_by(learn)->dict:
-    "Returns what a training has left in `learn` beside the weights, by name"
+    """Returns what a training has left in `learn` beside the weights, as vectors by name: logs, buffers, parameters
+    outside of the model, and the attributes of the user's callbacks"""
     res = defaultdict(list)
     rec = learn.recorder
     res['logged losses'] = rec.losses
-    res['last learning rate'] = rec.lrs[-1:]
-    # `rec.values` has a row for each epoch, so `zip` makes a column for each metric. The first name is 'epoch', which
-    # has no column
+    # `rec.values` has a row for each epoch, and `zip` turns them into a column for each metric. The first name is
+    # 'epoch', which has no column
     res |= zip(rec.metric_names[1:], zip(*rec.values))
     for m in learn.model.modules():
         res[f'buffers of {type(m).__name__}'] += m.buffers(recurse=False)
@@ -145,21 +152,26 @@ def left_by(learn)->dict:
     for cb in learn.cbs:
         kind = type(cb)
         if kind.__module__.startswith(('fastai.', 'fastxtend_accum.')): continue
-        for name,value in vars(cb).items(): res[f'{kind.__name__}.{name}'] = value
+        for name,value in vars(cb).items():
+            # A tensor may hold something of the last batch, which has more samples in one of the trainings. So the name
+            # of a tensor includes its shape, as in 'center [10]': only what has the same name is compared
+            if isinstance(value, Tensor): name += f' {list(value.shape)}'
+            res[f'{kind.__name__}.{name}'] = value
     # A loss or a metric may be NaN in both ways of training
     return {name:numbers_in(values).nan_to_num() for name,values in res.items()}
 
 # %% ../../nbs/checking/01_trial.ipynb #3f71d0de
 def train(
     learn,
-    changes:tuple=(), # Functions that change the copy, for example so that it trains without a suspect
+    changes:tuple=(), # Functions that change the copy before it trains, for example by removing a suspect
     double:bool=False, # In float64
     seed:int=42,
 )->dict:
-    """Trains a copy for two epochs, and returns what that leaves, by name: of the weights, how far they have moved.
-    What it prints is discarded; so are warnings, and files that it writes into the current folder"""
-    # The data set of a KeptLoader is the user's loader, which all copies share
-    learn = copy_learner(learn, [dl.dataset for dl in learn.dls.loaders], double)
+    """Trains a copy of `learn` for two epochs. Returns what the training leaves, as vectors by name: the changes of the
+    weights, and all that `left_by` returns. Discards what the copy prints, warnings, and the files that it writes into
+    the current folder"""
+    user_loaders = [dl.dataset for dl in learn.dls.loaders]  # see KeptLoader. All copies share them
+    learn = copy_learner(learn, user_loaders, double)
     learn.model = inner_model(learn.model)  # a copy trains in one process
     for change in changes: change(learn)
     params = list(learn.model.parameters())
@@ -172,5 +184,5 @@ def train(
         learn.path = Path()  # of the current folder
         learn.model_dir = 'models'
         set_seed(seed)
-        learn.fit(2, cbs=Seeds(seed))
+        learn.fit(2, cbs=Seeds())
     return dict(weights=numbers_in(params)-before) | left_by(learn)
