@@ -65,6 +65,16 @@ def test_a_callback_that_keeps_a_tensor_of_the_last_batch():
     assert check(learner(KeepsInputs(), GradientAccumulation(32))).equal
 
 
+def test_a_callback_that_keeps_other_numbers_of_another_shape_in_each_training():
+    fits = []
+    class CountsFits(Callback):
+        def before_fit(self):
+            fits.append(1)
+            length = 1 if len(fits) < 3 else 2  # two trainings can be compared, the third one has another shape
+            self.count = torch.full([length], float(len(fits)))
+    assert check(learner(CountsFits(), GradientAccumulation(32))).equal
+
+
 def test_a_loader_whose_last_epoch_was_not_read_to_its_end():
     "fastai keeps the iterator of its data set: of `Datasets` a generator, which cannot be copied"
     learn = learner(GradientAccumulation(32))
