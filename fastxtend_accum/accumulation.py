@@ -74,8 +74,8 @@ class GradientAccumulation(WindowCallback):
         equal size may stay below it. None before a fit, or if the limits are unknown"""
         loop = self.loop
         if loop is None or loop.batches is None: return None
-        limits = [self.strategy.size]  # by `micro_batch_size`; None if it sets no limit
-        limits += [o.size for o in loop.strategy.savers]  # by a GradientCache; None from others that save memory
+        limits = [self.strategy.micro_bs]  # by `micro_batch_size`; None if it sets no limit
+        limits += [o.micro_bs for o in loop.strategy.savers]  # by a GradientCache; None from others that save memory
         plan = loop.batches.plan
         bs = plan.info.batch_size
         if bs is not None:

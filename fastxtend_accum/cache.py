@@ -13,16 +13,16 @@ from .windows.checks import check_callable,check_micro_batch_size
 from .windows.nested import join,map_tensors,part_bounds,slice_fields,slice_rows,tensors_in
 from .windows.processes import inner_model,is_sharded
 from .windows.state import Snapshot
-from .memory.auto import SmallerMicroBatches
 from .memory.blocks import check_inside
 from .memory.hidden_state import run_in_parts
 from .memory.micro_batches import check_samples_first
 from .memory.override import override_attr
+from .memory.retry import MemorySaver
 from .callback import WindowCallback
 from .checkpointing import checkpointed
 
 # %% auto #0
-__all__ = ['cached_forward', 'has_rows_in_doubt', 'GradientCache']
+__all__ = ['cached_forward', 'are_rows_ambiguous', 'GradientCache']
 
 # %% ../nbs/04_cache.ipynb #a14517df
 # A forward pass in micro-batches
@@ -45,33 +45,33 @@ def cached_forward(
         n = max(map(len, tensors_in((args, kwargs))), default=0)
         if n <= size: return forward(*args, **kwargs)
         check_samples_first((args, kwargs), n, samples)
-        def run_rows(start:int, end:int, forward_of_rows:Callable):
+        def run_part(start:int, end:int):
+            # The backward pass begins with the last part, so the last part need not run again
+            run = forward_of_copies if end == n else recomputed
             some_args = slice_fields(args, start, end, n)
             some_kwargs = slice_rows(kwargs, start, end, n)
-            return forward_of_rows(*some_args, **some_kwargs)
-        def run_part(start:int, end:int):
-            # The backward pass begins with the last part, so that one need not run again
-            is_last = end == n
-            return run_rows(start, end, forward_of_copies if is_last else recomputed)
+            return run(*some_args, **some_kwargs)
         bounds = part_bounds(n, math.ceil(n/size))
         outputs = run_in_parts(module, bounds, run_part)
         sizes = [end-start for start,end in bounds]
-        if has_rows_in_doubt(outputs[-1], sizes[-1]):
-            # Run the last part with one row more: `join` raises an error if that row is not in the first dimension
-            n_more = sizes[-1]+1
-            with torch.no_grad(), Snapshot(module): of_more = run_rows(n-n_more, n, forward_of_copies)
-            join([*outputs, of_more], [*sizes, n_more])
+        if are_rows_ambiguous(outputs[-1], sizes[-1]):
+            # Run the last part again, with the row before it: `join` raises an error if the output does not show this
+            # additional row in the first dimension
+            start = bounds[-1][0]-1
+            with torch.no_grad(), Snapshot(module): one_more = run_part(start, n)
+            join([*outputs, one_more], [*sizes, n-start])
         return join(outputs, sizes)
     return forward_in_parts
 
-def has_rows_in_doubt(output, n:int)->bool:
-    """Returns whether the shape of this `output` for `n` rows does not show where it has the rows, which `join` has to
-    know: a tensor of shape (n, n, ...) may have them in either dimension, and a tuple of `n` may be a list of rows"""
+def are_rows_ambiguous(output, n:int)->bool:
+    """Returns whether the shape of this `output` for `n` rows does not show in which dimension the rows are, which
+    `join` has to know. For example, if `n` is 4: rows may be in either dimension of a tensor of shape (4, 4), and a
+    tuple of 4 tensors may have one for each row, or be 4 outputs"""
     is_tuple = isinstance(output, (tuple,list)) and len(output) == n
     return is_tuple or any(o.shape[:2] == (n, n) for o in tensors_in(output))
 
 # %% ../nbs/04_cache.ipynb #7681a838
-class GradientCache(WindowCallback, SmallerMicroBatches):
+class GradientCache(WindowCallback, MemorySaver):
     "Compute the loss on the DataLoader's whole batch, while the model processes `micro_batch_size` samples at a time"
     order = 11.5  # before a GradientAccumulation
     lead_rank = 1  # it runs the loop if there is no GradientAccumulation, whose rank is lower
@@ -82,25 +82,21 @@ class GradientCache(WindowCallback, SmallerMicroBatches):
         part:Callable|None=None, # Function of the model that returns the part to run in micro-batches; None: all of it
     ):
         store_attr()
-        # Rows that the module sees at a time, at most; None: all. It is `micro_batch_size`, if that is a number; for
-        # 'auto', `SmallerMicroBatches.reduce_memory` lowers it once memory runs out
-        self.size = None
+        # Rows that the module sees at a time, at most; None: all. It is `micro_batch_size`, if that is a number. With
+        # 'auto' it stays as it was in the last fit, and `reduce_memory` lowers it once memory runs out. Users read it,
+        # as they do `GradientAccumulation.micro_bs`
+        self.micro_bs = None
         self.read_settings()
 
     @property
-    def adapts(self)->bool: return self.micro_batch_size == 'auto'
-
-    @property
-    def micro_bs(self)->int|None:
-        "For users, as in GradientAccumulation: samples that the model sees at a time, at most; None: the whole batch"
-        return self.size
+    def adapt(self)->bool: return self.micro_batch_size == 'auto'
 
     def read_settings(self):
         if self.micro_batch_size is None:
             raise TypeError("micro_batch_size must be a number of samples or 'auto', not None")
         self.micro_batch_size = check_micro_batch_size(self.micro_batch_size)
         check_callable('part', self.part, 'a function of the model')
-        if not self.adapts: self.size = self.micro_batch_size
+        if not self.adapt: self.micro_bs = self.micro_batch_size
 
     def before_train(self):
         "Raises ValueError if the model cannot run in micro-batches"
@@ -135,21 +131,26 @@ def check_others(self:GradientCache):
 @patch
 def context(self:GradientCache, loop):
     "Returns a context in which the module runs in micro-batches, or None if the batch is a single micro-batch"
-    if self.size is None: return None
+    if self.micro_bs is None: return None
     module = self.module_to_split(loop.learn.model)  # not `self.learn`, which is None once it is removed
-    forward = cached_forward(module, loop.batches.current.samples, self.size)
+    forward = cached_forward(module, loop.batches.current.samples, self.micro_bs)
     return override_attr(module, 'forward', forward)
 
 # %% ../nbs/04_cache.ipynb #d1bb8351
 @patch
+def reduce_memory(self:GradientCache, loop)->bool:
+    "Halves the rows that the module sees at a time; returns False if it sees a single row already"
+    return self.halve_micro_bs(loop.rows_of_batch())
+
+@patch
 def report(self:GradientCache, loop):
     "Prints how many samples the module sees at a time in training, and what differs from a whole batch"
     n = loop.rows_of_batch()
-    size = min(self.size or n, n)
+    size = min(self.micro_bs or n, n)
     module = self.module_to_split(loop.learn.model)
     message = (f'GradientCache: {type(module).__name__} sees at most {size} of {n} samples at a time; '
                'validation batches are not split')
-    found = loop.fit.differences  # None if no callback of this package is to print them
+    found = loop.fit.differences  # what the first forward pass has shown; None if `verbose` is False
     # If this callback is not the leader, a GradientAccumulation is, and its own line names the differences
     if found and size < n and self.is_leader(): message += found.described(module)
     self.log_once(message)

@@ -180,7 +180,7 @@ def begin_fit(self:WindowCallback):
     # Runs batches in the contexts of the savers, and again with less memory if it runs out
     strategy = RetryOnOutOfMemory(self.strategy, savers) if savers else self.strategy
     # If one of them adapts, one process may repeat a pass that the others run once
-    processes = Processes(learn, may_retry=any(o.adapts for o in savers))
+    processes = Processes(learn, may_retry=any(o.adapt for o in savers))
     learn.opt.zero_grad()
     self.loop = WindowLoop(FitContext(learn, self.settings(), processes), self, strategy, self.new_loggers())
     self.is_new_fit = False  # until the next `before_fit`

@@ -29,21 +29,24 @@ __all__ = ['checkpointed', 'check_recomputable', 'configs_with_cache', 'Activati
 
 def checkpointed(module, forward:Callable)->Callable:
     """Returns a function that runs `forward`, the forward pass of `module`, but keeps only its inputs, so that it runs
-    again in the backward pass. The second run begins in the state in which the first one began, and leaves everything
-    as it was"""
+    again in the backward pass. What happens in a batch:
+
+    1. In the forward pass, `contexts` takes a snapshot, and then `forward` runs for the first time.
+    2. In the backward pass, `forward` runs a second time, inside `with snapshot:`. So it begins in the state in which
+       the first run began, and leaves everything as it was."""
     def run(*args, **kwargs):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # `checkpoint` gets what the arguments contain, not the arguments, for two reasons. It keeps what it gets, and
-        # `save_on_cpu`, which moves tensors to the CPU, would not see those in a list. And each run gets a list of its
-        # own: a DenseNet appends to the one that its layers get
+        # `checkpoint` gets the tensors that the arguments contain, not the arguments, for two reasons. It keeps what it
+        # gets, and `save_on_cpu`, which moves tensors to the CPU, would not see tensors in a list. And each run has to
+        # get a new list, because a DenseNet appends to the list that it passes to its layers
         leaves,structure = tree_flatten((args, kwargs))
         def forward_of_leaves(*leaves):
             args,kwargs = tree_unflatten(leaves, structure)
             return forward(*args, **kwargs)
         def contexts():
             """Returns two contexts, as PyTorch wants: one for the first run, and one for each run in the backward pass.
-            PyTorch calls this just before the first run, so the snapshot has the state in which that begins"""
+            PyTorch calls this just before the first run, so the snapshot has the state in which the first run begins"""
             return nullcontext(),Snapshot(module)
         return checkpoint(
             forward_of_leaves, *leaves,
@@ -54,18 +57,19 @@ def checkpointed(module, forward:Callable)->Callable:
 
 # %% ../nbs/03_checkpointing.ipynb #035684f9
 def check_recomputable(model):
-    """Raises ValueError if replacing the forward passes of parts of `model` would have no effect, since it is compiled,
-    or if these parts cannot run again, since other processes or GPUs would have to run theirs"""
+    """Raises ValueError if replacing the forward passes of parts of `model` would have no effect, because it is
+    compiled, or if these parts cannot run again, because other processes or GPUs would have to run their parts, too"""
     modules = list(model.modules())
-    # By `torch.compile(m)`, or by `m.compile()`
+    # `torch.compile(m)` returns a module with `_orig_mod`, and `m.compile()` sets `_compiled_call_impl`
     is_compiled = any(hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) for m in modules)
     if not is_compiled and not is_sharded(model) and not isinstance(model, nn.DataParallel): return
     raise ValueError("ActivationCheckpointing cannot run parts of a compiled, sharded or replicated "
                      f"{type(model).__name__} again: leave out torch.compile, and use DistributedDataParallel")
 
 def configs_with_cache(model)->list:
-    """Returns the configurations in `model` of Transformers models that use a key-value cache, because both runs would
-    append to it. Several modules may share one"""
+    """Returns the configurations of the Transformers models in `model` that use a key-value cache. It is switched off
+    there, because both runs of a block would append to it. The list may hold a configuration several times, since
+    modules share it"""
     configs = [getattr(m, 'config', None) for m in model.modules()]
     return [o for o in configs if getattr(o, '__dict__', {}).get('use_cache')]
 
@@ -75,28 +79,24 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
 
     The forward pass keeps only the inputs of these blocks. The model sees whole batches, and results stay the same"""
     # It has two roles. As a MemorySaver, it is asked for a `context` in which blocks are recomputed, and to
-    # `reduce_memory`. As a WindowCallback, it brings the loop that asks, because fastai's cannot run a batch again.
-    # Beside a GradientAccumulation, whose loop asks as well, it has the first role only
+    # `reduce_memory`. As a WindowCallback, it brings the loop that asks for these, because fastai's loop cannot run a
+    # batch again. Beside a GradientAccumulation, which brings such a loop itself, it is a MemorySaver only
 
-    # Its events come before those of a GradientAccumulation, which needs the blocks when it begins the fit, and of a
-    # GradientCache: of several MemorySavers, the first one enters its context first, and is the first to use less
-    # memory
+    # Before a GradientCache (11.5): of several MemorySavers, the first one enters its context first, and is the first
+    # to use less memory
     order = 11.4
     _stateattrs = *WindowCallback._stateattrs,'found','groups'  # fastai leaves these out of a copy or an export
 
     def __init__(self,
         blocks:Callable|str|None=None, # Function of the model that returns the blocks; None or 'auto': find them
-        offload:bool=False, # Whether to keep the blocks' inputs on the CPU; becomes True if memory requires it
+        offload:bool=False, # Whether to keep the blocks' inputs on the CPU; becomes True once memory requires it
         adapt:bool=True, # Whether to recompute only as many blocks as memory requires; False: all blocks
     ):
         store_attr()
         self.found = []  # blocks
         self.groups = {}  # each nn.Sequential around them, and its grouped form
-        self.n_recomputed = 0  # blocks, the first ones
+        self.n_recomputed = 0  # so many blocks, from the first one on
         self.read_settings()
-
-    @property
-    def adapts(self)->bool: return self.adapt
 
     def read_settings(self):
         check_flags(offload=self.offload, adapt=self.adapt)
@@ -105,8 +105,7 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
 
     def before_train(self):
         "Finds the blocks; raises ValueError if all are to be recomputed, and there are none"
-        # A callback that came before it has removed it: fastai goes on through the list of callbacks that it had then
-        if not self.learn: return
+        if not self.learn: return  # it was removed by a callback that came before it
         check_recomputable(self.learn.model)
         model = inner_model(self.learn.model)
         if callable(self.blocks): self.found,self.groups = check_blocks(self.blocks(model), model),{}
@@ -115,7 +114,7 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
         if not n and not self.adapt:  # if it adapts, the batch may fit as it is
             raise ValueError(f"ActivationCheckpointing finds no blocks in {type(model).__name__}: choose modules with "
                              "blocks=lambda model: [...]")
-        # If it adapts, it begins with the number that the last fit needed. The model may have had more blocks then
+        # If it adapts, it begins with the number that the last fit needed, in which the model may have had more blocks
         self.n_recomputed = min(self.n_recomputed, n) if self.adapt else n
         super().before_train()
 
@@ -125,10 +124,10 @@ class ActivationCheckpointing(WindowCallback, MemorySaver):
 @patch
 def context(self:ActivationCheckpointing, loop):
     """Returns a context in which blocks run again in the backward pass, or None if all fits. It overrides forward
-    passes when it is entered, not yet here: so `forward_of_block` finds each block's own one"""
+    passes when it is entered, not yet here: so `forward_of_block` finds each block's own forward pass"""
     if not self.n_recomputed: return None
     contexts = [override_attr(o, 'use_cache', False) for o in configs_with_cache(loop.learn.model)]
-    # Some blocks are groups of layers: only the grouped form of the nn.Sequential around them calls these as modules
+    # Some blocks are groups of layers. Only the grouped form of the nn.Sequential around them calls a group as a module
     contexts += [override_attr(m, 'forward', group.forward) for m,group in self.groups.items()]
     # Contexts are entered in this order, and the last one prevails. An nn.Sequential with a grouped form may be a block
     # itself: then it is recomputed as a whole, not by its groups
@@ -137,12 +136,12 @@ def context(self:ActivationCheckpointing, loop):
 
 @patch
 def forward_of_block(self:ActivationCheckpointing, block)->Callable:
-    """Returns a forward pass for `block` that runs again in the backward pass. With `offload`, it keeps its inputs on
-    the CPU"""
+    """Returns a forward pass for `block` that runs again in the backward pass. With `offload`, it keeps its inputs
+    on the CPU"""
     run = checkpointed(block, block.forward)
     if not self.offload: return run
     def run_offloaded(*args, **kwargs):
-        # Not to pinned memory: PyTorch would lose the layout of the inputs, such as channels_last
+        # Not in pinned memory, in which PyTorch would lose the layout of the inputs, such as channels_last
         with save_on_cpu(): return run(*args, **kwargs)
     return run_offloaded
 
@@ -151,7 +150,8 @@ def forward_of_block(self:ActivationCheckpointing, block)->Callable:
 
 @patch
 def reduce_memory(self:ActivationCheckpointing, loop)->bool:
-    "Recomputes 1, 2, 4, ... and all blocks; finally, keeps their inputs on the CPU. Returns False after that"
+    """Recomputes 1, 2, 4, ... and all blocks, one step further each time that it is called; finally, keeps their inputs
+    on the CPU. Returns False after that"""
     n = len(self.found)
     if self.n_recomputed < n:
         self.n_recomputed = min(max(2*self.n_recomputed, 1), n)

@@ -6,7 +6,7 @@ import pytest
 from fastai.callback.mixup import MixUp
 
 from common import *
-from limited_memory import MemoryLimit, run_out_of_memory
+from limited_memory import MemoryLimit, OutOfMemory, run_out_of_memory
 
 FLOAT32 = 5e-6  # rounding of float32 weights
 
@@ -79,6 +79,21 @@ def test_an_interrupted_search_goes_on():
     fit(learn, 1)
     assert memory.in_training[19:] == of_fit
     assert accum.micro_bs == 8
+
+
+@pytest.mark.parametrize('cb', [split_auto(), GradientCache('auto')])
+def test_samples_of_two_rows_are_halved_at_once(cb):
+    "Batches of 8 samples have 16 rows. After memory ran out once, the model sees 8"
+    def double(self):
+        self.learn.xb = (self.x.repeat_interleave(2, 0),)
+        self.learn.yb = (self.y.repeat_interleave(2, 0),)
+
+    learn = make_learner(8, n=32, cbs=[cb, Callback(before_batch=double), OutOfMemory('after_pred', 1)])
+    seen = MemoryLimit(learn.model[0]).in_training
+    fit(learn, 1)
+    assert_moved(learn)
+    assert seen[0] == 16
+    assert set(seen[1:]) == {8}
 
 
 # Inputs without tensors

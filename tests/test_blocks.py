@@ -80,6 +80,19 @@ def test_a_module_that_occurs_twice_is_one_block():
     assert found == [shared]
 
 
+class WithIdentity(nn.Linear):
+    "A layer whose only child is an empty shortcut"
+    def __init__(self):
+        super().__init__(5, 5)
+        self.shortcut = nn.Sequential()
+
+    def forward(self, x): return self.shortcut(x)+torch.tanh(super().forward(x))
+
+
+def test_a_module_whose_only_child_is_empty_is_a_block():
+    assert kinds_of_blocks(nn.ModuleList([WithIdentity(), WithIdentity()])) == ['WithIdentity', 'WithIdentity']
+
+
 # Models of libraries
 
 

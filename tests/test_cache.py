@@ -10,7 +10,7 @@ from benchmarks.counts import LiveBytes
 from common import *
 from limited_memory import MemoryLimit, OutOfMemory
 from stateful import *
-from fastxtend_accum.windows.nested import CannotJoin
+from fastxtend_accum.windows.nested import NotBySample
 
 FLOAT32_LOSS = 1e-7  # the Recorder averages losses in float32
 ADAM_ROUNDING = 1e-9  # Adam's first steps are as large for gradients that are nothing but rounding
@@ -388,7 +388,7 @@ class Returns(nn.Module):
 def test_outputs_that_cannot_be_joined_are_an_error_before_the_first_step(output, says):
     learn = learner_of_views(Returns(output), GradientCache(8))
     before = weights(learn)
-    with pytest.raises(CannotJoin, match=says): fit(learn, 1)
+    with pytest.raises(NotBySample, match=says): fit(learn, 1)
     assert_same(weights(learn), before)
 
 
@@ -396,7 +396,7 @@ def test_as_many_outputs_as_samples_in_one_tensor_are_refused():
     "The shape of two views, one after the other, is that of two samples"
     learn = learner_of_views(Returns(torch.stack), GradientCache(2))
     before = weights(learn)
-    with pytest.raises(CannotJoin, match=r'shape \(2, 3, 4\) for 3 samples'): fit(learn, 1)
+    with pytest.raises(NotBySample, match=r'shape \(2, 3, 4\) for 3 samples'): fit(learn, 1)
     assert_same(weights(learn), before)
 
 
@@ -405,7 +405,7 @@ def with_a_scale(views): return views[0], views[1].mean().reshape(1)
 
 def test_as_many_outputs_as_samples_are_not_taken_for_a_list_of_samples():
     learn = learner_of_views(Returns(with_a_scale), GradientCache(2))
-    with pytest.raises(CannotJoin, match=r'shape \(1,\) for 2 samples: its first dimension'): fit(learn, 1)
+    with pytest.raises(NotBySample, match=r'shape \(1,\) for 2 samples: its first dimension'): fit(learn, 1)
 
 
 class OneForEachSample(nn.Module):

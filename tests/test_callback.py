@@ -125,7 +125,7 @@ def test_settings_that_were_changed_since_the_last_fit_are_those_of_a_new_callba
     assert_moved(learn)
     assert_same_weights(learn, expected)
     assert losses(learn) == losses(expected)
-    assert cb.strategy.size == new.strategy.size
+    assert cb.strategy.micro_bs == new.strategy.micro_bs
 
 
 @pytest.mark.parametrize('cb, name, value, says', [

@@ -103,6 +103,17 @@ def test_training_metrics_go_on_after_an_interrupt(event):
     assert 'accumulate' not in vars(metric)
 
 
+def test_a_metric_keeps_a_method_of_its_own():
+    "As a user may set it on one metric, in the place of that of its class"
+    metric = CountsBatches()
+    seen = []
+    metric.accumulate = seen.append
+    learn = fit(make_learner(8, cbs=[Recorder(train_metrics=True), GradientAccumulation(32)], metrics=metric), 2)
+    assert metric.accumulate == seen.append
+    n_batches = len(learn.dls.train)+2*len(learn.dls.valid)  # each of the two Recorders shows it those of validation
+    assert len(seen) == 2*n_batches
+
+
 class CountsBatches(Metric):
     "The number of batches that it sees"
     def reset(self):

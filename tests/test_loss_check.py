@@ -23,6 +23,11 @@ def kept_parts(loss_func, pred, targets, sizes=(8, 5)):
 
 # What it says of the table of losses
 
+def test_it_computes_gradients_where_they_are_switched_off():
+    row = INEXACT['rmse']
+    with torch.no_grad(): assert is_inexact(row.loss_func, kept_parts(row.loss_func, row.pred, row.targets))
+
+
 @pytest.mark.parametrize('autocasts', [False, True], ids=['float32', 'autocast'])
 @pytest.mark.parametrize('sizes', [(8, 8), (8, 5), (3, 2)], ids=str)
 @pytest.mark.parametrize('margin', [0.1, 10])
@@ -241,6 +246,16 @@ def test_it_does_not_call_the_loss_for_large_outputs(monkeypatch):
     calls = calls_in_6_windows()
     assert len(calls) == 12
     assert set(calls) == {8}
+
+
+def test_it_does_not_copy_large_outputs(monkeypatch):
+    "They have 128 bytes with their targets: the copy may not fit in memory"
+    copied = []
+    monkeypatch.setattr(loss_check, 'copy_of', copied.append)
+    monkeypatch.setattr(LossCheck, 'max_bytes', 100)
+    kept = []
+    LossCheck(mse).keep(kept, mse, data(8), rows=8, items=8)
+    assert kept == copied == []
 
 
 def test_the_fit_is_the_same_without_the_check(monkeypatch):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
 from common import *
-from fastxtend_accum.windows.nested import (CannotJoin, NotSamplesFirst, children, join, map_tensors, n_rows,
+from fastxtend_accum.windows.nested import (NotBySample, NotSamplesFirst, children, join, map_tensors, n_rows,
                                             part_bounds, rebuilt, slice_rows, tensors_in)
 
 
@@ -199,7 +199,7 @@ def test_lists_of_samples_are_joined_inside_of_an_output():
     ((torch.zeros(1), 1), torch.zeros(2)),
     (dict(a=torch.zeros(1), b=torch.ones(1)), dict(b=torch.ones(2), a=torch.zeros(2)))])
 def test_what_is_no_output_of_the_batch_cannot_be_joined(first_one, second):
-    with pytest.raises(CannotJoin, match='cannot join a|differ in structure'): join([first_one, second], [1, 2])
+    with pytest.raises(NotBySample, match='cannot join a|differ in structure'): join([first_one, second], [1, 2])
 
 
 def test_an_output_whose_first_dimension_is_not_the_samples_is_an_error():
@@ -212,5 +212,5 @@ def test_an_output_whose_first_dimension_is_not_the_samples_is_an_error():
 def test_the_error_names_the_sizes_that_differ():
     "Not only those of the first two micro-batches"
     outputs = [torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(1, 4)]
-    with pytest.raises(CannotJoin, match='cannot be concatenated: .* Expected size 3 but got size 4'):
+    with pytest.raises(NotBySample, match='cannot be concatenated: .* Expected size 3 but got size 4'):
         join(outputs, [2, 2, 1])

@@ -241,6 +241,20 @@ def test_gradients_that_fastais_callback_adds_up_are_put_back(saver):
 
 
 @each_saver
+def test_the_gradient_of_a_cancelled_step_is_put_back(saver):
+    "It is added to that of the next batch, in which memory runs out. A CancelBatchException keeps it from being zeroed"
+    def run(*cbs):
+        cancels = Fault(CancelBatchException, 'before_step', 2, order=20)
+        return fit(make_learner(8, n=32, m=blocks_of_layers(), cbs=[cancels, *cbs]), 1)
+    plain = run()
+    fails = OutOfMemory('after_pred', 3, order=5)
+    ours = run(fails, saver())
+    assert fails.count > 4
+    assert_apart(ours, blocks_of_layers())
+    assert_same_weights(ours, plain, ROUNDING)
+
+
+@each_saver
 def test_targets_that_a_callback_replaces_in_the_failed_pass_are_put_back(saver):
     def smooth(self): self.learn.yb = (self.y*.9,)
 

@@ -72,11 +72,7 @@ def change_shape(t):
     t.data = torch.ones(3)
 
 
-def change_type(t):
-    t.data = t.data.half()
-
-
-@pytest.mark.parametrize('change', [lambda t: t.add_(1), change_shape, change_type], ids=['values', 'shape', 'type'])
+@pytest.mark.parametrize('change', [lambda t: t.add_(1), change_shape], ids=['values', 'shape'])
 def test_a_buffer_is_restored_in_place(change):
     m = nn.Module()
     buffer = torch.zeros(2)
@@ -139,11 +135,18 @@ class CountsCalls:
     def method(self): self()
 
 
+def in_loss_of_fastai(o):
+    loss = BaseLoss(nn.MSELoss)
+    loss.func = o
+    return loss
+
+
 @pytest.mark.parametrize('wrap', [
     noop,
     partial,
     lambda o: o.method,
-    lambda o: partial(o.method)])
+    lambda o: partial(o.method),
+    lambda o: partial(in_loss_of_fastai(o))])
 def test_the_attributes_of_a_loss_are_restored_through_what_wraps_it(wrap):
     loss = CountsCalls()
     snapshot = Snapshot(wrap(loss), mse)

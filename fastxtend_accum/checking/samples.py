@@ -11,7 +11,7 @@ from fastai.basics import *
 
 from ..windows.checks import warn_user
 from ..windows.loader import LoaderBatch,loader_bs
-from ..windows.nested import CannotJoin,join,map_tensors,n_rows
+from ..windows.nested import NotBySample,join,map_tensors,n_rows
 
 # %% auto #0
 __all__ = ['KeptLoader', 'copy_to_read', 'first_samples']
@@ -58,7 +58,7 @@ def first_samples(dl, n:int)->LoaderBatch:
         if sum(sizes) >= n: break
     if not sum(sizes): raise ValueError("check_accum needs samples, and the training DataLoader yields none")
     try: join(batches, sizes)
-    except CannotJoin: del batches[1:],sizes[1:]  # they differ in shape, so only the first one is used
+    except NotBySample: del batches[1:],sizes[1:]  # they differ in shape, so only the first one is used
     n_times = math.ceil(n/sum(sizes))
     sizes = sizes*n_times
     data = join(batches*n_times, sizes)

@@ -13,24 +13,16 @@ from .micro_batches import MicroBatches
 from .retry import MemorySaver
 
 # %% auto #0
-__all__ = ['SmallerMicroBatches', 'AutoMicroBatches']
-
-# %% ../../nbs/memory/05_auto.ipynb #cbac1d5b
-class SmallerMicroBatches(MemorySaver):
-    """Base class of what runs a batch in micro-batches of at most `size` rows, or as a whole if `size` is None. Each
-    time that memory runs out, it lowers `size` to a half"""
-    def reduce_memory(self, loop)->bool:
-        "Halves `size`; returns False if micro-batches are single rows already"
-        n = loop.rows_of_batch()
-        size = min(self.size or n, n)
-        if size <= 1: return False
-        self.size = math.ceil(size/2)
-        return True
+__all__ = ['AutoMicroBatches']
 
 # %% ../../nbs/memory/05_auto.ipynb #3e360b04
-class AutoMicroBatches(MicroBatches, SmallerMicroBatches):
-    """The strategy of `micro_batch_size='auto'` of a GradientAccumulation. Both base classes use the same attribute
-    `size`: MicroBatches sets it to None at first, and runs batches by it; SmallerMicroBatches lowers it"""
+class AutoMicroBatches(MicroBatches, MemorySaver):
+    """The strategy of `micro_batch_size='auto'` of a GradientAccumulation: it runs batches as MicroBatches does, at
+    first as a whole. Each time that memory runs out, it halves `micro_bs`, the samples in a micro-batch"""
+    def reduce_memory(self, loop)->bool:
+        "Halves the samples in a micro-batch; returns False if it is a single sample already"
+        return self.halve_micro_bs(loop.batches.current.samples)
+
     def report(self, loop):
         "Prints the line of the GradientAccumulation, which runs the loop. It names the size that fits"
         loop.cb.print_line()

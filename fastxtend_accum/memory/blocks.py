@@ -24,10 +24,10 @@ def n_layers(m)->int: return sum(map(is_layer, m.modules()))
 
 def is_plain_sequential(m)->bool:
     "Returns whether `m` runs its children in order: neither its class nor an attribute overrides nn.Sequential.forward"
-    return getattr(type(m), 'forward', None) is nn.Sequential.forward and 'forward' not in vars(m)
+    return type(m).forward is nn.Sequential.forward and 'forward' not in vars(m)
 
 def grouped(m:nn.Sequential)->nn.Sequential:
-    """Returns an nn.Sequential that computes the same as `m`. In it, a layer and what follows it without a layer, such
+    """Returns an nn.Sequential that computes the same as `m`. In it, a layer and the modules up to the next layer, such
     as a norm and an activation, are one child: [conv, norm, relu, conv, relu] becomes [[conv, norm, relu],
     [conv, relu]]. If such a child is a block, it need not keep what is between its modules"""
     groups = []
@@ -41,7 +41,7 @@ def grouped(m:nn.Sequential)->nn.Sequential:
     return nn.Sequential(*map(joined, groups))
 
 def joined(group:list)->nn.Module:
-    "Returns the module of a group of one, and an nn.Sequential of a larger one"
+    "Returns the only module of a `group` of one; otherwise, an nn.Sequential of its modules"
     return group[0] if len(group) == 1 else nn.Sequential(*group)
 
 # %% ../../nbs/memory/06_blocks.ipynb #8030ce3f
@@ -53,8 +53,9 @@ def find_blocks(model)->tuple[list,dict]:
     return uniqueify(blocks),groups
 
 def blocks_in(m, groups:dict)->list:
-    """Returns the blocks inside `m`: the children of containers. A child is no block if it is itself made of several
-    large ones; then these are. Adds the grouped forms to `groups`, by the nn.Sequential. For example:
+    """Returns the blocks inside `m`: the children of containers. A child that is itself made of several large blocks is
+    not a block; then the blocks inside it are returned. Adds `{m: its grouped form}` to `groups` if `m` is an
+    nn.Sequential, and the same for each one inside. For example:
 
     - a stage of a ResNet is a container of large blocks: not the stage, but its blocks are returned
     - a layer of a Transformer is in a container, and has no large blocks inside: it is returned as it is
@@ -66,8 +67,8 @@ def blocks_in(m, groups:dict)->list:
     children = list(m.children())
     res = []
     for o in parts.children():
-        is_new_group = o not in children  # `grouped` has made it of a single layer: it has no blocks inside
-        inner = [] if is_new_group else blocks_in(o, groups)
+        is_new = o not in children  # `grouped` has made it of one layer and what follows: it has no blocks inside
+        inner = [] if is_new else blocks_in(o, groups)
         if isinstance(m, containers) and can_be_block(o, inner): res.append(o)
         else: res += inner
     return res
@@ -75,24 +76,27 @@ def blocks_in(m, groups:dict)->list:
 def can_be_block(m, inner:list)->bool:
     """Returns whether `m`, a child of a container, is a block itself: if so, it takes the place of the `inner` blocks
     that were found inside it"""
-    is_list = isinstance(m, (nn.ModuleList, nn.ModuleDict))  # which is never called, but what it lists is
+    is_list = isinstance(m, (nn.ModuleList, nn.ModuleDict))  # models call the modules in a list, and never the list
     # Without children, it keeps little more than its inputs anyway: to recompute it would save nothing
-    has_children = any(m.children())
-    if is_list or not has_children or not n_layers(m): return False
-    n_large = sum(n_layers(o) > 1 for o in inner)  # a convolution with its norm does not count
+    children = list(m.children())
+    if is_list or not children or not n_layers(m): return False
+    # Of two large blocks inside, only one at a time need be in memory as they are recomputed, so they are better blocks
+    # than `m`. If there is only one, `m` is little more than a wrapper of it. A convolution with its norm is not large
+    n_large = sum(n_layers(o) > 1 for o in inner)
     return n_large < 2
 
 # %% ../../nbs/memory/06_blocks.ipynb #9a1d41ac
 def check_blocks(blocks, model)->list:
-    """Returns `blocks`, which a user has named, as a list, each once. A container, such as an nn.Sequential, stands for
-    its children. Raises ValueError if one of them is no module of `model`"""
+    """Returns the `blocks` that a user has named as a list, each block once. A container, such as an nn.Sequential,
+    stands for its children. Raises ValueError if a block is no module of `model`"""
     if isinstance(blocks, containers): blocks = blocks.children()
     res = list(L(blocks))
     for o in res: check_inside(o, model, 'blocks')
     return uniqueify(res)
 
 def check_inside(o, model, argument:str):
-    "Raises ValueError unless `o`, which the function that was passed as `argument` has returned, is inside `model`"
+    """Raises ValueError unless `o` is a module inside `model`. A function of the user has returned `o`; `argument` is
+    the name of the argument as which the user has passed that function"""
     if any(o is m for m in model.modules()): return
     raise ValueError(f"{argument} must return modules of the model, not a {type(o).__name__}: a slice of an "
                      "nn.Sequential, for example, is a new module")

@@ -18,8 +18,9 @@ __all__ = ['state_owners', 'set_states', 'run_in_parts']
 # %% ../../nbs/memory/01_hidden_state.ipynb #38e82fc0
 def state_owners(module)->list[nn.Module]:
     """Returns the modules in `module`, a model or a part of it, that carry a hidden state from batch to batch: every
-    fastai `AWD_LSTM`; but none in a text classifier, whose SentenceEncoder resets it in each batch. Raises ValueError
-    if another class may carry a state: it has a `reset`, which fastai's ModelResetter calls in each epoch"""
+    `AWD_LSTM` of fastai. Returns none for a text classifier: its SentenceEncoder, in which the AWD_LSTM is, resets the
+    state in each batch. Raises ValueError if there is no AWD_LSTM, and `module` has a `reset`. fastai's ModelResetter
+    calls this method of the model in each epoch, so a model that has it probably carries a state of another kind"""
     awdlstm = sys.modules.get('fastai.text.models.awdlstm')  # None if nobody has imported it: the import takes seconds
     owners = []
     for m in module.modules():
@@ -41,9 +42,9 @@ def run_in_parts(
     bounds:list, # Start and end of each part of a batch, in rows
     run_part:Callable, # `run_part(start, end)`
 )->list:
-    """Returns the results of `run_part` for one part of a batch after the other. In each, AWD_LSTMs in `module`
-    continue from their states of these rows. In the end they have the new states of all rows; or, if an error ends a
-    part, those from before the batch. Raises ValueError if `module` carries another state"""
+    """Calls `run_part` for each part of a batch in turn, and returns a list of the results. In each part, AWD_LSTMs in
+    `module` continue from their states of the part's rows. In the end they have the new states of all rows; or, if an
+    error ends a part, the states from before the batch. Raises ValueError if `module` carries another kind of state"""
     owners = state_owners(module)
     n = bounds[-1][1]
     for m in owners:
@@ -51,7 +52,7 @@ def run_in_parts(
     # A state is a list of pairs (hidden, cell), one for each layer, such as [(h1, c1), (h2, c2)]. The shape of each of
     # these tensors is (1, rows, features): their rows are in dimension 1
     before = [m.hidden for m in owners]  # the state of each owner
-    after = []  # by part, the state of each owner at its end
+    after = []  # the same after each part: with one owner and two parts, [[state after part 1], [state after part 2]]
     results = []
     try:
         for start,end in bounds:
@@ -62,6 +63,7 @@ def run_in_parts(
     except BaseException:
         set_states(owners, before, n)
         raise
-    def join_rows(*tensors): return torch.cat(tensors, 1)  # the tensors are of one layer, one for each part
+    # `tree_map` takes the tensor at the same place of each entry of `after`, such as h1 after part 1 and after part 2
+    def join_rows(*tensors): return torch.cat(tensors, 1)
     set_states(owners, tree_map(join_rows, *after), n)
     return results

@@ -11,26 +11,28 @@ from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 
 from ..windows.loop import WholeBatch,WindowLoop
-from ..windows.nested import (CannotJoin,NotSamplesFirst,join,map_tensors,part_bounds,slice_fields,slice_rows,
+from ..windows.nested import (NotBySample,NotSamplesFirst,join,map_tensors,part_bounds,slice_fields,slice_rows,
                               tensors_in)
 from ..windows.processes import inner_model
 from .hidden_state import run_in_parts
 from .override import override_attr
 
 # %% auto #0
-__all__ = ['per_sample_names', 'held_rows', 'chunk_bounds', 'check_samples_first', 'MicroBatches', 'run_split', 'end_split_batch']
+__all__ = ['per_sample_names', 'held_rows', 'chunk_bounds', 'check_samples_first', 'MicroBatches', 'run_split', 'joined_output',
+           'end_split_batch']
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #bfa7b934
 def per_sample_names(cb)->list[str]:
-    """Returns the attributes of `cb` that have a value for each sample: those that its class names in `per_sample`, as
-    in `per_sample = ('weights',)`; and for MixUp and CutMix the partner of each sample"""
+    """Returns the names of the attributes of `cb` that have a value for each sample: what its class names in
+    `per_sample`, as in `per_sample = ('weights',)`; and for MixUp and CutMix, the target and the share of the partner
+    with which each sample is mixed"""
     names = getattr(type(cb), 'per_sample', ())
     partners = ('yb1', 'lam') if isinstance(cb, MixHandler) else ()
     return [name for name in (*partners, *names) if name in vars(cb)]
 
 def held_rows(learn, start:int, end:int, n:int):
     """Returns a context in which `learn` and its callbacks hold the rows from `start` to `end` of the `n` that they
-    hold now. Where there are no targets, those that a callback sets in the context are left alone"""
+    hold now. If there are no targets, the context leaves `learn.yb` alone, because a callback may set it inside"""
     inputs = slice_fields(learn.xb, start, end, n)
     contexts = [override_attr(learn, 'xb', inputs)]
     if len(learn.yb):
@@ -45,45 +47,47 @@ def held_rows(learn, start:int, end:int, n:int):
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #0c4dc734
 def chunk_bounds(
-    n:int, # Rows
-    most:int, # Samples in a micro-batch, at most
-    samples:int, # Samples in all `n` rows
+    rows:int, # Of the batch
+    micro_bs:int|None, # Samples in a micro-batch, at most; None: all
+    samples:int, # In the batch
 )->list[tuple[int,int]]: # In rows
     """Returns start and end of each micro-batch: as few as possible, of nearly equal size. If there are several rows
-    for each sample, such as the frames of videos, those of a sample are assumed to be next to each other, and stay
-    together: 12 rows of 4 samples, at most 2 at a time, are (0, 6) and (6, 12)"""
-    n_samples = max(min(samples, n), 1)  # a callback may have dropped some rows, or all
-    n_parts = math.ceil(n_samples/most)
-    bounds_in_samples = part_bounds(n_samples, n_parts)
-    return [(start*n//n_samples, end*n//n_samples) for start,end in bounds_in_samples]
+    for each sample, such as the frames of videos, the rows of a sample are assumed to be next to each other, and stay
+    together: 12 rows of 4 samples, at most 2 samples at a time, are (0, 6) and (6, 12)"""
+    samples = max(min(samples, rows), 1)  # a callback may have dropped some rows, or all
+    most = micro_bs or samples
+    bounds_in_samples = part_bounds(samples, math.ceil(samples/most))
+    return [(start*rows//samples, end*rows//samples) for start,end in bounds_in_samples]
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #2742d7f0
 def check_samples_first(b, n:int, samples:int):
-    """Raises ValueError if time probably comes first in the tensors in `b`, of `n` rows: if there are 4 `samples`, and
-    each tensor has a shape such as (12, 4) or (12, 4, 300). Splitting the 12 rows would cut each sample into pieces.
-    Tensors of shape (4, 4) are taken for samples first"""
-    have_samples_second = all(o.shape[1:2] == (samples,) for o in tensors_in(b))
-    if n == samples or not have_samples_second: return
+    """Raises ValueError if the first dimension of the tensors in `b`, of `n` rows, is probably time: there are not as
+    many rows as samples, but the second dimension of every tensor has that size. For example, with 4 `samples`, tensors
+    of shapes (12, 4) and (12, 4, 300): splitting the 12 rows would cut each sample into pieces. In tensors of shape
+    (4, 4), the first dimension is taken for the samples"""
+    if n == samples: return
+    have_samples_second = [o.shape[1:2] == (samples,) for o in tensors_in(b)]
+    if not all(have_samples_second): return
     raise ValueError(f"cannot split tensors of {n} rows in a batch of {samples} samples: put the samples first, not "
                      "time, or leave micro_batch_size out")
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e39c522b
 class MicroBatches(WholeBatch):
-    "A strategy that runs a loader batch in micro-batches of at most `size` samples"
+    "A strategy that runs a loader batch in micro-batches of at most `micro_bs` samples"
     # The model may have several forward passes for one loader batch. The loop has to know, because a callback for mixed
     # precision may switch autocast on once, in `before_batch`, and off after the first of them
     may_repeat = True
     def __init__(self,
-        size:int|None=None, # None: the whole batch. AutoMicroBatches begins with it
+        micro_bs:int|None=None, # None: the whole batch, with which AutoMicroBatches begins
     ):
-        self.size = size
+        self.micro_bs = micro_bs
 
     def __call__(self, loop:WindowLoop):
         "Runs the loader batch that `loop.learn` holds. Afterwards the Learner holds the whole batch and its mean loss"
         learn = loop.learn
         samples = loop.batches.current.samples
         n = loop.rows_of_batch()
-        bounds = chunk_bounds(n, self.size or max(samples, 1), samples)
+        bounds = chunk_bounds(n, self.micro_bs, samples)
         if len(bounds) == 1:
             loop.run_micro_batch(samples, n)
             return
@@ -94,38 +98,45 @@ class MicroBatches(WholeBatch):
 
 # %% ../../nbs/memory/02_micro_batches.ipynb #e7b434d7
 def run_split(loop:WindowLoop, bounds:list):
-    """Runs one micro-batch after the other, and then makes the Learner hold the whole batch and its output: None if the
-    outputs cannot be joined. Raises NotSamplesFirst if their first dimension is not the samples, and CannotJoin if
-    training metrics need what cannot be joined"""
+    "Runs each micro-batch in turn, and then makes the Learner hold the whole batch and its output"
     learn = loop.learn
     samples = loop.batches.current.samples
     n = bounds[-1][1]
     targets = learn.yb
     def run_part(start:int, end:int):
-        # A callback may set other targets in a micro-batch, which stay: IceVision's hides them all before the batch,
-        # and sets those of each micro-batch in `after_loss`. So each begins with those of the batch
+        # A callback may set other targets in a micro-batch, which stay: IceVision's hides all targets before the batch,
+        # and sets the targets of each micro-batch in `after_loss`. So each one begins with the targets of the batch
         learn.yb = targets
-        n_samples = end*samples//n - start*samples//n  # those before each bound, rounded: they add up to `samples`
+        # The samples before `end`, less the samples before `start`. Rounded like this, they add up to `samples`
+        n_samples = end*samples//n - start*samples//n
         with held_rows(learn, start, end, n):
             loop.run_micro_batch(n_samples, end-start, ends_batch=end == n)
         return map_tensors(Tensor.detach, learn.pred)
     outputs = run_in_parts(inner_model(learn.model), bounds, run_part)
+    learn.pred = joined_output(loop, outputs, bounds)
+
+def joined_output(loop:WindowLoop, outputs:list, bounds:list):
+    """Returns the output of a batch, from the outputs of its micro-batches. Raises NotSamplesFirst if their first
+    dimension is not the samples, because the inputs may have been cut in the wrong dimension, too. If the outputs
+    cannot be joined for another reason, as maps of several sizes, returns None; or raises NotBySample if there are
+    training metrics, which need the output"""
     sizes = [end-start for start,end in bounds]
-    try: learn.pred = join(outputs, sizes)
-    except NotSamplesFirst: raise  # rows may have been cut in the wrong dimension
-    except CannotJoin:  # rows are right, but outputs differ, as maps of several sizes do. Only metrics need all outputs
-        if loop.loggers.train_metrics: raise
-        learn.pred = None
+    try: return join(outputs, sizes)
+    except NotBySample as e:
+        if isinstance(e, NotSamplesFirst) or loop.loggers.train_metrics: raise
+        return None
 
 def end_split_batch(loop:WindowLoop, losses_before:tuple):
     """After the last micro-batch: makes the Learner hold the mean loss of the batch, and makes the window count all of
     its samples. `losses_before` are the sums of the window from before the batch"""
     learn,window = loop.learn,loop.window
     losses = window.losses.since(losses_before)  # of this batch
-    if not losses.n_micro: return  # there are no targets, or all is cancelled: as a whole batch, it does not count
+    # No micro-batch has added a loss if there are no targets; then `forward_backward` has counted their samples. Or all
+    # backward passes were cancelled; then the batch does not count, as a whole batch would not
+    if not losses.n_micro: return
     learn.loss = window.mean_of(losses)
     learn.loss_grad = learn.loss
     # A callback may have cancelled the backward pass of 8 of 32 samples. They still count as part of the window, so
-    # that it does not wait for 8 others
+    # that it does not wait for 8 more
     n_cancelled = loop.batches.current.samples-losses.samples
     window.add_samples(n_cancelled)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from fastai.basics import *
-from fastai.callback.training import GradientAccumulation
 
 from ..windows.gradients import params_in
 from ..windows.loop import WholeBatch,WindowLoop
@@ -23,8 +22,8 @@ __all__ = ['MemorySaver', 'BatchUndo', 'copy_of_grad', 'RetryOnOutOfMemory', 'tr
 # %% ../../nbs/memory/04_retry.ipynb #869a27cb
 class MemorySaver:
     "Base class of what can save memory in the passes of a loader batch: a callback, or a strategy"
-    adapts = True  # whether it saves more once memory runs out
-    size = None  # samples that the model sees at a time, at most; None: the whole batch
+    adapt = True  # whether it saves more once memory runs out
+    micro_bs = None  # samples, or rows, that the model sees at a time, at most; None: the whole batch
 
     def context(self, loop:WindowLoop):
         "Returns a context for the passes of a batch, or None"
@@ -34,6 +33,13 @@ class MemorySaver:
         "Uses less memory from now on; returns False if it cannot"
         return False
 
+    def halve_micro_bs(self, n:int)->bool:
+        "Halves `micro_bs`, where None stands for the whole batch of `n`; returns False if it is 1 already"
+        micro_bs = min(self.micro_bs or n, n)
+        if micro_bs <= 1: return False
+        self.micro_bs = math.ceil(micro_bs/2)
+        return True
+
     def report(self, loop:WindowLoop): "Called after the first batch of a fit, and after each in which memory ran out"
 
 # %% ../../nbs/memory/04_retry.ipynb #ca9ffbee
@@ -41,17 +47,17 @@ class BatchUndo:
     """What the passes of the current batch are going to change, as it is before them, so that `undo` can restore it:
     the state of the model, the loss and random generators, what the Learner holds, the sums of the window, and
     gradients"""
-    def __init__(self, loop:WindowLoop):
+    def __init__(self,
+        loop:WindowLoop,
+        are_zero:bool, # Whether the gradients of the optimizer's parameters are 0 or None before the batch
+    ):
         learn,window = loop.learn,loop.window
         self.loop = loop
         self.snapshot = Snapshot(inner_model(learn.model), learn.loss_func)
         self.held = {name:vars(learn).get(name) for name in ('xb','yb','loss')}
         self.losses = window.losses
         self.n_kept = len(window.kept)
-        # Before the first batch of a window, gradients of the optimizer's parameters are 0 or None. Then `undo` can do
-        # without copies, which take memory. Not with fastai's GradientAccumulation, which cancels steps to add up
-        # gradients. Of a single step that some other callback cancels by a CancelBatchException, the gradient is lost
-        are_zero = not window.losses.n_micro and not learn._grab_cbs(GradientAccumulation)
+        # `undo` makes gradients 0 where there is no copy. Copies take memory, so none is made of a gradient that is 0
         need_no_copy = set(params_in(learn.opt)) if are_zero else set()
         self.grads = {p:copy_of_grad(p.grad) for p in loop.fit.params.summed if p not in need_no_copy}
 
@@ -63,12 +69,11 @@ class BatchUndo:
         learn.loss_grad = None
         learn.pred = None
         self.snapshot.restore()
-        # Now the gradients, in four steps. First, the window goes back to its sums of losses. If this is its first
-        # batch, that also gives gradients the type of their weights: others may have been summed in float32 until here
+        # The window goes back to its sums of losses. If this is its first batch, it also ends its sums of gradients,
+        # which gives gradients the type of their weights again, before they get values of this type below
         window.restart_batch(self.losses, self.n_kept)
-        # Those that need no copy become 0
+        # Gradients without a copy were 0 before the batch
         learn.opt.zero_grad()
-        # All others get the values of their copies, in the type that they had
         for p,grad in self.grads.items(): p.grad = copy_of_grad(grad)
         # If the window goes on, it would take these new tensors for a change by a callback, which is an error
         if window.grads is not None: window.grads.accept()
@@ -84,8 +89,9 @@ class RetryOnOutOfMemory(WholeBatch):
     def __init__(self, strategy:WholeBatch, savers:list[MemorySaver]):
         self.strategy = strategy
         self.savers = savers
-        self.adapting = [o for o in savers if o.adapts]
-        self.has_reported = False  # whether the savers have said what fits
+        self.adapting = [o for o in savers if o.adapt]
+        self.has_reported = False  # whether the savers have reported the memory with which batches fit
+        self.n_steps = -1  # optimizer steps of the fit when the last batch began; -1: no batch has begun
 
     def __call__(self, loop:WindowLoop):
         "Runs the loader batch that `loop.learn` holds"
@@ -108,8 +114,12 @@ class RetryOnOutOfMemory(WholeBatch):
 def run_until_it_fits(self:RetryOnOutOfMemory, loop:WindowLoop):
     """Runs the batch again and again, with less memory each time, until it fits. Raises RuntimeError if no saver can
     use less memory"""
+    # A fit begins with gradients of 0, and each step leaves them. Without a step since the last batch, gradients may
+    # have been added up: by the window, or by a callback that cancels steps, such as fastai's GradientAccumulation
+    are_zero = loop.n_steps > self.n_steps
+    self.n_steps = loop.n_steps
     with loop.fit.processes.local_passes():
-        batch = BatchUndo(loop)
+        batch = BatchUndo(loop, are_zero)
         while True:
             error = try_once(partial(self.run_once, loop))
             if error is None: return
@@ -131,7 +141,7 @@ def use_less_memory(
     adapting:list[MemorySaver],
     error:Exception, # Of the pass in which memory ran out
 ):
-    "Makes the first saver that can use less memory do so. If there is none, raises RuntimeError"
+    "Makes the first saver that can use less memory do so. Raises RuntimeError if no saver can"
     if any(o.reduce_memory(loop) for o in adapting): return
     raise RuntimeError("memory runs out, and nothing is left that needs less: use smaller inputs, a smaller model, "
                        "mixed precision, GradientAccumulation(micro_batch_size='auto') or "

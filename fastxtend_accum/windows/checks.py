@@ -99,11 +99,10 @@ def check_learner(
                          "script it afterwards")
 
 def check_callbacks(learn, cb):
-    """Raises ValueError if another callback of `learn` also accumulates gradients, or keeps them in another precision;
-    `cb` runs the windows"""
+    """Raises ValueError if both `cb`, which runs the windows, and another callback of `learn` accumulate gradients, or
+    if a callback keeps gradients in another precision. If `cb` does not accumulate, as a GradientCache, its windows are
+    single batches, and another callback, such as fastai's GradientAccumulation, may accumulate these"""
     others = [o for o in learn.cbs if o is not cb and o.run and accumulates(o)]
-    # Two callbacks that accumulate would both decide when to step. If `cb` only saves memory, as a GradientCache does,
-    # its windows are single batches, and another callback, such as fastai's GradientAccumulation, may accumulate these
     if others and accumulates(cb):
         kind = type(others[0])
         raise ValueError(f"{kind.__module__}.{kind.__name__} also accumulates gradients: remove it, or "
@@ -116,11 +115,10 @@ def accumulates(cb)->bool:
     return isinstance_str(cb, 'GradientAccumulation')
 
 def uses_cuda_graphs(m)->bool:
-    "Returns whether `m` was compiled with CUDA graphs"
-    compiled_by_function = m  # if it is what `torch.compile` has returned
-    compiled_in_place = getattr(m, '_compiled_call_impl', None)  # by `m.compile()`
-    for o in (compiled_by_function, compiled_in_place):
-        if not hasattr(o, 'get_compiler_config'): continue
-        config = o.get_compiler_config() or {}
-        if config.get('triton.cudagraphs'): return True
-    return False
+    """Returns whether `m` was compiled with CUDA graphs. There are two ways to compile a module: `torch.compile(m)`
+    returns an OptimizedModule, and `m.compile()` sets the attribute `_compiled_call_impl`. Both of these objects have
+    the method `get_compiler_config`, whose settings come from the `mode` and `options` of the user"""
+    compiled = getattr(m, '_compiled_call_impl', None) or m
+    if not hasattr(compiled, 'get_compiler_config'): return False
+    config = compiled.get_compiler_config() or {}
+    return bool(config.get('triton.cudagraphs'))

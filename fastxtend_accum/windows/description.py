@@ -25,10 +25,14 @@ def how_made_up(
     micro_bs:int, # Samples in a micro-batch, at most
     n_processes:int,
 )->str:
-    """Describes windows, for example as '256 samples per step, at most 32 at a time'; with two processes, as '... in
-    each of 2 processes'. If they vary in size, as '32 to 256 samples per step'"""
+    """Describes windows. Samples per step are those of all processes, and samples at a time those of each process:
+
+    - '256 samples per step, at most 32 at a time'
+    - '32 to 256 samples per step, at most 32 at a time', if windows vary in size
+    - '256 samples per step, at most 32 at a time in each of 2 processes'"""
+    # The smallest window and the largest may be of one shape: a batch of 256 samples that is cut into 3 windows makes
+    # two of 85 samples, and one of 86. `samples` returns the smaller number, and `most` is the larger one
     least = smallest.samples(bs)*n_processes
-    # `samples` rounds down, and this rounds up: if 256 samples are cut into 3 pieces, two have 85, and one has 86
     most = math.ceil(bs*largest.n_batches/largest.n_pieces)*n_processes
     sizes = f'{most}' if least == most else f'{least} to {most}'
     processes = f' in each of {n_processes} processes' if n_processes > 1 else ''
@@ -38,7 +42,8 @@ def how_made_up(
 # What differs from one batch
 
 def own_buffers(m)->list[Tensor]:
-    "Returns the buffers of `m` itself; not sparse ones, and those that get their shape in the first forward pass"
+    """Returns the buffers of `m` itself, not of modules inside. Leaves out buffers that are sparse, and buffers that
+    get their shape in the first forward pass"""
     return [o for o in m.buffers(recurse=False) if can_be_changed(o)]
 
 # %% ../../nbs/windows/11_description.ipynb #5b7e2c91
@@ -49,16 +54,16 @@ class Differences:
     def __init__(self, model, before:Snapshot):
         of_python,*others = random_states()
         of_python_before,*others_before = before.random_states
-        # Not all by `equals`, which would take each of the 625 numbers in Python's state by itself
+        # `equals` would compare the 625 numbers in Python's state one at a time
         self.draws = of_python != of_python_before or not equals(others, others_before)
         after_pass = {m:own_buffers(m) for m in model.modules()}
-        # In this block the modules have other tensors as their buffers, copies from before the pass: `own_buffers`
-        # returns these
-        with before: self.changed = [m for m in after_pass if not equals(after_pass[m], own_buffers(m))]
+        with before:  # here the modules have copies of their buffers from before the pass
+            before_pass = {m:own_buffers(m) for m in model.modules()}
+        self.changed = [m for m in after_pass if not equals(after_pass[m], before_pass[m])]
 
     def described(self, split:nn.Module)->str:
         """Returns a sentence that names the differences; an empty string if there are none. Only `split`, the model or
-        a part of it, sees micro-batches, so it names layers of this part. Random numbers may be those of other parts"""
+        a part of it, sees micro-batches, so only its layers are named. Other parts may have drawn the random numbers"""
         res = []
         changed = [type(o).__name__ for o in split.modules() if o in self.changed]
         if changed: res.append(f"layers with buffers ({', '.join(uniqueify(changed))})")

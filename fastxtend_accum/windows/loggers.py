@@ -15,41 +15,39 @@ __all__ = ['running_callbacks', 'Loggers']
 
 # %% ../../nbs/windows/10_loggers.ipynb #d9b20fbc
 def running_callbacks(learn, module:str, name:str)->list:
-    "Returns the callbacks of the class `name` of a `module` that run; none if the module is not imported"
+    """Returns the callbacks of `learn` that run and are of the class `name` of a `module`: none if `learn` is None, or
+    if nobody has imported the module"""
     found = sys.modules.get(module)
-    if found is None: return []
+    if learn is None or found is None: return []
     return [cb for cb in learn._grab_cbs(getattr(found, name)) if cb.run]
 
 class Loggers:
     """The Recorder, W&B and TensorBoard callbacks of `learn`: what they see of each window of a fit. Without a Learner,
     there are none"""
-    # It writes attributes of these callbacks: for good `accum_bs`; until the end of a round `opt`, `run` and, of
-    # training metrics, `accumulate`
+    # It sets attributes of these callbacks: `accum_bs` of a Recorder, which stays; and until the end of a round, `opt`
+    # and `run` of callbacks, and `accumulate` of training metrics
     def __init__(self, learn=None):
         self.learn = learn
-        self.recorders = []
-        self.wandb = []
-        self.tensorboard = []
-        self.train_metrics = []  # of all Recorders
         self.round = ExitStack()  # closed at the end of the round: undoes what holds until then
-        if learn is None: return
+        self.train_metrics = []  # of all Recorders
         self.recorders = running_callbacks(learn, 'fastai.learner', 'Recorder')
         self.wandb = running_callbacks(learn, 'fastai.callback.wandb', 'WandbCallback')
         self.tensorboard = running_callbacks(learn, 'fastai.callback.tensorboard', 'TensorBoardCallback')
         for rec in self.recorders:
-            attrs = vars(rec)  # because fastai warns of new attributes whose names the model has
-            attrs['accum_bs'] = []  # samples of each window, as the Recorder has a new list of losses in each fit
-            # From `attrs`, because fastxtend's Recorder has no `train_metrics`, and then fastai would look for one in
-            # the model
-            has_train_metrics = attrs.get('train_metrics')
-            if has_train_metrics: self.train_metrics += rec.metrics  # which are those of the Learner
+            # `attrs` holds what was set on the Recorder itself. `rec.accum_bs = ...` would make fastai warn if the
+            # model has an attribute of this name; and `rec.train_metrics` would find one of the model if the Recorder
+            # has none, as fastxtend's
+            attrs = vars(rec)
+            attrs['accum_bs'] = []  # samples of each window; new in each fit, as the Recorder's list of losses
+            uses_train_metrics = attrs.get('train_metrics')
+            if uses_train_metrics: self.train_metrics += rec.metrics  # which returns the metrics of the Learner
 
     def log_batch_size(self, samples:int):
         """At the end of a round, after loggers have had their `after_batch`: logs the `samples` of its window. They are
         0 if the window has no mean: callbacks have cancelled the round, or its step is skipped"""
         for rec in self.recorders:
-            # `accum_bs` has an entry for each entry of `losses`. The Recorder has added none if it was paused, as for
-            # a skipped step
+            # `accum_bs` has an entry for each entry of `losses`. The Recorder adds no loss if it is paused, because the
+            # step is skipped, or if the batch has no targets
             has_new_loss = len(rec.losses) > len(rec.accum_bs)
             if has_new_loss: rec.accum_bs.append(samples)
         if not samples: return
@@ -63,16 +61,18 @@ class Loggers:
 # %% ../../nbs/windows/10_loggers.ipynb #050f4363
 @patch
 def update_train_metrics(self:Loggers):
-    "Shows the loader batch that `learn` holds to the training metrics; not one without targets, as in fastai"
-    if not self.train_metrics or not len(self.learn.yb): return
-    for metric in self.train_metrics: metric.accumulate(self.learn)
+    "Shows the loader batch that `learn` holds to the training metrics if it has targets, as in fastai"
+    for metric in self.train_metrics:
+        if len(self.learn.yb): metric.accumulate(self.learn)
 
 @patch
 def until_end(self:Loggers, o, name:str, value):
-    "Until the end of the round, gives `o` an attribute `name`, which hides that of its class or of the Learner"
+    """Until the end of the round, gives `o` an attribute `name`, which hides an attribute of its class or of the
+    Learner. Afterwards `o` has the value that it had itself, or no such attribute"""
     attrs = vars(o)
+    if name in attrs: self.round.callback(attrs.update, {name:attrs[name]})
+    else: self.round.callback(attrs.pop, name)
     attrs[name] = value
-    self.round.callback(attrs.pop, name, None)
 
 @patch
 def pause_train_metrics(self:Loggers):
@@ -82,14 +82,14 @@ def pause_train_metrics(self:Loggers):
 @patch
 def pause_recorders(self:Loggers):
     """Until the end of the round, Recorders see nothing: a window whose step is skipped has no loss to add to theirs.
-    W&B and TensorBoard go on, because they count rounds in `after_batch`. They log the loss of the last window again"""
+    W&B and TensorBoard go on, because they count rounds in `after_batch`; they log the loss of the last window again"""
     for rec in self.recorders: self.until_end(rec, 'run', False)
 
 @patch
 def show_hypers(self:Loggers, hypers:list[dict]):
-    """Until the end of the round, makes loggers log `hypers`, those of the step. They do so in `after_batch`, when the
-    optimizer has other values again. They read `self.opt.hypers`: fastai makes `self.opt` of a callback mean
-    `learn.opt`, unless the callback has an attribute `opt`. So they get one"""
+    """Until the end of the round, gives each logger an attribute `opt` that holds `hypers`, the hyper-parameters of the
+    step. Loggers log `self.opt.hypers` in `after_batch`, when `learn.opt` has other values again. fastai makes
+    `self.opt` of a callback mean `learn.opt` only if the callback has no attribute `opt` of its own"""
     shown = SimpleNamespace(hypers=[dict(o) for o in hypers])
     for cb in (*self.recorders, *self.wandb, *self.tensorboard): self.until_end(cb, 'opt', shown)
 

@@ -97,7 +97,7 @@ def replaced_method(learn)->str|None:
 class WholeBatch:
     """The strategy that runs a loader batch as one micro-batch. Its subclasses in `memory/` run a batch in several
     micro-batches, or again with less memory. They set these attributes, too, which other modules read"""
-    size = None  # samples in a micro-batch, at most; None: the whole batch. `GradientAccumulation.micro_bs` reports it
+    micro_bs = None  # samples in a micro-batch, at most; None: the whole batch. GradientAccumulation reads it
     may_repeat = False  # whether a loader batch may have several forward passes. `run_batch` prepares for these
     savers = ()  # callbacks and strategies that save memory in the passes. `GradientAccumulation.micro_bs` reads them
 

@@ -27,12 +27,12 @@ def loss_and_grads(
     loss_func:Callable,
     args:tuple, # Predictions and targets
 )->list[Tensor]:
-    """Returns the loss, in float32 or better, and its gradients with respect to the predictions: one for each tensor of
-    floating-point numbers in these"""
+    """Returns the loss, in float32 or better, and its gradients with respect to the predictions: one gradient for each
+    floating-point tensor in the predictions. There must be one at least; otherwise this raises an IndexError"""
     pred,*targets = map_tensors(copy_of, args)
     leaves = [o.requires_grad_() for o in tensors_in(pred) if o.is_floating_point()]
-    outputs = map_tensors(torch.clone, pred)  # the loss may work in place, which autograd forbids on `leaves`
     with torch.enable_grad(), torch.autocast(leaves[0].device.type, enabled=False):
+        outputs = map_tensors(torch.clone, pred)  # the loss may work in place, which autograd forbids on `leaves`
         loss = loss_func(outputs, *targets)
         grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
     return [loss.detach(), *grads]
@@ -54,7 +54,9 @@ def loss_by_parts(loss_func:Callable, micro_batches:list[KeptMicroBatch])->list[
         share = 1 if is_sum else items/sum(counts)
         values = loss_and_grads(loss_func, args)
         parts.append([zero_if_empty(items, o)*share for o in values])  # without items, `values` are 0/0
-    losses,*grads = zip(*parts)  # of each value, a tuple with that of all micro-batches
+    # `parts` has an entry [loss, gradient, ...] for each micro-batch. `losses`, and each of `grads`, has one value for
+    # each micro-batch: [[l1, g1], [l2, g2]] becomes (l1, l2) and [(g1, g2)]
+    losses,*grads = zip(*parts)
     # The loss is a sum over micro-batches. A gradient has a row for each prediction, so rows are joined
     return [sum(losses), *[torch.cat(o) for o in grads]]
 
@@ -62,31 +64,29 @@ def loss_by_parts(loss_func:Callable, micro_batches:list[KeptMicroBatch])->list[
 tolerance = 1e-4  # the largest relative difference that counts as rounding
 
 def are_close(xs:list[Tensor], ys:list[Tensor])->bool:
-    "Returns whether each tensor of `xs` equals the one of `ys` in the same place, but for rounding. NaN equals nothing"
-    for x,y in zip(xs, ys, strict=True):
-        is_close = (x-y).norm() <= tolerance*x.norm()
-        if not is_close: return False
-    return True
+    "Returns whether each tensor of `xs` equals the tensor at its place in `ys`, but for rounding. NaN equals nothing"
+    pairs = zip(xs, ys, strict=True)
+    return all((x-y).norm() <= tolerance*x.norm() for x,y in pairs)
 
 def is_inexact(loss_func:Callable, micro_batches:list[KeptMicroBatch])->bool:
-    """Returns whether the loss, or its gradient, is another one for all samples at once than for the micro-batches, by
-    `loss_by_parts`. False if that cannot be found out. The state of `loss_func` stays as it is"""
+    """Returns whether the loss of all samples at once, or its gradient, differs from what `loss_by_parts` computes from
+    the micro-batches. Returns False if that cannot be found out. The state of `loss_func` stays as it is"""
     snapshot = Snapshot(loss_func)
     try:
         rows = [o.rows for o in micro_batches]
         fields = zip(*[o.args for o in micro_batches])
-        whole = [join(list(field), rows) for field in fields]  # one by one, because each may be a list of samples
+        whole = [join(list(field), rows) for field in fields]  # one at a time, because each may be a list of samples
         joint = loss_and_grads(loss_func, whole)
         is_repeatable = are_close(joint, loss_and_grads(loss_func, whole))  # not if the loss is random, or NaN
         return is_repeatable and not are_close(joint, loss_by_parts(loss_func, micro_batches))
-    except Exception: return False  # the loss may not accept float32, or as many samples
+    except Exception: return False  # the loss may not accept float32, or so many samples
     finally: snapshot.restore()
 
 # %% ../../nbs/windows/06_loss_check.ipynb #5e10d8fa
 class LossCheck:
     "Checks the first windows of a fit that have several micro-batches: is accumulation exact for this loss?"
     n_windows = 4  # that are checked with each loss function
-    max_bytes = 2**26  # of predictions and targets in a window; larger ones are not kept
+    max_bytes = 2**26  # of predictions and targets in a window; if they are larger, nothing is kept
 
     def __init__(self, loss_func:Callable):
         self.loss_func = loss_func
@@ -103,22 +103,23 @@ class LossCheck:
         rows:int, # Of its tensors
         items:Count|None, # What its loss averages over; None: it is a sum
     ):
-        """Adds a micro-batch to `kept`, in three steps:
+        """Adds a copy of a micro-batch to `kept`, in three steps:
 
         1. If a callback has replaced the loss function, empties `kept`, and begins to count windows again.
-        2. If enough windows were checked, returns; otherwise adds the micro-batch.
-        3. If `kept` has become too large, empties it, and checks no more windows."""
+        2. If enough windows were checked, returns.
+        3. Adds the micro-batch. If `kept` would become too large, empties it instead, and checks no more windows."""
         if loss_func != self.loss_func:  # not `is not`, because a bound method is a new object each time
             self.loss_func = loss_func
             self.windows_left = self.n_windows
             kept.clear()
         if not self.windows_left: return
-        args = map_tensors(copy_of, args)  # callbacks may change these tensors
-        kept.append(KeptMicroBatch(args, rows, items))
-        tensors = tensors_in([o.args for o in kept])
-        if sum(o.nbytes for o in tensors) <= self.max_bytes: return
-        self.stop()
-        kept.clear()
+        tensors = tensors_in([args, *[o.args for o in kept]])
+        if sum(o.nbytes for o in tensors) > self.max_bytes:
+            self.stop()
+            kept.clear()
+            return
+        copies = map_tensors(copy_of, args)  # callbacks may change the tensors themselves
+        kept.append(KeptMicroBatch(copies, rows, items))
 
     def check(self, micro_batches:list[KeptMicroBatch])->str|None:
         "Checks a window; returns a warning if accumulation is not exact for this loss"

@@ -13,7 +13,7 @@ from fastai.basics import *
 
 # %% auto #0
 __all__ = ['children', 'rebuilt', 'map_tensors', 'leaves_in', 'tensors_in', 'lists_samples', 'n_rows', 'part_bounds',
-           'CannotJoin', 'NotSamplesFirst', 'has_rows', 'slice_rows', 'slice_fields', 'join', 'all_list_samples',
+           'NotBySample', 'NotSamplesFirst', 'check_leaf', 'slice_rows', 'slice_fields', 'join', 'all_list_samples',
            'join_leaves']
 
 # %% ../../nbs/windows/00_nested.ipynb #45667e7f
@@ -29,7 +29,7 @@ def rebuilt(b, items:list):
     "Returns a tuple, list or mapping of the type of `b` that holds `items`"
     kind = type(b)
     if isinstance(b, Mapping):
-        res = copy(b)  # a defaultdict, for example, is not made of a dict
+        res = copy(b)  # a defaultdict, for example, cannot be made by calling its type with a dict
         for name,o in zip(b, items): res[name] = o
         return res
     if hasattr(kind, '_fields'): return kind(*items)  # a namedtuple
@@ -59,15 +59,18 @@ def lists_samples(b, n:int)->bool:
     """Guesses whether `b` is a list that has one entry for each of `n` samples: by its length and its tensors. For
     example, if `n` is 2:
 
-    - yes: [boxes of an image, boxes of another one], ('cat', 'dog')
-    - no: (x1, x2), tensors with 2 rows each, which are taken for two inputs; a namedtuple"""
+    - yes: ('cat', 'dog'); [boxes of image 1, boxes of image 2], of 3 and 2 boxes
+    - no: (x1, x2), two inputs of 2 rows each; a namedtuple
+
+    A list of `n` tensors with `n` rows each may be either. The answer is no then, because inputs always have `n` rows,
+    and entries for samples, such as two boxes for each of two images, have that many by chance only"""
     is_named = hasattr(b, '_fields')  # a namedtuple
     is_list = isinstance(b, (tuple,list,L)) and not is_named
     if not is_list or len(b) != n: return False
     tensors = tensors_in(b)
     if not tensors: return True  # strings, for example
-    have_n_rows = all(len(o) == n for o in tensors)  # so they are inputs
-    return not have_n_rows
+    are_inputs = all(len(o) == n for o in tensors)
+    return not are_inputs
 
 # %% ../../nbs/windows/00_nested.ipynb #0f2993d3
 def n_rows(
@@ -87,7 +90,7 @@ def n_rows(
     # Rule 1. First for the targets alone: nearly every batch ends here, and the rest takes longer
     if have_rows and len(targets) == expected: return expected
     lengths = [len(o) for o in tensors_in(fields)]
-    # This asks each field, but not `b` itself: a batch of two fields does not list two samples
+    # Check each field, but not `b` itself: a batch of two fields does not list two samples
     if expected in lengths or any(lists_samples(o, expected) for o in fields): return expected
     # Rule 2
     if have_rows: return len(targets)
@@ -104,25 +107,26 @@ def part_bounds(n:int, n_parts:int)->list[tuple[int,int]]:
     return list(zip(edges, edges[1:]))
 
 # %% ../../nbs/windows/00_nested.ipynb #0dbca7fe
-class CannotJoin(ValueError): "The outputs of micro-batches cannot be joined"
+class NotBySample(ValueError): "A batch cannot be split by its samples, or outputs of micro-batches cannot be joined"
 
-class NotSamplesFirst(CannotJoin): "The first dimension of a tensor is not the samples"
+class NotSamplesFirst(NotBySample): "The first dimension of a tensor is not the samples"
 
 _shared_kinds = Tensor,str,bytes,Number,type(None)  # leaves without rows, which are the same for all samples
 
-def has_rows(
+def check_leaf(
     leaf,
     n:int, # Samples
-    verb:str, # What errors say
+    verb:str, # 'split' or 'join', for the message of an error
 )->bool:
-    """Returns whether a leaf has a row for each of `n` samples: True for tensors, and False for what is the same for
-    all samples. Raises CannotJoin for anything else: NotSamplesFirst for a tensor with another number of rows"""
+    """Checks that a leaf can be split or joined. Returns True if it is a tensor with a row for each of `n` samples, and
+    False if it is the same for all samples, such as a number. Raises NotSamplesFirst if it is a tensor with another
+    number of rows, and NotBySample if it is something else"""
     if isinstance(leaf, Tensor) and leaf.ndim:
         if len(leaf) == n: return True
         raise NotSamplesFirst(f"cannot {verb} a tensor of shape {tuple(leaf.shape)} for {n} samples: its first "
                               "dimension must index the samples")
     if isinstance(leaf, _shared_kinds): return False
-    raise CannotJoin(f"cannot {verb} a {type(leaf).__name__}: use dense tensors with a row for each sample")
+    raise NotBySample(f"cannot {verb} a {type(leaf).__name__}: use dense tensors with a row for each sample")
 
 def slice_rows(b, start:int, end:int, n:int):
     """Returns the rows from `start` to `end` of `b`, which has `n` rows, in the same structure; raises ValueError if it
@@ -130,7 +134,7 @@ def slice_rows(b, start:int, end:int, n:int):
     if lists_samples(b, n): return b[start:end]
     items = children(b)
     if items is not None: return rebuilt(b, [slice_rows(o, start, end, n) for o in items])
-    return b[start:end] if has_rows(b, n, 'split') else b
+    return b[start:end] if check_leaf(b, n, 'split') else b
 
 def slice_fields(
     fields:Iterable, # Inputs and targets, or the arguments of a forward pass
@@ -148,32 +152,35 @@ def join(
 ):
     """Returns the outputs concatenated along their rows: tensors of shapes (3, 4) and (2, 4), for `sizes` of 3 and 2,
     become one of (5, 4). Lists with an entry for each sample become one list; other tuples, lists and mappings are
-    joined field by field. Raises CannotJoin unless all outputs have the same structure, with one row for each sample:
-    NotSamplesFirst if a tensor has another number of rows"""
+    joined field by field. Raises NotSamplesFirst if a tensor has another number of rows, and NotBySample if outputs
+    differ in structure"""
     one = outputs[0]
-    if len(set(map(type, outputs))) > 1: raise CannotJoin("the outputs of micro-batches differ in structure")
+    if len(set(map(type, outputs))) > 1: raise NotBySample("the outputs of micro-batches differ in structure")
     if children(one) is None: return join_leaves(outputs, sizes)
     if all_list_samples(outputs, sizes): return rebuilt(one, list(chain(*outputs)))
-    names = [list(o) if isinstance(o, Mapping) else len(o) for o in outputs]
-    if any(o != names[0] for o in names): raise CannotJoin("the outputs of micro-batches differ in structure")
+    # Their items are fields, such as logits and loss: the same ones in each output
+    names = [list(o) if isinstance(o, Mapping) else len(o) for o in outputs]  # fields without names are counted
+    if any(o != names[0] for o in names): raise NotBySample("the outputs of micro-batches differ in structure")
     fields = zip(*map(children, outputs))
     return rebuilt(one, [join(parts, sizes) for parts in fields])
 
 def all_list_samples(outputs:Sequence, sizes:list[int])->bool:
-    """Guesses whether each of these tuples, lists or mappings has one entry for each sample of its micro-batch. If they
-    have the right lengths, and `lists_samples` says so of one of them, then it holds for all. It may not say so of
-    another one: if a list has a tensor for each of two samples, with two boxes each, these look like two inputs"""
+    """Guesses whether each of these outputs, which are tuples, lists or mappings, has one entry for each sample of its
+    micro-batch. They must have as many entries as samples, and `lists_samples` must say yes to one of them. It may say
+    no to others by chance. For example, micro-batches of 2 and 3 samples return boxes for each sample: two tensors of
+    2 boxes each, which look like two inputs of 2 rows, and three tensors of 1, 4 and 2 boxes, which settle it"""
     lengths = [len(o) for o in outputs]
     return lengths == sizes and any(map(lists_samples, outputs, sizes))
 
 def join_leaves(leaves:Sequence, sizes:list[int]):
-    "Joins leaves, one of each micro-batch: as `join`"
+    """Joins one leaf of each micro-batch, as `join` does: concatenates tensors, or returns the value that all
+    micro-batches have in common, such as None"""
     one = leaves[0]
-    with_rows = [has_rows(o, n, 'join') for o,n in zip(leaves, sizes)]
+    with_rows = [check_leaf(o, n, 'join') for o,n in zip(leaves, sizes)]
     if all(with_rows):
         try: return torch.cat(leaves)
         except RuntimeError as e:  # they differ in another dimension
-            raise CannotJoin(f"the outputs of micro-batches cannot be concatenated: {e}") from e
+            raise NotBySample(f"the outputs of micro-batches cannot be concatenated: {e}") from e
     if any(with_rows) or any(o != one for o in leaves):
-        raise CannotJoin(f"cannot join a {type(one).__name__}: use dense tensors with a row for each sample")
+        raise NotBySample(f"cannot join a {type(one).__name__}: use dense tensors with a row for each sample")
     return one

@@ -11,6 +11,7 @@ from fastai.basics import *
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from .loggers import running_callbacks
 from .window import Window
 
 # %% auto #0
@@ -20,12 +21,13 @@ __all__ = ['averages_gradients', 'is_sharded', 'inner_model', 'group_of', 'n_pro
 # %% ../../nbs/windows/07_processes.ipynb #2b7db68b
 def averages_gradients(model)->bool:
     """Returns whether `model` averages its gradients over processes: DistributedDataParallel (DDP), FSDP 1 or FSDP 2.
-    They need a group of processes. Without one, a model may have a `no_sync` of its own, which does nothing"""
+    All of these need a group of processes. A wrapper of another library may have `no_sync`, too; without a group, it
+    has nothing to average"""
     has_switch = hasattr(model, 'no_sync') or hasattr(model, 'set_requires_gradient_sync')
     return has_switch and dist.is_initialized()
 
 def is_sharded(model)->bool:
-    "Returns whether FSDP 1 or FSDP 2 shards `model`: of the models that average gradients, all but DDP do"
+    "Returns whether FSDP 1 or FSDP 2 shards `model`: each model that averages gradients is sharded, unless it is DDP"
     return averages_gradients(model) and not isinstance(model, DistributedDataParallel)
 
 def inner_model(model)->nn.Module:
@@ -36,11 +38,9 @@ def group_of(model): return getattr(model, 'process_group', None)
 
 def n_processes(learn)->int:
     "Returns how many processes train the model of `learn` together, at least 1"
-    is_distributed = averages_gradients(learn.model)
-    distributed = sys.modules.get('fastai.distributed')  # not imported here, because it needs accelerate
-    # Its DistributedTrainer wraps the model when the fit begins
-    if distributed and learn._grab_cbs(distributed.DistributedTrainer): is_distributed = True
-    # A DistributedTrainer may train in one process, without a group
+    # fastai's DistributedTrainer wraps the model when the fit begins. It may also train in one process, without a group
+    wraps_model = running_callbacks(learn, 'fastai.distributed', 'DistributedTrainer')
+    is_distributed = averages_gradients(learn.model) or wraps_model
     if not is_distributed or not dist.is_initialized(): return 1
     return dist.get_world_size(group_of(learn.model))
 
@@ -71,18 +71,19 @@ class Processes:
     ):
         self.learn = learn
         self.n = n_processes(learn)
-        # A process that runs a pass again would wait in it for the others, which run theirs once. So if that may
+        # A process that runs a pass again would wait in it for other processes, which run theirs once. So if that may
         # happen, no pass communicates, and `reduce_window` averages the gradients
         self.passes_are_local = may_retry
         self.has_averaged = False  # whether DDP averaged the gradients in the last backward pass
 
     def before_forward(self, window:Window, ends_window:bool):
-        """Before each micro-batch: makes DDP average gradients in the last one of a window only; not there either if
-        `reduce_window` has to do it"""
+        """Before each micro-batch: makes DDP average gradients in the backward pass that ends the window, and in no
+        other. DDP averages in no pass at all if `reduce_window` has to average, for one of two reasons: passes are
+        local, or the sums of half-precision weights are in float32, and DDP would exchange them in the type of the
+        weights"""
         if self.n == 1: return
-        # DDP exchanges gradients in the type of the weights, so sums in float32 wait for `reduce_window`
-        sums = window.grads  # None in a window of a single micro-batch
-        has_float32_sums = sums is not None and sums.params.in_float32  # of half-precision weights
+        sums = window.grads  # None in a window of a single micro-batch, which has no sums
+        has_float32_sums = sums and sums.params.in_float32
         averages_now = ends_window and not has_float32_sums and not self.passes_are_local
         enable_gradient_sync(self.learn.model, averages_now)
         self.has_averaged = False
@@ -94,7 +95,9 @@ class Processes:
     @contextmanager
     def local_passes(self):
         """In this context forward passes wait for no other process, so that `RetryOnOutOfMemory` can run some of them
-        again in one process alone. Syncs buffers once, where DDP would sync them in each pass, and wait"""
+        again in one process alone. DDP copies the buffers of process 0 to all others at the beginning of each forward
+        pass, by `_sync_buffers`, and waits for all processes. This copies them once, when the context is entered, and
+        then forbids DDP to do so by `require_forward_param_sync`"""
         model = self.learn.model
         if not isinstance(model, DistributedDataParallel):
             yield
@@ -109,13 +112,15 @@ class Processes:
 def reduce_window(self:Processes, window:Window):
     """After the last micro-batch: makes the sums of `window` those over all processes, and its gradients the mean over
     processes, unless DDP has averaged them in the last backward pass. For example, if the losses of two processes sum
-    up to 3 and 5, over 4 items each, then both processes get a sum of 8 over 8 items"""
+    up to 3 and 5, over 4 items each, then both processes get a sum of 8 over 8 items. In a single process, the sums
+    only move to the CPU"""
     losses = window.losses.on_host()
     samples = window.seen_samples  # of this process, so far
     if self.n > 1:
         model = self.learn.model
         if not self.has_averaged and not is_sharded(model): self.average_grads()
-        # In one message, because in each the processes wait for each other. Without items (None), losses are sums
+        # All numbers travel in one message, because each message makes the processes wait for each other. Without items
+        # (None), losses are sums
         loss,items,samples = reduce_numbers(model, [float(losses.loss), losses.items or 0, samples])
         losses = losses._replace(loss=torch.tensor(loss, dtype=losses.loss.dtype))
         if losses.items is not None: losses = losses._replace(items=items)

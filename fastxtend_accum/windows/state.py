@@ -18,9 +18,9 @@ __all__ = ['global_generators', 'random_states', 'set_random_states', 'owner_of'
 # The random generators that all code shares
 
 def global_generators()->list:
-    """Returns the generators of NumPy and PyTorch that all code shares. Those of GPUs come last: they appear when CUDA
-    starts"""
-    # Of Apple's GPUs. PyTorch has no public name for this generator
+    """Returns the generators of NumPy and PyTorch that all code shares. The generators of GPUs come last: they appear
+    when CUDA starts"""
+    # The generator of Apple's GPUs, for which PyTorch has no public name
     mps = [torch.mps._get_default_mps_generator()] if torch.backends.mps.is_available() else []
     return [np.random, torch.default_generator, *mps, *torch.cuda.default_generators]
 
@@ -40,38 +40,37 @@ def set_random_states(states:list):
 def owner_of(o):
     """Returns the object that holds the state of `o`, a module or a loss function:
 
-    - of a `partial` or a loss of fastai's: that of the `func` that it calls, as follows
-    - of a method: the object that it is bound to
-    - of anything else: itself"""
-    if isinstance(o, (partial,BaseLoss)): o = o.func
+    - for a `partial` or a loss of fastai's, the owner of the `func` that it calls
+    - for a method, the object that it is bound to
+    - for anything else, `o` itself"""
+    if isinstance(o, (partial,BaseLoss)): return owner_of(o.func)
     return o.__self__ if isinstance(o, types.MethodType) else o
 
 def attribute_dicts(o)->list[dict]:
-    """Returns the dicts that hold the attributes of a module, function or other object: of a module, its `__dict__` and
-    its buffers, and those of each module inside"""
+    """Returns the dicts that hold the attributes of a module, function or other object. For a module, these are its
+    `__dict__` and the dict of its buffers, and the same two dicts of each module inside"""
     owner = owner_of(o)
     objects = owner.modules() if isinstance(owner, nn.Module) else [owner]
     res = []
     for o in objects:
         attrs = getattr(o, '__dict__', {})
-        if isinstance(o, type): continue  # the loss is a class method, and attributes of a class are no state
+        if isinstance(o, type): continue  # the loss is a class method, and attributes of a class are not state
         res += [attrs, attrs.get('_buffers', {})]
     return res
 
 def can_be_changed(o)->bool:
-    """Returns whether `o`, an attribute or a buffer, is a tensor that code may change in place and a copy can restore:
-    not one that is trained, a sparse one, or one of a lazy layer, which has no shape yet"""
+    """Returns whether `o`, an attribute or a buffer, is a tensor that code may change in place and a copy can restore.
+    It is not if it is trained, if it is sparse, or if it belongs to a lazy layer, and has no shape yet"""
     if not isinstance(o, Tensor) or is_lazy(o): return False
     return not o.requires_grad and o.layout == torch.strided
 
 def restore_value(o:Tensor, value:Tensor):
     "Writes `value` into `o`"
-    is_like = (o.shape, o.dtype) == (value.shape, value.dtype)
-    # PyTorch refuses to write to a sparse tensor, and to one that is expanded: several of its numbers are one in memory
-    is_writable = o.layout == torch.strided and 0 not in o.stride()
-    # By `data`. Writing to `o` itself would give it a new version, and then the backward pass of a graph that has saved
-    # it would raise an error
-    if is_like and is_writable: o.data.copy_(value)
+    has_shape = o.shape == value.shape  # a pass may have resized `o`
+    is_writable = 0 not in o.stride()  # not if it is expanded, so that several elements share one memory location
+    # Write to `data`. Writing to `o` itself would give it a new version, and then the backward pass of a graph that has
+    # saved it would raise an error
+    if has_shape and is_writable: o.data.copy_(value)
     else: o.data = value.clone()
 
 # %% ../../nbs/windows/01_state.ipynb #d1b90224
@@ -83,6 +82,7 @@ class AttributeCopy:
         self.random_states = random_states()
 
     def restore(self):
+        "Puts the objects back into the dicts that they held, and the generators into their states"
         for o,content in zip(self.dicts, self.contents):
             o.clear()
             o.update(content)
@@ -116,12 +116,14 @@ class Snapshot(AttributeCopy):
     def __enter__(self):
         "Begins a further run, in which everything is as it was when the snapshot was taken"
         self.outside = AttributeCopy(self.dicts)
-        super().restore()  # the dicts hold the same objects as then, but the values of tensors may have changed
+        # Not `self.restore()`, which would also write the old values into tensors. Instead, the dicts get their old
+        # objects back, and then copies in the place of the tensors
+        super().restore()
         self.put_copies_in_dicts()
 
     def put_copies_in_dicts(self):
-        """Puts new tensors with the old values into the dicts, in the place of those that may have changed. These are
-        not written to, because the backward pass may still need their current values"""
+        """Puts new tensors with the old values into the dicts, in the place of tensors that may have changed. Writes
+        nothing into the latter, because the backward pass may still need their current values"""
         copies = {id(o):value.clone() for o,value in self.values}
         for attrs in self.dicts:
             for name,o in attrs.items(): attrs[name] = copies.get(id(o), o)
